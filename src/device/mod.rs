@@ -1,0 +1,364 @@
+//! What the engine asks of a machine that computes: memory, streams, events and copies ([`Device`]), and the
+//! transformer's arithmetic ([`Kernels`]). Static dispatch; one thread (the driver) holds the device and enqueues.
+//!
+//! Everything enqueued on one [`Stream`] runs in order; streams run concurrently and meet only through events.
+//! Nothing here waits for the work it enqueues, except [`Device::synchronize`].
+
+pub mod cpu;
+
+use crate::dtype::Dtype;
+use crate::error::Result;
+use crate::host::pinned::PinnedSlice;
+use crate::optim::adam::AdamConsts;
+
+/// The three queues of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stream {
+    /// Forward, backward, norms and the optimizer of resident buckets.
+    Compute = 0,
+    /// Gradients leave.
+    D2h = 1,
+    /// Parameters return.
+    H2d = 2,
+}
+
+impl Stream {
+    /// All streams, in the order of their indices.
+    pub const ALL: [Stream; 3] = [Stream::Compute, Stream::D2h, Stream::H2d];
+}
+
+/// A point in a stream that others can wait for; made by [`Device::event`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EventId(pub u32);
+
+/// A typed view of device memory: an address that only the device may follow.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceSlice {
+    /// Address of the first element on the device.
+    pub addr: u64,
+    /// Elements.
+    pub elems: usize,
+    /// Format of each element.
+    pub dtype: Dtype,
+}
+
+impl DeviceSlice {
+    /// The part that starts at element `start` and holds `elems` elements.
+    ///
+    /// # Panics
+    /// If the part reaches outside.
+    pub fn slice(self, start: usize, elems: usize) -> Self {
+        assert!(start.checked_add(elems).is_some_and(|end| end <= self.elems), "slice {start}+{elems} of {}", self.elems);
+        Self { addr: self.addr + (start * self.dtype.bytes()) as u64, elems, dtype: self.dtype }
+    }
+
+    /// Size in bytes.
+    pub fn bytes(self) -> usize {
+        self.elems * self.dtype.bytes()
+    }
+}
+
+/// Memory, streams, events and copies. No arithmetic.
+pub trait Device {
+    /// What this device is, for people: `cpu (AMD EPYC 9B45, 2 threads, avx512)`.
+    fn describe(&self) -> String;
+
+    /// Zeroed device memory, aligned to 256 bytes, for the life of the device. Only before step 0.
+    ///
+    /// # Errors
+    /// `Resource` when it does not fit; `name` is in the message.
+    fn alloc(&mut self, name: &str, elems: usize, dtype: Dtype) -> Result<DeviceSlice>;
+
+    /// A new event; it counts as done until it is first recorded.
+    fn event(&mut self) -> Result<EventId>;
+
+    /// Marks the present end of `stream`; earlier recordings of the event are forgotten.
+    fn record(&mut self, event: EventId, stream: Stream) -> Result<()>;
+
+    /// What is enqueued on `stream` from now on runs after the recorded point.
+    fn wait(&mut self, stream: Stream, event: EventId) -> Result<()>;
+
+    /// Whether everything before the recorded point has run. Never blocks.
+    fn is_done(&mut self, event: EventId) -> Result<bool>;
+
+    /// Blocks the driver until [`Device::is_done`].
+    fn synchronize(&mut self, event: EventId) -> Result<()>;
+
+    /// Device to pinned host memory; sizes in bytes must agree.
+    fn copy_d2h(&mut self, stream: Stream, src: DeviceSlice, dst: PinnedSlice) -> Result<()>;
+
+    /// Pinned host memory to device; sizes in bytes must agree.
+    fn copy_h2d(&mut self, stream: Stream, src: PinnedSlice, dst: DeviceSlice) -> Result<()>;
+}
+
+/// How the two inputs of a [`Kernels::matmul`] are laid out. All matrices are row-major and dense.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MatmulLayout {
+    /// `c[m,n] = a[m,k] * b[n,k]^T`: a linear layer's forward, `b` its weight `[out, in]`.
+    Nt,
+    /// `c[m,n] = a[m,k] * b[k,n]`: the gradient of a linear layer's input.
+    Nn,
+    /// `c[m,n] = a[k,m]^T * b[k,n]`: the gradient of a linear layer's weight.
+    Tn,
+}
+
+/// Sizes of a [`Kernels::matmul`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MatmulShape {
+    /// Layout of the inputs.
+    pub layout: MatmulLayout,
+    /// Rows of `c`.
+    pub m: usize,
+    /// Columns of `c`.
+    pub n: usize,
+    /// The dimension summed over.
+    pub k: usize,
+}
+
+/// Shape of one layer's attention. Rows of `qkv` are tokens (`batch * seq_length`); a row holds `heads` queries, then
+/// `kv_heads` keys, then `kv_heads` values, each of `head_dim`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AttentionShape {
+    /// Sequences.
+    pub batch: usize,
+    /// Tokens of a sequence.
+    pub seq_length: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// Key and value heads; divides `heads`. Query head `h` reads key head `h / (heads / kv_heads)`.
+    pub kv_heads: usize,
+    /// Channels of a head.
+    pub head_dim: usize,
+    /// Factor on the scores before the softmax.
+    pub scale: f32,
+    /// A token sees this many tokens, itself included (sliding window); `None`: all before it.
+    pub window: Option<usize>,
+}
+
+impl AttentionShape {
+    /// Tokens: rows of `qkv` and of the output.
+    pub fn tokens(&self) -> usize {
+        self.batch * self.seq_length
+    }
+
+    /// Columns of `qkv`: `(heads + 2 kv_heads) * head_dim`.
+    pub fn qkv_cols(&self) -> usize {
+        (self.heads + 2 * self.kv_heads) * self.head_dim
+    }
+
+    /// Columns of the attention's output: `heads * head_dim`.
+    pub fn out_cols(&self) -> usize {
+        self.heads * self.head_dim
+    }
+}
+
+/// Memory of one call of the optimizer on the device: equally long parts of a resident bucket.
+#[derive(Clone, Copy, Debug)]
+pub struct AdamArgs {
+    /// fp32 parameters, updated.
+    pub params: DeviceSlice,
+    /// First moments, updated.
+    pub m: DeviceSlice,
+    /// Second moments, updated.
+    pub v: DeviceSlice,
+    /// Gradients.
+    pub grads: DeviceSlice,
+    /// Working weights, written.
+    pub out: DeviceSlice,
+    /// The step's constants.
+    pub consts: AdamConsts,
+    /// Factor on the gradients: clip scale over loss scale.
+    pub scale: f32,
+}
+
+/// The arithmetic of a transformer and of the transfer path. Enqueued on [`Stream::Compute`] unless a stream is named.
+///
+/// Activations, weights and gradients share one float format per call (the slices' dtype); arithmetic inside a kernel
+/// is fp32 and a result is rounded once. Sums have a fixed order, so that results never depend on timing or on the
+/// number of threads. `accumulate` adds to what the output holds (rounding once more); otherwise it is overwritten.
+pub trait Kernels: Device {
+    /// `out[t,:] = wte[tokens[t],:] + wpe[t % seq_length,:]`. `tokens` int32 `[T]`, `out` `[T, channels]`.
+    /// Tokens are already known to be inside the vocabulary.
+    fn embed(
+        &mut self,
+        tokens: DeviceSlice,
+        wte: DeviceSlice,
+        wpe: Option<DeviceSlice>,
+        out: DeviceSlice,
+        seq_length: usize,
+        channels: usize,
+    ) -> Result<()>;
+
+    /// Gradients of [`Kernels::embed`]: rows of `dwte` and `dwpe` sum the rows of `dout` that used them; rows never
+    /// used become zero (or stay, with their `accumulate`).
+    #[allow(clippy::too_many_arguments)]
+    fn embed_backward(
+        &mut self,
+        tokens: DeviceSlice,
+        dout: DeviceSlice,
+        dwte: DeviceSlice,
+        accumulate_wte: bool,
+        dwpe: Option<DeviceSlice>,
+        accumulate_wpe: bool,
+        seq_length: usize,
+        channels: usize,
+    ) -> Result<()>;
+
+    /// `c = a * b (+ bias over columns) (+ c)`, fp32 accumulation over k in ascending order.
+    fn matmul(
+        &mut self,
+        shape: MatmulShape,
+        a: DeviceSlice,
+        b: DeviceSlice,
+        bias: Option<DeviceSlice>,
+        c: DeviceSlice,
+        accumulate: bool,
+    ) -> Result<()>;
+
+    /// Column sums: `dbias[c] (+)= sum over rows of dout[r,c]`; the columns are `dbias.elems`.
+    fn bias_backward(&mut self, dout: DeviceSlice, dbias: DeviceSlice, accumulate: bool) -> Result<()>;
+
+    /// `out = x * rstd * weight` by rows of `weight.elems`, `rstd = 1/sqrt(mean(x^2) + eps)`, kept as fp32 `[rows]`.
+    fn rms_norm(&mut self, x: DeviceSlice, weight: DeviceSlice, eps: f32, out: DeviceSlice, rstd: DeviceSlice) -> Result<()>;
+
+    /// Adds the input's gradient into `dx`; `dweight (+)=` the weight's.
+    fn rms_norm_backward(
+        &mut self,
+        dout: DeviceSlice,
+        x: DeviceSlice,
+        weight: DeviceSlice,
+        rstd: DeviceSlice,
+        dx: DeviceSlice,
+        dweight: DeviceSlice,
+        accumulate: bool,
+    ) -> Result<()>;
+
+    /// `out = (x - mean) * rstd * weight + bias` by rows; `stats` fp32 `[rows, 2]` keeps mean and rstd.
+    fn layer_norm(
+        &mut self,
+        x: DeviceSlice,
+        weight: DeviceSlice,
+        bias: DeviceSlice,
+        eps: f32,
+        out: DeviceSlice,
+        stats: DeviceSlice,
+    ) -> Result<()>;
+
+    /// Adds the input's gradient into `dx`; `dweight (+)=` and `dbias (+)=` the parameters'.
+    #[allow(clippy::too_many_arguments)]
+    fn layer_norm_backward(
+        &mut self,
+        dout: DeviceSlice,
+        x: DeviceSlice,
+        weight: DeviceSlice,
+        stats: DeviceSlice,
+        dx: DeviceSlice,
+        dweight: DeviceSlice,
+        dbias: DeviceSlice,
+        accumulate: bool,
+    ) -> Result<()>;
+
+    /// RMS-normalises every query head with `q_weight` and every key head with `k_weight` (both `[head_dim]`), copies
+    /// the values. `rstd` fp32 `[T, heads + kv_heads]`. `out` must not be `qkv`.
+    #[allow(clippy::too_many_arguments)]
+    fn qk_norm(
+        &mut self,
+        qkv: DeviceSlice,
+        q_weight: DeviceSlice,
+        k_weight: DeviceSlice,
+        eps: f32,
+        out: DeviceSlice,
+        rstd: DeviceSlice,
+        shape: AttentionShape,
+    ) -> Result<()>;
+
+    /// Turns `dqkv` (gradient of `qk_norm`'s output) into the gradient of its input, in place; `dq_weight (+)=`, `dk_weight (+)=`.
+    #[allow(clippy::too_many_arguments)]
+    fn qk_norm_backward(
+        &mut self,
+        dqkv: DeviceSlice,
+        qkv: DeviceSlice,
+        q_weight: DeviceSlice,
+        k_weight: DeviceSlice,
+        rstd: DeviceSlice,
+        dq_weight: DeviceSlice,
+        dk_weight: DeviceSlice,
+        accumulate: bool,
+        shape: AttentionShape,
+    ) -> Result<()>;
+
+    /// Rotates queries and keys in place by position. `table` fp32 `[seq_length, rotary_dim / 2, 2]` holds (cos, sin);
+    /// channel `i` pairs with `i + rotary_dim / 2`; channels from `rotary_dim` on pass. `inverse` rotates back: the backward.
+    fn rope(&mut self, qkv: DeviceSlice, table: DeviceSlice, rotary_dim: usize, inverse: bool, shape: AttentionShape) -> Result<()>;
+
+    /// Causal attention. `out` `[T, heads * head_dim]`; `lse` fp32 `[batch, heads, seq_length]` keeps log-sum-exp of the scaled scores.
+    fn attention(&mut self, qkv: DeviceSlice, out: DeviceSlice, lse: DeviceSlice, shape: AttentionShape) -> Result<()>;
+
+    /// `dqkv` is overwritten with the gradient of `qkv`.
+    fn attention_backward(
+        &mut self,
+        dout: DeviceSlice,
+        qkv: DeviceSlice,
+        out: DeviceSlice,
+        lse: DeviceSlice,
+        dqkv: DeviceSlice,
+        shape: AttentionShape,
+    ) -> Result<()>;
+
+    /// `out[r,c] = silu(x[r,c]) * x[r, c + cols]` with `x` `[rows, 2 cols]` (gate, then up).
+    fn swiglu(&mut self, gate_up: DeviceSlice, out: DeviceSlice, cols: usize) -> Result<()>;
+
+    /// `dgate_up` is overwritten.
+    fn swiglu_backward(&mut self, dout: DeviceSlice, gate_up: DeviceSlice, dgate_up: DeviceSlice, cols: usize) -> Result<()>;
+
+    /// GELU, tanh form (`gelu_new`, `gelu_pytorch_tanh`).
+    fn gelu(&mut self, x: DeviceSlice, out: DeviceSlice) -> Result<()>;
+
+    /// `dx` is overwritten; it may be `dout`.
+    fn gelu_backward(&mut self, dout: DeviceSlice, x: DeviceSlice, dx: DeviceSlice) -> Result<()>;
+
+    /// `out = a + b`; `out` may be `a` or `b`.
+    fn add(&mut self, a: DeviceSlice, b: DeviceSlice, out: DeviceSlice) -> Result<()>;
+
+    /// Softmax statistics of one tile of logits `[rows, cols]`, whose first column is token `vocab_start`. `stats` fp32
+    /// `[rows, 3]` holds running maximum, running sum of exponentials and the target's logit; `first` starts anew.
+    fn cross_entropy_stats(
+        &mut self,
+        logits: DeviceSlice,
+        targets: DeviceSlice,
+        stats: DeviceSlice,
+        vocab_start: usize,
+        cols: usize,
+        first: bool,
+    ) -> Result<()>;
+
+    /// Turns the tile into `(softmax - onehot(target)) * scale`, in place.
+    fn cross_entropy_grad(
+        &mut self,
+        logits: DeviceSlice,
+        targets: DeviceSlice,
+        stats: DeviceSlice,
+        vocab_start: usize,
+        cols: usize,
+        scale: f32,
+    ) -> Result<()>;
+
+    /// `loss[0] (+)= scale * sum over rows of (log-sum-exp - target's logit)`, folded in row order in fp64; `loss` is fp32.
+    fn cross_entropy_loss(&mut self, stats: DeviceSlice, loss: DeviceSlice, scale: f32, accumulate: bool) -> Result<()>;
+
+    /// Fills with zero.
+    fn zero(&mut self, x: DeviceSlice) -> Result<()>;
+
+    /// Converts `src` to the dtype of `dst`, on `stream`.
+    fn cast(&mut self, stream: Stream, src: DeviceSlice, dst: DeviceSlice) -> Result<()>;
+
+    /// One fp32 sum of squares per block of [`crate::optim::norm::BLOCK`] gradients into `partials`; `nonfinite[0]` (int32)
+    /// becomes 1 if any gradient is infinite or NaN and is left alone otherwise. See [`crate::optim::norm`].
+    fn grad_norm_partials(&mut self, grads: DeviceSlice, partials: DeviceSlice, nonfinite: DeviceSlice) -> Result<()>;
+
+    /// The optimizer's step on resident memory; to the bit what [`crate::optim::adam`] specifies.
+    fn adam_step(&mut self, args: AdamArgs) -> Result<()>;
+
+    /// Writes `value` (rounded to the slice's dtype) into element `index`: fault injection, see `inject` in the configuration.
+    fn poke(&mut self, x: DeviceSlice, index: usize, value: f32) -> Result<()>;
+}

@@ -1,0 +1,74 @@
+//! One error type: it names the operation, the subject and the cause, in one line.
+
+use std::fmt::Display;
+use std::path::{Path, PathBuf};
+
+/// Result of everything in this crate that can fail.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// What went wrong. `Usage` is the person's to mend and exits 2; everything else is the world's and exits 1.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A flag, a config key or a combination of them that makes no sense.
+    #[error("{0}")]
+    Usage(String),
+    /// The operating system refused an operation on a file.
+    #[error("{operation} {}: {source}", path.display())]
+    Io {
+        /// What was attempted, as a verb: `read`, `write`, `fsync`, `rename`.
+        operation: &'static str,
+        /// The file or directory.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// A file holds something that it must not hold.
+    #[error("{}: {cause}", path.display())]
+    Format {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it, and where.
+        cause: String,
+    },
+    /// A model or configuration that this build cannot train.
+    #[error("unsupported: {0}")]
+    Unsupported(String),
+    /// Something does not fit or cannot be had: memory, threads, a device.
+    #[error("{operation}: {cause}")]
+    Resource {
+        /// What was attempted and on what: `allocate 3.2 GiB of pinned memory for adam m`.
+        operation: String,
+        /// Why it failed.
+        cause: String,
+    },
+}
+
+impl Error {
+    /// An `Io` error for `operation` on `path`.
+    pub fn io(operation: &'static str, path: impl AsRef<Path>, source: std::io::Error) -> Self {
+        Self::Io { operation, path: path.as_ref().to_path_buf(), source }
+    }
+
+    /// A `Format` error: `path` holds something wrong.
+    pub fn format(path: impl AsRef<Path>, cause: impl Display) -> Self {
+        Self::Format { path: path.as_ref().to_path_buf(), cause: cause.to_string() }
+    }
+
+    /// A `Usage` error.
+    pub fn usage(message: impl Display) -> Self {
+        Self::Usage(message.to_string())
+    }
+
+    /// A `Resource` error.
+    pub fn resource(operation: impl Display, cause: impl Display) -> Self {
+        Self::Resource { operation: operation.to_string(), cause: cause.to_string() }
+    }
+
+    /// The process exit code: 2 for usage, 1 for the world.
+    pub fn exit_code(&self) -> i32 {
+        match self {
+            Self::Usage(_) => 2,
+            _ => 1,
+        }
+    }
+}

@@ -1,0 +1,2 @@
+//! The CPU's side of the machine: thread placement, pinned memory, the optimizer's pool.
+pub mod pinned;
