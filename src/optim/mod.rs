@@ -5,5 +5,7 @@
 
 pub mod adam;
 pub mod norm;
+#[cfg(test)]
+mod samples;
 pub mod schedule;
 pub mod simd;

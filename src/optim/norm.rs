@@ -66,3 +66,71 @@ fn fold_pairs(mut sums: [f32; SUMS]) -> f32 {
     }
     sums[0]
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::optim::samples::ordinary;
+    use half::bf16;
+
+    /// The module's first paragraph, word by word.
+    fn as_documented(block: &[f32]) -> f32 {
+        let mut sums = vec![0.0f32; 128];
+        for (i, g) in block.iter().enumerate() {
+            sums[i % 128] = g.mul_add(*g, sums[i % 128]);
+        }
+        for distance in [64, 32, 16, 8, 4, 2, 1] {
+            sums = (0..distance).map(|i| sums[i] + sums[i + distance]).collect();
+        }
+        sums[0]
+    }
+
+    #[test]
+    fn a_partial_is_what_the_documentation_says() {
+        for len in (1..300).chain([4095, 4096]) {
+            let grads: Vec<f32> = ordinary(len as u64, len);
+            let mut out = [f32::NAN];
+            assert!(!partials(&grads, &mut out));
+            assert_eq!(out[0].to_bits(), as_documented(&grads).to_bits(), "{len} gradients");
+        }
+    }
+
+    #[test]
+    fn cutting_at_blocks_and_filling_with_zeros_change_nothing() {
+        let mut grads: Vec<bf16> = ordinary(1, 5 * BLOCK + 77);
+        let mut whole = vec![0.0; 6];
+        partials(&grads, &mut whole);
+        for cut in 0..=5 {
+            let mut parts = vec![0.0; 6];
+            let (left, right) = parts.split_at_mut(cut);
+            partials(&grads[..cut * BLOCK], left);
+            partials(&grads[cut * BLOCK..], right);
+            assert_eq!(parts, whole, "cut after block {cut}");
+        }
+        grads.resize(6 * BLOCK, bf16::ZERO);
+        let mut filled = vec![0.0; 6];
+        partials(&grads, &mut filled);
+        assert_eq!(filled, whole);
+    }
+
+    #[test]
+    fn every_nonfinite_gradient_is_seen_and_an_overflow_is_none() {
+        for poison in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            for at in [0, 127, 128, BLOCK - 1, BLOCK, BLOCK + 199] {
+                let mut grads = vec![1.0f32; BLOCK + 200];
+                grads[at] = poison;
+                assert!(partials(&grads, &mut [0.0; 2]), "{poison} at {at}");
+            }
+        }
+        let mut out = [0.0];
+        assert!(!partials(&[1e30f32], &mut out));
+        assert_eq!(out[0], f32::INFINITY);
+    }
+
+    #[test]
+    fn partials_fold_in_f64() {
+        // In f32 the small ones would vanish beside the large one.
+        assert_eq!(fold(&[16_777_216.0, 0.5, 0.5]), NormSq(16_777_217.0));
+        assert_eq!(fold(&[]), NormSq(0.0));
+    }
+}

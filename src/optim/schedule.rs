@@ -62,3 +62,80 @@ impl Schedule {
 fn half_cosine(progress: f64) -> f64 {
     (0.5 * (1.0 + libm::cos(std::f64::consts::PI * progress))).max(0.0)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const STEPS: [u64; 14] = [0, 1, 4, 5, 9, 10, 20, 45, 46, 47, 49, 50, 51, 60];
+
+    fn assert_factors(scheduler: LrScheduler, warmup_steps: u64, golden: [f64; 14]) {
+        let schedule = Schedule { scheduler, peak_lr: 0.5, warmup_steps, max_steps: 50 };
+        for (step, golden) in STEPS.into_iter().zip(golden) {
+            // One unit in the last place of 1: the two cosines may round differently, and `1 + cos` cancels.
+            let error = (schedule.lr(step) - 0.5 * golden).abs();
+            assert!(error <= 0.5 * f64::EPSILON, "{scheduler:?}, warm-up {warmup_steps}, step {step}: off by {error}");
+        }
+    }
+
+    /// From `transformers` 5: `get_{constant,linear,cosine}_schedule_with_warmup` and `get_wsd_schedule(num_decay_steps=5)`,
+    /// 50 training steps, at `STEPS`.
+    #[test]
+    fn factors_are_hugging_faces() {
+        use LrScheduler::{Constant, Cosine, Linear, Wsd};
+        assert_factors(Constant, 0, [1.0; 14]);
+        assert_factors(Constant, 5, [0.0, 0.2, 0.8, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]);
+        assert_factors(Linear, 0, [1.0, 0.98, 0.92, 0.9, 0.82, 0.8, 0.6, 0.1, 0.08, 0.06, 0.02, 0.0, 0.0, 0.0]);
+        let (ninth, tenth) = (0.911_111_111_111_111_1, 0.888_888_888_888_888_8);
+        let (s45, s46, s47, s49) = (0.111_111_111_111_111_1, 0.088_888_888_888_888_89, 0.066_666_666_666_666_67, 0.022_222_222_222_222_223);
+        assert_factors(Linear, 5, [0.0, 0.2, 0.8, 1.0, ninth, tenth, 2.0 / 3.0, s45, s46, s47, s49, 0.0, 0.0, 0.0]);
+        let cosine = [
+            1.0,
+            0.9990133642141358,
+            0.9842915805643155,
+            0.9755282581475768,
+            0.9221639627510075,
+            0.9045084971874737,
+            0.6545084971874737,
+            0.024471741852423234,
+            0.015708419435684462,
+            0.008856374635655695,
+            0.0009866357858642205,
+            0.0,
+            0.0009866357858642205,
+            0.09549150281252622,
+        ];
+        assert_factors(Cosine, 0, cosine);
+        let cosine_warm = [
+            0.0,
+            0.2,
+            0.8,
+            1.0,
+            0.9806308479691594,
+            0.9698463103929542,
+            0.75,
+            0.03015368960704584,
+            0.019369152030840553,
+            0.010926199633097156,
+            0.0012179748700879012,
+            0.0,
+            0.0012179748700878457,
+            0.116977778440511,
+        ];
+        assert_factors(Cosine, 5, cosine_warm);
+        let (d46, d47, d49) = (0.9045084971874737, 0.6545084971874737, 0.09549150281252633);
+        assert_factors(Wsd, 0, [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, d46, d47, d49, 0.0, 0.0, 0.0]);
+        assert_factors(Wsd, 5, [0.0, 0.2, 0.8, 1.0, 1.0, 1.0, 1.0, 1.0, d46, d47, d49, 0.0, 0.0, 0.0]);
+    }
+
+    #[test]
+    fn a_warm_up_longer_than_the_run_never_peaks_early() {
+        for (scheduler, last) in
+            [(LrScheduler::Constant, 1.0), (LrScheduler::Linear, 0.0), (LrScheduler::Cosine, 1.0), (LrScheduler::Wsd, 0.0)]
+        {
+            let schedule = Schedule { scheduler, peak_lr: 1.0, warmup_steps: 60, max_steps: 50 };
+            assert_eq!(schedule.lr(45), 0.75);
+            assert_eq!(schedule.lr(60), last);
+        }
+    }
+}

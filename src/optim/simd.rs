@@ -287,3 +287,174 @@ mod shells {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::optim::adam::{AdamConsts, AdamHyper};
+    use crate::optim::samples::{assert_same, ordinary, wild};
+
+    /// One pass's inputs, and its outputs in the same place.
+    #[derive(Clone)]
+    struct Case<G, O> {
+        params: Vec<f32>,
+        m: Vec<f32>,
+        v: Vec<f32>,
+        grads: Vec<G>,
+        pending_grads: Vec<G>,
+        out: Vec<O>,
+    }
+
+    #[derive(Clone, Copy, Debug)]
+    enum Pass {
+        Step,
+        Speculate,
+        Commit,
+        CommitThenSpeculate,
+        Inverse,
+        Emit,
+    }
+
+    const PASSES: [Pass; 6] = [Pass::Step, Pass::Speculate, Pass::Commit, Pass::CommitThenSpeculate, Pass::Inverse, Pass::Emit];
+
+    fn steps() -> (AdamStep, AdamStep) {
+        let hyper = AdamHyper { lr: 1e-2, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
+        let at = |step, scale| AdamStep { consts: AdamConsts::new(&hyper, step, true), scale };
+        (at(3, 0.37), at(4, 1.0))
+    }
+
+    impl<G: Element, O: Element> Case<G, O> {
+        fn ordinary(len: usize) -> Self {
+            let v = ordinary(3, len).into_iter().map(f32::abs).collect();
+            let (grads, pending_grads) = (ordinary(4, len), ordinary(5, len));
+            Self { params: ordinary(1, len), m: ordinary(2, len), v, grads, pending_grads, out: ordinary(6, len) }
+        }
+
+        fn wild(len: usize) -> Self {
+            let (grads, pending_grads) = (wild(4, len), wild(5, len));
+            Self { params: wild(1, len), m: wild(2, len), v: wild(3, len), grads, pending_grads, out: ordinary(6, len) }
+        }
+
+        fn by_specification(&mut self, pass: Pass) {
+            let (pending, next) = steps();
+            let Self { params, m, v, grads, pending_grads, out } = self;
+            let state = &mut AdamState { params, m, v };
+            match pass {
+                Pass::Step => adam::step(pending, state, grads, out),
+                Pass::Speculate => adam::speculate(pending, state, grads, out),
+                Pass::Commit => adam::commit(pending, state, grads),
+                Pass::CommitThenSpeculate => adam::commit_then_speculate(pending, pending_grads, next, grads, state, out),
+                Pass::Inverse => adam::inverse(pending, state, grads),
+                Pass::Emit => adam::emit(state.params, out),
+            }
+        }
+
+        fn by_kernels(&mut self, kernels: AdamKernels, pass: Pass) {
+            let (pending, next) = steps();
+            let Self { params, m, v, grads, pending_grads, out } = self;
+            let state = &mut AdamState { params, m, v };
+            let grads = Grads::from_bytes(G::DTYPE, bytemuck::cast_slice(grads));
+            let pending_grads = Grads::from_bytes(G::DTYPE, bytemuck::cast_slice(pending_grads));
+            let out = Weights::from_bytes(O::DTYPE, bytemuck::cast_slice_mut(out));
+            match pass {
+                Pass::Step => kernels.step(pending, state, grads, out),
+                Pass::Speculate => kernels.speculate(pending, state, grads, out),
+                Pass::Commit => kernels.commit(pending, state, grads),
+                Pass::CommitThenSpeculate => kernels.commit_then_speculate(pending, pending_grads, next, grads, state, out),
+                Pass::Inverse => kernels.inverse(pending, state, grads),
+                Pass::Emit => kernels.emit(state.params, out),
+            }
+        }
+
+        fn check(&self, pass: Pass) {
+            let mut golden = self.clone();
+            golden.by_specification(pass);
+            for isa in Isa::available() {
+                let mut got = self.clone();
+                got.by_kernels(AdamKernels::new(isa).unwrap(), pass);
+                let what = |field| format!("{isa} {pass:?} {} to {}, {} elements: {field}", G::DTYPE, O::DTYPE, self.grads.len());
+                assert_same(&got.params, &golden.params, &what("params"));
+                assert_same(&got.m, &golden.m, &what("m"));
+                assert_same(&got.v, &golden.v, &what("v"));
+                assert_same(&got.out, &golden.out, &what("out"));
+            }
+        }
+    }
+
+    fn check_formats<G: Element, O: Element>() {
+        for pass in PASSES {
+            for len in (0..=200).chain([4096 + 13]) {
+                Case::<G, O>::ordinary(len).check(pass);
+                Case::<G, O>::wild(len).check(pass);
+            }
+        }
+    }
+
+    #[test]
+    fn all_instruction_sets_agree_with_the_specification_f32() {
+        check_formats::<f32, f32>();
+        check_formats::<f32, bf16>();
+        check_formats::<f32, f16>();
+    }
+
+    #[test]
+    fn all_instruction_sets_agree_with_the_specification_bf16() {
+        check_formats::<bf16, f32>();
+        check_formats::<bf16, bf16>();
+        check_formats::<bf16, f16>();
+    }
+
+    #[test]
+    fn all_instruction_sets_agree_with_the_specification_f16() {
+        check_formats::<f16, f32>();
+        check_formats::<f16, bf16>();
+        check_formats::<f16, f16>();
+    }
+
+    fn check_partials<G: Element>(grads: &[G]) {
+        let mut golden = vec![0.0; grads.len().div_ceil(norm::BLOCK)];
+        let nonfinite = norm::partials(grads, &mut golden);
+        for isa in Isa::available() {
+            let mut got = vec![0.0; golden.len()];
+            let grads = Grads::from_bytes(G::DTYPE, bytemuck::cast_slice(grads));
+            assert_eq!(AdamKernels::new(isa).unwrap().partials(grads, &mut got), nonfinite, "{isa}");
+            assert_same(&got, &golden, &format!("{isa} partials of {}", G::DTYPE));
+        }
+    }
+
+    #[test]
+    fn all_instruction_sets_agree_on_partials() {
+        for len in (0..=300).chain([norm::BLOCK, 3 * norm::BLOCK + 129]) {
+            check_partials::<f32>(&ordinary(1, len));
+            check_partials::<bf16>(&ordinary(2, len));
+            check_partials::<f16>(&ordinary(3, len));
+            check_partials::<f32>(&wild(4, len));
+            check_partials::<bf16>(&wild(5, len));
+            check_partials::<f16>(&wild(6, len));
+        }
+    }
+
+    #[test]
+    fn names_read_back_and_unknown_ones_are_usage_errors() {
+        for isa in Isa::ALL {
+            assert_eq!(isa.to_string().parse::<Isa>().unwrap(), isa);
+        }
+        let error = "sse9".parse::<Isa>().unwrap_err();
+        assert_eq!(error.exit_code(), 2);
+        assert!(error.to_string().contains("scalar, avx2, avx512"));
+    }
+
+    #[test]
+    fn the_fastest_available_is_detected_and_the_rest_refused() {
+        let available = Isa::available();
+        assert_eq!(available.first(), Some(&Isa::Scalar));
+        assert_eq!(available.last(), Some(&Isa::detect()));
+        for isa in Isa::ALL {
+            let kernels = AdamKernels::new(isa);
+            assert_eq!(kernels.is_ok(), available.contains(&isa), "{isa}");
+        }
+        if !cfg!(feature = "grace-adam") {
+            assert_eq!(available, [Isa::Scalar]);
+        }
+    }
+}
