@@ -7,6 +7,7 @@
 pub mod cpu;
 
 use crate::dtype::Dtype;
+use crate::engine::trace::Recorder;
 use crate::error::Result;
 use crate::host::pinned::PinnedSlice;
 use crate::optim::adam::AdamConsts;
@@ -84,11 +85,18 @@ pub trait Device {
     /// Blocks the driver until [`Device::is_done`].
     fn synchronize(&mut self, event: EventId) -> Result<()>;
 
+    /// Called when the driver finds nothing to do: a device whose time only passes here does one operation and says
+    /// `true`. A device that works by itself says `false`, and the driver sleeps until it is rung.
+    fn idle(&mut self) -> Result<bool>;
+
     /// Device to pinned host memory; sizes in bytes must agree.
     fn copy_d2h(&mut self, stream: Stream, src: DeviceSlice, dst: PinnedSlice) -> Result<()>;
 
     /// Pinned host memory to device; sizes in bytes must agree.
     fn copy_h2d(&mut self, stream: Stream, src: PinnedSlice, dst: DeviceSlice) -> Result<()>;
+
+    /// Ends the streams, which must be idle, and returns the spans that they recorded.
+    fn finish(&mut self) -> Vec<Recorder>;
 }
 
 /// How the two inputs of a [`Kernels::matmul`] are laid out. All matrices are row-major and dense.

@@ -1,2 +1,5 @@
-//! The CPU's side of the machine: thread placement, pinned memory, the optimizer's pool.
+//! The CPU's side of the machine: thread placement, shared memory, the optimizer's pool.
+
+pub mod doorbell;
 pub mod pinned;
+pub mod pool;

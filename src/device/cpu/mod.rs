@@ -1,39 +1,220 @@
-//! The CPU as a device: the specification of every kernel.
+//! The CPU as a device: the specification of every kernel, with real streams.
 //!
-//! (First form: runs every operation at once. Streams, threads and the seeded adversary replace `enqueue` later; the
-//! signatures used by kernels and model stay.)
+//! Three ways to run the same operations ([`Schedule`]): a thread per stream, as a GPU would; or, for tests, a seeded
+//! adversary that delays and interleaves the streams in any order that their events allow. An operation that reads
+//! memory before the event it should have waited for then reads old bytes, and a digest changes.
 #![allow(unsafe_code)]
+
+mod stream;
 
 use super::{Device, DeviceSlice, EventId, Stream};
 use crate::dtype::Dtype;
+use crate::engine::trace::{Recorder, now_ns};
 use crate::error::{Error, Result};
-use crate::host::pinned::PinnedSlice;
+use crate::host::doorbell::Doorbell;
+use crate::host::pinned::{HostMemory, PinnedSlice};
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{Rng, SeedableRng};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use stream::{Op, Ring, Task};
+
+/// Who runs the operations, and when.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Schedule {
+    /// One thread per stream.
+    Threads,
+    /// The driver's thread, in a random legal order.
+    Adversary {
+        /// Same seed, same order.
+        seed: u64,
+    },
+}
 
 /// The CPU device.
 pub struct CpuDevice {
-    memory: Vec<Vec<u128>>,
-    events: u32,
+    memory: HostMemory,
+    shared: Arc<Shared>,
+    /// Where each event was last recorded: stream and number of operations before it.
+    events: Vec<(usize, u64)>,
+    runner: Runner,
+}
+
+enum Runner {
+    Threads(Vec<JoinHandle<Recorder>>),
+    Adversary { rng: ChaCha8Rng, recorders: Vec<Recorder>, eagerness: u32 },
+}
+
+struct Shared {
+    rings: [Ring; 3],
+    stop: AtomicBool,
+    /// Set when an operation panicked: its stream is dead and every wait must fail instead of hanging.
+    failed: AtomicBool,
+    driver: Arc<Doorbell>,
 }
 
 impl CpuDevice {
-    /// A device with `threads` compute threads.
-    pub fn new(threads: usize) -> Result<Self> {
+    /// A device with `threads` compute threads; `driver` is rung whenever an operation is done.
+    ///
+    /// # Errors
+    /// `Resource` when a thread cannot start.
+    pub fn new(threads: usize, schedule: Schedule, driver: Arc<Doorbell>, trace: bool) -> Result<Self> {
         let _ = threads;
-        Ok(Self { memory: Vec::new(), events: 0 })
+        let rings = [Ring::new(), Ring::new(), Ring::new()];
+        let shared = Arc::new(Shared { rings, stop: AtomicBool::new(false), failed: AtomicBool::new(false), driver });
+        let recorders = ["compute", "d2h", "h2d"].map(|name| Recorder::new(name, trace));
+        let runner = match schedule {
+            Schedule::Adversary { seed } => {
+                Runner::Adversary { rng: ChaCha8Rng::seed_from_u64(seed), recorders: recorders.into(), eagerness: (seed % 8) as u32 }
+            }
+            Schedule::Threads => Runner::Threads(start_streams(&shared, recorders)?),
+        };
+        Ok(Self { memory: HostMemory::default(), shared, events: Vec::new(), runner })
     }
 
     /// Runs `task` on `stream`, after everything enqueued there before.
     pub(crate) fn enqueue(&mut self, stream: Stream, name: &'static str, task: impl FnOnce() + Copy + Send + 'static) -> Result<()> {
-        let _ = (stream, name);
-        task();
+        self.push(stream, Op::Run(Task::new(name, task)))
+    }
+
+    fn push(&mut self, stream: Stream, op: Op) -> Result<()> {
+        let ring = stream as usize;
+        self.run_until(|shared| !shared.rings[ring].is_full())?;
+        self.shared.rings[ring].push(op);
+        self.dawdle()
+    }
+
+    /// The adversary's other freedom: to be ahead of the driver by any amount. Some seeds run operations as soon as they
+    /// are enqueued, some only when the driver has to wait, most something between.
+    fn dawdle(&mut self) -> Result<()> {
+        let Runner::Adversary { rng, eagerness, .. } = &mut self.runner else { return Ok(()) };
+        let eagerness = *eagerness;
+        let mut advance = rng.next_u32() % 8 < eagerness;
+        while advance && (0..3).any(|s| self.shared.can_run(s)) {
+            self.advance()?;
+            let Runner::Adversary { rng, .. } = &mut self.runner else { return Ok(()) };
+            advance = rng.next_u32() % 8 < eagerness;
+        }
         Ok(())
+    }
+
+    /// Blocks the driver until `ready`.
+    fn run_until(&mut self, ready: impl Fn(&Shared) -> bool) -> Result<()> {
+        while !ready(&self.shared) {
+            if !self.advance()? {
+                let shared = &self.shared;
+                shared.driver.wait_until(|| ready(shared) || shared.failed.load(Ordering::Acquire));
+            }
+            self.check()?;
+        }
+        Ok(())
+    }
+
+    fn check(&self) -> Result<()> {
+        if self.shared.failed.load(Ordering::Acquire) {
+            return Err(Error::resource("run an operation on the cpu device", "it panicked; see the message above"));
+        }
+        Ok(())
+    }
+
+    /// Lets the adversary run one operation of a random stream; false when threads run them.
+    ///
+    /// # Errors
+    /// `Resource` if no stream can go on: the driver waits for something that nobody will do.
+    fn advance(&mut self) -> Result<bool> {
+        let Runner::Adversary { rng, recorders, .. } = &mut self.runner else { return Ok(false) };
+        let first = rng.next_u32() as usize % 3;
+        let stream = (0..3).map(|i| (first + i) % 3).find(|&s| self.shared.can_run(s));
+        let Some(stream) = stream else {
+            return Err(Error::resource("wait for the cpu device", "no stream can go on: a deadlock in the step protocol"));
+        };
+        self.shared.run_front(stream, &mut recorders[stream]);
+        Ok(true)
+    }
+
+    /// Ends the streams and returns what they recorded.
+    fn join(&mut self) -> Vec<Recorder> {
+        match &mut self.runner {
+            Runner::Adversary { recorders, .. } => std::mem::take(recorders),
+            Runner::Threads(handles) => {
+                self.shared.stop.store(true, Ordering::Release);
+                self.shared.rings.iter().for_each(|r| r.bell.ring());
+                handles.drain(..).filter_map(|h| h.join().ok()).collect()
+            }
+        }
+    }
+}
+
+impl Drop for CpuDevice {
+    fn drop(&mut self) {
+        // The streams' threads must end before the memory they work on is unmapped.
+        self.join();
+    }
+}
+
+fn start_streams(shared: &Arc<Shared>, recorders: [Recorder; 3]) -> Result<Vec<JoinHandle<Recorder>>> {
+    let start = |(stream, recorder): (usize, Recorder)| {
+        let (shared, name) = (shared.clone(), recorder.track.clone());
+        let body = move || run_stream(&shared, stream, recorder);
+        std::thread::Builder::new().name(name).spawn(body).map_err(|e| Error::resource("start a stream of the cpu device", e))
+    };
+    recorders.into_iter().enumerate().map(start).collect()
+}
+
+fn run_stream(shared: &Shared, stream: usize, mut recorder: Recorder) -> Recorder {
+    let _guard = FailOnPanic(shared);
+    loop {
+        let waiting = now_ns();
+        shared.rings[stream].bell.wait_until(|| shared.can_run(stream) || shared.stop.load(Ordering::Acquire));
+        if !shared.can_run(stream) {
+            return recorder;
+        }
+        if let Some(Op::Wait { .. }) = shared.rings[stream].front() {
+            recorder.span("wait", u32::MAX, waiting);
+        }
+        shared.run_front(stream, &mut recorder);
+        shared.rings.iter().enumerate().filter(|(s, _)| *s != stream).for_each(|(_, r)| r.bell.ring());
+        shared.driver.ring();
+    }
+}
+
+/// Turns a panic on a stream's thread into an error on the driver instead of a hang.
+struct FailOnPanic<'a>(&'a Shared);
+
+impl Drop for FailOnPanic<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.failed.store(true, Ordering::Release);
+            self.0.driver.ring();
+        }
+    }
+}
+
+impl Shared {
+    fn can_run(&self, stream: usize) -> bool {
+        match self.rings[stream].front() {
+            None => false,
+            Some(Op::Run(_)) => true,
+            Some(Op::Wait { stream, ops }) => self.rings[stream].done() >= ops,
+        }
+    }
+
+    fn run_front(&self, stream: usize, recorder: &mut Recorder) {
+        if let Some(Op::Run(task)) = self.rings[stream].front() {
+            let start = now_ns();
+            task.run();
+            recorder.span(task.name, u32::MAX, start);
+        }
+        self.rings[stream].pop();
     }
 }
 
 /// The memory behind `s`, to read. Only inside a task.
 ///
 /// # Safety
-/// `s` came from this process's CPU device and no other task writes it now: the streams' order and events see to that.
+/// `s` came from this process's CPU device, which is alive, and no other task writes it now: the streams' order and
+/// events see to that.
 pub(crate) unsafe fn view<T: bytemuck::Pod>(s: DeviceSlice) -> &'static [T] {
     assert_eq!(size_of::<T>(), s.dtype.bytes());
     // SAFETY: the caller's promise; the address is aligned because allocations and slices are.
@@ -54,43 +235,66 @@ impl Device for CpuDevice {
     fn describe(&self) -> String {
         "cpu".into()
     }
+
     fn alloc(&mut self, name: &str, elems: usize, dtype: Dtype) -> Result<DeviceSlice> {
-        let words = (elems * dtype.bytes()).div_ceil(16) + 16;
-        let mut block: Vec<u128> = Vec::new();
-        block.try_reserve_exact(words).map_err(|e| Error::resource(format!("allocate {name}"), e))?;
-        block.resize(words, 0);
-        let addr = (block.as_ptr() as u64).next_multiple_of(256);
-        self.memory.push(block);
-        Ok(DeviceSlice { addr, elems, dtype })
+        let block = self.memory.alloc(name, elems * dtype.bytes())?;
+        Ok(DeviceSlice { addr: block.addr() as u64, elems, dtype })
     }
+
     fn event(&mut self) -> Result<EventId> {
-        self.events += 1;
-        Ok(EventId(self.events - 1))
+        self.events.push((0, 0));
+        Ok(EventId(self.events.len() as u32 - 1))
     }
-    fn record(&mut self, _event: EventId, _stream: Stream) -> Result<()> {
+
+    fn record(&mut self, event: EventId, stream: Stream) -> Result<()> {
+        self.events[event.0 as usize] = (stream as usize, self.shared.rings[stream as usize].enqueued());
         Ok(())
     }
-    fn wait(&mut self, _stream: Stream, _event: EventId) -> Result<()> {
-        Ok(())
+
+    fn wait(&mut self, stream: Stream, event: EventId) -> Result<()> {
+        let (other, ops) = self.events[event.0 as usize];
+        if other == stream as usize || self.shared.rings[other].done() >= ops {
+            return Ok(());
+        }
+        self.push(stream, Op::Wait { stream: other, ops })
     }
-    fn is_done(&mut self, _event: EventId) -> Result<bool> {
-        Ok(true)
+
+    fn is_done(&mut self, event: EventId) -> Result<bool> {
+        self.check()?;
+        let (stream, ops) = self.events[event.0 as usize];
+        Ok(self.shared.rings[stream].done() >= ops)
     }
-    fn synchronize(&mut self, _event: EventId) -> Result<()> {
-        Ok(())
+
+    fn synchronize(&mut self, event: EventId) -> Result<()> {
+        let (stream, ops) = self.events[event.0 as usize];
+        self.run_until(|shared| shared.rings[stream].done() >= ops)
     }
+
+    fn idle(&mut self) -> Result<bool> {
+        let Runner::Adversary { .. } = self.runner else { return Ok(false) };
+        if (0..3).all(|s| !self.shared.can_run(s)) {
+            return Ok(false);
+        }
+        self.advance()
+    }
+
     fn copy_d2h(&mut self, stream: Stream, src: DeviceSlice, dst: PinnedSlice) -> Result<()> {
-        assert_eq!(src.bytes(), dst.bytes);
+        assert_eq!(src.bytes(), dst.bytes(), "copy_d2h");
         self.enqueue(stream, "copy_d2h", move || {
             // SAFETY: both live as long as the device; sizes agree.
-            unsafe { std::ptr::copy_nonoverlapping(src.addr as *const u8, dst.addr as *mut u8, dst.bytes) }
+            unsafe { std::ptr::copy_nonoverlapping(src.addr as *const u8, dst.addr() as *mut u8, dst.bytes()) }
         })
     }
+
     fn copy_h2d(&mut self, stream: Stream, src: PinnedSlice, dst: DeviceSlice) -> Result<()> {
-        assert_eq!(src.bytes, dst.bytes());
+        assert_eq!(src.bytes(), dst.bytes(), "copy_h2d");
         self.enqueue(stream, "copy_h2d", move || {
             // SAFETY: both live as long as the device; sizes agree.
-            unsafe { std::ptr::copy_nonoverlapping(src.addr as *const u8, dst.addr as *mut u8, src.bytes) }
+            unsafe { std::ptr::copy_nonoverlapping(src.addr() as *const u8, dst.addr as *mut u8, src.bytes()) }
         })
+    }
+
+    fn finish(&mut self) -> Vec<Recorder> {
+        self.join()
     }
 }

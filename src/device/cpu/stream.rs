@@ -1,0 +1,132 @@
+//! One stream of the CPU device: a ring of operations, filled by the driver, emptied in order by a thread or by the
+//! seeded adversary. Operations are closures stored inline: enqueuing allocates nothing and takes no lock.
+#![allow(unsafe_code)]
+
+use crate::host::doorbell::Doorbell;
+use std::cell::UnsafeCell;
+use std::mem::MaybeUninit;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Operations that a stream holds before the driver has to wait.
+pub(super) const RING_OPS: usize = 1024;
+/// Room for what an operation captures.
+const CAPTURE_WORDS: usize = 32;
+
+/// A closure without a heap: its captured values and the function that runs them.
+#[derive(Clone, Copy)]
+pub(super) struct Task {
+    pub(super) name: &'static str,
+    call: unsafe fn(*const u8),
+    captured: [MaybeUninit<u64>; CAPTURE_WORDS],
+}
+
+impl Task {
+    pub(super) fn new<F: FnOnce() + Copy + Send + 'static>(name: &'static str, f: F) -> Self {
+        const { assert!(size_of::<F>() <= CAPTURE_WORDS * 8 && align_of::<F>() <= 8, "an operation captures too much") };
+        unsafe fn call<F: FnOnce() + Copy>(captured: *const u8) {
+            // SAFETY: `new` wrote an `F` there, and `F` is `Copy`.
+            unsafe { captured.cast::<F>().read()() }
+        }
+        let mut captured = [MaybeUninit::uninit(); CAPTURE_WORDS];
+        // SAFETY: size and alignment are checked above.
+        unsafe { captured.as_mut_ptr().cast::<F>().write(f) };
+        Self { name, call: call::<F>, captured }
+    }
+
+    pub(super) fn run(&self) {
+        // SAFETY: `call` and `captured` were made for the same type in `new`.
+        unsafe { (self.call)(self.captured.as_ptr().cast()) }
+    }
+}
+
+/// What a stream does, in order.
+#[derive(Clone, Copy)]
+pub(super) enum Op {
+    Run(Task),
+    /// Go on only after stream `stream` has done `ops` operations.
+    Wait {
+        stream: usize,
+        ops: u64,
+    },
+}
+
+/// The ring: one producer (the driver), one consumer.
+pub(super) struct Ring {
+    slots: Box<[UnsafeCell<MaybeUninit<Op>>]>,
+    enqueued: AtomicU64,
+    done: AtomicU64,
+    /// Rung when an operation is added, and by other streams when one of theirs is done.
+    pub(super) bell: Doorbell,
+}
+
+// SAFETY: a slot is written by the producer while `enqueued - done < RING_OPS` keeps the consumer away from it, and
+// read by the consumer after the release of `enqueued`.
+unsafe impl Sync for Ring {}
+// SAFETY: operations are `Send`.
+unsafe impl Send for Ring {}
+
+impl Ring {
+    pub(super) fn new() -> Self {
+        let slots = (0..RING_OPS).map(|_| UnsafeCell::new(MaybeUninit::uninit())).collect();
+        Self { slots, enqueued: AtomicU64::new(0), done: AtomicU64::new(0), bell: Doorbell::default() }
+    }
+
+    pub(super) fn enqueued(&self) -> u64 {
+        self.enqueued.load(Ordering::Acquire)
+    }
+
+    pub(super) fn done(&self) -> u64 {
+        self.done.load(Ordering::Acquire)
+    }
+
+    pub(super) fn is_full(&self) -> bool {
+        self.enqueued() - self.done() == RING_OPS as u64
+    }
+
+    /// Adds an operation. Only the driver calls it, and only when the ring is not full.
+    pub(super) fn push(&self, op: Op) {
+        assert!(!self.is_full(), "the driver must wait for a full ring");
+        let at = self.enqueued.load(Ordering::Relaxed);
+        // SAFETY: not full, so that the consumer is past this slot; there is one producer.
+        unsafe { (*self.slots[at as usize % RING_OPS].get()).write(op) };
+        self.enqueued.store(at + 1, Ordering::Release);
+        self.bell.ring();
+    }
+
+    /// The next operation, left in place until [`Ring::pop`]. Only the consumer calls it.
+    pub(super) fn front(&self) -> Option<Op> {
+        let at = self.done.load(Ordering::Relaxed);
+        if at == self.enqueued() {
+            return None;
+        }
+        // SAFETY: written before `enqueued` was released; the producer stays away until `done` passes it.
+        Some(unsafe { (*self.slots[at as usize % RING_OPS].get()).assume_init_read() })
+    }
+
+    /// Marks the front operation as done.
+    pub(super) fn pop(&self) {
+        self.done.fetch_add(1, Ordering::AcqRel);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::AtomicU64;
+
+    #[test]
+    fn tasks_run_with_what_they_captured_in_order() {
+        static SUM: AtomicU64 = AtomicU64::new(0);
+        let ring = Ring::new();
+        for i in 0..3 * RING_OPS as u64 {
+            let pair = (i, [1u64; 8]);
+            ring.push(Op::Run(Task::new("add", move || {
+                assert_eq!(SUM.fetch_add(pair.1[7], Ordering::Relaxed), pair.0);
+            })));
+            let Some(Op::Run(task)) = ring.front() else { panic!("a task was enqueued") };
+            task.run();
+            ring.pop();
+        }
+        assert!(ring.front().is_none() && ring.done() == 3 * RING_OPS as u64);
+    }
+}

@@ -1,0 +1,526 @@
+//! The step protocol as a pure state machine: events in, commands out; no clock, no thread, no memory of its own.
+//!
+//! One bucket in one step (the offloaded ones; README.md beside this file draws it):
+//!
+//! ```text
+//! Settled --GradReady--> Ready --slot--> Copying --GradArrived--> Arrived --pool--> Running --JobDone--> Speculated
+//!    ^                     |skip            |skip                   |                 |                      |
+//!    +---------------------+----------------+---- verdict: commit (nothing to do) ----+----------------------+
+//!                                                 verdict: clip, skip --> Queued(work) --pool--> Running --> Settled
+//! ```
+//!
+//! A bucket is `Settled` when what the device holds, or will hold once its copy is done, are the final parameters of the
+//! step: then, and only then, the next forward may wait for that copy and go on.
+
+use super::verdict::{SpeculationHistory, Verdict};
+use crate::bucket::layout::BucketLayout;
+use crate::bucket::slot::{Slot, SlotRing};
+use std::collections::VecDeque;
+
+/// How a speculation leaves the optimizer state, and how it is taken back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Policy {
+    /// Speculation writes only the working weights; the state follows one step later, fused with the next speculation.
+    /// Nothing to take back.
+    Deferred,
+    /// The paper's: speculation steps the state in place and is taken back by algebra, which loses bits.
+    Inverse,
+    /// No speculation: step in place once the verdict is known (ZeRO-Offload).
+    ValidateFirst,
+}
+
+/// What the coordinator may do; fixed for a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rules {
+    /// See [`Policy`].
+    pub policy: Policy,
+    /// Stop speculating while clips are frequent.
+    pub adaptive: bool,
+    /// Take the bucket that the next forward needs first; otherwise as they arrive.
+    pub deadline_order: bool,
+}
+
+/// One application of a gradient: which optimizer step, at which learning rate, times which factor.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Update {
+    /// The optimizer step, from 1: Adam's `t`.
+    pub optimizer_step: u64,
+    /// Learning rate of that step.
+    pub learning_rate: f64,
+    /// Factor on the gradients: clip scale over loss scale.
+    pub scale: f32,
+}
+
+/// A gradient and how it is to be applied.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct GradUpdate {
+    /// Where the gradient lies.
+    pub grads: Slot,
+    /// How it is applied.
+    pub update: Update,
+}
+
+/// What the pool does to the state of one bucket.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Work {
+    /// Apply `pending` to the state, if there is one; then compute the working weights after `next` without writing it.
+    CommitThenSpeculate {
+        /// Last step's gradient.
+        pending: Option<GradUpdate>,
+        /// This step's gradient.
+        next: GradUpdate,
+    },
+    /// Take `undo` back by algebra, if there is one; then apply `next` to the state.
+    Step {
+        /// The speculation to take back.
+        undo: Option<GradUpdate>,
+        /// The update to make.
+        next: GradUpdate,
+    },
+    /// Take `undo` back by algebra, if there is one; then write the working weights of the state as it is.
+    Restore {
+        /// The speculation to take back.
+        undo: Option<GradUpdate>,
+    },
+    /// Apply the gradient to the state; no weights are written.
+    Commit(GradUpdate),
+}
+
+/// What happened.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Event {
+    /// All gradients of the bucket are enqueued on the device.
+    GradReady(usize),
+    /// The bucket's gradient is in its host slot.
+    GradArrived(usize),
+    /// The pool finished what it was given.
+    JobDone,
+    /// A parameter slot has been copied to the device.
+    ParamsCopied(Slot),
+    /// The gradient norm is known.
+    Validated(Verdict),
+}
+
+/// What is to be done.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Command {
+    /// Copy the bucket's gradient to a host slot.
+    CopyGrads {
+        /// The bucket.
+        bucket: usize,
+        /// Where to.
+        grads: Slot,
+    },
+    /// Give the pool a job; its weights, if it writes any, go to `params`.
+    Run {
+        /// The bucket.
+        bucket: usize,
+        /// What to do.
+        work: Work,
+        /// Where the working weights go.
+        params: Option<Slot>,
+    },
+    /// Copy working weights to the device.
+    CopyParams {
+        /// The bucket.
+        bucket: usize,
+        /// Where from.
+        params: Slot,
+    },
+    /// Step a resident bucket on the device.
+    StepResident {
+        /// The bucket.
+        bucket: usize,
+        /// How.
+        update: Update,
+    },
+}
+
+/// Bucket steps by what became of them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Counts {
+    /// Computed before the verdict was known.
+    pub speculated: u64,
+    /// Speculations that the verdict overturned.
+    pub rolled_back: u64,
+    /// Bucket steps whose gradients were used as they are.
+    pub committed: u64,
+    /// Bucket steps whose gradients were scaled down.
+    pub clipped: u64,
+    /// Bucket steps that did not happen.
+    pub skipped: u64,
+}
+
+impl std::ops::AddAssign for Counts {
+    fn add_assign(&mut self, other: Self) {
+        self.speculated += other.speculated;
+        self.rolled_back += other.rolled_back;
+        self.committed += other.committed;
+        self.clipped += other.clipped;
+        self.skipped += other.skipped;
+    }
+}
+
+/// Where a bucket is in its step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Phase {
+    Settled,
+    Ready,
+    Copying,
+    Arrived,
+    Running,
+    Speculated,
+    Queued(Queued),
+}
+
+/// Why a bucket waits for the pool though its gradient is not new.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Queued {
+    /// The speculation used the wrong scale.
+    Redo,
+    /// The step does not happen; the device holds weights that must go. Also: fresh state, weights never sent.
+    Restore,
+    /// A flush: only the pending update.
+    Commit,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Bucket {
+    phase: Phase,
+    grads: Option<Slot>,
+    /// Decided but not yet written into the state ([`Policy::Deferred`]).
+    pending: Option<GradUpdate>,
+    /// Written into the state before the verdict ([`Policy::Inverse`]).
+    speculated_in_place: bool,
+}
+
+struct Running {
+    bucket: usize,
+    params: Option<Slot>,
+    /// Started before the verdict.
+    speculative: bool,
+    kind: Phase,
+}
+
+/// The state machine.
+pub struct Coordinator {
+    layout: BucketLayout,
+    rules: Rules,
+    buckets: Vec<Bucket>,
+    grad_slots: SlotRing,
+    param_slots: SlotRing,
+    running: Option<Running>,
+    /// This step's update, with the scale that no clipping leaves.
+    update: Update,
+    speculating: bool,
+    verdict: Option<Verdict>,
+    history: SpeculationHistory,
+    counts: Counts,
+    commands: VecDeque<Command>,
+}
+
+impl Coordinator {
+    /// A machine whose buckets are all settled, with no update pending.
+    ///
+    /// # Panics
+    /// If there is a bucket to offload but no slot.
+    pub fn new(layout: BucketLayout, rules: Rules, grad_slots: usize, param_slots: usize) -> Self {
+        let offloaded = layout.offloaded();
+        let retained = if rules.policy == Policy::Deferred { offloaded } else { 0 };
+        assert!(offloaded == 0 || (grad_slots > retained && param_slots > 0), "too few slots for {offloaded} buckets");
+        let bucket = Bucket { phase: Phase::Settled, grads: None, pending: None, speculated_in_place: false };
+        let update = Update { optimizer_step: 0, learning_rate: 0.0, scale: 1.0 };
+        Self {
+            buckets: vec![bucket; offloaded],
+            commands: VecDeque::with_capacity(layout.count() + 4 * offloaded + 16),
+            grad_slots: SlotRing::new(grad_slots),
+            param_slots: SlotRing::new(param_slots),
+            running: None,
+            update,
+            speculating: false,
+            verdict: None,
+            history: SpeculationHistory::default(),
+            counts: Counts::default(),
+            layout,
+            rules,
+        }
+    }
+
+    /// Starts a step: its gradients come next. `update.scale` undoes the loss scale.
+    ///
+    /// # Panics
+    /// If a bucket is not settled: a forward that read it did not wait.
+    pub fn begin_step(&mut self, update: Update) {
+        assert!(self.all_settled(), "a step began before the last one was settled");
+        self.update = update;
+        self.verdict = None;
+        self.counts = Counts::default();
+        self.speculating = self.rules.policy != Policy::ValidateFirst && (!self.rules.adaptive || self.history.pays());
+    }
+
+    /// Takes an event; the commands it causes wait in [`Coordinator::next_command`].
+    ///
+    /// # Panics
+    /// If the event cannot happen now: a bug of the executor.
+    pub fn handle(&mut self, event: Event) {
+        match event {
+            Event::GradReady(bucket) if self.layout.is_resident(bucket) => {}
+            Event::GradReady(bucket) => self.enter(bucket, Phase::Settled, Phase::Ready),
+            Event::GradArrived(bucket) => self.grad_arrived(bucket),
+            Event::JobDone => self.job_done(),
+            Event::ParamsCopied(slot) => self.param_slots.give(slot),
+            Event::Validated(verdict) => self.validated(verdict),
+        }
+        self.copy_ready_grads();
+        self.run_next();
+    }
+
+    /// What to do next, oldest first.
+    pub fn next_command(&mut self) -> Option<Command> {
+        self.commands.pop_front()
+    }
+
+    /// Whether the parameters of `bucket` on the device are final, up to the copy that brings them.
+    pub fn is_settled(&self, bucket: usize) -> bool {
+        self.layout.is_resident(bucket) || self.buckets[bucket].phase == Phase::Settled
+    }
+
+    /// Whether every bucket is settled.
+    pub fn all_settled(&self) -> bool {
+        self.buckets.iter().all(|b| b.phase == Phase::Settled)
+    }
+
+    /// Whether the bucket waits for a copy rather than for the optimizer.
+    pub fn waits_for_link(&self, bucket: usize) -> bool {
+        matches!(self.buckets[bucket].phase, Phase::Ready | Phase::Copying)
+    }
+
+    /// What became of the step's buckets so far.
+    pub fn counts(&self) -> Counts {
+        self.counts
+    }
+
+    /// The last verdicts, for the checkpoint.
+    pub fn history(&self) -> SpeculationHistory {
+        self.history
+    }
+
+    /// Takes the last verdicts from a checkpoint.
+    pub fn set_history(&mut self, history: SpeculationHistory) {
+        self.history = history;
+    }
+
+    /// Writes every pending update into the state: before a checkpoint, a digest, an export.
+    ///
+    /// # Panics
+    /// If a bucket is not settled.
+    pub fn flush(&mut self) {
+        self.queue_all(Queued::Commit, |b| b.pending.is_some());
+    }
+
+    /// Sends the working weights of every bucket: after the state was set from outside.
+    ///
+    /// # Panics
+    /// If a bucket is not settled or has an update pending.
+    pub fn restore(&mut self) {
+        assert!(self.buckets.iter().all(|b| b.pending.is_none()), "flush before new state is set");
+        self.queue_all(Queued::Restore, |_| true);
+    }
+
+    fn queue_all(&mut self, why: Queued, which: impl Fn(&Bucket) -> bool) {
+        assert!(self.all_settled());
+        self.buckets.iter_mut().filter(|b| which(b)).for_each(|b| b.phase = Phase::Queued(why));
+        self.run_next();
+    }
+
+    fn enter(&mut self, bucket: usize, from: Phase, to: Phase) {
+        let b = &mut self.buckets[bucket];
+        assert_eq!(b.phase, from, "bucket {bucket} cannot become {to:?}");
+        b.phase = to;
+    }
+
+    fn grad_arrived(&mut self, bucket: usize) {
+        self.enter(bucket, Phase::Copying, Phase::Arrived);
+        if self.verdict == Some(Verdict::SkipNonFinite) {
+            self.drop_grads(bucket);
+        }
+    }
+
+    /// The bucket's step ends without an update, and the device's weights were never touched.
+    fn drop_grads(&mut self, bucket: usize) {
+        let b = &mut self.buckets[bucket];
+        b.phase = Phase::Settled;
+        if let Some(slot) = b.grads.take() {
+            self.grad_slots.give(slot);
+        }
+    }
+
+    /// The bucket's step ends with an update: at once in the state, or pending.
+    fn settle(&mut self, bucket: usize) {
+        if self.rules.policy == Policy::Deferred {
+            let update = self.final_update();
+            let b = &mut self.buckets[bucket];
+            b.pending = b.grads.take().map(|grads| GradUpdate { grads, update });
+        }
+        self.buckets[bucket].speculated_in_place = false;
+        self.drop_grads(bucket);
+    }
+
+    /// This step's update with the verdict's scale.
+    fn final_update(&self) -> Update {
+        match self.verdict {
+            Some(Verdict::Clip(clip)) => Update { scale: clip.0 * self.update.scale, ..self.update },
+            _ => self.update,
+        }
+    }
+
+    fn validated(&mut self, verdict: Verdict) {
+        assert!(self.verdict.is_none(), "one verdict a step");
+        self.verdict = Some(verdict);
+        self.history.record(verdict);
+        let all = self.layout.count() as u64;
+        match verdict {
+            Verdict::Commit => self.counts.committed = all,
+            Verdict::Clip(_) => self.counts.clipped = all,
+            Verdict::SkipNonFinite => self.counts.skipped = all,
+        }
+        if verdict != Verdict::SkipNonFinite {
+            let update = self.final_update();
+            let resident = self.layout.offloaded()..self.layout.count();
+            self.commands.extend(resident.rev().map(|bucket| Command::StepResident { bucket, update }));
+        }
+        (0..self.buckets.len()).for_each(|bucket| self.apply_verdict(bucket, verdict));
+    }
+
+    fn apply_verdict(&mut self, bucket: usize, verdict: Verdict) {
+        match (self.buckets[bucket].phase, verdict) {
+            (Phase::Speculated, Verdict::Commit) => self.settle(bucket),
+            (Phase::Speculated, Verdict::Clip(_)) => self.roll_back(bucket, Queued::Redo),
+            (Phase::Speculated, Verdict::SkipNonFinite) => self.roll_back(bucket, Queued::Restore),
+            (Phase::Ready | Phase::Arrived, Verdict::SkipNonFinite) => self.drop_grads(bucket),
+            // Everything else meets the verdict when its copy or its job is done.
+            _ => {}
+        }
+    }
+
+    fn roll_back(&mut self, bucket: usize, why: Queued) {
+        self.counts.rolled_back += 1;
+        self.buckets[bucket].phase = Phase::Queued(why);
+    }
+
+    /// Gradients leave in backward order, as slots allow.
+    fn copy_ready_grads(&mut self) {
+        for bucket in 0..self.buckets.len() {
+            if self.buckets[bucket].phase != Phase::Ready {
+                continue;
+            }
+            let Some(grads) = self.grad_slots.take() else { return };
+            self.buckets[bucket].grads = Some(grads);
+            self.buckets[bucket].phase = Phase::Copying;
+            self.commands.push_back(Command::CopyGrads { bucket, grads });
+        }
+    }
+
+    /// Gives an idle pool the bucket whose parameters are needed first. Flat order is backward order, so that the last
+    /// bucket has the earliest deadline: the next forward begins there.
+    fn run_next(&mut self) {
+        if self.running.is_some() {
+            return;
+        }
+        let runnable = |&bucket: &usize| match self.buckets[bucket].phase {
+            Phase::Queued(_) => true,
+            Phase::Arrived => self.speculating || self.verdict.is_some(),
+            _ => false,
+        };
+        let mut buckets = 0..self.buckets.len();
+        let next = if self.rules.deadline_order { buckets.rfind(runnable) } else { buckets.find(runnable) };
+        if let Some(bucket) = next {
+            self.run(bucket);
+        }
+    }
+
+    fn run(&mut self, bucket: usize) {
+        let kind = self.buckets[bucket].phase;
+        let params = if kind == Phase::Queued(Queued::Commit) {
+            None
+        } else {
+            let Some(slot) = self.param_slots.take() else { return };
+            Some(slot)
+        };
+        let speculative = kind == Phase::Arrived && self.verdict.is_none();
+        self.counts.speculated += u64::from(speculative);
+        let work = self.work(bucket, kind);
+        self.buckets[bucket].phase = Phase::Running;
+        self.running = Some(Running { bucket, params, speculative, kind });
+        self.commands.push_back(Command::Run { bucket, work, params });
+    }
+
+    fn work(&self, bucket: usize, kind: Phase) -> Work {
+        let b = &self.buckets[bucket];
+        let with = |update| GradUpdate { grads: b.grads.expect("a bucket that is stepped has its gradient"), update };
+        let undo = b.speculated_in_place.then(|| with(self.update));
+        match kind {
+            Phase::Queued(Queued::Commit) => Work::Commit(b.pending.expect("only pending updates are committed")),
+            Phase::Queued(Queued::Restore) => Work::Restore { undo },
+            _ if self.rules.policy == Policy::Deferred => Work::CommitThenSpeculate { pending: b.pending, next: with(self.final_update()) },
+            _ => Work::Step { undo, next: with(self.final_update()) },
+        }
+    }
+
+    fn job_done(&mut self) {
+        let Running { bucket, params, speculative, kind } = self.running.take().expect("a job was running");
+        // Every job of the deferred policy but a restore writes the pending update into the state.
+        if kind != Phase::Queued(Queued::Restore)
+            && let Some(done) = self.buckets[bucket].pending.take()
+        {
+            self.grad_slots.give(done.grads);
+        }
+        if speculative {
+            return self.speculation_done(bucket, params);
+        }
+        self.send(bucket, params);
+        match kind {
+            Phase::Queued(Queued::Commit) => self.buckets[bucket].phase = Phase::Settled,
+            Phase::Queued(Queued::Restore) => {
+                self.buckets[bucket].speculated_in_place = false;
+                self.drop_grads(bucket);
+            }
+            _ => self.settle(bucket),
+        }
+    }
+
+    fn speculation_done(&mut self, bucket: usize, params: Option<Slot>) {
+        let in_place = self.rules.policy == Policy::Inverse;
+        self.buckets[bucket].speculated_in_place = in_place;
+        match self.verdict {
+            None => {
+                self.send(bucket, params);
+                self.buckets[bucket].phase = Phase::Speculated;
+            }
+            Some(Verdict::Commit) => {
+                self.send(bucket, params);
+                self.settle(bucket);
+            }
+            Some(verdict) => {
+                // Overturned before the weights were sent: the device still holds the last step's.
+                params.into_iter().for_each(|slot| self.param_slots.give(slot));
+                match verdict {
+                    Verdict::SkipNonFinite if !in_place => {
+                        self.counts.rolled_back += 1;
+                        self.drop_grads(bucket);
+                    }
+                    Verdict::SkipNonFinite => self.roll_back(bucket, Queued::Restore),
+                    _ => self.roll_back(bucket, Queued::Redo),
+                }
+            }
+        }
+    }
+
+    fn send(&mut self, bucket: usize, params: Option<Slot>) {
+        self.commands.extend(params.map(|params| Command::CopyParams { bucket, params }));
+    }
+}
+
+#[cfg(test)]
+#[path = "coordinator_tests.rs"]
+mod tests;

@@ -1,0 +1,239 @@
+//! The protocol under an adversary that completes copies, jobs and the verdict in any order, checked against a model of
+//! what every bucket's state and the device's weights must hold. No arithmetic: an "update" is a name.
+
+use super::*;
+use crate::optim::norm::BLOCK;
+use crate::units::ClipScale;
+use proptest::prelude::*;
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{Rng, SeedableRng};
+
+/// The updates that a state or a set of weights has seen.
+type Seen = Vec<(u64, u32)>;
+
+/// Does what the coordinator commands, as slowly and as interleaved as a seed says.
+struct World {
+    rng: ChaCha8Rng,
+    coordinator: Coordinator,
+    /// What the slot holds: the step whose gradient it is.
+    grads: Vec<Option<(usize, u64)>>,
+    state: Vec<Seen>,
+    params: Vec<Seen>,
+    device: Vec<Seen>,
+    copying: VecDeque<(usize, Slot)>,
+    returning: VecDeque<(usize, Slot)>,
+    job: Option<(usize, Work, Option<Slot>)>,
+    step: u64,
+}
+
+impl World {
+    fn new(seed: u64, rules: Rules, buckets: usize, resident: usize, ring: usize) -> Self {
+        let layout = BucketLayout::new(buckets * BLOCK, BLOCK, resident);
+        let offloaded = layout.offloaded();
+        let grad_slots = if rules.policy == Policy::Deferred { offloaded + ring } else { ring };
+        Self {
+            rng: ChaCha8Rng::seed_from_u64(seed),
+            coordinator: Coordinator::new(layout, rules, grad_slots, ring),
+            grads: vec![None; grad_slots],
+            state: vec![vec![]; offloaded],
+            params: vec![vec![]; ring],
+            device: vec![vec![]; buckets],
+            copying: VecDeque::new(),
+            returning: VecDeque::new(),
+            job: None,
+            step: 0,
+        }
+    }
+
+    fn obey(&mut self) {
+        while let Some(command) = self.coordinator.next_command() {
+            match command {
+                Command::CopyGrads { bucket, grads } => self.copying.push_back((bucket, grads)),
+                Command::Run { bucket, work, params } => assert!(self.job.replace((bucket, work, params)).is_none()),
+                Command::CopyParams { bucket, params } => self.returning.push_back((bucket, params)),
+                Command::StepResident { bucket, update } => self.device[bucket].push((update.optimizer_step, update.scale.to_bits())),
+            }
+        }
+    }
+
+    /// Completes one thing that is under way; false when nothing is.
+    fn advance(&mut self) -> bool {
+        let choices = [!self.copying.is_empty(), self.job.is_some(), !self.returning.is_empty()];
+        let first = self.rng.next_u32() as usize % 3;
+        let Some(choice) = (0..3).map(|i| (first + i) % 3).find(|&c| choices[c]) else { return false };
+        match choice {
+            0 => {
+                let (bucket, slot) = self.copying.pop_front().unwrap();
+                self.grads[slot.0] = Some((bucket, self.step));
+                self.coordinator.handle(Event::GradArrived(bucket));
+            }
+            1 => {
+                let (bucket, work, params) = self.job.take().unwrap();
+                self.work(bucket, work, params);
+                self.coordinator.handle(Event::JobDone);
+            }
+            _ => {
+                let (bucket, slot) = self.returning.pop_front().unwrap();
+                self.device[bucket] = self.params[slot.0].clone();
+                self.coordinator.handle(Event::ParamsCopied(slot));
+            }
+        }
+        self.obey();
+        true
+    }
+
+    fn work(&mut self, bucket: usize, work: Work, params: Option<Slot>) {
+        let grads = self.grads.clone();
+        let apply = |seen: &mut Seen, g: GradUpdate| {
+            let held = grads[g.grads.0];
+            assert_eq!(held, Some((bucket, g.update.optimizer_step)), "the slot holds another gradient");
+            seen.push((g.update.optimizer_step, g.update.scale.to_bits()));
+        };
+        let state = &mut self.state[bucket];
+        let undo = |state: &mut Seen, undo: Option<GradUpdate>| {
+            if let Some(g) = undo {
+                assert_eq!(state.pop(), Some((g.update.optimizer_step, g.update.scale.to_bits())));
+            }
+        };
+        let mut weights = None;
+        match work {
+            Work::CommitThenSpeculate { pending, next } => {
+                pending.into_iter().for_each(|p| apply(state, p));
+                let mut ahead = state.clone();
+                apply(&mut ahead, next);
+                weights = Some(ahead);
+            }
+            Work::Step { undo: u, next } => {
+                undo(state, u);
+                apply(state, next);
+                weights = Some(state.clone());
+            }
+            Work::Restore { undo: u } => {
+                undo(state, u);
+                weights = Some(state.clone());
+            }
+            Work::Commit(g) => apply(state, g),
+        }
+        assert_eq!(weights.is_some(), params.is_some());
+        if let (Some(weights), Some(slot)) = (weights, params) {
+            self.params[slot.0] = weights;
+        }
+    }
+
+    fn dawdle(&mut self) {
+        while self.rng.next_u32() % 3 != 0 && self.advance() {}
+    }
+
+    /// One step with the given verdict; `expected` is the device's history before it.
+    fn step(&mut self, verdict: Verdict, expected: &Seen) {
+        let buckets = self.device.len();
+        for bucket in (0..buckets).rev() {
+            while !self.coordinator.is_settled(bucket) {
+                assert!(self.advance(), "stuck: bucket {bucket} never settles");
+            }
+            // The forward waits for the copies in order; then it must see exactly the decided history.
+            while self.returning.iter().any(|(b, _)| *b == bucket) {
+                assert!(self.advance());
+            }
+            assert_eq!(&self.device[bucket], expected, "bucket {bucket} before step {}", self.step + 1);
+            self.dawdle();
+        }
+        self.step = expected.len() as u64 + 1;
+        self.coordinator.begin_step(Update { optimizer_step: self.step, learning_rate: 0.1, scale: 1.0 });
+        for bucket in 0..buckets {
+            self.coordinator.handle(Event::GradReady(bucket));
+            self.obey();
+            self.dawdle();
+        }
+        self.coordinator.handle(Event::Validated(verdict));
+        self.obey();
+        self.dawdle();
+    }
+
+    fn flush(&mut self) {
+        while !self.coordinator.all_settled() {
+            assert!(self.advance(), "stuck before the flush");
+        }
+        self.coordinator.flush();
+        self.obey();
+        while self.advance() {}
+        assert!(self.coordinator.all_settled());
+        assert_eq!((self.coordinator.grad_slots.lent(), self.coordinator.param_slots.lent()), (0, 0), "a slot leaked");
+    }
+}
+
+fn verdicts(seed: u64, clip_percent: u32, skip_percent: u32, steps: usize) -> Vec<Verdict> {
+    let mut rng = ChaCha8Rng::seed_from_u64(seed ^ 0x5eed);
+    let one = |rng: &mut ChaCha8Rng| match rng.next_u32() % 100 {
+        x if x < clip_percent => Verdict::Clip(ClipScale(1.0 / (2.0 + (x % 7) as f32))),
+        x if x < clip_percent + skip_percent => Verdict::SkipNonFinite,
+        _ => Verdict::Commit,
+    };
+    (0..steps).map(|_| one(&mut rng)).collect()
+}
+
+fn run(seed: u64, rules: Rules, buckets: usize, resident: usize, ring: usize, verdicts: &[Verdict]) -> Counts {
+    let mut world = World::new(seed, rules, buckets, resident, ring);
+    let (mut expected, mut counts) = (Seen::new(), Counts::default());
+    for &verdict in verdicts {
+        world.step(verdict, &expected);
+        match verdict {
+            Verdict::Commit => expected.push((world.step, 1f32.to_bits())),
+            Verdict::Clip(c) => expected.push((world.step, c.0.to_bits())),
+            Verdict::SkipNonFinite => {}
+        }
+        while !world.coordinator.all_settled() {
+            assert!(world.advance());
+        }
+        counts += world.coordinator.counts();
+    }
+    world.flush();
+    assert!(world.state.iter().all(|s| *s == expected), "the flushed state");
+    assert!(world.device.iter().all(|s| *s == expected), "the device's weights");
+    counts
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(400))]
+    #[test]
+    fn every_bucket_sees_exactly_the_decided_updates(
+        seed: u64, policy in 0..3, adaptive: bool, deadline_order: bool,
+        buckets in 1usize..9, resident in 0usize..4, ring in 1usize..4, clip in 0u32..100, skip in 0u32..40,
+    ) {
+        let policy = [Policy::Deferred, Policy::Inverse, Policy::ValidateFirst][policy as usize];
+        let rules = Rules { policy, adaptive, deadline_order };
+        run(seed, rules, buckets, resident, ring, &verdicts(seed, clip, skip, 12));
+    }
+}
+
+#[test]
+fn counters_prove_that_speculation_clipping_and_skipping_happened() {
+    let rules = Rules { policy: Policy::Deferred, adaptive: false, deadline_order: true };
+    let counts = (0..50).map(|seed| run(seed, rules, 6, 2, 2, &verdicts(seed, 30, 20, 20)));
+    let mut all = Counts::default();
+    counts.for_each(|c| all += c);
+    assert!(all.speculated > 1000 && all.rolled_back > 300 && all.rolled_back < all.speculated, "{all:?}");
+    assert!(all.clipped > 1000 && all.skipped > 500 && all.committed > 2000, "{all:?}");
+    assert_eq!(all.committed + all.clipped + all.skipped, 50 * 20 * 6);
+    let waiting = Rules { policy: Policy::ValidateFirst, ..rules };
+    assert_eq!(run(1, waiting, 6, 2, 2, &verdicts(1, 30, 20, 20)).speculated, 0);
+}
+
+#[test]
+fn the_order_is_the_earliest_deadline_or_the_order_of_arrival() {
+    for (deadline_order, expected) in [(true, [0, 3, 2, 1]), (false, [0, 1, 2, 3])] {
+        let rules = Rules { policy: Policy::Deferred, adaptive: false, deadline_order };
+        let mut c = Coordinator::new(BucketLayout::new(4 * BLOCK, BLOCK, 0), rules, 8, 4);
+        c.begin_step(Update { optimizer_step: 1, learning_rate: 0.1, scale: 1.0 });
+        (0..4).for_each(|b| c.handle(Event::GradReady(b)));
+        (0..4).for_each(|b| c.handle(Event::GradArrived(b)));
+        (0..3).for_each(|_| c.handle(Event::JobDone));
+        let order: Vec<usize> = std::iter::from_fn(|| c.next_command())
+            .filter_map(|command| match command {
+                Command::Run { bucket, .. } => Some(bucket),
+                _ => None,
+            })
+            .collect();
+        assert_eq!(order, expected);
+    }
+}

@@ -1,0 +1,65 @@
+//! Dynamic loss scaling for float16, as `torch.amp.GradScaler` does it; other formats keep a scale of 1.
+
+use crate::dtype::Dtype;
+
+/// The factor on the loss. Always a power of two, so that scaling and unscaling lose no bits of a normal number.
+#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
+pub struct LossScale {
+    scale: f32,
+    good_steps: u32,
+    dynamic: bool,
+}
+
+/// Steps without overflow after which the scale doubles.
+const GROWTH_INTERVAL: u32 = 2000;
+
+impl LossScale {
+    /// 2^16 and dynamic for float16, 1 and fixed otherwise.
+    pub fn new(dtype: Dtype) -> Self {
+        let dynamic = dtype == Dtype::Float16;
+        Self { scale: if dynamic { 65536.0 } else { 1.0 }, good_steps: 0, dynamic }
+    }
+
+    /// The factor on the loss.
+    pub fn scale(self) -> f32 {
+        self.scale
+    }
+
+    /// What undoes it; exact.
+    pub fn inverse(self) -> f32 {
+        1.0 / self.scale
+    }
+
+    /// Halves after an overflow (not below 1), doubles after a window without one (not above 2^24).
+    pub fn update(&mut self, overflow: bool) {
+        if !self.dynamic {
+            return;
+        }
+        self.good_steps = if overflow { 0 } else { self.good_steps + 1 };
+        if overflow {
+            self.scale = (self.scale / 2.0).max(1.0);
+        } else if self.good_steps == GROWTH_INTERVAL {
+            self.scale = (self.scale * 2.0).min(16_777_216.0);
+            self.good_steps = 0;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_scale_halves_on_overflow_and_doubles_after_a_window() {
+        let mut s = LossScale::new(Dtype::Float16);
+        s.update(true);
+        assert_eq!((s.scale(), s.inverse()), (32768.0, 1.0 / 32768.0));
+        (0..GROWTH_INTERVAL).for_each(|_| s.update(false));
+        assert_eq!(s.scale(), 65536.0);
+        (0..40).for_each(|_| s.update(true));
+        assert_eq!(s.scale(), 1.0);
+        let mut fixed = LossScale::new(Dtype::Bfloat16);
+        fixed.update(true);
+        assert_eq!(fixed.scale(), 1.0);
+    }
+}

@@ -1,0 +1,6 @@
+//! The step: a pure state machine ([`coordinator`]) that decides, and an [`executor`] that does what it decided.
+
+pub mod coordinator;
+pub mod loss_scale;
+pub mod trace;
+pub mod verdict;

@@ -1,0 +1,125 @@
+//! Spans of time, one recorder per thread or stream, written at the end as a Chrome/Perfetto trace.
+//!
+//! A recorder belongs to one thread, has room from the start and never grows: recording takes no lock and no memory.
+
+use crate::error::{Error, Result};
+use std::io::{BufWriter, Write};
+use std::path::Path;
+use std::sync::OnceLock;
+use std::time::Instant;
+
+/// Spans kept per track; later ones are counted, not kept.
+const SPANS_MAX: usize = 1 << 17;
+
+/// The one clock of a trace: nanoseconds since the first call in this process.
+pub fn now_ns() -> u64 {
+    static START: OnceLock<Instant> = OnceLock::new();
+    START.get_or_init(Instant::now).elapsed().as_nanos() as u64
+}
+
+/// Something that took time on one track.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Span {
+    /// What ran: a kernel's or a protocol step's name.
+    pub name: &'static str,
+    /// Bucket, layer or step; `u32::MAX` when there is none.
+    pub index: u32,
+    /// Start on the trace's clock.
+    pub start_ns: u64,
+    /// Duration.
+    pub duration_ns: u64,
+}
+
+/// The spans of one track.
+#[derive(Debug, Default)]
+pub struct Recorder {
+    /// Name shown beside the track: `compute`, `adam-03`.
+    pub track: String,
+    spans: Vec<Span>,
+    dropped: u64,
+}
+
+impl Recorder {
+    /// A recorder with room; `enabled: false` keeps none.
+    pub fn new(track: impl Into<String>, enabled: bool) -> Self {
+        Self { track: track.into(), spans: Vec::with_capacity(if enabled { SPANS_MAX } else { 0 }), dropped: 0 }
+    }
+
+    /// Records what ran from `start_ns` until now.
+    pub fn span(&mut self, name: &'static str, index: u32, start_ns: u64) {
+        if self.spans.len() == self.spans.capacity() {
+            self.dropped += 1;
+            return;
+        }
+        self.spans.push(Span { name, index, start_ns, duration_ns: now_ns().saturating_sub(start_ns) });
+    }
+
+    /// What was recorded, in order.
+    pub fn spans(&self) -> &[Span] {
+        &self.spans
+    }
+}
+
+/// Writes the tracks as a Chrome trace (open it in ui.perfetto.dev). Returns the spans that no longer fitted.
+///
+/// # Errors
+/// `Io` when the file cannot be written.
+pub fn write_chrome(path: &Path, tracks: &[Recorder]) -> Result<u64> {
+    let create = || -> std::io::Result<()> {
+        let mut out = BufWriter::new(std::fs::File::create(path)?);
+        write!(out, "{{\"displayTimeUnit\":\"ms\",\"traceEvents\":[")?;
+        for (tid, track) in tracks.iter().enumerate() {
+            let comma = if tid == 0 { "" } else { "," };
+            write!(out, "{comma}\n{}", track_name(tid, &track.track))?;
+            for span in &track.spans {
+                write!(out, ",\n{}", span_event(tid, span))?;
+            }
+        }
+        writeln!(out, "\n]}}")?;
+        out.into_inner().map_err(|e| e.into_error())?.sync_all()
+    };
+    create().map_err(|e| Error::io("write trace", path, e))?;
+    Ok(tracks.iter().map(|t| t.dropped).sum())
+}
+
+fn track_name(tid: usize, name: &str) -> serde_json::Value {
+    serde_json::json!({"ph": "M", "name": "thread_name", "pid": 1, "tid": tid, "args": {"name": name}})
+}
+
+fn span_event(tid: usize, span: &Span) -> serde_json::Value {
+    let (ts, dur) = (span.start_ns as f64 / 1e3, span.duration_ns as f64 / 1e3);
+    let mut event = serde_json::json!({"ph": "X", "name": span.name, "pid": 1, "tid": tid, "ts": ts, "dur": dur});
+    if span.index != u32::MAX {
+        event["args"] = serde_json::json!({"index": span.index});
+    }
+    event
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_trace_is_json_with_a_name_for_every_track() {
+        let mut compute = Recorder::new("compute", true);
+        compute.span("matmul", 3, now_ns());
+        let mut off = Recorder::new("d2h", false);
+        off.span("copy", u32::MAX, now_ns());
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("trace.json");
+        assert_eq!(write_chrome(&path, &[compute, off]).unwrap(), 1);
+        let json: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
+        let names: Vec<_> = json["traceEvents"].as_array().unwrap().iter().map(|e| e["name"].as_str().unwrap()).collect();
+        assert_eq!(names, ["thread_name", "matmul", "thread_name"]);
+        assert_eq!(json["traceEvents"][1]["args"]["index"], 3);
+    }
+
+    #[test]
+    fn a_full_recorder_counts_instead_of_growing() {
+        let mut r = Recorder::new("x", true);
+        for _ in 0..SPANS_MAX + 5 {
+            r.span("s", 0, 0);
+        }
+        assert_eq!((r.spans().len(), r.dropped), (SPANS_MAX, 5));
+    }
+}

@@ -1,0 +1,218 @@
+//! The optimizer's worker pool: one job at a time, every worker its own fixed share of it.
+//!
+//! No work stealing: a share depends on the job and on the number of workers only, so that each worker keeps touching
+//! the same memory. The driver publishes a job, the workers meet it, the last one to finish rings the driver's bell.
+#![allow(unsafe_code)]
+
+use crate::engine::trace::{Recorder, now_ns};
+use crate::error::{Error, Result};
+use crate::host::doorbell::Doorbell;
+use std::cell::UnsafeCell;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::thread::JoinHandle;
+
+/// Work that a pool can do: plain data, cut into one share per worker.
+pub trait Job: Copy + Send + 'static {
+    /// Name and index of the span that a worker records.
+    fn label(&self) -> (&'static str, u32);
+    /// Does the share of `worker` out of `workers`. Shares of one job touch disjoint memory.
+    fn run(&self, worker: usize, workers: usize);
+}
+
+/// Who runs the jobs.
+pub enum Pool<J: Job> {
+    /// Worker threads.
+    Threads(Threads<J>),
+    /// The caller's thread, whenever it calls [`Pool::advance`]: the seeded adversary decides when.
+    Stepped(Stepped<J>),
+}
+
+/// Worker threads and the job they share.
+pub struct Threads<J: Job> {
+    shared: Arc<Shared<J>>,
+    handles: Vec<JoinHandle<Recorder>>,
+    published: u64,
+}
+
+/// A pool without threads.
+pub struct Stepped<J> {
+    workers: usize,
+    job: Option<J>,
+    recorder: Recorder,
+}
+
+struct Shared<J> {
+    /// Written by the driver while `remaining` is zero, read by the workers after `generation` rises.
+    job: UnsafeCell<Option<J>>,
+    generation: AtomicU64,
+    remaining: AtomicUsize,
+    bells: Vec<Doorbell>,
+    driver: Arc<Doorbell>,
+}
+
+// SAFETY: `job` is written only by the driver while no worker runs (`remaining` is zero, acquired) and read only after
+// the release of the next `generation`.
+unsafe impl<J: Send> Sync for Shared<J> {}
+
+/// The generation that tells workers to end.
+const STOP: u64 = u64::MAX;
+
+impl<J: Job> Pool<J> {
+    /// Starts `workers` threads. `on_start(worker)` runs first on each (naming, pinning); `driver` is rung when a job ends.
+    ///
+    /// # Errors
+    /// `Resource` when a thread cannot start or `on_start` fails.
+    pub fn threads(workers: usize, driver: Arc<Doorbell>, trace: bool, on_start: fn(usize) -> Result<()>) -> Result<Self> {
+        let bells = (0..workers).map(|_| Doorbell::default()).collect();
+        let (generation, remaining) = (AtomicU64::new(0), AtomicUsize::new(0));
+        let shared = Arc::new(Shared { job: UnsafeCell::new(None), generation, remaining, bells, driver });
+        let mut pool = Threads { shared, handles: Vec::with_capacity(workers), published: 0 };
+        let (started, outcome) = std::sync::mpsc::channel();
+        for worker in 0..workers {
+            let (shared, started) = (pool.shared.clone(), started.clone());
+            let body = move || {
+                let _ = started.send(on_start(worker));
+                work(&shared, worker, workers, Recorder::new(format!("adam-{worker:02}"), trace))
+            };
+            let spawned = std::thread::Builder::new().name(format!("adam-{worker:02}")).spawn(body);
+            pool.handles.push(spawned.map_err(|e| Error::resource(format!("start optimizer worker {worker}"), e))?);
+        }
+        drop(started);
+        outcome.into_iter().collect::<Result<Vec<()>>>()?;
+        Ok(Self::Threads(pool))
+    }
+
+    /// A pool whose jobs run on the caller's thread, cut as for `workers`.
+    pub fn stepped(workers: usize, trace: bool) -> Self {
+        Self::Stepped(Stepped { workers, job: None, recorder: Recorder::new("adam", trace) })
+    }
+
+    /// Gives the pool its next job.
+    ///
+    /// # Panics
+    /// If the last one is not done.
+    pub fn submit(&mut self, job: J) {
+        assert!(self.is_idle(), "one job at a time");
+        match self {
+            Self::Threads(pool) => pool.publish(job),
+            Self::Stepped(pool) => pool.job = Some(job),
+        }
+    }
+
+    /// Whether the last job is done.
+    pub fn is_idle(&self) -> bool {
+        match self {
+            Self::Threads(pool) => pool.shared.remaining.load(Ordering::Acquire) == 0,
+            Self::Stepped(pool) => pool.job.is_none(),
+        }
+    }
+
+    /// Lets a stepped pool do its job; false when there is none, or when threads do the work anyway.
+    pub fn advance(&mut self) -> bool {
+        let Self::Stepped(pool) = self else { return false };
+        let Some(job) = pool.job.take() else { return false };
+        let (start, (name, index)) = (now_ns(), job.label());
+        (0..pool.workers).rev().for_each(|worker| job.run(worker, pool.workers));
+        pool.recorder.span(name, index, start);
+        true
+    }
+
+    /// Ends the workers and returns what they recorded.
+    ///
+    /// # Errors
+    /// `Resource` when a worker had panicked.
+    pub fn finish(self) -> Result<Vec<Recorder>> {
+        match self {
+            Self::Threads(mut pool) => pool.stop(),
+            Self::Stepped(pool) => Ok(vec![pool.recorder]),
+        }
+    }
+}
+
+impl<J: Job> Threads<J> {
+    fn publish(&mut self, job: J) {
+        // SAFETY: the caller saw `remaining` at zero, so that no worker reads the job now.
+        unsafe { *self.shared.job.get() = Some(job) };
+        self.shared.remaining.store(self.handles.len(), Ordering::Relaxed);
+        self.published += 1;
+        self.announce(self.published);
+    }
+
+    fn announce(&self, generation: u64) {
+        self.shared.generation.store(generation, Ordering::Release);
+        self.shared.bells.iter().for_each(Doorbell::ring);
+    }
+
+    fn stop(&mut self) -> Result<Vec<Recorder>> {
+        self.announce(STOP);
+        let join = |h: JoinHandle<Recorder>| h.join().map_err(|_| Error::resource("join optimizer worker", "it panicked"));
+        self.handles.drain(..).map(join).collect()
+    }
+}
+
+impl<J: Job> Drop for Threads<J> {
+    fn drop(&mut self) {
+        // `finish` reports a worker's panic; on this path the driver is already unwinding or done.
+        let _ = self.stop();
+    }
+}
+
+fn work<J: Job>(shared: &Shared<J>, worker: usize, workers: usize, mut recorder: Recorder) -> Recorder {
+    let mut seen = 0;
+    loop {
+        shared.bells[worker].wait_until(|| shared.generation.load(Ordering::Acquire) != seen);
+        seen = shared.generation.load(Ordering::Acquire);
+        if seen == STOP {
+            return recorder;
+        }
+        // SAFETY: published before `generation`; the driver does not write until this worker has counted down.
+        let Some(job) = (unsafe { *shared.job.get() }) else { continue };
+        let (start, (name, index)) = (now_ns(), job.label());
+        job.run(worker, workers);
+        recorder.span(name, index, start);
+        if shared.remaining.fetch_sub(1, Ordering::AcqRel) == 1 {
+            shared.driver.ring();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::AtomicU32;
+
+    static SHARES: [AtomicU32; 4] = [const { AtomicU32::new(0) }; 4];
+
+    #[derive(Clone, Copy)]
+    struct Count(u32);
+    impl Job for Count {
+        fn label(&self) -> (&'static str, u32) {
+            ("count", self.0)
+        }
+        fn run(&self, worker: usize, workers: usize) {
+            assert_eq!(workers, 3);
+            SHARES[worker].fetch_add(self.0, Ordering::Relaxed);
+        }
+    }
+
+    #[test]
+    fn every_worker_does_its_share_of_every_job_once() {
+        let bell = Arc::new(Doorbell::default());
+        let mut pool = Pool::threads(3, bell.clone(), true, |_| Ok(())).unwrap();
+        for i in 1..=100 {
+            pool.submit(Count(i));
+            bell.wait_until(|| pool.is_idle());
+        }
+        let recorders = pool.finish().unwrap();
+        assert!(recorders.iter().all(|r| r.spans().len() == 100));
+        assert_eq!(SHARES.each_ref().map(|s| s.load(Ordering::Relaxed)), [5050, 5050, 5050, 0]);
+    }
+
+    #[test]
+    fn a_worker_that_cannot_be_placed_is_an_error() {
+        let failing = |worker: usize| if worker == 1 { Err(Error::resource("pin adam-01", "no such cpu")) } else { Ok(()) };
+        let result = Pool::<Count>::threads(3, Arc::default(), false, failing);
+        assert!(result.err().unwrap().to_string().contains("adam-01"));
+    }
+}
