@@ -271,3 +271,50 @@ impl PerLayer {
 fn too_large() -> Error {
     Error::usage("activations: this batch size and sequence length overflow")
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TILE: LossTile = LossTile { rows: 64, vocab: 100 };
+
+    #[test]
+    fn the_plan_is_what_gets_allocated() {
+        let plan = ActivationPlan::new(&ModelShape::demo(), 2, 48, Dtype::Bfloat16, TILE).unwrap();
+        let mut asked = Vec::new();
+        let activations = plan.lay_out(|name, elems, dtype| {
+            asked.push(Allocation { name, elems, dtype });
+            Ok(DeviceSlice { addr: 0x1000, elems, dtype })
+        });
+        assert_eq!(asked, plan.allocations());
+        let activations = activations.unwrap();
+        assert_eq!((activations.logits.elems, activations.loss_stats.elems), (64 * 100, 64 * 3));
+        // 96 tokens of 512 columns in each layer, one after another.
+        let starts = activations.layers.iter().map(|layer| layer.qkv.addr - 0x1000);
+        assert!(starts.eq((0..6).map(|l| l * 96 * 512 * 2)));
+    }
+
+    #[test]
+    fn bytes_are_those_of_a_count_by_hand() {
+        let shape = ModelShape::demo();
+        let plan = ActivationPlan::new(&shape, 1, 128, Dtype::Bfloat16, LossTile { rows: 999, vocab: 999 }).unwrap();
+        let (c, f, t) = (256, 512, 128);
+        // Halves: two norms, qkv, attention, mid, gate and up, activation, out. Floats: two rstd, lse of 8 heads.
+        let layer = t * (2 * (c + 2 * c + c + c + c + 2 * f + f + c) + 4 * (2 + 8));
+        let outside = t * (2 * (c + c) + 4 + 8) + 4 * t * 32;
+        let loss = t * (2 * 256 + 4 * 3) + 4;
+        let work = 2 * t * (c + c + f + 2 * f);
+        assert_eq!(plan.bytes(), Bytes((6 * layer + outside + loss + work) as u64));
+    }
+
+    #[test]
+    fn impossible_sizes_are_usage_errors() {
+        let plan = |batch, seq_length, tile| ActivationPlan::new(&ModelShape::demo(), batch, seq_length, Dtype::Float32, tile);
+        assert!(plan(0, 16, TILE).is_err());
+        assert!(plan(1, 0, TILE).is_err());
+        assert!(plan(1, 16, LossTile { rows: 0, vocab: 1 }).is_err());
+        assert!(plan(1, 1025, TILE).unwrap_err().to_string().contains("1024"));
+        assert!(plan(usize::MAX, 2, TILE).unwrap_err().to_string().contains("overflow"));
+        assert!(plan(usize::MAX / 1024, 1024, TILE).unwrap_err().to_string().contains("overflow"));
+    }
+}

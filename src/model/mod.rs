@@ -6,6 +6,7 @@
 
 pub mod activations;
 mod backward;
+mod config_json;
 pub mod family;
 mod forward;
 mod head;
@@ -14,6 +15,8 @@ mod params;
 pub mod rope;
 pub mod shape;
 pub mod tensors;
+#[cfg(test)]
+mod tests;
 
 use crate::device::{AttentionShape, DeviceSlice};
 use crate::error::{Error, Result};
