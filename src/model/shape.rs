@@ -1,0 +1,203 @@
+//! What a `config.json` says about a model: the one description that every other part of the model reads.
+
+use super::config_json;
+use super::family::Family;
+use super::tensors::TensorTable;
+use crate::error::{Error, Result};
+use std::path::Path;
+
+/// Normalisation of the residual stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Norm {
+    /// By root mean square, with a weight.
+    Rms,
+    /// By mean and variance, with weight and bias.
+    Layer,
+}
+
+/// The feed-forward part of a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mlp {
+    /// `down(silu(gate(x)) * up(x))`.
+    Swiglu,
+    /// `down(gelu(up(x)))` with the tanh form of GELU.
+    GeluTanh,
+}
+
+/// How tokens know where they are.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Positions {
+    /// A learned embedding per position.
+    Learned,
+    /// Rotation of queries and keys.
+    Rope(Rope),
+}
+
+/// Rotary position embedding.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Rope {
+    /// Base of the frequencies.
+    pub theta: f64,
+    /// Leading channels of a head that rotate; even.
+    pub rotary_dim: usize,
+    /// How the frequencies are stretched.
+    pub scaling: RopeScaling,
+}
+
+/// Stretching of rope frequencies.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum RopeScaling {
+    /// None.
+    Default,
+    /// All frequencies divided by `factor`.
+    Linear {
+        /// The divisor.
+        factor: f64,
+    },
+    /// Llama 3: long wavelengths divided by `factor`, short ones kept, those between blended.
+    Llama3 {
+        /// The divisor.
+        factor: f64,
+        /// Wavelengths above `original_max_positions / low_freq_factor` are divided.
+        low_freq_factor: f64,
+        /// Wavelengths below `original_max_positions / high_freq_factor` are kept.
+        high_freq_factor: f64,
+        /// Context length before stretching.
+        original_max_positions: usize,
+    },
+}
+
+/// The shape of a decoder.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ModelShape {
+    /// The family, which knows the Hugging Face names.
+    pub family: Family,
+    /// Vocabulary size, V.
+    pub vocab: usize,
+    /// Width of the residual stream, C.
+    pub channels: usize,
+    /// Decoder layers, L.
+    pub layers: usize,
+    /// Query heads, NH.
+    pub heads: usize,
+    /// Key and value heads, NKV; divides `heads`.
+    pub kv_heads: usize,
+    /// Channels of a head.
+    pub head_dim: usize,
+    /// Inner width of the MLP.
+    pub ffn: usize,
+    /// Longest sequence.
+    pub max_positions: usize,
+    /// Kind of norm.
+    pub norm: Norm,
+    /// Added to the variance in every norm.
+    pub eps: f32,
+    /// Kind of MLP.
+    pub mlp: Mlp,
+    /// Kind of position information.
+    pub positions: Positions,
+    /// Query, key and value projections have biases.
+    pub qkv_bias: bool,
+    /// The output projection of attention has a bias.
+    pub out_bias: bool,
+    /// The MLP's matrices have biases.
+    pub mlp_bias: bool,
+    /// Queries and keys are RMS-normalised per head.
+    pub qk_norm: bool,
+    /// The output matrix is the token embedding.
+    pub tied: bool,
+    /// Per layer: how many tokens a token sees, itself included; `None`: all before it.
+    pub windows: Vec<Option<usize>>,
+    /// Factor on attention scores.
+    pub scale: f32,
+    /// Standard deviation of randomly initialised matrices.
+    pub init_std: f32,
+    /// Dropout probabilities of the file that are not 0, as `key = value`: this engine trains without dropout.
+    pub ignored_dropout: Vec<String>,
+}
+
+impl ModelShape {
+    /// Reads `config.json` at `path`.
+    ///
+    /// # Errors
+    /// `Io` when it cannot be read, otherwise as [`ModelShape::parse`].
+    pub fn read(path: &Path) -> Result<Self> {
+        let text = std::fs::read_to_string(path).map_err(|e| Error::io("read", path, e))?;
+        Self::parse(&text, path)
+    }
+
+    /// Reads the text of a `config.json`; `path` is for messages.
+    ///
+    /// # Errors
+    /// `Unsupported` for an architecture, activation, rope type or other feature that this build cannot train, `Format` for
+    /// missing keys and senseless values; both name key, value and file.
+    pub fn parse(text: &str, path: &Path) -> Result<Self> {
+        config_json::parse(text, path)
+    }
+
+    /// The built-in model: a small Llama-style decoder over bytes.
+    pub fn demo() -> Self {
+        Self::parse(DEMO_CONFIG, Path::new("(built-in config.json)")).expect("the built-in configuration is valid")
+    }
+
+    /// What the name of every tensor but `lm_head.weight` starts with; files saved from the bare model lack it.
+    pub fn base_prefix(&self) -> &'static str {
+        self.family.spec().names.prefix
+    }
+
+    /// Columns of the fused query, key and value: `(heads + 2 kv_heads) head_dim`.
+    pub fn qkv_cols(&self) -> usize {
+        (self.heads + 2 * self.kv_heads) * self.head_dim
+    }
+
+    /// Columns of attention's output: `heads head_dim`.
+    pub fn attn_cols(&self) -> usize {
+        self.heads * self.head_dim
+    }
+
+    /// Columns of the first MLP matrix's output: gate and up together.
+    pub fn mlp_in_cols(&self) -> usize {
+        match self.mlp {
+            Mlp::Swiglu => 2 * self.ffn,
+            Mlp::GeluTanh => self.ffn,
+        }
+    }
+
+    /// Model FLOPs of one optimizer step over `sequences` sequences of `seq_length` tokens, forward and backward, by
+    /// [`FLOPS_FORMULA`]: nothing for recomputation, norms, activations or the optimizer.
+    pub fn flops_per_step(&self, sequences: usize, seq_length: usize) -> f64 {
+        let (tokens, s) = (sequences as f64 * seq_length as f64, seq_length as f64);
+        let attended = |window: &Option<usize>| match window.map(|w| w as f64) {
+            Some(w) if w < s => 2.0 * w - w * w / s,
+            _ => s,
+        };
+        let attention: f64 = self.windows.iter().map(attended).sum::<f64>() * self.attn_cols() as f64;
+        6.0 * tokens * (TensorTable::new(self).matmul_params() as f64 + attention)
+    }
+}
+
+/// How [`ModelShape::flops_per_step`] counts.
+pub const FLOPS_FORMULA: &str = "6*N*T + 6*sum_l(heads*head_dim*S_l)*T; N matrix parameters with the output matrix, T tokens, S_l sequence length (2W - W^2/S in a window of W): causal, no recompute";
+
+/// `config.json` of [`ModelShape::demo`].
+pub const DEMO_CONFIG: &str = r#"{
+  "architectures": ["LlamaForCausalLM"],
+  "model_type": "llama",
+  "vocab_size": 256,
+  "hidden_size": 256,
+  "intermediate_size": 512,
+  "num_hidden_layers": 6,
+  "num_attention_heads": 8,
+  "num_key_value_heads": 4,
+  "head_dim": 32,
+  "hidden_act": "silu",
+  "max_position_embeddings": 1024,
+  "rms_norm_eps": 1e-05,
+  "rope_theta": 10000.0,
+  "initializer_range": 0.02,
+  "attention_bias": false,
+  "mlp_bias": false,
+  "tie_word_embeddings": true,
+  "torch_dtype": "float32"
+}
+"#;
