@@ -1,1 +1,5 @@
-//! Being written.
+//! What the person asked for: flags and a TOML file ([`options`], [`file`]), resolved and checked ([`settings`]).
+
+pub mod file;
+pub mod options;
+pub mod settings;

@@ -1,0 +1,185 @@
+//! The configuration file: TOML whose keys are the flags of `train`.
+
+use crate::config::options::TrainOptions;
+use crate::error::{Error, Result};
+use serde::Deserialize;
+use serde::de::IntoDeserializer;
+use std::ops::Range;
+use std::path::Path;
+use toml::Spanned;
+use toml::de::{DeString, DeTable, DeValue};
+
+/// Longest part of an offending line that an error message shows, in characters.
+const SHOWN_CHARS: usize = 60;
+
+/// Keys that exist only in the file.
+const FILE_ONLY: &str = "inject";
+
+/// Reads the options that the file at `path` sets. Relative paths in it mean what they mean on the command line.
+///
+/// # Errors
+/// `Io` when it cannot be read; `Usage` that names file, line and key when it is no TOML, sets a key that is no flag (the
+/// nearest one is named) or that is set twice, or gives a key a value of the wrong type.
+pub fn load(path: &Path) -> Result<TrainOptions> {
+    let bytes = std::fs::read(path).map_err(|e| Error::io("read", path, e))?;
+    let text = str::from_utf8(&bytes).map_err(|e| Error::usage(format!("{}: not UTF-8 at byte {}", path.display(), e.valid_up_to())))?;
+    parse(text).map_err(|cause| Error::usage(format!("{}: {cause}", path.display())))
+}
+
+impl TrainOptions {
+    /// These options over those of the file that `--config` names, if it names one.
+    ///
+    /// # Errors
+    /// Those of [`load`].
+    pub fn over_config_file(self) -> Result<Self> {
+        match &self.config {
+            Some(path) => load(path).map(|file| self.over(file)),
+            None => Ok(self),
+        }
+    }
+}
+
+/// The keys that a configuration file may hold: the long flags but `--config`, and [`FILE_ONLY`].
+fn known_keys() -> Vec<String> {
+    let command = <TrainOptions as clap::Args>::augment_args(clap::Command::new("train"));
+    let flags = command.get_arguments().filter_map(|arg| arg.get_long()).filter(|&flag| flag != "config");
+    flags.chain([FILE_ONLY]).map(str::to_string).collect()
+}
+
+/// Parses a configuration file; an error is one line without the file's name.
+fn parse(text: &str) -> std::result::Result<TrainOptions, String> {
+    let written = DeTable::parse(text).map_err(|e| at(text, e.span(), e.message()))?;
+    let (span, known) = (written.span(), known_keys());
+    let mut table = DeTable::new();
+    for (key, value) in written.into_inner() {
+        let (key, value) = rename(text, &known, key, value)?;
+        let line = line_number(text, key.span().start);
+        if let Some((twice, _)) = table.get_key_value(&key) {
+            let twice: &Spanned<DeString> = twice;
+            return Err(format!("line {line}: `{}` is already set in line {}", key.get_ref(), line_number(text, twice.span().start)));
+        }
+        table.insert(key, value);
+    }
+    let options = toml::Deserializer::from(Spanned::new(span, table)).into_deserializer();
+    // Without the text at hand the library's message is one sentence and the key, which is what is wanted here.
+    TrainOptions::deserialize(options).map_err(|e| at(text, e.span(), &e.to_string()))
+}
+
+type Entry<'t> = (Spanned<DeString<'t>>, Spanned<DeValue<'t>>);
+
+/// Spells a key with dashes and checks that it is known.
+fn rename<'t>(
+    text: &str,
+    known: &[String],
+    key: Spanned<DeString<'t>>,
+    value: Spanned<DeValue<'t>>,
+) -> std::result::Result<Entry<'t>, String> {
+    let name = key.get_ref().replace('_', "-");
+    if !known.contains(&name) {
+        let nearest = known.iter().max_by(|a, b| strsim::jaro_winkler(a, &name).total_cmp(&strsim::jaro_winkler(b, &name)));
+        let hint = nearest.map(|nearest| format!("; the nearest key is `{nearest}`")).unwrap_or_default();
+        return Err(format!("line {}: unknown key `{}`{hint}", line_number(text, key.span().start), key.get_ref().escape_debug()));
+    }
+    Ok((Spanned::new(key.span(), name.into()), value))
+}
+
+/// One line that says where in `text` the `message` belongs, and shows the place.
+fn at(text: &str, span: Option<Range<usize>>, message: &str) -> String {
+    let message = message.split_whitespace().collect::<Vec<_>>().join(" ");
+    let Some(span) = span else { return message };
+    let number = line_number(text, span.start);
+    let line: String = text.lines().nth(number - 1).unwrap_or_default().trim().chars().take(SHOWN_CHARS).collect();
+    format!("line {number} `{}`: {message}", line.escape_debug())
+}
+
+/// The number, from 1, of the line that holds byte `offset`.
+fn line_number(text: &str, offset: usize) -> usize {
+    1 + text.bytes().take(offset).filter(|&byte| byte == b'\n').count()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::options::tests::{flags, sample, sample_options};
+    use crate::config::options::{Injection, Technique};
+    use proptest::prelude::*;
+
+    #[test]
+    fn every_flag_can_be_set_in_the_file_under_both_spellings() {
+        for flag in flags().into_iter().filter(|flag| flag.get_long() != Some("config")) {
+            let (name, value) = sample(&flag);
+            for key in [name.clone(), name.replace('-', "_")] {
+                let bare = parse(&format!("{key} = {value}"));
+                let read = bare.or_else(|_| parse(&format!("{key} = '{value}'")));
+                assert_eq!(read, Ok(sample_options(&flag)), "{key}");
+            }
+        }
+    }
+
+    #[test]
+    fn lists_may_be_one_string_and_injections_may_be_words_or_numbers() {
+        assert_eq!(parse("data = 'a.txt'").unwrap().data, Some(vec!["a.txt".into()]));
+        assert_eq!(parse("without = ['stv', 'grace-adam']").unwrap().without, Some(vec![Technique::Stv, Technique::GraceAdam]));
+        let text = "inject = [{step=3, element=7, value='-inf'}, {step=4, element=8, value=2.5}, {step=5, element=9, value=nan}]";
+        let inject = parse(text).unwrap().inject.unwrap();
+        assert_eq!(inject[0], Injection { step: 3, element: 7, value: f32::NEG_INFINITY });
+        assert_eq!(inject[1], Injection { step: 4, element: 8, value: 2.5 });
+        assert!(inject[2].value.is_nan() && inject.len() == 3);
+        assert_eq!(parse("learning-rate = 1").unwrap().learning_rate, Some(1.0));
+    }
+
+    #[test]
+    fn errors_name_line_key_and_cause() {
+        let cases: &[(&str, &[&str])] = &[
+            ("seed = 1\nlerning_rate = 1", &["line 2", "unknown key `lerning_rate`", "`learning-rate`"]),
+            ("config = 'x'", &["line 1", "unknown key `config`"]),
+            ("\ninject_ = 1", &["line 2", "`inject`"]),
+            ("seed = 1\n\nlearning-rate = 'fast'", &["line 3", "`learning-rate`", "expected f64"]),
+            ("seq_length = 1.5", &["line 1", "`seq-length`", "floating point `1.5`"]),
+            ("seed = -1", &["line 1", "`seed`", "-1"]),
+            ("dtype = 'int8'", &["line 1", "`dtype`", "int8", "bfloat16"]),
+            ("resident-buckets = 'x'", &["line 1", "`resident-buckets`", "number of buckets or `auto`"]),
+            ("inject = [{step=1, element=1, value=true}]", &["line 1", "inject", "a number or a word"]),
+            ("inject = [{step=1, elemnt=1, value=1}]", &["line 1", "inject", "elemnt"]),
+            ("[seed]\nx = 1", &["line 1", "`seed`", "expected u64"]),
+            ("seed = 1\nlearning-rate = fast", &["line 2", "learning-rate = fast"]),
+            ("seed = 1\nseed = 2", &["line 2", "seed", "duplicate"]),
+            ("adam_beta1 = 1\nadam-beta1 = 2", &["line 1", "line 2", "`adam-beta1`", "already set"]),
+        ];
+        for (text, parts) in cases {
+            let message = parse(text).unwrap_err();
+            for part in *parts {
+                assert!(message.contains(part), "{part:?} is not in {message:?}");
+            }
+            assert!(!message.contains('\n'), "{message:?}");
+        }
+    }
+
+    #[test]
+    fn the_file_is_named_and_flags_win_over_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("run.toml");
+        std::fs::write(&path, "seed = 7\nslots = 2\n").unwrap();
+        let flags = TrainOptions { config: Some(path.clone()), slots: Some(3), ..Default::default() };
+        let merged = flags.over_config_file().unwrap();
+        assert_eq!((merged.seed, merged.slots), (Some(7), Some(3)));
+        std::fs::write(&path, b"seed = 7 # \xff").unwrap();
+        let message = load(&path).unwrap_err().to_string();
+        assert!(message.contains("run.toml") && message.contains("byte 11"), "{message}");
+        assert!(matches!(load(dir.path()), Err(Error::Io { .. })));
+    }
+
+    proptest! {
+        #[test]
+        fn no_text_panics(text in "\\PC*|[a-z_=\\[\\]{}'\"., 0-9\n-]*") {
+            let _ = parse(&text);
+        }
+
+        #[test]
+        fn no_value_of_a_known_key_panics(key in prop::sample::select(known_keys()), value in "[-+a-z0-9.'\"\\[\\]{}=, \n]{0,40}") {
+            if let Err(message) = parse(&format!("{key} = {value}")) {
+                prop_assert!(message.starts_with("line ") && !message.contains('\n'), "{}", message);
+            }
+        }
+    }
+}

@@ -1,0 +1,521 @@
+//! The flags of `train`: one definition of each feeds the parser, the help text and the configuration file's keys.
+//!
+//! Every field is optional, so that a flag overrides the file and the file overrides the default (see
+//! [`crate::config::settings`]). A key in the file is the flag's name; underscores may stand for dashes.
+
+use clap::ValueEnum;
+use clap::builder::{PathBufValueParser, TypedValueParser};
+use serde::de::value::StrDeserializer;
+use serde::de::{self, Deserialize, Deserializer, SeqAccess, Visitor};
+use std::fmt;
+use std::marker::PhantomData;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+/// Where the first parameters come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Init {
+    /// Seeded random values; only `config.json` is read.
+    Random,
+    /// The model directory's safetensors.
+    Checkpoint,
+}
+
+/// Which machine computes forward and backward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum DeviceChoice {
+    /// The GPU if this build and this machine have one, else the CPU.
+    Auto,
+    /// The CPU.
+    Cpu,
+    /// An NVIDIA GPU.
+    Cuda,
+}
+
+/// Which set of techniques runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Strategy {
+    /// Speculate, validate, commit: the optimizer on the CPU runs under backward and forward.
+    Superoffload,
+    /// Validate first, then step on the CPU, then copy back.
+    ZeroOffload,
+    /// Every state stays on the device.
+    NoOffload,
+}
+
+/// How a speculation that failed is undone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Rollback {
+    /// Nothing is undone: the state is written only once the verdict is known. Exact.
+    Deferred,
+    /// The step is written at once and inverted by algebra, as in the paper. Loses bits.
+    Inverse,
+}
+
+/// Format of weights, activations and gradients on the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum TrainDtype {
+    /// 16 bits, the exponent of float32.
+    Bfloat16,
+    /// 16 bits, trained with dynamic loss scaling.
+    Float16,
+    /// 32 bits.
+    Float32,
+}
+
+/// Shape of the learning rate over the steps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum LrSchedulerType {
+    /// The peak after the warm-up.
+    Constant,
+    /// Straight down to zero.
+    Linear,
+    /// Half a cosine down to zero.
+    Cosine,
+    /// Warm-up, stable, decay.
+    Wsd,
+}
+
+/// Instruction set of the CPU optimizer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum IsaChoice {
+    /// The widest one that this CPU has.
+    Auto,
+    /// The scalar specification.
+    Scalar,
+    /// 256-bit vectors.
+    Avx2,
+    /// 512-bit vectors.
+    Avx512,
+}
+
+/// Which side converts gradients between formats.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum CastSide {
+    /// The plan decides from the measured bandwidths.
+    Auto,
+    /// The device casts and float32 crosses the link.
+    Device,
+    /// The 16-bit format crosses the link and the host casts.
+    Host,
+}
+
+/// A technique that can be turned off at run time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Technique {
+    /// Speculation, then validation.
+    Stv,
+    /// Earliest deadline first on the optimizer pool.
+    DeadlineOrder,
+    /// Resident tail buckets.
+    Repartition,
+    /// Casts on the device.
+    SuperchipCast,
+    /// Vector CPU Adam.
+    GraceAdam,
+    /// Cache and bandwidth partitions, core affinity.
+    Mpam,
+    /// Speculation pauses while clips are frequent.
+    Adaptive,
+}
+
+/// Which checkpoint training continues from.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case", from = "PathBuf")]
+pub enum Resume {
+    /// The newest good one in the output directory; a fresh start when there is none.
+    Auto,
+    /// This one.
+    Dir(PathBuf),
+}
+
+impl From<PathBuf> for Resume {
+    fn from(path: PathBuf) -> Self {
+        if path.as_os_str() == "auto" { Self::Auto } else { Self::Dir(path) }
+    }
+}
+
+/// How many tail buckets keep their optimizer state on the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ResidentBuckets {
+    /// The plan decides.
+    Auto,
+    /// This many.
+    Count(usize),
+}
+
+impl FromStr for ResidentBuckets {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text == "auto" {
+            return Ok(Self::Auto);
+        }
+        text.parse().map(Self::Count).map_err(|_| "expected a number of buckets or `auto`".to_string())
+    }
+}
+
+/// A value written into the gradient, to test what a step does with it.
+#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Injection {
+    /// The optimizer step, counted from 1.
+    pub step: u64,
+    /// Index into the flat gradient.
+    pub element: usize,
+    /// What is written: a number, `nan`, `inf` or `-inf`. Serialised as text, because JSON has no NaN.
+    #[serde(deserialize_with = "scalar", serialize_with = "as_text")]
+    pub value: f32,
+}
+
+/// Everything that `train` can be told, as it was written; `None` means not said.
+#[derive(clap::Args, serde::Deserialize, Default, Clone, Debug, PartialEq)]
+#[command(allow_negative_numbers = true)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+pub struct TrainOptions {
+    /// TOML file whose keys are these flags; flags win [default: none].
+    #[arg(long, value_name = "FILE.toml")]
+    #[serde(skip)]
+    pub config: Option<PathBuf>,
+
+    /// Hugging Face model directory [default: a small built-in model].
+    #[arg(long, value_name = "DIR")]
+    pub model: Option<PathBuf>,
+
+    /// Where the first weights come from [default: checkpoint with --model, else random].
+    #[arg(long)]
+    pub init: Option<Init>,
+
+    /// Files or directories of .txt, .jsonl and .bin [default: the text that ships with the program].
+    #[arg(long, num_args = 1.., value_name = "PATH")]
+    #[serde(deserialize_with = "one_or_many")]
+    pub data: Option<Vec<PathBuf>>,
+
+    /// Where checkpoints and metrics go [default: runs/train].
+    #[arg(long, value_name = "DIR")]
+    pub output_dir: Option<PathBuf>,
+
+    /// Machine that runs forward and backward [default: auto].
+    #[arg(long)]
+    pub device: Option<DeviceChoice>,
+
+    /// Set of offloading techniques [default: superoffload].
+    #[arg(long)]
+    pub strategy: Option<Strategy>,
+
+    /// How a failed speculation is undone [default: deferred].
+    #[arg(long)]
+    pub rollback: Option<Rollback>,
+
+    /// Format of weights and gradients on the device [default: bfloat16].
+    #[arg(long)]
+    pub dtype: Option<TrainDtype>,
+
+    /// Optimizer steps; wins over --num-train-epochs [default: none].
+    #[arg(long, value_name = "N")]
+    pub max_steps: Option<u64>,
+
+    /// Passes over the data, fractions allowed [default: 3].
+    #[arg(long, value_name = "N")]
+    pub num_train_epochs: Option<f64>,
+
+    /// Sequences of a micro-batch [default: 8].
+    #[arg(long, value_name = "N")]
+    pub per_device_train_batch_size: Option<usize>,
+
+    /// Micro-batches of an optimizer step [default: 1].
+    #[arg(long, value_name = "N")]
+    pub gradient_accumulation_steps: Option<usize>,
+
+    /// Tokens of a sequence [default: 1024].
+    #[arg(long, value_name = "N")]
+    pub seq_length: Option<usize>,
+
+    /// Peak learning rate [default: 5e-5].
+    #[arg(long, value_name = "X")]
+    pub learning_rate: Option<f64>,
+
+    /// Shape of the learning rate over the steps [default: linear].
+    #[arg(long)]
+    pub lr_scheduler_type: Option<LrSchedulerType>,
+
+    /// Steps of linear warm-up [default: 0].
+    #[arg(long, value_name = "N")]
+    pub warmup_steps: Option<u64>,
+
+    /// Decoupled weight decay; norms and biases have none [default: 0].
+    #[arg(long, value_name = "X")]
+    pub weight_decay: Option<f64>,
+
+    /// Decay of Adam's first moment [default: 0.9].
+    #[arg(long, value_name = "X")]
+    pub adam_beta1: Option<f64>,
+
+    /// Decay of Adam's second moment [default: 0.999].
+    #[arg(long, value_name = "X")]
+    pub adam_beta2: Option<f64>,
+
+    /// Adam's epsilon [default: 1e-8].
+    #[arg(long, value_name = "X")]
+    pub adam_epsilon: Option<f64>,
+
+    /// Gradient norm above which gradients are clipped; 0 is never [default: 1].
+    #[arg(long, value_name = "X")]
+    pub max_grad_norm: Option<f64>,
+
+    /// Seed of random weights and of the data order [default: 42].
+    #[arg(long, value_name = "N")]
+    pub seed: Option<u64>,
+
+    /// Steps between log lines [default: 10].
+    #[arg(long, value_name = "N")]
+    pub logging_steps: Option<u64>,
+
+    /// Steps between checkpoints [default: 500].
+    #[arg(long, value_name = "N")]
+    pub save_steps: Option<u64>,
+
+    /// Checkpoints kept, the newest ones [default: all].
+    #[arg(long, value_name = "N")]
+    pub save_total_limit: Option<usize>,
+
+    /// Checkpoint to continue from, `auto` for the newest good one [default: none].
+    #[arg(long, value_name = "auto|DIR", value_parser = PathBufValueParser::new().map(Resume::from))]
+    pub resume_from_checkpoint: Option<Resume>,
+
+    /// Optimizer threads [default: one for each core].
+    #[arg(long, value_name = "N")]
+    pub threads: Option<usize>,
+
+    /// Size of a bucket in MiB of 16-bit parameters [default: the plan decides].
+    #[arg(long, value_name = "X")]
+    pub bucket_mib: Option<f64>,
+
+    /// Tail buckets whose optimizer stays on the device [default: auto].
+    #[arg(long, value_name = "N|auto")]
+    #[serde(deserialize_with = "some_scalar")]
+    pub resident_buckets: Option<ResidentBuckets>,
+
+    /// Take the sequences in file order [default: false].
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pub no_shuffle: Option<bool>,
+
+    /// Write a timeline for Perfetto [default: none].
+    #[arg(long, value_name = "FILE")]
+    pub trace: Option<PathBuf>,
+
+    /// Print a digest of the final state as the last line [default: false].
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pub digest: Option<bool>,
+
+    /// Instruction set of the CPU optimizer [default: auto].
+    #[arg(long)]
+    pub isa: Option<IsaChoice>,
+
+    /// Staging slots for gradients and as many for parameters [default: 4].
+    #[arg(long, value_name = "N")]
+    pub slots: Option<usize>,
+
+    /// Techniques to turn off, separated by commas [default: none].
+    #[arg(long, value_name = "TECHNIQUE", value_delimiter = ',')]
+    #[serde(deserialize_with = "one_or_many")]
+    pub without: Option<Vec<Technique>>,
+
+    /// Side that converts gradients [default: auto].
+    #[arg(long)]
+    pub cast: Option<CastSide>,
+
+    /// Seed of legal reorderings of events, to test the engine on --device cpu [default: none].
+    #[arg(long, hide = true, value_name = "SEED")]
+    pub adversary: Option<u64>,
+
+    /// Values written into gradients, to test the engine; only in the file.
+    #[arg(skip)]
+    pub inject: Option<Vec<Injection>>,
+}
+
+impl TrainOptions {
+    /// These options, and those of `lower` where these say nothing.
+    pub fn over(self, lower: Self) -> Self {
+        Self {
+            config: self.config.or(lower.config),
+            model: self.model.or(lower.model),
+            init: self.init.or(lower.init),
+            data: self.data.or(lower.data),
+            output_dir: self.output_dir.or(lower.output_dir),
+            device: self.device.or(lower.device),
+            strategy: self.strategy.or(lower.strategy),
+            rollback: self.rollback.or(lower.rollback),
+            dtype: self.dtype.or(lower.dtype),
+            max_steps: self.max_steps.or(lower.max_steps),
+            num_train_epochs: self.num_train_epochs.or(lower.num_train_epochs),
+            per_device_train_batch_size: self.per_device_train_batch_size.or(lower.per_device_train_batch_size),
+            gradient_accumulation_steps: self.gradient_accumulation_steps.or(lower.gradient_accumulation_steps),
+            seq_length: self.seq_length.or(lower.seq_length),
+            learning_rate: self.learning_rate.or(lower.learning_rate),
+            lr_scheduler_type: self.lr_scheduler_type.or(lower.lr_scheduler_type),
+            warmup_steps: self.warmup_steps.or(lower.warmup_steps),
+            weight_decay: self.weight_decay.or(lower.weight_decay),
+            adam_beta1: self.adam_beta1.or(lower.adam_beta1),
+            adam_beta2: self.adam_beta2.or(lower.adam_beta2),
+            adam_epsilon: self.adam_epsilon.or(lower.adam_epsilon),
+            max_grad_norm: self.max_grad_norm.or(lower.max_grad_norm),
+            seed: self.seed.or(lower.seed),
+            logging_steps: self.logging_steps.or(lower.logging_steps),
+            save_steps: self.save_steps.or(lower.save_steps),
+            save_total_limit: self.save_total_limit.or(lower.save_total_limit),
+            resume_from_checkpoint: self.resume_from_checkpoint.or(lower.resume_from_checkpoint),
+            threads: self.threads.or(lower.threads),
+            bucket_mib: self.bucket_mib.or(lower.bucket_mib),
+            resident_buckets: self.resident_buckets.or(lower.resident_buckets),
+            no_shuffle: self.no_shuffle.or(lower.no_shuffle),
+            trace: self.trace.or(lower.trace),
+            digest: self.digest.or(lower.digest),
+            isa: self.isa.or(lower.isa),
+            slots: self.slots.or(lower.slots),
+            without: self.without.or(lower.without),
+            cast: self.cast.or(lower.cast),
+            adversary: self.adversary.or(lower.adversary),
+            inject: self.inject.or(lower.inject),
+        }
+    }
+}
+
+/// Reads a number, a word or a boolean as the command line would: through `FromStr`.
+fn scalar<'de, D: Deserializer<'de>, T: FromStr<Err: fmt::Display>>(deserializer: D) -> Result<T, D::Error> {
+    struct Text;
+    impl Visitor<'_> for Text {
+        type Value = String;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("a number or a word")
+        }
+        fn visit_str<E>(self, text: &str) -> Result<String, E> {
+            Ok(text.to_string())
+        }
+        fn visit_i64<E>(self, number: i64) -> Result<String, E> {
+            Ok(number.to_string())
+        }
+        fn visit_u64<E>(self, number: u64) -> Result<String, E> {
+            Ok(number.to_string())
+        }
+        fn visit_f64<E>(self, number: f64) -> Result<String, E> {
+            Ok(number.to_string())
+        }
+    }
+    let text = deserializer.deserialize_any(Text)?;
+    text.parse().map_err(|cause| de::Error::custom(format!("`{text}`: {cause}")))
+}
+
+fn some_scalar<'de, D: Deserializer<'de>, T: FromStr<Err: fmt::Display>>(deserializer: D) -> Result<Option<T>, D::Error> {
+    scalar(deserializer).map(Some)
+}
+
+fn as_text<S: serde::Serializer>(value: &f32, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_str(value)
+}
+
+/// Reads a list, or one string as a list of one.
+fn one_or_many<'de, D: Deserializer<'de>, T: Deserialize<'de>>(deserializer: D) -> Result<Option<Vec<T>>, D::Error> {
+    struct List<T>(PhantomData<T>);
+    impl<'de, T: Deserialize<'de>> Visitor<'de> for List<T> {
+        type Value = Vec<T>;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("a string or a list of strings")
+        }
+        fn visit_str<E: de::Error>(self, text: &str) -> Result<Vec<T>, E> {
+            T::deserialize(StrDeserializer::new(text)).map(|one| vec![one])
+        }
+        fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Vec<T>, A::Error> {
+            let mut all = Vec::new();
+            while let Some(one) = list.next_element()? {
+                all.push(one);
+            }
+            Ok(all)
+        }
+    }
+    deserializer.deserialize_any(List(PhantomData)).map(Some)
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use clap::{Arg, Args, FromArgMatches};
+
+    /// Every flag of `train` as clap knows it.
+    pub(crate) fn flags() -> Vec<Arg> {
+        TrainOptions::augment_args(clap::Command::new("train")).get_arguments().cloned().collect()
+    }
+
+    pub(crate) fn command_line(args: &[&str]) -> Result<TrainOptions, clap::Error> {
+        let command = TrainOptions::augment_args(clap::Command::new("train"));
+        let matches = command.try_get_matches_from(["train"].iter().chain(args))?;
+        TrainOptions::from_arg_matches(&matches)
+    }
+
+    /// A flag's name and a value that is not its default.
+    pub(crate) fn sample(flag: &Arg) -> (String, String) {
+        let values: Vec<String> = flag.get_possible_values().iter().map(|value| value.get_name().to_string()).collect();
+        let value = match values.last() {
+            Some(last) if last == "false" => "true",
+            Some(last) => last,
+            None => "2",
+        };
+        (flag.get_long().unwrap().to_string(), value.to_string())
+    }
+
+    pub(crate) fn sample_options(flag: &Arg) -> TrainOptions {
+        let (name, value) = sample(flag);
+        command_line(&[&format!("--{name}={value}")]).unwrap()
+    }
+
+    #[test]
+    fn every_flag_survives_merging_and_the_upper_one_wins() {
+        for flag in flags() {
+            let set = sample_options(&flag);
+            assert_ne!(set, TrainOptions::default(), "{flag}");
+            assert_eq!(set.clone().over(TrainOptions::default()), set, "{flag}");
+            assert_eq!(TrainOptions::default().over(set.clone()), set, "{flag}");
+        }
+        let inject = Some(vec![Injection { step: 1, element: 2, value: 3.0 }]);
+        let injected = TrainOptions { inject, ..Default::default() };
+        assert_eq!(TrainOptions::default().over(injected.clone()), injected);
+        let upper = command_line(&["--seed", "1", "--no-shuffle=false"]).unwrap();
+        let lower = command_line(&["--seed", "2", "--no-shuffle", "--slots", "3"]).unwrap();
+        let merged = upper.over(lower);
+        assert_eq!((merged.seed, merged.no_shuffle, merged.slots), (Some(1), Some(false), Some(3)));
+    }
+
+    #[test]
+    fn lists_and_words_parse() {
+        let options = command_line(&["--data", "a", "b", "--without", "stv,mpam", "--resident-buckets", "auto"]).unwrap();
+        assert_eq!(options.data, Some(vec!["a".into(), "b".into()]));
+        assert_eq!(options.without, Some(vec![Technique::Stv, Technique::Mpam]));
+        assert_eq!(options.resident_buckets, Some(ResidentBuckets::Auto));
+        let resume = |word| command_line(&["--resume-from-checkpoint", word]).unwrap().resume_from_checkpoint;
+        assert_eq!(resume("auto"), Some(Resume::Auto));
+        assert_eq!(resume("./auto"), Some(Resume::Dir("./auto".into())));
+        assert!(command_line(&["--resident-buckets", "many"]).unwrap_err().to_string().contains("number of buckets or `auto`"));
+        assert_eq!(command_line(&["--learning-rate", "-1"]).unwrap().learning_rate, Some(-1.0));
+    }
+
+    #[test]
+    fn every_flag_is_explained_in_one_short_sentence_with_its_default() {
+        for flag in flags() {
+            let help = flag.get_help().unwrap().to_string();
+            assert!(help.ends_with(']') && help.contains(" [default: "), "--{flag}: {help}");
+            assert!(help.chars().count() <= 100 && !help.contains(". "), "--{flag}: {help}");
+        }
+    }
+}
