@@ -1,0 +1,262 @@
+//! What tells the supported families apart, as one table.
+
+/// A family of decoders: how Hugging Face names it and what its layers hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Family {
+    /// `GPT2LMHeadModel`
+    Gpt2,
+    /// `LlamaForCausalLM`
+    Llama,
+    /// `MistralForCausalLM`
+    Mistral,
+    /// `Qwen2ForCausalLM`
+    Qwen2,
+    /// `Qwen3ForCausalLM`
+    Qwen3,
+    /// `Phi3ForCausalLM`
+    Phi3,
+    /// `SeedOssForCausalLM`
+    SeedOss,
+}
+
+/// Whether a family's layers have something: fixed, or a key of `config.json` with its default.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Rule {
+    Never,
+    Always,
+    Key(&'static str, bool),
+}
+
+/// Which layers see only a sliding window.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum WindowRule {
+    Never,
+    /// All, when `sliding_window` is set; the value is the default of a missing key.
+    All(Option<usize>),
+    /// Those that `layer_types` or `max_window_layers` name, when `use_sliding_window` is true.
+    PerLayer,
+}
+
+/// What a key of `config.json` means when it is missing.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Missing {
+    /// An error: `transformers` would take a number that fits no other model.
+    Refuse,
+    /// Derived from the other sizes.
+    Derive,
+}
+
+/// The keys of `config.json` that hold the sizes.
+#[derive(Debug)]
+pub(crate) struct SizeKeys {
+    pub channels: &'static str,
+    pub layers: &'static str,
+    pub heads: &'static str,
+    pub ffn: &'static str,
+    pub max_positions: &'static str,
+    pub eps: &'static str,
+    pub activation: &'static str,
+}
+
+/// How Hugging Face names a family's tensors. Linear layers listed together are one fused tensor here.
+#[derive(Debug)]
+pub(crate) struct Names {
+    pub prefix: &'static str,
+    pub wte: &'static str,
+    pub layers: &'static str,
+    pub final_norm: &'static str,
+    pub attn_norm: &'static str,
+    pub qkv: &'static [&'static str],
+    pub attn_out: &'static str,
+    pub mlp_norm: &'static str,
+    pub mlp_in: &'static [&'static str],
+    pub mlp_out: &'static str,
+    /// Linear weights are stored `[in, out]`.
+    pub transposed: bool,
+}
+
+/// Everything that distinguishes one family.
+#[derive(Debug)]
+pub(crate) struct FamilySpec {
+    pub family: Family,
+    pub architecture: &'static str,
+    pub keys: &'static SizeKeys,
+    pub names: &'static Names,
+    /// LayerNorm, GELU and learned positions; otherwise RMSNorm, SwiGLU and rope.
+    pub gpt: bool,
+    pub qkv_bias: Rule,
+    pub out_bias: Rule,
+    pub mlp_bias: Rule,
+    pub qk_norm: bool,
+    pub tied: bool,
+    pub kv_heads: Missing,
+    pub head_dim: Missing,
+    pub window: WindowRule,
+    pub partial_rotary: bool,
+}
+
+const LLAMA_KEYS: SizeKeys = SizeKeys {
+    channels: "hidden_size",
+    layers: "num_hidden_layers",
+    heads: "num_attention_heads",
+    ffn: "intermediate_size",
+    max_positions: "max_position_embeddings",
+    eps: "rms_norm_eps",
+    activation: "hidden_act",
+};
+
+const GPT2_KEYS: SizeKeys = SizeKeys {
+    channels: "n_embd",
+    layers: "n_layer",
+    heads: "n_head",
+    ffn: "n_inner",
+    max_positions: "n_positions",
+    eps: "layer_norm_epsilon",
+    activation: "activation_function",
+};
+
+const LLAMA_NAMES: Names = Names {
+    prefix: "model.",
+    wte: "embed_tokens",
+    layers: "layers",
+    final_norm: "norm",
+    attn_norm: "input_layernorm",
+    qkv: &["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    attn_out: "self_attn.o_proj",
+    mlp_norm: "post_attention_layernorm",
+    mlp_in: &["mlp.gate_proj", "mlp.up_proj"],
+    mlp_out: "mlp.down_proj",
+    transposed: false,
+};
+
+const PHI3_NAMES: Names = Names { qkv: &["self_attn.qkv_proj"], mlp_in: &["mlp.gate_up_proj"], ..LLAMA_NAMES };
+
+const GPT2_NAMES: Names = Names {
+    prefix: "transformer.",
+    wte: "wte",
+    layers: "h",
+    final_norm: "ln_f",
+    attn_norm: "ln_1",
+    qkv: &["attn.c_attn"],
+    attn_out: "attn.c_proj",
+    mlp_norm: "ln_2",
+    mlp_in: &["mlp.c_fc"],
+    mlp_out: "mlp.c_proj",
+    transposed: true,
+};
+
+const LLAMA: FamilySpec = FamilySpec {
+    family: Family::Llama,
+    architecture: "LlamaForCausalLM",
+    keys: &LLAMA_KEYS,
+    names: &LLAMA_NAMES,
+    gpt: false,
+    qkv_bias: Rule::Key("attention_bias", false),
+    out_bias: Rule::Key("attention_bias", false),
+    mlp_bias: Rule::Key("mlp_bias", false),
+    qk_norm: false,
+    tied: false,
+    kv_heads: Missing::Derive,
+    head_dim: Missing::Derive,
+    window: WindowRule::Never,
+    partial_rotary: false,
+};
+
+static FAMILIES: [FamilySpec; 7] = [
+    FamilySpec {
+        family: Family::Gpt2,
+        architecture: "GPT2LMHeadModel",
+        keys: &GPT2_KEYS,
+        names: &GPT2_NAMES,
+        gpt: true,
+        qkv_bias: Rule::Always,
+        out_bias: Rule::Always,
+        mlp_bias: Rule::Always,
+        tied: true,
+        ..LLAMA
+    },
+    LLAMA,
+    FamilySpec {
+        family: Family::Mistral,
+        architecture: "MistralForCausalLM",
+        qkv_bias: Rule::Never,
+        out_bias: Rule::Never,
+        mlp_bias: Rule::Never,
+        kv_heads: Missing::Refuse,
+        window: WindowRule::All(Some(4096)),
+        ..LLAMA
+    },
+    FamilySpec {
+        family: Family::Qwen2,
+        architecture: "Qwen2ForCausalLM",
+        qkv_bias: Rule::Always,
+        out_bias: Rule::Never,
+        mlp_bias: Rule::Never,
+        kv_heads: Missing::Refuse,
+        window: WindowRule::PerLayer,
+        ..LLAMA
+    },
+    FamilySpec {
+        family: Family::Qwen3,
+        architecture: "Qwen3ForCausalLM",
+        mlp_bias: Rule::Never,
+        qk_norm: true,
+        kv_heads: Missing::Refuse,
+        head_dim: Missing::Refuse,
+        window: WindowRule::PerLayer,
+        ..LLAMA
+    },
+    FamilySpec {
+        family: Family::Phi3,
+        architecture: "Phi3ForCausalLM",
+        names: &PHI3_NAMES,
+        qkv_bias: Rule::Never,
+        out_bias: Rule::Never,
+        mlp_bias: Rule::Never,
+        window: WindowRule::All(None),
+        partial_rotary: true,
+        ..LLAMA
+    },
+    FamilySpec {
+        family: Family::SeedOss,
+        architecture: "SeedOssForCausalLM",
+        qkv_bias: Rule::Key("attention_bias", true),
+        out_bias: Rule::Key("attention_out_bias", false),
+        kv_heads: Missing::Refuse,
+        head_dim: Missing::Refuse,
+        ..LLAMA
+    },
+];
+
+impl Family {
+    /// The `architectures` entry of this family's `config.json`.
+    pub fn architecture(self) -> &'static str {
+        self.spec().architecture
+    }
+
+    pub(crate) fn spec(self) -> &'static FamilySpec {
+        &FAMILIES[self as usize]
+    }
+
+    pub(crate) fn find(architecture: &str) -> Option<&'static FamilySpec> {
+        FAMILIES.iter().find(|spec| spec.architecture == architecture)
+    }
+
+    /// All supported architectures, for messages.
+    pub fn architectures() -> String {
+        FAMILIES.iter().map(|spec| spec.architecture).collect::<Vec<_>>().join(", ")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_is_in_the_order_of_the_enum() {
+        for (i, spec) in FAMILIES.iter().enumerate() {
+            assert_eq!(spec.family as usize, i, "{}", spec.architecture);
+            assert_eq!(Family::find(spec.architecture).map(|s| s.family), Some(spec.family));
+        }
+    }
+}

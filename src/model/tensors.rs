@@ -1,0 +1,368 @@
+//! The table of a model's tensors: one flat range of parameters in backward order.
+//!
+//! Weights, gradients, fp32 parameters and both moments all use these offsets. The order is the one in which gradients
+//! become final, so that a contiguous bucket is complete early: [`Stage::Head`], the last layer down to layer 0,
+//! [`Stage::Embed`].
+
+use super::family::Names;
+use super::shape::{Mlp, ModelShape, Norm, Positions};
+use std::ops::Range;
+
+/// Every tensor starts at a multiple of this many elements; the padding between is zero and stays zero.
+pub const TENSOR_ALIGN_ELEMS: usize = 128;
+/// The flat length is a multiple of this many elements: one block of the gradient norm.
+pub const FLAT_ALIGN_ELEMS: usize = crate::optim::norm::BLOCK;
+
+/// A step of the forward and of the backward pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Stage {
+    /// Token and position embeddings; a tied output matrix lives here.
+    Embed,
+    /// One decoder layer.
+    Layer(usize),
+    /// Final norm, output matrix and loss.
+    Head,
+}
+
+/// What a tensor is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Role {
+    /// Token embedding `[vocab, channels]`.
+    Wte,
+    /// Position embedding `[max_positions, channels]`.
+    Wpe,
+    /// Weight of the norm before attention `[channels]`.
+    AttnNorm,
+    /// Its bias `[channels]`.
+    AttnNormBias,
+    /// Fused query, key and value rows `[(heads + 2 kv_heads) head_dim, channels]`.
+    Qkv,
+    /// Their bias.
+    QkvBias,
+    /// Norm of every query head `[head_dim]`.
+    QNorm,
+    /// Norm of every key head `[head_dim]`.
+    KNorm,
+    /// Output projection of attention `[channels, heads head_dim]`.
+    AttnOut,
+    /// Its bias `[channels]`.
+    AttnOutBias,
+    /// Weight of the norm before the MLP `[channels]`.
+    MlpNorm,
+    /// Its bias `[channels]`.
+    MlpNormBias,
+    /// First matrix of the MLP: fused gate and up rows `[2 ffn, channels]`, or `[ffn, channels]`.
+    MlpIn,
+    /// Its bias.
+    MlpInBias,
+    /// Second matrix of the MLP `[channels, ffn]`.
+    MlpOut,
+    /// Its bias `[channels]`.
+    MlpOutBias,
+    /// Weight of the last norm `[channels]`.
+    FinalNorm,
+    /// Its bias `[channels]`.
+    FinalNormBias,
+    /// Output matrix `[vocab, channels]` when it is not the token embedding.
+    LmHead,
+}
+
+impl Role {
+    fn name(self, mlp: Mlp) -> &'static str {
+        match (self, mlp) {
+            (Self::Wte, _) => "wte",
+            (Self::Wpe, _) => "wpe",
+            (Self::AttnNorm, _) => "attn_norm",
+            (Self::AttnNormBias, _) => "attn_norm.bias",
+            (Self::Qkv, _) => "attn.qkv",
+            (Self::QkvBias, _) => "attn.qkv.bias",
+            (Self::QNorm, _) => "attn.q_norm",
+            (Self::KNorm, _) => "attn.k_norm",
+            (Self::AttnOut, _) => "attn.out",
+            (Self::AttnOutBias, _) => "attn.out.bias",
+            (Self::MlpNorm, _) => "mlp_norm",
+            (Self::MlpNormBias, _) => "mlp_norm.bias",
+            (Self::MlpIn, Mlp::Swiglu) => "mlp.gate_up",
+            (Self::MlpIn, Mlp::GeluTanh) => "mlp.up",
+            (Self::MlpInBias, Mlp::Swiglu) => "mlp.gate_up.bias",
+            (Self::MlpInBias, Mlp::GeluTanh) => "mlp.up.bias",
+            (Self::MlpOut, _) => "mlp.down",
+            (Self::MlpOutBias, _) => "mlp.down.bias",
+            (Self::FinalNorm, _) => "final_norm",
+            (Self::FinalNormBias, _) => "final_norm.bias",
+            (Self::LmHead, _) => "lm_head",
+        }
+    }
+}
+
+/// How a tensor starts under `--init random`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Init {
+    /// Normal with mean 0.
+    Normal {
+        /// Standard deviation.
+        std: f32,
+    },
+    /// All zeros.
+    Zeros,
+    /// All ones.
+    Ones,
+}
+
+/// A Hugging Face tensor that makes up some rows of one of ours.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HfPart {
+    /// Name in the safetensors files.
+    pub name: String,
+    /// First row of our tensor (for vectors, first element) that it holds.
+    pub row_start: usize,
+    /// Rows of ours (for vectors, elements).
+    pub rows: usize,
+    /// Stored `[in, out]` (GPT-2's Conv1D): column `c` of the file is row `row_start + c` here.
+    pub transposed: bool,
+}
+
+/// One tensor of the flat range.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TensorSpec {
+    /// Position in the table; the random stream of its initialisation.
+    pub index: usize,
+    /// Our name: `layers.3.attn.qkv`.
+    pub name: String,
+    /// What it is for.
+    pub role: Role,
+    /// When its gradient is complete.
+    pub stage: Stage,
+    /// `[out, in]` row-major, or `[n]`.
+    pub shape: Vec<usize>,
+    /// First element in the flat range; a multiple of [`TENSOR_ALIGN_ELEMS`].
+    pub offset_elems: usize,
+    /// Whether weight decay applies: matrices and embeddings, not norms and biases.
+    pub decay: bool,
+    /// Random initialisation.
+    pub init: Init,
+    /// The Hugging Face tensors that it is made of, by ascending rows, covering all of them.
+    pub parts: Vec<HfPart>,
+}
+
+impl TensorSpec {
+    /// Number of elements.
+    pub fn elems(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Where it lies in the flat range, without padding.
+    pub fn range(&self) -> Range<usize> {
+        self.offset_elems..self.offset_elems + self.elems()
+    }
+
+    /// Elements of one row: 1 for vectors.
+    pub fn row_elems(&self) -> usize {
+        self.shape.get(1).copied().unwrap_or(1)
+    }
+
+    /// The shape of `part` in its file.
+    pub fn part_shape(&self, part: &HfPart) -> Vec<usize> {
+        match (self.shape.get(1), part.transposed) {
+            (None, _) => vec![part.rows],
+            (Some(&cols), false) => vec![part.rows, cols],
+            (Some(&cols), true) => vec![cols, part.rows],
+        }
+    }
+}
+
+/// All tensors of a model, in flat order.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TensorTable {
+    specs: Vec<TensorSpec>,
+    /// First element of every stage in backward order, then the end.
+    stage_starts: Vec<usize>,
+}
+
+impl TensorTable {
+    /// The table of `shape`.
+    pub fn new(shape: &ModelShape) -> Self {
+        let mut builder = Builder { shape, names: shape.family.spec().names, specs: Vec::new(), end: 0 };
+        let mut stage_starts = vec![0];
+        builder.head();
+        stage_starts.push(builder.end);
+        for layer in (0..shape.layers).rev() {
+            builder.layer(layer);
+            stage_starts.push(builder.end);
+        }
+        builder.embed();
+        stage_starts.push(builder.end.next_multiple_of(FLAT_ALIGN_ELEMS));
+        Self { specs: builder.specs, stage_starts }
+    }
+
+    /// Every tensor, in flat order.
+    pub fn specs(&self) -> &[TensorSpec] {
+        &self.specs
+    }
+
+    /// The tensor of `stage` with `role`, if the model has one.
+    pub fn find(&self, stage: Stage, role: Role) -> Option<&TensorSpec> {
+        self.specs.iter().find(|spec| spec.stage == stage && spec.role == role)
+    }
+
+    /// Stages in backward order: head, last layer to first, embeddings.
+    pub fn stages(&self) -> impl DoubleEndedIterator<Item = Stage> + use<> {
+        let layers = self.stage_starts.len() - 3;
+        std::iter::once(Stage::Head).chain((0..layers).rev().map(Stage::Layer)).chain(std::iter::once(Stage::Embed))
+    }
+
+    /// The flat range of `stage`, padding included; the ranges of all stages cover the flat range without gaps.
+    ///
+    /// # Panics
+    /// If the model has no such layer.
+    pub fn stage_range(&self, stage: Stage) -> Range<usize> {
+        let layers = self.stage_starts.len() - 3;
+        let idx = match stage {
+            Stage::Head => 0,
+            Stage::Layer(layer) => {
+                assert!(layer < layers, "layer {layer} of {layers}");
+                layers - layer
+            }
+            Stage::Embed => layers + 1,
+        };
+        self.stage_starts[idx]..self.stage_starts[idx + 1]
+    }
+
+    /// Length of the flat range, padding included: a multiple of [`FLAT_ALIGN_ELEMS`].
+    pub fn flat_elems(&self) -> usize {
+        self.stage_starts[self.stage_starts.len() - 1]
+    }
+
+    /// Parameters, without padding.
+    pub fn params(&self) -> usize {
+        self.specs.iter().map(TensorSpec::elems).sum()
+    }
+
+    /// Parameters of the matrix products: every matrix, the output matrix also when it is the token embedding, which
+    /// as an embedding does not count.
+    pub fn matmul_params(&self) -> usize {
+        let tied = self.find(Stage::Head, Role::LmHead).is_none();
+        let counts = |spec: &&TensorSpec| spec.shape.len() == 2 && spec.role != Role::Wpe && (tied || spec.role != Role::Wte);
+        self.specs.iter().filter(counts).map(TensorSpec::elems).sum()
+    }
+}
+
+/// Appends tensors stage by stage.
+struct Builder<'a> {
+    shape: &'a ModelShape,
+    names: &'static Names,
+    specs: Vec<TensorSpec>,
+    end: usize,
+}
+
+impl Builder<'_> {
+    fn push(&mut self, stage: Stage, role: Role, shape: Vec<usize>, init: Init, parts: Vec<HfPart>) {
+        let name = match stage {
+            Stage::Layer(layer) => format!("layers.{layer}.{}", role.name(self.shape.mlp)),
+            _ => role.name(self.shape.mlp).to_string(),
+        };
+        let decay = shape.len() == 2;
+        let spec = TensorSpec { index: self.specs.len(), name, role, stage, shape, offset_elems: self.end, decay, init, parts };
+        self.end = (self.end + spec.elems()).next_multiple_of(TENSOR_ALIGN_ELEMS);
+        self.specs.push(spec);
+    }
+
+    /// A tensor that one Hugging Face tensor holds as it is.
+    fn whole(&mut self, stage: Stage, role: Role, shape: Vec<usize>, init: Init, name: String) {
+        let part = HfPart { name, row_start: 0, rows: shape[0], transposed: false };
+        self.push(stage, role, shape, init, vec![part]);
+    }
+
+    fn matrix_init(&self) -> Init {
+        Init::Normal { std: self.shape.init_std }
+    }
+
+    /// GPT-2 shrinks the matrices that write to the residual stream: two per layer.
+    fn residual_init(&self) -> Init {
+        let depth = if self.names.transposed { (2.0 * self.shape.layers as f32).sqrt() } else { 1.0 };
+        Init::Normal { std: self.shape.init_std / depth }
+    }
+
+    fn norm(&mut self, stage: Stage, weight: Role, bias: Role, path: &str) {
+        let channels = self.shape.channels;
+        self.whole(stage, weight, vec![channels], Init::Ones, format!("{path}.weight"));
+        if self.shape.norm == Norm::Layer {
+            self.whole(stage, bias, vec![channels], Init::Zeros, format!("{path}.bias"));
+        }
+    }
+
+    /// A linear layer whose rows are `modules` one after another, `rows[i]` each.
+    fn linear(&mut self, stage: Stage, roles: (Role, Option<Role>), modules: &[String], rows: &[usize], cols: usize, init: Init) {
+        let parts = |suffix: &str, transposed: bool| {
+            let mut row_start = 0;
+            let part = |(module, &rows): (&String, &usize)| {
+                let part = HfPart { name: format!("{module}.{suffix}"), row_start, rows, transposed };
+                row_start += rows;
+                part
+            };
+            modules.iter().zip(rows).map(part).collect::<Vec<_>>()
+        };
+        let total = rows.iter().sum();
+        self.push(stage, roles.0, vec![total, cols], init, parts("weight", self.names.transposed));
+        if let Some(bias) = roles.1 {
+            self.push(stage, bias, vec![total], Init::Zeros, parts("bias", false));
+        }
+    }
+
+    fn head(&mut self) {
+        let Names { prefix, final_norm, .. } = *self.names;
+        let ModelShape { vocab, channels, tied, .. } = *self.shape;
+        if !tied {
+            self.whole(Stage::Head, Role::LmHead, vec![vocab, channels], self.matrix_init(), "lm_head.weight".into());
+        }
+        self.norm(Stage::Head, Role::FinalNorm, Role::FinalNormBias, &format!("{prefix}{final_norm}"));
+    }
+
+    fn layer(&mut self, layer: usize) {
+        let path = format!("{}{}.{layer}.", self.names.prefix, self.names.layers);
+        let at = |module: &str| format!("{path}{module}");
+        self.mlp(Stage::Layer(layer), at);
+        self.attention(Stage::Layer(layer), at);
+    }
+
+    fn mlp(&mut self, stage: Stage, at: impl Fn(&str) -> String) {
+        let Names { mlp_norm, mlp_in, mlp_out, .. } = *self.names;
+        let ModelShape { channels, ffn, mlp, mlp_bias, .. } = *self.shape;
+        let in_rows: &[usize] = match (mlp, mlp_in.len()) {
+            (Mlp::Swiglu, 1) => &[2 * ffn],
+            (Mlp::Swiglu, _) => &[ffn, ffn],
+            (Mlp::GeluTanh, _) => &[ffn],
+        };
+        let modules: Vec<String> = mlp_in.iter().map(|module| at(module)).collect();
+        let bias = |role| mlp_bias.then_some(role);
+        self.linear(stage, (Role::MlpOut, bias(Role::MlpOutBias)), &[at(mlp_out)], &[channels], ffn, self.residual_init());
+        self.linear(stage, (Role::MlpIn, bias(Role::MlpInBias)), &modules, in_rows, channels, self.matrix_init());
+        self.norm(stage, Role::MlpNorm, Role::MlpNormBias, &at(mlp_norm));
+    }
+
+    fn attention(&mut self, stage: Stage, at: impl Fn(&str) -> String) {
+        let Names { attn_norm, qkv, attn_out, .. } = *self.names;
+        let ModelShape { channels, heads, kv_heads, head_dim, qk_norm, qkv_bias, out_bias, .. } = *self.shape;
+        let (q_rows, kv_rows) = (heads * head_dim, kv_heads * head_dim);
+        let qkv_rows: &[usize] = if qkv.len() == 1 { &[q_rows + 2 * kv_rows] } else { &[q_rows, kv_rows, kv_rows] };
+        let modules: Vec<String> = qkv.iter().map(|module| at(module)).collect();
+        let out_roles = (Role::AttnOut, out_bias.then_some(Role::AttnOutBias));
+        self.linear(stage, out_roles, &[at(attn_out)], &[channels], q_rows, self.residual_init());
+        if qk_norm {
+            self.whole(stage, Role::QNorm, vec![head_dim], Init::Ones, at("self_attn.q_norm.weight"));
+            self.whole(stage, Role::KNorm, vec![head_dim], Init::Ones, at("self_attn.k_norm.weight"));
+        }
+        let qkv_roles = (Role::Qkv, qkv_bias.then_some(Role::QkvBias));
+        self.linear(stage, qkv_roles, &modules, qkv_rows, channels, self.matrix_init());
+        self.norm(stage, Role::AttnNorm, Role::AttnNormBias, &at(attn_norm));
+    }
+
+    fn embed(&mut self) {
+        let Names { prefix, wte, .. } = *self.names;
+        let ModelShape { vocab, channels, max_positions, positions, .. } = *self.shape;
+        self.whole(Stage::Embed, Role::Wte, vec![vocab, channels], self.matrix_init(), format!("{prefix}{wte}.weight"));
+        if positions == Positions::Learned {
+            self.whole(Stage::Embed, Role::Wpe, vec![max_positions, channels], self.matrix_init(), format!("{prefix}wpe.weight"));
+        }
+    }
+}
