@@ -42,6 +42,41 @@ pub(crate) fn write_file(path: &Path, bytes: &[u8]) -> Result<()> {
     file.sync()
 }
 
+/// A directory under a temporary name, removed again unless it is published.
+pub(crate) struct TmpDir {
+    path: PathBuf,
+    published: bool,
+}
+
+impl TmpDir {
+    /// Creates `path`, which must not exist.
+    pub(crate) fn create(path: PathBuf) -> Result<Self> {
+        attempt("create", &path, || fs::create_dir(&path))?;
+        Ok(Self { path, published: false })
+    }
+
+    /// Its temporary name.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Moves it to `target`, which must be absent or an empty directory.
+    pub(crate) fn publish(&mut self, target: &Path) -> Result<()> {
+        rename(&self.path, target)?;
+        self.published = true;
+        Ok(())
+    }
+}
+
+impl Drop for TmpDir {
+    fn drop(&mut self) {
+        if !self.published {
+            // The error that brought us here is the one to report.
+            let _ = remove_dir(&self.path);
+        }
+    }
+}
+
 /// A new file that remembers its path.
 pub(crate) struct OutFile {
     file: File,

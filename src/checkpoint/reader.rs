@@ -34,9 +34,7 @@ pub fn open(dir: &Path) -> Result<Loaded> {
 /// The first thing that is wrong, with the file and the place.
 pub fn verify(dir: &Path) -> Result<Manifest> {
     let mut loaded = open(dir)?;
-    for entry in &loaded.manifest.files {
-        verify_file(&dir.join(MODEL).join(&entry.name), entry)?;
-    }
+    loaded.read_model_files()?;
     loaded.for_each_chunk(|_| ())?;
     Ok(loaded.manifest)
 }
@@ -45,11 +43,6 @@ impl Loaded {
     /// What the checkpoint says about itself.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
-    }
-
-    /// The directory with config.json and the tokenizer's files.
-    pub fn model_dir(&self) -> PathBuf {
-        self.dir.join(MODEL)
     }
 
     /// Compares the tensor list with a model's: the same names and shapes in the same order.
@@ -77,10 +70,31 @@ impl Loaded {
     /// # Errors
     /// An unknown name, another length, a checksum that differs. The slices may then be partly written.
     pub fn read_tensor(&mut self, name: &str, params: &mut [f32], m: &mut [f32], v: &mut [f32]) -> Result<()> {
+        self.read_parts(name, [params, m, v])
+    }
+
+    /// Reads one tensor's parameters only.
+    ///
+    /// # Errors
+    /// As [`Loaded::read_tensor`].
+    pub fn read_params(&mut self, name: &str, params: &mut [f32]) -> Result<()> {
+        self.read_parts(name, [params])
+    }
+
+    /// The files of `model/`: name and content, verified.
+    ///
+    /// # Errors
+    /// A file that cannot be read or whose checksum differs.
+    pub fn read_model_files(&self) -> Result<Vec<(String, Vec<u8>)>> {
+        let read = |entry: &FileEntry| Ok((entry.name.clone(), read_file(&self.dir.join(MODEL).join(&entry.name), entry)?));
+        self.manifest.files.iter().map(read).collect()
+    }
+
+    fn read_parts<const N: usize>(&mut self, name: &str, parts: [&mut [f32]; N]) -> Result<()> {
         let found = self.manifest.tensors.iter().find(|t| t.name == name);
         let entry = found.ok_or_else(|| Error::format(self.file.path(), format_args!("holds no tensor {name}")))?;
         let (mut offset, elems) = (entry.offset, entry.elems);
-        for part in [params, m, v] {
+        for part in parts {
             if part.len() as u64 != elems {
                 let cause = format_args!("tensor {name} has {elems} elements, wanted {}", part.len());
                 return Err(Error::format(self.file.path(), cause));
@@ -138,18 +152,12 @@ fn open_sized(path: &Path, bytes: u64) -> Result<InFile> {
     Ok(file)
 }
 
-fn verify_file(path: &Path, entry: &FileEntry) -> Result<()> {
+fn read_file(path: &Path, entry: &FileEntry) -> Result<Vec<u8>> {
     let file = open_sized(path, entry.bytes)?;
-    let mut buf = vec![0; CHUNK_BYTES.min(entry.bytes as usize)];
-    let (mut offset, mut crc) = (0, 0);
-    while offset < entry.bytes {
-        let n = (entry.bytes - offset).min(CHUNK_BYTES as u64) as usize;
-        file.read_at(offset, &mut buf[..n])?;
-        crc = crc32c::crc32c_append(crc, &buf[..n]);
-        offset += n as u64;
-    }
-    if crc != entry.crc32c {
+    let mut bytes = vec![0; entry.bytes as usize];
+    file.read_at(0, &mut bytes)?;
+    if crc32c::crc32c(&bytes) != entry.crc32c {
         return Err(Error::format(path, "damaged: its checksum differs"));
     }
-    Ok(())
+    Ok(bytes)
 }

@@ -3,7 +3,7 @@
 //! Besides `checkpoint-<step>` there are hidden names, each with the id of the process that made it:
 //! `.checkpoint-<step>.tmp-<pid>` is being written, `.old-` was moved aside to be replaced, `.del-` is being removed.
 
-use super::disk;
+use super::disk::{self, TmpDir};
 use super::format::Manifest;
 use super::reader;
 use crate::error::{Error, Result};
@@ -113,19 +113,19 @@ pub fn clean(output_dir: &Path) -> Result<Vec<String>> {
 
 /// Gives the complete directory `tmp` its name. One that has the name is moved aside, and removed only when the new
 /// one is durable; [`newest_good`] and [`clean`] find it if we die in between.
-pub(super) fn publish(output_dir: &Path, step: u64, tmp: &Path, warnings: &mut Vec<String>) -> Result<PathBuf> {
+pub(super) fn publish(output_dir: &Path, step: u64, tmp: &mut TmpDir, warnings: &mut Vec<String>) -> Result<PathBuf> {
+    disk::sync_dir(tmp.path())?;
     let target = published(output_dir, step);
     let replaced = target.exists().then(|| hidden(output_dir, step, Role::Old));
     if let Some(old) = &replaced {
         disk::rename(&target, old)?;
     }
-    if let Err(e) = disk::rename(tmp, &target) {
+    tmp.publish(&target).inspect_err(|_| {
         if let Some(old) = &replaced {
             // Should this fail too, `clean` does it at the next start.
             let _ = disk::rename(old, &target);
         }
-        return Err(e);
-    }
+    })?;
     disk::sync_dir(output_dir)?;
     if let Some(old) = &replaced {
         warnings.extend(disk::remove_dir(old).err().map(|e| e.to_string()));

@@ -1,6 +1,6 @@
 //! Writing a checkpoint beside, then publishing it.
 
-use super::disk::{self, OutFile};
+use super::disk::{self, OutFile, TmpDir};
 use super::format::{CHUNK_BYTES, FileEntry, MANIFEST, MODEL, Manifest, STATE, TensorEntry, TrainerState};
 use super::store::{self, Role};
 use crate::error::Result;
@@ -39,12 +39,11 @@ pub struct Saved {
 /// Tensors are streamed through one buffer of 1 MiB, so that memory stays flat.
 pub struct Writer {
     output_dir: PathBuf,
-    tmp: PathBuf,
+    tmp: TmpDir,
     manifest: Manifest,
     state: OutFile,
     chunk: Vec<u8>,
     warnings: Vec<String>,
-    published: bool,
 }
 
 /// Writes a whole checkpoint: [`Writer::create`], every tensor, [`Writer::finish`].
@@ -75,12 +74,11 @@ impl Writer {
     /// The directory cannot be listed or written.
     pub fn create(output_dir: &Path, trainer: TrainerState) -> Result<Self> {
         let warnings = store::clean(output_dir)?;
-        let tmp = store::hidden(output_dir, trainer.step, Role::Tmp);
-        disk::create_dir(&tmp)?;
-        let state = OutFile::create(&tmp.join(STATE)).inspect_err(|_| discard(&tmp))?;
+        let tmp = TmpDir::create(store::hidden(output_dir, trainer.step, Role::Tmp))?;
+        let state = OutFile::create(&tmp.path().join(STATE))?;
         let chunk = Vec::with_capacity(CHUNK_BYTES);
         let output_dir = output_dir.to_path_buf();
-        Ok(Self { output_dir, tmp, manifest: Manifest::new(trainer), state, chunk, warnings, published: false })
+        Ok(Self { output_dir, tmp, manifest: Manifest::new(trainer), state, chunk, warnings })
     }
 
     /// Appends one tensor. The order of the calls is the order in the file and in the state's digest.
@@ -111,20 +109,18 @@ impl Writer {
         self.flush_chunk()?;
         self.state.sync()?;
         self.write_model(model_files)?;
-        let path = self.tmp.join(MANIFEST);
+        let path = self.tmp.path().join(MANIFEST);
         disk::write_file(&path, &self.manifest.encode(&path)?)?;
-        disk::sync_dir(&self.tmp)?;
         let step = self.manifest.trainer.step;
-        let path = store::publish(&self.output_dir, step, &self.tmp, &mut self.warnings)?;
-        self.published = true;
+        let path = store::publish(&self.output_dir, step, &mut self.tmp, &mut self.warnings)?;
         if let Some(limit) = total_limit {
             store::prune(&self.output_dir, step, limit, &mut self.warnings);
         }
-        Ok(Saved { path, warnings: std::mem::take(&mut self.warnings) })
+        Ok(Saved { path, warnings: self.warnings })
     }
 
     fn write_model(&mut self, model_files: &[(String, Vec<u8>)]) -> Result<()> {
-        let dir = self.tmp.join(MODEL);
+        let dir = self.tmp.path().join(MODEL);
         disk::create_dir(&dir)?;
         for (name, bytes) in model_files {
             disk::write_file(&dir.join(name), bytes)?;
@@ -154,18 +150,4 @@ impl Writer {
         }
         Ok(())
     }
-}
-
-impl Drop for Writer {
-    fn drop(&mut self) {
-        if !self.published {
-            discard(&self.tmp);
-        }
-    }
-}
-
-/// Removes an unfinished directory. The error that brought us here is the one to report; what stays is removed by the
-/// next save or start.
-fn discard(tmp: &Path) {
-    let _ = disk::remove_dir(tmp);
 }
