@@ -148,6 +148,11 @@ pub(crate) fn read_small(path: &Path, bytes_max: u64) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
+/// Whether `name` stays inside the directory it is joined to, as a file directly in it.
+pub(crate) fn is_plain_file_name(name: &str) -> bool {
+    !name.is_empty() && name != "." && name != ".." && !name.contains(['/', '\\', '\0'])
+}
+
 #[cfg(test)]
 pub(crate) mod faults {
     //! Makes the n-th operation of this thread fail, and records all of them.

@@ -1,6 +1,6 @@
 //! The manifest, `trainer_state.json`: what it holds, how it is sealed, what is checked before it is believed.
 
-use super::disk;
+use super::disk::{self, is_plain_file_name};
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -189,9 +189,4 @@ impl Manifest {
             None => Ok(()),
         }
     }
-}
-
-/// Whether `name` stays inside the directory it is joined to, as a file directly in it.
-pub(crate) fn is_plain_file_name(name: &str) -> bool {
-    !name.is_empty() && name != "." && name != ".." && !name.contains(['/', '\\', '\0'])
 }

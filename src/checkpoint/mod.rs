@@ -19,7 +19,7 @@ mod writer;
 
 pub use format::{FileEntry, LossScale, Manifest, Scheduler, TensorEntry, TrainerState};
 pub use reader::{Loaded, open, verify};
-pub use store::{Newest, clean, newest_good};
+pub use store::{Newest, clean, is_checkpoint, newest_good};
 pub use writer::{Saved, TensorSource, Writer, save};
 
 #[cfg(test)]

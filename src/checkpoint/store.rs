@@ -4,7 +4,7 @@
 //! `.checkpoint-<step>.tmp-<pid>` is being written, `.old-` was moved aside to be replaced, `.del-` is being removed.
 
 use super::disk::{self, TmpDir};
-use super::format::Manifest;
+use super::format::{MANIFEST, Manifest};
 use super::reader;
 use crate::error::{Error, Result};
 use std::cmp::Reverse;
@@ -148,6 +148,11 @@ pub(super) fn prune(output_dir: &Path, newest_step: u64, limit: NonZeroUsize, wa
         let done = disk::rename(&published(output_dir, step), &del).and_then(|()| disk::remove_dir(&del));
         warnings.extend(done.err().map(|e| e.to_string()));
     }
+}
+
+/// Whether `dir` itself is meant to be a checkpoint, good or damaged, and not a directory of them.
+pub fn is_checkpoint(dir: &Path) -> bool {
+    dir.join(MANIFEST).exists()
 }
 
 /// The newest checkpoint whose every byte is as it was written.

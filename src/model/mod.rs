@@ -5,3 +5,4 @@ pub mod family;
 pub mod init;
 pub mod shape;
 pub mod tensors;
+pub mod weights;
