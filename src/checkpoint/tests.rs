@@ -284,6 +284,7 @@ fn a_save_that_fails_anywhere_says_so_in_one_line_and_leaves_everything_else() {
                     assert!(matches!(e, Error::Io { .. }) && e.exit_code() == 1);
                     assert!(!names(dir.path()).iter().any(|n| n.contains(".tmp-")), "{:?}", names(dir.path()));
                     assert!(read_back(&dir.path().join("checkpoint-1"), &small(1)).unwrap());
+                    verify(&dir.path().join("checkpoint-2")).unwrap();
                 }
             }
             assert!(newest_step(dir.path()).unwrap() >= 2);

@@ -14,8 +14,8 @@ use std::path::{Path, PathBuf};
 
 /// Limit of one shard unless told otherwise: 5 GB.
 pub const MAX_SHARD_BYTES: u64 = 5_000_000_000;
-/// Elements narrowed and written at once.
-const WRITE_ELEMS: usize = 1 << 18;
+/// Elements narrowed and written at once; few in tests, so that small tensors have many blocks.
+const WRITE_ELEMS: usize = if cfg!(test) { 100 } else { 1 << 18 };
 
 /// How to write the weights.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -13,8 +13,8 @@ use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::Path;
 
-/// Bytes read at once.
-const READ_BYTES: usize = 4 << 20;
+/// Bytes read at once, a multiple of every element; few in tests, so that small tensors have many blocks.
+const READ_BYTES: usize = if cfg!(test) { 1 << 10 } else { 4 << 20 };
 /// No index is larger: half a million tensors.
 const INDEX_BYTES_MAX: u64 = 64 << 20;
 /// The output matrix; a tied model may hold it a second time.
