@@ -1,1 +1,26 @@
-//! Being written.
+//! Training checkpoints: `OUTPUT_DIR/checkpoint-<step>/`.
+//!
+//! ```text
+//! checkpoint-120/
+//!   trainer_state.json   the manifest: step, scheduler, data position, tensor list, checksums; sealed by a checksum of its own
+//!   state.bin            fp32 parameters, m and v, tensor after tensor in the model's order, little endian
+//!   model/               config.json, the tokenizer's files: what an export needs besides the weights
+//! ```
+//!
+//! A checkpoint is written beside (`.checkpoint-120.tmp-<pid>`), synced and renamed, so that `checkpoint-120` is whole
+//! or absent. Every byte of it is under a CRC32C, and [`verify`] reads all of them before anything is restored.
+
+pub mod digest;
+pub(crate) mod disk;
+mod format;
+mod reader;
+mod store;
+mod writer;
+
+pub use format::{FileEntry, LossScale, Manifest, Scheduler, TensorEntry, TrainerState};
+pub use reader::{Loaded, open, verify};
+pub use store::{Newest, clean, is_checkpoint, newest_good};
+pub use writer::{Saved, TensorSource, Writer, save};
+
+#[cfg(test)]
+mod tests;

@@ -161,6 +161,20 @@ impl std::ops::AddAssign for Counts {
     }
 }
 
+impl std::ops::Sub for Counts {
+    type Output = Self;
+
+    fn sub(self, other: Self) -> Self {
+        Self {
+            speculated: self.speculated - other.speculated,
+            rolled_back: self.rolled_back - other.rolled_back,
+            committed: self.committed - other.committed,
+            clipped: self.clipped - other.clipped,
+            skipped: self.skipped - other.skipped,
+        }
+    }
+}
+
 /// Where a bucket is in its step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Phase {
@@ -254,7 +268,6 @@ impl Coordinator {
         assert!(self.all_settled(), "a step began before the last one was settled");
         self.update = update;
         self.verdict = None;
-        self.counts = Counts::default();
         self.speculating = self.rules.policy != Policy::ValidateFirst && (!self.rules.adaptive || self.history.pays());
     }
 
@@ -295,7 +308,7 @@ impl Coordinator {
         matches!(self.buckets[bucket].phase, Phase::Ready | Phase::Copying)
     }
 
-    /// What became of the step's buckets so far.
+    /// What became of all bucket steps so far.
     pub fn counts(&self) -> Counts {
         self.counts
     }
@@ -380,9 +393,9 @@ impl Coordinator {
         self.history.record(verdict);
         let all = self.layout.count() as u64;
         match verdict {
-            Verdict::Commit => self.counts.committed = all,
-            Verdict::Clip(_) => self.counts.clipped = all,
-            Verdict::SkipNonFinite => self.counts.skipped = all,
+            Verdict::Commit => self.counts.committed += all,
+            Verdict::Clip(_) => self.counts.clipped += all,
+            Verdict::SkipNonFinite => self.counts.skipped += all,
         }
         if verdict != Verdict::SkipNonFinite {
             let update = self.final_update();

@@ -174,7 +174,7 @@ fn verdicts(seed: u64, clip_percent: u32, skip_percent: u32, steps: usize) -> Ve
 
 fn run(seed: u64, rules: Rules, buckets: usize, resident: usize, ring: usize, verdicts: &[Verdict]) -> Counts {
     let mut world = World::new(seed, rules, buckets, resident, ring);
-    let (mut expected, mut counts) = (Seen::new(), Counts::default());
+    let mut expected = Seen::new();
     for &verdict in verdicts {
         world.step(verdict, &expected);
         match verdict {
@@ -185,12 +185,11 @@ fn run(seed: u64, rules: Rules, buckets: usize, resident: usize, ring: usize, ve
         while !world.coordinator.all_settled() {
             assert!(world.advance());
         }
-        counts += world.coordinator.counts();
     }
     world.flush();
     assert!(world.state.iter().all(|s| *s == expected), "the flushed state");
     assert!(world.device.iter().all(|s| *s == expected), "the device's weights");
-    counts
+    world.coordinator.counts()
 }
 
 proptest! {

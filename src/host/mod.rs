@@ -3,3 +3,4 @@
 pub mod doorbell;
 pub mod pinned;
 pub mod pool;
+pub mod step_job;

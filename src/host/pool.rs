@@ -9,11 +9,11 @@ use crate::error::{Error, Result};
 use crate::host::doorbell::Doorbell;
 use std::cell::UnsafeCell;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 
 /// Work that a pool can do: plain data, cut into one share per worker.
-pub trait Job: Copy + Send + 'static {
+pub trait Job: Send + Sync + 'static {
     /// Name and index of the span that a worker records.
     fn label(&self) -> (&'static str, u32);
     /// Does the share of `worker` out of `workers`. Shares of one job touch disjoint memory.
@@ -47,13 +47,15 @@ struct Shared<J> {
     job: UnsafeCell<Option<J>>,
     generation: AtomicU64,
     remaining: AtomicUsize,
+    /// Set when a share panicked: the job will never be whole.
+    failed: AtomicBool,
     bells: Vec<Doorbell>,
     driver: Arc<Doorbell>,
 }
 
 // SAFETY: `job` is written only by the driver while no worker runs (`remaining` is zero, acquired) and read only after
 // the release of the next `generation`.
-unsafe impl<J: Send> Sync for Shared<J> {}
+unsafe impl<J: Send + Sync> Sync for Shared<J> {}
 
 /// The generation that tells workers to end.
 const STOP: u64 = u64::MAX;
@@ -66,7 +68,8 @@ impl<J: Job> Pool<J> {
     pub fn threads(workers: usize, driver: Arc<Doorbell>, trace: bool, on_start: fn(usize) -> Result<()>) -> Result<Self> {
         let bells = (0..workers).map(|_| Doorbell::default()).collect();
         let (generation, remaining) = (AtomicU64::new(0), AtomicUsize::new(0));
-        let shared = Arc::new(Shared { job: UnsafeCell::new(None), generation, remaining, bells, driver });
+        let failed = AtomicBool::new(false);
+        let shared = Arc::new(Shared { job: UnsafeCell::new(None), generation, remaining, failed, bells, driver });
         let mut pool = Threads { shared, handles: Vec::with_capacity(workers), published: 0 };
         let (started, outcome) = std::sync::mpsc::channel();
         for worker in 0..workers {
@@ -101,9 +104,15 @@ impl<J: Job> Pool<J> {
     }
 
     /// Whether the last job is done.
+    ///
+    /// # Panics
+    /// If a worker panicked: the bucket it was working on is half stepped, and nothing may be saved from it.
     pub fn is_idle(&self) -> bool {
         match self {
-            Self::Threads(pool) => pool.shared.remaining.load(Ordering::Acquire) == 0,
+            Self::Threads(pool) => {
+                assert!(!pool.shared.failed.load(Ordering::Acquire), "an optimizer worker panicked; see the message above");
+                pool.shared.remaining.load(Ordering::Acquire) == 0
+            }
             Self::Stepped(pool) => pool.job.is_none(),
         }
     }
@@ -158,7 +167,20 @@ impl<J: Job> Drop for Threads<J> {
     }
 }
 
+/// Tells the driver when a share panics, so that it does not wait for ever.
+struct FailOnPanic<'a, J: Job>(&'a Shared<J>);
+
+impl<J: Job> Drop for FailOnPanic<'_, J> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.failed.store(true, Ordering::Release);
+            self.0.driver.ring();
+        }
+    }
+}
+
 fn work<J: Job>(shared: &Shared<J>, worker: usize, workers: usize, mut recorder: Recorder) -> Recorder {
+    let _guard = FailOnPanic(shared);
     let mut seen = 0;
     loop {
         shared.bells[worker].wait_until(|| shared.generation.load(Ordering::Acquire) != seen);
@@ -167,7 +189,7 @@ fn work<J: Job>(shared: &Shared<J>, worker: usize, workers: usize, mut recorder:
             return recorder;
         }
         // SAFETY: published before `generation`; the driver does not write until this worker has counted down.
-        let Some(job) = (unsafe { *shared.job.get() }) else { continue };
+        let Some(job) = (unsafe { &*shared.job.get() }) else { continue };
         let (start, (name, index)) = (now_ns(), job.label());
         job.run(worker, workers);
         recorder.span(name, index, start);
@@ -184,7 +206,6 @@ mod tests {
 
     static SHARES: [AtomicU32; 4] = [const { AtomicU32::new(0) }; 4];
 
-    #[derive(Clone, Copy)]
     struct Count(u32);
     impl Job for Count {
         fn label(&self) -> (&'static str, u32) {

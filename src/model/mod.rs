@@ -89,3 +89,4 @@ impl Model {
         }
     }
 }
+pub mod weights;

@@ -1,0 +1,45 @@
+//! One number for the whole state of training: two runs with the same digest hold the same bits.
+
+use super::reader;
+use crate::error::Result;
+use sha2::{Digest, Sha256};
+use std::fmt::Write;
+use std::path::Path;
+
+/// SHA-256 over the step counter (u64) and then, for every tensor in the model's order, parameters, m and v (fp32);
+/// all little endian.
+pub struct StateDigest(Sha256);
+
+impl StateDigest {
+    /// Starts with the number of optimizer steps done.
+    pub fn new(step: u64) -> Self {
+        Self(Sha256::new_with_prefix(step.to_le_bytes()))
+    }
+
+    /// Adds the next tensor in the model's order. A tensor may not be split between calls.
+    pub fn update(&mut self, params: &[f32], m: &[f32], v: &[f32]) {
+        for part in [params, m, v] {
+            self.0.update(bytemuck::cast_slice::<f32, u8>(part));
+        }
+    }
+
+    /// The digest in hexadecimal.
+    pub fn finish(self) -> String {
+        self.0.finalize().iter().fold(String::new(), |mut hex, byte| {
+            let _ = write!(hex, "{byte:02x}");
+            hex
+        })
+    }
+}
+
+/// The digest of the state in a checkpoint; every byte that enters it is verified.
+///
+/// # Errors
+/// Whatever [`open`](super::open) finds wrong, or a checksum of the state that differs.
+pub fn digest_checkpoint(dir: &Path) -> Result<String> {
+    let mut loaded = reader::open(dir)?;
+    let mut digest = StateDigest::new(loaded.manifest().trainer.step);
+    // `state.bin` holds the tensors exactly as `StateDigest::update` takes them.
+    loaded.for_each_chunk(|chunk| digest.0.update(chunk))?;
+    Ok(digest.finish())
+}

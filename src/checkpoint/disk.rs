@@ -1,0 +1,201 @@
+//! File operations with errors that name operation and path.
+//!
+//! Everything that changes the disk goes through [`attempt`], which is where the tests make the n-th operation fail.
+
+use crate::error::{Error, Result};
+use std::fs::{self, File};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+/// Runs one operation and names it in its error.
+fn attempt<T>(operation: &'static str, path: &Path, act: impl FnOnce() -> io::Result<T>) -> Result<T> {
+    #[cfg(test)]
+    faults::next(operation, path).map_err(|e| Error::io(operation, path, e))?;
+    act().map_err(|e| Error::io(operation, path, e))
+}
+
+/// Creates one directory, which must not exist.
+pub(crate) fn create_dir(path: &Path) -> Result<()> {
+    attempt("create", path, || fs::create_dir(path))
+}
+
+/// Moves `from` to `to`, in one file system.
+pub(crate) fn rename(from: &Path, to: &Path) -> Result<()> {
+    attempt("rename", from, || fs::rename(from, to))
+}
+
+/// Removes a directory and everything in it.
+pub(crate) fn remove_dir(path: &Path) -> Result<()> {
+    attempt("remove", path, || fs::remove_dir_all(path))
+}
+
+/// Makes the names in a directory durable.
+pub(crate) fn sync_dir(path: &Path) -> Result<()> {
+    attempt("fsync", path, || File::open(path)?.sync_all())
+}
+
+/// Creates a file, writes `bytes` and syncs it.
+pub(crate) fn write_file(path: &Path, bytes: &[u8]) -> Result<()> {
+    let mut file = OutFile::create(path)?;
+    file.write(bytes)?;
+    file.sync()
+}
+
+/// A directory under a temporary name, removed again unless it is published.
+pub(crate) struct TmpDir {
+    path: PathBuf,
+    published: bool,
+}
+
+impl TmpDir {
+    /// Creates `path`, which must not exist.
+    pub(crate) fn create(path: PathBuf) -> Result<Self> {
+        attempt("create", &path, || fs::create_dir(&path))?;
+        Ok(Self { path, published: false })
+    }
+
+    /// Its temporary name.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Moves it to `target`, which must be absent or an empty directory.
+    pub(crate) fn publish(&mut self, target: &Path) -> Result<()> {
+        rename(&self.path, target)?;
+        self.published = true;
+        Ok(())
+    }
+}
+
+impl Drop for TmpDir {
+    fn drop(&mut self) {
+        if !self.published {
+            // The error that brought us here is the one to report.
+            let _ = remove_dir(&self.path);
+        }
+    }
+}
+
+/// A new file that remembers its path.
+pub(crate) struct OutFile {
+    file: File,
+    path: PathBuf,
+}
+
+impl OutFile {
+    /// Creates `path`, which must not exist.
+    pub(crate) fn create(path: &Path) -> Result<Self> {
+        let file = attempt("create", path, || File::create_new(path))?;
+        Ok(Self { file, path: path.to_path_buf() })
+    }
+
+    /// Appends `bytes`.
+    pub(crate) fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        attempt("write", &self.path, || self.file.write_all(bytes))
+    }
+
+    /// Makes the content durable.
+    pub(crate) fn sync(&self) -> Result<()> {
+        attempt("fsync", &self.path, || self.file.sync_all())
+    }
+}
+
+/// A regular file open for reading at offsets. Opening anything else (a pipe would block) is an error.
+pub(crate) struct InFile {
+    file: File,
+    path: PathBuf,
+    bytes: u64,
+}
+
+impl InFile {
+    /// Opens `path`.
+    pub(crate) fn open(path: &Path) -> Result<Self> {
+        let read = |e| Error::io("read", path, e);
+        if !fs::metadata(path).map_err(read)?.is_file() {
+            return Err(Error::format(path, "not a regular file"));
+        }
+        let file = File::open(path).map_err(read)?;
+        let bytes = file.metadata().map_err(read)?.len();
+        Ok(Self { file, path: path.to_path_buf(), bytes })
+    }
+
+    /// Size when it was opened.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// The file's path.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Fills `out` from byte `offset`.
+    pub(crate) fn read_at(&self, offset: u64, out: &mut [u8]) -> Result<()> {
+        self.file.read_exact_at(out, offset).map_err(|e| Error::io("read", &self.path, e))
+    }
+}
+
+/// Reads a whole regular file of at most `bytes_max`.
+pub(crate) fn read_small(path: &Path, bytes_max: u64) -> Result<Vec<u8>> {
+    let file = InFile::open(path)?;
+    let mut bytes = Vec::new();
+    // The limit holds even if the file grows while it is read.
+    (&file.file).take(bytes_max + 1).read_to_end(&mut bytes).map_err(|e| Error::io("read", path, e))?;
+    if bytes.len() as u64 > bytes_max {
+        return Err(Error::format(path, format_args!("larger than the {bytes_max} bytes it may have")));
+    }
+    Ok(bytes)
+}
+
+/// Whether `name` stays inside the directory it is joined to, as a file directly in it.
+pub(crate) fn is_plain_file_name(name: &str) -> bool {
+    !name.is_empty() && name != "." && name != ".." && !name.contains(['/', '\\', '\0'])
+}
+
+#[cfg(test)]
+pub(crate) mod faults {
+    //! Makes the n-th operation of this thread fail, and records all of them.
+
+    use std::cell::RefCell;
+    use std::io;
+    use std::path::{Path, PathBuf};
+
+    /// What the failing operation leaves behind.
+    #[derive(Clone, Copy, Debug, PartialEq)]
+    pub(crate) enum Mode {
+        /// The operation fails; the program goes on and cleans up.
+        Error,
+        /// The program died: nothing after it happens either.
+        Crash,
+    }
+
+    #[derive(Default)]
+    struct Plan {
+        fail: Option<(usize, Mode)>,
+        seen: Vec<(&'static str, PathBuf)>,
+    }
+
+    thread_local!(static PLAN: RefCell<Plan> = RefCell::default());
+
+    /// From now on records operations; the one with index `at` fails.
+    pub(crate) fn arm(fail: Option<(usize, Mode)>) {
+        PLAN.replace(Plan { fail, seen: Vec::new() });
+    }
+
+    /// Back to normal; returns the operations since [`arm`].
+    pub(crate) fn disarm() -> Vec<(&'static str, PathBuf)> {
+        PLAN.take().seen
+    }
+
+    /// Called before every operation.
+    pub(super) fn next(operation: &'static str, path: &Path) -> io::Result<()> {
+        PLAN.with_borrow_mut(|plan| {
+            let index = plan.seen.len();
+            plan.seen.push((operation, path.to_path_buf()));
+            let fails = plan.fail.is_some_and(|(at, mode)| index == at || (mode == Mode::Crash && index > at));
+            // ENOSPC: the disk is full.
+            if fails { Err(io::Error::from_raw_os_error(28)) } else { Ok(()) }
+        })
+    }
+}

@@ -1,0 +1,192 @@
+//! The manifest, `trainer_state.json`: what it holds, how it is sealed, what is checked before it is believed.
+
+use super::disk::{self, is_plain_file_name};
+use crate::error::{Error, Result};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::collections::HashSet;
+use std::path::Path;
+
+/// Version of the layout; a reader refuses every other.
+const FORMAT_VERSION: u32 = 1;
+/// Bytes of `state.bin` under one checksum.
+pub(super) const CHUNK_BYTES: usize = 1 << 20;
+/// Bytes that one parameter takes in `state.bin`: the parameter, m and v.
+pub(super) const ELEM_BYTES: u64 = 12;
+/// No manifest is larger: a terabyte of state has a million chunks of at most eleven characters each.
+const MANIFEST_BYTES_MAX: u64 = 64 << 20;
+
+/// File name of the manifest.
+pub(super) const MANIFEST: &str = "trainer_state.json";
+/// File name of the state.
+pub(super) const STATE: &str = "state.bin";
+/// Directory of the model's files.
+pub(super) const MODEL: &str = "model";
+
+/// Where training stands, apart from the tensors.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TrainerState {
+    /// Optimizer steps done.
+    pub step: u64,
+    /// Dynamic loss scaling.
+    pub loss_scale: LossScale,
+    /// Learning-rate schedule.
+    pub scheduler: Scheduler,
+    /// Seed of everything random in the run.
+    pub seed: u64,
+    /// Where the loader stands; its own format.
+    pub data_position: Value,
+    /// What adaptive speculation remembers; the coordinator's own format.
+    pub speculation: Value,
+    /// The settings of the run, for people and for comparison at resume.
+    pub settings: Value,
+}
+
+/// State of dynamic loss scaling.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LossScale {
+    /// Factor on the loss.
+    pub scale: f32,
+    /// Steps without overflow since the scale last changed.
+    pub good_steps: u64,
+}
+
+/// The learning-rate schedule of a run.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Scheduler {
+    /// `constant`, `linear`, `cosine`, `wsd`.
+    pub name: String,
+    /// Learning rate after warm-up.
+    pub base_lr: f64,
+    /// Steps of warm-up.
+    pub warmup_steps: u64,
+    /// Steps at which the schedule ends.
+    pub max_steps: u64,
+}
+
+/// One tensor in `state.bin`: `elems` fp32 parameters, then as many m, then as many v.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TensorEntry {
+    /// Name in the model's table.
+    pub name: String,
+    /// Dimensions.
+    pub shape: Vec<usize>,
+    /// First byte in `state.bin`.
+    pub offset: u64,
+    /// Elements.
+    pub elems: u64,
+}
+
+/// A file in `model/`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct FileEntry {
+    /// Plain file name.
+    pub name: String,
+    /// Size.
+    pub bytes: u64,
+    /// Checksum of the content.
+    pub crc32c: u32,
+}
+
+/// Everything in `trainer_state.json`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Manifest {
+    /// Version of the layout.
+    pub format_version: u32,
+    /// Where training stands.
+    pub trainer: TrainerState,
+    /// The tensors, in the order of `state.bin`.
+    pub tensors: Vec<TensorEntry>,
+    /// Size of `state.bin`.
+    pub state_bytes: u64,
+    /// Checksum of every chunk of 1 MiB of `state.bin`; the last one may be shorter.
+    pub state_crc32c: Vec<u32>,
+    /// Files in `model/`.
+    pub files: Vec<FileEntry>,
+}
+
+#[derive(Deserialize)]
+struct Version {
+    format_version: u32,
+}
+
+// The file is one JSON object: HEAD, the manifest, and a seal of fixed length with the checksum of all before it.
+const HEAD: &[u8] = b"{\"manifest\":";
+const SEAL_BYTES: usize = 23;
+
+fn seal(body: &[u8]) -> String {
+    format!(",\n\"crc32c\":\"{:08x}\"}}\n", crc32c::crc32c(body))
+}
+
+impl Manifest {
+    /// A manifest of this version without checksums yet.
+    pub(super) fn new(trainer: TrainerState) -> Self {
+        Self { format_version: FORMAT_VERSION, trainer, tensors: vec![], state_bytes: 0, state_crc32c: vec![], files: vec![] }
+    }
+
+    /// The bytes of the file, sealed.
+    ///
+    /// # Errors
+    /// If they would not read back as they are: a number that is not finite.
+    pub(super) fn encode(&self, path: &Path) -> Result<Vec<u8>> {
+        let mut bytes = HEAD.to_vec();
+        serde_json::to_writer(&mut bytes, self).map_err(|e| Error::format(path, e))?;
+        bytes.extend(seal(&bytes).into_bytes());
+        match Self::decode(path, &bytes) {
+            Ok(back) if back == *self => Ok(bytes),
+            Ok(_) => Err(Error::format(path, "a value does not read back as it was written")),
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Checks the seal, the version and every claim that can be checked without the other files.
+    pub(super) fn decode(path: &Path, bytes: &[u8]) -> Result<Self> {
+        let wrong = |cause: &str| Error::format(path, cause);
+        let (body, found) = bytes.split_at_checked(bytes.len().wrapping_sub(SEAL_BYTES)).ok_or_else(|| wrong("truncated"))?;
+        if found != seal(body).as_bytes() {
+            return Err(wrong("damaged or cut short: its checksum differs"));
+        }
+        let json = body.strip_prefix(HEAD).ok_or_else(|| wrong("not a checkpoint's manifest"))?;
+        let version: Version = serde_json::from_slice(json).map_err(|e| Error::format(path, e))?;
+        if version.format_version != FORMAT_VERSION {
+            let cause = format_args!("format {}, this build reads format {FORMAT_VERSION}", version.format_version);
+            return Err(Error::format(path, cause));
+        }
+        let manifest: Self = serde_json::from_slice(json).map_err(|e| Error::format(path, e))?;
+        manifest.validate().map_err(|cause| Error::format(path, cause))?;
+        Ok(manifest)
+    }
+
+    /// Reads and checks the manifest of checkpoint `dir`.
+    pub(super) fn read(dir: &Path) -> Result<Self> {
+        let path = dir.join(MANIFEST);
+        Self::decode(&path, &disk::read_small(&path, MANIFEST_BYTES_MAX)?)
+    }
+
+    fn validate(&self) -> std::result::Result<(), String> {
+        let mut names = HashSet::new();
+        let mut end = 0;
+        for t in &self.tensors {
+            let elems = t.shape.iter().try_fold(1u64, |n, &d| n.checked_mul(d as u64));
+            if elems != Some(t.elems) || t.offset != end || !names.insert(&t.name) {
+                return Err(format!("tensor {:?}: shape, size, offset or name is wrong", t.name));
+            }
+            let bytes = t.elems.checked_mul(ELEM_BYTES).and_then(|bytes| bytes.checked_add(end));
+            end = bytes.ok_or_else(|| format!("tensor {:?}: its size overflows", t.name))?;
+        }
+        if end != self.state_bytes || self.state_bytes.div_ceil(CHUNK_BYTES as u64) != self.state_crc32c.len() as u64 {
+            return Err(format!("{STATE} of {} bytes does not hold tensors of {end}", self.state_bytes));
+        }
+        names.clear();
+        match self.files.iter().find(|f| !is_plain_file_name(&f.name) || !names.insert(&f.name)) {
+            Some(f) => Err(format!("file name {:?} is not allowed", f.name)),
+            None => Ok(()),
+        }
+    }
+}

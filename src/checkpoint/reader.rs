@@ -1,0 +1,163 @@
+//! Reading a checkpoint: nothing leaves here whose checksum was not compared.
+
+use super::disk::InFile;
+use super::format::{CHUNK_BYTES, FileEntry, MODEL, Manifest, STATE};
+use crate::error::{Error, Result};
+use std::path::{Path, PathBuf};
+
+/// An open checkpoint whose manifest is sound and whose files have the right sizes.
+pub struct Loaded {
+    dir: PathBuf,
+    manifest: Manifest,
+    file: InFile,
+    /// Content of `current`, the chunk read last.
+    chunk: Vec<u8>,
+    current: Option<usize>,
+}
+
+/// Opens the checkpoint in `dir` without reading its tensors.
+///
+/// # Errors
+/// A missing or damaged manifest, a missing file, a file of the wrong size. The error names the file.
+pub fn open(dir: &Path) -> Result<Loaded> {
+    let manifest = Manifest::read(dir)?;
+    let file = open_sized(&dir.join(STATE), manifest.state_bytes)?;
+    for entry in &manifest.files {
+        open_sized(&dir.join(MODEL).join(&entry.name), entry.bytes)?;
+    }
+    Ok(Loaded { dir: dir.to_path_buf(), manifest, file, chunk: Vec::new(), current: None })
+}
+
+/// Reads every byte of the checkpoint in `dir` and compares every checksum.
+///
+/// # Errors
+/// The first thing that is wrong, with the file and the place.
+pub fn verify(dir: &Path) -> Result<Manifest> {
+    let mut loaded = open(dir)?;
+    loaded.read_model_files()?;
+    loaded.for_each_chunk(|_| ())?;
+    Ok(loaded.manifest)
+}
+
+impl Loaded {
+    /// What the checkpoint says about itself.
+    pub fn manifest(&self) -> &Manifest {
+        &self.manifest
+    }
+
+    /// Compares the tensor list with a model's: the same names and shapes in the same order.
+    ///
+    /// # Errors
+    /// `Format` that names the first difference.
+    pub fn expect_tensors<'a>(&self, model: impl IntoIterator<Item = (&'a str, &'a [usize])>) -> Result<()> {
+        let show = |t: Option<(&str, &[usize])>| t.map_or("nothing".into(), |(name, shape)| format!("{name} {shape:?}"));
+        let mut held = self.manifest.tensors.iter().map(|t| (t.name.as_str(), t.shape.as_slice()));
+        let mut model = model.into_iter();
+        loop {
+            match (held.next(), model.next()) {
+                (None, None) => return Ok(()),
+                (held, wanted) if held == wanted => (),
+                (held, wanted) => {
+                    let cause = format_args!("holds {} where the model has {}", show(held), show(wanted));
+                    return Err(Error::format(self.file.path(), cause));
+                }
+            }
+        }
+    }
+
+    /// Reads one tensor's parameters and moments, each slice as long as the tensor.
+    ///
+    /// # Errors
+    /// An unknown name, another length, a checksum that differs. The slices may then be partly written.
+    pub fn read_tensor(&mut self, name: &str, params: &mut [f32], m: &mut [f32], v: &mut [f32]) -> Result<()> {
+        self.read_parts(name, [params, m, v])
+    }
+
+    /// Reads one tensor's parameters only.
+    ///
+    /// # Errors
+    /// As [`Loaded::read_tensor`].
+    pub fn read_params(&mut self, name: &str, params: &mut [f32]) -> Result<()> {
+        self.read_parts(name, [params])
+    }
+
+    /// The files of `model/`: name and content, verified.
+    ///
+    /// # Errors
+    /// A file that cannot be read or whose checksum differs.
+    pub fn read_model_files(&self) -> Result<Vec<(String, Vec<u8>)>> {
+        let read = |entry: &FileEntry| Ok((entry.name.clone(), read_file(&self.dir.join(MODEL).join(&entry.name), entry)?));
+        self.manifest.files.iter().map(read).collect()
+    }
+
+    fn read_parts<const N: usize>(&mut self, name: &str, parts: [&mut [f32]; N]) -> Result<()> {
+        let found = self.manifest.tensors.iter().find(|t| t.name == name);
+        let entry = found.ok_or_else(|| Error::format(self.file.path(), format_args!("holds no tensor {name}")))?;
+        let (mut offset, elems) = (entry.offset, entry.elems);
+        for part in parts {
+            if part.len() as u64 != elems {
+                let cause = format_args!("tensor {name} has {elems} elements, wanted {}", part.len());
+                return Err(Error::format(self.file.path(), cause));
+            }
+            let bytes: &mut [u8] = bytemuck::cast_slice_mut(part);
+            self.read_at(offset, bytes)?;
+            offset += bytes.len() as u64;
+        }
+        Ok(())
+    }
+
+    /// Gives every chunk of `state.bin` to `visit`, in order, checked.
+    pub(super) fn for_each_chunk(&mut self, mut visit: impl FnMut(&[u8])) -> Result<()> {
+        for idx in 0..self.manifest.state_crc32c.len() {
+            visit(self.load_chunk(idx)?);
+        }
+        Ok(())
+    }
+
+    fn read_at(&mut self, mut offset: u64, mut out: &mut [u8]) -> Result<()> {
+        while !out.is_empty() {
+            let start = (offset % CHUNK_BYTES as u64) as usize;
+            let chunk = self.load_chunk((offset / CHUNK_BYTES as u64) as usize)?;
+            let n = out.len().min(chunk.len() - start);
+            let (head, rest) = out.split_at_mut(n);
+            head.copy_from_slice(&chunk[start..start + n]);
+            out = rest;
+            offset += n as u64;
+        }
+        Ok(())
+    }
+
+    fn load_chunk(&mut self, idx: usize) -> Result<&[u8]> {
+        if self.current != Some(idx) {
+            self.current = None;
+            let start = idx as u64 * CHUNK_BYTES as u64;
+            let bytes = (self.manifest.state_bytes - start).min(CHUNK_BYTES as u64) as usize;
+            self.chunk.resize(bytes, 0);
+            self.file.read_at(start, &mut self.chunk)?;
+            if crc32c::crc32c(&self.chunk) != self.manifest.state_crc32c[idx] {
+                let cause = format_args!("damaged: the checksum of bytes {start}..{} differs", start + bytes as u64);
+                return Err(Error::format(self.file.path(), cause));
+            }
+            self.current = Some(idx);
+        }
+        Ok(&self.chunk)
+    }
+}
+
+fn open_sized(path: &Path, bytes: u64) -> Result<InFile> {
+    let file = InFile::open(path)?;
+    if file.bytes() != bytes {
+        return Err(Error::format(path, format_args!("has {} bytes, should have {bytes}", file.bytes())));
+    }
+    Ok(file)
+}
+
+fn read_file(path: &Path, entry: &FileEntry) -> Result<Vec<u8>> {
+    let file = open_sized(path, entry.bytes)?;
+    let mut bytes = vec![0; entry.bytes as usize];
+    file.read_at(0, &mut bytes)?;
+    if crc32c::crc32c(&bytes) != entry.crc32c {
+        return Err(Error::format(path, "damaged: its checksum differs"));
+    }
+    Ok(bytes)
+}

@@ -1,0 +1,191 @@
+//! The directory of checkpoints: their names, publishing, finding the newest good one, removing old ones.
+//!
+//! Besides `checkpoint-<step>` there are hidden names, each with the id of the process that made it:
+//! `.checkpoint-<step>.tmp-<pid>` is being written, `.old-` was moved aside to be replaced, `.del-` is being removed.
+
+use super::disk::{self, TmpDir};
+use super::format::{MANIFEST, Manifest};
+use super::reader;
+use crate::error::{Error, Result};
+use std::cmp::Reverse;
+use std::fs;
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+
+/// What a hidden directory is.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Role {
+    /// Being written.
+    Tmp,
+    /// Complete, moved aside while another takes its name.
+    Old,
+    /// Being removed.
+    Del,
+}
+
+impl Role {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Tmp => "tmp",
+            Self::Old => "old",
+            Self::Del => "del",
+        }
+    }
+}
+
+/// A directory whose name is one of ours.
+#[derive(Debug, PartialEq)]
+struct Entry {
+    step: u64,
+    /// Role and process id of a hidden one.
+    hidden: Option<(Role, u32)>,
+    path: PathBuf,
+}
+
+/// Path of a published checkpoint.
+fn published(output_dir: &Path, step: u64) -> PathBuf {
+    output_dir.join(format!("checkpoint-{step}"))
+}
+
+/// Path of this process's hidden directory for `step`.
+pub(super) fn hidden(output_dir: &Path, step: u64, role: Role) -> PathBuf {
+    output_dir.join(format!(".checkpoint-{step}.{}-{}", role.name(), std::process::id()))
+}
+
+fn parse(path: PathBuf) -> Option<Entry> {
+    let name = path.file_name()?.to_str()?;
+    let (step, hidden) = match name.strip_prefix(".checkpoint-") {
+        None => (name.strip_prefix("checkpoint-")?, None),
+        Some(rest) => {
+            let (step, rest) = rest.split_once('.')?;
+            let (role, pid) = rest.split_once('-')?;
+            let role = [Role::Tmp, Role::Old, Role::Del].into_iter().find(|r| r.name() == role)?;
+            (step, Some((role, canonical(pid)?)))
+        }
+    };
+    Some(Entry { step: canonical(step)?, hidden, path })
+}
+
+/// A number as we print it: no sign, no leading zero.
+fn canonical<T: std::str::FromStr + ToString>(text: &str) -> Option<T> {
+    text.parse().ok().filter(|n: &T| n.to_string() == text)
+}
+
+/// Everything of ours in `output_dir`; nothing if there is no such directory.
+fn list(output_dir: &Path) -> Result<Vec<Entry>> {
+    let read = |e| Error::io("read", output_dir, e);
+    let dir = match fs::read_dir(output_dir) {
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(vec![]),
+        dir => dir.map_err(read)?,
+    };
+    let mut entries = vec![];
+    for item in dir {
+        entries.extend(parse(item.map_err(read)?.path()));
+    }
+    Ok(entries)
+}
+
+/// Whether another process with this id runs. Our own id is a dead run's, reused: we clean before we write.
+fn is_alive(pid: u32) -> bool {
+    pid != std::process::id() && Path::new("/proc").join(pid.to_string()).exists()
+}
+
+/// Tidies up after runs that died inside a save: removes what they left, gives back its name to a checkpoint that was
+/// moved aside and not yet replaced. Returns a line for each thing that could not be done. Call it at the start of a
+/// run; every save does.
+///
+/// # Errors
+/// `output_dir` exists and cannot be read.
+pub fn clean(output_dir: &Path) -> Result<Vec<String>> {
+    let mut warnings = vec![];
+    for entry in list(output_dir)? {
+        let Some((role, pid)) = entry.hidden else { continue };
+        let target = published(output_dir, entry.step);
+        let done = match role {
+            _ if is_alive(pid) => Ok(()),
+            Role::Old if !target.exists() => disk::rename(&entry.path, &target).and_then(|()| disk::sync_dir(output_dir)),
+            _ => disk::remove_dir(&entry.path),
+        };
+        warnings.extend(done.err().map(|e| e.to_string()));
+    }
+    Ok(warnings)
+}
+
+/// Gives the complete directory `tmp` its name. One that has the name is moved aside, and removed only when the new
+/// one is durable; [`newest_good`] and [`clean`] find it if we die in between.
+pub(super) fn publish(output_dir: &Path, step: u64, tmp: &mut TmpDir, warnings: &mut Vec<String>) -> Result<PathBuf> {
+    disk::sync_dir(tmp.path())?;
+    let target = published(output_dir, step);
+    let replaced = target.exists().then(|| hidden(output_dir, step, Role::Old));
+    if let Some(old) = &replaced {
+        disk::rename(&target, old)?;
+    }
+    tmp.publish(&target).inspect_err(|_| {
+        if let Some(old) = &replaced {
+            // Should this fail too, `clean` does it at the next start.
+            let _ = disk::rename(old, &target);
+        }
+    })?;
+    disk::sync_dir(output_dir)?;
+    if let Some(old) = &replaced {
+        warnings.extend(disk::remove_dir(old).err().map(|e| e.to_string()));
+    }
+    Ok(target)
+}
+
+/// Removes the oldest complete checkpoints until `limit` are left, never `newest_step`, the one just saved.
+/// Incomplete ones are neither counted nor touched.
+pub(super) fn prune(output_dir: &Path, newest_step: u64, limit: NonZeroUsize, warnings: &mut Vec<String>) {
+    let entries = match list(output_dir) {
+        Ok(entries) => entries,
+        Err(e) => return warnings.push(e.to_string()),
+    };
+    let mut complete: Vec<u64> = entries.iter().filter(|e| e.hidden.is_none() && reader::open(&e.path).is_ok()).map(|e| e.step).collect();
+    complete.sort_unstable();
+    let excess = complete.len().saturating_sub(limit.get());
+    for step in complete.into_iter().filter(|&step| step != newest_step).take(excess) {
+        let del = hidden(output_dir, step, Role::Del);
+        let done = disk::rename(&published(output_dir, step), &del).and_then(|()| disk::remove_dir(&del));
+        warnings.extend(done.err().map(|e| e.to_string()));
+    }
+}
+
+/// Whether `dir` itself is meant to be a checkpoint, good or damaged, and not a directory of them.
+pub fn is_checkpoint(dir: &Path) -> bool {
+    dir.join(MANIFEST).exists()
+}
+
+/// The newest checkpoint whose every byte is as it was written.
+#[derive(Debug)]
+pub struct Newest {
+    /// Its directory and manifest; `None` if there is none.
+    pub found: Option<(PathBuf, Manifest)>,
+    /// A line for each newer one that was passed over: which file and what is wrong with it.
+    pub warnings: Vec<String>,
+}
+
+/// Looks through `output_dir`, highest step first. Reads only; changes nothing.
+///
+/// # Errors
+/// `output_dir` exists and cannot be read.
+pub fn newest_good(output_dir: &Path) -> Result<Newest> {
+    let mut entries = list(output_dir)?;
+    entries.retain(|e| e.hidden.is_none_or(|(role, _)| role == Role::Old));
+    entries.sort_by_key(|e| (Reverse(e.step), e.hidden.is_some()));
+    let mut warnings = vec![];
+    for entry in entries {
+        match verify_step(&entry) {
+            Ok(manifest) => return Ok(Newest { found: Some((entry.path, manifest)), warnings }),
+            Err(e) => warnings.push(e.to_string()),
+        }
+    }
+    Ok(Newest { found: None, warnings })
+}
+
+fn verify_step(entry: &Entry) -> Result<Manifest> {
+    let manifest = reader::verify(&entry.path)?;
+    if manifest.trainer.step != entry.step {
+        return Err(Error::format(&entry.path, format_args!("holds step {}, not the one in its name", manifest.trainer.step)));
+    }
+    Ok(manifest)
+}

@@ -1,0 +1,455 @@
+use super::disk::faults::{self, Mode};
+use super::format::{CHUNK_BYTES, MANIFEST, MODEL, STATE};
+use super::*;
+use crate::error::Error;
+use proptest::prelude::*;
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use serde_json::{Value, json};
+use std::fs;
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+
+/// Name, shape, and the three parts.
+type Tensor = (String, Vec<usize>, [Vec<f32>; 3]);
+
+fn trainer(step: u64) -> TrainerState {
+    TrainerState {
+        step,
+        loss_scale: LossScale { scale: 65536.0, good_steps: 17 },
+        scheduler: Scheduler { name: "cosine".into(), base_lr: 3.0000000000000004e-4, warmup_steps: 100, max_steps: 2000 },
+        seed: u64::MAX,
+        data_position: json!({"epoch": 1, "window": 12345}),
+        speculation: json!([true, false, true]),
+        settings: json!({"max_grad_norm": 0.1}),
+    }
+}
+
+/// Two tensors that chunks of 1 MiB cut at odd places, an empty one, and every kind of float.
+fn tensors(seed: u64) -> Vec<Tensor> {
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    let special = [0x7fc0_1234, 0xff80_0001, 0x8000_0000, 1, 0x807f_ffff, 0x7f80_0000];
+    let mut part = |elems: usize| -> Vec<f32> {
+        let mut bits: Vec<u32> = (0..elems).map(|_| rng.next_u32()).collect();
+        bits.iter_mut().zip(special).for_each(|(b, s)| *b = s);
+        bits.into_iter().map(f32::from_bits).collect()
+    };
+    [("wte", vec![97, 1001]), ("empty", vec![0, 3]), ("norm", vec![13])]
+        .map(|(name, shape)| {
+            let elems = shape.iter().product();
+            (name.to_string(), shape, [part(elems), part(elems), part(elems)])
+        })
+        .into()
+}
+
+fn small(seed: u64) -> Vec<Tensor> {
+    tensors(seed).split_off(1)
+}
+
+fn sources(tensors: &[Tensor]) -> impl Iterator<Item = TensorSource<'_>> {
+    tensors.iter().map(|(name, shape, [params, m, v])| TensorSource { name, shape, params, m, v })
+}
+
+fn model_files() -> Vec<(String, Vec<u8>)> {
+    vec![("config.json".into(), b"{}".to_vec()), ("tokenizer.json".into(), vec![7; 300])]
+}
+
+fn save_step(dir: &Path, step: u64, tensors: &[Tensor], limit: Option<usize>) -> crate::error::Result<Saved> {
+    save(dir, &trainer(step), &model_files(), sources(tensors), limit.and_then(NonZeroUsize::new))
+}
+
+fn bits(x: &[f32]) -> Vec<u32> {
+    x.iter().map(|x| x.to_bits()).collect()
+}
+
+fn read_back(dir: &Path, wanted: &[Tensor]) -> crate::error::Result<bool> {
+    let mut loaded = open(dir)?;
+    let mut same = true;
+    for (name, shape, parts) in wanted {
+        let elems = shape.iter().product();
+        let [mut p, mut m, mut v] = [vec![0.0; elems], vec![0.0; elems], vec![0.0; elems]];
+        loaded.read_tensor(name, &mut p, &mut m, &mut v)?;
+        same &= [p, m, v].iter().zip(parts).all(|(a, b)| bits(a) == bits(b));
+    }
+    Ok(same)
+}
+
+fn newest_step(dir: &Path) -> Option<u64> {
+    newest_good(dir).unwrap().found.map(|(_, manifest)| manifest.trainer.step)
+}
+
+fn names(dir: &Path) -> Vec<String> {
+    let mut names: Vec<_> = fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+fn files_of(checkpoint: &Path) -> Vec<PathBuf> {
+    let model = checkpoint.join(MODEL);
+    vec![checkpoint.join(STATE), checkpoint.join(MANIFEST), model.join("config.json"), model.join("tokenizer.json")]
+}
+
+/// Verification fails with one line that names `file`.
+fn assert_refused(checkpoint: &Path, file: &Path) {
+    let message = verify(checkpoint).expect_err("damage went unnoticed").to_string();
+    assert!(message.contains(file.to_str().unwrap()) && !message.contains('\n'), "{message}");
+}
+
+#[test]
+fn every_bit_comes_back() {
+    let dir = tempfile::tempdir().unwrap();
+    let tensors = tensors(1);
+    let saved = save_step(dir.path(), 7, &tensors, None).unwrap();
+    assert_eq!((saved.path.clone(), saved.warnings), (dir.path().join("checkpoint-7"), vec![]));
+    assert_eq!(verify(&saved.path).unwrap().trainer, trainer(7));
+    assert!(read_back(&saved.path, &tensors).unwrap());
+    assert_eq!(open(&saved.path).unwrap().read_model_files().unwrap(), model_files());
+    assert_eq!(names(dir.path()), ["checkpoint-7"]);
+}
+
+#[test]
+fn a_tensor_list_of_another_model_is_refused_and_the_difference_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = save_step(dir.path(), 1, &small(1), None).unwrap().path;
+    let mut loaded = open(&path).unwrap();
+    let same: [(&str, &[usize]); 2] = [("empty", &[0, 3]), ("norm", &[13])];
+    loaded.expect_tensors(same).unwrap();
+    let error = |model: &[(&'static str, &'static [usize])]| loaded.expect_tensors(model.iter().copied()).unwrap_err().to_string();
+    assert!(error(&[("empty", &[0, 3]), ("norm", &[14])]).contains("holds norm [13] where the model has norm [14]"));
+    assert!(error(&[("empty", &[0, 3])]).contains("where the model has nothing"));
+    let mut short = [[0.0f32; 12]; 3];
+    let [p, m, v] = &mut short;
+    assert!(loaded.read_tensor("norm", p, m, v).unwrap_err().to_string().contains("13 elements, wanted 12"));
+    assert!(loaded.read_tensor("nose", p, m, v).unwrap_err().to_string().contains("no tensor nose"));
+}
+
+#[test]
+fn files_cut_short_or_grown_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let checkpoint = save_step(dir.path(), 1, &tensors(2), None).unwrap().path;
+    for file in files_of(&checkpoint) {
+        let whole = fs::read(&file).unwrap();
+        let n = whole.len();
+        let cuts = [0, 1, 2, 22, 23, 24, n / 2, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, n.saturating_sub(23), n - 1];
+        for cut in cuts.into_iter().filter(|&cut| cut < n) {
+            fs::write(&file, &whole[..cut]).unwrap();
+            assert_refused(&checkpoint, &file);
+        }
+        fs::write(&file, [&whole[..], b"\0"].concat()).unwrap();
+        assert_refused(&checkpoint, &file);
+        fs::remove_file(&file).unwrap();
+        assert_refused(&checkpoint, &file);
+        fs::create_dir(&file).unwrap();
+        assert_refused(&checkpoint, &file);
+        fs::remove_dir(&file).unwrap();
+        fs::write(&file, &whole).unwrap();
+    }
+    verify(&checkpoint).unwrap();
+}
+
+#[test]
+fn every_flipped_bit_is_noticed() {
+    let dir = tempfile::tempdir().unwrap();
+    let checkpoint = save_step(dir.path(), 1, &small(3), None).unwrap().path;
+    let mut rng = ChaCha8Rng::seed_from_u64(4);
+    for file in files_of(&checkpoint) {
+        let whole = fs::read(&file).unwrap();
+        for _ in 0..500 {
+            let bit = rng.next_u64() as usize % (whole.len() * 8);
+            let mut damaged = whole.clone();
+            damaged[bit / 8] ^= 1 << (bit % 8);
+            fs::write(&file, damaged).unwrap();
+            assert_refused(&checkpoint, &file);
+        }
+        fs::write(&file, whole).unwrap();
+    }
+    verify(&checkpoint).unwrap();
+}
+
+#[test]
+fn swapped_chunks_are_noticed_also_when_only_one_tensor_is_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let tensors = vec![("w".to_string(), vec![200_000], [0, 1, 2].map(|i| vec![i as f32; 200_000]))];
+    let checkpoint = save_step(dir.path(), 1, &tensors, None).unwrap().path;
+    let file = checkpoint.join(STATE);
+    let mut state = fs::read(&file).unwrap();
+    let (a, b) = state.split_at_mut(CHUNK_BYTES);
+    a.swap_with_slice(&mut b[..CHUNK_BYTES]);
+    fs::write(&file, state).unwrap();
+    assert_refused(&checkpoint, &file);
+    let error = read_back(&checkpoint, &tensors).unwrap_err().to_string();
+    assert!(error.contains("bytes 0..1048576"), "{error}");
+}
+
+#[test]
+fn the_newest_good_one_is_found_and_the_damaged_ones_are_named() {
+    let dir = tempfile::tempdir().unwrap();
+    assert!(newest_good(&dir.path().join("absent")).unwrap().found.is_none());
+    for step in [2, 10, 9] {
+        save_step(dir.path(), step, &small(step), None).unwrap();
+    }
+    fs::create_dir(dir.path().join("checkpoint-11")).unwrap();
+    fs::create_dir(dir.path().join("checkpoint-0012")).unwrap();
+    fs::write(dir.path().join("checkpoint-10").join(MODEL).join("config.json"), "{ ").unwrap();
+    fs::rename(dir.path().join("checkpoint-2"), dir.path().join("checkpoint-20")).unwrap();
+    let newest = newest_good(dir.path()).unwrap();
+    assert_eq!(newest.found.unwrap().0, dir.path().join("checkpoint-9"));
+    let wrong = ["checkpoint-20: holds step 2", "checkpoint-11/trainer_state.json", "checkpoint-10/model/config.json: damaged"];
+    assert_eq!(newest.warnings.len(), wrong.len());
+    assert!(newest.warnings.iter().zip(wrong).all(|(w, part)| w.contains(part)), "{:?}", newest.warnings);
+}
+
+#[test]
+fn the_limit_removes_the_oldest_but_never_the_one_just_saved() {
+    let dir = tempfile::tempdir().unwrap();
+    for step in [8, 9, 10] {
+        save_step(dir.path(), step, &small(step), Some(2)).unwrap();
+    }
+    assert_eq!(names(dir.path()), ["checkpoint-10", "checkpoint-9"]);
+    // A half-copied one does not count, and a run that went back keeps what it just wrote.
+    fs::create_dir(dir.path().join("checkpoint-3")).unwrap();
+    save_step(dir.path(), 5, &small(5), Some(1)).unwrap();
+    assert_eq!(names(dir.path()), ["checkpoint-3", "checkpoint-5"]);
+}
+
+#[test]
+fn content_is_durable_before_the_name_and_the_name_before_the_old_one_goes() {
+    let dir = tempfile::tempdir().unwrap();
+    save_step(dir.path(), 1, &small(1), None).unwrap();
+    faults::arm(None);
+    save_step(dir.path(), 1, &small(2), None).unwrap();
+    let pid = std::process::id();
+    let log: Vec<String> = faults::disarm()
+        .into_iter()
+        .map(|(operation, path)| {
+            let path = path.strip_prefix(dir.path()).unwrap().display().to_string();
+            format!("{operation} {}", path.replace(&format!("-{pid}"), ""))
+        })
+        .collect();
+    let tmp = ".checkpoint-1.tmp";
+    assert_eq!(
+        log,
+        [
+            format!("create {tmp}"),
+            format!("create {tmp}/state.bin"),
+            format!("write {tmp}/state.bin"),
+            format!("fsync {tmp}/state.bin"),
+            format!("create {tmp}/model"),
+            format!("create {tmp}/model/config.json"),
+            format!("write {tmp}/model/config.json"),
+            format!("fsync {tmp}/model/config.json"),
+            format!("create {tmp}/model/tokenizer.json"),
+            format!("write {tmp}/model/tokenizer.json"),
+            format!("fsync {tmp}/model/tokenizer.json"),
+            format!("fsync {tmp}/model"),
+            format!("create {tmp}/trainer_state.json"),
+            format!("write {tmp}/trainer_state.json"),
+            format!("fsync {tmp}/trainer_state.json"),
+            format!("fsync {tmp}"),
+            "rename checkpoint-1".into(),
+            format!("rename {tmp}"),
+            "fsync ".into(),
+            "remove .checkpoint-1.old".into(),
+        ]
+    );
+}
+
+/// A directory with checkpoints 1 and 2, in which saving `step` fails at operation `at`; `None` once the save succeeds.
+fn fail_at(step: u64, at: usize, mode: Mode) -> Option<(tempfile::TempDir, crate::error::Result<Saved>)> {
+    let dir = tempfile::tempdir().unwrap();
+    save_step(dir.path(), 1, &small(1), None).unwrap();
+    save_step(dir.path(), 2, &small(2), None).unwrap();
+    faults::arm(Some((at, mode)));
+    let result = save_step(dir.path(), step, &tensors(9), Some(2));
+    let reached = faults::disarm().len() > at;
+    reached.then_some((dir, result))
+}
+
+#[test]
+fn a_save_that_fails_anywhere_says_so_in_one_line_and_leaves_everything_else() {
+    for step in [2, 3] {
+        let mut failures = 0;
+        while let Some((dir, result)) = fail_at(step, failures, Mode::Error) {
+            failures += 1;
+            match result {
+                // What failed was tidying up: the checkpoint is there and the failure is a warning.
+                Ok(saved) => {
+                    assert_eq!(saved.warnings.len(), 1, "{saved:?}");
+                    assert!(read_back(&saved.path, &tensors(9)).unwrap());
+                }
+                Err(e) => {
+                    let message = e.to_string();
+                    assert!(message.contains("checkpoint-") || message.starts_with("fsync"), "{message}");
+                    assert!(message.contains("No space left") && !message.contains('\n'), "{message}");
+                    assert!(matches!(e, Error::Io { .. }) && e.exit_code() == 1);
+                    assert!(!names(dir.path()).iter().any(|n| n.contains(".tmp-")), "{:?}", names(dir.path()));
+                    assert!(read_back(&dir.path().join("checkpoint-1"), &small(1)).unwrap());
+                    verify(&dir.path().join("checkpoint-2")).unwrap();
+                }
+            }
+            assert!(newest_step(dir.path()).unwrap() >= 2);
+        }
+        assert!(failures > 20, "{failures}");
+    }
+}
+
+#[test]
+fn a_run_that_dies_anywhere_in_a_save_leaves_a_good_checkpoint_and_the_next_one_tidies_up() {
+    for step in [2, 3] {
+        let mut crashes = 0;
+        while let Some((dir, _)) = fail_at(step, crashes, Mode::Crash) {
+            crashes += 1;
+            let newest = newest_good(dir.path()).unwrap();
+            let (path, manifest) = newest.found.expect("no good checkpoint is left");
+            assert_eq!(newest.warnings, Vec::<String>::new());
+            let expected = if manifest.tensors.len() == 3 { tensors(9) } else { small(2) };
+            assert!(manifest.trainer.step >= 2 && read_back(&path, &expected).unwrap());
+            assert_eq!(clean(dir.path()).unwrap(), Vec::<String>::new());
+            assert!(names(dir.path()).iter().all(|n| !n.starts_with('.')), "{:?}", names(dir.path()));
+            assert!(newest_step(dir.path()).unwrap() >= 2);
+        }
+        assert!(crashes > 20, "{crashes}");
+    }
+}
+
+#[test]
+fn only_what_dead_runs_left_is_removed() {
+    let dir = tempfile::tempdir().unwrap();
+    let alive = std::os::unix::process::parent_id();
+    let keep = [format!(".checkpoint-4.tmp-{alive}"), ".checkpoint-4.tmp-x".into(), ".checkpoint-4.bak-1".into(), ".git".into()];
+    let remove = [".checkpoint-4.tmp-999999999", ".checkpoint-4.del-999999999"];
+    for name in keep.iter().map(String::as_str).chain(remove) {
+        fs::create_dir(dir.path().join(name)).unwrap();
+    }
+    assert_eq!(clean(dir.path()).unwrap(), Vec::<String>::new());
+    let mut keep = keep.to_vec();
+    keep.sort();
+    assert_eq!(names(dir.path()), keep);
+}
+
+#[test]
+fn the_digest_of_a_checkpoint_is_the_digest_of_the_state() {
+    let dir = tempfile::tempdir().unwrap();
+    let tensors = tensors(5);
+    let path = save_step(dir.path(), 3, &tensors, None).unwrap().path;
+    let mut digest = digest::StateDigest::new(3);
+    tensors.iter().for_each(|(_, _, [p, m, v])| digest.update(p, m, v));
+    let hex = digest.finish();
+    assert_eq!(digest::digest_checkpoint(&path).unwrap(), hex);
+    assert!(hex.len() == 64 && hex.bytes().all(|b| b.is_ascii_hexdigit()));
+    // sha256 of eight zero bytes.
+    let zero = "af5570f5a1810b7af78caf4bc70a660f0df51e42baf91d4de5b2328de0e83dfc";
+    assert_eq!(digest::StateDigest::new(0).finish(), zero);
+}
+
+#[test]
+fn every_finite_number_reads_back_to_the_bit() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut rng = ChaCha8Rng::seed_from_u64(6);
+    let mut trainer = trainer(1);
+    trainer.settings = (0..2000).map(|_| f64::from_bits(rng.next_u64())).filter(|x| x.is_finite()).map(Value::from).collect();
+    let path = save(dir.path(), &trainer, &[], sources(&small(1)), None).unwrap().path;
+    assert_eq!(verify(&path).unwrap().trainer, trainer);
+}
+
+#[test]
+fn a_number_that_json_cannot_hold_fails_the_save() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut trainer = trainer(1);
+    trainer.loss_scale.scale = f32::NAN;
+    save(dir.path(), &trainer, &[], sources(&small(1)), None).unwrap_err();
+    assert!(names(dir.path()).is_empty());
+}
+
+/// Writes `json` as a manifest with a correct seal.
+fn forge(checkpoint: &Path, json: &Value) {
+    let body = format!("{{\"manifest\":{json}");
+    let crc = crc32c::crc32c(body.as_bytes());
+    fs::write(checkpoint.join(MANIFEST), format!("{body},\n\"crc32c\":\"{crc:08x}\"}}\n")).unwrap();
+}
+
+fn true_manifest(checkpoint: &Path) -> Value {
+    serde_json::to_value(verify(checkpoint).unwrap()).unwrap()
+}
+
+#[test]
+fn a_sealed_manifest_that_lies_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let checkpoint = save_step(dir.path(), 1, &small(1), None).unwrap().path;
+    let honest = true_manifest(&checkpoint);
+    let lies = [
+        ("/format_version", json!(2)),
+        ("/files/0/name", json!("../../config.json")),
+        ("/files/0/name", json!("/etc/passwd")),
+        ("/files/0/name", json!("..")),
+        ("/files/0/name", json!("tokenizer.json")),
+        ("/tensors/1/offset", json!(12)),
+        ("/tensors/1/shape", json!([12])),
+        ("/tensors/1/elems", json!(u64::MAX)),
+        ("/tensors/1/shape", json!([u64::MAX, u64::MAX])),
+        ("/tensors/1/name", json!("empty")),
+        ("/state_bytes", json!(155)),
+        ("/state_crc32c", json!([])),
+        ("/state_crc32c/0", json!(0)),
+    ];
+    forge(&checkpoint, &honest);
+    verify(&checkpoint).unwrap();
+    for (place, lie) in lies {
+        let mut manifest = honest.clone();
+        *manifest.pointer_mut(place).unwrap() = lie.clone();
+        forge(&checkpoint, &manifest);
+        assert!(verify(&checkpoint).is_err(), "{place} = {lie}");
+    }
+}
+
+fn any_json() -> impl Strategy<Value = Value> {
+    let leaf = prop_oneof![
+        Just(Value::Null),
+        any::<bool>().prop_map(Value::from),
+        any::<u64>().prop_map(Value::from),
+        any::<f64>().prop_map(Value::from),
+        ".{0,8}".prop_map(Value::from),
+    ];
+    leaf.prop_recursive(3, 16, 4, |inner| {
+        prop_oneof![
+            prop::collection::vec(inner.clone(), 0..4).prop_map(Value::from),
+            prop::collection::vec((".{0,6}", inner), 0..4).prop_map(|pairs| Value::Object(pairs.into_iter().collect())),
+        ]
+    })
+}
+
+const PLACES: [&str; 12] = [
+    "",
+    "/format_version",
+    "/trainer",
+    "/trainer/step",
+    "/tensors",
+    "/tensors/1",
+    "/tensors/1/shape",
+    "/tensors/1/elems",
+    "/state_bytes",
+    "/state_crc32c",
+    "/files",
+    "/files/0/bytes",
+];
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+
+    #[test]
+    fn arbitrary_manifests_never_panic(place in prop::sample::select(&PLACES), value in any_json()) {
+        let dir = tempfile::tempdir().unwrap();
+        let checkpoint = save_step(dir.path(), 1, &small(1), None).unwrap().path;
+        let mut manifest = true_manifest(&checkpoint);
+        *manifest.pointer_mut(place).unwrap() = value;
+        forge(&checkpoint, &manifest);
+        if let Err(e) = verify(&checkpoint) {
+            prop_assert!(!e.to_string().contains('\n'));
+        }
+    }
+
+    #[test]
+    fn arbitrary_bytes_are_no_manifest(bytes in prop::collection::vec(any::<u8>(), 0..100)) {
+        prop_assert!(Manifest::decode(Path::new("x"), &bytes).is_err());
+    }
+}

@@ -1,0 +1,153 @@
+//! Writing a checkpoint beside, then publishing it.
+
+use super::disk::{self, OutFile, TmpDir};
+use super::format::{CHUNK_BYTES, FileEntry, MANIFEST, MODEL, Manifest, STATE, TensorEntry, TrainerState};
+use super::store::{self, Role};
+use crate::error::Result;
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+
+// `state.bin` is the memory of the slices.
+const _: () = assert!(cfg!(target_endian = "little"));
+
+/// One tensor to save: three slices as long as the product of `shape`.
+#[derive(Clone, Copy, Debug)]
+pub struct TensorSource<'a> {
+    /// Name in the model's table.
+    pub name: &'a str,
+    /// Dimensions.
+    pub shape: &'a [usize],
+    /// fp32 parameters.
+    pub params: &'a [f32],
+    /// First moments.
+    pub m: &'a [f32],
+    /// Second moments.
+    pub v: &'a [f32],
+}
+
+/// A checkpoint that is safely on disk.
+#[derive(Debug)]
+pub struct Saved {
+    /// Its directory.
+    pub path: PathBuf,
+    /// What could not be tidied up around it (old checkpoints, remains of dead runs); the save itself is good.
+    pub warnings: Vec<String>,
+}
+
+/// A checkpoint being written. Dropping it before [`Writer::finish`] removes what was written.
+///
+/// Tensors are streamed through one buffer of 1 MiB, so that memory stays flat.
+pub struct Writer {
+    output_dir: PathBuf,
+    tmp: TmpDir,
+    manifest: Manifest,
+    state: OutFile,
+    chunk: Vec<u8>,
+    warnings: Vec<String>,
+}
+
+/// Writes a whole checkpoint: [`Writer::create`], every tensor, [`Writer::finish`].
+///
+/// # Errors
+/// The first operation that failed; checkpoints that were there before are as they were.
+///
+/// # Panics
+/// If a tensor's slices do not have the size of its shape.
+pub fn save<'a>(
+    output_dir: &Path,
+    trainer: &TrainerState,
+    model_files: &[(String, Vec<u8>)],
+    tensors: impl IntoIterator<Item = TensorSource<'a>>,
+    total_limit: Option<NonZeroUsize>,
+) -> Result<Saved> {
+    let mut writer = Writer::create(output_dir, trainer.clone())?;
+    for tensor in tensors {
+        writer.tensor(tensor)?;
+    }
+    writer.finish(model_files, total_limit)
+}
+
+impl Writer {
+    /// Starts `output_dir/checkpoint-<trainer.step>`; `output_dir` must exist. Remains of dead runs are removed first.
+    ///
+    /// # Errors
+    /// The directory cannot be listed or written.
+    pub fn create(output_dir: &Path, trainer: TrainerState) -> Result<Self> {
+        let warnings = store::clean(output_dir)?;
+        let tmp = TmpDir::create(store::hidden(output_dir, trainer.step, Role::Tmp))?;
+        let state = OutFile::create(&tmp.path().join(STATE))?;
+        let chunk = Vec::with_capacity(CHUNK_BYTES);
+        let output_dir = output_dir.to_path_buf();
+        Ok(Self { output_dir, tmp, manifest: Manifest::new(trainer), state, chunk, warnings })
+    }
+
+    /// Appends one tensor. The order of the calls is the order in the file and in the state's digest.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    ///
+    /// # Panics
+    /// If the slices do not have the size of the shape.
+    pub fn tensor(&mut self, tensor: TensorSource<'_>) -> Result<()> {
+        let TensorSource { name, shape, params, m, v } = tensor;
+        let elems: usize = shape.iter().product();
+        let offset = self.manifest.state_bytes;
+        self.manifest.tensors.push(TensorEntry { name: name.into(), shape: shape.into(), offset, elems: elems as u64 });
+        for part in [params, m, v] {
+            assert_eq!(part.len(), elems, "tensor {name} of shape {shape:?}");
+            self.append(bytemuck::cast_slice(part))?;
+        }
+        Ok(())
+    }
+
+    /// Writes `model/` and the manifest, syncs, and publishes the directory under its final name. Then keeps the
+    /// newest `total_limit` checkpoints, this one always among them.
+    ///
+    /// # Errors
+    /// The first operation that failed; checkpoints that were there before are as they were.
+    pub fn finish(mut self, model_files: &[(String, Vec<u8>)], total_limit: Option<NonZeroUsize>) -> Result<Saved> {
+        self.flush_chunk()?;
+        self.state.sync()?;
+        self.write_model(model_files)?;
+        let path = self.tmp.path().join(MANIFEST);
+        disk::write_file(&path, &self.manifest.encode(&path)?)?;
+        let step = self.manifest.trainer.step;
+        let path = store::publish(&self.output_dir, step, &mut self.tmp, &mut self.warnings)?;
+        if let Some(limit) = total_limit {
+            store::prune(&self.output_dir, step, limit, &mut self.warnings);
+        }
+        Ok(Saved { path, warnings: self.warnings })
+    }
+
+    fn write_model(&mut self, model_files: &[(String, Vec<u8>)]) -> Result<()> {
+        let dir = self.tmp.path().join(MODEL);
+        disk::create_dir(&dir)?;
+        for (name, bytes) in model_files {
+            disk::write_file(&dir.join(name), bytes)?;
+            self.manifest.files.push(FileEntry { name: name.clone(), bytes: bytes.len() as u64, crc32c: crc32c::crc32c(bytes) });
+        }
+        disk::sync_dir(&dir)
+    }
+
+    fn append(&mut self, mut bytes: &[u8]) -> Result<()> {
+        while !bytes.is_empty() {
+            let (head, rest) = bytes.split_at(bytes.len().min(CHUNK_BYTES - self.chunk.len()));
+            self.chunk.extend_from_slice(head);
+            self.manifest.state_bytes += head.len() as u64;
+            bytes = rest;
+            if self.chunk.len() == CHUNK_BYTES {
+                self.flush_chunk()?;
+            }
+        }
+        Ok(())
+    }
+
+    fn flush_chunk(&mut self) -> Result<()> {
+        if !self.chunk.is_empty() {
+            self.state.write(&self.chunk)?;
+            self.manifest.state_crc32c.push(crc32c::crc32c(&self.chunk));
+            self.chunk.clear();
+        }
+        Ok(())
+    }
+}

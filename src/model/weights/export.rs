@@ -1,0 +1,258 @@
+//! A model directory that `transformers` loads: original names, original layout, shards with an index.
+
+use super::safetensors::METADATA;
+use super::{CONFIG, INDEX, SINGLE, position};
+use crate::checkpoint::disk::{self, OutFile, TmpDir};
+use crate::checkpoint::{self, Loaded};
+use crate::dtype::{Dtype, Element};
+use crate::error::{Error, Result};
+use crate::model::shape::ModelShape;
+use crate::model::tensors::{HfPart, TensorSpec, TensorTable};
+use half::{bf16, f16};
+use serde_json::{Map, Value, json};
+use std::path::{Path, PathBuf};
+
+/// Limit of one shard unless told otherwise: 5 GB.
+pub const MAX_SHARD_BYTES: u64 = 5_000_000_000;
+/// Elements narrowed and written at once; few in tests, so that small tensors have many blocks.
+const WRITE_ELEMS: usize = if cfg!(test) { 100 } else { 1 << 18 };
+
+/// How to write the weights.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Options {
+    /// Format of the weights; `None`: what `config.json` says, float32 if it says nothing.
+    pub dtype: Option<Dtype>,
+    /// A shard holds at most this many bytes of tensors, or one tensor.
+    pub max_shard_bytes: u64,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { dtype: None, max_shard_bytes: MAX_SHARD_BYTES }
+    }
+}
+
+/// What [`export_checkpoint`] exported.
+#[derive(Debug)]
+pub struct Exported {
+    /// The checkpoint.
+    pub checkpoint: PathBuf,
+    /// Its step.
+    pub step: u64,
+    /// A line for each newer checkpoint that was damaged.
+    pub warnings: Vec<String>,
+}
+
+/// Writes a model directory: `model_files` (`config.json` among them, which decides names and shapes) and the weights
+/// that `read` gives, one tensor of the table at a time into a buffer of its length. The directory is written beside
+/// and renamed.
+///
+/// # Errors
+/// `out_dir` exists and is not an empty directory; a `config.json` that is missing or not supported; what `read`
+/// reports; a file cannot be written.
+pub fn export(
+    out_dir: &Path,
+    model_files: &[(String, Vec<u8>)],
+    options: Options,
+    read: impl FnMut(&TensorSpec, &mut [f32]) -> Result<()>,
+) -> Result<()> {
+    let tmp_path = tmp_path(out_dir)?;
+    let mut config = Config::parse(&out_dir.join(CONFIG), model_files)?;
+    let dtype = config.resolve_dtype(options.dtype)?;
+    let mut tmp = TmpDir::create(tmp_path)?;
+    for (name, bytes) in model_files.iter().filter(|(name, _)| name != CONFIG) {
+        disk::write_file(&tmp.path().join(name), bytes)?;
+    }
+    disk::write_file(&tmp.path().join(CONFIG), &pretty(&Value::Object(config.map)))?;
+    let table = TensorTable::new(&config.shape);
+    write_weights(tmp.path(), &shards(&table, dtype, options.max_shard_bytes), dtype, read)?;
+    disk::sync_dir(tmp.path())?;
+    tmp.publish(out_dir)?;
+    disk::sync_dir(parent(out_dir))
+}
+
+/// Exports a checkpoint: `dir` is one, or a directory of checkpoints whose newest good one is taken.
+///
+/// # Errors
+/// No good checkpoint; otherwise as [`export`].
+pub fn export_checkpoint(dir: &Path, out_dir: &Path, options: Options) -> Result<Exported> {
+    let (checkpoint, warnings) = find_checkpoint(dir)?;
+    let mut loaded = checkpoint::open(&checkpoint)?;
+    let model_files = loaded.read_model_files()?;
+    expect_model(&loaded, &checkpoint, &model_files)?;
+    export(out_dir, &model_files, options, |spec, out| loaded.read_params(&spec.name, out))?;
+    Ok(Exported { step: loaded.manifest().trainer.step, checkpoint, warnings })
+}
+
+fn find_checkpoint(dir: &Path) -> Result<(PathBuf, Vec<String>)> {
+    if checkpoint::is_checkpoint(dir) {
+        return Ok((dir.to_path_buf(), vec![]));
+    }
+    let newest = checkpoint::newest_good(dir)?;
+    match newest.found {
+        Some((path, _)) => Ok((path, newest.warnings)),
+        None => {
+            let damaged = newest.warnings.into_iter().next().unwrap_or_else(|| "it is not one and contains none".into());
+            Err(Error::format(dir, format_args!("no good checkpoint: {damaged}")))
+        }
+    }
+}
+
+fn expect_model(loaded: &Loaded, dir: &Path, model_files: &[(String, Vec<u8>)]) -> Result<()> {
+    let table = TensorTable::new(&Config::parse(&dir.join(CONFIG), model_files)?.shape);
+    loaded.expect_tensors(table.specs().iter().map(|spec| (spec.name.as_str(), spec.shape.as_slice())))
+}
+
+/// Refuses to overwrite anything; then where to write beside `out_dir`.
+fn tmp_path(out_dir: &Path) -> Result<PathBuf> {
+    let name = out_dir.file_name().ok_or_else(|| Error::usage(format_args!("{}: not a name for a new directory", out_dir.display())))?;
+    match std::fs::read_dir(out_dir) {
+        Ok(mut entries) => {
+            if entries.next().is_some() {
+                return Err(Error::usage(format_args!("{}: exists and is not empty", out_dir.display())));
+            }
+        }
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => {}
+        Err(e) => return Err(Error::io("read", out_dir, e)),
+    }
+    let path = parent(out_dir).join(format!(".{}.tmp-{}", name.to_string_lossy(), std::process::id()));
+    // Our own id: left by a dead process that had it before us.
+    if path.exists() {
+        disk::remove_dir(&path)?;
+    }
+    Ok(path)
+}
+
+fn parent(path: &Path) -> &Path {
+    path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+/// A `config.json` and what it means.
+struct Config {
+    path: PathBuf,
+    map: Map<String, Value>,
+    shape: ModelShape,
+}
+
+impl Config {
+    fn parse(path: &Path, model_files: &[(String, Vec<u8>)]) -> Result<Self> {
+        let wrong = |cause: String| Error::format(path, cause);
+        let file = model_files.iter().find(|(name, _)| name == CONFIG).ok_or_else(|| wrong("missing".into()))?;
+        let text = std::str::from_utf8(&file.1).map_err(|e| wrong(e.to_string()))?;
+        let shape = ModelShape::parse(text, path)?;
+        let map = serde_json::from_str(text).map_err(|e| wrong(e.to_string()))?;
+        Ok(Self { path: path.to_path_buf(), map, shape })
+    }
+
+    /// The format to write; the configuration then says so.
+    fn resolve_dtype(&mut self, wanted: Option<Dtype>) -> Result<Dtype> {
+        let mut keys = vec!["dtype", "torch_dtype"];
+        keys.retain(|&key| self.map.get(key).is_some_and(|value| !value.is_null()));
+        let said = match (wanted, keys.first()) {
+            (Some(dtype), _) => Value::from(dtype.to_string()),
+            (None, Some(&key)) => self.map[key].clone(),
+            (None, None) => Value::from("float32"),
+        };
+        let known = serde_json::from_value(said.clone()).ok().filter(|&dtype| dtype != Dtype::Int32);
+        let dtype: Dtype = known.ok_or_else(|| Error::Unsupported(format!("{}: weights of dtype {said}", self.path.display())))?;
+        // Every version of transformers reads the older name.
+        for key in if keys.is_empty() { vec!["torch_dtype"] } else { keys } {
+            self.map.insert(key.into(), Value::from(dtype.to_string()));
+        }
+        Ok(dtype)
+    }
+}
+
+fn pretty(value: &Value) -> Vec<u8> {
+    format!("{value:#}\n").into_bytes()
+}
+
+/// A Hugging Face tensor to write.
+type Item<'a> = (&'a TensorSpec, &'a HfPart);
+
+/// All tensors in forward order, divided into shards. Parts of one of ours are neighbours, so that it is read once.
+fn shards(table: &TensorTable, dtype: Dtype, max_shard_bytes: u64) -> Vec<Vec<Item<'_>>> {
+    let mut shards: Vec<Vec<Item>> = vec![];
+    let mut shard_bytes = 0;
+    for item in table.specs().iter().rev().flat_map(|spec| spec.parts.iter().map(move |part| (spec, part))) {
+        let bytes = item_bytes(item, dtype) as u64;
+        match shards.last_mut() {
+            Some(shard) if shard_bytes + bytes <= max_shard_bytes => shard.push(item),
+            _ => {
+                shards.push(vec![item]);
+                shard_bytes = 0;
+            }
+        }
+        shard_bytes += bytes;
+    }
+    shards
+}
+
+fn item_bytes((spec, part): Item<'_>, dtype: Dtype) -> usize {
+    part.rows * spec.row_elems() * dtype.bytes()
+}
+
+fn write_weights(
+    dir: &Path,
+    shards: &[Vec<Item<'_>>],
+    dtype: Dtype,
+    mut read: impl FnMut(&TensorSpec, &mut [f32]) -> Result<()>,
+) -> Result<()> {
+    let (mut weight_map, mut total_bytes) = (Map::new(), 0);
+    let (mut tensor, mut held) = (vec![], None);
+    for (shard, number) in shards.iter().zip(1..) {
+        let name = if shards.len() == 1 { SINGLE.into() } else { format!("model-{number:05}-of-{:05}.safetensors", shards.len()) };
+        let mut file = OutFile::create(&dir.join(&name))?;
+        file.write(&header(shard, dtype))?;
+        for &(spec, part) in shard {
+            if held != Some(spec.index) {
+                tensor.resize(spec.elems(), 0.0);
+                read(spec, &mut tensor)?;
+                held = Some(spec.index);
+            }
+            write_part(&mut file, (spec, part), &tensor, dtype)?;
+            weight_map.insert(part.name.clone(), Value::from(name.as_str()));
+            total_bytes += item_bytes((spec, part), dtype);
+        }
+        file.sync()?;
+    }
+    let index = json!({"metadata": {"total_size": total_bytes}, "weight_map": weight_map});
+    if shards.len() > 1 { disk::write_file(&dir.join(INDEX), &pretty(&index)) } else { Ok(()) }
+}
+
+/// The length, then the JSON, padded so that the tensors are aligned.
+fn header(shard: &[Item<'_>], dtype: Dtype) -> Vec<u8> {
+    let code = match dtype {
+        Dtype::Bfloat16 => "BF16",
+        Dtype::Float16 => "F16",
+        _ => "F32",
+    };
+    let (mut map, mut start) = (Map::new(), 0);
+    map.insert(METADATA.into(), json!({"format": "pt"}));
+    for &(spec, part) in shard {
+        let end = start + item_bytes((spec, part), dtype);
+        map.insert(part.name.clone(), json!({"dtype": code, "shape": spec.part_shape(part), "data_offsets": [start, end]}));
+        start = end;
+    }
+    let mut text = Value::Object(map).to_string();
+    text.push_str(&" ".repeat(text.len().next_multiple_of(8) - text.len()));
+    [&(text.len() as u64).to_le_bytes(), text.as_bytes()].concat()
+}
+
+fn write_part(file: &mut OutFile, (spec, part): Item<'_>, tensor: &[f32], dtype: Dtype) -> Result<()> {
+    let elems = part.rows * spec.row_elems();
+    for start in (0..elems).step_by(WRITE_ELEMS) {
+        let values = (start..elems.min(start + WRITE_ELEMS)).map(|i| tensor[position(spec, part, i)]);
+        match dtype {
+            Dtype::Bfloat16 => write_block::<bf16>(file, values)?,
+            Dtype::Float16 => write_block::<f16>(file, values)?,
+            _ => write_block::<f32>(file, values)?,
+        }
+    }
+    Ok(())
+}
+
+fn write_block<E: Element>(file: &mut OutFile, values: impl Iterator<Item = f32>) -> Result<()> {
+    let block: Vec<E> = values.map(E::from_f32).collect();
+    file.write(bytemuck::cast_slice(&block))
+}

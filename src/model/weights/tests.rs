@@ -1,0 +1,467 @@
+use super::safetensors::TensorFile;
+use super::*;
+use crate::checkpoint::disk::faults::{self, Mode};
+use crate::checkpoint::{LossScale, Scheduler, TensorSource, TrainerState, save};
+use crate::dtype::{Dtype, Element};
+use crate::model::shape::ModelShape;
+use crate::model::tensors::{Role, Stage, TensorTable};
+use ::safetensors::SafeTensors;
+use ::safetensors::tensor::{Dtype as FileDtype, TensorView, serialize};
+use half::{bf16, f16};
+use proptest::prelude::*;
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use serde_json::{Value, json};
+use std::fs;
+use std::path::PathBuf;
+
+const FAMILIES: [&str; 7] = [
+    "GPT2LMHeadModel",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Phi3ForCausalLM",
+    "SeedOssForCausalLM",
+];
+
+fn config(architecture: &str) -> Value {
+    match architecture {
+        "GPT2LMHeadModel" => json!({
+            "architectures": [architecture], "model_type": "gpt2", "vocab_size": 37, "n_embd": 24, "n_layer": 2, "n_head": 4,
+            "n_positions": 16, "layer_norm_epsilon": 1e-5,
+        }),
+        _ => json!({
+            "architectures": [architecture], "vocab_size": 37, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 32, "rms_norm_eps": 1e-6,
+            "hidden_act": "silu", "pad_token_id": 0,
+        }),
+    }
+}
+
+struct Model {
+    shape: ModelShape,
+    table: TensorTable,
+    files: Vec<(String, Vec<u8>)>,
+    flat: Vec<f32>,
+}
+
+/// A model of random bits, NaN and infinity among them; padding is 7.
+fn model(config: &Value) -> Model {
+    let text = config.to_string();
+    let shape = ModelShape::parse(&text, Path::new("config.json")).unwrap();
+    let table = TensorTable::new(&shape);
+    let mut rng = ChaCha8Rng::seed_from_u64(1);
+    let mut flat = vec![7.0; table.flat_elems()];
+    for spec in table.specs() {
+        flat[spec.range()].fill_with(|| f32::from_bits(rng.next_u32()));
+    }
+    Model { shape, table, files: vec![(CONFIG.into(), text.into()), ("tokenizer.json".into(), b"{}".to_vec())], flat }
+}
+
+impl Model {
+    fn export(&self, out: &Path, options: Options) -> Result<()> {
+        export(out, &self.files, options, |spec, out| {
+            out.copy_from_slice(&self.flat[spec.range()]);
+            Ok(())
+        })
+    }
+
+    fn load(&self, dir: &Path) -> Result<Vec<f32>> {
+        let mut flat = vec![7.0; self.table.flat_elems()];
+        load(dir, &self.shape, &self.table, &mut flat).map(|()| flat)
+    }
+}
+
+fn exported(architecture: &str, options: Options) -> (tempfile::TempDir, PathBuf, Model) {
+    let (dir, model) = (tempfile::tempdir().unwrap(), model(&config(architecture)));
+    let out = dir.path().join("out");
+    model.export(&out, options).unwrap();
+    (dir, out, model)
+}
+
+fn sharded(bytes: u64) -> Options {
+    Options { max_shard_bytes: bytes, ..Options::default() }
+}
+
+fn bits(x: &[f32]) -> Vec<u32> {
+    x.iter().map(|x| x.to_bits()).collect()
+}
+
+fn names(dir: &Path) -> Vec<String> {
+    let mut names: Vec<_> = fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+type Tensor = (String, FileDtype, Vec<usize>, Vec<u8>);
+
+/// Rewrites `model.safetensors` in `dir` after a change to its tensors.
+fn edit(dir: &Path, change: impl FnOnce(&mut Vec<Tensor>)) {
+    let bytes = fs::read(dir.join(SINGLE)).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let mut tensors: Vec<Tensor> = file.iter().map(|(n, t)| (n.into(), t.dtype(), t.shape().into(), t.data().into())).collect();
+    change(&mut tensors);
+    let views = tensors.iter().map(|(n, dtype, shape, data)| (n, TensorView::new(*dtype, shape.clone(), data).unwrap()));
+    fs::write(dir.join(SINGLE), serialize(views, None).unwrap()).unwrap();
+}
+
+fn find<'a>(tensors: &'a mut [Tensor], name: &str) -> &'a mut Tensor {
+    tensors.iter_mut().find(|t| t.0 == name).unwrap()
+}
+
+#[track_caller]
+fn assert_error<T>(result: Result<T>, parts: &[&str]) {
+    let message = result.err().expect("accepted").to_string();
+    assert!(parts.iter().all(|part| message.contains(part)) && !message.contains('\n'), "{message}");
+}
+
+#[test]
+fn every_family_comes_back_to_the_bit_and_exports_to_the_same_files() {
+    for architecture in FAMILIES {
+        for options in [Options::default(), sharded(6000)] {
+            let (dir, out, model) = exported(architecture, options);
+            let back = Model { flat: model.load(&out).unwrap(), ..model };
+            assert_eq!(bits(&back.flat), bits(&self::model(&config(architecture)).flat), "{architecture}");
+            let again = dir.path().join("again");
+            back.export(&again, options).unwrap();
+            assert_eq!(names(&again), names(&out));
+            for name in names(&out) {
+                assert!(fs::read(out.join(&name)).unwrap() == fs::read(again.join(&name)).unwrap(), "{architecture} {name}");
+            }
+        }
+    }
+}
+
+#[test]
+fn fused_and_transposed_weights_take_their_original_form() {
+    let (_dir, out, model) = exported("GPT2LMHeadModel", Options::default());
+    let qkv = model.table.find(Stage::Layer(1), Role::Qkv).unwrap();
+    edit(&out, |tensors| {
+        let (_, _, shape, data) = find(tensors, "transformer.h.1.attn.c_attn.weight");
+        assert_eq!(*shape, [24, 72]);
+        let expected = model.flat[qkv.range()][50 * 24 + 3].to_le_bytes();
+        assert_eq!(data[(3 * 72 + 50) * 4..][..4], expected);
+    });
+    let (_dir, out, model) = exported("Qwen2ForCausalLM", Options::default());
+    let bias = model.table.find(Stage::Layer(0), Role::QkvBias).unwrap();
+    edit(&out, |tensors| {
+        let (_, _, shape, data) = find(tensors, "model.layers.0.self_attn.k_proj.bias");
+        assert_eq!(*shape, [12]);
+        assert_eq!(*data, bytemuck::cast_slice::<f32, u8>(&model.flat[bias.range()][24..36]));
+        assert!(tensors.iter().any(|t| t.0 == LM_HEAD));
+    });
+}
+
+const LM_HEAD: &str = "lm_head.weight";
+
+#[test]
+fn shards_keep_their_limit_and_the_index_says_where_everything_is() {
+    let (_dir, out, model) = exported("LlamaForCausalLM", sharded(6000));
+    let index: Value = serde_json::from_slice(&fs::read(out.join(INDEX)).unwrap()).unwrap();
+    assert_eq!(index["metadata"]["total_size"], model.table.params() * 4);
+    let map = index["weight_map"].as_object().unwrap();
+    let shards: Vec<_> = names(&out).into_iter().filter(|n| n.ends_with(".safetensors")).collect();
+    assert_eq!(shards[0], format!("model-00001-of-{:05}.safetensors", shards.len()));
+    let mut tensors = 0;
+    for shard in &shards {
+        let bytes = fs::read(out.join(shard)).unwrap();
+        let file = SafeTensors::deserialize(&bytes).unwrap();
+        assert!(file.names().iter().all(|&name| map[name] == shard.as_str()));
+        assert!(file.len() == 1 || file.iter().map(|(_, t)| t.data().len()).sum::<usize>() <= 6000);
+        let header = bytes.len() - file.iter().map(|(_, t)| t.data().len()).sum::<usize>();
+        assert_eq!(header % 8, 0);
+        tensors += file.len();
+    }
+    assert!(shards.len() > 3 && tensors == map.len());
+}
+
+#[test]
+fn the_dtype_is_the_configurations_or_the_callers_and_the_configuration_says_which() {
+    let cases = [
+        (json!({"torch_dtype": "bfloat16"}), None, Dtype::Bfloat16, json!({"torch_dtype": "bfloat16"})),
+        (json!({"dtype": "float16"}), None, Dtype::Float16, json!({"dtype": "float16"})),
+        (json!({}), None, Dtype::Float32, json!({"torch_dtype": "float32"})),
+        (
+            json!({"dtype": "auto", "torch_dtype": "float32"}),
+            Some(Dtype::Bfloat16),
+            Dtype::Bfloat16,
+            json!({"dtype": "bfloat16", "torch_dtype": "bfloat16"}),
+        ),
+    ];
+    for (keys, wanted, dtype, said) in cases {
+        let mut config = config("Qwen3ForCausalLM");
+        config.as_object_mut().unwrap().extend(keys.as_object().unwrap().clone());
+        let (dir, model) = (tempfile::tempdir().unwrap(), model(&config));
+        let out = dir.path().join("out");
+        model.export(&out, Options { dtype: wanted, ..Options::default() }).unwrap();
+        let mut rounded = model.flat.clone();
+        for x in model.table.specs().iter().flat_map(|spec| spec.range()) {
+            rounded[x] = match dtype {
+                Dtype::Bfloat16 => <bf16 as Element>::from_f32(rounded[x]).to_f32(),
+                Dtype::Float16 => Element::to_f32(<f16 as Element>::from_f32(rounded[x])),
+                _ => rounded[x],
+            };
+        }
+        assert_eq!(bits(&model.load(&out).unwrap()), bits(&rounded));
+        let written: Value = serde_json::from_slice(&fs::read(out.join(CONFIG)).unwrap()).unwrap();
+        for key in ["dtype", "torch_dtype"] {
+            assert_eq!(written.get(key), said.get(key));
+        }
+        assert_eq!(written["rms_norm_eps"], config["rms_norm_eps"]);
+    }
+    let (dir, mut config) = (tempfile::tempdir().unwrap(), config("LlamaForCausalLM"));
+    config["torch_dtype"] = json!("float8");
+    assert_error(model(&config).export(&dir.path().join("out"), Options::default()), &["config.json", "float8"]);
+    let int32 = Options { dtype: Some(Dtype::Int32), ..Options::default() };
+    assert_error(model(&config).export(&dir.path().join("out"), int32), &["int32"]);
+    assert!(names(dir.path()).is_empty());
+}
+
+#[test]
+fn names_without_prefix_old_buffers_and_a_second_copy_of_tied_weights_are_accepted() {
+    let (_dir, out, model) = exported("GPT2LMHeadModel", Options::default());
+    edit(&out, |tensors| {
+        let mut head = find(tensors, "transformer.wte.weight").clone();
+        head.0 = LM_HEAD.into();
+        tensors.push(head);
+        tensors.push(("transformer.h.0.attn.bias".into(), FileDtype::BOOL, vec![1, 4], vec![1; 4]));
+        tensors.push(("transformer.h.0.attn.masked_bias".into(), FileDtype::F32, vec![], vec![0; 4]));
+        tensors.iter_mut().for_each(|t| t.0 = t.0.trim_start_matches("transformer.").to_string());
+    });
+    assert_eq!(bits(&model.load(&out).unwrap()), bits(&model.flat));
+    edit(&out, |tensors| find(tensors, LM_HEAD).3[100] ^= 1);
+    assert_error(model.load(&out), &["model.safetensors", "lm_head.weight is not the token embedding"]);
+}
+
+#[test]
+fn tensors_that_do_not_fit_are_named_with_their_file() {
+    let name = "model.layers.1.self_attn.k_proj.weight";
+    let cases: [(&dyn Fn(&mut Vec<Tensor>), &[&str]); 6] = [
+        (&|t| t.retain(|t| t.0 != name), &["model.safetensors", "1 tensors are missing", name]),
+        (&|t| t.retain(|t| !t.0.starts_with("model.layers.1")), &["9 tensors are missing", ", ..."]),
+        (&|t| find(t, name).0 = "model.layers.1.k_proj.weight".into(), &["1 tensors are missing", name]),
+        (&|t| t.push(("extra".into(), FileDtype::F32, vec![1], vec![0; 4])), &["1 tensors that the model does not have: extra"]),
+        (&|t| find(t, name).2 = vec![24, 12], &["model.safetensors", name, "[24, 12]", "[12, 24]"]),
+        (&|t| find(t, name).1 = FileDtype::I32, &["model.safetensors", name, "I32"]),
+    ];
+    for (change, parts) in cases {
+        let (_dir, out, model) = exported("LlamaForCausalLM", Options::default());
+        edit(&out, change);
+        let mut flat = vec![7.0; model.table.flat_elems()];
+        assert_error(load(&out, &model.shape, &model.table, &mut flat), parts);
+        assert!(flat.iter().all(|&x| x == 7.0), "changed before the check");
+    }
+    assert_error(model(&config("LlamaForCausalLM")).load(Path::new("/nonexistent")), &["/nonexistent/model.safetensors"]);
+}
+
+fn raw(header: &[u8], data: usize) -> Vec<u8> {
+    [&(header.len() as u64).to_le_bytes(), header, &vec![0; data]].concat()
+}
+
+#[test]
+fn headers_that_lie_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join(SINGLE);
+    let f32s = |shape: &str, start: u64, end: u64| format!(r#"{{"dtype":"F32","shape":{shape},"data_offsets":[{start},{end}]}}"#);
+    let (a, max) = (f32s("[2]", 0, 8), u64::MAX);
+    let headers = [
+        (format!(r#"{{"a":{a},"b":{}}}"#, f32s("[2]", 4, 12)), 12, "does not add up"),
+        (format!(r#"{{"a":{a},"b":{}}}"#, f32s("[2]", 12, 20)), 20, "does not add up"),
+        (format!(r#"{{"a":{a},"a":{a}}}"#), 8, "comes twice"),
+        (format!(r#"{{"a":{a}}}"#), 7, "holds 7 bytes"),
+        (format!(r#"{{"a":{a}}}"#), 9, "holds 9 bytes"),
+        (format!(r#"{{"a":{}}}"#, f32s("[3]", 0, 8)), 8, "does not add up"),
+        (format!(r#"{{"a":{}}}"#, f32s(&format!("[{max},{max}]"), 0, 8)), 8, "does not add up"),
+        (format!(r#"{{"a":{}}}"#, f32s("[2]", 8, 0)), 8, "does not add up"),
+        (format!(r#"{{"a":{},"b":{}}}"#, f32s("[0]", 0, 0), f32s("[2]", max - 7, max)), 8, "does not add up"),
+        (format!(r#"{{"a":{}}}"#, f32s("[-1]", 0, 8)), 8, "header: "),
+        (r#"{"a":{"dtype":"F33","shape":[2],"data_offsets":[0,8]}}"#.into(), 8, "F33"),
+        (r#"{"a":"#.into(), 8, "header: "),
+        ("[]".into(), 0, "an object of tensor names"),
+        ("[".repeat(100_000), 0, "header: "),
+        (String::new(), 0, "header: "),
+    ];
+    for (header, data, part) in headers {
+        fs::write(&path, raw(header.as_bytes(), data)).unwrap();
+        assert_error(TensorFile::open(&path), &["model.safetensors", part]);
+    }
+    fs::write(&path, raw(b"{\"\xff\":1}", 0)).unwrap();
+    assert_error(TensorFile::open(&path), &["model.safetensors", "header: "]);
+    for bytes in [vec![], vec![0; 7], u64::MAX.to_le_bytes().to_vec(), 1u64.to_le_bytes().to_vec()] {
+        fs::write(&path, bytes).unwrap();
+        assert_error(TensorFile::open(&path), &["model.safetensors"]);
+    }
+    fs::write(&path, raw(format!(r#"{{"__metadata__":{{"format":"pt"}},"a":{a}}}   "#).as_bytes(), 8)).unwrap();
+    TensorFile::open(&path).unwrap();
+}
+
+#[test]
+fn every_truncation_is_refused() {
+    let (_dir, out, model) = exported("Phi3ForCausalLM", Options::default());
+    let whole = fs::read(out.join(SINGLE)).unwrap();
+    for cut in (0..whole.len()).step_by(101).chain([1, 7, 8, 9, whole.len() - 1]) {
+        fs::write(out.join(SINGLE), &whole[..cut]).unwrap();
+        assert_error(model.load(&out), &["model.safetensors"]);
+    }
+}
+
+#[test]
+fn an_index_that_lies_or_leads_outside_is_refused() {
+    let (dir, out, model) = exported("LlamaForCausalLM", sharded(6000));
+    let honest: Value = serde_json::from_slice(&fs::read(out.join(INDEX)).unwrap()).unwrap();
+    let shards: Vec<_> = names(&out).into_iter().filter(|n| n.ends_with(".safetensors")).collect();
+    let shard = out.join(&shards[0]);
+    fs::copy(&shard, dir.path().join("x.safetensors")).unwrap();
+    fs::create_dir(out.join("sub")).unwrap();
+    fs::copy(&shard, out.join("sub/x.safetensors")).unwrap();
+    let outside = dir.path().join("x.safetensors").display().to_string();
+    let embed = "model.embed_tokens.weight";
+    for (to, part) in [
+        ("../x.safetensors", "not a file in this directory"),
+        ("sub/x.safetensors", "not a file in this directory"),
+        (outside.as_str(), "not a file in this directory"),
+        ("..", "not a file in this directory"),
+        ("", "not a file in this directory"),
+        (&shards[1], "does not hold it"),
+        ("absent.safetensors", "absent.safetensors"),
+        ("config.json", "config.json"),
+        ("sub", "not a regular file"),
+    ] {
+        let mut index = honest.clone();
+        index["weight_map"][embed] = json!(to);
+        fs::write(out.join(INDEX), index.to_string()).unwrap();
+        assert_error(model.load(&out), &[part]);
+    }
+    let mut index = honest.clone();
+    index["weight_map"].as_object_mut().unwrap().shift_remove("model.norm.weight");
+    fs::write(out.join(INDEX), index.to_string()).unwrap();
+    assert_error(model.load(&out), &[INDEX, "does not place \"model.norm.weight\""]);
+    for text in ["", "{}", "[]", r#"{"weight_map":{"a":1}}"#, r#"{"weight_map":{"a":"b","a":"b"}}"#] {
+        fs::write(out.join(INDEX), text).unwrap();
+        assert_error(model.load(&out), &[INDEX]);
+    }
+    fs::write(out.join(INDEX), honest.to_string()).unwrap();
+    model.load(&out).unwrap();
+    fs::remove_file(shard).unwrap();
+    assert_error(model.load(&out), &[&shards[0]]);
+}
+
+#[test]
+fn nothing_is_overwritten_and_a_failure_leaves_nothing() {
+    let (dir, out, model) = exported("LlamaForCausalLM", Options::default());
+    let error = model.export(&out, Options::default()).unwrap_err();
+    assert!(error.exit_code() == 2 && error.to_string().contains("not empty"));
+    for odd in ["/", "..", ""] {
+        assert_eq!(model.export(Path::new(odd), Options::default()).unwrap_err().exit_code(), 2);
+    }
+    let (file, fresh) = (dir.path().join("file"), dir.path().join("fresh"));
+    fs::write(&file, "x").unwrap();
+    assert_error(model.export(&file, Options::default()), &["file"]);
+    fs::create_dir(&fresh).unwrap();
+    for at in 0.. {
+        faults::arm(Some((at, Mode::Error)));
+        let result = model.export(&fresh, sharded(6000));
+        let reached = faults::disarm().len() > at;
+        if !reached {
+            result.unwrap();
+            break;
+        }
+        assert_error(result, &["No space left"]);
+        assert_eq!(names(dir.path()), ["file", "fresh", "out"]);
+        if !names(&fresh).is_empty() {
+            // Only the sync of the parent can fail after the directory has its name.
+            fs::remove_dir_all(&fresh).unwrap();
+            fs::create_dir(&fresh).unwrap();
+        }
+    }
+    assert_eq!(bits(&model.load(&fresh).unwrap()), bits(&model.flat));
+}
+
+fn save_checkpoint(dir: &Path, step: u64, model: &Model) -> PathBuf {
+    let trainer = TrainerState {
+        step,
+        loss_scale: LossScale { scale: 1.0, good_steps: 0 },
+        scheduler: Scheduler { name: "constant".into(), base_lr: 1e-3, warmup_steps: 0, max_steps: 9 },
+        seed: 0,
+        data_position: Value::Null,
+        speculation: Value::Null,
+        settings: Value::Null,
+    };
+    let tensors = model.table.specs().iter().map(|spec| {
+        let params = &model.flat[spec.range()];
+        TensorSource { name: &spec.name, shape: &spec.shape, params, m: params, v: params }
+    });
+    save(dir, &trainer, &model.files, tensors, None).unwrap().path
+}
+
+#[test]
+fn a_checkpoint_exports_without_the_model_that_it_came_from() {
+    let (dir, model) = (tempfile::tempdir().unwrap(), model(&config("GPT2LMHeadModel")));
+    save_checkpoint(dir.path(), 1, &model);
+    let newest = save_checkpoint(dir.path(), 2, &model);
+    let direct = dir.path().join("direct");
+    let exported = export_checkpoint(&newest, &direct, Options::default()).unwrap();
+    assert_eq!((exported.step, exported.checkpoint.clone()), (2, newest.clone()));
+    assert_eq!(bits(&model.load(&direct).unwrap()), bits(&model.flat));
+    assert_eq!(names(&direct), ["config.json", "model.safetensors", "tokenizer.json"]);
+
+    fs::write(newest.join("model/tokenizer.json"), "[]").unwrap();
+    assert_error(export_checkpoint(&newest, &dir.path().join("x"), Options::default()), &["tokenizer.json", "checksum"]);
+    let fallback = export_checkpoint(dir.path(), &dir.path().join("y"), Options::default()).unwrap();
+    assert_eq!((fallback.step, fallback.warnings.len()), (1, 1));
+    assert_error(export_checkpoint(&direct, &dir.path().join("z"), Options::default()), &["no good checkpoint"]);
+}
+
+#[test]
+fn the_files_around_the_weights_are_collected() {
+    let (_dir, out, model) = exported("LlamaForCausalLM", Options::default());
+    let files = model_files(&out).unwrap();
+    assert_eq!(files.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>(), ["config.json", "tokenizer.json"]);
+    assert_eq!(files[1], model.files[1]);
+    fs::remove_file(out.join(CONFIG)).unwrap();
+    assert_error(model_files(&out), &["config.json"]);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(300))]
+
+    #[test]
+    fn arbitrary_headers_never_panic(header in prop::collection::vec(any::<u8>(), 0..200), data in 0usize..64) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(SINGLE);
+        fs::write(&path, raw(&header, data)).unwrap();
+        let _ = TensorFile::open(&path);
+        fs::write(&path, header).unwrap();
+        let _ = TensorFile::open(&path);
+    }
+
+    #[test]
+    fn headers_of_arbitrary_numbers_never_panic_and_never_reach_outside(
+        tensors in prop::collection::vec((0u64..12, 0u64..12, prop::collection::vec(any::<u64>().prop_map(|n| n >> (n % 64)), 0..3)), 0..4),
+        data in 0usize..24,
+    ) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(SINGLE);
+        let map: serde_json::Map<String, Value> = tensors.iter().enumerate().map(|(i, (start, end, shape))| {
+            (format!("t{i}"), json!({"dtype": "U8", "shape": shape, "data_offsets": [start, end]}))
+        }).collect();
+        fs::write(&path, raw(Value::Object(map).to_string().as_bytes(), data)).unwrap();
+        if let Ok(file) = TensorFile::open(&path) {
+            let ends = file.names().map(|name| file.info(name).unwrap().data_offsets.1);
+            prop_assert_eq!(ends.max().unwrap_or(0), data);
+        }
+    }
+
+    #[test]
+    fn a_damaged_file_loads_or_is_refused(at in any::<prop::sample::Index>(), byte in any::<u8>()) {
+        let (_dir, out, model) = exported("Phi3ForCausalLM", Options::default());
+        let mut bytes = fs::read(out.join(SINGLE)).unwrap();
+        let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize + 8;
+        bytes[at.index(header)] = byte;
+        fs::write(out.join(SINGLE), bytes).unwrap();
+        if let Err(e) = model.load(&out) {
+            prop_assert!(!e.to_string().contains('\n'));
+        }
+    }
+}
