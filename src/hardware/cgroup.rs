@@ -119,6 +119,7 @@ mod tests {
             ("sys/fs/cgroup/slice/memory.max", "8589934592\n"),
             ("sys/fs/cgroup/slice/job/cpu.max", "400000 100000\n"),
             ("sys/fs/cgroup/slice/job/memory.max", "max\n"),
+            ("sys/fs/cgroup/memory.max", "17179869184\n"),
             ("sys/fs/cgroup/slice/cpuset.cpus.effective", "0-7\n"),
             ("sys/fs/cgroup/slice/job/cpuset.cpus.effective", "2-3\n"),
             ("sys/fs/cgroup/cpu.max", "nonsense\n"),

@@ -448,6 +448,7 @@ pub(super) mod tests {
                 "proc/driver/nvidia/version",
                 "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  570.124.06  Release Build\nGCC version: 13.2\n",
             ),
+            ("proc/self/status", "CapEff:\t0000000000004000\n"),
             ("dev/nvidia0", ""),
             ("dev/nvidia-uvm", ""),
             ("dev/nvidiactl", ""),
@@ -456,6 +457,7 @@ pub(super) mod tests {
         let topology = Topology::read(dir.path(), Process::default());
         assert_eq!(topology.cpu_model.as_deref(), Some("Arm Neoverse V2"));
         assert!(topology.has_flag("sve2"));
+        assert_eq!(topology.ipc_lock, Some(true));
         assert_eq!((topology.nvidia_driver.as_deref(), topology.nvidia_devices), (Some("570.124.06"), 2));
     }
 

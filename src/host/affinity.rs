@@ -143,6 +143,8 @@ mod tests {
         assert_eq!(choose(&two_nodes(), "0-7", 2), Some((Some(0), vec![1, 2])));
         let four_caches = cpus(&[(0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 3, 3), (0, 3, 4), (0, 3, 5), (1, 6, 6), (1, 6, 7), (1, 8, 8)]);
         assert_eq!(choose(&four_caches, "0-8", 4), Some((Some(0), vec![1, 3, 6, 8])));
+        // The driver is on node 0 already.
+        assert_eq!(choose(&four_caches, "0-8", 1), Some((Some(0), vec![6])));
     }
 
     #[test]
