@@ -138,7 +138,8 @@ mod tests {
         let lines: Vec<serde_json::Value> = output.text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
         assert_eq!(lines.len(), 9 * 3 + 1);
         assert_eq!((&lines[0]["bandwidth_gbps"], &lines[0]["batch"]), (&10.0.into(), &1.into()));
-        assert!(lines[27]["deviation_points_max"].as_f64().unwrap() < 1.5);
+        // The table has one decimal: a fitted peak that is right leaves less than that.
+        assert!(lines[27]["deviation_points_max"].as_f64().unwrap() < 0.1);
     }
 
     #[test]

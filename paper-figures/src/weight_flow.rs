@@ -117,6 +117,7 @@ mod tests {
         assert_eq!(cause("bandwidth_gbps,batch_x\n1,2\n"), "column \"batch_x\" is not batch_N");
         assert_eq!(cause("bandwidth_gbps,batch_1\n1,NaN\n"), "\"NaN\" is not a positive number");
         assert_eq!(cause("bandwidth_gbps,batch_1\n1,\n"), "\"\" is not a positive number");
+        assert_eq!(cause("bandwidth_gbps,batch_1\n-1,2\n"), "\"-1\" is not a positive number");
         assert_eq!(cause("bandwidth_gbps\n1\n"), "no points");
     }
 }
