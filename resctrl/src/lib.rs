@@ -1,1 +1,131 @@
-//! Placeholder.
+//! Cache and memory-bandwidth partitions of Linux, as the kernel's resctrl filesystem shows them: Intel RDT, AMD QoS
+//! and Arm MPAM alike.
+//!
+//! This version only reads: what the machine can partition ([`Info`]), which groups exist and what they may use
+//! ([`CtrlGroup`], [`Schemata`]). It creates, changes and removes nothing, mounts nothing and takes no lock, so another
+//! program may change a group between two reads.
+//!
+//! Every function takes the root of the tree; [`DEFAULT_ROOT`] is where the kernel offers it. Names are the kernel's own.
+
+mod files;
+mod group;
+mod info;
+mod schemata;
+
+pub use group::{CtrlGroup, MonGroup};
+pub use info::{Info, Kind, Resource};
+pub use schemata::{Line, Schemata, Values};
+
+use std::path::{Path, PathBuf};
+
+/// Where the kernel offers its mount point, if it found hardware to partition.
+pub const DEFAULT_ROOT: &str = "/sys/fs/resctrl";
+
+/// Result of everything in this crate that can fail.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// Why a tree could not be read.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The operating system refused to read something.
+    #[error("read {}: {source}", path.display())]
+    Io {
+        /// The file or directory.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// A file holds something that this crate does not understand.
+    #[error("read {}: {cause}", path.display())]
+    Format {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        cause: String,
+    },
+}
+
+/// What was found at a root.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Discovery {
+    /// There is no such directory: the kernel found nothing to partition, or was built without resctrl.
+    NoMountPoint,
+    /// The mount point is there and nothing is mounted on it.
+    NotMounted,
+    /// Mounted.
+    Mounted(Partitions),
+}
+
+/// A mounted tree.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Partitions {
+    /// What can be partitioned and monitored.
+    pub info: Info,
+    /// The control groups: the default group first, then the others by name.
+    pub groups: Vec<CtrlGroup>,
+}
+
+/// Reads the tree at `root`.
+///
+/// # Errors
+/// When something exists and cannot be read, or a file that this crate knows holds something else than it should.
+pub fn discover(root: &Path) -> Result<Discovery> {
+    if !files::exists(root)? {
+        return Ok(Discovery::NoMountPoint);
+    }
+    if !files::exists(&root.join("info"))? {
+        return Ok(Discovery::NotMounted);
+    }
+    Ok(Discovery::Mounted(Partitions { info: Info::read(&root.join("info"))?, groups: group::read_all(root)? }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    #[test]
+    fn says_what_is_missing() {
+        let dir = tempfile::tempdir().unwrap();
+        assert_eq!(discover(&dir.path().join("resctrl")).unwrap(), Discovery::NoMountPoint);
+        assert_eq!(discover(dir.path()).unwrap(), Discovery::NotMounted);
+    }
+
+    /// A Grace as its kernel shows it: one L3 whose id is not 0, gaps in masks allowed, lines newer than this crate.
+    #[test]
+    fn reads_an_mpam_tree() {
+        let dir = tempfile::tempdir().unwrap();
+        let files = [
+            ("info/last_cmd_status", "ok\n"),
+            ("info/L3/cbm_mask", "fff\n"),
+            ("info/L3/min_cbm_bits", "1\n"),
+            ("info/L3/num_closids", "40\n"),
+            ("info/L3/shareable_bits", "fff\n"),
+            ("info/L3/sparse_masks", "1\n"),
+            ("info/MB/bandwidth_gran", "1\n"),
+            ("info/MB/min_bandwidth", "1\n"),
+            ("info/MB/num_closids", "40\n"),
+            ("info/L3_MON/num_rmids", "1\n"),
+            ("info/L3_MON/mon_features", "llc_occupancy\n"),
+            ("cpus_list", "0-71\n"),
+            ("mode", "shareable\n"),
+            ("tasks", "1\n2\n3\n"),
+            ("schemata", "    MB:36=100\n    L3:36=fff\nMB_HLIM:36=0\n"),
+            ("p2/cpus_list", "7-71\n"),
+            ("p2/mode", "shareable\n"),
+            ("p2/tasks", ""),
+            ("p2/schemata", "    MB:36=20\n    L3:36=00f\n"),
+        ];
+        for (path, text) in files {
+            let path = dir.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        }
+        let Discovery::Mounted(partitions) = discover(dir.path()).unwrap() else { panic!("is mounted") };
+        assert_eq!(partitions.info.num_closids(), Some(40));
+        let [default, adam] = &partitions.groups[..] else { panic!("two groups") };
+        assert_eq!((default.name.as_str(), default.tasks, default.cpus_list.as_str()), ("", 3, "0-71"));
+        assert_eq!(adam.schemata.to_string(), "MB:36=20 L3:36=f");
+        assert_eq!(default.schemata.lines[2].values, Values::Text("36=0".into()));
+    }
+}

@@ -1,1 +1,7 @@
-//! Being written.
+//! What this machine is: facts from `/proc` and `/sys`, and the report that a person reads.
+
+pub mod cgroup;
+pub mod cpu_list;
+pub mod doctor;
+mod parse;
+pub mod topology;

@@ -1,5 +1,6 @@
 //! The CPU's side of the machine: thread placement, shared memory, the optimizer's pool.
 
+pub mod affinity;
 pub mod doorbell;
 pub mod pinned;
 pub mod pool;

@@ -1,0 +1,350 @@
+//! What `superoffload doctor` prints: the machine as the engine sees it, one fact a line, and what would make it faster.
+
+use super::topology::{Cache, NumaNode, Topology};
+use crate::units::Bytes;
+use std::path::Path;
+
+/// Width of the names: the longest is `transparent huge pages`.
+const NAME_CHARS: usize = 24;
+
+/// The report on `topology`, lines of `name: value` and a last section of advice. `isa` is what the optimizer's kernels
+/// run on (`avx512`, `avx2`, `scalar`); `resctrl_root` is where to look for partitions, normally `/sys/fs/resctrl`.
+pub fn report(topology: &Topology, isa: &str, resctrl_root: &Path) -> String {
+    let partitions = Partitions::discover(topology, resctrl_root);
+    let mut lines: Vec<String> = facts(topology, isa, &partitions).into_iter().map(|(name, value)| line(name, &value)).collect();
+    lines.push("\nwould make it faster:".into());
+    let advice = advice(topology, isa, &partitions);
+    lines.extend(advice.iter().map(|text| format!("  - {text}")));
+    if advice.is_empty() {
+        lines.push("  nothing found".into());
+    }
+    lines.join("\n") + "\n"
+}
+
+fn line(name: &str, value: &str) -> String {
+    format!("{:<NAME_CHARS$}{value}", format!("{name}:"))
+}
+
+fn facts(topology: &Topology, isa: &str, partitions: &Partitions) -> Vec<(&'static str, String)> {
+    let mut facts = vec![
+        ("cpu", format!("{} ({})", or_unknown(topology.cpu_model.as_deref()), topology.arch)),
+        ("isa", isa.to_owned()),
+        ("cpus online", cpus(topology)),
+        ("cpus usable", topology.usable_cpus().map_or_else(unknown, |usable| usable.to_string())),
+        ("caches", caches(&topology.caches)),
+        ("memory", memory(topology)),
+        ("memory limit", memory_limit(topology)),
+    ];
+    facts.extend(topology.numa_nodes.iter().map(|node| ("numa node", numa_node(node))));
+    facts.extend([
+        ("page size", size(topology.page_bytes.map(|bytes| bytes as u64))),
+        ("transparent huge pages", topology.thp.clone().unwrap_or_else(|| "not in this kernel".into())),
+        ("huge pages", huge_pages(topology)),
+        ("locked memory", memlock(topology)),
+        ("resctrl", partitions.state.clone()),
+    ]);
+    facts.extend(partitions.groups.iter().map(|group| ("resctrl group", group.clone())));
+    facts.extend([("perf", perf(topology)), ("gpu", gpu(topology)), ("kernel", or_unknown(topology.kernel.as_deref()).to_owned())]);
+    facts
+}
+
+fn unknown() -> String {
+    "unknown".into()
+}
+
+fn or_unknown(text: Option<&str>) -> &str {
+    text.unwrap_or("unknown")
+}
+
+fn size(bytes: Option<u64>) -> String {
+    bytes.map_or_else(unknown, |bytes| Bytes(bytes).to_string())
+}
+
+fn cpus(topology: &Topology) -> String {
+    if topology.cpus.is_empty() {
+        return unknown();
+    }
+    let count = |number: Option<usize>, what| number.map_or_else(|| format!("{what}s unknown"), |number| plural(number, what));
+    let (cores, packages) = (count(topology.cores(), "core"), count(topology.packages(), "package"));
+    format!("{}, {cores}, {packages}", plural(topology.cpus.len(), "thread"))
+}
+
+fn plural(number: usize, what: &str) -> String {
+    format!("{number} {what}{}", if number == 1 { "" } else { "s" })
+}
+
+/// `L1d 48.0 KiB x2, L2 1.0 MiB x2, L3 32.0 MiB`; instruction caches say nothing about an optimizer.
+fn caches(caches: &[Cache]) -> String {
+    let data: Vec<_> = caches.iter().filter(|cache| cache.kind != "Instruction").map(cache_name).collect();
+    let print = |same: &[String]| if same.len() == 1 { same[0].clone() } else { format!("{} x{}", same[0], same.len()) };
+    let kinds: Vec<_> = data.chunk_by(|a, b| a == b).map(print).collect();
+    if kinds.is_empty() { unknown() } else { kinds.join(", ") }
+}
+
+fn cache_name(cache: &Cache) -> String {
+    let suffix = if cache.kind == "Data" { "d" } else { "" };
+    format!("L{}{suffix} {}", cache.level, size(cache.bytes))
+}
+
+fn memory(topology: &Topology) -> String {
+    format!("{}, {} available", size(topology.memory_total_bytes), size(topology.memory_available_bytes))
+}
+
+fn memory_limit(topology: &Topology) -> String {
+    let limit = topology.cgroup.memory_bytes.as_ref();
+    limit.map_or_else(|| "none".into(), |limit| format!("{} ({})", Bytes(limit.value), limit.file.display()))
+}
+
+fn numa_node(node: &NumaNode) -> String {
+    format!("{}: {}, cpus {}", node.id, size(node.memory_bytes), node.cpus)
+}
+
+fn huge_pages(topology: &Topology) -> String {
+    let pool = |pool: &super::topology::HugePages| {
+        let count = |number: Option<u64>| number.map_or_else(unknown, |number| number.to_string());
+        format!("{} of {} free at {}", count(pool.free), count(pool.total), Bytes(pool.page_bytes))
+    };
+    let pools: Vec<_> = topology.huge_pages.iter().map(pool).collect();
+    if pools.is_empty() { "not in this kernel".into() } else { pools.join(", ") }
+}
+
+fn memlock(topology: &Topology) -> String {
+    let limit = match topology.process.memlock_bytes {
+        Some(u64::MAX) => "unlimited".into(),
+        bytes => size(bytes),
+    };
+    if topology.ipc_lock == Some(true) { format!("{limit}, not enforced (CAP_IPC_LOCK)") } else { limit }
+}
+
+fn perf(topology: &Topology) -> String {
+    let Some(paranoid) = topology.perf_event_paranoid else { return "not in this kernel".into() };
+    let is_pmu = |name: &String| name.starts_with("cpu") || name.starts_with("armv8_pmu");
+    let counters = if topology.perf_sources.iter().any(is_pmu) { "hardware counters" } else { "software events only" };
+    let scope = match paranoid {
+        ..=0 => "whole machine",
+        1..=2 => "own processes",
+        _ => "needs CAP_PERFMON",
+    };
+    format!("{counters}, {scope} (perf_event_paranoid {paranoid})")
+}
+
+fn gpu(topology: &Topology) -> String {
+    let build = "this build has no CUDA device";
+    match &topology.nvidia_driver {
+        Some(version) => format!("NVIDIA driver {version}, {}; {build}", plural(topology.nvidia_devices, "GPU")),
+        None if topology.nvidia_devices > 0 => {
+            format!("{} but no NVIDIA driver loaded; {build}", plural(topology.nvidia_devices, "device file"))
+        }
+        None => format!("no NVIDIA driver; {build}"),
+    }
+}
+
+/// What can be partitioned, in words, and what to do about it.
+#[derive(Default)]
+struct Partitions {
+    state: String,
+    groups: Vec<String>,
+    advice: Option<String>,
+}
+
+impl Partitions {
+    #[cfg(not(feature = "mpam"))]
+    fn discover(_: &Topology, _: &Path) -> Self {
+        Self { state: "compiled out (cargo feature mpam)".into(), ..Self::default() }
+    }
+
+    #[cfg(feature = "mpam")]
+    fn discover(topology: &Topology, root: &Path) -> Self {
+        use superoffload_resctrl::Discovery;
+        match superoffload_resctrl::discover(root) {
+            Ok(Discovery::Mounted(found)) => {
+                Self { state: found.info.to_string(), groups: found.groups.iter().map(ToString::to_string).collect(), advice: None }
+            }
+            Ok(Discovery::NotMounted) => Self {
+                state: "supported, not mounted".into(),
+                advice: Some(format!("partition caches and bandwidth: mount -t resctrl resctrl {}", root.display())),
+                ..Self::default()
+            },
+            Ok(Discovery::NoMountPoint) => Self::without_mount_point(topology),
+            Err(error) => Self { state: error.to_string(), ..Self::default() },
+        }
+    }
+
+    /// No mount point: the kernel saw nothing to partition. Only x86 CPUs say for themselves whether that is so.
+    #[cfg(feature = "mpam")]
+    fn without_mount_point(topology: &Topology) -> Self {
+        let features: Vec<_> = ["cat_l3", "cat_l2", "mba", "cqm_llc"].into_iter().filter(|flag| topology.has_flag(flag)).collect();
+        if features.is_empty() {
+            return Self { state: "not offered by this CPU or kernel".into(), ..Self::default() };
+        }
+        let advice = match topology.resctrl_in_kernel {
+            Some(true) => "the CPU can partition caches and bandwidth, the kernel turned it off: see rdt= on its command line",
+            _ => "the CPU can partition caches and bandwidth, the kernel cannot: boot one with CONFIG_X86_CPU_RESCTRL",
+        };
+        Self { state: format!("CPU has {}, kernel offers none", features.join(" ")), groups: Vec::new(), advice: Some(advice.into()) }
+    }
+}
+
+fn advice(topology: &Topology, isa: &str, partitions: &Partitions) -> Vec<String> {
+    let advice = [
+        cpu_quota(topology),
+        affinity(topology),
+        vector_isa(topology, isa),
+        small_memory(topology),
+        thp_off(topology),
+        small_memlock(topology),
+        partitions.advice.clone(),
+    ];
+    advice.into_iter().flatten().collect()
+}
+
+fn cpu_quota(topology: &Topology) -> Option<String> {
+    let limit = topology.cgroup.cpu_quota.as_ref()?;
+    let cpus = topology.usable_cpus()?.affinity.len();
+    let limits = limit.value < cpus as f64;
+    limits.then(|| format!("the cgroup grants {:.1} of {cpus} CPUs' time: raise {}", limit.value, limit.file.display()))
+}
+
+fn affinity(topology: &Topology) -> Option<String> {
+    let usable = topology.usable_cpus()?;
+    let cpus = usable.affinity.len();
+    let cause = match &topology.cgroup.cpus {
+        Some(limit) if limit.value.len() <= cpus => format!("widen {}", limit.file.display()),
+        _ => "start without taskset or numactl".into(),
+    };
+    (cpus < usable.online).then(|| format!("only {cpus} of {} CPUs are allowed ({}): {cause}", usable.online, usable.affinity))
+}
+
+/// Arm's vector kernels need no advice: every aarch64 CPU has NEON.
+fn vector_isa(topology: &Topology, isa: &str) -> Option<String> {
+    let (has_avx2, has_avx512) = (topology.has_flag("avx2"), topology.has_flag("avx512f"));
+    let unused = if has_avx512 { isa != "avx512" } else { has_avx2 && isa != "avx2" };
+    if topology.arch != "x86_64" || topology.cpu_flags.is_empty() {
+        None
+    } else if unused {
+        Some(format!("the optimizer runs on {isa}, the CPU has {}", if has_avx512 { "AVX-512" } else { "AVX2" }))
+    } else if !has_avx2 {
+        Some("the CPU has no AVX2: the optimizer runs on scalar code".into())
+    } else {
+        (!has_avx512).then(|| "the CPU has no AVX-512: the optimizer runs on AVX2".into())
+    }
+}
+
+fn small_memory(topology: &Topology) -> Option<String> {
+    let limit = topology.cgroup.memory_bytes.as_ref()?;
+    let total = topology.memory_total_bytes?;
+    (limit.value < total).then(|| format!("the cgroup grants {} of {}: raise {}", Bytes(limit.value), Bytes(total), limit.file.display()))
+}
+
+fn thp_off(topology: &Topology) -> Option<String> {
+    let off = topology.thp.as_deref() == Some("never");
+    off.then(|| "transparent huge pages are off: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled".into())
+}
+
+/// Optimizer states are locked in memory: a limit under half of what the process may use is in the way.
+fn small_memlock(topology: &Topology) -> Option<String> {
+    let (limit, usable) = (topology.process.memlock_bytes?, topology.memory_usable_bytes()?);
+    let limits = limit < usable / 2 && topology.ipc_lock != Some(true);
+    limits.then(|| format!("only {} may be locked: ulimit -l unlimited (LimitMEMLOCK=infinity, --ulimit memlock=-1)", Bytes(limit)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::cgroup::Limit;
+    use super::super::cpu_list::CpuList;
+    use super::super::topology::Process;
+    use super::super::topology::tests::{tree, two_sockets};
+    use super::*;
+
+    /// The machine of the topology's tests, as an x86-64 build sees it.
+    fn server() -> Topology {
+        let process = Process { affinity: CpuList::parse("0-6"), memlock_bytes: Some(8 << 20) };
+        Topology { arch: "x86_64", ..Topology::read(two_sockets().path(), process) }
+    }
+
+    fn advice_of(change: impl FnOnce(&mut Topology), isa: &str) -> Vec<String> {
+        let mut topology = server();
+        topology.cpu_flags = vec!["avx2".into(), "avx512f".into()];
+        (topology.thp, topology.process.memlock_bytes) = (Some("madvise".into()), Some(u64::MAX));
+        change(&mut topology);
+        advice(&topology, isa, &Partitions::default())
+    }
+
+    #[test]
+    fn prints_one_fact_a_line_and_advice() {
+        let report = report(&server(), "avx2", Path::new("/nowhere"));
+        let facts: Vec<_> = report.lines().take_while(|line| !line.is_empty()).collect();
+        let expected = [
+            "cpu:                    Example CPU @ 2.00GHz (x86_64)",
+            "isa:                    avx2",
+            "cpus online:            7 threads, 4 cores, 2 packages",
+            "cpus usable:            7 of 7 CPUs (affinity 0-6, no cgroup quota)",
+            "caches:                 L1d 48.0 KiB x4, L2 2.0 MiB x4, L3 32.0 MiB x2",
+            "memory:                 64.0 GiB, 48.0 GiB available",
+            "memory limit:           none",
+            "numa node:              0: 32.0 GiB, cpus 0-1,4-5",
+            "numa node:              1: 32.0 GiB, cpus 2-3,6",
+            "page size:              unknown",
+            "transparent huge pages: never",
+            "huge pages:             4 of 16 free at 2.0 MiB, unknown of 0 free at 1.0 GiB",
+            "locked memory:          8.0 MiB",
+        ];
+        assert_eq!(facts[..expected.len()], expected);
+        let rest = [
+            "perf:                   software events only, own processes (perf_event_paranoid 2)",
+            "gpu:                    no NVIDIA driver; this build has no CUDA device",
+            "kernel:                 6.12.1",
+        ];
+        assert_eq!(facts[expected.len() + 1..], rest);
+        for advice in ["no AVX-512", "echo madvise", "only 8.0 MiB may be locked"] {
+            assert!(report.contains(advice), "{advice} in\n{report}");
+        }
+    }
+
+    #[test]
+    fn an_unknown_machine_is_said_to_be_unknown() {
+        let report = report(&Topology::read(tree(&[]).path(), Process::default()), "scalar", Path::new("/nowhere"));
+        assert!(report.contains("cpu:                    unknown"));
+        assert!(report.contains("perf:                   not in this kernel"));
+        assert!(report.ends_with("would make it faster:\n  nothing found\n"), "{report}");
+    }
+
+    #[test]
+    fn each_limit_has_its_advice() {
+        assert_eq!(advice_of(|_| {}, "avx512"), Vec::<String>::new());
+        assert_eq!(advice_of(|_| {}, "avx2"), ["the optimizer runs on avx2, the CPU has AVX-512"]);
+        let quota = |t: &mut Topology| t.cgroup.cpu_quota = Some(Limit { value: 2.0, file: "/c/cpu.max".into() });
+        assert_eq!(advice_of(quota, "avx512"), ["the cgroup grants 2.0 of 7 CPUs' time: raise /c/cpu.max"]);
+        let mask = |t: &mut Topology| t.process.affinity = CpuList::parse("0-1");
+        assert_eq!(advice_of(mask, "avx512"), ["only 2 of 7 CPUs are allowed (0-1): start without taskset or numactl"]);
+        let memory = |t: &mut Topology| t.cgroup.memory_bytes = Some(Limit { value: 1 << 30, file: "/c/memory.max".into() });
+        assert_eq!(advice_of(memory, "avx512"), ["the cgroup grants 1.0 GiB of 64.0 GiB: raise /c/memory.max"]);
+        let locked = |t: &mut Topology| (t.process.memlock_bytes, t.ipc_lock) = (Some(0), Some(true));
+        assert_eq!(advice_of(locked, "avx512"), Vec::<String>::new());
+    }
+
+    #[cfg(feature = "mpam")]
+    #[test]
+    fn partitions_are_found_or_explained() {
+        let topology = server();
+        let none = Partitions::discover(&topology, Path::new("/nowhere"));
+        assert_eq!(none.state, "CPU has cat_l3 mba, kernel offers none");
+        assert!(none.advice.unwrap().contains("rdt="));
+
+        let root = tree(&[]);
+        let unmounted = Partitions::discover(&topology, root.path());
+        assert_eq!(unmounted.state, "supported, not mounted");
+        assert!(unmounted.advice.unwrap().contains("mount -t resctrl"));
+
+        let root = tree(&[("info/MB/min_bandwidth", "10\n"), ("schemata", "MB:0=100\n"), ("tasks", "1\n"), ("cpus_list", "0-1\n")]);
+        let mounted = Partitions::discover(&topology, root.path());
+        assert_eq!((mounted.state.as_str(), mounted.advice), ("MB min_bandwidth 10", None));
+        assert_eq!(mounted.groups, ["/: MB:0=100, cpus 0-1, 1 tasks"]);
+    }
+
+    #[cfg(not(feature = "mpam"))]
+    #[test]
+    fn partitions_are_compiled_out() {
+        assert_eq!(Partitions::discover(&server(), Path::new("/")).state, "compiled out (cargo feature mpam)");
+    }
+}

@@ -1,0 +1,514 @@
+//! Facts of this machine, as `/proc` and `/sys` state them. A fact that is not there is `None` or empty; nothing is guessed.
+//!
+//! Everything is read below a root path, so that a tree recorded on one machine can be read on another.
+
+use super::cgroup::CgroupLimits;
+use super::cpu_list::CpuList;
+use super::parse;
+use nix::sched::{CpuSet, sched_getaffinity};
+use nix::sys::resource::{Resource, getrlimit};
+use nix::unistd::Pid;
+use std::fmt;
+use std::fs;
+use std::path::Path;
+
+/// A machine, and what this process may use of it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Topology {
+    /// Architecture that this program was built for: `x86_64`, `aarch64`.
+    pub arch: &'static str,
+    /// Kernel release.
+    pub kernel: Option<String>,
+    /// Name of the CPU.
+    pub cpu_model: Option<String>,
+    /// Instruction-set and platform features, in the kernel's words: `avx2`, `sve2`, `mba`.
+    pub cpu_flags: Vec<String>,
+    /// CPUs that are online, ascending.
+    pub cpus: Vec<Cpu>,
+    /// Memory nodes, ascending; nodes of a GPU have no CPUs.
+    pub numa_nodes: Vec<NumaNode>,
+    /// Every cache once.
+    pub caches: Vec<Cache>,
+    /// All memory of the machine.
+    pub memory_total_bytes: Option<u64>,
+    /// Memory that can be had without swapping.
+    pub memory_available_bytes: Option<u64>,
+    /// Size of a page.
+    pub page_bytes: Option<usize>,
+    /// Transparent huge pages: `always`, `madvise` or `never`.
+    pub thp: Option<String>,
+    /// Pools of huge pages, ascending by page size.
+    pub huge_pages: Vec<HugePages>,
+    /// Limits that control groups set.
+    pub cgroup: CgroupLimits,
+    /// Limits of this process.
+    pub process: Process,
+    /// Whether locked memory is exempt from its limit (`CAP_IPC_LOCK`).
+    pub ipc_lock: Option<bool>,
+    /// `perf_event_paranoid`: the lower the more may be measured; `None`: a kernel without perf.
+    pub perf_event_paranoid: Option<i64>,
+    /// Sources of performance events; `cpu` or `armv8_pmuv3_0` are the hardware's counters.
+    pub perf_sources: Vec<String>,
+    /// Whether the kernel has the resctrl filesystem built in.
+    pub resctrl_in_kernel: Option<bool>,
+    /// Release of the NVIDIA kernel driver, if it is loaded; `unknown` if it does not say.
+    pub nvidia_driver: Option<String>,
+    /// Device files of NVIDIA GPUs.
+    pub nvidia_devices: usize,
+}
+
+/// A logical CPU. Cores and caches are known by the lowest CPU that belongs to them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Cpu {
+    /// Number of the CPU.
+    pub id: usize,
+    /// Socket.
+    pub package: Option<u32>,
+    /// Physical core: CPUs with the same value are SMT siblings.
+    pub core: Option<usize>,
+    /// Memory node.
+    pub numa_node: Option<usize>,
+    /// Last-level cache of level 3.
+    pub l3: Option<usize>,
+}
+
+/// A memory node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NumaNode {
+    /// Number of the node.
+    pub id: usize,
+    /// CPUs beside this memory.
+    pub cpus: CpuList,
+    /// Size.
+    pub memory_bytes: Option<u64>,
+}
+
+/// One cache.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Cache {
+    /// 1, 2, 3.
+    pub level: u32,
+    /// `Data`, `Instruction` or `Unified`.
+    pub kind: String,
+    /// Size.
+    pub bytes: Option<u64>,
+    /// CPUs that share it.
+    pub cpus: CpuList,
+}
+
+/// A pool of huge pages.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct HugePages {
+    /// Size of one.
+    pub page_bytes: u64,
+    /// Reserved.
+    pub total: Option<u64>,
+    /// Reserved and unused.
+    pub free: Option<u64>,
+}
+
+/// What only system calls tell.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Process {
+    /// CPUs that the calling thread may run on.
+    pub affinity: Option<CpuList>,
+    /// Limit of locked memory (`RLIMIT_MEMLOCK`); `u64::MAX`: unlimited.
+    pub memlock_bytes: Option<u64>,
+}
+
+/// CPUs that this process can use, and why not more.
+#[derive(Clone, Debug, PartialEq)]
+pub struct UsableCpus {
+    /// CPUs of the affinity mask.
+    pub affinity: CpuList,
+    /// CPU time that the control groups grant, in CPUs.
+    pub quota: Option<f64>,
+    /// CPUs of the machine.
+    pub online: usize,
+}
+
+impl Process {
+    /// The calling thread's affinity and the process's limits.
+    pub fn current() -> Self {
+        let allowed = |set: CpuSet| (0..CpuSet::count()).filter(|&cpu| set.is_set(cpu) == Ok(true)).collect();
+        Self {
+            affinity: sched_getaffinity(Pid::from_raw(0)).ok().map(allowed),
+            memlock_bytes: getrlimit(Resource::RLIMIT_MEMLOCK).ok().map(|(soft, _hard)| soft),
+        }
+    }
+}
+
+impl Topology {
+    /// This machine, as the calling thread may use it. Call it before any thread is pinned.
+    pub fn this_machine() -> Self {
+        Self::read(Path::new("/"), Process::current())
+    }
+
+    /// The machine whose `proc`, `sys` and `dev` lie below `root`.
+    pub fn read(root: &Path, process: Process) -> Self {
+        let tree = Tree(root);
+        let cpuinfo = tree.text("proc/cpuinfo").unwrap_or_default();
+        let meminfo = tree.text("proc/meminfo").unwrap_or_default();
+        let numa_nodes = tree.numa_nodes();
+        let caches = tree.caches();
+        Self {
+            arch: std::env::consts::ARCH,
+            kernel: tree.text("proc/sys/kernel/osrelease"),
+            cpu_model: cpu_model(&cpuinfo),
+            cpu_flags: cpu_flags(&cpuinfo),
+            cpus: tree.cpus(&numa_nodes, &caches),
+            numa_nodes,
+            caches,
+            memory_total_bytes: parse::meminfo_bytes(&meminfo, "MemTotal"),
+            memory_available_bytes: parse::meminfo_bytes(&meminfo, "MemAvailable"),
+            page_bytes: tree.page_bytes(),
+            thp: tree.text("sys/kernel/mm/transparent_hugepage/enabled").and_then(|text| parse::chosen(&text).map(str::to_owned)),
+            huge_pages: tree.huge_pages(),
+            cgroup: CgroupLimits::read(root),
+            process,
+            ipc_lock: tree.ipc_lock(),
+            perf_event_paranoid: tree.number("proc/sys/kernel/perf_event_paranoid"),
+            perf_sources: tree.names("sys/bus/event_source/devices"),
+            resctrl_in_kernel: tree.text("proc/filesystems").map(|text| text.split_whitespace().any(|word| word == "resctrl")),
+            nvidia_driver: tree.text("proc/driver/nvidia/version").map(|text| parse::version(&text).unwrap_or("unknown").to_owned()),
+            nvidia_devices: numbered(&tree.names("dev"), "nvidia").len(),
+        }
+    }
+
+    /// Which CPUs this process can use; `None` if neither its affinity nor the CPUs online are known.
+    pub fn usable_cpus(&self) -> Option<UsableCpus> {
+        let online: CpuList = self.cpus.iter().map(|cpu| cpu.id).collect();
+        let count = online.len();
+        let affinity = self.process.affinity.clone().or_else(|| (count > 0).then_some(online))?;
+        let online = count.max(affinity.len());
+        Some(UsableCpus { affinity, quota: self.cgroup.cpu_quota.as_ref().map(|limit| limit.value), online })
+    }
+
+    /// Physical cores online; `None` if the kernel does not tell cores apart.
+    pub fn cores(&self) -> Option<usize> {
+        self.count(|cpu| cpu.core)
+    }
+
+    /// Sockets; `None` if the kernel does not tell.
+    pub fn packages(&self) -> Option<usize> {
+        self.count(|cpu| cpu.package)
+    }
+
+    /// Memory that this process can hope for: what is available, at most what its control groups allow.
+    pub fn memory_usable_bytes(&self) -> Option<u64> {
+        let limit = self.cgroup.memory_bytes.as_ref().map(|limit| limit.value);
+        [self.memory_available_bytes.or(self.memory_total_bytes), limit].into_iter().flatten().min()
+    }
+
+    /// Whether the CPU has the feature that the kernel calls `flag`.
+    pub fn has_flag(&self, flag: &str) -> bool {
+        self.cpu_flags.iter().any(|known| known == flag)
+    }
+
+    /// How many different values `of` has over all CPUs.
+    fn count<T: Ord>(&self, of: impl Fn(&Cpu) -> Option<T>) -> Option<usize> {
+        let mut values = self.cpus.iter().map(of).collect::<Option<Vec<_>>>()?;
+        values.sort_unstable();
+        values.dedup();
+        (!values.is_empty()).then_some(values.len())
+    }
+}
+
+impl UsableCpus {
+    /// How many threads make sense: the CPUs of the mask, at most the quota rounded up; at least one.
+    pub fn count(&self) -> usize {
+        let quota = self.quota.map_or(usize::MAX, |quota| quota.ceil() as usize);
+        self.affinity.len().min(quota).max(1)
+    }
+}
+
+impl fmt::Display for UsableCpus {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} of {} CPUs (affinity {}, ", self.count(), self.online, self.affinity)?;
+        match self.quota {
+            Some(quota) => write!(f, "cgroup quota {quota:.1})"),
+            None => f.write_str("no cgroup quota)"),
+        }
+    }
+}
+
+/// The name that the kernel prints; Arm's kernel prints numbers instead, of which the server cores are known here.
+fn cpu_model(cpuinfo: &str) -> Option<String> {
+    if let Some(name) = parse::field(cpuinfo, "model name") {
+        return Some(name.to_owned());
+    }
+    let implementer = parse::field(cpuinfo, "CPU implementer")?;
+    let part = parse::field(cpuinfo, "CPU part")?;
+    let known = match (implementer, part) {
+        ("0x41", "0xd0c") => "Arm Neoverse N1",
+        ("0x41", "0xd40") => "Arm Neoverse V1",
+        ("0x41", "0xd49") => "Arm Neoverse N2",
+        ("0x41", "0xd4f") => "Arm Neoverse V2",
+        ("0x41", "0xd84") => "Arm Neoverse V3",
+        ("0x41", "0xd8e") => "Arm Neoverse N3",
+        _ => return Some(format!("implementer {implementer} part {part}")),
+    };
+    Some(known.to_owned())
+}
+
+fn cpu_flags(cpuinfo: &str) -> Vec<String> {
+    let flags = parse::field(cpuinfo, "flags").or_else(|| parse::field(cpuinfo, "Features"));
+    flags.unwrap_or_default().split_whitespace().map(str::to_owned).collect()
+}
+
+/// Numbers N of the names `prefixN`, ascending.
+fn numbered(names: &[String], prefix: &str) -> Vec<usize> {
+    let mut numbers: Vec<_> = names.iter().filter_map(|name| name.strip_prefix(prefix)?.parse().ok()).collect();
+    numbers.sort_unstable();
+    numbers
+}
+
+/// A machine's files.
+struct Tree<'a>(&'a Path);
+
+impl Tree<'_> {
+    fn text(&self, path: &str) -> Option<String> {
+        fs::read_to_string(self.0.join(path)).ok().map(|text| text.trim().to_owned())
+    }
+
+    fn number<T: std::str::FromStr>(&self, path: &str) -> Option<T> {
+        self.text(path)?.parse().ok()
+    }
+
+    fn cpu_list(&self, path: &str) -> Option<CpuList> {
+        CpuList::parse(&self.text(path)?)
+    }
+
+    /// Names in a directory, sorted.
+    fn names(&self, path: &str) -> Vec<String> {
+        let entries = fs::read_dir(self.0.join(path)).into_iter().flatten().flatten();
+        let mut names: Vec<_> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
+        names.sort();
+        names
+    }
+
+    fn cpus(&self, numa_nodes: &[NumaNode], caches: &[Cache]) -> Vec<Cpu> {
+        let online = self.cpu_list("sys/devices/system/cpu/online").unwrap_or_default();
+        let cpu = |id| {
+            let topology = format!("sys/devices/system/cpu/cpu{id}/topology");
+            let siblings = ["core_cpus_list", "thread_siblings_list"].iter().find_map(|file| self.cpu_list(&format!("{topology}/{file}")));
+            Cpu {
+                id,
+                package: self.number(&format!("{topology}/physical_package_id")),
+                core: siblings.and_then(|cpus| cpus.first()),
+                numa_node: numa_nodes.iter().find(|node| node.cpus.contains(id)).map(|node| node.id),
+                l3: caches.iter().find(|cache| cache.level == 3 && cache.cpus.contains(id)).and_then(|cache| cache.cpus.first()),
+            }
+        };
+        online.iter().map(cpu).collect()
+    }
+
+    fn numa_nodes(&self) -> Vec<NumaNode> {
+        let ids = numbered(&self.names("sys/devices/system/node"), "node");
+        let node = |id| {
+            let dir = format!("sys/devices/system/node/node{id}");
+            let meminfo = self.text(&format!("{dir}/meminfo")).unwrap_or_default();
+            let cpus = self.cpu_list(&format!("{dir}/cpulist")).unwrap_or_default();
+            NumaNode { id, cpus, memory_bytes: parse::meminfo_bytes(&meminfo, "MemTotal") }
+        };
+        ids.into_iter().map(node).collect()
+    }
+
+    fn caches(&self) -> Vec<Cache> {
+        let mut caches = Vec::new();
+        for cpu in numbered(&self.names("sys/devices/system/cpu"), "cpu") {
+            let dir = format!("sys/devices/system/cpu/cpu{cpu}/cache");
+            let indices = numbered(&self.names(&dir), "index");
+            caches.extend(indices.into_iter().filter_map(|index| self.cache(&format!("{dir}/index{index}"))));
+        }
+        caches.sort();
+        caches.dedup();
+        caches
+    }
+
+    fn cache(&self, dir: &str) -> Option<Cache> {
+        Some(Cache {
+            level: self.number(&format!("{dir}/level"))?,
+            kind: self.text(&format!("{dir}/type"))?,
+            bytes: self.text(&format!("{dir}/size")).and_then(|text| parse::size_bytes(&text)),
+            cpus: self.cpu_list(&format!("{dir}/shared_cpu_list"))?,
+        })
+    }
+
+    fn huge_pages(&self) -> Vec<HugePages> {
+        let pool = |name: &String| {
+            let page_bytes = parse::size_bytes(name.strip_prefix("hugepages-")?.strip_suffix('B')?.to_uppercase().as_str())?;
+            let count = |file: &str| self.number(&format!("sys/kernel/mm/hugepages/{name}/{file}"));
+            Some(HugePages { page_bytes, total: count("nr_hugepages"), free: count("free_hugepages") })
+        };
+        let mut pools: Vec<_> = self.names("sys/kernel/mm/hugepages").iter().filter_map(pool).collect();
+        pools.sort();
+        pools
+    }
+
+    /// From the vector that the kernel hands to every program: what `sysconf` answers too.
+    fn page_bytes(&self) -> Option<usize> {
+        const AT_PAGESZ: usize = 6;
+        parse::auxv(&fs::read(self.0.join("proc/self/auxv")).ok()?, AT_PAGESZ)
+    }
+
+    fn ipc_lock(&self) -> Option<bool> {
+        const CAP_IPC_LOCK: u64 = 1 << 14;
+        let status = self.text("proc/self/status")?;
+        let effective = u64::from_str_radix(parse::field(&status, "CapEff")?, 16).ok()?;
+        Some(effective & CAP_IPC_LOCK != 0)
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// A directory that holds `files`.
+    pub fn tree(files: &[(&str, &str)]) -> tempfile::TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        for (path, text) in files {
+            write(dir.path(), path, text);
+        }
+        dir
+    }
+
+    fn write(root: &Path, path: &str, text: &str) {
+        let path = root.join(path);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, text).unwrap();
+    }
+
+    /// Two sockets of two cores with two threads each, numbered as servers do: siblings four apart, CPU 7 offline.
+    pub fn two_sockets() -> tempfile::TempDir {
+        let dir = tree(&[
+            ("proc/cpuinfo", "processor\t: 0\nmodel name\t: Example CPU @ 2.00GHz\nflags\t\t: fpu avx2 cat_l3 mba\n\nprocessor\t: 1\n"),
+            ("proc/meminfo", "MemTotal:       67108864 kB\nMemAvailable:   50331648 kB\n"),
+            ("proc/self/status", "Name:\tx\nCapEff:\t0000000000000000\n"),
+            ("proc/sys/kernel/osrelease", "6.12.1\n"),
+            ("proc/sys/kernel/perf_event_paranoid", "2\n"),
+            ("proc/filesystems", "nodev\tsysfs\nnodev\tresctrl\n"),
+            ("sys/kernel/mm/transparent_hugepage/enabled", "always madvise [never]\n"),
+            ("sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages", "16\n"),
+            ("sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages", "4\n"),
+            ("sys/kernel/mm/hugepages/hugepages-1048576kB/nr_hugepages", "0\n"),
+            ("sys/devices/system/cpu/online", "0-6\n"),
+            ("sys/devices/system/node/node0/cpulist", "0-1,4-5\n"),
+            ("sys/devices/system/node/node0/meminfo", "Node 0 MemTotal:       33554432 kB\n"),
+            ("sys/devices/system/node/node1/cpulist", "2-3,6\n"),
+            ("sys/devices/system/node/node1/meminfo", "Node 1 MemTotal:       33554432 kB\n"),
+        ]);
+        for cpu in 0..7 {
+            let (core, package) = (cpu % 4, cpu % 4 / 2);
+            let siblings = if core == 3 { "3".into() } else { format!("{core},{}", core + 4) };
+            let l3 = ["0-1,4-5", "2-3,6"][package];
+            let base = format!("sys/devices/system/cpu/cpu{cpu}");
+            write(dir.path(), &format!("{base}/topology/core_cpus_list"), &siblings);
+            write(dir.path(), &format!("{base}/topology/physical_package_id"), &package.to_string());
+            for (index, level, kind, size, shared) in [
+                (0, "1", "Data", "48K", siblings.as_str()),
+                (2, "2", "Unified", "2048K", siblings.as_str()),
+                (3, "3", "Unified", "32768K", l3),
+            ] {
+                for (file, text) in [("level", level), ("type", kind), ("size", size), ("shared_cpu_list", shared)] {
+                    write(dir.path(), &format!("{base}/cache/index{index}/{file}"), text);
+                }
+            }
+        }
+        dir
+    }
+
+    #[test]
+    fn reads_a_server() {
+        let dir = two_sockets();
+        let topology = Topology::read(dir.path(), Process::default());
+        assert_eq!(topology.cpu_model.as_deref(), Some("Example CPU @ 2.00GHz"));
+        assert!(topology.has_flag("mba") && !topology.has_flag("avx512f"));
+        assert_eq!((topology.cpus.len(), topology.cores(), topology.packages()), (7, Some(4), Some(2)));
+        assert_eq!(topology.cpus[5], Cpu { id: 5, package: Some(0), core: Some(1), numa_node: Some(0), l3: Some(0) });
+        assert_eq!(topology.cpus[6], Cpu { id: 6, package: Some(1), core: Some(2), numa_node: Some(1), l3: Some(2) });
+        assert_eq!(topology.numa_nodes[1], NumaNode { id: 1, cpus: CpuList::parse("2-3,6").unwrap(), memory_bytes: Some(32 << 30) });
+        let l3: Vec<_> = topology.caches.iter().filter(|cache| cache.level == 3).map(|cache| cache.bytes).collect();
+        assert_eq!(l3, [Some(32 << 20); 2]);
+        assert_eq!(topology.caches.len(), 4 + 4 + 2);
+        assert_eq!(topology.memory_total_bytes, Some(64 << 30));
+        assert_eq!(topology.thp.as_deref(), Some("never"));
+        assert_eq!(topology.huge_pages[0], HugePages { page_bytes: 2 << 20, total: Some(16), free: Some(4) });
+        assert_eq!(topology.huge_pages[1], HugePages { page_bytes: 1 << 30, total: Some(0), free: None });
+        assert_eq!((topology.ipc_lock, topology.perf_event_paranoid, topology.resctrl_in_kernel), (Some(false), Some(2), Some(true)));
+        assert_eq!((topology.nvidia_driver, topology.nvidia_devices), (None, 0));
+    }
+
+    #[test]
+    fn reads_an_arm_server_with_a_gpu() {
+        let dir = tree(&[
+            ("proc/cpuinfo", "processor\t: 0\nFeatures\t: fp asimd sve2\nCPU implementer\t: 0x41\nCPU part\t: 0xd4f\n"),
+            (
+                "proc/driver/nvidia/version",
+                "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  570.124.06  Release Build\nGCC version: 13.2\n",
+            ),
+            ("proc/self/status", "CapEff:\t0000000000004000\n"),
+            ("dev/nvidia0", ""),
+            ("dev/nvidia-uvm", ""),
+            ("dev/nvidiactl", ""),
+            ("dev/nvidia1", ""),
+        ]);
+        let topology = Topology::read(dir.path(), Process::default());
+        assert_eq!(topology.cpu_model.as_deref(), Some("Arm Neoverse V2"));
+        assert!(topology.has_flag("sve2"));
+        assert_eq!(topology.ipc_lock, Some(true));
+        assert_eq!((topology.nvidia_driver.as_deref(), topology.nvidia_devices), (Some("570.124.06"), 2));
+    }
+
+    #[test]
+    fn usable_cpus_are_the_mask_within_the_quota() {
+        let mut topology = Topology::read(two_sockets().path(), Process::default());
+        let usable = topology.usable_cpus().unwrap();
+        assert_eq!((usable.count(), usable.to_string().as_str()), (7, "7 of 7 CPUs (affinity 0-6, no cgroup quota)"));
+        topology.process.affinity = CpuList::parse("0-3");
+        topology.cgroup.cpu_quota = Some(super::super::cgroup::Limit { value: 1.5, file: "cpu.max".into() });
+        let usable = topology.usable_cpus().unwrap();
+        assert_eq!((usable.count(), usable.to_string().as_str()), (2, "2 of 7 CPUs (affinity 0-3, cgroup quota 1.5)"));
+    }
+
+    #[test]
+    fn memory_is_bounded_by_the_cgroup() {
+        let mut topology = Topology::read(two_sockets().path(), Process::default());
+        assert_eq!(topology.memory_usable_bytes(), Some(48 << 30));
+        topology.cgroup.memory_bytes = Some(super::super::cgroup::Limit { value: 1 << 30, file: "memory.max".into() });
+        assert_eq!(topology.memory_usable_bytes(), Some(1 << 30));
+    }
+
+    #[test]
+    fn an_empty_tree_states_nothing() {
+        let topology = Topology::read(tree(&[]).path(), Process::default());
+        assert_eq!((topology.usable_cpus(), topology.cores(), topology.memory_usable_bytes()), (None, None, None));
+        assert!(topology.caches.is_empty() && topology.kernel.is_none() && topology.perf_event_paranoid.is_none());
+    }
+
+    #[test]
+    fn this_machine_is_known() {
+        let topology = Topology::this_machine();
+        let usable = topology.usable_cpus().unwrap();
+        assert!(usable.count() >= 1 && usable.count() <= usable.online, "{usable}");
+        assert!(topology.page_bytes.is_some_and(usize::is_power_of_two));
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(32))]
+        #[test]
+        fn odd_files_do_not_panic(text in "\\PC{0,60}(:|=|,|-|\\n)\\PC{0,20}") {
+            let files = [
+                "proc/cpuinfo", "proc/meminfo", "proc/self/status", "proc/self/auxv", "proc/self/mountinfo", "proc/self/cgroup",
+                "sys/devices/system/cpu/online", "sys/devices/system/cpu/cpu0/topology/core_cpus_list",
+                "sys/devices/system/cpu/cpu0/cache/index0/level", "sys/devices/system/cpu/cpu0/cache/index0/type",
+                "sys/devices/system/node/node0/cpulist", "sys/kernel/mm/transparent_hugepage/enabled",
+                "sys/kernel/mm/hugepages/hugepages-kB/nr_hugepages", "proc/driver/nvidia/version",
+            ];
+            let dir = tree(&files.map(|file| (file, text.as_str())));
+            let topology = Topology::read(dir.path(), Process::default());
+            let _ = (topology.usable_cpus(), topology.cores(), topology.memory_usable_bytes());
+        }
+    }
+}

@@ -1,0 +1,214 @@
+//! Where threads run: choosing CPUs for the optimizer's workers, naming threads, pinning them.
+//!
+//! Pinning belongs to the cargo feature `mpam` (partitions and affinity). Without it threads are named and never
+//! pinned: [`pin_current`] does nothing and [`thread_name`] leaves out the CPU.
+
+use crate::error::{Error, Result};
+use crate::hardware::cpu_list::CpuList;
+use crate::hardware::topology::Cpu;
+use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
+use nix::unistd::Pid;
+use std::collections::BTreeMap;
+
+/// Linux keeps this many bytes of a thread's name.
+const NAME_BYTES_MAX: usize = 15;
+
+/// CPUs for the threads of a step.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Placement {
+    /// The driver's own CPU; `None` when the workers need all of them and the driver shares.
+    pub driver: Option<usize>,
+    /// One CPU a worker, ascending, so that neighbouring workers share caches.
+    pub workers: Vec<usize>,
+}
+
+impl Placement {
+    /// CPUs for `workers` optimizer workers among `allowed`; `None` when there are more workers than CPUs, and then
+    /// nothing should be pinned.
+    ///
+    /// With a CPU to spare the driver gets the lowest for itself. Workers get a physical core each before any gets an SMT
+    /// sibling (also of the driver's), spread evenly over memory nodes and last-level caches, whose bandwidths add up.
+    /// `cpus` says what is known about them; a CPU that is not in it counts as a core of its own.
+    pub fn choose(cpus: &[Cpu], allowed: &CpuList, workers: usize) -> Option<Self> {
+        let spare = allowed.len().checked_sub(workers)?;
+        let driver = if spare > 0 { allowed.first() } else { None };
+        let mut chosen: Vec<_> = spread(cpus, allowed).into_iter().filter(|&cpu| Some(cpu) != driver).take(workers).collect();
+        chosen.sort_unstable();
+        Some(Self { driver, workers: chosen })
+    }
+}
+
+/// All of `allowed`, those first that share least with the ones before.
+fn spread(cpus: &[Cpu], allowed: &CpuList) -> Vec<usize> {
+    let alone = |id| Cpu { id, package: None, core: Some(id), numa_node: None, l3: None };
+    let known = allowed.iter().map(|id| cpus.iter().find(|cpu| cpu.id == id).cloned().unwrap_or_else(|| alone(id)));
+    let (mut threads, mut cores, mut caches) = (Counter::default(), Counter::default(), BTreeMap::new());
+    let mut order: Vec<_> = known
+        .map(|cpu| {
+            let thread_of_core = threads.next((cpu.core.unwrap_or(cpu.id), None, None));
+            let core_of_cache = cores.next((thread_of_core, cpu.numa_node, cpu.l3));
+            let caches_of_node: &mut Vec<_> = caches.entry(cpu.numa_node).or_default();
+            let cache_of_node = caches_of_node.iter().position(|&l3| l3 == cpu.l3).unwrap_or_else(|| {
+                caches_of_node.push(cpu.l3);
+                caches_of_node.len() - 1
+            });
+            (thread_of_core, core_of_cache, cache_of_node, cpu.numa_node, cpu.id)
+        })
+        .collect();
+    order.sort_unstable();
+    order.into_iter().map(|rank| rank.4).collect()
+}
+
+/// Counts how often each key was seen before.
+#[derive(Default)]
+struct Counter(BTreeMap<(usize, Option<usize>, Option<usize>), usize>);
+
+impl Counter {
+    fn next(&mut self, key: (usize, Option<usize>, Option<usize>)) -> usize {
+        let seen = self.0.entry(key).or_default();
+        *seen += 1;
+        *seen - 1
+    }
+}
+
+/// `adam-03@cpu41`, or `adam-03` where threads are not pinned. A long role is cut, never the numbers: 15 bytes in all.
+pub fn thread_name(role: &str, index: usize, cpu: usize) -> String {
+    let numbers = if cfg!(feature = "mpam") { format!("-{index:02}@cpu{cpu}") } else { format!("-{index:02}") };
+    let mut name = role.to_owned();
+    while name.len() + numbers.len() > NAME_BYTES_MAX && name.pop().is_some() {}
+    name + &numbers
+}
+
+/// Names the calling thread after `role`, `index` and `cpu` (see [`thread_name`]) and pins it to `cpu`.
+///
+/// # Errors
+/// When the name cannot be written, or the pinning fails: see [`pin_current`].
+pub fn name_and_pin(role: &str, index: usize, cpu: usize) -> Result<()> {
+    let name = thread_name(role, index, cpu);
+    let file = "/proc/thread-self/comm";
+    std::fs::write(file, &name).map_err(|e| Error::io("write", file, e))?;
+    pin_current(&name, &CpuList::from_iter([cpu]))
+}
+
+/// Pins the calling thread to `cpus` and checks that the kernel did so. `thread` names it in errors. Does nothing
+/// without the cargo feature `mpam`.
+///
+/// # Errors
+/// `Resource` when the kernel refuses, or leaves out a CPU (of another cpuset, or offline).
+pub fn pin_current(thread: &str, cpus: &CpuList) -> Result<()> {
+    if !cfg!(feature = "mpam") {
+        return Ok(());
+    }
+    let fail = |cause: String| Error::resource(format!("pin thread {thread} to CPU {cpus}"), cause);
+    let this = Pid::from_raw(0);
+    let mut wanted = CpuSet::new();
+    for cpu in cpus.iter() {
+        wanted.set(cpu).map_err(|_| fail(format!("CPU {cpu} is beyond the {} of a mask", CpuSet::count())))?;
+    }
+    sched_setaffinity(this, &wanted).map_err(|e| fail(e.to_string()))?;
+    let got = sched_getaffinity(this).map_err(|e| fail(e.to_string()))?;
+    if got == wanted { Ok(()) } else { Err(fail("the kernel left CPUs out".into())) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::hardware::topology::Process;
+
+    /// `(node, l3, core)` of each CPU, in order of their numbers.
+    fn cpus(of: &[(usize, usize, usize)]) -> Vec<Cpu> {
+        let cpu = |(id, &(node, l3, core))| Cpu { id, package: Some(0), core: Some(core), numa_node: Some(node), l3: Some(l3) };
+        of.iter().enumerate().map(cpu).collect()
+    }
+
+    fn choose(cpus: &[Cpu], allowed: &str, workers: usize) -> Option<(Option<usize>, Vec<usize>)> {
+        Placement::choose(cpus, &CpuList::parse(allowed).unwrap(), workers).map(|placement| (placement.driver, placement.workers))
+    }
+
+    /// Two nodes, a cache each, two cores each, siblings four apart.
+    fn two_nodes() -> Vec<Cpu> {
+        cpus(&[(0, 0, 0), (0, 0, 1), (1, 2, 2), (1, 2, 3), (0, 0, 0), (0, 0, 1), (1, 2, 2), (1, 2, 3)])
+    }
+
+    #[test]
+    fn physical_cores_come_before_siblings() {
+        // The driver holds core 0, so its sibling 4 comes after the cores 1, 2, 3.
+        assert_eq!(choose(&two_nodes(), "0-7", 3), Some((Some(0), vec![1, 2, 3])));
+        assert_eq!(choose(&two_nodes(), "0-7", 4), Some((Some(0), vec![1, 2, 3, 4])));
+        assert_eq!(choose(&two_nodes(), "0-7", 7), Some((Some(0), (1..8).collect())));
+    }
+
+    #[test]
+    fn workers_spread_over_nodes_and_caches() {
+        assert_eq!(choose(&two_nodes(), "0-7", 2), Some((Some(0), vec![1, 2])));
+        let four_caches = cpus(&[(0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 3, 3), (0, 3, 4), (0, 3, 5), (1, 6, 6), (1, 6, 7), (1, 8, 8)]);
+        assert_eq!(choose(&four_caches, "0-8", 4), Some((Some(0), vec![1, 3, 6, 8])));
+        // The driver is on node 0 already.
+        assert_eq!(choose(&four_caches, "0-8", 1), Some((Some(0), vec![6])));
+    }
+
+    #[test]
+    fn the_driver_shares_when_there_is_no_cpu_to_spare() {
+        assert_eq!(choose(&two_nodes(), "2-3", 1), Some((Some(2), vec![3])));
+        assert_eq!(choose(&two_nodes(), "2-3", 2), Some((None, vec![2, 3])));
+        assert_eq!(choose(&two_nodes(), "2-3", 3), None);
+    }
+
+    #[test]
+    fn cpus_without_facts_count_as_cores() {
+        assert_eq!(choose(&[], "4,9,11", 2), Some((Some(4), vec![9, 11])));
+    }
+
+    #[test]
+    fn names_fit_and_keep_their_numbers() {
+        if cfg!(feature = "mpam") {
+            assert_eq!(thread_name("adam", 3, 41), "adam-03@cpu41");
+            assert_eq!(thread_name("optimizer", 103, 287), "opti-103@cpu287");
+            assert_eq!(thread_name("ärä", 1003, 1287), "ä-1003@cpu1287");
+        } else {
+            assert_eq!(thread_name("adam", 3, 41), "adam-03");
+        }
+    }
+
+    /// The affinity and the name of a new thread after `work`.
+    fn in_thread<T: Send>(work: impl FnOnce(&CpuList) -> T + Send) -> (T, CpuList, String) {
+        let run = || {
+            let before = Process::current().affinity.unwrap();
+            let result = work(&before);
+            let name = std::fs::read_to_string("/proc/thread-self/comm").unwrap().trim().to_owned();
+            (result, Process::current().affinity.unwrap(), name)
+        };
+        std::thread::scope(|scope| scope.spawn(run).join().unwrap())
+    }
+
+    #[test]
+    fn a_pinned_thread_runs_where_its_name_says() {
+        let mut cpu = 0;
+        let (result, after, name) = in_thread(|allowed| {
+            cpu = *allowed.as_slice().last().unwrap();
+            name_and_pin("adam", 3, cpu)
+        });
+        result.unwrap();
+        assert_eq!(name, thread_name("adam", 3, cpu));
+        if cfg!(feature = "mpam") {
+            assert_eq!(after.as_slice(), [cpu]);
+        }
+    }
+
+    #[cfg(feature = "mpam")]
+    #[test]
+    fn a_cpu_that_is_not_there_is_an_error_that_names_thread_and_cpu() {
+        let pin = |cpus: &'static str| in_thread(|_| pin_current("adam-00", &CpuList::parse(cpus).unwrap())).0.unwrap_err().to_string();
+        assert_eq!(pin("1023"), "pin thread adam-00 to CPU 1023: EINVAL: Invalid argument");
+        assert_eq!(pin("5000"), "pin thread adam-00 to CPU 5000: CPU 5000 is beyond the 1024 of a mask");
+        let (result, ..) = in_thread(|allowed| pin_current("adam-00", &allowed.iter().chain([1023]).collect()));
+        assert!(result.unwrap_err().to_string().ends_with("the kernel left CPUs out"));
+    }
+
+    #[cfg(not(feature = "mpam"))]
+    #[test]
+    fn without_the_feature_nothing_is_pinned() {
+        let (result, after, _) = in_thread(|allowed| pin_current("adam-00", &CpuList::from_iter([1023])).map(|()| allowed.clone()));
+        assert_eq!(result.unwrap(), after);
+    }
+}

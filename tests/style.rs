@@ -1,0 +1,103 @@
+//! House rules as a test: what a reader of this repository should never meet.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Longest file of the engine, in lines.
+const LINES_MAX: usize = 800;
+
+/// Folders with Rust sources.
+const SOURCES: [&str; 5] = ["src", "resctrl", "microbench", "paper-figures", "tests"];
+
+/// Texts that may not stand in code (comments are free to explain), and where they may after all.
+struct Rule {
+    words: &'static [&'static str],
+    allowed_in: &'static [&'static str],
+    why: &'static str,
+}
+
+const RULES: [Rule; 5] = [
+    Rule { words: &["todo!", "unimplemented!", "dbg!"], allowed_in: &[], why: "unfinished work is not committed" },
+    Rule { words: &["#[ignore]"], allowed_in: &[], why: "an ignored test says why: #[ignore = \"reason\"]" },
+    Rule {
+        words: &["unsafe ", "unsafe(", "allow(unsafe_code)"],
+        allowed_in: &[
+            "src/device/cpu",
+            "src/device/cuda",
+            "src/host/pinned.rs",
+            "src/host/pool.rs",
+            "src/optim/simd.rs",
+            "src/data/source.rs",
+        ],
+        why: "unsafe stays where lib.rs says it is",
+    },
+    Rule { words: &["fp16_params", "sub_group", "momentum_buffer"], allowed_in: &[], why: "one word per thing: params_bf16, bucket, m" },
+    Rule {
+        words: &["println!", "eprintln!", "print!", "eprint!"],
+        allowed_in: &["src/main.rs", "paper-figures", "microbench"],
+        why: "only a main.rs talks to a person",
+    },
+];
+
+#[test]
+fn sources_follow_the_house_rules() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let files = sources(root);
+    assert!(files.len() > 20, "found only {} files below {}", files.len(), root.display());
+    let complaints: Vec<String> = files.iter().flat_map(|file| complaints(root, file)).collect();
+    assert!(complaints.is_empty(), "\n{}\n", complaints.join("\n"));
+}
+
+#[test]
+fn every_rule_bites() {
+    for rule in &RULES {
+        for word in rule.words {
+            assert_eq!(broken_rules("src/x.rs", &format!("let x = 1; {word} {{")).len(), 1, "{word}");
+            assert_eq!(broken_rules("src/x.rs", &format!("let x = 1; // {word}")).len(), 0, "{word}");
+        }
+        for allowed in rule.allowed_in {
+            assert_eq!(broken_rules(allowed, rule.words[0]).len(), 0, "{allowed}");
+        }
+    }
+    assert_eq!(broken_rules("src/host/pinned.rs.rs", "unsafe {").len(), 1);
+}
+
+/// Every Rust file but this one, whose table holds the words.
+fn sources(root: &Path) -> Vec<PathBuf> {
+    let mut files = Vec::new();
+    let mut folders: Vec<_> = SOURCES.iter().map(|folder| root.join(folder)).collect();
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(&folder).unwrap_or_else(|e| panic!("list {}: {e}", folder.display())) {
+            let path = entry.unwrap().path();
+            match path.extension() {
+                _ if path.is_dir() => folders.push(path),
+                Some(extension) if extension == "rs" && path != root.join("tests/style.rs") => files.push(path),
+                _ => {}
+            }
+        }
+    }
+    files.sort();
+    files
+}
+
+fn complaints(root: &Path, file: &Path) -> Vec<String> {
+    let text = fs::read_to_string(file).unwrap_or_else(|e| panic!("read {}: {e}", file.display()));
+    let name = file.strip_prefix(root).unwrap().to_str().unwrap();
+    let lines = text.lines().enumerate();
+    let mut complaints: Vec<_> = lines
+        .flat_map(|(index, line)| broken_rules(name, line).into_iter().map(move |why| format!("{name}:{}: {why}", index + 1)))
+        .collect();
+    let count = text.lines().count();
+    if count > LINES_MAX && name.starts_with("src/") {
+        complaints.push(format!("{name}: {count} lines, at most {LINES_MAX}"));
+    }
+    complaints
+}
+
+/// Why `line` of the file `name` is against the rules.
+fn broken_rules(name: &str, line: &str) -> Vec<&'static str> {
+    let code = line.split("//").next().unwrap_or_default();
+    let applies = |rule: &&Rule| !rule.allowed_in.iter().any(|allowed| Path::new(name).starts_with(allowed));
+    let breaks = |rule: &&Rule| rule.words.iter().any(|word| code.contains(word));
+    RULES.iter().filter(applies).filter(breaks).map(|rule| rule.why).collect()
+}
