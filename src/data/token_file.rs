@@ -1,0 +1,202 @@
+//! Pre-tokenised `.bin` files: token ids one after another, little-endian, no header.
+//!
+//! The ids are 16 or 32 bits wide. `NAME.bin.json` beside the file says which (`{"dtype": "uint16"}` or `"uint32"`); without
+//! it the name does (`NAME.u16.bin`, `NAME.u32.bin`); else they are as wide as the model's vocabulary needs: 16 bits
+//! up to 65536 ids.
+//!
+//! A file is read where it lies, a few kilobytes at a time: it may be larger than memory, and one that shrinks under a
+//! running training is an error and no crash.
+
+use crate::error::{Error, Result};
+use std::fs::File;
+use std::io::ErrorKind;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+/// Bytes that one read takes, on the stack.
+const READ_BYTES: usize = 16 << 10;
+
+/// An open file of token ids, all below the vocabulary size.
+pub struct TokenFile {
+    path: PathBuf,
+    file: File,
+    width: Width,
+    vocab_size: usize,
+    tokens: usize,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize)]
+enum Width {
+    #[serde(rename = "uint16")]
+    U16 = 2,
+    #[serde(rename = "uint32")]
+    U32 = 4,
+}
+
+#[derive(serde::Deserialize)]
+struct Sidecar {
+    dtype: Width,
+}
+
+impl TokenFile {
+    /// Opens the file and checks every id in it against `vocab_size`, which is at most 2^31.
+    ///
+    /// # Errors
+    /// `Io` when it cannot be read; `Format` that names the byte offset of an id outside the vocabulary, or says that the
+    /// file is empty or ends within an id, or what is wrong with the file that tells the width.
+    pub fn open(path: &Path, vocab_size: usize) -> Result<Self> {
+        let file = File::open(path).map_err(|e| Error::io("open", path, e))?;
+        let bytes = file.metadata().map_err(|e| Error::io("read", path, e))?.len() as usize;
+        let width = width(path, vocab_size)?;
+        if bytes == 0 {
+            return Err(Error::format(path, "the file is empty"));
+        }
+        if !bytes.is_multiple_of(width as usize) {
+            return Err(Error::format(path, format!("truncated: {bytes} bytes are no whole number of {}-byte tokens", width as usize)));
+        }
+        let opened = Self { path: path.to_path_buf(), file, width, vocab_size, tokens: bytes / width as usize };
+        opened.check_all()?;
+        Ok(opened)
+    }
+
+    /// How many tokens the file holds.
+    pub fn tokens(&self) -> usize {
+        self.tokens
+    }
+
+    /// Reads tokens `start..start + out.len()`.
+    ///
+    /// # Errors
+    /// `Io` when the file has become shorter, `Format` when it now holds an id outside the vocabulary.
+    pub fn read(&self, start: usize, out: &mut [i32]) -> Result<()> {
+        let width = self.width as usize;
+        let mut buffer = [0; READ_BYTES];
+        let mut offset = start * width;
+        for part in out.chunks_mut(READ_BYTES / width) {
+            let raw = &mut buffer[..part.len() * width];
+            self.file.read_exact_at(raw, offset as u64).map_err(|e| Error::io("read", &self.path, e))?;
+            for (token, raw) in part.iter_mut().zip(raw.chunks_exact(width)) {
+                *token = self.checked(raw, offset)?;
+                offset += width;
+            }
+        }
+        Ok(())
+    }
+
+    fn check_all(&self) -> Result<()> {
+        let mut block = [0; READ_BYTES / 4];
+        for start in (0..self.tokens).step_by(block.len()) {
+            let tokens = block.len().min(self.tokens - start);
+            self.read(start, &mut block[..tokens])?;
+        }
+        Ok(())
+    }
+
+    fn checked(&self, raw: &[u8], offset: usize) -> Result<i32> {
+        let id = raw.iter().rev().fold(0, |id: u32, &byte| id << 8 | u32::from(byte));
+        if (id as usize) < self.vocab_size {
+            return Ok(id as i32);
+        }
+        Err(Error::format(&self.path, format!("byte offset {offset}: token id {id} is outside the vocabulary of {}", self.vocab_size)))
+    }
+}
+
+/// How wide the ids of the file at `path` are: see the module.
+fn width(path: &Path, vocab_size: usize) -> Result<Width> {
+    let mut sidecar = path.as_os_str().to_owned();
+    sidecar.push(".json");
+    match std::fs::read(&sidecar) {
+        Ok(json) => serde_json::from_slice(&json).map(|sidecar: Sidecar| sidecar.dtype).map_err(|e| Error::format(&sidecar, e)),
+        Err(e) if e.kind() == ErrorKind::NotFound => Ok(width_from_name(path).unwrap_or(natural_width(vocab_size))),
+        Err(e) => Err(Error::io("read", &sidecar, e)),
+    }
+}
+
+fn width_from_name(path: &Path) -> Option<Width> {
+    match Path::new(path.file_stem()?).extension()?.to_str()? {
+        "u16" => Some(Width::U16),
+        "u32" => Some(Width::U32),
+        _ => None,
+    }
+}
+
+fn natural_width(vocab_size: usize) -> Width {
+    if vocab_size <= 1 << 16 { Width::U16 } else { Width::U32 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn written(name: &str, bytes: &[u8]) -> (tempfile::TempDir, PathBuf) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(name);
+        std::fs::write(&path, bytes).unwrap();
+        (dir, path)
+    }
+
+    fn refusal(name: &str, bytes: &[u8], vocab_size: usize) -> String {
+        let (_dir, path) = written(name, bytes);
+        TokenFile::open(&path, vocab_size).err().expect("refused").to_string()
+    }
+
+    #[test]
+    fn the_width_comes_from_the_sidecar_then_the_name_then_the_vocabulary() {
+        let tokens = |name: &str, vocab_size| {
+            let (_dir, path) = written(name, &[1, 0, 0, 0]);
+            TokenFile::open(&path, vocab_size).unwrap().tokens()
+        };
+        assert_eq!((tokens("a.bin", 1 << 16), tokens("a.bin", (1 << 16) + 1)), (2, 1));
+        assert_eq!((tokens("a.u16.bin", 1 << 20), tokens("a.u32.bin", 256)), (2, 1));
+        let (_dir, path) = written("a.u16.bin", &[1, 0, 0, 0]);
+        std::fs::write(path.with_file_name("a.u16.bin.json"), r#"{"dtype": "uint32"}"#).unwrap();
+        assert_eq!(TokenFile::open(&path, 256).unwrap().tokens(), 1);
+        std::fs::write(path.with_file_name("a.u16.bin.json"), r#"{"dtype": "int64"}"#).unwrap();
+        let message = TokenFile::open(&path, 256).err().unwrap().to_string();
+        assert!(message.contains("a.u16.bin.json") && message.contains("int64"), "{message}");
+    }
+
+    #[test]
+    fn a_bad_file_is_named_with_the_place() {
+        assert!(refusal("empty.bin", &[], 256).contains("empty.bin: the file is empty"));
+        assert!(refusal("odd.bin", &[1, 0, 2], 256).contains("odd.bin: truncated: 3 bytes"));
+        let mut bytes = vec![0; 100_000];
+        bytes[70_001] = 1;
+        let message = refusal("big.bin", &bytes, 256);
+        assert!(message.contains("big.bin: byte offset 70000: token id 256 is outside the vocabulary of 256"), "{message}");
+        assert!(refusal("wide.bin", &[0, 0, 0, 0x80], 1 << 20).contains("byte offset 0: token id 2147483648"));
+    }
+
+    #[test]
+    fn a_file_that_shrinks_or_changes_under_the_run_is_an_error() {
+        let (_dir, path) = written("a.bin", &[1, 0, 2, 0]);
+        let file = TokenFile::open(&path, 256).unwrap();
+        std::fs::write(&path, [1, 0, 0, 9]).unwrap();
+        assert!(file.read(0, &mut [0; 2]).unwrap_err().to_string().contains("byte offset 2"));
+        std::fs::write(&path, [1, 0]).unwrap();
+        assert!(matches!(file.read(0, &mut [0; 2]), Err(Error::Io { .. })));
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        #[test]
+        fn any_range_reads_the_ids_that_were_written(ids in prop::collection::vec(0..50_000u32, 2..20_000), wide: bool, cut: (u16, u16)) {
+            let bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_le_bytes()[..if wide { 4 } else { 2 }].to_vec()).collect();
+            let (_dir, path) = written(if wide { "a.u32.bin" } else { "a.u16.bin" }, &bytes);
+            let start = cut.0 as usize % ids.len();
+            let mut out = vec![-1; cut.1 as usize % (ids.len() - start)];
+            TokenFile::open(&path, 50_000).unwrap().read(start, &mut out).unwrap();
+            prop_assert!(out.iter().zip(&ids[start..]).all(|(&read, &id)| read == id as i32));
+        }
+
+        #[test]
+        fn arbitrary_bytes_never_panic(bytes: Vec<u8>, sidecar: Option<Vec<u8>>, vocab_size in 0..100_000usize) {
+            let (_dir, path) = written("a.bin", &bytes);
+            if let Some(sidecar) = sidecar {
+                std::fs::write(path.with_file_name("a.bin.json"), sidecar).unwrap();
+            }
+            let _ = TokenFile::open(&path, vocab_size);
+        }
+    }
+}
