@@ -2,4 +2,5 @@
 
 pub mod file;
 pub mod options;
+pub mod plan;
 pub mod settings;

@@ -89,6 +89,9 @@ pub trait Device {
     /// `true`. A device that works by itself says `false`, and the driver sleeps until it is rung.
     fn idle(&mut self) -> Result<bool>;
 
+    /// Nanoseconds so far in which the compute stream waited for an event of another stream.
+    fn waited_ns(&self) -> u64;
+
     /// Device to pinned host memory; sizes in bytes must agree.
     fn copy_d2h(&mut self, stream: Stream, src: DeviceSlice, dst: PinnedSlice) -> Result<()>;
 

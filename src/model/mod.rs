@@ -15,6 +15,7 @@ mod params;
 pub mod rope;
 pub mod shape;
 pub mod tensors;
+pub mod weights;
 #[cfg(test)]
 mod tests;
 
@@ -89,4 +90,3 @@ impl Model {
         }
     }
 }
-pub mod weights;

@@ -1,11 +1,14 @@
 //! The CPU as a device: the specification of every kernel, with real streams.
 //!
-//! Three ways to run the same operations ([`Schedule`]): a thread per stream, as a GPU would; or, for tests, a seeded
+//! Two ways to run the same operations ([`Schedule`]): a thread per stream, as a GPU would; or, for tests, a seeded
 //! adversary that delays and interleaves the streams in any order that their events allow. An operation that reads
 //! memory before the event it should have waited for then reads old bytes, and a digest changes.
 #![allow(unsafe_code)]
 
+mod kernels;
+mod launch;
 mod stream;
+mod team;
 
 use super::{Device, DeviceSlice, EventId, Stream};
 use crate::dtype::Dtype;
@@ -16,8 +19,9 @@ use crate::host::pinned::{HostMemory, PinnedSlice};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
+use launch::ComputeOwner;
 use stream::{Op, Ring, Task};
 
 /// Who runs the operations, and when.
@@ -39,6 +43,7 @@ pub struct CpuDevice {
     /// Where each event was last recorded: stream and number of operations before it.
     events: Vec<(usize, u64)>,
     runner: Runner,
+    compute: ComputeOwner,
 }
 
 enum Runner {
@@ -51,6 +56,7 @@ struct Shared {
     stop: AtomicBool,
     /// Set when an operation panicked: its stream is dead and every wait must fail instead of hanging.
     failed: AtomicBool,
+    compute_waited_ns: AtomicU64,
     driver: Arc<Doorbell>,
 }
 
@@ -60,9 +66,9 @@ impl CpuDevice {
     /// # Errors
     /// `Resource` when a thread cannot start.
     pub fn new(threads: usize, schedule: Schedule, driver: Arc<Doorbell>, trace: bool) -> Result<Self> {
-        let _ = threads;
+        let compute = ComputeOwner::new(threads)?;
         let rings = [Ring::new(), Ring::new(), Ring::new()];
-        let shared = Arc::new(Shared { rings, stop: AtomicBool::new(false), failed: AtomicBool::new(false), driver });
+        let shared = Arc::new(Shared { rings, stop: AtomicBool::new(false), failed: AtomicBool::new(false), compute_waited_ns: AtomicU64::new(0), driver });
         let recorders = ["compute", "d2h", "h2d"].map(|name| Recorder::new(name, trace));
         let runner = match schedule {
             Schedule::Adversary { seed } => {
@@ -70,7 +76,7 @@ impl CpuDevice {
             }
             Schedule::Threads => Runner::Threads(start_streams(&shared, recorders)?),
         };
-        Ok(Self { memory: HostMemory::default(), shared, events: Vec::new(), runner })
+        Ok(Self { memory: HostMemory::default(), shared, events: Vec::new(), runner, compute })
     }
 
     /// Runs `task` on `stream`, after everything enqueued there before.
@@ -164,14 +170,14 @@ fn start_streams(shared: &Arc<Shared>, recorders: [Recorder; 3]) -> Result<Vec<J
 
 fn run_stream(shared: &Shared, stream: usize, mut recorder: Recorder) -> Recorder {
     let _guard = FailOnPanic(shared);
+    let ring = &shared.rings[stream];
     loop {
-        let waiting = now_ns();
-        shared.rings[stream].bell.wait_until(|| shared.can_run(stream) || shared.stop.load(Ordering::Acquire));
-        if !shared.can_run(stream) {
+        ring.bell.wait_until(|| ring.front().is_some() || shared.stop.load(Ordering::Acquire));
+        if ring.front().is_none() {
             return recorder;
         }
-        if let Some(Op::Wait { .. }) = shared.rings[stream].front() {
-            recorder.span("wait", u32::MAX, waiting);
+        if !shared.can_run(stream) {
+            shared.wait_for_stream(stream, &mut recorder);
         }
         shared.run_front(stream, &mut recorder);
         shared.rings.iter().enumerate().filter(|(s, _)| *s != stream).for_each(|(_, r)| r.bell.ring());
@@ -197,6 +203,16 @@ impl Shared {
             None => false,
             Some(Op::Run(_)) => true,
             Some(Op::Wait { stream, ops }) => self.rings[stream].done() >= ops,
+        }
+    }
+
+    /// The front operation waits for another stream.
+    fn wait_for_stream(&self, stream: usize, recorder: &mut Recorder) {
+        let start = now_ns();
+        self.rings[stream].bell.wait_until(|| self.can_run(stream) || self.stop.load(Ordering::Acquire));
+        recorder.span("wait", u32::MAX, start);
+        if stream == Stream::Compute as usize {
+            self.compute_waited_ns.fetch_add(now_ns() - start, Ordering::Relaxed);
         }
     }
 
@@ -233,7 +249,7 @@ pub(crate) unsafe fn view_mut<T: bytemuck::Pod>(s: DeviceSlice) -> &'static mut 
 
 impl Device for CpuDevice {
     fn describe(&self) -> String {
-        "cpu".into()
+        format!("cpu ({} threads, {})", self.compute.threads(), self.compute.isa())
     }
 
     fn alloc(&mut self, name: &str, elems: usize, dtype: Dtype) -> Result<DeviceSlice> {
@@ -268,6 +284,10 @@ impl Device for CpuDevice {
     fn synchronize(&mut self, event: EventId) -> Result<()> {
         let (stream, ops) = self.events[event.0 as usize];
         self.run_until(|shared| shared.rings[stream].done() >= ops)
+    }
+
+    fn waited_ns(&self) -> u64 {
+        self.shared.compute_waited_ns.load(Ordering::Relaxed)
     }
 
     fn idle(&mut self) -> Result<bool> {

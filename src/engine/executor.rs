@@ -1,0 +1,551 @@
+//! Does what the coordinator decides: enqueues kernels and copies, feeds the pool, and waits only where the protocol
+//! says so. One thread, the driver, runs all of this; see ARCHITECTURE.md for one step from top to bottom.
+
+use super::coordinator::{Command, Coordinator, Counts, Event, Update};
+use super::loss_scale::LossScale;
+use super::memory::Memory;
+use super::trace::{Recorder, now_ns};
+use super::verdict::{SpeculationHistory, Verdict};
+use crate::bucket::slot::Slot;
+use crate::config::plan::Plan;
+use crate::device::{AdamArgs, DeviceSlice, EventId, Kernels, Stream};
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
+use crate::host::doorbell::Doorbell;
+use crate::host::pinned::HostMemory;
+use crate::host::pool::Pool;
+use crate::host::step_job::StepJob;
+use crate::model::activations::ActivationPlan;
+use crate::model::rope::rope_table;
+use crate::model::shape::{ModelShape, Positions};
+use crate::model::tensors::{Stage, TensorSpec, TensorTable};
+use crate::model::{MicroStep, Model};
+use crate::optim::adam::{AdamConsts, AdamHyper};
+use crate::optim::norm;
+use crate::units::Norm;
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{Rng, SeedableRng};
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Where the batches come from.
+pub trait Batches {
+    /// Writes the next micro-batch: token ids and the tokens that follow them, both `[batch * seq_length]`.
+    ///
+    /// # Errors
+    /// When the data cannot be read.
+    fn fill(&mut self, inputs: &mut [i32], targets: &mut [i32]) -> Result<()>;
+}
+
+/// What a step did.
+#[derive(Clone, Copy, Debug)]
+pub struct StepReport {
+    /// Mean loss over the step's tokens, before the update.
+    pub loss: f32,
+    /// Gradient norm before clipping.
+    pub grad_norm: Norm,
+    /// Learning rate of the update.
+    pub learning_rate: f64,
+    /// Factor on the loss during the step.
+    pub loss_scale: f32,
+    /// What became of it.
+    pub verdict: Verdict,
+    /// Bucket steps since the last report.
+    pub counts: Counts,
+    /// Time in which the device had nothing to compute.
+    pub exposed: Exposed,
+}
+
+/// Time of idle compute, by cause, in nanoseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Exposed {
+    /// The next forward waited for the optimizer.
+    pub cpu_ns: u64,
+    /// It waited for a copy.
+    pub transfer_ns: u64,
+}
+
+/// The training engine on one device.
+pub struct Engine<D: Kernels> {
+    plan: Plan,
+    dev: D,
+    pool: Pool<StepJob>,
+    // Threads that use the memory are declared, and so dropped, before it.
+    host: HostMemory,
+    memory: Memory,
+    model: Model,
+    coordinator: Coordinator,
+    events: Events,
+    copying: VecDeque<usize>,
+    returning: VecDeque<Slot>,
+    pool_busy: bool,
+    bell: Arc<Doorbell>,
+    /// The adversary's coin: whether pool or device goes on first.
+    coin: Option<ChaCha8Rng>,
+    recorder: Recorder,
+    optimizer_step: u64,
+    train_step: u64,
+    loss_scale: LossScale,
+    reported: Counts,
+    waited_ns: u64,
+    exposed: Exposed,
+}
+
+struct Events {
+    grad_ready: Vec<EventId>,
+    grad_arrived: Vec<EventId>,
+    params_ready: Vec<EventId>,
+    slot_copied: Vec<EventId>,
+    report_copied: EventId,
+    compute_tail: EventId,
+}
+
+impl Events {
+    fn new<D: Kernels>(dev: &mut D, buckets: usize, slots: usize) -> Result<Self> {
+        let mut many = |count: usize| (0..count).map(|_| dev.event()).collect::<Result<Vec<_>>>();
+        let (grad_ready, grad_arrived, params_ready, slot_copied) = (many(buckets)?, many(buckets)?, many(buckets)?, many(slots)?);
+        Ok(Self { grad_ready, grad_arrived, params_ready, slot_copied, report_copied: dev.event()?, compute_tail: dev.event()? })
+    }
+}
+
+impl<D: Kernels> Engine<D> {
+    /// Allocates everything; the state is zero until [`Engine::write_state`] and [`Engine::send_weights`].
+    ///
+    /// # Errors
+    /// `Resource` when memory or threads cannot be had.
+    pub fn new(plan: Plan, shape: ModelShape, mut dev: D, pool: Pool<StepJob>, bell: Arc<Doorbell>) -> Result<Self> {
+        let table = TensorTable::new(&shape);
+        let flat = plan.layout.flat_elems();
+        let weights = dev.alloc("weights", flat, plan.dtype)?;
+        let grads = dev.alloc("gradients", flat, plan.dtype)?;
+        let activations = ActivationPlan::new(&shape, plan.batch, plan.seq_length, plan.dtype, plan.loss_tile)?.allocate(&mut dev)?;
+        let mut host = HostMemory::default();
+        let memory = Memory::new(&plan, &table, &mut dev, &mut host)?;
+        let model = Model::new(shape, weights, grads, activations)?;
+        if let (Positions::Rope(rope), Some(target)) = (model.shape.positions, model.activations.rope_table) {
+            memory.upload(&mut dev, &rope_table(&rope, plan.seq_length), target)?;
+        }
+        Ok(Self {
+            coordinator: Coordinator::new(plan.layout.clone(), plan.rules, plan.grad_slots, plan.param_slots),
+            events: Events::new(&mut dev, plan.layout.count(), plan.param_slots)?,
+            copying: VecDeque::with_capacity(plan.layout.count()),
+            returning: VecDeque::with_capacity(plan.param_slots + 1),
+            coin: plan.adversary.map(|seed| ChaCha8Rng::seed_from_u64(seed ^ 0xc01)),
+            recorder: Recorder::new("driver", plan.trace),
+            loss_scale: LossScale::new(plan.dtype),
+            pool_busy: false,
+            optimizer_step: 0,
+            train_step: 0,
+            reported: Counts::default(),
+            waited_ns: 0,
+            exposed: Exposed::default(),
+            plan,
+            dev,
+            pool,
+            host,
+            memory,
+            model,
+            bell,
+        })
+    }
+
+    /// The plan it runs.
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// The model's tensors in canonical order.
+    pub fn table(&self) -> &TensorTable {
+        &self.model.table
+    }
+
+    /// Optimizer steps done (skipped steps do not count).
+    pub fn optimizer_step(&self) -> u64 {
+        self.optimizer_step
+    }
+
+    /// Training steps done (skipped ones count: their data is used up).
+    pub fn train_step(&self) -> u64 {
+        self.train_step
+    }
+
+    /// Dynamic loss scaling.
+    pub fn loss_scale(&self) -> LossScale {
+        self.loss_scale
+    }
+
+    /// The last verdicts.
+    pub fn history(&self) -> SpeculationHistory {
+        self.coordinator.history()
+    }
+
+    /// Host memory mapped by the engine.
+    pub fn host_bytes(&self) -> usize {
+        self.host.bytes()
+    }
+
+    /// Takes over counters from a checkpoint.
+    pub fn resume(&mut self, train_step: u64, optimizer_step: u64, loss_scale: LossScale, history: SpeculationHistory) {
+        (self.train_step, self.optimizer_step, self.loss_scale) = (train_step, optimizer_step, loss_scale);
+        self.coordinator.set_history(history);
+    }
+
+    /// Sets a tensor's parameters and moments, fp32 in the layout of `spec`. Call [`Engine::send_weights`] after the last.
+    ///
+    /// # Errors
+    /// The device's.
+    ///
+    /// # Panics
+    /// If a slice is not as long as the tensor.
+    pub fn write_state(&mut self, spec: &TensorSpec, params: &[f32], m: &[f32], v: &[f32]) -> Result<()> {
+        assert!([params.len(), m.len(), v.len()].iter().all(|&len| len == spec.elems()), "state of {}", spec.name);
+        self.memory.write(&mut self.dev, spec.range(), params, m, v)
+    }
+
+    /// Reads a tensor's parameters and moments. Call [`Engine::flush`] first.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn read_state(&mut self, spec: &TensorSpec, params: &mut [f32], m: &mut [f32], v: &mut [f32]) -> Result<()> {
+        self.memory.read(&mut self.dev, spec.range(), params, m, v)
+    }
+
+    /// Derives the device's working weights from the state.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn send_weights(&mut self) -> Result<()> {
+        let offloaded = self.plan.layout.offloaded_elems();
+        let resident = self.model.weights.slice(offloaded, self.plan.layout.flat_elems() - offloaded);
+        self.dev.cast(Stream::Compute, self.memory.resident.params, resident)?;
+        self.coordinator.restore();
+        self.obey()?;
+        self.wait_for_all_params()
+    }
+
+    /// Writes every decided update into the state, so that it can be read.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn flush(&mut self) -> Result<()> {
+        self.block_until(|engine| Ok(engine.coordinator.all_settled()))?;
+        self.coordinator.flush();
+        self.obey()?;
+        self.wait_for_all_params()?;
+        self.dev.record(self.events.compute_tail, Stream::Compute)?;
+        self.dev.synchronize(self.events.compute_tail)
+    }
+
+    /// The logits `[batch * seq_length, vocab]` of one batch, as fp32, for evaluation.
+    ///
+    /// # Errors
+    /// The device's; `batches`'.
+    pub fn logits(&mut self, batches: &mut impl Batches) -> Result<Vec<f32>> {
+        self.wait_for_all_params()?;
+        self.upload_batch(0, batches)?;
+        let elems = self.plan.batch * self.plan.seq_length * self.model.shape.vocab;
+        let out = self.dev.alloc("logits", elems, self.plan.dtype)?;
+        let wide = self.dev.alloc("logits fp32", elems, Dtype::Float32)?;
+        self.model.forward(&mut self.dev, Stage::Embed)?;
+        (0..self.model.shape.layers).try_for_each(|l| self.model.forward(&mut self.dev, Stage::Layer(l)))?;
+        self.model.logits(&mut self.dev, out)?;
+        self.dev.cast(Stream::Compute, out, wide)?;
+        let mut values = vec![0.0; elems];
+        self.memory.download(&mut self.dev, wide, &mut values)?;
+        Ok(values)
+    }
+
+    /// One optimizer step: every micro-batch forward and backward, the verdict, and the updates that it allows. Updates of
+    /// late layers may still be under way when this returns; the next forward waits for each where it needs it.
+    ///
+    /// # Errors
+    /// The device's; `batches`'.
+    pub fn step(&mut self, learning_rate: f64, batches: &mut impl Batches) -> Result<StepReport> {
+        self.exposed = Exposed::default();
+        let layers = self.model.shape.layers;
+        let accum = self.plan.grad_accum_steps;
+        for micro_step in 0..accum {
+            let (first, last) = (micro_step == 0, micro_step + 1 == accum);
+            self.upload_batch(micro_step, batches)?;
+            let stages = [Stage::Embed].into_iter().chain((0..layers).map(Stage::Layer));
+            stages.into_iter().try_for_each(|stage| self.forward(stage))?;
+            self.wait_for_params(Stage::Head)?;
+            if last {
+                self.begin_validation(learning_rate)?;
+            }
+            let inv_tokens = 1.0 / self.plan.tokens_per_step() as f32;
+            let micro = MicroStep { first, inv_tokens, loss_scale: self.loss_scale.scale() };
+            self.model.head(&mut self.dev, micro, true)?;
+            self.grads_written(Stage::Head, last)?;
+            (0..layers).rev().map(Stage::Layer).chain([Stage::Embed]).try_for_each(|stage| self.backward(stage, first, last))?;
+        }
+        self.validate(learning_rate)
+    }
+
+    fn forward(&mut self, stage: Stage) -> Result<()> {
+        self.wait_for_params(stage)?;
+        self.model.forward(&mut self.dev, stage)?;
+        self.pump()
+    }
+
+    fn backward(&mut self, stage: Stage, first: bool, last: bool) -> Result<()> {
+        self.model.backward(&mut self.dev, stage, first)?;
+        self.grads_written(stage, last)
+    }
+
+    fn upload_batch(&mut self, micro_step: usize, batches: &mut impl Batches) -> Result<()> {
+        let buffer = self.memory.batches[micro_step % 2];
+        // The buffer's last copy may still be under way.
+        self.dev.synchronize(buffer.copied)?;
+        buffer.inputs.with(|inputs| buffer.targets.with(|targets| batches.fill(inputs, targets)))?;
+        self.dev.copy_h2d(Stream::Compute, buffer.inputs, self.model.activations.tokens)?;
+        self.dev.copy_h2d(Stream::Compute, buffer.targets, self.model.activations.targets)?;
+        self.dev.record(buffer.copied, Stream::Compute)
+    }
+
+    fn begin_validation(&mut self, learning_rate: f64) -> Result<()> {
+        let update = Update { optimizer_step: self.optimizer_step + 1, learning_rate, scale: self.loss_scale.inverse() };
+        self.coordinator.begin_step(update);
+        self.dev.zero(self.memory.report.nonfinite)
+    }
+
+    /// The gradients of `stage` are enqueued; when they are final, so are all buckets up to the end of its flat range.
+    fn grads_written(&mut self, stage: Stage, last: bool) -> Result<()> {
+        if last {
+            let range = self.model.table.stage_range(stage);
+            let layout = &self.plan.layout;
+            let end = if stage == Stage::Embed { layout.flat_elems() } else { range.end };
+            let before = layout.complete(range.start);
+            (before..layout.complete(end)).try_for_each(|bucket| self.bucket_ready(bucket))?;
+        }
+        self.pump()
+    }
+
+    fn bucket_ready(&mut self, bucket: usize) -> Result<()> {
+        let range = self.plan.layout.range(bucket);
+        self.inject(&range)?;
+        let report = self.memory.report;
+        let partials = report.partials.slice(range.start / norm::BLOCK, range.len() / norm::BLOCK);
+        self.dev.grad_norm_partials(self.grads(&range), partials, report.nonfinite)?;
+        self.dev.record(self.events.grad_ready[bucket], Stream::Compute)?;
+        self.coordinator.handle(Event::GradReady(bucket));
+        self.obey()
+    }
+
+    fn inject(&mut self, range: &Range<usize>) -> Result<()> {
+        for i in 0..self.plan.inject.len() {
+            let fault = self.plan.inject[i];
+            if fault.step == self.train_step + 1 && range.contains(&fault.element) {
+                self.dev.poke(self.model.grads, fault.element, fault.value)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn grads(&self, range: &Range<usize>) -> DeviceSlice {
+        self.model.grads.slice(range.start, range.len())
+    }
+
+    fn weights(&self, range: &Range<usize>) -> DeviceSlice {
+        self.model.weights.slice(range.start, range.len())
+    }
+
+    /// Waits for the norm, decides, and starts what the verdict allows.
+    fn validate(&mut self, learning_rate: f64) -> Result<StepReport> {
+        let report = self.memory.report;
+        self.dev.copy_d2h(Stream::Compute, report.partials, report.host_partials)?;
+        self.dev.copy_d2h(Stream::Compute, report.nonfinite, report.host_nonfinite)?;
+        self.dev.copy_d2h(Stream::Compute, self.model.activations.loss, report.host_loss)?;
+        self.dev.record(self.events.report_copied, Stream::Compute)?;
+        let start = now_ns();
+        self.block_until(|engine| engine.dev.is_done(engine.events.report_copied))?;
+        self.recorder.span("await verdict", self.train_step as u32 + 1, start);
+        let mut out = self.read_report(learning_rate);
+        self.coordinator.handle(Event::Validated(out.verdict));
+        let skipped = out.verdict == Verdict::SkipNonFinite;
+        self.loss_scale.update(skipped);
+        self.optimizer_step += u64::from(!skipped);
+        self.train_step += 1;
+        self.obey()?;
+        if self.plan.barrier {
+            self.wait_for_all_params()?;
+        }
+        out.counts = self.coordinator.counts() - self.reported;
+        self.reported = self.coordinator.counts();
+        out.exposed = self.exposed;
+        out.exposed.transfer_ns += self.dev.waited_ns() - self.waited_ns;
+        self.waited_ns = self.dev.waited_ns();
+        Ok(out)
+    }
+
+    fn read_report(&self, learning_rate: f64) -> StepReport {
+        let report = self.memory.report;
+        let norm_sq = report.host_partials.with(|partials: &mut [f32]| norm::fold(partials));
+        let (nonfinite, loss) = (report.host_nonfinite.with(|x: &mut [i32]| x[0] != 0), report.host_loss.with(|x: &mut [f32]| x[0]));
+        let grad_norm = norm_sq.norm(self.loss_scale.inverse());
+        let verdict = Verdict::new(grad_norm, nonfinite, self.plan.max_grad_norm);
+        let (counts, exposed, loss_scale) = (Counts::default(), self.exposed, self.loss_scale.scale());
+        StepReport { loss, grad_norm, learning_rate, loss_scale, verdict, counts, exposed }
+    }
+
+    /// The compute stream goes on only when the parameters of `stage` are on the device.
+    fn wait_for_params(&mut self, stage: Stage) -> Result<()> {
+        let buckets = self.plan.layout.overlapping(self.model.table.stage_range(stage));
+        buckets.rev().try_for_each(|bucket| self.wait_for_bucket(bucket))
+    }
+
+    fn wait_for_all_params(&mut self) -> Result<()> {
+        (0..self.plan.layout.count()).rev().try_for_each(|bucket| self.wait_for_bucket(bucket))
+    }
+
+    fn wait_for_bucket(&mut self, bucket: usize) -> Result<()> {
+        if !self.coordinator.is_settled(bucket) {
+            let link = self.coordinator.waits_for_link(bucket);
+            let start = now_ns();
+            self.dev.record(self.events.compute_tail, Stream::Compute)?;
+            let idle_ns = self.block_until(|engine| Ok(engine.coordinator.is_settled(bucket)))?;
+            self.recorder.span("await params", bucket as u32, start);
+            *(if link { &mut self.exposed.transfer_ns } else { &mut self.exposed.cpu_ns }) += idle_ns;
+        }
+        self.dev.wait(Stream::Compute, self.events.params_ready[bucket])
+    }
+
+    /// Serves events until `ready`; returns for how long the compute stream had nothing to do meanwhile.
+    fn block_until(&mut self, mut ready: impl FnMut(&mut Self) -> Result<bool>) -> Result<u64> {
+        let mut idle_since = None;
+        loop {
+            let rung = self.bell.rings();
+            self.pump()?;
+            if ready(self)? {
+                return Ok(idle_since.map_or(0, |since| now_ns() - since));
+            }
+            if idle_since.is_none() && self.dev.is_done(self.events.compute_tail)? {
+                idle_since = Some(now_ns());
+            }
+            if !self.go_on()? {
+                if self.coin.is_some() {
+                    return Err(Error::resource("wait for the step", "nothing is under way: a deadlock in the step protocol"));
+                }
+                self.bell.wait(rung);
+            }
+        }
+    }
+
+    /// Lets a device and a pool without threads do something; false when they have threads, or nothing to do.
+    fn go_on(&mut self) -> Result<bool> {
+        let pool_first = self.coin.as_mut().is_some_and(|coin| coin.next_u32().is_multiple_of(2));
+        if pool_first && self.pool.advance() {
+            return Ok(true);
+        }
+        Ok(self.dev.idle()? || self.pool.advance())
+    }
+
+    /// Tells the coordinator what has happened since the last call; never blocks.
+    fn pump(&mut self) -> Result<()> {
+        if self.coin.as_mut().is_some_and(|coin| coin.next_u32().is_multiple_of(4)) {
+            self.pool.advance();
+        }
+        while let Some(&bucket) = self.copying.front() {
+            if !self.dev.is_done(self.events.grad_arrived[bucket])? {
+                break;
+            }
+            self.copying.pop_front();
+            self.tell(Event::GradArrived(bucket))?;
+        }
+        while let Some(&slot) = self.returning.front() {
+            if !self.dev.is_done(self.events.slot_copied[slot.0])? {
+                break;
+            }
+            self.returning.pop_front();
+            self.tell(Event::ParamsCopied(slot))?;
+        }
+        while self.pool_busy && self.pool.is_idle() {
+            self.pool_busy = false;
+            self.tell(Event::JobDone)?;
+        }
+        Ok(())
+    }
+
+    fn tell(&mut self, event: Event) -> Result<()> {
+        self.coordinator.handle(event);
+        self.obey()
+    }
+
+    fn obey(&mut self) -> Result<()> {
+        while let Some(command) = self.coordinator.next_command() {
+            match command {
+                Command::CopyGrads { bucket, grads } => self.copy_grads(bucket, grads)?,
+                Command::CopyParams { bucket, params } => self.copy_params(bucket, params)?,
+                Command::StepResident { bucket, update } => self.step_resident(bucket, update)?,
+                Command::Run { bucket, work, params } => {
+                    let (range, memory) = (self.plan.layout.range(bucket), self.memory.step.clone());
+                    self.pool.submit(StepJob { bucket, range, work, out: params, memory });
+                    self.pool_busy = true;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn copy_grads(&mut self, bucket: usize, slot: Slot) -> Result<()> {
+        let range = self.plan.layout.range(bucket);
+        let (mut source, target) = (self.grads(&range), self.memory.step.grads.slot(slot, range.len()));
+        self.dev.wait(Stream::D2h, self.events.grad_ready[bucket])?;
+        #[cfg(feature = "superchip-cast")]
+        if self.plan.device_casts() {
+            let staging = self.memory.staging_d2h.slice(0, range.len());
+            self.dev.cast(Stream::D2h, source, staging)?;
+            source = staging;
+        }
+        self.dev.copy_d2h(Stream::D2h, source, target)?;
+        self.dev.record(self.events.grad_arrived[bucket], Stream::D2h)?;
+        self.copying.push_back(bucket);
+        Ok(())
+    }
+
+    fn copy_params(&mut self, bucket: usize, slot: Slot) -> Result<()> {
+        let range = self.plan.layout.range(bucket);
+        let (source, mut target) = (self.memory.step.params.slot(slot, range.len()), self.weights(&range));
+        if self.plan.device_casts() {
+            target = self.memory.staging_h2d.slice(0, range.len());
+        }
+        self.dev.copy_h2d(Stream::H2d, source, target)?;
+        #[cfg(feature = "superchip-cast")]
+        if self.plan.device_casts() {
+            self.dev.cast(Stream::H2d, target, self.weights(&range))?;
+        }
+        self.dev.record(self.events.slot_copied[slot.0], Stream::H2d)?;
+        self.dev.record(self.events.params_ready[bucket], Stream::H2d)?;
+        self.returning.push_back(slot);
+        Ok(())
+    }
+
+    fn step_resident(&mut self, bucket: usize, update: Update) -> Result<()> {
+        let range = self.plan.layout.range(bucket);
+        let hyper = AdamHyper { lr: update.learning_rate, ..self.plan.hyper };
+        let segments = self.memory.step.segments.clone();
+        for segment in segments.iter() {
+            let part = segment.range.start.max(range.start)..segment.range.end.min(range.end);
+            if part.is_empty() {
+                continue;
+            }
+            let state = self.memory.resident_part(part.clone());
+            let consts = AdamConsts::new(&hyper, update.optimizer_step, segment.decay);
+            let (grads, out) = (self.grads(&part), self.weights(&part));
+            self.dev.adam_step(AdamArgs { params: state.params, m: state.m, v: state.v, grads, out, consts, scale: update.scale })?;
+        }
+        Ok(())
+    }
+
+    /// Ends all threads and returns the tracks of the timeline.
+    ///
+    /// # Errors
+    /// When an optimizer worker had panicked.
+    pub fn finish(mut self) -> Result<Vec<Recorder>> {
+        let mut tracks = vec![self.recorder];
+        tracks.extend(self.dev.finish());
+        tracks.extend(self.pool.finish()?);
+        Ok(tracks)
+    }
+}

@@ -1,0 +1,198 @@
+//! All memory of a run, allocated once: where each bucket's state, gradients and weights lie, on both sides of the link.
+
+use crate::config::plan::Plan;
+use crate::device::{Device, DeviceSlice, EventId, Stream};
+use crate::dtype::Dtype;
+use crate::error::Result;
+use crate::host::pinned::{HostMemory, PinnedSlice};
+use crate::host::step_job::{HostState, Segment, SlotMemory, StepMemory};
+use crate::model::tensors::TensorTable;
+use crate::optim::norm::BLOCK;
+use crate::optim::simd::AdamKernels;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Optimizer state of the resident buckets, on the device: the flat range from `offloaded_elems` on.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ResidentState {
+    pub(super) params: DeviceSlice,
+    pub(super) m: DeviceSlice,
+    pub(super) v: DeviceSlice,
+}
+
+/// What validation reads: on the device, and its copy in host memory.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Report {
+    pub(super) partials: DeviceSlice,
+    pub(super) nonfinite: DeviceSlice,
+    pub(super) host_partials: PinnedSlice,
+    pub(super) host_nonfinite: PinnedSlice,
+    pub(super) host_loss: PinnedSlice,
+}
+
+/// Token ids on their way to the device: two buffers, so that one is filled while the other is copied.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct BatchBuffer {
+    pub(super) inputs: PinnedSlice,
+    pub(super) targets: PinnedSlice,
+    pub(super) copied: EventId,
+}
+
+/// Every allocation but the model's own.
+pub(super) struct Memory {
+    pub(super) step: StepMemory,
+    pub(super) resident: ResidentState,
+    pub(super) report: Report,
+    pub(super) batches: [BatchBuffer; 2],
+    /// fp32 room for one bucket on its way out and in, when the device casts.
+    pub(super) staging_d2h: DeviceSlice,
+    pub(super) staging_h2d: DeviceSlice,
+    offloaded_elems: usize,
+    bounce: PinnedSlice,
+    bounced: EventId,
+}
+
+/// Elements that move at once when state is read from or written to the device.
+const BOUNCE_ELEMS: usize = 1 << 18;
+
+impl Memory {
+    pub(super) fn new<D: Device>(plan: &Plan, table: &TensorTable, dev: &mut D, host: &mut HostMemory) -> Result<Self> {
+        let layout = &plan.layout;
+        let (flat, offloaded, bucket) = (layout.flat_elems(), layout.offloaded_elems(), layout.bucket_elems());
+        let mut fp32 = |name: &str, elems: usize| dev.alloc(name, elems, Dtype::Float32);
+        let resident_elems = flat - offloaded;
+        let (params, m) = (fp32("resident parameters", resident_elems)?, fp32("resident m", resident_elems)?);
+        let resident = ResidentState { params, m, v: fp32("resident v", resident_elems)? };
+        let staging_elems = if plan.device_casts() && offloaded > 0 { bucket } else { 0 };
+        let (staging_d2h, staging_h2d) = (fp32("gradient staging", staging_elems)?, fp32("parameter staging", staging_elems)?);
+        let report = Report {
+            partials: fp32("norm partials", flat / BLOCK)?,
+            nonfinite: dev.alloc("non-finite flag", 1, Dtype::Int32)?,
+            host_partials: host.alloc("norm partials", flat / BLOCK * 4)?,
+            host_nonfinite: host.alloc("non-finite flag", 4)?,
+            host_loss: host.alloc("loss", 4)?,
+        };
+        let tokens_bytes = plan.batch * plan.seq_length * 4;
+        let mut batch = || -> Result<BatchBuffer> {
+            let (inputs, targets) = (host.alloc("token ids", tokens_bytes)?, host.alloc("target ids", tokens_bytes)?);
+            Ok(BatchBuffer { inputs, targets, copied: dev.event()? })
+        };
+        let batches = [batch()?, batch()?];
+        let step = step_memory(plan, table, host)?;
+        let bounce = host.alloc("bounce buffer", BOUNCE_ELEMS * 4)?;
+        Ok(Self { step, resident, report, batches, staging_d2h, staging_h2d, offloaded_elems: offloaded, bounce, bounced: dev.event()? })
+    }
+
+    /// The resident state's part for a flat range of resident elements.
+    pub(super) fn resident_part(&self, flat: Range<usize>) -> ResidentState {
+        let part = |s: DeviceSlice| s.slice(flat.start - self.offloaded_elems, flat.len());
+        ResidentState { params: part(self.resident.params), m: part(self.resident.m), v: part(self.resident.v) }
+    }
+
+    /// Copies state into its place. The device must be idle and no job running.
+    pub(super) fn write<D: Device>(&self, dev: &mut D, flat: Range<usize>, params: &[f32], m: &[f32], v: &[f32]) -> Result<()> {
+        let (on_host, on_device) = self.split(&flat);
+        let host = self.step.state;
+        for (memory, source) in [(host.params, params), (host.m, m), (host.v, v)] {
+            let part = &source[on_host.start - flat.start..on_host.end - flat.start];
+            memory.slice(on_host.start * 4, part.len() * 4).with(|x: &mut [f32]| x.copy_from_slice(part));
+        }
+        let device = self.resident_part(on_device.clone());
+        for (memory, source) in [(device.params, params), (device.m, m), (device.v, v)] {
+            self.upload(dev, &source[on_device.start - flat.start..on_device.end - flat.start], memory)?;
+        }
+        Ok(())
+    }
+
+    /// Copies state out of its place. The device must be idle and no job running.
+    pub(super) fn read<D: Device>(&self, dev: &mut D, flat: Range<usize>, params: &mut [f32], m: &mut [f32], v: &mut [f32]) -> Result<()> {
+        let (on_host, on_device) = self.split(&flat);
+        let (host, device) = (self.step.state, self.resident_part(on_device.clone()));
+        for (memory, resident, out) in [(host.params, device.params, params), (host.m, device.m, m), (host.v, device.v, v)] {
+            let part = &mut out[on_host.start - flat.start..on_host.end - flat.start];
+            memory.slice(on_host.start * 4, part.len() * 4).read(part);
+            self.download(dev, resident, &mut out[on_device.start - flat.start..on_device.end - flat.start])?;
+        }
+        Ok(())
+    }
+
+    /// Copies fp32 values to the device through the bounce buffer.
+    pub(super) fn upload<D: Device>(&self, dev: &mut D, source: &[f32], target: DeviceSlice) -> Result<()> {
+        for (i, part) in source.chunks(BOUNCE_ELEMS).enumerate() {
+            let buffer = self.bounce.slice(0, part.len() * 4);
+            buffer.with(|x: &mut [f32]| x.copy_from_slice(part));
+            dev.copy_h2d(Stream::Compute, buffer, target.slice(i * BOUNCE_ELEMS, part.len()))?;
+            self.settle(dev)?;
+        }
+        Ok(())
+    }
+
+    /// Copies fp32 values from the device through the bounce buffer.
+    pub(super) fn download<D: Device>(&self, dev: &mut D, source: DeviceSlice, target: &mut [f32]) -> Result<()> {
+        for (i, part) in target.chunks_mut(BOUNCE_ELEMS).enumerate() {
+            let buffer = self.bounce.slice(0, part.len() * 4);
+            dev.copy_d2h(Stream::Compute, source.slice(i * BOUNCE_ELEMS, part.len()), buffer)?;
+            self.settle(dev)?;
+            buffer.read(part);
+        }
+        Ok(())
+    }
+
+    fn settle<D: Device>(&self, dev: &mut D) -> Result<()> {
+        dev.record(self.bounced, Stream::Compute)?;
+        dev.synchronize(self.bounced)
+    }
+
+    /// The parts of a flat range on the host and on the device.
+    fn split(&self, flat: &Range<usize>) -> (Range<usize>, Range<usize>) {
+        let border = self.offloaded_elems.clamp(flat.start, flat.end);
+        (flat.start..border, border..flat.end)
+    }
+}
+
+fn step_memory(plan: &Plan, table: &TensorTable, host: &mut HostMemory) -> Result<StepMemory> {
+    let offloaded = plan.layout.offloaded_elems();
+    let slot_elems = plan.layout.bucket_elems().min(offloaded);
+    let mut slots = |name: &str, count: usize| -> Result<SlotMemory> {
+        let memory = host.alloc(name, count * slot_elems * plan.link_dtype.bytes())?;
+        Ok(SlotMemory { memory, slot_elems, dtype: plan.link_dtype })
+    };
+    let (grads, params) = (slots("gradient slots", plan.grad_slots)?, slots("parameter slots", plan.param_slots)?);
+    let state = HostState {
+        params: host.alloc("parameters", offloaded * 4)?,
+        m: host.alloc("m", offloaded * 4)?,
+        v: host.alloc("v", offloaded * 4)?,
+    };
+    let (segments, kernels) = (segments(table), AdamKernels::new(plan.isa)?);
+    Ok(StepMemory { state, grads, params, segments, hyper: plan.hyper, kernels })
+}
+
+/// Neighbouring tensors with the same decay rule, joined; padding goes with the tensor before it.
+fn segments(table: &TensorTable) -> Arc<[Segment]> {
+    let mut segments: Vec<Segment> = Vec::new();
+    let ends = table.specs().iter().skip(1).map(|next| next.offset_elems).chain([table.flat_elems()]);
+    for (spec, end) in table.specs().iter().zip(ends) {
+        match segments.last_mut() {
+            Some(last) if last.decay == spec.decay => last.range.end = end,
+            _ => segments.push(Segment { range: spec.offset_elems..end, decay: spec.decay }),
+        }
+    }
+    segments.into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::shape::ModelShape;
+
+    #[test]
+    fn segments_cover_the_flat_order_and_alternate() {
+        let table = TensorTable::new(&ModelShape::demo());
+        let segments = segments(&table);
+        assert_eq!((segments[0].range.start, segments[segments.len() - 1].range.end), (0, table.flat_elems()));
+        assert!(segments.windows(2).all(|w| w[0].range.end == w[1].range.start && w[0].decay != w[1].decay));
+        for spec in table.specs() {
+            assert!(segments.iter().any(|s| s.decay == spec.decay && s.range.start <= spec.offset_elems && spec.range().end <= s.range.end));
+        }
+    }
+}
