@@ -5,10 +5,10 @@ use super::rope::rope_table;
 use super::shape::{ModelShape, Positions};
 use super::tensors::{Stage, TensorSpec, TensorTable};
 use super::{MicroStep, Model};
-use crate::device::cpu::CpuDevice;
+use crate::device::cpu::{CpuDevice, Schedule};
 use crate::device::{Device, DeviceSlice, Kernels, Stream};
 use crate::dtype::Dtype;
-use crate::host::pinned::PinnedSlice;
+use crate::host::pinned::HostMemory;
 use std::path::Path;
 
 const SEQ_LENGTH: usize = 12;
@@ -32,19 +32,20 @@ impl Noise {
 /// A model with fp32 weights on a device of its own.
 struct Rig {
     dev: CpuDevice,
+    host: HostMemory,
     model: Model,
 }
 
 impl Rig {
     fn new(shape: &ModelShape, batch: usize, tile: LossTile) -> Self {
-        let mut dev = CpuDevice::new(1).unwrap();
+        let mut dev = CpuDevice::new(1, Schedule::Adversary { seed: 1 }, Default::default(), false).unwrap();
         let flat = TensorTable::new(shape).flat_elems();
         let plan = ActivationPlan::new(shape, batch, SEQ_LENGTH, Dtype::Float32, tile).unwrap();
         let weights = dev.alloc("weights", flat, Dtype::Float32).unwrap();
         let grads = dev.alloc("grads", flat, Dtype::Float32).unwrap();
         let activations = plan.allocate(&mut dev).unwrap();
         let model = Model::new(shape.clone(), weights, grads, activations).unwrap();
-        let mut rig = Self { dev, model };
+        let mut rig = Self { dev, host: HostMemory::default(), model };
         if let (Positions::Rope(rope), Some(table)) = (shape.positions, rig.model.activations.rope_table) {
             rig.upload(&rope_table(&rope, SEQ_LENGTH), table);
         }
@@ -59,16 +60,18 @@ impl Rig {
     }
 
     fn upload<T: bytemuck::Pod>(&mut self, values: &[T], dst: DeviceSlice) {
-        let src = PinnedSlice { addr: values.as_ptr() as usize, bytes: size_of_val(values) };
+        let src = self.host.alloc("upload", size_of_val(values)).unwrap();
+        src.with(|bytes: &mut [u8]| bytes.copy_from_slice(bytemuck::cast_slice(values)));
         self.dev.copy_h2d(Stream::Compute, src, dst).unwrap();
         self.wait();
     }
 
     fn download(&mut self, src: DeviceSlice) -> Vec<f32> {
         let mut values = vec![0.0f32; src.elems];
-        let dst = PinnedSlice { addr: values.as_mut_ptr() as usize, bytes: src.bytes() };
+        let dst = self.host.alloc("download", src.bytes()).unwrap();
         self.dev.copy_d2h(Stream::Compute, src, dst).unwrap();
         self.wait();
+        dst.read(&mut values);
         values
     }
 
@@ -260,7 +263,7 @@ fn a_model_refuses_slices_that_do_not_fit() {
     let shape = golden_shape("qwen3");
     let flat = TensorTable::new(&shape).flat_elems();
     let build = |weights: usize, dtype: Dtype| {
-        let mut dev = CpuDevice::new(1).unwrap();
+        let mut dev = CpuDevice::new(1, Schedule::Adversary { seed: 1 }, Default::default(), false).unwrap();
         let plan = ActivationPlan::new(&shape, 1, SEQ_LENGTH, Dtype::Float32, ONE_TILE).unwrap();
         let activations = plan.allocate(&mut dev).unwrap();
         let weights = dev.alloc("weights", weights, dtype).unwrap();
