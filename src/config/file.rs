@@ -143,6 +143,7 @@ mod tests {
             ("inject = [{step=1, elemnt=1, value=1}]", &["line 1", "inject", "elemnt"]),
             ("[seed]\nx = 1", &["line 1", "`seed`", "expected u64"]),
             ("seed = 1\nlearning-rate = fast", &["line 2", "learning-rate = fast"]),
+            ("seed =\nslots = 1", &["line 1 `seed =`"]),
             ("seed = 1\nseed = 2", &["line 2", "seed", "duplicate"]),
             ("adam_beta1 = 1\nadam-beta1 = 2", &["line 1", "line 2", "`adam-beta1`", "already set"]),
         ];

@@ -1,4 +1,4 @@
-//! What the person asked for: flags and a TOML file ([`options`], [`file`]), resolved and checked ([`settings`]).
+//! What the person asked for: flags and a TOML file ([`options`], [`mod@file`]), resolved and checked ([`settings`]).
 
 pub mod file;
 pub mod options;

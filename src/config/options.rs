@@ -180,7 +180,7 @@ pub struct Injection {
 
 /// Everything that `train` can be told, as it was written; `None` means not said.
 #[derive(clap::Args, serde::Deserialize, Default, Clone, Debug, PartialEq)]
-#[command(allow_negative_numbers = true)]
+#[command(about = "Train a language model with the optimizer on the CPU", long_about = None, allow_negative_numbers = true)]
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 pub struct TrainOptions {
     /// TOML file whose keys are these flags; flags win [default: none].
@@ -484,9 +484,9 @@ pub(crate) mod tests {
     fn every_flag_survives_merging_and_the_upper_one_wins() {
         for flag in flags() {
             let set = sample_options(&flag);
-            assert_ne!(set, TrainOptions::default(), "{flag}");
-            assert_eq!(set.clone().over(TrainOptions::default()), set, "{flag}");
-            assert_eq!(TrainOptions::default().over(set.clone()), set, "{flag}");
+            assert_ne!(set, TrainOptions::default(), "{}", flag.get_id());
+            assert_eq!(set.clone().over(TrainOptions::default()), set, "{}", flag.get_id());
+            assert_eq!(TrainOptions::default().over(set.clone()), set, "{}", flag.get_id());
         }
         let inject = Some(vec![Injection { step: 1, element: 2, value: 3.0 }]);
         let injected = TrainOptions { inject, ..Default::default() };
@@ -514,8 +514,8 @@ pub(crate) mod tests {
     fn every_flag_is_explained_in_one_short_sentence_with_its_default() {
         for flag in flags() {
             let help = flag.get_help().unwrap().to_string();
-            assert!(help.ends_with(']') && help.contains(" [default: "), "--{flag}: {help}");
-            assert!(help.chars().count() <= 100 && !help.contains(". "), "--{flag}: {help}");
+            assert!(help.ends_with(']') && help.contains(" [default: "), "{}: {help}", flag.get_id());
+            assert!(help.chars().count() <= 100 && !help.contains(". "), "{}: {help}", flag.get_id());
         }
     }
 }

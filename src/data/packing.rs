@@ -123,7 +123,7 @@ pub(crate) mod tests {
         let dir = crate::data::tokenizer::tests::model_dir(&[("a.txt", "abcd"), ("b.txt", "ef")]);
         let open = |paths: &[PathBuf], seq_length| Dataset::open(paths, &Tokenizer::bytes(), 256, seq_length);
         let a = dir.path().join("a.txt");
-        assert_eq!(open(&[a.clone()], 3).unwrap().sequences(), 1);
+        assert_eq!(open(std::slice::from_ref(&a), 3).unwrap().sequences(), 1);
         let message = open(&[a], 4).err().unwrap().to_string();
         assert!(message.contains("a.txt: 4 tokens, less than one sequence of 4"), "{message}");
         let message = open(&[dir.path().into()], 6).err().unwrap().to_string();
