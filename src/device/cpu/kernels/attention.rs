@@ -138,3 +138,121 @@ vectorised! {
         out.iter_mut().zip(sums).for_each(|(o, sum)| *o = T::from_f32(sum * factor));
     }
 }
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::super::testing::{assert_close, assert_rounded, everywhere, fastest, values, wide};
+    use super::*;
+    use half::{bf16, f16};
+
+    /// Every ratio of heads, sequences around the sizes of panels and groups, odd head sizes, windows.
+    pub(in super::super) const SHAPES: [AttentionShape; 8] = [
+        shape(1, 1, (1, 1), 1, None),
+        shape(2, 5, (2, 1), 4, None),
+        shape(1, 33, (3, 3), 17, None),
+        shape(2, 64, (4, 2), 32, None),
+        shape(1, 65, (2, 2), 33, Some(1)),
+        shape(1, 130, (4, 1), 16, Some(40)),
+        shape(1, 150, (2, 1), 64, Some(1000)),
+        shape(3, 70, (6, 3), 8, Some(7)),
+    ];
+
+    const fn shape(batch: usize, seq_length: usize, heads: (usize, usize), head_dim: usize, window: Option<usize>) -> AttentionShape {
+        AttentionShape { batch, seq_length, heads: heads.0, kv_heads: heads.1, head_dim, scale: 0.7, window }
+    }
+
+    pub(in super::super) fn run<T: Element>(cx: &mut Compute, shape: &AttentionShape) -> (Vec<T>, Vec<T>, Vec<f32>) {
+        // Three times the usual size, so that the softmax is far from flat.
+        let qkv: Vec<T> = values(1, shape.tokens() * shape.qkv_cols()).iter().map(|x: &f32| T::from_f32(3.0 * x)).collect();
+        let mut out = vec![T::from_f32(f32::NAN); shape.tokens() * shape.out_cols()];
+        let mut lse = vec![f32::NAN; shape.tokens() * shape.heads];
+        attention(cx, shape, &qkv, &mut out, &mut lse);
+        (qkv, out, lse)
+    }
+
+    /// Element `channel` of `(token, head)` in a row of `qkv`, where keys and values count as further heads.
+    pub(in super::super) fn at(shape: &AttentionShape, (sequence, query): (usize, usize), head: usize, channel: usize) -> usize {
+        (sequence * shape.seq_length + query) * shape.qkv_cols() + head * shape.head_dim + channel
+    }
+
+    /// Probabilities and log-sum-exp of one query of one head.
+    pub(in super::super) fn probabilities(
+        shape: &AttentionShape,
+        qkv: &[f64],
+        sequence: usize,
+        query: usize,
+        head: usize,
+    ) -> (Vec<f64>, f64) {
+        let key_head = shape.heads + head / (shape.heads / shape.kv_heads);
+        let sees = |key: usize| key <= query && shape.window.is_none_or(|w| query - key < w);
+        let product = |key: usize, c: usize| qkv[at(shape, (sequence, query), head, c)] * qkv[at(shape, (sequence, key), key_head, c)];
+        let score = |key: usize| (0..shape.head_dim).map(|c| product(key, c)).sum::<f64>() * f64::from(shape.scale);
+        let e: Vec<f64> = (0..shape.seq_length).map(|key| if sees(key) { score(key).exp() } else { 0.0 }).collect();
+        let sum: f64 = e.iter().sum();
+        (e.iter().map(|e| e / sum).collect(), sum.ln())
+    }
+
+    fn reference(shape: &AttentionShape, qkv: &[f64]) -> (Vec<f64>, Vec<f64>) {
+        let mut out = vec![0.0; shape.tokens() * shape.out_cols()];
+        let mut lse = Vec::new();
+        for (sequence, head) in (0..shape.batch).flat_map(|b| (0..shape.heads).map(move |h| (b, h))) {
+            let value_head = shape.heads + shape.kv_heads + head / (shape.heads / shape.kv_heads);
+            for query in 0..shape.seq_length {
+                let (p, row_lse) = probabilities(shape, qkv, sequence, query, head);
+                lse.push(row_lse);
+                for channel in 0..shape.head_dim {
+                    let value = |key: usize| qkv[at(shape, (sequence, key), value_head, channel)];
+                    let index = (sequence * shape.seq_length + query) * shape.out_cols() + head * shape.head_dim + channel;
+                    out[index] = p.iter().enumerate().map(|(key, p)| p * value(key)).sum();
+                }
+            }
+        }
+        (out, lse)
+    }
+
+    #[test]
+    fn every_shape_agrees_with_f64() {
+        let mut cx = fastest();
+        for shape in SHAPES {
+            let (qkv, out, lse) = run::<f32>(&mut cx, &shape);
+            let (want_out, want_lse) = reference(&shape, &wide(&qkv));
+            assert_close(&format!("out of {shape:?}"), &out, &want_out, 2e-5);
+            assert_close(&format!("lse of {shape:?}"), &lse, &want_lse, 2e-6);
+        }
+    }
+
+    #[test]
+    fn threads_and_instruction_sets_change_no_bit() {
+        for shape in [SHAPES[3], SHAPES[5]] {
+            everywhere(|cx| run::<f32>(cx, &shape));
+            everywhere(|cx| run::<bf16>(cx, &shape));
+        }
+    }
+
+    #[test]
+    fn later_tokens_change_no_bit_even_if_infinite() {
+        let shape = SHAPES[6];
+        let (qkv, out, lse) = run::<f32>(&mut fastest(), &shape);
+        let (mut poisoned, mut other_out, mut other_lse) = (qkv.clone(), out.clone(), lse.clone());
+        poisoned[128 * shape.qkv_cols()..].fill(f32::NAN);
+        attention(&mut fastest(), &shape, &poisoned, &mut other_out, &mut other_lse);
+        assert_eq!(out[..128 * shape.out_cols()], other_out[..128 * shape.out_cols()]);
+        assert_eq!(lse[..128], other_lse[..128]);
+    }
+
+    fn rounds_once<T: Element>() {
+        let shape = SHAPES[7];
+        let (qkv, out, lse) = run::<T>(&mut fastest(), &shape);
+        let qkv: Vec<f32> = qkv.iter().map(|x| x.to_f32()).collect();
+        let (mut f32_out, mut f32_lse) = (vec![0.0; out.len()], vec![0.0; lse.len()]);
+        attention(&mut fastest(), &shape, &qkv, &mut f32_out, &mut f32_lse);
+        assert_rounded("out", &out, &f32_out);
+        assert_eq!(lse, f32_lse);
+    }
+
+    #[test]
+    fn narrow_formats_are_the_f32_result_rounded_once() {
+        rounds_once::<bf16>();
+        rounds_once::<f16>();
+    }
+}

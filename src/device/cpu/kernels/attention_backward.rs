@@ -6,7 +6,7 @@
 use super::attention::{HeadInput, QUERIES, keys_of, query_groups, visible};
 use super::isa::vectorised;
 use super::math::exp;
-use super::panels::{A_PANEL, B_PANEL, Operand, Panels, multiply, packed_elems};
+use super::panels::{A_PANEL, B_PANEL, Operand, Panels, multiply};
 use super::reduce::{fold2, store};
 use super::split::{Chunks, MatMut};
 use super::{Arena, Compute, Isa};
@@ -189,5 +189,116 @@ vectorised! {
             *p = exp(*p * scale - lse);
             *ds = *p * (*ds - delta) * scale;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::attention::tests::{SHAPES, at, probabilities, run as forward};
+    use super::super::testing::{assert_close, assert_rounded, everywhere, fastest, values, wide};
+    use super::*;
+    use half::{bf16, f16};
+
+    fn run<T: Element>(cx: &mut Compute, shape: &AttentionShape) -> Vec<T> {
+        let (qkv, out, lse) = forward::<T>(cx, shape);
+        let dout = values::<T>(2, out.len());
+        let mut dqkv = vec![T::from_f32(f32::NAN); qkv.len()];
+        attention_backward(cx, shape, Forward { dout: &dout, qkv: &qkv, out: &out, lse: &lse }, &mut dqkv);
+        dqkv
+    }
+
+    fn reference(shape: &AttentionShape, qkv: &[f64], dout: &[f64]) -> Vec<f64> {
+        let mut dqkv = vec![0.0; qkv.len()];
+        for (sequence, head) in (0..shape.batch).flat_map(|b| (0..shape.heads).map(move |h| (b, h))) {
+            let key_head = shape.heads + head / (shape.heads / shape.kv_heads);
+            let value_head = key_head + shape.kv_heads;
+            for query in 0..shape.seq_length {
+                let (p, _) = probabilities(shape, qkv, sequence, query, head);
+                let dout = &dout[(sequence * shape.seq_length + query) * shape.out_cols() + head * shape.head_dim..];
+                let row = |key: usize, head: usize| at(shape, (sequence, key), head, 0);
+                let dp: Vec<f64> =
+                    (0..=query).map(|key| (0..shape.head_dim).map(|c| dout[c] * qkv[row(key, value_head) + c]).sum()).collect();
+                let mean: f64 = dp.iter().zip(&p).map(|(dp, p)| dp * p).sum();
+                for key in 0..=query {
+                    let ds = p[key] * (dp[key] - mean) * f64::from(shape.scale);
+                    for c in 0..shape.head_dim {
+                        dqkv[row(query, head) + c] += ds * qkv[row(key, key_head) + c];
+                        dqkv[row(key, key_head) + c] += ds * qkv[row(query, head) + c];
+                        dqkv[row(key, value_head) + c] += p[key] * dout[c];
+                    }
+                }
+            }
+        }
+        dqkv
+    }
+
+    #[test]
+    fn every_shape_agrees_with_f64() {
+        let mut cx = fastest();
+        for shape in SHAPES {
+            let (qkv, _, _) = forward::<f32>(&mut cx, &shape);
+            let dout = values::<f32>(2, shape.tokens() * shape.out_cols());
+            let want = reference(&shape, &wide(&qkv), &wide(&dout));
+            assert_close(&format!("{shape:?}"), &run::<f32>(&mut cx, &shape), &want, 5e-5);
+        }
+    }
+
+    #[test]
+    fn the_reference_is_the_slope_of_the_forward() {
+        // Central differences of sum(out * dout) in f64 through the probabilities.
+        let shape = SHAPES[1];
+        let qkv = wide(&forward::<f32>(&mut fastest(), &shape).0);
+        let dout = wide(&values::<f32>(2, shape.tokens() * shape.out_cols()));
+        let objective = |qkv: &[f64]| -> f64 {
+            let mut sum = 0.0;
+            for (sequence, head) in (0..shape.batch).flat_map(|b| (0..shape.heads).map(move |h| (b, h))) {
+                let value_head = shape.heads + shape.kv_heads + head / (shape.heads / shape.kv_heads);
+                for query in 0..shape.seq_length {
+                    let (p, _) = probabilities(&shape, qkv, sequence, query, head);
+                    let dout = &dout[(sequence * shape.seq_length + query) * shape.out_cols() + head * shape.head_dim..];
+                    for (key, p) in p.iter().enumerate() {
+                        let value = &qkv[at(&shape, (sequence, key), value_head, 0)..];
+                        sum += (0..shape.head_dim).map(|c| p * value[c] * dout[c]).sum::<f64>();
+                    }
+                }
+            }
+            sum
+        };
+        let gradient = reference(&shape, &qkv, &dout);
+        for i in 0..qkv.len() {
+            let moved = |by: f64| {
+                let mut qkv = qkv.clone();
+                qkv[i] += by;
+                objective(&qkv)
+            };
+            let slope = (moved(1e-5) - moved(-1e-5)) / 2e-5;
+            assert!((slope - gradient[i]).abs() < 1e-7 * (1.0 + slope.abs()), "{i}: {slope} for {}", gradient[i]);
+        }
+    }
+
+    #[test]
+    fn threads_and_instruction_sets_change_no_bit() {
+        for shape in [SHAPES[3], SHAPES[5]] {
+            everywhere(|cx| run::<f32>(cx, &shape));
+            everywhere(|cx| run::<bf16>(cx, &shape));
+        }
+    }
+
+    fn rounds_once<T: Element>() {
+        let shape = SHAPES[7];
+        let mut cx = fastest();
+        let (qkv, out, lse) = forward::<T>(&mut cx, &shape);
+        let dout = values::<T>(2, out.len());
+        let widen = |x: &[T]| -> Vec<f32> { x.iter().map(|x| x.to_f32()).collect() };
+        let mut dqkv = vec![0.0; qkv.len()];
+        let (wide_dout, wide_qkv, wide_out) = (widen(&dout), widen(&qkv), widen(&out));
+        attention_backward(&mut cx, &shape, Forward { dout: &wide_dout, qkv: &wide_qkv, out: &wide_out, lse: &lse }, &mut dqkv);
+        assert_rounded("dqkv", &run::<T>(&mut cx, &shape), &dqkv);
+    }
+
+    #[test]
+    fn narrow_formats_are_the_f32_result_rounded_once() {
+        rounds_once::<bf16>();
+        rounds_once::<f16>();
     }
 }

@@ -1,10 +1,10 @@
 //! Cross-entropy over the vocabulary, one tile of logits at a time.
 
+use super::Compute;
 use super::isa::vectorised;
 use super::math::exp;
 use super::reduce::{fold, max};
 use super::split::Chunks;
-use super::Compute;
 use crate::dtype::Element;
 
 /// Rows of one block: logits have few, long rows.

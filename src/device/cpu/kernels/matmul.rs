@@ -80,3 +80,104 @@ fn slab<T: Element>(
         }
     });
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{assert_close, assert_rounded, everywhere, fastest, values, wide};
+    use super::*;
+    use MatmulLayout::{Nn, Nt, Tn};
+    use half::{bf16, f16};
+
+    const SHAPES: [(usize, usize, usize); 9] =
+        [(1, 1, 1), (3, 5, 7), (8, 32, 16), (9, 33, 17), (64, 128, 64), (65, 129, 513), (130, 260, 40), (1, 300, 70), (300, 1, 1030)];
+
+    fn run<T: Element>(cx: &mut Compute, shape: MatmulShape, bias: bool, accumulate: bool) -> Vec<T> {
+        let MatmulShape { m, n, k, .. } = shape;
+        let (a, b, bias_values, mut c) = (values(1, m * k), values(2, n * k), values(3, n), values(4, m * n));
+        matmul::<T>(cx, shape, &a, &b, bias.then_some(&bias_values), &mut c, accumulate);
+        c
+    }
+
+    fn reference<T: Element>(shape: MatmulShape, bias: bool, accumulate: bool) -> Vec<f64> {
+        let MatmulShape { layout, m, n, k } = shape;
+        let (a, b) = (wide(&values::<T>(1, m * k)), wide(&values::<T>(2, n * k)));
+        let (bias_values, mut c) = (wide(&values::<T>(3, n)), wide(&values::<T>(4, m * n)));
+        for i in 0..m {
+            for j in 0..n {
+                let a = |k_idx: usize| if layout == Tn { a[k_idx * m + i] } else { a[i * k + k_idx] };
+                let b = |k_idx: usize| if layout == Nt { b[j * k + k_idx] } else { b[k_idx * n + j] };
+                let old = if accumulate { c[i * n + j] } else { 0.0 };
+                let product: f64 = (0..k).map(|k_idx| a(k_idx) * b(k_idx)).sum();
+                c[i * n + j] = product + old + if bias { bias_values[j] } else { 0.0 };
+            }
+        }
+        c
+    }
+
+    #[test]
+    fn every_layout_and_shape_agrees_with_f64() {
+        let mut cx = fastest();
+        for (m, n, k) in SHAPES {
+            for layout in [Nt, Nn, Tn] {
+                for (bias, accumulate) in [(false, false), (true, false), (false, true), (true, true)] {
+                    let shape = MatmulShape { layout, m, n, k };
+                    let want = reference::<f32>(shape, bias, accumulate);
+                    // k roundings of sums below k, each within 2^-24.
+                    assert_close(&format!("{shape:?}"), &run::<f32>(&mut cx, shape, bias, accumulate), &want, 6e-8 * k as f64);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn an_element_is_one_ascending_chain_of_fused_adds() {
+        let (m, n, k) = (65, 129, 1030);
+        let (a, b): (Vec<f32>, Vec<f32>) = (values(1, m * k), values(2, n * k));
+        let got = run::<f32>(&mut fastest(), MatmulShape { layout: Nt, m, n, k }, false, false);
+        for (i, j) in [(0, 0), (64, 128), (13, 77)] {
+            let chain = (0..k).fold(0.0f32, |sum, k_idx| a[i * k + k_idx].mul_add(b[j * k + k_idx], sum));
+            assert_eq!(got[i * n + j].to_bits(), chain.to_bits(), "element {i},{j}");
+        }
+    }
+
+    #[test]
+    fn threads_and_instruction_sets_change_no_bit() {
+        for layout in [Nt, Nn, Tn] {
+            everywhere(|cx| run::<f32>(cx, MatmulShape { layout, m: 131, n: 161, k: 70 }, true, true));
+            everywhere(|cx| run::<bf16>(cx, MatmulShape { layout, m: 131, n: 161, k: 70 }, true, true));
+        }
+    }
+
+    #[test]
+    fn slabs_change_no_bit() {
+        // So long a sum that only one tile's operands fit: `c` goes in slabs.
+        let (m, n, k) = (129, 130, PACKED_ELEMS_MAX / TILE_COLS);
+        let (a, b): (Vec<bf16>, Vec<bf16>) = (values(1, m * k), values(2, n * k));
+        let mut c = vec![0.0f32; 1];
+        let mut whole = vec![bf16::ZERO; m * n];
+        let mut cx = fastest();
+        matmul(&mut cx, MatmulShape { layout: Nt, m, n, k }, &a, &b, None, &mut whole, false);
+        let shape = MatmulShape { layout: Nt, m: 1, n: 1, k };
+        for (i, j) in [(0, 0), (128, 129), (127, 127)] {
+            let row = |x: &[bf16], r: usize| -> Vec<f32> { x[r * k..][..k].iter().map(|x| x.to_f32()).collect() };
+            matmul(&mut cx, shape, &row(&a, i), &row(&b, j), None, &mut c, false);
+            assert_rounded("c", &whole[i * n + j..][..1], &c);
+        }
+    }
+
+    fn rounds_once<T: Element>() {
+        let shape = MatmulShape { layout: Nn, m: 33, n: 40, k: 50 };
+        let widen = |x: Vec<T>| -> Vec<f32> { x.iter().map(|x| x.to_f32()).collect() };
+        let (a, b) = (widen(values(1, 33 * 50)), widen(values(2, 40 * 50)));
+        let (bias, mut c) = (widen(values(3, 40)), widen(values(4, 33 * 40)));
+        let mut cx = fastest();
+        matmul(&mut cx, shape, &a, &b, Some(&bias), &mut c, true);
+        assert_rounded("c", &run::<T>(&mut cx, shape, true, true), &c);
+    }
+
+    #[test]
+    fn narrow_formats_are_the_f32_result_rounded_once() {
+        rounds_once::<bf16>();
+        rounds_once::<f16>();
+    }
+}

@@ -11,6 +11,7 @@ pub(crate) mod isa;
 pub(crate) mod math;
 pub(crate) mod matmul;
 pub(crate) mod norm;
+pub(crate) mod optimizer;
 pub(crate) mod panels;
 pub(crate) mod pointwise;
 pub(crate) mod qk_norm;
@@ -79,3 +80,5 @@ impl<'a> Arena<'a> {
     }
 }
 
+#[cfg(test)]
+pub(crate) mod testing;

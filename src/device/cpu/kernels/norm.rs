@@ -33,14 +33,7 @@ pub(crate) fn rms_norm_backward<T: Element>(
 }
 
 /// See [`crate::device::Kernels::layer_norm`].
-pub(crate) fn layer_norm<T: Element>(
-    cx: &mut Compute,
-    x: &[T],
-    (weight, bias): (&[T], &[T]),
-    eps: f32,
-    out: &mut [T],
-    stats: &mut [f32],
-) {
+pub(crate) fn layer_norm<T: Element>(cx: &mut Compute, x: &[T], (weight, bias): (&[T], &[T]), eps: f32, out: &mut [T], stats: &mut [f32]) {
     let (isa, block_elems) = (cx.isa, ROW_BLOCK * weight.len());
     cx.team.for_each((Chunks::new(out, block_elems), Chunks::new(stats, 2 * ROW_BLOCK)), |block, (out, stats)| {
         layer_norm_rows(isa, &x[block * block_elems..], weight, bias, eps, out, stats);

@@ -1,6 +1,6 @@
 //! Kernels that treat every element alone.
 
-use super::isa::{Isa, vectorised};
+use super::isa::vectorised;
 use super::math::sigmoid;
 use super::split::Chunks;
 use super::{Compute, ROW_BLOCK};
@@ -63,8 +63,8 @@ pub(crate) fn copy<T: Element>(cx: &mut Compute, src: &[T], dst: &mut [T]) {
 }
 
 /// Fills with zero.
-pub(crate) fn zero(cx: &mut Compute, bytes: &mut [u8]) {
-    cx.team.for_each(Chunks::new(bytes, 4 * BLOCK_ELEMS), |_, bytes| bytes.fill(0));
+pub(crate) fn zero<T: bytemuck::Pod + Send>(cx: &mut Compute, x: &mut [T]) {
+    cx.team.for_each(Chunks::new(x, BLOCK_ELEMS), |_, x| x.fill(T::zeroed()));
 }
 
 /// [`cast_elems`] on all threads.

@@ -3,7 +3,7 @@
 //! Along a row: sixteen lanes, lane `l` taking elements `l`, `l + 16`, ... in ascending order, then a fixed tree. Down the columns: blocks
 //! of [`ROW_BLOCK`] rows, each summed in ascending order, then folded in ascending order.
 
-use super::isa::{Isa, vectorised};
+use super::isa::vectorised;
 use super::split::{Chunks, Split};
 use super::{Compute, ROW_BLOCK};
 use crate::dtype::Element;

@@ -7,14 +7,7 @@ use crate::device::AttentionShape;
 use crate::dtype::Element;
 
 /// See [`crate::device::Kernels::rope`].
-pub(crate) fn rope<T: Element>(
-    cx: &mut Compute,
-    shape: &AttentionShape,
-    qkv: &mut [T],
-    table: &[f32],
-    rotary_dim: usize,
-    inverse: bool,
-) {
+pub(crate) fn rope<T: Element>(cx: &mut Compute, shape: &AttentionShape, qkv: &mut [T], table: &[f32], rotary_dim: usize, inverse: bool) {
     let (isa, cols, head_dim) = (cx.isa, shape.qkv_cols(), shape.head_dim);
     let rotated = (shape.heads + shape.kv_heads) * head_dim;
     let sign = if inverse { -1.0 } else { 1.0 };
