@@ -54,7 +54,8 @@ fn read_tensors(dir: &Path, stem: &str) -> Tensors {
 }
 
 fn values<T: bytemuck::Pod>(tensors: &Tensors, name: &str) -> Vec<T> {
-    bytemuck::pod_collect_to_vec(tensors.get(name).unwrap_or_else(|| panic!("no tensor {name}")))
+    let bytes = tensors.get(name).unwrap_or_else(|| panic!("no tensor {name}"));
+    bytes.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect()
 }
 
 /// The flat parameters, gathered from the Hugging Face tensors that the table names.

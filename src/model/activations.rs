@@ -97,22 +97,22 @@ impl ActivationPlan {
         let ModelShape { channels, ffn, .. } = self.shape;
         let rope = match self.shape.positions {
             Positions::Learned => None,
-            Positions::Rope(rope) => Some(memory.new("rope_table", &[self.seq_length, rope.rotary_dim], Dtype::Float32)?),
+            Positions::Rope(rope) => Some(memory.matrix("rope_table", &[self.seq_length, rope.rotary_dim], Dtype::Float32)?),
         };
         Ok(Activations {
             batch: self.batch,
             seq_length: self.seq_length,
             tile: self.tile,
-            tokens: memory.new("tokens", &[tokens], Dtype::Int32)?,
-            targets: memory.new("targets", &[tokens], Dtype::Int32)?,
+            tokens: memory.matrix("tokens", &[tokens], Dtype::Int32)?,
+            targets: memory.matrix("targets", &[tokens], Dtype::Int32)?,
             rope_table: rope,
             embed_out: memory.rows("embed_out", channels)?,
             layers: self.layers(&mut memory)?,
             final_norm_out: memory.rows("final_norm_out", channels)?,
-            final_norm_stats: memory.new("final_norm_stats", &[tokens, self.stats_cols()], Dtype::Float32)?,
-            logits: memory.new("logits_tile", &[self.tile.rows, self.tile.vocab], self.dtype)?,
-            loss_stats: memory.new("loss_stats", &[self.tile.rows, 3], Dtype::Float32)?,
-            loss: memory.new("loss", &[1], Dtype::Float32)?,
+            final_norm_stats: memory.matrix("final_norm_stats", &[tokens, self.stats_cols()], Dtype::Float32)?,
+            logits: memory.matrix("logits_tile", &[self.tile.rows, self.tile.vocab], self.dtype)?,
+            loss_stats: memory.matrix("loss_stats", &[self.tile.rows, 3], Dtype::Float32)?,
+            loss: memory.matrix("loss", &[1], Dtype::Float32)?,
             dresidual: memory.rows("dresidual", channels)?,
             dnorm: memory.rows("dnorm", channels)?,
             dinner: memory.rows("dinner", ffn.max(self.shape.attn_cols()))?,
@@ -234,7 +234,7 @@ struct Memory<A> {
 }
 
 impl<A: FnMut(&'static str, usize, Dtype) -> Result<DeviceSlice>> Memory<A> {
-    fn new(&mut self, name: &'static str, dims: &[usize], dtype: Dtype) -> Result<DeviceSlice> {
+    fn matrix(&mut self, name: &'static str, dims: &[usize], dtype: Dtype) -> Result<DeviceSlice> {
         let elems = dims.iter().try_fold(1usize, |n, dim| n.checked_mul(*dim)).ok_or_else(too_large)?;
         // Sums of all allocations and rounding up must fit as well.
         if elems > 1 << 48 {
@@ -244,13 +244,13 @@ impl<A: FnMut(&'static str, usize, Dtype) -> Result<DeviceSlice>> Memory<A> {
     }
 
     fn rows(&mut self, name: &'static str, cols: usize) -> Result<DeviceSlice> {
-        self.new(name, &[self.tokens, cols], self.dtype)
+        self.matrix(name, &[self.tokens, cols], self.dtype)
     }
 
     fn per_layer(&mut self, name: &'static str, layers: usize, cols: usize, dtype: Dtype) -> Result<PerLayer> {
         let elems = self.tokens.checked_mul(cols).ok_or_else(too_large)?;
         let stride = elems.checked_next_multiple_of(LAYER_ALIGN_ELEMS).ok_or_else(too_large)?;
-        Ok(PerLayer { all: self.new(name, &[layers, stride], dtype)?, elems, stride })
+        Ok(PerLayer { all: self.matrix(name, &[layers, stride], dtype)?, elems, stride })
     }
 }
 
@@ -292,6 +292,14 @@ mod tests {
         // 96 tokens of 512 columns in each layer, one after another.
         let starts = activations.layers.iter().map(|layer| layer.qkv.addr - 0x1000);
         assert!(starts.eq((0..6).map(|l| l * 96 * 512 * 2)));
+    }
+
+    #[test]
+    fn each_layer_starts_aligned() {
+        let plan = ActivationPlan::new(&ModelShape::demo(), 1, 3, Dtype::Float32, TILE).unwrap();
+        let activations = plan.lay_out(|_, elems, dtype| Ok(DeviceSlice { addr: 0, elems, dtype })).unwrap();
+        // 3 tokens of 8 heads are 24 elements; the next layer's begin at 128.
+        assert_eq!((activations.layers[1].lse.addr, activations.layers[1].lse.elems), (128 * 4, 24));
     }
 
     #[test]

@@ -1,5 +1,8 @@
 //! Reads a Hugging Face `config.json`. Whatever it holds, the answer is a shape that can be trained or one error that
 //! names key, value and file; nothing is guessed that `transformers` would read from the file.
+//!
+//! Two things of training differ by design: there is no dropout (see [`ModelShape::ignored_dropout`]), and
+//! `pad_token_id` does not freeze its embedding: packed sequences hold no padding.
 
 use super::family::{Family, FamilySpec, Missing, Rule, WindowRule};
 use super::shape::{Mlp, ModelShape, Norm, Positions, Rope, RopeScaling};
@@ -44,7 +47,7 @@ fn read_shape(keys: &Keys, spec: &FamilySpec) -> Result<ModelShape> {
     let layers = keys.count(names.layers, LAYERS_MAX)?;
     let heads = keys.count(names.heads, SIZE_MAX)?;
     let kv_heads = if spec.gpt { heads } else { keys.derived("num_key_value_heads", spec.kv_heads, heads)? };
-    if heads % kv_heads != 0 {
+    if !heads.is_multiple_of(kv_heads) {
         return Err(keys.bad("num_key_value_heads", format_args!("{kv_heads} does not divide the {heads} of {}", names.heads)));
     }
     let head_dim = head_dim(keys, spec, channels, heads)?;
@@ -78,7 +81,7 @@ fn read_shape(keys: &Keys, spec: &FamilySpec) -> Result<ModelShape> {
 
 fn head_dim(keys: &Keys, spec: &FamilySpec, channels: usize, heads: usize) -> Result<usize> {
     if spec.gpt || keys.get("head_dim").is_none() && matches!(spec.head_dim, Missing::Derive) {
-        if channels % heads != 0 {
+        if !channels.is_multiple_of(heads) {
             let cause = format_args!("{heads} does not divide the {channels} of {}", spec.keys.channels);
             return Err(keys.bad(spec.keys.heads, cause));
         }
@@ -152,7 +155,7 @@ fn rope(keys: &Keys, spec: &FamilySpec, head_dim: usize, max_positions: usize) -
         return Err(fraction_keys.unsupported("partial_rotary_factor", &Value::from(fraction), spec.architecture));
     }
     let rotary_dim = (head_dim as f64 * fraction) as usize;
-    if rotary_dim == 0 || rotary_dim % 2 != 0 {
+    if rotary_dim == 0 || !rotary_dim.is_multiple_of(2) {
         return Err(keys.bad("head_dim", format_args!("{rotary_dim} rotating channels of {head_dim}: rope needs an even number")));
     }
     Ok(Rope { theta, rotary_dim, scaling: rope_scaling(keys, &inner, max_positions)? })
@@ -298,7 +301,7 @@ impl<'a> Keys<'a> {
             "scale_attn_by_inverse_layer_idx",
             "is_encoder_decoder",
         ];
-        let on = |value: &Value| *value != Value::Bool(false) && *value != Value::from(0);
+        let on = |value: &Value| *value != false && *value != 0;
         match features.iter().find_map(|key| self.get(key).filter(|v| on(v)).map(|v| (key, v))) {
             Some((key, value)) => Err(self.unsupported(key, value, "not one of this engine's features")),
             None => Ok(()),

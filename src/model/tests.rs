@@ -5,10 +5,17 @@ use super::rope::rope_table;
 use super::shape::{ModelShape, Positions};
 use super::tensors::{Stage, TensorSpec, TensorTable};
 use super::{MicroStep, Model};
+<<<<<<< HEAD
 use crate::device::cpu::{CpuDevice, Schedule};
 use crate::device::{Device, DeviceSlice, Kernels, Stream};
 use crate::dtype::Dtype;
 use crate::host::pinned::HostMemory;
+=======
+use crate::device::cpu::CpuDevice;
+use crate::device::{Device, DeviceSlice, Stream};
+use crate::dtype::{Dtype, Element};
+use crate::host::pinned::PinnedSlice;
+>>>>>>> helper-c
 use std::path::Path;
 
 const SEQ_LENGTH: usize = 12;
@@ -29,7 +36,7 @@ impl Noise {
     }
 }
 
-/// A model with fp32 weights on a device of its own.
+/// A model with random weights on a device of its own; fp32 unless said otherwise.
 struct Rig {
     dev: CpuDevice,
     host: HostMemory,
@@ -38,18 +45,27 @@ struct Rig {
 
 impl Rig {
     fn new(shape: &ModelShape, batch: usize, tile: LossTile) -> Self {
+<<<<<<< HEAD
         let mut dev = CpuDevice::new(1, Schedule::Adversary { seed: 1 }, Default::default(), false).unwrap();
+=======
+        Self::narrow::<f32>(shape, batch, tile)
+    }
+
+    fn narrow<E: Element>(shape: &ModelShape, batch: usize, tile: LossTile) -> Self {
+        let mut dev = CpuDevice::new(1).unwrap();
+>>>>>>> helper-c
         let flat = TensorTable::new(shape).flat_elems();
-        let plan = ActivationPlan::new(shape, batch, SEQ_LENGTH, Dtype::Float32, tile).unwrap();
-        let weights = dev.alloc("weights", flat, Dtype::Float32).unwrap();
-        let grads = dev.alloc("grads", flat, Dtype::Float32).unwrap();
+        let plan = ActivationPlan::new(shape, batch, SEQ_LENGTH, E::DTYPE, tile).unwrap();
+        let weights = dev.alloc("weights", flat, E::DTYPE).unwrap();
+        let grads = dev.alloc("grads", flat, E::DTYPE).unwrap();
         let activations = plan.allocate(&mut dev).unwrap();
         let model = Model::new(shape.clone(), weights, grads, activations).unwrap();
         let mut rig = Self { dev, host: HostMemory::default(), model };
         if let (Positions::Rope(rope), Some(table)) = (shape.positions, rig.model.activations.rope_table) {
             rig.upload(&rope_table(&rope, SEQ_LENGTH), table);
         }
-        rig.upload(&random_weights(&rig.model.table), weights);
+        let narrowed: Vec<E> = random_weights(&rig.model.table).into_iter().map(E::from_f32).collect();
+        rig.upload(&narrowed, weights);
         rig
     }
 
@@ -256,6 +272,25 @@ fn the_loss_scale_multiplies_gradients_but_not_the_loss() {
     // A power of two scales every float exactly.
     assert!(grads.iter().zip(&scaled).all(|(g, s)| g * 1024.0 == *s));
     assert_eq!(rig.download(rig.model.activations.loss)[0], loss);
+}
+
+/// The same model in a format with relative rounding `unit`: the loss differs by a few roundings, not by nature.
+fn narrow_loss<E: Element>(shape: &ModelShape, unit: f32) {
+    let (loss, _) = Rig::new(shape, 2, ONE_TILE).loss_and_grads();
+    let mut rig = Rig::narrow::<E>(shape, 2, LossTile { rows: 10, vocab: 24 });
+    rig.feed(0);
+    rig.train(whole(&rig.model));
+    let narrow = rig.download(rig.model.activations.loss)[0];
+    assert!(narrow != loss && (narrow - loss).abs() < 4.0 * unit * loss, "{:?} {}: {narrow} and {loss}", shape.family, E::DTYPE);
+}
+
+#[test]
+fn half_precision_computes_the_same_loss_less_precisely() {
+    for family in FAMILIES {
+        let shape = golden_shape(family);
+        narrow_loss::<half::bf16>(&shape, 1.0 / 256.0);
+        narrow_loss::<half::f16>(&shape, 1.0 / 2048.0);
+    }
 }
 
 #[test]

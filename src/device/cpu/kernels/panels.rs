@@ -88,46 +88,42 @@ pub(crate) struct Panels<'a> {
 /// `c += a * b` on packed panels: `c[i, j]` gains `k` products in ascending order. `c` is `size` rows by columns, whole panels
 /// both, with rows `pitch` apart.
 pub(crate) fn multiply(isa: Isa, a: Panels<'_>, b: Panels<'_>, k: usize, c: &mut [f32], size: (usize, usize), pitch: usize) {
+    // Two rows of sums and their operands fit the 16 registers of AVX2, eight rows the 32 of AVX-512.
     match isa.level() {
-        Level::Baseline => tiles::<2>(a, b, k, c, size, pitch),
+        Level::Baseline => tiles::<2>(tile::<2>, a, b, k, c, size, pitch),
         // SAFETY: an `Isa` of this level exists only where the processor has it.
         #[cfg(target_arch = "x86_64")]
-        Level::Avx2 => unsafe { avx2(a, b, k, c, size, pitch) },
+        Level::Avx2 => tiles::<2>(|a, first, b, c, pitch| unsafe { tile_avx2(a, first, b, c, pitch) }, a, b, k, c, size, pitch),
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
-        Level::Avx512 => unsafe { avx512(a, b, k, c, size, pitch) },
+        Level::Avx512 => tiles::<A_PANEL>(|a, _, b, c, pitch| unsafe { tile_avx512(a, b, c, pitch) }, a, b, k, c, size, pitch),
     }
-}
-
-// Two rows of 32 sums and their operands fit the 16 registers of AVX2, eight rows the 32 of AVX-512.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma")]
-fn avx2(a: Panels<'_>, b: Panels<'_>, k: usize, c: &mut [f32], size: (usize, usize), pitch: usize) {
-    tiles::<2>(a, b, k, c, size, pitch);
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")]
-fn avx512(a: Panels<'_>, b: Panels<'_>, k: usize, c: &mut [f32], size: (usize, usize), pitch: usize) {
-    tiles::<8>(a, b, k, c, size, pitch);
 }
 
 /// [`multiply`] with register tiles of `ROWS` rows, which divide a panel of `a`.
 #[inline(always)]
-fn tiles<const ROWS: usize>(a: Panels<'_>, b: Panels<'_>, k: usize, c: &mut [f32], size: (usize, usize), pitch: usize) {
+fn tiles<const ROWS: usize>(
+    tile: impl Fn(&[f32], usize, &[f32], &mut [f32], usize),
+    a: Panels<'_>,
+    b: Panels<'_>,
+    k: usize,
+    c: &mut [f32],
+    size: (usize, usize),
+    pitch: usize,
+) {
     for k0 in (0..k).step_by(K_CHUNK) {
         let steps = K_CHUNK.min(k - k0);
         for col in (0..size.1).step_by(B_PANEL) {
             let b = &b.data[col / B_PANEL * b.stride + k0 * B_PANEL..][..steps * B_PANEL];
             for row in (0..size.0).step_by(ROWS) {
                 let a = &a.data[row / A_PANEL * a.stride + k0 * A_PANEL..][..steps * A_PANEL];
-                tile::<ROWS>(a, row % A_PANEL, b, &mut c[row * pitch + col..], pitch);
+                tile(a, row % A_PANEL, b, &mut c[row * pitch + col..], pitch);
             }
         }
     }
 }
 
-/// One register tile: `ROWS` rows from row `first` of panel `a`, all columns of panel `b`.
+/// One register tile: `ROWS` rows of panel `a` from row `first` on, all columns of panel `b`.
 #[inline(always)]
 fn tile<const ROWS: usize>(a: &[f32], first: usize, b: &[f32], c: &mut [f32], pitch: usize) {
     let mut sums = [[0.0f32; B_PANEL]; ROWS];
@@ -135,14 +131,29 @@ fn tile<const ROWS: usize>(a: &[f32], first: usize, b: &[f32], c: &mut [f32], pi
         sum.copy_from_slice(&c[i * pitch..][..B_PANEL]);
     }
     for (a, b) in a.as_chunks::<A_PANEL>().0.iter().zip(b.as_chunks::<B_PANEL>().0) {
-        let Some(a) = a[first..].first_chunk::<ROWS>() else { unreachable!("ROWS divides A_PANEL") };
         for i in 0..ROWS {
             for j in 0..B_PANEL {
-                sums[i][j] = a[i].mul_add(b[j], sums[i][j]);
+                // The remainder spares a bounds check, whose way out would keep the sums in memory.
+                sums[i][j] = a[(first + i) % A_PANEL].mul_add(b[j], sums[i][j]);
             }
         }
     }
     for (i, sum) in sums.iter().enumerate() {
         c[i * pitch..][..B_PANEL].copy_from_slice(sum);
     }
+}
+
+// Functions of their own: inlined into the loops around it, the compiler no longer keeps the sums in registers.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma")]
+#[inline(never)]
+fn tile_avx2(a: &[f32], first: usize, b: &[f32], c: &mut [f32], pitch: usize) {
+    tile::<2>(a, first, b, c, pitch);
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")]
+#[inline(never)]
+fn tile_avx512(a: &[f32], b: &[f32], c: &mut [f32], pitch: usize) {
+    tile::<A_PANEL>(a, 0, b, c, pitch);
 }

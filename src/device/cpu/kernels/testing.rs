@@ -30,7 +30,7 @@ pub(crate) fn bits<T: Element>(x: &[T]) -> Vec<u8> {
 /// Runs `kernel` on every instruction set and on 1, 2, 3 and 5 threads: the bits must agree. Gives them once.
 pub(crate) fn everywhere<R: PartialEq + Debug>(kernel: impl Fn(&mut Compute) -> R) -> R {
     let mut runs = Isa::available().flat_map(|isa| [1, 2, 3, 5].map(|threads| (isa, threads)));
-    let mut run = |(isa, threads)| kernel(&mut Compute::new(threads, isa).unwrap());
+    let run = |(isa, threads)| kernel(&mut Compute::new(threads, isa).unwrap());
     let first = run(runs.next().unwrap());
     for (isa, threads) in runs {
         assert!(run((isa, threads)) == first, "other bits on {isa} with {threads} threads");
