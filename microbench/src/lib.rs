@@ -1,1 +1,188 @@
-//! Placeholder.
+//! What the benchmarks share: the machine they ran on, and a bucket of parameters to run the optimizer's passes over.
+//!
+//! `cargo bench -p microbench` runs everything, single-threaded; `cargo bench -p microbench -- avx512/step` a part.
+
+use std::fmt;
+use superoffload::dtype::Dtype;
+use superoffload::optim::adam::{AdamConsts, AdamHyper, AdamState, AdamStep};
+use superoffload::optim::simd::{AdamKernels, Grads, Isa, Weights};
+
+/// The machine, as far as a number means nothing without it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Machine {
+    /// Model name of the CPU; `unknown` where the system does not say.
+    pub cpu_model: String,
+    /// Logical CPUs that this process may use.
+    pub cpus: usize,
+    /// The fastest instruction set.
+    pub isa: Isa,
+}
+
+impl Machine {
+    /// The machine that this runs on.
+    pub fn here() -> Self {
+        let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+        Self {
+            cpu_model: model_name(&cpuinfo).unwrap_or("unknown").to_owned(),
+            cpus: std::thread::available_parallelism().map_or(1, Into::into),
+            isa: Isa::detect(),
+        }
+    }
+}
+
+impl fmt::Display for Machine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}, {} cpus, {}", self.cpu_model, self.cpus, self.isa)
+    }
+}
+
+fn model_name(cpuinfo: &str) -> Option<&str> {
+    let line = cpuinfo.lines().find(|line| line.starts_with("model name"))?;
+    Some(line.split_once(':')?.1.trim())
+}
+
+/// A pass of the optimizer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pass {
+    /// The synchronous step.
+    Step,
+    /// Working weights only.
+    Speculate,
+    /// State only.
+    Commit,
+    /// Both, of two steps, fused.
+    CommitThenSpeculate,
+    /// The algebraic rollback.
+    Inverse,
+    /// Master weights narrowed to working weights: a cast.
+    Emit,
+}
+
+impl Pass {
+    /// All of them.
+    pub const ALL: [Self; 6] = [Self::Step, Self::Speculate, Self::Commit, Self::CommitThenSpeculate, Self::Inverse, Self::Emit];
+
+    /// The name of its method in [`AdamKernels`].
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Step => "step",
+            Self::Speculate => "speculate",
+            Self::Commit => "commit",
+            Self::CommitThenSpeculate => "commit_then_speculate",
+            Self::Inverse => "inverse",
+            Self::Emit => "emit",
+        }
+    }
+
+    /// Bytes that one parameter moves between memory and core, reads and writes, without the reads that a cache adds for
+    /// the lines it is about to overwrite.
+    pub const fn bytes_per_param(self, grads: Dtype, weights: Dtype) -> usize {
+        let (state, grads, weights) = (3 * Dtype::Float32.bytes(), grads.bytes(), weights.bytes());
+        match self {
+            Self::Step => 2 * state + grads + weights,
+            Self::Speculate => state + grads + weights,
+            Self::Commit | Self::Inverse => 2 * state + grads,
+            Self::CommitThenSpeculate => 2 * state + 2 * grads + weights,
+            Self::Emit => Dtype::Float32.bytes() + weights,
+        }
+    }
+}
+
+/// A range of parameters with everything that a [`Pass`] touches.
+#[derive(Clone, PartialEq)]
+pub struct Bucket {
+    params: Vec<f32>,
+    m: Vec<f32>,
+    v: Vec<f32>,
+    grads: Typed,
+    pending_grads: Typed,
+    out: Typed,
+}
+
+/// Room for elements of a format known at run time, aligned for any of them.
+#[derive(Clone, PartialEq)]
+struct Typed {
+    dtype: Dtype,
+    words: Vec<u32>,
+}
+
+impl Typed {
+    fn new(kernels: AdamKernels, dtype: Dtype, values: &[f32]) -> Self {
+        let mut typed = Self { dtype, words: vec![0; values.len() * dtype.bytes() / 4] };
+        kernels.emit(values, typed.weights());
+        typed
+    }
+
+    fn grads(&self) -> Grads<'_> {
+        Grads::from_bytes(self.dtype, bytemuck::cast_slice(&self.words))
+    }
+
+    fn weights(&mut self) -> Weights<'_> {
+        Weights::from_bytes(self.dtype, bytemuck::cast_slice_mut(&mut self.words))
+    }
+}
+
+impl Bucket {
+    /// A bucket of `elems` parameters (an even number) in mid-training, always the same.
+    pub fn new(elems: usize, grads: Dtype, weights: Dtype, kernels: AdamKernels) -> Self {
+        let squares = |values: Vec<f32>| values.into_iter().map(|x| x * x).collect();
+        Self {
+            params: values(1, elems),
+            m: values(2, elems),
+            v: squares(values(3, elems)),
+            grads: Typed::new(kernels, grads, &values(4, elems)),
+            pending_grads: Typed::new(kernels, grads, &values(5, elems)),
+            out: Typed::new(kernels, weights, &values(6, elems)),
+        }
+    }
+
+    /// Runs one pass.
+    pub fn run(&mut self, kernels: AdamKernels, pass: Pass) {
+        let step = mid_training();
+        let grads = self.grads.grads();
+        let state = &mut AdamState { params: &mut self.params, m: &mut self.m, v: &mut self.v };
+        let out = self.out.weights();
+        match pass {
+            Pass::Step => kernels.step(step, state, grads, out),
+            Pass::Speculate => kernels.speculate(step, state, grads, out),
+            Pass::Commit => kernels.commit(step, state, grads),
+            Pass::CommitThenSpeculate => kernels.commit_then_speculate(step, self.pending_grads.grads(), step, grads, state, out),
+            Pass::Inverse => kernels.inverse(step, state, grads),
+            Pass::Emit => kernels.emit(state.params, out),
+        }
+    }
+
+    /// Sums of squares of the gradients, per block, into `partials`.
+    pub fn partials(&self, kernels: AdamKernels, partials: &mut [f32]) -> bool {
+        kernels.partials(self.grads.grads(), partials)
+    }
+}
+
+fn mid_training() -> AdamStep {
+    let hyper = AdamHyper { lr: 1e-4, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
+    AdamStep { consts: AdamConsts::new(&hyper, 1000, true), scale: 0.5 }
+}
+
+/// `elems` values spread evenly over (-1, 1); `seed` picks the sequence.
+pub fn values(seed: u32, elems: usize) -> Vec<f32> {
+    let spread = |i: usize| (i as u32).wrapping_add(seed << 16).wrapping_mul(0x9e37_79b9) as i32;
+    (0..elems).map(|i| spread(i) as f32 / 2_147_483_648.0).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn traffic_is_what_the_formats_say() {
+        let bytes = |pass: Pass| pass.bytes_per_param(Dtype::Bfloat16, Dtype::Bfloat16);
+        assert_eq!(Pass::ALL.map(bytes), [28, 16, 26, 30, 26, 6]);
+        assert_eq!(Pass::CommitThenSpeculate.bytes_per_param(Dtype::Float32, Dtype::Bfloat16), 34);
+    }
+
+    #[test]
+    fn the_model_is_found_where_there_is_one() {
+        assert_eq!(model_name("processor\t: 0\nmodel name\t: Some CPU @ 3 GHz\n"), Some("Some CPU @ 3 GHz"));
+        assert_eq!(model_name("CPU part\t: 0xd4f\n"), None);
+    }
+}

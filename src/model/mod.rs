@@ -1,8 +1,92 @@
 //! One decoder for every supported family: a Hugging Face `config.json` becomes a [`shape::ModelShape`], the shape a table of
 //! tensors, and the same forward and backward pass runs them all.
+//!
+//! A micro-step is `forward(Embed)`, `forward(Layer(0))` and up, `head`, `backward(Layer(L-1))` and down,
+//! `backward(Embed)`. After each backward stage the gradients of that stage's flat range are complete.
 
+pub mod activations;
+mod backward;
+mod config_json;
 pub mod family;
+mod forward;
+mod head;
 pub mod init;
+mod params;
+pub mod rope;
 pub mod shape;
 pub mod tensors;
 pub mod weights;
+#[cfg(test)]
+mod tests;
+
+use crate::device::{AttentionShape, DeviceSlice};
+use crate::error::{Error, Result};
+use activations::Activations;
+use params::{EmbedParams, HeadParams, LayerParams};
+use shape::ModelShape;
+use tensors::TensorTable;
+
+pub use head::MicroStep;
+
+/// A model on a device: its weights, its gradients and the memory of one micro-batch. Every name and offset is resolved
+/// at construction; the passes only enqueue kernels and allocate nothing.
+///
+/// Its methods take the device, whose calls they return: an error is the device's.
+#[derive(Debug)]
+pub struct Model {
+    /// The shape it was built from.
+    pub shape: ModelShape,
+    /// Where each tensor lies in `weights` and `grads`.
+    pub table: TensorTable,
+    /// Flat weights in the compute format, `[table.flat_elems()]`.
+    pub weights: DeviceSlice,
+    /// Flat gradients in the compute format, `[table.flat_elems()]`; padding is never written.
+    pub grads: DeviceSlice,
+    /// Inputs, saved activations and workspaces of one micro-batch.
+    pub activations: Activations,
+    embed: EmbedParams,
+    layers: Vec<LayerParams>,
+    head: HeadParams,
+}
+
+impl Model {
+    /// A model of `shape` over flat `weights` and `grads`, both `[flat_elems]` in the dtype of `activations`.
+    ///
+    /// # Errors
+    /// `Usage` when a length or dtype does not fit.
+    pub fn new(shape: ModelShape, weights: DeviceSlice, grads: DeviceSlice, activations: Activations) -> Result<Self> {
+        let table = TensorTable::new(&shape);
+        for (name, slice) in [("weights", weights), ("gradients", grads)] {
+            let dtype = activations.embed_out.dtype;
+            if slice.elems != table.flat_elems() || slice.dtype != dtype {
+                let (have, want) = (slice.elems, table.flat_elems());
+                return Err(Error::usage(format_args!("model {name}: {have} of {}, expected {want} of {dtype}", slice.dtype)));
+            }
+        }
+        let flat = params::Flat { table: &table, weights, grads };
+        let embed = flat.embed();
+        let layers = (0..shape.layers).map(|layer| flat.layer(layer)).collect();
+        let head = flat.head();
+        Ok(Self { shape, table, weights, grads, activations, embed, layers, head })
+    }
+
+    fn attention_shape(&self, layer: usize) -> AttentionShape {
+        AttentionShape {
+            batch: self.activations.batch,
+            seq_length: self.activations.seq_length,
+            heads: self.shape.heads,
+            kv_heads: self.shape.kv_heads,
+            head_dim: self.shape.head_dim,
+            scale: self.shape.scale,
+            window: self.shape.windows[layer],
+        }
+    }
+
+    /// The residual stream that enters `layer`; for `layer == layers`, what leaves the last one.
+    fn residual(&self, layer: usize) -> DeviceSlice {
+        match layer.checked_sub(1) {
+            None => self.activations.embed_out,
+            Some(below) => self.activations.layers[below].out,
+        }
+    }
+}

@@ -366,3 +366,118 @@ impl Builder<'_> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::Path;
+
+    fn shape(architecture: &str) -> ModelShape {
+        let text = format!(
+            r#"{{"architectures": ["{architecture}"], "vocab_size": 60, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "rms_norm_eps": 1e-6,
+            "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 24, "layer_norm_epsilon": 1e-5}}"#
+        );
+        ModelShape::parse(&text, Path::new("config.json")).unwrap()
+    }
+
+    const ALL: [&str; 7] = [
+        "GPT2LMHeadModel",
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "Phi3ForCausalLM",
+        "SeedOssForCausalLM",
+    ];
+
+    #[test]
+    fn stages_tile_the_flat_range_in_backward_order() {
+        for architecture in ALL {
+            let table = TensorTable::new(&shape(architecture));
+            let stages: Vec<Stage> = table.stages().collect();
+            assert_eq!(stages, [Stage::Head, Stage::Layer(1), Stage::Layer(0), Stage::Embed]);
+            let mut end = 0;
+            for stage in stages {
+                let range = table.stage_range(stage);
+                assert_eq!(range.start, end, "{architecture} {stage:?}");
+                end = range.end;
+                let inside = |spec: &TensorSpec| range.start <= spec.range().start && spec.range().end <= range.end;
+                assert!(table.specs().iter().all(|spec| (spec.stage == stage) == inside(spec)), "{architecture} {stage:?}");
+            }
+            assert_eq!((end, end % FLAT_ALIGN_ELEMS), (table.flat_elems(), 0));
+        }
+    }
+
+    #[test]
+    fn tensors_are_aligned_apart_and_covered_by_their_parts() {
+        for architecture in ALL {
+            let table = TensorTable::new(&shape(architecture));
+            let mut end = 0;
+            for (i, spec) in table.specs().iter().enumerate() {
+                assert_eq!((spec.index, spec.offset_elems % TENSOR_ALIGN_ELEMS), (i, 0), "{}", spec.name);
+                assert!(spec.offset_elems >= end && spec.offset_elems < end + TENSOR_ALIGN_ELEMS, "{}", spec.name);
+                end = spec.range().end;
+                let rows = spec.parts.iter().fold(0, |row, part| {
+                    assert_eq!(part.row_start, row, "{}", spec.name);
+                    row + part.rows
+                });
+                assert_eq!(rows, spec.shape[0], "{architecture} {}", spec.name);
+            }
+        }
+    }
+
+    #[test]
+    fn parts_have_their_hugging_face_shapes() {
+        let part = |architecture: &str, role, index: usize| {
+            let table = TensorTable::new(&shape(architecture));
+            let spec = table.find(Stage::Layer(1), role).unwrap();
+            (spec.parts[index].name.clone(), spec.part_shape(&spec.parts[index]))
+        };
+        assert_eq!(part("LlamaForCausalLM", Role::Qkv, 1), ("model.layers.1.self_attn.k_proj.weight".into(), vec![16, 32]));
+        assert_eq!(part("LlamaForCausalLM", Role::MlpIn, 0), ("model.layers.1.mlp.gate_proj.weight".into(), vec![40, 32]));
+        assert_eq!(part("Phi3ForCausalLM", Role::Qkv, 0), ("model.layers.1.self_attn.qkv_proj.weight".into(), vec![64, 32]));
+        assert_eq!(part("GPT2LMHeadModel", Role::Qkv, 0), ("transformer.h.1.attn.c_attn.weight".into(), vec![32, 96]));
+        assert_eq!(part("GPT2LMHeadModel", Role::QkvBias, 0), ("transformer.h.1.attn.c_attn.bias".into(), vec![96]));
+        assert_eq!(part("Qwen3ForCausalLM", Role::KNorm, 0), ("model.layers.1.self_attn.k_norm.weight".into(), vec![8]));
+    }
+
+    #[test]
+    fn decay_spares_norms_and_biases() {
+        let table = TensorTable::new(&shape("GPT2LMHeadModel"));
+        let spared = |spec: &&TensorSpec| !spec.decay;
+        assert!(table.specs().iter().filter(spared).all(|spec| spec.name.contains("norm") || spec.name.ends_with("bias")));
+        assert_eq!(table.specs().iter().filter(spared).count(), 2 * 8 + 2);
+    }
+
+    #[test]
+    fn counts_of_a_known_model() {
+        // By hand, per layer: qkv 64x32, out 32x32, gate and up 80x32, down 32x40, two norms.
+        let (layer, embed) = ((64 + 32 + 80 + 40) * 32, 60 * 32);
+        let table = TensorTable::new(&shape("LlamaForCausalLM"));
+        assert_eq!(table.params(), 2 * (layer + 64) + 2 * embed + 32);
+        assert_eq!(table.matmul_params(), 2 * layer + embed);
+        let tied = ModelShape { tied: true, ..shape("LlamaForCausalLM") };
+        assert_eq!(TensorTable::new(&tied).params(), 2 * (layer + 64) + embed + 32);
+        assert_eq!(TensorTable::new(&tied).matmul_params(), 2 * layer + embed);
+        let attention = 6.0 * 2.0 * 32.0 * 16.0 * 48.0;
+        assert_eq!(tied.flops_per_step(3, 16), 6.0 * (2 * layer + embed) as f64 * 48.0 + attention);
+        // A window of 8 in 16 tokens: 8*9/2 + 8*8 scores of 16*17/2, counted without the diagonal's half as 3/4.
+        let windowed = ModelShape { windows: vec![Some(8); 2], ..tied };
+        assert_eq!(windowed.flops_per_step(3, 16), 6.0 * (2 * layer + embed) as f64 * 48.0 + 0.75 * attention);
+    }
+
+    #[test]
+    fn gpt2_shrinks_what_writes_to_the_residual_stream() {
+        let table = TensorTable::new(&shape("GPT2LMHeadModel"));
+        for (role, std) in [(Role::AttnOut, 0.01), (Role::MlpOut, 0.01), (Role::Qkv, 0.02), (Role::MlpIn, 0.02)] {
+            assert_eq!(table.find(Stage::Layer(0), role).unwrap().init, Init::Normal { std }, "{role:?}");
+        }
+    }
+
+    #[test]
+    fn the_demo_has_three_to_four_million_parameters() {
+        let params = TensorTable::new(&ModelShape::demo()).params();
+        assert!((3_000_000..4_000_000).contains(&params), "{params}");
+    }
+}

@@ -1,4 +1,136 @@
-//! The gradient norm in a fixed order.
+//! The gradient's sum of squares in an order that nothing can change.
+//!
+//! The flat gradient is cut into blocks of [`BLOCK`]. Within a block, element `i` adds its square to running fp32 sum
+//! `i % 128`, ascending and fused; a fixed tree then folds the 128 sums in pairs at distance 64, 32, ... 1. Partials are
+//! folded in flat order in f64. Buckets begin at multiples of `BLOCK`, so neither their size nor the split of the work
+//! between threads and devices changes a bit.
+
+use crate::dtype::Element;
+use crate::units::NormSq;
 
 /// Gradients of one partial sum; bucket boundaries are multiples of it.
 pub const BLOCK: usize = 4096;
+
+/// Running sums of a block: enough independent chains to hide the latency of a fused add on the widest vectors.
+const SUMS: usize = 128;
+
+/// One sum of squares per block of `grads` into `out`; a last block that is short counts as filled up with zeros.
+/// Returns whether any gradient is infinite or NaN. A sum may be infinite although no gradient is: its squares overflow.
+///
+/// # Panics
+/// If `out` does not hold one element per block.
+#[inline(always)]
+pub fn partials<G: Element>(grads: &[G], out: &mut [f32]) -> bool {
+    assert_eq!(out.len(), grads.len().div_ceil(BLOCK), "partials of {} gradients", grads.len());
+    let mut nonfinite = false;
+    for (block, partial) in grads.chunks(BLOCK).zip(out) {
+        *partial = sum_of_squares(block);
+        // A gradient that is not finite leaves its mark on the sum, so only marked blocks need a second look.
+        nonfinite |= !partial.is_finite() && block.iter().any(|g| !g.to_f32().is_finite());
+    }
+    nonfinite
+}
+
+/// Folds all partials of a step, in flat order.
+pub fn fold(partials: &[f32]) -> NormSq {
+    NormSq(partials.iter().fold(0.0, |sum, &partial| sum + f64::from(partial)))
+}
+
+#[inline(always)]
+fn sum_of_squares<G: Element>(block: &[G]) -> f32 {
+    let mut sums = [0.0; SUMS];
+    let (rows, tail) = block.as_chunks::<SUMS>();
+    for row in rows {
+        add_squares(&mut sums, row);
+    }
+    add_squares(&mut sums, tail);
+    fold_pairs(sums)
+}
+
+#[inline(always)]
+fn add_squares<G: Element>(sums: &mut [f32; SUMS], row: &[G]) {
+    for (sum, g) in sums.iter_mut().zip(row) {
+        let g = g.to_f32();
+        *sum = g.mul_add(g, *sum);
+    }
+}
+
+#[inline(always)]
+fn fold_pairs(mut sums: [f32; SUMS]) -> f32 {
+    let mut distance = SUMS / 2;
+    while distance > 0 {
+        for i in 0..distance {
+            sums[i] += sums[i + distance];
+        }
+        distance /= 2;
+    }
+    sums[0]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::optim::samples::ordinary;
+    use half::bf16;
+
+    /// The module's first paragraph, word by word.
+    fn as_documented(block: &[f32]) -> f32 {
+        let mut sums = vec![0.0f32; 128];
+        for (i, g) in block.iter().enumerate() {
+            sums[i % 128] = g.mul_add(*g, sums[i % 128]);
+        }
+        for distance in [64, 32, 16, 8, 4, 2, 1] {
+            sums = (0..distance).map(|i| sums[i] + sums[i + distance]).collect();
+        }
+        sums[0]
+    }
+
+    #[test]
+    fn a_partial_is_what_the_documentation_says() {
+        for len in (1..300).chain([4095, 4096]) {
+            let grads: Vec<f32> = ordinary(len as u64, len);
+            let mut out = [f32::NAN];
+            assert!(!partials(&grads, &mut out));
+            assert_eq!(out[0].to_bits(), as_documented(&grads).to_bits(), "{len} gradients");
+        }
+    }
+
+    #[test]
+    fn cutting_at_blocks_and_filling_with_zeros_change_nothing() {
+        let mut grads: Vec<bf16> = ordinary(1, 5 * BLOCK + 77);
+        let mut whole = vec![0.0; 6];
+        partials(&grads, &mut whole);
+        for cut in 0..=5 {
+            let mut parts = vec![0.0; 6];
+            let (left, right) = parts.split_at_mut(cut);
+            partials(&grads[..cut * BLOCK], left);
+            partials(&grads[cut * BLOCK..], right);
+            assert_eq!(parts, whole, "cut after block {cut}");
+        }
+        grads.resize(6 * BLOCK, bf16::ZERO);
+        let mut filled = vec![0.0; 6];
+        partials(&grads, &mut filled);
+        assert_eq!(filled, whole);
+    }
+
+    #[test]
+    fn every_nonfinite_gradient_is_seen_and_an_overflow_is_none() {
+        for poison in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            for at in [0, 127, 128, BLOCK - 1, BLOCK, BLOCK + 199] {
+                let mut grads = vec![1.0f32; BLOCK + 200];
+                grads[at] = poison;
+                assert!(partials(&grads, &mut [0.0; 2]), "{poison} at {at}");
+            }
+        }
+        let mut out = [0.0];
+        assert!(!partials(&[1e30f32], &mut out));
+        assert_eq!(out[0], f32::INFINITY);
+    }
+
+    #[test]
+    fn partials_fold_in_f64() {
+        // In f32 the small ones would vanish beside the large one.
+        assert_eq!(fold(&[16_777_216.0, 0.5, 0.5]), NormSq(16_777_217.0));
+        assert_eq!(fold(&[]), NormSq(0.0));
+    }
+}

@@ -4,6 +4,10 @@
 //! signatures used by kernels and model stay.)
 #![allow(unsafe_code)]
 
+mod kernels;
+mod launch;
+mod team;
+
 use super::{Device, DeviceSlice, EventId, Stream};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
@@ -13,13 +17,13 @@ use crate::host::pinned::PinnedSlice;
 pub struct CpuDevice {
     memory: Vec<Vec<u128>>,
     events: u32,
+    compute: launch::ComputeOwner,
 }
 
 impl CpuDevice {
     /// A device with `threads` compute threads.
     pub fn new(threads: usize) -> Result<Self> {
-        let _ = threads;
-        Ok(Self { memory: Vec::new(), events: 0 })
+        Ok(Self { memory: Vec::new(), events: 0, compute: launch::ComputeOwner::new(threads)? })
     }
 
     /// Runs `task` on `stream`, after everything enqueued there before.
@@ -52,7 +56,7 @@ pub(crate) unsafe fn view_mut<T: bytemuck::Pod>(s: DeviceSlice) -> &'static mut 
 
 impl Device for CpuDevice {
     fn describe(&self) -> String {
-        "cpu".into()
+        format!("cpu ({} threads, {})", self.compute.threads(), self.compute.isa())
     }
     fn alloc(&mut self, name: &str, elems: usize, dtype: Dtype) -> Result<DeviceSlice> {
         let words = (elems * dtype.bytes()).div_ceil(16) + 16;

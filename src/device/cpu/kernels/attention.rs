@@ -1,0 +1,258 @@
+//! Causal attention, forward. One block is one head of one sequence; it goes through its queries 64 at a time, and
+//! multiplies on the same register tiles as [`matmul`](super::matmul).
+
+use super::isa::vectorised;
+use super::math::exp;
+use super::panels::{A_PANEL, B_PANEL, Operand, Panels, multiply, packed_elems};
+use super::reduce::{fold, max};
+use super::split::{Chunks, MatMut};
+use super::{Arena, Compute, Isa};
+use crate::device::AttentionShape;
+use crate::dtype::Element;
+use std::ops::Range;
+
+/// Queries that are treated together.
+pub(super) const QUERIES: usize = 64;
+
+/// See [`crate::device::Kernels::attention`].
+pub(crate) fn attention<T: Element>(cx: &mut Compute, shape: &AttentionShape, qkv: &[T], out: &mut [T], lse: &mut [f32]) {
+    let (isa, head_dim, seq_length) = (cx.isa, shape.head_dim, shape.seq_length);
+    let heads = MatMut::new(out, shape.out_cols()).tiles(seq_length, head_dim);
+    let local = scratch_elems(shape);
+    let scratch = Chunks::new(cx.local.get(cx.team.threads() * local), local);
+    cx.team.for_each_with(scratch, (heads, Chunks::new(lse, seq_length)), |scratch, block, (out, lse)| {
+        let (sequence, head) = (block / shape.heads, block % shape.heads);
+        forward_head(isa, shape, HeadInput::new(shape, qkv, sequence, head), Arena(scratch), out, lse);
+    });
+}
+
+/// Queries, keys and values of one head of one sequence: rows are `pitch` apart.
+#[derive(Clone, Copy)]
+pub(super) struct HeadInput<'a, T> {
+    pub(super) q: Operand<'a, T>,
+    pub(super) k: Operand<'a, T>,
+    pub(super) v: &'a [T],
+    pub(super) pitch: usize,
+}
+
+impl<'a, T: Element> HeadInput<'a, T> {
+    pub(super) fn new(shape: &AttentionShape, qkv: &'a [T], sequence: usize, head: usize) -> Self {
+        let pitch = shape.qkv_cols();
+        let kv_head = head / (shape.heads / shape.kv_heads);
+        let column = |head: usize| &qkv[sequence * shape.seq_length * pitch + head * shape.head_dim..];
+        let (q, k) = (column(head), column(shape.heads + kv_head));
+        let v = column(shape.heads + shape.kv_heads + kv_head);
+        Self { q: Operand::by_rows(q, pitch), k: Operand::by_rows(k, pitch), v, pitch }
+    }
+}
+
+/// The keys that query `query` sees.
+pub(super) fn visible(shape: &AttentionShape, query: usize) -> Range<usize> {
+    let first = shape.window.map_or(0, |window| (query + 1).saturating_sub(window));
+    first..query + 1
+}
+
+/// The keys that some query of a group sees, from a multiple of [`B_PANEL`] on.
+pub(super) fn keys_of(shape: &AttentionShape, queries: &Range<usize>) -> Range<usize> {
+    visible(shape, queries.start).start / B_PANEL * B_PANEL..queries.end
+}
+
+/// The groups of [`QUERIES`] of a sequence.
+pub(super) fn query_groups(shape: &AttentionShape) -> impl Iterator<Item = Range<usize>> + use<> {
+    let seq_length = shape.seq_length;
+    (0..seq_length).step_by(QUERIES).map(move |start| start..seq_length.min(start + QUERIES))
+}
+
+/// Floats of scratch that [`forward_head`] takes.
+fn scratch_elems(shape: &AttentionShape) -> usize {
+    let (t, d) = (shape.seq_length.next_multiple_of(B_PANEL), shape.head_dim.next_multiple_of(B_PANEL));
+    2 * t * d + QUERIES * (2 * t + 2 * d)
+}
+
+fn forward_head<T: Element>(
+    isa: Isa,
+    shape: &AttentionShape,
+    input: HeadInput<'_, T>,
+    mut arena: Arena<'_>,
+    mut out: MatMut<'_, T>,
+    lse: &mut [f32],
+) {
+    let (seq_length, d) = (shape.seq_length, shape.head_dim);
+    let d_padded = d.next_multiple_of(B_PANEL);
+    let keys = arena.take(packed_elems::<B_PANEL>(seq_length, d));
+    input.k.pack::<B_PANEL>(0, seq_length, d, keys);
+    let values = arena.take(packed_elems::<B_PANEL>(d, seq_length));
+    Operand::by_k(input.v, input.pitch).pack::<B_PANEL>(0, d, seq_length, values);
+    let q_packed = arena.take(QUERIES * d);
+    let sums = arena.take(QUERIES * d_padded);
+    let t_padded = seq_length.next_multiple_of(B_PANEL);
+    let (scores, p_packed) = (arena.take(QUERIES * t_padded), arena.take(QUERIES * t_padded));
+    for queries in query_groups(shape) {
+        let visible_keys = keys_of(shape, &queries);
+        let (rows, n) = (queries.len(), visible_keys.len());
+        let (rows_padded, width) = (rows.next_multiple_of(A_PANEL), n.next_multiple_of(B_PANEL));
+
+        input.q.pack::<A_PANEL>(queries.start, rows, d, q_packed);
+        let scores = &mut scores[..rows_padded * width];
+        scores.fill(0.0);
+        let q = Panels { data: q_packed, stride: A_PANEL * d };
+        let k = Panels { data: &keys[visible_keys.start * d..], stride: B_PANEL * d };
+        multiply(isa, q, k, d, scores, (rows_padded, width), width);
+
+        let mut inv_sums = [0.0f32; QUERIES];
+        for (row, query) in queries.clone().enumerate() {
+            let seen = visible(shape, query);
+            let seen = seen.start - visible_keys.start..seen.end - visible_keys.start;
+            let (max, sum) = softmax(isa, &mut scores[row * width..][..n], seen, shape.scale);
+            lse[query] = max + libm::logf(sum);
+            inv_sums[row] = 1.0 / sum;
+        }
+
+        Operand::by_rows(scores, width).pack::<A_PANEL>(0, rows, n, p_packed);
+        let sums = &mut sums[..rows_padded * d_padded];
+        sums.fill(0.0);
+        let p = Panels { data: p_packed, stride: A_PANEL * n };
+        let v = Panels { data: &values[visible_keys.start * B_PANEL..], stride: B_PANEL * seq_length };
+        multiply(isa, p, v, n, sums, (rows_padded, d_padded), d_padded);
+        for (row, query) in queries.enumerate() {
+            store_scaled(isa, &sums[row * d_padded..], inv_sums[row], out.row(query));
+        }
+    }
+}
+
+vectorised! {
+    /// Turns raw scores into `exp(scale * score - max)` where `seen`, 0 elsewhere; gives the maximum and the sum.
+    fn softmax(scores: &mut [f32], seen: std::ops::Range<usize>, scale: f32) -> (f32, f32) {
+        scores[..seen.start].fill(0.0);
+        scores[seen.end..].fill(0.0);
+        let scores = &mut scores[seen];
+        scores.iter_mut().for_each(|s| *s *= scale);
+        let max = max(scores);
+        scores.iter_mut().for_each(|s| *s = exp(*s - max));
+        (max, fold(scores, |sum, e| sum + e))
+    }
+}
+
+vectorised! {
+    fn store_scaled<T>(sums: &[f32], factor: f32, out: &mut [T]) {
+        out.iter_mut().zip(sums).for_each(|(o, sum)| *o = T::from_f32(sum * factor));
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::super::testing::{assert_close, assert_rounded, everywhere, fastest, values, wide};
+    use super::*;
+    use half::{bf16, f16};
+
+    /// Every ratio of heads, sequences around the sizes of panels and groups, odd head sizes, windows.
+    pub(in super::super) const SHAPES: [AttentionShape; 8] = [
+        shape(1, 1, (1, 1), 1, None),
+        shape(2, 5, (2, 1), 4, None),
+        shape(1, 33, (3, 3), 17, None),
+        shape(2, 64, (4, 2), 32, None),
+        shape(1, 65, (2, 2), 33, Some(1)),
+        shape(1, 130, (4, 1), 16, Some(40)),
+        shape(1, 150, (2, 1), 64, Some(1000)),
+        shape(3, 70, (6, 3), 8, Some(7)),
+    ];
+
+    const fn shape(batch: usize, seq_length: usize, heads: (usize, usize), head_dim: usize, window: Option<usize>) -> AttentionShape {
+        AttentionShape { batch, seq_length, heads: heads.0, kv_heads: heads.1, head_dim, scale: 0.7, window }
+    }
+
+    pub(in super::super) fn run<T: Element>(cx: &mut Compute, shape: &AttentionShape) -> (Vec<T>, Vec<T>, Vec<f32>) {
+        // Three times the usual size, so that the softmax is far from flat.
+        let qkv: Vec<T> = values(1, shape.tokens() * shape.qkv_cols()).iter().map(|x: &f32| T::from_f32(3.0 * x)).collect();
+        let mut out = vec![T::from_f32(f32::NAN); shape.tokens() * shape.out_cols()];
+        let mut lse = vec![f32::NAN; shape.tokens() * shape.heads];
+        attention(cx, shape, &qkv, &mut out, &mut lse);
+        (qkv, out, lse)
+    }
+
+    /// Element `channel` of `(token, head)` in a row of `qkv`, where keys and values count as further heads.
+    pub(in super::super) fn at(shape: &AttentionShape, (sequence, query): (usize, usize), head: usize, channel: usize) -> usize {
+        (sequence * shape.seq_length + query) * shape.qkv_cols() + head * shape.head_dim + channel
+    }
+
+    /// Probabilities and log-sum-exp of one query of one head.
+    pub(in super::super) fn probabilities(
+        shape: &AttentionShape,
+        qkv: &[f64],
+        sequence: usize,
+        query: usize,
+        head: usize,
+    ) -> (Vec<f64>, f64) {
+        let key_head = shape.heads + head / (shape.heads / shape.kv_heads);
+        let sees = |key: usize| key <= query && shape.window.is_none_or(|w| query - key < w);
+        let product = |key: usize, c: usize| qkv[at(shape, (sequence, query), head, c)] * qkv[at(shape, (sequence, key), key_head, c)];
+        let score = |key: usize| (0..shape.head_dim).map(|c| product(key, c)).sum::<f64>() * f64::from(shape.scale);
+        let e: Vec<f64> = (0..shape.seq_length).map(|key| if sees(key) { score(key).exp() } else { 0.0 }).collect();
+        let sum: f64 = e.iter().sum();
+        (e.iter().map(|e| e / sum).collect(), sum.ln())
+    }
+
+    fn reference(shape: &AttentionShape, qkv: &[f64]) -> (Vec<f64>, Vec<f64>) {
+        let mut out = vec![0.0; shape.tokens() * shape.out_cols()];
+        let mut lse = Vec::new();
+        for (sequence, head) in (0..shape.batch).flat_map(|b| (0..shape.heads).map(move |h| (b, h))) {
+            let value_head = shape.heads + shape.kv_heads + head / (shape.heads / shape.kv_heads);
+            for query in 0..shape.seq_length {
+                let (p, row_lse) = probabilities(shape, qkv, sequence, query, head);
+                lse.push(row_lse);
+                for channel in 0..shape.head_dim {
+                    let value = |key: usize| qkv[at(shape, (sequence, key), value_head, channel)];
+                    let index = (sequence * shape.seq_length + query) * shape.out_cols() + head * shape.head_dim + channel;
+                    out[index] = p.iter().enumerate().map(|(key, p)| p * value(key)).sum();
+                }
+            }
+        }
+        (out, lse)
+    }
+
+    #[test]
+    fn every_shape_agrees_with_f64() {
+        let mut cx = fastest();
+        for shape in SHAPES {
+            let (qkv, out, lse) = run::<f32>(&mut cx, &shape);
+            let (want_out, want_lse) = reference(&shape, &wide(&qkv));
+            assert_close(&format!("out of {shape:?}"), &out, &want_out, 2e-5);
+            assert_close(&format!("lse of {shape:?}"), &lse, &want_lse, 2e-6);
+        }
+    }
+
+    #[test]
+    fn threads_and_instruction_sets_change_no_bit() {
+        for shape in [SHAPES[3], SHAPES[5]] {
+            everywhere(|cx| run::<f32>(cx, &shape));
+            everywhere(|cx| run::<bf16>(cx, &shape));
+        }
+    }
+
+    #[test]
+    fn later_tokens_change_no_bit_even_if_infinite() {
+        let shape = SHAPES[6];
+        let (qkv, out, lse) = run::<f32>(&mut fastest(), &shape);
+        let (mut poisoned, mut other_out, mut other_lse) = (qkv.clone(), out.clone(), lse.clone());
+        poisoned[128 * shape.qkv_cols()..].fill(f32::NAN);
+        attention(&mut fastest(), &shape, &poisoned, &mut other_out, &mut other_lse);
+        assert_eq!(out[..128 * shape.out_cols()], other_out[..128 * shape.out_cols()]);
+        assert_eq!(lse[..128], other_lse[..128]);
+    }
+
+    fn rounds_once<T: Element>() {
+        let shape = SHAPES[7];
+        let (qkv, out, lse) = run::<T>(&mut fastest(), &shape);
+        let qkv: Vec<f32> = qkv.iter().map(|x| x.to_f32()).collect();
+        let (mut f32_out, mut f32_lse) = (vec![0.0; out.len()], vec![0.0; lse.len()]);
+        attention(&mut fastest(), &shape, &qkv, &mut f32_out, &mut f32_lse);
+        assert_rounded("out", &out, &f32_out);
+        assert_eq!(lse, f32_lse);
+    }
+
+    #[test]
+    fn narrow_formats_are_the_f32_result_rounded_once() {
+        rounds_once::<bf16>();
+        rounds_once::<f16>();
+    }
+}

@@ -1,0 +1,304 @@
+//! Causal attention, backward. One block is one key head of one sequence, with all query heads that read it, so that
+//! the gradients of its keys and values are one chain each: query heads ascending, queries ascending.
+//!
+//! Probabilities come again from the scores and the kept log-sum-exp.
+
+use super::attention::{HeadInput, QUERIES, keys_of, query_groups, visible};
+use super::isa::vectorised;
+use super::math::exp;
+use super::panels::{A_PANEL, B_PANEL, Operand, Panels, multiply};
+use super::reduce::{fold2, store};
+use super::split::{Chunks, MatMut};
+use super::{Arena, Compute, Isa};
+use crate::device::AttentionShape;
+use crate::dtype::Element;
+use std::ops::Range;
+
+/// What the forward pass left, and the gradient of its output.
+#[derive(Clone, Copy)]
+pub(crate) struct Forward<'a, T> {
+    /// `[T, heads * head_dim]`.
+    pub(crate) dout: &'a [T],
+    /// `[T, (heads + 2 kv_heads) * head_dim]`.
+    pub(crate) qkv: &'a [T],
+    /// `[T, heads * head_dim]`.
+    pub(crate) out: &'a [T],
+    /// `[batch, heads, seq_length]`.
+    pub(crate) lse: &'a [f32],
+}
+
+/// See [`crate::device::Kernels::attention_backward`].
+pub(crate) fn attention_backward<T: Element>(cx: &mut Compute, shape: &AttentionShape, forward: Forward<'_, T>, dqkv: &mut [T]) {
+    let (isa, d, t, kv_heads) = (cx.isa, shape.head_dim, shape.seq_length, shape.kv_heads);
+    let group = shape.heads / kv_heads;
+    let (dq, dkv) = MatMut::new(dqkv, shape.qkv_cols()).split_cols(shape.heads * d);
+    let (dk, dv) = dkv.split_cols(kv_heads * d);
+    let outputs = (dq.tiles(t, group * d), (dk.tiles(t, d), dv.tiles(t, d)));
+    let local = scratch_elems(shape);
+    let scratch = Chunks::new(cx.local.get(cx.team.threads() * local), local);
+    cx.team.for_each_with(scratch, outputs, |scratch, block, (mut dq, (dk, dv))| {
+        let (sequence, kv_head) = (block / kv_heads, block % kv_heads);
+        let first = kv_head * group;
+        let mut scratch = Scratch::new(shape, Arena(scratch));
+        scratch.load_keys(shape, HeadInput::new(shape, forward.qkv, sequence, first));
+        for head in first..first + group {
+            let (head_dq, rest) = dq.split_cols(d);
+            dq = rest;
+            backward_head(isa, shape, &forward, (sequence, head), &mut scratch, head_dq);
+        }
+        scratch.store_keys(isa, d, dk, dv);
+    });
+}
+
+/// Where the multiplications of one block find and leave their operands; letters as in the formulas, `_a` and `_b` say in which form
+/// of panel, `_t` that it is transposed.
+struct Scratch<'a> {
+    k_t_b: &'a mut [f32],
+    v_t_b: &'a mut [f32],
+    k_b: &'a mut [f32],
+    dk: &'a mut [f32],
+    dv: &'a mut [f32],
+    q_a: &'a mut [f32],
+    dout_a: &'a mut [f32],
+    q_b: &'a mut [f32],
+    dout_b: &'a mut [f32],
+    dq: &'a mut [f32],
+    /// Scores, then probabilities.
+    p: &'a mut [f32],
+    /// Gradients of probabilities, then of scores.
+    ds: &'a mut [f32],
+    /// Either of them as an operand.
+    packed: &'a mut [f32],
+}
+
+/// Floats that [`Scratch`] takes.
+fn scratch_elems(shape: &AttentionShape) -> usize {
+    let (t, d) = (shape.seq_length.next_multiple_of(B_PANEL), shape.head_dim.next_multiple_of(B_PANEL));
+    5 * t * d + QUERIES * (5 * d + 3 * t)
+}
+
+impl<'a> Scratch<'a> {
+    fn new(shape: &AttentionShape, mut arena: Arena<'a>) -> Self {
+        let (t, d) = (shape.seq_length.next_multiple_of(B_PANEL), shape.head_dim.next_multiple_of(B_PANEL));
+        let [k_t_b, v_t_b, k_b, dk, dv] = [(); 5].map(|()| arena.take(t * d));
+        let [q_a, dout_a, q_b, dout_b, dq] = [(); 5].map(|()| arena.take(QUERIES * d));
+        let [p, ds, packed] = [(); 3].map(|()| arena.take(QUERIES * t));
+        Self { k_t_b, v_t_b, k_b, dk, dv, q_a, dout_a, q_b, dout_b, dq, p, ds, packed }
+    }
+
+    fn load_keys<T: Element>(&mut self, shape: &AttentionShape, input: HeadInput<'_, T>) {
+        let (t, d) = (shape.seq_length, shape.head_dim);
+        input.k.pack::<B_PANEL>(0, t, d, self.k_t_b);
+        Operand::by_rows(input.v, input.pitch).pack::<B_PANEL>(0, t, d, self.v_t_b);
+        Operand::by_k(input.k.data, input.pitch).pack::<B_PANEL>(0, d, t, self.k_b);
+        self.dk.fill(0.0);
+        self.dv.fill(0.0);
+    }
+
+    fn store_keys<T: Element>(&self, isa: Isa, head_dim: usize, mut dk: MatMut<'_, T>, mut dv: MatMut<'_, T>) {
+        let d = head_dim.next_multiple_of(B_PANEL);
+        for row in 0..dk.rows() {
+            store(isa, &self.dk[row * d..][..head_dim], false, dk.row(row));
+            store(isa, &self.dv[row * d..][..head_dim], false, dv.row(row));
+        }
+    }
+}
+
+fn backward_head<T: Element>(
+    isa: Isa,
+    shape: &AttentionShape,
+    forward: &Forward<'_, T>,
+    (sequence, head): (usize, usize),
+    scratch: &mut Scratch<'_>,
+    mut dq: MatMut<'_, T>,
+) {
+    let (t, d, pitch) = (shape.seq_length, shape.head_dim, shape.out_cols());
+    let input = HeadInput::new(shape, forward.qkv, sequence, head);
+    let start = sequence * t * pitch + head * d;
+    let (dout, out) = (&forward.dout[start..], &forward.out[start..]);
+    let lse = &forward.lse[(sequence * shape.heads + head) * t..][..t];
+    for queries in query_groups(shape) {
+        let keys = keys_of(shape, &queries);
+        let (rows, width) = (queries.len(), keys.len().next_multiple_of(B_PANEL));
+        let dout_rows = &dout[queries.start * pitch..];
+        input.q.pack::<A_PANEL>(queries.start, rows, d, scratch.q_a);
+        Operand::by_k(&input.q.data[queries.start * input.pitch..], input.pitch).pack::<B_PANEL>(0, d, rows, scratch.q_b);
+        Operand::by_rows(dout_rows, pitch).pack::<A_PANEL>(0, rows, d, scratch.dout_a);
+        Operand::by_k(dout_rows, pitch).pack::<B_PANEL>(0, d, rows, scratch.dout_b);
+        scores(isa, scratch, &keys, rows, d);
+        for (row, query) in queries.clone().enumerate() {
+            let seen = visible(shape, query);
+            let seen = seen.start - keys.start..seen.end - keys.start;
+            let (p, ds) = (&mut scratch.p[row * width..][..width], &mut scratch.ds[row * width..][..width]);
+            let delta = dot(isa, &dout[query * pitch..][..d], &out[query * pitch..][..d]);
+            score_gradients(isa, p, ds, seen, shape.scale, lse[query], delta);
+        }
+        input_gradients(isa, scratch, &keys, rows, (t, d));
+        for (row, query) in queries.enumerate() {
+            store(isa, &scratch.dq[row * d.next_multiple_of(B_PANEL)..][..d], false, dq.row(query));
+        }
+    }
+}
+
+/// `p = q k^T` and `ds = dout v^T` for `rows` queries.
+fn scores(isa: Isa, scratch: &mut Scratch<'_>, keys: &Range<usize>, rows: usize, d: usize) {
+    let width = keys.len().next_multiple_of(B_PANEL);
+    let size = (rows.next_multiple_of(A_PANEL), width);
+    let Scratch { k_t_b, v_t_b, q_a, dout_a, p, ds, .. } = scratch;
+    for (a, b, c) in [(q_a, k_t_b, p), (dout_a, v_t_b, ds)] {
+        let a = Panels { data: a, stride: A_PANEL * d };
+        let b = Panels { data: &b[keys.start * d..], stride: B_PANEL * d };
+        c[..size.0 * width].fill(0.0);
+        multiply(isa, a, b, d, c, size, width);
+    }
+}
+
+/// `dq = ds k`, `dv += p^T dout` and `dk += ds^T q` for `rows` queries of `d` channels out of `t` keys.
+fn input_gradients(isa: Isa, scratch: &mut Scratch<'_>, keys: &Range<usize>, rows: usize, (t, d): (usize, usize)) {
+    let Scratch { k_b, dk, dv, q_b, dout_b, dq, p, ds, packed, .. } = scratch;
+    let (n, width, d_padded) = (keys.len(), keys.len().next_multiple_of(B_PANEL), d.next_multiple_of(B_PANEL));
+
+    Operand::by_rows(ds, width).pack::<A_PANEL>(0, rows, n, packed);
+    let k = Panels { data: &k_b[keys.start * B_PANEL..], stride: B_PANEL * t };
+    dq.fill(0.0);
+    let size = (rows.next_multiple_of(A_PANEL), d_padded);
+    multiply(isa, Panels { data: packed, stride: A_PANEL * n }, k, n, dq, size, d_padded);
+
+    for (a, b, c) in [(p, dout_b, dv), (ds, q_b, dk)] {
+        Operand::by_k(a, width).pack::<A_PANEL>(0, n, rows, packed);
+        let b = Panels { data: b, stride: B_PANEL * rows };
+        let size = (n.next_multiple_of(A_PANEL), d_padded);
+        multiply(isa, Panels { data: packed, stride: A_PANEL * rows }, b, rows, &mut c[keys.start * d_padded..], size, d_padded);
+    }
+}
+
+vectorised! {
+    fn dot<T>(a: &[T], b: &[T]) -> f32 {
+        fold2(a, b, |sum, a, b| a.mul_add(b, sum))
+    }
+}
+
+vectorised! {
+    /// Turns scores `p` into probabilities and gradients `ds` of probabilities into gradients of raw scores; 0 where not `seen`.
+    fn score_gradients(p: &mut [f32], ds: &mut [f32], seen: std::ops::Range<usize>, scale: f32, lse: f32, delta: f32) {
+        for row in [&mut *p, &mut *ds] {
+            row[..seen.start].fill(0.0);
+            row[seen.end..].fill(0.0);
+        }
+        for (p, ds) in p[seen.clone()].iter_mut().zip(&mut ds[seen]) {
+            *p = exp(*p * scale - lse);
+            *ds = *p * (*ds - delta) * scale;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::attention::tests::{SHAPES, at, probabilities, run as forward};
+    use super::super::testing::{assert_close, assert_rounded, everywhere, fastest, values, wide};
+    use super::*;
+    use half::{bf16, f16};
+
+    fn run<T: Element>(cx: &mut Compute, shape: &AttentionShape) -> Vec<T> {
+        let (qkv, out, lse) = forward::<T>(cx, shape);
+        let dout = values::<T>(2, out.len());
+        let mut dqkv = vec![T::from_f32(f32::NAN); qkv.len()];
+        attention_backward(cx, shape, Forward { dout: &dout, qkv: &qkv, out: &out, lse: &lse }, &mut dqkv);
+        dqkv
+    }
+
+    fn reference(shape: &AttentionShape, qkv: &[f64], dout: &[f64]) -> Vec<f64> {
+        let mut dqkv = vec![0.0; qkv.len()];
+        for (sequence, head) in (0..shape.batch).flat_map(|b| (0..shape.heads).map(move |h| (b, h))) {
+            let key_head = shape.heads + head / (shape.heads / shape.kv_heads);
+            let value_head = key_head + shape.kv_heads;
+            for query in 0..shape.seq_length {
+                let (p, _) = probabilities(shape, qkv, sequence, query, head);
+                let dout = &dout[(sequence * shape.seq_length + query) * shape.out_cols() + head * shape.head_dim..];
+                let row = |key: usize, head: usize| at(shape, (sequence, key), head, 0);
+                let dp: Vec<f64> =
+                    (0..=query).map(|key| (0..shape.head_dim).map(|c| dout[c] * qkv[row(key, value_head) + c]).sum()).collect();
+                let mean: f64 = dp.iter().zip(&p).map(|(dp, p)| dp * p).sum();
+                for key in 0..=query {
+                    let ds = p[key] * (dp[key] - mean) * f64::from(shape.scale);
+                    for c in 0..shape.head_dim {
+                        dqkv[row(query, head) + c] += ds * qkv[row(key, key_head) + c];
+                        dqkv[row(key, key_head) + c] += ds * qkv[row(query, head) + c];
+                        dqkv[row(key, value_head) + c] += p[key] * dout[c];
+                    }
+                }
+            }
+        }
+        dqkv
+    }
+
+    #[test]
+    fn every_shape_agrees_with_f64() {
+        let mut cx = fastest();
+        for shape in SHAPES {
+            let (qkv, _, _) = forward::<f32>(&mut cx, &shape);
+            let dout = values::<f32>(2, shape.tokens() * shape.out_cols());
+            let want = reference(&shape, &wide(&qkv), &wide(&dout));
+            assert_close(&format!("{shape:?}"), &run::<f32>(&mut cx, &shape), &want, 5e-5);
+        }
+    }
+
+    #[test]
+    fn the_reference_is_the_slope_of_the_forward() {
+        // Central differences of sum(out * dout) in f64 through the probabilities.
+        let shape = SHAPES[1];
+        let qkv = wide(&forward::<f32>(&mut fastest(), &shape).0);
+        let dout = wide(&values::<f32>(2, shape.tokens() * shape.out_cols()));
+        let objective = |qkv: &[f64]| -> f64 {
+            let mut sum = 0.0;
+            for (sequence, head) in (0..shape.batch).flat_map(|b| (0..shape.heads).map(move |h| (b, h))) {
+                let value_head = shape.heads + shape.kv_heads + head / (shape.heads / shape.kv_heads);
+                for query in 0..shape.seq_length {
+                    let (p, _) = probabilities(&shape, qkv, sequence, query, head);
+                    let dout = &dout[(sequence * shape.seq_length + query) * shape.out_cols() + head * shape.head_dim..];
+                    for (key, p) in p.iter().enumerate() {
+                        let value = &qkv[at(&shape, (sequence, key), value_head, 0)..];
+                        sum += (0..shape.head_dim).map(|c| p * value[c] * dout[c]).sum::<f64>();
+                    }
+                }
+            }
+            sum
+        };
+        let gradient = reference(&shape, &qkv, &dout);
+        for i in 0..qkv.len() {
+            let moved = |by: f64| {
+                let mut qkv = qkv.clone();
+                qkv[i] += by;
+                objective(&qkv)
+            };
+            let slope = (moved(1e-5) - moved(-1e-5)) / 2e-5;
+            assert!((slope - gradient[i]).abs() < 1e-7 * (1.0 + slope.abs()), "{i}: {slope} for {}", gradient[i]);
+        }
+    }
+
+    #[test]
+    fn threads_and_instruction_sets_change_no_bit() {
+        for shape in [SHAPES[3], SHAPES[5]] {
+            everywhere(|cx| run::<f32>(cx, &shape));
+            everywhere(|cx| run::<bf16>(cx, &shape));
+        }
+    }
+
+    fn rounds_once<T: Element>() {
+        let shape = SHAPES[7];
+        let mut cx = fastest();
+        let (qkv, out, lse) = forward::<T>(&mut cx, &shape);
+        let dout = values::<T>(2, out.len());
+        let widen = |x: &[T]| -> Vec<f32> { x.iter().map(|x| x.to_f32()).collect() };
+        let mut dqkv = vec![0.0; qkv.len()];
+        let (wide_dout, wide_qkv, wide_out) = (widen(&dout), widen(&qkv), widen(&out));
+        attention_backward(&mut cx, &shape, Forward { dout: &wide_dout, qkv: &wide_qkv, out: &wide_out, lse: &lse }, &mut dqkv);
+        assert_rounded("dqkv", &run::<T>(&mut cx, &shape), &dqkv);
+    }
+
+    #[test]
+    fn narrow_formats_are_the_f32_result_rounded_once() {
+        rounds_once::<bf16>();
+        rounds_once::<f16>();
+    }
+}

@@ -1,0 +1,183 @@
+//! Matrix multiplication. See [`panels`](super::panels) for the order of its sums.
+
+use super::panels::{A_PANEL, B_PANEL, Operand, Panels, multiply, packed_elems};
+use super::split::{Chunks, MatMut};
+use super::{Arena, Compute, reduce};
+use crate::device::{MatmulLayout, MatmulShape};
+use crate::dtype::Element;
+
+/// Rows and columns of `c` that one block computes: multiples of the panels.
+const TILE_ROWS: usize = 64;
+const TILE_COLS: usize = 128;
+/// Rows of an operand that one block packs.
+const PACK_ROWS: usize = 64;
+/// Floats that a packed operand may take: wider matrices go in slabs.
+const PACKED_ELEMS_MAX: usize = 1 << 23;
+
+/// `c = a * b (+ bias over columns) (+ c)`; see [`crate::device::Kernels::matmul`].
+///
+/// # Panics
+/// If a slice is shorter than `shape` says.
+pub(crate) fn matmul<T: Element>(
+    cx: &mut Compute,
+    shape: MatmulShape,
+    a: &[T],
+    b: &[T],
+    bias: Option<&[T]>,
+    c: &mut [T],
+    accumulate: bool,
+) {
+    let MatmulShape { layout, m, n, k } = shape;
+    let a = if layout == MatmulLayout::Tn { Operand::by_k(a, m) } else { Operand::by_rows(a, k) };
+    let b = if layout == MatmulLayout::Nt { Operand::by_rows(b, k) } else { Operand::by_k(b, n) };
+    let rows_max = (PACKED_ELEMS_MAX / k.max(1) / TILE_COLS * TILE_COLS).max(TILE_COLS);
+    for (row, c) in c[..m * n].chunks_mut(rows_max * n).enumerate().map(|(slab, c)| (slab * rows_max, c)) {
+        for col in (0..n).step_by(rows_max) {
+            let size = (c.len() / n, rows_max.min(n - col));
+            let columns = MatMut::new(c, n).split_cols(col).1.split_cols(size.1).0;
+            slab(cx, (a, row), (b, col), k, bias.map(|bias| &bias[col..]), columns, accumulate);
+        }
+    }
+}
+
+/// The part of `c` that starts at row and column `first` of the operands.
+fn slab<T: Element>(
+    cx: &mut Compute,
+    (a, a_first): (Operand<'_, T>, usize),
+    (b, b_first): (Operand<'_, T>, usize),
+    k: usize,
+    bias: Option<&[T]>,
+    c: MatMut<'_, T>,
+    accumulate: bool,
+) {
+    let (m, n, isa) = (c.rows(), c.cols(), cx.isa);
+    let (a_elems, b_elems) = (packed_elems::<A_PANEL>(m, k), packed_elems::<B_PANEL>(n, k));
+    let mut arena = Arena(cx.shared.get(a_elems + b_elems));
+    let (a_packed, b_packed) = (arena.take(a_elems), arena.take(b_elems));
+    cx.team.for_each(Chunks::new(a_packed, PACK_ROWS * k), |block, out| {
+        let row = block * PACK_ROWS;
+        a.pack::<A_PANEL>(a_first + row, PACK_ROWS.min(m - row), k, out);
+    });
+    cx.team.for_each(Chunks::new(b_packed, PACK_ROWS * k), |block, out| {
+        let row = block * PACK_ROWS;
+        b.pack::<B_PANEL>(b_first + row, PACK_ROWS.min(n - row), k, out);
+    });
+    let across = n.div_ceil(TILE_COLS);
+    let sums = Chunks::new(cx.local.get(cx.team.threads() * TILE_ROWS * TILE_COLS), TILE_ROWS * TILE_COLS);
+    cx.team.for_each_with(sums, c.tiles(TILE_ROWS, TILE_COLS), |sums, block, mut c| {
+        let (row, col) = (block / across * TILE_ROWS, block % across * TILE_COLS);
+        let a = Panels { data: &a_packed[row * k..], stride: A_PANEL * k };
+        let b = Panels { data: &b_packed[col * k..], stride: B_PANEL * k };
+        let size = (c.rows().next_multiple_of(A_PANEL), c.cols().next_multiple_of(B_PANEL));
+        sums.fill(0.0);
+        multiply(isa, a, b, k, sums, size, TILE_COLS);
+        for (row, sums) in sums.chunks_exact_mut(TILE_COLS).take(c.rows()).enumerate() {
+            let sums = &mut sums[..c.cols()];
+            if let Some(bias) = bias {
+                reduce::add_into(isa, &bias[col..], sums);
+            }
+            reduce::store(isa, sums, accumulate, c.row(row));
+        }
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{assert_close, assert_rounded, everywhere, fastest, values, wide};
+    use super::*;
+    use MatmulLayout::{Nn, Nt, Tn};
+    use half::{bf16, f16};
+
+    const SHAPES: [(usize, usize, usize); 9] =
+        [(1, 1, 1), (3, 5, 7), (8, 32, 16), (9, 33, 17), (64, 128, 64), (65, 129, 513), (130, 260, 40), (1, 300, 70), (300, 1, 1030)];
+
+    fn run<T: Element>(cx: &mut Compute, shape: MatmulShape, bias: bool, accumulate: bool) -> Vec<T> {
+        let MatmulShape { m, n, k, .. } = shape;
+        let (a, b, bias_values, mut c) = (values(1, m * k), values(2, n * k), values(3, n), values(4, m * n));
+        matmul::<T>(cx, shape, &a, &b, bias.then_some(&bias_values), &mut c, accumulate);
+        c
+    }
+
+    fn reference<T: Element>(shape: MatmulShape, bias: bool, accumulate: bool) -> Vec<f64> {
+        let MatmulShape { layout, m, n, k } = shape;
+        let (a, b) = (wide(&values::<T>(1, m * k)), wide(&values::<T>(2, n * k)));
+        let (bias_values, mut c) = (wide(&values::<T>(3, n)), wide(&values::<T>(4, m * n)));
+        for i in 0..m {
+            for j in 0..n {
+                let a = |k_idx: usize| if layout == Tn { a[k_idx * m + i] } else { a[i * k + k_idx] };
+                let b = |k_idx: usize| if layout == Nt { b[j * k + k_idx] } else { b[k_idx * n + j] };
+                let old = if accumulate { c[i * n + j] } else { 0.0 };
+                let product: f64 = (0..k).map(|k_idx| a(k_idx) * b(k_idx)).sum();
+                c[i * n + j] = product + old + if bias { bias_values[j] } else { 0.0 };
+            }
+        }
+        c
+    }
+
+    #[test]
+    fn every_layout_and_shape_agrees_with_f64() {
+        let mut cx = fastest();
+        for (m, n, k) in SHAPES {
+            for layout in [Nt, Nn, Tn] {
+                for (bias, accumulate) in [(false, false), (true, false), (false, true), (true, true)] {
+                    let shape = MatmulShape { layout, m, n, k };
+                    let want = reference::<f32>(shape, bias, accumulate);
+                    // k roundings of sums below k, each within 2^-24.
+                    assert_close(&format!("{shape:?}"), &run::<f32>(&mut cx, shape, bias, accumulate), &want, 6e-8 * k as f64);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn an_element_is_one_ascending_chain_of_fused_adds() {
+        let (m, n, k) = (65, 129, 1030);
+        let (a, b): (Vec<f32>, Vec<f32>) = (values(1, m * k), values(2, n * k));
+        let got = run::<f32>(&mut fastest(), MatmulShape { layout: Nt, m, n, k }, false, false);
+        for (i, j) in [(0, 0), (64, 128), (13, 77)] {
+            let chain = (0..k).fold(0.0f32, |sum, k_idx| a[i * k + k_idx].mul_add(b[j * k + k_idx], sum));
+            assert_eq!(got[i * n + j].to_bits(), chain.to_bits(), "element {i},{j}");
+        }
+    }
+
+    #[test]
+    fn threads_and_instruction_sets_change_no_bit() {
+        for layout in [Nt, Nn, Tn] {
+            everywhere(|cx| run::<f32>(cx, MatmulShape { layout, m: 131, n: 161, k: 70 }, true, true));
+            everywhere(|cx| run::<bf16>(cx, MatmulShape { layout, m: 131, n: 161, k: 70 }, true, true));
+        }
+    }
+
+    #[test]
+    fn slabs_change_no_bit() {
+        // So long a sum that only one tile's operands fit: `c` goes in slabs.
+        let (m, n, k) = (129, 130, PACKED_ELEMS_MAX / TILE_COLS);
+        let (a, b): (Vec<bf16>, Vec<bf16>) = (values(1, m * k), values(2, n * k));
+        let mut c = vec![0.0f32; 1];
+        let mut whole = vec![bf16::ZERO; m * n];
+        let mut cx = fastest();
+        matmul(&mut cx, MatmulShape { layout: Nt, m, n, k }, &a, &b, None, &mut whole, false);
+        let shape = MatmulShape { layout: Nt, m: 1, n: 1, k };
+        for (i, j) in [(0, 0), (128, 129), (127, 127)] {
+            let row = |x: &[bf16], r: usize| -> Vec<f32> { x[r * k..][..k].iter().map(|x| x.to_f32()).collect() };
+            matmul(&mut cx, shape, &row(&a, i), &row(&b, j), None, &mut c, false);
+            assert_rounded("c", &whole[i * n + j..][..1], &c);
+        }
+    }
+
+    fn rounds_once<T: Element>() {
+        let shape = MatmulShape { layout: Nn, m: 33, n: 40, k: 50 };
+        let widen = |x: Vec<T>| -> Vec<f32> { x.iter().map(|x| x.to_f32()).collect() };
+        let (a, b) = (widen(values(1, 33 * 50)), widen(values(2, 40 * 50)));
+        let (bias, mut c) = (widen(values(3, 40)), widen(values(4, 33 * 40)));
+        let mut cx = fastest();
+        matmul(&mut cx, shape, &a, &b, Some(&bias), &mut c, true);
+        assert_rounded("c", &run::<T>(&mut cx, shape, true, true), &c);
+    }
+
+    #[test]
+    fn narrow_formats_are_the_f32_result_rounded_once() {
+        rounds_once::<bf16>();
+        rounds_once::<f16>();
+    }
+}

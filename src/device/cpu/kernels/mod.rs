@@ -1,0 +1,84 @@
+//! The arithmetic of the CPU device on plain slices, independent of streams and devices.
+//!
+//! Every output element and every sum has one fixed order: results depend neither on the number of threads, nor on
+//! timing, nor on the instruction set. Work is split in blocks whose sizes follow from shapes alone.
+
+pub(crate) mod attention;
+pub(crate) mod attention_backward;
+pub(crate) mod cross_entropy;
+pub(crate) mod embed;
+pub(crate) mod isa;
+pub(crate) mod math;
+pub(crate) mod matmul;
+pub(crate) mod norm;
+pub(crate) mod optimizer;
+pub(crate) mod panels;
+pub(crate) mod pointwise;
+pub(crate) mod qk_norm;
+pub(crate) mod reduce;
+pub(crate) mod rope;
+pub(crate) mod split;
+
+use super::team::Team;
+use crate::error::Result;
+use isa::Isa;
+
+/// Rows of one block of the kernels that go by rows.
+const ROW_BLOCK: usize = 64;
+
+/// What kernels run on: threads, the instruction set, and scratch memory that grows when a shape first needs it.
+pub(crate) struct Compute {
+    pub(crate) team: Team,
+    pub(crate) isa: Isa,
+    /// Scratch that all threads share: packed matrices, partial sums.
+    shared: Buffer,
+    /// Scratch in one equal part for each thread.
+    local: Buffer,
+    /// Tokens in sorted order.
+    sorted: Vec<u64>,
+}
+
+impl Compute {
+    /// `threads` threads (the caller's included) on instruction set `isa`.
+    ///
+    /// # Errors
+    /// `Resource` when a thread cannot be started.
+    pub(crate) fn new(threads: usize, isa: Isa) -> Result<Self> {
+        Ok(Self { team: Team::new(threads)?, isa, shared: Buffer::default(), local: Buffer::default(), sorted: Vec::new() })
+    }
+}
+
+/// One cache line.
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C, align(64))]
+struct Line([f32; 16]);
+
+/// Reusable scratch, aligned to cache lines. Its content is whatever the last user left.
+#[derive(Default)]
+struct Buffer(Vec<Line>);
+
+impl Buffer {
+    /// `elems` floats; allocates only when no earlier call asked for as many.
+    fn get(&mut self, elems: usize) -> &mut [f32] {
+        let lines = elems.div_ceil(16);
+        if self.0.len() < lines {
+            self.0.resize(lines, Line([0.0; 16]));
+        }
+        &mut bytemuck::cast_slice_mut(&mut self.0[..lines])[..elems]
+    }
+}
+
+/// Hands out consecutive parts of a scratch slice.
+struct Arena<'a>(&'a mut [f32]);
+
+impl<'a> Arena<'a> {
+    /// The next `elems` floats.
+    fn take(&mut self, elems: usize) -> &'a mut [f32] {
+        let (part, rest) = std::mem::take(&mut self.0).split_at_mut(elems);
+        self.0 = rest;
+        part
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod testing;

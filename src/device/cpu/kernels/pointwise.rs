@@ -1,0 +1,133 @@
+//! Kernels that treat every element alone.
+
+use super::isa::vectorised;
+use super::math::sigmoid;
+use super::split::Chunks;
+use super::{Compute, ROW_BLOCK};
+use crate::dtype::Element;
+
+/// Elements of one block.
+const BLOCK_ELEMS: usize = 16384;
+
+/// `sqrt(2 / pi)` and the cubic coefficient of GELU's tanh form.
+const GELU_SCALE: f32 = 0.797_884_56;
+const GELU_CUBIC: f32 = 0.044_715;
+
+/// See [`crate::device::Kernels::swiglu`].
+pub(crate) fn swiglu<T: Element>(cx: &mut Compute, gate_up: &[T], out: &mut [T], cols: usize) {
+    let isa = cx.isa;
+    cx.team.for_each(Chunks::new(out, ROW_BLOCK * cols), |block, out| {
+        let gate_up = gate_up[2 * block * ROW_BLOCK * cols..].chunks_exact(2 * cols);
+        for (gate_up, out) in gate_up.zip(out.chunks_exact_mut(cols)) {
+            swiglu_row(isa, &gate_up[..cols], &gate_up[cols..], out);
+        }
+    });
+}
+
+/// See [`crate::device::Kernels::swiglu_backward`].
+pub(crate) fn swiglu_backward<T: Element>(cx: &mut Compute, dout: &[T], gate_up: &[T], dgate_up: &mut [T], cols: usize) {
+    let isa = cx.isa;
+    cx.team.for_each(Chunks::new(dgate_up, 2 * ROW_BLOCK * cols), |block, dgate_up| {
+        let start = block * ROW_BLOCK * cols;
+        let rows = dout[start..].chunks_exact(cols).zip(gate_up[2 * start..].chunks_exact(2 * cols));
+        for (dgate_up, (dout, gate_up)) in dgate_up.chunks_exact_mut(2 * cols).zip(rows) {
+            let (dgate, dup) = dgate_up.split_at_mut(cols);
+            swiglu_backward_row(isa, dout, &gate_up[..cols], &gate_up[cols..], dgate, dup);
+        }
+    });
+}
+
+/// See [`crate::device::Kernels::gelu`].
+pub(crate) fn gelu<T: Element>(cx: &mut Compute, x: &[T], out: &mut [T]) {
+    let isa = cx.isa;
+    cx.team.for_each(Chunks::new(out, BLOCK_ELEMS), |block, out| gelu_elems(isa, &x[block * BLOCK_ELEMS..], out));
+}
+
+/// See [`crate::device::Kernels::gelu_backward`]; `dx` holds `dout` and becomes the input's gradient.
+pub(crate) fn gelu_backward<T: Element>(cx: &mut Compute, x: &[T], dx: &mut [T]) {
+    let isa = cx.isa;
+    cx.team.for_each(Chunks::new(dx, BLOCK_ELEMS), |block, dx| gelu_backward_elems(isa, &x[block * BLOCK_ELEMS..], dx));
+}
+
+/// `out += b`.
+pub(crate) fn add<T: Element>(cx: &mut Compute, b: &[T], out: &mut [T]) {
+    let isa = cx.isa;
+    cx.team.for_each(Chunks::new(out, BLOCK_ELEMS), |block, out| add_elems(isa, &b[block * BLOCK_ELEMS..], out));
+}
+
+/// Copies `src` to `dst`.
+pub(crate) fn copy<T: Element>(cx: &mut Compute, src: &[T], dst: &mut [T]) {
+    cx.team.for_each(Chunks::new(dst, BLOCK_ELEMS), |block, dst| {
+        dst.copy_from_slice(&src[block * BLOCK_ELEMS..][..dst.len()]);
+    });
+}
+
+/// Fills with zero.
+pub(crate) fn zero<T: bytemuck::Pod + Send>(cx: &mut Compute, x: &mut [T]) {
+    cx.team.for_each(Chunks::new(x, BLOCK_ELEMS), |_, x| x.fill(T::zeroed()));
+}
+
+/// [`cast_elems`] on all threads.
+pub(crate) fn cast<S: Element, D: Element>(cx: &mut Compute, src: &[S], dst: &mut [D]) {
+    let isa = cx.isa;
+    cx.team.for_each(Chunks::new(dst, BLOCK_ELEMS), |block, dst| cast_elems(isa, &src[block * BLOCK_ELEMS..], dst));
+}
+
+vectorised! {
+    /// Converts every element, rounding once.
+    pub(crate) fn cast_elems<S, D>(src: &[S], dst: &mut [D]) {
+        dst.iter_mut().zip(src).for_each(|(d, s)| *d = D::from_f32(s.to_f32()));
+    }
+}
+
+vectorised! {
+    /// `out += b`.
+    pub(super) fn add_elems<T>(b: &[T], out: &mut [T]) {
+        out.iter_mut().zip(b).for_each(|(o, b)| *o = T::from_f32(o.to_f32() + b.to_f32()));
+    }
+}
+
+vectorised! {
+    fn swiglu_row<T>(gate: &[T], up: &[T], out: &mut [T]) {
+        for ((out, gate), up) in out.iter_mut().zip(gate).zip(up) {
+            let gate = gate.to_f32();
+            *out = T::from_f32(gate * sigmoid(gate) * up.to_f32());
+        }
+    }
+}
+
+vectorised! {
+    fn swiglu_backward_row<T>(dout: &[T], gate: &[T], up: &[T], dgate: &mut [T], dup: &mut [T]) {
+        for ((((dgate, dup), dout), gate), up) in dgate.iter_mut().zip(dup).zip(dout).zip(gate).zip(up) {
+            let (dout, gate) = (dout.to_f32(), gate.to_f32());
+            let s = sigmoid(gate);
+            let slope = s * gate.mul_add(1.0 - s, 1.0);
+            *dgate = T::from_f32(dout * up.to_f32() * slope);
+            *dup = T::from_f32(dout * (gate * s));
+        }
+    }
+}
+
+// 0.5 x (1 + tanh u) is x sigmoid(2u), which keeps its precision where tanh u nears -1.
+vectorised! {
+    fn gelu_elems<T>(x: &[T], out: &mut [T]) {
+        for (out, x) in out.iter_mut().zip(x) {
+            let x = x.to_f32();
+            let u = GELU_SCALE * (x * x * GELU_CUBIC).mul_add(x, x);
+            *out = T::from_f32(x * sigmoid(2.0 * u));
+        }
+    }
+}
+
+vectorised! {
+    fn gelu_backward_elems<T>(x: &[T], dx: &mut [T]) {
+        for (dx, x) in dx.iter_mut().zip(x) {
+            let x = x.to_f32();
+            let u = GELU_SCALE * (x * x * GELU_CUBIC).mul_add(x, x);
+            let du = GELU_SCALE * (x * x).mul_add(3.0 * GELU_CUBIC, 1.0);
+            let s = sigmoid(2.0 * u);
+            let slope = (2.0 * x * s * (1.0 - s)).mul_add(du, s);
+            *dx = T::from_f32(dx.to_f32() * slope);
+        }
+    }
+}

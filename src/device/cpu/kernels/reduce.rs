@@ -1,0 +1,136 @@
+//! Sums in a fixed order.
+//!
+//! Along a row: sixteen lanes, lane `l` taking elements `l`, `l + 16`, ... in ascending order, then a fixed tree. Down the columns: blocks
+//! of [`ROW_BLOCK`] rows, each summed in ascending order, then folded in ascending order.
+
+use super::isa::vectorised;
+use super::split::{Chunks, Split};
+use super::{Compute, ROW_BLOCK};
+use crate::dtype::Element;
+
+const LANES: usize = 16;
+
+/// Folds pairs of elements with `f(sum, a, b)`, which must start at zero.
+#[inline(always)]
+pub(crate) fn fold2<A: Element, B: Element>(a: &[A], b: &[B], f: impl Fn(f32, f32, f32) -> f32) -> f32 {
+    let mut lanes = [0.0f32; LANES];
+    let ((a, a_tail), (b, b_tail)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
+    for (a, b) in a.iter().zip(b) {
+        for l in 0..LANES {
+            lanes[l] = f(lanes[l], a[l].to_f32(), b[l].to_f32());
+        }
+    }
+    for (lane, (a, b)) in lanes.iter_mut().zip(a_tail.iter().zip(b_tail)) {
+        *lane = f(*lane, a.to_f32(), b.to_f32());
+    }
+    tree(lanes, |a, b| a + b)
+}
+
+/// Folds triples of elements with `f(sum, a, b, c)`.
+#[inline(always)]
+pub(crate) fn fold3<A: Element, B: Element, C: Element>(a: &[A], b: &[B], c: &[C], f: impl Fn(f32, f32, f32, f32) -> f32) -> f32 {
+    let mut lanes = [0.0f32; LANES];
+    let ((a, a_tail), (b, b_tail), (c, c_tail)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>(), c.as_chunks::<LANES>());
+    for ((a, b), c) in a.iter().zip(b).zip(c) {
+        for l in 0..LANES {
+            lanes[l] = f(lanes[l], a[l].to_f32(), b[l].to_f32(), c[l].to_f32());
+        }
+    }
+    for (lane, ((a, b), c)) in lanes.iter_mut().zip(a_tail.iter().zip(b_tail).zip(c_tail)) {
+        *lane = f(*lane, a.to_f32(), b.to_f32(), c.to_f32());
+    }
+    tree(lanes, |a, b| a + b)
+}
+
+/// Folds elements with `f(sum, a)`.
+#[inline(always)]
+pub(crate) fn fold<A: Element>(a: &[A], f: impl Fn(f32, f32) -> f32) -> f32 {
+    fold2(a, a, |sum, a, _| f(sum, a))
+}
+
+/// The largest element; NaN is passed over, and a row of nothing else gives minus infinity.
+#[inline(always)]
+pub(crate) fn max<A: Element>(a: &[A]) -> f32 {
+    let larger = |m: f32, x: f32| if x > m { x } else { m };
+    let mut lanes = [f32::NEG_INFINITY; LANES];
+    let (chunks, tail) = a.as_chunks::<LANES>();
+    for chunk in chunks {
+        for l in 0..LANES {
+            lanes[l] = larger(lanes[l], chunk[l].to_f32());
+        }
+    }
+    lanes.iter_mut().zip(tail).for_each(|(lane, x)| *lane = larger(*lane, x.to_f32()));
+    tree(lanes, larger)
+}
+
+#[inline(always)]
+fn tree(mut lanes: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> f32 {
+    for half in [8, 4, 2, 1] {
+        for l in 0..half {
+            lanes[l] = f(lanes[l], lanes[l + half]);
+        }
+    }
+    lanes[0]
+}
+
+/// Visits blocks of [`ROW_BLOCK`] rows and sums over all rows into `out`: `block(block_idx, part, sums)` gets part `block_idx` of `parts` and
+/// adds its rows, in ascending order, to `sums`, which starts at zero and is as long as all of `out` together.
+pub(crate) fn row_blocks<T: Element, S: Split>(
+    cx: &mut Compute,
+    parts: S,
+    out: &mut [(&mut [T], bool)],
+    block: impl Fn(usize, S::Part, &mut [f32]) + Sync,
+) {
+    let cols: usize = out.iter().map(|(out, _)| out.len()).sum();
+    let partials = cx.shared.get(parts.count() * cols);
+    cx.team.for_each((parts, Chunks::new(partials, cols)), |index, (part, sums)| {
+        sums.fill(0.0);
+        block(index, part, sums);
+    });
+    let (total, rest) = partials.split_at_mut(cols);
+    rest.chunks_exact(cols).for_each(|sums| add_into(cx.isa, sums, total));
+    let mut start = 0;
+    for (out, accumulate) in out {
+        store(cx.isa, &total[start..start + out.len()], *accumulate, out);
+        start += out.len();
+    }
+}
+
+/// `dbias (+)=` the sums of the columns of `dout`.
+pub(crate) fn bias_backward<T: Element>(cx: &mut Compute, dout: &[T], dbias: &mut [T], accumulate: bool) {
+    let (isa, cols) = (cx.isa, dbias.len());
+    let blocks = Blocks(dout.len().div_ceil(cols * ROW_BLOCK));
+    row_blocks(cx, blocks, &mut [(dbias, accumulate)], |block, (), sums| {
+        let rows = &dout[block * cols * ROW_BLOCK..];
+        rows[..rows.len().min(cols * ROW_BLOCK)].chunks_exact(cols).for_each(|row| add_into(isa, row, sums));
+    });
+}
+
+/// Blocks that own no memory besides their sums.
+struct Blocks(usize);
+
+impl Split for Blocks {
+    type Part = ();
+    fn count(&self) -> usize {
+        self.0
+    }
+    unsafe fn part(&self, _: usize) {}
+}
+
+vectorised! {
+    /// `sums += row`.
+    pub(crate) fn add_into<T>(row: &[T], sums: &mut [f32]) {
+        sums.iter_mut().zip(row).for_each(|(sum, x)| *sum += x.to_f32());
+    }
+}
+
+vectorised! {
+    /// Rounds `values` (plus what `out` holds) into `out`.
+    pub(crate) fn store<T>(values: &[f32], accumulate: bool, out: &mut [T]) {
+        if accumulate {
+            out.iter_mut().zip(values).for_each(|(o, x)| *o = T::from_f32(x + o.to_f32()));
+        } else {
+            out.iter_mut().zip(values).for_each(|(o, x)| *o = T::from_f32(*x));
+        }
+    }
+}

@@ -1,0 +1,591 @@
+//! [`Kernels`] for the CPU: checks what a kernel is given, picks its number format and enqueues it.
+
+use super::kernels::attention_backward::Forward;
+use super::kernels::cross_entropy::Tile;
+use super::kernels::isa::Isa;
+use super::kernels::{
+    Compute, attention, attention_backward, cross_entropy, embed, matmul, norm, optimizer, pointwise, qk_norm, reduce, rope,
+};
+use super::{CpuDevice, view, view_mut};
+use crate::device::{AdamArgs, AttentionShape, DeviceSlice, Kernels, MatmulShape, Stream};
+use crate::dtype::{Dtype, Element};
+use crate::error::{Error, Result};
+use crate::optim::adam::{AdamState, AdamStep};
+use crate::optim::norm::BLOCK;
+use half::{bf16, f16};
+use std::ptr::NonNull;
+
+/// Owns what kernels run on. A device that holds one must end its streams before it drops it.
+pub(crate) struct ComputeOwner {
+    compute: NonNull<Compute>,
+    isa: Isa,
+    threads: usize,
+}
+
+// SAFETY: it owns the `Compute`, which may go to another thread.
+unsafe impl Send for ComputeOwner {}
+
+impl ComputeOwner {
+    /// Starts `threads` compute threads (the compute stream's own included) with the widest instruction set of this machine.
+    ///
+    /// # Errors
+    /// `Resource` when a thread cannot be started.
+    pub(crate) fn new(threads: usize) -> Result<Self> {
+        let isa = Isa::detect();
+        let compute = Box::new(Compute::new(threads, isa)?);
+        Ok(Self { compute: NonNull::from(Box::leak(compute)), isa, threads })
+    }
+
+    /// The instruction set of all kernels.
+    pub(crate) fn isa(&self) -> Isa {
+        self.isa
+    }
+
+    /// Compute threads.
+    pub(crate) fn threads(&self) -> usize {
+        self.threads
+    }
+}
+
+impl Drop for ComputeOwner {
+    fn drop(&mut self) {
+        // SAFETY: `new` leaked it from a box, and the streams whose tasks follow `ComputeRef`s have ended.
+        drop(unsafe { Box::from_raw(self.compute.as_ptr()) });
+    }
+}
+
+/// How a task of the compute stream reaches the [`Compute`].
+#[derive(Clone, Copy)]
+struct ComputeRef(NonNull<Compute>);
+
+// SAFETY: only tasks of the compute stream follow it, one at a time.
+unsafe impl Send for ComputeRef {}
+
+impl ComputeRef {
+    /// # Safety
+    /// Only inside a task of the compute stream, and not twice there.
+    unsafe fn get<'a>(self) -> &'a mut Compute {
+        // SAFETY: the device outlives its streams' tasks, and those of one stream run one after the other.
+        unsafe { &mut *self.0.as_ptr() }
+    }
+}
+
+/// Device memory, seen from inside a task.
+#[derive(Clone, Copy)]
+struct Memory(());
+
+impl Memory {
+    fn read<T: bytemuck::Pod>(self, slice: DeviceSlice) -> &'static [T] {
+        // SAFETY: a `Memory` exists only in tasks; the streams' order and `check` keep writers away.
+        unsafe { view(slice) }
+    }
+
+    fn write<T: bytemuck::Pod>(self, slice: DeviceSlice) -> &'static mut [T] {
+        // SAFETY: as above; `check` saw that no other argument overlaps, and a kernel asks for each argument once.
+        unsafe { view_mut(slice) }
+    }
+}
+
+impl CpuDevice {
+    /// Enqueues a kernel on the compute stream.
+    fn launch(&mut self, name: &'static str, kernel: impl FnOnce(&mut Compute, Memory) + Copy + Send + 'static) -> Result<()> {
+        let compute = ComputeRef(self.compute.compute);
+        // SAFETY: this is a task of the compute stream, and follows the reference once.
+        self.enqueue(Stream::Compute, name, move || kernel(unsafe { compute.get() }, Memory(())))
+    }
+}
+
+/// What a kernel expects of one argument.
+struct Argument {
+    name: &'static str,
+    slice: DeviceSlice,
+    dtype: Dtype,
+    elems: usize,
+    written: bool,
+}
+
+impl Argument {
+    fn overlaps(&self, other: &Self) -> bool {
+        let end = |slice: DeviceSlice| slice.addr + slice.bytes() as u64;
+        self.slice.addr < end(other.slice) && other.slice.addr < end(self.slice)
+    }
+}
+
+/// An error that names what is wrong with the arguments of `kernel`: format, size, or one written that overlaps another.
+fn check<const N: usize>(kernel: &'static str, arguments: [Argument; N]) -> Result<()> {
+    let wrong = |cause: String| Err(Error::resource(format!("launch {kernel}"), cause));
+    for (i, a) in arguments.iter().enumerate() {
+        if (a.slice.dtype, a.slice.elems) != (a.dtype, a.elems) {
+            return wrong(format!("{} holds {} {}, not {} {}", a.name, a.slice.elems, a.slice.dtype, a.elems, a.dtype));
+        }
+        if let Some(b) = arguments[..i].iter().find(|b| (a.written || b.written) && a.overlaps(b)) {
+            return wrong(format!("{} overlaps {}", a.name, b.name));
+        }
+    }
+    Ok(())
+}
+
+/// The arguments of a kernel by format: `out` is written, `in` is not.
+macro_rules! arguments {
+    ($($dtype:expr => $($direction:tt $slice:ident [$elems:expr]),+);+) => {
+        [$($(Argument {
+            name: stringify!($slice),
+            slice: $slice,
+            dtype: $dtype,
+            elems: $elems,
+            written: matches!(stringify!($direction).as_bytes(), b"out"),
+        }),+),+]
+    };
+}
+
+/// Compiles `$body` for each float format and runs the one for `$dtype`.
+macro_rules! by_float {
+    ($dtype:expr, $t:ident => $body:expr) => {
+        match $dtype {
+            Dtype::Float32 => {
+                type $t = f32;
+                $body
+            }
+            Dtype::Bfloat16 => {
+                type $t = bf16;
+                $body
+            }
+            Dtype::Float16 => {
+                type $t = f16;
+                $body
+            }
+            Dtype::Int32 => Err(Error::Unsupported("arithmetic on int32".into())),
+        }
+    };
+}
+
+/// Rows of `cols` in `x`.
+fn rows(x: DeviceSlice, cols: usize) -> usize {
+    x.elems / cols.max(1)
+}
+
+/// An error if the heads do not fit together or the sequences are empty.
+fn check_shape(kernel: &'static str, shape: &AttentionShape) -> Result<()> {
+    let whole = shape.kv_heads > 0 && shape.heads.is_multiple_of(shape.kv_heads);
+    if whole && shape.heads * shape.head_dim * shape.tokens() > 0 && shape.window != Some(0) {
+        return Ok(());
+    }
+    Err(Error::resource(format!("launch {kernel}"), format!("{shape:?} makes no sense")))
+}
+
+impl Kernels for CpuDevice {
+    fn embed(
+        &mut self,
+        tokens: DeviceSlice,
+        wte: DeviceSlice,
+        wpe: Option<DeviceSlice>,
+        out: DeviceSlice,
+        seq_length: usize,
+        channels: usize,
+    ) -> Result<()> {
+        let (dtype, t, table) = (out.dtype, tokens.elems, wpe.unwrap_or(wte));
+        let vocab = rows(wte, channels) * channels;
+        check("embed", arguments![dtype => in wte[vocab], out out[t * channels]; Dtype::Int32 => in tokens[t]])?;
+        check("embed", arguments![dtype => in table[table.elems.max(seq_length * channels)], out out[t * channels]])?;
+        by_float!(dtype, T => self.launch("embed", move |cx, memory| {
+            let wpe = wpe.map(|wpe| memory.read::<T>(wpe));
+            embed::embed::<T>(cx, memory.read(tokens), memory.read(wte), wpe, memory.write(out), (seq_length, channels));
+        }))
+    }
+
+    fn embed_backward(
+        &mut self,
+        tokens: DeviceSlice,
+        dout: DeviceSlice,
+        dwte: DeviceSlice,
+        accumulate_wte: bool,
+        dwpe: Option<DeviceSlice>,
+        accumulate_wpe: bool,
+        seq_length: usize,
+        channels: usize,
+    ) -> Result<()> {
+        let (dtype, t, vocab) = (dout.dtype, tokens.elems, rows(dwte, channels) * channels);
+        check("embed_backward", arguments![dtype => in dout[t * channels], out dwte[vocab]; Dtype::Int32 => in tokens[t]])?;
+        if let Some(dwpe) = dwpe {
+            let positions = rows(dwpe, channels).max(seq_length) * channels;
+            check("embed_backward", arguments![dtype => in dout[t * channels], in dwte[vocab], out dwpe[positions]])?;
+        }
+        by_float!(dtype, T => self.launch("embed_backward", move |cx, memory| {
+            let dout = memory.read::<T>(dout);
+            let used = memory.read::<i32>(tokens).iter().map(|&token| token as usize);
+            embed::embed_backward(cx, used, dout, memory.write(dwte), accumulate_wte, channels);
+            if let Some(dwpe) = dwpe {
+                let used = (0..t).map(|row| row % seq_length);
+                embed::embed_backward(cx, used, dout, memory.write(dwpe), accumulate_wpe, channels);
+            }
+        }))
+    }
+
+    fn matmul(
+        &mut self,
+        shape: MatmulShape,
+        a: DeviceSlice,
+        b: DeviceSlice,
+        bias: Option<DeviceSlice>,
+        c: DeviceSlice,
+        accumulate: bool,
+    ) -> Result<()> {
+        let MatmulShape { m, n, k, .. } = shape;
+        check("matmul", arguments![c.dtype => in a[m * k], in b[k * n], out c[m * n]])?;
+        if let Some(bias) = bias {
+            check("matmul", arguments![c.dtype => in bias[n], out c[m * n]])?;
+        }
+        by_float!(c.dtype, T => self.launch("matmul", move |cx, memory| {
+            let bias = bias.map(|bias| memory.read::<T>(bias));
+            matmul::matmul::<T>(cx, shape, memory.read(a), memory.read(b), bias, memory.write(c), accumulate);
+        }))
+    }
+
+    fn bias_backward(&mut self, dout: DeviceSlice, dbias: DeviceSlice, accumulate: bool) -> Result<()> {
+        let cols = dbias.elems;
+        check("bias_backward", arguments![dout.dtype => in dout[rows(dout, cols) * cols], out dbias[cols]])?;
+        by_float!(dout.dtype, T => self.launch("bias_backward", move |cx, memory| {
+            reduce::bias_backward::<T>(cx, memory.read(dout), memory.write(dbias), accumulate);
+        }))
+    }
+
+    fn rms_norm(&mut self, x: DeviceSlice, weight: DeviceSlice, eps: f32, out: DeviceSlice, rstd: DeviceSlice) -> Result<()> {
+        let (cols, rows) = (weight.elems, rstd.elems);
+        let n = rows * cols;
+        check("rms_norm", arguments![x.dtype => in x[n], in weight[cols], out out[n]; Dtype::Float32 => out rstd[rows]])?;
+        by_float!(x.dtype, T => self.launch("rms_norm", move |cx, memory| {
+            norm::rms_norm::<T>(cx, memory.read(x), memory.read(weight), eps, memory.write(out), memory.write(rstd));
+        }))
+    }
+
+    fn rms_norm_backward(
+        &mut self,
+        dout: DeviceSlice,
+        x: DeviceSlice,
+        weight: DeviceSlice,
+        rstd: DeviceSlice,
+        dx: DeviceSlice,
+        dweight: DeviceSlice,
+        accumulate: bool,
+    ) -> Result<()> {
+        let (cols, n) = (weight.elems, rstd.elems * weight.elems);
+        check(
+            "rms_norm_backward",
+            arguments![
+                x.dtype => in dout[n], in x[n], in weight[cols], out dx[n], out dweight[cols];
+                Dtype::Float32 => in rstd[rows(x, cols)]
+            ],
+        )?;
+        by_float!(x.dtype, T => self.launch("rms_norm_backward", move |cx, memory| {
+            let (dout, x, weight, rstd) = (memory.read::<T>(dout), memory.read(x), memory.read(weight), memory.read(rstd));
+            norm::rms_norm_backward(cx, dout, x, weight, rstd, memory.write(dx), (memory.write(dweight), accumulate));
+        }))
+    }
+
+    fn layer_norm(
+        &mut self,
+        x: DeviceSlice,
+        weight: DeviceSlice,
+        bias: DeviceSlice,
+        eps: f32,
+        out: DeviceSlice,
+        stats: DeviceSlice,
+    ) -> Result<()> {
+        let cols = weight.elems;
+        let n = rows(x, cols) * cols;
+        check(
+            "layer_norm",
+            arguments![
+                x.dtype => in x[n], in weight[cols], in bias[cols], out out[n];
+                Dtype::Float32 => out stats[2 * rows(x, cols)]
+            ],
+        )?;
+        by_float!(x.dtype, T => self.launch("layer_norm", move |cx, memory| {
+            let affine = (memory.read::<T>(weight), memory.read(bias));
+            norm::layer_norm(cx, memory.read(x), affine, eps, memory.write(out), memory.write(stats));
+        }))
+    }
+
+    fn layer_norm_backward(
+        &mut self,
+        dout: DeviceSlice,
+        x: DeviceSlice,
+        weight: DeviceSlice,
+        stats: DeviceSlice,
+        dx: DeviceSlice,
+        dweight: DeviceSlice,
+        dbias: DeviceSlice,
+        accumulate: bool,
+    ) -> Result<()> {
+        let cols = weight.elems;
+        let n = rows(x, cols) * cols;
+        check(
+            "layer_norm_backward",
+            arguments![
+                x.dtype => in dout[n], in x[n], in weight[cols], out dx[n], out dweight[cols], out dbias[cols];
+                Dtype::Float32 => in stats[2 * rows(x, cols)]
+            ],
+        )?;
+        by_float!(x.dtype, T => self.launch("layer_norm_backward", move |cx, memory| {
+            let (dout, x, weight, stats) = (memory.read::<T>(dout), memory.read(x), memory.read(weight), memory.read(stats));
+            let parameters = (memory.write(dweight), memory.write(dbias), accumulate);
+            norm::layer_norm_backward(cx, dout, x, weight, stats, memory.write(dx), parameters);
+        }))
+    }
+
+    fn qk_norm(
+        &mut self,
+        qkv: DeviceSlice,
+        q_weight: DeviceSlice,
+        k_weight: DeviceSlice,
+        eps: f32,
+        out: DeviceSlice,
+        rstd: DeviceSlice,
+        shape: AttentionShape,
+    ) -> Result<()> {
+        let (n, normed, d) = (shape.tokens() * shape.qkv_cols(), shape.tokens() * (shape.heads + shape.kv_heads), shape.head_dim);
+        check_shape("qk_norm", &shape)?;
+        check(
+            "qk_norm",
+            arguments![qkv.dtype => in qkv[n], in q_weight[d], in k_weight[d], out out[n]; Dtype::Float32 => out rstd[normed]],
+        )?;
+        by_float!(qkv.dtype, T => self.launch("qk_norm", move |cx, memory| {
+            let weights = (memory.read::<T>(q_weight), memory.read(k_weight));
+            qk_norm::qk_norm(cx, &shape, memory.read(qkv), weights, eps, memory.write(out), memory.write(rstd));
+        }))
+    }
+
+    fn qk_norm_backward(
+        &mut self,
+        dqkv: DeviceSlice,
+        qkv: DeviceSlice,
+        q_weight: DeviceSlice,
+        k_weight: DeviceSlice,
+        rstd: DeviceSlice,
+        dq_weight: DeviceSlice,
+        dk_weight: DeviceSlice,
+        accumulate: bool,
+        shape: AttentionShape,
+    ) -> Result<()> {
+        let (n, normed, d) = (shape.tokens() * shape.qkv_cols(), shape.tokens() * (shape.heads + shape.kv_heads), shape.head_dim);
+        check_shape("qk_norm_backward", &shape)?;
+        check(
+            "qk_norm_backward",
+            arguments![
+                qkv.dtype => out dqkv[n], in qkv[n], in q_weight[d], in k_weight[d], out dq_weight[d], out dk_weight[d];
+                Dtype::Float32 => in rstd[normed]
+            ],
+        )?;
+        by_float!(qkv.dtype, T => self.launch("qk_norm_backward", move |cx, memory| {
+            let weights = (memory.read::<T>(q_weight), memory.read(k_weight));
+            let gradients = (memory.write(dq_weight), memory.write(dk_weight), accumulate);
+            qk_norm::qk_norm_backward(cx, &shape, memory.write(dqkv), memory.read(qkv), weights, memory.read(rstd), gradients);
+        }))
+    }
+
+    fn rope(&mut self, qkv: DeviceSlice, table: DeviceSlice, rotary_dim: usize, inverse: bool, shape: AttentionShape) -> Result<()> {
+        check_shape("rope", &shape)?;
+        let (n, angles) = (shape.tokens() * shape.qkv_cols(), shape.seq_length * rotary_dim);
+        check("rope", arguments![qkv.dtype => out qkv[n]; Dtype::Float32 => in table[angles]])?;
+        if rotary_dim > shape.head_dim || !rotary_dim.is_multiple_of(2) {
+            return Err(Error::resource("launch rope", format!("cannot rotate {rotary_dim} of {} channels", shape.head_dim)));
+        }
+        by_float!(qkv.dtype, T => self.launch("rope", move |cx, memory| {
+            rope::rope::<T>(cx, &shape, memory.write(qkv), memory.read(table), rotary_dim, inverse);
+        }))
+    }
+
+    fn attention(&mut self, qkv: DeviceSlice, out: DeviceSlice, lse: DeviceSlice, shape: AttentionShape) -> Result<()> {
+        check_shape("attention", &shape)?;
+        let (n, out_elems) = (shape.tokens() * shape.qkv_cols(), shape.tokens() * shape.out_cols());
+        let lse_elems = shape.tokens() * shape.heads;
+        check("attention", arguments![qkv.dtype => in qkv[n], out out[out_elems]; Dtype::Float32 => out lse[lse_elems]])?;
+        by_float!(qkv.dtype, T => self.launch("attention", move |cx, memory| {
+            attention::attention::<T>(cx, &shape, memory.read(qkv), memory.write(out), memory.write(lse));
+        }))
+    }
+
+    fn attention_backward(
+        &mut self,
+        dout: DeviceSlice,
+        qkv: DeviceSlice,
+        out: DeviceSlice,
+        lse: DeviceSlice,
+        dqkv: DeviceSlice,
+        shape: AttentionShape,
+    ) -> Result<()> {
+        check_shape("attention_backward", &shape)?;
+        let (n, out_elems) = (shape.tokens() * shape.qkv_cols(), shape.tokens() * shape.out_cols());
+        check(
+            "attention_backward",
+            arguments![
+                qkv.dtype => in dout[out_elems], in qkv[n], in out[out_elems], out dqkv[n];
+                Dtype::Float32 => in lse[shape.tokens() * shape.heads]
+            ],
+        )?;
+        by_float!(qkv.dtype, T => self.launch("attention_backward", move |cx, memory| {
+            let (dout, qkv, out, lse) = (memory.read::<T>(dout), memory.read(qkv), memory.read(out), memory.read(lse));
+            attention_backward::attention_backward(cx, &shape, Forward { dout, qkv, out, lse }, memory.write(dqkv));
+        }))
+    }
+
+    fn swiglu(&mut self, gate_up: DeviceSlice, out: DeviceSlice, cols: usize) -> Result<()> {
+        let n = rows(out, cols) * cols;
+        check("swiglu", arguments![out.dtype => in gate_up[2 * n], out out[n]])?;
+        by_float!(out.dtype, T => self.launch("swiglu", move |cx, memory| {
+            pointwise::swiglu::<T>(cx, memory.read(gate_up), memory.write(out), cols);
+        }))
+    }
+
+    fn swiglu_backward(&mut self, dout: DeviceSlice, gate_up: DeviceSlice, dgate_up: DeviceSlice, cols: usize) -> Result<()> {
+        let n = rows(dout, cols) * cols;
+        check("swiglu_backward", arguments![dout.dtype => in dout[n], in gate_up[2 * n], out dgate_up[2 * n]])?;
+        by_float!(dout.dtype, T => self.launch("swiglu_backward", move |cx, memory| {
+            pointwise::swiglu_backward::<T>(cx, memory.read(dout), memory.read(gate_up), memory.write(dgate_up), cols);
+        }))
+    }
+
+    fn gelu(&mut self, x: DeviceSlice, out: DeviceSlice) -> Result<()> {
+        check("gelu", arguments![x.dtype => in x[out.elems], out out[x.elems]])?;
+        by_float!(x.dtype, T => self.launch("gelu", move |cx, memory| {
+            pointwise::gelu::<T>(cx, memory.read(x), memory.write(out));
+        }))
+    }
+
+    fn gelu_backward(&mut self, dout: DeviceSlice, x: DeviceSlice, dx: DeviceSlice) -> Result<()> {
+        check("gelu_backward", arguments![x.dtype => in x[dx.elems], out dx[x.elems]])?;
+        if dout != dx {
+            check("gelu_backward", arguments![x.dtype => in dout[x.elems], out dx[x.elems]])?;
+        }
+        by_float!(x.dtype, T => self.launch("gelu_backward", move |cx, memory| {
+            let dx_elems = memory.write::<T>(dx);
+            if dout != dx {
+                pointwise::copy(cx, memory.read(dout), dx_elems);
+            }
+            pointwise::gelu_backward(cx, memory.read(x), dx_elems);
+        }))
+    }
+
+    fn add(&mut self, a: DeviceSlice, b: DeviceSlice, out: DeviceSlice) -> Result<()> {
+        // A sum does not mind the order of its terms: let `b` be the one that may be `out`.
+        let (a, b) = if a == out { (b, a) } else { (a, b) };
+        check("add", arguments![out.dtype => in a[out.elems], out out[a.elems]])?;
+        if b != out {
+            check("add", arguments![out.dtype => in b[out.elems], out out[a.elems]])?;
+        }
+        by_float!(out.dtype, T => self.launch("add", move |cx, memory| {
+            let sum = memory.write::<T>(out);
+            if b != out {
+                pointwise::copy(cx, memory.read(b), sum);
+            }
+            pointwise::add(cx, memory.read(a), sum);
+        }))
+    }
+
+    fn cross_entropy_stats(
+        &mut self,
+        logits: DeviceSlice,
+        targets: DeviceSlice,
+        stats: DeviceSlice,
+        vocab_start: usize,
+        cols: usize,
+        first: bool,
+    ) -> Result<()> {
+        let t = targets.elems;
+        check(
+            "cross_entropy_stats",
+            arguments![logits.dtype => in logits[t * cols]; Dtype::Int32 => in targets[t]; Dtype::Float32 => out stats[3 * t]],
+        )?;
+        by_float!(logits.dtype, T => self.launch("cross_entropy_stats", move |cx, memory| {
+            let tile = Tile { targets: memory.read(targets), vocab_start, cols };
+            cross_entropy::stats::<T>(cx, tile, memory.read(logits), memory.write(stats), first);
+        }))
+    }
+
+    fn cross_entropy_grad(
+        &mut self,
+        logits: DeviceSlice,
+        targets: DeviceSlice,
+        stats: DeviceSlice,
+        vocab_start: usize,
+        cols: usize,
+        scale: f32,
+    ) -> Result<()> {
+        let t = targets.elems;
+        check(
+            "cross_entropy_grad",
+            arguments![logits.dtype => out logits[t * cols]; Dtype::Int32 => in targets[t]; Dtype::Float32 => in stats[3 * t]],
+        )?;
+        by_float!(logits.dtype, T => self.launch("cross_entropy_grad", move |cx, memory| {
+            let tile = Tile { targets: memory.read(targets), vocab_start, cols };
+            cross_entropy::grad::<T>(cx, tile, memory.write(logits), memory.read(stats), scale);
+        }))
+    }
+
+    fn cross_entropy_loss(&mut self, stats: DeviceSlice, loss: DeviceSlice, scale: f32, accumulate: bool) -> Result<()> {
+        check("cross_entropy_loss", arguments![Dtype::Float32 => in stats[rows(stats, 3) * 3], out loss[1]])?;
+        self.launch("cross_entropy_loss", move |_, memory| {
+            cross_entropy::loss(memory.read(stats), &mut memory.write(loss)[0], scale, accumulate);
+        })
+    }
+
+    fn zero(&mut self, x: DeviceSlice) -> Result<()> {
+        self.launch("zero", move |cx, memory| match x.dtype.bytes() {
+            2 => pointwise::zero::<u16>(cx, memory.write(x)),
+            _ => pointwise::zero::<u32>(cx, memory.write(x)),
+        })
+    }
+
+    fn cast(&mut self, stream: Stream, src: DeviceSlice, dst: DeviceSlice) -> Result<()> {
+        check("cast", arguments![src.dtype => in src[dst.elems]; dst.dtype => out dst[src.elems]])?;
+        let isa = self.compute.isa();
+        by_float!(src.dtype, S => by_float!(dst.dtype, D => match stream {
+            Stream::Compute => self.launch("cast", move |cx, memory| {
+                pointwise::cast::<S, D>(cx, memory.read(src), memory.write(dst));
+            }),
+            // The compute threads belong to the compute stream: a copy stream converts by itself.
+            // SAFETY: inside a task; `check` saw that the two do not overlap.
+            _ => self.enqueue(stream, "cast", move || unsafe { pointwise::cast_elems::<S, D>(isa, view(src), view_mut(dst)) }),
+        }))
+    }
+
+    fn grad_norm_partials(&mut self, grads: DeviceSlice, partials: DeviceSlice, nonfinite: DeviceSlice) -> Result<()> {
+        check(
+            "grad_norm_partials",
+            arguments![
+                grads.dtype => in grads[grads.elems];
+                Dtype::Float32 => out partials[grads.elems.div_ceil(BLOCK)];
+                Dtype::Int32 => out nonfinite[1]
+            ],
+        )?;
+        by_float!(grads.dtype, T => self.launch("grad_norm_partials", move |cx, memory| {
+            let (partials, nonfinite) = (memory.write(partials), memory.write(nonfinite));
+            optimizer::grad_norm_partials::<T>(cx, memory.read(grads), partials, &mut nonfinite[0]);
+        }))
+    }
+
+    fn adam_step(&mut self, args: AdamArgs) -> Result<()> {
+        let AdamArgs { params, m, v, grads, out, consts, scale } = args;
+        let n = params.elems;
+        check(
+            "adam_step",
+            arguments![
+                Dtype::Float32 => out params[n], out m[n], out v[n];
+                grads.dtype => in grads[n];
+                out.dtype => out out[n]
+            ],
+        )?;
+        by_float!(grads.dtype, G => by_float!(out.dtype, O => self.launch("adam_step", move |cx, memory| {
+            let state = AdamState { params: memory.write(params), m: memory.write(m), v: memory.write(v) };
+            let step = AdamStep { consts, scale };
+            optimizer::adam_step::<G, O>(cx, step, state, memory.read(grads), memory.write(out));
+        })))
+    }
+
+    fn poke(&mut self, x: DeviceSlice, index: usize, value: f32) -> Result<()> {
+        if index >= x.elems {
+            return Err(Error::resource("launch poke", format!("element {index} of {}", x.elems)));
+        }
+        by_float!(x.dtype, T => self.launch("poke", move |_, memory| memory.write::<T>(x)[index] = T::from_f32(value)))
+    }
+}

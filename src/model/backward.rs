@@ -1,0 +1,95 @@
+//! The backward pass, stage by stage. The gradient of the residual stream is one buffer that flows from the head down:
+//! a branch adds its part when it joins, which is at the norm that it started with.
+
+use super::Model;
+use super::params::{LinearParams, NormParams};
+use super::shape::Mlp;
+use super::tensors::Stage;
+use crate::device::{DeviceSlice, Kernels, MatmulLayout, MatmulShape};
+use crate::error::Result;
+
+impl Model {
+    /// Runs the backward pass of `stage` after all stages above it; then the stage's gradients are complete for this
+    /// micro-step. The `first` micro-step overwrites gradients, later ones add to them. The head's own backward is part of
+    /// [`Model::head`]; here it stands for the final norm.
+    ///
+    /// # Panics
+    /// If the model has no such layer.
+    pub fn backward<D: Kernels>(&self, dev: &mut D, stage: Stage, first: bool) -> Result<()> {
+        let act = &self.activations;
+        match stage {
+            Stage::Embed => self.backward_embed(dev, first),
+            Stage::Layer(layer) => {
+                self.backward_mlp(dev, layer, first)?;
+                self.backward_attention(dev, layer, first)
+            }
+            Stage::Head => {
+                dev.zero(act.dresidual)?;
+                self.norm_backward(dev, &self.head.norm, self.residual(self.shape.layers), act.final_norm_stats, first)
+            }
+        }
+    }
+
+    /// A tied embedding already holds the head's gradient, also in the first micro-step.
+    fn backward_embed<D: Kernels>(&self, dev: &mut D, first: bool) -> Result<()> {
+        let act = &self.activations;
+        let (wte, wpe) = (self.embed.wte.grad, self.embed.wpe.map(|p| p.grad));
+        let accumulate_wte = !first || self.shape.tied;
+        dev.embed_backward(act.tokens, act.dresidual, wte, accumulate_wte, wpe, !first, act.seq_length, self.shape.channels)
+    }
+
+    fn backward_mlp<D: Kernels>(&self, dev: &mut D, layer: usize, first: bool) -> Result<()> {
+        let (params, act, all) = (&self.layers[layer], &self.activations.layers[layer], &self.activations);
+        let dact = all.dinner.slice(0, act.mlp_act.elems);
+        let dmlp_in = all.dfused.slice(0, act.mlp_in.elems);
+        linear_backward(dev, &params.mlp_out, act.mlp_act, all.dresidual, dact, first)?;
+        match self.shape.mlp {
+            Mlp::Swiglu => dev.swiglu_backward(dact, act.mlp_in, dmlp_in, self.shape.ffn)?,
+            Mlp::GeluTanh => dev.gelu_backward(dact, act.mlp_in, dmlp_in)?,
+        }
+        linear_backward(dev, &params.mlp_in, act.mlp_norm_out, dmlp_in, all.dnorm, first)?;
+        self.norm_backward(dev, &params.mlp_norm, act.mid, act.mlp_norm_stats, first)
+    }
+
+    fn backward_attention<D: Kernels>(&self, dev: &mut D, layer: usize, first: bool) -> Result<()> {
+        let (params, act, all) = (&self.layers[layer], &self.activations.layers[layer], &self.activations);
+        let shape = self.attention_shape(layer);
+        let dattn_out = all.dinner.slice(0, act.attn_out.elems);
+        let dqkv = all.dfused.slice(0, act.qkv.elems);
+        linear_backward(dev, &params.attn_out, act.attn_out, all.dresidual, dattn_out, first)?;
+        dev.attention_backward(dattn_out, act.qkv, act.attn_out, act.lse, dqkv, shape)?;
+        self.rotate(dev, layer, dqkv, true)?;
+        if let (Some((q, k)), Some(kept)) = (params.qk_norm, act.qk_norm) {
+            dev.qk_norm_backward(dqkv, kept.raw, q.value, k.value, kept.rstd, q.grad, k.grad, !first, shape)?;
+        }
+        linear_backward(dev, &params.qkv, act.attn_norm_out, dqkv, all.dnorm, first)?;
+        self.norm_backward(dev, &params.attn_norm, self.residual(layer), act.attn_norm_stats, first)
+    }
+
+    /// From `dnorm` to the norm's parameters, and on into the gradient of the residual stream.
+    fn norm_backward<D: Kernels>(&self, dev: &mut D, params: &NormParams, x: DeviceSlice, stats: DeviceSlice, first: bool) -> Result<()> {
+        let (dout, dx) = (self.activations.dnorm, self.activations.dresidual);
+        let (weight, dweight) = (params.weight.value, params.weight.grad);
+        match params.bias {
+            None => dev.rms_norm_backward(dout, x, weight, stats, dx, dweight, !first),
+            Some(bias) => dev.layer_norm_backward(dout, x, weight, stats, dx, dweight, bias.grad, !first),
+        }
+    }
+}
+
+/// Gradients of [`super::forward::linear`]: `dx` is overwritten, the parameters' follow `first`.
+fn linear_backward<D: Kernels>(
+    dev: &mut D,
+    params: &LinearParams,
+    x: DeviceSlice,
+    dout: DeviceSlice,
+    dx: DeviceSlice,
+    first: bool,
+) -> Result<()> {
+    let (rows, out_cols, in_cols) = (x.elems / params.in_cols, params.out_cols, params.in_cols);
+    let to_input = MatmulShape { layout: MatmulLayout::Nn, m: rows, n: in_cols, k: out_cols };
+    let to_weight = MatmulShape { layout: MatmulLayout::Tn, m: out_cols, n: in_cols, k: rows };
+    dev.matmul(to_input, dout, params.weight.value, None, dx, false)?;
+    dev.matmul(to_weight, dout, x, None, params.weight.grad, !first)?;
+    params.bias.map_or(Ok(()), |bias| dev.bias_backward(dout, bias.grad, !first))
+}

@@ -1,0 +1,115 @@
+//! A model's tensors as device slices, found once by role, so that the passes look nothing up.
+
+use super::tensors::{Role, Stage, TensorSpec, TensorTable};
+use crate::device::DeviceSlice;
+
+/// One tensor and its gradient.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Param {
+    pub value: DeviceSlice,
+    pub grad: DeviceSlice,
+}
+
+/// A linear layer: weight `[out_cols, in_cols]`.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct LinearParams {
+    pub weight: Param,
+    pub bias: Option<Param>,
+    pub out_cols: usize,
+    pub in_cols: usize,
+}
+
+/// A norm: LayerNorm if it has a bias, otherwise RMSNorm.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct NormParams {
+    pub weight: Param,
+    pub bias: Option<Param>,
+}
+
+#[derive(Debug)]
+pub(super) struct EmbedParams {
+    pub wte: Param,
+    pub wpe: Option<Param>,
+}
+
+#[derive(Debug)]
+pub(super) struct LayerParams {
+    pub attn_norm: NormParams,
+    pub qkv: LinearParams,
+    /// Query and key.
+    pub qk_norm: Option<(Param, Param)>,
+    pub attn_out: LinearParams,
+    pub mlp_norm: NormParams,
+    pub mlp_in: LinearParams,
+    pub mlp_out: LinearParams,
+}
+
+#[derive(Debug)]
+pub(super) struct HeadParams {
+    pub norm: NormParams,
+    /// The token embedding when tied.
+    pub output: LinearParams,
+}
+
+/// The flat ranges that parameters are cut from.
+pub(super) struct Flat<'a> {
+    pub table: &'a TensorTable,
+    pub weights: DeviceSlice,
+    pub grads: DeviceSlice,
+}
+
+impl Flat<'_> {
+    pub fn embed(&self) -> EmbedParams {
+        EmbedParams { wte: self.expect(Stage::Embed, Role::Wte), wpe: self.find(Stage::Embed, Role::Wpe) }
+    }
+
+    pub fn layer(&self, layer: usize) -> LayerParams {
+        let stage = Stage::Layer(layer);
+        LayerParams {
+            attn_norm: self.norm(stage, Role::AttnNorm, Role::AttnNormBias),
+            qkv: self.linear(stage, Role::Qkv, Some(Role::QkvBias)),
+            qk_norm: self.find(stage, Role::QNorm).zip(self.find(stage, Role::KNorm)),
+            attn_out: self.linear(stage, Role::AttnOut, Some(Role::AttnOutBias)),
+            mlp_norm: self.norm(stage, Role::MlpNorm, Role::MlpNormBias),
+            mlp_in: self.linear(stage, Role::MlpIn, Some(Role::MlpInBias)),
+            mlp_out: self.linear(stage, Role::MlpOut, Some(Role::MlpOutBias)),
+        }
+    }
+
+    pub fn head(&self) -> HeadParams {
+        let tied = self.table.find(Stage::Head, Role::LmHead).is_none();
+        let (stage, role) = if tied { (Stage::Embed, Role::Wte) } else { (Stage::Head, Role::LmHead) };
+        HeadParams { norm: self.norm(Stage::Head, Role::FinalNorm, Role::FinalNormBias), output: self.linear(stage, role, None) }
+    }
+
+    fn linear(&self, stage: Stage, weight: Role, bias: Option<Role>) -> LinearParams {
+        let spec = self.spec(stage, weight);
+        LinearParams {
+            weight: self.slice(spec),
+            bias: bias.and_then(|role| self.find(stage, role)),
+            out_cols: spec.shape[0],
+            in_cols: spec.row_elems(),
+        }
+    }
+
+    fn norm(&self, stage: Stage, weight: Role, bias: Role) -> NormParams {
+        NormParams { weight: self.expect(stage, weight), bias: self.find(stage, bias) }
+    }
+
+    fn find(&self, stage: Stage, role: Role) -> Option<Param> {
+        self.table.find(stage, role).map(|spec| self.slice(spec))
+    }
+
+    fn expect(&self, stage: Stage, role: Role) -> Param {
+        self.slice(self.spec(stage, role))
+    }
+
+    fn spec(&self, stage: Stage, role: Role) -> &TensorSpec {
+        self.table.find(stage, role).expect("every decoder has this tensor")
+    }
+
+    fn slice(&self, spec: &TensorSpec) -> Param {
+        let (start, elems) = (spec.offset_elems, spec.elems());
+        Param { value: self.weights.slice(start, elems), grad: self.grads.slice(start, elems) }
+    }
+}

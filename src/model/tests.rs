@@ -1,0 +1,273 @@
+//! The passes as a whole on the CPU device: gradients against finite differences, and the ways to cut a batch.
+
+use super::activations::{ActivationPlan, LossTile};
+use super::rope::rope_table;
+use super::shape::{ModelShape, Positions};
+use super::tensors::{Stage, TensorSpec, TensorTable};
+use super::{MicroStep, Model};
+use crate::device::cpu::CpuDevice;
+use crate::device::{Device, DeviceSlice, Kernels, Stream};
+use crate::dtype::Dtype;
+use crate::host::pinned::PinnedSlice;
+use std::path::Path;
+
+const SEQ_LENGTH: usize = 12;
+const ONE_TILE: LossTile = LossTile { rows: usize::MAX, vocab: usize::MAX };
+const FAMILIES: [&str; 7] = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "phi3", "seed_oss"];
+
+/// Numbers between -1 and 1 that look random.
+struct Noise(u64);
+
+impl Noise {
+    fn bits(&mut self) -> u64 {
+        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        self.0 >> 33
+    }
+
+    fn next(&mut self) -> f32 {
+        self.bits() as f32 / (1u64 << 30) as f32 - 1.0
+    }
+}
+
+/// A model with fp32 weights on a device of its own.
+struct Rig {
+    dev: CpuDevice,
+    model: Model,
+}
+
+impl Rig {
+    fn new(shape: &ModelShape, batch: usize, tile: LossTile) -> Self {
+        let mut dev = CpuDevice::new(1).unwrap();
+        let flat = TensorTable::new(shape).flat_elems();
+        let plan = ActivationPlan::new(shape, batch, SEQ_LENGTH, Dtype::Float32, tile).unwrap();
+        let weights = dev.alloc("weights", flat, Dtype::Float32).unwrap();
+        let grads = dev.alloc("grads", flat, Dtype::Float32).unwrap();
+        let activations = plan.allocate(&mut dev).unwrap();
+        let model = Model::new(shape.clone(), weights, grads, activations).unwrap();
+        let mut rig = Self { dev, model };
+        if let (Positions::Rope(rope), Some(table)) = (shape.positions, rig.model.activations.rope_table) {
+            rig.upload(&rope_table(&rope, SEQ_LENGTH), table);
+        }
+        rig.upload(&random_weights(&rig.model.table), weights);
+        rig
+    }
+
+    fn wait(&mut self) {
+        let event = self.dev.event().unwrap();
+        self.dev.record(event, Stream::Compute).unwrap();
+        self.dev.synchronize(event).unwrap();
+    }
+
+    fn upload<T: bytemuck::Pod>(&mut self, values: &[T], dst: DeviceSlice) {
+        let src = PinnedSlice { addr: values.as_ptr() as usize, bytes: size_of_val(values) };
+        self.dev.copy_h2d(Stream::Compute, src, dst).unwrap();
+        self.wait();
+    }
+
+    fn download(&mut self, src: DeviceSlice) -> Vec<f32> {
+        let mut values = vec![0.0f32; src.elems];
+        let dst = PinnedSlice { addr: values.as_mut_ptr() as usize, bytes: src.bytes() };
+        self.dev.copy_d2h(Stream::Compute, src, dst).unwrap();
+        self.wait();
+        values
+    }
+
+    /// Sequences `first..first + batch` of a fixed text become the micro-batch.
+    fn feed(&mut self, first: usize) {
+        let act = &self.model.activations;
+        let (tokens, targets, rows) = (act.tokens, act.targets, act.tokens.elems);
+        let (start, vocab) = (first * SEQ_LENGTH, self.model.shape.vocab as u64);
+        let mut noise = Noise(77);
+        let text: Vec<i32> = (0..start + rows + 1).map(|_| (noise.bits() % vocab) as i32).collect();
+        self.upload(&text[start..start + rows], tokens);
+        self.upload(&text[start + 1..], targets);
+    }
+
+    fn forward(&mut self) {
+        for stage in self.model.table.stages().rev().filter(|stage| *stage != Stage::Head) {
+            self.model.forward(&mut self.dev, stage).unwrap();
+        }
+    }
+
+    fn train(&mut self, micro: MicroStep) {
+        self.forward();
+        self.model.head(&mut self.dev, micro, true).unwrap();
+        for stage in self.model.table.stages().filter(|stage| *stage != Stage::Head) {
+            self.model.backward(&mut self.dev, stage, micro.first).unwrap();
+        }
+    }
+
+    fn loss(&mut self) -> f32 {
+        self.forward();
+        let micro = whole(&self.model);
+        self.model.head(&mut self.dev, micro, false).unwrap();
+        self.download(self.model.activations.loss)[0]
+    }
+
+    /// Loss and gradients of sequences `0..batch` as one micro-step.
+    fn loss_and_grads(&mut self) -> (f32, Vec<f32>) {
+        self.feed(0);
+        self.train(whole(&self.model));
+        (self.download(self.model.activations.loss)[0], self.download(self.model.grads))
+    }
+}
+
+fn whole(model: &Model) -> MicroStep {
+    MicroStep { first: true, inv_tokens: 1.0 / model.activations.tokens.elems as f32, loss_scale: 1.0 }
+}
+
+/// Norms near one, everything else around zero; padding zero.
+fn random_weights(table: &TensorTable) -> Vec<f32> {
+    let mut weights = vec![0.0; table.flat_elems()];
+    for spec in table.specs() {
+        let mut noise = Noise(spec.index as u64);
+        let center = if spec.init == super::tensors::Init::Ones { 1.0 } else { 0.0 };
+        weights[spec.range()].fill_with(|| center + 0.35 * noise.next());
+    }
+    weights
+}
+
+fn golden_shape(family: &str) -> ModelShape {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(family).join("config.json");
+    ModelShape::read(&path).unwrap()
+}
+
+/// Every family with all its features, and every family the other way round.
+fn shapes() -> Vec<(String, ModelShape)> {
+    let both = |family: &str| {
+        let shape = golden_shape(family);
+        let windows = shape.windows.iter().map(|w| if w.is_some() { None } else { Some(3) }).collect();
+        let (tied, qkv_bias, out_bias) = (!shape.tied, !shape.qkv_bias, !shape.out_bias);
+        let other = ModelShape { tied, qkv_bias, out_bias, mlp_bias: !shape.mlp_bias, windows, kv_heads: 1, ..shape.clone() };
+        [(family.to_string(), shape), (format!("{family} inverted"), other)]
+    };
+    FAMILIES.iter().flat_map(|family| both(family)).collect()
+}
+
+fn norm(x: &[f32]) -> f64 {
+    x.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>().sqrt()
+}
+
+/// Central difference of the loss along `direction` (index, component) in the flat weights.
+fn slope(rig: &mut Rig, weights: &[f32], direction: &[(usize, f32)]) -> f64 {
+    let mut loss_at = |sign: f32| {
+        let mut moved = weights.to_vec();
+        direction.iter().for_each(|(i, d)| moved[*i] += sign * d);
+        let slice = rig.model.weights;
+        rig.upload(&moved, slice);
+        f64::from(rig.loss())
+    };
+    (loss_at(1.0) - loss_at(-1.0)) / 2.0
+}
+
+/// All elements of the tensor moved up or down at once, then three of them alone.
+fn directions(spec: &TensorSpec) -> Vec<Vec<(usize, f32)>> {
+    let mut noise = Noise(1000 + spec.index as u64);
+    let step = 5e-3 / (spec.elems() as f32).sqrt();
+    let mut all = vec![spec.range().map(|i| (i, step * noise.next().signum())).collect::<Vec<_>>()];
+    for _ in 0..3 {
+        all.push(vec![(spec.offset_elems + noise.bits() as usize % spec.elems(), 5e-3)]);
+    }
+    all
+}
+
+/// The loss is a float near 5: its rounding (about 1e-6 over the passes) over a step of 5e-3 limits a slope to 2e-4; the
+/// curvature's part is below 1 % of the tensor's gradient.
+#[test]
+fn gradients_are_the_slopes_of_the_loss() {
+    for (name, shape) in shapes() {
+        let mut rig = Rig::new(&shape, 2, LossTile { rows: 10, vocab: 24 });
+        let weights = random_weights(&rig.model.table);
+        let (_, grads) = rig.loss_and_grads();
+        for spec in rig.model.table.clone().specs() {
+            let scale = norm(&grads[spec.range()]);
+            for direction in directions(spec) {
+                let step = direction.iter().map(|(_, d)| f64::from(*d).powi(2)).sum::<f64>().sqrt();
+                let have = direction.iter().map(|(i, d)| f64::from(grads[*i]) * f64::from(*d)).sum::<f64>() / step;
+                let want = slope(&mut rig, &weights, &direction) / step;
+                assert!((have - want).abs() < 0.01 * scale + 4e-4, "{name} {}: gradient {have}, slope {want}, of {scale}", spec.name);
+            }
+        }
+    }
+}
+
+fn assert_close(have: &[f32], want: &[f32], table: &TensorTable, context: &str) {
+    for spec in table.specs() {
+        // Sums in another order: a few roundings of the largest terms.
+        let tolerance = 1e-5 * norm(&want[spec.range()]).max(1e-3);
+        for (i, (a, b)) in have[spec.range()].iter().zip(&want[spec.range()]).enumerate() {
+            assert!(f64::from((a - b).abs()) <= tolerance, "{context} {} [{i}]: {a} and {b}", spec.name);
+        }
+    }
+}
+
+#[test]
+fn two_micro_steps_are_one_batch_of_twice_the_size() {
+    for (name, shape) in shapes() {
+        let (loss, grads) = Rig::new(&shape, 4, ONE_TILE).loss_and_grads();
+        let mut half = Rig::new(&shape, 2, ONE_TILE);
+        let inv_tokens = 1.0 / (4 * SEQ_LENGTH) as f32;
+        for (first, sequence) in [(true, 0), (false, 2)] {
+            half.feed(sequence);
+            half.train(MicroStep { first, inv_tokens, loss_scale: 1.0 });
+        }
+        let (loss_slice, grads_slice) = (half.model.activations.loss, half.model.grads);
+        assert!((half.download(loss_slice)[0] - loss).abs() < 2e-6 * loss, "{name}");
+        assert_close(&half.download(grads_slice), &grads, &half.model.table, &name);
+    }
+}
+
+#[test]
+fn vocabulary_and_row_tiles_change_nothing_but_rounding() {
+    for family in ["gpt2", "llama"] {
+        let shape = golden_shape(family);
+        let (loss, grads) = Rig::new(&shape, 2, ONE_TILE).loss_and_grads();
+        for (rows, vocab) in [(usize::MAX, 32), (usize::MAX, 27), (7, usize::MAX), (7, 27), (1, 1)] {
+            let mut rig = Rig::new(&shape, 2, LossTile { rows, vocab });
+            let (tiled_loss, tiled) = rig.loss_and_grads();
+            assert!((tiled_loss - loss).abs() < 2e-6 * loss, "{family} {rows} {vocab}: {tiled_loss} and {loss}");
+            assert_close(&tiled, &grads, &rig.model.table, &format!("{family} {rows} rows {vocab} columns"));
+        }
+    }
+}
+
+#[test]
+fn the_first_micro_step_forgets_the_last_step_and_padding_stays_zero() {
+    for (name, shape) in shapes() {
+        let mut rig = Rig::new(&shape, 2, LossTile { rows: 10, vocab: 24 });
+        let once = rig.loss_and_grads();
+        assert_eq!(rig.loss_and_grads(), once, "{name}");
+        let mut padding = vec![true; once.1.len()];
+        rig.model.table.specs().iter().for_each(|spec| padding[spec.range()].fill(false));
+        assert!(once.1.iter().zip(padding).all(|(g, padding)| !padding || *g == 0.0), "{name}");
+    }
+}
+
+#[test]
+fn the_loss_scale_multiplies_gradients_but_not_the_loss() {
+    let shape = golden_shape("llama");
+    let mut rig = Rig::new(&shape, 2, ONE_TILE);
+    let (loss, grads) = rig.loss_and_grads();
+    rig.train(MicroStep { loss_scale: 1024.0, ..whole(&rig.model) });
+    let scaled = rig.download(rig.model.grads);
+    // A power of two scales every float exactly.
+    assert!(grads.iter().zip(&scaled).all(|(g, s)| g * 1024.0 == *s));
+    assert_eq!(rig.download(rig.model.activations.loss)[0], loss);
+}
+
+#[test]
+fn a_model_refuses_slices_that_do_not_fit() {
+    let shape = golden_shape("qwen3");
+    let flat = TensorTable::new(&shape).flat_elems();
+    let build = |weights: usize, dtype: Dtype| {
+        let mut dev = CpuDevice::new(1).unwrap();
+        let plan = ActivationPlan::new(&shape, 1, SEQ_LENGTH, Dtype::Float32, ONE_TILE).unwrap();
+        let activations = plan.allocate(&mut dev).unwrap();
+        let weights = dev.alloc("weights", weights, dtype).unwrap();
+        let grads = dev.alloc("grads", flat, Dtype::Float32).unwrap();
+        Model::new(shape.clone(), weights, grads, activations).map(|_| ())
+    };
+    assert!(build(flat, Dtype::Float32).is_ok());
+    assert!(build(flat - 1, Dtype::Float32).unwrap_err().to_string().contains("weights"));
+    assert!(build(flat, Dtype::Bfloat16).unwrap_err().to_string().contains("bfloat16"));
+}

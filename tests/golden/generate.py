@@ -1,0 +1,156 @@
+"""Writes the golden values of tests/parity.rs: tiny random models of every family, trained for ten steps by PyTorch.
+
+Made with torch 2.15.0, transformers 5.23.0 and safetensors 0.8.0 on one CPU thread, in float32 with eager attention:
+
+    python generate.py [FAMILY...]
+
+Each family gets a Hugging Face directory (config.json and model.safetensors, for mistral in two shards with an index) and
+golden.safetensors:
+    tokens, targets     int32 [steps, batch, sequence]
+    logits              float32 [batch, sequence, vocabulary], before the first step
+    loss, grad_norm     float64 [steps], at the start of each step; the norm before clipping
+    final.NAME          float32, each parameter after the last step
+"""
+
+import json
+import pathlib
+import sys
+
+import torch
+import transformers
+from safetensors.torch import save_file
+from transformers.trainer_pt_utils import get_parameter_names
+
+STEPS, BATCH, SEQUENCE = 10, 2, 16
+LEARNING_RATE, WEIGHT_DECAY, MAX_NORM = 1e-3, 0.1, 0.5
+# Some gradients are zero in exact arithmetic (key biases: softmax ignores them) and pure rounding noise in practice. Adam
+# divides them by their own size; an epsilon far above the noise keeps m / (sqrt(v) + eps) near zero there.
+EPSILON = 1e-3
+
+SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=256)
+COMMON = dict(initializer_range=0.2, attention_dropout=0.0, pad_token_id=None, bos_token_id=None, eos_token_id=None, use_cache=False)
+LLAMA3_ROPE = dict(
+    rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=128
+)
+
+
+def plain_rope(theta):
+    return dict(rope_type="default", rope_theta=theta)
+
+
+FAMILIES = {
+    "gpt2": transformers.GPT2Config(
+        vocab_size=64, n_positions=24, n_embd=32, n_layer=2, n_head=4, n_inner=80, embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0,
+        initializer_range=0.2, bos_token_id=None, eos_token_id=None, use_cache=False,
+    ),
+    "llama": transformers.LlamaConfig(
+        **SIZES, **COMMON, num_key_value_heads=2, attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3_ROPE, rms_norm_eps=1e-5
+    ),
+    "mistral": transformers.MistralConfig(
+        **SIZES, **COMMON, num_key_value_heads=2, sliding_window=7, rope_parameters=plain_rope(100.0), rms_norm_eps=1e-5
+    ),
+    "qwen2": transformers.Qwen2Config(
+        **SIZES, **COMMON, num_key_value_heads=2, use_sliding_window=True, sliding_window=5, max_window_layers=1,
+        tie_word_embeddings=True, rope_parameters=plain_rope(1000.0),
+    ),
+    "qwen3": transformers.Qwen3Config(
+        **SIZES, **COMMON, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True, rope_parameters=plain_rope(1000000.0)
+    ),
+    "phi3": transformers.Phi3Config(
+        **SIZES, **COMMON, num_key_value_heads=2, sliding_window=6, resid_pdrop=0.0, embd_pdrop=0.0,
+        rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5),
+    ),
+    "seed_oss": transformers.SeedOssConfig(
+        **SIZES, **COMMON, num_key_value_heads=2, head_dim=12, residual_dropout=0.0,
+        rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=2.0),
+    ),
+}
+
+
+def randomize(model, generator):
+    """Norms off one and biases off zero, so that each of them matters."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() == 2:
+                parameter.copy_(0.2 * noise)
+            else:
+                parameter.copy_((0.0 if name.endswith("bias") else 1.0) + 0.2 * noise)
+
+
+def decay_groups(model):
+    """The parameter groups of the Hugging Face Trainer."""
+    patterns = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+    decayed = set(get_parameter_names(model, [torch.nn.LayerNorm], patterns))
+    groups = {True: [], False: []}
+    for name, parameter in model.named_parameters():
+        groups[name in decayed].append(parameter)
+    return [dict(params=groups[True], weight_decay=WEIGHT_DECAY), dict(params=groups[False], weight_decay=0.0)]
+
+
+def old_spelling(path):
+    """The config.json as transformers 4 wrote it."""
+    config = json.loads(path.read_text())
+    scaling = config.pop("rope_parameters")
+    config["rope_theta"] = scaling.pop("rope_theta")
+    config["rope_scaling"] = scaling
+    config["torch_dtype"] = config.pop("dtype")
+    path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def save(model, family, directory):
+    model.save_pretrained(directory, max_shard_size="40KB" if family == "mistral" else "1GB")
+    (directory / "generation_config.json").unlink(missing_ok=True)
+    if family == "llama":
+        old_spelling(directory / "config.json")
+
+
+def train(model, tokens, targets):
+    optimizer = torch.optim.AdamW(decay_groups(model), lr=LEARNING_RATE, betas=(0.9, 0.999), eps=EPSILON, foreach=False)
+    losses, norms, first_logits = [], [], None
+    for step in range(STEPS):
+        logits = model(input_ids=tokens[step].long()).logits
+        first_logits = logits.detach().clone() if first_logits is None else first_logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets[step].long().flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        assert norm > MAX_NORM, f"step {step}: norm {norm} does not clip"
+        optimizer.step()
+        losses.append(loss.item())
+        norms.append(norm.item())
+    return first_logits, losses, norms
+
+
+def generate(family, root):
+    directory = root / family
+    directory.mkdir(exist_ok=True)
+    for old in directory.iterdir():
+        old.unlink()
+    generator = torch.Generator().manual_seed(1234)
+    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family], attn_implementation="eager").float().eval()
+    randomize(model, generator)
+    save(model, family, directory)
+    text = torch.randint(0, 64, (STEPS, BATCH, SEQUENCE + 1), generator=generator, dtype=torch.int32)
+    tokens, targets = text[..., :-1].contiguous(), text[..., 1:].contiguous()
+    # The saved directory is what gets trained: it must hold everything.
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32).eval()
+    logits, losses, norms = train(model, tokens, targets)
+    golden = dict(tokens=tokens, targets=targets, logits=logits)
+    golden |= dict(loss=torch.tensor(losses, dtype=torch.float64), grad_norm=torch.tensor(norms, dtype=torch.float64))
+    golden |= {f"final.{name}": parameter.detach().clone() for name, parameter in model.named_parameters()}
+    save_file(golden, directory / "golden.safetensors")
+    print(f"{family}: loss {losses[0]:.4f} to {losses[-1]:.4f}, gradient norm {min(norms):.2f} to {max(norms):.2f}")
+
+
+def main():
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    root = pathlib.Path(__file__).parent
+    for family in sys.argv[1:] or FAMILIES:
+        generate(family, root)
+
+
+if __name__ == "__main__":
+    main()
