@@ -169,7 +169,8 @@ fn every_flipped_bit_is_noticed() {
 #[test]
 fn swapped_chunks_are_noticed_also_when_only_one_tensor_is_read() {
     let dir = tempfile::tempdir().unwrap();
-    let tensors = vec![("w".to_string(), vec![200_000], [0, 1, 2].map(|i| vec![i as f32; 200_000]))];
+    let tensor = |name: &str, elems: usize| (name.to_string(), vec![elems], [0, 1, 2].map(|i| vec![i as f32; elems]));
+    let tensors = vec![tensor("w", 200_000), tensor("last", 10)];
     let checkpoint = save_step(dir.path(), 1, &tensors, None).unwrap().path;
     let file = checkpoint.join(STATE);
     let mut state = fs::read(&file).unwrap();
@@ -177,8 +178,15 @@ fn swapped_chunks_are_noticed_also_when_only_one_tensor_is_read() {
     a.swap_with_slice(&mut b[..CHUNK_BYTES]);
     fs::write(&file, state).unwrap();
     assert_refused(&checkpoint, &file);
-    let error = read_back(&checkpoint, &tensors).unwrap_err().to_string();
-    assert!(error.contains("bytes 0..1048576"), "{error}");
+    let (mut loaded, mut params, mut last) = (open(&checkpoint).unwrap(), vec![0.0; 200_000], [9.0; 10]);
+    for _ in 0..2 {
+        let error = loaded.read_params("w", &mut params).unwrap_err().to_string();
+        assert!(error.contains("bytes 0..1048576"), "{error}");
+        // The damaged chunk must not be taken for the one that was read before it.
+        last.fill(9.0);
+        loaded.read_params("last", &mut last).unwrap();
+        assert_eq!(last, [0.0; 10]);
+    }
 }
 
 #[test]
@@ -377,10 +385,12 @@ fn a_sealed_manifest_that_lies_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let checkpoint = save_step(dir.path(), 1, &small(1), None).unwrap().path;
     let honest = true_manifest(&checkpoint);
+    // The true content, where the manifest may not look for it.
+    fs::copy(checkpoint.join(MODEL).join("config.json"), checkpoint.join("config.json")).unwrap();
     let lies = [
+        ("/files/0/name", json!("../config.json")),
+        ("/files/0/name", json!(checkpoint.join("config.json"))),
         ("/format_version", json!(2)),
-        ("/files/0/name", json!("../../config.json")),
-        ("/files/0/name", json!("/etc/passwd")),
         ("/files/0/name", json!("..")),
         ("/files/0/name", json!("tokenizer.json")),
         ("/tensors/1/offset", json!(12)),

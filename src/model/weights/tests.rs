@@ -237,7 +237,8 @@ fn names_without_prefix_old_buffers_and_a_second_copy_of_tied_weights_are_accept
 #[test]
 fn tensors_that_do_not_fit_are_named_with_their_file() {
     let name = "model.layers.1.self_attn.k_proj.weight";
-    let cases: [(&dyn Fn(&mut Vec<Tensor>), &[&str]); 6] = [
+    type Change<'a> = &'a dyn Fn(&mut Vec<Tensor>);
+    let cases: [(Change, &[&str]); 6] = [
         (&|t| t.retain(|t| t.0 != name), &["model.safetensors", "1 tensors are missing", name]),
         (&|t| t.retain(|t| !t.0.starts_with("model.layers.1")), &["9 tensors are missing", ", ..."]),
         (&|t| find(t, name).0 = "model.layers.1.k_proj.weight".into(), &["1 tensors are missing", name]),
