@@ -76,6 +76,7 @@ impl<J: Job> Pool<J> {
             let (shared, started) = (pool.shared.clone(), started.clone());
             let body = move || {
                 let _ = started.send(on_start(worker));
+                drop(started);
                 work(&shared, worker, workers, Recorder::new(format!("adam-{worker:02}"), trace))
             };
             let spawned = std::thread::Builder::new().name(format!("adam-{worker:02}")).spawn(body);

@@ -11,10 +11,10 @@ use crate::device::{Device, DeviceSlice, Kernels, Stream};
 use crate::dtype::Dtype;
 use crate::host::pinned::HostMemory;
 =======
-use crate::device::cpu::CpuDevice;
+use crate::device::cpu::{CpuDevice, Schedule};
 use crate::device::{Device, DeviceSlice, Stream};
 use crate::dtype::{Dtype, Element};
-use crate::host::pinned::PinnedSlice;
+use crate::host::pinned::HostMemory;
 >>>>>>> helper-c
 use std::path::Path;
 
@@ -52,7 +52,7 @@ impl Rig {
     }
 
     fn narrow<E: Element>(shape: &ModelShape, batch: usize, tile: LossTile) -> Self {
-        let mut dev = CpuDevice::new(1).unwrap();
+        let mut dev = CpuDevice::new(1, Schedule::Adversary { seed: 1 }, Default::default(), false).unwrap();
 >>>>>>> helper-c
         let flat = TensorTable::new(shape).flat_elems();
         let plan = ActivationPlan::new(shape, batch, SEQ_LENGTH, E::DTYPE, tile).unwrap();
