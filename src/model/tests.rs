@@ -5,17 +5,10 @@ use super::rope::rope_table;
 use super::shape::{ModelShape, Positions};
 use super::tensors::{Stage, TensorSpec, TensorTable};
 use super::{MicroStep, Model};
-<<<<<<< HEAD
-use crate::device::cpu::{CpuDevice, Schedule};
-use crate::device::{Device, DeviceSlice, Kernels, Stream};
-use crate::dtype::Dtype;
-use crate::host::pinned::HostMemory;
-=======
 use crate::device::cpu::{CpuDevice, Schedule};
 use crate::device::{Device, DeviceSlice, Stream};
 use crate::dtype::{Dtype, Element};
 use crate::host::pinned::HostMemory;
->>>>>>> helper-c
 use std::path::Path;
 
 const SEQ_LENGTH: usize = 12;
@@ -45,15 +38,11 @@ struct Rig {
 
 impl Rig {
     fn new(shape: &ModelShape, batch: usize, tile: LossTile) -> Self {
-<<<<<<< HEAD
-        let mut dev = CpuDevice::new(1, Schedule::Adversary { seed: 1 }, Default::default(), false).unwrap();
-=======
         Self::narrow::<f32>(shape, batch, tile)
     }
 
     fn narrow<E: Element>(shape: &ModelShape, batch: usize, tile: LossTile) -> Self {
         let mut dev = CpuDevice::new(1, Schedule::Adversary { seed: 1 }, Default::default(), false).unwrap();
->>>>>>> helper-c
         let flat = TensorTable::new(shape).flat_elems();
         let plan = ActivationPlan::new(shape, batch, SEQ_LENGTH, E::DTYPE, tile).unwrap();
         let weights = dev.alloc("weights", flat, E::DTYPE).unwrap();
