@@ -194,8 +194,8 @@ vectorised! {
 
 #[cfg(test)]
 mod tests {
-    use super::super::attention::tests::{SHAPES, at, probabilities, run as forward};
-    use super::super::testing::{assert_close, assert_rounded, everywhere, fastest, values, wide};
+    use super::super::attention::tests::{SHAPES, at, probabilities, reference as forward_reference, run as forward};
+    use super::super::testing::{assert_close, assert_rounded, assert_same_everywhere, bits, dot, fastest, slopes, values, wide, widened};
     use super::*;
     use half::{bf16, f16};
 
@@ -245,42 +245,20 @@ mod tests {
 
     #[test]
     fn the_reference_is_the_slope_of_the_forward() {
-        // Central differences of sum(out * dout) in f64 through the probabilities.
         let shape = SHAPES[1];
         let qkv = wide(&forward::<f32>(&mut fastest(), &shape).0);
         let dout = wide(&values::<f32>(2, shape.tokens() * shape.out_cols()));
-        let objective = |qkv: &[f64]| -> f64 {
-            let mut sum = 0.0;
-            for (sequence, head) in (0..shape.batch).flat_map(|b| (0..shape.heads).map(move |h| (b, h))) {
-                let value_head = shape.heads + shape.kv_heads + head / (shape.heads / shape.kv_heads);
-                for query in 0..shape.seq_length {
-                    let (p, _) = probabilities(&shape, qkv, sequence, query, head);
-                    let dout = &dout[(sequence * shape.seq_length + query) * shape.out_cols() + head * shape.head_dim..];
-                    for (key, p) in p.iter().enumerate() {
-                        let value = &qkv[at(&shape, (sequence, key), value_head, 0)..];
-                        sum += (0..shape.head_dim).map(|c| p * value[c] * dout[c]).sum::<f64>();
-                    }
-                }
-            }
-            sum
-        };
-        let gradient = reference(&shape, &qkv, &dout);
-        for i in 0..qkv.len() {
-            let moved = |by: f64| {
-                let mut qkv = qkv.clone();
-                qkv[i] += by;
-                objective(&qkv)
-            };
-            let slope = (moved(1e-5) - moved(-1e-5)) / 2e-5;
-            assert!((slope - gradient[i]).abs() < 1e-7 * (1.0 + slope.abs()), "{i}: {slope} for {}", gradient[i]);
+        let want = slopes(&qkv, |qkv| dot(&forward_reference(&shape, qkv).0, &dout));
+        for (i, (got, want)) in reference(&shape, &qkv, &dout).iter().zip(want).enumerate() {
+            assert!((got - want).abs() < 1e-7 * (1.0 + want.abs()), "{i}: {got} for {want}");
         }
     }
 
     #[test]
     fn threads_and_instruction_sets_change_no_bit() {
         for shape in [SHAPES[3], SHAPES[5]] {
-            everywhere(|cx| run::<f32>(cx, &shape));
-            everywhere(|cx| run::<bf16>(cx, &shape));
+            assert_same_everywhere(|cx| bits(&run::<f32>(cx, &shape)));
+            assert_same_everywhere(|cx| bits(&run::<bf16>(cx, &shape)));
         }
     }
 
@@ -289,9 +267,8 @@ mod tests {
         let mut cx = fastest();
         let (qkv, out, lse) = forward::<T>(&mut cx, &shape);
         let dout = values::<T>(2, out.len());
-        let widen = |x: &[T]| -> Vec<f32> { x.iter().map(|x| x.to_f32()).collect() };
         let mut dqkv = vec![0.0; qkv.len()];
-        let (wide_dout, wide_qkv, wide_out) = (widen(&dout), widen(&qkv), widen(&out));
+        let (wide_dout, wide_qkv, wide_out) = (widened(&dout), widened(&qkv), widened(&out));
         attention_backward(&mut cx, &shape, Forward { dout: &wide_dout, qkv: &wide_qkv, out: &wide_out, lse: &lse }, &mut dqkv);
         assert_rounded("dqkv", &run::<T>(&mut cx, &shape), &dqkv);
     }

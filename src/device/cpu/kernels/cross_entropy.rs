@@ -83,3 +83,109 @@ vectorised! {
         logits.iter_mut().for_each(|x| *x = T::from_f32(exp(x.to_f32() - max) * inv_sum * scale));
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{assert_close, assert_rounded, assert_same_everywhere, bits, fastest, values, wide, widened};
+    use super::*;
+    use half::{bf16, f16};
+
+    const ROWS: usize = 37;
+    const VOCAB: usize = 50;
+    const SCALE: f32 = 0.25;
+
+    fn inputs<T: Element>() -> (Vec<T>, Vec<i32>) {
+        let logits = values(1, ROWS * VOCAB).iter().map(|x: &f32| T::from_f32(8.0 * x)).collect();
+        (logits, (0..ROWS).map(|row| (row * 7 % VOCAB) as i32).collect())
+    }
+
+    /// Statistics, loss and gradient with the vocabulary in tiles of `tile_cols`.
+    fn run<T: Element>(cx: &mut Compute, logits: &[T], targets: &[i32], tile_cols: usize) -> (Vec<f32>, f32, Vec<T>) {
+        let mut row_stats = vec![f32::NAN; 3 * ROWS];
+        let columns = |start: usize, cols: usize| -> Vec<T> {
+            logits.chunks_exact(VOCAB).flat_map(|row| row[start..start + cols].to_vec()).collect()
+        };
+        let mut tiles = Vec::new();
+        for start in (0..VOCAB).step_by(tile_cols) {
+            let tile = Tile { targets, vocab_start: start, cols: tile_cols.min(VOCAB - start) };
+            let logits = columns(start, tile.cols);
+            stats(cx, tile, &logits, &mut row_stats, start == 0);
+            tiles.push((tile, logits));
+        }
+        let mut gradient = logits.to_vec();
+        for (tile, mut logits) in tiles {
+            grad(cx, tile, &mut logits, &row_stats, SCALE);
+            for (row, part) in logits.chunks_exact(tile.cols).enumerate() {
+                gradient[row * VOCAB + tile.vocab_start..][..tile.cols].copy_from_slice(part);
+            }
+        }
+        let mut total = 0.0;
+        loss(&row_stats, &mut total, SCALE, false);
+        (row_stats, total, gradient)
+    }
+
+    fn reference(logits: &[f64], targets: &[i32]) -> (f64, Vec<f64>) {
+        let (mut total, mut gradient) = (0.0, Vec::new());
+        for (row, &target) in logits.chunks_exact(VOCAB).zip(targets) {
+            let sum: f64 = row.iter().map(|x| x.exp()).sum();
+            total += f64::from(SCALE) * (sum.ln() - row[target as usize]);
+            let hit = |col: usize| if col == target as usize { 1.0 } else { 0.0 };
+            gradient.extend(row.iter().enumerate().map(|(col, x)| f64::from(SCALE) * (x.exp() / sum - hit(col))));
+        }
+        (total, gradient)
+    }
+
+    #[test]
+    fn loss_and_gradient_agree_with_f64_for_any_tile() {
+        let (logits, targets) = inputs::<f32>();
+        let (want_loss, want_gradient) = reference(&wide(&logits), &targets);
+        for tile_cols in [1, 7, 16, 49, 50] {
+            let (_, loss, gradient) = run(&mut fastest(), &logits, &targets, tile_cols);
+            assert_close("loss", &[loss], &[want_loss], 1e-6);
+            assert_close("gradient", &gradient, &want_gradient, 3e-7);
+        }
+    }
+
+    #[test]
+    fn large_logits_do_not_overflow_and_nan_shows() {
+        let (mut logits, targets) = inputs::<f32>();
+        logits.iter_mut().for_each(|x| *x = *x * 10.0 + 1e4);
+        let (want, _) = reference(&wide(&logits).iter().map(|x| x - 1e4).collect::<Vec<_>>(), &targets);
+        assert_close("loss", &[run(&mut fastest(), &logits, &targets, 16).1], &[want], 1e-5);
+        logits[777] = f32::NAN;
+        assert!(run(&mut fastest(), &logits, &targets, 16).1.is_nan());
+    }
+
+    #[test]
+    fn losses_accumulate_in_f64() {
+        let stats = [0.0, 1.0, -3.0].repeat(5);
+        let mut total = 1.0;
+        loss(&stats, &mut total, 0.5, true);
+        assert_eq!(total, 8.5);
+        loss(&stats, &mut total, 0.5, false);
+        assert_eq!(total, 7.5);
+    }
+
+    #[test]
+    fn threads_and_instruction_sets_change_no_bit() {
+        let (logits, targets) = inputs::<bf16>();
+        assert_same_everywhere(|cx| {
+            let (stats, loss, gradient) = run(cx, &logits, &targets, 20);
+            [bits(&stats), bits(&[loss]), bits(&gradient)].concat()
+        });
+    }
+
+    fn rounds_once<T: Element>() {
+        let (logits, targets) = inputs::<T>();
+        let narrow = run(&mut fastest(), &logits, &targets, 20);
+        let wide = run(&mut fastest(), &widened(&logits), &targets, 20);
+        assert_eq!(narrow.0, wide.0);
+        assert_rounded("gradient", &narrow.2, &wide.2);
+    }
+
+    #[test]
+    fn narrow_formats_are_the_f32_result_rounded_once() {
+        rounds_once::<bf16>();
+        rounds_once::<f16>();
+    }
+}

@@ -72,3 +72,59 @@ vectorised! {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{assert_close, assert_rounded, assert_same_everywhere, bits, fastest, values, wide, widened};
+    use super::*;
+    use half::bf16;
+
+    const VOCAB: usize = 140;
+    const CHANNELS: usize = 70;
+    const SEQ_LENGTH: usize = 33;
+
+    /// Repeats, gaps, the first and the last entry.
+    fn tokens() -> Vec<i32> {
+        (0..2 * SEQ_LENGTH as i32).map(|t| if t == 5 { VOCAB as i32 - 1 } else { t * t % 50 }).collect()
+    }
+
+    #[test]
+    fn rows_come_from_both_tables() {
+        let (wte, wpe) = (values::<f32>(1, VOCAB * CHANNELS), values::<f32>(2, 40 * CHANNELS));
+        let mut out = vec![0.0; tokens().len() * CHANNELS];
+        for position in [None, Some(&wpe[..])] {
+            embed(&mut fastest(), &tokens(), &wte, position, &mut out, (SEQ_LENGTH, CHANNELS));
+            for (t, token) in tokens().iter().enumerate() {
+                for c in 0..CHANNELS {
+                    let p = position.map_or(0.0, |wpe| wpe[t % SEQ_LENGTH * CHANNELS + c]);
+                    assert_eq!(out[t * CHANNELS + c], wte[*token as usize * CHANNELS + c] + p);
+                }
+            }
+        }
+    }
+
+    fn backward<T: Element>(cx: &mut Compute, dout: &[T], accumulate: bool) -> Vec<T> {
+        let mut dwte = values(4, VOCAB * CHANNELS);
+        embed_backward(cx, tokens().iter().map(|&token| token as usize), dout, &mut dwte, accumulate, CHANNELS);
+        dwte
+    }
+
+    #[test]
+    fn entries_sum_their_rows_and_the_others_are_zero_or_stay() {
+        let dout = values::<f32>(3, tokens().len() * CHANNELS);
+        for accumulate in [false, true] {
+            let mut want = if accumulate { wide(&values::<f32>(4, VOCAB * CHANNELS)) } else { vec![0.0; VOCAB * CHANNELS] };
+            for (row, token) in wide(&dout).chunks_exact(CHANNELS).zip(tokens()) {
+                want[token as usize * CHANNELS..].iter_mut().zip(row).for_each(|(want, x)| *want += x);
+            }
+            assert_close("dwte", &backward(&mut fastest(), &dout, accumulate), &want, 1e-6);
+        }
+    }
+
+    #[test]
+    fn threads_and_instruction_sets_change_no_bit_and_bf16_rounds_once() {
+        let dout = values::<bf16>(3, tokens().len() * CHANNELS);
+        assert_same_everywhere(|cx| bits(&backward(cx, &dout, true)));
+        assert_rounded("dwte", &backward(&mut fastest(), &dout, false), &backward(&mut fastest(), &widened(&dout), false));
+    }
+}

@@ -83,7 +83,7 @@ fn slab<T: Element>(
 
 #[cfg(test)]
 mod tests {
-    use super::super::testing::{assert_close, assert_rounded, everywhere, fastest, values, wide};
+    use super::super::testing::{assert_close, assert_rounded, assert_same_everywhere, bits, fastest, values, wide, widened};
     use super::*;
     use MatmulLayout::{Nn, Nt, Tn};
     use half::{bf16, f16};
@@ -143,8 +143,8 @@ mod tests {
     #[test]
     fn threads_and_instruction_sets_change_no_bit() {
         for layout in [Nt, Nn, Tn] {
-            everywhere(|cx| run::<f32>(cx, MatmulShape { layout, m: 131, n: 161, k: 70 }, true, true));
-            everywhere(|cx| run::<bf16>(cx, MatmulShape { layout, m: 131, n: 161, k: 70 }, true, true));
+            assert_same_everywhere(|cx| bits(&run::<f32>(cx, MatmulShape { layout, m: 131, n: 161, k: 70 }, true, true)));
+            assert_same_everywhere(|cx| bits(&run::<bf16>(cx, MatmulShape { layout, m: 131, n: 161, k: 70 }, true, true)));
         }
     }
 
@@ -159,7 +159,7 @@ mod tests {
         matmul(&mut cx, MatmulShape { layout: Nt, m, n, k }, &a, &b, None, &mut whole, false);
         let shape = MatmulShape { layout: Nt, m: 1, n: 1, k };
         for (i, j) in [(0, 0), (128, 129), (127, 127)] {
-            let row = |x: &[bf16], r: usize| -> Vec<f32> { x[r * k..][..k].iter().map(|x| x.to_f32()).collect() };
+            let row = |x: &[bf16], r: usize| widened(&x[r * k..][..k]);
             matmul(&mut cx, shape, &row(&a, i), &row(&b, j), None, &mut c, false);
             assert_rounded("c", &whole[i * n + j..][..1], &c);
         }
@@ -167,9 +167,8 @@ mod tests {
 
     fn rounds_once<T: Element>() {
         let shape = MatmulShape { layout: Nn, m: 33, n: 40, k: 50 };
-        let widen = |x: Vec<T>| -> Vec<f32> { x.iter().map(|x| x.to_f32()).collect() };
-        let (a, b) = (widen(values(1, 33 * 50)), widen(values(2, 40 * 50)));
-        let (bias, mut c) = (widen(values(3, 40)), widen(values(4, 33 * 40)));
+        let input = |seed: u64, elems: usize| widened(&values::<T>(seed, elems));
+        let (a, b, bias, mut c) = (input(1, 33 * 50), input(2, 40 * 50), input(3, 40), input(4, 33 * 40));
         let mut cx = fastest();
         matmul(&mut cx, shape, &a, &b, Some(&bias), &mut c, true);
         assert_rounded("c", &run::<T>(&mut cx, shape, true, true), &c);

@@ -138,3 +138,126 @@ vectorised! {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{assert_close, assert_rounded, assert_same_everywhere, bits, dot, fastest, slopes, values, wide, widened};
+    use super::*;
+    use half::{bf16, f16};
+
+    const EPS: f32 = 1e-2;
+    /// Rows beyond a block of rows, columns around the lanes.
+    const SIZES: [(usize, usize); 5] = [(1, 1), (3, 16), (5, 19), (65, 7), (130, 33)];
+
+    struct Run<T> {
+        out: Vec<T>,
+        stats: Vec<f32>,
+        dx: Vec<T>,
+        dweight: Vec<T>,
+        dbias: Vec<T>,
+    }
+
+    impl<T: Element> Run<T> {
+        fn bits(&self) -> Vec<u8> {
+            [bits(&self.out), bits(&self.stats), bits(&self.dx), bits(&self.dweight), bits(&self.dbias)].concat()
+        }
+    }
+
+    /// `x`, `dout`, `weight`, `bias`, and what `dx`, `dweight` and `dbias` hold before.
+    fn inputs<T: Element>((rows, cols): (usize, usize)) -> [Vec<T>; 7] {
+        let elems = [rows * cols, rows * cols, cols, cols, rows * cols, cols, cols];
+        std::array::from_fn(|i| values(i as u64 + 1, elems[i]))
+    }
+
+    fn rms<T: Element>(
+        cx: &mut Compute,
+        size: (usize, usize),
+        [x, dout, weight, _, mut dx, mut dweight, _]: [Vec<T>; 7],
+        accumulate: bool,
+    ) -> Run<T> {
+        let (mut out, mut stats) = (x.clone(), vec![0.0; size.0]);
+        rms_norm(cx, &x, &weight, EPS, &mut out, &mut stats);
+        rms_norm_backward(cx, &dout, &x, &weight, &stats, &mut dx, (&mut dweight, accumulate));
+        Run { out, stats, dx, dweight, dbias: Vec::new() }
+    }
+
+    fn layer<T: Element>(
+        cx: &mut Compute,
+        size: (usize, usize),
+        [x, dout, weight, bias, mut dx, mut dweight, mut dbias]: [Vec<T>; 7],
+        accumulate: bool,
+    ) -> Run<T> {
+        let (mut out, mut stats) = (x.clone(), vec![0.0; 2 * size.0]);
+        layer_norm(cx, &x, (&weight, &bias), EPS, &mut out, &mut stats);
+        layer_norm_backward(cx, &dout, &x, &weight, &stats, &mut dx, (&mut dweight, &mut dbias, accumulate));
+        Run { out, stats, dx, dweight, dbias }
+    }
+
+    /// Either norm in f64, `centred` being layer norm.
+    fn reference(x: &[f64], weight: &[f64], bias: &[f64], centred: bool) -> Vec<f64> {
+        let n = weight.len() as f64;
+        let row = |x: &[f64]| -> Vec<f64> {
+            let mean = if centred { x.iter().sum::<f64>() / n } else { 0.0 };
+            let variance = x.iter().map(|x| (x - mean) * (x - mean)).sum::<f64>() / n;
+            let rstd = 1.0 / (variance + f64::from(EPS)).sqrt();
+            (0..x.len()).map(|c| (x[c] - mean) * rstd * weight[c] + if centred { bias[c] } else { 0.0 }).collect()
+        };
+        x.chunks_exact(weight.len()).flat_map(row).collect()
+    }
+
+    fn add(a: &[f64], b: Vec<f64>, on: bool) -> Vec<f64> {
+        a.iter().zip(b).map(|(a, b)| if on { a + b } else { b }).collect()
+    }
+
+    #[test]
+    fn both_norms_and_their_gradients_agree_with_f64() {
+        let mut cx = fastest();
+        for size in SIZES {
+            let inputs = inputs::<f32>(size);
+            let [x, dout, weight, bias, dx, dweight, dbias] = inputs.each_ref().map(|x| wide(x));
+            for (centred, accumulate) in [(false, false), (false, true), (true, false), (true, true)] {
+                let run = if centred { layer } else { rms }(&mut cx, size, inputs.clone(), accumulate);
+                assert_close("out", &run.out, &reference(&x, &weight, &bias, centred), 2e-6);
+                let slope_x = slopes(&x, |x| dot(&reference(x, &weight, &bias, centred), &dout));
+                assert_close("dx", &run.dx, &add(&dx, slope_x, true), 5e-6);
+                let slope_weight = slopes(&weight, |weight| dot(&reference(&x, weight, &bias, centred), &dout));
+                assert_close("dweight", &run.dweight, &add(&dweight, slope_weight, accumulate), 5e-6);
+                if centred {
+                    let slope_bias = slopes(&bias, |bias| dot(&reference(&x, &weight, bias, centred), &dout));
+                    assert_close("dbias", &run.dbias, &add(&dbias, slope_bias, accumulate), 5e-6);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn threads_and_instruction_sets_change_no_bit() {
+        let size = (200, 45);
+        assert_same_everywhere(|cx| {
+            [rms(cx, size, inputs::<f32>(size), true).bits(), layer(cx, size, inputs::<f32>(size), true).bits()].concat()
+        });
+        assert_same_everywhere(|cx| {
+            [rms(cx, size, inputs::<bf16>(size), true).bits(), layer(cx, size, inputs::<bf16>(size), true).bits()].concat()
+        });
+    }
+
+    fn rounds_once<T: Element>() {
+        let (mut cx, size) = (fastest(), (70, 21));
+        let inputs = inputs::<T>(size);
+        for norm in [(rms::<T> as fn(&mut _, _, _, _) -> _, rms::<f32> as fn(&mut _, _, _, _) -> _), (layer::<T>, layer::<f32>)] {
+            let narrow: Run<T> = norm.0(&mut cx, size, inputs.clone(), true);
+            let wide: Run<f32> = norm.1(&mut cx, size, inputs.each_ref().map(|x| widened(x)), true);
+            assert_eq!(narrow.stats, wide.stats);
+            assert_rounded("out", &narrow.out, &wide.out);
+            assert_rounded("dx", &narrow.dx, &wide.dx);
+            assert_rounded("dweight", &narrow.dweight, &wide.dweight);
+            assert_rounded("dbias", &narrow.dbias, &wide.dbias);
+        }
+    }
+
+    #[test]
+    fn narrow_formats_are_the_f32_result_rounded_once() {
+        rounds_once::<bf16>();
+        rounds_once::<f16>();
+    }
+}

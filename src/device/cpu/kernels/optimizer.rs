@@ -49,3 +49,49 @@ vectorised! {
         adam::step(step, &mut AdamState { params, m, v }, grads, out);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{assert_same_everywhere, bits, fastest, values};
+    use super::*;
+    use crate::optim::adam::{AdamConsts, AdamHyper};
+    use half::bf16;
+
+    const ELEMS: usize = 3 * PARAMS + 77;
+
+    #[test]
+    fn partials_and_flag_are_those_of_the_specification() {
+        let mut grads = values::<bf16>(1, ELEMS);
+        for poison in [None, Some(0), Some(ELEMS - 1)] {
+            if let Some(at) = poison {
+                grads[at] = bf16::INFINITY;
+            }
+            let (mut got, mut want) = (vec![0.0; ELEMS.div_ceil(BLOCK)], vec![0.0; ELEMS.div_ceil(BLOCK)]);
+            for before in [0, 1] {
+                let mut nonfinite = before;
+                grad_norm_partials(&mut fastest(), &grads, &mut got, &mut nonfinite);
+                assert_eq!(nonfinite == 1, norm::partials(&grads, &mut want) || before == 1);
+                assert_eq!(bits(&got), bits(&want));
+            }
+        }
+    }
+
+    #[test]
+    fn adam_is_the_specification_to_the_bit() {
+        let hyper = AdamHyper { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
+        let step = AdamStep { consts: AdamConsts::new(&hyper, 3, true), scale: 0.7 };
+        let (grads, positive) = (values::<bf16>(1, ELEMS), |seed| values::<f32>(seed, ELEMS).iter().map(|x| x.abs()).collect());
+        let run = |pass: &mut dyn FnMut(AdamState<'_>, &mut [bf16])| {
+            let (mut params, mut m, mut v): (_, _, Vec<f32>) = (values::<f32>(2, ELEMS), values::<f32>(3, ELEMS), positive(4));
+            let mut out = vec![bf16::ZERO; ELEMS];
+            pass(AdamState { params: &mut params, m: &mut m, v: &mut v }, &mut out);
+            [bits(&params), bits(&m), bits(&v), bits(&out)].concat()
+        };
+        let want = run(&mut |mut state, out| adam::step(step, &mut state, &grads, out));
+        assert_same_everywhere(|cx| {
+            let got = run(&mut |state, out| adam_step(cx, step, state, &grads, out));
+            assert!(got == want);
+            got
+        });
+    }
+}

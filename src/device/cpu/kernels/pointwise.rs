@@ -131,3 +131,108 @@ vectorised! {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{assert_close, assert_rounded, assert_same_everywhere, bits, dot, fastest, slopes, values, wide, widened};
+    use super::*;
+    use half::{bf16, f16};
+
+    const ROWS: usize = 70;
+    const COLS: usize = 21;
+
+    /// Values in -6..6, where the functions bend.
+    fn inputs<T: Element>(seed: u64, elems: usize) -> Vec<T> {
+        values(seed, elems).iter().map(|x: &f32| T::from_f32(6.0 * x)).collect()
+    }
+
+    fn reference_swiglu(x: &[f64]) -> Vec<f64> {
+        let row = |x: &[f64]| -> Vec<f64> { (0..COLS).map(|c| x[c] / (1.0 + (-x[c]).exp()) * x[c + COLS]).collect() };
+        x.chunks_exact(2 * COLS).flat_map(row).collect()
+    }
+
+    fn reference_gelu(x: &[f64]) -> Vec<f64> {
+        let scale = (2.0 / std::f64::consts::PI).sqrt();
+        x.iter().map(|x| 0.5 * x * (1.0 + (scale * (x + 0.044715 * x * x * x)).tanh())).collect()
+    }
+
+    fn run_swiglu<T: Element>(cx: &mut Compute, x: &[T], dout: &[T]) -> (Vec<T>, Vec<T>) {
+        let (mut out, mut dx) = (dout.to_vec(), x.to_vec());
+        swiglu(cx, x, &mut out, COLS);
+        swiglu_backward(cx, dout, x, &mut dx, COLS);
+        (out, dx)
+    }
+
+    fn run_gelu<T: Element>(cx: &mut Compute, x: &[T], dout: &[T]) -> (Vec<T>, Vec<T>) {
+        let (mut out, mut dx) = (x.to_vec(), dout.to_vec());
+        gelu(cx, x, &mut out);
+        gelu_backward(cx, x, &mut dx);
+        (out, dx)
+    }
+
+    #[test]
+    fn swiglu_and_gelu_agree_with_f64() {
+        let mut cx = fastest();
+        let (x, dout) = (inputs::<f32>(1, 2 * ROWS * COLS), inputs::<f32>(2, ROWS * COLS));
+        let (out, dx) = run_swiglu(&mut cx, &x, &dout);
+        assert_close("swiglu", &out, &reference_swiglu(&wide(&x)), 1e-6);
+        // Central differences over all would take long: rows are independent, so one row at a time.
+        for row in 0..ROWS {
+            let (x, dout) = (wide(&x[2 * row * COLS..][..2 * COLS]), wide(&dout[row * COLS..][..COLS]));
+            assert_close("swiglu dx", &dx[2 * row * COLS..][..2 * COLS], &slopes(&x, |x| dot(&reference_swiglu(x), &dout)), 1e-6);
+        }
+        let (x, dout) = (inputs::<f32>(3, 1000), inputs::<f32>(4, 1000));
+        let (out, dx) = run_gelu(&mut cx, &x, &dout);
+        assert_close("gelu", &out, &reference_gelu(&wide(&x)), 1e-6);
+        // The slope holds 2 x du (1 - s), where 1 - s carries up to half an ulp of 1, and the gradient is up to 6 times that.
+        assert_close("gelu dx", &dx, &slopes(&wide(&x), |x| dot(&reference_gelu(x), &wide(&dout))), 3e-6);
+    }
+
+    #[test]
+    fn gelu_keeps_its_ends() {
+        let x = [-1e30f32, -20.0, 0.0, 20.0, 1e30, f32::INFINITY, f32::NAN];
+        let (out, _) = run_gelu(&mut fastest(), &x, &x);
+        assert_eq!(out[..6], [0.0, 0.0, 0.0, 20.0, 1e30, f32::INFINITY]);
+        assert!(out[6].is_nan());
+    }
+
+    #[test]
+    fn threads_and_instruction_sets_change_no_bit() {
+        let (x, dout) = (inputs::<bf16>(1, 2 * ROWS * COLS), inputs::<bf16>(2, ROWS * COLS));
+        assert_same_everywhere(|cx| {
+            let (out, dx) = run_swiglu(cx, &x, &dout);
+            [bits(&out), bits(&dx)].concat()
+        });
+        let (x, dout) = (inputs::<f32>(1, 3 * BLOCK_ELEMS + 5), inputs::<f32>(2, 3 * BLOCK_ELEMS + 5));
+        assert_same_everywhere(|cx| {
+            let (mut out, dx) = run_gelu(cx, &x, &dout);
+            add(cx, &dx, &mut out);
+            let mut narrow = vec![f16::ZERO; out.len()];
+            cast(cx, &out, &mut narrow);
+            [bits(&out), bits(&dx), bits(&narrow)].concat()
+        });
+    }
+
+    fn rounds_once<T: Element>() {
+        let mut cx = fastest();
+        let (x, dout) = (inputs::<T>(1, 2 * ROWS * COLS), inputs::<T>(2, 2 * ROWS * COLS));
+        let (wide_x, wide_dout) = (widened(&x), widened(&dout));
+        let half = ROWS * COLS;
+        let (narrow, wide) = (run_swiglu(&mut cx, &x, &dout[..half]), run_swiglu(&mut cx, &wide_x, &wide_dout[..half]));
+        assert_rounded("swiglu", &narrow.0, &wide.0);
+        assert_rounded("swiglu dx", &narrow.1, &wide.1);
+        let (narrow, wide) = (run_gelu(&mut cx, &x, &dout), run_gelu(&mut cx, &wide_x, &wide_dout));
+        assert_rounded("gelu", &narrow.0, &wide.0);
+        assert_rounded("gelu dx", &narrow.1, &wide.1);
+        let (mut narrow, mut wide) = (x, wide_x);
+        add(&mut cx, &dout, &mut narrow);
+        add(&mut cx, &wide_dout, &mut wide);
+        assert_rounded("add", &narrow, &wide);
+    }
+
+    #[test]
+    fn narrow_formats_are_the_f32_result_rounded_once() {
+        rounds_once::<bf16>();
+        rounds_once::<f16>();
+    }
+}

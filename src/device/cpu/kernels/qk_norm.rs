@@ -80,3 +80,90 @@ vectorised! {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{assert_close, assert_rounded, assert_same_everywhere, bits, dot, fastest, slopes, values, wide, widened};
+    use super::*;
+    use half::{bf16, f16};
+
+    const EPS: f32 = 1e-2;
+    const SHAPE: AttentionShape = AttentionShape { batch: 2, seq_length: 33, heads: 4, kv_heads: 2, head_dim: 6, scale: 1.0, window: None };
+    const ELEMS: usize = 2 * 33 * 8 * 6;
+
+    struct Run<T> {
+        out: Vec<T>,
+        rstd: Vec<f32>,
+        dqkv: Vec<T>,
+        dq_weight: Vec<T>,
+        dk_weight: Vec<T>,
+    }
+
+    /// `qkv`, the weights, the output's gradient, and what the weights' gradients hold before.
+    fn inputs<T: Element>() -> [Vec<T>; 6] {
+        let elems = [ELEMS, 6, 6, ELEMS, 6, 6];
+        std::array::from_fn(|i| values(i as u64 + 1, elems[i]))
+    }
+
+    fn run<T: Element>(cx: &mut Compute, inputs: [Vec<T>; 6], accumulate: bool) -> Run<T> {
+        let [qkv, q_weight, k_weight, mut dqkv, mut dq_weight, mut dk_weight] = inputs;
+        let (mut out, mut rstd) = (vec![T::from_f32(f32::NAN); ELEMS], vec![0.0; SHAPE.tokens() * 6]);
+        qk_norm(cx, &SHAPE, &qkv, (&q_weight, &k_weight), EPS, &mut out, &mut rstd);
+        let gradients = (&mut dq_weight[..], &mut dk_weight[..], accumulate);
+        qk_norm_backward(cx, &SHAPE, &mut dqkv, &qkv, (&q_weight, &k_weight), &rstd, gradients);
+        Run { out, rstd, dqkv, dq_weight, dk_weight }
+    }
+
+    fn reference(qkv: &[f64], q_weight: &[f64], k_weight: &[f64]) -> Vec<f64> {
+        let head = |(index, x): (usize, &[f64])| -> Vec<f64> {
+            let weight = match index % 8 {
+                0..4 => q_weight,
+                4..6 => k_weight,
+                _ => return x.to_vec(),
+            };
+            let rstd = 1.0 / (x.iter().map(|x| x * x).sum::<f64>() / 6.0 + f64::from(EPS)).sqrt();
+            x.iter().zip(weight).map(|(x, w)| x * rstd * w).collect()
+        };
+        qkv.chunks_exact(6).enumerate().flat_map(head).collect()
+    }
+
+    #[test]
+    fn heads_and_gradients_agree_with_f64() {
+        let [qkv, q_weight, k_weight, dout, dq_weight, dk_weight] = inputs::<f32>().map(|x| wide(&x));
+        for accumulate in [false, true] {
+            let run = run(&mut fastest(), inputs::<f32>(), accumulate);
+            let kept = |old: &[f64], new: Vec<f64>| -> Vec<f64> {
+                old.iter().zip(new).map(|(old, new)| if accumulate { old + new } else { new }).collect()
+            };
+            assert_close("out", &run.out, &reference(&qkv, &q_weight, &k_weight), 2e-6);
+            assert_close("dqkv", &run.dqkv, &slopes(&qkv, |x| dot(&reference(x, &q_weight, &k_weight), &dout)), 5e-6);
+            let dq = kept(&dq_weight, slopes(&q_weight, |w| dot(&reference(&qkv, w, &k_weight), &dout)));
+            assert_close("dq_weight", &run.dq_weight, &dq, 5e-6);
+            let dk = kept(&dk_weight, slopes(&k_weight, |w| dot(&reference(&qkv, &q_weight, w), &dout)));
+            assert_close("dk_weight", &run.dk_weight, &dk, 5e-6);
+        }
+    }
+
+    #[test]
+    fn threads_and_instruction_sets_change_no_bit() {
+        assert_same_everywhere(|cx| {
+            let run = run(cx, inputs::<bf16>(), true);
+            [bits(&run.out), bits(&run.rstd), bits(&run.dqkv), bits(&run.dq_weight), bits(&run.dk_weight)].concat()
+        });
+    }
+
+    fn rounds_once<T: Element>() {
+        let narrow = run(&mut fastest(), inputs::<T>(), true);
+        let wide = run(&mut fastest(), inputs::<T>().map(|x| widened(&x)), true);
+        assert_rounded("out", &narrow.out, &wide.out);
+        assert_rounded("dqkv", &narrow.dqkv, &wide.dqkv);
+        assert_rounded("dq_weight", &narrow.dq_weight, &wide.dq_weight);
+        assert_rounded("dk_weight", &narrow.dk_weight, &wide.dk_weight);
+    }
+
+    #[test]
+    fn narrow_formats_are_the_f32_result_rounded_once() {
+        rounds_once::<bf16>();
+        rounds_once::<f16>();
+    }
+}

@@ -134,3 +134,61 @@ vectorised! {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{assert_close, assert_rounded, assert_same_everywhere, bits, fastest, values, wide, widened};
+    use super::*;
+    use half::bf16;
+
+    #[test]
+    fn a_row_folds_in_sixteen_lanes_and_a_tree() {
+        let x: Vec<f32> = values(1, 77);
+        let mut lanes = [0.0f32; 16];
+        x.iter().enumerate().for_each(|(i, x)| lanes[i % 16] += x);
+        for half in [8, 4, 2, 1] {
+            (0..half).for_each(|l| lanes[l] += lanes[l + half]);
+        }
+        assert_eq!(fold(&x, |sum, x| sum + x).to_bits(), lanes[0].to_bits());
+        assert_eq!(fold3(&x, &x, &x, |sum, x, _, _| sum + x).to_bits(), lanes[0].to_bits());
+    }
+
+    #[test]
+    fn the_maximum_passes_over_nan() {
+        for len in [1, 15, 16, 17, 50] {
+            for at in 0..len {
+                let mut x = vec![-3.0f32; len];
+                x[at] = -1.0;
+                x[(at + 1) % len] = f32::NAN;
+                assert_eq!(max(&x), if len == 1 { f32::NEG_INFINITY } else { -1.0 }, "{at} of {len}");
+            }
+        }
+    }
+
+    fn bias<T: Element>(cx: &mut Compute, dout: &[T], cols: usize, accumulate: bool) -> Vec<T> {
+        let mut dbias = values(2, cols);
+        bias_backward(cx, dout, &mut dbias, accumulate);
+        dbias
+    }
+
+    #[test]
+    fn columns_sum_over_all_rows() {
+        for (rows, cols) in [(1, 1), (63, 5), (64, 40), (65, 1), (300, 33)] {
+            let dout = values::<f32>(1, rows * cols);
+            for accumulate in [false, true] {
+                let mut want = if accumulate { wide(&values::<f32>(2, cols)) } else { vec![0.0; cols] };
+                for row in wide(&dout).chunks_exact(cols) {
+                    want.iter_mut().zip(row).for_each(|(want, x)| *want += x);
+                }
+                assert_close("dbias", &bias(&mut fastest(), &dout, cols, accumulate), &want, 3e-6);
+            }
+        }
+    }
+
+    #[test]
+    fn threads_and_instruction_sets_change_no_bit_and_bf16_rounds_once() {
+        let dout = values::<bf16>(1, 300 * 33);
+        assert_same_everywhere(|cx| bits(&bias(cx, &dout, 33, true)));
+        assert_rounded("dbias", &bias(&mut fastest(), &dout, 33, false), &bias(&mut fastest(), &widened(&dout), 33, false));
+    }
+}

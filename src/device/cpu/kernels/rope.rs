@@ -32,3 +32,66 @@ vectorised! {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{assert_close, assert_rounded, assert_same_everywhere, bits, fastest, values, wide, widened};
+    use super::*;
+    use half::{bf16, f16};
+
+    const SHAPE: AttentionShape =
+        AttentionShape { batch: 2, seq_length: 35, heads: 4, kv_heads: 2, head_dim: 10, scale: 1.0, window: None };
+    const ELEMS: usize = 2 * 35 * 8 * 10;
+
+    fn run<T: Element>(cx: &mut Compute, rotary_dim: usize, inverse: bool) -> Vec<T> {
+        let (mut qkv, table) = (values(1, ELEMS), values::<f32>(2, 35 * rotary_dim));
+        rope::<T>(cx, &SHAPE, &mut qkv, &table, rotary_dim, inverse);
+        qkv
+    }
+
+    fn reference(rotary_dim: usize, inverse: bool) -> Vec<f64> {
+        let (mut qkv, table) = (wide(&values::<f32>(1, ELEMS)), wide(&values::<f32>(2, 35 * rotary_dim)));
+        for token in 0..70 {
+            for (head, pair) in (0..6).flat_map(|head| (0..rotary_dim / 2).map(move |pair| (head, pair))) {
+                let angle = &table[(token % 35) * rotary_dim + 2 * pair..];
+                let (cos, sin) = (angle[0], if inverse { -angle[1] } else { angle[1] });
+                let low = token * 80 + head * 10 + pair;
+                let (x, y) = (qkv[low], qkv[low + rotary_dim / 2]);
+                qkv[low] = x * cos - y * sin;
+                qkv[low + rotary_dim / 2] = y * cos + x * sin;
+            }
+        }
+        qkv
+    }
+
+    #[test]
+    fn whole_and_partial_rotations_agree_with_f64() {
+        for (rotary_dim, inverse) in [(10, false), (10, true), (6, false), (6, true), (2, false)] {
+            assert_close("qkv", &run::<f32>(&mut fastest(), rotary_dim, inverse), &reference(rotary_dim, inverse), 2e-7);
+        }
+    }
+
+    #[test]
+    fn the_inverse_undoes_a_rotation() {
+        let table: Vec<f32> = (0..35 * 5).flat_map(|i| [(i as f32).cos(), (i as f32).sin()]).collect();
+        let before = values::<f32>(1, ELEMS);
+        let mut qkv = before.clone();
+        rope(&mut fastest(), &SHAPE, &mut qkv, &table, 10, false);
+        assert_ne!(qkv, before);
+        rope(&mut fastest(), &SHAPE, &mut qkv, &table, 10, true);
+        assert_close("qkv", &qkv, &wide(&before), 1e-6);
+    }
+
+    #[test]
+    fn threads_and_instruction_sets_change_no_bit() {
+        assert_same_everywhere(|cx| bits(&run::<f32>(cx, 10, false)));
+        assert_same_everywhere(|cx| bits(&run::<f16>(cx, 6, true)));
+    }
+
+    #[test]
+    fn narrow_formats_are_the_f32_result_rounded_once() {
+        let mut wide = widened(&values::<bf16>(1, ELEMS));
+        rope(&mut fastest(), &SHAPE, &mut wide, &values::<f32>(2, 350), 10, false);
+        assert_rounded("qkv", &run::<bf16>(&mut fastest(), 10, false), &wide);
+    }
+}

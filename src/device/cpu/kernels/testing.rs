@@ -3,7 +3,6 @@
 use super::Compute;
 use super::isa::Isa;
 use crate::dtype::Element;
-use std::fmt::Debug;
 
 /// Repeatable values in -1..1, of both signs and all sizes.
 pub(crate) fn values<T: Element>(seed: u64, elems: usize) -> Vec<T> {
@@ -27,15 +26,41 @@ pub(crate) fn bits<T: Element>(x: &[T]) -> Vec<u8> {
     bytemuck::cast_slice(x).to_vec()
 }
 
-/// Runs `kernel` on every instruction set and on 1, 2, 3 and 5 threads: the bits must agree. Gives them once.
-pub(crate) fn everywhere<R: PartialEq + Debug>(kernel: impl Fn(&mut Compute) -> R) -> R {
+/// Runs `kernel` on every instruction set and on 1, 2, 3 and 5 threads: the results, as [`bits`], must agree.
+pub(crate) fn assert_same_everywhere(kernel: impl Fn(&mut Compute) -> Vec<u8>) {
     let mut runs = Isa::available().flat_map(|isa| [1, 2, 3, 5].map(|threads| (isa, threads)));
     let run = |(isa, threads)| kernel(&mut Compute::new(threads, isa).unwrap());
     let first = run(runs.next().unwrap());
     for (isa, threads) in runs {
         assert!(run((isa, threads)) == first, "other bits on {isa} with {threads} threads");
     }
-    first
+}
+
+/// The gradient of `f` at `x` by central differences.
+pub(crate) fn slopes(x: &[f64], f: impl Fn(&[f64]) -> f64) -> Vec<f64> {
+    let step = 1e-5;
+    let mut x = x.to_vec();
+    (0..x.len())
+        .map(|i| {
+            let old = x[i];
+            x[i] = old + step;
+            let above = f(&x);
+            x[i] = old - step;
+            let below = f(&x);
+            x[i] = old;
+            (above - below) / (2.0 * step)
+        })
+        .collect()
+}
+
+/// The sum of products.
+pub(crate) fn dot(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+/// Widened to f32.
+pub(crate) fn widened<T: Element>(x: &[T]) -> Vec<f32> {
+    x.iter().map(|x| x.to_f32()).collect()
 }
 
 /// A compute with the widest instruction set and two threads.
