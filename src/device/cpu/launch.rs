@@ -589,3 +589,143 @@ impl Kernels for CpuDevice {
         by_float!(x.dtype, T => self.launch("poke", move |_, memory| memory.write::<T>(x)[index] = T::from_f32(value)))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::{Device, MatmulLayout};
+
+    /// A device, and what its memory holds once all streams are done.
+    struct Rig(CpuDevice);
+
+    impl Rig {
+        fn new() -> Self {
+            Self(CpuDevice::new(2).unwrap())
+        }
+
+        fn with<T: bytemuck::Pod>(&mut self, dtype: Dtype, values: &[T]) -> DeviceSlice {
+            let slice = self.0.alloc("test", values.len(), dtype).unwrap();
+            // SAFETY: no task knows this memory yet.
+            unsafe { view_mut::<T>(slice) }.copy_from_slice(values);
+            slice
+        }
+
+        fn floats(&mut self, values: &[f32]) -> DeviceSlice {
+            self.with(Dtype::Float32, values)
+        }
+
+        fn read<T: bytemuck::Pod>(&mut self, slice: DeviceSlice) -> Vec<T> {
+            for stream in Stream::ALL {
+                let event = self.0.event().unwrap();
+                self.0.record(event, stream).unwrap();
+                self.0.synchronize(event).unwrap();
+            }
+            // SAFETY: every task has run.
+            unsafe { view::<T>(slice) }.to_vec()
+        }
+    }
+
+    fn message(result: Result<()>) -> String {
+        result.unwrap_err().to_string()
+    }
+
+    #[test]
+    fn arguments_that_do_not_fit_are_errors_that_name_them() {
+        let mut rig = Rig::new();
+        let x = rig.floats(&[1.0; 6]);
+        let out = rig.floats(&[0.0; 6]);
+        let tokens = rig.with(Dtype::Int32, &[0i32; 6]);
+        let small = out.slice(0, 5);
+        assert_eq!(message(rig.0.gelu(x, small)), "launch gelu: x holds 6 float32, not 5 float32");
+        assert_eq!(message(rig.0.swiglu(x, tokens, 3)), "launch swiglu: gate_up holds 6 float32, not 12 int32");
+        assert_eq!(message(rig.0.cross_entropy_loss(x, x.slice(2, 1), 1.0, false)), "launch cross_entropy_loss: loss overlaps stats");
+        assert_eq!(message(rig.0.poke(tokens, 0, 1.0)), "unsupported: arithmetic on int32");
+        assert_eq!(message(rig.0.poke(x, 6, 1.0)), "launch poke: element 6 of 6");
+        let shape = AttentionShape { batch: 1, seq_length: 1, heads: 3, kv_heads: 2, head_dim: 1, scale: 1.0, window: None };
+        assert!(message(rig.0.attention(x, out, small, shape)).ends_with("makes no sense"));
+        let shape = AttentionShape { kv_heads: 1, ..shape };
+        let (qkv, table) = (x.slice(0, 5), out.slice(0, 2));
+        assert_eq!(message(rig.0.rope(qkv, table, 2, false, shape)), "launch rope: cannot rotate 2 of 1 channels");
+        assert_eq!(rig.read::<f32>(out), [0.0; 6]);
+    }
+
+    #[test]
+    fn sums_may_land_on_either_term() {
+        for alias in 0..3 {
+            let mut rig = Rig::new();
+            let (a, b, c) = (rig.floats(&[1.0, 2.0]), rig.floats(&[10.0, 20.0]), rig.floats(&[0.0; 2]));
+            let (a, b, out) = [(a, b, a), (a, b, b), (a, b, c)][alias];
+            rig.0.add(a, b, out).unwrap();
+            assert_eq!(rig.read::<f32>(out), [11.0, 22.0]);
+        }
+    }
+
+    #[test]
+    fn gelu_backward_works_in_place_and_apart() {
+        let mut rig = Rig::new();
+        let (x, dout, apart) = (rig.floats(&[0.5, -1.0]), rig.floats(&[1.0, 2.0]), rig.floats(&[9.0; 2]));
+        rig.0.gelu_backward(dout, x, apart).unwrap();
+        rig.0.gelu_backward(dout, x, dout).unwrap();
+        let (apart, in_place) = (rig.read::<f32>(apart), rig.read::<f32>(dout));
+        assert!(apart == in_place && apart != [1.0, 2.0]);
+    }
+
+    #[test]
+    fn casts_run_on_every_stream() {
+        let mut rig = Rig::new();
+        let values: Vec<f32> = (0..20_000).map(|i| i as f32 * 0.37).collect();
+        let src = rig.floats(&values);
+        for stream in Stream::ALL {
+            let narrow = rig.0.alloc("narrow", values.len(), Dtype::Bfloat16).unwrap();
+            let back = rig.0.alloc("back", values.len(), Dtype::Float32).unwrap();
+            rig.0.cast(stream, src, narrow).unwrap();
+            rig.0.cast(stream, narrow, back).unwrap();
+            let want: Vec<bf16> = values.iter().map(|&x| Element::from_f32(x)).collect();
+            assert_eq!(rig.read::<bf16>(narrow), want);
+            assert_eq!(rig.read::<f32>(back), want.iter().map(|&x| Element::to_f32(x)).collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn tasks_of_one_stream_run_in_order() {
+        let mut rig = Rig::new();
+        let (x, loss) = (rig.floats(&[5.0; 4]), rig.floats(&[1.0]));
+        let tokens = rig.with(Dtype::Int32, &[1i32, 0]);
+        let table = rig.with(Dtype::Bfloat16, &[1.0f32, 2.0, 3.0, 4.0].map(<bf16 as Element>::from_f32));
+        let rows = rig.0.alloc("rows", 4, Dtype::Bfloat16).unwrap();
+        rig.0.embed(tokens, table, None, rows, 2, 2).unwrap();
+        rig.0.cast(Stream::Compute, rows, x).unwrap();
+        rig.0.poke(x, 3, 7.0).unwrap();
+        let product = rig.floats(&[0.0; 4]);
+        let shape = MatmulShape { layout: MatmulLayout::Nt, m: 2, n: 2, k: 2 };
+        rig.0.matmul(shape, x, x, None, product, false).unwrap();
+        rig.0.zero(x).unwrap();
+        rig.0.zero(tokens).unwrap();
+        assert_eq!(rig.read::<f32>(product), [25.0, 31.0, 31.0, 50.0]);
+        assert_eq!((rig.read::<f32>(x), rig.read::<i32>(tokens)), (vec![0.0; 4], vec![0, 0]));
+        let stats = rig.floats(&[2.0, 1.0, -1.0]);
+        rig.0.cross_entropy_loss(stats, loss, 2.0, true).unwrap();
+        assert_eq!(rig.read::<f32>(loss), [7.0]);
+    }
+
+    #[test]
+    fn norm_and_step_of_a_resident_bucket() {
+        let mut rig = Rig::new();
+        let n = BLOCK + 10;
+        let grads = rig.floats(&vec![2.0; n]);
+        let (partials, nonfinite) = (rig.floats(&[9.0; 2]), rig.with(Dtype::Int32, &[0i32]));
+        rig.0.grad_norm_partials(grads, partials, nonfinite).unwrap();
+        assert_eq!((rig.read::<f32>(partials), rig.read::<i32>(nonfinite)), (vec![4.0 * BLOCK as f32, 40.0], vec![0]));
+        let [params, m, v] = [1.0, 0.0, 0.0].map(|x| rig.floats(&vec![x; n]));
+        let out = rig.0.alloc("out", n, Dtype::Float16).unwrap();
+        let consts = crate::optim::adam::AdamConsts::new(
+            &crate::optim::adam::AdamHyper { lr: 0.25, beta1: 0.5, beta2: 0.5, eps: 0.0, weight_decay: 0.0 },
+            1,
+            true,
+        );
+        rig.0.adam_step(AdamArgs { params, m, v, grads, out, consts, scale: 0.5 }).unwrap();
+        // The first step of Adam moves by the learning rate.
+        assert_eq!(rig.read::<f16>(out), vec![f16::from_f32(0.75); n]);
+        assert_eq!((rig.read::<f32>(params)[n - 1], rig.read::<f32>(m)[0], rig.read::<f32>(v)[0]), (0.75, 0.5, 0.5));
+    }
+}

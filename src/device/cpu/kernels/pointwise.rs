@@ -10,7 +10,7 @@ use crate::dtype::Element;
 const BLOCK_ELEMS: usize = 16384;
 
 /// `sqrt(2 / pi)` and the cubic coefficient of GELU's tanh form.
-const GELU_SCALE: f32 = 0.797_884_56;
+const GELU_SCALE: f32 = 0.797_884_6;
 const GELU_CUBIC: f32 = 0.044_715;
 
 /// See [`crate::device::Kernels::swiglu`].
