@@ -1,2 +1,177 @@
-//! The command line.
-fn main() {}
+//! The command line: the only place that prints to a person or exits.
+
+use clap::{Parser, Subcommand};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use std::io::IsTerminal;
+use std::path::{Path, PathBuf};
+use superoffload::checkpoint::digest::digest_checkpoint;
+use superoffload::config::options::TrainOptions;
+use superoffload::config::plan::Plan;
+use superoffload::config::settings::Settings;
+use superoffload::error::{Error, Result};
+use superoffload::hardware::doctor;
+use superoffload::hardware::topology::Topology;
+use superoffload::metrics::{FLOPS_FORMULA, StepMetrics};
+use superoffload::model::weights::{Options, export_checkpoint};
+use superoffload::optim::simd::Isa;
+use superoffload::signals::{EXIT_INTERRUPTED, StopFlag};
+use superoffload::train::{self, Facts, Observer, Summary};
+
+/// Trains language models with the optimizer on the CPU: exact speculative offload.
+#[derive(Parser)]
+#[command(version, about, max_term_width = 120)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Train a model; with no options, a small one on the text that ships with the program.
+    Train(Box<TrainOptions>),
+    /// Write a checkpoint as a Hugging Face model directory.
+    Export {
+        /// A checkpoint, or an output directory whose newest good checkpoint is taken.
+        dir: PathBuf,
+        /// The directory to write; must not exist or be empty.
+        out: PathBuf,
+        /// Largest shard in MB (10^6 bytes) [default: 5000].
+        #[arg(long, value_name = "MB")]
+        max_shard_mb: Option<u64>,
+    },
+    /// Print the digest of a checkpoint: the same digest, the same bits.
+    Digest {
+        /// The checkpoint directory.
+        checkpoint: PathBuf,
+    },
+    /// Say what this machine is, and what would make it faster.
+    Doctor,
+}
+
+fn main() {
+    let code = match run(Cli::parse().command) {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("error: {error}");
+            error.exit_code()
+        }
+    };
+    std::process::exit(code);
+}
+
+fn run(command: Command) -> Result<i32> {
+    match command {
+        Command::Train(options) => run_train(*options),
+        Command::Export { dir, out, max_shard_mb } => run_export(&dir, &out, max_shard_mb),
+        Command::Digest { checkpoint } => {
+            println!("digest: {}", digest_checkpoint(&checkpoint)?);
+            Ok(0)
+        }
+        Command::Doctor => {
+            print!("{}", doctor::report(&Topology::this_machine(), &Isa::detect().to_string(), Path::new("/sys/fs/resctrl")));
+            Ok(0)
+        }
+    }
+}
+
+fn run_train(options: TrainOptions) -> Result<i32> {
+    let settings = Settings::resolve(options.over_config_file()?)?;
+    let stop = StopFlag::on_signals()?;
+    let mut person = Person::default();
+    let summary = train::run(&settings, &stop, &mut person)?;
+    person.bar.finish_and_clear();
+    print_summary(&summary);
+    if let Some(digest) = &summary.digest {
+        println!("digest: {digest}");
+    }
+    Ok(if summary.interrupted { EXIT_INTERRUPTED } else { 0 })
+}
+
+fn run_export(dir: &Path, out: &Path, max_shard_mb: Option<u64>) -> Result<i32> {
+    let mut options = Options::default();
+    if let Some(mb) = max_shard_mb {
+        options.max_shard_bytes =
+            mb.checked_mul(1_000_000).filter(|&b| b > 0).ok_or_else(|| Error::usage("--max-shard-mb: expected 1 or more"))?;
+    }
+    let exported = export_checkpoint(dir, out, options)?;
+    exported.warnings.iter().for_each(|line| eprintln!("warning: {line}"));
+    println!("exported step {} of {} to {}", exported.step, exported.checkpoint.display(), out.display());
+    Ok(0)
+}
+
+/// Shows a run to a person: a progress bar on a terminal, plain lines otherwise.
+struct Person {
+    bar: ProgressBar,
+    logging_steps: u64,
+}
+
+impl Default for Person {
+    fn default() -> Self {
+        Self { bar: ProgressBar::hidden(), logging_steps: 1 }
+    }
+}
+
+impl Person {
+    fn line(&self, line: &str) {
+        self.bar.suspend(|| println!("{line}"));
+    }
+}
+
+impl Observer for Person {
+    fn begin(&mut self, plan: &Plan, facts: &Facts) {
+        println!("device  {}", facts.device);
+        println!("model   {}", facts.model);
+        println!("data    {}", facts.data);
+        println!("{plan}");
+        println!("training steps {} to {}; TFLOP/s count {FLOPS_FORMULA}", facts.step + 1, facts.max_steps);
+        self.logging_steps = facts.logging_steps;
+        if std::io::stderr().is_terminal() {
+            let style = ProgressStyle::with_template("{bar:32} {pos}/{len} steps  {elapsed} < {eta}  {msg}");
+            self.bar = ProgressBar::with_draw_target(Some(facts.max_steps), ProgressDrawTarget::stderr());
+            self.bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+            self.bar.set_position(facts.step);
+        }
+    }
+
+    fn step(&mut self, m: &StepMetrics) {
+        self.bar.set_position(m.step);
+        let norm = m.grad_norm.map_or("non-finite".into(), |norm| format!("{norm:.3}"));
+        self.bar.set_message(format!("loss {:.4}  norm {norm}  {:.0} tok/s", m.loss, m.tokens_per_second));
+        if m.step == 1 || m.step.is_multiple_of(self.logging_steps) {
+            self.line(&format!(
+                "step {:>6}  loss {:.4}  grad_norm {norm}  lr {:.2e}  {:>6.0} tok/s  {:.4} TFLOP/s  {}",
+                m.step, m.loss, m.learning_rate, m.tokens_per_second, m.model_tflops, m.verdict
+            ));
+        }
+    }
+
+    fn note(&mut self, line: &str) {
+        self.line(line);
+    }
+
+    fn warn(&mut self, line: &str) {
+        self.bar.suspend(|| eprintln!("warning: {line}"));
+    }
+}
+
+fn print_summary(s: &Summary) {
+    let state = if s.interrupted { "interrupted" } else { "done" };
+    println!("\n{state} at step {} of {} ({} here)", s.step, s.max_steps, s.steps_here);
+    if let Some((first, last)) = s.loss {
+        println!("  loss          {first:.4} -> {last:.4}");
+        println!("  speed         {:.0} tokens/s", s.tokens_per_second);
+    }
+    let c = s.counts;
+    println!(
+        "  bucket steps  {} committed, {} clipped, {} skipped; {} speculated, {} of them rolled back",
+        c.committed, c.clipped, c.skipped, c.speculated, c.rolled_back
+    );
+    println!("  exposed       {:.0} ms waiting for the optimizer, {:.0} ms for copies", s.exposed_ms.0, s.exposed_ms.1);
+    match &s.checkpoint {
+        Some(path) => println!("  checkpoint    {}", path.display()),
+        None => println!("  checkpoint    none (no step was done)"),
+    }
+    println!("  metrics       {}", s.metrics.display());
+    let dropped = if s.trace_dropped > 0 { format!(" (full: {} later spans left out)", s.trace_dropped) } else { String::new() };
+    println!("  timeline      {}{dropped} (open in ui.perfetto.dev)", s.trace.display());
+}

@@ -38,7 +38,7 @@ impl StateDigest {
 /// Whatever [`open`](super::open) finds wrong, or a checksum of the state that differs.
 pub fn digest_checkpoint(dir: &Path) -> Result<String> {
     let mut loaded = reader::open(dir)?;
-    let mut digest = StateDigest::new(loaded.manifest().trainer.step);
+    let mut digest = StateDigest::new(loaded.manifest().trainer.optimizer_step);
     // `state.bin` holds the tensors exactly as `StateDigest::update` takes them.
     loaded.for_each_chunk(|chunk| digest.0.update(chunk))?;
     Ok(digest.finish())

@@ -27,8 +27,10 @@ pub(super) const MODEL: &str = "model";
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TrainerState {
-    /// Optimizer steps done.
+    /// Training steps done; skipped ones count, their data is used up. Names the directory.
     pub step: u64,
+    /// Optimizer steps done; skipped ones do not count.
+    pub optimizer_step: u64,
     /// Dynamic loss scaling.
     pub loss_scale: LossScale,
     /// Learning-rate schedule.

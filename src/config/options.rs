@@ -3,6 +3,7 @@
 //! Every field is optional, so that a flag overrides the file and the file overrides the default (see
 //! [`crate::config::settings`]). A key in the file is the flag's name; underscores may stand for dashes.
 
+use crate::optim::schedule::LrScheduler;
 use clap::ValueEnum;
 use clap::builder::{PathBufValueParser, TypedValueParser};
 use serde::de::value::StrDeserializer;
@@ -66,20 +67,6 @@ pub enum TrainDtype {
     Float16,
     /// 32 bits.
     Float32,
-}
-
-/// Shape of the learning rate over the steps.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum LrSchedulerType {
-    /// The peak after the warm-up.
-    Constant,
-    /// Straight down to zero.
-    Linear,
-    /// Half a cosine down to zero.
-    Cosine,
-    /// Warm-up, stable, decay.
-    Wsd,
 }
 
 /// Instruction set of the CPU optimizer.
@@ -247,7 +234,7 @@ pub struct TrainOptions {
 
     /// Shape of the learning rate over the steps [default: linear].
     #[arg(long)]
-    pub lr_scheduler_type: Option<LrSchedulerType>,
+    pub lr_scheduler_type: Option<LrScheduler>,
 
     /// Steps of linear warm-up [default: 0].
     #[arg(long, value_name = "N")]

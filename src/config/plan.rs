@@ -157,7 +157,8 @@ impl Plan {
         let layout = layout(settings, &table, dtype, techniques);
         check_inject(settings, layout.flat_elems())?;
         let threads = settings.threads.unwrap_or(usable_cpus).max(1);
-        let rules = Rules { policy: policy(settings, techniques), adaptive: techniques.adaptive, deadline_order: techniques.deadline_order };
+        let rules =
+            Rules { policy: policy(settings, techniques), adaptive: techniques.adaptive, deadline_order: techniques.deadline_order };
         let mut plan = Self {
             strategy: settings.strategy,
             techniques,
@@ -331,13 +332,38 @@ impl fmt::Display for Plan {
         let bucket = Bytes((layout.bucket_elems() * self.dtype.bytes()) as u64);
         writeln!(f, "plan")?;
         writeln!(f, "  strategy    {:?}, {:?}; techniques: {}", self.strategy, self.rules.policy, self.techniques.names())?;
-        writeln!(f, "  model       {:.2} M parameters, {} on the device, {} on the link", self.params as f64 / 1e6, self.dtype, self.link_dtype)?;
+        writeln!(
+            f,
+            "  model       {:.2} M parameters, {} on the device, {} on the link",
+            self.params as f64 / 1e6,
+            self.dtype,
+            self.link_dtype
+        )?;
         let (batch, seq, accum) = (self.batch, self.seq_length, self.grad_accum_steps);
-        writeln!(f, "  step        {accum} x {batch} x {seq} = {} tokens; loss in tiles of {} x {}", self.tokens_per_step(), self.loss_tile.rows, self.loss_tile.vocab)?;
-        writeln!(f, "  buckets     {} of {bucket}, {} with a resident optimizer; {} gradient slots, {} parameter slots", layout.count(), layout.count() - layout.offloaded(), self.grad_slots, self.param_slots)?;
+        writeln!(
+            f,
+            "  step        {accum} x {batch} x {seq} = {} tokens; loss in tiles of {} x {}",
+            self.tokens_per_step(),
+            self.loss_tile.rows,
+            self.loss_tile.vocab
+        )?;
+        writeln!(
+            f,
+            "  buckets     {} of {bucket}, {} with a resident optimizer; {} gradient slots, {} parameter slots",
+            layout.count(),
+            layout.count() - layout.offloaded(),
+            self.grad_slots,
+            self.param_slots
+        )?;
         writeln!(f, "  optimizer   AdamW on {} threads, {}; clip above {}", self.threads, self.isa, self.max_grad_norm)?;
         for class in &self.memory {
-            writeln!(f, "  memory      {:<18} {:>10}  {}", class.name, Bytes(class.bytes as u64).to_string(), if class.place == Place::Host { "host" } else { "device" })?;
+            writeln!(
+                f,
+                "  memory      {:<18} {:>10}  {}",
+                class.name,
+                Bytes(class.bytes as u64).to_string(),
+                if class.place == Place::Host { "host" } else { "device" }
+            )?;
         }
         let (device, host) = (self.bytes_at(Place::Device), self.bytes_at(Place::Host));
         write!(f, "  memory      device {}, host {}", Bytes(device as u64), Bytes(host as u64))

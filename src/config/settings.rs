@@ -1,10 +1,10 @@
 //! The options, resolved: every default applied, every value checked.
 
 use crate::config::options::{
-    CastSide, DeviceChoice, Init, Injection, IsaChoice, LrSchedulerType, ResidentBuckets, Resume, Rollback, Strategy, Technique,
-    TrainDtype, TrainOptions,
+    CastSide, DeviceChoice, Init, Injection, IsaChoice, ResidentBuckets, Resume, Rollback, Strategy, Technique, TrainDtype, TrainOptions,
 };
 use crate::error::{Error, Result};
+use crate::optim::schedule::LrScheduler;
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
@@ -48,7 +48,7 @@ pub struct Settings {
     /// Peak learning rate: finite, at least 0.
     pub learning_rate: f64,
     /// Shape of the learning rate over the steps.
-    pub lr_scheduler_type: LrSchedulerType,
+    pub lr_scheduler_type: LrScheduler,
     /// Steps of linear warm-up.
     pub warmup_steps: u64,
     /// Decoupled weight decay: finite, at least 0.
@@ -114,7 +114,7 @@ impl Default for Settings {
             gradient_accumulation_steps: 1,
             seq_length: 1024,
             learning_rate: 5e-5,
-            lr_scheduler_type: LrSchedulerType::Linear,
+            lr_scheduler_type: LrScheduler::Linear,
             warmup_steps: 0,
             weight_decay: 0.0,
             adam_beta1: 0.9,
@@ -150,7 +150,7 @@ impl Settings {
             train_length: TrainLength::Steps(150),
             seq_length: 256,
             learning_rate: 1e-3,
-            lr_scheduler_type: LrSchedulerType::Cosine,
+            lr_scheduler_type: LrScheduler::Cosine,
             warmup_steps: 10,
             weight_decay: 0.1,
             adam_beta2: 0.95,

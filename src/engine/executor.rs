@@ -155,6 +155,16 @@ impl<D: Kernels> Engine<D> {
         &self.plan
     }
 
+    /// The device, in words.
+    pub fn describe(&self) -> String {
+        self.dev.describe()
+    }
+
+    /// The model's shape.
+    pub fn shape(&self) -> &ModelShape {
+        &self.model.shape
+    }
+
     /// The model's tensors in canonical order.
     pub fn table(&self) -> &TensorTable {
         &self.model.table

@@ -3,7 +3,7 @@
 use crate::dtype::Dtype;
 
 /// The factor on the loss. Always a power of two, so that scaling and unscaling lose no bits of a normal number.
-#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LossScale {
     scale: f32,
     good_steps: u32,
@@ -28,6 +28,18 @@ impl LossScale {
     /// What undoes it; exact.
     pub fn inverse(self) -> f32 {
         1.0 / self.scale
+    }
+
+    /// Steps without overflow since the scale last changed.
+    pub fn good_steps(self) -> u32 {
+        self.good_steps
+    }
+
+    /// Takes over a checkpoint's scale; a format that needs none keeps 1.
+    pub fn restore(&mut self, scale: f32, good_steps: u64) {
+        if self.dynamic {
+            (self.scale, self.good_steps) = (scale, good_steps.min(u64::from(u32::MAX)) as u32);
+        }
     }
 
     /// Halves after an overflow (not below 1), doubles after a window without one (not above 2^24).

@@ -94,12 +94,12 @@ impl Memory {
         let (on_host, on_device) = self.split(&flat);
         let host = self.step.state;
         for (memory, source) in [(host.params, params), (host.m, m), (host.v, v)] {
-            let part = &source[on_host.start - flat.start..on_host.end - flat.start];
+            let part = &source[..on_host.len()];
             memory.slice(on_host.start * 4, part.len() * 4).with(|x: &mut [f32]| x.copy_from_slice(part));
         }
         let device = self.resident_part(on_device.clone());
         for (memory, source) in [(device.params, params), (device.m, m), (device.v, v)] {
-            self.upload(dev, &source[on_device.start - flat.start..on_device.end - flat.start], memory)?;
+            self.upload(dev, &source[on_host.len()..], memory)?;
         }
         Ok(())
     }
@@ -109,9 +109,9 @@ impl Memory {
         let (on_host, on_device) = self.split(&flat);
         let (host, device) = (self.step.state, self.resident_part(on_device.clone()));
         for (memory, resident, out) in [(host.params, device.params, params), (host.m, device.m, m), (host.v, device.v, v)] {
-            let part = &mut out[on_host.start - flat.start..on_host.end - flat.start];
+            let (part, rest) = out.split_at_mut(on_host.len());
             memory.slice(on_host.start * 4, part.len() * 4).read(part);
-            self.download(dev, resident, &mut out[on_device.start - flat.start..on_device.end - flat.start])?;
+            self.download(dev, resident, rest)?;
         }
         Ok(())
     }
@@ -145,8 +145,8 @@ impl Memory {
 
     /// The parts of a flat range on the host and on the device.
     fn split(&self, flat: &Range<usize>) -> (Range<usize>, Range<usize>) {
-        let border = self.offloaded_elems.clamp(flat.start, flat.end);
-        (flat.start..border, border..flat.end)
+        let border = self.offloaded_elems;
+        (flat.start.min(border)..flat.end.min(border), flat.start.max(border)..flat.end.max(border))
     }
 }
 
@@ -192,7 +192,9 @@ mod tests {
         assert_eq!((segments[0].range.start, segments[segments.len() - 1].range.end), (0, table.flat_elems()));
         assert!(segments.windows(2).all(|w| w[0].range.end == w[1].range.start && w[0].decay != w[1].decay));
         for spec in table.specs() {
-            assert!(segments.iter().any(|s| s.decay == spec.decay && s.range.start <= spec.offset_elems && spec.range().end <= s.range.end));
+            assert!(
+                segments.iter().any(|s| s.decay == spec.decay && s.range.start <= spec.offset_elems && spec.range().end <= s.range.end)
+            );
         }
     }
 }

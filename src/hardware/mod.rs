@@ -3,5 +3,5 @@
 pub mod cgroup;
 pub mod cpu_list;
 pub mod doctor;
-mod parse;
+pub(crate) mod parse;
 pub mod topology;

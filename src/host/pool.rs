@@ -65,7 +65,12 @@ impl<J: Job> Pool<J> {
     ///
     /// # Errors
     /// `Resource` when a thread cannot start or `on_start` fails.
-    pub fn threads(workers: usize, driver: Arc<Doorbell>, trace: bool, on_start: fn(usize) -> Result<()>) -> Result<Self> {
+    pub fn threads(
+        workers: usize,
+        driver: Arc<Doorbell>,
+        trace: bool,
+        on_start: impl Fn(usize) -> Result<()> + Send + Clone + 'static,
+    ) -> Result<Self> {
         let bells = (0..workers).map(|_| Doorbell::default()).collect();
         let (generation, remaining) = (AtomicU64::new(0), AtomicUsize::new(0));
         let failed = AtomicBool::new(false);
@@ -73,7 +78,7 @@ impl<J: Job> Pool<J> {
         let mut pool = Threads { shared, handles: Vec::with_capacity(workers), published: 0 };
         let (started, outcome) = std::sync::mpsc::channel();
         for worker in 0..workers {
-            let (shared, started) = (pool.shared.clone(), started.clone());
+            let (shared, started, on_start) = (pool.shared.clone(), started.clone(), on_start.clone());
             let body = move || {
                 let _ = started.send(on_start(worker));
                 drop(started);

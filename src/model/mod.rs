@@ -15,9 +15,9 @@ mod params;
 pub mod rope;
 pub mod shape;
 pub mod tensors;
-pub mod weights;
 #[cfg(test)]
 mod tests;
+pub mod weights;
 
 use crate::device::{AttentionShape, DeviceSlice};
 use crate::error::{Error, Result};

@@ -593,6 +593,7 @@ impl Kernels for CpuDevice {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::cpu::Schedule;
     use crate::device::{Device, MatmulLayout};
 
     /// A device, and what its memory holds once all streams are done.
@@ -600,7 +601,7 @@ mod tests {
 
     impl Rig {
         fn new() -> Self {
-            Self(CpuDevice::new(2).unwrap())
+            Self(CpuDevice::new(2, Schedule::Threads, Default::default(), false).unwrap())
         }
 
         fn with<T: bytemuck::Pod>(&mut self, dtype: Dtype, values: &[T]) -> DeviceSlice {

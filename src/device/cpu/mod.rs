@@ -16,12 +16,12 @@ use crate::engine::trace::{Recorder, now_ns};
 use crate::error::{Error, Result};
 use crate::host::doorbell::Doorbell;
 use crate::host::pinned::{HostMemory, PinnedSlice};
+use launch::ComputeOwner;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
-use launch::ComputeOwner;
 use stream::{Op, Ring, Task};
 
 /// Who runs the operations, and when.
@@ -68,7 +68,13 @@ impl CpuDevice {
     pub fn new(threads: usize, schedule: Schedule, driver: Arc<Doorbell>, trace: bool) -> Result<Self> {
         let compute = ComputeOwner::new(threads)?;
         let rings = [Ring::new(), Ring::new(), Ring::new()];
-        let shared = Arc::new(Shared { rings, stop: AtomicBool::new(false), failed: AtomicBool::new(false), compute_waited_ns: AtomicU64::new(0), driver });
+        let shared = Arc::new(Shared {
+            rings,
+            stop: AtomicBool::new(false),
+            failed: AtomicBool::new(false),
+            compute_waited_ns: AtomicU64::new(0),
+            driver,
+        });
         let recorders = ["compute", "d2h", "h2d"].map(|name| Recorder::new(name, trace));
         let runner = match schedule {
             Schedule::Adversary { seed } => {

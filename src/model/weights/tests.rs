@@ -382,6 +382,7 @@ fn nothing_is_overwritten_and_a_failure_leaves_nothing() {
 fn save_checkpoint(dir: &Path, step: u64, model: &Model) -> PathBuf {
     let trainer = TrainerState {
         step,
+        optimizer_step: step,
         loss_scale: LossScale { scale: 1.0, good_steps: 0 },
         scheduler: Scheduler { name: "constant".into(), base_lr: 1e-3, warmup_steps: 0, max_steps: 9 },
         seed: 0,

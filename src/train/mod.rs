@@ -1,0 +1,93 @@
+//! A training run: settings in, checkpoints, metrics and a timeline out.
+//!
+//! [`setup`] builds the engine and the data, [`session`] runs steps and saves, this file ties them together.
+
+mod previous_run;
+pub mod session;
+pub mod setup;
+
+use crate::config::plan::Plan;
+use crate::config::settings::Settings;
+use crate::engine::coordinator::Counts;
+use crate::error::Result;
+use crate::metrics::StepMetrics;
+use crate::signals::StopFlag;
+use session::Session;
+use std::path::PathBuf;
+
+/// Who watches a run.
+pub trait Observer {
+    /// Everything is resolved and checked; training begins at `step` of `max_steps`.
+    fn begin(&mut self, plan: &Plan, facts: &Facts);
+    /// A step is done.
+    fn step(&mut self, metrics: &StepMetrics);
+    /// A line for people: a checkpoint was written, something was tidied up.
+    fn note(&mut self, line: &str);
+    /// A line for people: something is not as it should be, and training goes on.
+    fn warn(&mut self, line: &str);
+}
+
+/// What a run is about to do, apart from the plan.
+#[derive(Clone, Debug)]
+pub struct Facts {
+    /// The device, in words.
+    pub device: String,
+    /// The model, in words.
+    pub model: String,
+    /// The data, in words.
+    pub data: String,
+    /// Steps already done.
+    pub step: u64,
+    /// Steps of the whole run.
+    pub max_steps: u64,
+    /// Steps between log lines.
+    pub logging_steps: u64,
+}
+
+/// How a run ended.
+#[derive(Clone, Debug)]
+pub struct Summary {
+    /// Whether a signal ended it early.
+    pub interrupted: bool,
+    /// Steps done in all, and in this process.
+    pub step: u64,
+    /// Steps done by this process.
+    pub steps_here: u64,
+    /// Steps of the whole run.
+    pub max_steps: u64,
+    /// Loss of the first and of the last step of this process.
+    pub loss: Option<(f32, f32)>,
+    /// Real tokens per second over all steps of this process.
+    pub tokens_per_second: f64,
+    /// Bucket steps of this process.
+    pub counts: Counts,
+    /// Compute was idle because the optimizer or a copy was not done, in milliseconds.
+    pub exposed_ms: (f64, f64),
+    /// The last checkpoint, if one was written.
+    pub checkpoint: Option<PathBuf>,
+    /// One line a step.
+    pub metrics: PathBuf,
+    /// Chrome/Perfetto timeline.
+    pub trace: PathBuf,
+    /// Spans that no longer fitted.
+    pub trace_dropped: u64,
+    /// Digest of the final state, if it was asked for.
+    pub digest: Option<String>,
+}
+
+/// Trains as `settings` say, until done or until `stop`.
+///
+/// # Errors
+/// The first thing that went wrong; the last checkpoint stays good.
+pub fn run(settings: &Settings, stop: &StopFlag, observer: &mut impl Observer) -> Result<Summary> {
+    let mut session = setup::prepare(settings, observer)?;
+    while !session.is_done() && !stop.is_set() {
+        session.step(observer)?;
+    }
+    finish(session, observer)
+}
+
+fn finish<D: crate::device::Kernels>(mut session: Session<D>, observer: &mut impl Observer) -> Result<Summary> {
+    session.save_if_new(observer)?;
+    session.into_summary()
+}

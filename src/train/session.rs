@@ -1,0 +1,280 @@
+//! Steps, metrics and checkpoints of a run that is set up.
+
+use super::{Observer, Summary};
+use crate::checkpoint::digest::StateDigest;
+use crate::checkpoint::{LossScale, Scheduler, TensorSource, TrainerState, Writer};
+use crate::config::plan::Place;
+use crate::config::settings::Settings;
+use crate::data::loader::Loader;
+use crate::device::Kernels;
+use crate::engine::coordinator::Counts;
+use crate::engine::executor::{Batches, Engine, StepReport};
+use crate::engine::trace::write_chrome;
+use crate::engine::verdict::Verdict;
+use crate::error::{Error, Result};
+use crate::metrics::{FLOPS_FORMULA, MemoryUse, MetricsFile, StepMetrics, rss_bytes};
+use crate::model::tensors::TensorSpec;
+use crate::optim::schedule::Schedule;
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+impl Batches for Loader {
+    fn fill(&mut self, inputs: &mut [i32], targets: &mut [i32]) -> Result<()> {
+        Loader::fill(self, inputs, targets)
+    }
+}
+
+/// Where a run writes.
+#[derive(Clone, Debug)]
+pub struct Paths {
+    /// Checkpoints and everything else.
+    pub output_dir: PathBuf,
+    /// One line a step.
+    pub metrics: PathBuf,
+    /// The timeline.
+    pub trace: PathBuf,
+}
+
+impl Paths {
+    /// Makes the output directory, and finds out now whether it can be written.
+    ///
+    /// # Errors
+    /// `Io` that names the directory.
+    pub fn create(settings: &Settings) -> Result<Self> {
+        let output_dir = settings.output_dir.clone();
+        std::fs::create_dir_all(&output_dir).map_err(|e| Error::io("create", &output_dir, e))?;
+        let probe = output_dir.join(".write-probe");
+        std::fs::write(&probe, b"x").map_err(|e| Error::io("write into", &output_dir, e))?;
+        std::fs::remove_file(&probe).map_err(|e| Error::io("remove", &probe, e))?;
+        let trace = settings.trace.clone().unwrap_or_else(|| output_dir.join("trace.json"));
+        Ok(Self { metrics: output_dir.join("metrics.jsonl"), trace, output_dir })
+    }
+}
+
+/// What was measured so far.
+#[derive(Clone, Copy, Debug, Default)]
+struct Totals {
+    steps: u64,
+    time: Duration,
+    first_loss: Option<f32>,
+    last_loss: f32,
+    counts: Counts,
+    exposed_cpu_ns: u64,
+    exposed_transfer_ns: u64,
+}
+
+/// A run between two steps.
+pub struct Session<D: Kernels> {
+    engine: Engine<D>,
+    loader: Loader,
+    schedule: Schedule,
+    settings: Settings,
+    paths: Paths,
+    model_files: Vec<(String, Vec<u8>)>,
+    metrics: MetricsFile,
+    flops_per_step: f64,
+    totals: Totals,
+    last_step_end: Option<Instant>,
+    saved: Option<(u64, PathBuf)>,
+}
+
+impl<D: Kernels> Session<D> {
+    /// A session whose next step is the engine's next.
+    ///
+    /// # Errors
+    /// `Io` when the metrics cannot be written.
+    pub fn new(
+        engine: Engine<D>,
+        loader: Loader,
+        schedule: Schedule,
+        settings: Settings,
+        paths: Paths,
+        model_files: Vec<(String, Vec<u8>)>,
+    ) -> Result<Self> {
+        let metrics = MetricsFile::open(&paths.metrics, engine.train_step())?;
+        let plan = engine.plan();
+        let flops_per_step = engine.shape().flops_per_step(plan.batch * plan.grad_accum_steps, plan.seq_length);
+        let totals = Totals::default();
+        Ok(Self {
+            engine,
+            loader,
+            schedule,
+            settings,
+            paths,
+            model_files,
+            metrics,
+            flops_per_step,
+            totals,
+            last_step_end: None,
+            saved: None,
+        })
+    }
+
+    /// Whether the last step is done.
+    pub fn is_done(&self) -> bool {
+        self.engine.train_step() >= self.schedule.max_steps
+    }
+
+    /// One step, its metrics, and a checkpoint when one is due.
+    ///
+    /// # Errors
+    /// The engine's or the disk's.
+    pub fn step(&mut self, observer: &mut impl Observer) -> Result<()> {
+        // The time between two steps counts: a backlog of updates may be what filled it.
+        let start = self.last_step_end.unwrap_or_else(Instant::now);
+        let learning_rate = self.schedule.lr(self.engine.optimizer_step());
+        let report = self.engine.step(learning_rate, &mut self.loader)?;
+        let end = Instant::now();
+        self.last_step_end = Some(end);
+        let metrics = self.measure(&report, end - start);
+        self.metrics.write(&metrics)?;
+        observer.step(&metrics);
+        if self.engine.train_step().is_multiple_of(self.settings.save_steps) {
+            self.save_if_new(observer)?;
+            self.last_step_end = Some(Instant::now());
+        }
+        Ok(())
+    }
+
+    fn measure(&mut self, report: &StepReport, time: Duration) -> StepMetrics {
+        let totals = &mut self.totals;
+        totals.steps += 1;
+        totals.time += time;
+        totals.first_loss.get_or_insert(report.loss);
+        totals.last_loss = report.loss;
+        totals.counts += report.counts;
+        totals.exposed_cpu_ns += report.exposed.cpu_ns;
+        totals.exposed_transfer_ns += report.exposed.transfer_ns;
+        let (plan, seconds, position) = (self.engine.plan(), time.as_secs_f64(), self.loader.position());
+        StepMetrics {
+            step: self.engine.train_step(),
+            epoch: position.epoch as f64 + position.next_sequence as f64 / self.loader.dataset().sequences() as f64,
+            loss: report.loss,
+            grad_norm: Some(report.grad_norm.0).filter(|norm| norm.is_finite()),
+            learning_rate: report.learning_rate,
+            loss_scale: report.loss_scale,
+            verdict: match report.verdict {
+                Verdict::Commit => "commit",
+                Verdict::Clip(_) => "clip",
+                Verdict::SkipNonFinite => "skip",
+            },
+            step_ms: seconds * 1e3,
+            tokens_per_second: plan.tokens_per_step() as f64 / seconds,
+            model_tflops: self.flops_per_step / seconds / 1e12,
+            model_flops_formula: FLOPS_FORMULA,
+            counts: report.counts,
+            exposed_cpu_ms: report.exposed.cpu_ns as f64 / 1e6,
+            exposed_transfer_ms: report.exposed.transfer_ns as f64 / 1e6,
+            memory: MemoryUse {
+                device_bytes: plan.bytes_at(Place::Device) as u64,
+                host_bytes: plan.bytes_at(Place::Host) as u64,
+                rss_bytes: rss_bytes(),
+            },
+        }
+    }
+
+    /// Saves a checkpoint unless this step has one; nothing before the first step.
+    ///
+    /// # Errors
+    /// `Io` naming the file; checkpoints that were there are as they were.
+    pub fn save_if_new(&mut self, observer: &mut impl Observer) -> Result<()> {
+        let step = self.engine.train_step();
+        if self.totals.steps == 0 || self.saved.as_ref().is_some_and(|(saved, _)| *saved == step) {
+            return Ok(());
+        }
+        self.engine.flush()?;
+        let mut writer = Writer::create(&self.paths.output_dir, self.trainer_state()?)?;
+        for_each_tensor(&mut self.engine, |spec, params, m, v| {
+            writer.tensor(TensorSource { name: &spec.name, shape: &spec.shape, params, m, v })
+        })?;
+        let limit = self.settings.save_total_limit.and_then(NonZeroUsize::new);
+        let saved = writer.finish(&self.model_files, limit)?;
+        saved.warnings.iter().for_each(|line| observer.warn(line));
+        observer.note(&format!("checkpoint {}", saved.path.display()));
+        self.saved = Some((step, saved.path));
+        Ok(())
+    }
+
+    fn trainer_state(&self) -> Result<TrainerState> {
+        let json = |e: serde_json::Error| Error::format(&self.paths.output_dir, e);
+        let loss_scale = self.engine.loss_scale();
+        Ok(TrainerState {
+            step: self.engine.train_step(),
+            optimizer_step: self.engine.optimizer_step(),
+            loss_scale: LossScale { scale: loss_scale.scale(), good_steps: u64::from(loss_scale.good_steps()) },
+            scheduler: Scheduler {
+                name: name_of(&self.settings.lr_scheduler_type).map_err(json)?,
+                base_lr: self.schedule.peak_lr,
+                warmup_steps: self.schedule.warmup_steps,
+                max_steps: self.schedule.max_steps,
+            },
+            seed: self.settings.seed,
+            data_position: serde_json::to_value(self.loader.position()).map_err(json)?,
+            speculation: serde_json::to_value(self.engine.history()).map_err(json)?,
+            settings: serde_json::to_value(&self.settings).map_err(json)?,
+        })
+    }
+
+    /// The digest of the state, flushed: optimizer step, then parameters, m and v of every tensor.
+    ///
+    /// # Errors
+    /// The engine's.
+    pub fn digest(&mut self) -> Result<String> {
+        self.engine.flush()?;
+        let mut digest = StateDigest::new(self.engine.optimizer_step());
+        for_each_tensor(&mut self.engine, |_, params, m, v| {
+            digest.update(params, m, v);
+            Ok(())
+        })?;
+        Ok(digest.finish())
+    }
+
+    /// Ends the threads and writes the timeline.
+    ///
+    /// # Errors
+    /// `Io` when the timeline cannot be written.
+    pub fn into_summary(mut self) -> Result<Summary> {
+        let digest = if self.settings.digest { Some(self.digest()?) } else { None };
+        let (step, max_steps, totals) = (self.engine.train_step(), self.schedule.max_steps, self.totals);
+        let tokens = self.engine.plan().tokens_per_step() as f64 * totals.steps as f64;
+        let tracks = self.engine.finish()?;
+        let trace_dropped = write_chrome(&self.paths.trace, &tracks)?;
+        let ms = |ns: u64| ns as f64 / 1e6;
+        Ok(Summary {
+            interrupted: step < max_steps,
+            step,
+            steps_here: totals.steps,
+            max_steps,
+            loss: totals.first_loss.map(|first| (first, totals.last_loss)),
+            tokens_per_second: if totals.steps == 0 { 0.0 } else { tokens / totals.time.as_secs_f64() },
+            counts: totals.counts,
+            exposed_ms: (ms(totals.exposed_cpu_ns), ms(totals.exposed_transfer_ns)),
+            checkpoint: self.saved.map(|(_, path)| path),
+            metrics: self.paths.metrics,
+            trace: self.paths.trace,
+            trace_dropped,
+            digest,
+        })
+    }
+}
+
+/// Reads every tensor's state in canonical order through three buffers.
+fn for_each_tensor<D: Kernels>(
+    engine: &mut Engine<D>,
+    mut each: impl FnMut(&TensorSpec, &[f32], &[f32], &[f32]) -> Result<()>,
+) -> Result<()> {
+    let specs = engine.table().specs().to_vec();
+    let (mut params, mut m, mut v) = (Vec::new(), Vec::new(), Vec::new());
+    for spec in &specs {
+        [&mut params, &mut m, &mut v].into_iter().for_each(|buffer| buffer.resize(spec.elems(), 0.0f32));
+        engine.read_state(spec, &mut params, &mut m, &mut v)?;
+        each(spec, &params, &m, &v)?;
+    }
+    Ok(())
+}
+
+/// The name under which serde writes a unit variant.
+fn name_of(value: &impl serde::Serialize) -> serde_json::Result<String> {
+    serde_json::to_value(value).and_then(serde_json::from_value)
+}

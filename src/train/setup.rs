@@ -1,0 +1,219 @@
+//! Everything before step 0: model, data, plan, device, engine, and the state to begin from.
+
+use super::session::{Paths, Session};
+use super::{Facts, Observer, previous_run};
+use crate::checkpoint::{self, Loaded};
+use crate::config::options::{DeviceChoice, Init, Resume};
+use crate::config::plan::Plan;
+use crate::config::settings::{Settings, TrainLength};
+use crate::data::loader::{DataPosition, Loader, steps_for_epochs};
+use crate::data::packing::Dataset;
+use crate::data::tokenizer::Tokenizer;
+use crate::device::Kernels;
+use crate::device::cpu::{CpuDevice, Schedule};
+use crate::engine::executor::Engine;
+use crate::engine::loss_scale::LossScale;
+use crate::error::{Error, Result};
+use crate::hardware::topology::Topology;
+use crate::host::affinity::{Placement, name_and_pin};
+use crate::host::doorbell::Doorbell;
+use crate::host::pool::Pool;
+use crate::host::step_job::StepJob;
+use crate::model::init::init_tensor;
+use crate::model::shape::{DEMO_CONFIG, ModelShape, Positions};
+use crate::model::weights;
+use crate::optim::schedule::Schedule as LearningRate;
+use std::path::Path;
+use std::sync::Arc;
+
+/// A model as it was found: its shape, the files to export it with, how text becomes tokens.
+struct Source {
+    shape: ModelShape,
+    files: Vec<(String, Vec<u8>)>,
+    tokenizer: Tokenizer,
+}
+
+/// Builds a session on the CPU, ready for its first step.
+///
+/// # Errors
+/// Whatever is missing, broken or too large; nothing has been trained yet.
+pub fn prepare(settings: &Settings, observer: &mut impl Observer) -> Result<Session<CpuDevice>> {
+    let topology = Topology::this_machine();
+    if settings.device == DeviceChoice::Cuda {
+        return Err(Error::Unsupported("--device cuda: this build has no CUDA device yet; --device cpu trains on the CPU".into()));
+    }
+    let source = find_model(settings)?;
+    check_context(settings, &source.shape)?;
+    let usable = topology.usable_cpus().map_or(1, |u| u.count());
+    let plan = Plan::new(settings, &source.shape, usable, true)?;
+    plan.check_fits(topology.memory_usable_bytes().unwrap_or(u64::MAX))?;
+    let dataset = Dataset::open(&settings.data, &source.tokenizer, source.shape.vocab, settings.seq_length)?;
+    let paths = Paths::create(settings)?;
+    let resumed = find_checkpoint(settings, &paths.output_dir, observer)?;
+    if resumed.is_none() {
+        previous_run::move_aside(&paths.output_dir)?.iter().for_each(|line| observer.warn(line));
+    }
+    let max_steps = max_steps(settings, &dataset);
+    let data = format!(
+        "{} tokens, {} sequences of {}; tokenizer {}",
+        dataset.tokens(),
+        dataset.sequences(),
+        settings.seq_length,
+        source.tokenizer
+    );
+    let mut engine = cpu_engine(&plan, &source.shape, &topology)?;
+    let position = match resumed {
+        Some(loaded) => resume(&mut engine, loaded)?,
+        None => begin(&mut engine, settings, &source.shape)?,
+    };
+    let loader = Loader::new(dataset, plan.batch, settings.seed, !settings.no_shuffle, position)?;
+    let facts = Facts {
+        device: engine.describe(),
+        model: describe_model(settings, &source.shape),
+        data,
+        step: engine.train_step(),
+        max_steps,
+        logging_steps: settings.logging_steps,
+    };
+    source.shape.ignored_dropout.iter().for_each(|key| observer.warn(&format!("dropout is not applied: config.json sets {key}")));
+    observer.begin(&plan, &facts);
+    let schedule = LearningRate {
+        scheduler: settings.lr_scheduler_type,
+        peak_lr: settings.learning_rate,
+        warmup_steps: settings.warmup_steps,
+        max_steps,
+    };
+    Session::new(engine, loader, schedule, settings.clone(), paths, source.files)
+}
+
+fn find_model(settings: &Settings) -> Result<Source> {
+    let Some(dir) = &settings.model else {
+        let files = vec![("config.json".to_string(), DEMO_CONFIG.as_bytes().to_vec())];
+        return Ok(Source { shape: ModelShape::demo(), files, tokenizer: Tokenizer::bytes() });
+    };
+    let shape = ModelShape::read(&dir.join("config.json"))?;
+    let tokenizer = Tokenizer::load(Some(dir))?;
+    if tokenizer.vocab_size() > shape.vocab {
+        let cause = format!("the tokenizer has {} ids, the model's vocabulary {}", tokenizer.vocab_size(), shape.vocab);
+        return Err(Error::format(dir.join("config.json"), cause));
+    }
+    Ok(Source { shape, files: weights::model_files(dir)?, tokenizer })
+}
+
+/// Learned positions end; rotary ones do not, and only tell how far the model was trained.
+fn check_context(settings: &Settings, shape: &ModelShape) -> Result<()> {
+    if shape.positions == Positions::Learned && settings.seq_length > shape.max_positions {
+        return Err(Error::usage(format!("--seq-length {}: the model has {} positions", settings.seq_length, shape.max_positions)));
+    }
+    Ok(())
+}
+
+fn max_steps(settings: &Settings, dataset: &Dataset) -> u64 {
+    match settings.train_length {
+        TrainLength::Steps(steps) => steps,
+        TrainLength::Epochs(epochs) => {
+            let sequences_per_step = settings.per_device_train_batch_size * settings.gradient_accumulation_steps;
+            steps_for_epochs(epochs, dataset.sequences(), sequences_per_step)
+        }
+    }
+}
+
+fn describe_model(settings: &Settings, shape: &ModelShape) -> String {
+    let from = settings.model.as_ref().map_or("built in".to_string(), |dir| dir.display().to_string());
+    let ModelShape { layers, channels, heads, kv_heads, vocab, .. } = shape;
+    format!("{from}: {} with {layers} layers of {channels}, {heads} heads ({kv_heads} kv), vocabulary {vocab}", shape.family.architecture())
+}
+
+/// The engine on this machine's CPU.
+///
+/// # Errors
+/// `Resource` when memory or threads cannot be had.
+pub fn cpu_engine(plan: &Plan, shape: &ModelShape, topology: &Topology) -> Result<Engine<CpuDevice>> {
+    let bell = Arc::new(Doorbell::default());
+    let schedule = plan.adversary.map_or(Schedule::Threads, |seed| Schedule::Adversary { seed });
+    let dev = CpuDevice::new(plan.threads, schedule, bell.clone(), plan.trace)?;
+    let pool: Pool<StepJob> = match schedule {
+        Schedule::Adversary { .. } => Pool::stepped(plan.threads, plan.trace),
+        Schedule::Threads => {
+            let cpus = worker_cpus(plan, topology);
+            let on_start = move |worker: usize| cpus.as_ref().map_or(Ok(()), |cpus| name_and_pin("adam", worker, cpus[worker]));
+            Pool::threads(plan.threads, bell.clone(), plan.trace, on_start)?
+        }
+    };
+    Engine::new(plan.clone(), shape.clone(), dev, pool, bell)
+}
+
+/// A CPU for each worker, when there are enough that are this process's own: under a quota others run there, too.
+fn worker_cpus(plan: &Plan, topology: &Topology) -> Option<Vec<usize>> {
+    let usable = topology.usable_cpus().filter(|u| plan.techniques.mpam && u.quota.is_none())?;
+    Placement::choose(&topology.cpus, &usable.affinity, plan.threads).map(|placement| placement.workers)
+}
+
+/// The checkpoint to go on from.
+fn find_checkpoint(settings: &Settings, output_dir: &Path, observer: &mut impl Observer) -> Result<Option<Loaded>> {
+    checkpoint::clean(output_dir)?.iter().for_each(|line| observer.warn(line));
+    let dir = match &settings.resume_from_checkpoint {
+        None => return Ok(None),
+        Some(Resume::Dir(dir)) => {
+            checkpoint::verify(dir)?;
+            dir.clone()
+        }
+        Some(Resume::Auto) => {
+            let newest = checkpoint::newest_good(output_dir)?;
+            newest.warnings.iter().for_each(|line| observer.warn(line));
+            let Some((dir, _)) = newest.found else {
+                observer.note(&format!("no checkpoint in {}: starting afresh", output_dir.display()));
+                return Ok(None);
+            };
+            dir
+        }
+    };
+    observer.note(&format!("resuming from {}", dir.display()));
+    checkpoint::open(&dir).map(Some)
+}
+
+/// State and counters of a checkpoint go into the engine; returns where the data goes on.
+fn resume<D: Kernels>(engine: &mut Engine<D>, mut loaded: Loaded) -> Result<DataPosition> {
+    let specs = engine.table().specs().to_vec();
+    loaded.expect_tensors(specs.iter().map(|spec| (spec.name.as_str(), spec.shape.as_slice())))?;
+    let trainer = loaded.manifest().trainer.clone();
+    let format = |e: serde_json::Error| Error::format("trainer_state.json", e);
+    let (history, position) =
+        (serde_json::from_value(trainer.speculation).map_err(format)?, serde_json::from_value(trainer.data_position).map_err(format)?);
+    for spec in &specs {
+        let (mut params, mut m, mut v) = (vec![0.0; spec.elems()], vec![0.0; spec.elems()], vec![0.0; spec.elems()]);
+        loaded.read_tensor(&spec.name, &mut params, &mut m, &mut v)?;
+        engine.write_state(spec, &params, &m, &v)?;
+    }
+    let mut loss_scale = LossScale::new(engine.plan().dtype);
+    loss_scale.restore(trainer.loss_scale.scale, trainer.loss_scale.good_steps);
+    engine.resume(trainer.step, trainer.optimizer_step, loss_scale, history);
+    engine.send_weights()?;
+    Ok(position)
+}
+
+/// First weights: random, or the model's own.
+fn begin<D: Kernels>(engine: &mut Engine<D>, settings: &Settings, shape: &ModelShape) -> Result<DataPosition> {
+    let specs = engine.table().specs().to_vec();
+    match (settings.init, &settings.model) {
+        (Init::Checkpoint, Some(dir)) => {
+            let mut flat = vec![0.0; engine.table().flat_elems()];
+            weights::load(dir, shape, engine.table(), &mut flat)?;
+            specs.iter().try_for_each(|spec| write_params(engine, spec, &flat[spec.range()]))?;
+        }
+        _ => {
+            for spec in &specs {
+                let mut params = vec![0.0; spec.elems()];
+                init_tensor(spec, settings.seed, &mut params);
+                write_params(engine, spec, &params)?;
+            }
+        }
+    }
+    engine.send_weights()?;
+    Ok(DataPosition::default())
+}
+
+fn write_params<D: Kernels>(engine: &mut Engine<D>, spec: &crate::model::tensors::TensorSpec, params: &[f32]) -> Result<()> {
+    let zero = vec![0.0; params.len()];
+    engine.write_state(spec, params, &zero, &zero)
+}
