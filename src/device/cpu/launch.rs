@@ -1,5 +1,6 @@
 //! [`Kernels`] for the CPU: checks what a kernel is given, picks its number format and enqueues it.
 
+use super::arguments::{arguments, check, check_shape, rows};
 use super::kernels::attention_backward::Forward;
 use super::kernels::cross_entropy::Tile;
 use super::kernels::isa::Isa;
@@ -95,49 +96,6 @@ impl CpuDevice {
     }
 }
 
-/// What a kernel expects of one argument.
-struct Argument {
-    name: &'static str,
-    slice: DeviceSlice,
-    dtype: Dtype,
-    elems: usize,
-    written: bool,
-}
-
-impl Argument {
-    fn overlaps(&self, other: &Self) -> bool {
-        let end = |slice: DeviceSlice| slice.addr + slice.bytes() as u64;
-        self.slice.addr < end(other.slice) && other.slice.addr < end(self.slice)
-    }
-}
-
-/// An error that names what is wrong with the arguments of `kernel`: format, size, or one written that overlaps another.
-fn check<const N: usize>(kernel: &'static str, arguments: [Argument; N]) -> Result<()> {
-    let wrong = |cause: String| Err(Error::resource(format!("launch {kernel}"), cause));
-    for (i, a) in arguments.iter().enumerate() {
-        if (a.slice.dtype, a.slice.elems) != (a.dtype, a.elems) {
-            return wrong(format!("{} holds {} {}, not {} {}", a.name, a.slice.elems, a.slice.dtype, a.elems, a.dtype));
-        }
-        if let Some(b) = arguments[..i].iter().find(|b| (a.written || b.written) && a.overlaps(b)) {
-            return wrong(format!("{} overlaps {}", a.name, b.name));
-        }
-    }
-    Ok(())
-}
-
-/// The arguments of a kernel by format: `out` is written, `in` is not.
-macro_rules! arguments {
-    ($($dtype:expr => $($direction:tt $slice:ident [$elems:expr]),+);+) => {
-        [$($(Argument {
-            name: stringify!($slice),
-            slice: $slice,
-            dtype: $dtype,
-            elems: $elems,
-            written: matches!(stringify!($direction).as_bytes(), b"out"),
-        }),+),+]
-    };
-}
-
 /// Compiles `$body` for each float format and runs the one for `$dtype`.
 macro_rules! by_float {
     ($dtype:expr, $t:ident => $body:expr) => {
@@ -157,20 +115,6 @@ macro_rules! by_float {
             Dtype::Int32 => Err(Error::Unsupported("arithmetic on int32".into())),
         }
     };
-}
-
-/// Rows of `cols` in `x`.
-fn rows(x: DeviceSlice, cols: usize) -> usize {
-    x.elems / cols.max(1)
-}
-
-/// An error if the heads do not fit together or the sequences are empty.
-fn check_shape(kernel: &'static str, shape: &AttentionShape) -> Result<()> {
-    let whole = shape.kv_heads > 0 && shape.heads.is_multiple_of(shape.kv_heads);
-    if whole && shape.heads * shape.head_dim * shape.tokens() > 0 && shape.window != Some(0) {
-        return Ok(());
-    }
-    Err(Error::resource(format!("launch {kernel}"), format!("{shape:?} makes no sense")))
 }
 
 impl Kernels for CpuDevice {
@@ -595,13 +539,18 @@ mod tests {
     use super::*;
     use crate::device::cpu::Schedule;
     use crate::device::{Device, MatmulLayout};
+    use std::sync::Arc;
 
     /// A device, and what its memory holds once all streams are done.
     struct Rig(CpuDevice);
 
     impl Rig {
         fn new() -> Self {
-            Self(CpuDevice::new(2, Schedule::Threads, Default::default(), false).unwrap())
+            Self::with_schedule(Schedule::Threads)
+        }
+
+        fn with_schedule(schedule: Schedule) -> Self {
+            Self(CpuDevice::new(2, schedule, Arc::default(), false).unwrap())
         }
 
         fn with<T: bytemuck::Pod>(&mut self, dtype: Dtype, values: &[T]) -> DeviceSlice {
@@ -689,7 +638,11 @@ mod tests {
 
     #[test]
     fn tasks_of_one_stream_run_in_order() {
-        let mut rig = Rig::new();
+        run_in_order(Rig::new());
+        (0..8).for_each(|seed| run_in_order(Rig::with_schedule(Schedule::Adversary { seed })));
+    }
+
+    fn run_in_order(mut rig: Rig) {
         let (x, loss) = (rig.floats(&[5.0; 4]), rig.floats(&[1.0]));
         let tokens = rig.with(Dtype::Int32, &[1i32, 0]);
         let table = rig.with(Dtype::Bfloat16, &[1.0f32, 2.0, 3.0, 4.0].map(<bf16 as Element>::from_f32));

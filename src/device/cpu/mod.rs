@@ -5,6 +5,7 @@
 //! memory before the event it should have waited for then reads old bytes, and a digest changes.
 #![allow(unsafe_code)]
 
+mod arguments;
 mod kernels;
 mod launch;
 mod stream;

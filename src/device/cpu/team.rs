@@ -212,8 +212,14 @@ mod tests {
         for threads in [1, 2, 4] {
             let mut team = Team::new(threads).unwrap();
             for bad in 0..20 {
-                let run = catch_unwind(AssertUnwindSafe(|| team.run(20, &|_, block| assert_ne!(block, bad))));
-                assert!(run.is_err(), "{threads} threads, block {bad}");
+                let runs = AtomicUsize::new(0);
+                let run = catch_unwind(AssertUnwindSafe(|| {
+                    team.run(20, &|_, block| {
+                        runs.fetch_add(1, Ordering::Relaxed);
+                        assert_ne!(block, bad);
+                    });
+                }));
+                assert!(run.is_err() && runs.into_inner() <= 20, "{threads} threads, block {bad}");
                 team.run(20, &|_, _| {});
             }
         }
