@@ -88,72 +88,116 @@ pub(crate) struct Panels<'a> {
 /// `c += a * b` on packed panels: `c[i, j]` gains `k` products in ascending order. `c` is `size` rows by columns, whole panels
 /// both, with rows `pitch` apart.
 pub(crate) fn multiply(isa: Isa, a: Panels<'_>, b: Panels<'_>, k: usize, c: &mut [f32], size: (usize, usize), pitch: usize) {
-    // Two rows of sums and their operands fit the 16 registers of AVX2, eight rows the 32 of AVX-512.
-    match isa.level() {
-        Level::Baseline => tiles::<2>(tile::<2>, a, b, k, c, size, pitch),
-        // SAFETY: an `Isa` of this level exists only where the processor has it.
-        #[cfg(target_arch = "x86_64")]
-        Level::Avx2 => tiles::<2>(|a, first, b, c, pitch| unsafe { tile_avx2(a, first, b, c, pitch) }, a, b, k, c, size, pitch),
-        // SAFETY: as above.
-        #[cfg(target_arch = "x86_64")]
-        Level::Avx512 => tiles::<A_PANEL>(|a, _, b, c, pitch| unsafe { tile_avx512(a, b, c, pitch) }, a, b, k, c, size, pitch),
-    }
-}
-
-/// [`multiply`] with register tiles of `ROWS` rows, which divide a panel of `a`.
-#[inline(always)]
-fn tiles<const ROWS: usize>(
-    tile: impl Fn(&[f32], usize, &[f32], &mut [f32], usize),
-    a: Panels<'_>,
-    b: Panels<'_>,
-    k: usize,
-    c: &mut [f32],
-    size: (usize, usize),
-    pitch: usize,
-) {
     for k0 in (0..k).step_by(K_CHUNK) {
         let steps = K_CHUNK.min(k - k0);
         for col in (0..size.1).step_by(B_PANEL) {
             let b = &b.data[col / B_PANEL * b.stride + k0 * B_PANEL..][..steps * B_PANEL];
-            for row in (0..size.0).step_by(ROWS) {
+            for row in (0..size.0).step_by(A_PANEL) {
                 let a = &a.data[row / A_PANEL * a.stride + k0 * A_PANEL..][..steps * A_PANEL];
-                tile(a, row % A_PANEL, b, &mut c[row * pitch + col..], pitch);
+                tile(isa, a, b, &mut c[row * pitch + col..], pitch);
             }
         }
     }
 }
 
-/// One register tile: `ROWS` rows of panel `a` from row `first` on, all columns of panel `b`.
-#[inline(always)]
-fn tile<const ROWS: usize>(a: &[f32], first: usize, b: &[f32], c: &mut [f32], pitch: usize) {
-    let mut sums = [[0.0f32; B_PANEL]; ROWS];
-    for (i, sum) in sums.iter_mut().enumerate() {
-        sum.copy_from_slice(&c[i * pitch..][..B_PANEL]);
+/// One register tile: all rows of panel `a` times all columns of panel `b`.
+///
+/// By intrinsics, because what the compiler makes of the plain loop changes with the optimisation level: from full speed to
+/// a tenth of it. Each element is the same chain of fused multiply-adds in all three.
+fn tile(isa: Isa, a: &[f32], b: &[f32], c: &mut [f32], pitch: usize) {
+    let (a, b) = (a.as_chunks::<A_PANEL>().0, b.as_chunks::<B_PANEL>().0);
+    assert!(a.len() == b.len() && c.len() >= (A_PANEL - 1) * pitch + B_PANEL);
+    match isa.level() {
+        Level::Baseline => tile_scalar(a, b, c, pitch),
+        // SAFETY: an `Isa` of this level exists only where the processor has it; the sizes are checked above.
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx2 => unsafe { x86::tile_avx2(a, b, c.as_mut_ptr(), pitch) },
+        // SAFETY: as above.
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx512 => unsafe { x86::tile_avx512(a, b, c.as_mut_ptr(), pitch) },
     }
-    for (a, b) in a.as_chunks::<A_PANEL>().0.iter().zip(b.as_chunks::<B_PANEL>().0) {
-        for i in 0..ROWS {
-            for j in 0..B_PANEL {
-                // The remainder spares a bounds check, whose way out would keep the sums in memory.
-                sums[i][j] = a[(first + i) % A_PANEL].mul_add(b[j], sums[i][j]);
+}
+
+fn tile_scalar(a: &[[f32; A_PANEL]], b: &[[f32; B_PANEL]], c: &mut [f32], pitch: usize) {
+    for i in 0..A_PANEL {
+        let sums = &mut c[i * pitch..][..B_PANEL];
+        for (a, b) in a.iter().zip(b) {
+            sums.iter_mut().zip(b).for_each(|(sum, b)| *sum = a[i].mul_add(*b, *sum));
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use super::{A_PANEL, B_PANEL};
+    use std::arch::x86_64::*;
+
+    /// Eight rows of two vectors: 16 of the 32 registers hold sums.
+    ///
+    /// # Safety
+    /// `c` has [`A_PANEL`] rows of [`B_PANEL`] floats, `pitch` apart.
+    #[target_feature(enable = "avx512f")]
+    pub(super) unsafe fn tile_avx512(a: &[[f32; A_PANEL]], b: &[[f32; B_PANEL]], c: *mut f32, pitch: usize) {
+        // SAFETY: rows of `c` by the caller's promise, rows of `b` by their type.
+        unsafe {
+            let row = |i: usize| c.add(i * pitch);
+            let mut sums = [[_mm512_setzero_ps(); 2]; A_PANEL];
+            for i in 0..A_PANEL {
+                sums[i] = [_mm512_loadu_ps(row(i)), _mm512_loadu_ps(row(i).add(16))];
+            }
+            for (a, b) in a.iter().zip(b) {
+                let (b0, b1) = (_mm512_loadu_ps(b.as_ptr()), _mm512_loadu_ps(b.as_ptr().add(16)));
+                for i in 0..A_PANEL {
+                    let a = _mm512_set1_ps(a[i]);
+                    sums[i] = [_mm512_fmadd_ps(a, b0, sums[i][0]), _mm512_fmadd_ps(a, b1, sums[i][1])];
+                }
+            }
+            for (i, sum) in sums.iter().enumerate() {
+                _mm512_storeu_ps(row(i), sum[0]);
+                _mm512_storeu_ps(row(i).add(16), sum[1]);
             }
         }
     }
-    for (i, sum) in sums.iter().enumerate() {
-        c[i * pitch..][..B_PANEL].copy_from_slice(sum);
+
+    /// Rows and columns whose sums the 16 registers hold beside their operands.
+    const ROWS: usize = 4;
+    const COLS: usize = 16;
+
+    /// The tile in parts of [`ROWS`] by [`COLS`].
+    ///
+    /// # Safety
+    /// As [`tile_avx512`].
+    #[target_feature(enable = "avx2,fma")]
+    pub(super) unsafe fn tile_avx2(a: &[[f32; A_PANEL]], b: &[[f32; B_PANEL]], c: *mut f32, pitch: usize) {
+        for (i, j) in (0..A_PANEL / ROWS).flat_map(|i| (0..B_PANEL / COLS).map(move |j| (i * ROWS, j * COLS))) {
+            // SAFETY: inside the tile.
+            unsafe { part_avx2(a, b, (i, j), c.add(i * pitch + j), pitch) };
+        }
     }
-}
 
-// Functions of their own: inlined into the loops around it, the compiler no longer keeps the sums in registers.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma")]
-#[inline(never)]
-fn tile_avx2(a: &[f32], first: usize, b: &[f32], c: &mut [f32], pitch: usize) {
-    tile::<2>(a, first, b, c, pitch);
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")]
-#[inline(never)]
-fn tile_avx512(a: &[f32], b: &[f32], c: &mut [f32], pitch: usize) {
-    tile::<A_PANEL>(a, 0, b, c, pitch);
+    /// # Safety
+    /// `c` has [`ROWS`] rows of [`COLS`] floats, `pitch` apart; `at` is a part of the tile.
+    #[target_feature(enable = "avx2,fma")]
+    unsafe fn part_avx2(a: &[[f32; A_PANEL]], b: &[[f32; B_PANEL]], at: (usize, usize), c: *mut f32, pitch: usize) {
+        // SAFETY: rows of `c` by the caller's promise, parts of `b` because `at` is inside.
+        unsafe {
+            let row = |i: usize| c.add(i * pitch);
+            let mut sums = [[_mm256_setzero_ps(); 2]; ROWS];
+            for i in 0..ROWS {
+                sums[i] = [_mm256_loadu_ps(row(i)), _mm256_loadu_ps(row(i).add(8))];
+            }
+            for (a, b) in a.iter().zip(b) {
+                let b = b.as_ptr().add(at.1);
+                let (b0, b1) = (_mm256_loadu_ps(b), _mm256_loadu_ps(b.add(8)));
+                for i in 0..ROWS {
+                    let a = _mm256_set1_ps(a[at.0 + i]);
+                    sums[i] = [_mm256_fmadd_ps(a, b0, sums[i][0]), _mm256_fmadd_ps(a, b1, sums[i][1])];
+                }
+            }
+            for (i, sum) in sums.iter().enumerate() {
+                _mm256_storeu_ps(row(i), sum[0]);
+                _mm256_storeu_ps(row(i).add(8), sum[1]);
+            }
+        }
+    }
 }

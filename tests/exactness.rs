@@ -1,0 +1,198 @@
+//! The promise: speculation changes no bit. Random models and schedules run under every strategy; the flushed state of
+//! `superoffload` must be that of `zero-offload` and of `no-offload`, and counters prove that it speculated.
+
+use crate::support::{Noise, digest, engine, settings, tiny_llama};
+use proptest::prelude::*;
+use superoffload::engine::coordinator::Counts;
+
+/// Everything that must not matter, and everything that must.
+#[derive(Clone, Debug)]
+struct Case {
+    seed: u64,
+    layers: usize,
+    vocab: usize,
+    tied: bool,
+    dtype: &'static str,
+    accum: usize,
+    max_norm: f64,
+    faults: Vec<(u64, f64, &'static str)>,
+}
+
+/// How a case is run.
+#[derive(Clone, Debug)]
+struct Way {
+    strategy: &'static str,
+    threads: usize,
+    bucket_kib: usize,
+    slots: usize,
+    resident: usize,
+    without: &'static str,
+    cast: &'static str,
+    adversary: Option<u64>,
+}
+
+const STEPS: u64 = 6;
+
+fn run(case: &Case, way: &Way) -> (String, Counts, Vec<u32>) {
+    let shape = tiny_llama(case.layers, 32, case.vocab, case.tied);
+    let flat = superoffload::model::tensors::TensorTable::new(&shape).flat_elems();
+    let inject: Vec<String> = case
+        .faults
+        .iter()
+        .map(|(step, at, value)| format!("{{step = {step}, element = {}, value = {value}}}", (at * (flat - 1) as f64) as usize))
+        .collect();
+    let adversary = way.adversary.map_or(String::new(), |seed| format!("adversary = {seed}\ndevice = \"cpu\""));
+    let without = if way.without.is_empty() { String::new() } else { format!("without = [{}]", way.without) };
+    let settings = settings(&format!(
+        "strategy = \"{}\"\nthreads = {}\nbucket-mib = {}\nslots = {}\nresident-buckets = {}\ncast = \"{}\"\n{without}\n{adversary}\n\
+         seed = {}\ndtype = \"{}\"\ngradient-accumulation-steps = {}\nmax-grad-norm = {}\ninject = [{}]\n\
+         seq-length = 8\nper-device-train-batch-size = 2\nlearning-rate = 1e-2\nweight-decay = 0.1\nmax-steps = 99",
+        way.strategy,
+        way.threads,
+        way.bucket_kib as f64 / 1024.0,
+        way.slots,
+        way.resident,
+        way.cast,
+        case.seed,
+        case.dtype,
+        case.accum,
+        case.max_norm,
+        inject.join(","),
+    ));
+    let mut engine = engine(&settings, &shape);
+    let mut batches = Noise::new(case.seed, case.vocab);
+    let (mut counts, mut losses) = (Counts::default(), Vec::new());
+    for step in 0..STEPS {
+        let report = engine.step(1e-2 / (1.0 + step as f64), &mut batches).unwrap();
+        counts += report.counts;
+        losses.push(report.loss.to_bits());
+    }
+    (digest(&mut engine), counts, losses)
+}
+
+fn reference(case: &Case) -> (String, Counts, Vec<u32>) {
+    let way = Way { strategy: "no-offload", threads: 1, bucket_kib: 64, slots: 1, resident: 0, without: "", cast: "host", adversary: None };
+    run(case, &way)
+}
+
+fn cases() -> impl Strategy<Value = Case> {
+    let fault = (1..=STEPS, 0.0..1.0f64, prop::sample::select(vec!["\"nan\"", "\"inf\"", "\"-inf\"", "1e3"]));
+    (
+        any::<u32>(),
+        1usize..4,
+        prop::sample::select(vec![17usize, 64, 300]),
+        any::<bool>(),
+        prop::sample::select(vec!["bfloat16", "float16", "float32"]),
+        1usize..4,
+        // The norm of these models is between 0.5 and 3: never, sometimes, often, always clipped.
+        prop::sample::select(vec![0.0, 1e-3, 0.7, 1.0, 1.5, 1e9]),
+        prop::collection::vec(fault, 0..3),
+    )
+        .prop_map(|(seed, layers, vocab, tied, dtype, accum, max_norm, faults)| Case {
+            seed: u64::from(seed),
+            layers,
+            vocab,
+            tied,
+            dtype,
+            accum,
+            max_norm,
+            faults,
+        })
+}
+
+fn ways() -> impl Strategy<Value = Way> {
+    let without = [
+        "",
+        "\"adaptive\"",
+        "\"deadline-order\"",
+        "\"adaptive\", \"deadline-order\"",
+        "\"stv\"",
+        "\"grace-adam\"",
+        "\"repartition\", \"mpam\"",
+    ];
+    (
+        prop::sample::select(vec!["superoffload", "superoffload", "superoffload", "zero-offload"]),
+        1usize..5,
+        prop::sample::select(vec![8usize, 16, 24, 64, 4096]),
+        1usize..4,
+        0usize..4,
+        prop::sample::select(without.to_vec()),
+        prop::sample::select(vec!["host", "host", "device"]),
+        prop::option::weighted(0.8, any::<u32>().prop_map(u64::from)),
+    )
+        .prop_map(|(strategy, threads, bucket_kib, slots, resident, without, cast, adversary)| Way {
+            strategy,
+            threads,
+            bucket_kib,
+            slots,
+            resident,
+            without,
+            cast,
+            adversary,
+        })
+}
+
+/// More cases for a long campaign: `SUPEROFFLOAD_CASES=5000 cargo test --release --test main exactness`.
+fn config() -> ProptestConfig {
+    let cases = std::env::var("SUPEROFFLOAD_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(40);
+    ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
+}
+
+proptest! {
+    #![proptest_config(config())]
+    #[test]
+    fn every_way_gives_the_bits_of_the_synchronous_step(case in cases(), ways in prop::collection::vec(ways(), 3)) {
+        let want = reference(&case);
+        for way in ways {
+            let have = run(&case, &way);
+            prop_assert_eq!(&have.0, &want.0, "digest, {:?}", way);
+            prop_assert_eq!(&have.2, &want.2, "losses, {:?}", way);
+            prop_assert_eq!(have.1.skipped > 0, want.1.skipped > 0);
+            prop_assert_eq!(have.1.clipped > 0, want.1.clipped > 0);
+        }
+    }
+}
+
+#[test]
+fn speculations_are_kept_redone_and_undone_and_counted() {
+    let way = Way {
+        strategy: "superoffload",
+        threads: 2,
+        bucket_kib: 8,
+        slots: 1,
+        resident: 1,
+        without: "\"adaptive\"",
+        cast: "host",
+        adversary: Some(7),
+    };
+    let case =
+        Case { seed: 3, layers: 2, vocab: 64, tied: true, dtype: "bfloat16", accum: 1, max_norm: 1.2, faults: vec![(3, 0.5, "\"nan\"")] };
+    let mut all = Counts::default();
+    for seed in 0..8 {
+        let (have, counts, _) = run(&case, &Way { adversary: Some(seed), ..way.clone() });
+        assert_eq!(have, reference(&case).0);
+        all += counts;
+    }
+    assert!(all.speculated > 50 && all.rolled_back > 20 && all.rolled_back < all.speculated, "{all:?}");
+    assert!(all.committed > 0 && all.clipped > 0 && all.skipped > 0, "{all:?}");
+}
+
+#[test]
+fn the_papers_inverse_rollback_is_not_exact_and_says_so() {
+    let toml = |rollback: &str| {
+        format!(
+            "rollback = \"{rollback}\"\nwithout = [\"adaptive\"]\nadversary = 5\ndevice = \"cpu\"\nbucket-mib = 0.0078125\nslots = 2\n\
+                 seq-length = 8\nper-device-train-batch-size = 2\nmax-grad-norm = 0.01\nmax-steps = 9"
+        )
+    };
+    let run = |rollback| {
+        let mut engine = engine(&settings(&toml(rollback)), &tiny_llama(2, 32, 64, true));
+        let mut batches = Noise::new(1, 64);
+        let counts = (0..STEPS).map(|_| engine.step(1e-2, &mut batches).unwrap().counts);
+        let rolled_back: u64 = counts.map(|c| c.rolled_back).sum();
+        (digest(&mut engine), rolled_back)
+    };
+    let (exact, inverse) = (run("deferred"), run("inverse"));
+    assert!(exact.1 > 0 && inverse.1 > 0, "both rolled back");
+    assert_ne!(exact.0, inverse.0, "algebra lost no bit: then this test must find a harder case");
+}

@@ -1,0 +1,81 @@
+//! Small models, settings and engines for the tests.
+
+use superoffload::checkpoint::digest::StateDigest;
+use superoffload::config::options::TrainOptions;
+use superoffload::config::plan::Plan;
+use superoffload::config::settings::Settings;
+use superoffload::device::cpu::CpuDevice;
+use superoffload::engine::executor::{Batches, Engine};
+use superoffload::error::Result;
+use superoffload::hardware::topology::Topology;
+use superoffload::model::init::init_tensor;
+use superoffload::model::shape::ModelShape;
+use superoffload::train::setup::cpu_engine;
+
+/// A llama of a few thousand parameters; `layers`, `channels` and `vocab` vary, `tied` embeddings or not.
+pub fn tiny_llama(layers: usize, channels: usize, vocab: usize, tied: bool) -> ModelShape {
+    let config = serde_json::json!({
+        "architectures": ["LlamaForCausalLM"], "hidden_size": channels, "num_hidden_layers": layers,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": channels * 2, "vocab_size": vocab,
+        "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
+        "tie_word_embeddings": tied,
+    });
+    ModelShape::parse(&config.to_string(), std::path::Path::new("config.json")).unwrap()
+}
+
+/// Settings from a config file's text, resolved as the program does it.
+pub fn settings(toml: &str) -> Settings {
+    let options: TrainOptions = toml::from_str(toml).unwrap();
+    Settings::resolve(options).unwrap()
+}
+
+/// An engine with random weights, ready to step.
+pub fn engine(settings: &Settings, shape: &ModelShape) -> Engine<CpuDevice> {
+    let plan = Plan::new(settings, shape, 2, false).unwrap();
+    let mut engine = cpu_engine(&plan, shape, &Topology::this_machine()).unwrap();
+    for spec in engine.table().specs().to_vec() {
+        let mut params = vec![0.0; spec.elems()];
+        init_tensor(&spec, settings.seed, &mut params);
+        let zero = vec![0.0; params.len()];
+        engine.write_state(&spec, &params, &zero, &zero).unwrap();
+    }
+    engine.send_weights().unwrap();
+    engine
+}
+
+/// Digest of an engine's flushed state, as `train --digest` prints it.
+pub fn digest(engine: &mut Engine<CpuDevice>) -> String {
+    engine.flush().unwrap();
+    let mut digest = StateDigest::new(engine.optimizer_step());
+    for spec in engine.table().specs().to_vec() {
+        let mut state = [vec![0.0; spec.elems()], vec![0.0; spec.elems()], vec![0.0; spec.elems()]];
+        let [params, m, v] = &mut state;
+        engine.read_state(&spec, params, m, v).unwrap();
+        digest.update(params, m, v);
+    }
+    digest.finish()
+}
+
+/// Random tokens, the same for the same seed.
+pub struct Noise {
+    state: u64,
+    vocab: u64,
+}
+
+impl Noise {
+    pub fn new(seed: u64, vocab: usize) -> Self {
+        Self { state: seed.wrapping_mul(2) + 1, vocab: vocab as u64 }
+    }
+
+    fn next(&mut self) -> i32 {
+        self.state = self.state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        ((self.state >> 33) % self.vocab) as i32
+    }
+}
+
+impl Batches for Noise {
+    fn fill(&mut self, inputs: &mut [i32], targets: &mut [i32]) -> Result<()> {
+        inputs.iter_mut().chain(targets).for_each(|x| *x = self.next());
+        Ok(())
+    }
+}
