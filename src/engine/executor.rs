@@ -296,7 +296,7 @@ impl<D: Kernels> Engine<D> {
     fn forward(&mut self, stage: Stage) -> Result<()> {
         self.wait_for_params(stage)?;
         self.model.forward(&mut self.dev, stage)?;
-        self.pump()
+        self.pump().map(drop)
     }
 
     fn backward(&mut self, stage: Stage, first: bool, last: bool) -> Result<()> {
@@ -329,7 +329,7 @@ impl<D: Kernels> Engine<D> {
             let before = layout.complete(range.start);
             (before..layout.complete(end)).try_for_each(|bucket| self.bucket_ready(bucket))?;
         }
-        self.pump()
+        self.pump().map(drop)
     }
 
     fn bucket_ready(&mut self, bucket: usize) -> Result<()> {
@@ -426,14 +426,14 @@ impl<D: Kernels> Engine<D> {
         let mut idle_since = None;
         loop {
             let rung = self.bell.rings();
-            self.pump()?;
+            let told = self.pump()?;
             if ready(self)? {
                 return Ok(idle_since.map_or(0, |since| now_ns() - since));
             }
             if idle_since.is_none() && self.dev.is_done(self.events.compute_tail)? {
                 idle_since = Some(now_ns());
             }
-            if !self.go_on()? {
+            if !self.go_on()? && !told {
                 if self.coin.is_some() {
                     return Err(Error::resource("wait for the step", "nothing is under way: a deadlock in the step protocol"));
                 }
@@ -451,8 +451,9 @@ impl<D: Kernels> Engine<D> {
         Ok(self.dev.idle()? || self.pool.advance())
     }
 
-    /// Tells the coordinator what has happened since the last call; never blocks.
-    fn pump(&mut self) -> Result<()> {
+    /// Tells the coordinator what has happened since the last call; false when nothing has. Never blocks.
+    fn pump(&mut self) -> Result<bool> {
+        let mut told = false;
         if self.coin.as_mut().is_some_and(|coin| coin.next_u32().is_multiple_of(4)) {
             self.pool.advance();
         }
@@ -461,6 +462,7 @@ impl<D: Kernels> Engine<D> {
                 break;
             }
             self.copying.pop_front();
+            told = true;
             self.tell(Event::GradArrived(bucket))?;
         }
         while let Some(&slot) = self.returning.front() {
@@ -468,13 +470,15 @@ impl<D: Kernels> Engine<D> {
                 break;
             }
             self.returning.pop_front();
+            told = true;
             self.tell(Event::ParamsCopied(slot))?;
         }
         while self.pool_busy && self.pool.is_idle() {
             self.pool_busy = false;
+            told = true;
             self.tell(Event::JobDone)?;
         }
-        Ok(())
+        Ok(told)
     }
 
     fn tell(&mut self, event: Event) -> Result<()> {
