@@ -87,73 +87,180 @@ pub(crate) struct Panels<'a> {
 
 /// `c += a * b` on packed panels: `c[i, j]` gains `k` products in ascending order. `c` is `size` rows by columns, whole panels
 /// both, with rows `pitch` apart.
+///
+/// # Panics
+/// If a panel or a tile reaches outside of its slice.
 pub(crate) fn multiply(isa: Isa, a: Panels<'_>, b: Panels<'_>, k: usize, c: &mut [f32], size: (usize, usize), pitch: usize) {
     // Two rows of sums and their operands fit the 16 registers of AVX2, eight rows the 32 of AVX-512.
-    match isa.level() {
-        Level::Baseline => tiles::<2>(tile::<2>, a, b, k, c, size, pitch),
-        // SAFETY: an `Isa` of this level exists only where the processor has it.
+    let (rows, tile): (usize, Tile) = match isa.level() {
+        Level::Baseline => (2, tile::<f32, 2, B_PANEL>),
         #[cfg(target_arch = "x86_64")]
-        Level::Avx2 => tiles::<2>(|a, first, b, c, pitch| unsafe { tile_avx2(a, first, b, c, pitch) }, a, b, k, c, size, pitch),
-        // SAFETY: as above.
+        Level::Avx2 => (2, x86::tile_avx2),
         #[cfg(target_arch = "x86_64")]
-        Level::Avx512 => tiles::<A_PANEL>(|a, _, b, c, pitch| unsafe { tile_avx512(a, b, c, pitch) }, a, b, k, c, size, pitch),
-    }
-}
-
-/// [`multiply`] with register tiles of `ROWS` rows, which divide a panel of `a`.
-#[inline(always)]
-fn tiles<const ROWS: usize>(
-    tile: impl Fn(&[f32], usize, &[f32], &mut [f32], usize),
-    a: Panels<'_>,
-    b: Panels<'_>,
-    k: usize,
-    c: &mut [f32],
-    size: (usize, usize),
-    pitch: usize,
-) {
+        Level::Avx512 => (A_PANEL, x86::tile_avx512),
+    };
     for k0 in (0..k).step_by(K_CHUNK) {
         let steps = K_CHUNK.min(k - k0);
         for col in (0..size.1).step_by(B_PANEL) {
             let b = &b.data[col / B_PANEL * b.stride + k0 * B_PANEL..][..steps * B_PANEL];
-            for row in (0..size.0).step_by(ROWS) {
+            for row in (0..size.0).step_by(rows) {
                 let a = &a.data[row / A_PANEL * a.stride + k0 * A_PANEL..][..steps * A_PANEL];
-                tile(a, row % A_PANEL, b, &mut c[row * pitch + col..], pitch);
+                // SAFETY: an `Isa` of this level exists only where the processor has it.
+                unsafe { tile(a, row % A_PANEL, b, &mut c[row * pitch + col..], pitch) };
             }
         }
     }
 }
 
-/// One register tile: `ROWS` rows of panel `a` from row `first` on, all columns of panel `b`.
+/// `(a, first, b, c, pitch)`; see [`tile`].
+type Tile = unsafe fn(&[f32], usize, &[f32], &mut [f32], usize);
+
+/// A vector register, in the operations of a tile.
+///
+/// This is the one place that names instructions and pointers: left to itself, the compiler keeps a tile's sums in
+/// registers at some optimisation levels and in memory, thirty times slower, at others.
+///
+/// # Safety
+/// All methods: the processor has the instructions. `load` and `store`: the pointer is good for [`Vector::LANES`] floats,
+/// at any alignment.
+trait Vector: Copy {
+    const LANES: usize;
+    unsafe fn splat(x: f32) -> Self;
+    unsafe fn load(from: *const f32) -> Self;
+    unsafe fn store(self, to: *mut f32);
+    /// `self + a * b`, rounded once.
+    unsafe fn fused_add(self, a: Self, b: Self) -> Self;
+}
+
+impl Vector for f32 {
+    const LANES: usize = 1;
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> Self {
+        x
+    }
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> Self {
+        // SAFETY: the caller's promise.
+        unsafe { *from }
+    }
+    #[inline(always)]
+    unsafe fn store(self, to: *mut f32) {
+        // SAFETY: the caller's promise.
+        unsafe { *to = self }
+    }
+    #[inline(always)]
+    unsafe fn fused_add(self, a: Self, b: Self) -> Self {
+        a.mul_add(b, self)
+    }
+}
+
+/// One register tile: `ROWS` rows of panel `a` from row `first` on, all columns of panel `b` in `VECTORS` vectors.
+///
+/// # Safety
+/// The processor has the instructions of `V`.
+///
+/// # Panics
+/// If the tile reaches outside of `c`.
+// By index, because an iterator over the sums would take their address.
+#[allow(clippy::needless_range_loop)]
 #[inline(always)]
-fn tile<const ROWS: usize>(a: &[f32], first: usize, b: &[f32], c: &mut [f32], pitch: usize) {
-    let mut sums = [[0.0f32; B_PANEL]; ROWS];
-    for (i, sum) in sums.iter_mut().enumerate() {
-        sum.copy_from_slice(&c[i * pitch..][..B_PANEL]);
-    }
-    for (a, b) in a.as_chunks::<A_PANEL>().0.iter().zip(b.as_chunks::<B_PANEL>().0) {
+unsafe fn tile<V: Vector, const ROWS: usize, const VECTORS: usize>(a: &[f32], first: usize, b: &[f32], c: &mut [f32], pitch: usize) {
+    const { assert!(V::LANES * VECTORS == B_PANEL && A_PANEL.is_multiple_of(ROWS)) };
+    assert!((ROWS - 1) * pitch + B_PANEL <= c.len());
+    let c = c.as_mut_ptr();
+    // SAFETY: vectors of row i of the tile lie in `c`, as asserted; those of a row of `b` fill it; instructions as promised.
+    unsafe {
+        let at = |i: usize, v: usize| c.add(i.wrapping_mul(pitch).wrapping_add(v * V::LANES));
+        let mut sums = [[V::splat(0.0); VECTORS]; ROWS];
         for i in 0..ROWS {
-            for j in 0..B_PANEL {
-                // The remainder spares a bounds check, whose way out would keep the sums in memory.
-                sums[i][j] = a[(first + i) % A_PANEL].mul_add(b[j], sums[i][j]);
+            for v in 0..VECTORS {
+                sums[i][v] = V::load(at(i, v));
+            }
+        }
+        for (a, b) in a.as_chunks::<A_PANEL>().0.iter().zip(b.as_chunks::<B_PANEL>().0) {
+            let mut row = [V::splat(0.0); VECTORS];
+            for v in 0..VECTORS {
+                row[v] = V::load(b.as_ptr().add(v * V::LANES));
+            }
+            for i in 0..ROWS {
+                // Wrapping and the remainder spare the loop its checks.
+                let a = V::splat(a[first.wrapping_add(i) % A_PANEL]);
+                for v in 0..VECTORS {
+                    sums[i][v] = sums[i][v].fused_add(a, row[v]);
+                }
+            }
+        }
+        for i in 0..ROWS {
+            for v in 0..VECTORS {
+                sums[i][v].store(at(i, v));
             }
         }
     }
-    for (i, sum) in sums.iter().enumerate() {
-        c[i * pitch..][..B_PANEL].copy_from_slice(sum);
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use super::{A_PANEL, Vector, tile};
+    use std::arch::x86_64::*;
+
+    impl Vector for __m256 {
+        const LANES: usize = 8;
+        #[inline(always)]
+        unsafe fn splat(x: f32) -> Self {
+            // SAFETY: the caller's promise.
+            unsafe { _mm256_set1_ps(x) }
+        }
+        #[inline(always)]
+        unsafe fn load(from: *const f32) -> Self {
+            // SAFETY: the caller's promise.
+            unsafe { _mm256_loadu_ps(from) }
+        }
+        #[inline(always)]
+        unsafe fn store(self, to: *mut f32) {
+            // SAFETY: the caller's promise.
+            unsafe { _mm256_storeu_ps(to, self) }
+        }
+        #[inline(always)]
+        unsafe fn fused_add(self, a: Self, b: Self) -> Self {
+            // SAFETY: the caller's promise.
+            unsafe { _mm256_fmadd_ps(a, b, self) }
+        }
     }
-}
 
-// Functions of their own: inlined into the loops around it, the compiler no longer keeps the sums in registers.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma")]
-#[inline(never)]
-fn tile_avx2(a: &[f32], first: usize, b: &[f32], c: &mut [f32], pitch: usize) {
-    tile::<2>(a, first, b, c, pitch);
-}
+    impl Vector for __m512 {
+        const LANES: usize = 16;
+        #[inline(always)]
+        unsafe fn splat(x: f32) -> Self {
+            // SAFETY: the caller's promise.
+            unsafe { _mm512_set1_ps(x) }
+        }
+        #[inline(always)]
+        unsafe fn load(from: *const f32) -> Self {
+            // SAFETY: the caller's promise.
+            unsafe { _mm512_loadu_ps(from) }
+        }
+        #[inline(always)]
+        unsafe fn store(self, to: *mut f32) {
+            // SAFETY: the caller's promise.
+            unsafe { _mm512_storeu_ps(to, self) }
+        }
+        #[inline(always)]
+        unsafe fn fused_add(self, a: Self, b: Self) -> Self {
+            // SAFETY: the caller's promise.
+            unsafe { _mm512_fmadd_ps(a, b, self) }
+        }
+    }
 
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")]
-#[inline(never)]
-fn tile_avx512(a: &[f32], b: &[f32], c: &mut [f32], pitch: usize) {
-    tile::<A_PANEL>(a, 0, b, c, pitch);
+    #[target_feature(enable = "avx2,fma")]
+    pub(super) fn tile_avx2(a: &[f32], first: usize, b: &[f32], c: &mut [f32], pitch: usize) {
+        // SAFETY: these are the instructions that this function turns on.
+        unsafe { tile::<__m256, 2, 4>(a, first, b, c, pitch) }
+    }
+
+    // A tile of a whole panel: its first row is 0.
+    #[target_feature(enable = "avx512f")]
+    pub(super) fn tile_avx512(a: &[f32], _first: usize, b: &[f32], c: &mut [f32], pitch: usize) {
+        // SAFETY: these are the instructions that this function turns on.
+        unsafe { tile::<__m512, A_PANEL, 2>(a, 0, b, c, pitch) }
+    }
 }
