@@ -87,117 +87,180 @@ pub(crate) struct Panels<'a> {
 
 /// `c += a * b` on packed panels: `c[i, j]` gains `k` products in ascending order. `c` is `size` rows by columns, whole panels
 /// both, with rows `pitch` apart.
+///
+/// # Panics
+/// If a panel or a tile reaches outside of its slice.
 pub(crate) fn multiply(isa: Isa, a: Panels<'_>, b: Panels<'_>, k: usize, c: &mut [f32], size: (usize, usize), pitch: usize) {
+    // Two rows of sums and their operands fit the 16 registers of AVX2, eight rows the 32 of AVX-512.
+    let (rows, tile): (usize, Tile) = match isa.level() {
+        Level::Baseline => (2, tile::<f32, 2, B_PANEL>),
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx2 => (2, x86::tile_avx2),
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx512 => (A_PANEL, x86::tile_avx512),
+    };
     for k0 in (0..k).step_by(K_CHUNK) {
         let steps = K_CHUNK.min(k - k0);
         for col in (0..size.1).step_by(B_PANEL) {
             let b = &b.data[col / B_PANEL * b.stride + k0 * B_PANEL..][..steps * B_PANEL];
-            for row in (0..size.0).step_by(A_PANEL) {
+            for row in (0..size.0).step_by(rows) {
                 let a = &a.data[row / A_PANEL * a.stride + k0 * A_PANEL..][..steps * A_PANEL];
-                tile(isa, a, b, &mut c[row * pitch + col..], pitch);
+                // SAFETY: an `Isa` of this level exists only where the processor has it.
+                unsafe { tile(a, row % A_PANEL, b, &mut c[row * pitch + col..], pitch) };
             }
         }
     }
 }
 
-/// One register tile: all rows of panel `a` times all columns of panel `b`.
+/// `(a, first, b, c, pitch)`; see [`tile`].
+type Tile = unsafe fn(&[f32], usize, &[f32], &mut [f32], usize);
+
+/// A vector register, in the operations of a tile.
 ///
-/// By intrinsics, because what the compiler makes of the plain loop changes with the optimisation level: from full speed to
-/// a tenth of it. Each element is the same chain of fused multiply-adds in all three.
-fn tile(isa: Isa, a: &[f32], b: &[f32], c: &mut [f32], pitch: usize) {
-    let (a, b) = (a.as_chunks::<A_PANEL>().0, b.as_chunks::<B_PANEL>().0);
-    assert!(a.len() == b.len() && c.len() >= (A_PANEL - 1) * pitch + B_PANEL);
-    match isa.level() {
-        Level::Baseline => tile_scalar(a, b, c, pitch),
-        // SAFETY: an `Isa` of this level exists only where the processor has it; the sizes are checked above.
-        #[cfg(target_arch = "x86_64")]
-        Level::Avx2 => unsafe { x86::tile_avx2(a, b, c.as_mut_ptr(), pitch) },
-        // SAFETY: as above.
-        #[cfg(target_arch = "x86_64")]
-        Level::Avx512 => unsafe { x86::tile_avx512(a, b, c.as_mut_ptr(), pitch) },
+/// This is the one place that names instructions and pointers: left to itself, the compiler keeps a tile's sums in
+/// registers at some optimisation levels and in memory, thirty times slower, at others.
+///
+/// # Safety
+/// All methods: the processor has the instructions. `load` and `store`: the pointer is good for [`Vector::LANES`] floats,
+/// at any alignment.
+trait Vector: Copy {
+    const LANES: usize;
+    unsafe fn splat(x: f32) -> Self;
+    unsafe fn load(from: *const f32) -> Self;
+    unsafe fn store(self, to: *mut f32);
+    /// `self + a * b`, rounded once.
+    unsafe fn fused_add(self, a: Self, b: Self) -> Self;
+}
+
+impl Vector for f32 {
+    const LANES: usize = 1;
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> Self {
+        x
+    }
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> Self {
+        // SAFETY: the caller's promise.
+        unsafe { *from }
+    }
+    #[inline(always)]
+    unsafe fn store(self, to: *mut f32) {
+        // SAFETY: the caller's promise.
+        unsafe { *to = self }
+    }
+    #[inline(always)]
+    unsafe fn fused_add(self, a: Self, b: Self) -> Self {
+        a.mul_add(b, self)
     }
 }
 
-fn tile_scalar(a: &[[f32; A_PANEL]], b: &[[f32; B_PANEL]], c: &mut [f32], pitch: usize) {
-    for i in 0..A_PANEL {
-        let sums = &mut c[i * pitch..][..B_PANEL];
-        for (a, b) in a.iter().zip(b) {
-            sums.iter_mut().zip(b).for_each(|(sum, b)| *sum = a[i].mul_add(*b, *sum));
+/// One register tile: `ROWS` rows of panel `a` from row `first` on, all columns of panel `b` in `VECTORS` vectors.
+///
+/// # Safety
+/// The processor has the instructions of `V`.
+///
+/// # Panics
+/// If the tile reaches outside of `c`.
+// By index, because an iterator over the sums would take their address.
+#[allow(clippy::needless_range_loop)]
+#[inline(always)]
+unsafe fn tile<V: Vector, const ROWS: usize, const VECTORS: usize>(a: &[f32], first: usize, b: &[f32], c: &mut [f32], pitch: usize) {
+    const { assert!(V::LANES * VECTORS == B_PANEL && A_PANEL.is_multiple_of(ROWS)) };
+    assert!((ROWS - 1) * pitch + B_PANEL <= c.len());
+    let c = c.as_mut_ptr();
+    // SAFETY: vectors of row i of the tile lie in `c`, as asserted; those of a row of `b` fill it; instructions as promised.
+    unsafe {
+        let at = |i: usize, v: usize| c.add(i.wrapping_mul(pitch).wrapping_add(v * V::LANES));
+        let mut sums = [[V::splat(0.0); VECTORS]; ROWS];
+        for i in 0..ROWS {
+            for v in 0..VECTORS {
+                sums[i][v] = V::load(at(i, v));
+            }
+        }
+        for (a, b) in a.as_chunks::<A_PANEL>().0.iter().zip(b.as_chunks::<B_PANEL>().0) {
+            let mut row = [V::splat(0.0); VECTORS];
+            for v in 0..VECTORS {
+                row[v] = V::load(b.as_ptr().add(v * V::LANES));
+            }
+            for i in 0..ROWS {
+                // Wrapping and the remainder spare the loop its checks.
+                let a = V::splat(a[first.wrapping_add(i) % A_PANEL]);
+                for v in 0..VECTORS {
+                    sums[i][v] = sums[i][v].fused_add(a, row[v]);
+                }
+            }
+        }
+        for i in 0..ROWS {
+            for v in 0..VECTORS {
+                sums[i][v].store(at(i, v));
+            }
         }
     }
 }
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::{A_PANEL, B_PANEL};
+    use super::{A_PANEL, Vector, tile};
     use std::arch::x86_64::*;
 
-    /// Eight rows of two vectors: 16 of the 32 registers hold sums.
-    ///
-    /// # Safety
-    /// `c` has [`A_PANEL`] rows of [`B_PANEL`] floats, `pitch` apart.
+    impl Vector for __m256 {
+        const LANES: usize = 8;
+        #[inline(always)]
+        unsafe fn splat(x: f32) -> Self {
+            // SAFETY: the caller's promise.
+            unsafe { _mm256_set1_ps(x) }
+        }
+        #[inline(always)]
+        unsafe fn load(from: *const f32) -> Self {
+            // SAFETY: the caller's promise.
+            unsafe { _mm256_loadu_ps(from) }
+        }
+        #[inline(always)]
+        unsafe fn store(self, to: *mut f32) {
+            // SAFETY: the caller's promise.
+            unsafe { _mm256_storeu_ps(to, self) }
+        }
+        #[inline(always)]
+        unsafe fn fused_add(self, a: Self, b: Self) -> Self {
+            // SAFETY: the caller's promise.
+            unsafe { _mm256_fmadd_ps(a, b, self) }
+        }
+    }
+
+    impl Vector for __m512 {
+        const LANES: usize = 16;
+        #[inline(always)]
+        unsafe fn splat(x: f32) -> Self {
+            // SAFETY: the caller's promise.
+            unsafe { _mm512_set1_ps(x) }
+        }
+        #[inline(always)]
+        unsafe fn load(from: *const f32) -> Self {
+            // SAFETY: the caller's promise.
+            unsafe { _mm512_loadu_ps(from) }
+        }
+        #[inline(always)]
+        unsafe fn store(self, to: *mut f32) {
+            // SAFETY: the caller's promise.
+            unsafe { _mm512_storeu_ps(to, self) }
+        }
+        #[inline(always)]
+        unsafe fn fused_add(self, a: Self, b: Self) -> Self {
+            // SAFETY: the caller's promise.
+            unsafe { _mm512_fmadd_ps(a, b, self) }
+        }
+    }
+
+    #[target_feature(enable = "avx2,fma")]
+    pub(super) fn tile_avx2(a: &[f32], first: usize, b: &[f32], c: &mut [f32], pitch: usize) {
+        // SAFETY: these are the instructions that this function turns on.
+        unsafe { tile::<__m256, 2, 4>(a, first, b, c, pitch) }
+    }
+
+    // A tile of a whole panel: its first row is 0.
     #[target_feature(enable = "avx512f")]
-    pub(super) unsafe fn tile_avx512(a: &[[f32; A_PANEL]], b: &[[f32; B_PANEL]], c: *mut f32, pitch: usize) {
-        // SAFETY: rows of `c` by the caller's promise, rows of `b` by their type.
-        unsafe {
-            let row = |i: usize| c.add(i * pitch);
-            let mut sums = [[_mm512_setzero_ps(); 2]; A_PANEL];
-            for i in 0..A_PANEL {
-                sums[i] = [_mm512_loadu_ps(row(i)), _mm512_loadu_ps(row(i).add(16))];
-            }
-            for (a, b) in a.iter().zip(b) {
-                let (b0, b1) = (_mm512_loadu_ps(b.as_ptr()), _mm512_loadu_ps(b.as_ptr().add(16)));
-                for i in 0..A_PANEL {
-                    let a = _mm512_set1_ps(a[i]);
-                    sums[i] = [_mm512_fmadd_ps(a, b0, sums[i][0]), _mm512_fmadd_ps(a, b1, sums[i][1])];
-                }
-            }
-            for (i, sum) in sums.iter().enumerate() {
-                _mm512_storeu_ps(row(i), sum[0]);
-                _mm512_storeu_ps(row(i).add(16), sum[1]);
-            }
-        }
-    }
-
-    /// Rows and columns whose sums the 16 registers hold beside their operands.
-    const ROWS: usize = 4;
-    const COLS: usize = 16;
-
-    /// The tile in parts of [`ROWS`] by [`COLS`].
-    ///
-    /// # Safety
-    /// As [`tile_avx512`].
-    #[target_feature(enable = "avx2,fma")]
-    pub(super) unsafe fn tile_avx2(a: &[[f32; A_PANEL]], b: &[[f32; B_PANEL]], c: *mut f32, pitch: usize) {
-        for (i, j) in (0..A_PANEL / ROWS).flat_map(|i| (0..B_PANEL / COLS).map(move |j| (i * ROWS, j * COLS))) {
-            // SAFETY: inside the tile.
-            unsafe { part_avx2(a, b, (i, j), c.add(i * pitch + j), pitch) };
-        }
-    }
-
-    /// # Safety
-    /// `c` has [`ROWS`] rows of [`COLS`] floats, `pitch` apart; `at` is a part of the tile.
-    #[target_feature(enable = "avx2,fma")]
-    unsafe fn part_avx2(a: &[[f32; A_PANEL]], b: &[[f32; B_PANEL]], at: (usize, usize), c: *mut f32, pitch: usize) {
-        // SAFETY: rows of `c` by the caller's promise, parts of `b` because `at` is inside.
-        unsafe {
-            let row = |i: usize| c.add(i * pitch);
-            let mut sums = [[_mm256_setzero_ps(); 2]; ROWS];
-            for i in 0..ROWS {
-                sums[i] = [_mm256_loadu_ps(row(i)), _mm256_loadu_ps(row(i).add(8))];
-            }
-            for (a, b) in a.iter().zip(b) {
-                let b = b.as_ptr().add(at.1);
-                let (b0, b1) = (_mm256_loadu_ps(b), _mm256_loadu_ps(b.add(8)));
-                for i in 0..ROWS {
-                    let a = _mm256_set1_ps(a[at.0 + i]);
-                    sums[i] = [_mm256_fmadd_ps(a, b0, sums[i][0]), _mm256_fmadd_ps(a, b1, sums[i][1])];
-                }
-            }
-            for (i, sum) in sums.iter().enumerate() {
-                _mm256_storeu_ps(row(i), sum[0]);
-                _mm256_storeu_ps(row(i).add(8), sum[1]);
-            }
-        }
+    pub(super) fn tile_avx512(a: &[f32], _first: usize, b: &[f32], c: &mut [f32], pitch: usize) {
+        // SAFETY: these are the instructions that this function turns on.
+        unsafe { tile::<__m512, A_PANEL, 2>(a, 0, b, c, pitch) }
     }
 }
