@@ -41,6 +41,9 @@ fn run(case: &Case, way: &Way) -> (String, Counts, Vec<u32>) {
         .iter()
         .map(|(step, at, value)| format!("{{step = {step}, element = {}, value = {value}}}", (at * (flat - 1) as f64) as usize))
         .collect();
+    // What is off, or not compiled in, must not be asked for.
+    let resident = if cfg!(feature = "repartition") && !way.without.contains("repartition") { way.resident } else { 0 };
+    let cast = if cfg!(feature = "superchip-cast") { way.cast } else { "host" };
     let adversary = way.adversary.map_or(String::new(), |seed| format!("adversary = {seed}\ndevice = \"cpu\""));
     let without = if way.without.is_empty() { String::new() } else { format!("without = [{}]", way.without) };
     let settings = settings(&format!(
@@ -51,8 +54,8 @@ fn run(case: &Case, way: &Way) -> (String, Counts, Vec<u32>) {
         way.threads,
         way.bucket_kib as f64 / 1024.0,
         way.slots,
-        way.resident,
-        way.cast,
+        resident,
+        cast,
         case.seed,
         case.dtype,
         case.accum,

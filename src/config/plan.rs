@@ -154,11 +154,11 @@ impl Plan {
         let techniques = Techniques::new(settings);
         let table = TensorTable::new(shape);
         let dtype = compute_dtype(settings.dtype);
-        let layout = layout(settings, &table, dtype, techniques);
+        let layout = layout(settings, &table, dtype, techniques)?;
         check_inject(settings, layout.flat_elems())?;
         let threads = settings.threads.unwrap_or(usable_cpus).max(1);
         let rules =
-            Rules { policy: policy(settings, techniques), adaptive: techniques.adaptive, deadline_order: techniques.deadline_order };
+            Rules { policy: policy(settings, techniques)?, adaptive: techniques.adaptive, deadline_order: techniques.deadline_order };
         let mut plan = Self {
             strategy: settings.strategy,
             techniques,
@@ -197,9 +197,9 @@ impl Plan {
         self.memory.iter().filter(|m| m.place == place).map(|m| m.bytes).sum()
     }
 
-    /// Whether the device casts and fp32 crosses the link.
+    /// Whether the device casts and fp32 crosses the link; without the feature `superchip-cast` known at compile time.
     pub fn device_casts(&self) -> bool {
-        self.link_dtype != self.dtype
+        cfg!(feature = "superchip-cast") && self.link_dtype != self.dtype
     }
 
     /// Refuses a plan that cannot fit: on the cpu device all memory is host memory.
@@ -256,15 +256,16 @@ fn wanted_isa(choice: IsaChoice) -> Option<Isa> {
     }
 }
 
-fn policy(settings: &Settings, techniques: Techniques) -> Policy {
+fn policy(settings: &Settings, techniques: Techniques) -> Result<Policy> {
     match settings.rollback {
-        _ if !techniques.stv => Policy::ValidateFirst,
-        Rollback::Deferred => Policy::Deferred,
-        Rollback::Inverse => Policy::Inverse,
+        Rollback::Inverse if !techniques.stv => Err(Error::usage("--rollback inverse needs the technique stv, which is off")),
+        _ if !techniques.stv => Ok(Policy::ValidateFirst),
+        Rollback::Deferred => Ok(Policy::Deferred),
+        Rollback::Inverse => Ok(Policy::Inverse),
     }
 }
 
-fn layout(settings: &Settings, table: &TensorTable, dtype: Dtype, techniques: Techniques) -> BucketLayout {
+fn layout(settings: &Settings, table: &TensorTable, dtype: Dtype, techniques: Techniques) -> Result<BucketLayout> {
     use crate::config::options::ResidentBuckets::{Auto, Count};
     let flat = table.flat_elems();
     let bucket_bytes = match settings.bucket_mib {
@@ -275,11 +276,14 @@ fn layout(settings: &Settings, table: &TensorTable, dtype: Dtype, techniques: Te
     let buckets = BucketLayout::new(flat, bucket_elems, 0).count();
     let resident = match settings.resident_buckets {
         _ if settings.strategy == Strategy::NoOffload => buckets,
+        Count(count) if count > 0 && settings.strategy == Strategy::Superoffload && !techniques.repartition => {
+            return Err(Error::usage(format!("--resident-buckets {count} needs the technique repartition, which is off")));
+        }
         Count(count) => count,
         Auto if techniques.repartition => buckets / RESIDENT_ONE_IN,
         Auto => 0,
     };
-    BucketLayout::new(flat, bucket_elems, resident)
+    Ok(BucketLayout::new(flat, bucket_elems, resident))
 }
 
 fn isa(settings: &Settings, techniques: Techniques) -> Result<Isa> {

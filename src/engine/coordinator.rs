@@ -40,6 +40,17 @@ pub struct Rules {
     pub deadline_order: bool,
 }
 
+impl Rules {
+    /// Without the feature `stv` this is known at compile time, and with it all that follows.
+    fn may_speculate(&self) -> bool {
+        cfg!(feature = "stv") && self.policy != Policy::ValidateFirst
+    }
+
+    fn takes_earliest_deadline(&self) -> bool {
+        cfg!(feature = "deadline-order") && self.deadline_order
+    }
+}
+
 /// One application of a gradient: which optimizer step, at which learning rate, times which factor.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Update {
@@ -268,7 +279,7 @@ impl Coordinator {
         assert!(self.all_settled(), "a step began before the last one was settled");
         self.update = update;
         self.verdict = None;
-        self.speculating = self.rules.policy != Policy::ValidateFirst && (!self.rules.adaptive || self.history.pays());
+        self.speculating = self.rules.may_speculate() && (!self.rules.adaptive || self.history.pays());
     }
 
     /// Takes an event; the commands it causes wait in [`Coordinator::next_command`].
@@ -446,7 +457,7 @@ impl Coordinator {
             _ => false,
         };
         let mut buckets = 0..self.buckets.len();
-        let next = if self.rules.deadline_order { buckets.rfind(runnable) } else { buckets.find(runnable) };
+        let next = if self.rules.takes_earliest_deadline() { buckets.rfind(runnable) } else { buckets.find(runnable) };
         if let Some(bucket) = next {
             self.run(bucket);
         }

@@ -124,20 +124,23 @@ impl StepJob {
         // SAFETY: as above.
         let out = self.out.map(|slot| unsafe { self.weights(slot, &part) });
         match (self.work, out) {
+            #[cfg(feature = "stv")]
             (Work::CommitThenSpeculate { pending: None, next }, Some(out)) => {
                 kernels.speculate(step(next.update), &state, grads(next), out);
             }
+            #[cfg(feature = "stv")]
             (Work::CommitThenSpeculate { pending: Some(p), next }, Some(out)) => {
                 kernels.commit_then_speculate(step(p.update), grads(p), step(next.update), grads(next), &mut state, out);
             }
             (Work::Step { undo, next }, Some(out)) => {
-                undo.into_iter().for_each(|u| kernels.inverse(step(u.update), &mut state, grads(u)));
+                undo.into_iter().for_each(|u| invert(kernels, step(u.update), &mut state, grads(u)));
                 kernels.step(step(next.update), &mut state, grads(next), out);
             }
             (Work::Restore { undo }, Some(out)) => {
-                undo.into_iter().for_each(|u| kernels.inverse(step(u.update), &mut state, grads(u)));
+                undo.into_iter().for_each(|u| invert(kernels, step(u.update), &mut state, grads(u)));
                 kernels.emit(state.params, out);
             }
+            #[cfg(feature = "stv")]
             (Work::Commit(g), None) => kernels.commit(step(g.update), &mut state, grads(g)),
             (work, out) => unreachable!("{work:?} with{} room for weights", if out.is_some() { "" } else { "out" }),
         }
@@ -176,5 +179,12 @@ impl StepJob {
     fn part_of(&self, slots: &SlotMemory, slot: Slot, part: &Range<usize>) -> PinnedSlice {
         let width = slots.dtype.bytes();
         slots.slot(slot, self.range.len()).slice((part.start - self.range.start) * width, part.len() * width)
+    }
+}
+
+/// The paper's rollback; a build without speculation has nothing to take back.
+fn invert(kernels: AdamKernels, step: AdamStep, state: &mut AdamState<'_>, grads: Grads<'_>) {
+    if cfg!(feature = "stv") {
+        kernels.inverse(step, state, grads);
     }
 }
