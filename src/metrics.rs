@@ -1,8 +1,10 @@
 //! What a run says about itself, one JSON object a step, and the memory behind it.
 
+use crate::config::plan::{Place, Plan};
 use crate::engine::coordinator::Counts;
 use crate::error::{Error, Result};
 use crate::hardware::parse::meminfo_bytes;
+use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -11,14 +13,22 @@ use std::path::{Path, PathBuf};
 pub use crate::model::shape::FLOPS_FORMULA;
 
 /// Bytes by class.
-#[derive(Clone, Copy, Debug, serde::Serialize)]
+#[derive(Clone, Debug, serde::Serialize)]
 pub struct MemoryUse {
-    /// Planned on the device.
-    pub device_bytes: u64,
-    /// Planned in pinned host memory.
-    pub host_bytes: u64,
+    /// Planned on the device, by class.
+    pub device_bytes: BTreeMap<&'static str, u64>,
+    /// Planned in pinned host memory, by class.
+    pub host_bytes: BTreeMap<&'static str, u64>,
     /// Resident set of the process, as the kernel counts it; 0 when it does not say.
     pub rss_bytes: u64,
+}
+
+impl MemoryUse {
+    /// What `plan` gives each class, and the process's resident set now.
+    pub fn of(plan: &Plan) -> Self {
+        let at = |place| plan.memory.iter().filter(|m| m.place == place).map(|m| (m.name, m.bytes as u64)).collect();
+        Self { device_bytes: at(Place::Device), host_bytes: at(Place::Host), rss_bytes: rss_bytes() }
+    }
 }
 
 /// One training step.

@@ -3,7 +3,6 @@
 use super::{Observer, Summary};
 use crate::checkpoint::digest::StateDigest;
 use crate::checkpoint::{LossScale, Scheduler, TensorSource, TrainerState, Writer};
-use crate::config::plan::Place;
 use crate::config::settings::Settings;
 use crate::data::loader::Loader;
 use crate::device::Kernels;
@@ -12,7 +11,7 @@ use crate::engine::executor::{Batches, Engine, StepReport};
 use crate::engine::trace::write_chrome;
 use crate::engine::verdict::Verdict;
 use crate::error::{Error, Result};
-use crate::metrics::{FLOPS_FORMULA, MemoryUse, MetricsFile, StepMetrics, rss_bytes};
+use crate::metrics::{FLOPS_FORMULA, MemoryUse, MetricsFile, StepMetrics};
 use crate::model::tensors::TensorSpec;
 use crate::optim::schedule::Schedule;
 use std::num::NonZeroUsize;
@@ -166,11 +165,7 @@ impl<D: Kernels> Session<D> {
             counts: report.counts,
             exposed_cpu_ms: report.exposed.cpu_ns as f64 / 1e6,
             exposed_transfer_ms: report.exposed.transfer_ns as f64 / 1e6,
-            memory: MemoryUse {
-                device_bytes: plan.bytes_at(Place::Device) as u64,
-                host_bytes: plan.bytes_at(Place::Host) as u64,
-                rss_bytes: rss_bytes(),
-            },
+            memory: MemoryUse::of(plan),
         }
     }
 
