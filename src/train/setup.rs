@@ -68,7 +68,7 @@ pub fn prepare(settings: &Settings, observer: &mut impl Observer) -> Result<Sess
     };
     let loader = Loader::new(dataset, plan.batch, settings.seed, !settings.no_shuffle, position)?;
     let facts = Facts {
-        device: engine.describe(),
+        device: describe_device(settings, &engine.describe(), &topology),
         model: describe_model(settings, &source.shape),
         data,
         step: engine.train_step(),
@@ -116,6 +116,11 @@ fn max_steps(settings: &Settings, dataset: &Dataset) -> u64 {
             steps_for_epochs(epochs, dataset.sequences(), sequences_per_step)
         }
     }
+}
+
+fn describe_device(settings: &Settings, device: &str, topology: &Topology) -> String {
+    let why = if settings.device == DeviceChoice::Auto { "; auto: this build has no CUDA device" } else { "" };
+    format!("{device} on {}{why}", topology.cpu_model.as_deref().unwrap_or("an unnamed processor"))
 }
 
 fn describe_model(settings: &Settings, shape: &ModelShape) -> String {

@@ -180,11 +180,12 @@ fn run_stream(shared: &Shared, stream: usize, mut recorder: Recorder) -> Recorde
     let ring = &shared.rings[stream];
     loop {
         ring.bell.wait_until(|| ring.front().is_some() || shared.stop.load(Ordering::Acquire));
-        if ring.front().is_none() {
-            return recorder;
+        if ring.front().is_some() && !shared.can_run(stream) {
+            shared.wait_for_stream(stream, &mut recorder);
         }
         if !shared.can_run(stream) {
-            shared.wait_for_stream(stream, &mut recorder);
+            // Told to stop, with nothing left to do or with a wait that nobody will end.
+            return recorder;
         }
         shared.run_front(stream, &mut recorder);
         shared.rings.iter().enumerate().filter(|(s, _)| *s != stream).for_each(|(_, r)| r.bell.ring());
