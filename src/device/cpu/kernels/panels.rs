@@ -142,8 +142,8 @@ mod x86 {
         unsafe {
             let row = |i: usize| c.add(i * pitch);
             let mut sums = [[_mm512_setzero_ps(); 2]; A_PANEL];
-            for i in 0..A_PANEL {
-                sums[i] = [_mm512_loadu_ps(row(i)), _mm512_loadu_ps(row(i).add(16))];
+            for (i, sum) in sums.iter_mut().enumerate() {
+                *sum = [_mm512_loadu_ps(row(i)), _mm512_loadu_ps(row(i).add(16))];
             }
             for (a, b) in a.iter().zip(b) {
                 let (b0, b1) = (_mm512_loadu_ps(b.as_ptr()), _mm512_loadu_ps(b.as_ptr().add(16)));
@@ -183,8 +183,8 @@ mod x86 {
         unsafe {
             let row = |i: usize| c.add(i * pitch);
             let mut sums = [[_mm256_setzero_ps(); 2]; ROWS];
-            for i in 0..ROWS {
-                sums[i] = [_mm256_loadu_ps(row(i)), _mm256_loadu_ps(row(i).add(8))];
+            for (i, sum) in sums.iter_mut().enumerate() {
+                *sum = [_mm256_loadu_ps(row(i)), _mm256_loadu_ps(row(i).add(8))];
             }
             for (a, b) in a.iter().zip(b) {
                 let b = b.as_ptr().add(at.1);
