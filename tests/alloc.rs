@@ -1,1 +1,139 @@
-//! placeholder
+//! A step allocates nothing, in no thread, and memory stays flat. A binary of its own with one test, so that nothing
+//! else runs while the allocator watches.
+#![allow(unsafe_code)]
+
+#[path = "support.rs"]
+#[expect(dead_code, reason = "shared with the other test binary")]
+mod support;
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::backtrace::Backtrace;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+use superoffload::config::plan::Plan;
+use superoffload::config::settings::Settings;
+use superoffload::data::loader::{DataPosition, Loader};
+use superoffload::data::packing::Dataset;
+use superoffload::data::tokenizer::Tokenizer;
+use superoffload::engine::coordinator::Counts;
+use superoffload::metrics::rss_bytes;
+use superoffload::model::shape::ModelShape;
+use support::{engine, random_params, settings, start, tiny_llama};
+
+/// The system's allocator, which remembers where the first allocation came from while it is watched.
+struct Watched;
+
+static WATCHING: AtomicBool = AtomicBool::new(false);
+static FIRST: Mutex<Option<String>> = Mutex::new(None);
+
+fn notice() {
+    // Off before the backtrace is taken, which allocates itself.
+    if WATCHING.load(Ordering::SeqCst) && WATCHING.swap(false, Ordering::SeqCst) {
+        *FIRST.lock().unwrap() = Some(Backtrace::force_capture().to_string());
+    }
+}
+
+// SAFETY: everything is passed on to the system's allocator as it came.
+unsafe impl GlobalAlloc for Watched {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        notice();
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        notice();
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
+    unsafe fn realloc(&self, block: *mut u8, layout: Layout, bytes: usize) -> *mut u8 {
+        notice();
+        // SAFETY: the caller's promise.
+        unsafe { System.realloc(block, layout, bytes) }
+    }
+
+    unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promise.
+        unsafe { System.dealloc(block, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Watched = Watched;
+
+/// Where the first allocation of any thread during `work` came from.
+fn first_allocation(work: impl FnOnce()) -> Option<String> {
+    WATCHING.store(true, Ordering::SeqCst);
+    work();
+    WATCHING.store(false, Ordering::SeqCst);
+    FIRST.lock().unwrap().take()
+}
+
+const WARM_UP_STEPS: u64 = 3;
+const STEPS: u64 = 20;
+
+/// Real threads, two micro-batches a step, some resident buckets.
+const COMMON: &str = "threads = 2\nbucket-mib = 0.03125\nslots = 2\nseq-length = 16\nper-device-train-batch-size = 2\n\
+                      gradient-accumulation-steps = 2\nweight-decay = 0.1\nmax-steps = 99\n";
+
+const STRATEGIES: [&str; 4] = [
+    "strategy = \"superoffload\"\nresident-buckets = 2\n",
+    "strategy = \"superoffload\"\nresident-buckets = 2\nwithout = [\"adaptive\"]\n",
+    "strategy = \"zero-offload\"\n",
+    "strategy = \"no-offload\"\n",
+];
+
+#[test]
+fn steps_allocate_nothing_and_memory_stays_flat() {
+    let found = first_allocation(|| std::thread::scope(|s| assert!(s.spawn(|| vec![1u8; 9].len()).join().is_ok_and(|len| len == 9))));
+    assert!(found.is_some(), "the allocator does not notice");
+    for strategy in STRATEGIES {
+        let committed = steps(strategy, "max-grad-norm = 0\n");
+        assert!(committed.committed > 0 && committed.clipped == 0, "{strategy}{committed:?}");
+        let clipped = steps(strategy, "max-grad-norm = 1e-3\n");
+        assert!(clipped.committed == 0 && clipped.clipped > 0, "{strategy}{clipped:?}");
+        let skipped = steps(strategy, "dtype = \"float16\"\ninject = [{step = 5, element = 7, value = \"nan\"}]\n");
+        assert!(skipped.skipped > 0 && skipped.skipped < skipped.committed + skipped.clipped, "{strategy}{skipped:?}");
+    }
+    if cfg!(feature = "superchip-cast") {
+        steps(STRATEGIES[1], "cast = \"device\"\n");
+    }
+    memory_stays_flat();
+}
+
+/// Trains on the text that ships with the program, with a timeline; panics with a backtrace if a step after the warm-up allocates.
+fn steps(strategy: &str, more: &str) -> Counts {
+    let settings = settings(&format!("{COMMON}{strategy}{more}"));
+    let shape = tiny_llama(2, 64, 256, true);
+    let plan = Plan::new(&settings, &shape, 2, true).unwrap();
+    let (mut engine, mut loader) = (start(&plan, &shape, random_params(1)), loader(&settings, &shape));
+    let mut counts = Counts::default();
+    let mut train = |steps| (0..steps).for_each(|_| counts += engine.step(1e-3, &mut loader).unwrap().counts);
+    train(WARM_UP_STEPS);
+    let found = first_allocation(|| train(STEPS));
+    assert!(found.is_none(), "{strategy}{more}allocates: {}", found.unwrap_or_default());
+    assert!(loader.position().epoch == 1, "an epoch ended while the allocator watched");
+    counts
+}
+
+/// Begins so that the epoch ends in the middle of the watched steps.
+fn loader(settings: &Settings, shape: &ModelShape) -> Loader {
+    let dataset = Dataset::open(&settings.data, &Tokenizer::bytes(), shape.vocab, settings.seq_length).unwrap();
+    let sequences = settings.per_device_train_batch_size as u64 * 2 * (WARM_UP_STEPS + STEPS / 2);
+    let position = DataPosition { epoch: 0, next_sequence: dataset.sequences() as u64 - sequences };
+    Loader::new(dataset, settings.per_device_train_batch_size, settings.seed, true, position).unwrap()
+}
+
+/// Resident memory after 100 and after 1,000 steps. Without a timeline: its room is fixed, but touched only as it fills.
+fn memory_stays_flat() {
+    let settings = settings(&format!("{COMMON}{}max-grad-norm = 1\n", STRATEGIES[1]));
+    let shape = tiny_llama(1, 32, 256, true);
+    let (mut engine, mut loader) = (engine(&settings, &shape), loader(&settings, &shape));
+    let mut rss_after = |steps| {
+        (0..steps).for_each(|_| _ = engine.step(1e-3, &mut loader).unwrap());
+        rss_bytes()
+    };
+    let (early, late) = (rss_after(100), rss_after(900));
+    assert!(late.abs_diff(early) < (1 << 20).max(early / 100), "{early} bytes after 100 steps, {late} after 1,000");
+}

@@ -10,6 +10,7 @@ use superoffload::error::Result;
 use superoffload::hardware::topology::Topology;
 use superoffload::model::init::init_tensor;
 use superoffload::model::shape::ModelShape;
+use superoffload::model::tensors::TensorSpec;
 use superoffload::train::setup::cpu_engine;
 
 /// A llama of a few thousand parameters; `layers`, `channels` and `vocab` vary, `tied` embeddings or not.
@@ -32,12 +33,24 @@ pub fn settings(toml: &str) -> Settings {
 /// An engine with random weights, ready to step.
 pub fn engine(settings: &Settings, shape: &ModelShape) -> Engine<CpuDevice> {
     let plan = Plan::new(settings, shape, 2, false).unwrap();
-    let mut engine = cpu_engine(&plan, shape, &Topology::this_machine()).unwrap();
-    for spec in engine.table().specs().to_vec() {
+    start(&plan, shape, random_params(settings.seed))
+}
+
+/// A fresh model's weights.
+pub fn random_params(seed: u64) -> impl Fn(&TensorSpec) -> Vec<f32> {
+    move |spec| {
         let mut params = vec![0.0; spec.elems()];
-        init_tensor(&spec, settings.seed, &mut params);
-        let zero = vec![0.0; params.len()];
-        engine.write_state(&spec, &params, &zero, &zero).unwrap();
+        init_tensor(spec, seed, &mut params);
+        params
+    }
+}
+
+/// An engine with the given weights, ready to step.
+pub fn start(plan: &Plan, shape: &ModelShape, params: impl Fn(&TensorSpec) -> Vec<f32>) -> Engine<CpuDevice> {
+    let mut engine = cpu_engine(plan, shape, &Topology::this_machine()).unwrap();
+    for spec in engine.table().specs().to_vec() {
+        let zero = vec![0.0; spec.elems()];
+        engine.write_state(&spec, &params(&spec), &zero, &zero).unwrap();
     }
     engine.send_weights().unwrap();
     engine
@@ -47,13 +60,25 @@ pub fn engine(settings: &Settings, shape: &ModelShape) -> Engine<CpuDevice> {
 pub fn digest(engine: &mut Engine<CpuDevice>) -> String {
     engine.flush().unwrap();
     let mut digest = StateDigest::new(engine.optimizer_step());
+    for_each_state(engine, |_, [params, m, v]| digest.update(params, m, v));
+    digest.finish()
+}
+
+/// An engine's flushed parameters, flat.
+pub fn read_params(engine: &mut Engine<CpuDevice>) -> Vec<f32> {
+    engine.flush().unwrap();
+    let mut flat = vec![0.0; engine.table().flat_elems()];
+    for_each_state(engine, |spec, [params, _, _]| flat[spec.range()].copy_from_slice(params));
+    flat
+}
+
+fn for_each_state(engine: &mut Engine<CpuDevice>, mut each: impl FnMut(&TensorSpec, &[Vec<f32>; 3])) {
     for spec in engine.table().specs().to_vec() {
-        let mut state = [vec![0.0; spec.elems()], vec![0.0; spec.elems()], vec![0.0; spec.elems()]];
+        let mut state = [(); 3].map(|()| vec![0.0; spec.elems()]);
         let [params, m, v] = &mut state;
         engine.read_state(&spec, params, m, v).unwrap();
-        digest.update(params, m, v);
+        each(&spec, &state);
     }
-    digest.finish()
 }
 
 /// Random tokens, the same for the same seed.

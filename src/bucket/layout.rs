@@ -91,7 +91,7 @@ mod tests {
             for b in 0..layout.count() {
                 let range = layout.range(b);
                 prop_assert_eq!(range.start, end);
-                prop_assert!(range.start % BLOCK == 0 && !range.is_empty());
+                prop_assert!(range.start.is_multiple_of(BLOCK) && !range.is_empty());
                 prop_assert_eq!(layout.is_resident(b), range.start >= layout.offloaded_elems());
                 prop_assert_eq!(layout.overlapping(range.clone()), b..b + 1);
                 prop_assert_eq!(layout.complete(range.end), b + 1);

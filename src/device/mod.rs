@@ -187,6 +187,7 @@ pub struct AdamArgs {
 /// Activations, weights and gradients share one float format per call (the slices' dtype); arithmetic inside a kernel
 /// is fp32 and a result is rounded once. Sums have a fixed order, so that results never depend on timing or on the
 /// number of threads. `accumulate` adds to what the output holds (rounding once more); otherwise it is overwritten.
+#[expect(clippy::too_many_arguments, reason = "a kernel's arguments are its contract; a struct for each would only rename them")]
 pub trait Kernels: Device {
     /// `out[t,:] = wte[tokens[t],:] + wpe[t % seq_length,:]`. `tokens` int32 `[T]`, `out` `[T, channels]`.
     /// Tokens are already known to be inside the vocabulary.
@@ -202,7 +203,6 @@ pub trait Kernels: Device {
 
     /// Gradients of [`Kernels::embed`]: rows of `dwte` and `dwpe` sum the rows of `dout` that used them; rows never
     /// used become zero (or stay, with their `accumulate`).
-    #[allow(clippy::too_many_arguments)]
     fn embed_backward(
         &mut self,
         tokens: DeviceSlice,
@@ -256,7 +256,6 @@ pub trait Kernels: Device {
     ) -> Result<()>;
 
     /// Adds the input's gradient into `dx`; `dweight (+)=` and `dbias (+)=` the parameters'.
-    #[allow(clippy::too_many_arguments)]
     fn layer_norm_backward(
         &mut self,
         dout: DeviceSlice,
@@ -271,7 +270,6 @@ pub trait Kernels: Device {
 
     /// RMS-normalises every query head with `q_weight` and every key head with `k_weight` (both `[head_dim]`), copies
     /// the values. `rstd` fp32 `[T, heads + kv_heads]`. `out` must not be `qkv`.
-    #[allow(clippy::too_many_arguments)]
     fn qk_norm(
         &mut self,
         qkv: DeviceSlice,
@@ -284,7 +282,6 @@ pub trait Kernels: Device {
     ) -> Result<()>;
 
     /// Turns `dqkv` (gradient of `qk_norm`'s output) into the gradient of its input, in place; `dq_weight (+)=`, `dk_weight (+)=`.
-    #[allow(clippy::too_many_arguments)]
     fn qk_norm_backward(
         &mut self,
         dqkv: DeviceSlice,

@@ -121,7 +121,7 @@ impl World {
     }
 
     fn dawdle(&mut self) {
-        while self.rng.next_u32() % 3 != 0 && self.advance() {}
+        while !self.rng.next_u32().is_multiple_of(3) && self.advance() {}
     }
 
     /// One step with the given verdict; `expected` is the device's history before it.

@@ -47,6 +47,7 @@ pub struct CpuDevice {
     compute: ComputeOwner,
 }
 
+#[expect(clippy::large_enum_variant, reason = "a device has one")]
 enum Runner {
     Threads(Vec<JoinHandle<Recorder>>),
     Adversary { rng: ChaCha8Rng, recorders: Vec<Recorder>, eagerness: u32 },

@@ -41,6 +41,7 @@ impl Task {
 
 /// What a stream does, in order.
 #[derive(Clone, Copy)]
+#[expect(clippy::large_enum_variant, reason = "stored in the ring itself: a box would be an allocation per operation")]
 pub(super) enum Op {
     Run(Task),
     /// Go on only after stream `stream` has done `ops` operations.
