@@ -502,7 +502,6 @@ impl<D: Kernels> Engine<D> {
         let range = self.plan.layout.range(bucket);
         let (mut source, target) = (self.grads(&range), self.memory.step.grads.slot(slot, range.len()));
         self.dev.wait(Stream::D2h, self.events.grad_ready[bucket])?;
-        #[cfg(feature = "superchip-cast")]
         if self.plan.device_casts() {
             let staging = self.memory.staging_d2h.slice(0, range.len());
             self.dev.cast(Stream::D2h, source, staging)?;
@@ -521,7 +520,6 @@ impl<D: Kernels> Engine<D> {
             target = self.memory.staging_h2d.slice(0, range.len());
         }
         self.dev.copy_h2d(Stream::H2d, source, target)?;
-        #[cfg(feature = "superchip-cast")]
         if self.plan.device_casts() {
             self.dev.cast(Stream::H2d, target, self.weights(&range))?;
         }
