@@ -1,8 +1,10 @@
 //! The command line: the only place that prints to a person or exits.
 
+use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use std::io::IsTerminal;
+use std::fmt::Display;
+use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use superoffload::checkpoint::digest::digest_checkpoint;
 use superoffload::config::options::TrainOptions;
@@ -49,14 +51,49 @@ enum Command {
 }
 
 fn main() {
-    let code = match run(Cli::parse().command) {
+    let code = match parse().and_then(run) {
         Ok(code) => code,
         Err(error) => {
-            eprintln!("error: {error}");
+            complain("error", &error);
             error.exit_code()
         }
     };
     std::process::exit(code);
+}
+
+/// The command that was asked for; a request for help or the version is answered here.
+fn parse() -> Result<Command> {
+    match Cli::try_parse() {
+        Ok(cli) => Ok(cli.command),
+        Err(e) => match e.kind() {
+            ErrorKind::DisplayHelp | ErrorKind::DisplayVersion | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => e.exit(),
+            _ => Err(Error::usage(one_line(&e.render().to_string()))),
+        },
+    }
+}
+
+/// The parser's message without its epilogue: `error: ...`, possible values, tips.
+fn one_line(message: &str) -> String {
+    let is_epilogue = |line: &&str| line.starts_with("Usage:") || line.starts_with("For more information");
+    let lines = message.lines().map(str::trim).take_while(|line| !is_epilogue(line)).filter(|line| !line.is_empty());
+    let joined = lines.collect::<Vec<_>>().join(" ").replace(" tip: ", "; tip: ");
+    joined.trim_start_matches("error: ").to_string()
+}
+
+/// Prints what was asked for. `println!` would panic when nobody reads it.
+fn answer(text: impl Display) -> Result<()> {
+    let mut out = std::io::stdout();
+    writeln!(out, "{text}").and_then(|()| out.flush()).map_err(|e| Error::io("write", "standard output", e))
+}
+
+/// Prints what a training run tells on its way. A reader who has gone (`| head`) must not end it: its results are files.
+fn tell(text: impl Display) {
+    let _ = answer(text);
+}
+
+/// Prints a line to standard error; if that is gone, too, there is nobody left to tell.
+fn complain(kind: &str, text: impl Display) {
+    let _ = writeln!(std::io::stderr(), "{kind}: {text}");
 }
 
 fn run(command: Command) -> Result<i32> {
@@ -64,11 +101,12 @@ fn run(command: Command) -> Result<i32> {
         Command::Train(options) => run_train(*options),
         Command::Export { dir, out, max_shard_mb } => run_export(&dir, &out, max_shard_mb),
         Command::Digest { checkpoint } => {
-            println!("digest: {}", digest_checkpoint(&checkpoint)?);
+            answer(format_args!("digest: {}", digest_checkpoint(&checkpoint)?))?;
             Ok(0)
         }
         Command::Doctor => {
-            print!("{}", doctor::report(&Topology::this_machine(), &Isa::detect().to_string(), Path::new("/sys/fs/resctrl")));
+            let report = doctor::report(&Topology::this_machine(), &Isa::detect().to_string(), Path::new("/sys/fs/resctrl"));
+            answer(report.trim_end())?;
             Ok(0)
         }
     }
@@ -82,7 +120,7 @@ fn run_train(options: TrainOptions) -> Result<i32> {
     person.bar.finish_and_clear();
     print_summary(&summary);
     if let Some(digest) = &summary.digest {
-        println!("digest: {digest}");
+        answer(format_args!("digest: {digest}"))?;
     }
     Ok(if summary.interrupted { EXIT_INTERRUPTED } else { 0 })
 }
@@ -94,8 +132,8 @@ fn run_export(dir: &Path, out: &Path, max_shard_mb: Option<u64>) -> Result<i32> 
             mb.checked_mul(1_000_000).filter(|&b| b > 0).ok_or_else(|| Error::usage("--max-shard-mb: expected 1 or more"))?;
     }
     let exported = export_checkpoint(dir, out, options)?;
-    exported.warnings.iter().for_each(|line| eprintln!("warning: {line}"));
-    println!("exported step {} of {} to {}", exported.step, exported.checkpoint.display(), out.display());
+    exported.warnings.iter().for_each(|line| complain("warning", line));
+    answer(format_args!("exported step {} of {} to {}", exported.step, exported.checkpoint.display(), out.display()))?;
     Ok(0)
 }
 
@@ -113,17 +151,17 @@ impl Default for Person {
 
 impl Person {
     fn line(&self, line: &str) {
-        self.bar.suspend(|| println!("{line}"));
+        self.bar.suspend(|| tell(line));
     }
 }
 
 impl Observer for Person {
     fn begin(&mut self, plan: &Plan, facts: &Facts) {
-        println!("device  {}", facts.device);
-        println!("model   {}", facts.model);
-        println!("data    {}", facts.data);
-        println!("{plan}");
-        println!("training steps {} to {}; TFLOP/s count {FLOPS_FORMULA}", facts.step + 1, facts.max_steps);
+        tell(format_args!("device  {}", facts.device));
+        tell(format_args!("model   {}", facts.model));
+        tell(format_args!("data    {}", facts.data));
+        tell(plan);
+        tell(format_args!("training steps {} to {}; TFLOP/s count {FLOPS_FORMULA}", facts.step + 1, facts.max_steps));
         self.logging_steps = facts.logging_steps;
         if std::io::stderr().is_terminal() {
             let style = ProgressStyle::with_template("{bar:32} {pos}/{len} steps  {elapsed} < {eta}  {msg}");
@@ -150,28 +188,28 @@ impl Observer for Person {
     }
 
     fn warn(&mut self, line: &str) {
-        self.bar.suspend(|| eprintln!("warning: {line}"));
+        self.bar.suspend(|| complain("warning", line));
     }
 }
 
 fn print_summary(s: &Summary) {
     let state = if s.interrupted { "interrupted" } else { "done" };
-    println!("\n{state} at step {} of {} ({} here)", s.step, s.max_steps, s.steps_here);
+    tell(format_args!("\n{state} at step {} of {} ({} here)", s.step, s.max_steps, s.steps_here));
     if let Some((first, last)) = s.loss {
-        println!("  loss          {first:.4} -> {last:.4}");
-        println!("  speed         {:.0} tokens/s", s.tokens_per_second);
+        tell(format_args!("  loss          {first:.4} -> {last:.4}"));
+        tell(format_args!("  speed         {:.0} tokens/s", s.tokens_per_second));
     }
     let c = s.counts;
-    println!(
+    tell(format_args!(
         "  bucket steps  {} committed, {} clipped, {} skipped; {} speculated, {} of them rolled back",
         c.committed, c.clipped, c.skipped, c.speculated, c.rolled_back
-    );
-    println!("  exposed       {:.0} ms waiting for the optimizer, {:.0} ms for copies", s.exposed_ms.0, s.exposed_ms.1);
+    ));
+    tell(format_args!("  exposed       {:.0} ms waiting for the optimizer, {:.0} ms for copies", s.exposed_ms.0, s.exposed_ms.1));
     match &s.checkpoint {
-        Some(path) => println!("  checkpoint    {}", path.display()),
-        None => println!("  checkpoint    none (no step was done)"),
+        Some(path) => tell(format_args!("  checkpoint    {}", path.display())),
+        None => tell(format_args!("  checkpoint    none (no step was done)")),
     }
-    println!("  metrics       {}", s.metrics.display());
+    tell(format_args!("  metrics       {}", s.metrics.display()));
     let dropped = if s.trace_dropped > 0 { format!(" (full: {} later spans left out)", s.trace_dropped) } else { String::new() };
-    println!("  timeline      {}{dropped} (open in ui.perfetto.dev)", s.trace.display());
+    tell(format_args!("  timeline      {}{dropped} (open in ui.perfetto.dev)", s.trace.display()));
 }

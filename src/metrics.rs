@@ -5,7 +5,7 @@ use crate::engine::coordinator::Counts;
 use crate::error::{Error, Result};
 use crate::hardware::parse::meminfo_bytes;
 use std::collections::BTreeMap;
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
@@ -85,9 +85,12 @@ impl MetricsFile {
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => String::new(),
             Err(e) => return Err(Error::io("read", path, e)),
         };
+        // Renamed into place: a run that dies here must not take the earlier steps with it.
+        let beside = path.with_extension("jsonl.tmp");
         let open = || -> std::io::Result<File> {
-            let mut file = OpenOptions::new().create(true).write(true).truncate(true).open(path)?;
+            let mut file = File::create(&beside)?;
             file.write_all(kept.as_bytes())?;
+            std::fs::rename(&beside, path)?;
             Ok(file)
         };
         let file = open().map_err(|e| Error::io("write", path, e))?;

@@ -1,6 +1,9 @@
 //! Integration tests that need no GPU, in one binary. See each module for what it proves.
 
+mod cli;
 mod exactness;
 mod parity;
+mod program;
+mod resume;
 mod style;
 mod support;

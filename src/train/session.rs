@@ -14,6 +14,7 @@ use crate::error::{Error, Result};
 use crate::metrics::{FLOPS_FORMULA, MemoryUse, MetricsFile, StepMetrics};
 use crate::model::tensors::TensorSpec;
 use crate::optim::schedule::Schedule;
+use std::fs::OpenOptions;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -36,10 +37,10 @@ pub struct Paths {
 }
 
 impl Paths {
-    /// Makes the output directory, and finds out now whether it can be written.
+    /// Makes the output directory, and finds out now whether it and the timeline can be written.
     ///
     /// # Errors
-    /// `Io` that names the directory.
+    /// `Io` that names the directory or the file.
     pub fn create(settings: &Settings) -> Result<Self> {
         let output_dir = settings.output_dir.clone();
         std::fs::create_dir_all(&output_dir).map_err(|e| Error::io("create", &output_dir, e))?;
@@ -47,6 +48,7 @@ impl Paths {
         std::fs::write(&probe, b"x").map_err(|e| Error::io("write into", &output_dir, e))?;
         std::fs::remove_file(&probe).map_err(|e| Error::io("remove", &probe, e))?;
         let trace = settings.trace.clone().unwrap_or_else(|| output_dir.join("trace.json"));
+        OpenOptions::new().create(true).append(true).open(&trace).map_err(|e| Error::io("write trace", &trace, e))?;
         Ok(Self { metrics: output_dir.join("metrics.jsonl"), trace, output_dir })
     }
 }

@@ -1,0 +1,290 @@
+//! What a person meets at the command line: refusals in one line, the run's own account, the other commands.
+
+use crate::program::{CONFIG, STEPS, Workspace, program, run};
+use serde_json::{Value, json};
+use std::fs::{self, OpenOptions};
+use std::process::{Command, Stdio};
+
+#[test]
+fn flags_that_make_no_sense_are_refused() {
+    let workspace = Workspace::new();
+    let cases: [(&[&str], &[&str]); 14] = [
+        (&["--strategy", "nope"], &["nope", "--strategy", "zero-offload"]),
+        (&["--devcie", "cpu"], &["--devcie", "--device"]),
+        (&["--max-steps", "many"], &["many", "--max-steps"]),
+        (&["--max-steps"], &["--max-steps", "value is required"]),
+        (&["--learning-rate", "NaN"], &["--learning-rate", "NaN"]),
+        (&["--learning-rate", "-1"], &["--learning-rate", "-1"]),
+        (&["--adam-beta1", "1"], &["--adam-beta1"]),
+        (&["--num-train-epochs", "inf"], &["--num-train-epochs"]),
+        (&["--threads", "0"], &["--threads 0", "1 to"]),
+        (&["--slots", "0"], &["--slots 0"]),
+        (&["--bucket-mib", "0"], &["--bucket-mib"]),
+        (&["--save-total-limit", "0"], &["--save-total-limit 0"]),
+        (&["--seq-length", "18446744073709551615"], &["--seq-length"]),
+        (&["--seed", "-1"], &["--seed"]),
+    ];
+    for (flags, words) in cases {
+        run(&mut workspace.train("out", flags)).refused(2, words);
+    }
+    for (args, words) in [(&["digest"][..], "<CHECKPOINT>"), (&["export", "x"], "<OUT>"), (&["trian"], "train")] {
+        run(&mut program(args)).refused(2, &[words]);
+    }
+    assert!(!workspace.path("out").exists(), "a refusal writes nothing");
+}
+
+#[test]
+fn mistakes_in_the_settings_file_name_the_place() {
+    let workspace = Workspace::new();
+    for (line, words) in [
+        ("learning_rat = 1", &["run.toml", "learning_rat", "nearest key is `learning-rate`"][..]),
+        ("seed = 'x'", &["run.toml", "seed"]),
+        ("seed = ", &["run.toml", "line"]),
+        ("max-steps = 3", &["run.toml", "max-steps"]),
+        ("adam-beta2 = nan", &["--adam-beta2"]),
+    ] {
+        workspace.settings(line);
+        run(&mut workspace.train("out", &[])).refused(2, words);
+    }
+    run(&mut program(&["train", "--config", "/nowhere.toml"])).refused(1, &["/nowhere.toml", "No such file"]);
+}
+
+#[test]
+fn places_that_cannot_be_written_are_refused_before_training() {
+    let workspace = Workspace::new();
+    workspace.write("file", "");
+    let (below_file, file) = (workspace.path("file/out"), workspace.path("file"));
+    for dir in [below_file.to_str().unwrap(), file.to_str().unwrap(), "/proc/nope", "/proc", "/dev/full"] {
+        run(program(&["train", "--max-steps", "1", "--output-dir"]).arg(dir)).refused(1, &[dir]);
+    }
+    for trace in ["/proc/nope.json", "/nowhere/trace.json"] {
+        let refused = run(&mut workspace.train("out", &["--trace", trace]));
+        refused.refused(1, &[trace]);
+        assert!(!refused.stdout.contains("step "), "found out too late: {refused:?}");
+    }
+    run(&mut workspace.train("out", &["--trace", "/dev/full"])).refused(1, &["/dev/full", "No space left"]);
+    assert_eq!(workspace.names("out", "checkpoint-").len(), 6, "the training is not lost");
+    assert_eq!(run(&mut workspace.train("null", &["--trace", "/dev/null"])).code, 0);
+}
+
+#[test]
+fn data_that_does_not_fit_the_model_is_refused() {
+    let workspace = Workspace::new();
+    let token = |id: u16| [&[1, 0].repeat(50)[..], &id.to_le_bytes()].concat();
+    for (name, content, words) in [
+        ("empty.txt", vec![], "empty"),
+        ("short.txt", b"abc".to_vec(), "short.txt"),
+        ("latin.txt", b"caf\xe9 au lait".to_vec(), "byte offset 3"),
+        ("odd.bin", vec![1; 99], "truncated"),
+        ("big.bin", token(256), "byte offset 100: token id 256 is outside the vocabulary of 256"),
+        ("lines.jsonl", b"{\"text\": \"a\"}\n{\"txt\": 1}\n".to_vec(), "line 2"),
+        ("data.csv", b"a,b".to_vec(), "not a .txt"),
+    ] {
+        let path = workspace.write(name, content);
+        run(&mut workspace.train("out", &["--data", path.to_str().unwrap()])).refused(1, &[words]);
+    }
+    run(&mut workspace.train("out", &["--data", "/nowhere.txt"])).refused(1, &["/nowhere.txt", "No such file"]);
+    workspace.write("model/config.json", CONFIG.replace("\"vocab_size\": 256", "\"vocab_size\": 99"));
+    run(&mut workspace.train("out", &[])).refused(1, &["config.json", "256 ids", "99"]);
+}
+
+/// The test model's configuration with these keys changed; a null value removes one.
+fn config(changes: &Value) -> String {
+    let mut config: Value = serde_json::from_str(CONFIG).unwrap();
+    for (key, value) in changes.as_object().unwrap() {
+        match value {
+            Value::Null => drop(config.as_object_mut().unwrap().remove(key)),
+            value => config[key] = value.clone(),
+        }
+    }
+    config.to_string()
+}
+
+#[test]
+fn configurations_that_lie_are_refused() {
+    let workspace = Workspace::new();
+    let refused = |config: &str, flags: &[&str], code: i32, words: &[&str]| {
+        workspace.write("model/config.json", config);
+        run(&mut workspace.train("out", flags)).refused(code, words);
+    };
+    for number in ["NaN", "1e999", "-Infinity"] {
+        refused(&CONFIG.replace("1e-5", number), &[], 1, &["config.json"]);
+    }
+    for (changes, word) in [
+        (json!({"hidden_size": -32}), "hidden_size"),
+        (json!({"hidden_size": null}), "hidden_size"),
+        (json!({"hidden_size": 1e300}), "hidden_size"),
+        (json!({"hidden_size": 1u64 << 40}), "hidden_size"),
+        (json!({"num_attention_heads": 5}), "num_attention_heads"),
+        (json!({"rms_norm_eps": 0}), "rms_norm_eps"),
+        (json!({"architectures": ["MambaForCausalLM"]}), "MambaForCausalLM"),
+        (json!({"architectures": []}), "architectures"),
+    ] {
+        refused(&config(&changes), &[], 1, &["config.json", word]);
+    }
+    refused("{", &[], 1, &["config.json"]);
+    let huge = json!({"hidden_size": 16384, "num_hidden_layers": 500, "intermediate_size": 65536});
+    refused(&config(&huge), &[], 1, &["memory", "GiB"]);
+    refused(CONFIG, &["--device", "cuda"], 1, &["--device cuda"]);
+    let gpt2 = json!({"architectures": ["GPT2LMHeadModel"], "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 8,
+        "vocab_size": 256, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"});
+    refused(&gpt2.to_string(), &[], 2, &["--seq-length 16", "8 positions"]);
+    fs::remove_file(workspace.path("model/config.json")).unwrap();
+    run(&mut workspace.train("out", &[])).refused(1, &["config.json", "No such file"]);
+}
+
+/// A safetensors file with this header and so many bytes of tensors.
+fn safetensors(header: &str, data_bytes: usize) -> Vec<u8> {
+    [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &vec![0; data_bytes]].concat()
+}
+
+#[test]
+fn weights_that_lie_are_refused() {
+    let workspace = Workspace::new();
+    let refused = |words: &[&str]| run(&mut workspace.train("out", &["--init", "checkpoint"])).refused(1, words);
+    refused(&["model.safetensors", "No such file"]);
+    let f32s = |start, end| json!({"dtype": "F32", "shape": [8], "data_offsets": [start, end]});
+    for (content, words) in [
+        (vec![], "too few"),
+        (vec![255; 64], "does not fit"),
+        (safetensors("{", 0), "header"),
+        (safetensors(&json!({"a": f32s(0, 32)}).to_string(), 31), "31 bytes"),
+        (safetensors(&json!({"a": f32s(0, 32), "b": f32s(16, 48)}).to_string(), 48), "does not add up"),
+        (safetensors(&json!({"a": f32s(0, 64)}).to_string(), 64), "does not add up"),
+        (safetensors(&json!({"a": {"dtype": "F32", "shape": [u64::MAX, 2], "data_offsets": [0, 8]}}).to_string(), 8), "does not add up"),
+        (safetensors(&json!({"a": f32s(0, 32)}).to_string(), 32), "missing"),
+    ] {
+        workspace.write("model/model.safetensors", content);
+        refused(&["model.safetensors", words]);
+    }
+    fs::remove_file(workspace.path("model/model.safetensors")).unwrap();
+    for (shard, words) in
+        [("gone.safetensors", "No such file"), ("../data.txt", "not a file in this directory"), ("/etc/passwd", "not a file")]
+    {
+        workspace.write("model/model.safetensors.index.json", json!({"weight_map": {"a": shard}}).to_string());
+        refused(&[shard, words]);
+    }
+}
+
+#[test]
+fn a_run_says_what_it_will_do_and_what_it_did() {
+    let workspace = Workspace::new();
+    workspace.settings("per-device-train-batch-size = 8".replace("per-device", "without = ['adaptive']\n#").as_str());
+    let told = run(&mut workspace.train("out", &["--per-device-train-batch-size", "8"]));
+    let digest = told.digest().to_string();
+    assert_eq!(told.stderr, "", "no bar on a pipe");
+    let at = |words: &str| told.stdout.find(words).unwrap_or_else(|| panic!("no {words:?} in {}", told.stdout));
+    let order = [
+        "device  cpu",
+        "model   ",
+        "data    ",
+        "plan\n",
+        "step      1  loss",
+        "checkpoint-2\n",
+        "step     12  loss",
+        "done at step 12 of 12",
+    ];
+    assert!(order.iter().map(|words| at(words)).is_sorted(), "{}", told.stdout);
+    for words in [
+        "  loss   ",
+        " -> ",
+        "tokens/s",
+        "committed, ",
+        "clipped, ",
+        "skipped; ",
+        "speculated",
+        "checkpoint-12\n",
+        "metrics.jsonl",
+        "trace.json",
+    ] {
+        assert!(at(words) > 0);
+    }
+    let lines = workspace.metrics("out");
+    assert_eq!(lines.len() as u64, STEPS);
+    for (line, step) in lines.iter().zip(1..) {
+        assert_eq!(line["step"], step);
+        for key in ["loss", "grad_norm", "learning_rate", "tokens_per_second", "model_tflops"] {
+            assert!(line[key].as_f64().is_some_and(|x| x > 0.0), "{key} of {line}");
+        }
+        for key in ["speculated", "committed", "clipped", "skipped", "exposed_cpu_ms", "exposed_transfer_ms"] {
+            assert!(line[key].as_f64().is_some_and(|x| x >= 0.0), "{key} of {line}");
+        }
+        assert!(line["memory"]["rss_bytes"].as_u64() > Some(1 << 20) && line["model_flops_formula"].is_string(), "{line}");
+    }
+    assert!(lines[11]["loss"].as_f64() < lines[0]["loss"].as_f64(), "it learns");
+    assert!(lines.iter().map(|line| line["speculated"].as_u64().unwrap()).sum::<u64>() > 0);
+    exported_weights_train_on(&workspace, &digest);
+}
+
+fn exported_weights_train_on(workspace: &Workspace, digest: &str) {
+    let (out, exported) = (workspace.path("out"), workspace.path("exported"));
+    let export = || run(program(&["export"]).arg(&out).arg(&exported));
+    let said = export();
+    assert!(said.code == 0 && said.stdout.contains("exported step 12"), "{said:?}");
+    export().refused(2, &["exported", "not empty"]);
+    run(program(&["export"]).arg(workspace.path("model")).arg(workspace.path("x"))).refused(1, &["model", "no good checkpoint"]);
+    let model = exported.to_str().unwrap();
+    let further = run(&mut workspace.train("further", &["--model", model, "--init", "checkpoint", "--max-steps", "2"]));
+    assert_ne!(further.digest(), digest);
+    let (first, last) = (workspace.metrics("further")[0]["loss"].as_f64(), workspace.metrics("out")[0]["loss"].as_f64());
+    assert!(first < last, "it begins where the other had learned to be");
+}
+
+/// Name, start and end of every span of the tracks whose name begins so.
+fn spans(trace: &Value, track: &str) -> Vec<(String, f64, f64)> {
+    let events = trace["traceEvents"].as_array().unwrap();
+    let is_track = |e: &&Value| e["ph"] == "M" && e["args"]["name"].as_str().unwrap().starts_with(track);
+    let tids: Vec<_> = events.iter().filter(is_track).map(|e| &e["tid"]).collect();
+    assert!(!tids.is_empty(), "no track {track}");
+    let spans = events.iter().filter(|e| e["ph"] == "X" && tids.contains(&&e["tid"]));
+    spans
+        .map(|e| (e["name"].as_str().unwrap().into(), e["ts"].as_f64().unwrap(), e["ts"].as_f64().unwrap() + e["dur"].as_f64().unwrap()))
+        .collect()
+}
+
+#[test]
+fn the_timeline_shows_the_optimizer_beside_the_backward_pass() {
+    let workspace = Workspace::new();
+    workspace.write("model/config.json", config(&json!({"num_hidden_layers": 4, "hidden_size": 64})));
+    workspace.settings("without = ['adaptive']");
+    run(&mut workspace.train("out", &["--per-device-train-batch-size", "8", "--threads", "2", "--max-grad-norm", "0"])).digest();
+    let trace: Value = serde_json::from_str(&fs::read_to_string(workspace.path("out/trace.json")).unwrap()).unwrap();
+    for track in ["driver", "d2h", "h2d", "adam-00", "adam-01"] {
+        assert!(!spans(&trace, track).is_empty(), "{track} is empty");
+    }
+    let compute: Vec<_> = spans(&trace, "compute").into_iter().filter(|(name, ..)| name != "wait").collect();
+    let speculations: Vec<_> = spans(&trace, "adam").into_iter().filter(|(name, ..)| name.ends_with("speculate")).collect();
+    let beside = speculations.iter().filter(|(_, start, end)| compute.iter().any(|(_, from, to)| start < to && from < end));
+    assert!(beside.count() * 4 > speculations.len() && !speculations.is_empty(), "speculation hides behind nothing");
+}
+
+#[test]
+fn the_other_commands_and_every_help_answer() {
+    let doctor = run(&mut program(&["doctor"]));
+    assert!(doctor.code == 0 && doctor.stdout.contains("cpus usable") && doctor.stdout.ends_with('\n'), "{doctor:?}");
+    for args in [&["--help"][..], &["train", "--help"], &["export", "--help"], &["digest", "--help"], &["doctor", "--help"], &["--version"]]
+    {
+        let help = run(&mut program(args));
+        assert!(help.code == 0 && help.stderr.is_empty() && help.stdout.contains("superoffload"), "{args:?}: {help:?}");
+    }
+}
+
+/// Writing to it fails: the disk is full.
+fn full() -> Stdio {
+    OpenOptions::new().write(true).open("/dev/full").unwrap().into()
+}
+
+#[test]
+fn output_that_nobody_takes_ends_no_training_and_panics_nowhere() {
+    let workspace = Workspace::new();
+    let quiet = run(workspace.train("out", &["--digest=false"]).stdout(full()));
+    assert_eq!((quiet.code, quiet.stderr.as_str()), (0, ""));
+    assert_eq!(workspace.metrics("out").len() as u64, STEPS);
+    let checkpoint = workspace.path("out/checkpoint-12");
+    run(program(&["digest"]).arg(&checkpoint).stdout(full())).refused(1, &["standard output", "No space left"]);
+    run(program(&["doctor"]).stdout(full())).refused(1, &["standard output"]);
+    let deaf = |command: &mut Command| run(command.stdout(full()).stderr(full())).code;
+    assert_eq!(deaf(&mut program(&["doctor"])), 1);
+    assert_eq!(deaf(&mut program(&["train", "--seed", "x"])), 2);
+    assert_eq!(deaf(&mut workspace.train("out", &["--digest=false"])), 0, "even a warning has nobody to hear it");
+}

@@ -1,0 +1,159 @@
+//! Runs the program itself: a directory with a tiny model and data, commands, and what came out.
+
+use std::fs;
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_superoffload");
+
+/// Steps of a run unless its flags say otherwise.
+pub const STEPS: u64 = 12;
+
+/// What every run shares; flags win over it. The learning rate is constant: a shorter run is the beginning of a longer one.
+const SETTINGS: &str = "
+    seq-length = 16
+    per-device-train-batch-size = 2
+    max-steps = 12
+    save-steps = 2
+    logging-steps = 1
+    learning-rate = 1e-2
+    lr-scheduler-type = 'constant'
+    weight-decay = 0.1
+    threads = 2
+    init = 'random'
+    digest = true
+";
+
+/// A llama of 16 thousand parameters that reads bytes.
+pub const CONFIG: &str = r#"{
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 64, "vocab_size": 256, "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": true
+}"#;
+
+/// A temporary directory with `run.toml`, `model/config.json` and `data.txt`; runs write into directories beside them.
+pub struct Workspace(tempfile::TempDir);
+
+impl Workspace {
+    pub fn new() -> Self {
+        let workspace = Self(tempfile::tempdir().unwrap());
+        workspace.write("model/config.json", CONFIG);
+        workspace.write("data.txt", "Colourless green ideas sleep furiously; furiously sleep ideas green colourless.\n".repeat(30));
+        workspace.settings("");
+        workspace
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    pub fn write(&self, name: &str, content: impl AsRef<[u8]>) -> PathBuf {
+        let path = self.path(name);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(&path, content).unwrap();
+        path
+    }
+
+    /// Writes `run.toml` again with `more` lines.
+    pub fn settings(&self, more: &str) {
+        let (model, data) = (self.path("model"), self.path("data.txt"));
+        self.write("run.toml", format!("model = {model:?}\ndata = {data:?}\n{SETTINGS}\n{more}"));
+    }
+
+    /// `train` into the directory `out` with the shared settings and these flags; from another directory than the files'.
+    pub fn train(&self, out: &str, flags: &[&str]) -> Command {
+        let mut command = program(&["train", "--config"]);
+        command.arg(self.path("run.toml")).arg("--output-dir").arg(self.path(out)).args(flags);
+        command
+    }
+
+    /// Goes on with the newest checkpoint in `out`.
+    pub fn resume(&self, out: &str, flags: &[&str]) -> Command {
+        self.train(out, &[&["--resume-from-checkpoint", "auto"], flags].concat())
+    }
+
+    /// A new output directory with these checkpoints of `from`, and its metrics.
+    pub fn copy_checkpoints(&self, from: &str, to: &str, steps: &[u64]) {
+        let (from, to) = (self.path(from), self.path(to));
+        fs::create_dir(&to).unwrap();
+        fs::copy(from.join("metrics.jsonl"), to.join("metrics.jsonl")).unwrap();
+        for step in steps {
+            copy_dir(&from.join(format!("checkpoint-{step}")), &to.join(format!("checkpoint-{step}")));
+        }
+    }
+
+    /// The names in `dir` that begin with `prefix`, sorted.
+    pub fn names(&self, dir: &str, prefix: &str) -> Vec<String> {
+        let entries = fs::read_dir(self.path(dir)).into_iter().flatten().flatten();
+        let mut names: Vec<_> = entries.map(|e| e.file_name().into_string().unwrap()).filter(|n| n.starts_with(prefix)).collect();
+        names.sort();
+        names
+    }
+
+    /// The objects in `metrics.jsonl` of `out`.
+    pub fn metrics(&self, out: &str) -> Vec<serde_json::Value> {
+        let text = fs::read_to_string(self.path(out).join("metrics.jsonl")).unwrap();
+        text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    }
+}
+
+fn copy_dir(from: &Path, to: &Path) {
+    fs::create_dir(to).unwrap();
+    for entry in fs::read_dir(from).unwrap().map(Result::unwrap) {
+        let target = to.join(entry.file_name());
+        if entry.path().is_dir() {
+            copy_dir(&entry.path(), &target);
+        } else {
+            fs::copy(entry.path(), target).unwrap();
+        }
+    }
+}
+
+/// The program with these arguments, its output caught.
+pub fn program(args: &[&str]) -> Command {
+    let mut command = Command::new(PROGRAM);
+    command.args(args).current_dir("/").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+}
+
+/// How a process ended and what it said.
+#[derive(Debug)]
+pub struct Outcome {
+    /// Exit code, or the negative signal that ended it.
+    pub code: i32,
+    pub stdout: String,
+    pub stderr: String,
+}
+
+impl From<Output> for Outcome {
+    fn from(output: Output) -> Self {
+        let text = |bytes| String::from_utf8(bytes).unwrap();
+        let code = output.status.code().or_else(|| output.status.signal().map(|signal| -signal)).unwrap();
+        Self { code, stdout: text(output.stdout), stderr: text(output.stderr) }
+    }
+}
+
+impl Outcome {
+    /// The digest, which is the last line; checks that all went well.
+    pub fn digest(&self) -> &str {
+        assert_eq!(self.code, 0, "{self:?}");
+        let last = self.stdout.lines().last().unwrap_or_default();
+        last.strip_prefix("digest: ").unwrap_or_else(|| panic!("no digest: {self:?}"))
+    }
+
+    /// Checks that the program refused with `code` and one line that holds every one of `words`.
+    pub fn refused(&self, code: i32, words: &[&str]) {
+        assert_eq!(self.code, code, "{self:?}");
+        let mut errors = self.stderr.lines().filter(|line| !line.starts_with("warning: "));
+        let (line, rest) = (errors.next().unwrap_or_default(), errors.count());
+        assert!(line.starts_with("error: ") && rest == 0, "not one line: {self:?}");
+        assert!(!self.stderr.contains("panicked"), "{self:?}");
+        words.iter().for_each(|word| assert!(line.contains(word), "{word:?} is not in {line:?}"));
+    }
+}
+
+/// Runs to the end.
+pub fn run(command: &mut Command) -> Outcome {
+    command.output().unwrap().into()
+}

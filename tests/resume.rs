@@ -1,0 +1,347 @@
+//! A run that was ended at any moment goes on to the same bits: kill -9, signals, damaged checkpoints, a full disk.
+
+use crate::program::{Outcome, STEPS, Workspace, program, run};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{Rng, SeedableRng};
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::{Child, Command};
+use std::time::{Duration, Instant};
+
+/// Flags of an uninterrupted run whose checkpoints and digest others are held against.
+fn reference(workspace: &Workspace, flags: &[&str]) -> String {
+    run(&mut workspace.train("whole", flags)).digest().to_string()
+}
+
+/// Checks that `out` holds a finished run: one line of metrics a step, no remains of a save.
+fn assert_whole(workspace: &Workspace, out: &str) {
+    let steps: Vec<_> = workspace.metrics(out).iter().map(|line| line["step"].as_u64().unwrap()).collect();
+    assert_eq!(steps, Vec::from_iter(1..=STEPS), "metrics of {out}");
+    assert_eq!(workspace.names(out, "."), [""; 0], "remains in {out}");
+}
+
+fn pick(rng: &mut ChaCha8Rng, bound: u64) -> u64 {
+    rng.next_u64() % bound
+}
+
+/// Waits until the `nth` checkpoint write that has begun in `dir`; false if the process ended first.
+fn await_write(child: &mut Child, dir: &Path, nth: usize) -> bool {
+    let mut seen = std::collections::BTreeSet::new();
+    while child.try_wait().unwrap().is_none() {
+        let names = fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.file_name());
+        seen.extend(names.filter(|name| name.to_string_lossy().contains(".tmp-") && name.to_string_lossy().starts_with(".checkpoint-")));
+        if seen.len() >= nth {
+            return true;
+        }
+    }
+    false
+}
+
+/// What became of the kills of one campaign.
+#[derive(Debug, Default)]
+struct Campaign {
+    kills: u64,
+    inside_write: u64,
+    runs: u64,
+    resumed_equal: u64,
+    failures: Vec<String>,
+}
+
+impl Campaign {
+    /// Starts or resumes the run in `out` and kills it; false if it was done before.
+    fn kill_once(&mut self, workspace: &Workspace, out: &str, whole: Duration, aim: bool, rng: &mut ChaCha8Rng) -> bool {
+        let mut child = workspace.resume(out, &[]).spawn().unwrap();
+        let micros = whole.as_micros() as u64;
+        let delay = if aim {
+            await_write(&mut child, &workspace.path(out), 1 + pick(rng, 3) as usize);
+            pick(rng, 1500)
+        } else {
+            pick(rng, micros)
+        };
+        std::thread::sleep(Duration::from_micros(delay));
+        child.kill().unwrap();
+        if child.wait().unwrap().code().is_some() {
+            return false;
+        }
+        self.kills += 1;
+        self.inside_write += u64::from(workspace.names(out, ".checkpoint-").iter().any(|name| name.contains(".tmp-")));
+        true
+    }
+
+    /// One run, killed up to three times, half of them aimed into a write, then left to finish.
+    fn one_run(&mut self, workspace: &Workspace, digest: &str, whole: Duration, rng: &mut ChaCha8Rng) {
+        let out = format!("run-{}", self.runs);
+        for _ in 0..1 + pick(rng, 3) {
+            let aim = self.inside_write * 2 <= self.kills;
+            if !self.kill_once(workspace, &out, whole, aim, rng) {
+                break;
+            }
+        }
+        self.runs += 1;
+        let resumed = run(&mut workspace.resume(&out, &[]));
+        if resumed.code == 0 && resumed.digest() == digest {
+            self.resumed_equal += 1;
+        } else {
+            self.failures.push(format!("{out}: {resumed:?}"));
+        }
+        assert_whole(workspace, &out);
+        fs::remove_dir_all(workspace.path(&out)).unwrap();
+    }
+
+    /// One line for the records.
+    fn record(&self, seed: u64) -> String {
+        let said = |program: &str, args: &[&str]| {
+            let output = Command::new(program).args(args).current_dir(env!("CARGO_MANIFEST_DIR")).output().unwrap();
+            String::from_utf8(output.stdout).unwrap().trim().to_string()
+        };
+        let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap();
+        let model = cpuinfo.lines().find_map(|line| line.strip_prefix("model name")).unwrap_or_default();
+        let record = serde_json::json!({
+            "date": said("date", &["-u", "+%F"]), "commit": said("git", &["rev-parse", "HEAD"]),
+            "profile": if cfg!(debug_assertions) { "dev" } else { "release" },
+            "kills": self.kills, "inside_write": self.inside_write, "runs": self.runs, "resumed_equal": self.resumed_equal,
+            "failures": self.failures.len(), "seed": seed,
+            "cpu": model.trim_start_matches([':', ' ', '\t']), "cores": std::thread::available_parallelism().unwrap().get(),
+        });
+        format!("{record}\n")
+    }
+}
+
+/// `SUPEROFFLOAD_KILLS=100 cargo test --release --test main kill_9` runs the long campaign and records it.
+#[test]
+fn kill_9_at_any_moment_loses_nothing() {
+    let asked: Option<u64> = std::env::var("SUPEROFFLOAD_KILLS").ok().map(|n| n.parse().unwrap());
+    let (kills, seed) = (asked.unwrap_or(12), 20260);
+    let workspace = Workspace::new();
+    let start = Instant::now();
+    let digest = reference(&workspace, &[]);
+    let (whole, mut rng, mut campaign) = (start.elapsed(), ChaCha8Rng::seed_from_u64(seed), Campaign::default());
+    while campaign.kills < kills || campaign.inside_write * 2 < campaign.kills {
+        campaign.one_run(&workspace, &digest, whole, &mut rng);
+        assert!(campaign.runs < 20 * kills, "hardly a kill hits: {campaign:?}");
+    }
+    if asked.is_some() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/campaigns/resume.jsonl");
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        let before = fs::read_to_string(&path).unwrap_or_default();
+        fs::write(&path, before + &campaign.record(seed)).unwrap();
+    }
+    assert!(campaign.failures.is_empty() && campaign.resumed_equal == campaign.runs, "{campaign:?}");
+}
+
+/// Starts with these flags, kills the program when it says that the checkpoint of `step` is written.
+fn die_after_checkpoint(workspace: &Workspace, out: &str, step: u64, flags: &[&str]) {
+    let mut child = workspace.train(out, flags).spawn().unwrap();
+    await_line(&mut child, &format!("checkpoint-{step}"));
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
+
+/// Reads what the program prints until a line holds `words`.
+fn await_line(child: &mut Child, words: &str) {
+    let stdout = child.stdout.as_mut().unwrap();
+    let found = BufReader::with_capacity(1, stdout).lines().map_while(Result::ok).any(|line| line.contains(words));
+    assert!(found, "never said {words:?}");
+}
+
+#[test]
+fn a_resumed_run_may_be_laid_out_anew() {
+    let workspace = Workspace::new();
+    let digest = reference(&workspace, &[]);
+    let layouts: [&[&str]; 8] = [
+        &["--threads", "3"],
+        &["--bucket-mib", "0.002"],
+        &["--slots", "1"],
+        &["--strategy", "zero-offload"],
+        &["--strategy", "no-offload"],
+        &["--isa", "scalar"],
+        &["--without", "stv,deadline-order", "--resident-buckets", "0"],
+        &["--adversary", "7", "--device", "cpu"],
+    ];
+    for (idx, flags) in layouts.iter().enumerate() {
+        let out = format!("layout-{idx}");
+        workspace.copy_checkpoints("whole", &out, &[6]);
+        assert_eq!(run(&mut workspace.resume(&out, flags)).digest(), digest, "{flags:?}");
+        assert_whole(&workspace, &out);
+    }
+}
+
+#[test]
+fn gradient_accumulation_and_loss_scale_are_resumed() {
+    let workspace = Workspace::new();
+    for (name, flags, settings) in [
+        ("accumulation", ["--gradient-accumulation-steps", "3"], ""),
+        ("scale", ["--dtype", "float16"], "inject = [{step = 3, element = 5, value = 'inf'}, {step = 9, element = 7, value = 'nan'}]"),
+        ("schedule", ["--lr-scheduler-type", "cosine"], "warmup-steps = 8"),
+    ] {
+        workspace.settings(settings);
+        let digest = run(&mut workspace.train(name, &flags)).digest().to_string();
+        let killed = format!("{name}-killed");
+        die_after_checkpoint(&workspace, &killed, 6, &flags);
+        assert_eq!(run(&mut workspace.resume(&killed, &flags)).digest(), digest, "{name}");
+        assert_whole(&workspace, &killed);
+        for (whole, resumed) in workspace.metrics(name).iter().zip(workspace.metrics(&killed)) {
+            for key in ["loss", "grad_norm", "learning_rate", "loss_scale", "verdict", "epoch"] {
+                assert_eq!(whole[key], resumed[key], "{key} of step {} of {name}", whole["step"]);
+            }
+        }
+    }
+    let scales: Vec<_> = workspace.metrics("scale").iter().map(|line| line["loss_scale"].as_f64().unwrap()).collect();
+    assert_eq!((scales[0], scales[5], scales[11]), (65536.0, 32768.0, 16384.0));
+}
+
+#[test]
+fn digest_names_the_bits_of_a_checkpoint() {
+    let workspace = Workspace::new();
+    let digest = reference(&workspace, &["--save-total-limit", "2"]);
+    assert_eq!(workspace.names("whole", "checkpoint-"), ["checkpoint-10", "checkpoint-12"]);
+    let of = |step| run(program(&["digest"]).arg(workspace.path(&format!("whole/checkpoint-{step}")))).digest().to_string();
+    assert_eq!(of(12), digest);
+    assert_ne!(of(10), digest);
+    let done = run(&mut workspace.resume("whole", &[]));
+    assert_eq!(done.digest(), digest, "nothing is left to do");
+}
+
+#[test]
+fn a_damaged_checkpoint_is_named_and_the_one_before_is_used() {
+    let workspace = Workspace::new();
+    let digest = reference(&workspace, &[]);
+    let flip = |path: &Path| {
+        let mut bytes = fs::read(path).unwrap();
+        let middle = bytes.len() / 2;
+        bytes[middle] ^= 4;
+        fs::write(path, bytes).unwrap();
+    };
+    let halve = |path: &Path| fs::write(path, &fs::read(path).unwrap()[..50]).unwrap();
+    let remove = |path: &Path| fs::remove_file(path).unwrap();
+    let damages: [(&str, &dyn Fn(&Path)); 6] = [
+        ("state.bin", &flip),
+        ("state.bin", &halve),
+        ("state.bin", &remove),
+        ("trainer_state.json", &flip),
+        ("trainer_state.json", &remove),
+        ("model/config.json", &flip),
+    ];
+    for (idx, (file, damage)) in damages.into_iter().enumerate() {
+        let out = format!("damaged-{idx}");
+        workspace.copy_checkpoints("whole", &out, &[6, 8]);
+        let path = workspace.path(&format!("{out}/checkpoint-8/{file}"));
+        damage(&path);
+        if !file.starts_with("model") {
+            run(program(&["digest"]).arg(path.parent().unwrap())).refused(1, &[file]);
+        }
+        let resumed = run(&mut workspace.resume(&out, &[]));
+        assert_eq!(resumed.digest(), digest, "{file}");
+        let named = resumed.stderr.lines().any(|line| line.starts_with("warning: ") && line.contains(path.to_str().unwrap()));
+        assert!(named && resumed.stdout.contains("checkpoint-6\n"), "{resumed:?}");
+        assert_whole(&workspace, &out);
+    }
+}
+
+#[test]
+fn without_a_checkpoint_auto_starts_afresh_and_a_directory_is_an_error() {
+    let workspace = Workspace::new();
+    let digest = reference(&workspace, &[]);
+    let fresh = run(&mut workspace.resume("fresh", &[]));
+    assert_eq!(fresh.digest(), digest);
+    assert!(fresh.stdout.contains("starting afresh"), "{fresh:?}");
+    let dir = workspace.path("model");
+    run(&mut workspace.train("x", &["--resume-from-checkpoint", dir.to_str().unwrap()])).refused(1, &["model", "No such file"]);
+    let elsewhere = workspace.path("whole/checkpoint-4");
+    assert_eq!(run(&mut workspace.train("y", &["--resume-from-checkpoint", elsewhere.to_str().unwrap()])).digest(), digest);
+}
+
+#[test]
+fn a_fresh_run_does_not_overwrite_an_earlier_one() {
+    let workspace = Workspace::new();
+    let digest = reference(&workspace, &["--max-steps", "2"]);
+    let again = run(&mut workspace.train("whole", &["--seed", "7"]));
+    assert_ne!(again.digest(), digest);
+    assert!(again.stderr.contains("previous-1"), "{again:?}");
+    let old = workspace.path("whole/previous-1/checkpoint-2");
+    assert_eq!(run(program(&["digest"]).arg(old)).digest(), digest);
+}
+
+#[test]
+fn a_full_disk_leaves_the_last_checkpoint() {
+    let workspace = Workspace::new();
+    let digest = reference(&workspace, &[]);
+    let early = run(&mut workspace.train("full", &["--max-steps", "4"])).digest().to_string();
+    // No file may grow beyond a few kilobytes: the metrics fit, the state does not.
+    let mut limited = Command::new("sh");
+    let train = workspace.resume("full", &[]);
+    limited.args(["-c", "trap '' XFSZ; ulimit -f 60; exec \"$@\"", "sh"]).arg(train.get_program()).args(train.get_args());
+    run(&mut limited).refused(1, &["write", "state.bin", "File too large"]);
+    assert_eq!(workspace.names("full", "."), [""; 0]);
+    assert_eq!(run(program(&["digest"]).arg(workspace.path("full/checkpoint-4"))).digest(), early);
+    assert_eq!(run(&mut workspace.resume("full", &[])).digest(), digest);
+    assert_whole(&workspace, "full");
+}
+
+fn send(child: &Child, signal: Signal) {
+    kill(Pid::from_raw(child.id() as i32), signal).unwrap();
+}
+
+/// Whether the process has a handler for `signal`.
+fn listens(child: &Child, signal: Signal) -> bool {
+    let status = fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap();
+    let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:")).unwrap();
+    u64::from_str_radix(caught.trim(), 16).unwrap() >> (signal as i32 - 1) & 1 == 1
+}
+
+fn await_listening(child: &Child) {
+    while !(listens(child, Signal::SIGTERM) && listens(child, Signal::SIGINT)) {
+        std::thread::sleep(Duration::from_micros(200));
+    }
+}
+
+#[test]
+fn a_signal_in_any_phase_saves_and_the_run_goes_on() {
+    let workspace = Workspace::new();
+    let digest = reference(&workspace, &[]);
+    type Phase<'a> = (&'a str, &'a dyn Fn(&mut Child, &Path));
+    let phases: [Phase; 4] = [
+        ("start", &|child, _| await_listening(child)),
+        ("plan", &|child, _| await_line(child, "plan")),
+        ("steps", &|child, _| await_line(child, "step      3")),
+        ("save", &|child, dir| assert!(await_write(child, dir, 2))),
+    ];
+    for (phase, wait) in phases {
+        for signal in [Signal::SIGTERM, Signal::SIGINT] {
+            let out = format!("{phase}-{signal}");
+            let mut child = workspace.train(&out, &[]).spawn().unwrap();
+            wait(&mut child, &workspace.path(&out));
+            send(&child, signal);
+            let ended: Outcome = child.wait_with_output().unwrap().into();
+            assert_eq!(ended.code, 75, "{out}: {ended:?}");
+            assert!(ended.stderr.is_empty() && ended.stdout.contains("interrupted at step"), "{ended:?}");
+            let steps = workspace.metrics(&out).len();
+            assert!(steps == 0 || workspace.path(&format!("{out}/checkpoint-{steps}")).is_dir(), "{out}: no checkpoint of {steps}");
+            assert_eq!(run(&mut workspace.resume(&out, &[])).digest(), digest, "{out}");
+            assert_whole(&workspace, &out);
+        }
+    }
+}
+
+#[test]
+fn a_second_signal_ends_the_program_at_once() {
+    let workspace = Workspace::new();
+    for (first, second) in [(Signal::SIGTERM, Signal::SIGTERM), (Signal::SIGINT, Signal::SIGTERM), (Signal::SIGTERM, Signal::SIGINT)] {
+        // A step that would take minutes.
+        let mut child = workspace.train("long", &["--gradient-accumulation-steps", "1000000"]).spawn().unwrap();
+        await_line(&mut child, "training steps");
+        send(&child, first);
+        std::thread::sleep(Duration::from_millis(100));
+        if let Some(status) = child.try_wait().unwrap() {
+            panic!("the first signal did not wait for the step: {status}, {:?}", child.wait_with_output());
+        }
+        send(&child, second);
+        let sent = Instant::now();
+        let ended: Outcome = child.wait_with_output().unwrap().into();
+        assert_eq!(ended.code, 128 + second as i32, "{ended:?}");
+        assert!(sent.elapsed() < Duration::from_secs(5), "at once");
+    }
+}
