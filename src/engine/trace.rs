@@ -76,7 +76,7 @@ pub fn write_chrome(path: &Path, tracks: &[Recorder]) -> Result<u64> {
             }
         }
         writeln!(out, "\n]}}")?;
-        out.into_inner().map_err(|e| e.into_error())?.sync_all()
+        out.flush()
     };
     create().map_err(|e| Error::io("write trace", path, e))?;
     Ok(tracks.iter().map(|t| t.dropped).sum())
