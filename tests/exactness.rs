@@ -35,14 +35,13 @@ const STEPS: u64 = 6;
 
 fn run(case: &Case, way: &Way) -> (String, Counts, Vec<u32>) {
     let shape = tiny_llama(case.layers, 32, case.vocab, case.tied);
-    let flat = superoffload::model::tensors::TensorTable::new(&shape).flat_elems();
-    let inject: Vec<String> = case
-        .faults
-        .iter()
-        .map(|(step, at, value)| format!("{{step = {step}, element = {}, value = {value}}}", (at * (flat - 1) as f64) as usize))
-        .collect();
+    let table = superoffload::model::tensors::TensorTable::new(&shape);
+    let element = |at: f64| table.specs()[(at * table.specs().len() as f64) as usize].range().start + (at * 7.0) as usize;
+    let inject: Vec<String> =
+        case.faults.iter().map(|(step, at, value)| format!("{{step = {step}, element = {}, value = {value}}}", element(*at))).collect();
     // What is off, or not compiled in, must not be asked for.
-    let resident = if cfg!(feature = "repartition") && !way.without.contains("repartition") { way.resident } else { 0 };
+    let repartition = cfg!(feature = "repartition") && way.strategy == "superoffload" && !way.without.contains("repartition");
+    let resident = if repartition { way.resident } else { 0 };
     let cast = if cfg!(feature = "superchip-cast") { way.cast } else { "host" };
     let adversary = way.adversary.map_or(String::new(), |seed| format!("adversary = {seed}\ndevice = \"cpu\""));
     let without = if way.without.is_empty() { String::new() } else { format!("without = [{}]", way.without) };

@@ -156,7 +156,7 @@ impl FromStr for ResidentBuckets {
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Injection {
-    /// The optimizer step, counted from 1.
+    /// The training step, counted from 1; skipped steps count.
     pub step: u64,
     /// Index into the flat gradient.
     pub element: usize,
@@ -280,7 +280,7 @@ pub struct TrainOptions {
     #[arg(long, value_name = "auto|DIR", value_parser = PathBufValueParser::new().map(Resume::from))]
     pub resume_from_checkpoint: Option<Resume>,
 
-    /// Optimizer threads [default: one for each core].
+    /// Compute threads, and as many optimizer threads [default: one for each core].
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,
 
@@ -297,7 +297,7 @@ pub struct TrainOptions {
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     pub no_shuffle: Option<bool>,
 
-    /// Write a timeline for Perfetto [default: none].
+    /// Where to write the timeline for Perfetto [default: OUTPUT_DIR/trace.json].
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
 

@@ -5,6 +5,7 @@ use crate::config::options::{CastSide, Injection, IsaChoice, Rollback, Strategy,
 use crate::config::settings::Settings;
 use crate::dtype::Dtype;
 use crate::engine::coordinator::{Policy, Rules};
+use crate::engine::trace::{Span, spans_per_track};
 use crate::error::{Error, Result};
 use crate::model::activations::{ActivationPlan, LossTile};
 use crate::model::shape::ModelShape;
@@ -137,8 +138,8 @@ pub struct Plan {
     pub inject: Vec<Injection>,
     /// Reorder events with this seed (cpu device).
     pub adversary: Option<u64>,
-    /// Record spans.
-    pub trace: bool,
+    /// Room for spans on each track of the timeline; 0 records none.
+    pub trace_spans: usize,
     /// All memory, by class.
     pub memory: Vec<MemoryClass>,
     /// Parameters of the model.
@@ -155,7 +156,7 @@ impl Plan {
         let table = TensorTable::new(shape);
         let dtype = compute_dtype(settings.dtype);
         let layout = layout(settings, &table, dtype, techniques)?;
-        check_inject(settings, layout.flat_elems())?;
+        check_inject(settings, &table)?;
         let threads = settings.threads.unwrap_or(usable_cpus).max(1);
         let rules =
             Rules { policy: policy(settings, techniques)?, adaptive: techniques.adaptive, deadline_order: techniques.deadline_order };
@@ -178,7 +179,7 @@ impl Plan {
             max_grad_norm: settings.max_grad_norm,
             inject: settings.inject.clone(),
             adversary: settings.adversary,
-            trace,
+            trace_spans: if trace { spans_per_track(threads + 5) } else { 0 },
             memory: Vec::new(),
             params: table.params(),
             layout,
@@ -234,6 +235,7 @@ impl Plan {
             class("offloaded p, m, v", Place::Host, 12 * offloaded),
             class("gradient slots", Place::Host, self.grad_slots * bucket.min(offloaded) * link),
             class("parameter slots", Place::Host, self.param_slots * bucket.min(offloaded) * link),
+            class("timeline", Place::Host, (self.threads + 4) * self.trace_spans * size_of::<Span>()),
         ];
         Ok(classes.into_iter().filter(|c| c.bytes > 0).collect())
     }
@@ -258,7 +260,9 @@ fn wanted_isa(choice: IsaChoice) -> Option<Isa> {
 
 fn policy(settings: &Settings, techniques: Techniques) -> Result<Policy> {
     match settings.rollback {
-        Rollback::Inverse if !techniques.stv => Err(Error::usage("--rollback inverse needs the technique stv, which is off")),
+        Rollback::Inverse if !techniques.stv => {
+            Err(Error::usage("--rollback inverse needs --strategy superoffload with the technique stv"))
+        }
         _ if !techniques.stv => Ok(Policy::ValidateFirst),
         Rollback::Deferred => Ok(Policy::Deferred),
         Rollback::Inverse => Ok(Policy::Inverse),
@@ -276,8 +280,8 @@ fn layout(settings: &Settings, table: &TensorTable, dtype: Dtype, techniques: Te
     let buckets = BucketLayout::new(flat, bucket_elems, 0).count();
     let resident = match settings.resident_buckets {
         _ if settings.strategy == Strategy::NoOffload => buckets,
-        Count(count) if count > 0 && settings.strategy == Strategy::Superoffload && !techniques.repartition => {
-            return Err(Error::usage(format!("--resident-buckets {count} needs the technique repartition, which is off")));
+        Count(count) if count > 0 && !techniques.repartition => {
+            return Err(Error::usage(format!("--resident-buckets {count} needs --strategy superoffload with the technique repartition")));
         }
         Count(count) => count,
         Auto if techniques.repartition => buckets / RESIDENT_ONE_IN,
@@ -323,10 +327,14 @@ fn hyper(settings: &Settings) -> AdamHyper {
     }
 }
 
-fn check_inject(settings: &Settings, flat_elems: usize) -> Result<()> {
-    match settings.inject.iter().find(|i| i.element >= flat_elems) {
+/// Padding between tensors has no gradient: a fault there would never be overwritten.
+fn check_inject(settings: &Settings, table: &TensorTable) -> Result<()> {
+    let outside = |element: usize| !table.specs().iter().any(|spec| spec.range().contains(&element));
+    match settings.inject.iter().find(|i| outside(i.element)) {
         None => Ok(()),
-        Some(i) => Err(Error::usage(format!("inject: element {} is outside the {flat_elems} gradients of this model", i.element))),
+        Some(i) => {
+            Err(Error::usage(format!("inject: element {} of the flat order of {} belongs to no tensor", i.element, table.flat_elems())))
+        }
     }
 }
 

@@ -251,6 +251,14 @@ impl Settings {
         let threads = self.threads.unwrap_or(1);
         require((1..=THREADS_MAX).contains(&threads), "threads", threads, format!("1 to {THREADS_MAX}"))?;
         require((1..=SLOTS_MAX).contains(&self.slots), "slots", self.slots, format!("1 to {SLOTS_MAX}"))?;
+        let step_tokens =
+            self.per_device_train_batch_size.checked_mul(self.seq_length).and_then(|t| t.checked_mul(self.gradient_accumulation_steps));
+        require(
+            step_tokens.is_some_and(|tokens| tokens <= STEP_TOKENS_MAX),
+            "gradient-accumulation-steps",
+            self.gradient_accumulation_steps,
+            format!("at most {STEP_TOKENS_MAX} tokens in a step"),
+        )?;
         let tokens = self.per_device_train_batch_size.checked_mul(self.seq_length);
         let fits = tokens.is_some_and(|tokens| tokens <= MICRO_BATCH_TOKENS_MAX);
         require(
@@ -299,6 +307,8 @@ const SLOTS_MAX: usize = 4096;
 const BUCKET_MIB_MAX: f64 = 1_048_576.0;
 /// Kernels index tokens with 32 bits.
 const MICRO_BATCH_TOKENS_MAX: usize = i32::MAX as usize;
+/// Tokens of an optimizer step: a factor of a thousand above any that was ever trained with.
+const STEP_TOKENS_MAX: usize = 1 << 40;
 
 fn train_length(max_steps: Option<u64>, epochs: Option<f64>) -> Option<TrainLength> {
     max_steps.map(TrainLength::Steps).or(epochs.map(TrainLength::Epochs))

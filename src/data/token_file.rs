@@ -47,7 +47,8 @@ impl TokenFile {
     pub fn open(path: &Path, vocab_size: usize) -> Result<Self> {
         let file = File::open(path).map_err(|e| Error::io("open", path, e))?;
         let bytes = file.metadata().map_err(|e| Error::io("read", path, e))?.len() as usize;
-        let width = width(path, vocab_size)?;
+        let told = told_width(path)?;
+        let (guessed, width) = (told.is_none(), told.unwrap_or(natural_width(vocab_size)));
         if bytes == 0 {
             return Err(Error::format(path, "the file is empty"));
         }
@@ -56,6 +57,10 @@ impl TokenFile {
         }
         let opened = Self { path: path.to_path_buf(), file, width, vocab_size, tokens: bytes / width as usize };
         opened.check_all()?;
+        if guessed && width == Width::U16 && opened.looks_like_uint32()? {
+            let cause = "every second 16-bit token is 0: these look like uint32; name the file .u32.bin, or .u16.bin if they are not";
+            return Err(Error::format(path, cause));
+        }
         Ok(opened)
     }
 
@@ -92,6 +97,18 @@ impl TokenFile {
         Ok(())
     }
 
+    fn looks_like_uint32(&self) -> Result<bool> {
+        let mut block = [0; READ_BYTES / 4];
+        for start in (0..self.tokens).step_by(block.len()) {
+            let tokens = block.len().min(self.tokens - start);
+            self.read(start, &mut block[..tokens])?;
+            if block[..tokens].iter().skip(1).step_by(2).any(|&token| token != 0) {
+                return Ok(false);
+            }
+        }
+        Ok(self.tokens >= 4 && self.tokens.is_multiple_of(2))
+    }
+
     fn checked(&self, raw: &[u8], offset: usize) -> Result<i32> {
         let id = raw.iter().rev().fold(0, |id: u32, &byte| id << 8 | u32::from(byte));
         if (id as usize) < self.vocab_size {
@@ -101,13 +118,13 @@ impl TokenFile {
     }
 }
 
-/// How wide the ids of the file at `path` are: see the module.
-fn width(path: &Path, vocab_size: usize) -> Result<Width> {
+/// How wide the ids of the file at `path` are, if its name or the file beside it tells: see the module.
+fn told_width(path: &Path) -> Result<Option<Width>> {
     let mut sidecar = path.as_os_str().to_owned();
     sidecar.push(".json");
     match std::fs::read(&sidecar) {
-        Ok(json) => serde_json::from_slice(&json).map(|sidecar: Sidecar| sidecar.dtype).map_err(|e| Error::format(&sidecar, e)),
-        Err(e) if e.kind() == ErrorKind::NotFound => Ok(width_from_name(path).unwrap_or(natural_width(vocab_size))),
+        Ok(json) => serde_json::from_slice(&json).map(|sidecar: Sidecar| Some(sidecar.dtype)).map_err(|e| Error::format(&sidecar, e)),
+        Err(e) if e.kind() == ErrorKind::NotFound => Ok(width_from_name(path)),
         Err(e) => Err(Error::io("read", &sidecar, e)),
     }
 }

@@ -408,6 +408,11 @@ impl Coordinator {
             Verdict::Clip(_) => self.counts.clipped += all,
             Verdict::SkipNonFinite => self.counts.skipped += all,
         }
+        if verdict != Verdict::Commit {
+            let running = self.running.as_ref().is_some_and(|r| r.speculative);
+            let speculated = self.buckets.iter().filter(|b| b.phase == Phase::Speculated).count();
+            self.counts.rolled_back += speculated as u64 + u64::from(running);
+        }
         if verdict != Verdict::SkipNonFinite {
             let update = self.final_update();
             let resident = self.layout.offloaded()..self.layout.count();
@@ -428,7 +433,6 @@ impl Coordinator {
     }
 
     fn roll_back(&mut self, bucket: usize, why: Queued) {
-        self.counts.rolled_back += 1;
         self.buckets[bucket].phase = Phase::Queued(why);
     }
 
@@ -529,10 +533,7 @@ impl Coordinator {
                 // Overturned before the weights were sent: the device still holds the last step's.
                 params.into_iter().for_each(|slot| self.param_slots.give(slot));
                 match verdict {
-                    Verdict::SkipNonFinite if !in_place => {
-                        self.counts.rolled_back += 1;
-                        self.drop_grads(bucket);
-                    }
+                    Verdict::SkipNonFinite if !in_place => self.drop_grads(bucket),
                     Verdict::SkipNonFinite => self.roll_back(bucket, Queued::Restore),
                     _ => self.roll_back(bucket, Queued::Redo),
                 }

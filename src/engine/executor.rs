@@ -114,13 +114,15 @@ impl<D: Kernels> Engine<D> {
     ///
     /// # Errors
     /// `Resource` when memory or threads cannot be had.
-    pub fn new(plan: Plan, shape: ModelShape, mut dev: D, pool: Pool<StepJob>, bell: Arc<Doorbell>) -> Result<Self> {
+    pub fn new(plan: Plan, shape: ModelShape, dev: D, pool: Pool<StepJob>, bell: Arc<Doorbell>) -> Result<Self> {
+        // Declared before the threads' owners, and so dropped after them, also when something below fails.
+        let mut host = HostMemory::default();
+        let (mut dev, pool) = (dev, pool);
         let table = TensorTable::new(&shape);
         let flat = plan.layout.flat_elems();
         let weights = dev.alloc("weights", flat, plan.dtype)?;
         let grads = dev.alloc("gradients", flat, plan.dtype)?;
         let activations = ActivationPlan::new(&shape, plan.batch, plan.seq_length, plan.dtype, plan.loss_tile)?.allocate(&mut dev)?;
-        let mut host = HostMemory::default();
         let memory = Memory::new(&plan, &table, &mut dev, &mut host)?;
         let model = Model::new(shape, weights, grads, activations)?;
         if let (Positions::Rope(rope), Some(target)) = (model.shape.positions, model.activations.rope_table) {
@@ -132,7 +134,7 @@ impl<D: Kernels> Engine<D> {
             copying: VecDeque::with_capacity(plan.layout.count()),
             returning: VecDeque::with_capacity(plan.param_slots + 1),
             coin: plan.adversary.map(|seed| ChaCha8Rng::seed_from_u64(seed ^ 0xc01)),
-            recorder: Recorder::new("driver", plan.trace),
+            recorder: Recorder::new("driver", plan.trace_spans),
             loss_scale: LossScale::new(plan.dtype),
             pool_busy: false,
             optimizer_step: 0,
@@ -473,7 +475,7 @@ impl<D: Kernels> Engine<D> {
             told = true;
             self.tell(Event::ParamsCopied(slot))?;
         }
-        while self.pool_busy && self.pool.is_idle() {
+        while self.pool_busy && self.pool.is_idle()? {
             self.pool_busy = false;
             told = true;
             self.tell(Event::JobDone)?;

@@ -8,8 +8,14 @@ use std::path::Path;
 use std::sync::OnceLock;
 use std::time::Instant;
 
-/// Spans kept per track; later ones are counted, not kept.
-const SPANS_MAX: usize = 1 << 17;
+/// Spans kept in all, and on one track; later ones are counted, not kept.
+const SPANS_ALL: usize = 1 << 20;
+const SPANS_MAX: usize = 1 << 16;
+
+/// Room for spans on each of `tracks` tracks.
+pub fn spans_per_track(tracks: usize) -> usize {
+    (SPANS_ALL / tracks.max(1)).min(SPANS_MAX)
+}
 
 /// The one clock of a trace: nanoseconds since the first call in this process.
 pub fn now_ns() -> u64 {
@@ -18,7 +24,7 @@ pub fn now_ns() -> u64 {
 }
 
 /// Something that took time on one track.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Span {
     /// What ran: a kernel's or a protocol step's name.
     pub name: &'static str,
@@ -40,9 +46,11 @@ pub struct Recorder {
 }
 
 impl Recorder {
-    /// A recorder with room; `enabled: false` keeps none.
-    pub fn new(track: impl Into<String>, enabled: bool) -> Self {
-        Self { track: track.into(), spans: Vec::with_capacity(if enabled { SPANS_MAX } else { 0 }), dropped: 0 }
+    /// A recorder with room for `room` spans. The memory is touched now, so that a run does not grow while it records.
+    pub fn new(track: impl Into<String>, room: usize) -> Self {
+        let mut spans = vec![Span::default(); room];
+        spans.clear();
+        Self { track: track.into(), spans, dropped: 0 }
     }
 
     /// Records what ran from `start_ns` until now.
@@ -101,9 +109,9 @@ mod tests {
 
     #[test]
     fn a_trace_is_json_with_a_name_for_every_track() {
-        let mut compute = Recorder::new("compute", true);
+        let mut compute = Recorder::new("compute", 8);
         compute.span("matmul", 3, now_ns());
-        let mut off = Recorder::new("d2h", false);
+        let mut off = Recorder::new("d2h", 0);
         off.span("copy", u32::MAX, now_ns());
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("trace.json");
@@ -116,10 +124,10 @@ mod tests {
 
     #[test]
     fn a_full_recorder_counts_instead_of_growing() {
-        let mut r = Recorder::new("x", true);
-        for _ in 0..SPANS_MAX + 5 {
+        let mut r = Recorder::new("x", 3);
+        for _ in 0..3 + 5 {
             r.span("s", 0, 0);
         }
-        assert_eq!((r.spans().len(), r.dropped), (SPANS_MAX, 5));
+        assert_eq!((r.spans().len(), r.dropped), (3, 5));
     }
 }

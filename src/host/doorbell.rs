@@ -40,7 +40,8 @@ impl Doorbell {
             }
             std::hint::spin_loop();
         }
-        self.waiter.get_or_init(std::thread::current);
+        let waiter = self.waiter.get_or_init(std::thread::current);
+        assert_eq!(waiter.id(), std::thread::current().id(), "a doorbell wakes the thread that waited first");
         self.sleeping.store(true, Ordering::SeqCst);
         while self.rings() == seen {
             // The timeout is a belt beside the braces: a thread parked by a bug elsewhere would hang for ever.

@@ -68,7 +68,7 @@ impl<J: Job> Pool<J> {
     pub fn threads(
         workers: usize,
         driver: Arc<Doorbell>,
-        trace: bool,
+        trace_spans: usize,
         on_start: impl Fn(usize) -> Result<()> + Send + Clone + 'static,
     ) -> Result<Self> {
         let bells = (0..workers).map(|_| Doorbell::default()).collect();
@@ -82,7 +82,7 @@ impl<J: Job> Pool<J> {
             let body = move || {
                 let _ = started.send(on_start(worker));
                 drop(started);
-                work(&shared, worker, workers, Recorder::new(format!("adam-{worker:02}"), trace))
+                work(&shared, worker, workers, Recorder::new(format!("adam-{worker:02}"), trace_spans))
             };
             let spawned = std::thread::Builder::new().name(format!("adam-{worker:02}")).spawn(body);
             pool.handles.push(spawned.map_err(|e| Error::resource(format!("start optimizer worker {worker}"), e))?);
@@ -93,8 +93,8 @@ impl<J: Job> Pool<J> {
     }
 
     /// A pool whose jobs run on the caller's thread, cut as for `workers`.
-    pub fn stepped(workers: usize, trace: bool) -> Self {
-        Self::Stepped(Stepped { workers, job: None, recorder: Recorder::new("adam", trace) })
+    pub fn stepped(workers: usize, trace_spans: usize) -> Self {
+        Self::Stepped(Stepped { workers, job: None, recorder: Recorder::new("adam", trace_spans) })
     }
 
     /// Gives the pool its next job.
@@ -102,7 +102,7 @@ impl<J: Job> Pool<J> {
     /// # Panics
     /// If the last one is not done.
     pub fn submit(&mut self, job: J) {
-        assert!(self.is_idle(), "one job at a time");
+        assert!(matches!(self.is_idle(), Ok(true)), "one job at a time");
         match self {
             Self::Threads(pool) => pool.publish(job),
             Self::Stepped(pool) => pool.job = Some(job),
@@ -111,15 +111,15 @@ impl<J: Job> Pool<J> {
 
     /// Whether the last job is done.
     ///
-    /// # Panics
-    /// If a worker panicked: the bucket it was working on is half stepped, and nothing may be saved from it.
-    pub fn is_idle(&self) -> bool {
+    /// # Errors
+    /// `Resource` if a worker panicked: the bucket it was working on is half stepped, and nothing may be saved from it.
+    pub fn is_idle(&self) -> Result<bool> {
         match self {
-            Self::Threads(pool) => {
-                assert!(!pool.shared.failed.load(Ordering::Acquire), "an optimizer worker panicked; see the message above");
-                pool.shared.remaining.load(Ordering::Acquire) == 0
+            Self::Threads(pool) if pool.shared.failed.load(Ordering::Acquire) => {
+                Err(Error::resource("step a bucket", "an optimizer worker panicked; see the message above"))
             }
-            Self::Stepped(pool) => pool.job.is_none(),
+            Self::Threads(pool) => Ok(pool.shared.remaining.load(Ordering::Acquire) == 0),
+            Self::Stepped(pool) => Ok(pool.job.is_none()),
         }
     }
 
@@ -133,11 +133,14 @@ impl<J: Job> Pool<J> {
         true
     }
 
-    /// Ends the workers and returns what they recorded.
+    /// Ends the workers, which must be idle, and returns what they recorded.
     ///
     /// # Errors
-    /// `Resource` when a worker had panicked.
+    /// `Resource` when a worker had panicked, or a job is not done.
     pub fn finish(self) -> Result<Vec<Recorder>> {
+        if !self.is_idle()? {
+            return Err(Error::resource("end the optimizer workers", "a job is not done"));
+        }
         match self {
             Self::Threads(mut pool) => pool.stop(),
             Self::Stepped(pool) => Ok(vec![pool.recorder]),
@@ -226,10 +229,10 @@ mod tests {
     #[test]
     fn every_worker_does_its_share_of_every_job_once() {
         let bell = Arc::new(Doorbell::default());
-        let mut pool = Pool::threads(3, bell.clone(), true, |_| Ok(())).unwrap();
+        let mut pool = Pool::threads(3, bell.clone(), 1000, |_| Ok(())).unwrap();
         for i in 1..=100 {
             pool.submit(Count(i));
-            bell.wait_until(|| pool.is_idle());
+            bell.wait_until(|| pool.is_idle().unwrap());
         }
         let recorders = pool.finish().unwrap();
         assert!(recorders.iter().all(|r| r.spans().len() == 100));
@@ -239,7 +242,7 @@ mod tests {
     #[test]
     fn a_worker_that_cannot_be_placed_is_an_error() {
         let failing = |worker: usize| if worker == 1 { Err(Error::resource("pin adam-01", "no such cpu")) } else { Ok(()) };
-        let result = Pool::<Count>::threads(3, Arc::default(), false, failing);
+        let result = Pool::<Count>::threads(3, Arc::default(), 0, failing);
         assert!(result.err().unwrap().to_string().contains("adam-01"));
     }
 }

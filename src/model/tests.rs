@@ -42,7 +42,7 @@ impl Rig {
     }
 
     fn narrow<E: Element>(shape: &ModelShape, batch: usize, tile: LossTile) -> Self {
-        let mut dev = CpuDevice::new(1, Schedule::Adversary { seed: 1 }, Default::default(), false).unwrap();
+        let mut dev = CpuDevice::new(1, Schedule::Adversary { seed: 1 }, Default::default(), 0).unwrap();
         let flat = TensorTable::new(shape).flat_elems();
         let plan = ActivationPlan::new(shape, batch, SEQ_LENGTH, E::DTYPE, tile).unwrap();
         let weights = dev.alloc("weights", flat, E::DTYPE).unwrap();
@@ -287,7 +287,7 @@ fn a_model_refuses_slices_that_do_not_fit() {
     let shape = golden_shape("qwen3");
     let flat = TensorTable::new(&shape).flat_elems();
     let build = |weights: usize, dtype: Dtype| {
-        let mut dev = CpuDevice::new(1, Schedule::Adversary { seed: 1 }, Default::default(), false).unwrap();
+        let mut dev = CpuDevice::new(1, Schedule::Adversary { seed: 1 }, Default::default(), 0).unwrap();
         let plan = ActivationPlan::new(&shape, 1, SEQ_LENGTH, Dtype::Float32, ONE_TILE).unwrap();
         let activations = plan.allocate(&mut dev).unwrap();
         let weights = dev.alloc("weights", weights, dtype).unwrap();

@@ -133,7 +133,7 @@ impl AdamStep {
 
     /// The element before this step, by algebra; see [`inverse`] for what that is worth.
     #[inline(always)]
-    pub fn revert(&self, new: AdamElement, grad: f32) -> AdamElement {
+    pub fn undo(&self, new: AdamElement, grad: f32) -> AdamElement {
         let c = &self.consts;
         let g = grad * self.scale;
         let param = (new.m / self.denominator(new.v)).mul_add(-c.neg_step_size, new.param) / c.decay;
@@ -219,7 +219,7 @@ pub fn commit_then_speculate<G: Element, O: Element>(
 pub fn inverse<G: Element>(step: AdamStep, state: &mut AdamState<'_>, grads: &[G]) {
     let mut state = state.sized(grads.len());
     for (i, grad) in grads.iter().enumerate() {
-        state.set(i, step.revert(state.get(i), grad.to_f32()));
+        state.set(i, step.undo(state.get(i), grad.to_f32()));
     }
 }
 

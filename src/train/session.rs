@@ -4,7 +4,7 @@ use super::{Observer, Summary};
 use crate::checkpoint::digest::StateDigest;
 use crate::checkpoint::{LossScale, Scheduler, TensorSource, TrainerState, Writer};
 use crate::config::settings::Settings;
-use crate::data::loader::Loader;
+use crate::data::loader::{DataPosition, Loader};
 use crate::device::Kernels;
 use crate::engine::coordinator::Counts;
 use crate::engine::executor::{Batches, Engine, StepReport};
@@ -53,6 +53,17 @@ impl Paths {
     }
 }
 
+/// Where the data goes on, and how much of it there was.
+#[derive(Clone, Copy, Debug, serde::Serialize, serde::Deserialize)]
+pub(super) struct SavedPosition {
+    #[serde(flatten)]
+    pub(super) position: DataPosition,
+    pub(super) sequences: usize,
+}
+
+/// Skipped steps in a row after which a person is told, again and again.
+const SKIPS_WARNED: u64 = 10;
+
 /// What was measured so far.
 #[derive(Clone, Copy, Debug, Default)]
 struct Totals {
@@ -77,6 +88,7 @@ pub struct Session<D: Kernels> {
     flops_per_step: f64,
     totals: Totals,
     last_step_end: Option<Instant>,
+    skips: u64,
     saved: Option<(u64, PathBuf)>,
 }
 
@@ -108,6 +120,7 @@ impl<D: Kernels> Session<D> {
             flops_per_step,
             totals,
             last_step_end: None,
+            skips: 0,
             saved: None,
         })
     }
@@ -131,6 +144,10 @@ impl<D: Kernels> Session<D> {
         let metrics = self.measure(&report, end - start);
         self.metrics.write(&metrics)?;
         observer.step(&metrics);
+        self.skips = if report.verdict == Verdict::SkipNonFinite { self.skips + 1 } else { 0 };
+        if self.skips > 0 && self.skips.is_multiple_of(SKIPS_WARNED) {
+            observer.warn(&format!("{} steps in a row had gradients that are not finite and were skipped", self.skips));
+        }
         if self.engine.train_step().is_multiple_of(self.settings.save_steps) {
             self.save_if_new(observer)?;
             self.last_step_end = Some(Instant::now());
@@ -207,7 +224,11 @@ impl<D: Kernels> Session<D> {
                 max_steps: self.schedule.max_steps,
             },
             seed: self.settings.seed,
-            data_position: serde_json::to_value(self.loader.position()).map_err(json)?,
+            data_position: serde_json::to_value(SavedPosition {
+                position: self.loader.position(),
+                sequences: self.loader.dataset().sequences(),
+            })
+            .map_err(json)?,
             speculation: serde_json::to_value(self.engine.history()).map_err(json)?,
             settings: serde_json::to_value(&self.settings).map_err(json)?,
         })

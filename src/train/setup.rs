@@ -1,6 +1,6 @@
 //! Everything before step 0: model, data, plan, device, engine, and the state to begin from.
 
-use super::session::{Paths, Session};
+use super::session::{Paths, SavedPosition, Session};
 use super::{Facts, Observer, previous_run};
 use crate::checkpoint::{self, Loaded};
 use crate::config::options::{DeviceChoice, Init, Resume};
@@ -50,9 +50,6 @@ pub fn prepare(settings: &Settings, observer: &mut impl Observer) -> Result<Sess
     let dataset = Dataset::open(&settings.data, &source.tokenizer, source.shape.vocab, settings.seq_length)?;
     let paths = Paths::create(settings)?;
     let resumed = find_checkpoint(settings, &paths.output_dir, observer)?;
-    if resumed.is_none() {
-        previous_run::move_aside(&paths.output_dir)?.iter().for_each(|line| observer.warn(line));
-    }
     let max_steps = max_steps(settings, &dataset);
     let data = format!(
         "{} tokens, {} sequences of {}; tokenizer {}",
@@ -63,9 +60,10 @@ pub fn prepare(settings: &Settings, observer: &mut impl Observer) -> Result<Sess
     );
     let mut engine = cpu_engine(&plan, &source.shape, &topology)?;
     let position = match resumed {
-        Some(loaded) => resume(&mut engine, loaded)?,
+        Some(loaded) => resume(&mut engine, loaded, settings, dataset.sequences(), observer)?,
         None => begin(&mut engine, settings, &source.shape)?,
     };
+    previous_run::move_aside(&paths.output_dir, engine.train_step())?.iter().for_each(|line| observer.warn(line));
     let loader = Loader::new(dataset, plan.batch, settings.seed, !settings.no_shuffle, position)?;
     let facts = Facts {
         device: describe_device(settings, &engine.describe(), &topology),
@@ -136,13 +134,13 @@ fn describe_model(settings: &Settings, shape: &ModelShape) -> String {
 pub fn cpu_engine(plan: &Plan, shape: &ModelShape, topology: &Topology) -> Result<Engine<CpuDevice>> {
     let bell = Arc::new(Doorbell::default());
     let schedule = plan.adversary.map_or(Schedule::Threads, |seed| Schedule::Adversary { seed });
-    let dev = CpuDevice::new(plan.threads, schedule, bell.clone(), plan.trace)?;
+    let dev = CpuDevice::new(plan.threads, schedule, bell.clone(), plan.trace_spans)?;
     let pool: Pool<StepJob> = match schedule {
-        Schedule::Adversary { .. } => Pool::stepped(plan.threads, plan.trace),
+        Schedule::Adversary { .. } => Pool::stepped(plan.threads, plan.trace_spans),
         Schedule::Threads => {
             let cpus = worker_cpus(plan, topology);
             let on_start = move |worker: usize| cpus.as_ref().map_or(Ok(()), |cpus| name_and_pin("adam", worker, cpus[worker]));
-            Pool::threads(plan.threads, bell.clone(), plan.trace, on_start)?
+            Pool::threads(plan.threads, bell.clone(), plan.trace_spans, on_start)?
         }
     };
     Engine::new(plan.clone(), shape.clone(), dev, pool, bell)
@@ -160,6 +158,12 @@ fn find_checkpoint(settings: &Settings, output_dir: &Path, observer: &mut impl O
     let dir = match &settings.resume_from_checkpoint {
         None => return Ok(None),
         Some(Resume::Dir(dir)) => {
+            if !checkpoint::is_checkpoint(dir) {
+                let dir = dir.display();
+                return Err(Error::usage(format!(
+                    "--resume-from-checkpoint {dir}: not a checkpoint; name {dir}/checkpoint-<step>, or use auto"
+                )));
+            }
             checkpoint::verify(dir)?;
             dir.clone()
         }
@@ -178,13 +182,21 @@ fn find_checkpoint(settings: &Settings, output_dir: &Path, observer: &mut impl O
 }
 
 /// State and counters of a checkpoint go into the engine; returns where the data goes on.
-fn resume<D: Kernels>(engine: &mut Engine<D>, mut loaded: Loaded) -> Result<DataPosition> {
+fn resume<D: Kernels>(
+    engine: &mut Engine<D>,
+    mut loaded: Loaded,
+    settings: &Settings,
+    sequences: usize,
+    observer: &mut impl Observer,
+) -> Result<DataPosition> {
     let specs = engine.table().specs().to_vec();
     loaded.expect_tensors(specs.iter().map(|spec| (spec.name.as_str(), spec.shape.as_slice())))?;
     let trainer = loaded.manifest().trainer.clone();
     let format = |e: serde_json::Error| Error::format("trainer_state.json", e);
     let (history, position) =
         (serde_json::from_value(trainer.speculation).map_err(format)?, serde_json::from_value(trainer.data_position).map_err(format)?);
+    let saved: SavedPosition = position;
+    compare(settings, sequences, &saved, &trainer.settings, observer)?;
     for spec in &specs {
         let (mut params, mut m, mut v) = (vec![0.0; spec.elems()], vec![0.0; spec.elems()], vec![0.0; spec.elems()]);
         loaded.read_tensor(&spec.name, &mut params, &mut m, &mut v)?;
@@ -194,8 +206,55 @@ fn resume<D: Kernels>(engine: &mut Engine<D>, mut loaded: Loaded) -> Result<Data
     loss_scale.restore(trainer.loss_scale.scale, trainer.loss_scale.good_steps);
     engine.resume(trainer.step, trainer.optimizer_step, loss_scale, history);
     engine.send_weights()?;
-    Ok(position)
+    Ok(saved.position)
 }
+
+/// A position means the same sequence only in the same order of the same data. Other settings may change, and a person
+/// should know which.
+fn compare(
+    settings: &Settings,
+    sequences: usize,
+    saved: &SavedPosition,
+    then: &serde_json::Value,
+    observer: &mut impl Observer,
+) -> Result<()> {
+    let now = serde_json::to_value(settings).map_err(|e| Error::usage(format!("settings: {e}")))?;
+    if saved.sequences != sequences {
+        return Err(Error::usage(format!("the checkpoint was made on {} sequences, the data has {sequences}", saved.sequences)));
+    }
+    for key in ["seq_length", "seed", "no_shuffle"] {
+        if then[key] != now[key] {
+            return Err(Error::usage(format!(
+                "{key} was {} when the checkpoint was made and is {} now: the data position would mean other data",
+                then[key], now[key]
+            )));
+        }
+    }
+    for key in TRAINING_KEYS {
+        if then[key] != now[key] {
+            observer.warn(&format!("{key} was {} before and is {} from here on", then[key], now[key]));
+        }
+    }
+    Ok(())
+}
+
+/// Settings that change what is learned, not only how fast.
+const TRAINING_KEYS: [&str; 14] = [
+    "dtype",
+    "train_length",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "learning_rate",
+    "lr_scheduler_type",
+    "warmup_steps",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "max_grad_norm",
+    "data",
+    "rollback",
+];
 
 /// First weights: random, or the model's own.
 fn begin<D: Kernels>(engine: &mut Engine<D>, settings: &Settings, shape: &ModelShape) -> Result<DataPosition> {

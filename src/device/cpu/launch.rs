@@ -550,7 +550,7 @@ mod tests {
         }
 
         fn with_schedule(schedule: Schedule) -> Self {
-            Self(CpuDevice::new(2, schedule, Arc::default(), false).unwrap())
+            Self(CpuDevice::new(2, schedule, Arc::default(), 0).unwrap())
         }
 
         fn with<T: bytemuck::Pod>(&mut self, dtype: Dtype, values: &[T]) -> DeviceSlice {

@@ -67,7 +67,7 @@ impl CpuDevice {
     ///
     /// # Errors
     /// `Resource` when a thread cannot start.
-    pub fn new(threads: usize, schedule: Schedule, driver: Arc<Doorbell>, trace: bool) -> Result<Self> {
+    pub fn new(threads: usize, schedule: Schedule, driver: Arc<Doorbell>, trace_spans: usize) -> Result<Self> {
         let compute = ComputeOwner::new(threads)?;
         let rings = [Ring::new(), Ring::new(), Ring::new()];
         let shared = Arc::new(Shared {
@@ -77,7 +77,7 @@ impl CpuDevice {
             compute_waited_ns: AtomicU64::new(0),
             driver,
         });
-        let recorders = ["compute", "d2h", "h2d"].map(|name| Recorder::new(name, trace));
+        let recorders = ["compute", "d2h", "h2d"].map(|name| Recorder::new(name, trace_spans));
         let runner = match schedule {
             Schedule::Adversary { seed } => {
                 Runner::Adversary { rng: ChaCha8Rng::seed_from_u64(seed), recorders: recorders.into(), eagerness: (seed % 8) as u32 }

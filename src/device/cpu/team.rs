@@ -88,10 +88,12 @@ impl Team {
         }
         let outcome = self.shared.work(0);
         self.close();
+        // Taken back before anything unwinds: the next job starts clean.
+        let helper_panicked = self.shared.panicked.swap(false, Ordering::Relaxed);
         if let Err(panic) = outcome {
             resume_unwind(panic);
         }
-        assert!(!self.shared.panicked.swap(false, Ordering::Relaxed), "a compute helper panicked");
+        assert!(!helper_panicked, "a compute helper panicked");
     }
 
     fn open(&self, blocks: usize, work: &Work<'_>) {
