@@ -175,10 +175,13 @@ fn speculations_are_kept_redone_and_undone_and_counted() {
         assert_eq!(have, reference(&case).0);
         all += counts;
     }
-    assert!(all.speculated > 50 && all.rolled_back > 20 && all.rolled_back < all.speculated, "{all:?}");
+    if cfg!(feature = "stv") {
+        assert!(all.speculated > 50 && all.rolled_back > 20 && all.rolled_back < all.speculated, "{all:?}");
+    }
     assert!(all.committed > 0 && all.clipped > 0 && all.skipped > 0, "{all:?}");
 }
 
+#[cfg(feature = "stv")]
 #[test]
 fn the_papers_inverse_rollback_is_not_exact_and_says_so() {
     let toml = |rollback: &str| {

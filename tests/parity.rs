@@ -1,7 +1,7 @@
 //! Against PyTorch, through the engine: tiny models of every family, their logits, and ten clipped steps of AdamW in
 //! float32. How the golden values were made, and where the bounds come from, is in golden/README.md.
 
-use crate::support::{read_params, settings, start};
+use crate::support::{RESIDENT, read_params, settings, start};
 use safetensors::SafeTensors;
 use std::path::{Path, PathBuf};
 use superoffload::config::plan::Plan;
@@ -23,7 +23,7 @@ const RECIPE: &str = "per-device-train-batch-size = 2\nseq-length = 16\nmax-grad
                       adam-epsilon = 1e-3\nweight-decay = 0.1\nmax-steps = 10\n";
 
 /// Small buckets and few slots, reordered: speculations fail and are redone, in every family.
-const SUPEROFFLOAD: &str = "strategy = \"superoffload\"\nwithout = [\"adaptive\"]\nbucket-mib = 0.0078125\nslots = 2\nresident-buckets = 1\n\
+const SUPEROFFLOAD: &str = "strategy = \"superoffload\"\nwithout = [\"adaptive\"]\nbucket-mib = 0.0078125\nslots = 2\n\
                             device = \"cpu\"\nadversary = 7\ndtype = \"float32\"\n";
 const ZERO_OFFLOAD: &str = "strategy = \"zero-offload\"\nbucket-mib = 0.0078125\ndtype = \"float32\"\n";
 
@@ -72,7 +72,7 @@ impl Golden {
     }
 
     fn engine(&self, way: &str) -> Engine<CpuDevice> {
-        let mut plan = Plan::new(&settings(&format!("{RECIPE}{way}")), &self.shape, 2, false).unwrap();
+        let mut plan = Plan::new(&settings(&format!("{RECIPE}{RESIDENT}{way}")), &self.shape, 2, false).unwrap();
         // Tiles that divide nothing.
         plan.loss_tile = LossTile { rows: 20, vocab: 40 };
         let first = self.first_params();

@@ -211,13 +211,16 @@ fn counters_prove_that_speculation_clipping_and_skipping_happened() {
     let counts = (0..50).map(|seed| run(seed, rules, 6, 2, 2, &verdicts(seed, 30, 20, 20)));
     let mut all = Counts::default();
     counts.for_each(|c| all += c);
-    assert!(all.speculated > 1000 && all.rolled_back > 300 && all.rolled_back < all.speculated, "{all:?}");
+    if cfg!(feature = "stv") {
+        assert!(all.speculated > 1000 && all.rolled_back > 300 && all.rolled_back < all.speculated, "{all:?}");
+    }
     assert!(all.clipped > 1000 && all.skipped > 500 && all.committed > 2000, "{all:?}");
     assert_eq!(all.committed + all.clipped + all.skipped, 50 * 20 * 6);
     let waiting = Rules { policy: Policy::ValidateFirst, ..rules };
     assert_eq!(run(1, waiting, 6, 2, 2, &verdicts(1, 30, 20, 20)).speculated, 0);
 }
 
+#[cfg(all(feature = "stv", feature = "deadline-order"))]
 #[test]
 fn the_order_is_the_earliest_deadline_or_the_order_of_arrival() {
     for (deadline_order, expected) in [(true, [0, 3, 2, 1]), (false, [0, 1, 2, 3])] {
