@@ -18,7 +18,7 @@ use superoffload::data::tokenizer::Tokenizer;
 use superoffload::engine::coordinator::Counts;
 use superoffload::metrics::rss_bytes;
 use superoffload::model::shape::ModelShape;
-use support::{RESIDENT, engine, random_params, settings, start, tiny_llama};
+use support::{random_params, resident, settings, start, tiny_llama};
 
 /// The system's allocator, which remembers where the first allocation came from while it is watched.
 struct Watched;
@@ -104,7 +104,7 @@ fn steps_allocate_nothing_and_memory_stays_flat() {
 
 /// Trains on the text that ships with the program, with a timeline; panics with a backtrace if a step after the warm-up allocates.
 fn steps(strategy: &str, more: &str) -> Counts {
-    let settings = settings(&format!("{COMMON}{RESIDENT}{strategy}{more}"));
+    let settings = settings(&format!("{COMMON}{}{strategy}{more}", resident(strategy)));
     let shape = tiny_llama(2, 64, 256, true);
     let plan = Plan::new(&settings, &shape, 2, true).unwrap();
     let (mut engine, mut loader) = (start(&plan, &shape, random_params(1)), loader(&settings, &shape));
@@ -127,9 +127,10 @@ fn loader(settings: &Settings, shape: &ModelShape) -> Loader {
 
 /// Resident memory after 100 and after 1,000 steps. Without a timeline: its room is fixed, but touched only as it fills.
 fn memory_stays_flat() {
-    let settings = settings(&format!("{COMMON}{RESIDENT}{}max-grad-norm = 1\n", STRATEGIES[1]));
+    let settings = settings(&format!("{COMMON}{}{}max-grad-norm = 1\n", resident(STRATEGIES[1]), STRATEGIES[1]));
     let shape = tiny_llama(1, 32, 256, true);
-    let (mut engine, mut loader) = (engine(&settings, &shape), loader(&settings, &shape));
+    let plan = Plan::new(&settings, &shape, 2, true).unwrap();
+    let (mut engine, mut loader) = (start(&plan, &shape, random_params(1)), loader(&settings, &shape));
     let mut rss_after = |steps| {
         (0..steps).for_each(|_| _ = engine.step(1e-3, &mut loader).unwrap());
         rss_bytes()

@@ -1,7 +1,7 @@
 //! Against PyTorch, through the engine: tiny models of every family, their logits, and ten clipped steps of AdamW in
 //! float32. How the golden values were made, and where the bounds come from, is in golden/README.md.
 
-use crate::support::{RESIDENT, read_params, settings, start};
+use crate::support::{read_params, resident, settings, start};
 use safetensors::SafeTensors;
 use std::path::{Path, PathBuf};
 use superoffload::config::plan::Plan;
@@ -72,7 +72,7 @@ impl Golden {
     }
 
     fn engine(&self, way: &str) -> Engine<CpuDevice> {
-        let mut plan = Plan::new(&settings(&format!("{RECIPE}{RESIDENT}{way}")), &self.shape, 2, false).unwrap();
+        let mut plan = Plan::new(&settings(&format!("{RECIPE}{}{way}", resident(way))), &self.shape, 2, false).unwrap();
         // Tiles that divide nothing.
         plan.loss_tile = LossTile { rows: 20, vocab: 40 };
         let first = self.first_params();

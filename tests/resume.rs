@@ -248,7 +248,7 @@ fn without_a_checkpoint_auto_starts_afresh_and_a_directory_is_an_error() {
     assert_eq!(fresh.digest(), digest);
     assert!(fresh.stdout.contains("starting afresh"), "{fresh:?}");
     let dir = workspace.path("model");
-    run(&mut workspace.train("x", &["--resume-from-checkpoint", dir.to_str().unwrap()])).refused(1, &["model", "No such file"]);
+    run(&mut workspace.train("x", &["--resume-from-checkpoint", dir.to_str().unwrap()])).refused(2, &["model", "not a checkpoint", "auto"]);
     let elsewhere = workspace.path("whole/checkpoint-4");
     assert_eq!(run(&mut workspace.train("y", &["--resume-from-checkpoint", elsewhere.to_str().unwrap()])).digest(), digest);
 }

@@ -28,7 +28,6 @@ const RULES: [Rule; 7] = [
             "src/host/pool.rs",
             "src/host/step_job.rs",
             "src/optim/simd.rs",
-            "src/data/source.rs",
             "tests/alloc.rs",
         ],
         why: "unsafe stays where lib.rs says it is",

@@ -24,8 +24,10 @@ pub fn tiny_llama(layers: usize, channels: usize, vocab: usize, tied: bool) -> M
     ModelShape::parse(&config.to_string(), std::path::Path::new("config.json")).unwrap()
 }
 
-/// One resident bucket, in a build that has them.
-pub const RESIDENT: &str = if cfg!(feature = "repartition") { "resident-buckets = 1\n" } else { "" };
+/// One bucket with a resident optimizer, where the strategy and the build have the technique.
+pub fn resident(strategy: &str) -> &'static str {
+    if cfg!(feature = "repartition") && strategy.contains("superoffload") { "resident-buckets = 1\n" } else { "" }
+}
 
 /// Settings from a config file's text, resolved as the program does it.
 pub fn settings(toml: &str) -> Settings {

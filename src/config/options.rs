@@ -297,7 +297,7 @@ pub struct TrainOptions {
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     pub no_shuffle: Option<bool>,
 
-    /// Where to write the timeline for Perfetto [default: OUTPUT_DIR/trace.json].
+    /// Write the timeline for Perfetto here, not to trace.json in the output directory [default: none].
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
 

@@ -251,14 +251,6 @@ impl Settings {
         let threads = self.threads.unwrap_or(1);
         require((1..=THREADS_MAX).contains(&threads), "threads", threads, format!("1 to {THREADS_MAX}"))?;
         require((1..=SLOTS_MAX).contains(&self.slots), "slots", self.slots, format!("1 to {SLOTS_MAX}"))?;
-        let step_tokens =
-            self.per_device_train_batch_size.checked_mul(self.seq_length).and_then(|t| t.checked_mul(self.gradient_accumulation_steps));
-        require(
-            step_tokens.is_some_and(|tokens| tokens <= STEP_TOKENS_MAX),
-            "gradient-accumulation-steps",
-            self.gradient_accumulation_steps,
-            format!("at most {STEP_TOKENS_MAX} tokens in a step"),
-        )?;
         let tokens = self.per_device_train_batch_size.checked_mul(self.seq_length);
         let fits = tokens.is_some_and(|tokens| tokens <= MICRO_BATCH_TOKENS_MAX);
         require(
@@ -266,6 +258,14 @@ impl Settings {
             "per-device-train-batch-size",
             self.per_device_train_batch_size,
             format!("at most {MICRO_BATCH_TOKENS_MAX} tokens in a micro-batch, with --seq-length {}", self.seq_length),
+        )?;
+        let step_tokens =
+            self.per_device_train_batch_size.checked_mul(self.seq_length).and_then(|t| t.checked_mul(self.gradient_accumulation_steps));
+        require(
+            step_tokens.is_some_and(|tokens| tokens <= STEP_TOKENS_MAX),
+            "gradient-accumulation-steps",
+            self.gradient_accumulation_steps,
+            format!("at most {STEP_TOKENS_MAX} tokens in a step"),
         )
     }
 

@@ -2,6 +2,7 @@
 //! moved aside, never overwritten, so that "newest checkpoint" always means this run's.
 
 use crate::error::{Error, Result};
+use std::ffi::OsString;
 use std::fs;
 use std::path::Path;
 
@@ -13,7 +14,9 @@ use std::path::Path;
 pub(super) fn move_aside(output_dir: &Path, step: u64) -> Result<Option<String>> {
     let listed = fs::read_dir(output_dir).map_err(|e| Error::io("list", output_dir, e))?;
     let names: Vec<_> = listed.flatten().map(|entry| entry.file_name()).filter(|name| is_later(&name.to_string_lossy(), step)).collect();
-    if names.is_empty() {
+    // A timeline alone, or metrics without a line, are what a run leaves that never began.
+    let has_content = |name: &OsString| output_dir.join(name).metadata().is_ok_and(|m| m.is_dir() || m.len() > 0);
+    if !names.iter().any(|name| name != "trace.json" && has_content(name)) {
         return Ok(None);
     }
     let free = (1..).map(|n| output_dir.join(format!("previous-{n}"))).find(|dir| !dir.exists());
