@@ -265,6 +265,27 @@ fn a_fresh_run_does_not_overwrite_an_earlier_one() {
 }
 
 #[test]
+fn a_checkpoint_is_continued_on_the_same_data_only_and_changes_are_told() {
+    let workspace = Workspace::new();
+    run(&mut workspace.train("part", &["--max-steps", "4"]));
+    run(&mut workspace.resume("part", &["--seed", "7"])).refused(2, &["seed was 42", "is 7"]);
+    run(&mut workspace.resume("part", &["--seq-length", "8"])).refused(2, &["sequences"]);
+    let changed = run(&mut workspace.resume("part", &["--learning-rate", "0.5"]));
+    assert!(changed.code == 0 && changed.stderr.contains("learning_rate was 0.01 before and is 0.5"), "{changed:?}");
+}
+
+#[test]
+fn going_back_moves_the_abandoned_checkpoints_aside() {
+    let workspace = Workspace::new();
+    let digest = reference(&workspace, &[]);
+    let early = workspace.path("whole/checkpoint-2");
+    let back = run(&mut workspace.train("whole", &["--resume-from-checkpoint", early.to_str().unwrap(), "--max-steps", "3"]));
+    assert!(back.code == 0 && back.stderr.contains("previous-1"), "{back:?}");
+    assert!(workspace.path("whole/previous-1/checkpoint-12").is_dir() && !workspace.path("whole/checkpoint-12").exists());
+    assert_eq!(run(&mut workspace.resume("whole", &[])).digest(), digest, "auto goes on from the new branch");
+}
+
+#[test]
 fn a_full_disk_leaves_the_last_checkpoint() {
     let workspace = Workspace::new();
     let digest = reference(&workspace, &[]);

@@ -32,7 +32,11 @@ const RULES: [Rule; 7] = [
         ],
         why: "unsafe stays where lib.rs says it is",
     },
-    Rule { words: &["fp16_params", "sub_group", "momentum_buffer"], allowed_in: &[], why: "one word per thing: params_bf16, bucket, m" },
+    Rule {
+        words: &["fp16_params", "sub_group", "momentum_buffer", "revert"],
+        allowed_in: &[],
+        why: "one word per thing: params_bf16, bucket, m",
+    },
     Rule {
         words: &["println!", "eprintln!", "print!", "eprint!"],
         allowed_in: &["src/main.rs", "paper-figures", "microbench"],

@@ -186,6 +186,16 @@ mod tests {
     }
 
     #[test]
+    fn a_guess_of_uint16_that_is_surely_wrong_is_refused() {
+        let wide = [7, 0, 0, 0, 9, 0, 0, 0];
+        assert!(refusal("a.bin", &wide, 256).contains("look like uint32"));
+        let (_dir, path) = written("a.u16.bin", &wide);
+        assert_eq!(TokenFile::open(&path, 256).unwrap().tokens(), 4, "told, not guessed");
+        let (_dir, path) = written("a.bin", &[7, 0, 0, 0, 9, 0, 1, 0]);
+        assert_eq!(TokenFile::open(&path, 256).unwrap().tokens(), 4);
+    }
+
+    #[test]
     fn a_file_that_shrinks_or_changes_under_the_run_is_an_error() {
         let (_dir, path) = written("a.bin", &[1, 0, 2, 0]);
         let file = TokenFile::open(&path, 256).unwrap();
