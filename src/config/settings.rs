@@ -147,14 +147,14 @@ impl Settings {
     pub fn demo() -> Self {
         Self {
             output_dir: "runs/demo".into(),
-            train_length: TrainLength::Steps(200),
+            train_length: TrainLength::Steps(300),
             seq_length: 256,
-            learning_rate: 1e-3,
+            learning_rate: 3e-3,
             lr_scheduler_type: LrScheduler::Cosine,
             warmup_steps: 10,
             weight_decay: 0.1,
             adam_beta2: 0.95,
-            save_steps: 100,
+            save_steps: 150,
             ..Self::default()
         }
     }
@@ -432,7 +432,7 @@ mod tests {
         let settings = Settings::resolve(TrainOptions { inject, ..Default::default() }).unwrap();
         let json = serde_json::to_value(&settings).unwrap();
         assert_eq!(json["inject"][0]["value"], "NaN");
-        assert_eq!(json["train_length"]["steps"], 200);
+        assert_eq!(json["train_length"]["steps"], 300);
         let back: Injection = serde_json::from_value(json["inject"][0].clone()).unwrap();
         assert!(back.value.is_nan());
     }
