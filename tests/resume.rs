@@ -216,7 +216,8 @@ fn a_damaged_checkpoint_is_named_and_the_one_before_is_used() {
     };
     let halve = |path: &Path| fs::write(path, &fs::read(path).unwrap()[..50]).unwrap();
     let remove = |path: &Path| fs::remove_file(path).unwrap();
-    let damages: [(&str, &dyn Fn(&Path)); 6] = [
+    type Damage<'a> = (&'a str, &'a dyn Fn(&Path));
+    let damages: [Damage<'_>; 6] = [
         ("state.bin", &flip),
         ("state.bin", &halve),
         ("state.bin", &remove),
