@@ -211,7 +211,8 @@ fn a_run_says_what_it_will_do_and_what_it_did() {
         assert!(line["memory"]["rss_bytes"].as_u64() > Some(1 << 20) && line["model_flops_formula"].is_string(), "{line}");
     }
     assert!(lines[11]["loss"].as_f64() < lines[0]["loss"].as_f64(), "it learns");
-    assert!(lines.iter().map(|line| line["speculated"].as_u64().unwrap()).sum::<u64>() > 0);
+    let speculated: u64 = lines.iter().map(|line| line["speculated"].as_u64().unwrap()).sum();
+    assert_eq!(speculated > 0, cfg!(feature = "stv"));
     exported_weights_train_on(&workspace, &digest);
 }
 
@@ -255,7 +256,7 @@ fn the_timeline_shows_the_optimizer_beside_the_backward_pass() {
     let speculations: Vec<_> = spans(&trace, "adam").into_iter().filter(|(name, ..)| name.ends_with("speculate")).collect();
     let beside = speculations.iter().filter(|(_, start, end)| compute.iter().any(|(_, from, to)| start < to && from < end));
     let (beside, all) = (beside.count(), speculations.len());
-    assert!(beside > 0, "{beside} of {all} speculations run beside the {} spans of compute", compute.len());
+    assert!(beside > 0 || !cfg!(feature = "stv"), "{beside} of {all} speculations run beside the {} spans of compute", compute.len());
 }
 
 #[test]
