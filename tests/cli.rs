@@ -2,6 +2,7 @@
 
 use crate::program::{CONFIG, STEPS, Workspace, program, run};
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::fs::{self, OpenOptions};
 use std::process::{Command, Stdio};
 
@@ -84,7 +85,11 @@ fn data_that_does_not_fit_the_model_is_refused() {
     }
     run(&mut workspace.train("out", &["--data", "/nowhere.txt"])).refused(1, &["/nowhere.txt", "No such file"]);
     workspace.write("model/config.json", CONFIG.replace("\"vocab_size\": 256", "\"vocab_size\": 99"));
-    run(&mut workspace.train("out", &[])).refused(1, &["config.json", "256 ids", "99"]);
+    run(&mut workspace.train("out", &[])).refused(1, &["data.txt", "outside the vocabulary of 99"]);
+    let vocab: BTreeMap<String, u32> = (0..120).map(|id| (format!("w{id}"), id)).collect();
+    let model = json!({"type": "WordLevel", "vocab": vocab, "unk_token": "w0"});
+    workspace.write("model/tokenizer.json", json!({"version": "1.0", "added_tokens": [], "model": model}).to_string());
+    run(&mut workspace.train("out", &[])).refused(1, &["config.json", "120 ids", "99"]);
 }
 
 /// The test model's configuration with these keys changed; a null value removes one.
@@ -257,6 +262,17 @@ fn the_timeline_shows_the_optimizer_beside_the_backward_pass() {
     let beside = speculations.iter().filter(|(_, start, end)| compute.iter().any(|(_, from, to)| start < to && from < end));
     let (beside, all) = (beside.count(), speculations.len());
     assert!(beside > 0 || !cfg!(feature = "stv"), "{beside} of {all} speculations run beside the {} spans of compute", compute.len());
+}
+
+#[test]
+fn token_files_need_no_tokenizer_and_any_vocabulary_will_do() {
+    let workspace = Workspace::new();
+    workspace.write("model/config.json", config(&json!({"vocab_size": 97})));
+    let ids: Vec<u8> = (0..400u16).flat_map(|i| (i * 7 % 97).to_le_bytes()).collect();
+    fs::write(workspace.path("ids.bin"), ids).unwrap();
+    let ids = workspace.path("ids.bin");
+    run(&mut workspace.train("out", &["--data", ids.to_str().unwrap(), "--max-steps", "2"])).digest();
+    run(&mut workspace.train("text", &[])).refused(1, &["outside the vocabulary of 97"]);
 }
 
 #[test]

@@ -44,6 +44,11 @@ impl Tokenizer {
         Ok(Self { model: Some(Model { path, tokenizer }), vocab_size, end_of_text })
     }
 
+    /// Whether this is the byte tokenizer.
+    pub fn is_bytes(&self) -> bool {
+        self.model.is_none()
+    }
+
     /// One more than the largest id.
     pub fn vocab_size(&self) -> usize {
         self.vocab_size
