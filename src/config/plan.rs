@@ -203,12 +203,13 @@ impl Plan {
         cfg!(feature = "superchip-cast") && self.link_dtype != self.dtype
     }
 
-    /// Refuses a plan that cannot fit: on the cpu device all memory is host memory.
+    /// Refuses a plan that cannot fit: on the cpu device all memory is host memory. `loading_bytes` are needed besides, until the
+    /// first step.
     ///
     /// # Errors
     /// `Resource` with both sizes and the smallest change that helps.
-    pub fn check_fits(&self, available_bytes: u64) -> Result<()> {
-        let needed = (self.bytes_at(Place::Device) + self.bytes_at(Place::Host)) as u64;
+    pub fn check_fits(&self, available_bytes: u64, loading_bytes: u64) -> Result<()> {
+        let needed = (self.bytes_at(Place::Device) + self.bytes_at(Place::Host)) as u64 + loading_bytes;
         if needed <= available_bytes {
             return Ok(());
         }
@@ -379,5 +380,60 @@ impl fmt::Display for Plan {
         }
         let (device, host) = (self.bytes_at(Place::Device), self.bytes_at(Place::Host));
         write!(f, "  memory      device {}, host {}", Bytes(device as u64), Bytes(host as u64))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn plan(settings: Settings) -> Result<Plan> {
+        Plan::new(&settings, &ModelShape::demo(), 2, false)
+    }
+
+    #[test]
+    fn a_plan_that_does_not_fit_names_both_sizes_and_a_way_out() {
+        let plan = plan(Settings::demo()).unwrap();
+        let needed = (plan.bytes_at(Place::Device) + plan.bytes_at(Place::Host)) as u64;
+        assert!(plan.check_fits(needed, 0).is_ok());
+        let message = plan.check_fits(needed, 1).unwrap_err().to_string();
+        assert!(message.contains("MiB") && message.contains("--seq-length"), "{message}");
+    }
+
+    #[test]
+    fn strategies_are_sets_of_techniques() {
+        let of = |strategy| plan(Settings { strategy, ..Settings::demo() }).unwrap();
+        let none = of(Strategy::NoOffload);
+        assert_eq!((none.layout.offloaded(), none.bytes_at(Place::Host)), (0, 0));
+        let zero = of(Strategy::ZeroOffload);
+        assert!(zero.barrier && zero.rules.policy == Policy::ValidateFirst && zero.layout.offloaded() == zero.layout.count());
+        assert_eq!(zero.grad_slots, zero.layout.count(), "a strong baseline: a gradient never waits for a slot");
+        let ours = of(Strategy::Superoffload);
+        assert!(!ours.barrier && ours.techniques.stv == cfg!(feature = "stv"));
+        assert_eq!(ours.rules.policy == Policy::Deferred, cfg!(feature = "stv"));
+        assert_eq!(ours.layout.offloaded() < ours.layout.count(), cfg!(feature = "repartition"));
+    }
+
+    #[test]
+    fn offloaded_state_takes_14_bytes_a_parameter_and_the_ring() {
+        let plan = plan(Settings { without: vec![Technique::Repartition], ..Settings::demo() }).unwrap();
+        let ring = 2 * plan.param_slots * plan.layout.bucket_elems() * 2;
+        let state = plan.bytes_at(Place::Host) - if plan.rules.policy == Policy::Deferred { ring } else { ring / 2 };
+        // A slot is as long as a whole bucket, also for the last one.
+        let last_slot_excess = 2 * (plan.layout.count() * plan.layout.bucket_elems() - plan.layout.flat_elems());
+        assert_eq!(state, 14 * plan.layout.flat_elems() + last_slot_excess);
+    }
+
+    #[test]
+    fn what_is_off_cannot_be_asked_for() {
+        let refused = |settings: Settings| plan(settings).unwrap_err().to_string();
+        let off = |t| Settings { without: vec![t], ..Settings::demo() };
+        assert!(refused(Settings { rollback: Rollback::Inverse, ..off(Technique::Stv) }).contains("stv"));
+        assert!(refused(Settings { cast: CastSide::Device, ..off(Technique::SuperchipCast) }).contains("superchip-cast"));
+        let two = crate::config::options::ResidentBuckets::Count(2);
+        assert!(refused(Settings { resident_buckets: two, ..off(Technique::Repartition) }).contains("repartition"));
+        assert!(refused(Settings { isa: IsaChoice::Avx2, ..off(Technique::GraceAdam) }).contains("grace-adam"));
+        let fault = Injection { step: 1, element: usize::MAX, value: 0.0 };
+        assert!(refused(Settings { inject: vec![fault], ..Settings::demo() }).contains("belongs to no tensor"));
     }
 }

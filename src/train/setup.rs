@@ -46,7 +46,9 @@ pub fn prepare(settings: &Settings, observer: &mut impl Observer) -> Result<Sess
     check_context(settings, &source.shape)?;
     let usable = topology.usable_cpus().map_or(1, |u| u.count());
     let plan = Plan::new(settings, &source.shape, usable, true)?;
-    plan.check_fits(topology.memory_usable_bytes().unwrap_or(u64::MAX))?;
+    // Weights are read whole, as fp32, before they are spread over buckets.
+    let loading_bytes = if settings.init == Init::Checkpoint { plan.layout.flat_elems() as u64 * 4 } else { 0 };
+    plan.check_fits(topology.memory_usable_bytes().unwrap_or(u64::MAX), loading_bytes)?;
     let dataset = Dataset::open(&settings.data, &source.tokenizer, source.shape.vocab, settings.seq_length)?;
     let paths = Paths::create(settings)?;
     let resumed = find_checkpoint(settings, &paths.output_dir, observer)?;
