@@ -111,6 +111,7 @@ impl Events {
 
 impl<D: Kernels> Engine<D> {
     /// Allocates everything; the state is zero until [`Engine::write_state`] and [`Engine::send_weights`].
+    /// Use it from one thread: `bell` wakes the one that waits first.
     ///
     /// # Errors
     /// `Resource` when memory or threads cannot be had.
