@@ -257,6 +257,8 @@ fn the_timeline_shows_the_optimizer_beside_the_backward_pass() {
     for track in ["driver", "d2h", "h2d", "adam-00", "adam-01"] {
         assert!(!spans(&trace, track).is_empty(), "{track} is empty");
     }
+    let decision = if cfg!(feature = "stv") { "speculate" } else { "validate first" };
+    assert!(spans(&trace, "driver").iter().any(|(name, ..)| name == decision), "the trace shows what was decided");
     let compute: Vec<_> = spans(&trace, "compute").into_iter().filter(|(name, ..)| name != "wait").collect();
     let speculations: Vec<_> = spans(&trace, "adam").into_iter().filter(|(name, ..)| name.ends_with("speculate")).collect();
     let beside = speculations.iter().filter(|(_, start, end)| compute.iter().any(|(_, from, to)| start < to && from < end));

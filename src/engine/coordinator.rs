@@ -319,6 +319,11 @@ impl Coordinator {
         matches!(self.buckets[bucket].phase, Phase::Ready | Phase::Copying)
     }
 
+    /// Whether this step's buckets are stepped before its verdict.
+    pub fn is_speculating(&self) -> bool {
+        self.speculating
+    }
+
     /// What became of all bucket steps so far.
     pub fn counts(&self) -> Counts {
         self.counts

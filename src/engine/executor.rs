@@ -320,6 +320,8 @@ impl<D: Kernels> Engine<D> {
     fn begin_validation(&mut self, learning_rate: f64) -> Result<()> {
         let update = Update { optimizer_step: self.optimizer_step + 1, learning_rate, scale: self.loss_scale.inverse() };
         self.coordinator.begin_step(update);
+        let decision = if self.coordinator.is_speculating() { "speculate" } else { "validate first" };
+        self.recorder.span(decision, self.train_step as u32 + 1, now_ns());
         self.dev.zero(self.memory.report.nonfinite)
     }
 
