@@ -1,5 +1,6 @@
 //! Integration tests that need no GPU, in one binary. See each module for what it proves.
 
+mod campaign;
 mod cli;
 mod exactness;
 mod parity;

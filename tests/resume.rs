@@ -1,5 +1,6 @@
 //! A run that was ended at any moment goes on to the same bits: kill -9, signals, damaged checkpoints, a full disk.
 
+use crate::campaign::record;
 use crate::program::{Outcome, STEPS, Workspace, program, run};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -90,22 +91,12 @@ impl Campaign {
         fs::remove_dir_all(workspace.path(&out)).unwrap();
     }
 
-    /// One line for the records.
-    fn record(&self, seed: u64) -> String {
-        let said = |program: &str, args: &[&str]| {
-            let output = Command::new(program).args(args).current_dir(env!("CARGO_MANIFEST_DIR")).output().unwrap();
-            String::from_utf8(output.stdout).unwrap().trim().to_string()
-        };
-        let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap();
-        let model = cpuinfo.lines().find_map(|line| line.strip_prefix("model name")).unwrap_or_default();
-        let record = serde_json::json!({
-            "date": said("date", &["-u", "+%F"]), "commit": said("git", &["rev-parse", "HEAD"]),
-            "profile": if cfg!(debug_assertions) { "dev" } else { "release" },
+    /// What the records keep.
+    fn result(&self, seed: u64) -> serde_json::Value {
+        serde_json::json!({
             "kills": self.kills, "inside_write": self.inside_write, "runs": self.runs, "resumed_equal": self.resumed_equal,
             "failures": self.failures.len(), "seed": seed,
-            "cpu": model.trim_start_matches([':', ' ', '\t']), "cores": std::thread::available_parallelism().unwrap().get(),
-        });
-        format!("{record}\n")
+        })
     }
 }
 
@@ -123,10 +114,7 @@ fn kill_9_at_any_moment_loses_nothing() {
         assert!(campaign.missed < 20 * kills, "hardly a kill hits: {campaign:?}");
     }
     if asked.is_some() {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/campaigns/resume.jsonl");
-        fs::create_dir_all(path.parent().unwrap()).unwrap();
-        let before = fs::read_to_string(&path).unwrap_or_default();
-        fs::write(&path, before + &campaign.record(seed)).unwrap();
+        record("resume", campaign.result(seed));
     }
     assert!(campaign.failures.is_empty() && campaign.resumed_equal == campaign.runs, "{campaign:?}");
 }
