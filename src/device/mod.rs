@@ -4,7 +4,10 @@
 //! Everything enqueued on one [`Stream`] runs in order; streams run concurrently and meet only through events.
 //! Nothing here waits for the work it enqueues, except [`Device::synchronize`].
 
+mod arguments;
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 
 use crate::dtype::Dtype;
 use crate::engine::trace::Recorder;
@@ -69,6 +72,12 @@ pub trait Device {
     /// # Errors
     /// `Resource` when it does not fit; `name` is in the message.
     fn alloc(&mut self, name: &str, elems: usize, dtype: Dtype) -> Result<DeviceSlice>;
+
+    /// Prepares host memory for copies that run beside everything else. Only before step 0.
+    ///
+    /// # Errors
+    /// `Resource` when the system refuses to lock it.
+    fn pin(&mut self, memory: PinnedSlice) -> Result<()>;
 
     /// A new event; it counts as done until it is first recorded.
     fn event(&mut self) -> Result<EventId>;

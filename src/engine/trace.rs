@@ -55,11 +55,21 @@ impl Recorder {
 
     /// Records what ran from `start_ns` until now.
     pub fn span(&mut self, name: &'static str, index: u32, start_ns: u64) {
+        self.past_span(name, index, start_ns, now_ns().saturating_sub(start_ns));
+    }
+
+    /// Records what ran on another clock, brought to this one.
+    pub fn past_span(&mut self, name: &'static str, index: u32, start_ns: u64, duration_ns: u64) {
         if self.spans.len() == self.spans.capacity() {
             self.dropped += 1;
             return;
         }
-        self.spans.push(Span { name, index, start_ns, duration_ns: now_ns().saturating_sub(start_ns) });
+        self.spans.push(Span { name, index, start_ns, duration_ns });
+    }
+
+    /// Counts a span that could not be measured.
+    pub fn drop_span(&mut self) {
+        self.dropped += 1;
     }
 
     /// What was recorded, in order.

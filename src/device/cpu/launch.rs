@@ -1,6 +1,6 @@
 //! [`Kernels`] for the CPU: checks what a kernel is given, picks its number format and enqueues it.
 
-use super::arguments::{arguments, check, check_shape, rows};
+use crate::device::arguments::{arguments, check, check_shape, rows};
 use super::kernels::attention_backward::Forward;
 use super::kernels::cross_entropy::Tile;
 use super::kernels::isa::Isa;

@@ -37,7 +37,7 @@ pub(super) fn check<const N: usize>(kernel: &'static str, arguments: [Argument; 
 /// The arguments of a kernel by format: `out` is written, `in` is not.
 macro_rules! arguments {
     ($($dtype:expr => $($direction:tt $slice:ident [$elems:expr]),+);+) => {
-        [$($($crate::device::cpu::arguments::Argument {
+        [$($($crate::device::arguments::Argument {
             name: stringify!($slice),
             slice: $slice,
             dtype: $dtype,
@@ -46,7 +46,7 @@ macro_rules! arguments {
         }),+),+]
     };
 }
-pub(super) use arguments;
+pub(crate) use arguments;
 
 /// Rows of `cols` in `x`.
 pub(super) fn rows(x: DeviceSlice, cols: usize) -> usize {

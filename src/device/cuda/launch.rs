@@ -1,0 +1,117 @@
+//! Enqueuing a kernel: its name, its shape, its arguments.
+
+use super::CudaDevice;
+use super::error::check;
+use crate::device::{DeviceSlice, Stream};
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
+use cust::sys;
+
+/// One argument. Kernels take pointers, 32-bit and 64-bit numbers; all start at the first byte of eight.
+#[derive(Clone, Copy)]
+pub(super) struct Arg(u64);
+
+impl From<DeviceSlice> for Arg {
+    fn from(x: DeviceSlice) -> Self {
+        Self(x.addr)
+    }
+}
+
+/// A null pointer for an argument that is left out.
+impl From<Option<DeviceSlice>> for Arg {
+    fn from(x: Option<DeviceSlice>) -> Self {
+        Self(x.map_or(0, |x| x.addr))
+    }
+}
+
+impl From<u32> for Arg {
+    fn from(x: u32) -> Self {
+        Self(u64::from(x))
+    }
+}
+
+impl From<bool> for Arg {
+    fn from(x: bool) -> Self {
+        Self(u64::from(x))
+    }
+}
+
+impl From<u64> for Arg {
+    fn from(x: u64) -> Self {
+        Self(x)
+    }
+}
+
+impl From<f32> for Arg {
+    fn from(x: f32) -> Self {
+        Self(u64::from(x.to_bits()))
+    }
+}
+
+/// Arguments in the order of the kernel's parameters.
+macro_rules! args {
+    ($($x:expr),* $(,)?) => { [$($crate::device::cuda::launch::Arg::from($x)),*] };
+}
+pub(super) use args;
+
+/// A size as the kernels take it.
+///
+/// # Errors
+/// `Unsupported` above 2^32.
+pub(super) fn size(x: usize) -> Result<u32> {
+    u32::try_from(x).map_err(|_| Error::Unsupported(format!("a kernel over {x} elements in one dimension")))
+}
+
+/// A kernel's blocks and threads.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Launch {
+    pub(super) grid: [u32; 3],
+    pub(super) block: [u32; 3],
+    pub(super) shared_bytes: u32,
+}
+
+impl Launch {
+    /// One dimension, no dynamic shared memory.
+    pub(super) fn new(blocks: u32, threads: u32) -> Self {
+        Self { grid: [blocks, 1, 1], block: [threads, 1, 1], shared_bytes: 0 }
+    }
+}
+
+impl CudaDevice {
+    /// Enqueues the kernel `name` on `stream`: `name_bf16` and so on when there is a `dtype`. Nothing to do is no launch.
+    pub(super) fn launch<const N: usize>(
+        &mut self,
+        stream: Stream,
+        name: &'static str,
+        dtype: Option<Dtype>,
+        launch: Launch,
+        args: [Arg; N],
+    ) -> Result<()> {
+        let Launch { grid, block, shared_bytes } = launch;
+        if grid.contains(&0) {
+            return Ok(());
+        }
+        let function = self.modules.get(name, dtype)?;
+        let mut pointers = args.each_ref().map(|arg| std::ptr::from_ref(&arg.0).cast_mut().cast());
+        let raw = self.streams[stream as usize].0;
+        self.timed(stream, name, |_| {
+            // SAFETY: the function is loaded; the arguments are what its launcher here passes, and live for the call.
+            let status = unsafe {
+                sys::cuLaunchKernel(
+                    function,
+                    grid[0],
+                    grid[1],
+                    grid[2],
+                    block[0],
+                    block[1],
+                    block[2],
+                    shared_bytes,
+                    raw,
+                    pointers.as_mut_ptr(),
+                    std::ptr::null_mut(),
+                )
+            };
+            check(status, || format!("launch {name} on {grid:?} blocks of {block:?}"))
+        })
+    }
+}

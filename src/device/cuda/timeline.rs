@@ -1,0 +1,144 @@
+//! When operations ran on the GPU, on the host's clock.
+//!
+//! Pairs of timed events lie around operations. A pair is read when both have passed, and turned into a span by the
+//! distance to a base event whose host time is known. Pairs come from a fixed ring: when the ring is full, an operation
+//! goes without a span, and is counted.
+
+use super::driver::{RawEvent, RawStream};
+use crate::device::Stream;
+use crate::engine::trace::{Recorder, now_ns};
+use crate::error::Result;
+use std::collections::VecDeque;
+
+/// Pairs of events that may be under way at once.
+const PAIRS: usize = 4096;
+/// Pairs around waits alone, when no spans are recorded.
+const WAIT_PAIRS: usize = 256;
+/// Event times are floats of milliseconds: the base moves on before their steps reach a microsecond.
+const REBASE_NS: u64 = 4_000_000_000;
+
+/// A span that has begun.
+#[derive(Clone, Copy)]
+pub(super) struct Begun(Option<Open>);
+
+#[derive(Clone, Copy)]
+struct Open {
+    pair: usize,
+    stream: usize,
+    name: &'static str,
+    is_wait: bool,
+}
+
+/// Spans of the three streams.
+pub(super) struct Timeline {
+    base: RawEvent,
+    base_ns: u64,
+    pairs: Vec<[RawEvent; 2]>,
+    free: Vec<usize>,
+    under_way: VecDeque<Open>,
+    recorders: [Recorder; 3],
+    records_all: bool,
+    compute_waited_ns: u64,
+}
+
+impl Timeline {
+    pub(super) fn new(streams: &[RawStream; 3], trace_spans: usize) -> Result<Self> {
+        let count = if trace_spans > 0 { PAIRS } else { WAIT_PAIRS };
+        let pairs = (0..count).map(|_| Ok([RawEvent::new(true)?, RawEvent::new(true)?])).collect::<Result<Vec<_>>>()?;
+        let base = RawEvent::new(true)?;
+        let base_ns = calibrate(&base, &streams[Stream::Compute as usize])?;
+        Ok(Self {
+            base,
+            base_ns,
+            free: (0..count).collect(),
+            pairs,
+            under_way: VecDeque::with_capacity(count),
+            recorders: ["compute", "d2h", "h2d"].map(|name| Recorder::new(name, trace_spans)),
+            records_all: trace_spans > 0,
+            compute_waited_ns: 0,
+        })
+    }
+
+    pub(super) fn begin(&mut self, raw: &RawStream, stream: Stream, name: &'static str) -> Result<Begun> {
+        if self.records_all { self.open(raw, stream, name, false) } else { Ok(Begun(None)) }
+    }
+
+    /// Waits are always timed: the summary of a step names them.
+    pub(super) fn begin_wait(&mut self, raw: &RawStream, stream: Stream) -> Result<Begun> {
+        if self.records_all || stream == Stream::Compute { self.open(raw, stream, "wait", true) } else { Ok(Begun(None)) }
+    }
+
+    fn open(&mut self, raw: &RawStream, stream: Stream, name: &'static str, is_wait: bool) -> Result<Begun> {
+        if self.free.is_empty() {
+            self.collect()?;
+        }
+        let Some(pair) = self.free.pop() else {
+            self.recorders[stream as usize].drop_span();
+            return Ok(Begun(None));
+        };
+        self.pairs[pair][0].record(raw)?;
+        Ok(Begun(Some(Open { pair, stream: stream as usize, name, is_wait })))
+    }
+
+    pub(super) fn end(&mut self, raw: &RawStream, begun: Begun) -> Result<()> {
+        let Some(open) = begun.0 else { return Ok(()) };
+        self.pairs[open.pair][1].record(raw)?;
+        self.under_way.push_back(open);
+        Ok(())
+    }
+
+    /// Reads the pairs that have passed, oldest first.
+    pub(super) fn collect(&mut self) -> Result<()> {
+        for _ in 0..self.under_way.len() {
+            let Some(open) = self.under_way.pop_front() else { break };
+            if !self.pairs[open.pair][1].is_done()? {
+                // Another stream's may have passed, but order hardly matters: try again later.
+                self.under_way.push_front(open);
+                break;
+            }
+            self.read(open)?;
+        }
+        Ok(())
+    }
+
+    fn read(&mut self, open: Open) -> Result<()> {
+        let [start, end] = &self.pairs[open.pair];
+        let duration_ns = end.ns_since(start)?;
+        if open.is_wait && open.stream == Stream::Compute as usize {
+            self.compute_waited_ns += duration_ns;
+        }
+        if self.records_all {
+            let start_ns = self.base_ns + start.ns_since(&self.base)?;
+            self.recorders[open.stream].past_span(open.name, u32::MAX, start_ns, duration_ns);
+        }
+        self.free.push(open.pair);
+        Ok(())
+    }
+
+    /// Moves the base on when it is old; the streams must be idle.
+    pub(super) fn rebase(&mut self, streams: &[RawStream; 3]) -> Result<()> {
+        if self.records_all && now_ns() - self.base_ns > REBASE_NS && self.under_way.is_empty() {
+            self.base_ns = calibrate(&self.base, &streams[Stream::Compute as usize])?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn waited_ns(&self) -> u64 {
+        self.compute_waited_ns
+    }
+
+    /// The recorders, once everything has run.
+    pub(super) fn finish(&mut self, streams: &[RawStream; 3]) -> Vec<Recorder> {
+        // Spans that cannot be read any more are lost with the GPU that made them.
+        let _ = self.collect();
+        let _ = self.rebase(streams);
+        std::mem::take(&mut self.recorders).into()
+    }
+}
+
+/// Records `base` on an idle stream and returns the host time at which it passed.
+fn calibrate(base: &RawEvent, stream: &RawStream) -> Result<u64> {
+    base.record(stream)?;
+    base.synchronize()?;
+    Ok(now_ns())
+}
