@@ -1,6 +1,5 @@
 //! [`Kernels`] for the CPU: checks what a kernel is given, picks its number format and enqueues it.
 
-use crate::device::arguments::{arguments, check, check_shape, rows};
 use super::kernels::attention_backward::Forward;
 use super::kernels::cross_entropy::Tile;
 use super::kernels::isa::Isa;
@@ -8,6 +7,7 @@ use super::kernels::{
     Compute, attention, attention_backward, cross_entropy, embed, matmul, norm, optimizer, pointwise, qk_norm, reduce, rope,
 };
 use super::{CpuDevice, view, view_mut};
+use crate::device::arguments::{arguments, check, check_shape, rows};
 use crate::device::{AdamArgs, AttentionShape, DeviceSlice, Kernels, MatmulShape, Stream};
 use crate::dtype::{Dtype, Element};
 use crate::error::{Error, Result};

@@ -62,9 +62,9 @@ fn suffix(dtype: Dtype) -> &'static str {
 }
 
 fn find(module: &Module, source: &Source, name: &str) -> Result<CUfunction> {
-    let function = module.get_function(name).map_err(|e| {
-        Error::resource(format!("find {name} in ptx/{}", source.file), format!("CUDA error {}", e as u32))
-    })?;
+    let function = module
+        .get_function(name)
+        .map_err(|e| Error::resource(format!("find {name} in ptx/{}", source.file), format!("CUDA error {}", e as u32)))?;
     let raw = function.to_raw();
     check(cust::sys::CUresult::CUDA_SUCCESS, String::new).map(|()| raw)
 }
