@@ -112,7 +112,7 @@ pub trait Device {
 }
 
 /// How the two inputs of a [`Kernels::matmul`] are laid out. All matrices are row-major and dense.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum MatmulLayout {
     /// `c[m,n] = a[m,k] * b[n,k]^T`: a linear layer's forward, `b` its weight `[out, in]`.
     Nt,
@@ -123,7 +123,7 @@ pub enum MatmulLayout {
 }
 
 /// Sizes of a [`Kernels::matmul`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MatmulShape {
     /// Layout of the inputs.
     pub layout: MatmulLayout,

@@ -6,6 +6,7 @@
 
 mod driver;
 mod error;
+mod gemm;
 mod launch;
 mod libraries;
 mod modules;
@@ -21,7 +22,10 @@ use cust::context::Context;
 use cust::sys;
 use driver::{RawEvent, RawStream, Registered, priorities};
 use error::check;
+use gemm::Gemm;
+use libraries::Libraries;
 use modules::Modules;
+use std::path::PathBuf;
 use timeline::Timeline;
 
 /// The first visible GPU. Belongs to the thread that made it.
@@ -33,6 +37,7 @@ pub struct CudaDevice {
     events: Vec<RawEvent>,
     streams: [RawStream; 3],
     modules: Modules,
+    gemm: Gemm,
     name: String,
     _context: Context,
 }
@@ -54,16 +59,18 @@ fn first_gpu() -> Result<cust::device::Device> {
 }
 
 impl CudaDevice {
-    /// Opens the first GPU and loads the kernels. `trace_spans`: room for spans on each stream's track; 0 records none.
+    /// Opens the first GPU and loads the kernels. `cuda_libraries`: folders to search for NVIDIA's libraries before the usual
+    /// ones. `trace_spans`: room for spans on each stream's track; 0 records none.
     ///
     /// # Errors
     /// `Resource` when there is no driver, no GPU, or a library is missing.
-    pub fn new(trace_spans: usize) -> Result<Self> {
+    pub fn new(cuda_libraries: &[PathBuf], trace_spans: usize) -> Result<Self> {
         let gpu = first_gpu()?;
         let number = |e: cust::error::CudaError| Error::resource("open the GPU", format!("CUDA error {}", e as u32));
         let context = Context::new(gpu).map_err(number)?;
         let name = gpu.name().map_err(number)?;
         let modules = Modules::load(&[])?;
+        let gemm = Gemm::new(&Libraries::new(cuda_libraries))?;
         // Copies are short and the step waits for them: they go first.
         let (least, most) = priorities()?;
         let streams = [RawStream::new(least)?, RawStream::new(most)?, RawStream::new(most)?];
@@ -75,6 +82,7 @@ impl CudaDevice {
             events: Vec::new(),
             streams,
             modules,
+            gemm,
             name,
             _context: context,
         })
