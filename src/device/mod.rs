@@ -62,8 +62,20 @@ impl DeviceSlice {
     }
 }
 
+/// Memory that repeats: below `ringed_elems`, elements whose distance is a multiple of `period_elems` are one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RingShape {
+    /// Where the ring ends; elements from there on are their own.
+    pub ringed_elems: usize,
+    /// Elements that exist of the ring.
+    pub period_elems: usize,
+}
+
 /// Memory, streams, events and copies. No arithmetic.
 pub trait Device {
+    /// Both sizes of a [`RingShape`] are whole multiples of these bytes.
+    const RING_GRAIN_BYTES: usize;
+
     /// What this device is, for people: `cpu (AMD EPYC 9B45, 2 threads, avx512)`.
     fn describe(&self) -> String;
 
@@ -72,6 +84,12 @@ pub trait Device {
     /// # Errors
     /// `Resource` when it does not fit; `name` is in the message.
     fn alloc(&mut self, name: &str, elems: usize, dtype: Dtype) -> Result<DeviceSlice>;
+
+    /// [`Device::alloc`] for memory that repeats.
+    ///
+    /// # Errors
+    /// As there.
+    fn alloc_ring(&mut self, name: &str, elems: usize, dtype: Dtype, shape: RingShape) -> Result<DeviceSlice>;
 
     /// Prepares host memory for copies that run beside everything else. Only before step 0.
     ///

@@ -130,7 +130,10 @@ impl<D: Kernels> Engine<D> {
         let table = TensorTable::new(&shape);
         let flat = plan.layout.flat_elems();
         let weights = dev.alloc("weights", flat, plan.dtype)?;
-        let grads = dev.alloc("gradients", flat, plan.dtype)?;
+        let grads = match plan.grad_ring {
+            None => dev.alloc("gradients", flat, plan.dtype)?,
+            Some(ring) => dev.alloc_ring("gradients", flat, plan.dtype, ring)?,
+        };
         let activations = ActivationPlan::new(&shape, plan.batch, plan.seq_length, plan.dtype, plan.loss_tile)?.allocate(&mut dev)?;
         let memory = Memory::new(&plan, &table, &mut dev, &mut host)?;
         let report = Report::new(flat, &mut dev, &mut host)?;
@@ -314,8 +317,22 @@ impl<D: Kernels> Engine<D> {
     }
 
     fn backward(&mut self, stage: Stage, first: bool, last: bool) -> Result<()> {
+        self.wait_for_ring(stage)?;
         self.model.backward(&mut self.dev, stage, first)?;
         self.grads_written(stage, last)
+    }
+
+    /// In a ring of gradients `stage` writes where earlier buckets' gradients lie until they are copied.
+    fn wait_for_ring(&mut self, stage: Stage) -> Result<()> {
+        let Some(ring) = self.plan.grad_ring else { return Ok(()) };
+        let range = self.model.table.stage_range(stage);
+        let end = range.end.min(ring.ringed_elems).saturating_sub(ring.period_elems);
+        let before = range.start.saturating_sub(ring.period_elems)..end;
+        for bucket in self.plan.layout.overlapping(before) {
+            self.block_until(|engine| Ok(engine.coordinator.is_copied(bucket)))?;
+            self.dev.wait(Stream::Compute, self.events.grad_arrived[bucket])?;
+        }
+        Ok(())
     }
 
     fn upload_batch(&mut self, micro_step: usize, batches: &mut impl Batches) -> Result<()> {

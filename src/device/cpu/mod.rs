@@ -10,7 +10,7 @@ mod launch;
 mod stream;
 mod team;
 
-use super::{Device, DeviceSlice, EventId, Stream};
+use super::{Device, DeviceSlice, EventId, RingShape, Stream};
 use crate::dtype::Dtype;
 use crate::engine::trace::{Recorder, now_ns};
 use crate::error::{Error, Result};
@@ -256,12 +256,20 @@ pub(crate) unsafe fn view_mut<T: bytemuck::Pod>(s: DeviceSlice) -> &'static mut 
 }
 
 impl Device for CpuDevice {
+    const RING_GRAIN_BYTES: usize = crate::host::pinned::RING_GRAIN_BYTES;
+
     fn describe(&self) -> String {
         format!("cpu ({} threads, {})", self.compute.threads(), self.compute.isa())
     }
 
     fn alloc(&mut self, name: &str, elems: usize, dtype: Dtype) -> Result<DeviceSlice> {
         let block = self.memory.alloc(name, elems * dtype.bytes())?;
+        Ok(DeviceSlice { addr: block.addr() as u64, elems, dtype })
+    }
+
+    fn alloc_ring(&mut self, name: &str, elems: usize, dtype: Dtype, shape: RingShape) -> Result<DeviceSlice> {
+        let [bytes, ringed, period] = [elems, shape.ringed_elems, shape.period_elems].map(|elems| elems * dtype.bytes());
+        let block = self.memory.alloc_ring(name, bytes, ringed, period)?;
         Ok(DeviceSlice { addr: block.addr() as u64, elems, dtype })
     }
 
