@@ -73,9 +73,6 @@ pub struct RingShape {
 
 /// Memory, streams, events and copies. No arithmetic.
 pub trait Device {
-    /// Both sizes of a [`RingShape`] are whole multiples of these bytes.
-    const RING_GRAIN_BYTES: usize;
-
     /// What this device is, for people: `cpu (AMD EPYC 9B45, 2 threads, avx512)`.
     fn describe(&self) -> String;
 
@@ -85,7 +82,10 @@ pub trait Device {
     /// `Resource` when it does not fit; `name` is in the message.
     fn alloc(&mut self, name: &str, elems: usize, dtype: Dtype) -> Result<DeviceSlice>;
 
-    /// [`Device::alloc`] for memory that repeats.
+    /// What the sizes of a [`RingShape`] are multiples of, in bytes.
+    fn ring_grain_bytes(&self) -> usize;
+
+    /// [`Device::alloc`] for memory that repeats. Both sizes are whole multiples of [`Device::ring_grain_bytes`].
     ///
     /// # Errors
     /// As there.

@@ -15,7 +15,7 @@ use crate::dtype::Dtype;
 use crate::engine::trace::{Recorder, now_ns};
 use crate::error::{Error, Result};
 use crate::host::doorbell::Doorbell;
-use crate::host::pinned::{HostMemory, PinnedSlice};
+use crate::host::pinned::{HostMemory, PinnedSlice, RING_GRAIN_BYTES};
 use launch::ComputeOwner;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
@@ -256,8 +256,6 @@ pub(crate) unsafe fn view_mut<T: bytemuck::Pod>(s: DeviceSlice) -> &'static mut 
 }
 
 impl Device for CpuDevice {
-    const RING_GRAIN_BYTES: usize = crate::host::pinned::RING_GRAIN_BYTES;
-
     fn describe(&self) -> String {
         format!("cpu ({} threads, {})", self.compute.threads(), self.compute.isa())
     }
@@ -265,6 +263,10 @@ impl Device for CpuDevice {
     fn alloc(&mut self, name: &str, elems: usize, dtype: Dtype) -> Result<DeviceSlice> {
         let block = self.memory.alloc(name, elems * dtype.bytes())?;
         Ok(DeviceSlice { addr: block.addr() as u64, elems, dtype })
+    }
+
+    fn ring_grain_bytes(&self) -> usize {
+        RING_GRAIN_BYTES
     }
 
     fn alloc_ring(&mut self, name: &str, elems: usize, dtype: Dtype, shape: RingShape) -> Result<DeviceSlice> {

@@ -49,8 +49,6 @@ pub struct CudaOptions {
     pub attention: Attention,
     /// Only kernels whose results repeat to the bit.
     pub deterministic: bool,
-    /// Room for spans on each stream's track; 0 records none.
-    pub trace_spans: usize,
 }
 
 /// The first visible GPU. Belongs to the thread that made it.
@@ -106,7 +104,7 @@ impl CudaDevice {
         // Copies are short and the step waits for them: they go first.
         let (least, most) = priorities()?;
         let streams = [RawStream::new(least)?, RawStream::new(most)?, RawStream::new(most)?];
-        let timeline = Timeline::new(&streams, options.trace_spans)?;
+        let timeline = Timeline::new(&streams, 0)?;
         let mut dev = Self {
             timeline,
             registered: Vec::new(),
@@ -124,6 +122,15 @@ impl CudaDevice {
         };
         dev.scratch(SCRATCH_ELEMS)?;
         Ok(dev)
+    }
+
+    /// Records what runs from now on, with room for `spans` on each stream's track; 0 records none. Only before step 0.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn record_spans(&mut self, spans: usize) -> Result<()> {
+        self.timeline = Timeline::new(&self.streams, spans)?;
+        Ok(())
     }
 
     /// Bytes of GPU memory that are free now.
@@ -182,8 +189,6 @@ impl Drop for CudaDevice {
 }
 
 impl Device for CudaDevice {
-    const RING_GRAIN_BYTES: usize = ring::CHUNK_BYTES;
-
     fn describe(&self) -> String {
         self.name.clone()
     }
@@ -209,9 +214,13 @@ impl Device for CudaDevice {
         Ok(slice)
     }
 
+    fn ring_grain_bytes(&self) -> usize {
+        ring::CHUNK_BYTES
+    }
+
     fn alloc_ring(&mut self, name: &str, elems: usize, dtype: Dtype, shape: RingShape) -> Result<DeviceSlice> {
         let [ringed, period] = [shape.ringed_elems, shape.period_elems].map(|elems| elems * dtype.bytes());
-        let bytes = (elems * dtype.bytes()).next_multiple_of(Self::RING_GRAIN_BYTES);
+        let bytes = (elems * dtype.bytes()).next_multiple_of(ring::CHUNK_BYTES);
         let ring = Ring::new(name, bytes, ringed, period, self.gpu)?;
         let slice = DeviceSlice { addr: ring.addr, elems, dtype };
         self.rings.push(ring);

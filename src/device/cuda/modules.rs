@@ -61,6 +61,7 @@ fn suffix(dtype: Dtype) -> &'static str {
 }
 
 fn find(module: &Module, source: &Source, name: &str) -> Result<CUfunction> {
-    let failed = |e: cust::error::CudaError| Error::resource(format!("find {name} in ptx/{}", source.file), format!("CUDA error {}", e as u32));
+    let failed =
+        |e: cust::error::CudaError| Error::resource(format!("find {name} in ptx/{}", source.file), format!("CUDA error {}", e as u32));
     module.get_function(name).map(|function| function.to_raw()).map_err(failed)
 }
