@@ -224,15 +224,16 @@ pub trait Kernels: Device {
         channels: usize,
     ) -> Result<()>;
 
-    /// `c = a * b (+ bias over columns) (+ c)`, fp32 accumulation over k in ascending order.
+    /// `c = a * b (+ bias over columns) (+ base)`, fp32 accumulation over k in ascending order, rounded once. `base` is as
+    /// large as `c` and is `c` itself, to accumulate, or does not overlap it: what a residual branch joins.
     fn matmul(
         &mut self,
         shape: MatmulShape,
         a: DeviceSlice,
         b: DeviceSlice,
         bias: Option<DeviceSlice>,
+        base: Option<DeviceSlice>,
         c: DeviceSlice,
-        accumulate: bool,
     ) -> Result<()>;
 
     /// Column sums: `dbias[c] (+)= sum over rows of dout[r,c]`; the columns are `dbias.elems`.
@@ -333,9 +334,6 @@ pub trait Kernels: Device {
 
     /// `dx` is overwritten; it may be `dout`.
     fn gelu_backward(&mut self, dout: DeviceSlice, x: DeviceSlice, dx: DeviceSlice) -> Result<()>;
-
-    /// `out = a + b`; `out` may be `a` or `b`.
-    fn add(&mut self, a: DeviceSlice, b: DeviceSlice, out: DeviceSlice) -> Result<()>;
 
     /// Softmax statistics of one tile of logits `[rows, cols]`, whose first column is token `vocab_start`. `stats` fp32
     /// `[rows, 3]` holds running maximum, running sum of exponentials and the target's logit; `first` starts anew.
