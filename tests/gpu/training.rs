@@ -141,7 +141,12 @@ fn float32_bounds(reference: &Run) -> Vec<f64> {
 /// reference's own distance from float32 so far: the device's roundings are as large as the reference's, and independent of them.
 fn bfloat16_bounds(reference: &Run, in_float32: &Run) -> Vec<f64> {
     let gaps = reference.losses().into_iter().zip(in_float32.losses()).map(|(a, b)| f64::from((a - b).abs()));
-    gaps.scan(0f64, |largest, gap| Some(*largest = largest.max(gap)).map(|()| 0.01 + 2.0 * *largest)).collect()
+    let mut largest = 0f64;
+    let bound = |gap: f64| {
+        largest = largest.max(gap);
+        0.01 + 2.0 * largest
+    };
+    gaps.map(bound).collect()
 }
 
 /// Parameters are about as large as a fresh model's matrices; norms' weights are 1, but few.
