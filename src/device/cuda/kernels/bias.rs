@@ -27,8 +27,7 @@ const FOLD_WARPS: u32 = 32;
 pub(super) fn bias_backward(dev: &mut CudaDevice, dout: DeviceSlice, dbias: DeviceSlice, accumulate: bool) -> Result<()> {
     let (cols, rows) = (dbias.elems, rows(dout, dbias.elems));
     check("bias_backward", arguments![dout.dtype => in dout[rows * cols], out dbias[cols]])?;
-    let (name, lanes) =
-        if whole_vectors(cols, &[dout]) { ("column_sums", wide(dout.dtype)) } else { ("column_sums_any", 1) };
+    let (name, lanes) = if whole_vectors(cols, &[dout]) { ("column_sums", wide(dout.dtype)) } else { ("column_sums_any", 1) };
     let tiles = cols.div_ceil(WARP * lanes);
     let slice_rows = slice_rows(rows, tiles);
     let slices = rows.div_ceil(slice_rows);

@@ -92,10 +92,7 @@ pub(super) fn layer_norm(
 ) -> Result<()> {
     let (cols, rows) = (weight.elems, rows(x, weight.elems));
     let n = rows * cols;
-    check(
-        "layer_norm",
-        arguments![x.dtype => in x[n], in weight[cols], in bias[cols], out out[n]; Dtype::Float32 => out stats[2 * rows]],
-    )?;
+    check("layer_norm", arguments![x.dtype => in x[n], in weight[cols], in bias[cols], out out[n]; Dtype::Float32 => out stats[2 * rows]])?;
     let (name, threads) = LAYER_NORM.choose(cols, &[x, weight, bias, out]);
     let args = args![x, weight, bias, eps, out, stats, size(cols)?];
     dev.launch(Stream::Compute, name, Some(x.dtype), Launch::new(size(rows)?, size(threads)?), args)

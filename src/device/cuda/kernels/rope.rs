@@ -63,9 +63,7 @@ pub(super) fn qk_norm(
     let launch = Launch::new(size(all_heads.div_ceil(heads_per_block))?, THREADS as u32);
     let (all_heads, heads, normed, per_token) = (size(all_heads)?, size(shape.heads)?, size(normed)?, size(per_token)?);
     // The kernel named `any` has no use for the last.
-    let args = args![
-        qkv, q_weight, k_weight, eps, out, rstd, all_heads, heads, normed, per_token, size(d)?, lanes.unwrap_or_default()
-    ];
+    let args = args![qkv, q_weight, k_weight, eps, out, rstd, all_heads, heads, normed, per_token, size(d)?, lanes.unwrap_or_default()];
     dev.launch(Stream::Compute, name, Some(qkv.dtype), launch, args)
 }
 
@@ -127,9 +125,8 @@ fn heads_backward(
     let partials = dev.scratch(blocks * sums_per_block * d)?;
     size(tokens * count)?;
     let (first, count, normed, per_token) = (size(first)?, size(count)?, size(normed)?, size(normed + shape.kv_heads)?);
-    let args = args![
-        dqkv, qkv, weight, rstd, partials, size(tokens)?, first, count, normed, per_token, size(d)?, lanes.unwrap_or_default()
-    ];
+    let args =
+        args![dqkv, qkv, weight, rstd, partials, size(tokens)?, first, count, normed, per_token, size(d)?, lanes.unwrap_or_default()];
     dev.launch(Stream::Compute, name, Some(qkv.dtype), Launch::new(size(blocks)?, THREADS as u32), args)?;
     fold_columns(dev, partials, blocks * sums_per_block, (dweight, None), accumulate)
 }
@@ -157,9 +154,7 @@ pub(super) fn rope(
     size(threads + THREADS)?;
     let (tokens, seq_length, heads, per_token) =
         (size(shape.tokens())?, size(shape.seq_length)?, size(heads)?, size(heads + shape.kv_heads)?);
-    let args = args![
-        qkv, table, tokens, seq_length, heads, per_token, size(shape.head_dim)?, size(half)?, size(groups)?, inverse
-    ];
+    let args = args![qkv, table, tokens, seq_length, heads, per_token, size(shape.head_dim)?, size(half)?, size(groups)?, inverse];
     dev.launch(Stream::Compute, name, Some(qkv.dtype), Launch::new(size(threads.div_ceil(THREADS))?, THREADS as u32), args)
 }
 
