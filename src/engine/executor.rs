@@ -123,7 +123,8 @@ impl<D: Kernels> Engine<D> {
         let flat = plan.layout.flat_elems();
         let weights = dev.alloc("weights", flat, plan.dtype)?;
         let grads = dev.alloc("gradients", flat, plan.dtype)?;
-        let activations = ActivationPlan::new(&shape, plan.batch, plan.seq_length, plan.dtype, plan.loss_tile)?.allocate(&mut dev)?;
+        let activations = ActivationPlan::new(&shape, plan.batch, plan.seq_length, plan.dtype, plan.loss_tile, &plan.layer_policies)?;
+        let activations = activations.allocate(&mut dev, &mut host)?;
         let memory = Memory::new(&plan, &table, &mut dev, &mut host)?;
         let model = Model::new(shape, weights, grads, activations)?;
         if let (Positions::Rope(rope), Some(target)) = (model.shape.positions, model.activations.rope_table) {
