@@ -4,6 +4,7 @@
 //! device with other settings and on the GPU if there is one. It exits 1 if a case failed, 2 if it could not do what was asked.
 //!
 //! - `--device cpu|cuda`: only this one
+//! - `--attention cudnn|plain`: who computes it on the GPU
 //! - `--require-gpu`: no GPU is an error
 //! - `--full`: the sizes of real workloads and 200 steps of training, which the GPU gets anyway
 //! - `--seed N`: other inputs
@@ -38,6 +39,7 @@ const FULL_CASE_BYTES: usize = 1 << 30;
 struct Options {
     filters: Vec<String>,
     device: Option<String>,
+    plain_attention: bool,
     require_gpu: bool,
     full: bool,
     verbose: bool,
@@ -52,6 +54,7 @@ impl Options {
             let mut value = || args.next().ok_or_else(|| Error::usage(format!("{arg}: a value is missing")));
             match arg.as_str() {
                 "--device" => options.device = Some(value()?),
+                "--attention" => options.plain_attention = value()? == "plain",
                 "--seed" => options.seed = value()?.parse().map_err(|e| Error::usage(format!("--seed: {e}")))?,
                 "--json" => options.json = Some(value()?.into()),
                 "--require-gpu" => options.require_gpu = true,
@@ -69,6 +72,12 @@ impl Options {
             None | Some("cpu" | "cuda") => Ok(options),
             Some(other) => Err(Error::usage(format!("--device {other}: cpu or cuda"))),
         }
+    }
+
+    #[cfg(feature = "cuda")]
+    fn attention(&self) -> superoffload::device::cuda::Attention {
+        use superoffload::device::cuda::Attention;
+        if self.plain_attention { Attention::Plain } else { Attention::Cudnn }
     }
 
     fn wants(&self, device: &str) -> bool {
@@ -96,8 +105,10 @@ fn run(options: &Options) -> Result<u8> {
         cpu(&mut report, options, 3, Schedule::Adversary { seed: 3 })?;
     }
     let gpu = if options.wants("cuda") { find_gpu() } else { Ok(()) };
-    if let Err(why) = &gpu {
-        report.say(&format!("cuda: skipped ({why})"));
+    match &gpu {
+        Ok(()) if options.wants("cuda") => cuda(&mut report, options)?,
+        Ok(()) => {}
+        Err(why) => report.say(&format!("cuda: skipped ({why})")),
     }
     report.finish();
     if let Some(path) = &options.json {
@@ -109,6 +120,21 @@ fn run(options: &Options) -> Result<u8> {
 #[cfg(feature = "cuda")]
 fn find_gpu() -> Result<()> {
     superoffload::device::cuda::probe()
+}
+
+#[cfg(feature = "cuda")]
+fn cuda<W: Write>(report: &mut Report<W>, options: &Options) -> Result<()> {
+    use superoffload::device::cuda::{CudaDevice, CudaOptions};
+    let new = || CudaDevice::new(&CudaOptions { libraries: Vec::new(), attention: options.attention(), deterministic: true });
+    let settings = "device = \"cuda\"\n";
+    let engine = |plan: &_, shape: &_, topology: &_| superoffload::train::setup::cuda_engine(plan, shape, topology, new()?);
+    let subject = Subject { engine: &engine, settings, same_bits: false, overlaps: true, steps: FULL_STEPS };
+    conform(report, options, &|| Ok(Box::new(new()?)), &subject, true)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn cuda<W: Write>(_: &mut Report<W>, _: &Options) -> Result<()> {
+    find_gpu()
 }
 
 #[cfg(not(feature = "cuda"))]

@@ -9,6 +9,7 @@ use crate::engine::coordinator::{Policy, Rules};
 use crate::engine::trace::{Span, spans_per_track};
 use crate::error::{Error, Result};
 use crate::model::activations::{ActivationPlan, LossTile};
+use crate::model::policy::LayerPolicy;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::TensorTable;
 use crate::optim::adam::AdamHyper;
@@ -133,6 +134,8 @@ pub struct Plan {
     pub grad_accum_steps: usize,
     /// Tile of the loss.
     pub loss_tile: LossTile,
+    /// What each layer keeps for its backward pass.
+    pub layer_policies: Vec<LayerPolicy>,
     /// Adam; its learning rate is the schedule's.
     pub hyper: AdamHyper,
     /// Clip above this norm; 0 never clips.
@@ -179,6 +182,7 @@ impl Plan {
             seq_length: settings.seq_length,
             grad_accum_steps: settings.gradient_accumulation_steps,
             loss_tile: loss_tile(settings, shape, dtype),
+            layer_policies: vec![LayerPolicy::Keep; shape.layers],
             hyper: hyper(settings),
             max_grad_norm: settings.max_grad_norm,
             inject: settings.inject.clone(),
@@ -225,7 +229,7 @@ impl Plan {
     }
 
     fn memory_classes(&self, shape: &ModelShape) -> Result<Vec<MemoryClass>> {
-        let activations = ActivationPlan::new(shape, self.batch, self.seq_length, self.dtype, self.loss_tile)?;
+        let activations = ActivationPlan::new(shape, self.batch, self.seq_length, self.dtype, self.loss_tile, &self.layer_policies)?;
         let (flat, offloaded) = (self.layout.flat_elems(), self.layout.offloaded_elems());
         let (width, link, bucket) = (self.dtype.bytes(), self.link_dtype.bytes(), self.layout.bucket_elems());
         let staging = if self.device_casts() && offloaded > 0 { 2 * bucket * 4 } else { 0 };
@@ -235,10 +239,11 @@ impl Plan {
             class("gradients", Place::Device, flat * width),
             class("resident p, m, v", Place::Device, 12 * (flat - offloaded)),
             class("cast staging", Place::Device, staging),
-            class("activations", Place::Device, activations.bytes().0 as usize),
+            class("activations", Place::Device, activations.device_bytes().0 as usize),
             class("norm partials", Place::Device, flat / BLOCK * 4),
             class("offloaded p, m, v", Place::Host, 12 * offloaded),
             class("gradient slots", Place::Host, self.grad_slots * bucket.min(offloaded) * link),
+            class("kept activations", Place::Host, activations.host_bytes().0 as usize),
             class("parameter slots", Place::Host, self.param_slots * bucket.min(offloaded) * link),
             class("timeline", Place::Host, (self.threads + 4) * self.trace_spans * size_of::<Span>()),
         ];

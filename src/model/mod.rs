@@ -10,8 +10,10 @@ mod config_json;
 pub mod family;
 mod forward;
 mod head;
+mod host_input;
 pub mod init;
 mod params;
+pub mod policy;
 pub mod rope;
 pub mod shape;
 pub mod tensors;
@@ -57,7 +59,7 @@ impl Model {
     pub fn new(shape: ModelShape, weights: DeviceSlice, grads: DeviceSlice, activations: Activations) -> Result<Self> {
         let table = TensorTable::new(&shape);
         for (name, slice) in [("weights", weights), ("gradients", grads)] {
-            let dtype = activations.embed_out.dtype;
+            let dtype = activations.final_norm_in.dtype;
             if slice.elems != table.flat_elems() || slice.dtype != dtype {
                 let (have, want) = (slice.elems, table.flat_elems());
                 return Err(Error::usage(format_args!("model {name}: {have} of {}, expected {want} of {dtype}", slice.dtype)));
@@ -79,14 +81,6 @@ impl Model {
             head_dim: self.shape.head_dim,
             scale: self.shape.scale,
             window: self.shape.windows[layer],
-        }
-    }
-
-    /// The residual stream that enters `layer`; for `layer == layers`, what leaves the last one.
-    fn residual(&self, layer: usize) -> DeviceSlice {
-        match layer.checked_sub(1) {
-            None => self.activations.embed_out,
-            Some(below) => self.activations.layers[below].out,
         }
     }
 }
