@@ -195,7 +195,9 @@ impl Drop for Parts {
     fn drop(&mut self) {
         // SAFETY: made by `fill`, destroyed once; cuBLASLt ignores null.
         unsafe {
-            self.layouts.map(|layout| (self.lt.layout_destroy)(layout));
+            for layout in self.layouts {
+                (self.lt.layout_destroy)(layout);
+            }
             (self.lt.desc_destroy)(self.description);
             (self.lt.preference_destroy)(self.preference);
         }

@@ -121,11 +121,11 @@ impl Library {
 /// The C functions of a library that are used here, with its name for them and its signatures. Status codes are plain
 /// integers: a library may know more of them than any enum.
 macro_rules! functions {
-    ($(#[$doc:meta])* $table:ident { $($field:ident = $symbol:literal($($argument:ty),* $(,)?) -> $result:ty;)* }) => {
+    ($(#[$doc:meta])* $visibility:vis $table:ident { $($field:ident = $symbol:literal($($argument:ty),* $(,)?) -> $result:ty;)* }) => {
         $(#[$doc])*
         #[derive(Clone, Copy)]
-        pub(in crate::device::cuda) struct $table {
-            $(pub(in crate::device::cuda) $field: unsafe extern "C" fn($($argument),*) -> $result,)*
+        $visibility struct $table {
+            $($field: unsafe extern "C" fn($($argument),*) -> $result,)*
         }
         impl $table {
             fn bind(library: &$crate::device::cuda::libraries::Library) -> $crate::error::Result<Self> {

@@ -10,6 +10,7 @@ mod gemm;
 mod launch;
 mod libraries;
 mod modules;
+mod sdpa;
 mod timeline;
 
 use super::{Device, DeviceSlice, EventId, Stream};
@@ -25,19 +26,23 @@ use error::check;
 use gemm::Gemm;
 use libraries::Libraries;
 use modules::Modules;
+use sdpa::Sdpa;
+pub use sdpa::workspace_bytes as fused_attention_workspace_bytes;
 use std::path::PathBuf;
 use timeline::Timeline;
 
 /// The first visible GPU. Belongs to the thread that made it.
 pub struct CudaDevice {
-    // Dropped in this order: the context last.
+    // Dropped in this order: libraries before the streams that they were given, the context last.
+    sdpa: Option<Sdpa>,
+    gemm: Gemm,
     timeline: Timeline,
     registered: Vec<Registered>,
     allocations: Vec<DeviceSlice>,
     events: Vec<RawEvent>,
     streams: [RawStream; 3],
     modules: Modules,
-    gemm: Gemm,
+    libraries: Libraries,
     name: String,
     _context: Context,
 }
@@ -70,22 +75,35 @@ impl CudaDevice {
         let context = Context::new(gpu).map_err(number)?;
         let name = gpu.name().map_err(number)?;
         let modules = Modules::load(&[])?;
-        let gemm = Gemm::new(&Libraries::new(cuda_libraries))?;
+        let libraries = Libraries::new(cuda_libraries);
+        let gemm = Gemm::new(&libraries)?;
         // Copies are short and the step waits for them: they go first.
         let (least, most) = priorities()?;
         let streams = [RawStream::new(least)?, RawStream::new(most)?, RawStream::new(most)?];
         let timeline = Timeline::new(&streams, trace_spans)?;
         Ok(Self {
+            sdpa: None,
+            gemm,
             timeline,
             registered: Vec::new(),
             allocations: Vec::new(),
             events: Vec::new(),
             streams,
             modules,
-            gemm,
+            libraries,
             name,
             _context: context,
         })
+    }
+
+    /// Opens cuDNN for attention on bf16 and fp16. `deterministic`: the same bits from the same backward pass, for more
+    /// workspace.
+    ///
+    /// # Errors
+    /// `Resource` when a library is missing; `Unsupported` when cuDNN is too old.
+    pub fn open_fused_attention(&mut self, deterministic: bool) -> Result<()> {
+        self.sdpa = Some(Sdpa::new(&self.libraries, self.streams[Stream::Compute as usize].0, deterministic)?);
+        Ok(())
     }
 
     /// Enqueues by `enqueue`, and a span around it when spans are recorded.
