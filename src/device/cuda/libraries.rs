@@ -49,7 +49,9 @@ impl Libraries {
         let python = std::env::split_paths(&path).find(|folder| folder.join("python3").is_file());
         let prefix = python.as_deref().and_then(Path::parent).map(Path::to_path_buf);
         let environment = std::env::var_os("VIRTUAL_ENV").map(PathBuf::from);
-        Self::below(Path::new("/"), named, &[prefix, environment].into_iter().flatten().collect::<Vec<_>>())
+        // Where pip installs for a person who may not write elsewhere.
+        let personal = std::env::home_dir().map(|home| home.join(".local"));
+        Self::below(Path::new("/"), named, &[prefix, environment, personal].into_iter().flatten().collect::<Vec<_>>())
     }
 
     fn below(root: &Path, named: &[PathBuf], pythons: &[PathBuf]) -> Self {
