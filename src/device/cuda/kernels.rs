@@ -11,7 +11,7 @@ pub(super) mod rope;
 pub(super) mod transfer;
 
 use super::modules::Source;
-use super::{Attention, CudaDevice, gemm};
+use super::{CudaDevice, gemm, sdpa};
 use crate::device::{AdamArgs, AttentionShape, DeviceSlice, Kernels, MatmulShape, Stream};
 use crate::error::Result;
 
@@ -141,9 +141,9 @@ impl Kernels for CudaDevice {
     }
 
     fn attention(&mut self, qkv: DeviceSlice, out: DeviceSlice, lse: DeviceSlice, shape: AttentionShape) -> Result<()> {
-        match self.attention {
-            Attention::Cudnn => todo_sdpa(),
-            Attention::Plain => attention::attention(self, qkv, out, lse, shape),
+        match self.sdpa {
+            Some(_) => sdpa::attention(self, qkv, out, lse, shape),
+            None => attention::attention(self, qkv, out, lse, shape),
         }
     }
 
@@ -156,9 +156,9 @@ impl Kernels for CudaDevice {
         dqkv: DeviceSlice,
         shape: AttentionShape,
     ) -> Result<()> {
-        match self.attention {
-            Attention::Cudnn => todo_sdpa(),
-            Attention::Plain => attention::attention_backward(self, dout, qkv, out, lse, dqkv, shape),
+        match self.sdpa {
+            Some(_) => sdpa::attention_backward(self, dout, qkv, out, lse, dqkv, shape),
+            None => attention::attention_backward(self, dout, qkv, out, lse, dqkv, shape),
         }
     }
 
@@ -225,7 +225,4 @@ impl Kernels for CudaDevice {
     fn poke(&mut self, x: DeviceSlice, index: usize, value: f32) -> Result<()> {
         transfer::poke(self, x, index, value)
     }
-}
-fn todo_sdpa() -> Result<()> {
-    Err(crate::error::Error::Unsupported("cuDNN".into()))
 }

@@ -12,6 +12,7 @@ mod launch;
 mod libraries;
 mod modules;
 mod ring;
+mod sdpa;
 mod timeline;
 
 use super::{Device, DeviceSlice, EventId, RingShape, Stream};
@@ -28,6 +29,8 @@ use gemm::Gemm;
 use libraries::Libraries;
 use modules::Modules;
 use ring::Ring;
+use sdpa::Sdpa;
+pub use sdpa::workspace_bytes as fused_attention_workspace_bytes;
 use std::path::PathBuf;
 use timeline::Timeline;
 
@@ -53,7 +56,9 @@ pub struct CudaOptions {
 
 /// The first visible GPU. Belongs to the thread that made it.
 pub struct CudaDevice {
-    // Dropped in this order: the context last.
+    // Dropped in this order: libraries before the streams that they were given, the context last.
+    sdpa: Option<Sdpa>,
+    gemm: Gemm,
     timeline: Timeline,
     registered: Vec<Registered>,
     allocations: Vec<DeviceSlice>,
@@ -61,8 +66,6 @@ pub struct CudaDevice {
     events: Vec<RawEvent>,
     streams: [RawStream; 3],
     modules: Modules,
-    gemm: Gemm,
-    attention: Attention,
     /// Memory that the compute stream's kernels share for partial sums; each leaves in it what it likes.
     scratch: DeviceSlice,
     name: String,
@@ -100,12 +103,19 @@ impl CudaDevice {
         let context = Context::new(gpu).map_err(number)?;
         let name = gpu.name().map_err(number)?;
         let modules = Modules::load(kernels::sources())?;
-        let gemm = Gemm::new(&Libraries::new(&options.libraries))?;
+        let libraries = Libraries::new(&options.libraries);
+        let gemm = Gemm::new(&libraries)?;
         // Copies are short and the step waits for them: they go first.
         let (least, most) = priorities()?;
         let streams = [RawStream::new(least)?, RawStream::new(most)?, RawStream::new(most)?];
+        let sdpa = match options.attention {
+            Attention::Cudnn => Some(Sdpa::new(&libraries, streams[Stream::Compute as usize].0, options.deterministic)?),
+            Attention::Plain => None,
+        };
         let timeline = Timeline::new(&streams, 0)?;
         let mut dev = Self {
+            sdpa,
+            gemm,
             timeline,
             registered: Vec::new(),
             allocations: Vec::new(),
@@ -113,8 +123,6 @@ impl CudaDevice {
             events: Vec::new(),
             streams,
             modules,
-            gemm,
-            attention: options.attention,
             scratch: DeviceSlice { addr: 0, elems: 0, dtype: Dtype::Float32 },
             name,
             gpu: gpu.as_raw(),
