@@ -204,6 +204,15 @@ impl<D: Kernels> Engine<D> {
         self.coordinator.set_history(history);
     }
 
+    /// Sets all parameters to random values that depend on `seed` alone; the moments stay as they are: zero in an engine that
+    /// has not stepped. Call [`Engine::send_weights`] after it.
+    ///
+    /// # Errors
+    /// The device's; `Resource` when a thread cannot start.
+    pub fn init_state(&mut self, seed: u64, threads: usize) -> Result<()> {
+        self.memory.init_params(&mut self.dev, &self.model.table, seed, threads)
+    }
+
     /// Sets a tensor's parameters and moments, fp32 in the layout of `spec`. Call [`Engine::send_weights`] after the last.
     ///
     /// # Errors

@@ -12,6 +12,7 @@ mod forward;
 mod head;
 pub mod init;
 mod params;
+pub mod presets;
 pub mod rope;
 pub mod shape;
 pub mod tensors;

@@ -19,7 +19,6 @@ use crate::host::affinity::{Placement, name_and_pin};
 use crate::host::doorbell::Doorbell;
 use crate::host::pool::Pool;
 use crate::host::step_job::StepJob;
-use crate::model::init::init_tensor;
 use crate::model::shape::{DEMO_CONFIG, ModelShape, Positions};
 use crate::model::weights;
 use crate::optim::schedule::Schedule as LearningRate;
@@ -261,20 +260,14 @@ const TRAINING_KEYS: [&str; 14] = [
 
 /// First weights: random, or the model's own.
 fn begin<D: Kernels>(engine: &mut Engine<D>, settings: &Settings, shape: &ModelShape) -> Result<DataPosition> {
-    let specs = engine.table().specs().to_vec();
     match (settings.init, &settings.model) {
         (Init::Checkpoint, Some(dir)) => {
+            let specs = engine.table().specs().to_vec();
             let mut flat = vec![0.0; engine.table().flat_elems()];
             weights::load(dir, shape, engine.table(), &mut flat)?;
             specs.iter().try_for_each(|spec| write_params(engine, spec, &flat[spec.range()]))?;
         }
-        _ => {
-            for spec in &specs {
-                let mut params = vec![0.0; spec.elems()];
-                init_tensor(spec, settings.seed, &mut params);
-                write_params(engine, spec, &params)?;
-            }
-        }
+        _ => engine.init_state(settings.seed, engine.plan().threads)?,
     }
     engine.send_weights()?;
     Ok(DataPosition::default())
