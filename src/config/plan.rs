@@ -3,6 +3,7 @@
 use crate::bucket::layout::BucketLayout;
 use crate::config::options::{CastSide, Injection, IsaChoice, Rollback, Strategy, Technique, TrainDtype};
 use crate::config::settings::Settings;
+use crate::device::RingShape;
 use crate::dtype::Dtype;
 use crate::engine::coordinator::{Policy, Rules};
 use crate::engine::trace::{Span, spans_per_track};
@@ -118,6 +119,8 @@ pub struct Plan {
     pub threads: usize,
     /// How the flat order is cut.
     pub layout: BucketLayout,
+    /// The device's gradients as a ring; `None`: each has its own place.
+    pub grad_ring: Option<RingShape>,
     /// Host slots for gradients: one retained per offloaded bucket, and the ring.
     pub grad_slots: usize,
     /// Host slots for parameters.
@@ -169,6 +172,7 @@ impl Plan {
             link_dtype: if cast_on_device(settings, techniques)? { Dtype::Float32 } else { dtype },
             isa: isa(settings, techniques)?,
             threads,
+            grad_ring: None,
             grad_slots: if rules.policy == Policy::Deferred { layout.offloaded() + settings.slots } else { layout.offloaded() },
             param_slots: settings.slots,
             batch: settings.per_device_train_batch_size,

@@ -62,6 +62,15 @@ impl DeviceSlice {
     }
 }
 
+/// Memory that repeats: below `ringed_elems`, elements whose distance is a multiple of `period_elems` are one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RingShape {
+    /// Where the ring ends; elements from there on are their own.
+    pub ringed_elems: usize,
+    /// Elements that exist of the ring.
+    pub period_elems: usize,
+}
+
 /// Memory, streams, events and copies. No arithmetic.
 pub trait Device {
     /// What this device is, for people: `cpu (AMD EPYC 9B45, 2 threads, avx512)`.
@@ -72,6 +81,15 @@ pub trait Device {
     /// # Errors
     /// `Resource` when it does not fit; `name` is in the message.
     fn alloc(&mut self, name: &str, elems: usize, dtype: Dtype) -> Result<DeviceSlice>;
+
+    /// What the sizes of a [`RingShape`] are multiples of, in bytes.
+    fn ring_grain_bytes(&self) -> usize;
+
+    /// [`Device::alloc`] for memory that repeats. Both sizes are whole multiples of [`Device::ring_grain_bytes`].
+    ///
+    /// # Errors
+    /// As there.
+    fn alloc_ring(&mut self, name: &str, elems: usize, dtype: Dtype, shape: RingShape) -> Result<DeviceSlice>;
 
     /// Prepares host memory for copies that run beside everything else. Only before step 0.
     ///
@@ -112,7 +130,7 @@ pub trait Device {
 }
 
 /// How the two inputs of a [`Kernels::matmul`] are laid out. All matrices are row-major and dense.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum MatmulLayout {
     /// `c[m,n] = a[m,k] * b[n,k]^T`: a linear layer's forward, `b` its weight `[out, in]`.
     Nt,
@@ -123,7 +141,7 @@ pub enum MatmulLayout {
 }
 
 /// Sizes of a [`Kernels::matmul`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MatmulShape {
     /// Layout of the inputs.
     pub layout: MatmulLayout,
@@ -224,15 +242,16 @@ pub trait Kernels: Device {
         channels: usize,
     ) -> Result<()>;
 
-    /// `c = a * b (+ bias over columns) (+ c)`, fp32 accumulation over k in ascending order.
+    /// `c = a * b (+ bias over columns) (+ base)`, fp32 accumulation over k in ascending order, rounded once. `base` is as
+    /// large as `c` and is `c` itself, to accumulate, or does not overlap it: what a residual branch joins.
     fn matmul(
         &mut self,
         shape: MatmulShape,
         a: DeviceSlice,
         b: DeviceSlice,
         bias: Option<DeviceSlice>,
+        base: Option<DeviceSlice>,
         c: DeviceSlice,
-        accumulate: bool,
     ) -> Result<()>;
 
     /// Column sums: `dbias[c] (+)= sum over rows of dout[r,c]`; the columns are `dbias.elems`.
@@ -333,9 +352,6 @@ pub trait Kernels: Device {
 
     /// `dx` is overwritten; it may be `dout`.
     fn gelu_backward(&mut self, dout: DeviceSlice, x: DeviceSlice, dx: DeviceSlice) -> Result<()>;
-
-    /// `out = a + b`; `out` may be `a` or `b`.
-    fn add(&mut self, a: DeviceSlice, b: DeviceSlice, out: DeviceSlice) -> Result<()>;
 
     /// Softmax statistics of one tile of logits `[rows, cols]`, whose first column is token `vocab_start`. `stats` fp32
     /// `[rows, 3]` holds running maximum, running sum of exponentials and the target's logit; `first` starts anew.

@@ -224,7 +224,22 @@ struct Running {
     params: Option<Slot>,
     /// Started before the verdict.
     speculative: bool,
-    kind: Phase,
+    kind: Kind,
+}
+
+/// What the pool's job does to the bucket's step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Kind {
+    /// New weights, and the state with them.
+    Step,
+    /// New weights; the state gets this step's update later ([`Policy::Deferred`]).
+    Speculate,
+    /// The weights of the state as it is.
+    Restore,
+    /// Only the pending update: a flush.
+    Flush,
+    /// Only the pending update, while the bucket's step goes on: its gradient's slot is needed, and the pool is idle.
+    Commit,
 }
 
 /// The state machine.
@@ -276,10 +291,12 @@ impl Coordinator {
     /// # Panics
     /// If a bucket is not settled: a forward that read it did not wait.
     pub fn begin_step(&mut self, update: Update) {
-        assert!(self.all_settled(), "a step began before the last one was settled");
+        let settled = self.buckets.iter().all(|b| b.phase == Phase::Settled);
+        assert!(settled, "a step began before the last one was settled");
         self.update = update;
         self.verdict = None;
         self.speculating = self.rules.may_speculate() && (!self.rules.adaptive || self.history.pays());
+        self.run_next();
     }
 
     /// Takes an event; the commands it causes wait in [`Coordinator::next_command`].
@@ -309,9 +326,14 @@ impl Coordinator {
         self.layout.is_resident(bucket) || self.buckets[bucket].phase == Phase::Settled
     }
 
-    /// Whether every bucket is settled.
+    /// Whether every bucket is settled and the pool idle.
     pub fn all_settled(&self) -> bool {
-        self.buckets.iter().all(|b| b.phase == Phase::Settled)
+        self.running.is_none() && self.buckets.iter().all(|b| b.phase == Phase::Settled)
+    }
+
+    /// Whether this step's gradient of `bucket` has left the device's memory, or will with a copy that is enqueued.
+    pub fn is_copied(&self, bucket: usize) -> bool {
+        self.layout.is_resident(bucket) || self.buckets[bucket].phase != Phase::Ready
     }
 
     /// Whether the bucket waits for a copy rather than for the optimizer.
@@ -384,15 +406,25 @@ impl Coordinator {
         }
     }
 
-    /// The bucket's step ends with an update: at once in the state, or pending.
-    fn settle(&mut self, bucket: usize) {
-        if self.rules.policy == Policy::Deferred {
-            let update = self.final_update();
-            let b = &mut self.buckets[bucket];
-            b.pending = b.grads.take().map(|grads| GradUpdate { grads, update });
-        }
+    /// The bucket's step ends with an update that is yet to be written into the state.
+    fn settle_pending(&mut self, bucket: usize) {
+        let update = self.final_update();
+        let b = &mut self.buckets[bucket];
+        b.pending = b.grads.take().map(|grads| GradUpdate { grads, update });
+        b.phase = Phase::Settled;
+    }
+
+    /// The bucket's step ends with an update that the state holds.
+    fn settle_written(&mut self, bucket: usize) {
         self.buckets[bucket].speculated_in_place = false;
         self.drop_grads(bucket);
+    }
+
+    fn settle(&mut self, bucket: usize) {
+        match self.rules.policy {
+            Policy::Deferred => self.settle_pending(bucket),
+            Policy::Inverse | Policy::ValidateFirst => self.settle_written(bucket),
+        }
     }
 
     /// This step's update with the verdict's scale.
@@ -467,43 +499,58 @@ impl Coordinator {
         };
         let mut buckets = 0..self.buckets.len();
         let next = if self.rules.takes_earliest_deadline() { buckets.rfind(runnable) } else { buckets.find(runnable) };
-        if let Some(bucket) = next {
-            self.run(bucket);
+        match next {
+            Some(bucket) => self.run(bucket),
+            None => self.commit_early(),
+        }
+    }
+
+    /// While nothing is speculated the pool waits for the verdict: time to write pending updates into the state. It must
+    /// be done, too: slots that only a verdict would free could keep gradients, and so the verdict, from coming.
+    fn commit_early(&mut self) {
+        if self.speculating || self.verdict.is_some() {
+            return;
+        }
+        if let Some(bucket) = self.buckets.iter().position(|b| b.pending.is_some()) {
+            let pending = self.buckets[bucket].pending.expect("just seen");
+            self.running = Some(Running { bucket, params: None, speculative: false, kind: Kind::Commit });
+            self.commands.push_back(Command::Run { bucket, work: Work::Commit(pending), params: None });
         }
     }
 
     fn run(&mut self, bucket: usize) {
-        let kind = self.buckets[bucket].phase;
-        let params = if kind == Phase::Queued(Queued::Commit) {
+        let phase = self.buckets[bucket].phase;
+        let params = if phase == Phase::Queued(Queued::Commit) {
             None
         } else {
             let Some(slot) = self.param_slots.take() else { return };
             Some(slot)
         };
-        let speculative = kind == Phase::Arrived && self.verdict.is_none();
+        let speculative = phase == Phase::Arrived && self.verdict.is_none();
         self.counts.speculated += u64::from(speculative);
-        let work = self.work(bucket, kind);
+        let (kind, work) = self.work(bucket, phase);
         self.buckets[bucket].phase = Phase::Running;
         self.running = Some(Running { bucket, params, speculative, kind });
         self.commands.push_back(Command::Run { bucket, work, params });
     }
 
-    fn work(&self, bucket: usize, kind: Phase) -> Work {
+    fn work(&self, bucket: usize, phase: Phase) -> (Kind, Work) {
         let b = &self.buckets[bucket];
         let with = |update| GradUpdate { grads: b.grads.expect("a bucket that is stepped has its gradient"), update };
         let undo = b.speculated_in_place.then(|| with(self.update));
-        match kind {
-            Phase::Queued(Queued::Commit) => Work::Commit(b.pending.expect("only pending updates are committed")),
-            Phase::Queued(Queued::Restore) => Work::Restore { undo },
-            _ if self.rules.policy == Policy::Deferred => Work::CommitThenSpeculate { pending: b.pending, next: with(self.final_update()) },
-            _ => Work::Step { undo, next: with(self.final_update()) },
+        // Once the verdict is known nothing is left to guess, and the state can be written at once.
+        let defer = self.rules.policy == Policy::Deferred && (b.pending.is_some() || self.verdict.is_none());
+        match phase {
+            Phase::Queued(Queued::Commit) => (Kind::Flush, Work::Commit(b.pending.expect("only pending updates are committed"))),
+            Phase::Queued(Queued::Restore) => (Kind::Restore, Work::Restore { undo }),
+            _ if defer => (Kind::Speculate, Work::CommitThenSpeculate { pending: b.pending, next: with(self.final_update()) }),
+            _ => (Kind::Step, Work::Step { undo, next: with(self.final_update()) }),
         }
     }
 
     fn job_done(&mut self) {
         let Running { bucket, params, speculative, kind } = self.running.take().expect("a job was running");
-        // Every job of the deferred policy but a restore writes the pending update into the state.
-        if kind != Phase::Queued(Queued::Restore)
+        if matches!(kind, Kind::Speculate | Kind::Flush | Kind::Commit)
             && let Some(done) = self.buckets[bucket].pending.take()
         {
             self.grad_slots.give(done.grads);
@@ -513,12 +560,10 @@ impl Coordinator {
         }
         self.send(bucket, params);
         match kind {
-            Phase::Queued(Queued::Commit) => self.buckets[bucket].phase = Phase::Settled,
-            Phase::Queued(Queued::Restore) => {
-                self.buckets[bucket].speculated_in_place = false;
-                self.drop_grads(bucket);
-            }
-            _ => self.settle(bucket),
+            Kind::Commit => {}
+            Kind::Flush => self.buckets[bucket].phase = Phase::Settled,
+            Kind::Restore | Kind::Step => self.settle_written(bucket),
+            Kind::Speculate => self.settle_pending(bucket),
         }
     }
 

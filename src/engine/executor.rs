@@ -4,6 +4,7 @@
 use super::coordinator::{Command, Coordinator, Counts, Event, Update};
 use super::loss_scale::LossScale;
 use super::memory::Memory;
+use super::report::Report;
 use super::trace::{Recorder, now_ns};
 use super::verdict::{SpeculationHistory, Verdict};
 use crate::bucket::slot::Slot;
@@ -21,7 +22,6 @@ use crate::model::shape::{ModelShape, Positions};
 use crate::model::tensors::{Stage, TensorSpec, TensorTable};
 use crate::model::{MicroStep, Model};
 use crate::optim::adam::{AdamConsts, AdamHyper};
-use crate::optim::norm;
 use crate::units::Norm;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
@@ -74,9 +74,11 @@ pub struct Engine<D: Kernels> {
     // Threads that use the memory are declared, and so dropped, before it.
     host: HostMemory,
     memory: Memory,
+    report: Report,
     model: Model,
     coordinator: Coordinator,
     events: Events,
+    stages_enqueued: usize,
     copying: VecDeque<usize>,
     returning: VecDeque<Slot>,
     pool_busy: bool,
@@ -97,15 +99,21 @@ struct Events {
     grad_arrived: Vec<EventId>,
     params_ready: Vec<EventId>,
     slot_copied: Vec<EventId>,
-    report_copied: EventId,
     compute_tail: EventId,
+    /// The ends of the last stages that were enqueued.
+    stages: [EventId; STAGES_AHEAD + 1],
 }
+
+/// Stages (a layer's forward or backward) that the driver enqueues ahead of the device: enough that the device never
+/// waits for a launch, and not so many that a full launch queue blocks the driver, who has a pool to feed.
+const STAGES_AHEAD: usize = 2;
 
 impl Events {
     fn new<D: Kernels>(dev: &mut D, buckets: usize, slots: usize) -> Result<Self> {
         let mut many = |count: usize| (0..count).map(|_| dev.event()).collect::<Result<Vec<_>>>();
         let (grad_ready, grad_arrived, params_ready, slot_copied) = (many(buckets)?, many(buckets)?, many(buckets)?, many(slots)?);
-        Ok(Self { grad_ready, grad_arrived, params_ready, slot_copied, report_copied: dev.event()?, compute_tail: dev.event()? })
+        let stages = [dev.event()?, dev.event()?, dev.event()?];
+        Ok(Self { grad_ready, grad_arrived, params_ready, slot_copied, compute_tail: dev.event()?, stages })
     }
 }
 
@@ -122,9 +130,13 @@ impl<D: Kernels> Engine<D> {
         let table = TensorTable::new(&shape);
         let flat = plan.layout.flat_elems();
         let weights = dev.alloc("weights", flat, plan.dtype)?;
-        let grads = dev.alloc("gradients", flat, plan.dtype)?;
+        let grads = match plan.grad_ring {
+            None => dev.alloc("gradients", flat, plan.dtype)?,
+            Some(ring) => dev.alloc_ring("gradients", flat, plan.dtype, ring)?,
+        };
         let activations = ActivationPlan::new(&shape, plan.batch, plan.seq_length, plan.dtype, plan.loss_tile)?.allocate(&mut dev)?;
         let memory = Memory::new(&plan, &table, &mut dev, &mut host)?;
+        let report = Report::new(flat, &mut dev, &mut host)?;
         let model = Model::new(shape, weights, grads, activations)?;
         if let (Positions::Rope(rope), Some(target)) = (model.shape.positions, model.activations.rope_table) {
             memory.upload(&mut dev, &rope_table(&rope, plan.seq_length), target)?;
@@ -138,6 +150,7 @@ impl<D: Kernels> Engine<D> {
             recorder: Recorder::new("driver", plan.trace_spans),
             loss_scale: LossScale::new(plan.dtype),
             pool_busy: false,
+            stages_enqueued: 0,
             optimizer_step: 0,
             train_step: 0,
             reported: Counts::default(),
@@ -148,6 +161,7 @@ impl<D: Kernels> Engine<D> {
             pool,
             host,
             memory,
+            report,
             model,
             bell,
         })
@@ -308,12 +322,26 @@ impl<D: Kernels> Engine<D> {
     fn forward(&mut self, stage: Stage) -> Result<()> {
         self.wait_for_params(stage)?;
         self.model.forward(&mut self.dev, stage)?;
-        self.pump().map(drop)
+        self.stage_enqueued()
     }
 
     fn backward(&mut self, stage: Stage, first: bool, last: bool) -> Result<()> {
+        self.wait_for_ring(stage)?;
         self.model.backward(&mut self.dev, stage, first)?;
         self.grads_written(stage, last)
+    }
+
+    /// In a ring of gradients `stage` writes where earlier buckets' gradients lie until they are copied.
+    fn wait_for_ring(&mut self, stage: Stage) -> Result<()> {
+        let Some(ring) = self.plan.grad_ring else { return Ok(()) };
+        let range = self.model.table.stage_range(stage);
+        let end = range.end.min(ring.ringed_elems).saturating_sub(ring.period_elems);
+        let before = range.start.saturating_sub(ring.period_elems)..end;
+        for bucket in self.plan.layout.overlapping(before) {
+            self.block_until(|engine| Ok(engine.coordinator.is_copied(bucket)))?;
+            self.dev.wait(Stream::Compute, self.events.grad_arrived[bucket])?;
+        }
+        Ok(())
     }
 
     fn upload_batch(&mut self, micro_step: usize, batches: &mut impl Batches) -> Result<()> {
@@ -331,7 +359,7 @@ impl<D: Kernels> Engine<D> {
         self.coordinator.begin_step(update);
         let decision = if self.coordinator.is_speculating() { "speculate" } else { "validate first" };
         self.recorder.span(decision, self.train_step as u32 + 1, now_ns());
-        self.dev.zero(self.memory.report.nonfinite)
+        self.report.begin(&mut self.dev)
     }
 
     /// The gradients of `stage` are enqueued; when they are final, so are all buckets up to the end of its flat range.
@@ -343,15 +371,22 @@ impl<D: Kernels> Engine<D> {
             let before = layout.complete(range.start);
             (before..layout.complete(end)).try_for_each(|bucket| self.bucket_ready(bucket))?;
         }
-        self.pump().map(drop)
+        self.stage_enqueued()
+    }
+
+    /// Serves events until the device is at most [`STAGES_AHEAD`] stages behind.
+    fn stage_enqueued(&mut self) -> Result<()> {
+        let stages = self.events.stages;
+        self.dev.record(stages[self.stages_enqueued % stages.len()], Stream::Compute)?;
+        self.stages_enqueued += 1;
+        let oldest = stages[self.stages_enqueued % stages.len()];
+        self.block_until(|engine| engine.dev.is_done(oldest)).map(drop)
     }
 
     fn bucket_ready(&mut self, bucket: usize) -> Result<()> {
         let range = self.plan.layout.range(bucket);
         self.inject(&range)?;
-        let report = self.memory.report;
-        let partials = report.partials.slice(range.start / norm::BLOCK, range.len() / norm::BLOCK);
-        self.dev.grad_norm_partials(self.grads(&range), partials, report.nonfinite)?;
+        self.report.add(&mut self.dev, self.model.grads.slice(range.start, range.len()), &range)?;
         self.dev.record(self.events.grad_ready[bucket], Stream::Compute)?;
         self.coordinator.handle(Event::GradReady(bucket));
         self.obey()
@@ -377,13 +412,9 @@ impl<D: Kernels> Engine<D> {
 
     /// Waits for the norm, decides, and starts what the verdict allows.
     fn validate(&mut self, learning_rate: f64) -> Result<StepReport> {
-        let report = self.memory.report;
-        self.dev.copy_d2h(Stream::Compute, report.partials, report.host_partials)?;
-        self.dev.copy_d2h(Stream::Compute, report.nonfinite, report.host_nonfinite)?;
-        self.dev.copy_d2h(Stream::Compute, self.model.activations.loss, report.host_loss)?;
-        self.dev.record(self.events.report_copied, Stream::Compute)?;
+        self.report.end(&mut self.dev, self.model.activations.loss)?;
         let start = now_ns();
-        self.block_until(|engine| engine.dev.is_done(engine.events.report_copied))?;
+        self.block_until(|engine| engine.report.poll(&mut engine.dev))?;
         self.recorder.span("await verdict", self.train_step as u32 + 1, start);
         let mut out = self.read_report(learning_rate);
         self.coordinator.handle(Event::Validated(out.verdict));
@@ -404,9 +435,7 @@ impl<D: Kernels> Engine<D> {
     }
 
     fn read_report(&self, learning_rate: f64) -> StepReport {
-        let report = self.memory.report;
-        let norm_sq = report.host_partials.with(|partials: &mut [f32]| norm::fold(partials));
-        let (nonfinite, loss) = (report.host_nonfinite.with(|x: &mut [i32]| x[0] != 0), report.host_loss.with(|x: &mut [f32]| x[0]));
+        let (norm_sq, nonfinite, loss) = self.report.read();
         let grad_norm = norm_sq.norm(self.loss_scale.inverse());
         let verdict = Verdict::new(grad_norm, nonfinite, self.plan.max_grad_norm);
         let (counts, exposed, loss_scale) = (Counts::default(), self.exposed, self.loss_scale.scale());
@@ -487,6 +516,7 @@ impl<D: Kernels> Engine<D> {
             told = true;
             self.tell(Event::ParamsCopied(slot))?;
         }
+        self.report.poll(&mut self.dev)?;
         while self.pool_busy && self.pool.is_idle()? {
             self.pool_busy = false;
             told = true;

@@ -8,7 +8,6 @@ use crate::host::pinned::{HostMemory, PinnedSlice};
 use crate::host::step_job::{HostState, Segment, SlotMemory, StepMemory};
 use crate::model::init::init_flat;
 use crate::model::tensors::TensorTable;
-use crate::optim::norm::BLOCK;
 use crate::optim::simd::AdamKernels;
 use std::ops::Range;
 use std::sync::Arc;
@@ -19,16 +18,6 @@ pub(super) struct ResidentState {
     pub(super) params: DeviceSlice,
     pub(super) m: DeviceSlice,
     pub(super) v: DeviceSlice,
-}
-
-/// What validation reads: on the device, and its copy in host memory.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Report {
-    pub(super) partials: DeviceSlice,
-    pub(super) nonfinite: DeviceSlice,
-    pub(super) host_partials: PinnedSlice,
-    pub(super) host_nonfinite: PinnedSlice,
-    pub(super) host_loss: PinnedSlice,
 }
 
 /// Token ids on their way to the device: two buffers, so that one is filled while the other is copied.
@@ -43,7 +32,6 @@ pub(super) struct BatchBuffer {
 pub(super) struct Memory {
     pub(super) step: StepMemory,
     pub(super) resident: ResidentState,
-    pub(super) report: Report,
     pub(super) batches: [BatchBuffer; 2],
     /// fp32 room for one bucket on its way out and in, when the device casts.
     pub(super) staging_d2h: DeviceSlice,
@@ -68,22 +56,19 @@ impl Memory {
         let resident = ResidentState { params, m, v: fp32("resident v", resident_elems)? };
         let staging_elems = if plan.device_casts() && offloaded > 0 { bucket } else { 0 };
         let (staging_d2h, staging_h2d) = (fp32("gradient staging", staging_elems)?, fp32("parameter staging", staging_elems)?);
-        let report = Report {
-            partials: fp32("norm partials", flat / BLOCK)?,
-            nonfinite: dev.alloc("non-finite flag", 1, Dtype::Int32)?,
-            host_partials: host.alloc("norm partials", flat / BLOCK * 4)?,
-            host_nonfinite: host.alloc("non-finite flag", 4)?,
-            host_loss: host.alloc("loss", 4)?,
-        };
         let tokens_bytes = plan.batch * plan.seq_length * 4;
         let mut batch = || -> Result<BatchBuffer> {
             let (inputs, targets) = (host.alloc("token ids", tokens_bytes)?, host.alloc("target ids", tokens_bytes)?);
+            dev.pin(inputs)?;
+            dev.pin(targets)?;
             Ok(BatchBuffer { inputs, targets, copied: dev.event()? })
         };
         let batches = [batch()?, batch()?];
         let step = step_memory(plan, table, host)?;
         let bounce = host.alloc("bounce buffer", BOUNCE_ELEMS * 4)?;
-        Ok(Self { step, resident, report, batches, staging_d2h, staging_h2d, offloaded_elems: offloaded, bounce, bounced: dev.event()? })
+        // The state itself never crosses the link: it stays pageable.
+        [step.grads.memory, step.params.memory, bounce].into_iter().try_for_each(|memory| dev.pin(memory))?;
+        Ok(Self { step, resident, batches, staging_d2h, staging_h2d, offloaded_elems: offloaded, bounce, bounced: dev.event()? })
     }
 
     /// The resident state's part for a flat range of resident elements.

@@ -4,5 +4,6 @@ pub mod coordinator;
 pub mod executor;
 pub mod loss_scale;
 mod memory;
+mod report;
 pub mod trace;
 pub mod verdict;

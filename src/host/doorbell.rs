@@ -7,6 +7,8 @@ use std::time::Duration;
 
 /// Turns before a waiting thread sleeps. Waking costs tens of microseconds, spinning takes a core from somebody.
 const SPINS: u32 = 200;
+/// The same for a thread that has a core to itself: some hundred microseconds, longer than the pool waits for its next job.
+const SPINS_ALONE: u32 = 20_000;
 
 /// An event count: the waiter notes the count, looks for work, and sleeps only while nobody has rung since.
 #[derive(Default)]
@@ -14,9 +16,15 @@ pub struct Doorbell {
     rings: AtomicU64,
     sleeping: AtomicBool,
     waiter: OnceLock<Thread>,
+    has_core: bool,
 }
 
 impl Doorbell {
+    /// A bell whose waiter has a core to itself, or not.
+    pub fn new(has_core: bool) -> Self {
+        Self { has_core, ..Self::default() }
+    }
+
     /// The count to pass to [`Doorbell::wait`]; take it before looking for work.
     pub fn rings(&self) -> u64 {
         self.rings.load(Ordering::SeqCst)
@@ -34,7 +42,7 @@ impl Doorbell {
 
     /// Returns when the bell has rung since `seen`. Only ever called from one thread.
     pub fn wait(&self, seen: u64) {
-        for _ in 0..SPINS {
+        for _ in 0..if self.has_core { SPINS_ALONE } else { SPINS } {
             if self.rings() != seen {
                 return;
             }

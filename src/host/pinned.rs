@@ -5,6 +5,7 @@
 use crate::error::{Error, Result};
 use crate::units::Bytes;
 use bytemuck::Pod;
+use std::os::fd::{AsRawFd, FromRawFd};
 
 /// A view of host memory from [`HostMemory`]. Copying the view copies no data.
 ///
@@ -86,6 +87,9 @@ pub struct HostMemory {
 /// Huge pages on x86-64 and most aarch64 kernels; blocks start on one.
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 
+/// What a ring's sizes are multiples of: the largest page of any kernel this runs on.
+pub const RING_GRAIN_BYTES: usize = 64 << 10;
+
 impl HostMemory {
     /// Zeroed memory, page-aligned, in huge pages when it is large and the kernel agrees.
     ///
@@ -108,6 +112,41 @@ impl HostMemory {
         }
         let block = PinnedSlice { addr: addr as usize, bytes };
         self.blocks.push(block);
+        Ok(block)
+    }
+
+    /// `bytes` of zeroed memory; below `ringed_bytes` it repeats every `period_bytes`: the same pages, mapped again and
+    /// again. Both are multiples of [`RING_GRAIN_BYTES`].
+    ///
+    /// # Errors
+    /// As [`HostMemory::alloc`].
+    ///
+    /// # Panics
+    /// If they are not, or the ring is longer than the memory.
+    pub fn alloc_ring(&mut self, name: &str, bytes: usize, ringed_bytes: usize, period_bytes: usize) -> Result<PinnedSlice> {
+        assert!([ringed_bytes, period_bytes].iter().all(|b| b.is_multiple_of(RING_GRAIN_BYTES)) && ringed_bytes <= bytes);
+        let block = self.alloc(name, bytes)?;
+        let refused = |operation: &str| Error::resource(format!("{operation} for {name}"), std::io::Error::last_os_error());
+        // SAFETY: a name that ends in NUL.
+        let file = unsafe { libc::memfd_create(c"ring".as_ptr(), libc::MFD_CLOEXEC) };
+        if file < 0 {
+            return Err(refused("make shared memory"));
+        }
+        // SAFETY: a descriptor that was just made and belongs to nobody else; closed at the end, the maps keep the memory.
+        let file = unsafe { std::os::fd::OwnedFd::from_raw_fd(file) };
+        // SAFETY: live descriptor.
+        if unsafe { libc::ftruncate(file.as_raw_fd(), period_bytes as i64) } != 0 {
+            return Err(refused("size shared memory"));
+        }
+        for start in (0..ringed_bytes).step_by(period_bytes.max(1)) {
+            let len = period_bytes.min(ringed_bytes - start);
+            let (protection, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_FIXED);
+            // SAFETY: replaces pages of the block, which is ours and which nobody uses yet.
+            let addr = unsafe { libc::mmap((block.addr + start) as *mut _, len, protection, flags, file.as_raw_fd(), 0) };
+            if addr == libc::MAP_FAILED {
+                return Err(refused("map shared memory"));
+            }
+        }
         Ok(block)
     }
 
@@ -143,6 +182,17 @@ mod tests {
         assert_eq!((all[1], all[2], all[3]), (0.0, 2.5, 0.0));
         assert_eq!(host.bytes(), 3 << 20);
         assert!(std::panic::catch_unwind(|| block.slice(1, 3 << 20)).is_err());
+    }
+
+    #[test]
+    fn a_ring_repeats_up_to_its_end_and_no_further() {
+        let mut host = HostMemory::default();
+        let grain = RING_GRAIN_BYTES;
+        let ring = host.alloc_ring("test", 6 * grain + 40, 5 * grain, 2 * grain).unwrap();
+        ring.slice(grain + 8, 4).with(|x: &mut [f32]| x[0] = 2.5);
+        let read = |at: usize| ring.slice(at, 4).with(|x: &mut [f32]| x[0]);
+        assert_eq!([1, 3, 5].map(|i| read(i * grain + 8)), [2.5, 2.5, 0.0]);
+        assert_eq!([0, 2, 4].map(|i| read(i * grain + 8)), [0.0; 3]);
     }
 
     #[test]

@@ -71,7 +71,8 @@ impl<J: Job> Pool<J> {
         trace_spans: usize,
         on_start: impl Fn(usize) -> Result<()> + Send + Clone + 'static,
     ) -> Result<Self> {
-        let bells = (0..workers).map(|_| Doorbell::default()).collect();
+        let has_core = std::thread::available_parallelism().is_ok_and(|cpus| workers < cpus.get());
+        let bells = (0..workers).map(|_| Doorbell::new(has_core)).collect();
         let (generation, remaining) = (AtomicU64::new(0), AtomicUsize::new(0));
         let failed = AtomicBool::new(false);
         let shared = Arc::new(Shared { job: UnsafeCell::new(None), generation, remaining, failed, bells, driver });

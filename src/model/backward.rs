@@ -89,7 +89,8 @@ fn linear_backward<D: Kernels>(
     let (rows, out_cols, in_cols) = (x.elems / params.in_cols, params.out_cols, params.in_cols);
     let to_input = MatmulShape { layout: MatmulLayout::Nn, m: rows, n: in_cols, k: out_cols };
     let to_weight = MatmulShape { layout: MatmulLayout::Tn, m: out_cols, n: in_cols, k: rows };
-    dev.matmul(to_input, dout, params.weight.value, None, dx, false)?;
-    dev.matmul(to_weight, dout, x, None, params.weight.grad, !first)?;
+    dev.matmul(to_input, dout, params.weight.value, None, None, dx)?;
+    let dweight = params.weight.grad;
+    dev.matmul(to_weight, dout, x, None, (!first).then_some(dweight), dweight)?;
     params.bias.map_or(Ok(()), |bias| dev.bias_backward(dout, bias.grad, !first))
 }

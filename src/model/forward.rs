@@ -39,7 +39,7 @@ impl Model {
         for stage in self.table.stages().rev() {
             self.forward(dev, stage)?;
         }
-        linear(dev, &self.head.output, self.activations.final_norm_out, out)
+        linear(dev, &self.head.output, self.activations.final_norm_out, None, out)
     }
 
     fn forward_attention<D: Kernels>(&self, dev: &mut D, layer: usize) -> Result<()> {
@@ -48,27 +48,25 @@ impl Model {
         self.norm(dev, &params.attn_norm, x, act.attn_norm_out, act.attn_norm_stats)?;
         match (params.qk_norm, act.qk_norm) {
             (Some((q, k)), Some(kept)) => {
-                linear(dev, &params.qkv, act.attn_norm_out, kept.raw)?;
+                linear(dev, &params.qkv, act.attn_norm_out, None, kept.raw)?;
                 dev.qk_norm(kept.raw, q.value, k.value, self.shape.eps, act.qkv, kept.rstd, shape)?;
             }
-            _ => linear(dev, &params.qkv, act.attn_norm_out, act.qkv)?,
+            _ => linear(dev, &params.qkv, act.attn_norm_out, None, act.qkv)?,
         }
         self.rotate(dev, layer, act.qkv, false)?;
         dev.attention(act.qkv, act.attn_out, act.lse, shape)?;
-        linear(dev, &params.attn_out, act.attn_out, act.mid)?;
-        dev.add(x, act.mid, act.mid)
+        linear(dev, &params.attn_out, act.attn_out, Some(x), act.mid)
     }
 
     fn forward_mlp<D: Kernels>(&self, dev: &mut D, layer: usize) -> Result<()> {
         let (params, act) = (&self.layers[layer], &self.activations.layers[layer]);
         self.norm(dev, &params.mlp_norm, act.mid, act.mlp_norm_out, act.mlp_norm_stats)?;
-        linear(dev, &params.mlp_in, act.mlp_norm_out, act.mlp_in)?;
+        linear(dev, &params.mlp_in, act.mlp_norm_out, None, act.mlp_in)?;
         match self.shape.mlp {
             Mlp::Swiglu => dev.swiglu(act.mlp_in, act.mlp_act, self.shape.ffn)?,
             Mlp::GeluTanh => dev.gelu(act.mlp_in, act.mlp_act)?,
         }
-        linear(dev, &params.mlp_out, act.mlp_act, act.out)?;
-        dev.add(act.mid, act.out, act.out)
+        linear(dev, &params.mlp_out, act.mlp_act, Some(act.mid), act.out)
     }
 
     fn norm<D: Kernels>(&self, dev: &mut D, params: &NormParams, x: DeviceSlice, out: DeviceSlice, stats: DeviceSlice) -> Result<()> {
@@ -88,8 +86,14 @@ impl Model {
     }
 }
 
-/// `out = x * weight^T + bias`.
-pub(super) fn linear<D: Kernels>(dev: &mut D, params: &LinearParams, x: DeviceSlice, out: DeviceSlice) -> Result<()> {
+/// `out = x * weight^T + bias (+ base)`.
+pub(super) fn linear<D: Kernels>(
+    dev: &mut D,
+    params: &LinearParams,
+    x: DeviceSlice,
+    base: Option<DeviceSlice>,
+    out: DeviceSlice,
+) -> Result<()> {
     let shape = MatmulShape { layout: MatmulLayout::Nt, m: x.elems / params.in_cols, n: params.out_cols, k: params.in_cols };
-    dev.matmul(shape, x, params.weight.value, params.bias.map(|p| p.value), out, false)
+    dev.matmul(shape, x, params.weight.value, params.bias.map(|p| p.value), base, out)
 }

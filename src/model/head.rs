@@ -95,13 +95,14 @@ impl Model {
         let output = self.output_tile(tile);
         let to_hidden = MatmulShape { layout: MatmulLayout::Nn, m: rows.count, n: output.in_cols, k: tile.len() };
         let to_weight = MatmulShape { layout: MatmulLayout::Tn, m: tile.len(), n: output.in_cols, k: rows.count };
-        dev.matmul(to_hidden, dlogits, output.weight.value, None, rows.dhidden, tile.start != 0)?;
-        dev.matmul(to_weight, dlogits, rows.hidden, None, output.weight.grad, accumulate)
+        let (dhidden, dweight) = (rows.dhidden, output.weight.grad);
+        dev.matmul(to_hidden, dlogits, output.weight.value, None, (tile.start != 0).then_some(dhidden), dhidden)?;
+        dev.matmul(to_weight, dlogits, rows.hidden, None, accumulate.then_some(dweight), dweight)
     }
 
     fn logits_tile<D: Kernels>(&self, dev: &mut D, rows: Rows, tile: &Range<usize>) -> Result<DeviceSlice> {
         let logits = self.activations.logits.slice(0, rows.count * tile.len());
-        super::forward::linear(dev, &self.output_tile(tile), rows.hidden, logits)?;
+        super::forward::linear(dev, &self.output_tile(tile), rows.hidden, None, logits)?;
         Ok(logits)
     }
 

@@ -31,9 +31,9 @@ pub fn partials<G: Element>(grads: &[G], out: &mut [f32]) -> bool {
     nonfinite
 }
 
-/// Folds all partials of a step, in flat order.
-pub fn fold(partials: &[f32]) -> NormSq {
-    NormSq(partials.iter().fold(0.0, |sum, &partial| sum + f64::from(partial)))
+/// Folds the next partials of a step, in flat order, onto the `sum` of those before.
+pub fn fold(sum: NormSq, partials: &[f32]) -> NormSq {
+    NormSq(partials.iter().fold(sum.0, |sum, &partial| sum + f64::from(partial)))
 }
 
 #[inline(always)]
@@ -130,7 +130,9 @@ mod tests {
     #[test]
     fn partials_fold_in_f64() {
         // In f32 the small ones would vanish beside the large one.
-        assert_eq!(fold(&[16_777_216.0, 0.5, 0.5]), NormSq(16_777_217.0));
-        assert_eq!(fold(&[]), NormSq(0.0));
+        let all = [16_777_216.0, 0.5, 0.5];
+        assert_eq!(fold(NormSq(0.0), &all), NormSq(16_777_217.0));
+        assert_eq!(fold(fold(NormSq(0.0), &all[..2]), &all[2..]), NormSq(16_777_217.0));
+        assert_eq!(fold(NormSq(0.0), &[]), NormSq(0.0));
     }
 }

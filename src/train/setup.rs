@@ -11,6 +11,8 @@ use crate::data::packing::Dataset;
 use crate::data::tokenizer::Tokenizer;
 use crate::device::Kernels;
 use crate::device::cpu::{CpuDevice, Schedule};
+#[cfg(feature = "cuda")]
+use crate::device::cuda::CudaDevice;
 use crate::engine::executor::Engine;
 use crate::engine::loss_scale::LossScale;
 use crate::error::{Error, Result};
@@ -137,15 +139,29 @@ pub fn cpu_engine(plan: &Plan, shape: &ModelShape, topology: &Topology) -> Resul
     let bell = Arc::new(Doorbell::default());
     let schedule = plan.adversary.map_or(Schedule::Threads, |seed| Schedule::Adversary { seed });
     let dev = CpuDevice::new(plan.threads, schedule, bell.clone(), plan.trace_spans)?;
-    let pool: Pool<StepJob> = match schedule {
+    let pool = match schedule {
         Schedule::Adversary { .. } => Pool::stepped(plan.threads, plan.trace_spans),
-        Schedule::Threads => {
-            let cpus = worker_cpus(plan, topology);
-            let on_start = move |worker: usize| cpus.as_ref().map_or(Ok(()), |cpus| name_and_pin("adam", worker, cpus[worker]));
-            Pool::threads(plan.threads, bell.clone(), plan.trace_spans, on_start)?
-        }
+        Schedule::Threads => worker_threads(plan, topology, &bell)?,
     };
     Engine::new(plan.clone(), shape.clone(), dev, pool, bell)
+}
+
+/// The engine on `dev`, a GPU.
+///
+/// # Errors
+/// `Resource` when memory or threads cannot be had.
+#[cfg(feature = "cuda")]
+pub fn cuda_engine(plan: &Plan, shape: &ModelShape, topology: &Topology, mut dev: CudaDevice) -> Result<Engine<CudaDevice>> {
+    let bell = Arc::new(Doorbell::default());
+    dev.record_spans(plan.trace_spans)?;
+    let pool = worker_threads(plan, topology, &bell)?;
+    Engine::new(plan.clone(), shape.clone(), dev, pool, bell)
+}
+
+fn worker_threads(plan: &Plan, topology: &Topology, bell: &Arc<Doorbell>) -> Result<Pool<StepJob>> {
+    let cpus = worker_cpus(plan, topology);
+    let on_start = move |worker: usize| cpus.as_ref().map_or(Ok(()), |cpus| name_and_pin("adam", worker, cpus[worker]));
+    Pool::threads(plan.threads, bell.clone(), plan.trace_spans, on_start)
 }
 
 /// A CPU for each worker, when there are enough that are this process's own: under a quota others run there, too.

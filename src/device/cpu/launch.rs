@@ -1,6 +1,5 @@
 //! [`Kernels`] for the CPU: checks what a kernel is given, picks its number format and enqueues it.
 
-use crate::device::arguments::{arguments, check, check_shape, rows};
 use super::kernels::attention_backward::Forward;
 use super::kernels::cross_entropy::Tile;
 use super::kernels::isa::Isa;
@@ -8,6 +7,7 @@ use super::kernels::{
     Compute, attention, attention_backward, cross_entropy, embed, matmul, norm, optimizer, pointwise, qk_norm, reduce, rope,
 };
 use super::{CpuDevice, view, view_mut};
+use crate::device::arguments::{arguments, check, check_shape, rows};
 use crate::device::{AdamArgs, AttentionShape, DeviceSlice, Kernels, MatmulShape, Stream};
 use crate::dtype::{Dtype, Element};
 use crate::error::{Error, Result};
@@ -171,17 +171,24 @@ impl Kernels for CpuDevice {
         a: DeviceSlice,
         b: DeviceSlice,
         bias: Option<DeviceSlice>,
+        base: Option<DeviceSlice>,
         c: DeviceSlice,
-        accumulate: bool,
     ) -> Result<()> {
         let MatmulShape { m, n, k, .. } = shape;
+        let apart = base.filter(|base| *base != c);
         check("matmul", arguments![c.dtype => in a[m * k], in b[k * n], out c[m * n]])?;
         if let Some(bias) = bias {
             check("matmul", arguments![c.dtype => in bias[n], out c[m * n]])?;
         }
+        if let Some(base) = apart {
+            check("matmul", arguments![c.dtype => in base[m * n], out c[m * n]])?;
+        }
         by_float!(c.dtype, T => self.launch("matmul", move |cx, memory| {
-            let bias = bias.map(|bias| memory.read::<T>(bias));
-            matmul::matmul::<T>(cx, shape, memory.read(a), memory.read(b), bias, memory.write(c), accumulate);
+            let (bias, product) = (bias.map(|bias| memory.read::<T>(bias)), memory.write::<T>(c));
+            if let Some(base) = apart {
+                pointwise::copy(cx, memory.read(base), product);
+            }
+            matmul::matmul::<T>(cx, shape, memory.read(a), memory.read(b), bias, product, base.is_some());
         }))
     }
 
@@ -410,22 +417,6 @@ impl Kernels for CpuDevice {
         }))
     }
 
-    fn add(&mut self, a: DeviceSlice, b: DeviceSlice, out: DeviceSlice) -> Result<()> {
-        // A sum does not mind the order of its terms: let `b` be the one that may be `out`.
-        let (a, b) = if a == out { (b, a) } else { (a, b) };
-        check("add", arguments![out.dtype => in a[out.elems], out out[a.elems]])?;
-        if b != out {
-            check("add", arguments![out.dtype => in b[out.elems], out out[a.elems]])?;
-        }
-        by_float!(out.dtype, T => self.launch("add", move |cx, memory| {
-            let sum = memory.write::<T>(out);
-            if b != out {
-                pointwise::copy(cx, memory.read(b), sum);
-            }
-            pointwise::add(cx, memory.read(a), sum);
-        }))
-    }
-
     fn cross_entropy_stats(
         &mut self,
         logits: DeviceSlice,
@@ -600,14 +591,22 @@ mod tests {
     }
 
     #[test]
-    fn sums_may_land_on_either_term() {
-        for alias in 0..3 {
-            let mut rig = Rig::new();
-            let (a, b, c) = (rig.floats(&[1.0, 2.0]), rig.floats(&[10.0, 20.0]), rig.floats(&[0.0; 2]));
-            let (a, b, out) = [(a, b, a), (a, b, b), (a, b, c)][alias];
-            rig.0.add(a, b, out).unwrap();
-            assert_eq!(rig.read::<f32>(out), [11.0, 22.0]);
-        }
+    fn products_add_to_their_base_wherever_it_lies() {
+        let mut rig = Rig::new();
+        let shape = MatmulShape { layout: MatmulLayout::Nt, m: 2, n: 1, k: 1 };
+        let (a, b, bias) = (rig.floats(&[1.0, 2.0]), rig.floats(&[3.0]), rig.floats(&[0.5]));
+        let (base, c) = (rig.floats(&[10.0, 20.0]), rig.floats(&[9.0; 2]));
+        rig.0.matmul(shape, a, b, Some(bias), Some(base), c).unwrap();
+        assert_eq!((rig.read::<f32>(c), rig.read::<f32>(base)), (vec![13.5, 26.5], vec![10.0, 20.0]));
+        rig.0.matmul(shape, a, b, None, Some(c), c).unwrap();
+        assert_eq!(rig.read::<f32>(c), [16.5, 32.5]);
+        rig.0.matmul(shape, a, b, None, None, c).unwrap();
+        assert_eq!(rig.read::<f32>(c), [3.0, 6.0]);
+        let (row, both) = (MatmulShape { m: 1, ..shape }, rig.floats(&[0.0; 3]));
+        let overlapping = rig.0.matmul(shape, a, b, None, Some(both.slice(0, 2)), both.slice(1, 2));
+        assert_eq!(message(overlapping), "launch matmul: c overlaps base");
+        let short = rig.0.matmul(row, a.slice(0, 1), b, None, Some(base), c.slice(0, 1));
+        assert_eq!(message(short), "launch matmul: base holds 2 float32, not 1 float32");
     }
 
     #[test]
@@ -652,7 +651,7 @@ mod tests {
         rig.0.poke(x, 3, 7.0).unwrap();
         let product = rig.floats(&[0.0; 4]);
         let shape = MatmulShape { layout: MatmulLayout::Nt, m: 2, n: 2, k: 2 };
-        rig.0.matmul(shape, x, x, None, product, false).unwrap();
+        rig.0.matmul(shape, x, x, None, None, product).unwrap();
         rig.0.zero(x).unwrap();
         rig.0.zero(tokens).unwrap();
         assert_eq!(rig.read::<f32>(product), [25.0, 31.0, 31.0, 50.0]);

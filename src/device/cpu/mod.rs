@@ -10,12 +10,12 @@ mod launch;
 mod stream;
 mod team;
 
-use super::{Device, DeviceSlice, EventId, Stream};
+use super::{Device, DeviceSlice, EventId, RingShape, Stream};
 use crate::dtype::Dtype;
 use crate::engine::trace::{Recorder, now_ns};
 use crate::error::{Error, Result};
 use crate::host::doorbell::Doorbell;
-use crate::host::pinned::{HostMemory, PinnedSlice};
+use crate::host::pinned::{HostMemory, PinnedSlice, RING_GRAIN_BYTES};
 use launch::ComputeOwner;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
@@ -262,6 +262,16 @@ impl Device for CpuDevice {
 
     fn alloc(&mut self, name: &str, elems: usize, dtype: Dtype) -> Result<DeviceSlice> {
         let block = self.memory.alloc(name, elems * dtype.bytes())?;
+        Ok(DeviceSlice { addr: block.addr() as u64, elems, dtype })
+    }
+
+    fn ring_grain_bytes(&self) -> usize {
+        RING_GRAIN_BYTES
+    }
+
+    fn alloc_ring(&mut self, name: &str, elems: usize, dtype: Dtype, shape: RingShape) -> Result<DeviceSlice> {
+        let [bytes, ringed, period] = [elems, shape.ringed_elems, shape.period_elems].map(|elems| elems * dtype.bytes());
+        let block = self.memory.alloc_ring(name, bytes, ringed, period)?;
         Ok(DeviceSlice { addr: block.addr() as u64, elems, dtype })
     }
 

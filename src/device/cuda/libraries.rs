@@ -1,2 +1,228 @@
 //! Opens NVIDIA's libraries at run time: nothing here is needed to build, and one missing library is an error that names
 //! it, says where it was looked for, and how to get it.
+//!
+//! A library is opened by its absolute path and its symbols are made visible to all, so that what it opens by name itself
+//! (cuDNN opens NVRTC) is found among what is already open.
+
+use crate::error::{Error, Result};
+use std::ffi::{CStr, CString, OsStr, c_void};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// A library under its names, best first, and the package that brings it.
+pub(super) struct Name {
+    pub(super) sonames: &'static [&'static str],
+    pub(super) package: &'static str,
+}
+
+pub(super) const CUBLASLT: Name = Name { sonames: &["libcublasLt.so.13", "libcublasLt.so.12"], package: "nvidia-cublas==13.*" };
+pub(super) const NVRTC: Name = Name { sonames: &["libnvrtc.so.13", "libnvrtc.so.12"], package: "nvidia-cuda-nvrtc==13.*" };
+pub(super) const CUDNN: Name = Name { sonames: &["libcudnn.so.9"], package: "nvidia-cudnn-cu13==9.*" };
+
+/// NVRTC opens this by a name that holds its own minor version.
+const NVRTC_BUILTINS: &str = "libnvrtc-builtins.so.*";
+
+/// Where Python packages keep NVIDIA's libraries, below a Python's prefix.
+const WHEELS: [&str; 2] = ["lib/python3*/site-packages/nvidia/*/lib", "lib/python3*/dist-packages/nvidia/*/lib"];
+
+/// Other prefixes that hold a Python, and the toolkit's own folders, below the root of the file system.
+const PREFIXES: [&str; 3] = ["usr/local", "opt/*", "opt/*/.venv"];
+const TOOLKIT: [&str; 2] = ["usr/local/cuda/lib64", "usr/local/cuda/targets/*/lib"];
+
+/// The folders to look into, in order.
+pub(super) struct Libraries {
+    folders: Vec<PathBuf>,
+}
+
+/// An open library. It stays open: threads and exit handlers of its own may outlive any owner.
+pub(super) struct Library {
+    handle: *mut c_void,
+    /// Its path, or its bare name when the system's loader found it.
+    pub(super) path: PathBuf,
+}
+
+impl Libraries {
+    /// Folders `named` by the person come first, then the Python in use, other Pythons and the CUDA toolkit. Only
+    /// looks at folders: runs nothing.
+    pub(super) fn new(named: &[PathBuf]) -> Self {
+        let path = std::env::var_os("PATH").unwrap_or_default();
+        let python = std::env::split_paths(&path).find(|folder| folder.join("python3").is_file());
+        let prefix = python.as_deref().and_then(Path::parent).map(Path::to_path_buf);
+        let environment = std::env::var_os("VIRTUAL_ENV").map(PathBuf::from);
+        Self::below(Path::new("/"), named, &[prefix, environment].into_iter().flatten().collect::<Vec<_>>())
+    }
+
+    fn below(root: &Path, named: &[PathBuf], pythons: &[PathBuf]) -> Self {
+        let mut folders = named.to_vec();
+        let others = PREFIXES.iter().flat_map(|prefix| matching(root, prefix));
+        let prefixes = pythons.iter().cloned().chain(others);
+        let found = prefixes.flat_map(|prefix| WHEELS.map(|wheels| matching(&prefix, wheels)).concat());
+        for folder in found.chain(TOOLKIT.iter().flat_map(|toolkit| matching(root, toolkit))) {
+            if !folders.contains(&folder) {
+                folders.push(folder);
+            }
+        }
+        Self { folders }
+    }
+
+    /// Opens the first library of that name.
+    ///
+    /// # Errors
+    /// `Resource` names the library, every place looked at and the package that has it.
+    pub(super) fn open(&self, name: &Name) -> Result<Library> {
+        let mut refusals = Vec::new();
+        let in_folder = |folder: &PathBuf| name.sonames.iter().map(|soname| folder.join(soname)).collect::<Vec<_>>();
+        let paths = self.folders.iter().flat_map(in_folder).filter(|path| path.is_file());
+        for path in paths.chain(name.sonames.iter().map(PathBuf::from)) {
+            match open(&path) {
+                Ok(library) => return Ok(library),
+                Err(why) => refusals.push(why),
+            }
+        }
+        Err(self.missing(name, &refusals))
+    }
+
+    fn missing(&self, name: &Name, refusals: &[String]) -> Error {
+        let folders: Vec<_> = self.folders.iter().map(|folder| folder.display().to_string()).collect();
+        let cause = format!(
+            "not in [{}]; the loader says: {}; install it with `pip install '{}'` or name its folder with --cuda-libraries",
+            folders.join(", "),
+            refusals.join("; "),
+            name.package
+        );
+        Error::resource(format!("open {}", name.sonames[0]), cause)
+    }
+
+    /// Opens NVRTC with its builtins, which lie beside it, for libraries that will look for both by name.
+    pub(super) fn open_nvrtc(&self) -> Result<()> {
+        let nvrtc = self.open(&NVRTC)?;
+        let beside = nvrtc.path.parent().map_or(Vec::new(), |folder| matching(folder, NVRTC_BUILTINS));
+        // A system that found NVRTC by its bare name finds the builtins in the same way.
+        beside.iter().try_for_each(|path| open(path).map(drop)).map_err(|why| Error::resource("open NVRTC's builtins", why))
+    }
+}
+
+impl Library {
+    /// The address of a function.
+    ///
+    /// # Errors
+    /// `Resource` when this version of the library lacks it.
+    pub(super) fn symbol(&self, name: &CStr) -> Result<*mut c_void> {
+        // SAFETY: the handle is open.
+        let address = unsafe { libc::dlsym(self.handle, name.as_ptr()) };
+        if address.is_null() {
+            let what = name.to_string_lossy();
+            return Err(Error::resource(format!("find {what} in {}", self.path.display()), "this version of the library lacks it"));
+        }
+        Ok(address)
+    }
+}
+
+/// The C functions of a library that are used here, with its name for them and its signatures. Status codes are plain
+/// integers: a library may know more of them than any enum.
+macro_rules! functions {
+    ($(#[$doc:meta])* $table:ident { $($field:ident = $symbol:literal($($argument:ty),* $(,)?) -> $result:ty;)* }) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy)]
+        pub(in crate::device::cuda) struct $table {
+            $(pub(in crate::device::cuda) $field: unsafe extern "C" fn($($argument),*) -> $result,)*
+        }
+        impl $table {
+            fn bind(library: &$crate::device::cuda::libraries::Library) -> $crate::error::Result<Self> {
+                Ok(Self {
+                    // SAFETY: the library's headers declare this name with this signature.
+                    $($field: unsafe {
+                        std::mem::transmute::<*mut std::ffi::c_void, unsafe extern "C" fn($($argument),*) -> $result>(
+                            library.symbol($symbol)?
+                        )
+                    },)*
+                })
+            }
+        }
+    };
+}
+pub(super) use functions;
+
+fn open(path: &Path) -> std::result::Result<Library, String> {
+    let name = CString::new(path.as_os_str().as_encoded_bytes()).map_err(|e| e.to_string())?;
+    // SAFETY: runs the library's own initialisers, as linking with it would.
+    let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
+    if handle.is_null() {
+        // SAFETY: not null after a failure; copied before the next call of the loader.
+        return Err(unsafe { CStr::from_ptr(libc::dlerror()) }.to_string_lossy().into_owned());
+    }
+    Ok(Library { handle, path: path.to_path_buf() })
+}
+
+/// Paths below `base` that fit `pattern`, sorted. A `*` stands at the end of a name and for anything.
+fn matching(base: &Path, pattern: &str) -> Vec<PathBuf> {
+    pattern.split('/').fold(vec![base.to_path_buf()], |folders, name| match name.strip_suffix('*') {
+        Some(start) => folders.iter().flat_map(|folder| children(folder, start)).collect(),
+        None => folders.iter().map(|folder| folder.join(name)).filter(|path| path.exists()).collect(),
+    })
+}
+
+fn children(folder: &Path, start: &str) -> Vec<PathBuf> {
+    let starts = |name: &OsStr| name.as_encoded_bytes().starts_with(start.as_bytes());
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let mut paths: Vec<_> = entries.filter(|entry| starts(&entry.file_name())).map(|entry| entry.path()).collect();
+    paths.sort();
+    paths
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tempfile::TempDir;
+
+    const NOWHERE: Name = Name { sonames: &["libsuperoffload-test.so.2", "libsuperoffload-test.so.1"], package: "a-package==2.*" };
+
+    fn with_folders(folders: &[&str]) -> TempDir {
+        let root = TempDir::new().unwrap();
+        folders.iter().for_each(|folder| fs::create_dir_all(root.path().join(folder)).unwrap());
+        root
+    }
+
+    #[test]
+    fn folders_are_tried_in_the_documented_order() {
+        let expected = [
+            "home/venv/lib/python3.12/site-packages/nvidia/cu13/lib",
+            "home/venv/lib/python3.12/site-packages/nvidia/cudnn/lib",
+            "usr/local/lib/python3.11/dist-packages/nvidia/cudnn/lib",
+            "opt/conda/lib/python3.10/site-packages/nvidia/cu13/lib",
+            "opt/tool/.venv/lib/python3.13/site-packages/nvidia/cu13/lib",
+            "usr/local/cuda/lib64",
+            "usr/local/cuda/targets/sbsa-linux/lib",
+        ];
+        let root = with_folders(&expected);
+        let named = PathBuf::from("/named");
+        let pythons = [root.path().join("home/venv"), root.path().join("usr/local"), root.path().join("absent")];
+        let libraries = Libraries::below(root.path(), std::slice::from_ref(&named), &pythons);
+        let expected = expected.map(|folder| root.path().join(folder));
+        assert_eq!(libraries.folders[0], named);
+        assert_eq!(libraries.folders[1..], expected);
+    }
+
+    #[test]
+    fn a_missing_library_names_places_reasons_and_the_package() {
+        let root = with_folders(&["a"]);
+        let file = root.path().join("a").join(NOWHERE.sonames[1]);
+        fs::write(&file, "no library").unwrap();
+        let libraries = Libraries { folders: vec![root.path().join("a"), root.path().join("b")] };
+        let message = libraries.open(&NOWHERE).err().unwrap().to_string();
+        for part in
+            ["open libsuperoffload-test.so.2", "/a, ", "/b]", file.to_str().unwrap(), "pip install 'a-package==2.*'", "--cuda-libraries"]
+        {
+            assert!(message.contains(part), "{part} in {message}");
+        }
+    }
+
+    #[test]
+    fn a_library_is_found_by_path_and_by_the_loader() {
+        let by_name = Libraries { folders: Vec::new() }.open(&Name { sonames: &["libc.so.6"], package: "" }).unwrap();
+        assert_eq!(by_name.path, Path::new("libc.so.6"));
+        assert!(by_name.symbol(c"malloc").is_ok());
+        let message = by_name.symbol(c"no_such_function").unwrap_err().to_string();
+        assert!(message.contains("find no_such_function in libc.so.6"), "{message}");
+    }
+}

@@ -6,12 +6,15 @@
 
 mod driver;
 mod error;
+mod gemm;
+mod kernels;
 mod launch;
 mod libraries;
 mod modules;
+mod ring;
 mod timeline;
 
-use super::{Device, DeviceSlice, EventId, Stream};
+use super::{Device, DeviceSlice, EventId, RingShape, Stream};
 use crate::dtype::Dtype;
 use crate::engine::trace::Recorder;
 use crate::error::{Error, Result};
@@ -21,8 +24,32 @@ use cust::context::Context;
 use cust::sys;
 use driver::{RawEvent, RawStream, Registered, priorities};
 use error::check;
+use gemm::Gemm;
+use libraries::Libraries;
 use modules::Modules;
+use ring::Ring;
+use std::path::PathBuf;
 use timeline::Timeline;
+
+/// Who computes attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Attention {
+    /// cuDNN's fused kernels.
+    Cudnn,
+    /// The engine's own, plain kernels.
+    Plain,
+}
+
+/// How a GPU is opened.
+#[derive(Clone, Debug)]
+pub struct CudaOptions {
+    /// Folders to search for NVIDIA's libraries before the usual ones.
+    pub libraries: Vec<PathBuf>,
+    /// Who computes attention.
+    pub attention: Attention,
+    /// Only kernels whose results repeat to the bit.
+    pub deterministic: bool,
+}
 
 /// The first visible GPU. Belongs to the thread that made it.
 pub struct CudaDevice {
@@ -30,12 +57,21 @@ pub struct CudaDevice {
     timeline: Timeline,
     registered: Vec<Registered>,
     allocations: Vec<DeviceSlice>,
+    rings: Vec<Ring>,
     events: Vec<RawEvent>,
     streams: [RawStream; 3],
     modules: Modules,
+    gemm: Gemm,
+    attention: Attention,
+    /// Memory that the compute stream's kernels share for partial sums; each leaves in it what it likes.
+    scratch: DeviceSlice,
     name: String,
+    gpu: sys::CUdevice,
     _context: Context,
 }
+
+/// fp32 elements of scratch memory from the start; kernels that need more make it grow at their first call.
+const SCRATCH_ELEMS: usize = 16 << 20;
 
 /// Whether there is a driver and a GPU, and if not, why.
 ///
@@ -54,21 +90,78 @@ fn first_gpu() -> Result<cust::device::Device> {
 }
 
 impl CudaDevice {
-    /// Opens the first GPU and loads the kernels. `trace_spans`: room for spans on each stream's track; 0 records none.
+    /// Opens the first GPU and loads the kernels.
     ///
     /// # Errors
     /// `Resource` when there is no driver, no GPU, or a library is missing.
-    pub fn new(trace_spans: usize) -> Result<Self> {
+    pub fn new(options: &CudaOptions) -> Result<Self> {
         let gpu = first_gpu()?;
         let number = |e: cust::error::CudaError| Error::resource("open the GPU", format!("CUDA error {}", e as u32));
         let context = Context::new(gpu).map_err(number)?;
         let name = gpu.name().map_err(number)?;
-        let modules = Modules::load(&[])?;
+        let modules = Modules::load(kernels::sources())?;
+        let gemm = Gemm::new(&Libraries::new(&options.libraries))?;
         // Copies are short and the step waits for them: they go first.
         let (least, most) = priorities()?;
         let streams = [RawStream::new(least)?, RawStream::new(most)?, RawStream::new(most)?];
-        let timeline = Timeline::new(&streams, trace_spans)?;
-        Ok(Self { timeline, registered: Vec::new(), allocations: Vec::new(), events: Vec::new(), streams, modules, name, _context: context })
+        let timeline = Timeline::new(&streams, 0)?;
+        let mut dev = Self {
+            timeline,
+            registered: Vec::new(),
+            allocations: Vec::new(),
+            rings: Vec::new(),
+            events: Vec::new(),
+            streams,
+            modules,
+            gemm,
+            attention: options.attention,
+            scratch: DeviceSlice { addr: 0, elems: 0, dtype: Dtype::Float32 },
+            name,
+            gpu: gpu.as_raw(),
+            _context: context,
+        };
+        dev.scratch(SCRATCH_ELEMS)?;
+        Ok(dev)
+    }
+
+    /// Records what runs from now on, with room for `spans` on each stream's track; 0 records none. Only before step 0.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn record_spans(&mut self, spans: usize) -> Result<()> {
+        self.timeline = Timeline::new(&self.streams, spans)?;
+        Ok(())
+    }
+
+    /// Bytes of GPU memory that are free now.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn free_bytes(&self) -> Result<u64> {
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: writes two numbers.
+        check(unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) }, || "ask for free GPU memory".into())?;
+        Ok(free as u64)
+    }
+
+    /// At least `elems` fp32 elements for the kernel that is being enqueued on the compute stream.
+    fn scratch(&mut self, elems: usize) -> Result<DeviceSlice> {
+        if self.scratch.elems < elems {
+            // Kernels under way may use the old one: it stays.
+            self.scratch = self.alloc("kernels' scratch", elems, Dtype::Float32)?;
+        }
+        Ok(self.scratch.slice(0, elems))
+    }
+
+    /// Fills with zero bytes, on the compute stream.
+    fn fill_zero(&mut self, x: DeviceSlice) -> Result<()> {
+        if x.bytes() == 0 {
+            return Ok(());
+        }
+        self.timed(Stream::Compute, "zero", |raw| {
+            // SAFETY: the slice's memory, in the order of the stream.
+            check(unsafe { sys::cuMemsetD8Async(x.addr, 0, x.bytes(), raw.0) }, || format!("zero {} elements", x.elems))
+        })
     }
 
     /// Enqueues by `enqueue`, and a span around it when spans are recorded.
@@ -85,8 +178,12 @@ impl Drop for CudaDevice {
         // What is enqueued uses the memory. An error here has been reported where it arose, or the process is ending.
         // SAFETY: the streams are live; addresses came from cuMemAlloc and are freed once.
         unsafe {
-            self.streams.iter().for_each(|s| drop(sys::cuStreamSynchronize(s.0) as u32));
-            self.allocations.iter().for_each(|a| drop(sys::cuMemFree_v2(a.addr) as u32));
+            for stream in &self.streams {
+                sys::cuStreamSynchronize(stream.0);
+            }
+            for slice in &self.allocations {
+                sys::cuMemFree_v2(slice.addr);
+            }
         }
     }
 }
@@ -114,6 +211,20 @@ impl Device for CudaDevice {
         // Other streams may use it at once.
         // SAFETY: the stream is live.
         check(unsafe { sys::cuStreamSynchronize(raw.0) }, operation)?;
+        Ok(slice)
+    }
+
+    fn ring_grain_bytes(&self) -> usize {
+        ring::CHUNK_BYTES
+    }
+
+    fn alloc_ring(&mut self, name: &str, elems: usize, dtype: Dtype, shape: RingShape) -> Result<DeviceSlice> {
+        let [ringed, period] = [shape.ringed_elems, shape.period_elems].map(|elems| elems * dtype.bytes());
+        let bytes = (elems * dtype.bytes()).next_multiple_of(ring::CHUNK_BYTES);
+        let ring = Ring::new(name, bytes, ringed, period, self.gpu)?;
+        let slice = DeviceSlice { addr: ring.addr, elems, dtype };
+        self.rings.push(ring);
+        self.fill_zero(slice)?;
         Ok(slice)
     }
 

@@ -1,6 +1,5 @@
 //! The kernels of `ptx/`, loaded once; the driver compiles them for the GPU it finds.
 
-use super::error::check;
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use cust::module::Module;
@@ -26,7 +25,7 @@ pub(super) struct Modules {
 }
 
 impl Modules {
-    pub(super) fn load(sources: &[&Source]) -> Result<Self> {
+    pub(super) fn load(sources: impl Iterator<Item = &'static Source>) -> Result<Self> {
         let mut functions = HashMap::new();
         let mut modules = Vec::new();
         for source in sources {
@@ -62,9 +61,7 @@ fn suffix(dtype: Dtype) -> &'static str {
 }
 
 fn find(module: &Module, source: &Source, name: &str) -> Result<CUfunction> {
-    let function = module.get_function(name).map_err(|e| {
-        Error::resource(format!("find {name} in ptx/{}", source.file), format!("CUDA error {}", e as u32))
-    })?;
-    let raw = function.to_raw();
-    check(cust::sys::CUresult::CUDA_SUCCESS, String::new).map(|()| raw)
+    let failed =
+        |e: cust::error::CudaError| Error::resource(format!("find {name} in ptx/{}", source.file), format!("CUDA error {}", e as u32));
+    module.get_function(name).map(|function| function.to_raw()).map_err(failed)
 }

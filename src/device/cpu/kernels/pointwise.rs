@@ -49,12 +49,6 @@ pub(crate) fn gelu_backward<T: Element>(cx: &mut Compute, x: &[T], dx: &mut [T])
     cx.team.for_each(Chunks::new(dx, BLOCK_ELEMS), |block, dx| gelu_backward_elems(isa, &x[block * BLOCK_ELEMS..], dx));
 }
 
-/// `out += b`.
-pub(crate) fn add<T: Element>(cx: &mut Compute, b: &[T], out: &mut [T]) {
-    let isa = cx.isa;
-    cx.team.for_each(Chunks::new(out, BLOCK_ELEMS), |block, out| add_elems(isa, &b[block * BLOCK_ELEMS..], out));
-}
-
 /// Copies `src` to `dst`.
 pub(crate) fn copy<T: Element>(cx: &mut Compute, src: &[T], dst: &mut [T]) {
     cx.team.for_each(Chunks::new(dst, BLOCK_ELEMS), |block, dst| {
@@ -205,8 +199,7 @@ mod tests {
         });
         let (x, dout) = (inputs::<f32>(1, 3 * BLOCK_ELEMS + 5), inputs::<f32>(2, 3 * BLOCK_ELEMS + 5));
         assert_same_everywhere(|cx| {
-            let (mut out, dx) = run_gelu(cx, &x, &dout);
-            add(cx, &dx, &mut out);
+            let (out, dx) = run_gelu(cx, &x, &dout);
             let mut narrow = vec![f16::ZERO; out.len()];
             cast(cx, &out, &mut narrow);
             [bits(&out), bits(&dx), bits(&narrow)].concat()
@@ -224,10 +217,6 @@ mod tests {
         let (narrow, wide) = (run_gelu(&mut cx, &x, &dout), run_gelu(&mut cx, &wide_x, &wide_dout));
         assert_rounded("gelu", &narrow.0, &wide.0);
         assert_rounded("gelu dx", &narrow.1, &wide.1);
-        let (mut narrow, mut wide) = (x, wide_x);
-        add(&mut cx, &dout, &mut narrow);
-        add(&mut cx, &wide_dout, &mut wide);
-        assert_rounded("add", &narrow, &wide);
     }
 
     #[test]

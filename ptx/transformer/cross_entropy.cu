@@ -1,0 +1,189 @@
+// Cross-entropy over the vocabulary, one tile of logits at a time; see src/device/cpu/kernels/cross_entropy.rs.
+//
+// The statistics read a tile once: 16384 x 151936 in bf16 is 5.0 GB, 1.2 ms at 4.3 TB/s; the gradient reads and writes it,
+// 2.3 ms. An exponential is some twenty instructions: the statistics are about as much work for the SMs as for the memory.
+//
+// A row may start anywhere: its first and last elements are taken one by one, those between them 16 bytes at a time.
+#include "common.cuh"
+#include "math.cuh"
+
+constexpr unsigned THREADS = 512;
+// Vectors of a thread that are under way together.
+constexpr int BATCH = 4;
+constexpr unsigned LOSS_THREADS = 1024;
+
+// Where one row's whole vectors lie: `vectors` of them from column `head` on.
+template <typename T>
+struct Row {
+    unsigned cols, head, vectors;
+
+    __device__ __forceinline__ Row(const T* row, unsigned cols) : cols(cols) {
+        constexpr unsigned N = WIDE<T>;
+        const unsigned past = unsigned((size_t)row / sizeof(T)) % N;
+        head = min(cols, (N - past) % N);
+        vectors = (cols - head) / N;
+    }
+    __device__ __forceinline__ unsigned column(unsigned vector) const { return head + vector * WIDE<T>; }
+    // Elements outside of the vectors, fewer than two vectors, and their columns.
+    __device__ __forceinline__ unsigned singles() const { return cols - vectors * WIDE<T>; }
+    __device__ __forceinline__ unsigned single(unsigned i) const { return i < head ? i : i + vectors * WIDE<T>; }
+};
+
+// The column of a row's target, or a column that no tile has.
+__device__ __forceinline__ unsigned target_column(int token, unsigned vocab_start) {
+    return token < 0 ? ~0u : unsigned(token) - vocab_start;
+}
+
+__device__ __forceinline__ float larger(float a, float b) {
+    // NaN is passed over.
+    return fmaxf(a, b);
+}
+
+// All threads' values combined by `f`, on all of them, in an order that depends on the block's size alone.
+template <unsigned BLOCK, typename V, typename F>
+__device__ __forceinline__ V reduce_block(V value, F f) {
+    constexpr unsigned WARPS = BLOCK / WARP;
+    __shared__ V shared[WARPS];
+    for (unsigned lane = WARP / 2; lane > 0; lane /= 2) value = f(value, __shfl_xor_sync(ALL_LANES, value, lane));
+    if (threadIdx.x % WARP == 0) shared[threadIdx.x / WARP] = value;
+    __syncthreads();
+    value = shared[threadIdx.x % WARPS];
+    for (unsigned lane = WARPS / 2; lane > 0; lane /= 2) value = f(value, __shfl_xor_sync(ALL_LANES, value, lane));
+    return value;
+}
+
+// The largest of some logits, and the sum of e^(logit - max).
+struct Softmax {
+    float max = -INFINITY;
+    float sum = 0.0f;
+
+    template <typename V, int COUNT>
+    __device__ __forceinline__ void extend(const V (&batch)[COUNT]) {
+        float x[COUNT][V::N];
+        float top = max;
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            batch[i].widen(x[i]);
+#pragma unroll
+            for (int lane = 0; lane < V::N; lane++) top = larger(top, x[i][lane]);
+        }
+        // As long as all are minus infinity their exponentials are as good as 0, not those of NaN.
+        const float base = top == -INFINITY ? 0.0f : top;
+        sum *= exp_nonpositive(max - base);
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+#pragma unroll
+            for (int lane = 0; lane < V::N; lane++) sum += exp_nonpositive(x[i][lane] - base);
+        }
+        max = top;
+    }
+};
+
+template <typename T>
+__device__ __forceinline__ Softmax softmax_of_thread(const T* logits, const Row<T>& row) {
+    Softmax softmax;
+    unsigned v = threadIdx.x;
+    for (; v + (BATCH - 1) * THREADS < row.vectors; v += BATCH * THREADS) {
+        Vec<T> batch[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) batch[i] = Vec<T>::load(logits + row.column(v + i * THREADS));
+        softmax.extend(batch);
+    }
+    for (; v < row.vectors; v += THREADS) softmax.extend({Vec<T>::load(logits + row.column(v))});
+    if (threadIdx.x < row.singles()) softmax.extend({Vec<T, 1>::load(logits + row.single(threadIdx.x))});
+    return softmax;
+}
+
+// One block takes one row.
+template <typename T>
+__device__ __forceinline__ void cross_entropy_stats(
+    const T* logits, const int* targets, float* stats, unsigned vocab_start, unsigned cols, unsigned first) {
+    logits += (size_t)blockIdx.x * cols;
+    stats += (size_t)blockIdx.x * 3;
+    const Softmax part = softmax_of_thread(logits, Row<T>(logits, cols));
+    const float old_max = first ? -INFINITY : stats[0];
+    const float max = larger(reduce_block<THREADS>(part.max, larger), old_max);
+    const float sum = reduce_block<THREADS>(part.sum * exp_exact(part.max - max), [](float a, float b) { return a + b; });
+    if (threadIdx.x > 0) return;
+    const unsigned target = target_column(targets[blockIdx.x], vocab_start);
+    const float old_sum = first ? 0.0f : stats[1];
+    const float old_target = first ? 0.0f : stats[2];
+    stats[0] = max;
+    stats[1] = fmaf(old_sum, exp_exact(old_max - max), sum);
+    stats[2] = target < cols ? widen(logits[target]) : old_target;
+}
+
+// What turns one row's logits into gradients.
+struct Gradient {
+    float max, sum, inv_sum, scale;
+    unsigned target;
+
+    // `x` holds the logits from column `start` on.
+    template <int N>
+    __device__ __forceinline__ void apply(float (&x)[N], unsigned start) const {
+        const unsigned hit = target - start;
+        float logit = 0.0f;
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            if (hit == i) logit = x[i];
+            x[i] = exp_exact(x[i] - max) * inv_sum * scale;
+        }
+        if (hit >= N) return;
+        const float gradient = (exp_exact(logit - max) / sum - 1.0f) * scale;
+#pragma unroll
+        for (int i = 0; i < N; i++) x[i] = hit == i ? gradient : x[i];
+    }
+};
+
+// The blocks of one `blockIdx.x` take one row.
+template <typename T>
+__device__ __forceinline__ void cross_entropy_grad(
+    T* logits, const int* targets, const float* stats, unsigned vocab_start, unsigned cols, float scale) {
+    constexpr int N = WIDE<T>;
+    logits += (size_t)blockIdx.x * cols;
+    stats += (size_t)blockIdx.x * 3;
+    const Row<T> row(logits, cols);
+    const Gradient gradient = {stats[0], stats[1], 1.0f / stats[1], scale, target_column(targets[blockIdx.x], vocab_start)};
+    const unsigned thread = blockIdx.y * THREADS + threadIdx.x;
+    for (unsigned v = thread; v < row.vectors; v += gridDim.y * THREADS) {
+        T* at = logits + row.column(v);
+        float x[N];
+        Vec<T>::load(at).widen(x);
+        gradient.apply(x, row.column(v));
+        Vec<T>::narrow(x).store(at);
+    }
+    if (thread < row.singles()) {
+        const unsigned column = row.single(thread);
+        float x[1] = {widen(logits[column])};
+        gradient.apply(x, column);
+        logits[column] = narrow<T>(x[0]);
+    }
+}
+
+// One block: rows are few, and their order is part of the result.
+extern "C" __global__ void __launch_bounds__(LOSS_THREADS)
+    cross_entropy_loss(const float* stats, float* loss, unsigned rows, float scale, unsigned accumulate) {
+    double total = 0.0;
+#pragma unroll 4
+    for (unsigned row = threadIdx.x; row < rows; row += LOSS_THREADS) {
+        const float* at = stats + (size_t)row * 3;
+        total += (double)at[0] + log((double)at[1]) - (double)at[2];
+    }
+    total = reduce_block<LOSS_THREADS>(total, [](double a, double b) { return a + b; });
+    if (threadIdx.x > 0) return;
+    const double old = accumulate ? (double)loss[0] : 0.0;
+    loss[0] = (float)(old + (double)scale * total);
+}
+
+#define KERNEL extern "C" __global__ void __launch_bounds__(THREADS)
+#define KERNELS(dtype, T)                                                                                            \
+    KERNEL cross_entropy_stats_##dtype(                                                                              \
+        const T* logits, const int* targets, float* stats, unsigned vocab_start, unsigned cols, unsigned first) {    \
+        cross_entropy_stats(logits, targets, stats, vocab_start, cols, first);                                       \
+    }                                                                                                                \
+    KERNEL cross_entropy_grad_##dtype(                                                                               \
+        T* logits, const int* targets, const float* stats, unsigned vocab_start, unsigned cols, float scale) {       \
+        cross_entropy_grad(logits, targets, stats, vocab_start, cols, scale);                                        \
+    }
+
+FOR_EACH_FORMAT(KERNELS)

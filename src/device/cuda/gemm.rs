@@ -1,0 +1,407 @@
+//! Matrix products by cuBLASLt. What it needs to know about a product, its descriptors and the algorithm, is a plan, made
+//! when a shape is first seen and kept.
+//!
+//! The algorithm is the library's first suggestion, chosen without timing, among those that sum in a fixed order in fp32:
+//! the same in every process with this library on this GPU.
+
+use super::CudaDevice;
+use super::libraries::{CUBLASLT, Libraries, functions};
+use crate::device::arguments::{arguments, check};
+use crate::device::{DeviceSlice, MatmulLayout, MatmulShape, Stream};
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
+use crate::units::Bytes;
+use cust::memory::DeviceBuffer;
+use std::collections::HashMap;
+use std::ffi::{CStr, c_char, c_void};
+use std::ptr;
+
+/// Scratch memory for the partial sums of split products; NVIDIA's advice for Hopper is 32 MiB or more.
+const WORKSPACE_BYTES: usize = 64 << 20;
+/// Suggestions to choose from: the first may need what is excluded.
+const SUGGESTIONS: usize = 8;
+
+/// cuBLASLt's numbers, from `cublasLt.h` of CUDA 13.0; they are the same in 12.
+const COMPUTE_32F: i32 = 68;
+const TYPE_F32: i32 = 0;
+const TYPE_F16: i32 = 2;
+const TYPE_BF16: i32 = 14;
+const DESC_TRANSPOSE_A: i32 = 3;
+const DESC_TRANSPOSE_B: i32 = 4;
+const DESC_EPILOGUE: i32 = 7;
+const DESC_BIAS_POINTER: i32 = 8;
+const EPILOGUE_BIAS: u32 = 4;
+const PREFERENCE_WORKSPACE_BYTES: i32 = 1;
+const PREFERENCE_REDUCTION_SCHEMES: i32 = 3;
+/// Of A; those of B, C and D follow.
+const PREFERENCE_ALIGNMENT: i32 = 5;
+/// Parts of a split product are kept in fp32 and added in a pass of their own; no split is always allowed. The others
+/// add in the output's format, in place.
+const REDUCTION_IN_FP32: u32 = 2;
+
+type Opaque = *mut c_void;
+
+/// `cublasLtMatmulAlgo_t`
+type Algorithm = [u64; 8];
+
+/// `cublasLtMatmulHeuristicResult_t`
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct Suggestion {
+    algorithm: Algorithm,
+    workspace_bytes: usize,
+    status: i32,
+    waves: f32,
+    reserved: [i32; 4],
+}
+
+functions! {
+    /// The part of cuBLASLt used here.
+    CublasLt {
+        version = c"cublasLtGetVersion"() -> usize;
+        status_name = c"cublasLtGetStatusName"(i32) -> *const c_char;
+        create = c"cublasLtCreate"(*mut Opaque) -> i32;
+        destroy = c"cublasLtDestroy"(Opaque) -> i32;
+        layout_create = c"cublasLtMatrixLayoutCreate"(*mut Opaque, i32, u64, u64, i64) -> i32;
+        layout_destroy = c"cublasLtMatrixLayoutDestroy"(Opaque) -> i32;
+        desc_create = c"cublasLtMatmulDescCreate"(*mut Opaque, i32, i32) -> i32;
+        desc_set = c"cublasLtMatmulDescSetAttribute"(Opaque, i32, *const c_void, usize) -> i32;
+        desc_destroy = c"cublasLtMatmulDescDestroy"(Opaque) -> i32;
+        preference_create = c"cublasLtMatmulPreferenceCreate"(*mut Opaque) -> i32;
+        preference_set = c"cublasLtMatmulPreferenceSetAttribute"(Opaque, i32, *const c_void, usize) -> i32;
+        preference_destroy = c"cublasLtMatmulPreferenceDestroy"(Opaque) -> i32;
+        suggest = c"cublasLtMatmulAlgoGetHeuristic"(
+            Opaque, Opaque, Opaque, Opaque, Opaque, Opaque, Opaque, i32, *mut Suggestion, *mut i32
+        ) -> i32;
+        config_get = c"cublasLtMatmulAlgoConfigGetAttribute"(*const Algorithm, i32, *mut c_void, usize, *mut usize) -> i32;
+        matmul = c"cublasLtMatmul"(
+            Opaque, Opaque, *const f32, u64, Opaque, u64, Opaque, *const f32, u64, Opaque, u64, Opaque,
+            *const Algorithm, u64, usize, Opaque
+        ) -> i32;
+    }
+}
+
+impl CublasLt {
+    fn check(&self, status: i32, operation: impl FnOnce() -> String) -> Result<()> {
+        if status == 0 {
+            return Ok(());
+        }
+        // SAFETY: the name is a constant of the library.
+        let name = unsafe { CStr::from_ptr((self.status_name)(status)) };
+        Err(Error::resource(operation(), format!("cuBLASLt status {status} ({})", name.to_string_lossy())))
+    }
+}
+
+/// What a plan depends on.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+struct Key {
+    shape: MatmulShape,
+    dtype: Dtype,
+    /// Bytes to which a, b, base and c are aligned; the bias as well, or 0 when there is none.
+    alignments: [u16; 5],
+}
+
+/// A product that is ready to run.
+#[derive(Clone, Copy)]
+struct Plan {
+    description: Opaque,
+    /// Of the first and the second factor as cuBLASLt sees them, and of the result.
+    layouts: [Opaque; 3],
+    algorithm: Algorithm,
+    workspace_bytes: usize,
+}
+
+/// The library, the plans made so far, and the memory that they share.
+pub(super) struct Gemm {
+    lt: CublasLt,
+    handle: Opaque,
+    plans: HashMap<Key, Plan>,
+    workspace: DeviceBuffer<u8>,
+}
+
+impl Gemm {
+    /// Opens the library for the current context.
+    pub(super) fn new(libraries: &Libraries) -> Result<Self> {
+        let lt = CublasLt::bind(&libraries.open(&CUBLASLT)?)?;
+        let mut handle = ptr::null_mut();
+        // SAFETY: writes one handle.
+        lt.check(unsafe { (lt.create)(&mut handle) }, || "start cuBLASLt".into())?;
+        // SAFETY: written before it is read: cuBLASLt clears what it counts on.
+        let workspace = unsafe { DeviceBuffer::uninitialized(WORKSPACE_BYTES) }.map_err(|e| {
+            let operation = format!("allocate {} of GPU memory for cuBLASLt", Bytes(WORKSPACE_BYTES as u64));
+            super::error::failed(e as u32, operation)
+        })?;
+        Ok(Self { lt, handle, plans: HashMap::new(), workspace })
+    }
+
+    /// The library's version and every plan made, one line each, sorted.
+    pub(super) fn report(&self) -> Vec<String> {
+        let mut lines: Vec<_> = self.plans.iter().map(|(key, plan)| self.describe(key, plan)).collect();
+        lines.sort();
+        // SAFETY: no arguments.
+        lines.insert(0, format!("cuBLASLt {}", unsafe { (self.lt.version)() }));
+        lines
+    }
+
+    fn describe(&self, key: &Key, plan: &Plan) -> String {
+        const CONFIG: [(&str, i32); 7] =
+            [("algorithm", 0), ("tile", 1), ("stages", 6), ("split-k", 2), ("reduction", 3), ("inner shape", 7), ("cluster", 8)];
+        let config = CONFIG.map(|(name, attribute)| {
+            // The last two are 16 bits wide.
+            let bytes = if attribute < 7 { 4 } else { 2 };
+            let (mut value, mut written) = (0u32, 0);
+            // SAFETY: writes at most four bytes into `value`, which is little-endian as the GPU's hosts are.
+            let status = unsafe { (self.lt.config_get)(&plan.algorithm, attribute, (&raw mut value).cast(), bytes, &mut written) };
+            if status == 0 { format!("{name} {value}") } else { format!("{name} unknown") }
+        });
+        let Key { shape: MatmulShape { layout, m, n, k }, dtype, alignments } = key;
+        let workspace = Bytes(plan.workspace_bytes as u64);
+        format!("{layout:?} {m}x{n}x{k} {dtype}, aligned to {alignments:?}: {}, workspace {workspace}", config.join(", "))
+    }
+
+    /// The plan for `key`, made now if this is its first use. `bias` stands for all of its alignment.
+    fn plan(&mut self, key: Key, bias: u64) -> Result<Plan> {
+        if let Some(plan) = self.plans.get(&key) {
+            return Ok(*plan);
+        }
+        let mut parts = Parts { lt: self.lt, description: ptr::null_mut(), layouts: [ptr::null_mut(); 3], preference: ptr::null_mut() };
+        parts.fill(key, bias)?;
+        let suggestion = parts.choose(self.handle, key)?;
+        let plan = parts.keep(suggestion);
+        self.plans.insert(key, plan);
+        Ok(plan)
+    }
+}
+
+impl Drop for Gemm {
+    fn drop(&mut self) {
+        for plan in self.plans.values() {
+            drop(Parts { lt: self.lt, description: plan.description, layouts: plan.layouts, preference: ptr::null_mut() });
+        }
+        // SAFETY: made by `new`, destroyed once; the device's streams are idle.
+        unsafe { (self.lt.destroy)(self.handle) };
+    }
+}
+
+/// Descriptors of a plan in the making; those that are not null are destroyed with it.
+struct Parts {
+    lt: CublasLt,
+    description: Opaque,
+    layouts: [Opaque; 3],
+    preference: Opaque,
+}
+
+impl Drop for Parts {
+    fn drop(&mut self) {
+        // SAFETY: made by `fill`, destroyed once; cuBLASLt ignores null.
+        unsafe {
+            self.layouts.map(|layout| (self.lt.layout_destroy)(layout));
+            (self.lt.desc_destroy)(self.description);
+            (self.lt.preference_destroy)(self.preference);
+        }
+    }
+}
+
+impl Parts {
+    /// cuBLASLt's matrices are column-major: a row-major matrix is its transpose there. So `c^T = op(b)^T op(a)^T`, the
+    /// first factor is `b`, and `c^T` has n rows.
+    fn fill(&mut self, key: Key, bias: u64) -> Result<()> {
+        let MatmulShape { layout, m, n, k } = key.shape;
+        let (b, transpose_b) = match layout {
+            MatmulLayout::Nt => ([k, n], true),
+            MatmulLayout::Nn | MatmulLayout::Tn => ([n, k], false),
+        };
+        let (a, transpose_a) = match layout {
+            MatmulLayout::Tn => ([m, k], true),
+            MatmulLayout::Nt | MatmulLayout::Nn => ([k, m], false),
+        };
+        for (out, [rows, columns]) in self.layouts.iter_mut().zip([b, a, [n, m]]) {
+            // SAFETY: writes one handle.
+            let status = unsafe { (self.lt.layout_create)(out, data_type(key.dtype)?, rows as u64, columns as u64, rows as i64) };
+            self.lt.check(status, || format!("describe a matrix of {columns} x {rows}"))?;
+        }
+        // SAFETY: writes one handle.
+        let status = unsafe { (self.lt.desc_create)(&mut self.description, COMPUTE_32F, TYPE_F32) };
+        self.lt.check(status, || "describe a matrix product".into())?;
+        self.describe(DESC_TRANSPOSE_A, i32::from(transpose_b))?;
+        self.describe(DESC_TRANSPOSE_B, i32::from(transpose_a))?;
+        if bias != 0 {
+            self.describe(DESC_EPILOGUE, EPILOGUE_BIAS)?;
+            self.describe(DESC_BIAS_POINTER, bias)?;
+        }
+        // SAFETY: writes one handle.
+        let status = unsafe { (self.lt.preference_create)(&mut self.preference) };
+        self.lt.check(status, || "describe what algorithms may do".into())?;
+        self.prefer(PREFERENCE_WORKSPACE_BYTES, WORKSPACE_BYTES as u64)?;
+        self.prefer(PREFERENCE_REDUCTION_SCHEMES, REDUCTION_IN_FP32)?;
+        let [a, b, base, c, _] = key.alignments;
+        [b, a, base, c].iter().zip(PREFERENCE_ALIGNMENT..).try_for_each(|(bytes, which)| self.prefer(which, u32::from(*bytes)))
+    }
+
+    fn describe<T>(&self, attribute: i32, value: T) -> Result<()> {
+        set_attribute(&self.lt, self.lt.desc_set, self.description, attribute, value)
+    }
+
+    fn prefer<T>(&self, attribute: i32, value: T) -> Result<()> {
+        set_attribute(&self.lt, self.lt.preference_set, self.preference, attribute, value)
+    }
+
+    /// The first suggestion that can run. The library has been told to suggest none whose sums have no fixed order.
+    fn choose(&self, handle: Opaque, key: Key) -> Result<Suggestion> {
+        let operation = || format!("choose an algorithm for a matrix product, {:?} on {}", key.shape, key.dtype);
+        let mut suggestions = [Suggestion::default(); SUGGESTIONS];
+        let mut count = 0;
+        let [first, second, result] = self.layouts;
+        // SAFETY: all are live; writes at most as many suggestions as there are.
+        let status = unsafe {
+            let most = SUGGESTIONS as i32;
+            let to = suggestions.as_mut_ptr();
+            (self.lt.suggest)(handle, self.description, first, second, result, result, self.preference, most, to, &mut count)
+        };
+        self.lt.check(status, operation)?;
+        let mut usable = suggestions[..count as usize].iter().filter(|suggestion| suggestion.status == 0);
+        usable.next().copied().ok_or_else(|| Error::resource(operation(), "cuBLASLt has none"))
+    }
+
+    /// Keeps what running needs.
+    fn keep(mut self, suggestion: Suggestion) -> Plan {
+        let Suggestion { algorithm, workspace_bytes, .. } = suggestion;
+        let description = std::mem::replace(&mut self.description, ptr::null_mut());
+        let layouts = std::mem::replace(&mut self.layouts, [ptr::null_mut(); 3]);
+        Plan { description, layouts, algorithm, workspace_bytes }
+    }
+}
+
+type SetAttribute = unsafe extern "C" fn(Opaque, i32, *const c_void, usize) -> i32;
+
+/// `T` is the type that the header names for the attribute.
+fn set_attribute<T>(lt: &CublasLt, set: SetAttribute, object: Opaque, attribute: i32, value: T) -> Result<()> {
+    // SAFETY: the object is live; the value is read during the call.
+    let status = unsafe { set(object, attribute, (&raw const value).cast(), size_of::<T>()) };
+    lt.check(status, || format!("set attribute {attribute} of a matrix product"))
+}
+
+fn data_type(dtype: Dtype) -> Result<i32> {
+    match dtype {
+        Dtype::Bfloat16 => Ok(TYPE_BF16),
+        Dtype::Float16 => Ok(TYPE_F16),
+        Dtype::Float32 => Ok(TYPE_F32),
+        Dtype::Int32 => Err(Error::Unsupported("a matrix product of int32".into())),
+    }
+}
+
+/// The largest power of two that divides the address, up to the 256 beyond which nothing gains.
+fn alignment(slice: DeviceSlice) -> u16 {
+    1 << slice.addr.trailing_zeros().min(8)
+}
+
+/// `c = a * b (+ bias over columns) (+ base)`, summed in fp32 and rounded once. `base` may be `c` itself.
+///
+/// # Errors
+/// `Resource` when sizes or formats disagree, or `c` overlaps what is read; `Unsupported` on int32 and for sums of no
+/// terms (`k = 0`).
+pub(super) fn matmul(
+    dev: &mut CudaDevice,
+    shape: MatmulShape,
+    a: DeviceSlice,
+    b: DeviceSlice,
+    bias: Option<DeviceSlice>,
+    base: Option<DeviceSlice>,
+    c: DeviceSlice,
+) -> Result<()> {
+    check_arguments(shape, a, b, bias, base, c)?;
+    if c.elems == 0 {
+        return Ok(());
+    }
+    let addend = base.unwrap_or(c);
+    let alignments = [alignment(a), alignment(b), alignment(addend), alignment(c), bias.map_or(0, alignment)];
+    let bias = bias.map_or(0, |bias| bias.addr);
+    let plan = dev.gemm.plan(Key { shape, dtype: c.dtype, alignments }, bias)?;
+    let Gemm { lt, handle, ref workspace, .. } = dev.gemm;
+    let workspace = workspace.as_device_ptr().as_raw();
+    if bias != 0 {
+        set_attribute(&lt, lt.desc_set, plan.description, DESC_BIAS_POINTER, bias)?;
+    }
+    let (one, beta) = (1f32, if base.is_some() { 1f32 } else { 0f32 });
+    let [first, second, result] = plan.layouts;
+    dev.timed(Stream::Compute, "matmul", |raw| {
+        // SAFETY: the layouts describe these slices; the scalars are read during the call.
+        let status = unsafe {
+            (lt.matmul)(
+                handle,
+                plan.description,
+                &one,
+                b.addr,
+                first,
+                a.addr,
+                second,
+                &beta,
+                addend.addr,
+                result,
+                c.addr,
+                result,
+                &plan.algorithm,
+                workspace,
+                WORKSPACE_BYTES,
+                raw.0.cast(),
+            )
+        };
+        lt.check(status, || format!("multiply matrices, {shape:?} on {}", c.dtype))
+    })
+}
+
+fn check_arguments(
+    shape: MatmulShape,
+    a: DeviceSlice,
+    b: DeviceSlice,
+    bias: Option<DeviceSlice>,
+    base: Option<DeviceSlice>,
+    c: DeviceSlice,
+) -> Result<()> {
+    let MatmulShape { m, n, k, .. } = shape;
+    check("matmul", arguments![c.dtype => in a[m * k], in b[k * n], out c[m * n]])?;
+    if let Some(bias) = bias {
+        check("matmul", arguments![c.dtype => in bias[n], out c[m * n]])?;
+    }
+    if let Some(base) = base.filter(|base| *base != c) {
+        check("matmul", arguments![c.dtype => in base[m * n], out c[m * n]])?;
+    }
+    if k == 0 && c.elems > 0 {
+        return Err(Error::Unsupported(format!("a matrix product of {m} x {n} sums of no terms")));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn slice(addr: u64, elems: usize) -> DeviceSlice {
+        DeviceSlice { addr, elems, dtype: Dtype::Bfloat16 }
+    }
+
+    #[test]
+    fn alignment_is_the_largest_power_of_two_up_to_256() {
+        assert_eq!([2, 48, 4096 + 256, 1 << 40].map(|addr| alignment(slice(addr, 1))), [2, 16, 256, 256]);
+    }
+
+    #[test]
+    fn base_may_be_the_result_but_not_overlap_it() {
+        let shape = MatmulShape { layout: MatmulLayout::Nt, m: 2, n: 3, k: 4 };
+        let (a, b, c) = (slice(256, 8), slice(512, 12), slice(1024, 6));
+        assert!(check_arguments(shape, a, b, Some(slice(2048, 3)), Some(c), c).is_ok());
+        assert!(check_arguments(shape, a, b, None, Some(slice(4096, 6)), c).is_ok());
+        for (bias, base) in [(None, Some(slice(1026, 6))), (Some(slice(1024, 3)), None), (Some(slice(2048, 4)), None)] {
+            assert!(check_arguments(shape, a, b, bias, base, c).is_err());
+        }
+    }
+
+    #[test]
+    fn sums_of_no_terms_and_int32_are_errors() {
+        let shape = MatmulShape { layout: MatmulLayout::Tn, m: 2, n: 3, k: 0 };
+        assert!(check_arguments(shape, slice(256, 0), slice(256, 0), None, None, slice(1024, 6)).is_err());
+        let nothing = MatmulShape { m: 0, ..shape };
+        assert!(check_arguments(nothing, slice(256, 0), slice(256, 0), None, None, slice(1024, 0)).is_ok());
+        assert!(data_type(Dtype::Int32).is_err());
+    }
+}

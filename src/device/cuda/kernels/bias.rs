@@ -1,0 +1,76 @@
+//! Sums down columns: a bias's gradient, and the last stage of every other sum over rows.
+
+use super::super::CudaDevice;
+use super::super::launch::{Launch, args, size};
+use super::super::modules::Source;
+use super::grid::{MULTIPROCESSORS, WARP, whole_vectors, wide};
+use crate::device::arguments::{arguments, check, rows};
+use crate::device::{DeviceSlice, Stream};
+use crate::error::Result;
+
+pub(super) const SOURCE: Source = Source {
+    file: "transformer/bias.ptx",
+    ptx: include_str!("../../../../ptx/transformer/bias.ptx"),
+    typed: &["column_sums", "column_sums_any", "fold_columns"],
+    plain: &[],
+};
+
+/// Warps of a block of `column_sums`; six such blocks fit on a multiprocessor.
+const SLICE_WARPS: usize = 8;
+const BLOCKS: usize = 6 * MULTIPROCESSORS;
+/// Fewer rows are not worth a block.
+const SLICE_ROWS_MIN: usize = 8 * SLICE_WARPS;
+/// Warps of a block of `fold_columns`.
+const FOLD_WARPS: u32 = 32;
+
+/// See [`crate::device::Kernels::bias_backward`].
+pub(super) fn bias_backward(dev: &mut CudaDevice, dout: DeviceSlice, dbias: DeviceSlice, accumulate: bool) -> Result<()> {
+    let (cols, rows) = (dbias.elems, rows(dout, dbias.elems));
+    check("bias_backward", arguments![dout.dtype => in dout[rows * cols], out dbias[cols]])?;
+    let (name, lanes) = if whole_vectors(cols, &[dout]) { ("column_sums", wide(dout.dtype)) } else { ("column_sums_any", 1) };
+    let tiles = cols.div_ceil(WARP * lanes);
+    let slice_rows = slice_rows(rows, tiles);
+    let slices = rows.div_ceil(slice_rows);
+    let partials = dev.scratch(slices * cols)?;
+    let launch = Launch { grid: [size(tiles)?, size(slices)?, 1], block: [WARP as u32, SLICE_WARPS as u32, 1], shared_bytes: 0 };
+    let args = args![dout, partials, size(rows)?, size(cols)?, size(slice_rows)?];
+    dev.launch(Stream::Compute, name, Some(dout.dtype), launch, args)?;
+    fold_columns(dev, partials, slices, (dbias, None), accumulate)
+}
+
+/// `out (+)=` the sums down the columns of `partials`, fp32 `[rows, cols]`; a second `out` has its own `partials` behind.
+pub(super) fn fold_columns(
+    dev: &mut CudaDevice,
+    partials: DeviceSlice,
+    rows: usize,
+    (out, second): (DeviceSlice, Option<DeviceSlice>),
+    accumulate: bool,
+) -> Result<()> {
+    let cols = out.elems;
+    let grid = [size(cols.div_ceil(WARP))?, 1 + u32::from(second.is_some()), 1];
+    let launch = Launch { grid, block: [WARP as u32, FOLD_WARPS, 1], shared_bytes: 0 };
+    let args = args![partials, out, second, size(rows)?, size(cols)?, accumulate];
+    dev.launch(Stream::Compute, "fold_columns", Some(out.dtype), launch, args)
+}
+
+/// Rows of a slice, so that all `tiles` of columns together fill the GPU once.
+fn slice_rows(rows: usize, tiles: usize) -> usize {
+    let slices = (BLOCKS / tiles.max(1)).max(1);
+    rows.div_ceil(slices).max(SLICE_ROWS_MIN)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slices_fill_the_gpu_and_are_not_too_small() {
+        for (rows, cols) in [(16384, 3072), (16384, 28672), (8192, 4096), (8192, 9728)] {
+            let tiles = cols / 256;
+            let blocks = tiles * usize::div_ceil(rows, slice_rows(rows, tiles));
+            assert!((BLOCKS * 9 / 10..=BLOCKS).contains(&blocks), "{rows} x {cols}: {blocks}");
+        }
+        assert_eq!((slice_rows(10, 1), slice_rows(0, 0)), (SLICE_ROWS_MIN, SLICE_ROWS_MIN));
+        assert_eq!(slice_rows(1000, 10_000), 1000);
+    }
+}

@@ -1,0 +1,121 @@
+//! Token and position embeddings.
+
+use super::super::CudaDevice;
+use super::super::error::check as check_status;
+use super::super::launch::{Launch, args, size};
+use super::super::modules::Source;
+use super::grid::{WARP, threads, whole_vectors, wide};
+use crate::device::arguments::{arguments, check, rows};
+use crate::device::{DeviceSlice, Stream};
+use crate::dtype::Dtype;
+use crate::error::Result;
+use crate::units::Bytes;
+use cust::sys;
+
+pub(super) const SOURCE: Source = Source {
+    file: "transformer/embed.ptx",
+    ptx: include_str!("../../../../ptx/transformer/embed.ptx"),
+    typed: &["embed", "embed_any", "embed_backward", "embed_backward_any", "position_backward", "position_backward_any"],
+    plain: &["sort_tokens"],
+};
+
+/// Most threads of a block of `embed`, and the vectors of a row that each has at a time.
+const EMBED_THREADS: usize = 256;
+const EMBED_VECS: usize = 2;
+/// Most threads of a block of the gradients.
+const BACKWARD_THREADS: usize = 128;
+/// Threads of a block of `sort_tokens`, which ranks a warp's tokens.
+const SORT_THREADS: u32 = 256;
+
+/// See [`crate::device::Kernels::embed`].
+pub(super) fn embed(
+    dev: &mut CudaDevice,
+    tokens: DeviceSlice,
+    wte: DeviceSlice,
+    wpe: Option<DeviceSlice>,
+    out: DeviceSlice,
+    seq_length: usize,
+    channels: usize,
+) -> Result<()> {
+    let (dtype, t, table) = (out.dtype, tokens.elems, wpe.unwrap_or(wte));
+    let vocab = rows(wte, channels) * channels;
+    check("embed", arguments![dtype => in wte[vocab], out out[t * channels]; Dtype::Int32 => in tokens[t]])?;
+    check("embed", arguments![dtype => in table[table.elems.max(seq_length * channels)], out out[t * channels]])?;
+    let vectors = whole_vectors(channels, &[wte, table, out]);
+    let (name, lanes) = if vectors { ("embed", wide(dtype)) } else { ("embed_any", 1) };
+    let threads = threads(channels, EMBED_VECS * lanes).min(EMBED_THREADS);
+    let args = args![tokens, wte, wpe, out, size(seq_length)?, size(channels)?];
+    dev.launch(Stream::Compute, name, Some(dtype), Launch::new(size(t)?, size(threads)?), args)
+}
+
+/// See [`crate::device::Kernels::embed_backward`].
+#[expect(clippy::too_many_arguments, reason = "as in the trait")]
+pub(super) fn embed_backward(
+    dev: &mut CudaDevice,
+    tokens: DeviceSlice,
+    dout: DeviceSlice,
+    dwte: DeviceSlice,
+    accumulate_wte: bool,
+    dwpe: Option<DeviceSlice>,
+    accumulate_wpe: bool,
+    seq_length: usize,
+    channels: usize,
+) -> Result<()> {
+    let (dtype, t, vocab) = (dout.dtype, tokens.elems, rows(dwte, channels) * channels);
+    check("embed_backward", arguments![dtype => in dout[t * channels], out dwte[vocab]; Dtype::Int32 => in tokens[t]])?;
+    if let Some(dwpe) = dwpe {
+        let positions = rows(dwpe, channels).max(seq_length) * channels;
+        check("embed_backward", arguments![dtype => in dout[t * channels], in dwte[vocab], out dwpe[positions]])?;
+    }
+    if !accumulate_wte {
+        clear(dev, dwte)?;
+    }
+    let sorted = dev.scratch(2 * t)?;
+    let launch = Launch::new(size(t.div_ceil(WARP))?, SORT_THREADS);
+    dev.launch(Stream::Compute, "sort_tokens", None, launch, args![tokens, sorted, size(t)?])?;
+    let (vectors, launch) = rows_launch(t, channels, &[dout, dwte])?;
+    let name = if vectors { "embed_backward" } else { "embed_backward_any" };
+    let args = args![sorted, dout, dwte, size(t)?, size(channels)?, accumulate_wte];
+    dev.launch(Stream::Compute, name, Some(dtype), launch, args)?;
+    let Some(dwpe) = dwpe else { return Ok(()) };
+    let (vectors, launch) = rows_launch(rows(dwpe, channels), channels, &[dout, dwpe])?;
+    let name = if vectors { "position_backward" } else { "position_backward_any" };
+    let args = args![dout, dwpe, size(t)?, size(seq_length)?, size(channels)?, accumulate_wpe];
+    dev.launch(Stream::Compute, name, Some(dtype), launch, args)
+}
+
+/// Whether `channels` are taken by vectors; blocks for `rows`, each over a part of the channels.
+fn rows_launch(rows: usize, channels: usize, slices: &[DeviceSlice]) -> Result<(bool, Launch)> {
+    let vectors = whole_vectors(channels, slices);
+    let items = if vectors { channels / wide(slices[0].dtype) } else { channels };
+    let threads = threads(items, 1).min(BACKWARD_THREADS);
+    let grid = [size(rows)?, size(items.div_ceil(threads))?, 1];
+    Ok((vectors, Launch { grid, block: [size(threads)?, 1, 1], shared_bytes: 0 }))
+}
+
+/// Fills with zero. Most rows of a table are used by no token: writing those that are used twice costs little.
+fn clear(dev: &mut CudaDevice, x: DeviceSlice) -> Result<()> {
+    dev.timed(Stream::Compute, "zero", |raw| {
+        // SAFETY: the slice lies in an allocation of the device; the stream is live.
+        let status = unsafe { sys::cuMemsetD8Async(x.addr, 0, x.bytes(), raw.0) };
+        check_status(status, || format!("fill {} of GPU memory", Bytes(x.bytes() as u64)))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_are_cut_into_parts_of_at_most_one_block() {
+        let x = DeviceSlice { addr: 0, elems: 1 << 20, dtype: Dtype::Bfloat16 };
+        let shape = |rows, channels| {
+            let (vectors, launch) = rows_launch(rows, channels, &[x]).unwrap();
+            (vectors, launch.grid, launch.block[0])
+        };
+        assert_eq!(shape(7, 2560), (true, [7, 3, 1], 128));
+        assert_eq!(shape(7, 64), (true, [7, 1, 1], 32));
+        assert_eq!(shape(7, 70), (false, [7, 1, 1], 96));
+        assert_eq!(shape(0, 129), (false, [0, 2, 1], 128));
+    }
+}

@@ -1,0 +1,104 @@
+//! What a step tells the driver: gradient norm, non-finite flag, loss.
+//!
+//! The partial sums of the norm leave the device while the backward pass still runs, and are folded as they arrive, in
+//! flat order: when the last gradient is written, one small copy and a short fold are left before the verdict.
+
+use crate::device::{Device, DeviceSlice, EventId, Kernels, Stream};
+use crate::dtype::Dtype;
+use crate::error::Result;
+use crate::host::pinned::{HostMemory, PinnedSlice};
+use crate::optim::norm::{self, BLOCK};
+use crate::units::NormSq;
+use std::ops::Range;
+
+/// Copies of partial sums in one step, about; each stops the compute stream for some microseconds.
+const COPIES: usize = 16;
+
+/// The memory of a report, and how far this step's has come.
+pub(super) struct Report {
+    partials: DeviceSlice,
+    nonfinite: DeviceSlice,
+    host_partials: PinnedSlice,
+    host_nonfinite: PinnedSlice,
+    host_loss: PinnedSlice,
+    /// One event a copy.
+    copied: Vec<EventId>,
+    /// Where each copy ends, in partials, and how many have been folded.
+    ends: Vec<usize>,
+    folds: usize,
+    norm_sq: NormSq,
+}
+
+impl Report {
+    pub(super) fn new<D: Device>(flat_elems: usize, dev: &mut D, host: &mut HostMemory) -> Result<Self> {
+        let blocks = flat_elems / BLOCK;
+        let report = Self {
+            partials: dev.alloc("norm partials", blocks, Dtype::Float32)?,
+            nonfinite: dev.alloc("non-finite flag", 1, Dtype::Int32)?,
+            host_partials: host.alloc("norm partials", blocks * 4)?,
+            host_nonfinite: host.alloc("non-finite flag", 4)?,
+            host_loss: host.alloc("loss", 4)?,
+            copied: (0..=COPIES).map(|_| dev.event()).collect::<Result<_>>()?,
+            ends: Vec::with_capacity(COPIES + 1),
+            folds: 0,
+            norm_sq: NormSq(0.0),
+        };
+        [report.host_partials, report.host_nonfinite, report.host_loss].into_iter().try_for_each(|memory| dev.pin(memory))?;
+        Ok(report)
+    }
+
+    /// Starts the report of a step.
+    pub(super) fn begin<D: Kernels>(&mut self, dev: &mut D) -> Result<()> {
+        self.ends.clear();
+        (self.folds, self.norm_sq) = (0, NormSq(0.0));
+        dev.zero(self.nonfinite)
+    }
+
+    /// The gradients `grads` of the flat range are written: their sums of squares follow. Ranges come in flat order.
+    pub(super) fn add<D: Kernels>(&mut self, dev: &mut D, grads: DeviceSlice, range: &Range<usize>) -> Result<()> {
+        let (start, end) = (range.start / BLOCK, range.end / BLOCK);
+        dev.grad_norm_partials(grads, self.partials.slice(start, end - start), self.nonfinite)?;
+        let is_last = end == self.partials.elems;
+        if !is_last && end - self.copied_to() >= self.partials.elems.div_ceil(COPIES) {
+            self.copy_to(dev, end)?;
+        }
+        Ok(())
+    }
+
+    /// All gradients are written: what is left of the report follows.
+    pub(super) fn end<D: Device>(&mut self, dev: &mut D, loss: DeviceSlice) -> Result<()> {
+        dev.copy_d2h(Stream::Compute, self.nonfinite, self.host_nonfinite)?;
+        dev.copy_d2h(Stream::Compute, loss, self.host_loss)?;
+        self.copy_to(dev, self.partials.elems)
+    }
+
+    fn copied_to(&self) -> usize {
+        self.ends.last().copied().unwrap_or(0)
+    }
+
+    fn copy_to<D: Device>(&mut self, dev: &mut D, end: usize) -> Result<()> {
+        let start = self.copied_to();
+        let target = self.host_partials.slice(start * 4, (end - start) * 4);
+        dev.copy_d2h(Stream::Compute, self.partials.slice(start, end - start), target)?;
+        dev.record(self.copied[self.ends.len()], Stream::Compute)?;
+        self.ends.push(end);
+        Ok(())
+    }
+
+    /// Folds what has arrived; true when the report is complete. Never blocks.
+    pub(super) fn poll<D: Device>(&mut self, dev: &mut D) -> Result<bool> {
+        while self.folds < self.ends.len() && dev.is_done(self.copied[self.folds])? {
+            let start = self.folds.checked_sub(1).map_or(0, |before| self.ends[before]);
+            let arrived = self.host_partials.slice(start * 4, (self.ends[self.folds] - start) * 4);
+            self.norm_sq = arrived.with(|partials: &mut [f32]| norm::fold(self.norm_sq, partials));
+            self.folds += 1;
+        }
+        Ok(self.folds == self.ends.len() && self.copied_to() == self.partials.elems)
+    }
+
+    /// The complete report: sum of squares of all gradients, whether one is infinite or NaN, the loss.
+    pub(super) fn read(&self) -> (NormSq, bool, f32) {
+        let nonfinite = self.host_nonfinite.with(|x: &mut [i32]| x[0] != 0);
+        (self.norm_sq, nonfinite, self.host_loss.with(|x: &mut [f32]| x[0]))
+    }
+}

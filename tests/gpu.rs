@@ -1,0 +1,158 @@
+//! Conformance of devices: one binary, without cargo or a test harness, to be copied to a machine with a GPU.
+//!
+//! `gpu [FILTER]...` runs the cases whose name holds a filter (`kernels`, `training`, `faults`, `kernels/matmul Tn bfloat16`), on the CPU
+//! device with other settings and on the GPU if there is one. It exits 1 if a case failed, 2 if it could not do what was asked.
+//!
+//! - `--device cpu|cuda`: only this one
+//! - `--require-gpu`: no GPU is an error
+//! - `--full`: the sizes of real workloads and 200 steps of training, which the GPU gets anyway
+//! - `--seed N`: other inputs
+//! - `--json FILE`: every case with its time and its largest error as a part of the bound
+//! - `--verbose`: a line for every case that passes, too
+
+#[path = "gpu/mod.rs"]
+mod suite;
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+use suite::kernels::Suite;
+use suite::report::Report;
+use suite::rig::{Bench, Rig};
+use suite::training::Subject;
+use superoffload::device::Kernels;
+use superoffload::device::cpu::{CpuDevice, Schedule};
+use superoffload::error::{Error, Result};
+use superoffload::train::setup::cpu_engine;
+
+/// Steps of a training run.
+const STEPS: usize = 30;
+const FULL_STEPS: usize = 200;
+/// Room for one case: as much as a CPU run needs, and as the sizes of real workloads need.
+const CASE_BYTES: usize = 64 << 20;
+const FULL_CASE_BYTES: usize = 1 << 30;
+
+/// What the command line asks for.
+#[derive(Default)]
+struct Options {
+    filters: Vec<String>,
+    device: Option<String>,
+    require_gpu: bool,
+    full: bool,
+    verbose: bool,
+    seed: u64,
+    json: Option<PathBuf>,
+}
+
+impl Options {
+    fn parse(mut args: impl Iterator<Item = String>) -> Result<Self> {
+        let mut options = Self::default();
+        while let Some(arg) = args.next() {
+            let mut value = || args.next().ok_or_else(|| Error::usage(format!("{arg}: a value is missing")));
+            match arg.as_str() {
+                "--device" => options.device = Some(value()?),
+                "--seed" => options.seed = value()?.parse().map_err(|e| Error::usage(format!("--seed: {e}")))?,
+                "--json" => options.json = Some(value()?.into()),
+                "--require-gpu" => options.require_gpu = true,
+                "--full" => options.full = true,
+                "--verbose" => options.verbose = true,
+                // cargo test hands every binary the options of the usual harness; these change nothing here.
+                "--nocapture" | "--no-capture" | "--quiet" | "-q" => {}
+                "--test-threads" => drop(value()?),
+                _ if arg.starts_with("--test-threads=") => {}
+                _ if arg.starts_with('-') => return Err(Error::usage(format!("{arg}: unknown; see the head of tests/gpu.rs"))),
+                _ => options.filters.push(arg),
+            }
+        }
+        match options.device.as_deref() {
+            None | Some("cpu" | "cuda") => Ok(options),
+            Some(other) => Err(Error::usage(format!("--device {other}: cpu or cuda"))),
+        }
+    }
+
+    fn wants(&self, device: &str) -> bool {
+        self.device.as_deref().is_none_or(|wanted| wanted == device)
+    }
+}
+
+fn main() -> ExitCode {
+    let mut report = Report::new(std::io::stdout(), Vec::new(), false);
+    match Options::parse(std::env::args().skip(1)).and_then(|options| run(&options)) {
+        Ok(code) => ExitCode::from(code),
+        Err(e) => {
+            report.say(&format!("error: {e}"));
+            ExitCode::from(2)
+        }
+    }
+}
+
+/// Runs what is asked for; returns the exit code.
+fn run(options: &Options) -> Result<u8> {
+    let mut report = Report::new(std::io::stdout(), options.filters.clone(), options.verbose);
+    if options.wants("cpu") {
+        // More threads than cores and than the reference has; then streams that run in any order that their events allow.
+        cpu(&mut report, options, 5, Schedule::Threads)?;
+        cpu(&mut report, options, 3, Schedule::Adversary { seed: 3 })?;
+    }
+    let gpu = if options.wants("cuda") { find_gpu() } else { Ok(()) };
+    if let Err(why) = &gpu {
+        report.say(&format!("cuda: skipped ({why})"));
+    }
+    report.finish();
+    if let Some(path) = &options.json {
+        report.write(path, options.seed)?;
+    }
+    Ok(if gpu.is_err() && options.require_gpu { 2 } else { u8::from(report.has_failed()) })
+}
+
+#[cfg(feature = "cuda")]
+fn find_gpu() -> Result<()> {
+    superoffload::device::cuda::probe()
+}
+
+#[cfg(not(feature = "cuda"))]
+fn find_gpu() -> Result<()> {
+    Err(Error::Unsupported("this build has no CUDA device".into()))
+}
+
+fn cpu<W: Write>(report: &mut Report<W>, options: &Options, threads: usize, schedule: Schedule) -> Result<()> {
+    let lines = format!("device = \"cpu\"\nthreads = {threads}\n");
+    let settings = match schedule {
+        Schedule::Threads => lines,
+        Schedule::Adversary { seed } => format!("{lines}adversary = {seed}\n"),
+    };
+    let subject = Subject {
+        engine: &cpu_engine,
+        settings: &settings,
+        same_bits: true,
+        overlaps: schedule == Schedule::Threads,
+        steps: if options.full { FULL_STEPS } else { STEPS },
+    };
+    let open = || cpu_device(threads, schedule);
+    conform(report, options, &open, &subject, options.full)
+}
+
+fn cpu_device(threads: usize, schedule: Schedule) -> Result<Box<dyn Kernels>> {
+    Ok(Box::new(CpuDevice::new(threads, schedule, Arc::default(), 0)?))
+}
+
+/// Everything that is asked for, on the device that `open` opens. The engines of `subject` open their own.
+fn conform<D: Kernels, W: Write>(
+    report: &mut Report<W>,
+    options: &Options,
+    open: &dyn Fn() -> Result<Box<dyn Kernels>>,
+    subject: &Subject<'_, D>,
+    full: bool,
+) -> Result<()> {
+    let bytes = if full { FULL_CASE_BYTES } else { CASE_BYTES };
+    let reference = Rig::new(cpu_device(2, Schedule::Threads)?, bytes)?;
+    let mut bench = Bench { subject: Rig::new(open()?, bytes)?, reference, same_bits: subject.same_bits, full };
+    report.begin(&bench.subject.dev.describe());
+    suite::kernels::run(&mut Suite { bench: &mut bench, report, seed: options.seed, lost: false });
+    suite::faults::run(report, &mut bench.subject);
+    // A GPU has no room for two who take what they find.
+    drop(bench);
+    suite::training::run(report, subject);
+    Ok(())
+}

@@ -1,0 +1,130 @@
+//! Cross-entropy over a vocabulary in tiles.
+
+use super::bounds::{Near, U, growth};
+use super::formats::{FLOATS, wide};
+use super::kernels::Suite;
+use super::random::Random;
+use super::report::Outcome;
+use super::rig::{Bench, Case, Want};
+use std::io::Write;
+use superoffload::dtype::Dtype;
+
+const FP32: Dtype = Dtype::Float32;
+
+/// Rows, columns of the tile, its first token, the vocabulary.
+#[derive(Clone, Copy)]
+struct Tile {
+    rows: usize,
+    cols: usize,
+    start: usize,
+    vocab: usize,
+}
+
+const TILES: [Tile; 7] = [
+    Tile { rows: 1, cols: 1, start: 0, vocab: 1 },
+    Tile { rows: 3, cols: 7, start: 5, vocab: 20 },
+    Tile { rows: 33, cols: 257, start: 0, vocab: 257 },
+    Tile { rows: 17, cols: 1024, start: 1024, vocab: 4096 },
+    Tile { rows: 5, cols: 50257, start: 0, vocab: 50257 },
+    Tile { rows: 4, cols: 1105, start: 49152, vocab: 50257 },
+    Tile { rows: 130, cols: 40, start: 80, vocab: 120 },
+];
+const FULL: Tile = Tile { rows: 512, cols: 50257, start: 0, vocab: 50257 };
+
+pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
+    let full = suite.full();
+    for dtype in FLOATS {
+        for tile in TILES.into_iter().chain(full.then_some(FULL)) {
+            let Tile { rows, cols, start, vocab } = tile;
+            let name = |kernel: &str| format!("{kernel} {dtype} {rows} rows, tokens {start}..{} of {vocab}", start + cols);
+            suite.case(&name("cross_entropy_stats"), |bench, random| stats(bench, random, dtype, tile));
+            suite.case(&name("cross_entropy_grad"), |bench, random| grad(bench, random, dtype, tile));
+        }
+    }
+    for rows in [1, 2, 31, 257, 4096] {
+        suite.case(&format!("cross_entropy_loss {rows} rows"), move |bench, random| loss(bench, random, rows));
+    }
+}
+
+/// Targets, most of them in the tile, each of its edges among them.
+fn targets(random: &mut Random, tile: Tile) -> Vec<i32> {
+    let Tile { rows, cols, start, vocab } = tile;
+    let edges = [start, start + cols - 1, (start + cols).min(vocab - 1), start.saturating_sub(1)];
+    let mut target =
+        |row: usize| edges.get(row).copied().unwrap_or_else(|| if row % 4 == 0 { random.below(vocab) } else { start + random.below(cols) });
+    (0..rows).map(|row| target(row) as i32).collect()
+}
+
+/// The largest logit and the target's are exact. An exponential is within 2 ulp (the CPU 1.1, the GPU 2), and the rounding of its
+/// argument, at most `u` times the largest argument for each time that the maximum moves (at most twice on the way to the final
+/// one), is a relative error: `4 u |x - max|` with the old sum's rescaling. The sum of positive terms adds `growth`.
+fn stats(bench: &mut Bench, random: &mut Random, dtype: Dtype, tile: Tile) -> Outcome {
+    let Tile { rows, cols, start, .. } = tile;
+    let (logits, targets) = (random.scaled(dtype, rows * cols, 6.0), targets(random, tile));
+    let logits_wide = wide(&logits);
+    let mut worst = 0f64;
+    for first in [true, false] {
+        // Some rows go on from a larger maximum, some from a smaller one.
+        let before: Vec<f32> = (0..rows).flat_map(|row| [random.scaled(FP32, 1, 9.0)[0], 1.0 + row as f32, 0.25]).collect();
+        let mut want = Vec::new();
+        for (row, logits) in logits_wide.chunks_exact(cols).enumerate() {
+            let [old_max, old_sum, old_target] =
+                if first { [f64::NEG_INFINITY, 0.0, 0.0] } else { [0, 1, 2].map(|i| f64::from(before[3 * row + i])) };
+            let max = logits.iter().copied().fold(old_max, f64::max);
+            let term = |x: f64, count: f64| {
+                let e = count * (x - max).exp();
+                (e, e * U * (growth(cols + 1) + 4.0 + 4.0 * (x - max).abs()))
+            };
+            let old = if first { (0.0, 0.0) } else { term(old_max, old_sum) };
+            let (sum, error) = logits.iter().map(|&x| term(x, 1.0)).fold(old, |(a, b), (c, d)| (a + c, b + d));
+            let target = usize::try_from(targets[row]).ok().and_then(|t| t.checked_sub(start)).filter(|&col| col < cols);
+            want.extend([Near::exact(max), Near { want: sum, error }, Near::exact(target.map_or(old_target, |col| logits[col]))]);
+        }
+        let mut case = Case::default();
+        let (logits, targets) = (case.input("logits", dtype, &logits), case.ints("targets", &targets));
+        let stats = match first {
+            true => case.output("stats", FP32, 3 * rows, Want::Near(want)),
+            false => case.updated("stats", FP32, &before, Want::Near(want)),
+        };
+        let outcome = case.check(bench, &|dev, at| dev.cross_entropy_stats(at[logits], at[targets], at[stats], start, cols, first));
+        worst = worst.max(outcome?);
+    }
+    Ok(worst)
+}
+
+/// Element by element from given statistics: the CPU's bits.
+fn grad(bench: &mut Bench, random: &mut Random, dtype: Dtype, tile: Tile) -> Outcome {
+    let Tile { rows, cols, start, .. } = tile;
+    let (logits, targets) = (random.scaled(dtype, rows * cols, 6.0), targets(random, tile));
+    let stats: Vec<f32> =
+        (0..rows).flat_map(|row| [6.0 + row as f32 / 64.0, 1.0 + random.positive(1)[0] * cols as f32 / 6.0, 0.5]).collect();
+    for scale in [1.0 / 4096.0, 16.0] {
+        let mut case = Case::default();
+        let logits = case.updated("logits", dtype, &logits, Want::Same);
+        let (targets, stats) = (case.ints("targets", &targets), case.input("stats", FP32, &stats));
+        case.check(bench, &|dev, at| dev.cross_entropy_grad(at[logits], at[targets], at[stats], start, cols, scale))?;
+    }
+    Ok(0.0)
+}
+
+/// Folded in f64, whose errors vanish beside the one rounding to fp32: three roundings of `2^-53` a row, two for the end.
+fn loss(bench: &mut Bench, random: &mut Random, rows: usize) -> Outcome {
+    let stats: Vec<f32> =
+        (0..rows).flat_map(|_| [random.scaled(FP32, 1, 9.0)[0], 1e3 * random.positive(1)[0], random.uniform(FP32, 1)[0]]).collect();
+    let scale = 1.0 / rows as f32;
+    let terms = wide(&stats).as_chunks::<3>().0.iter().map(|[max, sum, target]| max + sum.ln() - target).collect::<Vec<_>>();
+    for before in [None, Some([2.5f32])] {
+        let old = before.map_or(0.0, |before| f64::from(before[0]));
+        let want = old + f64::from(scale) * terms.iter().sum::<f64>();
+        let size = old.abs() + f64::from(scale) * terms.iter().map(|t| t.abs()).sum::<f64>();
+        let near = Near { want, error: size * (3.0 * rows as f64 + 2.0) / (1u64 << 53) as f64 };
+        let mut case = Case::default();
+        let stats = case.input("stats", FP32, &stats);
+        let loss = match before {
+            None => case.output("loss", FP32, 1, Want::Near(vec![near])),
+            Some(before) => case.updated("loss", FP32, &before, Want::Near(vec![near])),
+        };
+        case.check(bench, &|dev, at| dev.cross_entropy_loss(at[stats], at[loss], scale, before.is_some()))?;
+    }
+    Ok(0.0)
+}

@@ -1,0 +1,109 @@
+//! Embeddings, and sums over rows.
+
+use super::bounds::{Near, Sum, growth};
+use super::formats::FLOATS;
+use super::kernels::Suite;
+use super::random::Random;
+use super::report::Outcome;
+use super::rig::{Bench, Case, Want};
+use std::io::Write;
+use superoffload::dtype::Dtype;
+
+/// Sequences, their length, channels, vocabulary.
+#[derive(Clone, Copy)]
+struct Shape {
+    batch: usize,
+    seq_length: usize,
+    channels: usize,
+    vocab: usize,
+}
+
+const SHAPES: [Shape; 6] = [
+    Shape { batch: 1, seq_length: 1, channels: 1, vocab: 1 },
+    Shape { batch: 2, seq_length: 5, channels: 7, vocab: 6 },
+    Shape { batch: 3, seq_length: 33, channels: 65, vocab: 129 },
+    Shape { batch: 2, seq_length: 100, channels: 768, vocab: 300 },
+    Shape { batch: 1, seq_length: 40, channels: 2560, vocab: 64 },
+    Shape { batch: 40, seq_length: 50, channels: 24, vocab: 51 },
+];
+const FULL: Shape = Shape { batch: 2, seq_length: 1024, channels: 768, vocab: 50257 };
+
+/// Rows and columns of a gradient whose columns are summed.
+const MATRICES: [(usize, usize); 8] = [(1, 1), (63, 5), (64, 40), (65, 1), (300, 33), (77, 2560), (20, 9728), (3001, 17)];
+
+pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
+    let full = suite.full();
+    for dtype in FLOATS {
+        for shape in SHAPES.into_iter().chain(full.then_some(FULL)) {
+            let Shape { batch, seq_length, channels, vocab } = shape;
+            let name = |kernel: &str| format!("{kernel} {dtype} {batch}x{seq_length} tokens of {vocab}, {channels} channels");
+            suite.case(&name("embed"), |bench, random| forward(bench, random, dtype, shape));
+            suite.case(&name("embed_backward"), |bench, random| backward(bench, random, dtype, shape));
+        }
+        for (rows, cols) in MATRICES.into_iter().chain(full.then_some((4096, 2560))) {
+            suite.case(&format!("bias_backward {dtype} {rows}x{cols}"), |bench, random| column_sums(bench, random, dtype, rows, cols));
+        }
+    }
+}
+
+/// Rounded once: the sum of two numbers is the same bits everywhere.
+fn forward(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: Shape) -> Outcome {
+    let Shape { batch, seq_length, channels, vocab } = shape;
+    let tokens = random.tokens(batch * seq_length, vocab);
+    let (wte, wpe) = (random.uniform(dtype, vocab * channels), random.uniform(dtype, (seq_length + 1) * channels));
+    for positions in [false, true] {
+        let mut case = Case::default();
+        let (tokens_in, wte) = (case.ints("tokens", &tokens), case.input("wte", dtype, &wte));
+        let wpe = case.input("wpe", dtype, &wpe);
+        let out = case.output("out", dtype, tokens.len() * channels, Want::Same);
+        case.check(bench, &|dev, at| dev.embed(at[tokens_in], at[wte], positions.then(|| at[wpe]), at[out], seq_length, channels))?;
+    }
+    Ok(0.0)
+}
+
+fn backward(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: Shape) -> Outcome {
+    let Shape { batch, seq_length, channels, vocab } = shape;
+    let tokens = random.tokens(batch * seq_length, vocab);
+    let dout = random.uniform(dtype, tokens.len() * channels);
+    let (wte, wpe) = (random.uniform(dtype, vocab * channels), random.uniform(dtype, (seq_length + 1) * channels));
+    let by_token = row_sums(&dout, channels, vocab, |row| tokens[row] as usize);
+    let by_position = row_sums(&dout, channels, seq_length + 1, |row| row % seq_length);
+    let mut worst = 0f64;
+    for (positions, add_wte, add_wpe) in
+        [(false, false, false), (false, true, false), (true, false, false), (true, true, true), (true, true, false)]
+    {
+        let mut case = Case::default();
+        let (tokens, dout) = (case.ints("tokens", &tokens), case.input("dout", dtype, &dout));
+        let dwte = case.gradient("dwte", dtype, add_wte.then_some(&wte), by_token.clone());
+        let dwpe = positions.then(|| case.gradient("dwpe", dtype, add_wpe.then_some(&wpe), by_position.clone()));
+        let outcome = case.check(bench, &|dev, at| {
+            dev.embed_backward(at[tokens], at[dout], at[dwte], add_wte, dwpe.map(|d| at[d]), add_wpe, seq_length, channels)
+        });
+        worst = worst.max(outcome?);
+    }
+    Ok(worst)
+}
+
+/// Sums of the rows of `dout` by their entry of a table. An entry that `n` rows use is a sum of `n` terms.
+fn row_sums(dout: &[f32], channels: usize, entries: usize, entry: impl Fn(usize) -> usize) -> Vec<Near> {
+    let (mut sums, mut uses) = (vec![Sum::default(); entries * channels], vec![0; entries]);
+    for (row, dout) in dout.chunks_exact(channels).enumerate() {
+        uses[entry(row)] += 1;
+        sums[entry(row) * channels..].iter_mut().zip(dout).for_each(|(sum, &x)| sum.add(f64::from(x)));
+    }
+    sums.chunks_exact(channels).zip(uses).flat_map(|(sums, uses)| sums.iter().map(move |sum| sum.near(growth(uses)))).collect()
+}
+
+/// Each column is a sum of `rows` terms.
+fn column_sums(bench: &mut Bench, random: &mut Random, dtype: Dtype, rows: usize, cols: usize) -> Outcome {
+    let (dout, before) = (random.uniform(dtype, rows * cols), random.uniform(dtype, cols));
+    let sums = row_sums(&dout, cols, 1, |_| 0);
+    let mut worst = 0f64;
+    for accumulate in [false, true] {
+        let mut case = Case::default();
+        let dout = case.input("dout", dtype, &dout);
+        let dbias = case.gradient("dbias", dtype, accumulate.then_some(&before), sums.clone());
+        worst = worst.max(case.check(bench, &|dev, at| dev.bias_backward(at[dout], at[dbias], accumulate))?);
+    }
+    Ok(worst)
+}

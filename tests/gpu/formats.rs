@@ -1,0 +1,52 @@
+//! Numbers in memory: values are `f32` here and have the device's format only in a buffer.
+
+use half::{bf16, f16};
+use superoffload::dtype::{Dtype, Element};
+
+/// The float formats.
+pub const FLOATS: [Dtype; 3] = [Dtype::Bfloat16, Dtype::Float16, Dtype::Float32];
+
+/// `x` rounded to the format.
+pub fn round(dtype: Dtype, x: f32) -> f32 {
+    match dtype {
+        Dtype::Bfloat16 => <bf16 as Element>::from_f32(x).to_f32(),
+        Dtype::Float16 => Element::to_f32(<f16 as Element>::from_f32(x)),
+        Dtype::Float32 | Dtype::Int32 => x,
+    }
+}
+
+/// The bytes of `values` in a float format.
+pub fn encode(dtype: Dtype, values: &[f32]) -> Vec<u8> {
+    match dtype {
+        Dtype::Bfloat16 => narrow::<bf16>(values),
+        Dtype::Float16 => narrow::<f16>(values),
+        Dtype::Float32 | Dtype::Int32 => narrow::<f32>(values),
+    }
+}
+
+fn narrow<T: Element>(values: &[f32]) -> Vec<u8> {
+    bytemuck::cast_slice(&values.iter().map(|&x| T::from_f32(x)).collect::<Vec<T>>()).to_vec()
+}
+
+/// The values that bytes in a float format mean.
+pub fn decode(dtype: Dtype, bytes: &[u8]) -> Vec<f32> {
+    match dtype {
+        Dtype::Bfloat16 => widen::<bf16>(bytes),
+        Dtype::Float16 => widen::<f16>(bytes),
+        Dtype::Float32 | Dtype::Int32 => widen::<f32>(bytes),
+    }
+}
+
+fn widen<T: Element>(bytes: &[u8]) -> Vec<f32> {
+    bytes.chunks_exact(size_of::<T>()).map(|x| bytemuck::pod_read_unaligned::<T>(x).to_f32()).collect()
+}
+
+/// The same numbers in `f64`.
+pub fn wide(values: &[f32]) -> Vec<f64> {
+    values.iter().map(|&x| f64::from(x)).collect()
+}
+
+/// Whether two elements are the same to the bit. The payload of an fp32 NaN is nobody's promise; narrow formats have one NaN.
+pub fn same(dtype: Dtype, a: &[u8], b: &[u8]) -> bool {
+    a == b || (dtype == Dtype::Float32 && decode(dtype, a)[0].is_nan() && decode(dtype, b)[0].is_nan())
+}

@@ -1,0 +1,64 @@
+//! Every kernel, copy and event of a device against the CPU device and against f64.
+//!
+//! Kernels that treat every element alone give the CPU's bits, and so do the optimizer and its norm. Kernels that sum lie within
+//! a bound of the exact result, computed here in f64 from the same inputs; a CPU device under test must give the reference's bits
+//! there, too.
+
+use super::random::Random;
+use super::report::{Outcome, Report};
+use super::rig::Bench;
+use super::{attention, casts, copies, cross_entropy, embed, heads, matmul, norms, optimizer, pointwise};
+use std::io::Write;
+
+/// What cases need: the devices, and somewhere to tell.
+pub struct Suite<'a, W: Write> {
+    pub bench: &'a mut Bench,
+    pub report: &'a mut Report<W>,
+    pub seed: u64,
+    /// The device no longer works; what else it gets to do says nothing.
+    pub lost: bool,
+}
+
+impl<W: Write> Suite<'_, W> {
+    /// Runs the case `kernels/<name>`.
+    pub fn case(&mut self, name: &str, body: impl FnOnce(&mut Bench, &mut Random) -> Outcome) {
+        let name = format!("kernels/{name}");
+        if self.lost || !self.report.wants(&name) {
+            return;
+        }
+        let failed = self.report.case(&name, || body(self.bench, &mut Random::new(self.seed, &name)));
+        if failed && !self.bench.subject.is_alive() {
+            self.lost = true;
+            self.report.say("the device no longer works: the remaining kernels are not tried");
+        }
+    }
+
+    /// Whether the sizes of real workloads are run.
+    pub fn full(&self) -> bool {
+        self.bench.full
+    }
+}
+
+/// All of them.
+pub fn run<W: Write>(suite: &mut Suite<'_, W>) {
+    copies::cases(suite);
+    casts::cases(suite);
+    pointwise::cases(suite);
+    embed::cases(suite);
+    optimizer::cases(suite);
+    norms::cases(suite);
+    heads::cases(suite);
+    cross_entropy::cases(suite);
+    matmul::cases(suite);
+    attention::cases(suite);
+}
+
+/// `work(i)` for all `i` below `count`, in order, on all cores.
+pub fn parallel<T: Send>(count: usize, work: impl Fn(usize) -> T + Sync) -> Vec<T> {
+    let threads = std::thread::available_parallelism().map_or(1, usize::from).min(count.max(1));
+    let part = |thread: usize| (count * thread / threads..count * (thread + 1) / threads).map(&work).collect::<Vec<T>>();
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..threads).map(|thread| scope.spawn(move || part(thread))).collect();
+        threads.into_iter().flat_map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+    })
+}

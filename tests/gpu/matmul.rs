@@ -1,0 +1,124 @@
+//! Matrix products in every layout, with everything that may be added to them.
+
+use super::bounds::{Near, U, product_growth};
+use super::formats::FLOATS;
+use super::kernels::{Suite, parallel};
+use super::random::Random;
+use super::report::Outcome;
+use super::rig::{Bench, Case, Handle, Slices};
+use std::io::Write;
+use superoffload::device::{DeviceSlice, Kernels, MatmulLayout, MatmulShape};
+use superoffload::dtype::Dtype;
+use superoffload::error::Result;
+
+/// m, n, k: one element, odd sizes, tails of tiles, the widths and depths of real models, a part of a vocabulary.
+const SIZES: [(usize, usize, usize); 10] = [
+    (1, 1, 1),
+    (3, 5, 7),
+    (17, 33, 65),
+    (64, 64, 64),
+    (130, 257, 96),
+    (1, 2560, 256),
+    (65, 128, 2560),
+    (33, 4096, 128),
+    (40, 70, 9728),
+    (48, 1105, 768),
+];
+/// A real layer's matrices, and a tile of logits.
+const FULL: [(usize, usize, usize); 3] = [(2048, 2560, 2560), (512, 9728, 2560), (512, 50257, 768)];
+
+pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
+    for layout in [MatmulLayout::Nt, MatmulLayout::Nn, MatmulLayout::Tn] {
+        for dtype in FLOATS {
+            // The largest in the format that training uses.
+            let full = if suite.full() && dtype == Dtype::Bfloat16 { &FULL[..] } else { &[] };
+            for &(m, n, k) in SIZES.iter().chain(full) {
+                let shape = MatmulShape { layout, m, n, k };
+                suite.case(&format!("matmul {layout:?} {dtype} {m}x{n}x{k}"), |bench, random| product(bench, random, dtype, shape));
+            }
+        }
+    }
+}
+
+/// What is added to a product.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Added {
+    bias: bool,
+    /// What the output held.
+    output: bool,
+}
+
+/// The product of `inputs` (a, b and a bias) with what is `added`.
+fn call(
+    dev: &mut dyn Kernels,
+    at: &Slices,
+    shape: MatmulShape,
+    (a, b, bias): (Handle, Handle, Handle),
+    c: Handle,
+    added: Added,
+) -> Result<()> {
+    dev.matmul(shape, at[a], at[b], added.bias.then(|| at[bias]), at[c], added.output)
+}
+
+/// A product to which nothing is added.
+pub fn plain(dev: &mut dyn Kernels, shape: MatmulShape, a: DeviceSlice, b: DeviceSlice, c: DeviceSlice) -> Result<()> {
+    dev.matmul(shape, a, b, None, c, false)
+}
+
+/// Products of the narrow formats are exact in fp32: the error is that of the sum, see [`product_growth`], and one rounding for each
+/// thing added.
+fn product(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: MatmulShape) -> Outcome {
+    let MatmulShape { m, n, k, .. } = shape;
+    let (a, b) = (random.uniform(dtype, m * k), random.uniform(dtype, k * n));
+    let (bias, before) = (random.uniform(dtype, n), random.uniform(dtype, m * n));
+    let exact = multiply(shape, &a, &b, U * product_growth(dtype, k));
+    let mut worst = 0f64;
+    let all = [(false, false), (true, true), (true, false), (false, true)];
+    // What is added does not depend on the size: large products are made twice.
+    let combinations = if m * n * k > 1 << 20 { &all[..2] } else { &all };
+    for &(with_bias, with_output) in combinations {
+        let added = Added { bias: with_bias, output: with_output };
+        let plus_bias = |(i, near): (usize, &Near)| if with_bias { near.plus(f64::from(bias[i % n])) } else { *near };
+        let product = exact.iter().enumerate().map(plus_bias).collect();
+        let mut case = Case::default();
+        let inputs = (case.input("a", dtype, &a), case.input("b", dtype, &b), case.input("bias", dtype, &bias));
+        let c = case.gradient("c", dtype, with_output.then_some(&before), product);
+        worst = worst.max(case.check(bench, &|dev, at| call(dev, at, shape, inputs, c, added))?);
+    }
+    Ok(worst)
+}
+
+/// The product in f64; `error` is relative to the sum of magnitudes.
+fn multiply(shape: MatmulShape, a: &[f32], b: &[f32], error: f64) -> Vec<Near> {
+    let MatmulShape { layout, m, n, k } = shape;
+    // Both by rows of k.
+    let a = if layout == MatmulLayout::Tn { transposed(a, k, m) } else { a.to_vec() };
+    let b = if layout == MatmulLayout::Nt { b.to_vec() } else { transposed(b, k, n) };
+    let row = |i: usize| {
+        let a = &a[i * k..][..k];
+        (0..n).map(|j| dot(a, &b[j * k..][..k], error)).collect::<Vec<_>>()
+    };
+    parallel(m, row).into_iter().flatten().collect()
+}
+
+fn transposed(x: &[f32], rows: usize, cols: usize) -> Vec<f32> {
+    (0..cols).flat_map(|col| (0..rows).map(move |row| x[row * cols + col])).collect()
+}
+
+/// Eight sums side by side, so that the compiler may use vectors.
+fn dot(a: &[f32], b: &[f32], error: f64) -> Near {
+    const LANES: usize = 8;
+    let (mut sums, mut sizes) = ([0.0; LANES], [0.0; LANES]);
+    let ((a, a_tail), (b, b_tail)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
+    for (a, b) in a.iter().zip(b) {
+        for l in 0..LANES {
+            let term = f64::from(a[l]) * f64::from(b[l]);
+            sums[l] += term;
+            sizes[l] += term.abs();
+        }
+    }
+    let tail = a_tail.iter().zip(b_tail).map(|(&a, &b)| f64::from(a) * f64::from(b));
+    let want = sums.iter().sum::<f64>() + tail.clone().sum::<f64>();
+    let size = sizes.iter().sum::<f64>() + tail.map(f64::abs).sum::<f64>();
+    Near { want, error: error * size }
+}

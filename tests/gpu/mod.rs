@@ -1,0 +1,20 @@
+//! The conformance suite's parts; `tests/gpu.rs` says how to run it.
+
+mod attention;
+mod bounds;
+mod casts;
+mod copies;
+mod cross_entropy;
+mod embed;
+pub mod faults;
+mod formats;
+mod heads;
+pub mod kernels;
+mod matmul;
+mod norms;
+mod optimizer;
+mod pointwise;
+mod random;
+pub mod report;
+pub mod rig;
+pub mod training;

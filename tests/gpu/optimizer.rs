@@ -1,0 +1,110 @@
+//! The optimizer on the device and the gradient's norm: the CPU's bits for every gradient.
+
+use super::formats::FLOATS;
+use super::kernels::Suite;
+use super::random::Random;
+use super::report::Outcome;
+use super::rig::{Bench, Case, Want};
+use std::io::Write;
+use superoffload::device::AdamArgs;
+use superoffload::dtype::Dtype;
+use superoffload::optim::adam::{AdamConsts, AdamHyper};
+use superoffload::optim::norm::BLOCK;
+
+const FP32: Dtype = Dtype::Float32;
+
+/// Odd lengths, and lengths around a block.
+const LENGTHS: [usize; 9] = [1, 7, 129, 1000, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 20 * BLOCK + 77];
+const FULL: usize = 5000 * BLOCK;
+
+pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
+    let full = suite.full();
+    for grads in FLOATS {
+        for elems in LENGTHS.into_iter().chain(full.then_some(FULL)) {
+            for kind in [Grads::Ordinary, Grads::Wild, Grads::Large, Grads::Zero] {
+                let name = format!("grad_norm_partials {grads} {elems} {kind:?}");
+                suite.case(&name, |bench, random| norm(bench, &kind.draw(random, grads, elems), grads));
+            }
+        }
+        suite.case(&format!("grad_norm_partials {grads} sees every gradient that is not finite"), |bench, random| {
+            for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                for at in [0, 127, BLOCK - 1, BLOCK, 3 * BLOCK + 20] {
+                    let mut values = random.uniform(grads, 3 * BLOCK + 21);
+                    values[at] = value;
+                    norm(bench, &values, grads)?;
+                }
+            }
+            Ok(0.0)
+        });
+        for out in FLOATS {
+            for kind in [Grads::Ordinary, Grads::Wild, Grads::Large, Grads::Zero] {
+                suite.case(&format!("adam_step {grads} gradients, {out} weights, {kind:?}"), |bench, random| {
+                    let lengths = [1, 7, 1000, 4 * BLOCK + 5];
+                    lengths
+                        .into_iter()
+                        .chain(full.then_some(500 * BLOCK))
+                        .try_for_each(|n| adam(bench, random, (grads, out), kind, n).map(drop))?;
+                    Ok(0.0)
+                });
+            }
+        }
+    }
+}
+
+/// What gradients a range holds.
+#[derive(Clone, Copy, Debug)]
+enum Grads {
+    Ordinary,
+    /// Subnormal, huge, infinite, NaN.
+    Wild,
+    /// Finite, with squares beyond fp32.
+    Large,
+    Zero,
+}
+
+impl Grads {
+    fn draw(self, random: &mut Random, dtype: Dtype, elems: usize) -> Vec<f32> {
+        match self {
+            Self::Ordinary => random.uniform(dtype, elems),
+            Self::Wild => random.wild(dtype, elems),
+            Self::Large => random.scaled(dtype, elems, if dtype == Dtype::Float16 { 6e4 } else { 3e38 }),
+            Self::Zero => vec![0.0; elems],
+        }
+    }
+}
+
+/// The flag is set by a gradient that is not finite and left alone otherwise.
+fn norm(bench: &mut Bench, values: &[f32], dtype: Dtype) -> Outcome {
+    let found = values.iter().any(|x| !x.is_finite());
+    for before in [0i32, 1] {
+        let after = if found { 1 } else { before };
+        let mut case = Case::default();
+        let grads = case.input("grads", dtype, values);
+        let partials = case.output("partials", FP32, values.len().div_ceil(BLOCK), Want::Same);
+        let flag = case.updated_int("nonfinite", before, after);
+        case.check(bench, &|dev, at| dev.grad_norm_partials(at[grads], at[partials], at[flag]))?;
+    }
+    Ok(0.0)
+}
+
+/// Early and late steps, with and without decay, clipped or not; state that is ordinary, and state that is wild with the gradients.
+fn adam(bench: &mut Bench, random: &mut Random, (grad_dtype, out_dtype): (Dtype, Dtype), kind: Grads, elems: usize) -> Outcome {
+    let hyper = AdamHyper { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
+    for (step, decay, scale) in [(1, true, 1.0), (2, false, 0.37), (1000, true, 1.0 / 65536.0)] {
+        let wild = matches!(kind, Grads::Wild);
+        let mut state = || if wild { random.wild(FP32, elems) } else { random.uniform(FP32, elems) };
+        let (params, m, v) = (state(), state(), state());
+        // Second moments are never negative, except after what no step does.
+        let v: Vec<f32> = v.iter().map(|v| v.abs()).collect();
+        let grads = kind.draw(random, grad_dtype, elems);
+        let consts = AdamConsts::new(&hyper, step, decay);
+        let mut case = Case::default();
+        let [params, m, v] = [("params", &params), ("m", &m), ("v", &v)].map(|(name, x)| case.updated(name, FP32, x, Want::Same));
+        let grads = case.input("grads", grad_dtype, &grads);
+        let out = case.output("out", out_dtype, elems, Want::Same);
+        case.check(bench, &|dev, at| {
+            dev.adam_step(AdamArgs { params: at[params], m: at[m], v: at[v], grads: at[grads], out: at[out], consts, scale })
+        })?;
+    }
+    Ok(0.0)
+}

@@ -1,0 +1,127 @@
+//! Activations, rotation and sums: the CPU's bits, also where inputs are infinite, NaN or subnormal.
+
+use super::formats::FLOATS;
+use super::kernels::Suite;
+use super::random::Random;
+use super::report::Outcome;
+use super::rig::{Bench, Case, Want};
+use std::io::Write;
+use superoffload::device::AttentionShape;
+use superoffload::dtype::Dtype;
+
+/// Rows and columns: one element, odd tails, the widths of real models.
+const MATRICES: [(usize, usize); 9] = [(1, 1), (3, 7), (1, 1023), (65, 33), (5, 64), (7, 2560), (3, 4096), (3, 9728), (67, 515)];
+/// Tokens of a real micro-batch, for the widest tensor.
+const FULL: (usize, usize) = (2048, 9728);
+
+pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
+    let full = suite.full();
+    for dtype in FLOATS {
+        for (rows, cols) in MATRICES.into_iter().chain(full.then_some(FULL)) {
+            for (kind, values) in [("ordinary", Random::uniform as Values), ("wild", Random::wild)] {
+                let name = |kernel: &str| format!("{kernel} {dtype} {rows}x{cols} {kind}");
+                suite.case(&name("swiglu"), |bench, random| {
+                    swiglu(bench, dtype, rows, cols, &mut || values(random, dtype, 2 * rows * cols))
+                });
+                suite.case(&name("swiglu_backward"), |bench, random| {
+                    let (x, dout) = (values(random, dtype, 2 * rows * cols), values(random, dtype, rows * cols));
+                    swiglu_backward(bench, dtype, cols, &x, &dout)
+                });
+                suite.case(&name("gelu"), |bench, random| {
+                    let mut case = Case::default();
+                    let x = case.input("x", dtype, &values(random, dtype, rows * cols));
+                    let out = case.output("out", dtype, rows * cols, Want::Same);
+                    case.check(bench, &|dev, at| dev.gelu(at[x], at[out]))
+                });
+                suite.case(&name("gelu_backward"), |bench, random| {
+                    let (x, dout) = (values(random, dtype, rows * cols), values(random, dtype, rows * cols));
+                    gelu_backward(bench, dtype, &x, &dout)
+                });
+                suite.case(&name("add"), |bench, random| {
+                    let (a, b) = (values(random, dtype, rows * cols), values(random, dtype, rows * cols));
+                    add(bench, dtype, &a, &b)
+                });
+            }
+        }
+        for (shape, rotary_dim) in rotations() {
+            for (kind, values) in [("ordinary", Random::uniform as Values), ("wild", Random::wild)] {
+                let AttentionShape { seq_length, heads, kv_heads, head_dim, .. } = shape;
+                let name = format!("rope {dtype} {seq_length}x({heads}+2x{kv_heads})x{head_dim} {rotary_dim} rotate {kind}");
+                suite.case(&name, |bench, random| {
+                    let qkv = values(random, dtype, shape.tokens() * shape.qkv_cols());
+                    let table = random.uniform(Dtype::Float32, seq_length * rotary_dim);
+                    for inverse in [false, true] {
+                        let mut case = Case::default();
+                        let (qkv, table) = (case.updated("qkv", dtype, &qkv, Want::Same), case.input("table", Dtype::Float32, &table));
+                        case.check(bench, &|dev, at| dev.rope(at[qkv], at[table], rotary_dim, inverse, shape))?;
+                    }
+                    Ok(0.0)
+                });
+            }
+        }
+    }
+}
+
+/// How inputs are drawn.
+type Values = fn(&mut Random, Dtype, usize) -> Vec<f32>;
+
+fn swiglu(bench: &mut Bench, dtype: Dtype, rows: usize, cols: usize, gate_up: &mut dyn FnMut() -> Vec<f32>) -> Outcome {
+    let mut case = Case::default();
+    let x = case.input("gate_up", dtype, &gate_up());
+    let out = case.output("out", dtype, rows * cols, Want::Same);
+    case.check(bench, &|dev, at| dev.swiglu(at[x], at[out], cols))
+}
+
+fn swiglu_backward(bench: &mut Bench, dtype: Dtype, cols: usize, gate_up: &[f32], dout: &[f32]) -> Outcome {
+    let mut case = Case::default();
+    let (dout, x) = (case.input("dout", dtype, dout), case.input("gate_up", dtype, gate_up));
+    let dx = case.output("dgate_up", dtype, gate_up.len(), Want::Same);
+    case.check(bench, &|dev, at| dev.swiglu_backward(at[dout], at[x], at[dx], cols))
+}
+
+/// Apart and in place.
+fn gelu_backward(bench: &mut Bench, dtype: Dtype, x: &[f32], dout: &[f32]) -> Outcome {
+    let mut apart = Case::default();
+    let (x_in, dout_in) = (apart.input("x", dtype, x), apart.input("dout", dtype, dout));
+    let dx = apart.output("dx", dtype, x.len(), Want::Same);
+    apart.check(bench, &|dev, at| dev.gelu_backward(at[dout_in], at[x_in], at[dx]))?;
+    let mut in_place = Case::default();
+    let (x, dx) = (in_place.input("x", dtype, x), in_place.updated("dx", dtype, dout, Want::Same));
+    in_place.check(bench, &|dev, at| dev.gelu_backward(at[dx], at[x], at[dx]))
+}
+
+/// Apart, and on either term.
+fn add(bench: &mut Bench, dtype: Dtype, a: &[f32], b: &[f32]) -> Outcome {
+    let mut apart = Case::default();
+    let (a_in, b_in) = (apart.input("a", dtype, a), apart.input("b", dtype, b));
+    let out = apart.output("out", dtype, a.len(), Want::Same);
+    apart.check(bench, &|dev, at| dev.add(at[a_in], at[b_in], at[out]))?;
+    for onto_first in [true, false] {
+        let mut case = Case::default();
+        let (a, sum) = (case.input("a", dtype, a), case.updated("sum", dtype, b, Want::Same));
+        case.check(bench, &|dev, at| if onto_first { dev.add(at[sum], at[a], at[sum]) } else { dev.add(at[a], at[sum], at[sum]) })?;
+    }
+    Ok(0.0)
+}
+
+/// Whole and partial rotations, odd heads, the heads of real models.
+fn rotations() -> [(AttentionShape, usize); 7] {
+    let shape = |batch, seq_length, heads, kv_heads, head_dim| AttentionShape {
+        batch,
+        seq_length,
+        heads,
+        kv_heads,
+        head_dim,
+        scale: 1.0,
+        window: None,
+    };
+    [
+        (shape(1, 1, 1, 1, 2), 2),
+        (shape(2, 35, 4, 2, 10), 10),
+        (shape(2, 35, 4, 2, 10), 6),
+        (shape(1, 67, 3, 1, 7), 4),
+        (shape(2, 33, 32, 8, 128), 128),
+        (shape(1, 50, 8, 8, 96), 96),
+        (shape(3, 20, 12, 12, 64), 32),
+    ]
+}

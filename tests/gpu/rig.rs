@@ -1,0 +1,308 @@
+//! A device with memory that is laid out anew for every case, and cases: buffers, a call, and what must come out.
+//!
+//! All memory around the buffers and all outputs hold bytes of 0xff before a call, which is NaN in every float format: reading
+//! outside shows in the result, and writing outside shows in the guards.
+
+use super::bounds::Near;
+use super::formats::{decode, encode, same};
+use super::report::{Missed, Outcome};
+use std::ops::Index;
+use superoffload::device::{DeviceSlice, EventId, Kernels, Stream};
+use superoffload::dtype::Dtype;
+use superoffload::error::{Error, Result};
+use superoffload::host::pinned::{HostMemory, PinnedSlice};
+
+const POISON: u8 = 0xff;
+/// Bytes between buffers, which also is their alignment.
+const GUARD: usize = 256;
+
+/// A buffer of a case.
+#[derive(Clone, Copy)]
+pub struct Handle(usize);
+
+struct Buffer {
+    name: &'static str,
+    dtype: Dtype,
+    before: Vec<u8>,
+    want: Option<Want>,
+}
+
+/// What must be in a buffer that a call writes.
+pub enum Want {
+    /// The reference's bits.
+    Same,
+    /// Numbers near these.
+    Near(Vec<Near>),
+    /// These bits.
+    Bits(Vec<u8>),
+}
+
+/// The buffers of a case on a device.
+pub struct Slices(Vec<DeviceSlice>);
+
+impl Index<Handle> for Slices {
+    type Output = DeviceSlice;
+    fn index(&self, handle: Handle) -> &DeviceSlice {
+        &self.0[handle.0]
+    }
+}
+
+/// A device and the memory of one case on both sides.
+pub struct Rig {
+    // Dropped before the host memory that its copies use.
+    pub dev: Box<dyn Kernels>,
+    pub device: DeviceSlice,
+    pub host: PinnedSlice,
+    done: EventId,
+    _memory: HostMemory,
+}
+
+impl Rig {
+    /// A device with room for cases of `bytes`.
+    pub fn new(mut dev: Box<dyn Kernels>, bytes: usize) -> Result<Self> {
+        let mut memory = HostMemory::default();
+        let host = memory.alloc("cases", bytes)?;
+        dev.pin(host)?;
+        let (device, done) = (dev.alloc("cases", bytes / 4, Dtype::Int32)?, dev.event()?);
+        Ok(Self { dev, device, host, done, _memory: memory })
+    }
+
+    /// Waits for everything enqueued on `stream`.
+    pub fn synchronize(&mut self, stream: Stream) -> Result<()> {
+        self.dev.record(self.done, stream)?;
+        self.dev.synchronize(self.done)
+    }
+
+    /// Sends `before`, calls, and brings back what the memory holds then, all on `stream`.
+    fn run(&mut self, stream: Stream, before: &[u8], slices: &Slices, call: Call) -> Result<Vec<u8>> {
+        let (host, device) = (self.host.slice(0, before.len()), self.device.slice(0, before.len() / 4));
+        host.with(|bytes: &mut [u8]| bytes.copy_from_slice(before));
+        self.dev.copy_h2d(stream, host, device)?;
+        let called = call(&mut *self.dev, slices);
+        self.dev.copy_d2h(stream, device, host)?;
+        self.synchronize(stream)?;
+        called?;
+        let mut after = vec![0; before.len()];
+        host.read(&mut after);
+        Ok(after)
+    }
+
+    /// Whether the device still works after something failed.
+    pub fn is_alive(&mut self) -> bool {
+        self.run(Stream::Compute, &[POISON; GUARD], &Slices(Vec::new()), &|_, _| Ok(())).is_ok_and(|after| after == [POISON; GUARD])
+    }
+}
+
+/// A call of one kernel or of a few.
+pub type Call<'a> = &'a dyn Fn(&mut dyn Kernels, &Slices) -> Result<()>;
+
+/// The device under test and the one that it is compared with.
+pub struct Bench {
+    pub subject: Rig,
+    pub reference: Rig,
+    /// The subject promises the reference's bits everywhere.
+    pub same_bits: bool,
+    /// The sizes of real workloads.
+    pub full: bool,
+}
+
+/// One call with its inputs and what must come out.
+pub struct Case {
+    stream: Stream,
+    buffers: Vec<Buffer>,
+    optional: bool,
+    aligned: bool,
+}
+
+impl Default for Case {
+    fn default() -> Self {
+        Self::on(Stream::Compute)
+    }
+}
+
+impl Case {
+    /// A case whose call enqueues on `stream`.
+    pub fn on(stream: Stream) -> Self {
+        Self { stream, buffers: Vec::new(), optional: false, aligned: false }
+    }
+
+    /// A buffer that is only read.
+    pub fn input(&mut self, name: &'static str, dtype: Dtype, values: &[f32]) -> Handle {
+        self.push(name, dtype, encode(dtype, values), None)
+    }
+
+    /// Integers that are only read.
+    pub fn ints(&mut self, name: &'static str, values: &[i32]) -> Handle {
+        self.push(name, Dtype::Int32, bytemuck::cast_slice(values).to_vec(), None)
+    }
+
+    /// Bits of the format that are only read.
+    pub fn bits(&mut self, name: &'static str, dtype: Dtype, bytes: Vec<u8>) -> Handle {
+        self.push(name, dtype, bytes, None)
+    }
+
+    /// A buffer that is overwritten.
+    pub fn output(&mut self, name: &'static str, dtype: Dtype, elems: usize, want: Want) -> Handle {
+        self.push(name, dtype, vec![POISON; elems * dtype.bytes()], Some(want))
+    }
+
+    /// A buffer that is read and written.
+    pub fn updated(&mut self, name: &'static str, dtype: Dtype, before: &[f32], want: Want) -> Handle {
+        self.push(name, dtype, encode(dtype, before), Some(want))
+    }
+
+    /// One integer that is read and written.
+    pub fn updated_int(&mut self, name: &'static str, before: i32, after: i32) -> Handle {
+        self.push(name, Dtype::Int32, before.to_le_bytes().to_vec(), Some(Want::Bits(after.to_le_bytes().to_vec())))
+    }
+
+    /// A buffer that gains `gained`, or is overwritten with it when there is nothing `before`.
+    pub fn gradient(&mut self, name: &'static str, dtype: Dtype, before: Option<&[f32]>, gained: Vec<Near>) -> Handle {
+        match before {
+            None => self.output(name, dtype, gained.len(), Want::Near(gained)),
+            Some(before) => {
+                let sums = gained.into_iter().zip(before).map(|(near, &before)| near.plus(f64::from(before)));
+                self.updated(name, dtype, before, Want::Near(sums.collect()))
+            }
+        }
+    }
+
+    /// The device may say that it does not support this.
+    pub fn optional(&mut self, optional: bool) {
+        self.optional = optional;
+    }
+
+    /// Buffers only begin at aligned addresses, as the engine's do: otherwise the call is also made on buffers that begin one
+    /// element further.
+    pub fn aligned(&mut self) {
+        self.aligned = true;
+    }
+
+    fn push(&mut self, name: &'static str, dtype: Dtype, before: Vec<u8>, want: Option<Want>) -> Handle {
+        self.buffers.push(Buffer { name, dtype, before, want });
+        Handle(self.buffers.len() - 1)
+    }
+
+    /// Calls on both devices and compares every element. Returns the largest error as a part of its bound.
+    pub fn check(self, bench: &mut Bench, call: Call) -> Outcome {
+        let reference = match self.needs_reference(bench) {
+            true => Some(self.run(&mut bench.reference, 0, call)?),
+            false => None,
+        };
+        let first = match self.run(&mut bench.subject, 0, call) {
+            Err(e @ Error::Unsupported(_)) if self.optional => return Err(Missed::Skipped(e.to_string())),
+            first => first?,
+        };
+        let mut worst = self.compare(&first, reference.as_deref(), bench.same_bits, "")?;
+        let second = self.run(&mut bench.subject, 0, call)?;
+        if first != second {
+            return Err(Missed::Failed("the same call gave other bits".into()));
+        }
+        if !self.aligned {
+            let skewed = self.run(&mut bench.subject, 1, call)?;
+            worst = worst.max(self.compare(&skewed, reference.as_deref(), bench.same_bits, " begun one element further")?);
+        }
+        Ok(worst)
+    }
+
+    fn needs_reference(&self, bench: &Bench) -> bool {
+        bench.same_bits || self.buffers.iter().any(|b| matches!(b.want, Some(Want::Same)))
+    }
+
+    /// First byte of each buffer when all begin `skew` elements after an aligned address; at last the size of all.
+    fn starts(&self, skew: usize) -> Vec<usize> {
+        let mut end = 0;
+        let mut start = |b: &Buffer| {
+            let start = (end + GUARD).next_multiple_of(GUARD) + skew * b.dtype.bytes();
+            end = start + b.before.len();
+            start
+        };
+        let mut starts: Vec<_> = self.buffers.iter().map(&mut start).collect();
+        starts.push((end + GUARD).next_multiple_of(GUARD));
+        starts
+    }
+
+    /// The buffers' content after the call, once everything around them has been found unchanged.
+    fn run(&self, rig: &mut Rig, skew: usize, call: Call) -> Result<Vec<Vec<u8>>> {
+        let starts = self.starts(skew);
+        let mut memory = vec![POISON; starts[self.buffers.len()]];
+        for (b, &start) in self.buffers.iter().zip(&starts) {
+            memory[start..start + b.before.len()].copy_from_slice(&b.before);
+        }
+        let slice = |(b, &start): (&Buffer, &usize)| {
+            let elems = b.before.len() / b.dtype.bytes();
+            DeviceSlice { addr: rig.device.addr + start as u64, elems, dtype: b.dtype }
+        };
+        let slices = Slices(self.buffers.iter().zip(&starts).map(slice).collect());
+        let mut after = rig.run(self.stream, &memory, &slices, call)?;
+        let mut content = Vec::new();
+        for (b, &start) in self.buffers.iter().zip(&starts) {
+            let bytes = start..start + b.before.len();
+            content.push(after[bytes.clone()].to_vec());
+            let unwritten = b.want.is_none() && after[bytes.clone()] == b.before;
+            if unwritten || b.want.is_some() {
+                after[bytes].fill(POISON);
+            }
+        }
+        match after.iter().position(|&byte| byte != POISON) {
+            Some(at) => Err(Error::resource("run a case", format!("wrote outside of its outputs: {}", self.place(&starts, at)))),
+            None => Ok(content),
+        }
+    }
+
+    /// Where byte `at` lies, for people.
+    fn place(&self, starts: &[usize], at: usize) -> String {
+        let after = starts[..self.buffers.len()].iter().rposition(|&start| start <= at);
+        after.map_or("before all buffers".into(), |i| {
+            let (b, offset) = (&self.buffers[i], at - starts[i]);
+            format!("element {} of {} with {}", offset / b.dtype.bytes(), b.name, b.before.len() / b.dtype.bytes())
+        })
+    }
+
+    fn compare(&self, got: &[Vec<u8>], reference: Option<&[Vec<u8>]>, same_bits: bool, how: &str) -> Outcome {
+        let mut worst = 0f64;
+        for (i, b) in self.buffers.iter().enumerate() {
+            let fail = |e: String| Missed::Failed(format!("{}{how} {e}", b.name));
+            let bits = match &b.want {
+                None => continue,
+                Some(Want::Bits(bits)) => Some(bits),
+                Some(Want::Same) => reference.map(|r| &r[i]),
+                Some(Want::Near(near)) => {
+                    worst = worst.max(compare_near(b.dtype, &got[i], near).map_err(fail)?);
+                    reference.filter(|_| same_bits).map(|r| &r[i])
+                }
+            };
+            bits.map_or(Ok(()), |bits| compare_bits(b.dtype, &got[i], bits)).map_err(fail)?;
+        }
+        Ok(worst)
+    }
+}
+
+fn compare_bits(dtype: Dtype, got: &[u8], want: &[u8]) -> std::result::Result<(), String> {
+    let pairs = || got.chunks_exact(dtype.bytes()).zip(want.chunks_exact(dtype.bytes()));
+    let differs = |(g, w): (&[u8], &[u8])| !same(dtype, g, w);
+    let count = pairs().filter(|&pair| differs(pair)).count();
+    let Some(at) = pairs().position(differs) else { return Ok(()) };
+    let show = |bytes: &[u8]| {
+        let bytes = &bytes[at * dtype.bytes()..][..dtype.bytes()];
+        let hex: String = bytes.iter().rev().map(|byte| format!("{byte:02x}")).collect();
+        format!("{} (0x{hex})", decode(dtype, bytes)[0])
+    };
+    Err(format!("[{at}]: {}, reference {}; {count} of {} differ", show(got), show(want), pairs().count()))
+}
+
+/// The largest error as a part of its bound.
+fn compare_near(dtype: Dtype, got: &[u8], near: &[Near]) -> std::result::Result<f64, String> {
+    let got = decode(dtype, got);
+    assert_eq!(got.len(), near.len(), "a case expects as many numbers as the buffer holds");
+    let outside = |(&got, near): (&f32, &Near)| !near.admits(dtype, got);
+    let worst = got.iter().zip(near).map(|(&got, near)| near.ratio(dtype, got)).fold(0.0, f64::max);
+    let Some(at) = got.iter().zip(near).position(outside) else { return Ok(worst) };
+    let count = got.iter().zip(near).filter(|&pair| outside(pair)).count();
+    let Near { want, error } = near[at];
+    Err(format!(
+        "[{at}]: {}, exact {want:e} within {error:.1e}; {count} of {} outside, up to {worst:.1} times the bound",
+        got[at],
+        got.len()
+    ))
+}
