@@ -9,6 +9,7 @@
 //! Unsafe code is denied; these modules allow it, each with a reason on every block, because they hand memory to other
 //! threads or to vector instructions: `device::cpu`, `host::pinned`, `host::pool`, `host::step_job`, `optim::simd`.
 
+pub mod bench;
 pub mod bucket;
 pub mod checkpoint;
 pub mod config;

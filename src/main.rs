@@ -6,12 +6,16 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::fmt::Display;
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
+use superoffload::bench::options::StepOptions;
+use superoffload::bench::record::RecordFile;
+use superoffload::bench::step::StepBench;
 use superoffload::checkpoint::digest::digest_checkpoint;
 use superoffload::config::options::TrainOptions;
 use superoffload::config::plan::Plan;
 use superoffload::config::settings::Settings;
 use superoffload::error::{Error, Result};
 use superoffload::hardware::doctor;
+use superoffload::hardware::gpu::GpuReport;
 use superoffload::hardware::topology::Topology;
 use superoffload::metrics::{FLOPS_FORMULA, StepMetrics};
 use superoffload::model::weights::{Options, export_checkpoint};
@@ -48,6 +52,15 @@ enum Command {
     },
     /// Say what this machine is, and what would make it faster.
     Doctor,
+    /// Measure what this machine does.
+    #[command(subcommand)]
+    Bench(Bench),
+}
+
+#[derive(Subcommand)]
+enum Bench {
+    /// Time training steps on random weights and tokens; one JSON line is the result.
+    Step(Box<StepOptions>),
 }
 
 fn main() {
@@ -92,8 +105,12 @@ fn tell(text: impl Display) {
 }
 
 /// Prints a line to standard error; if that is gone, too, there is nobody left to tell.
+fn remark(text: impl Display) {
+    let _ = writeln!(std::io::stderr(), "{text}");
+}
+
 fn complain(kind: &str, text: impl Display) {
-    let _ = writeln!(std::io::stderr(), "{kind}: {text}");
+    remark(format_args!("{kind}: {text}"));
 }
 
 fn run(command: Command) -> Result<i32> {
@@ -105,10 +122,11 @@ fn run(command: Command) -> Result<i32> {
             Ok(0)
         }
         Command::Doctor => {
-            let report = doctor::report(&Topology::this_machine(), &Isa::detect().to_string(), Path::new("/sys/fs/resctrl"));
-            answer(report.trim_end())?;
+            let (topology, isa, gpu) = (Topology::this_machine(), Isa::detect().to_string(), GpuReport::this_machine());
+            answer(doctor::report(&topology, &isa, &gpu, Path::new("/sys/fs/resctrl")).trim_end())?;
             Ok(0)
         }
+        Command::Bench(Bench::Step(options)) => bench_step(*options),
     }
 }
 
@@ -134,6 +152,20 @@ fn run_export(dir: &Path, out: &Path, max_shard_mb: Option<u64>) -> Result<i32> 
     let exported = export_checkpoint(dir, out, options)?;
     exported.warnings.iter().for_each(|line| complain("warning", line));
     answer(format_args!("exported step {} of {} to {}", exported.step, exported.checkpoint.display(), out.display()))?;
+    Ok(0)
+}
+
+/// The line goes to standard output or a file, all that people read to standard error.
+fn bench_step(options: StepOptions) -> Result<i32> {
+    let file = options.out.as_deref().map(RecordFile::open).transpose()?;
+    let options = StepOptions { train: options.train.over_config_file()?, ..options };
+    let record = StepBench::new(options)?.run(&mut |line| remark(line))?;
+    remark(format_args!("\n{record}"));
+    let line = serde_json::to_string(&record).map_err(|e| Error::format("the result", e))?;
+    match file {
+        Some(mut file) => file.append(&line)?,
+        None => answer(line)?,
+    }
     Ok(0)
 }
 

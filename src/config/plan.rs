@@ -30,7 +30,7 @@ const LOSS_TILE_VOCAB_MAX: usize = 32_768;
 const LOSS_TILE_BYTES_MAX: usize = 64 << 20;
 
 /// Which techniques run: compiled in, part of the strategy, and not turned off.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct Techniques {
     /// Speculation-then-validation.
     pub stv: bool,

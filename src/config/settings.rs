@@ -167,7 +167,15 @@ impl Settings {
     pub fn resolve(options: TrainOptions) -> Result<Self> {
         let is_demo = options.model.is_none() && options.data.is_none();
         require(options.data.as_ref().is_none_or(|data| !data.is_empty()), "data", "[]", "name at least one file or directory")?;
-        let settings = if is_demo { Self::demo() } else { Self::default() }.overridden_by(options);
+        Self::resolve_over(if is_demo { Self::demo() } else { Self::default() }, options)
+    }
+
+    /// As [`Settings::resolve`], with the defaults of `base`.
+    ///
+    /// # Errors
+    /// `Usage` that names flag, value and what is allowed.
+    pub fn resolve_over(base: Self, options: TrainOptions) -> Result<Self> {
+        let settings = base.overridden_by(options);
         settings.check_paths()?;
         settings.check_counts()?;
         settings.check_numbers()?;

@@ -2,6 +2,7 @@
 //! says so. One thread, the driver, runs all of this; see ARCHITECTURE.md for one step from top to bottom.
 
 use super::coordinator::{Command, Coordinator, Counts, Event, Update};
+use super::counters::Counters;
 use super::loss_scale::LossScale;
 use super::memory::Memory;
 use super::report::Report;
@@ -55,6 +56,8 @@ pub struct StepReport {
     pub counts: Counts,
     /// Time in which the device had nothing to compute.
     pub exposed: Exposed,
+    /// What moved and was stepped since the last report.
+    pub counters: Counters,
 }
 
 /// Time of idle compute, by cause, in nanoseconds.
@@ -92,6 +95,8 @@ pub struct Engine<D: Kernels> {
     reported: Counts,
     waited_ns: u64,
     exposed: Exposed,
+    counters: Counters,
+    counters_reported: Counters,
 }
 
 struct Events {
@@ -157,6 +162,8 @@ impl<D: Kernels> Engine<D> {
             reported: Counts::default(),
             waited_ns: 0,
             exposed: Exposed::default(),
+            counters: Counters::default(),
+            counters_reported: Counters::default(),
             plan,
             dev,
             pool,
@@ -213,10 +220,24 @@ impl<D: Kernels> Engine<D> {
         self.host.bytes()
     }
 
+    /// Clips above this gradient norm from the next verdict on; 0 never clips.
+    pub fn set_max_grad_norm(&mut self, max_grad_norm: f64) {
+        self.plan.max_grad_norm = max_grad_norm;
+    }
+
     /// Takes over counters from a checkpoint.
     pub fn resume(&mut self, train_step: u64, optimizer_step: u64, loss_scale: LossScale, history: SpeculationHistory) {
         (self.train_step, self.optimizer_step, self.loss_scale) = (train_step, optimizer_step, loss_scale);
         self.coordinator.set_history(history);
+    }
+
+    /// Sets all parameters to random values that depend on `seed` alone; the moments stay as they are: zero in an engine that
+    /// has not stepped. Call [`Engine::send_weights`] after it.
+    ///
+    /// # Errors
+    /// The device's; `Resource` when a thread cannot start.
+    pub fn init_state(&mut self, seed: u64, threads: usize) -> Result<()> {
+        self.memory.init_params(&mut self.dev, &self.model.table, seed, threads)
     }
 
     /// Sets a tensor's parameters and moments, fp32 in the layout of `spec`. Call [`Engine::send_weights`] after the last.
@@ -420,6 +441,9 @@ impl<D: Kernels> Engine<D> {
         }
         out.counts = self.coordinator.counts() - self.reported;
         self.reported = self.coordinator.counts();
+        self.counters.adam_busy_ns = self.pool.busy_ns();
+        out.counters = self.counters - self.counters_reported;
+        self.counters_reported = self.counters;
         out.exposed = self.exposed;
         out.exposed.transfer_ns += self.dev.waited_ns() - self.waited_ns;
         self.waited_ns = self.dev.waited_ns();
@@ -431,7 +455,7 @@ impl<D: Kernels> Engine<D> {
         let grad_norm = norm_sq.norm(self.loss_scale.inverse());
         let verdict = Verdict::new(grad_norm, nonfinite, self.plan.max_grad_norm);
         let (counts, exposed, loss_scale) = (Counts::default(), self.exposed, self.loss_scale.scale());
-        StepReport { loss, grad_norm, learning_rate, loss_scale, verdict, counts, exposed }
+        StepReport { loss, grad_norm, learning_rate, loss_scale, verdict, counts, exposed, counters: Counters::default() }
     }
 
     /// The compute stream goes on only when the parameters of `stage` are on the device.
@@ -530,7 +554,10 @@ impl<D: Kernels> Engine<D> {
                 Command::StepResident { bucket, update } => self.step_resident(bucket, update)?,
                 Command::Run { bucket, work, params } => {
                     let (range, memory) = (self.plan.layout.range(bucket), self.memory.step.clone());
-                    self.pool.submit(StepJob { bucket, range, work, out: params, memory });
+                    let job = StepJob { bucket, range, work, out: params, memory };
+                    self.counters.adam_elems += job.range.len() as u64;
+                    self.counters.adam_bytes += job.traffic_bytes();
+                    self.pool.submit(job);
                     self.pool_busy = true;
                 }
             }
@@ -548,6 +575,7 @@ impl<D: Kernels> Engine<D> {
             source = staging;
         }
         self.dev.copy_d2h(Stream::D2h, source, target)?;
+        self.counters.d2h_bytes += target.bytes() as u64;
         self.dev.record(self.events.grad_arrived[bucket], Stream::D2h)?;
         self.copying.push_back(bucket);
         Ok(())
@@ -560,6 +588,7 @@ impl<D: Kernels> Engine<D> {
             target = self.memory.staging_h2d.slice(0, range.len());
         }
         self.dev.copy_h2d(Stream::H2d, source, target)?;
+        self.counters.h2d_bytes += source.bytes() as u64;
         if self.plan.device_casts() {
             self.dev.cast(Stream::H2d, target, self.weights(&range))?;
         }

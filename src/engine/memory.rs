@@ -6,6 +6,7 @@ use crate::dtype::Dtype;
 use crate::error::Result;
 use crate::host::pinned::{HostMemory, PinnedSlice};
 use crate::host::step_job::{HostState, Segment, SlotMemory, StepMemory};
+use crate::model::init::init_flat;
 use crate::model::tensors::TensorTable;
 use crate::optim::simd::AdamKernels;
 use std::ops::Range;
@@ -42,6 +43,8 @@ pub(super) struct Memory {
 
 /// Elements that move at once when state is read from or written to the device.
 const BOUNCE_ELEMS: usize = 1 << 18;
+/// Resident elements that are initialised at once: enough work for every thread.
+const INIT_ELEMS: usize = 1 << 24;
 
 impl Memory {
     pub(super) fn new<D: Device>(plan: &Plan, table: &TensorTable, dev: &mut D, host: &mut HostMemory) -> Result<Self> {
@@ -72,6 +75,19 @@ impl Memory {
     pub(super) fn resident_part(&self, flat: Range<usize>) -> ResidentState {
         let part = |s: DeviceSlice| s.slice(flat.start - self.offloaded_elems, flat.len());
         ResidentState { params: part(self.resident.params), m: part(self.resident.m), v: part(self.resident.v) }
+    }
+
+    /// Writes random initial parameters where they lie, on `threads` threads; m and v are left as they are.
+    /// The device must be idle and no job running.
+    pub(super) fn init_params<D: Device>(&self, dev: &mut D, table: &TensorTable, seed: u64, threads: usize) -> Result<()> {
+        self.step.state.params.with(|params: &mut [f32]| init_flat(table, seed, 0, params, threads))?;
+        let mut room = vec![0.0; INIT_ELEMS.min(self.resident.params.elems)];
+        for start in (0..self.resident.params.elems).step_by(INIT_ELEMS) {
+            let part = &mut room[..INIT_ELEMS.min(self.resident.params.elems - start)];
+            init_flat(table, seed, self.offloaded_elems + start, part, threads)?;
+            self.upload(dev, part, self.resident.params.slice(start, part.len()))?;
+        }
+        Ok(())
     }
 
     /// Copies state into its place. The device must be idle and no job running.

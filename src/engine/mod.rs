@@ -1,6 +1,7 @@
 //! The step: a pure state machine ([`coordinator`]) that decides, and an [`executor`] that does what it decided.
 
 pub mod coordinator;
+pub mod counters;
 pub mod executor;
 pub mod loss_scale;
 mod memory;

@@ -1,5 +1,6 @@
 //! What `superoffload doctor` prints: the machine as the engine sees it, one fact a line, and what would make it faster.
 
+use super::gpu::GpuReport;
 use super::topology::{Cache, NumaNode, Topology};
 use crate::units::Bytes;
 use std::path::Path;
@@ -8,10 +9,10 @@ use std::path::Path;
 const NAME_CHARS: usize = 24;
 
 /// The report on `topology`, lines of `name: value` and a last section of advice. `isa` is what the optimizer's kernels
-/// run on (`avx512`, `avx2`, `scalar`); `resctrl_root` is where to look for partitions, normally `/sys/fs/resctrl`.
-pub fn report(topology: &Topology, isa: &str, resctrl_root: &Path) -> String {
+/// run on (`avx512`, `avx2`, `scalar`); `gpu` is what was found of one; `resctrl_root` is where to look for partitions, normally `/sys/fs/resctrl`.
+pub fn report(topology: &Topology, isa: &str, gpu: &GpuReport, resctrl_root: &Path) -> String {
     let partitions = Partitions::discover(topology, resctrl_root);
-    let mut lines: Vec<String> = facts(topology, isa, &partitions).into_iter().map(|(name, value)| line(name, &value)).collect();
+    let mut lines: Vec<String> = facts(topology, isa, gpu, &partitions).into_iter().map(|(name, value)| line(name, &value)).collect();
     lines.push("\nwould make it faster:".into());
     let advice = advice(topology, isa, &partitions);
     lines.extend(advice.iter().map(|text| format!("  - {text}")));
@@ -25,7 +26,7 @@ fn line(name: &str, value: &str) -> String {
     format!("{:<NAME_CHARS$}{value}", format!("{name}:"))
 }
 
-fn facts(topology: &Topology, isa: &str, partitions: &Partitions) -> Vec<(&'static str, String)> {
+fn facts(topology: &Topology, isa: &str, gpu: &GpuReport, partitions: &Partitions) -> Vec<(&'static str, String)> {
     let mut facts = vec![
         ("cpu", format!("{} ({})", or_unknown(topology.cpu_model.as_deref()), topology.arch)),
         ("isa", isa.to_owned()),
@@ -44,7 +45,8 @@ fn facts(topology: &Topology, isa: &str, partitions: &Partitions) -> Vec<(&'stat
         ("resctrl", partitions.state.clone()),
     ]);
     facts.extend(partitions.groups.iter().map(|group| ("resctrl group", group.clone())));
-    facts.extend([("perf", perf(topology)), ("gpu", gpu(topology)), ("kernel", or_unknown(topology.kernel.as_deref()).to_owned())]);
+    facts.extend([("perf", perf(topology)), ("gpu", gpu_name(topology, gpu)), ("cuda device", cuda_device(gpu))]);
+    facts.push(("kernel", or_unknown(topology.kernel.as_deref()).to_owned()));
     facts
 }
 
@@ -128,15 +130,20 @@ fn perf(topology: &Topology) -> String {
     format!("{counters}, {scope} (perf_event_paranoid {paranoid})")
 }
 
-fn gpu(topology: &Topology) -> String {
-    let build = "this build has no CUDA device";
-    match &topology.nvidia_driver {
-        Some(version) => format!("NVIDIA driver {version}, {}; {build}", plural(topology.nvidia_devices, "GPU")),
-        None if topology.nvidia_devices > 0 => {
-            format!("{} but no NVIDIA driver loaded; {build}", plural(topology.nvidia_devices, "device file"))
+/// Facts of the GPU; where the management library tells none, what the kernel knows.
+fn gpu_name(topology: &Topology, gpu: &GpuReport) -> String {
+    match (&gpu.facts, &topology.nvidia_driver) {
+        (Ok(facts), _) => facts.to_string(),
+        (Err(cause), Some(version)) => format!("NVIDIA driver {version}, {}; {cause}", plural(topology.nvidia_devices, "GPU")),
+        (Err(_), None) if topology.nvidia_devices > 0 => {
+            format!("{} but no NVIDIA driver loaded", plural(topology.nvidia_devices, "device file"))
         }
-        None => format!("no NVIDIA driver; {build}"),
+        (Err(_), None) => "no NVIDIA driver".into(),
     }
+}
+
+fn cuda_device(gpu: &GpuReport) -> String {
+    gpu.usable.as_ref().map_or_else(ToString::to_string, |()| "ready (--device cuda)".into())
 }
 
 /// What can be partitioned, in words, and what to do about it.
@@ -255,11 +262,18 @@ mod tests {
     use super::super::topology::Process;
     use super::super::topology::tests::{tree, two_sockets};
     use super::*;
+    use crate::error::Error;
+    use crate::hardware::gpu::GpuFacts;
 
     /// The machine of the topology's tests, as an x86-64 build sees it.
     fn server() -> Topology {
         let process = Process { affinity: CpuList::parse("0-6"), memlock_bytes: Some(8 << 20) };
         Topology { arch: "x86_64", ..Topology::read(two_sockets().path(), process) }
+    }
+
+    fn no_gpu() -> GpuReport {
+        let cause = || Error::resource("find an NVIDIA GPU", "no driver");
+        GpuReport { facts: Err(cause()), usable: Err(cause()) }
     }
 
     fn advice_of(change: impl FnOnce(&mut Topology), isa: &str) -> Vec<String> {
@@ -272,7 +286,7 @@ mod tests {
 
     #[test]
     fn prints_one_fact_a_line_and_advice() {
-        let report = report(&server(), "avx2", Path::new("/nowhere"));
+        let report = report(&server(), "avx2", &no_gpu(), Path::new("/nowhere"));
         let facts: Vec<_> = report.lines().take_while(|line| !line.is_empty()).collect();
         let expected = [
             "cpu:                    Example CPU @ 2.00GHz (x86_64)",
@@ -292,7 +306,8 @@ mod tests {
         assert_eq!(facts[..expected.len()], expected);
         let rest = [
             "perf:                   software events only, own processes (perf_event_paranoid 2)",
-            "gpu:                    no NVIDIA driver; this build has no CUDA device",
+            "gpu:                    no NVIDIA driver",
+            "cuda device:            find an NVIDIA GPU: no driver",
             "kernel:                 6.12.1",
         ];
         assert_eq!(facts[expected.len() + 1..], rest);
@@ -302,8 +317,20 @@ mod tests {
     }
 
     #[test]
+    fn a_gpu_is_named_by_its_library_or_by_the_kernel() {
+        let facts = GpuFacts { name: Some("NVIDIA H200".into()), ..GpuFacts::default() };
+        let found = GpuReport { facts: Ok(facts), usable: Ok(()) };
+        assert_eq!(gpu_name(&server(), &found), "NVIDIA H200");
+        assert_eq!(cuda_device(&found), "ready (--device cuda)");
+        let driver = Topology { nvidia_driver: Some("580.1".into()), nvidia_devices: 2, ..server() };
+        assert_eq!(gpu_name(&driver, &no_gpu()), "NVIDIA driver 580.1, 2 GPUs; find an NVIDIA GPU: no driver");
+        let unloaded = Topology { nvidia_devices: 1, ..server() };
+        assert_eq!(gpu_name(&unloaded, &no_gpu()), "1 device file but no NVIDIA driver loaded");
+    }
+
+    #[test]
     fn an_unknown_machine_is_said_to_be_unknown() {
-        let report = report(&Topology::read(tree(&[]).path(), Process::default()), "scalar", Path::new("/nowhere"));
+        let report = report(&Topology::read(tree(&[]).path(), Process::default()), "scalar", &no_gpu(), Path::new("/nowhere"));
         assert!(report.contains("cpu:                    unknown"));
         assert!(report.contains("perf:                   not in this kernel"));
         assert!(report.ends_with("would make it faster:\n  nothing found\n"), "{report}");

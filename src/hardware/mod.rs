@@ -3,5 +3,6 @@
 pub mod cgroup;
 pub mod cpu_list;
 pub mod doctor;
+pub mod gpu;
 pub(crate) mod parse;
 pub mod topology;

@@ -40,6 +40,7 @@ pub struct Stepped<J> {
     workers: usize,
     job: Option<J>,
     recorder: Recorder,
+    busy_ns: u64,
 }
 
 struct Shared<J> {
@@ -47,6 +48,9 @@ struct Shared<J> {
     job: UnsafeCell<Option<J>>,
     generation: AtomicU64,
     remaining: AtomicUsize,
+    /// When the job was published, and the time that all jobs before it took.
+    published_ns: AtomicU64,
+    busy_ns: AtomicU64,
     /// Set when a share panicked: the job will never be whole.
     failed: AtomicBool,
     bells: Vec<Doorbell>,
@@ -75,7 +79,9 @@ impl<J: Job> Pool<J> {
         let bells = (0..workers).map(|_| Doorbell::new(has_core)).collect();
         let (generation, remaining) = (AtomicU64::new(0), AtomicUsize::new(0));
         let failed = AtomicBool::new(false);
-        let shared = Arc::new(Shared { job: UnsafeCell::new(None), generation, remaining, failed, bells, driver });
+        let (published_ns, busy_ns) = (AtomicU64::new(0), AtomicU64::new(0));
+        let job = UnsafeCell::new(None);
+        let shared = Arc::new(Shared { job, generation, remaining, published_ns, busy_ns, failed, bells, driver });
         let mut pool = Threads { shared, handles: Vec::with_capacity(workers), published: 0 };
         let (started, outcome) = std::sync::mpsc::channel();
         for worker in 0..workers {
@@ -95,7 +101,7 @@ impl<J: Job> Pool<J> {
 
     /// A pool whose jobs run on the caller's thread, cut as for `workers`.
     pub fn stepped(workers: usize, trace_spans: usize) -> Self {
-        Self::Stepped(Stepped { workers, job: None, recorder: Recorder::new("adam", trace_spans) })
+        Self::Stepped(Stepped { workers, job: None, recorder: Recorder::new("adam", trace_spans), busy_ns: 0 })
     }
 
     /// Gives the pool its next job.
@@ -124,6 +130,14 @@ impl<J: Job> Pool<J> {
         }
     }
 
+    /// Nanoseconds so far between the submission of a job and the end of its last share.
+    pub fn busy_ns(&self) -> u64 {
+        match self {
+            Self::Threads(pool) => pool.shared.busy_ns.load(Ordering::Relaxed),
+            Self::Stepped(pool) => pool.busy_ns,
+        }
+    }
+
     /// Lets a stepped pool do its job; false when there is none, or when threads do the work anyway.
     pub fn advance(&mut self) -> bool {
         let Self::Stepped(pool) = self else { return false };
@@ -131,6 +145,7 @@ impl<J: Job> Pool<J> {
         let (start, (name, index)) = (now_ns(), job.label());
         (0..pool.workers).rev().for_each(|worker| job.run(worker, pool.workers));
         pool.recorder.span(name, index, start);
+        pool.busy_ns += now_ns() - start;
         true
     }
 
@@ -154,6 +169,7 @@ impl<J: Job> Threads<J> {
         // SAFETY: the caller saw `remaining` at zero, so that no worker reads the job now.
         unsafe { *self.shared.job.get() = Some(job) };
         self.shared.remaining.store(self.handles.len(), Ordering::Relaxed);
+        self.shared.published_ns.store(now_ns(), Ordering::Relaxed);
         self.published += 1;
         self.announce(self.published);
     }
@@ -203,7 +219,10 @@ fn work<J: Job>(shared: &Shared<J>, worker: usize, workers: usize, mut recorder:
         let (start, (name, index)) = (now_ns(), job.label());
         job.run(worker, workers);
         recorder.span(name, index, start);
+        // Read first: once the count is zero the driver may publish the next job.
+        let job_ns = now_ns() - shared.published_ns.load(Ordering::Relaxed);
         if shared.remaining.fetch_sub(1, Ordering::AcqRel) == 1 {
+            shared.busy_ns.fetch_add(job_ns, Ordering::Relaxed);
             shared.driver.ring();
         }
     }

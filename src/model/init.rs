@@ -1,8 +1,12 @@
 //! Random initialisation as Hugging Face does it, with numbers that depend on nothing but the seed.
 
-use super::tensors::{Init, TensorSpec};
+use super::tensors::{Init, TENSOR_ALIGN_ELEMS, TensorSpec, TensorTable};
+use crate::error::{Error, Result};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
+
+/// A thread fills at least this many elements at a time: a multiple of the alignment, and so of the pairs.
+const PART_ELEMS: usize = 512 * TENSOR_ALIGN_ELEMS;
 
 /// Fills `out` with the initial values of the tensor `spec`. Every tensor has its own stream of the generator, so that
 /// tensors can be filled in any order and by any thread; the functions behind the normal distribution are in software, so
@@ -12,18 +16,57 @@ use rand_chacha::rand_core::{Rng, SeedableRng};
 /// If `out` is not as long as the tensor.
 pub fn init_tensor(spec: &TensorSpec, seed: u64, out: &mut [f32]) {
     assert_eq!(out.len(), spec.elems(), "initialise {}", spec.name);
-    match spec.init {
-        Init::Zeros => out.fill(0.0),
-        Init::Ones => out.fill(1.0),
-        Init::Normal { std } => fill_normal(&mut stream(seed, spec.index), std, out),
+    init_part(spec, seed, 0, out);
+}
+
+/// Fills `out` with the initial values of the flat range of `table` that begins at element `start`, on `threads` threads:
+/// the bits of [`init_tensor`], and zero between the tensors.
+///
+/// # Errors
+/// `Resource` when a thread cannot start.
+///
+/// # Panics
+/// If `start` is odd, or `out` reaches beyond the flat range.
+pub fn init_flat(table: &TensorTable, seed: u64, start: usize, out: &mut [f32], threads: usize) -> Result<()> {
+    assert!(start.is_multiple_of(2) && start + out.len() <= table.flat_elems(), "initialise {start}+{}", out.len());
+    let share = out.len().div_ceil(threads.max(1)).max(1).next_multiple_of(PART_ELEMS);
+    std::thread::scope(|scope| {
+        for (i, out) in out.chunks_mut(share).enumerate() {
+            let fill = move || init_range(table, seed, start + i * share, out);
+            let spawned = std::thread::Builder::new().name(format!("init-{i:02}")).spawn_scoped(scope, fill);
+            spawned.map_err(|e| Error::resource(format!("start initialisation thread {i}"), e))?;
+        }
+        Ok(())
+    })
+}
+
+fn init_range(table: &TensorTable, seed: u64, start: usize, out: &mut [f32]) {
+    let end = start + out.len();
+    out.fill(0.0);
+    for spec in table.specs() {
+        let part = spec.offset_elems.max(start)..spec.range().end.min(end);
+        if !part.is_empty() {
+            init_part(spec, seed, part.start - spec.offset_elems, &mut out[part.start - start..part.end - start]);
+        }
     }
 }
 
-fn stream(seed: u64, index: usize) -> ChaCha8Rng {
+/// Fills `out` with the tensor's initial values from its element `first` on, which is even: a pair stays whole.
+fn init_part(spec: &TensorSpec, seed: u64, first: usize, out: &mut [f32]) {
+    match spec.init {
+        Init::Zeros => out.fill(0.0),
+        Init::Ones => out.fill(1.0),
+        Init::Normal { std } => fill_normal(&mut stream(seed, spec.index, first), std, out),
+    }
+}
+
+/// The generator of the tensor `index`, where its element `first` begins: a pair of elements uses two words.
+fn stream(seed: u64, index: usize, first: usize) -> ChaCha8Rng {
     let mut key = [0; 32];
     key[..8].copy_from_slice(&seed.to_le_bytes());
     let mut rng = ChaCha8Rng::from_seed(key);
     rng.set_stream(index as u64);
+    rng.set_word_pos(first as u128);
     rng
 }
 
@@ -64,6 +107,26 @@ mod tests {
         }
         let norm = table.find(Stage::Head, Role::FinalNorm).unwrap();
         assert!(values(norm, 7).iter().all(|v| *v == 1.0));
+    }
+
+    #[test]
+    fn threads_and_parts_make_the_same_bits() {
+        // Odd sizes leave padding between tensors, and pairs cut in half at their ends.
+        let table = TensorTable::new(&ModelShape { vocab: 259, channels: 255, ffn: 501, ..ModelShape::demo() });
+        let mut whole = vec![0.0; table.flat_elems()];
+        for spec in table.specs() {
+            init_tensor(spec, 7, &mut whole[spec.range()]);
+        }
+        for threads in [1, 3, 16] {
+            let mut flat = vec![f32::NAN; table.flat_elems()];
+            init_flat(&table, 7, 0, &mut flat, threads).unwrap();
+            assert!(flat == whole, "{threads} threads");
+        }
+        for start in [2, 4096, table.flat_elems() / 2 & !1, table.flat_elems()] {
+            let mut rest = vec![f32::NAN; table.flat_elems() - start];
+            init_flat(&table, 7, start, &mut rest, 2).unwrap();
+            assert!(rest == whole[start..], "from {start}");
+        }
     }
 
     #[test]

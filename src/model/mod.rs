@@ -14,6 +14,7 @@ mod host_input;
 pub mod init;
 mod params;
 pub mod policy;
+pub mod presets;
 pub mod rope;
 pub mod shape;
 pub mod tensors;

@@ -21,7 +21,6 @@ use crate::host::affinity::{Placement, name_and_pin};
 use crate::host::doorbell::Doorbell;
 use crate::host::pool::Pool;
 use crate::host::step_job::StepJob;
-use crate::model::init::init_tensor;
 use crate::model::shape::{DEMO_CONFIG, ModelShape, Positions};
 use crate::model::weights;
 use crate::optim::schedule::Schedule as LearningRate;
@@ -104,7 +103,7 @@ fn find_model(settings: &Settings) -> Result<Source> {
 }
 
 /// Learned positions end; rotary ones do not, and only tell how far the model was trained.
-fn check_context(settings: &Settings, shape: &ModelShape) -> Result<()> {
+pub(crate) fn check_context(settings: &Settings, shape: &ModelShape) -> Result<()> {
     if shape.positions == Positions::Learned && settings.seq_length > shape.max_positions {
         return Err(Error::usage(format!("--seq-length {}: the model has {} positions", settings.seq_length, shape.max_positions)));
     }
@@ -277,20 +276,14 @@ const TRAINING_KEYS: [&str; 14] = [
 
 /// First weights: random, or the model's own.
 fn begin<D: Kernels>(engine: &mut Engine<D>, settings: &Settings, shape: &ModelShape) -> Result<DataPosition> {
-    let specs = engine.table().specs().to_vec();
     match (settings.init, &settings.model) {
         (Init::Checkpoint, Some(dir)) => {
+            let specs = engine.table().specs().to_vec();
             let mut flat = vec![0.0; engine.table().flat_elems()];
             weights::load(dir, shape, engine.table(), &mut flat)?;
             specs.iter().try_for_each(|spec| write_params(engine, spec, &flat[spec.range()]))?;
         }
-        _ => {
-            for spec in &specs {
-                let mut params = vec![0.0; spec.elems()];
-                init_tensor(spec, settings.seed, &mut params);
-                write_params(engine, spec, &params)?;
-            }
-        }
+        _ => engine.init_state(settings.seed, engine.plan().threads)?,
     }
     engine.send_weights()?;
     Ok(DataPosition::default())

@@ -1,0 +1,180 @@
+//! What a record says besides its measurements: program, machine, model, plan.
+
+use crate::config::options::Strategy;
+use crate::config::plan::{Plan, Techniques};
+use crate::hardware::gpu::GpuFacts;
+use crate::hardware::topology::Topology;
+use crate::model::shape::ModelShape;
+use crate::model::tensors::TensorTable;
+use serde::Serialize;
+
+/// The program that ran.
+#[derive(Clone, Debug, Serialize)]
+pub struct BuildFacts {
+    /// Version of the package.
+    pub version: &'static str,
+    /// The commit, if the build was told by `SUPEROFFLOAD_COMMIT`.
+    pub git_commit: Option<&'static str>,
+    /// Cargo features that were on.
+    pub features: Vec<&'static str>,
+    /// With optimizations and without debug assertions.
+    pub release: bool,
+}
+
+impl BuildFacts {
+    /// This program's.
+    pub fn this_program() -> Self {
+        let features = [
+            ("cuda", cfg!(feature = "cuda")),
+            ("stv", cfg!(feature = "stv")),
+            ("deadline-order", cfg!(feature = "deadline-order")),
+            ("repartition", cfg!(feature = "repartition")),
+            ("superchip-cast", cfg!(feature = "superchip-cast")),
+            ("grace-adam", cfg!(feature = "grace-adam")),
+            ("weight-flow", cfg!(feature = "weight-flow")),
+            ("mpam", cfg!(feature = "mpam")),
+        ];
+        Self {
+            version: env!("CARGO_PKG_VERSION"),
+            git_commit: option_env!("SUPEROFFLOAD_COMMIT"),
+            features: features.into_iter().filter(|(_, on)| *on).map(|(name, _)| name).collect(),
+            release: !cfg!(debug_assertions),
+        }
+    }
+}
+
+/// The machine that it ran on.
+#[derive(Clone, Debug, Serialize)]
+pub struct MachineFacts {
+    /// Name of the CPU.
+    pub cpu: Option<String>,
+    /// `x86_64`, `aarch64`.
+    pub arch: &'static str,
+    /// Physical cores.
+    pub cores: Option<usize>,
+    /// CPUs that the process could use.
+    pub usable_cpus: Option<usize>,
+    /// All memory.
+    pub memory_bytes: Option<u64>,
+    /// Kernel release.
+    pub kernel: Option<String>,
+    /// The GPU, whether the steps used it or not.
+    pub gpu: Option<GpuFacts>,
+    /// Why nothing is known of a GPU.
+    pub gpu_missing: Option<String>,
+}
+
+impl MachineFacts {
+    /// Those of `topology`, and of the GPU that is here.
+    pub fn new(topology: &Topology) -> Self {
+        let (gpu, gpu_missing) = match GpuFacts::read() {
+            Ok(facts) => (Some(facts), None),
+            Err(cause) => (None, Some(cause.to_string())),
+        };
+        Self {
+            cpu: topology.cpu_model.clone(),
+            arch: topology.arch,
+            cores: topology.cores(),
+            usable_cpus: topology.usable_cpus().map(|usable| usable.count()),
+            memory_bytes: topology.memory_total_bytes,
+            kernel: topology.kernel.clone(),
+            gpu,
+            gpu_missing,
+        }
+    }
+}
+
+/// The model.
+#[derive(Clone, Debug, Serialize)]
+pub struct ModelFacts {
+    /// The preset or file that it came from.
+    pub config: String,
+    /// Class name in `transformers`.
+    pub architecture: &'static str,
+    /// Decoder layers.
+    pub layers: usize,
+    /// Width of the residual stream.
+    pub channels: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// Key and value heads.
+    pub kv_heads: usize,
+    /// Channels of a head.
+    pub head_dim: usize,
+    /// Inner width of the MLP.
+    pub ffn: usize,
+    /// Vocabulary size.
+    pub vocab: usize,
+    /// The output matrix is the token embedding.
+    pub tied: bool,
+    /// Parameters.
+    pub params: usize,
+    /// Parameters that take part in matrix products.
+    pub matmul_params: usize,
+}
+
+impl ModelFacts {
+    /// Those of `shape`, which came from `config`.
+    pub fn new(config: String, shape: &ModelShape) -> Self {
+        let table = TensorTable::new(shape);
+        let ModelShape { layers, channels, heads, kv_heads, head_dim, ffn, vocab, tied, .. } = *shape;
+        let (architecture, params, matmul_params) = (shape.family.architecture(), table.params(), table.matmul_params());
+        Self { config, architecture, layers, channels, heads, kv_heads, head_dim, ffn, vocab, tied, params, matmul_params }
+    }
+}
+
+/// The plan, as far as numbers tell it.
+#[derive(Clone, Debug, Serialize)]
+pub struct PlanFacts {
+    /// Named set of techniques.
+    pub strategy: Strategy,
+    /// Techniques in force.
+    pub techniques: Techniques,
+    /// `Deferred`, `Inverse` or `ValidateFirst`.
+    pub policy: String,
+    /// Format of weights, activations and gradients on the device.
+    pub dtype: String,
+    /// Format on the link.
+    pub link_dtype: String,
+    /// Instruction set of the optimizer.
+    pub isa: String,
+    /// Optimizer threads.
+    pub threads: usize,
+    /// All buckets.
+    pub buckets: usize,
+    /// Buckets whose optimizer stays on the device.
+    pub resident_buckets: usize,
+    /// Parameters of a bucket.
+    pub bucket_elems: usize,
+    /// Parameters whose state is in host memory, padding included.
+    pub offloaded_elems: usize,
+    /// Host slots for gradients.
+    pub grad_slots: usize,
+    /// Host slots for parameters.
+    pub param_slots: usize,
+    /// Layers whose forward pass runs again in the backward pass.
+    pub recomputed_layers: usize,
+}
+
+impl PlanFacts {
+    /// Those of `plan`.
+    pub fn new(plan: &Plan, recomputed_layers: usize) -> Self {
+        let layout = &plan.layout;
+        Self {
+            strategy: plan.strategy,
+            techniques: plan.techniques,
+            policy: format!("{:?}", plan.rules.policy),
+            dtype: plan.dtype.to_string(),
+            link_dtype: plan.link_dtype.to_string(),
+            isa: plan.isa.to_string(),
+            threads: plan.threads,
+            buckets: layout.count(),
+            resident_buckets: layout.count() - layout.offloaded(),
+            bucket_elems: layout.bucket_elems(),
+            offloaded_elems: layout.offloaded_elems(),
+            grad_slots: plan.grad_slots,
+            param_slots: plan.param_slots,
+            recomputed_layers,
+        }
+    }
+}

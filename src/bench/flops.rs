@@ -1,0 +1,50 @@
+//! The arithmetic of a step: what the model needs, and what the device does for it.
+
+use crate::model::shape::ModelShape;
+
+/// Floating-point operations of one optimizer step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct StepFlops {
+    /// Of the model, by [`FLOPS_FORMULA`](crate::model::shape::FLOPS_FORMULA): nothing is recomputed.
+    pub model: f64,
+    /// With the layers' forward passes that the plan runs again.
+    pub hardware: f64,
+}
+
+impl StepFlops {
+    /// A step over `sequences` sequences of `seq_length` tokens, in which `recomputed_layers` layers run their forward pass twice.
+    pub fn new(shape: &ModelShape, sequences: usize, seq_length: usize, recomputed_layers: usize) -> Self {
+        let model = shape.flops_per_step(sequences, seq_length);
+        let output_matrix = 6.0 * (shape.vocab * shape.channels) as f64 * (sequences * seq_length) as f64;
+        // Of three equal parts, one is the forward pass; layers count alike, though their windows may differ.
+        let forward = (model - output_matrix) / 3.0;
+        Self { model, hardware: model + forward * recomputed_layers as f64 / shape.layers as f64 }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::presets;
+    use std::path::Path;
+
+    #[test]
+    fn steps_cost_what_the_napkin_says() {
+        // Name, batch, sequence, PFLOP of the model, and with every layer recomputed.
+        let cases = [
+            ("qwen3-4b", 4, 4096, 0.455, 0.594),
+            ("llama-8b", 4, 4096, 0.791, 1.037),
+            ("gpt-5b", 8, 1024, 0.259, 0.343),
+            ("qwen3-14b", 4, 4096, 1.458, 1.919),
+        ];
+        for (name, batch, seq_length, model, recomputed) in cases {
+            let shape = presets::shape(Path::new(name)).unwrap();
+            let kept = StepFlops::new(&shape, batch, seq_length, 0);
+            let again = StepFlops::new(&shape, batch, seq_length, shape.layers);
+            assert_eq!(kept.model, kept.hardware);
+            assert_eq!(kept.model, again.model);
+            assert!((kept.model / 1e15 - model).abs() < 6e-4, "{name}: {} PFLOP", kept.model / 1e15);
+            assert!((again.hardware / 1e15 - recomputed).abs() < 2e-3 * recomputed, "{name}: {} PFLOP", again.hardware / 1e15);
+        }
+    }
+}

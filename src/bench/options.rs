@@ -1,0 +1,108 @@
+//! The flags of `bench step`: those of `train` that say how a step runs, and what is measured.
+
+use super::clip::Clip;
+use crate::config::options::TrainOptions;
+use crate::error::{Error, Result};
+use clap::Arg;
+use std::path::PathBuf;
+
+/// What `bench step` can be told.
+#[derive(clap::Args, Clone, Debug)]
+#[command(mut_args(hide_meaningless))]
+pub struct StepOptions {
+    /// The model's shape: qwen3-4b, llama-8b, qwen3-14b, gpt-5b, or a config.json.
+    #[arg(long, value_name = "NAME|FILE")]
+    pub model_config: PathBuf,
+
+    /// Steps before the clock starts.
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    pub warmup: u64,
+
+    /// Steps that are timed.
+    #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..))]
+    pub steps: u64,
+
+    /// Which steps have their gradients clipped.
+    #[arg(long, value_name = "never|always|every-N", default_value = "never")]
+    pub clip: Clip,
+
+    /// Append the JSON line to this file instead of printing it.
+    #[arg(long, value_name = "FILE")]
+    pub out: Option<PathBuf>,
+
+    /// How a step runs.
+    #[command(flatten)]
+    pub train: TrainOptions,
+}
+
+impl StepOptions {
+    /// Refuses flags of `train` that mean nothing here.
+    ///
+    /// # Errors
+    /// `Usage` that names the first one.
+    pub fn check(&self) -> Result<()> {
+        match meaningless(&self.train).into_iter().find(|(_, said)| *said) {
+            None => Ok(()),
+            Some(("max-grad-norm", _)) => Err(Error::usage("--max-grad-norm: bench step sets it itself, as --clip says")),
+            Some((flag, _)) => Err(Error::usage(format!(
+                "--{flag}: bench step runs random tokens through random weights, --steps of them, and saves nothing"
+            ))),
+        }
+    }
+}
+
+/// Flags of `train` that a benchmark has no use for, and whether they were said.
+fn meaningless(train: &TrainOptions) -> [(&'static str, bool); 16] {
+    [
+        ("model", train.model.is_some()),
+        ("init", train.init.is_some()),
+        ("data", train.data.is_some()),
+        ("output-dir", train.output_dir.is_some()),
+        ("max-steps", train.max_steps.is_some()),
+        ("num-train-epochs", train.num_train_epochs.is_some()),
+        ("lr-scheduler-type", train.lr_scheduler_type.is_some()),
+        ("warmup-steps", train.warmup_steps.is_some()),
+        ("max-grad-norm", train.max_grad_norm.is_some()),
+        ("logging-steps", train.logging_steps.is_some()),
+        ("save-steps", train.save_steps.is_some()),
+        ("save-total-limit", train.save_total_limit.is_some()),
+        ("resume-from-checkpoint", train.resume_from_checkpoint.is_some()),
+        ("no-shuffle", train.no_shuffle.is_some()),
+        ("digest", train.digest.is_some()),
+        ("inject", train.inject.is_some()),
+    ]
+}
+
+fn hide_meaningless(arg: Arg) -> Arg {
+    let hidden = meaningless(&TrainOptions::default()).iter().any(|(flag, _)| arg.get_long() == Some(flag));
+    if hidden { arg.hide(true) } else { arg }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::{Args, FromArgMatches};
+
+    fn parse(flags: &[&str]) -> StepOptions {
+        let command = StepOptions::augment_args(clap::Command::new("step"));
+        let matches = command.try_get_matches_from([&["step", "--model-config=gpt-5b"], flags].concat()).unwrap();
+        StepOptions::from_arg_matches(&matches).unwrap()
+    }
+
+    #[test]
+    fn flags_of_train_work_unless_they_mean_nothing() {
+        let options = parse(&["--seq-length=8", "--clip=every-3", "--steps=2"]);
+        assert_eq!((options.train.seq_length, options.clip.to_string().as_str(), options.steps), (Some(8), "every-3", 2));
+        assert!(options.check().is_ok());
+        let refused = parse(&["--save-steps=5"]).check().unwrap_err().to_string();
+        assert!(refused.starts_with("--save-steps"), "{refused}");
+        assert!(parse(&["--max-grad-norm=1"]).check().unwrap_err().to_string().contains("--clip"));
+    }
+
+    #[test]
+    fn help_shows_the_flags_that_mean_something() {
+        let help = StepOptions::augment_args(clap::Command::new("step")).render_long_help().to_string();
+        assert!(help.contains("--resident-buckets") && help.contains("--clip"), "{help}");
+        assert!(!help.contains("--save-steps") && !help.contains("--max-grad-norm"), "{help}");
+    }
+}

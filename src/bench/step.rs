@@ -1,0 +1,384 @@
+//! `bench step`: random tokens through random weights, for some steps, and what they cost.
+
+use super::clip::Clip;
+use super::facts::{BuildFacts, MachineFacts, ModelFacts, PlanFacts};
+use super::flops::StepFlops;
+use super::options::StepOptions;
+use super::record::{Adam, Ends, ExposedTime, Link, MemoryPeaks, Speed, Spread, StepRecord, Verdicts};
+use crate::config::options::DeviceChoice;
+use crate::config::plan::{Place, Plan};
+use crate::config::settings::Settings;
+use crate::device::Kernels;
+use crate::engine::coordinator::Counts;
+use crate::engine::counters::Counters;
+use crate::engine::executor::{Batches, Engine, Exposed, StepReport};
+use crate::engine::trace::{Recorder, now_ns, write_chrome};
+use crate::engine::verdict::Verdict;
+use crate::error::{Error, Result};
+use crate::hardware::gpu::{GpuSamples, Sampler};
+use crate::hardware::parse::meminfo_bytes;
+use crate::hardware::topology::Topology;
+use crate::metrics::MemoryUse;
+use crate::model::presets;
+use crate::model::shape::ModelShape;
+use crate::train::setup::{check_context, cpu_engine};
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{Rng, SeedableRng};
+use std::fmt::Display;
+use std::ops::Range;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+/// A benchmark that is resolved and checked.
+#[derive(Clone, Debug)]
+pub struct StepBench {
+    settings: Settings,
+    config: String,
+    shape: ModelShape,
+    warmup: u64,
+    steps: u64,
+    clip: Clip,
+}
+
+/// The machine before the engine takes its memory.
+pub struct Before {
+    /// CPUs and memory.
+    pub topology: Topology,
+    /// FLOP/s of a large matrix product on the device; see [`super::ceiling::matmul_flops`].
+    pub matmul_flops: Option<f64>,
+    /// Whether the steps run on a GPU, which is then watched.
+    pub on_gpu: bool,
+}
+
+impl StepBench {
+    /// Resolves what was asked for.
+    ///
+    /// # Errors
+    /// `Usage` that names what makes no sense; what is wrong with the model's configuration.
+    pub fn new(options: StepOptions) -> Result<Self> {
+        options.check()?;
+        let StepOptions { model_config, warmup, steps, clip, train, .. } = options;
+        let settings = Settings::resolve_over(Settings::default(), train)?;
+        let shape = presets::shape(&model_config)?;
+        check_context(&settings, &shape)?;
+        Ok(Self { settings, config: model_config.display().to_string(), shape, warmup, steps, clip })
+    }
+
+    /// Runs it; `tell` is given lines for people on the way.
+    ///
+    /// # Errors
+    /// Whatever is missing or too large.
+    pub fn run(&self, tell: &mut dyn FnMut(&dyn Display)) -> Result<StepRecord> {
+        if self.settings.device == DeviceChoice::Cuda {
+            return Err(Error::Unsupported("--device cuda: this build has no CUDA device yet".into()));
+        }
+        let topology = Topology::this_machine();
+        let plan = self.plan(&topology)?;
+        tell(&plan);
+        let engine = cpu_engine(&plan, &self.shape, &topology)?;
+        self.measure(engine, Before { topology, matmul_flops: None, on_gpu: false }, tell)
+    }
+
+    fn plan(&self, topology: &Topology) -> Result<Plan> {
+        let usable = topology.usable_cpus().map_or(1, |usable| usable.count());
+        let plan = Plan::new(&self.settings, &self.shape, usable, self.settings.trace.is_some())?;
+        plan.check_fits(topology.memory_usable_bytes().unwrap_or(u64::MAX), 0)?;
+        Ok(plan)
+    }
+
+    /// Fills `engine` with random weights, runs its steps, and ends it.
+    ///
+    /// # Errors
+    /// The engine's; `Io` when the timeline cannot be written.
+    pub fn measure<D: Kernels>(&self, mut engine: Engine<D>, before: Before, tell: &mut dyn FnMut(&dyn Display)) -> Result<StepRecord> {
+        let start = Instant::now();
+        engine.init_state(self.settings.seed, engine.plan().threads)?;
+        engine.send_weights()?;
+        let init_seconds = start.elapsed().as_secs_f64();
+        tell(&format_args!("random weights in {init_seconds:.1} s; {} steps of warm-up, then {}", self.warmup, self.steps));
+        let mut tokens = RandomTokens::new(self.settings.seed, self.shape.vocab);
+        (1..=self.warmup).try_for_each(|step| self.step(&mut engine, &mut tokens, step).map(drop))?;
+        let sampler = before.on_gpu.then(Sampler::start);
+        let timed = self.timed_steps(&mut engine, &mut tokens, tell)?;
+        let (gpu, gpu_unwatched) = watched(sampler);
+        let available_bytes = available_bytes();
+        let (device, plan) = (engine.describe(), engine.plan().clone());
+        engine.flush()?;
+        let tracks = engine.finish()?;
+        if let Some(path) = &self.settings.trace {
+            write_chrome(path, &tracks)?;
+        }
+        // Every activation is kept.
+        let recomputed_layers = 0;
+        let flops = StepFlops::new(&self.shape, plan.batch * plan.grad_accum_steps, plan.seq_length, recomputed_layers);
+        let seconds = timed.step_ms.median / 1e3;
+        let drop_bytes = |before: u64, after: u64| before.saturating_sub(after);
+        Ok(StepRecord {
+            bench: "step",
+            unix_seconds: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
+            build: BuildFacts::this_program(),
+            machine: MachineFacts::new(&before.topology),
+            device,
+            model: ModelFacts::new(self.config.clone(), &self.shape),
+            clip: self.clip,
+            warmup: self.warmup,
+            steps: self.steps,
+            settings: self.settings.clone(),
+            plan: PlanFacts::new(&plan, recomputed_layers),
+            init_seconds,
+            tokens_per_step: plan.tokens_per_step(),
+            tokens_per_second: plan.tokens_per_step() as f64 / seconds,
+            speed: Speed::new(flops, seconds, before.matmul_flops),
+            exposed: timed.exposed(),
+            link: timed.link(&tracks),
+            adam: timed.adam(),
+            verdicts: timed.verdicts,
+            bucket_steps: timed.bucket_steps,
+            loss: timed.loss,
+            memory: MemoryPeaks {
+                device_planned_bytes: plan.bytes_at(Place::Device),
+                host_planned_bytes: plan.bytes_at(Place::Host),
+                classes: MemoryUse::of(&plan),
+                rss_peak_bytes: rss_peak_bytes(),
+                available_drop_bytes: before.topology.memory_available_bytes.zip(available_bytes).map(|(b, a)| drop_bytes(b, a)),
+            },
+            gpu,
+            gpu_unwatched,
+            step_ms: timed.step_ms,
+        })
+    }
+
+    fn step<D: Kernels>(&self, engine: &mut Engine<D>, tokens: &mut RandomTokens, step: u64) -> Result<StepReport> {
+        engine.set_max_grad_norm(self.clip.max_grad_norm(step));
+        engine.step(self.settings.learning_rate, tokens)
+    }
+
+    fn timed_steps<D: Kernels>(
+        &self,
+        engine: &mut Engine<D>,
+        tokens: &mut RandomTokens,
+        tell: &mut dyn FnMut(&dyn Display),
+    ) -> Result<Timed> {
+        let mut reports = Vec::with_capacity(self.steps as usize);
+        let (mut samples, from_ns, mut start) = (Vec::with_capacity(self.steps as usize), now_ns(), Instant::now());
+        for step in self.warmup + 1..=self.warmup + self.steps {
+            let report = self.step(engine, tokens, step)?;
+            // From end to end: what a step leaves to be done under the next one is in some step's time.
+            let end = Instant::now();
+            samples.push((end - start).as_secs_f64() * 1e3);
+            start = end;
+            if self.clip.clips(step) != matches!(report.verdict, Verdict::Clip(_)) {
+                tell(&format_args!("step {step}: {:?} at gradient norm {:.3e}, not as --clip asks", report.verdict, report.grad_norm.0));
+            }
+            reports.push(report);
+        }
+        Ok(Timed::new(Spread::new(samples), from_ns..now_ns(), &reports))
+    }
+}
+
+/// What the timed steps were in all.
+struct Timed {
+    step_ms: Spread,
+    window_ns: Range<u64>,
+    exposed: Exposed,
+    counters: Counters,
+    bucket_steps: Counts,
+    verdicts: Verdicts,
+    loss: Ends,
+}
+
+impl Timed {
+    fn new(step_ms: Spread, window_ns: Range<u64>, reports: &[StepReport]) -> Self {
+        let loss = Ends { first: reports[0].loss, last: reports[reports.len() - 1].loss };
+        let (exposed, counters, bucket_steps, verdicts) = Default::default();
+        let mut timed = Self { step_ms, window_ns, exposed, counters, bucket_steps, verdicts, loss };
+        for report in reports {
+            timed.exposed.cpu_ns += report.exposed.cpu_ns;
+            timed.exposed.transfer_ns += report.exposed.transfer_ns;
+            timed.counters += report.counters;
+            timed.bucket_steps += report.counts;
+            match report.verdict {
+                Verdict::Commit => timed.verdicts.commit += 1,
+                Verdict::Clip(_) => timed.verdicts.clip += 1,
+                Verdict::SkipNonFinite => timed.verdicts.skip += 1,
+            }
+        }
+        timed
+    }
+
+    /// A total as its share of one step.
+    fn per_step(&self, total: u64) -> f64 {
+        total as f64 / self.step_ms.samples.len() as f64
+    }
+
+    fn exposed(&self) -> ExposedTime {
+        let (cpu_ms, transfer_ms) = (self.per_step(self.exposed.cpu_ns) / 1e6, self.per_step(self.exposed.transfer_ns) / 1e6);
+        let mean_ms = self.step_ms.total() / self.step_ms.samples.len() as f64;
+        ExposedTime { cpu_ms, transfer_ms, device_busy_share: 1.0 - (cpu_ms + transfer_ms) / mean_ms }
+    }
+
+    fn link(&self, tracks: &[Recorder]) -> Link {
+        let Counters { d2h_bytes, h2d_bytes, .. } = self.counters;
+        let seconds = self.step_ms.total() / 1e3;
+        Link {
+            d2h_bytes: self.per_step(d2h_bytes),
+            h2d_bytes: self.per_step(h2d_bytes),
+            d2h_gb_per_s: d2h_bytes as f64 / seconds / 1e9,
+            h2d_gb_per_s: h2d_bytes as f64 / seconds / 1e9,
+            d2h_busy_gb_per_s: per_ns(d2h_bytes, self.time_on(tracks, "d2h", "copy_d2h")),
+            h2d_busy_gb_per_s: per_ns(h2d_bytes, self.time_on(tracks, "h2d", "copy_h2d")),
+        }
+    }
+
+    /// Nanoseconds of the spans `name` on `track` that began while steps were timed; 0 without a timeline.
+    fn time_on(&self, tracks: &[Recorder], track: &str, name: &str) -> u64 {
+        let spans = tracks.iter().filter(|recorder| recorder.track == track).flat_map(Recorder::spans);
+        spans.filter(|span| span.name == name && self.window_ns.contains(&span.start_ns)).map(|span| span.duration_ns).sum()
+    }
+
+    fn adam(&self) -> Adam {
+        let Counters { adam_elems, adam_bytes, adam_busy_ns, .. } = self.counters;
+        Adam {
+            params: self.per_step(adam_elems),
+            busy_ms: self.per_step(adam_busy_ns) / 1e6,
+            busy_gparams_per_s: per_ns(adam_elems, adam_busy_ns),
+            busy_gb_per_s: per_ns(adam_bytes, adam_busy_ns),
+        }
+    }
+}
+
+/// 10^9 a second; `None` when no time was spent.
+fn per_ns(amount: u64, ns: u64) -> Option<f64> {
+    (ns > 0).then(|| amount as f64 / ns as f64)
+}
+
+/// What the sampler saw, or why it saw nothing.
+fn watched(sampler: Option<Result<Sampler>>) -> (Option<GpuSamples>, Option<String>) {
+    match sampler.map(|sampler| sampler.and_then(Sampler::stop)) {
+        None => (None, None),
+        Some(Ok(samples)) => (Some(samples), None),
+        Some(Err(cause)) => (None, Some(cause.to_string())),
+    }
+}
+
+fn available_bytes() -> Option<u64> {
+    meminfo_bytes(&std::fs::read_to_string("/proc/meminfo").ok()?, "MemAvailable")
+}
+
+fn rss_peak_bytes() -> Option<u64> {
+    meminfo_bytes(&std::fs::read_to_string("/proc/self/status").ok()?, "VmHWM")
+}
+
+/// An endless text of random tokens.
+struct RandomTokens {
+    rng: ChaCha8Rng,
+    vocab: usize,
+    next: i32,
+}
+
+impl RandomTokens {
+    fn new(seed: u64, vocab: usize) -> Self {
+        let mut tokens = Self { rng: ChaCha8Rng::seed_from_u64(seed), vocab, next: 0 };
+        tokens.advance();
+        tokens
+    }
+
+    /// The present token; the next one takes its place.
+    fn advance(&mut self) -> i32 {
+        // Ids are int32 and a vocabulary fits; a product of 32 bits each needs no division.
+        let next = (u64::from(self.rng.next_u32()) * self.vocab as u64) >> 32;
+        std::mem::replace(&mut self.next, next as i32)
+    }
+}
+
+impl Batches for RandomTokens {
+    fn fill(&mut self, inputs: &mut [i32], targets: &mut [i32]) -> Result<()> {
+        for (input, target) in inputs.iter_mut().zip(targets) {
+            *input = self.advance();
+            *target = self.next;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::options::{TrainDtype, TrainOptions};
+    use crate::model::shape::DEMO_CONFIG;
+
+    /// Runs a small benchmark with these flags and returns its line.
+    fn line(clip: &str, train: TrainOptions) -> serde_json::Value {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("config.json");
+        std::fs::write(&path, DEMO_CONFIG.replace("\"num_hidden_layers\": 6", "\"num_hidden_layers\": 2")).unwrap();
+        let train = TrainOptions { seq_length: Some(16), per_device_train_batch_size: Some(2), threads: Some(2), ..train };
+        let options = StepOptions { model_config: path, warmup: 1, steps: 5, clip: clip.parse().unwrap(), out: None, train };
+        let mut told = Vec::new();
+        let record = StepBench::new(options).unwrap().run(&mut |line| told.push(line.to_string())).unwrap();
+        assert_eq!(told.len(), 2, "the plan and the beginning, no surprise: {told:?}");
+        assert!(told[0].starts_with("plan") && record.to_string().contains("Gparam/s"), "{record}");
+        serde_json::to_value(&record).unwrap()
+    }
+
+    #[test]
+    fn the_line_holds_settings_facts_and_consistent_rates() {
+        let line = line("never", TrainOptions { dtype: Some(TrainDtype::Float32), ..TrainOptions::default() });
+        assert_eq!((&line["bench"], &line["settings"]["seq_length"], &line["clip"]), (&"step".into(), &16.into(), &"never".into()));
+        assert_eq!((&line["model"]["layers"], &line["plan"]["strategy"]), (&2.into(), &"superoffload".into()));
+        assert!(line["build"]["features"].is_array() && line["machine"]["arch"].is_string() && line["device"].is_string());
+        let number = |section: &str, key: &str| line[section][key].as_f64().unwrap_or_else(|| panic!("{section}.{key}"));
+        let seconds = number("step_ms", "median") / 1e3;
+        assert!(number("step_ms", "min") <= seconds * 1e3 && seconds * 1e3 <= number("step_ms", "max"));
+        assert_eq!(line["step_ms"]["samples"].as_array().unwrap().len(), 5);
+        let close = |a: f64, b: f64| (a / b - 1.0).abs() < 1e-9;
+        assert!(close(line["tokens_per_second"].as_f64().unwrap(), 32.0 / seconds));
+        assert!(close(number("speed", "model_tflops"), number("speed", "model_flops") / seconds / 1e12));
+        // Every offloaded parameter leaves as a gradient and returns, 4 bytes each way.
+        let offloaded = number("plan", "offloaded_elems");
+        for (section, key, expected) in [("link", "d2h_bytes", 4.0), ("link", "h2d_bytes", 4.0), ("adam", "params", 1.0)] {
+            let per_param = number(section, key) / offloaded;
+            // Work of a step's last buckets may fall into the next step's report: over five steps less than one's.
+            assert!((per_param - expected).abs() <= expected / 5.0, "{section}.{key}: {per_param}");
+        }
+        assert!(number("adam", "busy_gparams_per_s") > 0.0 && number("adam", "busy_gb_per_s") > number("adam", "busy_gparams_per_s"));
+        assert!((0.0..=1.0).contains(&number("exposed", "device_busy_share")));
+        assert!(number("memory", "device_planned_bytes") > 0.0 && number("memory", "rss_peak_bytes") > 0.0);
+        assert!(number("loss", "first").is_finite() && line["gpu"].is_null() && line["gpu_unwatched"].is_null());
+        assert!(line["speed"]["matmul_tflops"].is_null() && line["link"]["d2h_busy_gb_per_s"].is_null());
+    }
+
+    #[test]
+    fn clipping_happens_as_often_as_was_asked() {
+        // Steps 2 to 6 are timed.
+        for (clip, clipped) in [("never", 0), ("always", 5), ("every-2", 3), ("every-5", 1)] {
+            let line = line(clip, TrainOptions::default());
+            let verdicts = serde_json::json!({"commit": 5 - clipped, "clip": clipped, "skip": 0});
+            assert_eq!(line["verdicts"], verdicts, "{clip}");
+            let buckets = line["plan"]["buckets"].as_u64().unwrap();
+            assert_eq!(line["bucket_steps"]["clipped"], clipped * buckets, "{clip}");
+        }
+    }
+
+    #[test]
+    fn a_timeline_tells_how_fast_copies_are() {
+        let dir = tempfile::tempdir().unwrap();
+        let trace = dir.path().join("trace.json");
+        let line = line("never", TrainOptions { trace: Some(trace.clone()), ..TrainOptions::default() });
+        assert!(trace.exists());
+        for way in ["d2h", "h2d"] {
+            let (busy, mean) = (&line["link"][format!("{way}_busy_gb_per_s")], &line["link"][format!("{way}_gb_per_s")]);
+            assert!(busy.as_f64().unwrap() >= mean.as_f64().unwrap(), "{way}: {busy} and {mean}");
+        }
+    }
+
+    #[test]
+    fn random_tokens_repeat_with_the_seed_and_targets_follow_inputs() {
+        let batch = |seed| {
+            let (mut inputs, mut targets) = ([0; 64], [0; 64]);
+            RandomTokens::new(seed, 50).fill(&mut inputs, &mut targets).unwrap();
+            assert!(inputs[1..] == targets[..63] && inputs.iter().all(|token| (0..50).contains(token)));
+            inputs
+        };
+        assert!(batch(1) == batch(1) && batch(1) != batch(2));
+    }
+}

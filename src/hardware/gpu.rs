@@ -1,0 +1,210 @@
+//! The NVIDIA GPU as its management library sees it: facts once, and samples while something runs.
+
+#[cfg_attr(not(feature = "cuda"), path = "gpu/absent.rs")]
+mod nvml;
+
+use crate::error::{Error, Result};
+use crate::units::Bytes;
+use nvml::Gpu;
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// Time between samples.
+const INTERVAL: Duration = Duration::from_millis(100);
+
+/// What a GPU is. A fact that the driver does not tell is `None`.
+#[derive(Clone, Debug, Default, PartialEq, serde::Serialize)]
+pub struct GpuFacts {
+    /// Marketing name.
+    pub name: Option<String>,
+    /// Release of the kernel driver.
+    pub driver: Option<String>,
+    /// Newest CUDA that the driver serves: `13.0`.
+    pub cuda: Option<String>,
+    /// All of its memory.
+    pub memory_bytes: Option<u64>,
+    /// Generation of the PCIe link now; an idle GPU may have slowed it down.
+    pub pcie_generation: Option<u32>,
+    /// Lanes of the PCIe link now.
+    pub pcie_lanes: Option<u32>,
+    /// Power limit in force.
+    pub power_limit_w: Option<f64>,
+    /// Highest clock of the multiprocessors.
+    pub sm_clock_max_mhz: Option<u32>,
+}
+
+impl GpuFacts {
+    /// Asks about the GPU that CUDA shows first.
+    ///
+    /// # Errors
+    /// `Unsupported` in a build without the CUDA device, `Resource` when there is no management library or no GPU.
+    pub fn read() -> Result<Self> {
+        Gpu::open().map(|gpu| gpu.facts())
+    }
+}
+
+impl fmt::Display for GpuFacts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name.as_deref().unwrap_or("NVIDIA GPU without a name"))?;
+        self.memory_bytes.map_or(Ok(()), |bytes| write!(f, ", {}", Bytes(bytes)))?;
+        if let (Some(generation), Some(lanes)) = (self.pcie_generation, self.pcie_lanes) {
+            write!(f, ", PCIe {generation} x{lanes}")?;
+        }
+        self.power_limit_w.map_or(Ok(()), |watts| write!(f, ", {watts:.0} W"))?;
+        self.driver.as_ref().map_or(Ok(()), |driver| write!(f, ", driver {driver}"))?;
+        self.cuda.as_ref().map_or(Ok(()), |cuda| write!(f, " (CUDA {cuda})"))
+    }
+}
+
+/// Whether there is a GPU, and whether this program can compute on it.
+#[derive(Debug)]
+pub struct GpuReport {
+    /// What it is, or why that cannot be said.
+    pub facts: Result<GpuFacts>,
+    /// Whether CUDA opens it, or why not.
+    pub usable: Result<()>,
+}
+
+impl GpuReport {
+    /// This machine's.
+    pub fn this_machine() -> Self {
+        #[cfg(feature = "cuda")]
+        let usable = crate::device::cuda::probe();
+        #[cfg(not(feature = "cuda"))]
+        let usable = Err(no_cuda());
+        Self { facts: GpuFacts::read(), usable }
+    }
+}
+
+/// Why a build without the feature `cuda` knows nothing about GPUs.
+#[cfg(not(feature = "cuda"))]
+fn no_cuda() -> Error {
+    Error::Unsupported("this build has no CUDA device (cargo feature cuda)".into())
+}
+
+/// One look at the GPU; what it does not tell is `None`.
+#[derive(Clone, Copy, Debug, Default)]
+struct Sample {
+    power_w: Option<f64>,
+    sm_clock_mhz: Option<f64>,
+    d2h_gb_per_s: Option<f64>,
+    h2d_gb_per_s: Option<f64>,
+    memory_used_bytes: Option<u64>,
+}
+
+/// What the GPU did while it was watched; gigabytes are 10^9 bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize)]
+pub struct GpuSamples {
+    /// Looks taken.
+    pub samples: usize,
+    /// Mean power.
+    pub power_w: Option<f64>,
+    /// Mean clock of the multiprocessors.
+    pub sm_clock_mhz: Option<f64>,
+    /// Lowest clock of the multiprocessors.
+    pub sm_clock_min_mhz: Option<f64>,
+    /// Mean rate of the PCIe link out of the GPU, by its own counters, protocol included.
+    pub pcie_d2h_gb_per_s: Option<f64>,
+    /// Into it.
+    pub pcie_h2d_gb_per_s: Option<f64>,
+    /// Most memory in use, by all processes.
+    pub memory_used_bytes: Option<u64>,
+}
+
+impl From<&[Sample]> for GpuSamples {
+    fn from(samples: &[Sample]) -> Self {
+        let mean = |of: fn(&Sample) -> Option<f64>| {
+            let values: Vec<f64> = samples.iter().filter_map(of).collect();
+            (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
+        };
+        Self {
+            samples: samples.len(),
+            power_w: mean(|s| s.power_w),
+            sm_clock_mhz: mean(|s| s.sm_clock_mhz),
+            sm_clock_min_mhz: samples.iter().filter_map(|s| s.sm_clock_mhz).reduce(f64::min),
+            pcie_d2h_gb_per_s: mean(|s| s.d2h_gb_per_s),
+            pcie_h2d_gb_per_s: mean(|s| s.h2d_gb_per_s),
+            memory_used_bytes: samples.iter().filter_map(|s| s.memory_used_bytes).max(),
+        }
+    }
+}
+
+/// A thread that looks at the GPU ten times a second.
+pub struct Sampler {
+    stopping: Arc<AtomicBool>,
+    thread: JoinHandle<Vec<Sample>>,
+}
+
+impl Sampler {
+    /// Starts to watch the GPU that CUDA shows first.
+    ///
+    /// # Errors
+    /// Those of [`GpuFacts::read`]; `Resource` when the thread cannot start.
+    pub fn start() -> Result<Self> {
+        let gpu = Gpu::open()?;
+        let stopping = Arc::new(AtomicBool::new(false));
+        let stop = stopping.clone();
+        let body = move || watch(&gpu, &stop);
+        let thread = std::thread::Builder::new().name("gpu-sampler".into()).spawn(body);
+        Ok(Self { stopping, thread: thread.map_err(|e| Error::resource("start the GPU's sampler", e))? })
+    }
+
+    /// Stops, and says what was seen.
+    ///
+    /// # Errors
+    /// `Resource` when the thread panicked.
+    pub fn stop(self) -> Result<GpuSamples> {
+        self.stopping.store(true, Ordering::Relaxed);
+        self.thread.thread().unpark();
+        let samples = self.thread.join().map_err(|_| Error::resource("watch the GPU", "its thread panicked"))?;
+        Ok(GpuSamples::from(&samples[..]))
+    }
+}
+
+fn watch(gpu: &Gpu, stop: &AtomicBool) -> Vec<Sample> {
+    let mut samples = Vec::new();
+    while !stop.load(Ordering::Relaxed) {
+        samples.push(gpu.sample());
+        std::thread::park_timeout(INTERVAL);
+    }
+    samples
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn samples_become_means_of_what_was_told() {
+        let watts = |power_w| Sample { power_w, ..Sample::default() };
+        let sum = GpuSamples::from(&[watts(Some(300.0)), watts(None), watts(Some(500.0))][..]);
+        assert_eq!((sum.samples, sum.power_w, sum.sm_clock_mhz), (3, Some(400.0), None));
+    }
+
+    #[test]
+    fn facts_print_as_far_as_they_are_known() {
+        assert_eq!(GpuFacts::default().to_string(), "NVIDIA GPU without a name");
+        let facts = GpuFacts {
+            name: Some("NVIDIA H200".into()),
+            memory_bytes: Some(150_754_820_096),
+            pcie_generation: Some(5),
+            pcie_lanes: Some(16),
+            power_limit_w: Some(700.0),
+            driver: Some("580.1".into()),
+            cuda: Some("13.0".into()),
+            ..GpuFacts::default()
+        };
+        assert_eq!(facts.to_string(), "NVIDIA H200, 140.4 GiB, PCIe 5 x16, 700 W, driver 580.1 (CUDA 13.0)");
+    }
+
+    #[test]
+    fn a_gpu_that_cannot_be_asked_is_an_error_with_a_reason() {
+        if let Err(error) = GpuFacts::read() {
+            assert!(matches!(error, Error::Resource { .. } | Error::Unsupported(_)), "{error}");
+            assert_eq!(Sampler::start().err().unwrap().to_string(), error.to_string());
+        }
+    }
+}

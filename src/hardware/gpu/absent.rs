@@ -1,0 +1,21 @@
+//! In place of the management library in a build without the CUDA device.
+
+use super::{GpuFacts, Sample, no_cuda};
+use crate::error::Result;
+
+/// There is none.
+pub(super) enum Gpu {}
+
+impl Gpu {
+    pub(super) fn open() -> Result<Self> {
+        Err(no_cuda())
+    }
+
+    pub(super) fn facts(&self) -> GpuFacts {
+        match *self {}
+    }
+
+    pub(super) fn sample(&self) -> Sample {
+        match *self {}
+    }
+}

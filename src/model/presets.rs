@@ -1,0 +1,53 @@
+//! Configurations that ship with the program: the shapes that benchmarks and comparisons use, without weights.
+
+use super::shape::ModelShape;
+use crate::error::{Error, Result};
+use std::path::Path;
+
+/// Name and `config.json` of every preset.
+pub const PRESETS: [(&str, &str); 4] = [
+    ("qwen3-4b", include_str!("presets/qwen3-4b.json")),
+    ("llama-8b", include_str!("presets/llama-8b.json")),
+    ("qwen3-14b", include_str!("presets/qwen3-14b.json")),
+    // The vocabulary is GPT-2's 50257, padded to a multiple of 128 as every trainer does.
+    ("gpt-5b", include_str!("presets/gpt-5b.json")),
+];
+
+/// The shape of the preset that `config` names, or of the `config.json` that it is the path of.
+///
+/// # Errors
+/// `Usage` when it is neither; those of [`ModelShape::read`].
+pub fn shape(config: &Path) -> Result<ModelShape> {
+    if let Some((_, text)) = PRESETS.iter().find(|(name, _)| Path::new(name) == config) {
+        return ModelShape::parse(text, config);
+    }
+    if !config.exists() {
+        let names = PRESETS.map(|(name, _)| name).join(", ");
+        return Err(Error::usage(format!("--model-config {}: neither a file nor one of {names}", config.display())));
+    }
+    ModelShape::read(config)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tensors::TensorTable;
+    use super::*;
+
+    #[test]
+    fn every_preset_has_its_models_parameters() {
+        let billions = |name: &str| TensorTable::new(&shape(Path::new(name)).unwrap()).params() as f64 / 1e9;
+        for (name, expected) in [("qwen3-4b", 4.022), ("llama-8b", 8.030), ("qwen3-14b", 14.77), ("gpt-5b", 5.143)] {
+            assert!((billions(name) - expected).abs() < 5e-4 * expected, "{name}: {} B", billions(name));
+        }
+    }
+
+    #[test]
+    fn a_file_is_read_and_anything_else_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("config.json");
+        std::fs::write(&path, super::super::shape::DEMO_CONFIG).unwrap();
+        assert_eq!(shape(&path).unwrap(), ModelShape::demo());
+        let refused = shape(Path::new("llama-9b")).unwrap_err();
+        assert!(refused.exit_code() == 2 && refused.to_string().contains("llama-8b"), "{refused}");
+    }
+}
