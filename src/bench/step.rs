@@ -5,7 +5,6 @@ use super::facts::{BuildFacts, MachineFacts, ModelFacts, PlanFacts};
 use super::flops::StepFlops;
 use super::options::StepOptions;
 use super::record::{Adam, Ends, ExposedTime, Link, MemoryPeaks, Speed, Spread, StepRecord, Verdicts};
-use crate::config::options::DeviceChoice;
 use crate::config::plan::{Place, Plan};
 use crate::config::settings::Settings;
 use crate::device::Kernels;
@@ -21,6 +20,9 @@ use crate::hardware::topology::Topology;
 use crate::metrics::MemoryUse;
 use crate::model::presets;
 use crate::model::shape::ModelShape;
+use crate::train::devices::{self, Chosen};
+#[cfg(feature = "cuda")]
+use crate::train::setup::cuda_engine;
 use crate::train::setup::{check_context, cpu_engine};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
@@ -68,14 +70,20 @@ impl StepBench {
     /// # Errors
     /// Whatever is missing or too large.
     pub fn run(&self, tell: &mut dyn FnMut(&dyn Display)) -> Result<StepRecord> {
-        if self.settings.device == DeviceChoice::Cuda {
-            return Err(Error::Unsupported("--device cuda: this build has no CUDA device yet".into()));
-        }
         let topology = Topology::this_machine();
         let plan = self.plan(&topology)?;
         tell(&plan);
-        let engine = cpu_engine(&plan, &self.shape, &topology)?;
-        self.measure(engine, Before { topology, matmul_flops: None, on_gpu: false }, tell)
+        match devices::choose(&self.settings)? {
+            Chosen::Cpu(_) => {
+                let engine = cpu_engine(&plan, &self.shape, &topology)?;
+                self.measure(engine, Before { topology, matmul_flops: None, on_gpu: false }, tell)
+            }
+            #[cfg(feature = "cuda")]
+            Chosen::Cuda(dev) => {
+                let engine = cuda_engine(&plan, &self.shape, &topology, dev)?;
+                self.measure(engine, Before { topology, matmul_flops: None, on_gpu: true }, tell)
+            }
+        }
     }
 
     fn plan(&self, topology: &Topology) -> Result<Plan> {

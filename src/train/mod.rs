@@ -2,6 +2,7 @@
 //!
 //! [`setup`] builds the engine and the data, [`session`] runs steps and saves, this file ties them together.
 
+pub mod devices;
 mod previous_run;
 pub mod session;
 pub mod setup;
