@@ -1,0 +1,45 @@
+//! Blocks and threads of the transformer's kernels.
+
+use crate::device::DeviceSlice;
+use crate::dtype::Dtype;
+
+/// Multiprocessors of an H200, for which grids are sized. Not asked of the GPU: sums are cut where blocks end, and
+/// results must not depend on the machine.
+pub(super) const MULTIPROCESSORS: usize = 132;
+
+/// Threads of a warp.
+pub(super) const WARP: usize = 32;
+
+/// Elements of a 16-byte vector.
+pub(super) fn wide(dtype: Dtype) -> usize {
+    16 / dtype.bytes()
+}
+
+/// Whether rows of `cols` elements are whole 16-byte vectors in all of `slices`.
+pub(super) fn whole_vectors(cols: usize, slices: &[DeviceSlice]) -> bool {
+    slices.iter().all(|x| x.addr.is_multiple_of(16) && cols.is_multiple_of(wide(x.dtype)))
+}
+
+/// Threads, whole warps and at least one, that take `items`, `each` of them a thread.
+pub(super) fn threads(items: usize, each: usize) -> usize {
+    items.div_ceil(each).next_multiple_of(WARP).max(WARP)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn vectors_need_whole_rows_and_aligned_addresses() {
+        let x = DeviceSlice { addr: 256, elems: 64, dtype: Dtype::Bfloat16 };
+        assert!(whole_vectors(8, &[x, x.slice(8, 8)]));
+        assert!(!whole_vectors(8, &[x, x.slice(4, 8)]));
+        assert!(!whole_vectors(12, &[x]));
+        assert!(whole_vectors(12, &[DeviceSlice { dtype: Dtype::Float32, ..x }]));
+    }
+
+    #[test]
+    fn threads_are_whole_warps() {
+        assert_eq!([0, 1, 64, 65, 320].map(|items| threads(items, 2)), [32, 32, 32, 64, 160]);
+    }
+}
