@@ -6,6 +6,7 @@
 
 mod driver;
 mod error;
+mod kernels;
 mod launch;
 mod libraries;
 mod modules;
@@ -68,7 +69,16 @@ impl CudaDevice {
         let (least, most) = priorities()?;
         let streams = [RawStream::new(least)?, RawStream::new(most)?, RawStream::new(most)?];
         let timeline = Timeline::new(&streams, trace_spans)?;
-        Ok(Self { timeline, registered: Vec::new(), allocations: Vec::new(), events: Vec::new(), streams, modules, name, _context: context })
+        Ok(Self {
+            timeline,
+            registered: Vec::new(),
+            allocations: Vec::new(),
+            events: Vec::new(),
+            streams,
+            modules,
+            name,
+            _context: context,
+        })
     }
 
     /// Enqueues by `enqueue`, and a span around it when spans are recorded.
