@@ -174,7 +174,7 @@ fn conform<D: Kernels, W: Write>(
     let bytes = if full { FULL_CASE_BYTES } else { CASE_BYTES };
     let reference = Rig::new(cpu_device(2, Schedule::Threads)?, bytes)?;
     let mut bench = Bench { subject: Rig::new(open()?, bytes)?, reference, same_bits: subject.same_bits, full };
-    report.begin(&bench.subject.dev.describe());
+    report.begin(&format!("{}: {}", bench.subject.dev.describe(), subject.settings.trim_end().replace('\n', ", ")));
     suite::kernels::run(&mut Suite { bench: &mut bench, report, seed: options.seed, lost: false });
     suite::faults::run(report, &mut bench.subject);
     // A GPU has no room for two who take what they find.

@@ -32,8 +32,8 @@ const TILES: [Tile; 7] = [
 const FULL: Tile = Tile { rows: 512, cols: 50257, start: 0, vocab: 50257 };
 
 pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
-    let full = suite.full();
     for dtype in FLOATS {
+        let full = suite.full(dtype);
         for tile in TILES.into_iter().chain(full.then_some(FULL)) {
             let Tile { rows, cols, start, vocab } = tile;
             let name = |kernel: &str| format!("{kernel} {dtype} {rows} rows, tokens {start}..{} of {vocab}", start + cols);

@@ -30,8 +30,7 @@ const FULL: [(usize, usize, usize); 3] = [(2048, 2560, 2560), (512, 9728, 2560),
 pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
     for layout in [MatmulLayout::Nt, MatmulLayout::Nn, MatmulLayout::Tn] {
         for dtype in FLOATS {
-            // The largest in the format that training uses.
-            let full = if suite.full() && dtype == Dtype::Bfloat16 { &FULL[..] } else { &[] };
+            let full = if suite.full(dtype) { &FULL[..] } else { &[] };
             for &(m, n, k) in SIZES.iter().chain(full) {
                 let shape = MatmulShape { layout, m, n, k };
                 suite.case(&format!("matmul {layout:?} {dtype} {m}x{n}x{k}"), |bench, random| product(bench, random, dtype, shape));

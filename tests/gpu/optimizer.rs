@@ -15,11 +15,11 @@ const FP32: Dtype = Dtype::Float32;
 
 /// Odd lengths, and lengths around a block.
 const LENGTHS: [usize; 9] = [1, 7, 129, 1000, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 20 * BLOCK + 77];
-const FULL: usize = 5000 * BLOCK;
+const FULL: usize = 1000 * BLOCK;
 
 pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
-    let full = suite.full();
     for grads in FLOATS {
+        let full = suite.full(grads);
         for elems in LENGTHS.into_iter().chain(full.then_some(FULL)) {
             for kind in [Grads::Ordinary, Grads::Wild, Grads::Large, Grads::Zero] {
                 let name = format!("grad_norm_partials {grads} {elems} {kind:?}");
@@ -42,7 +42,7 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
                     let lengths = [1, 7, 1000, 4 * BLOCK + 5];
                     lengths
                         .into_iter()
-                        .chain(full.then_some(500 * BLOCK))
+                        .chain((full && out == grads).then_some(FULL))
                         .try_for_each(|n| adam(bench, random, (grads, out), kind, n).map(drop))?;
                     Ok(0.0)
                 });

@@ -15,8 +15,8 @@ const MATRICES: [(usize, usize); 9] = [(1, 1), (3, 7), (1, 1023), (65, 33), (5, 
 const FULL: (usize, usize) = (2048, 9728);
 
 pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
-    let full = suite.full();
     for dtype in FLOATS {
+        let full = suite.full(dtype);
         for (rows, cols) in MATRICES.into_iter().chain(full.then_some(FULL)) {
             for (kind, values) in [("ordinary", Random::uniform as Values), ("wild", Random::wild)] {
                 let name = |kernel: &str| format!("{kernel} {dtype} {rows}x{cols} {kind}");
