@@ -24,6 +24,7 @@ use crate::host::step_job::StepJob;
 use crate::model::shape::{DEMO_CONFIG, ModelShape, Positions};
 use crate::model::weights;
 use crate::optim::schedule::Schedule as LearningRate;
+use crate::planner::machine::{DeviceMemory, Machine};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -46,10 +47,10 @@ pub fn prepare(settings: &Settings, observer: &mut impl Observer) -> Result<Sess
     let source = find_model(settings)?;
     check_context(settings, &source.shape)?;
     let usable = topology.usable_cpus().map_or(1, |u| u.count());
-    let plan = Plan::new(settings, &source.shape, usable, true)?;
-    // Weights are read whole, as fp32, before they are spread over buckets.
-    let loading_bytes = if settings.init == Init::Checkpoint { plan.layout.flat_elems() as u64 * 4 } else { 0 };
-    plan.check_fits(topology.memory_usable_bytes().unwrap_or(u64::MAX), loading_bytes)?;
+    let host_bytes = topology.memory_usable_bytes().unwrap_or(u64::MAX);
+    let machine = Machine { cpus: usable, host_bytes, device: DeviceMemory::Shared };
+    let plan = Plan::new(settings, &source.shape, machine, true)?;
+    plan.check_fits(settings, &source.shape)?;
     let dataset = Dataset::open(&settings.data, &source.tokenizer, source.shape.vocab, settings.seq_length)?;
     let paths = Paths::create(settings)?;
     let resumed = find_checkpoint(settings, &paths.output_dir, observer)?;

@@ -4,6 +4,8 @@ pub(super) mod attention;
 pub(super) mod bias;
 pub(super) mod cross_entropy;
 pub(super) mod embed;
+#[cfg(test)]
+mod emulator;
 mod grid;
 pub(super) mod norm;
 pub(super) mod pointwise;
