@@ -25,6 +25,7 @@ use suite::training::Subject;
 use superoffload::device::Kernels;
 use superoffload::device::cpu::{CpuDevice, Schedule};
 use superoffload::error::{Error, Result};
+use superoffload::planner::machine::Machine;
 use superoffload::train::setup::cpu_engine;
 
 /// Steps of a training run.
@@ -74,12 +75,6 @@ impl Options {
         }
     }
 
-    #[cfg(feature = "cuda")]
-    fn attention(&self) -> superoffload::device::cuda::Attention {
-        use superoffload::device::cuda::Attention;
-        if self.plain_attention { Attention::Plain } else { Attention::Cudnn }
-    }
-
     fn wants(&self, device: &str) -> bool {
         self.device.as_deref().is_none_or(|wanted| wanted == device)
     }
@@ -124,12 +119,24 @@ fn find_gpu() -> Result<()> {
 
 #[cfg(feature = "cuda")]
 fn cuda<W: Write>(report: &mut Report<W>, options: &Options) -> Result<()> {
-    use superoffload::device::cuda::{CudaDevice, CudaOptions};
-    let new = || CudaDevice::new(&CudaOptions { libraries: Vec::new(), attention: options.attention(), deterministic: true });
-    let settings = "device = \"cuda\"\n";
-    let engine = |plan: &_, shape: &_, topology: &_| superoffload::train::setup::cuda_engine(plan, shape, topology, new()?);
-    let subject = Subject { engine: &engine, settings, same_bits: false, overlaps: true, steps: FULL_STEPS };
-    conform(report, options, &|| Ok(Box::new(new()?)), &subject, true)
+    use superoffload::device::Attention;
+    use superoffload::device::cuda::{CudaDevice, CudaOptions, free_bytes};
+    use superoffload::planner::machine::DeviceMemory;
+    let attention = if options.plain_attention { Attention::Plain } else { Attention::Cudnn { deterministic: true } };
+    let settings = if options.plain_attention { "device = \"cuda\"\nattention = \"plain\"\n" } else { "device = \"cuda\"\n" };
+    let machine = Machine { device: DeviceMemory::Own { bytes: free_bytes()? }, ..Machine::cpu(4) };
+    let subject = Subject {
+        engine: &superoffload::train::setup::cuda_engine,
+        machine,
+        settings,
+        same_bits: false,
+        overlaps: true,
+        steps: FULL_STEPS,
+    };
+    let open = || -> Result<Box<dyn Kernels>> {
+        Ok(Box::new(CudaDevice::new(&CudaOptions { libraries: Vec::new(), attention, trace_spans: 0 })?))
+    };
+    conform(report, options, &open, &subject, true)
 }
 
 #[cfg(not(feature = "cuda"))]
@@ -150,6 +157,7 @@ fn cpu<W: Write>(report: &mut Report<W>, options: &Options, threads: usize, sche
     };
     let subject = Subject {
         engine: &cpu_engine,
+        machine: Machine::cpu(2),
         settings: &settings,
         same_bits: true,
         overlaps: schedule == Schedule::Threads,
@@ -172,7 +180,9 @@ fn conform<D: Kernels, W: Write>(
     full: bool,
 ) -> Result<()> {
     let bytes = if full { FULL_CASE_BYTES } else { CASE_BYTES };
-    let reference = Rig::new(cpu_device(2, Schedule::Threads)?, bytes)?;
+    // The sizes of real workloads take the reference a while.
+    let threads = if full { std::thread::available_parallelism().map_or(2, |cpus| cpus.get()) } else { 2 };
+    let reference = Rig::new(cpu_device(threads, Schedule::Threads)?, bytes)?;
     let mut bench = Bench { subject: Rig::new(open()?, bytes)?, reference, same_bits: subject.same_bits, full };
     report.begin(&format!("{}: {}", bench.subject.dev.describe(), subject.settings.trim_end().replace('\n', ", ")));
     suite::kernels::run(&mut Suite { bench: &mut bench, report, seed: options.seed, lost: false });

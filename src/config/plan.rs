@@ -5,7 +5,7 @@ use crate::config::options::{
     AttentionChoice, CastSide, Init, Injection, IsaChoice, ResidentBuckets, Rollback, Strategy, Technique, TrainDtype,
 };
 use crate::config::settings::Settings;
-use crate::device::RingShape;
+use crate::device::{Attention, RingShape};
 use crate::dtype::Dtype;
 use crate::engine::coordinator::{Policy, Rules};
 use crate::engine::trace::{Span, spans_per_track};
@@ -16,13 +16,14 @@ use crate::model::shape::ModelShape;
 use crate::model::tensors::TensorTable;
 use crate::optim::adam::AdamHyper;
 use crate::optim::simd::Isa;
-use crate::planner::budget::{Attention, Balance, MemoryClass, Needs, balances, bytes_at};
+use crate::planner::budget::{Balance, MemoryClass, Needs, balances, bytes_at};
 use crate::planner::choice::{Choice, Residency, Wishes, choose};
 use crate::planner::machine::{DeviceMemory, Machine};
 use crate::planner::predict::{Prediction, Work};
 use crate::units::Bytes;
 use clap::ValueEnum;
 use std::fmt;
+use std::path::PathBuf;
 
 pub use crate::planner::machine::Place;
 
@@ -119,6 +120,8 @@ pub struct Plan {
     pub layer_policies: Vec<LayerPolicy>,
     /// How attention is computed on a GPU.
     pub attention: Attention,
+    /// Where NVIDIA's libraries are looked for first.
+    pub cuda_libraries: Vec<PathBuf>,
     /// Adam; its learning rate is the schedule's.
     pub hyper: AdamHyper,
     /// Clip above this norm; 0 never clips.
@@ -156,7 +159,7 @@ impl Plan {
         let dtype = compute_dtype(settings.dtype);
         let link_dtype = if cast_on_device(settings, techniques)? { Dtype::Float32 } else { dtype };
         check_inject(settings, &table)?;
-        let threads = settings.threads.unwrap_or(machine.cpus).max(1);
+        let threads = settings.threads.unwrap_or(machine.workers());
         let trace_spans = if trace { spans_per_track(threads + 5) } else { 0 };
         let rules =
             Rules { policy: policy(settings, techniques)?, adaptive: techniques.adaptive, deadline_order: techniques.deadline_order };
@@ -196,6 +199,7 @@ impl Plan {
             loss_tile: tile,
             layer_policies: policies,
             attention: needs.attention,
+            cuda_libraries: settings.cuda_libraries.iter().cloned().collect(),
             hyper: hyper(settings),
             max_grad_norm: settings.max_grad_norm,
             inject: settings.inject.clone(),

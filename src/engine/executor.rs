@@ -144,6 +144,7 @@ impl<D: Kernels> Engine<D> {
         let memory = Memory::new(&plan, &table, &mut dev, &mut host)?;
         let report = Report::new(flat, &mut dev, &mut host)?;
         let model = Model::new(shape, weights, grads, activations)?;
+        model.prepare(&mut dev)?;
         if let (Positions::Rope(rope), Some(target)) = (model.shape.positions, model.activations.rope_table) {
             memory.upload(&mut dev, &rope_table(&rope, plan.seq_length), target)?;
         }

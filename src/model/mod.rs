@@ -22,7 +22,7 @@ pub mod tensors;
 mod tests;
 pub mod weights;
 
-use crate::device::{AttentionShape, DeviceSlice};
+use crate::device::{AttentionShape, DeviceSlice, Kernels};
 use crate::error::{Error, Result};
 use activations::Activations;
 use params::{EmbedParams, HeadParams, LayerParams};
@@ -71,6 +71,14 @@ impl Model {
         let layers = (0..shape.layers).map(|layer| flat.layer(layer)).collect();
         let head = flat.head();
         Ok(Self { shape, table, weights, grads, activations, embed, layers, head })
+    }
+
+    /// Lets the device get ready for every layer's attention.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn prepare<D: Kernels>(&self, dev: &mut D) -> Result<()> {
+        (0..self.shape.layers).try_for_each(|layer| dev.prepare_attention(self.attention_shape(layer), self.weights.dtype))
     }
 
     fn attention_shape(&self, layer: usize) -> AttentionShape {

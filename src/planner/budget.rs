@@ -2,6 +2,7 @@
 
 use super::machine::{DeviceMemory, Machine, Place};
 use crate::bucket::layout::BucketLayout;
+use crate::device::Attention;
 use crate::dtype::Dtype;
 use crate::model::activations::ActivationPlan;
 use crate::model::shape::ModelShape;
@@ -68,18 +69,6 @@ pub fn balances(machine: Machine, classes: &[MemoryClass], transient_bytes: u64)
         DeviceMemory::Own { bytes } => (balance(Place::Device, on_device, bytes), on_host),
     };
     [device, balance(Place::Host, needed, machine.host_bytes)]
-}
-
-/// How attention is computed on a GPU, as far as its memory goes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Attention {
-    /// The engine's own kernel: no memory besides the kernels' scratch.
-    Plain,
-    /// cuDNN's fused kernels.
-    Cudnn {
-        /// The backward pass gives the same bits every time.
-        deterministic: bool,
-    },
 }
 
 /// Everything that memory depends on but the planner's choice.

@@ -41,6 +41,14 @@ impl Machine {
         Self { cpus, host_bytes: u64::MAX, device: DeviceMemory::Shared }
     }
 
+    /// Optimizer workers: a CPU each, but one is the driver's where it feeds a GPU.
+    pub fn workers(self) -> usize {
+        match self.device {
+            DeviceMemory::Shared => self.cpus.max(1),
+            DeviceMemory::Own { .. } => self.cpus.saturating_sub(1).max(1),
+        }
+    }
+
     /// The smaller machine that `--hbm-limit` and `--host-limit` make of this one.
     pub fn limited(self, settings: &Settings) -> Self {
         let at_most = |bytes: u64, limit: Option<Bytes>| limit.map_or(bytes, |limit| bytes.min(limit.0));

@@ -15,6 +15,7 @@ pub(super) mod transfer;
 use super::modules::Source;
 use super::{CudaDevice, gemm, sdpa};
 use crate::device::{AdamArgs, AttentionShape, DeviceSlice, Kernels, MatmulShape, Stream};
+use crate::dtype::Dtype;
 use crate::error::Result;
 
 /// Every PTX file, with what it exports.
@@ -25,6 +26,10 @@ pub(super) fn sources() -> impl Iterator<Item = &'static Source> {
 }
 
 impl Kernels for CudaDevice {
+    fn prepare_attention(&mut self, shape: AttentionShape, dtype: Dtype) -> Result<()> {
+        self.sdpa.as_mut().map_or(Ok(()), |sdpa| sdpa.prepare(&shape, dtype))
+    }
+
     fn embed(
         &mut self,
         tokens: DeviceSlice,
