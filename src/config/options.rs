@@ -405,7 +405,7 @@ pub struct TrainOptions {
     #[arg(long)]
     pub isa: Option<IsaChoice>,
 
-    /// Staging slots for gradients and as many for parameters [default: 4].
+    /// Staging slots for gradients and as many for parameters [default: 8].
     #[arg(long, value_name = "N")]
     pub slots: Option<usize>,
 

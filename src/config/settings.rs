@@ -156,7 +156,7 @@ impl Default for Settings {
             trace: None,
             digest: false,
             isa: IsaChoice::Auto,
-            slots: 4,
+            slots: 8,
             without: Vec::new(),
             cast: CastSide::Auto,
             adversary: None,

@@ -473,12 +473,10 @@ impl Coordinator {
         self.buckets[bucket].phase = Phase::Queued(why);
     }
 
-    /// Gradients leave in backward order, as slots allow.
+    /// Gradients leave as slots allow, in the order in which the pool will want them: slots are few, and a gradient that came
+    /// too early would keep out the one that is needed first.
     fn copy_ready_grads(&mut self) {
-        for bucket in 0..self.buckets.len() {
-            if self.buckets[bucket].phase != Phase::Ready {
-                continue;
-            }
+        while let Some(bucket) = self.next_bucket(|b| b.phase == Phase::Ready) {
             let Some(grads) = self.grad_slots.take() else { return };
             self.buckets[bucket].grads = Some(grads);
             self.buckets[bucket].phase = Phase::Copying;
@@ -486,20 +484,22 @@ impl Coordinator {
         }
     }
 
-    /// Gives an idle pool the bucket whose parameters are needed first. Flat order is backward order, so that the last
-    /// bucket has the earliest deadline: the next forward begins there.
+    /// The bucket of this kind whose parameters are needed first. Flat order is backward order, so that the last bucket has
+    /// the earliest deadline: the next forward begins there.
+    fn next_bucket(&self, is: impl Fn(&Bucket) -> bool) -> Option<usize> {
+        let mut buckets = 0..self.buckets.len();
+        let is = |&bucket: &usize| is(&self.buckets[bucket]);
+        if self.rules.takes_earliest_deadline() { buckets.rfind(is) } else { buckets.find(is) }
+    }
+
+    /// Gives an idle pool the bucket whose parameters are needed first.
     fn run_next(&mut self) {
         if self.running.is_some() {
             return;
         }
-        let runnable = |&bucket: &usize| match self.buckets[bucket].phase {
-            Phase::Queued(_) => true,
-            Phase::Arrived => self.speculating || self.verdict.is_some(),
-            _ => false,
-        };
-        let mut buckets = 0..self.buckets.len();
-        let next = if self.rules.takes_earliest_deadline() { buckets.rfind(runnable) } else { buckets.find(runnable) };
-        match next {
+        let may_step = self.speculating || self.verdict.is_some();
+        let runnable = |b: &Bucket| matches!(b.phase, Phase::Queued(_)) || (b.phase == Phase::Arrived && may_step);
+        match self.next_bucket(runnable) {
             Some(bucket) => self.run(bucket),
             None => self.commit_early(),
         }

@@ -394,7 +394,7 @@ impl<D: Kernels> Engine<D> {
         self.dev.record(stages[self.stages_enqueued % stages.len()], Stream::Compute)?;
         self.stages_enqueued += 1;
         let oldest = stages[self.stages_enqueued % stages.len()];
-        self.block_until(|engine| engine.dev.is_done(oldest)).map(drop)
+        self.block_until(|engine| engine.dev.is_done(oldest))
     }
 
     fn bucket_ready(&mut self, bucket: usize) -> Result<()> {
@@ -471,27 +471,34 @@ impl<D: Kernels> Engine<D> {
 
     fn wait_for_bucket(&mut self, bucket: usize) -> Result<()> {
         if !self.coordinator.is_settled(bucket) {
-            let link = self.coordinator.waits_for_link(bucket);
-            let start = now_ns();
+            let (start, mut idle_since) = (now_ns(), None);
             self.dev.record(self.events.compute_tail, Stream::Compute)?;
-            let idle_ns = self.block_until(|engine| Ok(engine.coordinator.is_settled(bucket)))?;
+            self.block_until(|engine| {
+                engine.count_exposed(bucket, &mut idle_since)?;
+                Ok(engine.coordinator.is_settled(bucket))
+            })?;
             self.recorder.span("await params", bucket as u32, start);
-            *(if link { &mut self.exposed.transfer_ns } else { &mut self.exposed.cpu_ns }) += idle_ns;
         }
         self.dev.wait(Stream::Compute, self.events.params_ready[bucket])
     }
 
-    /// Serves events until `ready`; returns for how long the compute stream had nothing to do meanwhile.
-    fn block_until(&mut self, mut ready: impl FnMut(&mut Self) -> Result<bool>) -> Result<u64> {
-        let mut idle_since = None;
+    /// While the compute stream has nothing to do, the time goes to what `bucket` waits for now.
+    fn count_exposed(&mut self, bucket: usize, idle_since: &mut Option<u64>) -> Result<()> {
+        if idle_since.is_some() || self.dev.is_done(self.events.compute_tail)? {
+            let (now, link) = (now_ns(), self.coordinator.waits_for_link(bucket));
+            let exposed = if link { &mut self.exposed.transfer_ns } else { &mut self.exposed.cpu_ns };
+            *exposed += now - idle_since.replace(now).unwrap_or(now);
+        }
+        Ok(())
+    }
+
+    /// Serves events until `ready`.
+    fn block_until(&mut self, mut ready: impl FnMut(&mut Self) -> Result<bool>) -> Result<()> {
         loop {
             let rung = self.bell.rings();
             let told = self.pump()?;
             if ready(self)? {
-                return Ok(idle_since.map_or(0, |since| now_ns() - since));
-            }
-            if idle_since.is_none() && self.dev.is_done(self.events.compute_tail)? {
-                idle_since = Some(now_ns());
+                return Ok(());
             }
             if !self.go_on()? && !told {
                 if self.coin.is_some() {

@@ -147,10 +147,11 @@ impl CudaDevice {
         Ok(self.scratch.slice(0, elems))
     }
 
-    /// Whether kernels may follow the address. Small copies of the compute stream are kernels that do: the copy engines
-    /// work in order of arrival, and what they have before them is whole buckets.
-    fn is_registered(&self, memory: PinnedSlice) -> bool {
-        self.registered.iter().any(|registered| registered.contains(memory))
+    /// Whether a kernel may copy between the two. Small copies of the compute stream are kernels: the copy engines work in
+    /// order of arrival, and what they have before them is whole buckets.
+    fn may_copy_words(&self, here: DeviceSlice, there: PinnedSlice) -> bool {
+        let words = [here.addr, there.addr() as u64, there.bytes() as u64].iter().all(|n| n.is_multiple_of(4));
+        words && self.registered.iter().any(|registered| registered.contains(there))
     }
 
     /// Fills with zero bytes, on the compute stream.
@@ -277,7 +278,7 @@ impl Device for CudaDevice {
 
     fn copy_d2h(&mut self, stream: Stream, src: DeviceSlice, dst: PinnedSlice) -> Result<()> {
         assert_eq!(src.bytes(), dst.bytes(), "copy_d2h");
-        if stream == Stream::Compute && self.is_registered(dst) {
+        if stream == Stream::Compute && self.may_copy_words(src, dst) {
             return kernels::transfer::copy_words(self, src.addr, dst.addr() as u64, src.bytes());
         }
         self.timed(stream, "copy_d2h", |raw| {
@@ -289,7 +290,7 @@ impl Device for CudaDevice {
 
     fn copy_h2d(&mut self, stream: Stream, src: PinnedSlice, dst: DeviceSlice) -> Result<()> {
         assert_eq!(src.bytes(), dst.bytes(), "copy_h2d");
-        if stream == Stream::Compute && self.is_registered(src) {
+        if stream == Stream::Compute && self.may_copy_words(dst, src) {
             return kernels::transfer::copy_words(self, src.addr() as u64, dst.addr, src.bytes());
         }
         self.timed(stream, "copy_h2d", |raw| {

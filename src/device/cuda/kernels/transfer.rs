@@ -67,16 +67,11 @@ pub(super) fn cast(dev: &mut CudaDevice, stream: Stream, src: DeviceSlice, dst: 
     if src.dtype == dst.dtype { copy(dev, stream, src, dst) } else { cast_call(src, dst)?.enqueue(dev, stream) }
 }
 
-/// Copies `bytes`, whole 32-bit words, between the GPU and registered host memory, on the compute stream.
-///
-/// # Errors
-/// `Unsupported` for a part of a word.
+/// Copies whole 32-bit words between the GPU and registered host memory, on the compute stream.
 pub(in crate::device::cuda) fn copy_words(dev: &mut CudaDevice, from: u64, to: u64, bytes: usize) -> Result<()> {
-    if !bytes.is_multiple_of(4) {
-        return Err(Error::Unsupported(format!("a copy of {bytes} bytes by the compute stream")));
-    }
-    let launch = Launch::new(size((bytes / 4).div_ceil(THREADS))?, THREADS as u32);
-    dev.launch(Stream::Compute, "copy_words", None, launch, args![from, to, (bytes / 4) as u64])
+    let words = bytes / 4;
+    let launch = Launch::new(size(words.div_ceil(THREADS))?, THREADS as u32);
+    dev.launch(Stream::Compute, "copy_words", None, launch, args![from, to, words as u64])
 }
 
 fn copy(dev: &mut CudaDevice, stream: Stream, src: DeviceSlice, dst: DeviceSlice) -> Result<()> {
