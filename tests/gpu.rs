@@ -95,7 +95,7 @@ fn run(options: &Options) -> Result<u8> {
         cpu(&mut report, options, 5, Schedule::Threads)?;
         cpu(&mut report, options, 3, Schedule::Adversary { seed: 3 })?;
     }
-    let gpu = if options.wants("cuda") { find_gpu() } else { Ok(()) };
+    let gpu = if options.wants("cuda") { cuda(&mut report, options)? } else { Ok(()) };
     if let Err(why) = &gpu {
         report.say(&format!("cuda: skipped ({why})"));
     }
@@ -106,14 +106,18 @@ fn run(options: &Options) -> Result<u8> {
     Ok(if gpu.is_err() && options.require_gpu { 2 } else { u8::from(report.has_failed()) })
 }
 
+/// The inner result says why there is no GPU, if there is none.
 #[cfg(feature = "cuda")]
-fn find_gpu() -> Result<()> {
-    superoffload::device::cuda::probe()
+fn cuda<W: Write>(_report: &mut Report<W>, _options: &Options) -> Result<Result<()>> {
+    match superoffload::device::cuda::probe() {
+        Ok(()) => Err(Error::Unsupported("the CUDA device has no kernels yet".into())),
+        none => Ok(none),
+    }
 }
 
 #[cfg(not(feature = "cuda"))]
-fn find_gpu() -> Result<()> {
-    Err(Error::Unsupported("this build has no CUDA device".into()))
+fn cuda<W: Write>(_report: &mut Report<W>, _options: &Options) -> Result<Result<()>> {
+    Ok(Err(Error::Unsupported("this build has no CUDA device".into())))
 }
 
 fn cpu<W: Write>(report: &mut Report<W>, options: &Options, threads: usize, schedule: Schedule) -> Result<()> {
