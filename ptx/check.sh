@@ -22,10 +22,10 @@ fi
 
 made=$(mktemp)
 trap 'rm -f "$made"' EXIT
-columns() { printf '%-26s %-34s %-8s %9s %12s %11s %6s %5s\n' "$@"; }
+format='%-30s %-34s %-8s %9s %12s %11s %6s %5s\n'
 # One line a kernel. ptxas tells of a kernel in three lines: its name and architecture, its stack and spills, its registers.
 resources() {
-  awk -v file="$1" -v format='%-26s %-34s %-8s %9s %12s %11s %6s %5s\n' '
+  awk -v file="$1" -v format="$format" '
     /Compiling entry function/ { kernel = $7; arch = $9; gsub("\047", "", kernel); gsub("\047", "", arch) }
     /bytes stack frame/ { stack = $1; stores = $5; loads = $9 }
     /Used [0-9]+ registers/ {
@@ -42,7 +42,8 @@ for file in *.ptx transformer/*.ptx; do
   done
 done | LC_ALL=C sort >"$made"
 
-columns file kernel arch registers spill_stores spill_loads shared stack | cat - "$made" | tee "$made.table"
+# shellcheck disable=SC2059
+printf "$format" file kernel arch registers spill_stores spill_loads shared stack | cat - "$made" | tee "$made.table"
 mv "$made.table" "$made"
 if awk 'NR > 1 && $5 + $6 > 0 { print "spills: " $2 " on " $3; found = 1 } END { exit !found }' "$made" >&2; then exit 1; fi
 if [ -n "$update" ]; then

@@ -38,7 +38,7 @@ impl Memory {
 
     pub(super) fn read<T: bytemuck::Pod>(&self, slice: DeviceSlice) -> Vec<T> {
         let start = (slice.addr - BASE) as usize;
-        bytemuck::pod_collect_to_vec(&self.bytes[start..start + slice.bytes()])
+        self.bytes[start..start + slice.bytes()].chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect()
     }
 
     fn at(&mut self, addr: u64, bytes: usize) -> &mut [u8] {
