@@ -340,7 +340,9 @@ mod tests {
             // Work of a step's last buckets may fall into the next step's report: over five steps less than one's.
             assert!((per_param - expected).abs() <= expected / 5.0, "{section}.{key}: {per_param}");
         }
-        assert!(number("adam", "busy_gparams_per_s") > 0.0 && number("adam", "busy_gb_per_s") > number("adam", "busy_gparams_per_s"));
+        // Synchronous steps move 32 bytes a parameter in fp32, deferred ones 36, and fewer the first time.
+        let bytes_per_param = number("adam", "busy_gb_per_s") / number("adam", "busy_gparams_per_s");
+        assert!((31.9..36.1).contains(&bytes_per_param), "{bytes_per_param}");
         assert!((0.0..=1.0).contains(&number("exposed", "device_busy_share")));
         assert!(number("memory", "device_planned_bytes") > 0.0 && number("memory", "rss_peak_bytes") > 0.0);
         assert!(number("loss", "first").is_finite() && line["gpu"].is_null() && line["gpu_unwatched"].is_null());
