@@ -1,10 +1,10 @@
 //! superoffload trains language models with every parameter trainable, the matrix work on the device and the optimizer
 //! on the CPU, and speculates exactly: the weights and moments are the bits of the synchronous step.
 //!
-//! The picture: [`train`] turns [`config`] into a [`config::plan::Plan`] and runs steps. A step is [`engine::executor`]
-//! enqueuing the [`model`]'s passes on a [`device`] while [`engine::coordinator`], a pure state machine, decides which
-//! [`bucket`] is copied, stepped by the [`host`]'s pool with the kernels of [`optim`], redone, or restored. [`checkpoint`]
-//! keeps all of it; ARCHITECTURE.md walks through one step.
+//! The picture: [`train`] turns [`config`] into a [`config::plan::Plan`], which [`planner`] fits into memory, and runs
+//! steps. A step is [`engine::executor`] enqueuing the [`model`]'s passes on a [`device`] while [`engine::coordinator`], a
+//! pure state machine, decides which [`bucket`] is copied, stepped by the [`host`]'s pool with the kernels of [`optim`],
+//! redone, or restored. [`checkpoint`] keeps all of it; ARCHITECTURE.md walks through one step.
 //!
 //! Unsafe code is denied; these modules allow it, each with a reason on every block, because they hand memory to other
 //! threads or to vector instructions: `device::cpu`, `host::pinned`, `host::pool`, `host::step_job`, `optim::simd`.
@@ -23,6 +23,7 @@ pub mod host;
 pub mod metrics;
 pub mod model;
 pub mod optim;
+pub mod planner;
 pub mod signals;
 pub mod train;
 pub mod units;

@@ -1,9 +1,10 @@
 //! What a run says about itself, one JSON object a step, and the memory behind it.
 
-use crate::config::plan::{Place, Plan};
+use crate::config::plan::Plan;
 use crate::engine::coordinator::Counts;
 use crate::error::{Error, Result};
 use crate::hardware::parse::meminfo_bytes;
+use crate::planner::machine::Place;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Write;

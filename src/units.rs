@@ -1,6 +1,7 @@
 //! Quantities that must not be mixed up, as types; and how sizes are printed.
 
 use std::fmt;
+use std::str::FromStr;
 
 /// Sum of squares of a gradient. Not a norm: see [`Norm`].
 #[derive(Clone, Copy, Debug, PartialEq, PartialOrd)]
@@ -29,26 +30,46 @@ impl Norm {
     }
 }
 
-/// Prints a byte count with a binary unit.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// A byte count. Prints with a binary unit, reads `80GiB`, `1.5 TiB`, `900MiB` or a plain number of bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
 pub struct Bytes(pub u64);
+
+/// Each 1024 times the one before.
+const BYTE_UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
 
 impl fmt::Display for Bytes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let units = ["B", "KiB", "MiB", "GiB", "TiB"];
         let mut value = self.0 as f64;
         let mut unit = 0;
-        while value >= 1024.0 && unit + 1 < units.len() {
+        while value >= 1024.0 && unit + 1 < BYTE_UNITS.len() {
             value /= 1024.0;
             unit += 1;
         }
-        if unit == 0 { write!(f, "{} B", self.0) } else { write!(f, "{value:.1} {}", units[unit]) }
+        if unit == 0 { write!(f, "{} B", self.0) } else { write!(f, "{value:.1} {}", BYTE_UNITS[unit]) }
+    }
+}
+
+impl FromStr for Bytes {
+    type Err = String;
+
+    /// A decimal number and a binary unit; a fraction of a byte is dropped. GB is refused: it is not GiB, and which one was
+    /// meant nobody can tell.
+    fn from_str(text: &str) -> Result<Self, String> {
+        let refuse = || format!("expected a size such as 80GiB, 1.5TiB or a number of bytes, not `{}`", text.escape_debug());
+        let digits = text.trim().trim_end_matches(|c: char| c.is_ascii_alphabetic());
+        let unit = text.trim()[digits.len()..].trim();
+        let power = if unit.is_empty() { 0 } else { BYTE_UNITS.iter().position(|known| *known == unit).ok_or_else(refuse)? };
+        let number: f64 = digits.trim_end().parse().map_err(|_| refuse())?;
+        let bytes = number * 1024f64.powi(power as i32);
+        // The float that `u64::MAX` rounds to is one too large.
+        if (0.0..u64::MAX as f64).contains(&bytes) { Ok(Self(bytes as u64)) } else { Err(refuse()) }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
 
     #[test]
     fn clipping_is_torchs_and_never_enlarges() {
@@ -63,5 +84,37 @@ mod tests {
     fn bytes_print_with_one_decimal() {
         assert_eq!(Bytes(17).to_string(), "17 B");
         assert_eq!(Bytes(3 << 20).to_string(), "3.0 MiB");
+    }
+
+    #[test]
+    fn sizes_read_as_people_write_them() {
+        let cases = [("80GiB", 80 << 30), ("1.5TiB", 3 << 39), ("900 MiB", 900 << 20), (" 17 ", 17), ("0.5KiB", 512), ("3B", 3)];
+        for (text, bytes) in cases {
+            assert_eq!(text.parse(), Ok(Bytes(bytes)), "{text}");
+        }
+        for text in ["", "GiB", "80GB", "80gib", "-1GiB", "inf", "nanB", "1e3GiBs", "80GiBGiB", "20000000TiB"] {
+            let refused = text.parse::<Bytes>().unwrap_err();
+            assert!(refused.contains("80GiB") && refused.contains(text), "{refused}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn whole_sizes_survive_in_every_unit(n in 0u64..1 << 20, unit in 0..BYTE_UNITS.len(), space in " ?") {
+            let text = format!("{n}{space}{}", BYTE_UNITS[unit]);
+            prop_assert_eq!(text.parse(), Ok(Bytes(n << (10 * unit))));
+        }
+
+        #[test]
+        fn what_is_printed_reads_back_to_a_twentieth_of_its_unit(n in 0u64..1 << 60) {
+            let Bytes(back) = Bytes(n).to_string().parse().unwrap();
+            let unit = (0..BYTE_UNITS.len()).map(|i| 1u64 << (10 * i)).rfind(|&unit| unit <= n).unwrap_or(1);
+            prop_assert!(back.abs_diff(n) as f64 <= 0.0501 * unit as f64, "{n} -> {back}");
+        }
+
+        #[test]
+        fn no_text_panics(text in "\\PC*|[0-9.eE+-]{0,8} ?[a-zA-Z]{0,4}") {
+            let _ = text.parse::<Bytes>();
+        }
     }
 }

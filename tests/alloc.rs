@@ -18,6 +18,7 @@ use superoffload::data::tokenizer::Tokenizer;
 use superoffload::engine::coordinator::Counts;
 use superoffload::metrics::rss_bytes;
 use superoffload::model::shape::ModelShape;
+use superoffload::planner::machine::Machine;
 use support::{random_params, resident, settings, start, tiny_llama};
 
 /// The system's allocator, which remembers where the first allocation came from while it is watched.
@@ -106,7 +107,7 @@ fn steps_allocate_nothing_and_memory_stays_flat() {
 fn steps(strategy: &str, more: &str) -> Counts {
     let settings = settings(&format!("{COMMON}{}{strategy}{more}", resident(strategy)));
     let shape = tiny_llama(2, 64, 256, true);
-    let plan = Plan::new(&settings, &shape, 2, true).unwrap();
+    let plan = Plan::new(&settings, &shape, Machine::cpu(2), true).unwrap();
     let (mut engine, mut loader) = (start(&plan, &shape, random_params(1)), loader(&settings, &shape));
     let mut counts = Counts::default();
     let mut train = |steps| (0..steps).for_each(|_| counts += engine.step(1e-3, &mut loader).unwrap().counts);
@@ -129,7 +130,7 @@ fn loader(settings: &Settings, shape: &ModelShape) -> Loader {
 fn memory_stays_flat() {
     let settings = settings(&format!("{COMMON}{}{}max-grad-norm = 1\n", resident(STRATEGIES[1]), STRATEGIES[1]));
     let shape = tiny_llama(1, 32, 256, true);
-    let plan = Plan::new(&settings, &shape, 2, true).unwrap();
+    let plan = Plan::new(&settings, &shape, Machine::cpu(2), true).unwrap();
     let (mut engine, mut loader) = (start(&plan, &shape, random_params(1)), loader(&settings, &shape));
     let mut rss_after = |steps| {
         (0..steps).for_each(|_| _ = engine.step(1e-3, &mut loader).unwrap());

@@ -4,6 +4,7 @@
 //! device with other settings and on the GPU if there is one. It exits 1 if a case failed, 2 if it could not do what was asked.
 //!
 //! - `--device cpu|cuda`: only this one
+//! - `--attention cudnn|plain`: who computes it on the GPU
 //! - `--require-gpu`: no GPU is an error
 //! - `--full`: the sizes of real workloads and 200 steps of training, which the GPU gets anyway
 //! - `--seed N`: other inputs
@@ -24,6 +25,7 @@ use suite::training::Subject;
 use superoffload::device::Kernels;
 use superoffload::device::cpu::{CpuDevice, Schedule};
 use superoffload::error::{Error, Result};
+use superoffload::planner::machine::Machine;
 use superoffload::train::setup::cpu_engine;
 
 /// Steps of a training run.
@@ -38,6 +40,7 @@ const FULL_CASE_BYTES: usize = 1 << 30;
 struct Options {
     filters: Vec<String>,
     device: Option<String>,
+    plain_attention: bool,
     require_gpu: bool,
     full: bool,
     verbose: bool,
@@ -52,6 +55,7 @@ impl Options {
             let mut value = || args.next().ok_or_else(|| Error::usage(format!("{arg}: a value is missing")));
             match arg.as_str() {
                 "--device" => options.device = Some(value()?),
+                "--attention" => options.plain_attention = value()? == "plain",
                 "--seed" => options.seed = value()?.parse().map_err(|e| Error::usage(format!("--seed: {e}")))?,
                 "--json" => options.json = Some(value()?.into()),
                 "--require-gpu" => options.require_gpu = true,
@@ -96,8 +100,10 @@ fn run(options: &Options) -> Result<u8> {
         cpu(&mut report, options, 3, Schedule::Adversary { seed: 3 })?;
     }
     let gpu = if options.wants("cuda") { find_gpu() } else { Ok(()) };
-    if let Err(why) = &gpu {
-        report.say(&format!("cuda: skipped ({why})"));
+    match &gpu {
+        Ok(()) if options.wants("cuda") => cuda(&mut report, options)?,
+        Ok(()) => {}
+        Err(why) => report.say(&format!("cuda: skipped ({why})")),
     }
     report.finish();
     if let Some(path) = &options.json {
@@ -109,6 +115,33 @@ fn run(options: &Options) -> Result<u8> {
 #[cfg(feature = "cuda")]
 fn find_gpu() -> Result<()> {
     superoffload::device::cuda::probe()
+}
+
+#[cfg(feature = "cuda")]
+fn cuda<W: Write>(report: &mut Report<W>, options: &Options) -> Result<()> {
+    use superoffload::device::Attention;
+    use superoffload::device::cuda::{CudaDevice, CudaOptions, free_bytes};
+    use superoffload::planner::machine::DeviceMemory;
+    let attention = if options.plain_attention { Attention::Plain } else { Attention::Cudnn { deterministic: true } };
+    let settings = if options.plain_attention { "device = \"cuda\"\nattention = \"plain\"\n" } else { "device = \"cuda\"\n" };
+    let machine = Machine { device: DeviceMemory::Own { bytes: free_bytes()? }, ..Machine::cpu(4) };
+    let subject = Subject {
+        engine: &superoffload::train::setup::cuda_engine,
+        machine,
+        settings,
+        same_bits: false,
+        overlaps: true,
+        steps: FULL_STEPS,
+    };
+    let open = || -> Result<Box<dyn Kernels>> {
+        Ok(Box::new(CudaDevice::new(&CudaOptions { libraries: Vec::new(), attention, trace_spans: 0 })?))
+    };
+    conform(report, options, &open, &subject, true)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn cuda<W: Write>(_: &mut Report<W>, _: &Options) -> Result<()> {
+    find_gpu()
 }
 
 #[cfg(not(feature = "cuda"))]
@@ -124,6 +157,7 @@ fn cpu<W: Write>(report: &mut Report<W>, options: &Options, threads: usize, sche
     };
     let subject = Subject {
         engine: &cpu_engine,
+        machine: Machine::cpu(2),
         settings: &settings,
         same_bits: true,
         overlaps: schedule == Schedule::Threads,
@@ -146,9 +180,11 @@ fn conform<D: Kernels, W: Write>(
     full: bool,
 ) -> Result<()> {
     let bytes = if full { FULL_CASE_BYTES } else { CASE_BYTES };
-    let reference = Rig::new(cpu_device(2, Schedule::Threads)?, bytes)?;
+    // The sizes of real workloads take the reference a while.
+    let threads = if full { std::thread::available_parallelism().map_or(2, |cpus| cpus.get()) } else { 2 };
+    let reference = Rig::new(cpu_device(threads, Schedule::Threads)?, bytes)?;
     let mut bench = Bench { subject: Rig::new(open()?, bytes)?, reference, same_bits: subject.same_bits, full };
-    report.begin(&bench.subject.dev.describe());
+    report.begin(&format!("{}: {}", bench.subject.dev.describe(), subject.settings.trim_end().replace('\n', ", ")));
     suite::kernels::run(&mut Suite { bench: &mut bench, report, seed: options.seed, lost: false });
     suite::faults::run(report, &mut bench.subject);
     // A GPU has no room for two who take what they find.

@@ -13,6 +13,7 @@ use superoffload::model::activations::LossTile;
 use superoffload::model::shape::ModelShape;
 use superoffload::model::tensors::TensorTable;
 use superoffload::model::weights;
+use superoffload::planner::machine::Machine;
 
 const FAMILIES: [&str; 7] = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "phi3", "seed_oss"];
 
@@ -72,7 +73,7 @@ impl Golden {
     }
 
     fn engine(&self, way: &str) -> Engine<CpuDevice> {
-        let mut plan = Plan::new(&settings(&format!("{RECIPE}{}{way}", resident(way))), &self.shape, 2, false).unwrap();
+        let mut plan = Plan::new(&settings(&format!("{RECIPE}{}{way}", resident(way))), &self.shape, Machine::cpu(2), false).unwrap();
         // Tiles that divide nothing.
         plan.loss_tile = LossTile { rows: 20, vocab: 40 };
         let first = self.first_params();

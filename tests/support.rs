@@ -11,6 +11,7 @@ use superoffload::hardware::topology::Topology;
 use superoffload::model::init::init_tensor;
 use superoffload::model::shape::ModelShape;
 use superoffload::model::tensors::TensorSpec;
+use superoffload::planner::machine::Machine;
 use superoffload::train::setup::cpu_engine;
 
 /// A llama of a few thousand parameters; `layers`, `channels` and `vocab` vary, `tied` embeddings or not.
@@ -37,7 +38,7 @@ pub fn settings(toml: &str) -> Settings {
 
 /// An engine with random weights, ready to step.
 pub fn engine(settings: &Settings, shape: &ModelShape) -> Engine<CpuDevice> {
-    let plan = Plan::new(settings, shape, 2, false).unwrap();
+    let plan = Plan::new(settings, shape, Machine::cpu(2), false).unwrap();
     start(&plan, shape, random_params(settings.seed))
 }
 

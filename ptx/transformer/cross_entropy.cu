@@ -34,10 +34,8 @@ __device__ __forceinline__ unsigned target_column(int token, unsigned vocab_star
     return token < 0 ? ~0u : unsigned(token) - vocab_start;
 }
 
-__device__ __forceinline__ float larger(float a, float b) {
-    // NaN is passed over.
-    return fmaxf(a, b);
-}
+// Passes over NaN.
+__device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
 
 // All threads' values combined by `f`, on all of them, in an order that depends on the block's size alone.
 template <unsigned BLOCK, typename V, typename F>

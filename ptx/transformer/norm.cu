@@ -106,6 +106,14 @@ __device__ __forceinline__ void norm(
             sum[0] = fmaf(centred, centred, sum[0]);
         }
     }
+    // On their way while the block sums.
+    Vec<T> held_w[FORWARD_VECS], held_b[FORWARD_VECS];
+#pragma unroll
+    for (int k = 0; k < FORWARD_VECS; k++) {
+        if (col(k) >= cols) break;
+        held_w[k] = Vec<T>::load(weight + col(k));
+        if (CENTRED) held_b[k] = Vec<T>::load(bias + col(k));
+    }
     block_sum(sum, shared[1]);
     s.rstd = 1.0f / sqrtf(sum[0] / cols + eps);
 #pragma unroll
@@ -113,8 +121,8 @@ __device__ __forceinline__ void norm(
         if (col(k) >= cols) break;
         float v[N], w[N], b[N];
         held[k].widen(v);
-        Vec<T>::load(weight + col(k)).widen(w);
-        if (CENTRED) Vec<T>::load(bias + col(k)).widen(b);
+        held_w[k].widen(w);
+        if (CENTRED) held_b[k].widen(b);
 #pragma unroll
         for (int i = 0; i < N; i++) v[i] = scaled<CENTRED>(normalised<CENTRED>(v[i], s), w[i], CENTRED ? b[i] : 0.0f);
         Vec<T>::narrow(v).store(out + col(k));

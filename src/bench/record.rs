@@ -205,9 +205,9 @@ pub struct Ends {
 #[derive(Clone, Debug, Serialize)]
 pub struct MemoryPeaks {
     /// Planned on the device, all classes together.
-    pub device_planned_bytes: usize,
+    pub device_planned_bytes: u64,
     /// Planned in host memory.
-    pub host_planned_bytes: usize,
+    pub host_planned_bytes: u64,
     /// Planned, by class, and the resident set at the end.
     #[serde(flatten)]
     pub classes: MemoryUse,

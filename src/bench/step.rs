@@ -5,7 +5,6 @@ use super::facts::{BuildFacts, MachineFacts, ModelFacts, PlanFacts};
 use super::flops::StepFlops;
 use super::options::StepOptions;
 use super::record::{Adam, Ends, ExposedTime, Link, MemoryPeaks, Speed, Spread, StepRecord, Verdicts};
-use crate::config::options::DeviceChoice;
 use crate::config::plan::{Place, Plan};
 use crate::config::settings::Settings;
 use crate::device::Kernels;
@@ -14,19 +13,28 @@ use crate::engine::counters::Counters;
 use crate::engine::executor::{Batches, Engine, Exposed, StepReport};
 use crate::engine::trace::{Recorder, now_ns, write_chrome};
 use crate::engine::verdict::Verdict;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::hardware::gpu::{GpuSamples, Sampler};
 use crate::hardware::parse::meminfo_bytes;
 use crate::hardware::topology::Topology;
 use crate::metrics::MemoryUse;
 use crate::model::presets;
 use crate::model::shape::ModelShape;
+use crate::train::devices;
+#[cfg(feature = "cuda")]
+use crate::train::setup::cuda_engine;
 use crate::train::setup::{check_context, cpu_engine};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use std::fmt::Display;
 use std::ops::Range;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+/// Rows and columns of the products of the ceiling, and for how long they run.
+#[cfg(feature = "cuda")]
+const CEILING_ELEMS: usize = 8192;
+#[cfg(feature = "cuda")]
+const CEILING_TIME: std::time::Duration = std::time::Duration::from_secs(2);
 
 /// A benchmark that is resolved and checked.
 #[derive(Clone, Debug)]
@@ -68,21 +76,19 @@ impl StepBench {
     /// # Errors
     /// Whatever is missing or too large.
     pub fn run(&self, tell: &mut dyn FnMut(&dyn Display)) -> Result<StepRecord> {
-        if self.settings.device == DeviceChoice::Cuda {
-            return Err(Error::Unsupported("--device cuda: this build has no CUDA device yet".into()));
-        }
         let topology = Topology::this_machine();
-        let plan = self.plan(&topology)?;
+        let chosen = devices::choose(&self.settings, &topology)?;
+        let plan = Plan::new(&self.settings, &self.shape, chosen.machine, self.settings.trace.is_some())?;
         tell(&plan);
+        plan.check_fits(&self.settings, &self.shape)?;
+        #[cfg(feature = "cuda")]
+        if chosen.is_gpu() {
+            let matmul_flops = Some(matmul_ceiling(&plan)?);
+            let engine = cuda_engine(&plan, &self.shape, &topology)?;
+            return self.measure(engine, Before { topology, matmul_flops, on_gpu: true }, tell);
+        }
         let engine = cpu_engine(&plan, &self.shape, &topology)?;
         self.measure(engine, Before { topology, matmul_flops: None, on_gpu: false }, tell)
-    }
-
-    fn plan(&self, topology: &Topology) -> Result<Plan> {
-        let usable = topology.usable_cpus().map_or(1, |usable| usable.count());
-        let plan = Plan::new(&self.settings, &self.shape, usable, self.settings.trace.is_some())?;
-        plan.check_fits(topology.memory_usable_bytes().unwrap_or(u64::MAX), 0)?;
-        Ok(plan)
     }
 
     /// Fills `engine` with random weights, runs its steps, and ends it.
@@ -173,6 +179,16 @@ impl StepBench {
         }
         Ok(Timed::new(Spread::new(samples), from_ns..now_ns(), &reports))
     }
+}
+
+/// FLOP/s of large matrix products in the plan's format, over seconds: what the GPU sustains under its power limit.
+#[cfg(feature = "cuda")]
+fn matmul_ceiling(plan: &Plan) -> Result<f64> {
+    use crate::device::Attention;
+    use crate::device::cuda::{CudaDevice, CudaOptions};
+    let libraries = plan.cuda_libraries.clone();
+    let mut dev = CudaDevice::new(&CudaOptions { libraries, attention: Attention::Plain, trace_spans: 0 })?;
+    super::ceiling::matmul_flops(&mut dev, plan.dtype, CEILING_ELEMS, CEILING_TIME)
 }
 
 /// What the timed steps were in all.

@@ -3,7 +3,9 @@
 //! Every field is optional, so that a flag overrides the file and the file overrides the default (see
 //! [`crate::config::settings`]). A key in the file is the flag's name; underscores may stand for dashes.
 
+use crate::model::policy::LayerPolicy;
 use crate::optim::schedule::LrScheduler;
+use crate::units::Bytes;
 use clap::ValueEnum;
 use clap::builder::{PathBufValueParser, TypedValueParser};
 use serde::de::value::StrDeserializer;
@@ -95,6 +97,57 @@ pub enum CastSide {
     Host,
 }
 
+/// What a layer keeps of its forward pass for its backward pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ActivationsChoice {
+    /// The plan decides, layer by layer, from the device's memory.
+    Auto,
+    /// Every layer keeps everything.
+    Keep,
+    /// Every layer computes norms and the MLP's activation again: little memory traffic, no matrix product.
+    RecomputeCheap,
+    /// Every layer keeps only its input and runs its forward pass again.
+    RecomputeBlock,
+    /// Every layer keeps only its input, in host memory.
+    Host,
+}
+
+impl ActivationsChoice {
+    /// The policy of every layer; `None` when the plan decides.
+    pub fn policy(self) -> Option<LayerPolicy> {
+        match self {
+            Self::Auto => None,
+            Self::Keep => Some(LayerPolicy::Keep),
+            Self::RecomputeCheap => Some(LayerPolicy::RecomputeCheap),
+            Self::RecomputeBlock => Some(LayerPolicy::RecomputeBlock),
+            Self::Host => Some(LayerPolicy::Host),
+        }
+    }
+}
+
+/// Who computes attention on a GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum AttentionChoice {
+    /// cuDNN for 16-bit formats, the engine's own kernel for float32.
+    Auto,
+    /// NVIDIA's fused kernels.
+    Cudnn,
+    /// The engine's own kernel.
+    Plain,
+}
+
+/// Kind of host memory that holds the offloaded states.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum HostMemoryKind {
+    /// Locked pages, copied explicitly.
+    Pinned,
+    /// CUDA managed memory, one address on both sides.
+    Unified,
+}
+
 /// A technique that can be turned off at run time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -137,18 +190,31 @@ impl From<PathBuf> for Resume {
 pub enum ResidentBuckets {
     /// The plan decides.
     Auto,
+    /// Every bucket: nothing is offloaded.
+    All,
     /// This many.
     Count(usize),
+}
+
+impl fmt::Display for ResidentBuckets {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::All => f.write_str("all"),
+            Self::Count(count) => write!(f, "{count}"),
+        }
+    }
 }
 
 impl FromStr for ResidentBuckets {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        if text == "auto" {
-            return Ok(Self::Auto);
+        match text {
+            "auto" => Ok(Self::Auto),
+            "all" => Ok(Self::All),
+            number => number.parse().map(Self::Count).map_err(|_| "expected a number of buckets, `auto` or `all`".to_string()),
         }
-        text.parse().map(Self::Count).map_err(|_| "expected a number of buckets or `auto`".to_string())
     }
 }
 
@@ -289,9 +355,39 @@ pub struct TrainOptions {
     pub bucket_mib: Option<f64>,
 
     /// Tail buckets whose optimizer stays on the device [default: auto].
-    #[arg(long, value_name = "N|auto")]
+    #[arg(long, value_name = "auto|all|N")]
     #[serde(deserialize_with = "some_scalar")]
     pub resident_buckets: Option<ResidentBuckets>,
+
+    /// What layers keep for their backward pass [default: auto].
+    #[arg(long)]
+    pub activations: Option<ActivationsChoice>,
+
+    /// Use no more GPU memory than this, for example 80GiB [default: all that is free].
+    #[arg(long, value_name = "SIZE")]
+    #[serde(deserialize_with = "some_scalar")]
+    pub hbm_limit: Option<Bytes>,
+
+    /// Use no more host memory than this, for example 1.5TiB [default: all that is free].
+    #[arg(long, value_name = "SIZE")]
+    #[serde(deserialize_with = "some_scalar")]
+    pub host_limit: Option<Bytes>,
+
+    /// Host memory of offloaded states; unified needs a GPU [default: pinned].
+    #[arg(long)]
+    pub memory: Option<HostMemoryKind>,
+
+    /// Who computes attention on a GPU [default: auto].
+    #[arg(long)]
+    pub attention: Option<AttentionChoice>,
+
+    /// Allow GPU kernels whose results may differ between runs in the last bit [default: false].
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pub nondeterministic: Option<bool>,
+
+    /// Look for NVIDIA's libraries here first [default: where the system looks].
+    #[arg(long, value_name = "DIR")]
+    pub cuda_libraries: Option<PathBuf>,
 
     /// Take the sequences in file order [default: false].
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
@@ -365,6 +461,13 @@ impl TrainOptions {
             threads: self.threads.or(lower.threads),
             bucket_mib: self.bucket_mib.or(lower.bucket_mib),
             resident_buckets: self.resident_buckets.or(lower.resident_buckets),
+            activations: self.activations.or(lower.activations),
+            hbm_limit: self.hbm_limit.or(lower.hbm_limit),
+            host_limit: self.host_limit.or(lower.host_limit),
+            memory: self.memory.or(lower.memory),
+            attention: self.attention.or(lower.attention),
+            nondeterministic: self.nondeterministic.or(lower.nondeterministic),
+            cuda_libraries: self.cuda_libraries.or(lower.cuda_libraries),
             no_shuffle: self.no_shuffle.or(lower.no_shuffle),
             trace: self.trace.or(lower.trace),
             digest: self.digest.or(lower.digest),
@@ -490,10 +593,13 @@ pub(crate) mod tests {
         assert_eq!(options.data, Some(vec!["a".into(), "b".into()]));
         assert_eq!(options.without, Some(vec![Technique::Stv, Technique::Mpam]));
         assert_eq!(options.resident_buckets, Some(ResidentBuckets::Auto));
+        assert_eq!(command_line(&["--resident-buckets=all"]).unwrap().resident_buckets, Some(ResidentBuckets::All));
+        assert_eq!(command_line(&["--hbm-limit=80GiB"]).unwrap().hbm_limit, Some(Bytes(80 << 30)));
+        assert!(command_line(&["--host-limit=much"]).unwrap_err().to_string().contains("expected a size"));
         let resume = |word| command_line(&["--resume-from-checkpoint", word]).unwrap().resume_from_checkpoint;
         assert_eq!(resume("auto"), Some(Resume::Auto));
         assert_eq!(resume("./auto"), Some(Resume::Dir("./auto".into())));
-        assert!(command_line(&["--resident-buckets", "many"]).unwrap_err().to_string().contains("number of buckets or `auto`"));
+        assert!(command_line(&["--resident-buckets", "many"]).unwrap_err().to_string().contains("number of buckets, `auto` or `all`"));
         assert_eq!(command_line(&["--learning-rate", "-1"]).unwrap().learning_rate, Some(-1.0));
     }
 

@@ -1,10 +1,12 @@
 //! The options, resolved: every default applied, every value checked.
 
 use crate::config::options::{
-    CastSide, DeviceChoice, Init, Injection, IsaChoice, ResidentBuckets, Resume, Rollback, Strategy, Technique, TrainDtype, TrainOptions,
+    ActivationsChoice, AttentionChoice, CastSide, DeviceChoice, HostMemoryKind, Init, Injection, IsaChoice, ResidentBuckets, Resume,
+    Rollback, Strategy, Technique, TrainDtype, TrainOptions,
 };
 use crate::error::{Error, Result};
 use crate::optim::schedule::LrScheduler;
+use crate::units::Bytes;
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
@@ -77,6 +79,20 @@ pub struct Settings {
     pub bucket_mib: Option<f64>,
     /// Tail buckets whose optimizer stays on the device.
     pub resident_buckets: ResidentBuckets,
+    /// What layers keep for their backward pass.
+    pub activations: ActivationsChoice,
+    /// GPU memory that may be used, at least 1 byte; `None` is all that is free.
+    pub hbm_limit: Option<Bytes>,
+    /// Host memory that may be used, at least 1 byte; `None` is all that is free.
+    pub host_limit: Option<Bytes>,
+    /// Host memory of offloaded states.
+    pub memory: HostMemoryKind,
+    /// Who computes attention on a GPU.
+    pub attention: AttentionChoice,
+    /// GPU kernels may give results that differ between runs in the last bit.
+    pub nondeterministic: bool,
+    /// Where NVIDIA's libraries are looked for first.
+    pub cuda_libraries: Option<PathBuf>,
     /// Sequences come in file order.
     pub no_shuffle: bool,
     /// Where the timeline is written; `None` writes none.
@@ -129,6 +145,13 @@ impl Default for Settings {
             threads: None,
             bucket_mib: None,
             resident_buckets: ResidentBuckets::Auto,
+            activations: ActivationsChoice::Auto,
+            hbm_limit: None,
+            host_limit: None,
+            memory: HostMemoryKind::Pinned,
+            attention: AttentionChoice::Auto,
+            nondeterministic: false,
+            cuda_libraries: None,
             no_shuffle: false,
             trace: None,
             digest: false,
@@ -216,6 +239,13 @@ impl Settings {
             threads: options.threads.or(self.threads),
             bucket_mib: options.bucket_mib.or(self.bucket_mib),
             resident_buckets: options.resident_buckets.unwrap_or(self.resident_buckets),
+            activations: options.activations.unwrap_or(self.activations),
+            hbm_limit: options.hbm_limit.or(self.hbm_limit),
+            host_limit: options.host_limit.or(self.host_limit),
+            memory: options.memory.unwrap_or(self.memory),
+            attention: options.attention.unwrap_or(self.attention),
+            nondeterministic: options.nondeterministic.unwrap_or(self.nondeterministic),
+            cuda_libraries: options.cuda_libraries.or(self.cuda_libraries),
             no_shuffle: options.no_shuffle.unwrap_or(self.no_shuffle),
             trace: options.trace.or(self.trace),
             digest: options.digest.unwrap_or(self.digest),
@@ -239,6 +269,7 @@ impl Settings {
             ("output-dir", Some(&self.output_dir)),
             ("resume-from-checkpoint", resume),
             ("trace", self.trace.as_ref()),
+            ("cuda-libraries", self.cuda_libraries.as_ref()),
         ];
         let data = self.data.iter().map(|path| ("data", Some(path)));
         single.into_iter().chain(data).filter_map(|(flag, path)| Some((flag, path?))).try_for_each(|(flag, path)| check_path(flag, path))
@@ -252,6 +283,8 @@ impl Settings {
             ("logging-steps", self.logging_steps),
             ("save-steps", self.save_steps),
             ("save-total-limit", self.save_total_limit.unwrap_or(1) as u64),
+            ("hbm-limit", self.hbm_limit.map_or(1, |limit| limit.0)),
+            ("host-limit", self.host_limit.map_or(1, |limit| limit.0)),
         ];
         for (flag, count) in at_least_one {
             require(count >= 1, flag, count, "at least 1")?;
@@ -300,10 +333,24 @@ impl Settings {
         require(self.init == Init::Random || self.model.is_some(), "init", "checkpoint", "random without --model")?;
         let on_cpu = self.adversary.is_none() || self.device == DeviceChoice::Cpu;
         require(on_cpu, "adversary", self.adversary.unwrap_or_default(), "only with --device cpu")?;
+        if self.device == DeviceChoice::Cpu {
+            self.check_needs_no_gpu()?;
+        }
         for injection in &self.inject {
             require(injection.step >= 1, "inject", injection.step, "steps are counted from 1")?;
         }
         Ok(())
+    }
+
+    /// Refuses what only a GPU can do. Called when it is known that there will be none.
+    ///
+    /// # Errors
+    /// `Usage` that names flag and value.
+    pub fn check_needs_no_gpu(&self) -> Result<()> {
+        let allowed = "only with --device cuda";
+        require(self.memory == HostMemoryKind::Pinned, "memory", "unified", allowed)?;
+        require(self.attention != AttentionChoice::Cudnn, "attention", "cudnn", allowed)?;
+        require(self.hbm_limit.is_none(), "hbm-limit", self.hbm_limit.unwrap_or(Bytes(0)), allowed)
     }
 }
 
@@ -400,6 +447,8 @@ mod tests {
             ("--num-train-epochs=nan", "above 0"),
             ("--init=checkpoint", "--model"),
             ("--adversary=5", "--device cpu"),
+            ("--hbm-limit=0", "at least 1"),
+            ("--host-limit=0GiB", "at least 1"),
             ("--per-device-train-batch-size=9223372036854775807", "tokens in a micro-batch"),
         ];
         for (arg, range) in cases {
@@ -408,6 +457,15 @@ mod tests {
             let message = refused.to_string();
             assert!(message.starts_with(arg.split('=').next().unwrap()) && message.contains(range), "{arg}: {message}");
             assert_eq!(refused.exit_code(), 2);
+        }
+    }
+
+    #[test]
+    fn the_cpu_refuses_what_needs_a_gpu() {
+        for (flag, value) in [("--memory", "unified"), ("--attention", "cudnn"), ("--hbm-limit", "2.0 GiB")] {
+            let message = resolve(&["--device=cpu", flag, value]).unwrap_err().to_string();
+            assert_eq!(message, format!("{flag} {value}: allowed is only with --device cuda"));
+            assert!(resolve(&["--device=cuda", flag, value]).is_ok());
         }
     }
 
@@ -454,6 +512,7 @@ mod tests {
             (TrainOptions { data: Some(vec![odd.clone()]), ..Default::default() }, "--data"),
             (TrainOptions { resume_from_checkpoint: Some(Resume::Dir(odd)), ..Default::default() }, "--resume-from-checkpoint"),
             (TrainOptions { output_dir: Some("".into()), ..Default::default() }, "--output-dir"),
+            (TrainOptions { cuda_libraries: Some("".into()), ..Default::default() }, "--cuda-libraries"),
             (TrainOptions { data: Some(vec![]), ..Default::default() }, "--data"),
         ] {
             let message = Settings::resolve(options).unwrap_err().to_string();

@@ -190,6 +190,18 @@ impl AttentionShape {
     }
 }
 
+/// Who computes attention on a GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Attention {
+    /// The engine's own kernels: any format and shape.
+    Plain,
+    /// cuDNN's fused kernels.
+    Cudnn {
+        /// The backward pass gives the same bits every time.
+        deterministic: bool,
+    },
+}
+
 /// Memory of one call of the optimizer on the device: equally long parts of a resident bucket.
 #[derive(Clone, Copy, Debug)]
 pub struct AdamArgs {
@@ -216,6 +228,9 @@ pub struct AdamArgs {
 /// number of threads. `accumulate` adds to what the output holds (rounding once more); otherwise it is overwritten.
 #[expect(clippy::too_many_arguments, reason = "a kernel's arguments are its contract; a struct for each would only rename them")]
 pub trait Kernels: Device {
+    /// Gets ready for attention of this shape and format: what has to be compiled or allocated for it. Only before step 0.
+    fn prepare_attention(&mut self, shape: AttentionShape, dtype: Dtype) -> Result<()>;
+
     /// `out[t,:] = wte[tokens[t],:] + wpe[t % seq_length,:]`. `tokens` int32 `[T]`, `out` `[T, channels]`.
     /// Tokens are already known to be inside the vocabulary.
     fn embed(
@@ -382,14 +397,14 @@ pub trait Kernels: Device {
     /// Fills with zero.
     fn zero(&mut self, x: DeviceSlice) -> Result<()>;
 
-    /// Converts `src` to the dtype of `dst`, on `stream`.
+    /// Converts between float32 and another float format, on `stream`; within one format it copies.
     fn cast(&mut self, stream: Stream, src: DeviceSlice, dst: DeviceSlice) -> Result<()>;
 
     /// One fp32 sum of squares per block of [`crate::optim::norm::BLOCK`] gradients into `partials`; `nonfinite[0]` (int32)
     /// becomes 1 if any gradient is infinite or NaN and is left alone otherwise. See [`crate::optim::norm`].
     fn grad_norm_partials(&mut self, grads: DeviceSlice, partials: DeviceSlice, nonfinite: DeviceSlice) -> Result<()>;
 
-    /// The optimizer's step on resident memory; to the bit what [`crate::optim::adam`] specifies.
+    /// The optimizer's step on resident memory; gradients and working weights share a format; to the bit what [`crate::optim::adam`] specifies.
     fn adam_step(&mut self, args: AdamArgs) -> Result<()>;
 
     /// Writes `value` (rounded to the slice's dtype) into element `index`: fault injection, see `inject` in the configuration.

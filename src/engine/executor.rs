@@ -139,10 +139,12 @@ impl<D: Kernels> Engine<D> {
             None => dev.alloc("gradients", flat, plan.dtype)?,
             Some(ring) => dev.alloc_ring("gradients", flat, plan.dtype, ring)?,
         };
-        let activations = ActivationPlan::new(&shape, plan.batch, plan.seq_length, plan.dtype, plan.loss_tile)?.allocate(&mut dev)?;
+        let activations = ActivationPlan::new(&shape, plan.batch, plan.seq_length, plan.dtype, plan.loss_tile, &plan.layer_policies)?;
+        let activations = activations.allocate(&mut dev, &mut host)?;
         let memory = Memory::new(&plan, &table, &mut dev, &mut host)?;
         let report = Report::new(flat, &mut dev, &mut host)?;
         let model = Model::new(shape, weights, grads, activations)?;
+        model.prepare(&mut dev)?;
         if let (Positions::Rope(rope), Some(target)) = (model.shape.positions, model.activations.rope_table) {
             memory.upload(&mut dev, &rope_table(&rope, plan.seq_length), target)?;
         }

@@ -1,14 +1,21 @@
-//! The memory of one micro-batch: inputs, everything that the forward pass keeps for the backward, and workspaces. It is
-//! planned and named before anything is allocated.
+//! The memory of one micro-batch: inputs, what the forward pass keeps for the backward, and workspaces. It is planned and
+//! named before anything is allocated.
+//!
+//! A layer keeps what its [`LayerPolicy`] says. What it does not keep lies in buffers that all such layers share: their passes
+//! run one after another, on one stream.
 
+use super::host_input::{BUFFERS, HostInput, host_inputs, host_slots};
+use super::policy::LayerPolicy;
 use super::shape::{ModelShape, Norm, Positions};
+use crate::config::plan::Place;
 use crate::device::{Device, DeviceSlice};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
+use crate::host::pinned::HostMemory;
 use crate::units::Bytes;
 
-/// Each layer's part of an allocation starts at a multiple of this many elements.
-const LAYER_ALIGN_ELEMS: usize = 128;
+/// Each part of an allocation for layers starts at a multiple of this many elements.
+const PART_ALIGN_ELEMS: usize = 128;
 
 /// How many logits exist at once: the loss takes `rows` tokens at a time and runs over the vocabulary in tiles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,11 +26,13 @@ pub struct LossTile {
     pub vocab: usize,
 }
 
-/// One planned piece of device memory.
+/// One planned piece of memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Allocation {
     /// Name for people: `layers.qkv`.
     pub name: &'static str,
+    /// Where it lies.
+    pub place: Place,
     /// Elements.
     pub elems: usize,
     /// Format.
@@ -45,30 +54,44 @@ pub struct ActivationPlan {
     seq_length: usize,
     dtype: Dtype,
     tile: LossTile,
+    policies: Vec<LayerPolicy>,
     allocations: Vec<Allocation>,
 }
 
 impl ActivationPlan {
-    /// Plans a micro-batch of `batch` sequences of `seq_length` tokens, computed in `dtype`.
+    /// Plans a micro-batch of `batch` sequences of `seq_length` tokens, computed in `dtype`; `policies` by layer.
     ///
     /// # Errors
-    /// `Usage` when a size is zero, the sequence is longer than the model's positions, or bytes overflow.
-    pub fn new(shape: &ModelShape, batch: usize, seq_length: usize, dtype: Dtype, tile: LossTile) -> Result<Self> {
+    /// `Usage` when a size is zero, the sequence is longer than the model's positions, there is not one policy a layer, or
+    /// bytes overflow.
+    pub fn new(
+        shape: &ModelShape,
+        batch: usize,
+        seq_length: usize,
+        dtype: Dtype,
+        tile: LossTile,
+        policies: &[LayerPolicy],
+    ) -> Result<Self> {
         if batch == 0 || seq_length == 0 || tile.rows == 0 || tile.vocab == 0 {
             return Err(Error::usage("batch size, sequence length and loss tile must be at least 1"));
         }
         if seq_length > shape.max_positions {
             return Err(Error::usage(format_args!("sequence length {seq_length}: the model has {} positions", shape.max_positions)));
         }
+        if policies.len() != shape.layers {
+            return Err(Error::usage(format_args!("{} activation policies: the model has {} layers", policies.len(), shape.layers)));
+        }
         let rows = batch.checked_mul(seq_length).ok_or_else(too_large)?.min(tile.rows);
         let tile = LossTile { rows, vocab: tile.vocab.min(shape.vocab) };
-        let mut plan = Self { shape: shape.clone(), batch, seq_length, dtype, tile, allocations: Vec::new() };
+        let policies = policies.to_vec();
+        let mut plan = Self { shape: shape.clone(), batch, seq_length, dtype, tile, policies, allocations: Vec::new() };
         let mut allocations = Vec::new();
         plan.lay_out(|name, elems, dtype| {
-            allocations.push(Allocation { name, elems, dtype });
+            allocations.push(Allocation { name, place: Place::Device, elems, dtype });
             Ok(DeviceSlice { addr: 0, elems, dtype })
         })?;
         plan.allocations = allocations;
+        plan.allocations.extend(Some(plan.host_allocation()?).filter(|slots| slots.elems > 0));
         Ok(plan)
     }
 
@@ -77,20 +100,50 @@ impl ActivationPlan {
         &self.allocations
     }
 
-    /// The sum of all allocations.
-    pub fn bytes(&self) -> Bytes {
-        Bytes(self.allocations.iter().map(|a| a.bytes() as u64).sum())
+    /// The sum of all allocations on the device.
+    pub fn device_bytes(&self) -> Bytes {
+        self.bytes_at(Place::Device)
+    }
+
+    /// The sum of all allocations in host memory.
+    pub fn host_bytes(&self) -> Bytes {
+        self.bytes_at(Place::Host)
+    }
+
+    fn bytes_at(&self, place: Place) -> Bytes {
+        Bytes(self.allocations.iter().filter(|a| a.place == place).map(|a| a.bytes() as u64).sum())
     }
 
     /// Allocates what was planned.
     ///
     /// # Errors
-    /// The device's, when something does not fit.
-    pub fn allocate<D: Device>(&self, dev: &mut D) -> Result<Activations> {
-        self.lay_out(|name, elems, dtype| dev.alloc(name, elems, dtype))
+    /// The device's or the system's, when something does not fit or cannot be locked.
+    pub fn allocate<D: Device>(&self, dev: &mut D, host: &mut HostMemory) -> Result<Activations> {
+        let mut activations = self.lay_out(|name, elems, dtype| dev.alloc(name, elems, dtype))?;
+        self.give_host_memory(dev, host, &mut activations.layers)?;
+        Ok(activations)
     }
 
-    /// The one description of the memory: planning records what it asks for, allocating fulfils it.
+    fn give_host_memory<D: Device>(&self, dev: &mut D, host: &mut HostMemory, layers: &mut [LayerActivations]) -> Result<()> {
+        let slots = self.host_allocation()?;
+        let memory = host.alloc(slots.name, slots.bytes())?;
+        if memory.bytes() > 0 {
+            dev.pin(memory)?;
+        }
+        let mut layers: Vec<_> = layers.iter_mut().filter(|layer| layer.policy == LayerPolicy::Host).collect();
+        let buffers: Vec<_> = layers.iter().map(|layer| layer.input).collect();
+        let inputs = host_inputs(dev, &buffers, memory)?;
+        layers.iter_mut().zip(inputs).for_each(|(layer, input)| layer.host_input = Some(input));
+        Ok(())
+    }
+
+    fn host_allocation(&self) -> Result<Allocation> {
+        let slots = host_slots(self.host_layers());
+        let elems = product(&[slots, self.batch, self.seq_length, self.shape.channels])?;
+        Ok(Allocation { name: "layers.input", place: Place::Host, elems, dtype: self.dtype })
+    }
+
+    /// The one description of the device's memory: planning records what it asks for, allocating fulfils it.
     fn lay_out(&self, alloc: impl FnMut(&'static str, usize, Dtype) -> Result<DeviceSlice>) -> Result<Activations> {
         let tokens = self.batch * self.seq_length;
         let mut memory = Memory { alloc, tokens, dtype: self.dtype };
@@ -106,8 +159,8 @@ impl ActivationPlan {
             tokens: memory.matrix("tokens", &[tokens], Dtype::Int32)?,
             targets: memory.matrix("targets", &[tokens], Dtype::Int32)?,
             rope_table: rope,
-            embed_out: memory.rows("embed_out", channels)?,
             layers: self.layers(&mut memory)?,
+            final_norm_in: memory.rows("final_norm_in", channels)?,
             final_norm_out: memory.rows("final_norm_out", channels)?,
             final_norm_stats: memory.matrix("final_norm_stats", &[tokens, self.stats_cols()], Dtype::Float32)?,
             logits: memory.matrix("logits_tile", &[self.tile.rows, self.tile.vocab], self.dtype)?,
@@ -124,24 +177,30 @@ impl ActivationPlan {
     where
         A: FnMut(&'static str, usize, Dtype) -> Result<DeviceSlice>,
     {
-        let ModelShape { layers, channels, ffn, heads, kv_heads, qk_norm, .. } = self.shape;
+        let ModelShape { channels, ffn, heads, kv_heads, qk_norm, .. } = self.shape;
         let (qkv_cols, stats_cols) = (self.shape.qkv_cols(), self.stats_cols());
-        let mut each = |name, cols, dtype| memory.per_layer(name, layers, cols, dtype);
+        let (inputs, costly, cheap) = (self.input_parts(), self.parts(LayerPolicy::keeps_costly), self.parts(LayerPolicy::keeps_cheap));
+        let mut each = |name, parts, cols, dtype| memory.by_layer(name, parts, cols, dtype);
         let (dtype, fp32) = (self.dtype, Dtype::Float32);
-        let attn_norm_out = each("layers.attn_norm_out", channels, dtype)?;
-        let attn_norm_stats = each("layers.attn_norm_stats", stats_cols, fp32)?;
-        let qkv_raw = if qk_norm { Some(each("layers.qkv_raw", qkv_cols, dtype)?) } else { None };
-        let qk_rstd = if qk_norm { Some(each("layers.qk_rstd", heads + kv_heads, fp32)?) } else { None };
-        let qkv = each("layers.qkv", qkv_cols, dtype)?;
-        let attn_out = each("layers.attn_out", self.shape.attn_cols(), dtype)?;
-        let lse = each("layers.lse", heads, fp32)?;
-        let mid = each("layers.mid", channels, dtype)?;
-        let mlp_norm_out = each("layers.mlp_norm_out", channels, dtype)?;
-        let mlp_norm_stats = each("layers.mlp_norm_stats", stats_cols, fp32)?;
-        let mlp_in = each("layers.mlp_in", self.shape.mlp_in_cols(), dtype)?;
-        let mlp_act = each("layers.mlp_act", ffn, dtype)?;
-        let out = each("layers.out", channels, dtype)?;
-        let layer = |l: usize| LayerActivations {
+        let input = each("layers.input", &inputs, channels, dtype)?;
+        let attn_norm_out = each("layers.attn_norm_out", &cheap, channels, dtype)?;
+        let attn_norm_stats = each("layers.attn_norm_stats", &costly, stats_cols, fp32)?;
+        let qkv_raw = if qk_norm { Some(each("layers.qkv_raw", &costly, qkv_cols, dtype)?) } else { None };
+        let qk_rstd = if qk_norm { Some(each("layers.qk_rstd", &costly, heads + kv_heads, fp32)?) } else { None };
+        let qkv = each("layers.qkv", if qk_norm { &cheap } else { &costly }, qkv_cols, dtype)?;
+        let attn_out = each("layers.attn_out", &costly, self.shape.attn_cols(), dtype)?;
+        let lse = each("layers.lse", &costly, heads, fp32)?;
+        let mid = each("layers.mid", &costly, channels, dtype)?;
+        let mlp_norm_out = each("layers.mlp_norm_out", &cheap, channels, dtype)?;
+        let mlp_norm_stats = each("layers.mlp_norm_stats", &costly, stats_cols, fp32)?;
+        let mlp_in = each("layers.mlp_in", &costly, self.shape.mlp_in_cols(), dtype)?;
+        let mlp_act = each("layers.mlp_act", &cheap, ffn, dtype)?;
+        let last_sharing = self.policies.iter().rposition(|policy| *policy != LayerPolicy::Keep);
+        let layer = |l: usize, policy: LayerPolicy| LayerActivations {
+            policy,
+            intact: Some(l) == last_sharing,
+            input: input.at(l),
+            host_input: None,
             attn_norm_out: attn_norm_out.at(l),
             attn_norm_stats: attn_norm_stats.at(l),
             qk_norm: qkv_raw.zip(qk_rstd).map(|(raw, rstd)| QkNormActivations { raw: raw.at(l), rstd: rstd.at(l) }),
@@ -153,9 +212,27 @@ impl ActivationPlan {
             mlp_norm_stats: mlp_norm_stats.at(l),
             mlp_in: mlp_in.at(l),
             mlp_act: mlp_act.at(l),
-            out: out.at(l),
         };
-        Ok((0..layers).map(layer).collect())
+        Ok(self.policies.iter().enumerate().map(|(l, policy)| layer(l, *policy)).collect())
+    }
+
+    /// Layers that keep have a part of their own, the others share the last one.
+    fn parts(&self, keeps: fn(LayerPolicy) -> bool) -> Vec<usize> {
+        let mut own = 0..;
+        let shared = self.policies.iter().filter(|policy| keeps(**policy)).count();
+        self.policies.iter().map(|policy| if keeps(*policy) { own.next().unwrap_or(shared) } else { shared }).collect()
+    }
+
+    /// A layer whose input waits in host memory takes turns with the others; every other layer keeps its input.
+    fn input_parts(&self) -> Vec<usize> {
+        let kept = self.policies.len() - self.host_layers();
+        let (mut own, mut turns) = (0..kept, (kept..kept + BUFFERS).cycle());
+        let next = |policy: &LayerPolicy| if *policy == LayerPolicy::Host { turns.next() } else { own.next() };
+        self.policies.iter().map_while(next).collect()
+    }
+
+    fn host_layers(&self) -> usize {
+        self.policies.iter().filter(|policy| **policy == LayerPolicy::Host).count()
     }
 
     /// LayerNorm keeps mean and rstd, RMSNorm only rstd.
@@ -181,9 +258,9 @@ pub struct Activations {
     pub rope_table: Option<DeviceSlice>,
     /// Mean loss of the optimizer step, fp32 `[1]`; without the loss scale.
     pub loss: DeviceSlice,
-    /// Residual stream that enters layer 0, `[T, channels]`.
-    pub(super) embed_out: DeviceSlice,
     pub(super) layers: Vec<LayerActivations>,
+    /// Residual stream that leaves the last layer, `[T, channels]`.
+    pub(super) final_norm_in: DeviceSlice,
     pub(super) final_norm_out: DeviceSlice,
     pub(super) final_norm_stats: DeviceSlice,
     pub(super) logits: DeviceSlice,
@@ -198,9 +275,16 @@ pub struct Activations {
     pub(super) dfused: DeviceSlice,
 }
 
-/// What one layer keeps, by the order of the forward pass. First dimension T unless said otherwise.
+/// Where one layer's activations lie, its own or shared, by the order of the forward pass. First dimension T unless said otherwise.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct LayerActivations {
+    pub policy: LayerPolicy,
+    /// It is the last one that uses the shared buffers: they still hold its values when its backward begins.
+    pub intact: bool,
+    /// Residual stream that enters the layer.
+    pub input: DeviceSlice,
+    /// How the input leaves and returns, for [`LayerPolicy::Host`].
+    pub host_input: Option<HostInput>,
     pub attn_norm_out: DeviceSlice,
     pub attn_norm_stats: DeviceSlice,
     pub qk_norm: Option<QkNormActivations>,
@@ -215,8 +299,6 @@ pub(super) struct LayerActivations {
     pub mlp_norm_stats: DeviceSlice,
     pub mlp_in: DeviceSlice,
     pub mlp_act: DeviceSlice,
-    /// Residual stream after the layer.
-    pub out: DeviceSlice,
 }
 
 /// The projections before the norm of queries and keys, and its statistics.
@@ -235,37 +317,41 @@ struct Memory<A> {
 
 impl<A: FnMut(&'static str, usize, Dtype) -> Result<DeviceSlice>> Memory<A> {
     fn matrix(&mut self, name: &'static str, dims: &[usize], dtype: Dtype) -> Result<DeviceSlice> {
-        let elems = dims.iter().try_fold(1usize, |n, dim| n.checked_mul(*dim)).ok_or_else(too_large)?;
-        // Sums of all allocations and rounding up must fit as well.
-        if elems > 1 << 48 {
-            return Err(too_large());
-        }
-        (self.alloc)(name, elems, dtype)
+        (self.alloc)(name, product(dims)?, dtype)
     }
 
     fn rows(&mut self, name: &'static str, cols: usize) -> Result<DeviceSlice> {
         self.matrix(name, &[self.tokens, cols], self.dtype)
     }
 
-    fn per_layer(&mut self, name: &'static str, layers: usize, cols: usize, dtype: Dtype) -> Result<PerLayer> {
+    /// One allocation for all layers; `parts` says by layer which part is its.
+    fn by_layer<'a>(&mut self, name: &'static str, parts: &'a [usize], cols: usize, dtype: Dtype) -> Result<ByLayer<'a>> {
         let elems = self.tokens.checked_mul(cols).ok_or_else(too_large)?;
-        let stride = elems.checked_next_multiple_of(LAYER_ALIGN_ELEMS).ok_or_else(too_large)?;
-        Ok(PerLayer { all: self.matrix(name, &[layers, stride], dtype)?, elems, stride })
+        let stride = elems.checked_next_multiple_of(PART_ALIGN_ELEMS).ok_or_else(too_large)?;
+        let count = parts.iter().max().map_or(0, |last| last + 1);
+        Ok(ByLayer { all: self.matrix(name, &[count, stride], dtype)?, elems, stride, parts })
     }
 }
 
-/// One allocation cut into equal parts, one a layer.
+/// One allocation cut into equal parts, each of one layer or shared by several.
 #[derive(Clone, Copy)]
-struct PerLayer {
+struct ByLayer<'a> {
     all: DeviceSlice,
     elems: usize,
     stride: usize,
+    parts: &'a [usize],
 }
 
-impl PerLayer {
+impl ByLayer<'_> {
     fn at(self, layer: usize) -> DeviceSlice {
-        self.all.slice(layer * self.stride, self.elems)
+        self.all.slice(self.parts[layer] * self.stride, self.elems)
     }
+}
+
+/// The number of elements, small enough that sums of all allocations and rounding up fit as well.
+fn product(dims: &[usize]) -> Result<usize> {
+    let elems = dims.iter().try_fold(1usize, |n, dim| n.checked_mul(*dim));
+    elems.filter(|elems| *elems <= 1 << 48).ok_or_else(too_large)
 }
 
 fn too_large() -> Error {
@@ -278,12 +364,22 @@ mod tests {
 
     const TILE: LossTile = LossTile { rows: 64, vocab: 100 };
 
+    use LayerPolicy::{Host, Keep, RecomputeBlock, RecomputeCheap};
+
+    fn demo(seq_length: usize, dtype: Dtype, policies: &[LayerPolicy]) -> ActivationPlan {
+        ActivationPlan::new(&ModelShape::demo(), 1, seq_length, dtype, LossTile { rows: 999, vocab: 999 }, policies).unwrap()
+    }
+
+    fn addressed(plan: &ActivationPlan) -> Activations {
+        plan.lay_out(|_, elems, dtype| Ok(DeviceSlice { addr: 0, elems, dtype })).unwrap()
+    }
+
     #[test]
     fn the_plan_is_what_gets_allocated() {
-        let plan = ActivationPlan::new(&ModelShape::demo(), 2, 48, Dtype::Bfloat16, TILE).unwrap();
+        let plan = ActivationPlan::new(&ModelShape::demo(), 2, 48, Dtype::Bfloat16, TILE, &[Keep; 6]).unwrap();
         let mut asked = Vec::new();
         let activations = plan.lay_out(|name, elems, dtype| {
-            asked.push(Allocation { name, elems, dtype });
+            asked.push(Allocation { name, place: Place::Device, elems, dtype });
             Ok(DeviceSlice { addr: 0x1000, elems, dtype })
         });
         assert_eq!(asked, plan.allocations());
@@ -296,33 +392,70 @@ mod tests {
 
     #[test]
     fn each_layer_starts_aligned() {
-        let plan = ActivationPlan::new(&ModelShape::demo(), 1, 3, Dtype::Float32, TILE).unwrap();
-        let activations = plan.lay_out(|_, elems, dtype| Ok(DeviceSlice { addr: 0, elems, dtype })).unwrap();
+        let activations = addressed(&demo(3, Dtype::Float32, &[Keep; 6]));
         // 3 tokens of 8 heads are 24 elements; the next layer's begin at 128.
         assert_eq!((activations.layers[1].lse.addr, activations.layers[1].lse.elems), (128 * 4, 24));
     }
 
     #[test]
+    fn layers_that_do_not_keep_share_the_part_after_those_that_do() {
+        let policies = [RecomputeBlock, Keep, Host, RecomputeCheap, Host, Host];
+        let layers = addressed(&demo(1, Dtype::Float32, &policies)).layers;
+        let parts = |of: fn(&LayerActivations) -> DeviceSlice| -> Vec<u64> {
+            let bytes = of(&layers[0]).bytes().next_multiple_of(128 * 4) as u64;
+            layers.iter().map(|layer| of(layer).addr / bytes).collect()
+        };
+        assert_eq!(parts(|layer| layer.input), [0, 1, 3, 2, 4, 3]);
+        assert_eq!(parts(|layer| layer.mlp_in), [2, 0, 2, 1, 2, 2]);
+        assert_eq!(parts(|layer| layer.mlp_act), [1, 0, 1, 1, 1, 1]);
+        let intact: Vec<bool> = layers.iter().map(|layer| layer.intact).collect();
+        assert_eq!(intact, [false, false, false, false, false, true]);
+    }
+
+    #[test]
     fn bytes_are_those_of_a_count_by_hand() {
-        let shape = ModelShape::demo();
-        let plan = ActivationPlan::new(&shape, 1, 128, Dtype::Bfloat16, LossTile { rows: 999, vocab: 999 }).unwrap();
         let (c, f, t) = (256, 512, 128);
-        // Halves: two norms, qkv, attention, mid, gate and up, activation, out. Floats: two rstd, lse of 8 heads.
-        let layer = t * (2 * (c + 2 * c + c + c + c + 2 * f + f + c) + 4 * (2 + 8));
+        // Halves: qkv, attention, mid, gate and up. Floats: two rstd, lse of 8 heads. Then halves: two norms, activation.
+        let costly = t * (2 * (2 * c + c + c + 2 * f) + 4 * (2 + 8));
+        let cheap = t * 2 * (c + c + f);
+        let input = t * 2 * c;
         let outside = t * (2 * (c + c) + 4 + 8) + 4 * t * 32;
         let loss = t * (2 * 256 + 4 * 3) + 4;
         let work = 2 * t * (c + c + f + 2 * f);
-        assert_eq!(plan.bytes(), Bytes((6 * layer + outside + loss + work) as u64));
+        let cases = [
+            ([Keep; 6], 6 * (costly + cheap + input), 0),
+            ([RecomputeCheap; 6], 6 * (costly + input) + cheap, 0),
+            ([RecomputeBlock; 6], costly + cheap + 6 * input, 0),
+            ([Host; 6], costly + cheap + 2 * input, 4 * input),
+            ([Keep, Host, RecomputeCheap, Host, Host, RecomputeBlock], 3 * costly + 2 * cheap + 5 * input, input),
+            ([Host, Keep, Keep, Keep, Keep, Keep], 6 * (costly + cheap + input), 0),
+        ];
+        for (policies, layers, host) in cases {
+            let plan = demo(t, Dtype::Bfloat16, &policies);
+            assert_eq!(plan.device_bytes(), Bytes((layers + outside + loss + work) as u64), "{policies:?}");
+            assert_eq!(plan.host_bytes(), Bytes(host as u64), "{policies:?}");
+        }
+    }
+
+    #[test]
+    fn a_qk_norm_keeps_raw_projections_and_shares_the_rotated() {
+        let shape = ModelShape { qk_norm: true, ..ModelShape::demo() };
+        let bytes =
+            |policies: &[LayerPolicy]| ActivationPlan::new(&shape, 1, 128, Dtype::Bfloat16, TILE, policies).unwrap().device_bytes().0;
+        // Halves: two norms, activation, rotated qkv.
+        assert_eq!(bytes(&[Keep; 6]) - bytes(&[RecomputeCheap; 6]), 5 * 128 * 2 * (256 + 256 + 512 + 512));
     }
 
     #[test]
     fn impossible_sizes_are_usage_errors() {
-        let plan = |batch, seq_length, tile| ActivationPlan::new(&ModelShape::demo(), batch, seq_length, Dtype::Float32, tile);
+        let plan = |batch, seq_length, tile| ActivationPlan::new(&ModelShape::demo(), batch, seq_length, Dtype::Float32, tile, &[Host; 6]);
         assert!(plan(0, 16, TILE).is_err());
         assert!(plan(1, 0, TILE).is_err());
         assert!(plan(1, 16, LossTile { rows: 0, vocab: 1 }).is_err());
         assert!(plan(1, 1025, TILE).unwrap_err().to_string().contains("1024"));
         assert!(plan(usize::MAX, 2, TILE).unwrap_err().to_string().contains("overflow"));
         assert!(plan(usize::MAX / 1024, 1024, TILE).unwrap_err().to_string().contains("overflow"));
+        let five = ActivationPlan::new(&ModelShape::demo(), 1, 16, Dtype::Float32, TILE, &[Keep; 5]);
+        assert!(five.unwrap_err().to_string().contains("5 activation policies: the model has 6 layers"));
     }
 }

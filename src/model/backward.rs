@@ -19,13 +19,10 @@ impl Model {
         let act = &self.activations;
         match stage {
             Stage::Embed => self.backward_embed(dev, first),
-            Stage::Layer(layer) => {
-                self.backward_mlp(dev, layer, first)?;
-                self.backward_attention(dev, layer, first)
-            }
+            Stage::Layer(layer) => self.backward_layer(dev, layer, first),
             Stage::Head => {
                 dev.zero(act.dresidual)?;
-                self.norm_backward(dev, &self.head.norm, self.residual(self.shape.layers), act.final_norm_stats, first)
+                self.norm_backward(dev, &self.head.norm, act.final_norm_in, act.final_norm_stats, first)
             }
         }
     }
@@ -36,6 +33,13 @@ impl Model {
         let (wte, wpe) = (self.embed.wte.grad, self.embed.wpe.map(|p| p.grad));
         let accumulate_wte = !first || self.shape.tied;
         dev.embed_backward(act.tokens, act.dresidual, wte, accumulate_wte, wpe, !first, act.seq_length, self.shape.channels)
+    }
+
+    fn backward_layer<D: Kernels>(&self, dev: &mut D, layer: usize, first: bool) -> Result<()> {
+        self.recompute(dev, layer)?;
+        self.backward_mlp(dev, layer, first)?;
+        self.backward_attention(dev, layer, first)?;
+        self.activations.layers[layer].host_input.map_or(Ok(()), |input| input.fetch_next(dev))
     }
 
     fn backward_mlp<D: Kernels>(&self, dev: &mut D, layer: usize, first: bool) -> Result<()> {
@@ -63,7 +67,7 @@ impl Model {
             dev.qk_norm_backward(dqkv, kept.raw, q.value, k.value, kept.rstd, q.grad, k.grad, !first, shape)?;
         }
         linear_backward(dev, &params.qkv, act.attn_norm_out, dqkv, all.dnorm, first)?;
-        self.norm_backward(dev, &params.attn_norm, self.residual(layer), act.attn_norm_stats, first)
+        self.norm_backward(dev, &params.attn_norm, act.input, act.attn_norm_stats, first)
     }
 
     /// From `dnorm` to the norm's parameters, and on into the gradient of the residual stream.

@@ -1,7 +1,9 @@
 //! The forward pass, stage by stage.
 
 use super::Model;
+use super::activations::LayerActivations;
 use super::params::{LinearParams, NormParams};
+use super::policy::LayerPolicy;
 use super::shape::{Mlp, Positions};
 use super::tensors::Stage;
 use crate::device::{DeviceSlice, Kernels, MatmulLayout, MatmulShape};
@@ -17,16 +19,11 @@ impl Model {
         match stage {
             Stage::Embed => {
                 let wpe = self.embed.wpe.map(|p| p.value);
-                dev.embed(act.tokens, self.embed.wte.value, wpe, act.embed_out, act.seq_length, self.shape.channels)
+                let out = self.acquire_residual(dev, 0)?;
+                dev.embed(act.tokens, self.embed.wte.value, wpe, out, act.seq_length, self.shape.channels)
             }
-            Stage::Layer(layer) => {
-                self.forward_attention(dev, layer)?;
-                self.forward_mlp(dev, layer)
-            }
-            Stage::Head => {
-                let x = self.residual(self.shape.layers);
-                self.norm(dev, &self.head.norm, x, act.final_norm_out, act.final_norm_stats)
-            }
+            Stage::Layer(layer) => self.forward_layer(dev, layer),
+            Stage::Head => self.norm(dev, &self.head.norm, act.final_norm_in, act.final_norm_out, act.final_norm_stats),
         }
     }
 
@@ -42,31 +39,80 @@ impl Model {
         linear(dev, &self.head.output, self.activations.final_norm_out, None, out)
     }
 
-    fn forward_attention<D: Kernels>(&self, dev: &mut D, layer: usize) -> Result<()> {
+    fn forward_layer<D: Kernels>(&self, dev: &mut D, layer: usize) -> Result<()> {
         let (params, act) = (&self.layers[layer], &self.activations.layers[layer]);
-        let (x, shape) = (self.residual(layer), self.attention_shape(layer));
-        self.norm(dev, &params.attn_norm, x, act.attn_norm_out, act.attn_norm_stats)?;
-        match (params.qk_norm, act.qk_norm) {
-            (Some((q, k)), Some(kept)) => {
-                linear(dev, &params.qkv, act.attn_norm_out, None, kept.raw)?;
-                dev.qk_norm(kept.raw, q.value, k.value, self.shape.eps, act.qkv, kept.rstd, shape)?;
-            }
-            _ => linear(dev, &params.qkv, act.attn_norm_out, None, act.qkv)?,
-        }
-        self.rotate(dev, layer, act.qkv, false)?;
-        dev.attention(act.qkv, act.attn_out, act.lse, shape)?;
-        linear(dev, &params.attn_out, act.attn_out, Some(x), act.mid)
+        act.host_input.map_or(Ok(()), |input| input.send(dev))?;
+        self.forward_attention(dev, layer, act)?;
+        self.forward_mlp(dev, layer, act)?;
+        let out = self.acquire_residual(dev, layer + 1)?;
+        linear(dev, &params.mlp_out, act.mlp_act, Some(act.mid), out)
     }
 
-    fn forward_mlp<D: Kernels>(&self, dev: &mut D, layer: usize) -> Result<()> {
-        let (params, act) = (&self.layers[layer], &self.activations.layers[layer]);
+    /// Where the residual stream that enters `layer`, or leaves the last one, is written, once no copy reads it.
+    fn acquire_residual<D: Kernels>(&self, dev: &mut D, layer: usize) -> Result<DeviceSlice> {
+        let Some(act) = self.activations.layers.get(layer) else { return Ok(self.activations.final_norm_in) };
+        act.host_input.map_or(Ok(()), |input| input.acquire(dev))?;
+        Ok(act.input)
+    }
+
+    /// Makes what the backward pass of `layer` needs and its policy did not keep.
+    pub(super) fn recompute<D: Kernels>(&self, dev: &mut D, layer: usize) -> Result<()> {
+        let act = &self.activations.layers[layer];
+        act.host_input.map_or(Ok(()), |input| input.acquire(dev))?;
+        match act.policy {
+            LayerPolicy::Keep => Ok(()),
+            _ if act.intact => Ok(()),
+            LayerPolicy::RecomputeCheap => self.recompute_cheap(dev, layer, act),
+            LayerPolicy::RecomputeBlock | LayerPolicy::Host => {
+                self.forward_attention(dev, layer, act)?;
+                self.forward_mlp(dev, layer, act)
+            }
+        }
+    }
+
+    /// Everything into which no matrix product enters.
+    fn recompute_cheap<D: Kernels>(&self, dev: &mut D, layer: usize, act: &LayerActivations) -> Result<()> {
+        let params = &self.layers[layer];
+        self.norm(dev, &params.attn_norm, act.input, act.attn_norm_out, act.attn_norm_stats)?;
+        if act.qk_norm.is_some() {
+            self.norm_and_rotate(dev, layer, act)?;
+        }
+        self.norm(dev, &params.mlp_norm, act.mid, act.mlp_norm_out, act.mlp_norm_stats)?;
+        self.activate(dev, act)
+    }
+
+    /// From the layer's input to the residual stream between attention and MLP, into `act`.
+    fn forward_attention<D: Kernels>(&self, dev: &mut D, layer: usize, act: &LayerActivations) -> Result<()> {
+        let params = &self.layers[layer];
+        self.norm(dev, &params.attn_norm, act.input, act.attn_norm_out, act.attn_norm_stats)?;
+        let projected = act.qk_norm.map_or(act.qkv, |kept| kept.raw);
+        linear(dev, &params.qkv, act.attn_norm_out, None, projected)?;
+        self.norm_and_rotate(dev, layer, act)?;
+        dev.attention(act.qkv, act.attn_out, act.lse, self.attention_shape(layer))?;
+        linear(dev, &params.attn_out, act.attn_out, Some(act.input), act.mid)
+    }
+
+    /// From the residual stream between attention and MLP to what enters the MLP's last matrix, into `act`.
+    fn forward_mlp<D: Kernels>(&self, dev: &mut D, layer: usize, act: &LayerActivations) -> Result<()> {
+        let params = &self.layers[layer];
         self.norm(dev, &params.mlp_norm, act.mid, act.mlp_norm_out, act.mlp_norm_stats)?;
         linear(dev, &params.mlp_in, act.mlp_norm_out, None, act.mlp_in)?;
-        match self.shape.mlp {
-            Mlp::Swiglu => dev.swiglu(act.mlp_in, act.mlp_act, self.shape.ffn)?,
-            Mlp::GeluTanh => dev.gelu(act.mlp_in, act.mlp_act)?,
+        self.activate(dev, act)
+    }
+
+    /// Queries and keys as attention sees them, in `act.qkv`: normalised from the raw projections, if the model does that, and rotated.
+    fn norm_and_rotate<D: Kernels>(&self, dev: &mut D, layer: usize, act: &LayerActivations) -> Result<()> {
+        if let (Some((q, k)), Some(kept)) = (self.layers[layer].qk_norm, act.qk_norm) {
+            dev.qk_norm(kept.raw, q.value, k.value, self.shape.eps, act.qkv, kept.rstd, self.attention_shape(layer))?;
         }
-        linear(dev, &params.mlp_out, act.mlp_act, Some(act.mid), act.out)
+        self.rotate(dev, layer, act.qkv, false)
+    }
+
+    fn activate<D: Kernels>(&self, dev: &mut D, act: &LayerActivations) -> Result<()> {
+        match self.shape.mlp {
+            Mlp::Swiglu => dev.swiglu(act.mlp_in, act.mlp_act, self.shape.ffn),
+            Mlp::GeluTanh => dev.gelu(act.mlp_in, act.mlp_act),
+        }
     }
 
     fn norm<D: Kernels>(&self, dev: &mut D, params: &NormParams, x: DeviceSlice, out: DeviceSlice, stats: DeviceSlice) -> Result<()> {

@@ -10,8 +10,10 @@ mod config_json;
 pub mod family;
 mod forward;
 mod head;
+mod host_input;
 pub mod init;
 mod params;
+pub mod policy;
 pub mod presets;
 pub mod rope;
 pub mod shape;
@@ -20,7 +22,7 @@ pub mod tensors;
 mod tests;
 pub mod weights;
 
-use crate::device::{AttentionShape, DeviceSlice};
+use crate::device::{AttentionShape, DeviceSlice, Kernels};
 use crate::error::{Error, Result};
 use activations::Activations;
 use params::{EmbedParams, HeadParams, LayerParams};
@@ -58,7 +60,7 @@ impl Model {
     pub fn new(shape: ModelShape, weights: DeviceSlice, grads: DeviceSlice, activations: Activations) -> Result<Self> {
         let table = TensorTable::new(&shape);
         for (name, slice) in [("weights", weights), ("gradients", grads)] {
-            let dtype = activations.embed_out.dtype;
+            let dtype = activations.final_norm_in.dtype;
             if slice.elems != table.flat_elems() || slice.dtype != dtype {
                 let (have, want) = (slice.elems, table.flat_elems());
                 return Err(Error::usage(format_args!("model {name}: {have} of {}, expected {want} of {dtype}", slice.dtype)));
@@ -71,6 +73,14 @@ impl Model {
         Ok(Self { shape, table, weights, grads, activations, embed, layers, head })
     }
 
+    /// Lets the device get ready for every layer's attention.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn prepare<D: Kernels>(&self, dev: &mut D) -> Result<()> {
+        (0..self.shape.layers).try_for_each(|layer| dev.prepare_attention(self.attention_shape(layer), self.weights.dtype))
+    }
+
     fn attention_shape(&self, layer: usize) -> AttentionShape {
         AttentionShape {
             batch: self.activations.batch,
@@ -80,14 +90,6 @@ impl Model {
             head_dim: self.shape.head_dim,
             scale: self.shape.scale,
             window: self.shape.windows[layer],
-        }
-    }
-
-    /// The residual stream that enters `layer`; for `layer == layers`, what leaves the last one.
-    fn residual(&self, layer: usize) -> DeviceSlice {
-        match layer.checked_sub(1) {
-            None => self.activations.embed_out,
-            Some(below) => self.activations.layers[below].out,
         }
     }
 }

@@ -1,6 +1,7 @@
 //! The passes as a whole on the CPU device: gradients against finite differences, and the ways to cut a batch.
 
 use super::activations::{ActivationPlan, LossTile};
+use super::policy::LayerPolicy::{self, Host, Keep, RecomputeBlock, RecomputeCheap};
 use super::rope::rope_table;
 use super::shape::{ModelShape, Positions};
 use super::tensors::{Stage, TensorSpec, TensorTable};
@@ -42,14 +43,19 @@ impl Rig {
     }
 
     fn narrow<E: Element>(shape: &ModelShape, batch: usize, tile: LossTile) -> Self {
-        let mut dev = CpuDevice::new(1, Schedule::Adversary { seed: 1 }, Default::default(), 0).unwrap();
+        Self::with_policies::<E>(shape, batch, tile, &vec![Keep; shape.layers], Schedule::Adversary { seed: 1 })
+    }
+
+    fn with_policies<E: Element>(shape: &ModelShape, batch: usize, tile: LossTile, policies: &[LayerPolicy], schedule: Schedule) -> Self {
+        let (mut dev, mut host) = (CpuDevice::new(1, schedule, Default::default(), 0).unwrap(), HostMemory::default());
         let flat = TensorTable::new(shape).flat_elems();
-        let plan = ActivationPlan::new(shape, batch, SEQ_LENGTH, E::DTYPE, tile).unwrap();
+        let plan = ActivationPlan::new(shape, batch, SEQ_LENGTH, E::DTYPE, tile, policies).unwrap();
         let weights = dev.alloc("weights", flat, E::DTYPE).unwrap();
         let grads = dev.alloc("grads", flat, E::DTYPE).unwrap();
-        let activations = plan.allocate(&mut dev).unwrap();
+        let activations = plan.allocate(&mut dev, &mut host).unwrap();
+        assert_eq!(host.bytes() as u64, plan.host_bytes().0);
         let model = Model::new(shape.clone(), weights, grads, activations).unwrap();
-        let mut rig = Self { dev, host: HostMemory::default(), model };
+        let mut rig = Self { dev, host, model };
         if let (Positions::Rope(rope), Some(table)) = (shape.positions, rig.model.activations.rope_table) {
             rig.upload(&rope_table(&rope, SEQ_LENGTH), table);
         }
@@ -71,8 +77,8 @@ impl Rig {
         self.wait();
     }
 
-    fn download(&mut self, src: DeviceSlice) -> Vec<f32> {
-        let mut values = vec![0.0f32; src.elems];
+    fn download<T: bytemuck::Pod>(&mut self, src: DeviceSlice) -> Vec<T> {
+        let mut values = vec![T::zeroed(); src.bytes() / size_of::<T>()];
         let dst = self.host.alloc("download", src.bytes()).unwrap();
         self.dev.copy_d2h(Stream::Compute, src, dst).unwrap();
         self.wait();
@@ -220,7 +226,7 @@ fn two_micro_steps_are_one_batch_of_twice_the_size() {
             half.train(MicroStep { first, inv_tokens, loss_scale: 1.0 });
         }
         let (loss_slice, grads_slice) = (half.model.activations.loss, half.model.grads);
-        assert!((half.download(loss_slice)[0] - loss).abs() < 2e-6 * loss, "{name}");
+        assert!((half.download::<f32>(loss_slice)[0] - loss).abs() < 2e-6 * loss, "{name}");
         assert_close(&half.download(grads_slice), &grads, &half.model.table, &name);
     }
 }
@@ -257,10 +263,10 @@ fn the_loss_scale_multiplies_gradients_but_not_the_loss() {
     let mut rig = Rig::new(&shape, 2, ONE_TILE);
     let (loss, grads) = rig.loss_and_grads();
     rig.train(MicroStep { loss_scale: 1024.0, ..whole(&rig.model) });
-    let scaled = rig.download(rig.model.grads);
+    let scaled = rig.download::<f32>(rig.model.grads);
     // A power of two scales every float exactly.
     assert!(grads.iter().zip(&scaled).all(|(g, s)| g * 1024.0 == *s));
-    assert_eq!(rig.download(rig.model.activations.loss)[0], loss);
+    assert_eq!(rig.download::<f32>(rig.model.activations.loss)[0], loss);
 }
 
 /// The same model in a format with relative rounding `unit`: the loss differs by a few roundings, not by nature.
@@ -269,8 +275,66 @@ fn narrow_loss<E: Element>(shape: &ModelShape, unit: f32) {
     let mut rig = Rig::narrow::<E>(shape, 2, LossTile { rows: 10, vocab: 24 });
     rig.feed(0);
     rig.train(whole(&rig.model));
-    let narrow = rig.download(rig.model.activations.loss)[0];
+    let narrow = rig.download::<f32>(rig.model.activations.loss)[0];
     assert!(narrow != loss && (narrow - loss).abs() < 4.0 * unit * loss, "{:?} {}: {narrow} and {loss}", shape.family, E::DTYPE);
+}
+
+/// Loss and gradients after each of two steps of two micro-steps, all on different sequences, so that nothing that is
+/// left over from before can pass for new.
+fn two_steps<E: Element>(shape: &ModelShape, policies: &[LayerPolicy], schedule: Schedule) -> Vec<Vec<u8>> {
+    let mut rig = Rig::with_policies::<E>(shape, 1, LossTile { rows: 10, vocab: 24 }, policies, schedule);
+    let mut results = Vec::new();
+    for sequence in 0..4 {
+        rig.feed(sequence);
+        rig.train(MicroStep { first: sequence % 2 == 0, inv_tokens: 1.0 / (2 * SEQ_LENGTH) as f32, loss_scale: 1.0 });
+        if sequence % 2 == 1 {
+            let (loss, grads) = (rig.model.activations.loss, rig.model.grads);
+            results.extend([loss, grads].map(|slice| rig.download::<u8>(slice)));
+        }
+    }
+    results
+}
+
+/// The policies of seven layers, so that inputs on the host leave, return and stay.
+const POLICIES: [[LayerPolicy; 7]; 7] = [
+    [RecomputeCheap; 7],
+    [RecomputeBlock; 7],
+    [Host; 7],
+    [Host, RecomputeCheap, Host, Keep, Host, RecomputeBlock, Host],
+    [Keep, Host, Host, Host, Host, RecomputeCheap, Keep],
+    [RecomputeBlock, Keep, RecomputeCheap, RecomputeCheap, RecomputeBlock, Host, RecomputeCheap],
+    [Host, Host, Host, Keep, Keep, Keep, Host],
+];
+
+fn deep(family: &str) -> ModelShape {
+    let shape = golden_shape(family);
+    let layers = POLICIES[0].len();
+    ModelShape { layers, windows: shape.windows.iter().copied().cycle().take(layers).collect(), ..shape }
+}
+
+/// Norms with and without bias, with and without a norm of queries and keys; every order of the streams that events allow.
+#[test]
+fn what_a_layer_keeps_changes_no_bit() {
+    for family in ["gpt2", "llama", "qwen3"] {
+        let shape = deep(family);
+        let kept = two_steps::<f32>(&shape, &[Keep; 7], Schedule::Threads);
+        for policies in POLICIES {
+            let schedules = (0..8).map(|seed| Schedule::Adversary { seed }).chain([Schedule::Threads]);
+            for schedule in schedules {
+                let same = two_steps::<f32>(&shape, &policies, schedule) == kept;
+                assert!(same, "{family} {policies:?} {schedule:?}: another result than keeping everything");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_a_layer_keeps_changes_no_bit_of_a_narrow_format() {
+    let shape = deep("qwen3");
+    let kept = two_steps::<half::bf16>(&shape, &[Keep; 7], Schedule::Threads);
+    for policies in POLICIES {
+        assert!(two_steps::<half::bf16>(&shape, &policies, Schedule::Adversary { seed: 3 }) == kept, "{policies:?}");
+    }
 }
 
 #[test]
@@ -288,8 +352,8 @@ fn a_model_refuses_slices_that_do_not_fit() {
     let flat = TensorTable::new(&shape).flat_elems();
     let build = |weights: usize, dtype: Dtype| {
         let mut dev = CpuDevice::new(1, Schedule::Adversary { seed: 1 }, Default::default(), 0).unwrap();
-        let plan = ActivationPlan::new(&shape, 1, SEQ_LENGTH, Dtype::Float32, ONE_TILE).unwrap();
-        let activations = plan.allocate(&mut dev).unwrap();
+        let plan = ActivationPlan::new(&shape, 1, SEQ_LENGTH, Dtype::Float32, ONE_TILE, &vec![Keep; shape.layers]).unwrap();
+        let activations = plan.allocate(&mut dev, &mut HostMemory::default()).unwrap();
         let weights = dev.alloc("weights", weights, dtype).unwrap();
         let grads = dev.alloc("grads", flat, Dtype::Float32).unwrap();
         Model::new(shape.clone(), weights, grads, activations).map(|_| ())

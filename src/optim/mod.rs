@@ -6,6 +6,6 @@
 pub mod adam;
 pub mod norm;
 #[cfg(test)]
-mod samples;
+pub(crate) mod samples;
 pub mod schedule;
 pub mod simd;

@@ -2,14 +2,17 @@
 //!
 //! [`setup`] builds the engine and the data, [`session`] runs steps and saves, this file ties them together.
 
+pub mod devices;
 mod previous_run;
 pub mod session;
 pub mod setup;
 
 use crate::config::plan::Plan;
 use crate::config::settings::Settings;
+use crate::device::Kernels;
 use crate::engine::coordinator::Counts;
 use crate::error::Result;
+use crate::hardware::topology::Topology;
 use crate::metrics::StepMetrics;
 use crate::signals::StopFlag;
 use session::Session;
@@ -80,14 +83,18 @@ pub struct Summary {
 /// # Errors
 /// The first thing that went wrong; the last checkpoint stays good.
 pub fn run(settings: &Settings, stop: &StopFlag, observer: &mut impl Observer) -> Result<Summary> {
-    let mut session = setup::prepare(settings, observer)?;
+    let chosen = devices::choose(settings, &Topology::this_machine())?;
+    #[cfg(feature = "cuda")]
+    if chosen.is_gpu() {
+        return drive(setup::prepare(settings, &chosen, observer, setup::cuda_engine)?, stop, observer);
+    }
+    drive(setup::prepare(settings, &chosen, observer, setup::cpu_engine)?, stop, observer)
+}
+
+fn drive<D: Kernels>(mut session: Session<D>, stop: &StopFlag, observer: &mut impl Observer) -> Result<Summary> {
     while !session.is_done() && !stop.is_set() {
         session.step(observer)?;
     }
-    finish(session, observer)
-}
-
-fn finish<D: crate::device::Kernels>(mut session: Session<D>, observer: &mut impl Observer) -> Result<Summary> {
     session.save_if_new(observer)?;
     session.into_summary()
 }

@@ -1,9 +1,10 @@
 //! Everything before step 0: model, data, plan, device, engine, and the state to begin from.
 
+use super::devices::Chosen;
 use super::session::{Paths, SavedPosition, Session};
 use super::{Facts, Observer, previous_run};
 use crate::checkpoint::{self, Loaded};
-use crate::config::options::{DeviceChoice, Init, Resume};
+use crate::config::options::{Init, Resume};
 use crate::config::plan::Plan;
 use crate::config::settings::{Settings, TrainLength};
 use crate::data::loader::{DataPosition, Loader, steps_for_epochs};
@@ -12,7 +13,7 @@ use crate::data::tokenizer::Tokenizer;
 use crate::device::Kernels;
 use crate::device::cpu::{CpuDevice, Schedule};
 #[cfg(feature = "cuda")]
-use crate::device::cuda::CudaDevice;
+use crate::device::cuda::{CudaDevice, CudaOptions};
 use crate::engine::executor::Engine;
 use crate::engine::loss_scale::LossScale;
 use crate::error::{Error, Result};
@@ -34,22 +35,21 @@ struct Source {
     tokenizer: Tokenizer,
 }
 
-/// Builds a session on the CPU, ready for its first step.
+/// Builds a session on the `chosen` device, whose engine `engine` makes, ready for its first step.
 ///
 /// # Errors
 /// Whatever is missing, broken or too large; nothing has been trained yet.
-pub fn prepare(settings: &Settings, observer: &mut impl Observer) -> Result<Session<CpuDevice>> {
+pub fn prepare<D: Kernels>(
+    settings: &Settings,
+    chosen: &Chosen,
+    observer: &mut impl Observer,
+    engine: impl FnOnce(&Plan, &ModelShape, &Topology) -> Result<Engine<D>>,
+) -> Result<Session<D>> {
     let topology = Topology::this_machine();
-    if settings.device == DeviceChoice::Cuda {
-        return Err(Error::Unsupported("--device cuda: this build has no CUDA device yet; --device cpu trains on the CPU".into()));
-    }
     let source = find_model(settings)?;
     check_context(settings, &source.shape)?;
-    let usable = topology.usable_cpus().map_or(1, |u| u.count());
-    let plan = Plan::new(settings, &source.shape, usable, true)?;
-    // Weights are read whole, as fp32, before they are spread over buckets.
-    let loading_bytes = if settings.init == Init::Checkpoint { plan.layout.flat_elems() as u64 * 4 } else { 0 };
-    plan.check_fits(topology.memory_usable_bytes().unwrap_or(u64::MAX), loading_bytes)?;
+    let plan = Plan::new(settings, &source.shape, chosen.machine, true)?;
+    plan.check_fits(settings, &source.shape)?;
     let dataset = Dataset::open(&settings.data, &source.tokenizer, source.shape.vocab, settings.seq_length)?;
     let paths = Paths::create(settings)?;
     let resumed = find_checkpoint(settings, &paths.output_dir, observer)?;
@@ -61,7 +61,7 @@ pub fn prepare(settings: &Settings, observer: &mut impl Observer) -> Result<Sess
         settings.seq_length,
         source.tokenizer
     );
-    let mut engine = cpu_engine(&plan, &source.shape, &topology)?;
+    let mut engine = engine(&plan, &source.shape, &topology)?;
     let position = match resumed {
         Some(loaded) => resume(&mut engine, loaded, settings, dataset.sequences(), observer)?,
         None => begin(&mut engine, settings, &source.shape)?,
@@ -69,7 +69,7 @@ pub fn prepare(settings: &Settings, observer: &mut impl Observer) -> Result<Sess
     previous_run::move_aside(&paths.output_dir, engine.train_step())?.iter().for_each(|line| observer.warn(line));
     let loader = Loader::new(dataset, plan.batch, settings.seed, !settings.no_shuffle, position)?;
     let facts = Facts {
-        device: describe_device(settings, &engine.describe(), &topology),
+        device: describe_device(chosen, &engine.describe(), &topology),
         model: describe_model(settings, &source.shape),
         data,
         step: engine.train_step(),
@@ -120,8 +120,8 @@ fn max_steps(settings: &Settings, dataset: &Dataset) -> u64 {
     }
 }
 
-fn describe_device(settings: &Settings, device: &str, topology: &Topology) -> String {
-    let why = if settings.device == DeviceChoice::Auto { "; auto: this build has no CUDA device" } else { "" };
+fn describe_device(chosen: &Chosen, device: &str, topology: &Topology) -> String {
+    let why = chosen.note.as_ref().map_or(String::new(), |note| format!("; auto: {note}"));
     format!("{device} on {}{why}", topology.cpu_model.as_deref().unwrap_or("an unnamed processor"))
 }
 
@@ -146,14 +146,15 @@ pub fn cpu_engine(plan: &Plan, shape: &ModelShape, topology: &Topology) -> Resul
     Engine::new(plan.clone(), shape.clone(), dev, pool, bell)
 }
 
-/// The engine on `dev`, a GPU.
+/// The engine on this machine's first GPU.
 ///
 /// # Errors
-/// `Resource` when memory or threads cannot be had.
+/// `Resource` when there is none, one of NVIDIA's libraries is missing, or memory or threads cannot be had.
 #[cfg(feature = "cuda")]
-pub fn cuda_engine(plan: &Plan, shape: &ModelShape, topology: &Topology, mut dev: CudaDevice) -> Result<Engine<CudaDevice>> {
+pub fn cuda_engine(plan: &Plan, shape: &ModelShape, topology: &Topology) -> Result<Engine<CudaDevice>> {
     let bell = Arc::new(Doorbell::default());
-    dev.record_spans(plan.trace_spans)?;
+    let libraries = plan.cuda_libraries.clone();
+    let dev = CudaDevice::new(&CudaOptions { libraries, attention: plan.attention, trace_spans: plan.trace_spans })?;
     let pool = worker_threads(plan, topology, &bell)?;
     Engine::new(plan.clone(), shape.clone(), dev, pool, bell)
 }

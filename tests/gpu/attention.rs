@@ -25,7 +25,7 @@ const FP32: Dtype = Dtype::Float32;
 pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
     let full = [shape(2, 1024, (32, 8), 128, None), shape(1, 1024, (12, 12), 64, None), shape(1, 1024, (16, 8), 128, Some(300))];
     for dtype in FLOATS {
-        let full = if suite.full() && dtype == Dtype::Bfloat16 { &full[..] } else { &[] };
+        let full = if suite.full(dtype) { &full[..] } else { &[] };
         for &shape in shapes().iter().chain(full) {
             let AttentionShape { batch, seq_length, heads, kv_heads, head_dim, window, .. } = shape;
             let window = window.map_or(String::new(), |window| format!(", window {window}"));

@@ -32,8 +32,8 @@ const TILES: [Tile; 7] = [
 const FULL: Tile = Tile { rows: 512, cols: 50257, start: 0, vocab: 50257 };
 
 pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
-    let full = suite.full();
     for dtype in FLOATS {
+        let full = suite.full(dtype);
         for tile in TILES.into_iter().chain(full.then_some(FULL)) {
             let Tile { rows, cols, start, vocab } = tile;
             let name = |kernel: &str| format!("{kernel} {dtype} {rows} rows, tokens {start}..{} of {vocab}", start + cols);
@@ -50,8 +50,9 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
 fn targets(random: &mut Random, tile: Tile) -> Vec<i32> {
     let Tile { rows, cols, start, vocab } = tile;
     let edges = [start, start + cols - 1, (start + cols).min(vocab - 1), start.saturating_sub(1)];
-    let mut target =
-        |row: usize| edges.get(row).copied().unwrap_or_else(|| if row % 4 == 0 { random.below(vocab) } else { start + random.below(cols) });
+    let mut target = |row: usize| {
+        edges.get(row).copied().unwrap_or_else(|| if row.is_multiple_of(4) { random.below(vocab) } else { start + random.below(cols) })
+    };
     (0..rows).map(|row| target(row) as i32).collect()
 }
 

@@ -32,8 +32,8 @@ const FULL: Shape = Shape { batch: 2, seq_length: 1024, channels: 768, vocab: 50
 const MATRICES: [(usize, usize); 8] = [(1, 1), (63, 5), (64, 40), (65, 1), (300, 33), (77, 2560), (20, 9728), (3001, 17)];
 
 pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
-    let full = suite.full();
     for dtype in FLOATS {
+        let full = suite.full(dtype);
         for shape in SHAPES.into_iter().chain(full.then_some(FULL)) {
             let Shape { batch, seq_length, channels, vocab } = shape;
             let name = |kernel: &str| format!("{kernel} {dtype} {batch}x{seq_length} tokens of {vocab}, {channels} channels");

@@ -63,7 +63,10 @@ const WRONG_CALLS: [(&str, WrongCall); 28] = [
     ("gelu_backward of another size", |dev, room| dev.gelu_backward(part(room, 0, 5, FP32), part(room, 1, 6, FP32), part(room, 2, 6, FP32))),
     ("swiglu of half a row", |dev, room| dev.swiglu(part(room, 0, 9, FP32), part(room, 1, 6, FP32), 3)),
     ("swiglu_backward of another size", |dev, room| dev.swiglu_backward(part(room, 0, 6, FP32), part(room, 1, 12, FP32), part(room, 2, 11, FP32), 3)),
-    ("add of another size", |dev, room| dev.add(part(room, 0, 6, FP32), part(room, 1, 5, FP32), part(room, 2, 6, FP32))),
+    ("matmul onto a base of another size", |dev, room| {
+        let (shape, at) = (MatmulShape { layout: MatmulLayout::Nt, m: 2, n: 3, k: 4 }, |index, elems| part(room, index, elems, FP32));
+        dev.matmul(shape, at(0, 8), at(1, 12), None, Some(at(3, 5)), at(2, 6))
+    }),
     ("embed of a table of another width", |dev, room| {
         dev.embed(part(room, 0, 4, Dtype::Int32), part(room, 1, 10, FP32), None, part(room, 2, 16, FP32), 4, 4)
     }),

@@ -16,7 +16,6 @@ const FP32: Dtype = Dtype::Float32;
 const EPS: f32 = 1e-5;
 
 pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
-    let full = suite.full().then(|| shape(1, 2048, 32, 8, 128));
     let shapes = [
         shape(1, 1, 1, 1, 1),
         shape(2, 33, 3, 1, 7),
@@ -26,6 +25,7 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
         shape(3, 65, 2, 1, 40),
     ];
     for dtype in FLOATS {
+        let full = suite.full(dtype).then(|| shape(1, 2048, 32, 8, 128));
         for shape in shapes.into_iter().chain(full) {
             let AttentionShape { batch, seq_length, heads, kv_heads, head_dim, .. } = shape;
             let name = |kernel: &str| format!("{kernel} {dtype} {batch}x{seq_length} tokens, ({heads}+2x{kv_heads})x{head_dim}");

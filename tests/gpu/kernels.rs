@@ -9,6 +9,7 @@ use super::report::{Outcome, Report};
 use super::rig::Bench;
 use super::{attention, casts, copies, cross_entropy, embed, heads, matmul, norms, optimizer, pointwise};
 use std::io::Write;
+use superoffload::dtype::Dtype;
 
 /// What cases need: the devices, and somewhere to tell.
 pub struct Suite<'a, W: Write> {
@@ -33,9 +34,9 @@ impl<W: Write> Suite<'_, W> {
         }
     }
 
-    /// Whether the sizes of real workloads are run.
-    pub fn full(&self) -> bool {
-        self.bench.full
+    /// Whether the sizes of real workloads are run: where it is asked for, in the format that training uses.
+    pub fn full(&self, dtype: Dtype) -> bool {
+        self.bench.full && dtype == Dtype::Bfloat16
     }
 }
 

@@ -5,7 +5,7 @@ use super::formats::FLOATS;
 use super::kernels::{Suite, parallel};
 use super::random::Random;
 use super::report::Outcome;
-use super::rig::{Bench, Case, Handle, Slices};
+use super::rig::{Bench, Case, Want};
 use std::io::Write;
 use superoffload::device::{DeviceSlice, Kernels, MatmulLayout, MatmulShape};
 use superoffload::dtype::Dtype;
@@ -30,8 +30,7 @@ const FULL: [(usize, usize, usize); 3] = [(2048, 2560, 2560), (512, 9728, 2560),
 pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
     for layout in [MatmulLayout::Nt, MatmulLayout::Nn, MatmulLayout::Tn] {
         for dtype in FLOATS {
-            // The largest in the format that training uses.
-            let full = if suite.full() && dtype == Dtype::Bfloat16 { &FULL[..] } else { &[] };
+            let full = if suite.full(dtype) { &FULL[..] } else { &[] };
             for &(m, n, k) in SIZES.iter().chain(full) {
                 let shape = MatmulShape { layout, m, n, k };
                 suite.case(&format!("matmul {layout:?} {dtype} {m}x{n}x{k}"), |bench, random| product(bench, random, dtype, shape));
@@ -40,50 +39,51 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
     }
 }
 
-/// What is added to a product.
+/// The matrix that a product is added to.
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Added {
-    bias: bool,
-    /// What the output held.
-    output: bool,
+enum Base {
+    None,
+    /// What the output holds: gradients accumulate.
+    Output,
+    /// Another: a residual branch joins.
+    Apart,
 }
 
-/// The product of `inputs` (a, b and a bias) with what is `added`.
-fn call(
-    dev: &mut dyn Kernels,
-    at: &Slices,
-    shape: MatmulShape,
-    (a, b, bias): (Handle, Handle, Handle),
-    c: Handle,
-    added: Added,
-) -> Result<()> {
-    dev.matmul(shape, at[a], at[b], added.bias.then(|| at[bias]), at[c], added.output)
-}
+/// With a bias or without, on every base. What is added does not depend on the size: large products take the first few.
+const ADDED: [(bool, Base); 6] =
+    [(false, Base::None), (true, Base::Apart), (false, Base::Output), (true, Base::None), (false, Base::Apart), (true, Base::Output)];
+const ADDED_TO_LARGE: usize = 3;
+const LARGE: usize = 1 << 20;
 
 /// A product to which nothing is added.
 pub fn plain(dev: &mut dyn Kernels, shape: MatmulShape, a: DeviceSlice, b: DeviceSlice, c: DeviceSlice) -> Result<()> {
-    dev.matmul(shape, a, b, None, c, false)
+    dev.matmul(shape, a, b, None, None, c)
 }
 
-/// Products of the narrow formats are exact in fp32: the error is that of the sum, see [`product_growth`], and one rounding for each
-/// thing added.
+/// The error is that of the sum, see [`product_growth`], and one rounding for each thing added.
 fn product(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: MatmulShape) -> Outcome {
     let MatmulShape { m, n, k, .. } = shape;
     let (a, b) = (random.uniform(dtype, m * k), random.uniform(dtype, k * n));
     let (bias, before) = (random.uniform(dtype, n), random.uniform(dtype, m * n));
     let exact = multiply(shape, &a, &b, U * product_growth(dtype, k));
     let mut worst = 0f64;
-    let all = [(false, false), (true, true), (true, false), (false, true)];
-    // What is added does not depend on the size: large products are made twice.
-    let combinations = if m * n * k > 1 << 20 { &all[..2] } else { &all };
-    for &(with_bias, with_output) in combinations {
-        let added = Added { bias: with_bias, output: with_output };
+    for &(with_bias, base) in &ADDED[..if m * n * k > LARGE { ADDED_TO_LARGE } else { ADDED.len() }] {
         let plus_bias = |(i, near): (usize, &Near)| if with_bias { near.plus(f64::from(bias[i % n])) } else { *near };
-        let product = exact.iter().enumerate().map(plus_bias).collect();
+        let product: Vec<Near> = exact.iter().enumerate().map(plus_bias).collect();
+        let sums = |product: Vec<Near>| product.into_iter().zip(&before).map(|(near, &x)| near.plus(f64::from(x))).collect();
         let mut case = Case::default();
-        let inputs = (case.input("a", dtype, &a), case.input("b", dtype, &b), case.input("bias", dtype, &bias));
-        let c = case.gradient("c", dtype, with_output.then_some(&before), product);
-        worst = worst.max(case.check(bench, &|dev, at| call(dev, at, shape, inputs, c, added))?);
+        let (a, b, bias) = (case.input("a", dtype, &a), case.input("b", dtype, &b), case.input("bias", dtype, &bias));
+        let (base, c) = match base {
+            Base::None => (None, case.output("c", dtype, m * n, Want::Near(product))),
+            Base::Output => {
+                let c = case.updated("c", dtype, &before, Want::Near(sums(product)));
+                (Some(c), c)
+            }
+            Base::Apart => (Some(case.input("base", dtype, &before)), case.output("c", dtype, m * n, Want::Near(sums(product)))),
+        };
+        let outcome =
+            case.check(bench, &|dev, at| dev.matmul(shape, at[a], at[b], with_bias.then(|| at[bias]), base.map(|base| at[base]), at[c]));
+        worst = worst.max(outcome?);
     }
     Ok(worst)
 }

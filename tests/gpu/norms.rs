@@ -19,8 +19,8 @@ const MATRICES: [(usize, usize); 9] = [(1, 1), (1, 257), (3, 7), (65, 33), (129,
 const FULL: (usize, usize) = (4096, 2560);
 
 pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
-    let full = suite.full();
     for dtype in FLOATS {
+        let full = suite.full(dtype);
         for (rows, cols) in MATRICES.into_iter().chain(full.then_some(FULL)) {
             let name = |kernel: &str| format!("{kernel} {dtype} {rows}x{cols}");
             suite.case(&name("rms_norm"), |bench, random| rms(bench, random, dtype, rows, cols));

@@ -1,4 +1,4 @@
-//! Activations, rotation and sums: the CPU's bits, also where inputs are infinite, NaN or subnormal.
+//! Activations and rotation: the CPU's bits, also where inputs are infinite, NaN or subnormal.
 
 use super::formats::FLOATS;
 use super::kernels::Suite;
@@ -15,8 +15,8 @@ const MATRICES: [(usize, usize); 9] = [(1, 1), (3, 7), (1, 1023), (65, 33), (5, 
 const FULL: (usize, usize) = (2048, 9728);
 
 pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
-    let full = suite.full();
     for dtype in FLOATS {
+        let full = suite.full(dtype);
         for (rows, cols) in MATRICES.into_iter().chain(full.then_some(FULL)) {
             for (kind, values) in [("ordinary", Random::uniform as Values), ("wild", Random::wild)] {
                 let name = |kernel: &str| format!("{kernel} {dtype} {rows}x{cols} {kind}");
@@ -36,10 +36,6 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
                 suite.case(&name("gelu_backward"), |bench, random| {
                     let (x, dout) = (values(random, dtype, rows * cols), values(random, dtype, rows * cols));
                     gelu_backward(bench, dtype, &x, &dout)
-                });
-                suite.case(&name("add"), |bench, random| {
-                    let (a, b) = (values(random, dtype, rows * cols), values(random, dtype, rows * cols));
-                    add(bench, dtype, &a, &b)
                 });
             }
         }
@@ -88,20 +84,6 @@ fn gelu_backward(bench: &mut Bench, dtype: Dtype, x: &[f32], dout: &[f32]) -> Ou
     let mut in_place = Case::default();
     let (x, dx) = (in_place.input("x", dtype, x), in_place.updated("dx", dtype, dout, Want::Same));
     in_place.check(bench, &|dev, at| dev.gelu_backward(at[dx], at[x], at[dx]))
-}
-
-/// Apart, and on either term.
-fn add(bench: &mut Bench, dtype: Dtype, a: &[f32], b: &[f32]) -> Outcome {
-    let mut apart = Case::default();
-    let (a_in, b_in) = (apart.input("a", dtype, a), apart.input("b", dtype, b));
-    let out = apart.output("out", dtype, a.len(), Want::Same);
-    apart.check(bench, &|dev, at| dev.add(at[a_in], at[b_in], at[out]))?;
-    for onto_first in [true, false] {
-        let mut case = Case::default();
-        let (a, sum) = (case.input("a", dtype, a), case.updated("sum", dtype, b, Want::Same));
-        case.check(bench, &|dev, at| if onto_first { dev.add(at[sum], at[a], at[sum]) } else { dev.add(at[a], at[sum], at[sum]) })?;
-    }
-    Ok(0.0)
 }
 
 /// Whole and partial rotations, odd heads, the heads of real models.

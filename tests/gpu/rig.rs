@@ -279,6 +279,9 @@ impl Case {
 }
 
 fn compare_bits(dtype: Dtype, got: &[u8], want: &[u8]) -> std::result::Result<(), String> {
+    if got == want {
+        return Ok(());
+    }
     let pairs = || got.chunks_exact(dtype.bytes()).zip(want.chunks_exact(dtype.bytes()));
     let differs = |(g, w): (&[u8], &[u8])| !same(dtype, g, w);
     let count = pairs().filter(|&pair| differs(pair)).count();

@@ -18,6 +18,7 @@ use superoffload::hardware::topology::Topology;
 use superoffload::model::init::init_tensor;
 use superoffload::model::shape::ModelShape;
 use superoffload::model::tensors::TensorTable;
+use superoffload::planner::machine::{DeviceMemory, Machine};
 use superoffload::train::setup::cpu_engine;
 
 /// Builds an engine on the device under test.
@@ -26,6 +27,8 @@ pub type Factory<'a, D> = &'a dyn Fn(&Plan, &ModelShape, &Topology) -> Result<En
 /// A device under test, as training sees it.
 pub struct Subject<'a, D: Kernels> {
     pub engine: Factory<'a, D>,
+    /// What the plan may use.
+    pub machine: Machine,
     /// Settings of the device, in lines of a configuration file.
     pub settings: &'a str,
     /// The device promises the reference's bits.
@@ -54,6 +57,16 @@ fn shape() -> ModelShape {
     ModelShape::parse(&config.to_string(), "config.json".as_ref()).expect("the suite's own model")
 }
 
+/// Four layers that keep a GPU busy.
+fn wide_shape() -> ModelShape {
+    let config = serde_json::json!({
+        "architectures": ["LlamaForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 8192, "vocab_size": 256, "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": true,
+    });
+    ModelShape::parse(&config.to_string(), "config.json".as_ref()).expect("the suite's own model")
+}
+
 /// What a run left behind.
 struct Run {
     reports: Vec<StepReport>,
@@ -69,11 +82,15 @@ impl Run {
 }
 
 /// Trains on the text that ships with the program.
-fn train<D: Kernels>(engine: Factory<'_, D>, toml: &str, steps: usize, trace: bool) -> Result<Run> {
+fn train<D: Kernels>(on: &Subject<'_, D>, toml: &str, trace: bool) -> Result<Run> {
+    train_shape(on, &shape(), toml, on.steps, trace)
+}
+
+fn train_shape<D: Kernels>(on: &Subject<'_, D>, shape: &ModelShape, toml: &str, steps: usize, trace: bool) -> Result<Run> {
     let options = toml::from_str(&format!("{RECIPE}{toml}")).map_err(Error::usage)?;
-    let (settings, shape, topology) = (Settings::resolve(options)?, shape(), Topology::this_machine());
-    let plan = Plan::new(&settings, &shape, 2, trace)?;
-    let mut engine = engine(&plan, &shape, &topology)?;
+    let (settings, topology) = (Settings::resolve(options)?, Topology::this_machine());
+    let plan = Plan::new(&settings, shape, on.machine, trace)?;
+    let mut engine = (on.engine)(&plan, shape, &topology)?;
     let specs = engine.table().specs().to_vec();
     for spec in &specs {
         let (mut params, zero) = (vec![0.0; spec.elems()], vec![0.0; spec.elems()]);
@@ -113,8 +130,16 @@ pub fn run<D: Kernels, W: Write>(report: &mut Report<W>, subject: &Subject<'_, D
 /// Losses against the CPU device's.
 fn losses<D: Kernels>(subject: &Subject<'_, D>, dtype: &str) -> Outcome {
     let toml = |dtype: &str| format!("{SPECULATE}bucket-mib = 0.0625\nresident-buckets = 0\ndtype = \"{dtype}\"\nmax-grad-norm = 1\n");
-    let on_cpu = |dtype| train::<CpuDevice>(&cpu_engine, &format!("{REFERENCE}{}", toml(dtype)), subject.steps, false);
-    let have = train(subject.engine, &format!("{}{}", subject.settings, toml(dtype)), subject.steps, false)?;
+    let reference: Subject<'_, CpuDevice> = Subject {
+        engine: &cpu_engine,
+        machine: Machine::cpu(2),
+        settings: REFERENCE,
+        same_bits: true,
+        overlaps: true,
+        steps: subject.steps,
+    };
+    let on_cpu = |dtype| train(&reference, &format!("{REFERENCE}{}", toml(dtype)), false);
+    let have = train(subject, &format!("{}{}", subject.settings, toml(dtype)), false)?;
     let want = on_cpu(dtype)?;
     require(!subject.same_bits || have.digest == want.digest, || "another digest than the reference's".into())?;
     require(want.reports[subject.steps - 1].loss < want.reports[0].loss - 0.5, || "the reference learned nothing".into())?;
@@ -141,7 +166,12 @@ fn float32_bounds(reference: &Run) -> Vec<f64> {
 /// reference's own distance from float32 so far: the device's roundings are as large as the reference's, and independent of them.
 fn bfloat16_bounds(reference: &Run, in_float32: &Run) -> Vec<f64> {
     let gaps = reference.losses().into_iter().zip(in_float32.losses()).map(|(a, b)| f64::from((a - b).abs()));
-    gaps.scan(0f64, |largest, gap| Some(*largest = largest.max(gap)).map(|()| 0.01 + 2.0 * *largest)).collect()
+    let mut largest = 0f64;
+    let bound = |gap: f64| {
+        largest = largest.max(gap);
+        0.01 + 2.0 * largest
+    };
+    gaps.map(bound).collect()
 }
 
 /// Parameters are about as large as a fresh model's matrices; norms' weights are 1, but few.
@@ -216,7 +246,7 @@ fn variants() -> [Variant; 9] {
 /// The same state from every strategy, and counters that show what happened on the way.
 fn digests<D: Kernels>(subject: &Subject<'_, D>, variant: &Variant) -> Outcome {
     let common = format!("{}{}", subject.settings, variant.common);
-    let train = |more: &str| train(subject.engine, &format!("{common}{more}"), subject.steps, false);
+    let train = |more: &str| train(subject, &format!("{common}{more}"), false);
     let max_norm = match variant.clip {
         Clip::Never => 0.0,
         Clip::Always => 1e-3,
@@ -253,15 +283,17 @@ fn overlap<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
     if !subject.overlaps {
         return Err(Missed::Skipped("the device has one thread".into()));
     }
-    let toml = format!("{}{SPECULATE}bucket-mib = 0.0625\nresident-buckets = 0\nmax-grad-norm = 0\n", subject.settings);
-    let run = train(subject.engine, &toml, subject.steps.min(60), true)?;
+    let toml = format!("{}{SPECULATE}resident-buckets = 0\nmax-grad-norm = 0\n", subject.settings);
+    // A GPU is done with the small model's kernels before the next one is enqueued.
+    let shape = if subject.machine.device == DeviceMemory::Shared { shape() } else { wide_shape() };
+    let run = train_shape(subject, &shape, &toml, subject.steps.min(60), true)?;
     let spans = |track: &str, name: &str| -> Vec<(u64, u64)> {
         let tracks = run.tracks.iter().filter(|t| t.track.starts_with(track));
         let spans = tracks.flat_map(|t| t.spans()).filter(|s| s.name != "wait" && s.name.starts_with(name));
         spans.map(|s| (s.start_ns, s.start_ns + s.duration_ns)).collect()
     };
     let compute = spans("compute", "");
-    for (track, name) in [("d2h", "copy_d2h"), ("h2d", "copy_h2d"), ("adam", "")] {
+    for (track, name) in [("d2h", "copy_d2h"), ("adam", "")] {
         let mut beside = spans(track, name);
         require(!beside.is_empty(), || format!("no span on {track}"))?;
         beside.retain(|&(start, end)| compute.iter().any(|&(from, to)| start.max(from) < end.min(to)));

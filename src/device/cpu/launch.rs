@@ -118,6 +118,10 @@ macro_rules! by_float {
 }
 
 impl Kernels for CpuDevice {
+    fn prepare_attention(&mut self, shape: AttentionShape, _dtype: Dtype) -> Result<()> {
+        check_shape("attention", &shape)
+    }
+
     fn embed(
         &mut self,
         tokens: DeviceSlice,
@@ -473,6 +477,15 @@ impl Kernels for CpuDevice {
 
     fn cast(&mut self, stream: Stream, src: DeviceSlice, dst: DeviceSlice) -> Result<()> {
         check("cast", arguments![src.dtype => in src[dst.elems]; dst.dtype => out dst[src.elems]])?;
+        if src.dtype == dst.dtype {
+            // SAFETY: inside a task; `check` saw that sizes agree and that the two do not overlap.
+            return self.enqueue(stream, "cast", move || unsafe {
+                std::ptr::copy_nonoverlapping(src.addr as *const u8, dst.addr as *mut u8, dst.bytes());
+            });
+        }
+        if src.dtype != Dtype::Float32 && dst.dtype != Dtype::Float32 {
+            return Err(Error::Unsupported(format!("a cast from {} to {}", src.dtype, dst.dtype)));
+        }
         let isa = self.compute.isa();
         by_float!(src.dtype, S => by_float!(dst.dtype, D => match stream {
             Stream::Compute => self.launch("cast", move |cx, memory| {
@@ -521,7 +534,7 @@ impl Kernels for CpuDevice {
         if index >= x.elems {
             return Err(Error::resource("launch poke", format!("element {index} of {}", x.elems)));
         }
-        by_float!(x.dtype, T => self.launch("poke", move |_, memory| memory.write::<T>(x)[index] = T::from_f32(value)))
+        by_float!(x.dtype, T => self.launch("poke", move |_, memory| memory.write::<T>(x)[index] = <T as Element>::from_f32(value)))
     }
 }
 

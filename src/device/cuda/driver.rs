@@ -99,6 +99,11 @@ impl Registered {
         check(status, || format!("page-lock {} of host memory", Bytes(memory.bytes() as u64)))?;
         Ok(Self(memory))
     }
+
+    /// Whether all of `part` is in this memory.
+    pub(super) fn contains(&self, part: PinnedSlice) -> bool {
+        self.0.addr() <= part.addr() && part.addr() + part.bytes() <= self.0.addr() + self.0.bytes()
+    }
 }
 
 impl Drop for Registered {

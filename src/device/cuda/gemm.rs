@@ -5,6 +5,7 @@
 //! the same in every process with this library on this GPU.
 
 use super::CudaDevice;
+use super::error::failed;
 use super::libraries::{CUBLASLT, Libraries, functions};
 use crate::device::arguments::{arguments, check};
 use crate::device::{DeviceSlice, MatmulLayout, MatmulShape, Stream};
@@ -123,14 +124,14 @@ impl Gemm {
     /// Opens the library for the current context.
     pub(super) fn new(libraries: &Libraries) -> Result<Self> {
         let lt = CublasLt::bind(&libraries.open(&CUBLASLT)?)?;
-        let mut handle = ptr::null_mut();
-        // SAFETY: writes one handle.
-        lt.check(unsafe { (lt.create)(&mut handle) }, || "start cuBLASLt".into())?;
         // SAFETY: written before it is read: cuBLASLt clears what it counts on.
         let workspace = unsafe { DeviceBuffer::uninitialized(WORKSPACE_BYTES) }.map_err(|e| {
             let operation = format!("allocate {} of GPU memory for cuBLASLt", Bytes(WORKSPACE_BYTES as u64));
-            super::error::failed(e as u32, operation)
+            failed(e as u32, operation)
         })?;
+        let mut handle = ptr::null_mut();
+        // SAFETY: writes one handle.
+        lt.check(unsafe { (lt.create)(&mut handle) }, || "start cuBLASLt".into())?;
         Ok(Self { lt, handle, plans: HashMap::new(), workspace })
     }
 
@@ -195,7 +196,9 @@ impl Drop for Parts {
     fn drop(&mut self) {
         // SAFETY: made by `fill`, destroyed once; cuBLASLt ignores null.
         unsafe {
-            self.layouts.map(|layout| (self.lt.layout_destroy)(layout));
+            for layout in self.layouts {
+                (self.lt.layout_destroy)(layout);
+            }
             (self.lt.desc_destroy)(self.description);
             (self.lt.preference_destroy)(self.preference);
         }

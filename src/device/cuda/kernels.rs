@@ -4,6 +4,8 @@ pub(super) mod attention;
 pub(super) mod bias;
 pub(super) mod cross_entropy;
 pub(super) mod embed;
+#[cfg(test)]
+mod emulator;
 mod grid;
 pub(super) mod norm;
 pub(super) mod pointwise;
@@ -11,8 +13,9 @@ pub(super) mod rope;
 pub(super) mod transfer;
 
 use super::modules::Source;
-use super::{Attention, CudaDevice, gemm};
+use super::{CudaDevice, gemm, sdpa};
 use crate::device::{AdamArgs, AttentionShape, DeviceSlice, Kernels, MatmulShape, Stream};
+use crate::dtype::Dtype;
 use crate::error::Result;
 
 /// Every PTX file, with what it exports.
@@ -23,6 +26,10 @@ pub(super) fn sources() -> impl Iterator<Item = &'static Source> {
 }
 
 impl Kernels for CudaDevice {
+    fn prepare_attention(&mut self, shape: AttentionShape, dtype: Dtype) -> Result<()> {
+        self.sdpa.as_mut().map_or(Ok(()), |sdpa| sdpa.prepare(&shape, dtype))
+    }
+
     fn embed(
         &mut self,
         tokens: DeviceSlice,
@@ -141,9 +148,9 @@ impl Kernels for CudaDevice {
     }
 
     fn attention(&mut self, qkv: DeviceSlice, out: DeviceSlice, lse: DeviceSlice, shape: AttentionShape) -> Result<()> {
-        match self.attention {
-            Attention::Cudnn => todo_sdpa(),
-            Attention::Plain => attention::attention(self, qkv, out, lse, shape),
+        match self.sdpa {
+            Some(_) => sdpa::attention(self, qkv, out, lse, shape),
+            None => attention::attention(self, qkv, out, lse, shape),
         }
     }
 
@@ -156,9 +163,9 @@ impl Kernels for CudaDevice {
         dqkv: DeviceSlice,
         shape: AttentionShape,
     ) -> Result<()> {
-        match self.attention {
-            Attention::Cudnn => todo_sdpa(),
-            Attention::Plain => attention::attention_backward(self, dout, qkv, out, lse, dqkv, shape),
+        match self.sdpa {
+            Some(_) => sdpa::attention_backward(self, dout, qkv, out, lse, dqkv, shape),
+            None => attention::attention_backward(self, dout, qkv, out, lse, dqkv, shape),
         }
     }
 
@@ -225,7 +232,4 @@ impl Kernels for CudaDevice {
     fn poke(&mut self, x: DeviceSlice, index: usize, value: f32) -> Result<()> {
         transfer::poke(self, x, index, value)
     }
-}
-fn todo_sdpa() -> Result<()> {
-    Err(crate::error::Error::Unsupported("cuDNN".into()))
 }

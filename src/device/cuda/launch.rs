@@ -9,7 +9,7 @@ use cust::sys;
 
 /// One argument. Kernels take pointers, 32-bit and 64-bit numbers; all start at the first byte of eight.
 #[derive(Clone, Copy)]
-pub(super) struct Arg(u64);
+pub(super) struct Arg(pub(super) u64);
 
 impl From<DeviceSlice> for Arg {
     fn from(x: DeviceSlice) -> Self {

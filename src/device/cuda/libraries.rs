@@ -49,7 +49,9 @@ impl Libraries {
         let python = std::env::split_paths(&path).find(|folder| folder.join("python3").is_file());
         let prefix = python.as_deref().and_then(Path::parent).map(Path::to_path_buf);
         let environment = std::env::var_os("VIRTUAL_ENV").map(PathBuf::from);
-        Self::below(Path::new("/"), named, &[prefix, environment].into_iter().flatten().collect::<Vec<_>>())
+        // Where pip installs for a person who may not write elsewhere.
+        let personal = std::env::home_dir().map(|home| home.join(".local"));
+        Self::below(Path::new("/"), named, &[prefix, environment, personal].into_iter().flatten().collect::<Vec<_>>())
     }
 
     fn below(root: &Path, named: &[PathBuf], pythons: &[PathBuf]) -> Self {
@@ -121,11 +123,11 @@ impl Library {
 /// The C functions of a library that are used here, with its name for them and its signatures. Status codes are plain
 /// integers: a library may know more of them than any enum.
 macro_rules! functions {
-    ($(#[$doc:meta])* $table:ident { $($field:ident = $symbol:literal($($argument:ty),* $(,)?) -> $result:ty;)* }) => {
+    ($(#[$doc:meta])* $visibility:vis $table:ident { $($field:ident = $symbol:literal($($argument:ty),* $(,)?) -> $result:ty;)* }) => {
         $(#[$doc])*
         #[derive(Clone, Copy)]
-        pub(in crate::device::cuda) struct $table {
-            $(pub(in crate::device::cuda) $field: unsafe extern "C" fn($($argument),*) -> $result,)*
+        $visibility struct $table {
+            $($field: unsafe extern "C" fn($($argument),*) -> $result,)*
         }
         impl $table {
             fn bind(library: &$crate::device::cuda::libraries::Library) -> $crate::error::Result<Self> {

@@ -12,9 +12,10 @@ mod launch;
 mod libraries;
 mod modules;
 mod ring;
+mod sdpa;
 mod timeline;
 
-use super::{Device, DeviceSlice, EventId, RingShape, Stream};
+use super::{Attention, Device, DeviceSlice, EventId, RingShape, Stream};
 use crate::dtype::Dtype;
 use crate::engine::trace::Recorder;
 use crate::error::{Error, Result};
@@ -28,17 +29,10 @@ use gemm::Gemm;
 use libraries::Libraries;
 use modules::Modules;
 use ring::Ring;
+use sdpa::Sdpa;
+pub use sdpa::workspace_bytes as fused_attention_workspace_bytes;
 use std::path::PathBuf;
 use timeline::Timeline;
-
-/// Who computes attention.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Attention {
-    /// cuDNN's fused kernels.
-    Cudnn,
-    /// The engine's own, plain kernels.
-    Plain,
-}
 
 /// How a GPU is opened.
 #[derive(Clone, Debug)]
@@ -47,13 +41,15 @@ pub struct CudaOptions {
     pub libraries: Vec<PathBuf>,
     /// Who computes attention.
     pub attention: Attention,
-    /// Only kernels whose results repeat to the bit.
-    pub deterministic: bool,
+    /// Room for spans on each stream's track; 0 records none.
+    pub trace_spans: usize,
 }
 
 /// The first visible GPU. Belongs to the thread that made it.
 pub struct CudaDevice {
-    // Dropped in this order: the context last.
+    // Dropped in this order: libraries before the streams that they were given, the context last.
+    sdpa: Option<Sdpa>,
+    gemm: Gemm,
     timeline: Timeline,
     registered: Vec<Registered>,
     allocations: Vec<DeviceSlice>,
@@ -61,8 +57,6 @@ pub struct CudaDevice {
     events: Vec<RawEvent>,
     streams: [RawStream; 3],
     modules: Modules,
-    gemm: Gemm,
-    attention: Attention,
     /// Memory that the compute stream's kernels share for partial sums; each leaves in it what it likes.
     scratch: DeviceSlice,
     name: String,
@@ -73,12 +67,28 @@ pub struct CudaDevice {
 /// fp32 elements of scratch memory from the start; kernels that need more make it grow at their first call.
 const SCRATCH_ELEMS: usize = 16 << 20;
 
-/// Whether there is a driver and a GPU, and if not, why.
+/// Bytes of memory that are free on the first GPU.
 ///
 /// # Errors
-/// `Resource` with the driver's or the loader's words.
+/// `Resource` with the driver's or the loader's words when there is no GPU.
+pub fn free_bytes() -> Result<u64> {
+    let _context = Context::new(first_gpu()?).map_err(cannot_open)?;
+    let (mut free, mut total) = (0, 0);
+    // SAFETY: writes two numbers.
+    check(unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) }, || "ask for free GPU memory".into())?;
+    Ok(free as u64)
+}
+
+/// Whether there is a GPU that can be opened, and if not, why.
+///
+/// # Errors
+/// As [`free_bytes`].
 pub fn probe() -> Result<()> {
-    first_gpu().map(drop)
+    free_bytes().map(drop)
+}
+
+fn cannot_open(e: cust::error::CudaError) -> Error {
+    error::failed(e as u32, "open the GPU".into())
 }
 
 fn first_gpu() -> Result<cust::device::Device> {
@@ -96,16 +106,22 @@ impl CudaDevice {
     /// `Resource` when there is no driver, no GPU, or a library is missing.
     pub fn new(options: &CudaOptions) -> Result<Self> {
         let gpu = first_gpu()?;
-        let number = |e: cust::error::CudaError| Error::resource("open the GPU", format!("CUDA error {}", e as u32));
-        let context = Context::new(gpu).map_err(number)?;
-        let name = gpu.name().map_err(number)?;
+        let context = Context::new(gpu).map_err(cannot_open)?;
+        let name = gpu.name().map_err(cannot_open)?;
         let modules = Modules::load(kernels::sources())?;
-        let gemm = Gemm::new(&Libraries::new(&options.libraries))?;
+        let libraries = Libraries::new(&options.libraries);
+        let gemm = Gemm::new(&libraries)?;
         // Copies are short and the step waits for them: they go first.
         let (least, most) = priorities()?;
         let streams = [RawStream::new(least)?, RawStream::new(most)?, RawStream::new(most)?];
-        let timeline = Timeline::new(&streams, 0)?;
+        let sdpa = match options.attention {
+            Attention::Cudnn { deterministic } => Some(Sdpa::new(&libraries, streams[Stream::Compute as usize].0, deterministic)?),
+            Attention::Plain => None,
+        };
+        let timeline = Timeline::new(&streams, options.trace_spans)?;
         let mut dev = Self {
+            sdpa,
+            gemm,
             timeline,
             registered: Vec::new(),
             allocations: Vec::new(),
@@ -113,8 +129,6 @@ impl CudaDevice {
             events: Vec::new(),
             streams,
             modules,
-            gemm,
-            attention: options.attention,
             scratch: DeviceSlice { addr: 0, elems: 0, dtype: Dtype::Float32 },
             name,
             gpu: gpu.as_raw(),
@@ -124,26 +138,6 @@ impl CudaDevice {
         Ok(dev)
     }
 
-    /// Records what runs from now on, with room for `spans` on each stream's track; 0 records none. Only before step 0.
-    ///
-    /// # Errors
-    /// The driver's.
-    pub fn record_spans(&mut self, spans: usize) -> Result<()> {
-        self.timeline = Timeline::new(&self.streams, spans)?;
-        Ok(())
-    }
-
-    /// Bytes of GPU memory that are free now.
-    ///
-    /// # Errors
-    /// The driver's.
-    pub fn free_bytes(&self) -> Result<u64> {
-        let (mut free, mut total) = (0, 0);
-        // SAFETY: writes two numbers.
-        check(unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) }, || "ask for free GPU memory".into())?;
-        Ok(free as u64)
-    }
-
     /// At least `elems` fp32 elements for the kernel that is being enqueued on the compute stream.
     fn scratch(&mut self, elems: usize) -> Result<DeviceSlice> {
         if self.scratch.elems < elems {
@@ -151,6 +145,12 @@ impl CudaDevice {
             self.scratch = self.alloc("kernels' scratch", elems, Dtype::Float32)?;
         }
         Ok(self.scratch.slice(0, elems))
+    }
+
+    /// Whether kernels may follow the address. Small copies of the compute stream are kernels that do: the copy engines
+    /// work in order of arrival, and what they have before them is whole buckets.
+    fn is_registered(&self, memory: PinnedSlice) -> bool {
+        self.registered.iter().any(|registered| registered.contains(memory))
     }
 
     /// Fills with zero bytes, on the compute stream.
@@ -277,6 +277,9 @@ impl Device for CudaDevice {
 
     fn copy_d2h(&mut self, stream: Stream, src: DeviceSlice, dst: PinnedSlice) -> Result<()> {
         assert_eq!(src.bytes(), dst.bytes(), "copy_d2h");
+        if stream == Stream::Compute && self.is_registered(dst) {
+            return kernels::transfer::copy_words(self, src.addr, dst.addr() as u64, src.bytes());
+        }
         self.timed(stream, "copy_d2h", |raw| {
             // SAFETY: sizes agree; the protocol gives both to this copy until its event.
             let status = unsafe { sys::cuMemcpyDtoHAsync_v2(dst.addr() as *mut _, src.addr, src.bytes(), raw.0) };
@@ -286,6 +289,9 @@ impl Device for CudaDevice {
 
     fn copy_h2d(&mut self, stream: Stream, src: PinnedSlice, dst: DeviceSlice) -> Result<()> {
         assert_eq!(src.bytes(), dst.bytes(), "copy_h2d");
+        if stream == Stream::Compute && self.is_registered(src) {
+            return kernels::transfer::copy_words(self, src.addr() as u64, dst.addr, src.bytes());
+        }
         self.timed(stream, "copy_h2d", |raw| {
             // SAFETY: as above.
             let status = unsafe { sys::cuMemcpyHtoDAsync_v2(dst.addr, src.addr() as *const _, src.bytes(), raw.0) };

@@ -19,13 +19,14 @@ use crate::optim::norm::BLOCK;
 use crate::units::Bytes;
 use cust::sys;
 
-pub(super) const SOURCES: [Source; 4] = [
+pub(super) const SOURCES: [Source; 5] = [
     Source {
         file: "cast.ptx",
         ptx: include_str!("../../../../ptx/cast.ptx"),
         typed: &[],
         plain: &["cast_bf16_f32", "cast_f16_f32", "cast_f32_bf16", "cast_f32_f16"],
     },
+    Source { file: "copy.ptx", ptx: include_str!("../../../../ptx/copy.ptx"), typed: &[], plain: &["copy_words"] },
     Source { file: "grad_norm.ptx", ptx: include_str!("../../../../ptx/grad_norm.ptx"), typed: &["grad_norm"], plain: &[] },
     Source { file: "adam.ptx", ptx: include_str!("../../../../ptx/adam.ptx"), typed: &["adam_step"], plain: &[] },
     Source { file: "scale.ptx", ptx: include_str!("../../../../ptx/scale.ptx"), typed: &["scale", "poke"], plain: &[] },
@@ -64,6 +65,18 @@ impl<const N: usize> Call<N> {
 pub(super) fn cast(dev: &mut CudaDevice, stream: Stream, src: DeviceSlice, dst: DeviceSlice) -> Result<()> {
     check("cast", arguments![src.dtype => in src[dst.elems]; dst.dtype => out dst[src.elems]])?;
     if src.dtype == dst.dtype { copy(dev, stream, src, dst) } else { cast_call(src, dst)?.enqueue(dev, stream) }
+}
+
+/// Copies `bytes`, whole 32-bit words, between the GPU and registered host memory, on the compute stream.
+///
+/// # Errors
+/// `Unsupported` for a part of a word.
+pub(in crate::device::cuda) fn copy_words(dev: &mut CudaDevice, from: u64, to: u64, bytes: usize) -> Result<()> {
+    if !bytes.is_multiple_of(4) {
+        return Err(Error::Unsupported(format!("a copy of {bytes} bytes by the compute stream")));
+    }
+    let launch = Launch::new(size((bytes / 4).div_ceil(THREADS))?, THREADS as u32);
+    dev.launch(Stream::Compute, "copy_words", None, launch, args![from, to, (bytes / 4) as u64])
 }
 
 fn copy(dev: &mut CudaDevice, stream: Stream, src: DeviceSlice, dst: DeviceSlice) -> Result<()> {

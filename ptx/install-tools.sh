@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Installs the pinned CUDA compiler and assembler from Python wheels below target/, and prints the folder that holds them.
+# Needs python3 with venv, and a package index the first time; no GPU, no driver, no CUDA toolkit.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+# 13.0 is what the checked-in kernels were compiled with; a library of it needs its own release.
+wheels=(
+  nvidia-cuda-nvcc==13.0.88
+  nvidia-nvvm==13.0.88
+  nvidia-cuda-crt==13.0.88
+  nvidia-cuda-runtime==13.0.96
+  nvidia-cuda-cccl==13.0.85
+)
+venv=$PWD/target/cuda-tools
+
+command -v python3 >/dev/null || { echo "no python3: it installs the CUDA compiler that checks ptx/" >&2; exit 1; }
+if [ "$(cat "$venv/installed" 2>/dev/null)" != "${wheels[*]}" ]; then
+  rm -rf "$venv"
+  mkdir -p target
+  python3 -m venv "$venv" >&2 || { echo "python3 has no venv: install it (Debian, Ubuntu: python3-venv)" >&2; exit 1; }
+  "$venv/bin/pip" install --quiet --disable-pip-version-check "${wheels[@]}" >&2
+  echo "${wheels[*]}" >"$venv/installed"
+fi
+bin=$(dirname "$(ls "$venv"/lib/python3*/site-packages/nvidia/cu13/bin/ptxas)")
+echo "$bin"

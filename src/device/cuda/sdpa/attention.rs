@@ -1,0 +1,278 @@
+//! Causal attention and its gradients as the graphs that cuDNN's fused engines recognise.
+//!
+//! The engines match the pattern of nodes, so nodes that compute nothing new stand here on purpose. Formats matter as
+//! well: a plan for an output in fp32 compiles, and writes garbage.
+
+use super::graph::{Extent, Graph, Id, Operation, Place, Role, Tensor};
+use super::sys::{DataType, Fold, Mode};
+use crate::device::AttentionShape;
+
+struct Builder {
+    graph: Graph,
+    /// Of q, k, v, their gradients, and what is multiplied with them.
+    dtype: DataType,
+    scale: f32,
+    window: Option<usize>,
+    batch: i64,
+    seq: i64,
+    heads: i64,
+    kv_heads: i64,
+    width: i64,
+}
+
+/// A virtual tensor's dims and strides; cuDNN reads the dims.
+#[derive(Clone, Copy)]
+struct Shape(Extent, Extent);
+
+impl Builder {
+    fn new(shape: &AttentionShape, dtype: DataType) -> Self {
+        let AttentionShape { batch, seq_length, heads, kv_heads, head_dim, scale, window } = *shape;
+        let [batch, seq, heads, kv_heads, width] = [batch, seq_length, heads, kv_heads, head_dim].map(|size| size as i64);
+        // A window that reaches the first token from the last hides nothing.
+        let window = window.filter(|window| *window < seq_length);
+        Self { graph: Graph::default(), dtype, scale, window, batch, seq, heads, kv_heads, width }
+    }
+
+    /// Scores of every query and key.
+    fn scores(&self) -> Shape {
+        let n = self.seq;
+        dense([self.batch, self.heads, n, n])
+    }
+
+    /// One number a query.
+    fn rows(&self) -> Shape {
+        dense([self.batch, self.heads, self.seq, 1])
+    }
+
+    /// A vector for every query head of every token.
+    fn vectors(&self) -> Shape {
+        dense([self.batch, self.heads, self.seq, self.width])
+    }
+
+    /// The same tensor with rows and columns exchanged in memory, under the same dims.
+    fn turned(&self) -> Shape {
+        let Shape(dims, [batch, head, row, column]) = self.scores();
+        Shape(dims, [batch, head, column, row])
+    }
+
+    fn tensor(&mut self, dtype: DataType, Shape(dims, strides): Shape, place: Place) -> Id {
+        self.graph.tensor(Tensor { dtype, dims, strides, place })
+    }
+
+    fn value(&mut self, value: f32) -> Id {
+        self.tensor(DataType::F32, dense([1; 4]), Place::Value(value))
+    }
+
+    /// One of the caller's tensors: rows of `columns` are tokens.
+    fn caller(&mut self, role: Role, heads: i64, columns: i64) -> Id {
+        let dims = [self.batch, heads, self.seq, self.width];
+        self.tensor(self.dtype, Shape(dims, [self.seq * columns, self.width, columns, 1]), Place::Caller(role))
+    }
+
+    /// The same, as the second factor of a product that needs its transpose.
+    fn transposed(&mut self, role: Role, heads: i64, columns: i64) -> Id {
+        let dims = [self.batch, heads, self.width, self.seq];
+        self.tensor(self.dtype, Shape(dims, [self.seq * columns, self.width, 1, columns]), Place::Caller(role))
+    }
+
+    /// Columns of the packed queries, keys and values, and of the output.
+    fn qkv_columns(&self) -> i64 {
+        (self.heads + 2 * self.kv_heads) * self.width
+    }
+
+    fn out_columns(&self) -> i64 {
+        self.heads * self.width
+    }
+
+    fn lse(&mut self) -> Id {
+        self.tensor(DataType::F32, self.rows(), Place::Caller(Role::Lse))
+    }
+
+    /// `mode(x, b)` into a virtual fp32 tensor.
+    fn pointwise(&mut self, mode: Mode, x: Id, b: Option<Id>, shape: Shape) -> Id {
+        let y = self.tensor(DataType::F32, shape, Place::Virtual);
+        self.pointwise_into(mode, x, b, y)
+    }
+
+    fn pointwise_into(&mut self, mode: Mode, x: Id, b: Option<Id>, y: Id) -> Id {
+        self.graph.node(Operation::Pointwise { mode, axis: None, b, t: None }, x, y)
+    }
+
+    fn reduce(&mut self, fold: Fold, x: Id) -> Id {
+        let y = self.tensor(DataType::F32, self.rows(), Place::Virtual);
+        self.graph.node(Operation::Reduce(fold), x, y)
+    }
+
+    fn product(&mut self, a: Id, b: Id, c: Id) -> Id {
+        self.graph.node(Operation::Matmul { b }, a, c)
+    }
+
+    fn index(&mut self, axis: i64, x: Id) -> Id {
+        let y = self.tensor(DataType::I32, self.scores(), Place::Virtual);
+        self.graph.node(Operation::Pointwise { mode: Mode::Index, axis: Some(axis), b: None, t: None }, x, y)
+    }
+
+    /// `x` where `mode(left, right)`, minus infinity elsewhere.
+    fn keep(&mut self, x: Id, mode: Mode, left: Id, right: Id) -> Id {
+        let holds = self.tensor(DataType::Bool, self.scores(), Place::Virtual);
+        self.pointwise_into(mode, left, Some(right), holds);
+        let fill = self.value(f32::NEG_INFINITY);
+        let y = self.tensor(DataType::F32, self.scores(), Place::Virtual);
+        self.graph.node(Operation::Pointwise { mode: Mode::Select, axis: None, b: Some(fill), t: Some(holds) }, x, y)
+    }
+
+    /// Hides later keys, then those that lie a window or more behind.
+    fn masked(&mut self, mut x: Id) -> Id {
+        let (row, column) = (self.index(2, x), self.index(3, x));
+        x = self.keep(x, Mode::CmpGe, row, column);
+        if let Some(window) = self.window {
+            let (row, column) = (self.index(2, x), self.index(3, x));
+            let window = self.value(window as f32);
+            let end = self.pointwise(Mode::Add, column, Some(window), self.scores());
+            x = self.keep(x, Mode::CmpGt, end, row);
+        }
+        x
+    }
+
+    /// `q k^T * scale`
+    fn scaled_scores(&mut self, q: Id, k: Id, scale: Id) -> Id {
+        let raw = self.tensor(DataType::F32, self.scores(), Place::Virtual);
+        self.product(q, k, raw);
+        self.pointwise(Mode::Mul, raw, Some(scale), self.scores())
+    }
+}
+
+/// A dense tensor.
+fn dense(dims: Extent) -> Shape {
+    Shape(dims, [dims[1] * dims[2] * dims[3], dims[2] * dims[3], dims[3], 1])
+}
+
+/// The output and the log-sum-exp from the packed queries, keys and values.
+pub(super) fn forward(shape: &AttentionShape, dtype: DataType) -> Graph {
+    let mut b = Builder::new(shape, dtype);
+    let (heads, kv_heads, columns) = (b.heads, b.kv_heads, b.qkv_columns());
+    let q = b.caller(Role::Q, heads, columns);
+    let k = b.transposed(Role::K, kv_heads, columns);
+    let v = b.caller(Role::V, kv_heads, columns);
+    let out = b.caller(Role::Out, heads, b.out_columns());
+    let lse = b.lse();
+
+    let scale = b.value(b.scale);
+    let scaled = b.scaled_scores(q, k, scale);
+    let scores = b.masked(scaled);
+    let top = b.reduce(Fold::Max, scores);
+    let below = b.pointwise(Mode::Sub, scores, Some(top), b.scores());
+    let exp = b.pointwise(Mode::Exp, below, None, b.scores());
+    let sum = b.reduce(Fold::Add, exp);
+    let log = b.pointwise(Mode::Log, sum, None, b.rows());
+    b.pointwise_into(Mode::Add, top, Some(log), lse);
+    let p = b.tensor(dtype, b.scores(), Place::Virtual);
+    b.pointwise_into(Mode::Div, exp, Some(sum), p);
+    b.product(p, v, out);
+    b.graph
+}
+
+/// The gradients of queries, keys and values, packed as they are. `deterministic` sums dq in a fixed order, which takes
+/// memory for every score of dq's product; otherwise dq is added up in fp32 as thread blocks finish.
+pub(super) fn backward(shape: &AttentionShape, dtype: DataType, deterministic: bool) -> Graph {
+    let mut b = Builder::new(shape, dtype);
+    let (heads, kv_heads, columns) = (b.heads, b.kv_heads, b.qkv_columns());
+    let q = b.caller(Role::Q, heads, columns);
+    let k_t = b.transposed(Role::K, kv_heads, columns);
+    let v_t = b.transposed(Role::V, kv_heads, columns);
+    let out = b.caller(Role::Out, heads, b.out_columns());
+    let dout = b.caller(Role::Dout, heads, b.out_columns());
+    let lse = b.lse();
+    let dq = b.caller(Role::Dq, heads, columns);
+
+    // Delta: each row of dout * out, summed. The product with one stands where dropout would; it is part of the pattern.
+    let products = b.pointwise(Mode::Mul, dout, Some(out), b.vectors());
+    let sums = b.reduce(Fold::Add, products);
+    let one = b.value(1.0);
+    let delta = b.tensor(DataType::F32, b.rows(), Place::Workspace);
+    b.pointwise_into(Mode::Mul, sums, Some(one), delta);
+
+    // The probabilities again.
+    let scale = b.value(b.scale);
+    let scaled = b.scaled_scores(q, k_t, scale);
+    let below = b.pointwise(Mode::Sub, scaled, Some(lse), b.scores());
+    let scores = b.masked(below);
+    let p = b.pointwise(Mode::Exp, scores, None, b.scores());
+
+    // dv = p^T dout
+    b.gradient_of_keys(p, dout, Role::Dv);
+
+    // ds = p * (dout v^T - delta) * scale
+    let dp = b.tensor(DataType::F32, b.scores(), Place::Virtual);
+    b.product(dout, v_t, dp);
+    let centred = b.pointwise(Mode::Sub, dp, Some(delta), b.scores());
+    let weighted = b.pointwise(Mode::Mul, centred, Some(p), b.scores());
+    let ds = b.pointwise(Mode::Mul, weighted, Some(scale), b.scores());
+
+    // dk = ds^T q
+    b.gradient_of_keys(ds, q, Role::Dk);
+
+    // dq = ds k
+    let dims = [b.batch, kv_heads, b.seq, b.width];
+    let k = b.tensor(DataType::F32, Shape(dims, [b.seq * columns, b.width, columns, 1]), Place::Virtual);
+    b.graph.node(Operation::Reshape, k_t, k);
+    if deterministic {
+        b.product(ds, k, dq);
+    } else {
+        let sum = b.tensor(DataType::F32, b.vectors(), Place::Workspace);
+        b.product(ds, k, sum);
+        b.pointwise_into(Mode::Identity, sum, None, dq);
+    }
+    b.graph
+}
+
+impl Builder {
+    /// `x^T y` for every query head, summed over those that share a key head.
+    fn gradient_of_keys(&mut self, x: Id, y: Id, role: Role) {
+        let x_t = self.tensor(self.dtype, self.turned(), Place::Virtual);
+        self.graph.node(Operation::Reshape, x, x_t);
+        let gradient = self.caller(role, self.kv_heads, self.qkv_columns());
+        if self.heads == self.kv_heads {
+            self.product(x_t, y, gradient);
+        } else {
+            let each = self.tensor(self.dtype, self.vectors(), Place::Virtual);
+            self.product(x_t, y, each);
+            self.graph.node(Operation::Reduce(Fold::Add), each, gradient);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SHAPE: AttentionShape =
+        AttentionShape { batch: 4, seq_length: 4096, heads: 32, kv_heads: 8, head_dim: 128, scale: 0.088_388_346, window: None };
+
+    fn nodes(shape: AttentionShape, deterministic: bool) -> [usize; 2] {
+        [forward(&shape, DataType::Bf16), backward(&shape, DataType::Bf16, deterministic)].map(|graph| graph.nodes.len())
+    }
+
+    #[test]
+    fn graphs_have_the_nodes_that_the_engines_know() {
+        let mha = AttentionShape { kv_heads: 32, ..SHAPE };
+        let windowed = AttentionShape { window: Some(1024), ..SHAPE };
+        let wide = AttentionShape { window: Some(4096), ..SHAPE };
+        assert_eq!(nodes(SHAPE, false), [14, 24]);
+        assert_eq!(nodes(SHAPE, true), [14, 23]);
+        assert_eq!(nodes(mha, false), [14, 22]);
+        assert_eq!(nodes(windowed, false), [19, 29]);
+        assert_eq!(nodes(wide, false), [14, 24]);
+    }
+
+    #[test]
+    fn every_role_is_bound_once_and_packed_rows_are_strided() {
+        let graph = backward(&SHAPE, DataType::F16, true);
+        let callers: Vec<_> = graph.tensors.iter().filter(|tensor| matches!(tensor.place, Place::Caller(_))).collect();
+        assert_eq!(callers.len(), Role::COUNT);
+        let q = callers.iter().find(|tensor| tensor.place == Place::Caller(Role::Q)).unwrap();
+        assert_eq!((q.dims, q.strides), ([4, 32, 4096, 128], [4096 * 6144, 128, 6144, 1]));
+        let k = callers.iter().find(|tensor| tensor.place == Place::Caller(Role::K)).unwrap();
+        assert_eq!((k.dims, k.strides), ([4, 8, 128, 4096], [4096 * 6144, 128, 1, 6144]));
+    }
+}

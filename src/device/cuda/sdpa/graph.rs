@@ -1,0 +1,170 @@
+//! An operation graph as plain data, and its translation into cuDNN's descriptors.
+
+use super::sys::{Attribute, Cudnn, DataType, Descriptor, Fold, Kind, Mode};
+use crate::error::Result;
+
+/// Bytes to which every tensor in memory is aligned.
+pub(super) const ALIGNMENT: u64 = 16;
+
+/// What the caller's tensors mean.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Role {
+    Q,
+    K,
+    V,
+    Out,
+    Lse,
+    Dout,
+    Dq,
+    Dk,
+    Dv,
+}
+
+impl Role {
+    pub(super) const COUNT: usize = Role::Dv as usize + 1;
+}
+
+/// Where a tensor lies.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Place {
+    /// Nowhere: it passes between nodes.
+    Virtual,
+    /// In the caller's memory.
+    Caller(Role),
+    /// In the workspace: fp32 and dense.
+    Workspace,
+    /// A number on the host, read at each execution.
+    Value(f32),
+}
+
+/// Batch, head, row and column.
+pub(super) type Extent = [i64; 4];
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Tensor {
+    pub(super) dtype: DataType,
+    pub(super) dims: Extent,
+    pub(super) strides: Extent,
+    pub(super) place: Place,
+}
+
+impl Tensor {
+    pub(super) fn elems(&self) -> u64 {
+        self.dims.iter().product::<i64>() as u64
+    }
+}
+
+/// A tensor by its position in the graph.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Id(pub(super) usize);
+
+impl Id {
+    /// What cuDNN calls it.
+    pub(super) fn number(self) -> i64 {
+        self.0 as i64 + 1
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Operation {
+    /// `y = x b`
+    Matmul { b: Id },
+    /// `y = mode(x, b, t)`; `Select` takes x where t holds and b elsewhere, `Index` has an axis.
+    Pointwise { mode: Mode, axis: Option<i64>, b: Option<Id>, t: Option<Id> },
+    /// Folds the dimensions in which y is 1, or has fewer heads.
+    Reduce(Fold),
+    /// `y` is x under other dimensions.
+    Reshape,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Node {
+    pub(super) operation: Operation,
+    pub(super) x: Id,
+    pub(super) y: Id,
+}
+
+#[derive(Clone, Debug, Default)]
+pub(super) struct Graph {
+    pub(super) tensors: Vec<Tensor>,
+    pub(super) nodes: Vec<Node>,
+}
+
+impl Graph {
+    pub(super) fn tensors(&self) -> impl Iterator<Item = (Id, &Tensor)> {
+        self.tensors.iter().enumerate().map(|(index, tensor)| (Id(index), tensor))
+    }
+
+    pub(super) fn tensor(&mut self, tensor: Tensor) -> Id {
+        self.tensors.push(tensor);
+        Id(self.tensors.len() - 1)
+    }
+
+    pub(super) fn node(&mut self, operation: Operation, x: Id, y: Id) -> Id {
+        self.nodes.push(Node { operation, x, y });
+        y
+    }
+
+    /// The operations as cuDNN takes them.
+    pub(super) fn lower(&self, cudnn: Cudnn) -> Result<Vec<Descriptor>> {
+        let tensors = self.tensors().map(|(id, tensor)| lower_tensor(cudnn, id, tensor)).collect::<Result<Vec<_>>>()?;
+        self.nodes.iter().map(|node| lower_node(cudnn, node, &tensors)).collect()
+    }
+}
+
+fn lower_tensor(cudnn: Cudnn, id: Id, tensor: &Tensor) -> Result<Descriptor> {
+    Descriptor::build(cudnn, Kind::Tensor, |descriptor| {
+        descriptor.set(Attribute::TensorType, &[tensor.dtype])?;
+        descriptor.set(Attribute::TensorDims, &tensor.dims)?;
+        descriptor.set(Attribute::TensorStrides, &tensor.strides)?;
+        descriptor.set(Attribute::TensorId, &[id.number()])?;
+        descriptor.set(Attribute::TensorAlignment, &[ALIGNMENT as i64])?;
+        match tensor.place {
+            Place::Virtual => descriptor.set(Attribute::TensorIsVirtual, &[true]),
+            Place::Value(_) => descriptor.set(Attribute::TensorIsByValue, &[true]),
+            Place::Caller(_) | Place::Workspace => Ok(()),
+        }
+    })
+}
+
+fn lower_node(cudnn: Cudnn, node: &Node, tensors: &[Descriptor]) -> Result<Descriptor> {
+    use Attribute as A;
+    let tensor = |id: Id| &tensors[id.0];
+    let (x, y) = (tensor(node.x), tensor(node.y));
+    match node.operation {
+        Operation::Matmul { b } => {
+            let how = Descriptor::build(cudnn, Kind::Matmul, |how| how.set(A::MatmulPrecision, &[DataType::F32]))?;
+            let parts = [(A::OperationMatmul, &how), (A::OperationMatmulA, x), (A::OperationMatmulB, tensor(b)), (A::OperationMatmulC, y)];
+            operation(cudnn, Kind::OperationMatmul, &parts)
+        }
+        Operation::Pointwise { mode, axis, b, t } => {
+            let how = pointwise(cudnn, mode, axis)?;
+            let mut parts = vec![(A::OperationPointwise, &how), (A::OperationPointwiseX, x), (A::OperationPointwiseY, y)];
+            parts.extend(b.map(|b| (A::OperationPointwiseB, tensor(b))));
+            parts.extend(t.map(|t| (A::OperationPointwiseT, tensor(t))));
+            operation(cudnn, Kind::OperationPointwise, &parts)
+        }
+        Operation::Reduce(fold) => {
+            let how = Descriptor::build(cudnn, Kind::Reduction, |how| {
+                how.set(A::ReductionPrecision, &[DataType::F32])?;
+                how.set(A::ReductionOperator, &[fold])
+            })?;
+            let parts = [(A::OperationReduction, &how), (A::OperationReductionX, x), (A::OperationReductionY, y)];
+            operation(cudnn, Kind::OperationReduction, &parts)
+        }
+        Operation::Reshape => operation(cudnn, Kind::OperationReshape, &[(A::OperationReshapeX, x), (A::OperationReshapeY, y)]),
+    }
+}
+
+fn pointwise(cudnn: Cudnn, mode: Mode, axis: Option<i64>) -> Result<Descriptor> {
+    let precision = if matches!(mode, Mode::CmpGt | Mode::CmpGe) { DataType::Bool } else { DataType::F32 };
+    Descriptor::build(cudnn, Kind::Pointwise, |how| {
+        how.set(Attribute::PointwiseMode, &[mode])?;
+        how.set(Attribute::PointwisePrecision, &[precision])?;
+        axis.map_or(Ok(()), |axis| how.set(Attribute::PointwiseAxis, &[axis]))
+    })
+}
+
+fn operation(cudnn: Cudnn, kind: Kind, parts: &[(Attribute, &Descriptor)]) -> Result<Descriptor> {
+    Descriptor::build(cudnn, kind, |node| parts.iter().try_for_each(|(attribute, part)| node.refer(*attribute, part)))
+}

@@ -1,0 +1,235 @@
+//! Attention by cuDNN's fused kernels, through its backend interface: a graph of what attention computes ([`attention`]),
+//! translated ([`graph`]) and compiled ([`plan`]) once for each shape.
+
+mod attention;
+mod graph;
+mod plan;
+mod sys;
+
+use super::CudaDevice;
+use super::error::{check as check_driver, failed};
+use super::libraries::Libraries;
+use crate::device::arguments::{arguments, check, check_shape};
+use crate::device::{AttentionShape, DeviceSlice, Stream};
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
+use crate::units::Bytes;
+use cust::memory::DeviceBuffer;
+use cust::sys::{CUstream, cuStreamSynchronize};
+use graph::Role;
+use plan::{Addresses, Plan, Target};
+use sys::{Connection, Cudnn, DataType};
+
+/// The widest head that the kernels take.
+const HEAD_DIM_MAX: usize = 256;
+
+/// cuDNN, the plans made so far, and the workspace that they share.
+pub(super) struct Sdpa {
+    // Dropped in this order: the connection last.
+    plans: Vec<Plans>,
+    workspace: DeviceBuffer<u8>,
+    connection: Connection,
+    stream: CUstream,
+    deterministic: bool,
+}
+
+/// Both directions of one shape.
+struct Plans {
+    shape: AttentionShape,
+    dtype: Dtype,
+    forward: Plan,
+    backward: Plan,
+}
+
+impl Sdpa {
+    /// Opens cuDNN for the current context; it will run on `stream`. Unless `deterministic`, repeated backward passes
+    /// differ in the last bits of dq; with it, they take 8 % more time and 2 bytes of workspace for every score.
+    ///
+    /// # Errors
+    /// `Resource` when a library is missing; `Unsupported` when cuDNN is too old.
+    pub(super) fn new(libraries: &Libraries, stream: CUstream, deterministic: bool) -> Result<Self> {
+        let connection = Connection::new(Cudnn::open(libraries)?, stream)?;
+        Ok(Self { plans: Vec::new(), workspace: allocate(0)?, connection, stream, deterministic })
+    }
+
+    /// As 91900 for 9.19.0.
+    pub(super) fn version(&self) -> usize {
+        self.connection.cudnn.version()
+    }
+
+    /// Compiles both directions for a shape and makes room for them; nothing if that is done. Half a second each; only
+    /// before step 0, for a step must not wait for it.
+    ///
+    /// # Errors
+    /// `Unsupported` for shapes and formats that cuDNN's kernels do not take.
+    pub(super) fn prepare(&mut self, shape: &AttentionShape, dtype: Dtype) -> Result<()> {
+        self.plans(shape, dtype).map(drop)
+    }
+
+    fn plans(&mut self, shape: &AttentionShape, dtype: Dtype) -> Result<&mut Plans> {
+        let known = self.plans.iter().position(|plans| plans.shape == *shape && plans.dtype == dtype);
+        let index = match known {
+            Some(index) => index,
+            None => {
+                let target = Target::Gpu(self.connection.handle);
+                let plans = Plans::build(self.connection.cudnn, &target, shape, dtype, self.deterministic)?;
+                self.reserve(plans.workspace_bytes())?;
+                self.plans.push(plans);
+                self.plans.len() - 1
+            }
+        };
+        Ok(&mut self.plans[index])
+    }
+
+    fn reserve(&mut self, bytes: usize) -> Result<()> {
+        if bytes > self.workspace.len() {
+            // What is enqueued uses the old one.
+            // SAFETY: the stream is live.
+            check_driver(unsafe { cuStreamSynchronize(self.stream) }, || "grow cuDNN's workspace".into())?;
+            self.workspace = allocate(0)?;
+            self.workspace = allocate(bytes)?;
+        }
+        Ok(())
+    }
+
+    /// Enqueues one direction of a shape.
+    ///
+    /// # Safety
+    /// The addresses that the direction names are device memory of their sizes.
+    unsafe fn execute(
+        &mut self,
+        shape: &AttentionShape,
+        dtype: Dtype,
+        direction: fn(&mut Plans) -> &mut Plan,
+        addresses: &Addresses,
+    ) -> Result<()> {
+        let handle = self.connection.handle;
+        self.prepare(shape, dtype)?;
+        let workspace = self.workspace.as_device_ptr().as_raw();
+        // SAFETY: the caller's promise; the workspace is large enough for every plan made.
+        unsafe { direction(self.plans(shape, dtype)?).execute(handle, addresses, workspace) }
+    }
+}
+
+impl Plans {
+    fn build(cudnn: Cudnn, target: &Target, shape: &AttentionShape, dtype: Dtype, deterministic: bool) -> Result<Self> {
+        let format = supported(shape, dtype)?;
+        let forward = Plan::build(cudnn, &attention::forward(shape, format), target);
+        let backward = Plan::build(cudnn, &attention::backward(shape, format, deterministic), target);
+        let refused = |error: Error| match error {
+            Error::Resource { operation, cause } => unsupported(shape, dtype, &format!("{operation}: {cause}")),
+            other => other,
+        };
+        Ok(Self { shape: *shape, dtype, forward: forward.map_err(refused)?, backward: backward.map_err(refused)? })
+    }
+
+    fn workspace_bytes(&self) -> usize {
+        self.forward.workspace_bytes().max(self.backward.workspace_bytes())
+    }
+}
+
+/// Bytes that cuDNN 9.19 wants for the backward pass of a shape, and so for both: delta; dq in fp32, or tiles of scores
+/// when deterministic; dk and dv of every query head when these share key heads. All layers share one workspace.
+pub fn workspace_bytes(shape: &AttentionShape, deterministic: bool) -> usize {
+    let (heads, n) = (shape.batch * shape.heads, shape.seq_length);
+    let vectors = 4 * heads * n * shape.head_dim;
+    let scores = 2 * heads * n.next_multiple_of(64) * n.next_multiple_of(128);
+    let delta = (4 * heads * n).next_multiple_of(256);
+    let dq = if deterministic { scores } else { vectors.next_multiple_of(256) };
+    let each = if shape.heads == shape.kv_heads { 0 } else { 2 * (vectors / 2).next_multiple_of(128) };
+    delta + dq + each + 256
+}
+
+/// cuDNN's format, if its kernels take the shape.
+fn supported(shape: &AttentionShape, dtype: Dtype) -> Result<DataType> {
+    let fits = shape.head_dim.is_multiple_of(8) && shape.head_dim <= HEAD_DIM_MAX;
+    match dtype {
+        Dtype::Bfloat16 if fits => Ok(DataType::Bf16),
+        Dtype::Float16 if fits => Ok(DataType::F16),
+        _ => Err(unsupported(shape, dtype, &format!("it takes bfloat16 and float16, and multiples of 8 up to {HEAD_DIM_MAX}"))),
+    }
+}
+
+fn unsupported(shape: &AttentionShape, dtype: Dtype, why: &str) -> Error {
+    let AttentionShape { seq_length, heads, kv_heads, head_dim, .. } = shape;
+    Error::Unsupported(format!(
+        "cuDNN's attention over {seq_length} tokens, {heads}/{kv_heads} heads of {head_dim} channels, {dtype} ({why}); \
+         `--attention plain` computes it"
+    ))
+}
+
+fn allocate(bytes: usize) -> Result<DeviceBuffer<u8>> {
+    // SAFETY: cuDNN writes what it reads of its workspace.
+    unsafe { DeviceBuffer::uninitialized(bytes) }
+        .map_err(|e| failed(e as u32, format!("allocate {} of GPU memory for cuDNN's attention", Bytes(bytes as u64))))
+}
+
+/// Addresses of queries, keys and values in a packed buffer.
+fn parts(packed: DeviceSlice, shape: &AttentionShape) -> [u64; 3] {
+    let bytes = (shape.head_dim * packed.dtype.bytes()) as u64;
+    [0, shape.heads, shape.heads + shape.kv_heads].map(|head| packed.addr + head as u64 * bytes)
+}
+
+/// Causal attention: `out` and `lse` from the packed `qkv`.
+///
+/// # Errors
+/// `Unsupported` for shapes and formats that cuDNN's kernels do not take, and when cuDNN has not been opened;
+/// `Resource` when sizes disagree or an address is not aligned to 16 bytes.
+pub(super) fn attention(dev: &mut CudaDevice, qkv: DeviceSlice, out: DeviceSlice, lse: DeviceSlice, shape: AttentionShape) -> Result<()> {
+    check_shape("attention", &shape)?;
+    let (n, out_elems) = (shape.tokens() * shape.qkv_cols(), shape.tokens() * shape.out_cols());
+    let lse_elems = shape.tokens() * shape.heads;
+    check("attention", arguments![qkv.dtype => in qkv[n], out out[out_elems]; Dtype::Float32 => out lse[lse_elems]])?;
+    let mut addresses = [0; Role::COUNT];
+    addresses[Role::Q as usize..=Role::V as usize].copy_from_slice(&parts(qkv, &shape));
+    addresses[Role::Out as usize] = out.addr;
+    addresses[Role::Lse as usize] = lse.addr;
+    run(dev, "attention", qkv.dtype, &shape, |plans| &mut plans.forward, &addresses)
+}
+
+/// The gradient of [`attention`]: `dqkv` is overwritten with the gradient of `qkv`.
+///
+/// # Errors
+/// As [`attention`].
+pub(super) fn attention_backward(
+    dev: &mut CudaDevice,
+    dout: DeviceSlice,
+    qkv: DeviceSlice,
+    out: DeviceSlice,
+    lse: DeviceSlice,
+    dqkv: DeviceSlice,
+    shape: AttentionShape,
+) -> Result<()> {
+    check_shape("attention_backward", &shape)?;
+    let (n, out_elems) = (shape.tokens() * shape.qkv_cols(), shape.tokens() * shape.out_cols());
+    check(
+        "attention_backward",
+        arguments![
+            qkv.dtype => in dout[out_elems], in qkv[n], in out[out_elems], out dqkv[n];
+            Dtype::Float32 => in lse[shape.tokens() * shape.heads]
+        ],
+    )?;
+    let [q, k, v] = parts(qkv, &shape);
+    let [dq, dk, dv] = parts(dqkv, &shape);
+    let addresses = [q, k, v, out.addr, lse.addr, dout.addr, dq, dk, dv];
+    run(dev, "attention_backward", qkv.dtype, &shape, |plans| &mut plans.backward, &addresses)
+}
+
+fn run(
+    dev: &mut CudaDevice,
+    name: &'static str,
+    dtype: Dtype,
+    shape: &AttentionShape,
+    direction: fn(&mut Plans) -> &mut Plan,
+    addresses: &Addresses,
+) -> Result<()> {
+    // Taken out while it runs: the span around it needs the device.
+    let mut sdpa = dev.sdpa.take().ok_or_else(|| Error::Unsupported("fused attention on a device opened without cuDNN".into()))?;
+    // SAFETY: the slices have been checked against the shape.
+    let result = dev.timed(Stream::Compute, name, |_| unsafe { sdpa.execute(shape, dtype, direction, addresses) });
+    dev.sdpa = Some(sdpa);
+    result
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,155 @@
+//! A graph that cuDNN has compiled for the GPU, and the memory that it wants.
+
+use super::graph::{ALIGNMENT, Graph, Place, Role};
+use super::sys::{Attribute, Cudnn, Descriptor, Handle, Heuristic, Kind};
+use crate::error::{Error, Result};
+use std::ffi::c_void;
+
+/// What plans are made for.
+pub(super) enum Target {
+    /// The GPU behind the handle.
+    Gpu(Handle),
+    /// A GPU that need not be here, as cuDNN describes it.
+    #[cfg(test)]
+    Described(Descriptor),
+}
+
+impl Target {
+    fn name_handle(&self, attribute: Attribute, descriptor: &Descriptor) -> Result<()> {
+        match self {
+            Self::Gpu(handle) => descriptor.set(attribute, &[*handle]),
+            #[cfg(test)]
+            Self::Described(_) => Ok(()),
+        }
+    }
+
+    fn name_device(&self, _heuristic: &Descriptor) -> Result<()> {
+        match self {
+            Self::Gpu(_) => Ok(()),
+            #[cfg(test)]
+            Self::Described(device) => _heuristic.refer(Attribute::HeuristicDevice, device),
+        }
+    }
+}
+
+/// Where an execution finds a tensor of the graph.
+#[derive(Clone, Copy)]
+enum Binding {
+    Caller(Role),
+    /// Bytes into the workspace.
+    Workspace(u64),
+    /// Index of a number.
+    Value(usize),
+}
+
+/// Device addresses of the caller's tensors, by role.
+pub(super) type Addresses = [u64; Role::COUNT];
+
+/// An executable graph. The memory that a pack names is written down in place: executing allocates nothing here.
+pub(super) struct Plan {
+    cudnn: Cudnn,
+    plan: Descriptor,
+    ids: Vec<i64>,
+    bindings: Vec<Binding>,
+    pointers: Vec<*mut c_void>,
+    values: Vec<f32>,
+    /// Where cuDNN's own part of the workspace begins, and where it ends.
+    own: std::ops::Range<u64>,
+}
+
+impl Plan {
+    /// Takes the first suggestion that compiles: the same in every process.
+    pub(super) fn build(cudnn: Cudnn, graph: &Graph, target: &Target) -> Result<Self> {
+        let operations = graph.lower(cudnn)?;
+        let operations = Descriptor::build(cudnn, Kind::OperationGraph, |all| {
+            target.name_handle(Attribute::GraphHandle, all)?;
+            all.refer_all(Attribute::GraphOperations, &operations)
+        })?;
+        let heuristic = Descriptor::build(cudnn, Kind::EngineHeuristic, |heuristic| {
+            heuristic.refer(Attribute::HeuristicGraph, &operations)?;
+            heuristic.set(Attribute::HeuristicMode, &[Heuristic::A])?;
+            target.name_device(heuristic)
+        })?;
+        let mut refusal = Error::resource("find a cuDNN engine for attention", "cuDNN suggests none");
+        for config in heuristic.get_all(Attribute::HeuristicResults, Kind::EngineConfig)? {
+            let plan = Descriptor::build(cudnn, Kind::ExecutionPlan, |plan| {
+                target.name_handle(Attribute::PlanHandle, plan)?;
+                plan.refer(Attribute::PlanConfig, &config)
+            });
+            match plan {
+                Ok(plan) => return Self::bind(cudnn, plan, graph),
+                Err(error) => refusal = error,
+            }
+        }
+        Err(refusal)
+    }
+
+    /// Lays out the workspace: the graph's tensors first, then cuDNN's own.
+    fn bind(cudnn: Cudnn, plan: Descriptor, graph: &Graph) -> Result<Self> {
+        let mut own_bytes = [0i64];
+        plan.get(Attribute::PlanWorkspaceBytes, &mut own_bytes)?;
+        let (mut ids, mut bindings, mut values, mut end) = (Vec::new(), Vec::new(), Vec::new(), 0);
+        for (id, tensor) in graph.tensors() {
+            bindings.push(match tensor.place {
+                Place::Virtual => continue,
+                Place::Caller(role) => Binding::Caller(role),
+                Place::Workspace => {
+                    let start = end;
+                    end += (tensor.elems() * 4).next_multiple_of(256);
+                    Binding::Workspace(start)
+                }
+                Place::Value(value) => {
+                    values.push(value);
+                    Binding::Value(values.len() - 1)
+                }
+            });
+            ids.push(id.number());
+        }
+        let pointers = vec![std::ptr::null_mut(); ids.len()];
+        Ok(Self { cudnn, plan, ids, bindings, pointers, values, own: end..end + own_bytes[0] as u64 })
+    }
+
+    pub(super) fn workspace_bytes(&self) -> usize {
+        self.own.end as usize
+    }
+
+    /// Enqueues the plan.
+    ///
+    /// # Errors
+    /// `Resource` when an address is not aligned to 16 bytes, or cuDNN refuses.
+    ///
+    /// # Safety
+    /// Every role that the graph names has device memory of its size; the workspace has [`Plan::workspace_bytes`].
+    pub(super) unsafe fn execute(&mut self, handle: Handle, addresses: &Addresses, workspace: u64) -> Result<()> {
+        for (pointer, binding) in self.pointers.iter_mut().zip(&self.bindings) {
+            *pointer = match *binding {
+                Binding::Caller(role) => aligned(role, addresses[role as usize])? as *mut c_void,
+                Binding::Workspace(offset) => (workspace + offset) as *mut c_void,
+                Binding::Value(index) => (&raw const self.values[index]).cast_mut().cast(),
+            };
+        }
+        let pack = Descriptor::build(self.cudnn, Kind::VariantPack, |pack| {
+            pack.set(Attribute::PackIds, &self.ids)?;
+            pack.set(Attribute::PackPointers, &self.pointers)?;
+            pack.set(Attribute::PackWorkspace, &[(workspace + self.own.start) as *mut c_void])
+        })?;
+        // SAFETY: the caller's promise; the numbers live in `self`.
+        unsafe { self.plan.execute(handle, &pack) }
+    }
+
+    /// What cuDNN says of the plan, the compiled kernels included.
+    #[cfg(test)]
+    pub(super) fn json(&self) -> String {
+        let bytes = self.plan.get::<u8>(Attribute::PlanJson, &mut []).unwrap();
+        let mut text = vec![0u8; bytes];
+        self.plan.get(Attribute::PlanJson, &mut text).unwrap();
+        String::from_utf8_lossy(&text).into_owned()
+    }
+}
+
+fn aligned(role: Role, address: u64) -> Result<u64> {
+    if address.is_multiple_of(ALIGNMENT) {
+        return Ok(address);
+    }
+    Err(Error::resource("run cuDNN's attention", format!("{role:?} at {address:#x} is not aligned to {ALIGNMENT} bytes")))
+}

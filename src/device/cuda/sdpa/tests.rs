@@ -1,0 +1,50 @@
+//! What can be said of cuDNN's plans without a GPU: cuDNN compiles them for one that is only described to it.
+
+use super::*;
+use sys::{Attribute, Descriptor, Kind};
+
+const H200: &str = include_str!("h200.json");
+
+const SHAPE: AttentionShape =
+    AttentionShape { batch: 2, seq_length: 512, heads: 8, kv_heads: 2, head_dim: 128, scale: 0.088_388_346, window: None };
+
+#[test]
+fn shapes_that_cudnn_does_not_take_name_the_other_attention() {
+    let odd = AttentionShape { head_dim: 100, ..SHAPE };
+    let wide = AttentionShape { head_dim: 264, ..SHAPE };
+    for (shape, dtype) in [(SHAPE, Dtype::Float32), (odd, Dtype::Bfloat16), (wide, Dtype::Float16)] {
+        let message = supported(&shape, dtype).unwrap_err().to_string();
+        assert!(message.contains("--attention plain"), "{message}");
+    }
+    assert_eq!(supported(&SHAPE, Dtype::Float16).unwrap(), DataType::F16);
+}
+
+#[test]
+fn keys_and_values_follow_the_queries_of_a_row() {
+    let qkv = DeviceSlice { addr: 4096, elems: SHAPE.tokens() * SHAPE.qkv_cols(), dtype: Dtype::Bfloat16 };
+    assert_eq!(parts(qkv, &SHAPE), [4096, 4096 + 8 * 128 * 2, 4096 + 10 * 128 * 2]);
+}
+
+/// Needs cuDNN and NVRTC (see `Libraries`), and a `libcuda.so.1` that says that it has loaded what cuDNN compiled: the
+/// driver or, first in `LD_LIBRARY_PATH`, a stand-in with every function of `cuda.h`. There `cuLibraryLoadData`,
+/// `cuLibraryGetKernel`, `cuLibraryUnload`, `cuKernel{GetFunction,GetAttribute,SetAttribute}`,
+/// `cuFunc{GetAttribute,SetAttribute}` and `cuOccupancyMaxActiveBlocksPerMultiprocessor` return 0, all others 34.
+#[test]
+#[ignore = "needs cuDNN, and a driver or a stand-in for one"]
+fn cudnn_compiles_its_fused_kernels_for_every_kind_of_graph() {
+    let cudnn = Cudnn::open(&Libraries::new(&[])).unwrap();
+    let device = Descriptor::build(cudnn, Kind::DeviceProperties, |device| device.set(Attribute::DeviceJson, H200.trim().as_bytes()));
+    let target = Target::Described(device.unwrap());
+    let mha = AttentionShape { kv_heads: 8, ..SHAPE };
+    let windowed = AttentionShape { window: Some(128), ..SHAPE };
+    let odd = AttentionShape { batch: 1, seq_length: 77, heads: 3, kv_heads: 1, head_dim: 40, ..SHAPE };
+    for (shape, name) in [(SHAPE, "gqa"), (mha, "mha"), (windowed, "window"), (odd, "odd")] {
+        for (dtype, deterministic) in [(Dtype::Bfloat16, true), (Dtype::Bfloat16, false), (Dtype::Float16, true)] {
+            let case = format!("{name} {dtype} deterministic: {deterministic}");
+            let plans = Plans::build(cudnn, &target, &shape, dtype, deterministic).unwrap_or_else(|e| panic!("{case}: {e}"));
+            assert!(plans.forward.json().contains("\"finalizeMode\":\"SDPA_FWD\""), "{case}");
+            assert!(plans.backward.json().contains("\"finalizeMode\":\"SDPA_BWD\""), "{case}");
+            assert_eq!(plans.workspace_bytes(), workspace_bytes(&shape, deterministic), "{case}");
+        }
+    }
+}

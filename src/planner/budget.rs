@@ -1,0 +1,166 @@
+//! The memory of a run by class and place, known before anything is allocated.
+
+use super::machine::{DeviceMemory, Machine, Place};
+use crate::bucket::layout::BucketLayout;
+use crate::device::Attention;
+use crate::dtype::Dtype;
+use crate::model::activations::ActivationPlan;
+use crate::model::shape::ModelShape;
+use crate::optim::norm::BLOCK;
+
+/// Device memory that no class names: the CUDA context (about 0.5 GiB), the code of cuBLASLt and cuDNN, which is loaded
+/// kernel by kernel, and what the driver loses by rounding each allocation up to 2 MiB.
+const CONTEXT_BYTES: usize = 3 << 29;
+/// Host memory that no class names: the driver's, the libraries' and this program's own.
+const PROCESS_BYTES: usize = 1 << 30;
+/// What cuBLASLt asks for on Hopper is 32 MiB; twice that lets it choose split-k.
+const MATMUL_WORKSPACE_BYTES: usize = 64 << 20;
+/// Blocks that sum columns at once: two for each of an H200's 132 multiprocessors. Each holds a row of fp32 sums.
+const COLUMN_SUM_BLOCKS: usize = 264;
+/// Optimizer state of a parameter: fp32 parameter, m and v.
+pub(super) const STATE_BYTES: usize = 12;
+
+/// One class of memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MemoryClass {
+    /// What it holds.
+    pub name: &'static str,
+    /// Where.
+    pub place: Place,
+    /// How much.
+    pub bytes: usize,
+}
+
+/// The bytes of `classes` at `place`.
+pub fn bytes_at(classes: &[MemoryClass], place: Place) -> u64 {
+    classes.iter().filter(|class| class.place == place).map(|class| class.bytes as u64).sum()
+}
+
+/// What is needed of a memory and what there is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Balance {
+    /// Which memory.
+    pub place: Place,
+    /// Bytes planned.
+    pub needed: u64,
+    /// Bytes free before the run.
+    pub available: u64,
+}
+
+impl Balance {
+    /// Bytes that are missing; 0 when it fits.
+    pub fn lacking(&self) -> u64 {
+        self.needed.saturating_sub(self.available)
+    }
+
+    /// Bytes that stay free; `None` when it does not fit or nobody knows.
+    pub fn free(&self) -> Option<u64> {
+        Some(self.available).filter(|&bytes| bytes < u64::MAX)?.checked_sub(self.needed)
+    }
+}
+
+/// The device's balance and the host's, which needs `transient_bytes` besides. A device that shares the host's memory needs
+/// nothing of its own.
+pub fn balances(machine: Machine, classes: &[MemoryClass], transient_bytes: u64) -> [Balance; 2] {
+    let (on_device, on_host) = (bytes_at(classes, Place::Device), bytes_at(classes, Place::Host) + transient_bytes);
+    let balance = |place, needed, available| Balance { place, needed, available };
+    let (device, needed) = match machine.device {
+        DeviceMemory::Shared => (balance(Place::Device, 0, u64::MAX), on_device + on_host),
+        DeviceMemory::Own { bytes } => (balance(Place::Device, on_device, bytes), on_host),
+    };
+    [device, balance(Place::Host, needed, machine.host_bytes)]
+}
+
+/// Everything that memory depends on but the planner's choice.
+#[derive(Clone, Debug)]
+pub struct Needs<'a> {
+    /// The model.
+    pub shape: &'a ModelShape,
+    /// Sequences of a micro-batch.
+    pub batch: usize,
+    /// Tokens of a sequence.
+    pub seq_length: usize,
+    /// Format on the device.
+    pub dtype: Dtype,
+    /// Format on the link.
+    pub link_dtype: Dtype,
+    /// The device converts between the two.
+    pub device_casts: bool,
+    /// Gradients stay in their slots for one step more, until the update is written.
+    pub retains_grads: bool,
+    /// Slots of the rings.
+    pub slots: usize,
+    /// Bytes of the timeline.
+    pub timeline_bytes: usize,
+    /// How attention is computed.
+    pub attention: Attention,
+    /// Where it has to fit.
+    pub machine: Machine,
+    /// Host memory that is needed besides, but not while steps run: for loading and saving.
+    pub transient_bytes: u64,
+}
+
+impl Needs<'_> {
+    /// Host slots for gradients: one for each offloaded bucket, so that none waits; the ring besides when each keeps its slot for
+    /// one step more.
+    pub fn grad_slots(&self, layout: &BucketLayout) -> usize {
+        if self.retains_grads { layout.offloaded() + self.slots } else { layout.offloaded() }
+    }
+
+    /// Every class that is not empty.
+    pub fn classes(&self, layout: &BucketLayout, activations: &ActivationPlan) -> Vec<MemoryClass> {
+        let (flat, offloaded) = (layout.flat_elems(), layout.offloaded_elems());
+        let (width, slot_bytes) = (self.dtype.bytes(), layout.bucket_elems().min(offloaded) * self.link_dtype.bytes());
+        let staging = if self.device_casts && offloaded > 0 { 2 * layout.bucket_elems() * 4 } else { 0 };
+        let class = |name, place, bytes| MemoryClass { name, place, bytes };
+        let mut classes = vec![
+            class("weights", Place::Device, flat * width),
+            class("gradients", Place::Device, flat * width),
+            class("resident p, m, v", Place::Device, STATE_BYTES * (flat - offloaded)),
+            class("cast staging", Place::Device, staging),
+            class("activations", Place::Device, activations.device_bytes().0 as usize),
+            class("norm partials", Place::Device, flat / BLOCK * 4),
+            class("offloaded p, m, v", Place::Host, STATE_BYTES * offloaded),
+            class("gradient slots", Place::Host, self.grad_slots(layout) * slot_bytes),
+            class("parameter slots", Place::Host, self.slots * slot_bytes),
+            class("kept activations", Place::Host, activations.host_bytes().0 as usize),
+            class("timeline", Place::Host, self.timeline_bytes),
+        ];
+        if self.machine.device != DeviceMemory::Shared {
+            classes.extend([
+                class("matrix workspace", Place::Device, MATMUL_WORKSPACE_BYTES),
+                class("attention workspace", Place::Device, self.attention_workspace_bytes()),
+                class("kernel scratch", Place::Device, self.scratch_bytes()),
+                class("context, libraries", Place::Device, CONTEXT_BYTES),
+                class("process, driver", Place::Host, PROCESS_BYTES),
+            ]);
+        }
+        classes.retain(|class| class.bytes > 0);
+        classes
+    }
+
+    /// Bytes that `classes` lack on the device and on the host; 0 where they fit.
+    pub fn lacking(&self, classes: &[MemoryClass]) -> (u64, u64) {
+        let [device, host] = balances(self.machine, classes, self.transient_bytes);
+        (device.lacking(), host.lacking())
+    }
+
+    /// cuDNN's backward pass (9.19, as measured): the row sums of `dO * O`; with fewer kv heads the 16-bit gradients of K and V
+    /// of every head; fp32 gradients of Q, or, to be deterministic, all of the 16-bit `dP`, which is padded to its tiles.
+    fn attention_workspace_bytes(&self) -> usize {
+        let Attention::Cudnn { deterministic } = self.attention else { return 0 };
+        let ModelShape { heads, kv_heads, head_dim, .. } = *self.shape;
+        let rows = self.batch * heads * self.seq_length;
+        let grouped = if kv_heads < heads { 4 * rows * head_dim } else { 0 };
+        let padded = |tile: usize| self.seq_length.next_multiple_of(tile) as u128;
+        // The one size that grows with the square of the sequence: cut to what no machine has, where sums cannot overflow.
+        let scores = ((2 * self.batch * heads) as u128 * padded(64) * padded(128)).min(1 << 56) as usize;
+        4 * rows + grouped + if deterministic { scores } else { 4 * rows * head_dim }
+    }
+
+    fn scratch_bytes(&self) -> usize {
+        let shape = self.shape;
+        let cols = [shape.channels, shape.qkv_cols(), shape.attn_cols(), shape.mlp_in_cols()].into_iter().max().unwrap_or(0);
+        COLUMN_SUM_BLOCKS * cols * 4
+    }
+}

@@ -1,0 +1,213 @@
+//! The planner's choice: whose optimizer stays on the device, what each layer keeps, and the tile of the loss.
+//!
+//! On a device with its own memory all three compete for it. Candidates are ordered from the plan that computes nothing
+//! twice to the most frugal one; each gets as many resident buckets as still fit, and the fastest prediction wins.
+
+use super::budget::{MemoryClass, Needs, bytes_at};
+use super::machine::{DeviceMemory, Place};
+use super::predict::{Prediction, Predictor, Work};
+use crate::bucket::layout::BucketLayout;
+use crate::config::options::ActivationsChoice;
+use crate::error::Result;
+use crate::model::activations::{ActivationPlan, LossTile};
+use crate::model::policy::LayerPolicy;
+
+/// Logits of one tile on a device that shares the host's memory: columns at most, and bytes at most.
+const SHARED_TILE_VOCAB_MAX: usize = 32_768;
+const SHARED_TILE_BYTES_MAX: usize = 64 << 20;
+/// Logits of one tile on a GPU, at most: 16 k tokens of a vocabulary of 160 k. Several tiles of the vocabulary would cost a
+/// second product with the output matrix, several tiles of rows round its gradient once more each.
+const TILE_BYTES_MAX: usize = 5 << 30;
+/// And of the memory that is free before activations at most one part in this many.
+const TILE_FREE_PARTS: u64 = 8;
+/// A product with fewer rows would not fill a GPU.
+const TILE_ROWS_MIN: usize = 1024;
+/// Rows of a tile are a multiple of this many, so that every tile fills the product's tiles.
+const TILE_ROWS_ALIGN: usize = 128;
+/// One bucket in this many keeps its optimizer on a device that shares the host's memory, to exercise the path.
+const SHARED_RESIDENT_ONE_IN: usize = 8;
+
+/// How many tail buckets keep their optimizer on the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Residency {
+    /// This many.
+    Exactly(usize),
+    /// As many as fit.
+    Largest,
+}
+
+/// What was asked for.
+#[derive(Clone, Copy, Debug)]
+pub struct Wishes {
+    /// Resident buckets.
+    pub residency: Residency,
+    /// What layers keep.
+    pub activations: ActivationsChoice,
+}
+
+/// A choice and what follows from it.
+#[derive(Clone, Debug)]
+pub struct Choice {
+    /// How the flat order is cut, and which buckets are resident.
+    pub layout: BucketLayout,
+    /// What each layer keeps.
+    pub policies: Vec<LayerPolicy>,
+    /// Tile of the loss.
+    pub tile: LossTile,
+    /// All memory by class.
+    pub memory: Vec<MemoryClass>,
+    /// The step's time; none on a device that shares the host's memory, whose rates nobody assumes.
+    pub predicted: Option<Prediction>,
+}
+
+/// Chooses for a model cut as `layout` says; its resident buckets do not count. When nothing fits, the choice is the one that
+/// lacks the fewest bytes: [`Needs::lacking`] tells.
+///
+/// # Errors
+/// `Usage` when batch and sequence make no sense for the model.
+pub fn choose(needs: &Needs, work: Work, layout: &BucketLayout, wishes: Wishes) -> Result<Choice> {
+    let planner = Planner { needs, predictor: Predictor::new(needs, work), layout, wishes };
+    match needs.machine.device {
+        DeviceMemory::Shared => planner.shared(),
+        DeviceMemory::Own { bytes } => planner.search(bytes),
+    }
+}
+
+struct Planner<'a> {
+    needs: &'a Needs<'a>,
+    predictor: Predictor<'a>,
+    layout: &'a BucketLayout,
+    wishes: Wishes,
+}
+
+impl Planner<'_> {
+    /// One memory for both sides: there is nothing to weigh against each other.
+    fn shared(&self) -> Result<Choice> {
+        let (shape, width) = (self.needs.shape, self.needs.dtype.bytes());
+        let vocab = shape.vocab.min(SHARED_TILE_VOCAB_MAX);
+        let tile = LossTile { rows: self.tokens().min(SHARED_TILE_BYTES_MAX / (vocab * width)).max(1), vocab };
+        let policies = self.mixes().remove(0);
+        let layout = match self.wishes.residency {
+            Residency::Exactly(resident) => self.resident(resident),
+            Residency::Largest => self.resident(self.layout.count() / SHARED_RESIDENT_ONE_IN),
+        };
+        let memory = self.needs.classes(&layout, &self.activations(&policies, tile)?);
+        Ok(Choice { layout, policies, tile, memory, predicted: None })
+    }
+
+    /// The fastest candidate that fits a device of `device_bytes` with the largest tile that lets one fit; or, when none does,
+    /// the one that lacks least.
+    fn search(&self, device_bytes: u64) -> Result<Choice> {
+        let mut best: Option<(u64, f64, Choice)> = None;
+        for tile in self.tiles(device_bytes)? {
+            for policies in self.mixes() {
+                let choice = self.candidate(policies, tile)?;
+                let (device, host) = self.needs.lacking(&choice.memory);
+                let (lacking, step_s) = (device + host, choice.predicted.map_or(0.0, |predicted| predicted.step_s));
+                // The first of equals computes least twice.
+                if best.as_ref().is_none_or(|(least, fastest, _)| (lacking, step_s) < (*least, *fastest)) {
+                    best = Some((lacking, step_s, choice));
+                }
+            }
+            if best.as_ref().is_some_and(|(lacking, ..)| *lacking == 0) {
+                break;
+            }
+        }
+        let (_, _, choice) = best.expect("there is at least one tile and one mix");
+        Ok(choice)
+    }
+
+    fn candidate(&self, policies: Vec<LayerPolicy>, tile: LossTile) -> Result<Choice> {
+        let activations = self.activations(&policies, tile)?;
+        let layout = match self.wishes.residency {
+            Residency::Exactly(resident) => self.resident(resident),
+            Residency::Largest => self.largest_residency(&activations),
+        };
+        let memory = self.needs.classes(&layout, &activations);
+        let predicted = Some(self.predictor.predict(&layout, &policies, &activations));
+        Ok(Choice { layout, policies, tile, memory, predicted })
+    }
+
+    /// As many resident buckets as the device holds. If host memory asks for more, the device will lack for them.
+    fn largest_residency(&self, activations: &ActivationPlan) -> BucketLayout {
+        let lacking = |resident| self.needs.lacking(&self.needs.classes(&self.resident(resident), activations));
+        let count = self.layout.count();
+        // With all of them resident there are no staging buffers either.
+        if lacking(count).0 == 0 {
+            return self.resident(count);
+        }
+        let fitting = partition_point(count, |resident| lacking(resident + 1).0 == 0);
+        self.resident(fitting.max(self.least_residency(activations)))
+    }
+
+    /// The fewest resident buckets that let the host hold the rest; all of them when it cannot hold one.
+    fn least_residency(&self, activations: &ActivationPlan) -> usize {
+        let on_host = |resident| self.needs.lacking(&self.needs.classes(&self.resident(resident), activations)).1;
+        partition_point(self.layout.count(), |resident| on_host(resident) > 0)
+    }
+
+    fn resident(&self, buckets: usize) -> BucketLayout {
+        BucketLayout::new(self.layout.flat_elems(), self.layout.bucket_elems(), buckets)
+    }
+
+    fn activations(&self, policies: &[LayerPolicy], tile: LossTile) -> Result<ActivationPlan> {
+        let needs = self.needs;
+        ActivationPlan::new(needs.shape, needs.batch, needs.seq_length, needs.dtype, tile, policies)
+    }
+
+    fn tokens(&self) -> usize {
+        self.needs.batch * self.needs.seq_length
+    }
+
+    /// What layers may keep, cheapest in time first. The last layers, which backward needs first, are the first to compute
+    /// cheap parts again, then the whole block; then the inputs of the first layers, which have longest to come back, wait on
+    /// the host.
+    fn mixes(&self) -> Vec<Vec<LayerPolicy>> {
+        use LayerPolicy::{Host, Keep, RecomputeBlock, RecomputeCheap};
+        let layers = self.needs.shape.layers;
+        if let Some(policy) = self.wishes.activations.policy() {
+            return vec![vec![policy; layers]];
+        }
+        let split = |first, last| move |at: usize| [vec![first; at], vec![last; layers - at]].concat();
+        let cheap = (0..=layers).rev().map(split(Keep, RecomputeCheap));
+        let block = (0..layers).rev().map(split(RecomputeCheap, RecomputeBlock));
+        let host = (1..=layers).map(split(Host, RecomputeBlock));
+        cheap.chain(block).chain(host).collect()
+    }
+
+    /// Tiles of the loss for a device of `device_bytes`, the largest first: the whole vocabulary and as many rows as its share
+    /// of the free memory holds, then half as many, and so on.
+    fn tiles(&self, device_bytes: u64) -> Result<Vec<LossTile>> {
+        let vocab = self.needs.shape.vocab;
+        let smallest = LossTile { rows: 1, vocab };
+        let activations = self.activations(&self.mixes()[0], smallest)?;
+        let resident = match self.wishes.residency {
+            Residency::Exactly(resident) => resident,
+            Residency::Largest => self.least_residency(&activations),
+        };
+        let classes = self.needs.classes(&self.resident(resident), &activations);
+        let fixed = bytes_at(&classes, Place::Device) - activations.device_bytes().0;
+        let share = device_bytes.saturating_sub(fixed) / TILE_FREE_PARTS;
+        let rows = rows_within(self.tokens(), (share as usize).min(TILE_BYTES_MAX) / (vocab * self.needs.dtype.bytes()));
+        let halves = std::iter::successors(Some(rows), |&rows| (rows > TILE_ROWS_MIN).then(|| rows_within(self.tokens(), rows / 2)));
+        Ok(halves.map(|rows| LossTile { rows, vocab }).collect())
+    }
+}
+
+/// Equal tiles of `tokens`, aligned, of at most `rows_max` rows; but never fewer than [`TILE_ROWS_MIN`].
+fn rows_within(tokens: usize, rows_max: usize) -> usize {
+    let fewest_tiles = tokens.div_ceil(rows_max.max(TILE_ROWS_MIN));
+    let aligned = |tiles: usize| tokens.div_ceil(tiles).next_multiple_of(TILE_ROWS_ALIGN).min(tokens);
+    // Rounding up may pass the limit by less than one alignment: then one tile more does.
+    (fewest_tiles..).map(aligned).find(|&rows| rows <= rows_max.max(TILE_ROWS_MIN)).unwrap_or(tokens)
+}
+
+/// The first of `0..count` for which `holds` is false, or `count`; `holds` must not become true again.
+fn partition_point(count: usize, holds: impl Fn(usize) -> bool) -> usize {
+    let (mut low, mut high) = (0, count);
+    while low < high {
+        let middle = low.midpoint(high);
+        if holds(middle) { low = middle + 1 } else { high = middle }
+    }
+    low
+}

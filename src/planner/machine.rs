@@ -1,0 +1,61 @@
+//! What the planner knows about a machine.
+
+use crate::config::settings::Settings;
+use crate::units::Bytes;
+
+/// Where memory lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// On the device.
+    Device,
+    /// In pinned host memory.
+    Host,
+}
+
+/// The device's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DeviceMemory {
+    /// The host's: the cpu device.
+    Shared,
+    /// A GPU's own.
+    Own {
+        /// Free bytes.
+        bytes: u64,
+    },
+}
+
+/// What a plan may use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Machine {
+    /// CPUs that this process may use.
+    pub cpus: usize,
+    /// Free host memory in bytes; `u64::MAX` when the system does not say.
+    pub host_bytes: u64,
+    /// The device's memory.
+    pub device: DeviceMemory,
+}
+
+impl Machine {
+    /// A machine without a GPU and with as much memory as anyone asks for.
+    pub fn cpu(cpus: usize) -> Self {
+        Self { cpus, host_bytes: u64::MAX, device: DeviceMemory::Shared }
+    }
+
+    /// Optimizer workers: a CPU each, but one is the driver's where it feeds a GPU.
+    pub fn workers(self) -> usize {
+        match self.device {
+            DeviceMemory::Shared => self.cpus.max(1),
+            DeviceMemory::Own { .. } => self.cpus.saturating_sub(1).max(1),
+        }
+    }
+
+    /// The smaller machine that `--hbm-limit` and `--host-limit` make of this one.
+    pub fn limited(self, settings: &Settings) -> Self {
+        let at_most = |bytes: u64, limit: Option<Bytes>| limit.map_or(bytes, |limit| bytes.min(limit.0));
+        let device = match self.device {
+            DeviceMemory::Shared => DeviceMemory::Shared,
+            DeviceMemory::Own { bytes } => DeviceMemory::Own { bytes: at_most(bytes, settings.hbm_limit) },
+        };
+        Self { host_bytes: at_most(self.host_bytes, settings.host_limit), device, ..self }
+    }
+}

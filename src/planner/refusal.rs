@@ -1,0 +1,75 @@
+//! What to say when a plan does not fit: both sizes, which memory, and the smallest change that helps.
+
+use super::budget::Balance;
+use super::machine::Place;
+use crate::config::options::{ActivationsChoice, ResidentBuckets, Strategy};
+use crate::config::plan::Plan;
+use crate::config::settings::Settings;
+use crate::error::{Error, Result};
+use crate::model::shape::ModelShape;
+use crate::units::Bytes;
+
+/// Shorter sequences are no advice.
+const SEQ_LENGTH_MIN: usize = 128;
+
+impl Plan {
+    /// Refuses a plan that does not fit, before anything is allocated. `settings` and `shape` are what it was made from: the
+    /// advice comes from planning again with one setting changed.
+    ///
+    /// # Errors
+    /// `Resource` with the memory that is too small, both sizes, and the smallest change that helps.
+    pub fn check_fits(&self, settings: &Settings, shape: &ModelShape) -> Result<()> {
+        let Some(shortage) = self.shortage() else { return Ok(()) };
+        let (memory, bounds) = match shortage.place {
+            Place::Device => ("device memory", "free memory, --hbm-limit"),
+            Place::Host => ("host memory", "free memory, cgroup limit, --host-limit"),
+        };
+        let advice = self.advice(settings, shape).unwrap_or_else(|| "no smaller batch or sequence would fit either".into());
+        let cause = format!("{} of {memory} are available ({bounds}); {advice}", Bytes(shortage.available));
+        Err(Error::resource(format!("plan {} of {memory} for {} parameters", Bytes(shortage.needed), self.params), cause))
+    }
+
+    /// The memory that lacks most.
+    pub(super) fn shortage(&self) -> Option<Balance> {
+        self.balances().into_iter().filter(|balance| balance.lacking() > 0).max_by_key(Balance::lacking)
+    }
+
+    /// The first change of one setting with which everything fits.
+    fn advice(&self, settings: &Settings, shape: &ModelShape) -> Option<String> {
+        self.remedies(settings).into_iter().find_map(|(flag, changed)| {
+            let plan = Plan::new(&changed, shape, self.machine, self.trace_spans > 0).ok().filter(|plan| plan.shortage().is_none())?;
+            let value = match flag {
+                "resident-buckets" => format!(" {}", plan.layout.count() - plan.layout.offloaded()),
+                "activations" if changed.activations == ActivationsChoice::Auto => " auto".into(),
+                "activations" => " recompute-block".into(),
+                "per-device-train-batch-size" => format!(" {}", plan.batch),
+                "seq-length" => format!(" {}", plan.seq_length),
+                _ => String::new(),
+            };
+            Some(format!("--{flag}{value} would fit"))
+        })
+    }
+
+    /// Settings that differ in the named flag, smallest change first: what costs time before what changes the training.
+    fn remedies(&self, settings: &Settings) -> Vec<(&'static str, Settings)> {
+        let with = |change: &dyn Fn(&mut Settings)| {
+            let mut changed = settings.clone();
+            change(&mut changed);
+            changed
+        };
+        let halves = |from: usize, least: usize| std::iter::successors(Some(from / 2), |n| Some(n / 2)).take_while(move |&n| n >= least);
+        let batches = halves(self.batch, 1).map(|n| ("per-device-train-batch-size", with(&|s| s.per_device_train_batch_size = n)));
+        let lengths = halves(self.seq_length, SEQ_LENGTH_MIN).map(|n| ("seq-length", with(&|s| s.seq_length = n)));
+        let mut remedies = vec![
+            ("resident-buckets", with(&|s| s.resident_buckets = ResidentBuckets::Auto)),
+            ("activations", with(&|s| s.activations = ActivationsChoice::Auto)),
+            ("activations", with(&|s| s.activations = ActivationsChoice::RecomputeBlock)),
+            ("strategy superoffload", with(&|s| s.strategy = Strategy::Superoffload)),
+        ];
+        remedies.extend(batches);
+        remedies.push(("nondeterministic", with(&|s| s.nondeterministic = true)));
+        remedies.extend(lengths);
+        remedies.retain(|(_, changed)| changed != settings);
+        remedies
+    }
+}

@@ -1,0 +1,265 @@
+//! Plans of real models on real machines: what stays, what leaves, what is computed twice, and what is refused.
+
+use super::machine::{DeviceMemory, Machine, Place};
+use crate::config::options::{ActivationsChoice, AttentionChoice, HostMemoryKind, ResidentBuckets, Strategy, TrainDtype};
+use crate::config::plan::Plan;
+use crate::config::settings::Settings;
+use crate::model::policy::LayerPolicy;
+use crate::model::shape::ModelShape;
+use crate::units::Bytes;
+use proptest::prelude::*;
+use std::path::Path;
+
+const GIB: u64 = 1 << 30;
+
+/// One H200 and 16 cores with 128 GB: what is free on it.
+const H200: Machine = Machine { cpus: 16, host_bytes: 125 * GIB, device: DeviceMemory::Own { bytes: 139 * GIB + 8 * GIB / 10 } };
+
+/// Layers, channels, heads, kv heads, ffn, vocabulary, tied.
+type Sizes = (usize, usize, usize, usize, usize, usize, bool);
+
+fn model(architecture: &str, (layers, channels, heads, kv_heads, ffn, vocab, tied): Sizes) -> ModelShape {
+    let config = serde_json::json!({
+        "architectures": [architecture], "hidden_size": channels, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "head_dim": 128, "intermediate_size": ffn, "vocab_size": vocab,
+        "max_position_embeddings": 131_072, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu",
+        "tie_word_embeddings": tied, "attention_bias": false,
+    });
+    ModelShape::parse(&config.to_string(), Path::new("config.json")).unwrap()
+}
+
+fn qwen3_4b() -> ModelShape {
+    model("Qwen3ForCausalLM", (36, 2560, 32, 8, 9728, 151_936, true))
+}
+
+fn llama_8b() -> ModelShape {
+    model("LlamaForCausalLM", (32, 4096, 32, 8, 14_336, 128_256, false))
+}
+
+fn qwen3_14b() -> ModelShape {
+    model("Qwen3ForCausalLM", (40, 5120, 40, 8, 17_408, 151_936, false))
+}
+
+fn settings() -> Settings {
+    Settings { per_device_train_batch_size: 4, seq_length: 4096, ..Settings::default() }
+}
+
+fn plan(shape: &ModelShape, settings: &Settings) -> Plan {
+    Plan::new(settings, shape, H200, true).unwrap()
+}
+
+/// A plan that fits.
+fn fitting(shape: &ModelShape, settings: &Settings) -> Plan {
+    let plan = plan(shape, settings);
+    plan.check_fits(settings, shape).unwrap_or_else(|e| panic!("{e}\n{plan}"));
+    plan
+}
+
+fn refusal(shape: &ModelShape, settings: &Settings) -> String {
+    let plan = plan(shape, settings);
+    plan.check_fits(settings, shape).expect_err(&plan.to_string()).to_string()
+}
+
+fn kept(plan: &Plan) -> usize {
+    plan.layer_policies.iter().filter(|policy| **policy == LayerPolicy::Keep).count()
+}
+
+fn resident(plan: &Plan) -> usize {
+    plan.layout.count() - plan.layout.offloaded()
+}
+
+fn on_device(plan: &Plan, class: &str) -> f64 {
+    let found = plan.memory.iter().find(|c| c.place == Place::Device && c.name == class);
+    found.map_or(0.0, |c| c.bytes as f64 / GIB as f64)
+}
+
+/// Whether the build has resident buckets under `superoffload`; without them every plan here offloads all or nothing.
+const REPARTITION: bool = cfg!(feature = "repartition");
+
+#[test]
+fn a_4b_model_stays_on_the_device_and_the_plan_says_so() {
+    let plan = fitting(&qwen3_4b(), &settings());
+    assert_eq!((plan.layout.offloaded() == 0, kept(&plan)), (REPARTITION, 36), "{plan}");
+    assert_eq!(plan.to_string().contains("fits without offload: every optimizer state stays on the device"), REPARTITION, "{plan}");
+    assert_eq!((plan.loss_tile.rows, plan.loss_tile.vocab), (4 * 4096, 151_936), "{plan}");
+    assert!(plan.to_string().contains("36 layers: 36 keep"), "{plan}");
+    let offloaded = fitting(&qwen3_4b(), &Settings { resident_buckets: ResidentBuckets::Count(0), ..settings() });
+    assert_eq!(offloaded.layout.offloaded(), offloaded.layout.count());
+}
+
+#[test]
+fn an_8b_model_keeps_its_activations_and_a_part_of_its_states() {
+    let plan = fitting(&llama_8b(), &settings());
+    assert!(kept(&plan) >= 28, "{plan}");
+    assert_eq!(plan.loss_tile.rows, 4 * 4096, "{plan}");
+    if REPARTITION {
+        assert!((0.2..0.8).contains(&(resident(&plan) as f64 / plan.layout.count() as f64)), "{plan}");
+        let free = 139.8 - plan.bytes_at(Place::Device) as f64 / GIB as f64;
+        assert!(free < 1.0, "what is free holds another bucket: {plan}");
+        // The floor of the step is the device's work.
+        let predicted = plan.predicted.unwrap();
+        assert!(predicted.pool_s < predicted.device_s && (1.0..1.6).contains(&predicted.step_s), "{plan}");
+    }
+}
+
+#[test]
+fn a_limit_makes_a_smaller_machine() {
+    let limited = |gib| fitting(&llama_8b(), &Settings { hbm_limit: Some(Bytes(gib * GIB)), ..settings() });
+    let plans = [140, 120, 100, 80, 60].map(limited);
+    for pair in plans.windows(2) {
+        assert!(kept(&pair[1]) <= kept(&pair[0]) && resident(&pair[1]) <= resident(&pair[0]) + 40, "{}\n{}", pair[0], pair[1]);
+        assert!(pair[1].bytes_at(Place::Device) < pair[0].bytes_at(Place::Device));
+        // A resident optimizer costs the device a little time.
+        assert!(pair[1].predicted.unwrap().step_s > 0.97 * pair[0].predicted.unwrap().step_s, "{}\n{}", pair[0], pair[1]);
+    }
+    assert!(plans[3].bytes_at(Place::Device) <= 80 * GIB && kept(&plans[3]) < 32, "{}", plans[3]);
+    if REPARTITION {
+        let host_limit = Some(Bytes(60 * GIB));
+        let small_host = fitting(&llama_8b(), &Settings { host_limit, ..settings() });
+        assert!(resident(&small_host) > resident(&plans[0]), "{small_host}");
+        assert!(small_host.bytes_at(Place::Host) <= 60 * GIB);
+    }
+}
+
+#[test]
+fn a_14b_model_fits_both_memories() {
+    if !REPARTITION {
+        return;
+    }
+    let plan = fitting(&qwen3_14b(), &settings());
+    assert!(resident(&plan) > 0 && plan.layout.offloaded() > 0 && kept(&plan) < 40, "{plan}");
+}
+
+#[test]
+fn what_was_asked_for_is_what_happens() {
+    for (activations, policy) in [
+        (ActivationsChoice::Keep, LayerPolicy::Keep),
+        (ActivationsChoice::RecomputeCheap, LayerPolicy::RecomputeCheap),
+        (ActivationsChoice::RecomputeBlock, LayerPolicy::RecomputeBlock),
+        (ActivationsChoice::Host, LayerPolicy::Host),
+    ] {
+        let asked = Settings { activations, ..settings() };
+        assert!(plan(&llama_8b(), &asked).layer_policies.iter().all(|p| *p == policy));
+        let demo = Plan::new(&Settings { activations, ..Settings::demo() }, &ModelShape::demo(), Machine::cpu(2), false).unwrap();
+        assert_eq!(demo.layer_policies, [policy; 6]);
+    }
+    let count = |resident_buckets| resident(&plan(&llama_8b(), &Settings { resident_buckets, ..settings() }));
+    assert_eq!(count(ResidentBuckets::Count(0)), 0);
+    if REPARTITION {
+        let all = plan(&llama_8b(), &settings()).layout.count();
+        assert_eq!((count(ResidentBuckets::Count(7)), count(ResidentBuckets::All)), (7, all));
+    }
+}
+
+#[test]
+fn a_gpu_plan_counts_its_workspaces() {
+    let of = |settings: Settings| plan(&llama_8b(), &settings);
+    let workspace = |settings| on_device(&of(settings), "attention workspace") * 1024.0;
+    // cuDNN's own numbers for b4 h32/8 s4096 d128, in MiB.
+    assert_eq!(workspace(settings()), 4354.0);
+    assert_eq!(workspace(Settings { nondeterministic: true, ..settings() }), 514.0);
+    assert_eq!(workspace(Settings { attention: AttentionChoice::Plain, ..settings() }), 0.0);
+    assert_eq!(workspace(Settings { dtype: TrainDtype::Float32, ..settings() }), 0.0);
+    let plan = of(settings());
+    assert_eq!((on_device(&plan, "matrix workspace"), on_device(&plan, "context, libraries")), (1.0 / 16.0, 1.5));
+    assert_eq!(on_device(&plan, "kernel scratch") * GIB as f64, 264.0 * 28_672.0 * 4.0);
+    let on_cpu = Plan::new(&settings(), &llama_8b(), Machine::cpu(2), true).unwrap();
+    assert!(!on_cpu.memory.iter().any(|class| class.name.contains("workspace") || class.name.contains("context")));
+}
+
+#[test]
+fn offload_takes_14_bytes_a_parameter_of_host_memory_and_the_ring() {
+    let plan = fitting(&llama_8b(), &Settings { resident_buckets: ResidentBuckets::Count(0), ..settings() });
+    let host = |class: &str| plan.memory.iter().find(|c| c.place == Place::Host && c.name == class).unwrap().bytes;
+    assert_eq!(host("offloaded p, m, v"), 12 * plan.layout.flat_elems());
+    let (retained, ring) = (plan.layout.count(), if cfg!(feature = "stv") { plan.param_slots } else { 0 });
+    assert_eq!(host("gradient slots"), (retained + ring) * plan.layout.bucket_elems() * 2);
+}
+
+#[test]
+fn an_impossible_plan_names_the_memory_both_sizes_and_a_way_out() {
+    let says = |shape: &ModelShape, settings: Settings, words: &[&str]| {
+        let message = refusal(shape, &settings);
+        words.iter().for_each(|word| assert!(message.contains(word), "`{word}` is not in `{message}`"));
+    };
+    let hbm = |gib| Settings { hbm_limit: Some(Bytes(gib * GIB)), ..settings() };
+    let no_way = "no smaller batch or sequence would fit either";
+    says(&llama_8b(), hbm(20), &["of device memory for", "20.0 GiB of device memory are available", "--hbm-limit", no_way]);
+    says(&llama_8b(), hbm(40), &["40.0 GiB", "--per-device-train-batch-size 2 would fit"]);
+    says(&llama_8b(), Settings { activations: ActivationsChoice::Keep, ..hbm(80) }, &["device memory", "--activations auto would fit"]);
+    says(&llama_8b(), Settings { strategy: Strategy::NoOffload, ..hbm(100) }, &["--strategy superoffload would fit"]);
+    let none = ResidentBuckets::Count(0);
+    says(&qwen3_14b(), Settings { resident_buckets: none, ..settings() }, &["of host memory for", "125.0 GiB", "--host-limit"]);
+    if REPARTITION {
+        says(&llama_8b(), Settings { resident_buckets: ResidentBuckets::All, ..hbm(120) }, &["device memory", "--resident-buckets "]);
+    }
+    let demo = Settings { host_limit: Some(Bytes(140 << 20)), ..Settings::demo() };
+    let on_cpu = Plan::new(&demo, &ModelShape::demo(), Machine::cpu(2), false).unwrap();
+    let message = on_cpu.check_fits(&demo, &ModelShape::demo()).unwrap_err().to_string();
+    assert!(message.contains("140.0 MiB of host memory") && message.contains("--activations recompute-block would fit"), "{message}");
+}
+
+#[test]
+fn the_advice_is_right() {
+    let shape = llama_8b();
+    let tight = Settings { hbm_limit: Some(Bytes(40 * GIB)), ..settings() };
+    assert!(refusal(&shape, &tight).contains("--per-device-train-batch-size 2"));
+    fitting(&shape, &Settings { per_device_train_batch_size: 2, ..tight });
+}
+
+#[test]
+fn the_cpu_device_refuses_what_needs_a_gpu() {
+    for (settings, flag) in [
+        (Settings { memory: HostMemoryKind::Unified, ..Settings::demo() }, "--memory unified"),
+        (Settings { attention: AttentionChoice::Cudnn, ..Settings::demo() }, "--attention cudnn"),
+        (Settings { hbm_limit: Some(Bytes(GIB)), ..Settings::demo() }, "--hbm-limit 1.0 GiB"),
+    ] {
+        let message = Plan::new(&settings, &ModelShape::demo(), Machine::cpu(2), false).unwrap_err().to_string();
+        assert!(message.starts_with(flag) && message.contains("--device cuda"), "{message}");
+    }
+    let wide = Settings { attention: AttentionChoice::Cudnn, dtype: TrainDtype::Float32, ..settings() };
+    assert!(Plan::new(&wide, &llama_8b(), H200, false).unwrap_err().to_string().contains("--attention plain"));
+}
+
+#[test]
+fn the_plan_prints_a_table_for_each_place() {
+    let text = fitting(&llama_8b(), &settings()).to_string();
+    let heads = [
+        "predicted",
+        "device memory",
+        "weights",
+        "gradients",
+        "activations",
+        "attention workspace",
+        "free",
+        "host memory",
+        "offloaded p, m, v",
+    ];
+    let found: Vec<_> = heads.iter().map(|head| text.find(head).unwrap_or_else(|| panic!("{head}: {text}"))).collect();
+    assert!(found.is_sorted(), "{text}");
+    assert_eq!(text.matches("\n    free").count(), 2, "{text}");
+    assert!(!text.ends_with('\n') && text.lines().all(|line| line == line.trim_end()), "{text}");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn a_fitting_plan_is_within_its_limits_and_fits_a_larger_machine(
+        hbm in 20u64..200, more in 1u64..40, host in 20u64..300, batch in 1usize..9, tokens in 1usize..9, model in 0..3usize,
+    ) {
+        let shape = [qwen3_4b(), llama_8b(), qwen3_14b()][model].clone();
+        let settings = Settings { per_device_train_batch_size: batch, seq_length: tokens * 512, ..Settings::default() };
+        let plan_with = |hbm: u64| {
+            let machine = Machine { cpus: 16, host_bytes: host * GIB, device: DeviceMemory::Own { bytes: hbm * GIB } };
+            Plan::new(&settings, &shape, machine, false).unwrap()
+        };
+        let (small, large) = (plan_with(hbm), plan_with(hbm + more));
+        let tokens = batch * tokens * 512;
+        prop_assert!(small.loss_tile.rows <= tokens && (small.loss_tile.rows >= tokens.min(512)), "{}", small);
+        if small.shortage().is_none() {
+            prop_assert!(small.bytes_at(Place::Device) <= hbm * GIB && small.bytes_at(Place::Host) <= host * GIB);
+            prop_assert!(large.shortage().is_none(), "{}\n{}", small, large);
+        }
+    }
+}

@@ -1,0 +1,51 @@
+//! Which device a run gets, and what the planner may use of the machine.
+
+use crate::config::options::DeviceChoice;
+use crate::config::settings::Settings;
+use crate::error::Result;
+use crate::hardware::topology::Topology;
+use crate::planner::machine::{DeviceMemory, Machine};
+
+/// The device of a run.
+#[derive(Clone, Debug)]
+pub struct Chosen {
+    /// CPUs and free memory.
+    pub machine: Machine,
+    /// Why it is not a GPU although that was open; nothing when there is nothing to say.
+    pub note: Option<String>,
+}
+
+impl Chosen {
+    /// Whether it is a GPU.
+    pub fn is_gpu(&self) -> bool {
+        self.machine.device != DeviceMemory::Shared
+    }
+}
+
+/// What `settings` ask for on the machine of `topology`; `auto` is a GPU where there is one.
+///
+/// # Errors
+/// `Resource` when a GPU was asked for and cannot be had.
+pub fn choose(settings: &Settings, topology: &Topology) -> Result<Chosen> {
+    let (device, note) = match settings.device {
+        DeviceChoice::Cpu => (DeviceMemory::Shared, None),
+        DeviceChoice::Cuda => (free_gpu_memory()?, None),
+        DeviceChoice::Auto => match free_gpu_memory() {
+            Ok(device) => (device, None),
+            Err(why) => (DeviceMemory::Shared, Some(why.to_string())),
+        },
+    };
+    let cpus = topology.usable_cpus().map_or(1, |usable| usable.count());
+    let host_bytes = topology.memory_usable_bytes().unwrap_or(u64::MAX);
+    Ok(Chosen { machine: Machine { cpus, host_bytes, device }, note })
+}
+
+#[cfg(feature = "cuda")]
+fn free_gpu_memory() -> Result<DeviceMemory> {
+    crate::device::cuda::free_bytes().map(|bytes| DeviceMemory::Own { bytes })
+}
+
+#[cfg(not(feature = "cuda"))]
+fn free_gpu_memory() -> Result<DeviceMemory> {
+    Err(crate::error::Error::Unsupported("a GPU: this build lacks the feature cuda".into()))
+}
