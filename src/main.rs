@@ -157,9 +157,10 @@ fn run_export(dir: &Path, out: &Path, max_shard_mb: Option<u64>) -> Result<i32> 
 
 /// The line goes to standard output or a file, all that people read to standard error.
 fn bench_step(options: StepOptions) -> Result<i32> {
-    let file = options.out.as_deref().map(RecordFile::open).transpose()?;
-    let options = StepOptions { train: options.train.over_config_file()?, ..options };
-    let record = StepBench::new(options)?.run(&mut |line| remark(line))?;
+    let out = options.out.clone();
+    let bench = StepBench::new(StepOptions { train: options.train.over_config_file()?, ..options })?;
+    let file = out.as_deref().map(RecordFile::open).transpose()?;
+    let record = bench.run(&mut |line| remark(line))?;
     remark(format_args!("\n{record}"));
     let line = serde_json::to_string(&record).map_err(|e| Error::format("the result", e))?;
     match file {

@@ -281,8 +281,15 @@ fn token_files_need_no_tokenizer_and_any_vocabulary_will_do() {
 fn the_other_commands_and_every_help_answer() {
     let doctor = run(&mut program(&["doctor"]));
     assert!(doctor.code == 0 && doctor.stdout.contains("cpus usable") && doctor.stdout.ends_with('\n'), "{doctor:?}");
-    for args in [&["--help"][..], &["train", "--help"], &["export", "--help"], &["digest", "--help"], &["doctor", "--help"], &["--version"]]
-    {
+    for args in [
+        &["--help"][..],
+        &["train", "--help"],
+        &["export", "--help"],
+        &["digest", "--help"],
+        &["doctor", "--help"],
+        &["bench", "step", "--help"],
+        &["--version"],
+    ] {
         let help = run(&mut program(args));
         assert!(help.code == 0 && help.stderr.is_empty() && help.stdout.contains("superoffload"), "{args:?}: {help:?}");
     }
@@ -306,4 +313,31 @@ fn output_that_nobody_takes_ends_no_training_and_panics_nowhere() {
     assert_eq!(deaf(&mut program(&["doctor"])), 1);
     assert_eq!(deaf(&mut program(&["train", "--seed", "x"])), 2);
     assert_eq!(deaf(&mut workspace.train("out", &["--digest=false"])), 0, "even a warning has nobody to hear it");
+}
+
+#[test]
+fn bench_step_answers_with_one_json_line_or_appends_it() {
+    let workspace = Workspace::new();
+    let config = workspace.path("model/config.json");
+    let bench = |flags: &[&str]| {
+        let mut command = program(&["bench", "step", "--device=cpu", "--seq-length=8", "--threads=1", "--warmup=0", "--steps=2"]);
+        run(command.arg("--model-config").arg(&config).args(flags))
+    };
+    let answered = bench(&["--clip=every-2"]);
+    assert_eq!(answered.code, 0, "{answered:?}");
+    let line: Value = serde_json::from_str(&answered.stdout).unwrap();
+    assert_eq!(line["verdicts"], json!({"commit": 1, "clip": 1, "skip": 0}));
+    assert!(answered.stderr.contains("plan") && answered.stderr.contains("TFLOP/s"), "{answered:?}");
+    let out = workspace.path("steps.jsonl");
+    for lines in 1..=2 {
+        let appended = bench(&["--out", out.to_str().unwrap()]);
+        assert!(appended.code == 0 && appended.stdout.is_empty(), "{appended:?}");
+        assert_eq!(fs::read_to_string(&out).unwrap().lines().count(), lines);
+    }
+    bench(&["--out", "/nowhere/steps.jsonl"]).refused(1, &["append to", "/nowhere/steps.jsonl"]);
+    bench(&["--clip", "often"]).refused(2, &["--clip", "every-N"]);
+    bench(&["--steps", "0"]).refused(2, &["--steps"]);
+    bench(&["--save-steps", "3"]).refused(2, &["--save-steps"]);
+    run(&mut program(&["bench", "step", "--model-config", "llama-9b"])).refused(2, &["--model-config llama-9b", "llama-8b"]);
+    run(&mut program(&["bench", "step", "--model-config", "gpt-5b", "--seq-length", "2048"])).refused(2, &["1024 positions"]);
 }

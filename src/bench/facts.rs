@@ -4,9 +4,11 @@ use crate::config::options::Strategy;
 use crate::config::plan::{Plan, Techniques};
 use crate::hardware::gpu::GpuFacts;
 use crate::hardware::topology::Topology;
+use crate::model::policy::LayerPolicy;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::TensorTable;
 use serde::Serialize;
+use std::collections::BTreeMap;
 
 /// The program that ran.
 #[derive(Clone, Debug, Serialize)]
@@ -152,14 +154,23 @@ pub struct PlanFacts {
     pub grad_slots: usize,
     /// Host slots for parameters.
     pub param_slots: usize,
+    /// Layers by what they keep for the backward pass.
+    pub layer_policies: BTreeMap<String, usize>,
     /// Layers whose forward pass runs again in the backward pass.
     pub recomputed_layers: usize,
+    /// How a GPU computes attention.
+    pub attention: String,
+    /// The planner's guess, where it has rates to guess from.
+    pub predicted_step_ms: Option<f64>,
 }
 
 impl PlanFacts {
     /// Those of `plan`.
-    pub fn new(plan: &Plan, recomputed_layers: usize) -> Self {
+    pub fn new(plan: &Plan) -> Self {
         let layout = &plan.layout;
+        let mut layer_policies = BTreeMap::new();
+        plan.layer_policies.iter().for_each(|policy| *layer_policies.entry(policy.to_string()).or_default() += 1);
+        let is_recomputed = |policy: &&LayerPolicy| matches!(policy, LayerPolicy::RecomputeBlock | LayerPolicy::Host);
         Self {
             strategy: plan.strategy,
             techniques: plan.techniques,
@@ -174,7 +185,10 @@ impl PlanFacts {
             offloaded_elems: layout.offloaded_elems(),
             grad_slots: plan.grad_slots,
             param_slots: plan.param_slots,
-            recomputed_layers,
+            layer_policies,
+            recomputed_layers: plan.layer_policies.iter().filter(is_recomputed).count(),
+            attention: format!("{:?}", plan.attention),
+            predicted_step_ms: plan.predicted.map(|predicted| predicted.step_s * 1e3),
         }
     }
 }

@@ -257,8 +257,8 @@ impl fmt::Display for StepRecord {
         write!(
             f,
             "  memory       planned {} on the device, {} on the host; available memory fell by {}",
-            Bytes(memory.device_planned_bytes as u64),
-            Bytes(memory.host_planned_bytes as u64),
+            Bytes(memory.device_planned_bytes),
+            Bytes(memory.host_planned_bytes),
             bytes(memory.available_drop_bytes)
         )?;
         let Some(gpu) = self.gpu else { return Ok(()) };

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Time between samples.
+/// Time between samples; taking one takes some 40 ms more.
 const INTERVAL: Duration = Duration::from_millis(100);
 
 /// What a GPU is. A fact that the driver does not tell is `None`.
@@ -132,7 +132,7 @@ impl From<&[Sample]> for GpuSamples {
     }
 }
 
-/// A thread that looks at the GPU ten times a second.
+/// A thread that looks at the GPU several times a second.
 pub struct Sampler {
     stopping: Arc<AtomicBool>,
     thread: JoinHandle<Vec<Sample>>,

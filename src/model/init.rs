@@ -122,7 +122,7 @@ mod tests {
             init_flat(&table, 7, 0, &mut flat, threads).unwrap();
             assert!(flat == whole, "{threads} threads");
         }
-        for start in [2, 4096, table.flat_elems() / 2 & !1, table.flat_elems()] {
+        for start in [2, 4096, (table.flat_elems() / 2) & !1, table.flat_elems()] {
             let mut rest = vec![f32::NAN; table.flat_elems() - start];
             init_flat(&table, 7, start, &mut rest, 2).unwrap();
             assert!(rest == whole[start..], "from {start}");
