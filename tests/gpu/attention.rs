@@ -226,11 +226,15 @@ fn backward_head(shape: &AttentionShape, dtype: Dtype, kept: &Kept<'_>, sequence
     for query_head in kv_head * group..(kv_head + 1) * group {
         let (mut head_dk, mut head_dv) = (vec![OperandSum::default(); elems], vec![OperandSum::default(); elems]);
         dq.push(backward_query_head(shape, dtype, kept, sequence, query_head, &mut head_dk, &mut head_dv));
-        let rounding = if group > 1 && dtype != FP32 { unit(dtype) } else { U };
+        // Shared keys and values: each head's part may be rounded to the format before they are added up.
+        let rounds = group > 1 && dtype != FP32;
+        let (rounding, flushed) = if rounds { (unit(dtype), subnormal(dtype) / 2.0) } else { (U, 0.0) };
         let add = |(total, sum): (&mut Near, &OperandSum)| {
             let near = sum.near(dtype, shape.seq_length, f64::from(shape.scale).max(1.0));
-            *total =
-                Near { want: total.want + near.want, error: total.error + near.error + rounding * near.want.abs() + U * total.want.abs() };
+            *total = Near {
+                want: total.want + near.want,
+                error: total.error + near.error + rounding * near.want.abs() + flushed + U * total.want.abs(),
+            };
         };
         dk.iter_mut().zip(&head_dk).for_each(add);
         dv.iter_mut().zip(&head_dv).for_each(add);
