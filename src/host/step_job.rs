@@ -11,8 +11,11 @@ use crate::optim::simd::{AdamKernels, Grads, Weights};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A worker's share is a whole number of these elements: a page of fp32 state, so that no two workers write one page.
-const SHARE_ELEMS: usize = 1024;
+/// Elements that a worker takes at once, at most: some tenths of a millisecond, so that all end together, and streams that
+/// are long enough. Small buckets are cut, too, into whole pages of fp32 state: no two workers write one page.
+const PIECE_ELEMS_MAX: usize = 32 << 10;
+const PIECES_MIN: usize = 16;
+const PAGE_ELEMS: usize = 1024;
 
 /// A flat range with one weight-decay rule.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -98,10 +101,13 @@ impl Job for StepJob {
         (name, self.bucket as u32)
     }
 
-    fn run(&self, worker: usize, workers: usize) {
-        let share = self.range.len().div_ceil(workers).next_multiple_of(SHARE_ELEMS);
-        let start = (self.range.start + worker * share).min(self.range.end);
-        let end = (start + share).min(self.range.end);
+    fn pieces(&self) -> usize {
+        self.range.len().div_ceil(self.piece_elems())
+    }
+
+    fn run(&self, piece: usize) {
+        let start = self.range.start + piece * self.piece_elems();
+        let end = (start + self.piece_elems()).min(self.range.end);
         for segment in self.memory.segments.iter() {
             let part = segment.range.start.max(start)..segment.range.end.min(end);
             if !part.is_empty() {
@@ -112,6 +118,10 @@ impl Job for StepJob {
 }
 
 impl StepJob {
+    fn piece_elems(&self) -> usize {
+        self.range.len().div_ceil(PIECES_MIN).next_multiple_of(PAGE_ELEMS).min(PIECE_ELEMS_MAX)
+    }
+
     /// Bytes that the work reads and writes: fp32 state, and gradients and weights in the format of their slots.
     pub fn traffic_bytes(&self) -> u64 {
         const STATE: usize = 3 * 4;

@@ -140,7 +140,7 @@ pub fn cpu_engine(plan: &Plan, shape: &ModelShape, topology: &Topology) -> Resul
     let schedule = plan.adversary.map_or(Schedule::Threads, |seed| Schedule::Adversary { seed });
     let dev = CpuDevice::new(plan.threads, schedule, bell.clone(), plan.trace_spans)?;
     let pool = match schedule {
-        Schedule::Adversary { .. } => Pool::stepped(plan.threads, plan.trace_spans),
+        Schedule::Adversary { .. } => Pool::stepped(plan.trace_spans),
         Schedule::Threads => worker_threads(plan, topology, &bell)?,
     };
     Engine::new(plan.clone(), shape.clone(), dev, pool, bell)
