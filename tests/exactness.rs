@@ -2,12 +2,17 @@
 //! `superoffload` must be that of `zero-offload` and of `no-offload`, and counters prove that it speculated.
 
 use crate::campaign::record;
-use crate::support::{Noise, digest, engine, settings, tiny_llama};
+use crate::support::{Noise, digest, engine, random_params, settings, start, tiny_llama};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 use serde_json::json;
 use std::cell::Cell;
+use superoffload::config::plan::Plan;
+use superoffload::device::RingShape;
 use superoffload::engine::coordinator::Counts;
+use superoffload::host::pinned::RING_GRAIN_BYTES;
+use superoffload::model::tensors::Stage;
+use superoffload::planner::machine::Machine;
 
 /// Everything that must not matter, and everything that must.
 #[derive(Clone, Debug)]
@@ -216,4 +221,43 @@ fn the_papers_inverse_rollback_is_not_exact_and_says_so() {
     let (exact, inverse) = (run("deferred"), run("inverse"));
     assert!(exact.1 > 0 && inverse.1 > 0, "both rolled back");
     assert_ne!(exact.0, inverse.0, "algebra lost no bit: then this test must find a harder case");
+}
+
+/// Gradients that share memory: a backward pass that did not wait for the copy of what lies there would change bits.
+#[test]
+fn a_ring_of_gradients_changes_no_bit() {
+    let shape = tiny_llama(12, 32, 64, true);
+    let table = superoffload::model::tensors::TensorTable::new(&shape);
+    let run = |lines: &str, ring: bool| {
+        let common = "dtype = \"float32\"\nseq-length = 8\nper-device-train-batch-size = 2\nlearning-rate = 1e-2\nmax-steps = 99\nseed = 5";
+        let settings = settings(&format!("{common}\n{lines}"));
+        let mut plan = Plan::new(&settings, &shape, Machine::cpu(2), false).unwrap();
+        if ring {
+            // One layer and a bucket fit into a grain; the tied embedding stays outside.
+            let period_elems = RING_GRAIN_BYTES / 4;
+            let end = table.stage_range(Stage::Embed).start.min(plan.layout.offloaded_elems());
+            plan.grad_ring = Some(RingShape { ringed_elems: end / period_elems * period_elems, period_elems });
+            assert!(end > 4 * period_elems && table.stage_range(Stage::Layer(0)).len() + plan.layout.bucket_elems() <= period_elems);
+        }
+        let mut engine = start(&plan, &shape, random_params(5));
+        let (mut batches, mut counts) = (Noise::new(5, 64), Counts::default());
+        for _ in 0..STEPS {
+            counts += engine.step(1e-2, &mut batches).unwrap().counts;
+        }
+        (digest(&mut engine), counts)
+    };
+    let mut speculated = 0;
+    for seed in 0..24u64 {
+        let clip = ["0.0", "1e-3", "1.7", "1e9"][seed as usize % 4];
+        let fault = if seed % 3 == 0 { "inject = [{step = 3, element = 5000, value = \"nan\"}]" } else { "" };
+        let common = format!("max-grad-norm = {clip}\n{fault}");
+        let (want, _) = run(&format!("strategy = \"no-offload\"\nthreads = 1\n{common}"), false);
+        let way = format!("bucket-mib = 0.0156\nslots = {}\ndevice = \"cpu\"\nadversary = {seed}\n{common}", 1 + seed % 3);
+        let (have, counts) = run(&format!("strategy = \"superoffload\"\n{way}\nresident-buckets = 0"), true);
+        assert_eq!(have, want, "seed {seed}, clip {clip}, ring");
+        let (have, _) = run(&format!("strategy = \"zero-offload\"\n{way}"), true);
+        assert_eq!(have, want, "seed {seed}, clip {clip}, ring, zero-offload");
+        speculated += counts.speculated;
+    }
+    assert_eq!(speculated > 0, cfg!(feature = "stv"));
 }

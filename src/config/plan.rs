@@ -167,6 +167,7 @@ impl Plan {
             shape,
             batch: settings.per_device_train_batch_size,
             seq_length: settings.seq_length,
+            grad_accum_steps: settings.gradient_accumulation_steps,
             dtype,
             link_dtype,
             device_casts: cfg!(feature = "superchip-cast") && link_dtype != dtype,
@@ -179,7 +180,8 @@ impl Plan {
         };
         let work = Work { grad_accum_steps: settings.gradient_accumulation_steps, workers: threads };
         let wishes = Wishes { residency: residency(settings, techniques)?, activations: settings.activations };
-        let Choice { layout, policies, tile, memory, predicted } = choose(&needs, work, &cut(settings, &table, dtype), wishes)?;
+        let Choice { layout, policies, tile, grad_ring, memory, predicted } =
+            choose(&needs, work, &table, &cut(settings, &table, dtype), wishes)?;
         Ok(Self {
             strategy: settings.strategy,
             techniques,
@@ -189,7 +191,7 @@ impl Plan {
             link_dtype,
             isa: isa(settings, techniques)?,
             threads,
-            grad_ring: None,
+            grad_ring,
             grad_slots: needs.grad_slots(&layout),
             param_slots: settings.slots,
             layout,

@@ -247,6 +247,7 @@ pub struct Coordinator {
     layout: BucketLayout,
     rules: Rules,
     buckets: Vec<Bucket>,
+    ringed: bool,
     grad_slots: SlotRing,
     param_slots: SlotRing,
     running: Option<Running>,
@@ -264,7 +265,8 @@ impl Coordinator {
     ///
     /// # Panics
     /// If there is a bucket to offload but no slot.
-    pub fn new(layout: BucketLayout, rules: Rules, grad_slots: usize, param_slots: usize) -> Self {
+    /// With `ringed` gradients copies keep the order of backward: the oldest is in the way of the next to be written.
+    pub fn new(layout: BucketLayout, rules: Rules, ringed: bool, grad_slots: usize, param_slots: usize) -> Self {
         let offloaded = layout.offloaded();
         let retained = if rules.policy == Policy::Deferred { offloaded } else { 0 };
         assert!(offloaded == 0 || (grad_slots > retained && param_slots > 0), "too few slots for {offloaded} buckets");
@@ -273,6 +275,7 @@ impl Coordinator {
         Self {
             buckets: vec![bucket; offloaded],
             commands: VecDeque::with_capacity(layout.count() + 4 * offloaded + 16),
+            ringed,
             grad_slots: SlotRing::new(grad_slots),
             param_slots: SlotRing::new(param_slots),
             running: None,
@@ -476,7 +479,8 @@ impl Coordinator {
     /// Gradients leave as slots allow, in the order in which the pool will want them: slots are few, and a gradient that came
     /// too early would keep out the one that is needed first.
     fn copy_ready_grads(&mut self) {
-        while let Some(bucket) = self.next_bucket(|b| b.phase == Phase::Ready) {
+        let oldest = |buckets: &[Bucket]| buckets.iter().position(|b| b.phase == Phase::Ready);
+        while let Some(bucket) = if self.ringed { oldest(&self.buckets) } else { self.next_bucket(|b| b.phase == Phase::Ready) } {
             let Some(grads) = self.grad_slots.take() else { return };
             self.buckets[bucket].grads = Some(grads);
             self.buckets[bucket].phase = Phase::Copying;

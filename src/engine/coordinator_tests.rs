@@ -33,7 +33,7 @@ impl World {
         let grad_slots = if rules.policy == Policy::Deferred { offloaded + ring } else { ring };
         Self {
             rng: ChaCha8Rng::seed_from_u64(seed),
-            coordinator: Coordinator::new(layout, rules, grad_slots, ring),
+            coordinator: Coordinator::new(layout, rules, seed % 3 == 0, grad_slots, ring),
             grads: vec![None; grad_slots],
             state: vec![vec![]; offloaded],
             params: vec![vec![]; ring],
@@ -225,7 +225,7 @@ fn counters_prove_that_speculation_clipping_and_skipping_happened() {
 fn the_order_is_the_earliest_deadline_or_the_order_of_arrival() {
     for (deadline_order, expected) in [(true, [0, 3, 2, 1]), (false, [0, 1, 2, 3])] {
         let rules = Rules { policy: Policy::Deferred, adaptive: false, deadline_order };
-        let mut c = Coordinator::new(BucketLayout::new(4 * BLOCK, BLOCK, 0), rules, 8, 4);
+        let mut c = Coordinator::new(BucketLayout::new(4 * BLOCK, BLOCK, 0), rules, false, 8, 4);
         c.begin_step(Update { optimizer_step: 1, learning_rate: 0.1, scale: 1.0 });
         (0..4).for_each(|b| c.handle(Event::GradReady(b)));
         (0..4).for_each(|b| c.handle(Event::GradArrived(b)));

@@ -149,7 +149,7 @@ impl<D: Kernels> Engine<D> {
             memory.upload(&mut dev, &rope_table(&rope, plan.seq_length), target)?;
         }
         Ok(Self {
-            coordinator: Coordinator::new(plan.layout.clone(), plan.rules, plan.grad_slots, plan.param_slots),
+            coordinator: Coordinator::new(plan.layout.clone(), plan.rules, plan.grad_ring.is_some(), plan.grad_slots, plan.param_slots),
             events: Events::new(&mut dev, plan.layout.count(), plan.param_slots)?,
             copying: VecDeque::with_capacity(plan.layout.count()),
             returning: VecDeque::with_capacity(plan.param_slots + 1),
@@ -326,6 +326,7 @@ impl<D: Kernels> Engine<D> {
             }
             let inv_tokens = 1.0 / self.plan.tokens_per_step() as f32;
             let micro = MicroStep { first, inv_tokens, loss_scale: self.loss_scale.scale() };
+            self.wait_for_ring(Stage::Head)?;
             self.model.head(&mut self.dev, micro, true)?;
             self.grads_written(Stage::Head, last)?;
             (0..layers).rev().map(Stage::Layer).chain([Stage::Embed]).try_for_each(|stage| self.backward(stage, first, last))?;
@@ -355,7 +356,9 @@ impl<D: Kernels> Engine<D> {
             self.block_until(|engine| Ok(engine.coordinator.is_copied(bucket)))?;
             self.dev.wait(Stream::Compute, self.events.grad_arrived[bucket])?;
         }
-        Ok(())
+        // No kernel writes padding, and it counts in the norm.
+        let mut padding = self.model.table.padding(stage);
+        padding.try_for_each(|pad| self.dev.zero(self.model.grads.slice(pad.start, pad.len())))
     }
 
     fn upload_batch(&mut self, micro_step: usize, batches: &mut impl Batches) -> Result<()> {

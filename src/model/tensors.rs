@@ -228,6 +228,15 @@ impl TensorTable {
         self.stage_starts[idx]..self.stage_starts[idx + 1]
     }
 
+    /// The elements of `stage` that belong to no tensor.
+    pub fn padding(&self, stage: Stage) -> impl Iterator<Item = Range<usize>> {
+        let range = self.stage_range(stage);
+        let first = self.specs.partition_point(|spec| spec.offset_elems < range.start);
+        let specs = self.specs[first..].iter().take_while(move |spec| spec.offset_elems < range.end);
+        let ends = self.specs[first + 1..].iter().map(|next| next.offset_elems).chain([self.flat_elems()]);
+        specs.zip(ends).map(|(spec, end)| spec.range().end..end).filter(|pad| !pad.is_empty())
+    }
+
     /// Length of the flat range, padding included: a multiple of [`FLAT_ALIGN_ELEMS`].
     pub fn flat_elems(&self) -> usize {
         self.stage_starts[self.stage_starts.len() - 1]

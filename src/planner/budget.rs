@@ -2,10 +2,11 @@
 
 use super::machine::{DeviceMemory, Machine, Place};
 use crate::bucket::layout::BucketLayout;
-use crate::device::Attention;
+use crate::device::{Attention, RingShape};
 use crate::dtype::Dtype;
 use crate::model::activations::ActivationPlan;
 use crate::model::shape::ModelShape;
+use crate::model::tensors::{Stage, TensorTable};
 use crate::optim::norm::BLOCK;
 
 /// Device memory that no class names: the CUDA context (about 0.5 GiB), the code of cuBLASLt and cuDNN, which is loaded
@@ -17,6 +18,10 @@ const PROCESS_BYTES: usize = 1 << 30;
 const MATMUL_WORKSPACE_BYTES: usize = 64 << 20;
 /// Blocks that sum columns at once: two for each of an H200's 132 multiprocessors. Each holds a row of fp32 sums.
 const COLUMN_SUM_BLOCKS: usize = 264;
+/// Chunks that a ring of gradients is made of on a GPU; see [`crate::device::Device::ring_grain_bytes`].
+const RING_GRAIN_BYTES: usize = 32 << 20;
+/// Buckets that may be on their way to the host while the next stage writes.
+const RING_BUCKETS: usize = 8;
 /// Optimizer state of a parameter: fp32 parameter, m and v.
 pub(super) const STATE_BYTES: usize = 12;
 
@@ -80,6 +85,8 @@ pub struct Needs<'a> {
     pub batch: usize,
     /// Tokens of a sequence.
     pub seq_length: usize,
+    /// Micro-batches of a step.
+    pub grad_accum_steps: usize,
     /// Format on the device.
     pub dtype: Dtype,
     /// Format on the link.
@@ -107,15 +114,28 @@ impl Needs<'_> {
         if self.retains_grads { layout.offloaded() + self.slots } else { layout.offloaded() }
     }
 
+    /// The ring that gradients of offloaded buckets can share: long enough for the largest stage and what is on its way to
+    /// the host. None where micro-batches add up in place, or where it would save nothing. The embeddings stay outside:
+    /// tied ones hold the head's gradient during the whole backward pass.
+    pub fn grad_ring(&self, layout: &BucketLayout, table: &TensorTable) -> Option<RingShape> {
+        let grain = self.ring_grain_bytes()? / self.dtype.bytes();
+        let stages = table.stages().filter(|stage| *stage != Stage::Embed);
+        let stage_elems_max = stages.map(|stage| table.stage_range(stage).len()).max().unwrap_or(0);
+        let period_elems = (stage_elems_max + RING_BUCKETS * layout.bucket_elems()).next_multiple_of(grain);
+        let end = layout.offloaded_elems().min(table.stage_range(Stage::Embed).start);
+        let ringed_elems = end / grain * grain;
+        (ringed_elems > period_elems).then_some(RingShape { ringed_elems, period_elems })
+    }
+
     /// Every class that is not empty.
-    pub fn classes(&self, layout: &BucketLayout, activations: &ActivationPlan) -> Vec<MemoryClass> {
+    pub fn classes(&self, layout: &BucketLayout, ring: Option<RingShape>, activations: &ActivationPlan) -> Vec<MemoryClass> {
         let (flat, offloaded) = (layout.flat_elems(), layout.offloaded_elems());
         let (width, slot_bytes) = (self.dtype.bytes(), layout.bucket_elems().min(offloaded) * self.link_dtype.bytes());
         let staging = if self.device_casts && offloaded > 0 { 2 * layout.bucket_elems() * 4 } else { 0 };
         let class = |name, place, bytes| MemoryClass { name, place, bytes };
         let mut classes = vec![
             class("weights", Place::Device, flat * width),
-            class("gradients", Place::Device, flat * width),
+            class("gradients", Place::Device, ring.map_or(flat, |ring| flat - ring.ringed_elems + ring.period_elems) * width),
             class("resident p, m, v", Place::Device, STATE_BYTES * (flat - offloaded)),
             class("cast staging", Place::Device, staging),
             class("activations", Place::Device, activations.device_bytes().0 as usize),
@@ -137,6 +157,14 @@ impl Needs<'_> {
         }
         classes.retain(|class| class.bytes > 0);
         classes
+    }
+
+    fn ring_grain_bytes(&self) -> Option<usize> {
+        match self.machine.device {
+            _ if self.grad_accum_steps > 1 => None,
+            DeviceMemory::Shared => None,
+            DeviceMemory::Own { .. } => Some(RING_GRAIN_BYTES),
+        }
     }
 
     /// Bytes that `classes` lack on the device and on the host; 0 where they fit.

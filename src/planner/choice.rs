@@ -8,9 +8,11 @@ use super::machine::{DeviceMemory, Place};
 use super::predict::{Prediction, Predictor, Work};
 use crate::bucket::layout::BucketLayout;
 use crate::config::options::ActivationsChoice;
+use crate::device::RingShape;
 use crate::error::Result;
 use crate::model::activations::{ActivationPlan, LossTile};
 use crate::model::policy::LayerPolicy;
+use crate::model::tensors::TensorTable;
 
 /// Logits of one tile on a device that shares the host's memory: columns at most, and bytes at most.
 const SHARED_TILE_VOCAB_MAX: usize = 32_768;
@@ -54,6 +56,8 @@ pub struct Choice {
     pub policies: Vec<LayerPolicy>,
     /// Tile of the loss.
     pub tile: LossTile,
+    /// The gradients' ring, if they share memory.
+    pub grad_ring: Option<RingShape>,
     /// All memory by class.
     pub memory: Vec<MemoryClass>,
     /// The step's time; none on a device that shares the host's memory, whose rates nobody assumes.
@@ -65,8 +69,8 @@ pub struct Choice {
 ///
 /// # Errors
 /// `Usage` when batch and sequence make no sense for the model.
-pub fn choose(needs: &Needs, work: Work, layout: &BucketLayout, wishes: Wishes) -> Result<Choice> {
-    let planner = Planner { needs, predictor: Predictor::new(needs, work), layout, wishes };
+pub fn choose(needs: &Needs, work: Work, table: &TensorTable, layout: &BucketLayout, wishes: Wishes) -> Result<Choice> {
+    let planner = Planner { needs, predictor: Predictor::new(needs, work), table, layout, wishes };
     match needs.machine.device {
         DeviceMemory::Shared => planner.shared(),
         DeviceMemory::Own { bytes } => planner.search(bytes),
@@ -76,6 +80,7 @@ pub fn choose(needs: &Needs, work: Work, layout: &BucketLayout, wishes: Wishes) 
 struct Planner<'a> {
     needs: &'a Needs<'a>,
     predictor: Predictor<'a>,
+    table: &'a TensorTable,
     layout: &'a BucketLayout,
     wishes: Wishes,
 }
@@ -91,8 +96,8 @@ impl Planner<'_> {
             Residency::Exactly(resident) => self.resident(resident),
             Residency::Largest => self.resident(self.layout.count() / SHARED_RESIDENT_ONE_IN),
         };
-        let memory = self.needs.classes(&layout, &self.activations(&policies, tile)?);
-        Ok(Choice { layout, policies, tile, memory, predicted: None })
+        let memory = self.needs.classes(&layout, None, &self.activations(&policies, tile)?);
+        Ok(Choice { layout, policies, tile, grad_ring: None, memory, predicted: None })
     }
 
     /// The fastest candidate that fits a device of `device_bytes` with the largest tile that lets one fit; or, when none does,
@@ -100,8 +105,9 @@ impl Planner<'_> {
     fn search(&self, device_bytes: u64) -> Result<Choice> {
         let mut best: Option<(u64, f64, Choice)> = None;
         for tile in self.tiles(device_bytes)? {
-            for policies in self.mixes() {
-                let choice = self.candidate(policies, tile)?;
+            let rings = self.mixes().into_iter().flat_map(|policies| [(false, policies.clone()), (true, policies)]);
+            for (ring, policies) in rings {
+                let choice = self.candidate(policies, tile, ring)?;
                 let (device, host) = self.needs.lacking(&choice.memory);
                 let (lacking, step_s) = (device + host, choice.predicted.map_or(0.0, |predicted| predicted.step_s));
                 // The first of equals computes least twice.
@@ -117,33 +123,43 @@ impl Planner<'_> {
         Ok(choice)
     }
 
-    fn candidate(&self, policies: Vec<LayerPolicy>, tile: LossTile) -> Result<Choice> {
+    /// With a ring of gradients or without.
+    fn candidate(&self, policies: Vec<LayerPolicy>, tile: LossTile, ring: bool) -> Result<Choice> {
         let activations = self.activations(&policies, tile)?;
         let layout = match self.wishes.residency {
             Residency::Exactly(resident) => self.resident(resident),
-            Residency::Largest => self.largest_residency(&activations),
+            Residency::Largest => self.largest_residency(&activations, ring),
         };
-        let memory = self.needs.classes(&layout, &activations);
-        let predicted = Some(self.predictor.predict(&layout, &policies, &activations));
-        Ok(Choice { layout, policies, tile, memory, predicted })
+        let grad_ring = self.ring(&layout, ring);
+        let memory = self.needs.classes(&layout, grad_ring, &activations);
+        let predicted = Some(self.predictor.predict(&layout, grad_ring.is_some(), &policies, &activations));
+        Ok(Choice { layout, policies, tile, grad_ring, memory, predicted })
+    }
+
+    fn ring(&self, layout: &BucketLayout, ring: bool) -> Option<RingShape> {
+        if ring { self.needs.grad_ring(layout, self.table) } else { None }
+    }
+
+    /// Bytes that the device and the host lack when `resident` buckets stay on the device.
+    fn lacking(&self, resident: usize, ring: bool, activations: &ActivationPlan) -> (u64, u64) {
+        let layout = self.resident(resident);
+        self.needs.lacking(&self.needs.classes(&layout, self.ring(&layout, ring), activations))
     }
 
     /// As many resident buckets as the device holds. If host memory asks for more, the device will lack for them.
-    fn largest_residency(&self, activations: &ActivationPlan) -> BucketLayout {
-        let lacking = |resident| self.needs.lacking(&self.needs.classes(&self.resident(resident), activations));
+    fn largest_residency(&self, activations: &ActivationPlan, ring: bool) -> BucketLayout {
         let count = self.layout.count();
         // With all of them resident there are no staging buffers either.
-        if lacking(count).0 == 0 {
+        if self.lacking(count, ring, activations).0 == 0 {
             return self.resident(count);
         }
-        let fitting = partition_point(count, |resident| lacking(resident + 1).0 == 0);
+        let fitting = partition_point(count, |resident| self.lacking(resident + 1, ring, activations).0 == 0);
         self.resident(fitting.max(self.least_residency(activations)))
     }
 
     /// The fewest resident buckets that let the host hold the rest; all of them when it cannot hold one.
     fn least_residency(&self, activations: &ActivationPlan) -> usize {
-        let on_host = |resident| self.needs.lacking(&self.needs.classes(&self.resident(resident), activations)).1;
-        partition_point(self.layout.count(), |resident| on_host(resident) > 0)
+        partition_point(self.layout.count(), |resident| self.lacking(resident, false, activations).1 > 0)
     }
 
     fn resident(&self, buckets: usize) -> BucketLayout {
@@ -185,7 +201,7 @@ impl Planner<'_> {
             Residency::Exactly(resident) => resident,
             Residency::Largest => self.least_residency(&activations),
         };
-        let classes = self.needs.classes(&self.resident(resident), &activations);
+        let classes = self.needs.classes(&self.resident(resident), None, &activations);
         let fixed = bytes_at(&classes, Place::Device) - activations.device_bytes().0;
         let share = device_bytes.saturating_sub(fixed) / TILE_FREE_PARTS;
         let rows = rows_within(self.tokens(), (share as usize).min(TILE_BYTES_MAX) / (vocab * self.needs.dtype.bytes()));

@@ -75,7 +75,7 @@ impl<'a> Predictor<'a> {
         }
     }
 
-    pub fn predict(&self, layout: &BucketLayout, policies: &[LayerPolicy], activations: &ActivationPlan) -> Prediction {
+    pub fn predict(&self, layout: &BucketLayout, ring: bool, policies: &[LayerPolicy], activations: &ActivationPlan) -> Prediction {
         let (offloaded, accum) = (layout.offloaded_elems() as f64, self.work.grad_accum_steps as f64);
         let resident = layout.flat_elems() as f64 - offloaded;
         // State is read and written, a gradient read, a weight written.
@@ -86,7 +86,9 @@ impl<'a> Predictor<'a> {
         let link_bytes = offloaded * self.needs.link_dtype.bytes() as f64 + accum * activations.host_bytes().0 as f64;
         let link_s = link_bytes / ASSUMED.link_bytes;
         let start_up_s = if offloaded > 0.0 { ASSUMED.start_up_s } else { 0.0 };
-        Prediction { device_s, pool_s, link_s, step_s: device_s.max(pool_s).max(link_s) + start_up_s }
+        // In a ring the backward pass, two thirds of the device's work, waits for the pool: nothing is left for the next forward.
+        let stalled_s = if ring { (pool_s - 2.0 / 3.0 * device_s).max(0.0) } else { 0.0 };
+        Prediction { device_s, pool_s, link_s, step_s: (device_s + stalled_s).max(pool_s).max(link_s) + start_up_s }
     }
 
     /// What a layer adds to the device's work on a micro-batch.
