@@ -6,8 +6,12 @@
 //! pure state machine, decides which [`bucket`] is copied, stepped by the [`host`]'s pool with the kernels of [`optim`],
 //! redone, or restored. [`checkpoint`] keeps all of it; ARCHITECTURE.md walks through one step.
 //!
+//! The device is the CPU, which specifies every kernel's result, or a GPU (feature `cuda`), whose libraries are opened at run
+//! time: one binary runs with and without.
+//!
 //! Unsafe code is denied; these modules allow it, each with a reason on every block, because they hand memory to other
-//! threads or to vector instructions: `device::cpu`, `host::pinned`, `host::pool`, `host::step_job`, `optim::simd`.
+//! threads, to vector instructions or to the GPU: `device::cpu`, `device::cuda`, `host::pinned`, `host::pool`,
+//! `host::step_job`, `optim::simd`.
 
 pub mod bench;
 pub mod bucket;
