@@ -1,7 +1,8 @@
 //! The passes of [`adam`] and [`norm`], compiled once for every instruction set and chosen at run time.
 //!
-//! There is no vector code here. Each pass is inlined into a shell that only turns instructions on; the compiler then
-//! vectorises the specification itself, which is why all instruction sets agree to the bit.
+//! There is no vector arithmetic here. Each pass is inlined into a shell that only turns instructions on; the compiler
+//! then vectorises the specification itself, which is why all instruction sets agree to the bit. Written by hand is only
+//! how results reach memory: see [`Stores`].
 #![allow(unsafe_code)]
 
 use crate::dtype::{Dtype, Element};
@@ -10,6 +11,7 @@ use crate::optim::adam::{self, AdamState, AdamStep};
 use crate::optim::norm;
 use half::{bf16, f16};
 use std::fmt;
+use std::ops::Range;
 use std::str::FromStr;
 
 /// Instruction set of the optimizer's passes, slowest first.
@@ -129,13 +131,25 @@ macro_rules! typed {
     };
 }
 
+/// How the passes that run every step write their results. The results are the same.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stores {
+    /// Through the caches.
+    Temporal,
+    /// Past the caches, a line at a time: what a pass writes has left every cache before the next step reads it, and until
+    /// then it would only displace what others need. The scalar instruction set has no such stores.
+    Streaming,
+}
+
 /// The optimizer's passes on one instruction set. Holding one proves that the CPU has it.
 ///
 /// Every method is the function of the same name in [`adam`] or [`norm`], over formats known at run time, and panics
-/// where that one does.
+/// where that one does. What it wrote is visible to whoever learns that it has returned, devices included.
 #[derive(Clone, Copy, Debug)]
 pub struct AdamKernels {
     isa: Isa,
+    stores: Stores,
+    prefetch_elems: usize,
 }
 
 impl AdamKernels {
@@ -145,10 +159,20 @@ impl AdamKernels {
     /// `Unsupported` if this build or this CPU lacks it.
     pub fn new(isa: Isa) -> Result<Self> {
         if shells::runs(isa) {
-            return Ok(Self { isa });
+            return Ok(Self { isa, stores: Stores::Streaming, prefetch_elems: 0 });
         }
         let available = names(&Isa::available());
         Err(Error::Unsupported(format!("instruction set {isa}: {}; available: {available}", shells::LACKING)))
+    }
+
+    /// The same passes, with other stores.
+    pub fn with_stores(self, stores: Stores) -> Self {
+        Self { stores, ..self }
+    }
+
+    /// The same passes, which ask for memory `elems` elements ahead; 0: the CPU guesses well enough.
+    pub fn with_prefetch(self, elems: usize) -> Self {
+        Self { prefetch_elems: elems, ..self }
     }
 
     /// The instruction set.
@@ -158,17 +182,42 @@ impl AdamKernels {
 
     /// See [`adam::step`].
     pub fn step(self, step: AdamStep, state: &mut AdamState<'_>, grads: Grads<'_>, out: Weights<'_>) {
-        typed!(Grads(g) = grads => typed!(Weights(o) = out => self.run(#[inline(always)] || adam::step(step, state, g, o))));
+        typed!(Grads(g) = grads => typed!(Weights(o) = out => {
+            let [p, m, v] = state_places(state);
+            let (read, written) = ([p, m, v, Place::of(g)], [p, m, v, Place::of(o)]);
+            self.run_blocks(read, written, #[inline(always)] |writer, at| {
+                let mut block = Block::load(state, &at);
+                let (mut new, narrow) = block.room(at.len());
+                adam::step(step, &mut new, &g[at.clone()], narrow);
+                block.store_state(writer, state, &at);
+                block.store_out(writer, o, &at);
+            });
+        }));
     }
 
     /// See [`adam::speculate`].
     pub fn speculate(self, step: AdamStep, state: &AdamState<'_>, grads: Grads<'_>, out: Weights<'_>) {
-        typed!(Grads(g) = grads => typed!(Weights(o) = out => self.run(#[inline(always)] || adam::speculate(step, state, g, o))));
+        typed!(Grads(g) = grads => typed!(Weights(o) = out => {
+            let [p, m, v] = state_places(state);
+            self.run_blocks([p, m, v, Place::of(g)], [Place::of(o)], #[inline(always)] |writer, at| {
+                let mut block = Block::load(state, &at);
+                let (old, narrow) = block.room(at.len());
+                adam::speculate(step, &old, &g[at.clone()], narrow);
+                block.store_out(writer, o, &at);
+            });
+        }));
     }
 
     /// See [`adam::commit`].
     pub fn commit(self, step: AdamStep, state: &mut AdamState<'_>, grads: Grads<'_>) {
-        typed!(Grads(g) = grads => self.run(#[inline(always)] || adam::commit(step, state, g)));
+        typed!(Grads(g) = grads => {
+            let [p, m, v] = state_places(state);
+            self.run_blocks([p, m, v, Place::of(g)], [p, m, v], #[inline(always)] |writer, at| {
+                let mut block = Block::<f32>::load(state, &at);
+                adam::commit(step, &mut block.room(at.len()).0, &g[at.clone()]);
+                block.store_state(writer, state, &at);
+            });
+        });
     }
 
     /// See [`adam::commit_then_speculate`].
@@ -202,32 +251,194 @@ impl AdamKernels {
         state: &mut AdamState<'_>,
         out: Weights<'_>,
     ) {
-        typed!(Weights(o) = out => self.run(
-            #[inline(always)]
-            || adam::commit_then_speculate(pending, pending_grads, next, grads, state, o)
-        ));
+        typed!(Weights(o) = out => {
+            let [p, m, v] = state_places(state);
+            let (read, written) = ([p, m, v, Place::of(pending_grads), Place::of(grads)], [p, m, v, Place::of(o)]);
+            self.run_blocks(read, written, #[inline(always)] |writer, at| {
+                let mut block = Block::load(state, &at);
+                let (mut new, narrow) = block.room(at.len());
+                adam::commit_then_speculate(pending, &pending_grads[at.clone()], next, &grads[at.clone()], &mut new, narrow);
+                block.store_state(writer, state, &at);
+                block.store_out(writer, o, &at);
+            });
+        });
     }
 
     /// See [`adam::inverse`].
     pub fn inverse(self, step: AdamStep, state: &mut AdamState<'_>, grads: Grads<'_>) {
-        typed!(Grads(g) = grads => self.run(#[inline(always)] || adam::inverse(step, state, g)));
+        typed!(Grads(g) = grads => self.run(#[inline(always)] |_| adam::inverse(step, state, g)));
     }
 
     /// See [`adam::emit`].
     pub fn emit(self, params: &[f32], out: Weights<'_>) {
-        typed!(Weights(o) = out => self.run(#[inline(always)] || adam::emit(params, o)));
+        typed!(Weights(o) = out => self.run(#[inline(always)] |_| adam::emit(params, o)));
     }
 
     /// See [`norm::partials`].
     pub fn partials(self, grads: Grads<'_>, out: &mut [f32]) -> bool {
-        typed!(Grads(g) = grads => self.run(#[inline(always)] || norm::partials(g, out)))
+        typed!(Grads(g) = grads => self.run(#[inline(always)] |_| norm::partials(g, out)))
+    }
+
+    /// Runs `pass` block by block over arrays of equal length, with the writer for what each block `written`.
+    #[inline(always)]
+    fn run_blocks<const R: usize, const W: usize>(self, read: [Place; R], written: [Place; W], mut pass: impl FnMut(Writer, Range<usize>)) {
+        let elems = read[0].elems;
+        assert!(read.iter().chain(&written).all(|place| place.elems == elems), "arrays of one pass differ in length");
+        let lead = (0..BLOCK).find(|&lead| written.iter().all(|place| place.at(lead).is_multiple_of(LINE_BYTES)));
+        self.run(
+            #[inline(always)]
+            |isa| {
+                let writer = if self.stores == Stores::Streaming && lead.is_some() { Writer::Streaming(isa) } else { Writer::Plain };
+                let start = lead.unwrap_or(0).min(elems);
+                let end = elems - (elems - start) % BLOCK;
+                for start in (start..end).step_by(BLOCK) {
+                    if self.prefetch_elems > 0 {
+                        read.iter().for_each(|place| place.prefetch(start + self.prefetch_elems));
+                    }
+                    pass(writer, start..start + BLOCK);
+                }
+                for edge in [0..start, end..elems] {
+                    pass(Writer::Plain, edge);
+                }
+            },
+        );
+        shells::fence();
     }
 }
+
+impl fmt::Display for AdamKernels {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.isa)?;
+        match (self.stores, self.prefetch_elems) {
+            (Stores::Temporal, 0) => Ok(()),
+            (Stores::Streaming, 0) => f.write_str(" streaming"),
+            (Stores::Temporal, elems) => write!(f, " +{elems}"),
+            (Stores::Streaming, elems) => write!(f, " streaming +{elems}"),
+        }
+    }
+}
+
+/// What memory and cache exchange.
+const LINE_BYTES: usize = 64;
+
+/// Elements of a block: a whole number of lines in every format.
+const BLOCK: usize = 32;
+
+/// Where an array lies.
+#[derive(Clone, Copy)]
+struct Place {
+    addr: usize,
+    elem_bytes: usize,
+    elems: usize,
+}
+
+impl Place {
+    #[inline(always)]
+    fn of<T>(array: &[T]) -> Self {
+        Self { addr: array.as_ptr().addr(), elem_bytes: size_of::<T>(), elems: array.len() }
+    }
+
+    #[inline(always)]
+    fn at(self, elem: usize) -> usize {
+        self.addr + elem * self.elem_bytes
+    }
+
+    /// Asks for the block that starts at `elem`, which may lie beyond the end.
+    #[inline(always)]
+    fn prefetch(self, elem: usize) {
+        for line in 0..BLOCK * self.elem_bytes / LINE_BYTES {
+            shells::prefetch(self.at(elem) + line * LINE_BYTES);
+        }
+    }
+}
+
+#[inline(always)]
+fn state_places(state: &AdamState<'_>) -> [Place; 3] {
+    [Place::of(state.params), Place::of(state.m), Place::of(state.v)]
+}
+
+/// What a pass works on, in registers when the compiler has enough of them: results leave it a line at a time.
+#[repr(align(64))]
+struct Block<O> {
+    params: [f32; BLOCK],
+    m: [f32; BLOCK],
+    v: [f32; BLOCK],
+    out: [O; BLOCK],
+}
+
+impl<O: Element> Block<O> {
+    /// The state of the elements `at`, at most a block.
+    #[inline(always)]
+    fn load(state: &AdamState<'_>, at: &Range<usize>) -> Self {
+        Self { params: head(state.params, at), m: head(state.m, at), v: head(state.v, at), out: [O::from_f32(0.0); BLOCK] }
+    }
+
+    /// The first `elems` elements and room for their working weights.
+    #[inline(always)]
+    fn room(&mut self, elems: usize) -> (AdamState<'_>, &mut [O]) {
+        let state = AdamState { params: &mut self.params[..elems], m: &mut self.m[..elems], v: &mut self.v[..elems] };
+        (state, &mut self.out[..elems])
+    }
+
+    #[inline(always)]
+    fn store_state(&self, writer: Writer, state: &mut AdamState<'_>, at: &Range<usize>) {
+        writer.write(&mut state.params[at.clone()], &self.params);
+        writer.write(&mut state.m[at.clone()], &self.m);
+        writer.write(&mut state.v[at.clone()], &self.v);
+    }
+
+    #[inline(always)]
+    fn store_out(&self, writer: Writer, out: &mut [O], at: &Range<usize>) {
+        writer.write(&mut out[at.clone()], &self.out);
+    }
+}
+
+/// A block that begins with the elements `at` of `array`.
+#[inline(always)]
+fn head(array: &[f32], at: &Range<usize>) -> [f32; BLOCK] {
+    let mut block = [0.0; BLOCK];
+    block[..at.len()].copy_from_slice(&array[at.clone()]);
+    block
+}
+
+/// Writes blocks.
+#[derive(Clone, Copy)]
+enum Writer {
+    Plain,
+    /// Whole lines, with the stores of an instruction set that the CPU has.
+    Streaming(Isa),
+}
+
+impl Writer {
+    /// Fills `to` from the beginning of `block`.
+    #[inline(always)]
+    fn write<T: Element>(self, to: &mut [T], block: &[T; BLOCK]) {
+        match self {
+            Self::Plain => to.copy_from_slice(&block[..to.len()]),
+            Self::Streaming(isa) => {
+                let (to, from) = (bytemuck::cast_slice_mut::<T, Line>(to), block.as_ptr().cast::<Line>());
+                assert!(size_of_val(to) <= size_of_val(block));
+                for (i, to) in to.iter_mut().enumerate() {
+                    // SAFETY: the block has as many lines as `to`, and `run` hands out only instruction sets that the CPU has.
+                    unsafe { shells::stream(isa, to, from.add(i)) };
+                }
+            }
+        }
+    }
+}
+
+/// A cache line.
+#[derive(Clone, Copy, bytemuck::Zeroable, bytemuck::Pod)]
+#[repr(C, align(64))]
+struct Line([u8; LINE_BYTES]);
 
 /// Vector shells for x86-64.
 #[cfg(all(feature = "grace-adam", target_arch = "x86_64"))]
 mod shells {
-    use super::{AdamKernels, Isa};
+    use super::{AdamKernels, Isa, Line};
+    use std::arch::x86_64::{
+        __m256i, _MM_HINT_T0, _mm_prefetch, _mm_sfence, _mm256_loadu_si256, _mm256_stream_si256, _mm512_loadu_si512, _mm512_stream_si512,
+    };
 
     pub(super) const LACKING: &str = "this CPU lacks it";
 
@@ -246,10 +457,11 @@ mod shells {
     }
 
     impl AdamKernels {
+        /// Inlines `pass` into the shell; its argument is a constant there.
         #[inline]
-        pub(super) fn run<R>(self, pass: impl FnOnce() -> R) -> R {
+        pub(super) fn run<R>(self, pass: impl FnOnce(Isa) -> R) -> R {
             match self.isa {
-                Isa::Scalar => pass(),
+                Isa::Scalar => pass(Isa::Scalar),
                 // SAFETY: `AdamKernels::new` saw that the CPU has these features.
                 Isa::Avx2 => unsafe { avx2(pass) },
                 // SAFETY: as above.
@@ -259,20 +471,55 @@ mod shells {
     }
 
     #[target_feature(enable = "avx2,fma,f16c")]
-    fn avx2<R>(pass: impl FnOnce() -> R) -> R {
-        pass()
+    fn avx2<R>(pass: impl FnOnce(Isa) -> R) -> R {
+        pass(Isa::Avx2)
     }
 
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")]
-    fn avx512<R>(pass: impl FnOnce() -> R) -> R {
-        pass()
+    fn avx512<R>(pass: impl FnOnce(Isa) -> R) -> R {
+        pass(Isa::Avx512)
+    }
+
+    /// Writes a line past the caches; [`fence`] makes it visible.
+    ///
+    /// # Safety
+    /// The CPU has `isa`, and `from` points to a line.
+    #[inline(always)]
+    pub(super) unsafe fn stream(isa: Isa, to: &mut Line, from: *const Line) {
+        let to: *mut Line = to;
+        // SAFETY: the caller's promise; a line is aligned for every vector.
+        unsafe {
+            match isa {
+                Isa::Scalar => *to = *from,
+                Isa::Avx2 => {
+                    for half in 0..2 {
+                        _mm256_stream_si256(to.cast::<__m256i>().add(half), _mm256_loadu_si256(from.cast::<__m256i>().add(half)));
+                    }
+                }
+                Isa::Avx512 => _mm512_stream_si512(to.cast(), _mm512_loadu_si512(from.cast())),
+            }
+        }
+    }
+
+    /// Orders the stores of [`stream`] before everything that follows.
+    #[inline(always)]
+    pub(super) fn fence() {
+        // SAFETY: every x86-64 CPU has this instruction.
+        unsafe { _mm_sfence() };
+    }
+
+    /// Asks for the line at `addr`, any number.
+    #[inline(always)]
+    pub(super) fn prefetch(addr: usize) {
+        // SAFETY: a prefetch touches nothing and never faults.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(std::ptr::without_provenance(addr)) };
     }
 }
 
 /// No vector shells: the feature is off, or the target's baseline already has vectors (Arm).
 #[cfg(not(all(feature = "grace-adam", target_arch = "x86_64")))]
 mod shells {
-    use super::{AdamKernels, Isa};
+    use super::{AdamKernels, Isa, Line};
 
     pub(super) const LACKING: &str = "this build lacks it (cargo feature grace-adam, x86-64 only)";
 
@@ -282,10 +529,24 @@ mod shells {
 
     impl AdamKernels {
         #[inline]
-        pub(super) fn run<R>(self, pass: impl FnOnce() -> R) -> R {
-            pass()
+        pub(super) fn run<R>(self, pass: impl FnOnce(Isa) -> R) -> R {
+            pass(Isa::Scalar)
         }
     }
+
+    /// # Safety
+    /// `from` points to a line.
+    #[inline(always)]
+    pub(super) unsafe fn stream(_: Isa, to: &mut Line, from: *const Line) {
+        // SAFETY: the caller's promise.
+        *to = unsafe { *from };
+    }
+
+    #[inline(always)]
+    pub(super) fn fence() {}
+
+    #[inline(always)]
+    pub(super) fn prefetch(_: usize) {}
 }
 
 #[cfg(test)]

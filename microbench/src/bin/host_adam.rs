@@ -25,7 +25,7 @@ use superoffload::host::pinned::{HostMemory, PinnedSlice};
 use superoffload::host::pool::{Job, Pool};
 use superoffload::host::step_job::{HostState, Segment, SlotMemory, StepJob, StepMemory};
 use superoffload::optim::adam::AdamHyper;
-use superoffload::optim::simd::{AdamKernels, Isa};
+use superoffload::optim::simd::{AdamKernels, Isa, Stores};
 
 /// Measures the optimizer's pool.
 #[derive(Parser)]
@@ -43,11 +43,32 @@ struct Options {
     #[arg(long, value_name = "PASS,...", value_delimiter = ',', default_value = "speculate,step,commit,commit_then_speculate")]
     passes: Vec<Pass>,
     /// Time for each row.
-    #[arg(long, value_name = "SECONDS", default_value_t = 0.8)]
+    #[arg(long, value_name = "SECONDS", default_value_t = 0.5)]
     seconds: f64,
     /// Instruction set; the fastest by default.
     #[arg(long, value_name = "NAME", default_value_t = Isa::detect())]
     isa: Isa,
+    /// How results are written.
+    #[arg(long, value_name = "KIND,...", value_delimiter = ',', default_value = "temporal,streaming")]
+    stores: Vec<Writes>,
+    /// Elements by which software asks ahead for memory; 0: not at all.
+    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "0")]
+    prefetch: Vec<usize>,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum Writes {
+    Temporal,
+    Streaming,
+}
+
+impl From<Writes> for Stores {
+    fn from(writes: Writes) -> Self {
+        match writes {
+            Writes::Temporal => Self::Temporal,
+            Writes::Streaming => Self::Streaming,
+        }
+    }
 }
 
 #[derive(Clone, Copy, clap::ValueEnum)]
@@ -119,12 +140,18 @@ impl Buckets {
     }
 
     /// The `index`th job of a row.
-    fn job(&self, pass: Pass, index: usize) -> StepJob {
+    fn job(&self, kernels: AdamKernels, pass: Pass, index: usize) -> StepJob {
         let bucket = index % self.count;
         let work = pass.work(self.count, bucket);
         let out = (!matches!(work, Work::Commit(_))).then_some(Slot(index % PARAM_SLOTS));
         // The index, not the bucket: the spans of one job find each other by it.
-        StepJob { bucket: index, range: bucket * self.elems..(bucket + 1) * self.elems, work, out, memory: self.memory.clone() }
+        StepJob {
+            bucket: index,
+            range: bucket * self.elems..(bucket + 1) * self.elems,
+            work,
+            out,
+            memory: StepMemory { kernels, ..self.memory.clone() },
+        }
     }
 }
 
@@ -142,7 +169,7 @@ struct Row {
     pass: &'static str,
     threads: usize,
     pinned: bool,
-    isa: Isa,
+    kernels: AdamKernels,
     jobs: usize,
     bytes_per_param: f64,
     /// 1e9 parameters a second, over all jobs and of the median job.
@@ -157,7 +184,7 @@ struct Row {
 impl Row {
     fn json(&self) -> serde_json::Value {
         json!({
-            "pass": self.pass, "threads": self.threads, "pinned": self.pinned, "isa": self.isa.name(), "jobs": self.jobs,
+            "pass": self.pass, "threads": self.threads, "pinned": self.pinned, "kernels": self.kernels.to_string(), "jobs": self.jobs,
             "gparam_s": self.wall, "gb_s": self.wall * self.bytes_per_param, "median_gparam_s": self.median,
             "busy_gparam_s": self.busy, "busy_gb_s": self.busy * self.bytes_per_param,
             "skew_percent": self.skew, "handover_percent": self.handover,
@@ -167,15 +194,19 @@ impl Row {
 
 impl fmt::Display for Row {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { pass, threads, wall, median, busy, bytes_per_param, skew, handover, .. } = self;
+        let Self { pass, kernels, threads, wall, median, busy, bytes_per_param, skew, handover, .. } = self;
+        let kernels = kernels.to_string();
         let (gb_s, busy_gb_s) = (wall * bytes_per_param, busy * bytes_per_param);
-        write!(f, "{pass:<22} {threads:>7} {wall:>8.3} {gb_s:>7.1} {median:>8.3} {busy:>8.3} {busy_gb_s:>7.1} {skew:>6.1} {handover:>8.1}")
+        write!(
+            f,
+            "{kernels:<22} {pass:<22} {threads:>7} {wall:>8.3} {gb_s:>7.1} {median:>8.3} {busy:>8.3} {busy_gb_s:>7.1} {skew:>6.1} {handover:>8.1}"
+        )
     }
 }
 
-const HEADER: &str = "pass                   threads   Gpar/s    GB/s   median     busy    GB/s skew %  handover %";
+const HEADER: &str = "kernels                pass                   threads   Gpar/s    GB/s   median     busy    GB/s skew %  handover %";
 
-fn measure(buckets: &Buckets, pass: Pass, threads: usize, seconds: f64) -> Result<Row> {
+fn measure(buckets: &Buckets, kernels: AdamKernels, pass: Pass, threads: usize, seconds: f64) -> Result<Row> {
     let bell = Arc::new(Doorbell::default());
     let cpus = worker_cpus(threads);
     let pinned = cpus.is_some();
@@ -183,7 +214,7 @@ fn measure(buckets: &Buckets, pass: Pass, threads: usize, seconds: f64) -> Resul
     let mut pool = Pool::threads(threads, bell.clone(), JOBS_MAX, on_start)?;
     let mut run = |index| -> Result<Duration> {
         let started = Instant::now();
-        pool.submit(buckets.job(pass, index));
+        pool.submit(buckets.job(kernels, pass, index));
         let mut idle = Ok(false);
         bell.wait_until(|| {
             idle = pool.is_idle();
@@ -200,7 +231,7 @@ fn measure(buckets: &Buckets, pass: Pass, threads: usize, seconds: f64) -> Resul
     }
     let wall_s = started.elapsed().as_secs_f64();
     times.sort_unstable();
-    let sample = buckets.job(pass, 0);
+    let sample = buckets.job(kernels, pass, 0);
     let spans = Spans::new(&pool.finish()?, times.len());
     let (jobs, elems) = (times.len(), buckets.elems as f64 * 1e-9);
     let busy_s = spans.shares_s / threads as f64;
@@ -208,7 +239,7 @@ fn measure(buckets: &Buckets, pass: Pass, threads: usize, seconds: f64) -> Resul
         pass: sample.label().0,
         threads,
         pinned,
-        isa: buckets.memory.kernels.isa(),
+        kernels,
         jobs,
         bytes_per_param: sample.traffic_bytes() as f64 / buckets.elems as f64,
         wall: elems * jobs as f64 / wall_s,
@@ -247,6 +278,13 @@ fn worker_cpus(threads: usize) -> Option<Vec<usize>> {
     Placement::choose(&topology.cpus, &usable.affinity, threads).map(|placement| placement.workers)
 }
 
+/// Every combination of stores and prefetch.
+fn kernels(options: &Options) -> Result<Vec<AdamKernels>> {
+    let kernels = AdamKernels::new(options.isa)?;
+    let stores = options.stores.iter().map(|&stores| kernels.with_stores(stores.into()));
+    Ok(stores.flat_map(|kernels| options.prefetch.iter().map(move |&elems| kernels.with_prefetch(elems))).collect())
+}
+
 fn run(options: &Options) -> Result<()> {
     if options.bucket_params == 0 || options.threads.contains(&0) {
         return Err(Error::usage("--bucket-params and --threads: at least 1"));
@@ -255,9 +293,11 @@ fn run(options: &Options) -> Result<()> {
     let mut rows = Vec::new();
     for &threads in &options.threads {
         for &pass in &options.passes {
-            let row = measure(&buckets, pass, threads, options.seconds)?;
-            println!("{}", row.json());
-            rows.push(row);
+            for kernels in kernels(options)? {
+                let row = measure(&buckets, kernels, pass, threads, options.seconds)?;
+                println!("{}", row.json());
+                rows.push(row);
+            }
         }
     }
     println!("\n{}: {} buckets of {}\n{HEADER}", microbench::Machine::here(), buckets.count, buckets.elems);
