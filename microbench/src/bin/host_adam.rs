@@ -43,13 +43,13 @@ struct Options {
     #[arg(long, value_name = "PASS,...", value_delimiter = ',', default_value = "speculate,step,commit,commit_then_speculate")]
     passes: Vec<Pass>,
     /// Time for each row.
-    #[arg(long, value_name = "SECONDS", default_value_t = 0.5)]
+    #[arg(long, value_name = "SECONDS", default_value_t = 0.4)]
     seconds: f64,
     /// Instruction set; the fastest by default.
     #[arg(long, value_name = "NAME", default_value_t = Isa::detect())]
     isa: Isa,
     /// How results are written.
-    #[arg(long, value_name = "KIND,...", value_delimiter = ',', default_value = "temporal,streaming")]
+    #[arg(long, value_name = "KIND,...", value_delimiter = ',', default_value = "temporal,stream-weights,streaming")]
     stores: Vec<Writes>,
     /// Elements by which software asks ahead for memory; 0: not at all.
     #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "0")]
@@ -59,6 +59,7 @@ struct Options {
 #[derive(Clone, Copy, clap::ValueEnum)]
 enum Writes {
     Temporal,
+    StreamWeights,
     Streaming,
 }
 
@@ -66,6 +67,7 @@ impl From<Writes> for Stores {
     fn from(writes: Writes) -> Self {
         match writes {
             Writes::Temporal => Self::Temporal,
+            Writes::StreamWeights => Self::StreamWeights,
             Writes::Streaming => Self::Streaming,
         }
     }
@@ -199,12 +201,13 @@ impl fmt::Display for Row {
         let (gb_s, busy_gb_s) = (wall * bytes_per_param, busy * bytes_per_param);
         write!(
             f,
-            "{kernels:<22} {pass:<22} {threads:>7} {wall:>8.3} {gb_s:>7.1} {median:>8.3} {busy:>8.3} {busy_gb_s:>7.1} {skew:>6.1} {handover:>8.1}"
+            "{kernels:<27} {pass:<22} {threads:>7} {wall:>8.3} {gb_s:>7.1} {median:>8.3} {busy:>8.3} {busy_gb_s:>7.1} {skew:>6.1} {handover:>8.1}"
         )
     }
 }
 
-const HEADER: &str = "kernels                pass                   threads   Gpar/s    GB/s   median     busy    GB/s skew %  handover %";
+const HEADER: &str =
+    "kernels                     pass                   threads   Gpar/s    GB/s   median     busy    GB/s skew %  handover %";
 
 fn measure(buckets: &Buckets, kernels: AdamKernels, pass: Pass, threads: usize, seconds: f64) -> Result<Row> {
     let bell = Arc::new(Doorbell::default());
