@@ -2,7 +2,7 @@
 //
 // Bound by memory. Floors at 4.3 TB/s for 16384 x 12288 in bf16: swiglu reads two values of 2 bytes and writes one for each
 // output, 0.28 ms; its backward reads three and writes two, 0.47 ms; gelu reads one and writes one, 0.19 ms; its backward
-// and add read two and write one, 0.28 ms. A sigmoid is some thirty instructions, which 132 SMs issue in 0.2 ms.
+// reads two and writes one, 0.28 ms. A sigmoid is some thirty instructions, which 132 SMs issue in 0.2 ms.
 //
 // An output may be one of the inputs: every thread reads its elements before it writes them, and no other reads them.
 #include "common.cuh"
@@ -106,19 +106,6 @@ __device__ __forceinline__ void gelu_backward(const T* dout, const T* in, T* din
     });
 }
 
-template <typename T>
-__device__ __forceinline__ void add(const T* a, const T* b, T* out, unsigned groups, unsigned wide) {
-    for_each<T>(groups, wide, [=](auto group) {
-        constexpr int N = decltype(group)::N;
-        float x[N], y[N];
-        load(a + group.start(), x);
-        load(b + group.start(), y);
-#pragma unroll
-        for (int i = 0; i < N; i++) x[i] = x[i] + y[i];
-        store(out + group.start(), x);
-    });
-}
-
 #define KERNEL extern "C" __global__ void __launch_bounds__(THREADS)
 #define KERNELS(dtype, T)                                                                                   \
     KERNEL swiglu_##dtype(const T* gate_up, T* out, unsigned groups, unsigned cols, unsigned wide) {        \
@@ -131,7 +118,6 @@ __device__ __forceinline__ void add(const T* a, const T* b, T* out, unsigned gro
     KERNEL gelu_##dtype(const T* in, T* out, unsigned groups, unsigned wide) { gelu(in, out, groups, wide); } \
     KERNEL gelu_backward_##dtype(const T* dout, const T* in, T* din, unsigned groups, unsigned wide) {      \
         gelu_backward(dout, in, din, groups, wide);                                                         \
-    }                                                                                                       \
-    KERNEL add_##dtype(const T* a, const T* b, T* out, unsigned groups, unsigned wide) { add(a, b, out, groups, wide); }
+    }
 
 FOR_EACH_FORMAT(KERNELS)

@@ -339,9 +339,9 @@ impl Coordinator {
         self.layout.is_resident(bucket) || self.buckets[bucket].phase != Phase::Ready
     }
 
-    /// Whether the bucket waits for a copy rather than for the optimizer.
+    /// Whether the bucket waits for a copy rather than for the optimizer, which also keeps slots occupied.
     pub fn waits_for_link(&self, bucket: usize) -> bool {
-        matches!(self.buckets[bucket].phase, Phase::Ready | Phase::Copying)
+        self.buckets[bucket].phase == Phase::Copying
     }
 
     /// Whether this step's buckets are stepped before its verdict.

@@ -33,7 +33,7 @@ impl World {
         let grad_slots = if rules.policy == Policy::Deferred { offloaded + ring } else { ring };
         Self {
             rng: ChaCha8Rng::seed_from_u64(seed),
-            coordinator: Coordinator::new(layout, rules, seed % 3 == 0, grad_slots, ring),
+            coordinator: Coordinator::new(layout, rules, seed.is_multiple_of(3), grad_slots, ring),
             grads: vec![None; grad_slots],
             state: vec![vec![]; offloaded],
             params: vec![vec![]; ring],

@@ -83,9 +83,16 @@ pub struct AdamState<'a> {
 impl AdamState<'_> {
     /// The same state, known to hold `elems` elements: the loops below then need no further bounds checks.
     #[inline(always)]
-    fn sized(&mut self, elems: usize) -> AdamState<'_> {
-        assert_eq!([self.params.len(), self.m.len(), self.v.len()], [elems; 3], "params, m, v against gradients");
+    pub(super) fn sized(&mut self, elems: usize) -> AdamState<'_> {
+        self.check_len(elems);
         AdamState { params: &mut self.params[..elems], m: &mut self.m[..elems], v: &mut self.v[..elems] }
+    }
+
+    /// Three plain comparisons: those of arrays are not always folded away where the lengths are constants.
+    #[inline(always)]
+    fn check_len(&self, elems: usize) {
+        let whole = self.params.len() == elems && self.m.len() == elems && self.v.len() == elems;
+        assert!(whole, "params, m, v against {elems} gradients");
     }
 
     #[inline(always)]
@@ -171,7 +178,7 @@ pub fn step<G: Element, O: Element>(step: AdamStep, state: &mut AdamState<'_>, g
 pub fn speculate<G: Element, O: Element>(step: AdamStep, state: &AdamState<'_>, grads: &[G], out: &mut [O]) {
     let elems = grads.len();
     assert_eq!(out.len(), elems, "working weights against gradients");
-    assert_eq!([state.params.len(), state.m.len(), state.v.len()], [elems; 3], "params, m, v against gradients");
+    state.check_len(elems);
     // Plain slices: behind the struct the compiler fears that `out` might overlap them, and gives up on vectors.
     let (params, m, v) = (&state.params[..elems], &state.m[..elems], &state.v[..elems]);
     for i in 0..elems {
@@ -200,7 +207,8 @@ pub fn commit_then_speculate<G: Element, O: Element>(
     out: &mut [O],
 ) {
     let elems = grads.len();
-    assert_eq!([pending_grads.len(), out.len()], [elems; 2], "pending gradients, working weights against gradients");
+    assert_eq!(pending_grads.len(), elems, "pending gradients against gradients");
+    assert_eq!(out.len(), elems, "working weights against gradients");
     let mut state = state.sized(elems);
     for i in 0..elems {
         let committed = pending.apply(state.get(i), pending_grads[i].to_f32());

@@ -74,7 +74,6 @@ functions! {
         suggest = c"cublasLtMatmulAlgoGetHeuristic"(
             Opaque, Opaque, Opaque, Opaque, Opaque, Opaque, Opaque, i32, *mut Suggestion, *mut i32
         ) -> i32;
-        config_get = c"cublasLtMatmulAlgoConfigGetAttribute"(*const Algorithm, i32, *mut c_void, usize, *mut usize) -> i32;
         matmul = c"cublasLtMatmul"(
             Opaque, Opaque, *const f32, u64, Opaque, u64, Opaque, *const f32, u64, Opaque, u64, Opaque,
             *const Algorithm, u64, usize, Opaque
@@ -109,7 +108,6 @@ struct Plan {
     /// Of the first and the second factor as cuBLASLt sees them, and of the result.
     layouts: [Opaque; 3],
     algorithm: Algorithm,
-    workspace_bytes: usize,
 }
 
 /// The library, the plans made so far, and the memory that they share.
@@ -135,29 +133,10 @@ impl Gemm {
         Ok(Self { lt, handle, plans: HashMap::new(), workspace })
     }
 
-    /// The library's version and every plan made, one line each, sorted.
-    pub(super) fn report(&self) -> Vec<String> {
-        let mut lines: Vec<_> = self.plans.iter().map(|(key, plan)| self.describe(key, plan)).collect();
-        lines.sort();
+    /// As 130100 for 13.1.0.
+    pub(super) fn version(&self) -> usize {
         // SAFETY: no arguments.
-        lines.insert(0, format!("cuBLASLt {}", unsafe { (self.lt.version)() }));
-        lines
-    }
-
-    fn describe(&self, key: &Key, plan: &Plan) -> String {
-        const CONFIG: [(&str, i32); 7] =
-            [("algorithm", 0), ("tile", 1), ("stages", 6), ("split-k", 2), ("reduction", 3), ("inner shape", 7), ("cluster", 8)];
-        let config = CONFIG.map(|(name, attribute)| {
-            // The last two are 16 bits wide.
-            let bytes = if attribute < 7 { 4 } else { 2 };
-            let (mut value, mut written) = (0u32, 0);
-            // SAFETY: writes at most four bytes into `value`, which is little-endian as the GPU's hosts are.
-            let status = unsafe { (self.lt.config_get)(&plan.algorithm, attribute, (&raw mut value).cast(), bytes, &mut written) };
-            if status == 0 { format!("{name} {value}") } else { format!("{name} unknown") }
-        });
-        let Key { shape: MatmulShape { layout, m, n, k }, dtype, alignments } = key;
-        let workspace = Bytes(plan.workspace_bytes as u64);
-        format!("{layout:?} {m}x{n}x{k} {dtype}, aligned to {alignments:?}: {}, workspace {workspace}", config.join(", "))
+        unsafe { (self.lt.version)() }
     }
 
     /// The plan for `key`, made now if this is its first use. `bias` stands for all of its alignment.
@@ -268,10 +247,10 @@ impl Parts {
 
     /// Keeps what running needs.
     fn keep(mut self, suggestion: Suggestion) -> Plan {
-        let Suggestion { algorithm, workspace_bytes, .. } = suggestion;
+        let algorithm = suggestion.algorithm;
         let description = std::mem::replace(&mut self.description, ptr::null_mut());
         let layouts = std::mem::replace(&mut self.layouts, [ptr::null_mut(); 3]);
-        Plan { description, layouts, algorithm, workspace_bytes }
+        Plan { description, layouts, algorithm }
     }
 }
 

@@ -191,7 +191,8 @@ impl Drop for CudaDevice {
 
 impl Device for CudaDevice {
     fn describe(&self) -> String {
-        self.name.clone()
+        let cudnn = self.sdpa.as_ref().map_or("plain attention".into(), |sdpa| format!("cuDNN {}", sdpa.version()));
+        format!("{} (cuBLASLt {}, {cudnn})", self.name, self.gemm.version())
     }
 
     fn alloc(&mut self, name: &str, elems: usize, dtype: Dtype) -> Result<DeviceSlice> {

@@ -11,7 +11,7 @@ use crate::error::Result;
 pub(super) const SOURCE: Source = Source {
     file: "transformer/pointwise.ptx",
     ptx: include_str!("../../../../ptx/transformer/pointwise.ptx"),
-    typed: &["swiglu", "swiglu_backward", "gelu", "gelu_backward", "add"],
+    typed: &["swiglu", "swiglu_backward", "gelu", "gelu_backward"],
     plain: &[],
 };
 
@@ -55,18 +55,6 @@ pub(super) fn gelu_backward(dev: &mut CudaDevice, dout: DeviceSlice, x: DeviceSl
     }
     let groups = Groups::new(dx, dx.elems, &[dout, x, dx])?;
     launch(dev, "gelu_backward", dx, groups, args![dout, x, dx, groups.count, groups.wide])
-}
-
-/// See [`crate::device::Kernels::add`].
-pub(super) fn add(dev: &mut CudaDevice, a: DeviceSlice, b: DeviceSlice, out: DeviceSlice) -> Result<()> {
-    // A sum does not mind the order of its terms: let `b` be the one that may be `out`.
-    let (a, b) = if a == out { (b, a) } else { (a, b) };
-    check("add", arguments![out.dtype => in a[out.elems], out out[a.elems]])?;
-    if b != out {
-        check("add", arguments![out.dtype => in b[out.elems], out out[a.elems]])?;
-    }
-    let groups = Groups::new(out, out.elems, &[a, b, out])?;
-    launch(dev, "add", out, groups, args![a, b, out, groups.count, groups.wide])
 }
 
 /// How threads share out the elements of one result.

@@ -114,29 +114,6 @@ pub(super) fn grad_norm_partials(dev: &mut CudaDevice, grads: DeviceSlice, parti
     grad_norm_call(grads, None, partials, nonfinite)?.enqueue(dev, Stream::Compute)
 }
 
-/// [`grad_norm_partials`] that also writes the gradients as fp32 to `staging`, in one pass: for copies that move fp32.
-/// The bits are those of [`cast`], except that a float16 NaN may get another payload.
-///
-/// # Errors
-/// `Resource` when formats or sizes are wrong or arguments overlap.
-pub(super) fn grad_pack_norm(
-    dev: &mut CudaDevice,
-    grads: DeviceSlice,
-    staging: DeviceSlice,
-    partials: DeviceSlice,
-    nonfinite: DeviceSlice,
-) -> Result<()> {
-    check(
-        "grad_pack_norm",
-        arguments![
-            grads.dtype => in grads[grads.elems];
-            Dtype::Float32 => out staging[grads.elems], out partials[grads.elems.div_ceil(BLOCK)];
-            Dtype::Int32 => out nonfinite[1]
-        ],
-    )?;
-    grad_norm_call(grads, Some(staging), partials, nonfinite)?.enqueue(dev, Stream::Compute)
-}
-
 fn grad_norm_call(grads: DeviceSlice, staging: Option<DeviceSlice>, partials: DeviceSlice, nonfinite: DeviceSlice) -> Result<Call<6>> {
     let launch = grid(partials.elems, NORM_WARPS)?;
     let whole = vectors(grads.elems, VECTOR, &[grads, staging.unwrap_or(grads)]) / (BLOCK / VECTOR) as u64;
@@ -188,14 +165,6 @@ fn adam_call(args: AdamArgs) -> Result<Call<16>> {
     Ok(Call { name: "adam_step", dtype: Some(grads.dtype), launch, args })
 }
 
-/// `x *= factor` in place: in fp32, rounded once to the format.
-///
-/// # Errors
-/// `Unsupported` for int32.
-pub(super) fn scale(dev: &mut CudaDevice, x: DeviceSlice, factor: f32) -> Result<()> {
-    scale_call(x, factor)?.enqueue(dev, Stream::Compute)
-}
-
 fn scale_call(x: DeviceSlice, factor: f32) -> Result<Call<4>> {
     let vector = SCALE_BYTES / x.dtype.bytes();
     let launch = grid(x.elems, THREADS * SCALE_VECTORS * vector)?;
@@ -216,6 +185,40 @@ pub(super) fn poke(dev: &mut CudaDevice, x: DeviceSlice, index: usize, value: f3
 
 fn poke_call(x: DeviceSlice, value: f32) -> Call<2> {
     Call { name: "poke", dtype: Some(x.dtype), launch: Launch::new(1, 1), args: args![x, value] }
+}
+
+/// Kernels of the transfer path that a training step does not need: for studies of casts on the device.
+impl CudaDevice {
+    /// [`crate::device::Kernels::grad_norm_partials`] that also writes the gradients as fp32 to `staging`, in one pass: for
+    /// copies that move fp32. The bits are those of a cast, except that a float16 NaN may get another payload.
+    ///
+    /// # Errors
+    /// `Resource` when formats or sizes are wrong or arguments overlap.
+    pub fn grad_pack_norm(
+        &mut self,
+        grads: DeviceSlice,
+        staging: DeviceSlice,
+        partials: DeviceSlice,
+        nonfinite: DeviceSlice,
+    ) -> Result<()> {
+        check(
+            "grad_pack_norm",
+            arguments![
+                grads.dtype => in grads[grads.elems];
+                Dtype::Float32 => out staging[grads.elems], out partials[grads.elems.div_ceil(BLOCK)];
+                Dtype::Int32 => out nonfinite[1]
+            ],
+        )?;
+        grad_norm_call(grads, Some(staging), partials, nonfinite)?.enqueue(self, Stream::Compute)
+    }
+
+    /// `x *= factor` in place: in fp32, rounded once to the format.
+    ///
+    /// # Errors
+    /// `Unsupported` for int32.
+    pub fn scale(&mut self, x: DeviceSlice, factor: f32) -> Result<()> {
+        scale_call(x, factor)?.enqueue(self, Stream::Compute)
+    }
 }
 
 /// As many blocks of [`THREADS`] as `items` need when one block takes `per_block` of them.
