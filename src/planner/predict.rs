@@ -20,14 +20,10 @@ struct Rates {
     start_up_s: f64,
 }
 
-/// Assumptions about an H200-class GPU at its power limit, PCIe 5 x16, and 16 cores of its host beside the copies: close to
-/// what was measured on one such machine, to be replaced by measurements of this one.
+/// Assumptions about an H200-class GPU at its power limit, PCIe 5 x16, and 16 cores of its host: close to what was measured
+/// on one such machine, to be replaced by measurements of this one.
 const ASSUMED: Rates =
-    Rates { device_flops: 620e12, device_bytes: 3.7e12, link_bytes: 50e9, worker_params: 4.5e9 / 15.0, start_up_s: 0.01 };
-
-/// What runs side by side takes a little longer than the longest of it: when two are nearly as long, each bucket that is late
-/// shows. The exponent of the norm that stands for the maximum; 8 came closest to five measured steps.
-const OVERLAP: i32 = 8;
+    Rates { device_flops: 620e12, device_bytes: 3.7e12, link_bytes: 50e9, worker_params: 5.9e9 / 16.0, start_up_s: 0.01 };
 
 /// What a step does besides what [`Needs`] says.
 #[derive(Clone, Copy, Debug)]
@@ -92,8 +88,7 @@ impl<'a> Predictor<'a> {
         let start_up_s = if offloaded > 0.0 { ASSUMED.start_up_s } else { 0.0 };
         // In a ring the backward pass, two thirds of the device's work, waits for the pool: nothing is left for the next forward.
         let stalled_s = if ring { (pool_s - 2.0 / 3.0 * device_s).max(0.0) } else { 0.0 };
-        let powers: f64 = [device_s + stalled_s, pool_s, link_s].iter().map(|s| s.powi(OVERLAP)).sum();
-        Prediction { device_s, pool_s, link_s, step_s: powers.powf(1.0 / f64::from(OVERLAP)) + start_up_s }
+        Prediction { device_s, pool_s, link_s, step_s: (device_s + stalled_s).max(pool_s).max(link_s) + start_up_s }
     }
 
     /// What a layer adds to the device's work on a micro-batch.

@@ -184,8 +184,8 @@ fn an_impossible_plan_names_the_memory_both_sizes_and_a_way_out() {
     };
     let hbm = |gib| Settings { hbm_limit: Some(Bytes(gib * GIB)), ..settings() };
     let no_way = "no smaller batch or sequence would fit either";
-    says(&llama_8b(), hbm(20), &["of device memory for", "20.0 GiB of device memory are available", "--hbm-limit", no_way]);
-    says(&llama_8b(), hbm(40), &["40.0 GiB", "--per-device-train-batch-size 2 would fit"]);
+    says(&llama_8b(), hbm(16), &["of device memory for", "16.0 GiB of device memory are available", "--hbm-limit", no_way]);
+    says(&llama_8b(), hbm(26), &["26.0 GiB", "--per-device-train-batch-size 2 would fit"]);
     says(&llama_8b(), Settings { activations: ActivationsChoice::Keep, ..hbm(80) }, &["device memory", "--activations auto would fit"]);
     says(&llama_8b(), Settings { strategy: Strategy::NoOffload, ..hbm(100) }, &["--strategy superoffload would fit"]);
     let none = ResidentBuckets::Count(0);
@@ -202,7 +202,7 @@ fn an_impossible_plan_names_the_memory_both_sizes_and_a_way_out() {
 #[test]
 fn the_advice_is_right() {
     let shape = llama_8b();
-    let tight = Settings { hbm_limit: Some(Bytes(40 * GIB)), ..settings() };
+    let tight = Settings { hbm_limit: Some(Bytes(26 * GIB)), ..settings() };
     assert!(refusal(&shape, &tight).contains("--per-device-train-batch-size 2"));
     fitting(&shape, &Settings { per_device_train_batch_size: 2, ..tight });
 }
