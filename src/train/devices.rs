@@ -1,8 +1,8 @@
 //! Which device a run gets, and what the planner may use of the machine.
 
-use crate::config::options::DeviceChoice;
+use crate::config::options::{DeviceChoice, HostMemoryKind};
 use crate::config::settings::Settings;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::hardware::topology::Topology;
 use crate::planner::machine::{DeviceMemory, Machine};
 
@@ -29,12 +29,15 @@ impl Chosen {
 pub fn choose(settings: &Settings, topology: &Topology) -> Result<Chosen> {
     let (device, note) = match settings.device {
         DeviceChoice::Cpu => (DeviceMemory::Shared, None),
-        DeviceChoice::Cuda => (free_gpu_memory()?, None),
+        DeviceChoice::Cuda => (free_gpu_memory().map_err(|why| Error::resource("use --device cuda", why))?, None),
         DeviceChoice::Auto => match free_gpu_memory() {
             Ok(device) => (device, None),
             Err(why) => (DeviceMemory::Shared, Some(why.to_string())),
         },
     };
+    if settings.memory == HostMemoryKind::Unified && device != DeviceMemory::Shared {
+        return Err(Error::Unsupported("--memory unified: offloaded states are placed in pinned host memory only".into()));
+    }
     let cpus = topology.usable_cpus().map_or(1, |usable| usable.count());
     let host_bytes = topology.memory_usable_bytes().unwrap_or(u64::MAX);
     Ok(Chosen { machine: Machine { cpus, host_bytes, device }, note })
@@ -47,5 +50,5 @@ fn free_gpu_memory() -> Result<DeviceMemory> {
 
 #[cfg(not(feature = "cuda"))]
 fn free_gpu_memory() -> Result<DeviceMemory> {
-    Err(crate::error::Error::Unsupported("a GPU: this build lacks the feature cuda".into()))
+    Err(Error::Unsupported("a GPU: this build lacks the feature cuda".into()))
 }

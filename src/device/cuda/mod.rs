@@ -1,6 +1,6 @@
 //! One NVIDIA GPU: three streams, events, copies; the kernels of `ptx/`, cuBLASLt's matrix products, cuDNN's attention.
 //!
-//! Everything that calls CUDA is in this folder. Libraries are opened at run time ([`libraries`]); a machine without a
+//! Everything that calls CUDA is in this folder. Libraries are opened at run time (`libraries.rs`); a machine without a
 //! driver runs the same binary without this device.
 #![allow(unsafe_code)]
 
