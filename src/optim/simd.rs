@@ -365,15 +365,8 @@ impl<O: Element> Block<O> {
     /// The elements `at` of the state, at most a block.
     #[inline(always)]
     fn load(access: Access, state: [&[f32]; 3], at: &Range<usize>) -> Self {
-        let [params, m, v] = state.map(
-            #[inline(always)]
-            |array| {
-                let mut block = [0.0; BLOCK];
-                block[..at.len()].copy_from_slice(access.read(array, at));
-                block
-            },
-        );
-        Self { params, m, v, out: [O::from_f32(0.0); BLOCK] }
+        let [params, m, v] = state;
+        Self { params: access.head(params, at), m: access.head(m, at), v: access.head(v, at), out: [O::from_f32(0.0); BLOCK] }
     }
 
     /// The first `elems` elements and room for their working weights.
@@ -415,6 +408,14 @@ impl Access {
             (0..size_of::<[T; BLOCK]>() / LINE_BYTES).for_each(|line| shells::prefetch(later.wrapping_add(line)));
         }
         &array[at.clone()]
+    }
+
+    /// A block that begins with the elements `at`.
+    #[inline(always)]
+    fn head(self, array: &[f32], at: &Range<usize>) -> [f32; BLOCK] {
+        let mut block = [0.0; BLOCK];
+        block[..at.len()].copy_from_slice(self.read(array, at));
+        block
     }
 
     /// Fills `to` from the beginning of `block`; a whole block, aligned to lines, if it `streams`.
