@@ -144,9 +144,8 @@ pub enum Stores {
 }
 
 impl Stores {
-    /// Measured with the whole step on an H200's host, this and no prefetching is the fastest so far. The pool alone, with
-    /// fixed shares, gained 10 to 40 % from streaming weights and asking 1024 elements ahead; whether a step does, beside copies
-    /// and with shares in pieces, is open: `host_adam` measures every combination.
+    /// The pool alone, on an H200's host with fixed shares, gained 10 to 40 % from streaming weights and asking 1024 elements
+    /// ahead; whether a step does, beside copies and with shares in pieces, is open: `host_adam` measures every combination.
     const DEFAULT: Self = Self::Temporal;
 }
 
