@@ -108,7 +108,9 @@ fn a_limit_makes_a_smaller_machine() {
     let plans = [140, 120, 100, 80, 60].map(limited);
     for pair in plans.windows(2) {
         assert!(kept(&pair[1]) <= kept(&pair[0]) && resident(&pair[1]) <= resident(&pair[0]) + 40, "{}\n{}", pair[0], pair[1]);
-        assert!(pair[1].bytes_at(Place::Device) < pair[0].bytes_at(Place::Device));
+        // Without resident buckets there is nothing to fill a larger memory with.
+        let [small, large] = [&pair[1], &pair[0]].map(|plan| plan.bytes_at(Place::Device));
+        assert!(small < large || (!REPARTITION && small == large), "{}\n{}", pair[0], pair[1]);
         // A resident optimizer costs the device a little time.
         assert!(pair[1].predicted.unwrap().step_s > 0.97 * pair[0].predicted.unwrap().step_s, "{}\n{}", pair[0], pair[1]);
     }
