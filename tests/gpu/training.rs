@@ -281,7 +281,7 @@ fn median_norm(run: &Run) -> std::result::Result<f64, Missed> {
 /// Spans of the timeline: a copy of gradients, and a worker's, run while the compute stream computes.
 fn overlap<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
     if !subject.overlaps {
-        return Err(Missed::Skipped("the device has one thread".into()));
+        return Err(Missed::Skipped("on this device it is up to the scheduler".into()));
     }
     let toml = format!("{}{SPECULATE}resident-buckets = 0\nmax-grad-norm = 0\n", subject.settings);
     // A GPU is done with the small model's kernels before the next one is enqueued.
