@@ -10,6 +10,7 @@
 //! - `--seed N`: other inputs
 //! - `--json FILE`: every case with its time and its largest error as a part of the bound
 //! - `--verbose`: a line for every case that passes, too
+//! - `--lose-gpu`: instead of all this, lets a kernel read where no memory is and ends with that error: what one case starts
 
 #[path = "gpu/mod.rs"]
 mod suite;
@@ -44,6 +45,7 @@ struct Options {
     require_gpu: bool,
     full: bool,
     verbose: bool,
+    lose_gpu: bool,
     seed: u64,
     json: Option<PathBuf>,
 }
@@ -61,6 +63,7 @@ impl Options {
                 "--require-gpu" => options.require_gpu = true,
                 "--full" => options.full = true,
                 "--verbose" => options.verbose = true,
+                "--lose-gpu" => options.lose_gpu = true,
                 // cargo test hands every binary the options of the usual harness; these change nothing here.
                 "--nocapture" | "--no-capture" | "--quiet" | "-q" => {}
                 "--test-threads" => drop(value()?),
@@ -82,7 +85,8 @@ impl Options {
 
 fn main() -> ExitCode {
     let mut report = Report::new(std::io::stdout(), Vec::new(), false);
-    match Options::parse(std::env::args().skip(1)).and_then(|options| run(&options)) {
+    let start = |options: Options| if options.lose_gpu { lose_gpu().map(|()| 0) } else { run(&options) };
+    match Options::parse(std::env::args().skip(1)).and_then(start) {
         Ok(code) => ExitCode::from(code),
         Err(e) => {
             report.say(&format!("error: {e}"));
@@ -136,7 +140,22 @@ fn cuda<W: Write>(report: &mut Report<W>, options: &Options) -> Result<()> {
     let open = || -> Result<Box<dyn Kernels>> {
         Ok(Box::new(CudaDevice::new(&CudaOptions { libraries: Vec::new(), attention, trace_spans: 0 })?))
     };
-    conform(report, options, &open, &subject, true)
+    conform(report, options, &open, &subject, true)?;
+    report.case("faults/a lost GPU", || suite::faults::lost_gpu(&["--lose-gpu"]));
+    Ok(())
+}
+
+/// A sticky fault takes the whole context with it, so that this needs a process of its own.
+#[cfg(feature = "cuda")]
+fn lose_gpu() -> Result<()> {
+    use superoffload::device::cuda::{CudaDevice, CudaOptions};
+    let options = CudaOptions { libraries: Vec::new(), attention: superoffload::device::Attention::Plain, trace_spans: 0 };
+    suite::faults::read_nowhere(&mut Rig::new(Box::new(CudaDevice::new(&options)?), 1 << 20)?)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn lose_gpu() -> Result<()> {
+    find_gpu()
 }
 
 #[cfg(not(feature = "cuda"))]

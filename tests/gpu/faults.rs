@@ -32,6 +32,25 @@ fn impossible_alloc(rig: &mut Rig) -> Outcome {
     Ok(0.0)
 }
 
+/// Lets a kernel read where no memory is.
+#[cfg(feature = "cuda")]
+pub fn read_nowhere(rig: &mut Rig) -> Result<()> {
+    let nowhere = DeviceSlice { addr: 1 << 16, elems: 256, dtype: FP32 };
+    rig.dev.gelu(nowhere, part(rig.device, 0, 256, FP32))?;
+    rig.synchronize(Stream::Compute)
+}
+
+/// This program, started with `args`, loses its GPU: it ends by itself, and says what is lost and what helps.
+#[cfg(feature = "cuda")]
+pub fn lost_gpu(args: &[&str]) -> Outcome {
+    let run = std::env::current_exe().and_then(|this| std::process::Command::new(this).args(args).output());
+    let output = run.map_err(|e| Missed::Failed(format!("start this program again: {e}")))?;
+    let says = String::from_utf8_lossy(&output.stdout);
+    let clear = ["CUDA error 7", "resume from the last checkpoint"].iter().all(|words| says.contains(words));
+    require(output.status.code() == Some(2) && clear, || format!("{}: {says}", output.status))?;
+    Ok(0.0)
+}
+
 /// The call gives an error, enqueues nothing that breaks the device, and does not panic.
 fn refused(rig: &mut Rig, call: WrongCall) -> Outcome {
     let room = rig.device;
