@@ -4,6 +4,7 @@
 #![allow(missing_docs, reason = "criterion's macros write functions without docs")]
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
+use microbench::stream::triad;
 use microbench::{Bucket, Machine, Pass, values};
 use std::hint::black_box;
 use std::time::Duration;
@@ -38,12 +39,6 @@ fn ceiling(c: &mut Criterion) {
     triad(&mut out, &a, &b);
     assert!(out.iter().zip(&a).zip(&b).all(|((out, a), b)| *out == a + 3.0 * b));
     group.bench_function("triad", |bench| bench.iter(|| triad(black_box(&mut out), black_box(&a), black_box(&b))));
-}
-
-fn triad(out: &mut [f32], a: &[f32], b: &[f32]) {
-    for ((out, a), b) in out.iter_mut().zip(a).zip(b) {
-        *out = a + 3.0 * b;
-    }
 }
 
 fn adam(c: &mut Criterion) {

@@ -1,9 +1,17 @@
-//! What the benchmarks share: the machine they ran on, and a bucket of parameters to run the optimizer's passes over.
+//! What the benchmarks share: the machine they ran on, a bucket of parameters to run the optimizer's passes over, timed jobs on
+//! the engine's pool, memory's own speed, and a noisy neighbour.
 //!
-//! `cargo bench -p microbench` runs everything, single-threaded; `cargo bench -p microbench -- avx512/step` a part.
+//! - `cargo bench -p microbench`: every pass and cast on every instruction set, one thread; `-- avx512/step`: a part
+//! - `host_adam`: the pool stepping buckets, beside what the same threads get out of the same memory
+//! - `host_facts`: memory's speed by threads, the pool's wake-up, norms and casts
+
+pub mod hog;
+pub mod run;
+pub mod stream;
 
 use std::fmt;
 use superoffload::dtype::Dtype;
+use superoffload::host::pinned::PinnedSlice;
 use superoffload::optim::adam::{AdamConsts, AdamHyper, AdamState, AdamStep};
 use superoffload::optim::simd::{AdamKernels, Grads, Isa, Weights};
 
@@ -167,6 +175,21 @@ fn mid_training() -> AdamStep {
 pub fn values(seed: u32, elems: usize) -> Vec<f32> {
     let spread = |i: usize| (i as u32).wrapping_add(seed << 16).wrapping_mul(0x9e37_79b9) as i32;
     (0..elems).map(|i| spread(i) as f32 / 2_147_483_648.0).collect()
+}
+
+/// Writes `value` everywhere, on all CPUs.
+pub fn fill<T: bytemuck::Pod + Send + Sync>(memory: PinnedSlice, value: T) {
+    fill_from(memory, &[value]);
+}
+
+/// Writes `values` again and again, on all CPUs.
+pub fn fill_from<T: bytemuck::Pod + Send + Sync>(memory: PinnedSlice, values: &[T]) {
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    memory.with(|all: &mut [T]| {
+        let share = all.len().div_ceil(threads).next_multiple_of(values.len()).max(1);
+        let write = |part: &mut [T]| part.chunks_mut(values.len()).for_each(|to| to.copy_from_slice(&values[..to.len()]));
+        std::thread::scope(|scope| all.chunks_mut(share).for_each(|part| drop(scope.spawn(move || write(part)))));
+    });
 }
 
 #[cfg(test)]

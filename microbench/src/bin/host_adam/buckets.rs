@@ -1,0 +1,151 @@
+//! Buckets in mid-training, as the engine lays them out, and the jobs that step them.
+
+use half::bf16;
+use microbench::{fill_from, values};
+use std::sync::Arc;
+use superoffload::bucket::slot::Slot;
+use superoffload::dtype::Dtype;
+use superoffload::engine::coordinator::{GradUpdate, Update, Work};
+use superoffload::error::{Error, Result};
+use superoffload::host::pinned::{HostMemory, PinnedSlice};
+use superoffload::host::pool::Job;
+use superoffload::host::step_job::{HostState, Segment, SlotMemory, StepJob, StepMemory};
+use superoffload::optim::adam::AdamHyper;
+use superoffload::optim::simd::{AdamKernels, Isa};
+
+/// A pass of the pool.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+#[value(rename_all = "snake_case")]
+pub enum Pass {
+    /// Working weights only.
+    Speculate,
+    /// The synchronous step.
+    Step,
+    /// State only.
+    Commit,
+    /// The last step's commit and the next one's weights, fused.
+    CommitThenSpeculate,
+}
+
+impl Pass {
+    /// The name in tables.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Speculate => "speculate",
+            Self::Step => "step",
+            Self::Commit => "commit",
+            Self::CommitThenSpeculate => "commit_then_speculate",
+        }
+    }
+
+    fn work(self, buckets: usize, bucket: usize) -> Work {
+        let update = |optimizer_step| Update { optimizer_step, learning_rate: 1e-5, scale: 0.5 };
+        let pending = GradUpdate { grads: Slot(bucket), update: update(1000) };
+        let next = GradUpdate { grads: Slot(buckets + bucket), update: update(1001) };
+        match self {
+            Self::Speculate => Work::CommitThenSpeculate { pending: None, next },
+            Self::Step => Work::Step { undo: None, next },
+            Self::Commit => Work::Commit(next),
+            Self::CommitThenSpeculate => Work::CommitThenSpeculate { pending: Some(pending), next },
+        }
+    }
+}
+
+/// Parameter slots: as many buckets may be on their way to the device.
+const PARAM_SLOTS: usize = 4;
+
+/// Values that memory repeats.
+const PATTERN: usize = 1 << 16;
+
+/// Buckets of equal size, with two gradients each.
+pub struct Buckets {
+    memory: StepMemory,
+    /// How many.
+    pub count: usize,
+    /// Parameters of each.
+    pub elems: usize,
+    /// Keeps what `memory` looks into.
+    _host: HostMemory,
+}
+
+impl Buckets {
+    /// Buckets of `elems` parameters, `params` in all, or one.
+    ///
+    /// # Errors
+    /// `Resource` when there is no such memory.
+    pub fn new(params: usize, elems: usize) -> Result<Self> {
+        let (count, mut host) = ((params / elems).max(1), HostMemory::default());
+        let mut slots = |name: &str, slots: usize| -> Result<SlotMemory> {
+            let memory = host.alloc(name, slots * elems * 2)?;
+            Ok(SlotMemory { memory, slot_elems: elems, dtype: Dtype::Bfloat16 })
+        };
+        let (grads, params) = (slots("gradient slots", 2 * count)?, slots("parameter slots", PARAM_SLOTS)?);
+        let mut state = |name: &str| host.alloc(name, count * elems * 4);
+        let state = HostState { params: state("parameters")?, m: state("m")?, v: state("v")? };
+        let memory = StepMemory {
+            state,
+            grads,
+            params,
+            segments: Arc::new([Segment { range: 0..count * elems, decay: true }]),
+            hyper: AdamHyper { lr: 1e-5, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 },
+            kernels: AdamKernels::new(Isa::Scalar)?,
+        };
+        let buckets = Self { memory, count, elems, _host: host };
+        buckets.fill();
+        Ok(buckets)
+    }
+
+    /// Mid-training values, always the same.
+    fn fill(&self) {
+        let HostState { params, m, v } = self.memory.state;
+        let pattern = |seed, factor: f32| values(seed, PATTERN).into_iter().map(|x| x * factor).collect::<Vec<_>>();
+        fill_from(params, &pattern(1, 0.05));
+        fill_from(m, &pattern(2, 1e-3));
+        fill_from(v, &pattern(3, 1e-3).into_iter().map(|x| x * x).collect::<Vec<_>>());
+        fill_from(self.memory.grads.memory, &pattern(4, 1e-2).into_iter().map(bf16::from_f32).collect::<Vec<_>>());
+        fill_from(self.memory.params.memory, &[bf16::ZERO]);
+    }
+
+    /// The `index`th job of a row.
+    pub fn job(&self, kernels: AdamKernels, pass: Pass, index: usize) -> StepJob {
+        let bucket = index % self.count;
+        let work = pass.work(self.count, bucket);
+        let out = (!matches!(work, Work::Commit(_))).then_some(Slot(index % PARAM_SLOTS));
+        StepJob {
+            bucket: index,
+            range: bucket * self.elems..(bucket + 1) * self.elems,
+            work,
+            out,
+            memory: StepMemory { kernels, ..self.memory.clone() },
+        }
+    }
+
+    /// Sees that `kernels` do to a piece of the first bucket what the scalar specification does.
+    ///
+    /// # Errors
+    /// `Resource` naming the pass and the kernels when they do not.
+    pub fn verify(&self, kernels: AdamKernels, pass: Pass) -> Result<()> {
+        let HostState { params, m, v } = self.memory.state;
+        let written = [params, m, v, self.memory.params.memory].map(|memory| memory.slice(0, memory.bytes().min(HEAD_BYTES)));
+        let before = written.map(bytes);
+        let outcome = |kernels| {
+            self.job(kernels, pass, 0).run(0);
+            let after = written.map(bytes);
+            written.iter().zip(&before).for_each(|(memory, before)| memory.with(|bytes: &mut [u8]| bytes.copy_from_slice(before)));
+            after
+        };
+        if outcome(kernels) == outcome(AdamKernels::new(Isa::Scalar)?) {
+            return Ok(());
+        }
+        Err(Error::resource(format!("verify {} on {kernels}", pass.name()), "it differs from the scalar specification"))
+    }
+}
+
+/// Of every array, more than a piece.
+const HEAD_BYTES: usize = 140 << 10;
+
+fn bytes(memory: PinnedSlice) -> Vec<u8> {
+    let mut bytes = vec![0; memory.bytes()];
+    memory.read(&mut bytes);
+    bytes
+}

@@ -1,0 +1,184 @@
+//! How fast the engine's own pool steps buckets, without a model and without a GPU.
+//!
+//! Memory, pool, placement and jobs are those of `train`; only the driver is simpler: it submits a job, waits for its end
+//! and submits the next. Before a pass is timed its result is compared with the scalar specification. One JSON line a row on
+//! stdout, a table at the end.
+//!
+//! The rows without kernels are what the same threads get out of the same memory without arithmetic. The best copy past the
+//! caches, 8 bytes an element, is the limit that the last column refers to.
+//!
+//! `busy` is what the workers would reach without waiting for a job or for each other. The difference is split into `skew`
+//! (workers that are done before the last one) and `handover` (from the last share's end to the next one's start, waking included).
+
+mod buckets;
+mod row;
+
+use buckets::{Buckets, Pass};
+use clap::Parser;
+use microbench::hog::Hog;
+use microbench::run::{Setting, run};
+use microbench::stream::{Arrays, Kernel};
+use row::{HEADER, Row};
+use superoffload::error::{Error, Result};
+use superoffload::host::pinned::HostMemory;
+use superoffload::optim::simd::{AdamKernels, Isa, Stores};
+
+/// Measures the optimizer's pool.
+#[derive(Parser)]
+struct Options {
+    /// Worker threads, one pool each.
+    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "1,2,4,8,12,15,16")]
+    threads: Vec<usize>,
+    /// Parameters; each costs 16 bytes of memory, and their state should be several times the last-level cache.
+    #[arg(long, value_name = "N", default_value_t = 1 << 30)]
+    params: usize,
+    /// Parameters of a bucket.
+    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "33554432")]
+    bucket_params: Vec<usize>,
+    /// Passes to measure.
+    #[arg(long, value_name = "PASS,...", value_delimiter = ',', default_value = "speculate,step,commit,commit_then_speculate")]
+    passes: Vec<Pass>,
+    /// Memory's own speed to measure.
+    #[arg(long, value_name = "KERNEL,...", value_delimiter = ',', default_value = "copy-past,triad")]
+    memory: Vec<Kernel>,
+    /// Time for each row.
+    #[arg(long, value_name = "SECONDS", default_value_t = 0.4)]
+    seconds: f64,
+    /// Instruction sets; the fastest by default.
+    #[arg(long, value_name = "NAME,...", value_delimiter = ',', default_value = Isa::detect().name())]
+    isa: Vec<Isa>,
+    /// How results are written; without it and `--prefetch`, as in training.
+    #[arg(long, value_name = "KIND,...", value_delimiter = ',')]
+    stores: Vec<Writes>,
+    /// Elements by which software asks ahead for memory; 0: not at all.
+    #[arg(long, value_name = "N,...", value_delimiter = ',')]
+    prefetch: Vec<usize>,
+    /// Threads beside the pool that copy as fast as they can.
+    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "0")]
+    hogs: Vec<usize>,
+    /// Let the system place the workers; `both` measures this and a CPU for each.
+    #[arg(long, value_name = "yes|no|both", default_value = "yes")]
+    pin: Pin,
+    /// Small pages only.
+    #[arg(long)]
+    small_pages: bool,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum Writes {
+    Temporal,
+    StreamWeights,
+    Streaming,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum Pin {
+    Yes,
+    No,
+    Both,
+}
+
+impl From<Writes> for Stores {
+    fn from(writes: Writes) -> Self {
+        match writes {
+            Writes::Temporal => Self::Temporal,
+            Writes::StreamWeights => Self::StreamWeights,
+            Writes::Streaming => Self::Streaming,
+        }
+    }
+}
+
+impl Options {
+    /// Every combination of instruction set, stores and prefetch.
+    fn kernels(&self) -> Result<Vec<AdamKernels>> {
+        let mut all = self.isa.iter().map(|&isa| AdamKernels::new(isa)).collect::<Result<Vec<_>>>()?;
+        if !self.stores.is_empty() {
+            all = all.iter().flat_map(|kernels| self.stores.iter().map(|&stores| kernels.with_stores(stores.into()))).collect();
+        }
+        if !self.prefetch.is_empty() {
+            all = all.iter().flat_map(|kernels| self.prefetch.iter().map(|&elems| kernels.with_prefetch(elems))).collect();
+        }
+        Ok(all)
+    }
+
+    fn check(&self) -> Result<()> {
+        if self.bucket_params.contains(&0) || self.threads.contains(&0) {
+            return Err(Error::usage("--bucket-params and --threads: at least 1"));
+        }
+        Ok(())
+    }
+}
+
+/// The rows of one bucket size, thread count, number of hogs and kind of placement.
+fn measure(options: &Options, buckets: &Buckets, arrays: Arrays, setting: Setting, hogs: usize) -> Result<Vec<Row>> {
+    let _hog = Hog::start(hogs);
+    let (mut rows, best) = (Vec::new(), AdamKernels::new(Isa::detect())?);
+    let row = |pass, kernels, elems, bytes, timing| Row {
+        pass,
+        kernels,
+        threads: setting.threads,
+        hogs,
+        elems,
+        bytes_per_elem: bytes,
+        timing,
+        copy_gb_s: None,
+    };
+    for &kernel in &options.memory {
+        let timing = run(setting, |_| arrays.job(kernel, best))?;
+        if !arrays.verify(kernel) {
+            return Err(Error::resource(format!("verify {}", kernel.name()), "it wrote something else"));
+        }
+        rows.push(row(kernel.name(), String::new(), arrays.elems(), kernel.bytes() as f64, timing));
+    }
+    let past = rows.iter().filter(|row| row.pass == Kernel::CopyPast.name());
+    let copy_gb_s = past.map(Row::gb_s).reduce(f64::max);
+    for &pass in &options.passes {
+        for kernels in options.kernels()? {
+            buckets.verify(kernels, pass)?;
+            let timing = run(setting, |index| buckets.job(kernels, pass, index))?;
+            let bytes = buckets.job(kernels, pass, 0).traffic_bytes() as f64 / buckets.elems as f64;
+            rows.push(row(pass.name(), kernels.to_string(), buckets.elems, bytes, timing));
+        }
+    }
+    rows.iter_mut().for_each(|row| row.copy_gb_s = copy_gb_s);
+    Ok(rows)
+}
+
+fn start(options: &Options) -> Result<()> {
+    options.check()?;
+    if options.small_pages {
+        nix::sys::prctl::set_thp_disable(true).map_err(|e| Error::resource("turn huge pages off", e))?;
+    }
+    let mut host = HostMemory::default();
+    let arrays = Arrays::new(&mut host, options.params.min(1 << 28))?;
+    let pins = match options.pin {
+        Pin::Yes => &[true][..],
+        Pin::No => &[false],
+        Pin::Both => &[true, false],
+    };
+    let mut all = Vec::new();
+    for &elems in &options.bucket_params {
+        let buckets = Buckets::new(options.params, elems)?;
+        for (&threads, &hogs) in options.threads.iter().flat_map(|threads| options.hogs.iter().map(move |hogs| (threads, hogs))) {
+            for &pin in pins {
+                let rows = measure(options, &buckets, arrays, Setting { threads, pin, seconds: options.seconds }, hogs)?;
+                rows.iter().for_each(|row| println!("{}", row.json()));
+                all.extend(rows);
+            }
+        }
+    }
+    let pages = if options.small_pages { ", small pages" } else { "" };
+    println!("\n{}{pages}, {} parameters\n{HEADER}", microbench::Machine::here(), options.params);
+    all.iter().for_each(|row| println!("{row}"));
+    Ok(())
+}
+
+fn main() -> std::process::ExitCode {
+    match start(&Options::parse()) {
+        Ok(()) => std::process::ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{error}");
+            std::process::ExitCode::FAILURE
+        }
+    }
+}

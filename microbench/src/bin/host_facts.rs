@@ -1,0 +1,155 @@
+//! What this machine's CPUs and memory do, as far as the optimizer's side of a step depends on it: memory's speed by threads, the
+//! pool's wake-up, sums of squares and casts. One JSON line a fact on stdout, a table at the end. Every result is verified.
+
+use clap::Parser;
+use microbench::run::{Setting, run};
+use microbench::stream::{Arrays, Kernel};
+use microbench::{Machine, values};
+use serde_json::{Value, json};
+use std::fmt;
+use std::time::{Duration, Instant};
+use superoffload::dtype::Dtype;
+use superoffload::error::{Error, Result};
+use superoffload::host::pinned::HostMemory;
+use superoffload::host::pool::Job;
+use superoffload::optim::norm::BLOCK;
+use superoffload::optim::simd::{AdamKernels, Grads, Isa, Weights};
+
+/// Measures the host.
+#[derive(Parser)]
+struct Options {
+    /// Threads for memory's speed; by default 1, 2, 4, ... and all CPUs.
+    #[arg(long, value_name = "N,...", value_delimiter = ',')]
+    threads: Vec<usize>,
+    /// Elements of each of three fp32 arrays: several times the last-level cache.
+    #[arg(long, value_name = "N", default_value_t = 1 << 27)]
+    elems: usize,
+    /// Time for each fact.
+    #[arg(long, value_name = "SECONDS", default_value_t = 0.3)]
+    seconds: f64,
+}
+
+/// One fact.
+struct Fact {
+    what: String,
+    threads: usize,
+    value: f64,
+    unit: &'static str,
+}
+
+impl Fact {
+    fn json(&self) -> Value {
+        json!({ "what": self.what, "threads": self.threads, "value": self.value, "unit": self.unit })
+    }
+}
+
+impl fmt::Display for Fact {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:<40} {:>7} {:>10.2} {}", self.what, self.threads, self.value, self.unit)
+    }
+}
+
+fn memory(options: &Options, threads: &[usize]) -> Result<Vec<Fact>> {
+    let mut host = HostMemory::default();
+    let (arrays, kernels) = (Arrays::new(&mut host, options.elems)?, AdamKernels::new(Isa::detect())?);
+    let mut facts = Vec::new();
+    for &threads in threads {
+        for kernel in Kernel::ALL {
+            let timing = run(Setting { threads, pin: true, seconds: options.seconds }, |_| arrays.job(kernel, kernels))?;
+            if !arrays.verify(kernel) {
+                return Err(Error::resource(format!("verify {}", kernel.name()), "it wrote something else"));
+            }
+            let bytes = (options.elems * kernel.bytes() * timing.jobs) as f64;
+            facts.push(Fact { what: format!("memory {}", kernel.name()), threads, value: bytes * 1e-9 / timing.wall_s, unit: "GB/s" });
+        }
+    }
+    Ok(facts)
+}
+
+/// A job without work: what is left is waking the workers and hearing from the last one.
+struct Nothing;
+
+impl Job for Nothing {
+    fn label(&self) -> (&'static str, u32) {
+        ("nothing", 0)
+    }
+
+    fn pieces(&self) -> usize {
+        0
+    }
+
+    fn run(&self, _: usize) {}
+}
+
+/// From a job's submission to its end, with workers that wait spinning, and with workers that have fallen asleep.
+fn wake_up(options: &Options, threads: usize) -> Result<[Fact; 2]> {
+    let setting = Setting { threads, pin: true, seconds: options.seconds };
+    let spinning = run(setting, |_| Nothing)?;
+    let asleep = run(setting, |_| {
+        std::thread::sleep(Duration::from_millis(5));
+        Nothing
+    })?;
+    let fact = |what: &str, seconds: f64| Fact { what: format!("wake-up, {what}"), threads, value: seconds * 1e6, unit: "us" };
+    Ok([fact("workers spin", spinning.median_s), fact("workers sleep", asleep.median_s)])
+}
+
+/// The least time of a repeated call, in seconds.
+fn least_s(seconds: f64, mut call: impl FnMut()) -> f64 {
+    let (started, mut least) = (Instant::now(), f64::INFINITY);
+    while started.elapsed().as_secs_f64() < seconds || least.is_infinite() {
+        let begun = Instant::now();
+        call();
+        least = least.min(begun.elapsed().as_secs_f64());
+    }
+    least
+}
+
+/// Sums of squares, and casts to and from the formats of the link, on one thread.
+fn passes(options: &Options) -> Result<Vec<Fact>> {
+    let elems = options.elems.min(1 << 24) / BLOCK * BLOCK;
+    let (wide, kernels, specified) = (values(1, elems), AdamKernels::new(Isa::detect())?, AdamKernels::new(Isa::Scalar)?);
+    let mut facts = Vec::new();
+    for dtype in [Dtype::Float32, Dtype::Bfloat16, Dtype::Float16] {
+        let (mut narrow, mut wanted) = (vec![0u32; elems * dtype.bytes() / 4], vec![0u32; elems * dtype.bytes() / 4]);
+        let cast_s = least_s(options.seconds, || kernels.emit(&wide, Weights::from_bytes(dtype, bytemuck::cast_slice_mut(&mut narrow))));
+        specified.emit(&wide, Weights::from_bytes(dtype, bytemuck::cast_slice_mut(&mut wanted)));
+        let grads = Grads::from_bytes(dtype, bytemuck::cast_slice(&narrow));
+        let (mut partials, mut wanted_partials) = (vec![0.0; elems / BLOCK], vec![0.0; elems / BLOCK]);
+        let norm_s = least_s(options.seconds, || _ = kernels.partials(grads, &mut partials));
+        specified.partials(grads, &mut wanted_partials);
+        if narrow != wanted || partials != wanted_partials {
+            return Err(Error::resource(format!("verify casts and norms of {dtype}"), "they differ from the scalar specification"));
+        }
+        let gb_s = |bytes_per_elem: usize, seconds: f64| (elems * bytes_per_elem) as f64 * 1e-9 / seconds;
+        facts.push(Fact { what: format!("cast float32 to {dtype}"), threads: 1, value: gb_s(4 + dtype.bytes(), cast_s), unit: "GB/s" });
+        facts.push(Fact { what: format!("sums of squares, {dtype}"), threads: 1, value: gb_s(dtype.bytes(), norm_s), unit: "GB/s" });
+    }
+    Ok(facts)
+}
+
+fn start(options: &Options) -> Result<()> {
+    let machine = Machine::here();
+    let threads = match &options.threads[..] {
+        [] => std::iter::successors(Some(1), |threads| Some(threads * 2)).take_while(|&t| t < machine.cpus).chain([machine.cpus]).collect(),
+        asked => asked.to_vec(),
+    };
+    let mut facts = memory(options, &threads)?;
+    for &threads in &threads {
+        facts.extend(wake_up(options, threads)?);
+    }
+    facts.extend(passes(options)?);
+    facts.iter().for_each(|fact| println!("{}", fact.json()));
+    println!("\n{machine}\n{:<40} {:>7} {:>10}", "fact", "threads", "value");
+    facts.iter().for_each(|fact| println!("{fact}"));
+    Ok(())
+}
+
+fn main() -> std::process::ExitCode {
+    match start(&Options::parse()) {
+        Ok(()) => std::process::ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{error}");
+            std::process::ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,140 @@
+//! Jobs on the engine's own pool, timed: the driver submits one, waits for its end and submits the next.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use superoffload::engine::trace::Recorder;
+use superoffload::error::Result;
+use superoffload::hardware::topology::Topology;
+use superoffload::host::affinity::{Placement, name_and_pin};
+use superoffload::host::doorbell::Doorbell;
+use superoffload::host::pool::{Job, Pool};
+
+/// Jobs before the clock starts: pages are mapped, threads awake, branches known.
+const WARM_UP: usize = 2;
+
+/// Most jobs of a run; a worker's recorder has room for so many spans.
+const JOBS_MAX: usize = 1 << 12;
+
+/// How long to run, and where.
+#[derive(Clone, Copy, Debug)]
+pub struct Setting {
+    /// Worker threads.
+    pub threads: usize,
+    /// A CPU for each worker, where `train` would give it one; otherwise the system puts them where it likes.
+    pub pin: bool,
+    /// Time to spend, at least one job.
+    pub seconds: f64,
+}
+
+/// What jobs took.
+#[derive(Clone, Debug)]
+pub struct Timing {
+    /// Jobs.
+    pub jobs: usize,
+    /// Workers had a CPU each.
+    pub pinned: bool,
+    /// From the first job's submission to the last one's end.
+    pub wall_s: f64,
+    /// The median job, from submission to end.
+    pub median_s: f64,
+    /// The mean worker's time in pieces, over all jobs.
+    pub busy_s: f64,
+    /// From the start of each job's first share to the end of its last, over all jobs.
+    pub longest_s: f64,
+}
+
+impl Timing {
+    /// Share of the time in which the mean worker was done before the last one, in percent.
+    pub fn skew_percent(&self) -> f64 {
+        100.0 * (self.longest_s - self.busy_s) / self.wall_s
+    }
+
+    /// Share from the end of a job's last share to the start of the next job's first, waking included, in percent.
+    pub fn handover_percent(&self) -> f64 {
+        100.0 * (self.wall_s - self.longest_s) / self.wall_s
+    }
+}
+
+/// Runs `job(0)`, `job(1)`, ... on a pool of its own. Every job is met by all workers at once: the pool's gate.
+///
+/// # Errors
+/// `Resource` when a thread cannot be started or pinned, or a job panics.
+pub fn run<J: Job>(setting: Setting, mut job: impl FnMut(usize) -> J) -> Result<Timing> {
+    let bell = Arc::new(Doorbell::default());
+    let cpus = if setting.pin { worker_cpus(setting.threads) } else { None };
+    let pinned = cpus.is_some();
+    let on_start = move |worker: usize| cpus.as_ref().map_or(Ok(()), |cpus| name_and_pin("adam", worker, cpus[worker]));
+    let mut pool = Pool::threads(setting.threads, bell.clone(), JOBS_MAX, on_start)?;
+    let mut time = |index| -> Result<Duration> {
+        let job = job(index);
+        let started = Instant::now();
+        pool.submit(job);
+        let mut idle = Ok(false);
+        bell.wait_until(|| {
+            idle = pool.is_idle();
+            !matches!(idle, Ok(false))
+        });
+        idle.map(|_| started.elapsed())
+    };
+    for index in 0..WARM_UP {
+        time(index)?;
+    }
+    let (started, mut times) = (Instant::now(), Vec::new());
+    while WARM_UP + times.len() < JOBS_MAX && (times.is_empty() || started.elapsed().as_secs_f64() < setting.seconds) {
+        times.push(time(WARM_UP + times.len())?);
+    }
+    let wall_s = started.elapsed().as_secs_f64();
+    times.sort_unstable();
+    let (jobs, workers) = (times.len(), pool.finish()?);
+    let (busy_s, longest_s) = (busy_s(&workers, jobs), (0..jobs).map(|job| longest_s(&workers, job)).sum());
+    Ok(Timing { jobs, pinned, wall_s, median_s: times[jobs / 2].as_secs_f64(), busy_s, longest_s })
+}
+
+fn busy_s(workers: &[Recorder], jobs: usize) -> f64 {
+    let spans = workers.iter().flat_map(|worker| &worker.spans()[WARM_UP..WARM_UP + jobs]);
+    spans.map(|span| seconds(span.duration_ns)).sum::<f64>() / workers.len() as f64
+}
+
+fn longest_s(workers: &[Recorder], job: usize) -> f64 {
+    let spans = || workers.iter().map(|worker| &worker.spans()[WARM_UP + job]);
+    let start = spans().map(|span| span.start_ns).min().unwrap_or(0);
+    seconds(spans().map(|span| span.start_ns + span.duration_ns).max().unwrap_or(0) - start)
+}
+
+fn seconds(ns: u64) -> f64 {
+    ns as f64 * 1e-9
+}
+
+/// A CPU for each worker, where `train` would give it one.
+fn worker_cpus(threads: usize) -> Option<Vec<usize>> {
+    let topology = Topology::this_machine();
+    let usable = topology.usable_cpus().filter(|usable| usable.quota.is_none())?;
+    Placement::choose(&topology.cpus, &usable.affinity, threads).map(|placement| placement.workers)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Sleep;
+    impl Job for Sleep {
+        fn label(&self) -> (&'static str, u32) {
+            ("sleep", 0)
+        }
+        fn pieces(&self) -> usize {
+            4
+        }
+        fn run(&self, _: usize) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    #[test]
+    fn parts_of_the_time_add_up() {
+        let timing = run(Setting { threads: 2, pin: false, seconds: 0.02 }, |_| Sleep).unwrap();
+        assert!(timing.jobs >= 1 && !timing.pinned);
+        assert!(timing.busy_s <= timing.longest_s && timing.longest_s <= timing.wall_s, "{timing:?}");
+        assert!(timing.median_s >= 0.001 && timing.wall_s >= 0.001 * timing.jobs as f64, "{timing:?}");
+        assert!((0.0..=100.0).contains(&timing.skew_percent()) && (0.0..=100.0).contains(&timing.handover_percent()));
+    }
+}
