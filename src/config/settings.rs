@@ -1,8 +1,8 @@
 //! The options, resolved: every default applied, every value checked.
 
 use crate::config::options::{
-    ActivationsChoice, AttentionChoice, CastSide, DeviceChoice, HostMemoryKind, Init, Injection, IsaChoice, ResidentBuckets, Resume,
-    Rollback, Strategy, Technique, TrainDtype, TrainOptions,
+    ActivationsChoice, AttentionChoice, CastSide, DeviceChoice, HostMemoryKind, HugePagesChoice, Init, Injection, IsaChoice,
+    ResidentBuckets, Resume, Rollback, Strategy, Technique, TrainDtype, TrainOptions,
 };
 use crate::error::{Error, Result};
 use crate::optim::schedule::LrScheduler;
@@ -87,6 +87,8 @@ pub struct Settings {
     pub host_limit: Option<Bytes>,
     /// Host memory of offloaded states.
     pub memory: HostMemoryKind,
+    /// Page sizes of host memory.
+    pub huge_pages: HugePagesChoice,
     /// Who computes attention on a GPU.
     pub attention: AttentionChoice,
     /// GPU kernels may give results that differ between runs in the last bit.
@@ -149,6 +151,7 @@ impl Default for Settings {
             hbm_limit: None,
             host_limit: None,
             memory: HostMemoryKind::Pinned,
+            huge_pages: HugePagesChoice::Auto,
             attention: AttentionChoice::Auto,
             nondeterministic: false,
             cuda_libraries: None,
@@ -243,6 +246,7 @@ impl Settings {
             hbm_limit: options.hbm_limit.or(self.hbm_limit),
             host_limit: options.host_limit.or(self.host_limit),
             memory: options.memory.unwrap_or(self.memory),
+            huge_pages: options.huge_pages.unwrap_or(self.huge_pages),
             attention: options.attention.unwrap_or(self.attention),
             nondeterministic: options.nondeterministic.unwrap_or(self.nondeterministic),
             cuda_libraries: options.cuda_libraries.or(self.cuda_libraries),

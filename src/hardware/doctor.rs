@@ -1,6 +1,7 @@
 //! What `superoffload doctor` prints: the machine as the engine sees it, one fact a line, and what would make it faster.
 
 use super::gpu::GpuReport;
+use super::limits;
 use super::topology::{Cache, NumaNode, Topology};
 use crate::units::Bytes;
 use std::path::Path;
@@ -193,33 +194,8 @@ impl Partitions {
 }
 
 fn advice(topology: &Topology, isa: &str, partitions: &Partitions) -> Vec<String> {
-    let advice = [
-        cpu_quota(topology),
-        affinity(topology),
-        vector_isa(topology, isa),
-        small_memory(topology),
-        thp_off(topology),
-        small_memlock(topology),
-        partitions.advice.clone(),
-    ];
-    advice.into_iter().flatten().collect()
-}
-
-fn cpu_quota(topology: &Topology) -> Option<String> {
-    let limit = topology.cgroup.cpu_quota.as_ref()?;
-    let cpus = topology.usable_cpus()?.affinity.len();
-    let limits = limit.value < cpus as f64;
-    limits.then(|| format!("the cgroup grants {:.1} of {cpus} CPUs' time: raise {}", limit.value, limit.file.display()))
-}
-
-fn affinity(topology: &Topology) -> Option<String> {
-    let usable = topology.usable_cpus()?;
-    let cpus = usable.affinity.len();
-    let cause = match &topology.cgroup.cpus {
-        Some(limit) if limit.value.len() <= cpus => format!("widen {}", limit.file.display()),
-        _ => "start without taskset or numactl".into(),
-    };
-    (cpus < usable.online).then(|| format!("only {cpus} of {} CPUs are allowed ({}): {cause}", usable.online, usable.affinity))
+    let advice = [vector_isa(topology, isa), small_memory(topology), thp_off(topology), small_memlock(topology), partitions.advice.clone()];
+    limits::reasons(topology).into_iter().chain(advice.into_iter().flatten()).collect()
 }
 
 /// Arm's vector kernels need no advice: every aarch64 CPU has NEON.

@@ -2,6 +2,9 @@
 
 pub mod affinity;
 pub mod doorbell;
+pub mod memory_policy;
+pub mod memory_report;
+mod pages;
 pub mod pinned;
 pub mod pool;
 pub mod step_job;

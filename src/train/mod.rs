@@ -39,6 +39,8 @@ pub struct Facts {
     pub model: String,
     /// The data, in words.
     pub data: String,
+    /// Host memory as it was got, in words.
+    pub host: String,
     /// Steps already done.
     pub step: u64,
     /// Steps of the whole run.

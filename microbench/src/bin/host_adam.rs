@@ -22,7 +22,7 @@ use superoffload::hardware::topology::Topology;
 use superoffload::host::affinity::{Placement, name_and_pin};
 use superoffload::host::doorbell::Doorbell;
 use superoffload::host::pinned::{HostMemory, PinnedSlice};
-use superoffload::host::pool::{Job, Pool};
+use superoffload::host::pool::{Homes, Job, Pool};
 use superoffload::host::step_job::{HostState, Segment, SlotMemory, StepJob, StepMemory};
 use superoffload::optim::adam::AdamHyper;
 use superoffload::optim::simd::{AdamKernels, Isa, Stores};
@@ -214,7 +214,7 @@ fn measure(buckets: &Buckets, kernels: AdamKernels, pass: Pass, threads: usize, 
     let cpus = worker_cpus(threads);
     let pinned = cpus.is_some();
     let on_start = move |worker: usize| cpus.as_ref().map_or(Ok(()), |cpus| name_and_pin("adam", worker, cpus[worker]));
-    let mut pool = Pool::threads(threads, bell.clone(), JOBS_MAX, on_start)?;
+    let mut pool = Pool::threads(threads, Homes::default(), bell.clone(), JOBS_MAX, on_start)?;
     let mut run = |index| -> Result<Duration> {
         let started = Instant::now();
         pool.submit(buckets.job(kernels, pass, index));
@@ -276,9 +276,7 @@ impl Spans {
 
 /// A CPU for each worker, where `train` would give it one.
 fn worker_cpus(threads: usize) -> Option<Vec<usize>> {
-    let topology = Topology::this_machine();
-    let usable = topology.usable_cpus().filter(|usable| usable.quota.is_none())?;
-    Placement::choose(&topology.cpus, &usable.affinity, threads).map(|placement| placement.workers)
+    Placement::on(&Topology::this_machine(), threads).map(|placement| placement.workers)
 }
 
 /// Every combination of stores and prefetch.
