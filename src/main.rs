@@ -239,6 +239,7 @@ fn print_summary(s: &Summary) {
         c.committed, c.clipped, c.skipped, c.speculated, c.rolled_back
     ));
     tell(format_args!("  exposed       {:.0} ms waiting for the optimizer, {:.0} ms for copies", s.exposed_ms.0, s.exposed_ms.1));
+    s.perf.iter().for_each(|perf| tell(format_args!("  counters      {perf}")));
     match &s.checkpoint {
         Some(path) => tell(format_args!("  checkpoint    {}", path.display())),
         None => tell(format_args!("  checkpoint    none (no step was done)")),

@@ -17,6 +17,7 @@ use crate::error::Result;
 use crate::hardware::gpu::{GpuSamples, Sampler};
 use crate::hardware::parse::meminfo_bytes;
 use crate::hardware::topology::Topology;
+use crate::host::perf::{WORKER_ROLE, WorkerCounters};
 use crate::metrics::MemoryUse;
 use crate::model::presets;
 use crate::model::shape::ModelShape;
@@ -111,8 +112,10 @@ impl StepBench {
         tell(&format_args!("random weights in {init_seconds:.1} s; {warmup} steps of warm-up, then {steps}, clipping {clip}"));
         let mut tokens = RandomTokens::new(self.settings.seed, self.shape.vocab);
         (1..=self.warmup).try_for_each(|step| self.step(&mut engine, &mut tokens, step).map(drop))?;
+        let mut counters = WorkerCounters::start(WORKER_ROLE)?;
         let sampler = before.on_gpu.then(Sampler::start);
         let timed = self.timed_steps(&mut engine, &mut tokens, tell)?;
+        let perf = counters.read()?;
         let (gpu, gpu_unwatched) = watched(sampler);
         let (device, plan, host_memory) = (engine.describe(), engine.plan().clone(), engine.host_memory().report(Path::new("/")));
         let memory = memory_peaks(&plan, before.topology.memory_available_bytes);
@@ -148,6 +151,7 @@ impl StepBench {
             loss: timed.loss,
             memory,
             host_memory,
+            perf,
             gpu,
             gpu_unwatched,
             step_ms: timed.step_ms,

@@ -413,6 +413,10 @@ pub struct TrainOptions {
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
 
+    /// Count cycles, cache misses and page faults of the optimizer's threads [default: false].
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pub perf_counters: Option<bool>,
+
     /// Print a digest of the final state as the last line [default: false].
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     pub digest: Option<bool>,
@@ -487,6 +491,7 @@ impl TrainOptions {
             cuda_libraries: self.cuda_libraries.or(lower.cuda_libraries),
             no_shuffle: self.no_shuffle.or(lower.no_shuffle),
             trace: self.trace.or(lower.trace),
+            perf_counters: self.perf_counters.or(lower.perf_counters),
             digest: self.digest.or(lower.digest),
             isa: self.isa.or(lower.isa),
             slots: self.slots.or(lower.slots),

@@ -99,6 +99,8 @@ pub struct Settings {
     pub no_shuffle: bool,
     /// Where the timeline is written; `None` writes none.
     pub trace: Option<PathBuf>,
+    /// The optimizer's threads are counted.
+    pub perf_counters: bool,
     /// The digest of the final state is the last line.
     pub digest: bool,
     /// Instruction set of the CPU optimizer.
@@ -157,6 +159,7 @@ impl Default for Settings {
             cuda_libraries: None,
             no_shuffle: false,
             trace: None,
+            perf_counters: false,
             digest: false,
             isa: IsaChoice::Auto,
             slots: 8,
@@ -252,6 +255,7 @@ impl Settings {
             cuda_libraries: options.cuda_libraries.or(self.cuda_libraries),
             no_shuffle: options.no_shuffle.unwrap_or(self.no_shuffle),
             trace: options.trace.or(self.trace),
+            perf_counters: options.perf_counters.unwrap_or(self.perf_counters),
             digest: options.digest.unwrap_or(self.digest),
             isa: options.isa.unwrap_or(self.isa),
             slots: options.slots.unwrap_or(self.slots),

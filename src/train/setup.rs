@@ -21,6 +21,7 @@ use crate::hardware::topology::Topology;
 use crate::host::affinity::{Placement, name_and_pin};
 use crate::host::doorbell::Doorbell;
 use crate::host::memory_policy::MemoryPolicy;
+use crate::host::perf::WORKER_ROLE;
 use crate::host::pool::Pool;
 use crate::host::step_job::StepJob;
 use crate::model::shape::{DEMO_CONFIG, ModelShape, Positions};
@@ -185,7 +186,7 @@ pub fn keep_off_workers(plan: &Plan, topology: &Topology) -> Result<()> {
 
 fn worker_threads(plan: &Plan, topology: &Topology, bell: &Arc<Doorbell>) -> Result<Pool<StepJob>> {
     let placement = placement(plan, topology);
-    let on_start = move |worker: usize| placement.as_ref().map_or(Ok(()), |place| name_and_pin("adam", worker, place.workers[worker]));
+    let on_start = move |worker: usize| placement.as_ref().map_or(Ok(()), |place| name_and_pin(WORKER_ROLE, worker, place.workers[worker]));
     Pool::threads(plan.threads, plan.host_memory.homes(), bell.clone(), plan.trace_spans, on_start)
 }
 
