@@ -14,8 +14,7 @@ use superoffload::config::options::TrainOptions;
 use superoffload::config::plan::Plan;
 use superoffload::config::settings::Settings;
 use superoffload::error::{Error, Result};
-use superoffload::hardware::doctor;
-use superoffload::hardware::gpu::GpuReport;
+use superoffload::hardware::doctor::{self, Probes};
 use superoffload::hardware::topology::Topology;
 use superoffload::metrics::{FLOPS_FORMULA, StepMetrics};
 use superoffload::model::weights::{Options, export_checkpoint};
@@ -122,8 +121,9 @@ fn run(command: Command) -> Result<i32> {
             Ok(0)
         }
         Command::Doctor => {
-            let (topology, isa, gpu) = (Topology::this_machine(), Isa::detect().to_string(), GpuReport::this_machine());
-            answer(doctor::report(&topology, &isa, &gpu, Path::new("/sys/fs/resctrl")).trim_end())?;
+            let (topology, isa) = (Topology::this_machine(), Isa::detect().to_string());
+            let probes = Probes::this_machine(&topology);
+            answer(doctor::report(&topology, &isa, &probes, Path::new("/sys/fs/resctrl")).trim_end())?;
             Ok(0)
         }
         Command::Bench(Bench::Step(options)) => bench_step(*options),

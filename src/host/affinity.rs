@@ -26,8 +26,13 @@ pub struct Placement {
 const CPUS_PER_OTHER: usize = 10;
 
 /// How many of `cpus` CPUs are kept for others than the workers, where a GPU's driver needs one.
-pub fn cpus_for_others(cpus: usize) -> usize {
+fn cpus_for_others(cpus: usize) -> usize {
     (cpus / CPUS_PER_OTHER).max(1)
+}
+
+/// Optimizer workers of a run on a GPU that may use `cpus` CPUs: a CPU each, and some for others.
+pub fn workers_beside_others(cpus: usize) -> usize {
+    cpus.saturating_sub(cpus_for_others(cpus)).max(1)
 }
 
 impl Placement {
@@ -202,10 +207,10 @@ mod tests {
     fn a_tenth_of_many_cpus_is_kept_free_with_those_that_serve_interrupts() {
         let all = CpuList::from_iter(0..72);
         let choose =
-            |interrupts: &str| Placement::choose(&[], &all, &CpuList::parse(interrupts).unwrap(), 72 - cpus_for_others(72)).unwrap();
+            |interrupts: &str| Placement::choose(&[], &all, &CpuList::parse(interrupts).unwrap(), workers_beside_others(72)).unwrap();
         assert_eq!(choose(""), Placement { others: CpuList::from_iter(0..7), workers: (7..72).collect() });
         assert_eq!(choose("40-41,90").others, CpuList::parse("0-4,40-41").unwrap());
-        assert_eq!((cpus_for_others(16), cpus_for_others(1)), (1, 1));
+        assert_eq!([16, 2, 1].map(workers_beside_others), [15, 1, 1]);
     }
 
     #[test]

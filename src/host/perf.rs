@@ -52,12 +52,20 @@ impl WorkerCounters {
     /// # Errors
     /// `Io` when the process cannot list its own threads.
     pub fn start(role: &str) -> Result<Self> {
-        let threads = threads(Path::new("/proc/self/task"), role)?;
+        threads(Path::new("/proc/self/task"), role).map(Self::on)
+    }
+
+    /// On the calling thread.
+    pub fn here() -> Self {
+        Self::on(vec![0])
+    }
+
+    fn on(threads: Vec<i32>) -> Self {
         let mut counters = Self { threads: threads.len(), counters: Vec::new(), missing: BTreeMap::new() };
         for thread in threads {
             EVENTS.iter().for_each(|(name, event)| counters.add(name, event, thread));
         }
-        Ok(counters)
+        counters
     }
 
     fn add(&mut self, name: &'static str, event: &Event, thread: i32) {
@@ -107,6 +115,15 @@ fn threads(tasks: &Path, role: &str) -> Result<Vec<i32>> {
     let mut ids: Vec<i32> = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok()).filter(is_worker).collect();
     ids.sort_unstable();
     Ok(ids)
+}
+
+impl WorkerCounts {
+    /// What can be counted, and what cannot: `task clock, page faults; not counted: cycles: ...`
+    pub fn availability(&self) -> String {
+        let countable: Vec<_> = EVENTS.iter().map(|(name, _)| *name).filter(|name| self.counts.contains_key(name)).collect();
+        let missing = self.missing.iter().map(|missing| format!("not counted: {missing}"));
+        Some(countable.join(", ")).into_iter().filter(|list| !list.is_empty()).chain(missing).collect::<Vec<_>>().join("; ")
+    }
 }
 
 impl fmt::Display for WorkerCounts {
@@ -172,5 +189,7 @@ mod tests {
         let expected = "2 threads: cycles 2.000e6, instructions 3.000e6, page faults 7; 1.50 instructions a cycle; \
             not counted: llc_read_misses: not here";
         assert_eq!(text, expected);
+        let here = WorkerCounters::here().read().unwrap();
+        assert!(!here.availability().is_empty());
     }
 }

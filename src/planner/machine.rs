@@ -1,7 +1,7 @@
 //! What the planner knows about a machine.
 
 use crate::config::settings::Settings;
-use crate::host::affinity::cpus_for_others;
+use crate::host::affinity::workers_beside_others;
 use crate::units::Bytes;
 
 /// Where memory lies.
@@ -46,7 +46,7 @@ impl Machine {
     pub fn workers(self) -> usize {
         match self.device {
             DeviceMemory::Shared => self.cpus.max(1),
-            DeviceMemory::Own { .. } => self.cpus.saturating_sub(cpus_for_others(self.cpus)).max(1),
+            DeviceMemory::Own { .. } => workers_beside_others(self.cpus),
         }
     }
 
