@@ -435,7 +435,7 @@ mod tests {
             "transparent huge pages: madvise, 512.0 MiB",
             "huge pages: 51200 of 51200 free at 2.0 MiB, 0 of 0 free at 512.0 MiB",
             "gpu interrupts: on CPUs 40",
-            "- transparent huge pages of 512.0 MiB are too coarse: small pages are used; reserve pages for --huge-pages explicit",
+            "- transparent huge pages of 512.0 MiB are too coarse to ask for; reserve pages for --huge-pages explicit",
         ] {
             assert!(facts.iter().any(|line| line == fact), "{fact} in\n{}", facts.join("\n"));
         }

@@ -217,6 +217,11 @@ impl Topology {
         [available, limit].into_iter().flatten().min()
     }
 
+    /// Free memory in pools of huge pages; nobody else can use it, and it does not count as available.
+    pub fn reserved_free_bytes(&self) -> u64 {
+        self.huge_pages.iter().map(|pool| pool.page_bytes.saturating_mul(pool.free.unwrap_or(0))).fold(0, u64::saturating_add)
+    }
+
     /// Nodes that have memory.
     pub fn nodes_with_memory(&self) -> impl Iterator<Item = &NumaNode> {
         self.numa_nodes.iter().filter(|node| node.memory_bytes.is_some_and(|bytes| bytes > 0))
@@ -520,6 +525,7 @@ pub(crate) mod tests {
         assert_eq!(topology.gpu_interrupts.as_slice(), [40]);
         assert_eq!(topology.nodes_beside(&CpuList::parse("0-71").unwrap()), [0]);
         assert_eq!(topology.memory_usable_bytes(), Some(472 << 30), "568 GiB are available, 96 of them the GPU's");
+        assert_eq!(topology.reserved_free_bytes(), 100 << 30);
         let none = Topology { allowed_nodes: CpuList::parse("1"), ..topology };
         assert_eq!(none.nodes_beside(&CpuList::parse("0-71").unwrap()), Vec::<usize>::new());
     }

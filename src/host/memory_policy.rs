@@ -12,7 +12,9 @@ use std::ops::Range;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PageSizes {
     /// The kernel's smallest, and no other.
-    Base,
+    Smallest,
+    /// What the kernel gives unasked.
+    Default,
     /// Huge ones where the kernel can make them.
     Transparent {
         /// Size of a huge page.
@@ -138,18 +140,18 @@ impl MemoryPolicy {
 
 fn page_sizes(topology: &Topology, choice: HugePagesChoice) -> Result<(PageSizes, Option<String>)> {
     match choice {
-        HugePagesChoice::Off => Ok((PageSizes::Base, None)),
+        HugePagesChoice::Off => Ok((PageSizes::Smallest, None)),
         HugePagesChoice::Explicit => reserved(topology).map(|bytes| (PageSizes::Reserved { bytes }, None)),
         HugePagesChoice::Auto => Ok(match topology.thp_bytes {
-            None => (PageSizes::Base, Some("this kernel makes no transparent huge pages".into())),
-            Some(bytes) if bytes > TRANSPARENT_BYTES_MAX => (PageSizes::Base, Some(too_coarse(bytes))),
+            None => (PageSizes::Default, Some("this kernel makes no transparent huge pages".into())),
+            Some(bytes) if bytes > TRANSPARENT_BYTES_MAX => (PageSizes::Default, Some(too_coarse(bytes))),
             Some(bytes) => (PageSizes::Transparent { bytes: bytes as usize }, None),
         }),
     }
 }
 
 fn too_coarse(bytes: u64) -> String {
-    format!("transparent huge pages of {} are too coarse: small pages are used; reserve pages for --huge-pages explicit", Bytes(bytes))
+    format!("transparent huge pages of {} are too coarse to ask for; reserve pages for --huge-pages explicit", Bytes(bytes))
 }
 
 fn reserved(topology: &Topology) -> Result<Vec<usize>> {
@@ -186,13 +188,13 @@ mod tests {
     #[test]
     fn pages_are_those_that_the_kernel_has() {
         let policy = on_grace(HugePagesChoice::Auto);
-        assert_eq!(policy.pages, PageSizes::Base);
+        assert_eq!(policy.pages, PageSizes::Default);
         assert!(policy.notes[0].contains("512.0 MiB are too coarse"), "{:?}", policy.notes);
         let explicit = on_grace(HugePagesChoice::Explicit);
         assert_eq!(explicit.pages, PageSizes::Reserved { bytes: vec![2 << 20] });
         let sizes = |bytes| explicit.reserved(bytes).collect::<Vec<_>>();
         assert_eq!((sizes(16 << 20), sizes((16 << 20) - 1)), (vec![2 << 20], vec![]));
-        assert_eq!((on_grace(HugePagesChoice::Off).pages, on_grace(HugePagesChoice::Off).notes.len()), (PageSizes::Base, 0));
+        assert_eq!((on_grace(HugePagesChoice::Off).pages, on_grace(HugePagesChoice::Off).notes.len()), (PageSizes::Smallest, 0));
     }
 
     #[test]

@@ -128,7 +128,7 @@ impl HostMemory {
         let whole = block.addresses().len();
         let parts = self.policy.parts(whole, period_bytes, page_bytes);
         self.bind(&block, &parts);
-        self.fault_in(name, &block, &parts)?;
+        self.fault_in(name, &block, &parts, page_bytes)?;
         Ok(self.keep(block, bytes))
     }
 
@@ -186,7 +186,7 @@ impl HostMemory {
         let block = Mapping::anonymous(bytes, self.policy.align(bytes)).map_err(|e| failed(e.to_string()))?;
         // Advice: a kernel that does not take it says so by the pages it gives, which are reported.
         match self.policy.pages {
-            PageSizes::Base => _ = block.advise_huge(false),
+            PageSizes::Smallest => _ = block.advise_huge(false),
             PageSizes::Transparent { bytes: huge } if bytes >= huge => _ = block.advise_huge(true),
             _ => {}
         }
@@ -210,7 +210,7 @@ impl HostMemory {
     }
 
     /// Page faults cost now, in parallel and each on its node, what they would cost in the first steps.
-    fn fault_in(&self, name: &str, block: &Mapping, parts: &[(Range<usize>, usize)]) -> Result<()> {
+    fn fault_in(&self, name: &str, block: &Mapping, parts: &[(Range<usize>, usize)], page_bytes: usize) -> Result<()> {
         let bytes = block.addresses().len();
         let align = self.policy.align(bytes);
         let populate = |range: Range<usize>| -> Result<()> {
@@ -223,7 +223,7 @@ impl HostMemory {
             }
             Ok(())
         };
-        let shares = self.policy.shares(parts, align.max(base_page_bytes()));
+        let shares = self.policy.shares(parts, align.max(page_bytes));
         let busy: Vec<_> = shares.into_iter().zip(&self.policy.touchers).filter(|(ranges, _)| !ranges.is_empty()).collect();
         in_threads(busy, |(ranges, toucher)| {
             toucher.cpu.map_or(Ok(()), |cpu| pin_current("touch", &CpuList::from_iter([cpu])))?;
@@ -307,6 +307,24 @@ mod tests {
             assert_eq!(pages.page_bytes, *huge as u64, "{report}");
         }
         assert!(block.with(|bytes: &mut [u8]| bytes.iter().all(|&byte| byte == 0)));
+    }
+
+    /// One node says little; two sockets, or a GPU's memory as a node, say more.
+    #[test]
+    fn memory_lies_on_every_node_beside_the_cpus_and_nowhere_else() {
+        let topology = Topology::this_machine();
+        let policy = MemoryPolicy::new(&topology, HugePagesChoice::Auto, &[], 2).unwrap();
+        let mut host = HostMemory::new(policy.clone());
+        host.alloc_periodic("test", 64 << 20, 32 << 20).unwrap();
+        let report = host.report(Path::new("/"));
+        let near = topology.nodes_beside(&topology.usable_cpus().unwrap().affinity);
+        if report.notes == policy.notes && !near.is_empty() {
+            assert!(report.nodes.iter().all(|on| near.contains(&on.node)), "{report}");
+            assert!(report.nodes.iter().all(|on| on.bytes == (64 << 20) / report.nodes.len() as u64), "{report}");
+        }
+        if policy.nodes.len() > 1 && report.notes == policy.notes {
+            assert_eq!(report.nodes.len(), policy.nodes.len(), "{report}");
+        }
     }
 
     #[test]

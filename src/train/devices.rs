@@ -1,6 +1,6 @@
 //! Which device a run gets, and what the planner may use of the machine.
 
-use crate::config::options::{DeviceChoice, HostMemoryKind};
+use crate::config::options::{DeviceChoice, HostMemoryKind, HugePagesChoice};
 use crate::config::settings::Settings;
 use crate::error::{Error, Result};
 use crate::hardware::limits;
@@ -43,7 +43,8 @@ pub fn choose(settings: &Settings, topology: &Topology) -> Result<Chosen> {
     }
     let warning = limits::check_threads(topology, settings.threads, device != DeviceMemory::Shared)?;
     let cpus = topology.usable_cpus().map_or(1, |usable| usable.count());
-    let host_bytes = topology.memory_usable_bytes().unwrap_or(u64::MAX);
+    let reserved = if settings.huge_pages == HugePagesChoice::Explicit { topology.reserved_free_bytes() } else { 0 };
+    let host_bytes = topology.memory_usable_bytes().map_or(u64::MAX, |bytes| bytes.saturating_add(reserved));
     Ok(Chosen { machine: Machine { cpus, host_bytes, device }, note, warning })
 }
 
