@@ -10,8 +10,8 @@
 //! time: one binary runs with and without.
 //!
 //! Unsafe code is denied; these modules allow it, each with a reason on every block, because they hand memory to other
-//! threads, to vector instructions or to the GPU: `device::cpu`, `device::cuda`, `host::pinned`, `host::pool`,
-//! `host::step_job`, `optim::simd`.
+//! threads, to vector instructions or to the GPU: `device::cpu`, `device::cuda`, `host::pages`, `host::pinned`,
+//! `host::pool`, `host::step_job`, `optim::simd`.
 
 pub mod bench;
 pub mod bucket;

@@ -14,8 +14,7 @@ use superoffload::config::options::TrainOptions;
 use superoffload::config::plan::Plan;
 use superoffload::config::settings::Settings;
 use superoffload::error::{Error, Result};
-use superoffload::hardware::doctor;
-use superoffload::hardware::gpu::GpuReport;
+use superoffload::hardware::doctor::{self, Probes};
 use superoffload::hardware::topology::Topology;
 use superoffload::metrics::{FLOPS_FORMULA, StepMetrics};
 use superoffload::model::weights::{Options, export_checkpoint};
@@ -122,8 +121,9 @@ fn run(command: Command) -> Result<i32> {
             Ok(0)
         }
         Command::Doctor => {
-            let (topology, isa, gpu) = (Topology::this_machine(), Isa::detect().to_string(), GpuReport::this_machine());
-            answer(doctor::report(&topology, &isa, &gpu, Path::new("/sys/fs/resctrl")).trim_end())?;
+            let (topology, isa) = (Topology::this_machine(), Isa::detect().to_string());
+            let probes = Probes::this_machine(&topology);
+            answer(doctor::report(&topology, &isa, &probes, Path::new("/sys/fs/resctrl")).trim_end())?;
             Ok(0)
         }
         Command::Bench(Bench::Step(options)) => bench_step(*options),
@@ -194,6 +194,7 @@ impl Observer for Person {
         tell(format_args!("model   {}", facts.model));
         tell(format_args!("data    {}", facts.data));
         tell(plan);
+        tell(format_args!("pages   {}", facts.host));
         tell(format_args!("training steps {} to {}; TFLOP/s count {FLOPS_FORMULA}", facts.step + 1, facts.max_steps));
         self.logging_steps = facts.logging_steps;
         if std::io::stderr().is_terminal() {
@@ -238,6 +239,7 @@ fn print_summary(s: &Summary) {
         c.committed, c.clipped, c.skipped, c.speculated, c.rolled_back
     ));
     tell(format_args!("  exposed       {:.0} ms waiting for the optimizer, {:.0} ms for copies", s.exposed_ms.0, s.exposed_ms.1));
+    s.perf.iter().for_each(|perf| tell(format_args!("  counters      {perf}")));
     match &s.checkpoint {
         Some(path) => tell(format_args!("  checkpoint    {}", path.display())),
         None => tell(format_args!("  checkpoint    none (no step was done)")),

@@ -139,7 +139,7 @@ fn a_resumed_run_may_be_laid_out_anew() {
     let workspace = Workspace::new();
     let digest = reference(&workspace, &[]);
     let layouts: [&[&str]; 8] = [
-        &["--threads", "3"],
+        &["--threads", "1"],
         &["--bucket-mib", "0.002"],
         &["--slots", "1"],
         &["--strategy", "zero-offload"],

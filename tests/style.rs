@@ -24,6 +24,7 @@ const RULES: [Rule; 7] = [
         allowed_in: &[
             "src/device/cpu",
             "src/device/cuda",
+            "src/host/pages.rs",
             "src/host/pinned.rs",
             "src/host/pool.rs",
             "src/host/step_job.rs",

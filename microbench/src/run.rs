@@ -2,11 +2,14 @@
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use superoffload::config::options::HugePagesChoice;
 use superoffload::engine::trace::Recorder;
 use superoffload::error::Result;
 use superoffload::hardware::topology::Topology;
 use superoffload::host::affinity::{Placement, name_and_pin};
 use superoffload::host::doorbell::Doorbell;
+use superoffload::host::memory_policy::MemoryPolicy;
+use superoffload::host::pinned::HostMemory;
 use superoffload::host::pool::{Job, Pool};
 
 /// Jobs before the clock starts: pages are mapped, threads awake, branches known.
@@ -14,6 +17,25 @@ const WARM_UP: usize = 2;
 
 /// Most jobs of a run; a worker's recorder has room for so many spans.
 const JOBS_MAX: usize = 1 << 12;
+
+/// Host memory as `train` would map it for as many workers as this machine has CPUs for: bound to their nodes and faulted in by
+/// them.
+///
+/// # Errors
+/// `Resource` when huge pages are asked for and cannot be had.
+pub fn host_memory(pages: HugePagesChoice) -> Result<HostMemory> {
+    policy(pages, workers_of_this_machine()).map(HostMemory::new)
+}
+
+fn workers_of_this_machine() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+fn policy(pages: HugePagesChoice, workers: usize) -> Result<MemoryPolicy> {
+    let topology = Topology::this_machine();
+    let cpus = Placement::on(&topology, workers).map_or(Vec::new(), |placement| placement.workers);
+    MemoryPolicy::new(&topology, pages, &cpus, workers)
+}
 
 /// How long to run, and where.
 #[derive(Clone, Copy, Debug)]
@@ -61,10 +83,11 @@ impl Timing {
 /// `Resource` when a thread cannot be started or pinned, or a job panics.
 pub fn run<J: Job>(setting: Setting, mut job: impl FnMut(usize) -> J) -> Result<Timing> {
     let bell = Arc::new(Doorbell::default());
-    let cpus = if setting.pin { worker_cpus(setting.threads) } else { None };
-    let pinned = cpus.is_some();
-    let on_start = move |worker: usize| cpus.as_ref().map_or(Ok(()), |cpus| name_and_pin("adam", worker, cpus[worker]));
-    let mut pool = Pool::threads(setting.threads, bell.clone(), JOBS_MAX, on_start)?;
+    let placement = if setting.pin { Placement::on(&Topology::this_machine(), setting.threads) } else { None };
+    let pinned = placement.is_some();
+    let homes = policy(HugePagesChoice::Auto, setting.threads)?.homes();
+    let on_start = move |worker: usize| placement.as_ref().map_or(Ok(()), |place| name_and_pin("adam", worker, place.workers[worker]));
+    let mut pool = Pool::threads(setting.threads, homes, bell.clone(), JOBS_MAX, on_start)?;
     let mut time = |index| -> Result<Duration> {
         let job = job(index);
         let started = Instant::now();
@@ -103,13 +126,6 @@ fn longest_s(workers: &[Recorder], job: usize) -> f64 {
 
 fn seconds(ns: u64) -> f64 {
     ns as f64 * 1e-9
-}
-
-/// A CPU for each worker, where `train` would give it one.
-fn worker_cpus(threads: usize) -> Option<Vec<usize>> {
-    let topology = Topology::this_machine();
-    let usable = topology.usable_cpus().filter(|usable| usable.quota.is_none())?;
-    Placement::choose(&topology.cpus, &usable.affinity, threads).map(|placement| placement.workers)
 }
 
 #[cfg(test)]

@@ -52,7 +52,7 @@ impl StepOptions {
 }
 
 /// Flags of `train` that a benchmark has no use for, and whether they were said.
-fn meaningless(train: &TrainOptions) -> [(&'static str, bool); 16] {
+fn meaningless(train: &TrainOptions) -> [(&'static str, bool); 17] {
     [
         ("model", train.model.is_some()),
         ("init", train.init.is_some()),
@@ -68,6 +68,7 @@ fn meaningless(train: &TrainOptions) -> [(&'static str, bool); 16] {
         ("save-total-limit", train.save_total_limit.is_some()),
         ("resume-from-checkpoint", train.resume_from_checkpoint.is_some()),
         ("no-shuffle", train.no_shuffle.is_some()),
+        ("perf-counters", train.perf_counters.is_some()),
         ("digest", train.digest.is_some()),
         ("inject", train.inject.is_some()),
     ]

@@ -8,6 +8,8 @@ use crate::config::settings::Settings;
 use crate::engine::coordinator::Counts;
 use crate::error::{Error, Result};
 use crate::hardware::gpu::GpuSamples;
+use crate::host::memory_report::MemoryReport;
+use crate::host::perf::WorkerCounts;
 use crate::metrics::MemoryUse;
 use crate::units::Bytes;
 use serde::Serialize;
@@ -65,6 +67,10 @@ pub struct StepRecord {
     pub loss: Ends,
     /// Memory, planned and used.
     pub memory: MemoryPeaks,
+    /// Pages and nodes of host memory.
+    pub host_memory: MemoryReport,
+    /// What was counted of the optimizer's threads while steps were timed.
+    pub perf: WorkerCounts,
     /// The GPU while the steps were timed; `None` on the cpu device.
     pub gpu: Option<GpuSamples>,
     /// Why the GPU could not be watched.
@@ -261,6 +267,8 @@ impl fmt::Display for StepRecord {
             Bytes(memory.host_planned_bytes),
             bytes(memory.available_drop_bytes)
         )?;
+        write!(f, "\n  host memory  {}", self.host_memory)?;
+        write!(f, "\n  counters     {}", self.perf)?;
         let Some(gpu) = self.gpu else { return Ok(()) };
         let mean = |value: Option<f64>, unit: &str| value.map_or("unknown".into(), |value| format!("{value:.0} {unit}"));
         write!(f, "\n  gpu          {}, {}, {} in use", mean(gpu.power_w, "W"), mean(gpu.sm_clock_mhz, "MHz"), bytes(gpu.memory_used_bytes))

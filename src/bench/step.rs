@@ -17,17 +17,19 @@ use crate::error::Result;
 use crate::hardware::gpu::{GpuSamples, Sampler};
 use crate::hardware::parse::meminfo_bytes;
 use crate::hardware::topology::Topology;
+use crate::host::perf::{WORKER_ROLE, WorkerCounters};
 use crate::metrics::MemoryUse;
 use crate::model::presets;
 use crate::model::shape::ModelShape;
 use crate::train::devices;
 #[cfg(feature = "cuda")]
 use crate::train::setup::cuda_engine;
-use crate::train::setup::{check_context, cpu_engine};
+use crate::train::setup::{check_context, cpu_engine, host_memory, keep_off_workers};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use std::fmt::Display;
 use std::ops::Range;
+use std::path::Path;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 /// Rows and columns of the products of the ceiling, and for how long they run.
@@ -79,9 +81,11 @@ impl StepBench {
         let topology = Topology::this_machine();
         let chosen = devices::choose(&self.settings, &topology)?;
         chosen.note.iter().for_each(|why| tell(&format_args!("no GPU: {why}")));
-        let plan = Plan::new(&self.settings, &self.shape, chosen.machine, self.settings.trace.is_some())?;
+        chosen.warning.iter().for_each(|line| tell(&format_args!("warning: {line}")));
+        let mut plan = Plan::new(&self.settings, &self.shape, chosen.machine, self.settings.trace.is_some())?;
         tell(&plan);
         plan.check_fits(&self.settings, &self.shape)?;
+        plan.host_memory = host_memory(&self.settings, &plan, &topology)?;
         #[cfg(feature = "cuda")]
         if chosen.is_gpu() {
             let matmul_flops = Some(matmul_ceiling(&plan)?);
@@ -101,14 +105,19 @@ impl StepBench {
         engine.init_state(self.settings.seed, engine.plan().threads)?;
         engine.send_weights()?;
         let init_seconds = start.elapsed().as_secs_f64();
+        if before.on_gpu {
+            keep_off_workers(engine.plan(), &before.topology)?;
+        }
         let Self { warmup, steps, clip, .. } = self;
         tell(&format_args!("random weights in {init_seconds:.1} s; {warmup} steps of warm-up, then {steps}, clipping {clip}"));
         let mut tokens = RandomTokens::new(self.settings.seed, self.shape.vocab);
         (1..=self.warmup).try_for_each(|step| self.step(&mut engine, &mut tokens, step).map(drop))?;
+        let mut counters = WorkerCounters::start(WORKER_ROLE)?;
         let sampler = before.on_gpu.then(Sampler::start);
         let timed = self.timed_steps(&mut engine, &mut tokens, tell)?;
+        let perf = counters.read()?;
         let (gpu, gpu_unwatched) = watched(sampler);
-        let (device, plan) = (engine.describe(), engine.plan().clone());
+        let (device, plan, host_memory) = (engine.describe(), engine.plan().clone(), engine.host_memory().report(Path::new("/")));
         let memory = memory_peaks(&plan, before.topology.memory_available_bytes);
         engine.flush()?;
         let tracks = engine.finish()?;
@@ -141,6 +150,8 @@ impl StepBench {
             bucket_steps: timed.bucket_steps,
             loss: timed.loss,
             memory,
+            host_memory,
+            perf,
             gpu,
             gpu_unwatched,
             step_ms: timed.step_ms,

@@ -148,6 +148,18 @@ pub enum HostMemoryKind {
     Unified,
 }
 
+/// Page sizes of host memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum HugePagesChoice {
+    /// Transparent huge pages where the kernel makes them in a useful size.
+    Auto,
+    /// Pages that were reserved for it; too few are an error.
+    Explicit,
+    /// The kernel's smallest pages.
+    Off,
+}
+
 /// A technique that can be turned off at run time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -377,6 +389,10 @@ pub struct TrainOptions {
     #[arg(long)]
     pub memory: Option<HostMemoryKind>,
 
+    /// Page sizes of host memory [default: auto].
+    #[arg(long)]
+    pub huge_pages: Option<HugePagesChoice>,
+
     /// Who computes attention on a GPU [default: auto].
     #[arg(long)]
     pub attention: Option<AttentionChoice>,
@@ -396,6 +412,10 @@ pub struct TrainOptions {
     /// Write the timeline for Perfetto here, not to trace.json in the output directory [default: none].
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
+
+    /// Count cycles, cache misses and page faults of the optimizer's threads [default: false].
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pub perf_counters: Option<bool>,
 
     /// Print a digest of the final state as the last line [default: false].
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
@@ -465,11 +485,13 @@ impl TrainOptions {
             hbm_limit: self.hbm_limit.or(lower.hbm_limit),
             host_limit: self.host_limit.or(lower.host_limit),
             memory: self.memory.or(lower.memory),
+            huge_pages: self.huge_pages.or(lower.huge_pages),
             attention: self.attention.or(lower.attention),
             nondeterministic: self.nondeterministic.or(lower.nondeterministic),
             cuda_libraries: self.cuda_libraries.or(lower.cuda_libraries),
             no_shuffle: self.no_shuffle.or(lower.no_shuffle),
             trace: self.trace.or(lower.trace),
+            perf_counters: self.perf_counters.or(lower.perf_counters),
             digest: self.digest.or(lower.digest),
             isa: self.isa.or(lower.isa),
             slots: self.slots.or(lower.slots),

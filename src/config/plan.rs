@@ -10,6 +10,7 @@ use crate::dtype::Dtype;
 use crate::engine::coordinator::{Policy, Rules};
 use crate::engine::trace::{Span, spans_per_track};
 use crate::error::{Error, Result};
+use crate::host::memory_policy::MemoryPolicy;
 use crate::model::activations::LossTile;
 use crate::model::policy::LayerPolicy;
 use crate::model::shape::ModelShape;
@@ -132,6 +133,8 @@ pub struct Plan {
     pub adversary: Option<u64>,
     /// Room for spans on each track of the timeline; 0 records none.
     pub trace_spans: usize,
+    /// Where host memory comes from; whoever starts the engine knows the machine.
+    pub host_memory: MemoryPolicy,
     /// The machine that it was made for, with the limits that were set.
     pub machine: Machine,
     /// All memory, by class.
@@ -211,6 +214,7 @@ impl Plan {
             inject: settings.inject.clone(),
             adversary: settings.adversary,
             trace_spans,
+            host_memory: MemoryPolicy::default(),
             machine: needs.machine,
             memory,
             transient_bytes: needs.transient_bytes,

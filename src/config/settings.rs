@@ -1,8 +1,8 @@
 //! The options, resolved: every default applied, every value checked.
 
 use crate::config::options::{
-    ActivationsChoice, AttentionChoice, CastSide, DeviceChoice, HostMemoryKind, Init, Injection, IsaChoice, ResidentBuckets, Resume,
-    Rollback, Strategy, Technique, TrainDtype, TrainOptions,
+    ActivationsChoice, AttentionChoice, CastSide, DeviceChoice, HostMemoryKind, HugePagesChoice, Init, Injection, IsaChoice,
+    ResidentBuckets, Resume, Rollback, Strategy, Technique, TrainDtype, TrainOptions,
 };
 use crate::error::{Error, Result};
 use crate::optim::schedule::LrScheduler;
@@ -87,6 +87,8 @@ pub struct Settings {
     pub host_limit: Option<Bytes>,
     /// Host memory of offloaded states.
     pub memory: HostMemoryKind,
+    /// Page sizes of host memory.
+    pub huge_pages: HugePagesChoice,
     /// Who computes attention on a GPU.
     pub attention: AttentionChoice,
     /// GPU kernels may give results that differ between runs in the last bit.
@@ -97,6 +99,8 @@ pub struct Settings {
     pub no_shuffle: bool,
     /// Where the timeline is written; `None` writes none.
     pub trace: Option<PathBuf>,
+    /// The optimizer's threads are counted.
+    pub perf_counters: bool,
     /// The digest of the final state is the last line.
     pub digest: bool,
     /// Instruction set of the CPU optimizer.
@@ -149,11 +153,13 @@ impl Default for Settings {
             hbm_limit: None,
             host_limit: None,
             memory: HostMemoryKind::Pinned,
+            huge_pages: HugePagesChoice::Auto,
             attention: AttentionChoice::Auto,
             nondeterministic: false,
             cuda_libraries: None,
             no_shuffle: false,
             trace: None,
+            perf_counters: false,
             digest: false,
             isa: IsaChoice::Auto,
             slots: 8,
@@ -243,11 +249,13 @@ impl Settings {
             hbm_limit: options.hbm_limit.or(self.hbm_limit),
             host_limit: options.host_limit.or(self.host_limit),
             memory: options.memory.unwrap_or(self.memory),
+            huge_pages: options.huge_pages.unwrap_or(self.huge_pages),
             attention: options.attention.unwrap_or(self.attention),
             nondeterministic: options.nondeterministic.unwrap_or(self.nondeterministic),
             cuda_libraries: options.cuda_libraries.or(self.cuda_libraries),
             no_shuffle: options.no_shuffle.unwrap_or(self.no_shuffle),
             trace: options.trace.or(self.trace),
+            perf_counters: options.perf_counters.unwrap_or(self.perf_counters),
             digest: options.digest.unwrap_or(self.digest),
             isa: options.isa.unwrap_or(self.isa),
             slots: options.slots.unwrap_or(self.slots),

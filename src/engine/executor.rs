@@ -130,7 +130,7 @@ impl<D: Kernels> Engine<D> {
     /// `Resource` when memory or threads cannot be had.
     pub fn new(plan: Plan, shape: ModelShape, dev: D, pool: Pool<StepJob>, bell: Arc<Doorbell>) -> Result<Self> {
         // Declared before the threads' owners, and so dropped after them, also when something below fails.
-        let mut host = HostMemory::default();
+        let mut host = HostMemory::new(plan.host_memory.clone());
         let (mut dev, pool) = (dev, pool);
         let table = TensorTable::new(&shape);
         let flat = plan.layout.flat_elems();
@@ -217,8 +217,8 @@ impl<D: Kernels> Engine<D> {
     }
 
     /// Host memory mapped by the engine.
-    pub fn host_bytes(&self) -> usize {
-        self.host.bytes()
+    pub fn host_memory(&self) -> &HostMemory {
+        &self.host
     }
 
     /// Clips above this gradient norm from the next verdict on; 0 never clips.

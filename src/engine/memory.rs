@@ -155,15 +155,13 @@ fn step_memory(plan: &Plan, table: &TensorTable, host: &mut HostMemory) -> Resul
     let offloaded = plan.layout.offloaded_elems();
     let slot_elems = plan.layout.bucket_elems().min(offloaded);
     let mut slots = |name: &str, count: usize| -> Result<SlotMemory> {
-        let memory = host.alloc(name, count * slot_elems * plan.link_dtype.bytes())?;
+        let slot_bytes = slot_elems * plan.link_dtype.bytes();
+        let memory = host.alloc_periodic(name, count * slot_bytes, slot_bytes)?;
         Ok(SlotMemory { memory, slot_elems, dtype: plan.link_dtype })
     };
     let (grads, params) = (slots("gradient slots", plan.grad_slots)?, slots("parameter slots", plan.param_slots)?);
-    let state = HostState {
-        params: host.alloc("parameters", offloaded * 4)?,
-        m: host.alloc("m", offloaded * 4)?,
-        v: host.alloc("v", offloaded * 4)?,
-    };
+    let mut fp32 = |name: &str| host.alloc_periodic(name, offloaded * 4, slot_elems * 4);
+    let state = HostState { params: fp32("parameters")?, m: fp32("m")?, v: fp32("v")? };
     let (segments, kernels) = (segments(table), AdamKernels::new(plan.isa)?);
     Ok(StepMemory { state, grads, params, segments, hyper: plan.hyper, kernels })
 }

@@ -42,6 +42,11 @@ impl CpuList {
         self.0.is_empty()
     }
 
+    /// Those that `other` has, too.
+    pub fn intersection(&self, other: &Self) -> Self {
+        Self(self.iter().filter(|&cpu| other.contains(cpu)).collect())
+    }
+
     /// Whether `cpu` is among them.
     pub fn contains(&self, cpu: usize) -> bool {
         self.0.binary_search(&cpu).is_ok()

@@ -1,18 +1,52 @@
 //! What `superoffload doctor` prints: the machine as the engine sees it, one fact a line, and what would make it faster.
 
+use super::cpu_list::CpuList;
 use super::gpu::GpuReport;
+use super::limits;
 use super::topology::{Cache, NumaNode, Topology};
+use crate::config::options::HugePagesChoice;
+use crate::error::Result;
+use crate::host::affinity::{Placement, workers_beside_others};
+use crate::host::memory_policy::MemoryPolicy;
+use crate::host::perf::{WorkerCounters, WorkerCounts};
+use crate::host::wakeup::WakeUp;
 use crate::units::Bytes;
 use std::path::Path;
 
 /// Width of the names: the longest is `transparent huge pages`.
 const NAME_CHARS: usize = 24;
 
+/// What is tried, not read.
+#[derive(Debug)]
+pub struct Probes {
+    /// Whether there is a GPU, and what opens it.
+    pub gpu: GpuReport,
+    /// How long the optimizer's pool takes to wake.
+    pub wake_up: Result<WakeUp>,
+    /// What can be counted of a thread.
+    pub counters: Result<WorkerCounts>,
+}
+
+impl Probes {
+    /// Tries it all on this machine, whose CPUs `topology` knows: about a second.
+    pub fn this_machine(topology: &Topology) -> Self {
+        let workers = workers(topology);
+        let wake_up = WakeUp::measure(workers, Placement::on(topology, workers));
+        Self { gpu: GpuReport::this_machine(), wake_up, counters: WorkerCounters::here().read() }
+    }
+}
+
+/// Optimizer workers of a run on a GPU.
+fn workers(topology: &Topology) -> usize {
+    workers_beside_others(topology.usable_cpus().map_or(1, |usable| usable.count()))
+}
+
 /// The report on `topology`, lines of `name: value` and a last section of advice. `isa` is what the optimizer's kernels
-/// run on (`avx512`, `avx2`, `scalar`); `gpu` is what was found of one; `resctrl_root` is where to look for partitions, normally `/sys/fs/resctrl`.
-pub fn report(topology: &Topology, isa: &str, gpu: &GpuReport, resctrl_root: &Path) -> String {
+/// run on (`avx512`, `avx2`, `scalar`); `probes` is what was tried; `resctrl_root` is where to look for partitions, normally
+/// `/sys/fs/resctrl`.
+pub fn report(topology: &Topology, isa: &str, probes: &Probes, resctrl_root: &Path) -> String {
     let partitions = Partitions::discover(topology, resctrl_root);
-    let mut lines: Vec<String> = facts(topology, isa, gpu, &partitions).into_iter().map(|(name, value)| line(name, &value)).collect();
+    let mut lines: Vec<String> = facts(topology, isa, probes, &partitions).into_iter().map(|(name, value)| line(name, &value)).collect();
     lines.push("\nwould make it faster:".into());
     let advice = advice(topology, isa, &partitions);
     lines.extend(advice.iter().map(|text| format!("  - {text}")));
@@ -26,32 +60,47 @@ fn line(name: &str, value: &str) -> String {
     format!("{:<NAME_CHARS$}{value}", format!("{name}:"))
 }
 
-fn facts(topology: &Topology, isa: &str, gpu: &GpuReport, partitions: &Partitions) -> Vec<(&'static str, String)> {
+fn facts(topology: &Topology, isa: &str, probes: &Probes, partitions: &Partitions) -> Vec<(&'static str, String)> {
     let mut facts = vec![
         ("cpu", format!("{} ({})", or_unknown(topology.cpu_model.as_deref()), topology.arch)),
         ("isa", isa.to_owned()),
         ("cpus online", cpus(topology)),
         ("cpus usable", topology.usable_cpus().map_or_else(unknown, |usable| usable.to_string())),
+        ("optimizer threads", threads(topology)),
+        ("pool wake-up", or_error(&probes.wake_up, ToString::to_string)),
         ("caches", caches(&topology.caches)),
         ("memory", memory(topology)),
         ("memory limit", memory_limit(topology)),
     ];
     facts.extend(topology.numa_nodes.iter().map(|node| ("numa node", numa_node(node))));
     facts.extend([
+        ("host memory from", memory_nodes(topology)),
         ("page size", size(topology.page_bytes.map(|bytes| bytes as u64))),
-        ("transparent huge pages", topology.thp.clone().unwrap_or_else(|| "not in this kernel".into())),
+        ("transparent huge pages", thp(topology)),
         ("huge pages", huge_pages(topology)),
         ("locked memory", memlock(topology)),
         ("resctrl", partitions.state.clone()),
     ]);
     facts.extend(partitions.groups.iter().map(|group| ("resctrl group", group.clone())));
-    facts.extend([("perf", perf(topology)), ("gpu", gpu_name(topology, gpu)), ("cuda device", cuda_device(gpu))]);
+    let gpu = &probes.gpu;
+    facts.extend([
+        ("perf", perf(topology)),
+        ("perf counters", or_error(&probes.counters, WorkerCounts::availability)),
+        ("gpu", gpu_name(topology, gpu)),
+        ("gpu interrupts", interrupts(topology)),
+        ("cuda device", cuda_device(gpu)),
+    ]);
+    facts.extend(gpu.libraries.iter().map(|(name, path)| ("library", format!("{name}: {}", or_error(path, |p| p.display().to_string())))));
     facts.push(("kernel", or_unknown(topology.kernel.as_deref()).to_owned()));
     facts
 }
 
 fn unknown() -> String {
     "unknown".into()
+}
+
+fn or_error<T>(result: &Result<T>, print: impl Fn(&T) -> String) -> String {
+    result.as_ref().map_or_else(ToString::to_string, print)
 }
 
 fn or_unknown(text: Option<&str>) -> &str {
@@ -73,6 +122,34 @@ fn cpus(topology: &Topology) -> String {
 
 fn plural(number: usize, what: &str) -> String {
     format!("{number} {what}{}", if number == 1 { "" } else { "s" })
+}
+
+/// Where a run on a GPU would place them.
+fn threads(topology: &Topology) -> String {
+    let workers = workers(topology);
+    match Placement::on(topology, workers) {
+        Some(place) => format!("{workers} on CPUs {}, all else on {}", CpuList::from_iter(place.workers), place.others),
+        None => format!("{workers}, not pinned (under a quota, CPUs are shared)"),
+    }
+}
+
+/// Nodes beside the CPUs in use: never a GPU's.
+fn memory_nodes(topology: &Topology) -> String {
+    let (all, cpus) = (topology.nodes_with_memory().count(), topology.usable_cpus().map(|usable| usable.affinity));
+    match cpus.map(|cpus| topology.nodes_beside(&cpus)) {
+        Some(nodes) if all > 1 && !nodes.is_empty() => format!("node {} of {all} with memory", CpuList::from_iter(nodes)),
+        _ if all > 1 => "any node: none with memory is beside the CPUs".into(),
+        _ => "the only node".into(),
+    }
+}
+
+fn thp(topology: &Topology) -> String {
+    let Some(choice) = &topology.thp else { return "not in this kernel".into() };
+    topology.thp_bytes.map_or_else(|| choice.clone(), |bytes| format!("{choice}, {}", Bytes(bytes)))
+}
+
+fn interrupts(topology: &Topology) -> String {
+    if topology.gpu_interrupts.is_empty() { "none seen".into() } else { format!("on CPUs {}", topology.gpu_interrupts) }
 }
 
 /// `L1d 48.0 KiB x2, L2 1.0 MiB x2, L3 32.0 MiB`; instruction caches say nothing about an optimizer.
@@ -194,32 +271,16 @@ impl Partitions {
 
 fn advice(topology: &Topology, isa: &str, partitions: &Partitions) -> Vec<String> {
     let advice = [
-        cpu_quota(topology),
-        affinity(topology),
         vector_isa(topology, isa),
         small_memory(topology),
         thp_off(topology),
+        thp_too_coarse(topology),
+        spilling(topology),
+        closed_counters(topology),
         small_memlock(topology),
         partitions.advice.clone(),
     ];
-    advice.into_iter().flatten().collect()
-}
-
-fn cpu_quota(topology: &Topology) -> Option<String> {
-    let limit = topology.cgroup.cpu_quota.as_ref()?;
-    let cpus = topology.usable_cpus()?.affinity.len();
-    let limits = limit.value < cpus as f64;
-    limits.then(|| format!("the cgroup grants {:.1} of {cpus} CPUs' time: raise {}", limit.value, limit.file.display()))
-}
-
-fn affinity(topology: &Topology) -> Option<String> {
-    let usable = topology.usable_cpus()?;
-    let cpus = usable.affinity.len();
-    let cause = match &topology.cgroup.cpus {
-        Some(limit) if limit.value.len() <= cpus => format!("widen {}", limit.file.display()),
-        _ => "start without taskset or numactl".into(),
-    };
-    (cpus < usable.online).then(|| format!("only {cpus} of {} CPUs are allowed ({}): {cause}", usable.online, usable.affinity))
+    limits::reasons(topology).into_iter().chain(advice.into_iter().flatten()).collect()
 }
 
 /// Arm's vector kernels need no advice: every aarch64 CPU has NEON.
@@ -248,6 +309,24 @@ fn thp_off(topology: &Topology) -> Option<String> {
     off.then(|| "transparent huge pages are off: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled".into())
 }
 
+/// What `--huge-pages auto` has to say of this machine.
+fn thp_too_coarse(topology: &Topology) -> Option<String> {
+    let notes = MemoryPolicy::new(topology, HugePagesChoice::Auto, &[], 1).ok()?.notes;
+    topology.thp_bytes.and(notes.into_iter().next())
+}
+
+/// The workers' nodes are those of the process's CPUs.
+fn spilling(topology: &Topology) -> Option<String> {
+    let nodes = topology.nodes_beside(&topology.usable_cpus()?.affinity);
+    let far = topology.nodes_with_memory().count() > 1 && nodes.is_empty();
+    far.then(|| "no memory node beside the CPUs may be used: widen cpuset.mems, or move the CPUs".into())
+}
+
+fn closed_counters(topology: &Topology) -> Option<String> {
+    let closed = topology.perf_event_paranoid.is_some_and(|paranoid| paranoid > 2);
+    closed.then(|| "performance counters are closed: sysctl kernel.perf_event_paranoid=2 opens a process's own".into())
+}
+
 /// Optimizer states are locked in memory: a limit under half of what the process may use is in the way.
 fn small_memlock(topology: &Topology) -> Option<String> {
     let (limit, usable) = (topology.process.memlock_bytes?, topology.memory_usable_bytes()?);
@@ -258,12 +337,12 @@ fn small_memlock(topology: &Topology) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::super::cgroup::Limit;
-    use super::super::cpu_list::CpuList;
     use super::super::topology::Process;
-    use super::super::topology::tests::{tree, two_sockets};
+    use super::super::topology::tests::{container, grace, tree, two_sockets};
     use super::*;
     use crate::error::Error;
     use crate::hardware::gpu::GpuFacts;
+    use crate::host::wakeup::Latency;
 
     /// The machine of the topology's tests, as an x86-64 build sees it.
     fn server() -> Topology {
@@ -273,7 +352,19 @@ mod tests {
 
     fn no_gpu() -> GpuReport {
         let cause = || Error::resource("find an NVIDIA GPU", "no driver");
-        GpuReport { facts: Err(cause()), usable: Err(cause()) }
+        GpuReport { facts: Err(cause()), usable: Err(cause()), libraries: Vec::new() }
+    }
+
+    fn probes() -> Probes {
+        let latency = Latency { ns_median: 1500, ns_p99: 3000 };
+        let missing = vec!["cycles: not here".into()];
+        let counters = WorkerCounts { threads: 1, counts: [("page_faults", 0)].into_iter().collect(), missing };
+        Probes { gpu: no_gpu(), wake_up: Ok(WakeUp { workers: 6, spinning: latency, parked: latency }), counters: Ok(counters) }
+    }
+
+    fn facts_of(topology: &Topology) -> Vec<String> {
+        let report = report(topology, "scalar", &probes(), Path::new("/nowhere"));
+        report.lines().map(|line| line.split_whitespace().collect::<Vec<_>>().join(" ")).collect()
     }
 
     fn advice_of(change: impl FnOnce(&mut Topology), isa: &str) -> Vec<String> {
@@ -286,18 +377,21 @@ mod tests {
 
     #[test]
     fn prints_one_fact_a_line_and_advice() {
-        let report = report(&server(), "avx2", &no_gpu(), Path::new("/nowhere"));
+        let report = report(&server(), "avx2", &probes(), Path::new("/nowhere"));
         let facts: Vec<_> = report.lines().take_while(|line| !line.is_empty()).collect();
         let expected = [
             "cpu:                    Example CPU @ 2.00GHz (x86_64)",
             "isa:                    avx2",
             "cpus online:            7 threads, 4 cores, 2 packages",
             "cpus usable:            7 of 7 CPUs (affinity 0-6, no cgroup quota)",
+            "optimizer threads:      6 on CPUs 1-6, all else on 0",
+            "pool wake-up:           1.5 us (99 %: 3.0) spinning, 1.5 us (99 %: 3.0) parked, 6 workers",
             "caches:                 L1d 48.0 KiB x4, L2 2.0 MiB x4, L3 32.0 MiB x2",
             "memory:                 64.0 GiB, 48.0 GiB available",
             "memory limit:           none",
             "numa node:              0: 32.0 GiB, cpus 0-1,4-5",
             "numa node:              1: 32.0 GiB, cpus 2-3,6",
+            "host memory from:       node 0-1 of 2 with memory",
             "page size:              unknown",
             "transparent huge pages: never",
             "huge pages:             4 of 16 free at 2.0 MiB, unknown of 0 free at 1.0 GiB",
@@ -306,7 +400,9 @@ mod tests {
         assert_eq!(facts[..expected.len()], expected);
         let rest = [
             "perf:                   software events only, own processes (perf_event_paranoid 2)",
+            "perf counters:          page_faults; not counted: cycles: not here",
             "gpu:                    no NVIDIA driver",
+            "gpu interrupts:         none seen",
             "cuda device:            find an NVIDIA GPU: no driver",
             "kernel:                 6.12.1",
         ];
@@ -319,7 +415,7 @@ mod tests {
     #[test]
     fn a_gpu_is_named_by_its_library_or_by_the_kernel() {
         let facts = GpuFacts { name: Some("NVIDIA H200".into()), ..GpuFacts::default() };
-        let found = GpuReport { facts: Ok(facts), usable: Ok(()) };
+        let found = GpuReport { facts: Ok(facts), usable: Ok(()), libraries: Vec::new() };
         assert_eq!(gpu_name(&server(), &found), "NVIDIA H200");
         assert_eq!(cuda_device(&found), "ready (--device cuda)");
         let driver = Topology { nvidia_driver: Some("580.1".into()), nvidia_devices: 2, ..server() };
@@ -329,8 +425,43 @@ mod tests {
     }
 
     #[test]
+    fn a_grace_keeps_its_gpus_memory_and_its_coarse_pages_out() {
+        let facts = facts_of(&Topology::read(grace().path(), Process { affinity: CpuList::parse("0-71"), memlock_bytes: None }));
+        for fact in [
+            "optimizer threads: 65 on CPUs 6-39,41-71, all else on 0-5,40",
+            "numa node: 1: 96.0 GiB, cpus none",
+            "host memory from: node 0 of 2 with memory",
+            "page size: 64.0 KiB",
+            "transparent huge pages: madvise, 512.0 MiB",
+            "huge pages: 51200 of 51200 free at 2.0 MiB, 0 of 0 free at 512.0 MiB",
+            "gpu interrupts: on CPUs 40",
+            "- transparent huge pages of 512.0 MiB are too coarse to ask for; reserve pages for --huge-pages explicit",
+        ] {
+            assert!(facts.iter().any(|line| line == fact), "{fact} in\n{}", facts.join("\n"));
+        }
+    }
+
+    #[test]
+    fn a_container_is_told_what_binds_it() {
+        let root = container();
+        let process = Process { affinity: CpuList::parse("8-11"), memlock_bytes: Some(8 << 20) };
+        let facts = facts_of(&Topology { perf_event_paranoid: Some(4), ..Topology::read(root.path(), process) });
+        let dir = root.path().join("sys/fs/cgroup");
+        for fact in [
+            "cpus usable: 2 of 72 CPUs (affinity 8-11, cgroup quota 2.0)".into(),
+            "optimizer threads: 1, not pinned (under a quota, CPUs are shared)".into(),
+            format!("memory limit: 16.0 GiB ({})", dir.join("memory.max").display()),
+            format!("- the cgroup grants 2.0 of 4 CPUs' time: raise {}", dir.join("cpu.max").display()),
+            format!("- only 4 of 72 CPUs are allowed (8-11): widen {}", dir.join("cpuset.cpus.effective").display()),
+            "- performance counters are closed: sysctl kernel.perf_event_paranoid=2 opens a process's own".into(),
+        ] {
+            assert!(facts.contains(&fact), "{fact} in\n{}", facts.join("\n"));
+        }
+    }
+
+    #[test]
     fn an_unknown_machine_is_said_to_be_unknown() {
-        let report = report(&Topology::read(tree(&[]).path(), Process::default()), "scalar", &no_gpu(), Path::new("/nowhere"));
+        let report = report(&Topology::read(tree(&[]).path(), Process::default()), "scalar", &probes(), Path::new("/nowhere"));
         assert!(report.contains("cpu:                    unknown"));
         assert!(report.contains("perf:                   not in this kernel"));
         assert!(report.ends_with("would make it faster:\n  nothing found\n"), "{report}");

@@ -7,6 +7,7 @@ use crate::error::{Error, Result};
 use crate::units::Bytes;
 use nvml::Gpu;
 use std::fmt;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -66,16 +67,19 @@ pub struct GpuReport {
     pub facts: Result<GpuFacts>,
     /// Whether CUDA opens it, or why not.
     pub usable: Result<()>,
+    /// NVIDIA's libraries, where there is a GPU to use them: the path, or why one cannot be opened.
+    pub libraries: Vec<(&'static str, Result<PathBuf>)>,
 }
 
 impl GpuReport {
     /// This machine's.
     pub fn this_machine() -> Self {
         #[cfg(feature = "cuda")]
-        let usable = crate::device::cuda::probe();
+        let (usable, libraries) = (crate::device::cuda::probe(), crate::device::cuda::libraries);
         #[cfg(not(feature = "cuda"))]
-        let usable = Err(no_cuda());
-        Self { facts: GpuFacts::read(), usable }
+        let (usable, libraries) = (Err(no_cuda()), Vec::new);
+        let libraries = if usable.is_ok() { libraries() } else { Vec::new() };
+        Self { facts: GpuFacts::read(), usable, libraries }
     }
 }
 

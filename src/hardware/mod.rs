@@ -4,5 +4,6 @@ pub mod cgroup;
 pub mod cpu_list;
 pub mod doctor;
 pub mod gpu;
+pub mod limits;
 pub(crate) mod parse;
 pub mod topology;

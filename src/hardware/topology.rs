@@ -37,10 +37,14 @@ pub struct Topology {
     pub page_bytes: Option<usize>,
     /// Transparent huge pages: `always`, `madvise` or `never`.
     pub thp: Option<String>,
+    /// Size of a transparent huge page.
+    pub thp_bytes: Option<u64>,
     /// Pools of huge pages, ascending by page size.
     pub huge_pages: Vec<HugePages>,
     /// Limits that control groups set.
     pub cgroup: CgroupLimits,
+    /// Memory nodes that this process may use.
+    pub allowed_nodes: Option<CpuList>,
     /// Limits of this process.
     pub process: Process,
     /// Whether locked memory is exempt from its limit (`CAP_IPC_LOCK`).
@@ -55,6 +59,8 @@ pub struct Topology {
     pub nvidia_driver: Option<String>,
     /// Device files of NVIDIA GPUs.
     pub nvidia_devices: usize,
+    /// CPUs that serve their interrupts.
+    pub gpu_interrupts: CpuList,
 }
 
 /// A logical CPU. Cores and caches are known by the lowest CPU that belongs to them.
@@ -81,6 +87,8 @@ pub struct NumaNode {
     pub cpus: CpuList,
     /// Size.
     pub memory_bytes: Option<u64>,
+    /// What nobody uses.
+    pub free_bytes: Option<u64>,
 }
 
 /// One cache.
@@ -163,7 +171,9 @@ impl Topology {
             memory_available_bytes: parse::meminfo_bytes(&meminfo, "MemAvailable"),
             page_bytes: tree.page_bytes(),
             thp: tree.text("sys/kernel/mm/transparent_hugepage/enabled").and_then(|text| parse::chosen(&text).map(str::to_owned)),
+            thp_bytes: tree.number("sys/kernel/mm/transparent_hugepage/hpage_pmd_size"),
             huge_pages: tree.huge_pages(),
+            allowed_nodes: tree.allowed_nodes(),
             cgroup: CgroupLimits::read(root),
             process,
             ipc_lock: tree.ipc_lock(),
@@ -172,6 +182,7 @@ impl Topology {
             resctrl_in_kernel: tree.text("proc/filesystems").map(|text| text.split_whitespace().any(|word| word == "resctrl")),
             nvidia_driver: tree.text("proc/driver/nvidia/version").map(|text| parse::version(&text).unwrap_or("unknown").to_owned()),
             nvidia_devices: numbered(&tree.names("dev"), "nvidia").len(),
+            gpu_interrupts: tree.gpu_interrupts(),
         }
     }
 
@@ -180,6 +191,9 @@ impl Topology {
         let online: CpuList = self.cpus.iter().map(|cpu| cpu.id).collect();
         let count = online.len();
         let affinity = self.process.affinity.clone().or_else(|| (count > 0).then_some(online))?;
+        // The kernel keeps affinities inside the cpuset; a mask from elsewhere may be wider.
+        let within = self.cgroup.cpus.as_ref().map(|limit| affinity.intersection(&limit.value)).filter(|cpus| !cpus.is_empty());
+        let affinity = within.unwrap_or(affinity);
         let online = count.max(affinity.len());
         Some(UsableCpus { affinity, quota: self.cgroup.cpu_quota.as_ref().map(|limit| limit.value), online })
     }
@@ -194,10 +208,30 @@ impl Topology {
         self.count(|cpu| cpu.package)
     }
 
-    /// Memory that this process can hope for: what is available, at most what its control groups allow.
+    /// Memory that this process can hope for: what is available beside the CPUs, at most what its control groups allow.
     pub fn memory_usable_bytes(&self) -> Option<u64> {
         let limit = self.cgroup.memory_bytes.as_ref().map(|limit| limit.value);
-        [self.memory_available_bytes.or(self.memory_total_bytes), limit].into_iter().flatten().min()
+        // A GPU's memory may be a node of the machine: it counts as available, and is not the host's to fill.
+        let elsewhere: u64 = self.numa_nodes.iter().filter(|node| node.cpus.is_empty()).filter_map(|node| node.free_bytes).sum();
+        let available = self.memory_available_bytes.or(self.memory_total_bytes).map(|bytes| bytes.saturating_sub(elsewhere));
+        [available, limit].into_iter().flatten().min()
+    }
+
+    /// Free memory in pools of huge pages; nobody else can use it, and it does not count as available.
+    pub fn reserved_free_bytes(&self) -> u64 {
+        self.huge_pages.iter().map(|pool| pool.page_bytes.saturating_mul(pool.free.unwrap_or(0))).fold(0, u64::saturating_add)
+    }
+
+    /// Nodes that have memory.
+    pub fn nodes_with_memory(&self) -> impl Iterator<Item = &NumaNode> {
+        self.numa_nodes.iter().filter(|node| node.memory_bytes.is_some_and(|bytes| bytes > 0))
+    }
+
+    /// Nodes whose memory lies beside one of `cpus` and may be used by this process.
+    pub fn nodes_beside(&self, cpus: &CpuList) -> Vec<usize> {
+        let allowed = |node: &&NumaNode| self.allowed_nodes.as_ref().is_none_or(|nodes| nodes.contains(node.id));
+        let beside = |node: &&NumaNode| node.cpus.iter().any(|cpu| cpus.contains(cpu));
+        self.nodes_with_memory().filter(allowed).filter(beside).map(|node| node.id).collect()
     }
 
     /// Whether the CPU has the feature that the kernel calls `flag`.
@@ -309,7 +343,8 @@ impl Tree<'_> {
             let dir = format!("sys/devices/system/node/node{id}");
             let meminfo = self.text(&format!("{dir}/meminfo")).unwrap_or_default();
             let cpus = self.cpu_list(&format!("{dir}/cpulist")).unwrap_or_default();
-            NumaNode { id, cpus, memory_bytes: parse::meminfo_bytes(&meminfo, "MemTotal") }
+            let bytes = |key| parse::meminfo_bytes(&meminfo, key);
+            NumaNode { id, cpus, memory_bytes: bytes("MemTotal"), free_bytes: bytes("MemFree") }
         };
         ids.into_iter().map(node).collect()
     }
@@ -352,6 +387,18 @@ impl Tree<'_> {
         parse::auxv(&fs::read(self.0.join("proc/self/auxv")).ok()?, AT_PAGESZ)
     }
 
+    /// An interrupt's folder holds one named after the driver that serves it: `proc/irq/123/nvidia`.
+    fn gpu_interrupts(&self) -> CpuList {
+        let of_gpu = |irq: &usize| self.names(&format!("proc/irq/{irq}")).iter().any(|name| name.starts_with("nvidia"));
+        let irqs = numbered(&self.names("proc/irq"), "").into_iter().filter(of_gpu);
+        let served_by = irqs.filter_map(|irq| self.cpu_list(&format!("proc/irq/{irq}/effective_affinity_list")));
+        served_by.flat_map(|cpus| cpus.as_slice().to_vec()).collect()
+    }
+
+    fn allowed_nodes(&self) -> Option<CpuList> {
+        CpuList::parse(parse::field(&self.text("proc/self/status")?, "Mems_allowed_list")?)
+    }
+
     fn ipc_lock(&self) -> Option<bool> {
         const CAP_IPC_LOCK: u64 = 1 << 14;
         let status = self.text("proc/self/status")?;
@@ -361,7 +408,7 @@ impl Tree<'_> {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
+pub(crate) mod tests {
     use super::*;
     use proptest::prelude::*;
 
@@ -419,6 +466,70 @@ pub(super) mod tests {
         dir
     }
 
+    /// A Grace with its Hopper: 72 cores, 64 KiB pages, and the GPU's memory as a node without CPUs.
+    pub fn grace() -> tempfile::TempDir {
+        let dir = tree(&[
+            ("proc/cpuinfo", "processor\t: 0\nFeatures\t: fp asimd sve sve2 bf16\nCPU implementer\t: 0x41\nCPU part\t: 0xd4f\n"),
+            ("proc/meminfo", "MemTotal:       603979776 kB\nMemAvailable:   595591168 kB\n"),
+            ("proc/self/status", "CapEff:\t0000000000000000\nMems_allowed_list:\t0-1\n"),
+            ("proc/irq/301/effective_affinity_list", "40\n"),
+            ("proc/irq/301/nvidia/x", ""),
+            ("proc/irq/9/effective_affinity_list", "3\n"),
+            ("proc/irq/9/acpi/x", ""),
+            ("sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never\n"),
+            ("sys/kernel/mm/transparent_hugepage/hpage_pmd_size", "536870912\n"),
+            ("sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages", "51200\n"),
+            ("sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages", "51200\n"),
+            ("sys/kernel/mm/hugepages/hugepages-524288kB/nr_hugepages", "0\n"),
+            ("sys/kernel/mm/hugepages/hugepages-524288kB/free_hugepages", "0\n"),
+            ("sys/devices/system/cpu/online", "0-71\n"),
+            ("sys/devices/system/node/node0/cpulist", "0-71\n"),
+            ("sys/devices/system/node/node0/meminfo", "Node 0 MemTotal:       503316480 kB\nNode 0 MemFree:        494927872 kB\n"),
+            ("sys/devices/system/node/node1/cpulist", "\n"),
+            ("sys/devices/system/node/node1/meminfo", "Node 1 MemTotal:       100663296 kB\nNode 1 MemFree:        100663296 kB\n"),
+        ]);
+        // The vector's pairs that matter: a page of 64 KiB, and the end.
+        let auxv: Vec<u8> = [6usize, 65536, 0, 0].into_iter().flat_map(usize::to_ne_bytes).collect();
+        fs::write(dir.path().join("proc/self/auxv"), auxv).unwrap();
+        for cpu in 0..72 {
+            let base = format!("sys/devices/system/cpu/cpu{cpu}");
+            write(dir.path(), &format!("{base}/topology/core_cpus_list"), &cpu.to_string());
+            write(dir.path(), &format!("{base}/topology/physical_package_id"), "0");
+            for (file, text) in [("level", "3"), ("type", "Unified"), ("size", "116736K"), ("shared_cpu_list", "0-71")] {
+                write(dir.path(), &format!("{base}/cache/index3/{file}"), text);
+            }
+        }
+        dir
+    }
+
+    /// A container on that Grace: four CPUs by cpuset, two CPUs' time, 16 GiB.
+    pub fn container() -> tempfile::TempDir {
+        let dir = grace();
+        for (path, text) in [
+            ("proc/self/mountinfo", "41 31 0:38 / /sys/fs/cgroup ro,relatime - cgroup2 cgroup rw\n"),
+            ("proc/self/cgroup", "0::/\n"),
+            ("sys/fs/cgroup/cpu.max", "200000 100000\n"),
+            ("sys/fs/cgroup/cpuset.cpus.effective", "8-11\n"),
+            ("sys/fs/cgroup/memory.max", "17179869184\n"),
+        ] {
+            write(dir.path(), path, text);
+        }
+        dir
+    }
+
+    #[test]
+    fn a_gpus_memory_is_a_node_that_is_not_the_hosts() {
+        let topology = Topology::read(grace().path(), Process::default());
+        assert_eq!((topology.page_bytes, topology.thp_bytes, topology.cores()), (Some(65536), Some(512 << 20), Some(72)));
+        assert_eq!(topology.nodes_with_memory().count(), 2);
+        assert_eq!(topology.gpu_interrupts.as_slice(), [40]);
+        assert_eq!(topology.nodes_beside(&CpuList::parse("0-71").unwrap()), [0]);
+        assert_eq!(topology.memory_usable_bytes(), Some(472 << 30), "568 GiB are available, 96 of them the GPU's");
+        assert_eq!(topology.reserved_free_bytes(), 100 << 30);
+        let none = Topology { allowed_nodes: CpuList::parse("1"), ..topology };
+        assert_eq!(none.nodes_beside(&CpuList::parse("0-71").unwrap()), Vec::<usize>::new());
+    }
+
     #[test]
     fn reads_a_server() {
         let dir = two_sockets();
@@ -428,7 +539,10 @@ pub(super) mod tests {
         assert_eq!((topology.cpus.len(), topology.cores(), topology.packages()), (7, Some(4), Some(2)));
         assert_eq!(topology.cpus[5], Cpu { id: 5, package: Some(0), core: Some(1), numa_node: Some(0), l3: Some(0) });
         assert_eq!(topology.cpus[6], Cpu { id: 6, package: Some(1), core: Some(2), numa_node: Some(1), l3: Some(2) });
-        assert_eq!(topology.numa_nodes[1], NumaNode { id: 1, cpus: CpuList::parse("2-3,6").unwrap(), memory_bytes: Some(32 << 30) });
+        assert_eq!(
+            topology.numa_nodes[1],
+            NumaNode { id: 1, cpus: CpuList::parse("2-3,6").unwrap(), memory_bytes: Some(32 << 30), free_bytes: None }
+        );
         let l3: Vec<_> = topology.caches.iter().filter(|cache| cache.level == 3).map(|cache| cache.bytes).collect();
         assert_eq!(l3, [Some(32 << 20); 2]);
         assert_eq!(topology.caches.len(), 4 + 4 + 2);
@@ -470,6 +584,15 @@ pub(super) mod tests {
         topology.cgroup.cpu_quota = Some(super::super::cgroup::Limit { value: 1.5, file: "cpu.max".into() });
         let usable = topology.usable_cpus().unwrap();
         assert_eq!((usable.count(), usable.to_string().as_str()), (2, "2 of 7 CPUs (affinity 0-3, cgroup quota 1.5)"));
+    }
+
+    #[test]
+    fn a_container_may_use_what_affinity_cpuset_and_quota_leave() {
+        let dir = container();
+        let topology = Topology::read(dir.path(), Process { affinity: CpuList::parse("0-71"), memlock_bytes: Some(8 << 20) });
+        let usable = topology.usable_cpus().unwrap();
+        assert_eq!((usable.count(), usable.to_string().as_str()), (2, "2 of 72 CPUs (affinity 8-11, cgroup quota 2.0)"));
+        assert_eq!(topology.memory_usable_bytes(), Some(16 << 30));
     }
 
     #[test]

@@ -5,7 +5,7 @@
 
 use crate::error::{Error, Result};
 use crate::hardware::cpu_list::CpuList;
-use crate::hardware::topology::Cpu;
+use crate::hardware::topology::{Cpu, Topology};
 use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::unistd::Pid;
 use std::collections::BTreeMap;
@@ -16,26 +16,67 @@ const NAME_BYTES_MAX: usize = 15;
 /// CPUs for the threads of a step.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Placement {
-    /// The driver's own CPU; `None` when the workers need all of them and the driver shares.
-    pub driver: Option<usize>,
+    /// CPUs without a worker, for everybody else: the driver, the loader, interrupts. None when the workers need all.
+    pub others: CpuList,
     /// One CPU a worker, ascending, so that neighbouring workers share caches.
     pub workers: Vec<usize>,
 }
 
+/// One CPU in this many is kept for others than the workers: 7 of Grace's 72, as in the paper's partition.
+const CPUS_PER_OTHER: usize = 10;
+
+/// How many of `cpus` CPUs are kept for others than the workers, where a GPU's driver needs one.
+fn cpus_for_others(cpus: usize) -> usize {
+    (cpus / CPUS_PER_OTHER).max(1)
+}
+
+/// Optimizer workers of a run on a GPU that may use `cpus` CPUs: a CPU each, and some for others.
+pub fn workers_beside_others(cpus: usize) -> usize {
+    cpus.saturating_sub(cpus_for_others(cpus)).max(1)
+}
+
 impl Placement {
-    /// CPUs for `workers` optimizer workers among `allowed`; `None` when there are more workers than CPUs, and then
-    /// nothing should be pinned.
-    ///
-    /// With a CPU to spare the driver gets the lowest for itself. Workers get a physical core each before any gets an SMT
-    /// sibling (also of the driver's), spread evenly over memory nodes and last-level caches, whose bandwidths add up.
-    /// `cpus` says what is known about them; a CPU that is not in it counts as a core of its own.
-    pub fn choose(cpus: &[Cpu], allowed: &CpuList, workers: usize) -> Option<Self> {
-        let spare = allowed.len().checked_sub(workers)?;
-        let driver = if spare > 0 { allowed.first() } else { None };
-        let mut chosen: Vec<_> = spread(cpus, allowed).into_iter().filter(|&cpu| Some(cpu) != driver).take(workers).collect();
-        chosen.sort_unstable();
-        Some(Self { driver, workers: chosen })
+    /// CPUs for `workers` optimizer workers on this machine; `None` when there are more workers than CPUs, or when a quota says
+    /// that others run there, too: then nothing should be pinned.
+    pub fn on(topology: &Topology, workers: usize) -> Option<Self> {
+        let usable = topology.usable_cpus().filter(|usable| usable.quota.is_none())?;
+        Self::choose(&topology.cpus, &usable.affinity, &topology.gpu_interrupts, workers)
     }
+
+    /// CPUs for `workers` optimizer workers among `allowed`; `None` when there are more workers than CPUs.
+    ///
+    /// With CPUs to spare the lowest has no worker, then those that serve `interrupts`, then the next lowest, as many as
+    /// [`cpus_for_others`] says. Workers get a physical core each before any gets an SMT sibling, spread evenly over memory
+    /// nodes and last-level caches, whose bandwidths add up. `cpus` says what is known about them; a CPU that is not in it
+    /// counts as a core of its own.
+    pub fn choose(cpus: &[Cpu], allowed: &CpuList, interrupts: &CpuList, workers: usize) -> Option<Self> {
+        let spare = allowed.len().checked_sub(workers)?;
+        let kept = kept(allowed, interrupts, spare.min(cpus_for_others(allowed.len())));
+        let mut chosen: Vec<_> = spread(cpus, allowed).into_iter().filter(|cpu| !kept.contains(*cpu)).take(workers).collect();
+        chosen.sort_unstable();
+        Some(Self { others: allowed.iter().filter(|cpu| !chosen.contains(cpu)).collect(), workers: chosen })
+    }
+
+    /// Keeps the calling thread, and those that it will start, off the workers' CPUs, where there are several others: one alone
+    /// would be shared by all of them.
+    ///
+    /// # Errors
+    /// See [`pin_current`].
+    pub fn keep_off_workers(&self, thread: &str) -> Result<()> {
+        if self.others.len() > 1 { pin_current(thread, &self.others) } else { Ok(()) }
+    }
+}
+
+/// The lowest of `allowed`, those that serve `interrupts`, the next lowest: `count` of them.
+fn kept(allowed: &CpuList, interrupts: &CpuList, count: usize) -> CpuList {
+    let mut kept: Vec<usize> = Vec::with_capacity(count);
+    let serving = interrupts.iter().filter(|&cpu| allowed.contains(cpu));
+    for cpu in allowed.first().into_iter().chain(serving).chain(allowed.iter()) {
+        if kept.len() < count && !kept.contains(&cpu) {
+            kept.push(cpu);
+        }
+    }
+    kept.into_iter().collect()
 }
 
 /// All of `allowed`, those first that share least with the ones before.
@@ -113,7 +154,9 @@ pub fn pin_current(thread: &str, cpus: &CpuList) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::hardware::cgroup::Limit;
     use crate::hardware::topology::Process;
+    use crate::hardware::topology::tests::two_sockets;
 
     /// `(node, l3, core)` of each CPU, in order of their numbers.
     fn cpus(of: &[(usize, usize, usize)]) -> Vec<Cpu> {
@@ -122,7 +165,8 @@ mod tests {
     }
 
     fn choose(cpus: &[Cpu], allowed: &str, workers: usize) -> Option<(Option<usize>, Vec<usize>)> {
-        Placement::choose(cpus, &CpuList::parse(allowed).unwrap(), workers).map(|placement| (placement.driver, placement.workers))
+        let placement = Placement::choose(cpus, &CpuList::parse(allowed).unwrap(), &CpuList::default(), workers)?;
+        Some((placement.others.first(), placement.workers))
     }
 
     /// Two nodes, a cache each, two cores each, siblings four apart.
@@ -157,6 +201,24 @@ mod tests {
     #[test]
     fn cpus_without_facts_count_as_cores() {
         assert_eq!(choose(&[], "4,9,11", 2), Some((Some(4), vec![9, 11])));
+    }
+
+    #[test]
+    fn a_tenth_of_many_cpus_is_kept_free_with_those_that_serve_interrupts() {
+        let all = CpuList::from_iter(0..72);
+        let choose =
+            |interrupts: &str| Placement::choose(&[], &all, &CpuList::parse(interrupts).unwrap(), workers_beside_others(72)).unwrap();
+        assert_eq!(choose(""), Placement { others: CpuList::from_iter(0..7), workers: (7..72).collect() });
+        assert_eq!(choose("40-41,90").others, CpuList::parse("0-4,40-41").unwrap());
+        assert_eq!([16, 2, 1].map(workers_beside_others), [15, 1, 1]);
+    }
+
+    #[test]
+    fn a_quota_means_that_nothing_is_pinned() {
+        let mut topology = Topology::read(two_sockets().path(), Process::default());
+        assert_eq!(Placement::on(&topology, 6).unwrap().workers.len(), 6);
+        topology.cgroup.cpu_quota = Some(Limit { value: 6.0, file: "cpu.max".into() });
+        assert_eq!(Placement::on(&topology, 6), None);
     }
 
     #[test]
@@ -203,6 +265,18 @@ mod tests {
         assert_eq!(pin("5000"), "pin thread adam-00 to CPU 5000: CPU 5000 is beyond the 1024 of a mask");
         let (result, ..) = in_thread(|allowed| pin_current("adam-00", &allowed.iter().chain([1023]).collect()));
         assert!(result.unwrap_err().to_string().ends_with("the kernel left CPUs out"));
+    }
+
+    #[cfg(feature = "mpam")]
+    #[test]
+    fn a_thread_keeps_off_the_workers_only_where_there_are_several_others() {
+        let (result, after, _) = in_thread(|allowed| {
+            let lowest = CpuList::from_iter([allowed.as_slice()[0]]);
+            Placement { others: lowest, workers: vec![1] }.keep_off_workers("driver").map(|()| allowed.clone())
+        });
+        assert_eq!(result.unwrap(), after);
+        let nowhere = Placement { others: CpuList::from_iter([1022, 1023]), workers: vec![0] };
+        assert!(in_thread(|_| nowhere.keep_off_workers("driver")).0.is_err());
     }
 
     #[cfg(not(feature = "mpam"))]

@@ -2,6 +2,11 @@
 
 pub mod affinity;
 pub mod doorbell;
+pub mod memory_policy;
+pub mod memory_report;
+mod pages;
+pub mod perf;
 pub mod pinned;
 pub mod pool;
 pub mod step_job;
+pub mod wakeup;

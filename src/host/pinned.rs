@@ -1,11 +1,19 @@
-//! Host memory that copies and worker threads share: mapped once before step 0, in huge pages where the kernel gives
-//! them, alive until the end of the run.
+//! Host memory that copies and worker threads share: mapped once before step 0, where and in the pages that the policy
+//! asks for, faulted in, alive until the end of the run.
 #![allow(unsafe_code)]
 
+use super::affinity::pin_current;
+use super::memory_policy::{MemoryPolicy, PageSizes};
+use super::memory_report::MemoryReport;
+use super::pages::{Mapping, base_page_bytes};
 use crate::error::{Error, Result};
+use crate::hardware::cpu_list::CpuList;
 use crate::units::Bytes;
 use bytemuck::Pod;
-use std::os::fd::{AsRawFd, FromRawFd};
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsFd, FromRawFd, OwnedFd};
+use std::path::Path;
 
 /// A view of host memory from [`HostMemory`]. Copying the view copies no data.
 ///
@@ -81,38 +89,47 @@ impl PinnedSlice {
 /// Every host allocation of a run, unmapped on drop.
 #[derive(Default)]
 pub struct HostMemory {
-    blocks: Vec<PinnedSlice>,
+    policy: MemoryPolicy,
+    blocks: Vec<(Mapping, usize)>,
+    /// What the kernel refused, each kind once.
+    refusals: Vec<String>,
 }
 
-/// Huge pages on x86-64 and most aarch64 kernels; blocks start on one.
-const HUGE_PAGE_BYTES: usize = 2 << 20;
+/// Where empty memory lies: aligned, and nowhere.
+const EMPTY_ADDR: usize = 64 << 10;
 
 /// What a ring's sizes are multiples of: the largest page of any kernel this runs on.
 pub const RING_GRAIN_BYTES: usize = 64 << 10;
 
 impl HostMemory {
-    /// Zeroed memory, page-aligned, in huge pages when it is large and the kernel agrees.
+    /// No memory yet; it will be as `policy` says.
+    pub fn new(policy: MemoryPolicy) -> Self {
+        Self { policy, ..Self::default() }
+    }
+
+    /// Zeroed memory, page-aligned.
     ///
     /// # Errors
     /// `Resource` naming `name` and the size when the kernel refuses.
     pub fn alloc(&mut self, name: &str, bytes: usize) -> Result<PinnedSlice> {
+        self.alloc_periodic(name, bytes, bytes)
+    }
+
+    /// As [`HostMemory::alloc`], for buckets or slots of `period_bytes` each: where the machine has several memory nodes, each
+    /// bucket lies on all of them, its first part on the first.
+    ///
+    /// # Errors
+    /// As [`HostMemory::alloc`].
+    pub fn alloc_periodic(&mut self, name: &str, bytes: usize, period_bytes: usize) -> Result<PinnedSlice> {
         if bytes == 0 {
-            return Ok(PinnedSlice { addr: HUGE_PAGE_BYTES, bytes: 0 });
+            return Ok(PinnedSlice { addr: EMPTY_ADDR, bytes: 0 });
         }
-        let (protection, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-        // SAFETY: a fresh anonymous mapping; no existing memory is named.
-        let addr = unsafe { libc::mmap(std::ptr::null_mut(), bytes, protection, flags, -1, 0) };
-        if addr == libc::MAP_FAILED {
-            let cause = std::io::Error::last_os_error();
-            return Err(Error::resource(format!("map {} of host memory for {name}", Bytes(bytes as u64)), cause));
-        }
-        if bytes >= HUGE_PAGE_BYTES {
-            // SAFETY: advice on our own mapping; a refusal only means small pages.
-            unsafe { libc::madvise(addr, bytes, libc::MADV_HUGEPAGE) };
-        }
-        let block = PinnedSlice { addr: addr as usize, bytes };
-        self.blocks.push(block);
-        Ok(block)
+        let (block, page_bytes) = self.map(name, bytes)?;
+        let whole = block.addresses().len();
+        let parts = self.policy.parts(whole, period_bytes, page_bytes);
+        self.bind(&block, &parts);
+        self.fault_in(name, &block, &parts, page_bytes)?;
+        Ok(self.keep(block, bytes))
     }
 
     /// `bytes` of zeroed memory; below `ringed_bytes` it repeats every `period_bytes`: the same pages, mapped again and
@@ -125,49 +142,127 @@ impl HostMemory {
     /// If they are not, or the ring is longer than the memory.
     pub fn alloc_ring(&mut self, name: &str, bytes: usize, ringed_bytes: usize, period_bytes: usize) -> Result<PinnedSlice> {
         assert!([ringed_bytes, period_bytes].iter().all(|b| b.is_multiple_of(RING_GRAIN_BYTES)) && ringed_bytes <= bytes);
-        let block = self.alloc(name, bytes)?;
-        let refused = |operation: &str| Error::resource(format!("{operation} for {name}"), std::io::Error::last_os_error());
-        // SAFETY: a name that ends in NUL.
-        let file = unsafe { libc::memfd_create(c"ring".as_ptr(), libc::MFD_CLOEXEC) };
-        if file < 0 {
-            return Err(refused("make shared memory"));
-        }
-        // SAFETY: a descriptor that was just made and belongs to nobody else; closed at the end, the maps keep the memory.
-        let file = unsafe { std::os::fd::OwnedFd::from_raw_fd(file) };
-        // SAFETY: live descriptor.
-        if unsafe { libc::ftruncate(file.as_raw_fd(), period_bytes as i64) } != 0 {
-            return Err(refused("size shared memory"));
-        }
+        let refused = |operation: &str, cause: io::Error| Error::resource(format!("{operation} for {name}"), cause);
+        let (block, _) = self.map(name, bytes)?;
+        let file = shared_memory(period_bytes).map_err(|e| refused("make shared memory", e))?;
         for start in (0..ringed_bytes).step_by(period_bytes.max(1)) {
-            let len = period_bytes.min(ringed_bytes - start);
-            let (protection, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_FIXED);
-            // SAFETY: replaces pages of the block, which is ours and which nobody uses yet.
-            let addr = unsafe { libc::mmap((block.addr + start) as *mut _, len, protection, flags, file.as_raw_fd(), 0) };
-            if addr == libc::MAP_FAILED {
-                return Err(refused("map shared memory"));
-            }
+            let end = ringed_bytes.min(start + period_bytes);
+            block.overlay(start..end, file.as_fd()).map_err(|e| refused("map shared memory", e))?;
         }
-        Ok(block)
+        Ok(self.keep(block, bytes))
     }
 
-    /// Bytes mapped so far.
+    /// Bytes asked for so far.
     pub fn bytes(&self) -> usize {
-        self.blocks.iter().map(|b| b.bytes).sum()
+        self.blocks.iter().map(|(_, bytes)| bytes).sum()
+    }
+
+    /// What the kernel made of it, from the `proc` below `root` (normally `/`).
+    pub fn report(&self, root: &Path) -> MemoryReport {
+        let addresses: Vec<_> = self.blocks.iter().map(|(block, _)| block.addresses()).collect();
+        let notes = self.policy.notes.iter().chain(&self.refusals).cloned().collect();
+        MemoryReport { bound_to: self.policy.nodes.clone(), notes, ..MemoryReport::read(root, &addresses) }
+    }
+
+    fn keep(&mut self, block: Mapping, bytes: usize) -> PinnedSlice {
+        let slice = PinnedSlice { addr: block.addr(), bytes };
+        self.blocks.push((block, bytes));
+        slice
+    }
+
+    /// Address space in the pages that the policy asks for, and the size of the smallest of them.
+    fn map(&self, name: &str, bytes: usize) -> Result<(Mapping, usize)> {
+        let failed = |cause: String| Error::resource(format!("map {} of host memory for {name}", Bytes(bytes as u64)), cause);
+        let mut refusal = None;
+        for page_bytes in self.policy.reserved(bytes) {
+            match Mapping::of_reserved_pages(bytes, page_bytes) {
+                Ok(block) => return Ok((block, page_bytes)),
+                Err(e) => refusal = Some(format!("too few huge pages of {} are free: {e}", Bytes(page_bytes as u64))),
+            }
+        }
+        if let Some(refusal) = refusal {
+            return Err(failed(refusal));
+        }
+        let block = Mapping::anonymous(bytes, self.policy.align(bytes)).map_err(|e| failed(e.to_string()))?;
+        // Advice: a kernel that does not take it says so by the pages it gives, which are reported.
+        match self.policy.pages {
+            PageSizes::Smallest => _ = block.advise_huge(false),
+            PageSizes::Transparent { bytes: huge } if bytes >= huge => _ = block.advise_huge(true),
+            _ => {}
+        }
+        Ok((block, base_page_bytes()))
+    }
+
+    fn bind(&mut self, block: &Mapping, parts: &[(Range<usize>, usize)]) {
+        let nodes = &self.policy.nodes;
+        // Memory that is not cut may come from any of the nodes.
+        let nodes_of = |node: usize| if parts.len() == 1 { &nodes[..] } else { &nodes[node..=node] };
+        let bind = |(range, node): &(Range<usize>, usize)| block.bind(range.clone(), nodes_of(*node));
+        if let Some(Err(cause)) = (!nodes.is_empty()).then(|| parts.iter().try_for_each(bind)) {
+            self.refuse(format!("memory cannot be bound to its nodes (mbind: {cause}); it lies where it is first touched"));
+        }
+    }
+
+    fn refuse(&mut self, refusal: String) {
+        if !self.refusals.contains(&refusal) {
+            self.refusals.push(refusal);
+        }
+    }
+
+    /// Page faults cost now, in parallel and each on its node, what they would cost in the first steps.
+    fn fault_in(&self, name: &str, block: &Mapping, parts: &[(Range<usize>, usize)], page_bytes: usize) -> Result<()> {
+        let bytes = block.addresses().len();
+        let align = self.policy.align(bytes);
+        let populate = |range: Range<usize>| -> Result<()> {
+            block
+                .populate(range.clone())
+                .map_err(|e| Error::resource(format!("fault in {} of host memory for {name}", Bytes(bytes as u64)), e))?;
+            if align > 1 {
+                // As with the advice: what was got is reported.
+                let _ = block.collapse(range);
+            }
+            Ok(())
+        };
+        let shares = self.policy.shares(parts, align.max(page_bytes));
+        let busy: Vec<_> = shares.into_iter().zip(&self.policy.touchers).filter(|(ranges, _)| !ranges.is_empty()).collect();
+        in_threads(busy, |(ranges, toucher)| {
+            toucher.cpu.map_or(Ok(()), |cpu| pin_current("touch", &CpuList::from_iter([cpu])))?;
+            ranges.into_iter().try_for_each(populate)
+        })
     }
 }
 
-impl Drop for HostMemory {
-    fn drop(&mut self) {
-        for block in &self.blocks {
-            // SAFETY: mapped by `alloc` with this address and size; views are not used after the engine is gone.
-            unsafe { libc::munmap(block.addr as *mut libc::c_void, block.bytes) };
-        }
+/// Does each piece of `work` in a thread of its own.
+fn in_threads<T: Send>(work: Vec<T>, body: impl Fn(T) -> Result<()> + Sync) -> Result<()> {
+    let start = |e: io::Error| Error::resource("start a thread that faults memory in", e);
+    let panicked = || Error::resource("fault memory in", "a thread panicked");
+    std::thread::scope(|scope| {
+        let body = &body;
+        let named = || std::thread::Builder::new().name("touch".into());
+        let spawn = |item| named().spawn_scoped(scope, move || body(item)).map_err(start);
+        let threads = work.into_iter().map(spawn).collect::<Result<Vec<_>>>()?;
+        threads.into_iter().try_for_each(|thread| thread.join().map_err(|_| panicked())?)
+    })
+}
+
+/// Memory of `bytes` that can be mapped several times.
+fn shared_memory(bytes: usize) -> io::Result<OwnedFd> {
+    // SAFETY: a name that ends in NUL.
+    let file = unsafe { libc::memfd_create(c"ring".as_ptr(), libc::MFD_CLOEXEC) };
+    if file < 0 {
+        return Err(io::Error::last_os_error());
     }
+    // SAFETY: a descriptor that was just made and belongs to nobody else; closed at the end, the maps keep the memory.
+    let file = unsafe { OwnedFd::from_raw_fd(file) };
+    nix::unistd::ftruncate(&file, bytes as i64)?;
+    Ok(file)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::options::HugePagesChoice;
+    use crate::hardware::topology::Topology;
 
     #[test]
     fn memory_is_zeroed_shared_between_views_and_bounded() {
@@ -193,6 +288,61 @@ mod tests {
         let read = |at: usize| ring.slice(at, 4).with(|x: &mut [f32]| x[0]);
         assert_eq!([1, 3, 5].map(|i| read(i * grain + 8)), [2.5, 2.5, 0.0]);
         assert_eq!([0, 2, 4].map(|i| read(i * grain + 8)), [0.0; 3]);
+    }
+
+    /// What a run does here: one node, huge pages, faulted in by two threads.
+    #[test]
+    fn memory_is_faulted_in_and_reported_as_the_kernel_gave_it() {
+        let topology = Topology::this_machine();
+        let policy = MemoryPolicy::new(&topology, HugePagesChoice::Auto, &[], 2).unwrap();
+        let mut host = HostMemory::new(policy.clone());
+        let block = host.alloc_periodic("test", (6 << 20) + 100, 2 << 20).unwrap();
+        let report = host.report(Path::new("/"));
+        assert!(report.bytes >= 6 << 20 && report.bytes < (7 << 20), "{report}");
+        let there: u64 = report.pages.iter().map(|pages| pages.bytes).sum();
+        assert!(report.pages.is_empty() || there >= report.bytes, "not faulted in: {report}");
+        if let (PageSizes::Transparent { bytes: huge }, Some(pages)) = (&policy.pages, report.pages.first())
+            && topology.thp.as_deref() != Some("never")
+        {
+            assert_eq!(pages.page_bytes, *huge as u64, "{report}");
+        }
+        assert!(block.with(|bytes: &mut [u8]| bytes.iter().all(|&byte| byte == 0)));
+    }
+
+    /// One node says little; two sockets, or a GPU's memory as a node, say more.
+    #[test]
+    fn memory_lies_on_every_node_beside_the_cpus_and_nowhere_else() {
+        let topology = Topology::this_machine();
+        let policy = MemoryPolicy::new(&topology, HugePagesChoice::Auto, &[], 2).unwrap();
+        let mut host = HostMemory::new(policy.clone());
+        host.alloc_periodic("test", 64 << 20, 32 << 20).unwrap();
+        let report = host.report(Path::new("/"));
+        let near = topology.nodes_beside(&topology.usable_cpus().unwrap().affinity);
+        if report.notes == policy.notes && !near.is_empty() {
+            assert!(report.nodes.iter().all(|on| near.contains(&on.node)), "{report}");
+            assert!(report.nodes.iter().all(|on| on.bytes == (64 << 20) / report.nodes.len() as u64), "{report}");
+        }
+        if policy.nodes.len() > 1 && report.notes == policy.notes {
+            assert_eq!(report.nodes.len(), policy.nodes.len(), "{report}");
+        }
+    }
+
+    #[test]
+    fn small_pages_are_small_also_where_huge_ones_are_the_rule() {
+        let policy = MemoryPolicy::new(&Topology::this_machine(), HugePagesChoice::Off, &[], 1).unwrap();
+        let mut host = HostMemory::new(policy);
+        host.alloc("test", 8 << 20).unwrap();
+        let report = host.report(Path::new("/"));
+        assert!(report.pages.iter().all(|pages| pages.page_bytes == base_page_bytes() as u64), "{report}");
+    }
+
+    #[test]
+    fn reserved_pages_that_do_not_suffice_are_an_error_with_their_size() {
+        let pages = PageSizes::Reserved { bytes: vec![1 << 30, 2 << 20] };
+        let mut host = HostMemory::new(MemoryPolicy { pages, ..MemoryPolicy::default() });
+        host.alloc("small", 1 << 20).unwrap();
+        let error = host.alloc("adam v", 1 << 46).unwrap_err().to_string();
+        assert!(error.contains("adam v: too few huge pages of 2.0 MiB are free"), "{error}");
     }
 
     #[test]

@@ -3,6 +3,9 @@
 //! Fixed shares would leave the whole pool waiting for its slowest worker, by 16 to 25 % where a hypervisor's neighbours
 //! share cores and memory. Who does a piece changes no bit. The driver publishes a job, the workers meet it, the last one to
 //! finish rings the driver's bell.
+//!
+//! Where a machine has several memory nodes each bucket lies on all of them, its first part on the first
+//! (`HostMemory::alloc_periodic`). Pieces are counted for each node, and a worker begins with those of its own, then helps.
 #![allow(unsafe_code)]
 
 use crate::engine::trace::{Recorder, now_ns};
@@ -21,6 +24,22 @@ pub trait Job: Send + Sync + 'static {
     fn pieces(&self) -> usize;
     /// Does a piece. Pieces of one job touch disjoint memory.
     fn run(&self, piece: usize);
+}
+
+/// Which memory node each worker is near.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Homes {
+    /// Nodes that share a job's pieces, in order and equally; at least 1.
+    pub nodes: usize,
+    /// Index of each worker's node; a worker that is not named is on the first.
+    pub of_worker: Vec<usize>,
+}
+
+impl Default for Homes {
+    /// One node.
+    fn default() -> Self {
+        Self { nodes: 1, of_worker: Vec::new() }
+    }
 }
 
 /// Who runs the jobs.
@@ -49,8 +68,8 @@ struct Shared<J> {
     /// Written by the driver while `remaining` is zero, read by the workers after `generation` rises.
     job: UnsafeCell<Option<J>>,
     generation: AtomicU64,
-    /// The next piece that nobody has taken.
-    next: AtomicUsize,
+    /// Pieces that were taken of each node's.
+    taken: Vec<Taken>,
     /// Workers that are not done with the job.
     remaining: AtomicUsize,
     /// When the job was published, and the time that all jobs before it took.
@@ -66,16 +85,34 @@ struct Shared<J> {
 // the release of the next `generation`.
 unsafe impl<J: Send + Sync> Sync for Shared<J> {}
 
+/// How many pieces of one node were taken: on a cache line of its own, which the workers of other nodes leave alone.
+#[derive(Default)]
+#[repr(align(128))]
+struct Taken(AtomicUsize);
+
+impl<J: Job> Shared<J> {
+    /// Does pieces until all are taken, those of the node `home` first.
+    fn work_on(&self, job: &J, home: usize) {
+        let (nodes, pieces) = (self.taken.len(), job.pieces());
+        for node in (home..nodes).chain(0..home) {
+            let (start, end) = (pieces * node / nodes, pieces * (node + 1) / nodes);
+            let taken = std::iter::repeat_with(|| start + self.taken[node].0.fetch_add(1, Ordering::Relaxed));
+            taken.take_while(|&piece| piece < end).for_each(|piece| job.run(piece));
+        }
+    }
+}
+
 /// The generation that tells workers to end.
 const STOP: u64 = u64::MAX;
 
 impl<J: Job> Pool<J> {
-    /// Starts `workers` threads. `on_start(worker)` runs first on each (naming, pinning); `driver` is rung when a job ends.
+    /// Starts `workers` threads, at home where `homes` says. `on_start(worker)` runs first on each (naming, pinning); `driver` is rung when a job ends.
     ///
     /// # Errors
     /// `Resource` when a thread cannot start or `on_start` fails.
     pub fn threads(
         workers: usize,
+        homes: Homes,
         driver: Arc<Doorbell>,
         trace_spans: usize,
         on_start: impl Fn(usize) -> Result<()> + Send + Clone + 'static,
@@ -85,17 +122,17 @@ impl<J: Job> Pool<J> {
         let (generation, remaining) = (AtomicU64::new(0), AtomicUsize::new(0));
         let failed = AtomicBool::new(false);
         let (published_ns, busy_ns) = (AtomicU64::new(0), AtomicU64::new(0));
-        let job = UnsafeCell::new(None);
-        let shared =
-            Arc::new(Shared { job, generation, next: AtomicUsize::new(0), remaining, published_ns, busy_ns, failed, bells, driver });
+        let (job, taken) = (UnsafeCell::new(None), (0..homes.nodes).map(|_| Taken::default()).collect());
+        let shared = Arc::new(Shared { job, generation, taken, remaining, published_ns, busy_ns, failed, bells, driver });
         let mut pool = Threads { shared, handles: Vec::with_capacity(workers), published: 0 };
         let (started, outcome) = std::sync::mpsc::channel();
         for worker in 0..workers {
             let (shared, started, on_start) = (pool.shared.clone(), started.clone(), on_start.clone());
+            let home = homes.of_worker.get(worker).map_or(0, |&node| node % homes.nodes);
             let body = move || {
                 let _ = started.send(on_start(worker));
                 drop(started);
-                work(&shared, worker, Recorder::new(format!("adam-{worker:02}"), trace_spans))
+                work(&shared, worker, home, Recorder::new(format!("adam-{worker:02}"), trace_spans))
             };
             let spawned = std::thread::Builder::new().name(format!("adam-{worker:02}")).spawn(body);
             pool.handles.push(spawned.map_err(|e| Error::resource(format!("start optimizer worker {worker}"), e))?);
@@ -174,7 +211,7 @@ impl<J: Job> Threads<J> {
     fn publish(&mut self, job: J) {
         // SAFETY: the caller saw `remaining` at zero, so that no worker reads the job now.
         unsafe { *self.shared.job.get() = Some(job) };
-        self.shared.next.store(0, Ordering::Relaxed);
+        self.shared.taken.iter().for_each(|taken| taken.0.store(0, Ordering::Relaxed));
         self.shared.remaining.store(self.handles.len(), Ordering::Relaxed);
         self.shared.published_ns.store(now_ns(), Ordering::Relaxed);
         self.published += 1;
@@ -212,7 +249,7 @@ impl<J: Job> Drop for FailOnPanic<'_, J> {
     }
 }
 
-fn work<J: Job>(shared: &Shared<J>, worker: usize, mut recorder: Recorder) -> Recorder {
+fn work<J: Job>(shared: &Shared<J>, worker: usize, home: usize, mut recorder: Recorder) -> Recorder {
     let _guard = FailOnPanic(shared);
     let mut seen = 0;
     loop {
@@ -224,8 +261,7 @@ fn work<J: Job>(shared: &Shared<J>, worker: usize, mut recorder: Recorder) -> Re
         // SAFETY: published before `generation`; the driver does not write until this worker has counted down.
         let Some(job) = (unsafe { &*shared.job.get() }) else { continue };
         let (start, (name, index)) = (now_ns(), job.label());
-        let taken = std::iter::repeat_with(|| shared.next.fetch_add(1, Ordering::Relaxed));
-        taken.take_while(|&piece| piece < job.pieces()).for_each(|piece| job.run(piece));
+        shared.work_on(job, home);
         recorder.span(name, index, start);
         // Read first: once the count is zero the driver may publish the next job.
         let job_ns = now_ns() - shared.published_ns.load(Ordering::Relaxed);
@@ -260,20 +296,53 @@ mod tests {
     #[test]
     fn every_piece_of_every_job_is_done_once() {
         let bell = Arc::new(Doorbell::default());
-        let mut pool = Pool::threads(3, bell.clone(), 1000, |_| Ok(())).unwrap();
-        for i in 1..=100 {
-            pool.submit(Count(i));
-            bell.wait_until(|| pool.is_idle().unwrap());
+        // One node; a node without a worker of its own; more nodes than pieces.
+        for (nodes, of_worker) in [(1, vec![]), (3, vec![0, 1]), (9, vec![8, 0, 4])] {
+            DONE.iter().for_each(|done| done.store(0, Ordering::Relaxed));
+            let mut pool = Pool::threads(3, Homes { nodes, of_worker }, bell.clone(), 1000, |_| Ok(())).unwrap();
+            for i in 1..=100 {
+                pool.submit(Count(i));
+                bell.wait_until(|| pool.is_idle().unwrap());
+            }
+            let recorders = pool.finish().unwrap();
+            assert!(recorders.iter().all(|r| r.spans().len() == 100));
+            assert_eq!(DONE.each_ref().map(|done| done.load(Ordering::Relaxed)), [5050; PIECES], "{nodes} nodes");
         }
-        let recorders = pool.finish().unwrap();
-        assert!(recorders.iter().all(|r| r.spans().len() == 100));
-        assert_eq!(DONE.each_ref().map(|done| done.load(Ordering::Relaxed)), [5050; PIECES]);
+    }
+
+    /// Where a piece was done.
+    struct Place(Arc<[AtomicU32; 4]>);
+    impl Job for Place {
+        fn label(&self) -> (&'static str, u32) {
+            ("place", 0)
+        }
+        fn pieces(&self) -> usize {
+            4
+        }
+        fn run(&self, piece: usize) {
+            let worker = std::thread::current().name().unwrap().ends_with("01");
+            self.0[piece].store(worker.into(), Ordering::Relaxed);
+            // Long enough for both workers to have begun.
+            std::thread::sleep(std::time::Duration::from_millis(50));
+        }
+    }
+
+    #[test]
+    fn a_worker_does_the_pieces_of_its_own_node_first() {
+        let (bell, places) = (Arc::new(Doorbell::default()), Arc::<[AtomicU32; 4]>::default());
+        let homes = Homes { nodes: 2, of_worker: vec![1, 0] };
+        let mut pool = Pool::threads(2, homes, bell.clone(), 0, |_| Ok(())).unwrap();
+        pool.submit(Place(places.clone()));
+        bell.wait_until(|| pool.is_idle().unwrap());
+        pool.finish().unwrap();
+        let first_of_node = [0, 2].map(|piece: usize| places[piece].load(Ordering::Relaxed));
+        assert_eq!(first_of_node, [1, 0], "worker 1 is on node 0");
     }
 
     #[test]
     fn a_worker_that_cannot_be_placed_is_an_error() {
         let failing = |worker: usize| if worker == 1 { Err(Error::resource("pin adam-01", "no such cpu")) } else { Ok(()) };
-        let result = Pool::<Count>::threads(3, Arc::default(), 0, failing);
+        let result = Pool::<Count>::threads(3, Homes::default(), Arc::default(), 0, failing);
         assert!(result.err().unwrap().to_string().contains("adam-01"));
     }
 }

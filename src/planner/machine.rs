@@ -1,6 +1,7 @@
 //! What the planner knows about a machine.
 
 use crate::config::settings::Settings;
+use crate::host::affinity::workers_beside_others;
 use crate::units::Bytes;
 
 /// Where memory lies.
@@ -41,11 +42,11 @@ impl Machine {
         Self { cpus, host_bytes: u64::MAX, device: DeviceMemory::Shared }
     }
 
-    /// Optimizer workers: a CPU each, but one is the driver's where it feeds a GPU.
+    /// Optimizer workers: a CPU each, but some are for others where a driver feeds a GPU.
     pub fn workers(self) -> usize {
         match self.device {
             DeviceMemory::Shared => self.cpus.max(1),
-            DeviceMemory::Own { .. } => self.cpus.saturating_sub(1).max(1),
+            DeviceMemory::Own { .. } => workers_beside_others(self.cpus),
         }
     }
 

@@ -1,8 +1,9 @@
 //! Which device a run gets, and what the planner may use of the machine.
 
-use crate::config::options::{DeviceChoice, HostMemoryKind};
+use crate::config::options::{DeviceChoice, HostMemoryKind, HugePagesChoice};
 use crate::config::settings::Settings;
 use crate::error::{Error, Result};
+use crate::hardware::limits;
 use crate::hardware::topology::Topology;
 use crate::planner::machine::{DeviceMemory, Machine};
 
@@ -13,6 +14,8 @@ pub struct Chosen {
     pub machine: Machine,
     /// Why it is not a GPU although that was open; nothing when there is nothing to say.
     pub note: Option<String>,
+    /// What makes it much slower than the machine.
+    pub warning: Option<String>,
 }
 
 impl Chosen {
@@ -25,7 +28,7 @@ impl Chosen {
 /// What `settings` ask for on the machine of `topology`; `auto` is a GPU where there is one.
 ///
 /// # Errors
-/// `Resource` when a GPU was asked for and cannot be had.
+/// `Resource` when a GPU was asked for and cannot be had; those of [`limits::check_threads`].
 pub fn choose(settings: &Settings, topology: &Topology) -> Result<Chosen> {
     let (device, note) = match settings.device {
         DeviceChoice::Cpu => (DeviceMemory::Shared, None),
@@ -38,9 +41,11 @@ pub fn choose(settings: &Settings, topology: &Topology) -> Result<Chosen> {
     if settings.memory == HostMemoryKind::Unified && device != DeviceMemory::Shared {
         return Err(Error::Unsupported("--memory unified: offloaded states are placed in pinned host memory only".into()));
     }
+    let warning = limits::check_threads(topology, settings.threads, device != DeviceMemory::Shared)?;
     let cpus = topology.usable_cpus().map_or(1, |usable| usable.count());
-    let host_bytes = topology.memory_usable_bytes().unwrap_or(u64::MAX);
-    Ok(Chosen { machine: Machine { cpus, host_bytes, device }, note })
+    let reserved = if settings.huge_pages == HugePagesChoice::Explicit { topology.reserved_free_bytes() } else { 0 };
+    let host_bytes = topology.memory_usable_bytes().map_or(u64::MAX, |bytes| bytes.saturating_add(reserved));
+    Ok(Chosen { machine: Machine { cpus, host_bytes, device }, note, warning })
 }
 
 #[cfg(feature = "cuda")]

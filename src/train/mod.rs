@@ -13,6 +13,7 @@ use crate::device::Kernels;
 use crate::engine::coordinator::Counts;
 use crate::error::Result;
 use crate::hardware::topology::Topology;
+use crate::host::perf::WorkerCounts;
 use crate::metrics::StepMetrics;
 use crate::signals::StopFlag;
 use session::Session;
@@ -39,6 +40,8 @@ pub struct Facts {
     pub model: String,
     /// The data, in words.
     pub data: String,
+    /// Host memory as it was got, in words.
+    pub host: String,
     /// Steps already done.
     pub step: u64,
     /// Steps of the whole run.
@@ -74,6 +77,8 @@ pub struct Summary {
     pub trace: PathBuf,
     /// Spans that no longer fitted.
     pub trace_dropped: u64,
+    /// What was counted of the optimizer's threads, if it was asked for.
+    pub perf: Option<WorkerCounts>,
     /// Digest of the final state, if it was asked for.
     pub digest: Option<String>,
 }

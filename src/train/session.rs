@@ -11,6 +11,7 @@ use crate::engine::executor::{Batches, Engine, StepReport};
 use crate::engine::trace::write_chrome;
 use crate::engine::verdict::Verdict;
 use crate::error::{Error, Result};
+use crate::host::perf::{WORKER_ROLE, WorkerCounters};
 use crate::metrics::{FLOPS_FORMULA, MemoryUse, MetricsFile, StepMetrics};
 use crate::model::tensors::TensorSpec;
 use crate::optim::schedule::Schedule;
@@ -90,13 +91,14 @@ pub struct Session<D: Kernels> {
     last_step_end: Option<Instant>,
     skips: u64,
     saved: Option<(u64, PathBuf)>,
+    perf: Option<WorkerCounters>,
 }
 
 impl<D: Kernels> Session<D> {
     /// A session whose next step is the engine's next.
     ///
     /// # Errors
-    /// `Io` when the metrics cannot be written.
+    /// `Io` when the metrics cannot be written, or the optimizer's threads cannot be counted.
     pub fn new(
         engine: Engine<D>,
         loader: Loader,
@@ -109,6 +111,7 @@ impl<D: Kernels> Session<D> {
         let plan = engine.plan();
         let flops_per_step = engine.shape().flops_per_step(plan.batch * plan.grad_accum_steps, plan.seq_length);
         let totals = Totals::default();
+        let perf = settings.perf_counters.then(|| WorkerCounters::start(WORKER_ROLE)).transpose()?;
         Ok(Self {
             engine,
             loader,
@@ -122,6 +125,7 @@ impl<D: Kernels> Session<D> {
             last_step_end: None,
             skips: 0,
             saved: None,
+            perf,
         })
     }
 
@@ -256,6 +260,7 @@ impl<D: Kernels> Session<D> {
         let digest = if self.settings.digest { Some(self.digest()?) } else { None };
         let (step, max_steps, totals) = (self.engine.train_step(), self.schedule.max_steps, self.totals);
         let tokens = self.engine.plan().tokens_per_step() as f64 * totals.steps as f64;
+        let perf = self.perf.as_mut().map(WorkerCounters::read).transpose()?;
         let tracks = self.engine.finish()?;
         let trace_dropped = write_chrome(&self.paths.trace, &tracks)?;
         let ms = |ns: u64| ns as f64 / 1e6;
@@ -272,6 +277,7 @@ impl<D: Kernels> Session<D> {
             metrics: self.paths.metrics,
             trace: self.paths.trace,
             trace_dropped,
+            perf,
             digest,
         })
     }

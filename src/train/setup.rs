@@ -20,6 +20,8 @@ use crate::error::{Error, Result};
 use crate::hardware::topology::Topology;
 use crate::host::affinity::{Placement, name_and_pin};
 use crate::host::doorbell::Doorbell;
+use crate::host::memory_policy::MemoryPolicy;
+use crate::host::perf::WORKER_ROLE;
 use crate::host::pool::Pool;
 use crate::host::step_job::StepJob;
 use crate::model::shape::{DEMO_CONFIG, ModelShape, Positions};
@@ -46,10 +48,12 @@ pub fn prepare<D: Kernels>(
     engine: impl FnOnce(&Plan, &ModelShape, &Topology) -> Result<Engine<D>>,
 ) -> Result<Session<D>> {
     let topology = Topology::this_machine();
+    chosen.warning.iter().for_each(|line| observer.warn(line));
     let source = find_model(settings)?;
     check_context(settings, &source.shape)?;
-    let plan = Plan::new(settings, &source.shape, chosen.machine, true)?;
+    let mut plan = Plan::new(settings, &source.shape, chosen.machine, true)?;
     plan.check_fits(settings, &source.shape)?;
+    plan.host_memory = host_memory(settings, &plan, &topology)?;
     let dataset = Dataset::open(&settings.data, &source.tokenizer, source.shape.vocab, settings.seq_length)?;
     let paths = Paths::create(settings)?;
     let resumed = find_checkpoint(settings, &paths.output_dir, observer)?;
@@ -66,12 +70,16 @@ pub fn prepare<D: Kernels>(
         Some(loaded) => resume(&mut engine, loaded, settings, dataset.sequences(), observer)?,
         None => begin(&mut engine, settings, &source.shape)?,
     };
+    if chosen.is_gpu() {
+        keep_off_workers(engine.plan(), &topology)?;
+    }
     previous_run::move_aside(&paths.output_dir, engine.train_step())?.iter().for_each(|line| observer.warn(line));
     let loader = Loader::new(dataset, plan.batch, settings.seed, !settings.no_shuffle, position)?;
     let facts = Facts {
         device: describe_device(chosen, &engine.describe(), &topology),
         model: describe_model(settings, &source.shape),
         data,
+        host: engine.host_memory().report(Path::new("/")).to_string(),
         step: engine.train_step(),
         max_steps,
         logging_steps: settings.logging_steps,
@@ -159,16 +167,32 @@ pub fn cuda_engine(plan: &Plan, shape: &ModelShape, topology: &Topology) -> Resu
     Engine::new(plan.clone(), shape.clone(), dev, pool, bell)
 }
 
-fn worker_threads(plan: &Plan, topology: &Topology, bell: &Arc<Doorbell>) -> Result<Pool<StepJob>> {
-    let cpus = worker_cpus(plan, topology);
-    let on_start = move |worker: usize| cpus.as_ref().map_or(Ok(()), |cpus| name_and_pin("adam", worker, cpus[worker]));
-    Pool::threads(plan.threads, bell.clone(), plan.trace_spans, on_start)
+/// Where host memory comes from on the machine of `topology`, beside the CPUs of the optimizer's workers.
+///
+/// # Errors
+/// `Resource` when `--huge-pages explicit` cannot be had.
+pub fn host_memory(settings: &Settings, plan: &Plan, topology: &Topology) -> Result<MemoryPolicy> {
+    let workers = placement(plan, topology).map_or_else(Vec::new, |placement| placement.workers);
+    MemoryPolicy::new(topology, settings.huge_pages, &workers, plan.threads)
 }
 
-/// A CPU for each worker, when there are enough that are this process's own: under a quota others run there, too.
-fn worker_cpus(plan: &Plan, topology: &Topology) -> Option<Vec<usize>> {
-    let usable = topology.usable_cpus().filter(|u| plan.techniques.mpam && u.quota.is_none())?;
-    Placement::choose(&topology.cpus, &usable.affinity, plan.threads).map(|placement| placement.workers)
+/// Keeps the calling thread, the driver, and what it starts from now on off the optimizer's CPUs.
+///
+/// # Errors
+/// `Resource` when the kernel refuses.
+pub fn keep_off_workers(plan: &Plan, topology: &Topology) -> Result<()> {
+    placement(plan, topology).map_or(Ok(()), |placement| placement.keep_off_workers("driver"))
+}
+
+fn worker_threads(plan: &Plan, topology: &Topology, bell: &Arc<Doorbell>) -> Result<Pool<StepJob>> {
+    let placement = placement(plan, topology);
+    let on_start = move |worker: usize| placement.as_ref().map_or(Ok(()), |place| name_and_pin(WORKER_ROLE, worker, place.workers[worker]));
+    Pool::threads(plan.threads, plan.host_memory.homes(), bell.clone(), plan.trace_spans, on_start)
+}
+
+/// A CPU for each worker, when there are enough that are this process's own.
+fn placement(plan: &Plan, topology: &Topology) -> Option<Placement> {
+    if plan.techniques.mpam { Placement::on(topology, plan.threads) } else { None }
 }
 
 /// The checkpoint to go on from.

@@ -2,16 +2,18 @@
 //! pool's wake-up, sums of squares and casts. One JSON line a fact on stdout, a table at the end. Every result is verified.
 
 use clap::Parser;
-use microbench::run::{Setting, run};
+use microbench::run::{Setting, host_memory, run};
 use microbench::stream::{Arrays, Kernel};
 use microbench::{Machine, values};
 use serde_json::{Value, json};
 use std::fmt;
-use std::time::{Duration, Instant};
+use std::time::Instant;
+use superoffload::config::options::HugePagesChoice;
 use superoffload::dtype::Dtype;
 use superoffload::error::{Error, Result};
-use superoffload::host::pinned::HostMemory;
-use superoffload::host::pool::Job;
+use superoffload::hardware::topology::Topology;
+use superoffload::host::affinity::Placement;
+use superoffload::host::wakeup::{Latency, WakeUp};
 use superoffload::optim::norm::BLOCK;
 use superoffload::optim::simd::{AdamKernels, Grads, Isa, Weights};
 
@@ -50,7 +52,7 @@ impl fmt::Display for Fact {
 }
 
 fn memory(options: &Options, threads: &[usize]) -> Result<Vec<Fact>> {
-    let mut host = HostMemory::default();
+    let mut host = host_memory(HugePagesChoice::Auto)?;
     let (arrays, kernels) = (Arrays::new(&mut host, options.elems)?, AdamKernels::new(Isa::detect())?);
     let mut facts = Vec::new();
     for &threads in threads {
@@ -66,31 +68,15 @@ fn memory(options: &Options, threads: &[usize]) -> Result<Vec<Fact>> {
     Ok(facts)
 }
 
-/// A job without work: what is left is waking the workers and hearing from the last one.
-struct Nothing;
-
-impl Job for Nothing {
-    fn label(&self) -> (&'static str, u32) {
-        ("nothing", 0)
-    }
-
-    fn pieces(&self) -> usize {
-        0
-    }
-
-    fn run(&self, _: usize) {}
-}
-
-/// From a job's submission to its end, with workers that wait spinning, and with workers that have fallen asleep.
-fn wake_up(options: &Options, threads: usize) -> Result<[Fact; 2]> {
-    let setting = Setting { threads, pin: true, seconds: options.seconds };
-    let spinning = run(setting, |_| Nothing)?;
-    let asleep = run(setting, |_| {
-        std::thread::sleep(Duration::from_millis(5));
-        Nothing
-    })?;
-    let fact = |what: &str, seconds: f64| Fact { what: format!("wake-up, {what}"), threads, value: seconds * 1e6, unit: "us" };
-    Ok([fact("workers spin", spinning.median_s), fact("workers sleep", asleep.median_s)])
+/// From a job's submission to its end when there is no work: workers that wait spinning, and workers that have fallen asleep.
+fn wake_up(threads: usize) -> Result<Vec<Fact>> {
+    let measured = WakeUp::measure(threads, Placement::on(&Topology::this_machine(), threads))?;
+    let fact = |what: &str, ns: u64| Fact { what: format!("wake-up, {what}"), threads, value: ns as f64 * 1e-3, unit: "us" };
+    let kinds = [("spinning", measured.spinning), ("asleep", measured.parked)];
+    let facts = |(what, latency): (&str, Latency)| {
+        [fact(&format!("workers {what}, median"), latency.ns_median), fact(&format!("workers {what}, 99th percentile"), latency.ns_p99)]
+    };
+    Ok(kinds.into_iter().flat_map(facts).collect())
 }
 
 /// The least time of a repeated call, in seconds.
@@ -135,7 +121,7 @@ fn start(options: &Options) -> Result<()> {
     };
     let mut facts = memory(options, &threads)?;
     for &threads in &threads {
-        facts.extend(wake_up(options, threads)?);
+        facts.extend(wake_up(threads)?);
     }
     facts.extend(passes(options)?);
     facts.iter().for_each(|fact| println!("{}", fact.json()));

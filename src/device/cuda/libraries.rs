@@ -95,6 +95,11 @@ impl Libraries {
         Error::resource(format!("open {}", name.sonames[0]), cause)
     }
 
+    /// The libraries that a run needs: name, and its path or why it cannot be opened.
+    pub(super) fn all(&self) -> Vec<(&'static str, Result<PathBuf>)> {
+        [("cuBLASLt", &CUBLASLT), ("NVRTC", &NVRTC), ("cuDNN", &CUDNN)].map(|(what, name)| (what, self.open(name).map(|l| l.path))).into()
+    }
+
     /// Opens NVRTC with its builtins, which lie beside it, for libraries that will look for both by name.
     pub(super) fn open_nvrtc(&self) -> Result<()> {
         let nvrtc = self.open(&NVRTC)?;

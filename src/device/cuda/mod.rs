@@ -87,6 +87,11 @@ pub fn probe() -> Result<()> {
     free_bytes().map(drop)
 }
 
+/// NVIDIA's libraries that a run needs: name, and the path or why it cannot be opened. Opens them.
+pub fn libraries() -> Vec<(&'static str, Result<PathBuf>)> {
+    libraries::Libraries::new(&[]).all()
+}
+
 fn cannot_open(e: cust::error::CudaError) -> Error {
     error::failed(e as u32, "open the GPU".into())
 }

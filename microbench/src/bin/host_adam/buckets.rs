@@ -69,18 +69,18 @@ pub struct Buckets {
 }
 
 impl Buckets {
-    /// Buckets of `elems` parameters, `params` in all, or one.
+    /// Buckets of `elems` parameters, `params` in all, or one, in memory of `host`.
     ///
     /// # Errors
     /// `Resource` when there is no such memory.
-    pub fn new(params: usize, elems: usize) -> Result<Self> {
-        let (count, mut host) = ((params / elems).max(1), HostMemory::default());
+    pub fn new(params: usize, elems: usize, mut host: HostMemory) -> Result<Self> {
+        let count = (params / elems).max(1);
         let mut slots = |name: &str, slots: usize| -> Result<SlotMemory> {
-            let memory = host.alloc(name, slots * elems * 2)?;
+            let memory = host.alloc_periodic(name, slots * elems * 2, elems * 2)?;
             Ok(SlotMemory { memory, slot_elems: elems, dtype: Dtype::Bfloat16 })
         };
         let (grads, params) = (slots("gradient slots", 2 * count)?, slots("parameter slots", PARAM_SLOTS)?);
-        let mut state = |name: &str| host.alloc(name, count * elems * 4);
+        let mut state = |name: &str| host.alloc_periodic(name, count * elems * 4, elems * 4);
         let state = HostState { params: state("parameters")?, m: state("m")?, v: state("v")? };
         let memory = StepMemory {
             state,

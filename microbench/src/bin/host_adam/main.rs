@@ -16,11 +16,11 @@ mod row;
 use buckets::{Buckets, Pass};
 use clap::Parser;
 use microbench::hog::Hog;
-use microbench::run::{Setting, run};
+use microbench::run::{Setting, host_memory, run};
 use microbench::stream::{Arrays, Kernel};
 use row::{HEADER, Row};
+use superoffload::config::options::HugePagesChoice;
 use superoffload::error::{Error, Result};
-use superoffload::host::pinned::HostMemory;
 use superoffload::optim::simd::{AdamKernels, Isa, Stores};
 
 /// Measures the optimizer's pool.
@@ -59,9 +59,9 @@ struct Options {
     /// Let the system place the workers; `both` measures this and a CPU for each.
     #[arg(long, value_name = "yes|no|both", default_value = "yes")]
     pin: Pin,
-    /// Small pages only.
-    #[arg(long)]
-    small_pages: bool,
+    /// As in training.
+    #[arg(long, value_name = "auto|explicit|off", default_value = "auto")]
+    huge_pages: HugePagesChoice,
 }
 
 #[derive(Clone, Copy, clap::ValueEnum)]
@@ -146,10 +146,7 @@ fn measure(options: &Options, buckets: &Buckets, arrays: Arrays, setting: Settin
 
 fn start(options: &Options) -> Result<()> {
     options.check()?;
-    if options.small_pages {
-        nix::sys::prctl::set_thp_disable(true).map_err(|e| Error::resource("turn huge pages off", e))?;
-    }
-    let mut host = HostMemory::default();
+    let mut host = host_memory(options.huge_pages)?;
     let arrays = Arrays::new(&mut host, options.params.min(1 << 28))?;
     let pins = match options.pin {
         Pin::Yes => &[true][..],
@@ -158,7 +155,7 @@ fn start(options: &Options) -> Result<()> {
     };
     let mut all = Vec::new();
     for &elems in &options.bucket_params {
-        let buckets = Buckets::new(options.params, elems)?;
+        let buckets = Buckets::new(options.params, elems, host_memory(options.huge_pages)?)?;
         for (&threads, &hogs) in options.threads.iter().flat_map(|threads| options.hogs.iter().map(move |hogs| (threads, hogs))) {
             for &pin in pins {
                 let rows = measure(options, &buckets, arrays, Setting { threads, pin, seconds: options.seconds }, hogs)?;
@@ -167,8 +164,12 @@ fn start(options: &Options) -> Result<()> {
             }
         }
     }
-    let pages = if options.small_pages { ", small pages" } else { "" };
-    println!("\n{}{pages}, {} parameters\n{HEADER}", microbench::Machine::here(), options.params);
+    println!(
+        "\n{}, {} parameters\narrays: {}\n{HEADER}",
+        microbench::Machine::here(),
+        options.params,
+        host.report(std::path::Path::new("/"))
+    );
     all.iter().for_each(|row| println!("{row}"));
     Ok(())
 }

@@ -1,0 +1,109 @@
+//! CPUs that a run may use against those of the machine: nothing is slow in silence.
+
+use super::topology::{Topology, UsableCpus};
+use crate::error::{Error, Result};
+
+/// A GPU's optimizer on less than this part of the machine's CPUs is refused unless the number of threads was said. A GPU of eight
+/// with its share of the CPUs is far from it.
+const PART_REFUSED: usize = 16;
+
+/// Less than this part is worth a warning.
+const PART_WARNED: usize = 2;
+
+/// Why not every CPU of the machine can be used, and what would change that: a line a limit.
+pub fn reasons(topology: &Topology) -> Vec<String> {
+    let Some(usable) = topology.usable_cpus() else { return Vec::new() };
+    [quota(topology, &usable), mask(topology, &usable)].into_iter().flatten().collect()
+}
+
+fn quota(topology: &Topology, usable: &UsableCpus) -> Option<String> {
+    let limit = topology.cgroup.cpu_quota.as_ref()?;
+    let cpus = usable.affinity.len();
+    let limits = limit.value < cpus as f64;
+    limits.then(|| format!("the cgroup grants {:.1} of {cpus} CPUs' time: raise {}", limit.value, limit.file.display()))
+}
+
+fn mask(topology: &Topology, usable: &UsableCpus) -> Option<String> {
+    let cpus = usable.affinity.len();
+    let cause = match &topology.cgroup.cpus {
+        Some(limit) if limit.value.len() <= cpus => format!("widen {}", limit.file.display()),
+        _ => "start without taskset or numactl".into(),
+    };
+    (cpus < usable.online).then(|| format!("only {cpus} of {} CPUs are allowed ({}): {cause}", usable.online, usable.affinity))
+}
+
+/// Compares the threads that were `asked` for, if any, with the CPUs that there are; a line for people when the automatic
+/// choice is a small part of the machine. `on_gpu`: the optimizer is in the way of a GPU.
+///
+/// # Errors
+/// `Usage` when more were asked for than can run; `Resource` when the automatic choice would be many times slower than the
+/// machine, and a GPU waits for it.
+pub fn check_threads(topology: &Topology, asked: Option<usize>, on_gpu: bool) -> Result<Option<String>> {
+    let Some(usable) = topology.usable_cpus() else { return Ok(None) };
+    let (count, online, reasons) = (usable.count(), usable.online, reasons(topology).join("; "));
+    match asked {
+        Some(threads) if threads > count => {
+            let why = if reasons.is_empty() { "it has no more".into() } else { reasons };
+            Err(Error::usage(format!(
+                "--threads {threads}: {count} of this machine's {online} CPUs can be used ({why}); or say --threads {count}"
+            )))
+        }
+        None if on_gpu && count * PART_REFUSED < online => {
+            let cause =
+                format!("{:.0} times slower than the machine; {reasons}; --threads {count} accepts it", online as f64 / count as f64);
+            Err(Error::resource(format!("run the optimizer on {count} of {online} CPUs"), cause))
+        }
+        None if count * PART_WARNED < online => Ok(Some(format!("{count} of {online} CPUs are used: {reasons}"))),
+        _ => Ok(None),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::cpu_list::CpuList;
+    use super::super::topology::Process;
+    use super::super::topology::tests::{container, grace};
+    use super::*;
+
+    fn on(dir: &tempfile::TempDir, affinity: &str) -> Topology {
+        Topology::read(dir.path(), Process { affinity: CpuList::parse(affinity), memlock_bytes: None })
+    }
+
+    #[test]
+    fn two_of_72_cpus_are_an_error_with_the_numbers_or_a_wish() {
+        let topology = on(&container(), "0-71");
+        let error = check_threads(&topology, None, true).unwrap_err();
+        let message = error.to_string();
+        assert!(
+            message.starts_with("run the optimizer on 2 of 72 CPUs: 36 times slower than the machine; the cgroup grants 2.0 of 4"),
+            "{message}"
+        );
+        assert!(
+            message.contains("only 4 of 72 CPUs are allowed (8-11): widen ") && message.ends_with("; --threads 2 accepts it"),
+            "{message}"
+        );
+        assert_eq!((error.exit_code(), check_threads(&topology, Some(2), true).unwrap()), (1, None));
+        let warning = check_threads(&topology, None, false).unwrap().unwrap();
+        assert!(warning.starts_with("2 of 72 CPUs are used: the cgroup grants"), "{warning}");
+    }
+
+    #[test]
+    fn more_threads_than_cpus_are_refused_with_what_would_help() {
+        let error = check_threads(&on(&grace(), "0-15"), Some(17), true).unwrap_err();
+        let message = "--threads 17: 16 of this machine's 72 CPUs can be used (only 16 of 72 CPUs are allowed (0-15): start without \
+            taskset or numactl); or say --threads 16";
+        assert_eq!((error.to_string().as_str(), error.exit_code()), (message, 2));
+        let all = check_threads(&on(&grace(), "0-71"), Some(73), false).unwrap_err().to_string();
+        assert!(all.contains("72 of this machine's 72 CPUs can be used (it has no more)"), "{all}");
+    }
+
+    #[test]
+    fn a_fair_share_of_a_machine_is_no_news() {
+        for affinity in ["0-71", "0-35"] {
+            assert_eq!(check_threads(&on(&grace(), affinity), None, true).unwrap(), None);
+        }
+        assert!(check_threads(&on(&grace(), "0-8"), None, true).unwrap().is_some());
+        let nowhere = tempfile::tempdir().unwrap();
+        assert_eq!(check_threads(&Topology::read(nowhere.path(), Process::default()), Some(9), true).unwrap(), None);
+    }
+}

@@ -1,0 +1,249 @@
+//! What the machine offers for a run's host memory: page sizes, memory nodes, threads that fault it in. No system call.
+
+use crate::config::options::HugePagesChoice;
+use crate::error::{Error, Result};
+use crate::hardware::cpu_list::CpuList;
+use crate::hardware::topology::Topology;
+use crate::host::pool::Homes;
+use crate::units::Bytes;
+use std::ops::Range;
+
+/// Sizes of pages.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum PageSizes {
+    /// The kernel's smallest, and no other.
+    Smallest,
+    /// What the kernel gives unasked.
+    Default,
+    /// Huge ones where the kernel can make them.
+    Transparent {
+        /// Size of a huge page.
+        bytes: usize,
+    },
+    /// Those that were reserved for programs that ask.
+    Reserved {
+        /// Sizes, descending.
+        bytes: Vec<usize>,
+    },
+}
+
+/// A thread that faults memory in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Toucher {
+    /// Where it runs; `None`: anywhere.
+    pub cpu: Option<usize>,
+    /// Index of its node in [`MemoryPolicy::nodes`].
+    pub node: usize,
+}
+
+/// Where host memory comes from and when.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MemoryPolicy {
+    /// Sizes of its pages.
+    pub pages: PageSizes,
+    /// Nodes that it may come from: those of the CPUs in use, never a GPU's. Empty: there is only one.
+    pub nodes: Vec<usize>,
+    /// Who faults it in before it is used; nobody: whoever touches it first.
+    pub touchers: Vec<Toucher>,
+    /// What is not as one would wish.
+    pub notes: Vec<String>,
+}
+
+impl Default for MemoryPolicy {
+    /// A hint for huge pages of the usual size, and nothing else.
+    fn default() -> Self {
+        Self { pages: PageSizes::Transparent { bytes: 2 << 20 }, nodes: Vec::new(), touchers: Vec::new(), notes: Vec::new() }
+    }
+}
+
+/// A transparent huge page larger than this is none to count on: it needs as much memory in one piece. Kernels with pages of
+/// 64 KiB have 512 MiB.
+const TRANSPARENT_BYTES_MAX: u64 = 64 << 20;
+
+/// A block has at least this many reserved pages; the last one is cut by half on average.
+const RESERVED_PAGES_MIN: usize = 8;
+
+/// A node's part of a bucket is at least this many huge pages, or it is cut at small ones.
+const HUGE_PAGES_PER_PART_MIN: usize = 4;
+
+impl MemoryPolicy {
+    /// For a process on the machine of `topology` whose optimizer's workers run on the CPUs `workers` (or, if they are not
+    /// pinned, are `threads` anywhere).
+    ///
+    /// # Errors
+    /// `Resource` when reserved pages were asked for and there are none.
+    pub fn new(topology: &Topology, choice: HugePagesChoice, workers: &[usize], threads: usize) -> Result<Self> {
+        let (pages, note) = page_sizes(topology, choice)?;
+        let cpus = topology.usable_cpus().map_or_else(CpuList::default, |usable| usable.affinity);
+        let nodes = if topology.nodes_with_memory().count() > 1 { topology.nodes_beside(&cpus) } else { Vec::new() };
+        let node_of = |cpu: usize| {
+            let node = topology.cpus.iter().find(|known| known.id == cpu).and_then(|cpu| cpu.numa_node);
+            nodes.iter().position(|&id| Some(id) == node).unwrap_or(0)
+        };
+        let pinned = workers.iter().map(|&cpu| Toucher { cpu: Some(cpu), node: node_of(cpu) });
+        let anywhere = (0..threads).map(|i| Toucher { cpu: None, node: i % nodes.len().max(1) });
+        let touchers = if workers.is_empty() { anywhere.collect() } else { pinned.collect() };
+        Ok(Self { pages, nodes, touchers, notes: note.into_iter().collect() })
+    }
+
+    /// Where the workers are at home; they are as many as the touchers.
+    pub fn homes(&self) -> Homes {
+        Homes { nodes: self.nodes.len().max(1), of_worker: self.touchers.iter().map(|toucher| toucher.node).collect() }
+    }
+
+    /// What a block of `bytes` should begin at a multiple of.
+    pub(super) fn align(&self, bytes: usize) -> usize {
+        match self.pages {
+            PageSizes::Transparent { bytes: page } if bytes >= page => page,
+            _ => 1,
+        }
+    }
+
+    /// Sizes of reserved pages that suit a block of `bytes`, largest first; none: base pages do.
+    pub(super) fn reserved(&self, bytes: usize) -> impl Iterator<Item = usize> {
+        let sizes: &[usize] = if let PageSizes::Reserved { bytes } = &self.pages { bytes } else { &[] };
+        sizes.iter().copied().filter(move |page| page.saturating_mul(RESERVED_PAGES_MIN) <= bytes)
+    }
+
+    /// `bytes` cut by node. Memory that repeats every `period_bytes` (buckets, slots) is cut into one part a node in each
+    /// period, so that a job's pieces are spread evenly over the nodes, the first ones on the first node. Parts are whole
+    /// pages of `page_bytes`, or of the huge pages that are wanted if a part has several.
+    pub(super) fn parts(&self, bytes: usize, period_bytes: usize, page_bytes: usize) -> Vec<(Range<usize>, usize)> {
+        let count = self.nodes.len();
+        if count <= 1 || period_bytes == 0 {
+            return vec![(0..bytes, 0)];
+        }
+        let huge = self.align(bytes);
+        let grain = if period_bytes / count >= HUGE_PAGES_PER_PART_MIN * huge { huge.max(page_bytes) } else { page_bytes };
+        let cut = |at: usize| if at < bytes { at / grain * grain } else { bytes };
+        let border = |period: usize, node: usize| cut(period * period_bytes + period_bytes * node / count);
+        let parts = (0..bytes.div_ceil(period_bytes)).flat_map(|period| (0..count).map(move |node| (period, node)));
+        let range = |(period, node)| (border(period, node)..border(period, node + 1), node);
+        parts.map(range).filter(|(range, _)| !range.is_empty()).collect()
+    }
+
+    /// What each toucher faults in of `parts`: an equal share of every part of its node, cut at multiples of `grain`. A node
+    /// without touchers is everybody's.
+    pub(super) fn shares(&self, parts: &[(Range<usize>, usize)], grain: usize) -> Vec<Vec<Range<usize>>> {
+        let mut shares = vec![Vec::new(); self.touchers.len()];
+        for (range, node) in parts {
+            let on_node = |i: &usize| self.touchers[*i].node == *node;
+            let everyone = 0..self.touchers.len();
+            let crew: Vec<_> = if everyone.clone().any(|i| on_node(&i)) { everyone.filter(on_node).collect() } else { everyone.collect() };
+            let share = range.len().div_ceil(crew.len().max(1)).next_multiple_of(grain);
+            let starts = range.clone().step_by(share);
+            crew.into_iter().zip(starts).for_each(|(i, start)| shares[i].push(start..range.end.min(start + share)));
+        }
+        shares
+    }
+}
+
+fn page_sizes(topology: &Topology, choice: HugePagesChoice) -> Result<(PageSizes, Option<String>)> {
+    match choice {
+        HugePagesChoice::Off => Ok((PageSizes::Smallest, None)),
+        HugePagesChoice::Explicit => reserved(topology).map(|bytes| (PageSizes::Reserved { bytes }, None)),
+        HugePagesChoice::Auto => Ok(match topology.thp_bytes {
+            None => (PageSizes::Default, Some("this kernel makes no transparent huge pages".into())),
+            Some(bytes) if bytes > TRANSPARENT_BYTES_MAX => (PageSizes::Default, Some(too_coarse(bytes))),
+            Some(bytes) => (PageSizes::Transparent { bytes: bytes as usize }, None),
+        }),
+    }
+}
+
+fn too_coarse(bytes: u64) -> String {
+    format!("transparent huge pages of {} are too coarse to ask for; reserve pages for --huge-pages explicit", Bytes(bytes))
+}
+
+fn reserved(topology: &Topology) -> Result<Vec<usize>> {
+    let mut sizes: Vec<_> =
+        topology.huge_pages.iter().filter(|pool| pool.total.is_some_and(|total| total > 0)).map(|pool| pool.page_bytes as usize).collect();
+    sizes.sort_unstable_by(|a, b| b.cmp(a));
+    if sizes.is_empty() {
+        let smallest = topology.huge_pages.first().map_or("...".into(), |pool| format!("{}", pool.page_bytes >> 10));
+        let cause = format!("none are reserved: echo N > /sys/kernel/mm/hugepages/hugepages-{smallest}kB/nr_hugepages");
+        return Err(Error::resource("use --huge-pages explicit", cause));
+    }
+    Ok(sizes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::hardware::topology::Process;
+    use crate::hardware::topology::tests::{grace, two_sockets};
+    use proptest::prelude::*;
+
+    fn on_grace(choice: HugePagesChoice) -> MemoryPolicy {
+        let process = Process { affinity: CpuList::parse("0-71"), memlock_bytes: None };
+        MemoryPolicy::new(&Topology::read(grace().path(), process), choice, &[7, 8], 2).unwrap()
+    }
+
+    #[test]
+    fn memory_of_a_gpu_is_never_used_for_the_host() {
+        let policy = on_grace(HugePagesChoice::Auto);
+        assert_eq!(policy.nodes, [0]);
+        assert_eq!(policy.touchers, [7, 8].map(|cpu| Toucher { cpu: Some(cpu), node: 0 }));
+    }
+
+    #[test]
+    fn pages_are_those_that_the_kernel_has() {
+        let policy = on_grace(HugePagesChoice::Auto);
+        assert_eq!(policy.pages, PageSizes::Default);
+        assert!(policy.notes[0].contains("512.0 MiB are too coarse"), "{:?}", policy.notes);
+        let explicit = on_grace(HugePagesChoice::Explicit);
+        assert_eq!(explicit.pages, PageSizes::Reserved { bytes: vec![2 << 20] });
+        let sizes = |bytes| explicit.reserved(bytes).collect::<Vec<_>>();
+        assert_eq!((sizes(16 << 20), sizes((16 << 20) - 1)), (vec![2 << 20], vec![]));
+        assert_eq!((on_grace(HugePagesChoice::Off).pages, on_grace(HugePagesChoice::Off).notes.len()), (PageSizes::Smallest, 0));
+    }
+
+    #[test]
+    fn reserved_pages_that_are_not_there_are_an_error_that_says_how_to_get_them() {
+        let mut topology = Topology::read(two_sockets().path(), Process::default());
+        topology.huge_pages[0].total = Some(0);
+        let error = MemoryPolicy::new(&topology, HugePagesChoice::Explicit, &[], 1).unwrap_err().to_string();
+        assert!(error.contains("none are reserved") && error.contains("hugepages-2048kB/nr_hugepages"), "{error}");
+    }
+
+    #[test]
+    fn two_sockets_share_every_bucket() {
+        let topology = Topology { thp_bytes: Some(2 << 20), ..Topology::read(two_sockets().path(), Process::default()) };
+        let policy = MemoryPolicy::new(&topology, HugePagesChoice::Auto, &[], 3).unwrap();
+        assert_eq!(policy.nodes, [0, 1]);
+        assert_eq!(policy.touchers.iter().map(|t| (t.cpu, t.node)).collect::<Vec<_>>(), [(None, 0), (None, 1), (None, 0)]);
+        let mib = |parts: Vec<(Range<usize>, usize)>| parts.into_iter().map(|(r, n)| (r.start >> 20, r.end >> 20, n)).collect::<Vec<_>>();
+        assert_eq!(mib(policy.parts(80 << 20, 32 << 20, 4096)), [(0, 16, 0), (16, 32, 1), (32, 48, 0), (48, 64, 1), (64, 80, 0)]);
+        // Huge pages are not cut, small parts are not rounded to them.
+        assert_eq!(mib(policy.parts(34 << 20, 34 << 20, 4096)), [(0, 16, 0), (16, 34, 1)]);
+        assert_eq!(mib(policy.parts(2 << 20, 2 << 20, 4096)), [(0, 1, 0), (1, 2, 1)]);
+    }
+
+    #[test]
+    fn every_thread_touches_its_share_of_its_node() {
+        let touchers = [0, 1, 0].map(|node| Toucher { cpu: None, node }).to_vec();
+        let policy = MemoryPolicy { nodes: vec![0, 1], touchers, ..MemoryPolicy::default() };
+        let shares = |policy: &MemoryPolicy, parts: &[(Range<usize>, usize)], grain| -> Vec<(usize, usize, usize)> {
+            let shares = policy.shares(parts, grain).into_iter().enumerate();
+            shares.flat_map(|(i, ranges)| ranges.into_iter().map(move |range| (i, range.start, range.end))).collect()
+        };
+        let parts = [(0..100, 0), (100..200, 1), (200..210, 0)];
+        assert_eq!(shares(&policy, &parts, 10), [(0, 0, 50), (0, 200, 210), (1, 100, 200), (2, 50, 100)]);
+        let alone = MemoryPolicy { touchers: vec![Toucher { cpu: None, node: 1 }], ..policy };
+        assert_eq!(shares(&alone, &parts[..1], 30), [(0, 0, 100)]);
+        assert!(MemoryPolicy::default().shares(&[(0..100, 0)], 10).is_empty());
+    }
+
+    proptest! {
+        #[test]
+        fn parts_are_all_of_the_memory_in_order(
+            nodes in 1usize..5, bytes in 1usize..1 << 28, period in 1usize << 16..1 << 27, huge in prop::sample::select(vec![1usize << 21, 1 << 25])
+        ) {
+            let pages = PageSizes::Transparent { bytes: huge };
+            let policy = MemoryPolicy { pages, nodes: (0..nodes).collect(), ..MemoryPolicy::default() };
+            let parts = policy.parts(bytes, period, 4096);
+            prop_assert!(parts[0].0.start == 0 && parts[parts.len() - 1].0.end == bytes);
+            prop_assert!(parts.windows(2).all(|w| w[0].0.end == w[1].0.start && w[0].0.end.is_multiple_of(4096)));
+            prop_assert!(parts.iter().all(|(range, node)| *node < nodes && !range.is_empty()));
+        }
+    }
+}

@@ -1,0 +1,162 @@
+//! System calls on memory that is mapped here: page sizes, memory nodes, faulting in.
+#![allow(unsafe_code)]
+
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+/// Zeroed private memory, unmapped on drop. Ranges are bytes from its beginning.
+#[derive(Debug)]
+pub(super) struct Mapping {
+    addr: usize,
+    bytes: usize,
+}
+
+const READ_WRITE: i32 = libc::PROT_READ | libc::PROT_WRITE;
+const ANONYMOUS: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+
+/// Nodes that a mask has room for; kernels are built for up to 1024.
+const NODES_MAX: usize = 1024;
+const MASK_WORDS: usize = NODES_MAX / WORD_BITS;
+const WORD_BITS: usize = usize::BITS as usize;
+
+/// Bytes of a page where nothing larger was asked for: 4, 16 or 64 KiB.
+pub(super) fn base_page_bytes() -> usize {
+    // SAFETY: no memory is involved.
+    usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(4096)
+}
+
+fn check(status: i64) -> io::Result<()> {
+    if status == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+fn map(bytes: usize, flags: i32) -> io::Result<Mapping> {
+    // SAFETY: a fresh anonymous mapping; no existing memory is named.
+    let addr = unsafe { libc::mmap(std::ptr::null_mut(), bytes, READ_WRITE, ANONYMOUS | flags, -1, 0) };
+    if addr == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(Mapping { addr: addr as usize, bytes }) }
+}
+
+impl Mapping {
+    /// `bytes`, to whole base pages and no further, that begin at a multiple of `align`, a power of two.
+    pub(super) fn anonymous(bytes: usize, align: usize) -> io::Result<Self> {
+        let page = base_page_bytes();
+        let (bytes, align) = (bytes.checked_next_multiple_of(page).ok_or(io::ErrorKind::OutOfMemory)?, align.max(page));
+        let mut block = map(bytes.checked_add(align - page).ok_or(io::ErrorKind::OutOfMemory)?, 0)?;
+        let start = block.addr.next_multiple_of(align);
+        let (before, end) = (start - block.addr, start + bytes);
+        drop(Self { addr: block.addr, bytes: before });
+        drop(Self { addr: end, bytes: block.addr + block.bytes - end });
+        (block.addr, block.bytes) = (start, bytes);
+        Ok(block)
+    }
+
+    /// `bytes`, up to whole pages of `page_bytes`, out of the kernel's pool of such pages.
+    pub(super) fn of_reserved_pages(bytes: usize, page_bytes: usize) -> io::Result<Self> {
+        let bytes = bytes.checked_next_multiple_of(page_bytes).ok_or(io::ErrorKind::OutOfMemory)?;
+        map(bytes, libc::MAP_HUGETLB | ((page_bytes.trailing_zeros() as i32) << libc::MAP_HUGE_SHIFT))
+    }
+
+    /// Address of the first byte.
+    pub(super) fn addr(&self) -> usize {
+        self.addr
+    }
+
+    /// Addresses from the first to behind the last.
+    pub(super) fn addresses(&self) -> Range<usize> {
+        self.addr..self.addr + self.bytes
+    }
+
+    /// Asks for transparent huge pages, or for none.
+    pub(super) fn advise_huge(&self, wanted: bool) -> io::Result<()> {
+        self.advise(0..self.bytes, if wanted { libc::MADV_HUGEPAGE } else { libc::MADV_NOHUGEPAGE })
+    }
+
+    /// Gathers pages that are there into huge ones, where they are not huge yet.
+    pub(super) fn collapse(&self, range: Range<usize>) -> io::Result<()> {
+        self.advise(range, libc::MADV_COLLAPSE)
+    }
+
+    /// Lets pages come from `nodes` alone. To be said before they are touched.
+    pub(super) fn bind(&self, range: Range<usize>, nodes: &[usize]) -> io::Result<()> {
+        let mut mask = [0usize; MASK_WORDS];
+        for &node in nodes.iter().filter(|&&node| node < NODES_MAX) {
+            mask[node / WORD_BITS] |= 1 << (node % WORD_BITS);
+        }
+        let (addr, bytes) = self.part(range);
+        // The kernel looks at one bit fewer than it is told.
+        // SAFETY: a policy for pages of our own mapping; the mask is read during the call.
+        check(unsafe { libc::syscall(libc::SYS_mbind, addr, bytes, libc::MPOL_BIND, mask.as_ptr(), NODES_MAX + 1, 0) })
+    }
+
+    /// Faults pages in: the next touch finds them there. Kernels before 5.14 have no call for it; then each page is written.
+    pub(super) fn populate(&self, range: Range<usize>) -> io::Result<()> {
+        match self.advise(range.clone(), libc::MADV_POPULATE_WRITE) {
+            Err(e) if matches!(e.raw_os_error(), Some(libc::EINVAL | libc::ENOSYS)) => {
+                self.touch(range);
+                Ok(())
+            }
+            other => other,
+        }
+    }
+
+    fn touch(&self, range: Range<usize>) {
+        let (addr, bytes) = self.part(range);
+        for at in (addr..addr + bytes).step_by(base_page_bytes()) {
+            // SAFETY: inside our mapping, which is zero and which nobody else uses yet.
+            unsafe { (at as *mut u8).write_volatile(0) };
+        }
+    }
+
+    /// Puts shared memory in the place of `range`; it must not be in use.
+    pub(super) fn overlay(&self, range: Range<usize>, file: BorrowedFd) -> io::Result<()> {
+        let (addr, bytes) = self.part(range);
+        let flags = libc::MAP_SHARED | libc::MAP_FIXED;
+        // SAFETY: replaces pages of our own mapping, which nobody uses yet.
+        let placed = unsafe { libc::mmap(addr as *mut _, bytes, READ_WRITE, flags, file.as_raw_fd(), 0) };
+        if placed == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
+    }
+
+    fn advise(&self, range: Range<usize>, advice: i32) -> io::Result<()> {
+        let (addr, bytes) = self.part(range);
+        // SAFETY: advice on our own mapping, none that drops what is in it.
+        check(unsafe { libc::madvise(addr as *mut _, bytes, advice) }.into())
+    }
+
+    fn part(&self, range: Range<usize>) -> (usize, usize) {
+        assert!(range.start <= range.end && range.end <= self.bytes, "bytes {range:?} of a mapping of {}", self.bytes);
+        (self.addr + range.start, range.len())
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        if self.bytes > 0 {
+            // SAFETY: mapped with this address and size, by this file alone; views are not used after their owner is gone.
+            unsafe { libc::munmap(self.addr as *mut libc::c_void, self.bytes) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_mapping_begins_where_it_should_and_ends_with_its_last_page() {
+        let (page, align) = (base_page_bytes(), 2 << 20);
+        let mapping = Mapping::anonymous(3 * align + 1, align).unwrap();
+        assert!(mapping.addr().is_multiple_of(align));
+        assert_eq!(mapping.addresses().len(), 3 * align + page);
+        mapping.populate(0..3 * align + page).unwrap();
+        mapping.touch(0..3 * align + page);
+        assert!(Mapping::anonymous(usize::MAX, align).is_err());
+    }
+
+    #[test]
+    fn memory_on_a_node_that_is_not_there_is_refused_not_ignored() {
+        let mapping = Mapping::anonymous(1 << 20, 1).unwrap();
+        if mapping.bind(0..1 << 20, &[0]).is_ok() {
+            assert!(mapping.bind(0..1 << 20, &[NODES_MAX - 1]).is_err());
+        }
+    }
+}
