@@ -100,14 +100,20 @@ fn steps_allocate_nothing_and_memory_stays_flat() {
     if cfg!(feature = "superchip-cast") {
         steps(STRATEGIES[1], "cast = \"device\"\n");
     }
+    steps_of(STRATEGIES[3], "", |plan| plan.paged = plan.layout.count());
     memory_stays_flat();
 }
 
 /// Trains on the text that ships with the program, with a timeline; panics with a backtrace if a step after the warm-up allocates.
 fn steps(strategy: &str, more: &str) -> Counts {
+    steps_of(strategy, more, |_| ())
+}
+
+fn steps_of(strategy: &str, more: &str, change: impl FnOnce(&mut Plan)) -> Counts {
     let settings = settings(&format!("{COMMON}{}{strategy}{more}", resident(strategy)));
     let shape = tiny_llama(2, 64, 256, true);
-    let plan = Plan::new(&settings, &shape, Machine::cpu(2), true).unwrap();
+    let mut plan = Plan::new(&settings, &shape, Machine::cpu(2), true).unwrap();
+    change(&mut plan);
     let (mut engine, mut loader) = (start(&plan, &shape, random_params(1)), loader(&settings, &shape));
     let mut counts = Counts::default();
     let mut train = |steps| (0..steps).for_each(|_| counts += engine.step(1e-3, &mut loader).unwrap().counts);

@@ -118,17 +118,17 @@ fn run(options: &Options) -> Result<u8> {
 
 #[cfg(feature = "cuda")]
 fn find_gpu() -> Result<()> {
-    superoffload::device::cuda::probe()
+    superoffload::device::cuda::probe().map(drop)
 }
 
 #[cfg(feature = "cuda")]
 fn cuda<W: Write>(report: &mut Report<W>, options: &Options) -> Result<()> {
     use superoffload::device::Attention;
-    use superoffload::device::cuda::{CudaDevice, CudaOptions, free_bytes};
+    use superoffload::device::cuda::{CudaDevice, CudaOptions, free_bytes, probe};
     use superoffload::planner::machine::DeviceMemory;
     let attention = if options.plain_attention { Attention::Plain } else { Attention::Cudnn { deterministic: true } };
     let settings = if options.plain_attention { "device = \"cuda\"\nattention = \"plain\"\n" } else { "device = \"cuda\"\n" };
-    let machine = Machine { device: DeviceMemory::Own { bytes: free_bytes()? }, ..Machine::cpu(4) };
+    let machine = Machine { device: DeviceMemory::Own { bytes: free_bytes()?, addressing: probe()? }, ..Machine::cpu(4) };
     let subject = Subject {
         engine: &superoffload::train::setup::cuda_engine,
         machine,

@@ -146,6 +146,8 @@ pub struct PlanFacts {
     pub buckets: usize,
     /// Buckets whose optimizer stays on the device.
     pub resident_buckets: usize,
+    /// Buckets whose states lie in unified memory and come to the device to be stepped.
+    pub paged_buckets: usize,
     /// Parameters of a bucket.
     pub bucket_elems: usize,
     /// Parameters whose state is in host memory, padding included.
@@ -180,7 +182,8 @@ impl PlanFacts {
             isa: plan.isa.to_string(),
             threads: plan.threads,
             buckets: layout.count(),
-            resident_buckets: layout.count() - layout.offloaded(),
+            resident_buckets: layout.count() - layout.offloaded() - plan.paged,
+            paged_buckets: plan.paged,
             bucket_elems: layout.bucket_elems(),
             offloaded_elems: layout.offloaded_elems(),
             grad_slots: plan.grad_slots,

@@ -27,6 +27,11 @@ impl BucketLayout {
         Self { flat_elems, bucket_elems, resident }
     }
 
+    /// The same buckets with the last `resident` of them on the device.
+    pub fn with_resident(&self, resident: usize) -> Self {
+        Self::new(self.flat_elems, self.bucket_elems, resident)
+    }
+
     /// All buckets.
     pub fn count(&self) -> usize {
         self.flat_elems.div_ceil(self.bucket_elems)

@@ -144,7 +144,8 @@ pub enum AttentionChoice {
 pub enum HostMemoryKind {
     /// Locked pages, copied explicitly.
     Pinned,
-    /// CUDA managed memory, one address on both sides.
+    /// One address on both sides, and every optimizer on the GPU: CUDA managed memory, or the system's where the GPU shares its
+    /// page tables.
     Unified,
 }
 

@@ -2,10 +2,10 @@
 
 use crate::bucket::layout::BucketLayout;
 use crate::config::options::{
-    AttentionChoice, CastSide, Init, Injection, IsaChoice, ResidentBuckets, Rollback, Strategy, Technique, TrainDtype,
+    AttentionChoice, CastSide, HostMemoryKind, Init, Injection, IsaChoice, ResidentBuckets, Rollback, Strategy, Technique, TrainDtype,
 };
 use crate::config::settings::Settings;
-use crate::device::{Attention, RingShape};
+use crate::device::{Addressing, Attention, RingShape};
 use crate::dtype::Dtype;
 use crate::engine::coordinator::{Policy, Rules};
 use crate::engine::trace::{Span, spans_per_track};
@@ -55,7 +55,8 @@ impl Techniques {
     fn new(settings: &Settings) -> Self {
         let on = |compiled: bool, technique| compiled && !settings.without.contains(&technique);
         let superoffload = settings.strategy == Strategy::Superoffload;
-        let stv = superoffload && on(cfg!(feature = "stv"), Technique::Stv);
+        // What the device steps waits for the verdict.
+        let stv = superoffload && settings.memory == HostMemoryKind::Pinned && on(cfg!(feature = "stv"), Technique::Stv);
         Self {
             stv,
             adaptive: stv && on(true, Technique::Adaptive),
@@ -103,6 +104,8 @@ pub struct Plan {
     pub threads: usize,
     /// How the flat order is cut.
     pub layout: BucketLayout,
+    /// The first buckets, whose states are paged: they lie in unified memory, and come to the device to be stepped.
+    pub paged: usize,
     /// The device's gradients as a ring; `None`: each has its own place.
     pub grad_ring: Option<RingShape>,
     /// Host slots for gradients: one retained per offloaded bucket, and the ring.
@@ -174,6 +177,7 @@ impl Plan {
             dtype,
             link_dtype,
             device_casts: cfg!(feature = "superchip-cast") && link_dtype != dtype,
+            paged: settings.memory == HostMemoryKind::Unified,
             retains_grads: rules.policy == Policy::Deferred,
             slots: settings.slots,
             timeline_bytes: (threads + 4) * trace_spans * size_of::<Span>(),
@@ -189,6 +193,8 @@ impl Plan {
         let wishes = Wishes { residency: residency(settings, techniques)?, activations: settings.activations };
         let Choice { layout, policies, tile, grad_ring, memory, predicted } =
             choose(&needs, work, &table, &cut(settings, &table, dtype), wishes)?;
+        // The device steps paged buckets as it does resident ones.
+        let (layout, paged) = if needs.paged { (layout.with_resident(usize::MAX), layout.offloaded()) } else { (layout, 0) };
         Ok(Self {
             strategy: settings.strategy,
             techniques,
@@ -198,6 +204,7 @@ impl Plan {
             link_dtype,
             isa: isa(settings, techniques)?,
             threads,
+            paged,
             grad_ring,
             grad_slots: needs.grad_slots(&layout),
             param_slots: settings.slots,
@@ -226,6 +233,11 @@ impl Plan {
     /// Tokens of an optimizer step.
     pub fn tokens_per_step(&self) -> usize {
         self.batch * self.seq_length * self.grad_accum_steps
+    }
+
+    /// Elements of the buckets whose states are paged: the flat range from 0.
+    pub fn paged_elems(&self) -> usize {
+        if self.paged == 0 { 0 } else { self.layout.range(self.paged - 1).end }
     }
 
     /// Bytes planned at `place`.
@@ -383,6 +395,7 @@ impl fmt::Display for Plan {
         )?;
         let (count, offloaded) = (layout.count(), layout.offloaded());
         match offloaded {
+            0 if self.paged > 0 => self.write_paged(f, bucket)?,
             0 => writeln!(f, "  buckets     {count} of {bucket}; fits without offload: every optimizer state stays on the device")?,
             _ => writeln!(
                 f,
@@ -401,6 +414,19 @@ impl fmt::Display for Plan {
 }
 
 impl Plan {
+    fn write_paged(&self, f: &mut fmt::Formatter<'_>, bucket: Bytes) -> fmt::Result {
+        let how = match self.machine.device {
+            DeviceMemory::Shared => Addressing::Shared,
+            DeviceMemory::Own { addressing, .. } => addressing,
+        };
+        writeln!(
+            f,
+            "  buckets     {} of {bucket}, all stepped on the device; states of {} are unified: {how}",
+            self.layout.count(),
+            self.paged
+        )
+    }
+
     /// A table for each place, and what stays free there; a device without memory of its own takes from the host's.
     fn write_memory(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [device_free, host_free] = self.balances().map(|balance| balance.free());

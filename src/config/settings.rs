@@ -339,6 +339,9 @@ impl Settings {
 
     fn check_combinations(&self) -> Result<()> {
         require(self.init == Init::Random || self.model.is_some(), "init", "checkpoint", "random without --model")?;
+        let (unified, allowed) = (self.memory == HostMemoryKind::Unified, "only with --strategy superoffload and --rollback deferred");
+        let states_move = self.strategy == Strategy::Superoffload && self.rollback == Rollback::Deferred;
+        require(!unified || states_move, "memory", "unified", allowed)?;
         let on_cpu = self.adversary.is_none() || self.device == DeviceChoice::Cpu;
         require(on_cpu, "adversary", self.adversary.unwrap_or_default(), "only with --device cpu")?;
         if self.device == DeviceChoice::Cpu {
@@ -474,6 +477,14 @@ mod tests {
             let message = resolve(&["--device=cpu", flag, value]).unwrap_err().to_string();
             assert_eq!(message, format!("{flag} {value}: allowed is only with --device cuda"));
             assert!(resolve(&["--device=cuda", flag, value]).is_ok());
+        }
+    }
+
+    #[test]
+    fn unified_memory_is_for_what_the_gpu_steps_after_the_verdict() {
+        for other in ["--strategy=zero-offload", "--strategy=no-offload", "--rollback=inverse"] {
+            let message = resolve(&["--device=cuda", "--memory=unified", other]).unwrap_err().to_string();
+            assert!(message.starts_with("--memory unified: allowed is only with --strategy superoffload"), "{message}");
         }
     }
 

@@ -14,6 +14,9 @@ use crate::engine::trace::Recorder;
 use crate::error::Result;
 use crate::host::pinned::PinnedSlice;
 use crate::optim::adam::AdamConsts;
+use std::fmt;
+
+pub use crate::planner::machine::Place;
 
 /// The three queues of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,6 +74,35 @@ pub struct RingShape {
     pub period_elems: usize,
 }
 
+/// What a device's kernels reach of the host's memory by the host's own addresses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Addressing {
+    /// Nothing that both may use at the same time.
+    Separate,
+    /// Managed memory: two page tables that agree, and pages that move.
+    Managed,
+    /// All of it: the device walks the host's page tables (GH200).
+    Shared,
+}
+
+impl fmt::Display for Addressing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Separate => "separate memories",
+            Self::Managed => "managed memory, whose pages move",
+            Self::Shared => "page tables shared with the host, whose memory is used directly",
+        })
+    }
+}
+
+/// What a span of [`Device::prefetch`] is called.
+fn prefetch_span(place: Place) -> &'static str {
+    match place {
+        Place::Device => "page_in",
+        Place::Host => "page_out",
+    }
+}
+
 /// Memory, streams, events and copies. No arithmetic.
 pub trait Device {
     /// What this device is, for people: `cpu (AMD EPYC 9B45, 2 threads, avx512)`.
@@ -90,6 +122,17 @@ pub trait Device {
     /// # Errors
     /// As there.
     fn alloc_ring(&mut self, name: &str, elems: usize, dtype: Dtype, shape: RingShape) -> Result<DeviceSlice>;
+
+    /// [`Device::alloc`] in memory that host and device know by one address. It lies on the host, where kernels reach it over the
+    /// link.
+    ///
+    /// # Errors
+    /// As there; `Unsupported` where there is no such memory.
+    fn alloc_unified(&mut self, name: &str, elems: usize, dtype: Dtype) -> Result<DeviceSlice>;
+
+    /// On `stream`, moves unified memory to `place`, from where it stays valid for both sides. Nothing moves where page tables are
+    /// shared, or memory is.
+    fn prefetch(&mut self, stream: Stream, memory: DeviceSlice, place: Place) -> Result<()>;
 
     /// Prepares host memory for copies that run beside everything else. Only before step 0.
     ///

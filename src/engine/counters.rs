@@ -5,9 +5,9 @@ use std::ops::{AddAssign, Sub};
 /// Amounts since the engine began, or between two reports. Counted when work is given out, not when it is done.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct Counters {
-    /// Bytes of gradients sent to host memory.
+    /// Bytes of gradients, or of paged states, sent to host memory.
     pub d2h_bytes: u64,
-    /// Bytes of parameters sent to the device.
+    /// Bytes of parameters, or of paged states, sent to the device.
     pub h2d_bytes: u64,
     /// Parameters passed over by the optimizer's pool; a redone or restored bucket counts again.
     pub adam_elems: u64,

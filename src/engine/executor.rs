@@ -10,7 +10,7 @@ use super::trace::{Recorder, now_ns};
 use super::verdict::{SpeculationHistory, Verdict};
 use crate::bucket::slot::Slot;
 use crate::config::plan::Plan;
-use crate::device::{AdamArgs, DeviceSlice, EventId, Kernels, Stream};
+use crate::device::{AdamArgs, DeviceSlice, EventId, Kernels, Place, Stream};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::host::doorbell::Doorbell;
@@ -23,6 +23,7 @@ use crate::model::shape::{ModelShape, Positions};
 use crate::model::tensors::{Stage, TensorSpec, TensorTable};
 use crate::model::{MicroStep, Model};
 use crate::optim::adam::{AdamConsts, AdamHyper};
+use crate::planner::budget::PAGED_WINDOW;
 use crate::units::Norm;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
@@ -105,8 +106,17 @@ struct Events {
     params_ready: Vec<EventId>,
     slot_copied: Vec<EventId>,
     compute_tail: EventId,
+    paging: [Paging; PAGED_WINDOW],
     /// The ends of the last stages that were enqueued.
     stages: [EventId; STAGES_AHEAD + 1],
+}
+
+/// How far the paged bucket is that has this place in the window.
+#[derive(Clone, Copy)]
+struct Paging {
+    fetched: EventId,
+    stepped: EventId,
+    returned: EventId,
 }
 
 /// Stages (a layer's forward or backward) that the driver enqueues ahead of the device: enough that the device never
@@ -118,7 +128,9 @@ impl Events {
         let mut many = |count: usize| (0..count).map(|_| dev.event()).collect::<Result<Vec<_>>>();
         let (grad_ready, grad_arrived, params_ready, slot_copied) = (many(buckets)?, many(buckets)?, many(buckets)?, many(slots)?);
         let stages = [dev.event()?, dev.event()?, dev.event()?];
-        Ok(Self { grad_ready, grad_arrived, params_ready, slot_copied, compute_tail: dev.event()?, stages })
+        let mut paging = || Ok(Paging { fetched: dev.event()?, stepped: dev.event()?, returned: dev.event()? });
+        let paging = [paging()?, paging()?, paging()?, paging()?];
+        Ok(Self { grad_ready, grad_arrived, params_ready, slot_copied, compute_tail: dev.event()?, paging, stages })
     }
 }
 
@@ -266,9 +278,9 @@ impl<D: Kernels> Engine<D> {
     /// # Errors
     /// The device's.
     pub fn send_weights(&mut self) -> Result<()> {
-        let offloaded = self.plan.layout.offloaded_elems();
-        let resident = self.model.weights.slice(offloaded, self.plan.layout.flat_elems() - offloaded);
-        self.dev.cast(Stream::Compute, self.memory.resident.params, resident)?;
+        for state in &self.memory.device {
+            self.dev.cast(Stream::Compute, state.params, self.model.weights.slice(state.flat.start, state.flat.len()))?;
+        }
         self.coordinator.restore();
         self.obey()?;
         self.wait_for_all_params()
@@ -611,6 +623,9 @@ impl<D: Kernels> Engine<D> {
 
     fn step_resident(&mut self, bucket: usize, update: Update) -> Result<()> {
         let range = self.plan.layout.range(bucket);
+        if bucket < self.plan.paged {
+            self.page_in(bucket)?;
+        }
         let hyper = AdamHyper { lr: update.learning_rate, ..self.plan.hyper };
         let segments = self.memory.step.segments.clone();
         for segment in segments.iter() {
@@ -618,12 +633,37 @@ impl<D: Kernels> Engine<D> {
             if part.is_empty() {
                 continue;
             }
-            let state = self.memory.resident_part(part.clone());
+            let state = self.memory.device_part(&part);
             let consts = AdamConsts::new(&hyper, update.optimizer_step, segment.decay);
             let (grads, out) = (self.grads(&part), self.weights(&part));
             self.dev.adam_step(AdamArgs { params: state.params, m: state.m, v: state.v, grads, out, consts, scale: update.scale })?;
         }
-        Ok(())
+        if bucket < self.plan.paged { self.page_out(bucket) } else { Ok(()) }
+    }
+
+    /// The bucket's state comes as soon as the one before it in the window has gone. All of it is enqueued at once: states that
+    /// come and states that go cross the link beside the steps of others.
+    fn page_in(&mut self, bucket: usize) -> Result<()> {
+        let Paging { fetched, returned, .. } = self.events.paging[bucket % PAGED_WINDOW];
+        self.dev.wait(Stream::H2d, returned)?;
+        self.counters.h2d_bytes += self.prefetch(Stream::H2d, bucket, Place::Device)?;
+        self.dev.record(fetched, Stream::H2d)?;
+        self.dev.wait(Stream::Compute, fetched)
+    }
+
+    fn page_out(&mut self, bucket: usize) -> Result<()> {
+        let Paging { stepped, returned, .. } = self.events.paging[bucket % PAGED_WINDOW];
+        self.dev.record(stepped, Stream::Compute)?;
+        self.dev.wait(Stream::D2h, stepped)?;
+        self.counters.d2h_bytes += self.prefetch(Stream::D2h, bucket, Place::Host)?;
+        self.dev.record(returned, Stream::D2h)
+    }
+
+    /// Moves a paged bucket's state; returns its bytes.
+    fn prefetch(&mut self, stream: Stream, bucket: usize, place: Place) -> Result<u64> {
+        let arrays = self.memory.device_part(&self.plan.layout.range(bucket)).arrays();
+        arrays.into_iter().try_for_each(|memory| self.dev.prefetch(stream, memory, place))?;
+        Ok(arrays.map(|memory| memory.bytes() as u64).iter().sum())
     }
 
     /// Ends all threads and returns the tracks of the timeline.

@@ -12,12 +12,34 @@ use crate::optim::simd::AdamKernels;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Optimizer state of the resident buckets, on the device: the flat range from `offloaded_elems` on.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct ResidentState {
+/// Optimizer state that the device steps.
+#[derive(Clone, Debug)]
+pub(super) struct DeviceState {
+    /// What of the flat order it is the state of.
+    pub(super) flat: Range<usize>,
     pub(super) params: DeviceSlice,
     pub(super) m: DeviceSlice,
     pub(super) v: DeviceSlice,
+}
+
+impl DeviceState {
+    fn new(name: &str, flat: Range<usize>, mut alloc: impl FnMut(&str, usize) -> Result<DeviceSlice>) -> Result<Self> {
+        let mut array = |what: &str| alloc(&format!("{name} {what}"), flat.len());
+        let (params, m, v) = (array("parameters")?, array("m")?, array("v")?);
+        Ok(Self { flat, params, m, v })
+    }
+
+    /// The part that it has of a flat range, if any.
+    fn part(&self, flat: &Range<usize>) -> Option<Self> {
+        let common = flat.start.max(self.flat.start)..flat.end.min(self.flat.end);
+        let part = |s: DeviceSlice| s.slice(common.start - self.flat.start, common.len());
+        let [params, m, v] = self.arrays();
+        (!common.is_empty()).then(|| Self { params: part(params), m: part(m), v: part(v), flat: common.clone() })
+    }
+
+    pub(super) fn arrays(&self) -> [DeviceSlice; 3] {
+        [self.params, self.m, self.v]
+    }
 }
 
 /// Token ids on their way to the device: two buffers, so that one is filled while the other is copied.
@@ -31,7 +53,8 @@ pub(super) struct BatchBuffer {
 /// Every allocation but the model's own.
 pub(super) struct Memory {
     pub(super) step: StepMemory,
-    pub(super) resident: ResidentState,
+    /// Paged states, then resident ones.
+    pub(super) device: [DeviceState; 2],
     pub(super) batches: [BatchBuffer; 2],
     /// fp32 room for one bucket on its way out and in, when the device casts.
     pub(super) staging_d2h: DeviceSlice,
@@ -43,17 +66,17 @@ pub(super) struct Memory {
 
 /// Elements that move at once when state is read from or written to the device.
 const BOUNCE_ELEMS: usize = 1 << 18;
-/// Resident elements that are initialised at once: enough work for every thread.
+/// Elements on the device that are initialised at once: enough work for every thread.
 const INIT_ELEMS: usize = 1 << 24;
 
 impl Memory {
     pub(super) fn new<D: Device>(plan: &Plan, table: &TensorTable, dev: &mut D, host: &mut HostMemory) -> Result<Self> {
         let layout = &plan.layout;
         let (flat, offloaded, bucket) = (layout.flat_elems(), layout.offloaded_elems(), layout.bucket_elems());
+        let border = offloaded + plan.paged_elems();
+        let paged = DeviceState::new("paged", offloaded..border, |name, elems| dev.alloc_unified(name, elems, Dtype::Float32))?;
         let mut fp32 = |name: &str, elems: usize| dev.alloc(name, elems, Dtype::Float32);
-        let resident_elems = flat - offloaded;
-        let (params, m) = (fp32("resident parameters", resident_elems)?, fp32("resident m", resident_elems)?);
-        let resident = ResidentState { params, m, v: fp32("resident v", resident_elems)? };
+        let resident = DeviceState::new("resident", border..flat, &mut fp32)?;
         let staging_elems = if plan.device_casts() && offloaded > 0 { bucket } else { 0 };
         let (staging_d2h, staging_h2d) = (fp32("gradient staging", staging_elems)?, fp32("parameter staging", staging_elems)?);
         let tokens_bytes = plan.batch * plan.seq_length * 4;
@@ -68,51 +91,67 @@ impl Memory {
         let bounce = host.alloc("bounce buffer", BOUNCE_ELEMS * 4)?;
         // The state itself never crosses the link: it stays pageable.
         [step.grads.memory, step.params.memory, bounce].into_iter().try_for_each(|memory| dev.pin(memory))?;
-        Ok(Self { step, resident, batches, staging_d2h, staging_h2d, offloaded_elems: offloaded, bounce, bounced: dev.event()? })
+        Ok(Self {
+            step,
+            device: [paged, resident],
+            batches,
+            staging_d2h,
+            staging_h2d,
+            offloaded_elems: offloaded,
+            bounce,
+            bounced: dev.event()?,
+        })
     }
 
-    /// The resident state's part for a flat range of resident elements.
-    pub(super) fn resident_part(&self, flat: Range<usize>) -> ResidentState {
-        let part = |s: DeviceSlice| s.slice(flat.start - self.offloaded_elems, flat.len());
-        ResidentState { params: part(self.resident.params), m: part(self.resident.m), v: part(self.resident.v) }
+    /// The state of a flat range of one bucket that the device steps.
+    ///
+    /// # Panics
+    /// If the device does not.
+    pub(super) fn device_part(&self, flat: &Range<usize>) -> DeviceState {
+        self.device.iter().find_map(|state| state.part(flat)).expect("a bucket that the device steps")
     }
 
     /// Writes random initial parameters where they lie, on `threads` threads; m and v are left as they are.
     /// The device must be idle and no job running.
     pub(super) fn init_params<D: Device>(&self, dev: &mut D, table: &TensorTable, seed: u64, threads: usize) -> Result<()> {
         self.step.state.params.with(|params: &mut [f32]| init_flat(table, seed, 0, params, threads))?;
-        let mut room = vec![0.0; INIT_ELEMS.min(self.resident.params.elems)];
-        for start in (0..self.resident.params.elems).step_by(INIT_ELEMS) {
-            let part = &mut room[..INIT_ELEMS.min(self.resident.params.elems - start)];
-            init_flat(table, seed, self.offloaded_elems + start, part, threads)?;
-            self.upload(dev, part, self.resident.params.slice(start, part.len()))?;
+        for DeviceState { flat, params, .. } in &self.device {
+            let mut room = vec![0.0; INIT_ELEMS.min(params.elems)];
+            for start in (0..params.elems).step_by(INIT_ELEMS) {
+                let part = &mut room[..INIT_ELEMS.min(params.elems - start)];
+                init_flat(table, seed, flat.start + start, part, threads)?;
+                self.upload(dev, part, params.slice(start, part.len()))?;
+            }
         }
         Ok(())
     }
 
     /// Copies state into its place. The device must be idle and no job running.
     pub(super) fn write<D: Device>(&self, dev: &mut D, flat: Range<usize>, params: &[f32], m: &[f32], v: &[f32]) -> Result<()> {
-        let (on_host, on_device) = self.split(&flat);
-        let host = self.step.state;
+        let (on_host, host) = (self.on_host(&flat), self.step.state);
         for (memory, source) in [(host.params, params), (host.m, m), (host.v, v)] {
             let part = &source[..on_host.len()];
             memory.slice(on_host.start * 4, part.len() * 4).with(|x: &mut [f32]| x.copy_from_slice(part));
         }
-        let device = self.resident_part(on_device.clone());
-        for (memory, source) in [(device.params, params), (device.m, m), (device.v, v)] {
-            self.upload(dev, &source[on_host.len()..], memory)?;
+        for state in self.device.iter().filter_map(|state| state.part(&flat)) {
+            for (memory, source) in state.arrays().into_iter().zip([params, m, v]) {
+                self.upload(dev, &source[state.flat.start - flat.start..][..memory.elems], memory)?;
+            }
         }
         Ok(())
     }
 
     /// Copies state out of its place. The device must be idle and no job running.
     pub(super) fn read<D: Device>(&self, dev: &mut D, flat: Range<usize>, params: &mut [f32], m: &mut [f32], v: &mut [f32]) -> Result<()> {
-        let (on_host, on_device) = self.split(&flat);
-        let (host, device) = (self.step.state, self.resident_part(on_device.clone()));
-        for (memory, resident, out) in [(host.params, device.params, params), (host.m, device.m, m), (host.v, device.v, v)] {
-            let (part, rest) = out.split_at_mut(on_host.len());
+        let (on_host, host) = (self.on_host(&flat), self.step.state);
+        for (memory, out) in [(host.params, &mut *params), (host.m, &mut *m), (host.v, &mut *v)] {
+            let part = &mut out[..on_host.len()];
             memory.slice(on_host.start * 4, part.len() * 4).read(part);
-            self.download(dev, resident, rest)?;
+        }
+        for state in self.device.iter().filter_map(|state| state.part(&flat)) {
+            for (memory, out) in state.arrays().into_iter().zip([&mut *params, &mut *m, &mut *v]) {
+                self.download(dev, memory, &mut out[state.flat.start - flat.start..][..memory.elems])?;
+            }
         }
         Ok(())
     }
@@ -144,10 +183,9 @@ impl Memory {
         dev.synchronize(self.bounced)
     }
 
-    /// The parts of a flat range on the host and on the device.
-    fn split(&self, flat: &Range<usize>) -> (Range<usize>, Range<usize>) {
-        let border = self.offloaded_elems;
-        (flat.start.min(border)..flat.end.min(border), flat.start.max(border)..flat.end.max(border))
+    /// The part of a flat range that the pool steps.
+    fn on_host(&self, flat: &Range<usize>) -> Range<usize> {
+        flat.start.min(self.offloaded_elems)..flat.end.min(self.offloaded_elems)
     }
 }
 

@@ -91,6 +91,7 @@ fn facts(topology: &Topology, isa: &str, probes: &Probes, partitions: &Partition
         ("cuda device", cuda_device(gpu)),
     ]);
     facts.extend(gpu.libraries.iter().map(|(name, path)| ("library", format!("{name}: {}", or_error(path, |p| p.display().to_string())))));
+    facts.extend(gpu.usable.as_ref().ok().map(|addressing| ("addressing", addressing.to_string())));
     facts.push(("kernel", or_unknown(topology.kernel.as_deref()).to_owned()));
     facts
 }
@@ -220,7 +221,7 @@ fn gpu_name(topology: &Topology, gpu: &GpuReport) -> String {
 }
 
 fn cuda_device(gpu: &GpuReport) -> String {
-    gpu.usable.as_ref().map_or_else(ToString::to_string, |()| "ready (--device cuda)".into())
+    gpu.usable.as_ref().map_or_else(ToString::to_string, |_| "ready (--device cuda)".into())
 }
 
 /// What can be partitioned, in words, and what to do about it.
@@ -340,6 +341,7 @@ mod tests {
     use super::super::topology::Process;
     use super::super::topology::tests::{container, grace, tree, two_sockets};
     use super::*;
+    use crate::device::Addressing;
     use crate::error::Error;
     use crate::hardware::gpu::GpuFacts;
     use crate::host::wakeup::Latency;
@@ -415,9 +417,11 @@ mod tests {
     #[test]
     fn a_gpu_is_named_by_its_library_or_by_the_kernel() {
         let facts = GpuFacts { name: Some("NVIDIA H200".into()), ..GpuFacts::default() };
-        let found = GpuReport { facts: Ok(facts), usable: Ok(()), libraries: Vec::new() };
+        let found = GpuReport { facts: Ok(facts), usable: Ok(Addressing::Managed), libraries: Vec::new() };
         assert_eq!(gpu_name(&server(), &found), "NVIDIA H200");
         assert_eq!(cuda_device(&found), "ready (--device cuda)");
+        let report = report(&server(), "avx2", &Probes { gpu: found, ..probes() }, Path::new("/nowhere"));
+        assert!(report.contains("\naddressing:             managed memory, whose pages move\n"), "{report}");
         let driver = Topology { nvidia_driver: Some("580.1".into()), nvidia_devices: 2, ..server() };
         assert_eq!(gpu_name(&driver, &no_gpu()), "NVIDIA driver 580.1, 2 GPUs; find an NVIDIA GPU: no driver");
         let unloaded = Topology { nvidia_devices: 1, ..server() };

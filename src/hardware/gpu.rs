@@ -3,6 +3,7 @@
 #[cfg_attr(not(feature = "cuda"), path = "gpu/absent.rs")]
 mod nvml;
 
+use crate::device::Addressing;
 use crate::error::{Error, Result};
 use crate::units::Bytes;
 use nvml::Gpu;
@@ -65,8 +66,8 @@ impl fmt::Display for GpuFacts {
 pub struct GpuReport {
     /// What it is, or why that cannot be said.
     pub facts: Result<GpuFacts>,
-    /// Whether CUDA opens it, or why not.
-    pub usable: Result<()>,
+    /// What CUDA, which opens it, says of the host's memory; or why it does not open.
+    pub usable: Result<Addressing>,
     /// NVIDIA's libraries, where there is a GPU to use them: the path, or why one cannot be opened.
     pub libraries: Vec<(&'static str, Result<PathBuf>)>,
 }

@@ -2,7 +2,7 @@
 
 use super::machine::{DeviceMemory, Machine, Place};
 use crate::bucket::layout::BucketLayout;
-use crate::device::{Attention, RingShape};
+use crate::device::{Addressing, Attention, RingShape};
 use crate::dtype::Dtype;
 use crate::model::activations::ActivationPlan;
 use crate::model::shape::ModelShape;
@@ -22,6 +22,11 @@ const COLUMN_SUM_BLOCKS: usize = 264;
 const RING_GRAIN_BYTES: usize = 32 << 20;
 /// Buckets that may be on their way to the host while the next stage writes.
 const RING_BUCKETS: usize = 8;
+/// Buckets whose paged states may be on the device at once: one comes, one is stepped, one goes, and one for when they do not
+/// take equally long.
+pub const PAGED_WINDOW: usize = 4;
+/// Pages of managed memory on a GPU. A bucket shares its first and its last with its neighbours.
+const GPU_PAGE_BYTES: usize = 2 << 20;
 /// Optimizer state of a parameter: fp32 parameter, m and v.
 pub(super) const STATE_BYTES: usize = 12;
 
@@ -71,7 +76,7 @@ pub fn balances(machine: Machine, classes: &[MemoryClass], transient_bytes: u64)
     let balance = |place, needed, available| Balance { place, needed, available };
     let (device, needed) = match machine.device {
         DeviceMemory::Shared => (balance(Place::Device, 0, u64::MAX), on_device + on_host),
-        DeviceMemory::Own { bytes } => (balance(Place::Device, on_device, bytes), on_host),
+        DeviceMemory::Own { bytes, .. } => (balance(Place::Device, on_device, bytes), on_host),
     };
     [device, balance(Place::Host, needed, machine.host_bytes)]
 }
@@ -93,6 +98,8 @@ pub struct Needs<'a> {
     pub link_dtype: Dtype,
     /// The device converts between the two.
     pub device_casts: bool,
+    /// States that are not resident are paged: unified memory, from which the device steps them, too.
+    pub paged: bool,
     /// Gradients stay in their slots for one step more, until the update is written.
     pub retains_grads: bool,
     /// Slots of the rings.
@@ -129,18 +136,22 @@ impl Needs<'_> {
 
     /// Every class that is not empty.
     pub fn classes(&self, layout: &BucketLayout, ring: Option<RingShape>, activations: &ActivationPlan) -> Vec<MemoryClass> {
-        let (flat, offloaded) = (layout.flat_elems(), layout.offloaded_elems());
+        let (flat, on_host) = (layout.flat_elems(), layout.offloaded_elems());
+        // Of a paged bucket nothing crosses the link but the state.
+        let (offloaded, paged) = if self.paged { (0, on_host) } else { (on_host, 0) };
         let (width, slot_bytes) = (self.dtype.bytes(), layout.bucket_elems().min(offloaded) * self.link_dtype.bytes());
         let staging = if self.device_casts && offloaded > 0 { 2 * layout.bucket_elems() * 4 } else { 0 };
         let class = |name, place, bytes| MemoryClass { name, place, bytes };
         let mut classes = vec![
             class("weights", Place::Device, flat * width),
             class("gradients", Place::Device, ring.map_or(flat, |ring| flat - ring.ringed_elems + ring.period_elems) * width),
-            class("resident p, m, v", Place::Device, STATE_BYTES * (flat - offloaded)),
+            class("resident p, m, v", Place::Device, STATE_BYTES * (flat - on_host)),
+            class("paged states here", Place::Device, if paged > 0 { self.paged_window_bytes(layout) } else { 0 }),
             class("cast staging", Place::Device, staging),
             class("activations", Place::Device, activations.device_bytes().0 as usize),
             class("norm partials", Place::Device, flat / BLOCK * 4),
             class("offloaded p, m, v", Place::Host, STATE_BYTES * offloaded),
+            class("paged p, m, v", Place::Host, STATE_BYTES * paged),
             class("gradient slots", Place::Host, self.grad_slots(layout) * slot_bytes),
             class("parameter slots", Place::Host, self.slots * slot_bytes),
             class("kept activations", Place::Host, activations.host_bytes().0 as usize),
@@ -161,7 +172,8 @@ impl Needs<'_> {
 
     fn ring_grain_bytes(&self) -> Option<usize> {
         match self.machine.device {
-            _ if self.grad_accum_steps > 1 => None,
+            // Gradients that are stepped here stay until the verdict.
+            _ if self.grad_accum_steps > 1 || self.paged => None,
             DeviceMemory::Shared => None,
             DeviceMemory::Own { .. } => Some(RING_GRAIN_BYTES),
         }
@@ -184,6 +196,11 @@ impl Needs<'_> {
         // The one size that grows with the square of the sequence: cut to what no machine has, where sums cannot overflow.
         let scores = ((2 * self.batch * heads) as u128 * padded(64) * padded(128)).min(1 << 56) as usize;
         4 * rows + grouped + if deterministic { scores } else { 4 * rows * head_dim }
+    }
+
+    fn paged_window_bytes(&self, layout: &BucketLayout) -> usize {
+        let DeviceMemory::Own { addressing: Addressing::Managed, .. } = self.machine.device else { return 0 };
+        PAGED_WINDOW.min(layout.offloaded()) * (STATE_BYTES * layout.bucket_elems() + 3 * GPU_PAGE_BYTES)
     }
 
     fn scratch_bytes(&self) -> usize {

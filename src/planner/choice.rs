@@ -73,7 +73,7 @@ pub fn choose(needs: &Needs, work: Work, table: &TensorTable, layout: &BucketLay
     let planner = Planner { needs, predictor: Predictor::new(needs, work), table, layout, wishes };
     match needs.machine.device {
         DeviceMemory::Shared => planner.shared(),
-        DeviceMemory::Own { bytes } => planner.search(bytes),
+        DeviceMemory::Own { bytes, .. } => planner.search(bytes),
     }
 }
 
@@ -163,7 +163,7 @@ impl Planner<'_> {
     }
 
     fn resident(&self, buckets: usize) -> BucketLayout {
-        BucketLayout::new(self.layout.flat_elems(), self.layout.bucket_elems(), buckets)
+        self.layout.with_resident(buckets)
     }
 
     fn activations(&self, policies: &[LayerPolicy], tile: LossTile) -> Result<ActivationPlan> {

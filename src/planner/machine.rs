@@ -1,6 +1,7 @@
 //! What the planner knows about a machine.
 
 use crate::config::settings::Settings;
+use crate::device::Addressing;
 use crate::host::affinity::workers_beside_others;
 use crate::units::Bytes;
 
@@ -9,7 +10,7 @@ use crate::units::Bytes;
 pub enum Place {
     /// On the device.
     Device,
-    /// In pinned host memory.
+    /// In host memory.
     Host,
 }
 
@@ -22,6 +23,8 @@ pub enum DeviceMemory {
     Own {
         /// Free bytes.
         bytes: u64,
+        /// What it sees of the host's.
+        addressing: Addressing,
     },
 }
 
@@ -55,7 +58,7 @@ impl Machine {
         let at_most = |bytes: u64, limit: Option<Bytes>| limit.map_or(bytes, |limit| bytes.min(limit.0));
         let device = match self.device {
             DeviceMemory::Shared => DeviceMemory::Shared,
-            DeviceMemory::Own { bytes } => DeviceMemory::Own { bytes: at_most(bytes, settings.hbm_limit) },
+            DeviceMemory::Own { bytes, addressing } => DeviceMemory::Own { bytes: at_most(bytes, settings.hbm_limit), addressing },
         };
         Self { host_bytes: at_most(self.host_bytes, settings.host_limit), device, ..self }
     }

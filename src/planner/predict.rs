@@ -103,14 +103,21 @@ impl<'a> Predictor<'a> {
 
     pub fn predict(&self, layout: &BucketLayout, ring: bool, policies: &[LayerPolicy], activations: &ActivationPlan) -> Prediction {
         let (offloaded, accum) = (layout.offloaded_elems() as f64, self.work.grad_accum_steps as f64);
-        let resident = layout.flat_elems() as f64 - offloaded;
+        let stepped_here = layout.flat_elems() as f64 - if self.needs.paged { 0.0 } else { offloaded };
         // State is read and written, a gradient read, a weight written.
         let adam_bytes = 2 * STATE_BYTES + 2 * self.needs.dtype.bytes();
         let layers_s: f64 = policies.iter().map(|policy| self.layer_s(*policy)).sum();
-        let device_s = accum * (self.model_s + layers_s) + resident * adam_bytes as f64 / ASSUMED.device_bytes;
+        let (passes_s, adam_s) = (accum * (self.model_s + layers_s), stepped_here * adam_bytes as f64 / ASSUMED.device_bytes);
+        let device_s = passes_s + adam_s;
+        let kept_bytes = accum * activations.host_bytes().0 as f64;
+        if self.needs.paged {
+            // States come and go while the optimizer runs, when nothing else does.
+            let (kept_s, paged_s) = (kept_bytes / ASSUMED.link_bytes, offloaded * STATE_BYTES as f64 / ASSUMED.link_bytes);
+            let step_s = passes_s.max(kept_s) + adam_s.max(paged_s);
+            return Prediction { device_s, pool_s: 0.0, link_s: kept_s + paged_s, step_s, validated_s: step_s };
+        }
         let pool_s = |worker_params: f64| offloaded / (worker_params * self.work.workers as f64);
-        let link_bytes = offloaded * self.needs.link_dtype.bytes() as f64 + accum * activations.host_bytes().0 as f64;
-        let link_s = link_bytes / ASSUMED.link_bytes;
+        let link_s = (offloaded * self.needs.link_dtype.bytes() as f64 + kept_bytes) / ASSUMED.link_bytes;
         let start_up_s = if offloaded > 0.0 { ASSUMED.start_up_s } else { 0.0 };
         // Forward is a third of the device's work. Before the verdict the pool rests, so that only forward hides it.
         let (forward_s, backward_s) = (device_s / 3.0, device_s / 1.5);

@@ -39,7 +39,7 @@ impl Plan {
         self.remedies(settings).into_iter().find_map(|(flag, changed)| {
             let plan = Plan::new(&changed, shape, self.machine, self.trace_spans > 0).ok().filter(|plan| plan.shortage().is_none())?;
             let value = match flag {
-                "resident-buckets" => format!(" {}", plan.layout.count() - plan.layout.offloaded()),
+                "resident-buckets" => format!(" {}", plan.layout.count() - plan.layout.offloaded() - plan.paged),
                 "activations" if changed.activations == ActivationsChoice::Auto => " auto".into(),
                 "activations" => " recompute-block".into(),
                 "per-device-train-batch-size" => format!(" {}", plan.batch),

@@ -4,6 +4,7 @@ use super::machine::{DeviceMemory, Machine, Place};
 use crate::config::options::{ActivationsChoice, AttentionChoice, HostMemoryKind, ResidentBuckets, Strategy, TrainDtype};
 use crate::config::plan::Plan;
 use crate::config::settings::Settings;
+use crate::device::Addressing;
 use crate::model::policy::LayerPolicy;
 use crate::model::shape::ModelShape;
 use crate::units::Bytes;
@@ -13,7 +14,11 @@ use std::path::Path;
 const GIB: u64 = 1 << 30;
 
 /// One H200 and 16 cores with 128 GB: what is free on it.
-const H200: Machine = Machine { cpus: 16, host_bytes: 125 * GIB, device: DeviceMemory::Own { bytes: 139 * GIB + 8 * GIB / 10 } };
+const H200: Machine = Machine {
+    cpus: 16,
+    host_bytes: 125 * GIB,
+    device: DeviceMemory::Own { bytes: 139 * GIB + 8 * GIB / 10, addressing: Addressing::Managed },
+};
 
 /// Layers, channels, heads, kv heads, ffn, vocabulary, tied.
 type Sizes = (usize, usize, usize, usize, usize, usize, bool);
@@ -159,6 +164,37 @@ fn what_was_asked_for_is_what_happens() {
 }
 
 #[test]
+fn unified_states_need_a_window_and_the_link_and_nothing_else() {
+    let unified = |more: Settings| Settings { memory: HostMemoryKind::Unified, ..more };
+    let none = Settings { resident_buckets: ResidentBuckets::Count(0), ..settings() };
+    let (paged, pinned) = (fitting(&llama_8b(), &unified(none.clone())), fitting(&llama_8b(), &none));
+    let layout = &paged.layout;
+    assert_eq!((layout.offloaded(), paged.paged, paged.paged_elems()), (0, layout.count(), layout.flat_elems()));
+    assert!(!paged.techniques.stv && paged.grad_slots == 0 && paged.grad_ring.is_none(), "{paged}");
+    let on_host: Vec<_> = paged.memory.iter().filter(|c| c.place == Place::Host).map(|c| (c.name, c.bytes)).collect();
+    assert_eq!(on_host[0], ("paged p, m, v", 12 * layout.flat_elems()));
+    assert!(!on_host.iter().any(|class| class.0.contains("slots")) && on_device(&pinned, "paged states here") == 0.0, "{paged}");
+    let window = on_device(&paged, "paged states here") * GIB as f64 / (4 * layout.bucket_elems()) as f64;
+    assert!((12.0..12.5).contains(&window), "four buckets of 12 bytes a parameter: {window}\n{paged}");
+    let text = paged.to_string();
+    assert!(text.contains(&format!("all stepped on the device; states of {} are unified: managed memory", paged.paged)), "{text}");
+    // 96 GB each way at 50 GB/s, which only the optimizer's own 0.06 s hide.
+    let (paged_s, pinned_s) = (paged.predicted.unwrap(), pinned.predicted.unwrap());
+    assert!((1.9..2.0).contains(&paged_s.link_s) && paged_s.pool_s == 0.0 && paged_s.step_s == paged_s.validated_s, "{paged}");
+    assert!(paged_s.step_s > paged_s.link_s + 0.8 * pinned_s.device_s, "{paged}\n{pinned}");
+
+    let shared = Machine { device: DeviceMemory::Own { bytes: 139 * GIB, addressing: Addressing::Shared }, ..H200 };
+    let direct = Plan::new(&unified(none), &llama_8b(), shared, false).unwrap();
+    assert!(on_device(&direct, "paged states here") == 0.0 && direct.to_string().contains("page tables shared"), "{direct}");
+    if REPARTITION {
+        let best = fitting(&llama_8b(), &unified(settings()));
+        assert!((1..best.layout.count()).contains(&best.paged) && best.predicted.unwrap().step_s < paged_s.step_s, "{best}");
+        let small = fitting(&qwen3_4b(), &unified(settings()));
+        assert!(small.paged == 0 && small.to_string().contains("fits without offload"), "{small}");
+    }
+}
+
+#[test]
 fn a_gpu_plan_counts_its_workspaces() {
     let of = |settings: Settings| plan(&llama_8b(), &settings);
     let workspace = |settings| on_device(&of(settings), "attention workspace") * 1024.0;
@@ -258,7 +294,8 @@ proptest! {
         let shape = [qwen3_4b(), llama_8b(), qwen3_14b()][model].clone();
         let settings = Settings { per_device_train_batch_size: batch, seq_length: tokens * 512, ..Settings::default() };
         let plan_with = |hbm: u64| {
-            let machine = Machine { cpus: 16, host_bytes: host * GIB, device: DeviceMemory::Own { bytes: hbm * GIB } };
+            let device = DeviceMemory::Own { bytes: hbm * GIB, addressing: Addressing::Managed };
+            let machine = Machine { cpus: 16, host_bytes: host * GIB, device };
             Plan::new(&settings, &shape, machine, false).unwrap()
         };
         let (small, large) = (plan_with(hbm), plan_with(hbm + more));

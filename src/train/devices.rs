@@ -2,6 +2,7 @@
 
 use crate::config::options::{DeviceChoice, HostMemoryKind, HugePagesChoice};
 use crate::config::settings::Settings;
+use crate::device::Addressing;
 use crate::error::{Error, Result};
 use crate::hardware::limits;
 use crate::hardware::topology::Topology;
@@ -38,8 +39,8 @@ pub fn choose(settings: &Settings, topology: &Topology) -> Result<Chosen> {
             Err(why) => (DeviceMemory::Shared, Some(why.to_string())),
         },
     };
-    if settings.memory == HostMemoryKind::Unified && device != DeviceMemory::Shared {
-        return Err(Error::Unsupported("--memory unified: offloaded states are placed in pinned host memory only".into()));
+    if settings.memory == HostMemoryKind::Unified && matches!(device, DeviceMemory::Own { addressing: Addressing::Separate, .. }) {
+        return Err(Error::Unsupported("--memory unified: host and GPU cannot use managed memory at the same time here".into()));
     }
     let warning = limits::check_threads(topology, settings.threads, device != DeviceMemory::Shared)?;
     let cpus = topology.usable_cpus().map_or(1, |usable| usable.count());
@@ -50,7 +51,8 @@ pub fn choose(settings: &Settings, topology: &Topology) -> Result<Chosen> {
 
 #[cfg(feature = "cuda")]
 fn free_gpu_memory() -> Result<DeviceMemory> {
-    crate::device::cuda::free_bytes().map(|bytes| DeviceMemory::Own { bytes })
+    use crate::device::cuda::{free_bytes, probe};
+    Ok(DeviceMemory::Own { bytes: free_bytes()?, addressing: probe()? })
 }
 
 #[cfg(not(feature = "cuda"))]

@@ -1,13 +1,15 @@
 //! Memory, copies and events: what the step protocol stands on.
 
+use super::formats::encode;
 use super::kernels::Suite;
 use super::random::Random;
-use super::report::{Outcome, require};
+use super::report::{Missed, Outcome, require};
 use super::rig::{Bench, Rig};
 use std::io::Write;
-use superoffload::device::{DeviceSlice, Stream};
+use superoffload::device::{AdamArgs, DeviceSlice, Place, Stream};
 use superoffload::dtype::Dtype;
-use superoffload::error::Result;
+use superoffload::error::{Error, Result};
+use superoffload::optim::adam::{AdamConsts, AdamHyper};
 
 /// Rounds of the relay, and int32 elements that each passes on.
 const ROUNDS: usize = 24;
@@ -20,6 +22,8 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
     }
     suite.case("events are done when their past is", |bench, _| events(&mut bench.subject));
     suite.case("streams wait for each other", relay);
+    suite.case("unified memory is zeroed and keeps its content on both sides", |bench, random| unified(&mut bench.subject, random));
+    suite.case("adam_step on unified memory, fetched and left where it is", step_unified);
 }
 
 fn alloc(rig: &mut Rig) -> Outcome {
@@ -33,6 +37,80 @@ fn alloc(rig: &mut Rig) -> Outcome {
         rig.dev.copy_d2h(Stream::Compute, slice, host)?;
         rig.synchronize(Stream::Compute)?;
         require(host.with(|bytes: &mut [u8]| bytes.iter().all(|&byte| byte == 0)), || format!("{elems} {dtype} are not zero"))?;
+    }
+    Ok(0.0)
+}
+
+/// Where a device has no unified memory there is nothing to test.
+fn alloc_unified(rig: &mut Rig, elems: usize) -> std::result::Result<DeviceSlice, Missed> {
+    match rig.dev.alloc_unified("conformance", elems, Dtype::Float32) {
+        Err(e @ Error::Unsupported(_)) => Err(Missed::Skipped(e.to_string())),
+        memory => Ok(memory?),
+    }
+}
+
+/// What `memory` holds, read on the compute stream after everything that `after` did.
+fn content(rig: &mut Rig, memory: DeviceSlice, after: Stream) -> Result<Vec<u8>> {
+    rig.synchronize(after)?;
+    let host = rig.host.slice(0, memory.bytes());
+    rig.dev.copy_d2h(Stream::Compute, memory, host)?;
+    rig.synchronize(Stream::Compute)?;
+    Ok(host.with(|bytes: &mut [u8]| bytes.to_vec()))
+}
+
+fn fill(rig: &mut Rig, memory: DeviceSlice, bytes: &[u8]) -> Result<()> {
+    let host = rig.host.slice(0, bytes.len());
+    host.with(|x: &mut [u8]| x.copy_from_slice(bytes));
+    rig.dev.copy_h2d(Stream::Compute, host, memory)?;
+    rig.synchronize(Stream::Compute)
+}
+
+fn unified(rig: &mut Rig, random: &mut Random) -> Outcome {
+    for elems in [0, 1, 100_003, 5 << 20] {
+        let memory = alloc_unified(rig, elems)?;
+        require(memory.elems == elems && memory.addr.is_multiple_of(256), || format!("asked for {elems}, got {memory:?}"))?;
+        let zeros = content(rig, memory, Stream::Compute)?;
+        require(zeros.iter().all(|&byte| byte == 0), || format!("{elems} elements are not zero"))?;
+        // A part that ends inside pages moves, and the rest stays.
+        let part = memory.slice(elems / 3, elems / 2);
+        let sent = encode(Dtype::Float32, &random.uniform(Dtype::Float32, elems));
+        fill(rig, memory, &sent)?;
+        for (stream, place) in [(Stream::H2d, Place::Device), (Stream::D2h, Place::Host), (Stream::Compute, Place::Device)] {
+            rig.dev.prefetch(stream, part, place)?;
+            require(content(rig, memory, stream)? == sent, || format!("{elems} elements changed on their way to the {place:?}"))?;
+        }
+    }
+    Ok(0.0)
+}
+
+/// The optimizer's step of an array that was fetched, of one that was not, and of one of which a part was: the reference's bits.
+fn step_unified(bench: &mut Bench, random: &mut Random) -> Outcome {
+    const ELEMS: usize = (1 << 20) + 4096;
+    let state = [(); 3].map(|()| random.uniform(Dtype::Float32, ELEMS).iter().map(|x| x.abs()).collect::<Vec<_>>());
+    let state = state.map(|values| encode(Dtype::Float32, &values));
+    let grads = encode(Dtype::Bfloat16, &random.uniform(Dtype::Bfloat16, ELEMS));
+    for fetched in [ELEMS, 0, ELEMS / 2 + 1] {
+        let step = |rig: &mut Rig| -> std::result::Result<Vec<Vec<u8>>, Missed> {
+            let arrays = [alloc_unified(rig, ELEMS)?, alloc_unified(rig, ELEMS)?, alloc_unified(rig, ELEMS)?];
+            let half = |i: usize| DeviceSlice { dtype: Dtype::Bfloat16, ..rig.device.slice(i * ELEMS, ELEMS) };
+            let [grads_here, out] = [half(0), half(1)];
+            fill(rig, grads_here, &grads)?;
+            arrays.iter().zip(&state).try_for_each(|(memory, bytes)| fill(rig, *memory, bytes))?;
+            let [arrived, stepped] = [rig.dev.event()?, rig.dev.event()?];
+            arrays.iter().try_for_each(|memory| rig.dev.prefetch(Stream::H2d, memory.slice(0, fetched), Place::Device))?;
+            rig.dev.record(arrived, Stream::H2d)?;
+            rig.dev.wait(Stream::Compute, arrived)?;
+            let hyper = AdamHyper { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
+            let ([params, m, v], consts) = (arrays, AdamConsts::new(&hyper, 3, true));
+            rig.dev.adam_step(AdamArgs { params, m, v, grads: grads_here, out, consts, scale: 0.37 })?;
+            rig.dev.record(stepped, Stream::Compute)?;
+            rig.dev.wait(Stream::D2h, stepped)?;
+            arrays.iter().try_for_each(|memory| rig.dev.prefetch(Stream::D2h, *memory, Place::Host))?;
+            arrays.into_iter().chain([out]).map(|memory| Ok(content(rig, memory, Stream::D2h)?)).collect()
+        };
+        let (have, want) = (step(&mut bench.subject)?, step(&mut bench.reference)?);
+        require(want[0] != state[0], || "the reference stepped nothing".into())?;
+        require(have == want, || format!("other bits than the reference with {fetched} of {ELEMS} elements fetched"))?;
     }
     Ok(0.0)
 }

@@ -8,8 +8,8 @@ use superoffload::config::settings::Settings;
 use superoffload::data::loader::{DataPosition, Loader};
 use superoffload::data::packing::Dataset;
 use superoffload::data::tokenizer::Tokenizer;
-use superoffload::device::Kernels;
 use superoffload::device::cpu::CpuDevice;
+use superoffload::device::{Addressing, Kernels};
 use superoffload::engine::coordinator::Counts;
 use superoffload::engine::executor::{Engine, StepReport};
 use superoffload::engine::trace::Recorder;
@@ -124,6 +124,7 @@ pub fn run<D: Kernels, W: Write>(report: &mut Report<W>, subject: &Subject<'_, D
     for variant in variants() {
         report.case(&format!("training/digests {}", variant.name), || digests(subject, &variant));
     }
+    report.case("training/unified memory gives the digest of pinned memory", || unified(subject));
     report.case("training/copies and optimizer run beside the compute stream", || overlap(subject));
 }
 
@@ -268,6 +269,40 @@ fn digests<D: Kernels>(subject: &Subject<'_, D>, variant: &Variant) -> Outcome {
     }
     counted("clipped", (clipped > 0) == (variant.clip != Clip::Never) && (committed > 0) == (variant.clip != Clip::Always))?;
     counted("skipped", (skipped > 0) == variant.skips)?;
+    Ok(0.0)
+}
+
+/// Paged states, alone and with a resident tail, under clips and a skipped step; then buckets of many pages.
+fn unified<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
+    let DeviceMemory::Own { addressing, .. } = subject.machine.device else {
+        return Err(Missed::Skipped("states are paged to a GPU; tests/exactness.rs has the CPU device page nothing".into()));
+    };
+    if addressing == Addressing::Separate {
+        return Err(Missed::Skipped(format!("this GPU and its host have {addressing}")));
+    }
+    let nan = "inject = [{step = 3, element = 20, value = \"nan\"}]\n";
+    let common = format!("{}{SPECULATE}{nan}bucket-mib = 0.0625\n", subject.settings);
+    let max_norm = median_norm(&train(subject, &format!("{common}max-grad-norm = 0\n"), false)?)?;
+    let common = format!("{common}max-grad-norm = {max_norm}\n");
+    let pinned = train(subject, &format!("{common}resident-buckets = 0\n"), false)?;
+    let paged = |common: &str, resident| format!("{common}memory = \"unified\"\nresident-buckets = {resident}\n");
+    let same = |have: &Run, want: &Run| require(have.losses() == want.losses() && have.digest == want.digest, || "other bits".into());
+    for resident in [0, 2].into_iter().take(if cfg!(feature = "repartition") { 2 } else { 1 }) {
+        let have = train(subject, &paged(&common, resident), false)?;
+        same(&have, &pinned)?;
+        let Counts { speculated, committed, clipped, skipped, .. } = have.counts;
+        require(speculated == 0 && committed > 0 && clipped > 0 && skipped > 0, || format!("{:?}", have.counts))?;
+        let moved: u64 = have.reports.iter().map(|report| report.counters.h2d_bytes).sum();
+        let all = 12 * (TensorTable::new(&shape()).flat_elems() * (subject.steps - 1)) as u64;
+        require(if resident == 0 { moved == all } else { moved < all }, || format!("{moved} bytes of states came, of {all}"))?;
+    }
+    let wide = |lines: &str| train_shape(subject, &wide_shape(), &format!("{}{SPECULATE}{lines}", subject.settings), 5, true);
+    let (have, want) = (wide(&paged("", 0))?, wide("resident-buckets = 0\n")?);
+    same(&have, &want)?;
+    for (track, name) in [("h2d", "page_in"), ("d2h", "page_out")] {
+        let moves = have.tracks.iter().filter(|t| t.track == track).flat_map(|t| t.spans()).any(|span| span.name == name);
+        require(moves == (addressing == Addressing::Managed), || format!("{addressing}, spans of {name}: {moves}"))?;
+    }
     Ok(0.0)
 }
 

@@ -10,7 +10,7 @@ mod launch;
 mod stream;
 mod team;
 
-use super::{Device, DeviceSlice, EventId, RingShape, Stream};
+use super::{Device, DeviceSlice, EventId, Place, RingShape, Stream, prefetch_span};
 use crate::dtype::Dtype;
 use crate::engine::trace::{Recorder, now_ns};
 use crate::error::{Error, Result};
@@ -273,6 +273,15 @@ impl Device for CpuDevice {
         let [bytes, ringed, period] = [elems, shape.ringed_elems, shape.period_elems].map(|elems| elems * dtype.bytes());
         let block = self.memory.alloc_ring(name, bytes, ringed, period)?;
         Ok(DeviceSlice { addr: block.addr() as u64, elems, dtype })
+    }
+
+    fn alloc_unified(&mut self, name: &str, elems: usize, dtype: Dtype) -> Result<DeviceSlice> {
+        self.alloc(name, elems, dtype)
+    }
+
+    /// Moves nothing, in its turn: a span shows when it would have.
+    fn prefetch(&mut self, stream: Stream, _memory: DeviceSlice, place: Place) -> Result<()> {
+        self.enqueue(stream, prefetch_span(place), || ())
     }
 
     fn pin(&mut self, _memory: PinnedSlice) -> Result<()> {

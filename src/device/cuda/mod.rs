@@ -14,12 +14,13 @@ mod modules;
 mod ring;
 mod sdpa;
 mod timeline;
+mod unified;
 
-use super::{Attention, Device, DeviceSlice, EventId, RingShape, Stream};
+use super::{Addressing, Attention, Device, DeviceSlice, EventId, Place, RingShape, Stream};
 use crate::dtype::Dtype;
 use crate::engine::trace::Recorder;
 use crate::error::{Error, Result};
-use crate::host::pinned::PinnedSlice;
+use crate::host::pinned::{HostMemory, PinnedSlice};
 use crate::units::Bytes;
 use cust::context::Context;
 use cust::sys;
@@ -54,6 +55,9 @@ pub struct CudaDevice {
     registered: Vec<Registered>,
     allocations: Vec<DeviceSlice>,
     rings: Vec<Ring>,
+    /// Host memory that kernels use by its own addresses.
+    system: HostMemory,
+    addressing: Addressing,
     events: Vec<RawEvent>,
     streams: [RawStream; 3],
     modules: Modules,
@@ -79,12 +83,13 @@ pub fn free_bytes() -> Result<u64> {
     Ok(free as u64)
 }
 
-/// Whether there is a GPU that can be opened, and if not, why.
+/// What the first GPU sees of the host's memory, if it can be opened.
 ///
 /// # Errors
 /// As [`free_bytes`].
-pub fn probe() -> Result<()> {
-    free_bytes().map(drop)
+pub fn probe() -> Result<Addressing> {
+    free_bytes()?;
+    unified::addressing(first_gpu()?.as_raw())
 }
 
 /// NVIDIA's libraries that a run needs: name, and the path or why it cannot be opened. Opens them.
@@ -131,6 +136,8 @@ impl CudaDevice {
             registered: Vec::new(),
             allocations: Vec::new(),
             rings: Vec::new(),
+            system: HostMemory::default(),
+            addressing: unified::addressing(gpu.as_raw())?,
             events: Vec::new(),
             streams,
             modules,
@@ -182,7 +189,7 @@ impl CudaDevice {
 impl Drop for CudaDevice {
     fn drop(&mut self) {
         // What is enqueued uses the memory. An error here has been reported where it arose, or the process is ending.
-        // SAFETY: the streams are live; addresses came from cuMemAlloc and are freed once.
+        // SAFETY: the streams are live; addresses came from cuMemAlloc or cuMemAllocManaged and are freed once.
         unsafe {
             for stream in &self.streams {
                 sys::cuStreamSynchronize(stream.0);
@@ -233,6 +240,14 @@ impl Device for CudaDevice {
         self.rings.push(ring);
         self.fill_zero(slice)?;
         Ok(slice)
+    }
+
+    fn alloc_unified(&mut self, name: &str, elems: usize, dtype: Dtype) -> Result<DeviceSlice> {
+        unified::alloc(self, name, elems, dtype)
+    }
+
+    fn prefetch(&mut self, stream: Stream, memory: DeviceSlice, place: Place) -> Result<()> {
+        unified::prefetch(self, stream, memory, place)
     }
 
     fn pin(&mut self, memory: PinnedSlice) -> Result<()> {

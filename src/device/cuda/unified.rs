@@ -1,0 +1,85 @@
+//! Memory that host and GPU know by one address: managed, or the system's own where the GPU walks the host's page tables.
+
+use super::CudaDevice;
+use super::error::check;
+use crate::device::{Addressing, Device, DeviceSlice, Place, Stream, prefetch_span};
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
+use crate::units::Bytes;
+use cust::sys;
+
+/// The host, as advice and prefetches name it.
+const HOST: sys::CUdevice = -1;
+
+/// What the driver says of the GPU.
+pub(super) fn addressing(gpu: sys::CUdevice) -> Result<Addressing> {
+    use sys::CUdevice_attribute::{
+        CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS as CONCURRENT_MANAGED_ACCESS,
+        CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES as USES_HOST_PAGE_TABLES,
+    };
+    let has = |attribute: sys::CUdevice_attribute| -> Result<bool> {
+        let mut value = 0;
+        // SAFETY: writes one integer.
+        check(unsafe { sys::cuDeviceGetAttribute(&mut value, attribute, gpu) }, || "ask what the GPU addresses".into())?;
+        Ok(value != 0)
+    };
+    Ok(match (has(USES_HOST_PAGE_TABLES)?, has(CONCURRENT_MANAGED_ACCESS)?) {
+        (true, _) => Addressing::Shared,
+        (false, true) => Addressing::Managed,
+        (false, false) => Addressing::Separate,
+    })
+}
+
+/// See [`Device::alloc_unified`].
+pub(super) fn alloc(dev: &mut CudaDevice, name: &str, elems: usize, dtype: Dtype) -> Result<DeviceSlice> {
+    match dev.addressing {
+        _ if elems == 0 => dev.alloc(name, elems, dtype),
+        Addressing::Separate => Err(Error::Unsupported(format!("unified memory for {name}: this GPU has none that both sides may use"))),
+        Addressing::Managed => alloc_managed(dev, name, elems, dtype),
+        Addressing::Shared => {
+            let block = dev.system.alloc(name, elems * dtype.bytes())?;
+            // A page lies where it is first touched.
+            block.with(|bytes: &mut [u8]| bytes.fill(0));
+            Ok(DeviceSlice { addr: block.addr() as u64, elems, dtype })
+        }
+    }
+}
+
+/// On the host until it is prefetched, and mapped for the GPU there: an access over the link moves no page.
+fn alloc_managed(dev: &mut CudaDevice, name: &str, elems: usize, dtype: Dtype) -> Result<DeviceSlice> {
+    use sys::CUmem_advise::{CU_MEM_ADVISE_SET_ACCESSED_BY as ACCESSED_BY, CU_MEM_ADVISE_SET_PREFERRED_LOCATION as PREFERRED_LOCATION};
+    const ATTACH_GLOBAL: u32 = 1;
+    let bytes = elems * dtype.bytes();
+    let operation = || format!("allocate {} of managed memory for {name}", Bytes(bytes as u64));
+    let mut addr = 0;
+    // SAFETY: writes one address.
+    check(unsafe { sys::cuMemAllocManaged(&mut addr, bytes, ATTACH_GLOBAL) }, operation)?;
+    let slice = DeviceSlice { addr, elems, dtype };
+    dev.allocations.push(slice);
+    for (advice, whose) in [(PREFERRED_LOCATION, HOST), (ACCESSED_BY, dev.gpu)] {
+        // SAFETY: just allocated, of this size.
+        check(unsafe { sys::cuMemAdvise(addr, bytes, advice, whose) }, operation)?;
+    }
+    // Pages exist from here on: a host without room for them says so now.
+    prefetch(dev, Stream::Compute, slice, Place::Host)?;
+    dev.fill_zero(slice)?;
+    // SAFETY: the stream is live.
+    check(unsafe { sys::cuStreamSynchronize(dev.streams[Stream::Compute as usize].0) }, operation)?;
+    Ok(slice)
+}
+
+/// See [`Device::prefetch`].
+pub(super) fn prefetch(dev: &mut CudaDevice, stream: Stream, memory: DeviceSlice, place: Place) -> Result<()> {
+    if dev.addressing != Addressing::Managed || memory.elems == 0 {
+        return Ok(());
+    }
+    let target = match place {
+        Place::Device => dev.gpu,
+        Place::Host => HOST,
+    };
+    dev.timed(stream, prefetch_span(place), |raw| {
+        // SAFETY: a part of managed memory; nothing but its place changes.
+        let status = unsafe { sys::cuMemPrefetchAsync(memory.addr, memory.bytes(), target, raw.0) };
+        check(status, || format!("move {} of managed memory to the {place:?}", Bytes(memory.bytes() as u64)))
+    })
+}
