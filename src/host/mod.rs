@@ -2,6 +2,8 @@
 
 pub mod affinity;
 pub mod doorbell;
+#[cfg(feature = "mpam")]
+pub mod partition;
 pub mod pinned;
 pub mod pool;
 pub mod step_job;

@@ -39,6 +39,8 @@ pub struct Facts {
     pub model: String,
     /// The data, in words.
     pub data: String,
+    /// Partition of cache and bandwidth that the optimizer has, in words.
+    pub partition: String,
     /// Steps already done.
     pub step: u64,
     /// Steps of the whole run.

@@ -20,6 +20,8 @@ use crate::error::{Error, Result};
 use crate::hardware::topology::Topology;
 use crate::host::affinity::{Placement, name_and_pin};
 use crate::host::doorbell::Doorbell;
+#[cfg(feature = "mpam")]
+use crate::host::partition;
 use crate::host::pool::Pool;
 use crate::host::step_job::StepJob;
 use crate::model::shape::{DEMO_CONFIG, ModelShape, Positions};
@@ -72,6 +74,7 @@ pub fn prepare<D: Kernels>(
         device: describe_device(chosen, &engine.describe(), &topology),
         model: describe_model(settings, &source.shape),
         data,
+        partition: join_partition(settings, &plan, observer),
         step: engine.train_step(),
         max_steps,
         logging_steps: settings.logging_steps,
@@ -129,6 +132,23 @@ fn describe_model(settings: &Settings, shape: &ModelShape) -> String {
     let from = settings.model.as_ref().map_or("built in".to_string(), |dir| dir.display().to_string());
     let ModelShape { layers, channels, heads, kv_heads, vocab, .. } = shape;
     format!("{from}: {} with {layers} layers of {channels}, {heads} heads ({kv_heads} kv), vocabulary {vocab}", shape.family.architecture())
+}
+
+/// The optimizer's threads join their partition; what is in force, in words.
+#[cfg(feature = "mpam")]
+fn join_partition(settings: &Settings, plan: &Plan, observer: &mut impl Observer) -> String {
+    if !plan.techniques.mpam {
+        return "off".into();
+    }
+    partition::join_optimizer(&settings.resctrl_group, Path::new(superoffload_resctrl::DEFAULT_ROOT)).unwrap_or_else(|error| {
+        observer.warn(&error.to_string());
+        "none".into()
+    })
+}
+
+#[cfg(not(feature = "mpam"))]
+fn join_partition(_: &Settings, _: &Plan, _: &mut impl Observer) -> String {
+    "compiled out (cargo feature mpam)".into()
 }
 
 /// The engine on this machine's CPU.
