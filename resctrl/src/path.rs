@@ -68,7 +68,7 @@ impl GroupPath {
 
 fn check(name: &str) -> Result<(), String> {
     let fits = !name.is_empty() && name.len() <= NAME_BYTES_MAX && !RESERVED.contains(&name);
-    let plain = !name.chars().any(|c| c == '/' || c.is_control());
+    let plain = !name.contains(['/', '\n', '\0']);
     if fits && plain { Ok(()) } else { Err(format!("{name:?} cannot be the name of a group")) }
 }
 

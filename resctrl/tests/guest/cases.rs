@@ -171,18 +171,22 @@ fn next_start() -> Vec<String> {
 fn killed_anywhere() -> Vec<String> {
     const KILLS: u32 = 30;
     let others = Others::new();
-    let start = Instant::now();
-    expect(0, &PREPARE);
-    expect(0, &["restore"]);
-    let (mut changed, mut killed, both) = (0, 0, start.elapsed());
+    // The fastest of a few: what is killed later than this has most likely ended.
+    let whole = |args: &[&str]| {
+        let start = Instant::now();
+        expect(0, args);
+        start.elapsed()
+    };
+    let (prepare, undo) = (0..3).map(|_| (whole(&PREPARE), whole(&["restore"]))).min().expect("three");
+    let (mut changed, mut killed) = (0, 0);
     for nth in 0..KILLS {
-        killed += u32::from(kill_after(Command::new(PROGRAM).args(PREPARE), both * nth / KILLS));
+        killed += u32::from(kill_after(Command::new(PROGRAM).args(PREPARE), prepare * nth / KILLS));
         changed += u32::from(!others.differences().is_empty());
-        killed += u32::from(kill_after(Command::new(PROGRAM).arg("restore"), both * (nth * 7 % KILLS) / KILLS));
+        killed += u32::from(kill_after(Command::new(PROGRAM).arg("restore"), undo * (nth * 7 % KILLS) / KILLS));
         expect(0, &["restore"]);
         others.expect_untouched();
     }
-    assert!(killed > KILLS / 2 && changed > 0, "{killed} kills, {changed} changes");
+    assert!(killed > KILLS / 3 && changed > 0, "{killed} kills, {changed} changes");
     vec![
         format!("{killed} of {} runs killed before their end; {changed} of {KILLS} times there was something to undo", 2 * KILLS),
         others.describe(),
