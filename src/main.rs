@@ -193,6 +193,7 @@ impl Observer for Person {
         tell(format_args!("device  {}", facts.device));
         tell(format_args!("model   {}", facts.model));
         tell(format_args!("data    {}", facts.data));
+        tell(format_args!("resctrl {}", facts.partition));
         tell(plan);
         tell(format_args!("pages   {}", facts.host));
         tell(format_args!("training steps {} to {}; TFLOP/s count {FLOPS_FORMULA}", facts.step + 1, facts.max_steps));

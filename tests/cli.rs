@@ -182,6 +182,7 @@ fn a_run_says_what_it_will_do_and_what_it_did() {
         "device  cpu",
         "model   ",
         "data    ",
+        "resctrl ",
         "plan\n",
         "step      1  loss",
         "checkpoint-2\n",

@@ -1,6 +1,6 @@
 //! The `info` directory: what the machine can partition and monitor.
 
-use crate::{Error, Result, files};
+use crate::{Error, Line, Result, files};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
@@ -74,6 +74,15 @@ impl Info {
     /// How many control groups can exist, the default one included: the smallest number of all resources.
     pub fn num_closids(&self) -> Option<u32> {
         self.resources.iter().filter_map(Resource::num_closids).min()
+    }
+}
+
+impl Info {
+    /// Whether the limits in `line` are percent of the full bandwidth, as on Intel and Arm. AMD's are eighths of a GB/s, those of a tree
+    /// mounted with `mba_MBps` MiB/s; then the kernel says so, or a domain without a limit shows more than 100.
+    pub fn limits_are_percent(&self, line: &Line) -> bool {
+        let says_no = |known: &Resource| known.name == line.resource && known.other.get("delay_linear").is_some_and(|linear| linear == "0");
+        line.values.pairs().is_some_and(|pairs| pairs.iter().all(|pair| pair.1 <= 100)) && !self.resources.iter().any(says_no)
     }
 }
 

@@ -1,49 +1,55 @@
-//! Cache and memory-bandwidth partitions of Linux, as the kernel's resctrl filesystem shows them: Intel RDT, AMD QoS
-//! and Arm MPAM alike.
+//! Cache and memory-bandwidth partitions of Linux through the kernel's resctrl filesystem: Intel RDT, AMD QoS and Arm MPAM alike.
 //!
-//! This version only reads: what the machine can partition ([`Info`]), which groups exist and what they may use
-//! ([`CtrlGroup`], [`Schemata`]). It creates, changes and removes nothing, mounts nothing and takes no lock, so another
-//! program may change a group between two reads.
+//! Reading needs no right: what the machine can partition ([`Info`]), which groups exist and what they may use ([`discover`], [`Tree`]),
+//! and what they have used ([`Counter`]). Changing goes through a [`Session`]: it makes groups, divides CPUs and threads among them, and
+//! writes down first how to undo that, so that everything is as it was after it ends, is dropped, or is killed and started again.
+//! A [`Profile`] says which groups to make; [`prepare`] makes them.
 //!
-//! Every function takes the root of the tree; [`DEFAULT_ROOT`] is where the kernel offers it. Names are the kernel's own.
+//! Every function takes the root of the tree; [`DEFAULT_ROOT`] is where the kernel offers it. Names are the kernel's own. README.md tells
+//! how the privileged program and the trainer share the work.
 
+mod check;
+mod cpus;
+mod error;
+#[cfg(test)]
+mod fake;
 mod files;
+mod fit;
 mod group;
 mod info;
+mod journal;
+mod machine;
+mod monitor;
+mod mount;
+mod path;
+mod prepare;
+mod profile;
 mod schemata;
+mod session;
+mod tasks;
+mod tree;
+mod undo;
 
+pub use check::Rounded;
+pub use cpus::CpuSet;
+pub use error::{Condition, Error, Result};
+pub use fit::Fitted;
 pub use group::{CtrlGroup, MonGroup};
 pub use info::{Info, Kind, Resource};
+pub use journal::DEFAULT_JOURNAL;
+pub use machine::{Core, DEFAULT_CPUS, Machine};
+pub use monitor::{Counter, total};
+pub use path::{GroupPath, PREFIX};
+pub use prepare::prepare;
+pub use profile::{ADAM_GROUP, Group, Profile, Reference};
 pub use schemata::{Line, Schemata, Values};
+pub use session::{Session, describe_journal, restore};
+pub use tree::Tree;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// Where the kernel offers its mount point, if it found hardware to partition.
 pub const DEFAULT_ROOT: &str = "/sys/fs/resctrl";
-
-/// Result of everything in this crate that can fail.
-pub type Result<T> = std::result::Result<T, Error>;
-
-/// Why a tree could not be read.
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    /// The operating system refused to read something.
-    #[error("read {}: {source}", path.display())]
-    Io {
-        /// The file or directory.
-        path: PathBuf,
-        /// What the system said.
-        source: std::io::Error,
-    },
-    /// A file holds something that this crate does not understand.
-    #[error("read {}: {cause}", path.display())]
-    Format {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong with it.
-        cause: String,
-    },
-}
 
 /// What was found at a root.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -47,6 +47,27 @@ impl Schemata {
     }
 }
 
+impl Values {
+    /// Domain ids and values; `None` for what this crate does not know.
+    pub fn pairs(&self) -> Option<&[(u32, u64)]> {
+        match self {
+            Self::Masks(pairs) | Self::Limits(pairs) => Some(pairs),
+            Self::Text(_) => None,
+        }
+    }
+
+    /// The value of `domain`.
+    pub fn get(&self, domain: u32) -> Option<u64> {
+        self.pairs()?.iter().find(|pair| pair.0 == domain).map(|pair| pair.1)
+    }
+
+    /// The domain ids, as `0, 1`.
+    pub fn ids(&self) -> String {
+        let ids = self.pairs().unwrap_or_default().iter().map(|pair| pair.0.to_string());
+        ids.collect::<Vec<_>>().join(", ")
+    }
+}
+
 impl Line {
     fn parse(line: &str) -> std::result::Result<Self, String> {
         let (resource, body) = line.split_once(':').ok_or_else(|| format!("no colon in {line:?}"))?;

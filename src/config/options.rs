@@ -7,7 +7,7 @@ use crate::model::policy::LayerPolicy;
 use crate::optim::schedule::LrScheduler;
 use crate::units::Bytes;
 use clap::ValueEnum;
-use clap::builder::{PathBufValueParser, TypedValueParser};
+use clap::builder::{PathBufValueParser, StringValueParser, TypedValueParser};
 use serde::de::value::StrDeserializer;
 use serde::de::{self, Deserialize, Deserializer, SeqAccess, Visitor};
 use std::fmt;
@@ -231,6 +231,28 @@ impl FromStr for ResidentBuckets {
     }
 }
 
+/// Which resctrl group the optimizer's threads join.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case", from = "String")]
+pub enum ResctrlGroup {
+    /// The one that `superoffload-resctrl` prepares, if it is there.
+    Auto,
+    /// None.
+    None,
+    /// This one.
+    Named(String),
+}
+
+impl From<String> for ResctrlGroup {
+    fn from(name: String) -> Self {
+        match name.as_str() {
+            "auto" => Self::Auto,
+            "none" => Self::None,
+            _ => Self::Named(name),
+        }
+    }
+}
+
 /// A value written into the gradient, to test what a step does with it.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -426,6 +448,10 @@ pub struct TrainOptions {
     #[arg(long)]
     pub isa: Option<IsaChoice>,
 
+    /// Partition of cache and bandwidth that the optimizer's threads join [default: auto].
+    #[arg(long, value_name = "auto|none|NAME", value_parser = StringValueParser::new().map(ResctrlGroup::from))]
+    pub resctrl_group: Option<ResctrlGroup>,
+
     /// Staging slots for gradients and as many for parameters [default: 8].
     #[arg(long, value_name = "N")]
     pub slots: Option<usize>,
@@ -495,6 +521,7 @@ impl TrainOptions {
             perf_counters: self.perf_counters.or(lower.perf_counters),
             digest: self.digest.or(lower.digest),
             isa: self.isa.or(lower.isa),
+            resctrl_group: self.resctrl_group.or(lower.resctrl_group),
             slots: self.slots.or(lower.slots),
             without: self.without.or(lower.without),
             cast: self.cast.or(lower.cast),

@@ -1,7 +1,7 @@
 //! The options, resolved: every default applied, every value checked.
 
 use crate::config::options::{
-    ActivationsChoice, AttentionChoice, CastSide, DeviceChoice, HostMemoryKind, HugePagesChoice, Init, Injection, IsaChoice,
+    ActivationsChoice, AttentionChoice, CastSide, DeviceChoice, HostMemoryKind, HugePagesChoice, Init, Injection, IsaChoice, ResctrlGroup,
     ResidentBuckets, Resume, Rollback, Strategy, Technique, TrainDtype, TrainOptions,
 };
 use crate::error::{Error, Result};
@@ -105,6 +105,8 @@ pub struct Settings {
     pub digest: bool,
     /// Instruction set of the CPU optimizer.
     pub isa: IsaChoice,
+    /// Resctrl group that the optimizer's threads join.
+    pub resctrl_group: ResctrlGroup,
     /// Staging slots for gradients and as many for parameters, at least 1.
     pub slots: usize,
     /// Techniques turned off, sorted, each once.
@@ -162,6 +164,7 @@ impl Default for Settings {
             perf_counters: false,
             digest: false,
             isa: IsaChoice::Auto,
+            resctrl_group: ResctrlGroup::Auto,
             slots: 8,
             without: Vec::new(),
             cast: CastSide::Auto,
@@ -258,6 +261,7 @@ impl Settings {
             perf_counters: options.perf_counters.unwrap_or(self.perf_counters),
             digest: options.digest.unwrap_or(self.digest),
             isa: options.isa.unwrap_or(self.isa),
+            resctrl_group: options.resctrl_group.unwrap_or(self.resctrl_group),
             slots: options.slots.unwrap_or(self.slots),
             without,
             cast: options.cast.unwrap_or(self.cast),
@@ -347,6 +351,9 @@ impl Settings {
         if self.device == DeviceChoice::Cpu {
             self.check_needs_no_gpu()?;
         }
+        let named = matches!(self.resctrl_group, ResctrlGroup::Named(_));
+        let mpam = cfg!(feature = "mpam") && !self.without.contains(&Technique::Mpam);
+        require(mpam || !named, "resctrl-group", "NAME", "only with the technique mpam")?;
         for injection in &self.inject {
             require(injection.step >= 1, "inject", injection.step, "steps are counted from 1")?;
         }

@@ -247,7 +247,9 @@ impl Partitions {
             }
             Ok(Discovery::NotMounted) => Self {
                 state: "supported, not mounted".into(),
-                advice: Some(format!("partition caches and bandwidth: mount -t resctrl resctrl {}", root.display())),
+                advice: Some(format!(
+                    "partition caches and bandwidth: superoffload-resctrl prepare --profile cache-only --user USER, as root"
+                )),
                 ..Self::default()
             },
             Ok(Discovery::NoMountPoint) => Self::without_mount_point(topology),
@@ -496,7 +498,7 @@ mod tests {
         let root = tree(&[]);
         let unmounted = Partitions::discover(&topology, root.path());
         assert_eq!(unmounted.state, "supported, not mounted");
-        assert!(unmounted.advice.unwrap().contains("mount -t resctrl"));
+        assert!(unmounted.advice.unwrap().contains("superoffload-resctrl prepare"));
 
         let root = tree(&[("info/MB/min_bandwidth", "10\n"), ("schemata", "MB:0=100\n"), ("tasks", "1\n"), ("cpus_list", "0-1\n")]);
         let mounted = Partitions::discover(&topology, root.path());

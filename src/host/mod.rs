@@ -5,6 +5,8 @@ pub mod doorbell;
 pub mod memory_policy;
 pub mod memory_report;
 mod pages;
+#[cfg(feature = "mpam")]
+pub mod partition;
 pub mod perf;
 pub mod pinned;
 pub mod pool;

@@ -42,6 +42,8 @@ pub struct Facts {
     pub data: String,
     /// Host memory as it was got, in words.
     pub host: String,
+    /// Partition of cache and bandwidth that the optimizer has, in words.
+    pub partition: String,
     /// Steps already done.
     pub step: u64,
     /// Steps of the whole run.

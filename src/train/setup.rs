@@ -21,6 +21,8 @@ use crate::hardware::topology::Topology;
 use crate::host::affinity::{Placement, name_and_pin};
 use crate::host::doorbell::Doorbell;
 use crate::host::memory_policy::MemoryPolicy;
+#[cfg(feature = "mpam")]
+use crate::host::partition;
 use crate::host::perf::WORKER_ROLE;
 use crate::host::pool::Pool;
 use crate::host::step_job::StepJob;
@@ -80,6 +82,7 @@ pub fn prepare<D: Kernels>(
         model: describe_model(settings, &source.shape),
         data,
         host: engine.host_memory().report(Path::new("/")).to_string(),
+        partition: join_partition(settings, &plan, observer),
         step: engine.train_step(),
         max_steps,
         logging_steps: settings.logging_steps,
@@ -137,6 +140,23 @@ fn describe_model(settings: &Settings, shape: &ModelShape) -> String {
     let from = settings.model.as_ref().map_or("built in".to_string(), |dir| dir.display().to_string());
     let ModelShape { layers, channels, heads, kv_heads, vocab, .. } = shape;
     format!("{from}: {} with {layers} layers of {channels}, {heads} heads ({kv_heads} kv), vocabulary {vocab}", shape.family.architecture())
+}
+
+/// The optimizer's threads join their partition; what is in force, in words.
+#[cfg(feature = "mpam")]
+fn join_partition(settings: &Settings, plan: &Plan, observer: &mut impl Observer) -> String {
+    if !plan.techniques.mpam {
+        return "off".into();
+    }
+    partition::join_optimizer(&settings.resctrl_group, Path::new(superoffload_resctrl::DEFAULT_ROOT)).unwrap_or_else(|error| {
+        observer.warn(&error.to_string());
+        "none".into()
+    })
+}
+
+#[cfg(not(feature = "mpam"))]
+fn join_partition(_: &Settings, _: &Plan, _: &mut impl Observer) -> String {
+    "compiled out (cargo feature mpam)".into()
 }
 
 /// The engine on this machine's CPU.
