@@ -1,0 +1,4 @@
+#!/bin/sh
+# Runs an aarch64 program. SUPEROFFLOAD_CPU is qemu's model; the default has SVE2 with vectors of 128 bits, as Grace has.
+emulator=$(command -v qemu-aarch64-static || command -v qemu-aarch64)
+exec "$emulator" -L /usr/aarch64-linux-gnu -cpu "${SUPEROFFLOAD_CPU:-max,sve-default-vector-length=16}" "$@"
