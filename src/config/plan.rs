@@ -178,7 +178,11 @@ impl Plan {
             machine: machine.limited(settings),
             transient_bytes: transient_bytes(settings, &table),
         };
-        let work = Work { grad_accum_steps: settings.gradient_accumulation_steps, workers: threads };
+        let work = Work {
+            grad_accum_steps: settings.gradient_accumulation_steps,
+            workers: threads,
+            speculates: rules.policy != Policy::ValidateFirst,
+        };
         let wishes = Wishes { residency: residency(settings, techniques)?, activations: settings.activations };
         let Choice { layout, policies, tile, grad_ring, memory, predicted } =
             choose(&needs, work, &table, &cut(settings, &table, dtype), wishes)?;

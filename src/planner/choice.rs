@@ -109,7 +109,7 @@ impl Planner<'_> {
             for (ring, policies) in rings {
                 let choice = self.candidate(policies, tile, ring)?;
                 let (device, host) = self.needs.lacking(&choice.memory);
-                let (lacking, step_s) = (device + host, choice.predicted.map_or(0.0, |predicted| predicted.step_s));
+                let (lacking, step_s) = (device + host, choice.predicted.map_or(0.0, |predicted| predicted.mean_s()));
                 // The first of equals computes least twice.
                 if best.as_ref().is_none_or(|(least, fastest, _)| (lacking, step_s) < (*least, *fastest)) {
                     best = Some((lacking, step_s, choice));

@@ -14,16 +14,31 @@ struct Rates {
     device_bytes: f64,
     /// Bytes that cross the link each way, while both ways are busy.
     link_bytes: f64,
-    /// Parameters stepped by one worker of the pool, with the deferred commit.
-    worker_params: f64,
+    /// Parameters that one worker of the pool commits and speculates on in one pass; and steps, once the verdict is known.
+    worker_deferred: f64,
+    worker_stepped: f64,
     /// Seconds, not a rate: from the last gradient to weights that the next forward can use.
     start_up_s: f64,
 }
 
 /// Assumptions about an H200-class GPU at its power limit, PCIe 5 x16, and 16 cores of its host: close to what was measured
 /// on one such machine, to be replaced by measurements of this one.
-const ASSUMED: Rates =
-    Rates { device_flops: 620e12, device_bytes: 3.7e12, link_bytes: 50e9, worker_params: 5.9e9 / 16.0, start_up_s: 0.01 };
+const ASSUMED: Rates = Rates {
+    device_flops: 620e12,
+    device_bytes: 3.7e12,
+    link_bytes: 50e9,
+    worker_deferred: 5.0e9 / 15.0,
+    worker_stepped: 5.6e9 / 15.0,
+    start_up_s: 0.01,
+};
+
+/// How much longer than assumed the pool may take: hosts of one kind were seen between 3.1e9 and 5.2e9 parameters a second.
+/// A step hides much of that, but not in a ring of gradients.
+const POOL_DOUBT: f64 = 1.5;
+
+/// Of so many steps, speculation does not help one: the norm is clipped, or the coordinator waits for verdicts after clips. A
+/// guess between a settled run, a hundred times rarer, and the first hundreds of steps of a new model, where all are.
+const VALIDATED_SHARE: f64 = 0.1;
 
 /// What a step does besides what [`Needs`] says.
 #[derive(Clone, Copy, Debug)]
@@ -32,6 +47,8 @@ pub struct Work {
     pub grad_accum_steps: usize,
     /// Optimizer workers.
     pub workers: usize,
+    /// Buckets are stepped before the verdict.
+    pub speculates: bool,
 }
 
 /// Seconds of a step by what is busy, assuming that everything overlaps.
@@ -43,8 +60,17 @@ pub struct Prediction {
     pub pool_s: f64,
     /// The link, one way.
     pub link_s: f64,
-    /// The longest of them, and what cannot overlap.
+    /// A step whose speculation holds, or any where nothing is speculated.
     pub step_s: f64,
+    /// A step that waits for its verdict.
+    pub validated_s: f64,
+}
+
+impl Prediction {
+    /// What plans are compared by: the mean over steps of both kinds.
+    pub(super) fn mean_s(&self) -> f64 {
+        self.step_s + VALIDATED_SHARE * (self.validated_s - self.step_s)
+    }
 }
 
 /// Predicts steps that differ in the planner's choice alone.
@@ -82,13 +108,21 @@ impl<'a> Predictor<'a> {
         let adam_bytes = 2 * STATE_BYTES + 2 * self.needs.dtype.bytes();
         let layers_s: f64 = policies.iter().map(|policy| self.layer_s(*policy)).sum();
         let device_s = accum * (self.model_s + layers_s) + resident * adam_bytes as f64 / ASSUMED.device_bytes;
-        let pool_s = offloaded / (ASSUMED.worker_params * self.work.workers as f64);
+        let pool_s = |worker_params: f64| offloaded / (worker_params * self.work.workers as f64);
         let link_bytes = offloaded * self.needs.link_dtype.bytes() as f64 + accum * activations.host_bytes().0 as f64;
         let link_s = link_bytes / ASSUMED.link_bytes;
         let start_up_s = if offloaded > 0.0 { ASSUMED.start_up_s } else { 0.0 };
-        // In a ring the backward pass, two thirds of the device's work, waits for the pool: nothing is left for the next forward.
-        let stalled_s = if ring { (pool_s - 2.0 / 3.0 * device_s).max(0.0) } else { 0.0 };
-        Prediction { device_s, pool_s, link_s, step_s: (device_s + stalled_s).max(pool_s).max(link_s) + start_up_s }
+        // Forward is a third of the device's work. Before the verdict the pool rests, so that only forward hides it.
+        let (forward_s, backward_s) = (device_s / 3.0, device_s / 1.5);
+        let validated_s = backward_s.max(link_s) + forward_s.max(pool_s(ASSUMED.worker_stepped)).max(link_s) + start_up_s;
+        if !self.work.speculates {
+            return Prediction { device_s, pool_s: pool_s(ASSUMED.worker_stepped), link_s, step_s: validated_s, validated_s };
+        }
+        let pool_s = pool_s(ASSUMED.worker_deferred);
+        // In a ring the backward pass waits for the pool: nothing is left for the next forward.
+        let stalled_s = if ring { (POOL_DOUBT * pool_s - backward_s).max(0.0) } else { 0.0 };
+        let step_s = (device_s + stalled_s).max(pool_s).max(link_s) + start_up_s;
+        Prediction { device_s, pool_s, link_s, step_s, validated_s }
     }
 
     /// What a layer adds to the device's work on a micro-batch.
@@ -106,8 +140,9 @@ impl fmt::Display for Prediction {
         let ms = |s: f64| s * 1e3;
         write!(
             f,
-            "{:.0} ms a step at assumed rates: device {:.0}, optimizer pool {:.0}, link {:.0}",
+            "{:.0} ms a step at assumed rates ({:.0} validated first): device {:.0}, optimizer pool {:.0}, link {:.0}",
             ms(self.step_s),
+            ms(self.validated_s),
             ms(self.device_s),
             ms(self.pool_s),
             ms(self.link_s)

@@ -88,9 +88,9 @@ fn a_4b_model_stays_on_the_device_and_the_plan_says_so() {
 }
 
 #[test]
-fn an_8b_model_keeps_its_activations_and_a_part_of_its_states() {
+fn an_8b_model_computes_cheap_parts_again_for_more_resident_states() {
     let plan = fitting(&llama_8b(), &settings());
-    assert!(kept(&plan) >= 28, "{plan}");
+    assert!(plan.layer_policies.iter().all(|policy| matches!(policy, LayerPolicy::Keep | LayerPolicy::RecomputeCheap)), "{plan}");
     assert_eq!(plan.loss_tile.rows, 4 * 4096, "{plan}");
     if REPARTITION {
         assert!((0.2..0.8).contains(&(resident(&plan) as f64 / plan.layout.count() as f64)), "{plan}");
@@ -99,6 +99,11 @@ fn an_8b_model_keeps_its_activations_and_a_part_of_its_states() {
         // The floor of the step is the device's work.
         let predicted = plan.predicted.unwrap();
         assert!(predicted.pool_s < predicted.device_s && (1.0..1.6).contains(&predicted.step_s), "{plan}");
+        // That costs 3 % of the step, and a step that waits for its verdict is a fifth shorter.
+        let keep = fitting(&llama_8b(), &Settings { activations: ActivationsChoice::Keep, ..settings() }).predicted.unwrap();
+        assert!(predicted.step_s < 1.04 * keep.step_s && predicted.validated_s < 0.85 * keep.validated_s, "{plan}");
+        let waits = fitting(&llama_8b(), &Settings { strategy: Strategy::ZeroOffload, ..settings() }).predicted.unwrap();
+        assert_eq!(waits.step_s, waits.validated_s);
     }
 }
 
@@ -116,10 +121,10 @@ fn a_limit_makes_a_smaller_machine() {
     }
     assert!(plans[3].bytes_at(Place::Device) <= 80 * GIB && kept(&plans[3]) < 32, "{}", plans[3]);
     if REPARTITION {
-        let host_limit = Some(Bytes(60 * GIB));
+        let host_limit = Some(Bytes(40 * GIB));
         let small_host = fitting(&llama_8b(), &Settings { host_limit, ..settings() });
         assert!(resident(&small_host) > resident(&plans[0]), "{small_host}");
-        assert!(small_host.bytes_at(Place::Host) <= 60 * GIB);
+        assert!(small_host.bytes_at(Place::Host) <= 40 * GIB);
     }
 }
 

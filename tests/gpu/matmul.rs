@@ -60,8 +60,8 @@ pub fn plain(dev: &mut dyn Kernels, shape: MatmulShape, a: DeviceSlice, b: Devic
     dev.matmul(shape, a, b, None, None, c)
 }
 
-/// The error is that of the sum, see [`product_growth`], and one rounding for each thing added. On a GPU that rounding may be
-/// to the format: cuBLASLt's kernels for rows that are not whole 16-byte vectors add to a result that is already rounded.
+/// The error is that of the sum, see [`product_growth`], and on a GPU a rounding of each [`intermediate`] result to the format:
+/// cuBLASLt's kernels for rows that are not whole 16-byte vectors add to a result that is already rounded.
 fn product(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: MatmulShape) -> Outcome {
     let MatmulShape { m, n, k, .. } = shape;
     let (a, b) = (random.uniform(dtype, m * k), random.uniform(dtype, k * n));
@@ -70,25 +70,37 @@ fn product(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: MatmulSh
     let mut worst = 0f64;
     for &(with_bias, base) in &ADDED[..if m * n * k > LARGE { ADDED_TO_LARGE } else { ADDED.len() }] {
         let unit = if bench.same_bits { 0.0 } else { unit(dtype) };
-        let plus = |near: Near, x: f32| Near { error: near.error + unit * near.want.abs(), ..near }.plus(f64::from(x));
-        let plus_bias = |(i, near): (usize, &Near)| if with_bias { plus(*near, bias[i % n]) } else { *near };
-        let product: Vec<Near> = exact.iter().enumerate().map(plus_bias).collect();
-        let sums = |product: Vec<Near>| product.into_iter().zip(&before).map(|(near, &x)| plus(near, x)).collect();
+        let sum = |(i, near): (usize, &Near)| {
+            let added = [with_bias.then(|| bias[i % n]), (base != Base::None).then(|| before[i])].map(|x| x.map(f64::from));
+            let rounded = intermediate(near.want, added);
+            added.into_iter().flatten().fold(Near { error: near.error + unit * rounded, ..*near }, Near::plus)
+        };
+        let sums: Vec<Near> = exact.iter().enumerate().map(sum).collect();
         let mut case = Case::default();
         let (a, b, bias) = (case.input("a", dtype, &a), case.input("b", dtype, &b), case.input("bias", dtype, &bias));
         let (base, c) = match base {
-            Base::None => (None, case.output("c", dtype, m * n, Want::Near(product))),
+            Base::None => (None, case.output("c", dtype, m * n, Want::Near(sums))),
             Base::Output => {
-                let c = case.updated("c", dtype, &before, Want::Near(sums(product)));
+                let c = case.updated("c", dtype, &before, Want::Near(sums));
                 (Some(c), c)
             }
-            Base::Apart => (Some(case.input("base", dtype, &before)), case.output("c", dtype, m * n, Want::Near(sums(product)))),
+            Base::Apart => (Some(case.input("base", dtype, &before)), case.output("c", dtype, m * n, Want::Near(sums))),
         };
         let outcome =
             case.check(bench, &|dev, at| dev.matmul(shape, at[a], at[b], with_bias.then(|| at[bias]), base.map(|base| at[base]), at[c]));
         worst = worst.max(outcome?);
     }
     Ok(worst)
+}
+
+/// The sizes of what may be rounded before the last addition, which may be that of either.
+fn intermediate(product: f64, added: [Option<f64>; 2]) -> f64 {
+    let largest_sum = |largest: f64, x: f64| largest.max((product + x).abs());
+    match added {
+        [None, None] => 0.0,
+        [Some(bias), Some(base)] => product.abs() + [bias, base].into_iter().fold(0.0, largest_sum),
+        _ => product.abs(),
+    }
 }
 
 /// The product in f64; `error` is relative to the sum of magnitudes.

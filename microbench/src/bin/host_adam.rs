@@ -3,6 +3,9 @@
 //! Memory, pool, placement and jobs are those of `train`; only the driver is simpler: it submits a job, waits for its end
 //! and submits the next. One JSON line per row on stdout, a table at the end.
 //!
+//! The pass `copy` writes fp32 parameters into fp32 slots, past the caches with streaming stores: what the same threads get
+//! out of the same memory without arithmetic, 8 bytes a parameter. The last column is a row's share of the best copy.
+//!
 //! `wall` is what the driver sees. `busy` is what the workers would reach without waiting for a job or for each other:
 //! parameters over the mean time of a worker's shares. The difference is split into `skew` (workers that are done before
 //! the last one) and `handover` (from the last share's end to the next one's start, waking included).
@@ -40,7 +43,7 @@ struct Options {
     #[arg(long, value_name = "N", default_value_t = 32 << 20)]
     bucket_params: usize,
     /// Passes to measure.
-    #[arg(long, value_name = "PASS,...", value_delimiter = ',', default_value = "speculate,step,commit,commit_then_speculate")]
+    #[arg(long, value_name = "PASS,...", value_delimiter = ',', default_value = "copy,speculate,step,commit,commit_then_speculate")]
     passes: Vec<Pass>,
     /// Time for each row.
     #[arg(long, value_name = "SECONDS", default_value_t = 0.4)]
@@ -52,7 +55,7 @@ struct Options {
     #[arg(long, value_name = "KIND,...", value_delimiter = ',', default_value = "temporal,stream-weights,streaming")]
     stores: Vec<Writes>,
     /// Elements by which software asks ahead for memory; 0: not at all.
-    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "0")]
+    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "0,512")]
     prefetch: Vec<usize>,
 }
 
@@ -76,6 +79,7 @@ impl From<Writes> for Stores {
 #[derive(Clone, Copy, clap::ValueEnum)]
 #[value(rename_all = "snake_case")]
 enum Pass {
+    Copy,
     Speculate,
     Step,
     Commit,
@@ -92,11 +96,22 @@ const WARM_UP: usize = 2;
 const JOBS_MAX: usize = 1 << 12;
 
 impl Pass {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Copy => "copy",
+            Self::Speculate => "speculate",
+            Self::Step => "step",
+            Self::Commit => "commit",
+            Self::CommitThenSpeculate => "commit_then_speculate",
+        }
+    }
+
     fn work(self, buckets: usize, bucket: usize) -> Work {
         let update = |optimizer_step| Update { optimizer_step, learning_rate: 1e-5, scale: 0.5 };
         let pending = GradUpdate { grads: Slot(bucket), update: update(1000) };
         let next = GradUpdate { grads: Slot(buckets + bucket), update: update(1001) };
         match self {
+            Self::Copy => Work::Restore { undo: None },
             Self::Speculate => Work::CommitThenSpeculate { pending: None, next },
             Self::Step => Work::Step { undo: None, next },
             Self::Commit => Work::Commit(next),
@@ -108,6 +123,8 @@ impl Pass {
 /// Buckets in mid-training, with two gradients each.
 struct Buckets {
     memory: StepMemory,
+    /// For copies.
+    fp32_slots: SlotMemory,
     count: usize,
     elems: usize,
     /// Keeps what `memory` looks into.
@@ -118,11 +135,13 @@ impl Buckets {
     fn new(options: &Options) -> Result<Self> {
         let (elems, mut host) = (options.bucket_params, HostMemory::default());
         let count = (options.params / elems).max(1);
-        let mut slots = |name: &str, slots: usize| -> Result<SlotMemory> {
-            let memory = host.alloc(name, slots * elems * 2)?;
-            Ok(SlotMemory { memory, slot_elems: elems, dtype: Dtype::Bfloat16 })
+        let mut slots = |name: &str, slots: usize, dtype: Dtype| -> Result<SlotMemory> {
+            let memory = host.alloc(name, slots * elems * dtype.bytes())?;
+            Ok(SlotMemory { memory, slot_elems: elems, dtype })
         };
-        let (grads, params) = (slots("gradient slots", 2 * count)?, slots("parameter slots", PARAM_SLOTS)?);
+        let grads = slots("gradient slots", 2 * count, Dtype::Bfloat16)?;
+        let params = slots("parameter slots", PARAM_SLOTS, Dtype::Bfloat16)?;
+        let fp32_slots = slots("fp32 slots", PARAM_SLOTS, Dtype::Float32)?;
         let mut state = |name: &str| host.alloc(name, count * elems * 4);
         let state = HostState { params: state("parameters")?, m: state("m")?, v: state("v")? };
         fill(state.params, 0.02f32);
@@ -130,6 +149,7 @@ impl Buckets {
         fill(state.v, 1e-6f32);
         fill(grads.memory, bf16::from_f32(1e-3));
         fill(params.memory, bf16::ZERO);
+        fill(fp32_slots.memory, 0.0f32);
         let memory = StepMemory {
             state,
             grads,
@@ -138,7 +158,7 @@ impl Buckets {
             hyper: AdamHyper { lr: 1e-5, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 },
             kernels: AdamKernels::new(options.isa)?,
         };
-        Ok(Self { memory, count, elems, _host: host })
+        Ok(Self { memory, fp32_slots, count, elems, _host: host })
     }
 
     /// The `index`th job of a row.
@@ -146,13 +166,14 @@ impl Buckets {
         let bucket = index % self.count;
         let work = pass.work(self.count, bucket);
         let out = (!matches!(work, Work::Commit(_))).then_some(Slot(index % PARAM_SLOTS));
+        let params = if matches!(pass, Pass::Copy) { self.fp32_slots } else { self.memory.params };
         // The index, not the bucket: the spans of one job find each other by it.
         StepJob {
             bucket: index,
             range: bucket * self.elems..(bucket + 1) * self.elems,
             work,
             out,
-            memory: StepMemory { kernels, ..self.memory.clone() },
+            memory: StepMemory { kernels, params, ..self.memory.clone() },
         }
     }
 }
@@ -181,14 +202,24 @@ struct Row {
     /// Shares of the workers' time, in percent.
     skew: f64,
     handover: f64,
+    /// The best copy of as many threads, if one was measured.
+    copy_gb_s: Option<f64>,
 }
 
 impl Row {
+    fn gb_s(&self) -> f64 {
+        self.wall * self.bytes_per_param
+    }
+
+    fn share_of_copy(&self) -> Option<f64> {
+        self.copy_gb_s.map(|copy| self.gb_s() / copy)
+    }
+
     fn json(&self) -> serde_json::Value {
         json!({
             "pass": self.pass, "threads": self.threads, "pinned": self.pinned, "kernels": self.kernels.to_string(), "jobs": self.jobs,
-            "gparam_s": self.wall, "gb_s": self.wall * self.bytes_per_param, "median_gparam_s": self.median,
-            "busy_gparam_s": self.busy, "busy_gb_s": self.busy * self.bytes_per_param,
+            "gparam_s": self.wall, "gb_s": self.gb_s(), "share_of_copy": self.share_of_copy(),
+            "median_gparam_s": self.median, "busy_gparam_s": self.busy, "busy_gb_s": self.busy * self.bytes_per_param,
             "skew_percent": self.skew, "handover_percent": self.handover,
         })
     }
@@ -198,16 +229,17 @@ impl fmt::Display for Row {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { pass, kernels, threads, wall, median, busy, bytes_per_param, skew, handover, .. } = self;
         let kernels = kernels.to_string();
-        let (gb_s, busy_gb_s) = (wall * bytes_per_param, busy * bytes_per_param);
+        let (gb_s, busy_gb_s) = (self.gb_s(), busy * bytes_per_param);
         write!(
             f,
             "{kernels:<27} {pass:<22} {threads:>7} {wall:>8.3} {gb_s:>7.1} {median:>8.3} {busy:>8.3} {busy_gb_s:>7.1} {skew:>6.1} {handover:>8.1}"
-        )
+        )?;
+        self.share_of_copy().map_or(Ok(()), |share| write!(f, " {:>7.0}", 100.0 * share))
     }
 }
 
 const HEADER: &str =
-    "kernels                     pass                   threads   Gpar/s    GB/s   median     busy    GB/s skew %  handover %";
+    "kernels                     pass                   threads   Gpar/s    GB/s   median     busy    GB/s skew %  handover % of copy %";
 
 fn measure(buckets: &Buckets, kernels: AdamKernels, pass: Pass, threads: usize, seconds: f64) -> Result<Row> {
     let bell = Arc::new(Doorbell::default());
@@ -239,7 +271,7 @@ fn measure(buckets: &Buckets, kernels: AdamKernels, pass: Pass, threads: usize, 
     let (jobs, elems) = (times.len(), buckets.elems as f64 * 1e-9);
     let busy_s = spans.shares_s / threads as f64;
     Ok(Row {
-        pass: sample.label().0,
+        pass: pass.name(),
         threads,
         pinned,
         kernels,
@@ -250,6 +282,7 @@ fn measure(buckets: &Buckets, kernels: AdamKernels, pass: Pass, threads: usize, 
         busy: elems * jobs as f64 / busy_s,
         skew: 100.0 * (spans.longest_s - busy_s) / wall_s,
         handover: 100.0 * (wall_s - spans.longest_s) / wall_s,
+        copy_gb_s: None,
     })
 }
 
@@ -295,12 +328,17 @@ fn run(options: &Options) -> Result<()> {
     let buckets = Buckets::new(options)?;
     let mut rows = Vec::new();
     for &threads in &options.threads {
+        let first = rows.len();
         for &pass in &options.passes {
             for kernels in kernels(options)? {
-                let row = measure(&buckets, kernels, pass, threads, options.seconds)?;
-                println!("{}", row.json());
-                rows.push(row);
+                rows.push(measure(&buckets, kernels, pass, threads, options.seconds)?);
             }
+        }
+        let copies = rows[first..].iter().filter(|row| row.pass == Pass::Copy.name()).map(Row::gb_s);
+        let copy_gb_s = copies.reduce(f64::max);
+        for row in &mut rows[first..] {
+            row.copy_gb_s = copy_gb_s;
+            println!("{}", row.json());
         }
     }
     println!("\n{}: {} buckets of {}\n{HEADER}", microbench::Machine::here(), buckets.count, buckets.elems);
