@@ -178,13 +178,14 @@ impl AdamKernels {
     /// `Unsupported` if this build or this CPU lacks it.
     pub fn new(isa: Isa) -> Result<Self> {
         if shells::runs(isa) {
-            return Ok(Self { isa, stores: Stores::DEFAULT, prefetch_elems: PREFETCH_ELEMS });
+            let (stores, prefetch_elems) = if shells::WHOLE { (Stores::Temporal, 0) } else { (Stores::DEFAULT, PREFETCH_ELEMS) };
+            return Ok(Self { isa, stores, prefetch_elems });
         }
         let available = names(&Isa::available());
         Err(Error::Unsupported(format!("instruction set {isa}: {}; available: {available}", shells::LACKING)))
     }
 
-    /// The same passes, with other stores.
+    /// The same passes, with other stores; where passes run over whole slices (Arm) the CPU decides.
     pub fn with_stores(self, stores: Stores) -> Self {
         Self { stores, ..self }
     }
@@ -298,6 +299,9 @@ impl AdamKernels {
     /// See [`adam::emit`].
     pub fn emit(self, params: &[f32], out: Weights<'_>) {
         typed!(Weights(o) = out => {
+            if shells::WHOLE {
+                return self.run(#[inline(always)] |_| adam::emit(params, o));
+            }
             assert_eq!(params.len(), o.len(), "params against working weights");
             self.run_blocks(o.len(), [Place::of(o)], #[inline(always)] move |access, at| access.emit(params, o, &at));
         });
@@ -495,6 +499,9 @@ mod tests {
     use crate::optim::adam::{AdamConsts, AdamHyper};
     use crate::optim::samples::{assert_same, ordinary, wild};
 
+    mod campaign;
+    mod guard_pages;
+
     /// One pass's inputs, and its outputs in the same place.
     #[derive(Clone)]
     struct Case<G, O> {
@@ -524,6 +531,27 @@ mod tests {
         (at(3, 0.37), at(4, 1.0))
     }
 
+    /// Runs `pass` of the pending step, or of the pending and the next one, over formats known at run time.
+    fn run<G: Element, O: Element>(
+        kernels: AdamKernels,
+        pass: Pass,
+        (pending, next): (AdamStep, AdamStep),
+        mut state: AdamState<'_>,
+        grads: [&[G]; 2],
+        out: &mut [O],
+    ) {
+        let [pending_grads, grads] = grads.map(|grads| Grads::from_bytes(G::DTYPE, bytemuck::cast_slice(grads)));
+        let (state, out) = (&mut state, Weights::from_bytes(O::DTYPE, bytemuck::cast_slice_mut(out)));
+        match pass {
+            Pass::Step => kernels.step(pending, state, grads, out),
+            Pass::Speculate => kernels.speculate(pending, state, grads, out),
+            Pass::Commit => kernels.commit(pending, state, grads),
+            Pass::CommitThenSpeculate => kernels.commit_then_speculate(pending, pending_grads, next, grads, state, out),
+            Pass::Inverse => kernels.inverse(pending, state, grads),
+            Pass::Emit => kernels.emit(state.params, out),
+        }
+    }
+
     impl<G: Element, O: Element> Case<G, O> {
         fn ordinary(len: usize) -> Self {
             let v = ordinary(3, len).into_iter().map(f32::abs).collect();
@@ -536,8 +564,7 @@ mod tests {
             Self { params: wild(1, len), m: wild(2, len), v: wild(3, len), grads, pending_grads, out: ordinary(6, len) }
         }
 
-        fn by_specification(&mut self, pass: Pass) {
-            let (pending, next) = steps();
+        fn by_specification(&mut self, pass: Pass, (pending, next): (AdamStep, AdamStep)) {
             let Self { params, m, v, grads, pending_grads, out } = self;
             let state = &mut AdamState { params, m, v };
             match pass {
@@ -552,35 +579,23 @@ mod tests {
 
         /// Runs `pass` on copies of the arrays that begin `offsets` (state, weights) elements after a line, and sees that
         /// nothing around them changes.
-        fn by_kernels(&mut self, kernels: AdamKernels, pass: Pass, offsets: [usize; 2]) {
-            let (pending, next) = steps();
+        fn by_kernels(&mut self, kernels: AdamKernels, pass: Pass, steps: (AdamStep, AdamStep), offsets: [usize; 2]) {
             let Self { params, m, v, grads, pending_grads, out } = self;
             let mut state = [params, m, v].map(|array| (Placed::new(array, offsets[0]), array));
             let mut weights = Placed::new(out, offsets[1]);
             let [params, m, v] = state.each_mut().map(|(placed, _)| placed.inner());
-            let state_now = &mut AdamState { params, m, v };
-            let grads = Grads::from_bytes(G::DTYPE, bytemuck::cast_slice(grads));
-            let pending_grads = Grads::from_bytes(G::DTYPE, bytemuck::cast_slice(pending_grads));
-            let to = Weights::from_bytes(O::DTYPE, bytemuck::cast_slice_mut(weights.inner()));
-            match pass {
-                Pass::Step => kernels.step(pending, state_now, grads, to),
-                Pass::Speculate => kernels.speculate(pending, state_now, grads, to),
-                Pass::Commit => kernels.commit(pending, state_now, grads),
-                Pass::CommitThenSpeculate => kernels.commit_then_speculate(pending, pending_grads, next, grads, state_now, to),
-                Pass::Inverse => kernels.inverse(pending, state_now, grads),
-                Pass::Emit => kernels.emit(state_now.params, to),
-            }
+            run(kernels, pass, steps, AdamState { params, m, v }, [pending_grads, grads], weights.inner());
             state.iter_mut().for_each(|(placed, array)| placed.take_back(array));
             weights.take_back(out);
         }
 
         fn check(&self, pass: Pass, stores: &[Stores], offsets: [usize; 2]) {
             let mut golden = self.clone();
-            golden.by_specification(pass);
+            golden.by_specification(pass, steps());
             for isa in Isa::available() {
                 for &stores in stores {
                     let (mut got, kernels) = (self.clone(), AdamKernels::new(isa).unwrap().with_stores(stores));
-                    got.by_kernels(kernels, pass, offsets);
+                    got.by_kernels(kernels, pass, steps(), offsets);
                     let formats = format!("{} to {}", G::DTYPE, O::DTYPE);
                     let what = |field| format!("{kernels} {pass:?} {formats}, {} elements at {offsets:?}: {field}", self.grads.len());
                     assert_same(&got.params, &golden.params, &what("params"));

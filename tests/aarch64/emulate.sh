@@ -1,4 +1,5 @@
 #!/bin/sh
-# Runs an aarch64 program. SUPEROFFLOAD_CPU is qemu's model; the default has SVE2 with vectors of 128 bits, as Grace has.
+# Runs an aarch64 program. SUPEROFFLOAD_QEMU_CPU is qemu's model; the default has SVE2 with vectors of 128 bits, as Grace has.
+export SUPEROFFLOAD_QEMU_CPU="${SUPEROFFLOAD_QEMU_CPU:-max,sve-default-vector-length=16}"
 emulator=$(command -v qemu-aarch64-static || command -v qemu-aarch64)
-exec "$emulator" -L /usr/aarch64-linux-gnu -cpu "${SUPEROFFLOAD_CPU:-max,sve-default-vector-length=16}" "$@"
+exec "$emulator" -L /usr/aarch64-linux-gnu -cpu "$SUPEROFFLOAD_QEMU_CPU" "$@"
