@@ -1,4 +1,9 @@
 //! Vector shells for aarch64.
+//!
+//! In SVE's shell the compiler takes vectors of any length for the passes that write 16-bit weights. It rates a square root of such
+//! a vector dearer than one of 128 bits, so that passes with nothing to narrow (`commit`, `inverse`, fp32 weights) may stay with
+//! those; on Grace, whose vectors have 128 bits, they are as fast. There is no use for BFCVT: its NaN is not the specification's,
+//! and what would repair that costs what the instruction saves.
 
 pub(super) use super::plain::{fence, prefetch, stream};
 use super::{AdamKernels, Isa};
