@@ -110,9 +110,12 @@ fn copy_dir(from: &Path, to: &Path) {
     }
 }
 
-/// The program with these arguments, its output caught.
+/// The program with these arguments, its output caught; run by the emulator that runs these tests, if one does.
 pub fn program(args: &[&str]) -> Command {
-    let mut command = Command::new(PROGRAM);
+    let mut command = Command::new(std::env::var_os("SUPEROFFLOAD_EMULATOR").unwrap_or(PROGRAM.into()));
+    if command.get_program() != PROGRAM {
+        command.arg(PROGRAM);
+    }
     command.args(args).current_dir("/").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     command
 }

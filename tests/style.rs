@@ -29,6 +29,7 @@ const RULES: [Rule; 7] = [
             "src/host/pool.rs",
             "src/host/step_job.rs",
             "src/optim/simd.rs",
+            "src/optim/simd",
             "tests/alloc.rs",
             "third_party/cuda-driver-shim",
         ],

@@ -83,6 +83,10 @@ pub enum IsaChoice {
     Avx2,
     /// 512-bit vectors.
     Avx512,
+    /// Arm's 128-bit vectors.
+    Neon,
+    /// Arm's vectors of any length.
+    Sve2,
 }
 
 /// Which side converts gradients between formats.

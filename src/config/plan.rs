@@ -270,6 +270,8 @@ fn wanted_isa(choice: IsaChoice) -> Option<Isa> {
         IsaChoice::Scalar => Some(Isa::Scalar),
         IsaChoice::Avx2 => Some(Isa::Avx2),
         IsaChoice::Avx512 => Some(Isa::Avx512),
+        IsaChoice::Neon => Some(Isa::Neon),
+        IsaChoice::Sve2 => Some(Isa::Sve2),
     }
 }
 

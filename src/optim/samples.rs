@@ -11,18 +11,27 @@ const SPECIAL: [f32; 14] =
 /// Evenly spread over (-1, 1).
 pub fn ordinary<T: Element>(seed: u64, len: usize) -> Vec<T> {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
-    (0..len).map(|_| T::from_f32((f64::from(rng.next_u32()) / f64::from(u32::MAX) * 2.0 - 1.0) as f32)).collect()
+    (0..len).map(|_| T::from_f32(even(&mut rng))).collect()
 }
 
 /// A third special values, a third arbitrary bit patterns, a third ordinary ones.
 pub fn wild<T: Element>(seed: u64, len: usize) -> Vec<T> {
     let mut rng = ChaCha8Rng::seed_from_u64(!seed);
-    let value = |plain: f32| match rng.next_u32() % 3 {
+    ordinary(seed, len).into_iter().map(|plain| T::from_f32(bewildered(&mut rng, plain))).collect()
+}
+
+/// The next number in (-1, 1).
+pub fn even(rng: &mut ChaCha8Rng) -> f32 {
+    (f64::from(rng.next_u32()) / f64::from(u32::MAX) * 2.0 - 1.0) as f32
+}
+
+/// A special value, an arbitrary bit pattern, or `plain`.
+pub fn bewildered(rng: &mut ChaCha8Rng, plain: f32) -> f32 {
+    match rng.next_u32() % 3 {
         0 => SPECIAL[rng.next_u32() as usize % SPECIAL.len()],
         1 => f32::from_bits(rng.next_u32()),
         _ => plain,
-    };
-    ordinary(seed, len).into_iter().map(value).map(T::from_f32).collect()
+    }
 }
 
 /// Whether two values hold the same bits; payloads of NaN are nobody's promise.

@@ -23,11 +23,15 @@ pub enum Isa {
     Avx2,
     /// AVX-512 F, BW, VL and DQ.
     Avx512,
+    /// Arm's vectors of 128 bits.
+    Neon,
+    /// Arm's vectors of any length: the code does not know which.
+    Sve2,
 }
 
 impl Isa {
-    /// All, slowest first.
-    pub const ALL: [Self; 3] = [Self::Scalar, Self::Avx2, Self::Avx512];
+    /// All, for each architecture slowest first.
+    pub const ALL: [Self; 5] = [Self::Scalar, Self::Avx2, Self::Avx512, Self::Neon, Self::Sve2];
 
     /// Those that this build holds and this CPU runs, slowest first; never empty.
     pub fn available() -> Vec<Self> {
@@ -45,6 +49,8 @@ impl Isa {
             Self::Scalar => "scalar",
             Self::Avx2 => "avx2",
             Self::Avx512 => "avx512",
+            Self::Neon => "neon",
+            Self::Sve2 => "sve2",
         }
     }
 }
@@ -172,13 +178,14 @@ impl AdamKernels {
     /// `Unsupported` if this build or this CPU lacks it.
     pub fn new(isa: Isa) -> Result<Self> {
         if shells::runs(isa) {
-            return Ok(Self { isa, stores: Stores::DEFAULT, prefetch_elems: PREFETCH_ELEMS });
+            let (stores, prefetch_elems) = if shells::WHOLE { (Stores::Temporal, 0) } else { (Stores::DEFAULT, PREFETCH_ELEMS) };
+            return Ok(Self { isa, stores, prefetch_elems });
         }
         let available = names(&Isa::available());
         Err(Error::Unsupported(format!("instruction set {isa}: {}; available: {available}", shells::LACKING)))
     }
 
-    /// The same passes, with other stores.
+    /// The same passes, with other stores; where passes run over whole slices (Arm) the CPU decides.
     pub fn with_stores(self, stores: Stores) -> Self {
         Self { stores, ..self }
     }
@@ -196,6 +203,9 @@ impl AdamKernels {
     /// See [`adam::step`].
     pub fn step(self, step: AdamStep, state: &mut AdamState<'_>, grads: Grads<'_>, out: Weights<'_>) {
         typed!(Grads(g) = grads => typed!(Weights(o) = out => {
+            if shells::WHOLE {
+                return self.run(#[inline(always)] |_| adam::step(step, state, g, o));
+            }
             let mut state = state.sized(g.len());
             let [p, m, v] = arrays(&state).map(Place::of);
             self.run_blocks(g.len(), [p, m, v, Place::of(o)], #[inline(always)] move |access, at| {
@@ -211,6 +221,9 @@ impl AdamKernels {
     /// See [`adam::speculate`].
     pub fn speculate(self, step: AdamStep, state: &AdamState<'_>, grads: Grads<'_>, out: Weights<'_>) {
         typed!(Grads(g) = grads => typed!(Weights(o) = out => {
+            if shells::WHOLE {
+                return self.run(#[inline(always)] |_| adam::speculate(step, state, g, o));
+            }
             let state = arrays(state);
             assert_eq!(state.map(<[f32]>::len), [g.len(); 3], "params, m, v against gradients");
             self.run_blocks(g.len(), [Place::of(o)], #[inline(always)] move |access, at| {
@@ -225,6 +238,9 @@ impl AdamKernels {
     /// See [`adam::commit`].
     pub fn commit(self, step: AdamStep, state: &mut AdamState<'_>, grads: Grads<'_>) {
         typed!(Grads(g) = grads => {
+            if shells::WHOLE {
+                return self.run(#[inline(always)] |_| adam::commit(step, state, g));
+            }
             let mut state = state.sized(g.len());
             let [p, m, v] = arrays(&state).map(Place::of);
             self.run_blocks(g.len(), [p, m, v], #[inline(always)] move |access, at| {
@@ -259,6 +275,9 @@ impl AdamKernels {
 
     fn fused<G: Element>(self, pending: AdamStep, h: &[G], next: AdamStep, g: &[G], state: &mut AdamState<'_>, out: Weights<'_>) {
         typed!(Weights(o) = out => {
+            if shells::WHOLE {
+                return self.run(#[inline(always)] |_| adam::commit_then_speculate(pending, h, next, g, state, o));
+            }
             let mut state = state.sized(g.len());
             let [p, m, v] = arrays(&state).map(Place::of);
             assert_eq!(h.len(), g.len(), "pending gradients against gradients");
@@ -280,6 +299,9 @@ impl AdamKernels {
     /// See [`adam::emit`].
     pub fn emit(self, params: &[f32], out: Weights<'_>) {
         typed!(Weights(o) = out => {
+            if shells::WHOLE {
+                return self.run(#[inline(always)] |_| adam::emit(params, o));
+            }
             assert_eq!(params.len(), o.len(), "params against working weights");
             self.run_blocks(o.len(), [Place::of(o)], #[inline(always)] move |access, at| access.emit(params, o, &at));
         });
@@ -457,128 +479,28 @@ impl Access {
 #[repr(C, align(64))]
 struct Line([u8; LINE_BYTES]);
 
-/// Vector shells for x86-64.
-#[cfg(all(feature = "grace-adam", target_arch = "x86_64"))]
-mod shells {
-    use super::{AdamKernels, Isa, Line};
-    use std::arch::x86_64::{
-        __m256i, _MM_HINT_T0, _mm_prefetch, _mm_sfence, _mm256_loadu_si256, _mm256_stream_si256, _mm512_loadu_si512, _mm512_stream_si512,
-    };
-
-    pub(super) const LACKING: &str = "this CPU lacks it";
-
-    pub(super) fn runs(isa: Isa) -> bool {
-        match isa {
-            Isa::Scalar => true,
-            Isa::Avx2 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c"),
-            Isa::Avx512 => {
-                runs(Isa::Avx2)
-                    && is_x86_feature_detected!("avx512f")
-                    && is_x86_feature_detected!("avx512bw")
-                    && is_x86_feature_detected!("avx512vl")
-                    && is_x86_feature_detected!("avx512dq")
-            }
-        }
-    }
-
-    impl AdamKernels {
-        /// Inlines `pass` into the shell; its argument is a constant there.
-        #[inline]
-        pub(super) fn run<R>(self, pass: impl FnOnce(Isa) -> R) -> R {
-            match self.isa {
-                Isa::Scalar => pass(Isa::Scalar),
-                // SAFETY: `AdamKernels::new` saw that the CPU has these features.
-                Isa::Avx2 => unsafe { avx2(pass) },
-                // SAFETY: as above.
-                Isa::Avx512 => unsafe { avx512(pass) },
-            }
-        }
-    }
-
-    #[target_feature(enable = "avx2,fma,f16c")]
-    fn avx2<R>(pass: impl FnOnce(Isa) -> R) -> R {
-        pass(Isa::Avx2)
-    }
-
-    #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")]
-    fn avx512<R>(pass: impl FnOnce(Isa) -> R) -> R {
-        pass(Isa::Avx512)
-    }
-
-    /// Writes a line past the caches; [`fence`] makes it visible.
-    ///
-    /// # Safety
-    /// The CPU has `isa`, and `from` points to a line.
-    #[inline(always)]
-    pub(super) unsafe fn stream(isa: Isa, to: &mut Line, from: *const Line) {
-        let to: *mut Line = to;
-        // SAFETY: the caller's promise; a line is aligned for every vector.
-        unsafe {
-            match isa {
-                Isa::Scalar => *to = *from,
-                Isa::Avx2 => {
-                    for half in 0..2 {
-                        _mm256_stream_si256(to.cast::<__m256i>().add(half), _mm256_loadu_si256(from.cast::<__m256i>().add(half)));
-                    }
-                }
-                Isa::Avx512 => _mm512_stream_si512(to.cast(), _mm512_loadu_si512(from.cast())),
-            }
-        }
-    }
-
-    /// Orders the stores of [`stream`] before everything that follows.
-    #[inline(always)]
-    pub(super) fn fence() {
-        // SAFETY: every x86-64 CPU has this instruction.
-        unsafe { _mm_sfence() };
-    }
-
-    /// Asks for a line, which may lie anywhere.
-    #[inline(always)]
-    pub(super) fn prefetch(line: *const Line) {
-        // SAFETY: a prefetch reads nothing and never faults.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.cast()) };
-    }
-}
-
-/// No vector shells: the feature is off, or the target's baseline already has vectors (Arm).
+// How a pass comes to run on an instruction set, and what is written by hand for it.
 #[cfg(not(all(feature = "grace-adam", target_arch = "x86_64")))]
-mod shells {
-    use super::{AdamKernels, Isa, Line};
-
-    pub(super) const LACKING: &str = "this build lacks it (cargo feature grace-adam, x86-64 only)";
-
-    pub(super) fn runs(isa: Isa) -> bool {
-        isa == Isa::Scalar
-    }
-
-    impl AdamKernels {
-        #[inline]
-        pub(super) fn run<R>(self, pass: impl FnOnce(Isa) -> R) -> R {
-            pass(Isa::Scalar)
-        }
-    }
-
-    /// # Safety
-    /// `from` points to a line.
-    #[inline(always)]
-    pub(super) unsafe fn stream(_: Isa, to: &mut Line, from: *const Line) {
-        // SAFETY: the caller's promise.
-        *to = unsafe { *from };
-    }
-
-    #[inline(always)]
-    pub(super) fn fence() {}
-
-    #[inline(always)]
-    pub(super) fn prefetch(_: *const Line) {}
-}
+#[path = "simd/plain.rs"]
+mod plain;
+#[cfg(all(feature = "grace-adam", target_arch = "aarch64"))]
+#[path = "simd/aarch64.rs"]
+mod shells;
+#[cfg(not(all(feature = "grace-adam", any(target_arch = "x86_64", target_arch = "aarch64"))))]
+#[path = "simd/portable.rs"]
+mod shells;
+#[cfg(all(feature = "grace-adam", target_arch = "x86_64"))]
+#[path = "simd/x86_64.rs"]
+mod shells;
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::optim::adam::{AdamConsts, AdamHyper};
     use crate::optim::samples::{assert_same, ordinary, wild};
+
+    mod campaign;
+    mod guard_pages;
 
     /// One pass's inputs, and its outputs in the same place.
     #[derive(Clone)]
@@ -609,6 +531,27 @@ mod tests {
         (at(3, 0.37), at(4, 1.0))
     }
 
+    /// Runs `pass` of the pending step, or of the pending and the next one, over formats known at run time.
+    fn run<G: Element, O: Element>(
+        kernels: AdamKernels,
+        pass: Pass,
+        (pending, next): (AdamStep, AdamStep),
+        mut state: AdamState<'_>,
+        grads: [&[G]; 2],
+        out: &mut [O],
+    ) {
+        let [pending_grads, grads] = grads.map(|grads| Grads::from_bytes(G::DTYPE, bytemuck::cast_slice(grads)));
+        let (state, out) = (&mut state, Weights::from_bytes(O::DTYPE, bytemuck::cast_slice_mut(out)));
+        match pass {
+            Pass::Step => kernels.step(pending, state, grads, out),
+            Pass::Speculate => kernels.speculate(pending, state, grads, out),
+            Pass::Commit => kernels.commit(pending, state, grads),
+            Pass::CommitThenSpeculate => kernels.commit_then_speculate(pending, pending_grads, next, grads, state, out),
+            Pass::Inverse => kernels.inverse(pending, state, grads),
+            Pass::Emit => kernels.emit(state.params, out),
+        }
+    }
+
     impl<G: Element, O: Element> Case<G, O> {
         fn ordinary(len: usize) -> Self {
             let v = ordinary(3, len).into_iter().map(f32::abs).collect();
@@ -621,8 +564,7 @@ mod tests {
             Self { params: wild(1, len), m: wild(2, len), v: wild(3, len), grads, pending_grads, out: ordinary(6, len) }
         }
 
-        fn by_specification(&mut self, pass: Pass) {
-            let (pending, next) = steps();
+        fn by_specification(&mut self, pass: Pass, (pending, next): (AdamStep, AdamStep)) {
             let Self { params, m, v, grads, pending_grads, out } = self;
             let state = &mut AdamState { params, m, v };
             match pass {
@@ -637,35 +579,23 @@ mod tests {
 
         /// Runs `pass` on copies of the arrays that begin `offsets` (state, weights) elements after a line, and sees that
         /// nothing around them changes.
-        fn by_kernels(&mut self, kernels: AdamKernels, pass: Pass, offsets: [usize; 2]) {
-            let (pending, next) = steps();
+        fn by_kernels(&mut self, kernels: AdamKernels, pass: Pass, steps: (AdamStep, AdamStep), offsets: [usize; 2]) {
             let Self { params, m, v, grads, pending_grads, out } = self;
             let mut state = [params, m, v].map(|array| (Placed::new(array, offsets[0]), array));
             let mut weights = Placed::new(out, offsets[1]);
             let [params, m, v] = state.each_mut().map(|(placed, _)| placed.inner());
-            let state_now = &mut AdamState { params, m, v };
-            let grads = Grads::from_bytes(G::DTYPE, bytemuck::cast_slice(grads));
-            let pending_grads = Grads::from_bytes(G::DTYPE, bytemuck::cast_slice(pending_grads));
-            let to = Weights::from_bytes(O::DTYPE, bytemuck::cast_slice_mut(weights.inner()));
-            match pass {
-                Pass::Step => kernels.step(pending, state_now, grads, to),
-                Pass::Speculate => kernels.speculate(pending, state_now, grads, to),
-                Pass::Commit => kernels.commit(pending, state_now, grads),
-                Pass::CommitThenSpeculate => kernels.commit_then_speculate(pending, pending_grads, next, grads, state_now, to),
-                Pass::Inverse => kernels.inverse(pending, state_now, grads),
-                Pass::Emit => kernels.emit(state_now.params, to),
-            }
+            run(kernels, pass, steps, AdamState { params, m, v }, [pending_grads, grads], weights.inner());
             state.iter_mut().for_each(|(placed, array)| placed.take_back(array));
             weights.take_back(out);
         }
 
         fn check(&self, pass: Pass, stores: &[Stores], offsets: [usize; 2]) {
             let mut golden = self.clone();
-            golden.by_specification(pass);
+            golden.by_specification(pass, steps());
             for isa in Isa::available() {
                 for &stores in stores {
                     let (mut got, kernels) = (self.clone(), AdamKernels::new(isa).unwrap().with_stores(stores));
-                    got.by_kernels(kernels, pass, offsets);
+                    got.by_kernels(kernels, pass, steps(), offsets);
                     let formats = format!("{} to {}", G::DTYPE, O::DTYPE);
                     let what = |field| format!("{kernels} {pass:?} {formats}, {} elements at {offsets:?}: {field}", self.grads.len());
                     assert_same(&got.params, &golden.params, &what("params"));
@@ -785,7 +715,7 @@ mod tests {
         }
         let error = "sse9".parse::<Isa>().unwrap_err();
         assert_eq!(error.exit_code(), 2);
-        assert!(error.to_string().contains("scalar, avx2, avx512"));
+        assert!(error.to_string().contains("scalar, avx2, avx512, neon, sve2"));
     }
 
     #[test]

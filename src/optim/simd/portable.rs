@@ -1,0 +1,20 @@
+//! No vector shells: the feature is off, or nobody wrote any for this architecture.
+
+pub(super) use super::plain::{fence, prefetch, stream};
+use super::{AdamKernels, Isa};
+
+pub(super) const LACKING: &str = "this build lacks it (cargo feature grace-adam, on x86-64 and aarch64)";
+
+pub(super) fn runs(isa: Isa) -> bool {
+    isa == Isa::Scalar
+}
+
+/// The specification as it stands.
+pub(super) const WHOLE: bool = true;
+
+impl AdamKernels {
+    #[inline]
+    pub(super) fn run<R>(self, pass: impl FnOnce(Isa) -> R) -> R {
+        pass(Isa::Scalar)
+    }
+}

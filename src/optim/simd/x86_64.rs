@@ -1,0 +1,86 @@
+//! Vector shells for x86-64.
+
+use super::{AdamKernels, Isa, Line};
+use std::arch::x86_64::{
+    __m256i, _MM_HINT_T0, _mm_prefetch, _mm_sfence, _mm256_loadu_si256, _mm256_stream_si256, _mm512_loadu_si512, _mm512_stream_si512,
+};
+
+pub(super) const LACKING: &str = "this CPU lacks it";
+
+pub(super) fn runs(isa: Isa) -> bool {
+    match isa {
+        Isa::Scalar => true,
+        Isa::Avx2 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c"),
+        Isa::Avx512 => {
+            runs(Isa::Avx2)
+                && is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512vl")
+                && is_x86_feature_detected!("avx512dq")
+        }
+        Isa::Neon | Isa::Sve2 => false,
+    }
+}
+
+/// Blocks leave registers a line at a time, past the caches if so asked.
+pub(super) const WHOLE: bool = false;
+
+impl AdamKernels {
+    /// Inlines `pass` into the shell; its argument is a constant there.
+    #[inline]
+    pub(super) fn run<R>(self, pass: impl FnOnce(Isa) -> R) -> R {
+        match self.isa {
+            // SAFETY: `AdamKernels::new` saw that the CPU has these features.
+            Isa::Avx2 => unsafe { avx2(pass) },
+            // SAFETY: as above.
+            Isa::Avx512 => unsafe { avx512(pass) },
+            // `runs` lets nothing else pass.
+            _ => pass(Isa::Scalar),
+        }
+    }
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+fn avx2<R>(pass: impl FnOnce(Isa) -> R) -> R {
+    pass(Isa::Avx2)
+}
+
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")]
+fn avx512<R>(pass: impl FnOnce(Isa) -> R) -> R {
+    pass(Isa::Avx512)
+}
+
+/// Writes a line past the caches; [`fence`] makes it visible.
+///
+/// # Safety
+/// The CPU has `isa`, and `from` points to a line.
+#[inline(always)]
+pub(super) unsafe fn stream(isa: Isa, to: &mut Line, from: *const Line) {
+    let to: *mut Line = to;
+    // SAFETY: the caller's promise; a line is aligned for every vector.
+    unsafe {
+        match isa {
+            Isa::Avx2 => {
+                for half in 0..2 {
+                    _mm256_stream_si256(to.cast::<__m256i>().add(half), _mm256_loadu_si256(from.cast::<__m256i>().add(half)));
+                }
+            }
+            Isa::Avx512 => _mm512_stream_si512(to.cast(), _mm512_loadu_si512(from.cast())),
+            _ => *to = *from,
+        }
+    }
+}
+
+/// Orders the stores of [`stream`] before everything that follows.
+#[inline(always)]
+pub(super) fn fence() {
+    // SAFETY: every x86-64 CPU has this instruction.
+    unsafe { _mm_sfence() };
+}
+
+/// Asks for a line, which may lie anywhere.
+#[inline(always)]
+pub(super) fn prefetch(line: *const Line) {
+    // SAFETY: a prefetch reads nothing and never faults.
+    unsafe { _mm_prefetch::<_MM_HINT_T0>(line.cast()) };
+}

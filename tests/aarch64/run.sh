@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# The Arm path on an x86-64 machine: builds the workspace for aarch64, runs its tests in qemu's user mode, the optimizer's for every
+# length of SVE's vectors and without SVE, and trains the demo to the bits that this machine gets.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+cargo=tests/aarch64/cargo.sh
+built=${CARGO_TARGET_DIR:-target}/aarch64-unknown-linux-gnu/debug
+step() { printf '\n== %s\n' "$*"; "$@"; }
+give_up() { echo "aarch64: $*" >&2; exit 1; }
+
+step $cargo test --quiet --workspace --no-run
+
+# Lengths in bytes: 16 is Grace's.
+for cpu in max,sve-default-vector-length={16,32,64} max,sve=off; do
+  step env SUPEROFFLOAD_QEMU_CPU="$cpu" $cargo test --quiet --package superoffload --lib -- optim::
+done
+
+# The compiler vectorises the passes. That it did so for vectors of any length in those that write 16-bit weights, as training's do,
+# shows in the program: a square root each of step and speculate, two of the fused pass, for every format of gradients and weights.
+roots=$(aarch64-linux-gnu-objdump --disassemble --no-show-raw-insn "$built/superoffload" | grep -c 'fsqrt.*z[0-9]') || true
+echo "square roots of vectors of any length in the program: $roots"
+[ "$roots" -ge 24 ] || give_up "SVE2 is hardly used: found $roots such square roots, expected at least 24"
+
+# Not here, for they take minutes: what multiplies large matrices or trains many models, in an emulator.
+too_slow=(
+  optim:: # done above
+  kernels::matmul::tests::every_layout_and_shape_agrees_with_f64
+  kernels::matmul::tests::slabs_change_no_bit
+  bench::step::tests::clipping_happens_as_often_as_was_asked
+)
+step $cargo test --quiet --workspace -- "${too_slow[@]/#/--skip=}"
+
+step $cargo run --quiet -- doctor
+demo=(train --device cpu --max-steps 2 --seq-length 16 --per-device-train-batch-size 1 --digest --output-dir)
+runs=$(mktemp -d)
+trap 'rm -rf "$runs"' EXIT
+digest_of() { "$@" | tee /dev/stderr | sed -n 's/^digest: //p'; }
+there=$(digest_of $cargo run --quiet -- "${demo[@]}" "$runs/there")
+here=$(digest_of cargo run --quiet -- "${demo[@]}" "$runs/here")
+[ -n "$here" ] && [ "$here" = "$there" ] || give_up "the demo's digest is $there, not $here"
