@@ -247,9 +247,9 @@ impl Partitions {
             }
             Ok(Discovery::NotMounted) => Self {
                 state: "supported, not mounted".into(),
-                advice: Some(format!(
-                    "partition caches and bandwidth: superoffload-resctrl prepare --profile cache-only --user USER, as root"
-                )),
+                advice: Some(
+                    "partition caches and bandwidth: superoffload-resctrl prepare --profile cache-only --user USER, as root".into(),
+                ),
                 ..Self::default()
             },
             Ok(Discovery::NoMountPoint) => Self::without_mount_point(topology),
