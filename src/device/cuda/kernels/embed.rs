@@ -1,7 +1,6 @@
 //! Token and position embeddings.
 
 use super::super::CudaDevice;
-use super::super::error::check as check_status;
 use super::super::launch::{Launch, args, size};
 use super::super::modules::Source;
 use super::grid::{WARP, threads, whole_vectors, wide};
@@ -9,8 +8,6 @@ use crate::device::arguments::{arguments, check, rows};
 use crate::device::{DeviceSlice, Stream};
 use crate::dtype::Dtype;
 use crate::error::Result;
-use crate::units::Bytes;
-use cust::sys;
 
 pub(super) const SOURCE: Source = Source {
     file: "transformer/embed.ptx",
@@ -68,7 +65,8 @@ pub(super) fn embed_backward(
         check("embed_backward", arguments![dtype => in dout[t * channels], in dwte[vocab], out dwpe[positions]])?;
     }
     if !accumulate_wte {
-        clear(dev, dwte)?;
+        // Most rows of a table are used by no token: writing those that are used twice costs little.
+        dev.fill_zero(dwte)?;
     }
     let sorted = dev.scratch(2 * t)?;
     let launch = Launch::new(size(t.div_ceil(WARP))?, SORT_THREADS);
@@ -91,15 +89,6 @@ fn rows_launch(rows: usize, channels: usize, slices: &[DeviceSlice]) -> Result<(
     let threads = threads(items, 1).min(BACKWARD_THREADS);
     let grid = [size(rows)?, size(items.div_ceil(threads))?, 1];
     Ok((vectors, Launch { grid, block: [size(threads)?, 1, 1], shared_bytes: 0 }))
-}
-
-/// Fills with zero. Most rows of a table are used by no token: writing those that are used twice costs little.
-fn clear(dev: &mut CudaDevice, x: DeviceSlice) -> Result<()> {
-    dev.timed(Stream::Compute, "zero", |raw| {
-        // SAFETY: the slice lies in an allocation of the device; the stream is live.
-        let status = unsafe { sys::cuMemsetD8Async(x.addr, 0, x.bytes(), raw.0) };
-        check_status(status, || format!("fill {} of GPU memory", Bytes(x.bytes() as u64)))
-    })
 }
 
 #[cfg(test)]
