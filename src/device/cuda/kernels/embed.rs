@@ -34,11 +34,13 @@ pub(super) fn embed(
     seq_length: usize,
     channels: usize,
 ) -> Result<()> {
-    let (dtype, t, table) = (out.dtype, tokens.elems, wpe.unwrap_or(wte));
-    let vocab = rows(wte, channels) * channels;
+    let (dtype, t, vocab) = (out.dtype, tokens.elems, rows(wte, channels) * channels);
     check("embed", arguments![dtype => in wte[vocab], out out[t * channels]; Dtype::Int32 => in tokens[t]])?;
-    check("embed", arguments![dtype => in table[table.elems.max(seq_length * channels)], out out[t * channels]])?;
-    let vectors = whole_vectors(channels, &[wte, table, out]);
+    if let Some(wpe) = wpe {
+        let positions = rows(wpe, channels).max(seq_length) * channels;
+        check("embed", arguments![dtype => in wpe[positions], out out[t * channels]])?;
+    }
+    let vectors = whole_vectors(channels, &[wte, wpe.unwrap_or(wte), out]);
     let (name, lanes) = if vectors { ("embed", wide(dtype)) } else { ("embed_any", 1) };
     let threads = threads(channels, EMBED_VECS * lanes).min(EMBED_THREADS);
     let args = args![tokens, wte, wpe, out, size(seq_length)?, size(channels)?];
