@@ -18,12 +18,13 @@ struct Shape {
     vocab: usize,
 }
 
-const SHAPES: [Shape; 6] = [
+const SHAPES: [Shape; 7] = [
     Shape { batch: 1, seq_length: 1, channels: 1, vocab: 1 },
     Shape { batch: 2, seq_length: 5, channels: 7, vocab: 6 },
     Shape { batch: 3, seq_length: 33, channels: 65, vocab: 129 },
     Shape { batch: 2, seq_length: 100, channels: 768, vocab: 300 },
     Shape { batch: 1, seq_length: 40, channels: 2560, vocab: 64 },
+    Shape { batch: 2, seq_length: 9, channels: 16, vocab: 5 },
     Shape { batch: 40, seq_length: 50, channels: 24, vocab: 51 },
 ];
 const FULL: Shape = Shape { batch: 2, seq_length: 1024, channels: 768, vocab: 50257 };

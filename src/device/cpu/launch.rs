@@ -131,10 +131,12 @@ impl Kernels for CpuDevice {
         seq_length: usize,
         channels: usize,
     ) -> Result<()> {
-        let (dtype, t, table) = (out.dtype, tokens.elems, wpe.unwrap_or(wte));
-        let vocab = rows(wte, channels) * channels;
+        let (dtype, t, vocab) = (out.dtype, tokens.elems, rows(wte, channels) * channels);
         check("embed", arguments![dtype => in wte[vocab], out out[t * channels]; Dtype::Int32 => in tokens[t]])?;
-        check("embed", arguments![dtype => in table[table.elems.max(seq_length * channels)], out out[t * channels]])?;
+        if let Some(wpe) = wpe {
+            let positions = rows(wpe, channels).max(seq_length) * channels;
+            check("embed", arguments![dtype => in wpe[positions], out out[t * channels]])?;
+        }
         by_float!(dtype, T => self.launch("embed", move |cx, memory| {
             let wpe = wpe.map(|wpe| memory.read::<T>(wpe));
             embed::embed::<T>(cx, memory.read(tokens), memory.read(wte), wpe, memory.write(out), (seq_length, channels));

@@ -1,7 +1,6 @@
 //! Token and position embeddings.
 
 use super::super::CudaDevice;
-use super::super::error::check as check_status;
 use super::super::launch::{Launch, args, size};
 use super::super::modules::Source;
 use super::grid::{WARP, threads, whole_vectors, wide};
@@ -9,8 +8,6 @@ use crate::device::arguments::{arguments, check, rows};
 use crate::device::{DeviceSlice, Stream};
 use crate::dtype::Dtype;
 use crate::error::Result;
-use crate::units::Bytes;
-use cust::sys;
 
 pub(super) const SOURCE: Source = Source {
     file: "transformer/embed.ptx",
@@ -37,11 +34,13 @@ pub(super) fn embed(
     seq_length: usize,
     channels: usize,
 ) -> Result<()> {
-    let (dtype, t, table) = (out.dtype, tokens.elems, wpe.unwrap_or(wte));
-    let vocab = rows(wte, channels) * channels;
+    let (dtype, t, vocab) = (out.dtype, tokens.elems, rows(wte, channels) * channels);
     check("embed", arguments![dtype => in wte[vocab], out out[t * channels]; Dtype::Int32 => in tokens[t]])?;
-    check("embed", arguments![dtype => in table[table.elems.max(seq_length * channels)], out out[t * channels]])?;
-    let vectors = whole_vectors(channels, &[wte, table, out]);
+    if let Some(wpe) = wpe {
+        let positions = rows(wpe, channels).max(seq_length) * channels;
+        check("embed", arguments![dtype => in wpe[positions], out out[t * channels]])?;
+    }
+    let vectors = whole_vectors(channels, &[wte, wpe.unwrap_or(wte), out]);
     let (name, lanes) = if vectors { ("embed", wide(dtype)) } else { ("embed_any", 1) };
     let threads = threads(channels, EMBED_VECS * lanes).min(EMBED_THREADS);
     let args = args![tokens, wte, wpe, out, size(seq_length)?, size(channels)?];
@@ -68,7 +67,8 @@ pub(super) fn embed_backward(
         check("embed_backward", arguments![dtype => in dout[t * channels], in dwte[vocab], out dwpe[positions]])?;
     }
     if !accumulate_wte {
-        clear(dev, dwte)?;
+        // Most rows of a table are used by no token: writing those that are used twice costs little.
+        dev.fill_zero(dwte)?;
     }
     let sorted = dev.scratch(2 * t)?;
     let launch = Launch::new(size(t.div_ceil(WARP))?, SORT_THREADS);
@@ -91,15 +91,6 @@ fn rows_launch(rows: usize, channels: usize, slices: &[DeviceSlice]) -> Result<(
     let threads = threads(items, 1).min(BACKWARD_THREADS);
     let grid = [size(rows)?, size(items.div_ceil(threads))?, 1];
     Ok((vectors, Launch { grid, block: [size(threads)?, 1, 1], shared_bytes: 0 }))
-}
-
-/// Fills with zero. Most rows of a table are used by no token: writing those that are used twice costs little.
-fn clear(dev: &mut CudaDevice, x: DeviceSlice) -> Result<()> {
-    dev.timed(Stream::Compute, "zero", |raw| {
-        // SAFETY: the slice lies in an allocation of the device; the stream is live.
-        let status = unsafe { sys::cuMemsetD8Async(x.addr, 0, x.bytes(), raw.0) };
-        check_status(status, || format!("fill {} of GPU memory", Bytes(x.bytes() as u64)))
-    })
 }
 
 #[cfg(test)]
