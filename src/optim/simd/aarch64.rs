@@ -2,8 +2,8 @@
 //!
 //! In SVE's shell the compiler takes vectors of any length for the passes that write 16-bit weights. It rates a square root of such
 //! a vector dearer than one of 128 bits, so that passes with nothing to narrow (`commit`, `inverse`, fp32 weights) may stay with
-//! those; on Grace, whose vectors have 128 bits, they are as fast. There is no use for BFCVT: its NaN is not the specification's,
-//! and what would repair that costs what the instruction saves.
+//! those, which is all that Grace has. BFCVT would not help: its NaN is not the specification's, and repairing that takes about as
+//! many instructions as rounding in integers does.
 
 pub(super) use super::plain::{fence, prefetch, stream};
 use super::{AdamKernels, Isa};
