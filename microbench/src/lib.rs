@@ -36,6 +36,11 @@ impl Machine {
             isa: Isa::detect(),
         }
     }
+
+    /// For a line of results.
+    pub fn json(&self) -> serde_json::Value {
+        serde_json::json!({ "cpu": self.cpu_model, "cpus": self.cpus, "isa": self.isa.name() })
+    }
 }
 
 impl fmt::Display for Machine {

@@ -1,14 +1,16 @@
 //! Jobs on the engine's own pool, timed: the driver submits one, waits for its end and submits the next.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use superoffload::config::options::HugePagesChoice;
+use superoffload::config::options::{HugePagesChoice, ResctrlGroup};
 use superoffload::engine::trace::Recorder;
 use superoffload::error::Result;
 use superoffload::hardware::topology::Topology;
 use superoffload::host::affinity::{Placement, name_and_pin};
 use superoffload::host::doorbell::Doorbell;
 use superoffload::host::memory_policy::MemoryPolicy;
+use superoffload::host::partition::join_optimizer;
 use superoffload::host::pinned::HostMemory;
 use superoffload::host::pool::{Job, Pool};
 
@@ -39,13 +41,15 @@ fn policy(pages: HugePagesChoice, workers: usize) -> Result<MemoryPolicy> {
 
 /// How long to run, and where.
 #[derive(Clone, Copy, Debug)]
-pub struct Setting {
+pub struct Setting<'a> {
     /// Worker threads.
     pub threads: usize,
     /// A CPU for each worker, where `train` would give it one; otherwise the system puts them where it likes.
     pub pin: bool,
     /// Time to spend, at least one job.
     pub seconds: f64,
+    /// Group of cache and bandwidth that the workers join.
+    pub group: &'a ResctrlGroup,
 }
 
 /// What jobs took.
@@ -55,6 +59,8 @@ pub struct Timing {
     pub jobs: usize,
     /// Workers had a CPU each.
     pub pinned: bool,
+    /// Partition of cache and bandwidth that they had, in words.
+    pub partition: String,
     /// From the first job's submission to the last one's end.
     pub wall_s: f64,
     /// The median job, from submission to end.
@@ -80,14 +86,15 @@ impl Timing {
 /// Runs `job(0)`, `job(1)`, ... on a pool of its own. Every job is met by all workers at once: the pool's gate.
 ///
 /// # Errors
-/// `Resource` when a thread cannot be started or pinned, or a job panics.
-pub fn run<J: Job>(setting: Setting, mut job: impl FnMut(usize) -> J) -> Result<Timing> {
+/// `Resource` when a thread cannot be started or pinned, a group cannot be joined, or a job panics.
+pub fn run<J: Job>(setting: Setting<'_>, mut job: impl FnMut(usize) -> J) -> Result<Timing> {
     let bell = Arc::new(Doorbell::default());
     let placement = if setting.pin { Placement::on(&Topology::this_machine(), setting.threads) } else { None };
     let pinned = placement.is_some();
     let homes = policy(HugePagesChoice::Auto, setting.threads)?.homes();
     let on_start = move |worker: usize| placement.as_ref().map_or(Ok(()), |place| name_and_pin("adam", worker, place.workers[worker]));
     let mut pool = Pool::threads(setting.threads, homes, bell.clone(), JOBS_MAX, on_start)?;
+    let partition = join_optimizer(setting.group, Path::new("/sys/fs/resctrl"))?;
     let mut time = |index| -> Result<Duration> {
         let job = job(index);
         let started = Instant::now();
@@ -110,7 +117,7 @@ pub fn run<J: Job>(setting: Setting, mut job: impl FnMut(usize) -> J) -> Result<
     times.sort_unstable();
     let (jobs, workers) = (times.len(), pool.finish()?);
     let (busy_s, longest_s) = (busy_s(&workers, jobs), (0..jobs).map(|job| longest_s(&workers, job)).sum());
-    Ok(Timing { jobs, pinned, wall_s, median_s: times[jobs / 2].as_secs_f64(), busy_s, longest_s })
+    Ok(Timing { jobs, pinned, partition, wall_s, median_s: times[jobs / 2].as_secs_f64(), busy_s, longest_s })
 }
 
 fn busy_s(workers: &[Recorder], jobs: usize) -> f64 {
@@ -147,7 +154,7 @@ mod tests {
 
     #[test]
     fn parts_of_the_time_add_up() {
-        let timing = run(Setting { threads: 2, pin: false, seconds: 0.02 }, |_| Sleep).unwrap();
+        let timing = run(Setting { threads: 2, pin: false, seconds: 0.02, group: &ResctrlGroup::None }, |_| Sleep).unwrap();
         assert!(timing.jobs >= 1 && !timing.pinned);
         assert!(timing.busy_s <= timing.longest_s && timing.longest_s <= timing.wall_s, "{timing:?}");
         assert!(timing.median_s >= 0.001 && timing.wall_s >= 0.001 * timing.jobs as f64, "{timing:?}");

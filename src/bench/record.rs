@@ -43,6 +43,8 @@ pub struct StepRecord {
     pub settings: Settings,
     /// The plan.
     pub plan: PlanFacts,
+    /// Partition of cache and bandwidth that the optimizer has, in words.
+    pub partition: String,
     /// Time to make random weights and send them.
     pub init_seconds: f64,
     /// Step times.

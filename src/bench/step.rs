@@ -24,7 +24,7 @@ use crate::model::shape::ModelShape;
 use crate::train::devices;
 #[cfg(feature = "cuda")]
 use crate::train::setup::cuda_engine;
-use crate::train::setup::{check_context, cpu_engine, host_memory, keep_off_workers};
+use crate::train::setup::{check_context, cpu_engine, host_memory, join_partition, keep_off_workers};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use std::fmt::Display;
@@ -108,6 +108,7 @@ impl StepBench {
         if before.on_gpu {
             keep_off_workers(engine.plan(), &before.topology)?;
         }
+        let partition = join_partition(&self.settings, engine.plan(), |line| tell(&format_args!("warning: {line}")));
         let Self { warmup, steps, clip, .. } = self;
         tell(&format_args!("random weights in {init_seconds:.1} s; {warmup} steps of warm-up, then {steps}, clipping {clip}"));
         let mut tokens = RandomTokens::new(self.settings.seed, self.shape.vocab);
@@ -139,6 +140,7 @@ impl StepBench {
             steps: self.steps,
             settings: self.settings.clone(),
             plan: facts,
+            partition,
             init_seconds,
             tokens_per_step: plan.tokens_per_step(),
             tokens_per_second: plan.tokens_per_step() as f64 / seconds,

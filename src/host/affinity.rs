@@ -45,8 +45,8 @@ impl Placement {
 
     /// CPUs for `workers` optimizer workers among `allowed`; `None` when there are more workers than CPUs.
     ///
-    /// With CPUs to spare the lowest has no worker, then those that serve `interrupts`, then the next lowest, as many as
-    /// [`cpus_for_others`] says. Workers get a physical core each before any gets an SMT sibling, spread evenly over memory
+    /// With CPUs to spare the lowest has no worker, then those that serve `interrupts`, then the next lowest, up to a tenth
+    /// of all. Workers get a physical core each before any gets an SMT sibling, spread evenly over memory
     /// nodes and last-level caches, whose bandwidths add up. `cpus` says what is known about them; a CPU that is not in it
     /// counts as a core of its own.
     pub fn choose(cpus: &[Cpu], allowed: &CpuList, interrupts: &CpuList, workers: usize) -> Option<Self> {

@@ -150,7 +150,7 @@ pub enum Stores {
 }
 
 impl Stores {
-    /// The fastest on an H200's host, with [`PREFETCH_ELEMS`]: 14 to 17 % more than temporal stores without prefetching, as
+    /// The fastest on an H200's host, with [`PREFETCH_ELEMS`]: 13 to 26 % more than temporal stores without prefetching, as
     /// fast as a copy past the caches. Streaming the state, which has just been read, gains nothing. `host_adam` measures all.
     const DEFAULT: Self = Self::StreamWeights;
 }

@@ -82,7 +82,7 @@ pub fn prepare<D: Kernels>(
         model: describe_model(settings, &source.shape),
         data,
         host: engine.host_memory().report(Path::new("/")).to_string(),
-        partition: join_partition(settings, &plan, observer),
+        partition: join_partition(settings, &plan, |line| observer.warn(line)),
         step: engine.train_step(),
         max_steps,
         logging_steps: settings.logging_steps,
@@ -142,20 +142,21 @@ fn describe_model(settings: &Settings, shape: &ModelShape) -> String {
     format!("{from}: {} with {layers} layers of {channels}, {heads} heads ({kv_heads} kv), vocabulary {vocab}", shape.family.architecture())
 }
 
-/// The optimizer's threads join their partition; what is in force, in words.
+/// The optimizer's threads join their partition; what is in force, in words. `warn` hears why they could not.
 #[cfg(feature = "mpam")]
-fn join_partition(settings: &Settings, plan: &Plan, observer: &mut impl Observer) -> String {
+pub fn join_partition(settings: &Settings, plan: &Plan, warn: impl FnOnce(&str)) -> String {
     if !plan.techniques.mpam {
         return "off".into();
     }
     partition::join_optimizer(&settings.resctrl_group, Path::new(superoffload_resctrl::DEFAULT_ROOT)).unwrap_or_else(|error| {
-        observer.warn(&error.to_string());
+        warn(&error.to_string());
         "none".into()
     })
 }
 
+/// The optimizer's threads join no partition: the feature is off.
 #[cfg(not(feature = "mpam"))]
-fn join_partition(_: &Settings, _: &Plan, _: &mut impl Observer) -> String {
+pub fn join_partition(_: &Settings, _: &Plan, _: impl FnOnce(&str)) -> String {
     "compiled out (cargo feature mpam)".into()
 }
 

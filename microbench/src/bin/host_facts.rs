@@ -8,7 +8,7 @@ use microbench::{Machine, values};
 use serde_json::{Value, json};
 use std::fmt;
 use std::time::Instant;
-use superoffload::config::options::HugePagesChoice;
+use superoffload::config::options::{HugePagesChoice, ResctrlGroup};
 use superoffload::dtype::Dtype;
 use superoffload::error::{Error, Result};
 use superoffload::hardware::topology::Topology;
@@ -40,8 +40,8 @@ struct Fact {
 }
 
 impl Fact {
-    fn json(&self) -> Value {
-        json!({ "what": self.what, "threads": self.threads, "value": self.value, "unit": self.unit })
+    fn json(&self, machine: &Machine) -> Value {
+        json!({ "bench": "host_facts", "machine": machine.json(), "what": self.what, "threads": self.threads, "value": self.value, "unit": self.unit })
     }
 }
 
@@ -57,7 +57,8 @@ fn memory(options: &Options, threads: &[usize]) -> Result<Vec<Fact>> {
     let mut facts = Vec::new();
     for &threads in threads {
         for kernel in Kernel::ALL {
-            let timing = run(Setting { threads, pin: true, seconds: options.seconds }, |_| arrays.job(kernel, kernels))?;
+            let setting = Setting { threads, pin: true, seconds: options.seconds, group: &ResctrlGroup::None };
+            let timing = run(setting, |_| arrays.job(kernel, kernels))?;
             if !arrays.verify(kernel) {
                 return Err(Error::resource(format!("verify {}", kernel.name()), "it wrote something else"));
             }
@@ -124,7 +125,7 @@ fn start(options: &Options) -> Result<()> {
         facts.extend(wake_up(threads)?);
     }
     facts.extend(passes(options)?);
-    facts.iter().for_each(|fact| println!("{}", fact.json()));
+    facts.iter().for_each(|fact| println!("{}", fact.json(&machine)));
     println!("\n{machine}\n{:<40} {:>7} {:>10}", "fact", "threads", "value");
     facts.iter().for_each(|fact| println!("{fact}"));
     Ok(())

@@ -5,7 +5,7 @@
 
 use clap::Parser;
 use half::bf16;
-use microbench::values;
+use microbench::{Machine, values};
 use serde_json::{Value, json};
 use std::fmt;
 use superoffload::error::Result;
@@ -139,7 +139,7 @@ fn start(options: &Options) -> Result<()> {
         let fields = json!({ "params": params.json(), "m": m.json(), "v": v.json() });
         println!(
             "{}",
-            json!({ "bench": "inverse-error", "case": case.name, "factor": case.factor.to_string(), "one_in": case.every,
+            json!({ "bench": "inverse_error", "machine": Machine::here().json(), "case": case.name, "factor": case.factor.to_string(), "one_in": case.every,
                 "rollbacks": case.rollbacks, "params": options.params, "steps": options.steps, "loss": fields })
         );
         table.push(format!("{:<26} {params} {m} {v}", case.name));

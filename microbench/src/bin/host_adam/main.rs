@@ -15,11 +15,12 @@ mod row;
 
 use buckets::{Buckets, Pass};
 use clap::Parser;
+use microbench::Machine;
 use microbench::hog::Hog;
 use microbench::run::{Setting, host_memory, run};
 use microbench::stream::{Arrays, Kernel};
 use row::{HEADER, Row};
-use superoffload::config::options::HugePagesChoice;
+use superoffload::config::options::{HugePagesChoice, ResctrlGroup};
 use superoffload::error::{Error, Result};
 use superoffload::optim::simd::{AdamKernels, Isa, Stores};
 
@@ -62,6 +63,9 @@ struct Options {
     /// As in training.
     #[arg(long, value_name = "auto|explicit|off", default_value = "auto")]
     huge_pages: HugePagesChoice,
+    /// Partition of cache and bandwidth that the workers join, as in training; the hogs stay outside.
+    #[arg(long, value_name = "auto|none|NAME", default_value = "none")]
+    resctrl_group: ResctrlGroup,
 }
 
 #[derive(Clone, Copy, clap::ValueEnum)]
@@ -110,7 +114,7 @@ impl Options {
 }
 
 /// The rows of one bucket size, thread count, number of hogs and kind of placement.
-fn measure(options: &Options, buckets: &Buckets, arrays: Arrays, setting: Setting, hogs: usize) -> Result<Vec<Row>> {
+fn measure(options: &Options, buckets: &Buckets, arrays: Arrays, setting: Setting<'_>, hogs: usize) -> Result<Vec<Row>> {
     let _hog = Hog::start(hogs);
     let (mut rows, best) = (Vec::new(), AdamKernels::new(Isa::detect())?);
     let row = |pass, kernels, elems, bytes, timing| Row {
@@ -153,13 +157,19 @@ fn start(options: &Options) -> Result<()> {
         Pin::No => &[false],
         Pin::Both => &[true, false],
     };
-    let mut all = Vec::new();
+    let (machine, mut all) = (Machine::here(), Vec::new());
     for &elems in &options.bucket_params {
         let buckets = Buckets::new(options.params, elems, host_memory(options.huge_pages)?)?;
         for (&threads, &hogs) in options.threads.iter().flat_map(|threads| options.hogs.iter().map(move |hogs| (threads, hogs))) {
             for &pin in pins {
-                let rows = measure(options, &buckets, arrays, Setting { threads, pin, seconds: options.seconds }, hogs)?;
-                rows.iter().for_each(|row| println!("{}", row.json()));
+                let rows = measure(
+                    options,
+                    &buckets,
+                    arrays,
+                    Setting { threads, pin, seconds: options.seconds, group: &options.resctrl_group },
+                    hogs,
+                )?;
+                rows.iter().for_each(|row| println!("{}", row.json(&machine)));
                 all.extend(rows);
             }
         }
