@@ -1,7 +1,9 @@
 //! How long a step will take, from rates: good enough to compare plans of one run, not to promise a speed.
 
 use super::budget::{Needs, STATE_BYTES};
+use super::machine::DeviceMemory;
 use crate::bucket::layout::BucketLayout;
+use crate::device::Addressing;
 use crate::model::activations::ActivationPlan;
 use crate::model::policy::LayerPolicy;
 use std::fmt;
@@ -14,6 +16,8 @@ struct Rates {
     device_bytes: f64,
     /// Bytes that cross the link each way, while both ways are busy.
     link_bytes: f64,
+    /// Bytes of managed memory that come and go each way, when both happen at once.
+    managed_bytes: f64,
     /// Parameters that one worker of the pool commits and speculates on in one pass; and steps, once the verdict is known.
     worker_deferred: f64,
     worker_stepped: f64,
@@ -27,6 +31,7 @@ const ASSUMED: Rates = Rates {
     device_flops: 620e12,
     device_bytes: 3.7e12,
     link_bytes: 50e9,
+    managed_bytes: 12.8e9,
     worker_deferred: 5.0e9 / 15.0,
     worker_stepped: 5.6e9 / 15.0,
     start_up_s: 0.01,
@@ -112,7 +117,7 @@ impl<'a> Predictor<'a> {
         let kept_bytes = accum * activations.host_bytes().0 as f64;
         if self.needs.paged {
             // States come and go while the optimizer runs, when nothing else does.
-            let (kept_s, paged_s) = (kept_bytes / ASSUMED.link_bytes, offloaded * STATE_BYTES as f64 / ASSUMED.link_bytes);
+            let (kept_s, paged_s) = (kept_bytes / ASSUMED.link_bytes, offloaded * STATE_BYTES as f64 / self.paging_bytes());
             let step_s = passes_s.max(kept_s) + adam_s.max(paged_s);
             return Prediction { device_s, pool_s: 0.0, link_s: kept_s + paged_s, step_s, validated_s: step_s };
         }
@@ -130,6 +135,14 @@ impl<'a> Predictor<'a> {
         let stalled_s = if ring { (POOL_DOUBT * pool_s - backward_s).max(0.0) } else { 0.0 };
         let step_s = (device_s + stalled_s).max(pool_s).max(link_s) + start_up_s;
         Prediction { device_s, pool_s, link_s, step_s, validated_s }
+    }
+
+    /// Bytes of paged states a second, each way.
+    fn paging_bytes(&self) -> f64 {
+        match self.needs.machine.device {
+            DeviceMemory::Own { addressing: Addressing::Managed, .. } => ASSUMED.managed_bytes,
+            _ => ASSUMED.link_bytes,
+        }
     }
 
     /// What a layer adds to the device's work on a micro-batch.

@@ -180,7 +180,7 @@ fn unified_states_need_a_window_and_the_link_and_nothing_else() {
     assert!(text.contains(&format!("all stepped on the device; states of {} are unified: managed memory", paged.paged)), "{text}");
     // 96 GB each way at 50 GB/s, which only the optimizer's own 0.06 s hide.
     let (paged_s, pinned_s) = (paged.predicted.unwrap(), pinned.predicted.unwrap());
-    assert!((1.9..2.0).contains(&paged_s.link_s) && paged_s.pool_s == 0.0 && paged_s.step_s == paged_s.validated_s, "{paged}");
+    assert!((7.4..7.7).contains(&paged_s.link_s) && paged_s.pool_s == 0.0 && paged_s.step_s == paged_s.validated_s, "{paged}");
     assert!(paged_s.step_s > paged_s.link_s + 0.8 * pinned_s.device_s, "{paged}\n{pinned}");
 
     let shared = Machine { device: DeviceMemory::Own { bytes: 139 * GIB, addressing: Addressing::Shared }, ..H200 };

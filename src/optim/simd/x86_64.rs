@@ -1,4 +1,7 @@
 //! Vector shells for x86-64.
+//!
+//! AVX-512's own conversion to bfloat16 (`VCVTNEPS2BF16`) is left alone: it takes denormals for zero, so its bits are not the
+//! specification's. The conversion by integers hides behind memory.
 
 use super::{AdamKernels, Isa, Line};
 use std::arch::x86_64::{
