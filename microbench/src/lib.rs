@@ -182,6 +182,17 @@ pub fn values(seed: u32, elems: usize) -> Vec<f32> {
     (0..elems).map(|i| spread(i) as f32 / 2_147_483_648.0).collect()
 }
 
+/// The end of a benchmark's program: its error, if there is one, goes to stderr.
+pub fn exit_code(outcome: superoffload::error::Result<()>) -> std::process::ExitCode {
+    match outcome {
+        Ok(()) => std::process::ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{error}");
+            std::process::ExitCode::FAILURE
+        }
+    }
+}
+
 /// Writes `value` everywhere, on all CPUs.
 pub fn fill<T: bytemuck::Pod + Send + Sync>(memory: PinnedSlice, value: T) {
     fill_from(memory, &[value]);

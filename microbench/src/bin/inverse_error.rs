@@ -149,11 +149,5 @@ fn start(options: &Options) -> Result<()> {
 }
 
 fn main() -> std::process::ExitCode {
-    match start(&Options::parse()) {
-        Ok(()) => std::process::ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("{error}");
-            std::process::ExitCode::FAILURE
-        }
-    }
+    microbench::exit_code(start(&Options::parse()))
 }
