@@ -187,8 +187,12 @@ fn unified_states_need_a_window_and_the_link_and_nothing_else() {
     let direct = Plan::new(&unified(none), &llama_8b(), shared, false).unwrap();
     assert!(on_device(&direct, "paged states here") == 0.0 && direct.to_string().contains("page tables shared"), "{direct}");
     if REPARTITION {
+        // Pages move so slowly that computing blocks again is quicker, as long as that makes room for all states.
         let best = fitting(&llama_8b(), &unified(settings()));
-        assert!((1..best.layout.count()).contains(&best.paged) && best.predicted.unwrap().step_s < paged_s.step_s, "{best}");
+        assert!(best.paged == 0 && best.layer_policies.contains(&LayerPolicy::RecomputeBlock), "{best}");
+        assert!(best.predicted.unwrap().step_s < paged_s.step_s, "{best}");
+        let tight = fitting(&llama_8b(), &unified(Settings { hbm_limit: Some(Bytes(100 * GIB)), ..settings() }));
+        assert!((1..tight.layout.count()).contains(&tight.paged), "{tight}");
         let small = fitting(&qwen3_4b(), &unified(settings()));
         assert!(small.paged == 0 && small.to_string().contains("fits without offload"), "{small}");
     }
