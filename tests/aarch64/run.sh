@@ -32,7 +32,6 @@ too_slow=(
   model::tests::what_a_layer_keeps_changes_no_bit
 )
 step $cargo test --quiet --package superoffload --lib --bins -- --skip optim:: "${too_slow[@]/#/--skip=}"
-step $cargo test --quiet --workspace --exclude superoffload
 
 step $cargo run --quiet -- doctor
 demo=(train --device cpu --max-steps 2 --seq-length 16 --per-device-train-batch-size 1 --digest --output-dir)
