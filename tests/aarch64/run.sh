@@ -37,7 +37,7 @@ step $cargo run --quiet -- doctor
 demo=(train --device cpu --max-steps 2 --seq-length 16 --per-device-train-batch-size 1 --digest --output-dir)
 runs=$(mktemp -d)
 trap 'rm -rf "$runs"' EXIT
-digest_of() { "$@" | tee /dev/stderr | sed -n 's/^digest: //p'; }
+digest_of() { "$@" | tee >(cat >&2) | sed -n 's/^digest: //p'; }
 there=$(digest_of $cargo run --quiet -- "${demo[@]}" "$runs/there")
 here=$(digest_of cargo run --quiet -- "${demo[@]}" "$runs/here")
 [ -n "$here" ] && [ "$here" = "$there" ] || give_up "the demo's digest is $there, not $here"
