@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The Arm path on an x86-64 machine: builds the workspace for aarch64, runs its tests in qemu's user mode, the optimizer's for every
+# The Arm path on an x86-64 machine: builds the workspace for aarch64, runs the library's tests in qemu's user mode, the optimizer's for every
 # length of SVE's vectors and without SVE, and trains the demo to the bits that this machine gets.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
