@@ -10,7 +10,7 @@ pub mod cpu;
 pub mod cuda;
 
 use crate::dtype::Dtype;
-use crate::engine::trace::Recorder;
+use crate::engine::trace::{self, Recorder};
 use crate::error::Result;
 use crate::host::pinned::PinnedSlice;
 use crate::optim::adam::AdamConsts;
@@ -158,6 +158,11 @@ pub trait Device {
     /// Called when the driver finds nothing to do: a device whose time only passes here does one operation and says
     /// `true`. A device that works by itself says `false`, and the driver sleeps until it is rung.
     fn idle(&mut self) -> Result<bool>;
+
+    /// The clock of the spans: the timeline's, unless time only passes in the device's imagination.
+    fn now_ns(&self) -> u64 {
+        trace::now_ns()
+    }
 
     /// Nanoseconds so far in which the compute stream waited for an event of another stream.
     fn waited_ns(&self) -> u64;

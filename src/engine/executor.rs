@@ -6,7 +6,7 @@ use super::counters::Counters;
 use super::loss_scale::LossScale;
 use super::memory::Memory;
 use super::report::Report;
-use super::trace::{Recorder, now_ns};
+use super::trace::Recorder;
 use super::verdict::{SpeculationHistory, Verdict};
 use crate::bucket::slot::Slot;
 use crate::config::plan::Plan;
@@ -387,7 +387,8 @@ impl<D: Kernels> Engine<D> {
         let update = Update { optimizer_step: self.optimizer_step + 1, learning_rate, scale: self.loss_scale.inverse() };
         self.coordinator.begin_step(update);
         let decision = if self.coordinator.is_speculating() { "speculate" } else { "validate first" };
-        self.recorder.span(decision, self.train_step as u32 + 1, now_ns());
+        let now = self.dev.now_ns();
+        self.recorder.past_span(decision, self.train_step as u32 + 1, now, 0);
         self.report.begin(&mut self.dev)
     }
 
@@ -442,9 +443,9 @@ impl<D: Kernels> Engine<D> {
     /// Waits for the norm, decides, and starts what the verdict allows.
     fn validate(&mut self, learning_rate: f64) -> Result<StepReport> {
         self.report.end(&mut self.dev, self.model.activations.loss)?;
-        let start = now_ns();
+        let start = self.dev.now_ns();
         self.block_until(|engine| engine.report.poll(&mut engine.dev))?;
-        self.recorder.span("await verdict", self.train_step as u32 + 1, start);
+        self.driver_span("await verdict", self.train_step as u32 + 1, start);
         let mut out = self.read_report(learning_rate);
         self.coordinator.handle(Event::Validated(out.verdict));
         let skipped = out.verdict == Verdict::SkipNonFinite;
@@ -486,13 +487,13 @@ impl<D: Kernels> Engine<D> {
 
     fn wait_for_bucket(&mut self, bucket: usize) -> Result<()> {
         if !self.coordinator.is_settled(bucket) {
-            let (start, mut idle_since) = (now_ns(), None);
+            let (start, mut idle_since) = (self.dev.now_ns(), None);
             self.dev.record(self.events.compute_tail, Stream::Compute)?;
             self.block_until(|engine| {
                 engine.count_exposed(bucket, &mut idle_since)?;
                 Ok(engine.coordinator.is_settled(bucket))
             })?;
-            self.recorder.span("await params", bucket as u32, start);
+            self.driver_span("await params", bucket as u32, start);
         }
         self.dev.wait(Stream::Compute, self.events.params_ready[bucket])
     }
@@ -500,11 +501,17 @@ impl<D: Kernels> Engine<D> {
     /// While the compute stream has nothing to do, the time goes to what `bucket` waits for now.
     fn count_exposed(&mut self, bucket: usize, idle_since: &mut Option<u64>) -> Result<()> {
         if idle_since.is_some() || self.dev.is_done(self.events.compute_tail)? {
-            let (now, link) = (now_ns(), self.coordinator.waits_for_link(bucket));
+            let (now, link) = (self.dev.now_ns(), self.coordinator.waits_for_link(bucket));
             let exposed = if link { &mut self.exposed.transfer_ns } else { &mut self.exposed.cpu_ns };
             *exposed += now - idle_since.replace(now).unwrap_or(now);
         }
         Ok(())
+    }
+
+    /// Records what the driver did from `start_ns` until now.
+    fn driver_span(&mut self, name: &'static str, index: u32, start_ns: u64) {
+        let duration_ns = self.dev.now_ns() - start_ns;
+        self.recorder.past_span(name, index, start_ns, duration_ns);
     }
 
     /// Serves events until `ready`.
