@@ -76,7 +76,8 @@ pub struct RingShape {
 }
 
 /// What a device's kernels reach of the host's memory by the host's own addresses.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Addressing {
     /// Nothing that both may use at the same time.
     Separate,

@@ -2,6 +2,7 @@
 
 use crate::config::settings::Settings;
 use crate::device::Addressing;
+use crate::hardware::profile::{Gpu, Profile};
 use crate::host::affinity::workers_beside_others;
 use crate::units::Bytes;
 
@@ -43,6 +44,17 @@ impl Machine {
     /// A machine without a GPU and with as much memory as anyone asks for.
     pub fn cpu(cpus: usize) -> Self {
         Self { cpus, host_bytes: u64::MAX, device: DeviceMemory::Shared }
+    }
+
+    /// The machine that `profile` describes.
+    pub fn of(profile: &Profile) -> Self {
+        let device = match &profile.gpu {
+            Some(gpu @ Gpu { shares_host_memory: false, .. }) => {
+                DeviceMemory::Own { bytes: gpu.memory_bytes.value as u64, addressing: gpu.addressing }
+            }
+            _ => DeviceMemory::Shared,
+        };
+        Self { cpus: profile.host.cpus.value as usize, host_bytes: profile.host.memory_bytes.value as u64, device }
     }
 
     /// Optimizer workers: a CPU each, but some are for others where a driver feeds a GPU.
