@@ -13,8 +13,9 @@ use std::collections::VecDeque;
 const LANES: usize = 4;
 const POOL: usize = 3;
 const TRACKS: [&str; LANES] = ["compute", "d2h", "h2d", "adam"];
-/// Work that is nearer to its end than this has ended: rates are rounded, and time must pass.
-const EPSILON_NS: f64 = 1e-6;
+/// Work that is nearer to its end than this has ended. More than the clock can tell apart after an hour: else time would stand
+/// still before it.
+const EPSILON_NS: f64 = 1e-2;
 
 /// What an operation keeps busy: others of some kinds slow it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
