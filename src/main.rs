@@ -17,6 +17,11 @@ use superoffload::config::settings::Settings;
 use superoffload::error::{Error, Result};
 use superoffload::hardware::doctor::{self, Probes};
 use superoffload::hardware::topology::Topology;
+use superoffload::model::presets;
+use superoffload::planner::answer::Answer;
+use superoffload::planner::machine::Machine;
+use superoffload::planner::search::Question;
+use superoffload::train::setup::check_context;
 use superoffload::metrics::{FLOPS_FORMULA, StepMetrics};
 use superoffload::model::weights::{Options, export_checkpoint};
 use superoffload::optim::simd::Isa;
@@ -52,11 +57,29 @@ enum Command {
     },
     /// Say what this machine is, and what would make it faster.
     Doctor,
+    /// Choose how to train a model on a machine, here or not: does it fit, how fast, what binds, what else there is.
+    Plan(Box<PlanOptions>),
     /// Time steps on a machine that is not here, by its profile.
     Simulate(Box<SimulateOptions>),
     /// Measure what this machine does.
     #[command(subcommand)]
     Bench(Bench),
+}
+
+#[derive(clap::Args)]
+struct PlanOptions {
+    /// The machine: the name of a profile that ships with the program, or a profile's file.
+    #[arg(long, value_name = "PROFILE|FILE")]
+    hardware: PathBuf,
+    /// Tokens of an optimizer step; the plan cuts them into micro-batches [default: as the batch flags say].
+    #[arg(long, value_name = "N")]
+    tokens_per_step: Option<usize>,
+    /// Print a JSON line instead of tables.
+    #[arg(long)]
+    json: bool,
+    /// What is fixed; `--model` may be the name of a configuration that ships with the program. The rest is chosen.
+    #[command(flatten)]
+    train: TrainOptions,
 }
 
 #[derive(clap::Args)]
@@ -141,6 +164,7 @@ fn run(command: Command) -> Result<i32> {
             answer(doctor::report(&topology, &isa, &probes, Path::new("/sys/fs/resctrl")).trim_end())?;
             Ok(0)
         }
+        Command::Plan(options) => run_plan(*options),
         Command::Simulate(options) => run_simulate(*options),
         Command::Bench(Bench::Step(options)) => bench_step(*options),
     }
@@ -182,6 +206,24 @@ fn bench_step(options: StepOptions) -> Result<i32> {
     match file {
         Some(mut file) => file.append(&line)?,
         None => answer(line)?,
+    }
+    Ok(0)
+}
+
+fn run_plan(options: PlanOptions) -> Result<i32> {
+    let PlanOptions { hardware, tokens_per_step, json, train } = options;
+    let fixed = TrainOptions { model: None, ..train.clone() }.over_config_file()?;
+    let config = train.model.ok_or_else(|| Error::usage("plan: --model is missing: a model's directory, or a name"))?;
+    let (settings, shape, profile) =
+        (Settings::resolve_over(Settings::default(), fixed.clone())?, presets::shape(&config)?, simulate::profile(&hardware)?);
+    check_context(&settings, &shape)?;
+    let machine = Machine::of(&profile);
+    let question = Question { settings: &settings, fixed: &fixed, tokens_per_step, shape: &shape, machine: &machine };
+    let chosen = Answer::to(question, &config.display().to_string(), &profile)?;
+    if json {
+        answer(serde_json::to_string(&chosen).map_err(|e| Error::format("the answer", e))?)?;
+    } else {
+        answer(&chosen)?;
     }
     Ok(0)
 }
