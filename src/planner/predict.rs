@@ -1,6 +1,6 @@
 //! How long a step will take, from rates: good enough to compare plans of one run, not to promise a speed.
 
-use super::budget::{Needs, STATE_BYTES};
+use super::budget::{Needs, Rings, STATE_BYTES};
 use super::machine::DeviceMemory;
 use crate::bucket::layout::BucketLayout;
 use crate::device::Addressing;
@@ -63,7 +63,7 @@ pub struct Prediction {
     pub device_s: f64,
     /// The pool's optimizer.
     pub pool_s: f64,
-    /// The link, one way.
+    /// The link, the way on which more crosses.
     pub link_s: f64,
     /// A step whose speculation holds, or any where nothing is speculated.
     pub step_s: f64,
@@ -106,7 +106,7 @@ impl<'a> Predictor<'a> {
         }
     }
 
-    pub fn predict(&self, layout: &BucketLayout, ring: bool, policies: &[LayerPolicy], activations: &ActivationPlan) -> Prediction {
+    pub fn predict(&self, layout: &BucketLayout, rings: Rings, policies: &[LayerPolicy], activations: &ActivationPlan) -> Prediction {
         let (offloaded, accum) = (layout.offloaded_elems() as f64, self.work.grad_accum_steps as f64);
         let stepped_here = layout.flat_elems() as f64 - if self.needs.paged { 0.0 } else { offloaded };
         // State is read and written, a gradient read, a weight written.
@@ -122,17 +122,21 @@ impl<'a> Predictor<'a> {
             return Prediction { device_s, pool_s: 0.0, link_s: kept_s + paged_s, step_s, validated_s: step_s };
         }
         let pool_s = |worker_params: f64| offloaded / (worker_params * self.work.workers as f64);
-        let link_s = (offloaded * self.needs.link_dtype.bytes() as f64 + kept_bytes) / ASSUMED.link_bytes;
+        // As much returns as leaves, unless weights are streamed: in the forward and in the backward pass of every micro-batch.
+        let streamed = rings.weights.map_or(0.0, |ring| ring.ringed_elems as f64);
+        let crossing_s = |elems: f64| (elems * self.needs.link_dtype.bytes() as f64 + kept_bytes) / ASSUMED.link_bytes;
+        let (out_s, link_s) = (crossing_s(offloaded), crossing_s(offloaded + (2.0 * accum - 1.0) * streamed));
+        let pass_link_s = out_s.max(link_s / 2.0);
         let start_up_s = if offloaded > 0.0 { ASSUMED.start_up_s } else { 0.0 };
         // Forward is a third of the device's work. Before the verdict the pool rests, so that only forward hides it.
         let (forward_s, backward_s) = (device_s / 3.0, device_s / 1.5);
-        let validated_s = backward_s.max(link_s) + forward_s.max(pool_s(ASSUMED.worker_stepped)).max(link_s) + start_up_s;
+        let validated_s = backward_s.max(pass_link_s) + forward_s.max(pool_s(ASSUMED.worker_stepped)).max(pass_link_s) + start_up_s;
         if !self.work.speculates {
             return Prediction { device_s, pool_s: pool_s(ASSUMED.worker_stepped), link_s, step_s: validated_s, validated_s };
         }
         let pool_s = pool_s(ASSUMED.worker_deferred);
         // In a ring the backward pass waits for the pool: nothing is left for the next forward.
-        let stalled_s = if ring { (POOL_DOUBT * pool_s - backward_s).max(0.0) } else { 0.0 };
+        let stalled_s = if rings.grads.is_some() { (POOL_DOUBT * pool_s - backward_s).max(0.0) } else { 0.0 };
         let step_s = (device_s + stalled_s).max(pool_s).max(link_s) + start_up_s;
         Prediction { device_s, pool_s, link_s, step_s, validated_s }
     }
