@@ -326,7 +326,8 @@ fn streamed_weights_change_no_bit_and_come_once_a_pass() {
                 counts += report.counts;
                 arrived += report.counters.h2d_bytes;
             }
-            (digest(&mut engine), counts, arrived, plan)
+            let logits: Vec<u32> = engine.logits(&mut batches).unwrap().into_iter().map(f32::to_bits).collect();
+            ((digest(&mut engine), logits), counts, arrived, plan)
         };
         let (want, ..) = run("strategy = \"no-offload\"\nthreads = 1");
         let bucket = [0.0078, 0.0156, 0.03][pick(2, 3)];
@@ -337,7 +338,7 @@ fn streamed_weights_change_no_bit_and_come_once_a_pass() {
             [format!("strategy = \"superoffload\"\nresident-buckets = {resident}\n{without}"), "strategy = \"zero-offload\"".into()]
         {
             let (have, counts, arrived, plan) = run(&format!("{way}\n{lines}"));
-            assert_eq!(have, want, "seed {seed}, {dtype}, clip {clip}, {accum} micro-batches, {lines}");
+            assert!(have == want, "seed {seed}, {dtype}, clip {clip}, {accum} micro-batches, {lines}");
             let (streamed, beside) =
                 (streamed_elems(&plan, &shape), plan.layout.offloaded_elems() - plan.weight_ring.unwrap().ringed_elems);
             let width = plan.dtype.bytes() as u64;

@@ -162,3 +162,85 @@ impl WeightFlow {
         flat.start.max(self.window.ring.ringed_elems).min(flat.end)..flat.end
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::shape::ModelShape;
+    use crate::model::tensors::Stage;
+    use proptest::prelude::*;
+
+    /// Stages of these lengths behind each other, all streamed.
+    fn window(lens: &[usize], period_elems: usize) -> Window {
+        let mut end = 0;
+        let mut next = |len: &usize| {
+            end += len;
+            (end - len..end, Held::Nothing)
+        };
+        let stages: Vec<_> = lens.iter().map(&mut next).collect();
+        Window { ring: RingShape { ringed_elems: end, period_elems }, stages }
+    }
+
+    fn in_the_way(window: &Window, stage: usize) -> Vec<usize> {
+        window.in_the_way(stage).collect()
+    }
+
+    #[test]
+    fn a_ring_of_two_stages_holds_two_neighbours() {
+        let mut w = window(&[4, 4, 4, 4], 8);
+        (0..2).for_each(|stage| w.put(stage));
+        assert!(w.has(0) && w.has(1) && in_the_way(&w, 2) == [0]);
+        w.put(2);
+        assert!(!w.has(0) && w.has(1) && w.has(2) && in_the_way(&w, 3) == [1] && in_the_way(&w, 0) == [2]);
+    }
+
+    #[test]
+    fn what_the_host_writes_anew_is_stale_and_still_in_the_way_of_itself() {
+        let mut w = window(&[4, 4, 4], 8);
+        (0..2).for_each(|stage| w.put(stage));
+        w.forget(&(2..4));
+        assert!(!w.has(0) && w.has(1) && in_the_way(&w, 0) == [0] && in_the_way(&w, 2) == [0]);
+        w.forget(&(3..5));
+        assert!(!w.has(1));
+        w.put(0);
+        assert!(w.has(0) && !w.has(1));
+    }
+
+    #[test]
+    fn only_what_lies_in_the_ring_streams() {
+        let table = TensorTable::new(&ModelShape::demo());
+        let (layer, embed) = (table.stage_range(Stage::Layer(0)), table.stage_range(Stage::Embed));
+        let ring = RingShape { ringed_elems: embed.start - 100, period_elems: 2 * layer.len() };
+        let w = Window::new(&table, ring);
+        let streamed = |stage| w.stages[table.stage_index(stage)].0.clone();
+        assert_eq!(streamed(Stage::Layer(0)), layer.start..layer.end - 100);
+        assert!(streamed(Stage::Embed).is_empty() && w.has(table.stage_index(Stage::Embed)));
+        let short = RingShape { period_elems: layer.len() - 1, ..ring };
+        assert!(std::panic::catch_unwind(|| Window::new(&table, short)).is_err());
+    }
+
+    proptest! {
+        /// Against a ring whose every element remembers whose it is.
+        #[test]
+        fn the_window_knows_what_every_element_of_the_ring_holds(
+            lens in prop::collection::vec(1usize..12, 1..9), slack in 0usize..12, walk in prop::collection::vec(0usize..9, 0..40),
+        ) {
+            let period = lens.iter().max().unwrap() + slack;
+            let mut w = window(&lens, period);
+            let mut elements = vec![None; period];
+            for stage in walk.into_iter().map(|at| at % lens.len()) {
+                let places: Vec<_> = w.stages[stage].0.clone().map(|element| element % period).collect();
+                let mut owners: Vec<usize> = places.iter().filter_map(|&place| elements[place]).collect();
+                owners.retain(|&owner| w.stages[owner].1 != Held::Nothing);
+                owners.sort_unstable();
+                owners.dedup();
+                prop_assert_eq!(in_the_way(&w, stage), owners);
+                places.iter().for_each(|&place| elements[place] = Some(stage));
+                w.put(stage);
+                for (other, (range, _)) in w.stages.iter().enumerate() {
+                    prop_assert_eq!(w.has(other), range.clone().all(|element| elements[element % period] == Some(other)));
+                }
+            }
+        }
+    }
+}
