@@ -19,6 +19,7 @@ use superoffload::hardware::topology::Topology;
 use superoffload::metrics::{FLOPS_FORMULA, StepMetrics};
 use superoffload::model::weights::{Options, export_checkpoint};
 use superoffload::optim::simd::Isa;
+use superoffload::probe::{self, ProbeOptions, ProfileFile};
 use superoffload::signals::{EXIT_INTERRUPTED, StopFlag};
 use superoffload::train::{self, Facts, Observer, Summary};
 
@@ -51,7 +52,9 @@ enum Command {
     },
     /// Say what this machine is, and what would make it faster.
     Doctor,
-    /// Measure what this machine does.
+    /// Measure this machine in less than a minute: a profile for the planner, every number with its source.
+    Probe(ProbeOptions),
+    /// Measure what steps cost on this machine.
     #[command(subcommand)]
     Bench(Bench),
 }
@@ -126,6 +129,7 @@ fn run(command: Command) -> Result<i32> {
             answer(doctor::report(&topology, &isa, &probes, Path::new("/sys/fs/resctrl")).trim_end())?;
             Ok(0)
         }
+        Command::Probe(options) => run_probe(&options),
         Command::Bench(Bench::Step(options)) => bench_step(*options),
     }
 }
@@ -166,6 +170,17 @@ fn bench_step(options: StepOptions) -> Result<i32> {
     match file {
         Some(mut file) => file.append(&line)?,
         None => answer(line)?,
+    }
+    Ok(0)
+}
+
+/// The table goes to standard output, the profile to a file.
+fn run_probe(options: &ProbeOptions) -> Result<i32> {
+    let file = options.out.as_deref().map(ProfileFile::open).transpose()?;
+    let profile = probe::run(options, &mut |line| remark(line))?;
+    answer(profile.table())?;
+    if let Some(file) = file {
+        file.write(&profile)?;
     }
     Ok(0)
 }
