@@ -231,7 +231,7 @@ fn a_ring_of_gradients_changes_no_bit() {
     let run = |lines: &str, ring: bool| {
         let common = "dtype = \"float32\"\nseq-length = 8\nper-device-train-batch-size = 2\nlearning-rate = 1e-2\nmax-steps = 99\nseed = 5";
         let settings = settings(&format!("{common}\n{lines}"));
-        let mut plan = Plan::new(&settings, &shape, Machine::cpu(2), false).unwrap();
+        let mut plan = Plan::new(&settings, &shape, &Machine::cpu(2), false).unwrap();
         if ring {
             // One layer and a bucket fit into a grain; the tied embedding stays outside.
             let period_elems = RING_GRAIN_BYTES / 4;
@@ -269,7 +269,7 @@ fn paged_states_change_no_bit() {
     let shape = tiny_llama(6, 32, 64, true);
     let run = |lines: &str, resident: Option<usize>| {
         let common = "seq-length = 8\nper-device-train-batch-size = 2\nlearning-rate = 1e-2\nweight-decay = 0.1\nmax-steps = 99\nseed = 5";
-        let mut plan = Plan::new(&settings(&format!("{common}\n{lines}")), &shape, Machine::cpu(2), false).unwrap();
+        let mut plan = Plan::new(&settings(&format!("{common}\n{lines}")), &shape, &Machine::cpu(2), false).unwrap();
         // Asked for on the command line it needs a GPU; the plan is that of no-offload, with its states elsewhere.
         plan.paged = resident.map_or(0, |resident| plan.layout.count() - resident);
         let mut engine = start(&plan, &shape, random_params(5));

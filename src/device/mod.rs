@@ -8,6 +8,7 @@ mod arguments;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+pub mod sim;
 
 use crate::dtype::Dtype;
 use crate::engine::trace::{self, Recorder};

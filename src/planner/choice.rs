@@ -70,16 +70,15 @@ pub struct Choice {
 /// # Errors
 /// `Usage` when batch and sequence make no sense for the model.
 pub fn choose(needs: &Needs, work: Work, table: &TensorTable, layout: &BucketLayout, wishes: Wishes) -> Result<Choice> {
-    let planner = Planner { needs, predictor: Predictor::new(needs, work), table, layout, wishes };
+    let planner = Planner { needs, table, layout, wishes };
     match needs.machine.device {
         DeviceMemory::Shared => planner.shared(),
-        DeviceMemory::Own { bytes, .. } => planner.search(bytes),
+        DeviceMemory::Own { bytes, .. } => planner.search(bytes, &Predictor::new(needs, work)?),
     }
 }
 
 struct Planner<'a> {
     needs: &'a Needs<'a>,
-    predictor: Predictor<'a>,
     table: &'a TensorTable,
     layout: &'a BucketLayout,
     wishes: Wishes,
@@ -102,12 +101,12 @@ impl Planner<'_> {
 
     /// The fastest candidate that fits a device of `device_bytes` with the largest tile that lets one fit; or, when none does,
     /// the one that lacks least.
-    fn search(&self, device_bytes: u64) -> Result<Choice> {
+    fn search(&self, device_bytes: u64, predictor: &Predictor) -> Result<Choice> {
         let mut best: Option<(u64, f64, Choice)> = None;
         for tile in self.tiles(device_bytes)? {
             let rings = self.mixes().into_iter().flat_map(|policies| [(false, policies.clone()), (true, policies)]);
             for (ring, policies) in rings {
-                let choice = self.candidate(policies, tile, ring)?;
+                let choice = self.candidate(policies, tile, ring, predictor)?;
                 let (device, host) = self.needs.lacking(&choice.memory);
                 let (lacking, step_s) = (device + host, choice.predicted.map_or(0.0, |predicted| predicted.mean_s()));
                 // The first of equals computes least twice.
@@ -124,7 +123,7 @@ impl Planner<'_> {
     }
 
     /// With a ring of gradients or without.
-    fn candidate(&self, policies: Vec<LayerPolicy>, tile: LossTile, ring: bool) -> Result<Choice> {
+    fn candidate(&self, policies: Vec<LayerPolicy>, tile: LossTile, ring: bool, predictor: &Predictor) -> Result<Choice> {
         let activations = self.activations(&policies, tile)?;
         let layout = match self.wishes.residency {
             Residency::Exactly(resident) => self.resident(resident),
@@ -132,7 +131,7 @@ impl Planner<'_> {
         };
         let grad_ring = self.ring(&layout, ring);
         let memory = self.needs.classes(&layout, grad_ring, &activations);
-        let predicted = Some(self.predictor.predict(&layout, grad_ring.is_some(), &policies, &activations));
+        let predicted = Some(predictor.predict(&layout, grad_ring.is_some(), &policies, &activations));
         Ok(Choice { layout, policies, tile, grad_ring, memory, predicted })
     }
 

@@ -5,11 +5,11 @@ use super::product::Product;
 use super::rig::Rig;
 use super::samples::Samples;
 use super::states::States;
-use super::workers::Workers;
 use crate::device::{Device, EventId, Kernels, Stream};
 use crate::error::Result;
 use crate::hardware::profile::Contention;
 use crate::hardware::sourced::Figure;
+use crate::host::pool::{Job, Pool};
 use crate::host::step_job::StepJob;
 
 /// Seconds of products in a sample.
@@ -63,7 +63,7 @@ pub struct Contenders<'a> {
     /// State for the optimizer.
     pub states: &'a States,
     /// Its threads.
-    pub workers: Workers<StepJob>,
+    pub pool: Pool<StepJob>,
 }
 
 impl Contenders<'_> {
@@ -121,10 +121,10 @@ impl Contenders<'_> {
         let is_short =
             |adam: Lane, ways: [Lane; 2]| (beside.adam && adam.moved == 0.0) || (beside.copies && ways.iter().any(|way| way.moved == 0.0));
         while rig.since(start_ns) < time_s || is_short(adam, ways) {
-            if beside.adam && self.workers.is_idle()? {
-                let (work, moved) = self.states.adam(job);
-                self.workers.submit(work);
-                adam.next(rig.dev.now_ns(), moved);
+            if beside.adam && self.pool.is_idle()? {
+                let work = self.states.adam(job);
+                adam.next(rig.dev.now_ns(), work.traffic_bytes() as f64);
+                self.pool.submit(work);
                 job += 1;
             }
             for (way, end) in Way::BOTH.into_iter().zip(ends) {
@@ -136,7 +136,9 @@ impl Contenders<'_> {
             }
             rig.dev.idle()?;
         }
-        self.workers.wait()?;
+        while !self.pool.is_idle()? {
+            rig.dev.idle()?;
+        }
         rig.settle()?;
         Ok(Moved { each_way: ways.iter().map(|way| way.rate(start_ns)).sum::<f64>() / 2.0, adam: adam.rate(start_ns) })
     }

@@ -32,6 +32,8 @@ use crate::hardware::profile::{Contention, Gpu, Host, Link, Profile, VERSION};
 use crate::hardware::topology::Topology;
 use crate::host::affinity::workers_beside_others;
 use crate::host::pinned::HostMemory;
+use crate::host::pool::Pool;
+use crate::host::step_job::StepJob;
 use crate::planner::machine::DeviceMemory;
 use crate::train::devices;
 use contention::Contenders;
@@ -108,9 +110,9 @@ pub fn run(options: &ProbeOptions, tell: &mut dyn FnMut(&dyn Display)) -> Result
             (crate::device::Device::describe(&dev), None)
         }
         DeviceMemory::Own { bytes, addressing } => {
-            let workers = Workers::new(&topology, workers_beside_others(cpus))?;
+            let pool = Workers::new(&topology, workers_beside_others(cpus))?.pool;
             let mut dev = open_gpu(options)?;
-            let beside = Beside { free_bytes: bytes, addressing, memory: &mut memory, states: &states, workers };
+            let beside = Beside { free_bytes: bytes, addressing, memory: &mut memory, states: &states, pool };
             let gpu = measure_device(&mut dev, Sizes::GPU, beside, 0.7 * time_s, tell)?;
             (crate::device::Device::describe(&dev), Some(gpu))
         }
@@ -143,7 +145,7 @@ pub struct Beside<'a> {
     /// State for the optimizer.
     pub states: &'a States,
     /// Its threads.
-    pub workers: Workers<crate::host::step_job::StepJob>,
+    pub pool: Pool<StepJob>,
 }
 
 /// Measures a device with memory of its own for about `time_s`.
@@ -157,7 +159,7 @@ pub fn measure_device<D: Kernels>(
     time_s: f64,
     tell: &mut dyn FnMut(&dyn Display),
 ) -> Result<(Gpu, Link, Contention)> {
-    let Beside { free_bytes, addressing, memory, states, workers } = beside;
+    let Beside { free_bytes, addressing, memory, states, pool } = beside;
     let mut rig = Rig::new(dev)?;
     tell(&format_args!("gpu: matrix products"));
     let products = product::measure(&mut rig, Dtype::Bfloat16, sizes.product, 0.4 * time_s)?;
@@ -168,7 +170,7 @@ pub fn measure_device<D: Kernels>(
     let copies = Copies::new(rig.dev, memory, sizes.copy_bytes)?;
     let link = copies.measure(&mut rig, addressing, 0.24 * time_s)?;
     tell(&format_args!("all beside each other"));
-    let mut contenders = Contenders { product: products.large, copies, states, workers };
+    let mut contenders = Contenders { product: products.large, copies, states, pool };
     let contention = contenders.measure(&mut rig, link.both_ways_bytes_per_s.value, 0.2 * time_s)?;
     let gpu = Gpu {
         addressing,
@@ -234,9 +236,9 @@ mod tests {
         let topology = Topology { caches: Vec::new(), memory_available_bytes: Some(1 << 30), ..Topology::this_machine() };
         let mut memory = HostMemory::default();
         let states = States::new(&topology, &mut memory).unwrap();
-        let workers = Workers::new(&topology, 1).unwrap();
+        let pool = Workers::new(&topology, 1).unwrap().pool;
         let mut dev = CpuDevice::new(1, Schedule::Threads, Default::default(), 0).unwrap();
-        let beside = Beside { free_bytes: 1 << 30, addressing: Addressing::Managed, memory: &mut memory, states: &states, workers };
+        let beside = Beside { free_bytes: 1 << 30, addressing: Addressing::Managed, memory: &mut memory, states: &states, pool };
         let (sizes, mut told) = (Sizes { product: 128, seq_length: 64, copy_bytes: 1 << 20 }, 0);
         let (gpu, link, contention) = measure_device(&mut dev, sizes, beside, 0.5, &mut |_| told += 1).unwrap();
         assert_eq!((told, gpu.addressing, gpu.memory_bytes.value), (4, Addressing::Managed, 1_074_000_000.0));

@@ -63,42 +63,31 @@ impl States {
         Ok(Self { memory, params })
     }
 
-    /// The `index`th pass of the optimizer, and the bytes that it moves.
-    pub fn adam(&self, index: usize) -> (StepJob, f64) {
+    /// The `index`th pass of the optimizer.
+    pub fn adam(&self, index: usize) -> StepJob {
         let bucket = index % BUCKETS;
         let update = |optimizer_step| Update { optimizer_step, learning_rate: 1e-5, scale: 0.5 };
         let pending = GradUpdate { grads: Slot(bucket), update: update(1000) };
         let next = GradUpdate { grads: Slot(BUCKETS + bucket), update: update(1001) };
-        self.job(
-            index,
-            if cfg!(feature = "stv") {
-                Work::CommitThenSpeculate { pending: Some(pending), next }
-            } else {
-                Work::Step { undo: None, next }
-            },
-        )
+        let deferred = Work::CommitThenSpeculate { pending: Some(pending), next };
+        self.job(index, if cfg!(feature = "stv") { deferred } else { Work::Step { undo: None, next } })
     }
 
-    /// The `index`th cast of parameters to bf16, and the bytes that it moves.
-    pub fn cast(&self, index: usize) -> (StepJob, f64) {
-        let (job, _) = self.job(index, Work::Restore { undo: None });
-        // Parameters alone are read, not the state.
-        let bytes = job.range.len() * (4 + self.memory.params.dtype.bytes());
-        (job, bytes as f64)
+    /// The `index`th cast of parameters to bf16.
+    pub fn cast(&self, index: usize) -> StepJob {
+        self.job(index, Work::Restore { undo: None })
     }
 
-    fn job(&self, index: usize, work: Work) -> (StepJob, f64) {
+    fn job(&self, index: usize, work: Work) -> StepJob {
         let bucket = index % BUCKETS;
         let range = bucket * self.params..(bucket + 1) * self.params;
-        let job = StepJob { bucket: index, range, work, out: Some(Slot(bucket)), memory: self.memory.clone() };
-        let bytes = job.traffic_bytes() as f64;
-        (job, bytes)
+        StepJob { bucket: index, range, work, out: Some(Slot(bucket)), memory: self.memory.clone() }
     }
 
-    /// A triad over the state, and the bytes that it moves, as STREAM counts them.
-    pub fn triad(&self) -> (Triad, f64) {
+    /// A triad over the state.
+    pub fn triad(&self) -> Triad {
         let HostState { params, m, v } = self.memory.state;
-        (Triad { to: m, from: [params, v] }, (params.bytes() * 3) as f64)
+        Triad { to: m, from: [params, v] }
     }
 }
 
@@ -124,6 +113,11 @@ const PIECE_ELEMS: usize = 32 << 10;
 impl Job for Triad {
     fn label(&self) -> (&'static str, u32) {
         ("triad", 0)
+    }
+
+    /// As STREAM counts them.
+    fn traffic_bytes(&self) -> u64 {
+        3 * self.to.bytes() as u64
     }
 
     fn pieces(&self) -> usize {
@@ -168,21 +162,17 @@ mod tests {
     fn every_job_does_its_work_and_counts_its_bytes() {
         let mut host = HostMemory::default();
         let states = States::new(&machine(1 << 20, 1 << 30), &mut host).unwrap();
-        let (params, states_out) = (states.params as f64, states.memory.params.memory);
-        let run = |job: &dyn Job| (0..job.pieces()).for_each(|piece| job.run(piece));
-        let (adam, bytes) = states.adam(1);
-        run(&adam);
-        assert_eq!(bytes / params, if cfg!(feature = "stv") { 30.0 } else { 28.0 });
-        let (cast, bytes) = states.cast(0);
-        run(&cast);
-        assert_eq!(bytes / params, 6.0);
-        states_out.with(|out: &mut [u16]| assert!(out.iter().all(|&weight| weight != 0), "both buckets have weights"));
-        let (sum, bytes) = states.triad();
-        run(&sum);
-        assert_eq!(bytes / params, 24.0);
+        let run = |job: &dyn Job| {
+            (0..job.pieces()).for_each(|piece| job.run(piece));
+            job.traffic_bytes() as usize / states.params
+        };
+        assert_eq!(run(&states.adam(1)), if cfg!(feature = "stv") { 30 } else { 28 });
+        assert_eq!(run(&states.cast(0)), 6);
+        states.memory.params.memory.with(|out: &mut [u16]| assert!(out.iter().all(|&weight| weight != 0), "both buckets have weights"));
+        assert_eq!(run(&states.triad()), 24);
         let HostState { params, m, v } = states.memory.state;
         m.with(|m: &mut [f32]| {
-            params.with(|p: &mut [f32]| v.with(|v: &mut [f32]| assert!((0..m.len()).all(|i| m[i] == p[i] + 3.0 * v[i]))))
+            params.with(|p: &mut [f32]| v.with(|v: &mut [f32]| assert!((0..m.len()).all(|i| m[i] == p[i] + 3.0 * v[i]))));
         });
     }
 }

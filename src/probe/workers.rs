@@ -17,7 +17,8 @@ const WARM_UP: usize = 2;
 
 /// A pool whose threads lie where a run would put them.
 pub struct Workers<J: Job> {
-    pool: Pool<J>,
+    /// The pool.
+    pub pool: Pool<J>,
     bell: Arc<Doorbell>,
 }
 
@@ -35,42 +36,17 @@ impl<J: Job> Workers<J> {
         Ok(Self { pool: Pool::threads(threads, homes, bell.clone(), 0, on_start)?, bell })
     }
 
-    /// Whether there is nothing to do.
+    /// Bytes a second that jobs move, for about `time_s`; `job` makes the next one.
     ///
     /// # Errors
     /// As [`Pool::is_idle`].
-    pub fn is_idle(&self) -> Result<bool> {
-        self.pool.is_idle()
-    }
-
-    /// Gives them `job`; they are idle.
-    pub fn submit(&mut self, job: J) {
-        self.pool.submit(job);
-    }
-
-    /// Waits until they are idle.
-    ///
-    /// # Errors
-    /// As [`Pool::is_idle`].
-    pub fn wait(&self) -> Result<()> {
-        let mut idle = Ok(false);
-        self.bell.wait_until(|| {
-            idle = self.pool.is_idle();
-            !matches!(idle, Ok(false))
-        });
-        idle.map(drop)
-    }
-
-    /// Units a second, for about `time_s`; `job` makes the next job and says how many units it is.
-    ///
-    /// # Errors
-    /// As [`Pool::is_idle`].
-    pub fn rates(&mut self, time_s: f64, mut job: impl FnMut(usize) -> (J, f64)) -> Result<Samples> {
+    pub fn rates(&mut self, time_s: f64, mut job: impl FnMut(usize) -> J) -> Result<Samples> {
         let mut rate = |index| -> Result<f64> {
-            let ((job, units), start_ns) = (job(index), now_ns());
-            self.submit(job);
+            let (job, start_ns) = (job(index), now_ns());
+            let bytes = job.traffic_bytes() as f64;
+            self.pool.submit(job);
             self.wait()?;
-            Ok(units / seconds_since(start_ns))
+            Ok(bytes / seconds_since(start_ns))
         };
         (0..WARM_UP).try_for_each(|index| rate(index).map(drop))?;
         let (start_ns, mut rates) = (now_ns(), Vec::new());
@@ -78,6 +54,15 @@ impl<J: Job> Workers<J> {
             rates.push(rate(WARM_UP + rates.len())?);
         }
         Ok(Samples::new(rates))
+    }
+
+    fn wait(&self) -> Result<()> {
+        let mut idle = Ok(false);
+        self.bell.wait_until(|| {
+            idle = self.pool.is_idle();
+            !matches!(idle, Ok(false))
+        });
+        idle.map(drop)
     }
 }
 
