@@ -230,10 +230,19 @@ impl ProfileFile {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::sim::SimDevice;
+    use crate::host::memory_policy::MemoryPolicy;
+    use crate::planner::machine::Machine;
+    use crate::planner::rates::Rates;
+
+    /// This machine, but for caches that ask for large buckets.
+    fn small_caches() -> Topology {
+        Topology { caches: Vec::new(), memory_available_bytes: Some(1 << 30), ..Topology::this_machine() }
+    }
 
     #[test]
     fn a_device_with_its_own_memory_is_measured_whole() {
-        let topology = Topology { caches: Vec::new(), memory_available_bytes: Some(1 << 30), ..Topology::this_machine() };
+        let topology = small_caches();
         let mut memory = HostMemory::default();
         let states = States::new(&topology, &mut memory).unwrap();
         let pool = Workers::new(&topology, 1).unwrap().pool;
@@ -253,12 +262,52 @@ mod tests {
         assert_eq!(Profile::parse(&profile.to_string(), Path::new("x")).unwrap(), profile);
     }
 
+    /// Numbers of a section by what they are, curves point by point.
+    fn numbers(gpu: &Gpu, link: &Link, contention: &Contention) -> Vec<(&'static str, f64)> {
+        let mut numbers = vec![
+            ("memory_bytes_per_s", gpu.memory_bytes_per_s.value),
+            ("matmul_flops", gpu.matmul_flops.value),
+            ("attention_forward_flops", gpu.attention_forward_flops.value),
+            ("attention_backward_flops", gpu.attention_backward_flops.value),
+            ("launch_s", gpu.launch_s.value),
+            ("kernel_s", gpu.kernel_s.value),
+            ("to_host_bytes_per_s", link.to_host_bytes_per_s.value),
+            ("to_device_bytes_per_s", link.to_device_bytes_per_s.value),
+            ("both_ways_bytes_per_s", link.both_ways_bytes_per_s.value),
+            ("latency_s", link.latency_s.value),
+            ("managed_bytes_per_s", link.managed_bytes_per_s.as_ref().unwrap().value),
+            ("matmul_under_copies", contention.matmul_under_copies.value),
+            ("copies_under_adam", contention.copies_under_adam.value),
+            ("adam_under_copies", contention.adam_under_copies.value),
+        ];
+        numbers.extend([128.0, 1024.0, 8192.0].map(|dim| ("matmul_share", gpu.matmul_share_by_least_dim.value.at(dim))));
+        numbers.extend([65_536.0, 1_048_576.0, 67_108_864.0].map(|size| ("to_host_share", link.to_host_share_by_bytes.value.at(size))));
+        numbers.extend([65_536.0, 1_048_576.0, 67_108_864.0].map(|size| ("to_device_share", link.to_device_share_by_bytes.value.at(size))));
+        numbers
+    }
+
+    #[test]
+    fn a_simulated_machine_is_measured_as_its_profile_says() {
+        let profile = Profile::load("h200-pcie5").unwrap();
+        let machine = Machine::of(&profile);
+        let (mut memory, topology) = (HostMemory::new(MemoryPolicy::unbacked()), small_caches());
+        let states = States::new(&topology, &mut memory).unwrap();
+        let (mut dev, pool) = SimDevice::new("h200", &Rates::of(&profile), machine.device, 15, 0);
+        let pool = Pool::Simulated(pool);
+        let beside = Beside { free_bytes: 1, addressing: Addressing::Managed, memory: &mut memory, states: &states, pool };
+        let (gpu, link, contention) = measure_device(&mut dev, Sizes::GPU, beside, 5.0, &mut |_| ()).unwrap();
+        let wanted = numbers(profile.gpu.as_ref().unwrap(), profile.link.as_ref().unwrap(), profile.contention.as_ref().unwrap());
+        for ((what, measured), (_, wanted)) in numbers(&gpu, &link, &contention).into_iter().zip(wanted) {
+            assert!((measured / wanted - 1.0).abs() < 0.03, "{what}: {measured} for {wanted}");
+        }
+    }
+
     #[test]
     fn a_number_that_makes_no_sense_is_named() {
         let options = ProbeOptions { device: DeviceChoice::Cpu, seconds: 1, out: None, cuda_libraries: None };
         let mut host = Profile::load("h200-pcie5").unwrap().host;
         host.memory_bytes.value = 0.0;
-        let error = profile(&options, Facts::new(&Topology::default(), "cpu"), host, None).unwrap_err().to_string();
+        let error = profile(&options, Facts::new(&Topology::this_machine(), "cpu"), host, None).unwrap_err().to_string();
         assert!(error.starts_with("probe this machine: host.memory_bytes: 0 is not"), "{error}");
     }
 }

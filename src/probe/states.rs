@@ -142,17 +142,22 @@ fn triad(to: &mut [f32], a: &[f32], b: &[f32]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::hardware::topology::{Cache, Topology};
+    use crate::hardware::topology::{Cache, Process, Topology};
 
     fn machine(cache_bytes: u64, free_bytes: u64) -> Topology {
         let cache = |level, bytes| Cache { level, kind: "Unified".into(), bytes: Some(bytes), cpus: Default::default() };
         let caches = vec![cache(2, 1 << 30), cache(3, cache_bytes / 2), cache(3, cache_bytes / 2)];
-        Topology { caches, memory_available_bytes: Some(free_bytes), ..Topology::default() }
+        Topology { caches, memory_available_bytes: Some(free_bytes), ..unknown() }
+    }
+
+    /// A machine that tells nothing.
+    fn unknown() -> Topology {
+        Topology::read(tempfile::tempdir().unwrap().path(), Process::default())
     }
 
     #[test]
     fn buckets_are_larger_than_the_caches_and_small_beside_free_memory() {
-        assert_eq!(bucket_params(&Topology::default()), 6 << 20);
+        assert_eq!(bucket_params(&unknown()), 6 << 20);
         assert_eq!(bucket_params(&machine(300 << 20, 128 << 30)), PARAMS_MAX);
         assert_eq!(bucket_params(&machine(64 << 20, 128 << 30)), 11 << 20);
         assert_eq!(bucket_params(&machine(64 << 20, 1 << 30)), 4 << 20);
