@@ -28,6 +28,7 @@ pub mod metrics;
 pub mod model;
 pub mod optim;
 pub mod planner;
+pub mod probe;
 pub mod signals;
 pub mod train;
 pub mod units;

@@ -25,6 +25,7 @@ use superoffload::train::setup::check_context;
 use superoffload::metrics::{FLOPS_FORMULA, StepMetrics};
 use superoffload::model::weights::{Options, export_checkpoint};
 use superoffload::optim::simd::Isa;
+use superoffload::probe::{self, ProbeOptions, ProfileFile};
 use superoffload::signals::{EXIT_INTERRUPTED, StopFlag};
 use superoffload::train::{self, Facts, Observer, Summary};
 
@@ -59,6 +60,8 @@ enum Command {
     Doctor,
     /// Choose how to train a model on a machine, here or not: does it fit, how fast, what binds, what else there is.
     Plan(Box<PlanOptions>),
+    /// Measure this machine in less than a minute: a profile for the planner, every number with its source.
+    Probe(ProbeOptions),
     /// Time steps on a machine that is not here, by its profile.
     Simulate(Box<SimulateOptions>),
     /// Measure what this machine does.
@@ -165,6 +168,7 @@ fn run(command: Command) -> Result<i32> {
             Ok(0)
         }
         Command::Plan(options) => run_plan(*options),
+        Command::Probe(options) => run_probe(&options),
         Command::Simulate(options) => run_simulate(*options),
         Command::Bench(Bench::Step(options)) => bench_step(*options),
     }
@@ -228,6 +232,17 @@ fn run_plan(options: PlanOptions) -> Result<i32> {
     Ok(0)
 }
 
+/// The table goes to standard output, the profile to a file.
+fn run_probe(options: &ProbeOptions) -> Result<i32> {
+    let file = options.out.as_deref().map(ProfileFile::open).transpose()?;
+    let profile = probe::run(options, &mut |line| remark(line))?;
+    answer(profile.table())?;
+    if let Some(file) = file {
+        file.write(&profile)?;
+    }
+    Ok(0)
+}
+
 fn run_simulate(options: SimulateOptions) -> Result<i32> {
     let SimulateOptions { hardware, json, step } = options;
     let out = step.out.clone();
@@ -239,7 +254,11 @@ fn run_simulate(options: SimulateOptions) -> Result<i32> {
     let record = simulation.run()?;
     let line = serde_json::to_string(&record).map_err(|e| Error::format("the result", e))?;
     file.map_or(Ok(()), |mut file| file.append(&line))?;
-    if json { answer(line)? } else { answer(format_args!("\n{record}"))? }
+    if json {
+        answer(line)?
+    } else {
+        answer(format_args!("\n{record}"))?
+    }
     Ok(0)
 }
 

@@ -5,6 +5,7 @@ use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs::{self, OpenOptions};
 use std::process::{Command, Stdio};
+use superoffload::hardware::profile::Profile;
 
 #[test]
 fn flags_that_make_no_sense_are_refused() {
@@ -289,6 +290,7 @@ fn the_other_commands_and_every_help_answer() {
         &["digest", "--help"],
         &["doctor", "--help"],
         &["bench", "step", "--help"],
+        &["probe", "--help"],
         &["--version"],
     ] {
         let help = run(&mut program(args));
@@ -341,4 +343,24 @@ fn bench_step_answers_with_one_json_line_or_appends_it() {
     bench(&["--save-steps", "3"]).refused(2, &["--save-steps"]);
     run(&mut program(&["bench", "step", "--model-config", "llama-9b"])).refused(2, &["--model-config llama-9b", "llama-8b"]);
     run(&mut program(&["bench", "step", "--model-config", "gpt-5b", "--seq-length", "2048"])).refused(2, &["1024 positions"]);
+}
+
+#[test]
+fn a_probe_measures_what_is_there_and_writes_a_profile() {
+    let workspace = Workspace::new();
+    let out = workspace.write("my-box.toml", "what was there before, and longer".repeat(1000));
+    let probe = |flags: &[&str]| {
+        let mut command = program(&["probe", "--device=cpu"]);
+        run(command.args(flags))
+    };
+    let probed = probe(&["--seconds=1", "--out", out.to_str().unwrap()]);
+    assert!(probed.code == 0 && probed.stdout.contains("adam_bytes_per_s, 1 threads"), "{probed:?}");
+    assert!(probed.stderr.contains("host:") && !probed.stdout.contains("link"), "{probed:?}");
+    let profile = Profile::load(out.to_str().unwrap()).unwrap();
+    assert!(profile.name == "my-box" && profile.gpu.is_none() && profile.link.is_none() && profile.contention.is_none());
+    let rates = [profile.host.memory_bytes_per_s.value, profile.host.matmul_flops.unwrap().value];
+    assert!(rates.iter().all(|rate| (1e7..1e15).contains(rate)), "{rates:?}");
+    assert!(profile.facts.iter().any(|fact| fact.starts_with("superoffload 0.")), "{:?}", profile.facts);
+    probe(&["--out", "/nowhere/box.toml"]).refused(1, &["write", "/nowhere/box.toml"]);
+    probe(&["--seconds", "0"]).refused(2, &["--seconds"]);
 }

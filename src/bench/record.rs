@@ -287,11 +287,7 @@ impl fmt::Display for Outcome {
             adam.busy_ms
         )?;
         let Verdicts { commit, clip, skip } = self.verdicts;
-        write!(
-            f,
-            "  verdicts     {commit} committed, {clip} clipped, {skip} skipped; loss {:.4} -> {:.4}",
-            self.loss.first, self.loss.last
-        )
+        write!(f, "  verdicts     {commit} committed, {clip} clipped, {skip} skipped; loss {:.4} -> {:.4}", self.loss.first, self.loss.last)
     }
 }
 

@@ -137,7 +137,10 @@ impl Simulation {
             plan: PlanFacts::new(&plan),
             device_planned_bytes: plan.bytes_at(Place::Device),
             host_planned_bytes: plan.bytes_at(Place::Host),
-            gantt: Gantt::new(&tracks, window_ns.end - (outcome.step_ms.samples.last().copied().unwrap_or(0.0) * 1e6) as u64..window_ns.end),
+            gantt: Gantt::new(
+                &tracks,
+                window_ns.end - (outcome.step_ms.samples.last().copied().unwrap_or(0.0) * 1e6) as u64..window_ns.end,
+            ),
             outcome,
         })
     }

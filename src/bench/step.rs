@@ -176,8 +176,8 @@ fn memory_peaks(plan: &Plan, available_before: Option<u64>) -> MemoryPeaks {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::executor::Batches;
     use crate::config::options::{ActivationsChoice, DeviceChoice, TrainDtype, TrainOptions};
+    use crate::engine::executor::Batches;
     use crate::model::shape::DEMO_CONFIG;
 
     /// Runs a small benchmark with these flags and returns its line.

@@ -48,12 +48,7 @@ impl Steps {
     ///
     /// # Errors
     /// The engine's.
-    pub fn time<D: Kernels>(
-        self,
-        engine: &mut Engine<D>,
-        tokens: &mut RandomTokens,
-        tell: &mut dyn FnMut(&dyn Display),
-    ) -> Result<Timed> {
+    pub fn time<D: Kernels>(self, engine: &mut Engine<D>, tokens: &mut RandomTokens, tell: &mut dyn FnMut(&dyn Display)) -> Result<Timed> {
         let (mut reports, mut samples) = (Vec::with_capacity(self.timed as usize), Vec::with_capacity(self.timed as usize));
         let from_ns = engine.now_ns();
         let mut start_ns = from_ns;

@@ -3,6 +3,8 @@
 //! A profile is a TOML file of version [`VERSION`]; those of some machines ship with the program. Rates hold alone, with nothing
 //! else running; [`Contention`] says what is left of them when others run beside. Every number names its source.
 
+mod table;
+
 use super::sourced::{Curve, Figure, quoted};
 use crate::device::Addressing;
 use crate::error::{Error, Result};
@@ -55,10 +57,13 @@ trait Field {
 
     /// As TOML writes it; nothing when there is nothing to write.
     fn toml(&self) -> Option<String>;
+
+    /// Rows of a table for people, about the field `name`.
+    fn rows(&self, name: &str) -> Vec<table::Row>;
 }
 
 macro_rules! sourced_fields {
-    ($($kind:ty),*) => {$(
+    ($($kind:ty => $rows:path),*) => {$(
         impl Field for $kind {
             fn nonsense(&self) -> Option<String> {
                 self.nonsense()
@@ -66,11 +71,14 @@ macro_rules! sourced_fields {
             fn toml(&self) -> Option<String> {
                 Some(self.toml())
             }
+            fn rows(&self, name: &str) -> Vec<table::Row> {
+                $rows(name, self)
+            }
         }
     )*};
 }
 
-sourced_fields!(Figure, Curve);
+sourced_fields!(Figure => table::figure, Curve => table::curve);
 
 impl<T: Field> Field for Option<T> {
     fn nonsense(&self) -> Option<String> {
@@ -78,6 +86,9 @@ impl<T: Field> Field for Option<T> {
     }
     fn toml(&self) -> Option<String> {
         self.as_ref().and_then(Field::toml)
+    }
+    fn rows(&self, name: &str) -> Vec<table::Row> {
+        self.as_ref().map_or(Vec::new(), |field| field.rows(name))
     }
 }
 
@@ -87,6 +98,9 @@ impl Field for bool {
     }
     fn toml(&self) -> Option<String> {
         self.then(|| "true".into())
+    }
+    fn rows(&self, name: &str) -> Vec<table::Row> {
+        self.then(|| (name.into(), "yes".into(), String::new())).into_iter().collect()
     }
 }
 
@@ -101,6 +115,9 @@ impl Field for Addressing {
             Self::Shared => "shared",
         };
         Some(quoted(word))
+    }
+    fn rows(&self, name: &str) -> Vec<table::Row> {
+        vec![(name.into(), String::new(), self.to_string())]
     }
 }
 
@@ -240,8 +257,8 @@ impl Profile {
         Ok(profile)
     }
 
-    /// Looks for what makes no sense.
-    fn check(&self) -> std::result::Result<(), String> {
+    /// Looks for what makes no sense: which field, and why.
+    pub(crate) fn check(&self) -> std::result::Result<(), String> {
         if self.version != VERSION {
             return Err(format!("version {} of a hardware profile; this program reads {VERSION}", self.version));
         }
@@ -356,7 +373,7 @@ mod tests {
             assert_eq!(gpu.as_ref().is_some_and(|gpu| gpu.shares_host_memory), profile.link.is_none(), "{name}");
             let adam = &host.adam_bytes_per_s_by_threads.value;
             assert!(adam.at(1.0) < adam.at(host.cpus.value) && adam.0.last().unwrap().0 == host.cpus.value, "{name}");
-            for link in &profile.link {
+            if let Some(link) = &profile.link {
                 assert!(link.to_host_bytes_per_s.value < host.memory_bytes_per_s.value, "{name}: a host feeds its link");
                 assert!(link.both_ways_bytes_per_s.value < link.to_host_bytes_per_s.value, "{name}");
             }

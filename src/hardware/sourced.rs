@@ -53,7 +53,7 @@ impl Points {
 }
 
 /// What can have a source.
-pub(super) trait Value {
+pub trait Value {
     /// What is wrong with it, if anything.
     fn nonsense(&self) -> Option<String>;
 

@@ -1,10 +1,10 @@
 //! What the planner knows about a machine.
 
+use super::rates::Rates;
 use crate::config::settings::Settings;
 use crate::device::Addressing;
 use crate::hardware::profile::{Gpu, Profile};
 use crate::host::affinity::workers_beside_others;
-use super::rates::Rates;
 use crate::units::Bytes;
 use std::sync::Arc;
 

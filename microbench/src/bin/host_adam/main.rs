@@ -20,9 +20,9 @@ use microbench::hog::Hog;
 use microbench::run::{Setting, host_memory, run};
 use microbench::stream::{Arrays, Kernel};
 use row::{HEADER, Row};
-use superoffload::host::pool::Job;
 use superoffload::config::options::{HugePagesChoice, ResctrlGroup};
 use superoffload::error::{Error, Result};
+use superoffload::host::pool::Job;
 use superoffload::optim::simd::{AdamKernels, Isa, Stores};
 
 /// Measures the optimizer's pool.

@@ -1,0 +1,78 @@
+//! A profile as a table for people.
+
+use super::Profile;
+use crate::hardware::sourced::{Curve, Figure, Sourced};
+use crate::units::Bytes;
+
+/// What a field shows: what it is, the number, and where it is from.
+pub(super) type Row = (String, String, String);
+
+impl Profile {
+    /// A line for each number: field, value, source. What is not there is not in it.
+    pub fn table(&self) -> String {
+        let mut lines = vec![self.machine.clone()];
+        lines.extend(self.facts.iter().map(|fact| format!("  {fact}")));
+        for (section, fields) in self.sections() {
+            lines.push(format!("\n{section}"));
+            let rows = fields.into_iter().flat_map(|(name, field)| field.rows(name));
+            lines.extend(rows.map(|(name, value, source)| format!("  {name:<42} {value:>15}  {source}").trim_end().into()));
+        }
+        lines.join("\n")
+    }
+}
+
+/// The row of a number.
+pub(super) fn figure(name: &str, figure: &Figure) -> Vec<Row> {
+    vec![(name.into(), with_unit(name, figure.value), short(figure))]
+}
+
+/// A row for each point; the source stands in the first.
+pub(super) fn curve(name: &str, curve: &Curve) -> Vec<Row> {
+    let (what, by) = name.split_once("_by_").unwrap_or((name, ""));
+    let value = |y: f64| if what.ends_with("_share") { format!("{:.1} %", 100.0 * y) } else { with_unit(what, y) };
+    let at = |x: f64| if by == "bytes" { Bytes(x as u64).to_string() } else { format!("{x} {}", by.replace('_', " ")) };
+    let mut source = short(curve);
+    curve.value.0.iter().map(|&(x, y)| (format!("{what}, {}", at(x)), value(y), std::mem::take(&mut source))).collect()
+}
+
+/// Without what is the same in every line of a profile that was measured at once.
+fn short<T>(sourced: &Sourced<T>) -> String {
+    sourced.source.trim_start_matches(crate::probe::samples::MEASURED).trim_start_matches(": ").into()
+}
+
+/// `value` in the unit that `name` ends with.
+fn with_unit(name: &str, value: f64) -> String {
+    let scaled = |factor: f64, unit: &str| format!("{:.2} {unit}", value * factor);
+    match name {
+        _ if name.ends_with("_bytes_per_s") => scaled(1e-9, "GB/s"),
+        _ if name.ends_with("_flops") && value >= 1e12 => scaled(1e-12, "TFLOP/s"),
+        _ if name.ends_with("_flops") => scaled(1e-9, "GFLOP/s"),
+        _ if name.ends_with("_bytes") => Bytes(value as u64).to_string(),
+        _ if name.ends_with("_s") => scaled(1e6, "us"),
+        _ if name.contains("_under_") => format!("{:.1} %", 100.0 * value),
+        _ => value.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_number_has_a_line_with_its_unit() {
+        let table = Profile::load("h200-pcie5").unwrap().table();
+        for line in [
+            "matmul_flops                                 680.00 TFLOP/s  for seconds",
+            "memory_bytes                                     139.8 GiB  free on",
+            "adam_bytes_per_s, 8 threads                     128.00 GB/s",
+            "to_host_share, 64.0 KiB                              23.7 %  pinned memory, alone",
+            "latency_s                                           4.00 us",
+            "matmul_under_copies                                  92.0 %",
+            "cpus                                                     16  the machine",
+        ] {
+            assert!(table.contains(line), "{line}\n{table}");
+        }
+        assert!(!table.contains("managed\n") && table.lines().all(|line| line == line.trim_end()), "{table}");
+        assert!(!Profile::load("mi300a").unwrap().table().contains("\nlink"));
+    }
+}

@@ -1,0 +1,53 @@
+//! Causal attention, forward and backward.
+
+use super::product::fill;
+use super::rig::Rig;
+use super::samples::Samples;
+use crate::device::{AttentionShape, Kernels};
+use crate::dtype::Dtype;
+use crate::error::Result;
+
+/// Shortest sequence that is tried.
+const SEQ_MIN: usize = 64;
+/// Passes each way that the time should hold.
+const RUNS_MIN: f64 = 16.0;
+
+/// FLOP/s, as [`crate::model::shape::FLOPS_FORMULA`] counts them.
+#[derive(Clone, Debug)]
+pub struct Passes {
+    /// Of the forward pass.
+    pub forward: Samples,
+    /// Of the backward pass, counted as twice the forward pass.
+    pub backward: Samples,
+}
+
+/// Measures attention in bf16 over sequences of at most `seq_limit` tokens for about `time_s`, on a device of about
+/// `matmul_flops`.
+///
+/// # Errors
+/// The device's.
+pub fn measure<D: Kernels>(rig: &mut Rig<'_, D>, seq_limit: usize, matmul_flops: f64, time_s: f64) -> Result<Passes> {
+    let fits = |&seq: &usize| seq <= SEQ_MIN || RUNS_MIN * 3.0 * forward_flops(&shape(seq)) < time_s * matmul_flops;
+    let seq = std::iter::successors(Some(seq_limit), |seq| Some(seq / 2)).find(fits).unwrap_or(seq_limit);
+    let (shape, dev) = (shape(seq), &mut *rig.dev);
+    let bf16 = Dtype::Bfloat16;
+    let (qkv_elems, out_elems) = (shape.tokens() * shape.qkv_cols(), shape.tokens() * shape.out_cols());
+    let (qkv, dqkv) = (dev.alloc("queries, keys, values", qkv_elems, bf16)?, dev.alloc("their gradients", qkv_elems, bf16)?);
+    let (out, dout) = (dev.alloc("attention's output", out_elems, bf16)?, dev.alloc("its gradient", out_elems, bf16)?);
+    let lse = dev.alloc("log-sum-exp", shape.tokens() * shape.heads, Dtype::Float32)?;
+    dev.prepare_attention(shape, bf16)?;
+    fill(dev, &[qkv, dout])?;
+    let flops = forward_flops(&shape);
+    let forward = rig.rates(time_s / 3.0, flops, |dev| dev.attention(qkv, out, lse, shape))?;
+    let backward = rig.rates(time_s / 1.5, 2.0 * flops, |dev| dev.attention_backward(dout, qkv, out, lse, dqkv, shape))?;
+    Ok(Passes { forward, backward })
+}
+
+/// A layer of a model of some billion parameters.
+fn shape(seq_length: usize) -> AttentionShape {
+    AttentionShape { batch: 4, seq_length, heads: 32, kv_heads: 8, head_dim: 128, scale: 128f32.powf(-0.5), window: None }
+}
+
+fn forward_flops(shape: &AttentionShape) -> f64 {
+    2.0 * shape.tokens() as f64 * shape.seq_length as f64 * shape.out_cols() as f64
+}

@@ -1,0 +1,145 @@
+//! What is left of rates when copies, products and the optimizer run beside each other.
+
+use super::copies::{Copies, Way};
+use super::product::Product;
+use super::rig::Rig;
+use super::samples::Samples;
+use super::states::States;
+use crate::device::{Device, EventId, Kernels, Stream};
+use crate::error::Result;
+use crate::hardware::profile::Contention;
+use crate::hardware::sourced::Figure;
+use crate::host::pool::{Job, Pool};
+use crate::host::step_job::StepJob;
+
+/// Seconds of products in a sample.
+const PRODUCTS_S: f64 = 0.1;
+/// Most operations that are enqueued at once: fewer than a launch queue holds.
+const ENQUEUED_MAX: f64 = 512.0;
+/// Copies go on for so much longer than the products alone.
+const LONGER: f64 = 1.5;
+/// Turns of each of copies, optimizer and both: what changes from moment to moment changes for all.
+const TURNS: usize = 3;
+
+/// What runs in a turn.
+#[derive(Clone, Copy)]
+struct Beside {
+    copies: bool,
+    adam: bool,
+}
+
+/// Bytes a second that were moved in a turn.
+struct Moved {
+    each_way: f64,
+    adam: f64,
+}
+
+/// One of those that run, from one piece of work to the next.
+#[derive(Clone, Copy, Default)]
+struct Lane {
+    under_way: f64,
+    moved: f64,
+    moved_ns: u64,
+}
+
+impl Lane {
+    /// What was under way is done; now `bytes` are.
+    fn next(&mut self, now_ns: u64, bytes: f64) {
+        *self = Self { under_way: bytes, moved: self.moved + self.under_way, moved_ns: now_ns };
+    }
+
+    /// Bytes a second since `start_ns`, up to the end of what is done.
+    fn rate(self, start_ns: u64) -> f64 {
+        self.moved / (self.moved_ns.saturating_sub(start_ns).max(1) as f64 * 1e-9)
+    }
+}
+
+/// Everything that can be in each other's way.
+pub struct Contenders<'a> {
+    /// Large products.
+    pub product: Product,
+    /// The link.
+    pub copies: Copies,
+    /// State for the optimizer.
+    pub states: &'a States,
+    /// Its threads.
+    pub pool: Pool<StepJob>,
+}
+
+impl Contenders<'_> {
+    /// Measures them beside each other for about `time_s`.
+    ///
+    /// # Errors
+    /// The device's and the pool's.
+    pub fn measure<D: Kernels>(&mut self, rig: &mut Rig<'_, D>, both_ways_bytes_per_s: f64, time_s: f64) -> Result<Contention> {
+        let matmul = self.matmul_under_copies(rig, both_ways_bytes_per_s, 0.3 * time_s)?;
+        let (copies, adam) = self.copies_beside_adam(rig, 0.7 * time_s)?;
+        Ok(Contention { matmul_under_copies: matmul.figure(), copies_under_adam: copies, adam_under_copies: adam })
+    }
+
+    /// The share of their speed that products have while copies go both ways.
+    fn matmul_under_copies<D: Kernels>(&self, rig: &mut Rig<'_, D>, both_ways_bytes_per_s: f64, time_s: f64) -> Result<Samples> {
+        let (product, copies, bytes) = (self.product, self.copies, self.copies.bucket_bytes());
+        let once_s = rig.seconds(|dev| product.enqueue(dev, product.n))?;
+        let products = (PRODUCTS_S.min(time_s / 4.0) / once_s).clamp(1.0, ENQUEUED_MAX) as usize;
+        let enqueue = |dev: &mut D| (0..products).try_for_each(|_| product.enqueue(dev, product.n));
+        let done = rig.dev.event()?;
+        let shares = rig.samples(time_s, |rig| {
+            let alone_s = rig.seconds(enqueue)?;
+            let count = (LONGER * alone_s * both_ways_bytes_per_s / bytes as f64).clamp(1.0, ENQUEUED_MAX) as usize;
+            (0..count).try_for_each(|_| Way::BOTH.into_iter().try_for_each(|way| copies.enqueue(rig.dev, way, bytes)))?;
+            let start_ns = rig.dev.now_ns();
+            enqueue(rig.dev)?;
+            rig.dev.record(done, Stream::Compute)?;
+            rig.dev.synchronize(done)?;
+            let beside_s = rig.since(start_ns);
+            rig.settle()?;
+            Ok(alone_s / beside_s)
+        })?;
+        Ok(shares.share_of(1.0))
+    }
+
+    /// The shares of their speed that copies and the optimizer have beside each other.
+    fn copies_beside_adam<D: Device>(&mut self, rig: &mut Rig<'_, D>, time_s: f64) -> Result<(Figure, Figure)> {
+        let ends = [rig.dev.event()?, rig.dev.event()?];
+        let each_s = time_s / (3 * TURNS) as f64;
+        let (mut copies, mut adam) = (Vec::new(), Vec::new());
+        for _ in 0..TURNS {
+            let mut turn = |copies, adam| self.turn(rig, ends, Beside { copies, adam }, each_s);
+            let (copies_alone, adam_alone, both) = (turn(true, false)?, turn(false, true)?, turn(true, true)?);
+            copies.push(both.each_way / copies_alone.each_way);
+            adam.push(both.adam / adam_alone.adam);
+        }
+        let share = |shares| Samples::new(shares).share_of(1.0).figure();
+        Ok((share(copies), share(adam)))
+    }
+
+    /// Keeps what is asked for running for `time_s`, from one driver thread as in a step.
+    fn turn<D: Device>(&mut self, rig: &mut Rig<'_, D>, ends: [EventId; 2], beside: Beside, time_s: f64) -> Result<Moved> {
+        let (bytes, start_ns) = (self.copies.bucket_bytes(), rig.dev.now_ns());
+        let (mut adam, mut ways, mut job) = (Lane::default(), [Lane::default(); 2], 0);
+        let is_short =
+            |adam: Lane, ways: [Lane; 2]| (beside.adam && adam.moved == 0.0) || (beside.copies && ways.iter().any(|way| way.moved == 0.0));
+        while rig.since(start_ns) < time_s || is_short(adam, ways) {
+            if beside.adam && self.pool.is_idle()? {
+                let work = self.states.adam(job);
+                adam.next(rig.dev.now_ns(), work.traffic_bytes() as f64);
+                self.pool.submit(work);
+                job += 1;
+            }
+            for (way, end) in Way::BOTH.into_iter().zip(ends) {
+                if beside.copies && rig.dev.is_done(end)? {
+                    self.copies.enqueue(rig.dev, way, bytes)?;
+                    rig.dev.record(end, way.stream())?;
+                    ways[way as usize].next(rig.dev.now_ns(), bytes as f64);
+                }
+            }
+            rig.dev.idle()?;
+        }
+        while !self.pool.is_idle()? {
+            rig.dev.idle()?;
+        }
+        rig.settle()?;
+        Ok(Moved { each_way: ways.iter().map(|way| way.rate(start_ns)).sum::<f64>() / 2.0, adam: adam.rate(start_ns) })
+    }
+}

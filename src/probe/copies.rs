@@ -1,0 +1,133 @@
+//! Copies between pinned memory and the device: by size and way, alone and both ways, and managed memory's pages.
+
+use super::rig::Rig;
+use super::samples::{Samples, share_curve};
+use crate::device::{Addressing, Device, DeviceSlice, Place, Stream};
+use crate::dtype::Dtype;
+use crate::error::Result;
+use crate::hardware::profile::Link;
+use crate::host::pinned::{HostMemory, PinnedSlice};
+
+/// Sizes of copies grow by this factor.
+const STEP: usize = 4;
+/// The smallest copy of the curves, and the one whose time is the latency.
+const SMALLEST_BYTES: usize = 64 << 10;
+const TINY_BYTES: usize = 4 << 10;
+/// What a bucket is: copies that run both ways are as large.
+const BUCKET_BYTES: usize = 64 << 20;
+
+/// A way over the link.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// From the device.
+    ToHost,
+    /// To the device.
+    ToDevice,
+}
+
+impl Way {
+    /// Both.
+    pub const BOTH: [Self; 2] = [Self::ToHost, Self::ToDevice];
+
+    /// The stream for it.
+    pub fn stream(self) -> Stream {
+        match self {
+            Self::ToHost => Stream::D2h,
+            Self::ToDevice => Stream::H2d,
+        }
+    }
+}
+
+/// Memory on both sides, for each way.
+#[derive(Clone, Copy, Debug)]
+pub struct Copies {
+    host: [PinnedSlice; 2],
+    device: [DeviceSlice; 2],
+}
+
+impl Copies {
+    /// Room for copies of `bytes`, at least [`SMALLEST_BYTES`] of them. The memory of `host` must outlive the device.
+    ///
+    /// # Errors
+    /// `Resource` when there is no such memory.
+    pub fn new<D: Device>(dev: &mut D, host: &mut HostMemory, bytes: usize) -> Result<Self> {
+        let bytes = bytes.max(SMALLEST_BYTES);
+        let mut pinned = || -> Result<PinnedSlice> {
+            let memory = host.alloc("copies", bytes)?;
+            dev.pin(memory)?;
+            Ok(memory)
+        };
+        let host = [pinned()?, pinned()?];
+        let mut device = || dev.alloc("copies", bytes / 4, Dtype::Float32);
+        Ok(Self { host, device: [device()?, device()?] })
+    }
+
+    /// Bytes of the largest copy.
+    fn bytes(self) -> usize {
+        self.host[0].bytes()
+    }
+
+    /// Bytes of a bucket, or the largest copy.
+    pub fn bucket_bytes(self) -> usize {
+        self.bytes().min(BUCKET_BYTES)
+    }
+
+    /// Enqueues a copy of `bytes` on the stream for this way.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn enqueue<D: Device>(self, dev: &mut D, way: Way, bytes: usize) -> Result<()> {
+        let (host, device) = (self.host[way as usize].slice(0, bytes), self.device[way as usize].slice(0, bytes / 4));
+        match way {
+            Way::ToHost => dev.copy_d2h(way.stream(), device, host),
+            Way::ToDevice => dev.copy_h2d(way.stream(), host, device),
+        }
+    }
+
+    /// Measures the link for about `time_s`.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn measure<D: Device>(self, rig: &mut Rig<'_, D>, addressing: Addressing, time_s: f64) -> Result<Link> {
+        let rates = |rig: &mut Rig<'_, D>, way: Way, bytes: usize, time_s: f64| {
+            rig.rates(time_s, bytes as f64, |dev| self.enqueue(dev, way, bytes))
+        };
+        let sizes: Vec<usize> =
+            std::iter::successors(Some(SMALLEST_BYTES), |size| Some(size * STEP)).take_while(|&size| size <= self.bytes()).collect();
+        let each_s = 0.6 * time_s / (2 * sizes.len()) as f64;
+        let by_size = |rig: &mut Rig<'_, D>, way: Way| -> Result<Vec<(f64, Samples)>> {
+            sizes.iter().map(|&size| Ok((size as f64, rates(rig, way, size, each_s)?))).collect()
+        };
+        let (to_host, to_device) = (by_size(rig, Way::ToHost)?, by_size(rig, Way::ToDevice)?);
+        let tiny = rates(rig, Way::ToHost, TINY_BYTES, 0.05 * time_s)?;
+        let bucket = self.bucket_bytes();
+        let both =
+            rig.rates(0.15 * time_s, bucket as f64, |dev| Way::BOTH.into_iter().try_for_each(|way| self.enqueue(dev, way, bucket)))?;
+        let managed = if addressing == Addressing::Managed { Some(managed(rig, self.bytes(), 0.2 * time_s)?) } else { None };
+        let largest = |points: &[(f64, Samples)]| points[points.len() - 1].1.figure();
+        Ok(Link {
+            to_host_bytes_per_s: largest(&to_host),
+            to_device_bytes_per_s: largest(&to_device),
+            both_ways_bytes_per_s: both.figure(),
+            to_host_share_by_bytes: share_curve(&to_host),
+            to_device_share_by_bytes: share_curve(&to_device),
+            latency_s: tiny.inverse(TINY_BYTES as f64).figure(),
+            managed_bytes_per_s: managed.map(|samples| samples.figure()),
+        })
+    }
+}
+
+/// Bytes of managed memory a second each way, while `bytes` come and as many go.
+fn managed<D: Device>(rig: &mut Rig<'_, D>, bytes: usize, time_s: f64) -> Result<Samples> {
+    let mut pages = || rig.dev.alloc_unified("pages", bytes / 4, Dtype::Float32);
+    let (mut coming, mut going) = (pages()?, pages()?);
+    rig.seconds(|dev| dev.prefetch(Stream::H2d, going, Place::Device))?;
+    rig.samples(time_s, |rig| {
+        let seconds = rig.seconds(|dev| {
+            dev.prefetch(Stream::H2d, coming, Place::Device)?;
+            dev.prefetch(Stream::D2h, going, Place::Host)
+        })?;
+        std::mem::swap(&mut coming, &mut going);
+        Ok(bytes as f64 / seconds)
+    })
+}

@@ -1,0 +1,65 @@
+//! What a kernel costs that computes little: its bytes, its launch, and its being there at all.
+
+use super::product::{Product, fill};
+use super::rig::Rig;
+use super::samples::Samples;
+use crate::device::{Kernels, Stream};
+use crate::dtype::Dtype;
+use crate::error::Result;
+
+/// Columns of the rows that are normalised.
+const COLS: usize = 4096;
+/// Kernels that are enqueued at once: fewer than a launch queue holds.
+const LAUNCHES: usize = 256;
+/// A kernel of so many elements is as short as they get.
+const FEW: usize = 8;
+
+/// What was measured.
+#[derive(Clone, Debug)]
+pub struct Small {
+    /// Bytes read and written a second.
+    pub memory_bytes_per_s: Samples,
+    /// Seconds of the driver to enqueue a kernel.
+    pub launch_s: Samples,
+    /// Seconds of the device for a kernel that does nearly nothing.
+    pub kernel_s: Samples,
+}
+
+/// Measures pointwise work on `bytes` of bf16, and tiny kernels, for about `time_s`. `large` keeps the device busy meanwhile.
+///
+/// # Errors
+/// The device's.
+pub fn measure<D: Kernels>(rig: &mut Rig<'_, D>, bytes: usize, large: Product, time_s: f64) -> Result<Small> {
+    let memory_bytes_per_s = pointwise(rig, bytes, time_s / 3.0)?;
+    let (wide, narrow) = (rig.dev.alloc("a few numbers", FEW, Dtype::Float32)?, rig.dev.alloc("the same", FEW, Dtype::Bfloat16)?);
+    let launch = |dev: &mut D| (0..LAUNCHES).try_for_each(|_| dev.cast(Stream::Compute, wide, narrow));
+    rig.seconds(launch)?;
+    let launch_s = rig.samples(time_s / 3.0, |rig| {
+        let start_ns = rig.dev.now_ns();
+        launch(rig.dev)?;
+        let enqueued_s = rig.since(start_ns);
+        rig.settle()?;
+        Ok(enqueued_s / LAUNCHES as f64)
+    })?;
+    // Behind products that take longer than all launches, kernels are ready before the device is.
+    let once_s = rig.seconds(|dev| large.enqueue(dev, large.n))?;
+    let products = (2.0 * launch_s.median() * LAUNCHES as f64 / once_s).ceil().clamp(1.0, LAUNCHES as f64) as usize;
+    let busy = |dev: &mut D| (0..products).try_for_each(|_| large.enqueue(dev, large.n));
+    let kernel_s = rig.samples(time_s / 3.0, |rig| {
+        let (alone_s, both_s) = (rig.seconds(busy)?, rig.seconds(|dev| busy(dev).and_then(|()| launch(dev)))?);
+        // Products vary: a kernel may seem to take no time.
+        Ok(((both_s - alone_s) / LAUNCHES as f64).max(1e-9))
+    })?;
+    Ok(Small { memory_bytes_per_s, launch_s, kernel_s })
+}
+
+/// Norms of rows, whose input and output are `bytes` each.
+fn pointwise<D: Kernels>(rig: &mut Rig<'_, D>, bytes: usize, time_s: f64) -> Result<Samples> {
+    let (dev, bf16) = (&mut *rig.dev, Dtype::Bfloat16);
+    let rows = (bytes / bf16.bytes() / COLS).max(1);
+    let (x, out) = (dev.alloc("rows", rows * COLS, bf16)?, dev.alloc("normalised rows", rows * COLS, bf16)?);
+    let (weight, rstd) = (dev.alloc("a norm's weight", COLS, bf16)?, dev.alloc("a norm's statistics", rows, Dtype::Float32)?);
+    fill(dev, &[x, weight])?;
+    let moved = (x.bytes() + out.bytes() + rstd.bytes()) as f64;
+    rig.rates(time_s, moved, |dev| dev.rms_norm(x, weight, 1e-5, out, rstd))
+}

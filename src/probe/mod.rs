@@ -1,0 +1,313 @@
+//! `probe`: measures a machine in less than a minute and writes a [`Profile`] of it.
+//!
+//! Everything on the device is timed by the device's own clock and between events, as a step sees it, so that a simulated device
+//! can be measured like a real one. What one file measures:
+//!
+//! - [`product`], [`attention`], [`kernels`]: the GPU's arithmetic, its memory, launches
+//! - [`copies`]: the link, by size and way, alone and both ways; managed memory
+//! - [`host`]: memory, the optimizer's pass and casts by threads, waking; over [`states`], by [`workers`]
+//! - [`contention`]: all of them beside each other
+//!
+//! The host is measured first: a GPU that has rested shows its burst.
+
+pub mod attention;
+pub mod contention;
+pub mod copies;
+mod facts;
+pub mod host;
+pub mod kernels;
+pub mod product;
+pub mod rig;
+pub mod samples;
+pub mod states;
+pub mod workers;
+
+use crate::config::options::DeviceChoice;
+use crate::config::settings::Settings;
+use crate::device::cpu::{CpuDevice, Schedule};
+use crate::device::{Addressing, Kernels};
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
+use crate::hardware::profile::{Contention, Gpu, Host, Link, Profile, VERSION};
+use crate::hardware::topology::Topology;
+use crate::host::affinity::workers_beside_others;
+use crate::host::pinned::HostMemory;
+use crate::host::pool::Pool;
+use crate::host::step_job::StepJob;
+use crate::planner::machine::DeviceMemory;
+use crate::train::devices;
+use contention::Contenders;
+use copies::Copies;
+use facts::Facts;
+use rig::Rig;
+use samples::figure;
+use states::States;
+use std::fmt::Display;
+use std::path::{Path, PathBuf};
+use workers::{Workers, memory_policy};
+
+/// What `probe` can be told.
+#[derive(clap::Args, Clone, Debug)]
+pub struct ProbeOptions {
+    /// What computes: auto, cpu or cuda.
+    #[arg(long, value_name = "auto|cpu|cuda", default_value = "auto")]
+    pub device: DeviceChoice,
+
+    /// About how long measurements take; starting and filling memory take some seconds more.
+    #[arg(long, value_name = "N", default_value_t = 40, value_parser = clap::value_parser!(u64).range(1..=3600))]
+    pub seconds: u64,
+
+    /// Write the profile to this file, in place of what it held.
+    #[arg(long, value_name = "FILE")]
+    pub out: Option<PathBuf>,
+
+    /// Folder to search for NVIDIA's libraries before the usual ones.
+    #[arg(long, value_name = "DIR")]
+    pub cuda_libraries: Option<PathBuf>,
+}
+
+/// Largest things that are measured.
+#[derive(Clone, Copy, Debug)]
+pub struct Sizes {
+    /// Rows of a matrix product.
+    pub product: usize,
+    /// Tokens of a sequence.
+    pub seq_length: usize,
+    /// Bytes of a copy, and of what a pointwise kernel reads.
+    pub copy_bytes: usize,
+}
+
+impl Sizes {
+    /// Of a GPU: products, sequences and copies like those of a step, and larger.
+    pub const GPU: Self = Self { product: 8192, seq_length: 4096, copy_bytes: 256 << 20 };
+}
+
+/// Rows of a product on CPUs.
+const CPU_PRODUCT: usize = 2048;
+
+/// Measures this machine; `tell` is given lines for people on the way.
+///
+/// # Errors
+/// Whatever cannot be had; `Resource` naming a number that came out as nonsense.
+pub fn run(options: &ProbeOptions, tell: &mut dyn FnMut(&dyn Display)) -> Result<Profile> {
+    let topology = Topology::this_machine();
+    let settings = Settings { device: options.device, cuda_libraries: options.cuda_libraries.clone(), ..Settings::default() };
+    let chosen = devices::choose(&settings, &topology)?;
+    chosen.note.iter().for_each(|why| tell(&format_args!("no GPU, and no link to it: {why}")));
+    let (cpus, time_s) = (chosen.machine.cpus, options.seconds as f64);
+    // What uses memory is declared, and so dropped, after it.
+    let mut memory = HostMemory::new(memory_policy(&topology, cpus)?);
+    tell(&format_args!("host: memory, optimizer and casts by threads"));
+    let states = States::new(&topology, &mut memory)?;
+    let host_share = if chosen.is_gpu() { 0.3 } else { 0.7 };
+    let mut host = host::measure(&topology, cpus, &states, host_share * time_s)?;
+    let (device, gpu) = match chosen.machine.device {
+        DeviceMemory::Shared => {
+            tell(&format_args!("cpu device: matrix products"));
+            let mut dev = CpuDevice::new(cpus, Schedule::Threads, Default::default(), 0)?;
+            let products = product::measure(&mut Rig::new(&mut dev)?, Dtype::Float32, CPU_PRODUCT, 0.3 * time_s)?;
+            host.matmul_flops = Some(products.sustained.figure());
+            (crate::device::Device::describe(&dev), None)
+        }
+        DeviceMemory::Own { bytes, addressing } => {
+            let pool = Workers::new(&topology, workers_beside_others(cpus))?.pool;
+            let mut dev = open_gpu(options)?;
+            let beside = Beside { free_bytes: bytes, addressing, memory: &mut memory, states: &states, pool };
+            let gpu = measure_device(&mut dev, Sizes::GPU, beside, 0.7 * time_s, tell)?;
+            (crate::device::Device::describe(&dev), Some(gpu))
+        }
+    };
+    profile(options, Facts::new(&topology, &device), host, gpu)
+}
+
+#[cfg(feature = "cuda")]
+fn open_gpu(options: &ProbeOptions) -> Result<crate::device::cuda::CudaDevice> {
+    use crate::device::Attention;
+    use crate::device::cuda::{CudaDevice, CudaOptions};
+    let (libraries, attention) = (options.cuda_libraries.iter().cloned().collect(), Attention::Cudnn { deterministic: true });
+    CudaDevice::new(&CudaOptions { libraries, attention, trace_spans: 0 })
+}
+
+/// Never called: without the feature no machine has a GPU.
+#[cfg(not(feature = "cuda"))]
+fn open_gpu(_: &ProbeOptions) -> Result<CpuDevice> {
+    Err(Error::Unsupported("a GPU: this build lacks the feature cuda".into()))
+}
+
+/// What a device is measured beside.
+pub struct Beside<'a> {
+    /// Free memory of the device.
+    pub free_bytes: u64,
+    /// What it sees of the host's memory.
+    pub addressing: Addressing,
+    /// Where pinned memory comes from; outlives the device.
+    pub memory: &'a mut HostMemory,
+    /// State for the optimizer.
+    pub states: &'a States,
+    /// Its threads.
+    pub pool: Pool<StepJob>,
+}
+
+/// Measures a device with memory of its own for about `time_s`.
+///
+/// # Errors
+/// The device's and the pool's.
+pub fn measure_device<D: Kernels>(
+    dev: &mut D,
+    sizes: Sizes,
+    beside: Beside<'_>,
+    time_s: f64,
+    tell: &mut dyn FnMut(&dyn Display),
+) -> Result<(Gpu, Link, Contention)> {
+    let Beside { free_bytes, addressing, memory, states, pool } = beside;
+    let mut rig = Rig::new(dev)?;
+    tell(&format_args!("gpu: matrix products"));
+    let products = product::measure(&mut rig, Dtype::Bfloat16, sizes.product, 0.4 * time_s)?;
+    tell(&format_args!("gpu: attention, memory, launches"));
+    let attention = attention::measure(&mut rig, sizes.seq_length, products.sustained.median(), 0.1 * time_s)?;
+    let small = kernels::measure(&mut rig, sizes.copy_bytes, products.large, 0.06 * time_s)?;
+    tell(&format_args!("link: copies by size and way"));
+    let copies = Copies::new(rig.dev, memory, sizes.copy_bytes)?;
+    let link = copies.measure(&mut rig, addressing, 0.24 * time_s)?;
+    tell(&format_args!("all beside each other"));
+    let mut contenders = Contenders { product: products.large, copies, states, pool };
+    let contention = contenders.measure(&mut rig, link.both_ways_bytes_per_s.value, 0.2 * time_s)?;
+    let gpu = Gpu {
+        addressing,
+        shares_host_memory: false,
+        memory_bytes: figure(free_bytes as f64, "free now"),
+        memory_bytes_per_s: small.memory_bytes_per_s.figure(),
+        matmul_flops: products.sustained.figure(),
+        matmul_burst_flops: products.burst.figure(),
+        matmul_share_by_least_dim: products.share_by_least_dim,
+        attention_forward_flops: attention.forward.figure(),
+        attention_backward_flops: attention.backward.figure(),
+        launch_s: small.launch_s.figure(),
+        kernel_s: small.kernel_s.figure(),
+    };
+    Ok((gpu, link, contention))
+}
+
+/// Puts it together, and looks for nonsense.
+fn profile(options: &ProbeOptions, facts: Facts, host: Host, measured: Option<(Gpu, Link, Contention)>) -> Result<Profile> {
+    let Facts { machine, facts, date } = facts;
+    let (gpu, link, contention) = measured.map_or((None, None, None), |(gpu, link, contention)| (Some(gpu), Some(link), Some(contention)));
+    let name = options.out.as_deref().and_then(Path::file_stem).map_or("this-machine".into(), |stem| stem.to_string_lossy().into_owned());
+    let profile = Profile { version: VERSION, name, machine, date, facts, gpu, link, host, contention };
+    profile.check().map_err(|why| Error::resource("probe this machine", why))?;
+    Ok(profile)
+}
+
+/// A file for a profile, opened before it is measured: that takes a while, and should not be lost.
+pub struct ProfileFile {
+    path: PathBuf,
+    file: std::fs::File,
+}
+
+impl ProfileFile {
+    /// Opens or creates `path`; what it holds stays until [`ProfileFile::write`].
+    ///
+    /// # Errors
+    /// `Io` when it cannot be written.
+    pub fn open(path: &Path) -> Result<Self> {
+        let file =
+            std::fs::OpenOptions::new().write(true).create(true).truncate(false).open(path).map_err(|e| Error::io("write", path, e))?;
+        Ok(Self { path: path.into(), file })
+    }
+
+    /// Writes `profile` in place of what the file held.
+    ///
+    /// # Errors
+    /// `Io` when it cannot be written.
+    pub fn write(mut self, profile: &Profile) -> Result<()> {
+        use std::io::Write;
+        let text = profile.to_string();
+        let written = self.file.set_len(0).and_then(|()| self.file.write_all(text.as_bytes())).and_then(|()| self.file.sync_all());
+        written.map_err(|e| Error::io("write", &self.path, e))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::sim::SimDevice;
+    use crate::host::memory_policy::MemoryPolicy;
+    use crate::planner::machine::Machine;
+    use crate::planner::rates::Rates;
+
+    /// This machine, but for caches that ask for large buckets.
+    fn small_caches() -> Topology {
+        Topology { caches: Vec::new(), memory_available_bytes: Some(1 << 30), ..Topology::this_machine() }
+    }
+
+    #[test]
+    fn a_device_with_its_own_memory_is_measured_whole() {
+        let topology = small_caches();
+        let mut memory = HostMemory::default();
+        let states = States::new(&topology, &mut memory).unwrap();
+        let pool = Workers::new(&topology, 1).unwrap().pool;
+        let mut dev = CpuDevice::new(1, Schedule::Threads, Default::default(), 0).unwrap();
+        let beside = Beside { free_bytes: 1 << 30, addressing: Addressing::Managed, memory: &mut memory, states: &states, pool };
+        let (sizes, mut told) = (Sizes { product: 128, seq_length: 64, copy_bytes: 1 << 20 }, 0);
+        let (gpu, link, contention) = measure_device(&mut dev, sizes, beside, 0.5, &mut |_| told += 1).unwrap();
+        assert_eq!((told, gpu.addressing, gpu.memory_bytes.value), (4, Addressing::Managed, 1_074_000_000.0));
+        assert_eq!(gpu.matmul_share_by_least_dim.value.0, [(128.0, 1.0)]);
+        let sizes: Vec<_> = link.to_host_share_by_bytes.value.0.iter().map(|point| point.0 as usize).collect();
+        assert_eq!(sizes, [64 << 10, 256 << 10, 1 << 20]);
+        assert!(link.managed_bytes_per_s.is_some() && contention.adam_under_copies.value <= 1.0);
+        let host = Profile::load("h200-pcie5").unwrap().host;
+        let options = ProbeOptions { device: DeviceChoice::Cpu, seconds: 1, out: Some("here/my-box.toml".into()), cuda_libraries: None };
+        let profile = profile(&options, Facts::new(&topology, "cpu"), host, Some((gpu, link, contention))).unwrap();
+        assert_eq!(profile.name, "my-box");
+        assert_eq!(Profile::parse(&profile.to_string(), Path::new("x")).unwrap(), profile);
+    }
+
+    /// Numbers of a section by what they are, curves point by point.
+    fn numbers(gpu: &Gpu, link: &Link, contention: &Contention) -> Vec<(&'static str, f64)> {
+        let mut numbers = vec![
+            ("memory_bytes_per_s", gpu.memory_bytes_per_s.value),
+            ("matmul_flops", gpu.matmul_flops.value),
+            ("attention_forward_flops", gpu.attention_forward_flops.value),
+            ("attention_backward_flops", gpu.attention_backward_flops.value),
+            ("launch_s", gpu.launch_s.value),
+            ("kernel_s", gpu.kernel_s.value),
+            ("to_host_bytes_per_s", link.to_host_bytes_per_s.value),
+            ("to_device_bytes_per_s", link.to_device_bytes_per_s.value),
+            ("both_ways_bytes_per_s", link.both_ways_bytes_per_s.value),
+            ("latency_s", link.latency_s.value),
+            ("managed_bytes_per_s", link.managed_bytes_per_s.as_ref().unwrap().value),
+            ("matmul_under_copies", contention.matmul_under_copies.value),
+            ("copies_under_adam", contention.copies_under_adam.value),
+            ("adam_under_copies", contention.adam_under_copies.value),
+        ];
+        numbers.extend([128.0, 1024.0, 8192.0].map(|dim| ("matmul_share", gpu.matmul_share_by_least_dim.value.at(dim))));
+        numbers.extend([65_536.0, 1_048_576.0, 67_108_864.0].map(|size| ("to_host_share", link.to_host_share_by_bytes.value.at(size))));
+        numbers.extend([65_536.0, 1_048_576.0, 67_108_864.0].map(|size| ("to_device_share", link.to_device_share_by_bytes.value.at(size))));
+        numbers
+    }
+
+    #[test]
+    fn a_simulated_machine_is_measured_as_its_profile_says() {
+        let profile = Profile::load("h200-pcie5").unwrap();
+        let machine = Machine::of(&profile);
+        let (mut memory, topology) = (HostMemory::new(MemoryPolicy::unbacked()), small_caches());
+        let states = States::new(&topology, &mut memory).unwrap();
+        let (mut dev, pool) = SimDevice::new("h200", &Rates::of(&profile), machine.device, 15, 0);
+        let pool = Pool::Simulated(pool);
+        let beside = Beside { free_bytes: 1, addressing: Addressing::Managed, memory: &mut memory, states: &states, pool };
+        let (gpu, link, contention) = measure_device(&mut dev, Sizes::GPU, beside, 5.0, &mut |_| ()).unwrap();
+        let wanted = numbers(profile.gpu.as_ref().unwrap(), profile.link.as_ref().unwrap(), profile.contention.as_ref().unwrap());
+        for ((what, measured), (_, wanted)) in numbers(&gpu, &link, &contention).into_iter().zip(wanted) {
+            assert!((measured / wanted - 1.0).abs() < 0.03, "{what}: {measured} for {wanted}");
+        }
+    }
+
+    #[test]
+    fn a_number_that_makes_no_sense_is_named() {
+        let options = ProbeOptions { device: DeviceChoice::Cpu, seconds: 1, out: None, cuda_libraries: None };
+        let mut host = Profile::load("h200-pcie5").unwrap().host;
+        host.memory_bytes.value = 0.0;
+        let error = profile(&options, Facts::new(&Topology::this_machine(), "cpu"), host, None).unwrap_err().to_string();
+        assert!(error.starts_with("probe this machine: host.memory_bytes: 0 is not"), "{error}");
+    }
+}

@@ -1,0 +1,128 @@
+//! Matrix products: what a device computes at best, rested and for as long as one likes, and what small products get of it.
+
+use super::rig::Rig;
+use super::samples::{Samples, share_curve};
+use crate::device::{DeviceSlice, Kernels, MatmulLayout, MatmulShape, Stream};
+use crate::dtype::Dtype;
+use crate::error::Result;
+use crate::hardware::sourced::Curve;
+use crate::host::pinned::HostMemory;
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{Rng, SeedableRng};
+
+/// Random numbers, repeated over a matrix: regular data would draw less power and run at a higher clock.
+const RANDOM_ELEMS: usize = 1 << 20;
+/// Products begin here, and double while there is time.
+const SMALLEST: usize = 128;
+/// The largest product is run at least so often.
+const RUNS_MIN: f64 = 8.0;
+
+/// Three square matrices of random numbers, and products in them.
+#[derive(Clone, Copy, Debug)]
+pub struct Product {
+    a: DeviceSlice,
+    b: DeviceSlice,
+    c: DeviceSlice,
+    /// Rows and columns.
+    pub n: usize,
+}
+
+impl Product {
+    /// Matrices of `n` rows. They stay on the device for its life.
+    ///
+    /// # Errors
+    /// The device's; `Resource` when they do not fit.
+    pub fn new<D: Kernels>(dev: &mut D, dtype: Dtype, n: usize) -> Result<Self> {
+        let (a, b, c) = (dev.alloc("matrix a", n * n, dtype)?, dev.alloc("matrix b", n * n, dtype)?, dev.alloc("matrix c", n * n, dtype)?);
+        fill(dev, &[a, b])?;
+        Ok(Self { a, b, c, n })
+    }
+
+    /// FLOPs of a product of all columns and `m` rows.
+    pub fn flops(self, m: usize) -> f64 {
+        2.0 * m as f64 * (self.n as f64).powi(2)
+    }
+
+    /// The smaller product in the same memory.
+    fn of(self, n: usize) -> Self {
+        Self { n, ..self }
+    }
+
+    /// Enqueues `c[m,n] = a[m,n] b[n,n]^T`.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn enqueue<D: Kernels>(self, dev: &mut D, m: usize) -> Result<()> {
+        let (shape, n) = (MatmulShape { layout: MatmulLayout::Nt, m, n: self.n, k: self.n }, self.n);
+        dev.matmul(shape, self.a.slice(0, m * n), self.b.slice(0, n * n), None, None, self.c.slice(0, m * n))
+    }
+}
+
+/// Uniform numbers between -1 and 1 in all of `memory`, which is of float formats.
+///
+/// # Errors
+/// The device's.
+pub fn fill<D: Kernels>(dev: &mut D, memory: &[DeviceSlice]) -> Result<()> {
+    let elems = memory.iter().map(|part| part.elems).max().unwrap_or(0).min(RANDOM_ELEMS);
+    let (mut host, mut rng) = (HostMemory::default(), ChaCha8Rng::seed_from_u64(1));
+    let (source, wide) = (host.alloc("random numbers", elems * 4)?, dev.alloc("random numbers", elems, Dtype::Float32)?);
+    source.with(|x: &mut [f32]| x.fill_with(|| (rng.next_u32() as i32) as f32 / (1u32 << 31) as f32));
+    dev.copy_h2d(Stream::Compute, source, wide)?;
+    for whole in memory {
+        for start in (0..whole.elems).step_by(elems) {
+            let part = whole.slice(start, elems.min(whole.elems - start));
+            dev.cast(Stream::Compute, wide.slice(0, part.elems), part)?;
+        }
+    }
+    // The copy reads `host`, which ends here.
+    Rig::new(dev)?.settle()
+}
+
+/// FLOP/s of products.
+#[derive(Clone, Debug)]
+pub struct Products {
+    /// Large ones after a rest.
+    pub burst: Samples,
+    /// Large ones when the power limit has shown.
+    pub sustained: Samples,
+    /// Share of it by the smallest dimension.
+    pub share_by_least_dim: Curve,
+    /// The large one.
+    pub large: Product,
+}
+
+/// Measures products of at most `limit` rows in `dtype` for about `time_s`. Begin with a device that has rested.
+///
+/// # Errors
+/// The device's.
+pub fn measure<D: Kernels>(rig: &mut Rig<'_, D>, dtype: Dtype, limit: usize, time_s: f64) -> Result<Products> {
+    let room = Product::new(rig.dev, dtype, limit)?;
+    let large = largest(rig, room, 0.05 * time_s)?;
+    let flops = |rig: &mut Rig<'_, D>, m: usize, time_s: f64| rig.rates(time_s, large.flops(m), |dev| large.enqueue(dev, m));
+    let burst = flops(rig, large.n, 0.02 * time_s)?;
+    // Until the power limit shows.
+    flops(rig, large.n, 0.2 * time_s)?;
+    let sustained = flops(rig, large.n, 0.4 * time_s)?;
+    let dims: Vec<usize> = doublings(SMALLEST.min(large.n), large.n).collect();
+    let shares = dims.iter().map(|&m| Ok((m as f64, flops(rig, m, 0.3 * time_s / dims.len() as f64)?))).collect::<Result<Vec<_>>>()?;
+    Ok(Products { burst, sustained, share_by_least_dim: share_curve(&shares), large })
+}
+
+/// The largest product in `room` that runs [`RUNS_MIN`] times in `time_s`.
+fn largest<D: Kernels>(rig: &mut Rig<'_, D>, room: Product, time_s: f64) -> Result<Product> {
+    let mut product = room.of(SMALLEST.min(room.n));
+    loop {
+        // The first one may compile.
+        rig.seconds(|dev| product.enqueue(dev, product.n))?;
+        let seconds = rig.seconds(|dev| product.enqueue(dev, product.n))?;
+        if 2 * product.n > room.n || 8.0 * RUNS_MIN * seconds > time_s {
+            return Ok(product);
+        }
+        product = room.of(2 * product.n);
+    }
+}
+
+/// `first`, `2 first`, ... up to `last`, which is one of them.
+pub(super) fn doublings(first: usize, last: usize) -> impl Iterator<Item = usize> {
+    std::iter::successors(Some(first), |n| Some(2 * n)).take_while(move |&n| n < last).chain([last])
+}

@@ -1,0 +1,183 @@
+//! Buckets of optimizer state in mid-training, as the engine lays them out, and the jobs that run over them.
+
+use crate::bucket::slot::Slot;
+use crate::dtype::Dtype;
+use crate::engine::coordinator::{GradUpdate, Update, Work};
+use crate::error::Result;
+use crate::hardware::topology::Topology;
+use crate::host::pinned::{HostMemory, PinnedSlice};
+use crate::host::pool::Job;
+use crate::host::step_job::{HostState, Segment, SlotMemory, StepJob, StepMemory};
+use crate::optim::adam::AdamHyper;
+use crate::optim::simd::{AdamKernels, Isa};
+use std::sync::Arc;
+
+/// Jobs take turns on so many buckets.
+const BUCKETS: usize = 2;
+/// Bytes of host memory for a parameter of them: state, two gradients, a weight.
+const PARAM_BYTES: usize = 12 + 2 * 2 + 2;
+/// The state is so many times as large as the last-level caches.
+const CACHES: usize = 4;
+/// At most this share of the memory that is free.
+const FREE_SHARE: usize = 8;
+/// Parameters of a bucket, within these.
+const PARAMS_MIN: usize = 1 << 20;
+const PARAMS_MAX: usize = 48 << 20;
+/// Last-level caches where the system does not tell.
+const CACHE_BYTES: usize = 32 << 20;
+
+/// Two buckets.
+pub struct States {
+    memory: StepMemory,
+    params: usize,
+}
+
+impl States {
+    /// Buckets that the caches of `topology` do not hold, in memory of `host`.
+    ///
+    /// # Errors
+    /// `Resource` when there is no such memory; as [`AdamKernels::new`].
+    pub fn new(topology: &Topology, host: &mut HostMemory) -> Result<Self> {
+        let params = bucket_params(topology);
+        let mut slots = |name: &str, slots: usize| -> Result<SlotMemory> {
+            let memory = host.alloc_periodic(name, slots * params * 2, params * 2)?;
+            Ok(SlotMemory { memory, slot_elems: params, dtype: Dtype::Bfloat16 })
+        };
+        let (grads, out) = (slots("gradient slots", 2 * BUCKETS)?, slots("parameter slots", BUCKETS)?);
+        let mut state = |name: &str, value: f32| -> Result<PinnedSlice> {
+            let memory = host.alloc_periodic(name, BUCKETS * params * 4, params * 4)?;
+            memory.with(|all: &mut [f32]| all.fill(value));
+            Ok(memory)
+        };
+        let state = HostState { params: state("parameters", 0.05)?, m: state("m", 1e-3)?, v: state("v", 1e-6)? };
+        // A gradient of zero would be as slow; a bit pattern that is no number might not.
+        grads.memory.with(|all: &mut [u16]| all.fill(half::bf16::from_f32(1e-3).to_bits()));
+        let memory = StepMemory {
+            state,
+            grads,
+            params: out,
+            segments: Arc::new([Segment { range: 0..BUCKETS * params, decay: true }]),
+            hyper: AdamHyper { lr: 1e-5, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 },
+            kernels: AdamKernels::new(Isa::detect())?,
+        };
+        Ok(Self { memory, params })
+    }
+
+    /// The `index`th pass of the optimizer.
+    pub fn adam(&self, index: usize) -> StepJob {
+        let bucket = index % BUCKETS;
+        let update = |optimizer_step| Update { optimizer_step, learning_rate: 1e-5, scale: 0.5 };
+        let pending = GradUpdate { grads: Slot(bucket), update: update(1000) };
+        let next = GradUpdate { grads: Slot(BUCKETS + bucket), update: update(1001) };
+        let deferred = Work::CommitThenSpeculate { pending: Some(pending), next };
+        self.job(index, if cfg!(feature = "stv") { deferred } else { Work::Step { undo: None, next } })
+    }
+
+    /// The `index`th cast of parameters to bf16.
+    pub fn cast(&self, index: usize) -> StepJob {
+        self.job(index, Work::Restore { undo: None })
+    }
+
+    fn job(&self, index: usize, work: Work) -> StepJob {
+        let bucket = index % BUCKETS;
+        let range = bucket * self.params..(bucket + 1) * self.params;
+        StepJob { bucket: index, range, work, out: Some(Slot(bucket)), memory: self.memory.clone() }
+    }
+
+    /// A triad over the state.
+    pub fn triad(&self) -> Triad {
+        let HostState { params, m, v } = self.memory.state;
+        Triad { to: m, from: [params, v] }
+    }
+}
+
+fn bucket_params(topology: &Topology) -> usize {
+    let level = topology.caches.iter().map(|cache| cache.level).max();
+    let caches = topology.caches.iter().filter(|cache| Some(cache.level) == level).filter_map(|cache| cache.bytes).sum::<u64>() as usize;
+    let caches = if caches == 0 { CACHE_BYTES } else { caches };
+    let free = topology.memory_usable_bytes().map_or(usize::MAX, |bytes| bytes as usize) / FREE_SHARE;
+    let wanted = CACHES * caches / (12 * BUCKETS);
+    wanted.clamp(PARAMS_MIN, PARAMS_MAX).min(free / (PARAM_BYTES * BUCKETS)).next_multiple_of(PARAMS_MIN)
+}
+
+/// `to = from[0] + 3 from[1]`, in the manner of STREAM.
+#[derive(Clone, Copy, Debug)]
+pub struct Triad {
+    to: PinnedSlice,
+    from: [PinnedSlice; 2],
+}
+
+/// fp32 elements that a worker takes at once.
+const PIECE_ELEMS: usize = 32 << 10;
+
+impl Job for Triad {
+    fn label(&self) -> (&'static str, u32) {
+        ("triad", 0)
+    }
+
+    /// As STREAM counts them.
+    fn traffic_bytes(&self) -> u64 {
+        3 * self.to.bytes() as u64
+    }
+
+    fn pieces(&self) -> usize {
+        (self.to.bytes() / 4).div_ceil(PIECE_ELEMS)
+    }
+
+    fn run(&self, piece: usize) {
+        let start = piece * PIECE_ELEMS * 4;
+        let part = |array: PinnedSlice| array.slice(start, (PIECE_ELEMS * 4).min(array.bytes() - start));
+        part(self.to).with(|to: &mut [f32]| {
+            part(self.from[0]).with(|a: &mut [f32]| part(self.from[1]).with(|b: &mut [f32]| triad(to, a, b)));
+        });
+    }
+}
+
+fn triad(to: &mut [f32], a: &[f32], b: &[f32]) {
+    for ((to, a), b) in to.iter_mut().zip(a).zip(b) {
+        *to = a + 3.0 * b;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::hardware::topology::{Cache, Process, Topology};
+
+    fn machine(cache_bytes: u64, free_bytes: u64) -> Topology {
+        let cache = |level, bytes| Cache { level, kind: "Unified".into(), bytes: Some(bytes), cpus: Default::default() };
+        let caches = vec![cache(2, 1 << 30), cache(3, cache_bytes / 2), cache(3, cache_bytes / 2)];
+        Topology { caches, memory_available_bytes: Some(free_bytes), ..unknown() }
+    }
+
+    /// A machine that tells nothing.
+    fn unknown() -> Topology {
+        Topology::read(tempfile::tempdir().unwrap().path(), Process::default())
+    }
+
+    #[test]
+    fn buckets_are_larger_than_the_caches_and_small_beside_free_memory() {
+        assert_eq!(bucket_params(&unknown()), 6 << 20);
+        assert_eq!(bucket_params(&machine(300 << 20, 128 << 30)), PARAMS_MAX);
+        assert_eq!(bucket_params(&machine(64 << 20, 128 << 30)), 11 << 20);
+        assert_eq!(bucket_params(&machine(64 << 20, 1 << 30)), 4 << 20);
+    }
+
+    #[test]
+    fn every_job_does_its_work_and_counts_its_bytes() {
+        let mut host = HostMemory::default();
+        let states = States::new(&machine(1 << 20, 1 << 30), &mut host).unwrap();
+        let run = |job: &dyn Job| {
+            (0..job.pieces()).for_each(|piece| job.run(piece));
+            job.traffic_bytes() as usize / states.params
+        };
+        assert_eq!(run(&states.adam(1)), if cfg!(feature = "stv") { 30 } else { 28 });
+        assert_eq!(run(&states.cast(0)), 6);
+        states.memory.params.memory.with(|out: &mut [u16]| assert!(out.iter().all(|&weight| weight != 0), "both buckets have weights"));
+        assert_eq!(run(&states.triad()), 24);
+        let HostState { params, m, v } = states.memory.state;
+        m.with(|m: &mut [f32]| {
+            params.with(|p: &mut [f32]| v.with(|v: &mut [f32]| assert!((0..m.len()).all(|i| m[i] == p[i] + 3.0 * v[i]))));
+        });
+    }
+}

@@ -1,0 +1,80 @@
+//! Threads like the optimizer's, and how fast they do jobs.
+
+use super::samples::Samples;
+use crate::config::options::HugePagesChoice;
+use crate::engine::trace::now_ns;
+use crate::error::Result;
+use crate::hardware::topology::Topology;
+use crate::host::affinity::{Placement, name_and_pin};
+use crate::host::doorbell::Doorbell;
+use crate::host::memory_policy::MemoryPolicy;
+use crate::host::perf::WORKER_ROLE;
+use crate::host::pool::{Job, Pool};
+use std::sync::Arc;
+
+/// Jobs before the clock counts: pages are mapped, threads awake.
+const WARM_UP: usize = 2;
+
+/// A pool whose threads lie where a run would put them.
+pub struct Workers<J: Job> {
+    /// The pool.
+    pub pool: Pool<J>,
+    bell: Arc<Doorbell>,
+}
+
+impl<J: Job> Workers<J> {
+    /// Starts `threads` of them.
+    ///
+    /// # Errors
+    /// `Resource` when a thread cannot be started or placed.
+    pub fn new(topology: &Topology, threads: usize) -> Result<Self> {
+        let bell = Arc::new(Doorbell::default());
+        let placement = Placement::on(topology, threads);
+        let homes = memory_policy(topology, threads)?.homes();
+        let on_start =
+            move |worker: usize| placement.as_ref().map_or(Ok(()), |place| name_and_pin(WORKER_ROLE, worker, place.workers[worker]));
+        Ok(Self { pool: Pool::threads(threads, homes, bell.clone(), 0, on_start)?, bell })
+    }
+
+    /// Bytes a second that jobs move, for about `time_s`; `job` makes the next one.
+    ///
+    /// # Errors
+    /// As [`Pool::is_idle`].
+    pub fn rates(&mut self, time_s: f64, mut job: impl FnMut(usize) -> J) -> Result<Samples> {
+        let mut rate = |index| -> Result<f64> {
+            let (job, start_ns) = (job(index), now_ns());
+            let bytes = job.traffic_bytes() as f64;
+            self.pool.submit(job);
+            self.wait()?;
+            Ok(bytes / seconds_since(start_ns))
+        };
+        (0..WARM_UP).try_for_each(|index| rate(index).map(drop))?;
+        let (start_ns, mut rates) = (now_ns(), Vec::new());
+        while rates.is_empty() || seconds_since(start_ns) < time_s {
+            rates.push(rate(WARM_UP + rates.len())?);
+        }
+        Ok(Samples::new(rates))
+    }
+
+    fn wait(&self) -> Result<()> {
+        let mut idle = Ok(false);
+        self.bell.wait_until(|| {
+            idle = self.pool.is_idle();
+            !matches!(idle, Ok(false))
+        });
+        idle.map(drop)
+    }
+}
+
+/// What a run with so many workers does for its memory.
+///
+/// # Errors
+/// As [`MemoryPolicy::new`].
+pub fn memory_policy(topology: &Topology, threads: usize) -> Result<MemoryPolicy> {
+    let cpus = Placement::on(topology, threads).map_or(Vec::new(), |placement| placement.workers);
+    MemoryPolicy::new(topology, HugePagesChoice::Auto, &cpus, threads)
+}
+
+fn seconds_since(start_ns: u64) -> f64 {
+    (now_ns() - start_ns).max(1) as f64 * 1e-9
+}
