@@ -103,14 +103,17 @@ fn explained(curves: &[Curve], rule: &Compare, why: &str) -> Option<String> {
 
 fn fact(figure: &Figure, rule: &Fact) -> Result<Option<String>> {
     let all = figure.lines(&rule.files)?;
-    let values: Vec<_> = all.iter().filter(|line| lines::holds(line, &rule.only)).filter_map(|line| lines::field(line, &rule.path)).collect();
+    let values: Vec<_> =
+        all.iter().filter(|line| lines::holds(line, &rule.only)).filter_map(|line| lines::field(line, &rule.path)).collect();
     let is_outside = |value: f64| rule.at_least.is_some_and(|low| value < low) || rule.at_most.is_some_and(|high| value > high);
     let has_bounds = rule.at_least.is_some() || rule.at_most.is_some();
     let outside = values.iter().find(|value| has_bounds && value.as_f64().is_none_or(is_outside));
     Ok(match (values.first(), outside) {
         (None, _) => Some(format!("no line has {}: {}", rule.path, rule.claim)),
         (_, Some(value)) => Some(format!("not so: {}: {} is {value}", rule.claim, rule.path)),
-        (Some(first), _) if rule.same && values.iter().any(|value| value != first) => Some(format!("not so: {}: {} differs", rule.claim, rule.path)),
+        (Some(first), _) if rule.same && values.iter().any(|value| value != first) => {
+            Some(format!("not so: {}: {} differs", rule.claim, rule.path))
+        }
         _ => None,
     })
 }

@@ -122,6 +122,9 @@ pub struct Series {
     /// Markers only.
     #[serde(default)]
     pub scattered: bool,
+    /// Index of its colour, the same for one system from several sources; its own place by default.
+    #[serde(default)]
+    pub colour: Option<usize>,
 }
 
 fn one() -> f64 {
@@ -301,7 +304,9 @@ mod tests {
 
     #[test]
     fn combines_every_value_with_every_other() {
-        let text = format!("{PLOT}{RUN}flags = {{ a = [1, 2], b = [\"x\", \"y\"], c = 3 }}\necho = {{ a = \"a\", b = \"b\", c = \"c\" }}\nquick = {{ a = 1 }}\n");
+        let text = format!(
+            "{PLOT}{RUN}flags = {{ a = [1, 2], b = [\"x\", \"y\"], c = 3 }}\necho = {{ a = \"a\", b = \"b\", c = \"c\" }}\nquick = {{ a = 1 }}\n"
+        );
         let run = &Config::parse(&text).unwrap().run[0];
         assert_eq!(run.combinations(false).len(), 4);
         let quick = run.combinations(true);

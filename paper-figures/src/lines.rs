@@ -88,7 +88,10 @@ mod tests {
     fn finds_fields_and_compares_them() {
         let line = json!({"settings": {"lr": 0.001, "strategy": "zero-offload", "without": ["stv", "mpam"]}});
         let wanted = |text: &str| toml::from_str::<BTreeMap<String, toml::Value>>(text).unwrap();
-        assert!(holds(&line, &wanted("\"settings.lr\" = 1e-3\n\"settings.strategy\" = \"zero-offload\"\n\"settings.without\" = \"stv,mpam\"")));
+        assert!(holds(
+            &line,
+            &wanted("\"settings.lr\" = 1e-3\n\"settings.strategy\" = \"zero-offload\"\n\"settings.without\" = \"stv,mpam\"")
+        ));
         assert!(!holds(&line, &wanted("\"settings.lr\" = 0.002")));
         assert!(!holds(&line, &wanted("\"settings.missing\" = 1")));
         assert_eq!((number(&line, "settings.lr"), number(&line, "settings.strategy")), (Some(0.001), None));

@@ -39,7 +39,9 @@ impl Programs {
             Program::HostAdam => print(&mut self.command("host_adam", &[], flags)),
             Program::HostFacts => print(&mut self.command("host_facts", &[], flags)),
             Program::InverseError => print(&mut self.command("inverse_error", &[], flags)),
-            Program::WeightFlow => weight_flow::line(flags).map(|line| vec![line]).map_err(Error::Usage),
+            Program::WeightFlow => {
+                weight_flow::line(flags).map(|line| vec![line]).map_err(|cause| Error::Program { command: "weight-flow".into(), cause })
+            }
             Program::Parameters => parameters::line(&self.figures, flags).map(|line| vec![line]),
         }
     }
@@ -90,6 +92,7 @@ fn traced(command: &mut Command) -> Result<Vec<Value>> {
     let timeline = timeline::read(&path)?;
     for line in &mut lines {
         line["timeline"] = timeline.clone();
+        shorten(line, "/settings/trace");
     }
     Ok(lines)
 }
@@ -98,7 +101,16 @@ fn traced(command: &mut Command) -> Result<Vec<Value>> {
 fn trained(command: &mut Command) -> Result<Vec<Value>> {
     let (_folder, path) = scratch("run")?;
     let text = output(command.arg("--output-dir").arg(&path))?;
-    training::lines(&path, &text)
+    let mut lines = training::lines(&path, &text)?;
+    lines.iter_mut().for_each(|line| shorten(line, "/settings/output_dir"));
+    Ok(lines)
+}
+
+/// Leaves the file's name of the path at `pointer`: the folder was only there for this call.
+fn shorten(line: &mut Value, pointer: &str) {
+    let Some(path) = line.pointer_mut(pointer) else { return };
+    let name = path.as_str().and_then(|path| path.rsplit('/').next()).map(str::to_owned);
+    *path = Value::from(name);
 }
 
 /// A path in a folder that goes when the first of the two is dropped.
@@ -106,4 +118,40 @@ fn scratch(name: &str) -> Result<(tempfile::TempDir, PathBuf)> {
     let folder = tempfile::tempdir().map_err(|source| Error::Io { path: std::env::temp_dir(), source })?;
     let path = folder.path().join(name);
     Ok((folder, path))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn programs() -> Programs {
+        Programs { binaries: "/bin".into(), figures: "/".into() }
+    }
+
+    #[test]
+    fn flags_become_arguments() {
+        let flags = toml::from_str("lr = 0.003\nname = \"a b\"\non = true\noff = false\n").unwrap();
+        let command = programs().command("superoffload", &["bench", "step"], &flags);
+        let words: Vec<_> = command.get_args().map(|word| word.to_str().unwrap()).collect();
+        assert_eq!(words, ["bench", "step", "--lr", "0.003", "--name", "a b", "--on"]);
+    }
+
+    #[test]
+    fn only_objects_are_lines_and_the_last_words_are_the_cause() {
+        let script = |script: &str| print(Command::new("/bin/sh").args(["-c", script]));
+        assert_eq!(script("echo a table; echo '{\"a\": 1}'").unwrap(), [json!({"a": 1})]);
+        let error = script("echo first >&2; echo 'no room' >&2; exit 1").unwrap_err().to_string();
+        assert!(error.starts_with("run /bin/sh -c") && error.ends_with(": no room"), "{error}");
+        assert!(script("echo '{'").is_err());
+    }
+
+    #[test]
+    fn folders_of_one_call_are_left_out() {
+        let mut line = json!({"settings": {"trace": "/a/b/trace.json", "model": null}});
+        for name in ["trace", "model", "missing"] {
+            shorten(&mut line, &format!("/settings/{name}"));
+        }
+        assert_eq!(line, json!({"settings": {"trace": "trace.json", "model": null}}));
+    }
 }

@@ -27,6 +27,8 @@ pub struct Curve {
     pub origin: Origin,
     /// Markers only.
     pub scattered: bool,
+    /// Index of its colour.
+    pub colour: usize,
     /// In order; the last of several at one place.
     pub points: Vec<Point>,
 }
@@ -36,10 +38,10 @@ pub struct Curve {
 /// # Errors
 /// When `expected.csv` or a file of lines cannot be read.
 pub fn curves(figure: &Figure) -> Result<Vec<Curve>> {
-    figure.config.series.iter().map(|series| curve(figure, series)).collect()
+    figure.config.series.iter().enumerate().map(|(index, series)| curve(figure, series, index)).collect()
 }
 
-fn curve(figure: &Figure, series: &Series) -> Result<Curve> {
+fn curve(figure: &Figure, series: &Series, index: usize) -> Result<Curve> {
     let mut points: Vec<Point> = Vec::new();
     for point in lines(figure, series)?.iter().filter_map(|line| point(series, line)) {
         match points.iter_mut().find(|known| known.label == point.label) {
@@ -47,7 +49,13 @@ fn curve(figure: &Figure, series: &Series) -> Result<Curve> {
             None => points.push(point),
         }
     }
-    Ok(Curve { name: series.name.clone(), origin: series.origin, scattered: series.scattered, points })
+    Ok(Curve {
+        name: series.name.clone(),
+        origin: series.origin,
+        scattered: series.scattered,
+        colour: series.colour.unwrap_or(index),
+        points,
+    })
 }
 
 /// The lines that a series is made of.

@@ -76,9 +76,10 @@ fn of(events: &[Event]) -> std::result::Result<Value, String> {
     let compute = spans("compute");
     let starts = |name: &str| -> Vec<f64> { compute.iter().filter(|event| event.name == name).map(|event| event.ts).collect() };
     let steps = starts(STEP);
-    let [from, .., to] = steps[steps.len().saturating_sub(STEPS + 1)..] else {
+    let Some(first) = steps.len().checked_sub(STEPS + 1) else {
         return Err(format!("{} steps; {STEPS} and the begin of another are needed", steps.len()));
     };
+    let (from, to) = (steps[first], steps[first + STEPS]);
     let backwards = starts(BACKWARD);
     let lanes = LANES.map(|(lane, track)| {
         let inside = spans(track).into_iter().filter(|event| (from..to).contains(&event.ts));

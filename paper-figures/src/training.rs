@@ -19,8 +19,10 @@ pub fn lines(folder: &Path, text: &str) -> Result<Vec<Value>> {
     let wrong = |cause: &str| Error::Format { path: folder.into(), cause: cause.into() };
     let steps = lines::read(&folder.join("metrics.jsonl"))?;
     let last = steps.last().and_then(|line| line["step"].as_u64()).ok_or_else(|| wrong("no steps in metrics.jsonl"))?;
-    let state = lines::read(&folder.join(format!("checkpoint-{last}/trainer_state.json")))?;
-    let settings = state.first().and_then(|state| lines::field(state, "manifest.trainer.settings"));
+    let state = std::fs::read_to_string(folder.join(format!("checkpoint-{last}/trainer_state.json"))).unwrap_or_default();
+    let state: Value =
+        serde_json::from_str(&state).map_err(|error| wrong(&format!("trainer_state.json of the last checkpoint: {error}")))?;
+    let settings = lines::field(&state, "manifest.trainer.settings");
     let settings = settings.ok_or_else(|| wrong("no settings in the last checkpoint"))?;
     let digest = text.lines().find_map(|line| line.strip_prefix("digest: ")).ok_or_else(|| wrong("no digest was printed"))?;
     let kept = steps.iter().filter(|line| line["step"].as_u64().is_some_and(|step| step % EVERY == 0) || has_rollback(line));
@@ -83,13 +85,16 @@ mod tests {
             .map(|step| {
                 let rolled_back = u32::from(step == 3);
                 let verdict = if step <= 4 { "clip" } else { "commit" };
-                format!("{}\n", json!({"step": step, "loss": 1.0, "verdict": verdict, "rolled_back": rolled_back, "step_ms": f64::from(step)}))
+                format!(
+                    "{}\n",
+                    json!({"step": step, "loss": 1.0, "verdict": verdict, "rolled_back": rolled_back, "step_ms": f64::from(step)})
+                )
             })
             .collect();
         std::fs::write(dir.path().join("metrics.jsonl"), steps).unwrap();
-        assert!(lines(dir.path(), "digest: ab\n").unwrap_err().to_string().ends_with("no settings in the last checkpoint"));
+        assert!(lines(dir.path(), "digest: ab\n").unwrap_err().to_string().contains("trainer_state.json of the last checkpoint"));
         std::fs::create_dir(dir.path().join("checkpoint-20")).unwrap();
-        let state = "{\"manifest\":{\"trainer\":{\"settings\":{\"strategy\":\"superoffload\"}}}}";
+        let state = "{\"manifest\":{\"trainer\":{\"settings\":{\"strategy\":\"superoffload\"}}},\n\"crc32c\":\"00\"}\n";
         std::fs::write(dir.path().join("checkpoint-20/trainer_state.json"), state).unwrap();
         let lines = lines(dir.path(), "done\ndigest: ab\n").unwrap();
         assert_eq!(lines.iter().filter_map(|line| line["step"].as_u64()).collect::<Vec<_>>(), [3, 10, 20]);

@@ -11,21 +11,23 @@ use std::path::Path;
 const BEGIN: &str = "<!-- begin: written by `paper-figures table` -->\n";
 const END: &str = "<!-- end -->\n";
 
-/// One sentence: reproduced, deviates, reproduced in form, or not run yet.
+/// One sentence: reproduced, deviates, reproduced in form, or not run here.
 ///
 /// # Errors
 /// When data cannot be read.
 pub fn verdict(figure: &Figure) -> Result<String> {
     let config = &figure.config;
     if check::ours(figure)?.is_empty() {
-        return Ok(format!("not run yet: {}", config.pending));
+        return Ok(format!("not run here: {}", config.pending));
     }
     let curves = series::curves(figure)?;
     let deviation = |rule| check::deviation(&curves, rule).map(|(deviation, place)| (deviation, place, rule));
     let worst = config.compare.iter().filter_map(deviation).max_by(|a, b| (a.0.abs() / a.2.within).total_cmp(&(b.0.abs() / b.2.within)));
     let found = match worst {
         None => "reproduced in form".into(),
-        Some((deviation, _, rule)) if deviation.abs() <= rule.within => format!("reproduced: within {:.1} % of the paper", 100.0 * deviation.abs()),
+        Some((deviation, _, rule)) if deviation.abs() <= rule.within => {
+            format!("reproduced: within {:.1} % of the paper", 100.0 * deviation.abs())
+        }
         Some((deviation, place, rule)) => format!("deviates: {} is {:+.0} % off at {place}", rule.ours, 100.0 * deviation),
     };
     Ok(if config.why.is_empty() { found } else { format!("{found}; {}", config.why) })
@@ -50,10 +52,12 @@ pub fn table(figures: &[Figure]) -> Result<String> {
     let mut text = String::from("| | figure | verdict | our data | minutes |\n|---|---|---|---|---|\n");
     for figure in figures {
         let (folder, config) = (figure.folder_name(), &figure.config);
-        let picture = format!("<a href=\"{folder}/figure.svg\"><img src=\"{folder}/figure.png\" width=\"180\" alt=\"{}\"></a>", figure.label);
+        let picture =
+            format!("<a href=\"{folder}/figure.svg\"><img src=\"{folder}/figure.png\" width=\"180\" alt=\"{}\"></a>", figure.label);
         let data = [origins(figure)?, config.hardware.clone()].into_iter().filter(|text| !text.is_empty()).collect::<Vec<_>>().join(": ");
         let verdict = verdict(figure)?;
-        let row = format!("| {picture} | [{}: {}]({folder}/README.md) | {verdict} | {data} | {} |\n", figure.label, figure.title, config.minutes);
+        let row =
+            format!("| {picture} | [{}: {}]({folder}/README.md) | {verdict} | {data} | {} |\n", figure.label, figure.title, config.minutes);
         text.push_str(&row);
     }
     Ok(text)
@@ -66,6 +70,7 @@ pub fn table(figures: &[Figure]) -> Result<String> {
 pub fn readme(path: &Path, table: &str) -> Result<String> {
     let text = std::fs::read_to_string(path).map_err(|source| Error::Io { path: path.into(), source })?;
     let parts = text.split_once(BEGIN).and_then(|(before, rest)| Some((before, rest.split_once(END)?.1)));
-    let (before, after) = parts.ok_or_else(|| Error::Format { path: path.into(), cause: format!("no place for the table: {:?}", BEGIN.trim()) })?;
+    let (before, after) =
+        parts.ok_or_else(|| Error::Format { path: path.into(), cause: format!("no place for the table: {:?}", BEGIN.trim()) })?;
     Ok(format!("{before}{BEGIN}{table}{END}{after}"))
 }

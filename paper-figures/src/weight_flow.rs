@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 pub fn line(flags: &Flags) -> Result<Value, String> {
     let number = |flag: &str| {
         let value = flags.get(flag).and_then(|value| value.as_float().or(value.as_integer().map(|value| value as f64)));
-        value.filter(|value| value.is_finite() && *value > 0.0).ok_or_else(|| format!("weight-flow: {flag} is no positive number"))
+        value.filter(|value| value.is_finite() && *value > 0.0).ok_or_else(|| format!("{flag} is no positive number"))
     };
     let (bandwidth_gbps, batch) = (number("bandwidth-gbps")?, number("batch")?);
     let (seq_length, peak_tflops) = (number("seq-length")?, number("peak-tflops")?);
@@ -51,7 +51,7 @@ mod tests {
     #[test]
     fn what_is_no_number_is_refused() {
         let all = "batch = 4\nseq-length = 1024\npeak-tflops = 700\n";
-        assert_eq!(line(&flags(all)).unwrap_err(), "weight-flow: bandwidth-gbps is no positive number");
+        assert_eq!(line(&flags(all)).unwrap_err(), "bandwidth-gbps is no positive number");
         assert!(line(&flags(&format!("{all}bandwidth-gbps = -1\n"))).is_err());
         assert!(line(&flags(&format!("{all}bandwidth-gbps = \"fast\"\n"))).is_err());
     }

@@ -29,7 +29,8 @@ impl Axis {
 
     /// Where `value` lies.
     pub fn place(&self, value: f64) -> f64 {
-        let share = if self.is_log { (value / self.low).ln() / (self.high / self.low).ln() } else { (value - self.low) / (self.high - self.low) };
+        let share =
+            if self.is_log { (value / self.low).ln() / (self.high / self.low).ln() } else { (value - self.low) / (self.high - self.low) };
         self.from + (self.to - self.from) * share.clamp(0.0, 1.0)
     }
 

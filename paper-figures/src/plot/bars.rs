@@ -33,11 +33,11 @@ pub fn draw(picture: &mut Picture, curves: &[Curve], plot: &Plot) {
 /// Bars side by side, without gaps for curves that have none here.
 fn group(picture: &mut Picture, curves: &[Curve], category: &str, middle: f64, room: f64, axis: &Axis) {
     let height = |curve: &Curve| curve.points.iter().find(|point| point.label == category).map(|point| point.y);
-    let bars: Vec<_> = curves.iter().enumerate().filter_map(|(index, curve)| Some((index, curve.origin, height(curve)?))).collect();
+    let bars: Vec<_> = curves.iter().filter_map(|curve| Some((curve, height(curve)?))).collect();
     let width = (room * FILLED / bars.len().max(1) as f64).min(70.0);
-    for (place, (index, origin, value)) in bars.iter().enumerate() {
+    for (place, (curve, value)) in bars.iter().enumerate() {
         let left = middle + (place as f64 - bars.len() as f64 / 2.0) * width;
-        bar(picture, (left + 1.0, axis.place(*value)), (left + width - 1.0, axis.floor()), colour(*index), *origin);
+        bar(picture, (left + 1.0, axis.place(*value)), (left + width - 1.0, axis.floor()), colour(curve.colour), curve.origin);
         if width >= NUMBERED {
             picture.text((left + width / 2.0, axis.place(*value) - 8.0), axis::label(*value), BODY - 4.0, Anchor::Middle);
         }

@@ -90,7 +90,8 @@ fn draw_panel(picture: &mut Picture, panel: &Panel, top: f64, room: f64, kinds: 
         picture.text((LEFT - 8.0, y + height / 2.0), lane.clone(), BODY - 2.0, Anchor::End);
         for span in spans {
             let kind = kinds.iter().position(|kind| *kind == span.kind).unwrap_or_default();
-            let corners = ((time.place(span.start_ms), y + 2.0), (time.place(span.end_ms).max(time.place(span.start_ms) + 0.5), y + height - 2.0));
+            let corners =
+                ((time.place(span.start_ms), y + 2.0), (time.place(span.end_ms).max(time.place(span.start_ms) + 0.5), y + height - 2.0));
             draw_span(picture, corners, colour(kind), panel.origin);
         }
     }

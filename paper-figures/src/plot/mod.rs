@@ -77,11 +77,11 @@ fn vertical_axis(picture: &mut Picture, axis: &Axis, name: &str) {
 /// Samples and names to the right of the axes.
 fn legend(picture: &mut Picture, curves: &[Curve], kind: Kind) {
     let mut y = TOP + 8.0;
-    for (index, curve) in curves.iter().enumerate() {
+    for curve in curves {
         let (left, right) = ((RIGHT + 18.0, y - 7.0), (RIGHT + 44.0, y + 7.0));
         match kind {
-            Kind::Bars => bar(picture, left, right, picture::colour(index), curve.origin),
-            _ => curves::sample(picture, curve, (left.0, y), (right.0, y), picture::colour(index)),
+            Kind::Bars => bar(picture, left, right, picture::colour(curve.colour), curve.origin),
+            _ => curves::sample(picture, curve, (left.0, y), (right.0, y)),
         }
         for line in wrapped(&curve.name, LEGEND_CHARS) {
             picture.text((RIGHT + 52.0, y), line, BODY - 1.0, Anchor::Start);

@@ -15,8 +15,18 @@ pub const GREY: Colour = (208, 208, 208);
 /// The page: its own, so that a picture reads on a dark page and in print.
 pub const PAPER: Colour = (255, 255, 255);
 /// Colours that the colour-blind tell apart (Okabe and Ito).
-const PALETTE: [Colour; 8] =
-    [(0, 114, 178), (213, 94, 0), (0, 158, 115), (204, 121, 167), (230, 159, 0), (86, 180, 233), (90, 90, 90), (148, 103, 50)];
+const PALETTE: [Colour; 10] = [
+    (0, 114, 178),
+    (213, 94, 0),
+    (0, 158, 115),
+    (204, 121, 167),
+    (230, 159, 0),
+    (86, 180, 233),
+    (90, 90, 90),
+    (148, 103, 50),
+    (120, 94, 240),
+    (0, 0, 0),
+];
 
 /// The colour of the series with this index.
 pub fn colour(index: usize) -> Colour {
