@@ -1,6 +1,6 @@
 //! What makes a figure wrong: each rule gives sentences, and a good figure none.
 
-use crate::config::{Compare, Fact, Origin, Run, Trend};
+use crate::config::{Compare, Fact, Kind, Origin, Run, Series, Trend};
 use crate::error::Result;
 use crate::figure::Figure;
 use crate::lines;
@@ -23,6 +23,9 @@ pub fn check(figure: &Figure, is_quick: bool) -> Result<Vec<String>> {
     let config = &figure.config;
     let curves = series::curves(figure)?;
     wrong.extend(data(figure)?);
+    for (series, curve) in config.series.iter().zip(&curves) {
+        wrong.extend(drawn(figure, series, curve)?);
+    }
     for run in &config.run {
         wrong.extend(sweep(figure, run, is_quick)?);
     }
@@ -58,6 +61,18 @@ fn data(figure: &Figure) -> Result<Option<String>> {
         pending if !pending.is_empty() && has_data => Some(format!("it has data, and says that it waits for {pending}")),
         _ => None,
     })
+}
+
+/// A series whose lines lack the fields that are drawn, or that selects nothing from the paper's table, is a slip of `config.toml`.
+fn drawn(figure: &Figure, series: &Series, curve: &Curve) -> Result<Option<String>> {
+    let mut lines = series::lines(figure, series)?;
+    lines.retain(|line| line.get("refused").is_none());
+    let has_points = match figure.config.plot.kind {
+        Kind::Timeline => lines.iter().any(|line| lines::field(line, &series.y).is_some()),
+        Kind::Bars | Kind::Lines => !curve.points.is_empty(),
+    };
+    let has_lines = !lines.is_empty() || series.origin == Origin::Paper;
+    Ok((has_lines && !has_points).then(|| format!("{:?} draws nothing: no line has {:?} and {:?}", series.name, series.x, series.y)))
 }
 
 /// Every combination of a sweep that was run has a line that repeats its values.

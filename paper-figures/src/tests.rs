@@ -110,6 +110,15 @@ fn a_value_that_never_reached_a_program_fails() {
 }
 
 #[test]
+fn a_series_that_draws_nothing_fails() {
+    let folder = Folder::new();
+    folder.write("fig-00_test/config.toml", &CONFIG.replace("y = \"efficiency_percent\"", "y = \"efficiency\""));
+    assert!(folder.check().contains("\"ours\" draws nothing: no line has \"bandwidth_gbps\" and \"efficiency\""));
+    folder.write("fig-00_test/config.toml", &CONFIG.replace("y = \"rate\"\n[[series]]", "y = \"rates\"\n[[series]]"));
+    assert!(folder.check().contains("\"paper\" draws nothing"));
+}
+
+#[test]
 fn a_missing_or_empty_table_of_the_paper_fails() {
     let folder = Folder::new();
     folder.write("fig-00_test/expected.csv", "size,rate\n");

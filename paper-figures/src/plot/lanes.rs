@@ -16,6 +16,9 @@ const LEFT: f64 = 120.0;
 /// Room above a panel for its name and below it for its ticks.
 const HEAD: f64 = 22.0;
 const FOOT: f64 = 22.0;
+/// Kinds of spans, each with the colour of its place; any other one is as the last.
+const KINDS: [&str; 10] =
+    ["forward", "backward", "gradients", "weights", "speculate", "step", "commit", "restore", "validate", "step on the device"];
 
 /// What one panel shows.
 pub struct Panel {
@@ -43,7 +46,7 @@ pub fn panels(figure: &Figure) -> Result<Vec<Panel>> {
     Ok(panels)
 }
 
-/// Rows of `lane`, `kind`, `start` and `end`, in units of the drawing.
+/// Rows of `lane`, `kind`, `start` and `end`, in units of the drawing; one that lacks any of them draws nothing.
 fn drawn(rows: &[Value]) -> Vec<(String, Vec<Span>)> {
     let mut lanes: Vec<(String, Vec<Span>)> = Vec::new();
     for row in rows {
@@ -69,16 +72,16 @@ pub fn draw(picture: &mut Picture, panels: &[Panel], unit: &str) {
     let room = (BOTTOM + below() - 24.0 - (TOP - HEAD)) / panels.len().max(1) as f64;
     for (index, panel) in panels.iter().enumerate() {
         let top = TOP - HEAD + index as f64 * room;
-        draw_panel(picture, panel, top, room, &kinds, unit);
+        draw_panel(picture, panel, top, room, unit);
     }
     for (index, kind) in kinds.iter().enumerate() {
         let y = TOP + 8.0 + 24.0 * index as f64;
-        picture.rectangle((RIGHT + 58.0, y - 7.0), (RIGHT + 84.0, y + 7.0), colour(index));
+        picture.rectangle((RIGHT + 58.0, y - 7.0), (RIGHT + 84.0, y + 7.0), colour_of(kind));
         picture.text((RIGHT + 92.0, y), *kind, BODY - 1.0, Anchor::Start);
     }
 }
 
-fn draw_panel(picture: &mut Picture, panel: &Panel, top: f64, room: f64, kinds: &[&str], unit: &str) {
+fn draw_panel(picture: &mut Picture, panel: &Panel, top: f64, room: f64, unit: &str) {
     let right = RIGHT + 40.0;
     let spans = || panel.lanes.iter().flat_map(|(_, spans)| spans);
     let time = Axis::of(spans().map(|span| span.end_ms), false, LEFT, right);
@@ -89,10 +92,9 @@ fn draw_panel(picture: &mut Picture, panel: &Panel, top: f64, room: f64, kinds: 
         picture.rectangle((LEFT, y + 2.0), (right, y + height - 2.0), tint(GREY, 0.35));
         picture.text((LEFT - 8.0, y + height / 2.0), lane.clone(), BODY - 2.0, Anchor::End);
         for span in spans {
-            let kind = kinds.iter().position(|kind| *kind == span.kind).unwrap_or_default();
             let corners =
                 ((time.place(span.start_ms), y + 2.0), (time.place(span.end_ms).max(time.place(span.start_ms) + 0.5), y + height - 2.0));
-            draw_span(picture, corners, colour(kind), panel.origin);
+            draw_span(picture, corners, colour_of(&span.kind), panel.origin);
         }
     }
     let floor = top + room - FOOT;
@@ -101,6 +103,10 @@ fn draw_panel(picture: &mut Picture, panel: &Panel, top: f64, room: f64, kinds: 
     for tick in ticks {
         picture.text((time.place(tick), floor + 10.0), format!("{} {unit}", axis::label(tick)), BODY - 3.0, Anchor::Middle);
     }
+}
+
+fn colour_of(kind: &str) -> Colour {
+    colour(KINDS.iter().position(|known| *known == kind).unwrap_or(KINDS.len() - 1))
 }
 
 /// What the paper drew is outlined, what ran is full.
