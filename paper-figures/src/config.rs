@@ -12,6 +12,9 @@ pub struct Config {
     /// What was found: why numbers differ from the paper's, or what was compared instead.
     #[serde(default)]
     pub why: String,
+    /// The claim does not hold in our data: the word for figures that have no series to compare with the paper's.
+    #[serde(default)]
+    pub deviates: bool,
     /// What is missing, where nothing was run yet.
     #[serde(default)]
     pub pending: String,

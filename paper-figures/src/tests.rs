@@ -157,6 +157,9 @@ fn a_deviation_needs_a_reason() {
     let folder = Folder::new();
     let compare = "[[compare]]\npaper = \"paper\"\nours = \"ours\"\nwithin = 0.05\n";
     let sentence = |folder: &Folder| folder.run(&["list"]).unwrap().text;
+    let deviates = CONFIG.replace("minutes = 0", "minutes = 0\ndeviates = true\nwhy = \"w\"");
+    folder.write("fig-00_test/config.toml", &deviates);
+    assert!(sentence(&folder).contains("deviates; w"), "{}", sentence(&folder));
     folder.write("fig-00_test/config.toml", &format!("{CONFIG}{compare}"));
     assert!(sentence(&folder).contains("reproduced: within 0.3 % of the paper"), "{}", sentence(&folder));
     folder.write("fig-00_test/expected.csv", "size,rate\n100,12.8\n200,45.2\n");

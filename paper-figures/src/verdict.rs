@@ -24,6 +24,7 @@ pub fn verdict(figure: &Figure) -> Result<String> {
     let deviation = |rule| check::deviation(&curves, rule).map(|(deviation, place)| (deviation, place, rule));
     let worst = config.compare.iter().filter_map(deviation).max_by(|a, b| (a.0.abs() / a.2.within).total_cmp(&(b.0.abs() / b.2.within)));
     let found = match worst {
+        None if config.deviates => "deviates".into(),
         None => "reproduced in form".into(),
         Some((deviation, _, rule)) if deviation.abs() <= rule.within => {
             format!("reproduced: within {:.1} % of the paper", 100.0 * deviation.abs())

@@ -67,7 +67,8 @@ fn draw_shape<DB: DrawingBackend>(
     match shape {
         Shape::Line { points, colour, width } => {
             let style = rgb(*colour).stroke_width((width * scale).round().max(1.0) as u32);
-            area.draw(&PathElement::new(points.iter().map(at).collect::<Vec<_>>(), style))
+            // Segment by segment: a thick line's sharp corner would be drawn with a spike that is in no data.
+            points.windows(2).try_for_each(|ends| area.draw(&PathElement::new([at(&ends[0]), at(&ends[1])], style)))
         }
         Shape::Area { points, colour } => area.draw(&Polygon::new(points.iter().map(at).collect::<Vec<_>>(), rgb(*colour).filled())),
         Shape::Text { at: place, text, size, anchor } => {
