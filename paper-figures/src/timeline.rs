@@ -17,7 +17,7 @@ const STEPS: usize = 2;
 /// Gaps up to this share of the window are closed.
 const GAP_SHARE: f64 = 1.0 / 400.0;
 /// Lanes from top to bottom, and the tracks that each unites.
-const LANES: [(&str, &str); 4] = [("compute", "compute"), ("to the host", "d2h"), ("optimizer", "adam-"), ("to the device", "h2d")];
+const LANES: [(&str, &str); 4] = [("compute", "compute"), ("to the host", "d2h"), ("optimizer", "adam"), ("to the device", "h2d")];
 
 #[derive(Deserialize)]
 struct Trace {
