@@ -58,11 +58,11 @@ enum Command {
     },
     /// Say what this machine is, and what would make it faster.
     Doctor,
-    /// Choose how to train a model on a machine, here or not: does it fit, how fast, what binds, what else there is.
+    /// Choose how to train a model on a machine, here (`--hardware this`) or not: does it fit, how fast, what binds, what else there is.
     Plan(Box<PlanOptions>),
     /// Measure this machine in less than a minute: a profile for the planner, every number with its source.
     Probe(ProbeOptions),
-    /// Time steps on a machine that is not here, by its profile.
+    /// Time steps on a machine that is not here, by its profile (`--hardware`).
     Simulate(Box<SimulateOptions>),
     /// Measure what this machine does.
     #[command(subcommand)]
@@ -71,9 +71,6 @@ enum Command {
 
 #[derive(clap::Args)]
 struct PlanOptions {
-    /// The machine: the name of a profile that ships with the program, or a profile's file.
-    #[arg(long, value_name = "PROFILE|FILE")]
-    hardware: PathBuf,
     /// Tokens of an optimizer step; the plan cuts them into micro-batches [default: as the batch flags say].
     #[arg(long, value_name = "N")]
     tokens_per_step: Option<usize>,
@@ -87,9 +84,6 @@ struct PlanOptions {
 
 #[derive(clap::Args)]
 struct SimulateOptions {
-    /// The machine: the name of a profile that ships with the program, or a profile's file.
-    #[arg(long, value_name = "PROFILE|FILE")]
-    hardware: PathBuf,
     /// Print the JSON line instead of a table and a picture.
     #[arg(long)]
     json: bool,
@@ -215,11 +209,11 @@ fn bench_step(options: StepOptions) -> Result<i32> {
 }
 
 fn run_plan(options: PlanOptions) -> Result<i32> {
-    let PlanOptions { hardware, tokens_per_step, json, train } = options;
+    let PlanOptions { tokens_per_step, json, train } = options;
     let fixed = TrainOptions { model: None, ..train.clone() }.over_config_file()?;
     let config = train.model.ok_or_else(|| Error::usage("plan: --model is missing: a model's directory, or a name"))?;
     let (settings, shape, profile) =
-        (Settings::resolve_over(Settings::default(), fixed.clone())?, presets::shape(&config)?, simulate::profile(&hardware)?);
+        (Settings::resolve_over(Settings::default(), fixed.clone())?, presets::shape(&config)?, simulate::profile(&fixed, &mut |line| remark(line))?);
     check_context(&settings, &shape)?;
     let machine = Machine::of(&profile);
     let question = Question { settings: &settings, fixed: &fixed, tokens_per_step, shape: &shape, machine: &machine };
@@ -244,9 +238,11 @@ fn run_probe(options: &ProbeOptions) -> Result<i32> {
 }
 
 fn run_simulate(options: SimulateOptions) -> Result<i32> {
-    let SimulateOptions { hardware, json, step } = options;
+    let SimulateOptions { json, step } = options;
     let out = step.out.clone();
-    let simulation = Simulation::new(StepOptions { train: step.train.clone().over_config_file()?, ..step }, simulate::profile(&hardware)?)?;
+    let step = StepOptions { train: step.train.clone().over_config_file()?, ..step };
+    let profile = simulate::profile(&step.train, &mut |line| remark(line))?;
+    let simulation = Simulation::new(step, profile)?;
     let file = out.as_deref().map(RecordFile::open).transpose()?;
     if !json {
         answer(simulation.plan()?)?;

@@ -420,6 +420,11 @@ pub struct TrainOptions {
     #[arg(long)]
     pub weights: Option<WeightsChoice>,
 
+    /// Profile whose rates the plan assumes: the name of one that ships with the program, or a file that `probe` wrote
+    /// [default: h200-pcie5].
+    #[arg(long, value_name = "PROFILE|FILE")]
+    pub hardware: Option<PathBuf>,
+
     /// Use no more GPU memory than this, for example 80GiB [default: all that is free].
     #[arg(long, value_name = "SIZE")]
     #[serde(deserialize_with = "some_scalar")]
@@ -532,6 +537,7 @@ impl TrainOptions {
             resident_buckets: self.resident_buckets.or(lower.resident_buckets),
             activations: self.activations.or(lower.activations),
             weights: self.weights.or(lower.weights),
+            hardware: self.hardware.or(lower.hardware),
             hbm_limit: self.hbm_limit.or(lower.hbm_limit),
             host_limit: self.host_limit.or(lower.host_limit),
             memory: self.memory.or(lower.memory),

@@ -450,7 +450,7 @@ impl fmt::Display for Plan {
         }
         writeln!(f, "  optimizer   AdamW on {} threads, {}; clip above {}", self.threads, self.isa, self.max_grad_norm)?;
         if let Some(predicted) = &self.predicted {
-            writeln!(f, "  predicted   {predicted}")?;
+            writeln!(f, "  predicted   {predicted}, at the rates of {}", self.machine.rates.profile)?;
         }
         self.write_memory(f)
     }
