@@ -8,9 +8,9 @@ use super::search::{Candidate, Question};
 use crate::bench::facts::{ModelFacts, PlanFacts};
 use crate::bench::simulate::HardwareFacts;
 use crate::config::plan::Plan;
+use crate::config::settings::Settings;
 use crate::error::Result;
 use crate::hardware::profile::Profile;
-use crate::units::Bytes;
 use serde::Serialize;
 use std::fmt;
 use std::sync::Arc;
@@ -184,32 +184,28 @@ fn memory(plan: &Plan) -> Vec<Memory> {
     plan.balances().map(of).into()
 }
 
-/// The same question on machines that have more of one thing; settings that the search chose are open again there.
+/// The same question on machines that have more of one thing.
 fn what_if(question: Question, best: &Candidate) -> Result<Vec<WhatIf>> {
-    let machine = question.machine;
-    let faster = |change: &dyn Fn(&Rates) -> Rates| Machine { rates: Arc::new(change(&machine.rates)), ..machine.clone() };
-    let larger = match machine.device {
-        DeviceMemory::Shared => None,
-        DeviceMemory::Own { bytes, addressing } => {
-            let device = DeviceMemory::Own { bytes: (bytes as f64 * MORE) as u64, addressing };
-            Some(("the device's memory were larger".to_string(), Machine { device, ..machine.clone() }))
-        }
-    };
-    let machines = [
-        ("the host's memory and optimizer were faster".to_string(), faster(&|rates| rates.with_faster_host(MORE))),
-        ("the link were faster".to_string(), faster(&|rates| rates.with_faster_link(MORE))),
-        ("the device's arithmetic were faster".to_string(), faster(&|rates| rates.with_faster_device(MORE))),
+    // Limits belong to the machine that they were set for.
+    let machine = question.machine.limited(question.settings);
+    let settings = Settings { hbm_limit: None, host_limit: None, ..question.settings.clone() };
+    let with = |rates: Rates| Machine { rates: Arc::new(rates), ..machine.clone() };
+    let mut machines = vec![
+        ("the host's memory and optimizer were faster", with(machine.rates.with_faster_host(MORE))),
+        ("the link were faster", with(machine.rates.with_faster_link(MORE))),
+        ("the device's arithmetic and memory were faster", with(machine.rates.with_faster_device(MORE))),
     ];
-    let what_if = |(change, machine): (String, Machine)| -> Result<WhatIf> {
-        // A limit that was set belongs to the machine that it was set for.
-        let settings = crate::config::settings::Settings { hbm_limit: None, host_limit: None, ..best.settings.clone() };
-        let limited = machine.limited(&best.settings);
-        let machine = if change.contains("larger") { machine } else { limited };
-        let there = Question { settings: &settings, machine: &machine, tokens_per_step: None, ..question }.try_one()?;
-        let changes_plan = there.plan.layout != best.plan.layout || there.plan.layer_policies != best.plan.layer_policies;
-        Ok(WhatIf { change: format!("{change} by half"), step_ms: there.outcome.step_ms.median, changes_plan })
+    if let DeviceMemory::Own { bytes, addressing } = machine.device {
+        let device = DeviceMemory::Own { bytes: (bytes as f64 * MORE) as u64, addressing };
+        machines.push(("the device's memory were larger", Machine { device, ..machine.clone() }));
+    }
+    let what_if = |(change, machine): (&str, Machine)| -> Result<WhatIf> {
+        let ranking = Question { settings: &settings, machine: &machine, ..question }.rank()?;
+        let there = &ranking.candidates[0];
+        let is_same = there.plan.layout == best.plan.layout && there.plan.layer_policies == best.plan.layer_policies;
+        Ok(WhatIf { change: format!("{change} by half"), step_ms: there.outcome.step_ms.median, changes_plan: !is_same })
     };
-    machines.into_iter().chain(larger).map(what_if).collect()
+    machines.into_iter().map(what_if).collect()
 }
 
 impl fmt::Display for Answer {
@@ -259,11 +255,5 @@ impl fmt::Display for BreakEven {
             self.buckets,
             self.exposed_share * 1e2
         )
-    }
-}
-
-impl fmt::Display for Memory {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} memory: {}", self.place, Bytes(self.needed_bytes))
     }
 }

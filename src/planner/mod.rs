@@ -14,4 +14,6 @@ pub mod refusal;
 pub mod search;
 
 #[cfg(test)]
+mod search_tests;
+#[cfg(test)]
 mod tests;

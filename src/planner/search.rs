@@ -97,17 +97,6 @@ impl Question<'_> {
         Ok(ranking)
     }
 
-    /// The settings as they are.
-    ///
-    /// # Errors
-    /// As [`Question::rank`].
-    pub(super) fn try_one(&self) -> Result<Candidate> {
-        match self.candidate(self.settings.clone(), Vec::new())? {
-            Some(candidate) => Ok(candidate),
-            None => Err(self.refusal()?),
-        }
-    }
-
     /// Plans and simulates; takes the place of `best` if it is worth it.
     fn weigh(&self, settings: Settings, flags: Vec<String>, best: &mut Option<Candidate>, ranking: &mut Ranking) -> Result<()> {
         let Some(candidate) = self.candidate(settings, flags)? else {
