@@ -8,6 +8,7 @@ use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use superoffload::bench::options::StepOptions;
 use superoffload::bench::record::RecordFile;
+use superoffload::bench::simulate::{self, Simulation};
 use superoffload::bench::step::StepBench;
 use superoffload::checkpoint::digest::digest_checkpoint;
 use superoffload::config::options::TrainOptions;
@@ -51,9 +52,23 @@ enum Command {
     },
     /// Say what this machine is, and what would make it faster.
     Doctor,
+    /// Time steps on a machine that is not here, by its profile.
+    Simulate(Box<SimulateOptions>),
     /// Measure what this machine does.
     #[command(subcommand)]
     Bench(Bench),
+}
+
+#[derive(clap::Args)]
+struct SimulateOptions {
+    /// The machine: the name of a profile that ships with the program, or a profile's file.
+    #[arg(long, value_name = "PROFILE|FILE")]
+    hardware: PathBuf,
+    /// Print the JSON line instead of a table and a picture.
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    step: StepOptions,
 }
 
 #[derive(Subcommand)]
@@ -126,6 +141,7 @@ fn run(command: Command) -> Result<i32> {
             answer(doctor::report(&topology, &isa, &probes, Path::new("/sys/fs/resctrl")).trim_end())?;
             Ok(0)
         }
+        Command::Simulate(options) => run_simulate(*options),
         Command::Bench(Bench::Step(options)) => bench_step(*options),
     }
 }
@@ -166,6 +182,25 @@ fn bench_step(options: StepOptions) -> Result<i32> {
     match file {
         Some(mut file) => file.append(&line)?,
         None => answer(line)?,
+    }
+    Ok(0)
+}
+
+fn run_simulate(options: SimulateOptions) -> Result<i32> {
+    let SimulateOptions { hardware, json, step } = options;
+    let out = step.out.clone();
+    let simulation = Simulation::new(StepOptions { train: step.train.clone().over_config_file()?, ..step }, simulate::profile(&hardware)?)?;
+    let file = out.as_deref().map(RecordFile::open).transpose()?;
+    if !json {
+        answer(simulation.plan()?)?;
+    }
+    let record = simulation.run()?;
+    let line = serde_json::to_string(&record).map_err(|e| Error::format("the result", e))?;
+    file.map_or(Ok(()), |mut file| file.append(&line))?;
+    if json {
+        answer(line)?
+    } else {
+        answer(format_args!("\n{record}"))?
     }
     Ok(0)
 }

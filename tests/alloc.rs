@@ -117,7 +117,7 @@ fn steps_of(strategy: &str, more: &str, change: impl FnOnce(&mut Plan)) -> Count
     // Enough layers for a ring of two to save memory.
     let layers = if more.contains("flow") { 5 } else { 2 };
     let shape = tiny_llama(layers, 64, 256, true);
-    let mut plan = Plan::new(&settings, &shape, Machine::cpu(2), true).unwrap();
+    let mut plan = Plan::new(&settings, &shape, &Machine::cpu(2), true).unwrap();
     change(&mut plan);
     let (mut engine, mut loader) = (start(&plan, &shape, random_params(1)), loader(&settings, &shape));
     let mut counts = Counts::default();
@@ -141,7 +141,7 @@ fn loader(settings: &Settings, shape: &ModelShape) -> Loader {
 fn memory_stays_flat() {
     let settings = settings(&format!("{COMMON}{}{}max-grad-norm = 1\n", resident(STRATEGIES[1]), STRATEGIES[1]));
     let shape = tiny_llama(1, 32, 256, true);
-    let plan = Plan::new(&settings, &shape, Machine::cpu(2), true).unwrap();
+    let plan = Plan::new(&settings, &shape, &Machine::cpu(2), true).unwrap();
     let (mut engine, mut loader) = (start(&plan, &shape, random_params(1)), loader(&settings, &shape));
     let mut rss_after = |steps| {
         (0..steps).for_each(|_| _ = engine.step(1e-3, &mut loader).unwrap());

@@ -233,7 +233,7 @@ fn a_ring_of_gradients_changes_no_bit() {
     let run = |lines: &str, ring: bool| {
         let common = "dtype = \"float32\"\nseq-length = 8\nper-device-train-batch-size = 2\nlearning-rate = 1e-2\nmax-steps = 99\nseed = 5";
         let settings = settings(&format!("{common}\n{lines}"));
-        let mut plan = Plan::new(&settings, &shape, Machine::cpu(2), false).unwrap();
+        let mut plan = Plan::new(&settings, &shape, &Machine::cpu(2), false).unwrap();
         if ring {
             plan.grad_ring = grad_ring(&plan, &table);
             assert!(plan.grad_ring.is_some_and(|ring| ring.ringed_elems > 4 * ring.period_elems), "{:?}", plan.grad_ring);
@@ -278,7 +278,7 @@ fn paged_states_change_no_bit() {
     let shape = tiny_llama(6, 32, 64, true);
     let run = |lines: &str, resident: Option<usize>| {
         let common = "seq-length = 8\nper-device-train-batch-size = 2\nlearning-rate = 1e-2\nweight-decay = 0.1\nmax-steps = 99\nseed = 5";
-        let mut plan = Plan::new(&settings(&format!("{common}\n{lines}")), &shape, Machine::cpu(2), false).unwrap();
+        let mut plan = Plan::new(&settings(&format!("{common}\n{lines}")), &shape, &Machine::cpu(2), false).unwrap();
         // Asked for on the command line it needs a GPU; the plan is that of no-offload, with its states elsewhere.
         plan.paged = resident.map_or(0, |resident| plan.layout.count() - resident);
         let mut engine = start(&plan, &shape, random_params(5));
@@ -325,7 +325,7 @@ fn streamed_weights_change_no_bit_and_come_once_a_pass() {
              per-device-train-batch-size = 2\nlearning-rate = 1e-2\nweight-decay = 0.1\nmax-steps = 99"
         );
         let run = |lines: &str| {
-            let mut plan = Plan::new(&settings(&format!("{common}\n{lines}")), &shape, Machine::cpu(2), false).unwrap();
+            let mut plan = Plan::new(&settings(&format!("{common}\n{lines}")), &shape, &Machine::cpu(2), false).unwrap();
             if plan.weight_ring.is_some() && accum == 1 {
                 plan.grad_ring = grad_ring(&plan, &TensorTable::new(&shape));
             }

@@ -73,7 +73,7 @@ impl Golden {
     }
 
     fn engine(&self, way: &str) -> Engine<CpuDevice> {
-        let mut plan = Plan::new(&settings(&format!("{RECIPE}{}{way}", resident(way))), &self.shape, Machine::cpu(2), false).unwrap();
+        let mut plan = Plan::new(&settings(&format!("{RECIPE}{}{way}", resident(way))), &self.shape, &Machine::cpu(2), false).unwrap();
         // Tiles that divide nothing.
         plan.loss_tile = LossTile { rows: 20, vocab: 40 };
         let first = self.first_params();

@@ -38,7 +38,7 @@ pub fn settings(toml: &str) -> Settings {
 
 /// An engine with random weights, ready to step.
 pub fn engine(settings: &Settings, shape: &ModelShape) -> Engine<CpuDevice> {
-    let plan = Plan::new(settings, shape, Machine::cpu(2), false).unwrap();
+    let plan = Plan::new(settings, shape, &Machine::cpu(2), false).unwrap();
     start(&plan, shape, random_params(settings.seed))
 }
 

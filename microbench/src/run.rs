@@ -144,6 +144,9 @@ mod tests {
         fn label(&self) -> (&'static str, u32) {
             ("sleep", 0)
         }
+        fn traffic_bytes(&self) -> u64 {
+            0
+        }
         fn pieces(&self) -> usize {
             4
         }

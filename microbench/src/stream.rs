@@ -102,6 +102,10 @@ impl Job for Stream {
         (self.kernel.name(), 0)
     }
 
+    fn traffic_bytes(&self) -> u64 {
+        (self.arrays.elems * self.kernel.bytes()) as u64
+    }
+
     fn pieces(&self) -> usize {
         self.arrays.elems.div_ceil(PIECE_ELEMS)
     }

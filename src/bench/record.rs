@@ -47,6 +47,24 @@ pub struct StepRecord {
     pub partition: String,
     /// Time to make random weights and send them.
     pub init_seconds: f64,
+    /// What the steps were.
+    #[serde(flatten)]
+    pub outcome: Outcome,
+    /// Memory, planned and used.
+    pub memory: MemoryPeaks,
+    /// Pages and nodes of host memory.
+    pub host_memory: MemoryReport,
+    /// What was counted of the optimizer's threads while steps were timed.
+    pub perf: WorkerCounts,
+    /// The GPU while the steps were timed; `None` on the cpu device.
+    pub gpu: Option<GpuSamples>,
+    /// Why the GPU could not be watched.
+    pub gpu_unwatched: Option<String>,
+}
+
+/// What timed steps were, on any device.
+#[derive(Clone, Debug, Serialize)]
+pub struct Outcome {
     /// Step times.
     pub step_ms: Spread,
     /// Tokens of a step.
@@ -67,16 +85,6 @@ pub struct StepRecord {
     pub bucket_steps: Counts,
     /// Mean loss of the first and of the last timed step.
     pub loss: Ends,
-    /// Memory, planned and used.
-    pub memory: MemoryPeaks,
-    /// Pages and nodes of host memory.
-    pub host_memory: MemoryReport,
-    /// What was counted of the optimizer's threads while steps were timed.
-    pub perf: WorkerCounts,
-    /// The GPU while the steps were timed; `None` on the cpu device.
-    pub gpu: Option<GpuSamples>,
-    /// Why the GPU could not be watched.
-    pub gpu_unwatched: Option<String>,
 }
 
 /// Samples and their order.
@@ -228,14 +236,37 @@ pub struct MemoryPeaks {
 
 impl fmt::Display for StepRecord {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (speed, link, adam, memory) = (&self.speed, &self.link, &self.adam, &self.memory);
+        let memory = &self.memory;
+        writeln!(f, "{} of {:.3} B parameters on {}", self.model.config, self.model.params as f64 / 1e9, self.device)?;
+        writeln!(f, "{}", self.outcome)?;
+        let bytes = |bytes: Option<u64>| bytes.map_or("unknown".into(), |bytes| Bytes(bytes).to_string());
+        write!(
+            f,
+            "  memory       planned {} on the device, {} on the host; available memory fell by {}",
+            Bytes(memory.device_planned_bytes),
+            Bytes(memory.host_planned_bytes),
+            bytes(memory.available_drop_bytes)
+        )?;
+        write!(f, "\n  host memory  {}", self.host_memory)?;
+        write!(f, "\n  counters     {}", self.perf)?;
+        let Some(gpu) = self.gpu else { return Ok(()) };
+        let mean = |value: Option<f64>, unit: &str| value.map_or("unknown".into(), |value| format!("{value:.0} {unit}"));
+        write!(f, "\n  gpu          {}, {}, {} in use", mean(gpu.power_w, "W"), mean(gpu.sm_clock_mhz, "MHz"), bytes(gpu.memory_used_bytes))
+    }
+}
+
+impl fmt::Display for Outcome {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (speed, link, adam) = (&self.speed, &self.link, &self.adam);
         let percent = |share: Option<f64>| share.map_or(String::new(), |share| format!(" ({:.0} % of a large product)", share * 1e2));
         let or_none = |rate: Option<f64>| rate.map_or("none".into(), |rate| format!("{rate:.2}"));
-        writeln!(f, "{} of {:.3} B parameters on {}", self.model.config, self.model.params as f64 / 1e9, self.device)?;
         writeln!(
             f,
             "  step         {:.1} ms, {:.1} to {:.1} over {} steps",
-            self.step_ms.median, self.step_ms.min, self.step_ms.max, self.steps
+            self.step_ms.median,
+            self.step_ms.min,
+            self.step_ms.max,
+            self.step_ms.samples.len()
         )?;
         writeln!(f, "  tokens       {:.0} a second", self.tokens_per_second)?;
         writeln!(f, "  model        {:.3} TFLOP/s{}", speed.model_tflops, percent(speed.model_share))?;
@@ -256,24 +287,7 @@ impl fmt::Display for StepRecord {
             adam.busy_ms
         )?;
         let Verdicts { commit, clip, skip } = self.verdicts;
-        writeln!(
-            f,
-            "  verdicts     {commit} committed, {clip} clipped, {skip} skipped; loss {:.4} -> {:.4}",
-            self.loss.first, self.loss.last
-        )?;
-        let bytes = |bytes: Option<u64>| bytes.map_or("unknown".into(), |bytes| Bytes(bytes).to_string());
-        write!(
-            f,
-            "  memory       planned {} on the device, {} on the host; available memory fell by {}",
-            Bytes(memory.device_planned_bytes),
-            Bytes(memory.host_planned_bytes),
-            bytes(memory.available_drop_bytes)
-        )?;
-        write!(f, "\n  host memory  {}", self.host_memory)?;
-        write!(f, "\n  counters     {}", self.perf)?;
-        let Some(gpu) = self.gpu else { return Ok(()) };
-        let mean = |value: Option<f64>, unit: &str| value.map_or("unknown".into(), |value| format!("{value:.0} {unit}"));
-        write!(f, "\n  gpu          {}, {}, {} in use", mean(gpu.power_w, "W"), mean(gpu.sm_clock_mhz, "MHz"), bytes(gpu.memory_used_bytes))
+        write!(f, "  verdicts     {commit} committed, {clip} clipped, {skip} skipped; loss {:.4} -> {:.4}", self.loss.first, self.loss.last)
     }
 }
 

@@ -1,18 +1,14 @@
 //! `bench step`: random tokens through random weights, for some steps, and what they cost.
 
-use super::clip::Clip;
 use super::facts::{BuildFacts, MachineFacts, ModelFacts, PlanFacts};
-use super::flops::StepFlops;
 use super::options::StepOptions;
-use super::record::{Adam, Ends, ExposedTime, Link, MemoryPeaks, Speed, Spread, StepRecord, Verdicts};
+use super::record::{MemoryPeaks, StepRecord};
+use super::timed::{RandomTokens, Steps};
 use crate::config::plan::{Place, Plan};
 use crate::config::settings::Settings;
 use crate::device::Kernels;
-use crate::engine::coordinator::Counts;
-use crate::engine::counters::Counters;
-use crate::engine::executor::{Batches, Engine, Exposed, StepReport};
-use crate::engine::trace::{Recorder, now_ns, write_chrome};
-use crate::engine::verdict::Verdict;
+use crate::engine::executor::Engine;
+use crate::engine::trace::write_chrome;
 use crate::error::Result;
 use crate::hardware::gpu::{GpuSamples, Sampler};
 use crate::hardware::parse::meminfo_bytes;
@@ -25,10 +21,7 @@ use crate::train::devices;
 #[cfg(feature = "cuda")]
 use crate::train::setup::cuda_engine;
 use crate::train::setup::{check_context, cpu_engine, host_memory, join_partition, keep_off_workers};
-use rand_chacha::ChaCha8Rng;
-use rand_chacha::rand_core::{Rng, SeedableRng};
 use std::fmt::Display;
-use std::ops::Range;
 use std::path::Path;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
@@ -44,9 +37,7 @@ pub struct StepBench {
     settings: Settings,
     config: String,
     shape: ModelShape,
-    warmup: u64,
-    steps: u64,
-    clip: Clip,
+    steps: Steps,
 }
 
 /// The machine before the engine takes its memory.
@@ -70,7 +61,7 @@ impl StepBench {
         let settings = Settings::resolve_over(Settings::default(), train)?;
         let shape = presets::shape(&model_config)?;
         check_context(&settings, &shape)?;
-        Ok(Self { settings, config: model_config.display().to_string(), shape, warmup, steps, clip })
+        Ok(Self { settings, config: model_config.display().to_string(), shape, steps: Steps { warmup, timed: steps, clip } })
     }
 
     /// Runs it; `tell` is given lines for people on the way.
@@ -82,7 +73,7 @@ impl StepBench {
         let chosen = devices::choose(&self.settings, &topology)?;
         chosen.note.iter().for_each(|why| tell(&format_args!("no GPU: {why}")));
         chosen.warning.iter().for_each(|line| tell(&format_args!("warning: {line}")));
-        let mut plan = Plan::new(&self.settings, &self.shape, chosen.machine, self.settings.trace.is_some())?;
+        let mut plan = Plan::new(&self.settings, &self.shape, &chosen.machine, self.settings.trace.is_some())?;
         tell(&plan);
         plan.check_fits(&self.settings, &self.shape)?;
         plan.host_memory = host_memory(&self.settings, &plan, &topology)?;
@@ -109,13 +100,13 @@ impl StepBench {
             keep_off_workers(engine.plan(), &before.topology)?;
         }
         let partition = join_partition(&self.settings, engine.plan(), |line| tell(&format_args!("warning: {line}")));
-        let Self { warmup, steps, clip, .. } = self;
+        let Steps { warmup, timed: steps, clip } = self.steps;
         tell(&format_args!("random weights in {init_seconds:.1} s; {warmup} steps of warm-up, then {steps}, clipping {clip}"));
         let mut tokens = RandomTokens::new(self.settings.seed, self.shape.vocab);
-        (1..=self.warmup).try_for_each(|step| self.step(&mut engine, &mut tokens, step).map(drop))?;
+        self.steps.warm_up(&mut engine, &mut tokens)?;
         let mut counters = WorkerCounters::start(WORKER_ROLE)?;
         let sampler = before.on_gpu.then(Sampler::start);
-        let timed = self.timed_steps(&mut engine, &mut tokens, tell)?;
+        let timed = self.steps.time(&mut engine, &mut tokens, tell)?;
         let perf = counters.read()?;
         let (gpu, gpu_unwatched) = watched(sampler);
         let (device, plan, host_memory) = (engine.describe(), engine.plan().clone(), engine.host_memory().report(Path::new("/")));
@@ -125,9 +116,7 @@ impl StepBench {
         if let Some(path) = &self.settings.trace {
             write_chrome(path, &tracks)?;
         }
-        let (facts, sequences) = (PlanFacts::new(&plan), plan.batch * plan.grad_accum_steps);
-        let flops = StepFlops::new(&self.shape, sequences, plan.seq_length, facts.recomputed_layers);
-        let seconds = timed.step_ms.median / 1e3;
+        let outcome = timed.outcome(&self.shape, &plan, before.matmul_flops, &tracks);
         Ok(StepRecord {
             bench: "step",
             unix_seconds: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
@@ -135,56 +124,20 @@ impl StepBench {
             machine: MachineFacts::new(&before.topology),
             device,
             model: ModelFacts::new(self.config.clone(), &self.shape),
-            clip: self.clip,
-            warmup: self.warmup,
-            steps: self.steps,
+            clip: self.steps.clip,
+            warmup: self.steps.warmup,
+            steps: self.steps.timed,
             settings: self.settings.clone(),
-            plan: facts,
+            plan: PlanFacts::new(&plan),
             partition,
             init_seconds,
-            tokens_per_step: plan.tokens_per_step(),
-            tokens_per_second: plan.tokens_per_step() as f64 / seconds,
-            speed: Speed::new(flops, seconds, before.matmul_flops),
-            exposed: timed.exposed(),
-            link: timed.link(&tracks),
-            adam: timed.adam(),
-            verdicts: timed.verdicts,
-            bucket_steps: timed.bucket_steps,
-            loss: timed.loss,
+            outcome,
             memory,
             host_memory,
             perf,
             gpu,
             gpu_unwatched,
-            step_ms: timed.step_ms,
         })
-    }
-
-    fn step<D: Kernels>(&self, engine: &mut Engine<D>, tokens: &mut RandomTokens, step: u64) -> Result<StepReport> {
-        engine.set_max_grad_norm(self.clip.max_grad_norm(step));
-        engine.step(self.settings.learning_rate, tokens)
-    }
-
-    fn timed_steps<D: Kernels>(
-        &self,
-        engine: &mut Engine<D>,
-        tokens: &mut RandomTokens,
-        tell: &mut dyn FnMut(&dyn Display),
-    ) -> Result<Timed> {
-        let mut reports = Vec::with_capacity(self.steps as usize);
-        let (mut samples, from_ns, mut start) = (Vec::with_capacity(self.steps as usize), now_ns(), Instant::now());
-        for step in self.warmup + 1..=self.warmup + self.steps {
-            let report = self.step(engine, tokens, step)?;
-            // From end to end: what a step leaves to be done under the next one is in some step's time.
-            let end = Instant::now();
-            samples.push((end - start).as_secs_f64() * 1e3);
-            start = end;
-            if self.clip.clips(step) != matches!(report.verdict, Verdict::Clip(_)) {
-                tell(&format_args!("step {step}: {:?} at gradient norm {:.3e}, not as --clip asks", report.verdict, report.grad_norm.0));
-            }
-            reports.push(report);
-        }
-        Ok(Timed::new(Spread::new(samples), from_ns..now_ns(), &reports))
     }
 }
 
@@ -196,82 +149,6 @@ fn matmul_ceiling(plan: &Plan) -> Result<f64> {
     let libraries = plan.cuda_libraries.clone();
     let mut dev = CudaDevice::new(&CudaOptions { libraries, attention: Attention::Plain, trace_spans: 0 })?;
     super::ceiling::matmul_flops(&mut dev, plan.dtype, CEILING_ELEMS, CEILING_TIME)
-}
-
-/// What the timed steps were in all.
-struct Timed {
-    step_ms: Spread,
-    window_ns: Range<u64>,
-    exposed: Exposed,
-    counters: Counters,
-    bucket_steps: Counts,
-    verdicts: Verdicts,
-    loss: Ends,
-}
-
-impl Timed {
-    fn new(step_ms: Spread, window_ns: Range<u64>, reports: &[StepReport]) -> Self {
-        let loss = Ends { first: reports[0].loss, last: reports[reports.len() - 1].loss };
-        let (exposed, counters, bucket_steps, verdicts) = Default::default();
-        let mut timed = Self { step_ms, window_ns, exposed, counters, bucket_steps, verdicts, loss };
-        for report in reports {
-            timed.exposed.cpu_ns += report.exposed.cpu_ns;
-            timed.exposed.transfer_ns += report.exposed.transfer_ns;
-            timed.counters += report.counters;
-            timed.bucket_steps += report.counts;
-            match report.verdict {
-                Verdict::Commit => timed.verdicts.commit += 1,
-                Verdict::Clip(_) => timed.verdicts.clip += 1,
-                Verdict::SkipNonFinite => timed.verdicts.skip += 1,
-            }
-        }
-        timed
-    }
-
-    /// A total as its share of one step.
-    fn per_step(&self, total: u64) -> f64 {
-        total as f64 / self.step_ms.samples.len() as f64
-    }
-
-    fn exposed(&self) -> ExposedTime {
-        let (cpu_ms, transfer_ms) = (self.per_step(self.exposed.cpu_ns) / 1e6, self.per_step(self.exposed.transfer_ns) / 1e6);
-        let mean_ms = self.step_ms.total() / self.step_ms.samples.len() as f64;
-        ExposedTime { cpu_ms, transfer_ms, device_busy_share: 1.0 - (cpu_ms + transfer_ms) / mean_ms }
-    }
-
-    fn link(&self, tracks: &[Recorder]) -> Link {
-        let Counters { d2h_bytes, h2d_bytes, .. } = self.counters;
-        let seconds = self.step_ms.total() / 1e3;
-        Link {
-            d2h_bytes: self.per_step(d2h_bytes),
-            h2d_bytes: self.per_step(h2d_bytes),
-            d2h_gb_per_s: d2h_bytes as f64 / seconds / 1e9,
-            h2d_gb_per_s: h2d_bytes as f64 / seconds / 1e9,
-            d2h_busy_gb_per_s: per_ns(d2h_bytes, self.time_on(tracks, "d2h", "copy_d2h")),
-            h2d_busy_gb_per_s: per_ns(h2d_bytes, self.time_on(tracks, "h2d", "copy_h2d")),
-        }
-    }
-
-    /// Nanoseconds of the spans `name` on `track` that began while steps were timed; 0 without a timeline.
-    fn time_on(&self, tracks: &[Recorder], track: &str, name: &str) -> u64 {
-        let spans = tracks.iter().filter(|recorder| recorder.track == track).flat_map(Recorder::spans);
-        spans.filter(|span| span.name == name && self.window_ns.contains(&span.start_ns)).map(|span| span.duration_ns).sum()
-    }
-
-    fn adam(&self) -> Adam {
-        let Counters { adam_elems, adam_bytes, adam_busy_ns, .. } = self.counters;
-        Adam {
-            params: self.per_step(adam_elems),
-            busy_ms: self.per_step(adam_busy_ns) / 1e6,
-            busy_gparams_per_s: per_ns(adam_elems, adam_busy_ns),
-            busy_gb_per_s: per_ns(adam_bytes, adam_busy_ns),
-        }
-    }
-}
-
-/// 10^9 a second; `None` when no time was spent.
-fn per_ns(amount: u64, ns: u64) -> Option<f64> {
-    (ns > 0).then(|| amount as f64 / ns as f64)
 }
 
 /// What the sampler saw, or why it saw nothing.
@@ -296,42 +173,11 @@ fn memory_peaks(plan: &Plan, available_before: Option<u64>) -> MemoryPeaks {
     }
 }
 
-/// An endless text of random tokens.
-struct RandomTokens {
-    rng: ChaCha8Rng,
-    vocab: usize,
-    next: i32,
-}
-
-impl RandomTokens {
-    fn new(seed: u64, vocab: usize) -> Self {
-        let mut tokens = Self { rng: ChaCha8Rng::seed_from_u64(seed), vocab, next: 0 };
-        tokens.advance();
-        tokens
-    }
-
-    /// The present token; the next one takes its place.
-    fn advance(&mut self) -> i32 {
-        // Ids are int32 and a vocabulary fits; a product of 32 bits each needs no division.
-        let next = (u64::from(self.rng.next_u32()) * self.vocab as u64) >> 32;
-        std::mem::replace(&mut self.next, next as i32)
-    }
-}
-
-impl Batches for RandomTokens {
-    fn fill(&mut self, inputs: &mut [i32], targets: &mut [i32]) -> Result<()> {
-        for (input, target) in inputs.iter_mut().zip(targets) {
-            *input = self.advance();
-            *target = self.next;
-        }
-        Ok(())
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::config::options::{ActivationsChoice, DeviceChoice, TrainDtype, TrainOptions};
+    use crate::engine::executor::Batches;
     use crate::model::shape::DEMO_CONFIG;
 
     /// Runs a small benchmark with these flags and returns its line.

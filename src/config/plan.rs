@@ -163,7 +163,7 @@ impl Plan {
     ///
     /// # Errors
     /// `Usage` when a setting asks for what is not compiled in or makes no sense for this model or machine.
-    pub fn new(settings: &Settings, shape: &ModelShape, machine: Machine, trace: bool) -> Result<Self> {
+    pub fn new(settings: &Settings, shape: &ModelShape, machine: &Machine, trace: bool) -> Result<Self> {
         if machine.device == DeviceMemory::Shared {
             settings.check_needs_no_gpu()?;
         }
@@ -260,7 +260,7 @@ impl Plan {
 
     /// What is needed and what there is, of the device's memory and of the host's.
     pub fn balances(&self) -> [Balance; 2] {
-        balances(self.machine, &self.memory, self.transient_bytes)
+        balances(&self.machine, &self.memory, self.transient_bytes)
     }
 
     /// Whether the device casts and fp32 crosses the link; without the feature `superchip-cast` known at compile time.
@@ -506,7 +506,7 @@ mod tests {
     use super::*;
 
     fn plan(settings: Settings) -> Result<Plan> {
-        Plan::new(&settings, &ModelShape::demo(), Machine::cpu(2), false)
+        Plan::new(&settings, &ModelShape::demo(), &Machine::cpu(2), false)
     }
 
     #[test]

@@ -8,6 +8,7 @@ mod arguments;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+pub mod sim;
 
 use crate::dtype::Dtype;
 use crate::engine::trace::{self, Recorder};
@@ -75,7 +76,8 @@ pub struct RingShape {
 }
 
 /// What a device's kernels reach of the host's memory by the host's own addresses.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Addressing {
     /// Nothing that both may use at the same time.
     Separate,

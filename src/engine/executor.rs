@@ -16,7 +16,7 @@ use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::host::doorbell::Doorbell;
 use crate::host::pinned::HostMemory;
-use crate::host::pool::Pool;
+use crate::host::pool::{Job, Pool};
 use crate::host::step_job::StepJob;
 use crate::model::activations::ActivationPlan;
 use crate::model::rope::rope_table;
@@ -217,6 +217,11 @@ impl<D: Kernels> Engine<D> {
     /// The device, in words.
     pub fn describe(&self) -> String {
         self.dev.describe()
+    }
+
+    /// The device's clock.
+    pub fn now_ns(&self) -> u64 {
+        self.dev.now_ns()
     }
 
     /// The model's shape.

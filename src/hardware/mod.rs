@@ -6,4 +6,6 @@ pub mod doctor;
 pub mod gpu;
 pub mod limits;
 pub(crate) mod parse;
+pub mod profile;
+pub mod sourced;
 pub mod topology;

@@ -20,6 +20,8 @@ pub enum PageSizes {
         /// Size of a huge page.
         bytes: usize,
     },
+    /// The smallest, for addresses behind which there need not be memory: little of it is touched.
+    Unbacked,
     /// Those that were reserved for programs that ask.
     Reserved {
         /// Sizes, descending.
@@ -84,6 +86,11 @@ impl MemoryPolicy {
         let anywhere = (0..threads).map(|i| Toucher { cpu: None, node: i % nodes.len().max(1) });
         let touchers = if workers.is_empty() { anywhere.collect() } else { pinned.collect() };
         Ok(Self { pages, nodes, touchers, notes: note.into_iter().collect() })
+    }
+
+    /// For a simulation, whose memory nobody touches but for a few reports.
+    pub fn unbacked() -> Self {
+        Self { pages: PageSizes::Unbacked, ..Self::default() }
     }
 
     /// Where the workers are at home; they are as many as the touchers.

@@ -50,6 +50,12 @@ impl Mapping {
         Ok(block)
     }
 
+    /// `bytes` of addresses; memory comes, page by page, when they are touched, and may then lack.
+    pub(super) fn unbacked(bytes: usize) -> io::Result<Self> {
+        let bytes = bytes.checked_next_multiple_of(base_page_bytes()).ok_or(io::ErrorKind::OutOfMemory)?;
+        map(bytes, libc::MAP_NORESERVE)
+    }
+
     /// `bytes`, up to whole pages of `page_bytes`, out of the kernel's pool of such pages.
     pub(super) fn of_reserved_pages(bytes: usize, page_bytes: usize) -> io::Result<Self> {
         let bytes = bytes.checked_next_multiple_of(page_bytes).ok_or(io::ErrorKind::OutOfMemory)?;

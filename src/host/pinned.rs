@@ -183,7 +183,11 @@ impl HostMemory {
         if let Some(refusal) = refusal {
             return Err(failed(refusal));
         }
-        let block = Mapping::anonymous(bytes, self.policy.align(bytes)).map_err(|e| failed(e.to_string()))?;
+        let block = match self.policy.pages {
+            PageSizes::Unbacked => Mapping::unbacked(bytes),
+            _ => Mapping::anonymous(bytes, self.policy.align(bytes)),
+        };
+        let block = block.map_err(|e| failed(e.to_string()))?;
         // Advice: a kernel that does not take it says so by the pages it gives, which are reported.
         match self.policy.pages {
             PageSizes::Smallest => _ = block.advise_huge(false),

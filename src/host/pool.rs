@@ -8,6 +8,7 @@
 //! (`HostMemory::alloc_periodic`). Pieces are counted for each node, and a worker begins with those of its own, then helps.
 #![allow(unsafe_code)]
 
+use crate::device::sim::SimPool;
 use crate::engine::trace::{Recorder, now_ns};
 use crate::error::{Error, Result};
 use crate::host::doorbell::Doorbell;
@@ -20,6 +21,8 @@ use std::thread::JoinHandle;
 pub trait Job: Send + Sync + 'static {
     /// Name and index of the span that a worker records.
     fn label(&self) -> (&'static str, u32);
+    /// Bytes that it reads and writes.
+    fn traffic_bytes(&self) -> u64;
     /// Pieces of the job.
     fn pieces(&self) -> usize;
     /// Does a piece. Pieces of one job touch disjoint memory.
@@ -48,6 +51,8 @@ pub enum Pool<J: Job> {
     Threads(Threads<J>),
     /// The caller's thread, whenever it calls [`Pool::advance`]: the seeded adversary decides when.
     Stepped(Stepped<J>),
+    /// Nobody: time passes as if.
+    Simulated(SimPool),
 }
 
 /// Worker threads and the job they share.
@@ -156,6 +161,7 @@ impl<J: Job> Pool<J> {
         match self {
             Self::Threads(pool) => pool.publish(job),
             Self::Stepped(pool) => pool.job = Some(job),
+            Self::Simulated(pool) => pool.submit(job.label(), job.traffic_bytes()),
         }
     }
 
@@ -170,6 +176,7 @@ impl<J: Job> Pool<J> {
             }
             Self::Threads(pool) => Ok(pool.shared.remaining.load(Ordering::Acquire) == 0),
             Self::Stepped(pool) => Ok(pool.job.is_none()),
+            Self::Simulated(pool) => Ok(pool.is_idle()),
         }
     }
 
@@ -178,6 +185,7 @@ impl<J: Job> Pool<J> {
         match self {
             Self::Threads(pool) => pool.shared.busy_ns.load(Ordering::Relaxed),
             Self::Stepped(pool) => pool.busy_ns,
+            Self::Simulated(pool) => pool.busy_ns(),
         }
     }
 
@@ -203,6 +211,7 @@ impl<J: Job> Pool<J> {
         match self {
             Self::Threads(mut pool) => pool.stop(),
             Self::Stepped(pool) => Ok(vec![pool.recorder]),
+            Self::Simulated(pool) => Ok(vec![pool.finish()]),
         }
     }
 }
@@ -285,6 +294,9 @@ mod tests {
         fn label(&self) -> (&'static str, u32) {
             ("count", self.0)
         }
+        fn traffic_bytes(&self) -> u64 {
+            0
+        }
         fn pieces(&self) -> usize {
             PIECES
         }
@@ -315,6 +327,9 @@ mod tests {
     impl Job for Place {
         fn label(&self) -> (&'static str, u32) {
             ("place", 0)
+        }
+        fn traffic_bytes(&self) -> u64 {
+            0
         }
         fn pieces(&self) -> usize {
             4

@@ -107,6 +107,21 @@ impl Job for StepJob {
         (name, self.bucket as u32)
     }
 
+    /// fp32 state, and gradients and weights in the format of their slots.
+    fn traffic_bytes(&self) -> u64 {
+        const STATE: usize = 3 * 4;
+        let (grads, weights) = (self.memory.grads.dtype.bytes(), self.memory.params.dtype.bytes());
+        let inverse = |undo: Option<GradUpdate>| if undo.is_some() { 2 * STATE + grads } else { 0 };
+        let bytes_per_elem = match self.work {
+            Work::CommitThenSpeculate { pending: None, .. } => STATE + grads + weights,
+            Work::CommitThenSpeculate { .. } => 2 * STATE + 2 * grads + weights,
+            Work::Step { undo, .. } => inverse(undo) + 2 * STATE + grads + weights,
+            Work::Restore { undo } => inverse(undo) + 4 + weights,
+            Work::Commit(_) => 2 * STATE + grads,
+        };
+        (self.range.len() * bytes_per_elem) as u64
+    }
+
     fn pieces(&self) -> usize {
         self.range.len().div_ceil(self.piece_elems())
     }
@@ -126,21 +141,6 @@ impl Job for StepJob {
 impl StepJob {
     fn piece_elems(&self) -> usize {
         self.range.len().div_ceil(PIECES_MIN).next_multiple_of(PAGE_ELEMS).min(PIECE_ELEMS_MAX)
-    }
-
-    /// Bytes that the work reads and writes: fp32 state, and gradients and weights in the format of their slots.
-    pub fn traffic_bytes(&self) -> u64 {
-        const STATE: usize = 3 * 4;
-        let (grads, weights) = (self.memory.grads.dtype.bytes(), self.memory.params.dtype.bytes());
-        let inverse = |undo: Option<GradUpdate>| if undo.is_some() { 2 * STATE + grads } else { 0 };
-        let bytes_per_elem = match self.work {
-            Work::CommitThenSpeculate { pending: None, .. } => STATE + grads + weights,
-            Work::CommitThenSpeculate { .. } => 2 * STATE + 2 * grads + weights,
-            Work::Step { undo, .. } => inverse(undo) + 2 * STATE + grads + weights,
-            Work::Restore { undo } => inverse(undo) + 4 + weights,
-            Work::Commit(_) => 2 * STATE + grads,
-        };
-        (self.range.len() * bytes_per_elem) as u64
     }
 
     /// Does the work on a part of the bucket with one decay rule.

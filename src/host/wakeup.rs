@@ -39,6 +39,9 @@ impl Job for Empty {
     fn label(&self) -> (&'static str, u32) {
         ("empty", 0)
     }
+    fn traffic_bytes(&self) -> u64 {
+        0
+    }
     fn pieces(&self) -> usize {
         0
     }

@@ -72,7 +72,7 @@ impl Balance {
 
 /// The device's balance and the host's, which needs `transient_bytes` besides. A device that shares the host's memory needs
 /// nothing of its own.
-pub fn balances(machine: Machine, classes: &[MemoryClass], transient_bytes: u64) -> [Balance; 2] {
+pub fn balances(machine: &Machine, classes: &[MemoryClass], transient_bytes: u64) -> [Balance; 2] {
     let (on_device, on_host) = (bytes_at(classes, Place::Device), bytes_at(classes, Place::Host) + transient_bytes);
     let balance = |place, needed, available| Balance { place, needed, available };
     let (device, needed) = match machine.device {
@@ -212,7 +212,7 @@ impl Needs<'_> {
 
     /// Bytes that `classes` lack on the device and on the host; 0 where they fit.
     pub fn lacking(&self, classes: &[MemoryClass]) -> (u64, u64) {
-        let [device, host] = balances(self.machine, classes, self.transient_bytes);
+        let [device, host] = balances(&self.machine, classes, self.transient_bytes);
         (device.lacking(), host.lacking())
     }
 

@@ -72,10 +72,10 @@ pub struct Choice {
 /// # Errors
 /// `Usage` when batch and sequence make no sense for the model.
 pub fn choose(needs: &Needs, work: Work, table: &TensorTable, layout: &BucketLayout, wishes: Wishes) -> Result<Choice> {
-    let planner = Planner { needs, predictor: Predictor::new(needs, work), table, layout, wishes };
+    let planner = Planner { needs, table, layout, wishes };
     match needs.machine.device {
         DeviceMemory::Shared => planner.shared(),
-        DeviceMemory::Own { bytes, .. } => planner.search(bytes),
+        DeviceMemory::Own { bytes, .. } => planner.search(bytes, &Predictor::new(needs, work)?),
     }
 }
 
@@ -88,7 +88,6 @@ struct Repeats {
 
 struct Planner<'a> {
     needs: &'a Needs<'a>,
-    predictor: Predictor<'a>,
     table: &'a TensorTable,
     layout: &'a BucketLayout,
     wishes: Wishes,
@@ -113,7 +112,7 @@ impl Planner<'_> {
 
     /// The fastest candidate that fits a device of `device_bytes`, with weights that stay if one fits so, and with the largest
     /// tile that lets one fit; or, when none does, the one that lacks least.
-    fn search(&self, device_bytes: u64) -> Result<Choice> {
+    fn search(&self, device_bytes: u64, predictor: &Predictor) -> Result<Choice> {
         let modes: &[bool] = match self.wishes.weights {
             WeightsChoice::Auto => &[false, true],
             WeightsChoice::Stationary => &[false],
@@ -128,7 +127,7 @@ impl Planner<'_> {
             let repeats = |grads| Repeats { grads, weights };
             let mixes = self.mixes().into_iter().flat_map(|policies| [(repeats(false), policies.clone()), (repeats(true), policies)]);
             for (repeats, policies) in mixes {
-                let choice = self.candidate(policies, tile, repeats)?;
+                let choice = self.candidate(policies, tile, repeats, predictor)?;
                 let (device, host) = self.needs.lacking(&choice.memory);
                 let (lacking, step_s) = (device + host, choice.predicted.map_or(0.0, |predicted| predicted.mean_s()));
                 // The first of equals computes least twice.
@@ -144,7 +143,7 @@ impl Planner<'_> {
         Ok(choice)
     }
 
-    fn candidate(&self, policies: Vec<LayerPolicy>, tile: LossTile, repeats: Repeats) -> Result<Choice> {
+    fn candidate(&self, policies: Vec<LayerPolicy>, tile: LossTile, repeats: Repeats, predictor: &Predictor) -> Result<Choice> {
         let activations = self.activations(&policies, tile)?;
         let layout = match self.wishes.residency {
             Residency::Exactly(resident) => self.resident(resident),
@@ -152,7 +151,7 @@ impl Planner<'_> {
         };
         let rings = self.rings(&layout, repeats);
         let memory = self.needs.classes(&layout, rings, &activations);
-        let predicted = Some(self.predictor.predict(&layout, rings, &policies, &activations));
+        let predicted = Some(predictor.predict(&layout, rings, &policies, &activations));
         Ok(Choice { layout, policies, tile, rings, memory, predicted })
     }
 

@@ -1,9 +1,12 @@
 //! What the planner knows about a machine.
 
+use super::rates::Rates;
 use crate::config::settings::Settings;
 use crate::device::Addressing;
+use crate::hardware::profile::{Gpu, Profile};
 use crate::host::affinity::workers_beside_others;
 use crate::units::Bytes;
+use std::sync::Arc;
 
 /// Where memory lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,7 +32,7 @@ pub enum DeviceMemory {
 }
 
 /// What a plan may use.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Machine {
     /// CPUs that this process may use.
     pub cpus: usize,
@@ -37,16 +40,30 @@ pub struct Machine {
     pub host_bytes: u64,
     /// The device's memory.
     pub device: DeviceMemory,
+    /// How fast it is.
+    pub rates: Arc<Rates>,
 }
 
 impl Machine {
     /// A machine without a GPU and with as much memory as anyone asks for.
     pub fn cpu(cpus: usize) -> Self {
-        Self { cpus, host_bytes: u64::MAX, device: DeviceMemory::Shared }
+        Self { cpus, host_bytes: u64::MAX, device: DeviceMemory::Shared, rates: Rates::assumed() }
+    }
+
+    /// The machine that `profile` describes.
+    pub fn of(profile: &Profile) -> Self {
+        let device = match &profile.gpu {
+            Some(gpu @ Gpu { shares_host_memory: false, .. }) => {
+                DeviceMemory::Own { bytes: gpu.memory_bytes.value as u64, addressing: gpu.addressing }
+            }
+            _ => DeviceMemory::Shared,
+        };
+        let (cpus, host_bytes) = (profile.host.cpus.value as usize, profile.host.memory_bytes.value as u64);
+        Self { cpus, host_bytes, device, rates: Arc::new(Rates::of(profile)) }
     }
 
     /// Optimizer workers: a CPU each, but some are for others where a driver feeds a GPU.
-    pub fn workers(self) -> usize {
+    pub fn workers(&self) -> usize {
         match self.device {
             DeviceMemory::Shared => self.cpus.max(1),
             DeviceMemory::Own { .. } => workers_beside_others(self.cpus),
@@ -54,12 +71,12 @@ impl Machine {
     }
 
     /// The smaller machine that `--hbm-limit` and `--host-limit` make of this one.
-    pub fn limited(self, settings: &Settings) -> Self {
+    pub fn limited(&self, settings: &Settings) -> Self {
         let at_most = |bytes: u64, limit: Option<Bytes>| limit.map_or(bytes, |limit| bytes.min(limit.0));
         let device = match self.device {
             DeviceMemory::Shared => DeviceMemory::Shared,
             DeviceMemory::Own { bytes, addressing } => DeviceMemory::Own { bytes: at_most(bytes, settings.hbm_limit), addressing },
         };
-        Self { host_bytes: at_most(self.host_bytes, settings.host_limit), device, ..self }
+        Self { host_bytes: at_most(self.host_bytes, settings.host_limit), device, ..self.clone() }
     }
 }

@@ -5,7 +5,9 @@
 pub mod budget;
 pub mod choice;
 pub mod machine;
+mod passes;
 pub mod predict;
+pub mod rates;
 pub mod refusal;
 
 #[cfg(test)]

@@ -37,7 +37,7 @@ impl Plan {
     /// The first change of one setting with which everything fits.
     fn advice(&self, settings: &Settings, shape: &ModelShape) -> Option<String> {
         self.remedies(settings).into_iter().find_map(|(flag, changed)| {
-            let plan = Plan::new(&changed, shape, self.machine, self.trace_spans > 0).ok().filter(|plan| plan.shortage().is_none())?;
+            let plan = Plan::new(&changed, shape, &self.machine, self.trace_spans > 0).ok().filter(|plan| plan.shortage().is_none())?;
             let value = match flag {
                 "resident-buckets" => format!(" {}", plan.layout.count() - plan.layout.offloaded() - plan.paged),
                 "activations" if changed.activations == ActivationsChoice::Auto => " auto".into(),

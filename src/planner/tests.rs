@@ -1,6 +1,7 @@
 //! Plans of real models on real machines: what stays, what leaves, what is computed twice, and what is refused.
 
 use super::machine::{DeviceMemory, Machine, Place};
+use super::rates::Rates;
 use crate::config::options::{
     ActivationsChoice, AttentionChoice, CastSide, HostMemoryKind, ResidentBuckets, Strategy, Technique, TrainDtype, WeightsChoice,
 };
@@ -17,11 +18,10 @@ use std::path::Path;
 const GIB: u64 = 1 << 30;
 
 /// One H200 and 16 cores with 128 GB: what is free on it.
-const H200: Machine = Machine {
-    cpus: 16,
-    host_bytes: 125 * GIB,
-    device: DeviceMemory::Own { bytes: 139 * GIB + 8 * GIB / 10, addressing: Addressing::Managed },
-};
+fn h200() -> Machine {
+    let device = DeviceMemory::Own { bytes: 139 * GIB + 8 * GIB / 10, addressing: Addressing::Managed };
+    Machine { cpus: 16, host_bytes: 125 * GIB, device, rates: Rates::assumed() }
+}
 
 /// Layers, channels, heads, kv heads, ffn, vocabulary, tied.
 type Sizes = (usize, usize, usize, usize, usize, usize, bool);
@@ -53,7 +53,7 @@ fn settings() -> Settings {
 }
 
 fn plan(shape: &ModelShape, settings: &Settings) -> Plan {
-    Plan::new(settings, shape, H200, true).unwrap()
+    Plan::new(settings, shape, &h200(), true).unwrap()
 }
 
 /// A plan that fits.
@@ -158,7 +158,7 @@ fn what_was_asked_for_is_what_happens() {
     ] {
         let asked = Settings { activations, ..settings() };
         assert!(plan(&llama_8b(), &asked).layer_policies.iter().all(|p| *p == policy));
-        let demo = Plan::new(&Settings { activations, ..Settings::demo() }, &ModelShape::demo(), Machine::cpu(2), false).unwrap();
+        let demo = Plan::new(&Settings { activations, ..Settings::demo() }, &ModelShape::demo(), &Machine::cpu(2), false).unwrap();
         assert_eq!(demo.layer_policies, [policy; 6]);
     }
     let count = |resident_buckets| resident(&plan(&llama_8b(), &Settings { resident_buckets, ..settings() }));
@@ -189,8 +189,8 @@ fn unified_states_need_a_window_and_the_link_and_nothing_else() {
     assert!((7.4..7.7).contains(&paged_s.link_s) && paged_s.pool_s == 0.0 && paged_s.step_s == paged_s.validated_s, "{paged}");
     assert!(paged_s.step_s > paged_s.link_s + 0.8 * pinned_s.device_s, "{paged}\n{pinned}");
 
-    let shared = Machine { device: DeviceMemory::Own { bytes: 139 * GIB, addressing: Addressing::Shared }, ..H200 };
-    let direct = Plan::new(&unified(none), &llama_8b(), shared, false).unwrap();
+    let shared = Machine { device: DeviceMemory::Own { bytes: 139 * GIB, addressing: Addressing::Shared }, ..h200() };
+    let direct = Plan::new(&unified(none), &llama_8b(), &shared, false).unwrap();
     assert!(on_device(&direct, "paged states here") == 0.0 && direct.to_string().contains("page tables shared"), "{direct}");
     if REPARTITION {
         // Pages move so slowly that computing blocks again is quicker, as long as that makes room for all states.
@@ -216,7 +216,7 @@ fn a_gpu_plan_counts_its_workspaces() {
     let plan = of(settings());
     assert_eq!((on_device(&plan, "matrix workspace"), on_device(&plan, "context, libraries")), (1.0 / 16.0, 1.5));
     assert_eq!(on_device(&plan, "kernel scratch") * GIB as f64, 264.0 * 28_672.0 * 4.0);
-    let on_cpu = Plan::new(&settings(), &llama_8b(), Machine::cpu(2), true).unwrap();
+    let on_cpu = Plan::new(&settings(), &llama_8b(), &Machine::cpu(2), true).unwrap();
     assert!(!on_cpu.memory.iter().any(|class| class.name.contains("workspace") || class.name.contains("context")));
 }
 
@@ -248,7 +248,7 @@ fn an_impossible_plan_names_the_memory_both_sizes_and_a_way_out() {
         says(&llama_8b(), Settings { resident_buckets: ResidentBuckets::All, ..hbm(120) }, &["device memory", "--resident-buckets "]);
     }
     let demo = Settings { host_limit: Some(Bytes(140 << 20)), ..Settings::demo() };
-    let on_cpu = Plan::new(&demo, &ModelShape::demo(), Machine::cpu(2), false).unwrap();
+    let on_cpu = Plan::new(&demo, &ModelShape::demo(), &Machine::cpu(2), false).unwrap();
     let message = on_cpu.check_fits(&demo, &ModelShape::demo()).unwrap_err().to_string();
     assert!(message.contains("140.0 MiB of host memory") && message.contains("--activations recompute-block would fit"), "{message}");
 }
@@ -293,7 +293,7 @@ fn weights_that_do_not_fit_are_streamed() {
 #[test]
 fn streaming_can_be_asked_for_and_refused() {
     let flow = |more: Settings| Settings { weights: WeightsChoice::Flow, ..more };
-    let refused = |more: Settings| Plan::new(&flow(more), &qwen3_4b(), H200, false).unwrap_err().to_string();
+    let refused = |more: Settings| Plan::new(&flow(more), &qwen3_4b(), &h200(), false).unwrap_err().to_string();
     if !FLOW {
         return assert!(refused(settings()).starts_with("--weights flow needs the technique weight-flow"));
     }
@@ -319,10 +319,10 @@ fn streaming_can_be_asked_for_and_refused() {
     if REPARTITION {
         assert!(refused(Settings { resident_buckets: ResidentBuckets::All, ..settings() }).contains("nothing would be saved"));
     }
-    let small = Plan::new(&flow(Settings::demo()), &ModelShape::demo(), H200, false).unwrap_err().to_string();
+    let small = Plan::new(&flow(Settings::demo()), &ModelShape::demo(), &h200(), false).unwrap_err().to_string();
     assert!(small.contains("nothing would be saved"), "{small}");
     // On the CPU, where chunks are small.
-    let demo = |weights| Plan::new(&Settings { weights, ..Settings::demo() }, &ModelShape::demo(), Machine::cpu(2), false).unwrap();
+    let demo = |weights| Plan::new(&Settings { weights, ..Settings::demo() }, &ModelShape::demo(), &Machine::cpu(2), false).unwrap();
     assert!(demo(WeightsChoice::Flow).weight_ring.is_some() && demo(WeightsChoice::Auto).weight_ring.is_none());
 }
 
@@ -333,11 +333,11 @@ fn the_cpu_device_refuses_what_needs_a_gpu() {
         (Settings { attention: AttentionChoice::Cudnn, ..Settings::demo() }, "--attention cudnn"),
         (Settings { hbm_limit: Some(Bytes(GIB)), ..Settings::demo() }, "--hbm-limit 1.0 GiB"),
     ] {
-        let message = Plan::new(&settings, &ModelShape::demo(), Machine::cpu(2), false).unwrap_err().to_string();
+        let message = Plan::new(&settings, &ModelShape::demo(), &Machine::cpu(2), false).unwrap_err().to_string();
         assert!(message.starts_with(flag) && message.contains("--device cuda"), "{message}");
     }
     let wide = Settings { attention: AttentionChoice::Cudnn, dtype: TrainDtype::Float32, ..settings() };
-    assert!(Plan::new(&wide, &llama_8b(), H200, false).unwrap_err().to_string().contains("--attention plain"));
+    assert!(Plan::new(&wide, &llama_8b(), &h200(), false).unwrap_err().to_string().contains("--attention plain"));
 }
 
 #[test]
@@ -371,8 +371,8 @@ proptest! {
         let settings = Settings { per_device_train_batch_size: batch, seq_length: tokens * 512, ..Settings::default() };
         let plan_with = |hbm: u64| {
             let device = DeviceMemory::Own { bytes: hbm * GIB, addressing: Addressing::Managed };
-            let machine = Machine { cpus: 16, host_bytes: host * GIB, device };
-            Plan::new(&settings, &shape, machine, false).unwrap()
+            let machine = Machine { cpus: 16, host_bytes: host * GIB, device, rates: Rates::assumed() };
+            Plan::new(&settings, &shape, &machine, false).unwrap()
         };
         let (small, large) = (plan_with(hbm), plan_with(hbm + more));
         let tokens = batch * tokens * 512;

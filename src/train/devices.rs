@@ -7,6 +7,7 @@ use crate::error::{Error, Result};
 use crate::hardware::limits;
 use crate::hardware::topology::Topology;
 use crate::planner::machine::{DeviceMemory, Machine};
+use crate::planner::rates::Rates;
 
 /// The device of a run.
 #[derive(Clone, Debug)]
@@ -46,7 +47,7 @@ pub fn choose(settings: &Settings, topology: &Topology) -> Result<Chosen> {
     let cpus = topology.usable_cpus().map_or(1, |usable| usable.count());
     let reserved = if settings.huge_pages == HugePagesChoice::Explicit { topology.reserved_free_bytes() } else { 0 };
     let host_bytes = topology.memory_usable_bytes().map_or(u64::MAX, |bytes| bytes.saturating_add(reserved));
-    Ok(Chosen { machine: Machine { cpus, host_bytes, device }, note, warning })
+    Ok(Chosen { machine: Machine { cpus, host_bytes, device, rates: Rates::assumed() }, note, warning })
 }
 
 #[cfg(feature = "cuda")]

@@ -53,7 +53,7 @@ pub fn prepare<D: Kernels>(
     chosen.warning.iter().for_each(|line| observer.warn(line));
     let source = find_model(settings)?;
     check_context(settings, &source.shape)?;
-    let mut plan = Plan::new(settings, &source.shape, chosen.machine, true)?;
+    let mut plan = Plan::new(settings, &source.shape, &chosen.machine, true)?;
     plan.check_fits(settings, &source.shape)?;
     plan.host_memory = host_memory(settings, &plan, &topology)?;
     let dataset = Dataset::open(&settings.data, &source.tokenizer, source.shape.vocab, settings.seq_length)?;

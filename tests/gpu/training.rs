@@ -93,7 +93,7 @@ fn train<D: Kernels>(on: &Subject<'_, D>, toml: &str, trace: bool) -> Result<Run
 fn train_shape<D: Kernels>(on: &Subject<'_, D>, shape: &ModelShape, toml: &str, steps: usize, trace: bool) -> Result<Run> {
     let options = toml::from_str(&format!("{RECIPE}{toml}")).map_err(Error::usage)?;
     let (settings, topology) = (Settings::resolve(options)?, Topology::this_machine());
-    let plan = Plan::new(&settings, shape, on.machine, trace)?;
+    let plan = Plan::new(&settings, shape, &on.machine, trace)?;
     let mut engine = (on.engine)(&plan, shape, &topology)?;
     let specs = engine.table().specs().to_vec();
     for spec in &specs {

@@ -22,6 +22,7 @@ use microbench::stream::{Arrays, Kernel};
 use row::{HEADER, Row};
 use superoffload::config::options::{HugePagesChoice, ResctrlGroup};
 use superoffload::error::{Error, Result};
+use superoffload::host::pool::Job;
 use superoffload::optim::simd::{AdamKernels, Isa, Stores};
 
 /// Measures the optimizer's pool.

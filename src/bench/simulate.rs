@@ -1,0 +1,187 @@
+//! `simulate`: the steps of a machine that is not here, by its profile.
+
+use super::facts::{BuildFacts, ModelFacts, PlanFacts};
+use super::gantt::Gantt;
+use super::options::StepOptions;
+use super::record::Outcome;
+use super::timed::{RandomTokens, Steps};
+use crate::config::plan::{Place, Plan};
+use crate::config::settings::Settings;
+use crate::device::sim::SimDevice;
+use crate::engine::executor::Engine;
+use crate::engine::trace::{Recorder, write_chrome};
+use crate::error::Result;
+use crate::hardware::profile::Profile;
+use crate::host::doorbell::Doorbell;
+use crate::host::memory_policy::MemoryPolicy;
+use crate::host::pool::Pool;
+use crate::model::presets;
+use crate::model::shape::ModelShape;
+use crate::planner::machine::Machine;
+use crate::train::setup::check_context;
+use serde::Serialize;
+use std::fmt;
+use std::path::Path;
+use std::sync::Arc;
+
+/// Room for the spans of one simulation, on each track.
+const TRACE_SPANS: usize = 1 << 16;
+
+/// Everything that was asked for, assumed and found.
+#[derive(Debug, Serialize)]
+pub struct SimulatedRecord {
+    /// `simulate`.
+    pub bench: &'static str,
+    /// The program.
+    pub build: BuildFacts,
+    /// The machine that is simulated.
+    pub hardware: HardwareFacts,
+    /// The device, in words.
+    pub device: String,
+    /// The model.
+    pub model: ModelFacts,
+    /// Which steps were to be clipped.
+    pub clip: super::clip::Clip,
+    /// Steps before the clock.
+    pub warmup: u64,
+    /// Steps that were timed.
+    pub steps: u64,
+    /// Every other setting.
+    pub settings: Settings,
+    /// The plan.
+    pub plan: PlanFacts,
+    /// What the steps were.
+    #[serde(flatten)]
+    pub outcome: Outcome,
+    /// Planned on the device.
+    pub device_planned_bytes: u64,
+    /// Planned in host memory.
+    pub host_planned_bytes: u64,
+    /// The last step as a picture.
+    #[serde(skip)]
+    pub gantt: Gantt,
+}
+
+/// The profile of a simulation.
+#[derive(Clone, Debug, Serialize)]
+pub struct HardwareFacts {
+    /// Its name.
+    pub profile: String,
+    /// The machine, in words.
+    pub machine: String,
+    /// Its date.
+    pub date: String,
+}
+
+impl HardwareFacts {
+    /// Those of `profile`.
+    pub fn of(profile: &Profile) -> Self {
+        Self { profile: profile.name.clone(), machine: profile.machine.clone(), date: profile.date.clone() }
+    }
+}
+
+/// A simulation that is resolved and checked.
+pub struct Simulation {
+    settings: Settings,
+    config: String,
+    shape: ModelShape,
+    steps: Steps,
+    profile: Profile,
+}
+
+impl Simulation {
+    /// Resolves what was asked for, on the machine of `profile`.
+    ///
+    /// # Errors
+    /// `Usage` that names what makes no sense; what is wrong with the model's configuration.
+    pub fn new(options: StepOptions, profile: Profile) -> Result<Self> {
+        options.check()?;
+        let StepOptions { model_config, warmup, steps, clip, train, .. } = options;
+        let settings = Settings::resolve_over(Settings::default(), train)?;
+        let shape = presets::shape(&model_config)?;
+        check_context(&settings, &shape)?;
+        let steps = Steps { warmup, timed: steps, clip };
+        Ok(Self { settings, config: model_config.display().to_string(), shape, steps, profile })
+    }
+
+    /// The plan for it.
+    ///
+    /// # Errors
+    /// `Resource` when it does not fit the machine, with what would.
+    pub fn plan(&self) -> Result<Plan> {
+        let plan = Plan::new(&self.settings, &self.shape, &Machine::of(&self.profile), false)?;
+        plan.check_fits(&self.settings, &self.shape)?;
+        Ok(plan)
+    }
+
+    /// Runs it.
+    ///
+    /// # Errors
+    /// Those of [`Simulation::plan`]; `Io` when the timeline cannot be written.
+    pub fn run(&self) -> Result<SimulatedRecord> {
+        let plan = self.plan()?;
+        let (outcome, tracks, window_ns) = simulate(&plan, &self.shape, &self.profile.name, self.steps, TRACE_SPANS)?;
+        if let Some(path) = &self.settings.trace {
+            write_chrome(path, &tracks)?;
+        }
+        Ok(SimulatedRecord {
+            bench: "simulate",
+            build: BuildFacts::this_program(),
+            hardware: HardwareFacts::of(&self.profile),
+            device: format!("simulated {}", self.profile.machine),
+            model: ModelFacts::new(self.config.clone(), &self.shape),
+            clip: self.steps.clip,
+            warmup: self.steps.warmup,
+            steps: self.steps.timed,
+            settings: self.settings.clone(),
+            plan: PlanFacts::new(&plan),
+            device_planned_bytes: plan.bytes_at(Place::Device),
+            host_planned_bytes: plan.bytes_at(Place::Host),
+            gantt: Gantt::new(
+                &tracks,
+                window_ns.end - (outcome.step_ms.samples.last().copied().unwrap_or(0.0) * 1e6) as u64..window_ns.end,
+            ),
+            outcome,
+        })
+    }
+}
+
+/// Runs `steps` of `plan` on the machine that it was made for: what they were, their timeline with room for `trace_spans` on
+/// each track, and when the timed ones ran on its clock.
+///
+/// # Errors
+/// `Resource` when not even addresses can be had.
+pub fn simulate(
+    plan: &Plan,
+    shape: &ModelShape,
+    name: &str,
+    steps: Steps,
+    trace_spans: usize,
+) -> Result<(Outcome, Vec<Recorder>, std::ops::Range<u64>)> {
+    let plan = Plan { host_memory: MemoryPolicy::unbacked(), trace_spans, ..plan.clone() };
+    let (dev, pool) = SimDevice::new(name, &plan.machine.rates, plan.machine.device, plan.threads, trace_spans);
+    let mut engine = Engine::new(plan, shape.clone(), dev, Pool::Simulated(pool), Arc::new(Doorbell::default()))?;
+    engine.send_weights()?;
+    let mut tokens = RandomTokens::new(0, shape.vocab);
+    steps.warm_up(&mut engine, &mut tokens)?;
+    let timed = steps.time(&mut engine, &mut tokens, &mut |_| ())?;
+    let (plan, window_ns) = (engine.plan().clone(), timed.window_ns.clone());
+    engine.flush()?;
+    let tracks = engine.finish()?;
+    Ok((timed.outcome(shape, &plan, Some(plan.machine.rates.matmul_flops(8192)), &tracks), tracks, window_ns))
+}
+
+impl fmt::Display for SimulatedRecord {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "{} of {:.3} B parameters on {}", self.model.config, self.model.params as f64 / 1e9, self.device)?;
+        write!(f, "{}\n\n{}", self.outcome, self.gantt)
+    }
+}
+
+/// The profile that `name` means: a file, or one that ships with the program.
+///
+/// # Errors
+/// Those of [`Profile::load`].
+pub fn profile(name: &Path) -> Result<Profile> {
+    Profile::load(&name.to_string_lossy())
+}

@@ -1,0 +1,197 @@
+//! Steps that are timed by the device's clock, and what they were in all.
+
+use super::clip::Clip;
+use super::facts::PlanFacts;
+use super::flops::StepFlops;
+use super::record::{Adam, Ends, ExposedTime, Link, Outcome, Speed, Spread, Verdicts};
+use crate::config::plan::Plan;
+use crate::device::Kernels;
+use crate::engine::coordinator::Counts;
+use crate::engine::counters::Counters;
+use crate::engine::executor::{Batches, Engine, Exposed, StepReport};
+use crate::engine::trace::Recorder;
+use crate::engine::verdict::Verdict;
+use crate::error::Result;
+use crate::model::shape::ModelShape;
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{Rng, SeedableRng};
+use std::fmt::Display;
+use std::ops::Range;
+
+/// Which steps are run.
+#[derive(Clone, Copy, Debug)]
+pub struct Steps {
+    /// Steps before the clock.
+    pub warmup: u64,
+    /// Steps that are timed.
+    pub timed: u64,
+    /// Which of them are clipped.
+    pub clip: Clip,
+}
+
+impl Steps {
+    /// Runs the steps of warm-up.
+    ///
+    /// # Errors
+    /// The engine's.
+    pub fn warm_up<D: Kernels>(self, engine: &mut Engine<D>, tokens: &mut RandomTokens) -> Result<()> {
+        (1..=self.warmup).try_for_each(|step| self.step(engine, tokens, step).map(drop))
+    }
+
+    fn step<D: Kernels>(self, engine: &mut Engine<D>, tokens: &mut RandomTokens, step: u64) -> Result<StepReport> {
+        engine.set_max_grad_norm(self.clip.max_grad_norm(step));
+        let learning_rate = engine.plan().hyper.lr;
+        engine.step(learning_rate, tokens)
+    }
+
+    /// Runs the timed steps, after those of warm-up; `tell` hears what was not as it should be.
+    ///
+    /// # Errors
+    /// The engine's.
+    pub fn time<D: Kernels>(self, engine: &mut Engine<D>, tokens: &mut RandomTokens, tell: &mut dyn FnMut(&dyn Display)) -> Result<Timed> {
+        let (mut reports, mut samples) = (Vec::with_capacity(self.timed as usize), Vec::with_capacity(self.timed as usize));
+        let from_ns = engine.now_ns();
+        let mut start_ns = from_ns;
+        for step in self.warmup + 1..=self.warmup + self.timed {
+            let report = self.step(engine, tokens, step)?;
+            // From end to end: what a step leaves to be done under the next one is in some step's time.
+            let end_ns = engine.now_ns();
+            samples.push((end_ns - start_ns) as f64 / 1e6);
+            start_ns = end_ns;
+            if self.clip.clips(step) != matches!(report.verdict, Verdict::Clip(_)) {
+                tell(&format_args!("step {step}: {:?} at gradient norm {:.3e}, not as --clip asks", report.verdict, report.grad_norm.0));
+            }
+            reports.push(report);
+        }
+        Ok(Timed::new(Spread::new(samples), from_ns..start_ns, &reports))
+    }
+}
+
+/// What the timed steps were in all.
+pub struct Timed {
+    step_ms: Spread,
+    /// When they ran, on the device's clock.
+    pub window_ns: Range<u64>,
+    exposed: Exposed,
+    counters: Counters,
+    bucket_steps: Counts,
+    verdicts: Verdicts,
+    loss: Ends,
+}
+
+impl Timed {
+    fn new(step_ms: Spread, window_ns: Range<u64>, reports: &[StepReport]) -> Self {
+        let loss = Ends { first: reports[0].loss, last: reports[reports.len() - 1].loss };
+        let (exposed, counters, bucket_steps, verdicts) = Default::default();
+        let mut timed = Self { step_ms, window_ns, exposed, counters, bucket_steps, verdicts, loss };
+        for report in reports {
+            timed.exposed.cpu_ns += report.exposed.cpu_ns;
+            timed.exposed.transfer_ns += report.exposed.transfer_ns;
+            timed.counters += report.counters;
+            timed.bucket_steps += report.counts;
+            match report.verdict {
+                Verdict::Commit => timed.verdicts.commit += 1,
+                Verdict::Clip(_) => timed.verdicts.clip += 1,
+                Verdict::SkipNonFinite => timed.verdicts.skip += 1,
+            }
+        }
+        timed
+    }
+
+    /// The figures of a record. `tracks` is the timeline, if one was recorded; `matmul_flops` the device's best product.
+    pub fn outcome(self, shape: &ModelShape, plan: &Plan, matmul_flops: Option<f64>, tracks: &[Recorder]) -> Outcome {
+        let recomputed_layers = PlanFacts::new(plan).recomputed_layers;
+        let flops = StepFlops::new(shape, plan.batch * plan.grad_accum_steps, plan.seq_length, recomputed_layers);
+        let seconds = self.step_ms.median / 1e3;
+        Outcome {
+            tokens_per_step: plan.tokens_per_step(),
+            tokens_per_second: plan.tokens_per_step() as f64 / seconds,
+            speed: Speed::new(flops, seconds, matmul_flops),
+            exposed: self.exposed(),
+            link: self.link(tracks),
+            adam: self.adam(),
+            verdicts: self.verdicts,
+            bucket_steps: self.bucket_steps,
+            loss: self.loss,
+            step_ms: self.step_ms,
+        }
+    }
+
+    /// A total as its share of one step.
+    fn per_step(&self, total: u64) -> f64 {
+        total as f64 / self.step_ms.samples.len() as f64
+    }
+
+    fn exposed(&self) -> ExposedTime {
+        let (cpu_ms, transfer_ms) = (self.per_step(self.exposed.cpu_ns) / 1e6, self.per_step(self.exposed.transfer_ns) / 1e6);
+        let mean_ms = self.step_ms.total() / self.step_ms.samples.len() as f64;
+        ExposedTime { cpu_ms, transfer_ms, device_busy_share: 1.0 - (cpu_ms + transfer_ms) / mean_ms }
+    }
+
+    fn link(&self, tracks: &[Recorder]) -> Link {
+        let Counters { d2h_bytes, h2d_bytes, .. } = self.counters;
+        let seconds = self.step_ms.total() / 1e3;
+        Link {
+            d2h_bytes: self.per_step(d2h_bytes),
+            h2d_bytes: self.per_step(h2d_bytes),
+            d2h_gb_per_s: d2h_bytes as f64 / seconds / 1e9,
+            h2d_gb_per_s: h2d_bytes as f64 / seconds / 1e9,
+            d2h_busy_gb_per_s: per_ns(d2h_bytes, self.time_on(tracks, "d2h", "copy_d2h")),
+            h2d_busy_gb_per_s: per_ns(h2d_bytes, self.time_on(tracks, "h2d", "copy_h2d")),
+        }
+    }
+
+    /// Nanoseconds of the spans `name` on `track` that began while steps were timed; 0 without a timeline.
+    fn time_on(&self, tracks: &[Recorder], track: &str, name: &str) -> u64 {
+        let spans = tracks.iter().filter(|recorder| recorder.track == track).flat_map(Recorder::spans);
+        spans.filter(|span| span.name == name && self.window_ns.contains(&span.start_ns)).map(|span| span.duration_ns).sum()
+    }
+
+    fn adam(&self) -> Adam {
+        let Counters { adam_elems, adam_bytes, adam_busy_ns, .. } = self.counters;
+        Adam {
+            params: self.per_step(adam_elems),
+            busy_ms: self.per_step(adam_busy_ns) / 1e6,
+            busy_gparams_per_s: per_ns(adam_elems, adam_busy_ns),
+            busy_gb_per_s: per_ns(adam_bytes, adam_busy_ns),
+        }
+    }
+}
+
+/// 10^9 a second; `None` when no time was spent.
+fn per_ns(amount: u64, ns: u64) -> Option<f64> {
+    (ns > 0).then(|| amount as f64 / ns as f64)
+}
+
+/// An endless text of random tokens.
+pub struct RandomTokens {
+    rng: ChaCha8Rng,
+    vocab: usize,
+    next: i32,
+}
+
+impl RandomTokens {
+    /// A text that depends on `seed` alone.
+    pub fn new(seed: u64, vocab: usize) -> Self {
+        let mut tokens = Self { rng: ChaCha8Rng::seed_from_u64(seed), vocab, next: 0 };
+        tokens.advance();
+        tokens
+    }
+
+    /// The present token; the next one takes its place.
+    fn advance(&mut self) -> i32 {
+        // Ids are int32 and a vocabulary fits; a product of 32 bits each needs no division.
+        let next = (u64::from(self.rng.next_u32()) * self.vocab as u64) >> 32;
+        std::mem::replace(&mut self.next, next as i32)
+    }
+}
+
+impl Batches for RandomTokens {
+    fn fill(&mut self, inputs: &mut [i32], targets: &mut [i32]) -> Result<()> {
+        for (input, target) in inputs.iter_mut().zip(targets) {
+            *input = self.advance();
+            *target = self.next;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,151 @@
+//! A device that computes nothing: every operation takes the time that a machine's profile gives it, on a clock of its own.
+//!
+//! The engine, the coordinator and the model's loop run on it as they are, so that it answers what a plan would do on a machine
+//! that is not here: the same spans, the same counters, the same reports. [`world`] is the machine, `kernels` what each
+//! operation costs, [`pool`] the optimizer's.
+
+mod kernels;
+mod pool;
+mod world;
+
+use super::{Addressing, Device, DeviceSlice, EventId, Place, RingShape, Stream};
+use crate::dtype::Dtype;
+use crate::engine::trace::Recorder;
+use crate::error::{Error, Result};
+use crate::host::pinned::PinnedSlice;
+use crate::planner::machine::DeviceMemory;
+use crate::planner::rates::Rates;
+use std::cell::RefCell;
+use std::rc::Rc;
+use world::{Kind, Work, World};
+
+pub use pool::SimPool;
+
+/// Alignment of addresses that nothing lies at.
+const ALIGN_BYTES: u64 = 256;
+/// Chunks of a ring of gradients, as on a GPU.
+const RING_GRAIN_BYTES: usize = 2 << 20;
+
+/// The imagined device.
+pub struct SimDevice {
+    name: String,
+    rates: Rates,
+    memory: DeviceMemory,
+    world: Rc<RefCell<World>>,
+    next_addr: u64,
+    /// Sums of squares that [`Kernels::grad_norm_partials`](super::Kernels::grad_norm_partials) last wrote the first of.
+    first_partial: Option<u64>,
+}
+
+impl SimDevice {
+    /// The device of a machine of these `rates`, and its optimizer's pool of `workers`. `name` is for people.
+    pub fn new(name: &str, rates: &Rates, memory: DeviceMemory, workers: usize, trace_spans: usize) -> (Self, SimPool) {
+        let shares_cores = memory == DeviceMemory::Shared;
+        let world = Rc::new(RefCell::new(World::new(rates, shares_cores, trace_spans)));
+        let (bytes_per_s, wake_up_s) = (rates.adam_bytes_per_s(workers), rates.wake_up_s);
+        let pool = SimPool { world: world.clone(), bytes_per_s, wake_up_s };
+        let device = Self { name: name.into(), rates: rates.clone(), memory, world, next_addr: ALIGN_BYTES, first_partial: None };
+        (device, pool)
+    }
+
+    /// Enqueues what takes `seconds` alone; the driver is busy with it for as long as a launch takes.
+    fn enqueue(&mut self, stream: Stream, kind: Kind, name: &'static str, seconds: f64) {
+        let mut world = self.world.borrow_mut();
+        world.enqueue(stream, Work { kind, name, index: u32::MAX, alone_ns: seconds * 1e9 });
+        world.spend(self.rates.launch_s * 1e9);
+    }
+}
+
+impl Device for SimDevice {
+    fn describe(&self) -> String {
+        format!("simulated {}", self.name)
+    }
+
+    fn alloc(&mut self, _name: &str, elems: usize, dtype: Dtype) -> Result<DeviceSlice> {
+        let addr = self.next_addr;
+        self.next_addr += ((elems * dtype.bytes()) as u64).next_multiple_of(ALIGN_BYTES);
+        Ok(DeviceSlice { addr, elems, dtype })
+    }
+
+    fn ring_grain_bytes(&self) -> usize {
+        RING_GRAIN_BYTES
+    }
+
+    fn alloc_ring(&mut self, name: &str, elems: usize, dtype: Dtype, _shape: RingShape) -> Result<DeviceSlice> {
+        self.alloc(name, elems, dtype)
+    }
+
+    fn alloc_unified(&mut self, name: &str, elems: usize, dtype: Dtype) -> Result<DeviceSlice> {
+        self.alloc(name, elems, dtype)
+    }
+
+    fn prefetch(&mut self, stream: Stream, memory: DeviceSlice, place: Place) -> Result<()> {
+        if let DeviceMemory::Own { addressing: Addressing::Managed | Addressing::Separate, .. } = self.memory {
+            let seconds = self.rates.latency_s + memory.bytes() as f64 / self.rates.managed_bytes_per_s;
+            self.enqueue(stream, Kind::Paging, super::prefetch_span(place), seconds);
+        }
+        Ok(())
+    }
+
+    fn pin(&mut self, _memory: PinnedSlice) -> Result<()> {
+        Ok(())
+    }
+
+    fn event(&mut self) -> Result<EventId> {
+        Ok(EventId(self.world.borrow_mut().event() as u32))
+    }
+
+    fn record(&mut self, event: EventId, stream: Stream) -> Result<()> {
+        self.world.borrow_mut().record(event.0 as usize, stream);
+        Ok(())
+    }
+
+    fn wait(&mut self, stream: Stream, event: EventId) -> Result<()> {
+        self.world.borrow_mut().wait(stream, event.0 as usize);
+        Ok(())
+    }
+
+    fn is_done(&mut self, event: EventId) -> Result<bool> {
+        Ok(self.world.borrow().is_done(event.0 as usize))
+    }
+
+    fn synchronize(&mut self, event: EventId) -> Result<()> {
+        while !self.is_done(event)? {
+            self.idle()?;
+        }
+        Ok(())
+    }
+
+    fn idle(&mut self) -> Result<bool> {
+        let advanced = self.world.borrow_mut().advance();
+        if advanced { Ok(true) } else { Err(Error::resource("wait for the step", "nothing is under way: a deadlock in the step protocol")) }
+    }
+
+    fn now_ns(&self) -> u64 {
+        self.world.borrow().now_ns()
+    }
+
+    fn waited_ns(&self) -> u64 {
+        self.world.borrow().waited_ns()
+    }
+
+    /// All values are nothing, but for the gradient's norm, which is 1: whether a step is clipped is for the threshold to say.
+    fn copy_d2h(&mut self, stream: Stream, src: DeviceSlice, dst: PinnedSlice) -> Result<()> {
+        assert_eq!(src.bytes(), dst.bytes(), "copy_d2h");
+        if Some(src.addr) == self.first_partial {
+            dst.with(|partials: &mut [f32]| partials[0] = 1.0);
+        }
+        self.enqueue(stream, Kind::ToHost, "copy_d2h", self.rates.to_host_s(src.bytes()));
+        Ok(())
+    }
+
+    fn copy_h2d(&mut self, stream: Stream, src: PinnedSlice, dst: DeviceSlice) -> Result<()> {
+        assert_eq!(src.bytes(), dst.bytes(), "copy_h2d");
+        self.enqueue(stream, Kind::ToDevice, "copy_h2d", self.rates.to_device_s(src.bytes()));
+        Ok(())
+    }
+
+    fn finish(&mut self) -> Vec<Recorder> {
+        self.world.borrow_mut().take_streams()
+    }
+}

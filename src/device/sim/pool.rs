@@ -1,0 +1,36 @@
+//! The optimizer's pool in the simulated machine: a job takes as long as its bytes do.
+
+use super::world::{Kind, Work, World};
+use crate::engine::trace::Recorder;
+use std::cell::RefCell;
+use std::rc::Rc;
+
+/// Takes jobs, and does none.
+pub struct SimPool {
+    pub(super) world: Rc<RefCell<World>>,
+    pub(super) bytes_per_s: f64,
+    pub(super) wake_up_s: f64,
+}
+
+impl SimPool {
+    /// Starts a job that reads and writes `bytes`.
+    pub fn submit(&mut self, (name, index): (&'static str, u32), bytes: u64) {
+        let alone_ns = (self.wake_up_s + bytes as f64 / self.bytes_per_s) * 1e9;
+        self.world.borrow_mut().submit(Work { kind: Kind::Adam, name, index, alone_ns });
+    }
+
+    /// Whether the last job is done.
+    pub fn is_idle(&self) -> bool {
+        self.world.borrow().pool_is_idle()
+    }
+
+    /// Nanoseconds with a job so far.
+    pub fn busy_ns(&self) -> u64 {
+        self.world.borrow().pool_busy_ns()
+    }
+
+    /// What was recorded.
+    pub fn finish(self) -> Recorder {
+        self.world.borrow_mut().take_pool()
+    }
+}

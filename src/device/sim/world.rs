@@ -1,0 +1,342 @@
+//! The simulated machine: four lanes that work, a driver that looks, and one clock.
+//!
+//! Time passes only when the driver spends some (it enqueues) or has nothing to do (it waits for the next thing to end). What
+//! works at the same time slows each other by the profile's factors, so that an operation's progress is a rate that changes
+//! whenever another one begins or ends.
+
+use crate::device::Stream;
+use crate::engine::trace::Recorder;
+use crate::planner::rates::Rates;
+use std::collections::VecDeque;
+
+/// Streams of the device, then the optimizer's pool.
+const LANES: usize = 4;
+const POOL: usize = 3;
+const TRACKS: [&str; LANES] = ["compute", "d2h", "h2d", "adam"];
+/// Work that is nearer to its end than this has ended. More than the clock can tell apart after an hour: else time would stand
+/// still before it.
+const EPSILON_NS: f64 = 1e-2;
+
+/// What an operation keeps busy: others of some kinds slow it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// The device's arithmetic.
+    Compute,
+    /// The link, out.
+    ToHost,
+    /// The link, in.
+    ToDevice,
+    /// Managed pages on their way; measured both ways at once.
+    Paging,
+    /// The CPUs and their memory.
+    Adam,
+}
+
+/// Something that takes time.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Work {
+    pub kind: Kind,
+    pub name: &'static str,
+    /// Bucket, layer or step; `u32::MAX` when there is none.
+    pub index: u32,
+    /// How long it takes alone.
+    pub alone_ns: f64,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Op {
+    Work(Work),
+    Record { event: usize, version: u64 },
+    Wait { event: usize, version: u64 },
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Running {
+    work: Work,
+    start_ns: f64,
+    left_ns: f64,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Event {
+    recorded: u64,
+    done: u64,
+}
+
+struct Lane {
+    queue: VecDeque<Op>,
+    running: Option<Running>,
+    waiting_since_ns: Option<f64>,
+    recorder: Recorder,
+    busy_ns: f64,
+}
+
+impl Lane {
+    fn new(track: &str, trace_spans: usize) -> Self {
+        Self { queue: VecDeque::new(), running: None, waiting_since_ns: None, recorder: Recorder::new(track, trace_spans), busy_ns: 0.0 }
+    }
+
+    fn span(&mut self, name: &'static str, index: u32, start_ns: f64, end_ns: f64) {
+        self.recorder.past_span(name, index, start_ns as u64, (end_ns - start_ns) as u64);
+    }
+
+    fn is_idle(&self) -> bool {
+        self.running.is_none() && self.queue.is_empty()
+    }
+}
+
+/// How much slower work of one kind is beside others; factors in (0, 1].
+#[derive(Clone, Copy, Debug)]
+struct Contention {
+    compute_under_copies: f64,
+    copies_both_ways: [f64; 2],
+    copies_under_adam: f64,
+    adam_under_copies: f64,
+    /// Kernels and the optimizer have the same cores.
+    shares_cores: bool,
+}
+
+impl Contention {
+    fn new(rates: &Rates, shares_cores: bool) -> Self {
+        let both_ways = |alone: f64| (rates.both_ways_bytes_per_s / alone).min(1.0);
+        Self {
+            compute_under_copies: rates.matmul_under_copies,
+            copies_both_ways: [both_ways(rates.to_host_bytes_per_s), both_ways(rates.to_device_bytes_per_s)],
+            copies_under_adam: rates.copies_under_adam,
+            adam_under_copies: rates.adam_under_copies,
+            shares_cores,
+        }
+    }
+
+    /// Progress of work of this kind, where 1 is alone, beside what `active` says is under way.
+    fn speed(&self, kind: Kind, active: impl Fn(Kind) -> bool) -> f64 {
+        // What was measured with copies both ways counts half for one.
+        let under_copies = |factor: f64| match (active(Kind::ToHost), active(Kind::ToDevice)) {
+            (true, true) => factor,
+            (false, false) => 1.0,
+            _ => f64::midpoint(1.0, factor),
+        };
+        let when = |condition: bool, factor: f64| if condition { factor } else { 1.0 };
+        match kind {
+            Kind::Compute => under_copies(self.compute_under_copies) * when(self.shares_cores && active(Kind::Adam), 0.5),
+            Kind::Adam => under_copies(self.adam_under_copies) * when(self.shares_cores && active(Kind::Compute), 0.5),
+            Kind::Paging => 1.0,
+            Kind::ToHost => when(active(Kind::ToDevice), self.copies_both_ways[0]) * when(active(Kind::Adam), self.copies_under_adam),
+            Kind::ToDevice => when(active(Kind::ToHost), self.copies_both_ways[1]) * when(active(Kind::Adam), self.copies_under_adam),
+        }
+    }
+}
+
+/// Lanes, events and the clock.
+pub(super) struct World {
+    now_ns: f64,
+    lanes: [Lane; LANES],
+    events: Vec<Event>,
+    contention: Contention,
+    waited_ns: f64,
+}
+
+impl World {
+    pub fn new(rates: &Rates, shares_cores: bool, trace_spans: usize) -> Self {
+        let lanes = TRACKS.map(|track| Lane::new(track, trace_spans));
+        Self { now_ns: 0.0, lanes, events: Vec::new(), contention: Contention::new(rates, shares_cores), waited_ns: 0.0 }
+    }
+
+    pub fn now_ns(&self) -> u64 {
+        self.now_ns as u64
+    }
+
+    /// Time in which the compute stream had nothing to do but wait for an event.
+    pub fn waited_ns(&self) -> u64 {
+        self.waited_ns as u64
+    }
+
+    pub fn event(&mut self) -> usize {
+        self.events.push(Event::default());
+        self.events.len() - 1
+    }
+
+    pub fn record(&mut self, event: usize, stream: Stream) {
+        self.events[event].recorded += 1;
+        let version = self.events[event].recorded;
+        self.push(stream, Op::Record { event, version });
+    }
+
+    pub fn wait(&mut self, stream: Stream, event: usize) {
+        let version = self.events[event].recorded;
+        self.push(stream, Op::Wait { event, version });
+    }
+
+    pub fn is_done(&self, event: usize) -> bool {
+        self.events[event].done >= self.events[event].recorded
+    }
+
+    pub fn enqueue(&mut self, stream: Stream, work: Work) {
+        self.push(stream, Op::Work(work));
+    }
+
+    fn push(&mut self, stream: Stream, op: Op) {
+        self.lanes[stream as usize].queue.push_back(op);
+        self.settle();
+    }
+
+    /// Gives the pool a job.
+    pub fn submit(&mut self, work: Work) {
+        self.lanes[POOL].queue.push_back(Op::Work(work));
+        self.settle();
+    }
+
+    pub fn pool_is_idle(&self) -> bool {
+        self.lanes[POOL].is_idle()
+    }
+
+    pub fn pool_busy_ns(&self) -> u64 {
+        self.lanes[POOL].busy_ns as u64
+    }
+
+    /// The driver works for so long; the lanes do, too.
+    pub fn spend(&mut self, ns: f64) {
+        let until = self.now_ns + ns;
+        while let Some(next) = self.next_end_ns().filter(|next| *next <= until) {
+            self.pass(next);
+        }
+        self.pass(until);
+    }
+
+    /// Lets time pass until something ends; false when nothing is under way.
+    pub fn advance(&mut self) -> bool {
+        let next = self.next_end_ns();
+        next.into_iter().for_each(|at| self.pass(at));
+        next.is_some()
+    }
+
+    /// The recorded spans of the device's streams.
+    pub fn take_streams(&mut self) -> Vec<Recorder> {
+        self.lanes[..POOL].iter_mut().map(|lane| std::mem::take(&mut lane.recorder)).collect()
+    }
+
+    /// The recorded spans of the pool.
+    pub fn take_pool(&mut self) -> Recorder {
+        std::mem::take(&mut self.lanes[POOL].recorder)
+    }
+
+    fn speeds(&self) -> [f64; LANES] {
+        let active = |kind| self.lanes.iter().any(|lane| lane.running.is_some_and(|running| running.work.kind == kind));
+        let speed = |lane: &Lane| lane.running.map_or(0.0, |running| self.contention.speed(running.work.kind, active));
+        [0, 1, 2, 3].map(|lane| speed(&self.lanes[lane]))
+    }
+
+    fn next_end_ns(&self) -> Option<f64> {
+        let speeds = self.speeds();
+        let ends = self.lanes.iter().zip(speeds).filter_map(|(lane, speed)| Some(self.now_ns + lane.running?.left_ns / speed));
+        ends.min_by(f64::total_cmp)
+    }
+
+    /// Time passes up to `until`, before which nothing ends.
+    fn pass(&mut self, until: f64) {
+        let (speeds, ns) = (self.speeds(), until - self.now_ns);
+        if self.lanes[Stream::Compute as usize].waiting_since_ns.is_some() {
+            self.waited_ns += ns;
+        }
+        self.now_ns = until;
+        for (lane, speed) in self.lanes.iter_mut().zip(speeds) {
+            let Some(running) = &mut lane.running else { continue };
+            running.left_ns -= ns * speed;
+            if running.left_ns <= EPSILON_NS {
+                let Running { work, start_ns, .. } = *running;
+                lane.busy_ns += until - start_ns;
+                lane.span(work.name, work.index, start_ns, until);
+                lane.running = None;
+            }
+        }
+        self.settle();
+    }
+
+    /// Starts what can start; what takes no time is done.
+    fn settle(&mut self) {
+        while (0..LANES).any(|lane| self.settle_lane(lane)) {}
+    }
+
+    /// Whether an event came that may let another lane go on.
+    fn settle_lane(&mut self, lane: usize) -> bool {
+        let (lane, now_ns) = (&mut self.lanes[lane], self.now_ns);
+        let mut told = false;
+        while lane.running.is_none() {
+            match lane.queue.front() {
+                None => break,
+                Some(Op::Wait { event, version }) if self.events[*event].done < *version => {
+                    lane.waiting_since_ns.get_or_insert(now_ns);
+                    break;
+                }
+                Some(Op::Wait { .. }) => {
+                    let since = lane.waiting_since_ns.take().filter(|since| *since < now_ns);
+                    since.into_iter().for_each(|since| lane.span("wait", u32::MAX, since, now_ns));
+                }
+                Some(Op::Record { event, version }) => {
+                    self.events[*event].done = *version;
+                    told = true;
+                }
+                Some(Op::Work(work)) => lane.running = Some(Running { work: *work, start_ns: now_ns, left_ns: work.alone_ns }),
+            }
+            lane.queue.pop_front();
+        }
+        told
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::planner::rates::tests::round_rates;
+
+    fn work(kind: Kind, alone_ns: f64) -> Work {
+        Work { kind, name: "work", index: 0, alone_ns }
+    }
+
+    fn world() -> World {
+        World::new(&round_rates(), false, 16)
+    }
+
+    #[test]
+    fn a_lane_works_in_order_and_waits_for_events() {
+        let mut world = world();
+        let copied = world.event();
+        assert!(world.is_done(copied), "an event that was never recorded");
+        world.enqueue(Stream::D2h, work(Kind::Compute, 30.0));
+        world.record(copied, Stream::D2h);
+        world.enqueue(Stream::Compute, work(Kind::Compute, 10.0));
+        world.wait(Stream::Compute, copied);
+        world.enqueue(Stream::Compute, work(Kind::Compute, 5.0));
+        assert!(!world.is_done(copied));
+        world.spend(29.0);
+        assert!(!world.is_done(copied) && world.waited_ns() == 19);
+        while world.advance() {}
+        assert_eq!((world.now_ns(), world.waited_ns(), world.is_done(copied)), (35, 20, true));
+        let spans = world.take_streams().remove(0).spans().iter().map(|span| (span.start_ns, span.duration_ns)).collect::<Vec<_>>();
+        assert_eq!(spans, [(0, 10), (10, 20), (30, 5)], "work, wait, work");
+    }
+
+    #[test]
+    fn what_works_at_the_same_time_slows_each_other() {
+        // Both ways at half speed, and copies at half speed beside Adam: see `round_rates`.
+        let mut world = world();
+        world.enqueue(Stream::D2h, work(Kind::ToHost, 100.0));
+        world.enqueue(Stream::H2d, work(Kind::ToDevice, 100.0));
+        while world.advance() {}
+        assert_eq!(world.now_ns(), 200);
+        world.enqueue(Stream::D2h, work(Kind::ToHost, 100.0));
+        world.submit(work(Kind::Adam, 60.0));
+        while world.advance() {}
+        // Adam is at 0.75 beside one copy: 80 ns, in which the copy makes 40 of its 100.
+        assert_eq!((world.now_ns(), world.pool_busy_ns()), (340, 80));
+    }
+
+    #[test]
+    fn a_device_on_the_hosts_cores_shares_them_with_the_optimizer() {
+        let mut world = World::new(&round_rates(), true, 0);
+        world.enqueue(Stream::Compute, work(Kind::Compute, 100.0));
+        world.submit(work(Kind::Adam, 50.0));
+        while world.advance() {}
+        assert_eq!(world.now_ns(), 150);
+    }
+}

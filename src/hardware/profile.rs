@@ -1,0 +1,451 @@
+//! A machine as numbers: what `probe` writes, the planner predicts from, and the simulated device obeys.
+//!
+//! A profile is a TOML file of version [`VERSION`]; those of some machines ship with the program. Rates hold alone, with nothing
+//! else running; [`Contention`] says what is left of them when others run beside. Every number names its source.
+
+use super::sourced::{Curve, Figure, quoted};
+use crate::device::Addressing;
+use crate::error::{Error, Result};
+use serde::Deserialize;
+use std::fmt;
+use std::path::Path;
+
+/// The profiles that ship with the program.
+const SHIPPED: [(&str, &str); 6] = [
+    ("h200-pcie5", include_str!("profiles/h200-pcie5.toml")),
+    ("gh200-96", include_str!("profiles/gh200-96.toml")),
+    ("gh200-144", include_str!("profiles/gh200-144.toml")),
+    ("gb200", include_str!("profiles/gb200.toml")),
+    ("h100-pcie", include_str!("profiles/h100-pcie.toml")),
+    ("mi300a", include_str!("profiles/mi300a.toml")),
+];
+
+/// The form of the files that this program reads and writes.
+pub const VERSION: u32 = 1;
+
+/// A machine with at most one GPU.
+#[derive(Clone, Debug, Deserialize, PartialEq)]
+#[serde(deny_unknown_fields)]
+pub struct Profile {
+    /// [`VERSION`].
+    pub version: u32,
+    /// What it is asked for by.
+    pub name: String,
+    /// What it is, for people.
+    pub machine: String,
+    /// Day on which the numbers were put together: `2026-11-21`.
+    pub date: String,
+    /// Other facts, for people: kernel, driver, the program that measured.
+    #[serde(default)]
+    pub facts: Vec<String>,
+    /// The GPU, if there is one.
+    pub gpu: Option<Gpu>,
+    /// What joins GPU and host; nothing does where they share memory.
+    pub link: Option<Link>,
+    /// CPUs and their memory.
+    pub host: Host,
+    /// What happens to rates where a link is busy.
+    pub contention: Option<Contention>,
+}
+
+/// A value of a section.
+trait Field {
+    /// What makes no sense about it.
+    fn nonsense(&self) -> Option<String>;
+
+    /// As TOML writes it; nothing when there is nothing to write.
+    fn toml(&self) -> Option<String>;
+}
+
+macro_rules! sourced_fields {
+    ($($kind:ty),*) => {$(
+        impl Field for $kind {
+            fn nonsense(&self) -> Option<String> {
+                self.nonsense()
+            }
+            fn toml(&self) -> Option<String> {
+                Some(self.toml())
+            }
+        }
+    )*};
+}
+
+sourced_fields!(Figure, Curve);
+
+impl<T: Field> Field for Option<T> {
+    fn nonsense(&self) -> Option<String> {
+        self.as_ref().and_then(Field::nonsense)
+    }
+    fn toml(&self) -> Option<String> {
+        self.as_ref().and_then(Field::toml)
+    }
+}
+
+impl Field for bool {
+    fn nonsense(&self) -> Option<String> {
+        None
+    }
+    fn toml(&self) -> Option<String> {
+        self.then(|| "true".into())
+    }
+}
+
+impl Field for Addressing {
+    fn nonsense(&self) -> Option<String> {
+        None
+    }
+    fn toml(&self) -> Option<String> {
+        let word = match self {
+            Self::Separate => "separate",
+            Self::Managed => "managed",
+            Self::Shared => "shared",
+        };
+        Some(quoted(word))
+    }
+}
+
+/// Names and values of a section.
+type Fields<'a> = Vec<(&'static str, &'a dyn Field)>;
+
+macro_rules! section {
+    ($(#[$doc:meta])* $name:ident { $($(#[$field_doc:meta])* $field:ident: $kind:ty),* $(,)? }) => {
+        $(#[$doc])*
+        #[derive(Clone, Debug, Deserialize, PartialEq)]
+        #[serde(deny_unknown_fields)]
+        pub struct $name {
+            $($(#[$field_doc])* pub $field: $kind,)*
+        }
+
+        impl $name {
+            /// Names and values, in the order in which they are written.
+            fn fields(&self) -> Fields<'_> {
+                vec![$((stringify!($field), &self.$field)),*]
+            }
+        }
+    };
+}
+
+section! {
+    /// A GPU. Its rates are those of a training step, under its power limit.
+    Gpu {
+        /// What its kernels reach of the host's memory.
+        addressing: Addressing,
+        /// GPU and CPUs have one memory: no states move, and the bytes of both sections are the same ones.
+        #[serde(default)]
+        shares_host_memory: bool,
+        /// Free memory.
+        memory_bytes: Figure,
+        /// Bytes a second, read and written, of pointwise kernels.
+        memory_bytes_per_s: Figure,
+        /// FLOPs a second of large 16-bit matrix products for as long as one likes.
+        matmul_flops: Figure,
+        /// The same for the first tenths of a second after a rest.
+        matmul_burst_flops: Figure,
+        /// The share of [`Gpu::matmul_flops`] that a product gets whose smallest dimension is so many elements.
+        matmul_share_by_least_dim: Curve,
+        /// FLOPs a second of causal attention's forward pass, counted as [`crate::model::shape::FLOPS_FORMULA`] does:
+        /// `2 heads head_dim S T`, half of the full matrix.
+        attention_forward_flops: Figure,
+        /// The same of its deterministic backward pass, counted as twice the forward pass, though the scores are computed again.
+        attention_backward_flops: Figure,
+        /// Seconds of the driver's thread to enqueue a kernel.
+        launch_s: Figure,
+        /// Seconds that the smallest kernel takes on the device, from the end of the one before it.
+        kernel_s: Figure,
+    }
+}
+
+section! {
+    /// Copies between pinned host memory and the GPU.
+    Link {
+        /// Bytes a second from the GPU to the host: large copies, nothing the other way.
+        to_host_bytes_per_s: Figure,
+        /// The same from the host to the GPU.
+        to_device_bytes_per_s: Figure,
+        /// Bytes a second each way while both ways are busy.
+        both_ways_bytes_per_s: Figure,
+        /// Share of its rate that a copy of so many bytes to the host gets, all it waits for included.
+        to_host_share_by_bytes: Curve,
+        /// The same to the GPU.
+        to_device_share_by_bytes: Curve,
+        /// Seconds that the smallest copy takes.
+        latency_s: Figure,
+        /// Bytes a second each way while pages of managed memory come and go; absent where none do.
+        managed_bytes_per_s: Option<Figure>,
+    }
+}
+
+section! {
+    /// CPUs and their memory.
+    Host {
+        /// CPUs that a run may use.
+        cpus: Figure,
+        /// Free memory.
+        memory_bytes: Figure,
+        /// Bytes read and written a second, triad, all CPUs.
+        memory_bytes_per_s: Figure,
+        /// Bytes that the optimizer's passes read and write a second, by threads. A parameter with 16-bit gradient and weight is 28
+        /// bytes to step, and 30 to commit and speculate on.
+        adam_bytes_per_s_by_threads: Curve,
+        /// Bytes that casts between fp32 and bf16 read and write a second, by threads.
+        cast_bytes_per_s_by_threads: Curve,
+        /// Seconds until workers that wait begin a new job.
+        wake_up_s: Figure,
+        /// FLOPs a second of fp32 matrix products of the CPU device on all CPUs; absent where only a GPU is meant to compute.
+        matmul_flops: Option<Figure>,
+    }
+}
+
+section! {
+    /// The share that is left of a rate, above 0 and at most 1, while something else runs beside.
+    Contention {
+        /// Matrix products, while copies go both ways.
+        matmul_under_copies: Figure,
+        /// Copies, each way, while the optimizer runs on all its threads.
+        copies_under_adam: Figure,
+        /// The optimizer, while copies run.
+        adam_under_copies: Figure,
+    }
+}
+
+impl Profile {
+    /// The profile that `name_or_file` names: one that ships with the program, or a file.
+    ///
+    /// # Errors
+    /// `Usage` when there is neither; `Io` when a file cannot be read; those of [`Profile::parse`].
+    pub fn load(name_or_file: &str) -> Result<Self> {
+        if let Some((name, text)) = SHIPPED.iter().find(|(name, _)| *name == name_or_file) {
+            return Self::parse(text, Path::new(name));
+        }
+        let path = Path::new(name_or_file);
+        if !path.exists() {
+            let names = Self::names().join(", ");
+            return Err(Error::usage(format!("no hardware profile `{name_or_file}`: neither a file nor one of {names}")));
+        }
+        Self::parse(&std::fs::read_to_string(path).map_err(|e| Error::io("read", path, e))?, path)
+    }
+
+    /// The names of the profiles that ship with the program.
+    pub fn names() -> [&'static str; SHIPPED.len()] {
+        SHIPPED.map(|(name, _)| name)
+    }
+
+    /// Reads a profile; `file` is named in errors.
+    ///
+    /// # Errors
+    /// `Format` naming the field that lacks, that nobody knows, or whose number makes no sense.
+    pub fn parse(text: &str, file: &Path) -> Result<Self> {
+        let profile: Self = toml::from_str(text).map_err(|e| Error::format(file, e.to_string().trim_end()))?;
+        profile.check().map_err(|cause| Error::format(file, cause))?;
+        Ok(profile)
+    }
+
+    /// Looks for what makes no sense.
+    fn check(&self) -> std::result::Result<(), String> {
+        if self.version != VERSION {
+            return Err(format!("version {} of a hardware profile; this program reads {VERSION}", self.version));
+        }
+        for (section, fields) in self.sections() {
+            if let Some((field, why)) = fields.into_iter().find_map(|(name, field)| field.nonsense().map(|why| (name, why))) {
+                return Err(format!("{section}.{field}: {why}"));
+            }
+        }
+        self.check_cpus()?;
+        self.check_contention()?;
+        self.check_sections()
+    }
+
+    fn check_cpus(&self) -> std::result::Result<(), String> {
+        let cpus = self.host.cpus.value;
+        if cpus.fract() == 0.0 { Ok(()) } else { Err(format!("host.cpus: {cpus} is not a whole number")) }
+    }
+
+    fn check_contention(&self) -> std::result::Result<(), String> {
+        let Some(Contention { matmul_under_copies, copies_under_adam, adam_under_copies }) = &self.contention else { return Ok(()) };
+        let shares = [
+            ("matmul_under_copies", matmul_under_copies),
+            ("copies_under_adam", copies_under_adam),
+            ("adam_under_copies", adam_under_copies),
+        ];
+        match shares.into_iter().find(|(_, share)| share.value > 1.0) {
+            Some((field, share)) => Err(format!("contention.{field}: {} is more than all, 1", share.value)),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether the sections are there that belong together.
+    fn check_sections(&self) -> std::result::Result<(), String> {
+        let has_link = self.gpu.as_ref().is_some_and(|gpu| !gpu.shares_host_memory);
+        for (section, is_there) in [("link", self.link.is_some()), ("contention", self.contention.is_some())] {
+            match (has_link, is_there) {
+                (true, false) => return Err(format!("missing section `{section}`: a GPU with its own memory has one")),
+                (false, true) => return Err(format!("section `{section}`: only a GPU with its own memory has one")),
+                _ => {}
+            }
+        }
+        if self.gpu.is_none() && self.host.matmul_flops.is_none() {
+            return Err("missing field `host.matmul_flops`: without a section `gpu` the CPUs compute".into());
+        }
+        Ok(())
+    }
+
+    /// The sections that are there.
+    fn sections(&self) -> impl Iterator<Item = (&'static str, Fields<'_>)> {
+        let gpu = self.gpu.as_ref().map(|gpu| ("gpu", gpu.fields()));
+        let link = self.link.as_ref().map(|link| ("link", link.fields()));
+        let contention = self.contention.as_ref().map(|contention| ("contention", contention.fields()));
+        [gpu, link, Some(("host", self.host.fields())), contention].into_iter().flatten()
+    }
+}
+
+impl fmt::Display for Profile {
+    /// The file that reads back as this profile.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { version, name, machine, date, facts, .. } = self;
+        let facts: Vec<_> = facts.iter().map(|fact| quoted(fact)).collect();
+        write!(f, "version = {version}\nname = {}\nmachine = {}\ndate = {}\n", quoted(name), quoted(machine), quoted(date))?;
+        writeln!(f, "facts = [{}]", facts.join(", "))?;
+        for (section, fields) in self.sections() {
+            writeln!(f, "\n[{section}]")?;
+            for (name, text) in fields.into_iter().filter_map(|(name, field)| field.toml().map(|text| (name, text))) {
+                writeln!(f, "{name} = {text}")?;
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const BAD: [&str; 6] = ["0", "-1", "nan", "inf", "-inf", "1e300"];
+
+    fn shipped() -> impl Iterator<Item = &'static str> {
+        SHIPPED.iter().map(|(_, text)| *text)
+    }
+
+    fn h200() -> &'static str {
+        SHIPPED[0].1
+    }
+
+    fn parse(text: &str) -> Result<Profile> {
+        Profile::parse(text, Path::new("here.toml"))
+    }
+
+    fn refused(text: &str) -> String {
+        parse(text).expect_err(text).to_string()
+    }
+
+    /// The lines of `text` that set a field, with the section that they are in.
+    fn fields(text: &str) -> impl Iterator<Item = (&str, &str)> {
+        let mut section = "";
+        text.lines().filter_map(move |line| {
+            section = line.strip_prefix('[').and_then(|line| line.strip_suffix(']')).unwrap_or(section);
+            line.contains(" = {").then_some((section, line))
+        })
+    }
+
+    #[test]
+    fn every_shipped_profile_is_valid_and_named_as_its_file() {
+        for name in Profile::names() {
+            let profile = Profile::load(name).unwrap();
+            assert_eq!(profile.name, name);
+            let Profile { host, gpu, .. } = &profile;
+            assert_eq!(gpu.as_ref().is_some_and(|gpu| gpu.shares_host_memory), profile.link.is_none(), "{name}");
+            let adam = &host.adam_bytes_per_s_by_threads.value;
+            assert!(adam.at(1.0) < adam.at(host.cpus.value) && adam.0.last().unwrap().0 == host.cpus.value, "{name}");
+            for link in &profile.link {
+                assert!(link.to_host_bytes_per_s.value < host.memory_bytes_per_s.value, "{name}: a host feeds its link");
+                assert!(link.both_ways_bytes_per_s.value < link.to_host_bytes_per_s.value, "{name}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_written_reads_back() {
+        for profile in Profile::names().map(|name| Profile::load(name).unwrap()) {
+            assert_eq!(parse(&profile.to_string()).unwrap(), profile);
+        }
+        let odd = Profile { facts: vec!["two\n\"lines\"".into(), "#".into()], ..Profile::load("mi300a").unwrap() };
+        assert_eq!(parse(&odd.to_string()).unwrap(), odd);
+    }
+
+    #[test]
+    fn every_nonsense_number_is_an_error_naming_file_and_field() {
+        for text in shipped() {
+            for (section, line) in fields(text) {
+                let (name, value) = line.split_once(" = { value = ").unwrap();
+                let (_, rest) = value.split_once(", source").unwrap();
+                for bad in BAD {
+                    let bad = if value.starts_with('[') { format!("[[1, 2], [3, {bad}]]") } else { bad.into() };
+                    let message = refused(&text.replace(line, &format!("{name} = {{ value = {bad}, source{rest}")));
+                    assert!(message.starts_with("here.toml: ") && message.contains(&format!("{section}.{name}: ")), "{message}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn numbers_of_other_sources_are_looked_at_too() {
+        let message = refused(&h200().replacen("value = 669e12", "value = -669e12", 1));
+        assert!(message.contains("gpu.matmul_flops"), "{message}");
+    }
+
+    #[test]
+    fn every_missing_or_unknown_field_is_named() {
+        for text in shipped() {
+            for (_, line) in fields(text) {
+                let (name, rest) = line.split_once(" = ").unwrap();
+                let message = refused(&text.replace(line, &format!("{name}_ = {rest}")));
+                assert!(message.contains(&format!("`{name}_`")), "{message}");
+                if name != "managed_bytes_per_s" {
+                    let message = refused(&text.replace(line, ""));
+                    assert!(message.contains(&format!("missing field `{name}`")), "{message}");
+                }
+            }
+        }
+        assert!(refused("").contains("version"));
+    }
+
+    #[test]
+    fn what_does_not_belong_together_is_refused() {
+        let with = |from: &str, to: &str| {
+            assert!(h200().contains(from), "{from}");
+            refused(&h200().replacen(from, to, 1))
+        };
+        assert!(with("version = 1", "version = 2").contains("version 2"));
+        assert!(with("cpus = { value = 16", "cpus = { value = 1.5").contains("host.cpus"));
+        assert!(
+            with("matmul_under_copies = { value = 0.92", "matmul_under_copies = { value = 1.2").contains("contention.matmul_under_copies")
+        );
+        assert!(with("source = \"the machine\"", "sauce = \"the machine\"").contains("sauce"));
+        assert!(with("[[65536, 0.237]", "[[262145, 0.237]").contains("link.to_host_share_by_bytes: points must ascend"));
+        assert!(with("addressing = \"managed\"", "addressing = \"managed\"\nshares_host_memory = true").contains("section `link`"));
+        let (before, contention) = h200().split_once("[contention]").unwrap();
+        assert!(refused(before).contains("missing section `contention`"));
+        let host = &before[before.find("[host]").unwrap()..];
+        let header = &h200()[..h200().find("[gpu]").unwrap()];
+        assert!(refused(&format!("{header}{host}")).contains("host.matmul_flops"));
+        let cpus_only = format!("{header}{host}matmul_flops = {{ value = 1e11, source = \"\" }}\n");
+        assert!(parse(&cpus_only).unwrap().gpu.is_none());
+        assert!(refused(&format!("{cpus_only}[contention]{contention}")).contains("section `contention`"));
+    }
+
+    #[test]
+    fn an_unknown_name_lists_what_there_is() {
+        let error = Profile::load("tpu").unwrap_err();
+        assert!(error.exit_code() == 2 && error.to_string().contains("h200-pcie5, gh200-96"), "{error}");
+    }
+
+    proptest! {
+        #[test]
+        fn damaged_profiles_never_panic(which in 0..SHIPPED.len(), from in any::<prop::sample::Index>(), cut in 0usize..200, with in "\\PC{0,8}|[0-9.e\\[\\]{},= -]{0,8}") {
+            let text = SHIPPED[which].1;
+            let boundary = |at: usize| (0..=at.min(text.len())).rev().find(|&at| text.is_char_boundary(at)).unwrap_or(0);
+            let from = boundary(from.index(text.len()));
+            let _ = parse(&format!("{}{with}{}", &text[..from], &text[boundary(from + cut)..]));
+        }
+    }
+}

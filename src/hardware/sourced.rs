@@ -1,0 +1,151 @@
+//! Numbers that name their source: single ones, and curves.
+
+use serde::Deserialize;
+
+/// Numbers from here on would overflow what is counted in them.
+const TOO_LARGE: f64 = 1e20;
+
+/// A number or a curve, where it is from, and what others say. Its unit is what the name of its field ends with.
+#[derive(Clone, Debug, Deserialize, PartialEq)]
+#[serde(deny_unknown_fields)]
+pub struct Sourced<T> {
+    /// What is used.
+    pub value: T,
+    /// A measurement, a document, or an assumption and its reason.
+    pub source: String,
+    /// Sources that disagree.
+    #[serde(default = "Vec::new")]
+    pub others: Vec<Other<T>>,
+}
+
+/// What another source says.
+#[derive(Clone, Debug, Deserialize, PartialEq)]
+#[serde(deny_unknown_fields)]
+pub struct Other<T> {
+    /// As [`Sourced::value`].
+    pub value: T,
+    /// As [`Sourced::source`].
+    pub source: String,
+}
+
+/// One number.
+pub type Figure = Sourced<f64>;
+
+/// A number that depends on another.
+pub type Curve = Sourced<Points>;
+
+/// Points `(x, y)` of a curve in ascending order of `x`.
+#[derive(Clone, Debug, Deserialize, PartialEq)]
+#[serde(transparent)]
+pub struct Points(pub Vec<(f64, f64)>);
+
+impl Points {
+    /// `y` at `x`: between two points on the straight line over the logarithm of `x`, beyond the ends that of the end.
+    ///
+    /// # Panics
+    /// If there is no point.
+    pub fn at(&self, x: f64) -> f64 {
+        let Self(points) = self;
+        let after = points.partition_point(|&(at, _)| at <= x);
+        let (left, right) = (points[after.saturating_sub(1)], points[after.min(points.len() - 1)]);
+        if left.0 == right.0 { left.1 } else { left.1 + (right.1 - left.1) * (x / left.0).ln() / (right.0 / left.0).ln() }
+    }
+}
+
+/// What can have a source.
+pub(super) trait Value {
+    /// What is wrong with it, if anything.
+    fn nonsense(&self) -> Option<String>;
+
+    /// As TOML writes it.
+    fn toml(&self) -> String;
+}
+
+impl Value for f64 {
+    fn nonsense(&self) -> Option<String> {
+        let makes_sense = *self > 0.0 && *self < TOO_LARGE;
+        (!makes_sense).then(|| format!("{self} is not a number above 0 and below {TOO_LARGE:e}"))
+    }
+
+    fn toml(&self) -> String {
+        if (1e-3..1e6).contains(self) { format!("{self:?}") } else { format!("{self:e}") }
+    }
+}
+
+impl Value for Points {
+    fn nonsense(&self) -> Option<String> {
+        let Self(points) = self;
+        if points.is_empty() {
+            return Some("a curve without points".into());
+        }
+        let number = points.iter().find_map(|(x, y)| x.nonsense().or_else(|| y.nonsense()));
+        let descent = points.windows(2).find(|pair| pair[0].0 >= pair[1].0);
+        number.or_else(|| descent.map(|pair| format!("points must ascend, but {} comes before {}", pair[0].0, pair[1].0)))
+    }
+
+    fn toml(&self) -> String {
+        let points: Vec<_> = self.0.iter().map(|(x, y)| format!("[{}, {}]", x.toml(), y.toml())).collect();
+        format!("[{}]", points.join(", "))
+    }
+}
+
+impl<T: Value> Sourced<T> {
+    /// What makes no sense about its values.
+    pub(super) fn nonsense(&self) -> Option<String> {
+        self.value.nonsense().or_else(|| self.others.iter().find_map(|other| other.value.nonsense()))
+    }
+
+    /// As an inline table of TOML.
+    pub(super) fn toml(&self) -> String {
+        let pair = |value: &T, source: &str| format!("value = {}, source = {}", value.toml(), quoted(source));
+        let others: Vec<_> = self.others.iter().map(|other| format!("{{ {} }}", pair(&other.value, &other.source))).collect();
+        let others = if others.is_empty() { String::new() } else { format!(", others = [{}]", others.join(", ")) };
+        format!("{{ {}{others} }}", pair(&self.value, &self.source))
+    }
+}
+
+/// `text` as TOML writes it.
+pub(super) fn quoted(text: &str) -> String {
+    toml::Value::from(text).to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn a_curve_is_straight_over_the_logarithm_and_level_beyond_its_ends() {
+        let curve = Points(vec![(1.0, 10.0), (4.0, 30.0), (16.0, 35.0)]);
+        let at = [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 99.0].map(|x| curve.at(x));
+        assert_eq!(at, [10.0, 10.0, 20.0, 30.0, 32.5, 35.0, 35.0]);
+        assert_eq!(Points(vec![(3.0, 7.0)]).at(5.0), 7.0);
+    }
+
+    #[test]
+    fn nonsense_is_said() {
+        let said = |points: &[(f64, f64)]| Points(points.to_vec()).nonsense().unwrap_or_default();
+        assert_eq!(said(&[(1.0, 2.0), (2.0, 1.0)]), "");
+        assert!(said(&[]).contains("without points"));
+        assert!(said(&[(2.0, 1.0), (2.0, 1.0)]).contains("2 comes before 2"));
+        for bad in [0.0, -1.0, f64::NAN, f64::INFINITY, 1e300] {
+            assert!(bad.nonsense().unwrap().contains(&bad.to_string()), "{bad}");
+            assert!(said(&[(1.0, bad)]).contains(&bad.to_string()) && said(&[(bad, 1.0)]).contains(&bad.to_string()), "{bad}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_written_reads_back(
+            value in proptest::num::f64::POSITIVE, points in prop::collection::vec((proptest::num::f64::POSITIVE, 0.0..1e19), 0..4), source in "\\PC*",
+        ) {
+            let others = vec![Other { value: Points(points.clone()), source: source.clone() }];
+            let curve = Curve { value: Points(points), source: source.clone(), others };
+            let figure = Figure { value, source, others: vec![] };
+            #[derive(Deserialize, PartialEq, Debug)]
+            struct Both { curve: Curve, figure: Figure }
+            let text = format!("curve = {}\nfigure = {}", curve.toml(), figure.toml());
+            prop_assert_eq!(toml::from_str::<Both>(&text).unwrap(), Both { curve, figure }, "{}", text);
+        }
+    }
+}

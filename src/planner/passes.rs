@@ -1,0 +1,64 @@
+//! What forward and backward of a micro-batch cost on the device: the model's own loop, on a device that only counts.
+
+use super::budget::Needs;
+use crate::device::sim::SimDevice;
+use crate::device::{Device, DeviceSlice, Stream};
+use crate::error::Result;
+use crate::host::memory_policy::MemoryPolicy;
+use crate::host::pinned::HostMemory;
+use crate::model::activations::{ActivationPlan, LossTile};
+use crate::model::policy::LayerPolicy;
+use crate::model::tensors::{Stage, TensorTable};
+use crate::model::{MicroStep, Model};
+
+/// Rows of the loss's tile here: a product with more is no faster.
+const TILE_ROWS_MAX: usize = 16 << 10;
+
+/// Seconds of a micro-batch.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Passes {
+    /// Forward and backward when every layer keeps everything.
+    keep_s: f64,
+    /// What a layer adds that computes its cheap parts again.
+    cheap_s: f64,
+    /// What a layer adds that computes all of its forward pass again.
+    block_s: f64,
+}
+
+impl Passes {
+    pub fn of(needs: &Needs) -> Result<Self> {
+        let of = |policy| micro_step_s(needs, policy);
+        let keep_s = of(LayerPolicy::Keep)?;
+        // The last layer that shares its buffers still has its values.
+        let layers = (needs.shape.layers - 1).max(1) as f64;
+        let added_s = |policy| of(policy).map(|s| (s - keep_s) / layers);
+        Ok(Self { keep_s, cheap_s: added_s(LayerPolicy::RecomputeCheap)?, block_s: added_s(LayerPolicy::RecomputeBlock)? })
+    }
+
+    pub fn micro_step_s(&self, policies: &[LayerPolicy]) -> f64 {
+        let added_s = |policy: &LayerPolicy| match policy {
+            LayerPolicy::Keep => 0.0,
+            LayerPolicy::RecomputeCheap => self.cheap_s,
+            LayerPolicy::RecomputeBlock | LayerPolicy::Host => self.block_s,
+        };
+        self.keep_s + policies.iter().map(added_s).sum::<f64>()
+    }
+}
+
+fn micro_step_s(needs: &Needs, policy: LayerPolicy) -> Result<f64> {
+    let (shape, machine) = (needs.shape, &needs.machine);
+    let (mut dev, _) = SimDevice::new("passes", &machine.rates, machine.device, 1, 0);
+    let tile = LossTile { rows: (needs.batch * needs.seq_length).min(TILE_ROWS_MAX), vocab: shape.vocab };
+    let plan = ActivationPlan::new(shape, needs.batch, needs.seq_length, needs.dtype, tile, &vec![policy; shape.layers])?;
+    let activations = plan.allocate(&mut dev, &mut HostMemory::new(MemoryPolicy::unbacked()))?;
+    let flat = DeviceSlice { addr: 0, elems: TensorTable::new(shape).flat_elems(), dtype: needs.dtype };
+    let model = Model::new(shape.clone(), flat, flat, activations)?;
+    let layers = || (0..shape.layers).map(Stage::Layer);
+    [Stage::Embed].into_iter().chain(layers()).try_for_each(|stage| model.forward(&mut dev, stage))?;
+    model.head(&mut dev, MicroStep { first: true, inv_tokens: 1.0, loss_scale: 1.0 }, true)?;
+    layers().rev().chain([Stage::Embed]).try_for_each(|stage| model.backward(&mut dev, stage, true))?;
+    let done = dev.event()?;
+    dev.record(done, Stream::Compute)?;
+    dev.synchronize(done)?;
+    Ok(dev.now_ns() as f64 / 1e9)
+}

@@ -1,0 +1,198 @@
+//! What a machine does in a second, out of its profile: what predictions are made from and the simulated device obeys.
+
+use crate::hardware::profile::{Contention, Gpu, Host, Link, Profile};
+use crate::hardware::sourced::Points;
+use std::sync::{Arc, LazyLock};
+
+/// Whose rates are assumed where nobody says better: a GPU with PCIe 5, measured.
+const ASSUMED: &str = "h200-pcie5";
+
+/// Rates of kernels, copies and the optimizer; alone, unless a name says otherwise.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Rates {
+    /// The profile's name.
+    pub profile: String,
+    large_matmul_flops: f64,
+    matmul_share_by_least_dim: Points,
+    /// FLOPs a second of attention's forward pass.
+    pub attention_forward_flops: f64,
+    /// FLOPs a second of attention's backward pass, counted as twice the forward pass.
+    pub attention_backward_flops: f64,
+    /// Bytes that pointwise kernels read and write a second.
+    pub device_bytes_per_s: f64,
+    /// Seconds of the driver to enqueue something.
+    pub launch_s: f64,
+    /// Seconds that the smallest kernel takes.
+    pub kernel_s: f64,
+    /// Bytes a second from the device to the host, large copies.
+    pub to_host_bytes_per_s: f64,
+    /// The same from the host to the device.
+    pub to_device_bytes_per_s: f64,
+    /// Bytes a second each way, while both are busy.
+    pub both_ways_bytes_per_s: f64,
+    to_host_share_by_bytes: Points,
+    to_device_share_by_bytes: Points,
+    /// Seconds that the smallest copy takes.
+    pub latency_s: f64,
+    /// Bytes of managed memory a second, each way, while pages come and go.
+    pub managed_bytes_per_s: f64,
+    adam_bytes_per_s_by_threads: Points,
+    /// Seconds until waiting workers begin a job.
+    pub wake_up_s: f64,
+    /// Share that is left of products while copies go both ways.
+    pub matmul_under_copies: f64,
+    /// Share that is left of copies while the optimizer runs.
+    pub copies_under_adam: f64,
+    /// Share that is left of the optimizer while copies run.
+    pub adam_under_copies: f64,
+}
+
+impl Rates {
+    /// Those of `profile`. On a machine whose CPUs compute everything is as fast as they and their memory are, and a copy reads
+    /// and writes that memory.
+    pub fn of(profile: &Profile) -> Self {
+        let Profile { gpu, link, host, contention, .. } = profile;
+        let by_cpus = Self::by_cpus(&profile.name, host);
+        let by_gpu = gpu.as_ref().map_or(by_cpus.clone(), |gpu| by_cpus.with_gpu(gpu));
+        let linked = link.as_ref().map_or(by_gpu.clone(), |link| by_gpu.with_link(link));
+        contention.as_ref().map_or(linked.clone(), |contention| linked.with_contention(contention))
+    }
+
+    /// Those of the profile that is assumed where nobody says better.
+    pub fn assumed() -> Arc<Self> {
+        static RATES: LazyLock<Arc<Rates>> = LazyLock::new(|| {
+            let profile = Profile::load(ASSUMED).expect("it ships with the program and is tested");
+            Arc::new(Rates::of(&profile))
+        });
+        RATES.clone()
+    }
+
+    fn by_cpus(profile: &str, host: &Host) -> Self {
+        let (memory, whole) = (host.memory_bytes_per_s.value, Points(vec![(1.0, 1.0)]));
+        let flops = host.matmul_flops.as_ref().map_or(1.0, |flops| flops.value);
+        Self {
+            profile: profile.into(),
+            large_matmul_flops: flops,
+            matmul_share_by_least_dim: whole.clone(),
+            attention_forward_flops: flops,
+            attention_backward_flops: flops,
+            device_bytes_per_s: memory,
+            launch_s: host.wake_up_s.value,
+            kernel_s: host.wake_up_s.value,
+            to_host_bytes_per_s: memory / 2.0,
+            to_device_bytes_per_s: memory / 2.0,
+            both_ways_bytes_per_s: memory / 4.0,
+            to_host_share_by_bytes: whole.clone(),
+            to_device_share_by_bytes: whole,
+            latency_s: host.wake_up_s.value,
+            managed_bytes_per_s: memory / 2.0,
+            adam_bytes_per_s_by_threads: host.adam_bytes_per_s_by_threads.value.clone(),
+            wake_up_s: host.wake_up_s.value,
+            matmul_under_copies: 1.0,
+            copies_under_adam: 0.5,
+            adam_under_copies: 0.5,
+        }
+    }
+
+    fn with_gpu(self, gpu: &Gpu) -> Self {
+        Self {
+            large_matmul_flops: gpu.matmul_flops.value,
+            matmul_share_by_least_dim: gpu.matmul_share_by_least_dim.value.clone(),
+            attention_forward_flops: gpu.attention_forward_flops.value,
+            attention_backward_flops: gpu.attention_backward_flops.value,
+            device_bytes_per_s: gpu.memory_bytes_per_s.value,
+            launch_s: gpu.launch_s.value,
+            kernel_s: gpu.kernel_s.value,
+            ..self
+        }
+    }
+
+    fn with_link(self, link: &Link) -> Self {
+        let both_ways = link.both_ways_bytes_per_s.value;
+        Self {
+            to_host_bytes_per_s: link.to_host_bytes_per_s.value,
+            to_device_bytes_per_s: link.to_device_bytes_per_s.value,
+            both_ways_bytes_per_s: both_ways,
+            to_host_share_by_bytes: link.to_host_share_by_bytes.value.clone(),
+            to_device_share_by_bytes: link.to_device_share_by_bytes.value.clone(),
+            latency_s: link.latency_s.value,
+            managed_bytes_per_s: link.managed_bytes_per_s.as_ref().map_or(both_ways, |managed| managed.value),
+            ..self
+        }
+    }
+
+    fn with_contention(self, contention: &Contention) -> Self {
+        Self {
+            matmul_under_copies: contention.matmul_under_copies.value,
+            copies_under_adam: contention.copies_under_adam.value,
+            adam_under_copies: contention.adam_under_copies.value,
+            ..self
+        }
+    }
+
+    /// FLOPs a second of a product whose smallest dimension is `least_dim`.
+    pub fn matmul_flops(&self, least_dim: usize) -> f64 {
+        self.large_matmul_flops * self.matmul_share_by_least_dim.at(least_dim as f64)
+    }
+
+    /// Seconds of a copy of `bytes` to the host, alone.
+    pub fn to_host_s(&self, bytes: usize) -> f64 {
+        let bytes = bytes as f64;
+        self.latency_s.max(bytes / (self.to_host_bytes_per_s * self.to_host_share_by_bytes.at(bytes)))
+    }
+
+    /// Seconds of a copy of `bytes` to the device, alone.
+    pub fn to_device_s(&self, bytes: usize) -> f64 {
+        let bytes = bytes as f64;
+        self.latency_s.max(bytes / (self.to_device_bytes_per_s * self.to_device_share_by_bytes.at(bytes)))
+    }
+
+    /// Bytes that `workers` of the optimizer's pool read and write a second.
+    pub fn adam_bytes_per_s(&self, workers: usize) -> f64 {
+        self.adam_bytes_per_s_by_threads.at(workers as f64)
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    /// A machine that is easy to reckon with: 1e12 FLOPs and 1e12 bytes a second on the device, 1e11 bytes a second alone on the
+    /// link and for the optimizer, half of that when both ways are busy.
+    pub(crate) fn round_rates() -> Rates {
+        let whole = Points(vec![(1.0, 1.0)]);
+        Rates {
+            profile: "round".into(),
+            large_matmul_flops: 1e12,
+            matmul_share_by_least_dim: whole.clone(),
+            attention_forward_flops: 1e12,
+            attention_backward_flops: 1e12,
+            device_bytes_per_s: 1e12,
+            launch_s: 0.0,
+            kernel_s: 0.0,
+            to_host_bytes_per_s: 1e11,
+            to_device_bytes_per_s: 1e11,
+            both_ways_bytes_per_s: 5e10,
+            to_host_share_by_bytes: whole.clone(),
+            to_device_share_by_bytes: whole,
+            latency_s: 0.0,
+            managed_bytes_per_s: 1e10,
+            adam_bytes_per_s_by_threads: Points(vec![(1.0, 1e11)]),
+            wake_up_s: 0.0,
+            matmul_under_copies: 1.0,
+            copies_under_adam: 0.5,
+            adam_under_copies: 0.5,
+        }
+    }
+
+    #[test]
+    fn a_machine_without_a_gpu_copies_through_its_memory() {
+        let mut profile = Profile::load(ASSUMED).unwrap();
+        let gpu = Rates::of(&profile);
+        assert!(gpu.matmul_flops(8192) > 100.0 * gpu.matmul_flops(1).min(1e9) && gpu.to_host_s(4) == gpu.latency_s);
+        (profile.gpu, profile.link, profile.contention) = (None, None, None);
+        let cpus = Rates::of(&profile);
+        assert_eq!(cpus.to_host_bytes_per_s, profile.host.memory_bytes_per_s.value / 2.0);
+        assert_eq!(cpus.adam_bytes_per_s(16), gpu.adam_bytes_per_s(16));
+    }
+}
