@@ -17,6 +17,11 @@ use superoffload::config::settings::Settings;
 use superoffload::error::{Error, Result};
 use superoffload::hardware::doctor::{self, Probes};
 use superoffload::hardware::topology::Topology;
+use superoffload::model::presets;
+use superoffload::planner::answer::Answer;
+use superoffload::planner::machine::Machine;
+use superoffload::planner::search::Question;
+use superoffload::train::setup::check_context;
 use superoffload::metrics::{FLOPS_FORMULA, StepMetrics};
 use superoffload::model::weights::{Options, export_checkpoint};
 use superoffload::optim::simd::Isa;
@@ -53,9 +58,11 @@ enum Command {
     },
     /// Say what this machine is, and what would make it faster.
     Doctor,
+    /// Choose how to train a model on a machine, here (`--hardware this`) or not: does it fit, how fast, what binds, what else there is.
+    Plan(Box<PlanOptions>),
     /// Measure this machine in less than a minute: a profile for the planner, every number with its source.
     Probe(ProbeOptions),
-    /// Time steps on a machine that is not here, by its profile.
+    /// Time steps on a machine that is not here, by its profile (`--hardware`).
     Simulate(Box<SimulateOptions>),
     /// Measure what this machine does.
     #[command(subcommand)]
@@ -63,10 +70,20 @@ enum Command {
 }
 
 #[derive(clap::Args)]
+struct PlanOptions {
+    /// Tokens of an optimizer step; the plan cuts them into micro-batches [default: as the batch flags say].
+    #[arg(long, value_name = "N")]
+    tokens_per_step: Option<usize>,
+    /// Print a JSON line instead of tables.
+    #[arg(long)]
+    json: bool,
+    /// What is fixed; `--model` may be the name of a configuration that ships with the program. The rest is chosen.
+    #[command(flatten)]
+    train: TrainOptions,
+}
+
+#[derive(clap::Args)]
 struct SimulateOptions {
-    /// The machine: the name of a profile that ships with the program, or a profile's file.
-    #[arg(long, value_name = "PROFILE|FILE")]
-    hardware: PathBuf,
     /// Print the JSON line instead of a table and a picture.
     #[arg(long)]
     json: bool,
@@ -144,6 +161,7 @@ fn run(command: Command) -> Result<i32> {
             answer(doctor::report(&topology, &isa, &probes, Path::new("/sys/fs/resctrl")).trim_end())?;
             Ok(0)
         }
+        Command::Plan(options) => run_plan(*options),
         Command::Probe(options) => run_probe(&options),
         Command::Simulate(options) => run_simulate(*options),
         Command::Bench(Bench::Step(options)) => bench_step(*options),
@@ -190,6 +208,24 @@ fn bench_step(options: StepOptions) -> Result<i32> {
     Ok(0)
 }
 
+fn run_plan(options: PlanOptions) -> Result<i32> {
+    let PlanOptions { tokens_per_step, json, train } = options;
+    let fixed = TrainOptions { model: None, ..train.clone() }.over_config_file()?;
+    let config = train.model.ok_or_else(|| Error::usage("plan: --model is missing: a model's directory, or a name"))?;
+    let (settings, shape, profile) =
+        (Settings::resolve_over(Settings::default(), fixed.clone())?, presets::shape(&config)?, simulate::profile(&fixed, &mut |line| remark(line))?);
+    check_context(&settings, &shape)?;
+    let machine = Machine::of(&profile);
+    let question = Question { settings: &settings, fixed: &fixed, tokens_per_step, shape: &shape, machine: &machine };
+    let chosen = Answer::to(question, &config.display().to_string(), &profile)?;
+    if json {
+        answer(serde_json::to_string(&chosen).map_err(|e| Error::format("the answer", e))?)?;
+    } else {
+        answer(&chosen)?;
+    }
+    Ok(0)
+}
+
 /// The table goes to standard output, the profile to a file.
 fn run_probe(options: &ProbeOptions) -> Result<i32> {
     let file = options.out.as_deref().map(ProfileFile::open).transpose()?;
@@ -202,9 +238,11 @@ fn run_probe(options: &ProbeOptions) -> Result<i32> {
 }
 
 fn run_simulate(options: SimulateOptions) -> Result<i32> {
-    let SimulateOptions { hardware, json, step } = options;
+    let SimulateOptions { json, step } = options;
     let out = step.out.clone();
-    let simulation = Simulation::new(StepOptions { train: step.train.clone().over_config_file()?, ..step }, simulate::profile(&hardware)?)?;
+    let step = StepOptions { train: step.train.clone().over_config_file()?, ..step };
+    let profile = simulate::profile(&step.train, &mut |line| remark(line))?;
+    let simulation = Simulation::new(step, profile)?;
     let file = out.as_deref().map(RecordFile::open).transpose()?;
     if !json {
         answer(simulation.plan()?)?;

@@ -100,6 +100,9 @@ fn steps_allocate_nothing_and_memory_stays_flat() {
     if cfg!(feature = "superchip-cast") {
         steps(STRATEGIES[1], "cast = \"device\"\n");
     }
+    if cfg!(feature = "weight-flow") {
+        STRATEGIES[..3].iter().for_each(|strategy| _ = steps(strategy, "weights = \"flow\"\n"));
+    }
     steps_of(STRATEGIES[3], "", |plan| plan.paged = plan.layout.count());
     memory_stays_flat();
 }
@@ -111,7 +114,9 @@ fn steps(strategy: &str, more: &str) -> Counts {
 
 fn steps_of(strategy: &str, more: &str, change: impl FnOnce(&mut Plan)) -> Counts {
     let settings = settings(&format!("{COMMON}{}{strategy}{more}", resident(strategy)));
-    let shape = tiny_llama(2, 64, 256, true);
+    // Enough layers for a ring of two to save memory.
+    let layers = if more.contains("flow") { 5 } else { 2 };
+    let shape = tiny_llama(layers, 64, 256, true);
     let mut plan = Plan::new(&settings, &shape, &Machine::cpu(2), true).unwrap();
     change(&mut plan);
     let (mut engine, mut loader) = (start(&plan, &shape, random_params(1)), loader(&settings, &shape));

@@ -11,7 +11,9 @@ use superoffload::config::plan::Plan;
 use superoffload::device::RingShape;
 use superoffload::engine::coordinator::Counts;
 use superoffload::host::pinned::RING_GRAIN_BYTES;
-use superoffload::model::tensors::Stage;
+#[cfg(feature = "weight-flow")]
+use superoffload::model::shape::ModelShape;
+use superoffload::model::tensors::{Stage, TensorTable};
 use superoffload::planner::machine::Machine;
 
 /// Everything that must not matter, and everything that must.
@@ -44,7 +46,7 @@ const STEPS: u64 = 6;
 
 fn run(case: &Case, way: &Way) -> (String, Counts, Vec<u32>) {
     let shape = tiny_llama(case.layers, 32, case.vocab, case.tied);
-    let table = superoffload::model::tensors::TensorTable::new(&shape);
+    let table = TensorTable::new(&shape);
     let element = |at: f64| table.specs()[(at * table.specs().len() as f64) as usize].range().start + (at * 7.0) as usize;
     let inject: Vec<String> =
         case.faults.iter().map(|(step, at, value)| format!("{{step = {step}, element = {}, value = {value}}}", element(*at))).collect();
@@ -227,17 +229,14 @@ fn the_papers_inverse_rollback_is_not_exact_and_says_so() {
 #[test]
 fn a_ring_of_gradients_changes_no_bit() {
     let shape = tiny_llama(12, 32, 64, true);
-    let table = superoffload::model::tensors::TensorTable::new(&shape);
+    let table = TensorTable::new(&shape);
     let run = |lines: &str, ring: bool| {
         let common = "dtype = \"float32\"\nseq-length = 8\nper-device-train-batch-size = 2\nlearning-rate = 1e-2\nmax-steps = 99\nseed = 5";
         let settings = settings(&format!("{common}\n{lines}"));
         let mut plan = Plan::new(&settings, &shape, &Machine::cpu(2), false).unwrap();
         if ring {
-            // One layer and a bucket fit into a grain; the tied embedding stays outside.
-            let period_elems = RING_GRAIN_BYTES / 4;
-            let end = table.stage_range(Stage::Embed).start.min(plan.layout.offloaded_elems());
-            plan.grad_ring = Some(RingShape { ringed_elems: end / period_elems * period_elems, period_elems });
-            assert!(end > 4 * period_elems && table.stage_range(Stage::Layer(0)).len() + plan.layout.bucket_elems() <= period_elems);
+            plan.grad_ring = grad_ring(&plan, &table);
+            assert!(plan.grad_ring.is_some_and(|ring| ring.ringed_elems > 4 * ring.period_elems), "{:?}", plan.grad_ring);
         }
         let mut engine = start(&plan, &shape, random_params(5));
         let (mut batches, mut counts) = (Noise::new(5, 64), Counts::default());
@@ -260,6 +259,16 @@ fn a_ring_of_gradients_changes_no_bit() {
         speculated += counts.speculated;
     }
     assert_eq!(speculated > 0, cfg!(feature = "stv"));
+}
+
+/// The shortest ring of gradients that holds any stage and a bucket, if that is shorter than them all. The embeddings stay outside.
+fn grad_ring(plan: &Plan, table: &TensorTable) -> Option<RingShape> {
+    let grain = RING_GRAIN_BYTES / plan.dtype.bytes();
+    let stage_elems = [Stage::Head, Stage::Layer(0)].map(|stage| table.stage_range(stage).len());
+    let period_elems = (stage_elems[0].max(stage_elems[1]) + plan.layout.bucket_elems()).next_multiple_of(grain);
+    let end = table.stage_range(Stage::Embed).start.min(plan.layout.offloaded_elems());
+    let ringed_elems = end / grain * grain;
+    (ringed_elems > period_elems).then_some(RingShape { ringed_elems, period_elems })
 }
 
 /// Paged states: every optimizer on the device, states in memory that both sides know. Nothing is speculated, and nothing but
@@ -297,4 +306,73 @@ fn paged_states_change_no_bit() {
             assert_eq!(moved, if skipped { (0, 0, 0) } else { (paged, paged, 0) }, "seed {seed}, step {step}");
         }
     }
+}
+
+/// Weights that stream through a ring: a copy that comes too early, or a kernel that does, would change bits. And every stage
+/// comes once for the forward and once for the backward pass, unless it lies there still.
+#[cfg(feature = "weight-flow")]
+#[test]
+fn streamed_weights_change_no_bit_and_come_once_a_pass() {
+    let (mut speculated, mut skipped) = (0, 0);
+    for seed in 0..36u64 {
+        let pick = |every: u64, count: usize| (seed / every) as usize % count;
+        let shape = tiny_llama([12, 15][pick(2, 2)], 32, [64, 300][pick(4, 2)], seed % 2 == 0);
+        let (clip, accum, faults) = (["0.0", "1e-3", "1.7", "1e9"][pick(1, 4)], 1 + pick(3, 3), seed % 3 == 0);
+        let dtype = ["bfloat16", "float32", "float16"][pick(6, 3)];
+        let fault = if faults { "inject = [{step = 3, element = 5000, value = \"nan\"}]" } else { "" };
+        let common = format!(
+            "dtype = \"{dtype}\"\nmax-grad-norm = {clip}\ngradient-accumulation-steps = {accum}\n{fault}\nseed = 5\nseq-length = 8\n\
+             per-device-train-batch-size = 2\nlearning-rate = 1e-2\nweight-decay = 0.1\nmax-steps = 99"
+        );
+        let run = |lines: &str| {
+            let mut plan = Plan::new(&settings(&format!("{common}\n{lines}")), &shape, &Machine::cpu(2), false).unwrap();
+            if plan.weight_ring.is_some() && accum == 1 {
+                plan.grad_ring = grad_ring(&plan, &TensorTable::new(&shape));
+            }
+            let mut engine = start(&plan, &shape, random_params(5));
+            let (mut batches, mut counts, mut arrived) = (Noise::new(5, 64), Counts::default(), 0);
+            for _ in 0..STEPS {
+                let report = engine.step(1e-2, &mut batches).unwrap();
+                counts += report.counts;
+                arrived += report.counters.h2d_bytes;
+            }
+            let logits: Vec<u32> = engine.logits(&mut batches).unwrap().into_iter().map(f32::to_bits).collect();
+            ((digest(&mut engine), logits), counts, arrived, plan)
+        };
+        let (want, ..) = run("strategy = \"no-offload\"\nthreads = 1");
+        let bucket = [0.0078, 0.0156, 0.03][pick(2, 3)];
+        let way = format!("weights = \"flow\"\nbucket-mib = {bucket}\nslots = {}\ndevice = \"cpu\"\nadversary = {seed}", 1 + seed % 3);
+        let without = if seed % 4 == 1 { "without = [\"adaptive\"]" } else { "" };
+        let resident = if cfg!(feature = "repartition") { seed % 3 } else { 0 };
+        for lines in
+            [format!("strategy = \"superoffload\"\nresident-buckets = {resident}\n{without}"), "strategy = \"zero-offload\"".into()]
+        {
+            let (have, counts, arrived, plan) = run(&format!("{way}\n{lines}"));
+            assert!(have == want, "seed {seed}, {dtype}, clip {clip}, {accum} micro-batches, {lines}");
+            let (streamed, beside) =
+                (streamed_elems(&plan, &shape), plan.layout.offloaded_elems() - plan.weight_ring.unwrap().ringed_elems);
+            let width = plan.dtype.bytes() as u64;
+            if plan.barrier && counts.skipped == 0 {
+                // What does not stream returns once a step, and came once before the first. A skipped step leaves weights as they are.
+                assert_eq!(arrived, (STEPS * streamed + (STEPS + 1) * beside as u64) * width, "seed {seed}, {lines}");
+            }
+            assert!(arrived >= (STEPS - 1) * streamed * width);
+            (speculated, skipped) = (speculated + counts.speculated, skipped + counts.skipped);
+        }
+    }
+    assert!(skipped > 0 && (speculated > 0) == cfg!(feature = "stv"));
+}
+
+/// Elements that stream in a step all of whose weights are new. A pass ends with what fits whole into the ring still there for
+/// the next, which begins at that end.
+#[cfg(feature = "weight-flow")]
+fn streamed_elems(plan: &Plan, shape: &ModelShape) -> u64 {
+    let (table, ring) = (TensorTable::new(shape), plan.weight_ring.unwrap());
+    let ends = table.stages().map(|stage| table.stage_range(stage).end.min(ring.ringed_elems));
+    let mut borders: Vec<_> = [0].into_iter().chain(ends).collect();
+    borders.dedup();
+    let at_turn = *borders.iter().rfind(|&&end| end <= ring.period_elems).unwrap();
+    let at_end = ring.ringed_elems - borders.iter().find(|&&start| start + ring.period_elems >= ring.ringed_elems).unwrap();
+    let accum = plan.grad_accum_steps;
+    (2 * accum * ring.ringed_elems - accum * at_turn - (accum - 1) * at_end) as u64
 }

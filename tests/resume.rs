@@ -1,6 +1,8 @@
 //! A run that was ended at any moment goes on to the same bits: kill -9, signals, damaged checkpoints, a full disk.
 
 use crate::campaign::record;
+#[cfg(feature = "weight-flow")]
+use crate::program::CONFIG;
 use crate::program::{Outcome, STEPS, Workspace, program, run};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -153,6 +155,21 @@ fn a_resumed_run_may_be_laid_out_anew() {
         workspace.copy_checkpoints("whole", &out, &[6]);
         assert_eq!(run(&mut workspace.resume(&out, flags)).digest(), digest, "{flags:?}");
         assert_whole(&workspace, &out);
+    }
+}
+
+/// And between weights that stay on the device and weights that stream to it.
+#[cfg(feature = "weight-flow")]
+#[test]
+fn a_run_whose_weights_stream_is_resumed() {
+    let workspace = Workspace::new();
+    workspace.write("model/config.json", CONFIG.replace("\"num_hidden_layers\": 1", "\"num_hidden_layers\": 12"));
+    let digest = reference(&workspace, &[]);
+    die_after_checkpoint(&workspace, "streams", 6, &["--weights", "flow"]);
+    for weights in ["flow", "stationary"] {
+        workspace.copy_checkpoints("streams", weights, &[6]);
+        assert_eq!(run(&mut workspace.resume(weights, &["--weights", weights])).digest(), digest, "{weights}");
+        assert_whole(&workspace, weights);
     }
 }
 

@@ -27,6 +27,22 @@ pub enum Error {
         /// What is wrong with it.
         cause: String,
     },
+    /// A program failed, or printed something else than it should.
+    #[error("run {command}: {cause}")]
+    Program {
+        /// The command line.
+        command: String,
+        /// What it said last, or what is wrong with what it printed.
+        cause: String,
+    },
+    /// A picture could not be drawn.
+    #[error("draw {figure}: {cause}")]
+    Draw {
+        /// The figure's id.
+        figure: String,
+        /// What the drawing library said.
+        cause: String,
+    },
 }
 
 impl Error {

@@ -1,12 +1,15 @@
-//! A figure is a folder: `fig-NN_name` or `table-N_name`, with `README.md` and `expected.csv`.
+//! A figure is a folder: `fig-NN_name` or `table-N_name`, with `README.md`, `config.toml`, `expected.csv` and `results/`.
 
+use crate::config::Config;
 use crate::csv::Table;
 use crate::error::{Error, Result};
+use crate::lines;
+use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// A figure or table of the paper, as its folder's README describes it.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// A figure or table of the paper, as its folder describes it.
+#[derive(Clone, Debug, PartialEq)]
 pub struct Figure {
     /// The folder's name up to the underscore: `fig-06`.
     pub id: String,
@@ -18,13 +21,18 @@ pub struct Figure {
     pub claim: String,
     /// What it takes to reproduce it.
     pub needs: String,
-    folder: PathBuf,
+    /// What is drawn, checked and run.
+    pub config: Config,
+    /// The folder.
+    pub folder: PathBuf,
+    /// A folder whose lines stand in for those of the same name, and which new files go to.
+    pub scratch: Option<PathBuf>,
 }
 
 /// Every figure and table below `dir`, by id.
 ///
 /// # Errors
-/// When `dir` or a README cannot be read, or a README lacks its title, claim or needs.
+/// When `dir`, a README or a `config.toml` cannot be read, or lacks what it must hold.
 pub fn all(dir: &Path) -> Result<Vec<Figure>> {
     let io = |source| Error::Io { path: dir.into(), source };
     let mut figures = Vec::new();
@@ -55,7 +63,37 @@ impl Figure {
         let (label, title) =
             heading.split_once(": ").ok_or_else(|| Error::Format { path: path.clone(), cause: format!("no colon in {heading:?}") })?;
         let (claim, needs) = (required("Claim: ")?.into(), required("Needs: ")?.trim_end_matches('.').into());
-        Ok(Self { id: id.into(), label: label.into(), title: title.into(), claim, needs, folder })
+        let config = config(&folder.join("config.toml"))?;
+        Ok(Self { id: id.into(), label: label.into(), title: title.into(), claim, needs, config, folder, scratch: None })
+    }
+
+    /// The same figure, which reads lines of `scratch` before its own and writes there only.
+    pub fn with_scratch(mut self, scratch: &Path) -> Self {
+        self.scratch = Some(scratch.join(self.folder_name()));
+        self
+    }
+
+    /// Name of the folder.
+    pub fn folder_name(&self) -> &str {
+        self.folder.file_name().and_then(|name| name.to_str()).unwrap_or(&self.id)
+    }
+
+    /// Where a file of this figure is written.
+    pub fn output_path(&self, name: &str) -> PathBuf {
+        self.scratch.as_ref().unwrap_or(&self.folder).join(name)
+    }
+
+    /// The lines of `files`.
+    ///
+    /// # Errors
+    /// When one cannot be read.
+    pub fn lines(&self, files: &[String]) -> Result<Vec<Value>> {
+        let mut all = Vec::new();
+        for name in files {
+            let fresh = self.output_path(name);
+            all.extend(lines::read(&if fresh.exists() { fresh } else { self.folder.join(name) })?);
+        }
+        Ok(all)
     }
 
     /// Where the paper's numbers are.
@@ -73,28 +111,10 @@ impl Figure {
     }
 }
 
-fn read(path: &Path) -> Result<String> {
-    fs::read_to_string(path).map_err(|source| Error::Io { path: path.into(), source })
+fn config(path: &Path) -> Result<Config> {
+    Config::parse(&read(path)?).map_err(|cause| Error::Format { path: path.into(), cause })
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn folders_name_figures() {
-        assert_eq!(id("fig-06_weight-flow"), Some("fig-06"));
-        assert_eq!(id("table-2_breakdown"), Some("table-2"));
-        assert_eq!((id("src"), id("fig-06"), id("other_thing")), (None, None, None));
-    }
-
-    #[test]
-    fn a_readme_without_its_parts_is_named() {
-        let dir = tempfile::tempdir().unwrap();
-        let folder = dir.path().join("fig-01_x");
-        fs::create_dir(&folder).unwrap();
-        assert!(all(dir.path()).unwrap_err().to_string().contains("fig-01_x/README.md"));
-        fs::write(folder.join("README.md"), "# Figure 1: x\n").unwrap();
-        assert!(all(dir.path()).unwrap_err().to_string().ends_with("no line begins with \"Claim: \""));
-    }
+fn read(path: &Path) -> Result<String> {
+    fs::read_to_string(path).map_err(|source| Error::Io { path: path.into(), source })
 }

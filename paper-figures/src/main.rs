@@ -1,13 +1,28 @@
-//! `paper-figures`: what the SuperOffload paper reports, figure by figure, and what can be computed again.
+//! `paper-figures`: every figure and table of the SuperOffload paper, from lines that runs have left.
 
+mod check;
+mod config;
 mod csv;
 mod error;
 mod figure;
+mod lines;
+mod parameters;
+mod plot;
+mod program;
+mod run;
+mod series;
+#[cfg(test)]
+mod tests;
+mod timeline;
+mod training;
+mod verdict;
 mod weight_flow;
 
 use clap::{Parser, Subcommand};
 use error::{Error, Result};
 use figure::Figure;
+use program::Programs;
+use run::Choice;
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -19,23 +34,50 @@ struct Args {
     /// Directory that holds the folders of the figures.
     #[arg(long, global = true, value_name = "DIR", default_value = env!("CARGO_MANIFEST_DIR"), hide_default_value = true)]
     dir: PathBuf,
+    /// Directory of the programs [default: this program's].
+    #[arg(long, global = true, value_name = "DIR")]
+    programs: Option<PathBuf>,
     #[command(subcommand)]
     command: Command,
 }
 
 #[derive(Subcommand)]
 enum Command {
-    /// List every figure and table: what it shows, what it needs, how far it is reproduced.
+    /// List every figure and table: what it shows, and how far it is reproduced.
     List,
     /// Print a figure's claim and the numbers that the paper reports.
     Show {
         /// `fig-06`, `table-2`.
         id: String,
     },
-    /// Compute a figure again: JSON lines, then the largest deviation from the paper. Only `fig-06` so far.
+    /// Run the sweeps of a figure and write its lines.
     Run {
         /// `fig-06`.
         id: String,
+        /// What this machine has besides a CPU: sweeps that need it are run, too.
+        #[arg(long, value_name = "gpu|...")]
+        with: Vec<String>,
+    },
+    /// Draw a figure from its lines, or `all`.
+    Plot {
+        /// `fig-06`.
+        id: String,
+    },
+    /// Check lines, pictures and claims of every figure; exit 1 if something is wrong.
+    Check,
+    /// Write the table of verdicts into the README.
+    Table,
+    /// Run, draw and check every figure.
+    All {
+        /// With small sizes on the CPU, in minutes, into --out; nothing that is committed is touched.
+        #[arg(long)]
+        kick_the_tires: bool,
+        /// Where --kick-the-tires writes [default: target/kick-the-tires].
+        #[arg(long, value_name = "DIR")]
+        out: Option<PathBuf>,
+        /// As in `run`.
+        #[arg(long, value_name = "gpu|...")]
+        with: Vec<String>,
     },
 }
 
@@ -49,116 +91,127 @@ fn main() -> ExitCode {
     }
 }
 
-/// What to print, and whether the figure agrees with the paper.
+/// What to print, and whether everything is as it should be.
 struct Output {
     text: String,
-    agrees: bool,
+    is_good: bool,
 }
 
-fn run(args: &Args) -> Result<Output> {
-    let good = |text| Output { text, agrees: true };
-    match &args.command {
-        Command::List => Ok(good(list(&figure::all(&args.dir)?))),
-        Command::Show { id } => show(&find(&args.dir, id)?).map(good),
-        Command::Run { id } => run_figure(&find(&args.dir, id)?),
+impl Output {
+    fn good(text: impl Into<String>) -> Self {
+        Self { text: text.into(), is_good: true }
+    }
+
+    fn complaints(wrong: &[String]) -> Self {
+        let all = if wrong.is_empty() { "every figure is as its lines say\n".into() } else { format!("{}\n", wrong.join("\n")) };
+        Self { text: all, is_good: wrong.is_empty() }
     }
 }
 
-fn find(dir: &Path, id: &str) -> Result<Figure> {
-    let figures = figure::all(dir)?;
-    let known: Vec<_> = figures.iter().map(|figure| figure.id.clone()).collect();
-    let found = figures.into_iter().find(|figure| figure.id == id);
-    found.ok_or_else(|| Error::Usage(format!("no figure {id}: there are {}", known.join(", "))))
+fn run(args: &Args) -> Result<Output> {
+    let figures = figure::all(&args.dir)?;
+    match &args.command {
+        Command::List => list(&figures).map(Output::good),
+        Command::Show { id } => show(find(&figures, id)?).map(Output::good),
+        Command::Run { id, with } => {
+            let choice = Choice { is_quick: false, with: with.clone() };
+            let said = run::run(find(&figures, id)?, &programs(args)?, &choice)?;
+            Ok(Output::good(format!("{}\n", said.join("\n"))))
+        }
+        Command::Plot { id } if id == "all" => figures.iter().try_for_each(plot::write).map(|()| Output::good("")),
+        Command::Plot { id } => plot::write(find(&figures, id)?).map(|()| Output::good("")),
+        Command::Check => check(args, &figures),
+        Command::Table => table(args, &figures),
+        Command::All { kick_the_tires: true, out, with } => kick_the_tires(args, figures, out.as_deref(), with),
+        Command::All { with, .. } => all(args, &figures, with),
+    }
 }
 
-fn list(figures: &[Figure]) -> String {
-    let rows = figures.iter().map(|figure| [figure.id.clone(), figure.title.clone(), state(figure).into(), figure.needs.clone()].into());
-    let header = ["id", "title", "state", "needs"].map(String::from).into();
-    csv::Table { comments: Vec::new(), header, rows: rows.collect() }.aligned()
+fn programs(args: &Args) -> Result<Programs> {
+    let here = || -> std::io::Result<PathBuf> { Ok(std::env::current_exe()?.parent().unwrap_or(Path::new(".")).into()) };
+    let binaries = match &args.programs {
+        Some(folder) => std::path::absolute(folder).map_err(|source| Error::Io { path: folder.clone(), source })?,
+        None => here().map_err(|source| Error::Io { path: "this program".into(), source })?,
+    };
+    Ok(Programs { binaries, figures: args.dir.clone() })
 }
 
-fn state(figure: &Figure) -> &'static str {
-    if figure.id == weight_flow::ID { "runs: a model" } else { "expected data only" }
+fn find<'a>(figures: &'a [Figure], id: &str) -> Result<&'a Figure> {
+    let known = || figures.iter().map(|figure| figure.id.as_str()).collect::<Vec<_>>().join(", ");
+    figures.iter().find(|figure| figure.id == id).ok_or_else(|| Error::Usage(format!("no figure {id}: there are {}", known())))
+}
+
+fn list(figures: &[Figure]) -> Result<String> {
+    let row = |figure: &Figure| Ok(vec![figure.id.clone(), figure.title.clone(), verdict::verdict(figure)?]);
+    let rows = figures.iter().map(row).collect::<Result<_>>()?;
+    let header = ["id", "title", "verdict"].map(String::from).into();
+    Ok(csv::Table { comments: Vec::new(), header, rows }.aligned())
 }
 
 fn show(figure: &Figure) -> Result<String> {
     let table = figure.expected()?;
     let comments: String = table.comments.iter().map(|comment| format!("{comment}\n")).collect();
-    Ok(format!("{}: {}\n{}\n\n{comments}\n{}", figure.label, figure.title, figure.claim, table.aligned()))
+    let verdict = verdict::verdict(figure)?;
+    let head = format!("{}: {}\n{}\nNeeds: {}.\nHere: {verdict}", figure.label, figure.title, figure.claim, figure.needs);
+    Ok(format!("{head}\n\n{comments}\n{}", table.aligned()))
 }
 
-fn run_figure(figure: &Figure) -> Result<Output> {
-    if figure.id != weight_flow::ID {
-        return Err(Error::Usage(format!("{} cannot be run: there is expected data only", figure.id)));
+/// Each figure, its picture, and the README's table.
+fn check(args: &Args, figures: &[Figure]) -> Result<Output> {
+    let mut wrong = Vec::new();
+    for figure in figures {
+        wrong.extend(check::check(figure, false)?);
+        if !plot::is_current(figure)? {
+            wrong.push(format!("{}: figure.svg is not what its lines draw: run `plot {}`", figure.id, figure.id));
+        }
     }
-    let points = weight_flow::points(&figure.expected()?).map_err(|cause| Error::Format { path: figure.expected_path(), cause })?;
-    let deviation = weight_flow::deviation_points_max(&points);
-    let agrees = deviation < weight_flow::DEVIATION_POINTS_LIMIT;
-    let lines: String = points.iter().map(|point| format!("{}\n", point.json())).collect();
-    Ok(Output { text: format!("{lines}{}\n", weight_flow::summary(points.len(), deviation, agrees)), agrees })
+    let path = args.dir.join("README.md");
+    let current = std::fs::read_to_string(&path).map_err(|source| Error::Io { path: path.clone(), source })?;
+    if verdict::readme(&path, &verdict::table(figures)?)? != current {
+        wrong.push("README.md: the table is not what the lines say: run `table`".into());
+    }
+    Ok(Output::complaints(&wrong))
+}
+
+fn table(args: &Args, figures: &[Figure]) -> Result<Output> {
+    let path = args.dir.join("README.md");
+    let text = verdict::readme(&path, &verdict::table(figures)?)?;
+    std::fs::write(&path, text).map_err(|source| Error::Io { path, source })?;
+    Ok(Output::good(""))
+}
+
+fn all(args: &Args, figures: &[Figure], with: &[String]) -> Result<Output> {
+    let choice = Choice { is_quick: false, with: with.into() };
+    for figure in figures {
+        run::run(figure, &programs(args)?, &choice)?;
+        plot::write(figure)?;
+    }
+    table(args, figures)?;
+    check(args, figures)
+}
+
+/// The whole way in small: sweeps with quick values, lines and pictures into a folder of their own, every rule.
+fn kick_the_tires(args: &Args, figures: Vec<Figure>, out: Option<&Path>, with: &[String]) -> Result<Output> {
+    let out = out.map_or_else(|| args.dir.join("../target/kick-the-tires"), Path::to_path_buf);
+    if out.exists() {
+        std::fs::remove_dir_all(&out).map_err(|source| Error::Io { path: out.clone(), source })?;
+    }
+    let choice = Choice { is_quick: true, with: with.into() };
+    let (mut said, mut wrong) = (Vec::new(), Vec::new());
+    for figure in figures {
+        let figure = figure.with_scratch(&out);
+        said.extend(run::run(&figure, &programs(args)?, &choice)?);
+        plot::write(&figure)?;
+        wrong.extend(check::check(&figure, true)?);
+    }
+    let output = Output::complaints(&wrong);
+    Ok(Output { text: format!("{}\n{}", said.join("\n"), output.text), ..output })
 }
 
 /// A reader that has seen enough (`| head`) is no error.
 fn print(output: &Output) -> Result<ExitCode> {
     match std::io::stdout().write_all(output.text.as_bytes()) {
         Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(Error::Io { path: "standard output".into(), source: error }),
-        _ => Ok(ExitCode::from(u8::from(!output.agrees))),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn run_args(args: &[&str]) -> Result<Output> {
-        run(&Args::try_parse_from(["paper-figures"].iter().chain(args)).unwrap())
-    }
-
-    #[test]
-    fn lists_every_folder() {
-        let list = run_args(&["list"]).unwrap().text;
-        assert_eq!(list.lines().count(), 1 + 10, "{list}");
-        assert!(list.contains("fig-06   efficiency of streaming weights"), "{list}");
-        assert_eq!(list.matches("expected data only").count(), 9);
-    }
-
-    #[test]
-    fn shows_every_folder() {
-        for figure in figure::all(Path::new(env!("CARGO_MANIFEST_DIR"))).unwrap() {
-            let text = show(&figure).unwrap();
-            assert!(text.contains("arXiv 2509.21271") && text.starts_with(&figure.label), "{text}");
-        }
-        assert!(run_args(&["show", "table-2"]).unwrap().text.contains("238.92"));
-    }
-
-    #[test]
-    fn the_model_of_figure_6_agrees_with_the_paper() {
-        let output = run_args(&["run", "fig-06"]).unwrap();
-        assert!(output.agrees);
-        let lines: Vec<serde_json::Value> = output.text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-        assert_eq!(lines.len(), 9 * 3 + 1);
-        assert_eq!((&lines[0]["bandwidth_gbps"], &lines[0]["batch"]), (&10.0.into(), &1.into()));
-        // The table has one decimal: a fitted peak that is right leaves less than that.
-        assert!(lines[27]["deviation_points_max"].as_f64().unwrap() < 0.1);
-    }
-
-    #[test]
-    fn numbers_that_disagree_fail() {
-        let dir = tempfile::tempdir().unwrap();
-        let folder = dir.path().join("fig-06_weight-flow");
-        std::fs::create_dir(&folder).unwrap();
-        std::fs::write(folder.join("README.md"), "# Figure 6: x\n\nClaim: y\n\nNeeds: z\n").unwrap();
-        std::fs::write(folder.join("expected.csv"), "bandwidth_gbps,batch_1\n10,3.0\n").unwrap();
-        let dir = dir.path().to_str().unwrap();
-        assert!(!run_args(&["--dir", dir, "run", "fig-06"]).unwrap().agrees);
-    }
-
-    #[test]
-    fn what_is_not_there_is_said() {
-        let error = |args: &[&str]| run_args(args).err().unwrap();
-        assert!(error(&["show", "fig-99"]).to_string().starts_with("no figure fig-99: there are fig-06, fig-07"));
-        assert_eq!(error(&["run", "fig-07"]).to_string(), "fig-07 cannot be run: there is expected data only");
-        assert_eq!(error(&["run", "fig-07"]).exit_code(), 2);
-        assert_eq!(error(&["--dir", "/nowhere", "list"]).exit_code(), 1);
+        _ => Ok(ExitCode::from(u8::from(!output.is_good))),
     }
 }

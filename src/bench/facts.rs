@@ -154,8 +154,12 @@ pub struct PlanFacts {
     pub offloaded_elems: usize,
     /// Host slots for gradients.
     pub grad_slots: usize,
-    /// Host slots for parameters.
+    /// Host slots for working weights.
     pub param_slots: usize,
+    /// Parameters whose weights stream through a ring on the device; 0 when all stay there.
+    pub streamed_elems: usize,
+    /// Parameters that the ring has room for.
+    pub weight_ring_elems: usize,
     /// Layers by what they keep for the backward pass.
     pub layer_policies: BTreeMap<String, usize>,
     /// Layers whose forward pass runs again in the backward pass.
@@ -188,6 +192,8 @@ impl PlanFacts {
             offloaded_elems: layout.offloaded_elems(),
             grad_slots: plan.grad_slots,
             param_slots: plan.param_slots,
+            streamed_elems: plan.weight_ring.map_or(0, |ring| ring.ringed_elems),
+            weight_ring_elems: plan.weight_ring.map_or(0, |ring| ring.period_elems),
             layer_policies,
             recomputed_layers: plan.layer_policies.iter().filter(is_recomputed).count(),
             attention: format!("{:?}", plan.attention),

@@ -5,12 +5,13 @@ use super::gantt::Gantt;
 use super::options::StepOptions;
 use super::record::Outcome;
 use super::timed::{RandomTokens, Steps};
+use crate::config::options::{DeviceChoice, TrainOptions};
 use crate::config::plan::{Place, Plan};
 use crate::config::settings::Settings;
 use crate::device::sim::SimDevice;
 use crate::engine::executor::Engine;
 use crate::engine::trace::{Recorder, write_chrome};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::hardware::profile::Profile;
 use crate::host::doorbell::Doorbell;
 use crate::host::memory_policy::MemoryPolicy;
@@ -18,6 +19,7 @@ use crate::host::pool::Pool;
 use crate::model::presets;
 use crate::model::shape::ModelShape;
 use crate::planner::machine::Machine;
+use crate::probe::{self, ProbeOptions};
 use crate::train::setup::check_context;
 use serde::Serialize;
 use std::fmt;
@@ -26,6 +28,8 @@ use std::sync::Arc;
 
 /// Room for the spans of one simulation, on each track.
 const TRACE_SPANS: usize = 1 << 16;
+/// Seconds in which this machine is measured when a plan for it is asked for.
+const PROBE_S: u64 = 20;
 
 /// Everything that was asked for, assumed and found.
 #[derive(Debug, Serialize)]
@@ -178,10 +182,17 @@ impl fmt::Display for SimulatedRecord {
     }
 }
 
-/// The profile that `name` means: a file, or one that ships with the program.
+/// The profile that `options` name; `this` is this machine, measured now. `tell` is given lines for people on the way.
 ///
 /// # Errors
-/// Those of [`Profile::load`].
-pub fn profile(name: &Path) -> Result<Profile> {
-    Profile::load(&name.to_string_lossy())
+/// `Usage` when none is named; those of [`Profile::load`] and [`probe::run`].
+pub fn profile(options: &TrainOptions, tell: &mut dyn FnMut(&dyn fmt::Display)) -> Result<Profile> {
+    match &options.hardware {
+        None => Err(Error::usage(format!("--hardware is missing: this, a profile's file, or one of {}", Profile::names().join(", ")))),
+        Some(name) if name == Path::new("this") => {
+            let (device, cuda_libraries) = (options.device.unwrap_or(DeviceChoice::Auto), options.cuda_libraries.clone());
+            probe::run(&ProbeOptions { device, seconds: PROBE_S, out: None, cuda_libraries }, tell)
+        }
+        Some(name) => Profile::load(&name.to_string_lossy()),
+    }
 }

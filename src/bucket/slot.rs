@@ -22,6 +22,12 @@ impl SlotRing {
         self.free.pop()
     }
 
+    /// This slot, if it is free.
+    pub fn take_this(&mut self, slot: Slot) -> Option<Slot> {
+        let at = self.free.iter().position(|free| *free == slot)?;
+        Some(self.free.swap_remove(at))
+    }
+
     /// Gives a slot back.
     ///
     /// # Panics
@@ -56,6 +62,8 @@ mod tests {
         let mut ring = SlotRing::new(2);
         let (a, b) = (ring.take().unwrap(), ring.take().unwrap());
         assert!(a != b && ring.take().is_none() && ring.lent() == 2);
+        ring.give(a);
+        assert_eq!((ring.take_this(b), ring.take_this(a), ring.take_this(a)), (None, Some(a), None));
         ring.give(a);
         assert_eq!(ring.take(), Some(a));
         ring.give(b);

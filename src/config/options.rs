@@ -130,6 +130,18 @@ impl ActivationsChoice {
     }
 }
 
+/// Where layers' weights lie while steps run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum WeightsChoice {
+    /// On the device, unless only streaming makes the model fit.
+    Auto,
+    /// On the device.
+    Stationary,
+    /// In host memory, from which they come layer by layer, forward and backward.
+    Flow,
+}
+
 /// Who computes attention on a GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -181,6 +193,8 @@ pub enum Technique {
     GraceAdam,
     /// Cache and bandwidth partitions, core affinity.
     Mpam,
+    /// Weights that stream layer by layer.
+    WeightFlow,
     /// Speculation pauses while clips are frequent.
     Adaptive,
 }
@@ -402,6 +416,15 @@ pub struct TrainOptions {
     #[arg(long)]
     pub activations: Option<ActivationsChoice>,
 
+    /// Where layers' weights lie: on the device, or streamed from host memory [default: auto].
+    #[arg(long)]
+    pub weights: Option<WeightsChoice>,
+
+    /// Profile whose rates the plan assumes: the name of one that ships with the program, or a file that `probe` wrote
+    /// [default: h200-pcie5].
+    #[arg(long, value_name = "PROFILE|FILE")]
+    pub hardware: Option<PathBuf>,
+
     /// Use no more GPU memory than this, for example 80GiB [default: all that is free].
     #[arg(long, value_name = "SIZE")]
     #[serde(deserialize_with = "some_scalar")]
@@ -513,6 +536,8 @@ impl TrainOptions {
             bucket_mib: self.bucket_mib.or(lower.bucket_mib),
             resident_buckets: self.resident_buckets.or(lower.resident_buckets),
             activations: self.activations.or(lower.activations),
+            weights: self.weights.or(lower.weights),
+            hardware: self.hardware.or(lower.hardware),
             hbm_limit: self.hbm_limit.or(lower.hbm_limit),
             host_limit: self.host_limit.or(lower.host_limit),
             memory: self.memory.or(lower.memory),

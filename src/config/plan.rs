@@ -3,6 +3,7 @@
 use crate::bucket::layout::BucketLayout;
 use crate::config::options::{
     AttentionChoice, CastSide, HostMemoryKind, Init, Injection, IsaChoice, ResidentBuckets, Rollback, Strategy, Technique, TrainDtype,
+    WeightsChoice,
 };
 use crate::config::settings::Settings;
 use crate::device::{Addressing, Attention, RingShape};
@@ -17,7 +18,7 @@ use crate::model::shape::ModelShape;
 use crate::model::tensors::TensorTable;
 use crate::optim::adam::AdamHyper;
 use crate::optim::simd::Isa;
-use crate::planner::budget::{Balance, MemoryClass, Needs, balances, bytes_at};
+use crate::planner::budget::{Balance, MemoryClass, Needs, Rings, balances, bytes_at};
 use crate::planner::choice::{Choice, Residency, Wishes, choose};
 use crate::planner::machine::{DeviceMemory, Machine};
 use crate::planner::predict::{Prediction, Work};
@@ -49,6 +50,8 @@ pub struct Techniques {
     pub grace_adam: bool,
     /// Core affinity and partitions.
     pub mpam: bool,
+    /// Weights that stream layer by layer, where the model does not fit otherwise or the settings ask for it.
+    pub weight_flow: bool,
 }
 
 impl Techniques {
@@ -65,6 +68,7 @@ impl Techniques {
             superchip_cast: on(cfg!(feature = "superchip-cast"), Technique::SuperchipCast),
             grace_adam: on(cfg!(feature = "grace-adam"), Technique::GraceAdam),
             mpam: on(cfg!(feature = "mpam"), Technique::Mpam),
+            weight_flow: on(cfg!(feature = "weight-flow"), Technique::WeightFlow),
         }
     }
 
@@ -77,6 +81,7 @@ impl Techniques {
             ("superchip-cast", self.superchip_cast),
             ("grace-adam", self.grace_adam),
             ("mpam", self.mpam),
+            ("weight-flow", self.weight_flow),
         ];
         let on: Vec<_> = all.iter().filter(|(_, on)| *on).map(|(name, _)| *name).collect();
         if on.is_empty() { "none".into() } else { on.join(", ") }
@@ -108,9 +113,11 @@ pub struct Plan {
     pub paged: usize,
     /// The device's gradients as a ring; `None`: each has its own place.
     pub grad_ring: Option<RingShape>,
+    /// The ring through which weights stream; `None`: they stay on the device.
+    pub weight_ring: Option<RingShape>,
     /// Host slots for gradients: one retained per offloaded bucket, and the ring.
     pub grad_slots: usize,
-    /// Host slots for parameters.
+    /// Host slots for working weights: where they are streamed, one for each offloaded bucket, which holds them for good.
     pub param_slots: usize,
     /// Sequences of a micro-batch.
     pub batch: usize,
@@ -190,9 +197,14 @@ impl Plan {
             workers: threads,
             speculates: rules.policy != Policy::ValidateFirst,
         };
-        let wishes = Wishes { residency: residency(settings, techniques)?, activations: settings.activations };
-        let Choice { layout, policies, tile, grad_ring, memory, predicted } =
+        let wishes = Wishes {
+            residency: residency(settings, techniques)?,
+            activations: settings.activations,
+            weights: weights(settings, techniques)?,
+        };
+        let Choice { layout, policies, tile, rings, memory, predicted } =
             choose(&needs, work, &table, &cut(settings, &table, dtype), wishes)?;
+        check_streams(settings, rings)?;
         // The device steps paged buckets as it does resident ones.
         let (layout, paged) = if needs.paged { (layout.with_resident(usize::MAX), layout.offloaded()) } else { (layout, 0) };
         Ok(Self {
@@ -205,9 +217,10 @@ impl Plan {
             isa: isa(settings, techniques)?,
             threads,
             paged,
-            grad_ring,
+            grad_ring: rings.grads,
+            weight_ring: rings.weights,
             grad_slots: needs.grad_slots(&layout),
-            param_slots: settings.slots,
+            param_slots: needs.param_slots(&layout, rings),
             layout,
             batch: settings.per_device_train_batch_size,
             seq_length: settings.seq_length,
@@ -310,6 +323,30 @@ fn residency(settings: &Settings, techniques: Techniques) -> Result<Residency> {
     }
 }
 
+/// Streamed weights cross the link as the device computes with them, and only those whose optimizer the pool runs are streamed.
+fn weights(settings: &Settings, techniques: Techniques) -> Result<WeightsChoice> {
+    let obstacle = match settings {
+        _ if !techniques.weight_flow => Some("needs the technique weight-flow, which is off"),
+        Settings { strategy: Strategy::NoOffload, .. } => Some("needs a strategy that offloads"),
+        Settings { cast: CastSide::Device, .. } => Some("cannot be combined with --cast device: weights cross the link in --dtype"),
+        Settings { memory: HostMemoryKind::Unified, .. } => Some("cannot be combined with --memory unified: nothing is offloaded"),
+        _ => None,
+    };
+    match (settings.weights, obstacle) {
+        (WeightsChoice::Flow, Some(obstacle)) => Err(Error::usage(format!("--weights flow {obstacle}"))),
+        (WeightsChoice::Auto, Some(_)) => Ok(WeightsChoice::Stationary),
+        (choice, _) => Ok(choice),
+    }
+}
+
+/// Asked for, but the ring would be no shorter than the weights.
+fn check_streams(settings: &Settings, rings: Rings) -> Result<()> {
+    if settings.weights == WeightsChoice::Flow && rings.weights.is_none() {
+        return Err(Error::usage("--weights flow: nothing would be saved; offloaded layers are few, or small beside the device's pages"));
+    }
+    Ok(())
+}
+
 /// cuDNN has no attention in float32, and is on GPUs only.
 fn attention(settings: &Settings, dtype: Dtype, device: DeviceMemory) -> Result<Attention> {
     let cudnn = Attention::Cudnn { deterministic: !settings.nondeterministic };
@@ -407,9 +444,13 @@ impl fmt::Display for Plan {
                 self.param_slots
             )?,
         }
+        if let Some(RingShape { ringed_elems, period_elems }) = self.weight_ring {
+            let [streamed, ring] = [ringed_elems, period_elems].map(|elems| Bytes((elems * self.dtype.bytes()) as u64));
+            writeln!(f, "  weights     {streamed} stream from host memory through a ring of {ring}, forward and backward")?;
+        }
         writeln!(f, "  optimizer   AdamW on {} threads, {}; clip above {}", self.threads, self.isa, self.max_grad_norm)?;
         if let Some(predicted) = &self.predicted {
-            writeln!(f, "  predicted   {predicted}")?;
+            writeln!(f, "  predicted   {predicted}, at the rates of {}", self.machine.rates.profile)?;
         }
         self.write_memory(f)
     }

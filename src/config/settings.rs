@@ -2,7 +2,7 @@
 
 use crate::config::options::{
     ActivationsChoice, AttentionChoice, CastSide, DeviceChoice, HostMemoryKind, HugePagesChoice, Init, Injection, IsaChoice, ResctrlGroup,
-    ResidentBuckets, Resume, Rollback, Strategy, Technique, TrainDtype, TrainOptions,
+    ResidentBuckets, Resume, Rollback, Strategy, Technique, TrainDtype, TrainOptions, WeightsChoice,
 };
 use crate::error::{Error, Result};
 use crate::optim::schedule::LrScheduler;
@@ -81,6 +81,10 @@ pub struct Settings {
     pub resident_buckets: ResidentBuckets,
     /// What layers keep for their backward pass.
     pub activations: ActivationsChoice,
+    /// Where layers' weights lie while steps run.
+    pub weights: WeightsChoice,
+    /// Profile whose rates the plan assumes; `None`: what was measured with an H200.
+    pub hardware: Option<PathBuf>,
     /// GPU memory that may be used, at least 1 byte; `None` is all that is free.
     pub hbm_limit: Option<Bytes>,
     /// Host memory that may be used, at least 1 byte; `None` is all that is free.
@@ -152,6 +156,8 @@ impl Default for Settings {
             bucket_mib: None,
             resident_buckets: ResidentBuckets::Auto,
             activations: ActivationsChoice::Auto,
+            weights: WeightsChoice::Auto,
+            hardware: None,
             hbm_limit: None,
             host_limit: None,
             memory: HostMemoryKind::Pinned,
@@ -249,6 +255,8 @@ impl Settings {
             bucket_mib: options.bucket_mib.or(self.bucket_mib),
             resident_buckets: options.resident_buckets.unwrap_or(self.resident_buckets),
             activations: options.activations.unwrap_or(self.activations),
+            weights: options.weights.unwrap_or(self.weights),
+            hardware: options.hardware.or(self.hardware),
             hbm_limit: options.hbm_limit.or(self.hbm_limit),
             host_limit: options.host_limit.or(self.host_limit),
             memory: options.memory.unwrap_or(self.memory),

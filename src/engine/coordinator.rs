@@ -51,6 +51,26 @@ impl Rules {
     }
 }
 
+/// The step's memory, as far as it bears on what may happen when.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Staging {
+    /// Gradients lie in a ring on the device: copies keep the order of backward, for the oldest is in the way of the next.
+    pub ringed_grads: bool,
+    /// Host slots for gradients.
+    pub grad_slots: usize,
+    /// Host slots for working weights.
+    pub param_slots: usize,
+    /// Every offloaded bucket has the parameter slot of its number for good, and the device fetches weights from there.
+    pub streamed_weights: bool,
+}
+
+impl Staging {
+    /// Without the feature `weight-flow` known at compile time.
+    fn streams(&self) -> bool {
+        cfg!(feature = "weight-flow") && self.streamed_weights
+    }
+}
+
 /// One application of a gradient: which optimizer step, at which learning rate, times which factor.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Update {
@@ -247,7 +267,7 @@ pub struct Coordinator {
     layout: BucketLayout,
     rules: Rules,
     buckets: Vec<Bucket>,
-    ringed: bool,
+    staging: Staging,
     grad_slots: SlotRing,
     param_slots: SlotRing,
     running: Option<Running>,
@@ -264,18 +284,19 @@ impl Coordinator {
     /// A machine whose buckets are all settled, with no update pending.
     ///
     /// # Panics
-    /// If there is a bucket to offload but no slot.
-    /// With `ringed` gradients copies keep the order of backward: the oldest is in the way of the next to be written.
-    pub fn new(layout: BucketLayout, rules: Rules, ringed: bool, grad_slots: usize, param_slots: usize) -> Self {
+    /// If there is a bucket to offload but no slot, or too few for each to have its own.
+    pub fn new(layout: BucketLayout, rules: Rules, staging: Staging) -> Self {
+        let Staging { grad_slots, param_slots, .. } = staging;
         let offloaded = layout.offloaded();
         let retained = if rules.policy == Policy::Deferred { offloaded } else { 0 };
-        assert!(offloaded == 0 || (grad_slots > retained && param_slots > 0), "too few slots for {offloaded} buckets");
+        let least_params = if staging.streams() { offloaded } else { 1 };
+        assert!(offloaded == 0 || (grad_slots > retained && param_slots >= least_params), "too few slots for {offloaded} buckets");
         let bucket = Bucket { phase: Phase::Settled, grads: None, pending: None, speculated_in_place: false };
         let update = Update { optimizer_step: 0, learning_rate: 0.0, scale: 1.0 };
         Self {
             buckets: vec![bucket; offloaded],
             commands: VecDeque::with_capacity(layout.count() + 4 * offloaded + 16),
-            ringed,
+            staging,
             grad_slots: SlotRing::new(grad_slots),
             param_slots: SlotRing::new(param_slots),
             running: None,
@@ -480,7 +501,9 @@ impl Coordinator {
     /// too early would keep out the one that is needed first.
     fn copy_ready_grads(&mut self) {
         let oldest = |buckets: &[Bucket]| buckets.iter().position(|b| b.phase == Phase::Ready);
-        while let Some(bucket) = if self.ringed { oldest(&self.buckets) } else { self.next_bucket(|b| b.phase == Phase::Ready) } {
+        while let Some(bucket) =
+            if self.staging.ringed_grads { oldest(&self.buckets) } else { self.next_bucket(|b| b.phase == Phase::Ready) }
+        {
             let Some(grads) = self.grad_slots.take() else { return };
             self.buckets[bucket].grads = Some(grads);
             self.buckets[bucket].phase = Phase::Copying;
@@ -527,7 +550,7 @@ impl Coordinator {
         let params = if phase == Phase::Queued(Queued::Commit) {
             None
         } else {
-            let Some(slot) = self.param_slots.take() else { return };
+            let Some(slot) = self.take_param_slot(bucket) else { return };
             Some(slot)
         };
         let speculative = phase == Phase::Arrived && self.verdict.is_none();
@@ -536,6 +559,11 @@ impl Coordinator {
         self.buckets[bucket].phase = Phase::Running;
         self.running = Some(Running { bucket, params, speculative, kind });
         self.commands.push_back(Command::Run { bucket, work, params });
+    }
+
+    /// A slot from which weights are still being copied is not written.
+    fn take_param_slot(&mut self, bucket: usize) -> Option<Slot> {
+        if self.staging.streams() { self.param_slots.take_this(Slot(bucket)) } else { self.param_slots.take() }
     }
 
     fn work(&self, bucket: usize, phase: Phase) -> (Kind, Work) {
@@ -584,10 +612,11 @@ impl Coordinator {
                 self.settle(bucket);
             }
             Some(verdict) => {
-                // Overturned before the weights were sent: the device still holds the last step's.
+                // Overturned before the weights were sent: the device still holds the last step's, unless it fetches them
+                // from where the speculation wrote.
                 params.into_iter().for_each(|slot| self.param_slots.give(slot));
                 match verdict {
-                    Verdict::SkipNonFinite if !in_place => self.drop_grads(bucket),
+                    Verdict::SkipNonFinite if !in_place && !self.staging.streams() => self.drop_grads(bucket),
                     Verdict::SkipNonFinite => self.roll_back(bucket, Queued::Restore),
                     _ => self.roll_back(bucket, Queued::Redo),
                 }

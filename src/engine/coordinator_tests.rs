@@ -15,6 +15,7 @@ type Seen = Vec<(u64, u32)>;
 struct World {
     rng: ChaCha8Rng,
     coordinator: Coordinator,
+    streamed_weights: bool,
     /// What the slot holds: the step whose gradient it is.
     grads: Vec<Option<(usize, u64)>>,
     state: Vec<Seen>,
@@ -27,16 +28,21 @@ struct World {
 }
 
 impl World {
+    /// With a seed that is even weights are streamed, if the build can.
     fn new(seed: u64, rules: Rules, buckets: usize, resident: usize, ring: usize) -> Self {
         let layout = BucketLayout::new(buckets * BLOCK, BLOCK, resident);
         let offloaded = layout.offloaded();
         let grad_slots = if rules.policy == Policy::Deferred { offloaded + ring } else { ring };
+        let streamed_weights = cfg!(feature = "weight-flow") && seed.is_multiple_of(2);
+        let param_slots = if streamed_weights { offloaded } else { ring };
+        let staging = Staging { ringed_grads: seed.is_multiple_of(3), grad_slots, param_slots, streamed_weights };
         Self {
             rng: ChaCha8Rng::seed_from_u64(seed),
-            coordinator: Coordinator::new(layout, rules, seed.is_multiple_of(3), grad_slots, ring),
+            coordinator: Coordinator::new(layout, rules, staging),
+            streamed_weights,
             grads: vec![None; grad_slots],
             state: vec![vec![]; offloaded],
-            params: vec![vec![]; ring],
+            params: vec![vec![]; param_slots],
             device: vec![vec![]; buckets],
             copying: VecDeque::new(),
             returning: VecDeque::new(),
@@ -116,6 +122,7 @@ impl World {
         }
         assert_eq!(weights.is_some(), params.is_some());
         if let (Some(weights), Some(slot)) = (weights, params) {
+            assert!(self.returning.iter().all(|(_, copied)| *copied != slot), "a slot is written while it is copied");
             self.params[slot.0] = weights;
         }
     }
@@ -136,6 +143,9 @@ impl World {
                 assert!(self.advance());
             }
             assert_eq!(&self.device[bucket], expected, "bucket {bucket} before step {}", self.step + 1);
+            if self.streamed_weights && bucket < self.params.len() {
+                assert_eq!(&self.params[bucket], expected, "what is streamed of bucket {bucket} before step {}", self.step + 1);
+            }
             self.dawdle();
         }
         self.step = expected.len() as u64 + 1;
@@ -225,7 +235,8 @@ fn counters_prove_that_speculation_clipping_and_skipping_happened() {
 fn the_order_is_the_earliest_deadline_or_the_order_of_arrival() {
     for (deadline_order, expected) in [(true, [0, 3, 2, 1]), (false, [0, 1, 2, 3])] {
         let rules = Rules { policy: Policy::Deferred, adaptive: false, deadline_order };
-        let mut c = Coordinator::new(BucketLayout::new(4 * BLOCK, BLOCK, 0), rules, false, 8, 4);
+        let staging = Staging { ringed_grads: false, grad_slots: 8, param_slots: 4, streamed_weights: false };
+        let mut c = Coordinator::new(BucketLayout::new(4 * BLOCK, BLOCK, 0), rules, staging);
         c.begin_step(Update { optimizer_step: 1, learning_rate: 0.1, scale: 1.0 });
         (0..4).for_each(|b| c.handle(Event::GradReady(b)));
         (0..4).for_each(|b| c.handle(Event::GradArrived(b)));

@@ -1,16 +1,17 @@
 //! Does what the coordinator decides: enqueues kernels and copies, feeds the pool, and waits only where the protocol
 //! says so. One thread, the driver, runs all of this; see ARCHITECTURE.md for one step from top to bottom.
 
-use super::coordinator::{Command, Coordinator, Counts, Event, Update};
+use super::coordinator::{Command, Coordinator, Counts, Event, Staging, Update};
 use super::counters::Counters;
 use super::loss_scale::LossScale;
 use super::memory::Memory;
 use super::report::Report;
 use super::trace::Recorder;
 use super::verdict::{SpeculationHistory, Verdict};
+use super::weight_flow::WeightFlow;
 use crate::bucket::slot::Slot;
 use crate::config::plan::Plan;
-use crate::device::{AdamArgs, DeviceSlice, EventId, Kernels, Place, Stream};
+use crate::device::{AdamArgs, DeviceSlice, EventId, Kernels, Place, RingShape, Stream};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::host::doorbell::Doorbell;
@@ -80,6 +81,7 @@ pub struct Engine<D: Kernels> {
     memory: Memory,
     report: Report,
     model: Model,
+    flow: Option<WeightFlow>,
     coordinator: Coordinator,
     events: Events,
     stages_enqueued: usize,
@@ -111,6 +113,13 @@ struct Events {
     stages: [EventId; STAGES_AHEAD + 1],
 }
 
+/// Which way the stages go.
+#[derive(Clone, Copy)]
+enum Pass {
+    Forward,
+    Backward,
+}
+
 /// How far the paged bucket is that has this place in the window.
 #[derive(Clone, Copy)]
 struct Paging {
@@ -134,6 +143,15 @@ impl Events {
     }
 }
 
+fn staging(plan: &Plan) -> Staging {
+    Staging {
+        ringed_grads: plan.grad_ring.is_some(),
+        grad_slots: plan.grad_slots,
+        param_slots: plan.param_slots,
+        streamed_weights: plan.weight_ring.is_some(),
+    }
+}
+
 impl<D: Kernels> Engine<D> {
     /// Allocates everything; the state is zero until [`Engine::write_state`] and [`Engine::send_weights`].
     /// Use it from one thread: `bell` wakes the one that waits first.
@@ -146,14 +164,16 @@ impl<D: Kernels> Engine<D> {
         let (mut dev, pool) = (dev, pool);
         let table = TensorTable::new(&shape);
         let flat = plan.layout.flat_elems();
-        let weights = dev.alloc("weights", flat, plan.dtype)?;
-        let grads = match plan.grad_ring {
-            None => dev.alloc("gradients", flat, plan.dtype)?,
-            Some(ring) => dev.alloc_ring("gradients", flat, plan.dtype, ring)?,
+        let mut flat_memory = |name: &str, ring: Option<RingShape>| match ring {
+            None => dev.alloc(name, flat, plan.dtype),
+            Some(ring) => dev.alloc_ring(name, flat, plan.dtype, ring),
         };
+        let (weights, grads) = (flat_memory("weights", plan.weight_ring)?, flat_memory("gradients", plan.grad_ring)?);
         let activations = ActivationPlan::new(&shape, plan.batch, plan.seq_length, plan.dtype, plan.loss_tile, &plan.layer_policies)?;
         let activations = activations.allocate(&mut dev, &mut host)?;
         let memory = Memory::new(&plan, &table, &mut dev, &mut host)?;
+        let flow = |ring| WeightFlow::new(&mut dev, &table, ring, memory.step.params.memory, weights);
+        let flow = plan.weight_ring.map(flow).transpose()?;
         let report = Report::new(flat, &mut dev, &mut host)?;
         let model = Model::new(shape, weights, grads, activations)?;
         model.prepare(&mut dev)?;
@@ -161,7 +181,7 @@ impl<D: Kernels> Engine<D> {
             memory.upload(&mut dev, &rope_table(&rope, plan.seq_length), target)?;
         }
         Ok(Self {
-            coordinator: Coordinator::new(plan.layout.clone(), plan.rules, plan.grad_ring.is_some(), plan.grad_slots, plan.param_slots),
+            coordinator: Coordinator::new(plan.layout.clone(), plan.rules, staging(&plan)),
             events: Events::new(&mut dev, plan.layout.count(), plan.param_slots)?,
             copying: VecDeque::with_capacity(plan.layout.count()),
             returning: VecDeque::with_capacity(plan.param_slots + 1),
@@ -184,6 +204,7 @@ impl<D: Kernels> Engine<D> {
             memory,
             report,
             model,
+            flow,
             bell,
         })
     }
@@ -314,9 +335,8 @@ impl<D: Kernels> Engine<D> {
         let elems = self.plan.batch * self.plan.seq_length * self.model.shape.vocab;
         let out = self.dev.alloc("logits", elems, self.plan.dtype)?;
         let wide = self.dev.alloc("logits fp32", elems, Dtype::Float32)?;
-        self.model.forward(&mut self.dev, Stage::Embed)?;
-        (0..self.model.shape.layers).try_for_each(|l| self.model.forward(&mut self.dev, Stage::Layer(l)))?;
-        self.model.logits(&mut self.dev, out)?;
+        self.forward_stages()?;
+        self.with_weights(Stage::Head, Pass::Forward, |engine| engine.model.logits(&mut engine.dev, out))?;
         self.dev.cast(Stream::Compute, out, wide)?;
         let mut values = vec![0.0; elems];
         self.memory.download(&mut self.dev, wide, &mut values)?;
@@ -335,8 +355,7 @@ impl<D: Kernels> Engine<D> {
         for micro_step in 0..accum {
             let (first, last) = (micro_step == 0, micro_step + 1 == accum);
             self.upload_batch(micro_step, batches)?;
-            let stages = [Stage::Embed].into_iter().chain((0..layers).map(Stage::Layer));
-            stages.into_iter().try_for_each(|stage| self.forward(stage))?;
+            self.forward_stages()?;
             self.wait_for_params(Stage::Head)?;
             if last {
                 self.begin_validation(learning_rate)?;
@@ -344,23 +363,62 @@ impl<D: Kernels> Engine<D> {
             let inv_tokens = 1.0 / self.plan.tokens_per_step() as f32;
             let micro = MicroStep { first, inv_tokens, loss_scale: self.loss_scale.scale() };
             self.wait_for_ring(Stage::Head)?;
-            self.model.head(&mut self.dev, micro, true)?;
+            self.with_weights(Stage::Head, Pass::Backward, |engine| engine.model.head(&mut engine.dev, micro, true))?;
             self.grads_written(Stage::Head, last)?;
             (0..layers).rev().map(Stage::Layer).chain([Stage::Embed]).try_for_each(|stage| self.backward(stage, first, last))?;
         }
         self.validate(learning_rate)
     }
 
+    /// All stages but the head.
+    fn forward_stages(&mut self) -> Result<()> {
+        let layers = (0..self.model.shape.layers).map(Stage::Layer);
+        [Stage::Embed].into_iter().chain(layers).try_for_each(|stage| self.forward(stage))
+    }
+
     fn forward(&mut self, stage: Stage) -> Result<()> {
         self.wait_for_params(stage)?;
-        self.model.forward(&mut self.dev, stage)?;
+        self.with_weights(stage, Pass::Forward, |engine| engine.model.forward(&mut engine.dev, stage))?;
         self.stage_enqueued()
     }
 
     fn backward(&mut self, stage: Stage, first: bool, last: bool) -> Result<()> {
         self.wait_for_ring(stage)?;
-        self.model.backward(&mut self.dev, stage, first)?;
+        self.with_weights(stage, Pass::Backward, |engine| engine.model.backward(&mut engine.dev, stage, first))?;
         self.grads_written(stage, last)
+    }
+
+    /// Enqueues `compute` so that it finds the weights of `stage`, and then the copy of those that `pass` needs next, which
+    /// runs beside it.
+    fn with_weights(&mut self, stage: Stage, pass: Pass, compute: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
+        if !self.streams_weights() {
+            return compute(self);
+        }
+        let at = self.model.table.stage_index(stage);
+        self.fetch_weights(at)?;
+        self.flow.iter().try_for_each(|flow| flow.arrive(&mut self.dev, at))?;
+        compute(self)?;
+        self.flow.iter().try_for_each(|flow| flow.leave(&mut self.dev, at))?;
+        let next = match pass {
+            Pass::Forward => at.checked_sub(1),
+            Pass::Backward => Some(at + 1),
+        };
+        next.map_or(Ok(()), |next| self.fetch_weights(next))
+    }
+
+    /// Only the first forward of a step may have to wait here: the pool writes a bucket's weights after its gradient has come,
+    /// which is after the last stage of the step that uses them.
+    fn fetch_weights(&mut self, stage: usize) -> Result<()> {
+        let streamed = self.flow.as_ref().map_or(0..0, |flow| flow.streamed(stage));
+        self.plan.layout.overlapping(streamed).rev().try_for_each(|bucket| self.wait_until_settled(bucket))?;
+        let fetched = self.flow.as_mut().map(|flow| flow.fetch(&mut self.dev, stage)).transpose()?;
+        self.counters.h2d_bytes += fetched.unwrap_or(0);
+        Ok(())
+    }
+
+    /// Without the feature `weight-flow` known at compile time.
+    fn streams_weights(&self) -> bool {
+        cfg!(feature = "weight-flow") && self.flow.is_some()
     }
 
     /// In a ring of gradients `stage` writes where earlier buckets' gradients lie until they are copied.
@@ -491,16 +549,22 @@ impl<D: Kernels> Engine<D> {
     }
 
     fn wait_for_bucket(&mut self, bucket: usize) -> Result<()> {
-        if !self.coordinator.is_settled(bucket) {
-            let (start, mut idle_since) = (self.dev.now_ns(), None);
-            self.dev.record(self.events.compute_tail, Stream::Compute)?;
-            self.block_until(|engine| {
-                engine.count_exposed(bucket, &mut idle_since)?;
-                Ok(engine.coordinator.is_settled(bucket))
-            })?;
-            self.driver_span("await params", bucket as u32, start);
-        }
+        self.wait_until_settled(bucket)?;
         self.dev.wait(Stream::Compute, self.events.params_ready[bucket])
+    }
+
+    fn wait_until_settled(&mut self, bucket: usize) -> Result<()> {
+        if self.coordinator.is_settled(bucket) {
+            return Ok(());
+        }
+        let (start, mut idle_since) = (self.dev.now_ns(), None);
+        self.dev.record(self.events.compute_tail, Stream::Compute)?;
+        self.block_until(|engine| {
+            engine.count_exposed(bucket, &mut idle_since)?;
+            Ok(engine.coordinator.is_settled(bucket))
+        })?;
+        self.driver_span("await params", bucket as u32, start);
+        Ok(())
     }
 
     /// While the compute stream has nothing to do, the time goes to what `bucket` waits for now.
@@ -589,6 +653,9 @@ impl<D: Kernels> Engine<D> {
                 Command::StepResident { bucket, update } => self.step_resident(bucket, update)?,
                 Command::Run { bucket, work, params } => {
                     let (range, memory) = (self.plan.layout.range(bucket), self.memory.step.clone());
+                    if params.is_some() {
+                        self.flow.iter_mut().for_each(|flow| flow.forget(&range));
+                    }
                     let job = StepJob { bucket, range, work, out: params, memory };
                     self.counters.adam_elems += job.range.len() as u64;
                     self.counters.adam_bytes += job.traffic_bytes();
@@ -617,8 +684,13 @@ impl<D: Kernels> Engine<D> {
     }
 
     fn copy_params(&mut self, bucket: usize, slot: Slot) -> Result<()> {
-        let range = self.plan.layout.range(bucket);
-        let (source, mut target) = (self.memory.step.params.slot(slot, range.len()), self.weights(&range));
+        let whole = self.plan.layout.range(bucket);
+        let range = self.flow.as_ref().map_or(whole.clone(), |flow| flow.beside(&whole));
+        if range.is_empty() {
+            self.coordinator.handle(Event::ParamsCopied(slot));
+            return Ok(());
+        }
+        let (source, mut target) = (self.memory.step.params.part(slot, &whole, &range), self.weights(&range));
         if self.plan.device_casts() {
             target = self.memory.staging_h2d.slice(0, range.len());
         }

@@ -8,3 +8,4 @@ mod memory;
 mod report;
 pub mod trace;
 pub mod verdict;
+mod weight_flow;

@@ -43,6 +43,12 @@ impl SlotMemory {
         let width = self.dtype.bytes();
         self.memory.slice(slot.0 * self.slot_elems * width, elems * width)
     }
+
+    /// The flat range `part` of the bucket `whole`, which lies in `slot`.
+    pub fn part(&self, slot: Slot, whole: &Range<usize>, part: &Range<usize>) -> PinnedSlice {
+        let width = self.dtype.bytes();
+        self.slot(slot, whole.len()).slice((part.start - whole.start) * width, part.len() * width)
+    }
 }
 
 /// fp32 state in host memory, for the flat range `0..elems`.
@@ -190,7 +196,7 @@ impl StepJob {
     unsafe fn grads(&self, slot: Slot, part: &Range<usize>) -> Grads<'static> {
         let dtype = self.memory.grads.dtype;
         // SAFETY: the caller's promise.
-        Grads::from_bytes(dtype, unsafe { self.part_of(&self.memory.grads, slot, part).as_slice::<u8>() })
+        Grads::from_bytes(dtype, unsafe { self.memory.grads.part(slot, &self.range, part).as_slice::<u8>() })
     }
 
     /// # Safety
@@ -198,12 +204,7 @@ impl StepJob {
     unsafe fn weights(&self, slot: Slot, part: &Range<usize>) -> Weights<'static> {
         let dtype = self.memory.params.dtype;
         // SAFETY: the caller's promise.
-        Weights::from_bytes(dtype, unsafe { self.part_of(&self.memory.params, slot, part).as_mut_slice::<u8>() })
-    }
-
-    fn part_of(&self, slots: &SlotMemory, slot: Slot, part: &Range<usize>) -> PinnedSlice {
-        let width = slots.dtype.bytes();
-        slots.slot(slot, self.range.len()).slice((part.start - self.range.start) * width, part.len() * width)
+        Weights::from_bytes(dtype, unsafe { self.memory.params.part(slot, &self.range, part).as_mut_slice::<u8>() })
     }
 }
 

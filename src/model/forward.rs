@@ -27,15 +27,13 @@ impl Model {
         }
     }
 
-    /// The logits `[T, vocab]` of the micro-batch into `out`, which the caller owns: the whole forward pass.
+    /// Final norm and the logits `[T, vocab]` of the micro-batch, after all layers' forward, into `out`, which the caller owns.
     ///
     /// # Panics
     /// If `out` has another length.
     pub fn logits<D: Kernels>(&self, dev: &mut D, out: DeviceSlice) -> Result<()> {
         assert_eq!(out.elems, self.activations.tokens.elems * self.shape.vocab, "logits");
-        for stage in self.table.stages().rev() {
-            self.forward(dev, stage)?;
-        }
+        self.forward(dev, Stage::Head)?;
         linear(dev, &self.head.output, self.activations.final_norm_out, None, out)
     }
 

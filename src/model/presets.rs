@@ -13,7 +13,7 @@ pub const PRESETS: [(&str, &str); 4] = [
     ("gpt-5b", include_str!("presets/gpt-5b.json")),
 ];
 
-/// The shape of the preset that `config` names, or of the `config.json` that it is the path of.
+/// The shape of the preset that `config` names, or of the `config.json`, or a model's directory, that it is the path of.
 ///
 /// # Errors
 /// `Usage` when it is neither; those of [`ModelShape::read`].
@@ -25,7 +25,7 @@ pub fn shape(config: &Path) -> Result<ModelShape> {
         let names = PRESETS.map(|(name, _)| name).join(", ");
         return Err(Error::usage(format!("--model-config {}: neither a file nor one of {names}", config.display())));
     }
-    ModelShape::read(config)
+    if config.is_dir() { ModelShape::read(&config.join("config.json")) } else { ModelShape::read(config) }
 }
 
 #[cfg(test)]

@@ -216,16 +216,24 @@ impl TensorTable {
     /// # Panics
     /// If the model has no such layer.
     pub fn stage_range(&self, stage: Stage) -> Range<usize> {
+        let idx = self.stage_index(stage);
+        self.stage_starts[idx]..self.stage_starts[idx + 1]
+    }
+
+    /// How many stages come before `stage` in backward order.
+    ///
+    /// # Panics
+    /// If the model has no such layer.
+    pub fn stage_index(&self, stage: Stage) -> usize {
         let layers = self.stage_starts.len() - 3;
-        let idx = match stage {
+        match stage {
             Stage::Head => 0,
             Stage::Layer(layer) => {
                 assert!(layer < layers, "layer {layer} of {layers}");
                 layers - layer
             }
             Stage::Embed => layers + 1,
-        };
-        self.stage_starts[idx]..self.stage_starts[idx + 1]
+        }
     }
 
     /// The elements of `stage` that belong to no tensor.

@@ -4,6 +4,7 @@ use super::machine::{DeviceMemory, Machine, Place};
 use crate::bucket::layout::BucketLayout;
 use crate::device::{Addressing, Attention, RingShape};
 use crate::dtype::Dtype;
+use crate::host::pinned;
 use crate::model::activations::ActivationPlan;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::{Stage, TensorTable};
@@ -18,7 +19,7 @@ const PROCESS_BYTES: usize = 1 << 30;
 const MATMUL_WORKSPACE_BYTES: usize = 64 << 20;
 /// Blocks that sum columns at once: two for each of an H200's 132 multiprocessors. Each holds a row of fp32 sums.
 const COLUMN_SUM_BLOCKS: usize = 264;
-/// Chunks that a ring of gradients is made of on a GPU; see [`crate::device::Device::ring_grain_bytes`].
+/// Chunks that a ring is made of on a GPU; see [`crate::device::Device::ring_grain_bytes`].
 const RING_GRAIN_BYTES: usize = 32 << 20;
 /// Buckets that may be on their way to the host while the next stage writes.
 const RING_BUCKETS: usize = 8;
@@ -81,6 +82,15 @@ pub fn balances(machine: &Machine, classes: &[MemoryClass], transient_bytes: u64
     [device, balance(Place::Host, needed, machine.host_bytes)]
 }
 
+/// What of the device's flat memory repeats.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Rings {
+    /// The gradients' ring, if they share memory.
+    pub grads: Option<RingShape>,
+    /// The ring that weights stream through; `None`: they stay.
+    pub weights: Option<RingShape>,
+}
+
 /// Everything that memory depends on but the planner's choice.
 #[derive(Clone, Debug)]
 pub struct Needs<'a> {
@@ -121,30 +131,53 @@ impl Needs<'_> {
         if self.retains_grads { layout.offloaded() + self.slots } else { layout.offloaded() }
     }
 
+    /// Host slots for working weights: those of the ring, or a place for each bucket whose weights are streamed from there.
+    pub fn param_slots(&self, layout: &BucketLayout, rings: Rings) -> usize {
+        if rings.weights.is_some() { layout.offloaded() } else { self.slots }
+    }
+
     /// The ring that gradients of offloaded buckets can share: long enough for the largest stage and what is on its way to
-    /// the host. None where micro-batches add up in place, or where it would save nothing. The embeddings stay outside:
-    /// tied ones hold the head's gradient during the whole backward pass.
+    /// the host. None where micro-batches add up in place, or where it would save nothing, and none on a device that shares the
+    /// host's memory.
     pub fn grad_ring(&self, layout: &BucketLayout, table: &TensorTable) -> Option<RingShape> {
-        let grain = self.ring_grain_bytes()? / self.dtype.bytes();
-        let stages = table.stages().filter(|stage| *stage != Stage::Embed);
-        let stage_elems_max = stages.map(|stage| table.stage_range(stage).len()).max().unwrap_or(0);
-        let period_elems = (stage_elems_max + RING_BUCKETS * layout.bucket_elems()).next_multiple_of(grain);
-        let end = layout.offloaded_elems().min(table.stage_range(Stage::Embed).start);
-        let ringed_elems = end / grain * grain;
+        if self.grad_accum_steps > 1 || self.machine.device == DeviceMemory::Shared {
+            return None;
+        }
+        let stage_elems_max = streamed_stages(table).max().unwrap_or(0);
+        self.ring(layout, table, stage_elems_max + RING_BUCKETS * layout.bucket_elems())
+    }
+
+    /// The ring that weights of offloaded buckets can stream through: long enough for a stage and the next one. None where it
+    /// would save nothing.
+    pub fn weight_ring(&self, layout: &BucketLayout, table: &TensorTable) -> Option<RingShape> {
+        let next = streamed_stages(table).skip(1).chain([0]);
+        let pair_elems_max = streamed_stages(table).zip(next).map(|(stage, next)| stage + next).max().unwrap_or(0);
+        self.ring(layout, table, pair_elems_max)
+    }
+
+    /// The embeddings stay outside: tied ones are the head's matrix, too, and hold its gradient during the whole backward pass.
+    /// So do paged buckets, which are stepped here: their gradients stay until the verdict.
+    fn ring(&self, layout: &BucketLayout, table: &TensorTable, elems_min: usize) -> Option<RingShape> {
+        let grain = self.ring_grain_bytes() / self.dtype.bytes();
+        let offloaded_elems = if self.paged { 0 } else { layout.offloaded_elems() };
+        let end = offloaded_elems.min(table.stage_range(Stage::Embed).start);
+        let (ringed_elems, period_elems) = (end / grain * grain, elems_min.next_multiple_of(grain));
         (ringed_elems > period_elems).then_some(RingShape { ringed_elems, period_elems })
     }
 
     /// Every class that is not empty.
-    pub fn classes(&self, layout: &BucketLayout, ring: Option<RingShape>, activations: &ActivationPlan) -> Vec<MemoryClass> {
+    pub fn classes(&self, layout: &BucketLayout, rings: Rings, activations: &ActivationPlan) -> Vec<MemoryClass> {
         let (flat, on_host) = (layout.flat_elems(), layout.offloaded_elems());
         // Of a paged bucket nothing crosses the link but the state.
         let (offloaded, paged) = if self.paged { (0, on_host) } else { (on_host, 0) };
         let (width, slot_bytes) = (self.dtype.bytes(), layout.bucket_elems().min(offloaded) * self.link_dtype.bytes());
         let staging = if self.device_casts && offloaded > 0 { 2 * layout.bucket_elems() * 4 } else { 0 };
         let class = |name, place, bytes| MemoryClass { name, place, bytes };
+        let kept = |ring: Option<RingShape>| ring.map_or(flat, |ring| flat - ring.ringed_elems + ring.period_elems);
+        let params_name = if rings.weights.is_some() { "streamed weights" } else { "parameter slots" };
         let mut classes = vec![
-            class("weights", Place::Device, flat * width),
-            class("gradients", Place::Device, ring.map_or(flat, |ring| flat - ring.ringed_elems + ring.period_elems) * width),
+            class("weights", Place::Device, kept(rings.weights) * width),
+            class("gradients", Place::Device, kept(rings.grads) * width),
             class("resident p, m, v", Place::Device, STATE_BYTES * (flat - on_host)),
             class("paged states here", Place::Device, if paged > 0 { self.paged_window_bytes(layout) } else { 0 }),
             class("cast staging", Place::Device, staging),
@@ -153,7 +186,7 @@ impl Needs<'_> {
             class("offloaded p, m, v", Place::Host, STATE_BYTES * offloaded),
             class("paged p, m, v", Place::Host, STATE_BYTES * paged),
             class("gradient slots", Place::Host, self.grad_slots(layout) * slot_bytes),
-            class("parameter slots", Place::Host, self.slots * slot_bytes),
+            class(params_name, Place::Host, self.param_slots(layout, rings) * slot_bytes),
             class("kept activations", Place::Host, activations.host_bytes().0 as usize),
             class("timeline", Place::Host, self.timeline_bytes),
         ];
@@ -170,12 +203,10 @@ impl Needs<'_> {
         classes
     }
 
-    fn ring_grain_bytes(&self) -> Option<usize> {
+    fn ring_grain_bytes(&self) -> usize {
         match self.machine.device {
-            // Gradients that are stepped here stay until the verdict.
-            _ if self.grad_accum_steps > 1 || self.paged => None,
-            DeviceMemory::Shared => None,
-            DeviceMemory::Own { .. } => Some(RING_GRAIN_BYTES),
+            DeviceMemory::Shared => pinned::RING_GRAIN_BYTES,
+            DeviceMemory::Own { .. } => RING_GRAIN_BYTES,
         }
     }
 
@@ -208,4 +239,9 @@ impl Needs<'_> {
         let cols = [shape.channels, shape.qkv_cols(), shape.attn_cols(), shape.mlp_in_cols()].into_iter().max().unwrap_or(0);
         COLUMN_SUM_BLOCKS * cols * 4
     }
+}
+
+/// Elements of every stage that a ring may hold, in flat order.
+fn streamed_stages(table: &TensorTable) -> impl Iterator<Item = usize> {
+    table.stages().filter(|stage| *stage != Stage::Embed).map(|stage| table.stage_range(stage).len())
 }

@@ -1,14 +1,14 @@
 //! The planner's choice: whose optimizer stays on the device, what each layer keeps, and the tile of the loss.
 //!
 //! On a device with its own memory all three compete for it. Candidates are ordered from the plan that computes nothing
-//! twice to the most frugal one; each gets as many resident buckets as still fit, and the fastest prediction wins.
+//! twice to the most frugal one; each gets as many resident buckets as still fit, and the fastest prediction wins. Weights
+//! are streamed only where no other candidate fits.
 
-use super::budget::{MemoryClass, Needs, bytes_at};
+use super::budget::{MemoryClass, Needs, Rings, bytes_at};
 use super::machine::{DeviceMemory, Place};
 use super::predict::{Prediction, Predictor, Work};
 use crate::bucket::layout::BucketLayout;
-use crate::config::options::ActivationsChoice;
-use crate::device::RingShape;
+use crate::config::options::{ActivationsChoice, WeightsChoice};
 use crate::error::Result;
 use crate::model::activations::{ActivationPlan, LossTile};
 use crate::model::policy::LayerPolicy;
@@ -45,6 +45,8 @@ pub struct Wishes {
     pub residency: Residency,
     /// What layers keep.
     pub activations: ActivationsChoice,
+    /// Where weights lie.
+    pub weights: WeightsChoice,
 }
 
 /// A choice and what follows from it.
@@ -56,8 +58,8 @@ pub struct Choice {
     pub policies: Vec<LayerPolicy>,
     /// Tile of the loss.
     pub tile: LossTile,
-    /// The gradients' ring, if they share memory.
-    pub grad_ring: Option<RingShape>,
+    /// What of the device's flat memory repeats.
+    pub rings: Rings,
     /// All memory by class.
     pub memory: Vec<MemoryClass>,
     /// The step's time; none on a device that shares the host's memory, whose rates nobody assumes.
@@ -77,6 +79,13 @@ pub fn choose(needs: &Needs, work: Work, table: &TensorTable, layout: &BucketLay
     }
 }
 
+/// What of the device's flat memory is to repeat, where that saves memory.
+#[derive(Clone, Copy)]
+struct Repeats {
+    grads: bool,
+    weights: bool,
+}
+
 struct Planner<'a> {
     needs: &'a Needs<'a>,
     table: &'a TensorTable,
@@ -91,22 +100,34 @@ impl Planner<'_> {
         let vocab = shape.vocab.min(SHARED_TILE_VOCAB_MAX);
         let tile = LossTile { rows: self.tokens().min(SHARED_TILE_BYTES_MAX / (vocab * width)).max(1), vocab };
         let policies = self.mixes().remove(0);
+        let repeats = Repeats { grads: false, weights: self.wishes.weights == WeightsChoice::Flow };
         let layout = match self.wishes.residency {
             Residency::Exactly(resident) => self.resident(resident),
-            Residency::Largest => self.resident(self.layout.count() / SHARED_RESIDENT_ONE_IN),
+            Residency::Largest => self.resident((self.layout.count() / SHARED_RESIDENT_ONE_IN).min(self.most_resident(repeats))),
         };
-        let memory = self.needs.classes(&layout, None, &self.activations(&policies, tile)?);
-        Ok(Choice { layout, policies, tile, grad_ring: None, memory, predicted: None })
+        let rings = self.rings(&layout, repeats);
+        let memory = self.needs.classes(&layout, rings, &self.activations(&policies, tile)?);
+        Ok(Choice { layout, policies, tile, rings, memory, predicted: None })
     }
 
-    /// The fastest candidate that fits a device of `device_bytes` with the largest tile that lets one fit; or, when none does,
-    /// the one that lacks least.
+    /// The fastest candidate that fits a device of `device_bytes`, with weights that stay if one fits so, and with the largest
+    /// tile that lets one fit; or, when none does, the one that lacks least.
     fn search(&self, device_bytes: u64, predictor: &Predictor) -> Result<Choice> {
+        let modes: &[bool] = match self.wishes.weights {
+            WeightsChoice::Auto => &[false, true],
+            WeightsChoice::Stationary => &[false],
+            WeightsChoice::Flow => &[true],
+        };
+        let mut tiles = Vec::new();
+        for &weights in modes {
+            tiles.extend(self.tiles(device_bytes, weights)?.into_iter().map(|tile| (weights, tile)));
+        }
         let mut best: Option<(u64, f64, Choice)> = None;
-        for tile in self.tiles(device_bytes)? {
-            let rings = self.mixes().into_iter().flat_map(|policies| [(false, policies.clone()), (true, policies)]);
-            for (ring, policies) in rings {
-                let choice = self.candidate(policies, tile, ring, predictor)?;
+        for (weights, tile) in tiles {
+            let repeats = |grads| Repeats { grads, weights };
+            let mixes = self.mixes().into_iter().flat_map(|policies| [(repeats(false), policies.clone()), (repeats(true), policies)]);
+            for (repeats, policies) in mixes {
+                let choice = self.candidate(policies, tile, repeats, predictor)?;
                 let (device, host) = self.needs.lacking(&choice.memory);
                 let (lacking, step_s) = (device + host, choice.predicted.map_or(0.0, |predicted| predicted.mean_s()));
                 // The first of equals computes least twice.
@@ -122,43 +143,51 @@ impl Planner<'_> {
         Ok(choice)
     }
 
-    /// With a ring of gradients or without.
-    fn candidate(&self, policies: Vec<LayerPolicy>, tile: LossTile, ring: bool, predictor: &Predictor) -> Result<Choice> {
+    fn candidate(&self, policies: Vec<LayerPolicy>, tile: LossTile, repeats: Repeats, predictor: &Predictor) -> Result<Choice> {
         let activations = self.activations(&policies, tile)?;
         let layout = match self.wishes.residency {
             Residency::Exactly(resident) => self.resident(resident),
-            Residency::Largest => self.largest_residency(&activations, ring),
+            Residency::Largest => self.largest_residency(&activations, repeats),
         };
-        let grad_ring = self.ring(&layout, ring);
-        let memory = self.needs.classes(&layout, grad_ring, &activations);
-        let predicted = Some(predictor.predict(&layout, grad_ring.is_some(), &policies, &activations));
-        Ok(Choice { layout, policies, tile, grad_ring, memory, predicted })
+        let rings = self.rings(&layout, repeats);
+        let memory = self.needs.classes(&layout, rings, &activations);
+        let predicted = Some(predictor.predict(&layout, rings, &policies, &activations));
+        Ok(Choice { layout, policies, tile, rings, memory, predicted })
     }
 
-    fn ring(&self, layout: &BucketLayout, ring: bool) -> Option<RingShape> {
-        if ring { self.needs.grad_ring(layout, self.table) } else { None }
+    fn rings(&self, layout: &BucketLayout, repeats: Repeats) -> Rings {
+        Rings {
+            grads: self.needs.grad_ring(layout, self.table).filter(|_| repeats.grads),
+            weights: self.needs.weight_ring(layout, self.table).filter(|_| repeats.weights),
+        }
     }
 
     /// Bytes that the device and the host lack when `resident` buckets stay on the device.
-    fn lacking(&self, resident: usize, ring: bool, activations: &ActivationPlan) -> (u64, u64) {
+    fn lacking(&self, resident: usize, repeats: Repeats, activations: &ActivationPlan) -> (u64, u64) {
         let layout = self.resident(resident);
-        self.needs.lacking(&self.needs.classes(&layout, self.ring(&layout, ring), activations))
+        self.needs.lacking(&self.needs.classes(&layout, self.rings(&layout, repeats), activations))
     }
 
     /// As many resident buckets as the device holds. If host memory asks for more, the device will lack for them.
-    fn largest_residency(&self, activations: &ActivationPlan, ring: bool) -> BucketLayout {
-        let count = self.layout.count();
+    fn largest_residency(&self, activations: &ActivationPlan, repeats: Repeats) -> BucketLayout {
+        let most = self.most_resident(repeats);
         // With all of them resident there are no staging buffers either.
-        if self.lacking(count, ring, activations).0 == 0 {
-            return self.resident(count);
+        if self.lacking(most, repeats, activations).0 == 0 {
+            return self.resident(most);
         }
-        let fitting = partition_point(count, |resident| self.lacking(resident + 1, ring, activations).0 == 0);
-        self.resident(fitting.max(self.least_residency(activations)))
+        let fitting = partition_point(most, |resident| self.lacking(resident + 1, repeats, activations).0 == 0);
+        self.resident(fitting.max(self.least_residency(activations, repeats)))
     }
 
     /// The fewest resident buckets that let the host hold the rest; all of them when it cannot hold one.
-    fn least_residency(&self, activations: &ActivationPlan) -> usize {
-        partition_point(self.layout.count(), |resident| self.lacking(resident, false, activations).1 > 0)
+    fn least_residency(&self, activations: &ActivationPlan, repeats: Repeats) -> usize {
+        partition_point(self.layout.count(), |resident| self.lacking(resident, repeats, activations).1 > 0)
+    }
+
+    /// All buckets, or, where weights are streamed, those that lie wholly beyond what is.
+    fn most_resident(&self, repeats: Repeats) -> usize {
+        let streamed = self.rings(self.layout, repeats).weights.map_or(0, |ring| ring.ringed_elems);
+        self.layout.count() - self.layout.overlapping(0..streamed).end
     }
 
     fn resident(&self, buckets: usize) -> BucketLayout {
@@ -192,15 +221,17 @@ impl Planner<'_> {
 
     /// Tiles of the loss for a device of `device_bytes`, the largest first: the whole vocabulary and as many rows as its share
     /// of the free memory holds, then half as many, and so on.
-    fn tiles(&self, device_bytes: u64) -> Result<Vec<LossTile>> {
+    fn tiles(&self, device_bytes: u64, weights: bool) -> Result<Vec<LossTile>> {
+        let repeats = Repeats { grads: false, weights };
         let vocab = self.needs.shape.vocab;
         let smallest = LossTile { rows: 1, vocab };
         let activations = self.activations(&self.mixes()[0], smallest)?;
         let resident = match self.wishes.residency {
             Residency::Exactly(resident) => resident,
-            Residency::Largest => self.least_residency(&activations),
+            Residency::Largest => self.least_residency(&activations, repeats),
         };
-        let classes = self.needs.classes(&self.resident(resident), None, &activations);
+        let layout = self.resident(resident);
+        let classes = self.needs.classes(&layout, self.rings(&layout, repeats), &activations);
         let fixed = bytes_at(&classes, Place::Device) - activations.device_bytes().0;
         let share = device_bytes.saturating_sub(fixed) / TILE_FREE_PARTS;
         let rows = rows_within(self.tokens(), (share as usize).min(TILE_BYTES_MAX) / (vocab * self.needs.dtype.bytes()));

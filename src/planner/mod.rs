@@ -2,13 +2,16 @@
 //! device and what is computed twice ([`choice`]) by a predicted step time ([`predict`]), and, when nothing fits, the
 //! smallest change that would ([`refusal`]).
 
+pub mod answer;
 pub mod budget;
 pub mod choice;
+pub mod limits;
 pub mod machine;
 mod passes;
 pub mod predict;
 pub mod rates;
 pub mod refusal;
+pub mod search;
 
 #[cfg(test)]
 mod tests;

@@ -1,7 +1,7 @@
 //! How long a step will take, from a machine's rates and as if everything overlapped: quick enough to compare hundreds of plans.
 //! What a plan really does on such a machine is for the simulated device to say.
 
-use super::budget::{Needs, STATE_BYTES};
+use super::budget::{Needs, Rings, STATE_BYTES};
 use super::machine::DeviceMemory;
 use super::passes::Passes;
 use crate::bucket::layout::BucketLayout;
@@ -37,7 +37,7 @@ pub struct Prediction {
     pub device_s: f64,
     /// The pool's optimizer.
     pub pool_s: f64,
-    /// The link, one way.
+    /// The link, the way on which more crosses.
     pub link_s: f64,
     /// A step whose speculation holds, or any where nothing is speculated.
     pub step_s: f64,
@@ -64,7 +64,7 @@ impl<'a> Predictor<'a> {
         Ok(Self { needs, work, passes: Passes::of(needs)? })
     }
 
-    pub fn predict(&self, layout: &BucketLayout, ring: bool, policies: &[LayerPolicy], activations: &ActivationPlan) -> Prediction {
+    pub fn predict(&self, layout: &BucketLayout, rings: Rings, policies: &[LayerPolicy], activations: &ActivationPlan) -> Prediction {
         let (rates, accum) = (&self.needs.machine.rates, self.work.grad_accum_steps as f64);
         let offloaded = layout.offloaded_elems() as f64;
         let stepped_here = layout.flat_elems() as f64 - if self.needs.paged { 0.0 } else { offloaded };
@@ -79,7 +79,11 @@ impl<'a> Predictor<'a> {
             let step_s = passes_s.max(kept_s) + adam_s.max(paged_s);
             return Prediction { device_s: passes_s + adam_s, pool_s: 0.0, link_s: kept_s + paged_s, step_s, validated_s: step_s };
         }
-        let link_s = kept_s + offloaded * self.needs.link_dtype.bytes() as f64 / rates.both_ways_bytes_per_s;
+        // As much returns as leaves, unless weights are streamed: in the forward and in the backward pass of every micro-batch.
+        let streamed = rings.weights.map_or(0.0, |ring| ring.ringed_elems as f64);
+        let crossing_s = |elems: f64| kept_s + elems * self.needs.link_dtype.bytes() as f64 / rates.both_ways_bytes_per_s;
+        let (out_s, link_s) = (crossing_s(offloaded), crossing_s(offloaded + (2.0 * accum - 1.0) * streamed));
+        let pass_link_s = out_s.max(link_s / 2.0);
         // While copies run both ways, all else is slower.
         let beside_copies = |alone_s: f64, share: f64| alone_s + link_s.min(alone_s) * (1.0 / share - 1.0);
         let device_s = beside_copies(passes_s + adam_s, rates.matmul_under_copies);
@@ -88,12 +92,12 @@ impl<'a> Predictor<'a> {
         let start_up_s = self.start_up_s(layout);
         // Forward is a third of the device's work. Before the verdict the pool rests, so that only forward hides it.
         let (forward_s, backward_s) = (device_s / 3.0, device_s / 1.5);
-        let validated_s = backward_s.max(link_s) + forward_s.max(stepped_s).max(link_s) + start_up_s;
+        let validated_s = backward_s.max(pass_link_s) + forward_s.max(stepped_s).max(pass_link_s) + start_up_s;
         if !self.work.speculates {
             return Prediction { device_s, pool_s: stepped_s, link_s, step_s: validated_s, validated_s };
         }
         // In a ring the backward pass waits for the pool: nothing is left for the next forward.
-        let stalled_s = if ring { (POOL_DOUBT * deferred_s - backward_s).max(0.0) } else { 0.0 };
+        let stalled_s = if rings.grads.is_some() { (POOL_DOUBT * deferred_s - backward_s).max(0.0) } else { 0.0 };
         let step_s = (device_s + stalled_s).max(deferred_s).max(link_s) + start_up_s;
         Prediction { device_s, pool_s: deferred_s, link_s, step_s, validated_s }
     }

@@ -130,6 +130,34 @@ impl Rates {
         }
     }
 
+    /// A machine whose host memory, and so its optimizer, is `factor` times as fast.
+    pub fn with_faster_host(&self, factor: f64) -> Self {
+        let points = self.adam_bytes_per_s_by_threads.0.iter().map(|(threads, rate)| (*threads, rate * factor)).collect();
+        Self { adam_bytes_per_s_by_threads: Points(points), ..self.clone() }
+    }
+
+    /// A machine whose link is `factor` times as fast.
+    pub fn with_faster_link(&self, factor: f64) -> Self {
+        Self {
+            to_host_bytes_per_s: self.to_host_bytes_per_s * factor,
+            to_device_bytes_per_s: self.to_device_bytes_per_s * factor,
+            both_ways_bytes_per_s: self.both_ways_bytes_per_s * factor,
+            managed_bytes_per_s: self.managed_bytes_per_s * factor,
+            ..self.clone()
+        }
+    }
+
+    /// A machine whose device computes and reads its memory `factor` times as fast.
+    pub fn with_faster_device(&self, factor: f64) -> Self {
+        Self {
+            large_matmul_flops: self.large_matmul_flops * factor,
+            attention_forward_flops: self.attention_forward_flops * factor,
+            attention_backward_flops: self.attention_backward_flops * factor,
+            device_bytes_per_s: self.device_bytes_per_s * factor,
+            ..self.clone()
+        }
+    }
+
     /// FLOPs a second of a product whose smallest dimension is `least_dim`.
     pub fn matmul_flops(&self, least_dim: usize) -> f64 {
         self.large_matmul_flops * self.matmul_share_by_least_dim.at(least_dim as f64)

@@ -2,7 +2,7 @@
 
 use super::budget::Balance;
 use super::machine::Place;
-use crate::config::options::{ActivationsChoice, ResidentBuckets, Strategy};
+use crate::config::options::{ActivationsChoice, ResidentBuckets, Strategy, WeightsChoice};
 use crate::config::plan::Plan;
 use crate::config::settings::Settings;
 use crate::error::{Error, Result};
@@ -65,6 +65,7 @@ impl Plan {
             ("activations", with(&|s| s.activations = ActivationsChoice::Auto)),
             ("activations", with(&|s| s.activations = ActivationsChoice::RecomputeBlock)),
             ("strategy superoffload", with(&|s| s.strategy = Strategy::Superoffload)),
+            ("weights flow", with(&|s| s.weights = WeightsChoice::Flow)),
         ];
         remedies.extend(batches);
         remedies.push(("nondeterministic", with(&|s| s.nondeterministic = true)));

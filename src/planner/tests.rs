@@ -2,12 +2,15 @@
 
 use super::machine::{DeviceMemory, Machine, Place};
 use super::rates::Rates;
-use crate::config::options::{ActivationsChoice, AttentionChoice, HostMemoryKind, ResidentBuckets, Strategy, TrainDtype};
+use crate::config::options::{
+    ActivationsChoice, AttentionChoice, CastSide, HostMemoryKind, ResidentBuckets, Strategy, Technique, TrainDtype, WeightsChoice,
+};
 use crate::config::plan::Plan;
 use crate::config::settings::Settings;
 use crate::device::Addressing;
 use crate::model::policy::LayerPolicy;
 use crate::model::shape::ModelShape;
+use crate::model::tensors::{Stage, TensorTable};
 use crate::units::Bytes;
 use proptest::prelude::*;
 use std::path::Path;
@@ -80,6 +83,9 @@ fn on_device(plan: &Plan, class: &str) -> f64 {
 
 /// Whether the build has resident buckets under `superoffload`; without them every plan here offloads all or nothing.
 const REPARTITION: bool = cfg!(feature = "repartition");
+
+/// Whether it can stream weights.
+const FLOW: bool = cfg!(feature = "weight-flow");
 
 #[test]
 fn a_4b_model_stays_on_the_device_and_the_plan_says_so() {
@@ -229,10 +235,11 @@ fn an_impossible_plan_names_the_memory_both_sizes_and_a_way_out() {
         let message = refusal(shape, &settings);
         words.iter().for_each(|word| assert!(message.contains(word), "`{word}` is not in `{message}`"));
     };
-    let hbm = |gib| Settings { hbm_limit: Some(Bytes(gib * GIB)), ..settings() };
+    let hbm = |gib| Settings { hbm_limit: Some(Bytes(gib * GIB)), weights: WeightsChoice::Stationary, ..settings() };
     let no_way = "no smaller batch or sequence would fit either";
     says(&llama_8b(), hbm(16), &["of device memory for", "16.0 GiB of device memory are available", "--hbm-limit", no_way]);
-    says(&llama_8b(), hbm(26), &["26.0 GiB", "--per-device-train-batch-size 2 would fit"]);
+    let way_out = if FLOW { "--weights flow would fit" } else { "--per-device-train-batch-size 2 would fit" };
+    says(&llama_8b(), hbm(26), &["26.0 GiB", way_out]);
     says(&llama_8b(), Settings { activations: ActivationsChoice::Keep, ..hbm(80) }, &["device memory", "--activations auto would fit"]);
     says(&llama_8b(), Settings { strategy: Strategy::NoOffload, ..hbm(100) }, &["--strategy superoffload would fit"]);
     let none = ResidentBuckets::Count(0);
@@ -249,9 +256,74 @@ fn an_impossible_plan_names_the_memory_both_sizes_and_a_way_out() {
 #[test]
 fn the_advice_is_right() {
     let shape = llama_8b();
-    let tight = Settings { hbm_limit: Some(Bytes(26 * GIB)), ..settings() };
+    let tight = Settings { hbm_limit: Some(Bytes(26 * GIB)), without: vec![Technique::WeightFlow], ..settings() };
     assert!(refusal(&shape, &tight).contains("--per-device-train-batch-size 2"));
     fitting(&shape, &Settings { per_device_train_batch_size: 2, ..tight });
+}
+
+#[test]
+fn weights_that_do_not_fit_are_streamed() {
+    if !FLOW {
+        return;
+    }
+    let shape = llama_8b();
+    let limited = |gib| Settings { hbm_limit: Some(Bytes(gib * GIB)), ..settings() };
+    let (roomy, tight) = (fitting(&shape, &limited(40)), fitting(&shape, &limited(22)));
+    assert!(roomy.weight_ring.is_none() && tight.bytes_at(Place::Device) <= 22 * GIB, "{tight}");
+    let ring = tight.weight_ring.unwrap();
+    // Two layers, or the head and one, in whole chunks; the embeddings are resident or stay.
+    let table = TensorTable::new(&shape);
+    let [head, layer, embed] = [Stage::Head, Stage::Layer(31), Stage::Embed].map(|stage| table.stage_range(stage));
+    assert!((head.len() + layer.len()..head.len() + layer.len() + (16 << 20)).contains(&ring.period_elems), "{ring:?}");
+    assert!(embed.start - ring.ringed_elems < 16 << 20 && ring.ringed_elems <= embed.start, "{ring:?}");
+    let stay = table.flat_elems() - ring.ringed_elems + ring.period_elems;
+    assert_eq!((on_device(&tight, "weights") * GIB as f64) as usize, 2 * stay);
+    // On the host they have a place each instead of a few slots.
+    assert_eq!(tight.param_slots, tight.layout.offloaded());
+    let streamed = tight.memory.iter().find(|class| class.name == "streamed weights").unwrap();
+    assert_eq!((streamed.place, streamed.bytes), (Place::Host, 2 * tight.layout.offloaded() * tight.layout.bucket_elems()));
+    assert!(!tight.memory.iter().any(|class| class.name == "parameter slots"));
+    // Each pass brings them over the link at 50 GB/s.
+    let predicted = tight.predicted.unwrap();
+    assert!(predicted.link_s > (4 * ring.ringed_elems) as f64 / 50e9 && predicted.step_s >= predicted.link_s, "{tight}");
+    let text = tight.to_string();
+    assert!(text.contains("stream from host memory through a ring of 1.4 GiB, forward and backward"), "{text}");
+}
+
+#[test]
+fn streaming_can_be_asked_for_and_refused() {
+    let flow = |more: Settings| Settings { weights: WeightsChoice::Flow, ..more };
+    let refused = |more: Settings| Plan::new(&flow(more), &qwen3_4b(), &h200(), false).unwrap_err().to_string();
+    if !FLOW {
+        return assert!(refused(settings()).starts_with("--weights flow needs the technique weight-flow"));
+    }
+    let asked = fitting(&qwen3_4b(), &flow(settings()));
+    let streamed = asked.weight_ring.unwrap().ringed_elems;
+    // What streams is stepped by the pool; the tied embedding, which is also the head's matrix, may be resident.
+    assert!(asked.layout.offloaded_elems() >= streamed && (resident(&asked) > 0) == REPARTITION, "{asked}");
+    let few = Settings { resident_buckets: ResidentBuckets::Count(100), ..settings() };
+    if REPARTITION {
+        assert!((1..streamed).contains(&fitting(&qwen3_4b(), &flow(few)).weight_ring.unwrap().ringed_elems));
+    }
+    for (more, why) in [
+        (Settings { without: vec![Technique::WeightFlow], ..settings() }, "needs the technique weight-flow"),
+        (Settings { strategy: Strategy::NoOffload, ..settings() }, "needs a strategy that offloads"),
+        (Settings { memory: HostMemoryKind::Unified, ..settings() }, "--memory unified"),
+    ] {
+        let message = refused(more);
+        assert!(message.starts_with("--weights flow ") && message.contains(why), "{message}");
+    }
+    if cfg!(feature = "superchip-cast") {
+        assert!(refused(Settings { cast: CastSide::Device, ..settings() }).contains("--cast device"));
+    }
+    if REPARTITION {
+        assert!(refused(Settings { resident_buckets: ResidentBuckets::All, ..settings() }).contains("nothing would be saved"));
+    }
+    let small = Plan::new(&flow(Settings::demo()), &ModelShape::demo(), &h200(), false).unwrap_err().to_string();
+    assert!(small.contains("nothing would be saved"), "{small}");
+    // On the CPU, where chunks are small.
+    let demo = |weights| Plan::new(&Settings { weights, ..Settings::demo() }, &ModelShape::demo(), &Machine::cpu(2), false).unwrap();
+    assert!(demo(WeightsChoice::Flow).weight_ring.is_some() && demo(WeightsChoice::Auto).weight_ring.is_none());
 }
 
 #[test]

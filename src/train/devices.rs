@@ -5,9 +5,11 @@ use crate::config::settings::Settings;
 use crate::device::Addressing;
 use crate::error::{Error, Result};
 use crate::hardware::limits;
+use crate::hardware::profile::Profile;
 use crate::hardware::topology::Topology;
 use crate::planner::machine::{DeviceMemory, Machine};
 use crate::planner::rates::Rates;
+use std::sync::Arc;
 
 /// The device of a run.
 #[derive(Clone, Debug)]
@@ -30,7 +32,7 @@ impl Chosen {
 /// What `settings` ask for on the machine of `topology`; `auto` is a GPU where there is one.
 ///
 /// # Errors
-/// `Resource` when a GPU was asked for and cannot be had; those of [`limits::check_threads`].
+/// `Resource` when a GPU was asked for and cannot be had; those of [`limits::check_threads`] and [`Profile::load`].
 pub fn choose(settings: &Settings, topology: &Topology) -> Result<Chosen> {
     let (device, note) = match settings.device {
         DeviceChoice::Cpu => (DeviceMemory::Shared, None),
@@ -47,7 +49,14 @@ pub fn choose(settings: &Settings, topology: &Topology) -> Result<Chosen> {
     let cpus = topology.usable_cpus().map_or(1, |usable| usable.count());
     let reserved = if settings.huge_pages == HugePagesChoice::Explicit { topology.reserved_free_bytes() } else { 0 };
     let host_bytes = topology.memory_usable_bytes().map_or(u64::MAX, |bytes| bytes.saturating_add(reserved));
-    Ok(Chosen { machine: Machine { cpus, host_bytes, device, rates: Rates::assumed() }, note, warning })
+    Ok(Chosen { machine: Machine { cpus, host_bytes, device, rates: rates(settings)? }, note, warning })
+}
+
+fn rates(settings: &Settings) -> Result<Arc<Rates>> {
+    match &settings.hardware {
+        None => Ok(Rates::assumed()),
+        Some(name) => Ok(Arc::new(Rates::of(&Profile::load(&name.to_string_lossy())?))),
+    }
 }
 
 #[cfg(feature = "cuda")]

@@ -114,7 +114,7 @@ fn find_model(settings: &Settings) -> Result<Source> {
 }
 
 /// Learned positions end; rotary ones do not, and only tell how far the model was trained.
-pub(crate) fn check_context(settings: &Settings, shape: &ModelShape) -> Result<()> {
+pub fn check_context(settings: &Settings, shape: &ModelShape) -> Result<()> {
     if shape.positions == Positions::Learned && settings.seq_length > shape.max_positions {
         return Err(Error::usage(format!("--seq-length {}: the model has {} positions", settings.seq_length, shape.max_positions)));
     }

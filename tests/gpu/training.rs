@@ -49,18 +49,22 @@ const SPECULATE: &str = "strategy = \"superoffload\"\nwithout = [\"adaptive\"]\n
 
 /// A demo of two layers.
 fn shape() -> ModelShape {
+    narrow_shape(2)
+}
+
+fn narrow_shape(layers: usize) -> ModelShape {
     let config = serde_json::json!({
-        "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": layers, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128, "vocab_size": 256, "max_position_embeddings": 64,
         "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": true,
     });
     ModelShape::parse(&config.to_string(), "config.json".as_ref()).expect("the suite's own model")
 }
 
-/// Four layers that keep a GPU busy.
-fn wide_shape() -> ModelShape {
+/// Layers that keep a GPU busy.
+fn wide_shape(layers: usize) -> ModelShape {
     let config = serde_json::json!({
-        "architectures": ["LlamaForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 16,
+        "architectures": ["LlamaForCausalLM"], "hidden_size": 2048, "num_hidden_layers": layers, "num_attention_heads": 16,
         "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 8192, "vocab_size": 256, "max_position_embeddings": 64,
         "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": true,
     });
@@ -125,6 +129,7 @@ pub fn run<D: Kernels, W: Write>(report: &mut Report<W>, subject: &Subject<'_, D
         report.case(&format!("training/digests {}", variant.name), || digests(subject, &variant));
     }
     report.case("training/unified memory gives the digest of pinned memory", || unified(subject));
+    report.case("training/weights that stream give the digest of weights that stay", || streamed(subject));
     report.case("training/copies and optimizer run beside the compute stream", || overlap(subject));
 }
 
@@ -296,12 +301,42 @@ fn unified<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
         let all = 12 * (TensorTable::new(&shape()).flat_elems() * (subject.steps - 1)) as u64;
         require(if resident == 0 { moved == all } else { moved < all }, || format!("{moved} bytes of states came, of {all}"))?;
     }
-    let wide = |lines: &str| train_shape(subject, &wide_shape(), &format!("{}{SPECULATE}{lines}", subject.settings), 5, true);
+    let wide = |lines: &str| train_shape(subject, &wide_shape(4), &format!("{}{SPECULATE}{lines}", subject.settings), 5, true);
     let (have, want) = (wide(&paged("", 0))?, wide("resident-buckets = 0\n")?);
     same(&have, &want)?;
     for (track, name) in [("h2d", "page_in"), ("d2h", "page_out")] {
         let moves = have.tracks.iter().filter(|t| t.track == track).flat_map(|t| t.spans()).any(|span| span.name == name);
         require(moves == (addressing == Addressing::Managed), || format!("{addressing}, spans of {name}: {moves}"))?;
+    }
+    Ok(0.0)
+}
+
+/// Weights that come layer by layer, under clips, a skipped step and two micro-batches: the bits of weights that stay, and a link
+/// that carries them twice a micro-batch, on a GPU while it computes.
+fn streamed<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
+    if !cfg!(feature = "weight-flow") {
+        return Err(Missed::Skipped("this build has no weight-flow".into()));
+    }
+    // Enough layers that a ring of two, in the device's chunks, is the smaller part.
+    let on_gpu = subject.machine.device != DeviceMemory::Shared;
+    let shape = if on_gpu { wide_shape(6) } else { narrow_shape(8) };
+    let nan = "inject = [{step = 3, element = 20, value = \"nan\"}]\n";
+    let common = format!("{}{nan}resident-buckets = 0\ngradient-accumulation-steps = 2\n", subject.settings);
+    let train = |lines: &str| train_shape(subject, &shape, &format!("{common}{lines}"), 8, true);
+    let max_norm = median_norm(&train("strategy = \"zero-offload\"\nmax-grad-norm = 0\n")?)?;
+    let clip = format!("max-grad-norm = {max_norm}\n");
+    let want = train(&format!("strategy = \"zero-offload\"\n{clip}"))?;
+    for strategy in [SPECULATE, "strategy = \"zero-offload\"\n"] {
+        let have = train(&format!("{strategy}{clip}weights = \"flow\"\n"))?;
+        require(have.losses() == want.losses() && have.digest == want.digest, || format!("other bits, {strategy}"))?;
+        let Counts { committed, clipped, skipped, .. } = have.counts;
+        require(committed > 0 && clipped > 0 && skipped > 0, || format!("{:?}", have.counts))?;
+        let arrived = |run: &Run| run.reports.iter().map(|report| report.counters.h2d_bytes).sum::<u64>();
+        let (streamed, stationary) = (arrived(&have), arrived(&want));
+        require(streamed > 2 * stationary, || format!("{streamed} bytes came; {stationary} where weights stay"))?;
+        if subject.overlaps {
+            require(runs_beside(&have, "h2d", "copy_h2d")?, || "weights never came while the device computed".into())?;
+        }
     }
     Ok(0.0)
 }
@@ -320,19 +355,22 @@ fn overlap<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
     }
     let toml = format!("{}{SPECULATE}resident-buckets = 0\nmax-grad-norm = 0\n", subject.settings);
     // A GPU is done with the small model's kernels before the next one is enqueued.
-    let shape = if subject.machine.device == DeviceMemory::Shared { shape() } else { wide_shape() };
+    let shape = if subject.machine.device == DeviceMemory::Shared { shape() } else { wide_shape(4) };
     let run = train_shape(subject, &shape, &toml, subject.steps.min(60), true)?;
+    for (track, name) in [("d2h", "copy_d2h"), ("adam", "")] {
+        require(runs_beside(&run, track, name)?, || format!("{track} never ran beside the compute stream"))?;
+    }
+    Ok(0.0)
+}
+
+/// Whether a span of this name on the track ran while the compute stream computed.
+fn runs_beside(run: &Run, track: &str, name: &str) -> std::result::Result<bool, Missed> {
     let spans = |track: &str, name: &str| -> Vec<(u64, u64)> {
         let tracks = run.tracks.iter().filter(|t| t.track.starts_with(track));
         let spans = tracks.flat_map(|t| t.spans()).filter(|s| s.name != "wait" && s.name.starts_with(name));
         spans.map(|s| (s.start_ns, s.start_ns + s.duration_ns)).collect()
     };
-    let compute = spans("compute", "");
-    for (track, name) in [("d2h", "copy_d2h"), ("adam", "")] {
-        let mut beside = spans(track, name);
-        require(!beside.is_empty(), || format!("no span on {track}"))?;
-        beside.retain(|&(start, end)| compute.iter().any(|&(from, to)| start.max(from) < end.min(to)));
-        require(!beside.is_empty(), || format!("{track} never ran beside the compute stream"))?;
-    }
-    Ok(0.0)
+    let (compute, beside) = (spans("compute", ""), spans(track, name));
+    require(!beside.is_empty(), || format!("no span on {track}"))?;
+    Ok(beside.iter().any(|&(start, end)| compute.iter().any(|&(from, to)| start.max(from) < end.min(to))))
 }

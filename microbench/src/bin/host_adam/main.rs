@@ -123,6 +123,7 @@ fn measure(options: &Options, buckets: &Buckets, arrays: Arrays, setting: Settin
         kernels,
         threads: setting.threads,
         hogs,
+        params: options.params,
         elems,
         bytes_per_elem: bytes,
         timing,

@@ -15,6 +15,8 @@ pub struct Row {
     pub threads: usize,
     /// Threads beside them that copy.
     pub hogs: usize,
+    /// Parameters of all buckets.
+    pub params: usize,
     /// Elements of a job, and the bytes that each moves.
     pub elems: usize,
     pub bytes_per_elem: f64,
@@ -45,7 +47,7 @@ impl Row {
     pub fn json(&self, machine: &Machine) -> Value {
         json!({
             "bench": "host_adam", "machine": machine.json(), "partition": self.timing.partition, "pass": self.pass, "kernels": self.kernels, "threads": self.threads, "pinned": self.timing.pinned, "hogs": self.hogs,
-            "bucket_params": self.elems, "jobs": self.timing.jobs, "bytes_per_param": self.bytes_per_elem,
+            "params": self.params, "bucket_params": self.elems, "jobs": self.timing.jobs, "bytes_per_param": self.bytes_per_elem,
             "gparam_s": self.gelem_s(), "gb_s": self.gb_s(), "share_of_copy": self.share_of_copy(),
             "median_gparam_s": self.elems as f64 * 1e-9 / self.timing.median_s, "busy_gparam_s": self.busy_gelem_s(),
             "skew_percent": self.timing.skew_percent(), "handover_percent": self.timing.handover_percent(),

@@ -1,0 +1,167 @@
+"""What every baseline trains, and the line that it prints: models, batches, timing, memory.
+
+A system's script gives `measure` a function that wraps the model and returns three calls: forward(ids) -> loss,
+backward(loss), update(). Everything else is the same for all of them.
+"""
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import platform
+import statistics
+import time
+
+LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY = 1e-5, (0.9, 0.95), 1e-8, 0.1
+BATCHES = 4
+
+
+def arguments(**defaults):
+    """Flags that every script takes; `defaults` adds a system's own as name=default."""
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--workload", choices=WORKLOADS, default="W1")
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--max-grad-norm", type=float, default=1.0, help="0: no clipping")
+    parser.add_argument("--no-checkpointing", action="store_true", help="layers keep their activations")
+    parser.add_argument("--out", help="append the line to this file")
+    for name, default in defaults.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(default, bool):
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=default)
+        else:
+            parser.add_argument(flag, type=type(default), default=default)
+    return parser.parse_args()
+
+
+def qwen3(layers, hidden, ffn, heads, kv_heads, vocab):
+    from transformers import Qwen3Config
+
+    return Qwen3Config(num_hidden_layers=layers, hidden_size=hidden, intermediate_size=ffn, num_attention_heads=heads,
+                       num_key_value_heads=kv_heads, head_dim=128, vocab_size=vocab, tie_word_embeddings=True,
+                       max_position_embeddings=40960, use_cache=False)
+
+
+def llama(layers):
+    from transformers import LlamaConfig
+
+    return LlamaConfig(num_hidden_layers=layers, hidden_size=4096, intermediate_size=14336, num_attention_heads=32,
+                       num_key_value_heads=8, vocab_size=128256, tie_word_embeddings=False,
+                       max_position_embeddings=131072, use_cache=False)
+
+
+def gpt(layers, hidden):
+    from transformers import GPT2Config
+
+    return GPT2Config(n_layer=layers, n_embd=hidden, n_head=32, n_positions=1024, vocab_size=50432, resid_pdrop=0.0,
+                      embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
+
+
+# Name: configuration, sequences of a batch, tokens of a sequence.
+WORKLOADS = {
+    "W1": (lambda: qwen3(36, 2560, 9728, 32, 8, 151936), 4, 4096),
+    "W2": (lambda: llama(32), 4, 4096),
+    "W2c": (lambda: llama(24), 4, 4096),
+    "W3": (lambda: gpt(44, 3072), 8, 1024),
+    "tiny": (lambda: qwen3(2, 256, 512, 2, 1, 512), 2, 64),
+}
+
+
+def layers_of(model):
+    return model.model.layers if hasattr(model, "model") else model.transformer.h
+
+
+def flops(config, model, batch, seq_length, is_checkpointed):
+    """(model, hardware) FLOPs of a step: causal attention; hardware adds one more forward pass of every layer."""
+    layers, heads = config.num_hidden_layers, config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    tokens = batch * seq_length
+    embedding = config.vocab_size * config.hidden_size
+    positions = config.n_positions * config.hidden_size if config.model_type == "gpt2" else 0
+    matrices = sum(p.numel() for p in model.parameters()) - positions - (0 if config.tie_word_embeddings else embedding)
+    attention = 6 * layers * heads * head_dim * seq_length * tokens
+    once = 6 * matrices * tokens + attention
+    again = 2 * (matrices - embedding) * tokens + attention // 3
+    return matrices, once, once + (again if is_checkpointed else 0)
+
+
+def memory_available():
+    with open("/proc/meminfo") as lines:
+        return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}["MemAvailable"]
+
+
+def machine(torch):
+    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), None)
+    gpu = {"name": torch.cuda.get_device_name(), "cuda": torch.version.cuda} if torch.cuda.is_available() else None
+    return {"cpu": cpu, "cpus": len(os.sched_getaffinity(0)), "kernel": platform.release(), "gpu": gpu}
+
+
+def attention_by_cudnn(torch):
+    """cuDNN's fused attention first; it is twice as fast as the default on Hopper."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    if not torch.cuda.is_available():
+        return contextlib.nullcontext()
+    return sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True)
+
+
+def measure(system, name, args, prepare, dtype="bfloat16"):
+    """Builds the workload's model, lets `prepare(torch, model, batch)` wrap it, times steps, prints one JSON line.
+
+    `prepare` returns (forward, backward, update, settings); `settings` goes into the line.
+    """
+    import torch
+    import transformers
+
+    make, batch, seq_length = WORKLOADS[args.workload]
+    config, device = make(), "cuda" if torch.cuda.is_available() else "cpu"
+    free = memory_available()
+    torch.manual_seed(0)
+    with torch.device(device):
+        # The same 16-bit initial values in every system.
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
+    model.train().to(getattr(torch, dtype))
+    if not args.no_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    matrices, model_flops, hardware_flops = flops(config, model, batch, seq_length, not args.no_checkpointing)
+    params = sum(p.numel() for p in model.parameters())
+    forward, backward, update, settings = prepare(torch, model, batch)
+
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(0, config.vocab_size, (batch, seq_length), generator=generator).to(device) for _ in range(BATCHES)]
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    times, losses, least = [], [], free
+    with attention_by_cudnn(torch):
+        for step in range(args.warmup + args.steps):
+            wait()
+            start = time.perf_counter()
+            loss = forward(ids[step % BATCHES])
+            backward(loss)
+            update()
+            wait()
+            times.append(1e3 * (time.perf_counter() - start))
+            losses.append(round(float(loss.detach()), 4))
+            least = min(least, memory_available())
+    times, losses = times[args.warmup:], losses[args.warmup:]
+    median = statistics.median(times)
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__} | settings.pop("versions", {})
+    line = {
+        "bench": "baseline", "date": datetime.date.today().isoformat(), "machine": machine(torch), "system": system,
+        "name": name, "workload": args.workload, "versions": versions,
+        "settings": {"per_device_train_batch_size": batch, "seq_length": seq_length, "max_grad_norm": args.max_grad_norm,
+                     "checkpointing": not args.no_checkpointing, "warmup": args.warmup, "steps": args.steps, **settings},
+        "model": {"params": params, "matmul_params": matrices},
+        "step_ms": {"median": median, "min": min(times), "max": max(times), "samples": times},
+        "tokens_per_second": 1e3 * batch * seq_length / median,
+        "speed": {"model_flops": model_flops, "model_tflops": model_flops / median / 1e9,
+                  "hardware_tflops": hardware_flops / median / 1e9},
+        "loss": losses,
+        "memory": {"gpu_peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None,
+                   "host_gib": (free - least) / 2**30},
+    }
+    text = json.dumps(line)
+    print(text)
+    if args.out:
+        with open(args.out, "a") as out:
+            out.write(text + "\n")

@@ -1,0 +1,134 @@
+//! What makes a figure wrong: each rule gives sentences, and a good figure none.
+
+use crate::config::{Compare, Fact, Kind, Origin, Run, Series, Trend};
+use crate::error::Result;
+use crate::figure::Figure;
+use crate::lines;
+use crate::run::silent_flag;
+use crate::series::{self, Curve};
+
+/// Everything wrong with `figure`, whose sweeps ran with the values for `--kick-the-tires` if `is_quick`.
+///
+/// # Errors
+/// When a file other than `expected.csv` cannot be read.
+pub fn check(figure: &Figure, is_quick: bool) -> Result<Vec<String>> {
+    let table = match figure.expected() {
+        Err(error) => return Ok(vec![format!("{}: no expected.csv: {error}", figure.id)]),
+        Ok(table) => table,
+    };
+    let mut wrong = Vec::new();
+    if table.rows.is_empty() {
+        wrong.push("expected.csv has no rows".into());
+    }
+    let config = &figure.config;
+    let curves = series::curves(figure)?;
+    wrong.extend(data(figure)?);
+    for (series, curve) in config.series.iter().zip(&curves) {
+        wrong.extend(drawn(figure, series, curve)?);
+    }
+    for run in &config.run {
+        wrong.extend(sweep(figure, run, is_quick)?);
+    }
+    wrong.extend(config.trend.iter().filter_map(|rule| trend(&curves, rule)));
+    wrong.extend(config.compare.iter().filter_map(|rule| explained(&curves, rule, &config.why)));
+    if config.pending.is_empty() {
+        for rule in &config.fact {
+            wrong.extend(fact(figure, rule)?);
+        }
+    }
+    Ok(wrong.into_iter().map(|cause| format!("{}: {cause}", figure.id)).collect())
+}
+
+/// Names of the series beyond the paper's that have lines.
+///
+/// # Errors
+/// When a file cannot be read.
+pub fn ours(figure: &Figure) -> Result<Vec<(String, Origin)>> {
+    let mut names = Vec::new();
+    for series in figure.config.series.iter().filter(|series| series.origin != Origin::Paper) {
+        if !series::lines(figure, series)?.is_empty() {
+            names.push((series.name.clone(), series.origin));
+        }
+    }
+    Ok(names)
+}
+
+/// A figure has data, or says what it waits for.
+fn data(figure: &Figure) -> Result<Option<String>> {
+    let has_data = !ours(figure)?.is_empty();
+    Ok(match figure.config.pending.as_str() {
+        "" if !has_data => Some("no data: no series but the paper's has a line".into()),
+        pending if !pending.is_empty() && has_data => Some(format!("it has data, and says that it waits for {pending}")),
+        _ => None,
+    })
+}
+
+/// A series whose lines lack the fields that are drawn, or that selects nothing from the paper's table, is a slip of `config.toml`.
+fn drawn(figure: &Figure, series: &Series, curve: &Curve) -> Result<Option<String>> {
+    let mut lines = series::lines(figure, series)?;
+    lines.retain(|line| line.get("refused").is_none());
+    let has_points = match figure.config.plot.kind {
+        Kind::Timeline => lines.iter().any(|line| lines::field(line, &series.y).is_some()),
+        Kind::Bars | Kind::Lines => !curve.points.is_empty(),
+    };
+    let has_lines = !lines.is_empty() || series.origin == Origin::Paper;
+    Ok((has_lines && !has_points).then(|| format!("{:?} draws nothing: no line has {:?} and {:?}", series.name, series.x, series.y)))
+}
+
+/// Every combination of a sweep that was run has a line that repeats its values.
+fn sweep(figure: &Figure, run: &Run, is_quick: bool) -> Result<Vec<String>> {
+    let found = figure.lines(std::slice::from_ref(&run.out))?;
+    // In the scratch folder only quick sweeps were run; the others' lines are checked with the full values.
+    let is_quick = is_quick && figure.output_path(&run.out).exists();
+    let silent = |flags| silent_flag(run, flags, &found).map(|flag| (flag, &flags[flag]));
+    let combinations = if found.is_empty() { Vec::new() } else { run.combinations(is_quick) };
+    let missing = combinations.iter().filter_map(silent);
+    Ok(missing.map(|(flag, value)| format!("{}: {flag} {value} never reached a program: no line says so", run.out)).collect())
+}
+
+fn by_name<'a>(curves: &'a [Curve], name: &str) -> Option<&'a Curve> {
+    curves.iter().find(|curve| curve.name == name).filter(|curve| !curve.points.is_empty())
+}
+
+/// The first place where the order that the paper claims is reversed.
+fn trend(curves: &[Curve], rule: &Trend) -> Option<String> {
+    let (above, below) = (by_name(curves, &rule.above)?, by_name(curves, &rule.below)?);
+    let mut pairs = series::common(above, below).peekable();
+    if pairs.peek().is_none() {
+        return Some(format!("{:?} and {:?} have no place in common: {}", rule.above, rule.below, rule.claim));
+    }
+    let (high, low) = pairs.find(|(high, low)| high.y < rule.factor * low.y)?;
+    let cause = format!("{} is {} and {} is {} at {}", rule.above, high.y, rule.below, low.y, high.label);
+    Some(format!("reversed: {}: {cause}", rule.claim))
+}
+
+/// The largest relative deviation of ours from the paper's, with its sign and place.
+pub fn deviation(curves: &[Curve], rule: &Compare) -> Option<(f64, String)> {
+    let pairs = series::common(by_name(curves, &rule.paper)?, by_name(curves, &rule.ours)?);
+    let deviations = pairs.map(|(paper, ours)| (ours.y / paper.y - 1.0, ours.label.clone()));
+    deviations.max_by(|a, b| a.0.abs().total_cmp(&b.0.abs()))
+}
+
+/// A deviation has a reason.
+fn explained(curves: &[Curve], rule: &Compare, why: &str) -> Option<String> {
+    let (deviation, place) = deviation(curves, rule)?;
+    let is_silent = deviation.abs() > rule.within && why.is_empty();
+    is_silent.then(|| format!("{} is {:+.0} % off the paper at {place}, and config.toml does not say why", rule.ours, 100.0 * deviation))
+}
+
+fn fact(figure: &Figure, rule: &Fact) -> Result<Option<String>> {
+    let all = figure.lines(&rule.files)?;
+    let values: Vec<_> =
+        all.iter().filter(|line| lines::holds(line, &rule.only)).filter_map(|line| lines::field(line, &rule.path)).collect();
+    let is_outside = |value: f64| rule.at_least.is_some_and(|low| value < low) || rule.at_most.is_some_and(|high| value > high);
+    let has_bounds = rule.at_least.is_some() || rule.at_most.is_some();
+    let outside = values.iter().find(|value| has_bounds && value.as_f64().is_none_or(is_outside));
+    Ok(match (values.first(), outside) {
+        (None, _) => Some(format!("no line has {}: {}", rule.path, rule.claim)),
+        (_, Some(value)) => Some(format!("not so: {}: {} is {value}", rule.claim, rule.path)),
+        (Some(first), _) if rule.same && values.iter().any(|value| value != first) => {
+            Some(format!("not so: {}: {} differs", rule.claim, rule.path))
+        }
+        _ => None,
+    })
+}

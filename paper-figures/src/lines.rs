@@ -1,0 +1,117 @@
+//! JSON lines: files of them, fields by path, and whether a field says what was asked for.
+
+use crate::error::{Error, Result};
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::ErrorKind;
+use std::path::Path;
+
+/// The objects of a file; none when there is no such file.
+///
+/// # Errors
+/// When the file cannot be read, or a line is no JSON object.
+pub fn read(path: &Path) -> Result<Vec<Value>> {
+    let text = match fs::read_to_string(path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+        text => text.map_err(|source| Error::Io { path: path.into(), source })?,
+    };
+    parse(&text).map_err(|cause| Error::Format { path: path.into(), cause })
+}
+
+fn parse(text: &str) -> std::result::Result<Vec<Value>, String> {
+    let parse = |(index, line): (usize, &str)| match serde_json::from_str(line) {
+        Ok(value @ Value::Object(_)) => Ok(value),
+        Ok(_) => Err(format!("line {}: no object", index + 1)),
+        Err(error) => Err(format!("line {}: {error}", index + 1)),
+    };
+    text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()).map(parse).collect()
+}
+
+/// Writes `lines` as `path`, after what it holds if `append`; a file that is written anew is replaced at once, whole.
+///
+/// # Errors
+/// When the folder or the file cannot be written.
+pub fn write(path: &Path, lines: &[Value], append: bool) -> Result<()> {
+    let io = |source| Error::Io { path: path.into(), source };
+    let old = if append { read(path)? } else { Vec::new() };
+    let text: String = old.iter().chain(lines).map(|line| format!("{line}\n")).collect();
+    fs::create_dir_all(path.parent().unwrap_or(Path::new("."))).map_err(io)?;
+    let beside = path.with_extension("part");
+    fs::write(&beside, text).and_then(|()| fs::rename(&beside, path)).map_err(io)
+}
+
+/// The field at `path`, names joined by dots.
+pub fn field<'a>(line: &'a Value, path: &str) -> Option<&'a Value> {
+    path.split('.').try_fold(line, |value, name| value.get(name))
+}
+
+/// The number at `path`.
+pub fn number(line: &Value, path: &str) -> Option<f64> {
+    field(line, path)?.as_f64()
+}
+
+/// The field as a flag's argument: strings without quotes, lists with commas.
+pub fn text(value: &Value) -> String {
+    match value {
+        Value::String(text) => text.clone(),
+        Value::Array(values) => values.iter().map(text).collect::<Vec<_>>().join(","),
+        value => value.to_string(),
+    }
+}
+
+/// Whether `line` holds every one of `wanted`.
+pub fn holds(line: &Value, wanted: &BTreeMap<String, toml::Value>) -> bool {
+    wanted.iter().all(|(path, value)| field(line, path).is_some_and(|found| says(found, value)))
+}
+
+/// Whether a line's value is the one that was asked for. Numbers are numbers however they are written: `1e-3` is `0.001`.
+pub fn says(found: &Value, wanted: &toml::Value) -> bool {
+    let wanted = plain(wanted);
+    match (found.as_f64(), wanted.parse::<f64>()) {
+        (Some(found), Ok(wanted)) => found == wanted,
+        _ => text(found) == wanted,
+    }
+}
+
+/// A TOML value as a flag's argument.
+pub fn plain(value: &toml::Value) -> String {
+    value.as_str().map_or_else(|| value.to_string(), str::to_owned)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn finds_fields_and_compares_them() {
+        let line = json!({"settings": {"lr": 0.001, "strategy": "zero-offload", "without": ["stv", "mpam"]}});
+        let wanted = |text: &str| toml::from_str::<BTreeMap<String, toml::Value>>(text).unwrap();
+        assert!(holds(
+            &line,
+            &wanted("\"settings.lr\" = 1e-3\n\"settings.strategy\" = \"zero-offload\"\n\"settings.without\" = \"stv,mpam\"")
+        ));
+        assert!(!holds(&line, &wanted("\"settings.lr\" = 0.002")));
+        assert!(!holds(&line, &wanted("\"settings.missing\" = 1")));
+        assert_eq!((number(&line, "settings.lr"), number(&line, "settings.strategy")), (Some(0.001), None));
+    }
+
+    #[test]
+    fn keeps_or_replaces_what_a_file_holds() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("results/a.jsonl");
+        assert!(read(&path).unwrap().is_empty());
+        write(&path, &[json!({"a": 1})], false).unwrap();
+        write(&path, &[json!({"a": 2})], true).unwrap();
+        assert_eq!(read(&path).unwrap(), [json!({"a": 1}), json!({"a": 2})]);
+        write(&path, &[json!({"a": 3})], false).unwrap();
+        assert_eq!(read(&path).unwrap(), [json!({"a": 3})]);
+    }
+
+    #[test]
+    fn names_the_line_that_is_no_object() {
+        assert_eq!(parse("{}\n1\n").unwrap_err(), "line 2: no object");
+        assert!(parse("{\n").unwrap_err().starts_with("line 1: "));
+    }
+}

@@ -1,0 +1,160 @@
+//! A picture as data: lines, areas and texts in points of a page, with the origin at the top left.
+
+/// A place on the page.
+pub type Place = (f64, f64);
+
+/// Red, green, blue.
+pub type Colour = (u8, u8, u8);
+
+/// Page size in points.
+pub const SIZE: Place = (960.0, 540.0);
+/// Text, axes.
+pub const INK: Colour = (34, 34, 34);
+/// Ticks, grid.
+pub const GREY: Colour = (208, 208, 208);
+/// The page: its own, so that a picture reads on a dark page and in print.
+pub const PAPER: Colour = (255, 255, 255);
+/// Colours that the colour-blind tell apart (Okabe and Ito).
+const PALETTE: [Colour; 10] = [
+    (0, 114, 178),
+    (213, 94, 0),
+    (0, 158, 115),
+    (204, 121, 167),
+    (230, 159, 0),
+    (86, 180, 233),
+    (90, 90, 90),
+    (148, 103, 50),
+    (120, 94, 240),
+    (0, 0, 0),
+];
+
+/// The colour of the series with this index.
+pub fn colour(index: usize) -> Colour {
+    PALETTE[index % PALETTE.len()]
+}
+
+/// `colour` mixed with the page, `share` of it.
+pub fn tint(colour: Colour, share: f64) -> Colour {
+    let mix = |ink: u8, page: u8| (f64::from(ink) * share + f64::from(page) * (1.0 - share)).round() as u8;
+    (mix(colour.0, PAPER.0), mix(colour.1, PAPER.1), mix(colour.2, PAPER.2))
+}
+
+/// Side of a text that its place names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Anchor {
+    /// Its left end.
+    Start,
+    /// Its middle.
+    Middle,
+    /// Its right end.
+    End,
+}
+
+/// One stroke of the pen.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Shape {
+    /// An open line.
+    Line {
+        /// Corners.
+        points: Vec<Place>,
+        /// Colour.
+        colour: Colour,
+        /// Width in points.
+        width: f64,
+    },
+    /// A filled polygon.
+    Area {
+        /// Corners.
+        points: Vec<Place>,
+        /// Colour.
+        colour: Colour,
+    },
+    /// A line of text, centred on its place vertically.
+    Text {
+        /// Where.
+        at: Place,
+        /// What.
+        text: String,
+        /// Height in points.
+        size: f64,
+        /// Which side is there.
+        anchor: Anchor,
+    },
+}
+
+/// Shapes, the later ones on top.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Picture {
+    /// What is on it.
+    pub shapes: Vec<Shape>,
+}
+
+impl Picture {
+    /// A line.
+    pub fn line(&mut self, points: &[Place], colour: Colour, width: f64) {
+        self.shapes.push(Shape::Line { points: points.to_vec(), colour, width });
+    }
+
+    /// A line of dashes; a length of 0 is a line without gaps.
+    pub fn dashed(&mut self, points: &[Place], colour: Colour, width: f64, dash: f64) {
+        if dash == 0.0 {
+            return self.line(points, colour, width);
+        }
+        let mut walked = 0.0;
+        for ends in points.windows(2) {
+            let (from, to) = (ends[0], ends[1]);
+            let length = (to.0 - from.0).hypot(to.1 - from.1);
+            let at = |walk: f64| (from.0 + (to.0 - from.0) * walk / length, from.1 + (to.1 - from.1) * walk / length);
+            let mut walk = 0.0;
+            while walk < length {
+                let next = ((walked / dash).floor() + 1.0) * dash - walked;
+                let end = (walk + next.max(1e-3)).min(length);
+                if (walked / dash).floor() as i64 % 2 == 0 {
+                    self.line(&[at(walk), at(end)], colour, width);
+                }
+                walked += end - walk;
+                walk = end;
+            }
+        }
+    }
+
+    /// A filled rectangle.
+    pub fn rectangle(&mut self, (left, top): Place, (right, bottom): Place, colour: Colour) {
+        self.shapes.push(Shape::Area { points: vec![(left, top), (right, top), (right, bottom), (left, bottom)], colour });
+    }
+
+    /// The edge of a rectangle.
+    pub fn outline(&mut self, (left, top): Place, (right, bottom): Place, colour: Colour) {
+        self.line(&[(left, top), (right, top), (right, bottom), (left, bottom), (left, top)], colour, 1.5);
+    }
+
+    /// A filled regular polygon; many corners are a circle.
+    pub fn polygon(&mut self, (x, y): Place, radius: f64, corners: u32, colour: Colour) {
+        let corner = |index: u32| {
+            let angle = (f64::from(index) + 0.5) * std::f64::consts::TAU / f64::from(corners) + std::f64::consts::FRAC_PI_2;
+            (x + radius * angle.cos(), y + radius * angle.sin())
+        };
+        self.shapes.push(Shape::Area { points: (0..corners).map(corner).collect(), colour });
+    }
+
+    /// A text.
+    pub fn text(&mut self, at: Place, text: impl Into<String>, size: f64, anchor: Anchor) {
+        self.shapes.push(Shape::Text { at, text: text.into(), size, anchor });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dashes_go_on_around_corners() {
+        let mut picture = Picture::default();
+        picture.dashed(&[(0.0, 0.0), (15.0, 0.0), (15.0, 15.0)], INK, 1.0, 10.0);
+        let ends = picture.shapes.iter().map(|shape| match shape {
+            Shape::Line { points, .. } => (points[0], points[1]),
+            shape => panic!("{shape:?}"),
+        });
+        assert_eq!(ends.collect::<Vec<_>>(), [((0.0, 0.0), (10.0, 0.0)), ((15.0, 5.0), (15.0, 15.0))]);
+    }
+}

@@ -1,0 +1,157 @@
+//! The programs that produce lines: how each is called, and what it prints.
+//!
+//! They are called in the folder of all figures, so that the paths of models are the same for every figure.
+
+use crate::config::Program;
+use crate::error::{Error, Result};
+use crate::{lines, parameters, timeline, training, weight_flow};
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::process::Command;
+
+/// Values by flag.
+pub type Flags = BTreeMap<String, toml::Value>;
+
+/// Where programs are, and where they run.
+#[derive(Clone, Debug)]
+pub struct Programs {
+    /// Folder of the binaries.
+    pub binaries: PathBuf,
+    /// Folder of the figures.
+    pub figures: PathBuf,
+}
+
+impl Programs {
+    /// The lines of one call.
+    ///
+    /// # Errors
+    /// When the program is not there, fails, or prints something else than JSON lines.
+    pub fn lines(&self, program: Program, flags: &Flags) -> Result<Vec<Value>> {
+        let superoffload = |words: &[&str]| self.command("superoffload", words, flags);
+        match program {
+            Program::BenchStep => print(&mut superoffload(&["bench", "step"])),
+            Program::BenchTimeline => traced(&mut superoffload(&["bench", "step"])),
+            Program::Simulate => print(&mut superoffload(&["simulate", "--json"])),
+            Program::SimulateTimeline => traced(&mut superoffload(&["simulate", "--json"])),
+            Program::Plan => print(&mut superoffload(&["plan", "--json"])),
+            Program::Train => trained(&mut superoffload(&["train", "--digest"])),
+            Program::HostAdam => print(&mut self.command("host_adam", &[], flags)),
+            Program::HostFacts => print(&mut self.command("host_facts", &[], flags)),
+            Program::InverseError => print(&mut self.command("inverse_error", &[], flags)),
+            Program::WeightFlow => {
+                weight_flow::line(flags).map(|line| vec![line]).map_err(|cause| Error::Program { command: "weight-flow".into(), cause })
+            }
+            Program::Parameters => parameters::line(&self.figures, flags).map(|line| vec![line]),
+        }
+    }
+
+    /// `program words --flag value ...`; `true` is a flag without a value, `false` none at all.
+    fn command(&self, program: &str, words: &[&str], flags: &Flags) -> Command {
+        let mut command = Command::new(self.binaries.join(program));
+        command.current_dir(&self.figures).args(words);
+        for (flag, value) in flags {
+            match value {
+                toml::Value::Boolean(false) => &mut command,
+                toml::Value::Boolean(true) => command.arg(format!("--{flag}")),
+                value => command.arg(format!("--{flag}")).arg(lines::plain(value)),
+            };
+        }
+        command
+    }
+}
+
+/// What the program writes to standard output.
+fn output(command: &mut Command) -> Result<String> {
+    let failed = |command: &Command, cause: String| {
+        let words = std::iter::once(command.get_program()).chain(command.get_args()).map(|word| word.to_string_lossy());
+        Error::Program { command: words.collect::<Vec<_>>().join(" "), cause }
+    };
+    let output = command.output().map_err(|error| failed(command, format!("{error}; cargo build --workspace builds it")))?;
+    if output.status.success() {
+        return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
+    }
+    let said = String::from_utf8_lossy(&output.stderr);
+    Err(failed(command, said.trim().lines().next_back().unwrap_or("it said nothing").into()))
+}
+
+/// The JSON lines that the program prints; a table for people among them is left out.
+fn print(command: &mut Command) -> Result<Vec<Value>> {
+    let text = output(command)?;
+    let parse = |line: &str| {
+        let failed = |error| Error::Program { command: command.get_program().display().to_string(), cause: format!("{error} in {line:?}") };
+        serde_json::from_str(line).map_err(failed)
+    };
+    text.lines().filter(|line| line.starts_with('{')).map(parse).collect()
+}
+
+/// A line with its timeline.
+fn traced(command: &mut Command) -> Result<Vec<Value>> {
+    let (_folder, path) = scratch("trace.json")?;
+    let mut lines = print(command.arg("--trace").arg(&path))?;
+    let timeline = timeline::read(&path)?;
+    for line in &mut lines {
+        line["timeline"] = timeline.clone();
+        shorten(line, "/settings/trace");
+    }
+    Ok(lines)
+}
+
+/// Lines of a training run, which prints none.
+fn trained(command: &mut Command) -> Result<Vec<Value>> {
+    let (_folder, path) = scratch("run")?;
+    let text = output(command.arg("--output-dir").arg(&path))?;
+    let mut lines = training::lines(&path, &text)?;
+    lines.iter_mut().for_each(|line| shorten(line, "/settings/output_dir"));
+    Ok(lines)
+}
+
+/// Leaves the file's name of the path at `pointer`: the folder was only there for this call.
+fn shorten(line: &mut Value, pointer: &str) {
+    let Some(path) = line.pointer_mut(pointer) else { return };
+    let name = path.as_str().and_then(|path| path.rsplit('/').next()).map(str::to_owned);
+    *path = Value::from(name);
+}
+
+/// A path in a folder that goes when the first of the two is dropped.
+fn scratch(name: &str) -> Result<(tempfile::TempDir, PathBuf)> {
+    let folder = tempfile::tempdir().map_err(|source| Error::Io { path: std::env::temp_dir(), source })?;
+    let path = folder.path().join(name);
+    Ok((folder, path))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn programs() -> Programs {
+        Programs { binaries: "/bin".into(), figures: "/".into() }
+    }
+
+    #[test]
+    fn flags_become_arguments() {
+        let flags = toml::from_str("lr = 0.003\nname = \"a b\"\non = true\noff = false\n").unwrap();
+        let command = programs().command("superoffload", &["bench", "step"], &flags);
+        let words: Vec<_> = command.get_args().map(|word| word.to_str().unwrap()).collect();
+        assert_eq!(words, ["bench", "step", "--lr", "0.003", "--name", "a b", "--on"]);
+    }
+
+    #[test]
+    fn only_objects_are_lines_and_the_last_words_are_the_cause() {
+        let script = |script: &str| print(Command::new("/bin/sh").args(["-c", script]));
+        assert_eq!(script("echo a table; echo '{\"a\": 1}'").unwrap(), [json!({"a": 1})]);
+        let error = script("echo first >&2; echo 'no room' >&2; exit 1").unwrap_err().to_string();
+        assert!(error.starts_with("run /bin/sh -c") && error.ends_with(": no room"), "{error}");
+        assert!(script("echo '{'").is_err());
+    }
+
+    #[test]
+    fn folders_of_one_call_are_left_out() {
+        let mut line = json!({"settings": {"trace": "/a/b/trace.json", "model": null}});
+        for name in ["trace", "model", "missing"] {
+            shorten(&mut line, &format!("/settings/{name}"));
+        }
+        assert_eq!(line, json!({"settings": {"trace": "trace.json", "model": null}}));
+    }
+}

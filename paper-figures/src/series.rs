@@ -1,0 +1,93 @@
+//! Points of a series: rows of the paper's table, or lines of results.
+
+use crate::config::{Origin, Series};
+use crate::csv::Table;
+use crate::error::Result;
+use crate::figure::Figure;
+use crate::lines;
+use serde_json::{Map, Value};
+
+/// A place and a height.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Point {
+    /// Category: the place in words.
+    pub label: String,
+    /// The place as a number of the axis, where it is one.
+    pub x: Option<f64>,
+    /// Height in the axis' unit.
+    pub y: f64,
+}
+
+/// A series with its points.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Curve {
+    /// Name in the legend.
+    pub name: String,
+    /// Where it comes from.
+    pub origin: Origin,
+    /// Markers only.
+    pub scattered: bool,
+    /// Index of its colour.
+    pub colour: usize,
+    /// In order; the last of several at one place.
+    pub points: Vec<Point>,
+}
+
+/// Every series of `figure`; one whose lines were not produced yet has no points.
+///
+/// # Errors
+/// When `expected.csv` or a file of lines cannot be read.
+pub fn curves(figure: &Figure) -> Result<Vec<Curve>> {
+    figure.config.series.iter().enumerate().map(|(index, series)| curve(figure, series, index)).collect()
+}
+
+fn curve(figure: &Figure, series: &Series, index: usize) -> Result<Curve> {
+    let mut points: Vec<Point> = Vec::new();
+    for point in lines(figure, series)?.iter().filter_map(|line| point(series, line)) {
+        match points.iter_mut().find(|known| known.label == point.label) {
+            Some(known) => *known = point,
+            None => points.push(point),
+        }
+    }
+    Ok(Curve {
+        name: series.name.clone(),
+        origin: series.origin,
+        scattered: series.scattered,
+        colour: series.colour.unwrap_or(index),
+        points,
+    })
+}
+
+/// The lines that a series is made of.
+///
+/// # Errors
+/// As [`curves`].
+pub fn lines(figure: &Figure, series: &Series) -> Result<Vec<Value>> {
+    let lines = if series.files.is_empty() { rows(&figure.expected()?) } else { figure.lines(&series.files)? };
+    let is_positive = |line: &Value| series.positive.iter().all(|path| lines::number(line, path).is_some_and(|number| number > 0.0));
+    Ok(lines.into_iter().filter(|line| lines::holds(line, &series.only) && is_positive(line)).collect())
+}
+
+/// Rows as objects; a cell without a value is left out.
+fn rows(table: &Table) -> Vec<Value> {
+    let cell = |(name, cell): (&String, &String)| {
+        let value = cell.parse::<f64>().map_or_else(|_| Value::from(cell.as_str()), Value::from);
+        (!cell.is_empty()).then(|| (name.clone(), value))
+    };
+    let object = |row: &Vec<String>| Value::Object(table.header.iter().zip(row).filter_map(cell).collect::<Map<_, _>>());
+    table.rows.iter().map(object).collect()
+}
+
+fn point(series: &Series, line: &Value) -> Option<Point> {
+    let x = lines::number(line, &series.x).map(|x| x * series.x_scale);
+    let place = lines::field(line, if series.label.is_empty() { &series.x } else { &series.label })?;
+    let said = place.as_f64().map_or_else(|| lines::text(place), |number| number.to_string());
+    let label = series.labels.get(&said).cloned().unwrap_or(said);
+    let over = series.over.as_ref().map_or(Some(1.0), |path| lines::number(line, path))?;
+    Some(Point { label, x, y: lines::number(line, &series.y)? * series.y_scale / over })
+}
+
+/// Pairs of heights at places that both have.
+pub fn common<'a>(a: &'a Curve, b: &'a Curve) -> impl Iterator<Item = (&'a Point, &'a Point)> {
+    a.points.iter().filter_map(|point| Some((point, b.points.iter().find(|other| other.label == point.label)?)))
+}

@@ -1,0 +1,239 @@
+//! The rules of `check`, each broken once; and the figures as they are committed.
+
+use super::*;
+use std::fs;
+
+const CONFIG: &str = r#"
+minutes = 0
+[plot]
+kind = "lines"
+x = "size"
+y = "rate"
+[[series]]
+name = "paper"
+origin = "paper"
+x = "size"
+y = "rate"
+[[series]]
+name = "ours"
+origin = "model"
+files = ["results/lines.jsonl"]
+x = "bandwidth_gbps"
+y = "efficiency_percent"
+[[run]]
+program = "weight-flow"
+out = "results/lines.jsonl"
+flags = { bandwidth-gbps = [100, 200], batch = 1, seq-length = 1024, peak-tflops = 700 }
+echo = { bandwidth-gbps = "bandwidth_gbps", batch = "batch", seq-length = "seq_length", peak-tflops = "peak_tflops" }
+quick = { bandwidth-gbps = 100 }
+"#;
+
+/// A folder with one figure that is as it should be.
+struct Folder {
+    dir: tempfile::TempDir,
+}
+
+impl Folder {
+    fn new() -> Self {
+        let folder = Self { dir: tempfile::tempdir().unwrap() };
+        fs::create_dir(folder.path("fig-00_test")).unwrap();
+        folder.write("fig-00_test/README.md", "# Figure 0: a test\n\nClaim: c\n\nNeeds: nothing.\n");
+        folder.write("fig-00_test/config.toml", CONFIG);
+        folder.write("fig-00_test/expected.csv", "size,rate\n100,12.8\n200,22.6\n");
+        let table = "<!-- begin: written by `paper-figures table` -->\n<!-- end -->\n";
+        folder.write("README.md", table);
+        for command in [&["run", "fig-00"][..], &["plot", "all"], &["table"]] {
+            folder.run(command).unwrap();
+        }
+        folder
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn write(&self, name: &str, text: &str) {
+        fs::write(self.path(name), text).unwrap();
+    }
+
+    fn run(&self, args: &[&str]) -> Result<Output> {
+        run_in(self.dir.path(), args)
+    }
+
+    /// What `check` says after `change` of the configuration.
+    fn complaint(&self, change: &str) -> String {
+        self.write("fig-00_test/config.toml", &format!("{CONFIG}{change}"));
+        self.check()
+    }
+
+    fn check(&self) -> String {
+        let output = self.run(&["check"]).unwrap();
+        assert_ne!(output.is_good, output.text.contains("fig-00") || output.text.contains("README"));
+        output.text
+    }
+}
+
+fn run_in(dir: &Path, args: &[&str]) -> Result<Output> {
+    let dir = dir.to_str().unwrap();
+    run(&Args::try_parse_from(["paper-figures", "--dir", dir].iter().chain(args)).unwrap())
+}
+
+#[test]
+fn a_good_figure_passes() {
+    let folder = Folder::new();
+    assert_eq!(folder.check(), "every figure is as its lines say\n");
+    assert!(folder.run(&["list"]).unwrap().text.contains("reproduced in form"));
+    assert!(fs::read_to_string(folder.path("README.md")).unwrap().contains("fig-00_test/figure.png"));
+}
+
+#[test]
+fn a_figure_without_data_fails_unless_it_says_what_it_waits_for() {
+    let folder = Folder::new();
+    let config = |pending: &str| CONFIG.replace("minutes = 0", &format!("minutes = 0\npending = \"{pending}\""));
+    folder.write("fig-00_test/config.toml", &config("a GPU"));
+    assert!(folder.check().contains("it has data, and says that it waits for a GPU"));
+    fs::remove_file(folder.path("fig-00_test/results/lines.jsonl")).unwrap();
+    folder.run(&["plot", "fig-00"]).unwrap();
+    folder.run(&["table"]).unwrap();
+    assert_eq!(folder.check(), "every figure is as its lines say\n");
+    assert!(fs::read_to_string(folder.path("README.md")).unwrap().contains("not run here: a GPU"));
+    folder.write("fig-00_test/config.toml", CONFIG);
+    assert!(folder.check().contains("no data"));
+}
+
+#[test]
+fn a_value_that_never_reached_a_program_fails() {
+    let folder = Folder::new();
+    let lines = fs::read_to_string(folder.path("fig-00_test/results/lines.jsonl")).unwrap();
+    folder.write("fig-00_test/results/lines.jsonl", &lines.replace("\"bandwidth_gbps\":200.0", "\"bandwidth_gbps\":100.0"));
+    assert!(folder.check().contains("bandwidth-gbps 200 never reached a program"));
+}
+
+#[test]
+fn a_series_that_draws_nothing_fails() {
+    let folder = Folder::new();
+    folder.write("fig-00_test/config.toml", &CONFIG.replace("y = \"efficiency_percent\"", "y = \"efficiency\""));
+    assert!(folder.check().contains("\"ours\" draws nothing: no line has \"bandwidth_gbps\" and \"efficiency\""));
+    folder.write("fig-00_test/config.toml", &CONFIG.replace("y = \"rate\"\n[[series]]", "y = \"rates\"\n[[series]]"));
+    assert!(folder.check().contains("\"paper\" draws nothing"));
+}
+
+#[test]
+fn a_missing_or_empty_table_of_the_paper_fails() {
+    let folder = Folder::new();
+    folder.write("fig-00_test/expected.csv", "size,rate\n");
+    assert!(folder.check().contains("expected.csv has no rows"));
+    fs::remove_file(folder.path("fig-00_test/expected.csv")).unwrap();
+    let figures = figure::all(folder.dir.path()).unwrap();
+    assert!(check::check(&figures[0], false).unwrap()[0].contains("no expected.csv"));
+}
+
+#[test]
+fn a_trend_that_reversed_fails() {
+    let folder = Folder::new();
+    let trend = |above: &str, below: &str| format!("[[trend]]\nclaim = \"c\"\nabove = \"{above}\"\nbelow = \"{below}\"\nfactor = 0.99\n");
+    let (_, passes) = (folder.complaint(&trend("paper", "ours")), folder.complaint(&trend("ours", "paper")));
+    assert_eq!(passes, "every figure is as its lines say\n");
+    folder.write("fig-00_test/expected.csv", "size,rate\n100,12.8\n200,32.6\n");
+    assert!(folder.complaint(&trend("ours", "paper")).contains("reversed: c: ours is 22.63"));
+    folder.write("fig-00_test/expected.csv", "size,rate\n1,12.8\n");
+    assert!(folder.complaint(&trend("ours", "paper")).contains("no place in common"));
+}
+
+#[test]
+fn facts_hold_or_fail() {
+    let folder = Folder::new();
+    let fact = |path: &str, rule: &str| format!("[[fact]]\nclaim = \"c\"\nfiles = [\"results/lines.jsonl\"]\npath = \"{path}\"\n{rule}\n");
+    assert!(folder.complaint(&fact("efficiency_percent", "at_most = 20")).contains("not so: c: efficiency_percent is 22.63"));
+    assert!(folder.complaint(&fact("efficiency_percent", "at_least = 20")).contains("not so: c: efficiency_percent is 12.76"));
+    assert!(folder.complaint(&fact("efficiency_percent", "same = true")).contains("differs"));
+    assert!(folder.complaint(&fact("missing", "at_least = 0")).contains("no line has missing"));
+    assert!(folder.complaint(&fact("bench", "at_least = 0")).contains("not so"), "a text is no number");
+    assert_eq!(folder.complaint(&fact("batch", "same = true\nat_most = 1")), "every figure is as its lines say\n");
+}
+
+#[test]
+fn a_deviation_needs_a_reason() {
+    let folder = Folder::new();
+    let compare = "[[compare]]\npaper = \"paper\"\nours = \"ours\"\nwithin = 0.05\n";
+    let sentence = |folder: &Folder| folder.run(&["list"]).unwrap().text;
+    let deviates = CONFIG.replace("minutes = 0", "minutes = 0\ndeviates = true\nwhy = \"w\"");
+    folder.write("fig-00_test/config.toml", &deviates);
+    assert!(sentence(&folder).contains("deviates; w"), "{}", sentence(&folder));
+    folder.write("fig-00_test/config.toml", &format!("{CONFIG}{compare}"));
+    assert!(sentence(&folder).contains("reproduced: within 0.3 % of the paper"), "{}", sentence(&folder));
+    folder.write("fig-00_test/expected.csv", "size,rate\n100,12.8\n200,45.2\n");
+    assert!(sentence(&folder).contains("deviates: ours is -50 % off at 200"), "{}", sentence(&folder));
+    assert!(folder.check().contains("config.toml does not say why"));
+}
+
+#[test]
+fn a_picture_or_a_table_of_other_lines_fails() {
+    let folder = Folder::new();
+    folder.write("fig-00_test/expected.csv", "size,rate\n100,12.8\n200,24.6\n");
+    assert!(folder.check().contains("figure.svg is not what its lines draw"));
+    folder.run(&["plot", "fig-00"]).unwrap();
+    assert_eq!(folder.check(), "every figure is as its lines say\n");
+    folder.write("fig-00_test/config.toml", &CONFIG.replace("minutes = 0", "minutes = 7"));
+    assert!(folder.check().contains("README.md: the table is not what the lines say"));
+}
+
+#[test]
+fn kicking_the_tires_leaves_what_is_committed() {
+    let folder = Folder::new();
+    let out = folder.path("out");
+    let before = fs::read_to_string(folder.path("fig-00_test/results/lines.jsonl")).unwrap();
+    let output = folder.run(&["all", "--kick-the-tires", "--out", out.to_str().unwrap()]).unwrap();
+    assert!(output.is_good, "{}", output.text);
+    assert_eq!(fs::read_to_string(folder.path("fig-00_test/results/lines.jsonl")).unwrap(), before);
+    assert_eq!(fs::read_to_string(out.join("fig-00_test/results/lines.jsonl")).unwrap().lines().count(), 1);
+    assert!(out.join("fig-00_test/figure.png").exists());
+}
+
+#[test]
+fn a_refusal_is_a_result_only_where_it_may_be() {
+    let folder = Folder::new();
+    let refused = CONFIG.replace("batch = 1", "batch = -1");
+    folder.write("fig-00_test/config.toml", &refused);
+    assert!(folder.run(&["run", "fig-00"]).err().unwrap().to_string().contains("batch is no positive number"));
+    folder.write("fig-00_test/config.toml", &refused.replace("quick", "refusal = \"no positive number\"\nquick"));
+    folder.run(&["run", "fig-00"]).unwrap();
+    let lines = fs::read_to_string(folder.path("fig-00_test/results/lines.jsonl")).unwrap();
+    assert!(lines.starts_with("{\"refused\":"), "{lines}");
+}
+
+#[test]
+fn what_is_not_there_is_said() {
+    let folder = Folder::new();
+    let error = |args: &[&str]| folder.run(args).err().unwrap();
+    assert_eq!(error(&["show", "fig-99"]).to_string(), "no figure fig-99: there are fig-00");
+    assert_eq!(error(&["show", "fig-99"]).exit_code(), 2);
+    assert_eq!(run_in(Path::new("/nowhere"), &["list"]).err().unwrap().exit_code(), 1);
+    folder.write("fig-00_test/config.toml", &CONFIG.replace("weight-flow", "host-adam"));
+    assert!(error(&["--programs", "/nowhere", "run", "fig-00"]).to_string().contains("cargo build --workspace builds it"));
+}
+
+#[test]
+fn what_is_committed_is_right() {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let output = run_in(dir, &["check"]).unwrap();
+    assert!(output.is_good, "{}", output.text);
+    let figures = figure::all(dir).unwrap();
+    assert_eq!(figures.len(), 16);
+    for figure in figures {
+        let text = show(&figure).unwrap();
+        assert!(text.contains("arXiv 2509.21271") && text.starts_with(&figure.label), "{text}");
+    }
+}
+
+#[test]
+fn shapes_of_table_4_are_the_papers() {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let figures = figure::all(dir).unwrap();
+    let table = find(&figures, "table-4").unwrap();
+    for row in table.expected().unwrap().rows {
+        let text = fs::read_to_string(table.folder.join(format!("{}.json", row[0]))).unwrap();
+        let config: serde_json::Value = serde_json::from_str(&text).unwrap();
+        assert_eq!([config["n_layer"].to_string(), config["n_embd"].to_string()], [row[2].clone(), row[3].clone()], "{}", row[0]);
+    }
+}

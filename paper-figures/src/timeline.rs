@@ -1,0 +1,208 @@
+//! Two steps of a trace as lanes of a few hundred spans, and how much of the optimizer's work lies under the backward pass.
+//!
+//! A trace has a track for each stream and each thread, with a span for every kernel. A step begins with the `embed` kernel;
+//! its backward pass begins with the loss. What follows within a four-hundredth of the window is drawn as one span.
+
+use crate::error::{Error, Result};
+use serde::Deserialize;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// First kernel of a step and of its backward pass.
+const STEP: &str = "embed";
+const BACKWARD: &str = "cross_entropy_grad";
+/// Steps that are drawn.
+const STEPS: usize = 2;
+/// Gaps up to this share of the window are closed.
+const GAP_SHARE: f64 = 1.0 / 400.0;
+/// Lanes from top to bottom, and the tracks that each unites.
+const LANES: [(&str, &str); 4] = [("compute", "compute"), ("to the host", "d2h"), ("optimizer", "adam"), ("to the device", "h2d")];
+
+#[derive(Deserialize)]
+struct Trace {
+    #[serde(rename = "traceEvents")]
+    events: Vec<Event>,
+}
+
+#[derive(Deserialize)]
+struct Event {
+    ph: String,
+    name: String,
+    tid: u64,
+    #[serde(default)]
+    ts: f64,
+    #[serde(default)]
+    dur: f64,
+    #[serde(default)]
+    args: Args,
+}
+
+#[derive(Default, Deserialize)]
+struct Args {
+    name: Option<String>,
+}
+
+/// Something that took time, in milliseconds of the window.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Span {
+    /// What it is drawn as.
+    pub kind: String,
+    /// When it began.
+    pub start_ms: f64,
+    /// When it ended.
+    pub end_ms: f64,
+}
+
+/// The last whole steps of the trace at `path`: `{"ms", "optimizer_share_in_backward", "lanes"}`.
+///
+/// # Errors
+/// When the file is no trace, or holds too few steps.
+pub fn read(path: &Path) -> Result<Value> {
+    let text = std::fs::read_to_string(path).map_err(|source| Error::Io { path: path.into(), source })?;
+    let trace: Trace = serde_json::from_str(&text).map_err(|error| Error::Format { path: path.into(), cause: error.to_string() })?;
+    of(&trace.events).map_err(|cause| Error::Format { path: path.into(), cause })
+}
+
+fn of(events: &[Event]) -> std::result::Result<Value, String> {
+    let name = |event: &Event| event.args.name.clone().map(|name| (event.tid, name));
+    let tracks: BTreeMap<u64, String> = events.iter().filter(|event| event.ph == "M").filter_map(name).collect();
+    let spans = |prefix: &str| -> Vec<&Event> {
+        let is_of = |event: &&Event| event.ph == "X" && tracks.get(&event.tid).is_some_and(|track| track.starts_with(prefix));
+        let mut spans: Vec<_> = events.iter().filter(is_of).filter(|event| event.name != "wait").collect();
+        spans.sort_by(|a, b| a.ts.total_cmp(&b.ts));
+        spans
+    };
+    let compute = spans("compute");
+    let starts = |name: &str| -> Vec<f64> { compute.iter().filter(|event| event.name == name).map(|event| event.ts).collect() };
+    let steps = starts(STEP);
+    let Some(first) = steps.len().checked_sub(STEPS + 1) else {
+        return Err(format!("{} steps; {STEPS} and the begin of another are needed", steps.len()));
+    };
+    let (from, to) = (steps[first], steps[first + STEPS]);
+    let backwards = starts(BACKWARD);
+    let lanes = LANES.map(|(lane, track)| {
+        let inside = spans(track).into_iter().filter(|event| (from..to).contains(&event.ts));
+        let span = |event: &Event| {
+            let kind = if lane == "compute" { phase(&steps, &backwards, event) } else { kind(&event.name) };
+            Span { kind: kind.into(), start_ms: (event.ts - from) / 1e3, end_ms: ((event.ts + event.dur).min(to) - from) / 1e3 }
+        };
+        (lane, merged(inside.map(span).collect(), (to - from) / 1e3 * GAP_SHARE))
+    });
+    Ok(json!({
+        "ms": rounded((to - from) / 1e3),
+        "optimizer_share_in_backward": share_in_backward(&lanes[0].1, &lanes[2].1),
+        "lanes": lanes.map(|(lane, spans)| json!({"lane": lane, "spans": spans.iter().map(Span::json).collect::<Vec<_>>()})),
+    }))
+}
+
+/// What a kernel of the compute stream belongs to.
+fn phase<'a>(steps: &[f64], backwards: &[f64], event: &Event) -> &'a str {
+    let last = |starts: &[f64]| starts.iter().rev().find(|&&start| start <= event.ts).copied().unwrap_or(f64::NEG_INFINITY);
+    match event.name.as_str() {
+        "adam_step" => "step on the device",
+        _ if last(backwards) > last(steps) => "backward",
+        _ => "forward",
+    }
+}
+
+/// What the pool and the links do, in fewer words.
+fn kind(name: &str) -> &str {
+    match name {
+        "commit_then_speculate" | "speculate" => "speculate",
+        "copy_d2h" => "gradients",
+        "copy_h2d" => "weights",
+        name => name,
+    }
+}
+
+/// Spans of one kind that overlap or nearly touch, as one. A span that begins inside another begins where that ends.
+fn merged(spans: Vec<Span>, gap_ms: f64) -> Vec<Span> {
+    let mut merged: Vec<Span> = Vec::new();
+    for mut span in spans {
+        match merged.last_mut() {
+            Some(last) if last.kind == span.kind && span.start_ms <= last.end_ms + gap_ms => last.end_ms = last.end_ms.max(span.end_ms),
+            last => {
+                span.start_ms = span.start_ms.max(last.map_or(0.0, |last| last.end_ms));
+                merged.extend(Some(span).filter(|span| span.end_ms > span.start_ms));
+            }
+        }
+    }
+    merged
+}
+
+/// Share of the pool's time that lies between the begin of a backward pass and its end.
+fn share_in_backward(compute: &[Span], pool: &[Span]) -> f64 {
+    let backward: Vec<_> = compute.iter().filter(|span| span.kind == "backward").collect();
+    let overlap = |span: &Span| -> f64 {
+        backward.iter().map(|under| (span.end_ms.min(under.end_ms) - span.start_ms.max(under.start_ms)).max(0.0)).sum()
+    };
+    let (hidden, all) = pool.iter().fold((0.0, 0.0), |(hidden, all), span| (hidden + overlap(span), all + span.end_ms - span.start_ms));
+    if all > 0.0 { rounded(hidden / all) } else { 0.0 }
+}
+
+impl Span {
+    fn json(&self) -> Value {
+        json!([self.kind, rounded(self.start_ms), rounded(self.end_ms)])
+    }
+
+    fn parse(value: &Value) -> Option<Self> {
+        Some(Self { kind: value.get(0)?.as_str()?.into(), start_ms: value.get(1)?.as_f64()?, end_ms: value.get(2)?.as_f64()? })
+    }
+}
+
+/// The lanes of a line's timeline, from top to bottom.
+pub fn lanes(timeline: &Value) -> Vec<(String, Vec<Span>)> {
+    let lane = |lane: &Value| Some((lane["lane"].as_str()?.to_owned(), lane["spans"].as_array()?.iter().filter_map(Span::parse).collect()));
+    timeline["lanes"].as_array().into_iter().flatten().filter_map(lane).collect()
+}
+
+/// Microseconds are enough.
+fn rounded(ms: f64) -> f64 {
+    (ms * 1e3).round() / 1e3
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn event(tid: u64, name: &str, ts: f64, dur: f64) -> Event {
+        Event { ph: "X".into(), name: name.into(), tid, ts, dur, args: Args::default() }
+    }
+
+    /// Steps of 10 ms: forward 4, backward 4; the pool works from `pool_us` on for 2.
+    fn trace(steps: u32, pool_us: f64) -> Vec<Event> {
+        let mut events = Vec::new();
+        for (tid, name) in ["compute", "adam-00", "d2h"].into_iter().enumerate() {
+            let args = Args { name: Some(name.into()) };
+            events.push(Event { ph: "M".into(), name: "thread_name".into(), tid: tid as u64, ts: 0.0, dur: 0.0, args });
+        }
+        for step in 0..steps {
+            let start = f64::from(step) * 10e3;
+            for (name, at, us) in [("embed", 0.0, 1e3), ("matmul", 1e3, 3e3), ("cross_entropy_grad", 4e3, 1e3), ("matmul", 5e3, 3e3)] {
+                events.push(event(0, name, start + at, us));
+            }
+            events.push(event(1, "speculate", start + pool_us, 2e3));
+            events.push(event(2, "wait", start, 1e3));
+        }
+        events
+    }
+
+    #[test]
+    fn two_whole_steps_become_lanes() {
+        let timeline = of(&trace(4, 7e3)).unwrap();
+        assert_eq!(timeline["ms"], 20.0);
+        let lanes = lanes(&timeline);
+        let spans: Vec<_> = lanes[0].1.iter().map(|span| (span.kind.as_str(), span.start_ms, span.end_ms)).collect();
+        assert_eq!(spans, [("forward", 0.0, 4.0), ("backward", 4.0, 8.0), ("forward", 10.0, 14.0), ("backward", 14.0, 18.0)]);
+        assert!(lanes[1].1.is_empty(), "waiting is not copying");
+        assert_eq!(timeline["optimizer_share_in_backward"], 0.5);
+        assert_eq!(of(&trace(4, 8e3)).unwrap()["optimizer_share_in_backward"], 0.0);
+    }
+
+    #[test]
+    fn too_few_steps_are_an_error() {
+        assert_eq!(of(&trace(2, 0.0)).unwrap_err(), "2 steps; 2 and the begin of another are needed");
+        assert!(of(&[]).is_err());
+    }
+}

@@ -1,0 +1,77 @@
+//! How far each figure is reproduced: a sentence made from its data, and the table of the README.
+
+use crate::check;
+use crate::config::Origin;
+use crate::error::{Error, Result};
+use crate::figure::Figure;
+use crate::series;
+use std::path::Path;
+
+/// The table stands between these lines.
+const BEGIN: &str = "<!-- begin: written by `paper-figures table` -->\n";
+const END: &str = "<!-- end -->\n";
+
+/// One sentence: reproduced, deviates, reproduced in form, or not run here.
+///
+/// # Errors
+/// When data cannot be read.
+pub fn verdict(figure: &Figure) -> Result<String> {
+    let config = &figure.config;
+    if check::ours(figure)?.is_empty() {
+        return Ok(format!("not run here: {}", config.pending));
+    }
+    let curves = series::curves(figure)?;
+    let deviation = |rule| check::deviation(&curves, rule).map(|(deviation, place)| (deviation, place, rule));
+    let worst = config.compare.iter().filter_map(deviation).max_by(|a, b| (a.0.abs() / a.2.within).total_cmp(&(b.0.abs() / b.2.within)));
+    let found = match worst {
+        None if config.deviates => "deviates".into(),
+        None => "reproduced in form".into(),
+        Some((deviation, _, rule)) if deviation.abs() <= rule.within => {
+            format!("reproduced: within {:.1} % of the paper", 100.0 * deviation.abs())
+        }
+        Some((deviation, place, rule)) => format!("deviates: {} is {:+.0} % off at {place}", rule.ours, 100.0 * deviation),
+    };
+    Ok(if config.why.is_empty() { found } else { format!("{found}; {}", config.why) })
+}
+
+/// Where the figure's own lines come from: `simulated, measured`.
+///
+/// # Errors
+/// When data cannot be read.
+pub fn origins(figure: &Figure) -> Result<String> {
+    let ours = check::ours(figure)?;
+    let names = [(Origin::Model, "formula"), (Origin::Simulated, "simulated"), (Origin::Measured, "measured")];
+    let found = names.into_iter().filter(|(origin, _)| ours.iter().any(|(_, of)| of == origin));
+    Ok(found.map(|(_, name)| name).collect::<Vec<_>>().join(", "))
+}
+
+/// The table, a row for each figure.
+///
+/// # Errors
+/// When data cannot be read.
+pub fn table(figures: &[Figure]) -> Result<String> {
+    let mut text = String::from("| | figure | verdict | our data | minutes |\n|---|---|---|---|---|\n");
+    for figure in figures {
+        let (folder, config) = (figure.folder_name(), &figure.config);
+        let picture =
+            format!("<a href=\"{folder}/figure.svg\"><img src=\"{folder}/figure.png\" width=\"180\" alt=\"{}\"></a>", figure.label);
+        let data = [origins(figure)?, config.hardware.clone()].into_iter().filter(|text| !text.is_empty()).collect::<Vec<_>>().join(": ");
+        let verdict = verdict(figure)?;
+        let row =
+            format!("| {picture} | [{}: {}]({folder}/README.md) | {verdict} | {data} | {} |\n", figure.label, figure.title, config.minutes);
+        text.push_str(&row);
+    }
+    Ok(text)
+}
+
+/// The README at `path` with `table` in its place.
+///
+/// # Errors
+/// When the README cannot be read or has no place for it.
+pub fn readme(path: &Path, table: &str) -> Result<String> {
+    let text = std::fs::read_to_string(path).map_err(|source| Error::Io { path: path.into(), source })?;
+    let parts = text.split_once(BEGIN).and_then(|(before, rest)| Some((before, rest.split_once(END)?.1)));
+    let (before, after) =
+        parts.ok_or_else(|| Error::Format { path: path.into(), cause: format!("no place for the table: {:?}", BEGIN.trim()) })?;
+    Ok(format!("{before}{BEGIN}{table}{END}{after}"))
+}

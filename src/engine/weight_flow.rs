@@ -1,0 +1,246 @@
+//! Weight-flow (paper 4.2), for models whose weights do not fit: layers' weights wait in host memory and come to the device
+//! stage by stage, into a ring that holds at least two neighbours, so that one comes while the other is computed with.
+
+use crate::device::{Device, DeviceSlice, EventId, RingShape, Stream};
+use crate::error::Result;
+use crate::host::pinned::PinnedSlice;
+use crate::model::tensors::TensorTable;
+use std::ops::Range;
+
+/// What the ring holds of a stage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Held {
+    /// Nothing that can be used.
+    Nothing,
+    /// Weights that have changed since on the host.
+    Stale,
+    /// Its weights.
+    Fresh,
+}
+
+/// Which stage's weights lie in the ring. Stages go by their place in backward order.
+#[derive(Debug)]
+struct Window {
+    ring: RingShape,
+    /// Of each stage the flat range that is streamed, and what of it the ring holds.
+    stages: Vec<(Range<usize>, Held)>,
+}
+
+impl Window {
+    /// An empty ring.
+    ///
+    /// # Panics
+    /// If a stage is longer than the ring.
+    fn new(table: &TensorTable, ring: RingShape) -> Self {
+        let streamed = |range: Range<usize>| range.start.min(ring.ringed_elems)..range.end.min(ring.ringed_elems);
+        let stages: Vec<_> = table.stages().map(|stage| (streamed(table.stage_range(stage)), Held::Nothing)).collect();
+        assert!(stages.iter().all(|(range, _)| range.len() <= ring.period_elems), "a ring shorter than a stage");
+        Self { ring, stages }
+    }
+
+    /// Whether the device can compute with what lies there.
+    fn has(&self, stage: usize) -> bool {
+        let (range, held) = &self.stages[stage];
+        range.is_empty() || *held == Held::Fresh
+    }
+
+    /// The stages that lie where `stage` goes; itself, if it lies there already.
+    fn in_the_way(&self, stage: usize) -> impl Iterator<Item = usize> + '_ {
+        let place = &self.stages[stage].0;
+        let in_the_way = move |(range, held): &(Range<usize>, Held)| *held != Held::Nothing && self.share_a_place(place, range);
+        self.stages.iter().enumerate().filter(move |(_, stage)| in_the_way(stage)).map(|(other, _)| other)
+    }
+
+    /// `stage` now lies there, and what was in its way no more.
+    fn put(&mut self, stage: usize) {
+        for other in 0..self.stages.len() {
+            if self.share_a_place(&self.stages[stage].0, &self.stages[other].0) {
+                self.stages[other].1 = Held::Nothing;
+            }
+        }
+        self.stages[stage].1 = Held::Fresh;
+    }
+
+    /// The host writes these weights anew.
+    fn forget(&mut self, flat: &Range<usize>) {
+        for (range, held) in &mut self.stages {
+            if *held == Held::Fresh && range.start < flat.end && flat.start < range.end {
+                *held = Held::Stale;
+            }
+        }
+    }
+
+    fn share_a_place(&self, a: &Range<usize>, b: &Range<usize>) -> bool {
+        let period = self.ring.period_elems;
+        // How far behind `a`'s beginning `b` begins, going round.
+        let behind = (b.start % period + period - a.start % period) % period;
+        !a.is_empty() && !b.is_empty() && (behind < a.len() || behind + b.len() > period)
+    }
+}
+
+/// The weights that are streamed, and the events that keep copies and kernels apart.
+#[derive(Debug)]
+pub(super) struct WeightFlow {
+    window: Window,
+    /// All streamed weights, in flat order from 0, in the format of the device.
+    source: PinnedSlice,
+    /// The flat weights, whose first part is the ring.
+    weights: DeviceSlice,
+    /// The compute stream is done with the stage's weights.
+    used: Vec<EventId>,
+    /// They have come.
+    fetched: Vec<EventId>,
+}
+
+impl WeightFlow {
+    /// Streams the part of the flat `weights` that lies in `ring` from `source`, which holds it in flat order.
+    ///
+    /// # Errors
+    /// The device's.
+    pub(super) fn new<D: Device>(
+        dev: &mut D,
+        table: &TensorTable,
+        ring: RingShape,
+        source: PinnedSlice,
+        weights: DeviceSlice,
+    ) -> Result<Self> {
+        let window = Window::new(table, ring);
+        let mut events = || window.stages.iter().map(|_| dev.event()).collect::<Result<Vec<_>>>();
+        let (used, fetched) = (events()?, events()?);
+        Ok(Self { window, source, weights, used, fetched })
+    }
+
+    /// The flat range that is streamed of `stage`; empty if there is none, or no such stage.
+    pub(super) fn streamed(&self, stage: usize) -> Range<usize> {
+        self.window.stages.get(stage).map_or(0..0, |(range, _)| range.clone())
+    }
+
+    /// Enqueues the copy of `stage`'s weights, unless they lie in the ring; returns its bytes. What is in their way must have
+    /// been used, as far as it was enqueued to be.
+    ///
+    /// # Errors
+    /// The device's.
+    pub(super) fn fetch<D: Device>(&mut self, dev: &mut D, stage: usize) -> Result<u64> {
+        let range = self.streamed(stage);
+        if range.is_empty() || self.window.has(stage) {
+            return Ok(0);
+        }
+        for other in self.window.in_the_way(stage) {
+            dev.wait(Stream::H2d, self.used[other])?;
+        }
+        let width = self.weights.dtype.bytes();
+        let (source, target) = (self.source.slice(range.start * width, range.len() * width), self.weights.slice(range.start, range.len()));
+        dev.copy_h2d(Stream::H2d, source, target)?;
+        dev.record(self.fetched[stage], Stream::H2d)?;
+        self.window.put(stage);
+        Ok(source.bytes() as u64)
+    }
+
+    /// What is computed from now on finds the weights of `stage`, which was fetched.
+    ///
+    /// # Errors
+    /// The device's.
+    pub(super) fn arrive<D: Device>(&self, dev: &mut D, stage: usize) -> Result<()> {
+        dev.wait(Stream::Compute, self.fetched[stage])
+    }
+
+    /// What was enqueued so far is all that is computed with these weights of `stage`, for now.
+    ///
+    /// # Errors
+    /// The device's.
+    pub(super) fn leave<D: Device>(&self, dev: &mut D, stage: usize) -> Result<()> {
+        dev.record(self.used[stage], Stream::Compute)
+    }
+
+    /// New weights are about to be written into the source: what lies in the ring is the last that this step needed.
+    pub(super) fn forget(&mut self, flat: &Range<usize>) {
+        self.window.forget(flat);
+    }
+
+    /// The part of a flat range that is not streamed and has its own place on the device.
+    pub(super) fn beside(&self, flat: &Range<usize>) -> Range<usize> {
+        flat.start.max(self.window.ring.ringed_elems).min(flat.end)..flat.end
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::shape::ModelShape;
+    use crate::model::tensors::Stage;
+    use proptest::prelude::*;
+
+    /// Stages of these lengths behind each other, all streamed.
+    fn window(lens: &[usize], period_elems: usize) -> Window {
+        let mut end = 0;
+        let mut next = |len: &usize| {
+            end += len;
+            (end - len..end, Held::Nothing)
+        };
+        let stages: Vec<_> = lens.iter().map(&mut next).collect();
+        Window { ring: RingShape { ringed_elems: end, period_elems }, stages }
+    }
+
+    fn in_the_way(window: &Window, stage: usize) -> Vec<usize> {
+        window.in_the_way(stage).collect()
+    }
+
+    #[test]
+    fn a_ring_of_two_stages_holds_two_neighbours() {
+        let mut w = window(&[4, 4, 4, 4], 8);
+        (0..2).for_each(|stage| w.put(stage));
+        assert!(w.has(0) && w.has(1) && in_the_way(&w, 2) == [0]);
+        w.put(2);
+        assert!(!w.has(0) && w.has(1) && w.has(2) && in_the_way(&w, 3) == [1] && in_the_way(&w, 0) == [2]);
+    }
+
+    #[test]
+    fn what_the_host_writes_anew_is_stale_and_still_in_the_way_of_itself() {
+        let mut w = window(&[4, 4, 4], 8);
+        (0..2).for_each(|stage| w.put(stage));
+        w.forget(&(2..4));
+        assert!(!w.has(0) && w.has(1) && in_the_way(&w, 0) == [0] && in_the_way(&w, 2) == [0]);
+        w.forget(&(3..5));
+        assert!(!w.has(1));
+        w.put(0);
+        assert!(w.has(0) && !w.has(1));
+    }
+
+    #[test]
+    fn only_what_lies_in_the_ring_streams() {
+        let table = TensorTable::new(&ModelShape::demo());
+        let (layer, embed) = (table.stage_range(Stage::Layer(0)), table.stage_range(Stage::Embed));
+        let ring = RingShape { ringed_elems: embed.start - 100, period_elems: 2 * layer.len() };
+        let w = Window::new(&table, ring);
+        let streamed = |stage| w.stages[table.stage_index(stage)].0.clone();
+        assert_eq!(streamed(Stage::Layer(0)), layer.start..layer.end - 100);
+        assert!(streamed(Stage::Embed).is_empty() && w.has(table.stage_index(Stage::Embed)));
+        let short = RingShape { period_elems: layer.len() - 1, ..ring };
+        assert!(std::panic::catch_unwind(|| Window::new(&table, short)).is_err());
+    }
+
+    proptest! {
+        /// Against a ring whose every element remembers whose it is.
+        #[test]
+        fn the_window_knows_what_every_element_of_the_ring_holds(
+            lens in prop::collection::vec(1usize..12, 1..9), slack in 0usize..12, walk in prop::collection::vec(0usize..9, 0..40),
+        ) {
+            let period = lens.iter().max().unwrap() + slack;
+            let mut w = window(&lens, period);
+            let mut elements = vec![None; period];
+            for stage in walk.into_iter().map(|at| at % lens.len()) {
+                let places: Vec<_> = w.stages[stage].0.clone().map(|element| element % period).collect();
+                let mut owners: Vec<usize> = places.iter().filter_map(|&place| elements[place]).collect();
+                owners.retain(|&owner| w.stages[owner].1 != Held::Nothing);
+                owners.sort_unstable();
+                owners.dedup();
+                prop_assert_eq!(in_the_way(&w, stage), owners);
+                places.iter().for_each(|&place| elements[place] = Some(stage));
+                w.put(stage);
+                for (other, (range, _)) in w.stages.iter().enumerate() {
+                    prop_assert_eq!(w.has(other), range.clone().all(|element| elements[element % period] == Some(other)));
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,269 @@
+//! What `plan` answers: does it fit, how fast, what binds, what else there is, and what would change it.
+
+use super::budget::Balance;
+use super::limits::{BreakEven, Limits};
+use super::machine::{DeviceMemory, Machine, Place};
+use super::rates::Rates;
+use super::search::{Candidate, Question};
+use crate::bench::facts::{ModelFacts, PlanFacts};
+use crate::bench::simulate::HardwareFacts;
+use crate::config::plan::Plan;
+use crate::error::Result;
+use crate::hardware::profile::Profile;
+use crate::units::Bytes;
+use serde::Serialize;
+use std::fmt;
+use std::sync::Arc;
+
+/// Alternatives that are named.
+const ALTERNATIVES: usize = 2;
+/// What if something were so much faster, or larger?
+const MORE: f64 = 1.5;
+
+/// The answer.
+#[derive(Debug, Serialize)]
+pub struct Answer {
+    /// Where.
+    pub hardware: HardwareFacts,
+    /// What.
+    pub model: ModelFacts,
+    /// The chosen way.
+    pub best: Step,
+    /// The next best ones.
+    pub alternatives: Vec<Step>,
+    /// Candidates that were simulated, and those that did not fit.
+    pub candidates: usize,
+    /// See [`Answer::candidates`].
+    pub unfit: usize,
+    /// What is busiest, and so binds.
+    pub binds: Busy,
+    /// All that can bind, the busiest first.
+    pub busy: Vec<Busy>,
+    /// Memory by place and class.
+    pub memory: Vec<Memory>,
+    /// The step of the same settings on a machine that has more of one thing.
+    pub what_if: Vec<WhatIf>,
+    /// How far the machine goes.
+    pub limits: Limits,
+    /// From how many tokens on the optimizer hides.
+    pub break_even: Option<BreakEven>,
+    #[serde(skip)]
+    plan: Plan,
+}
+
+/// One way to run steps, simulated.
+#[derive(Clone, Debug, Serialize)]
+pub struct Step {
+    /// How it differs from the defaults.
+    pub flags: Vec<String>,
+    /// A step whose speculation holds.
+    pub step_ms: f64,
+    /// The mean with one clipped step in ten.
+    pub mean_step_ms: f64,
+    /// Tokens over `step_ms`.
+    pub tokens_per_second: f64,
+    /// Model FLOPs over `step_ms`, 10^12 a second.
+    pub model_tflops: f64,
+    /// With what is recomputed.
+    pub hardware_tflops: f64,
+    /// Compute waits for the optimizer.
+    pub exposed_cpu_ms: f64,
+    /// Compute waits for copies.
+    pub exposed_transfer_ms: f64,
+    /// The plan.
+    pub plan: PlanFacts,
+}
+
+impl Step {
+    fn of(candidate: &Candidate) -> Self {
+        let outcome = &candidate.outcome;
+        Self {
+            flags: candidate.flags.clone(),
+            step_ms: outcome.step_ms.median,
+            mean_step_ms: candidate.mean_s() * 1e3,
+            tokens_per_second: outcome.tokens_per_second,
+            model_tflops: outcome.speed.model_tflops,
+            hardware_tflops: outcome.speed.hardware_tflops,
+            exposed_cpu_ms: outcome.exposed.cpu_ms,
+            exposed_transfer_ms: outcome.exposed.transfer_ms,
+            plan: PlanFacts::new(&candidate.plan),
+        }
+    }
+
+    fn flags(&self) -> String {
+        if self.flags.is_empty() { "defaults".into() } else { self.flags.join(" ") }
+    }
+}
+
+/// How busy something is.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Busy {
+    /// What.
+    pub what: &'static str,
+    /// Share of the step.
+    pub share: f64,
+}
+
+/// One memory.
+#[derive(Clone, Debug, Serialize)]
+pub struct Memory {
+    /// `device` or `host`.
+    pub place: &'static str,
+    /// Planned in all, what loading and saving need besides included.
+    pub needed_bytes: u64,
+    /// What there is; `None` where the device has none of its own.
+    pub available_bytes: Option<u64>,
+    /// Bytes by class.
+    pub classes: Vec<(&'static str, usize)>,
+}
+
+/// A machine that has more of one thing.
+#[derive(Clone, Debug, Serialize)]
+pub struct WhatIf {
+    /// More of what.
+    pub change: String,
+    /// The step there.
+    pub step_ms: f64,
+    /// The plan changes with it.
+    pub changes_plan: bool,
+}
+
+impl Answer {
+    /// The answer to `question` for the model named `config` on the machine of `profile`.
+    ///
+    /// # Errors
+    /// Those of [`Question::rank`]: what fits nowhere is refused with what would.
+    pub fn to(question: Question, config: &str, profile: &Profile) -> Result<Self> {
+        let ranking = question.rank()?;
+        let best = &ranking.candidates[0];
+        let distinct = ranking.candidates[1..].iter().filter(|other| other.plan.memory != best.plan.memory || other.flags.len() > best.flags.len());
+        let busy = busy(best);
+        Ok(Self {
+            hardware: HardwareFacts::of(profile),
+            model: ModelFacts::new(config.into(), question.shape),
+            alternatives: distinct.take(ALTERNATIVES).map(Step::of).collect(),
+            candidates: ranking.candidates.len(),
+            unfit: ranking.unfit,
+            binds: busy[0],
+            busy,
+            memory: memory(&best.plan),
+            what_if: what_if(question, best)?,
+            limits: Limits::of(&best.settings, question.shape, question.machine),
+            break_even: BreakEven::of(&best.settings, question.shape, question.machine)?,
+            plan: best.plan.clone(),
+            best: Step::of(best),
+        })
+    }
+}
+
+/// Shares of the step in which each thing works, the busiest first.
+fn busy(candidate: &Candidate) -> Vec<Busy> {
+    let (outcome, rates) = (&candidate.outcome, &candidate.plan.machine.rates);
+    let step_ms = candidate.mean_s() * 1e3;
+    let link = |bytes: f64| bytes / rates.both_ways_bytes_per_s * 1e3 / step_ms;
+    let mut busy = vec![
+        Busy { what: "the device's arithmetic", share: outcome.exposed.device_busy_share },
+        Busy { what: "the optimizer on the CPUs (host memory)", share: outcome.adam.busy_ms / step_ms },
+        Busy { what: "the link to the host", share: link(outcome.link.d2h_bytes) },
+        Busy { what: "the link to the device", share: link(outcome.link.h2d_bytes) },
+    ];
+    busy.sort_by(|a, b| b.share.total_cmp(&a.share));
+    busy
+}
+
+fn memory(plan: &Plan) -> Vec<Memory> {
+    let of = |Balance { place, needed, available }: Balance| {
+        let classes = plan.memory.iter().filter(|class| class.place == place).map(|class| (class.name, class.bytes));
+        Memory {
+            place: if place == Place::Device { "device" } else { "host" },
+            needed_bytes: needed,
+            available_bytes: Some(available).filter(|bytes| *bytes < u64::MAX),
+            classes: classes.collect(),
+        }
+    };
+    plan.balances().map(of).into()
+}
+
+/// The same question on machines that have more of one thing; settings that the search chose are open again there.
+fn what_if(question: Question, best: &Candidate) -> Result<Vec<WhatIf>> {
+    let machine = question.machine;
+    let faster = |change: &dyn Fn(&Rates) -> Rates| Machine { rates: Arc::new(change(&machine.rates)), ..machine.clone() };
+    let larger = match machine.device {
+        DeviceMemory::Shared => None,
+        DeviceMemory::Own { bytes, addressing } => {
+            let device = DeviceMemory::Own { bytes: (bytes as f64 * MORE) as u64, addressing };
+            Some(("the device's memory were larger".to_string(), Machine { device, ..machine.clone() }))
+        }
+    };
+    let machines = [
+        ("the host's memory and optimizer were faster".to_string(), faster(&|rates| rates.with_faster_host(MORE))),
+        ("the link were faster".to_string(), faster(&|rates| rates.with_faster_link(MORE))),
+        ("the device's arithmetic were faster".to_string(), faster(&|rates| rates.with_faster_device(MORE))),
+    ];
+    let what_if = |(change, machine): (String, Machine)| -> Result<WhatIf> {
+        // A limit that was set belongs to the machine that it was set for.
+        let settings = crate::config::settings::Settings { hbm_limit: None, host_limit: None, ..best.settings.clone() };
+        let limited = machine.limited(&best.settings);
+        let machine = if change.contains("larger") { machine } else { limited };
+        let there = Question { settings: &settings, machine: &machine, tokens_per_step: None, ..question }.try_one()?;
+        let changes_plan = there.plan.layout != best.plan.layout || there.plan.layer_policies != best.plan.layer_policies;
+        Ok(WhatIf { change: format!("{change} by half"), step_ms: there.outcome.step_ms.median, changes_plan })
+    };
+    machines.into_iter().chain(larger).map(what_if).collect()
+}
+
+impl fmt::Display for Answer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let best = &self.best;
+        writeln!(f, "{} of {:.3} B parameters on {}", self.model.config, self.model.params as f64 / 1e9, self.hardware.machine)?;
+        writeln!(f, "fits; {} candidates simulated, {} that do not fit", self.candidates, self.unfit)?;
+        writeln!(f, "\nchosen       {}", best.flags())?;
+        writeln!(
+            f,
+            "  step       {:.1} ms ({:.1} with one in ten clipped), {:.0} tokens/s, {:.1} model TFLOP/s, {:.1} with what is recomputed",
+            best.step_ms, best.mean_step_ms, best.tokens_per_second, best.model_tflops, best.hardware_tflops
+        )?;
+        writeln!(f, "  exposed    {:.1} ms to the optimizer, {:.1} ms to copies", best.exposed_cpu_ms, best.exposed_transfer_ms)?;
+        let shares: Vec<_> = self.busy.iter().map(|busy| format!("{} {:.0} %", busy.what, busy.share * 1e2)).collect();
+        writeln!(f, "  binds      {}", shares.join(", "))?;
+        self.alternatives.iter().enumerate().try_for_each(|(i, other)| {
+            let slower = (other.mean_step_ms / best.mean_step_ms - 1.0) * 1e2;
+            writeln!(f, "  {:<10} {}: {:.1} ms ({slower:+.1} %)", if i == 0 { "next best" } else { "" }, other.flags(), other.mean_step_ms)
+        })?;
+        writeln!(f, "\nwhat if")?;
+        self.what_if.iter().try_for_each(|what| {
+            let note = if what.changes_plan { ", with another plan" } else { "" };
+            writeln!(f, "  {:<56} {:.1} ms ({:+.1} %){note}", what.change, what.step_ms, (what.step_ms / best.step_ms - 1.0) * 1e2)
+        })?;
+        writeln!(f, "\nlargest that fits, the rest unchanged")?;
+        let Limits { batch, seq_length, seq_length_is_the_models, layers, params } = self.limits;
+        let why = if seq_length_is_the_models { " (the model has no more positions)" } else { "" };
+        writeln!(f, "  batch      {batch} sequences\n  sequence   {seq_length} tokens, batch 1{why}")?;
+        writeln!(f, "  model      {layers} layers of this width, {:.2} B parameters", params as f64 / 1e9)?;
+        self.break_even.iter().try_for_each(|even| writeln!(f, "\n{even}"))?;
+        write!(f, "\n{}", self.plan)
+    }
+}
+
+impl fmt::Display for BreakEven {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.tokens {
+            Some(tokens) => write!(f, "break-even   with every state on the CPUs the optimizer hides from {tokens} tokens of a micro-step on")?,
+            None => write!(f, "break-even   with every state on the CPUs the optimizer hides with no batch that fits")?,
+        }
+        write!(
+            f,
+            "\n  below      at {} tokens the plan keeps {} of {} buckets on the device; {:.0} % of a step stay exposed",
+            self.below_tokens,
+            self.resident_buckets,
+            self.buckets,
+            self.exposed_share * 1e2
+        )
+    }
+}
+
+impl fmt::Display for Memory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} memory: {}", self.place, Bytes(self.needed_bytes))
+    }
+}

@@ -1,0 +1,233 @@
+//! The plan in full: which settings give the fastest step, by simulating each on the machine's rates.
+//!
+//! [`super::choice`] weighs what stays on the device by arithmetic. What is left is decided here, one setting after another: each
+//! is tried at its other values while the rest stay as they are best so far. Only settings that nobody fixed are tried.
+
+use super::machine::Machine;
+use crate::bench::clip::Clip;
+use crate::bench::record::Outcome;
+use crate::bench::simulate::simulate;
+use crate::bench::timed::Steps;
+use crate::config::options::{ActivationsChoice, CastSide, ResidentBuckets, Technique, TrainOptions, WeightsChoice};
+use crate::config::plan::Plan;
+use crate::config::settings::Settings;
+use crate::error::{Error, Result};
+use crate::model::shape::ModelShape;
+use std::num::NonZeroU64;
+
+/// Steps of a simulation: one in ten is clipped, and waits for its verdict. A settled run clips fewer, a new model more.
+const STEPS: Steps = Steps { warmup: 2, timed: 10, clip: Clip::OneIn(NonZeroU64::new(10).unwrap()) };
+/// A change is worth making only if it makes steps this much shorter: rates are not known better.
+const WORTH: f64 = 0.995;
+
+/// A way to run a step, and what the simulation says about it.
+#[derive(Clone, Debug)]
+pub struct Candidate {
+    /// How it differs from the defaults, as flags; empty when it does not.
+    pub flags: Vec<String>,
+    /// All settings.
+    pub settings: Settings,
+    /// Their plan.
+    pub plan: Plan,
+    /// Its steps.
+    pub outcome: Outcome,
+}
+
+impl Candidate {
+    /// Seconds of a mean step.
+    pub fn mean_s(&self) -> f64 {
+        self.outcome.step_ms.total() / self.outcome.step_ms.samples.len() as f64 / 1e3
+    }
+}
+
+/// Every candidate that fits, the fastest first.
+#[derive(Clone, Debug)]
+pub struct Ranking {
+    /// Fitting ones by mean step.
+    pub candidates: Vec<Candidate>,
+    /// Candidates that did not fit.
+    pub unfit: usize,
+}
+
+/// What is asked.
+#[derive(Clone, Copy, Debug)]
+pub struct Question<'a> {
+    /// What every candidate begins from.
+    pub settings: &'a Settings,
+    /// What was said about them: it stays.
+    pub fixed: &'a TrainOptions,
+    /// Tokens of a step, if micro-batches are to be chosen, too.
+    pub tokens_per_step: Option<usize>,
+    /// The model.
+    pub shape: &'a ModelShape,
+    /// Where.
+    pub machine: &'a Machine,
+}
+
+/// One setting at another value.
+struct Change {
+    flag: String,
+    settings: Settings,
+}
+
+impl Question<'_> {
+    /// Ranks what fits.
+    ///
+    /// # Errors
+    /// `Usage` when settings make no sense; `Resource` when nothing fits, with the smallest change that would.
+    pub fn rank(&self) -> Result<Ranking> {
+        let mut ranking = Ranking { candidates: Vec::new(), unfit: 0 };
+        let mut best: Option<Candidate> = None;
+        for (settings, flags) in self.splits()? {
+            self.weigh(settings, flags, &mut best, &mut ranking)?;
+        }
+        let Some(mut best) = best else { return Err(self.refusal()?) };
+        for setting in SETTINGS {
+            let from = best.clone();
+            for Change { flag, settings } in setting(self, &from) {
+                let mut better = Some(best.clone());
+                self.weigh(settings, [from.flags.clone(), vec![flag]].concat(), &mut better, &mut ranking)?;
+                best = better.unwrap_or(best);
+            }
+        }
+        ranking.candidates.sort_by(|a, b| a.mean_s().total_cmp(&b.mean_s()));
+        // The best is the one with the fewest changes among those that are hardly slower.
+        let at = ranking.candidates.iter().position(|candidate| candidate.flags == best.flags).unwrap_or(0);
+        ranking.candidates[..=at].rotate_right(1);
+        Ok(ranking)
+    }
+
+    /// The settings as they are.
+    ///
+    /// # Errors
+    /// As [`Question::rank`].
+    pub(super) fn try_one(&self) -> Result<Candidate> {
+        match self.candidate(self.settings.clone(), Vec::new())? {
+            Some(candidate) => Ok(candidate),
+            None => Err(self.refusal()?),
+        }
+    }
+
+    /// Plans and simulates; takes the place of `best` if it is worth it.
+    fn weigh(&self, settings: Settings, flags: Vec<String>, best: &mut Option<Candidate>, ranking: &mut Ranking) -> Result<()> {
+        let Some(candidate) = self.candidate(settings, flags)? else {
+            ranking.unfit += 1;
+            return Ok(());
+        };
+        if best.as_ref().is_none_or(|best| candidate.mean_s() < WORTH * best.mean_s()) {
+            *best = Some(candidate.clone());
+        }
+        ranking.candidates.push(candidate);
+        Ok(())
+    }
+
+    /// A candidate, unless it does not fit or contradicts itself.
+    fn candidate(&self, settings: Settings, flags: Vec<String>) -> Result<Option<Candidate>> {
+        let plan = match Plan::new(&settings, self.shape, self.machine, false) {
+            Err(Error::Usage(_)) if !flags.is_empty() => return Ok(None),
+            plan => plan?,
+        };
+        if plan.shortage().is_some() {
+            return Ok(None);
+        }
+        let (outcome, ..) = simulate(&plan, self.shape, &self.machine.rates.profile, STEPS, 0)?;
+        Ok(Some(Candidate { flags, settings, plan, outcome }))
+    }
+
+    fn refusal(&self) -> Result<Error> {
+        let (settings, _) = self.splits()?.remove(0);
+        let plan = Plan::new(&settings, self.shape, self.machine, false)?;
+        Ok(plan.check_fits(&settings, self.shape).err().unwrap_or_else(|| Error::usage("nothing to choose from")))
+    }
+
+    /// Micro-batches for the tokens of a step, largest first; as the settings say when nobody asked.
+    fn splits(&self) -> Result<Vec<(Settings, Vec<String>)>> {
+        let Some(tokens) = self.tokens_per_step else { return Ok(vec![(self.settings.clone(), Vec::new())]) };
+        let seq_length = self.settings.seq_length;
+        if tokens == 0 || !tokens.is_multiple_of(seq_length) {
+            return Err(Error::usage(format!("--tokens-per-step {tokens}: not a multiple of the sequence length, {seq_length}")));
+        }
+        let sequences = tokens / seq_length;
+        let batches = (1..=sequences).rev().filter(|batch| sequences.is_multiple_of(*batch));
+        let split = |batch: usize| {
+            let accum = sequences / batch;
+            let settings =
+                Settings { per_device_train_batch_size: batch, gradient_accumulation_steps: accum, ..self.settings.clone() };
+            (settings, vec![format!("--per-device-train-batch-size {batch}"), format!("--gradient-accumulation-steps {accum}")])
+        };
+        Ok(batches.map(split).collect())
+    }
+}
+
+/// Values of one setting that differ from a candidate's; none where it was fixed.
+type Setting = fn(&Question, &Candidate) -> Vec<Change>;
+
+const SETTINGS: [Setting; 8] = [weights, activations, resident_buckets, bucket_mib, cast, slots, threads, techniques];
+
+fn changes<T>(is_fixed: bool, values: impl IntoIterator<Item = T>, change: impl Fn(T) -> (String, Settings)) -> Vec<Change> {
+    let change = |value| {
+        let (flag, settings) = change(value);
+        Change { flag, settings }
+    };
+    if is_fixed { Vec::new() } else { values.into_iter().map(change).collect() }
+}
+
+fn weights(question: &Question, from: &Candidate) -> Vec<Change> {
+    let is_fixed = question.fixed.weights.is_some() || from.plan.weight_ring.is_some();
+    changes(is_fixed, [WeightsChoice::Flow], |weights| ("--weights flow".into(), Settings { weights, ..from.settings.clone() }))
+}
+
+fn activations(question: &Question, from: &Candidate) -> Vec<Change> {
+    use ActivationsChoice::{Host, Keep, RecomputeBlock, RecomputeCheap};
+    let values = [(Keep, "keep"), (RecomputeCheap, "recompute-cheap"), (RecomputeBlock, "recompute-block"), (Host, "host")];
+    changes(question.fixed.activations.is_some(), values, |(activations, name)| {
+        (format!("--activations {name}"), Settings { activations, ..from.settings.clone() })
+    })
+}
+
+/// Fewer than fit: what they leave free may keep activations.
+fn resident_buckets(question: &Question, from: &Candidate) -> Vec<Change> {
+    let layout = &from.plan.layout;
+    let resident = layout.count() - layout.offloaded();
+    let fewer = [3 * resident / 4, resident / 2, resident / 4, 0].into_iter().filter(|count| *count < resident);
+    let is_fixed = question.fixed.resident_buckets.is_some() || !from.plan.techniques.repartition;
+    changes(is_fixed, fewer, |count| {
+        let resident_buckets = ResidentBuckets::Count(count);
+        (format!("--resident-buckets {count}"), Settings { resident_buckets, ..from.settings.clone() })
+    })
+}
+
+fn bucket_mib(question: &Question, from: &Candidate) -> Vec<Change> {
+    // A number of buckets of another size would be another choice.
+    let is_fixed = question.fixed.bucket_mib.is_some() || matches!(from.settings.resident_buckets, ResidentBuckets::Count(1..));
+    changes(is_fixed, [16, 32, 128, 256], |mib| {
+        (format!("--bucket-mib {mib}"), Settings { bucket_mib: Some(f64::from(mib)), ..from.settings.clone() })
+    })
+}
+
+fn cast(question: &Question, from: &Candidate) -> Vec<Change> {
+    let is_fixed = question.fixed.cast.is_some() || !from.plan.techniques.superchip_cast;
+    changes(is_fixed, [CastSide::Device], |cast| ("--cast device".into(), Settings { cast, ..from.settings.clone() }))
+}
+
+fn slots(question: &Question, from: &Candidate) -> Vec<Change> {
+    let values = [4, 16, 32].into_iter().filter(|slots| *slots != from.settings.slots);
+    changes(question.fixed.slots.is_some(), values, |slots| (format!("--slots {slots}"), Settings { slots, ..from.settings.clone() }))
+}
+
+fn threads(question: &Question, from: &Candidate) -> Vec<Change> {
+    let workers = from.plan.threads;
+    let fewer = [workers - workers / 8, workers - workers / 4].into_iter().filter(|threads| (1..workers).contains(threads));
+    changes(question.fixed.threads.is_some(), fewer, |threads| {
+        (format!("--threads {threads}"), Settings { threads: Some(threads), ..from.settings.clone() })
+    })
+}
+
+fn techniques(question: &Question, from: &Candidate) -> Vec<Change> {
+    let on = from.plan.techniques;
+    let values = [(Technique::Stv, "stv", on.stv), (Technique::DeadlineOrder, "deadline-order", on.deadline_order)];
+    let values = values.into_iter().filter(|(.., on)| *on);
+    changes(question.fixed.without.is_some(), values, |(technique, name, _)| {
+        (format!("--without {name}"), Settings { without: vec![technique], ..from.settings.clone() })
+    })
+}
