@@ -237,7 +237,7 @@ mod tests {
 
     /// This machine, but for caches that ask for large buckets.
     fn small_caches() -> Topology {
-        Topology { caches: Vec::new(), memory_available_bytes: Some(1 << 30), ..Topology::this_machine() }
+        Topology { caches: Vec::new(), memory_available_bytes: Some(1 << 28), ..Topology::this_machine() }
     }
 
     #[test]
@@ -295,11 +295,12 @@ mod tests {
         let (mut dev, pool) = SimDevice::new("h200", &Rates::of(&profile), machine.device, 15, 0);
         let pool = Pool::Simulated(pool);
         let beside = Beside { free_bytes: 1, addressing: Addressing::Managed, memory: &mut memory, states: &states, pool };
-        let (gpu, link, contention) = measure_device(&mut dev, Sizes::GPU, beside, 5.0, &mut |_| ()).unwrap();
+        let (gpu, link, contention) = measure_device(&mut dev, Sizes::GPU, beside, 2.0, &mut |_| ()).unwrap();
         let wanted = numbers(profile.gpu.as_ref().unwrap(), profile.link.as_ref().unwrap(), profile.contention.as_ref().unwrap());
-        for ((what, measured), (_, wanted)) in numbers(&gpu, &link, &contention).into_iter().zip(wanted) {
-            assert!((measured / wanted - 1.0).abs() < 0.03, "{what}: {measured} for {wanted}");
-        }
+        let pairs = numbers(&gpu, &link, &contention).into_iter().zip(wanted);
+        // A small product takes a kernel's least time besides.
+        let off: Vec<_> = pairs.filter(|((_, measured), (_, wanted))| (measured / wanted - 1.0).abs() > 0.05).collect();
+        assert!(off.is_empty(), "{off:?}");
     }
 
     #[test]

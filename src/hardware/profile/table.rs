@@ -61,18 +61,20 @@ mod tests {
     #[test]
     fn every_number_has_a_line_with_its_unit() {
         let table = Profile::load("h200-pcie5").unwrap().table();
-        for line in [
-            "matmul_flops                                 680.00 TFLOP/s  for seconds",
-            "memory_bytes                                     139.8 GiB  free on",
-            "adam_bytes_per_s, 8 threads                     128.00 GB/s",
-            "to_host_share, 64.0 KiB                              23.7 %  pinned memory, alone",
-            "latency_s                                           4.00 us",
-            "matmul_under_copies                                  92.0 %",
-            "cpus                                                     16  the machine",
+        let lines: Vec<_> = table.lines().map(|line| line.split_whitespace().collect::<Vec<_>>().join(" ")).collect();
+        for start in [
+            "addressing managed memory",
+            "matmul_flops 680.00 TFLOP/s for seconds",
+            "memory_bytes 139.8 GiB free on",
+            "adam_bytes_per_s, 8 threads 128.00 GB/s",
+            "to_host_share, 64.0 KiB 23.7 % pinned memory, alone",
+            "latency_s 4.00 us",
+            "matmul_under_copies 92.0 %",
+            "cpus 16 the machine",
         ] {
-            assert!(table.contains(line), "{line}\n{table}");
+            assert!(lines.iter().any(|line| line.starts_with(start)), "{start}\n{table}");
         }
-        assert!(!table.contains("managed\n") && table.lines().all(|line| line == line.trim_end()), "{table}");
+        assert!(table.lines().all(|line| line == line.trim_end()), "{table}");
         assert!(!Profile::load("mi300a").unwrap().table().contains("\nlink"));
     }
 }
