@@ -17,16 +17,16 @@ use superoffload::config::settings::Settings;
 use superoffload::error::{Error, Result};
 use superoffload::hardware::doctor::{self, Probes};
 use superoffload::hardware::topology::Topology;
+use superoffload::metrics::{FLOPS_FORMULA, StepMetrics};
 use superoffload::model::presets;
+use superoffload::model::weights::{Options, export_checkpoint};
+use superoffload::optim::simd::Isa;
 use superoffload::planner::answer::Answer;
 use superoffload::planner::machine::Machine;
 use superoffload::planner::search::Question;
-use superoffload::train::setup::check_context;
-use superoffload::metrics::{FLOPS_FORMULA, StepMetrics};
-use superoffload::model::weights::{Options, export_checkpoint};
-use superoffload::optim::simd::Isa;
 use superoffload::probe::{self, ProbeOptions, ProfileFile};
 use superoffload::signals::{EXIT_INTERRUPTED, StopFlag};
+use superoffload::train::setup::check_context;
 use superoffload::train::{self, Facts, Observer, Summary};
 
 /// Trains language models with the optimizer on the CPU: exact speculative offload.
@@ -212,8 +212,11 @@ fn run_plan(options: PlanOptions) -> Result<i32> {
     let PlanOptions { tokens_per_step, json, train } = options;
     let fixed = TrainOptions { model: None, ..train.clone() }.over_config_file()?;
     let config = train.model.ok_or_else(|| Error::usage("plan: --model is missing: a model's directory, or a name"))?;
-    let (settings, shape, profile) =
-        (Settings::resolve_over(Settings::default(), fixed.clone())?, presets::shape(&config)?, simulate::profile(&fixed, &mut |line| remark(line))?);
+    let (settings, shape, profile) = (
+        Settings::resolve_over(Settings::default(), fixed.clone())?,
+        presets::shape(&config)?,
+        simulate::profile(&fixed, &mut |line| remark(line))?,
+    );
     check_context(&settings, &shape)?;
     let machine = Machine::of(&profile);
     let question = Question { settings: &settings, fixed: &fixed, tokens_per_step, shape: &shape, machine: &machine };

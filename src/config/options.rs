@@ -420,8 +420,7 @@ pub struct TrainOptions {
     #[arg(long)]
     pub weights: Option<WeightsChoice>,
 
-    /// Profile whose rates the plan assumes: the name of one that ships with the program, or a file that `probe` wrote
-    /// [default: h200-pcie5].
+    /// Machine whose rates the plan assumes: a profile's name, or a file of probe [default: h200-pcie5].
     #[arg(long, value_name = "PROFILE|FILE")]
     pub hardware: Option<PathBuf>,
 

@@ -195,6 +195,7 @@ impl Plan {
         let work = Work {
             grad_accum_steps: settings.gradient_accumulation_steps,
             workers: threads,
+            isa: isa(settings, techniques)?,
             speculates: rules.policy != Policy::ValidateFirst,
         };
         let wishes = Wishes {
@@ -214,7 +215,7 @@ impl Plan {
             barrier: settings.strategy == Strategy::ZeroOffload,
             dtype,
             link_dtype,
-            isa: isa(settings, techniques)?,
+            isa: work.isa,
             threads,
             paged,
             grad_ring: rings.grads,

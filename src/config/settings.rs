@@ -83,8 +83,8 @@ pub struct Settings {
     pub activations: ActivationsChoice,
     /// Where layers' weights lie while steps run.
     pub weights: WeightsChoice,
-    /// Profile whose rates the plan assumes; `None`: what was measured with an H200.
-    pub hardware: Option<PathBuf>,
+    /// Profile whose rates the plan assumes.
+    pub hardware: PathBuf,
     /// GPU memory that may be used, at least 1 byte; `None` is all that is free.
     pub hbm_limit: Option<Bytes>,
     /// Host memory that may be used, at least 1 byte; `None` is all that is free.
@@ -157,7 +157,7 @@ impl Default for Settings {
             resident_buckets: ResidentBuckets::Auto,
             activations: ActivationsChoice::Auto,
             weights: WeightsChoice::Auto,
-            hardware: None,
+            hardware: "h200-pcie5".into(),
             hbm_limit: None,
             host_limit: None,
             memory: HostMemoryKind::Pinned,
@@ -256,7 +256,7 @@ impl Settings {
             resident_buckets: options.resident_buckets.unwrap_or(self.resident_buckets),
             activations: options.activations.unwrap_or(self.activations),
             weights: options.weights.unwrap_or(self.weights),
-            hardware: options.hardware.or(self.hardware),
+            hardware: options.hardware.unwrap_or(self.hardware),
             hbm_limit: options.hbm_limit.or(self.hbm_limit),
             host_limit: options.host_limit.or(self.host_limit),
             memory: options.memory.unwrap_or(self.memory),

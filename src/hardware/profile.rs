@@ -204,6 +204,8 @@ section! {
         /// Bytes that the optimizer's passes read and write a second, by threads. A parameter with 16-bit gradient and weight is 28
         /// bytes to step, and 30 to commit and speculate on.
         adam_bytes_per_s_by_threads: Curve,
+        /// The same of the scalar optimizer; absent: as fast.
+        adam_scalar_bytes_per_s_by_threads: Option<Curve>,
         /// Bytes that casts between fp32 and bf16 read and write a second, by threads.
         cast_bytes_per_s_by_threads: Curve,
         /// Seconds until workers that wait begin a new job.
@@ -417,7 +419,7 @@ mod tests {
                 let (name, rest) = line.split_once(" = ").unwrap();
                 let message = refused(&text.replace(line, &format!("{name}_ = {rest}")));
                 assert!(message.contains(&format!("`{name}_`")), "{message}");
-                if name != "managed_bytes_per_s" {
+                if !["managed_bytes_per_s", "adam_scalar_bytes_per_s_by_threads"].contains(&name) {
                     let message = refused(&text.replace(line, ""));
                     assert!(message.contains(&format!("missing field `{name}`")), "{message}");
                 }

@@ -136,7 +136,8 @@ impl Answer {
     pub fn to(question: Question, config: &str, profile: &Profile) -> Result<Self> {
         let ranking = question.rank()?;
         let best = &ranking.candidates[0];
-        let distinct = ranking.candidates[1..].iter().filter(|other| other.plan.memory != best.plan.memory || other.flags.len() > best.flags.len());
+        let distinct =
+            ranking.candidates[1..].iter().filter(|other| other.plan.memory != best.plan.memory || other.flags.len() > best.flags.len());
         let busy = busy(best);
         Ok(Self {
             hardware: HardwareFacts::of(profile),
@@ -244,7 +245,9 @@ impl fmt::Display for Answer {
 impl fmt::Display for BreakEven {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.tokens {
-            Some(tokens) => write!(f, "break-even   with every state on the CPUs the optimizer hides from {tokens} tokens of a micro-step on")?,
+            Some(tokens) => {
+                write!(f, "break-even   with every state on the CPUs the optimizer hides from {tokens} tokens of a micro-step on")?
+            }
             None => write!(f, "break-even   with every state on the CPUs the optimizer hides with no batch that fits")?,
         }
         write!(

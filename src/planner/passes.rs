@@ -10,6 +10,7 @@ use crate::model::activations::{ActivationPlan, LossTile};
 use crate::model::policy::LayerPolicy;
 use crate::model::tensors::{Stage, TensorTable};
 use crate::model::{MicroStep, Model};
+use crate::optim::simd::Isa;
 
 /// Rows of the loss's tile here: a product with more is no faster.
 const TILE_ROWS_MAX: usize = 16 << 10;
@@ -47,7 +48,7 @@ impl Passes {
 
 fn micro_step_s(needs: &Needs, policy: LayerPolicy) -> Result<f64> {
     let (shape, machine) = (needs.shape, &needs.machine);
-    let (mut dev, _) = SimDevice::new("passes", &machine.rates, machine.device, 1, 0);
+    let (mut dev, _) = SimDevice::new("passes", &machine.rates, machine.device, (1, Isa::Scalar), 0);
     let tile = LossTile { rows: (needs.batch * needs.seq_length).min(TILE_ROWS_MAX), vocab: shape.vocab };
     let plan = ActivationPlan::new(shape, needs.batch, needs.seq_length, needs.dtype, tile, &vec![policy; shape.layers])?;
     let activations = plan.allocate(&mut dev, &mut HostMemory::new(MemoryPolicy::unbacked()))?;

@@ -9,6 +9,7 @@ use crate::device::Addressing;
 use crate::error::Result;
 use crate::model::activations::ActivationPlan;
 use crate::model::policy::LayerPolicy;
+use crate::optim::simd::Isa;
 use std::fmt;
 
 /// How much longer than assumed the pool may take: hosts of one kind were seen between 3.1e9 and 5.2e9 parameters a second.
@@ -26,6 +27,8 @@ pub struct Work {
     pub grad_accum_steps: usize,
     /// Optimizer workers.
     pub workers: usize,
+    /// Their instruction set.
+    pub isa: Isa,
     /// Buckets are stepped before the verdict.
     pub speculates: bool,
 }
@@ -124,7 +127,7 @@ impl<'a> Predictor<'a> {
     }
 
     fn adam_bytes_per_s(&self) -> f64 {
-        self.needs.machine.rates.adam_bytes_per_s(self.work.workers)
+        self.needs.machine.rates.adam_bytes_per_s(self.work.workers, self.work.isa)
     }
 
     /// Bytes of paged states a second, each way.

@@ -2,7 +2,8 @@
 
 use crate::hardware::profile::{Contention, Gpu, Host, Link, Profile};
 use crate::hardware::sourced::Points;
-use std::sync::{Arc, LazyLock};
+use crate::optim::simd::Isa;
+use std::sync::{Arc, OnceLock};
 
 /// Whose rates are assumed where nobody says better: a GPU with PCIe 5, measured.
 const ASSUMED: &str = "h200-pcie5";
@@ -37,6 +38,7 @@ pub struct Rates {
     /// Bytes of managed memory a second, each way, while pages come and go.
     pub managed_bytes_per_s: f64,
     adam_bytes_per_s_by_threads: Points,
+    adam_scalar_bytes_per_s_by_threads: Points,
     /// Seconds until waiting workers begin a job.
     pub wake_up_s: f64,
     /// Share that is left of products while copies go both ways.
@@ -60,15 +62,14 @@ impl Rates {
 
     /// Those of the profile that is assumed where nobody says better.
     pub fn assumed() -> Arc<Self> {
-        static RATES: LazyLock<Arc<Rates>> = LazyLock::new(|| {
-            let profile = Profile::load(ASSUMED).expect("it ships with the program and is tested");
-            Arc::new(Rates::of(&profile))
-        });
-        RATES.clone()
+        static RATES: OnceLock<Arc<Rates>> = OnceLock::new();
+        let read = || Arc::new(Rates::of(&Profile::load(ASSUMED).expect("it ships with the program and is tested")));
+        RATES.get_or_init(read).clone()
     }
 
     fn by_cpus(profile: &str, host: &Host) -> Self {
         let (memory, whole) = (host.memory_bytes_per_s.value, Points(vec![(1.0, 1.0)]));
+        let scalar = host.adam_scalar_bytes_per_s_by_threads.as_ref().unwrap_or(&host.adam_bytes_per_s_by_threads);
         let flops = host.matmul_flops.as_ref().map_or(1.0, |flops| flops.value);
         Self {
             profile: profile.into(),
@@ -87,6 +88,7 @@ impl Rates {
             latency_s: host.wake_up_s.value,
             managed_bytes_per_s: memory / 2.0,
             adam_bytes_per_s_by_threads: host.adam_bytes_per_s_by_threads.value.clone(),
+            adam_scalar_bytes_per_s_by_threads: scalar.value.clone(),
             wake_up_s: host.wake_up_s.value,
             matmul_under_copies: 1.0,
             copies_under_adam: 0.5,
@@ -132,8 +134,12 @@ impl Rates {
 
     /// A machine whose host memory, and so its optimizer, is `factor` times as fast.
     pub fn with_faster_host(&self, factor: f64) -> Self {
-        let points = self.adam_bytes_per_s_by_threads.0.iter().map(|(threads, rate)| (*threads, rate * factor)).collect();
-        Self { adam_bytes_per_s_by_threads: Points(points), ..self.clone() }
+        let faster = |curve: &Points| Points(curve.0.iter().map(|(threads, rate)| (*threads, rate * factor)).collect());
+        Self {
+            adam_bytes_per_s_by_threads: faster(&self.adam_bytes_per_s_by_threads),
+            adam_scalar_bytes_per_s_by_threads: faster(&self.adam_scalar_bytes_per_s_by_threads),
+            ..self.clone()
+        }
     }
 
     /// A machine whose link is `factor` times as fast.
@@ -175,9 +181,11 @@ impl Rates {
         self.latency_s.max(bytes / (self.to_device_bytes_per_s * self.to_device_share_by_bytes.at(bytes)))
     }
 
-    /// Bytes that `workers` of the optimizer's pool read and write a second.
-    pub fn adam_bytes_per_s(&self, workers: usize) -> f64 {
-        self.adam_bytes_per_s_by_threads.at(workers as f64)
+    /// Bytes that `workers` of the optimizer's pool read and write a second. One instruction set of vectors is as good as another:
+    /// memory binds.
+    pub fn adam_bytes_per_s(&self, workers: usize, isa: Isa) -> f64 {
+        let curve = if isa == Isa::Scalar { &self.adam_scalar_bytes_per_s_by_threads } else { &self.adam_bytes_per_s_by_threads };
+        curve.at(workers as f64)
     }
 }
 
@@ -206,6 +214,7 @@ pub(crate) mod tests {
             latency_s: 0.0,
             managed_bytes_per_s: 1e10,
             adam_bytes_per_s_by_threads: Points(vec![(1.0, 1e11)]),
+            adam_scalar_bytes_per_s_by_threads: Points(vec![(1.0, 1e10)]),
             wake_up_s: 0.0,
             matmul_under_copies: 1.0,
             copies_under_adam: 0.5,
@@ -221,6 +230,7 @@ pub(crate) mod tests {
         (profile.gpu, profile.link, profile.contention) = (None, None, None);
         let cpus = Rates::of(&profile);
         assert_eq!(cpus.to_host_bytes_per_s, profile.host.memory_bytes_per_s.value / 2.0);
-        assert_eq!(cpus.adam_bytes_per_s(16), gpu.adam_bytes_per_s(16));
+        assert_eq!(cpus.adam_bytes_per_s(16, Isa::Avx2), gpu.adam_bytes_per_s(16, Isa::Sve2));
+        assert!(gpu.adam_bytes_per_s(16, Isa::Scalar) < gpu.adam_bytes_per_s(16, Isa::Avx2));
     }
 }

@@ -140,8 +140,7 @@ impl Question<'_> {
         let batches = (1..=sequences).rev().filter(|batch| sequences.is_multiple_of(*batch));
         let split = |batch: usize| {
             let accum = sequences / batch;
-            let settings =
-                Settings { per_device_train_batch_size: batch, gradient_accumulation_steps: accum, ..self.settings.clone() };
+            let settings = Settings { per_device_train_batch_size: batch, gradient_accumulation_steps: accum, ..self.settings.clone() };
             (settings, vec![format!("--per-device-train-batch-size {batch}"), format!("--gradient-accumulation-steps {accum}")])
         };
         Ok(batches.map(split).collect())

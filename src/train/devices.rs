@@ -53,10 +53,7 @@ pub fn choose(settings: &Settings, topology: &Topology) -> Result<Chosen> {
 }
 
 fn rates(settings: &Settings) -> Result<Arc<Rates>> {
-    match &settings.hardware {
-        None => Ok(Rates::assumed()),
-        Some(name) => Ok(Arc::new(Rates::of(&Profile::load(&name.to_string_lossy())?))),
-    }
+    Ok(Arc::new(Rates::of(&Profile::load(&settings.hardware.to_string_lossy())?)))
 }
 
 #[cfg(feature = "cuda")]

@@ -13,6 +13,7 @@ use crate::dtype::Dtype;
 use crate::engine::trace::Recorder;
 use crate::error::{Error, Result};
 use crate::host::pinned::PinnedSlice;
+use crate::optim::simd::Isa;
 use crate::planner::machine::DeviceMemory;
 use crate::planner::rates::Rates;
 use std::cell::RefCell;
@@ -38,11 +39,11 @@ pub struct SimDevice {
 }
 
 impl SimDevice {
-    /// The device of a machine of these `rates`, and its optimizer's pool of `workers`. `name` is for people.
-    pub fn new(name: &str, rates: &Rates, memory: DeviceMemory, workers: usize, trace_spans: usize) -> (Self, SimPool) {
+    /// The device of a machine of these `rates`, and its optimizer's pool: workers, and their instruction set. `name` is for people.
+    pub fn new(name: &str, rates: &Rates, memory: DeviceMemory, workers: (usize, Isa), trace_spans: usize) -> (Self, SimPool) {
         let shares_cores = memory == DeviceMemory::Shared;
         let world = Rc::new(RefCell::new(World::new(rates, shares_cores, trace_spans)));
-        let (bytes_per_s, wake_up_s) = (rates.adam_bytes_per_s(workers), rates.wake_up_s);
+        let (bytes_per_s, wake_up_s) = (rates.adam_bytes_per_s(workers.0, workers.1), rates.wake_up_s);
         let pool = SimPool { world: world.clone(), bytes_per_s, wake_up_s };
         let device = Self { name: name.into(), rates: rates.clone(), memory, world, next_addr: ALIGN_BYTES, first_partial: None };
         (device, pool)
