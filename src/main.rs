@@ -210,16 +210,13 @@ fn bench_step(options: StepOptions) -> Result<i32> {
 
 fn run_plan(options: PlanOptions) -> Result<i32> {
     let PlanOptions { tokens_per_step, json, train } = options;
-    let fixed = TrainOptions { model: None, ..train.clone() }.over_config_file()?;
+    let options = TrainOptions { model: None, ..train.clone() }.over_config_file()?;
     let config = train.model.ok_or_else(|| Error::usage("plan: --model is missing: a model's directory, or a name"))?;
-    let (settings, shape, profile) = (
-        Settings::resolve_over(Settings::default(), fixed.clone())?,
-        presets::shape(&config)?,
-        simulate::profile(&fixed, &mut |line| remark(line))?,
-    );
+    let profile = simulate::profile(&options, &mut |line| remark(line))?;
+    let (settings, shape) = (Settings::resolve_over(Settings::default(), options)?, presets::shape(&config)?);
     check_context(&settings, &shape)?;
     let machine = Machine::of(&profile);
-    let question = Question { settings: &settings, fixed: &fixed, tokens_per_step, shape: &shape, machine: &machine };
+    let question = Question { settings: &settings, tokens_per_step, shape: &shape, machine: &machine };
     let chosen = Answer::to(question, &config.display().to_string(), &profile)?;
     if json {
         answer(serde_json::to_string(&chosen).map_err(|e| Error::format("the answer", e))?)?;

@@ -197,7 +197,7 @@ impl PlanFacts {
             layer_policies,
             recomputed_layers: plan.layer_policies.iter().filter(is_recomputed).count(),
             attention: format!("{:?}", plan.attention),
-            predicted_step_ms: plan.predicted.map(|predicted| predicted.step_s * 1e3),
+            predicted_step_ms: plan.simulated_step_ms.or(plan.predicted.map(|predicted| predicted.step_s * 1e3)),
         }
     }
 }

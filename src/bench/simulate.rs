@@ -19,6 +19,7 @@ use crate::host::pool::Pool;
 use crate::model::presets;
 use crate::model::shape::ModelShape;
 use crate::planner::machine::Machine;
+use crate::planner::search::best_plan;
 use crate::probe::{self, ProbeOptions};
 use crate::train::setup::check_context;
 use serde::Serialize;
@@ -113,9 +114,7 @@ impl Simulation {
     /// # Errors
     /// `Resource` when it does not fit the machine, with what would.
     pub fn plan(&self) -> Result<Plan> {
-        let plan = Plan::new(&self.settings, &self.shape, &Machine::of(&self.profile), false)?;
-        plan.check_fits(&self.settings, &self.shape)?;
-        Ok(plan)
+        best_plan(&self.settings, &self.shape, &Machine::of(&self.profile), false)
     }
 
     /// Runs it.

@@ -17,6 +17,7 @@ use crate::host::perf::{WORKER_ROLE, WorkerCounters};
 use crate::metrics::MemoryUse;
 use crate::model::presets;
 use crate::model::shape::ModelShape;
+use crate::planner::search::best_plan;
 use crate::train::devices;
 #[cfg(feature = "cuda")]
 use crate::train::setup::cuda_engine;
@@ -73,9 +74,8 @@ impl StepBench {
         let chosen = devices::choose(&self.settings, &topology)?;
         chosen.note.iter().for_each(|why| tell(&format_args!("no GPU: {why}")));
         chosen.warning.iter().for_each(|line| tell(&format_args!("warning: {line}")));
-        let mut plan = Plan::new(&self.settings, &self.shape, &chosen.machine, self.settings.trace.is_some())?;
+        let mut plan = best_plan(&self.settings, &self.shape, &chosen.machine, self.settings.trace.is_some())?;
         tell(&plan);
-        plan.check_fits(&self.settings, &self.shape)?;
         plan.host_memory = host_memory(&self.settings, &plan, &topology)?;
         #[cfg(feature = "cuda")]
         if chosen.is_gpu() {

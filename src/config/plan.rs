@@ -153,6 +153,8 @@ pub struct Plan {
     pub transient_bytes: u64,
     /// The step's time, where there are rates to predict it from.
     pub predicted: Option<Prediction>,
+    /// The step's time by simulation, where that chose the plan.
+    pub simulated_step_ms: Option<f64>,
     /// Parameters of the model.
     pub params: usize,
 }
@@ -240,6 +242,7 @@ impl Plan {
             memory,
             transient_bytes: needs.transient_bytes,
             predicted,
+            simulated_step_ms: None,
             params: table.params(),
         })
     }
@@ -450,6 +453,9 @@ impl fmt::Display for Plan {
             writeln!(f, "  weights     {streamed} stream from host memory through a ring of {ring}, forward and backward")?;
         }
         writeln!(f, "  optimizer   AdamW on {} threads, {}; clip above {}", self.threads, self.isa, self.max_grad_norm)?;
+        if let Some(ms) = self.simulated_step_ms {
+            writeln!(f, "  simulated   {ms:.0} ms a step")?;
+        }
         if let Some(predicted) = &self.predicted {
             writeln!(f, "  predicted   {predicted}, at the rates of {}", self.machine.rates.profile)?;
         }

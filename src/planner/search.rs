@@ -1,14 +1,14 @@
 //! The plan in full: which settings give the fastest step, by simulating each on the machine's rates.
 //!
 //! [`super::choice`] weighs what stays on the device by arithmetic. What is left is decided here, one setting after another: each
-//! is tried at its other values while the rest stay as they are best so far. Only settings that nobody fixed are tried.
+//! is tried at its other values while the rest stay as they are best so far. Only settings that were left open are tried.
 
-use super::machine::Machine;
+use super::machine::{DeviceMemory, Machine};
 use crate::bench::clip::Clip;
 use crate::bench::record::Outcome;
 use crate::bench::simulate::simulate;
 use crate::bench::timed::Steps;
-use crate::config::options::{ActivationsChoice, CastSide, ResidentBuckets, Technique, TrainOptions, WeightsChoice};
+use crate::config::options::{ActivationsChoice, CastSide, ResidentBuckets, Technique, WeightsChoice};
 use crate::config::plan::Plan;
 use crate::config::settings::Settings;
 use crate::error::{Error, Result};
@@ -49,13 +49,30 @@ pub struct Ranking {
     pub unfit: usize,
 }
 
+/// The plan that a run of `settings` gets on `machine`, with room for a timeline if `trace`: the best of what was left open, by
+/// simulation. On a device that shares the host's memory, whose rates nobody assumes, the plan of [`Plan::new`].
+///
+/// # Errors
+/// Those of [`Question::rank`].
+pub fn best_plan(settings: &Settings, shape: &ModelShape, machine: &Machine, trace: bool) -> Result<Plan> {
+    if machine.device == DeviceMemory::Shared {
+        let plan = Plan::new(settings, shape, machine, trace)?;
+        plan.check_fits(settings, shape)?;
+        return Ok(plan);
+    }
+    let ranking = Question { settings, tokens_per_step: None, shape, machine }.rank()?;
+    let best = &ranking.candidates[0];
+    let plan = Plan::new(&best.settings, shape, machine, trace)?;
+    // A timeline takes host memory, too.
+    plan.check_fits(&best.settings, shape)?;
+    Ok(Plan { simulated_step_ms: Some(best.outcome.step_ms.median), ..plan })
+}
+
 /// What is asked.
 #[derive(Clone, Copy, Debug)]
 pub struct Question<'a> {
-    /// What every candidate begins from.
+    /// What every candidate begins from; what is not left at its default stays.
     pub settings: &'a Settings,
-    /// What was said about them: it stays.
-    pub fixed: &'a TrainOptions,
     /// Tokens of a step, if micro-batches are to be chosen, too.
     pub tokens_per_step: Option<usize>,
     /// The model.
@@ -161,14 +178,14 @@ fn changes<T>(is_fixed: bool, values: impl IntoIterator<Item = T>, change: impl 
 }
 
 fn weights(question: &Question, from: &Candidate) -> Vec<Change> {
-    let is_fixed = question.fixed.weights.is_some() || from.plan.weight_ring.is_some();
+    let is_fixed = question.settings.weights != WeightsChoice::Auto || from.plan.weight_ring.is_some();
     changes(is_fixed, [WeightsChoice::Flow], |weights| ("--weights flow".into(), Settings { weights, ..from.settings.clone() }))
 }
 
 fn activations(question: &Question, from: &Candidate) -> Vec<Change> {
     use ActivationsChoice::{Host, Keep, RecomputeBlock, RecomputeCheap};
     let values = [(Keep, "keep"), (RecomputeCheap, "recompute-cheap"), (RecomputeBlock, "recompute-block"), (Host, "host")];
-    changes(question.fixed.activations.is_some(), values, |(activations, name)| {
+    changes(question.settings.activations != ActivationsChoice::Auto, values, |(activations, name)| {
         (format!("--activations {name}"), Settings { activations, ..from.settings.clone() })
     })
 }
@@ -178,7 +195,7 @@ fn resident_buckets(question: &Question, from: &Candidate) -> Vec<Change> {
     let layout = &from.plan.layout;
     let resident = layout.count() - layout.offloaded();
     let fewer = [3 * resident / 4, resident / 2, resident / 4, 0].into_iter().filter(|count| *count < resident);
-    let is_fixed = question.fixed.resident_buckets.is_some() || !from.plan.techniques.repartition;
+    let is_fixed = question.settings.resident_buckets != ResidentBuckets::Auto || !from.plan.techniques.repartition;
     changes(is_fixed, fewer, |count| {
         let resident_buckets = ResidentBuckets::Count(count);
         (format!("--resident-buckets {count}"), Settings { resident_buckets, ..from.settings.clone() })
@@ -187,26 +204,28 @@ fn resident_buckets(question: &Question, from: &Candidate) -> Vec<Change> {
 
 fn bucket_mib(question: &Question, from: &Candidate) -> Vec<Change> {
     // A number of buckets of another size would be another choice.
-    let is_fixed = question.fixed.bucket_mib.is_some() || matches!(from.settings.resident_buckets, ResidentBuckets::Count(1..));
+    let is_fixed = question.settings.bucket_mib.is_some() || matches!(from.settings.resident_buckets, ResidentBuckets::Count(1..));
     changes(is_fixed, [16, 32, 128, 256], |mib| {
         (format!("--bucket-mib {mib}"), Settings { bucket_mib: Some(f64::from(mib)), ..from.settings.clone() })
     })
 }
 
 fn cast(question: &Question, from: &Candidate) -> Vec<Change> {
-    let is_fixed = question.fixed.cast.is_some() || !from.plan.techniques.superchip_cast;
+    let is_fixed = question.settings.cast != Settings::default().cast || !from.plan.techniques.superchip_cast;
     changes(is_fixed, [CastSide::Device], |cast| ("--cast device".into(), Settings { cast, ..from.settings.clone() }))
 }
 
 fn slots(question: &Question, from: &Candidate) -> Vec<Change> {
     let values = [4, 16, 32].into_iter().filter(|slots| *slots != from.settings.slots);
-    changes(question.fixed.slots.is_some(), values, |slots| (format!("--slots {slots}"), Settings { slots, ..from.settings.clone() }))
+    changes(question.settings.slots != Settings::default().slots, values, |slots| {
+        (format!("--slots {slots}"), Settings { slots, ..from.settings.clone() })
+    })
 }
 
 fn threads(question: &Question, from: &Candidate) -> Vec<Change> {
     let workers = from.plan.threads;
     let fewer = [workers - workers / 8, workers - workers / 4].into_iter().filter(|threads| (1..workers).contains(threads));
-    changes(question.fixed.threads.is_some(), fewer, |threads| {
+    changes(question.settings.threads.is_some(), fewer, |threads| {
         (format!("--threads {threads}"), Settings { threads: Some(threads), ..from.settings.clone() })
     })
 }
@@ -215,7 +234,7 @@ fn techniques(question: &Question, from: &Candidate) -> Vec<Change> {
     let on = from.plan.techniques;
     let values = [(Technique::Stv, "stv", on.stv), (Technique::DeadlineOrder, "deadline-order", on.deadline_order)];
     let values = values.into_iter().filter(|(.., on)| *on);
-    changes(question.fixed.without.is_some(), values, |(technique, name, _)| {
+    changes(!question.settings.without.is_empty(), values, |(technique, name, _)| {
         (format!("--without {name}"), Settings { without: vec![technique], ..from.settings.clone() })
     })
 }

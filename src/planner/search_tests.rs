@@ -7,7 +7,7 @@ use super::rates::Rates;
 use super::search::{Question, Ranking};
 use crate::bench::simulate::simulate;
 use crate::bench::timed::Steps;
-use crate::config::options::{ActivationsChoice, ResidentBuckets, TrainOptions, WeightsChoice};
+use crate::config::options::{ActivationsChoice, ResidentBuckets, WeightsChoice};
 use crate::config::plan::Plan;
 use crate::config::settings::Settings;
 use crate::device::Addressing;
@@ -24,7 +24,7 @@ use std::sync::Arc;
 const GIB: u64 = 1 << 30;
 
 fn rank(settings: &Settings, shape: &ModelShape, machine: &Machine) -> crate::error::Result<Ranking> {
-    Question { settings, fixed: &TrainOptions::default(), tokens_per_step: None, shape, machine }.rank()
+    Question { settings, tokens_per_step: None, shape, machine }.rank()
 }
 
 fn model(name: &str, layers: usize) -> ModelShape {
@@ -74,9 +74,7 @@ proptest! {
 fn tokens_of_a_step_are_cut_into_the_largest_micro_batches_that_pay() {
     let (shape, machine) = (model("llama-8b", 32), h200(139, 125, (*Rates::assumed()).clone()));
     let settings = Settings { seq_length: 4096, ..Settings::default() };
-    let fixed = TrainOptions::default();
-    let question =
-        |tokens| Question { settings: &settings, fixed: &fixed, tokens_per_step: Some(tokens), shape: &shape, machine: &machine };
+    let question = |tokens| Question { settings: &settings, tokens_per_step: Some(tokens), shape: &shape, machine: &machine };
     let ranking = question(64 * 4096).rank().unwrap();
     let plan = &ranking.candidates[0].plan;
     assert_eq!(plan.tokens_per_step(), 64 * 4096, "{plan}");
@@ -95,9 +93,9 @@ fn a_question_that_nothing_answers_is_refused_with_what_would_fit() {
 #[test]
 fn an_answer_names_what_binds_the_alternatives_and_the_limits() {
     let profile = Profile::load("gh200-96").unwrap();
-    let (shape, machine, fixed) = (model("llama-8b", 32), Machine::of(&profile), TrainOptions::default());
+    let (shape, machine) = (model("llama-8b", 32), Machine::of(&profile));
     let settings = Settings { seq_length: 4096, per_device_train_batch_size: 4, ..Settings::default() };
-    let question = Question { settings: &settings, fixed: &fixed, tokens_per_step: None, shape: &shape, machine: &machine };
+    let question = Question { settings: &settings, tokens_per_step: None, shape: &shape, machine: &machine };
     let answer = Answer::to(question, "llama-8b", &profile).unwrap();
     assert!(answer.alternatives.len() == 2 && answer.what_if.len() == 4 && answer.limits.batch >= 4 && answer.limits.layers >= 32);
     assert!(answer.limits.seq_length >= 2 * 4096, "{:?}", answer.limits);

@@ -29,6 +29,7 @@ use crate::host::step_job::StepJob;
 use crate::model::shape::{DEMO_CONFIG, ModelShape, Positions};
 use crate::model::weights;
 use crate::optim::schedule::Schedule as LearningRate;
+use crate::planner::search::best_plan;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -53,8 +54,7 @@ pub fn prepare<D: Kernels>(
     chosen.warning.iter().for_each(|line| observer.warn(line));
     let source = find_model(settings)?;
     check_context(settings, &source.shape)?;
-    let mut plan = Plan::new(settings, &source.shape, &chosen.machine, true)?;
-    plan.check_fits(settings, &source.shape)?;
+    let mut plan = best_plan(settings, &source.shape, &chosen.machine, true)?;
     plan.host_memory = host_memory(settings, &plan, &topology)?;
     let dataset = Dataset::open(&settings.data, &source.tokenizer, source.shape.vocab, settings.seq_length)?;
     let paths = Paths::create(settings)?;
