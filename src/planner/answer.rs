@@ -136,9 +136,14 @@ impl Answer {
     pub fn to(question: Question, config: &str, profile: &Profile) -> Result<Self> {
         let ranking = question.rank()?;
         let best = &ranking.candidates[0];
-        let distinct =
-            ranking.candidates[1..].iter().filter(|other| other.plan.memory != best.plan.memory || other.flags.len() > best.flags.len());
+        let distinct = ranking.candidates[1..].iter().filter(|other| differ(&other.plan, &best.plan));
         let busy = busy(best);
+        // What was left open may be chosen anew for larger ones.
+        let asked = Settings {
+            per_device_train_batch_size: best.settings.per_device_train_batch_size,
+            gradient_accumulation_steps: best.settings.gradient_accumulation_steps,
+            ..question.settings.clone()
+        };
         Ok(Self {
             hardware: HardwareFacts::of(profile),
             model: ModelFacts::new(config.into(), question.shape),
@@ -149,12 +154,19 @@ impl Answer {
             busy,
             memory: memory(&best.plan),
             what_if: what_if(question, best)?,
-            limits: Limits::of(&best.settings, question.shape, question.machine),
-            break_even: BreakEven::of(&best.settings, question.shape, question.machine)?,
+            limits: Limits::of(&asked, question.shape, question.machine),
+            break_even: BreakEven::of(&asked, question.shape, question.machine)?,
             plan: best.plan.clone(),
             best: Step::of(best),
         })
     }
+}
+
+/// Whether two plans are more than a few slots apart.
+fn differ(one: &Plan, other: &Plan) -> bool {
+    let essence =
+        |plan: &Plan| (plan.layout.clone(), plan.layer_policies.clone(), plan.link_dtype, plan.weight_ring, plan.techniques, plan.threads);
+    essence(one) != essence(other)
 }
 
 /// Shares of the step in which each thing works, the busiest first.
@@ -203,8 +215,8 @@ fn what_if(question: Question, best: &Candidate) -> Result<Vec<WhatIf>> {
     let what_if = |(change, machine): (&str, Machine)| -> Result<WhatIf> {
         let ranking = Question { settings: &settings, machine: &machine, ..question }.rank()?;
         let there = &ranking.candidates[0];
-        let is_same = there.plan.layout == best.plan.layout && there.plan.layer_policies == best.plan.layer_policies;
-        Ok(WhatIf { change: format!("{change} by half"), step_ms: there.outcome.step_ms.median, changes_plan: !is_same })
+        let changes_plan = differ(&there.plan, &best.plan);
+        Ok(WhatIf { change: format!("{change} by half"), step_ms: there.outcome.step_ms.median, changes_plan })
     };
     machines.into_iter().map(what_if).collect()
 }

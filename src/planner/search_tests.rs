@@ -137,6 +137,9 @@ fn settings_of(line: &Value) -> Settings {
         slots: number(&settings["slots"]),
         resident_buckets,
         activations,
+        // Buckets of 16-bit weights.
+        bucket_mib: Some((2 * number(&plan["bucket_elems"])) as f64 / f64::from(1 << 20)),
+        weights: if settings["weights"] == "flow" { WeightsChoice::Flow } else { WeightsChoice::Auto },
         hbm_limit: settings["hbm_limit"].as_u64().map(Bytes),
         ..Settings::default()
     }

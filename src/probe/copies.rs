@@ -46,7 +46,7 @@ pub struct Copies {
 }
 
 impl Copies {
-    /// Room for copies of `bytes`, at least [`SMALLEST_BYTES`] of them. The memory of `host` must outlive the device.
+    /// Room for copies of `bytes`, at least `SMALLEST_BYTES` of them. The memory of `host` must outlive the device.
     ///
     /// # Errors
     /// `Resource` when there is no such memory.

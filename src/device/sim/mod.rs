@@ -1,8 +1,8 @@
 //! A device that computes nothing: every operation takes the time that a machine's profile gives it, on a clock of its own.
 //!
 //! The engine, the coordinator and the model's loop run on it as they are, so that it answers what a plan would do on a machine
-//! that is not here: the same spans, the same counters, the same reports. [`world`] is the machine, `kernels` what each
-//! operation costs, [`pool`] the optimizer's.
+//! that is not here: the same spans, the same counters, the same reports. `world` is the machine, `kernels` what each
+//! operation costs, `pool` the optimizer's.
 
 mod kernels;
 mod pool;
