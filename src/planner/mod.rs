@@ -13,7 +13,15 @@ pub mod rates;
 pub mod refusal;
 pub mod search;
 
-#[cfg(test)]
+// Of the whole program: what is measured had every technique.
+#[cfg(all(
+    test,
+    feature = "stv",
+    feature = "deadline-order",
+    feature = "repartition",
+    feature = "superchip-cast",
+    feature = "weight-flow"
+))]
 mod search_tests;
 #[cfg(test)]
 mod tests;

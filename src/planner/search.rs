@@ -83,7 +83,8 @@ pub struct Question<'a> {
 
 /// One setting at another value.
 struct Change {
-    flag: String,
+    /// What a user would write, each option with its value.
+    flags: Vec<String>,
     settings: Settings,
 }
 
@@ -101,9 +102,9 @@ impl Question<'_> {
         let Some(mut best) = best else { return Err(self.refusal()?) };
         for setting in SETTINGS {
             let from = best.clone();
-            for Change { flag, settings } in setting(self, &from) {
+            for change in setting(self, &from) {
                 let mut better = Some(best.clone());
-                self.weigh(settings, [from.flags.clone(), vec![flag]].concat(), &mut better, &mut ranking)?;
+                self.weigh(change.settings, amended(&from.flags, change.flags), &mut better, &mut ranking)?;
                 best = better.unwrap_or(best);
             }
         }
@@ -140,6 +141,20 @@ impl Question<'_> {
         Ok(Some(Candidate { flags, settings, plan, outcome }))
     }
 
+    /// These settings with the most resident buckets that need no gradient ring, if their own plan has one.
+    fn most_without_grad_ring(&self, settings: &Settings) -> Option<Settings> {
+        let with = |count| Settings { resident_buckets: ResidentBuckets::Count(count), ..settings.clone() };
+        let plan = |settings: &Settings| Plan::new(settings, self.shape, self.machine, false).ok();
+        let has_room = |count| plan(&with(count)).is_some_and(|plan| plan.grad_ring.is_none() && plan.shortage().is_none());
+        let ringed = plan(settings).filter(|plan| plan.grad_ring.is_some())?;
+        let (mut fits, mut most) = (0, ringed.layout.count() - ringed.layout.offloaded());
+        while most - fits > 1 {
+            let middle = fits.midpoint(most);
+            *(if has_room(middle) { &mut fits } else { &mut most }) = middle;
+        }
+        (fits > 0).then(|| with(fits))
+    }
+
     fn refusal(&self) -> Result<Error> {
         let (settings, _) = self.splits()?.remove(0);
         let plan = Plan::new(&settings, self.shape, self.machine, false)?;
@@ -164,29 +179,60 @@ impl Question<'_> {
     }
 }
 
+/// `flags` with `changed` in the place of those for the same options.
+fn amended(flags: &[String], changed: Vec<String>) -> Vec<String> {
+    let option = |flag: &String| flag.split(' ').next().map(str::to_owned);
+    let kept = flags.iter().filter(|flag| !changed.iter().any(|change| option(change) == option(flag)));
+    kept.cloned().chain(changed.iter().cloned()).collect()
+}
+
 /// Values of one setting that differ from a candidate's; none where it was fixed.
 type Setting = fn(&Question, &Candidate) -> Vec<Change>;
 
-const SETTINGS: [Setting; 8] = [weights, activations, resident_buckets, bucket_mib, cast, slots, threads, techniques];
+const SETTINGS: [Setting; 9] = [weights, activations, no_grad_ring, resident_buckets, bucket_mib, cast, slots, threads, techniques];
 
-fn changes<T>(is_fixed: bool, values: impl IntoIterator<Item = T>, change: impl Fn(T) -> (String, Settings)) -> Vec<Change> {
+fn changes<T, const FLAGS: usize>(
+    is_fixed: bool,
+    values: impl IntoIterator<Item = T>,
+    change: impl Fn(T) -> ([String; FLAGS], Settings),
+) -> Vec<Change> {
     let change = |value| {
-        let (flag, settings) = change(value);
-        Change { flag, settings }
+        let (flags, settings) = change(value);
+        Change { flags: flags.into(), settings }
     };
     if is_fixed { Vec::new() } else { values.into_iter().map(change).collect() }
 }
 
 fn weights(question: &Question, from: &Candidate) -> Vec<Change> {
     let is_fixed = question.settings.weights != WeightsChoice::Auto || from.plan.weight_ring.is_some();
-    changes(is_fixed, [WeightsChoice::Flow], |weights| ("--weights flow".into(), Settings { weights, ..from.settings.clone() }))
+    changes(is_fixed, [WeightsChoice::Flow], |weights| (["--weights flow".into()], Settings { weights, ..from.settings.clone() }))
 }
 
+const POLICIES: [(ActivationsChoice, &str); 4] = [
+    (ActivationsChoice::Keep, "keep"),
+    (ActivationsChoice::RecomputeCheap, "recompute-cheap"),
+    (ActivationsChoice::RecomputeBlock, "recompute-block"),
+    (ActivationsChoice::Host, "host"),
+];
+
 fn activations(question: &Question, from: &Candidate) -> Vec<Change> {
-    use ActivationsChoice::{Host, Keep, RecomputeBlock, RecomputeCheap};
-    let values = [(Keep, "keep"), (RecomputeCheap, "recompute-cheap"), (RecomputeBlock, "recompute-block"), (Host, "host")];
-    changes(question.settings.activations != ActivationsChoice::Auto, values, |(activations, name)| {
-        (format!("--activations {name}"), Settings { activations, ..from.settings.clone() })
+    changes(question.settings.activations != ActivationsChoice::Auto, POLICIES, |(activations, name)| {
+        ([format!("--activations {name}")], Settings { activations, ..from.settings.clone() })
+    })
+}
+
+/// As many resident buckets as fit beside gradients that have a place each, for every policy: a ring makes room for some more, but
+/// backward waits in it for the pool, and a clipped step pays for that whole.
+fn no_grad_ring(question: &Question, from: &Candidate) -> Vec<Change> {
+    let is_fixed = question.settings.resident_buckets != ResidentBuckets::Auto || !from.plan.techniques.repartition;
+    let asked = question.settings.activations;
+    let policies = POLICIES.into_iter().filter(|(policy, _)| asked == ActivationsChoice::Auto || asked == *policy);
+    let largest = policies.filter_map(|(activations, name)| {
+        let settings = Settings { activations, ..from.settings.clone() };
+        Some((name, question.most_without_grad_ring(&settings)?))
+    });
+    changes(is_fixed, largest, |(name, settings)| {
+        ([format!("--activations {name}"), format!("--resident-buckets {}", settings.resident_buckets)], settings)
     })
 }
 
@@ -198,7 +244,7 @@ fn resident_buckets(question: &Question, from: &Candidate) -> Vec<Change> {
     let is_fixed = question.settings.resident_buckets != ResidentBuckets::Auto || !from.plan.techniques.repartition;
     changes(is_fixed, fewer, |count| {
         let resident_buckets = ResidentBuckets::Count(count);
-        (format!("--resident-buckets {count}"), Settings { resident_buckets, ..from.settings.clone() })
+        ([format!("--resident-buckets {count}")], Settings { resident_buckets, ..from.settings.clone() })
     })
 }
 
@@ -206,19 +252,19 @@ fn bucket_mib(question: &Question, from: &Candidate) -> Vec<Change> {
     // A number of buckets of another size would be another choice.
     let is_fixed = question.settings.bucket_mib.is_some() || matches!(from.settings.resident_buckets, ResidentBuckets::Count(1..));
     changes(is_fixed, [16, 32, 128, 256], |mib| {
-        (format!("--bucket-mib {mib}"), Settings { bucket_mib: Some(f64::from(mib)), ..from.settings.clone() })
+        ([format!("--bucket-mib {mib}")], Settings { bucket_mib: Some(f64::from(mib)), ..from.settings.clone() })
     })
 }
 
 fn cast(question: &Question, from: &Candidate) -> Vec<Change> {
     let is_fixed = question.settings.cast != Settings::default().cast || !from.plan.techniques.superchip_cast;
-    changes(is_fixed, [CastSide::Device], |cast| ("--cast device".into(), Settings { cast, ..from.settings.clone() }))
+    changes(is_fixed, [CastSide::Device], |cast| (["--cast device".into()], Settings { cast, ..from.settings.clone() }))
 }
 
 fn slots(question: &Question, from: &Candidate) -> Vec<Change> {
     let values = [4, 16, 32].into_iter().filter(|slots| *slots != from.settings.slots);
     changes(question.settings.slots != Settings::default().slots, values, |slots| {
-        (format!("--slots {slots}"), Settings { slots, ..from.settings.clone() })
+        ([format!("--slots {slots}")], Settings { slots, ..from.settings.clone() })
     })
 }
 
@@ -226,7 +272,7 @@ fn threads(question: &Question, from: &Candidate) -> Vec<Change> {
     let workers = from.plan.threads;
     let fewer = [workers - workers / 8, workers - workers / 4].into_iter().filter(|threads| (1..workers).contains(threads));
     changes(question.settings.threads.is_some(), fewer, |threads| {
-        (format!("--threads {threads}"), Settings { threads: Some(threads), ..from.settings.clone() })
+        ([format!("--threads {threads}")], Settings { threads: Some(threads), ..from.settings.clone() })
     })
 }
 
@@ -235,6 +281,6 @@ fn techniques(question: &Question, from: &Candidate) -> Vec<Change> {
     let values = [(Technique::Stv, "stv", on.stv), (Technique::DeadlineOrder, "deadline-order", on.deadline_order)];
     let values = values.into_iter().filter(|(.., on)| *on);
     changes(!question.settings.without.is_empty(), values, |(technique, name, _)| {
-        (format!("--without {name}"), Settings { without: vec![technique], ..from.settings.clone() })
+        ([format!("--without {name}")], Settings { without: vec![technique], ..from.settings.clone() })
     })
 }
