@@ -65,7 +65,7 @@ proptest! {
             2 => h200(hbm, host, rates.with_faster_host(gain)),
             _ => h200(hbm, host, rates.with_faster_device(gain)),
         };
-        let (slow, fast) = (best.mean_s(), rank(&settings, &shape, &more).unwrap().candidates[0].mean_s());
+        let (slow, fast) = (best.weighed_s(), rank(&settings, &shape, &more).unwrap().candidates[0].weighed_s());
         prop_assert!(fast <= ANOMALY * slow, "{} s became {} s with more of {}", slow, fast, which);
     }
 }
