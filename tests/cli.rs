@@ -358,7 +358,7 @@ fn a_probe_measures_what_is_there_and_writes_a_profile() {
     assert!(probed.stderr.contains("host:") && !probed.stdout.contains("link"), "{probed:?}");
     let profile = Profile::load(out.to_str().unwrap()).unwrap();
     assert!(profile.name == "my-box" && profile.gpu.is_none() && profile.link.is_none() && profile.contention.is_none());
-    let rates = [profile.host.memory_bytes_per_s.value, profile.host.matmul_flops.unwrap().value];
+    let rates = [profile.host.memory_bytes_per_s.value, profile.cpu_device.unwrap().matmul_flops.value];
     assert!(rates.iter().all(|rate| (1e7..1e15).contains(rate)), "{rates:?}");
     assert!(profile.facts.iter().any(|fact| fact.starts_with("superoffload 0.")), "{:?}", profile.facts);
     probe(&["--out", "/nowhere/box.toml"]).refused(1, &["write", "/nowhere/box.toml"]);

@@ -46,6 +46,8 @@ pub struct Profile {
     pub link: Option<Link>,
     /// CPUs and their memory.
     pub host: Host,
+    /// CPUs that compute, where there is no GPU.
+    pub cpu_device: Option<CpuDevice>,
     /// What happens to rates where a link is busy.
     pub contention: Option<Contention>,
 }
@@ -210,8 +212,26 @@ section! {
         cast_bytes_per_s_by_threads: Curve,
         /// Seconds until workers that wait begin a new job.
         wake_up_s: Figure,
-        /// FLOPs a second of fp32 matrix products of the CPU device on all CPUs; absent where only a GPU is meant to compute.
-        matmul_flops: Option<Figure>,
+    }
+}
+
+section! {
+    /// The CPUs as a device: what they compute where there is no GPU, on all of them, in bf16.
+    CpuDevice {
+        /// Bytes a second, read and written, of pointwise kernels.
+        memory_bytes_per_s: Figure,
+        /// FLOPs a second of large matrix products.
+        matmul_flops: Figure,
+        /// As [`Gpu::matmul_share_by_least_dim`].
+        matmul_share_by_least_dim: Curve,
+        /// As [`Gpu::attention_forward_flops`].
+        attention_forward_flops: Figure,
+        /// As [`Gpu::attention_backward_flops`].
+        attention_backward_flops: Figure,
+        /// Seconds of the driver's thread to enqueue a kernel.
+        launch_s: Figure,
+        /// Seconds that the smallest kernel takes, from the end of the one before it.
+        kernel_s: Figure,
     }
 }
 
@@ -302,10 +322,11 @@ impl Profile {
                 _ => {}
             }
         }
-        if self.gpu.is_none() && self.host.matmul_flops.is_none() {
-            return Err("missing field `host.matmul_flops`: without a section `gpu` the CPUs compute".into());
+        match (self.gpu.is_some(), self.cpu_device.is_some()) {
+            (false, false) => Err("missing section `cpu_device`: without a section `gpu` the CPUs compute".into()),
+            (true, true) => Err("section `cpu_device`: the CPUs compute only where there is no section `gpu`".into()),
+            _ => Ok(()),
         }
-        Ok(())
     }
 
     /// The sections that are there.
@@ -313,7 +334,8 @@ impl Profile {
         let gpu = self.gpu.as_ref().map(|gpu| ("gpu", gpu.fields()));
         let link = self.link.as_ref().map(|link| ("link", link.fields()));
         let contention = self.contention.as_ref().map(|contention| ("contention", contention.fields()));
-        [gpu, link, Some(("host", self.host.fields())), contention].into_iter().flatten()
+        let cpu_device = self.cpu_device.as_ref().map(|device| ("cpu_device", device.fields()));
+        [gpu, link, Some(("host", self.host.fields())), cpu_device, contention].into_iter().flatten()
     }
 }
 
@@ -446,9 +468,14 @@ mod tests {
         assert!(refused(before).contains("missing section `contention`"));
         let host = &before[before.find("[host]").unwrap()..];
         let header = &h200()[..h200().find("[gpu]").unwrap()];
-        assert!(refused(&format!("{header}{host}")).contains("host.matmul_flops"));
-        let cpus_only = format!("{header}{host}matmul_flops = {{ value = 1e11, source = \"\" }}\n");
+        assert!(refused(&format!("{header}{host}")).contains("section `cpu_device`"));
+        let rate = |name: &str| format!("{name} = {{ value = 1e11, source = \"\" }}\n");
+        let rates = ["memory_bytes_per_s", "matmul_flops", "attention_forward_flops", "attention_backward_flops", "launch_s", "kernel_s"];
+        let curve = "matmul_share_by_least_dim = { value = [[1, 1.0]], source = \"\" }\n";
+        let cpu_device = format!("[cpu_device]\n{}{curve}", rates.map(rate).concat());
+        let cpus_only = format!("{header}{host}{cpu_device}");
         assert!(parse(&cpus_only).unwrap().gpu.is_none());
+        assert!(refused(&format!("{before}{cpu_device}[contention]{contention}")).contains("section `cpu_device`"));
         assert!(refused(&format!("{cpus_only}[contention]{contention}")).contains("section `contention`"));
     }
 

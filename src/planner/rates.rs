@@ -1,6 +1,6 @@
 //! What a machine does in a second, out of its profile: what predictions are made from and the simulated device obeys.
 
-use crate::hardware::profile::{Contention, Gpu, Host, Link, Profile};
+use crate::hardware::profile::{Contention, Link, Profile};
 use crate::hardware::sourced::Points;
 use crate::optim::simd::Isa;
 use std::sync::{Arc, OnceLock};
@@ -49,37 +49,22 @@ pub struct Rates {
     pub adam_under_copies: f64,
 }
 
-impl Rates {
-    /// Those of `profile`. On a machine whose CPUs compute everything is as fast as they and their memory are, and a copy reads
-    /// and writes that memory.
-    pub fn of(profile: &Profile) -> Self {
-        let Profile { gpu, link, host, contention, .. } = profile;
-        let by_cpus = Self::by_cpus(&profile.name, host);
-        let by_gpu = gpu.as_ref().map_or(by_cpus.clone(), |gpu| by_cpus.with_gpu(gpu));
-        let linked = link.as_ref().map_or(by_gpu.clone(), |link| by_gpu.with_link(link));
-        contention.as_ref().map_or(linked.clone(), |contention| linked.with_contention(contention))
-    }
-
-    /// Those of the profile that is assumed where nobody says better.
-    pub fn assumed() -> Arc<Self> {
-        static RATES: OnceLock<Arc<Rates>> = OnceLock::new();
-        let read = || Arc::new(Rates::of(&Profile::load(ASSUMED).expect("it ships with the program and is tested")));
-        RATES.get_or_init(read).clone()
-    }
-
-    fn by_cpus(profile: &str, host: &Host) -> Self {
-        let (memory, whole) = (host.memory_bytes_per_s.value, Points(vec![(1.0, 1.0)]));
+/// Rates of a host and of the device that computes, which are figures of the same names for a GPU and for CPUs. Copies are those of a
+/// machine without a link: they read and write the host's memory.
+macro_rules! computing {
+    ($profile:expr, $device:expr) => {{
+        let (host, device, whole) = (&$profile.host, $device, Points(vec![(1.0, 1.0)]));
+        let memory = host.memory_bytes_per_s.value;
         let scalar = host.adam_scalar_bytes_per_s_by_threads.as_ref().unwrap_or(&host.adam_bytes_per_s_by_threads);
-        let flops = host.matmul_flops.as_ref().map_or(1.0, |flops| flops.value);
         Self {
-            profile: profile.into(),
-            large_matmul_flops: flops,
-            matmul_share_by_least_dim: whole.clone(),
-            attention_forward_flops: flops,
-            attention_backward_flops: flops,
-            device_bytes_per_s: memory,
-            launch_s: host.wake_up_s.value,
-            kernel_s: host.wake_up_s.value,
+            profile: $profile.name.clone(),
+            large_matmul_flops: device.matmul_flops.value,
+            matmul_share_by_least_dim: device.matmul_share_by_least_dim.value.clone(),
+            attention_forward_flops: device.attention_forward_flops.value,
+            attention_backward_flops: device.attention_backward_flops.value,
+            device_bytes_per_s: device.memory_bytes_per_s.value,
+            launch_s: device.launch_s.value,
+            kernel_s: device.kernel_s.value,
             to_host_bytes_per_s: memory / 2.0,
             to_device_bytes_per_s: memory / 2.0,
             both_ways_bytes_per_s: memory / 4.0,
@@ -94,19 +79,29 @@ impl Rates {
             copies_under_adam: 0.5,
             adam_under_copies: 0.5,
         }
+    }};
+}
+
+impl Rates {
+    /// Those of `profile`.
+    ///
+    /// # Panics
+    /// If nothing in it computes; [`Profile::parse`] refuses that.
+    pub fn of(profile: &Profile) -> Self {
+        let computing = match (&profile.gpu, &profile.cpu_device) {
+            (Some(gpu), _) => computing!(profile, gpu),
+            (None, Some(cpus)) => computing!(profile, cpus),
+            (None, None) => panic!("{}: neither GPU nor CPUs compute", profile.name),
+        };
+        let linked = profile.link.as_ref().map_or(computing.clone(), |link| computing.with_link(link));
+        profile.contention.as_ref().map_or(linked.clone(), |contention| linked.with_contention(contention))
     }
 
-    fn with_gpu(self, gpu: &Gpu) -> Self {
-        Self {
-            large_matmul_flops: gpu.matmul_flops.value,
-            matmul_share_by_least_dim: gpu.matmul_share_by_least_dim.value.clone(),
-            attention_forward_flops: gpu.attention_forward_flops.value,
-            attention_backward_flops: gpu.attention_backward_flops.value,
-            device_bytes_per_s: gpu.memory_bytes_per_s.value,
-            launch_s: gpu.launch_s.value,
-            kernel_s: gpu.kernel_s.value,
-            ..self
-        }
+    /// Those of the profile that is assumed where nobody says better.
+    pub fn assumed() -> Arc<Self> {
+        static RATES: OnceLock<Arc<Rates>> = OnceLock::new();
+        let read = || Arc::new(Rates::of(&Profile::load(ASSUMED).expect("it ships with the program and is tested")));
+        RATES.get_or_init(read).clone()
     }
 
     fn with_link(self, link: &Link) -> Self {
@@ -192,6 +187,8 @@ impl Rates {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
+    use crate::hardware::profile::{CpuDevice, Gpu};
+    use crate::hardware::sourced::Figure;
 
     /// A machine that is easy to reckon with: 1e12 FLOPs and 1e12 bytes a second on the device, 1e11 bytes a second alone on the
     /// link and for the optimizer, half of that when both ways are busy.
@@ -227,8 +224,20 @@ pub(crate) mod tests {
         let mut profile = Profile::load(ASSUMED).unwrap();
         let gpu = Rates::of(&profile);
         assert!(gpu.matmul_flops(8192) > 100.0 * gpu.matmul_flops(1).min(1e9) && gpu.to_host_s(4) == gpu.latency_s);
-        (profile.gpu, profile.link, profile.contention) = (None, None, None);
+        let Gpu { memory_bytes_per_s, matmul_flops, matmul_share_by_least_dim, .. } = profile.gpu.take().unwrap();
+        let tenth = |whole: &Figure| Figure { value: whole.value / 10.0, ..whole.clone() };
+        profile.cpu_device = Some(CpuDevice {
+            attention_forward_flops: tenth(&matmul_flops),
+            attention_backward_flops: tenth(&matmul_flops),
+            launch_s: profile.host.wake_up_s.clone(),
+            kernel_s: profile.host.wake_up_s.clone(),
+            matmul_flops: tenth(&matmul_flops),
+            memory_bytes_per_s,
+            matmul_share_by_least_dim,
+        });
+        (profile.link, profile.contention) = (None, None);
         let cpus = Rates::of(&profile);
+        assert_eq!(10.0 * cpus.matmul_flops(8192), gpu.matmul_flops(8192));
         assert_eq!(cpus.to_host_bytes_per_s, profile.host.memory_bytes_per_s.value / 2.0);
         assert_eq!(cpus.adam_bytes_per_s(16, Isa::Avx2), gpu.adam_bytes_per_s(16, Isa::Sve2));
         assert!(gpu.adam_bytes_per_s(16, Isa::Scalar) < gpu.adam_bytes_per_s(16, Isa::Avx2));

@@ -111,12 +111,14 @@ fn an_answer_names_what_binds_the_alternatives_and_the_limits() {
     assert_eq!(json["memory"][0]["needed_bytes"], classes(0), "to the byte");
 }
 
-/// Lines that `bench step` wrote on an H200, with these techniques and a planned residency.
-fn measured() -> Vec<Value> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("paper-figures/results/h200-step.jsonl");
-    let lines: Vec<Value> = std::fs::read_to_string(path).unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-    // The program before planned and worked otherwise.
-    lines.into_iter().skip(25).filter(|line| line["settings"]["memory"] == "pinned").collect()
+/// A file of results.
+fn results(name: &str) -> std::path::PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("paper-figures/results").join(name)
+}
+
+/// Lines that `bench step` wrote.
+fn lines(name: &str) -> impl Iterator<Item = Value> {
+    std::fs::read_to_string(results(name)).unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect::<Vec<_>>().into_iter()
 }
 
 /// As the line's, with its plan fixed where settings can say it: what is compared is the plan's time.
@@ -145,33 +147,61 @@ fn settings_of(line: &Value) -> Settings {
     }
 }
 
+/// The plan of a line on `machine`, and by how much its simulated step is longer than the measured one.
+fn predicted(line: &Value, machine: &Machine) -> (Plan, f64) {
+    let config = results("..").join(line["model"]["config"].as_str().unwrap());
+    let config = if config.exists() { config } else { line["model"]["config"].as_str().unwrap().into() };
+    let shape = presets::shape(&config).unwrap();
+    let plan = Plan::new(&settings_of(line), &shape, machine, false).unwrap();
+    let steps = Steps {
+        warmup: line["warmup"].as_u64().unwrap(),
+        timed: line["steps"].as_u64().unwrap(),
+        clip: line["clip"].as_str().unwrap().parse().unwrap(),
+    };
+    let (outcome, ..) = simulate(&plan, &shape, "predicted", steps, 0).unwrap();
+    (plan, outcome.step_ms.median / line["step_ms"]["median"].as_f64().unwrap() - 1.0)
+}
+
+/// By how much `planned` is more than what was used.
+fn more(planned: f64, used: &Value) -> f64 {
+    planned / used.as_f64().unwrap() - 1.0
+}
+
 #[test]
 fn predictions_are_near_every_measured_step_and_its_memory() {
-    let lines = measured();
+    // Those before were of a program that planned and worked otherwise.
+    let lines: Vec<_> = lines("h200-step.jsonl").skip(25).filter(|line| line["settings"]["memory"] == "pinned").collect();
     assert!(lines.len() >= 10);
+    let machine = h200(140, 126, (*Rates::assumed()).clone());
     for line in lines {
-        let settings = settings_of(&line);
-        let shape = presets::shape(Path::new(line["model"]["config"].as_str().unwrap())).unwrap();
-        let plan = Plan::new(&settings, &shape, &h200(140, 126, (*Rates::assumed()).clone()), false).unwrap();
-        let steps = Steps {
-            warmup: line["warmup"].as_u64().unwrap(),
-            timed: line["steps"].as_u64().unwrap(),
-            clip: line["clip"].as_str().unwrap().parse().unwrap(),
-        };
-        let (outcome, ..) = simulate(&plan, &shape, "h200", steps, 0).unwrap();
-        let off = outcome.step_ms.median / line["step_ms"]["median"].as_f64().unwrap() - 1.0;
+        let (plan, off) = predicted(&line, &machine);
         assert!(off.abs() < 0.15, "{:+.1} % off: {line}", off * 1e2);
         let memory = &line["memory"];
-        let off = |planned: f64, used: &Value| planned / used.as_f64().unwrap() - 1.0;
         // Of the plan that was measured, but for the context, which has had more room.
         let context = |bytes: Option<f64>| bytes.expect("a class of every plan on a GPU");
         let before = context(memory["device_bytes"]["context, libraries"].as_f64());
         let now = context(plan.memory.iter().find(|class| class.name == "context, libraries").map(|class| class.bytes as f64));
-        let device_off = off(memory["device_planned_bytes"].as_f64().unwrap() - before + now, &line["gpu"]["memory_used_bytes"]);
+        let device_off = more(memory["device_planned_bytes"].as_f64().unwrap() - before + now, &line["gpu"]["memory_used_bytes"]);
         assert!(device_off.abs() < 0.05, "device memory {:+.1} % off: {line}", device_off * 1e2);
         // What a process takes anyway is all there is where nothing is offloaded.
-        let host_off = off(memory["host_planned_bytes"].as_f64().unwrap(), &memory["available_drop_bytes"]);
+        let host_off = more(memory["host_planned_bytes"].as_f64().unwrap(), &memory["available_drop_bytes"]);
         assert!(host_off.abs() < 0.03 || plan.layout.offloaded() == 0, "host memory {:+.1} % off: {line}", host_off * 1e2);
+    }
+}
+
+/// On the machine of two cores whose profile `probe` wrote minutes before.
+#[test]
+fn predictions_are_near_steps_of_the_cpu_device_and_their_memory() {
+    let machine = Machine::of(&Profile::load(results("cpu-probe.toml").to_str().unwrap()).unwrap());
+    let lines: Vec<_> = lines("cpu-step.jsonl").collect();
+    assert!(lines.len() >= 5);
+    for line in lines {
+        let (_, off) = predicted(&line, &machine);
+        assert!(off.abs() < 0.15, "{:+.1} % off: {line}", off * 1e2);
+        let memory = &line["memory"];
+        let planned = ["device_planned_bytes", "host_planned_bytes"].iter().map(|place| memory[place].as_f64().unwrap()).sum();
+        let memory_off = more(planned, &memory["available_drop_bytes"]);
+        assert!(memory_off.abs() < 0.03, "memory {:+.1} % off: {line}", memory_off * 1e2);
     }
 }
 

@@ -35,7 +35,6 @@ pub fn measure(topology: &Topology, cpus: usize, states: &States, time_s: f64) -
         adam_scalar_bytes_per_s_by_threads: None,
         cast_bytes_per_s_by_threads: curve(&cast),
         wake_up_s: figure(wake_up.spinning.ns_median as f64 * 1e-9, &wake_up.to_string()),
-        matmul_flops: None,
     })
 }
 

@@ -41,10 +41,11 @@ pub fn measure<D: Kernels>(rig: &mut Rig<'_, D>, bytes: usize, large: Product, t
         rig.settle()?;
         Ok(enqueued_s / LAUNCHES as f64)
     })?;
-    // Behind products that take longer than all launches, kernels are ready before the device is.
+    // Behind products that take longer than all launches, kernels are ready before the device is. Not much longer: they vary.
     let once_s = rig.seconds(|dev| large.enqueue(dev, large.n))?;
-    let products = (2.0 * launch_s.median() * LAUNCHES as f64 / once_s).ceil().clamp(1.0, LAUNCHES as f64) as usize;
-    let busy = |dev: &mut D| (0..products).try_for_each(|_| large.enqueue(dev, large.n));
+    let share = 2.0 * launch_s.median() * LAUNCHES as f64 / once_s;
+    let (products, rows) = (share.ceil().clamp(1.0, LAUNCHES as f64) as usize, (share * large.n as f64).ceil() as usize);
+    let busy = |dev: &mut D| (0..products).try_for_each(|_| large.enqueue(dev, rows.min(large.n)));
     let kernel_s = rig.samples(time_s / 3.0, |rig| {
         let (alone_s, both_s) = (rig.seconds(busy)?, rig.seconds(|dev| busy(dev).and_then(|()| launch(dev)))?);
         // Products vary: a kernel may seem to take no time.

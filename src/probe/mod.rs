@@ -3,13 +3,14 @@
 //! Everything on the device is timed by the device's own clock and between events, as a step sees it, so that a simulated device
 //! can be measured like a real one. What one file measures:
 //!
-//! - [`product`], [`attention`], [`kernels`]: the GPU's arithmetic, its memory, launches
+//! - [`arithmetic`] of [`product`], [`attention`], [`kernels`]: what the device computes, its memory, launches
 //! - [`copies`]: the link, by size and way, alone and both ways; managed memory
 //! - [`host`]: memory, the optimizer's pass and casts by threads, waking; over [`states`], by [`workers`]
 //! - [`contention`]: all of them beside each other
 //!
 //! The host is measured first: a GPU that has rested shows its burst.
 
+pub mod arithmetic;
 pub mod attention;
 pub mod contention;
 pub mod copies;
@@ -26,9 +27,8 @@ use crate::config::options::DeviceChoice;
 use crate::config::settings::Settings;
 use crate::device::cpu::{CpuDevice, Schedule};
 use crate::device::{Addressing, Kernels};
-use crate::dtype::Dtype;
 use crate::error::{Error, Result};
-use crate::hardware::profile::{Contention, Gpu, Host, Link, Profile, VERSION};
+use crate::hardware::profile::{Contention, CpuDevice as CpuRates, Gpu, Host, Link, Profile, VERSION};
 use crate::hardware::topology::Topology;
 use crate::host::affinity::workers_beside_others;
 use crate::host::pinned::HostMemory;
@@ -36,6 +36,7 @@ use crate::host::pool::Pool;
 use crate::host::step_job::StepJob;
 use crate::planner::machine::DeviceMemory;
 use crate::train::devices;
+use arithmetic::Arithmetic;
 use contention::Contenders;
 use copies::Copies;
 use facts::Facts;
@@ -80,10 +81,9 @@ pub struct Sizes {
 impl Sizes {
     /// Of a GPU: products, sequences and copies like those of a step, and larger.
     pub const GPU: Self = Self { product: 8192, seq_length: 4096, copy_bytes: 256 << 20 };
+    /// Of CPUs.
+    pub const CPUS: Self = Self { product: 2048, seq_length: 1024, copy_bytes: 4 << 20 };
 }
-
-/// Rows of a product on CPUs.
-const CPU_PRODUCT: usize = 2048;
 
 /// Measures this machine; `tell` is given lines for people on the way.
 ///
@@ -99,25 +99,34 @@ pub fn run(options: &ProbeOptions, tell: &mut dyn FnMut(&dyn Display)) -> Result
     let mut memory = HostMemory::new(memory_policy(&topology, cpus)?);
     tell(&format_args!("host: memory, optimizer and casts by threads"));
     let states = States::new(&topology, &mut memory)?;
-    let host_share = if chosen.is_gpu() { 0.3 } else { 0.7 };
-    let mut host = host::measure(&topology, cpus, &states, host_share * time_s)?;
-    let (device, gpu) = match chosen.machine.device {
+    let host_share = if chosen.is_gpu() { 0.3 } else { 0.5 };
+    let host = host::measure(&topology, cpus, &states, host_share * time_s)?;
+    let (device, sections) = match chosen.machine.device {
         DeviceMemory::Shared => {
-            tell(&format_args!("cpu device: matrix products"));
             let mut dev = CpuDevice::new(cpus, Schedule::Threads, Default::default(), 0)?;
-            let products = product::measure(&mut Rig::new(&mut dev)?, Dtype::Float32, CPU_PRODUCT, 0.3 * time_s)?;
-            host.matmul_flops = Some(products.sustained.figure());
-            (crate::device::Device::describe(&dev), None)
+            tell(&format_args!("cpus: matrix products, attention, memory, launches"));
+            let arithmetic = Arithmetic::measure(&mut Rig::new(&mut dev)?, Sizes::CPUS, 0.5 * time_s)?;
+            (crate::device::Device::describe(&dev), Sections { cpu_device: Some(arithmetic.cpu_device()), ..Sections::default() })
         }
         DeviceMemory::Own { bytes, addressing } => {
             let pool = Workers::new(&topology, workers_beside_others(cpus))?.pool;
             let mut dev = open_gpu(options)?;
             let beside = Beside { free_bytes: bytes, addressing, memory: &mut memory, states: &states, pool };
-            let gpu = measure_device(&mut dev, Sizes::GPU, beside, 0.7 * time_s, tell)?;
-            (crate::device::Device::describe(&dev), Some(gpu))
+            let (gpu, link, contention) = measure_device(&mut dev, Sizes::GPU, beside, 0.7 * time_s, tell)?;
+            let sections = Sections { gpu: Some(gpu), link: Some(link), contention: Some(contention), cpu_device: None };
+            (crate::device::Device::describe(&dev), sections)
         }
     };
-    profile(options, Facts::new(&topology, &device), host, gpu)
+    profile(options, Facts::new(&topology, &device), host, sections)
+}
+
+/// What is measured of a machine besides its host.
+#[derive(Default)]
+struct Sections {
+    gpu: Option<Gpu>,
+    link: Option<Link>,
+    cpu_device: Option<CpuRates>,
+    contention: Option<Contention>,
 }
 
 #[cfg(feature = "cuda")]
@@ -161,11 +170,8 @@ pub fn measure_device<D: Kernels>(
 ) -> Result<(Gpu, Link, Contention)> {
     let Beside { free_bytes, addressing, memory, states, pool } = beside;
     let mut rig = Rig::new(dev)?;
-    tell(&format_args!("gpu: matrix products"));
-    let products = product::measure(&mut rig, Dtype::Bfloat16, sizes.product, 0.4 * time_s)?;
-    tell(&format_args!("gpu: attention, memory, launches"));
-    let attention = attention::measure(&mut rig, sizes.seq_length, products.sustained.median(), 0.1 * time_s)?;
-    let small = kernels::measure(&mut rig, sizes.copy_bytes, products.large, 0.06 * time_s)?;
+    tell(&format_args!("gpu: matrix products, attention, memory, launches"));
+    let Arithmetic { products, attention, small } = Arithmetic::measure(&mut rig, sizes, 0.56 * time_s)?;
     tell(&format_args!("link: copies by size and way"));
     let copies = Copies::new(rig.dev, memory, sizes.copy_bytes)?;
     let link = copies.measure(&mut rig, addressing, 0.24 * time_s)?;
@@ -189,11 +195,11 @@ pub fn measure_device<D: Kernels>(
 }
 
 /// Puts it together, and looks for nonsense.
-fn profile(options: &ProbeOptions, facts: Facts, host: Host, measured: Option<(Gpu, Link, Contention)>) -> Result<Profile> {
+fn profile(options: &ProbeOptions, facts: Facts, host: Host, sections: Sections) -> Result<Profile> {
     let Facts { machine, facts, date } = facts;
-    let (gpu, link, contention) = measured.map_or((None, None, None), |(gpu, link, contention)| (Some(gpu), Some(link), Some(contention)));
+    let Sections { gpu, link, cpu_device, contention } = sections;
     let name = options.out.as_deref().and_then(Path::file_stem).map_or("this-machine".into(), |stem| stem.to_string_lossy().into_owned());
-    let profile = Profile { version: VERSION, name, machine, date, facts, gpu, link, host, contention };
+    let profile = Profile { version: VERSION, name, machine, date, facts, gpu, link, host, cpu_device, contention };
     profile.check().map_err(|why| Error::resource("probe this machine", why))?;
     Ok(profile)
 }
@@ -250,14 +256,16 @@ mod tests {
         let beside = Beside { free_bytes: 1 << 30, addressing: Addressing::Managed, memory: &mut memory, states: &states, pool };
         let (sizes, mut told) = (Sizes { product: 128, seq_length: 64, copy_bytes: 1 << 20 }, 0);
         let (gpu, link, contention) = measure_device(&mut dev, sizes, beside, 0.5, &mut |_| told += 1).unwrap();
-        assert_eq!((told, gpu.addressing, gpu.memory_bytes.value), (4, Addressing::Managed, 1_074_000_000.0));
-        assert_eq!(gpu.matmul_share_by_least_dim.value.0, [(128.0, 1.0)]);
+        assert_eq!((told, gpu.addressing, gpu.memory_bytes.value), (3, Addressing::Managed, 1_074_000_000.0));
+        let dims: Vec<_> = gpu.matmul_share_by_least_dim.value.0.iter().map(|point| point.0).collect();
+        assert_eq!(dims, [32.0, 64.0, 128.0]);
         let sizes: Vec<_> = link.to_host_share_by_bytes.value.0.iter().map(|point| point.0 as usize).collect();
         assert_eq!(sizes, [64 << 10, 256 << 10, 1 << 20]);
         assert!(link.managed_bytes_per_s.is_some() && contention.adam_under_copies.value <= 1.0);
         let host = Profile::load("h200-pcie5").unwrap().host;
         let options = ProbeOptions { device: DeviceChoice::Cpu, seconds: 1, out: Some("here/my-box.toml".into()), cuda_libraries: None };
-        let profile = profile(&options, Facts::new(&topology, "cpu"), host, Some((gpu, link, contention))).unwrap();
+        let sections = Sections { gpu: Some(gpu), link: Some(link), contention: Some(contention), cpu_device: None };
+        let profile = profile(&options, Facts::new(&topology, "cpu"), host, sections).unwrap();
         assert_eq!(profile.name, "my-box");
         assert_eq!(Profile::parse(&profile.to_string(), Path::new("x")).unwrap(), profile);
     }
@@ -308,7 +316,7 @@ mod tests {
         let options = ProbeOptions { device: DeviceChoice::Cpu, seconds: 1, out: None, cuda_libraries: None };
         let mut host = Profile::load("h200-pcie5").unwrap().host;
         host.memory_bytes.value = 0.0;
-        let error = profile(&options, Facts::new(&Topology::this_machine(), "cpu"), host, None).unwrap_err().to_string();
+        let error = profile(&options, Facts::new(&Topology::this_machine(), "cpu"), host, Sections::default()).unwrap_err().to_string();
         assert!(error.starts_with("probe this machine: host.memory_bytes: 0 is not"), "{error}");
     }
 }

@@ -1,0 +1,49 @@
+//! What a device computes: products, attention, and kernels that only move bytes.
+
+use super::Sizes;
+use super::attention::{self, Passes};
+use super::kernels::{self, Small};
+use super::product::{self, Products};
+use super::rig::Rig;
+use crate::device::Kernels;
+use crate::dtype::Dtype;
+use crate::error::Result;
+use crate::hardware::profile::CpuDevice;
+
+/// Rates in bf16.
+#[derive(Clone, Debug)]
+pub struct Arithmetic {
+    /// Of matrix products.
+    pub products: Products,
+    /// Of attention.
+    pub attention: Passes,
+    /// Of everything else.
+    pub small: Small,
+}
+
+impl Arithmetic {
+    /// Measures for about `time_s`. Begin with a device that has rested.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn measure<D: Kernels>(rig: &mut Rig<'_, D>, sizes: Sizes, time_s: f64) -> Result<Self> {
+        let products = product::measure(rig, Dtype::Bfloat16, sizes.product, 0.72 * time_s)?;
+        let attention = attention::measure(rig, sizes.seq_length, products.sustained.median(), 0.18 * time_s)?;
+        let small = kernels::measure(rig, sizes.copy_bytes, products.large, 0.1 * time_s)?;
+        Ok(Self { products, attention, small })
+    }
+
+    /// As a profile says it of CPUs.
+    pub fn cpu_device(self) -> CpuDevice {
+        let Self { products, attention, small } = self;
+        CpuDevice {
+            memory_bytes_per_s: small.memory_bytes_per_s.figure(),
+            matmul_flops: products.sustained.figure(),
+            matmul_share_by_least_dim: products.share_by_least_dim,
+            attention_forward_flops: attention.forward.figure(),
+            attention_backward_flops: attention.backward.figure(),
+            launch_s: small.launch_s.figure(),
+            kernel_s: small.kernel_s.figure(),
+        }
+    }
+}
