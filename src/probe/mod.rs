@@ -208,6 +208,8 @@ fn profile(options: &ProbeOptions, facts: Facts, host: Host, sections: Sections)
 pub struct ProfileFile {
     path: PathBuf,
     file: std::fs::File,
+    /// Made here, and empty still.
+    is_new: bool,
 }
 
 impl ProfileFile {
@@ -216,9 +218,10 @@ impl ProfileFile {
     /// # Errors
     /// `Io` when it cannot be written.
     pub fn open(path: &Path) -> Result<Self> {
+        let is_new = !path.exists();
         let file =
             std::fs::OpenOptions::new().write(true).create(true).truncate(false).open(path).map_err(|e| Error::io("write", path, e))?;
-        Ok(Self { path: path.into(), file })
+        Ok(Self { path: path.into(), file, is_new })
     }
 
     /// Writes `profile` in place of what the file held.
@@ -229,7 +232,18 @@ impl ProfileFile {
         use std::io::Write;
         let text = profile.to_string();
         let written = self.file.set_len(0).and_then(|()| self.file.write_all(text.as_bytes())).and_then(|()| self.file.sync_all());
+        self.is_new = false;
         written.map_err(|e| Error::io("write", &self.path, e))
+    }
+}
+
+impl Drop for ProfileFile {
+    /// A measurement that failed leaves no file behind.
+    fn drop(&mut self) {
+        if self.is_new {
+            // It says nothing, so that nothing is lost where it cannot be removed.
+            let _ = std::fs::remove_file(&self.path);
+        }
     }
 }
 
@@ -309,6 +323,19 @@ mod tests {
         // A small product takes a kernel's least time besides.
         let off: Vec<_> = pairs.filter(|((_, measured), (_, wanted))| (measured / wanted - 1.0).abs() > 0.05).collect();
         assert!(off.is_empty(), "{off:?}");
+    }
+
+    #[test]
+    fn a_measurement_that_failed_leaves_the_files_as_they_were() {
+        let dir = tempfile::tempdir().unwrap();
+        let (new, old) = (dir.path().join("new.toml"), dir.path().join("old.toml"));
+        std::fs::write(&old, "old").unwrap();
+        for path in [&new, &old] {
+            drop(ProfileFile::open(path).unwrap());
+        }
+        assert!(!new.exists() && std::fs::read_to_string(&old).unwrap() == "old");
+        ProfileFile::open(&new).unwrap().write(&Profile::load("h200-pcie5").unwrap()).unwrap();
+        assert!(Profile::load(new.to_str().unwrap()).is_ok());
     }
 
     #[test]
