@@ -19,7 +19,7 @@ use superoffload::engine::coordinator::Counts;
 use superoffload::metrics::rss_bytes;
 use superoffload::model::shape::ModelShape;
 use superoffload::planner::machine::Machine;
-use support::{emulator, random_params, resident, settings, start, tiny_llama};
+use support::{random_params, resident, settings, start, tiny_llama};
 
 /// The system's allocator, which remembers where the first allocation came from while it is watched.
 struct Watched;
@@ -104,10 +104,7 @@ fn steps_allocate_nothing_and_memory_stays_flat() {
         STRATEGIES[..3].iter().for_each(|strategy| _ = steps(strategy, "weights = \"flow\"\n"));
     }
     steps_of(STRATEGIES[3], "", |plan| plan.paged = plan.layout.count());
-    // An emulator's own memory grows.
-    if emulator().is_none() {
-        memory_stays_flat();
-    }
+    memory_stays_flat();
 }
 
 /// Trains on the text that ships with the program, with a timeline; panics with a backtrace if a step after the warm-up allocates.
