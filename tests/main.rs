@@ -3,6 +3,7 @@
 mod campaign;
 mod cli;
 mod exactness;
+mod memory;
 mod parity;
 mod program;
 mod resume;

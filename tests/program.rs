@@ -1,5 +1,6 @@
 //! Runs the program itself: a directory with a tiny model and data, commands, and what came out.
 
+use crate::support::emulator;
 use std::fs;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
@@ -112,11 +113,14 @@ fn copy_dir(from: &Path, to: &Path) {
 
 /// The program with these arguments, its output caught; run by the emulator that runs these tests, if one does.
 pub fn program(args: &[&str]) -> Command {
-    let mut command = Command::new(std::env::var_os("SUPEROFFLOAD_EMULATOR").unwrap_or(PROGRAM.into()));
-    if command.get_program() != PROGRAM {
-        command.arg(PROGRAM);
-    }
-    command.args(args).current_dir("/").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut command = Command::new(emulator().unwrap_or(PROGRAM.into()));
+    command
+        .args(emulator().map(|_| PROGRAM))
+        .args(args)
+        .current_dir("/")
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
     command
 }
 

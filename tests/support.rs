@@ -14,6 +14,11 @@ use superoffload::model::tensors::TensorSpec;
 use superoffload::planner::machine::Machine;
 use superoffload::train::setup::cpu_engine;
 
+/// What runs the programs of another machine that these tests are, if they are: see `tests/aarch64/emulate.sh`.
+pub fn emulator() -> Option<std::ffi::OsString> {
+    std::env::var_os("SUPEROFFLOAD_EMULATOR")
+}
+
 /// A llama of a few thousand parameters; `layers`, `channels` and `vocab` vary, `tied` embeddings or not.
 pub fn tiny_llama(layers: usize, channels: usize, vocab: usize, tied: bool) -> ModelShape {
     let config = serde_json::json!({

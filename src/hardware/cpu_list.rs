@@ -1,4 +1,5 @@
-//! Sets of CPUs in the kernel's notation: `0-3,8`.
+//! Sets of CPUs in the kernel's notation: `0-3,8`. The crate `resctrl` reads it on its own, with other needs: it stands alone, and
+//! this one needs it for `mpam` only.
 
 use std::fmt;
 

@@ -3,8 +3,9 @@
 use crate::config::options::HugePagesChoice;
 use crate::error::{Error, Result};
 use crate::hardware::cpu_list::CpuList;
-use crate::hardware::topology::Topology;
+use crate::hardware::topology::{HugePages, Topology};
 use crate::host::pool::Homes;
+use crate::host::room;
 use crate::units::Bytes;
 use std::ops::Range;
 
@@ -62,6 +63,9 @@ impl Default for MemoryPolicy {
 /// 64 KiB have 512 MiB.
 const TRANSPARENT_BYTES_MAX: u64 = 64 << 20;
 
+/// Reserved pages from this size on are worth their trouble; Arm has some of 64 KiB, too.
+const WORTH_BYTES: u64 = 2 << 20;
+
 /// A block has at least this many reserved pages; the last one is cut by half on average.
 const RESERVED_PAGES_MIN: usize = 8;
 
@@ -75,9 +79,9 @@ impl MemoryPolicy {
     /// # Errors
     /// `Resource` when reserved pages were asked for and there are none.
     pub fn new(topology: &Topology, choice: HugePagesChoice, workers: &[usize], threads: usize) -> Result<Self> {
-        let (pages, note) = page_sizes(topology, choice)?;
         let cpus = topology.usable_cpus().map_or_else(CpuList::default, |usable| usable.affinity);
         let nodes = if topology.nodes_with_memory().count() > 1 { topology.nodes_beside(&cpus) } else { Vec::new() };
+        let (pages, note) = page_sizes(topology, choice, nodes.first().copied())?;
         let node_of = |cpu: usize| {
             let node = topology.cpus.iter().find(|known| known.id == cpu).and_then(|cpu| cpu.numa_node);
             nodes.iter().position(|&id| Some(id) == node).unwrap_or(0)
@@ -145,10 +149,10 @@ impl MemoryPolicy {
     }
 }
 
-fn page_sizes(topology: &Topology, choice: HugePagesChoice) -> Result<(PageSizes, Option<String>)> {
+fn page_sizes(topology: &Topology, choice: HugePagesChoice, first_node: Option<usize>) -> Result<(PageSizes, Option<String>)> {
     match choice {
         HugePagesChoice::Off => Ok((PageSizes::Smallest, None)),
-        HugePagesChoice::Explicit => reserved(topology).map(|bytes| (PageSizes::Reserved { bytes }, None)),
+        HugePagesChoice::Explicit => reserved(topology, first_node).map(|bytes| (PageSizes::Reserved { bytes }, None)),
         HugePagesChoice::Auto => Ok(match topology.thp_bytes {
             None => (PageSizes::Default, Some("this kernel makes no transparent huge pages".into())),
             Some(bytes) if bytes > TRANSPARENT_BYTES_MAX => (PageSizes::Default, Some(too_coarse(bytes))),
@@ -161,13 +165,16 @@ fn too_coarse(bytes: u64) -> String {
     format!("transparent huge pages of {} are too coarse to ask for; reserve pages for --huge-pages explicit", Bytes(bytes))
 }
 
-fn reserved(topology: &Topology) -> Result<Vec<usize>> {
+/// Reserved for the whole machine, pages are shared out among its nodes, a GPU's memory included: better on one node.
+fn reserved(topology: &Topology, first_node: Option<usize>) -> Result<Vec<usize>> {
     let mut sizes: Vec<_> =
         topology.huge_pages.iter().filter(|pool| pool.total.is_some_and(|total| total > 0)).map(|pool| pool.page_bytes as usize).collect();
     sizes.sort_unstable_by(|a, b| b.cmp(a));
     if sizes.is_empty() {
-        let smallest = topology.huge_pages.first().map_or("...".into(), |pool| format!("{}", pool.page_bytes >> 10));
-        let cause = format!("none are reserved: echo N > /sys/kernel/mm/hugepages/hugepages-{smallest}kB/nr_hugepages");
+        let pools = &topology.huge_pages;
+        let pool = pools.iter().find(|pool| pool.page_bytes >= WORTH_BYTES).or(pools.first());
+        let how = |pool: &HugePages| format!("none are reserved: echo N > {}", room::pool_size(first_node, pool.page_bytes));
+        let cause = pool.map_or("this kernel has none".into(), how);
         return Err(Error::resource("use --huge-pages explicit", cause));
     }
     Ok(sizes)

@@ -10,5 +10,6 @@ pub mod partition;
 pub mod perf;
 pub mod pinned;
 pub mod pool;
+mod room;
 pub mod step_job;
 pub mod wakeup;

@@ -6,10 +6,12 @@ use super::affinity::pin_current;
 use super::memory_policy::{MemoryPolicy, PageSizes};
 use super::memory_report::MemoryReport;
 use super::pages::{Mapping, base_page_bytes};
+use super::room::{self, Pages};
 use crate::error::{Error, Result};
 use crate::hardware::cpu_list::CpuList;
 use crate::units::Bytes;
 use bytemuck::Pod;
+use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, FromRawFd, OwnedFd};
@@ -110,7 +112,7 @@ impl HostMemory {
     /// Zeroed memory, page-aligned.
     ///
     /// # Errors
-    /// `Resource` naming `name` and the size when the kernel refuses.
+    /// `Resource` naming `name` and the size when the kernel refuses or the nodes that it is bound to are full.
     pub fn alloc(&mut self, name: &str, bytes: usize) -> Result<PinnedSlice> {
         self.alloc_periodic(name, bytes, bytes)
     }
@@ -127,7 +129,9 @@ impl HostMemory {
         let (block, page_bytes) = self.map(name, bytes)?;
         let whole = block.addresses().len();
         let parts = self.policy.parts(whole, period_bytes, page_bytes);
-        self.bind(&block, &parts);
+        if self.bind(&block, &parts) {
+            self.check_room(name, &parts, page_bytes)?;
+        }
         self.fault_in(name, &block, &parts, page_bytes)?;
         Ok(self.keep(block, bytes))
     }
@@ -197,14 +201,32 @@ impl HostMemory {
         Ok((block, base_page_bytes()))
     }
 
-    fn bind(&mut self, block: &Mapping, parts: &[(Range<usize>, usize)]) {
-        let nodes = &self.policy.nodes;
-        // Memory that is not cut may come from any of the nodes.
-        let nodes_of = |node: usize| if parts.len() == 1 { &nodes[..] } else { &nodes[node..=node] };
-        let bind = |(range, node): &(Range<usize>, usize)| block.bind(range.clone(), nodes_of(*node));
-        if let Some(Err(cause)) = (!nodes.is_empty()).then(|| parts.iter().try_for_each(bind)) {
+    /// Whether the memory can come from its nodes alone; if the kernel refuses to see to it, that is noted.
+    fn bind(&mut self, block: &Mapping, parts: &[(Range<usize>, usize)]) -> bool {
+        if self.policy.nodes.is_empty() {
+            return false;
+        }
+        let bind = |(range, node): &(Range<usize>, usize)| block.bind(range.clone(), self.nodes_of(parts, *node));
+        let bound = parts.iter().try_for_each(bind);
+        if let Err(cause) = &bound {
             self.refuse(format!("memory cannot be bound to its nodes (mbind: {cause}); it lies where it is first touched"));
         }
+        bound.is_ok()
+    }
+
+    /// Memory that is not cut may come from any of the nodes.
+    fn nodes_of(&self, parts: &[(Range<usize>, usize)], node: usize) -> &[usize] {
+        let nodes = &self.policy.nodes;
+        if parts.len() == 1 { nodes } else { &nodes[node..=node] }
+    }
+
+    fn check_room(&self, name: &str, parts: &[(Range<usize>, usize)], page_bytes: usize) -> Result<()> {
+        let mut needs: BTreeMap<&[usize], u64> = BTreeMap::new();
+        parts.iter().for_each(|(range, node)| *needs.entry(self.nodes_of(parts, *node)).or_default() += range.len() as u64);
+        let pages = if page_bytes == base_page_bytes() { Pages::Any } else { Pages::Reserved(page_bytes) };
+        let bytes = parts.iter().map(|(range, _)| range.len() as u64).sum();
+        let failed = |cause: String| Error::resource(format!("bind {} of host memory for {name}", Bytes(bytes)), cause);
+        needs.into_iter().try_for_each(|(nodes, bytes)| room::check(Path::new("/"), nodes, pages, bytes)).map_err(failed)
     }
 
     fn refuse(&mut self, refusal: String) {
