@@ -30,7 +30,7 @@ impl Sizes {
     /// Those of a run, or small ones; what was asked for wins.
     pub fn new(is_quick: bool, max_bytes: Option<usize>, seconds: Option<f64>) -> Self {
         let (bytes, time_s, pipeline_params, product) =
-            if is_quick { (1 << 20, 0.002, 1 << 18, 128) } else { (1 << 30, 0.2, 1 << 28, 4096) };
+            if is_quick { (1 << 20, 0.002, 1 << 18, 128) } else { (1 << 30, 0.2, 1 << 27, 4096) };
         Self { max_bytes: max_bytes.unwrap_or(bytes).max(SMALLEST_BYTES), seconds: seconds.unwrap_or(time_s), pipeline_params, product }
     }
 

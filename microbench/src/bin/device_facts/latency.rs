@@ -18,8 +18,8 @@ use superoffload::units::NormSq;
 const HOPS: usize = 64;
 /// Elements of a small copy.
 const FEW: usize = 16;
-/// Gradients of a bucket; whose partials are read for the verdict.
-const GRADS: [usize; 2] = [1 << 20, 1 << 25];
+/// Gradients of a small bucket and of a large one, whose partials are read for the verdict.
+const GRADS: [usize; 2] = [1 << 18, 1 << 25];
 /// What each is: its square is exact.
 const GRAD: f32 = 0.125;
 
