@@ -1,11 +1,12 @@
 //! What makes a figure wrong: each rule gives sentences, and a good figure none.
 
-use crate::config::{Compare, Fact, Kind, Origin, Run, Series, Trend};
+use crate::config::{Compare, Fact, Kind, Origin, Run, Same, Series, Trend};
 use crate::error::Result;
 use crate::figure::Figure;
 use crate::lines;
 use crate::run::silent_flag;
 use crate::series::{self, Curve};
+use serde_json::Value;
 
 /// Everything wrong with `figure`, whose sweeps ran with the values for `--kick-the-tires` if `is_quick`.
 ///
@@ -34,6 +35,9 @@ pub fn check(figure: &Figure, is_quick: bool) -> Result<Vec<String>> {
     if config.pending.is_empty() {
         for rule in &config.fact {
             wrong.extend(fact(figure, rule)?);
+        }
+        for rule in &config.same {
+            wrong.extend(same(figure, rule)?);
         }
     }
     Ok(wrong.into_iter().map(|cause| format!("{}: {cause}", figure.id)).collect())
@@ -130,5 +134,27 @@ fn fact(figure: &Figure, rule: &Fact) -> Result<Option<String>> {
             Some(format!("not so: {}: {} differs", rule.claim, rule.path))
         }
         _ => None,
+    })
+}
+
+/// The first line that has no like, or whose like says something else.
+fn same(figure: &Figure, rule: &Same) -> Result<Option<String>> {
+    // In the scratch folder both were run by this program, or neither was.
+    if figure.output_path(&rule.file).exists() != figure.output_path(&rule.like).exists() {
+        return Ok(None);
+    }
+    let lines = |file: &String| figure.lines(std::slice::from_ref(file));
+    let (ours, others) = (lines(&rule.file)?, lines(&rule.like)?);
+    let agree = |path: &String, a: &Value, b: &Value| lines::field(a, path).is_some() && lines::field(a, path) == lines::field(b, path);
+    let differs = |line: &Value| match others.iter().find(|other| rule.by.iter().all(|path| agree(path, line, other))) {
+        None => Some("no like".into()),
+        Some(like) => rule.paths.iter().find(|path| !agree(path, line, like)).map(|path| format!("another {path}")),
+    };
+    let found = ours.iter().enumerate().find_map(|(index, line)| differs(line).map(|what| (index + 1, what)));
+    let claim = &rule.claim;
+    Ok(match found {
+        _ if ours.is_empty() => Some(format!("{} has no lines: {claim}", rule.file)),
+        Some((line, what)) => Some(format!("not so: {claim}: line {line} of {} has {what} in {}", rule.file, rule.like)),
+        None => None,
     })
 }

@@ -35,6 +35,9 @@ pub struct Config {
     /// Bounds on single fields of lines.
     #[serde(default)]
     pub fact: Vec<Fact>,
+    /// Files whose lines say the same.
+    #[serde(default)]
+    pub same: Vec<Same>,
     /// Sweeps.
     #[serde(default)]
     pub run: Vec<Run>,
@@ -116,12 +119,16 @@ pub struct Series {
     /// Factor that brings y to the axis' unit.
     #[serde(default = "one")]
     pub y_scale: f64,
-    /// Path (column) of the category, by which points of two series are the same place; x where there is none.
+    /// Path (column) of the category, by which points of two series are the same place; x where there is none. Several, with
+    /// spaces between, make one category of all their values.
     #[serde(default)]
     pub label: String,
     /// Names of categories, by what the line says.
     #[serde(default)]
     pub labels: BTreeMap<String, String>,
+    /// Category whose height the others are percent of.
+    #[serde(default)]
+    pub whole: Option<String>,
     /// Markers only.
     #[serde(default)]
     pub scattered: bool,
@@ -185,6 +192,22 @@ pub struct Fact {
     pub same: bool,
 }
 
+/// Two ways to one result: each line of `file` has its like, which says the same.
+#[derive(Clone, Debug, Deserialize, PartialEq)]
+#[serde(deny_unknown_fields)]
+pub struct Same {
+    /// The claim in words.
+    pub claim: String,
+    /// File of JSON lines.
+    pub file: String,
+    /// Another.
+    pub like: String,
+    /// Two lines are alike where these fields are.
+    pub by: Vec<String>,
+    /// Fields that are then equal, floats to the bit.
+    pub paths: Vec<String>,
+}
+
 /// A sweep: one call of a program for each combination of its flags' values.
 #[derive(Clone, Debug, Deserialize, PartialEq)]
 #[serde(deny_unknown_fields)]
@@ -194,7 +217,8 @@ pub struct Run {
     /// What it takes besides a CPU; such sweeps are skipped unless asked for.
     #[serde(default)]
     pub needs: String,
-    /// Flags without dashes; a list is swept, anything else is passed to every call.
+    /// Flags without dashes; a list is swept, anything else is passed to every call. An empty string is a flag that is not
+    /// given. `features` is none of the program's: cargo builds the program with these features alone, and that one is called.
     pub flags: BTreeMap<String, toml::Value>,
     /// Where a line says what each flag was.
     pub echo: BTreeMap<String, String>,
@@ -231,6 +255,8 @@ pub enum Program {
     HostAdam,
     /// `host_facts`.
     HostFacts,
+    /// `device_facts`.
+    DeviceFacts,
     /// `inverse_error`.
     InverseError,
     /// The formula of streamed weights.

@@ -54,8 +54,8 @@ enum Command {
     Run {
         /// `fig-06`.
         id: String,
-        /// What this machine has besides a CPU: sweeps that need it are run, too.
-        #[arg(long, value_name = "gpu|...")]
+        /// What there is besides a CPU: sweeps that need it are run, too. `builds`: cargo, and minutes for builds by features.
+        #[arg(long, value_name = "gpu|builds")]
         with: Vec<String>,
     },
     /// Draw a figure from its lines, or `all`.
@@ -76,7 +76,7 @@ enum Command {
         #[arg(long, value_name = "DIR")]
         out: Option<PathBuf>,
         /// As in `run`.
-        #[arg(long, value_name = "gpu|...")]
+        #[arg(long, value_name = "gpu|builds")]
         with: Vec<String>,
     },
 }

@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::{lines, parameters, timeline, training, weight_flow};
 use serde_json::Value;
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Values by flag.
@@ -28,7 +28,16 @@ impl Programs {
     /// # Errors
     /// When the program is not there, fails, or prints something else than JSON lines.
     pub fn lines(&self, program: Program, flags: &Flags) -> Result<Vec<Value>> {
-        let superoffload = |words: &[&str]| self.command("superoffload", words, flags);
+        let mut lines = self.call(program, flags)?;
+        lines.iter_mut().for_each(plain_kernel);
+        Ok(lines)
+    }
+
+    fn call(&self, program: Program, flags: &Flags) -> Result<Vec<Value>> {
+        let (features, flags) = without_features(flags);
+        let binaries = features.map_or_else(|| Ok(self.binaries.clone()), |features| self.build(&features))?;
+        let call = |program: &str, words: &[&str]| self.command(&binaries.join(program), words, &flags);
+        let superoffload = |words: &[&str]| call("superoffload", words);
         match program {
             Program::BenchStep => print(&mut superoffload(&["bench", "step"])),
             Program::BenchTimeline => traced(&mut superoffload(&["bench", "step"])),
@@ -36,29 +45,46 @@ impl Programs {
             Program::SimulateTimeline => traced(&mut superoffload(&["simulate", "--json"])),
             Program::Plan => print(&mut superoffload(&["plan", "--json"])),
             Program::Train => trained(&mut superoffload(&["train", "--digest"])),
-            Program::HostAdam => print(&mut self.command("host_adam", &[], flags)),
-            Program::HostFacts => print(&mut self.command("host_facts", &[], flags)),
-            Program::InverseError => print(&mut self.command("inverse_error", &[], flags)),
+            Program::HostAdam => print(&mut call("host_adam", &[])),
+            Program::HostFacts => print(&mut call("host_facts", &[])),
+            Program::DeviceFacts => print(&mut call("device_facts", &[])),
+            Program::InverseError => print(&mut call("inverse_error", &[])),
             Program::WeightFlow => {
-                weight_flow::line(flags).map(|line| vec![line]).map_err(|cause| Error::Program { command: "weight-flow".into(), cause })
+                weight_flow::line(&flags).map(|line| vec![line]).map_err(|cause| Error::Program { command: "weight-flow".into(), cause })
             }
-            Program::Parameters => parameters::line(&self.figures, flags).map(|line| vec![line]),
+            Program::Parameters => parameters::line(&self.figures, &flags).map(|line| vec![line]),
         }
     }
 
-    /// `program words --flag value ...`; `true` is a flag without a value, `false` none at all.
-    fn command(&self, program: &str, words: &[&str], flags: &Flags) -> Command {
-        let mut command = Command::new(self.binaries.join(program));
+    /// `superoffload` with `features` and nothing else, in a folder of its own: cargo keeps what is the same for the next one.
+    fn build(&self, features: &str) -> Result<PathBuf> {
+        let target = self.figures.join("../target/builds");
+        let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+        cargo.current_dir(&self.figures).args(["build", "--release", "--package", "superoffload", "--bin", "superoffload"]);
+        output(cargo.args(["--no-default-features", "--features", features, "--target-dir"]).arg(&target))?;
+        Ok(target.join("release"))
+    }
+
+    /// `program words --flag value ...`; `true` is a flag without a value, `false` and an empty string none at all.
+    fn command(&self, program: &Path, words: &[&str], flags: &Flags) -> Command {
+        let mut command = Command::new(program);
         command.current_dir(&self.figures).args(words);
         for (flag, value) in flags {
             match value {
                 toml::Value::Boolean(false) => &mut command,
+                toml::Value::String(value) if value.is_empty() => &mut command,
                 toml::Value::Boolean(true) => command.arg(format!("--{flag}")),
                 value => command.arg(format!("--{flag}")).arg(lines::plain(value)),
             };
         }
         command
     }
+}
+
+/// The features to build with, and the flags of the program.
+fn without_features(flags: &Flags) -> (Option<String>, Flags) {
+    let mut flags = flags.clone();
+    (flags.remove("features").map(|features| lines::plain(&features)), flags)
 }
 
 /// What the program writes to standard output.
@@ -113,6 +139,13 @@ fn shorten(line: &mut Value, pointer: &str) {
     *path = Value::from(name);
 }
 
+/// Leaves the version of the kernel's release: what follows is the name of who built it.
+fn plain_kernel(line: &mut Value) {
+    let Some(release) = line.pointer_mut("/machine/kernel") else { return };
+    let version = |text: &str| text.split(|c: char| c != '.' && !c.is_ascii_digit()).next().map(str::to_owned);
+    *release = Value::from(release.as_str().and_then(version));
+}
+
 /// A path in a folder that goes when the first of the two is dropped.
 fn scratch(name: &str) -> Result<(tempfile::TempDir, PathBuf)> {
     let folder = tempfile::tempdir().map_err(|source| Error::Io { path: std::env::temp_dir(), source })?;
@@ -131,10 +164,18 @@ mod tests {
 
     #[test]
     fn flags_become_arguments() {
-        let flags = toml::from_str("lr = 0.003\nname = \"a b\"\non = true\noff = false\n").unwrap();
-        let command = programs().command("superoffload", &["bench", "step"], &flags);
+        let flags = toml::from_str("lr = 0.003\nname = \"a b\"\non = true\noff = false\nempty = \"\"\n").unwrap();
+        let command = programs().command(Path::new("superoffload"), &["bench", "step"], &flags);
         let words: Vec<_> = command.get_args().map(|word| word.to_str().unwrap()).collect();
         assert_eq!(words, ["bench", "step", "--lr", "0.003", "--name", "a b", "--on"]);
+    }
+
+    #[test]
+    fn features_are_for_cargo() {
+        let flags = toml::from_str("features = \"stv,mpam\"\nsteps = 4\n").unwrap();
+        let (features, rest) = without_features(&flags);
+        assert_eq!((features.as_deref(), rest), (Some("stv,mpam"), toml::from_str("steps = 4").unwrap()));
+        assert_eq!(without_features(&Flags::new()), (None, Flags::new()));
     }
 
     #[test]
@@ -144,6 +185,13 @@ mod tests {
         let error = script("echo first >&2; echo 'no room' >&2; exit 1").unwrap_err().to_string();
         assert!(error.starts_with("run /bin/sh -c") && error.ends_with(": no room"), "{error}");
         assert!(script("echo '{'").is_err());
+    }
+
+    #[test]
+    fn a_kernel_is_its_version() {
+        let mut line = json!({"machine": {"kernel": "6.18.44-someone-v1"}});
+        plain_kernel(&mut line);
+        assert_eq!(line["machine"]["kernel"], "6.18.44");
     }
 
     #[test]

@@ -49,6 +49,9 @@ fn curve(figure: &Figure, series: &Series, index: usize) -> Result<Curve> {
             None => points.push(point),
         }
     }
+    if let Some(whole) = &series.whole {
+        points = percent(points, whole);
+    }
     Ok(Curve {
         name: series.name.clone(),
         origin: series.origin,
@@ -80,14 +83,38 @@ fn rows(table: &Table) -> Vec<Value> {
 
 fn point(series: &Series, line: &Value) -> Option<Point> {
     let x = lines::number(line, &series.x).map(|x| x * series.x_scale);
-    let place = lines::field(line, if series.label.is_empty() { &series.x } else { &series.label })?;
-    let said = place.as_f64().map_or_else(|| lines::text(place), |number| number.to_string());
+    let paths = if series.label.is_empty() { &series.x } else { &series.label };
+    let said = paths.split(' ').map(|path| lines::field(line, path).map(said)).collect::<Option<Vec<_>>>()?.join(" ");
     let label = series.labels.get(&said).cloned().unwrap_or(said);
     let over = series.over.as_ref().map_or(Some(1.0), |path| lines::number(line, path))?;
     Some(Point { label, x, y: lines::number(line, &series.y)? * series.y_scale / over })
 }
 
+fn said(place: &Value) -> String {
+    place.as_f64().map_or_else(|| lines::text(place), |number| number.to_string())
+}
+
+/// Heights as percent of the one at `whole`; none without it.
+fn percent(points: Vec<Point>, whole: &str) -> Vec<Point> {
+    let Some(all) = points.iter().find(|point| point.label == whole).map(|point| point.y) else { return Vec::new() };
+    points.into_iter().map(|point| Point { y: 100.0 * point.y / all, ..point }).collect()
+}
+
 /// Pairs of heights at places that both have.
 pub fn common<'a>(a: &'a Curve, b: &'a Curve) -> impl Iterator<Item = (&'a Point, &'a Point)> {
     a.points.iter().filter_map(|point| Some((point, b.points.iter().find(|other| other.label == point.label)?)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn heights_are_percent_of_the_whole() {
+        let points =
+            |heights: [f64; 2]| ["all", "less"].into_iter().zip(heights).map(|(label, y)| Point { label: label.into(), x: None, y });
+        let percent = |whole| percent(points([50.0, 40.0]).collect(), whole);
+        assert_eq!(percent("all"), points([100.0, 80.0]).collect::<Vec<_>>());
+        assert_eq!(percent("nothing"), []);
+    }
 }

@@ -153,6 +153,22 @@ fn facts_hold_or_fail() {
 }
 
 #[test]
+fn lines_that_should_be_the_same_are_compared() {
+    let folder = Folder::new();
+    let lines = fs::read_to_string(folder.path("fig-00_test/results/lines.jsonl")).unwrap();
+    let rule = "[[same]]\nclaim = \"c\"\nfile = \"results/other.jsonl\"\nlike = \"results/lines.jsonl\"\nby = [\"bandwidth_gbps\"]\npaths = [\"efficiency_percent\", \"batch\"]\n";
+    let complaint = |other: &str| {
+        folder.write("fig-00_test/results/other.jsonl", other);
+        folder.complaint(rule)
+    };
+    assert_eq!(complaint(&lines), "every figure is as its lines say\n");
+    assert!(complaint("").contains("results/other.jsonl has no lines: c"));
+    assert!(complaint(&lines.replace("\"batch\":1.0", "\"batch\":2.0")).contains("line 1 of results/other.jsonl has another batch"));
+    assert!(complaint(&lines.replace("200.0", "300.0")).contains("line 2 of results/other.jsonl has no like in results/lines.jsonl"));
+    assert!(complaint("{\"bandwidth_gbps\":200.0}\n").contains("line 1 of results/other.jsonl has another efficiency_percent"));
+}
+
+#[test]
 fn a_deviation_needs_a_reason() {
     let folder = Folder::new();
     let compare = "[[compare]]\npaper = \"paper\"\nours = \"ours\"\nwithin = 0.05\n";
@@ -219,7 +235,7 @@ fn what_is_committed_is_right() {
     let output = run_in(dir, &["check"]).unwrap();
     assert!(output.is_good, "{}", output.text);
     let figures = figure::all(dir).unwrap();
-    assert_eq!(figures.len(), 16);
+    assert_eq!(figures.len(), 18);
     for figure in figures {
         let text = show(&figure).unwrap();
         assert!(text.contains("arXiv 2509.21271") && text.starts_with(&figure.label), "{text}");

@@ -1,0 +1,125 @@
+//! What all cases share: the device, the host's memory and threads, sizes, limits; and the line that each leaves.
+
+use crate::limits::{Limit, Limits};
+use serde_json::{Value, json};
+use std::time::{SystemTime, UNIX_EPOCH};
+use superoffload::bench::facts::{BuildFacts, MachineFacts};
+use superoffload::device::{Addressing, Kernels};
+use superoffload::error::{Error, Result};
+use superoffload::hardware::topology::Topology;
+use superoffload::host::pinned::{HostMemory, PinnedSlice};
+use superoffload::probe::kernels::Small;
+use superoffload::probe::rig::Rig;
+use superoffload::probe::samples::Samples;
+use superoffload::probe::states::States;
+
+/// How large and how long.
+#[derive(Clone, Copy, Debug)]
+pub struct Sizes {
+    /// Bytes of the largest copy, and of the largest tensor in fp32.
+    pub max_bytes: usize,
+    /// Seconds of a case.
+    pub seconds: f64,
+    /// Parameters that the pipeline steps.
+    pub pipeline_params: usize,
+    /// Rows of the product that keeps the device busy.
+    pub product: usize,
+}
+
+impl Sizes {
+    /// Those of a run, or small ones; what was asked for wins.
+    pub fn new(is_quick: bool, max_bytes: Option<usize>, seconds: Option<f64>) -> Self {
+        let (bytes, time_s, pipeline_params, product) =
+            if is_quick { (1 << 20, 0.002, 1 << 18, 128) } else { (1 << 30, 0.2, 1 << 27, 4096) };
+        Self { max_bytes: max_bytes.unwrap_or(bytes).max(SMALLEST_BYTES), seconds: seconds.unwrap_or(time_s), pipeline_params, product }
+    }
+
+    /// `first`, and four times as many again and again, up to the largest.
+    pub fn by_four(&self, first: usize) -> impl Iterator<Item = usize> + use<> {
+        let max = self.max_bytes;
+        std::iter::successors(Some(first.min(max)), |size| Some(4 * size)).take_while(move |&size| size <= max)
+    }
+}
+
+/// Less is no copy worth a name.
+const SMALLEST_BYTES: usize = 64 << 10;
+
+/// What every line says besides its case.
+pub struct Facts {
+    common: Value,
+    /// The machine.
+    pub machine: MachineFacts,
+}
+
+impl Facts {
+    /// Of this machine and program.
+    pub fn new(topology: &Topology, device: &str, settings: Value) -> Self {
+        let (build, machine) = (BuildFacts::this_program(), MachineFacts::new(topology));
+        Self { common: json!({ "build": build, "machine": machine, "device": device, "settings": settings }), machine }
+    }
+}
+
+/// A device, and all that it is measured with.
+pub struct Bench<'a, D> {
+    /// The device and its clock.
+    pub rig: Rig<'a, D>,
+    /// Where host memory comes from; outlives the device.
+    pub memory: &'a mut HostMemory,
+    /// The machine.
+    pub topology: &'a Topology,
+    /// The optimizer's state for loads.
+    pub states: &'a States,
+    /// What a device with memory of its own sees of the host's.
+    pub addressing: Option<Addressing>,
+    /// How large and how long.
+    pub sizes: Sizes,
+    /// What the machine could do at best.
+    pub limits: Limits,
+    /// Launches.
+    pub small: Small,
+    /// The same on every line.
+    pub facts: Facts,
+}
+
+impl<D: Kernels> Bench<'_, D> {
+    /// Host memory that copies reach directly.
+    ///
+    /// # Errors
+    /// `Resource` when there is no such memory.
+    pub fn registered(&mut self, bytes: usize) -> Result<PinnedSlice> {
+        let memory = self.memory.alloc("device facts", bytes)?;
+        self.rig.dev.pin(memory)?;
+        Ok(memory)
+    }
+
+    /// Prints the line of a case whose data were right.
+    ///
+    /// # Errors
+    /// `Resource` naming the case when they were not.
+    pub fn line(&self, case: &str, is_right: bool, fields: Value) -> Result<()> {
+        if !is_right {
+            return Err(Error::resource(format!("verify {case} {fields}"), "the data are not what they should be"));
+        }
+        let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
+        let mut line = json!({ "bench": "device_facts", "case": case, "unix_seconds": seconds, "verified": true });
+        for part in [&fields, &self.facts.common] {
+            part.as_object().into_iter().flatten().for_each(|(name, value)| line[name] = value.clone());
+        }
+        println!("{line}");
+        Ok(())
+    }
+}
+
+/// A rate and the limit beside it.
+pub fn rate(rates: &Samples, limit: &Limit) -> Value {
+    let (value, limit_value) = (rates.median() * 1e-9, limit.bytes_per_s * 1e-9);
+    json!({ "gb_per_s": value, "spread": rates.spread(), "limit_gb_per_s": limit_value, "limit": limit.what, "share_of_limit": value / limit_value })
+}
+
+/// Both objects in one.
+pub fn join(mut a: Value, b: Value) -> Value {
+    if let (Some(to), Value::Object(from)) = (a.as_object_mut(), b) {
+        to.extend(from);
+    }
+    a
+}

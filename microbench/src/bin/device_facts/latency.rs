@@ -1,0 +1,148 @@
+//! What little things cost: launches, events, small copies, and the way from a gradient's norm on the device to a verdict here.
+
+use crate::bench::Bench;
+use half::bf16;
+use microbench::fill;
+use serde_json::json;
+use superoffload::device::{DeviceSlice, Kernels, Stream};
+use superoffload::dtype::Dtype;
+use superoffload::engine::verdict::Verdict;
+use superoffload::error::Result;
+use superoffload::host::pinned::PinnedSlice;
+use superoffload::optim::norm::{BLOCK, fold};
+use superoffload::probe::rig::Rig;
+use superoffload::probe::samples::Samples;
+use superoffload::units::NormSq;
+
+/// Events from stream to stream in a sample.
+const HOPS: usize = 64;
+/// Elements of a small copy.
+const FEW: usize = 16;
+/// Gradients of a small bucket and of a large one, whose partials are read for the verdict.
+const GRADS: [usize; 2] = [1 << 18, 1 << 25];
+/// What each is: its square is exact.
+const GRAD: f32 = 0.125;
+
+/// Every latency.
+///
+/// # Errors
+/// The device's; `Resource` when data are wrong.
+pub fn measure<D: Kernels>(bench: &mut Bench<'_, D>) -> Result<()> {
+    let is_cast = casts_right(&mut bench.rig, bench.memory.alloc("a few numbers", 4 * FEW)?)?;
+    let (launch, kernel) = (bench.small.launch_s.clone(), bench.small.kernel_s.clone());
+    report(bench, "enqueue a kernel", is_cast, &launch)?;
+    report(bench, "a kernel that does nearly nothing, one after the other", is_cast, &kernel)?;
+    events(bench)?;
+    small_copies(bench)?;
+    let largest = bench.sizes.max_bytes / Dtype::Bfloat16.bytes();
+    GRADS.iter().try_for_each(|&grads| verdict(bench, grads.min(largest)))
+}
+
+fn report<D: Kernels>(bench: &Bench<'_, D>, what: &str, is_right: bool, seconds: &Samples) -> Result<()> {
+    bench.line("latency", is_right, json!({ "what": what, "us": 1e6 * seconds.median(), "spread": seconds.spread() }))
+}
+
+/// The kernel that was launched does what it should.
+fn casts_right<D: Kernels>(rig: &mut Rig<'_, D>, host: PinnedSlice) -> Result<bool> {
+    let (wide, narrow) = (rig.dev.alloc("wide", FEW, Dtype::Float32)?, rig.dev.alloc("narrow", FEW, Dtype::Bfloat16)?);
+    fill(host, GRAD);
+    rig.seconds(|dev| dev.copy_h2d(Stream::Compute, host, wide))?;
+    rig.seconds(|dev| dev.cast(Stream::Compute, wide, narrow))?;
+    let half = host.slice(0, 2 * FEW);
+    rig.seconds(|dev| dev.copy_d2h(Stream::Compute, narrow, half))?;
+    Ok(half.with(|all: &mut [u16]| all.iter().all(|&bits| bits == bf16::from_f32(GRAD).to_bits())))
+}
+
+fn events<D: Kernels>(bench: &mut Bench<'_, D>) -> Result<()> {
+    let events = [bench.rig.dev.event()?, bench.rig.dev.event()?];
+    let alone = bench.rig.samples(bench.sizes.seconds, |rig| {
+        let start_ns = rig.dev.now_ns();
+        rig.dev.record(events[0], Stream::Compute)?;
+        rig.dev.synchronize(events[0])?;
+        Ok(rig.since(start_ns))
+    })?;
+    let is_done = bench.rig.dev.is_done(events[0])?;
+    report(bench, "record an event and wait for it", is_done, &alone)?;
+    let hops = bench.rig.samples(bench.sizes.seconds, |rig| {
+        let seconds = rig.seconds(|dev| {
+            (0..HOPS).try_for_each(|_| {
+                dev.record(events[0], Stream::Compute)?;
+                dev.wait(Stream::D2h, events[0])?;
+                dev.record(events[1], Stream::D2h)?;
+                dev.wait(Stream::Compute, events[1])
+            })
+        })?;
+        Ok(seconds / (2 * HOPS) as f64)
+    })?;
+    let is_done = bench.rig.dev.is_done(events[1])?;
+    report(bench, "from one stream to the next by an event", is_done, &hops)
+}
+
+/// On a copy's stream the copy engine does it, on the compute stream a kernel.
+fn small_copies<D: Kernels>(bench: &mut Bench<'_, D>) -> Result<()> {
+    let (there, here, back) =
+        (bench.rig.dev.alloc("a few numbers", FEW, Dtype::Float32)?, bench.registered(4 * FEW)?, bench.registered(4 * FEW)?);
+    fill(here, GRAD);
+    let ways = [("by the copy engine", Stream::H2d, Stream::D2h), ("by a kernel", Stream::Compute, Stream::Compute)];
+    for (who, to, from) in ways {
+        fill(back, 0f32);
+        let times = bench.rig.samples(bench.sizes.seconds, |rig| {
+            let there_s = rig.seconds(|dev| dev.copy_h2d(to, here, there))?;
+            Ok(there_s + rig.seconds(|dev| dev.copy_d2h(from, there, back))?)
+        })?;
+        let is_right = back.with(|all: &mut [f32]| all.iter().all(|&each| each == GRAD));
+        report(bench, &format!("64 bytes to the device and back, {who}"), is_right, &times)?;
+    }
+    Ok(())
+}
+
+/// Where a norm comes from, and where it arrives.
+struct Norm {
+    grads: DeviceSlice,
+    partials: DeviceSlice,
+    nonfinite: DeviceSlice,
+    host_partials: PinnedSlice,
+    host_nonfinite: PinnedSlice,
+}
+
+impl Norm {
+    fn new<D: Kernels>(bench: &mut Bench<'_, D>, elems: usize) -> Result<Self> {
+        let blocks = elems.div_ceil(BLOCK);
+        let (host_partials, host_nonfinite) = (bench.registered(4 * blocks)?, bench.registered(4)?);
+        let mut device = |name, elems, dtype| bench.rig.dev.alloc(name, elems, dtype);
+        let (grads, partials) = (device("gradients", elems, Dtype::Bfloat16)?, device("partials", blocks, Dtype::Float32)?);
+        Ok(Self { grads, partials, nonfinite: device("flag", 1, Dtype::Int32)?, host_partials, host_nonfinite })
+    }
+
+    fn enqueue<D: Kernels>(&self, dev: &mut D) -> Result<()> {
+        dev.grad_norm_partials(self.grads, self.partials, self.nonfinite)?;
+        dev.copy_d2h(Stream::Compute, self.partials, self.host_partials)?;
+        dev.copy_d2h(Stream::Compute, self.nonfinite, self.host_nonfinite)
+    }
+
+    fn verdict(&self) -> Verdict {
+        let is_nonfinite = self.host_nonfinite.with(|flag: &mut [i32]| flag[0] != 0);
+        let sum = self.host_partials.with(|partials: &mut [f32]| fold(NormSq(0.0), partials));
+        Verdict::new(sum.norm(1.0), is_nonfinite, 1.0)
+    }
+}
+
+/// From gradients that are ready on the device to what the host makes of their norm.
+fn verdict<D: Kernels>(bench: &mut Bench<'_, D>, elems: usize) -> Result<()> {
+    let norm = Norm::new(bench, elems)?;
+    let host = bench.registered(norm.grads.bytes())?;
+    fill(host, bf16::from_f32(GRAD));
+    bench.rig.seconds(|dev| dev.copy_h2d(Stream::H2d, host, norm.grads))?;
+    let (mut verdict, mut folds) = (Verdict::Commit, Vec::new());
+    let times = bench.rig.samples(bench.sizes.seconds, |rig| {
+        let arrived_s = rig.seconds(|dev| norm.enqueue(dev))?;
+        let start_ns = rig.dev.now_ns();
+        verdict = norm.verdict();
+        folds.push(rig.since(start_ns));
+        Ok(arrived_s + rig.since(start_ns))
+    })?;
+    let length = NormSq(elems as f64 * f64::from(GRAD * GRAD)).norm(1.0);
+    let (folds, is_right) = (Samples::new(folds), verdict == Verdict::new(length, false, 1.0));
+    let fields = json!({ "what": "verdict", "gradients": elems, "us": 1e6 * times.median(), "spread": times.spread(), "fold_us": 1e6 * folds.median() });
+    bench.line("latency", is_right, fields)
+}

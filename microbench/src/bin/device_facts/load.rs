@@ -1,0 +1,78 @@
+//! What runs beside a case.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use superoffload::error::Result;
+use superoffload::hardware::topology::Topology;
+use superoffload::host::pool::Job;
+use superoffload::probe::states::States;
+use superoffload::probe::workers::Workers;
+
+/// Beside what a copy runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Load {
+    /// Nothing.
+    None,
+    /// A copy of the same size the other way.
+    OtherWay,
+    /// The optimizer's pass on its pool.
+    Adam,
+    /// A triad on as many threads.
+    HostTriad,
+}
+
+impl Load {
+    /// All of them.
+    pub const ALL: [Self; 4] = [Self::None, Self::OtherWay, Self::Adam, Self::HostTriad];
+
+    /// The name in lines.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::None => "nothing",
+            Self::OtherWay => "a copy the other way",
+            Self::Adam => "the optimizer's pass",
+            Self::HostTriad => "a triad in host memory",
+        }
+    }
+
+    /// Does `work` beside it, which for a copy is nothing that threads do.
+    ///
+    /// # Errors
+    /// What `work` says; `Resource` when threads cannot be had.
+    pub fn beside<T>(self, topology: &Topology, threads: usize, states: &States, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        match self {
+            Self::None | Self::OtherWay => work(),
+            Self::Adam => beside(topology, threads, |index| states.adam(index), work),
+            Self::HostTriad => beside(topology, threads, |_| states.triad(), work),
+        }
+    }
+}
+
+/// Jobs from one end to the next beginning, as long as `work` takes.
+fn beside<J: Job, T>(topology: &Topology, threads: usize, job: impl Fn(usize) -> J + Sync, work: impl FnOnce() -> Result<T>) -> Result<T> {
+    let (begun, ended) = (AtomicBool::new(false), AtomicBool::new(false));
+    let keep_busy = || -> Result<()> {
+        let mut workers = Workers::new(topology, threads)?;
+        begun.store(true, Ordering::Release);
+        while !ended.load(Ordering::Acquire) {
+            workers.rates(0.0, &job)?;
+        }
+        Ok(())
+    };
+    std::thread::scope(|scope| {
+        let load = scope.spawn(keep_busy);
+        while !begun.load(Ordering::Acquire) && !load.is_finished() {
+            std::thread::yield_now();
+        }
+        let done = work();
+        ended.store(true, Ordering::Release);
+        match load.join() {
+            Ok(outcome) => outcome.and(done),
+            Err(panic) => std::panic::resume_unwind(panic),
+        }
+    })
+}
+
+/// The machine as if its caches were small: states that do not fit them are soon filled.
+pub fn small_caches(machine: Topology) -> Topology {
+    Topology { caches: Vec::new(), memory_available_bytes: Some(1 << 28), ..machine }
+}

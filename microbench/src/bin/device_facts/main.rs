@@ -1,0 +1,127 @@
+//! What this machine's device, its link and the host's side of a step do together: copies, casts, latencies, and buckets on their
+//! way through the optimizer. One JSON line a case, with the physical limit beside it. Every case checks its data.
+
+mod bench;
+mod cast;
+mod latency;
+mod limits;
+mod link;
+mod load;
+mod optimizer;
+mod pipeline;
+
+use bench::{Bench, Facts, Sizes};
+use clap::{Parser, ValueEnum};
+use limits::Limits;
+use load::small_caches;
+use superoffload::config::options::DeviceChoice;
+use superoffload::config::settings::Settings;
+use superoffload::device::cpu::{CpuDevice, Schedule};
+use superoffload::device::cuda::{CudaDevice, CudaOptions};
+use superoffload::device::{Addressing, Attention, Kernels};
+use superoffload::dtype::Dtype;
+use superoffload::error::Result;
+use superoffload::hardware::topology::Topology;
+use superoffload::host::pinned::HostMemory;
+use superoffload::planner::machine::DeviceMemory;
+use superoffload::probe::kernels;
+use superoffload::probe::product::Product;
+use superoffload::probe::rig::Rig;
+use superoffload::probe::states::States;
+use superoffload::probe::workers::memory_policy;
+use superoffload::train::devices;
+
+/// What is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+enum Part {
+    /// Copies by size, way, kind of memory and load.
+    Link,
+    /// Casts on either side, alone and with the copy.
+    Cast,
+    /// Launches, events, small copies, the verdict.
+    Latency,
+    /// Gradients out, the optimizer's pass, weights back, by the size of a bucket.
+    Pipeline,
+}
+
+/// Measures the device.
+#[derive(Parser, Clone, Debug, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct Options {
+    /// What computes.
+    #[arg(long, value_name = "auto|cpu|cuda", default_value = "auto")]
+    device: DeviceChoice,
+    /// Small sizes and little time: whether it works.
+    #[arg(long)]
+    quick: bool,
+    /// What is measured [default: all].
+    #[arg(long, value_name = "PART,...", value_delimiter = ',', default_values = ["link", "cast", "latency", "pipeline"], hide_default_value = true)]
+    parts: Vec<Part>,
+    /// Largest copy, and largest tensor that is cast, in bytes [default: 1 GiB; 1 MiB with --quick].
+    #[arg(long, value_name = "N")]
+    max_bytes: Option<usize>,
+    /// Time for each case [default: 0.2; 0.002 with --quick].
+    #[arg(long, value_name = "SECONDS")]
+    seconds: Option<f64>,
+    /// Folder to search for NVIDIA's libraries before the usual ones.
+    #[arg(long, value_name = "DIR")]
+    #[serde(skip)]
+    cuda_libraries: Option<std::path::PathBuf>,
+}
+
+/// What tells the speed of the device's memory.
+const POINTWISE_BYTES: usize = 256 << 20;
+
+fn start(options: &Options) -> Result<()> {
+    let machine = Topology::this_machine();
+    let topology = if options.quick { small_caches(machine) } else { machine };
+    let settings = Settings { device: options.device, cuda_libraries: options.cuda_libraries.clone(), ..Settings::default() };
+    let chosen = devices::choose(&settings, &topology)?;
+    chosen.note.iter().for_each(|why| eprintln!("no GPU, and no link to it: {why}"));
+    // What uses memory is declared, and so dropped, after it.
+    let mut memory = HostMemory::new(memory_policy(&topology, chosen.machine.cpus)?);
+    let states = States::new(&topology, &mut memory)?;
+    let cpus = chosen.machine.cpus;
+    match chosen.machine.device {
+        DeviceMemory::Shared => {
+            let mut dev = CpuDevice::new(cpus, Schedule::Threads, Default::default(), 0)?;
+            measure(options, &mut dev, None, &topology, &mut memory, &states)
+        }
+        DeviceMemory::Own { addressing, .. } => {
+            let libraries = options.cuda_libraries.iter().cloned().collect();
+            let mut dev = CudaDevice::new(&CudaOptions { libraries, attention: Attention::Plain, trace_spans: 0 })?;
+            measure(options, &mut dev, Some(addressing), &topology, &mut memory, &states)
+        }
+    }
+}
+
+fn measure<D: Kernels>(
+    options: &Options,
+    dev: &mut D,
+    addressing: Option<Addressing>,
+    topology: &Topology,
+    memory: &mut HostMemory,
+    states: &States,
+) -> Result<()> {
+    let sizes = Sizes::new(options.quick, options.max_bytes, options.seconds);
+    let facts = Facts::new(topology, &dev.describe(), serde_json::json!(options));
+    let mut rig = Rig::new(dev)?;
+    let product = Product::new(rig.dev, Dtype::Bfloat16, sizes.product)?;
+    let small = kernels::measure(&mut rig, sizes.max_bytes.min(POINTWISE_BYTES), product, 3.0 * sizes.seconds)?;
+    let limits = Limits::measure(topology, states, addressing, (&facts, &small), sizes.seconds)?;
+    let mut bench = Bench { rig, memory, topology, states, addressing, sizes, limits, small, facts };
+    for part in &options.parts {
+        match part {
+            Part::Link => link::measure(&mut bench)?,
+            Part::Cast => cast::measure(&mut bench)?,
+            Part::Latency => latency::measure(&mut bench)?,
+            Part::Pipeline => pipeline::measure(&mut bench)?,
+        }
+    }
+    Ok(())
+}
+
+fn main() -> std::process::ExitCode {
+    microbench::exit_code(start(&Options::parse()))
+}

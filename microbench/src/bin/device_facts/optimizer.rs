@@ -1,0 +1,194 @@
+//! Adam's state in host memory, every element the same, so that what any number of steps makes of it is known from one element.
+
+use crate::bench::Bench;
+use half::bf16;
+use microbench::fill;
+use std::ops::Range;
+use std::sync::Arc;
+use superoffload::bucket::slot::Slot;
+use superoffload::device::Kernels;
+use superoffload::dtype::Dtype;
+use superoffload::engine::coordinator::{GradUpdate, Update, Work};
+use superoffload::error::Result;
+use superoffload::host::pinned::PinnedSlice;
+use superoffload::host::pool::Job;
+use superoffload::host::step_job::{HostState, Segment, SlotMemory, StepJob, StepMemory};
+use superoffload::optim::adam::{AdamConsts, AdamElement, AdamHyper, AdamStep};
+use superoffload::optim::simd::{AdamKernels, Isa};
+
+/// The gradient of every parameter: the same in bf16.
+pub const GRAD: f32 = 1.0 / 64.0;
+/// What every parameter's state begins as.
+const BEGIN: AdamElement = AdamElement { param: 0.05, m: 1e-3, v: 1e-6 };
+const HYPER: AdamHyper = AdamHyper { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
+const STEP: u64 = 1000;
+const SCALE: f32 = 0.5;
+
+/// State, gradients in both formats, working weights.
+pub struct Optimizer {
+    state: HostState,
+    /// Gradients in fp32.
+    pub wide: PinnedSlice,
+    /// Gradients in bf16.
+    pub narrow: PinnedSlice,
+    /// Working weights in bf16.
+    pub weights: PinnedSlice,
+    kernels: AdamKernels,
+}
+
+impl Optimizer {
+    /// For `elems` parameters, with room for `wide` fp32 gradients.
+    ///
+    /// # Errors
+    /// `Resource` when there is no such memory.
+    pub fn new<D: Kernels>(bench: &mut Bench<'_, D>, elems: usize, wide: usize) -> Result<Self> {
+        let (wide, narrow, weights) = (bench.registered(wide * 4)?, bench.registered(elems * 2)?, bench.registered(elems * 2)?);
+        let mut state = || bench.memory.alloc_periodic("optimizer state", elems * 4, elems * 4);
+        let state = HostState { params: state()?, m: state()?, v: state()? };
+        Ok(Self { state, wide, narrow, weights, kernels: AdamKernels::new(Isa::detect())? })
+    }
+
+    /// Every parameter as it begins; gradients and weights zero.
+    pub fn reset(&self) {
+        let HostState { params, m, v } = self.state;
+        [(params, BEGIN.param), (m, BEGIN.m), (v, BEGIN.v)].into_iter().for_each(|(memory, value)| fill(memory, value));
+        [self.wide, self.narrow, self.weights].into_iter().for_each(|memory| fill(memory, 0u16));
+    }
+
+    /// A step of the parameters in `range` with the gradients of `slot`; gradients and weights are in slots of `slot_elems`.
+    pub fn step(&self, range: Range<usize>, slot: usize, slot_elems: usize, grads: Dtype) -> StepJob {
+        let update = Update { optimizer_step: STEP, learning_rate: HYPER.lr, scale: SCALE };
+        self.job(range, slot, slot_elems, grads, Work::Step { undo: None, next: GradUpdate { grads: Slot(slot), update } })
+    }
+
+    /// A cast of the first `elems` parameters to working weights.
+    pub fn cast(&self, elems: usize) -> StepJob {
+        self.job(0..elems, 0, elems, Dtype::Bfloat16, Work::Restore { undo: None })
+    }
+
+    fn job(&self, range: Range<usize>, slot: usize, slot_elems: usize, grads: Dtype, work: Work) -> StepJob {
+        let slots = |memory, dtype| SlotMemory { memory, slot_elems, dtype };
+        let memory = StepMemory {
+            state: self.state,
+            grads: slots(if grads == Dtype::Float32 { self.wide } else { self.narrow }, grads),
+            params: slots(self.weights, Dtype::Bfloat16),
+            segments: Arc::new([Segment { range: 0..range.end, decay: true }]),
+            hyper: HYPER,
+            kernels: self.kernels,
+        };
+        StepJob { bucket: 0, range, work, out: Some(Slot(slot)), memory }
+    }
+
+    /// The parameter after `steps`, by the specification.
+    pub fn param_after(steps: usize) -> f32 {
+        let step = AdamStep { consts: AdamConsts::new(&HYPER, STEP, true), scale: SCALE };
+        (0..steps).fold(BEGIN, |element, _| step.apply(element, GRAD)).param
+    }
+
+    /// Whether the first `elems` parameters have seen `steps`.
+    pub fn is_after(&self, elems: usize, steps: usize) -> bool {
+        let expected = Self::param_after(steps);
+        self.state.params.slice(0, elems * 4).with(|params: &mut [f32]| params.iter().all(|&param| param == expected))
+    }
+
+    /// The fp32 parameters.
+    pub fn params(&self) -> PinnedSlice {
+        self.state.params
+    }
+}
+
+/// Whether all of `memory` is `value`, in bf16.
+pub fn is_all(memory: PinnedSlice, value: f32) -> bool {
+    let bits = bf16::from_f32(value).to_bits();
+    memory.with(|all: &mut [u16]| all.iter().all(|&each| each == bits))
+}
+
+/// bf16 gradients made fp32 on the pool, as a pass of its own.
+#[derive(Clone, Copy, Debug)]
+pub struct Widen {
+    /// In bf16.
+    pub from: PinnedSlice,
+    /// In fp32.
+    pub to: PinnedSlice,
+}
+
+/// Elements that a worker takes at once.
+const PIECE_ELEMS: usize = 32 << 10;
+
+impl Job for Widen {
+    fn label(&self) -> (&'static str, u32) {
+        ("widen", 0)
+    }
+
+    fn traffic_bytes(&self) -> u64 {
+        (self.from.bytes() + self.to.bytes()) as u64
+    }
+
+    fn pieces(&self) -> usize {
+        (self.from.bytes() / 2).div_ceil(PIECE_ELEMS)
+    }
+
+    fn run(&self, piece: usize) {
+        let start = piece * PIECE_ELEMS;
+        let elems = PIECE_ELEMS.min(self.from.bytes() / 2 - start);
+        self.from.slice(2 * start, 2 * elems).with(|from: &mut [u16]| {
+            self.to
+                .slice(4 * start, 4 * elems)
+                .with(|to: &mut [u32]| to.iter_mut().zip(from).for_each(|(to, from)| *to = u32::from(*from) << 16));
+        });
+    }
+}
+
+/// A job of the optimizer's threads.
+#[derive(Clone, Debug)]
+#[expect(clippy::large_enum_variant, reason = "there is one at a time")]
+pub enum HostJob {
+    /// The optimizer's.
+    Step(StepJob),
+    /// A cast.
+    Widen(Widen),
+}
+
+impl HostJob {
+    fn job(&self) -> &dyn Job {
+        match self {
+            Self::Step(job) => job,
+            Self::Widen(job) => job,
+        }
+    }
+}
+
+impl Job for HostJob {
+    fn label(&self) -> (&'static str, u32) {
+        self.job().label()
+    }
+
+    fn traffic_bytes(&self) -> u64 {
+        self.job().traffic_bytes()
+    }
+
+    fn pieces(&self) -> usize {
+        self.job().pieces()
+    }
+
+    fn run(&self, piece: usize) {
+        self.job().run(piece);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use superoffload::host::pinned::HostMemory;
+
+    #[test]
+    fn widening_keeps_the_number() {
+        let mut host = HostMemory::default();
+        let elems = PIECE_ELEMS + 5;
+        let (from, to) = (host.alloc("from", 2 * elems).unwrap(), host.alloc("to", 4 * elems).unwrap());
+        fill(from, bf16::from_f32(-1.5));
+        let job = HostJob::Widen(Widen { from, to });
+        (0..job.pieces()).for_each(|piece| job.run(piece));
+        assert!(to.with(|to: &mut [f32]| to.iter().all(|&x| x == -1.5)) && job.traffic_bytes() as usize == 6 * elems);
+    }
+}
