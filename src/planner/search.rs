@@ -201,7 +201,7 @@ fn amended(flags: &[String], changed: Vec<String>) -> Vec<String> {
 /// Values of one setting that differ from a candidate's; none where it was fixed.
 type Setting = fn(&Question, &Candidate) -> Vec<Change>;
 
-const SETTINGS: [Setting; 9] = [weights, activations, no_grad_ring, resident_buckets, bucket_mib, cast, slots, threads, techniques];
+const SETTINGS: [Setting; 9] = [activations, weights, no_grad_ring, resident_buckets, bucket_mib, cast, slots, threads, techniques];
 
 fn changes<T, const FLAGS: usize>(
     is_fixed: bool,
@@ -213,11 +213,6 @@ fn changes<T, const FLAGS: usize>(
         Change { flags: flags.into(), settings }
     };
     if is_fixed { Vec::new() } else { values.into_iter().map(change).collect() }
-}
-
-fn weights(question: &Question, from: &Candidate) -> Vec<Change> {
-    let is_fixed = question.settings.weights != WeightsChoice::Auto || from.plan.weight_ring.is_some();
-    changes(is_fixed, [WeightsChoice::Flow], |weights| (["--weights flow".into()], Settings { weights, ..from.settings.clone() }))
 }
 
 /// The activation policies that are open.
@@ -235,6 +230,15 @@ fn activations(question: &Question, from: &Candidate) -> Vec<Change> {
 
 fn activations_flag(activations: ActivationsChoice) -> String {
     format!("--activations {}", activations.to_possible_value().expect("no choice is hidden").get_name())
+}
+
+/// For every policy: streamed weights leave room for activations.
+fn weights(question: &Question, from: &Candidate) -> Vec<Change> {
+    let is_fixed = question.settings.weights != WeightsChoice::Auto || from.plan.weight_ring.is_some();
+    changes(is_fixed, policies(question), |activations| {
+        let settings = Settings { activations, weights: WeightsChoice::Flow, ..from.settings.clone() };
+        ([activations_flag(activations), "--weights flow".into()], settings)
+    })
 }
 
 /// As many resident buckets as fit beside gradients that have a place each, for every policy: a ring makes room for some more, but
