@@ -272,7 +272,8 @@ mod tests {
         let (gpu, link, contention) = measure_device(&mut dev, sizes, beside, 0.5, &mut |_| told += 1).unwrap();
         assert_eq!((told, gpu.addressing, gpu.memory_bytes.value), (3, Addressing::Managed, 1_074_000_000.0));
         let dims: Vec<_> = gpu.matmul_share_by_least_dim.value.0.iter().map(|point| point.0).collect();
-        assert_eq!(dims, [32.0, 64.0, 128.0]);
+        // As far as half a second goes.
+        assert!([32.0, 64.0, 128.0].starts_with(&dims) && !dims.is_empty(), "{dims:?}");
         let sizes: Vec<_> = link.to_host_share_by_bytes.value.0.iter().map(|point| point.0 as usize).collect();
         assert_eq!(sizes, [64 << 10, 256 << 10, 1 << 20]);
         assert!(link.managed_bytes_per_s.is_some() && contention.adam_under_copies.value <= 1.0);
