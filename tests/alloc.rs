@@ -1,5 +1,5 @@
-//! A step allocates nothing, in no thread, and memory stays flat. A binary of its own with one test, so that nothing
-//! else runs while the allocator watches.
+//! A step allocates nothing, in no thread, and memory stays flat. A binary of its own without a harness, so that nothing
+//! else runs, and allocates, while the allocator watches.
 #![allow(unsafe_code)]
 
 #[path = "support.rs"]
@@ -19,7 +19,7 @@ use superoffload::engine::coordinator::Counts;
 use superoffload::metrics::rss_bytes;
 use superoffload::model::shape::ModelShape;
 use superoffload::planner::machine::Machine;
-use support::{random_params, resident, settings, start, tiny_llama};
+use support::{emulator, random_params, resident, settings, start, tiny_llama};
 
 /// The system's allocator, which remembers where the first allocation came from while it is watched.
 struct Watched;
@@ -85,8 +85,7 @@ const STRATEGIES: [&str; 4] = [
     "strategy = \"no-offload\"\n",
 ];
 
-#[test]
-fn steps_allocate_nothing_and_memory_stays_flat() {
+fn main() {
     let found = first_allocation(|| std::thread::scope(|s| assert!(s.spawn(|| vec![1u8; 9].len()).join().is_ok_and(|len| len == 9))));
     assert!(found.is_some(), "the allocator does not notice");
     for strategy in STRATEGIES {
@@ -104,7 +103,11 @@ fn steps_allocate_nothing_and_memory_stays_flat() {
         STRATEGIES[..3].iter().for_each(|strategy| _ = steps(strategy, "weights = \"flow\"\n"));
     }
     steps_of(STRATEGIES[3], "", |plan| plan.paged = plan.layout.count());
-    memory_stays_flat();
+    // The memory of an emulated program is its emulator's, too.
+    if emulator().is_none() {
+        memory_stays_flat();
+    }
+    println!("alloc: 1 passed, 0 failed");
 }
 
 /// Trains on the text that ships with the program, with a timeline; panics with a backtrace if a step after the warm-up allocates.

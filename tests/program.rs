@@ -111,11 +111,12 @@ fn copy_dir(from: &Path, to: &Path) {
     }
 }
 
-/// The program with these arguments, its output caught; run by the emulator that runs these tests, if one does.
+/// The program with these arguments, its output caught; that of another machine, in an emulator, if the environment names them.
 pub fn program(args: &[&str]) -> Command {
-    let mut command = Command::new(emulator().unwrap_or(PROGRAM.into()));
+    let program = std::env::var_os("SUPEROFFLOAD_PROGRAMS").map_or(PROGRAM.into(), |dir| Path::new(&dir).join("superoffload"));
+    let mut command = Command::new(emulator().unwrap_or(program.clone().into()));
     command
-        .args(emulator().map(|_| PROGRAM))
+        .args(emulator().map(|_| program))
         .args(args)
         .current_dir("/")
         .stdin(Stdio::null())

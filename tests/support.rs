@@ -14,7 +14,7 @@ use superoffload::model::tensors::TensorSpec;
 use superoffload::planner::machine::Machine;
 use superoffload::train::setup::cpu_engine;
 
-/// What runs the programs of another machine that these tests are, if they are: see `tests/aarch64/emulate.sh`.
+/// What runs another machine's programs, if these tests are one or start one: see `tests/aarch64/emulate.sh`.
 pub fn emulator() -> Option<std::ffi::OsString> {
     std::env::var_os("SUPEROFFLOAD_EMULATOR")
 }

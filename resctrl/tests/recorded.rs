@@ -94,9 +94,10 @@ fn a_grace_takes_the_papers_numbers_and_its_own_domain_ids() {
 /// The program's exit status and what it says.
 fn run(args: &[&str], root: &Path) -> (i32, String) {
     let journal = root.join("no-journal");
-    let program = env!("CARGO_BIN_EXE_superoffload-resctrl");
-    // Tests of another machine's program are run by an emulator, and run the program by it, too.
-    let emulator = std::env::var_os("SUPEROFFLOAD_EMULATOR");
+    // That of another machine, in an emulator, if the environment names them: see tests/aarch64/run.sh.
+    let [emulator, programs] = ["SUPEROFFLOAD_EMULATOR", "SUPEROFFLOAD_PROGRAMS"].map(std::env::var_os);
+    let here = env!("CARGO_BIN_EXE_superoffload-resctrl");
+    let program = programs.map_or(here.into(), |dir| Path::new(&dir).join("superoffload-resctrl"));
     let mut command = Command::new(emulator.as_deref().unwrap_or(program.as_ref()));
     let output = command.args(emulator.map(|_| program)).args(args).arg("--root").arg(root).arg("--journal").arg(journal).output().unwrap();
     (output.status.code().unwrap(), String::from_utf8([output.stdout, output.stderr].concat()).unwrap())
