@@ -107,7 +107,6 @@ fn main() {
     if emulator().is_none() {
         memory_stays_flat();
     }
-    println!("alloc: 1 passed, 0 failed");
 }
 
 /// Trains on the text that ships with the program, with a timeline; panics with a backtrace if a step after the warm-up allocates.

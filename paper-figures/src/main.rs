@@ -15,6 +15,7 @@ mod series;
 mod tests;
 mod timeline;
 mod training;
+mod unfinished;
 mod verdict;
 mod weight_flow;
 
@@ -50,13 +51,16 @@ enum Command {
         /// `fig-06`, `table-2`.
         id: String,
     },
-    /// Run the sweeps of a figure and write its lines.
+    /// Run the sweeps of a figure and write its lines. A run that ended early is gone on with.
     Run {
         /// `fig-06`.
         id: String,
         /// What there is besides a CPU: sweeps that need it are run, too. `builds`: cargo, and minutes for builds by features.
         #[arg(long, value_name = "gpu|builds")]
         with: Vec<String>,
+        /// Only the sweeps that need this.
+        #[arg(long, value_name = "gpu|builds")]
+        only: Option<String>,
     },
     /// Draw a figure from its lines, or `all`.
     Plot {
@@ -113,8 +117,8 @@ fn run(args: &Args) -> Result<Output> {
     match &args.command {
         Command::List => list(&figures).map(Output::good),
         Command::Show { id } => show(find(&figures, id)?).map(Output::good),
-        Command::Run { id, with } => {
-            let choice = Choice { is_quick: false, with: with.clone() };
+        Command::Run { id, with, only } => {
+            let choice = Choice { is_quick: false, with: with.clone(), only: only.clone() };
             let said = run::run(find(&figures, id)?, &programs(args)?, &choice)?;
             Ok(Output::good(format!("{}\n", said.join("\n"))))
         }
@@ -181,7 +185,7 @@ fn table(args: &Args, figures: &[Figure]) -> Result<Output> {
 }
 
 fn all(args: &Args, figures: &[Figure], with: &[String]) -> Result<Output> {
-    let choice = Choice { is_quick: false, with: with.into() };
+    let choice = Choice { with: with.into(), ..Choice::default() };
     for figure in figures {
         run::run(figure, &programs(args)?, &choice)?;
         plot::write(figure)?;
@@ -196,7 +200,7 @@ fn kick_the_tires(args: &Args, figures: Vec<Figure>, out: Option<&Path>, with: &
     if out.exists() {
         std::fs::remove_dir_all(&out).map_err(|source| Error::Io { path: out.clone(), source })?;
     }
-    let choice = Choice { is_quick: true, with: with.into() };
+    let choice = Choice { is_quick: true, with: with.into(), only: None };
     let (mut said, mut wrong) = (Vec::new(), Vec::new());
     for figure in figures {
         let figure = figure.with_scratch(&out);

@@ -5,45 +5,75 @@ use crate::error::{Error, Result};
 use crate::figure::Figure;
 use crate::lines;
 use crate::program::{Flags, Programs};
+use crate::unfinished::Unfinished;
 use serde_json::{Value, json};
 
 /// Which sweeps are run.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Choice {
     /// With the values for `--kick-the-tires`, and only sweeps that have some.
     pub is_quick: bool,
     /// What this machine has: sweeps that need something else are left out.
     pub with: Vec<String>,
+    /// Only sweeps that need this.
+    pub only: Option<String>,
 }
 
-/// Runs the sweeps of `figure` and writes their lines; a sentence for each sweep.
+impl Choice {
+    /// Why a sweep is left out.
+    fn objection(&self, run: &Run) -> Option<String> {
+        if self.is_quick && run.quick.is_none() {
+            return Some("has no quick values".into());
+        }
+        if let Some(only) = &self.only {
+            return (run.needs != *only).then(|| format!("does not need {only}"));
+        }
+        (!run.needs.is_empty() && !self.with.contains(&run.needs)).then(|| format!("needs {}", run.needs))
+    }
+}
+
+/// Runs the sweeps of `figure` and writes their lines when all are done; a sentence for each sweep. What a run that ended early had
+/// measured is not measured again.
 ///
 /// # Errors
-/// When a program fails, or prints no line that says what it was asked for. Lines of the sweeps before are kept.
+/// When a program fails, or prints no line that says what it was asked for.
 pub fn run(figure: &Figure, programs: &Programs, choice: &Choice) -> Result<Vec<String>> {
-    figure.config.run.iter().map(|run| sweep(figure, run, programs, choice)).collect()
+    let mut unfinished = Unfinished::open(figure.output_path("unfinished.jsonl"))?;
+    let (mut said, mut results) = (Vec::new(), Vec::new());
+    for run in &figure.config.run {
+        if let Some(objection) = choice.objection(run) {
+            said.push(format!("{}: {} {objection}", figure.id, run.out));
+            continue;
+        }
+        let combinations = run.combinations(choice.is_quick);
+        let lines = sweep(figure, run, &combinations, programs, &mut unfinished)?;
+        said.push(format!("{}: {} lines of {} calls in {}", figure.id, lines.len(), combinations.len(), run.out));
+        results.push((run, lines));
+    }
+    for (run, lines) in results {
+        lines::write(&figure.output_path(&run.out), &lines, run.append && figure.scratch.is_none())?;
+    }
+    unfinished.end()?;
+    Ok(said)
 }
 
-fn sweep(figure: &Figure, run: &Run, programs: &Programs, choice: &Choice) -> Result<String> {
-    if choice.is_quick && run.quick.is_none() {
-        return Ok(format!("{}: {} has no quick values", figure.id, run.out));
-    }
-    if !run.needs.is_empty() && !choice.with.contains(&run.needs) {
-        return Ok(format!("{}: {} needs {}", figure.id, run.out, run.needs));
-    }
-    let combinations = run.combinations(choice.is_quick);
+fn sweep(figure: &Figure, run: &Run, combinations: &[Flags], programs: &Programs, unfinished: &mut Unfinished) -> Result<Vec<Value>> {
     let mut all = Vec::new();
-    for flags in &combinations {
+    for flags in combinations {
+        if let Some(lines) = unfinished.find(run.program, flags) {
+            all.extend(lines);
+            continue;
+        }
         let lines = lines_or_refusal(run, flags, programs)?;
         if let Some(flag) = silent_flag(run, flags, &lines) {
             let value = lines::plain(&flags[flag]);
             let cause = format!("no line says {flag} {value} at {}", run.echo[flag]);
             return Err(Error::Program { command: format!("{:?} for {}", run.program, figure.id), cause });
         }
+        unfinished.add(run.program, flags, &lines)?;
         all.extend(lines);
     }
-    lines::write(&figure.output_path(&run.out), &all, run.append && figure.scratch.is_none())?;
-    Ok(format!("{}: {} lines of {} calls in {}", figure.id, all.len(), combinations.len(), run.out))
+    Ok(all)
 }
 
 /// What the program prints, or one line with its refusal.

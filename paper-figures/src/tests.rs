@@ -219,6 +219,38 @@ fn a_refusal_is_a_result_only_where_it_may_be() {
 }
 
 #[test]
+fn a_run_that_ended_early_goes_on_where_it_was() {
+    let folder = Folder::new();
+    let lines = || fs::read_to_string(folder.path("fig-00_test/results/lines.jsonl")).unwrap();
+    let (before, unfinished) = (lines(), folder.path("fig-00_test/unfinished.jsonl"));
+    // The second of three calls is refused.
+    let broken = CONFIG.replace("[100, 200]", "[100, -1, 200]");
+    folder.write("fig-00_test/config.toml", &broken);
+    assert!(folder.run(&["run", "fig-00"]).err().unwrap().to_string().contains("bandwidth-gbps is no positive number"));
+    assert_eq!(lines(), before, "nothing is written until all is there");
+    let kept = fs::read_to_string(&unfinished).unwrap();
+    assert_eq!(kept.lines().count(), 1);
+    // What is kept is taken, not measured again.
+    let efficiency = lines::number(&serde_json::from_str(before.lines().next().unwrap()).unwrap(), "efficiency_percent").unwrap();
+    fs::write(&unfinished, kept.replace(&efficiency.to_string(), "99.5")).unwrap();
+    folder.write("fig-00_test/config.toml", CONFIG);
+    folder.run(&["run", "fig-00"]).unwrap();
+    assert!(lines().lines().next().unwrap().contains("99.5"), "{}", lines());
+    assert_eq!(lines().lines().nth(1), before.lines().nth(1));
+    assert!(!unfinished.exists());
+}
+
+#[test]
+fn only_what_needs_it_is_run() {
+    let folder = Folder::new();
+    let said = |args: &[&str]| folder.run(&[&["run", "fig-00"], args].concat()).unwrap().text;
+    assert!(said(&["--only", "gpu"]).contains("lines.jsonl does not need gpu"));
+    folder.write("fig-00_test/config.toml", &CONFIG.replace("quick", "needs = \"gpu\"\nquick"));
+    assert!(said(&[]).contains("lines.jsonl needs gpu"));
+    assert!(said(&["--with", "gpu"]).contains("2 lines of 2 calls") && said(&["--only", "gpu"]).contains("2 lines of 2 calls"));
+}
+
+#[test]
 fn what_is_not_there_is_said() {
     let folder = Folder::new();
     let error = |args: &[&str]| folder.run(args).err().unwrap();

@@ -166,6 +166,12 @@ impl CudaDevice {
         words && self.registered.iter().any(|registered| registered.contains(there))
     }
 
+    /// Waits for the compute stream: what it filled, other streams may use at once.
+    fn finish_compute(&self, operation: impl FnOnce() -> String) -> Result<()> {
+        // SAFETY: the stream is live.
+        check(unsafe { sys::cuStreamSynchronize(self.streams[Stream::Compute as usize].0) }, operation)
+    }
+
     /// Fills with zero bytes, on the compute stream.
     fn fill_zero(&mut self, x: DeviceSlice) -> Result<()> {
         if x.bytes() == 0 {
@@ -222,9 +228,7 @@ impl Device for CudaDevice {
         let raw = &self.streams[Stream::Compute as usize];
         // SAFETY: just allocated, of this size.
         check(unsafe { sys::cuMemsetD8Async(addr, 0, bytes, raw.0) }, operation)?;
-        // Other streams may use it at once.
-        // SAFETY: the stream is live.
-        check(unsafe { sys::cuStreamSynchronize(raw.0) }, operation)?;
+        self.finish_compute(operation)?;
         Ok(slice)
     }
 
@@ -239,6 +243,7 @@ impl Device for CudaDevice {
         let slice = DeviceSlice { addr: ring.addr, elems, dtype };
         self.rings.push(ring);
         self.fill_zero(slice)?;
+        self.finish_compute(|| format!("zero the ring for {name}"))?;
         Ok(slice)
     }
 

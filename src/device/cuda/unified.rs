@@ -63,8 +63,7 @@ fn alloc_managed(dev: &mut CudaDevice, name: &str, elems: usize, dtype: Dtype) -
     // Pages exist from here on: a host without room for them says so now.
     prefetch(dev, Stream::Compute, slice, Place::Host)?;
     dev.fill_zero(slice)?;
-    // SAFETY: the stream is live.
-    check(unsafe { sys::cuStreamSynchronize(dev.streams[Stream::Compute as usize].0) }, operation)?;
+    dev.finish_compute(operation)?;
     Ok(slice)
 }
 

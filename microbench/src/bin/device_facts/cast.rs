@@ -115,7 +115,7 @@ fn is_on_the_device<D: Device>(rig: &mut Rig<'_, D>, optimizer: &Optimizer, tens
 }
 
 fn on_the_host<D: Kernels>(bench: &Bench<'_, D>, optimizer: &Optimizer, elems: usize, workers: &mut Workers<HostJob>) -> Result<()> {
-    optimizer.reset();
+    optimizer.reset(elems);
     let widen = Widen { from: optimizer.narrow.slice(0, 2 * elems), to: optimizer.wide.slice(0, 4 * elems) };
     fill(widen.from, bf16::from_f32(GRAD));
     let widened = workers.rates(bench.sizes.seconds, |_| HostJob::Widen(widen))?;
@@ -133,7 +133,7 @@ fn on_the_host<D: Kernels>(bench: &Bench<'_, D>, optimizer: &Optimizer, elems: u
 /// Gradients from the device in bf16 to where the optimizer reads them; and the optimizer's pass after it.
 fn gradients<D: Kernels>(bench: &mut Bench<'_, D>, host: &mut Host, tensor: &Tensor, arm: Arm) -> Result<()> {
     let (elems, optimizer) = (tensor.elems, &host.optimizer);
-    optimizer.reset();
+    optimizer.reset(elems);
     let narrow = optimizer.narrow.slice(0, 2 * elems);
     fill(narrow, bf16::from_f32(GRAD));
     bench.rig.seconds(|dev| dev.copy_h2d(Stream::H2d, narrow, tensor.narrow))?;
@@ -151,7 +151,7 @@ fn gradients<D: Kernels>(bench: &mut Bench<'_, D>, host: &mut Host, tensor: &Ten
 /// Weights from the optimizer's fp32 to the device's bf16.
 fn weights<D: Kernels>(bench: &mut Bench<'_, D>, host: &mut Host, tensor: &Tensor, arm: Arm) -> Result<()> {
     let (elems, expected) = (tensor.elems, Optimizer::param_after(0));
-    host.optimizer.reset();
+    host.optimizer.reset(elems);
     if arm == Arm::Fused {
         host.run(HostJob::Step(host.optimizer.cast(elems)))?;
     }

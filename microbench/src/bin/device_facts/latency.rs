@@ -75,7 +75,7 @@ fn events<D: Kernels>(bench: &mut Bench<'_, D>) -> Result<()> {
         Ok(seconds / (2 * HOPS) as f64)
     })?;
     let is_done = bench.rig.dev.is_done(events[1])?;
-    report(bench, "from one stream to the next by an event", is_done, &hops)
+    report(bench, "record an event and have the other stream wait for it", is_done, &hops)
 }
 
 /// On a copy's stream the copy engine does it, on the compute stream a kernel.

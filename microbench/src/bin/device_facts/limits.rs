@@ -32,6 +32,8 @@ pub struct Limits {
     pub workers: usize,
 }
 
+/// Bytes that move for each that a triad counts: a line is read before it is written.
+const TRIAD_TRAFFIC: f64 = 4.0 / 3.0;
 /// NVLink-C2C of a Grace Hopper, rated, one way.
 const C2C_BYTES_PER_S: f64 = 450e9;
 
@@ -49,7 +51,8 @@ impl Limits {
     ) -> Result<Self> {
         let cpus = topology.usable_cpus().map_or(1, |usable| usable.count());
         let triad = Workers::<Triad>::new(topology, cpus)?.rates(time_s, |_| states.triad())?.median();
-        let host = Limit { bytes_per_s: triad, what: format!("host memory: triad of {cpus} threads") };
+        let what = format!("host memory: triad of {cpus} threads, with what its stores read first");
+        let host = Limit { bytes_per_s: triad * TRIAD_TRAFFIC, what };
         let link = match addressing {
             None => through_memory(&host),
             Some(Addressing::Shared) => Limit { bytes_per_s: C2C_BYTES_PER_S, what: "NVLink-C2C as rated, one way".into() },

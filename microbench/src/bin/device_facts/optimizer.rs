@@ -43,16 +43,22 @@ impl Optimizer {
     /// `Resource` when there is no such memory.
     pub fn new<D: Kernels>(bench: &mut Bench<'_, D>, elems: usize, wide: usize) -> Result<Self> {
         let (wide, narrow, weights) = (bench.registered(wide * 4)?, bench.registered(elems * 2)?, bench.registered(elems * 2)?);
-        let mut state = || bench.memory.alloc_periodic("optimizer state", elems * 4, elems * 4);
-        let state = HostState { params: state()?, m: state()?, v: state()? };
+        // An arm sends the parameters themselves; `m` and `v` never leave the host.
+        let params = bench.registered(elems * 4)?;
+        let mut moments = || bench.memory.alloc_periodic("optimizer state", elems * 4, elems * 4);
+        let state = HostState { params, m: moments()?, v: moments()? };
         Ok(Self { state, wide, narrow, weights, kernels: AdamKernels::new(Isa::detect())? })
     }
 
-    /// Every parameter as it begins; gradients and weights zero.
-    pub fn reset(&self) {
+    /// The first `elems` parameters as they begin; their gradients and weights zero.
+    pub fn reset(&self, elems: usize) {
         let HostState { params, m, v } = self.state;
-        [(params, BEGIN.param), (m, BEGIN.m), (v, BEGIN.v)].into_iter().for_each(|(memory, value)| fill(memory, value));
-        [self.wide, self.narrow, self.weights].into_iter().for_each(|memory| fill(memory, 0u16));
+        for (memory, value) in [(params, BEGIN.param), (m, BEGIN.m), (v, BEGIN.v)] {
+            fill(memory.slice(0, 4 * elems), value);
+        }
+        for (memory, elem_bytes) in [(self.wide, 4), (self.narrow, 2), (self.weights, 2)] {
+            fill(memory.slice(0, memory.bytes().min(elem_bytes * elems)), 0u16);
+        }
     }
 
     /// A step of the parameters in `range` with the gradients of `slot`; gradients and weights are in slots of `slot_elems`.

@@ -57,7 +57,7 @@ pub fn measure<D: Kernels>(bench: &mut Bench<'_, D>) -> Result<()> {
 
 impl Pipeline {
     fn sweep<D: Kernels>(&mut self, bench: &mut Bench<'_, D>, params: usize, bucket: usize, pass: &Samples) -> Result<()> {
-        self.optimizer.reset();
+        self.optimizer.reset(params);
         let host = self.optimizer.narrow.slice(0, 2 * params);
         fill(host, bf16::from_f32(GRAD));
         bench.rig.seconds(|dev| dev.copy_h2d(Stream::H2d, host, self.grads.slice(0, params)))?;
