@@ -53,8 +53,19 @@ impl Product {
     /// # Errors
     /// The device's.
     pub fn enqueue<D: Kernels>(self, dev: &mut D, m: usize) -> Result<()> {
-        let (shape, n) = (MatmulShape { layout: MatmulLayout::Nt, m, n: self.n, k: self.n }, self.n);
-        dev.matmul(shape, self.a.slice(0, m * n), self.b.slice(0, n * n), None, None, self.c.slice(0, m * n))
+        self.part(dev, MatmulLayout::Nt, [m, self.n, self.n])
+    }
+
+    /// Enqueues a linear layer's three products for `m` tokens: its output, the gradients of its input and of its weight.
+    fn enqueue_layer<D: Kernels>(self, dev: &mut D, m: usize) -> Result<()> {
+        self.enqueue(dev, m)?;
+        self.part(dev, MatmulLayout::Nn, [m, self.n, self.n])?;
+        self.part(dev, MatmulLayout::Tn, [self.n, self.n, m])
+    }
+
+    fn part<D: Kernels>(self, dev: &mut D, layout: MatmulLayout, [m, n, k]: [usize; 3]) -> Result<()> {
+        let shape = MatmulShape { layout, m, n, k };
+        dev.matmul(shape, self.a.slice(0, m * k), self.b.slice(0, n * k), None, None, self.c.slice(0, m * n))
     }
 }
 
@@ -78,7 +89,7 @@ pub fn fill<D: Kernels>(dev: &mut D, memory: &[DeviceSlice]) -> Result<()> {
     Rig::new(dev)?.settle()
 }
 
-/// FLOP/s of products.
+/// FLOP/s of a linear layer's products, forward and backward.
 #[derive(Clone, Debug)]
 pub struct Products {
     /// Large ones after a rest.
@@ -98,7 +109,7 @@ pub struct Products {
 pub fn measure<D: Kernels>(rig: &mut Rig<'_, D>, dtype: Dtype, limit: usize, time_s: f64) -> Result<Products> {
     let room = Product::new(rig.dev, dtype, limit)?;
     let large = largest(rig, room, 0.05 * time_s)?;
-    let flops = |rig: &mut Rig<'_, D>, m: usize, time_s: f64| rig.rates(time_s, large.flops(m), |dev| large.enqueue(dev, m));
+    let flops = |rig: &mut Rig<'_, D>, m: usize, time_s: f64| rig.rates(time_s, 3.0 * large.flops(m), |dev| large.enqueue_layer(dev, m));
     let burst = flops(rig, large.n, 0.02 * time_s)?;
     // Until the power limit shows.
     flops(rig, large.n, 0.2 * time_s)?;
