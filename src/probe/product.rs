@@ -16,6 +16,8 @@ const RANDOM_ELEMS: usize = 1 << 20;
 const SMALLEST: usize = 32;
 /// The largest product is run at least so often.
 const RUNS_MIN: f64 = 8.0;
+/// Every size has its turn so often: what else a shared machine does meanwhile falls on all of them.
+const ROUNDS: usize = 4;
 
 /// Three square matrices of random numbers, and products in them.
 #[derive(Clone, Copy, Debug)]
@@ -115,7 +117,13 @@ pub fn measure<D: Kernels>(rig: &mut Rig<'_, D>, dtype: Dtype, limit: usize, tim
     flops(rig, large.n, 0.2 * time_s)?;
     let sustained = flops(rig, large.n, 0.4 * time_s)?;
     let dims: Vec<usize> = doublings(SMALLEST.min(large.n), large.n).collect();
-    let shares = dims.iter().map(|&m| Ok((m as f64, flops(rig, m, 0.3 * time_s / dims.len() as f64)?))).collect::<Result<Vec<_>>>()?;
+    let time_s = 0.3 * time_s / (ROUNDS * dims.len()) as f64;
+    let mut round = || dims.iter().map(|&m| flops(rig, m, time_s)).collect::<Result<Vec<_>>>();
+    let mut rates = round()?;
+    for _ in 1..ROUNDS {
+        rates = rates.into_iter().zip(round()?).map(|(before, now)| before.and(now)).collect();
+    }
+    let shares: Vec<_> = dims.iter().map(|&m| m as f64).zip(rates).collect();
     Ok(Products { burst, sustained, share_by_least_dim: share_curve(&shares), large })
 }
 

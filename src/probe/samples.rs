@@ -18,6 +18,11 @@ impl Samples {
         Self(samples)
     }
 
+    /// Those of both.
+    pub fn and(self, others: Self) -> Self {
+        Self::new([self.0, others.0].concat())
+    }
+
     /// Half are less.
     pub fn median(&self) -> f64 {
         self.0[self.0.len() / 2]
