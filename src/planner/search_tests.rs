@@ -208,16 +208,17 @@ fn predictions_are_near_every_measured_step_and_its_memory() {
 /// Bytes of the program itself, its libraries and its stacks, which a plan for the CPU device leaves out.
 const PROGRAM_BYTES: f64 = (24 << 20) as f64;
 
-/// On a machine of two cores whose profile `probe` wrote in the minutes before. Products of fewer rows than 256 are predicted badly:
-/// `probe` measures one of a layer's three.
+/// On a machine of two cores whose profile `probe` wrote in the minutes before. Short passes beside the optimizer are predicted badly
+/// (`docs/performance.md`).
 #[test]
 fn predictions_are_near_steps_of_the_cpu_device_and_their_memory() {
     let machine = Machine::of(&Profile::load(results("cpu-probe.toml").to_str().unwrap()).unwrap());
     let lines: Vec<_> = lines("cpu-step.jsonl").collect();
-    assert!(lines.len() >= 6);
+    assert!(lines.len() >= 8);
     for line in lines {
         let (_, off) = predicted(&line, &machine);
-        let bound = if line["tokens_per_step"].as_u64().unwrap() < 256 { 0.25 } else { 0.15 };
+        let is_short_beside_optimizer = line["settings"]["resident_buckets"] != "all" && line["tokens_per_step"].as_u64().unwrap() < 256;
+        let bound = if is_short_beside_optimizer { 0.4 } else { 0.15 };
         assert!(off.abs() < bound, "{:+.1} % off: {line}", off * 1e2);
         let memory = &line["memory"];
         let planned: f64 = ["device_planned_bytes", "host_planned_bytes"].iter().map(|place| memory[place].as_f64().unwrap()).sum();
