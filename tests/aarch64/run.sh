@@ -44,7 +44,8 @@ unlike=(tests::what_is_not_there_is_said)
 skip=(--test-threads=1 --skip=optim:: "${too_slow[@]/#/--skip=}" "${unlike[@]/#/--skip=}")
 step $cargo test --quiet --workspace --lib --bins -- "${skip[@]}"
 # Fewer random models and kills than on a fast machine.
-step env SUPEROFFLOAD_CASES=10 $cargo test --quiet --workspace --test main --test alloc -- "${skip[@]}" --skip=cli:: --skip=resume::
+step env SUPEROFFLOAD_CASES=10 $cargo test --quiet --workspace --test main --test alloc --test recorded -- "${skip[@]}" \
+  --skip=cli:: --skip=resume:: --skip=the_program_shows_a_tree --skip=each_condition
 # Tests that start the program run here, and only the program in the emulator. When handlers of signals are there is not to be seen of an
 # emulated program: that phase is left out by its test. A measurement of seconds would be one of the emulator.
 emulated=(SUPEROFFLOAD_EMULATOR="$PWD/$emulate" SUPEROFFLOAD_PROGRAMS="$(realpath "$built")" SUPEROFFLOAD_KILLS=3)
