@@ -34,8 +34,15 @@ fn parse(text: &str) -> std::result::Result<Vec<Value>, String> {
 /// When the folder or the file cannot be written.
 pub fn write(path: &Path, lines: &[Value], append: bool) -> Result<()> {
     let io = |source| Error::Io { path: path.into(), source };
-    let old = if append { read(path)? } else { Vec::new() };
-    let text: String = old.iter().chain(lines).map(|line| format!("{line}\n")).collect();
+    let mut text = match fs::read_to_string(path) {
+        Ok(old) if append => old,
+        Err(error) if append && error.kind() != ErrorKind::NotFound => return Err(io(error)),
+        _ => String::new(),
+    };
+    if !text.is_empty() && !text.ends_with('\n') {
+        text.push('\n');
+    }
+    text.extend(lines.iter().map(|line| format!("{line}\n")));
     fs::create_dir_all(path.parent().unwrap_or(Path::new("."))).map_err(io)?;
     let beside = path.with_extension("part");
     fs::write(&beside, text).and_then(|()| fs::rename(&beside, path)).map_err(io)
@@ -102,9 +109,11 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("results/a.jsonl");
         assert!(read(&path).unwrap().is_empty());
-        write(&path, &[json!({"a": 1})], false).unwrap();
+        write(&path, &[json!({"a": 1})], true).unwrap();
+        assert_eq!(read(&path).unwrap(), [json!({"a": 1})]);
+        fs::write(&path, r#"{"a":  5e-05}"#).unwrap();
         write(&path, &[json!({"a": 2})], true).unwrap();
-        assert_eq!(read(&path).unwrap(), [json!({"a": 1}), json!({"a": 2})]);
+        assert_eq!(fs::read_to_string(&path).unwrap(), "{\"a\":  5e-05}\n{\"a\":2}\n", "another program's line stays as it wrote it");
         write(&path, &[json!({"a": 3})], false).unwrap();
         assert_eq!(read(&path).unwrap(), [json!({"a": 3})]);
     }

@@ -33,6 +33,9 @@ pub use crate::planner::machine::Place;
 const BUCKET_BYTES_MAX: usize = 64 << 20;
 /// A model is cut into at least this many buckets, so that a small one is pipelined, too.
 const BUCKETS_MIN: usize = 16;
+/// Slots where nobody chose.
+pub(crate) const SLOTS: usize = 8;
+
 /// Which techniques run: compiled in, part of the strategy, and not turned off.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct Techniques {
@@ -188,7 +191,7 @@ impl Plan {
             device_casts: cfg!(feature = "superchip-cast") && link_dtype != dtype,
             paged: settings.memory == HostMemoryKind::Unified,
             retains_grads: rules.policy == Policy::Deferred,
-            slots: settings.slots,
+            slots: settings.slots.unwrap_or(SLOTS),
             timeline_bytes: (threads + 4) * trace_spans * size_of::<Span>(),
             attention: attention(settings, dtype, machine.device)?,
             machine: machine.limited(settings),

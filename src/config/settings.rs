@@ -111,8 +111,8 @@ pub struct Settings {
     pub isa: IsaChoice,
     /// Resctrl group that the optimizer's threads join.
     pub resctrl_group: ResctrlGroup,
-    /// Staging slots for gradients and as many for parameters, at least 1.
-    pub slots: usize,
+    /// Staging slots for gradients and as many for parameters, at least 1; none: the plan decides.
+    pub slots: Option<usize>,
     /// Techniques turned off, sorted, each once.
     pub without: Vec<Technique>,
     /// Side that converts gradients.
@@ -171,7 +171,7 @@ impl Default for Settings {
             digest: false,
             isa: IsaChoice::Auto,
             resctrl_group: ResctrlGroup::Auto,
-            slots: 8,
+            slots: None,
             without: Vec::new(),
             cast: CastSide::Auto,
             adversary: None,
@@ -270,7 +270,7 @@ impl Settings {
             digest: options.digest.unwrap_or(self.digest),
             isa: options.isa.unwrap_or(self.isa),
             resctrl_group: options.resctrl_group.unwrap_or(self.resctrl_group),
-            slots: options.slots.unwrap_or(self.slots),
+            slots: options.slots.or(self.slots),
             without,
             cast: options.cast.unwrap_or(self.cast),
             adversary: options.adversary.or(self.adversary),
@@ -311,7 +311,8 @@ impl Settings {
         }
         let threads = self.threads.unwrap_or(1);
         require((1..=THREADS_MAX).contains(&threads), "threads", threads, format!("1 to {THREADS_MAX}"))?;
-        require((1..=SLOTS_MAX).contains(&self.slots), "slots", self.slots, format!("1 to {SLOTS_MAX}"))?;
+        let slots = self.slots.unwrap_or(1);
+        require((1..=SLOTS_MAX).contains(&slots), "slots", slots, format!("1 to {SLOTS_MAX}"))?;
         let tokens = self.per_device_train_batch_size.checked_mul(self.seq_length);
         let fits = tokens.is_some_and(|tokens| tokens <= MICRO_BATCH_TOKENS_MAX);
         require(

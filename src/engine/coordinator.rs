@@ -122,6 +122,8 @@ pub enum Work {
 pub enum Event {
     /// All gradients of the bucket are enqueued on the device.
     GradReady(usize),
+    /// And computed.
+    GradComputed(usize),
     /// The bucket's gradient is in its host slot.
     GradArrived(usize),
     /// The pool finished what it was given.
@@ -232,6 +234,8 @@ enum Queued {
 #[derive(Clone, Copy, Debug)]
 struct Bucket {
     phase: Phase,
+    /// The device has computed this step's gradient.
+    computed: bool,
     grads: Option<Slot>,
     /// Decided but not yet written into the state ([`Policy::Deferred`]).
     pending: Option<GradUpdate>,
@@ -291,7 +295,7 @@ impl Coordinator {
         let retained = if rules.policy == Policy::Deferred { offloaded } else { 0 };
         let least_params = if staging.streams() { offloaded } else { 1 };
         assert!(offloaded == 0 || (grad_slots > retained && param_slots >= least_params), "too few slots for {offloaded} buckets");
-        let bucket = Bucket { phase: Phase::Settled, grads: None, pending: None, speculated_in_place: false };
+        let bucket = Bucket { phase: Phase::Settled, computed: false, grads: None, pending: None, speculated_in_place: false };
         let update = Update { optimizer_step: 0, learning_rate: 0.0, scale: 1.0 };
         Self {
             buckets: vec![bucket; offloaded],
@@ -330,7 +334,11 @@ impl Coordinator {
     pub fn handle(&mut self, event: Event) {
         match event {
             Event::GradReady(bucket) if self.layout.is_resident(bucket) => {}
-            Event::GradReady(bucket) => self.enter(bucket, Phase::Settled, Phase::Ready),
+            Event::GradReady(bucket) => {
+                self.enter(bucket, Phase::Settled, Phase::Ready);
+                self.buckets[bucket].computed = false;
+            }
+            Event::GradComputed(bucket) => self.buckets[bucket].computed = true,
             Event::GradArrived(bucket) => self.grad_arrived(bucket),
             Event::JobDone => self.job_done(),
             Event::ParamsCopied(slot) => self.param_slots.give(slot),
@@ -497,18 +505,25 @@ impl Coordinator {
         self.buckets[bucket].phase = Phase::Queued(why);
     }
 
-    /// Gradients leave as slots allow, in the order in which the pool will want them: slots are few, and a gradient that came
-    /// too early would keep out the one that is needed first.
+    /// Gradients leave as slots allow.
     fn copy_ready_grads(&mut self) {
-        let oldest = |buckets: &[Bucket]| buckets.iter().position(|b| b.phase == Phase::Ready);
-        while let Some(bucket) =
-            if self.staging.ringed_grads { oldest(&self.buckets) } else { self.next_bucket(|b| b.phase == Phase::Ready) }
-        {
+        while let Some(bucket) = self.next_to_copy() {
             let Some(grads) = self.grad_slots.take() else { return };
             self.buckets[bucket].grads = Some(grads);
             self.buckets[bucket].phase = Phase::Copying;
             self.commands.push_back(Command::CopyGrads { bucket, grads });
         }
+    }
+
+    /// Of what is computed, the bucket that the pool will want first: slots are few, and a gradient that came too early would keep out
+    /// the one that is needed first. When nothing is, the next that will be, so that the link begins at once: a later one would hold
+    /// its slot, and the stream of copies, for stages.
+    fn next_to_copy(&self) -> Option<usize> {
+        let oldest = || self.buckets.iter().position(|b| b.phase == Phase::Ready);
+        if self.staging.ringed_grads {
+            return oldest();
+        }
+        self.next_bucket(|b| b.phase == Phase::Ready && b.computed).or_else(oldest)
     }
 
     /// The bucket of this kind whose parameters are needed first. Flat order is backward order, so that the last bucket has

@@ -21,6 +21,8 @@ struct World {
     state: Vec<Seen>,
     params: Vec<Seen>,
     device: Vec<Seen>,
+    /// Enqueued on the device, in that order.
+    computing: VecDeque<usize>,
     copying: VecDeque<(usize, Slot)>,
     returning: VecDeque<(usize, Slot)>,
     job: Option<(usize, Work, Option<Slot>)>,
@@ -44,6 +46,7 @@ impl World {
             state: vec![vec![]; offloaded],
             params: vec![vec![]; param_slots],
             device: vec![vec![]; buckets],
+            computing: VecDeque::new(),
             copying: VecDeque::new(),
             returning: VecDeque::new(),
             job: None,
@@ -64,9 +67,11 @@ impl World {
 
     /// Completes one thing that is under way; false when nothing is.
     fn advance(&mut self) -> bool {
-        let choices = [!self.copying.is_empty(), self.job.is_some(), !self.returning.is_empty()];
-        let first = self.rng.next_u32() as usize % 3;
-        let Some(choice) = (0..3).map(|i| (first + i) % 3).find(|&c| choices[c]) else { return false };
+        let is_computed = |bucket: &usize| !self.computing.contains(bucket);
+        let can_copy = self.copying.front().is_some_and(|(bucket, _)| is_computed(bucket));
+        let choices = [can_copy, self.job.is_some(), !self.returning.is_empty(), !self.computing.is_empty()];
+        let first = self.rng.next_u32() as usize % 4;
+        let Some(choice) = (0..4).map(|i| (first + i) % 4).find(|&c| choices[c]) else { return false };
         match choice {
             0 => {
                 let (bucket, slot) = self.copying.pop_front().unwrap();
@@ -78,10 +83,14 @@ impl World {
                 self.work(bucket, work, params);
                 self.coordinator.handle(Event::JobDone);
             }
-            _ => {
+            2 => {
                 let (bucket, slot) = self.returning.pop_front().unwrap();
                 self.device[bucket] = self.params[slot.0].clone();
                 self.coordinator.handle(Event::ParamsCopied(slot));
+            }
+            _ => {
+                let bucket = self.computing.pop_front().unwrap();
+                self.coordinator.handle(Event::GradComputed(bucket));
             }
         }
         self.obey();
@@ -151,6 +160,9 @@ impl World {
         self.step = expected.len() as u64 + 1;
         self.coordinator.begin_step(Update { optimizer_step: self.step, learning_rate: 0.1, scale: 1.0 });
         for bucket in 0..buckets {
+            if !self.coordinator.layout.is_resident(bucket) {
+                self.computing.push_back(bucket);
+            }
             self.coordinator.handle(Event::GradReady(bucket));
             self.obey();
             self.dawdle();
@@ -249,4 +261,28 @@ fn the_order_is_the_earliest_deadline_or_the_order_of_arrival() {
             .collect();
         assert_eq!(order, expected);
     }
+}
+
+/// A stage makes several buckets at once, and the driver is stages ahead.
+#[cfg(feature = "deadline-order")]
+#[test]
+fn slots_are_for_what_is_computed_and_then_for_what_will_be_next() {
+    let rules = Rules { policy: Policy::ValidateFirst, adaptive: false, deadline_order: true };
+    let staging = Staging { ringed_grads: false, grad_slots: 3, param_slots: 1, streamed_weights: false };
+    let mut c = Coordinator::new(BucketLayout::new(8 * BLOCK, BLOCK, 0), rules, staging);
+    c.begin_step(Update { optimizer_step: 1, learning_rate: 0.1, scale: 1.0 });
+    let copies = |c: &mut Coordinator| -> Vec<usize> {
+        let commands = std::iter::from_fn(|| c.next_command());
+        commands.filter_map(|command| if let Command::CopyGrads { bucket, .. } = command { Some(bucket) } else { None }).collect()
+    };
+    (0..8).for_each(|b| c.handle(Event::GradReady(b)));
+    assert_eq!(copies(&mut c), [0, 1, 2], "nothing is computed yet");
+    (0..6).for_each(|b| c.handle(Event::GradComputed(b)));
+    (0..3).for_each(|b| c.handle(Event::GradArrived(b)));
+    c.handle(Event::Validated(Verdict::Commit));
+    c.handle(Event::JobDone);
+    assert_eq!(copies(&mut c), [5], "of what is computed the earliest deadline");
+    c.handle(Event::ParamsCopied(Slot(0)));
+    c.handle(Event::JobDone);
+    assert_eq!(copies(&mut c), [4]);
 }

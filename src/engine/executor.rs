@@ -85,6 +85,7 @@ pub struct Engine<D: Kernels> {
     coordinator: Coordinator,
     events: Events,
     stages_enqueued: usize,
+    computing: VecDeque<usize>,
     copying: VecDeque<usize>,
     returning: VecDeque<Slot>,
     pool_busy: bool,
@@ -183,6 +184,7 @@ impl<D: Kernels> Engine<D> {
         Ok(Self {
             coordinator: Coordinator::new(plan.layout.clone(), plan.rules, staging(&plan)),
             events: Events::new(&mut dev, plan.layout.count(), plan.param_slots)?,
+            computing: VecDeque::with_capacity(plan.layout.count()),
             copying: VecDeque::with_capacity(plan.layout.count()),
             returning: VecDeque::with_capacity(plan.param_slots + 1),
             coin: plan.adversary.map(|seed| ChaCha8Rng::seed_from_u64(seed ^ 0xc01)),
@@ -481,8 +483,10 @@ impl<D: Kernels> Engine<D> {
         self.inject(&range)?;
         self.report.add(&mut self.dev, self.model.grads.slice(range.start, range.len()), &range)?;
         self.dev.record(self.events.grad_ready[bucket], Stream::Compute)?;
-        self.coordinator.handle(Event::GradReady(bucket));
-        self.obey()
+        if !self.plan.layout.is_resident(bucket) {
+            self.computing.push_back(bucket);
+        }
+        self.tell(Event::GradReady(bucket))
     }
 
     fn inject(&mut self, range: &Range<usize>) -> Result<()> {
@@ -614,6 +618,14 @@ impl<D: Kernels> Engine<D> {
         let mut told = false;
         if self.coin.as_mut().is_some_and(|coin| coin.next_u32().is_multiple_of(4)) {
             self.pool.advance();
+        }
+        while let Some(&bucket) = self.computing.front() {
+            if !self.dev.is_done(self.events.grad_ready[bucket])? {
+                break;
+            }
+            self.computing.pop_front();
+            told = true;
+            self.tell(Event::GradComputed(bucket))?;
         }
         while let Some(&bucket) = self.copying.front() {
             if !self.dev.is_done(self.events.grad_arrived[bucket])? {

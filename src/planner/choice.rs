@@ -22,6 +22,9 @@ const SHARED_TILE_BYTES_MAX: usize = 64 << 20;
 const TILE_BYTES_MAX: usize = 5 << 30;
 /// And of the memory that is free before activations at most one part in this many.
 const TILE_FREE_PARTS: u64 = 8;
+/// Smaller products are slower, and each tile adds to the output matrix' gradient once more: what a smaller tile leaves free must make
+/// a step this much shorter.
+const SMALLER_TILE_WORTH: f64 = 0.99;
 /// A product with fewer rows would not fill a GPU.
 const TILE_ROWS_MIN: usize = 1024;
 /// Rows of a tile are a multiple of this many, so that every tile fills the product's tiles.
@@ -79,6 +82,21 @@ pub fn choose(needs: &Needs, work: Work, table: &TensorTable, layout: &BucketLay
     }
 }
 
+/// A choice by what choices are compared by.
+struct Weighed {
+    /// Bytes that it lacks.
+    lacking: u64,
+    step_s: f64,
+    choice: Choice,
+}
+
+impl Weighed {
+    /// Whether it lacks less than `other`, or as little and takes less than `worth` of its time.
+    fn is_before(&self, other: &Weighed, worth: f64) -> bool {
+        self.lacking < other.lacking || self.lacking == other.lacking && self.step_s < worth * other.step_s
+    }
+}
+
 /// What of the device's flat memory is to repeat, where that saves memory.
 #[derive(Clone, Copy)]
 struct Repeats {
@@ -110,37 +128,45 @@ impl Planner<'_> {
         Ok(Choice { layout, policies, tile, rings, memory, predicted: None })
     }
 
-    /// The fastest candidate that fits a device of `device_bytes`, with weights that stay if one fits so, and with the largest
-    /// tile that lets one fit; or, when none does, the one that lacks least.
+    /// The fastest candidate that fits a device of `device_bytes`, with weights that stay if one fits so; or, when none does, the one
+    /// that lacks least.
     fn search(&self, device_bytes: u64, predictor: &Predictor) -> Result<Choice> {
         let modes: &[bool] = match self.wishes.weights {
             WeightsChoice::Auto => &[false, true],
             WeightsChoice::Stationary => &[false],
             WeightsChoice::Flow => &[true],
         };
-        let mut tiles = Vec::new();
+        let mut best: Option<Weighed> = None;
         for &weights in modes {
-            tiles.extend(self.tiles(device_bytes, weights)?.into_iter().map(|tile| (weights, tile)));
-        }
-        let mut best: Option<(u64, f64, Choice)> = None;
-        for (weights, tile) in tiles {
-            let repeats = |grads| Repeats { grads, weights };
-            let mixes = self.mixes().into_iter().flat_map(|policies| [(repeats(false), policies.clone()), (repeats(true), policies)]);
-            for (repeats, policies) in mixes {
-                let choice = self.candidate(policies, tile, repeats, predictor)?;
-                let (device, host) = self.needs.lacking(&choice.memory);
-                let (lacking, step_s) = (device + host, choice.predicted.map_or(0.0, |predicted| predicted.mean_s()));
-                // The first of equals computes least twice.
-                if best.as_ref().is_none_or(|(least, fastest, _)| (lacking, step_s) < (*least, *fastest)) {
-                    best = Some((lacking, step_s, choice));
+            for tile in self.tiles(device_bytes, weights)? {
+                let found = self.search_with(tile, weights, predictor)?;
+                if best.as_ref().is_none_or(|best| found.is_before(best, SMALLER_TILE_WORTH)) {
+                    best = Some(found);
                 }
             }
-            if best.as_ref().is_some_and(|(lacking, ..)| *lacking == 0) {
+            if best.as_ref().is_some_and(|best| best.lacking == 0) {
                 break;
             }
         }
-        let (_, _, choice) = best.expect("there is at least one tile and one mix");
-        Ok(choice)
+        Ok(best.expect("there is at least one tile").choice)
+    }
+
+    /// The best candidate with this tile.
+    fn search_with(&self, tile: LossTile, weights: bool, predictor: &Predictor) -> Result<Weighed> {
+        let repeats = |grads| Repeats { grads, weights };
+        let mixes = self.mixes().into_iter().flat_map(|policies| [(repeats(false), policies.clone()), (repeats(true), policies)]);
+        let mut best: Option<Weighed> = None;
+        for (repeats, policies) in mixes {
+            let choice = self.candidate(policies, tile, repeats, predictor)?;
+            let (device, host) = self.needs.lacking(&choice.memory);
+            let step_s = choice.predicted.map_or(0.0, |predicted| predicted.mean_s());
+            let found = Weighed { lacking: device + host, step_s, choice };
+            // The first of equals computes least twice.
+            if best.as_ref().is_none_or(|best| found.is_before(best, 1.0)) {
+                best = Some(found);
+            }
+        }
+        Ok(best.expect("there is at least one mix"))
     }
 
     fn candidate(&self, policies: Vec<LayerPolicy>, tile: LossTile, repeats: Repeats, predictor: &Predictor) -> Result<Choice> {

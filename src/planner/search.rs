@@ -1,7 +1,8 @@
 //! The plan in full: which settings give the fastest step, by simulating each on the machine's rates.
 //!
-//! [`super::choice`] weighs what stays on the device by arithmetic. What is left is decided here, one setting after another: each
-//! is tried at its other values while the rest stay as they are best so far. Only settings that were left open are tried.
+//! [`super::choice`] weighs what stays on the device by arithmetic. What is left is decided here. Where weights lie, what layers keep and
+//! which buckets are resident compete for one memory, and are tried together; then come the others, one setting after another: each is
+//! tried at its other values while the rest stay as they are best so far. Only settings that were left open are tried.
 
 use super::machine::{DeviceMemory, Machine};
 use crate::bench::clip::Clip;
@@ -9,21 +10,19 @@ use crate::bench::record::Outcome;
 use crate::bench::simulate::simulate;
 use crate::bench::timed::Steps;
 use crate::config::options::{ActivationsChoice, CastSide, ResidentBuckets, Technique, WeightsChoice};
-use crate::config::plan::Plan;
+use crate::config::plan::{Plan, SLOTS};
 use crate::config::settings::Settings;
 use crate::error::{Error, Result};
-use crate::model::policy::LayerPolicy;
 use crate::model::shape::ModelShape;
 use clap::ValueEnum;
 use std::num::NonZeroU64;
+use std::panic::resume_unwind;
+use std::thread::{self, available_parallelism};
 
 /// Steps of a simulation: one in ten is clipped, and waits for its verdict. A settled run clips fewer, a new model more.
 const STEPS: Steps = Steps { warmup: 2, timed: 10, clip: Clip::OneIn(NonZeroU64::new(10).unwrap()) };
 /// A change is worth making only if it makes steps this much shorter: rates are not known better.
 const WORTH: f64 = 0.995;
-/// What a step takes longer than simulated if every layer's input goes to the host and comes back, in comparisons. Measured on an
-/// H200: 8 % where 39 of 40 layers' did (`paper-figures/results/h200-step.jsonl`, line 31), for a reason not found yet.
-const HOST_DOUBT: f64 = 0.08;
 
 /// A way to run a step, and what the simulation says about it.
 #[derive(Clone, Debug)]
@@ -43,19 +42,12 @@ impl Candidate {
     pub fn mean_s(&self) -> f64 {
         self.outcome.step_ms.total() / self.outcome.step_ms.samples.len() as f64 / 1e3
     }
-
-    /// By which candidates are compared: a mean step, longer by what simulations leave out.
-    pub fn weighed_s(&self) -> f64 {
-        let policies = &self.plan.layer_policies;
-        let on_host = policies.iter().filter(|policy| **policy == LayerPolicy::Host).count();
-        self.mean_s() * (1.0 + HOST_DOUBT * on_host as f64 / policies.len() as f64)
-    }
 }
 
 /// Every candidate that fits, the fastest first.
 #[derive(Clone, Debug)]
 pub struct Ranking {
-    /// Fitting ones by [`Candidate::weighed_s`].
+    /// Fitting ones by [`Candidate::mean_s`].
     pub candidates: Vec<Candidate>,
     /// Candidates that did not fit.
     pub unfit: usize,
@@ -93,13 +85,6 @@ pub struct Question<'a> {
     pub machine: &'a Machine,
 }
 
-/// One setting at another value.
-struct Change {
-    /// What a user would write, each option with its value.
-    flags: Vec<String>,
-    settings: Settings,
-}
-
 impl Question<'_> {
     /// Ranks what fits.
     ///
@@ -108,41 +93,56 @@ impl Question<'_> {
     pub fn rank(&self) -> Result<Ranking> {
         let mut ranking = Ranking { candidates: Vec::new(), unfit: 0 };
         let mut best: Option<Candidate> = None;
-        for (settings, flags) in self.splits()? {
-            self.weigh(settings, flags, &mut best, &mut ranking)?;
+        self.weigh(&self.splits()?, &mut best, &mut ranking)?;
+        if best.is_none() {
+            return Err(self.refusal()?);
         }
-        let Some(mut best) = best else { return Err(self.refusal()?) };
         for setting in SETTINGS {
-            let from = best.clone();
-            for change in setting(self, &from) {
-                let mut better = Some(best.clone());
-                self.weigh(change.settings, amended(&from.flags, change.flags), &mut better, &mut ranking)?;
-                best = better.unwrap_or(best);
-            }
+            let others = best.as_ref().map_or_else(Vec::new, |from| setting(self, from));
+            self.weigh(&others, &mut best, &mut ranking)?;
         }
-        ranking.candidates.sort_by(|a, b| a.weighed_s().total_cmp(&b.weighed_s()));
+        ranking.candidates.sort_by(|a, b| a.mean_s().total_cmp(&b.mean_s()));
         // The best is the one with the fewest changes among those that are hardly slower.
-        let at = ranking.candidates.iter().position(|candidate| candidate.flags == best.flags).unwrap_or(0);
-        ranking.candidates[..=at].rotate_right(1);
+        let at = ranking.candidates.iter().position(|candidate| best.as_ref().is_some_and(|best| candidate.flags == best.flags));
+        ranking.candidates[..=at.unwrap_or(0)].rotate_right(1);
         Ok(ranking)
     }
 
-    /// Plans and simulates; takes the place of `best` if it is worth it.
-    fn weigh(&self, settings: Settings, flags: Vec<String>, best: &mut Option<Candidate>, ranking: &mut Ranking) -> Result<()> {
-        let Some(candidate) = self.candidate(settings, flags)? else {
-            ranking.unfit += 1;
-            return Ok(());
+    /// Plans and simulates those that are new; what is worth it takes the place of `best`.
+    fn weigh(&self, all: &[Settings], best: &mut Option<Candidate>, ranking: &mut Ranking) -> Result<()> {
+        let is_new = |settings: &&Settings| {
+            let flags = flags(self.settings, settings);
+            !ranking.candidates.iter().any(|candidate| candidate.flags == flags)
         };
-        if best.as_ref().is_none_or(|best| candidate.weighed_s() < WORTH * best.weighed_s()) {
-            *best = Some(candidate.clone());
+        let new: Vec<_> = all.iter().filter(is_new).cloned().collect();
+        for candidate in self.candidates(&new) {
+            let Some(candidate) = candidate? else {
+                ranking.unfit += 1;
+                continue;
+            };
+            if best.as_ref().is_none_or(|best| candidate.mean_s() < WORTH * best.mean_s()) {
+                *best = Some(candidate.clone());
+            }
+            ranking.candidates.push(candidate);
         }
-        ranking.candidates.push(candidate);
         Ok(())
     }
 
+    /// In order, on as many threads as there are CPUs: one knows nothing of the others.
+    fn candidates(&self, all: &[Settings]) -> Vec<Result<Option<Candidate>>> {
+        let workers = available_parallelism().map_or(1, usize::from);
+        let share = all.len().div_ceil(workers).max(1);
+        thread::scope(|scope| {
+            let weigh = |share: &[Settings]| share.iter().map(|settings| self.candidate(settings)).collect::<Vec<_>>();
+            let workers: Vec<_> = all.chunks(share).map(|share| scope.spawn(move || weigh(share))).collect();
+            workers.into_iter().flat_map(|worker| worker.join().unwrap_or_else(|panic| resume_unwind(panic))).collect()
+        })
+    }
+
     /// A candidate, unless it does not fit or contradicts itself.
-    fn candidate(&self, settings: Settings, flags: Vec<String>) -> Result<Option<Candidate>> {
-        let plan = match Plan::new(&settings, self.shape, self.machine, false) {
+    pub(super) fn candidate(&self, settings: &Settings) -> Result<Option<Candidate>> {
+        let flags = flags(self.settings, settings);
+        let plan = match Plan::new(settings, self.shape, self.machine, false) {
             Err(Error::Usage(_)) if !flags.is_empty() => return Ok(None),
             plan => plan?,
         };
@@ -150,7 +150,7 @@ impl Question<'_> {
             return Ok(None);
         }
         let (outcome, ..) = simulate(&plan, self.shape, &self.machine.rates.profile, STEPS, 0)?;
-        Ok(Some(Candidate { flags, settings, plan, outcome }))
+        Ok(Some(Candidate { flags, settings: settings.clone(), plan, outcome }))
     }
 
     /// These settings with the most resident buckets that need no gradient ring, if their own plan has one.
@@ -168,14 +168,14 @@ impl Question<'_> {
     }
 
     fn refusal(&self) -> Result<Error> {
-        let (settings, _) = self.splits()?.remove(0);
+        let settings = self.splits()?.remove(0);
         let plan = Plan::new(&settings, self.shape, self.machine, false)?;
         Ok(plan.check_fits(&settings, self.shape).err().unwrap_or_else(|| Error::usage("nothing to choose from")))
     }
 
     /// Micro-batches for the tokens of a step, largest first; as the settings say when nobody asked.
-    fn splits(&self) -> Result<Vec<(Settings, Vec<String>)>> {
-        let Some(tokens) = self.tokens_per_step else { return Ok(vec![(self.settings.clone(), Vec::new())]) };
+    fn splits(&self) -> Result<Vec<Settings>> {
+        let Some(tokens) = self.tokens_per_step else { return Ok(vec![self.settings.clone()]) };
         let seq_length = self.settings.seq_length;
         if tokens == 0 || !tokens.is_multiple_of(seq_length) {
             return Err(Error::usage(format!("--tokens-per-step {tokens}: not a multiple of the sequence length, {seq_length}")));
@@ -183,125 +183,130 @@ impl Question<'_> {
         let sequences = tokens / seq_length;
         let batches = (1..=sequences).rev().filter(|batch| sequences.is_multiple_of(*batch));
         let split = |batch: usize| {
-            let accum = sequences / batch;
-            let settings = Settings { per_device_train_batch_size: batch, gradient_accumulation_steps: accum, ..self.settings.clone() };
-            (settings, vec![format!("--per-device-train-batch-size {batch}"), format!("--gradient-accumulation-steps {accum}")])
+            let grad_accum = sequences / batch;
+            Settings { per_device_train_batch_size: batch, gradient_accumulation_steps: grad_accum, ..self.settings.clone() }
         };
         Ok(batches.map(split).collect())
     }
+
+    /// The activation policies that are open, what was asked for first.
+    fn policies(&self) -> Vec<ActivationsChoice> {
+        let asked = self.settings.activations;
+        let others = ActivationsChoice::value_variants().iter().copied().filter(|policy| *policy != asked);
+        let others = others.filter(|_| asked == ActivationsChoice::Auto);
+        [asked].into_iter().chain(others).collect()
+    }
+
+    fn is_residency_open(&self, from: &Candidate) -> bool {
+        self.settings.resident_buckets == ResidentBuckets::Auto && from.plan.techniques.repartition
+    }
 }
 
-/// `flags` with `changed` in the place of those for the same options.
-fn amended(flags: &[String], changed: Vec<String>) -> Vec<String> {
-    let option = |flag: &String| flag.split(' ').next().map(str::to_owned);
-    let kept = flags.iter().filter(|flag| !changed.iter().any(|change| option(change) == option(flag)));
-    kept.cloned().chain(changed.iter().cloned()).collect()
-}
-
-/// Values of one setting that differ from a candidate's; none where it was fixed.
-type Setting = fn(&Question, &Candidate) -> Vec<Change>;
-
-const SETTINGS: [Setting; 9] = [activations, weights, no_grad_ring, resident_buckets, bucket_mib, cast, slots, threads, techniques];
-
-fn changes<T, const FLAGS: usize>(
-    is_fixed: bool,
-    values: impl IntoIterator<Item = T>,
-    change: impl Fn(T) -> ([String; FLAGS], Settings),
-) -> Vec<Change> {
-    let change = |value| {
-        let (flags, settings) = change(value);
-        Change { flags: flags.into(), settings }
+/// What a user would write to get `settings` where `asked` are given.
+fn flags(asked: &Settings, settings: &Settings) -> Vec<String> {
+    let flag = |option: &str, value: fn(&Settings) -> String| {
+        let value = (value(asked), value(settings));
+        (value.0 != value.1).then(|| format!("--{option} {}", value.1))
     };
-    if is_fixed { Vec::new() } else { values.into_iter().map(change).collect() }
+    let flags = [
+        flag("per-device-train-batch-size", |settings| settings.per_device_train_batch_size.to_string()),
+        flag("gradient-accumulation-steps", |settings| settings.gradient_accumulation_steps.to_string()),
+        flag("activations", |settings| value_name(&settings.activations)),
+        flag("weights", |settings| value_name(&settings.weights)),
+        flag("resident-buckets", |settings| settings.resident_buckets.to_string()),
+        flag("bucket-mib", |settings| settings.bucket_mib.map_or_else(String::new, |mib| mib.to_string())),
+        flag("cast", |settings| value_name(&settings.cast)),
+        flag("slots", |settings| settings.slots.map_or_else(String::new, |slots| slots.to_string())),
+        flag("threads", |settings| settings.threads.map_or_else(String::new, |threads| threads.to_string())),
+        flag("without", |settings| settings.without.iter().map(value_name).collect::<Vec<_>>().join(",")),
+    ];
+    flags.into_iter().flatten().collect()
 }
 
-/// The activation policies that are open.
-fn policies(question: &Question) -> Vec<ActivationsChoice> {
-    let asked = question.settings.activations;
-    let is_open = |policy: &&ActivationsChoice| asked == ActivationsChoice::Auto || asked == **policy;
-    ActivationsChoice::value_variants().iter().filter(is_open).copied().collect()
+fn value_name(value: &impl ValueEnum) -> String {
+    value.to_possible_value().expect("no choice is hidden").get_name().to_owned()
 }
 
-fn activations(question: &Question, from: &Candidate) -> Vec<Change> {
-    let others = ActivationsChoice::value_variants().iter().copied().filter(|activations| *activations != from.settings.activations);
-    let is_fixed = question.settings.activations != ActivationsChoice::Auto;
-    changes(is_fixed, others, |activations| ([activations_flag(activations)], Settings { activations, ..from.settings.clone() }))
+/// Settings that differ from a candidate's in one thing; none where that was asked for.
+type Setting = fn(&Question, &Candidate) -> Vec<Settings>;
+
+const SETTINGS: [Setting; 7] = [placement, residency_nearby, bucket_mib, cast, slots, threads, techniques];
+
+/// Who is where in the device's memory: weights, what layers keep, resident buckets. A policy that was best beside as many buckets as
+/// fit is seldom best beside fewer, and streamed weights leave room for both.
+fn placement(question: &Question, from: &Candidate) -> Vec<Settings> {
+    let asked = question.settings.weights;
+    let can_stream = asked == WeightsChoice::Auto && from.plan.weight_ring.is_none();
+    let weights = [asked].into_iter().chain(can_stream.then_some(WeightsChoice::Flow));
+    let placed = weights.flat_map(|weights| {
+        let with = move |activations| Settings { activations, weights, ..from.settings.clone() };
+        question.policies().into_iter().flat_map(move |policy| residencies(question, from, with(policy)))
+    });
+    placed.collect()
 }
 
-fn activations_flag(activations: ActivationsChoice) -> String {
-    format!("--activations {}", activations.to_possible_value().expect("no choice is hidden").get_name())
+/// As many resident buckets as fit; as many as fit beside gradients that have a place each, since in a ring the backward pass waits for
+/// the pool, and a clipped step pays for that whole; and, where what layers keep is open, eighths of all, which leave room for more.
+fn residencies(question: &Question, from: &Candidate, settings: Settings) -> Vec<Settings> {
+    let mut all = vec![settings.clone()];
+    if question.is_residency_open(from) {
+        all.extend(question.most_without_grad_ring(&settings));
+        let with = |count| Settings { resident_buckets: ResidentBuckets::Count(count), ..settings.clone() };
+        let eighths = if settings.activations == question.settings.activations { 0..8 } else { 0..0 };
+        all.extend(eighths.map(|eighths| with(from.plan.layout.count() * eighths / 8)));
+    }
+    all
 }
 
-/// For every policy: streamed weights leave room for activations.
-fn weights(question: &Question, from: &Candidate) -> Vec<Change> {
-    let is_fixed = question.settings.weights != WeightsChoice::Auto || from.plan.weight_ring.is_some();
-    changes(is_fixed, policies(question), |activations| {
-        let settings = Settings { activations, weights: WeightsChoice::Flow, ..from.settings.clone() };
-        ([activations_flag(activations), "--weights flow".into()], settings)
-    })
-}
-
-/// As many resident buckets as fit beside gradients that have a place each, for every policy: a ring makes room for some more, but
-/// backward waits in it for the pool, and a clipped step pays for that whole.
-fn no_grad_ring(question: &Question, from: &Candidate) -> Vec<Change> {
-    let is_fixed = question.settings.resident_buckets != ResidentBuckets::Auto || !from.plan.techniques.repartition;
-    let largest = policies(question)
-        .into_iter()
-        .filter_map(|activations| question.most_without_grad_ring(&Settings { activations, ..from.settings.clone() }));
-    changes(is_fixed, largest, |settings| {
-        ([activations_flag(settings.activations), format!("--resident-buckets {}", settings.resident_buckets)], settings)
-    })
-}
-
-/// Fewer than fit: what they leave free may keep activations.
-fn resident_buckets(question: &Question, from: &Candidate) -> Vec<Change> {
-    let layout = &from.plan.layout;
-    let resident = layout.count() - layout.offloaded();
-    let fewer = [3 * resident / 4, resident / 2, resident / 4, 0].into_iter().filter(|count| *count < resident);
-    let is_fixed = question.settings.resident_buckets != ResidentBuckets::Auto || !from.plan.techniques.repartition;
-    changes(is_fixed, fewer, |count| {
-        let resident_buckets = ResidentBuckets::Count(count);
-        ([format!("--resident-buckets {count}")], Settings { resident_buckets, ..from.settings.clone() })
-    })
+/// A number of resident buckets between those that were tried, where one of them was best.
+fn residency_nearby(question: &Question, from: &Candidate) -> Vec<Settings> {
+    let ResidentBuckets::Count(count) = from.settings.resident_buckets else { return Vec::new() };
+    let steps = [16, 32].map(|parts| from.plan.layout.count() / parts);
+    let nearby = steps.into_iter().flat_map(|step| [count.saturating_sub(step), count + step]).filter(|near| *near != count);
+    let with = |count| Settings { resident_buckets: ResidentBuckets::Count(count), ..from.settings.clone() };
+    nearby.filter(|_| question.is_residency_open(from)).map(with).collect()
 }
 
 /// For every policy, since each has its own best size: on an H200 a 14 B model whose blocks are computed again gains 1 % by buckets of
 /// 256 MiB, with inputs kept on the host nothing.
-fn bucket_mib(question: &Question, from: &Candidate) -> Vec<Change> {
-    // A number of buckets of another size would be another choice.
-    let is_fixed = question.settings.bucket_mib.is_some() || matches!(from.settings.resident_buckets, ResidentBuckets::Count(1..));
-    let sizes = policies(question).into_iter().flat_map(|activations| [16, 32, 128, 256].map(|mib| (activations, mib)));
-    changes(is_fixed, sizes, |(activations, mib)| {
-        let settings = Settings { activations, bucket_mib: Some(f64::from(mib)), ..from.settings.clone() };
-        ([activations_flag(activations), format!("--bucket-mib {mib}")], settings)
-    })
+fn bucket_mib(question: &Question, from: &Candidate) -> Vec<Settings> {
+    let asked = question.settings;
+    // A number of buckets that somebody asked for would be another choice at another size.
+    if asked.bucket_mib.is_some() || matches!(asked.resident_buckets, ResidentBuckets::Count(1..)) {
+        return Vec::new();
+    }
+    let bucket_bytes = from.plan.layout.bucket_elems() * from.plan.dtype.bytes();
+    let resized = |mib: usize| match from.settings.resident_buckets {
+        ResidentBuckets::Count(count) => ResidentBuckets::Count(count * bucket_bytes / (mib << 20)),
+        other => other,
+    };
+    let with = |activations, mib| {
+        let (resident_buckets, bucket_mib) = (resized(mib), Some(mib as f64));
+        Settings { activations, resident_buckets, bucket_mib, ..from.settings.clone() }
+    };
+    question.policies().into_iter().flat_map(|policy| [16, 32, 128, 256].map(|mib| with(policy, mib))).collect()
 }
 
-fn cast(question: &Question, from: &Candidate) -> Vec<Change> {
-    let is_fixed = question.settings.cast != Settings::default().cast || !from.plan.techniques.superchip_cast;
-    changes(is_fixed, [CastSide::Device], |cast| (["--cast device".into()], Settings { cast, ..from.settings.clone() }))
+fn cast(question: &Question, from: &Candidate) -> Vec<Settings> {
+    let is_open = question.settings.cast == Settings::default().cast && from.plan.techniques.superchip_cast;
+    is_open.then(|| Settings { cast: CastSide::Device, ..from.settings.clone() }).into_iter().collect()
 }
 
-fn slots(question: &Question, from: &Candidate) -> Vec<Change> {
-    let values = [4, 16, 32].into_iter().filter(|slots| *slots != from.settings.slots);
-    changes(question.settings.slots != Settings::default().slots, values, |slots| {
-        ([format!("--slots {slots}")], Settings { slots, ..from.settings.clone() })
-    })
+fn slots(question: &Question, from: &Candidate) -> Vec<Settings> {
+    let is_open = question.settings.slots.is_none();
+    let others = [4, SLOTS, 16].into_iter().filter(|slots| is_open && *slots != from.settings.slots.unwrap_or(SLOTS));
+    others.map(|slots| Settings { slots: Some(slots), ..from.settings.clone() }).collect()
 }
 
-fn threads(question: &Question, from: &Candidate) -> Vec<Change> {
-    let workers = from.plan.threads;
-    let fewer = [workers - workers / 8, workers - workers / 4].into_iter().filter(|threads| (1..workers).contains(threads));
-    changes(question.settings.threads.is_some(), fewer, |threads| {
-        ([format!("--threads {threads}")], Settings { threads: Some(threads), ..from.settings.clone() })
-    })
+fn threads(question: &Question, from: &Candidate) -> Vec<Settings> {
+    let (workers, is_open) = (from.plan.threads, question.settings.threads.is_none());
+    let fewer = [workers - workers / 8, workers - workers / 4].into_iter();
+    let fewer = fewer.filter(|threads| is_open && (1..workers).contains(threads));
+    fewer.map(|threads| Settings { threads: Some(threads), ..from.settings.clone() }).collect()
 }
 
-fn techniques(question: &Question, from: &Candidate) -> Vec<Change> {
-    let on = from.plan.techniques;
-    let values = [(Technique::Stv, "stv", on.stv), (Technique::DeadlineOrder, "deadline-order", on.deadline_order)];
-    let values = values.into_iter().filter(|(.., on)| *on);
-    changes(!question.settings.without.is_empty(), values, |(technique, name, _)| {
-        ([format!("--without {name}")], Settings { without: vec![technique], ..from.settings.clone() })
-    })
+fn techniques(question: &Question, from: &Candidate) -> Vec<Settings> {
+    let (on, is_open) = (from.plan.techniques, question.settings.without.is_empty());
+    let off = [(Technique::Stv, on.stv), (Technique::DeadlineOrder, on.deadline_order)].into_iter().filter(|(_, on)| is_open && *on);
+    off.map(|(technique, _)| Settings { without: vec![technique], ..from.settings.clone() }).collect()
 }

@@ -1,5 +1,5 @@
-//! What must hold of every answer, on random machines; and of predictions beside measurements: steps within 15 %, device memory within
-//! 5 %, host memory within 3 %.
+//! What must hold of every answer, on random machines; and of predictions beside measurements: steps within 15 %, and within 7 % where the
+//! host's memory of that hour is known; device memory within 5 %, host memory within 3 %.
 
 use super::answer::Answer;
 use super::machine::{DeviceMemory, Machine, Place};
@@ -8,10 +8,11 @@ use super::search::{Question, Ranking};
 use crate::bench::simulate::simulate;
 use crate::bench::timed::Steps;
 use crate::config::options::{ActivationsChoice, ResidentBuckets, WeightsChoice};
-use crate::config::plan::Plan;
+use crate::config::plan::{Plan, SLOTS};
 use crate::config::settings::Settings;
 use crate::device::Addressing;
 use crate::hardware::profile::Profile;
+use crate::model::policy::LayerPolicy;
 use crate::model::presets;
 use crate::model::shape::ModelShape;
 use crate::units::Bytes;
@@ -65,7 +66,7 @@ proptest! {
             2 => h200(hbm, host, rates.with_faster_host(gain)),
             _ => h200(hbm, host, rates.with_faster_device(gain)),
         };
-        let (slow, fast) = (best.weighed_s(), rank(&settings, &shape, &more).unwrap().candidates[0].weighed_s());
+        let (slow, fast) = (best.mean_s(), rank(&settings, &shape, &more).unwrap().candidates[0].mean_s());
         prop_assert!(fast <= ANOMALY * slow, "{} s became {} s with more of {}", slow, fast, which);
     }
 }
@@ -80,6 +81,32 @@ fn tokens_of_a_step_are_cut_into_the_largest_micro_batches_that_pay() {
     assert_eq!(plan.tokens_per_step(), 64 * 4096, "{plan}");
     assert!(ranking.unfit > 0, "64 sequences at once do not fit");
     assert!(question(4097).rank().unwrap_err().to_string().contains("not a multiple"));
+}
+
+/// Residency and activations by hand, the rest as it is chosen: at most one part in this many better.
+const SWEEP_PARTS: f64 = 50.0;
+
+#[test]
+fn no_residency_by_hand_is_much_better_than_the_search() {
+    for (name, layers, batch, seq_length, hbm) in
+        [("qwen3-4b", 36, 4, 4096, 48), ("qwen3-4b", 36, 4, 4096, 64), ("llama-8b", 32, 4, 4096, 96), ("gpt-5b", 44, 8, 1024, 48)]
+    {
+        let (shape, machine) = (model(name, layers), h200(hbm, 126, (*Rates::assumed()).clone()));
+        let settings = Settings { seq_length, per_device_train_batch_size: batch, ..Settings::default() };
+        let found = rank(&settings, &shape, &machine).unwrap().candidates[0].clone();
+        let buckets = found.plan.layout.count();
+        for activations in ActivationsChoice::value_variants().iter().copied() {
+            for sixteenths in 0..=16 {
+                let resident_buckets = ResidentBuckets::Count(buckets * sixteenths / 16);
+                let settings = Settings { activations, resident_buckets, ..settings.clone() };
+                let question = Question { settings: &settings, tokens_per_step: None, shape: &shape, machine: &machine };
+                let Some(by_hand) = question.candidate(&settings).unwrap() else { continue };
+                let better = found.mean_s() / by_hand.mean_s() - 1.0;
+
+                assert!(better < 1.0 / SWEEP_PARTS, "{name} in {hbm} GiB: {activations:?}, {resident_buckets} resident: {better:+.3}");
+            }
+        }
+    }
 }
 
 /// Eight billion parameters at 4 x 4096 tokens on an H200: the fastest common step is that of a plan whose clipped steps take 38 %
@@ -141,19 +168,16 @@ fn lines(name: &str) -> impl Iterator<Item = Value> {
 fn settings_of(line: &Value) -> Settings {
     let (settings, plan) = (&line["settings"], &line["plan"]);
     let policies: Vec<_> = plan["layer_policies"].as_object().unwrap().keys().collect();
-    let (activations, resident_buckets) = match policies[..] {
-        [policy] => (
-            ActivationsChoice::from_str(policy, false).unwrap(),
-            ResidentBuckets::Count(plan["resident_buckets"].as_u64().unwrap() as usize),
-        ),
-        _ => (ActivationsChoice::Auto, ResidentBuckets::Auto),
+    let activations = match policies[..] {
+        [policy] => ActivationsChoice::from_str(policy, false).unwrap(),
+        _ => ActivationsChoice::Auto,
     };
     let number = |value: &Value| value.as_u64().unwrap() as usize;
     Settings {
         seq_length: number(&settings["seq_length"]),
         per_device_train_batch_size: number(&settings["per_device_train_batch_size"]),
-        slots: number(&settings["slots"]),
-        resident_buckets,
+        slots: Some(settings["slots"].as_u64().map_or(SLOTS, |slots| slots as usize)),
+        resident_buckets: ResidentBuckets::Count(number(&plan["resident_buckets"])),
         activations,
         // Buckets of 16-bit weights.
         bucket_mib: Some((2 * number(&plan["bucket_elems"])) as f64 / f64::from(1 << 20)),
@@ -163,19 +187,38 @@ fn settings_of(line: &Value) -> Settings {
     }
 }
 
-/// The plan of a line on `machine`, and by how much its simulated step is longer than the measured one.
-fn predicted(line: &Value, machine: &Machine) -> (Plan, f64) {
+/// The model of a line, and its plan on `machine`.
+fn planned(line: &Value, machine: &Machine) -> (ModelShape, Plan) {
     let config = results("..").join(line["model"]["config"].as_str().unwrap());
     let config = if config.exists() { config } else { line["model"]["config"].as_str().unwrap().into() };
     let shape = presets::shape(&config).unwrap();
     let plan = Plan::new(&settings_of(line), &shape, machine, false).unwrap();
+    // No setting asks for several policies: the first layers have the cheaper ones in time, but for inputs on the host.
+    let policies = line["plan"]["layer_policies"].as_object().unwrap();
+    let of = |(name, policy): (&str, LayerPolicy)| vec![policy; policies.get(name).map_or(0, |layers| layers.as_u64().unwrap() as usize)];
+    let layer_policies = [
+        ("host", LayerPolicy::Host),
+        ("keep", LayerPolicy::Keep),
+        ("recompute-cheap", LayerPolicy::RecomputeCheap),
+        ("recompute-block", LayerPolicy::RecomputeBlock),
+    ];
+    (shape, Plan { layer_policies: layer_policies.into_iter().flat_map(of).collect(), ..plan })
+}
+
+/// By how much the simulated step of a plan is longer than a line's.
+fn longer(line: &Value, shape: &ModelShape, plan: &Plan) -> f64 {
     let steps = Steps {
         warmup: line["warmup"].as_u64().unwrap(),
         timed: line["steps"].as_u64().unwrap(),
         clip: line["clip"].as_str().unwrap().parse().unwrap(),
     };
-    let (outcome, ..) = simulate(&plan, &shape, "predicted", steps, 0).unwrap();
-    (plan, outcome.step_ms.median / line["step_ms"]["median"].as_f64().unwrap() - 1.0)
+    let (outcome, ..) = simulate(plan, shape, "predicted", steps, 0).unwrap();
+    outcome.step_ms.median / line["step_ms"]["median"].as_f64().unwrap() - 1.0
+}
+
+/// How fast the host's memory was under the optimizer when the line was measured, as a part of what `rates` say.
+fn host_gain(line: &Value, rates: &Rates, plan: &Plan) -> f64 {
+    line["adam"]["busy_gb_per_s"].as_f64().map_or(1.0, |gb_per_s| gb_per_s * 1e9 / rates.adam_bytes_per_s(plan.threads, plan.isa))
 }
 
 /// By how much `planned` is more than what was used.
@@ -190,8 +233,15 @@ fn predictions_are_near_every_measured_step_and_its_memory() {
     assert!(lines.len() >= 10);
     let machine = h200(140, 126, (*Rates::assumed()).clone());
     for line in lines {
-        let (plan, off) = predicted(&line, &machine);
-        assert!(off.abs() < 0.15, "{:+.1} % off: {line}", off * 1e2);
+        let (shape, plan) = planned(&line, &machine);
+        let off = longer(&line, &shape, &plan);
+        let gain = host_gain(&line, &machine.rates, &plan);
+        // Two hours of one host differ by a fifth; a probe would know.
+        let is_host_of_profile = (gain - 1.0).abs() < 0.15;
+        assert!(off.abs() < 0.15 || !is_host_of_profile, "{:+.1} % off: {line}", off * 1e2);
+        let there = Plan { machine: h200(140, 126, machine.rates.with_faster_host(gain)), ..plan.clone() };
+        let off_there = longer(&line, &shape, &there);
+        assert!(off_there.abs() < 0.07, "{:+.1} % off with that host's pool, {gain:.2} of the profile's: {line}", off_there * 1e2);
         let memory = &line["memory"];
         // Of the plan that was measured, but for the context, which has had more room.
         let context = |bytes: Option<f64>| bytes.expect("a class of every plan on a GPU");
@@ -216,7 +266,8 @@ fn predictions_are_near_steps_of_the_cpu_device_and_their_memory() {
     let lines: Vec<_> = lines("cpu-step.jsonl").collect();
     assert!(lines.len() >= 8);
     for line in lines {
-        let (_, off) = predicted(&line, &machine);
+        let (shape, plan) = planned(&line, &machine);
+        let off = longer(&line, &shape, &plan);
         let is_short_beside_optimizer = line["settings"]["resident_buckets"] != "all" && line["tokens_per_step"].as_u64().unwrap() < 256;
         let bound = if is_short_beside_optimizer { 0.4 } else { 0.15 };
         assert!(off.abs() < bound, "{:+.1} % off: {line}", off * 1e2);
