@@ -16,7 +16,7 @@ pub enum Clip {
 
 /// Above every norm of a finite gradient, below every norm of a random model's. Not 0, which would turn clipping off.
 const NEVER: f64 = 1e30;
-const ALWAYS: f64 = 1e-3;
+const ALWAYS: f64 = 1e-2;
 
 impl Clip {
     /// Whether `step`, counted from 1, is clipped.
