@@ -23,6 +23,8 @@ use std::thread::{self, available_parallelism};
 const STEPS: Steps = Steps { warmup: 2, timed: 10, clip: Clip::OneIn(NonZeroU64::new(10).unwrap()) };
 /// A change is worth making only if it makes steps this much shorter: rates are not known better.
 const WORTH: f64 = 0.995;
+/// Simulations at a time: each asks for as much address space as its plan has memory.
+const WORKERS_MAX: usize = 16;
 
 /// A way to run a step, and what the simulation says about it.
 #[derive(Clone, Debug)]
@@ -128,9 +130,9 @@ impl Question<'_> {
         Ok(())
     }
 
-    /// In order, on as many threads as there are CPUs: one knows nothing of the others.
+    /// In order, on several threads: one candidate knows nothing of the others.
     fn candidates(&self, all: &[Settings]) -> Vec<Result<Option<Candidate>>> {
-        let workers = available_parallelism().map_or(1, usize::from);
+        let workers = available_parallelism().map_or(1, usize::from).min(WORKERS_MAX);
         let share = all.len().div_ceil(workers).max(1);
         thread::scope(|scope| {
             let weigh = |share: &[Settings]| share.iter().map(|settings| self.candidate(settings)).collect::<Vec<_>>();
