@@ -478,7 +478,7 @@ pub struct TrainOptions {
     #[arg(long, value_name = "auto|none|NAME", value_parser = StringValueParser::new().map(ResctrlGroup::from))]
     pub resctrl_group: Option<ResctrlGroup>,
 
-    /// Staging slots for gradients and as many for parameters [default: chosen with the plan; 8 on the CPU device].
+    /// Staging slots for gradients and as many for parameters [default: chosen with the plan].
     #[arg(long, value_name = "N")]
     pub slots: Option<usize>,
 

@@ -74,20 +74,23 @@ fn vertical_axis(picture: &mut Picture, axis: &Axis, name: &str) {
     picture.text((20.0, 52.0), name, BODY, Anchor::Start);
 }
 
-/// Samples and names to the right of the axes.
+/// Samples and names to the right of the axes, smaller where they would leave the page.
 fn legend(picture: &mut Picture, curves: &[Curve], kind: Kind) {
+    let names: Vec<_> = curves.iter().map(|curve| wrapped(&curve.name, LEGEND_CHARS)).collect();
+    let height: f64 = names.iter().map(|lines| 17.0 * lines.len() as f64 + 7.0).sum();
+    let scale = ((SIZE.1 - TOP - 8.0) / height).min(1.0);
     let mut y = TOP + 8.0;
-    for curve in curves {
-        let (left, right) = ((RIGHT + 18.0, y - 7.0), (RIGHT + 44.0, y + 7.0));
+    for (curve, lines) in curves.iter().zip(names) {
+        let (left, right) = ((RIGHT + 18.0, y - 7.0 * scale), (RIGHT + 44.0, y + 7.0 * scale));
         match kind {
             Kind::Bars => bar(picture, left, right, picture::colour(curve.colour), curve.origin),
             _ => curves::sample(picture, curve, (left.0, y), (right.0, y)),
         }
-        for line in wrapped(&curve.name, LEGEND_CHARS) {
-            picture.text((RIGHT + 52.0, y), line, BODY - 1.0, Anchor::Start);
-            y += 17.0;
+        for line in lines {
+            picture.text((RIGHT + 52.0, y), line, (BODY - 1.0) * scale, Anchor::Start);
+            y += 17.0 * scale;
         }
-        y += 7.0;
+        y += 7.0 * scale;
     }
 }
 
