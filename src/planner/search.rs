@@ -260,11 +260,12 @@ fn residencies(question: &Question, from: &Candidate, settings: Settings) -> Vec
     all
 }
 
-/// A number of resident buckets between those that were tried, where one of them was best.
+/// A few resident buckets more or fewer than the best so far: between those that were tried, and just below as many as fit.
 fn residency_nearby(question: &Question, from: &Candidate) -> Vec<Settings> {
-    let ResidentBuckets::Count(count) = from.settings.resident_buckets else { return Vec::new() };
-    let steps = [16, 32].map(|parts| from.plan.layout.count() / parts);
-    let nearby = steps.into_iter().flat_map(|step| [count.saturating_sub(step), count + step]).filter(|near| *near != count);
+    let layout = &from.plan.layout;
+    let resident = layout.count() - layout.offloaded();
+    let steps = [layout.count() / 16, layout.count() / 32];
+    let nearby = steps.into_iter().flat_map(|step| [resident.saturating_sub(step), resident + step]).filter(|near| *near != resident);
     let with = |count| Settings { resident_buckets: ResidentBuckets::Count(count), ..from.settings.clone() };
     nearby.filter(|_| question.is_residency_open(from)).map(with).collect()
 }
