@@ -129,6 +129,14 @@ struct Paging {
     returned: EventId,
 }
 
+/// Takes the first of `queue` once its event is done; a stream does what it was given in order.
+fn next_done<D: Kernels, T: Copy>(dev: &mut D, queue: &mut VecDeque<T>, event: impl Fn(T) -> EventId) -> Result<Option<T>> {
+    match queue.front() {
+        Some(&first) if dev.is_done(event(first))? => Ok(queue.pop_front()),
+        _ => Ok(None),
+    }
+}
+
 /// Stages (a layer's forward or backward) that the driver enqueues ahead of the device: enough that the device never
 /// waits for a launch, and not so many that a full launch queue blocks the driver, who has a pool to feed.
 const STAGES_AHEAD: usize = 2;
@@ -619,27 +627,15 @@ impl<D: Kernels> Engine<D> {
         if self.coin.as_mut().is_some_and(|coin| coin.next_u32().is_multiple_of(4)) {
             self.pool.advance();
         }
-        while let Some(&bucket) = self.computing.front() {
-            if !self.dev.is_done(self.events.grad_ready[bucket])? {
-                break;
-            }
-            self.computing.pop_front();
+        while let Some(bucket) = next_done(&mut self.dev, &mut self.computing, |bucket| self.events.grad_ready[bucket])? {
             told = true;
             self.tell(Event::GradComputed(bucket))?;
         }
-        while let Some(&bucket) = self.copying.front() {
-            if !self.dev.is_done(self.events.grad_arrived[bucket])? {
-                break;
-            }
-            self.copying.pop_front();
+        while let Some(bucket) = next_done(&mut self.dev, &mut self.copying, |bucket| self.events.grad_arrived[bucket])? {
             told = true;
             self.tell(Event::GradArrived(bucket))?;
         }
-        while let Some(&slot) = self.returning.front() {
-            if !self.dev.is_done(self.events.slot_copied[slot.0])? {
-                break;
-            }
-            self.returning.pop_front();
+        while let Some(slot) = next_done(&mut self.dev, &mut self.returning, |slot| self.events.slot_copied[slot.0])? {
             told = true;
             self.tell(Event::ParamsCopied(slot))?;
         }

@@ -8,7 +8,7 @@ use super::search::{Question, Ranking};
 use crate::bench::simulate::simulate;
 use crate::bench::timed::Steps;
 use crate::config::options::{ActivationsChoice, ResidentBuckets, WeightsChoice};
-use crate::config::plan::{Plan, SLOTS};
+use crate::config::plan::Plan;
 use crate::config::settings::Settings;
 use crate::device::Addressing;
 use crate::hardware::profile::Profile;
@@ -113,7 +113,6 @@ fn no_residency_by_hand_is_much_better_than_the_search() {
                 let question = Question { settings: &settings, tokens_per_step: None, shape: &shape, machine: &machine };
                 let Some(by_hand) = question.candidate(&settings).unwrap() else { continue };
                 let better = found.mean_s() / by_hand.mean_s() - 1.0;
-
                 assert!(better < 1.0 / SWEEP_PARTS, "{name} in {hbm} GiB: {activations:?}, {resident_buckets} resident: {better:+.3}");
             }
         }
@@ -187,12 +186,15 @@ fn settings_of(line: &Value) -> Settings {
     Settings {
         seq_length: number(&settings["seq_length"]),
         per_device_train_batch_size: number(&settings["per_device_train_batch_size"]),
-        slots: Some(settings["slots"].as_u64().map_or(SLOTS, |slots| slots as usize)),
+        threads: Some(number(&plan["threads"])),
+        // Each offloaded bucket keeps one for a step more.
+        slots: Some(number(&plan["grad_slots"]) + number(&plan["resident_buckets"]) - number(&plan["buckets"])),
         resident_buckets: ResidentBuckets::Count(number(&plan["resident_buckets"])),
         activations,
         // Buckets of 16-bit weights.
         bucket_mib: Some((2 * number(&plan["bucket_elems"])) as f64 / f64::from(1 << 20)),
-        weights: if settings["weights"] == "flow" { WeightsChoice::Flow } else { WeightsChoice::Auto },
+        // The first lines are of a program that could not stream.
+        weights: if plan["streamed_elems"].as_u64().unwrap_or(0) > 0 { WeightsChoice::Flow } else { WeightsChoice::Stationary },
         hbm_limit: settings["hbm_limit"].as_u64().map(Bytes),
         ..Settings::default()
     }
