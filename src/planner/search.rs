@@ -295,9 +295,11 @@ fn cast(question: &Question, from: &Candidate) -> Vec<Settings> {
     is_open.then(|| Settings { cast: CastSide::Device, ..from.settings.clone() }).into_iter().collect()
 }
 
+/// A bucket's last gradient keeps its slot until the new one has come, so that copies can only be as far ahead of the pool as there are
+/// slots more than buckets; where gradients have a ring on the device, the backward pass waits for those copies.
 fn slots(question: &Question, from: &Candidate) -> Vec<Settings> {
     let is_open = question.settings.slots.is_none();
-    let others = [4, SLOTS, 16].into_iter().filter(|slots| is_open && *slots != from.settings.slots.unwrap_or(SLOTS));
+    let others = [4, SLOTS, 16, 32, 64].into_iter().filter(|slots| is_open && *slots != from.settings.slots.unwrap_or(SLOTS));
     others.map(|slots| Settings { slots: Some(slots), ..from.settings.clone() }).collect()
 }
 

@@ -119,6 +119,29 @@ fn no_residency_by_hand_is_much_better_than_the_search() {
     }
 }
 
+/// Where gradients have a ring on the device, eight slots cost 12 % of a step (simulated; the plan with eight took 1870 ms on an H200,
+/// 3 % more than simulated).
+#[test]
+fn no_number_of_slots_by_hand_is_much_better_than_the_search() {
+    let (shape, machine) = (model("llama-8b", 32), h200(50, 126, (*Rates::assumed()).clone()));
+    let settings = Settings {
+        seq_length: 4096,
+        per_device_train_batch_size: 4,
+        resident_buckets: ResidentBuckets::Count(24),
+        activations: ActivationsChoice::RecomputeBlock,
+        weights: WeightsChoice::Stationary,
+        ..Settings::default()
+    };
+    let found = rank(&settings, &shape, &machine).unwrap().candidates[0].clone();
+    assert!(found.plan.grad_ring.is_some());
+    let question = Question { settings: &settings, tokens_per_step: None, shape: &shape, machine: &machine };
+    let by_hand = |slots| question.candidate(&Settings { slots: Some(slots), ..settings.clone() }).unwrap().unwrap();
+    for slots in [1, 8, 48, 128] {
+        let better = found.mean_s() / by_hand(slots).mean_s() - 1.0;
+        assert!(better < 1.0 / SWEEP_PARTS, "{slots} slots: {better:+.3}");
+    }
+}
+
 /// Eight billion parameters at 4 x 4096 tokens on an H200: the fastest common step is that of a plan whose clipped steps take 38 %
 /// longer; another one loses 1 % and takes 13 % longer.
 #[test]
@@ -226,7 +249,14 @@ fn longer(line: &Value, shape: &ModelShape, plan: &Plan) -> f64 {
         clip: line["clip"].as_str().unwrap().parse().unwrap(),
     };
     let (outcome, ..) = simulate(plan, shape, "predicted", steps, 0).unwrap();
-    outcome.step_ms.median / line["step_ms"]["median"].as_f64().unwrap() - 1.0
+    let measured = &line["step_ms"];
+    // A pool that cannot follow is behind a little more with every step: of a few steps only the last is as a long run's.
+    let (there, here) = if steps.timed <= 3 {
+        (outcome.step_ms.samples.last().copied().unwrap(), measured["samples"].as_array().and_then(|all| all.last()).unwrap())
+    } else {
+        (outcome.step_ms.median, &measured["median"])
+    };
+    there / here.as_f64().unwrap() - 1.0
 }
 
 /// How fast the host's memory was under the optimizer when the line was measured, as a part of what `rates` say.
@@ -260,7 +290,7 @@ fn assert_predicted(line: &Value, shape: &ModelShape, plan: &Plan) {
 fn predictions_are_near_every_measured_step_and_its_memory() {
     // Those before were of a program that planned and worked otherwise.
     let lines: Vec<_> = lines("h200-step.jsonl").skip(25).filter(|line| line["settings"]["memory"] == "pinned").collect();
-    assert!(lines.len() >= 37);
+    assert!(lines.len() >= 48);
     for line in lines {
         let (shape, plan) = planned(&line, &measured_h200());
         assert_predicted(&line, &shape, &plan);
@@ -290,7 +320,7 @@ fn predictions_are_near_every_point_of_the_sweeps() {
             compared += 1;
         }
     }
-    assert!(compared >= 37, "{compared}");
+    assert!(compared >= 78, "{compared}");
 }
 
 /// Bytes of the program itself, its libraries and its stacks, which a plan for the CPU device leaves out.
