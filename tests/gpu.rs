@@ -6,7 +6,8 @@
 //! - `--device cpu|cuda`: only this one
 //! - `--attention cudnn|plain`: who computes it on the GPU
 //! - `--require-gpu`: no GPU is an error
-//! - `--full`: the sizes of real workloads and 200 steps of training, which the GPU gets anyway
+//! - `--full`: the sizes of real workloads and 200 steps of training, which the GPU gets anyway, on the CPU device, too
+//! - `--small`: neither on the GPU, as for a tool that slows every kernel down
 //! - `--seed N`: other inputs
 //! - `--json FILE`: every case with its time and its largest error as a part of the bound
 //! - `--verbose`: a line for every case that passes, too
@@ -44,6 +45,7 @@ struct Options {
     plain_attention: bool,
     require_gpu: bool,
     full: bool,
+    small: bool,
     verbose: bool,
     lose_gpu: bool,
     seed: u64,
@@ -62,6 +64,7 @@ impl Options {
                 "--json" => options.json = Some(value()?.into()),
                 "--require-gpu" => options.require_gpu = true,
                 "--full" => options.full = true,
+                "--small" => options.small = true,
                 "--verbose" => options.verbose = true,
                 "--lose-gpu" => options.lose_gpu = true,
                 // cargo test hands every binary the options of the usual harness; these change nothing here.
@@ -135,12 +138,12 @@ fn cuda<W: Write>(report: &mut Report<W>, options: &Options) -> Result<()> {
         settings,
         same_bits: false,
         overlaps: true,
-        steps: FULL_STEPS,
+        steps: if options.small { STEPS } else { FULL_STEPS },
     };
     let open = || -> Result<Box<dyn Kernels>> {
         Ok(Box::new(CudaDevice::new(&CudaOptions { libraries: Vec::new(), attention, trace_spans: 0 })?))
     };
-    conform(report, options, &open, &subject, true)?;
+    conform(report, options, &open, &subject, !options.small)?;
     report.case("faults/a lost GPU", || suite::faults::lost_gpu(&["--lose-gpu"]));
     Ok(())
 }

@@ -56,10 +56,11 @@ impl Workspace {
         path
     }
 
-    /// Writes `run.toml` again with `more` lines.
+    /// Writes `run.toml` again with `more` lines; `SUPEROFFLOAD_DEVICE=cuda` has runs take the GPU or fail.
     pub fn settings(&self, more: &str) {
         let (model, data) = (self.path("model"), self.path("data.txt"));
-        self.write("run.toml", format!("model = {model:?}\ndata = {data:?}\n{SETTINGS}\n{more}"));
+        let device = std::env::var("SUPEROFFLOAD_DEVICE").map_or(String::new(), |device| format!("device = {device:?}\n"));
+        self.write("run.toml", format!("model = {model:?}\ndata = {data:?}\n{device}{SETTINGS}\n{more}"));
     }
 
     /// `train` into the directory `out` with the shared settings and these flags; from another directory than the files'.

@@ -15,7 +15,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, FromRawFd, OwnedFd};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// A view of host memory from [`HostMemory`]. Copying the view copies no data.
 ///
@@ -92,6 +92,8 @@ impl PinnedSlice {
 #[derive(Default)]
 pub struct HostMemory {
     policy: MemoryPolicy,
+    /// Below it lies the `sys` that tells what nodes have left.
+    root: PathBuf,
     blocks: Vec<(Mapping, usize)>,
     /// What the kernel refused, each kind once.
     refusals: Vec<String>,
@@ -106,7 +108,7 @@ pub const RING_GRAIN_BYTES: usize = 64 << 10;
 impl HostMemory {
     /// No memory yet; it will be as `policy` says.
     pub fn new(policy: MemoryPolicy) -> Self {
-        Self { policy, ..Self::default() }
+        Self { policy, root: "/".into(), ..Self::default() }
     }
 
     /// Zeroed memory, page-aligned.
@@ -226,7 +228,7 @@ impl HostMemory {
         let pages = if page_bytes == base_page_bytes() { Pages::Any } else { Pages::Reserved(page_bytes) };
         let bytes = parts.iter().map(|(range, _)| range.len() as u64).sum();
         let failed = |cause: String| Error::resource(format!("bind {} of host memory for {name}", Bytes(bytes)), cause);
-        needs.into_iter().try_for_each(|(nodes, bytes)| room::check(Path::new("/"), nodes, pages, bytes)).map_err(failed)
+        needs.into_iter().try_for_each(|(nodes, bytes)| room::check(&self.root, nodes, pages, bytes)).map_err(failed)
     }
 
     fn refuse(&mut self, refusal: String) {
@@ -288,7 +290,7 @@ fn shared_memory(bytes: usize) -> io::Result<OwnedFd> {
 mod tests {
     use super::*;
     use crate::config::options::HugePagesChoice;
-    use crate::hardware::topology::Topology;
+    use crate::hardware::topology::{Topology, tests::tree};
 
     #[test]
     fn memory_is_zeroed_shared_between_views_and_bounded() {
@@ -350,6 +352,20 @@ mod tests {
         }
         if policy.nodes.len() > 1 && report.notes == policy.notes {
             assert_eq!(report.nodes.len(), policy.nodes.len(), "{report}");
+        }
+    }
+
+    /// Touching it would have the kernel end the process.
+    #[test]
+    fn memory_is_not_bound_to_a_node_that_has_less_left() {
+        let dir = tree(&[("sys/devices/system/node/node0/meminfo", "Node 0 MemFree: 1024 kB\n")]);
+        let policy = MemoryPolicy { nodes: vec![0], ..MemoryPolicy::new(&Topology::this_machine(), HugePagesChoice::Off, &[], 1).unwrap() };
+        let mut host = HostMemory { root: dir.path().into(), ..HostMemory::new(policy) };
+        let refused = host.alloc("adam m", 2 << 20);
+        // A kernel that binds nothing gives memory from anywhere.
+        if host.refusals.is_empty() {
+            let error = refused.unwrap_err().to_string();
+            assert!(error.contains("of host memory for adam m: 1.0 MiB are left on node 0"), "{error}");
         }
     }
 

@@ -38,8 +38,8 @@ fn h200(hbm: u64, host: u64, rates: Rates) -> Machine {
 }
 
 /// A simulated schedule may be a little longer where everything is faster: work that ends earlier lets other work begin first
-/// (Graham's anomalies); and the search keeps a plan that is hardly slower than the best.
-const ANOMALY: f64 = 1.03;
+/// (Graham's anomalies); and the search keeps a plan that is hardly slower than the best. Of 400 random pairs four were, by 0.4 % at most.
+const ANOMALY: f64 = 1.02;
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(12))]

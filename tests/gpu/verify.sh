@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# What only a machine with a GPU can show, without cargo:
+#
+#   tests/gpu/verify.sh DIR
+#
+# DIR holds the program `superoffload` and the test binaries `gpu` and `main`, whose paths `cargo test --release --no-run` prints. Runs the
+# conformance suite; its kernels in small sizes under every tool of compute-sanitizer; and trainings on the GPU that are killed and go on to
+# the same bits. Prints a line for each; exits 1 if one failed or could not be run. SECONDS_EACH=N ends each after N seconds (600).
+set -euo pipefail
+
+dir=$(cd "${1:?usage: tests/gpu/verify.sh DIR}" && pwd)
+logs=$(mktemp -d)
+failed=0
+
+# check NAME COMMAND...: runs it, says how it ended, and shows the end of its log if it failed.
+check() {
+  local name=$1 began=$SECONDS code=0
+  shift
+  timeout "${SECONDS_EACH:-600}" "$@" >"$logs/$name" 2>&1 || code=$?
+  if [ $code = 0 ]; then
+    echo "ok      $name ($((SECONDS - began)) s): $(grep -E 'passed|ERROR SUMMARY|hazards' "$logs/$name" | tail -n 2 | tr '\n' ' ')"
+  else
+    failed=1
+    echo "FAILED  $name (exit $code, $((SECONDS - began)) s)"
+    tail -n 15 "$logs/$name"
+  fi
+}
+
+check conformance "$dir/gpu" --device cuda --require-gpu
+
+sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null || true)
+if [ -z "$sanitizer" ]; then
+  failed=1
+  echo "FAILED  compute-sanitizer is neither on the PATH nor in /usr/local/cuda/bin"
+else
+  for tool in memcheck racecheck initcheck; do
+    check "$tool" "$sanitizer" --tool "$tool" --error-exitcode 1 "$dir/gpu" --device cuda --require-gpu --small kernels
+  done
+fi
+
+# Of the tests that start the program those that compare a device with itself.
+export SUPEROFFLOAD_PROGRAMS=$dir SUPEROFFLOAD_DEVICE=cuda
+check killed-runs "$dir/main" --test-threads=1 resume::kill_9 resume::gradient_accumulation resume::a_run_whose_weights_stream
+
+exit $failed
