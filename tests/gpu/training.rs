@@ -269,9 +269,11 @@ fn digests<D: Kernels>(subject: &Subject<'_, D>, variant: &Variant) -> Outcome {
     let Counts { speculated, rolled_back, committed, clipped, skipped } = have.counts;
     let counted = |what: &str, holds: bool| require(holds, || format!("{what}: {:?}", have.counts));
     counted("zero-offload speculated", want.counts.speculated == 0)?;
-    // The verdict on a step of one bucket may be seen together with its gradient: then there is nothing to speculate on.
-    let several_buckets = committed + clipped + skipped > subject.steps as u64;
-    if cfg!(feature = "stv") && several_buckets {
+    // On threads of a busy machine the verdict on a step of one bucket may be seen together with its gradient (of 30 steps 13 to 29
+    // speculated, from run to run; on one host none did). Streams in a fixed order and a GPU's must speculate there, too.
+    let of_one_bucket = committed + clipped + skipped == subject.steps as u64;
+    let by_chance = of_one_bucket && !subject.overlaps && !subject.settings.contains("adversary");
+    if cfg!(feature = "stv") && !by_chance {
         counted("speculated", speculated > 0)?;
         counted("rolled back", (rolled_back > 0) == (variant.clip != Clip::Never || variant.skips))?;
     }
