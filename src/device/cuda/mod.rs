@@ -7,6 +7,7 @@
 mod driver;
 mod error;
 mod gemm;
+mod graph;
 mod kernels;
 mod launch;
 mod libraries;
@@ -27,6 +28,8 @@ use cust::sys;
 use driver::{RawEvent, RawStream, Registered, priorities};
 use error::check;
 use gemm::Gemm;
+use graph::Graph;
+pub use graph::GraphId;
 use libraries::Libraries;
 use modules::Modules;
 use ring::Ring;
@@ -51,6 +54,7 @@ pub struct CudaDevice {
     // Dropped in this order: libraries before the streams that they were given, the context last.
     sdpa: Option<Sdpa>,
     gemm: Gemm,
+    graphs: Vec<Graph>,
     timeline: Timeline,
     registered: Vec<Registered>,
     allocations: Vec<DeviceSlice>,
@@ -132,6 +136,7 @@ impl CudaDevice {
         let mut dev = Self {
             sdpa,
             gemm,
+            graphs: Vec::new(),
             timeline,
             registered: Vec::new(),
             allocations: Vec::new(),

@@ -38,7 +38,11 @@ pub fn measure<D: Kernels>(bench: &mut Bench<'_, D>) -> Result<()> {
     GRADS.iter().try_for_each(|&grads| verdict(bench, grads.min(largest)))
 }
 
-fn report<D: Kernels>(bench: &Bench<'_, D>, what: &str, is_right: bool, seconds: &Samples) -> Result<()> {
+/// Prints what something took.
+///
+/// # Errors
+/// `Resource` when its data were wrong.
+pub fn report<D: Kernels>(bench: &Bench<'_, D>, what: &str, is_right: bool, seconds: &Samples) -> Result<()> {
     bench.line("latency", is_right, json!({ "what": what, "us": 1e6 * seconds.median(), "spread": seconds.spread() }))
 }
 

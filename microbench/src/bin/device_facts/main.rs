@@ -3,6 +3,7 @@
 
 mod bench;
 mod cast;
+mod graph;
 mod latency;
 mod limits;
 mod link;
@@ -39,7 +40,7 @@ enum Part {
     Link,
     /// Casts on either side, alone and with the copy.
     Cast,
-    /// Launches, events, small copies, the verdict.
+    /// Launches, graphs, events, small copies, the verdict.
     Latency,
     /// Gradients out, the optimizer's pass, weights back, by the size of a bucket.
     Pipeline,
@@ -86,19 +87,20 @@ fn start(options: &Options) -> Result<()> {
     match chosen.machine.device {
         DeviceMemory::Shared => {
             let mut dev = CpuDevice::new(cpus, Schedule::Threads, Default::default(), 0)?;
-            measure(options, &mut dev, None, &topology, &mut memory, &states)
+            measure(options, (&mut dev, |_| Ok(())), None, &topology, &mut memory, &states)
         }
         DeviceMemory::Own { addressing, .. } => {
             let libraries = options.cuda_libraries.iter().cloned().collect();
             let mut dev = CudaDevice::new(&CudaOptions { libraries, attention: Attention::Plain, trace_spans: 0 })?;
-            measure(options, &mut dev, Some(addressing), &topology, &mut memory, &states)
+            measure(options, (&mut dev, graph::measure), Some(addressing), &topology, &mut memory, &states)
         }
     }
 }
 
+/// `graphs` measures those of a device that has them.
 fn measure<D: Kernels>(
     options: &Options,
-    dev: &mut D,
+    (dev, graphs): (&mut D, impl Fn(&mut Bench<'_, D>) -> Result<()>),
     addressing: Option<Addressing>,
     topology: &Topology,
     memory: &mut HostMemory,
@@ -115,7 +117,7 @@ fn measure<D: Kernels>(
         match part {
             Part::Link => link::measure(&mut bench)?,
             Part::Cast => cast::measure(&mut bench)?,
-            Part::Latency => latency::measure(&mut bench)?,
+            Part::Latency => latency::measure(&mut bench).and_then(|()| graphs(&mut bench))?,
             Part::Pipeline => pipeline::measure(&mut bench)?,
         }
     }
