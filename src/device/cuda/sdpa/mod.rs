@@ -15,7 +15,7 @@ use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::units::Bytes;
 use cust::memory::DeviceBuffer;
-use cust::sys::{CUstream, cuStreamSynchronize};
+use cust::sys::{CUstream, cuMemsetD8Async, cuStreamSynchronize};
 use graph::Role;
 use plan::{Addresses, Plan, Target};
 use sys::{Connection, Cudnn, DataType};
@@ -88,8 +88,18 @@ impl Sdpa {
             check_driver(unsafe { cuStreamSynchronize(self.stream) }, || "grow cuDNN's workspace".into())?;
             self.workspace = allocate(0)?;
             self.workspace = allocate(bytes)?;
+            self.fill_workspace()?;
         }
         Ok(())
+    }
+
+    /// Fills the workspace with NaN of every format. cuDNN reads rows of it that it never wrote (9.19, `fmha_reduce_head`); should
+    /// one of them ever count, nothing hides it.
+    fn fill_workspace(&self) -> Result<()> {
+        const NAN_BYTE: u8 = 0xff;
+        let (address, bytes) = (self.workspace.as_device_ptr().as_raw(), self.workspace.len());
+        // SAFETY: just allocated, of this size.
+        check_driver(unsafe { cuMemsetD8Async(address, NAN_BYTE, bytes, self.stream) }, || "fill cuDNN's workspace".into())
     }
 
     /// Enqueues one direction of a shape.
@@ -159,7 +169,7 @@ fn unsupported(shape: &AttentionShape, dtype: Dtype, why: &str) -> Error {
 }
 
 fn allocate(bytes: usize) -> Result<DeviceBuffer<u8>> {
-    // SAFETY: cuDNN writes what it reads of its workspace.
+    // SAFETY: filled by the caller.
     unsafe { DeviceBuffer::uninitialized(bytes) }
         .map_err(|e| failed(e as u32, format!("allocate {} of GPU memory for cuDNN's attention", Bytes(bytes as u64))))
 }
