@@ -232,6 +232,10 @@ section! {
         launch_s: Figure,
         /// Seconds that the smallest kernel takes, from the end of the one before it.
         kernel_s: Figure,
+        /// The share of their rate that products keep while the optimizer runs on all its threads, on the same cores; absent: half.
+        matmul_under_adam: Option<Figure>,
+        /// The share of its rate that the optimizer keeps beside products; absent: half.
+        adam_under_matmul: Option<Figure>,
     }
 }
 
@@ -300,14 +304,16 @@ impl Profile {
     }
 
     fn check_contention(&self) -> std::result::Result<(), String> {
-        let Some(Contention { matmul_under_copies, copies_under_adam, adam_under_copies }) = &self.contention else { return Ok(()) };
+        let (beside, cpus) = (self.contention.as_ref(), self.cpu_device.as_ref());
         let shares = [
-            ("matmul_under_copies", matmul_under_copies),
-            ("copies_under_adam", copies_under_adam),
-            ("adam_under_copies", adam_under_copies),
+            ("contention.matmul_under_copies", beside.map(|beside| &beside.matmul_under_copies)),
+            ("contention.copies_under_adam", beside.map(|beside| &beside.copies_under_adam)),
+            ("contention.adam_under_copies", beside.map(|beside| &beside.adam_under_copies)),
+            ("cpu_device.matmul_under_adam", cpus.and_then(|cpus| cpus.matmul_under_adam.as_ref())),
+            ("cpu_device.adam_under_matmul", cpus.and_then(|cpus| cpus.adam_under_matmul.as_ref())),
         ];
-        match shares.into_iter().find(|(_, share)| share.value > 1.0) {
-            Some((field, share)) => Err(format!("contention.{field}: {} is more than all, 1", share.value)),
+        match shares.into_iter().find_map(|(field, share)| Some((field, share.filter(|share| share.value > 1.0)?.value))) {
+            Some((field, share)) => Err(format!("{field}: {share} is more than all, 1")),
             None => Ok(()),
         }
     }
@@ -475,6 +481,9 @@ mod tests {
         let cpu_device = format!("[cpu_device]\n{}{curve}", rates.map(rate).concat());
         let cpus_only = format!("{header}{host}{cpu_device}");
         assert!(parse(&cpus_only).unwrap().gpu.is_none());
+        assert!(
+            refused(&format!("{cpus_only}{}", rate("matmul_under_adam"))).contains("cpu_device.matmul_under_adam: 100000000000 is more")
+        );
         assert!(refused(&format!("{before}{cpu_device}[contention]{contention}")).contains("section `cpu_device`"));
         assert!(refused(&format!("{cpus_only}[contention]{contention}")).contains("section `contention`"));
     }

@@ -1,7 +1,7 @@
 //! What a machine does in a second, out of its profile: what predictions are made from and the simulated device obeys.
 
-use crate::hardware::profile::{Contention, Link, Profile};
-use crate::hardware::sourced::Points;
+use crate::hardware::profile::{Contention, CpuDevice, Link, Profile};
+use crate::hardware::sourced::{Figure, Points};
 use crate::optim::simd::Isa;
 use std::sync::{Arc, OnceLock};
 
@@ -47,6 +47,10 @@ pub struct Rates {
     pub copies_under_adam: f64,
     /// Share that is left of the optimizer while copies run.
     pub adam_under_copies: f64,
+    /// Share that is left of the CPU device's kernels while the optimizer runs on its cores.
+    pub cpu_device_under_adam: f64,
+    /// Share that is left of the optimizer meanwhile.
+    pub adam_under_cpu_device: f64,
 }
 
 /// Rates of a host and of the device that computes, which are figures of the same names for a GPU and for CPUs. Copies are those of a
@@ -78,6 +82,8 @@ macro_rules! computing {
             matmul_under_copies: 1.0,
             copies_under_adam: 0.5,
             adam_under_copies: 0.5,
+            cpu_device_under_adam: 0.5,
+            adam_under_cpu_device: 0.5,
         }
     }};
 }
@@ -90,7 +96,7 @@ impl Rates {
     pub fn of(profile: &Profile) -> Self {
         let computing = match (&profile.gpu, &profile.cpu_device) {
             (Some(gpu), _) => computing!(profile, gpu),
-            (None, Some(cpus)) => computing!(profile, cpus),
+            (None, Some(cpus)) => computing!(profile, cpus).with_sharing(cpus),
             (None, None) => panic!("{}: neither GPU nor CPUs compute", profile.name),
         };
         let linked = profile.link.as_ref().map_or(computing.clone(), |link| computing.with_link(link));
@@ -102,6 +108,11 @@ impl Rates {
         static RATES: OnceLock<Arc<Rates>> = OnceLock::new();
         let read = || Arc::new(Rates::of(&Profile::load(ASSUMED).expect("it ships with the program and is tested")));
         RATES.get_or_init(read).clone()
+    }
+
+    fn with_sharing(self, cpus: &CpuDevice) -> Self {
+        let share = |measured: &Option<Figure>| measured.as_ref().map_or(0.5, |share| share.value);
+        Self { cpu_device_under_adam: share(&cpus.matmul_under_adam), adam_under_cpu_device: share(&cpus.adam_under_matmul), ..self }
     }
 
     fn with_link(self, link: &Link) -> Self {
@@ -187,8 +198,7 @@ impl Rates {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
-    use crate::hardware::profile::{CpuDevice, Gpu};
-    use crate::hardware::sourced::Figure;
+    use crate::hardware::profile::Gpu;
 
     /// A machine that is easy to reckon with: 1e12 FLOPs and 1e12 bytes a second on the device, 1e11 bytes a second alone on the
     /// link and for the optimizer, half of that when both ways are busy.
@@ -216,6 +226,8 @@ pub(crate) mod tests {
             matmul_under_copies: 1.0,
             copies_under_adam: 0.5,
             adam_under_copies: 0.5,
+            cpu_device_under_adam: 0.5,
+            adam_under_cpu_device: 0.5,
         }
     }
 
@@ -234,10 +246,13 @@ pub(crate) mod tests {
             matmul_flops: tenth(&matmul_flops),
             memory_bytes_per_s,
             matmul_share_by_least_dim,
+            matmul_under_adam: None,
+            adam_under_matmul: Some(tenth(&matmul_flops)),
         });
         (profile.link, profile.contention) = (None, None);
         let cpus = Rates::of(&profile);
         assert_eq!(10.0 * cpus.matmul_flops(8192), gpu.matmul_flops(8192));
+        assert_eq!((cpus.cpu_device_under_adam, cpus.adam_under_cpu_device), (0.5, matmul_flops.value / 10.0));
         assert_eq!(cpus.to_host_bytes_per_s, profile.host.memory_bytes_per_s.value / 2.0);
         assert_eq!(cpus.adam_bytes_per_s(16, Isa::Avx2), gpu.adam_bytes_per_s(16, Isa::Sve2));
         assert!(gpu.adam_bytes_per_s(16, Isa::Scalar) < gpu.adam_bytes_per_s(16, Isa::Avx2));

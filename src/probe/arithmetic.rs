@@ -5,6 +5,7 @@ use super::attention::{self, Passes};
 use super::kernels::{self, Small};
 use super::product::{self, Products};
 use super::rig::Rig;
+use super::sharing::Sharing;
 use crate::device::Kernels;
 use crate::dtype::Dtype;
 use crate::error::Result;
@@ -33,8 +34,8 @@ impl Arithmetic {
         Ok(Self { products, attention, small })
     }
 
-    /// As a profile says it of CPUs.
-    pub fn cpu_device(self) -> CpuDevice {
+    /// As a profile says it of CPUs, whose cores the optimizer has, too.
+    pub fn cpu_device(self, sharing: Sharing) -> CpuDevice {
         let Self { products, attention, small } = self;
         CpuDevice {
             memory_bytes_per_s: small.memory_bytes_per_s.figure(),
@@ -44,6 +45,8 @@ impl Arithmetic {
             attention_backward_flops: attention.backward.figure(),
             launch_s: small.launch_s.figure(),
             kernel_s: small.kernel_s.figure(),
+            matmul_under_adam: Some(sharing.matmul),
+            adam_under_matmul: Some(sharing.adam),
         }
     }
 }

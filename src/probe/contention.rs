@@ -1,6 +1,7 @@
 //! What is left of rates when copies, products and the optimizer run beside each other.
 
 use super::copies::{Copies, Way};
+use super::lane::Lane;
 use super::product::Product;
 use super::rig::Rig;
 use super::samples::Samples;
@@ -32,26 +33,6 @@ struct Beside {
 struct Moved {
     each_way: f64,
     adam: f64,
-}
-
-/// One of those that run, from one piece of work to the next.
-#[derive(Clone, Copy, Default)]
-struct Lane {
-    under_way: f64,
-    moved: f64,
-    moved_ns: u64,
-}
-
-impl Lane {
-    /// What was under way is done; now `bytes` are.
-    fn next(&mut self, now_ns: u64, bytes: f64) {
-        *self = Self { under_way: bytes, moved: self.moved + self.under_way, moved_ns: now_ns };
-    }
-
-    /// Bytes a second since `start_ns`, up to the end of what is done.
-    fn rate(self, start_ns: u64) -> f64 {
-        self.moved / (self.moved_ns.saturating_sub(start_ns).max(1) as f64 * 1e-9)
-    }
 }
 
 /// Everything that can be in each other's way.
@@ -119,7 +100,7 @@ impl Contenders<'_> {
         let (bytes, start_ns) = (self.copies.bucket_bytes(), rig.dev.now_ns());
         let (mut adam, mut ways, mut job) = (Lane::default(), [Lane::default(); 2], 0);
         let is_short =
-            |adam: Lane, ways: [Lane; 2]| (beside.adam && adam.moved == 0.0) || (beside.copies && ways.iter().any(|way| way.moved == 0.0));
+            |adam: Lane, ways: [Lane; 2]| (beside.adam && adam.done == 0.0) || (beside.copies && ways.iter().any(|way| way.done == 0.0));
         while rig.since(start_ns) < time_s || is_short(adam, ways) {
             if beside.adam && self.pool.is_idle()? {
                 let work = self.states.adam(job);

@@ -6,7 +6,7 @@
 //! - [`arithmetic`] of [`product`], [`attention`], [`kernels`]: what the device computes, its memory, launches
 //! - [`copies`]: the link, by size and way, alone and both ways; managed memory
 //! - [`host`]: memory, the optimizer's pass and casts by threads, waking; over [`states`], by [`workers`]
-//! - [`contention`]: all of them beside each other
+//! - [`contention`]: all of them beside each other; [`sharing`]: on CPUs that are the device, too
 //!
 //! The host is measured first: a GPU that has rested shows its burst.
 
@@ -17,9 +17,11 @@ pub mod copies;
 mod facts;
 pub mod host;
 pub mod kernels;
+mod lane;
 pub mod product;
 pub mod rig;
 pub mod samples;
+pub mod sharing;
 pub mod states;
 pub mod workers;
 
@@ -31,6 +33,7 @@ use crate::error::{Error, Result};
 use crate::hardware::profile::{Contention, CpuDevice as CpuRates, Gpu, Host, Link, Profile, VERSION};
 use crate::hardware::topology::Topology;
 use crate::host::affinity::workers_beside_others;
+use crate::host::doorbell::Doorbell;
 use crate::host::pinned::HostMemory;
 use crate::host::pool::Pool;
 use crate::host::step_job::StepJob;
@@ -42,9 +45,11 @@ use copies::Copies;
 use facts::Facts;
 use rig::Rig;
 use samples::figure;
+use sharing::Sharers;
 use states::States;
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use workers::{Workers, memory_policy};
 
 /// What `probe` can be told.
@@ -99,14 +104,20 @@ pub fn run(options: &ProbeOptions, tell: &mut dyn FnMut(&dyn Display)) -> Result
     let mut memory = HostMemory::new(memory_policy(&topology, cpus)?);
     tell(&format_args!("host: memory, optimizer and casts by threads"));
     let states = States::new(&topology, &mut memory)?;
-    let host_share = if chosen.is_gpu() { 0.3 } else { 0.5 };
+    let host_share = if chosen.is_gpu() { 0.3 } else { 0.4 };
     let host = host::measure(&topology, cpus, &states, host_share * time_s)?;
     let (device, sections) = match chosen.machine.device {
         DeviceMemory::Shared => {
-            let mut dev = CpuDevice::new(cpus, Schedule::Threads, Default::default(), 0)?;
+            let bell = Arc::new(Doorbell::default());
+            let mut dev = CpuDevice::new(cpus, Schedule::Threads, bell.clone(), 0)?;
             tell(&format_args!("cpus: matrix products, attention, memory, launches"));
-            let arithmetic = Arithmetic::measure(&mut Rig::new(&mut dev)?, Sizes::CPUS, 0.5 * time_s)?;
-            (crate::device::Device::describe(&dev), Sections { cpu_device: Some(arithmetic.cpu_device()), ..Sections::default() })
+            let mut rig = Rig::new(&mut dev)?;
+            let arithmetic = Arithmetic::measure(&mut rig, Sizes::CPUS, 0.4 * time_s)?;
+            tell(&format_args!("cpus: products and the optimizer beside each other"));
+            let pool = Workers::ringing(bell.clone(), &topology, cpus)?.pool;
+            let mut sharers = Sharers { product: arithmetic.products.large, states: &states, pool, bell };
+            let sharing = sharers.measure(&mut rig, 0.2 * time_s)?;
+            (crate::device::Device::describe(&dev), Sections { cpu_device: Some(arithmetic.cpu_device(sharing)), ..Sections::default() })
         }
         DeviceMemory::Own { bytes, addressing } => {
             let pool = Workers::new(&topology, workers_beside_others(cpus))?.pool;

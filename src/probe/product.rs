@@ -13,7 +13,7 @@ use rand_chacha::rand_core::{Rng, SeedableRng};
 /// Random numbers, repeated over a matrix: regular data would draw less power and run at a higher clock.
 const RANDOM_ELEMS: usize = 1 << 20;
 /// Products begin here, and double while there is time; as few rows as the tokens of a short sequence.
-const SMALLEST: usize = 32;
+pub(super) const SMALLEST: usize = 32;
 /// The largest product is run at least so often.
 const RUNS_MIN: f64 = 8.0;
 /// Every size has its turn so often: what else a shared machine does meanwhile falls on all of them.

@@ -28,7 +28,14 @@ impl<J: Job> Workers<J> {
     /// # Errors
     /// `Resource` when a thread cannot be started or placed.
     pub fn new(topology: &Topology, threads: usize) -> Result<Self> {
-        let bell = Arc::new(Doorbell::default());
+        Self::ringing(Arc::default(), topology, threads)
+    }
+
+    /// Starts `threads` of them that ring `bell`.
+    ///
+    /// # Errors
+    /// As [`Workers::new`].
+    pub fn ringing(bell: Arc<Doorbell>, topology: &Topology, threads: usize) -> Result<Self> {
         let placement = Placement::on(topology, threads);
         let homes = memory_policy(topology, threads)?.homes();
         let on_start =

@@ -92,8 +92,9 @@ struct Contention {
     copies_both_ways: [f64; 2],
     copies_under_adam: f64,
     adam_under_copies: f64,
-    /// Kernels and the optimizer have the same cores.
-    shares_cores: bool,
+    /// Of kernels and of the optimizer: alone on their cores they keep all.
+    compute_under_adam: f64,
+    adam_under_compute: f64,
 }
 
 impl Contention {
@@ -104,7 +105,8 @@ impl Contention {
             copies_both_ways: [both_ways(rates.to_host_bytes_per_s), both_ways(rates.to_device_bytes_per_s)],
             copies_under_adam: rates.copies_under_adam,
             adam_under_copies: rates.adam_under_copies,
-            shares_cores,
+            compute_under_adam: when(shares_cores, rates.cpu_device_under_adam),
+            adam_under_compute: when(shares_cores, rates.adam_under_cpu_device),
         }
     }
 
@@ -116,15 +118,19 @@ impl Contention {
             (false, false) => 1.0,
             _ => f64::midpoint(1.0, factor),
         };
-        let when = |condition: bool, factor: f64| if condition { factor } else { 1.0 };
         match kind {
-            Kind::Compute => under_copies(self.compute_under_copies) * when(self.shares_cores && active(Kind::Adam), 0.5),
-            Kind::Adam => under_copies(self.adam_under_copies) * when(self.shares_cores && active(Kind::Compute), 0.5),
+            Kind::Compute => under_copies(self.compute_under_copies) * when(active(Kind::Adam), self.compute_under_adam),
+            Kind::Adam => under_copies(self.adam_under_copies) * when(active(Kind::Compute), self.adam_under_compute),
             Kind::Paging => 1.0,
             Kind::ToHost => when(active(Kind::ToDevice), self.copies_both_ways[0]) * when(active(Kind::Adam), self.copies_under_adam),
             Kind::ToDevice => when(active(Kind::ToHost), self.copies_both_ways[1]) * when(active(Kind::Adam), self.copies_under_adam),
         }
     }
+}
+
+/// A factor that counts only sometimes.
+fn when(condition: bool, factor: f64) -> f64 {
+    if condition { factor } else { 1.0 }
 }
 
 /// Lanes, events and the clock.

@@ -1,0 +1,141 @@
+//! What is left of products and of the optimizer while both have the same cores.
+
+use super::lane::Lane;
+use super::product::{Product, SMALLEST};
+use super::rig::Rig;
+use super::samples::Samples;
+use super::states::States;
+use crate::device::{EventId, Kernels, Stream};
+use crate::error::Result;
+use crate::hardware::sourced::Figure;
+use crate::host::doorbell::Doorbell;
+use crate::host::pool::{Job, Pool};
+use crate::host::step_job::StepJob;
+use std::sync::Arc;
+
+/// Products that are enqueued at once: the driver's part does not count then, and an end is never far.
+const PRODUCTS: usize = 8;
+/// Turns of each alone and of both: what else a shared machine does meanwhile falls on all of them.
+const TURNS: usize = 5;
+
+/// Shares of their rates, above 0 and at most 1.
+pub struct Sharing {
+    /// That products keep beside the optimizer.
+    pub matmul: Figure,
+    /// That the optimizer keeps beside products.
+    pub adam: Figure,
+}
+
+/// Small products, as those of a step are, and the optimizer's passes, on the same cores.
+pub struct Sharers<'a> {
+    /// The products' matrices.
+    pub product: Product,
+    /// State for the optimizer.
+    pub states: &'a States,
+    /// Its threads.
+    pub pool: Pool<StepJob>,
+    /// Rung by them and by the device.
+    pub bell: Arc<Doorbell>,
+}
+
+impl Sharers<'_> {
+    /// Measures them alone and beside each other for about `time_s`.
+    ///
+    /// # Errors
+    /// The device's and the pool's.
+    pub fn measure<D: Kernels>(&mut self, rig: &mut Rig<'_, D>, time_s: f64) -> Result<Sharing> {
+        let (end, each_s) = (rig.dev.event()?, time_s / (3 * TURNS) as f64);
+        let (mut matmul, mut adam) = (Vec::new(), Vec::new());
+        for _ in 0..TURNS {
+            let mut turn = |products, adam| self.turn(rig, end, (products, adam), each_s);
+            let ((products_alone, _), (_, adam_alone), both) = (turn(true, false)?, turn(false, true)?, turn(true, true)?);
+            matmul.push(both.0 / products_alone);
+            adam.push(both.1 / adam_alone);
+        }
+        let share = |shares| Samples::new(shares).share_of(1.0).figure();
+        Ok(Sharing { matmul: share(matmul), adam: share(adam) })
+    }
+
+    /// Products and bytes of the optimizer a second, while what is asked for runs for `time_s`.
+    fn turn<D: Kernels>(&mut self, rig: &mut Rig<'_, D>, end: EventId, (products, adam): (bool, bool), time_s: f64) -> Result<(f64, f64)> {
+        let (start_ns, mut job) = (rig.dev.now_ns(), 0);
+        let (mut computed, mut stepped) = (Lane::default(), Lane::default());
+        let is_short = |computed: Lane, stepped: Lane| (products && computed.done == 0.0) || (adam && stepped.done == 0.0);
+        while rig.since(start_ns) < time_s || is_short(computed, stepped) {
+            if adam && self.pool.is_idle()? {
+                let work = self.states.adam(job);
+                stepped.next(rig.dev.now_ns(), work.traffic_bytes() as f64);
+                self.pool.submit(work);
+                job += 1;
+            }
+            if products && rig.dev.is_done(end)? {
+                (0..PRODUCTS).try_for_each(|_| self.product.enqueue(rig.dev, SMALLEST))?;
+                rig.dev.record(end, Stream::Compute)?;
+                computed.next(rig.dev.now_ns(), PRODUCTS as f64);
+            }
+            self.rest(rig.dev, end, (products, adam))?;
+        }
+        while !self.pool.is_idle()? {
+            self.rest(rig.dev, end, (false, true))?;
+        }
+        rig.settle()?;
+        Ok((computed.rate(start_ns), stepped.rate(start_ns)))
+    }
+
+    /// Until something of what runs has ended, or a simulated device has moved on.
+    fn rest<D: Kernels>(&self, dev: &mut D, end: EventId, (products, adam): (bool, bool)) -> Result<()> {
+        if !dev.idle()? {
+            self.bell.wait_until(|| (adam && is_over(&self.pool.is_idle())) || (products && is_over(&dev.is_done(end))));
+        }
+        Ok(())
+    }
+}
+
+/// An error is for whoever asks next.
+fn is_over(is_done: &Result<bool>) -> bool {
+    !matches!(is_done, Ok(false))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::cpu::{CpuDevice, Schedule};
+    use crate::device::sim::SimDevice;
+    use crate::dtype::Dtype;
+    use crate::hardware::topology::Topology;
+    use crate::host::memory_policy::MemoryPolicy;
+    use crate::host::pinned::HostMemory;
+    use crate::optim::simd::Isa;
+    use crate::planner::machine::DeviceMemory;
+    use crate::planner::rates::tests::round_rates;
+    use crate::probe::workers::Workers;
+
+    fn topology() -> Topology {
+        Topology { caches: Vec::new(), memory_available_bytes: Some(1 << 28), ..Topology::this_machine() }
+    }
+
+    #[test]
+    fn a_simulated_machine_shares_as_its_rates_say() {
+        let mut rates = round_rates();
+        (rates.cpu_device_under_adam, rates.adam_under_cpu_device, rates.kernel_s) = (0.3, 0.6, 1e-6);
+        let mut memory = HostMemory::new(MemoryPolicy::unbacked());
+        let states = States::new(&topology(), &mut memory).unwrap();
+        let (mut dev, pool) = SimDevice::new("cpus", &rates, DeviceMemory::Shared, (1, Isa::Scalar), 0);
+        let product = Product::new(&mut dev, Dtype::Bfloat16, 2048).unwrap();
+        let mut sharers = Sharers { product, states: &states, pool: Pool::Simulated(pool), bell: Arc::default() };
+        let Sharing { matmul, adam } = sharers.measure(&mut Rig::new(&mut dev).unwrap(), 1.0).unwrap();
+        assert!((matmul.value - 0.3).abs() < 0.02 && (adam.value - 0.6).abs() < 0.02, "{} {}", matmul.value, adam.value);
+    }
+
+    #[test]
+    fn this_machines_cores_are_shared() {
+        let (topology, mut memory, bell) = (topology(), HostMemory::default(), Arc::new(Doorbell::default()));
+        let states = States::new(&topology, &mut memory).unwrap();
+        let mut dev = CpuDevice::new(1, Schedule::Threads, bell.clone(), 0).unwrap();
+        let product = Product::new(&mut dev, Dtype::Bfloat16, 128).unwrap();
+        let pool = Workers::ringing(bell.clone(), &topology, 1).unwrap().pool;
+        let mut sharers = Sharers { product, states: &states, pool, bell };
+        let Sharing { matmul, adam } = sharers.measure(&mut Rig::new(&mut dev).unwrap(), 0.05).unwrap();
+        assert!([matmul, adam].iter().all(|share| share.value > 0.0 && share.value <= 1.0));
+    }
+}
