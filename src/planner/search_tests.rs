@@ -19,6 +19,7 @@ use crate::units::Bytes;
 use clap::ValueEnum;
 use proptest::prelude::*;
 use serde_json::Value;
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -314,39 +315,55 @@ fn predictions_are_near_every_point_of_the_sweeps() {
     let mut compared = 0;
     for line in lines("h200-sweep.jsonl") {
         let (shape, plan) = planned(&line, &measured_h200());
-        // One point needed a ring of gradients on its machine, which had 0.1 GiB less.
+        // Two points needed a ring of gradients on their machines, which had 0.1 GiB less.
         if plan.grad_ring.is_some() == has_ring(&line, &plan) {
             assert_predicted(&line, &shape, &plan);
             compared += 1;
         }
     }
-    assert!(compared >= 78, "{compared}");
+    assert!(compared >= 90, "{compared}");
 }
 
 /// Bytes of the program itself, its libraries and its stacks, which a plan for the CPU device leaves out.
 const PROGRAM_BYTES: f64 = (24 << 20) as f64;
 
-/// On two machines of two cores, with the profiles that `probe` wrote in the minutes before. On the first short passes beside the
-/// optimizer are predicted badly (`docs/performance.md`).
+/// The middle one; of two the larger.
+fn middle(mut all: Vec<f64>) -> f64 {
+    all.sort_by(f64::total_cmp);
+    all[all.len() / 2]
+}
+
+/// On three machines of two cores, with the profiles that `probe` wrote in the minutes before; on the third in turns with them, three
+/// times, since its rates changed by a third within minutes. Short passes beside the optimizer are predicted worst
+/// (`docs/performance.md`).
 #[test]
 fn predictions_are_near_steps_of_the_cpu_device_and_their_memory() {
-    for (steps, profile, short_passes) in
-        [("cpu-step.jsonl", "cpu-probe.toml", 0.4), ("cpu-avx512-step.jsonl", "cpu-avx512-probe.toml", 0.15)]
-    {
-        let machine = Machine::of(&Profile::load(results(profile).to_str().unwrap()).unwrap());
-        let lines: Vec<_> = lines(steps).collect();
-        assert!(lines.len() >= 8);
-        for line in lines {
-            let (shape, plan) = planned(&line, &machine);
-            let off = longer(&line, &shape, &plan);
+    let in_turns = ["cpu-rounds-probe-1.toml", "cpu-rounds-probe-2.toml", "cpu-rounds-probe-3.toml", "cpu-rounds-probe-4.toml"];
+    let campaigns: [(&str, &[&str], f64); 3] = [
+        ("cpu-step.jsonl", &["cpu-probe.toml"], 0.4),
+        ("cpu-avx512-step.jsonl", &["cpu-avx512-probe.toml"], 0.15),
+        ("cpu-rounds-step.jsonl", &in_turns, 0.2),
+    ];
+    for (steps, profiles, short_passes) in campaigns {
+        let machines: Vec<_> =
+            profiles.iter().map(|profile| Machine::of(&Profile::load(results(profile).to_str().unwrap()).unwrap())).collect();
+        let mut offs = BTreeMap::<String, Vec<f64>>::new();
+        for line in lines(steps) {
+            let here = machines.iter().map(|machine| planned(&line, machine));
+            let off = middle(here.map(|(shape, plan)| longer(&line, &shape, &plan)).collect());
             let is_short_beside_optimizer =
                 line["settings"]["resident_buckets"] != "all" && line["tokens_per_step"].as_u64().unwrap() < 256;
             let bound = if is_short_beside_optimizer { short_passes } else { 0.15 };
-            assert!(off.abs() < bound, "{:+.1} % off: {line}", off * 1e2);
+            offs.entry(format!("{bound} {steps} {} {}", line["clip"], line["settings"])).or_default().push(off);
             let memory = &line["memory"];
             let planned: f64 = ["device_planned_bytes", "host_planned_bytes"].iter().map(|place| memory[place].as_f64().unwrap()).sum();
             let memory_off = more(planned + PROGRAM_BYTES, &memory["rss_peak_bytes"]);
             assert!(memory_off.abs() < 0.03, "memory {:+.1} % off: {line}", memory_off * 1e2);
+        }
+        assert_eq!(offs.len(), 8);
+        for (row, offs) in offs {
+            let (bound, off) = (row.split(' ').next().unwrap().parse().unwrap(), middle(offs));
+            assert!(off.abs() < bound, "{:+.1} % off: {row}", off * 1e2);
         }
     }
 }
