@@ -126,6 +126,8 @@ def measure(system, name, args, prepare, dtype="bfloat16"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     matrices, model_flops, hardware_flops = flops(config, model, batch, seq_length, not args.no_checkpointing)
     params = sum(p.numel() for p in model.parameters())
+    # Before a system narrows the CPUs of this process.
+    facts = machine(torch)
     forward, backward, update, settings = prepare(torch, model, batch)
 
     generator = torch.Generator().manual_seed(1)
@@ -147,7 +149,7 @@ def measure(system, name, args, prepare, dtype="bfloat16"):
     median = statistics.median(times)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__} | settings.pop("versions", {})
     line = {
-        "bench": "baseline", "date": datetime.date.today().isoformat(), "machine": machine(torch), "system": system,
+        "bench": "baseline", "date": datetime.date.today().isoformat(), "machine": facts, "system": system,
         "name": name, "workload": args.workload, "versions": versions,
         "settings": {"per_device_train_batch_size": batch, "seq_length": seq_length, "max_grad_norm": args.max_grad_norm,
                      "checkpointing": not args.no_checkpointing, "warmup": args.warmup, "steps": args.steps, **settings},

@@ -47,11 +47,14 @@ impl Limits {
         let with_batch = |batch| Settings { per_device_train_batch_size: batch, ..settings.clone() };
         let batch = largest(BATCH_MAX, |batch| fits(&with_batch(batch), shape));
         let with_length = |seq_length| Settings { seq_length, ..with_batch(1) };
-        let grains = largest(shape.max_positions / SEQ_LENGTH_GRAIN, |grains| fits(&with_length(grains * SEQ_LENGTH_GRAIN), shape));
-        let layers = largest(LAYERS_MAX, |layers| fits(settings, &with_layers(shape, layers)));
+        let seq_length_is_the_models = fits(&with_length(shape.max_positions), shape);
+        let grains = || largest(shape.max_positions / SEQ_LENGTH_GRAIN, |grains| fits(&with_length(grains * SEQ_LENGTH_GRAIN), shape));
+        let seq_length = if seq_length_is_the_models { shape.max_positions } else { grains() * SEQ_LENGTH_GRAIN };
+        // With fewer layers streaming weights may save nothing, and is refused: that is no limit.
+        let layers_here = if fits(settings, shape) { shape.layers } else { 0 };
+        let layers = largest(LAYERS_MAX, |layers| layers <= layers_here || fits(settings, &with_layers(shape, layers)));
         let params = if layers > 0 { TensorTable::new(&with_layers(shape, layers)).params() } else { 0 };
-        let seq_length = grains * SEQ_LENGTH_GRAIN;
-        Self { batch, seq_length, seq_length_is_the_models: seq_length + SEQ_LENGTH_GRAIN > shape.max_positions, layers, params }
+        Self { batch, seq_length, seq_length_is_the_models, layers, params }
     }
 }
 

@@ -2,6 +2,8 @@
 //! host's memory of that hour is known; device memory within 5 %, host memory within 3 %.
 
 use super::answer::Answer;
+#[cfg(feature = "weight-flow")]
+use super::limits::Limits;
 use super::machine::{DeviceMemory, Machine, Place};
 use super::rates::Rates;
 use super::search::{Question, Ranking};
@@ -186,6 +188,19 @@ fn an_answer_names_what_binds_the_alternatives_and_the_limits() {
     assert_eq!(json["hardware"]["profile"], "gh200-96");
     let classes = |place: usize| json["memory"][place]["classes"].as_array().unwrap().iter().map(|c| c[1].as_u64().unwrap()).sum::<u64>();
     assert_eq!(json["memory"][0]["needed_bytes"], classes(0), "to the byte");
+}
+
+/// One layer alone streams nothing, which is refused; that limits nobody who has twelve.
+#[cfg(feature = "weight-flow")]
+#[test]
+fn limits_are_not_those_of_what_streams_nothing() {
+    let shape = ModelShape { max_positions: 1536, ..model("qwen3-4b", 12) };
+    let machine = h200(140, 126, (*Rates::assumed()).clone());
+    let settings = Settings { weights: WeightsChoice::Flow, seq_length: 512, ..Settings::default() };
+    let limits = |shape| Limits::of(&settings, shape, &machine);
+    assert!(limits(&shape).batch > 8 && limits(&shape).layers > 36, "{:?}", limits(&shape));
+    assert_eq!((limits(&shape).seq_length, limits(&shape).seq_length_is_the_models), (1536, true));
+    assert_eq!(limits(&model("qwen3-4b", 1)).layers, 0);
 }
 
 /// A file of results.
