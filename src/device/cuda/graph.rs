@@ -36,14 +36,16 @@ impl CudaDevice {
         let (mut graph, mut executable) = (ptr::null_mut(), ptr::null_mut());
         // SAFETY: writes one handle. The stream records until here, whatever `enqueue` met.
         let ended = check(unsafe { sys::cuStreamEndCapture(stream, &mut graph) }, || "end a CUDA graph".into());
-        enqueued.and(ended)?;
-        // SAFETY: the graph is live; writes one handle; the graph is not needed after.
-        let status = unsafe {
-            let status = sys::cuGraphInstantiateWithFlags(&mut executable, graph, 0);
-            sys::cuGraphDestroy(graph);
-            status
-        };
-        check(status, || "instantiate a CUDA graph".into())?;
+        let instantiated = enqueued.and(ended).and_then(|()| {
+            // SAFETY: the graph is live; writes one handle.
+            let status = unsafe { sys::cuGraphInstantiateWithFlags(&mut executable, graph, 0) };
+            check(status, || "instantiate a CUDA graph".into())
+        });
+        if !graph.is_null() {
+            // SAFETY: made above; what was instantiated does not need it.
+            unsafe { sys::cuGraphDestroy(graph) };
+        }
+        instantiated?;
         self.graphs.push(Graph(executable));
         Ok(GraphId(self.graphs.len() as u32 - 1))
     }
