@@ -111,8 +111,12 @@ impl Rates {
     }
 
     fn with_sharing(self, cpus: &CpuDevice) -> Self {
-        let share = |measured: &Option<Figure>| measured.as_ref().map_or(0.5, |share| share.value);
-        Self { cpu_device_under_adam: share(&cpus.matmul_under_adam), adam_under_cpu_device: share(&cpus.adam_under_matmul), ..self }
+        let share = |measured: &Option<Figure>, else_share| measured.as_ref().map_or(else_share, |share| share.value);
+        Self {
+            cpu_device_under_adam: share(&cpus.matmul_under_adam, self.cpu_device_under_adam),
+            adam_under_cpu_device: share(&cpus.adam_under_matmul, self.adam_under_cpu_device),
+            ..self
+        }
     }
 
     fn with_link(self, link: &Link) -> Self {
