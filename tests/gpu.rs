@@ -3,6 +3,7 @@
 //! `gpu [FILTER]...` runs the cases whose name holds a filter (`kernels`, `training`, `faults`, `kernels/matmul Tn bfloat16`), on the CPU
 //! device with other settings and on the GPU if there is one. It exits 1 if a case failed, 2 if it could not do what was asked.
 //!
+//! - `--skip TEXT`: no case whose name holds it; can be given again
 //! - `--device cpu|cuda`: only this one
 //! - `--attention cudnn|plain`: who computes it on the GPU
 //! - `--require-gpu`: no GPU is an error
@@ -41,6 +42,7 @@ const FULL_CASE_BYTES: usize = 1 << 30;
 #[derive(Default)]
 struct Options {
     filters: Vec<String>,
+    skips: Vec<String>,
     device: Option<String>,
     plain_attention: bool,
     require_gpu: bool,
@@ -58,6 +60,7 @@ impl Options {
         while let Some(arg) = args.next() {
             let mut value = || args.next().ok_or_else(|| Error::usage(format!("{arg}: a value is missing")));
             match arg.as_str() {
+                "--skip" => options.skips.push(value()?),
                 "--device" => options.device = Some(value()?),
                 "--attention" => options.plain_attention = value()? == "plain",
                 "--seed" => options.seed = value()?.parse().map_err(|e| Error::usage(format!("--seed: {e}")))?,
@@ -87,7 +90,7 @@ impl Options {
 }
 
 fn main() -> ExitCode {
-    let mut report = Report::new(std::io::stdout(), Vec::new(), false);
+    let mut report = Report::new(std::io::stdout(), Vec::new(), Vec::new(), false);
     let start = |options: Options| if options.lose_gpu { lose_gpu().map(|()| 0) } else { run(&options) };
     match Options::parse(std::env::args().skip(1)).and_then(start) {
         Ok(code) => ExitCode::from(code),
@@ -100,7 +103,7 @@ fn main() -> ExitCode {
 
 /// Runs what is asked for; returns the exit code.
 fn run(options: &Options) -> Result<u8> {
-    let mut report = Report::new(std::io::stdout(), options.filters.clone(), options.verbose);
+    let mut report = Report::new(std::io::stdout(), options.filters.clone(), options.skips.clone(), options.verbose);
     if options.wants("cpu") {
         // More threads than cores and than the reference has; then streams that run in any order that their events allow.
         cpu(&mut report, options, 5, Schedule::Threads)?;

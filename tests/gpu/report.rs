@@ -32,6 +32,7 @@ pub fn require(holds: bool, what: impl FnOnce() -> String) -> Result<(), Missed>
 pub struct Report<W: Write> {
     out: W,
     filters: Vec<String>,
+    skips: Vec<String>,
     verbose: bool,
     device: String,
     passed: usize,
@@ -41,9 +42,10 @@ pub struct Report<W: Write> {
 }
 
 impl<W: Write> Report<W> {
-    /// Cases run if their name holds one of `filters`, or if there are none. Those that pass are told one by one if `verbose`.
-    pub fn new(out: W, filters: Vec<String>, verbose: bool) -> Self {
-        Self { out, filters, verbose, device: String::new(), passed: 0, failed: 0, skipped: 0, cases: Vec::new() }
+    /// Cases run if their name holds one of `filters`, or if there are none, and none of `skips`. Those that pass are told one by one if
+    /// `verbose`.
+    pub fn new(out: W, filters: Vec<String>, skips: Vec<String>, verbose: bool) -> Self {
+        Self { out, filters, skips, verbose, device: String::new(), passed: 0, failed: 0, skipped: 0, cases: Vec::new() }
     }
 
     /// What follows runs on `device`.
@@ -60,7 +62,8 @@ impl<W: Write> Report<W> {
 
     /// Whether a case of this name is asked for.
     pub fn wants(&self, name: &str) -> bool {
-        self.filters.is_empty() || self.filters.iter().any(|filter| name.contains(filter.as_str()))
+        let is_in = |texts: &[String]| texts.iter().any(|text| name.contains(text.as_str()));
+        (self.filters.is_empty() || is_in(&self.filters)) && !is_in(&self.skips)
     }
 
     /// Runs a case, if it is asked for. A panic fails it and no other. Returns whether it failed.
