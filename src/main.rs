@@ -24,7 +24,7 @@ use superoffload::optim::simd::Isa;
 use superoffload::planner::answer::Answer;
 use superoffload::planner::machine::Machine;
 use superoffload::planner::search::Question;
-use superoffload::probe::{self, ProbeOptions, ProfileFile};
+use superoffload::probe::{self, ProbeOptions};
 use superoffload::signals::{EXIT_INTERRUPTED, StopFlag};
 use superoffload::train::setup::check_context;
 use superoffload::train::{self, Facts, Observer, Summary};
@@ -228,7 +228,7 @@ fn run_plan(options: PlanOptions) -> Result<i32> {
 
 /// The table goes to standard output, the profile to a file.
 fn run_probe(options: &ProbeOptions) -> Result<i32> {
-    let file = options.out.as_deref().map(ProfileFile::open).transpose()?;
+    let file = options.file()?;
     let profile = probe::run(options, &mut |line| remark(line))?;
     answer(profile.table())?;
     if let Some(file) = file {
@@ -279,6 +279,7 @@ impl Person {
 impl Observer for Person {
     fn begin(&mut self, plan: &Plan, facts: &Facts) {
         tell(format_args!("device  {}", facts.device));
+        facts.rates.iter().for_each(|rates| tell(format_args!("rates   {rates}")));
         tell(format_args!("model   {}", facts.model));
         tell(format_args!("data    {}", facts.data));
         tell(format_args!("resctrl {}", facts.partition));

@@ -4,11 +4,13 @@
 #![allow(missing_docs, reason = "criterion's macros write functions without docs")]
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
+use microbench::facts::Facts;
 use microbench::stream::triad;
-use microbench::{Bucket, Machine, Pass, values};
+use microbench::{Bucket, Pass, values};
 use std::hint::black_box;
 use std::time::Duration;
 use superoffload::dtype::Dtype;
+use superoffload::hardware::topology::Topology;
 use superoffload::optim::norm::BLOCK;
 use superoffload::optim::simd::{AdamKernels, Isa};
 
@@ -28,7 +30,7 @@ fn available_kernels() -> Vec<AdamKernels> {
 }
 
 fn ceiling(c: &mut Criterion) {
-    println!("machine: {}", Machine::here());
+    println!("machine: {}", Facts::new("optim", &Topology::this_machine(), serde_json::json!({})));
     let (a, b, mut out) = (values(1, ELEMS), values(2, ELEMS), vec![0.0f32; ELEMS]);
     let mut group = c.benchmark_group("ceiling");
     group.throughput(traffic(8));

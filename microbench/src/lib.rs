@@ -6,54 +6,15 @@
 //! - `host_facts`: memory's speed by threads, the pool's wake-up, norms and casts
 //! - `device_facts`: a GPU or the CPU device: the link, casts, latencies, buckets through the optimizer
 
+pub mod facts;
 pub mod hog;
 pub mod run;
 pub mod stream;
 
-use std::fmt;
 use superoffload::dtype::Dtype;
 use superoffload::host::pinned::PinnedSlice;
 use superoffload::optim::adam::{AdamConsts, AdamHyper, AdamState, AdamStep};
-use superoffload::optim::simd::{AdamKernels, Grads, Isa, Weights};
-
-/// The machine, as far as a number means nothing without it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Machine {
-    /// Model name of the CPU; `unknown` where the system does not say.
-    pub cpu_model: String,
-    /// Logical CPUs that this process may use.
-    pub cpus: usize,
-    /// The fastest instruction set.
-    pub isa: Isa,
-}
-
-impl Machine {
-    /// The machine that this runs on.
-    pub fn here() -> Self {
-        let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-        Self {
-            cpu_model: model_name(&cpuinfo).unwrap_or("unknown").to_owned(),
-            cpus: std::thread::available_parallelism().map_or(1, Into::into),
-            isa: Isa::detect(),
-        }
-    }
-
-    /// For a line of results.
-    pub fn json(&self) -> serde_json::Value {
-        serde_json::json!({ "cpu": self.cpu_model, "cpus": self.cpus, "isa": self.isa.name() })
-    }
-}
-
-impl fmt::Display for Machine {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}, {} cpus, {}", self.cpu_model, self.cpus, self.isa)
-    }
-}
-
-fn model_name(cpuinfo: &str) -> Option<&str> {
-    let line = cpuinfo.lines().find(|line| line.starts_with("model name"))?;
-    Some(line.split_once(':')?.1.trim())
-}
+use superoffload::optim::simd::{AdamKernels, Grads, Weights};
 
 /// A pass of the optimizer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -218,11 +179,5 @@ mod tests {
         let bytes = |pass: Pass| pass.bytes_per_param(Dtype::Bfloat16, Dtype::Bfloat16);
         assert_eq!(Pass::ALL.map(bytes), [28, 16, 26, 30, 26, 6]);
         assert_eq!(Pass::CommitThenSpeculate.bytes_per_param(Dtype::Float32, Dtype::Bfloat16), 34);
-    }
-
-    #[test]
-    fn the_model_is_found_where_there_is_one() {
-        assert_eq!(model_name("processor\t: 0\nmodel name\t: Some CPU @ 3 GHz\n"), Some("Some CPU @ 3 GHz"));
-        assert_eq!(model_name("CPU part\t: 0xd4f\n"), None);
     }
 }

@@ -10,7 +10,8 @@ use superoffload::optim::simd::{AdamKernels, Stores, Weights};
 const PIECE_ELEMS: usize = 32 << 10;
 
 /// What is done with every element.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Kernel {
     /// `sum += a`: 4 bytes.
     Read,

@@ -101,14 +101,14 @@ fn output(command: &mut Command) -> Result<String> {
     Err(failed(command, said.trim().lines().next_back().unwrap_or("it said nothing").into()))
 }
 
-/// The JSON lines that the program prints; a table for people among them is left out.
+/// The JSON lines that the program prints.
 fn print(command: &mut Command) -> Result<Vec<Value>> {
     let text = output(command)?;
     let parse = |line: &str| {
         let failed = |error| Error::Program { command: command.get_program().display().to_string(), cause: format!("{error} in {line:?}") };
         serde_json::from_str(line).map_err(failed)
     };
-    text.lines().filter(|line| line.starts_with('{')).map(parse).collect()
+    text.lines().map(parse).collect()
 }
 
 /// A line with its timeline.
@@ -179,9 +179,10 @@ mod tests {
     }
 
     #[test]
-    fn only_objects_are_lines_and_the_last_words_are_the_cause() {
+    fn every_line_is_a_result_and_the_last_words_are_the_cause() {
         let script = |script: &str| print(Command::new("/bin/sh").args(["-c", script]));
-        assert_eq!(script("echo a table; echo '{\"a\": 1}'").unwrap(), [json!({"a": 1})]);
+        assert_eq!(script("echo a table >&2; echo '{\"a\": 1}'").unwrap(), [json!({"a": 1})]);
+        assert!(script("echo a table; echo '{\"a\": 1}'").is_err());
         let error = script("echo first >&2; echo 'no room' >&2; exit 1").unwrap_err().to_string();
         assert!(error.starts_with("run /bin/sh -c") && error.ends_with(": no room"), "{error}");
         assert!(script("echo '{'").is_err());

@@ -12,7 +12,9 @@ use crate::device::sim::SimDevice;
 use crate::engine::executor::Engine;
 use crate::engine::trace::{Recorder, write_chrome};
 use crate::error::{Error, Result};
+use crate::hardware::basis::{AUTO, Basis, Key};
 use crate::hardware::profile::Profile;
+use crate::hardware::topology::Topology;
 use crate::host::doorbell::Doorbell;
 use crate::host::memory_policy::MemoryPolicy;
 use crate::host::pool::Pool;
@@ -181,16 +183,24 @@ impl fmt::Display for SimulatedRecord {
     }
 }
 
-/// The profile that `options` name; `this` is this machine, measured now. `tell` is given lines for people on the way.
+/// The profile that `options` name; `this` is this machine, measured now, `auto` what a run on its GPU would take. `tell` is given lines
+/// for people on the way.
 ///
 /// # Errors
-/// `Usage` when none is named; those of [`Profile::load`] and [`probe::run`].
+/// `Usage` when none is named; those of [`Profile::load`] and [`probe::run`]; `auto`: no GPU.
 pub fn profile(options: &TrainOptions, tell: &mut dyn FnMut(&dyn fmt::Display)) -> Result<Profile> {
     match &options.hardware {
-        None => Err(Error::usage(format!("--hardware is missing: this, a profile's file, or one of {}", Profile::names().join(", ")))),
+        None => {
+            Err(Error::usage(format!("--hardware is missing: this, auto, a profile's file, or one of {}", Profile::names().join(", "))))
+        }
         Some(name) if name == Path::new("this") => {
             let (device, cuda_libraries) = (options.device.unwrap_or(DeviceChoice::Auto), options.cuda_libraries.clone());
-            probe::run(&ProbeOptions { device, seconds: PROBE_S, out: None, cuda_libraries }, tell)
+            probe::run(&ProbeOptions { device, seconds: PROBE_S, out: None, save: false, cuda_libraries }, tell)
+        }
+        Some(name) if name == Path::new(AUTO) => {
+            let basis = Basis::of(name, &Key::of_gpu(&Topology::this_machine())?)?;
+            tell(&format_args!("rates: {basis}"));
+            Ok(basis.profile)
         }
         Some(name) => Profile::load(&name.to_string_lossy()),
     }

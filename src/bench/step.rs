@@ -74,6 +74,7 @@ impl StepBench {
         let chosen = devices::choose(&self.settings, &topology)?;
         chosen.note.iter().for_each(|why| tell(&format_args!("no GPU: {why}")));
         chosen.warning.iter().for_each(|line| tell(&format_args!("warning: {line}")));
+        chosen.basis.iter().for_each(|basis| tell(&format_args!("rates: {basis}")));
         let mut plan = best_plan(&self.settings, &self.shape, &chosen.machine, self.settings.trace.is_some())?;
         tell(&plan);
         plan.host_memory = host_memory(&self.settings, &plan, &topology)?;

@@ -5,6 +5,7 @@ use crate::config::options::{
     ResidentBuckets, Resume, Rollback, Strategy, Technique, TrainDtype, TrainOptions, WeightsChoice,
 };
 use crate::error::{Error, Result};
+use crate::hardware::basis;
 use crate::optim::schedule::LrScheduler;
 use crate::units::Bytes;
 use std::fmt::Display;
@@ -83,7 +84,7 @@ pub struct Settings {
     pub activations: ActivationsChoice,
     /// Where layers' weights lie while steps run.
     pub weights: WeightsChoice,
-    /// Profile whose rates the plan assumes.
+    /// Profile whose rates a GPU's plan rests on; `auto`: as [`basis::Basis::of`] finds it.
     pub hardware: PathBuf,
     /// GPU memory that may be used, at least 1 byte; `None` is all that is free.
     pub hbm_limit: Option<Bytes>,
@@ -157,7 +158,7 @@ impl Default for Settings {
             resident_buckets: ResidentBuckets::Auto,
             activations: ActivationsChoice::Auto,
             weights: WeightsChoice::Auto,
-            hardware: "h200-pcie5".into(),
+            hardware: basis::AUTO.into(),
             hbm_limit: None,
             host_limit: None,
             memory: HostMemoryKind::Pinned,

@@ -1,5 +1,6 @@
 //! What this machine is: facts from `/proc` and `/sys`, and the report that a person reads.
 
+pub mod basis;
 pub mod cgroup;
 pub mod cpu_list;
 pub mod doctor;

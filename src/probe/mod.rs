@@ -30,6 +30,7 @@ use crate::config::settings::Settings;
 use crate::device::cpu::{CpuDevice, Schedule};
 use crate::device::{Addressing, Kernels};
 use crate::error::{Error, Result};
+use crate::hardware::basis::Key;
 use crate::hardware::profile::{Contention, CpuDevice as CpuRates, Gpu, Host, Link, Profile, VERSION};
 use crate::hardware::topology::Topology;
 use crate::host::affinity::workers_beside_others;
@@ -67,9 +68,34 @@ pub struct ProbeOptions {
     #[arg(long, value_name = "FILE")]
     pub out: Option<PathBuf>,
 
+    /// Keep the profile: runs on this machine's GPU are planned by it from now on.
+    #[arg(long, conflicts_with = "out")]
+    pub save: bool,
+
     /// Folder to search for NVIDIA's libraries before the usual ones.
     #[arg(long, value_name = "DIR")]
     pub cuda_libraries: Option<PathBuf>,
+}
+
+impl ProbeOptions {
+    /// The file to write the profile to, if one is asked for.
+    ///
+    /// # Errors
+    /// `Io` when it cannot be written. With `save`: `Resource` when there is no GPU, whose runs alone are planned by rates; `Usage` when
+    /// neither `XDG_CACHE_HOME` nor `HOME` says where to keep it.
+    pub fn file(&self) -> Result<Option<ProfileFile>> {
+        if !self.save {
+            return self.out.as_deref().map(ProfileFile::open).transpose();
+        }
+        if self.device == DeviceChoice::Cpu {
+            return Err(Error::usage("--save: runs on the CPU device need no rates, give --out"));
+        }
+        let machine = Key::of_gpu(&Topology::this_machine())?;
+        let path = machine.file().ok_or_else(|| Error::usage("--save: neither XDG_CACHE_HOME nor HOME is set, give --out"))?;
+        let folder = path.parent().unwrap_or(Path::new("/"));
+        std::fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, e))?;
+        ProfileFile::open(&path).map(Some)
+    }
 }
 
 /// Largest things that are measured.
@@ -289,7 +315,8 @@ mod tests {
         assert_eq!(sizes, [64 << 10, 256 << 10, 1 << 20]);
         assert!(link.managed_bytes_per_s.is_some() && contention.adam_under_copies.value <= 1.0);
         let host = Profile::load("h200-pcie5").unwrap().host;
-        let options = ProbeOptions { device: DeviceChoice::Cpu, seconds: 1, out: Some("here/my-box.toml".into()), cuda_libraries: None };
+        let options =
+            ProbeOptions { device: DeviceChoice::Cpu, seconds: 1, out: Some("here/my-box.toml".into()), save: false, cuda_libraries: None };
         let sections = Sections { gpu: Some(gpu), link: Some(link), contention: Some(contention), cpu_device: None };
         let profile = profile(&options, Facts::new(&topology, "cpu"), host, sections).unwrap();
         assert_eq!(profile.name, "my-box");
@@ -352,7 +379,7 @@ mod tests {
 
     #[test]
     fn a_number_that_makes_no_sense_is_named() {
-        let options = ProbeOptions { device: DeviceChoice::Cpu, seconds: 1, out: None, cuda_libraries: None };
+        let options = ProbeOptions { device: DeviceChoice::Cpu, seconds: 1, out: None, save: false, cuda_libraries: None };
         let mut host = Profile::load("h200-pcie5").unwrap().host;
         host.memory_bytes.value = 0.0;
         let error = profile(&options, Facts::new(&Topology::this_machine(), "cpu"), host, Sections::default()).unwrap_err().to_string();

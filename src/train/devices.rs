@@ -4,8 +4,9 @@ use crate::config::options::{DeviceChoice, HostMemoryKind, HugePagesChoice};
 use crate::config::settings::Settings;
 use crate::device::Addressing;
 use crate::error::{Error, Result};
+use crate::hardware::basis::{Basis, Key};
+use crate::hardware::gpu::GpuFacts;
 use crate::hardware::limits;
-use crate::hardware::profile::Profile;
 use crate::hardware::topology::Topology;
 use crate::planner::machine::{DeviceMemory, Machine};
 use crate::planner::rates::Rates;
@@ -20,6 +21,8 @@ pub struct Chosen {
     pub note: Option<String>,
     /// What makes it much slower than the machine.
     pub warning: Option<String>,
+    /// What the plan of a GPU rests on.
+    pub basis: Option<Basis>,
 }
 
 impl Chosen {
@@ -32,7 +35,7 @@ impl Chosen {
 /// What `settings` ask for on the machine of `topology`; `auto` is a GPU where there is one.
 ///
 /// # Errors
-/// `Resource` when a GPU was asked for and cannot be had; those of [`limits::check_threads`] and [`Profile::load`].
+/// `Resource` when a GPU was asked for and cannot be had; those of [`limits::check_threads`] and [`Basis::of`].
 pub fn choose(settings: &Settings, topology: &Topology) -> Result<Chosen> {
     let (device, note) = match settings.device {
         DeviceChoice::Cpu => (DeviceMemory::Shared, None),
@@ -49,11 +52,14 @@ pub fn choose(settings: &Settings, topology: &Topology) -> Result<Chosen> {
     let cpus = topology.usable_cpus().map_or(1, |usable| usable.count());
     let reserved = if settings.huge_pages == HugePagesChoice::Explicit { topology.reserved_free_bytes() } else { 0 };
     let host_bytes = topology.memory_usable_bytes().map_or(u64::MAX, |bytes| bytes.saturating_add(reserved));
-    Ok(Chosen { machine: Machine { cpus, host_bytes, device, rates: rates(settings)? }, note, warning })
+    let basis = if device == DeviceMemory::Shared { None } else { Some(basis(settings, topology)?) };
+    let rates = basis.as_ref().map_or_else(Rates::assumed, |basis| Arc::new(Rates::of(&basis.profile)));
+    Ok(Chosen { machine: Machine { cpus, host_bytes, device, rates }, note, warning, basis })
 }
 
-fn rates(settings: &Settings) -> Result<Arc<Rates>> {
-    Ok(Arc::new(Rates::of(&Profile::load(&settings.hardware.to_string_lossy())?)))
+fn basis(settings: &Settings, topology: &Topology) -> Result<Basis> {
+    let gpu = GpuFacts::read().ok().and_then(|gpu| gpu.name);
+    Basis::of(&settings.hardware, &Key::new(topology, gpu))
 }
 
 #[cfg(feature = "cuda")]

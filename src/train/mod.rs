@@ -36,6 +36,8 @@ pub trait Observer {
 pub struct Facts {
     /// The device, in words.
     pub device: String,
+    /// What the plan of a GPU rests on, in words.
+    pub rates: Option<String>,
     /// The model, in words.
     pub model: String,
     /// The data, in words.

@@ -79,6 +79,7 @@ pub fn prepare<D: Kernels>(
     let loader = Loader::new(dataset, plan.batch, settings.seed, !settings.no_shuffle, position)?;
     let facts = Facts {
         device: describe_device(chosen, &engine.describe(), &topology),
+        rates: chosen.basis.as_ref().map(ToString::to_string),
         model: describe_model(settings, &source.shape),
         data,
         host: engine.host_memory().report(Path::new("/")).to_string(),

@@ -1,10 +1,11 @@
 //! What this machine's CPUs and memory do, as far as the optimizer's side of a step depends on it: memory's speed by threads, the
-//! pool's wake-up, sums of squares and casts. One JSON line a fact on stdout, a table at the end. Every result is verified.
+//! pool's wake-up, sums of squares and casts. One JSON line a fact on stdout, a table on stderr. Every result is verified.
 
 use clap::Parser;
+use microbench::facts::Facts;
 use microbench::run::{Setting, host_memory, run};
 use microbench::stream::{Arrays, Kernel};
-use microbench::{Machine, values};
+use microbench::values;
 use serde_json::{Value, json};
 use std::fmt;
 use std::time::Instant;
@@ -18,7 +19,8 @@ use superoffload::optim::norm::BLOCK;
 use superoffload::optim::simd::{AdamKernels, Grads, Isa, Weights};
 
 /// Measures the host.
-#[derive(Parser)]
+#[derive(Parser, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
 struct Options {
     /// Threads for memory's speed; by default 1, 2, 4, ... and all CPUs.
     #[arg(long, value_name = "N,...", value_delimiter = ',')]
@@ -40,8 +42,8 @@ struct Fact {
 }
 
 impl Fact {
-    fn json(&self, machine: &Machine) -> Value {
-        json!({ "bench": "host_facts", "machine": machine.json(), "what": self.what, "threads": self.threads, "value": self.value, "unit": self.unit })
+    fn json(&self, facts: &Facts) -> Value {
+        facts.line(json!({ "what": self.what, "threads": self.threads, "value": self.value, "unit": self.unit }))
     }
 }
 
@@ -115,9 +117,10 @@ fn passes(options: &Options) -> Result<Vec<Fact>> {
 }
 
 fn start(options: &Options) -> Result<()> {
-    let machine = Machine::here();
+    let about = Facts::new("host_facts", &Topology::this_machine(), options);
+    let cpus = about.machine.usable_cpus.unwrap_or(1);
     let threads = match &options.threads[..] {
-        [] => std::iter::successors(Some(1), |threads| Some(threads * 2)).take_while(|&t| t < machine.cpus).chain([machine.cpus]).collect(),
+        [] => std::iter::successors(Some(1), |threads| Some(threads * 2)).take_while(|&t| t < cpus).chain([cpus]).collect(),
         asked => asked.to_vec(),
     };
     let mut facts = memory(options, &threads)?;
@@ -125,9 +128,9 @@ fn start(options: &Options) -> Result<()> {
         facts.extend(wake_up(threads)?);
     }
     facts.extend(passes(options)?);
-    facts.iter().for_each(|fact| println!("{}", fact.json(&machine)));
-    println!("\n{machine}\n{:<40} {:>7} {:>10}", "fact", "threads", "value");
-    facts.iter().for_each(|fact| println!("{fact}"));
+    facts.iter().for_each(|fact| println!("{}", fact.json(&about)));
+    eprintln!("\n{about}\n{:<40} {:>7} {:>10}", "fact", "threads", "value");
+    facts.iter().for_each(|fact| eprintln!("{fact}"));
     Ok(())
 }
 

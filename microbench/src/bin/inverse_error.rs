@@ -1,19 +1,21 @@
 //! What a rollback by algebra loses: Adam's state after a step and its inverse, compared with the state before, bit by bit.
 //!
 //! The paper rolls speculation back in place with the inverse of the step; this engine never writes before the verdict, so that
-//! its rollback loses nothing. One JSON line a case on stdout, a table at the end.
+//! its rollback loses nothing. One JSON line a case on stdout, a table on stderr.
 
 use clap::Parser;
 use half::bf16;
-use microbench::{Machine, values};
+use microbench::facts::Facts;
+use microbench::values;
 use serde_json::{Value, json};
 use std::fmt;
 use superoffload::error::Result;
+use superoffload::hardware::topology::Topology;
 use superoffload::optim::adam::{AdamConsts, AdamHyper, AdamState, AdamStep};
 use superoffload::optim::simd::{AdamKernels, Grads, Isa, Weights};
 
 /// Measures the error of the algebraic rollback.
-#[derive(Parser)]
+#[derive(Parser, serde::Serialize)]
 struct Options {
     /// Parameters.
     #[arg(long, value_name = "N", default_value_t = 1 << 20)]
@@ -132,6 +134,7 @@ fn start(options: &Options) -> Result<()> {
     for number in 1..=options.steps {
         run.forward(number, &mut settled, &Run::gradients(number, CASES[0], options.params));
     }
+    let facts = Facts::new("inverse_error", &Topology::this_machine(), options);
     let mut table = vec![format!("{:<26} {:>27} {:>27} {:>27}", "rolled back", "params", "m", "v")];
     for case in CASES {
         let after = run.rolled_back(options.steps + 1, &settled, case);
@@ -139,12 +142,12 @@ fn start(options: &Options) -> Result<()> {
         let fields = json!({ "params": params.json(), "m": m.json(), "v": v.json() });
         println!(
             "{}",
-            json!({ "bench": "inverse_error", "machine": Machine::here().json(), "case": case.name, "factor": case.factor.to_string(), "one_in": case.every,
-                "rollbacks": case.rollbacks, "params": options.params, "steps": options.steps, "loss": fields })
+            facts.line(json!({ "case": case.name, "factor": case.factor.to_string(), "one_in": case.every,
+                "rollbacks": case.rollbacks, "params": options.params, "steps": options.steps, "loss": fields }))
         );
         table.push(format!("{:<26} {params} {m} {v}", case.name));
     }
-    println!("\nother bits, worst relative error, not finite\n{}", table.join("\n"));
+    eprintln!("\nother bits, worst relative error, not finite\n{}", table.join("\n"));
     Ok(())
 }
 

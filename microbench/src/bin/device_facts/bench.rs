@@ -1,9 +1,8 @@
 //! What all cases share: the device, the host's memory and threads, sizes, limits; and the line that each leaves.
 
 use crate::limits::{Limit, Limits};
+use microbench::facts::{Facts, join};
 use serde_json::{Value, json};
-use std::time::{SystemTime, UNIX_EPOCH};
-use superoffload::bench::facts::{BuildFacts, MachineFacts};
 use superoffload::device::{Addressing, Kernels};
 use superoffload::error::{Error, Result};
 use superoffload::hardware::topology::Topology;
@@ -43,21 +42,6 @@ impl Sizes {
 
 /// Less is no copy worth a name.
 const SMALLEST_BYTES: usize = 64 << 10;
-
-/// What every line says besides its case.
-pub struct Facts {
-    common: Value,
-    /// The machine.
-    pub machine: MachineFacts,
-}
-
-impl Facts {
-    /// Of this machine and program.
-    pub fn new(topology: &Topology, device: &str, settings: Value) -> Self {
-        let (build, machine) = (BuildFacts::this_program(), MachineFacts::new(topology));
-        Self { common: json!({ "build": build, "machine": machine, "device": device, "settings": settings }), machine }
-    }
-}
 
 /// A device, and all that it is measured with.
 pub struct Bench<'a, D> {
@@ -100,11 +84,7 @@ impl<D: Kernels> Bench<'_, D> {
         if !is_right {
             return Err(Error::resource(format!("verify {case} {fields}"), "the data are not what they should be"));
         }
-        let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
-        let mut line = json!({ "bench": "device_facts", "case": case, "unix_seconds": seconds, "verified": true });
-        for part in [&fields, &self.facts.common] {
-            part.as_object().into_iter().flatten().for_each(|(name, value)| line[name] = value.clone());
-        }
+        let line = self.facts.line(join(json!({ "case": case, "verified": true, "device": self.rig.dev.describe() }), fields));
         println!("{line}");
         Ok(())
     }
@@ -114,12 +94,4 @@ impl<D: Kernels> Bench<'_, D> {
 pub fn rate(rates: &Samples, limit: &Limit) -> Value {
     let (value, limit_value) = (rates.median() * 1e-9, limit.bytes_per_s * 1e-9);
     json!({ "gb_per_s": value, "spread": rates.spread(), "limit_gb_per_s": limit_value, "limit": limit.what, "share_of_limit": value / limit_value })
-}
-
-/// Both objects in one.
-pub fn join(mut a: Value, b: Value) -> Value {
-    if let (Some(to), Value::Object(from)) = (a.as_object_mut(), b) {
-        to.extend(from);
-    }
-    a
 }

@@ -1,8 +1,9 @@
 //! Casts between bf16 and fp32: on the device, on the host's threads, as passes of their own and as part of Adam's (Figure 9).
 
-use crate::bench::{Bench, join, rate};
+use crate::bench::{Bench, rate};
 use crate::optimizer::{GRAD, HostJob, Optimizer, Widen, is_all};
 use half::bf16;
+use microbench::facts::join;
 use microbench::fill;
 use serde_json::{Value, json};
 use superoffload::device::{Device, DeviceSlice, EventId, Kernels, Stream};

@@ -1,6 +1,6 @@
 //! What the machine could do at best: each case is told how much of that it gets.
 
-use crate::bench::Facts;
+use microbench::facts::Facts;
 use superoffload::device::Addressing;
 use superoffload::error::Result;
 use superoffload::hardware::gpu::GpuFacts;

@@ -1,7 +1,8 @@
 //! Copies over the link: by size, way, kind of host memory, alone and beside what a step runs meanwhile.
 
-use crate::bench::{Bench, join, rate};
+use crate::bench::{Bench, rate};
 use crate::load::Load;
+use microbench::facts::join;
 use microbench::{fill, fill_from, values};
 use serde_json::{Value, json};
 use superoffload::device::{Addressing, Device, DeviceSlice, Kernels, Place, Stream};

@@ -11,10 +11,11 @@ mod load;
 mod optimizer;
 mod pipeline;
 
-use bench::{Bench, Facts, Sizes};
+use bench::{Bench, Sizes};
 use clap::{Parser, ValueEnum};
 use limits::Limits;
 use load::small_caches;
+use microbench::facts::Facts;
 use superoffload::config::options::DeviceChoice;
 use superoffload::config::settings::Settings;
 use superoffload::device::cpu::{CpuDevice, Schedule};
@@ -107,7 +108,7 @@ fn measure<D: Kernels>(
     states: &States,
 ) -> Result<()> {
     let sizes = Sizes::new(options.quick, options.max_bytes, options.seconds);
-    let facts = Facts::new(topology, &dev.describe(), serde_json::json!(options));
+    let facts = Facts::new("device_facts", topology, options);
     let mut rig = Rig::new(dev)?;
     let product = Product::new(rig.dev, Dtype::Bfloat16, sizes.product)?;
     let small = kernels::measure(&mut rig, sizes.max_bytes.min(POINTWISE_BYTES), product, 3.0 * sizes.seconds)?;

@@ -14,8 +14,9 @@ use superoffload::optim::adam::AdamHyper;
 use superoffload::optim::simd::{AdamKernels, Isa};
 
 /// A pass of the pool.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Serialize)]
 #[value(rename_all = "snake_case")]
+#[serde(rename_all = "snake_case")]
 pub enum Pass {
     /// Working weights only.
     Speculate,

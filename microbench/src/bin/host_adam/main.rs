@@ -2,7 +2,7 @@
 //!
 //! Memory, pool, placement and jobs are those of `train`; only the driver is simpler: it submits a job, waits for its end
 //! and submits the next. Before a pass is timed its result is compared with the scalar specification. One JSON line a row on
-//! stdout, a table at the end.
+//! stdout, a table on stderr.
 //!
 //! The rows without kernels are what the same threads get out of the same memory without arithmetic. The best copy past the
 //! caches, 8 bytes an element, is the limit that the last column refers to.
@@ -15,18 +15,20 @@ mod row;
 
 use buckets::{Buckets, Pass};
 use clap::Parser;
-use microbench::Machine;
+use microbench::facts::Facts;
 use microbench::hog::Hog;
 use microbench::run::{Setting, host_memory, run};
 use microbench::stream::{Arrays, Kernel};
 use row::{HEADER, Row};
 use superoffload::config::options::{HugePagesChoice, ResctrlGroup};
 use superoffload::error::{Error, Result};
+use superoffload::hardware::topology::Topology;
 use superoffload::host::pool::Job;
 use superoffload::optim::simd::{AdamKernels, Isa, Stores};
 
 /// Measures the optimizer's pool.
-#[derive(Parser)]
+#[derive(Parser, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
 struct Options {
     /// Worker threads, one pool each.
     #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "1,2,4,8,12,15,16")]
@@ -48,6 +50,8 @@ struct Options {
     seconds: f64,
     /// Instruction sets; the fastest by default.
     #[arg(long, value_name = "NAME,...", value_delimiter = ',', default_value = Isa::detect().name())]
+    // A row's `kernels` say it.
+    #[serde(skip)]
     isa: Vec<Isa>,
     /// How results are written; without it and `--prefetch`, as in training.
     #[arg(long, value_name = "KIND,...", value_delimiter = ',')]
@@ -69,14 +73,16 @@ struct Options {
     resctrl_group: ResctrlGroup,
 }
 
-#[derive(Clone, Copy, clap::ValueEnum)]
+#[derive(Clone, Copy, clap::ValueEnum, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
 enum Writes {
     Temporal,
     StreamWeights,
     Streaming,
 }
 
-#[derive(Clone, Copy, clap::ValueEnum)]
+#[derive(Clone, Copy, clap::ValueEnum, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
 enum Pin {
     Yes,
     No,
@@ -159,7 +165,7 @@ fn start(options: &Options) -> Result<()> {
         Pin::No => &[false],
         Pin::Both => &[true, false],
     };
-    let (machine, mut all) = (Machine::here(), Vec::new());
+    let (facts, mut all) = (Facts::new("host_adam", &Topology::this_machine(), options), Vec::new());
     for &elems in &options.bucket_params {
         let buckets = Buckets::new(options.params, elems, host_memory(options.huge_pages)?)?;
         for (&threads, &hogs) in options.threads.iter().flat_map(|threads| options.hogs.iter().map(move |hogs| (threads, hogs))) {
@@ -171,18 +177,13 @@ fn start(options: &Options) -> Result<()> {
                     Setting { threads, pin, seconds: options.seconds, group: &options.resctrl_group },
                     hogs,
                 )?;
-                rows.iter().for_each(|row| println!("{}", row.json(&machine)));
+                rows.iter().for_each(|row| println!("{}", row.json(&facts)));
                 all.extend(rows);
             }
         }
     }
-    println!(
-        "\n{}, {} parameters\narrays: {}\n{HEADER}",
-        microbench::Machine::here(),
-        options.params,
-        host.report(std::path::Path::new("/"))
-    );
-    all.iter().for_each(|row| println!("{row}"));
+    eprintln!("\n{facts}, {} parameters\narrays: {}\n{HEADER}", options.params, host.report(std::path::Path::new("/")));
+    all.iter().for_each(|row| eprintln!("{row}"));
     Ok(())
 }
 

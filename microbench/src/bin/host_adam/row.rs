@@ -1,6 +1,6 @@
 //! One line of the table.
 
-use microbench::Machine;
+use microbench::facts::Facts;
 use microbench::run::Timing;
 use serde_json::{Value, json};
 use std::fmt;
@@ -44,14 +44,14 @@ impl Row {
         self.copy_gb_s.map(|copy| self.gb_s() / copy)
     }
 
-    pub fn json(&self, machine: &Machine) -> Value {
-        json!({
-            "bench": "host_adam", "machine": machine.json(), "partition": self.timing.partition, "pass": self.pass, "kernels": self.kernels, "threads": self.threads, "pinned": self.timing.pinned, "hogs": self.hogs,
+    pub fn json(&self, facts: &Facts) -> Value {
+        facts.line(json!({
+            "partition": self.timing.partition, "pass": self.pass, "kernels": self.kernels, "threads": self.threads, "pinned": self.timing.pinned, "hogs": self.hogs,
             "params": self.params, "bucket_params": self.elems, "jobs": self.timing.jobs, "bytes_per_param": self.bytes_per_elem,
             "gparam_s": self.gelem_s(), "gb_s": self.gb_s(), "share_of_copy": self.share_of_copy(),
             "median_gparam_s": self.elems as f64 * 1e-9 / self.timing.median_s, "busy_gparam_s": self.busy_gelem_s(),
             "skew_percent": self.timing.skew_percent(), "handover_percent": self.timing.handover_percent(),
-        })
+        }))
     }
 }
 

@@ -1,0 +1,67 @@
+//! What a line of results says besides its numbers: when, by which program, on which machine, with which settings.
+
+use serde::Serialize;
+use serde_json::{Value, json};
+use std::fmt;
+use std::time::{SystemTime, UNIX_EPOCH};
+use superoffload::bench::facts::{BuildFacts, MachineFacts};
+use superoffload::hardware::topology::Topology;
+use superoffload::optim::simd::Isa;
+
+/// The same on every line of a benchmark.
+pub struct Facts {
+    common: Value,
+    /// The machine.
+    pub machine: MachineFacts,
+}
+
+impl Facts {
+    /// Of this program, on a machine of this `topology`.
+    ///
+    /// # Panics
+    /// If `settings` are no JSON object.
+    pub fn new(bench: &str, topology: &Topology, settings: impl Serialize) -> Self {
+        let settings = json!(settings);
+        assert!(settings.is_object(), "settings are names and values, not {settings}");
+        let (build, machine) = (BuildFacts::this_program(), MachineFacts::new(topology));
+        let isa = Isa::detect().name();
+        Self { common: json!({ "bench": bench, "build": build, "machine": machine, "isa": isa, "settings": settings }), machine }
+    }
+
+    /// The line of what was measured just now: `fields`, and these facts.
+    pub fn line(&self, fields: Value) -> Value {
+        let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
+        join(join(self.common.clone(), json!({ "unix_seconds": seconds })), fields)
+    }
+}
+
+impl fmt::Display for Facts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let cpu = self.machine.cpu.as_deref().unwrap_or("unknown CPU");
+        let cpus = self.machine.usable_cpus.map_or("unknown".into(), |cpus| cpus.to_string());
+        write!(f, "{cpu}, {cpus} cpus, {}", Isa::detect())
+    }
+}
+
+/// Both objects in one.
+pub fn join(mut a: Value, b: Value) -> Value {
+    if let (Some(to), Value::Object(from)) = (a.as_object_mut(), b) {
+        to.extend(from);
+    }
+    a
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_names_benchmark_machine_settings_and_time() {
+        let facts = Facts::new("tea", &Topology::this_machine(), json!({ "cups": 3 }));
+        let line = facts.line(json!({ "gb_s": 1.5 }));
+        assert_eq!((&line["bench"], &line["settings"]["cups"], &line["gb_s"]), (&json!("tea"), &json!(3), &json!(1.5)));
+        assert!(
+            line["machine"]["kernel"].is_string() && line["build"]["version"].is_string() && line["unix_seconds"].as_u64() > Some(1 << 30)
+        );
+    }
+}

@@ -1,0 +1,35 @@
+//! The benchmarks of the host in small: what they write to standard output is lines of results, each with its settings and machine.
+
+use serde_json::Value;
+use std::process::Command;
+
+fn lines(program: &str, arguments: &str) -> Vec<Value> {
+    let output = Command::new(program).args(arguments.split(' ')).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let lines: Vec<Value> = String::from_utf8(output.stdout).unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    for line in &lines {
+        assert!(line["machine"]["kernel"].is_string() && line["build"]["version"].is_string() && line["settings"].is_object(), "{line}");
+    }
+    lines
+}
+
+#[test]
+fn the_pool_is_timed_by_pass_beside_memory() {
+    let lines = lines(env!("CARGO_BIN_EXE_host_adam"), "--threads 1 --params 65536 --bucket-params 32768 --seconds 0.01 --huge-pages off");
+    let passes: Vec<_> = lines.iter().map(|line| line["pass"].as_str().unwrap()).collect();
+    assert_eq!(passes, ["copy past caches", "triad", "speculate", "step", "commit", "commit_then_speculate"]);
+    assert!(lines.iter().all(|line| line["settings"]["huge-pages"] == "off" && line["gparam_s"].as_f64() > Some(0.0)));
+}
+
+#[test]
+fn facts_of_the_host_have_units() {
+    let lines = lines(env!("CARGO_BIN_EXE_host_facts"), "--threads 1 --elems 65536 --seconds 0.01");
+    assert!(lines.len() > 10 && lines.iter().all(|line| line["value"].as_f64() > Some(0.0) && line["unit"].is_string()));
+}
+
+#[test]
+fn rollback_by_algebra_loses_bits() {
+    let lines = lines(env!("CARGO_BIN_EXE_inverse_error"), "--params 4096 --steps 20");
+    assert_eq!(lines.len(), 6);
+    assert!(lines.iter().all(|line| line["loss"]["m"]["differing_share"].as_f64() > Some(0.0)));
+}
