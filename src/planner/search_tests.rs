@@ -339,6 +339,20 @@ fn predictions_are_near_every_point_of_the_sweeps() {
     assert!(compared >= 90, "{compared}");
 }
 
+/// The profile was measured by `probe --save` just before the lines, on their machine.
+#[test]
+fn predictions_by_a_measured_profile_are_near_at_once() {
+    let profile = Profile::load(results("h200-probed.toml").to_str().unwrap()).unwrap();
+    let machine = h200(140, 126, Rates::of(&profile));
+    let lines: Vec<_> = lines("h200-probed.jsonl").collect();
+    assert!(lines.len() >= 8);
+    for line in lines {
+        let (shape, plan) = planned(&line, &machine);
+        let off = longer(&line, &shape, &plan);
+        assert!(off.abs() < 0.06, "{:+.1} % off: {line}", off * 1e2);
+    }
+}
+
 /// Bytes of the program itself, its libraries and its stacks, which a plan for the CPU device leaves out.
 const PROGRAM_BYTES: f64 = (24 << 20) as f64;
 
