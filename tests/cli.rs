@@ -10,7 +10,7 @@ use superoffload::hardware::profile::Profile;
 #[test]
 fn flags_that_make_no_sense_are_refused() {
     let workspace = Workspace::new();
-    let cases: [(&[&str], &[&str]); 13] = [
+    let cases: [(&[&str], &[&str]); 14] = [
         (&["--strategy", "nope"], &["nope", "--strategy", "zero-offload"]),
         (&["--devcie", "cpu"], &["--devcie", "--device"]),
         (&["--max-steps", "many"], &["many", "--max-steps"]),
@@ -24,6 +24,7 @@ fn flags_that_make_no_sense_are_refused() {
         (&["--save-total-limit", "0"], &["--save-total-limit 0"]),
         (&["--seq-length", "18446744073709551615"], &["--seq-length"]),
         (&["--seed", "-1"], &["--seed"]),
+        (&["--hardware", "typo"], &["typo", "h200-pcie5"]),
     ];
     for (flags, words) in cases {
         run(&mut workspace.train("out", flags)).refused(2, words);
@@ -363,6 +364,6 @@ fn a_probe_measures_what_is_there_and_writes_a_profile() {
     assert!(profile.facts.iter().any(|fact| fact.starts_with("superoffload 0.")), "{:?}", profile.facts);
     probe(&["--out", "/nowhere/box.toml"]).refused(1, &["write", "/nowhere/box.toml"]);
     probe(&["--seconds", "0"]).refused(2, &["--seconds"]);
-    probe(&["--save"]).refused(2, &["--save", "--out"]);
-    probe(&["--save", "--out", "box.toml"]).refused(2, &["--save", "--out"]);
+    probe(&["--save"]).refused(2, &["--save: runs on the CPU device need no rates"]);
+    probe(&["--save", "--out", "box.toml"]).refused(2, &["cannot be used with"]);
 }

@@ -1,7 +1,8 @@
 //! Conformance of devices: one binary, without cargo or a test harness, to be copied to a machine with a GPU.
 //!
 //! `gpu [FILTER]...` runs the cases whose name holds a filter (`kernels`, `training`, `faults`, `kernels/matmul Tn bfloat16`), on the CPU
-//! device with other settings and on the GPU if there is one. It exits 1 if a case failed, 2 if it could not do what was asked.
+//! device with other settings and on the GPU if there is one. It exits 1 if a case failed, 2 if it could not do what was asked,
+//! or, with `--require-gpu`, when no case is called so.
 //!
 //! - `--skip TEXT`: no case whose name holds it; can be given again
 //! - `--device cpu|cuda`: only this one
@@ -116,6 +117,10 @@ fn run(options: &Options) -> Result<u8> {
         Err(why) => report.say(&format!("cuda: skipped ({why})")),
     }
     report.finish();
+    // With cargo's filters, which are of other tests, too, there may be none.
+    if options.require_gpu && gpu.is_ok() && !report.has_run() {
+        return Err(Error::usage("no case is called so; `--verbose` names all"));
+    }
     if let Some(path) = &options.json {
         report.write(path, options.seed)?;
     }

@@ -1,4 +1,4 @@
-"""torch's and DeepSpeed's AdamW on the CPU, in the lines that `host_adam` prints, to be run beside it in turns.
+"""torch's and DeepSpeed's AdamW on the CPU, in lines with the fields of `host_adam`'s, to be run beside it in turns.
 
     python3 microbench/compare/adam.py --params 1073741824 --threads 16
 
@@ -10,6 +10,7 @@ with fp32 gradients and write no 16-bit weights: 28 bytes a parameter, as many a
 import argparse
 import json
 import os
+import platform
 import statistics
 import sys
 import time
@@ -27,6 +28,12 @@ def deepspeed(torch, param):
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     return DeepSpeedCPUAdam([param], **HYPER)
+
+
+def machine():
+    with open("/proc/cpuinfo") as lines:
+        cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), None)
+    return {"cpu": cpu, "arch": platform.machine(), "usable_cpus": len(os.sched_getaffinity(0)), "kernel": platform.release()}
 
 
 def verify(torch, make):
@@ -52,6 +59,8 @@ def measure(torch, name, make, params, seconds):
         times.append(time.perf_counter() - begun)
     median = statistics.median(times)
     return {
+        "bench": "compare_adam", "unix_seconds": int(time.time()), "machine": machine(),
+        "settings": {"params": params, "threads": torch.get_num_threads(), "seconds": seconds},
         "pass": "step", "kernels": name, "threads": torch.get_num_threads(), "jobs": len(times), "bucket_params": params,
         "bytes_per_param": BYTES_PER_PARAM, "gparam_s": params * len(times) * 1e-9 / sum(times), "median_gparam_s": params * 1e-9 / median,
         "gb_s": BYTES_PER_PARAM * params * len(times) * 1e-9 / sum(times),

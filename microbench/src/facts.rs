@@ -24,8 +24,8 @@ impl Facts {
         let settings = json!(settings);
         assert!(settings.is_object(), "settings are names and values, not {settings}");
         let (build, machine) = (BuildFacts::this_program(), MachineFacts::new(topology));
-        let isa = Isa::detect().name();
-        Self { common: json!({ "bench": bench, "build": build, "machine": machine, "isa": isa, "settings": settings }), machine }
+        let best = Isa::detect().name();
+        Self { common: json!({ "bench": bench, "build": build, "machine": machine, "best_isa": best, "settings": settings }), machine }
     }
 
     /// The line of what was measured just now: `fields`, and these facts.

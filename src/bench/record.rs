@@ -41,6 +41,8 @@ pub struct StepRecord {
     pub steps: u64,
     /// Every other setting.
     pub settings: Settings,
+    /// What the plan of a GPU rests on, in words.
+    pub rates: Option<String>,
     /// The plan.
     pub plan: PlanFacts,
     /// Partition of cache and bandwidth that the optimizer has, in words.

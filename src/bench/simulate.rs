@@ -183,11 +183,11 @@ impl fmt::Display for SimulatedRecord {
     }
 }
 
-/// The profile that `options` name; `this` is this machine, measured now, `auto` what a run on its GPU would take. `tell` is given lines
-/// for people on the way.
+/// The profile that `options` name; `this` is this machine, measured now, `auto` what `probe --save` kept of it. `tell` is given lines for
+/// people on the way.
 ///
 /// # Errors
-/// `Usage` when none is named; those of [`Profile::load`] and [`probe::run`]; `auto`: no GPU.
+/// `Usage` when none is named or kept; those of [`Profile::load`], [`probe::run`] and [`Key::new`].
 pub fn profile(options: &TrainOptions, tell: &mut dyn FnMut(&dyn fmt::Display)) -> Result<Profile> {
     match &options.hardware {
         None => {
@@ -198,7 +198,9 @@ pub fn profile(options: &TrainOptions, tell: &mut dyn FnMut(&dyn fmt::Display)) 
             probe::run(&ProbeOptions { device, seconds: PROBE_S, out: None, save: false, cuda_libraries }, tell)
         }
         Some(name) if name == Path::new(AUTO) => {
-            let basis = Basis::of(name, &Key::of_gpu(&Topology::this_machine())?)?;
+            let kept = Key::new(&Topology::this_machine())?.file().and_then(Basis::kept);
+            let basis =
+                kept.ok_or_else(|| Error::usage("--hardware auto: nothing is kept of this machine; `superoffload probe --save` does"))??;
             tell(&format_args!("rates: {basis}"));
             Ok(basis.profile)
         }

@@ -49,6 +49,8 @@ pub struct Before {
     pub matmul_flops: Option<f64>,
     /// Whether the steps run on a GPU, which is then watched.
     pub on_gpu: bool,
+    /// What the plan of a GPU rests on, in words.
+    pub rates: Option<String>,
 }
 
 impl StepBench {
@@ -82,10 +84,11 @@ impl StepBench {
         if chosen.is_gpu() {
             let matmul_flops = Some(matmul_ceiling(&plan)?);
             let engine = cuda_engine(&plan, &self.shape, &topology)?;
-            return self.measure(engine, Before { topology, matmul_flops, on_gpu: true }, tell);
+            let rates = chosen.basis.as_ref().map(ToString::to_string);
+            return self.measure(engine, Before { topology, matmul_flops, on_gpu: true, rates }, tell);
         }
         let engine = cpu_engine(&plan, &self.shape, &topology)?;
-        self.measure(engine, Before { topology, matmul_flops: None, on_gpu: false }, tell)
+        self.measure(engine, Before { topology, matmul_flops: None, on_gpu: false, rates: None }, tell)
     }
 
     /// Fills `engine` with random weights, runs its steps, and ends it.
@@ -129,6 +132,7 @@ impl StepBench {
             warmup: self.steps.warmup,
             steps: self.steps.timed,
             settings: self.settings.clone(),
+            rates: before.rates,
             plan: PlanFacts::new(&plan),
             partition,
             init_seconds,

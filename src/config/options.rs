@@ -420,7 +420,7 @@ pub struct TrainOptions {
     #[arg(long)]
     pub weights: Option<WeightsChoice>,
 
-    /// Machine whose rates a GPU's plan rests on: auto, a profile's name, a file of probe [default: auto].
+    /// Machine whose rates a GPU's plan rests on: auto, a profile's name or file [default: auto].
     #[arg(long, value_name = "PROFILE|FILE")]
     pub hardware: Option<PathBuf>,
 

@@ -1,8 +1,8 @@
-//! What a run on a GPU is planned by: a profile that was named, one that `probe --save` measured on this machine, or that of a machine
-//! with such a GPU.
+//! What a run on a GPU is planned by: a profile that was named, one that `probe --save` measured on this machine, or that of the
+//! nearest machine that is known.
 
 use super::gpu::GpuFacts;
-use super::profile::Profile;
+use super::profile::{ASSUMED, Profile};
 use super::topology::Topology;
 use crate::error::{Error, Result};
 use std::fmt;
@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 /// The choice of `--hardware` that leaves it to the program.
 pub const AUTO: &str = "auto";
 
-/// What GPUs are called whose machines have a profile, the most special ones first: one all of whose words are in the GPU's name.
-const LIKE: [(&[&str], &str); 7] = [
+/// Words of a GPU's name, and the profile of the nearest machine; the first row whose words are all there counts.
+const NEAREST: [(&[&str], &str); 7] = [
     (&["gh200", "144"], "gh200-144"),
     (&["gh200"], "gh200-96"),
     (&["gb200"], "gb200"),
@@ -26,31 +26,36 @@ const LIKE: [(&[&str], &str); 7] = [
 /// A machine with a GPU, as far as its rates depend on it.
 #[derive(Clone, Debug)]
 pub struct Key {
-    gpu: Option<String>,
-    cpu: Option<String>,
+    gpu: String,
+    cpu: String,
     cpus: usize,
 }
 
 impl Key {
-    /// The machine of `topology` and of the GPU with this name.
-    pub fn new(topology: &Topology, gpu: Option<String>) -> Self {
-        Self { gpu, cpu: topology.cpu_model.clone(), cpus: topology.usable_cpus().map_or(1, |usable| usable.count()) }
-    }
-
-    /// The machine of `topology` and the GPU that CUDA shows first.
+    /// The machine of `topology` and of the GPU that CUDA shows first.
     ///
     /// # Errors
     /// Those of [`GpuFacts::read`].
-    pub fn of_gpu(topology: &Topology) -> Result<Self> {
-        GpuFacts::read().map(|gpu| Self::new(topology, gpu.name))
+    pub fn new(topology: &Topology) -> Result<Self> {
+        GpuFacts::read().map(|gpu| Self::of(topology, &gpu))
     }
 
-    /// A file of its own in the user's cache, since a home directory may serve many machines; none where no cache is known.
+    /// The machine of `topology` and of this GPU.
+    pub fn of(topology: &Topology, gpu: &GpuFacts) -> Self {
+        let name = |name: &Option<String>| name.clone().unwrap_or_else(|| "unnamed".into());
+        Self { gpu: name(&gpu.name), cpu: name(&topology.cpu_model), cpus: topology.usable_cpus().map_or(1, |usable| usable.count()) }
+    }
+
+    /// Where its profile is kept: in the user's cache; nowhere where the environment names none.
     pub fn file(&self) -> Option<PathBuf> {
         let absolute = |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
         let cache = absolute("XDG_CACHE_HOME").or_else(|| absolute("HOME").map(|home| home.join(".cache")))?;
-        let [gpu, cpu] = [&self.gpu, &self.cpu].map(|name| slug(name.as_deref().unwrap_or("unnamed")));
-        Some(cache.join("superoffload").join(format!("{gpu}.{cpu}.{}-cpus.toml", self.cpus)))
+        Some(cache.join("superoffload").join(self.file_name()))
+    }
+
+    /// One of its own, since a home directory may serve many machines.
+    fn file_name(&self) -> String {
+        format!("{}.{}.{}-cpus.toml", slug(&self.gpu), slug(&self.cpu), self.cpus)
     }
 }
 
@@ -60,7 +65,7 @@ fn slug(name: &str) -> String {
     words.map(str::to_ascii_lowercase).collect::<Vec<_>>().join("-")
 }
 
-/// A profile, and how it came to be the one.
+/// A profile of a machine with a GPU, and how it came to be the one.
 #[derive(Clone, Debug)]
 pub struct Basis {
     /// The profile.
@@ -72,44 +77,62 @@ pub struct Basis {
 enum Origin {
     Named,
     Measured(PathBuf),
-    /// The profile of another machine with such a GPU, if there is one; and why not what was kept.
+    /// The nearest one, if any is near; and what is wrong with what was kept, or with the GPU's name.
     Assumed {
-        is_alike: bool,
-        unread: Option<String>,
+        is_near: bool,
+        because: Option<String>,
     },
 }
 
 impl Basis {
-    /// The profile that `hardware` names: `auto`, a shipped one, or a file.
+    /// The profile for a run on the GPU of `machine`; `hardware` is `auto`, a shipped profile's name, or a file.
     ///
     /// # Errors
-    /// Those of [`Profile::load`] for what is named. A kept profile that cannot be read is told by `Display`, and not used.
-    pub fn of(hardware: &Path, machine: &Key) -> Result<Self> {
-        Self::with_kept(hardware, machine, machine.file())
-    }
-
-    fn with_kept(hardware: &Path, machine: &Key, kept: Option<PathBuf>) -> Result<Self> {
+    /// Those of [`Profile::load`] for what is named; `Usage` if that has no GPU. What keeps `auto` from what was measured is no error:
+    /// `Display` tells it.
+    pub fn of(hardware: &Path, machine: Result<Key>) -> Result<Self> {
         if hardware == Path::new("this") {
-            let cause = "--hardware this: plan and simulate measure; for a run, `superoffload probe --save` measures once and is kept";
+            let cause = "--hardware this: plan and simulate measure; for runs `superoffload probe --save` measures once, and keeps it";
             return Err(Error::usage(cause));
         }
         if hardware != Path::new(AUTO) {
-            return Ok(Self { profile: Profile::load(&hardware.to_string_lossy())?, origin: Origin::Named });
+            return Ok(Self { profile: load(hardware)?, origin: Origin::Named });
         }
-        let kept = kept.filter(|file| file.exists());
-        match kept.map(|file| (Profile::load(&file.to_string_lossy()), file)) {
-            Some((Ok(profile), file)) => Ok(Self { profile, origin: Origin::Measured(file) }),
-            Some((Err(why), _)) => Self::assumed(machine, Some(why.to_string())),
-            None => Self::assumed(machine, None),
+        let machine = match machine {
+            Ok(machine) => machine,
+            Err(why) => return Self::assumed("", Some(why.to_string())),
+        };
+        match machine.file().and_then(Self::kept) {
+            None => Self::assumed(&machine.gpu, None),
+            Some(Ok(kept)) => Ok(kept),
+            Some(Err(why)) => Self::assumed(&machine.gpu, Some(why.to_string())),
         }
     }
 
-    fn assumed(machine: &Key, unread: Option<String>) -> Result<Self> {
-        let gpu = machine.gpu.as_deref().unwrap_or_default().to_ascii_lowercase();
-        let like = LIKE.iter().find(|(words, _)| words.iter().all(|word| gpu.contains(word)));
-        let profile = Profile::load(like.map_or("h200-pcie5", |(_, name)| name))?;
-        Ok(Self { profile, origin: Origin::Assumed { is_alike: like.is_some(), unread } })
+    /// What was kept in `file`, if there is such a file.
+    ///
+    /// # Errors
+    /// Those of [`Profile::load`]; `Usage` if it has no GPU.
+    pub fn kept(file: PathBuf) -> Option<Result<Self>> {
+        file.exists().then(|| Ok(Self { profile: load(&file)?, origin: Origin::Measured(file) }))
     }
+
+    fn assumed(gpu: &str, because: Option<String>) -> Result<Self> {
+        let gpu = gpu.to_ascii_lowercase();
+        let nearest = NEAREST.iter().find(|(words, _)| words.iter().all(|word| gpu.contains(word)));
+        let profile = Profile::load(nearest.map_or(ASSUMED, |(_, name)| name))?;
+        Ok(Self { profile, origin: Origin::Assumed { is_near: nearest.is_some(), because } })
+    }
+}
+
+/// A profile whose rates are those of a GPU.
+fn load(name_or_file: &Path) -> Result<Profile> {
+    let name = name_or_file.to_string_lossy();
+    let profile = Profile::load(&name)?;
+    if profile.gpu.is_none() {
+        return Err(Error::usage(format!("hardware profile {name}: of a machine without a GPU, and this run is on one")));
+    }
+    Ok(profile)
 }
 
 impl fmt::Display for Basis {
@@ -118,10 +141,10 @@ impl fmt::Display for Basis {
         match &self.origin {
             Origin::Named => write!(f, "{name}: {machine}"),
             Origin::Measured(file) => write!(f, "measured on this machine on {date} ({})", file.display()),
-            Origin::Assumed { is_alike, unread } => {
-                let alike = if *is_alike { "a machine with such a GPU" } else { "none is known of this GPU" };
-                write!(f, "assumed, {name}: {alike}; `superoffload probe --save` measures this one")?;
-                unread.as_ref().map_or(Ok(()), |why| write!(f, " ({why})"))
+            Origin::Assumed { is_near, because } => {
+                let near = if *is_near { "the nearest machine that is known" } else { "nothing near this GPU is known" };
+                write!(f, "assumed, {name}: {near}; `superoffload probe --save` measures this one")?;
+                because.as_ref().map_or(Ok(()), |why| write!(f, " ({why})"))
             }
         }
     }
@@ -132,11 +155,11 @@ mod tests {
     use super::*;
 
     fn key(gpu: &str) -> Key {
-        Key { gpu: Some(gpu.into()), cpu: Some("Intel(R) Xeon(R) 8592+".into()), cpus: 16 }
+        Key { gpu: gpu.into(), cpu: "Intel(R) Xeon(R) 8592+".into(), cpus: 16 }
     }
 
     #[test]
-    fn a_gpu_gets_the_profile_of_its_kind() {
+    fn a_gpu_gets_the_profile_of_the_nearest_machine() {
         for (gpu, profile) in [
             ("NVIDIA H200", "h200-pcie5"),
             ("NVIDIA H100 PCIe", "h100-pcie"),
@@ -145,40 +168,45 @@ mod tests {
             ("NVIDIA GH200 144G HBM3e", "gh200-144"),
             ("NVIDIA GB200", "gb200"),
         ] {
-            let basis = Basis::assumed(&key(gpu), None).unwrap();
+            let basis = Basis::assumed(gpu, None).unwrap();
             assert_eq!(basis.profile.name, profile, "{gpu}");
-            assert!(basis.to_string().contains("such a GPU; `superoffload probe --save`"), "{basis}");
+            assert!(basis.to_string().contains("is known; `superoffload probe --save`"), "{basis}");
         }
-        let unknown = Basis::assumed(&key("NVIDIA L40S"), None).unwrap();
-        assert!(unknown.to_string().starts_with("assumed, h200-pcie5: none is known of this GPU"), "{unknown}");
+        let unknown = Basis::assumed("NVIDIA L40S", None).unwrap();
+        assert!(unknown.to_string().starts_with("assumed, h200-pcie5: nothing near"), "{unknown}");
+        let nameless = Basis::of(Path::new(AUTO), Err(Error::usage("no name"))).unwrap();
+        assert!(nameless.to_string().ends_with("(no name)"), "{nameless}");
     }
 
     #[test]
-    fn what_is_named_is_taken_and_this_is_not_measured() {
-        let basis = Basis::of(Path::new("gb200"), &key("NVIDIA H200")).unwrap();
-        assert!(basis.profile.name == "gb200" && basis.to_string().starts_with("gb200: NVIDIA GB200"), "{basis}");
-        assert_eq!(Basis::of(Path::new("this"), &key("NVIDIA H200")).unwrap_err().exit_code(), 2);
-        assert_eq!(Basis::of(Path::new("nowhere.toml"), &key("NVIDIA H200")).unwrap_err().exit_code(), 2);
+    fn what_is_named_is_taken_if_it_has_a_gpu_and_this_is_not_measured() {
+        let basis = |hardware: &str| Basis::of(Path::new(hardware), Ok(key("NVIDIA H200")));
+        let named = basis("gb200").unwrap();
+        assert!(named.profile.name == "gb200" && named.to_string().starts_with("gb200: NVIDIA GB200"), "{named}");
+        for refused in ["this", "nowhere.toml"] {
+            assert_eq!(basis(refused).unwrap_err().exit_code(), 2, "{refused}");
+        }
     }
 
     #[test]
-    fn what_was_kept_wins_and_what_cannot_be_read_is_told() {
-        let (folder, machine) = (tempfile::tempdir().unwrap(), key("NVIDIA H100 PCIe"));
-        let basis = |file: &Path| Basis::with_kept(Path::new(AUTO), &machine, Some(file.into())).unwrap();
+    fn what_was_kept_is_taken_if_it_can_be_read_and_has_a_gpu() {
+        let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("kept.toml");
-        assert_eq!(basis(&file).profile.name, "h100-pcie");
-        std::fs::write(&file, include_str!("profiles/gb200.toml")).unwrap();
-        assert!(basis(&file).profile.name == "gb200" && basis(&file).to_string().starts_with("measured on this machine on 20"));
+        let kept = || Basis::kept(file.clone());
+        assert!(kept().is_none());
+        let profile = Profile::load("gb200").unwrap();
+        std::fs::write(&file, profile.to_string()).unwrap();
+        let basis = kept().unwrap().unwrap();
+        assert!(basis.profile == profile && basis.to_string().starts_with("measured on this machine on 20"), "{basis}");
         std::fs::write(&file, "version = 1").unwrap();
-        let told = basis(&file).to_string();
-        assert!(told.starts_with("assumed, h100-pcie") && told.contains("kept.toml"), "{told}");
+        assert!(kept().unwrap().unwrap_err().to_string().contains("kept.toml"));
+        std::fs::write(&file, include_str!("../../paper-figures/results/cpu-probe.toml")).unwrap();
+        assert!(kept().unwrap().unwrap_err().to_string().contains("without a GPU"));
     }
 
     #[test]
-    fn names_make_files() {
-        let file = key("NVIDIA H200").file().unwrap();
-        assert!(file.ends_with("superoffload/nvidia-h200.intel-r-xeon-r-8592.16-cpus.toml"), "{}", file.display());
-        assert_eq!(slug("Intel(R) Xeon(R) 8592+"), "intel-r-xeon-r-8592");
-        assert_eq!(slug("///"), "");
+    fn every_machine_has_a_file_of_its_own() {
+        assert_eq!(key("NVIDIA H200").file_name(), "nvidia-h200.intel-r-xeon-r-8592.16-cpus.toml");
+        assert_eq!(key("//").file_name(), ".intel-r-xeon-r-8592.16-cpus.toml");
     }
 }

@@ -93,8 +93,8 @@ fn facts(topology: &Topology, isa: &str, probes: &Probes, partitions: &Partition
     ]);
     facts.extend(gpu.libraries.iter().map(|(name, path)| ("library", format!("{name}: {}", or_error(path, |p| p.display().to_string())))));
     facts.extend(gpu.usable.as_ref().ok().map(|addressing| ("addressing", addressing.to_string())));
-    let rates = gpu.facts.as_ref().map(|gpu| Basis::of(Path::new(AUTO), &Key::new(topology, gpu.name.clone())));
-    facts.extend(rates.ok().map(|basis| ("rates", or_error(&basis, ToString::to_string))));
+    let basis = gpu.facts.as_ref().map(|gpu| Basis::of(Path::new(AUTO), Ok(Key::of(topology, gpu))));
+    facts.extend(basis.ok().map(|basis| ("rates", or_error(&basis, ToString::to_string))));
     facts.push(("kernel", or_unknown(topology.kernel.as_deref()).to_owned()));
     facts
 }

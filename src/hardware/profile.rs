@@ -12,6 +12,9 @@ use serde::Deserialize;
 use std::fmt;
 use std::path::Path;
 
+/// The one that is assumed where nobody says better: a GPU with PCIe 5, measured.
+pub const ASSUMED: &str = "h200-pcie5";
+
 /// The profiles that ship with the program.
 const SHIPPED: [(&str, &str); 6] = [
     ("h200-pcie5", include_str!("profiles/h200-pcie5.toml")),

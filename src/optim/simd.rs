@@ -15,7 +15,8 @@ use std::ops::Range;
 use std::str::FromStr;
 
 /// Instruction set of the optimizer's passes, slowest first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Isa {
     /// What the target guarantees. On x86-64 a fused multiply-add is then a library call: the specification, not a way to train.
     Scalar,

@@ -1,12 +1,9 @@
 //! What a machine does in a second, out of its profile: what predictions are made from and the simulated device obeys.
 
-use crate::hardware::profile::{Contention, CpuDevice, Link, Profile};
+use crate::hardware::profile::{ASSUMED, Contention, CpuDevice, Link, Profile};
 use crate::hardware::sourced::{Figure, Points};
 use crate::optim::simd::Isa;
 use std::sync::{Arc, OnceLock};
-
-/// Whose rates are assumed where nobody says better: a GPU with PCIe 5, measured.
-const ASSUMED: &str = "h200-pcie5";
 
 /// Rates of kernels, copies and the optimizer; alone, unless a name says otherwise.
 #[derive(Clone, Debug, PartialEq)]

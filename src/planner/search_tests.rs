@@ -342,9 +342,9 @@ fn predictions_are_near_every_point_of_the_sweeps() {
 /// The profile was measured by `probe --save` just before the lines, on their machine.
 #[test]
 fn predictions_by_a_measured_profile_are_near_at_once() {
-    let profile = Profile::load(results("h200-probed.toml").to_str().unwrap()).unwrap();
+    let profile = Profile::load(results("h200-kept.toml").to_str().unwrap()).unwrap();
     let machine = h200(140, 126, Rates::of(&profile));
-    let lines: Vec<_> = lines("h200-probed.jsonl").collect();
+    let lines: Vec<_> = lines("h200-kept.jsonl").collect();
     assert!(lines.len() >= 8);
     for line in lines {
         let (shape, plan) = planned(&line, &machine);

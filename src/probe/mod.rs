@@ -78,11 +78,16 @@ pub struct ProbeOptions {
 }
 
 impl ProbeOptions {
+    /// What is measured: rates are kept of GPUs alone, and never of the CPUs in place of one that does not open.
+    fn device(&self) -> DeviceChoice {
+        if self.save { DeviceChoice::Cuda } else { self.device }
+    }
+
     /// The file to write the profile to, if one is asked for.
     ///
     /// # Errors
-    /// `Io` when it cannot be written. With `save`: `Resource` when there is no GPU, whose runs alone are planned by rates; `Usage` when
-    /// neither `XDG_CACHE_HOME` nor `HOME` says where to keep it.
+    /// `Io` when it cannot be written. With `save`: those of [`Key::new`]; `Usage` for the CPU device, whose runs are planned without rates,
+    /// and when neither `XDG_CACHE_HOME` nor `HOME` says where to keep it.
     pub fn file(&self) -> Result<Option<ProfileFile>> {
         if !self.save {
             return self.out.as_deref().map(ProfileFile::open).transpose();
@@ -90,11 +95,9 @@ impl ProbeOptions {
         if self.device == DeviceChoice::Cpu {
             return Err(Error::usage("--save: runs on the CPU device need no rates, give --out"));
         }
-        let machine = Key::of_gpu(&Topology::this_machine())?;
-        let path = machine.file().ok_or_else(|| Error::usage("--save: neither XDG_CACHE_HOME nor HOME is set, give --out"))?;
-        let folder = path.parent().unwrap_or(Path::new("/"));
-        std::fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, e))?;
-        ProfileFile::open(&path).map(Some)
+        let path = Key::new(&Topology::this_machine())?.file();
+        let path = path.ok_or_else(|| Error::usage("--save: neither XDG_CACHE_HOME nor HOME is set, give --out"))?;
+        ProfileFile::beside(&path).map(Some)
     }
 }
 
@@ -122,7 +125,7 @@ impl Sizes {
 /// Whatever cannot be had; `Resource` naming a number that came out as nonsense.
 pub fn run(options: &ProbeOptions, tell: &mut dyn FnMut(&dyn Display)) -> Result<Profile> {
     let topology = Topology::this_machine();
-    let settings = Settings { device: options.device, cuda_libraries: options.cuda_libraries.clone(), ..Settings::default() };
+    let settings = Settings { device: options.device(), cuda_libraries: options.cuda_libraries.clone(), ..Settings::default() };
     let chosen = devices::choose(&settings, &topology)?;
     chosen.note.iter().for_each(|why| tell(&format_args!("no GPU, and no link to it: {why}")));
     let (cpus, time_s) = (chosen.machine.cpus, options.seconds as f64);
@@ -244,6 +247,8 @@ fn profile(options: &ProbeOptions, facts: Facts, host: Host, sections: Sections)
 /// A file for a profile, opened before it is measured: that takes a while, and should not be lost.
 pub struct ProfileFile {
     path: PathBuf,
+    /// The name that it gets in the end.
+    keep_as: Option<PathBuf>,
     file: std::fs::File,
     /// Made here, and empty still.
     is_new: bool,
@@ -258,7 +263,20 @@ impl ProfileFile {
         let is_new = !path.exists();
         let file =
             std::fs::OpenOptions::new().write(true).create(true).truncate(false).open(path).map_err(|e| Error::io("write", path, e))?;
-        Ok(Self { path: path.into(), file, is_new })
+        Ok(Self { path: path.into(), keep_as: None, file, is_new })
+    }
+
+    /// A file that takes the place of `path` when it is whole: others may read that meanwhile.
+    ///
+    /// # Errors
+    /// `Io` when it, or the folder, cannot be written.
+    pub fn beside(path: &Path) -> Result<Self> {
+        let folder = path.parent().unwrap_or(Path::new("/"));
+        std::fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, e))?;
+        let part = path.with_extension(format!("{}.part", std::process::id()));
+        let mut file = Self::open(&part)?;
+        file.keep_as = Some(path.into());
+        Ok(file)
     }
 
     /// Writes `profile` in place of what the file held.
@@ -269,8 +287,10 @@ impl ProfileFile {
         use std::io::Write;
         let text = profile.to_string();
         let written = self.file.set_len(0).and_then(|()| self.file.write_all(text.as_bytes())).and_then(|()| self.file.sync_all());
+        written.map_err(|e| Error::io("write", &self.path, e))?;
+        self.keep_as.as_ref().map_or(Ok(()), |name| std::fs::rename(&self.path, name).map_err(|e| Error::io("write", name, e)))?;
         self.is_new = false;
-        written.map_err(|e| Error::io("write", &self.path, e))
+        Ok(())
     }
 }
 
@@ -375,6 +395,22 @@ mod tests {
         assert!(!new.exists() && std::fs::read_to_string(&old).unwrap() == "old");
         ProfileFile::open(&new).unwrap().write(&Profile::load("h200-pcie5").unwrap()).unwrap();
         assert!(Profile::load(new.to_str().unwrap()).is_ok());
+    }
+
+    #[test]
+    fn what_is_kept_is_there_whole_or_as_before() {
+        let dir = tempfile::tempdir().unwrap();
+        let kept = dir.path().join("cache").join("kept.toml");
+        let files = || std::fs::read_dir(kept.parent().unwrap()).unwrap().map(|file| file.unwrap().file_name()).collect::<Vec<_>>();
+        drop(ProfileFile::beside(&kept).unwrap());
+        assert!(files().is_empty());
+        for name in ["gb200", "h200-pcie5"] {
+            let profile = Profile::load(name).unwrap();
+            let file = ProfileFile::beside(&kept).unwrap();
+            assert_eq!(kept.exists(), name != "gb200");
+            file.write(&profile).unwrap();
+            assert_eq!((Profile::load(kept.to_str().unwrap()).unwrap(), files()), (profile, vec!["kept.toml".into()]));
+        }
     }
 
     #[test]

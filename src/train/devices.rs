@@ -4,12 +4,13 @@ use crate::config::options::{DeviceChoice, HostMemoryKind, HugePagesChoice};
 use crate::config::settings::Settings;
 use crate::device::Addressing;
 use crate::error::{Error, Result};
-use crate::hardware::basis::{Basis, Key};
-use crate::hardware::gpu::GpuFacts;
+use crate::hardware::basis::{AUTO, Basis, Key};
 use crate::hardware::limits;
+use crate::hardware::profile::Profile;
 use crate::hardware::topology::Topology;
 use crate::planner::machine::{DeviceMemory, Machine};
 use crate::planner::rates::Rates;
+use std::path::Path;
 use std::sync::Arc;
 
 /// The device of a run.
@@ -35,7 +36,7 @@ impl Chosen {
 /// What `settings` ask for on the machine of `topology`; `auto` is a GPU where there is one.
 ///
 /// # Errors
-/// `Resource` when a GPU was asked for and cannot be had; those of [`limits::check_threads`] and [`Basis::of`].
+/// `Resource` when a GPU was asked for and cannot be had; those of [`limits::check_threads`], [`Basis::of`] and [`Profile::load`].
 pub fn choose(settings: &Settings, topology: &Topology) -> Result<Chosen> {
     let (device, note) = match settings.device {
         DeviceChoice::Cpu => (DeviceMemory::Shared, None),
@@ -52,14 +53,20 @@ pub fn choose(settings: &Settings, topology: &Topology) -> Result<Chosen> {
     let cpus = topology.usable_cpus().map_or(1, |usable| usable.count());
     let reserved = if settings.huge_pages == HugePagesChoice::Explicit { topology.reserved_free_bytes() } else { 0 };
     let host_bytes = topology.memory_usable_bytes().map_or(u64::MAX, |bytes| bytes.saturating_add(reserved));
-    let basis = if device == DeviceMemory::Shared { None } else { Some(basis(settings, topology)?) };
+    let basis = basis(settings, topology, device)?;
     let rates = basis.as_ref().map_or_else(Rates::assumed, |basis| Arc::new(Rates::of(&basis.profile)));
     Ok(Chosen { machine: Machine { cpus, host_bytes, device, rates }, note, warning, basis })
 }
 
-fn basis(settings: &Settings, topology: &Topology) -> Result<Basis> {
-    let gpu = GpuFacts::read().ok().and_then(|gpu| gpu.name);
-    Basis::of(&settings.hardware, &Key::new(topology, gpu))
+/// CPUs as the device are planned without rates; what is named must be there all the same.
+fn basis(settings: &Settings, topology: &Topology, device: DeviceMemory) -> Result<Option<Basis>> {
+    if device != DeviceMemory::Shared {
+        return Basis::of(&settings.hardware, Key::new(topology)).map(Some);
+    }
+    if settings.hardware != Path::new(AUTO) {
+        Profile::load(&settings.hardware.to_string_lossy())?;
+    }
+    Ok(None)
 }
 
 #[cfg(feature = "cuda")]

@@ -95,6 +95,11 @@ impl<W: Write> Report<W> {
         self.say(&format!("{} passed, {} failed, {} skipped", self.passed, self.failed, self.skipped));
     }
 
+    /// Whether there was a case.
+    pub fn has_run(&self) -> bool {
+        self.passed + self.failed + self.skipped > 0
+    }
+
     /// Whether a case failed.
     pub fn has_failed(&self) -> bool {
         self.failed > 0

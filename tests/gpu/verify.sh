@@ -4,7 +4,7 @@
 #   tests/gpu/verify.sh DIR [CHECK...]
 #
 # DIR holds the program `superoffload` and the test binaries `gpu` and `main`, whose paths `cargo test --release --no-run` prints. Runs the
-# conformance suite; its kernels in small sizes under every tool of compute-sanitizer; and trainings on the GPU that are killed and go on to
+# conformance suite; its kernels in small sizes under three tools of compute-sanitizer; and trainings on the GPU that are killed and go on to
 # the same bits. Prints a line for each; exits 1 if one failed or could not be run. CHECK: only those of conformance, memcheck, initcheck,
 # racecheck, racecheck-attention, killed-runs. SECONDS_EACH=N ends each after N seconds (600).
 set -euo pipefail

@@ -50,8 +50,6 @@ struct Options {
     seconds: f64,
     /// Instruction sets; the fastest by default.
     #[arg(long, value_name = "NAME,...", value_delimiter = ',', default_value = Isa::detect().name())]
-    // A row's `kernels` say it.
-    #[serde(skip)]
     isa: Vec<Isa>,
     /// How results are written; without it and `--prefetch`, as in training.
     #[arg(long, value_name = "KIND,...", value_delimiter = ',')]
