@@ -273,6 +273,7 @@ impl ProfileFile {
     pub fn beside(path: &Path) -> Result<Self> {
         let folder = path.parent().unwrap_or(Path::new("/"));
         std::fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, e))?;
+        remove_parts(folder)?;
         let part = path.with_extension(format!("{}.part", std::process::id()));
         let mut file = Self::open(&part)?;
         file.keep_as = Some(path.into());
@@ -302,6 +303,15 @@ impl Drop for ProfileFile {
             let _ = std::fs::remove_file(&self.path);
         }
     }
+}
+
+/// Removes what probes that were killed left in `folder`.
+fn remove_parts(folder: &Path) -> Result<()> {
+    let entries = std::fs::read_dir(folder).map_err(|e| Error::io("read", folder, e))?;
+    let paths = entries.flatten().map(|entry| entry.path());
+    paths
+        .filter(|path| path.extension().is_some_and(|extension| extension == "part"))
+        .try_for_each(|path| std::fs::remove_file(&path).map_err(|e| Error::io("remove", &path, e)))
 }
 
 #[cfg(test)]
@@ -404,6 +414,8 @@ mod tests {
         let files = || std::fs::read_dir(kept.parent().unwrap()).unwrap().map(|file| file.unwrap().file_name()).collect::<Vec<_>>();
         drop(ProfileFile::beside(&kept).unwrap());
         assert!(files().is_empty());
+        // As left by a probe that was killed.
+        std::fs::write(kept.with_extension("1.part"), "").unwrap();
         for name in ["gb200", "h200-pcie5"] {
             let profile = Profile::load(name).unwrap();
             let file = ProfileFile::beside(&kept).unwrap();

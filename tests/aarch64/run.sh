@@ -15,17 +15,6 @@ give_up() { echo "aarch64: $*" >&2; exit 1; }
 
 step $cargo test --quiet --workspace --no-run
 
-# Lengths in bytes: 16 is Grace's.
-for cpu in max,sve-default-vector-length={16,32,64} max,sve=off; do
-  step env SUPEROFFLOAD_QEMU_CPU="$cpu" $cargo test --quiet --workspace --lib -- optim::
-done
-
-# The compiler vectorises the passes. That it did so for vectors of any length in those that write 16-bit weights, as training's do,
-# shows in the program: a square root each of step and speculate, two of the fused pass, for every format of gradients and weights.
-roots=$(aarch64-linux-gnu-objdump --disassemble --no-show-raw-insn "$built/superoffload" | grep -c 'fsqrt.*z[0-9]') || true
-echo "square roots of vectors of any length in the program: $roots"
-[ "$roots" -ge 24 ] || give_up "SVE2 is hardly used: found $roots such square roots, expected at least 24"
-
 # Minutes each in an emulator: large products of matrices, many models trained, many plans simulated.
 too_slow=(
   kernels::matmul::tests::every_layout_and_shape_agrees_with_f64
@@ -42,7 +31,23 @@ too_slow=(
 unlike=(tests::what_is_not_there_is_said)
 # One test at a time: a process that the emulator forks while another of its threads holds a lock may wait for that lock for ever.
 skip=(--test-threads=1 --skip=optim:: "${too_slow[@]/#/--skip=}" "${unlike[@]/#/--skip=}")
-step $cargo test --quiet --workspace --lib --bins -- "${skip[@]}"
+# The library's tests take one CPU: they run beside all others, and what they print comes behind.
+runs=$(mktemp -d)
+trap 'rm -rf "$runs"' EXIT
+step $cargo test --quiet --workspace --lib --bins -- "${skip[@]}" >"$runs/library.log" 2>&1 &
+library=$!
+
+# Lengths in bytes: 16 is Grace's.
+for cpu in max,sve-default-vector-length={16,32,64} max,sve=off; do
+  step env SUPEROFFLOAD_QEMU_CPU="$cpu" $cargo test --quiet --workspace --lib -- optim::
+done
+
+# The compiler vectorises the passes. That it did so for vectors of any length in those that write 16-bit weights, as training's do,
+# shows in the program: a square root each of step and speculate, two of the fused pass, for every format of gradients and weights.
+roots=$(aarch64-linux-gnu-objdump --disassemble --no-show-raw-insn "$built/superoffload" | grep -c 'fsqrt.*z[0-9]') || true
+echo "square roots of vectors of any length in the program: $roots"
+[ "$roots" -ge 24 ] || give_up "SVE2 is hardly used: found $roots such square roots, expected at least 24"
+
 # Fewer random models and kills than on a fast machine.
 step env SUPEROFFLOAD_CASES=10 $cargo test --quiet --workspace --test main --test alloc --test recorded -- "${skip[@]}" \
   --skip=cli:: --skip=resume:: --skip=the_program_shows_a_tree --skip=each_condition
@@ -52,10 +57,13 @@ emulated=(SUPEROFFLOAD_EMULATOR="$PWD/$emulate" SUPEROFFLOAD_PROGRAMS="$(realpat
 step env "${emulated[@]}" cargo test --quiet --workspace --test main -- cli:: resume:: --skip=cli::a_probe_measures
 step env "${emulated[@]}" cargo test --quiet --workspace --test recorded
 
+status=0
+wait "$library" || status=$?
+cat "$runs/library.log"
+[ "$status" = 0 ] || give_up "tests of the library failed"
+
 step $emulate "$built/superoffload" doctor
 demo=(train --device cpu --max-steps 2 --seq-length 16 --per-device-train-batch-size 1 --digest --output-dir)
-runs=$(mktemp -d)
-trap 'rm -rf "$runs"' EXIT
 digest_of() { "$@" | tee >(cat >&2) | sed -n 's/^digest: //p'; }
 cargo build --quiet --workspace --bins --tests
 there=$(digest_of $emulate "$built/superoffload" "${demo[@]}" "$runs/there")

@@ -28,6 +28,12 @@ impl Visible {
         let first = named.split(',').next().unwrap_or_default().trim();
         first.parse().map_or_else(|_| Self::Uuid(first.into()), Self::Index)
     }
+
+    /// What was looked for, for an error.
+    fn wanted() -> String {
+        let named = std::env::var("CUDA_VISIBLE_DEVICES").map(|named| format!("first of CUDA_VISIBLE_DEVICES={named:?}"));
+        format!("find the GPU that is {}", named.as_deref().unwrap_or("first"))
+    }
 }
 
 impl Gpu {
@@ -35,8 +41,10 @@ impl Gpu {
         let failed = |e: NvmlError| Error::resource(format!("ask {LIBRARY} about the GPU"), e);
         let nvml = Nvml::builder().lib_path(LIBRARY.as_ref()).init().map_err(failed)?;
         let gpu = Self { nvml, visible: Visible::first() };
-        gpu.device().map(drop).map_err(failed)?;
-        Ok(gpu)
+        match gpu.device() {
+            Ok(_) => Ok(gpu),
+            Err(e) => Err(Error::resource(Visible::wanted(), e)),
+        }
     }
 
     fn device(&self) -> std::result::Result<Device<'_>, NvmlError> {
