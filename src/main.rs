@@ -231,6 +231,7 @@ fn run_probe(options: &ProbeOptions) -> Result<i32> {
     let file = options.file()?;
     let profile = probe::run(options, &mut |line| remark(line))?;
     answer(profile.table())?;
+    profile.unsteady().into_iter().for_each(remark);
     if let Some(file) = file {
         file.write(&profile)?;
     }

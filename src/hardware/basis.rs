@@ -140,7 +140,10 @@ impl fmt::Display for Basis {
         let Profile { name, machine, date, .. } = &self.profile;
         match &self.origin {
             Origin::Named => write!(f, "{name}: {machine}"),
-            Origin::Measured(file) => write!(f, "measured on this machine on {date} ({})", file.display()),
+            Origin::Measured(file) => {
+                write!(f, "measured on this machine on {date} ({})", file.display())?;
+                self.profile.unsteady().map_or(Ok(()), |what| write!(f, "; {what}: `superoffload probe --save`"))
+            }
             Origin::Assumed { is_near, because } => {
                 let near = if *is_near { "the nearest machine that is known" } else { "nothing near this GPU is known" };
                 write!(f, "assumed, {name}: {near}; `superoffload probe --save` measures this one")?;
@@ -198,6 +201,12 @@ mod tests {
         std::fs::write(&file, profile.to_string()).unwrap();
         let basis = kept().unwrap().unwrap();
         assert!(basis.profile == profile && basis.to_string().starts_with("measured on this machine on 20"), "{basis}");
+        assert!(!basis.to_string().contains("varied"), "{basis}");
+        let mut unsteady = profile.clone();
+        (unsteady.host.wake_up_s.spread, unsteady.gpu.as_mut().unwrap().launch_s.spread) = (Some(0.19), Some(0.234));
+        std::fs::write(&file, unsteady.to_string()).unwrap();
+        let basis = kept().unwrap().unwrap().to_string();
+        assert!(basis.contains("measured: gpu.launch_s by 23 %; again") && basis.ends_with("`superoffload probe --save`"), "{basis}");
         std::fs::write(&file, "version = 1").unwrap();
         assert!(kept().unwrap().unwrap_err().to_string().contains("kept.toml"));
         std::fs::write(&file, include_str!("../../paper-figures/results/cpu-probe.toml")).unwrap();

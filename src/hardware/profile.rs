@@ -27,6 +27,9 @@ const SHIPPED: [(&str, &str); 6] = [
 
 /// The form of the files that this program reads and writes.
 pub const VERSION: u32 = 1;
+/// Samples of a quiet machine lie within 13 % (three H200s and their hosts; within 24 % pages of managed memory). On one whose neighbours
+/// were busy the optimizer's lay within 23 %, and its step was predicted a quarter too long.
+const STEADY: f64 = 0.2;
 
 /// A machine with at most one GPU.
 #[derive(Clone, Debug, Deserialize, PartialEq)]
@@ -65,6 +68,11 @@ trait Field {
 
     /// Rows of a table for people, about the field `name`.
     fn rows(&self, name: &str) -> Vec<table::Row>;
+
+    /// How far its samples lie from it, where it was sampled.
+    fn spread(&self) -> Option<f64> {
+        None
+    }
 }
 
 macro_rules! sourced_fields {
@@ -78,6 +86,9 @@ macro_rules! sourced_fields {
             }
             fn rows(&self, name: &str) -> Vec<table::Row> {
                 $rows(name, self)
+            }
+            fn spread(&self) -> Option<f64> {
+                self.spread
             }
         }
     )*};
@@ -94,6 +105,9 @@ impl<T: Field> Field for Option<T> {
     }
     fn rows(&self, name: &str) -> Vec<table::Row> {
         self.as_ref().map_or(Vec::new(), |field| field.rows(name))
+    }
+    fn spread(&self) -> Option<f64> {
+        self.as_ref().and_then(Field::spread)
     }
 }
 
@@ -336,6 +350,14 @@ impl Profile {
             (true, true) => Err("section `cpu_device`: the CPUs compute only where there is no section `gpu`".into()),
             _ => Ok(()),
         }
+    }
+
+    /// What varied so much while it was measured that plans may be off, as a sentence: something else ran meanwhile.
+    pub fn unsteady(&self) -> Option<String> {
+        let all = self.sections().flat_map(|(section, fields)| fields.into_iter().map(move |(name, field)| (section, name, field)));
+        let spreads = all.filter_map(|(section, name, field)| Some((section, name, field.spread().filter(|spread| *spread > STEADY)?)));
+        let told: Vec<_> = spreads.map(|(section, name, spread)| format!("{section}.{name} by {:.0} %", 100.0 * spread)).collect();
+        (!told.is_empty()).then(|| format!("varied while it was measured: {}; again when the machine is quiet", told.join(", ")))
     }
 
     /// The sections that are there.

@@ -36,7 +36,7 @@ impl Samples {
 
     /// The median and where it is from.
     pub fn figure(&self) -> Figure {
-        figure(self.median(), &self.describe())
+        Figure { spread: Some(rounded(self.spread())), ..figure(self.median(), &self.describe()) }
     }
 
     /// Of each sample the share of `whole`, at most all of it.
@@ -57,14 +57,15 @@ impl Samples {
 
 /// A measured number; `how` says how well.
 pub fn figure(value: f64, how: &str) -> Figure {
-    Figure { value: rounded(value), source: format!("{MEASURED}: {how}"), others: Vec::new() }
+    Figure { value: rounded(value), source: format!("{MEASURED}: {how}"), spread: None, others: Vec::new() }
 }
 
 /// A curve through the medians of `points`, in ascending order.
 pub fn curve(points: &[(f64, Samples)]) -> Curve {
     let medians = points.iter().map(|(x, samples)| (*x, rounded(samples.median()))).collect();
     let how: Vec<_> = points.iter().map(|(_, samples)| samples.describe()).collect();
-    Curve { value: Points(medians), source: format!("{MEASURED}: {}", how.join("; ")), others: Vec::new() }
+    let spread = points.iter().map(|(_, samples)| rounded(samples.spread())).reduce(f64::max);
+    Curve { value: Points(medians), source: format!("{MEASURED}: {}", how.join("; ")), spread, others: Vec::new() }
 }
 
 /// [`curve`] of the shares that `points` have of the last one.
@@ -89,6 +90,7 @@ mod tests {
         assert_eq!(samples.median(), 105.0);
         assert!((samples.spread() - 4.5 / 105.0).abs() < 1e-9);
         assert_eq!(samples.figure().source, format!("{MEASURED}: 101 samples, +-4.3 %"));
+        assert_eq!((samples.figure().spread, figure(1.0, "counted").spread), (Some(0.04286), None));
         assert_eq!(Samples::new(vec![123_456.0]).figure().value, 123_500.0);
         assert_eq!(samples.share_of(102.0).median(), 1.0);
     }
@@ -97,6 +99,7 @@ mod tests {
     fn shares_end_at_all() {
         let points = [(1.0, Samples::new(vec![2.0])), (2.0, Samples::new(vec![8.0, 7.0, 9.0]))];
         assert_eq!(curve(&points).value, Points(vec![(1.0, 2.0), (2.0, 8.0)]));
+        assert_eq!(curve(&points).spread, Some(0.125));
         assert_eq!(share_curve(&points).value, Points(vec![(1.0, 0.25), (2.0, 1.0)]));
     }
 }
