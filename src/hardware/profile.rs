@@ -27,8 +27,8 @@ const SHIPPED: [(&str, &str); 6] = [
 
 /// The form of the files that this program reads and writes.
 pub const VERSION: u32 = 1;
-/// Samples on quiet machines lie within 14 % (four H200s; managed memory's pages within 24 %), where neighbours are busy the optimizer's lay
-/// within 23 and 35 %, and plans were 13 to 25 % off: docs/performance.md.
+/// On quiet hosts of four H200s samples lay within 14 % (managed memory's pages within 24 %), on busy ones the optimizer's within 23 and 35 %,
+/// and plans were 13 to 25 % off: docs/performance.md.
 const STEADY: f64 = 0.2;
 
 /// A machine with at most one GPU.
