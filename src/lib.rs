@@ -19,6 +19,7 @@ pub mod checkpoint;
 pub mod config;
 pub mod data;
 pub mod device;
+pub(crate) mod disk;
 pub mod dtype;
 pub mod engine;
 pub mod error;

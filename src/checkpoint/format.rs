@@ -1,6 +1,6 @@
 //! The manifest, `trainer_state.json`: what it holds, how it is sealed, what is checked before it is believed.
 
-use super::disk::{self, is_plain_file_name};
+use crate::disk::{self, is_plain_file_name};
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;

@@ -11,7 +11,6 @@
 //! or absent. Every byte of it is under a CRC32C, and [`verify`] reads all of them before anything is restored.
 
 pub mod digest;
-pub(crate) mod disk;
 mod format;
 mod reader;
 mod store;

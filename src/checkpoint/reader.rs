@@ -1,7 +1,7 @@
 //! Reading a checkpoint: nothing leaves here whose checksum was not compared.
 
-use super::disk::InFile;
 use super::format::{CHUNK_BYTES, FileEntry, MODEL, Manifest, STATE};
+use crate::disk::InFile;
 use crate::error::{Error, Result};
 use std::path::{Path, PathBuf};
 

@@ -3,9 +3,9 @@
 //! Besides `checkpoint-<step>` there are hidden names, each with the id of the process that made it:
 //! `.checkpoint-<step>.tmp-<pid>` is being written, `.old-` was moved aside to be replaced, `.del-` is being removed.
 
-use super::disk::{self, TmpDir};
 use super::format::{MANIFEST, Manifest};
 use super::reader;
+use crate::disk::{self, TmpDir};
 use crate::error::{Error, Result};
 use std::cmp::Reverse;
 use std::fs;

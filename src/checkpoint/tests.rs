@@ -1,6 +1,6 @@
-use super::disk::faults::{self, Mode};
 use super::format::{CHUNK_BYTES, MANIFEST, MODEL, STATE};
 use super::*;
+use crate::disk::faults::{self, Mode};
 use crate::error::Error;
 use proptest::prelude::*;
 use rand::{Rng, SeedableRng};

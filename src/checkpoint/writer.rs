@@ -1,8 +1,8 @@
 //! Writing a checkpoint beside, then publishing it.
 
-use super::disk::{self, OutFile, TmpDir};
 use super::format::{CHUNK_BYTES, FileEntry, MANIFEST, MODEL, Manifest, STATE, TensorEntry, TrainerState};
 use super::store::{self, Role};
+use crate::disk::{self, OutFile, TmpDir};
 use crate::error::Result;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};

@@ -1,6 +1,7 @@
 //! The configuration file: TOML whose keys are the flags of `train`.
 
 use crate::config::options::TrainOptions;
+use crate::disk;
 use crate::error::{Error, Result};
 use serde::Deserialize;
 use serde::de::IntoDeserializer;
@@ -8,6 +9,9 @@ use std::ops::Range;
 use std::path::Path;
 use toml::Spanned;
 use toml::de::{DeString, DeTable, DeValue};
+
+/// No configuration is larger.
+const BYTES_MAX: u64 = 1 << 20;
 
 /// Longest part of an offending line that an error message shows, in characters.
 const SHOWN_CHARS: usize = 60;
@@ -18,10 +22,10 @@ const FILE_ONLY: &str = "inject";
 /// Reads the options that the file at `path` sets. Relative paths in it mean what they mean on the command line.
 ///
 /// # Errors
-/// `Io` when it cannot be read; `Usage` that names file, line and key when it is no TOML, sets a key that is no flag (the
+/// `Io` or `Format` when it cannot be read; `Usage` that names file, line and key when it is no TOML, sets a key that is no flag (the
 /// nearest one is named) or that is set twice, or gives a key a value of the wrong type.
 pub fn load(path: &Path) -> Result<TrainOptions> {
-    let bytes = std::fs::read(path).map_err(|e| Error::io("read", path, e))?;
+    let bytes = disk::read_small(path, BYTES_MAX)?;
     let text = str::from_utf8(&bytes).map_err(|e| Error::usage(format!("{}: not UTF-8 at byte {}", path.display(), e.valid_up_to())))?;
     parse(text).map_err(|cause| Error::usage(format!("{}: {cause}", path.display())))
 }
@@ -168,7 +172,7 @@ mod tests {
         std::fs::write(&path, b"seed = 7 # \xff").unwrap();
         let message = load(&path).unwrap_err().to_string();
         assert!(message.contains("run.toml") && message.contains("byte 11"), "{message}");
-        assert!(matches!(load(dir.path()), Err(Error::Io { .. })));
+        assert!(matches!(load(dir.path()), Err(Error::Format { .. })));
     }
 
     proptest! {

@@ -7,19 +7,16 @@
 //! A file is read where it lies, a few kilobytes at a time: it may be larger than memory, and one that shrinks under a
 //! running training is an error and no crash.
 
+use crate::disk::{self, InFile};
 use crate::error::{Error, Result};
-use std::fs::File;
-use std::io::ErrorKind;
-use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// Bytes that one read takes, on the stack.
 const READ_BYTES: usize = 16 << 10;
 
 /// An open file of token ids, all below the vocabulary size.
 pub struct TokenFile {
-    path: PathBuf,
-    file: File,
+    file: InFile,
     width: Width,
     vocab_size: usize,
     tokens: usize,
@@ -33,6 +30,9 @@ enum Width {
     U32 = 4,
 }
 
+/// The file that tells the width has one key.
+const SIDECAR_BYTES_MAX: u64 = 1 << 20;
+
 #[derive(serde::Deserialize)]
 struct Sidecar {
     dtype: Width,
@@ -45,8 +45,8 @@ impl TokenFile {
     /// `Io` when it cannot be read; `Format` that names the byte offset of an id outside the vocabulary, or says that the
     /// file is empty or ends within an id, or what is wrong with the file that tells the width.
     pub fn open(path: &Path, vocab_size: usize) -> Result<Self> {
-        let file = File::open(path).map_err(|e| Error::io("open", path, e))?;
-        let bytes = file.metadata().map_err(|e| Error::io("read", path, e))?.len() as usize;
+        let file = InFile::open(path)?;
+        let bytes = file.bytes() as usize;
         let told = told_width(path)?;
         let (guessed, width) = (told.is_none(), told.unwrap_or(natural_width(vocab_size)));
         if bytes == 0 {
@@ -55,7 +55,7 @@ impl TokenFile {
         if !bytes.is_multiple_of(width as usize) {
             return Err(Error::format(path, format!("truncated: {bytes} bytes are no whole number of {}-byte tokens", width as usize)));
         }
-        let opened = Self { path: path.to_path_buf(), file, width, vocab_size, tokens: bytes / width as usize };
+        let opened = Self { file, width, vocab_size, tokens: bytes / width as usize };
         opened.check_all()?;
         if guessed && width == Width::U16 && opened.looks_like_uint32()? {
             let cause = "every second 16-bit token is 0: these look like uint32; name the file .u32.bin, or .u16.bin if they are not";
@@ -79,7 +79,7 @@ impl TokenFile {
         let mut offset = start * width;
         for part in out.chunks_mut(READ_BYTES / width) {
             let raw = &mut buffer[..part.len() * width];
-            self.file.read_exact_at(raw, offset as u64).map_err(|e| Error::io("read", &self.path, e))?;
+            self.file.read_at(offset as u64, raw)?;
             for (token, raw) in part.iter_mut().zip(raw.chunks_exact(width)) {
                 *token = self.checked(raw, offset)?;
                 offset += width;
@@ -114,7 +114,10 @@ impl TokenFile {
         if (id as usize) < self.vocab_size {
             return Ok(id as i32);
         }
-        Err(Error::format(&self.path, format!("byte offset {offset}: token id {id} is outside the vocabulary of {}", self.vocab_size)))
+        Err(Error::format(
+            self.file.path(),
+            format!("byte offset {offset}: token id {id} is outside the vocabulary of {}", self.vocab_size),
+        ))
     }
 }
 
@@ -122,11 +125,8 @@ impl TokenFile {
 fn told_width(path: &Path) -> Result<Option<Width>> {
     let mut sidecar = path.as_os_str().to_owned();
     sidecar.push(".json");
-    match std::fs::read(&sidecar) {
-        Ok(json) => serde_json::from_slice(&json).map(|sidecar: Sidecar| Some(sidecar.dtype)).map_err(|e| Error::format(&sidecar, e)),
-        Err(e) if e.kind() == ErrorKind::NotFound => Ok(width_from_name(path)),
-        Err(e) => Err(Error::io("read", &sidecar, e)),
-    }
+    let Some(json) = disk::read_if_present(Path::new(&sidecar), SIDECAR_BYTES_MAX)? else { return Ok(width_from_name(path)) };
+    serde_json::from_slice(&json).map(|sidecar: Sidecar| Some(sidecar.dtype)).map_err(|e| Error::format(&sidecar, e))
 }
 
 fn width_from_name(path: &Path) -> Option<Width> {
@@ -145,6 +145,7 @@ fn natural_width(vocab_size: usize) -> Width {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+    use std::path::PathBuf;
 
     fn written(name: &str, bytes: &[u8]) -> (tempfile::TempDir, PathBuf) {
         let dir = tempfile::tempdir().unwrap();

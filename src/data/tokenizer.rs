@@ -1,10 +1,13 @@
 //! Text to token ids: a model's `tokenizer.json`, or bytes.
 
 use crate::data::contain::contain;
+use crate::disk;
 use crate::error::{Error, Result};
 use std::fmt;
-use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
+
+/// No tokenizer is larger; the largest have some tens of megabytes.
+const BYTES_MAX: u64 = 256 << 20;
 
 /// Names under which common models keep their end-of-text token, tried when `tokenizer_config.json` names none.
 const END_OF_TEXT_NAMES: [&str; 6] = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<seed:eos>"];
@@ -36,7 +39,7 @@ impl Tokenizer {
     pub fn load(dir: Option<&Path>) -> Result<Self> {
         let Some(dir) = dir else { return Ok(Self::bytes()) };
         let path = dir.join("tokenizer.json");
-        let Some(bytes) = read_if_present(&path)? else { return Ok(Self::bytes()) };
+        let Some(bytes) = disk::read_if_present(&path, BYTES_MAX)? else { return Ok(Self::bytes()) };
         let parsed = contain(|| parse(&bytes)).map_err(|e| Error::format(&path, e))?;
         let tokenizer = parsed.map_err(|e| Error::format(&path, e))?;
         let vocab_size = tokenizer.get_vocab(true).into_values().max().map_or(0, |id| id as usize + 1);
@@ -96,7 +99,7 @@ fn parse(bytes: &[u8]) -> serde_json::Result<tokenizers::Tokenizer> {
 /// The end-of-text token of `dir/tokenizer_config.json`, else one of the usual names.
 fn end_of_text(dir: &Path, tokenizer: &tokenizers::Tokenizer) -> Result<Option<u32>> {
     let path = dir.join("tokenizer_config.json");
-    let Some(bytes) = read_if_present(&path)? else { return Ok(usual_end_of_text(tokenizer)) };
+    let Some(bytes) = disk::read_if_present(&path, BYTES_MAX)? else { return Ok(usual_end_of_text(tokenizer)) };
     let config: serde_json::Value = serde_json::from_slice(&bytes).map_err(|e| Error::format(&path, e))?;
     // Either the token itself or an object that describes it.
     let name = config["eos_token"].as_str().or(config["eos_token"]["content"].as_str());
@@ -107,14 +110,6 @@ fn end_of_text(dir: &Path, tokenizer: &tokenizers::Tokenizer) -> Result<Option<u
 
 fn usual_end_of_text(tokenizer: &tokenizers::Tokenizer) -> Option<u32> {
     END_OF_TEXT_NAMES.iter().find_map(|name| tokenizer.token_to_id(name))
-}
-
-/// The file's bytes, or `None` when its directory does not list it; a link that leads nowhere is an error.
-fn read_if_present(path: &Path) -> Result<Option<Vec<u8>>> {
-    match path.symlink_metadata() {
-        Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
-        _ => std::fs::read(path).map(Some).map_err(|e| Error::io("read", path, e)),
-    }
 }
 
 #[cfg(test)]

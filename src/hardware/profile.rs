@@ -7,10 +7,14 @@ mod table;
 
 use super::sourced::{Curve, Figure, quoted};
 use crate::device::Addressing;
+use crate::disk;
 use crate::error::{Error, Result};
 use serde::Deserialize;
 use std::fmt;
 use std::path::Path;
+
+/// No profile is larger.
+const BYTES_MAX: u64 = 1 << 20;
 
 /// The one that is assumed where nobody says better: a GPU with PCIe 5, measured.
 pub const ASSUMED: &str = "h200-pcie5";
@@ -282,7 +286,7 @@ impl Profile {
             let names = Self::names().join(", ");
             return Err(Error::usage(format!("no hardware profile `{name_or_file}`: neither a file nor one of {names}")));
         }
-        Self::parse(&std::fs::read_to_string(path).map_err(|e| Error::io("read", path, e))?, path)
+        Self::parse(&disk::read_small_text(path, BYTES_MAX)?, path)
     }
 
     /// The names of the profiles that ship with the program.

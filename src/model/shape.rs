@@ -3,8 +3,12 @@
 use super::config_json;
 use super::family::Family;
 use super::tensors::TensorTable;
-use crate::error::{Error, Result};
+use crate::disk;
+use crate::error::Result;
 use std::path::Path;
+
+/// No `config.json` is larger.
+const CONFIG_BYTES_MAX: u64 = 16 << 20;
 
 /// Normalisation of the residual stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -120,10 +124,9 @@ impl ModelShape {
     /// Reads `config.json` at `path`.
     ///
     /// # Errors
-    /// `Io` when it cannot be read, otherwise as [`ModelShape::parse`].
+    /// `Io` or `Format` when it cannot be read, otherwise as [`ModelShape::parse`].
     pub fn read(path: &Path) -> Result<Self> {
-        let text = std::fs::read_to_string(path).map_err(|e| Error::io("read", path, e))?;
-        Self::parse(&text, path)
+        Self::parse(&disk::read_small_text(path, CONFIG_BYTES_MAX)?, path)
     }
 
     /// Reads the text of a `config.json`; `path` is for messages.

@@ -10,7 +10,7 @@ mod safetensors;
 pub use export::{Exported, MAX_SHARD_BYTES, Options, export, export_checkpoint};
 pub use load::load;
 
-use crate::checkpoint::disk;
+use crate::disk;
 use crate::error::Result;
 use crate::model::tensors::{HfPart, TensorSpec};
 use std::path::Path;

@@ -2,8 +2,8 @@
 
 use super::safetensors::METADATA;
 use super::{CONFIG, INDEX, SINGLE, position};
-use crate::checkpoint::disk::{self, OutFile, TmpDir};
 use crate::checkpoint::{self, Loaded};
+use crate::disk::{self, OutFile, TmpDir};
 use crate::dtype::{Dtype, Element};
 use crate::error::{Error, Result};
 use crate::model::shape::ModelShape;

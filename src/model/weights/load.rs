@@ -2,7 +2,7 @@
 
 use super::safetensors::{TensorFile, UniqueMap};
 use super::{INDEX, SINGLE, position};
-use crate::checkpoint::disk::{self, is_plain_file_name};
+use crate::disk::{self, is_plain_file_name};
 use crate::dtype::Element;
 use crate::error::{Error, Result};
 use crate::model::shape::ModelShape;

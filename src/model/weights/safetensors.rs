@@ -1,6 +1,6 @@
 //! One safetensors file: a header that is not believed until it adds up, and reads at offsets.
 
-use crate::checkpoint::disk::InFile;
+use crate::disk::InFile;
 use crate::error::{Error, Result};
 use ::safetensors::tensor::TensorInfo;
 use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};

@@ -1,7 +1,7 @@
 use super::safetensors::TensorFile;
 use super::*;
-use crate::checkpoint::disk::faults::{self, Mode};
 use crate::checkpoint::{LossScale, Scheduler, TensorSource, TrainerState, save};
+use crate::disk::faults::{self, Mode};
 use crate::dtype::{Dtype, Element};
 use crate::model::shape::ModelShape;
 use crate::model::tensors::{Role, Stage, TensorTable};

@@ -5,7 +5,7 @@
 use crate::error::{Error, Result};
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 /// Runs one operation and names it in its error.
@@ -101,7 +101,8 @@ impl OutFile {
     }
 }
 
-/// A regular file open for reading at offsets. Opening anything else (a pipe would block) is an error.
+/// A regular file open for reading at offsets. Opening anything else is an error at once: a pipe would block, a device may
+/// have no end.
 pub(crate) struct InFile {
     file: File,
     path: PathBuf,
@@ -112,12 +113,13 @@ impl InFile {
     /// Opens `path`.
     pub(crate) fn open(path: &Path) -> Result<Self> {
         let read = |e| Error::io("read", path, e);
-        if !fs::metadata(path).map_err(read)?.is_file() {
-            return Err(Error::format(path, "not a regular file"));
-        }
-        let file = File::open(path).map_err(read)?;
-        let bytes = file.metadata().map_err(read)?.len();
-        Ok(Self { file, path: path.to_path_buf(), bytes })
+        let regular = |metadata: &fs::Metadata| metadata.is_file().then_some(()).ok_or_else(|| Error::format(path, "not a regular file"));
+        regular(&fs::metadata(path).map_err(read)?)?;
+        // Another file may have taken the name since: the open does not wait for a pipe, and what was opened is asked again.
+        let file = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path).map_err(read)?;
+        let metadata = file.metadata().map_err(read)?;
+        regular(&metadata)?;
+        Ok(Self { file, path: path.to_path_buf(), bytes: metadata.len() })
     }
 
     /// Size when it was opened.
@@ -148,9 +150,46 @@ pub(crate) fn read_small(path: &Path, bytes_max: u64) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
+/// Reads a whole regular file of at most `bytes_max` bytes of UTF-8.
+pub(crate) fn read_small_text(path: &Path, bytes_max: u64) -> Result<String> {
+    String::from_utf8(read_small(path, bytes_max)?)
+        .map_err(|e| Error::format(path, format_args!("not UTF-8 at byte {}", e.utf8_error().valid_up_to())))
+}
+
+/// As [`read_small`], or `None` when the directory does not list the name; a link that leads nowhere is an error.
+pub(crate) fn read_if_present(path: &Path, bytes_max: u64) -> Result<Option<Vec<u8>>> {
+    match path.symlink_metadata() {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+        _ => read_small(path, bytes_max).map(Some),
+    }
+}
+
 /// Whether `name` stays inside the directory it is joined to, as a file directly in it.
 pub(crate) fn is_plain_file_name(name: &str) -> bool {
     !name.is_empty() && name != "." && name != ".." && !name.contains(['/', '\\', '\0'])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_no_regular_file_is_refused_at_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        nix::unistd::mkfifo(&path("pipe"), nix::sys::stat::Mode::S_IRWXU).unwrap();
+        std::os::unix::fs::symlink("/dev/zero", path("zero")).unwrap();
+        std::os::unix::fs::symlink("loop", path("loop")).unwrap();
+        for name in ["pipe", "zero", "."] {
+            let message = read_small(&path(name), 10).unwrap_err().to_string();
+            assert!(message.ends_with("not a regular file"), "{message}");
+        }
+        assert!(matches!(read_small(&path("loop"), 10), Err(Error::Io { .. })));
+        fs::write(path("file"), "12345").unwrap();
+        assert_eq!(read_small(&path("file"), 5).unwrap(), b"12345");
+        assert!(read_small(&path("file"), 4).unwrap_err().to_string().ends_with("larger than the 4 bytes it may have"));
+        assert_eq!(read_if_present(&path("none"), 4).unwrap(), None);
+    }
 }
 
 #[cfg(test)]
