@@ -5,6 +5,7 @@
 use super::clip::Clip;
 use super::facts::{BuildFacts, MachineFacts, ModelFacts, PlanFacts};
 use crate::config::settings::Settings;
+use crate::device::ProductAlgorithm;
 use crate::engine::coordinator::Counts;
 use crate::error::{Error, Result};
 use crate::hardware::gpu::GpuSamples;
@@ -52,6 +53,8 @@ pub struct StepRecord {
     /// What the steps were.
     #[serde(flatten)]
     pub outcome: Outcome,
+    /// The algorithms of the matrix products, where a library chose them.
+    pub products: Vec<ProductAlgorithm>,
     /// Memory, planned and used.
     pub memory: MemoryPeaks,
     /// Pages and nodes of host memory.

@@ -113,6 +113,7 @@ impl StepBench {
         let timed = self.steps.time(&mut engine, &mut tokens, tell)?;
         let perf = counters.read()?;
         let (gpu, gpu_unwatched) = watched(sampler);
+        let products = engine.product_algorithms();
         let (device, plan, host_memory) = (engine.describe(), engine.plan().clone(), engine.host_memory().report(Path::new("/")));
         let memory = memory_peaks(&plan, before.topology.memory_available_bytes);
         engine.flush()?;
@@ -137,6 +138,7 @@ impl StepBench {
             partition,
             init_seconds,
             outcome,
+            products,
             memory,
             host_memory,
             perf,

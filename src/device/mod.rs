@@ -110,6 +110,11 @@ pub trait Device {
     /// What this device is, for people: `cpu (AMD EPYC 9B45, 2 threads, avx512)`.
     fn describe(&self) -> String;
 
+    /// The algorithms of all products so far, where a library chooses among several.
+    fn product_algorithms(&self) -> Vec<ProductAlgorithm> {
+        Vec::new()
+    }
+
     /// Zeroed device memory, aligned to 256 bytes, for the life of the device. Only before step 0.
     ///
     /// # Errors
@@ -180,7 +185,8 @@ pub trait Device {
 }
 
 /// How the two inputs of a [`Kernels::matmul`] are laid out. All matrices are row-major and dense.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
 pub enum MatmulLayout {
     /// `c[m,n] = a[m,k] * b[n,k]^T`: a linear layer's forward, `b` its weight `[out, in]`.
     Nt,
@@ -190,8 +196,13 @@ pub enum MatmulLayout {
     Tn,
 }
 
+impl MatmulLayout {
+    /// All layouts.
+    pub const ALL: [Self; 3] = [Self::Nt, Self::Nn, Self::Tn];
+}
+
 /// Sizes of a [`Kernels::matmul`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
 pub struct MatmulShape {
     /// Layout of the inputs.
     pub layout: MatmulLayout,
@@ -201,6 +212,22 @@ pub struct MatmulShape {
     pub n: usize,
     /// The dimension summed over.
     pub k: usize,
+}
+
+/// The algorithm that a library chose for the products of one shape.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct ProductAlgorithm {
+    /// The product.
+    #[serde(flatten)]
+    pub shape: MatmulShape,
+    /// Format of its matrices.
+    pub dtype: Dtype,
+    /// The library's number for the algorithm.
+    pub algorithm: i32,
+    /// Parts that the sum over `k` is split into; 0 and 1 are no split.
+    pub split_k: i32,
+    /// Suggestions before it that were passed over because their results may be wrong.
+    pub passed_over: usize,
 }
 
 /// Shape of one layer's attention. Rows of `qkv` are tokens (`batch * seq_length`); a row holds `heads` queries, then

@@ -11,7 +11,7 @@ use super::verdict::{SpeculationHistory, Verdict};
 use super::weight_flow::WeightFlow;
 use crate::bucket::slot::Slot;
 use crate::config::plan::Plan;
-use crate::device::{AdamArgs, DeviceSlice, EventId, Kernels, Place, RingShape, Stream};
+use crate::device::{AdamArgs, DeviceSlice, EventId, Kernels, Place, ProductAlgorithm, RingShape, Stream};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::host::doorbell::Doorbell;
@@ -227,6 +227,11 @@ impl<D: Kernels> Engine<D> {
     /// The device, in words.
     pub fn describe(&self) -> String {
         self.dev.describe()
+    }
+
+    /// The algorithms of the device's matrix products so far.
+    pub fn product_algorithms(&self) -> Vec<ProductAlgorithm> {
+        self.dev.product_algorithms()
     }
 
     /// The device's clock.

@@ -4,6 +4,7 @@ use super::basis::{AUTO, Basis, Key};
 use super::cpu_list::CpuList;
 use super::gpu::GpuReport;
 use super::limits;
+use super::products::{self, ModelProducts};
 use super::topology::{Cache, NumaNode, Topology};
 use crate::config::options::HugePagesChoice;
 use crate::error::Result;
@@ -22,6 +23,8 @@ const NAME_CHARS: usize = 24;
 pub struct Probes {
     /// Whether there is a GPU, and what opens it.
     pub gpu: GpuReport,
+    /// How cuBLASLt computes the products of known models, where there is a GPU to ask.
+    pub products: Result<Vec<ModelProducts>>,
     /// How long the optimizer's pool takes to wake.
     pub wake_up: Result<WakeUp>,
     /// What can be counted of a thread.
@@ -33,7 +36,9 @@ impl Probes {
     pub fn this_machine(topology: &Topology) -> Self {
         let workers = workers(topology);
         let wake_up = WakeUp::measure(workers, Placement::on(topology, workers));
-        Self { gpu: GpuReport::this_machine(), wake_up, counters: WorkerCounters::here().read() }
+        let gpu = GpuReport::this_machine();
+        let products = if gpu.usable.is_ok() { products::of_presets() } else { Ok(Vec::new()) };
+        Self { gpu, products, wake_up, counters: WorkerCounters::here().read() }
     }
 }
 
@@ -93,6 +98,10 @@ fn facts(topology: &Topology, isa: &str, probes: &Probes, partitions: &Partition
     ]);
     facts.extend(gpu.libraries.iter().map(|(name, path)| ("library", format!("{name}: {}", or_error(path, |p| p.display().to_string())))));
     facts.extend(gpu.usable.as_ref().ok().map(|addressing| ("addressing", addressing.to_string())));
+    match &probes.products {
+        Ok(models) => facts.extend(models.iter().map(|model| ("matrix products", model.to_string()))),
+        Err(cause) => facts.push(("matrix products", cause.to_string())),
+    }
     let basis = gpu.facts.as_ref().map(|gpu| Basis::of(Path::new(AUTO), Ok(Key::of(topology, gpu))));
     facts.extend(basis.ok().map(|basis| ("rates", or_error(&basis, ToString::to_string))));
     facts.push(("kernel", or_unknown(topology.kernel.as_deref()).to_owned()));
@@ -366,7 +375,12 @@ mod tests {
         let latency = Latency { ns_median: 1500, ns_p99: 3000 };
         let missing = vec!["cycles: not here".into()];
         let counters = WorkerCounts { threads: 1, counts: [("page_faults", 0)].into_iter().collect(), missing };
-        Probes { gpu: no_gpu(), wake_up: Ok(WakeUp { workers: 6, spinning: latency, parked: latency }), counters: Ok(counters) }
+        Probes {
+            gpu: no_gpu(),
+            products: Ok(Vec::new()),
+            wake_up: Ok(WakeUp { workers: 6, spinning: latency, parked: latency }),
+            counters: Ok(counters),
+        }
     }
 
     fn facts_of(topology: &Topology) -> Vec<String> {

@@ -7,6 +7,7 @@ pub mod doctor;
 pub mod gpu;
 pub mod limits;
 pub(crate) mod parse;
+pub mod products;
 pub mod profile;
 pub mod sourced;
 pub mod topology;

@@ -15,6 +15,7 @@ pub mod init;
 mod params;
 pub mod policy;
 pub mod presets;
+pub mod products;
 pub mod rope;
 pub mod shape;
 pub mod tensors;

@@ -258,9 +258,14 @@ impl TensorTable {
     /// Parameters of the matrix products: every matrix, the output matrix also when it is the token embedding, which
     /// as an embedding does not count.
     pub fn matmul_params(&self) -> usize {
+        self.product_matrices().map(TensorSpec::elems).sum()
+    }
+
+    /// The matrices `[out, in]` of the matrix products: see [`TensorTable::matmul_params`].
+    pub fn product_matrices(&self) -> impl Iterator<Item = &TensorSpec> {
         let tied = self.find(Stage::Head, Role::LmHead).is_none();
-        let counts = |spec: &&TensorSpec| spec.shape.len() == 2 && spec.role != Role::Wpe && (tied || spec.role != Role::Wte);
-        self.specs.iter().filter(counts).map(TensorSpec::elems).sum()
+        let counts = move |spec: &&TensorSpec| spec.shape.len() == 2 && spec.role != Role::Wpe && (tied || spec.role != Role::Wte);
+        self.specs.iter().filter(counts)
     }
 }
 

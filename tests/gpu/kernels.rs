@@ -7,7 +7,7 @@
 use super::random::Random;
 use super::report::{Outcome, Report};
 use super::rig::Bench;
-use super::{attention, casts, copies, cross_entropy, embed, heads, matmul, norms, optimizer, pointwise};
+use super::{attention, casts, copies, cross_entropy, embed, heads, matmul, norms, optimizer, pointwise, products};
 use std::io::Write;
 use superoffload::dtype::Dtype;
 
@@ -52,6 +52,7 @@ pub fn run<W: Write>(suite: &mut Suite<'_, W>) {
     cross_entropy::cases(suite);
     matmul::cases(suite);
     attention::cases(suite);
+    products::cases(suite);
 }
 
 /// `work(i)` for all `i` below `count`, in order, on all cores.

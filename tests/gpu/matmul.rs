@@ -28,7 +28,7 @@ const SIZES: [(usize, usize, usize); 10] = [
 const FULL: [(usize, usize, usize); 3] = [(2048, 2560, 2560), (512, 9728, 2560), (512, 50257, 768)];
 
 pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
-    for layout in [MatmulLayout::Nt, MatmulLayout::Nn, MatmulLayout::Tn] {
+    for layout in MatmulLayout::ALL {
         for dtype in FLOATS {
             let full = if suite.full(dtype) { &FULL[..] } else { &[] };
             for &(m, n, k) in SIZES.iter().chain(full) {

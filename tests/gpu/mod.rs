@@ -14,6 +14,7 @@ mod matmul;
 mod norms;
 mod optimizer;
 mod pointwise;
+mod products;
 mod random;
 pub mod report;
 pub mod rig;

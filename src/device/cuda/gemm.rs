@@ -2,13 +2,13 @@
 //! when a shape is first seen and kept.
 //!
 //! The algorithm is the library's first suggestion, chosen without timing, among those that sum in a fixed order in fp32:
-//! the same in every process with this library on this GPU.
+//! the same in every process with this library on this GPU. One algorithm whose results may be wrong is passed over.
 
 use super::CudaDevice;
 use super::error::failed;
 use super::libraries::{CUBLASLT, Libraries, functions};
 use crate::device::arguments::{arguments, check};
-use crate::device::{DeviceSlice, MatmulLayout, MatmulShape, Stream};
+use crate::device::{DeviceSlice, MatmulLayout, MatmulShape, ProductAlgorithm, Stream};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::units::Bytes;
@@ -39,6 +39,12 @@ const PREFERENCE_ALIGNMENT: i32 = 5;
 /// Parts of a split product are kept in fp32 and added in a pass of their own; no split is always allowed. The others
 /// add in the output's format, in place.
 const REDUCTION_IN_FP32: u32 = 2;
+const CONFIG_ALGORITHM: i32 = 0;
+const CONFIG_SPLIT_K: i32 = 2;
+
+/// NVIDIA's release notes list wrong results of this algorithm with split-K on Hopper, in cuBLAS 12.6.3 to 13.7. It is passed over in
+/// every version and on every GPU: a library that has it mended has others that are as fast.
+const WRONG_WITH_SPLIT_K: i32 = 66;
 
 type Opaque = *mut c_void;
 
@@ -74,6 +80,7 @@ functions! {
         suggest = c"cublasLtMatmulAlgoGetHeuristic"(
             Opaque, Opaque, Opaque, Opaque, Opaque, Opaque, Opaque, i32, *mut Suggestion, *mut i32
         ) -> i32;
+        algorithm_get = c"cublasLtMatmulAlgoConfigGetAttribute"(*const Algorithm, i32, *mut c_void, usize, *mut usize) -> i32;
         matmul = c"cublasLtMatmul"(
             Opaque, Opaque, *const f32, u64, Opaque, u64, Opaque, *const f32, u64, Opaque, u64, Opaque,
             *const Algorithm, u64, usize, Opaque
@@ -108,6 +115,15 @@ struct Plan {
     /// Of the first and the second factor as cuBLASLt sees them, and of the result.
     layouts: [Opaque; 3],
     algorithm: Algorithm,
+    chosen: Chosen,
+}
+
+/// What is known of a plan's algorithm.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Chosen {
+    algorithm: i32,
+    split_k: i32,
+    passed_over: usize,
 }
 
 /// The library, the plans made so far, and the memory that they share.
@@ -146,10 +162,27 @@ impl Gemm {
         }
         let mut parts = Parts { lt: self.lt, description: ptr::null_mut(), layouts: [ptr::null_mut(); 3], preference: ptr::null_mut() };
         parts.fill(key, bias)?;
-        let suggestion = parts.choose(self.handle, key)?;
-        let plan = parts.keep(suggestion);
+        let (suggestion, chosen) = parts.choose(self.handle, key)?;
+        let plan = parts.keep(suggestion, chosen);
         self.plans.insert(key, plan);
         Ok(plan)
+    }
+
+    /// The algorithms of all plans so far, in the order of their shapes.
+    pub(super) fn algorithms(&self) -> Vec<ProductAlgorithm> {
+        let all = self.plans.iter().map(|(&Key { shape, dtype, .. }, plan)| {
+            let Chosen { algorithm, split_k, passed_over } = plan.chosen;
+            ProductAlgorithm { shape, dtype, algorithm, split_k, passed_over }
+        });
+        let mut all: Vec<_> = all.collect();
+        all.sort_by_key(|a| (a.shape.layout as u8, a.shape.m, a.shape.n, a.shape.k, a.algorithm, a.split_k));
+        all
+    }
+
+    /// The algorithm of a product of well aligned matrices without bias; runs nothing.
+    pub(super) fn algorithm_of(&mut self, shape: MatmulShape, dtype: Dtype) -> Result<ProductAlgorithm> {
+        let Chosen { algorithm, split_k, passed_over } = self.plan(Key { shape, dtype, alignments: [256, 256, 256, 256, 0] }, 0)?.chosen;
+        Ok(ProductAlgorithm { shape, dtype, algorithm, split_k, passed_over })
     }
 }
 
@@ -228,8 +261,8 @@ impl Parts {
         set_attribute(&self.lt, self.lt.preference_set, self.preference, attribute, value)
     }
 
-    /// The first suggestion that can run. The library has been told to suggest none whose sums have no fixed order.
-    fn choose(&self, handle: Opaque, key: Key) -> Result<Suggestion> {
+    /// The first suggestion that can run and is right. The library has been told to suggest none whose sums have no fixed order.
+    fn choose(&self, handle: Opaque, key: Key) -> Result<(Suggestion, Chosen)> {
         let operation = || format!("choose an algorithm for a matrix product, {:?} on {}", key.shape, key.dtype);
         let mut suggestions = [Suggestion::default(); SUGGESTIONS];
         let mut count = 0;
@@ -241,17 +274,41 @@ impl Parts {
             (self.lt.suggest)(handle, self.description, first, second, result, result, self.preference, most, to, &mut count)
         };
         self.lt.check(status, operation)?;
-        let mut usable = suggestions[..count as usize].iter().filter(|suggestion| suggestion.status == 0);
-        usable.next().copied().ok_or_else(|| Error::resource(operation(), "cuBLASLt has none"))
+        let mut passed_over = 0;
+        for suggestion in suggestions[..count as usize].iter().filter(|suggestion| suggestion.status == 0) {
+            let [algorithm, split_k] = [CONFIG_ALGORITHM, CONFIG_SPLIT_K].map(|attribute| self.configured(suggestion, attribute));
+            let chosen = Chosen { algorithm: algorithm?, split_k: split_k?, passed_over };
+            if !may_be_wrong(chosen) {
+                return Ok((*suggestion, chosen));
+            }
+            passed_over += 1;
+        }
+        let none = format!("cuBLASLt has none, besides {passed_over} whose results may be wrong");
+        Err(Error::resource(operation(), none))
+    }
+
+    /// One number of a suggested algorithm's configuration.
+    fn configured(&self, suggestion: &Suggestion, attribute: i32) -> Result<i32> {
+        let (mut value, mut written) = (0i32, 0);
+        // SAFETY: the algorithm is one that the library made; it writes at most the size of the number.
+        let status =
+            unsafe { (self.lt.algorithm_get)(&suggestion.algorithm, attribute, (&raw mut value).cast(), size_of::<i32>(), &mut written) };
+        self.lt.check(status, || format!("read attribute {attribute} of an algorithm"))?;
+        Ok(value)
     }
 
     /// Keeps what running needs.
-    fn keep(mut self, suggestion: Suggestion) -> Plan {
+    fn keep(mut self, suggestion: Suggestion, chosen: Chosen) -> Plan {
         let algorithm = suggestion.algorithm;
         let description = std::mem::replace(&mut self.description, ptr::null_mut());
         let layouts = std::mem::replace(&mut self.layouts, [ptr::null_mut(); 3]);
-        Plan { description, layouts, algorithm }
+        Plan { description, layouts, algorithm, chosen }
     }
+}
+
+/// See [`WRONG_WITH_SPLIT_K`].
+fn may_be_wrong(chosen: Chosen) -> bool {
+    chosen.algorithm == WRONG_WITH_SPLIT_K && !matches!(chosen.split_k, 0 | 1)
 }
 
 type SetAttribute = unsafe extern "C" fn(Opaque, i32, *const c_void, usize) -> i32;
@@ -365,6 +422,13 @@ mod tests {
     #[test]
     fn alignment_is_the_largest_power_of_two_up_to_256() {
         assert_eq!([2, 48, 4096 + 256, 1 << 40].map(|addr| alignment(slice(addr, 1))), [2, 16, 256, 256]);
+    }
+
+    #[test]
+    fn one_algorithm_is_passed_over_where_it_splits_its_sums() {
+        let may_be_wrong = |algorithm, split_k| may_be_wrong(Chosen { algorithm, split_k, passed_over: 0 });
+        assert!(may_be_wrong(66, 2) && may_be_wrong(66, -1));
+        assert!(!may_be_wrong(66, 1) && !may_be_wrong(66, 0) && !may_be_wrong(67, 4));
     }
 
     #[test]

@@ -17,7 +17,7 @@ mod sdpa;
 mod timeline;
 mod unified;
 
-use super::{Addressing, Attention, Device, DeviceSlice, EventId, Place, RingShape, Stream};
+use super::{Addressing, Attention, Device, DeviceSlice, EventId, MatmulShape, Place, ProductAlgorithm, RingShape, Stream};
 use crate::dtype::Dtype;
 use crate::engine::trace::Recorder;
 use crate::error::{Error, Result};
@@ -99,6 +99,16 @@ pub fn probe() -> Result<Addressing> {
 /// NVIDIA's libraries that a run needs: name, and the path or why it cannot be opened. Opens them.
 pub fn libraries() -> Vec<(&'static str, Result<PathBuf>)> {
     libraries::Libraries::new(&[]).all()
+}
+
+/// The algorithms that cuBLASLt would compute these products by, on the first GPU. Runs none of them.
+///
+/// # Errors
+/// `Resource` when there is no GPU, cuBLASLt is missing, or has no algorithm.
+pub fn product_algorithms(shapes: &[MatmulShape], dtype: Dtype) -> Result<Vec<ProductAlgorithm>> {
+    let _context = Context::new(first_gpu()?).map_err(cannot_open)?;
+    let mut gemm = Gemm::new(&Libraries::new(&[]))?;
+    shapes.iter().map(|&shape| gemm.algorithm_of(shape, dtype)).collect()
 }
 
 fn cannot_open(e: cust::error::CudaError) -> Error {
@@ -216,6 +226,10 @@ impl Device for CudaDevice {
     fn describe(&self) -> String {
         let cudnn = self.sdpa.as_ref().map_or("plain attention".into(), |sdpa| format!("cuDNN {}", sdpa.version()));
         format!("{} (cuBLASLt {}, {cudnn})", self.name, self.gemm.version())
+    }
+
+    fn product_algorithms(&self) -> Vec<ProductAlgorithm> {
+        self.gemm.algorithms()
     }
 
     fn alloc(&mut self, name: &str, elems: usize, dtype: Dtype) -> Result<DeviceSlice> {

@@ -1,0 +1,156 @@
+//! Every matrix product of a step of the workloads, at its real size: the algorithm that the library chooses depends on it.
+//!
+//! The reference would take hours for all elements. So rows of the result are added up in blocks, each row with a random sign, and
+//! compared with the same sum of `a` times `b` in f64: a wrong element stands out of what rounding each result leaves.
+
+use super::kernels::{Suite, parallel};
+use super::random::Random;
+use super::report::{Outcome, require};
+use super::rig::{Bench, Rig};
+use half::bf16;
+use std::io::Write;
+use std::path::Path;
+use superoffload::device::{DeviceSlice, MatmulLayout, MatmulShape, Stream};
+use superoffload::dtype::Dtype;
+use superoffload::error::Result;
+use superoffload::model::presets;
+use superoffload::model::products::products;
+
+/// Models and tokens of a micro-batch.
+const WORKLOADS: [(&str, usize); 4] = [("qwen3-4b", 4 * 4096), ("llama-8b", 4 * 4096), ("gpt-5b", 8 * 1024), ("qwen3-14b", 4 * 4096)];
+/// Rows that are added up. More are faster to check, and hide smaller errors.
+const BLOCK_ROWS: usize = 1024;
+/// Distance of equal elements of an input: a prime, so that rows and parts of sums differ.
+const PERIOD: usize = 1_048_573;
+/// Standard deviations that a sum of roundings may be off; there are some 10^7 sums.
+const DEVIATIONS: f64 = 7.0;
+
+pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
+    let small = MatmulLayout::ALL.map(|layout| MatmulShape { layout, m: 1100, n: 70, k: 130 });
+    suite.case("products by signed sums", |bench, random| check_all(bench, random, &small));
+    suite.case("products by signed sums, one element wrong", |_, random| finds_one_wrong(random));
+    if !suite.full(Dtype::Bfloat16) || suite.bench.same_bits {
+        return;
+    }
+    for (model, tokens) in WORKLOADS {
+        let Ok(shape) = presets::shape(Path::new(model)) else { continue };
+        let products = products(&shape, tokens);
+        suite.case(&format!("products of {model}"), |bench, random| check_all(bench, random, &products));
+    }
+}
+
+/// Numbers in the format, repeated with [`PERIOD`].
+struct Input(Vec<bf16>);
+
+impl Input {
+    fn new(random: &mut Random) -> Self {
+        Self(random.uniform(Dtype::Bfloat16, PERIOD).into_iter().map(bf16::from_f32).collect())
+    }
+
+    fn at(&self, i: usize) -> f64 {
+        f64::from(self.0[i % PERIOD].to_f32())
+    }
+}
+
+/// The largest error of all `products` as a part of the bound.
+fn check_all(bench: &mut Bench, random: &mut Random, products: &[MatmulShape]) -> Outcome {
+    let most = |of: fn(&MatmulShape) -> usize| products.iter().map(of).max().unwrap_or(0);
+    let rig = &mut bench.subject;
+    let mut room = |name: &str, elems| rig.dev.alloc(name, elems, Dtype::Bfloat16);
+    let (a, b, c) = (room("a", most(|p| p.m * p.k))?, room("b", most(|p| p.k * p.n))?, room("c", most(|p| p.m * p.n))?);
+    let (left, right) = (Input::new(random), Input::new(random));
+    fill(rig, a, &left)?;
+    fill(rig, b, &right)?;
+    let mut worst = 0f64;
+    for &shape in products {
+        let MatmulShape { m, n, k, .. } = shape;
+        let (a, b, c) = (a.slice(0, m * k), b.slice(0, k * n), c.slice(0, m * n));
+        rig.dev.matmul(shape, a, b, None, None, c)?;
+        let signs: Vec<f64> = (0..m).map(|_| if random.bits() & 1 == 0 { 1.0 } else { -1.0 }).collect();
+        for start in (0..m).step_by(BLOCK_ROWS) {
+            let rows = start..m.min(start + BLOCK_ROWS);
+            let got = read(rig, c.slice(start * n, rows.len() * n))?;
+            let want = signed_sum(shape, &left, &right, &signs, rows.clone());
+            worst = worst.max(compare(shape, &got, &want, &signs[rows])?);
+        }
+    }
+    Ok(worst)
+}
+
+/// A result whose one element has the other sign, as one that lacks most of its terms may have, does not pass.
+fn finds_one_wrong(random: &mut Random) -> Outcome {
+    let shape = MatmulShape { layout: MatmulLayout::Nt, m: BLOCK_ROWS, n: 2, k: 1 };
+    let mut got: Vec<bf16> = random.uniform(Dtype::Bfloat16, 2 * BLOCK_ROWS).into_iter().map(bf16::from_f32).collect();
+    got[14] = bf16::ONE;
+    let signs: Vec<f64> = (0..BLOCK_ROWS).map(|_| if random.bits() & 1 == 0 { 1.0 } else { -1.0 }).collect();
+    let column = |j: usize| signs.iter().enumerate().map(|(i, sign)| sign * f64::from(got[2 * i + j].to_f32())).sum();
+    let want = [column(0), column(1)];
+    let right = compare(shape, &got, &want, &signs)?;
+    got[14] = -bf16::ONE;
+    require(compare(shape, &got, &want, &signs).is_err(), || "was not found".into())?;
+    Ok(right)
+}
+
+fn fill(rig: &mut Rig, memory: DeviceSlice, input: &Input) -> Result<()> {
+    let bytes: &[u8] = bytemuck::cast_slice(&input.0);
+    let source = rig.host.slice(0, bytes.len());
+    source.with(|host: &mut [u8]| host.copy_from_slice(bytes));
+    for start in (0..memory.elems).step_by(PERIOD) {
+        let part = memory.slice(start, PERIOD.min(memory.elems - start));
+        rig.dev.copy_h2d(Stream::Compute, source.slice(0, part.bytes()), part)?;
+    }
+    rig.synchronize(Stream::Compute)
+}
+
+/// The elements of `memory`, through as much host memory as there is at a time.
+fn read(rig: &mut Rig, memory: DeviceSlice) -> Result<Vec<bf16>> {
+    let mut all = vec![bf16::ZERO; memory.elems];
+    let at_once = rig.host.bytes() / 2;
+    for (part, out) in (0..memory.elems).step_by(at_once).zip(all.chunks_mut(at_once)) {
+        let to = rig.host.slice(0, 2 * out.len());
+        rig.dev.copy_d2h(Stream::Compute, memory.slice(part, out.len()), to)?;
+        rig.synchronize(Stream::Compute)?;
+        to.read(out);
+    }
+    Ok(all)
+}
+
+/// `sum_i signs[i] a[i, :] b` over `rows`, `n` numbers.
+fn signed_sum(shape: MatmulShape, a: &Input, b: &Input, signs: &[f64], rows: std::ops::Range<usize>) -> Vec<f64> {
+    let MatmulShape { layout, m, n, k } = shape;
+    let a_at = |i: usize, l: usize| if layout == MatmulLayout::Tn { a.at(l * m + i) } else { a.at(i * k + l) };
+    let summed: Vec<f64> = parallel(k, |l| rows.clone().map(|i| signs[i] * a_at(i, l)).sum());
+    if layout == MatmulLayout::Nt {
+        return parallel(n, |j| summed.iter().enumerate().map(|(l, x)| x * b.at(j * k + l)).sum());
+    }
+    // `b` by rows: every thread takes some columns of all of them.
+    const COLUMNS: usize = 256;
+    let columns = |part: usize| {
+        let range = part * COLUMNS..n.min((part + 1) * COLUMNS);
+        let mut sums = vec![0.0; range.len()];
+        for (l, x) in summed.iter().enumerate() {
+            range.clone().zip(&mut sums).for_each(|(j, sum)| *sum += x * b.at(l * n + j));
+        }
+        sums
+    };
+    parallel(n.div_ceil(COLUMNS), columns).into_iter().flatten().collect()
+}
+
+/// Every column's signed sum against what it should be: each element was rounded once to 8 bits, and summed in fp32.
+fn compare(shape: MatmulShape, got: &[bf16], want: &[f64], signs: &[f64]) -> Outcome {
+    let n = shape.n;
+    let errors = parallel(n, |j| {
+        let (mut sum, mut squares) = (0.0, 0.0);
+        for (i, sign) in signs.iter().enumerate() {
+            let x = f64::from(got[i * n + j].to_f32());
+            sum += sign * x;
+            squares += x * x;
+        }
+        // Rounding to nearest is off by 2^-8 of the number at most, evenly spread; sums in fp32 are exact beside that.
+        let deviation = (squares / 3.0).sqrt() / 256.0;
+        (sum - want[j]).abs() / (DEVIATIONS * deviation)
+    });
+    let (column, worst) = errors.into_iter().enumerate().fold((0, 0f64), |max, at| if at.1 > max.1 || at.1.is_nan() { at } else { max });
+    require(worst <= 1.0, || format!("{shape:?}: column {column} is {worst:.2} of the bound off"))?;
+    Ok(worst)
+}
