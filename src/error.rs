@@ -10,10 +10,10 @@ pub type Result<T> = std::result::Result<T, Error>;
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A flag, a config key or a combination of them that makes no sense.
-    #[error("{0}")]
+    #[error("{}", printable(.0))]
     Usage(String),
     /// The operating system refused an operation on a file.
-    #[error("{operation} {}: {source}", path.display())]
+    #[error("{operation} {}: {source}", printable(path.display()))]
     Io {
         /// What was attempted, as a verb: `read`, `write`, `fsync`, `rename`.
         operation: &'static str,
@@ -23,7 +23,7 @@ pub enum Error {
         source: std::io::Error,
     },
     /// A file holds something that it must not hold.
-    #[error("{}: {cause}", path.display())]
+    #[error("{}: {}", printable(path.display()), printable(cause))]
     Format {
         /// The file.
         path: PathBuf,
@@ -31,10 +31,10 @@ pub enum Error {
         cause: String,
     },
     /// A model or configuration that this build cannot train.
-    #[error("unsupported: {0}")]
+    #[error("unsupported: {}", printable(.0))]
     Unsupported(String),
     /// Something does not fit or cannot be had: memory, threads, a device.
-    #[error("{operation}: {cause}")]
+    #[error("{}: {}", printable(operation), printable(cause))]
     Resource {
         /// What was attempted and on what: `allocate 3.2 GiB of pinned memory for adam m`.
         operation: String,
@@ -69,6 +69,36 @@ impl Error {
         match self {
             Self::Usage(_) => 2,
             _ => 1,
+        }
+    }
+}
+
+/// `text` on one line and without what a terminal would obey: control characters, and marks that turn the direction of writing, are
+/// escaped. Names and values from files stand in errors.
+fn printable(text: impl Display) -> String {
+    let obeyed = |c: char| c.is_control() || matches!(c, '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    let escape = |c: char| if obeyed(c) { c.escape_default().to_string() } else { c.to_string() };
+    text.to_string().chars().map(escape).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_that_a_terminal_obeys_is_printed() {
+        let evil = "a\u{1b}[31mb\nc\u{9b}d\u{202e}\u{2028}é\"\\";
+        let io = || std::io::Error::from_raw_os_error(2);
+        let shown = "a\\u{1b}[31mb\\nc\\u{9b}d\\u{202e}\\u{2028}é\"\\";
+        for error in [
+            Error::usage(evil),
+            Error::io("read", evil, io()),
+            Error::format(evil, evil),
+            Error::Unsupported(evil.into()),
+            Error::resource(evil, evil),
+        ] {
+            let message = error.to_string();
+            assert!(message.contains(shown) && !message.contains(char::is_control), "{message:?}");
         }
     }
 }
