@@ -1,5 +1,6 @@
 //! Configurations that ship with the program: the shapes that benchmarks and comparisons use, without weights.
 
+use super::model_dir::{CONFIG, ModelDir};
 use super::shape::ModelShape;
 use crate::error::{Error, Result};
 use std::path::Path;
@@ -16,7 +17,7 @@ pub const PRESETS: [(&str, &str); 4] = [
 /// The shape of the preset that `config` names, or of the `config.json`, or a model's directory, that it is the path of.
 ///
 /// # Errors
-/// `Usage` when it is neither; those of [`ModelShape::read`].
+/// `Usage` when it is neither; those of [`ModelDir::file`] and [`ModelShape::read`].
 pub fn shape(config: &Path) -> Result<ModelShape> {
     if let Some((_, text)) = PRESETS.iter().find(|(name, _)| Path::new(name) == config) {
         return ModelShape::parse(text, config);
@@ -25,7 +26,7 @@ pub fn shape(config: &Path) -> Result<ModelShape> {
         let names = PRESETS.map(|(name, _)| name).join(", ");
         return Err(Error::usage(format!("--model-config {}: neither a file nor one of {names}", config.display())));
     }
-    if config.is_dir() { ModelShape::read(&config.join("config.json")) } else { ModelShape::read(config) }
+    if config.is_dir() { ModelShape::read(&ModelDir::open(config)?.file(CONFIG)?) } else { ModelShape::read(config) }
 }
 
 #[cfg(test)]

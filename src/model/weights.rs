@@ -11,41 +11,73 @@ pub use export::{Exported, MAX_SHARD_BYTES, Options, export, export_checkpoint};
 pub use load::load;
 
 use crate::disk;
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::model::model_dir::{CONFIG, ModelDir};
 use crate::model::tensors::{HfPart, TensorSpec};
+use serde_json::Value;
+use std::collections::BTreeSet;
 use std::path::Path;
 
 /// Weights in one file.
 const SINGLE: &str = "model.safetensors";
 /// Which tensor is in which shard.
 const INDEX: &str = "model.safetensors.index.json";
-/// What describes the model.
-const CONFIG: &str = "config.json";
+/// What says how text becomes tokens, apart from the tokenizer.
+const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 
 /// What a model directory may hold besides weights, and what a checkpoint keeps of it.
 const COMPANIONS: [&str; 9] = [
     "generation_config.json",
     "tokenizer.json",
-    "tokenizer_config.json",
+    TOKENIZER_CONFIG,
     "tokenizer.model",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
-    "chat_template.jinja",
+    "preprocessor_config.json",
 ];
+
+/// How the names of other such files begin: `chat_template.jinja`, `LICENSE.txt`.
+const COMPANION_PREFIXES: [&str; 2] = ["chat_template.", "LICENSE"];
 
 /// No such file is larger; tokenizers have some tens of megabytes.
 const COMPANION_BYTES_MAX: u64 = 256 << 20;
 
-/// Name and content of `config.json` and of the files that go with it, as far as `dir` has them.
+/// Name and content of `config.json` and of the files that go with it, as far as `dir` has them: the tokenizer's, the code that
+/// `auto_map` names, licences.
 ///
 /// # Errors
-/// `config.json` is missing, or a file cannot be read.
+/// `config.json` is missing; a file cannot be read, is no JSON where it must be, or is a link to another place.
 pub fn model_files(dir: &Path) -> Result<Vec<(String, Vec<u8>)>> {
-    let present = COMPANIONS.into_iter().filter(|name| dir.join(name).exists());
-    let read = |name: &str| Ok((name.to_string(), disk::read_small(&dir.join(name), COMPANION_BYTES_MAX)?));
-    std::iter::once(CONFIG).chain(present).map(read).collect()
+    let dir = ModelDir::open(dir)?;
+    let read = |name: &str| Ok(disk::read_if_present(&dir.file(name)?, COMPANION_BYTES_MAX)?.map(|bytes| (name.to_string(), bytes)));
+    let config = disk::read_small(&dir.file(CONFIG)?, COMPANION_BYTES_MAX)?;
+    let mut files = vec![(CONFIG.to_string(), config)];
+    for name in COMPANIONS {
+        files.extend(read(name)?);
+    }
+    let mut code = BTreeSet::new();
+    for (name, bytes) in files.iter().filter(|(name, _)| [CONFIG, TOKENIZER_CONFIG].contains(&name.as_str())) {
+        let json: Value = serde_json::from_slice(bytes).map_err(|e| Error::format(dir.path().join(name), e))?;
+        named_code(&json["auto_map"], &mut code);
+    }
+    let is_companion = |name: &String| code.contains(name) || COMPANION_PREFIXES.iter().any(|prefix| name.starts_with(prefix));
+    for name in dir.names()?.iter().filter(|name| is_companion(name)) {
+        files.extend(read(name)?);
+    }
+    Ok(files)
+}
+
+/// Adds the files of Python code that an `auto_map` names, as `module.Class`; those of another repository, `owner/name--module.Class`,
+/// are not in the directory.
+fn named_code(auto_map: &Value, names: &mut BTreeSet<String>) {
+    match auto_map {
+        Value::Object(map) => map.values().for_each(|value| named_code(value, names)),
+        Value::Array(list) => list.iter().for_each(|value| named_code(value, names)),
+        Value::String(class) => names.extend(class.split_once('.').map(|(module, _)| format!("{module}.py"))),
+        _ => {}
+    }
 }
 
 /// Where element `i` of the file's tensor `part` lies in ours.

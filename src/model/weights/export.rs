@@ -1,11 +1,12 @@
 //! A model directory that `transformers` loads: original names, original layout, shards with an index.
 
 use super::safetensors::METADATA;
-use super::{CONFIG, INDEX, SINGLE, position};
+use super::{INDEX, SINGLE, position};
 use crate::checkpoint::{self, Loaded};
 use crate::disk::{self, OutFile, TmpDir};
 use crate::dtype::{Dtype, Element};
 use crate::error::{Error, Result};
+use crate::model::model_dir::CONFIG;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::{HfPart, TensorSpec, TensorTable};
 use half::{bf16, f16};

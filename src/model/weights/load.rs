@@ -5,6 +5,7 @@ use super::{INDEX, SINGLE, position};
 use crate::disk::{self, is_plain_file_name};
 use crate::dtype::Element;
 use crate::error::{Error, Result};
+use crate::model::model_dir::ModelDir;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::{HfPart, Role, Stage, TensorSpec, TensorTable};
 use ::safetensors::tensor::{Dtype, TensorInfo};
@@ -26,13 +27,13 @@ const IGNORED_SUFFIXES: [&str; 3] = [".attn.bias", ".attn.masked_bias", "rotary_
 /// widened; padding is left alone. Names and shapes are all checked before `flat` changes.
 ///
 /// # Errors
-/// Missing, damaged or lying files; missing or unexpected tensors, wrong shapes and formats. Each names its file.
+/// Missing, damaged or lying files, and links out of the directory; missing or unexpected tensors, wrong shapes and formats. Each names its file.
 ///
 /// # Panics
 /// If `flat` has another length.
 pub fn load(dir: &Path, shape: &ModelShape, table: &TensorTable, flat: &mut [f32]) -> Result<()> {
     assert_eq!(flat.len(), table.flat_elems(), "flat range of the model");
-    let weights = Weights::open(dir)?;
+    let weights = Weights::open(&ModelDir::open(dir)?)?;
     for (spec, part, source) in plan(dir, &weights, shape, table)? {
         let out = &mut flat[spec.range()];
         source.for_each_block(|start, block| scatter(spec, part, start, block, out))?;
@@ -83,17 +84,17 @@ struct Index {
 }
 
 impl Weights {
-    fn open(dir: &Path) -> Result<Self> {
-        let (single, index) = (dir.join(SINGLE), dir.join(INDEX));
-        if single.exists() || !index.exists() {
+    fn open(dir: &ModelDir) -> Result<Self> {
+        let (single, index) = (dir.file(SINGLE)?, dir.file(INDEX)?);
+        if single.exists() {
             let file = TensorFile::open(&single)?;
             let place = file.names().map(|name| (name.to_string(), 0)).collect();
             return Ok(Self { files: vec![file], place });
         }
-        Self::open_shards(dir, &index)
+        if index.exists() { Self::open_shards(dir, &index) } else { Err(no_weights(dir.path())) }
     }
 
-    fn open_shards(dir: &Path, index_path: &Path) -> Result<Self> {
+    fn open_shards(dir: &ModelDir, index_path: &Path) -> Result<Self> {
         let wrong = |cause: String| Error::format(index_path, cause);
         let bytes = disk::read_small(index_path, INDEX_BYTES_MAX)?;
         let Index { weight_map: UniqueMap(weight_map) } = serde_json::from_slice(&bytes).map_err(|e| wrong(e.to_string()))?;
@@ -101,7 +102,7 @@ impl Weights {
         if let Some(name) = names.iter().find(|name| !is_plain_file_name(name)) {
             return Err(wrong(format!("shard {name:?} is not a file in this directory")));
         }
-        let files = names.iter().map(|name| TensorFile::open(&dir.join(name))).collect::<Result<Vec<_>>>()?;
+        let files = names.iter().map(|name| TensorFile::open(&dir.file(name)?)).collect::<Result<Vec<_>>>()?;
         let order: BTreeMap<&String, usize> = names.into_iter().zip(0..).collect();
         let place: HashMap<String, usize> = weight_map.iter().map(|(name, shard)| (name.clone(), order[shard])).collect();
         for (name, &idx) in &place {
@@ -121,6 +122,17 @@ impl Weights {
         let file = &self.files[*self.place.get(name)?];
         Some(Source { file, info: file.info(name)? })
     }
+}
+
+/// There are no safetensors; weights in other formats are named with the command that converts them.
+fn no_weights(dir: &Path) -> Error {
+    let others = ["pytorch_model.bin", "pytorch_model.bin.index.json", "tf_model.h5", "flax_model.msgpack"];
+    let Some(other) = others.into_iter().find(|name| dir.join(name).exists()) else {
+        return Error::format(dir, format_args!("neither {SINGLE} nor {INDEX} is there; --init random needs none"));
+    };
+    let (class, name) = ("AutoModelForCausalLM", dir.display());
+    let convert = format!("python -c \"from transformers import {class}; {class}.from_pretrained('{name}').save_pretrained('{name}')\"");
+    Error::format(dir, format_args!("{other} is there, but only safetensors are read; write them with: {convert}"))
 }
 
 impl Source<'_> {
@@ -176,7 +188,10 @@ fn plan<'a>(
         }
     }
     let path = if weights.files.len() == 1 { weights.files[0].path() } else { dir };
-    let list = |names: Vec<&str>| format!("{}{}", names[..names.len().min(3)].join(", "), if names.len() > 3 { ", ..." } else { "" });
+    let list = |names: Vec<&str>| {
+        let quoted: Vec<String> = names.iter().take(3).map(|name| format!("{name:?}")).collect();
+        format!("{}{}", quoted.join(", "), if names.len() > 3 { ", ..." } else { "" })
+    };
     match (missing.len(), unexpected.len()) {
         (0, 0) => Ok(plan),
         (0, n) => Err(Error::format(path, format_args!("{n} tensors that the model does not have: {}", list(Vec::from_iter(unexpected))))),

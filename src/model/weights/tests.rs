@@ -238,11 +238,12 @@ fn names_without_prefix_old_buffers_and_a_second_copy_of_tied_weights_are_accept
 fn tensors_that_do_not_fit_are_named_with_their_file() {
     let name = "model.layers.1.self_attn.k_proj.weight";
     type Change<'a> = &'a dyn Fn(&mut Vec<Tensor>);
-    let cases: [(Change, &[&str]); 6] = [
+    let cases: [(Change, &[&str]); 7] = [
         (&|t| t.retain(|t| t.0 != name), &["model.safetensors", "1 tensors are missing", name]),
         (&|t| t.retain(|t| !t.0.starts_with("model.layers.1")), &["9 tensors are missing", ", ..."]),
         (&|t| find(t, name).0 = "model.layers.1.k_proj.weight".into(), &["1 tensors are missing", name]),
-        (&|t| t.push(("extra".into(), FileDtype::F32, vec![1], vec![0; 4])), &["1 tensors that the model does not have: extra"]),
+        (&|t| t.push(("extra".into(), FileDtype::F32, vec![1], vec![0; 4])), &["1 tensors that the model does not have: \"extra\""]),
+        (&|t| t.push(("\u{1b}[31mEVIL\nerror".into(), FileDtype::F32, vec![1], vec![0; 4])), &["have: \"\\u{1b}[31mEVIL\\nerror\""]),
         (&|t| find(t, name).2 = vec![24, 12], &["model.safetensors", name, "[24, 12]", "[12, 24]"]),
         (&|t| find(t, name).1 = FileDtype::I32, &["model.safetensors", name, "I32"]),
     ];
@@ -253,7 +254,7 @@ fn tensors_that_do_not_fit_are_named_with_their_file() {
         assert_error(load(&out, &model.shape, &model.table, &mut flat), parts);
         assert!(flat.iter().all(|&x| x == 7.0), "changed before the check");
     }
-    assert_error(model(&config("LlamaForCausalLM")).load(Path::new("/nonexistent")), &["/nonexistent/model.safetensors"]);
+    assert_error(model(&config("LlamaForCausalLM")).load(Path::new("/nonexistent")), &["read /nonexistent: No such file"]);
 }
 
 fn raw(header: &[u8], data: usize) -> Vec<u8> {
@@ -413,6 +414,49 @@ fn a_checkpoint_exports_without_the_model_that_it_came_from() {
     let fallback = export_checkpoint(dir.path(), &dir.path().join("y"), Options::default()).unwrap();
     assert_eq!((fallback.step, fallback.warnings.len()), (1, 1));
     assert_error(export_checkpoint(&direct, &dir.path().join("z"), Options::default()), &["no good checkpoint"]);
+}
+
+#[test]
+fn code_templates_and_licences_go_along_and_links_to_elsewhere_do_not() {
+    let (dir, out, _) = exported("LlamaForCausalLM", Options::default());
+    let auto_map = json!({"AutoConfig": "configuration_x.X", "AutoModel": "owner/name--modeling_y.Y", "AutoModelForCausalLM": "../z.Z"});
+    let mut config = config("LlamaForCausalLM");
+    config["auto_map"] = auto_map;
+    fs::write(out.join(CONFIG), config.to_string()).unwrap();
+    fs::write(out.join(TOKENIZER_CONFIG), r#"{"auto_map": {"AutoTokenizer": ["tokenization_x.X", null]}}"#).unwrap();
+    let kept = ["LICENSE", "LICENSE.txt", "chat_template.jinja", "configuration_x.py", "preprocessor_config.json", "tokenization_x.py"];
+    for name in kept.into_iter().chain(["setup.py", "modeling_y.py", "notes.txt", "../z.py"]) {
+        fs::write(out.join(name), name).unwrap();
+    }
+    fs::create_dir(out.join("LICENSES")).unwrap();
+    let mut collected: Vec<_> = model_files(&out).unwrap().into_iter().map(|(name, _)| name).collect();
+    collected.sort();
+    let mut expected = [&kept[..], &[CONFIG, "tokenizer.json", TOKENIZER_CONFIG]].concat();
+    expected.sort();
+    assert_eq!(collected, expected);
+
+    let secret = dir.path().join("secret");
+    fs::write(&secret, "secret").unwrap();
+    for name in ["merges.txt", "LICENSE", "configuration_x.py", SINGLE, CONFIG] {
+        let path = out.join(name);
+        let content = fs::read(&path).ok();
+        let _ = fs::remove_file(&path);
+        std::os::unix::fs::symlink(&secret, &path).unwrap();
+        let model = model(&config);
+        let result = if name == SINGLE { model.load(&out).map(|_| ()) } else { model_files(&out).map(|_| ()) };
+        assert_error(result, &[name, "is a link to", "secret"]);
+        fs::remove_file(&path).unwrap();
+        content.iter().for_each(|content| fs::write(&path, content).unwrap());
+    }
+}
+
+#[test]
+fn weights_in_another_format_are_named_with_the_way_to_convert_them() {
+    let (_dir, out, model) = exported("LlamaForCausalLM", Options::default());
+    fs::remove_file(out.join(SINGLE)).unwrap();
+    assert_error(model.load(&out), &["neither model.safetensors nor", "--init random"]);
+    fs::write(out.join("pytorch_model.bin"), "").unwrap();
+    assert_error(model.load(&out), &["pytorch_model.bin is there", "only safetensors", "save_pretrained("]);
 }
 
 #[test]
