@@ -302,9 +302,12 @@ impl<'a> Keys<'a> {
             "is_encoder_decoder",
         ];
         let on = |value: &Value| *value != false && *value != 0;
-        match features.iter().find_map(|key| self.get(key).filter(|v| on(v)).map(|v| (key, v))) {
-            Some((key, value)) => Err(self.unsupported(key, value, "not one of this engine's features")),
-            None => Ok(()),
+        if let Some((key, value)) = features.iter().find_map(|key| self.get(key).filter(|v| on(v)).map(|v| (key, v))) {
+            return Err(self.unsupported(key, value, "not one of this engine's features"));
+        }
+        match self.flag("is_causal", true)? {
+            true => Ok(()),
+            false => Err(self.unsupported("is_causal", &Value::from(false), "attention is causal here")),
         }
     }
 
@@ -425,6 +428,7 @@ mod tests {
             (with("LlamaForCausalLM", json!({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}})), "rope_scaling.rope_type = \"yarn\""),
             (with("LlamaForCausalLM", json!({"partial_rotary_factor": 0.5})), "partial_rotary_factor = 0.5"),
             (with("LlamaForCausalLM", json!({"quantization_config": {"bits": 4}})), "quantization_config"),
+            (with("LlamaForCausalLM", json!({"is_causal": false})), "is_causal = false"),
             (with("GPT2LMHeadModel", json!({"scale_attn_by_inverse_layer_idx": true})), "scale_attn_by_inverse_layer_idx = true"),
             (
                 with("Qwen3ForCausalLM", json!({"layer_types": ["linear_attention", "full_attention", "full_attention"]})),
