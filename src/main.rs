@@ -14,6 +14,7 @@ use superoffload::checkpoint::digest::digest_checkpoint;
 use superoffload::config::options::TrainOptions;
 use superoffload::config::plan::Plan;
 use superoffload::config::settings::Settings;
+use superoffload::dtype::Dtype;
 use superoffload::error::{Error, Result};
 use superoffload::hardware::doctor::{self, Probes};
 use superoffload::hardware::topology::Topology;
@@ -50,6 +51,9 @@ enum Command {
         /// Largest shard in MB (10^6 bytes) [default: 5000].
         #[arg(long, value_name = "MB")]
         max_shard_mb: Option<u64>,
+        /// Format of the weights; auto is as config.json says, else float32.
+        #[arg(long, value_enum, default_value_t = ExportDtype::Auto)]
+        dtype: ExportDtype,
     },
     /// Print the digest of a checkpoint: the same digest, the same bits.
     Digest {
@@ -67,6 +71,14 @@ enum Command {
     /// Measure what this machine does.
     #[command(subcommand)]
     Bench(Bench),
+}
+
+/// Formats of exported weights.
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum ExportDtype {
+    Auto,
+    Float32,
+    Bfloat16,
 }
 
 #[derive(clap::Args)]
@@ -150,7 +162,7 @@ fn complain(kind: &str, text: impl Display) {
 fn run(command: Command) -> Result<i32> {
     match command {
         Command::Train(options) => run_train(*options),
-        Command::Export { dir, out, max_shard_mb } => run_export(&dir, &out, max_shard_mb),
+        Command::Export { dir, out, max_shard_mb, dtype } => run_export(&dir, &out, max_shard_mb, dtype),
         Command::Digest { checkpoint } => {
             answer(format_args!("digest: {}", digest_checkpoint(&checkpoint)?))?;
             Ok(0)
@@ -181,8 +193,13 @@ fn run_train(options: TrainOptions) -> Result<i32> {
     Ok(if summary.interrupted { EXIT_INTERRUPTED } else { 0 })
 }
 
-fn run_export(dir: &Path, out: &Path, max_shard_mb: Option<u64>) -> Result<i32> {
-    let mut options = Options::default();
+fn run_export(dir: &Path, out: &Path, max_shard_mb: Option<u64>, dtype: ExportDtype) -> Result<i32> {
+    let dtype = match dtype {
+        ExportDtype::Auto => None,
+        ExportDtype::Float32 => Some(Dtype::Float32),
+        ExportDtype::Bfloat16 => Some(Dtype::Bfloat16),
+    };
+    let mut options = Options { dtype, ..Options::default() };
     if let Some(mb) = max_shard_mb {
         options.max_shard_bytes =
             mb.checked_mul(1_000_000).filter(|&b| b > 0).ok_or_else(|| Error::usage("--max-shard-mb: expected 1 or more"))?;
