@@ -202,9 +202,12 @@ impl Settings {
     /// and checks everything.
     ///
     /// # Errors
-    /// `Usage` that names flag, value and what is allowed.
+    /// `Usage` that names flag, value and what is allowed; a model without data.
     pub fn resolve(options: TrainOptions) -> Result<Self> {
         let is_demo = options.model.is_none() && options.data.is_none();
+        if options.model.is_some() && options.data.is_none() {
+            return Err(Error::usage("--model: --data is missing; name the text to train on (only the built-in model has text of its own)"));
+        }
         require(options.data.as_ref().is_none_or(|data| !data.is_empty()), "data", "[]", "name at least one file or directory")?;
         Self::resolve_over(if is_demo { Self::demo() } else { Self::default() }, options)
     }
@@ -517,9 +520,11 @@ mod tests {
         assert_eq!(resolve(&[]).unwrap(), Settings::demo());
         let epochs = resolve(&["--num-train-epochs=0.5"]).unwrap();
         assert_eq!(epochs, Settings { train_length: TrainLength::Epochs(0.5), ..Settings::demo() });
-        let model = resolve(&["--model", "gpt2"]).unwrap();
+        let model = resolve(&["--model", "gpt2", "--data", "corpus.txt"]).unwrap();
         assert_eq!((model.init, model.seq_length, model.output_dir), (Init::Checkpoint, 1024, "runs/train".into()));
-        assert_eq!(resolve(&["--model", "gpt2", "--init=random"]).unwrap().init, Init::Random);
+        assert_eq!(resolve(&["--model", "gpt2", "--data", "corpus.txt", "--init=random"]).unwrap().init, Init::Random);
+        let refused = resolve(&["--model", "gpt2"]).unwrap_err();
+        assert!(refused.exit_code() == 2 && refused.to_string().starts_with("--model: --data is missing"), "{refused}");
     }
 
     #[test]
@@ -544,7 +549,7 @@ mod tests {
         use std::os::unix::ffi::OsStringExt;
         let odd = PathBuf::from(std::ffi::OsString::from_vec(vec![b'a', 0xff]));
         for (options, flag) in [
-            (TrainOptions { model: Some(odd.clone()), ..Default::default() }, "--model"),
+            (TrainOptions { model: Some(odd.clone()), data: Some(vec!["corpus.txt".into()]), ..Default::default() }, "--model"),
             (TrainOptions { data: Some(vec![odd.clone()]), ..Default::default() }, "--data"),
             (TrainOptions { resume_from_checkpoint: Some(Resume::Dir(odd)), ..Default::default() }, "--resume-from-checkpoint"),
             (TrainOptions { output_dir: Some("".into()), ..Default::default() }, "--output-dir"),
