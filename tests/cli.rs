@@ -87,11 +87,79 @@ fn data_that_does_not_fit_the_model_is_refused() {
     }
     run(&mut workspace.train("out", &["--data", "/nowhere.txt"])).refused(1, &["/nowhere.txt", "No such file"]);
     workspace.write("model/config.json", CONFIG.replace("\"vocab_size\": 256", "\"vocab_size\": 99"));
-    run(&mut workspace.train("out", &[])).refused(1, &["data.txt", "outside the vocabulary of 99"]);
-    let vocab: BTreeMap<String, u32> = (0..120).map(|id| (format!("w{id}"), id)).collect();
+    run(&mut workspace.train("out", &["--tokenizer", "bytes"])).refused(1, &["data.txt", "outside the vocabulary of 99"]);
+    run(&mut workspace.train("out", &[])).refused(1, &["model: no tokenizer.json", "AutoTokenizer", "--tokenizer bytes"]);
+    workspace.write("model/tokenizer.json", words(120, Value::Null));
+    workspace.write("words.txt", "w1 w98 w2 ".repeat(20));
+    let data = workspace.path("words.txt");
+    let fits = run(&mut workspace.train("out", &["--data", data.to_str().unwrap(), "--max-steps", "1"]));
+    assert_eq!(fits.code, 0, "ids that no text uses are no reason to refuse: {fits:?}");
+    workspace.write("words.txt", "w1 w99 w2 ".repeat(20));
+    run(&mut workspace.train("out", &["--data", data.to_str().unwrap()])).refused(1, &["token 1 has id 99, outside the vocabulary of 99"]);
+}
+
+/// A `tokenizer.json` of the words `w0`, `w1` and so on.
+fn words(count: u32, post_processor: Value) -> String {
+    let vocab: BTreeMap<String, u32> = (0..count).map(|id| (format!("w{id}"), id)).collect();
     let model = json!({"type": "WordLevel", "vocab": vocab, "unk_token": "w0"});
-    workspace.write("model/tokenizer.json", json!({"version": "1.0", "added_tokens": [], "model": model}).to_string());
-    run(&mut workspace.train("out", &[])).refused(1, &["config.json", "120 ids", "99"]);
+    let split = json!({"type": "WhitespaceSplit"});
+    json!({"version": "1.0", "added_tokens": [], "pre_tokenizer": split, "post_processor": post_processor, "model": model}).to_string()
+}
+
+#[test]
+fn models_that_are_not_there_or_not_ready_are_answered_with_the_way_to_get_them() {
+    let workspace = Workspace::new();
+    run(&mut program(&["train", "--model", "x"])).refused(2, &["--model", "--data"]);
+    run(&mut workspace.train("out", &["--model", "owner/name-7B"])).refused(2, &["hf download owner/name-7B --local-dir"]);
+    run(&mut workspace.train("out", &["--model", "/nowhere"])).refused(1, &["read /nowhere: No such file"]);
+    workspace.write("model/pytorch_model.bin", "");
+    run(&mut workspace.train("out", &["--init", "checkpoint"])).refused(1, &["pytorch_model.bin", "only safetensors", "save_pretrained"]);
+    workspace.write("secret", "s");
+    std::os::unix::fs::symlink(workspace.path("secret"), workspace.path("model/merges.txt")).unwrap();
+    run(&mut workspace.train("out", &[])).refused(1, &["merges.txt: is a link to", "secret"]);
+}
+
+#[test]
+fn the_tokens_around_documents_are_said_and_kept_by_a_resumed_run() {
+    let workspace = Workspace::new();
+    let begin = json!({"type": "RobertaProcessing", "cls": ["w1", 1], "sep": ["w2", 2], "trim_offsets": true, "add_prefix_space": false});
+    workspace.write("model/tokenizer.json", words(256, begin));
+    workspace.write("data.jsonl", "{\"text\": \"w9 w8 w7\"}\n".repeat(60));
+    let data = workspace.path("data.jsonl");
+    let with = |steps, more: &[&'static str]| [&["--data", data.to_str().unwrap(), "--max-steps", steps], more].concat();
+    // 60 documents of four tokens, a token between each two.
+    let first = run(&mut workspace.train("out", &with("2", &["--eos-token", "w2"])));
+    let said = "data    299 tokens, 18 sequences of 16";
+    assert!(first.stdout.contains(said) && first.stdout.contains("(256 ids, end of text 2, each document begins with 1)"), "{first:?}");
+    assert!(first.stderr.is_empty(), "{first:?}");
+    let on = run(&mut workspace.resume("out", &with("4", &[])));
+    assert!(on.code == 0 && on.stdout.contains("end of text 2, each document begins with 1)"), "{on:?}");
+    run(&mut workspace.resume("out", &with("6", &["--add-bos", "no"]))).refused(2, &["--add-bos was \"yes\"", "is \"no\" now"]);
+    let joined = run(&mut workspace.train("joined", &with("2", &["--add-bos", "no"])));
+    assert!(joined.code == 0 && joined.stdout.contains("data    180 tokens"), "{joined:?}");
+    assert!(joined.stderr.starts_with("warning: 60 documents are joined") && joined.stderr.contains("--eos-token"), "{joined:?}");
+}
+
+#[test]
+fn an_export_has_the_format_that_was_asked_for_and_the_models_code() {
+    let workspace = Workspace::new();
+    workspace.write("model/config.json", config(&json!({"torch_dtype": "bfloat16", "auto_map": {"AutoConfig": "configuration_x.X"}})));
+    for name in ["configuration_x.py", "chat_template.jinja", "LICENSE"] {
+        workspace.write(&format!("model/{name}"), name);
+    }
+    run(&mut workspace.train("out", &["--max-steps", "1"])).digest();
+    fs::remove_dir_all(workspace.path("model")).unwrap();
+    for (dtype, said, bytes) in [("auto", "bfloat16", 2), ("bfloat16", "bfloat16", 2), ("float32", "float32", 4)] {
+        let out = workspace.path(dtype);
+        assert_eq!(run(program(&["export", "--dtype", dtype]).arg(workspace.path("out")).arg(&out)).code, 0);
+        let config: Value = serde_json::from_str(&fs::read_to_string(out.join("config.json")).unwrap()).unwrap();
+        let weights = fs::metadata(out.join("model.safetensors")).unwrap().len();
+        let params = 256 * 32 + 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 64 + 3 * 32;
+        assert_eq!((config["torch_dtype"].as_str(), weights / params), (Some(said), bytes), "{weights}");
+        assert_eq!(workspace.names(dtype, "")[..3], ["LICENSE", "chat_template.jinja", "config.json"]);
+        assert_eq!(fs::read_to_string(out.join("configuration_x.py")).unwrap(), "configuration_x.py");
+    }
+    run(program(&["export", "--dtype", "int8"]).arg(workspace.path("out")).arg(workspace.path("x"))).refused(2, &["int8", "bfloat16"]);
 }
 
 /// The test model's configuration with these keys changed; a null value removes one.
@@ -148,7 +216,7 @@ fn safetensors(header: &str, data_bytes: usize) -> Vec<u8> {
 fn weights_that_lie_are_refused() {
     let workspace = Workspace::new();
     let refused = |words: &[&str]| run(&mut workspace.train("out", &["--init", "checkpoint"])).refused(1, words);
-    refused(&["model.safetensors", "No such file"]);
+    refused(&["neither model.safetensors nor", "--init random"]);
     let f32s = |start, end| json!({"dtype": "F32", "shape": [8], "data_offsets": [start, end]});
     for (content, words) in [
         (vec![], "too few"),
@@ -277,7 +345,7 @@ fn token_files_need_no_tokenizer_and_any_vocabulary_will_do() {
     fs::write(workspace.path("ids.bin"), ids).unwrap();
     let ids = workspace.path("ids.bin");
     run(&mut workspace.train("out", &["--data", ids.to_str().unwrap(), "--max-steps", "2"])).digest();
-    run(&mut workspace.train("text", &[])).refused(1, &["outside the vocabulary of 97"]);
+    run(&mut workspace.train("text", &["--tokenizer", "bytes"])).refused(1, &["outside the vocabulary of 97"]);
 }
 
 #[test]

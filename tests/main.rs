@@ -9,3 +9,4 @@ mod program;
 mod resume;
 mod style;
 mod support;
+mod tokenizers;

@@ -25,6 +25,28 @@ pub enum Init {
     Checkpoint,
 }
 
+/// What turns text into tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum TokenizerChoice {
+    /// The model's `tokenizer.json`; bytes for a model of 256 ids that has none.
+    Auto,
+    /// Bytes.
+    Bytes,
+}
+
+/// Whether each document begins with a token of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum AddBos {
+    /// As the tokenizer's post-processor begins a text; a resumed run does as its checkpoint did.
+    Auto,
+    /// Yes.
+    Yes,
+    /// No.
+    No,
+}
+
 /// Which machine computes forward and backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -307,6 +329,19 @@ pub struct TrainOptions {
     #[serde(deserialize_with = "one_or_many")]
     pub data: Option<Vec<PathBuf>>,
 
+    /// What turns text into tokens: the model's tokenizer.json, or bytes [default: auto].
+    #[arg(long)]
+    pub tokenizer: Option<TokenizerChoice>,
+
+    /// The token between documents, as text or id [default: the one that the model's files name].
+    #[arg(long, value_name = "TOKEN")]
+    #[serde(deserialize_with = "some_scalar")]
+    pub eos_token: Option<String>,
+
+    /// Begin each document with a token; auto is as the tokenizer does [default: auto].
+    #[arg(long)]
+    pub add_bos: Option<AddBos>,
+
     /// Where checkpoints and metrics go [default: runs/train].
     #[arg(long, value_name = "DIR")]
     pub output_dir: Option<PathBuf>,
@@ -508,6 +543,9 @@ impl TrainOptions {
             model: self.model.or(lower.model),
             init: self.init.or(lower.init),
             data: self.data.or(lower.data),
+            tokenizer: self.tokenizer.or(lower.tokenizer),
+            eos_token: self.eos_token.or(lower.eos_token),
+            add_bos: self.add_bos.or(lower.add_bos),
             output_dir: self.output_dir.or(lower.output_dir),
             device: self.device.or(lower.device),
             strategy: self.strategy.or(lower.strategy),

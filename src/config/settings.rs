@@ -1,8 +1,8 @@
 //! The options, resolved: every default applied, every value checked.
 
 use crate::config::options::{
-    ActivationsChoice, AttentionChoice, CastSide, DeviceChoice, HostMemoryKind, HugePagesChoice, Init, Injection, IsaChoice, ResctrlGroup,
-    ResidentBuckets, Resume, Rollback, Strategy, Technique, TrainDtype, TrainOptions, WeightsChoice,
+    ActivationsChoice, AddBos, AttentionChoice, CastSide, DeviceChoice, HostMemoryKind, HugePagesChoice, Init, Injection, IsaChoice,
+    ResctrlGroup, ResidentBuckets, Resume, Rollback, Strategy, Technique, TokenizerChoice, TrainDtype, TrainOptions, WeightsChoice,
 };
 use crate::error::{Error, Result};
 use crate::hardware::basis;
@@ -30,6 +30,12 @@ pub struct Settings {
     pub init: Init,
     /// Data files and directories; none is the text that ships with the program.
     pub data: Vec<PathBuf>,
+    /// What turns text into tokens.
+    pub tokenizer: TokenizerChoice,
+    /// The token between documents, as text or id; `None` is the one that the model's files name.
+    pub eos_token: Option<String>,
+    /// Whether each document begins with a token of its own.
+    pub add_bos: AddBos,
     /// Where checkpoints and metrics go.
     pub output_dir: PathBuf,
     /// Machine that runs forward and backward.
@@ -131,6 +137,9 @@ impl Default for Settings {
             model: None,
             init: Init::Random,
             data: Vec::new(),
+            tokenizer: TokenizerChoice::Auto,
+            eos_token: None,
+            add_bos: AddBos::Auto,
             output_dir: "runs/train".into(),
             device: DeviceChoice::Auto,
             strategy: Strategy::Superoffload,
@@ -206,7 +215,9 @@ impl Settings {
     pub fn resolve(options: TrainOptions) -> Result<Self> {
         let is_demo = options.model.is_none() && options.data.is_none();
         if options.model.is_some() && options.data.is_none() {
-            return Err(Error::usage("--model: --data is missing; name the text to train on (only the built-in model has text of its own)"));
+            return Err(Error::usage(
+                "--model: --data is missing; name the text to train on (only the built-in model has text of its own)",
+            ));
         }
         require(options.data.as_ref().is_none_or(|data| !data.is_empty()), "data", "[]", "name at least one file or directory")?;
         Self::resolve_over(if is_demo { Self::demo() } else { Self::default() }, options)
@@ -233,6 +244,9 @@ impl Settings {
             init: options.init.unwrap_or(if options.model.is_some() { Init::Checkpoint } else { self.init }),
             model: options.model.or(self.model),
             data: options.data.unwrap_or(self.data),
+            tokenizer: options.tokenizer.unwrap_or(self.tokenizer),
+            eos_token: options.eos_token.or(self.eos_token),
+            add_bos: options.add_bos.unwrap_or(self.add_bos),
             output_dir: options.output_dir.unwrap_or(self.output_dir),
             device: options.device.unwrap_or(self.device),
             strategy: options.strategy.unwrap_or(self.strategy),

@@ -62,6 +62,11 @@ impl Dataset {
         self.stream.tokens()
     }
 
+    /// Documents of text in the stream; token files are not counted.
+    pub fn documents(&self) -> usize {
+        self.stream.documents()
+    }
+
     /// Writes sequence `idx`: `inputs` and `targets`, `[seq_length]` each, the targets one token further.
     ///
     /// # Errors

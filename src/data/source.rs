@@ -57,6 +57,11 @@ pub fn push_file(stream: &mut TokenStream, tokenizer: &Tokenizer, path: &Path) -
     }
 }
 
+/// Whether the file at `path` holds text, which needs a tokenizer.
+pub fn is_text(path: &Path) -> bool {
+    matches!(kind(path), Some(Kind::Text | Kind::JsonLines))
+}
+
 fn kind(path: &Path) -> Option<Kind> {
     match path.extension()?.to_str()? {
         "txt" => Some(Kind::Text),
@@ -110,7 +115,7 @@ fn json_cause(error: &serde_json::Error) -> String {
 /// Appends one document; `place` is where in the file it stands and ends in a colon, or is empty.
 fn push_document(stream: &mut TokenStream, tokenizer: &Tokenizer, path: &Path, place: &str, text: &str) -> Result<()> {
     let ids = tokenizer.encode(text).map_err(|e| Error::format(path, format!("{place}{e}")))?;
-    stream.push_document(&ids).map_err(|outside| {
+    stream.push_document(&[tokenizer.begin_of_text(), &ids].concat()).map_err(|outside| {
         let vocab_size = stream.vocab_size();
         Error::format(path, format!("{place}token {} has id {}, outside the vocabulary of {vocab_size}", outside.token_idx, outside.id))
     })
@@ -119,7 +124,7 @@ fn push_document(stream: &mut TokenStream, tokenizer: &Tokenizer, path: &Path, p
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::tokenizer::tests::{WORDS, model_dir};
+    use crate::data::tokenizer::tests::{WORDS, load_or_bytes, model_dir, with_bos};
     use proptest::prelude::*;
 
     /// Every token of the file `name` with this content, in bytes or, with `words`, in words.
@@ -127,7 +132,7 @@ mod tests {
         let dir = if words { model_dir(&[("tokenizer.json", WORDS)]) } else { model_dir(&[]) };
         let path = dir.path().join(name);
         std::fs::write(&path, content).unwrap();
-        let tokenizer = Tokenizer::load(Some(dir.path()))?;
+        let tokenizer = load_or_bytes(dir.path())?;
         let mut stream = TokenStream::new(vocab_size, tokenizer.end_of_text())?;
         push_file(&mut stream, &tokenizer, &path)?;
         let mut tokens = vec![0; stream.tokens()];
@@ -141,6 +146,17 @@ mod tests {
         let lines = "{\"text\": \"a b\"}\r\n\n  \n{\"id\": 1, \"text\": \"b\"}";
         assert_eq!(tokens("a.jsonl", lines.as_bytes(), true, 8).unwrap(), [0, 1, 7, 1]);
         assert_eq!(tokens("a.bin", &[5, 0, 6, 0], false, 256).unwrap(), [5, 6]);
+    }
+
+    #[test]
+    fn every_document_begins_with_the_tokenizers_token() {
+        let dir = model_dir(&[("tokenizer.json", &with_bos(WORDS)), ("a.jsonl", "{\"text\": \"a b\"}\n{\"text\": \"a\"}")]);
+        let tokenizer = load_or_bytes(dir.path()).unwrap();
+        let mut stream = TokenStream::new(8, tokenizer.end_of_text()).unwrap();
+        push_file(&mut stream, &tokenizer, &dir.path().join("a.jsonl")).unwrap();
+        let mut tokens = vec![0; stream.tokens()];
+        stream.read(0, &mut tokens).unwrap();
+        assert_eq!((tokens, stream.documents()), (vec![1, 0, 1, 7, 1, 0], 2));
     }
 
     #[test]

@@ -9,7 +9,7 @@ pub struct TokenStream {
     tokens: usize,
     vocab_size: usize,
     end_of_text: Option<u32>,
-    has_document: bool,
+    documents: usize,
 }
 
 struct Part {
@@ -44,7 +44,7 @@ impl TokenStream {
         if let Some(id) = end_of_text.filter(|&id| id as usize >= vocab_size) {
             return Err(Error::Unsupported(format!("end-of-text token {id} with a model whose vocabulary is {vocab_size}")));
         }
-        Ok(Self { parts: Vec::new(), tokens: 0, vocab_size, end_of_text, has_document: false })
+        Ok(Self { parts: Vec::new(), tokens: 0, vocab_size, end_of_text, documents: 0 })
     }
 
     /// Number of ids in the model's vocabulary.
@@ -57,6 +57,11 @@ impl TokenStream {
         self.tokens
     }
 
+    /// Documents in the stream.
+    pub fn documents(&self) -> usize {
+        self.documents
+    }
+
     /// Appends a document, after an end-of-text token unless it is the first.
     ///
     /// # Errors
@@ -65,9 +70,9 @@ impl TokenStream {
         if let Some(token_idx) = ids.iter().position(|&id| id as usize >= self.vocab_size) {
             return Err(OutsideVocab { token_idx, id: ids[token_idx] });
         }
-        let separator = self.end_of_text.filter(|_| self.has_document);
+        let separator = self.end_of_text.filter(|_| self.documents > 0);
         let document = separator.iter().chain(ids).map(|&id| id as i32);
-        self.has_document = true;
+        self.documents += 1;
         let start = self.tokens;
         self.tokens += document.clone().count();
         match self.parts.last_mut() {

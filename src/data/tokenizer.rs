@@ -1,23 +1,34 @@
 //! Text to token ids: a model's `tokenizer.json`, or bytes.
 
+mod special;
+
+use crate::config::options::AddBos;
 use crate::data::contain::contain;
 use crate::disk;
 use crate::error::{Error, Result};
+use crate::model::model_dir::ModelDir;
+use serde_json::Value;
+use special::Special;
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// No tokenizer is larger; the largest have some tens of megabytes.
 const BYTES_MAX: u64 = 256 << 20;
 
-/// Names under which common models keep their end-of-text token, tried when `tokenizer_config.json` names none.
-const END_OF_TEXT_NAMES: [&str; 6] = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<seed:eos>"];
-
 /// Turns text into token ids.
 pub struct Tokenizer {
-    /// `None` is the byte tokenizer: vocabulary 256, the id is the byte.
-    model: Option<Model>,
+    kind: Kind,
     vocab_size: usize,
     end_of_text: Option<u32>,
+    begin_of_text: Vec<u32>,
+}
+
+enum Kind {
+    /// The data are token ids already.
+    Absent,
+    /// Vocabulary 256, the id is the byte.
+    Bytes,
+    Model(Box<Model>),
 }
 
 struct Model {
@@ -28,28 +39,47 @@ struct Model {
 impl Tokenizer {
     /// The byte tokenizer: 256 ids, no end-of-text token.
     pub fn bytes() -> Self {
-        Self { model: None, vocab_size: 256, end_of_text: None }
+        Self { kind: Kind::Bytes, vocab_size: 256, end_of_text: None, begin_of_text: Vec::new() }
     }
 
-    /// Reads `dir/tokenizer.json`; the byte tokenizer when `dir` is `None` or holds no such file.
+    /// The byte tokenizer with the id `end_of_text` between documents.
     ///
     /// # Errors
-    /// `Io` when the file is there and cannot be read; `Format` when it, or `tokenizer_config.json` beside it, is broken,
-    /// or when the end-of-text token that the latter names is unknown to the former.
-    pub fn load(dir: Option<&Path>) -> Result<Self> {
-        let Some(dir) = dir else { return Ok(Self::bytes()) };
-        let path = dir.join("tokenizer.json");
-        let Some(bytes) = disk::read_if_present(&path, BYTES_MAX)? else { return Ok(Self::bytes()) };
+    /// `Usage` for an `end_of_text` that is no id, and where `add_bos` asks for a token that bytes do not have.
+    pub fn bytes_with(end_of_text: Option<&str>, add_bos: AddBos) -> Result<Self> {
+        if add_bos == AddBos::Yes {
+            return Err(Error::usage("--add-bos yes: bytes have no bos_token"));
+        }
+        let id =
+            |token: &str| token.parse().map_err(|_| Error::usage(format!("--eos-token {token:?}: bytes have no such token; name an id")));
+        Ok(Self { end_of_text: end_of_text.map(id).transpose()?, ..Self::bytes() })
+    }
+
+    /// No tokenizer, for data that are token ids.
+    pub fn absent() -> Self {
+        Self { kind: Kind::Absent, vocab_size: 0, end_of_text: None, begin_of_text: Vec::new() }
+    }
+
+    /// Reads `tokenizer.json`, if `dir` has one, and what says which tokens stand around documents: the flags `--eos-token` and
+    /// `--add-bos`, or the files beside it.
+    ///
+    /// # Errors
+    /// `Io` when a file is there and cannot be read; `Format` when one is broken or names a token that `tokenizer.json` does not have;
+    /// `Usage` when a flag does.
+    pub fn load(dir: &ModelDir, end_of_text: Option<&str>, add_bos: AddBos) -> Result<Option<Self>> {
+        let path = dir.file("tokenizer.json")?;
+        let Some(bytes) = disk::read_if_present(&path, BYTES_MAX)? else { return Ok(None) };
         let parsed = contain(|| parse(&bytes)).map_err(|e| Error::format(&path, e))?;
-        let tokenizer = parsed.map_err(|e| Error::format(&path, e))?;
+        let (tokenizer, post_processor) = parsed.map_err(|e| Error::format(&path, e))?;
         let vocab_size = tokenizer.get_vocab(true).into_values().max().map_or(0, |id| id as usize + 1);
-        let end_of_text = end_of_text(dir, &tokenizer)?;
-        Ok(Self { model: Some(Model { path, tokenizer }), vocab_size, end_of_text })
+        let special = Special::new(dir, &tokenizer);
+        let (end_of_text, begin_of_text) = (special.end_of_text(end_of_text)?, special.begin_of_text(add_bos, &post_processor)?);
+        Ok(Some(Self { kind: Kind::Model(Box::new(Model { path, tokenizer })), vocab_size, end_of_text, begin_of_text }))
     }
 
     /// Whether this is the byte tokenizer.
     pub fn is_bytes(&self) -> bool {
-        self.model.is_none()
+        matches!(self.kind, Kind::Bytes)
     }
 
     /// One more than the largest id.
@@ -62,60 +92,58 @@ impl Tokenizer {
         self.end_of_text
     }
 
-    /// The ids of one document, without begin or end tokens.
+    /// What each document begins with, most often nothing or one id.
+    pub fn begin_of_text(&self) -> &[u32] {
+        &self.begin_of_text
+    }
+
+    /// The ids of a text, without those that begin or end a document.
     ///
     /// # Errors
-    /// `Format` that names `tokenizer.json` when it cannot express the text.
+    /// `Format` that names `tokenizer.json` when it cannot express the text; `Unsupported` when there is no tokenizer.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
-        let Some(model) = &self.model else { return Ok(text.bytes().map(u32::from).collect()) };
+        let model = match &self.kind {
+            Kind::Absent => return Err(Error::Unsupported("text without a tokenizer".into())),
+            Kind::Bytes => return Ok(text.bytes().map(u32::from).collect()),
+            Kind::Model(model) => model,
+        };
         let encoding = contain(|| model.tokenizer.encode_fast(text, false)).and_then(|encoding| encoding.map_err(|e| e.to_string()));
         encoding.map(|encoding| encoding.get_ids().to_vec()).map_err(|e| Error::format(&model.path, format!("cannot encode: {e}")))
     }
 }
 
 impl fmt::Display for Tokenizer {
-    /// For people: `bytes (256 ids)`, `m/tokenizer.json (50257 ids, end of text 50256)`.
+    /// For people: `bytes (256 ids)`, `m/tokenizer.json (32000 ids, end of text 2, each document begins with 1)`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.model {
-            None => f.write_str("bytes")?,
-            Some(model) => write!(f, "{}", model.path.display())?,
+        match &self.kind {
+            Kind::Absent => return f.write_str("none: the data are token ids"),
+            Kind::Bytes => f.write_str("bytes")?,
+            Kind::Model(model) => write!(f, "{}", model.path.display())?,
         }
         write!(f, " ({} ids", self.vocab_size)?;
         self.end_of_text.iter().try_for_each(|id| write!(f, ", end of text {id}"))?;
+        self.begin_of_text.iter().take(1).try_for_each(|_| f.write_str(", each document begins with"))?;
+        self.begin_of_text.iter().try_for_each(|id| write!(f, " {id}"))?;
         f.write_str(")")
     }
 }
 
-/// The parts of `tokenizer.json` that turn text into ids.
-fn parse(bytes: &[u8]) -> serde_json::Result<tokenizers::Tokenizer> {
-    let mut parts: serde_json::Map<String, serde_json::Value> = serde_json::from_slice(bytes)?;
-    // Limits made for inference would silently cut or fill documents; the others only add markers or read ids back.
+/// The parts of `tokenizer.json` that turn text into ids, and its post-processor.
+fn parse(bytes: &[u8]) -> serde_json::Result<(tokenizers::Tokenizer, Value)> {
+    let mut parts: serde_json::Map<String, Value> = serde_json::from_slice(bytes)?;
+    let post_processor = parts.remove("post_processor").unwrap_or(Value::Null);
+    // Limits made for inference would silently cut or fill documents; the decoder only reads ids back.
     for unused in ["truncation", "padding", "post_processor", "decoder"] {
-        parts.insert(unused.to_string(), serde_json::Value::Null);
+        parts.insert(unused.to_string(), Value::Null);
     }
-    serde_json::from_value(parts.into())
-}
-
-/// The end-of-text token of `dir/tokenizer_config.json`, else one of the usual names.
-fn end_of_text(dir: &Path, tokenizer: &tokenizers::Tokenizer) -> Result<Option<u32>> {
-    let path = dir.join("tokenizer_config.json");
-    let Some(bytes) = disk::read_if_present(&path, BYTES_MAX)? else { return Ok(usual_end_of_text(tokenizer)) };
-    let config: serde_json::Value = serde_json::from_slice(&bytes).map_err(|e| Error::format(&path, e))?;
-    // Either the token itself or an object that describes it.
-    let name = config["eos_token"].as_str().or(config["eos_token"]["content"].as_str());
-    let Some(name) = name else { return Ok(usual_end_of_text(tokenizer)) };
-    let id = tokenizer.token_to_id(name);
-    id.map(Some).ok_or_else(|| Error::format(&path, format!("eos_token {name:?} is not in tokenizer.json")))
-}
-
-fn usual_end_of_text(tokenizer: &tokenizers::Tokenizer) -> Option<u32> {
-    END_OF_TEXT_NAMES.iter().find_map(|name| tokenizer.token_to_id(name))
+    Ok((serde_json::from_value(parts.into())?, post_processor))
 }
 
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
     use proptest::prelude::*;
+    use std::path::Path;
 
     /// Words `a` = 0 and `b` = 1, `<unk>` = 2, end of text `</s>` = 7; cuts documents after one token if let.
     pub(crate) const WORDS: &str = r#"{
@@ -134,22 +162,43 @@ pub(crate) mod tests {
         dir
     }
 
+    /// As [`WORDS`], with a post-processor that puts `b` = 1 before and `</s>` = 7 after a text.
+    pub(crate) fn with_bos(tokenizer: &str) -> String {
+        with(
+            tokenizer,
+            r#"{"post_processor": {"type": "RobertaProcessing", "cls": ["b", 1], "sep": ["</s>", 7], "trim_offsets": true, "add_prefix_space": false}}"#,
+        )
+    }
+
+    /// The tokenizer in `dir` as its files describe it, else bytes.
+    pub(crate) fn load_or_bytes(dir: &Path) -> Result<Tokenizer> {
+        Ok(Tokenizer::load(&ModelDir::open(dir)?, None, AddBos::Auto)?.unwrap_or_else(Tokenizer::bytes))
+    }
+
     fn load(files: &[(&str, &str)]) -> Result<Tokenizer> {
-        Tokenizer::load(Some(model_dir(files).path()))
+        load_or_bytes(model_dir(files).path())
+    }
+
+    /// The tokenizer `json` with these parts in place of its own.
+    fn with(json: &str, parts: &str) -> String {
+        let mut json: serde_json::Map<String, Value> = serde_json::from_str(json).unwrap();
+        json.extend(serde_json::from_str::<serde_json::Map<_, _>>(parts).unwrap());
+        serde_json::to_string(&json).unwrap()
     }
 
     #[test]
-    fn bytes_are_used_only_when_there_is_no_tokenizer() {
-        for tokenizer in [Tokenizer::load(None).unwrap(), load(&[("config.json", "{}")]).unwrap()] {
-            assert_eq!((tokenizer.vocab_size(), tokenizer.end_of_text()), (256, None));
-            assert_eq!(tokenizer.encode("aé").unwrap(), [97, 0xc3, 0xa9]);
-            assert_eq!(tokenizer.to_string(), "bytes (256 ids)");
-        }
+    fn a_directory_without_a_tokenizer_has_none_and_a_broken_one_is_an_error() {
+        let dir = model_dir(&[("config.json", "{}")]);
+        assert!(Tokenizer::load(&ModelDir::open(dir.path()).unwrap(), None, AddBos::Auto).unwrap().is_none());
+        let bytes = Tokenizer::bytes();
+        assert_eq!((bytes.vocab_size(), bytes.end_of_text()), (256, None));
+        assert_eq!(bytes.encode("aé").unwrap(), [97, 0xc3, 0xa9]);
+        assert_eq!(bytes.to_string(), "bytes (256 ids)");
         let message = load(&[("tokenizer.json", "{")]).err().unwrap().to_string();
         assert!(message.contains("tokenizer.json: "), "{message}");
-        let dir = model_dir(&[]);
         std::os::unix::fs::symlink("nowhere", dir.path().join("tokenizer.json")).unwrap();
-        assert!(matches!(Tokenizer::load(Some(dir.path())), Err(Error::Io { .. })));
+        assert!(matches!(load_or_bytes(dir.path()), Err(Error::Io { .. })));
+        assert!(Tokenizer::absent().encode("a").is_err());
     }
 
     #[test]
@@ -158,25 +207,83 @@ pub(crate) mod tests {
         assert_eq!(tokenizer.encode("a b c a").unwrap(), [0, 1, 2, 0]);
         assert_eq!((tokenizer.vocab_size(), tokenizer.end_of_text()), (8, Some(7)));
         assert!(tokenizer.to_string().ends_with("tokenizer.json (8 ids, end of text 7)"));
+        let tokenizer = load(&[("tokenizer.json", &with_bos(WORDS))]).unwrap();
+        assert_eq!((tokenizer.encode("a").unwrap(), tokenizer.begin_of_text()), (vec![0], &[1][..]));
+        assert!(tokenizer.to_string().ends_with("tokenizer.json (8 ids, end of text 7, each document begins with 1)"));
     }
 
     #[test]
-    fn the_configuration_names_the_end_of_text() {
-        let end = |config: &str| load(&[("tokenizer.json", WORDS), ("tokenizer_config.json", config)]).map(|t| t.end_of_text());
-        assert_eq!(end(r#"{"eos_token": "b"}"#).unwrap(), Some(1));
-        assert_eq!(end(r#"{"eos_token": {"content": "b"}}"#).unwrap(), Some(1));
-        assert_eq!(end(r#"{"eos_token": null}"#).unwrap(), Some(7));
-        for (config, cause) in [(r#"{"eos_token": "z"}"#, "eos_token \"z\""), ("[", "EOF")] {
-            let message = end(config).unwrap_err().to_string();
-            assert!(message.contains("tokenizer_config.json: ") && message.contains(cause), "{message}");
+    fn the_files_name_the_end_of_text_in_the_order_of_transformers() {
+        const WORDS_FILE: (&str, &str) = ("tokenizer.json", WORDS);
+        let end = |files: &[(&str, &str)]| load(&[&[WORDS_FILE], files].concat()).map(|tokenizer| tokenizer.end_of_text());
+        let (config, map, generation) = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json");
+        let (a, b) = (r#"{"eos_token": "a"}"#, r#"{"eos_token": {"content": "b"}}"#);
+        for (files, id) in [
+            (&[(config, a)][..], 0),
+            (&[(config, b)], 1),
+            (&[(config, r#"{"eos_token": null}"#)], 7),
+            (&[(map, a)], 0),
+            (&[(config, a), (map, b)], 1),
+            (&[(config, r#"{"eos_token": "a", "added_tokens_decoder": {}}"#), (map, b)], 0),
+            (&[(config, r#"{"added_tokens_decoder": {}}"#), (map, b)], 1),
+            (&[(generation, r#"{"eos_token_id": 2}"#)], 2),
+            (&[(generation, r#"{"eos_token_id": [1, 0]}"#), ("config.json", r#"{"eos_token_id": 2}"#)], 1),
+            (&[("config.json", r#"{"eos_token_id": 2}"#)], 2),
+            (&[(map, a), (generation, r#"{"eos_token_id": 2}"#)], 0),
+            (&[("config.json", r#"{"eos_token_id": null}"#)], 7),
+        ] {
+            assert_eq!(end(files).unwrap(), Some(id), "{files:?}");
+        }
+        for (file, content, cause) in [
+            (config, r#"{"eos_token": "z"}"#, "eos_token \"z\""),
+            (config, "[", "EOF"),
+            (map, r#"{"eos_token": "\u001b[31mz"}"#, "\\u{1b}[31mz"),
+            (generation, r#"{"eos_token_id": "</s>"}"#, "eos_token_id \"</s>\""),
+            (generation, r#"{"eos_token_id": -1}"#, "eos_token_id -1"),
+        ] {
+            let message = end(&[(file, content)]).unwrap_err().to_string();
+            assert!(message.contains(&format!("{file}: ")) && message.contains(cause), "{message}");
+        }
+    }
+
+    #[test]
+    fn flags_win_over_files_and_name_what_is_unknown() {
+        let dir = model_dir(&[("tokenizer.json", &with_bos(WORDS)), ("tokenizer_config.json", r#"{"eos_token": "z"}"#)]);
+        let dir = ModelDir::open(dir.path()).unwrap();
+        let load = |eos, bos| {
+            Tokenizer::load(&dir, Some(eos), bos).map(|tokenizer| tokenizer.map(|t| (t.end_of_text(), t.begin_of_text().to_vec())))
+        };
+        assert_eq!(load("a", AddBos::Auto).unwrap(), Some((Some(0), vec![1])));
+        assert_eq!(load("2", AddBos::No).unwrap(), Some((Some(2), vec![])));
+        let refused = load("<eot>", AddBos::Auto).unwrap_err();
+        assert!(refused.exit_code() == 2 && refused.to_string().starts_with("--eos-token \"<eot>\""), "{refused}");
+    }
+
+    #[test]
+    fn a_token_before_documents_is_the_post_processors_or_asked_for() {
+        let begin = |files: &[(&str, &str)], add| {
+            let dir = model_dir(files);
+            Tokenizer::load(&ModelDir::open(dir.path())?, None, add).map(|tokenizer| tokenizer.unwrap().begin_of_text().to_vec())
+        };
+        let plain = ("tokenizer.json", WORDS);
+        assert_eq!(begin(&[plain], AddBos::Auto).unwrap(), [0; 0]);
+        assert_eq!(begin(&[plain, ("special_tokens_map.json", r#"{"bos_token": "a"}"#)], AddBos::Auto).unwrap(), [0; 0]);
+        assert_eq!(begin(&[plain, ("special_tokens_map.json", r#"{"bos_token": "a"}"#)], AddBos::Yes).unwrap(), [0]);
+        assert_eq!(begin(&[plain, ("config.json", r#"{"bos_token_id": 2}"#)], AddBos::Yes).unwrap(), [2]);
+        let refused = begin(&[plain], AddBos::Yes).unwrap_err();
+        assert!(refused.exit_code() == 2 && refused.to_string().contains("no bos_token"), "{refused}");
+        for broken in [r#"{"post_processor": {"type": "New"}}"#, r#"{"post_processor": 5}"#] {
+            let broken = with(WORDS, broken);
+            assert!(
+                begin(&[("tokenizer.json", &broken)], AddBos::Auto).unwrap_err().to_string().contains("tokenizer.json: post_processor: ")
+            );
+            assert_eq!(begin(&[("tokenizer.json", &broken)], AddBos::No).unwrap(), [0; 0]);
         }
     }
 
     /// What [`WORDS`] makes of a text after `parts` have replaced its own.
     fn hostile(parts: &str) -> Result<Vec<u32>> {
-        let mut json: serde_json::Map<String, serde_json::Value> = serde_json::from_str(WORDS).unwrap();
-        json.extend(serde_json::from_str::<serde_json::Map<_, _>>(parts).unwrap());
-        load(&[("tokenizer.json", &serde_json::to_string(&json).unwrap())])?.encode(" a b")
+        load(&[("tokenizer.json", &with(WORDS, parts))])?.encode(" a b")
     }
 
     #[test]

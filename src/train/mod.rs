@@ -1,11 +1,12 @@
 //! A training run: settings in, checkpoints, metrics and a timeline out.
 //!
-//! [`setup`] builds the engine and the data, [`session`] runs steps and saves, this file ties them together.
+//! [`setup`] builds the engine and the data, [`text`] finds what turns text into tokens, [`session`] runs steps and saves, this file ties them together.
 
 pub mod devices;
 mod previous_run;
 pub mod session;
 pub mod setup;
+pub mod text;
 
 use crate::config::plan::Plan;
 use crate::config::settings::Settings;

@@ -2,14 +2,13 @@
 
 use super::devices::Chosen;
 use super::session::{Paths, SavedPosition, Session};
-use super::{Facts, Observer, previous_run};
+use super::{Facts, Observer, previous_run, text};
 use crate::checkpoint::{self, Loaded};
 use crate::config::options::{Init, Resume};
 use crate::config::plan::Plan;
 use crate::config::settings::{Settings, TrainLength};
 use crate::data::loader::{DataPosition, Loader, steps_for_epochs};
 use crate::data::packing::Dataset;
-use crate::data::tokenizer::Tokenizer;
 use crate::device::Kernels;
 use crate::device::cpu::{CpuDevice, Schedule};
 #[cfg(feature = "cuda")]
@@ -26,6 +25,7 @@ use crate::host::partition;
 use crate::host::perf::WORKER_ROLE;
 use crate::host::pool::Pool;
 use crate::host::step_job::StepJob;
+use crate::model::model_dir::{CONFIG, ModelDir};
 use crate::model::shape::{DEMO_CONFIG, ModelShape, Positions};
 use crate::model::weights;
 use crate::optim::schedule::Schedule as LearningRate;
@@ -33,11 +33,10 @@ use crate::planner::search::best_plan;
 use std::path::Path;
 use std::sync::Arc;
 
-/// A model as it was found: its shape, the files to export it with, how text becomes tokens.
+/// A model as it was found: its shape, and the files to export it with.
 struct Source {
     shape: ModelShape,
     files: Vec<(String, Vec<u8>)>,
-    tokenizer: Tokenizer,
 }
 
 /// Builds a session on the `chosen` device, whose engine `engine` makes, ready for its first step.
@@ -56,17 +55,14 @@ pub fn prepare<D: Kernels>(
     check_context(settings, &source.shape)?;
     let mut plan = best_plan(settings, &source.shape, &chosen.machine, true)?;
     plan.host_memory = host_memory(settings, &plan, &topology)?;
-    let dataset = Dataset::open(&settings.data, &source.tokenizer, source.shape.vocab, settings.seq_length)?;
     let paths = Paths::create(settings)?;
     let resumed = find_checkpoint(settings, &paths.output_dir, observer)?;
+    let saved = resumed.as_ref().map(|loaded| &loaded.manifest().trainer.settings);
+    let (tokenizer, settings) = &text::tokenizer(settings, &source.shape, saved)?;
+    let dataset = Dataset::open(&settings.data, tokenizer, source.shape.vocab, settings.seq_length)?;
+    text::warning(tokenizer, &dataset).iter().for_each(|line| observer.warn(line));
     let max_steps = max_steps(settings, &dataset);
-    let data = format!(
-        "{} tokens, {} sequences of {}; tokenizer {}",
-        dataset.tokens(),
-        dataset.sequences(),
-        settings.seq_length,
-        source.tokenizer
-    );
+    let data = format!("{} tokens, {} sequences of {}; tokenizer {tokenizer}", dataset.tokens(), dataset.sequences(), settings.seq_length);
     let mut engine = engine(&plan, &source.shape, &topology)?;
     let position = match resumed {
         Some(loaded) => resume(&mut engine, loaded, settings, dataset.sequences(), observer)?,
@@ -101,17 +97,11 @@ pub fn prepare<D: Kernels>(
 
 fn find_model(settings: &Settings) -> Result<Source> {
     let Some(dir) = &settings.model else {
-        let files = vec![("config.json".to_string(), DEMO_CONFIG.as_bytes().to_vec())];
-        return Ok(Source { shape: ModelShape::demo(), files, tokenizer: Tokenizer::bytes() });
+        let files = vec![(CONFIG.to_string(), DEMO_CONFIG.as_bytes().to_vec())];
+        return Ok(Source { shape: ModelShape::demo(), files });
     };
-    let shape = ModelShape::read(&dir.join("config.json"))?;
-    let tokenizer = Tokenizer::load(Some(dir))?;
-    // The byte tokenizer stands in for a missing one; token files do not need it, and text is checked token by token.
-    if !tokenizer.is_bytes() && tokenizer.vocab_size() > shape.vocab {
-        let cause = format!("the tokenizer has {} ids, the model's vocabulary {}", tokenizer.vocab_size(), shape.vocab);
-        return Err(Error::format(dir.join("config.json"), cause));
-    }
-    Ok(Source { shape, files: weights::model_files(dir)?, tokenizer })
+    let shape = ModelShape::read(&ModelDir::open(dir)?.file(CONFIG)?)?;
+    Ok(Source { shape, files: weights::model_files(dir)? })
 }
 
 /// Learned positions end; rotary ones do not, and only tell how far the model was trained.

@@ -1,0 +1,191 @@
+//! How a run's text becomes tokens: the flags, the model's directory and, when a run goes on, its checkpoint decide.
+
+use crate::config::options::{AddBos, TokenizerChoice};
+use crate::config::settings::Settings;
+use crate::data::packing::Dataset;
+use crate::data::source;
+use crate::data::tokenizer::Tokenizer;
+use crate::error::{Error, Result};
+use crate::model::model_dir::ModelDir;
+use crate::model::shape::ModelShape;
+use serde_json::Value;
+
+/// The tokenizer of a run, and its settings with what was found in place of `auto`: a checkpoint keeps those.
+///
+/// `saved` are the settings in the checkpoint that the run goes on from. It keeps their choices: other tokens around documents would
+/// move every position in the data.
+///
+/// # Errors
+/// Those of [`Tokenizer::load`] and [`source::find_files`]; `Format` for text and a model without a tokenizer; `Usage` for a flag
+/// that says otherwise than the checkpoint.
+pub fn tokenizer(settings: &Settings, shape: &ModelShape, saved: Option<&Value>) -> Result<(Tokenizer, Settings)> {
+    let mut settings = saved.map_or_else(|| settings.clone(), |saved| as_before(settings, saved));
+    saved.map_or(Ok(()), |saved| expect_same(&settings, saved, &["tokenizer"]))?;
+    let tokenizer = find(&settings, shape)?;
+    settings.add_bos = if tokenizer.begin_of_text().is_empty() { AddBos::No } else { AddBos::Yes };
+    settings.eos_token = tokenizer.end_of_text().map(|id| id.to_string());
+    if tokenizer.is_bytes() {
+        settings.tokenizer = TokenizerChoice::Bytes;
+    }
+    saved.map_or(Ok(()), |saved| expect_same(&settings, saved, &["tokenizer", "eos_token", "add_bos"]))?;
+    Ok((tokenizer, settings))
+}
+
+/// A line for people when documents are joined without a token between them.
+pub fn warning(tokenizer: &Tokenizer, dataset: &Dataset) -> Option<String> {
+    let joined = dataset.documents() > 1 && tokenizer.end_of_text().is_none();
+    let documents = dataset.documents();
+    joined.then(|| format!("{documents} documents are joined without a token between them, for none is known; --eos-token TOKEN names one"))
+}
+
+/// `settings`, with the choices of the checkpoint where the flags say nothing.
+fn as_before(settings: &Settings, saved: &Value) -> Settings {
+    let mut settings = settings.clone();
+    if settings.tokenizer == TokenizerChoice::Auto {
+        settings.tokenizer = serde_json::from_value(saved["tokenizer"].clone()).unwrap_or(TokenizerChoice::Auto);
+    }
+    if settings.add_bos == AddBos::Auto {
+        // Before there was a choice there was no such token.
+        settings.add_bos = serde_json::from_value(saved["add_bos"].clone()).unwrap_or(AddBos::No);
+    }
+    settings.eos_token = settings.eos_token.or_else(|| saved["eos_token"].as_str().map(String::from));
+    settings
+}
+
+/// Compares settings, their `auto` resolved, with what the checkpoint says; older ones say less.
+fn expect_same(settings: &Settings, saved: &Value, keys: &[&str]) -> Result<()> {
+    let now = serde_json::to_value(settings).map_err(|e| Error::usage(format!("settings: {e}")))?;
+    let without_bos = Value::from("no");
+    for &key in keys {
+        let (then, now) = (saved.get(key).or((key == "add_bos").then_some(&without_bos)), &now[key]);
+        if let Some(then) = then.filter(|&then| then != now) {
+            let flag = key.replace('_', "-");
+            let cause = "the data position would mean other tokens; resume as it was, or start anew";
+            return Err(Error::usage(format!("--{flag} was {then} when the checkpoint was made and is {now} now: {cause}")));
+        }
+    }
+    Ok(())
+}
+
+fn find(settings: &Settings, shape: &ModelShape) -> Result<Tokenizer> {
+    let (dir, end_of_text) = (settings.model.as_deref(), settings.eos_token.as_deref());
+    let files = source::find_files(&settings.data)?;
+    if !files.is_empty() && !files.iter().any(|file| source::is_text(file)) {
+        let asked = end_of_text.is_some() || settings.add_bos == AddBos::Yes;
+        let useless = "--eos-token and --add-bos: the data are token ids, between which nothing is put";
+        return if asked { Err(Error::usage(useless)) } else { Ok(Tokenizer::absent()) };
+    }
+    let (TokenizerChoice::Auto, Some(dir)) = (settings.tokenizer, dir) else {
+        return Tokenizer::bytes_with(end_of_text, settings.add_bos);
+    };
+    let dir = ModelDir::open(dir)?;
+    match Tokenizer::load(&dir, end_of_text, settings.add_bos)? {
+        Some(tokenizer) => Ok(tokenizer),
+        None if shape.vocab == 256 => Tokenizer::bytes_with(end_of_text, settings.add_bos),
+        None => Err(missing(&dir)),
+    }
+}
+
+/// Text, a model that reads more than bytes, and no `tokenizer.json`.
+fn missing(dir: &ModelDir) -> Error {
+    let is_there = |name: &str| dir.path().join(name).exists();
+    let dir = dir.path().display();
+    let (found, from) = match () {
+        () if is_there("tokenizer.model") => ("only tokenizer.model", dir.to_string()),
+        () if is_there("vocab.json") && is_there("merges.txt") => ("only vocab.json and merges.txt", dir.to_string()),
+        () => ("nor any other tokenizer", "NAME-OF-THE-MODEL".into()),
+    };
+    let command = format!("from transformers import AutoTokenizer; AutoTokenizer.from_pretrained('{from}').save_pretrained('{dir}')");
+    let cause = format!("no tokenizer.json, {found}; make it with: python -c \"{command}\" (or train on bytes: --tokenizer bytes)");
+    Error::format(dir.to_string(), cause)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::options::TrainOptions;
+    use crate::data::tokenizer::tests::{WORDS, model_dir, with_bos};
+    use serde_json::json;
+    use std::path::Path;
+
+    const TEXT: (&str, &str) = ("data.txt", "a b a b a b");
+
+    fn shape(vocab: usize) -> ModelShape {
+        ModelShape { vocab, ..ModelShape::demo() }
+    }
+
+    fn options(dir: &Path, data: &str) -> TrainOptions {
+        TrainOptions { model: Some(dir.into()), data: Some(vec![dir.join(data)]), ..Default::default() }
+    }
+
+    fn settings(dir: &Path) -> Settings {
+        Settings::resolve(options(dir, "data.txt")).unwrap()
+    }
+
+    #[test]
+    fn text_without_a_tokenizer_is_an_error_that_names_what_there_is_and_the_command() {
+        let command = ["AutoTokenizer.from_pretrained('", "save_pretrained('", "--tokenizer bytes"];
+        for (files, found) in [
+            (&[TEXT, ("tokenizer.model", "")][..], "only tokenizer.model"),
+            (&[TEXT, ("vocab.json", ""), ("merges.txt", "")], "only vocab.json and merges.txt"),
+            (&[TEXT, ("vocab.json", "")], "nor any other tokenizer"),
+            (&[TEXT], "nor any other tokenizer"),
+        ] {
+            let dir = model_dir(files);
+            let message = tokenizer(&settings(dir.path()), &shape(32000), None).err().unwrap().to_string();
+            assert!(message.contains(found) && command.iter().all(|part| message.contains(part)), "{message}");
+        }
+    }
+
+    #[test]
+    fn bytes_are_for_256_ids_or_when_asked_for_and_token_files_need_nothing() {
+        let dir = model_dir(&[TEXT, ("ids.bin", "abcd")]);
+        let display = |settings: &Settings, vocab| tokenizer(settings, &shape(vocab), None).map(|(tokenizer, _)| tokenizer.to_string());
+        assert_eq!(display(&settings(dir.path()), 256).unwrap(), "bytes (256 ids)");
+        let asked = Settings { tokenizer: TokenizerChoice::Bytes, eos_token: Some("299".into()), ..settings(dir.path()) };
+        assert_eq!(display(&asked, 300).unwrap(), "bytes (256 ids, end of text 299)");
+        let ids = Settings::resolve(options(dir.path(), "ids.bin")).unwrap();
+        assert_eq!(display(&ids, 300).unwrap(), "none: the data are token ids");
+        for (odd, word) in [
+            (Settings { eos_token: Some("</s>".into()), ..settings(dir.path()) }, "--eos-token \"</s>\""),
+            (Settings { add_bos: AddBos::Yes, ..settings(dir.path()) }, "--add-bos yes"),
+            (Settings { add_bos: AddBos::Yes, ..ids }, "--eos-token and --add-bos"),
+        ] {
+            let refused = tokenizer(&odd, &shape(256), None).err().unwrap();
+            assert!(refused.exit_code() == 2 && refused.to_string().starts_with(word), "{refused}");
+        }
+    }
+
+    #[test]
+    fn a_resumed_run_keeps_the_choices_of_its_checkpoint() {
+        let dir = model_dir(&[TEXT, ("tokenizer.json", &with_bos(WORDS))]);
+        let fresh = settings(dir.path());
+        let resolve = |settings: &Settings, saved: &Value| {
+            tokenizer(settings, &shape(8), Some(saved))
+                .map(|(tokenizer, settings)| (tokenizer.begin_of_text().to_vec(), tokenizer.end_of_text(), settings))
+        };
+        let (_, recorded) = tokenizer(&fresh, &shape(8), None).unwrap();
+        assert_eq!((recorded.add_bos, recorded.eos_token.as_deref()), (AddBos::Yes, Some("7")));
+        let saved = serde_json::to_value(&recorded).unwrap();
+        assert_eq!(resolve(&fresh, &saved).unwrap(), (vec![1], Some(7), recorded.clone()));
+        // The token that was used counts, not what the files say by now.
+        let mut moved = saved.clone();
+        moved["eos_token"] = json!("0");
+        assert_eq!(resolve(&fresh, &moved).unwrap().1, Some(0));
+        let older = json!({"seed": 42});
+        assert_eq!(resolve(&fresh, &older).unwrap().0, [0; 0]);
+        let without = Settings { add_bos: AddBos::No, ..fresh.clone() };
+        let bytes = Settings { tokenizer: TokenizerChoice::Bytes, ..fresh.clone() };
+        let ends = Settings { eos_token: Some("a".into()), ..fresh.clone() };
+        let with = Settings { add_bos: AddBos::Yes, ..fresh.clone() };
+        for (settings, saved, words) in [
+            (without, &saved, "--add-bos was \"yes\" when the checkpoint was made and is \"no\" now"),
+            (bytes, &saved, "--tokenizer was \"auto\""),
+            (ends, &saved, "--eos-token was \"7\" when the checkpoint was made and is \"0\" now"),
+            (with, &older, "--add-bos was \"no\""),
+        ] {
+            let refused = resolve(&settings, saved).unwrap_err();
+            assert!(refused.exit_code() == 2 && refused.to_string().starts_with(words), "{refused}");
+        }
+    }
+}
