@@ -42,6 +42,19 @@ pub(crate) fn write_file(path: &Path, bytes: &[u8]) -> Result<()> {
     file.sync()
 }
 
+/// Puts a file with `bytes` in the place of `path`, whole or not at all: written beside as `<path>.tmp`, synced and renamed. What a
+/// killed process left under that name is removed first.
+pub(crate) fn replace_file(path: &Path, bytes: &[u8]) -> Result<()> {
+    let mut tmp = path.as_os_str().to_owned();
+    tmp.push(".tmp");
+    let tmp = PathBuf::from(tmp);
+    if tmp.symlink_metadata().is_ok() {
+        attempt("remove", &tmp, || fs::remove_file(&tmp))?;
+    }
+    write_file(&tmp, bytes)?;
+    rename(&tmp, path)
+}
+
 /// A directory under a temporary name, removed again unless it is published.
 pub(crate) struct TmpDir {
     path: PathBuf,
@@ -130,6 +143,11 @@ impl InFile {
     /// The file's path.
     pub(crate) fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// What the file system says about it now.
+    pub(crate) fn metadata(&self) -> Result<fs::Metadata> {
+        self.file.metadata().map_err(|e| Error::io("read", &self.path, e))
     }
 
     /// Fills `out` from byte `offset`.

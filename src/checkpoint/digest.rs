@@ -1,9 +1,9 @@
 //! One number for the whole state of training: two runs with the same digest hold the same bits.
 
 use super::reader;
+use crate::data::checksum;
 use crate::error::Result;
 use sha2::{Digest, Sha256};
-use std::fmt::Write;
 use std::path::Path;
 
 /// SHA-256 over the step counter (u64) and then, for every tensor in the model's order, parameters, m and v (fp32);
@@ -25,10 +25,7 @@ impl StateDigest {
 
     /// The digest in hexadecimal.
     pub fn finish(self) -> String {
-        self.0.finalize().iter().fold(String::new(), |mut hex, byte| {
-            let _ = write!(hex, "{byte:02x}");
-            hex
-        })
+        checksum::hex(&self.0.finalize())
     }
 }
 

@@ -2,6 +2,7 @@
 //! tokens ([`stream`]), which is cut into sequences of equal length ([`packing`]) and dealt in a seeded order
 //! ([`loader`]).
 
+pub mod checksum;
 mod contain;
 pub mod demo;
 pub mod loader;

@@ -3,6 +3,7 @@
 mod special;
 
 use crate::config::options::AddBos;
+use crate::data::checksum;
 use crate::data::contain::contain;
 use crate::disk;
 use crate::error::{Error, Result};
@@ -33,6 +34,8 @@ enum Kind {
 
 struct Model {
     path: PathBuf,
+    /// Of the file's bytes.
+    sha256: String,
     tokenizer: tokenizers::Tokenizer,
 }
 
@@ -74,7 +77,8 @@ impl Tokenizer {
         let vocab_size = tokenizer.get_vocab(true).into_values().max().map_or(0, |id| id as usize + 1);
         let special = Special::new(dir, &tokenizer);
         let (end_of_text, begin_of_text) = (special.end_of_text(end_of_text)?, special.begin_of_text(add_bos, &post_processor)?);
-        Ok(Some(Self { kind: Kind::Model(Box::new(Model { path, tokenizer })), vocab_size, end_of_text, begin_of_text }))
+        let model = Model { path, sha256: checksum::sha256(&bytes), tokenizer };
+        Ok(Some(Self { kind: Kind::Model(Box::new(model)), vocab_size, end_of_text, begin_of_text }))
     }
 
     /// Whether this is the byte tokenizer.
@@ -109,6 +113,16 @@ impl Tokenizer {
         };
         let encoding = contain(|| model.tokenizer.encode_fast(text, false)).and_then(|encoding| encoding.map_err(|e| e.to_string()));
         encoding.map(|encoding| encoding.get_ids().to_vec()).map_err(|e| Error::format(&model.path, format!("cannot encode: {e}")))
+    }
+
+    /// What decides which ids a text becomes, wherever its files lie: two tokenizers with the same identity make the same tokens.
+    pub fn identity(&self) -> serde_json::Value {
+        let (end, begin) = (self.end_of_text, &self.begin_of_text);
+        match &self.kind {
+            Kind::Absent => "none".into(),
+            Kind::Bytes => end.map_or("bytes".into(), |end| serde_json::json!({"bytes": true, "end_of_text": end})),
+            Kind::Model(model) => serde_json::json!({"tokenizer.json": model.sha256, "end_of_text": end, "begin_of_text": begin}),
+        }
     }
 }
 
@@ -210,6 +224,17 @@ pub(crate) mod tests {
         let tokenizer = load(&[("tokenizer.json", &with_bos(WORDS))]).unwrap();
         assert_eq!((tokenizer.encode("a").unwrap(), tokenizer.begin_of_text()), (vec![0], &[1][..]));
         assert!(tokenizer.to_string().ends_with("tokenizer.json (8 ids, end of text 7, each document begins with 1)"));
+    }
+
+    #[test]
+    fn the_identity_is_what_makes_tokens_and_not_where_it_lies() {
+        let identity = |files: &[(&str, &str)]| load(files).unwrap().identity();
+        let words = identity(&[("tokenizer.json", WORDS)]);
+        assert_eq!(words, identity(&[("tokenizer.json", WORDS)]));
+        assert_eq!(Tokenizer::bytes().identity(), "bytes");
+        assert_ne!(words, identity(&[("tokenizer.json", &WORDS.replace("\"a\": 0", "\"c\": 0"))]));
+        assert_ne!(words, identity(&[("tokenizer.json", WORDS), ("tokenizer_config.json", r#"{"eos_token": "b"}"#)]));
+        assert_ne!(identity(&[("tokenizer.json", &with_bos(WORDS))])["begin_of_text"], words["begin_of_text"]);
     }
 
     #[test]

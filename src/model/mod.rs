@@ -5,6 +5,7 @@
 //! `backward(Embed)`. After each backward stage the gradients of that stage's flat range are complete.
 
 pub mod activations;
+mod arithmetic;
 mod backward;
 mod config_json;
 pub mod family;
