@@ -466,7 +466,7 @@ impl<D: Kernels> Engine<D> {
         self.coordinator.begin_step(update);
         let decision = if self.coordinator.is_speculating() { "speculate" } else { "validate first" };
         let now = self.dev.now_ns();
-        self.recorder.past_span(decision, self.train_step as u32 + 1, now, 0);
+        self.recorder.past_span(decision, (self.train_step + 1) as u32, now, 0);
         self.report.begin(&mut self.dev)
     }
 
@@ -525,7 +525,7 @@ impl<D: Kernels> Engine<D> {
         self.report.end(&mut self.dev, self.model.activations.loss)?;
         let start = self.dev.now_ns();
         self.block_until(|engine| engine.report.poll(&mut engine.dev))?;
-        self.driver_span("await verdict", self.train_step as u32 + 1, start);
+        self.driver_span("await verdict", (self.train_step + 1) as u32, start);
         let mut out = self.read_report(learning_rate);
         self.coordinator.handle(Event::Validated(out.verdict));
         let skipped = out.verdict == Verdict::SkipNonFinite;
