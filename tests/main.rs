@@ -7,6 +7,7 @@ mod memory;
 mod parity;
 mod program;
 mod resume;
+mod resume_compare;
 mod style;
 mod support;
 mod tokenizers;

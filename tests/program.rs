@@ -100,7 +100,8 @@ impl Workspace {
     }
 }
 
-fn copy_dir(from: &Path, to: &Path) {
+/// Copies a directory and everything in it; `to` must not exist.
+pub fn copy_dir(from: &Path, to: &Path) {
     fs::create_dir(to).unwrap();
     for entry in fs::read_dir(from).unwrap().map(Result::unwrap) {
         let target = to.join(entry.file_name());

@@ -1,14 +1,14 @@
 //! The manifest, `trainer_state.json`: what it holds, how it is sealed, what is checked before it is believed.
 
-use crate::disk::{self, is_plain_file_name};
+use super::validate::printable;
+use crate::disk;
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
-use std::collections::HashSet;
+use serde_json::{Map, Value};
 use std::path::Path;
 
-/// Version of the layout; a reader refuses every other.
-const FORMAT_VERSION: u32 = 1;
+/// Version of the layout. Version 1 had no `run`; a newer one is refused.
+const FORMAT_VERSION: u32 = 2;
 /// Bytes of `state.bin` under one checksum.
 pub(super) const CHUNK_BYTES: usize = 1 << 20;
 /// Bytes that one parameter takes in `state.bin`: the parameter, m and v.
@@ -103,6 +103,9 @@ pub struct Manifest {
     pub format_version: u32,
     /// Where training stands.
     pub trainer: TrainerState,
+    /// What the run learns with and from. Open: a reader keeps entries that it does not know.
+    #[serde(default)]
+    pub run: Map<String, Value>,
     /// The tensors, in the order of `state.bin`.
     pub tensors: Vec<TensorEntry>,
     /// Size of `state.bin`.
@@ -128,8 +131,8 @@ fn seal(body: &[u8]) -> String {
 
 impl Manifest {
     /// A manifest of this version without checksums yet.
-    pub(super) fn new(trainer: TrainerState) -> Self {
-        Self { format_version: FORMAT_VERSION, trainer, tensors: vec![], state_bytes: 0, state_crc32c: vec![], files: vec![] }
+    pub(super) fn new(trainer: TrainerState, run: Map<String, Value>) -> Self {
+        Self { format_version: FORMAT_VERSION, trainer, run, tensors: vec![], state_bytes: 0, state_crc32c: vec![], files: vec![] }
     }
 
     /// The bytes of the file, sealed.
@@ -155,12 +158,13 @@ impl Manifest {
             return Err(wrong("damaged or cut short: its checksum differs"));
         }
         let json = body.strip_prefix(HEAD).ok_or_else(|| wrong("not a checkpoint's manifest"))?;
-        let version: Version = serde_json::from_slice(json).map_err(|e| Error::format(path, e))?;
-        if version.format_version != FORMAT_VERSION {
-            let cause = format_args!("format {}, this build reads format {FORMAT_VERSION}", version.format_version);
-            return Err(Error::format(path, cause));
+        let Version { format_version } = serde_json::from_slice(json).map_err(|e| Error::format(path, printable(&e)))?;
+        if format_version > FORMAT_VERSION {
+            // No damage: whoever looks for a good checkpoint must not pass over it.
+            let path = path.display();
+            return Err(Error::Unsupported(format!("{path}: format {format_version}, this build reads formats 1 to {FORMAT_VERSION}")));
         }
-        let manifest: Self = serde_json::from_slice(json).map_err(|e| Error::format(path, e))?;
+        let manifest: Self = serde_json::from_slice(json).map_err(|e| Error::format(path, printable(&e)))?;
         manifest.validate().map_err(|cause| Error::format(path, cause))?;
         Ok(manifest)
     }
@@ -169,26 +173,5 @@ impl Manifest {
     pub(super) fn read(dir: &Path) -> Result<Self> {
         let path = dir.join(MANIFEST);
         Self::decode(&path, &disk::read_small(&path, MANIFEST_BYTES_MAX)?)
-    }
-
-    fn validate(&self) -> std::result::Result<(), String> {
-        let mut names = HashSet::new();
-        let mut end = 0;
-        for t in &self.tensors {
-            let elems = t.shape.iter().try_fold(1u64, |n, &d| n.checked_mul(d as u64));
-            if elems != Some(t.elems) || t.offset != end || !names.insert(&t.name) {
-                return Err(format!("tensor {:?}: shape, size, offset or name is wrong", t.name));
-            }
-            let bytes = t.elems.checked_mul(ELEM_BYTES).and_then(|bytes| bytes.checked_add(end));
-            end = bytes.ok_or_else(|| format!("tensor {:?}: its size overflows", t.name))?;
-        }
-        if end != self.state_bytes || self.state_bytes.div_ceil(CHUNK_BYTES as u64) != self.state_crc32c.len() as u64 {
-            return Err(format!("{STATE} of {} bytes does not hold tensors of {end}", self.state_bytes));
-        }
-        names.clear();
-        match self.files.iter().find(|f| !is_plain_file_name(&f.name) || !names.insert(&f.name)) {
-            Some(f) => Err(format!("file name {:?} is not allowed", f.name)),
-            None => Ok(()),
-        }
     }
 }

@@ -14,12 +14,14 @@ pub mod digest;
 mod format;
 mod reader;
 mod store;
+mod validate;
 mod writer;
 
 pub use format::{FileEntry, LossScale, Manifest, Scheduler, TensorEntry, TrainerState};
 pub use reader::{Loaded, open, verify};
 pub use store::{Newest, clean, is_checkpoint, newest_good};
+pub(crate) use validate::STEPS_MAX;
 pub use writer::{Saved, TensorSource, Writer, save};
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -1,6 +1,6 @@
 //! Reading a checkpoint: nothing leaves here whose checksum was not compared.
 
-use super::format::{CHUNK_BYTES, FileEntry, MODEL, Manifest, STATE};
+use super::format::{CHUNK_BYTES, FileEntry, MANIFEST, MODEL, Manifest, STATE};
 use crate::disk::InFile;
 use crate::error::{Error, Result};
 use std::path::{Path, PathBuf};
@@ -34,12 +34,22 @@ pub fn open(dir: &Path) -> Result<Loaded> {
 /// The first thing that is wrong, with the file and the place.
 pub fn verify(dir: &Path) -> Result<Manifest> {
     let mut loaded = open(dir)?;
-    loaded.read_model_files()?;
+    loaded.manifest.files.iter().try_for_each(|entry| read_file(&dir.join(MODEL).join(&entry.name), entry).map(drop))?;
     loaded.for_each_chunk(|_| ())?;
     Ok(loaded.manifest)
 }
 
 impl Loaded {
+    /// The checkpoint's directory.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// The file that [`Loaded::manifest`] was read from, for messages.
+    pub fn manifest_path(&self) -> PathBuf {
+        self.dir.join(MANIFEST)
+    }
+
     /// What the checkpoint says about itself.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
@@ -50,7 +60,7 @@ impl Loaded {
     /// # Errors
     /// `Format` that names the first difference.
     pub fn expect_tensors<'a>(&self, model: impl IntoIterator<Item = (&'a str, &'a [usize])>) -> Result<()> {
-        let show = |t: Option<(&str, &[usize])>| t.map_or("nothing".into(), |(name, shape)| format!("{name} {shape:?}"));
+        let show = |t: Option<(&str, &[usize])>| t.map_or("nothing".into(), |(name, shape)| format!("{} {shape:?}", name.escape_debug()));
         let mut held = self.manifest.tensors.iter().map(|t| (t.name.as_str(), t.shape.as_slice()));
         let mut model = model.into_iter();
         loop {

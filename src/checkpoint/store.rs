@@ -9,6 +9,7 @@ use crate::disk::{self, TmpDir};
 use crate::error::{Error, Result};
 use std::cmp::Reverse;
 use std::fs;
+use std::io::ErrorKind;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
@@ -152,22 +153,24 @@ pub(super) fn prune(output_dir: &Path, newest_step: u64, limit: NonZeroUsize, wa
 
 /// Whether `dir` itself is meant to be a checkpoint, good or damaged, and not a directory of them.
 pub fn is_checkpoint(dir: &Path) -> bool {
-    dir.join(MANIFEST).exists()
+    // A manifest that cannot be looked at is one: reading it says why.
+    !dir.join(MANIFEST).symlink_metadata().is_err_and(|e| matches!(e.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory))
 }
 
 /// The newest checkpoint whose every byte is as it was written.
 #[derive(Debug)]
 pub struct Newest {
-    /// Its directory and manifest; `None` if there is none.
+    /// Its directory and manifest; `None` if there is no checkpoint, or all are damaged.
     pub found: Option<(PathBuf, Manifest)>,
-    /// A line for each newer one that was passed over: which file and what is wrong with it.
+    /// A line for each newer one that is damaged: which file and what is wrong with it. Empty with nothing found: there is none.
     pub warnings: Vec<String>,
 }
 
 /// Looks through `output_dir`, highest step first. Reads only; changes nothing.
 ///
 /// # Errors
-/// `output_dir` exists and cannot be read.
+/// `output_dir` exists and cannot be read; a checkpoint that may be good cannot be read, or is of a newer format. Only damage is
+/// passed over: what a disk or a network denies now, it may give later.
 pub fn newest_good(output_dir: &Path) -> Result<Newest> {
     let mut entries = list(output_dir)?;
     entries.retain(|e| e.hidden.is_none_or(|(role, _)| role == Role::Old));
@@ -176,13 +179,32 @@ pub fn newest_good(output_dir: &Path) -> Result<Newest> {
     for entry in entries {
         match verify_step(&entry) {
             Ok(manifest) => return Ok(Newest { found: Some((entry.path, manifest)), warnings }),
-            Err(e) => warnings.push(e.to_string()),
+            Err(e) if is_damage(&e) => warnings.push(e.to_string()),
+            Err(e) => return Err(e),
         }
     }
     Ok(Newest { found: None, warnings })
 }
 
+/// Whether `error` tells of content that is wrong, cut short or missing, not of a system that failed to read it.
+pub(super) fn is_damage(error: &Error) -> bool {
+    match error {
+        Error::Format { .. } => true,
+        Error::Io { path, source, .. } => match source.kind() {
+            ErrorKind::UnexpectedEof => true,
+            // The directory does not list the name. A link that leads nowhere may lead to a disk that is not mounted.
+            ErrorKind::NotFound => path.symlink_metadata().is_err_and(|e| e.kind() == ErrorKind::NotFound),
+            _ => false,
+        },
+        _ => false,
+    }
+}
+
 fn verify_step(entry: &Entry) -> Result<Manifest> {
+    let found = entry.path.metadata().map_err(|e| Error::io("read", &entry.path, e))?;
+    if !found.is_dir() {
+        return Err(Error::format(&entry.path, "not a directory"));
+    }
     let manifest = reader::verify(&entry.path)?;
     if manifest.trainer.step != entry.step {
         return Err(Error::format(&entry.path, format_args!("holds step {}, not the one in its name", manifest.trainer.step)));

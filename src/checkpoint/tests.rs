@@ -1,4 +1,5 @@
 use super::format::{CHUNK_BYTES, MANIFEST, MODEL, STATE};
+use super::store::is_damage;
 use super::*;
 use crate::disk::faults::{self, Mode};
 use crate::error::Error;
@@ -371,13 +372,13 @@ fn a_number_that_json_cannot_hold_fails_the_save() {
 }
 
 /// Writes `json` as a manifest with a correct seal.
-fn forge(checkpoint: &Path, json: &Value) {
+pub(crate) fn forge(checkpoint: &Path, json: &Value) {
     let body = format!("{{\"manifest\":{json}");
     let crc = crc32c::crc32c(body.as_bytes());
     fs::write(checkpoint.join(MANIFEST), format!("{body},\n\"crc32c\":\"{crc:08x}\"}}\n")).unwrap();
 }
 
-fn true_manifest(checkpoint: &Path) -> Value {
+pub(crate) fn true_manifest(checkpoint: &Path) -> Value {
     serde_json::to_value(verify(checkpoint).unwrap()).unwrap()
 }
 
@@ -391,7 +392,8 @@ fn a_sealed_manifest_that_lies_is_refused() {
     let lies = [
         ("/files/0/name", json!("../config.json")),
         ("/files/0/name", json!(checkpoint.join("config.json"))),
-        ("/format_version", json!(2)),
+        ("/format_version", json!(0)),
+        ("/format_version", json!(3)),
         ("/files/0/name", json!("..")),
         ("/files/0/name", json!("tokenizer.json")),
         ("/tensors/1/offset", json!(12)),
@@ -402,6 +404,23 @@ fn a_sealed_manifest_that_lies_is_refused() {
         ("/state_bytes", json!(155)),
         ("/state_crc32c", json!([])),
         ("/state_crc32c/0", json!(0)),
+        ("/trainer/step", json!(STEPS_MAX + 1)),
+        ("/trainer/step", json!(0)),
+        ("/trainer/optimizer_step", json!(2)),
+        ("/trainer/optimizer_step", json!(u64::MAX)),
+        ("/trainer/optimizer_step", json!(-1)),
+        ("/trainer/loss_scale/scale", json!(-1.0)),
+        ("/trainer/loss_scale/scale", json!(0.0)),
+        ("/trainer/loss_scale/scale", json!(1e-45)),
+        ("/trainer/loss_scale/scale", json!(3e38)),
+        ("/trainer/loss_scale/scale", json!(1e300)),
+        ("/trainer/loss_scale/scale", json!(3.0)),
+        ("/trainer/loss_scale/scale", json!(null)),
+        ("/trainer/loss_scale/good_steps", json!(2000)),
+        ("/trainer/loss_scale/good_steps", json!(u64::MAX)),
+        ("/trainer/scheduler/base_lr", json!(-1e-3)),
+        ("/trainer/scheduler/base_lr", json!(null)),
+        ("/run", json!([])),
     ];
     forge(&checkpoint, &honest);
     verify(&checkpoint).unwrap();
@@ -413,8 +432,112 @@ fn a_sealed_manifest_that_lies_is_refused() {
     }
 }
 
-fn any_json() -> impl Strategy<Value = Value> {
+#[test]
+fn a_manifest_keeps_what_a_run_says_of_itself_also_what_is_unknown() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = json!({"model": {"rope_theta": 1e4}, "of a later version": [1, {"x": null}]});
+    let mut writer = Writer::create(dir.path(), trainer(4), run.as_object().unwrap().clone()).unwrap();
+    sources(&small(1)).for_each(|tensor| writer.tensor(tensor).unwrap());
+    let path = writer.finish(&[], None).unwrap().path;
+    let manifest = verify(&path).unwrap();
+    assert_eq!((manifest.format_version, Value::from(manifest.run)), (2, run));
+}
+
+#[test]
+fn format_1_is_read_and_says_nothing_of_its_run() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/checkpoint-format-1/checkpoint-2");
+    let manifest = verify(&path).unwrap();
+    assert_eq!((manifest.format_version, manifest.trainer.step, manifest.run.len()), (1, 2, 0));
+    let digest = "1e51f0ccfcf6d8f5655b60c4e4f761ebf2703926e0f37180a090ffbe629982ba";
+    assert_eq!(digest::digest_checkpoint(&path).unwrap(), digest);
+}
+
+#[test]
+fn a_newer_format_is_named_and_not_passed_over() {
+    let dir = tempfile::tempdir().unwrap();
+    save_step(dir.path(), 1, &small(1), None).unwrap();
+    let newer = save_step(dir.path(), 2, &small(1), None).unwrap().path;
+    let mut manifest = true_manifest(&newer);
+    manifest["format_version"] = json!(3);
+    manifest["of a later version"] = json!(true);
+    forge(&newer, &manifest);
+    for error in [verify(&newer).unwrap_err(), newest_good(dir.path()).unwrap_err()] {
+        let message = error.to_string();
+        assert!(message.contains("checkpoint-2/trainer_state.json: format 3, this build reads formats 1 to 2"), "{message}");
+    }
+}
+
+#[test]
+fn what_cannot_be_read_is_no_damage() {
+    let of_system = |code| Error::io("read", "/proc/self/status", std::io::Error::from_raw_os_error(code));
+    for (code, name) in [(5, "EIO"), (13, "EACCES"), (116, "ESTALE"), (12, "ENOMEM"), (2, "ENOENT of a name that is listed")] {
+        assert!(!is_damage(&of_system(code)), "{name}");
+    }
+    assert!(is_damage(&Error::io("read", "/nowhere/state.bin", std::io::Error::from_raw_os_error(2))));
+    assert!(is_damage(&Error::io("read", "/proc/self/status", std::io::ErrorKind::UnexpectedEof.into())));
+
+    let dir = tempfile::tempdir().unwrap();
+    save_step(dir.path(), 1, &small(1), None).unwrap();
+    let newest = save_step(dir.path(), 2, &small(1), None).unwrap().path;
+    let link = |target: &str, path: &Path| std::os::unix::fs::symlink(target, path).unwrap();
+    fs::remove_file(newest.join(STATE)).unwrap();
+    assert_eq!(newest_step(dir.path()), Some(1), "a missing file is damage");
+    for target in [STATE, "/nowhere"] {
+        link(target, &newest.join(STATE));
+        let message = newest_good(dir.path()).unwrap_err().to_string();
+        assert!(message.contains("checkpoint-2/state.bin: "), "{message}");
+        fs::remove_file(newest.join(STATE)).unwrap();
+    }
+    link("/nowhere", &dir.path().join("checkpoint-3"));
+    let message = newest_good(dir.path()).unwrap_err().to_string();
+    assert!(message.contains("checkpoint-3: No such file"), "{message}");
+    fs::remove_file(dir.path().join("checkpoint-3")).unwrap();
+    fs::write(dir.path().join("checkpoint-3"), "").unwrap();
+    let newest = newest_good(dir.path()).unwrap();
+    assert!(newest.found.is_some() && newest.warnings[0].ends_with("checkpoint-3: not a directory"), "{newest:?}");
+}
+
+#[test]
+fn a_file_of_terabytes_that_are_holes_is_refused_before_memory_is_taken() {
+    let dir = tempfile::tempdir().unwrap();
+    let checkpoint = save_step(dir.path(), 1, &small(1), None).unwrap().path;
+    let honest = true_manifest(&checkpoint);
+    for bytes in [(256 << 20) + 1, 1u64 << 43] {
+        fs::File::create(checkpoint.join(MODEL).join("config.json")).unwrap().set_len(bytes).unwrap();
+        let mut manifest = honest.clone();
+        manifest["files"][0]["bytes"] = json!(bytes);
+        forge(&checkpoint, &manifest);
+        let message = open(&checkpoint).err().unwrap().to_string();
+        assert!(message.contains("trainer_state.json: file \"config.json\" of ") && message.contains("at most 268435456"), "{message}");
+    }
+    let many = (0..17).map(|n| json!({"name": n.to_string(), "bytes": 256 << 20, "crc32c": 0}));
+    let manifest = Value::Object(honest.as_object().unwrap().clone().into_iter().chain([("files".into(), many.collect())]).collect());
+    forge(&checkpoint, &manifest);
+    assert!(verify(&checkpoint).unwrap_err().to_string().contains("file \"16\""), "together they are too much");
+}
+
+#[test]
+fn messages_stay_in_one_line_whatever_names_a_manifest_holds() {
+    let dir = tempfile::tempdir().unwrap();
+    let checkpoint = save_step(dir.path(), 1, &small(1), None).unwrap().path;
+    let mut manifest = true_manifest(&checkpoint);
+    manifest["evil\n\u{1b}[31m"] = json!(1);
+    forge(&checkpoint, &manifest);
+    let message = verify(&checkpoint).unwrap_err().to_string();
+    assert!(message.contains("evil\\n\\u{1b}[31m"), "{message}");
+    let mut manifest = true_manifest(&save_step(dir.path(), 2, &small(1), None).unwrap().path);
+    manifest["tensors"][1]["name"] = json!("no\nrm");
+    forge(&checkpoint, &manifest);
+    let message = open(&checkpoint).unwrap().expect_tensors([("empty", &[0usize, 3][..])]).unwrap_err().to_string();
+    assert!(message.contains("holds no\\nrm [13]"), "{message}");
+}
+
+/// Numbers at which counters and sizes break.
+const EXTREMES: [u64; 9] = [u64::MAX, 1 << 63, 1 << 53, (1 << 53) + 1, u32::MAX as u64, 1 << 43, 2000, 1, 0];
+
+pub(crate) fn any_json() -> impl Strategy<Value = Value> {
     let leaf = prop_oneof![
+        prop::sample::select(&EXTREMES).prop_map(Value::from),
         Just(Value::Null),
         any::<bool>().prop_map(Value::from),
         any::<u64>().prop_map(Value::from),
@@ -429,34 +552,30 @@ fn any_json() -> impl Strategy<Value = Value> {
     })
 }
 
-const PLACES: [&str; 12] = [
-    "",
-    "/format_version",
-    "/trainer",
-    "/trainer/step",
-    "/tensors",
-    "/tensors/1",
-    "/tensors/1/shape",
-    "/tensors/1/elems",
-    "/state_bytes",
-    "/state_crc32c",
-    "/files",
-    "/files/0/bytes",
-];
+/// Every place in `json`, as pointers.
+pub(crate) fn places(json: &Value) -> Vec<String> {
+    let below = |key: &str, value: &Value| places(value).into_iter().map(move |place| format!("/{key}{place}")).collect::<Vec<_>>();
+    let deeper: Vec<String> = match json {
+        Value::Object(map) => map.iter().flat_map(|(key, value)| below(key, value)).collect(),
+        Value::Array(list) => list.iter().enumerate().flat_map(|(idx, value)| below(&idx.to_string(), value)).collect(),
+        _ => vec![],
+    };
+    [String::new()].into_iter().chain(deeper).collect()
+}
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
     #[test]
-    fn arbitrary_manifests_never_panic(place in prop::sample::select(&PLACES), value in any_json()) {
+    fn arbitrary_manifests_never_panic(place: prop::sample::Index, value in any_json()) {
         let dir = tempfile::tempdir().unwrap();
         let checkpoint = save_step(dir.path(), 1, &small(1), None).unwrap().path;
         let mut manifest = true_manifest(&checkpoint);
-        *manifest.pointer_mut(place).unwrap() = value;
+        let places = places(&manifest);
+        *manifest.pointer_mut(&places[place.index(places.len())]).unwrap() = value;
         forge(&checkpoint, &manifest);
-        if let Err(e) = verify(&checkpoint) {
-            prop_assert!(!e.to_string().contains('\n'));
-        }
+        let answers = [verify(&checkpoint).err(), digest::digest_checkpoint(&checkpoint).err(), newest_good(dir.path()).err()];
+        prop_assert!(answers.into_iter().flatten().all(|e| !e.to_string().contains('\n')));
     }
 
     #[test]

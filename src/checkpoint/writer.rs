@@ -4,6 +4,7 @@ use super::format::{CHUNK_BYTES, FileEntry, MANIFEST, MODEL, Manifest, STATE, Te
 use super::store::{self, Role};
 use crate::disk::{self, OutFile, TmpDir};
 use crate::error::Result;
+use serde_json::{Map, Value};
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
@@ -46,7 +47,7 @@ pub struct Writer {
     warnings: Vec<String>,
 }
 
-/// Writes a whole checkpoint: [`Writer::create`], every tensor, [`Writer::finish`].
+/// Writes a whole checkpoint that says nothing of its run: [`Writer::create`], every tensor, [`Writer::finish`].
 ///
 /// # Errors
 /// The first operation that failed; checkpoints that were there before are as they were.
@@ -60,7 +61,7 @@ pub fn save<'a>(
     tensors: impl IntoIterator<Item = TensorSource<'a>>,
     total_limit: Option<NonZeroUsize>,
 ) -> Result<Saved> {
-    let mut writer = Writer::create(output_dir, trainer.clone())?;
+    let mut writer = Writer::create(output_dir, trainer.clone(), Map::new())?;
     for tensor in tensors {
         writer.tensor(tensor)?;
     }
@@ -68,17 +69,17 @@ pub fn save<'a>(
 }
 
 impl Writer {
-    /// Starts `output_dir/checkpoint-<trainer.step>`; `output_dir` must exist. Remains of dead runs are removed first.
+    /// Starts `output_dir/checkpoint-<trainer.step>` of a run that learns with and from `run`; `output_dir` must exist. Remains of dead runs are removed first.
     ///
     /// # Errors
     /// The directory cannot be listed or written.
-    pub fn create(output_dir: &Path, trainer: TrainerState) -> Result<Self> {
+    pub fn create(output_dir: &Path, trainer: TrainerState, run: Map<String, Value>) -> Result<Self> {
         let warnings = store::clean(output_dir)?;
         let tmp = TmpDir::create(store::hidden(output_dir, trainer.step, Role::Tmp))?;
         let state = OutFile::create(&tmp.path().join(STATE))?;
         let chunk = Vec::with_capacity(CHUNK_BYTES);
         let output_dir = output_dir.to_path_buf();
-        Ok(Self { output_dir, tmp, manifest: Manifest::new(trainer), state, chunk, warnings })
+        Ok(Self { output_dir, tmp, manifest: Manifest::new(trainer, run), state, chunk, warnings })
     }
 
     /// Appends one tensor. The order of the calls is the order in the file and in the state's digest.

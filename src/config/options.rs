@@ -237,6 +237,32 @@ impl From<PathBuf> for Resume {
     }
 }
 
+/// A part of a run without which a checkpoint means something else.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum RunPart {
+    /// What of the model's configuration changes arithmetic.
+    Model,
+    /// How text becomes tokens.
+    Tokenizer,
+    /// What the data files hold, in order.
+    Data,
+}
+
+impl RunPart {
+    /// All, in the order of messages.
+    pub const ALL: [Self; 3] = [Self::Model, Self::Tokenizer, Self::Data];
+
+    /// As the flag spells it, and as checkpoints do.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Model => "model",
+            Self::Tokenizer => "tokenizer",
+            Self::Data => "data",
+        }
+    }
+}
+
 /// How many tail buckets keep their optimizer state on the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -434,6 +460,11 @@ pub struct TrainOptions {
     #[arg(long, value_name = "auto|DIR", value_parser = PathBufValueParser::new().map(Resume::from))]
     pub resume_from_checkpoint: Option<Resume>,
 
+    /// Parts that may differ from the checkpoint's, separated by commas [default: none].
+    #[arg(long, value_name = "PART", value_delimiter = ',')]
+    #[serde(deserialize_with = "one_or_many")]
+    pub allow_changed: Option<Vec<RunPart>>,
+
     /// Compute threads, and as many optimizer threads [default: one for each core].
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,
@@ -569,6 +600,7 @@ impl TrainOptions {
             save_steps: self.save_steps.or(lower.save_steps),
             save_total_limit: self.save_total_limit.or(lower.save_total_limit),
             resume_from_checkpoint: self.resume_from_checkpoint.or(lower.resume_from_checkpoint),
+            allow_changed: self.allow_changed.or(lower.allow_changed),
             threads: self.threads.or(lower.threads),
             bucket_mib: self.bucket_mib.or(lower.bucket_mib),
             resident_buckets: self.resident_buckets.or(lower.resident_buckets),

@@ -2,7 +2,8 @@
 
 use crate::config::options::{
     ActivationsChoice, AddBos, AttentionChoice, CastSide, DeviceChoice, HostMemoryKind, HugePagesChoice, Init, Injection, IsaChoice,
-    ResctrlGroup, ResidentBuckets, Resume, Rollback, Strategy, Technique, TokenizerChoice, TrainDtype, TrainOptions, WeightsChoice,
+    ResctrlGroup, ResidentBuckets, Resume, Rollback, RunPart, Strategy, Technique, TokenizerChoice, TrainDtype, TrainOptions,
+    WeightsChoice,
 };
 use crate::error::{Error, Result};
 use crate::hardware::basis;
@@ -80,6 +81,8 @@ pub struct Settings {
     pub save_total_limit: Option<usize>,
     /// Checkpoint to continue from; `None` starts afresh.
     pub resume_from_checkpoint: Option<Resume>,
+    /// Parts that may differ from the checkpoint's, sorted, each once.
+    pub allow_changed: Vec<RunPart>,
     /// Optimizer threads; `None` is one for each core.
     pub threads: Option<usize>,
     /// Size of a bucket in MiB; `None` lets the plan decide.
@@ -162,6 +165,7 @@ impl Default for Settings {
             save_steps: 500,
             save_total_limit: None,
             resume_from_checkpoint: None,
+            allow_changed: Vec::new(),
             threads: None,
             bucket_mib: None,
             resident_buckets: ResidentBuckets::Auto,
@@ -240,6 +244,9 @@ impl Settings {
         let mut without = options.without.unwrap_or(self.without);
         without.sort_unstable();
         without.dedup();
+        let mut allow_changed = options.allow_changed.unwrap_or(self.allow_changed);
+        allow_changed.sort_unstable();
+        allow_changed.dedup();
         Self {
             init: options.init.unwrap_or(if options.model.is_some() { Init::Checkpoint } else { self.init }),
             model: options.model.or(self.model),
@@ -269,6 +276,7 @@ impl Settings {
             save_steps: options.save_steps.unwrap_or(self.save_steps),
             save_total_limit: options.save_total_limit.or(self.save_total_limit),
             resume_from_checkpoint: options.resume_from_checkpoint.or(self.resume_from_checkpoint),
+            allow_changed,
             threads: options.threads.or(self.threads),
             bucket_mib: options.bucket_mib.or(self.bucket_mib),
             resident_buckets: options.resident_buckets.unwrap_or(self.resident_buckets),

@@ -12,6 +12,16 @@ pub struct LossScale {
 
 /// Steps without overflow after which the scale doubles.
 const GROWTH_INTERVAL: u32 = 2000;
+/// The scale never exceeds it.
+const SCALE_MAX: f32 = 16_777_216.0;
+
+/// Whether a run can have this scale after this many good steps: a power of two from 1 to 2^24, fewer steps than double it.
+pub fn is_possible(scale: f32, good_steps: u64) -> bool {
+    (1.0..=SCALE_MAX).contains(&scale)
+        && (scale as u32).is_power_of_two()
+        && scale.fract() == 0.0
+        && good_steps < u64::from(GROWTH_INTERVAL)
+}
 
 impl LossScale {
     /// 2^16 and dynamic for float16, 1 and fixed otherwise.
@@ -35,10 +45,10 @@ impl LossScale {
         self.good_steps
     }
 
-    /// Takes over a checkpoint's scale; a format that needs none keeps 1.
+    /// Takes over a checkpoint's scale, one that [`is_possible`]; a format that needs none keeps 1.
     pub fn restore(&mut self, scale: f32, good_steps: u64) {
         if self.dynamic {
-            (self.scale, self.good_steps) = (scale, good_steps.min(u64::from(u32::MAX)) as u32);
+            (self.scale, self.good_steps) = (scale, good_steps as u32);
         }
     }
 
@@ -51,7 +61,7 @@ impl LossScale {
         if overflow {
             self.scale = (self.scale / 2.0).max(1.0);
         } else if self.good_steps == GROWTH_INTERVAL {
-            self.scale = (self.scale * 2.0).min(16_777_216.0);
+            self.scale = (self.scale * 2.0).min(SCALE_MAX);
             self.good_steps = 0;
         }
     }
@@ -60,6 +70,19 @@ impl LossScale {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_scales_that_updates_reach_are_possible() {
+        let mut s = LossScale::new(Dtype::Float16);
+        for step in 0..60_000 {
+            assert!(is_possible(s.scale(), u64::from(s.good_steps())), "{s:?}");
+            s.update(step > 30_000 && step % 3 == 0);
+        }
+        for scale in [-1.0, 0.0, 1e-45, 0.5, 3.0, 1.5, 3e38, 33_554_432.0, f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            assert!(!is_possible(scale, 0), "{scale}");
+        }
+        assert!(is_possible(1.0, 1999) && !is_possible(1.0, 2000) && !is_possible(1.0, u64::MAX));
+    }
 
     #[test]
     fn the_scale_halves_on_overflow_and_doubles_after_a_window() {

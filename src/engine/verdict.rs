@@ -46,6 +46,11 @@ impl SpeculationHistory {
         self.failures = (self.failures << 1 | u32::from(verdict != Verdict::Commit)) & ((1 << WINDOW) - 1);
     }
 
+    /// Whether these are verdicts of the window alone: what a run can have recorded.
+    pub fn is_possible(self) -> bool {
+        self.failures >> WINDOW == 0
+    }
+
     /// Whether failures are rare enough.
     pub fn pays(self) -> bool {
         self.failures.count_ones() < FAILURES_MAX

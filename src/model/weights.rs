@@ -42,7 +42,7 @@ const COMPANIONS: [&str; 9] = [
 const COMPANION_PREFIXES: [&str; 2] = ["chat_template.", "LICENSE"];
 
 /// No such file is larger; tokenizers have some tens of megabytes.
-const COMPANION_BYTES_MAX: u64 = 256 << 20;
+pub(crate) const COMPANION_BYTES_MAX: u64 = 256 << 20;
 
 /// Name and content of `config.json` and of the files that go with it, as far as `dir` has them: the tokenizer's, the code that
 /// `auto_map` names, licences.

@@ -1,9 +1,12 @@
 //! A training run: settings in, checkpoints, metrics and a timeline out.
 //!
-//! [`setup`] builds the engine and the data, [`text`] finds what turns text into tokens, [`session`] runs steps and saves, this file ties them together.
+//! [`setup`] builds the engine and the data, [`text`] finds what turns text into tokens, `identity` says what a run learns with and
+//! from, `resume` compares that with a checkpoint's and goes on from it, [`session`] runs steps and saves, this file ties them together.
 
 pub mod devices;
+mod identity;
 mod previous_run;
+mod resume;
 pub mod session;
 pub mod setup;
 pub mod text;

@@ -1,5 +1,6 @@
 //! Steps, metrics and checkpoints of a run that is set up.
 
+use super::identity::Run;
 use super::{Observer, Summary};
 use crate::checkpoint::digest::StateDigest;
 use crate::checkpoint::{LossScale, Scheduler, TensorSource, TrainerState, Writer};
@@ -85,6 +86,7 @@ pub struct Session<D: Kernels> {
     settings: Settings,
     paths: Paths,
     model_files: Vec<(String, Vec<u8>)>,
+    run: Run,
     metrics: MetricsFile,
     flops_per_step: f64,
     totals: Totals,
@@ -106,6 +108,7 @@ impl<D: Kernels> Session<D> {
         settings: Settings,
         paths: Paths,
         model_files: Vec<(String, Vec<u8>)>,
+        run: Run,
     ) -> Result<Self> {
         let metrics = MetricsFile::open(&paths.metrics, engine.train_step())?;
         let plan = engine.plan();
@@ -119,6 +122,7 @@ impl<D: Kernels> Session<D> {
             settings,
             paths,
             model_files,
+            run,
             metrics,
             flops_per_step,
             totals,
@@ -202,7 +206,7 @@ impl<D: Kernels> Session<D> {
             return Ok(());
         }
         self.engine.flush()?;
-        let mut writer = Writer::create(&self.paths.output_dir, self.trainer_state()?)?;
+        let mut writer = Writer::create(&self.paths.output_dir, self.trainer_state()?, self.run.clone())?;
         for_each_tensor(&mut self.engine, |spec, params, m, v| {
             writer.tensor(TensorSource { name: &spec.name, shape: &spec.shape, params, m, v })
         })?;

@@ -1,10 +1,9 @@
 //! Everything before step 0: model, data, plan, device, engine, and the state to begin from.
 
 use super::devices::Chosen;
-use super::session::{Paths, SavedPosition, Session};
-use super::{Facts, Observer, previous_run, text};
-use crate::checkpoint::{self, Loaded};
-use crate::config::options::{Init, Resume};
+use super::session::{Paths, Session};
+use super::{Facts, Observer, identity, previous_run, resume, text};
+use crate::config::options::{Init, RunPart};
 use crate::config::plan::Plan;
 use crate::config::settings::{Settings, TrainLength};
 use crate::data::loader::{DataPosition, Loader, steps_for_epochs};
@@ -14,7 +13,6 @@ use crate::device::cpu::{CpuDevice, Schedule};
 #[cfg(feature = "cuda")]
 use crate::device::cuda::{CudaDevice, CudaOptions};
 use crate::engine::executor::Engine;
-use crate::engine::loss_scale::LossScale;
 use crate::error::{Error, Result};
 use crate::hardware::topology::Topology;
 use crate::host::affinity::{Placement, name_and_pin};
@@ -32,6 +30,9 @@ use crate::optim::schedule::Schedule as LearningRate;
 use crate::planner::search::best_plan;
 use std::path::Path;
 use std::sync::Arc;
+
+/// What was computed of the data files, in the output directory.
+const CHECKSUMS: &str = "data.json";
 
 /// A model as it was found: its shape, and the files to export it with.
 struct Source {
@@ -56,16 +57,20 @@ pub fn prepare<D: Kernels>(
     let mut plan = best_plan(settings, &source.shape, &chosen.machine, true)?;
     plan.host_memory = host_memory(settings, &plan, &topology)?;
     let paths = Paths::create(settings)?;
-    let resumed = find_checkpoint(settings, &paths.output_dir, observer)?;
-    let saved = resumed.as_ref().map(|loaded| &loaded.manifest().trainer.settings);
+    let resumed = resume::find(settings, &paths.output_dir, observer)?;
+    let kept = resumed.as_ref().filter(|_| !settings.allow_changed.contains(&RunPart::Tokenizer));
+    let saved = kept.map(|loaded| &loaded.manifest().trainer.settings);
     let (tokenizer, settings) = &text::tokenizer(settings, &source.shape, saved)?;
     let dataset = Dataset::open(&settings.data, tokenizer, source.shape.vocab, settings.seq_length)?;
     text::warning(tokenizer, &dataset).iter().for_each(|line| observer.warn(line));
+    let run = identity::of(&source.shape, tokenizer, &settings.data, &paths.output_dir.join(CHECKSUMS), &mut |_, _| Ok(()))?;
+    let resumed = resumed.map(|loaded| resume::accept(loaded, settings, dataset.sequences(), run.clone(), observer)).transpose()?;
+    let run = resumed.as_ref().map_or(run, |accepted| accepted.run.clone());
     let max_steps = max_steps(settings, &dataset);
     let data = format!("{} tokens, {} sequences of {}; tokenizer {tokenizer}", dataset.tokens(), dataset.sequences(), settings.seq_length);
     let mut engine = engine(&plan, &source.shape, &topology)?;
     let position = match resumed {
-        Some(loaded) => resume(&mut engine, loaded, settings, dataset.sequences(), observer)?,
+        Some(accepted) => accepted.restore(&mut engine)?,
         None => begin(&mut engine, settings, &source.shape)?,
     };
     if chosen.is_gpu() {
@@ -92,7 +97,7 @@ pub fn prepare<D: Kernels>(
         warmup_steps: settings.warmup_steps,
         max_steps,
     };
-    Session::new(engine, loader, schedule, settings.clone(), paths, source.files)
+    Session::new(engine, loader, schedule, settings.clone(), paths, source.files, run)
 }
 
 fn find_model(settings: &Settings) -> Result<Source> {
@@ -206,110 +211,6 @@ fn worker_threads(plan: &Plan, topology: &Topology, bell: &Arc<Doorbell>) -> Res
 fn placement(plan: &Plan, topology: &Topology) -> Option<Placement> {
     if plan.techniques.mpam { Placement::on(topology, plan.threads) } else { None }
 }
-
-/// The checkpoint to go on from.
-fn find_checkpoint(settings: &Settings, output_dir: &Path, observer: &mut impl Observer) -> Result<Option<Loaded>> {
-    checkpoint::clean(output_dir)?.iter().for_each(|line| observer.warn(line));
-    let dir = match &settings.resume_from_checkpoint {
-        None => return Ok(None),
-        Some(Resume::Dir(dir)) => {
-            if !checkpoint::is_checkpoint(dir) {
-                let dir = dir.display();
-                return Err(Error::usage(format!(
-                    "--resume-from-checkpoint {dir}: not a checkpoint; name {dir}/checkpoint-<step>, or use auto"
-                )));
-            }
-            checkpoint::verify(dir)?;
-            dir.clone()
-        }
-        Some(Resume::Auto) => {
-            let newest = checkpoint::newest_good(output_dir)?;
-            newest.warnings.iter().for_each(|line| observer.warn(line));
-            let Some((dir, _)) = newest.found else {
-                observer.note(&format!("no checkpoint in {}: starting afresh", output_dir.display()));
-                return Ok(None);
-            };
-            dir
-        }
-    };
-    observer.note(&format!("resuming from {}", dir.display()));
-    checkpoint::open(&dir).map(Some)
-}
-
-/// State and counters of a checkpoint go into the engine; returns where the data goes on.
-fn resume<D: Kernels>(
-    engine: &mut Engine<D>,
-    mut loaded: Loaded,
-    settings: &Settings,
-    sequences: usize,
-    observer: &mut impl Observer,
-) -> Result<DataPosition> {
-    let specs = engine.table().specs().to_vec();
-    loaded.expect_tensors(specs.iter().map(|spec| (spec.name.as_str(), spec.shape.as_slice())))?;
-    let trainer = loaded.manifest().trainer.clone();
-    let format = |e: serde_json::Error| Error::format("trainer_state.json", e);
-    let (history, position) =
-        (serde_json::from_value(trainer.speculation).map_err(format)?, serde_json::from_value(trainer.data_position).map_err(format)?);
-    let saved: SavedPosition = position;
-    compare(settings, sequences, &saved, &trainer.settings, observer)?;
-    for spec in &specs {
-        let (mut params, mut m, mut v) = (vec![0.0; spec.elems()], vec![0.0; spec.elems()], vec![0.0; spec.elems()]);
-        loaded.read_tensor(&spec.name, &mut params, &mut m, &mut v)?;
-        engine.write_state(spec, &params, &m, &v)?;
-    }
-    let mut loss_scale = LossScale::new(engine.plan().dtype);
-    loss_scale.restore(trainer.loss_scale.scale, trainer.loss_scale.good_steps);
-    engine.resume(trainer.step, trainer.optimizer_step, loss_scale, history);
-    engine.send_weights()?;
-    Ok(saved.position)
-}
-
-/// A position means the same sequence only in the same order of the same data. Other settings may change, and a person
-/// should know which.
-fn compare(
-    settings: &Settings,
-    sequences: usize,
-    saved: &SavedPosition,
-    then: &serde_json::Value,
-    observer: &mut impl Observer,
-) -> Result<()> {
-    let now = serde_json::to_value(settings).map_err(|e| Error::usage(format!("settings: {e}")))?;
-    if saved.sequences != sequences {
-        return Err(Error::usage(format!("the checkpoint was made on {} sequences, the data has {sequences}", saved.sequences)));
-    }
-    for key in ["seq_length", "seed", "no_shuffle"] {
-        if then[key] != now[key] {
-            return Err(Error::usage(format!(
-                "{key} was {} when the checkpoint was made and is {} now: the data position would mean other data",
-                then[key], now[key]
-            )));
-        }
-    }
-    for key in TRAINING_KEYS {
-        if then[key] != now[key] {
-            observer.warn(&format!("{key} was {} before and is {} from here on", then[key], now[key]));
-        }
-    }
-    Ok(())
-}
-
-/// Settings that change what is learned, not only how fast.
-const TRAINING_KEYS: [&str; 14] = [
-    "dtype",
-    "train_length",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "learning_rate",
-    "lr_scheduler_type",
-    "warmup_steps",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-    "max_grad_norm",
-    "data",
-    "rollback",
-];
 
 /// First weights: random, or the model's own.
 fn begin<D: Kernels>(engine: &mut Engine<D>, settings: &Settings, shape: &ModelShape) -> Result<DataPosition> {

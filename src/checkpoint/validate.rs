@@ -1,0 +1,88 @@
+//! What a manifest may claim. A right checksum says that it is as it was written, not that it makes sense.
+
+use super::format::{CHUNK_BYTES, ELEM_BYTES, Manifest, STATE, TrainerState};
+use crate::disk::is_plain_file_name;
+use crate::engine::loss_scale;
+use crate::model::weights::COMPANION_BYTES_MAX;
+use std::collections::HashSet;
+use std::fmt::Display;
+
+/// More steps than any run has. Up to here a float64 counts exactly, and sums of a few such numbers fit an u64.
+pub(crate) const STEPS_MAX: u64 = 1 << 53;
+/// All files of `model/` together, which are held in memory.
+const MODEL_BYTES_MAX: u64 = 4 << 30;
+
+type Checked = Result<(), String>;
+
+impl Manifest {
+    /// Every claim that can be checked without the other files.
+    pub(super) fn validate(&self) -> Checked {
+        if self.format_version == 0 {
+            return Err("format 0 does not exist".into());
+        }
+        self.trainer.validate()?;
+        self.validate_tensors()?;
+        self.validate_files()
+    }
+
+    fn validate_tensors(&self) -> Checked {
+        let mut names = HashSet::new();
+        let mut end = 0;
+        for t in &self.tensors {
+            let elems = t.shape.iter().try_fold(1u64, |n, &d| n.checked_mul(d as u64));
+            if elems != Some(t.elems) || t.offset != end || !names.insert(&t.name) {
+                return Err(format!("tensor {:?}: shape, size, offset or name is wrong", t.name));
+            }
+            let bytes = t.elems.checked_mul(ELEM_BYTES).and_then(|bytes| bytes.checked_add(end));
+            end = bytes.ok_or_else(|| format!("tensor {:?}: its size overflows", t.name))?;
+        }
+        if end != self.state_bytes || self.state_bytes.div_ceil(CHUNK_BYTES as u64) != self.state_crc32c.len() as u64 {
+            return Err(format!("{STATE} of {} bytes does not hold tensors of {end}", self.state_bytes));
+        }
+        Ok(())
+    }
+
+    fn validate_files(&self) -> Checked {
+        let mut names = HashSet::new();
+        let mut room = MODEL_BYTES_MAX;
+        for file in &self.files {
+            if !is_plain_file_name(&file.name) || !names.insert(&file.name) {
+                return Err(format!("file name {:?} is not allowed", file.name));
+            }
+            if file.bytes > COMPANION_BYTES_MAX.min(room) {
+                let bytes = file.bytes;
+                return Err(format!(
+                    "file {:?} of {bytes} bytes: at most {COMPANION_BYTES_MAX}, {MODEL_BYTES_MAX} all together",
+                    file.name
+                ));
+            }
+            room -= file.bytes;
+        }
+        Ok(())
+    }
+}
+
+impl TrainerState {
+    fn validate(&self) -> Checked {
+        let Self { step, optimizer_step, loss_scale, scheduler, .. } = self;
+        if *step > STEPS_MAX || optimizer_step > step {
+            return Err(format!("optimizer step {optimizer_step} of step {step}: at most as many, and at most {STEPS_MAX}"));
+        }
+        if !loss_scale::is_possible(loss_scale.scale, loss_scale.good_steps) {
+            return Err(format!(
+                "loss scale {:e} after {} good steps is none that a run can have",
+                loss_scale.scale, loss_scale.good_steps
+            ));
+        }
+        if !(scheduler.base_lr.is_finite() && scheduler.base_lr >= 0.0) {
+            return Err(format!("learning rate {:e}", scheduler.base_lr));
+        }
+        Ok(())
+    }
+}
+
+/// A message in one line, whatever a file made it say.
+pub(super) fn printable(message: &impl Display) -> String {
+    let escape = |c: char| if c.is_control() { c.escape_default().to_string() } else { c.to_string() };
+    message.to_string().chars().map(escape).collect()
+}

@@ -1,0 +1,197 @@
+//! What a run learns with and from: its model, tokenizer and data, recorded in every checkpoint under `run` and compared when one
+//! is continued. Contents decide; names and places may change.
+
+use crate::config::options::RunPart;
+use crate::data::checksum::{self, Fingerprint};
+use crate::data::demo::DEMO_TEXT;
+use crate::data::source;
+use crate::data::tokenizer::Tokenizer;
+use crate::error::Result;
+use crate::model::shape::ModelShape;
+use serde_json::{Map, Value, json};
+use std::path::{Path, PathBuf};
+
+/// What checkpoints keep under `run`. Entries of other versions pass through untouched.
+pub(super) type Run = Map<String, Value>;
+
+/// Key of the changes that somebody accepted.
+const CHANGED: &str = "changed";
+/// Data files that a checkpoint lists; the checksum of all covers the rest.
+const FILES_LISTED: usize = 1000;
+/// Characters of a value in a message.
+const SHOWN: usize = 72;
+
+/// The run of this model, tokenizer and data; none of the latter is the text that ships with the program. Checksums of files are
+/// kept in `kept`; `progress` hears what is read.
+///
+/// # Errors
+/// Those of [`source::find_files`] and [`checksum::fingerprints`].
+pub(super) fn of(
+    shape: &ModelShape,
+    tokenizer: &Tokenizer,
+    data: &[PathBuf],
+    kept: &Path,
+    progress: &mut dyn FnMut(&Path, u64) -> Result<()>,
+) -> Result<Run> {
+    let files = source::find_files(data)?;
+    let files: Vec<Value> = match files.as_slice() {
+        [] => vec![described("the built-in text", "txt", DEMO_TEXT.len() as u64, &checksum::sha256(DEMO_TEXT.as_bytes()))],
+        files => files.iter().zip(checksum::fingerprints(files, kept, progress)?).map(|(path, file)| described_file(path, &file)).collect(),
+    };
+    let values = [shape.arithmetic().into(), tokenizer.identity(), data_identity(files)];
+    Ok(RunPart::ALL.into_iter().zip(values).map(|(part, value)| (part.name().to_string(), value)).collect())
+}
+
+fn described(name: &str, kind: &str, bytes: u64, sha256: &str) -> Value {
+    json!({"name": name, "kind": kind, "bytes": bytes, "sha256": sha256})
+}
+
+fn described_file(path: &Path, file: &Fingerprint) -> Value {
+    let kind = path.extension().unwrap_or_default().to_string_lossy();
+    described(&path.to_string_lossy(), &kind, file.bytes, &file.sha256)
+}
+
+fn data_identity(mut files: Vec<Value>) -> Value {
+    let all: String = files.iter().map(|file| format!("{} {}\n", file["kind"], file["sha256"])).collect();
+    files.truncate(FILES_LISTED);
+    json!({"sha256": checksum::sha256(all.as_bytes()), "files": files})
+}
+
+/// Parts that `then` says nothing of, so that they cannot be compared.
+pub(super) fn unknown(then: &Run) -> Vec<&'static str> {
+    RunPart::ALL.into_iter().map(RunPart::name).filter(|name| !then.contains_key(*name)).collect()
+}
+
+/// The parts that differ, each with what it was and what it is.
+pub(super) fn changes(then: &Run, now: &Run) -> Vec<(RunPart, String)> {
+    let changed = |part: RunPart| {
+        let (then, now) = (then.get(part.name())?, now.get(part.name())?);
+        let differences = if part == RunPart::Data { data_differences(then, now) } else { differences(part.name(), then, now) };
+        (!differences.is_empty()).then(|| (part, differences.join(", ")))
+    };
+    RunPart::ALL.into_iter().filter_map(changed).collect()
+}
+
+/// The record of a run that goes on from `step` of `then`: entries unknown here as they were, the parts as they are now, and the
+/// `accepted` changes behind those of before.
+pub(super) fn continued(then: &Run, now: Run, step: u64, accepted: &[(RunPart, String)]) -> Run {
+    let mut run = then.clone();
+    run.extend(now);
+    if !accepted.is_empty() {
+        let mut history = run.get(CHANGED).and_then(Value::as_array).cloned().unwrap_or_default();
+        history.extend(accepted.iter().map(|(part, change)| json!({"step": step, "part": part.name(), "change": change})));
+        run.insert(CHANGED.into(), history.into());
+    }
+    run
+}
+
+/// Fields that both sides have and that differ: `rope_theta was 10000.0 and is 7.0`.
+fn differences(name: &str, then: &Value, now: &Value) -> Vec<String> {
+    match (then, now) {
+        _ if then == now => vec![],
+        (Value::Object(then), Value::Object(now)) => {
+            let both = then.iter().filter_map(|(key, value)| Some((key, value, now.get(key)?)));
+            both.flat_map(|(key, then, now)| differences(key, then, now)).collect()
+        }
+        (Value::Array(then), Value::Array(now)) if then.len() == now.len() => {
+            let place = then.iter().zip(now).position(|(then, now)| then != now);
+            place.map_or(vec![], |at| differences(&format!("{name}[{at}]"), &then[at], &now[at]))
+        }
+        _ => vec![format!("{} was {} and is {}", brief_text(name), brief(then), brief(now))],
+    }
+}
+
+/// The first file that differs; files may have other names.
+fn data_differences(then: &Value, now: &Value) -> Vec<String> {
+    if then["sha256"] == now["sha256"] {
+        return vec![];
+    }
+    let content = |file: &Value| ["kind", "bytes", "sha256"].map(|key| file[key].clone());
+    let same = |idx: usize| content(&then["files"][idx]) == content(&now["files"][idx]);
+    let listed = |data: &Value| data["files"].as_array().map_or(0, Vec::len);
+    match (0..listed(then).max(listed(now))).find(|&idx| !same(idx)) {
+        Some(idx) => vec![format!("file {} was {} and is {}", idx + 1, file(&then["files"][idx]), file(&now["files"][idx]))],
+        None => vec![format!("the checksum of all files was {} and is {}", brief(&then["sha256"]), brief(&now["sha256"]))],
+    }
+}
+
+/// `corpus.txt (2000 bytes, sha256 "3f2a...")`.
+fn file(described: &Value) -> String {
+    match described {
+        Value::Null => "nothing".into(),
+        file => format!("{} ({} bytes, sha256 {})", brief(&file["name"]), brief(&file["bytes"]), brief(&file["sha256"])),
+    }
+}
+
+/// The value for a message, cut to a readable length.
+pub(super) fn brief(value: &Value) -> String {
+    brief_text(&value.to_string())
+}
+
+fn brief_text(text: &str) -> String {
+    match text.char_indices().nth(SHOWN) {
+        Some((end, _)) => format!("{}...", &text[..end]),
+        None => text.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::tokenizer::tests::model_dir;
+
+    fn run_of(shape: &ModelShape, names: &[&str], dir: &Path) -> Run {
+        let data: Vec<PathBuf> = names.iter().map(|name| dir.join(name)).collect();
+        of(shape, &Tokenizer::bytes(), &data, &dir.join("data.json"), &mut |_, _| Ok(())).unwrap()
+    }
+
+    #[test]
+    fn contents_in_their_order_decide_and_names_do_not() {
+        let dir = model_dir(&[("a.txt", "one"), ("b.txt", "two"), ("c.txt", "one"), ("c.jsonl", "one")]);
+        let run = |names: &[&str]| run_of(&ModelShape::demo(), names, dir.path());
+        let then = run(&["a.txt", "b.txt"]);
+        let change = |names: &[&str]| changes(&then, &run(names)).pop().map(|(part, change)| (part.name(), change));
+        assert_eq!(change(&["c.txt", "b.txt"]), None);
+        let (part, words) = change(&["b.txt", "a.txt"]).unwrap();
+        assert!(part == "data" && words.starts_with("file 1 was ") && words.contains("a.txt\" (3 bytes, sha256 "), "{words}");
+        assert!(words.contains(&checksum::sha256(b"one")) && words.contains(&checksum::sha256(b"two")), "{words}");
+        assert!(change(&["a.txt"]).unwrap().1.ends_with("and is nothing"));
+        assert!(change(&["c.jsonl", "b.txt"]).unwrap().1.contains("c.jsonl"), "another kind is other documents");
+        assert!(change(&[]).unwrap().1.contains("the built-in text"));
+    }
+
+    #[test]
+    fn a_list_of_very_many_files_is_cut_and_still_compared() {
+        let file = |idx: usize| described(&format!("{idx}.txt"), "txt", 1, &format!("sum {idx}"));
+        let of = |files: Vec<Value>| Run::from_iter([("data".to_string(), data_identity(files))]);
+        let then = of((0..1500).map(file).collect());
+        assert_eq!(then["data"]["files"].as_array().unwrap().len(), FILES_LISTED);
+        let with_last = |last: usize| of((0..1499).chain([last]).map(file).collect());
+        assert!(changes(&then, &with_last(1499)).is_empty());
+        assert!(changes(&then, &with_last(7)).pop().unwrap().1.starts_with("the checksum of all files was "));
+    }
+
+    #[test]
+    fn fields_of_the_model_are_named_with_both_values() {
+        let dir = tempfile::tempdir().unwrap();
+        let (then, mut shape) = (run_of(&ModelShape::demo(), &[], dir.path()), ModelShape::demo());
+        shape.eps = 0.5;
+        shape.windows[3] = Some(9);
+        let changed = changes(&then, &run_of(&shape, &[], dir.path()));
+        let words = "norm_eps was 0.00001 and is 0.5, sliding_windows[3] was null and is 9";
+        assert_eq!(changed, [(RunPart::Model, words.to_string())]);
+    }
+
+    #[test]
+    fn unknown_entries_stay_and_accepted_changes_add_up() {
+        let parse = |text: &str| serde_json::from_str::<Run>(text).unwrap();
+        let then = parse(r#"{"shares": [1, 2], "tokenizer": "bytes", "changed": [{"step": 3}]}"#);
+        assert_eq!(unknown(&then), ["model", "data"]);
+        let now = parse(r#"{"tokenizer": "other", "data": 5}"#);
+        let accepted = changes(&then, &now);
+        let run = continued(&then, now, 8, &accepted);
+        assert_eq!((&run["shares"], &run["tokenizer"], &run["data"]), (&json!([1, 2]), &json!("other"), &json!(5)));
+        let change = "tokenizer was \"bytes\" and is \"other\"";
+        assert_eq!(run["changed"], json!([{"step": 3}, {"step": 8, "part": "tokenizer", "change": change}]));
+    }
+}

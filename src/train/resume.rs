@@ -1,0 +1,363 @@
+//! Going on from a checkpoint: which one, whether it means the same run, and its state into the engine.
+
+use super::Observer;
+use super::identity::{self, Run, brief};
+use super::session::SavedPosition;
+use crate::checkpoint::{self, Loaded, STEPS_MAX};
+use crate::config::options::{Resume, RunPart};
+use crate::config::settings::Settings;
+use crate::data::loader::DataPosition;
+use crate::device::Kernels;
+use crate::engine::executor::Engine;
+use crate::engine::loss_scale::LossScale;
+use crate::engine::verdict::SpeculationHistory;
+use crate::error::{Error, Result};
+use serde::Deserialize;
+use serde_json::Value;
+use std::path::Path;
+
+/// The checkpoint to go on from; `None`: from the start.
+///
+/// # Errors
+/// `Usage` for a directory that is none; whatever is wrong with the one that was named, or with all that `auto` finds.
+pub(super) fn find(settings: &Settings, output_dir: &Path, observer: &mut impl Observer) -> Result<Option<Loaded>> {
+    checkpoint::clean(output_dir)?.iter().for_each(|line| observer.warn(line));
+    let dir = match &settings.resume_from_checkpoint {
+        None => return Ok(None),
+        Some(Resume::Dir(dir)) => {
+            if !checkpoint::is_checkpoint(dir) {
+                let dir = dir.display();
+                return Err(Error::usage(format!(
+                    "--resume-from-checkpoint {dir}: not a checkpoint; name {dir}/checkpoint-<step>, or use auto"
+                )));
+            }
+            checkpoint::verify(dir)?;
+            dir.clone()
+        }
+        Some(Resume::Auto) => {
+            let newest = checkpoint::newest_good(output_dir)?;
+            match newest.found {
+                Some((dir, _)) => {
+                    newest.warnings.iter().for_each(|line| observer.warn(line));
+                    dir
+                }
+                None if newest.warnings.is_empty() => {
+                    observer.note(&format!("no checkpoint in {}: starting afresh", output_dir.display()));
+                    return Ok(None);
+                }
+                None => return Err(all_damaged(output_dir, &newest.warnings)),
+            }
+        }
+    };
+    observer.note(&format!("resuming from {}", dir.display()));
+    checkpoint::open(&dir).map(Some)
+}
+
+fn all_damaged(output_dir: &Path, damages: &[String]) -> Error {
+    let cause = format_args!(
+        "every checkpoint here is damaged: {}; without --resume-from-checkpoint the run begins anew and moves them aside",
+        damages.join("; ")
+    );
+    Error::format(output_dir, cause)
+}
+
+/// A checkpoint that means this run.
+pub(super) struct Accepted {
+    loaded: Loaded,
+    position: DataPosition,
+    history: SpeculationHistory,
+    /// What the checkpoints from here on record.
+    pub(super) run: Run,
+}
+
+/// Compares the checkpoint with this run: its data of `sequences` sequences, and `now`, what it learns with and from.
+///
+/// # Errors
+/// `Usage` with both values for a difference that nobody accepted; `Format` for a manifest that makes no sense.
+pub(super) fn accept(loaded: Loaded, settings: &Settings, sequences: usize, now: Run, observer: &mut impl Observer) -> Result<Accepted> {
+    let path = loaded.manifest_path();
+    let (trainer, then) = (&loaded.manifest().trainer, &loaded.manifest().run);
+    let wrong = |cause: &dyn std::fmt::Display| Error::format(&path, cause);
+    let saved = SavedPosition::deserialize(&trainer.data_position).map_err(|e| wrong(&format_args!("data position: {e}")))?;
+    let history = SpeculationHistory::deserialize(&trainer.speculation).map_err(|e| wrong(&format_args!("speculation: {e}")))?;
+    let DataPosition { epoch, next_sequence } = saved.position;
+    if epoch > STEPS_MAX || next_sequence > saved.sequences as u64 {
+        return Err(wrong(&format_args!("data position: sequence {next_sequence} of {} in epoch {epoch}", saved.sequences)));
+    }
+    if !history.is_possible() {
+        return Err(wrong(&"speculation: more verdicts than are kept"));
+    }
+    let settings_now = serde_json::to_value(settings).map_err(|e| Error::usage(format!("settings: {e}")))?;
+    expect_same_order(&settings_now, &trainer.settings)?;
+    if let missing @ [_, ..] = identity::unknown(then).as_slice() {
+        let (dir, format, missing) = (loaded.dir().display(), loaded.manifest().format_version, missing.join(", "));
+        observer.warn(&format!("{dir}: this checkpoint (format {format}) does not say what it was made with; not compared: {missing}"));
+    }
+    let changes = identity::changes(then, &now);
+    accept_changes(settings, &changes, observer)?;
+    let position = position_in(settings, saved, sequences, observer)?;
+    tell_changed_settings(&settings_now, &trainer.settings, observer);
+    let run = identity::continued(then, now, trainer.step, &changes);
+    Ok(Accepted { position, history, run, loaded })
+}
+
+impl Accepted {
+    /// State and counters go into the engine; returns where the data goes on.
+    ///
+    /// # Errors
+    /// A tensor that the model does not have or that cannot be read; the device's.
+    pub(super) fn restore<D: Kernels>(mut self, engine: &mut Engine<D>) -> Result<DataPosition> {
+        let specs = engine.table().specs().to_vec();
+        self.loaded.expect_tensors(specs.iter().map(|spec| (spec.name.as_str(), spec.shape.as_slice())))?;
+        for spec in &specs {
+            let (mut params, mut m, mut v) = (vec![0.0; spec.elems()], vec![0.0; spec.elems()], vec![0.0; spec.elems()]);
+            self.loaded.read_tensor(&spec.name, &mut params, &mut m, &mut v)?;
+            engine.write_state(spec, &params, &m, &v)?;
+        }
+        let trainer = &self.loaded.manifest().trainer;
+        let mut loss_scale = LossScale::new(engine.plan().dtype);
+        loss_scale.restore(trainer.loss_scale.scale, trainer.loss_scale.good_steps);
+        engine.resume(trainer.step, trainer.optimizer_step, loss_scale, self.history);
+        engine.send_weights()?;
+        Ok(self.position)
+    }
+}
+
+/// A position means the same sequences only in the same order, whatever is accepted besides.
+fn expect_same_order(now: &Value, then: &Value) -> Result<()> {
+    for key in ["seq_length", "seed", "no_shuffle"] {
+        if then[key] != now[key] {
+            let (then, flag) = (brief(&then[key]), key.replace('_', "-"));
+            return Err(Error::usage(format!(
+                "--{flag}: {key} was {then} when the checkpoint was made and is {} now: its data position would mean other sequences",
+                now[key]
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// Each change is accepted by its flag, with a warning, or ends the run.
+fn accept_changes(settings: &Settings, changes: &[(RunPart, String)], observer: &mut impl Observer) -> Result<()> {
+    for (part, change) in changes {
+        let part_name = part.name();
+        if !settings.allow_changed.contains(part) {
+            let remedy = format!("--allow-changed {part_name} goes on nevertheless");
+            return Err(Error::usage(format!("the {part_name} is not the checkpoint's: {change}; {remedy}")));
+        }
+        observer.warn(&format!("the {part_name} is not the checkpoint's, as --allow-changed allows: {change}"));
+    }
+    Ok(())
+}
+
+/// Where the data goes on. Where another number of sequences was accepted, a place in their order means nothing: they begin anew.
+fn position_in(settings: &Settings, saved: SavedPosition, sequences: usize, observer: &mut impl Observer) -> Result<DataPosition> {
+    if saved.sequences == sequences {
+        return Ok(saved.position);
+    }
+    let (then, epoch) = (saved.sequences, saved.position.epoch);
+    if !settings.allow_changed.iter().any(|part| [RunPart::Data, RunPart::Tokenizer].contains(part)) {
+        let remedy = "--allow-changed data begins it anew";
+        return Err(Error::usage(format!("the checkpoint was made on {then} sequences, the data has {sequences}; {remedy}")));
+    }
+    observer.warn(&format!("the data had {then} sequences and has {sequences}: epoch {epoch} begins anew"));
+    Ok(DataPosition { epoch, next_sequence: 0 })
+}
+
+/// Other settings may change, and a person should know which.
+fn tell_changed_settings(now: &Value, then: &Value, observer: &mut impl Observer) {
+    for key in TRAINING_KEYS {
+        if then[key] != now[key] {
+            observer.warn(&format!("{key} was {} before and is {} from here on", brief(&then[key]), brief(&now[key])));
+        }
+    }
+}
+
+/// Settings that change what is learned, not only how fast.
+const TRAINING_KEYS: [&str; 13] = [
+    "dtype",
+    "train_length",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "learning_rate",
+    "lr_scheduler_type",
+    "warmup_steps",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "max_grad_norm",
+    "rollback",
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::checkpoint::tests::{any_json, forge, places, true_manifest};
+    use crate::checkpoint::{Scheduler, TensorSource, TrainerState, Writer};
+    use crate::config::plan::Plan;
+    use crate::data::loader::Loader;
+    use crate::data::packing::tests::counting;
+    use crate::engine::verdict::Verdict;
+    use crate::metrics::StepMetrics;
+    use crate::train::Facts;
+    use proptest::prelude::*;
+    use serde_json::json;
+
+    /// Sequences of the data, two tokens each.
+    const SEQUENCES: usize = 9;
+
+    /// What a person was told.
+    #[derive(Default)]
+    struct Heard(Vec<String>);
+
+    impl Observer for Heard {
+        fn begin(&mut self, _: &Plan, _: &Facts) {}
+        fn step(&mut self, _: &StepMetrics) {}
+        fn note(&mut self, _: &str) {}
+        fn warn(&mut self, line: &str) {
+            self.0.push(line.to_string());
+        }
+    }
+
+    fn run() -> Run {
+        json!({"model": {"rope_theta": 1e4, "norm_eps": 1e-5}, "tokenizer": "bytes", "data": {"sha256": "a", "files": []}})
+            .as_object()
+            .unwrap()
+            .clone()
+    }
+
+    fn settings(allow_changed: &[RunPart]) -> Settings {
+        Settings { seq_length: 2, allow_changed: allow_changed.to_vec(), ..Settings::default() }
+    }
+
+    /// A checkpoint of step 4 in `dir`, made with [`run`] and these settings.
+    fn checkpoint(dir: &Path) -> std::path::PathBuf {
+        let mut history = SpeculationHistory::default();
+        history.record(Verdict::SkipNonFinite);
+        let position = DataPosition { epoch: 1, next_sequence: 5 };
+        let trainer = TrainerState {
+            step: 4,
+            optimizer_step: 3,
+            loss_scale: checkpoint::LossScale { scale: 256.0, good_steps: 2 },
+            scheduler: Scheduler { name: "linear".into(), base_lr: 5e-5, warmup_steps: 0, max_steps: 9 },
+            seed: 42,
+            data_position: serde_json::to_value(SavedPosition { position, sequences: SEQUENCES }).unwrap(),
+            speculation: serde_json::to_value(history).unwrap(),
+            settings: serde_json::to_value(settings(&[])).unwrap(),
+        };
+        let mut writer = Writer::create(dir, trainer, run()).unwrap();
+        let part = [1.0; 6];
+        writer.tensor(TensorSource { name: "w", shape: &[2, 3], params: &part, m: &part, v: &part }).unwrap();
+        writer.finish(&[("config.json".into(), b"{}".to_vec())], None).unwrap().path
+    }
+
+    fn resumed(path: &Path, allowed: &[RunPart], sequences: usize, now: Run) -> (Result<Accepted>, Vec<String>) {
+        let mut heard = Heard::default();
+        let accepted = checkpoint::open(path).and_then(|loaded| accept(loaded, &settings(allowed), sequences, now, &mut heard));
+        (accepted, heard.0)
+    }
+
+    #[test]
+    fn an_unchanged_run_goes_on_without_a_word() {
+        let dir = tempfile::tempdir().unwrap();
+        let (accepted, heard) = resumed(&checkpoint(dir.path()), &[], SEQUENCES, run());
+        let accepted = accepted.unwrap();
+        assert_eq!((accepted.position, accepted.run), (DataPosition { epoch: 1, next_sequence: 5 }, run()));
+        assert_eq!(heard, [""; 0]);
+    }
+
+    #[test]
+    fn a_change_is_refused_with_both_values_and_accepted_with_its_flag_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = checkpoint(dir.path());
+        let cases = [
+            (RunPart::Model, "/model/rope_theta", json!(7.0), "rope_theta was 10000.0 and is 7.0"),
+            (RunPart::Model, "/model/norm_eps", json!(0.5), "norm_eps was 0.00001 and is 0.5"),
+            (RunPart::Tokenizer, "/tokenizer", json!("x"), "tokenizer was \"bytes\" and is \"x\""),
+            (RunPart::Data, "/data/sha256", json!("b"), "was \"a\" and is \"b\""),
+        ];
+        for (part, place, value, words) in cases {
+            let mut now = Value::from(run());
+            *now.pointer_mut(place).unwrap() = value;
+            let now = now.as_object().unwrap().clone();
+            let others: Vec<_> = RunPart::ALL.into_iter().filter(|other| *other != part).collect();
+            for allowed in [&[][..], &others] {
+                let error = resumed(&path, allowed, SEQUENCES, now.clone()).0.err().unwrap();
+                let message = error.to_string();
+                assert!(message.contains(words) && message.contains(&format!("--allow-changed {}", part.name())), "{message}");
+                assert_eq!(error.exit_code(), 2);
+            }
+            let (accepted, heard) = resumed(&path, &[part], SEQUENCES, now.clone());
+            assert!(heard.len() == 1 && heard[0].contains(words), "{heard:?}");
+            let run = accepted.unwrap().run;
+            assert!(run["changed"][0]["step"] == 4 && run["changed"][0]["part"] == part.name(), "{run:?}");
+            assert_eq!(run[part.name()], now[part.name()], "from here on compared with the new one");
+        }
+    }
+
+    #[test]
+    fn another_number_of_sequences_begins_the_data_anew_if_that_is_allowed() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = checkpoint(dir.path());
+        let message = resumed(&path, &[RunPart::Model], 4, run()).0.err().unwrap().to_string();
+        assert!(message.contains("9 sequences, the data has 4; --allow-changed data"), "{message}");
+        let (accepted, heard) = resumed(&path, &[RunPart::Data], 4, run());
+        assert_eq!(accepted.unwrap().position, DataPosition { epoch: 1, next_sequence: 0 });
+        assert!(heard[0].contains("had 9 sequences and has 4: epoch 1 begins anew"), "{heard:?}");
+    }
+
+    #[test]
+    fn positions_and_histories_without_sense_name_the_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = checkpoint(dir.path());
+        let honest = true_manifest(&path);
+        let cases = [
+            ("/trainer/data_position/epoch", json!(u64::MAX), "data position"),
+            ("/trainer/data_position/next_sequence", json!(10), "sequence 10 of 9"),
+            ("/trainer/data_position/next_sequence", json!(-1), "data position"),
+            ("/trainer/data_position", json!("x"), "data position"),
+            ("/trainer/speculation/failures", json!(1 << 16), "speculation"),
+            ("/trainer/speculation", json!([]), "speculation"),
+        ];
+        for (place, value, words) in cases {
+            let mut manifest = honest.clone();
+            *manifest.pointer_mut(place).unwrap() = value;
+            forge(&path, &manifest);
+            let error = resumed(&path, &RunPart::ALL, SEQUENCES, run()).0.err().unwrap_or_else(|| panic!("{place}"));
+            let message = error.to_string();
+            assert!(message.contains("checkpoint-4/trainer_state.json: ") && message.contains(words), "{message}");
+            assert_eq!(error.exit_code(), 1);
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(300))]
+
+        /// Whatever a sealed manifest says: an error of one line, or batches.
+        #[test]
+        fn arbitrary_manifests_are_refused_or_resumed(place: prop::sample::Index, value in any_json(), all: bool) {
+            let dir = tempfile::tempdir().unwrap();
+            let path = checkpoint(dir.path());
+            let mut manifest = true_manifest(&path);
+            let places = places(&manifest);
+            *manifest.pointer_mut(&places[place.index(places.len())]).unwrap() = value;
+            forge(&path, &manifest);
+            let allowed = if all { &RunPart::ALL[..] } else { &[] };
+            match resumed(&path, allowed, SEQUENCES, run()).0 {
+                Err(e) => prop_assert!(!e.to_string().contains('\n'), "{e}"),
+                Ok(accepted) => {
+                    let trainer = &accepted.loaded.manifest().trainer;
+                    let mut scale = LossScale::new(crate::dtype::Dtype::Float16);
+                    scale.restore(trainer.loss_scale.scale, trainer.loss_scale.good_steps);
+                    scale.update(false);
+                    prop_assert!(trainer.optimizer_step < u64::MAX && scale.inverse() > 0.0);
+                    let dataset = counting(SEQUENCES * 2 + 1, 2).unwrap();
+                    let mut loader = Loader::new(dataset, 7, 1, true, accepted.position).unwrap();
+                    let [mut inputs, mut targets] = [[0; 14]; 2];
+                    (0..3).for_each(|_| loader.fill(&mut inputs, &mut targets).unwrap());
+                }
+            }
+        }
+    }
+}
