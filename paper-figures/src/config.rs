@@ -23,6 +23,9 @@ pub struct Config {
     pub hardware: String,
     /// How it is drawn.
     pub plot: Plot,
+    /// More frames, below that of `plot`, each with axes and a legend of its own.
+    #[serde(default)]
+    pub frame: Vec<Plot>,
     /// What is drawn.
     #[serde(default)]
     pub series: Vec<Series>,
@@ -47,6 +50,9 @@ pub struct Config {
 #[derive(Clone, Debug, Deserialize, PartialEq)]
 #[serde(deny_unknown_fields)]
 pub struct Plot {
+    /// What the frame shows, where there are several; series say which one they are drawn in.
+    #[serde(default)]
+    pub name: String,
     /// What a point becomes.
     pub kind: Kind,
     /// Name and unit of the horizontal axis.
@@ -60,6 +66,9 @@ pub struct Plot {
     /// Logarithmic vertical axis.
     #[serde(default)]
     pub log_y: bool,
+    /// Where a linear vertical axis ends; where the highest value says so by default.
+    #[serde(default)]
+    pub y_max: Option<f64>,
 }
 
 /// What a point becomes.
@@ -88,6 +97,20 @@ pub enum Origin {
     Measured,
 }
 
+/// Form of the points of a curve.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case")]
+pub enum Marker {
+    /// Of everything that is not simulated, by default.
+    Circle,
+    /// Of what is simulated.
+    Square,
+    /// For a second series of one colour and origin.
+    Triangle,
+    /// For a third.
+    Diamond,
+}
+
 /// One curve, one colour of bars, or one panel.
 #[derive(Clone, Debug, Deserialize, PartialEq)]
 #[serde(deny_unknown_fields)]
@@ -96,6 +119,9 @@ pub struct Series {
     pub name: String,
     /// Where the numbers come from.
     pub origin: Origin,
+    /// Name of the frame that it is drawn in; that of `plot` by default.
+    #[serde(default)]
+    pub frame: String,
     /// Files of JSON lines, relative to the figure's folder; none: `expected.csv`.
     #[serde(default)]
     pub files: Vec<String>,
@@ -119,6 +145,15 @@ pub struct Series {
     /// Factor that brings y to the axis' unit.
     #[serde(default = "one")]
     pub y_scale: f64,
+    /// What is added then: with a factor of -100, 100 makes idle percent of a busy share.
+    #[serde(default)]
+    pub y_offset: f64,
+    /// FLOP rates of lines count causal attention: count it in full, as the paper does.
+    #[serde(default)]
+    pub full_attention: bool,
+    /// The height is how many lines up to the point's have one above zero.
+    #[serde(default)]
+    pub counted: bool,
     /// Path (column) of the category, by which points of two series are the same place; x where there is none. Several, with
     /// spaces between, make one category of all their values.
     #[serde(default)]
@@ -135,6 +170,9 @@ pub struct Series {
     /// Index of its colour, the same for one system from several sources; its own place by default.
     #[serde(default)]
     pub colour: Option<usize>,
+    /// Form of its points; by its origin by default.
+    #[serde(default)]
+    pub marker: Option<Marker>,
 }
 
 fn one() -> f64 {
@@ -285,7 +323,32 @@ impl Config {
             }
         }
         config.run.iter().try_for_each(Run::check)?;
+        config.frames_are_known()?;
         Ok(config)
+    }
+
+    /// The frames from top to bottom.
+    pub fn frames(&self) -> impl Iterator<Item = &Plot> {
+        std::iter::once(&self.plot).chain(&self.frame)
+    }
+
+    /// The series of a frame have the frame's index.
+    pub fn frame_of(&self, series: &Series) -> usize {
+        self.frames().position(|frame| !series.frame.is_empty() && frame.name == series.frame).unwrap_or(0)
+    }
+
+    /// Every frame has a name of its own, and each series names one that there is.
+    fn frames_are_known(&self) -> Result<(), String> {
+        let names: Vec<_> = self.frames().map(|frame| frame.name.as_str()).collect();
+        let unnamed = names.iter().any(|name| name.is_empty()) && names.len() > 1;
+        let twice = names.iter().enumerate().find(|(index, name)| names[..*index].contains(name));
+        let lost = self.series.iter().find(|series| !series.frame.is_empty() && !names.contains(&series.frame.as_str()));
+        match (unnamed, twice, lost) {
+            (true, ..) => Err("one of several frames has no name".into()),
+            (_, Some((_, name)), _) => Err(format!("two frames are named {name:?}")),
+            (.., Some(series)) => Err(format!("{:?} is drawn in {:?}, which is no frame", series.name, series.frame)),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -350,5 +413,12 @@ mod tests {
         assert_eq!(cause("[[trend]]\nclaim = \"c\"\nabove = \"A\"\nbelow = \"B\"\n"), "no series is named \"A\"");
         let series = "[[series]]\nname = \"A\"\norigin = \"paper\"\ny = \"b\"\n";
         assert_eq!(cause(&format!("{series}{series}")), "two series are named \"A\"");
+        assert_eq!(cause(&format!("{series}frame = \"F\"\n")), "\"A\" is drawn in \"F\", which is no frame");
+        let frame = "[[frame]]\nname = \"F\"\nkind = \"bars\"\nx = \"a\"\n";
+        assert_eq!(cause(frame), "one of several frames has no name");
+        assert_eq!(
+            Config::parse(&format!("{}{frame}{frame}", PLOT.replace("x =", "name = \"P\"\nx ="))).unwrap_err(),
+            "two frames are named \"F\""
+        );
     }
 }

@@ -1,6 +1,6 @@
 //! Points of a series: rows of the paper's table, or lines of results.
 
-use crate::config::{Origin, Series};
+use crate::config::{Marker, Origin, Series};
 use crate::csv::Table;
 use crate::error::Result;
 use crate::figure::Figure;
@@ -29,6 +29,8 @@ pub struct Curve {
     pub scattered: bool,
     /// Index of its colour.
     pub colour: usize,
+    /// Form of its points.
+    pub marker: Marker,
     /// In order; the last of several at one place.
     pub points: Vec<Point>,
 }
@@ -43,7 +45,12 @@ pub fn curves(figure: &Figure) -> Result<Vec<Curve>> {
 
 fn curve(figure: &Figure, series: &Series, index: usize) -> Result<Curve> {
     let mut points: Vec<Point> = Vec::new();
-    for point in lines(figure, series)?.iter().filter_map(|line| point(series, line)) {
+    let mut count = 0;
+    for mut point in lines(figure, series)?.iter().filter_map(|line| point(series, line)) {
+        if series.counted {
+            count += u32::from(point.y > 0.0);
+            point.y = f64::from(count) * series.y_scale;
+        }
         match points.iter_mut().find(|known| known.label == point.label) {
             Some(known) => *known = point,
             None => points.push(point),
@@ -57,6 +64,7 @@ fn curve(figure: &Figure, series: &Series, index: usize) -> Result<Curve> {
         origin: series.origin,
         scattered: series.scattered,
         colour: series.colour.unwrap_or(index),
+        marker: series.marker.unwrap_or(if series.origin == Origin::Simulated { Marker::Square } else { Marker::Circle }),
         points,
     })
 }
@@ -87,7 +95,15 @@ fn point(series: &Series, line: &Value) -> Option<Point> {
     let said = paths.split(' ').map(|path| lines::field(line, path).map(said)).collect::<Option<Vec<_>>>()?.join(" ");
     let label = series.labels.get(&said).cloned().unwrap_or(said);
     let over = series.over.as_ref().map_or(Some(1.0), |path| lines::number(line, path))?;
-    Some(Point { label, x, y: lines::number(line, &series.y)? * series.y_scale / over })
+    let counted = if series.full_attention { attention_in_full(line)? } else { 1.0 };
+    Some(Point { label, x, y: lines::number(line, &series.y)? * counted * series.y_scale / over + series.y_offset })
+}
+
+/// By how much a line's count of FLOPs grows when attention is counted in full: half of it is left out where it is causal.
+fn attention_in_full(line: &Value) -> Option<f64> {
+    let product = |paths: &[&str]| paths.iter().map(|path| lines::number(line, path)).product::<Option<f64>>();
+    let half = 6.0 * product(&["model.layers", "model.heads", "model.head_dim", "settings.seq_length", "tokens_per_step"])?;
+    Some(1.0 + half / lines::number(line, "speed.model_flops")?)
 }
 
 fn said(place: &Value) -> String {
@@ -108,6 +124,17 @@ pub fn common<'a>(a: &'a Curve, b: &'a Curve) -> impl Iterator<Item = (&'a Point
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn attention_in_full_is_twice_the_causal_half() {
+        // One layer of one head of 4 channels, 8 tokens: 6 * 4 * 8 * 8 FLOPs of causal attention in 6 * 10 * 8 + that of a step.
+        let line = serde_json::json!({
+            "model": {"layers": 1, "heads": 1, "head_dim": 4}, "settings": {"seq_length": 8}, "tokens_per_step": 8,
+            "speed": {"model_flops": 480 + 1536}
+        });
+        assert_eq!(attention_in_full(&line), Some((480.0 + 2.0 * 1536.0) / (480.0 + 1536.0)));
+        assert_eq!(attention_in_full(&serde_json::json!({})), None);
+    }
 
     #[test]
     fn heights_are_percent_of_the_whole() {

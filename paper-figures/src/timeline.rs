@@ -117,7 +117,7 @@ fn kind(name: &str) -> &str {
 }
 
 /// Spans of one kind that overlap or nearly touch, as one. A span that begins inside another begins where that ends.
-fn merged(spans: Vec<Span>, gap_ms: f64) -> Vec<Span> {
+pub fn merged(spans: Vec<Span>, gap_ms: f64) -> Vec<Span> {
     let mut merged: Vec<Span> = Vec::new();
     for mut span in spans {
         match merged.last_mut() {

@@ -27,6 +27,11 @@ impl Axis {
         }
     }
 
+    /// The same axis, which ends at `high` if that is given and the axis is linear.
+    pub fn up_to(self, high: Option<f64>) -> Self {
+        Self { high: high.filter(|_| !self.is_log).unwrap_or(self.high), ..self }
+    }
+
     /// Where `value` lies.
     pub fn place(&self, value: f64) -> f64 {
         let share =
@@ -84,6 +89,7 @@ mod tests {
         let axis = Axis::of([20.0, 100.0].into_iter(), false, 0.0, 106.0);
         assert_eq!((axis.place(0.0), axis.place(100.0)), (0.0, 100.0));
         assert_eq!(axis.ticks(), [0.0, 20.0, 40.0, 60.0, 80.0, 100.0]);
+        assert_eq!(axis.up_to(Some(200.0)).place(100.0), 53.0);
     }
 
     #[test]

@@ -2,54 +2,132 @@
 
 use super::axis::{self, Axis};
 use super::picture::{Anchor, INK, Picture, colour};
-use super::{BODY, BOTTOM, LEFT, RIGHT, TOP, bar, below, vertical_axis, wrapped};
+use super::render::text_size;
+use super::{Area, BODY, Frame, LEFT, RIGHT, bar, vertical_axis, wrapped};
 use crate::config::Plot;
 use crate::series::Curve;
 
-/// Share of a group's room that its bars take.
+/// Share of a group's room that the bars of the fullest group take.
 const FILLED: f64 = 0.82;
-/// Narrowest bar that has its height written above it, in points.
-const NUMBERED: f64 = 17.0;
+const WIDEST: f64 = 70.0;
+/// Height of the numbers above bars, in points.
+const NUMBER: f64 = BODY - 4.0;
 /// Width of a character of the categories' names, about, in points.
 const CHAR: f64 = 7.0;
+/// Height below which a bar is not seen, in points.
+const SEEN: f64 = 1.5;
 
-/// A group for each category, in order of appearance; a bar for each curve that has a point there.
-pub fn draw(picture: &mut Picture, curves: &[Curve], plot: &Plot) {
-    let y = Axis::of(curves.iter().flat_map(|curve| curve.points.iter().map(|point| point.y)), plot.log_y, BOTTOM, TOP);
-    vertical_axis(picture, &y, &plot.y);
-    let categories = categories(curves);
+/// A group for each category of the frame; a bar for each curve that has a point there. All bars are as wide.
+pub fn draw(picture: &mut Picture, frame: &Frame<'_>) {
+    let (curves, plot, area) = (&frame.curves[..], frame.plot, frame.area);
+    let y = axis(curves, plot, area);
+    vertical_axis(picture, &y, &plot.y, area);
+    let is_here = |category: &&str| heights(curves, category).next().is_some();
+    let categories: Vec<_> = frame.categories.iter().map(String::as_str).filter(is_here).collect();
     let room = (RIGHT - LEFT) / categories.len().max(1) as f64;
-    for (index, category) in categories.iter().enumerate() {
+    let fullest = categories.iter().map(|category| heights(curves, category).count()).max().unwrap_or(1);
+    let width = (room * FILLED / fullest.max(1) as f64).min(WIDEST);
+    let names: Vec<_> = categories.iter().map(|category| wrapped(category, ((room / CHAR) as usize).max(4))).collect();
+    for (index, (category, lines)) in categories.iter().zip(&names).enumerate() {
         let middle = LEFT + (index as f64 + 0.5) * room;
-        group(picture, curves, category, middle, room, &y);
-        for (line, text) in wrapped(category, ((room / CHAR) as usize).max(4)).iter().enumerate() {
-            picture.text((middle, BOTTOM + 14.0 + 16.0 * line as f64), text, BODY - 1.0, Anchor::Middle);
+        group(picture, heights(curves, category).collect(), (middle, width), &y);
+        for (line, text) in lines.iter().enumerate() {
+            picture.text((middle, area.bottom + 14.0 + 16.0 * line as f64), text, BODY - 1.0, Anchor::Middle);
         }
     }
-    picture.line(&[(LEFT, BOTTOM), (RIGHT, BOTTOM)], INK, 1.0);
-    picture.text(((LEFT + RIGHT) / 2.0, BOTTOM + below() - 12.0), plot.x.clone(), BODY, Anchor::Middle);
+    if has_numbers(curves, width) {
+        numbers(picture, curves, &categories, (room, width), &y);
+    }
+    let lines = names.iter().map(Vec::len).max().unwrap_or(0);
+    picture.text(((LEFT + RIGHT) / 2.0, area.bottom + 16.0 + 16.0 * lines as f64), plot.x.clone(), BODY, Anchor::Middle);
 }
 
-/// Bars side by side, without gaps for curves that have none here.
-fn group(picture: &mut Picture, curves: &[Curve], category: &str, middle: f64, room: f64, axis: &Axis) {
-    let height = |curve: &Curve| curve.points.iter().find(|point| point.label == category).map(|point| point.y);
-    let bars: Vec<_> = curves.iter().filter_map(|curve| Some((curve, height(curve)?))).collect();
-    let width = (room * FILLED / bars.len().max(1) as f64).min(70.0);
-    for (place, (curve, value)) in bars.iter().enumerate() {
-        let left = middle + (place as f64 - bars.len() as f64 / 2.0) * width;
-        bar(picture, (left + 1.0, axis.place(*value)), (left + width - 1.0, axis.floor()), colour(curve.colour), curve.origin);
-        if width >= NUMBERED {
-            picture.text((left + width / 2.0, axis.place(*value) - 8.0), axis::label(*value), BODY - 4.0, Anchor::Middle);
+fn axis(curves: &[Curve], plot: &Plot, area: Area) -> Axis {
+    let heights = curves.iter().flat_map(|curve| curve.points.iter().map(|point| point.y));
+    Axis::of(heights, plot.log_y, area.bottom, area.top).up_to(plot.y_max)
+}
+
+/// The curves that have a bar in a group, with its height.
+fn heights<'a>(curves: &'a [Curve], category: &'a str) -> impl Iterator<Item = (&'a Curve, f64)> {
+    let height = move |curve: &Curve| curve.points.iter().find(|point| point.label == category).map(|point| point.y);
+    curves.iter().filter_map(move |curve| Some((curve, height(curve)?)))
+}
+
+/// Left ends of the bars of a group, side by side without gaps for curves that have none here.
+fn lefts(count: usize, (middle, width): (f64, f64)) -> impl Iterator<Item = f64> {
+    (0..count).map(move |place| middle + (place as f64 - count as f64 / 2.0) * width)
+}
+
+fn group(picture: &mut Picture, bars: Vec<(&Curve, f64)>, (middle, width): (f64, f64), axis: &Axis) {
+    for (left, (curve, value)) in lefts(bars.len(), (middle, width)).zip(bars) {
+        bar(picture, (left + 1.0, axis.place(value)), (left + width - 1.0, axis.floor()), colour(curve.colour), curve.origin);
+    }
+    picture.line(&[(LEFT, axis.floor()), (RIGHT, axis.floor())], INK, 1.0);
+}
+
+/// A frame's bars have their heights above them, all or none: a number that is wider than its bar would lie on the next one.
+fn has_numbers(curves: &[Curve], width: f64) -> bool {
+    let mut values = curves.iter().flat_map(|curve| &curve.points).map(|point| axis::label(point.y));
+    values.all(|text| text_size(&text, NUMBER).0 <= width)
+}
+
+fn numbers(picture: &mut Picture, curves: &[Curve], categories: &[&str], (room, width): (f64, f64), axis: &Axis) {
+    for (index, category) in categories.iter().enumerate() {
+        let bars: Vec<_> = heights(curves, category).collect();
+        for (left, (_, value)) in lefts(bars.len(), (LEFT + (index as f64 + 0.5) * room, width)).zip(bars) {
+            picture.text((left + width / 2.0, axis.place(value) - 8.0), axis::label(value), NUMBER, Anchor::Middle);
         }
     }
 }
 
-fn categories(curves: &[Curve]) -> Vec<&str> {
-    let mut categories = Vec::new();
-    for point in curves.iter().flat_map(|curve| &curve.points) {
-        if !categories.contains(&point.label.as_str()) {
-            categories.push(point.label.as_str());
-        }
+/// Names of curves whose bars are all too low to be seen.
+pub fn hidden<'a>(curves: &'a [Curve], plot: &Plot, area: Area) -> Vec<&'a str> {
+    let axis = axis(curves, plot, area);
+    let is_seen = |curve: &Curve| curve.points.iter().any(|point| axis.floor() - axis.place(point.y) >= SEEN);
+    curves.iter().filter(|curve| !is_seen(curve)).map(|curve| curve.name.as_str()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::picture::Shape;
+    use super::*;
+    use crate::config::{Marker, Origin};
+    use crate::series::Point;
+
+    /// Widths of the bars, and the numbers above them, of `count` series of which only the first has a bar in the second group.
+    fn drawn(count: usize, y: f64) -> (Vec<f64>, usize) {
+        let point = |label: &str| Point { label: label.into(), x: None, y };
+        let curve = |index: usize| Curve {
+            name: index.to_string(),
+            origin: Origin::Measured,
+            scattered: false,
+            colour: index,
+            marker: Marker::Circle,
+            points: if index == 0 { vec![point("one"), point("two")] } else { vec![point("one")] },
+        };
+        let plot: Plot = toml::from_str("kind = \"bars\"\nx = \"x\"\n").unwrap();
+        let categories = vec!["one".into(), "two".into()];
+        let frame = Frame { plot: &plot, curves: (0..count).map(curve).collect(), categories, area: Area::of(0, 1) };
+        let mut picture = Picture::default();
+        draw(&mut picture, &frame);
+        let widths = picture.shapes.iter().filter_map(|shape| match shape {
+            Shape::Area { points, .. } => Some(points[1].0 - points[0].0),
+            _ => None,
+        });
+        let numbers = picture.shapes.iter().filter(|shape| matches!(shape, Shape::Text { size, .. } if *size == NUMBER)).count();
+        (widths.collect(), numbers)
     }
-    categories
+
+    #[test]
+    fn bars_of_a_frame_are_as_wide_however_full_their_group_is() {
+        let (widths, _) = drawn(4, 50.0);
+        assert_eq!(widths.len(), 5);
+        assert!(widths.iter().all(|width| (width - widths[0]).abs() < 1e-9), "{widths:?}");
+    }
+
+    #[test]
+    fn numbers_that_are_wider_than_bars_are_left_out() {
+        assert_eq!(drawn(13, 50.0).1, 14, "two digits fit");
+        assert_eq!(drawn(13, 0.026).1, 0, "five characters do not");
+    }
 }

@@ -2,8 +2,8 @@
 
 use super::axis::{self, Axis};
 use super::picture::{Anchor, GREY, PAPER, Picture, Place, colour};
-use super::{BODY, BOTTOM, LEFT, RIGHT, TOP, below, vertical_axis};
-use crate::config::{Origin, Plot};
+use super::{Area, BODY, LEFT, RIGHT, vertical_axis};
+use crate::config::{Marker, Origin, Plot};
 use crate::series::Curve;
 
 /// Points above which a curve is drawn without markers.
@@ -11,31 +11,58 @@ const MARKED_MAX: usize = 60;
 const RADIUS: f64 = 4.5;
 
 /// A line through the points of each curve that have a place, in order of place.
-pub fn draw(picture: &mut Picture, curves: &[Curve], plot: &Plot) {
-    let all = || curves.iter().flat_map(|curve| &curve.points);
-    let x = Axis::of(all().filter_map(|point| point.x), plot.log_x, LEFT, RIGHT);
-    let y = Axis::of(all().map(|point| point.y), plot.log_y, BOTTOM, TOP);
+pub fn draw(picture: &mut Picture, curves: &[Curve], plot: &Plot, area: Area) {
+    let (x, y) = axes(curves, plot, area);
     for tick in x.ticks() {
-        picture.line(&[(x.place(tick), TOP), (x.place(tick), BOTTOM)], GREY, 1.0);
-        picture.text((x.place(tick), BOTTOM + 14.0), axis::label(tick), BODY, Anchor::Middle);
+        picture.line(&[(x.place(tick), area.top), (x.place(tick), area.bottom)], GREY, 1.0);
+        picture.text((x.place(tick), area.bottom + 14.0), axis::label(tick), BODY, Anchor::Middle);
     }
-    vertical_axis(picture, &y, &plot.y);
-    picture.text(((LEFT + RIGHT) / 2.0, BOTTOM + below() - 24.0), plot.x.clone(), BODY, Anchor::Middle);
+    vertical_axis(picture, &y, &plot.y, area);
+    picture.text(((LEFT + RIGHT) / 2.0, area.bottom + 38.0), plot.x.clone(), BODY, Anchor::Middle);
     for curve in curves {
-        let mut places: Vec<Place> = curve.points.iter().filter_map(|point| Some((x.place(point.x?), y.place(point.y)))).collect();
-        places.sort_by(|a, b| a.0.total_cmp(&b.0));
+        let places = places(curve, (&x, &y));
         line(picture, curve, &places);
-        let is_crowded = places.len() > MARKED_MAX;
-        if curve.scattered || !is_crowded {
-            places.iter().for_each(|place| marker(picture, *place, curve, is_crowded));
+        if has_markers(curve) {
+            places.iter().for_each(|place| marker(picture, *place, curve, places.len() > MARKED_MAX));
         }
     }
+}
+
+fn axes(curves: &[Curve], plot: &Plot, area: Area) -> (Axis, Axis) {
+    let all = || curves.iter().flat_map(|curve| &curve.points);
+    let x = Axis::of(all().filter_map(|point| point.x), plot.log_x, LEFT, RIGHT);
+    (x, Axis::of(all().map(|point| point.y), plot.log_y, area.bottom, area.top).up_to(plot.y_max))
+}
+
+fn places(curve: &Curve, (x, y): (&Axis, &Axis)) -> Vec<Place> {
+    let mut places: Vec<Place> = curve.points.iter().filter_map(|point| Some((x.place(point.x?), y.place(point.y)))).collect();
+    places.sort_by(|a, b| a.0.total_cmp(&b.0));
+    places
+}
+
+/// Points that no line joins always have markers; of a line they show which points were measured, unless they would crowd it.
+fn has_markers(curve: &Curve) -> bool {
+    curve.origin != Origin::Model && (curve.scattered || curve.points.len() <= MARKED_MAX)
+}
+
+/// Names of curves of which nothing is seen: each of their points lies under a marker of a later curve.
+pub fn hidden<'a>(curves: &'a [Curve], plot: &Plot, area: Area) -> Vec<&'a str> {
+    let (x, y) = axes(curves, plot, area);
+    let places: Vec<_> = curves.iter().map(|curve| places(curve, (&x, &y))).collect();
+    let is_under = |index: usize, place: &Place| {
+        let later = curves.iter().zip(&places).skip(index + 1).filter(|(curve, _)| has_markers(curve));
+        later.flat_map(|(_, places)| places).any(|other| (place.0 - other.0).hypot(place.1 - other.1) < RADIUS / 1.5)
+    };
+    let is_hidden = |(index, _): &(usize, &Curve)| places[*index].iter().all(|place| is_under(*index, place));
+    curves.iter().enumerate().filter(is_hidden).map(|(_, curve)| curve.name.as_str()).collect()
 }
 
 /// How a curve looks, for the legend.
 pub fn sample(picture: &mut Picture, curve: &Curve, from: Place, to: Place) {
     line(picture, curve, &[from, to]);
-    marker(picture, ((from.0 + to.0) / 2.0, from.1), curve, false);
+    if has_markers(curve) {
+        marker(picture, ((from.0 + to.0) / 2.0, from.1), curve, false);
+    }
 }
 
 fn line(picture: &mut Picture, curve: &Curve, places: &[Place]) {
@@ -49,17 +76,17 @@ fn line(picture: &mut Picture, curve: &Curve, places: &[Place]) {
     }
 }
 
-/// Hollow circle, square, nothing, full circle.
+/// Full; hollow for the paper's numbers.
 fn marker(picture: &mut Picture, place: Place, curve: &Curve, is_small: bool) {
-    let colour = colour(curve.colour);
-    let radius = if is_small { RADIUS / 1.8 } else { RADIUS };
-    match curve.origin {
-        Origin::Model => {}
-        Origin::Simulated => picture.polygon(place, radius * 1.3, 4, colour),
-        Origin::Measured => picture.polygon(place, radius, 20, colour),
-        Origin::Paper => {
-            picture.polygon(place, radius, 20, colour);
-            picture.polygon(place, radius - 1.8, 20, PAPER);
-        }
+    let (form, stretch) = match curve.marker {
+        Marker::Circle => ((20, 0.0), 1.0),
+        Marker::Square => ((4, 0.0), 1.3),
+        Marker::Triangle => ((3, 0.0), 1.5),
+        Marker::Diamond => ((4, 0.5), 1.4),
+    };
+    let radius = stretch * if is_small { RADIUS / 1.8 } else { RADIUS };
+    picture.polygon(place, radius, form, colour(curve.colour));
+    if curve.origin == Origin::Paper {
+        picture.polygon(place, 0.6 * radius, form, PAPER);
     }
 }

@@ -1,8 +1,8 @@
 //! Timelines: a panel for each series, a lane for each stream, a box for each span.
 
 use super::axis::{self, Axis};
-use super::picture::{Anchor, Colour, GREY, INK, PAPER, Picture, colour, tint};
-use super::{BODY, BOTTOM, RIGHT, TOP, below};
+use super::picture::{Anchor, Colour, GREY, HEIGHT, INK, PAPER, Picture, Place, colour, tint};
+use super::{BODY, RIGHT, TITLED, wrapped};
 use crate::config::Origin;
 use crate::error::Result;
 use crate::figure::Figure;
@@ -13,12 +13,21 @@ use serde_json::Value;
 
 /// Room for the lanes' names.
 const LEFT: f64 = 120.0;
+/// Top of the first panel, bottom of the last one.
+const TOP: f64 = TITLED + 14.0;
+const BOTTOM: f64 = HEIGHT - 24.0;
 /// Room above a panel for its name and below it for its ticks.
 const HEAD: f64 = 22.0;
 const FOOT: f64 = 22.0;
 /// Kinds of spans, each with the colour of its place; any other one is as the last.
 const KINDS: [&str; 10] =
     ["forward", "backward", "gradients", "weights", "speculate", "step", "commit", "restore", "validate", "step on the device"];
+
+/// Lanes of copies, and how near two are, as a share of the panel's time, to be drawn as one, whichever way they go.
+const LINKS: [&str; 2] = ["to the host", "to the device"];
+const COPY_GAP_SHARE: f64 = 1.0 / 100.0;
+/// What the boxes do not say.
+const NOTE: &str = "Copies less than 1 % of a panel apart are one box: there the link is in use, not full.";
 
 /// What one panel shows.
 pub struct Panel {
@@ -37,13 +46,22 @@ pub fn panels(figure: &Figure) -> Result<Vec<Panel>> {
         let found = series::lines(figure, series)?;
         let lanes = match series.origin {
             Origin::Paper => drawn(&found),
-            _ => found.last().and_then(|line| lines::field(line, &series.y)).map(timeline::lanes).unwrap_or_default(),
+            _ => found.last().and_then(|line| lines::field(line, &series.y)).map(timeline::lanes).map(joined).unwrap_or_default(),
         };
         if !lanes.is_empty() {
             panels.push(Panel { name: series.name.clone(), origin: series.origin, lanes });
         }
     }
     Ok(panels)
+}
+
+/// The same lanes with copies that lie close together as one.
+fn joined(mut lanes: Vec<(String, Vec<Span>)>) -> Vec<(String, Vec<Span>)> {
+    let end_ms = lanes.iter().flat_map(|(_, spans)| spans).map(|span| span.end_ms).fold(0.0, f64::max);
+    for (_, spans) in lanes.iter_mut().filter(|(lane, _)| LINKS.contains(&lane.as_str())) {
+        *spans = timeline::merged(std::mem::take(spans), COPY_GAP_SHARE * end_ms);
+    }
+    lanes
 }
 
 /// Rows of `lane`, `kind`, `start` and `end`, in units of the drawing; one that lacks any of them draws nothing.
@@ -69,16 +87,31 @@ pub fn draw(picture: &mut Picture, panels: &[Panel], unit: &str) {
             kinds.push(&span.kind);
         }
     }
-    let room = (BOTTOM + below() - 24.0 - (TOP - HEAD)) / panels.len().max(1) as f64;
+    let room = (BOTTOM - TOP) / panels.len().max(1) as f64;
     for (index, panel) in panels.iter().enumerate() {
-        let top = TOP - HEAD + index as f64 * room;
-        draw_panel(picture, panel, top, room, unit);
+        draw_panel(picture, panel, TOP + index as f64 * room, room, unit);
     }
-    for (index, kind) in kinds.iter().enumerate() {
-        let y = TOP + 8.0 + 24.0 * index as f64;
-        picture.rectangle((RIGHT + 58.0, y - 7.0), (RIGHT + 84.0, y + 7.0), colour_of(kind));
-        picture.text((RIGHT + 92.0, y), *kind, BODY - 1.0, Anchor::Start);
+    let entries = kinds.iter().map(|kind| (colour_of(kind), *kind)).chain([(idle(), "idle: nothing runs")]);
+    let mut at = (RIGHT + 58.0, TOP + HEAD + 8.0);
+    for (colour, name) in entries {
+        entry(picture, at, colour, name);
+        at.1 += 24.0;
     }
+    for line in wrapped(NOTE, 28) {
+        at.1 += 17.0;
+        picture.text(at, line, BODY - 2.0, Anchor::Start);
+    }
+}
+
+/// A line of the legend.
+fn entry(picture: &mut Picture, (left, y): Place, colour: Colour, name: &str) {
+    picture.rectangle((left, y - 7.0), (left + 26.0, y + 7.0), colour);
+    picture.text((left + 34.0, y), name, BODY - 1.0, Anchor::Start);
+}
+
+/// What a lane looks like where it has no box.
+fn idle() -> Colour {
+    tint(GREY, 0.35)
 }
 
 fn draw_panel(picture: &mut Picture, panel: &Panel, top: f64, room: f64, unit: &str) {
@@ -89,7 +122,7 @@ fn draw_panel(picture: &mut Picture, panel: &Panel, top: f64, room: f64, unit: &
     let height = (room - HEAD - FOOT) / panel.lanes.len().max(1) as f64;
     for (index, (lane, spans)) in panel.lanes.iter().enumerate() {
         let y = top + HEAD + index as f64 * height;
-        picture.rectangle((LEFT, y + 2.0), (right, y + height - 2.0), tint(GREY, 0.35));
+        picture.rectangle((LEFT, y + 2.0), (right, y + height - 2.0), idle());
         picture.text((LEFT - 8.0, y + height / 2.0), lane.clone(), BODY - 2.0, Anchor::End);
         for span in spans {
             let corners =
@@ -117,5 +150,23 @@ fn draw_span(picture: &mut Picture, (from, to): ((f64, f64), (f64, f64)), colour
     } else {
         picture.rectangle(from, to, colour);
         picture.line(&[from, (from.0, to.1)], PAPER, 0.5);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn copies_are_joined_alike_in_both_directions() {
+        let spans = |ends: &[(f64, f64)]| {
+            ends.iter().map(|&(start_ms, end_ms)| Span { kind: "weights".into(), start_ms, end_ms }).collect::<Vec<_>>()
+        };
+        let apart = [(0.0, 1.0), (1.9, 3.0), (50.0, 100.0)];
+        let lanes = joined(["compute", "to the host", "to the device"].map(|lane| (lane.to_owned(), spans(&apart))).into());
+        assert_eq!(lanes[0].1, spans(&apart), "a gap of the GPU is an idle GPU");
+        for lane in 1..3 {
+            assert_eq!(lanes[lane].1, spans(&[(0.0, 3.0), (50.0, 100.0)]));
+        }
     }
 }

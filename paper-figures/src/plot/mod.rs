@@ -1,27 +1,29 @@
 //! What a figure looks like: its page, and what points become on it.
 //!
 //! Colour says which series, manner says where it comes from. Paper: dashed and hollow; simulated: dotted and hatched;
-//! a formula: a line without markers, pale; measured: full.
+//! a formula: a line without markers, pale; measured: full. No two series of a frame may look the same.
 
 mod axis;
 mod bars;
 mod curves;
+mod faults;
 mod lanes;
 mod picture;
 mod render;
 
-use crate::config::{Kind, Origin};
-use crate::error::{Error, Result};
+use crate::config::{Kind, Origin, Plot};
+use crate::error::Result;
 use crate::figure::Figure;
 use crate::series::{self, Curve};
 use axis::Axis;
-use picture::{Anchor, Colour, GREY, INK, PAPER, Picture, Place, SIZE};
+pub use faults::faults;
+use picture::{Anchor, Colour, GREY, HEIGHT, INK, PAPER, Picture, Place, WIDTH};
 
-/// The part of the page that axes enclose.
+/// Left and right end of every frame's axes.
 const LEFT: f64 = 70.0;
-const TOP: f64 = 76.0;
 const RIGHT: f64 = 700.0;
-const BOTTOM: f64 = 470.0;
+/// Room for the page's title.
+const TITLED: f64 = 40.0;
 /// Sizes of text.
 const TITLE: f64 = 20.0;
 const BODY: f64 = 14.0;
@@ -41,45 +43,110 @@ pub fn write(figure: &Figure) -> Result<()> {
 /// # Errors
 /// When data cannot be read or drawn.
 pub fn is_current(figure: &Figure) -> Result<bool> {
-    let drawn = render::svg(&picture(figure)?).map_err(|cause| Error::Draw { figure: figure.id.clone(), cause })?;
-    Ok(std::fs::read(figure.output_path("figure.svg")).is_ok_and(|bytes| bytes == drawn))
+    let drawn = render::svg(&picture(figure)?);
+    Ok(std::fs::read(figure.output_path("figure.svg")).is_ok_and(|bytes| bytes == drawn.as_bytes()))
 }
 
 fn picture(figure: &Figure) -> Result<Picture> {
     let mut picture = Picture::default();
     picture.text((20.0, 24.0), format!("{}: {}", figure.label, figure.title), TITLE, Anchor::Start);
-    let plot = &figure.config.plot;
-    match plot.kind {
-        Kind::Timeline => lanes::draw(&mut picture, &lanes::panels(figure)?, &plot.x),
-        kind => {
-            let curves: Vec<_> = series::curves(figure)?.into_iter().filter(|curve| !curve.points.is_empty()).collect();
-            match kind {
-                Kind::Bars => bars::draw(&mut picture, &curves, plot),
-                _ => curves::draw(&mut picture, &curves, plot),
-            }
-            legend(&mut picture, &curves, kind);
-        }
+    if figure.config.plot.kind == Kind::Timeline {
+        lanes::draw(&mut picture, &lanes::panels(figure)?, &figure.config.plot.x);
+        return Ok(picture);
+    }
+    for frame in frames(figure)? {
+        frame.draw(&mut picture);
+        picture.height = frame.area.end;
     }
     Ok(picture)
 }
 
+/// Axes, what is drawn between them, and where.
+struct Frame<'a> {
+    plot: &'a Plot,
+    curves: Vec<Curve>,
+    /// Categories of all frames in order of appearance: a category stands at the same place in each.
+    categories: Vec<String>,
+    area: Area,
+}
+
+/// The frames that have something to draw; the first one in any case.
+fn frames(figure: &Figure) -> Result<Vec<Frame<'_>>> {
+    let config = &figure.config;
+    let mut frames: Vec<_> = config.frames().map(|plot| (plot, Vec::new())).collect();
+    for (series, curve) in config.series.iter().zip(series::curves(figure)?) {
+        frames[config.frame_of(series)].1.extend(Some(curve).filter(|curve| !curve.points.is_empty()));
+    }
+    let mut index = 0..;
+    frames.retain(|(_, curves)| index.next() == Some(0) || !curves.is_empty());
+    let count = frames.len();
+    let categories = categories(frames.iter().flat_map(|(_, curves)| curves));
+    let place = |(index, (plot, curves))| Frame { plot, curves, categories: categories.clone(), area: Area::of(index, count) };
+    Ok(frames.into_iter().enumerate().map(place).collect())
+}
+
+fn categories<'a>(curves: impl Iterator<Item = &'a Curve>) -> Vec<String> {
+    let mut categories: Vec<String> = Vec::new();
+    for point in curves.flat_map(|curve| &curve.points) {
+        if !categories.contains(&point.label) {
+            categories.push(point.label.clone());
+        }
+    }
+    categories
+}
+
+impl Frame<'_> {
+    fn draw(&self, picture: &mut Picture) {
+        if !self.plot.name.is_empty() {
+            picture.line(&[(20.0, self.area.top - 66.0), (WIDTH - 20.0, self.area.top - 66.0)], GREY, 1.0);
+        }
+        picture.text((20.0, self.area.top - 52.0), self.plot.name.clone(), BODY + 2.0, Anchor::Start);
+        match self.plot.kind {
+            Kind::Bars => bars::draw(picture, self),
+            _ => curves::draw(picture, &self.curves, self.plot, self.area),
+        }
+        legend(picture, &self.curves, self.plot.kind, self.area);
+    }
+}
+
+/// The part of the page that a frame takes: the axes lie between `top` and `bottom`, what belongs to them above `end`.
+#[derive(Clone, Copy)]
+struct Area {
+    top: f64,
+    bottom: f64,
+    end: f64,
+}
+
+impl Area {
+    /// The place of a frame among `count`, one below the other.
+    fn of(index: usize, count: usize) -> Self {
+        let (height, head) = match count {
+            1 => (HEIGHT - TITLED, 36.0),
+            2 => (350.0, 66.0),
+            _ => (310.0, 66.0),
+        };
+        let end = TITLED + height * (index + 1) as f64;
+        Self { top: end - height + head, bottom: end - 70.0, end }
+    }
+}
+
 /// Ticks and grid of the vertical axis, its name above it, the frame's floor.
-fn vertical_axis(picture: &mut Picture, axis: &Axis, name: &str) {
+fn vertical_axis(picture: &mut Picture, axis: &Axis, name: &str, area: Area) {
     for tick in axis.ticks() {
         let y = axis.place(tick);
         picture.line(&[(LEFT, y), (RIGHT, y)], GREY, 1.0);
         picture.text((LEFT - 8.0, y), axis::label(tick), BODY, Anchor::End);
     }
-    picture.line(&[(LEFT, BOTTOM), (RIGHT, BOTTOM)], INK, 1.0);
-    picture.text((20.0, 52.0), name, BODY, Anchor::Start);
+    picture.line(&[(LEFT, area.bottom), (RIGHT, area.bottom)], INK, 1.0);
+    picture.text((20.0, area.top - 26.0), name, BODY, Anchor::Start);
 }
 
-/// Samples and names to the right of the axes, smaller where they would leave the page.
-fn legend(picture: &mut Picture, curves: &[Curve], kind: Kind) {
+/// Samples and names to the right of the axes, smaller where they would leave the frame.
+fn legend(picture: &mut Picture, curves: &[Curve], kind: Kind, area: Area) {
     let names: Vec<_> = curves.iter().map(|curve| wrapped(&curve.name, LEGEND_CHARS)).collect();
     let height: f64 = names.iter().map(|lines| 17.0 * lines.len() as f64 + 7.0).sum();
-    let scale = ((SIZE.1 - TOP - 8.0) / height).min(1.0);
-    let mut y = TOP + 8.0;
+    let scale = ((area.end - area.top - 8.0) / height).min(1.0);
+    let mut y = area.top + 8.0;
     for (curve, lines) in curves.iter().zip(names) {
         let (left, right) = ((RIGHT + 18.0, y - 7.0 * scale), (RIGHT + 44.0, y + 7.0 * scale));
         match kind {
@@ -123,11 +190,6 @@ fn wrapped(text: &str, chars: usize) -> Vec<String> {
         }
     }
     lines
-}
-
-/// Height that is left for anything below the axes.
-fn below() -> f64 {
-    SIZE.1 - BOTTOM
 }
 
 #[cfg(test)]

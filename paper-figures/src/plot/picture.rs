@@ -6,8 +6,10 @@ pub type Place = (f64, f64);
 /// Red, green, blue.
 pub type Colour = (u8, u8, u8);
 
-/// Page size in points.
-pub const SIZE: Place = (960.0, 540.0);
+/// Width of the page in points.
+pub const WIDTH: f64 = 960.0;
+/// Its height, where there is one frame.
+pub const HEIGHT: f64 = 540.0;
 /// Text, axes.
 pub const INK: Colour = (34, 34, 34);
 /// Ticks, grid.
@@ -83,10 +85,18 @@ pub enum Shape {
 }
 
 /// Shapes, the later ones on top.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Picture {
+    /// Height of the page in points.
+    pub height: f64,
     /// What is on it.
     pub shapes: Vec<Shape>,
+}
+
+impl Default for Picture {
+    fn default() -> Self {
+        Self { height: HEIGHT, shapes: Vec::new() }
+    }
 }
 
 impl Picture {
@@ -128,10 +138,10 @@ impl Picture {
         self.line(&[(left, top), (right, top), (right, bottom), (left, bottom), (left, top)], colour, 1.5);
     }
 
-    /// A filled regular polygon; many corners are a circle.
-    pub fn polygon(&mut self, (x, y): Place, radius: f64, corners: u32, colour: Colour) {
+    /// A filled regular polygon that stands on a side, or turned by `turn` sides; many corners are a circle.
+    pub fn polygon(&mut self, (x, y): Place, radius: f64, (corners, turn): (u32, f64), colour: Colour) {
         let corner = |index: u32| {
-            let angle = (f64::from(index) + 0.5) * std::f64::consts::TAU / f64::from(corners) + std::f64::consts::FRAC_PI_2;
+            let angle = (f64::from(index) + 0.5 + turn) * std::f64::consts::TAU / f64::from(corners) + std::f64::consts::FRAC_PI_2;
             (x + radius * angle.cos(), y + radius * angle.sin())
         };
         self.shapes.push(Shape::Area { points: (0..corners).map(corner).collect(), colour });

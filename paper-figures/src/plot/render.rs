@@ -1,16 +1,21 @@
 //! A picture as SVG and as PNG, from the same shapes.
 
-use super::picture::{Anchor, Colour, PAPER, Picture, Place, SIZE, Shape};
+use super::picture::{Anchor, Colour, INK, PAPER, Picture, Place, Shape, WIDTH};
 use crate::error::{Error, Result};
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
+use std::fmt::Write as _;
 use std::path::Path;
 
 /// Pixels of the PNG for a point of the page.
 const PIXELS: f64 = 2.0;
+/// Each is the mean of this many squared: edges are smooth, and a line is as wide whichever way it runs.
+const FINE: usize = 3;
 /// Family of every text; the PNG takes the font that comes with this crate.
 const FAMILY: &str = "sans-serif";
 static FONT: &[u8] = include_bytes!("../../fonts/Roboto-Latin.ttf");
+/// Sizes are those of whole lines of the font, which SVG's are not.
+const LINE_HEIGHT: f64 = 1.24;
 
 /// Writes `figure.svg` and `figure.png` into `folder`.
 ///
@@ -19,7 +24,7 @@ static FONT: &[u8] = include_bytes!("../../fonts/Roboto-Latin.ttf");
 pub fn write(picture: &Picture, figure: &str, folder: &Path) -> Result<()> {
     let failed = |cause: String| Error::Draw { figure: figure.into(), cause };
     std::fs::create_dir_all(folder).map_err(|source| Error::Io { path: folder.into(), source })?;
-    for (name, bytes) in [("figure.svg", svg(picture).map_err(failed)?), ("figure.png", png(picture).map_err(failed)?)] {
+    for (name, bytes) in [("figure.svg", svg(picture).into_bytes()), ("figure.png", png(picture).map_err(failed)?)] {
         let path = folder.join(name);
         std::fs::write(&path, bytes).map_err(|source| Error::Io { path, source })?;
     }
@@ -27,21 +32,56 @@ pub fn write(picture: &Picture, figure: &str, folder: &Path) -> Result<()> {
 }
 
 /// The picture as SVG.
-///
-/// # Errors
-/// What the drawing library says.
-pub fn svg(picture: &Picture) -> std::result::Result<Vec<u8>, String> {
-    let mut text = String::new();
-    draw(picture, 1.0, SVGBackend::with_string(&mut text, (SIZE.0 as u32, SIZE.1 as u32)))?;
-    Ok(text.into_bytes())
+pub fn svg(picture: &Picture) -> String {
+    let (height, paper) = (picture.height, hex(PAPER));
+    let mut svg =
+        format!("<svg width=\"{WIDTH}\" height=\"{height}\" viewBox=\"0 0 {WIDTH} {height}\" xmlns=\"http://www.w3.org/2000/svg\">\n");
+    let _ = writeln!(svg, "<rect width=\"{WIDTH}\" height=\"{height}\" fill=\"{paper}\"/>");
+    for shape in &picture.shapes {
+        let _ = writeln!(svg, "{}", element(shape));
+    }
+    svg + "</svg>\n"
+}
+
+fn element(shape: &Shape) -> String {
+    let corners = |points: &[Place]| {
+        let corner = |(x, y): &Place| format!("{},{}", hundredths(*x), hundredths(*y));
+        points.iter().map(corner).collect::<Vec<_>>().join(" ")
+    };
+    match shape {
+        Shape::Line { points, colour, width } => {
+            let (points, colour) = (corners(points), hex(*colour));
+            format!("<polyline fill=\"none\" stroke=\"{colour}\" stroke-width=\"{width}\" stroke-linejoin=\"bevel\" points=\"{points}\"/>")
+        }
+        Shape::Area { points, colour } => format!("<polygon fill=\"{}\" points=\"{}\"/>", hex(*colour), corners(points)),
+        Shape::Text { at, text, size, anchor } => {
+            let side = match anchor {
+                Anchor::Start => "start",
+                Anchor::Middle => "middle",
+                Anchor::End => "end",
+            };
+            let (x, y, size, ink) = (hundredths(at.0), hundredths(at.1), hundredths(size / LINE_HEIGHT), hex(INK));
+            let text = text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;");
+            format!(
+                "<text x=\"{x}\" y=\"{y}\" dy=\"0.5ex\" text-anchor=\"{side}\" font-family=\"{FAMILY}\" font-size=\"{size}\" fill=\"{ink}\">{text}</text>"
+            )
+        }
+    }
+}
+
+fn hundredths(value: f64) -> f64 {
+    (value * 100.0).round() / 100.0
+}
+
+fn hex((red, green, blue): Colour) -> String {
+    format!("#{red:02X}{green:02X}{blue:02X}")
 }
 
 fn png(picture: &Picture) -> std::result::Result<Vec<u8>, String> {
-    let (width, height) = ((SIZE.0 * PIXELS) as u32, (SIZE.1 * PIXELS) as u32);
-    let mut pixels = vec![0; (width * height * 3) as usize];
-    draw(picture, PIXELS, BitMapBackend::with_buffer(&mut pixels, (width, height)))?;
+    let (width, height) = ((WIDTH * PIXELS) as usize, (picture.height * PIXELS) as usize);
+    let pixels = pixels(picture, (width, height))?;
     let mut bytes = Vec::new();
-    let mut encoder = png::Encoder::new(&mut bytes, width, height);
+    let mut encoder = png::Encoder::new(&mut bytes, width as u32, height as u32);
     encoder.set_color(png::ColorType::Rgb);
     encoder.set_compression(png::Compression::High);
     let mut writer = encoder.write_header().map_err(|error| error.to_string())?;
@@ -50,12 +90,34 @@ fn png(picture: &Picture) -> std::result::Result<Vec<u8>, String> {
     Ok(bytes)
 }
 
-fn draw<DB: DrawingBackend>(picture: &Picture, scale: f64, backend: DB) -> std::result::Result<(), String> {
-    plotters::style::register_font(FAMILY, FontStyle::Normal, FONT).map_err(|_| "the font cannot be read")?;
+/// Red, green and blue of `width` times `height` pixels, each the mean of finer ones.
+fn pixels(picture: &Picture, (width, height): (usize, usize)) -> std::result::Result<Vec<u8>, String> {
+    let mut fine = vec![u8::MAX; width * height * FINE * FINE * 3];
+    draw(picture, BitMapBackend::with_buffer(&mut fine, ((width * FINE) as u32, (height * FINE) as u32)))?;
+    let mean = |index: usize| {
+        let (pixel, channel) = (index / 3, index % 3);
+        let (left, top) = (pixel % width * FINE, pixel / width * FINE);
+        let of = |each: usize| u32::from(fine[((top + each / FINE) * width * FINE + left + each % FINE) * 3 + channel]);
+        ((0..FINE * FINE).map(of).sum::<u32>() / (FINE * FINE) as u32) as u8
+    };
+    Ok((0..width * height * 3).map(mean).collect())
+}
+
+fn draw<DB: DrawingBackend>(picture: &Picture, backend: DB) -> std::result::Result<(), String> {
+    register()?;
     let area = backend.into_drawing_area();
-    area.fill(&rgb(PAPER)).map_err(|error| error.to_string())?;
-    picture.shapes.iter().try_for_each(|shape| draw_shape(&area, scale, shape)).map_err(|error| error.to_string())?;
+    picture.shapes.iter().try_for_each(|shape| draw_shape(&area, PIXELS * FINE as f64, shape)).map_err(|error| error.to_string())?;
     area.present().map_err(|error| error.to_string())
+}
+
+fn register() -> std::result::Result<(), String> {
+    plotters::style::register_font(FAMILY, FontStyle::Normal, FONT).map_err(|_| "the font cannot be read".into())
+}
+
+/// Width and height of a text in points.
+pub fn text_size(text: &str, size: f64) -> (f64, f64) {
+    let measured = register().ok().and_then(|()| (FAMILY, size * PIXELS).into_font().box_size(text).ok());
+    measured.map_or((0.0, 0.0), |(width, height)| (f64::from(width) / PIXELS, f64::from(height) / PIXELS))
 }
 
 fn draw_shape<DB: DrawingBackend>(
@@ -64,23 +126,32 @@ fn draw_shape<DB: DrawingBackend>(
     shape: &Shape,
 ) -> std::result::Result<(), DrawingAreaErrorKind<DB::ErrorType>> {
     let at = |place: &Place| ((place.0 * scale).round() as i32, (place.1 * scale).round() as i32);
+    let fill = |points: &[Place], colour: Colour| area.draw(&Polygon::new(points.iter().map(at).collect::<Vec<_>>(), rgb(colour).filled()));
     match shape {
+        // Segment by segment: a thick line's sharp corner would be drawn with a spike that is in no data. As areas: the
+        // library's own thick lines have another width at every angle.
         Shape::Line { points, colour, width } => {
-            let style = rgb(*colour).stroke_width((width * scale).round().max(1.0) as u32);
-            // Segment by segment: a thick line's sharp corner would be drawn with a spike that is in no data.
-            points.windows(2).try_for_each(|ends| area.draw(&PathElement::new([at(&ends[0]), at(&ends[1])], style)))
+            points.windows(2).filter(|ends| ends[0] != ends[1]).try_for_each(|ends| fill(&stroke(ends[0], ends[1], *width), *colour))
         }
-        Shape::Area { points, colour } => area.draw(&Polygon::new(points.iter().map(at).collect::<Vec<_>>(), rgb(*colour).filled())),
+        Shape::Area { points, colour } => fill(points, *colour),
         Shape::Text { at: place, text, size, anchor } => {
             let side = match anchor {
                 Anchor::Start => HPos::Left,
                 Anchor::Middle => HPos::Center,
                 Anchor::End => HPos::Right,
             };
-            let style = (FAMILY, size * scale).into_font().color(&rgb(super::picture::INK)).pos(Pos::new(side, VPos::Center));
+            let style = (FAMILY, size * scale).into_font().color(&rgb(INK)).pos(Pos::new(side, VPos::Center));
             area.draw(&Text::new(text.as_str(), at(place), style))
         }
     }
+}
+
+/// The corners of a straight line of some width.
+fn stroke(from: Place, to: Place, width: f64) -> [Place; 4] {
+    let (x, y) = (to.0 - from.0, to.1 - from.1);
+    let half = width / 2.0 / x.hypot(y);
+    let (x, y) = (-y * half, x * half);
+    [(from.0 + x, from.1 + y), (to.0 + x, to.1 + y), (to.0 - x, to.1 - y), (from.0 - x, from.1 - y)]
 }
 
 fn rgb((red, green, blue): Colour) -> RGBColor {
@@ -90,17 +161,16 @@ fn rgb((red, green, blue): Colour) -> RGBColor {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plot::picture::INK;
 
     #[test]
     fn both_files_hold_the_picture() {
         let mut picture = Picture::default();
-        picture.text((100.0, 100.0), "GB/s at 64 MiB", 20.0, Anchor::Middle);
+        picture.text((100.0, 100.0), "GB/s at <64 MiB", 20.0, Anchor::Middle);
         picture.rectangle((10.0, 10.0), (20.0, 20.0), INK);
         let dir = tempfile::tempdir().unwrap();
         write(&picture, "fig-00", dir.path()).unwrap();
         let svg = std::fs::read_to_string(dir.path().join("figure.svg")).unwrap();
-        assert!(svg.contains("GB/s at 64 MiB") && svg.contains("sans-serif"), "{svg}");
+        assert!(svg.contains("GB/s at &lt;64 MiB") && svg.contains("sans-serif"), "{svg}");
         let png = png::Decoder::new(std::io::BufReader::new(std::fs::File::open(dir.path().join("figure.png")).unwrap()));
         let mut reader = png.read_info().unwrap();
         let mut pixels = vec![0; reader.output_buffer_size().unwrap()];
@@ -109,5 +179,22 @@ mod tests {
         assert!(dark(30, 30) && !dark(50, 50));
         let is_text = (150..250).any(|x| (180..220).any(|y| dark(x, y)));
         assert!(is_text, "the font draws");
+    }
+
+    /// Darkness of a line of 100 points, in pixels for each point of its length.
+    fn ink(degrees: f64, width: f64) -> f64 {
+        let mut picture = Picture { height: 120.0, ..Picture::default() };
+        let (sin, cos) = degrees.to_radians().sin_cos();
+        picture.line(&[(10.0, 10.0), (10.0 + 100.0 * cos, 10.0 + 100.0 * sin)], (0, 0, 0), width);
+        let pixels = pixels(&picture, (1920, 240)).unwrap();
+        pixels.iter().step_by(3).map(|&light| 1.0 - f64::from(light) / 255.0).sum::<f64>() / 100.0
+    }
+
+    #[test]
+    fn a_line_is_as_wide_whichever_way_it_runs() {
+        for width in [1.0, 2.0] {
+            let shares = [0.0, 10.0, 30.0, 45.0, 60.0, 80.0, 90.0].map(|degrees| ink(degrees, width) / (width * PIXELS * PIXELS));
+            assert!(shares.iter().all(|share| (share / shares[0] - 1.0).abs() < 0.1), "{width} points wide: {shares:.2?}");
+        }
     }
 }
