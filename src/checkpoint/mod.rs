@@ -11,12 +11,14 @@
 //! or absent. Every byte of it is under a CRC32C, and [`verify`] reads all of them before anything is restored.
 
 pub mod digest;
+mod find;
 mod format;
 mod reader;
 mod store;
 mod validate;
 mod writer;
 
+pub use find::find;
 pub use format::{FileEntry, LossScale, Manifest, Scheduler, TensorEntry, TrainerState};
 pub use reader::{Loaded, open, verify};
 pub use store::{Newest, clean, is_checkpoint, newest_good};

@@ -77,26 +77,12 @@ pub fn export(
 /// # Errors
 /// No good checkpoint; otherwise as [`export`].
 pub fn export_checkpoint(dir: &Path, out_dir: &Path, options: Options) -> Result<Exported> {
-    let (checkpoint, warnings) = find_checkpoint(dir)?;
+    let (checkpoint, warnings) = checkpoint::find(dir)?;
     let mut loaded = checkpoint::open(&checkpoint)?;
     let model_files = loaded.read_model_files()?;
     expect_model(&loaded, &checkpoint, &model_files)?;
     export(out_dir, &model_files, options, |spec, out| loaded.read_params(&spec.name, out))?;
     Ok(Exported { step: loaded.manifest().trainer.step, checkpoint, warnings })
-}
-
-fn find_checkpoint(dir: &Path) -> Result<(PathBuf, Vec<String>)> {
-    if checkpoint::is_checkpoint(dir) {
-        return Ok((dir.to_path_buf(), vec![]));
-    }
-    let newest = checkpoint::newest_good(dir)?;
-    match newest.found {
-        Some((path, _)) => Ok((path, newest.warnings)),
-        None => {
-            let damaged = if newest.warnings.is_empty() { "it is not one and contains none".into() } else { newest.warnings.join("; ") };
-            Err(Error::format(dir, format_args!("no good checkpoint: {damaged}")))
-        }
-    }
 }
 
 fn expect_model(loaded: &Loaded, dir: &Path, model_files: &[(String, Vec<u8>)]) -> Result<()> {

@@ -1,0 +1,23 @@
+//! The checkpoint that a person means.
+
+use super::{is_checkpoint, newest_good};
+use crate::error::{Error, Result};
+use std::path::{Path, PathBuf};
+
+/// `dir`, if it is a checkpoint; otherwise the newest good one in it, as an output directory. With a line for each that was passed over.
+///
+/// # Errors
+/// `Format` when `dir` holds no good checkpoint; `Io` when it cannot be read.
+pub fn find(dir: &Path) -> Result<(PathBuf, Vec<String>)> {
+    if is_checkpoint(dir) {
+        return Ok((dir.to_path_buf(), vec![]));
+    }
+    let newest = newest_good(dir)?;
+    match newest.found {
+        Some((path, _)) => Ok((path, newest.warnings)),
+        None => {
+            let damaged = newest.warnings.into_iter().next().unwrap_or_else(|| "it is not one and contains none".into());
+            Err(Error::format(dir, format_args!("no good checkpoint: {damaged}")))
+        }
+    }
+}
