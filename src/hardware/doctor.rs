@@ -54,7 +54,8 @@ pub fn report(topology: &Topology, isa: &str, probes: &Probes, resctrl_root: &Pa
     let partitions = Partitions::discover(topology, resctrl_root);
     let mut lines: Vec<String> = facts(topology, isa, probes, &partitions).into_iter().map(|(name, value)| line(name, &value)).collect();
     lines.push("\nwould make it faster:".into());
-    let advice = advice(topology, isa, &partitions);
+    let mut advice = advice(topology, isa, &partitions);
+    advice.extend(gpu_advice(&probes.gpu));
     lines.extend(advice.iter().map(|text| format!("  - {text}")));
     if advice.is_empty() {
         lines.push("  nothing found".into());
@@ -137,13 +138,15 @@ fn plural(number: usize, what: &str) -> String {
     format!("{number} {what}{}", if number == 1 { "" } else { "s" })
 }
 
-/// Where a run on a GPU would place them.
+/// Where a run on a GPU would place them, whose driver needs a CPU; the CPU device computes and steps on all.
 fn threads(topology: &Topology) -> String {
     let workers = workers(topology);
-    match Placement::on(topology, workers) {
+    let beside_a_gpu = match Placement::on(topology, workers) {
         Some(place) => format!("{workers} on CPUs {}, all else on {}", CpuList::from_iter(place.workers), place.others),
         None => format!("{workers}, not pinned (under a quota, CPUs are shared)"),
-    }
+    };
+    let cpus = topology.usable_cpus().map_or(1, |usable| usable.count());
+    format!("beside a GPU {beside_a_gpu}; on the CPU device {cpus}")
 }
 
 /// Nodes beside the CPUs in use: never a GPU's.
@@ -298,6 +301,13 @@ fn advice(topology: &Topology, isa: &str, partitions: &Partitions) -> Vec<String
     limits::reasons(topology).into_iter().chain(advice.into_iter().flatten()).collect()
 }
 
+/// What stands between this machine and a GPU.
+fn gpu_advice(gpu: &GpuReport) -> Vec<String> {
+    let absent = gpu.usable.as_ref().err().map(|cause| format!("a GPU, if there is one: {cause}"));
+    let missing = gpu.libraries.iter().filter_map(|(_, path)| path.as_ref().err().map(ToString::to_string));
+    absent.into_iter().chain(missing).collect()
+}
+
 /// Arm's vector kernels need no advice: every aarch64 CPU has NEON.
 fn vector_isa(topology: &Topology, isa: &str) -> Option<String> {
     let (has_avx2, has_avx512) = (topology.has_flag("avx2"), topology.has_flag("avx512f"));
@@ -405,7 +415,7 @@ mod tests {
             "isa:                    avx2",
             "cpus online:            7 threads, 4 cores, 2 packages",
             "cpus usable:            7 of 7 CPUs (affinity 0-6, no cgroup quota)",
-            "optimizer threads:      6 on CPUs 1-6, all else on 0",
+            "optimizer threads:      beside a GPU 6 on CPUs 1-6, all else on 0; on the CPU device 7",
             "pool wake-up:           1.5 us (99 %: 3.0) spinning, 1.5 us (99 %: 3.0) parked, 6 workers",
             "caches:                 L1d 48.0 KiB x4, L2 2.0 MiB x4, L3 32.0 MiB x2",
             "memory:                 64.0 GiB, 48.0 GiB available",
@@ -428,7 +438,8 @@ mod tests {
             "kernel:                 6.12.1",
         ];
         assert_eq!(facts[expected.len() + 1..], rest);
-        for advice in ["no AVX-512", "echo madvise", "only 8.0 MiB may be locked"] {
+        for advice in ["no AVX-512", "echo madvise", "only 8.0 MiB may be locked", "a GPU, if there is one: find an NVIDIA GPU: no driver"]
+        {
             assert!(report.contains(advice), "{advice} in\n{report}");
         }
     }
@@ -439,6 +450,12 @@ mod tests {
         let found = GpuReport { facts: Ok(facts), usable: Ok(Addressing::Managed), libraries: Vec::new() };
         assert_eq!(gpu_name(&server(), &found), "NVIDIA H200");
         assert_eq!(cuda_device(&found), "ready (--device cuda)");
+        let missing = GpuReport {
+            facts: Ok(GpuFacts::default()),
+            usable: Ok(Addressing::Managed),
+            libraries: vec![("cuBLASLt", Err(Error::resource("open libcublasLt.so.13", "not found")))],
+        };
+        assert_eq!(gpu_advice(&missing), ["open libcublasLt.so.13: not found"], "what is missing is not `nothing found`");
         let report = report(&server(), "avx2", &Probes { gpu: found, ..probes() }, Path::new("/nowhere"));
         assert!(report.contains("\naddressing:             managed memory, whose pages move\n"), "{report}");
         let driver = Topology { nvidia_driver: Some("580.1".into()), nvidia_devices: 2, ..server() };
@@ -451,7 +468,7 @@ mod tests {
     fn a_grace_keeps_its_gpus_memory_and_its_coarse_pages_out() {
         let facts = facts_of(&Topology::read(grace().path(), Process { affinity: CpuList::parse("0-71"), memlock_bytes: None }));
         for fact in [
-            "optimizer threads: 65 on CPUs 6-39,41-71, all else on 0-5,40",
+            "optimizer threads: beside a GPU 65 on CPUs 6-39,41-71, all else on 0-5,40; on the CPU device 72",
             "numa node: 1: 96.0 GiB, cpus none",
             "host memory from: node 0 of 2 with memory",
             "page size: 64.0 KiB",
@@ -472,7 +489,7 @@ mod tests {
         let dir = root.path().join("sys/fs/cgroup");
         for fact in [
             "cpus usable: 2 of 72 CPUs (affinity 8-11, cgroup quota 2.0)".into(),
-            "optimizer threads: 1, not pinned (under a quota, CPUs are shared)".into(),
+            "optimizer threads: beside a GPU 1, not pinned (under a quota, CPUs are shared); on the CPU device 2".into(),
             format!("memory limit: 16.0 GiB ({})", dir.join("memory.max").display()),
             format!("- the cgroup grants 2.0 of 4 CPUs' time: raise {}", dir.join("cpu.max").display()),
             format!("- only 4 of 72 CPUs are allowed (8-11): widen {}", dir.join("cpuset.cpus.effective").display()),
@@ -484,7 +501,9 @@ mod tests {
 
     #[test]
     fn an_unknown_machine_is_said_to_be_unknown() {
-        let report = report(&Topology::read(tree(&[]).path(), Process::default()), "scalar", &probes(), Path::new("/nowhere"));
+        let unknown = Topology::read(tree(&[]).path(), Process::default());
+        let found = GpuReport { facts: Ok(GpuFacts::default()), usable: Ok(Addressing::Managed), libraries: Vec::new() };
+        let report = report(&unknown, "scalar", &Probes { gpu: found, ..probes() }, Path::new("/nowhere"));
         assert!(report.contains("cpu:                    unknown"));
         assert!(report.contains("perf:                   not in this kernel"));
         assert!(report.ends_with("would make it faster:\n  nothing found\n"), "{report}");

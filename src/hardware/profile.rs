@@ -299,7 +299,7 @@ impl Profile {
     /// # Errors
     /// `Format` naming the field that lacks, that nobody knows, or whose number makes no sense.
     pub fn parse(text: &str, file: &Path) -> Result<Self> {
-        let profile: Self = toml::from_str(text).map_err(|e| Error::format(file, e.to_string().trim_end()))?;
+        let profile: Self = toml::from_str(text).map_err(|e| Error::format(file, one_line(text, &e)))?;
         profile.check().map_err(|cause| Error::format(file, cause))?;
         Ok(profile)
     }
@@ -372,6 +372,13 @@ impl Profile {
         let cpu_device = self.cpu_device.as_ref().map(|device| ("cpu_device", device.fields()));
         [gpu, link, Some(("host", self.host.fields())), cpu_device, contention].into_iter().flatten()
     }
+}
+
+/// What is wrong with `text`, and in which line, without showing it.
+fn one_line(text: &str, error: &toml::de::Error) -> String {
+    let message = error.message().split_whitespace().collect::<Vec<_>>().join(" ");
+    let line = error.span().map(|span| 1 + text.bytes().take(span.start).filter(|&byte| byte == b'\n').count());
+    line.map_or_else(|| message.clone(), |line| format!("line {line}: {message}"))
 }
 
 impl fmt::Display for Profile {

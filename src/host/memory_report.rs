@@ -132,11 +132,18 @@ impl fmt::Display for MemoryReport {
     /// `54.5 GiB: 54.0 GiB in pages of 2.0 MiB, 512.0 MiB of 4.0 KiB; on node 0 54.5 GiB (bound)`
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", Bytes(self.bytes))?;
+        // The kernel merges neighbouring areas, which then count whole.
+        let is_more = self.pages.iter().map(|p| p.bytes).fold(0, u64::saturating_add) > self.bytes;
+        if is_more {
+            f.write_str("; with what the kernel keeps beside it")?;
+        }
         let pages: Vec<_> = self.pages.iter().map(|p| format!("{} in pages of {}", Bytes(p.bytes), Bytes(p.page_bytes))).collect();
         let nodes: Vec<_> = self.nodes.iter().map(|n| format!("{} on node {}", Bytes(n.bytes), n.node)).collect();
         let how = if self.bound_to.is_empty() { "" } else { " (bound)" };
+        let mut mark = if is_more { ": " } else { "; " };
         for (facts, how) in [(pages, ""), (nodes, how)].into_iter().filter(|(facts, _)| !facts.is_empty()) {
-            write!(f, "; {}{how}", facts.join(", "))?;
+            write!(f, "{mark}{}{how}", facts.join(", "))?;
+            mark = "; ";
         }
         self.notes.iter().try_for_each(|note| write!(f, "; {note}"))
     }
@@ -171,6 +178,9 @@ AnonHugePages:         0 kB\nPrivate_Hugetlb:    2048 kB\n\
         let line =
             "10.0 MiB; 8.0 MiB in pages of 2.0 MiB, 2.0 MiB in pages of 4.0 KiB; 8.0 MiB on node 0, 2.0 MiB on node 1 (bound); a note";
         assert_eq!(report.to_string(), line);
+        let small = MemoryReport { bytes: 1 << 20, bound_to: vec![], notes: vec![], nodes: vec![], ..report };
+        let line = "1.0 MiB; with what the kernel keeps beside it: 8.0 MiB in pages of 2.0 MiB, 2.0 MiB in pages of 4.0 KiB";
+        assert_eq!(small.to_string(), line, "areas that were merged with others count whole");
     }
 
     #[test]

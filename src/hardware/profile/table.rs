@@ -14,10 +14,22 @@ impl Profile {
         lines.extend(self.facts.iter().map(|fact| format!("  {fact}")));
         for (section, fields) in self.sections() {
             lines.push(format!("\n{section}"));
+            lines.extend(Some(meaning(section)).filter(|meaning| !meaning.is_empty()).map(|meaning| format!("  ({meaning})")));
             let rows = fields.into_iter().flat_map(|(name, field)| field.rows(name));
             lines.extend(rows.map(|(name, value, source)| format!("  {name:<42} {value:>15}  {source}").trim_end().into()));
         }
         lines.join("\n")
+    }
+}
+
+/// What rates are rates of, where the name does not say it: one of a loop and one of another have no common measure.
+fn meaning(section: &str) -> &'static str {
+    match section {
+        "host" => {
+            "memory_bytes_per_s: a triad on every CPU, three streams as STREAM counts them, not what the caches add; \
+            adam_bytes_per_s: what AdamW's vector pass reads and writes"
+        }
+        _ => "",
     }
 }
 
