@@ -51,10 +51,16 @@ enum Command {
         /// `fig-06`, `table-2`.
         id: String,
     },
-    /// Run the sweeps of a figure and write its lines. A run that ended early is gone on with.
+    /// Run the sweeps of a figure, and draw it from its new lines, in target/paper-figures. A run that ended early is gone on with.
     Run {
         /// `fig-06`.
         id: String,
+        /// Write into the figure's own folder, in place of the published lines; the program has to know its commit.
+        #[arg(long)]
+        record: bool,
+        /// Where it writes otherwise [default: target/paper-figures].
+        #[arg(long, value_name = "DIR", conflicts_with = "record")]
+        out: Option<PathBuf>,
         /// What there is besides a CPU: sweeps that need it are run, too. `builds`: cargo, and minutes for builds by features.
         #[arg(long, value_name = "gpu|builds")]
         with: Vec<String>,
@@ -71,12 +77,15 @@ enum Command {
     Check,
     /// Write the table of verdicts into the README.
     Table,
-    /// Run, draw and check every figure.
+    /// Run, draw and check every figure, in target/paper-figures.
     All {
-        /// With small sizes on the CPU, in minutes, into --out; nothing that is committed is touched.
+        /// As in `run`.
+        #[arg(long, conflicts_with_all = ["kick_the_tires", "out"])]
+        record: bool,
+        /// With small sizes on the CPU, in minutes.
         #[arg(long)]
         kick_the_tires: bool,
-        /// Where --kick-the-tires writes [default: target/kick-the-tires].
+        /// Where it writes otherwise [default: target/paper-figures, with --kick-the-tires target/kick-the-tires].
         #[arg(long, value_name = "DIR")]
         out: Option<PathBuf>,
         /// As in `run`.
@@ -117,17 +126,16 @@ fn run(args: &Args) -> Result<Output> {
     match &args.command {
         Command::List => list(&figures).map(Output::good),
         Command::Show { id } => show(find(&figures, id)?).map(Output::good),
-        Command::Run { id, with, only } => {
+        Command::Run { id, record, out, with, only } => {
             let choice = Choice { is_quick: false, with: with.clone(), only: only.clone() };
-            let said = run::run(find(&figures, id)?, &programs(args)?, &choice)?;
-            Ok(Output::good(format!("{}\n", said.join("\n"))))
+            run_one(args, find(&figures, id)?, (*record, out.as_deref()), &choice).map(Output::good)
         }
         Command::Plot { id } if id == "all" => figures.iter().try_for_each(plot::write).map(|()| Output::good("")),
         Command::Plot { id } => plot::write(find(&figures, id)?).map(|()| Output::good("")),
         Command::Check => check(args, &figures),
         Command::Table => table(args, &figures),
-        Command::All { kick_the_tires: true, out, with } => kick_the_tires(args, figures, out.as_deref(), with),
-        Command::All { with, .. } => all(args, &figures, with),
+        Command::All { kick_the_tires: true, out, with, .. } => kick_the_tires(args, figures, out.as_deref(), with),
+        Command::All { record, out, with, .. } => all(args, &figures, (*record, out.as_deref()), with),
     }
 }
 
@@ -145,11 +153,55 @@ fn find<'a>(figures: &'a [Figure], id: &str) -> Result<&'a Figure> {
     figures.iter().find(|figure| figure.id == id).ok_or_else(|| Error::Usage(format!("no figure {id}: there are {}", known())))
 }
 
+/// A paragraph for each figure, as wide as the terminal.
 fn list(figures: &[Figure]) -> Result<String> {
-    let row = |figure: &Figure| Ok(vec![figure.id.clone(), figure.title.clone(), verdict::verdict(figure)?]);
-    let rows = figures.iter().map(row).collect::<Result<_>>()?;
-    let header = ["id", "title", "verdict"].map(String::from).into();
-    Ok(csv::Table { comments: Vec::new(), header, rows }.aligned())
+    let columns = std::env::var("COLUMNS").ok().and_then(|columns| columns.parse().ok()).unwrap_or(COLUMNS);
+    let entry = |figure: &Figure| Ok(format!("{:<10}{}\n{}", figure.id, figure.title, wrapped(&verdict::verdict(figure)?, 10, columns)));
+    figures.iter().map(entry).collect()
+}
+
+/// Columns where the shell does not say how many there are.
+const COLUMNS: usize = 100;
+
+/// Lines of `text`, each indented, none wider than `columns` unless a word is.
+fn wrapped(text: &str, indent: usize, columns: usize) -> String {
+    let mut lines = vec![String::new()];
+    for word in text.split_whitespace() {
+        let line = lines.last_mut().expect("there is a first line");
+        if line.is_empty() {
+            line.push_str(word);
+        } else if indent + line.chars().count() + 1 + word.chars().count() <= columns {
+            line.push(' ');
+            line.push_str(word);
+        } else {
+            lines.push(word.into());
+        }
+    }
+    lines.iter().map(|line| format!("{:indent$}{line}\n", "")).collect()
+}
+
+/// The figure as `run` leaves it: its own folder only if it is recorded, and only by a program that can be built again.
+fn writable(args: &Args, figure: &Figure, (record, out): Place) -> Result<Figure> {
+    if record {
+        programs(args)?.check_recordable()?;
+        return Ok(figure.clone());
+    }
+    let out = out.map_or_else(|| args.dir.join("../target/paper-figures"), Path::to_path_buf);
+    Ok(figure.clone().with_scratch(&out))
+}
+
+/// Whether lines are recorded, and where they go if not and somebody said so.
+type Place<'a> = (bool, Option<&'a Path>);
+
+fn run_one(args: &Args, figure: &Figure, place: Place, choice: &Choice) -> Result<String> {
+    let (figure, record) = (writable(args, figure, place)?, place.0);
+    let said = run::run(&figure, &programs(args)?, choice)?.join("\n");
+    if record {
+        return Ok(format!("{said}\nnow: plot {}, table, check\n", figure.id));
+    }
+    plot::write(&figure)?;
+    let folder = figure.output_path("");
+    Ok(format!("{said}\nlines and picture are in {}; --record replaces the published ones\n", folder.display()))
 }
 
 fn show(figure: &Figure) -> Result<String> {
@@ -184,11 +236,17 @@ fn table(args: &Args, figures: &[Figure]) -> Result<Output> {
     Ok(Output::good(""))
 }
 
-fn all(args: &Args, figures: &[Figure], with: &[String]) -> Result<Output> {
+fn all(args: &Args, figures: &[Figure], place: Place, with: &[String]) -> Result<Output> {
     let choice = Choice { with: with.into(), ..Choice::default() };
+    let mut wrong = Vec::new();
     for figure in figures {
-        run::run(figure, &programs(args)?, &choice)?;
-        plot::write(figure)?;
+        let figure = writable(args, figure, place)?;
+        run::run(&figure, &programs(args)?, &choice)?;
+        plot::write(&figure)?;
+        wrong.extend(check::check(&figure, false)?);
+    }
+    if !place.0 {
+        return Ok(Output::complaints(&wrong));
     }
     table(args, figures)?;
     check(args, figures)

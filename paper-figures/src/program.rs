@@ -33,6 +33,27 @@ impl Programs {
         Ok(lines)
     }
 
+    /// Refuses what could not be measured again: a program that does not know its commit, or whose sources have changed since.
+    ///
+    /// # Errors
+    /// `Usage` with what to do.
+    pub fn check_recordable(&self) -> Result<()> {
+        let program = self.binaries.join("superoffload");
+        let version = output(Command::new(&program).arg("--version"))?;
+        if !version.contains("(commit ") {
+            let cause = "does not know its commit; build it in a clone, or with SUPEROFFLOAD_COMMIT set";
+            return Err(Error::Usage(format!("--record: {} {cause}", program.display())));
+        }
+        // Without git, or outside a clone, nobody knows.
+        let mut git = Command::new("git");
+        git.current_dir(&self.figures).args(["status", "--porcelain", "--", ":/", ":/!paper-figures/*/*"]);
+        let changed = output(&mut git).unwrap_or_default();
+        match changed.lines().next() {
+            None => Ok(()),
+            Some(first) => Err(Error::Usage(format!("--record: the sources are not those of the commit ({}); commit first", first.trim()))),
+        }
+    }
+
     fn call(&self, program: Program, flags: &Flags) -> Result<Vec<Value>> {
         let (features, flags) = without_features(flags);
         let binaries = features.map_or_else(|| Ok(self.binaries.clone()), |features| self.build(&features))?;

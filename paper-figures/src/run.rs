@@ -47,7 +47,7 @@ pub fn run(figure: &Figure, programs: &Programs, choice: &Choice) -> Result<Vec<
         }
         let combinations = run.combinations(choice.is_quick);
         let lines = sweep(figure, run, &combinations, programs, &mut unfinished)?;
-        said.push(format!("{}: {} lines of {} calls in {}", figure.id, lines.len(), combinations.len(), run.out));
+        said.push(format!("{}: {} of {} in {}", figure.id, plural(lines.len(), "line"), plural(combinations.len(), "call"), run.out));
         results.push((run, lines));
     }
     for (run, lines) in results {
@@ -55,6 +55,10 @@ pub fn run(figure: &Figure, programs: &Programs, choice: &Choice) -> Result<Vec<
     }
     unfinished.end()?;
     Ok(said)
+}
+
+fn plural(number: usize, what: &str) -> String {
+    format!("{number} {what}{}", if number == 1 { "" } else { "s" })
 }
 
 fn sweep(figure: &Figure, run: &Run, combinations: &[Flags], programs: &Programs, unfinished: &mut Unfinished) -> Result<Vec<Value>> {

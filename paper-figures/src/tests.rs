@@ -42,7 +42,8 @@ impl Folder {
         folder.write("fig-00_test/expected.csv", "size,rate\n100,12.8\n200,22.6\n");
         let table = "<!-- begin: written by `paper-figures table` -->\n<!-- end -->\n";
         folder.write("README.md", table);
-        for command in [&["run", "fig-00"][..], &["plot", "all"], &["table"]] {
+        folder.record().unwrap();
+        for command in [&["plot", "all"][..], &["table"]] {
             folder.run(command).unwrap();
         }
         folder
@@ -58,6 +59,14 @@ impl Folder {
 
     fn run(&self, args: &[&str]) -> Result<Output> {
         run_in(self.dir.path(), args)
+    }
+
+    /// Runs the figure's sweeps into its own folder.
+    fn record(&self) -> Result<Output> {
+        let program = self.path("superoffload");
+        fs::write(&program, "#!/bin/sh\necho 'superoffload 0.1.0 (commit 0a)'\n").unwrap();
+        fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+        self.run(&["run", "fig-00", "--record", "--programs", self.dir.path().to_str().unwrap()])
     }
 
     /// What `check` says after `change` of the configuration.
@@ -211,9 +220,9 @@ fn a_refusal_is_a_result_only_where_it_may_be() {
     let folder = Folder::new();
     let refused = CONFIG.replace("batch = 1", "batch = -1");
     folder.write("fig-00_test/config.toml", &refused);
-    assert!(folder.run(&["run", "fig-00"]).err().unwrap().to_string().contains("batch is no positive number"));
+    assert!(folder.record().err().unwrap().to_string().contains("batch is no positive number"));
     folder.write("fig-00_test/config.toml", &refused.replace("quick", "refusal = \"no positive number\"\nquick"));
-    folder.run(&["run", "fig-00"]).unwrap();
+    folder.record().unwrap();
     let lines = fs::read_to_string(folder.path("fig-00_test/results/lines.jsonl")).unwrap();
     assert!(lines.starts_with("{\"refused\":"), "{lines}");
 }
@@ -226,7 +235,7 @@ fn a_run_that_ended_early_goes_on_where_it_was() {
     // The second of three calls is refused.
     let broken = CONFIG.replace("[100, 200]", "[100, -1, 200]");
     folder.write("fig-00_test/config.toml", &broken);
-    assert!(folder.run(&["run", "fig-00"]).err().unwrap().to_string().contains("bandwidth-gbps is no positive number"));
+    assert!(folder.record().err().unwrap().to_string().contains("bandwidth-gbps is no positive number"));
     assert_eq!(lines(), before, "nothing is written until all is there");
     let kept = fs::read_to_string(&unfinished).unwrap();
     assert_eq!(kept.lines().count(), 1);
@@ -234,16 +243,49 @@ fn a_run_that_ended_early_goes_on_where_it_was() {
     let efficiency = lines::number(&serde_json::from_str(before.lines().next().unwrap()).unwrap(), "efficiency_percent").unwrap();
     fs::write(&unfinished, kept.replace(&efficiency.to_string(), "99.5")).unwrap();
     folder.write("fig-00_test/config.toml", CONFIG);
-    folder.run(&["run", "fig-00"]).unwrap();
+    folder.record().unwrap();
     assert!(lines().lines().next().unwrap().contains("99.5"), "{}", lines());
     assert_eq!(lines().lines().nth(1), before.lines().nth(1));
     assert!(!unfinished.exists());
 }
 
 #[test]
+fn a_run_touches_the_published_lines_only_to_record_them() {
+    let folder = Folder::new();
+    let (lines, picture, out) = ("fig-00_test/results/lines.jsonl", "fig-00_test/figure.svg", folder.path("out"));
+    let before = [lines, picture].map(|name| fs::read(folder.path(name)).unwrap());
+    folder.write("fig-00_test/config.toml", &CONFIG.replace("batch = 1", "batch = 2"));
+    let said = folder.run(&["run", "fig-00", "--out", out.to_str().unwrap()]).unwrap().text;
+    assert!(said.contains("2 lines of 2 calls") && said.contains("out/fig-00_test"), "{said}");
+    assert_eq!([lines, picture].map(|name| fs::read(folder.path(name)).unwrap()), before);
+    assert_ne!(fs::read(out.join(lines)).unwrap(), before[0], "the new lines are there");
+    folder.write("fig-00_test/config.toml", CONFIG);
+    assert!(folder.run(&["check"]).unwrap().is_good, "a run breaks no check");
+}
+
+#[test]
+fn what_has_no_commit_is_not_recorded() {
+    let folder = Folder::new();
+    let before = fs::read(folder.path("fig-00_test/results/lines.jsonl")).unwrap();
+    folder.write("superoffload", "#!/bin/sh\necho superoffload 0.1.0\n");
+    let refused = folder.run(&["run", "fig-00", "--record", "--programs", folder.dir.path().to_str().unwrap()]).err().unwrap();
+    assert!(refused.exit_code() == 2 && refused.to_string().contains("does not know its commit"), "{refused}");
+    assert_eq!(fs::read(folder.path("fig-00_test/results/lines.jsonl")).unwrap(), before);
+}
+
+#[test]
+fn the_list_is_as_wide_as_the_terminal() {
+    assert_eq!(wrapped("one two three four", 2, 9), "  one two\n  three\n  four\n");
+    let folder = Folder::new();
+    let list = folder.run(&["list"]).unwrap().text;
+    assert!(list.starts_with("fig-00    a test\n") && list.lines().all(|line| line.chars().count() <= 100), "{list}");
+}
+
+#[test]
 fn only_what_needs_it_is_run() {
     let folder = Folder::new();
-    let said = |args: &[&str]| folder.run(&[&["run", "fig-00"], args].concat()).unwrap().text;
+    let out = folder.path("out");
+    let said = |args: &[&str]| folder.run(&[&["run", "fig-00", "--out", out.to_str().unwrap()], args].concat()).unwrap().text;
     assert!(said(&["--only", "gpu"]).contains("lines.jsonl does not need gpu"));
     folder.write("fig-00_test/config.toml", &CONFIG.replace("quick", "needs = \"gpu\"\nquick"));
     assert!(said(&[]).contains("lines.jsonl needs gpu"));
@@ -258,7 +300,12 @@ fn what_is_not_there_is_said() {
     assert_eq!(error(&["show", "fig-99"]).exit_code(), 2);
     assert_eq!(run_in(Path::new("/nowhere"), &["list"]).err().unwrap().exit_code(), 1);
     folder.write("fig-00_test/config.toml", &CONFIG.replace("weight-flow", "host-adam"));
-    assert!(error(&["--programs", "/nowhere", "run", "fig-00"]).to_string().contains("cargo build --workspace builds it"));
+    let out = folder.path("out");
+    assert!(
+        error(&["--programs", "/nowhere", "run", "fig-00", "--out", out.to_str().unwrap()])
+            .to_string()
+            .contains("cargo build --workspace builds it")
+    );
 }
 
 #[test]

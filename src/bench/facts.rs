@@ -15,7 +15,7 @@ use std::collections::BTreeMap;
 pub struct BuildFacts {
     /// Version of the package.
     pub version: &'static str,
-    /// The commit, if the build was told by `SUPEROFFLOAD_COMMIT`.
+    /// The commit, as the build found it in the clone or was told by `SUPEROFFLOAD_COMMIT`.
     pub git_commit: Option<&'static str>,
     /// Cargo features that were on.
     pub features: Vec<&'static str>,
@@ -43,6 +43,11 @@ impl BuildFacts {
             release: !cfg!(debug_assertions),
         }
     }
+}
+
+/// Version and, where it is known, commit: `0.1.0 (commit 0a1b2c)`.
+pub fn version() -> &'static str {
+    env!("SUPEROFFLOAD_VERSION")
 }
 
 /// The machine that it ran on.

@@ -1,0 +1,54 @@
+//! Tells the program its commit: `SUPEROFFLOAD_COMMIT` if it is set, otherwise what the clone's `.git` says. No git is run.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+fn main() {
+    println!("cargo:rerun-if-changed=build.rs");
+    println!("cargo:rerun-if-env-changed=SUPEROFFLOAD_COMMIT");
+    let told = std::env::var("SUPEROFFLOAD_COMMIT").ok().filter(|commit| !commit.is_empty());
+    let commit = told.or_else(|| head(&git_dir()?));
+    let version = std::env::var("CARGO_PKG_VERSION").unwrap_or_default();
+    match commit {
+        Some(commit) => {
+            println!("cargo:rustc-env=SUPEROFFLOAD_COMMIT={commit}");
+            println!("cargo:rustc-env=SUPEROFFLOAD_VERSION={version} (commit {commit})");
+        }
+        None => println!("cargo:rustc-env=SUPEROFFLOAD_VERSION={version}"),
+    }
+}
+
+/// `.git` of this package, or where its file points: a worktree has a file.
+fn git_dir() -> Option<PathBuf> {
+    let dot_git = Path::new(&std::env::var_os("CARGO_MANIFEST_DIR")?).join(".git");
+    if dot_git.is_dir() {
+        return Some(dot_git);
+    }
+    let pointer = read(&dot_git)?;
+    Some(dot_git.parent()?.join(pointer.strip_prefix("gitdir:")?.trim()))
+}
+
+/// The commit that `HEAD` names, itself or through a branch.
+fn head(git_dir: &Path) -> Option<String> {
+    let head = read(&git_dir.join("HEAD"))?;
+    let Some(branch) = head.strip_prefix("ref: ") else { return is_commit(&head).then_some(head) };
+    // Branches of a worktree are the clone's.
+    let common = read(&git_dir.join("commondir")).map_or_else(|| git_dir.to_path_buf(), |dir| git_dir.join(dir));
+    let loose = read(&common.join(branch));
+    let commit = loose.or_else(|| {
+        let packed = read(&common.join("packed-refs"))?;
+        packed.lines().find_map(|line| line.strip_suffix(branch)?.strip_suffix(' ').map(str::to_string))
+    })?;
+    is_commit(&commit).then_some(commit)
+}
+
+fn is_commit(text: &str) -> bool {
+    text.len() >= 40 && text.bytes().all(|byte| byte.is_ascii_hexdigit())
+}
+
+/// A file's text, trimmed, if it is there; then a change of it is a reason to build again.
+fn read(path: &Path) -> Option<String> {
+    let text = fs::read_to_string(path).ok()?;
+    println!("cargo:rerun-if-changed={}", path.display());
+    Some(text.trim().to_string())
+}
