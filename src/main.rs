@@ -1,7 +1,7 @@
 //! The command line: the only place that prints to a person or exits.
 
 use clap::error::ErrorKind;
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::fmt::Display;
 use std::io::{IsTerminal, Write};
@@ -10,15 +10,17 @@ use superoffload::bench::options::StepOptions;
 use superoffload::bench::record::RecordFile;
 use superoffload::bench::simulate::{self, Simulation};
 use superoffload::bench::step::StepBench;
+use superoffload::checkpoint;
 use superoffload::checkpoint::digest::digest_checkpoint;
+use superoffload::config::aliases;
 use superoffload::config::options::TrainOptions;
 use superoffload::config::plan::Plan;
-use superoffload::config::settings::Settings;
+use superoffload::config::settings::{DEMO_FLAGS, Settings};
 use superoffload::dtype::Dtype;
 use superoffload::error::{Error, Result};
 use superoffload::hardware::doctor::{self, Probes};
 use superoffload::hardware::topology::Topology;
-use superoffload::metrics::{FLOPS_FORMULA, StepMetrics};
+use superoffload::metrics::StepMetrics;
 use superoffload::model::presets;
 use superoffload::model::weights::{Options, export_checkpoint};
 use superoffload::optim::simd::Isa;
@@ -32,7 +34,7 @@ use superoffload::train::{self, Facts, Observer, Summary};
 
 /// Trains language models with the optimizer on the CPU: exact speculative offload.
 #[derive(Parser)]
-#[command(version, about, max_term_width = 120)]
+#[command(version = superoffload::bench::facts::version(), about, max_term_width = 120)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -41,6 +43,7 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     /// Train a model; with no options, a small one on the text that ships with the program.
+    #[command(after_help = format!("Without --model and --data the built-in model runs with {DEMO_FLAGS}; flags win."))]
     Train(Box<TrainOptions>),
     /// Write a checkpoint as a Hugging Face model directory.
     Export {
@@ -57,8 +60,8 @@ enum Command {
     },
     /// Print the digest of a checkpoint: the same digest, the same bits.
     Digest {
-        /// The checkpoint directory.
-        checkpoint: PathBuf,
+        /// A checkpoint, or an output directory whose newest good checkpoint is taken.
+        dir: PathBuf,
     },
     /// Say what this machine is, and what would make it faster.
     Doctor,
@@ -120,9 +123,11 @@ fn main() {
     std::process::exit(code);
 }
 
-/// The command that was asked for; a request for help or the version is answered here.
+/// The command that was asked for, in whatever spelling; a request for help or the version is answered here.
 fn parse() -> Result<Command> {
-    match Cli::try_parse() {
+    let rewritten = aliases::rewrite(&Cli::command(), std::env::args_os().collect())?;
+    rewritten.ignored.iter().for_each(|line| complain("ignored", line));
+    match Cli::try_parse_from(rewritten.args) {
         Ok(cli) => Ok(cli.command),
         Err(e) => match e.kind() {
             ErrorKind::DisplayHelp | ErrorKind::DisplayVersion | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => e.exit(),
@@ -163,10 +168,7 @@ fn run(command: Command) -> Result<i32> {
     match command {
         Command::Train(options) => run_train(*options),
         Command::Export { dir, out, max_shard_mb, dtype } => run_export(&dir, &out, max_shard_mb, dtype),
-        Command::Digest { checkpoint } => {
-            answer(format_args!("digest: {}", digest_checkpoint(&checkpoint)?))?;
-            Ok(0)
-        }
+        Command::Digest { dir } => run_digest(&dir),
         Command::Doctor => {
             let (topology, isa) = (Topology::this_machine(), Isa::detect().to_string());
             let probes = Probes::this_machine(&topology);
@@ -180,8 +182,15 @@ fn run(command: Command) -> Result<i32> {
     }
 }
 
+/// The options over those of the configuration file; a line for each of its keys that means nothing here.
+fn over_file(options: TrainOptions) -> Result<TrainOptions> {
+    let options = options.over_config_file()?;
+    options.ignored.iter().for_each(|line| complain("ignored", line));
+    Ok(options)
+}
+
 fn run_train(options: TrainOptions) -> Result<i32> {
-    let settings = Settings::resolve(options.over_config_file()?)?;
+    let settings = Settings::resolve(over_file(options)?)?;
     let stop = StopFlag::on_signals()?;
     let mut person = Person::default();
     let summary = train::run(&settings, &stop, &mut person)?;
@@ -210,10 +219,21 @@ fn run_export(dir: &Path, out: &Path, max_shard_mb: Option<u64>, dtype: ExportDt
     Ok(0)
 }
 
+fn run_digest(dir: &Path) -> Result<i32> {
+    let (checkpoint, warnings) = checkpoint::find(dir)?;
+    warnings.iter().for_each(|line| complain("warning", line));
+    let digest = digest_checkpoint(&checkpoint)?;
+    if checkpoint != dir {
+        answer(format_args!("checkpoint {}", checkpoint.display()))?;
+    }
+    answer(format_args!("digest: {digest}"))?;
+    Ok(0)
+}
+
 /// The line goes to standard output or a file, all that people read to standard error.
 fn bench_step(options: StepOptions) -> Result<i32> {
     let out = options.out.clone();
-    let bench = StepBench::new(StepOptions { train: options.train.over_config_file()?, ..options })?;
+    let bench = StepBench::new(StepOptions { train: over_file(options.train)?, ..options })?;
     let file = out.as_deref().map(RecordFile::open).transpose()?;
     let record = bench.run(&mut |line| remark(line))?;
     remark(format_args!("\n{record}"));
@@ -227,11 +247,11 @@ fn bench_step(options: StepOptions) -> Result<i32> {
 
 fn run_plan(options: PlanOptions) -> Result<i32> {
     let PlanOptions { tokens_per_step, json, train } = options;
-    let options = TrainOptions { model: None, ..train.clone() }.over_config_file()?;
+    let options = over_file(TrainOptions { model: None, ..train.clone() })?;
     let config = train.model.ok_or_else(|| Error::usage("plan: --model is missing: a model's directory, or a name"))?;
     let profile = simulate::profile(&options, &mut |line| remark(line))?;
-    let (settings, shape) = (Settings::resolve_over(Settings::default(), options)?, presets::shape(&config)?);
-    check_context(&settings, &shape)?;
+    let (settings, shape) = (Settings::resolve_over(Settings::default(), options)?, presets::shape("model", &config)?);
+    check_context(&settings, &shape, &config)?.iter().for_each(|line| complain("warning", line));
     let machine = Machine::of(&profile);
     let question = Question { settings: &settings, tokens_per_step, shape: &shape, machine: &machine };
     let chosen = Answer::to(question, &config.display().to_string(), &profile)?;
@@ -258,7 +278,7 @@ fn run_probe(options: &ProbeOptions) -> Result<i32> {
 fn run_simulate(options: SimulateOptions) -> Result<i32> {
     let SimulateOptions { json, step } = options;
     let out = step.out.clone();
-    let step = StepOptions { train: step.train.clone().over_config_file()?, ..step };
+    let step = StepOptions { train: over_file(step.train.clone())?, ..step };
     let profile = simulate::profile(&step.train, &mut |line| remark(line))?;
     let simulation = Simulation::new(step, profile)?;
     let file = out.as_deref().map(RecordFile::open).transpose()?;
@@ -303,7 +323,13 @@ impl Observer for Person {
         tell(format_args!("resctrl {}", facts.partition));
         tell(plan);
         tell(format_args!("pages   {}", facts.host));
-        tell(format_args!("training steps {} to {}; TFLOP/s count {FLOPS_FORMULA}", facts.step + 1, facts.max_steps));
+        if facts.step < facts.max_steps {
+            tell(format_args!(
+                "training steps {} to {}; TFLOP/s count the model's arithmetic, nothing twice",
+                facts.step + 1,
+                facts.max_steps
+            ));
+        }
         self.logging_steps = facts.logging_steps;
         if std::io::stderr().is_terminal() {
             let style = ProgressStyle::with_template("{bar:32} {pos}/{len} steps  {elapsed} < {eta}  {msg}");
@@ -335,6 +361,10 @@ impl Observer for Person {
 }
 
 fn print_summary(s: &Summary) {
+    if s.steps_here == 0 && !s.interrupted {
+        let asked = if s.step == s.max_steps { String::new() } else { format!(", {} were asked for", s.max_steps) };
+        return tell(format_args!("\nnothing to do: step {} was already done{asked}", s.step));
+    }
     let state = if s.interrupted { "interrupted" } else { "done" };
     tell(format_args!("\n{state} at step {} of {} ({} here)", s.step, s.max_steps, s.steps_here));
     if let Some((first, last)) = s.loss {

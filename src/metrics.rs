@@ -10,9 +10,6 @@ use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-/// Formula of `model_tflops`, printed beside the figure.
-pub use crate::model::shape::FLOPS_FORMULA;
-
 /// Bytes by class.
 #[derive(Clone, Debug, serde::Serialize)]
 pub struct MemoryUse {
@@ -53,10 +50,8 @@ pub struct StepMetrics {
     pub step_ms: f64,
     /// Real tokens (no padding) per second.
     pub tokens_per_second: f64,
-    /// Model FLOPs without recompute, over wall time.
+    /// Model FLOPs, as [`FLOPS_FORMULA`](crate::model::shape::FLOPS_FORMULA) counts them, over wall time.
     pub model_tflops: f64,
-    /// How they are counted.
-    pub model_flops_formula: &'static str,
     /// Bucket steps since the last line.
     #[serde(flatten)]
     pub counts: Counts,

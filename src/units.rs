@@ -30,6 +30,33 @@ impl Norm {
     }
 }
 
+/// `value` as text; a number of more digits than anyone reads as `1e300`.
+pub fn compact(value: impl fmt::Display) -> String {
+    let text = value.to_string();
+    match text.parse::<f64>() {
+        Ok(number) if text.len() > DIGITS_MAX && number.is_finite() => format!("{number:e}"),
+        _ => text,
+    }
+}
+
+/// As many digits as a 64-bit integer has.
+const DIGITS_MAX: usize = 20;
+
+/// A number of things, as people say it: `8.030 B`, `3.6 M`, `16.4 k`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Count(pub usize);
+
+impl fmt::Display for Count {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 as f64 {
+            x if x >= 1e9 => write!(f, "{:.3} B", x / 1e9),
+            x if x >= 1e6 => write!(f, "{:.1} M", x / 1e6),
+            x if x >= 1e3 => write!(f, "{:.1} k", x / 1e3),
+            x => write!(f, "{x}"),
+        }
+    }
+}
+
 /// A byte count. Prints with a binary unit, reads `80GiB`, `1.5 TiB`, `900MiB` or a plain number of bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
 pub struct Bytes(pub u64);

@@ -1,11 +1,14 @@
 //! Integration tests that need no GPU, in one binary. See each module for what it proves.
 
+mod aliases;
 mod campaign;
 mod cli;
 mod exactness;
 mod memory;
+mod newcomer;
 mod parity;
 mod program;
+mod readme;
 mod resume;
 mod resume_compare;
 mod style;

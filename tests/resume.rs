@@ -291,7 +291,7 @@ fn a_checkpoint_is_continued_on_the_same_data_only_and_changes_are_told() {
     run(&mut workspace.resume("part", &["--seed", "7"])).refused(2, &["seed was 42", "is 7"]);
     run(&mut workspace.resume("part", &["--seq-length", "8"])).refused(2, &["sequences"]);
     let changed = run(&mut workspace.resume("part", &["--learning-rate", "0.5"]));
-    assert!(changed.code == 0 && changed.stderr.contains("learning_rate was 0.01 before and is 0.5"), "{changed:?}");
+    assert!(changed.code == 0 && changed.stderr.contains("--learning-rate was 0.01 before and is 0.5"), "{changed:?}");
 }
 
 #[test]

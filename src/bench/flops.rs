@@ -38,7 +38,7 @@ mod tests {
             ("qwen3-14b", 4, 4096, 1.458, 1.919),
         ];
         for (name, batch, seq_length, model, recomputed) in cases {
-            let shape = presets::shape(Path::new(name)).unwrap();
+            let shape = presets::shape("model-config", Path::new(name)).unwrap();
             let kept = StepFlops::new(&shape, batch, seq_length, 0);
             let again = StepFlops::new(&shape, batch, seq_length, shape.layers);
             assert_eq!(kept.model, kept.hardware);

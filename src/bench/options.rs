@@ -52,7 +52,7 @@ impl StepOptions {
 }
 
 /// Flags of `train` that a benchmark has no use for, and whether they were said.
-fn meaningless(train: &TrainOptions) -> [(&'static str, bool); 17] {
+fn meaningless(train: &TrainOptions) -> [(&'static str, bool); 18] {
     [
         ("model", train.model.is_some()),
         ("init", train.init.is_some()),
@@ -62,6 +62,7 @@ fn meaningless(train: &TrainOptions) -> [(&'static str, bool); 17] {
         ("num-train-epochs", train.num_train_epochs.is_some()),
         ("lr-scheduler-type", train.lr_scheduler_type.is_some()),
         ("warmup-steps", train.warmup_steps.is_some()),
+        ("warmup-ratio", train.warmup_ratio.is_some()),
         ("max-grad-norm", train.max_grad_norm.is_some()),
         ("logging-steps", train.logging_steps.is_some()),
         ("save-steps", train.save_steps.is_some()),

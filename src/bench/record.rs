@@ -12,7 +12,7 @@ use crate::hardware::gpu::GpuSamples;
 use crate::host::memory_report::MemoryReport;
 use crate::host::perf::WorkerCounts;
 use crate::metrics::MemoryUse;
-use crate::units::Bytes;
+use crate::units::{Bytes, Count};
 use serde::Serialize;
 use std::fmt;
 use std::fs::{File, OpenOptions};
@@ -242,8 +242,10 @@ pub struct MemoryPeaks {
 impl fmt::Display for StepRecord {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let memory = &self.memory;
-        writeln!(f, "{} of {:.3} B parameters on {}", self.model.config, self.model.params as f64 / 1e9, self.device)?;
-        writeln!(f, "{}", self.outcome)?;
+        writeln!(f, "{} of {} parameters on {}", self.model.config, Count(self.model.params), self.device)?;
+        // A simulated step has none: the loss is a run's to tell.
+        let loss = self.outcome.loss;
+        writeln!(f, "{}; loss {:.4} -> {:.4}", self.outcome, loss.first, loss.last)?;
         let bytes = |bytes: Option<u64>| bytes.map_or("unknown".into(), |bytes| Bytes(bytes).to_string());
         write!(
             f,
@@ -292,7 +294,7 @@ impl fmt::Display for Outcome {
             adam.busy_ms
         )?;
         let Verdicts { commit, clip, skip } = self.verdicts;
-        write!(f, "  verdicts     {commit} committed, {clip} clipped, {skip} skipped; loss {:.4} -> {:.4}", self.loss.first, self.loss.last)
+        write!(f, "  verdicts     {commit} committed, {clip} clipped, {skip} skipped")
     }
 }
 

@@ -24,6 +24,7 @@ use crate::planner::machine::Machine;
 use crate::planner::search::best_plan;
 use crate::probe::{self, ProbeOptions};
 use crate::train::setup::check_context;
+use crate::units::Count;
 use serde::Serialize;
 use std::fmt;
 use std::path::Path;
@@ -105,8 +106,8 @@ impl Simulation {
         options.check()?;
         let StepOptions { model_config, warmup, steps, clip, train, .. } = options;
         let settings = Settings::resolve_over(Settings::default(), train)?;
-        let shape = presets::shape(&model_config)?;
-        check_context(&settings, &shape)?;
+        let shape = presets::shape("model-config", &model_config)?;
+        check_context(&settings, &shape, &model_config)?;
         let steps = Steps { warmup, timed: steps, clip };
         Ok(Self { settings, config: model_config.display().to_string(), shape, steps, profile })
     }
@@ -116,7 +117,8 @@ impl Simulation {
     /// # Errors
     /// `Resource` when it does not fit the machine, with what would.
     pub fn plan(&self) -> Result<Plan> {
-        best_plan(&self.settings, &self.shape, &Machine::of(&self.profile), false)
+        let plan = best_plan(&self.settings, &self.shape, &Machine::of(&self.profile), false)?;
+        Ok(Plan { elsewhere: true, ..plan })
     }
 
     /// Runs it.
@@ -178,7 +180,7 @@ pub fn simulate(
 
 impl fmt::Display for SimulatedRecord {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "{} of {:.3} B parameters on {}", self.model.config, self.model.params as f64 / 1e9, self.device)?;
+        writeln!(f, "{} of {} parameters on {}", self.model.config, Count(self.model.params), self.device)?;
         write!(f, "{}\n\n{}", self.outcome, self.gantt)
     }
 }

@@ -62,8 +62,8 @@ impl StepBench {
         options.check()?;
         let StepOptions { model_config, warmup, steps, clip, train, .. } = options;
         let settings = Settings::resolve_over(Settings::default(), train)?;
-        let shape = presets::shape(&model_config)?;
-        check_context(&settings, &shape)?;
+        let shape = presets::shape("model-config", &model_config)?;
+        check_context(&settings, &shape, &model_config)?;
         Ok(Self { settings, config: model_config.display().to_string(), shape, steps: Steps { warmup, timed: steps, clip } })
     }
 

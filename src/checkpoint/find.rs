@@ -16,7 +16,7 @@ pub fn find(dir: &Path) -> Result<(PathBuf, Vec<String>)> {
     match newest.found {
         Some((path, _)) => Ok((path, newest.warnings)),
         None => {
-            let damaged = newest.warnings.into_iter().next().unwrap_or_else(|| "it is not one and contains none".into());
+            let damaged = if newest.warnings.is_empty() { "it is not one and contains none".into() } else { newest.warnings.join("; ") };
             Err(Error::format(dir, format_args!("no good checkpoint: {damaged}")))
         }
     }

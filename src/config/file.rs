@@ -1,8 +1,10 @@
 //! The configuration file: TOML whose keys are the flags of `train`.
 
+use crate::config::aliases::{self, Outcome};
 use crate::config::options::TrainOptions;
 use crate::disk;
 use crate::error::{Error, Result};
+use clap::Arg;
 use serde::Deserialize;
 use serde::de::IntoDeserializer;
 use std::ops::Range;
@@ -43,20 +45,19 @@ impl TrainOptions {
     }
 }
 
-/// The keys that a configuration file may hold: the long flags but `--config`, and [`FILE_ONLY`].
-fn known_keys() -> Vec<String> {
+/// The flags that a configuration file may set: all but `--config`. Besides, it may hold [`FILE_ONLY`].
+fn known_keys() -> Vec<Arg> {
     let command = <TrainOptions as clap::Args>::augment_args(clap::Command::new("train"));
-    let flags = command.get_arguments().filter_map(|arg| arg.get_long()).filter(|&flag| flag != "config");
-    flags.chain([FILE_ONLY]).map(str::to_string).collect()
+    command.get_arguments().filter(|flag| flag.get_long().is_some_and(|name| name != "config")).cloned().collect()
 }
 
 /// Parses a configuration file; an error is one line without the file's name.
 fn parse(text: &str) -> std::result::Result<TrainOptions, String> {
     let written = DeTable::parse(text).map_err(|e| at(text, e.span(), e.message()))?;
-    let (span, known) = (written.span(), known_keys());
+    let (span, known, mut ignored) = (written.span(), known_keys(), Vec::new());
     let mut table = DeTable::new();
     for (key, value) in written.into_inner() {
-        let (key, value) = rename(text, &known, key, value)?;
+        let Some((key, value)) = translate(text, &known, key, value, &mut ignored)? else { continue };
         let line = line_number(text, key.span().start);
         if let Some((twice, _)) = table.get_key_value(&key) {
             let twice: &Spanned<DeString> = twice;
@@ -66,25 +67,60 @@ fn parse(text: &str) -> std::result::Result<TrainOptions, String> {
     }
     let options = toml::Deserializer::from(Spanned::new(span, table)).into_deserializer();
     // Without the text at hand the library's message is one sentence and the key, which is what is wanted here.
-    TrainOptions::deserialize(options).map_err(|e| at(text, e.span(), &e.to_string()))
+    let options = TrainOptions::deserialize(options).map_err(|e| at(text, e.span(), &e.to_string()))?;
+    Ok(TrainOptions { ignored, ..options })
 }
 
 type Entry<'t> = (Spanned<DeString<'t>>, Spanned<DeValue<'t>>);
 
-/// Spells a key with dashes and checks that it is known.
-fn rename<'t>(
+/// Spells a key and its value as the flags do and checks that the key is known; `None` when nothing is left to set.
+fn translate<'t>(
     text: &str,
-    known: &[String],
+    known: &[Arg],
     key: Spanned<DeString<'t>>,
     value: Spanned<DeValue<'t>>,
-) -> std::result::Result<Entry<'t>, String> {
-    let name = key.get_ref().replace('_', "-");
-    if !known.contains(&name) {
-        let nearest = known.iter().max_by(|a, b| strsim::jaro_winkler(a, &name).total_cmp(&strsim::jaro_winkler(b, &name)));
-        let hint = nearest.map(|nearest| format!("; the nearest key is `{nearest}`")).unwrap_or_default();
-        return Err(format!("line {}: unknown key `{}`{hint}", line_number(text, key.span().start), key.get_ref().escape_debug()));
+    ignored: &mut Vec<String>,
+) -> std::result::Result<Option<Entry<'t>>, String> {
+    let number = line_number(text, key.span().start);
+    let dashed = key.get_ref().replace('_', "-");
+    let name = aliases::plain_name(&dashed);
+    let respelled = |name: &str, word: String| {
+        let word = Spanned::new(value.span(), DeValue::String(word.into()));
+        Some((Spanned::new(key.span(), name.to_string().into()), word))
+    };
+    match aliases::outcome(name, &as_text(value.get_ref())).map_err(|cause| format!("line {number}: {cause}"))? {
+        Outcome::Nothing => Ok(None),
+        Outcome::Flag(flag, word) => Ok(respelled(flag, word)),
+        Outcome::Ignored(line) => {
+            ignored.push(line);
+            Ok(None)
+        }
+        Outcome::AsWritten => match (known.iter().find(|flag| flag.get_long() == Some(name)), value.get_ref()) {
+            (Some(flag), DeValue::String(word)) => Ok(respelled(name, aliases::choice(flag, word))),
+            (None, _) if name != FILE_ONLY => {
+                Err(format!("line {number}: unknown key `{}`{}", key.get_ref().escape_debug(), hint(known, name)))
+            }
+            _ => Ok(Some((Spanned::new(key.span(), name.to_string().into()), value))),
+        },
     }
-    Ok((Spanned::new(key.span(), name.into()), value))
+}
+
+fn hint(known: &[Arg], name: &str) -> String {
+    let names = known.iter().filter_map(Arg::get_long).chain([FILE_ONLY]);
+    let nearest = names.max_by(|a, b| strsim::jaro_winkler(a, name).total_cmp(&strsim::jaro_winkler(b, name)));
+    nearest.map(|nearest| format!("; the nearest key is `{nearest}`")).unwrap_or_default()
+}
+
+/// A value as it would stand on the command line.
+fn as_text(value: &DeValue) -> String {
+    match value {
+        DeValue::String(text) => text.to_string(),
+        DeValue::Boolean(truth) => truth.to_string(),
+        DeValue::Integer(number) => number.as_str().into(),
+        DeValue::Float(number) => number.as_str().into(),
+        DeValue::Array(all) => all.iter().map(|value| as_text(value.get_ref())).collect::<Vec<_>>().join(","),
+        DeValue::Table(_) | DeValue::Datetime(_) => String::new(),
+    }
 }
 
 /// One line that says where in `text` the `message` belongs, and shows the place.
@@ -104,7 +140,7 @@ fn line_number(text: &str, offset: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::options::tests::{flags, sample, sample_options};
+    use crate::config::options::tests::{command_line, flags, sample, sample_options};
     use crate::config::options::{Injection, Technique};
     use proptest::prelude::*;
 
@@ -133,6 +169,19 @@ mod tests {
     }
 
     #[test]
+    fn names_of_other_programs_mean_here_what_they_mean_on_the_command_line() {
+        let text = "model_name_or_path = 'm'\nbf16 = true\nfp16 = false\nwarmup_steps = 0.1\nmax_seq_length = 8\ndataset = ['a', 'b']\n\
+            strategy = 'zero_offload'\noptim = 'adamw_torch'\ntf32 = true\nlr_scheduler_type = 'constant_with_warmup'\nreport_to = ['none']";
+        let read = parse(text).unwrap();
+        let flags =
+            ["--model=m", "--dtype=bfloat16", "--warmup-ratio=0.1", "--seq-length=8", "--data", "a", "b", "--strategy=zero-offload"];
+        let flags = command_line(&[&flags[..], &["--lr-scheduler-type=constant"]].concat()).unwrap();
+        assert_eq!(TrainOptions { ignored: Vec::new(), ..read.clone() }, flags);
+        assert!(read.ignored.len() == 1 && read.ignored[0].starts_with("tf32 ("), "{:?}", read.ignored);
+        assert_eq!(parse("seed = 1\ndeepspeed = 'ds.json'").unwrap_err().split(':').next(), Some("line 2"));
+    }
+
+    #[test]
     fn errors_name_line_key_and_cause() {
         let cases: &[(&str, &[&str])] = &[
             ("seed = 1\nlerning_rate = 1", &["line 2", "unknown key `lerning_rate`", "`learning-rate`"]),
@@ -150,6 +199,8 @@ mod tests {
             ("seed = 1\nlearning-rate = fast", &["line 2", "learning-rate = fast"]),
             ("seed =\nslots = 1", &["line 1 `seed =`"]),
             ("seed = 1\nseed = 2", &["line 2", "seed", "duplicate"]),
+            ("bf16 = true\ndtype = 'float32'", &["line 1", "line 2", "`dtype`", "already set"]),
+            ("optim = 'lion'", &["line 1", "optim lion", "adamw_torch"]),
             ("adam_beta1 = 1\nadam-beta1 = 2", &["line 1", "line 2", "`adam-beta1`", "already set"]),
         ];
         for (text, parts) in cases {
@@ -182,7 +233,7 @@ mod tests {
         }
 
         #[test]
-        fn no_value_of_a_known_key_panics(key in prop::sample::select(known_keys()), value in "[-+a-z0-9.'\"\\[\\]{}=, \n]{0,40}") {
+        fn no_value_of_a_known_key_panics(key in prop::sample::select(known_keys().iter().filter_map(Arg::get_long).map(str::to_string).collect::<Vec<_>>()), value in "[-+a-z0-9.'\"\\[\\]{}=, \n]{0,40}") {
             if let Err(message) = parse(&format!("{key} = {value}")) {
                 prop_assert!(message.starts_with("line ") && !message.contains('\n'), "{}", message);
             }

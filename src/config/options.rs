@@ -1,7 +1,7 @@
 //! The flags of `train`: one definition of each feeds the parser, the help text and the configuration file's keys.
 //!
 //! Every field is optional, so that a flag overrides the file and the file overrides the default (see
-//! [`crate::config::settings`]). A key in the file is the flag's name; underscores may stand for dashes.
+//! [`crate::config::settings`]). A key in the file is the flag's name; other spellings are in [`crate::config::aliases`].
 
 use crate::model::policy::LayerPolicy;
 use crate::optim::schedule::LrScheduler;
@@ -420,6 +420,11 @@ pub struct TrainOptions {
     #[arg(long, value_name = "N")]
     pub warmup_steps: Option<u64>,
 
+    /// Share of all steps that warms up, rounded up, where --warmup-steps is 0 [default: 0].
+    #[arg(long, value_name = "X")]
+    #[serde(deserialize_with = "some_scalar")]
+    pub warmup_ratio: Option<f64>,
+
     /// Decoupled weight decay; norms and biases have none [default: 0].
     #[arg(long, value_name = "X")]
     pub weight_decay: Option<f64>,
@@ -564,6 +569,11 @@ pub struct TrainOptions {
     /// Values written into gradients, to test the engine; only in the file.
     #[arg(skip)]
     pub inject: Option<Vec<Injection>>,
+
+    /// Lines for people: keys of the file that mean nothing here, and why.
+    #[arg(skip)]
+    #[serde(skip)]
+    pub ignored: Vec<String>,
 }
 
 impl TrainOptions {
@@ -590,6 +600,7 @@ impl TrainOptions {
             learning_rate: self.learning_rate.or(lower.learning_rate),
             lr_scheduler_type: self.lr_scheduler_type.or(lower.lr_scheduler_type),
             warmup_steps: self.warmup_steps.or(lower.warmup_steps),
+            warmup_ratio: self.warmup_ratio.or(lower.warmup_ratio),
             weight_decay: self.weight_decay.or(lower.weight_decay),
             adam_beta1: self.adam_beta1.or(lower.adam_beta1),
             adam_beta2: self.adam_beta2.or(lower.adam_beta2),
@@ -625,6 +636,7 @@ impl TrainOptions {
             cast: self.cast.or(lower.cast),
             adversary: self.adversary.or(lower.adversary),
             inject: self.inject.or(lower.inject),
+            ignored: [self.ignored, lower.ignored].concat(),
         }
     }
 }

@@ -158,6 +158,8 @@ pub struct Plan {
     pub predicted: Option<Prediction>,
     /// The step's time by simulation, where that chose the plan.
     pub simulated_step_ms: Option<f64>,
+    /// It is for another machine than this one, whose instruction set nobody asked.
+    pub elsewhere: bool,
     /// Parameters of the model.
     pub params: usize,
 }
@@ -246,6 +248,7 @@ impl Plan {
             transient_bytes: needs.transient_bytes,
             predicted,
             simulated_step_ms: None,
+            elsewhere: false,
             params: table.params(),
         })
     }
@@ -455,12 +458,13 @@ impl fmt::Display for Plan {
             let [streamed, ring] = [ringed_elems, period_elems].map(|elems| Bytes((elems * self.dtype.bytes()) as u64));
             writeln!(f, "  weights     {streamed} stream from host memory through a ring of {ring}, forward and backward")?;
         }
-        writeln!(f, "  optimizer   AdamW on {} threads, {}; clip above {}", self.threads, self.isa, self.max_grad_norm)?;
-        if let Some(ms) = self.simulated_step_ms {
-            writeln!(f, "  simulated   {ms:.0} ms a step")?;
-        }
-        if let Some(predicted) = &self.predicted {
-            writeln!(f, "  predicted   {predicted}, at the rates of {}", self.machine.rates.profile)?;
+        let isa = if self.elsewhere && self.isa != Isa::Scalar { "vector code".into() } else { self.isa.to_string() };
+        writeln!(f, "  optimizer   AdamW on {} threads, {isa}; clip above {}", self.threads, self.max_grad_norm)?;
+        // The quick estimate weighs plans before they are simulated; beside a simulation it would be a second answer.
+        match (self.simulated_step_ms, &self.predicted) {
+            (Some(ms), _) => writeln!(f, "  simulated   {ms:.1} ms a step, at the rates of {}", self.machine.rates.profile)?,
+            (None, Some(predicted)) => writeln!(f, "  predicted   {predicted}, at the rates of {}", self.machine.rates.profile)?,
+            (None, None) => {}
         }
         self.write_memory(f)
     }
@@ -483,9 +487,13 @@ impl Plan {
     /// A table for each place, and what stays free there; a device without memory of its own takes from the host's.
     fn write_memory(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [device_free, host_free] = self.balances().map(|balance| balance.free());
-        self.write_place(f, Place::Device, "device memory", self.bytes_at(Place::Device), device_free)?;
+        let titles = match self.machine.device {
+            DeviceMemory::Shared => ["host memory, compute", "host memory, optimizer"],
+            DeviceMemory::Own { .. } => ["device memory", "host memory"],
+        };
+        self.write_place(f, Place::Device, titles[0], self.bytes_at(Place::Device), device_free)?;
         writeln!(f)?;
-        self.write_place(f, Place::Host, "host memory", self.bytes_at(Place::Host) + self.transient_bytes, host_free)
+        self.write_place(f, Place::Host, titles[1], self.bytes_at(Place::Host) + self.transient_bytes, host_free)
     }
 
     fn write_place(&self, f: &mut fmt::Formatter<'_>, place: Place, title: &str, planned: u64, free: Option<u64>) -> fmt::Result {

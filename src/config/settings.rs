@@ -8,7 +8,7 @@ use crate::config::options::{
 use crate::error::{Error, Result};
 use crate::hardware::basis;
 use crate::optim::schedule::LrScheduler;
-use crate::units::Bytes;
+use crate::units::{Bytes, compact};
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
@@ -61,6 +61,9 @@ pub struct Settings {
     pub lr_scheduler_type: LrScheduler,
     /// Steps of linear warm-up.
     pub warmup_steps: u64,
+    /// Share of all steps that warms up where `warmup_steps` is 0: in [0, 1].
+    #[serde(skip_serializing_if = "is_zero")]
+    pub warmup_ratio: f64,
     /// Decoupled weight decay: finite, at least 0.
     pub weight_decay: f64,
     /// In [0, 1).
@@ -155,6 +158,7 @@ impl Default for Settings {
             learning_rate: 5e-5,
             lr_scheduler_type: LrScheduler::Linear,
             warmup_steps: 0,
+            warmup_ratio: 0.0,
             weight_decay: 0.0,
             adam_beta1: 0.9,
             adam_beta2: 0.999,
@@ -193,6 +197,10 @@ impl Default for Settings {
         }
     }
 }
+
+/// The flags of [`Settings::demo`], for the help text.
+pub const DEMO_FLAGS: &str = "--output-dir runs/demo --max-steps 300 --seq-length 256 --learning-rate 3e-3 --lr-scheduler-type cosine \
+    --warmup-steps 10 --weight-decay 0.1 --adam-beta2 0.95 --save-steps 150";
 
 impl Settings {
     /// What runs when neither a model nor data is given: a small model learns the shipped text in a minute or two.
@@ -265,7 +273,9 @@ impl Settings {
             seq_length: options.seq_length.unwrap_or(self.seq_length),
             learning_rate: options.learning_rate.unwrap_or(self.learning_rate),
             lr_scheduler_type: options.lr_scheduler_type.unwrap_or(self.lr_scheduler_type),
-            warmup_steps: options.warmup_steps.unwrap_or(self.warmup_steps),
+            // A ratio that somebody asked for wins over steps that nobody asked for.
+            warmup_steps: options.warmup_steps.unwrap_or(if options.warmup_ratio.is_some() { 0 } else { self.warmup_steps }),
+            warmup_ratio: options.warmup_ratio.unwrap_or(self.warmup_ratio),
             weight_decay: options.weight_decay.unwrap_or(self.weight_decay),
             adam_beta1: options.adam_beta1.unwrap_or(self.adam_beta1),
             adam_beta2: options.adam_beta2.unwrap_or(self.adam_beta2),
@@ -368,6 +378,7 @@ impl Settings {
         // The optimizer computes in float32: an epsilon that vanishes there would divide zero by zero.
         let eps = self.adam_epsilon;
         require(eps.is_finite() && eps as f32 > 0.0, "adam-epsilon", eps, "finite and above 0 in float32")?;
+        require((0.0..=1.0).contains(&self.warmup_ratio), "warmup-ratio", self.warmup_ratio, "0 to 1")?;
         let mib = self.bucket_mib.unwrap_or(1.0);
         require(mib > 0.0 && mib <= BUCKET_MIB_MAX, "bucket-mib", mib, format!("above 0, at most {BUCKET_MIB_MAX}"))?;
         match self.train_length {
@@ -393,6 +404,11 @@ impl Settings {
             require(injection.step >= 1, "inject", injection.step, "steps are counted from 1")?;
         }
         Ok(())
+    }
+
+    /// Steps of warm-up in a run of `max_steps`, as Hugging Face counts them: the ratio rounds up, and steps win over it.
+    pub fn warmup(&self, max_steps: u64) -> u64 {
+        if self.warmup_steps > 0 { self.warmup_steps } else { (self.warmup_ratio * max_steps as f64).ceil() as u64 }
     }
 
     /// Refuses what only a GPU can do. Called when it is known that there will be none.
@@ -427,8 +443,12 @@ fn check_path(flag: &str, path: &Path) -> Result<()> {
     require(path.to_str().is_some(), flag, path.display(), "a path in UTF-8")
 }
 
+fn is_zero(x: &f64) -> bool {
+    *x == 0.0
+}
+
 fn require(holds: bool, flag: &str, value: impl Display, allowed: impl Display) -> Result<()> {
-    if holds { Ok(()) } else { Err(Error::usage(format!("--{flag} {value}: allowed is {allowed}"))) }
+    if holds { Ok(()) } else { Err(Error::usage(format!("--{flag} {}: allowed is {allowed}", compact(value)))) }
 }
 
 #[cfg(test)]
@@ -547,6 +567,27 @@ mod tests {
         assert_eq!(resolve(&["--model", "gpt2", "--data", "corpus.txt", "--init=random"]).unwrap().init, Init::Random);
         let refused = resolve(&["--model", "gpt2"]).unwrap_err();
         assert!(refused.exit_code() == 2 && refused.to_string().starts_with("--model: --data is missing"), "{refused}");
+    }
+
+    #[test]
+    fn warm_up_is_counted_as_hugging_face_counts_it() {
+        let warmup = |args: &[&str]| resolve(&[args, &["--data=x"]].concat()).unwrap().warmup(250);
+        assert_eq!((warmup(&[]), warmup(&["--warmup-ratio=0.1"]), warmup(&["--warmup-ratio=0.003"])), (0, 25, 1));
+        assert_eq!(warmup(&["--warmup-ratio=0.1", "--warmup-steps=7"]), 7);
+        assert_eq!(resolve(&["--warmup-ratio=0.5"]).unwrap().warmup(300), 150, "the built-in model's ten steps were not asked for");
+        assert!(resolve(&["--warmup-ratio=1.5"]).unwrap_err().to_string().contains("0 to 1"));
+    }
+
+    #[test]
+    fn the_help_names_the_settings_of_the_built_in_model() {
+        let said: Vec<_> = DEMO_FLAGS.split(' ').collect();
+        assert_eq!(resolve(&[&said[..], &["--data=x"]].concat()).unwrap(), Settings { data: vec!["x".into()], ..Settings::demo() });
+    }
+
+    #[test]
+    fn long_numbers_are_short_in_messages() {
+        let message = resolve(&["--adam-epsilon=-1e300"]).unwrap_err().to_string();
+        assert!(message.starts_with("--adam-epsilon -1e300: "), "{message}");
     }
 
     #[test]

@@ -62,7 +62,7 @@ impl ActivationPlan {
     /// Plans a micro-batch of `batch` sequences of `seq_length` tokens, computed in `dtype`; `policies` by layer.
     ///
     /// # Errors
-    /// `Usage` when a size is zero, the sequence is longer than the model's positions, there is not one policy a layer, or
+    /// `Usage` when a size is zero, the sequence is longer than the positions that the model has learned, there is not one policy a layer, or
     /// bytes overflow.
     pub fn new(
         shape: &ModelShape,
@@ -75,7 +75,7 @@ impl ActivationPlan {
         if batch == 0 || seq_length == 0 || tile.rows == 0 || tile.vocab == 0 {
             return Err(Error::usage("batch size, sequence length and loss tile must be at least 1"));
         }
-        if seq_length > shape.max_positions {
+        if shape.positions == Positions::Learned && seq_length > shape.max_positions {
             return Err(Error::usage(format_args!("sequence length {seq_length}: the model has {} positions", shape.max_positions)));
         }
         if policies.len() != shape.layers {

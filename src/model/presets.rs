@@ -14,17 +14,18 @@ pub const PRESETS: [(&str, &str); 4] = [
     ("gpt-5b", include_str!("presets/gpt-5b.json")),
 ];
 
-/// The shape of the preset that `config` names, or of the `config.json`, or a model's directory, that it is the path of.
+/// The shape of the preset that `config` names, or of the `config.json`, or a model's directory, that it is the path of. `flag` is where it
+/// was said.
 ///
 /// # Errors
 /// `Usage` when it is neither; those of [`ModelDir::file`] and [`ModelShape::read`].
-pub fn shape(config: &Path) -> Result<ModelShape> {
+pub fn shape(flag: &str, config: &Path) -> Result<ModelShape> {
     if let Some((_, text)) = PRESETS.iter().find(|(name, _)| Path::new(name) == config) {
         return ModelShape::parse(text, config);
     }
     if !config.exists() {
         let names = PRESETS.map(|(name, _)| name).join(", ");
-        return Err(Error::usage(format!("--model-config {}: neither a file nor one of {names}", config.display())));
+        return Err(Error::usage(format!("--{flag} {}: neither a file nor one of {names}", config.display())));
     }
     if config.is_dir() { ModelShape::read(&ModelDir::open(config)?.file(CONFIG)?) } else { ModelShape::read(config) }
 }
@@ -36,7 +37,7 @@ mod tests {
 
     #[test]
     fn every_preset_has_its_models_parameters() {
-        let billions = |name: &str| TensorTable::new(&shape(Path::new(name)).unwrap()).params() as f64 / 1e9;
+        let billions = |name: &str| TensorTable::new(&shape("model", Path::new(name)).unwrap()).params() as f64 / 1e9;
         for (name, expected) in [("qwen3-4b", 4.022), ("llama-8b", 8.030), ("qwen3-14b", 14.77), ("gpt-5b", 5.143)] {
             assert!((billions(name) - expected).abs() < 5e-4 * expected, "{name}: {} B", billions(name));
         }
@@ -47,8 +48,9 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("config.json");
         std::fs::write(&path, super::super::shape::DEMO_CONFIG).unwrap();
-        assert_eq!(shape(&path).unwrap(), ModelShape::demo());
-        let refused = shape(Path::new("llama-9b")).unwrap_err();
+        assert_eq!(shape("model", &path).unwrap(), ModelShape::demo());
+        let refused = shape("model", Path::new("llama-9b")).unwrap_err();
+        assert!(refused.to_string().starts_with("--model llama-9b: "), "{refused}");
         assert!(refused.exit_code() == 2 && refused.to_string().contains("llama-8b"), "{refused}");
     }
 }

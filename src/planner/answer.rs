@@ -11,6 +11,7 @@ use crate::config::plan::Plan;
 use crate::config::settings::Settings;
 use crate::error::Result;
 use crate::hardware::profile::Profile;
+use crate::units::{Bytes, Count};
 use serde::Serialize;
 use std::fmt;
 use std::sync::Arc;
@@ -56,6 +57,8 @@ pub struct Answer {
 pub struct Step {
     /// How it differs from the defaults.
     pub flags: Vec<String>,
+    /// Weights that come from host memory in each pass, in bytes; 0 where all stay on the device.
+    pub streamed_bytes: usize,
     /// A step whose speculation holds.
     pub step_ms: f64,
     /// The mean with one clipped step in ten.
@@ -79,6 +82,7 @@ impl Step {
         let outcome = &candidate.outcome;
         Self {
             flags: candidate.flags.clone(),
+            streamed_bytes: candidate.plan.weight_ring.map_or(0, |ring| ring.ringed_elems * candidate.plan.dtype.bytes()),
             step_ms: outcome.step_ms.median,
             mean_step_ms: candidate.mean_s() * 1e3,
             tokens_per_second: outcome.tokens_per_second,
@@ -90,8 +94,13 @@ impl Step {
         }
     }
 
+    /// The flags, and what they do not say: whether weights stream.
     fn flags(&self) -> String {
-        if self.flags.is_empty() { "defaults".into() } else { self.flags.join(" ") }
+        let flags = if self.flags.is_empty() { "defaults".into() } else { self.flags.join(" ") };
+        match self.streamed_bytes {
+            0 => flags,
+            bytes => format!("{flags}, streams {} of weights", Bytes(bytes as u64)),
+        }
     }
 }
 
@@ -156,7 +165,7 @@ impl Answer {
             what_if: what_if(question, best)?,
             limits: Limits::of(&asked, question.shape, question.machine),
             break_even: BreakEven::of(&asked, question.shape, question.machine)?,
-            plan: best.plan.clone(),
+            plan: Plan { elsewhere: true, ..best.plan.clone() },
             best: Step::of(best),
         })
     }
@@ -224,20 +233,22 @@ fn what_if(question: Question, best: &Candidate) -> Result<Vec<WhatIf>> {
 impl fmt::Display for Answer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let best = &self.best;
-        writeln!(f, "{} of {:.3} B parameters on {}", self.model.config, self.model.params as f64 / 1e9, self.hardware.machine)?;
+        writeln!(f, "{} of {} parameters on {}", self.model.config, Count(self.model.params), self.hardware.machine)?;
         writeln!(f, "fits; {} candidates simulated, {} that do not fit", self.candidates, self.unfit)?;
         writeln!(f, "\nchosen       {}", best.flags())?;
         writeln!(
             f,
-            "  step       {:.1} ms ({:.1} with one in ten clipped), {:.0} tokens/s, {:.1} model TFLOP/s, {:.1} with what is recomputed",
-            best.step_ms, best.mean_step_ms, best.tokens_per_second, best.model_tflops, best.hardware_tflops
+            "  step       {:.1} ms, {:.0} tokens/s, {:.1} model TFLOP/s, {:.1} with what is recomputed",
+            best.step_ms, best.tokens_per_second, best.model_tflops, best.hardware_tflops
         )?;
+        writeln!(f, "  mean       {:.1} ms where one step in ten is clipped, by which plans are compared", best.mean_step_ms)?;
         writeln!(f, "  exposed    {:.1} ms to the optimizer, {:.1} ms to copies", best.exposed_cpu_ms, best.exposed_transfer_ms)?;
         let shares: Vec<_> = self.busy.iter().map(|busy| format!("{} {:.0} %", busy.what, busy.share * 1e2)).collect();
         writeln!(f, "  binds      {}", shares.join(", "))?;
         self.alternatives.iter().enumerate().try_for_each(|(i, other)| {
             let slower = (other.mean_step_ms / best.mean_step_ms - 1.0) * 1e2;
-            writeln!(f, "  {:<10} {}: {:.1} ms ({slower:+.1} %)", if i == 0 { "next best" } else { "" }, other.flags(), other.mean_step_ms)
+            let title = if i == 0 { "next best" } else { "" };
+            writeln!(f, "  {title:<10} {}: mean {:.1} ms ({slower:+.1} %)", other.flags(), other.mean_step_ms)
         })?;
         writeln!(f, "\nwhat if")?;
         self.what_if.iter().try_for_each(|what| {

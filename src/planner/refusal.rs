@@ -1,7 +1,7 @@
 //! What to say when a plan does not fit: both sizes, which memory, and the smallest change that helps.
 
 use super::budget::Balance;
-use super::machine::Place;
+use super::machine::{Machine, Place};
 use crate::config::options::{ActivationsChoice, ResidentBuckets, Strategy, WeightsChoice};
 use crate::config::plan::Plan;
 use crate::config::settings::Settings;
@@ -20,11 +20,15 @@ impl Plan {
     /// `Resource` with the memory that is too small, both sizes, and the smallest change that helps.
     pub fn check_fits(&self, settings: &Settings, shape: &ModelShape) -> Result<()> {
         let Some(shortage) = self.shortage() else { return Ok(()) };
+        let advice = self.advice(settings, shape);
+        let (shortage, advice) = match self.host_shortage(settings, shape).filter(|_| advice.is_none()) {
+            Some(host) => (host, format!("{} more would do", Bytes(host.lacking()))),
+            None => (shortage, advice.unwrap_or_else(|| "no smaller batch or sequence would fit either".into())),
+        };
         let (memory, bounds) = match shortage.place {
             Place::Device => ("device memory", "free memory, --hbm-limit"),
             Place::Host => ("host memory", "free memory, cgroup limit, --host-limit"),
         };
-        let advice = self.advice(settings, shape).unwrap_or_else(|| "no smaller batch or sequence would fit either".into());
         let cause = format!("{} of {memory} are available ({bounds}); {advice}", Bytes(shortage.available));
         Err(Error::resource(format!("plan {} of {memory} for {} parameters", Bytes(shortage.needed), self.params), cause))
     }
@@ -32,6 +36,16 @@ impl Plan {
     /// The memory that lacks most.
     pub(super) fn shortage(&self) -> Option<Balance> {
         self.balances().into_iter().filter(|balance| balance.lacking() > 0).max_by_key(Balance::lacking)
+    }
+
+    /// The host's memory, where that alone is short: states that it cannot hold lie on the device then, which looks short instead.
+    fn host_shortage(&self, settings: &Settings, shape: &ModelShape) -> Option<Balance> {
+        let [_, host] = self.balances();
+        let (machine, settings) =
+            (Machine { host_bytes: u64::MAX, ..self.machine.clone() }, Settings { host_limit: None, ..settings.clone() });
+        let there = Plan::new(&settings, shape, &machine, self.trace_spans > 0).ok().filter(|plan| plan.shortage().is_none())?;
+        let [_, needed] = there.balances();
+        Some(Balance { available: host.available, ..needed }).filter(|balance| balance.lacking() > 0)
     }
 
     /// The first change of one setting with which everything fits.

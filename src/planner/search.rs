@@ -152,6 +152,7 @@ impl Question<'_> {
             return Ok(None);
         }
         let (outcome, ..) = simulate(&plan, self.shape, &self.machine.rates.profile, STEPS, 0)?;
+        let plan = Plan { simulated_step_ms: Some(outcome.step_ms.median), ..plan };
         Ok(Some(Candidate { flags, settings: settings.clone(), plan, outcome }))
     }
 

@@ -32,7 +32,7 @@ fn rank(settings: &Settings, shape: &ModelShape, machine: &Machine) -> crate::er
 }
 
 fn model(name: &str, layers: usize) -> ModelShape {
-    super::limits::with_layers(&presets::shape(Path::new(name)).unwrap(), layers)
+    super::limits::with_layers(&presets::shape("model", Path::new(name)).unwrap(), layers)
 }
 
 fn h200(hbm: u64, host: u64, rates: Rates) -> Machine {
@@ -184,7 +184,23 @@ fn an_answer_names_what_binds_the_alternatives_and_the_limits() {
         ["binds", "next best", "what if", "largest that fits", "break-even", "device memory"].iter().all(|word| text.contains(word)),
         "{text}"
     );
+    let said = |start: &str| {
+        let line = text.lines().find_map(|line| line.trim().strip_prefix(start)).unwrap_or_else(|| panic!("{start}: {text}"));
+        line.trim().split(" ms").next().unwrap().to_string()
+    };
+    assert_eq!(said("step       "), said("simulated "), "one plan has one step time: {text}");
+    assert!(!text.contains("predicted ") && text.contains("threads, vector code;"), "{text}");
+    let streams = answer.best.streamed_bytes > 0;
+    let chosen = text.lines().find(|line| line.starts_with("chosen ")).unwrap();
+    assert_eq!(chosen.contains("GiB of weights"), streams, "{text}");
+    for (shown, mean) in [
+        (said("mean "), answer.best.mean_step_ms),
+        (said("next best ").rsplit(' ').next().unwrap().into(), answer.alternatives[0].mean_step_ms),
+    ] {
+        assert_eq!(shown, format!("{mean:.1}"), "{text}");
+    }
     let json: Value = serde_json::from_str(&serde_json::to_string(&answer).unwrap()).unwrap();
+    assert_eq!(json["best"]["plan"]["predicted_step_ms"], json["best"]["step_ms"], "to programs, too");
     assert_eq!(json["hardware"]["profile"], "gh200-96");
     let classes = |place: usize| json["memory"][place]["classes"].as_array().unwrap().iter().map(|c| c[1].as_u64().unwrap()).sum::<u64>();
     assert_eq!(json["memory"][0]["needed_bytes"], classes(0), "to the byte");
@@ -243,7 +259,7 @@ fn settings_of(line: &Value) -> Settings {
 fn planned(line: &Value, machine: &Machine) -> (ModelShape, Plan) {
     let config = results("..").join(line["model"]["config"].as_str().unwrap());
     let config = if config.exists() { config } else { line["model"]["config"].as_str().unwrap().into() };
-    let shape = presets::shape(&config).unwrap();
+    let shape = presets::shape("model", &config).unwrap();
     let plan = Plan::new(&settings_of(line), &shape, machine, false).unwrap();
     // No setting asks for several policies: the first layers have the cheaper ones in time, but for inputs on the host.
     let policies = line["plan"]["layer_policies"].as_object().unwrap();

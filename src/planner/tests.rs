@@ -242,6 +242,10 @@ fn an_impossible_plan_names_the_memory_both_sizes_and_a_way_out() {
     says(&llama_8b(), hbm(26), &["26.0 GiB", way_out]);
     says(&llama_8b(), Settings { activations: ActivationsChoice::Keep, ..hbm(80) }, &["device memory", "--activations auto would fit"]);
     says(&llama_8b(), Settings { strategy: Strategy::NoOffload, ..hbm(100) }, &["--strategy superoffload would fit"]);
+    let small_host = Settings { host_limit: Some(Bytes(64 * GIB)), hbm_limit: Some(Bytes(24 * GIB)), ..settings() };
+    if FLOW {
+        says(&llama_8b(), small_host, &["of host memory for", "64.0 GiB of host memory are available", "GiB more would do"]);
+    }
     let none = ResidentBuckets::Count(0);
     says(&qwen3_14b(), Settings { resident_buckets: none, ..settings() }, &["of host memory for", "125.0 GiB", "--host-limit"]);
     if REPARTITION {

@@ -4,6 +4,7 @@ use super::Observer;
 use super::identity::{self, Run, brief};
 use super::session::SavedPosition;
 use crate::checkpoint::{self, Loaded, STEPS_MAX};
+use crate::config::describe;
 use crate::config::options::{Resume, RunPart};
 use crate::config::settings::Settings;
 use crate::data::loader::DataPosition;
@@ -168,13 +169,13 @@ fn position_in(settings: &Settings, saved: SavedPosition, sequences: usize, obse
 fn tell_changed_settings(now: &Value, then: &Value, observer: &mut impl Observer) {
     for key in TRAINING_KEYS {
         if then[key] != now[key] {
-            observer.warn(&format!("{key} was {} before and is {} from here on", brief(&then[key]), brief(&now[key])));
+            observer.warn(&describe::changed(key, &then[key], &now[key]));
         }
     }
 }
 
 /// Settings that change what is learned, not only how fast.
-const TRAINING_KEYS: [&str; 13] = [
+const TRAINING_KEYS: [&str; 14] = [
     "dtype",
     "train_length",
     "per_device_train_batch_size",
@@ -182,6 +183,7 @@ const TRAINING_KEYS: [&str; 13] = [
     "learning_rate",
     "lr_scheduler_type",
     "warmup_steps",
+    "warmup_ratio",
     "weight_decay",
     "adam_beta1",
     "adam_beta2",

@@ -13,7 +13,7 @@ use crate::engine::trace::write_chrome;
 use crate::engine::verdict::Verdict;
 use crate::error::{Error, Result};
 use crate::host::perf::{WORKER_ROLE, WorkerCounters};
-use crate::metrics::{FLOPS_FORMULA, MemoryUse, MetricsFile, StepMetrics};
+use crate::metrics::{MemoryUse, MetricsFile, StepMetrics};
 use crate::model::tensors::TensorSpec;
 use crate::optim::schedule::Schedule;
 use std::fs::OpenOptions;
@@ -188,7 +188,6 @@ impl<D: Kernels> Session<D> {
             step_ms: seconds * 1e3,
             tokens_per_second: plan.tokens_per_step() as f64 / seconds,
             model_tflops: self.flops_per_step / seconds / 1e12,
-            model_flops_formula: FLOPS_FORMULA,
             counts: report.counts,
             exposed_cpu_ms: report.exposed.cpu_ns as f64 / 1e6,
             exposed_transfer_ms: report.exposed.transfer_ns as f64 / 1e6,

@@ -53,7 +53,9 @@ pub fn prepare<D: Kernels>(
     let topology = Topology::this_machine();
     chosen.warning.iter().for_each(|line| observer.warn(line));
     let source = find_model(settings)?;
-    check_context(settings, &source.shape)?;
+    check_context(settings, &source.shape, settings.model.as_deref().unwrap_or(Path::new("the built-in model")))?
+        .iter()
+        .for_each(|line| observer.warn(line));
     let mut plan = best_plan(settings, &source.shape, &chosen.machine, true)?;
     plan.host_memory = host_memory(settings, &plan, &topology)?;
     let paths = Paths::create(settings)?;
@@ -94,7 +96,7 @@ pub fn prepare<D: Kernels>(
     let schedule = LearningRate {
         scheduler: settings.lr_scheduler_type,
         peak_lr: settings.learning_rate,
-        warmup_steps: settings.warmup_steps,
+        warmup_steps: settings.warmup(max_steps),
         max_steps,
     };
     Session::new(engine, loader, schedule, settings.clone(), paths, source.files, run)
@@ -109,12 +111,26 @@ fn find_model(settings: &Settings) -> Result<Source> {
     Ok(Source { shape, files: weights::model_files(dir)? })
 }
 
-/// Learned positions end; rotary ones do not, and only tell how far the model was trained.
-pub fn check_context(settings: &Settings, shape: &ModelShape) -> Result<()> {
-    if shape.positions == Positions::Learned && settings.seq_length > shape.max_positions {
-        return Err(Error::usage(format!("--seq-length {}: the model has {} positions", settings.seq_length, shape.max_positions)));
+/// Refuses sequences longer than the positions that a model has learned. `config` is where it was found. Rotary positions do not end:
+/// for those, a line for people where the sequence is longer than any that the model was trained on.
+///
+/// # Errors
+/// `Usage` with flag, model and remedy.
+pub fn check_context(settings: &Settings, shape: &ModelShape, config: &Path) -> Result<Option<String>> {
+    let (seq_length, positions, config) = (settings.seq_length, shape.max_positions, config.display());
+    if seq_length <= positions {
+        return Ok(None);
     }
-    Ok(())
+    let key = shape.family.spec().keys.max_positions;
+    if shape.positions == Positions::Learned {
+        let remedy = format!("use --seq-length {positions} or less");
+        return Err(Error::usage(format!(
+            "--seq-length {seq_length}: {config} has {positions} positions ({key} in its config.json); {remedy}"
+        )));
+    }
+    Ok(Some(format!(
+        "--seq-length {seq_length}: {config} was made for {positions} positions ({key} in its config.json); it learns the others here"
+    )))
 }
 
 fn max_steps(settings: &Settings, dataset: &Dataset) -> u64 {

@@ -33,7 +33,7 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
         return;
     }
     for (model, tokens) in WORKLOADS {
-        let Ok(shape) = presets::shape(Path::new(model)) else { continue };
+        let Ok(shape) = presets::shape("model", Path::new(model)) else { continue };
         let products = products(&shape, tokens);
         suite.case(&format!("products of {model}"), |bench, random| check_all(bench, random, &products));
     }

@@ -1,0 +1,416 @@
+//! Other spellings of flags: underscores for dashes, and the names of Hugging Face, TRL, axolotl and LLaMA-Factory. One table serves the
+//! command line and the configuration file.
+
+use crate::error::{Error, Result};
+use clap::{Arg, Command};
+use std::ffi::OsString;
+use std::iter::Peekable;
+use std::vec::IntoIter;
+
+/// What a name or a value of another program means here.
+#[derive(Clone, Copy, Debug)]
+enum Sense {
+    /// This flag with this value.
+    Set(&'static str, &'static str),
+    /// The flag of this very name, with the value as it is written.
+    AsWritten,
+    /// It is so anyway.
+    Holds,
+    /// Nothing, and why.
+    Ignored(&'static str),
+    /// It cannot be had; what to use.
+    Refused(&'static str),
+}
+
+use Sense::{AsWritten, Holds, Ignored, Refused, Set};
+
+/// How a name is read.
+#[derive(Clone, Copy, Debug)]
+enum Rule {
+    /// Another name for this flag.
+    Name(&'static str),
+    /// Yes or no; yes if no value follows.
+    Switch { yes: Sense, no: Sense },
+    /// Some words, and all others.
+    Words { known: &'static [(&'static str, Sense)], other: Sense },
+    /// Below 1 the value is a share, and belongs to this flag.
+    ShareOf(&'static str),
+    /// Whatever the value.
+    Always(Sense),
+}
+
+use Rule::{Always, Name, ShareOf, Switch, Words};
+
+const NO_EVALUATION: &str = "there is no evaluation yet: every sequence is trained on";
+const ALL_PARAMETERS: &str = "every parameter is trained here; leave it out";
+const ONE_GPU: &str = "the engine drives one GPU";
+
+/// Names in dashes; one that ends with `*` stands for all that begin so. The first that fits counts.
+#[rustfmt::skip]
+const TABLE: &[(&str, Rule)] = &[
+    ("model-name-or-path", Name("model")),
+    ("base-model", Name("model")),
+    ("max-length", Name("seq-length")),
+    ("max-seq-length", Name("seq-length")),
+    ("cutoff-len", Name("seq-length")),
+    ("sequence-len", Name("seq-length")),
+    ("dataset", Name("data")),
+    ("train-file", Name("data")),
+    ("gradient-clipping", Name("max-grad-norm")),
+    ("micro-batch-size", Name("per-device-train-batch-size")),
+    ("num-epochs", Name("num-train-epochs")),
+    ("lr-scheduler", Name("lr-scheduler-type")),
+    ("torch-dtype", Name("dtype")),
+    ("bf16", Switch { yes: Set("dtype", "bfloat16"), no: Ignored("the format is --dtype's, bfloat16 unless it says float16 or float32") }),
+    ("fp16", Switch { yes: Set("dtype", "float16"), no: Holds }),
+    ("dtype", Words { known: &[("bf16", Set("dtype", "bfloat16")), ("fp16", Set("dtype", "float16")), ("fp32", Set("dtype", "float32"))], other: AsWritten }),
+    ("gradient-checkpointing", Switch { yes: Set("activations", "recompute-block"), no: Set("activations", "keep") }),
+    ("gradient-checkpointing-kwargs", Always(Ignored("--activations says what is computed again"))),
+    ("optim", Words {
+        known: &[("adamw", Holds), ("adamw-hf", Holds), ("adamw-torch", Holds), ("adamw-torch-fused", Holds), ("adamw-torch-xla", Holds),
+            ("adamw-torch-npu-fused", Holds), ("adamw-apex-fused", Holds)],
+        other: Refused("the optimizer is AdamW with states of 32 bits: adamw_torch, adamw_torch_fused, adamw_hf, adamw_apex_fused are taken for it"),
+    }),
+    ("warmup-steps", ShareOf("warmup-ratio")),
+    ("lr-scheduler-type", Words {
+        known: &[("constant-with-warmup", Set("lr-scheduler-type", "constant")), ("warmup-stable-decay", Set("lr-scheduler-type", "wsd"))],
+        other: AsWritten,
+    }),
+    ("max-steps", Words { known: &[("-1", Holds)], other: AsWritten }),
+    ("report-to", Words {
+        known: &[("none", Holds), ("jsonl", Holds)],
+        other: Refused("not there yet; every run writes metrics.jsonl, an object a step, into its output directory: --report-to none"),
+    }),
+    ("save-strategy", Words {
+        known: &[("steps", Holds), ("no", Refused("the last step is always saved; a --save-steps above --max-steps saves nothing before it"))],
+        other: Refused("say --save-steps N: checkpoints are counted in steps"),
+    }),
+    ("logging-strategy", Words { known: &[("steps", Holds)], other: Refused("say --logging-steps N: log lines are counted in steps") }),
+    ("eval-strategy", Words { known: &[("no", Holds)], other: Refused(NO_EVALUATION) }),
+    ("evaluation-strategy", Name("eval-strategy")),
+    ("do-eval", Switch { yes: Refused(NO_EVALUATION), no: Holds }),
+    ("load-best-model-at-end", Switch { yes: Refused(NO_EVALUATION), no: Holds }),
+    ("val-set-size", Words { known: &[("0", Holds), ("0.0", Holds)], other: Refused(NO_EVALUATION) }),
+    ("eval-steps", Always(Ignored(NO_EVALUATION))),
+    ("per-device-eval-batch-size", Always(Ignored(NO_EVALUATION))),
+    ("sample-packing", Switch { yes: Holds, no: Refused("sequences are always packed: documents follow each other, the end-of-text token between them") }),
+    ("packing", Name("sample-packing")),
+    ("do-train", Switch { yes: Holds, no: Refused("train does nothing else") }),
+    ("overwrite-output-dir", Switch { yes: Ignored("an earlier run in the output directory is moved aside, never deleted"), no: Holds }),
+    ("use-cpu", Switch { yes: Set("device", "cpu"), no: Holds }),
+    ("no-cuda", Name("use-cpu")),
+    ("push-to-hub", Switch { yes: Refused("superoffload export writes a directory that `hf upload` takes"), no: Holds }),
+    ("hub-*", Always(Ignored("nothing is uploaded"))),
+    ("label-smoothing-factor", Words { known: &[("0", Holds), ("0.0", Holds)], other: Refused("the loss is plain cross-entropy; leave it out") }),
+    ("deepspeed", Always(Refused("such files are not read; say it by flags: --per-device-train-batch-size, --gradient-accumulation-steps, \
+        --max-grad-norm, --dtype, --strategy zero-offload|superoffload, --weights"))),
+    ("fsdp*", Always(Refused(ONE_GPU))),
+    ("lora-*", Always(Refused(ALL_PARAMETERS))),
+    ("use-peft", Switch { yes: Refused(ALL_PARAMETERS), no: Holds }),
+    ("load-in-4bit", Switch { yes: Refused(ALL_PARAMETERS), no: Holds }),
+    ("load-in-8bit", Switch { yes: Refused(ALL_PARAMETERS), no: Holds }),
+    ("attn-implementation", Always(Ignored("--attention auto|cudnn|plain chooses"))),
+    ("flash-attention", Always(Ignored("--attention auto|cudnn|plain chooses"))),
+    ("flash-attn", Always(Ignored("--attention auto|cudnn|plain chooses"))),
+    ("dataloader-*", Always(Ignored("data is read in the driver's thread, ahead of the step"))),
+    ("dataset-num-proc", Always(Ignored("data is read by one thread"))),
+    ("preprocessing-num-workers", Always(Ignored("data is read by one thread"))),
+    ("group-by-length", Always(Ignored("every sequence has --seq-length tokens"))),
+    ("remove-unused-columns", Always(Ignored("other columns are never read"))),
+    ("data-seed", Always(Ignored("--seed is the data's, too"))),
+    ("ddp-*", Always(Ignored(ONE_GPU))),
+    ("local-rank", Always(Ignored(ONE_GPU))),
+    ("tf32", Always(Ignored("--dtype is the format of products; float32 is computed in float32"))),
+    ("torch-compile*", Always(Ignored("there is no torch here"))),
+    ("use-liger-kernel", Always(Ignored("there is no torch here"))),
+    ("trust-remote-code", Always(Ignored("code of a model is never run"))),
+    ("logging-first-step", Always(Ignored("step 1 is always logged"))),
+    ("logging-dir", Always(Ignored("logs go to the output directory"))),
+    ("run-name", Always(Ignored("the output directory is the run's name"))),
+    ("disable-tqdm", Always(Ignored("the bar is shown on terminals alone"))),
+    ("save-safetensors", Always(Ignored("superoffload export writes safetensors"))),
+    ("ignore-data-skip", Always(Ignored("a resumed run goes on in the data where it was"))),
+    ("full-determinism", Always(Ignored("the same bits in every run are the default"))),
+];
+
+fn rule(name: &str) -> Option<&'static Rule> {
+    let fits = |pattern: &str| pattern.strip_suffix('*').map_or(pattern == name, |start| name.starts_with(start));
+    TABLE.iter().find(|(pattern, _)| fits(pattern)).map(|(_, rule)| rule)
+}
+
+/// The flag, or the entry of the table, that `name` in dashes is another name for.
+pub(super) fn plain_name(name: &str) -> &str {
+    match rule(name) {
+        Some(Name(other)) => plain_name(other),
+        _ => name,
+    }
+}
+
+/// What a name and its value come to.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Outcome {
+    /// As they are.
+    AsWritten,
+    /// Another flag, or another value.
+    Flag(&'static str, String),
+    /// It is so anyway.
+    Nothing,
+    /// Nothing; the line says why.
+    Ignored(String),
+}
+
+/// What `name`, in dashes, means with `value`.
+///
+/// # Errors
+/// A sentence that says what to use.
+pub(super) fn outcome(name: &str, value: &str) -> std::result::Result<Outcome, String> {
+    let word = word(value);
+    let sense = match rule(name) {
+        None | Some(Name(_)) => AsWritten,
+        Some(ShareOf(flag)) => {
+            let is_share = value.parse::<f64>().is_ok_and(|share| share > 0.0 && share < 1.0);
+            return Ok(if is_share { Outcome::Flag(flag, value.into()) } else { Outcome::AsWritten });
+        }
+        Some(Always(sense)) => *sense,
+        Some(Words { known, other }) => known.iter().find(|(known, _)| *known == word).map_or(*other, |(_, sense)| *sense),
+        Some(Switch { yes, no }) => match truth(value) {
+            Some(true) => *yes,
+            Some(false) => *no,
+            None => return Err(format!("{name} {value}: expected true or false")),
+        },
+    };
+    match sense {
+        AsWritten => Ok(Outcome::AsWritten),
+        Holds => Ok(Outcome::Nothing),
+        Set(flag, value) => Ok(Outcome::Flag(flag, value.into())),
+        Ignored(why) => Ok(Outcome::Ignored(format!("{name} ({why})"))),
+        Refused(why) => Err(format!("{name} {value}: {why}")),
+    }
+}
+
+/// As this program spells words: in small letters, with dashes.
+fn word(text: &str) -> String {
+    text.to_lowercase().replace('_', "-")
+}
+
+fn truth(text: &str) -> Option<bool> {
+    match text.to_lowercase().as_str() {
+        "true" | "yes" | "on" | "1" => Some(true),
+        "false" | "no" | "off" | "0" => Some(false),
+        _ => None,
+    }
+}
+
+/// `value` with each word spelled as `flag` knows it: `zero_offload` is `zero-offload`, `True` is `true`.
+pub(super) fn choice(flag: &Arg, value: &str) -> String {
+    let known = flag.get_possible_values();
+    let is_known = |word: &str| known.iter().any(|value| value.get_name() == word);
+    let spell = |part: &str| if is_known(part) || !is_known(&word(part)) { part.to_string() } else { word(part) };
+    if known.is_empty() { value.into() } else { value.split(',').map(spell).collect::<Vec<_>>().join(",") }
+}
+
+/// A command line in this program's own spelling.
+#[derive(Debug, Default)]
+pub struct Rewritten {
+    /// The arguments, the program's name first.
+    pub args: Vec<OsString>,
+    /// A line for each flag that means nothing here, and why.
+    pub ignored: Vec<String>,
+}
+
+/// The arguments that follow the one that is looked at.
+type Rest = Peekable<IntoIter<OsString>>;
+
+/// Spells `args`, the arguments of `command` with the program's name first, as the parser knows them.
+///
+/// # Errors
+/// `Usage` with the flag to use for one that another program has and this one has not.
+pub fn rewrite(command: &Command, args: Vec<OsString>) -> Result<Rewritten> {
+    let mut rest = args.into_iter().peekable();
+    let mut rewritten = Rewritten { args: rest.next().into_iter().collect(), ..Rewritten::default() };
+    let mut command = command;
+    while let Some(sub) = rest.peek().and_then(|word| command.find_subcommand(word)) {
+        command = sub;
+        rewritten.args.extend(rest.next());
+    }
+    while let Some(word) = rest.next() {
+        if word == "--" {
+            rewritten.args.extend([word].into_iter().chain(rest));
+            break;
+        }
+        match word.to_str().and_then(|word| word.strip_prefix("--")) {
+            Some(flag) => rewritten.flag(command, flag, &mut rest)?,
+            None => rewritten.args.push(word),
+        }
+    }
+    Ok(rewritten)
+}
+
+impl Rewritten {
+    /// One flag, without its dashes.
+    fn flag(&mut self, command: &Command, written: &str, rest: &mut Rest) -> Result<()> {
+        let (name, value) = written.split_once('=').map_or((written, None), |(name, value)| (name, Some(value.to_string())));
+        let dashed = name.replace('_', "-");
+        let find = |name: &str| command.get_arguments().find(|arg| arg.get_long() == Some(name));
+        let trains = find("learning-rate").is_some();
+        let name = if trains { plain_name(&dashed) } else { &dashed };
+        let (arg, rule) = (find(name), rule(name).filter(|_| trains));
+        let value = value.or_else(|| value_after(arg, rule, rest));
+        let value = match (value, rule) {
+            (None, Some(Switch { .. })) => "true".into(),
+            (None, Some(Always(_))) => String::new(),
+            (Some(value), _) => value,
+            (None, _) => {
+                self.args.push(format!("--{name}").into());
+                return Ok(());
+            }
+        };
+        let outcome = if trains { outcome(name, &value) } else { Ok(Outcome::AsWritten) };
+        match outcome.map_err(|cause| Error::usage(format!("--{cause}")))? {
+            Outcome::AsWritten => {
+                let value = arg.map_or_else(|| value.clone(), |arg| choice(arg, &value));
+                self.args.push(format!("--{name}={value}").into());
+            }
+            Outcome::Flag(flag, value) => self.args.push(format!("--{flag}={value}").into()),
+            Outcome::Nothing => {}
+            Outcome::Ignored(line) => self.ignored.push(format!("--{line}")),
+        }
+        Ok(())
+    }
+}
+
+/// The next argument, where it is this flag's value and has to be looked at.
+fn value_after(arg: Option<&Arg>, rule: Option<&Rule>, rest: &mut Rest) -> Option<String> {
+    let is_switch = arg.is_some_and(Arg::is_require_equals_set) || matches!(rule, Some(Switch { .. }));
+    let has_choices = arg.is_some_and(|arg| !arg.get_possible_values().is_empty());
+    let is_value = |next: &OsString| match next.to_str() {
+        Some(text) if is_switch => truth(text).is_some(),
+        Some(text) => (rule.is_some() || has_choices) && !text.starts_with("--"),
+        None => false,
+    };
+    rest.next_if(is_value).and_then(|value| value.into_string().ok())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::options::TrainOptions;
+    use crate::config::options::tests::flags;
+    use clap::Args;
+    use proptest::prelude::*;
+
+    fn train() -> Command {
+        Command::new("superoffload").subcommand(TrainOptions::augment_args(Command::new("train"))).subcommand(Command::new("other"))
+    }
+
+    fn rewritten(args: &[&str]) -> Result<Rewritten> {
+        rewrite(&train(), [&["superoffload", "train"], args].concat().into_iter().map(OsString::from).collect())
+    }
+
+    /// The flags after the subcommand.
+    fn spelled(args: &[&str]) -> Vec<String> {
+        let rewritten = rewritten(args).unwrap();
+        assert!(rewritten.ignored.is_empty(), "{rewritten:?}");
+        rewritten.args[2..].iter().map(|arg| arg.to_str().unwrap().to_string()).collect()
+    }
+
+    #[test]
+    fn underscores_are_dashes_in_names_and_in_words() {
+        assert_eq!(
+            spelled(&["--per_device_train_batch_size", "4", "--max_steps=5"]),
+            ["--per-device-train-batch-size", "4", "--max-steps=5"]
+        );
+        assert_eq!(
+            spelled(&["--strategy", "zero_offload", "--activations=recompute_block"]),
+            ["--strategy=zero-offload", "--activations=recompute-block"]
+        );
+        assert_eq!(spelled(&["--without", "stv,deadline_order"]), ["--without=stv,deadline-order"]);
+        assert_eq!(spelled(&["--no_shuffle", "True", "--digest"]), ["--no-shuffle=true", "--digest"]);
+        assert_eq!(spelled(&["--output_dir", "my_run", "--", "--a_b"]), ["--output-dir", "my_run", "--", "--a_b"]);
+        assert_eq!(spelled(&["--learning_rate", "-1"]), ["--learning-rate", "-1"]);
+        let other = rewrite(&train(), ["superoffload", "other", "--tf32", "--a_b=c_d"].map(OsString::from).into()).unwrap();
+        assert_eq!(other.args[2..], ["--tf32", "--a-b=c_d"], "what does not train has no aliases");
+    }
+
+    #[test]
+    fn names_of_other_programs_are_ours() {
+        assert_eq!(spelled(&["--model_name_or_path", "m", "--base-model=n"]), ["--model", "m", "--model=n"]);
+        for name in ["--max_length", "--max_seq_length", "--cutoff_len", "--sequence_len"] {
+            assert_eq!(spelled(&[name, "8"]), ["--seq-length", "8"]);
+        }
+        assert_eq!(spelled(&["--bf16", "--seed", "1"]), ["--dtype=bfloat16", "--seed", "1"]);
+        assert_eq!(spelled(&["--fp16", "True", "--fp16=false"]), ["--dtype=float16"]);
+        assert_eq!(spelled(&["--gradient_checkpointing"]), ["--activations=recompute-block"]);
+        assert_eq!(spelled(&["--gradient_checkpointing", "false"]), ["--activations=keep"]);
+        assert_eq!(spelled(&["--optim", "adamw_torch_fused", "--report_to", "none", "--eval_strategy=no"]), Vec::<String>::new());
+        assert_eq!(spelled(&["--warmup_steps", "0.1", "--warmup_steps=20"]), ["--warmup-ratio=0.1", "--warmup-steps=20"]);
+        assert_eq!(spelled(&["--lr_scheduler_type", "constant_with_warmup"]), ["--lr-scheduler-type=constant"]);
+        assert_eq!(spelled(&["--lr_scheduler=warmup_stable_decay"]), ["--lr-scheduler-type=wsd"]);
+        assert_eq!(spelled(&["--max_steps", "-1", "--dtype", "bf16"]), ["--dtype=bfloat16"]);
+        assert_eq!(spelled(&["--dataset", "a", "b", "--gradient_clipping=0.5"]), ["--data", "a", "b", "--max-grad-norm=0.5"]);
+    }
+
+    #[test]
+    fn what_means_nothing_is_said_and_takes_its_value_along() {
+        let odd = rewritten(&["--dataloader_num_workers", "4", "--tf32", "--seed", "1", "--ddp_timeout=9", "--bf16", "false"]).unwrap();
+        assert_eq!(odd.args[2..], ["--seed", "1"]);
+        let names: Vec<_> = odd.ignored.iter().map(|line| line.split(' ').next().unwrap()).collect();
+        assert_eq!(names, ["--dataloader-num-workers", "--tf32", "--ddp-timeout", "--bf16"]);
+        assert!(odd.ignored.iter().all(|line| line.ends_with(')')), "{odd:?}");
+    }
+
+    #[test]
+    fn what_cannot_be_had_is_answered_with_what_to_use() {
+        for (args, words) in [
+            (&["--deepspeed", "ds.json"][..], &["--deepspeed ds.json", "--max-grad-norm", "--strategy"][..]),
+            (&["--optim", "adafactor"], &["--optim adafactor", "adamw_torch"]),
+            (&["--optim", "adamw_8bit"], &["32 bits"]),
+            (&["--report_to", "wandb"], &["metrics.jsonl", "--report-to none"]),
+            (&["--save_strategy", "epoch"], &["--save-steps"]),
+            (&["--eval_strategy", "steps"], &["no evaluation"]),
+            (&["--sample_packing", "false"], &["always packed"]),
+            (&["--bf16=maybe"], &["--bf16 maybe: expected true or false"]),
+            (&["--lora_r", "8"], &["every parameter"]),
+        ] {
+            let refused = rewritten(args).unwrap_err();
+            let message = refused.to_string();
+            assert!(refused.exit_code() == 2 && words.iter().all(|word| message.contains(word)), "{message}");
+        }
+    }
+
+    /// An entry for a flag of ours must leave values of ours alone, and every flag that the table leads to must be there.
+    #[test]
+    fn the_table_shadows_no_flag_and_leads_to_flags() {
+        let is_flag = |name: &str| flags().iter().any(|flag| flag.get_long() == Some(name));
+        for flag in flags() {
+            let name = flag.get_long().unwrap();
+            let leaves = matches!(rule(name), None | Some(ShareOf(_)) | Some(Words { other: AsWritten, .. }));
+            assert!(leaves, "--{name} is shadowed by {:?}", rule(name));
+            let own = flag.get_possible_values().iter().all(|value| outcome(name, value.get_name()) == Ok(Outcome::AsWritten));
+            assert!(own, "--{name}");
+        }
+        for (name, rule) in TABLE {
+            let targets: Vec<&str> = match rule {
+                Name(_) => vec![plain_name(name)],
+                ShareOf(flag) => vec![flag],
+                Switch { yes, no } => {
+                    [yes, no].into_iter().filter_map(|sense| if let Set(flag, _) = sense { Some(*flag) } else { None }).collect()
+                }
+                Words { known, .. } => {
+                    known.iter().filter_map(|(_, sense)| if let Set(flag, _) = sense { Some(*flag) } else { None }).collect()
+                }
+                Always(_) => vec![],
+            };
+            assert!(targets.iter().all(|target| is_flag(target) || super::rule(target).is_some()), "{name}: {targets:?}");
+            assert!(!name.contains('_'), "{name}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn no_command_line_panics(args in prop::collection::vec("-{0,3}[a-z_=0-9-]{0,12}", 0..6)) {
+            let args: Vec<&str> = args.iter().map(String::as_str).collect();
+            let _ = rewritten(&args);
+        }
+    }
+}

@@ -1,0 +1,59 @@
+//! Flags as other programs spell them, on the command line and in the settings file, through to what a run does.
+
+use crate::program::{Workspace, program, run};
+use serde_json::Value;
+use std::fs;
+
+/// Settings of the run, as its last checkpoint keeps them.
+fn settings(workspace: &Workspace, out: &str) -> Value {
+    let last = workspace.names(out, "checkpoint-").pop().unwrap();
+    let state = fs::read_to_string(workspace.path(out).join(last).join("trainer_state.json")).unwrap();
+    let state: Value = serde_json::from_str(&state).unwrap();
+    ["manifest", "trainer", "settings"].iter().fold(&state, |value, key| value.get(key).unwrap_or(value)).clone()
+}
+
+#[test]
+fn a_command_line_of_hugging_face_trains() {
+    let workspace = Workspace::new();
+    let flags = ["--bf16", "True", "--max_steps=4", "--warmup_steps", "0.5", "--lr_scheduler_type", "constant_with_warmup", "--optim"];
+    let more = ["adamw_torch", "--gradient_checkpointing", "--report_to", "none", "--save_strategy=steps", "--tf32", "true"];
+    let told = run(&mut workspace.train("out", &[&flags[..], &more].concat()));
+    assert_eq!(told.code, 0, "{told:?}");
+    assert_eq!(told.stderr.lines().count(), 1, "{told:?}");
+    assert!(told.stderr.starts_with("ignored: --tf32 ("), "{told:?}");
+    let rates: Vec<f64> = workspace.metrics("out").iter().map(|line| line["learning_rate"].as_f64().unwrap()).collect();
+    assert_eq!(rates, [0.0, 5e-3, 1e-2, 1e-2], "half of four steps warm up");
+    let settings = settings(&workspace, "out");
+    assert_eq!((settings["activations"].as_str(), settings["dtype"].as_str()), (Some("recompute-block"), Some("bfloat16")), "{settings}");
+}
+
+#[test]
+fn the_settings_file_takes_the_same_names() {
+    let workspace = Workspace::new();
+    workspace.settings("fp16 = true\nwarmup_ratio = 0.25\ndataloader_num_workers = 4\nreport_to = 'none'");
+    let told = run(&mut workspace.train("out", &["--max-steps", "4"]));
+    assert!(told.code == 0 && told.stderr.contains("ignored: dataloader-num-workers ("), "{told:?}");
+    let lines = workspace.metrics("out");
+    assert_eq!(lines.iter().map(|line| line["learning_rate"].as_f64().unwrap()).collect::<Vec<_>>(), [0.0, 1e-2, 1e-2, 1e-2]);
+    assert!(lines[0]["loss_scale"].as_f64() > Some(1.0), "float16 is scaled: {}", lines[0]);
+    workspace.settings("deepspeed = 'ds.json'");
+    run(&mut workspace.train("out", &[])).refused(2, &["run.toml", "deepspeed ds.json", "--max-grad-norm"]);
+}
+
+#[test]
+fn what_cannot_be_had_names_the_flag_to_use() {
+    let workspace = Workspace::new();
+    for (flags, words) in [
+        (&["--deepspeed", "ds.json"][..], &["--deepspeed", "--strategy"][..]),
+        (&["--optim", "lion"], &["--optim lion", "adamw_torch"]),
+        (&["--report_to", "wandb"], &["metrics.jsonl"]),
+        (&["--save_strategy", "epoch"], &["--save-steps"]),
+        (&["--eval_strategy", "epoch"], &["no evaluation"]),
+        (&["--warmup_ratio", "2"], &["--warmup-ratio 2", "0 to 1"]),
+        (&["--learning_rat", "1"], &["--learning-rat", "--learning-rate"]),
+    ] {
+        run(&mut workspace.train("out", flags)).refused(2, words);
+    }
+    assert!(!workspace.path("out").exists());
+    run(&mut program(&["plan", "--model_name_or_path", "nobody", "--hardware", "gb200"])).refused(2, &["--model nobody", "llama-8b"]);
+}
