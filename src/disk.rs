@@ -5,7 +5,7 @@
 use crate::error::{Error, Result};
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 /// Runs one operation and names it in its error.
@@ -25,9 +25,21 @@ pub(crate) fn rename(from: &Path, to: &Path) -> Result<()> {
     attempt("rename", from, || fs::rename(from, to))
 }
 
+/// Removes a file; that there is none is as well.
+pub(crate) fn remove_if_present(path: &Path) -> Result<()> {
+    attempt("remove", path, || fs::remove_file(path).or_else(|e| if e.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(e) }))
+}
+
 /// Removes a directory and everything in it.
 pub(crate) fn remove_dir(path: &Path) -> Result<()> {
     attempt("remove", path, || fs::remove_dir_all(path))
+}
+
+/// This program's directory in the user's cache; `None` where the environment names no home.
+pub(crate) fn user_cache() -> Option<PathBuf> {
+    let absolute = |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    let cache = absolute("XDG_CACHE_HOME").or_else(|| absolute("HOME").map(|home| home.join(".cache")))?;
+    Some(cache.join("superoffload"))
 }
 
 /// Makes the names in a directory durable.
@@ -114,6 +126,23 @@ impl OutFile {
     }
 }
 
+/// Tells without reading a file whether it is the one that it was.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub(crate) struct Stamp {
+    /// Size.
+    pub(crate) bytes: u64,
+    /// When it was last written, in seconds and nanoseconds.
+    pub(crate) modified: (i64, i64),
+    /// Its number in its file system.
+    pub(crate) inode: u64,
+}
+
+impl Stamp {
+    fn of(metadata: &fs::Metadata) -> Self {
+        Self { bytes: metadata.len(), modified: (metadata.mtime(), metadata.mtime_nsec()), inode: metadata.ino() }
+    }
+}
+
 /// A regular file open for reading at offsets. Opening anything else is an error at once: a pipe would block, a device may
 /// have no end.
 pub(crate) struct InFile {
@@ -145,9 +174,9 @@ impl InFile {
         &self.path
     }
 
-    /// What the file system says about it now.
-    pub(crate) fn metadata(&self) -> Result<fs::Metadata> {
-        self.file.metadata().map_err(|e| Error::io("read", &self.path, e))
+    /// What tells whether it changes.
+    pub(crate) fn stamp(&self) -> Result<Stamp> {
+        self.file.metadata().map(|metadata| Stamp::of(&metadata)).map_err(|e| Error::io("read", &self.path, e))
     }
 
     /// Fills `out` from byte `offset`.

@@ -1,12 +1,13 @@
 //! One error type: it names the operation, the subject and the cause, in one line.
 
+use crate::signals::EXIT_INTERRUPTED;
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
 /// Result of everything in this crate that can fail.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// What went wrong. `Usage` is the person's to mend and exits 2; everything else is the world's and exits 1.
+/// What went wrong. `Usage` is the person's to mend and exits 2, `Interrupted` exits 75; everything else is the world's and exits 1.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A flag, a config key or a combination of them that makes no sense.
@@ -41,6 +42,9 @@ pub enum Error {
         /// Why it failed.
         cause: String,
     },
+    /// Somebody asked the program to stop before there was anything to save.
+    #[error("interrupted while {0}: nothing was trained")]
+    Interrupted(String),
 }
 
 impl Error {
@@ -64,10 +68,11 @@ impl Error {
         Self::Resource { operation: operation.to_string(), cause: cause.to_string() }
     }
 
-    /// The process exit code: 2 for usage, 1 for the world.
+    /// The process exit code: 2 for usage, that of an interrupted run, 1 for the world.
     pub fn exit_code(&self) -> i32 {
         match self {
             Self::Usage(_) => 2,
+            Self::Interrupted(_) => EXIT_INTERRUPTED,
             _ => 1,
         }
     }

@@ -6,6 +6,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::fmt::Display;
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 use superoffload::bench::options::StepOptions;
 use superoffload::bench::record::RecordFile;
 use superoffload::bench::simulate::{self, Simulation};
@@ -31,6 +32,7 @@ use superoffload::probe::{self, ProbeOptions};
 use superoffload::signals::{EXIT_INTERRUPTED, StopFlag};
 use superoffload::train::setup::check_context;
 use superoffload::train::{self, Facts, Observer, Summary};
+use superoffload::units::Bytes;
 
 /// Trains language models with the optimizer on the CPU: exact speculative offload.
 #[derive(Parser)]
@@ -116,7 +118,10 @@ fn main() {
     let code = match parse().and_then(run) {
         Ok(code) => code,
         Err(error) => {
-            complain("error", &error);
+            match error {
+                Error::Interrupted(_) => tell(&error),
+                _ => complain("error", &error),
+            }
             error.exit_code()
         }
     };
@@ -296,15 +301,20 @@ fn run_simulate(options: SimulateOptions) -> Result<i32> {
     Ok(0)
 }
 
+/// Time between lines that say how far the data is, where there is no bar.
+const PROGRESS_INTERVAL: Duration = Duration::from_secs(10);
+
 /// Shows a run to a person: a progress bar on a terminal, plain lines otherwise.
 struct Person {
     bar: ProgressBar,
     logging_steps: u64,
+    /// When a person last heard how far the data is.
+    told: Instant,
 }
 
 impl Default for Person {
     fn default() -> Self {
-        Self { bar: ProgressBar::hidden(), logging_steps: 1 }
+        Self { bar: ProgressBar::hidden(), logging_steps: 1, told: Instant::now() }
     }
 }
 
@@ -316,6 +326,7 @@ impl Person {
 
 impl Observer for Person {
     fn begin(&mut self, plan: &Plan, facts: &Facts) {
+        self.bar.finish_and_clear();
         tell(format_args!("device  {}", facts.device));
         facts.rates.iter().for_each(|rates| tell(format_args!("rates   {rates}")));
         tell(format_args!("model   {}", facts.model));
@@ -357,6 +368,22 @@ impl Observer for Person {
 
     fn warn(&mut self, line: &str) {
         self.bar.suspend(|| complain("warning", line));
+    }
+
+    fn progress(&mut self, what: &str, done: u64, all: u64) {
+        if std::io::stderr().is_terminal() {
+            if self.bar.is_hidden() || self.bar.is_finished() {
+                let style = ProgressStyle::with_template("{bar:32} {bytes}/{total_bytes}  {elapsed} < {eta}  {msg}");
+                self.bar = ProgressBar::with_draw_target(Some(all), ProgressDrawTarget::stderr());
+                self.bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+            }
+            self.bar.set_length(all);
+            self.bar.set_message(what.to_string());
+            self.bar.set_position(done);
+        } else if self.told.elapsed() >= PROGRESS_INTERVAL {
+            self.told = Instant::now();
+            tell(format_args!("{what}: {} of {}", Bytes(done), Bytes(all)));
+        }
     }
 }
 

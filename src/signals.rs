@@ -28,6 +28,12 @@ impl StopFlag {
         Ok(stop)
     }
 
+    /// Asks to stop, as a signal does.
+    #[cfg(test)]
+    pub(crate) fn set(&self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+
     /// Whether to stop.
     pub fn is_set(&self) -> bool {
         self.0.load(Ordering::Relaxed)

@@ -14,6 +14,7 @@ use superoffload::config::plan::Plan;
 use superoffload::config::settings::Settings;
 use superoffload::data::loader::{DataPosition, Loader};
 use superoffload::data::packing::Dataset;
+use superoffload::data::preparation::Preparation;
 use superoffload::data::tokenizer::Tokenizer;
 use superoffload::engine::coordinator::Counts;
 use superoffload::metrics::rss_bytes;
@@ -133,7 +134,8 @@ fn steps_of(strategy: &str, more: &str, change: impl FnOnce(&mut Plan)) -> Count
 
 /// Begins so that the epoch ends in the middle of the watched steps.
 fn loader(settings: &Settings, shape: &ModelShape) -> Loader {
-    let dataset = Dataset::open(&settings.data, &Tokenizer::bytes(), shape.vocab, settings.seq_length).unwrap();
+    let dataset =
+        Dataset::open(&settings.data, &Tokenizer::bytes(), shape.vocab, settings.seq_length, &mut Preparation::default()).unwrap();
     let sequences = settings.per_device_train_batch_size as u64 * 2 * (WARM_UP_STEPS + STEPS / 2);
     let position = DataPosition { epoch: 0, next_sequence: dataset.sequences() as u64 - sequences };
     Loader::new(dataset, settings.per_device_train_batch_size, settings.seed, true, position).unwrap()

@@ -195,6 +195,7 @@ impl Plan {
             retains_grads: rules.policy == Policy::Deferred,
             slots: settings.slots.unwrap_or(SLOTS),
             timeline_bytes: (threads + 4) * trace_spans * size_of::<Span>(),
+            data_bytes: settings.data_bytes as usize,
             attention: attention(settings, dtype, machine.device)?,
             machine: machine.limited(settings),
             transient_bytes: transient_bytes(settings, &table),

@@ -134,6 +134,9 @@ pub struct Settings {
     pub adversary: Option<u64>,
     /// Values written into gradients.
     pub inject: Vec<Injection>,
+    /// Host memory that the data takes while steps run, once its files are known: see [`crate::data::source::host_bytes`].
+    #[serde(skip)]
+    pub data_bytes: u64,
 }
 
 impl Default for Settings {
@@ -194,6 +197,7 @@ impl Default for Settings {
             cast: CastSide::Auto,
             adversary: None,
             inject: Vec::new(),
+            data_bytes: 0,
         }
     }
 }
@@ -311,6 +315,7 @@ impl Settings {
             cast: options.cast.unwrap_or(self.cast),
             adversary: options.adversary.or(self.adversary),
             inject: options.inject.unwrap_or(self.inject),
+            data_bytes: self.data_bytes,
         }
     }
 

@@ -1,12 +1,11 @@
 //! SHA-256 of data files. Each file is read once: what was computed is kept in a file of the run's directory, and a data file is read
 //! again only when its size, its time or its inode differ.
 
-use crate::disk::{self, InFile};
+use crate::disk::{self, InFile, Stamp};
 use crate::error::{Error, Result};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::fmt::Write;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 /// Bytes that are read at once.
@@ -51,9 +50,9 @@ impl Fingerprint {
 
     /// Size, time and inode; the checksum is empty.
     fn without_content(file: &InFile) -> Result<Self> {
-        let metadata = file.metadata()?;
-        let mtime_ns = metadata.mtime().saturating_mul(1_000_000_000).saturating_add(metadata.mtime_nsec());
-        Ok(Self { bytes: metadata.len(), mtime_ns, inode: metadata.ino(), sha256: String::new() })
+        let Stamp { bytes, modified: (seconds, nanoseconds), inode } = file.stamp()?;
+        let mtime_ns = seconds.saturating_mul(1_000_000_000).saturating_add(nanoseconds);
+        Ok(Self { bytes, mtime_ns, inode, sha256: String::new() })
     }
 
     /// Whether the file at `path` looks as it did when this was read.
@@ -103,8 +102,8 @@ pub fn sha256(bytes: &[u8]) -> String {
 }
 
 /// `bytes` in hexadecimal.
-pub(crate) fn hex(bytes: &[u8]) -> String {
-    bytes.iter().fold(String::new(), |mut hex, byte| {
+pub(crate) fn hex(bytes: impl AsRef<[u8]>) -> String {
+    bytes.as_ref().iter().fold(String::new(), |mut hex, byte| {
         let _ = write!(hex, "{byte:02x}");
         hex
     })

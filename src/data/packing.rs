@@ -1,41 +1,50 @@
 //! The stream cut into sequences: sequence `i` of `S` tokens covers stream tokens `i S ..= i S + S`: `S` inputs, and the `S`
 //! tokens that follow each of them. Consecutive sequences share one token; what is left at the end is less than one.
 
-use crate::data::demo::DEMO_TEXT;
-use crate::data::source;
-use crate::data::stream::TokenStream;
+use crate::data::cache;
+use crate::data::checked::Checked;
+use crate::data::preparation::Preparation;
+use crate::data::prepared::Prepared;
+use crate::data::source::{self, Kind};
+use crate::data::stream::{TokenStream, Tokens};
+use crate::data::token_file::TokenFile;
 use crate::data::tokenizer::Tokenizer;
 use crate::error::{Error, Result};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// A stream of tokens in sequences of equal length.
 pub struct Dataset {
     stream: TokenStream,
+    documents: u64,
     seq_length: usize,
     sequences: usize,
 }
 
 impl Dataset {
-    /// Reads the files and directories in `paths`, or the text that ships with the program when there are none, for a
+    /// Opens the files and directories in `paths`, or the text that ships with the program when there are none, for a
     /// model with `vocab_size` ids.
     ///
     /// # Errors
-    /// Those of [`source::find_files`], [`source::push_file`] and [`TokenStream::new`]; `Format` (or `Usage`, for the
-    /// shipped text) when all of it is less than one sequence and the token after it.
+    /// Those of [`source::find_files`]; what is wrong with a file, and where; `Unsupported` when the vocabulary does not fit 32-bit
+    /// signed ids or does not hold the tokenizer's end of text; `Format` (or `Usage`, for the shipped text) when all of it is less
+    /// than one sequence and the token after it; `Interrupted`.
     ///
     /// # Panics
     /// If `seq_length` is 0.
-    pub fn open(paths: &[PathBuf], tokenizer: &Tokenizer, vocab_size: usize, seq_length: usize) -> Result<Self> {
-        let mut stream = TokenStream::new(vocab_size, tokenizer.end_of_text())?;
+    pub fn open(
+        paths: &[PathBuf],
+        tokenizer: &Tokenizer,
+        vocab_size: usize,
+        seq_length: usize,
+        preparation: &mut Preparation<'_>,
+    ) -> Result<Self> {
+        check_vocabulary(vocab_size, tokenizer)?;
         let files = source::find_files(paths)?;
-        for file in &files {
-            source::push_file(&mut stream, tokenizer, file)?;
-        }
-        if files.is_empty() {
-            push_demo(&mut stream, tokenizer)?;
-        }
+        let (stream, documents) = open_stream(&files, tokenizer, vocab_size, preparation)?;
         let tokens = stream.tokens();
-        Self::new(stream, seq_length).ok_or_else(|| too_short(&files, tokens, seq_length))
+        let cut = Self::new(stream, seq_length).ok_or_else(|| too_short(&files, tokens, seq_length))?;
+        Ok(Self { documents, ..cut })
     }
 
     /// Cuts `stream`; `None` when it is less than one sequence and the token after it.
@@ -44,7 +53,7 @@ impl Dataset {
     /// If `seq_length` is 0.
     pub fn new(stream: TokenStream, seq_length: usize) -> Option<Self> {
         let sequences = stream.tokens().saturating_sub(1) / seq_length;
-        (sequences > 0).then_some(Self { stream, seq_length, sequences })
+        (sequences > 0).then_some(Self { stream, documents: 0, seq_length, sequences })
     }
 
     /// Sequences in one pass over the data, at least 1.
@@ -63,8 +72,8 @@ impl Dataset {
     }
 
     /// Documents of text in the stream; token files are not counted.
-    pub fn documents(&self) -> usize {
-        self.stream.documents()
+    pub fn documents(&self) -> u64 {
+        self.documents
     }
 
     /// Writes sequence `idx`: `inputs` and `targets`, `[seq_length]` each, the targets one token further.
@@ -85,11 +94,85 @@ impl Dataset {
     }
 }
 
-fn push_demo(stream: &mut TokenStream, tokenizer: &Tokenizer) -> Result<()> {
-    stream.push_document(&tokenizer.encode(DEMO_TEXT)?).map_err(|outside| {
-        let vocab_size = stream.vocab_size();
-        Error::Unsupported(format!("the built-in text needs token {}, outside the model's vocabulary of {vocab_size}", outside.id))
-    })
+fn check_vocabulary(vocab_size: usize, tokenizer: &Tokenizer) -> Result<()> {
+    if vocab_size > 1 << 31 {
+        return Err(Error::Unsupported(format!("a vocabulary of {vocab_size} ids")));
+    }
+    let outside = |id: &u32| *id as usize >= vocab_size;
+    if let Some(id) = tokenizer.end_of_text().filter(outside) {
+        let cause = format!("end-of-text token {id} with a model whose vocabulary is {vocab_size}; --eos-token names another");
+        return Err(Error::Unsupported(cause));
+    }
+    match tokenizer.begin_of_text().iter().copied().find(outside) {
+        Some(id) => Err(Error::Unsupported(format!(
+            "begin-of-text token {id} with a model whose vocabulary is {vocab_size}; --add-bos no goes without"
+        ))),
+        None => Ok(()),
+    }
+}
+
+/// All files in their order, and the documents of text. Text is one run of documents, wherever token files stand between them.
+fn open_stream(
+    files: &[PathBuf],
+    tokenizer: &Tokenizer,
+    vocab_size: usize,
+    preparation: &mut Preparation<'_>,
+) -> Result<(TokenStream, u64)> {
+    let is_text = |path: &&Path| source::kind(path) != Some(Kind::Tokens);
+    let texts: Vec<&Path> = files.iter().map(PathBuf::as_path).filter(is_text).collect();
+    let mut checked = Checked::load(preparation.output_dir.as_deref())?;
+    let Text { tokens: text, ends, documents } = if texts.is_empty() && !files.is_empty() {
+        Text { tokens: Arc::new(Tokens::Memory(Vec::new())), ends: Vec::new(), documents: 0 }
+    } else {
+        open_text(&texts, tokenizer, vocab_size, &mut checked, preparation)?
+    };
+    let mut stream = TokenStream::default();
+    if files.is_empty() {
+        stream.push(text.clone(), 0..text.len());
+    }
+    let (mut begin, mut ends) = (0, ends.into_iter());
+    for path in files {
+        if is_text(&path.as_path()) {
+            let end = ends.next().map_or(begin, |end| end as usize);
+            stream.push(text.clone(), begin..end);
+            begin = end;
+        } else {
+            let tokens = Tokens::File(TokenFile::open(path, vocab_size, &mut checked, preparation)?);
+            stream.push_all(tokens);
+        }
+    }
+    checked.save()?;
+    Ok((stream, documents))
+}
+
+/// All text.
+struct Text {
+    tokens: Arc<Tokens>,
+    /// Tokens up to the end of each file.
+    ends: Vec<u64>,
+    documents: u64,
+}
+
+/// The tokens of `texts`, in memory if they are small.
+fn open_text(
+    texts: &[&Path],
+    tokenizer: &Tokenizer,
+    vocab_size: usize,
+    checked: &mut Checked,
+    preparation: &mut Preparation<'_>,
+) -> Result<Text> {
+    if source::bytes_of(texts) <= preparation.in_memory_bytes_max {
+        let (mut totals, _) = source::tokenize(texts, tokenizer, vocab_size, Vec::new(), preparation)?;
+        totals.sink.shrink_to_fit();
+        return Ok(Text { tokens: Arc::new(Tokens::Memory(totals.sink)), ends: totals.source_ends, documents: totals.documents });
+    }
+    let Prepared { tokens, source_ends, documents, largest_id } =
+        cache::find_or_prepare(texts, tokenizer, vocab_size, checked, preparation)?;
+    if largest_id as usize >= vocab_size {
+        return Err(Error::format(texts[0], format_args!("the text has token {largest_id}, outside the vocabulary of {vocab_size}")));
+    }
+    let tokens = Arc::new(Tokens::File(TokenFile::trusted(tokens, vocab_size)));
+    Ok(Text { tokens, ends: source_ends, documents })
 }
 
 fn too_short(files: &[PathBuf], tokens: usize, seq_length: usize) -> Error {
@@ -104,18 +187,22 @@ fn too_short(files: &[PathBuf], tokens: usize, seq_length: usize) -> Error {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
+    use crate::config::options::AddBos;
+    use crate::data::demo::DEMO_TEXT;
+    use crate::data::tokenizer::tests::{WORDS, load_or_bytes, model_dir};
+    use crate::signals::StopFlag;
     use proptest::prelude::*;
 
     /// Tokens 0, 1, 2, ... in sequences of `seq_length`.
     pub(crate) fn counting(tokens: usize, seq_length: usize) -> Option<Dataset> {
-        let mut stream = TokenStream::new(1 << 20, None).unwrap();
-        stream.push_document(&(0..tokens as u32).collect::<Vec<_>>()).unwrap();
+        let mut stream = TokenStream::default();
+        stream.push_all(Tokens::Memory((0..tokens as u32).collect()));
         Dataset::new(stream, seq_length)
     }
 
     #[test]
     fn the_shipped_text_is_read_when_no_path_is_given() {
-        let dataset = Dataset::open(&[], &Tokenizer::bytes(), 256, 256).unwrap();
+        let dataset = Dataset::open(&[], &Tokenizer::bytes(), 256, 256, &mut Preparation::default()).unwrap();
         assert_eq!(dataset.tokens(), DEMO_TEXT.len());
         let (mut inputs, mut targets) = (vec![0; 256], vec![0; 256]);
         dataset.read_sequence(0, &mut inputs, &mut targets).unwrap();
@@ -126,7 +213,7 @@ pub(crate) mod tests {
     #[test]
     fn too_little_data_is_refused_with_the_file() {
         let dir = crate::data::tokenizer::tests::model_dir(&[("a.txt", "abcd"), ("b.txt", "ef")]);
-        let open = |paths: &[PathBuf], seq_length| Dataset::open(paths, &Tokenizer::bytes(), 256, seq_length);
+        let open = |paths: &[PathBuf], seq_length| Dataset::open(paths, &Tokenizer::bytes(), 256, seq_length, &mut Preparation::default());
         let a = dir.path().join("a.txt");
         assert_eq!(open(std::slice::from_ref(&a), 3).unwrap().sequences(), 1);
         let message = open(&[a], 4).err().unwrap().to_string();
@@ -134,7 +221,44 @@ pub(crate) mod tests {
         let message = open(&[dir.path().into()], 6).err().unwrap().to_string();
         assert!(message.contains("a.txt: with 1 more files 6 tokens"), "{message}");
         assert_eq!(open(&[], usize::MAX).err().unwrap().exit_code(), 2);
-        assert!(Dataset::open(&[], &Tokenizer::bytes(), 100, 8).err().unwrap().to_string().contains("vocabulary of 100"));
+        let outside = Dataset::open(&[], &Tokenizer::bytes(), 100, 8, &mut Preparation::default()).err().unwrap().to_string();
+        assert!(outside.contains("the built-in text: token ") && outside.contains("vocabulary of 100"), "{outside}");
+    }
+
+    #[test]
+    fn a_vocabulary_that_cannot_be_is_refused() {
+        let ending = |id: &str| Tokenizer::bytes_with(Some(id), AddBos::No).unwrap();
+        assert!(check_vocabulary((1 << 31) + 1, &Tokenizer::bytes()).is_err() && check_vocabulary(10, &ending("10")).is_err());
+        assert!(check_vocabulary(1 << 31, &ending("9")).is_ok());
+    }
+
+    #[test]
+    fn text_in_memory_and_prepared_text_are_one_stream_with_token_files_between() {
+        let dir = model_dir(&[
+            ("tokenizer.json", WORDS),
+            ("a.txt", "a b"),
+            ("c.jsonl", "{\"text\": \"b\"}\n{\"text\": \"a a\"}"),
+            ("e.txt", "b b"),
+        ]);
+        let path = |name: &str| dir.path().join(name);
+        for (name, ids) in [("b.bin", [3u16, 4]), ("d.bin", [5, 6])] {
+            std::fs::write(path(name), bytemuck::cast_slice::<u16, u8>(&ids)).unwrap();
+        }
+        let tokenizer = load_or_bytes(dir.path()).unwrap();
+        let names = ["a.txt", "b.bin", "c.jsonl", "d.bin", "e.txt"].map(path);
+        let read = |in_memory_bytes_max| {
+            let mut preparation = Preparation::new(&StopFlag::default(), Some(path("cache")), dir.path().into(), |_| ());
+            preparation.in_memory_bytes_max = in_memory_bytes_max;
+            let (stream, documents) = open_stream(&names, &tokenizer, 8, &mut preparation).unwrap();
+            assert_eq!(documents, 4);
+            let mut all = vec![-1; stream.tokens()];
+            stream.read(0, &mut all).unwrap();
+            all
+        };
+        let all = [0, 1, 3, 4, 7, 1, 7, 0, 0, 5, 6, 7, 1, 1];
+        assert_eq!((read(100), path("cache").exists()), (all.to_vec(), false));
+        assert_eq!((read(0), path("cache").exists()), (all.to_vec(), true));
+        assert_eq!(read(0), all, "from the folder");
     }
 
     proptest! {

@@ -3,14 +3,18 @@
 //! `.txt` is one document of UTF-8; `.jsonl` holds one object a line whose string `text` is a document, blank lines aside; `.bin`
 //! holds token ids (see [`crate::data::token_file`]). A directory stands for the files of these kinds in it, by name.
 
-use crate::data::stream::TokenStream;
-use crate::data::token_file::TokenFile;
+use crate::data::demo::DEMO_TEXT;
+use crate::data::documents::{Documents, Place, Sink, Totals};
+use crate::data::encode::Encoder;
+use crate::data::preparation::{IN_MEMORY_BYTES_MAX, Preparation};
+use crate::data::text::{Lines, TextReader};
 use crate::data::tokenizer::Tokenizer;
 use crate::error::{Error, Result};
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 
-#[derive(Clone, Copy)]
-enum Kind {
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+pub(super) enum Kind {
     Text,
     JsonLines,
     Tokens,
@@ -21,8 +25,9 @@ const KINDS: &str = ".txt, .jsonl or .bin";
 
 /// One line of a `.jsonl` file; other keys are ignored.
 #[derive(serde::Deserialize)]
-struct Line {
-    text: String,
+struct Line<'a> {
+    #[serde(borrow)]
+    text: Cow<'a, str>,
 }
 
 /// The data files that `paths` name, directories replaced by what they hold, in order.
@@ -43,18 +48,15 @@ pub fn find_files(paths: &[PathBuf]) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// Appends what the file at `path` holds.
-///
-/// # Errors
-/// `Io` when it cannot be read; `Format` that names the place of whatever is wrong: an empty file, bytes that are not UTF-8, a line
-/// without `text`, an id outside the vocabulary.
-pub fn push_file(stream: &mut TokenStream, tokenizer: &Tokenizer, path: &Path) -> Result<()> {
-    match kind(path) {
-        Some(Kind::Text) => push_document(stream, tokenizer, path, "", &read_text(path)?),
-        Some(Kind::JsonLines) => push_json_lines(stream, tokenizer, path, &read_text(path)?),
-        Some(Kind::Tokens) => TokenFile::open(path, stream.vocab_size()).map(|file| stream.push_file(file)),
-        None => Err(Error::format(path, format!("not a {KINDS} file"))),
-    }
+/// Host memory that the data which `paths` name takes while steps run, at most: small text, and the order of the sequences. Only sizes
+/// are asked for. What cannot be found counts nothing; whoever opens it says so.
+pub fn host_bytes(paths: &[PathBuf], seq_length: usize, shuffle: bool) -> u64 {
+    let files = find_files(paths).unwrap_or_default();
+    let (tokens, texts): (Vec<_>, Vec<_>) = files.iter().map(PathBuf::as_path).partition(|path| kind(path) == Some(Kind::Tokens));
+    let text = if paths.is_empty() { DEMO_TEXT.len() as u64 } else { bytes_of(&texts) };
+    let tokens_max = text + bytes_of(&tokens) / 2;
+    let in_memory = if text <= IN_MEMORY_BYTES_MAX { size_of::<u32>() as u64 * text } else { 0 };
+    in_memory + if shuffle { size_of::<u32>() as u64 * (tokens_max / seq_length.max(1) as u64) } else { 0 }
 }
 
 /// Whether the file at `path` holds text, which needs a tokenizer.
@@ -62,7 +64,106 @@ pub fn is_text(path: &Path) -> bool {
     matches!(kind(path), Some(Kind::Text | Kind::JsonLines))
 }
 
-fn kind(path: &Path) -> Option<Kind> {
+/// Size of all of `texts`; what cannot be found counts nothing.
+pub(super) fn bytes_of(texts: &[&Path]) -> u64 {
+    texts.iter().filter_map(|path| path.metadata().ok()).map(|metadata| metadata.len()).sum()
+}
+
+/// A text file that was read.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Read {
+    pub(super) bytes: u64,
+    /// In hexadecimal.
+    pub(super) sha256: String,
+}
+
+/// Tokenizes the text files `texts`, or the text that ships with the program when there are none, into `sink`.
+///
+/// # Errors
+/// `Io` when one cannot be read; `Format` that names the place of whatever is wrong: an empty file, bytes that are not UTF-8, a line
+/// without `text`, an id outside the vocabulary; `Interrupted`.
+pub(super) fn tokenize<S: Sink>(
+    texts: &[&Path],
+    tokenizer: &Tokenizer,
+    vocab_size: usize,
+    sink: S,
+    preparation: &mut Preparation<'_>,
+) -> Result<(Totals<S>, Vec<Read>)> {
+    let all = bytes_of(texts);
+    let mut encoder =
+        Encoder::new(tokenizer, Documents::new(sink, vocab_size, tokenizer.end_of_text(), tokenizer.begin_of_text()), preparation.stop());
+    let (mut read, mut done) = (Vec::new(), 0);
+    if texts.is_empty() {
+        encoder.begin(Place { path: Path::new("the built-in text").into(), source: 0, line: None });
+        encoder.push(DEMO_TEXT)?;
+        encoder.end()?;
+    }
+    for (source, path) in texts.iter().enumerate() {
+        let mut reader = TextReader::open(path)?;
+        let place = Place { path: (*path).into(), source, line: None };
+        let mut progress = |offset| {
+            preparation.progress("reading text", done + offset, all);
+            preparation.go_on()
+        };
+        match kind(path) {
+            Some(Kind::JsonLines) => read_json_lines(&mut encoder, &mut reader, &place, &mut progress)?,
+            _ => read_document(&mut encoder, &mut reader, place, &mut progress)?,
+        }
+        done += reader.offset();
+        read.push(Read { bytes: reader.offset(), sha256: reader.sha256() });
+    }
+    Ok((encoder.finish()?, read))
+}
+
+fn read_document<S: Sink>(
+    encoder: &mut Encoder<'_, S>,
+    reader: &mut TextReader,
+    place: Place,
+    progress: &mut impl FnMut(u64) -> Result<()>,
+) -> Result<()> {
+    encoder.begin(place);
+    while let Some(text) = reader.next()? {
+        encoder.push(text)?;
+        progress(reader.offset())?;
+    }
+    encoder.end()
+}
+
+fn read_json_lines<S: Sink>(
+    encoder: &mut Encoder<'_, S>,
+    reader: &mut TextReader,
+    place: &Place,
+    progress: &mut impl FnMut(u64) -> Result<()>,
+) -> Result<()> {
+    let (mut lines, mut documents) = (Lines::default(), 0u64);
+    let mut push = |number: u64, line: &str| {
+        if line.trim().is_empty() {
+            return Ok(());
+        }
+        let place = Place { line: Some(number), ..place.clone() };
+        let text = text_of(line).map_err(|cause| place.error(cause))?;
+        documents += 1;
+        encoder.begin(place);
+        encoder.push(&text)?;
+        encoder.end()
+    };
+    while let Some(block) = reader.next()? {
+        lines.push(&place.path, block, &mut push)?;
+        progress(reader.offset())?;
+    }
+    lines.finish(push)?;
+    if documents == 0 { Err(Error::format(&place.path, "no line holds a document")) } else { Ok(()) }
+}
+
+/// The document in a line of a `.jsonl` file, or what is wrong with it.
+fn text_of(line: &str) -> std::result::Result<Cow<'_, str>, String> {
+    if !line.trim_start().starts_with('{') {
+        return Err("not an object; each line is one, with a string `text`: {\"text\": \"...\"}".into());
+    }
+    serde_json::from_str::<Line<'_>>(line).map(|line| line.text).map_err(|e| json_cause(&e))
+}
+
+pub(super) fn kind(path: &Path) -> Option<Kind> {
     match path.extension()?.to_str()? {
         "txt" => Some(Kind::Text),
         "jsonl" => Some(Kind::JsonLines),
@@ -83,42 +184,11 @@ fn files_in(dir: &Path) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// The file as text, without a byte-order mark.
-fn read_text(path: &Path) -> Result<String> {
-    let bytes = std::fs::read(path).map_err(|e| Error::io("read", path, e))?;
-    if bytes.is_empty() {
-        return Err(Error::format(path, "the file is empty"));
-    }
-    let text =
-        String::from_utf8(bytes).map_err(|e| Error::format(path, format!("byte offset {}: not UTF-8", e.utf8_error().valid_up_to())))?;
-    Ok(text.strip_prefix('\u{feff}').map(str::to_string).unwrap_or(text))
-}
-
-fn push_json_lines(stream: &mut TokenStream, tokenizer: &Tokenizer, path: &Path, lines: &str) -> Result<()> {
-    let mut documents = 0;
-    for (idx, line) in lines.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
-        let place = format!("line {}: ", idx + 1);
-        let document: Line = serde_json::from_str(line).map_err(|e| Error::format(path, format!("{place}{}", json_cause(&e))))?;
-        push_document(stream, tokenizer, path, &place, &document.text)?;
-        documents += 1;
-    }
-    if documents == 0 { Err(Error::format(path, "no line holds a document")) } else { Ok(()) }
-}
-
 /// The parser's message with the column, but not with its line, which is always 1.
 fn json_cause(error: &serde_json::Error) -> String {
     let message = error.to_string();
     let cause = message.rsplit_once(" at line ").map_or(message.as_str(), |(cause, _)| cause);
     format!("{cause} (column {})", error.column())
-}
-
-/// Appends one document; `place` is where in the file it stands and ends in a colon, or is empty.
-fn push_document(stream: &mut TokenStream, tokenizer: &Tokenizer, path: &Path, place: &str, text: &str) -> Result<()> {
-    let ids = tokenizer.encode(text).map_err(|e| Error::format(path, format!("{place}{e}")))?;
-    stream.push_document(&[tokenizer.begin_of_text(), &ids].concat()).map_err(|outside| {
-        let vocab_size = stream.vocab_size();
-        Error::format(path, format!("{place}token {} has id {}, outside the vocabulary of {vocab_size}", outside.token_idx, outside.id))
-    })
 }
 
 #[cfg(test)]
@@ -128,16 +198,12 @@ mod tests {
     use proptest::prelude::*;
 
     /// Every token of the file `name` with this content, in bytes or, with `words`, in words.
-    fn tokens(name: &str, content: &[u8], words: bool, vocab_size: usize) -> Result<Vec<i32>> {
+    fn tokens(name: &str, content: &[u8], words: bool, vocab_size: usize) -> Result<Vec<u32>> {
         let dir = if words { model_dir(&[("tokenizer.json", WORDS)]) } else { model_dir(&[]) };
         let path = dir.path().join(name);
         std::fs::write(&path, content).unwrap();
         let tokenizer = load_or_bytes(dir.path())?;
-        let mut stream = TokenStream::new(vocab_size, tokenizer.end_of_text())?;
-        push_file(&mut stream, &tokenizer, &path)?;
-        let mut tokens = vec![0; stream.tokens()];
-        stream.read(0, &mut tokens)?;
-        Ok(tokens)
+        tokenize(&[&path], &tokenizer, vocab_size, Vec::new(), &mut Preparation::default()).map(|(totals, _)| totals.sink)
     }
 
     #[test]
@@ -145,18 +211,16 @@ mod tests {
         assert_eq!(tokens("a.txt", "\u{feff}ab\n".as_bytes(), false, 256).unwrap(), [97, 98, 10]);
         let lines = "{\"text\": \"a b\"}\r\n\n  \n{\"id\": 1, \"text\": \"b\"}";
         assert_eq!(tokens("a.jsonl", lines.as_bytes(), true, 8).unwrap(), [0, 1, 7, 1]);
-        assert_eq!(tokens("a.bin", &[5, 0, 6, 0], false, 256).unwrap(), [5, 6]);
+        assert_eq!(tokens("a.jsonl", " {\"text\": \"\\u0061\\n\", \"id\": [1]}\r".as_bytes(), false, 256).unwrap(), [97, 10]);
     }
 
     #[test]
     fn every_document_begins_with_the_tokenizers_token() {
         let dir = model_dir(&[("tokenizer.json", &with_bos(WORDS)), ("a.jsonl", "{\"text\": \"a b\"}\n{\"text\": \"a\"}")]);
         let tokenizer = load_or_bytes(dir.path()).unwrap();
-        let mut stream = TokenStream::new(8, tokenizer.end_of_text()).unwrap();
-        push_file(&mut stream, &tokenizer, &dir.path().join("a.jsonl")).unwrap();
-        let mut tokens = vec![0; stream.tokens()];
-        stream.read(0, &mut tokens).unwrap();
-        assert_eq!((tokens, stream.documents()), (vec![1, 0, 1, 7, 1, 0], 2));
+        let path = dir.path().join("a.jsonl");
+        let (totals, _) = tokenize(&[&path], &tokenizer, 8, Vec::new(), &mut Preparation::default()).unwrap();
+        assert_eq!((totals.sink, totals.documents), (vec![1, 0, 1, 7, 1, 0], 2));
     }
 
     #[test]
@@ -172,7 +236,9 @@ mod tests {
             ("a.jsonl", b"\n{\"text\": \"a", "a.jsonl: line 2: EOF while parsing a string (column 11)"),
             ("a.txt", b"aaz", "a.txt: token 2 has id 122, outside the vocabulary of 100"),
             ("a.jsonl", b"{\"text\": \"a\"}\n{\"text\": \"az\"}", "a.jsonl: line 2: token 1 has id 122, outside the vocabulary of 100"),
-            ("a.csv", b"a", "a.csv: not a .txt, .jsonl or .bin file"),
+            ("a.jsonl", b"{\"text\": \"a\"}\n[\"text\"]", "a.jsonl: line 2: not an object"),
+            ("a.jsonl", b"[{\"text\": \"a\"}]", "a.jsonl: line 1: not an object; each line is one, with a string `text`"),
+            ("a.jsonl", b"5", "a.jsonl: line 1: not an object"),
         ];
         for (name, content, cause) in cases {
             let message = tokens(name, content, false, 100).unwrap_err().to_string();
@@ -191,6 +257,29 @@ mod tests {
         assert!(refusal("d.txt").contains("d.txt: no .txt, .jsonl or .bin file in this directory"));
         assert!(refusal("README.md").contains("README.md: not a .txt"));
         assert!(refusal("missing.txt").starts_with("read ") && refusal("missing.txt").contains("missing.txt: No such file"));
+    }
+
+    #[test]
+    fn what_is_no_regular_file_is_refused_at_once() {
+        let dir = model_dir(&[]);
+        for name in ["pipe.txt", "pipe.jsonl"] {
+            let path = dir.path().join(name);
+            nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
+            let refused = tokenize(&[&path], &Tokenizer::bytes(), 256, Vec::new(), &mut Preparation::default());
+            assert!(refused.err().unwrap().to_string().ends_with("not a regular file"));
+        }
+    }
+
+    #[test]
+    fn what_the_data_takes_is_known_from_its_sizes() {
+        let dir = model_dir(&[("a.txt", "12345678"), ("b.bin", "12345678")]);
+        let of = |name: &str, shuffle| host_bytes(&[dir.path().join(name)], 2, shuffle);
+        assert_eq!((of("a.txt", false), of("a.txt", true), of("b.bin", false), of("b.bin", true)), (32, 32 + 16, 0, 8));
+        assert_eq!((of("missing.txt", true), of("", true)), (0, 32 + 16 + 8));
+        let large = std::fs::File::create(dir.path().join("large.txt")).unwrap();
+        large.set_len(1 << 30).unwrap();
+        assert_eq!((of("large.txt", false), of("large.txt", true)), (0, 2 << 30));
+        assert!(host_bytes(&[], 256, true) > 4 * DEMO_TEXT.len() as u64);
     }
 
     proptest! {

@@ -5,11 +5,16 @@
 //! up to 65536 ids.
 //!
 //! A file is read where it lies, a few kilobytes at a time: it may be larger than memory, and one that shrinks under a
-//! running training is an error and no crash.
+//! running training is an error and no crash. All of it is checked once, on all CPUs; a later start of the run knows the result
+//! by the file's size, time and inode.
 
+use crate::data::checked::{Check, Checked};
+use crate::data::preparation::Preparation;
+use crate::data::scan::{BLOCK_BYTES, scan};
 use crate::disk::{self, InFile};
 use crate::error::{Error, Result};
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Bytes that one read takes, on the stack.
 const READ_BYTES: usize = 16 << 10;
@@ -39,12 +44,12 @@ struct Sidecar {
 }
 
 impl TokenFile {
-    /// Opens the file and checks every id in it against `vocab_size`, which is at most 2^31.
+    /// Opens the file and checks every id in it against `vocab_size`, which is at most 2^31, unless `checked` knows the result.
     ///
     /// # Errors
     /// `Io` when it cannot be read; `Format` that names the byte offset of an id outside the vocabulary, or says that the
-    /// file is empty or ends within an id, or what is wrong with the file that tells the width.
-    pub fn open(path: &Path, vocab_size: usize) -> Result<Self> {
+    /// file is empty or ends within an id, or what is wrong with the file that tells the width; `Interrupted`.
+    pub(super) fn open(path: &Path, vocab_size: usize, checked: &mut Checked, preparation: &mut Preparation<'_>) -> Result<Self> {
         let file = InFile::open(path)?;
         let bytes = file.bytes() as usize;
         let told = told_width(path)?;
@@ -56,12 +61,17 @@ impl TokenFile {
             return Err(Error::format(path, format!("truncated: {bytes} bytes are no whole number of {}-byte tokens", width as usize)));
         }
         let opened = Self { file, width, vocab_size, tokens: bytes / width as usize };
-        opened.check_all()?;
-        if guessed && width == Width::U16 && opened.looks_like_uint32()? {
-            let cause = "every second 16-bit token is 0: these look like uint32; name the file .u32.bin, or .u16.bin if they are not";
-            return Err(Error::format(path, cause));
-        }
+        let width_is = if guessed { "surely not more" } else { "told" };
+        let claim = format!("ids of {} bits ({width_is}) below {vocab_size}", 8 * width as usize);
+        let check = Check { path: path.to_path_buf(), claim, stamp: opened.file.stamp()? };
+        checked.once(check, || opened.check_all(guessed, preparation))?;
         Ok(opened)
+    }
+
+    /// A file of 32-bit ids below `vocab_size` that somebody else vouches for.
+    pub(super) fn trusted(file: InFile, vocab_size: usize) -> Self {
+        let tokens = file.bytes() as usize / Width::U32 as usize;
+        Self { file, width: Width::U32, vocab_size, tokens }
     }
 
     /// How many tokens the file holds.
@@ -88,25 +98,33 @@ impl TokenFile {
         Ok(())
     }
 
-    fn check_all(&self) -> Result<()> {
-        let mut block = [0; READ_BYTES / 4];
-        for start in (0..self.tokens).step_by(block.len()) {
-            let tokens = block.len().min(self.tokens - start);
-            self.read(start, &mut block[..tokens])?;
+    fn check_all(&self, width_is_a_guess: bool, preparation: &mut Preparation<'_>) -> Result<()> {
+        let may_be_wide = self.width == Width::U16 && width_is_a_guess && self.tokens >= 4 && self.tokens.is_multiple_of(2);
+        let is_narrow = AtomicBool::new(!may_be_wide);
+        scan(&self.file, &format!("checking {}", self.file.path().display()), preparation, |block, bytes| {
+            if !is_narrow.load(Ordering::Relaxed) && bytemuck::cast_slice::<u8, u16>(bytes).iter().skip(1).step_by(2).any(|&id| id != 0) {
+                is_narrow.store(true, Ordering::Relaxed);
+            }
+            self.check_block(block as usize * BLOCK_BYTES, bytes)
+        })?;
+        if !is_narrow.load(Ordering::Relaxed) {
+            let cause = "every second 16-bit token is 0: these look like uint32; name the file .u32.bin, or .u16.bin if they are not";
+            return Err(Error::format(self.file.path(), cause));
         }
         Ok(())
     }
 
-    fn looks_like_uint32(&self) -> Result<bool> {
-        let mut block = [0; READ_BYTES / 4];
-        for start in (0..self.tokens).step_by(block.len()) {
-            let tokens = block.len().min(self.tokens - start);
-            self.read(start, &mut block[..tokens])?;
-            if block[..tokens].iter().skip(1).step_by(2).any(|&token| token != 0) {
-                return Ok(false);
-            }
+    /// Checks `bytes` at `offset` of the file.
+    fn check_block(&self, offset: usize, bytes: &[u8]) -> Result<()> {
+        let largest = match self.width {
+            Width::U16 => bytemuck::cast_slice::<u8, u16>(bytes).iter().copied().max().map_or(0, u32::from),
+            Width::U32 => bytemuck::cast_slice::<u8, u32>(bytes).iter().copied().max().unwrap_or(0),
+        };
+        if (largest as usize) < self.vocab_size {
+            return Ok(());
         }
-        Ok(self.tokens >= 4 && self.tokens.is_multiple_of(2))
+        let width = self.width as usize;
+        bytes.chunks_exact(width).zip((offset..).step_by(width)).try_for_each(|(raw, offset)| self.checked(raw, offset).map(|_| ()))
     }
 
     fn checked(&self, raw: &[u8], offset: usize) -> Result<i32> {
@@ -144,7 +162,9 @@ fn natural_width(vocab_size: usize) -> Width {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::signals::StopFlag;
     use proptest::prelude::*;
+    use std::cell::Cell;
     use std::path::PathBuf;
 
     fn written(name: &str, bytes: &[u8]) -> (tempfile::TempDir, PathBuf) {
@@ -154,24 +174,28 @@ mod tests {
         (dir, path)
     }
 
+    fn open(path: &Path, vocab_size: usize) -> Result<TokenFile> {
+        TokenFile::open(path, vocab_size, &mut Checked::default(), &mut Preparation::default())
+    }
+
     fn refusal(name: &str, bytes: &[u8], vocab_size: usize) -> String {
         let (_dir, path) = written(name, bytes);
-        TokenFile::open(&path, vocab_size).err().expect("refused").to_string()
+        open(&path, vocab_size).err().expect("refused").to_string()
     }
 
     #[test]
     fn the_width_comes_from_the_sidecar_then_the_name_then_the_vocabulary() {
         let tokens = |name: &str, vocab_size| {
             let (_dir, path) = written(name, &[1, 0, 0, 0]);
-            TokenFile::open(&path, vocab_size).unwrap().tokens()
+            open(&path, vocab_size).unwrap().tokens()
         };
         assert_eq!((tokens("a.bin", 1 << 16), tokens("a.bin", (1 << 16) + 1)), (2, 1));
         assert_eq!((tokens("a.u16.bin", 1 << 20), tokens("a.u32.bin", 256)), (2, 1));
         let (_dir, path) = written("a.u16.bin", &[1, 0, 0, 0]);
         std::fs::write(path.with_file_name("a.u16.bin.json"), r#"{"dtype": "uint32"}"#).unwrap();
-        assert_eq!(TokenFile::open(&path, 256).unwrap().tokens(), 1);
+        assert_eq!(open(&path, 256).unwrap().tokens(), 1);
         std::fs::write(path.with_file_name("a.u16.bin.json"), r#"{"dtype": "int64"}"#).unwrap();
-        let message = TokenFile::open(&path, 256).err().unwrap().to_string();
+        let message = open(&path, 256).err().unwrap().to_string();
         assert!(message.contains("a.u16.bin.json") && message.contains("int64"), "{message}");
     }
 
@@ -179,10 +203,13 @@ mod tests {
     fn a_bad_file_is_named_with_the_place() {
         assert!(refusal("empty.bin", &[], 256).contains("empty.bin: the file is empty"));
         assert!(refusal("odd.bin", &[1, 0, 2], 256).contains("odd.bin: truncated: 3 bytes"));
-        let mut bytes = vec![0; 100_000];
-        bytes[70_001] = 1;
+        let mut bytes = vec![0; 3 * BLOCK_BYTES];
+        for wrong in [BLOCK_BYTES + 70_001, BLOCK_BYTES + 90_001, 2 * BLOCK_BYTES + 1] {
+            bytes[wrong] = 1;
+        }
         let message = refusal("big.bin", &bytes, 256);
-        assert!(message.contains("big.bin: byte offset 70000: token id 256 is outside the vocabulary of 256"), "{message}");
+        let place = format!("big.bin: byte offset {}: token id 256 is outside the vocabulary of 256", BLOCK_BYTES + 70_000);
+        assert!(message.contains(&place), "{message}");
         assert!(refusal("wide.bin", &[0, 0, 0, 0x80], 1 << 20).contains("byte offset 0: token id 2147483648"));
     }
 
@@ -191,15 +218,41 @@ mod tests {
         let wide = [7, 0, 0, 0, 9, 0, 0, 0];
         assert!(refusal("a.bin", &wide, 256).contains("look like uint32"));
         let (_dir, path) = written("a.u16.bin", &wide);
-        assert_eq!(TokenFile::open(&path, 256).unwrap().tokens(), 4, "told, not guessed");
+        assert_eq!(open(&path, 256).unwrap().tokens(), 4, "told, not guessed");
         let (_dir, path) = written("a.bin", &[7, 0, 0, 0, 9, 0, 1, 0]);
-        assert_eq!(TokenFile::open(&path, 256).unwrap().tokens(), 4);
+        assert_eq!(open(&path, 256).unwrap().tokens(), 4);
+    }
+
+    #[test]
+    fn a_file_is_checked_once_and_again_when_it_has_changed() {
+        let (dir, path) = written("a.bin", &[1, 0, 2, 0]);
+        let checks = |vocab_size| {
+            let mut checked = Checked::load(Some(dir.path())).unwrap();
+            let read = Cell::new(false);
+            let mut preparation = Preparation::new(&StopFlag::default(), None, dir.path().into(), |_| read.set(true));
+            TokenFile::open(&path, vocab_size, &mut checked, &mut preparation).map(|_| checked.save().unwrap())?;
+            drop(preparation);
+            Ok::<_, Error>(read.get())
+        };
+        assert!(checks(256).unwrap() && !checks(256).unwrap() && checks(3).unwrap());
+        std::fs::write(&path, [1, 0, 2, 0, 9, 0]).unwrap();
+        assert!(checks(3).is_err() && checks(3).is_err());
+    }
+
+    #[test]
+    fn a_set_flag_ends_the_check() {
+        let (_dir, path) = written("a.bin", &[1; 4 * BLOCK_BYTES]);
+        let stop = StopFlag::default();
+        stop.set();
+        let mut preparation = Preparation::new(&stop, None, "/".into(), |_| ());
+        let stopped = TokenFile::open(&path, 1 << 20, &mut Checked::default(), &mut preparation);
+        assert_eq!(stopped.err().unwrap().exit_code(), 75);
     }
 
     #[test]
     fn a_file_that_shrinks_or_changes_under_the_run_is_an_error() {
         let (_dir, path) = written("a.bin", &[1, 0, 2, 0]);
-        let file = TokenFile::open(&path, 256).unwrap();
+        let file = open(&path, 256).unwrap();
         std::fs::write(&path, [1, 0, 0, 9]).unwrap();
         assert!(file.read(0, &mut [0; 2]).unwrap_err().to_string().contains("byte offset 2"));
         std::fs::write(&path, [1, 0]).unwrap();
@@ -214,7 +267,7 @@ mod tests {
             let (_dir, path) = written(if wide { "a.u32.bin" } else { "a.u16.bin" }, &bytes);
             let start = cut.0 as usize % ids.len();
             let mut out = vec![-1; cut.1 as usize % (ids.len() - start)];
-            TokenFile::open(&path, 50_000).unwrap().read(start, &mut out).unwrap();
+            open(&path, 50_000).unwrap().read(start, &mut out).unwrap();
             prop_assert!(out.iter().zip(&ids[start..]).all(|(&read, &id)| read == id as i32));
         }
 
@@ -224,7 +277,7 @@ mod tests {
             if let Some(sidecar) = sidecar {
                 std::fs::write(path.with_file_name("a.bin.json"), sidecar).unwrap();
             }
-            let _ = TokenFile::open(&path, vocab_size);
+            let _ = open(&path, vocab_size);
         }
     }
 }

@@ -124,6 +124,32 @@ impl Tokenizer {
             Kind::Model(model) => serde_json::json!({"tokenizer.json": model.sha256, "end_of_text": end, "begin_of_text": begin}),
         }
     }
+
+    /// The ids of a part of a document, each with the bytes of `text` that it stands for.
+    ///
+    /// # Errors
+    /// Those of [`Tokenizer::encode`].
+    pub(super) fn encode_part(&self, text: &str) -> Result<Vec<Token>> {
+        let model = match &self.kind {
+            Kind::Model(model) => model,
+            _ => {
+                let ids = self.encode(text)?;
+                return Ok((0..).zip(ids).map(|(at, id)| Token { id, start: at, end: at + 1 }).collect());
+            }
+        };
+        let encoding = contain(|| model.tokenizer.encode(text, false)).and_then(|encoding| encoding.map_err(|e| e.to_string()));
+        let encoding = encoding.map_err(|e| Error::format(&model.path, format!("cannot encode: {e}")))?;
+        let tokens = encoding.get_ids().iter().zip(encoding.get_offsets());
+        Ok(tokens.map(|(&id, &(start, end))| Token { id, start: start as u32, end: end as u32 }).collect())
+    }
+}
+
+/// An id and the range of bytes in the text that it stands for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Token {
+    pub(super) id: u32,
+    pub(super) start: u32,
+    pub(super) end: u32,
 }
 
 impl fmt::Display for Tokenizer {

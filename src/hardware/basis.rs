@@ -4,6 +4,7 @@
 use super::gpu::GpuFacts;
 use super::profile::{ASSUMED, Profile};
 use super::topology::Topology;
+use crate::disk;
 use crate::error::{Error, Result};
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -48,9 +49,7 @@ impl Key {
 
     /// Where its profile is kept: in the user's cache; nowhere where the environment names none.
     pub fn file(&self) -> Option<PathBuf> {
-        let absolute = |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
-        let cache = absolute("XDG_CACHE_HOME").or_else(|| absolute("HOME").map(|home| home.join(".cache")))?;
-        Some(cache.join("superoffload").join(self.file_name()))
+        disk::user_cache().map(|cache| cache.join(self.file_name()))
     }
 
     /// One of its own, since a home directory may serve many machines.

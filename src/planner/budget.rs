@@ -116,6 +116,8 @@ pub struct Needs<'a> {
     pub slots: usize,
     /// Bytes of the timeline.
     pub timeline_bytes: usize,
+    /// Bytes of the data that is kept in memory, and of its order.
+    pub data_bytes: usize,
     /// How attention is computed.
     pub attention: Attention,
     /// Where it has to fit.
@@ -189,6 +191,7 @@ impl Needs<'_> {
             class(params_name, Place::Host, self.param_slots(layout, rings) * slot_bytes),
             class("kept activations", Place::Host, activations.host_bytes().0 as usize),
             class("timeline", Place::Host, self.timeline_bytes),
+            class("data", Place::Host, self.data_bytes),
         ];
         if self.machine.device != DeviceMemory::Shared {
             classes.extend([

@@ -33,6 +33,8 @@ pub trait Observer {
     fn note(&mut self, line: &str);
     /// A line for people: something is not as it should be, and training goes on.
     fn warn(&mut self, line: &str);
+    /// Of `all` bytes of data `done` are read; `what` is done with them, in words. Comes often, before [`Observer::begin`].
+    fn progress(&mut self, _what: &str, _done: u64, _all: u64) {}
 }
 
 /// What a run is about to do, apart from the plan.
@@ -99,9 +101,9 @@ pub fn run(settings: &Settings, stop: &StopFlag, observer: &mut impl Observer) -
     let chosen = devices::choose(settings, &Topology::this_machine())?;
     #[cfg(feature = "cuda")]
     if chosen.is_gpu() {
-        return drive(setup::prepare(settings, &chosen, observer, setup::cuda_engine)?, stop, observer);
+        return drive(setup::prepare(settings, &chosen, stop, observer, setup::cuda_engine)?, stop, observer);
     }
-    drive(setup::prepare(settings, &chosen, observer, setup::cpu_engine)?, stop, observer)
+    drive(setup::prepare(settings, &chosen, stop, observer, setup::cpu_engine)?, stop, observer)
 }
 
 fn drive<D: Kernels>(mut session: Session<D>, stop: &StopFlag, observer: &mut impl Observer) -> Result<Summary> {

@@ -6,8 +6,11 @@ use super::{Facts, Observer, identity, previous_run, resume, text};
 use crate::config::options::{Init, RunPart};
 use crate::config::plan::Plan;
 use crate::config::settings::{Settings, TrainLength};
+use crate::data;
 use crate::data::loader::{DataPosition, Loader, steps_for_epochs};
 use crate::data::packing::Dataset;
+use crate::data::preparation::{News, Preparation};
+use crate::data::tokenizer::Tokenizer;
 use crate::device::Kernels;
 use crate::device::cpu::{CpuDevice, Schedule};
 #[cfg(feature = "cuda")]
@@ -28,6 +31,7 @@ use crate::model::shape::{DEMO_CONFIG, ModelShape, Positions};
 use crate::model::weights;
 use crate::optim::schedule::Schedule as LearningRate;
 use crate::planner::search::best_plan;
+use crate::signals::StopFlag;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -47,9 +51,13 @@ struct Source {
 pub fn prepare<D: Kernels>(
     settings: &Settings,
     chosen: &Chosen,
+    stop: &StopFlag,
     observer: &mut impl Observer,
     engine: impl FnOnce(&Plan, &ModelShape, &Topology) -> Result<Engine<D>>,
 ) -> Result<Session<D>> {
+    observer.note(&format!("reading {}", describe_sources(settings)));
+    let data_bytes = data::source::host_bytes(&settings.data, settings.seq_length, !settings.no_shuffle);
+    let settings = &Settings { data_bytes, ..settings.clone() };
     let topology = Topology::this_machine();
     chosen.warning.iter().for_each(|line| observer.warn(line));
     let source = find_model(settings)?;
@@ -63,9 +71,9 @@ pub fn prepare<D: Kernels>(
     let kept = resumed.as_ref().filter(|_| !settings.allow_changed.contains(&RunPart::Tokenizer));
     let saved = kept.map(|loaded| &loaded.manifest().trainer.settings);
     let (tokenizer, settings) = &text::tokenizer(settings, &source.shape, saved)?;
-    let dataset = Dataset::open(&settings.data, tokenizer, source.shape.vocab, settings.seq_length)?;
+    let dataset = open_data(settings, &source.shape, tokenizer, &paths.output_dir, stop, observer)?;
     text::warning(tokenizer, &dataset).iter().for_each(|line| observer.warn(line));
-    let run = identity::of(&source.shape, tokenizer, &settings.data, &paths.output_dir.join(CHECKSUMS), &mut |_, _| Ok(()))?;
+    let run = identify(settings, &source.shape, tokenizer, &paths.output_dir, stop, observer)?;
     let resumed = resumed.map(|loaded| resume::accept(loaded, settings, dataset.sequences(), run.clone(), observer)).transpose()?;
     let run = resumed.as_ref().map_or(run, |accepted| accepted.run.clone());
     let max_steps = max_steps(settings, &dataset);
@@ -100,6 +108,50 @@ pub fn prepare<D: Kernels>(
         max_steps,
     };
     Session::new(engine, loader, schedule, settings.clone(), paths, source.files, run)
+}
+
+/// The data, read and kept as far as need be; `observer` hears how far it is.
+fn open_data(
+    settings: &Settings,
+    shape: &ModelShape,
+    tokenizer: &Tokenizer,
+    output_dir: &Path,
+    stop: &StopFlag,
+    observer: &mut impl Observer,
+) -> Result<Dataset> {
+    let tell = |news: News<'_>| match news {
+        News::Note(line) => observer.note(line),
+        News::Warn(line) => observer.warn(line),
+        News::Progress { what, done, all } => observer.progress(what, done, all),
+    };
+    let mut preparation = Preparation::new(stop, data::preparation::cache(), output_dir.to_path_buf(), tell);
+    Dataset::open(&settings.data, tokenizer, shape.vocab, settings.seq_length, &mut preparation)
+}
+
+/// What the run learns with and from; `observer` hears how much of the data was read for its checksums.
+fn identify(
+    settings: &Settings,
+    shape: &ModelShape,
+    tokenizer: &Tokenizer,
+    output_dir: &Path,
+    stop: &StopFlag,
+    observer: &mut impl Observer,
+) -> Result<identity::Run> {
+    let mut progress = |file: &Path, done| {
+        observer.progress("checking data", done, file.metadata().map_or(done, |metadata| metadata.len()));
+        if stop.is_set() { Err(Error::Interrupted("the data was checked".into())) } else { Ok(()) }
+    };
+    identity::of(shape, tokenizer, &settings.data, &output_dir.join(CHECKSUMS), &mut progress)
+}
+
+/// `DIR and a.txt`, `DIR and a.txt with 3 more`, `the built-in text`.
+fn describe_sources(settings: &Settings) -> String {
+    let model = settings.model.as_ref().map_or(String::new(), |dir| format!("{} and ", dir.display()));
+    match &settings.data[..] {
+        [] => format!("{model}the built-in text"),
+        [path] => format!("{model}{}", path.display()),
+        [path, others @ ..] => format!("{model}{} with {} more", path.display(), others.len()),
+    }
 }
 
 fn find_model(settings: &Settings) -> Result<Source> {

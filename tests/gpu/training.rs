@@ -7,6 +7,7 @@ use superoffload::config::plan::Plan;
 use superoffload::config::settings::Settings;
 use superoffload::data::loader::{DataPosition, Loader};
 use superoffload::data::packing::Dataset;
+use superoffload::data::preparation::Preparation;
 use superoffload::data::tokenizer::Tokenizer;
 use superoffload::device::cpu::CpuDevice;
 use superoffload::device::{Addressing, Kernels};
@@ -102,7 +103,7 @@ fn train_shape<D: Kernels>(on: &Subject<'_, D>, shape: &ModelShape, toml: &str, 
         engine.write_state(spec, &params, &zero, &zero)?;
     }
     engine.send_weights()?;
-    let dataset = Dataset::open(&settings.data, &Tokenizer::bytes(), shape.vocab, settings.seq_length)?;
+    let dataset = Dataset::open(&settings.data, &Tokenizer::bytes(), shape.vocab, settings.seq_length, &mut Preparation::default())?;
     let mut batches = Loader::new(dataset, plan.batch, settings.seed, true, DataPosition::default())?;
     let (mut reports, mut counts) = (Vec::new(), Counts::default());
     for _ in 0..steps {

@@ -1,0 +1,150 @@
+//! Documents one after another, a separator between them, every id checked.
+
+use crate::error::{Error, Result};
+use std::fmt::Display;
+use std::path::Path;
+use std::sync::Arc;
+
+/// Where tokens go.
+pub(super) trait Sink {
+    /// Takes the next tokens.
+    fn append(&mut self, ids: &[u32]) -> Result<()>;
+    /// A document ends after `tokens` tokens, counted from the first document on.
+    fn end_document(&mut self, tokens: u64) -> Result<()>;
+}
+
+impl Sink for Vec<u32> {
+    fn append(&mut self, ids: &[u32]) -> Result<()> {
+        self.extend_from_slice(ids);
+        Ok(())
+    }
+
+    fn end_document(&mut self, _: u64) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// Where a document stands, for messages.
+#[derive(Clone, Debug)]
+pub(super) struct Place {
+    pub(super) path: Arc<Path>,
+    /// Which of the text files, from 0.
+    pub(super) source: usize,
+    /// Counted from 1; `None` where the file is one document.
+    pub(super) line: Option<u64>,
+}
+
+impl Place {
+    pub(super) fn error(&self, cause: impl Display) -> Error {
+        match self.line {
+            Some(line) => Error::format(&self.path, format_args!("line {line}: {cause}")),
+            None => Error::format(&self.path, cause),
+        }
+    }
+}
+
+/// Hands documents on to a sink. The separator goes before each but the first, and each begins with the ids `begin`.
+pub(super) struct Documents<S> {
+    sink: S,
+    vocab_size: usize,
+    separator: Option<u32>,
+    begin: Vec<u32>,
+    tokens: u64,
+    documents: u64,
+    tokens_of_document: u64,
+    largest: u32,
+    source_ends: Vec<u64>,
+}
+
+/// What became of all documents.
+pub(super) struct Totals<S> {
+    pub(super) sink: S,
+    pub(super) tokens: u64,
+    pub(super) documents: u64,
+    /// The largest id.
+    pub(super) largest: u32,
+    /// For each text file the tokens up to its end.
+    pub(super) source_ends: Vec<u64>,
+}
+
+impl<S: Sink> Documents<S> {
+    /// For a model of `vocab_size` ids.
+    pub(super) fn new(sink: S, vocab_size: usize, separator: Option<u32>, begin: &[u32]) -> Self {
+        Self {
+            sink,
+            vocab_size,
+            separator,
+            begin: begin.to_vec(),
+            tokens: 0,
+            documents: 0,
+            tokens_of_document: 0,
+            largest: 0,
+            source_ends: Vec::new(),
+        }
+    }
+
+    /// The next document begins.
+    pub(super) fn begin(&mut self) -> Result<()> {
+        self.tokens_of_document = 0;
+        let separator = self.separator.filter(|_| self.documents > 0);
+        let around: Vec<u32> = separator.into_iter().chain(self.begin.iter().copied()).collect();
+        self.write(&around)
+    }
+
+    /// The next tokens of the document at `place`.
+    ///
+    /// # Errors
+    /// `Format` that names place, token and id when one is outside the vocabulary; the sink's.
+    pub(super) fn append(&mut self, ids: &[u32], place: &Place) -> Result<()> {
+        if let Some(idx) = ids.iter().position(|&id| id as usize >= self.vocab_size) {
+            let nth = self.tokens_of_document + idx as u64;
+            return Err(place.error(format_args!("token {nth} has id {}, outside the vocabulary of {}", ids[idx], self.vocab_size)));
+        }
+        self.tokens_of_document += ids.len() as u64;
+        self.write(ids)
+    }
+
+    /// The document at `place` ends.
+    pub(super) fn end(&mut self, place: &Place) -> Result<()> {
+        self.documents += 1;
+        self.source_ends.resize(place.source + 1, self.tokens);
+        self.source_ends[place.source] = self.tokens;
+        self.sink.end_document(self.tokens)
+    }
+
+    /// All documents have come.
+    pub(super) fn finish(self) -> Totals<S> {
+        let Self { sink, tokens, documents, largest, source_ends, .. } = self;
+        Totals { sink, tokens, documents, largest, source_ends }
+    }
+
+    fn write(&mut self, ids: &[u32]) -> Result<()> {
+        self.tokens += ids.len() as u64;
+        self.largest = ids.iter().copied().fold(self.largest, u32::max);
+        self.sink.append(ids)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_separator_stands_between_documents_and_nowhere_else() {
+        let place = Place { path: Path::new("a.txt").into(), source: 0, line: None };
+        let mut documents = Documents::new(Vec::new(), 10, Some(9), &[]);
+        for document in [&[1, 2][..], &[], &[3]] {
+            documents.begin().unwrap();
+            document.iter().for_each(|&id| documents.append(&[id], &place).unwrap());
+            documents.end(&place).unwrap();
+        }
+        documents.begin().unwrap();
+        documents.append(&[4], &place).unwrap();
+        let message = documents.append(&[4, 10], &place).unwrap_err().to_string();
+        assert_eq!(message, "a.txt: token 2 has id 10, outside the vocabulary of 10");
+        documents.end(&Place { source: 2, ..place }).unwrap();
+        let totals = documents.finish();
+        assert_eq!((totals.sink, totals.documents, totals.largest), (vec![1, 2, 9, 9, 3, 9, 4], 4, 9));
+        assert_eq!((totals.tokens, totals.source_ends), (7, vec![5, 7, 7]));
+    }
+}

@@ -1,0 +1,81 @@
+//! What data is opened with: who is told how far it is, who may stop it, and where results are kept.
+
+use crate::disk;
+use crate::error::{Error, Result};
+use crate::signals::StopFlag;
+use std::path::PathBuf;
+
+/// Text of at most so many bytes in all is tokenized into memory, at every start. Its tokens take four times that.
+pub const IN_MEMORY_BYTES_MAX: u64 = 4 << 20;
+
+/// Something to tell while data is opened.
+pub enum News<'a> {
+    /// A line for people.
+    Note(&'a str),
+    /// A line for people: something is not as it should be.
+    Warn(&'a str),
+    /// Of `all` bytes `done` are read; `what` is done with them, in words.
+    Progress {
+        /// Verb and object.
+        what: &'a str,
+        /// Bytes read.
+        done: u64,
+        /// Bytes to read.
+        all: u64,
+    },
+}
+
+/// The circumstances in which data is opened.
+pub struct Preparation<'a> {
+    stop: StopFlag,
+    tell: Box<dyn FnMut(News<'_>) + 'a>,
+    pub(super) cache: Option<PathBuf>,
+    pub(super) output_dir: Option<PathBuf>,
+    pub(super) in_memory_bytes_max: u64,
+}
+
+impl Default for Preparation<'_> {
+    /// Nobody watches, and nothing is kept: for text that is small.
+    fn default() -> Self {
+        Self { stop: StopFlag::default(), tell: Box::new(|_| ()), cache: None, output_dir: None, in_memory_bytes_max: IN_MEMORY_BYTES_MAX }
+    }
+}
+
+impl<'a> Preparation<'a> {
+    /// `tell` hears what goes on until `stop` is set. Prepared text is kept in `cache`, or below `output_dir` where that cannot be
+    /// written; `output_dir` exists and keeps which files were checked.
+    pub fn new(stop: &StopFlag, cache: Option<PathBuf>, output_dir: PathBuf, tell: impl FnMut(News<'_>) + 'a) -> Self {
+        Self { stop: stop.clone(), tell: Box::new(tell), cache, output_dir: Some(output_dir), ..Self::default() }
+    }
+
+    pub(super) fn note(&mut self, line: impl AsRef<str>) {
+        (self.tell)(News::Note(line.as_ref()));
+    }
+
+    pub(super) fn warn(&mut self, line: impl AsRef<str>) {
+        (self.tell)(News::Warn(line.as_ref()));
+    }
+
+    pub(super) fn progress(&mut self, what: &str, done: u64, all: u64) {
+        (self.tell)(News::Progress { what, done, all });
+    }
+
+    pub(super) fn stop(&self) -> &StopFlag {
+        &self.stop
+    }
+
+    /// `Interrupted` once somebody asked to stop.
+    pub(super) fn go_on(&self) -> Result<()> {
+        if self.stop.is_set() { Err(interrupted()) } else { Ok(()) }
+    }
+}
+
+/// Where prepared text is kept: `SUPEROFFLOAD_CACHE`, else below the user's cache; `None` where the environment names no home.
+pub fn cache() -> Option<PathBuf> {
+    let set = std::env::var_os("SUPEROFFLOAD_CACHE").filter(|path| !path.is_empty()).map(PathBuf::from);
+    set.or_else(|| disk::user_cache().map(|cache| cache.join("data")))
+}
+
+pub(super) fn interrupted() -> Error {
+    Error::Interrupted("data was being read".into())
+}

@@ -1,0 +1,371 @@
+//! Prepared text: a folder of tokens that a run reads in place.
+//!
+//! | file | |
+//! |---|---|
+//! | `tokens.u32` | the ids of all documents, 32 bits each, little endian, a separator between documents if the tokenizer has one |
+//! | `ends.u64` | for each document the number of tokens up to its end, 64 bits each, little endian; a separator belongs to neither side |
+//! | `mask` | reserved: a bit for each token, the lowest of a byte first, 1 where the token is trained. Without it (`"mask": null`) all are |
+//! | `manifest.json` | [`FORMAT_VERSION`], what it was made of and with, sizes, a CRC-32C for each mebibyte of the files, and one of itself |
+//!
+//! A folder is written under a temporary name, synced and renamed, so that it is whole or not there. Readers refuse what they do not know.
+
+use super::checked::{Check, Checked};
+use super::documents::{Sink, Totals};
+use super::preparation::Preparation;
+use super::scan::{BLOCK_BYTES, scan};
+use super::source::Read;
+use crate::disk::{self, InFile, OutFile, TmpDir};
+use crate::error::{Error, Result};
+use serde::{Deserialize, Serialize};
+use std::path::{Path, PathBuf};
+
+/// Version of the format.
+pub const FORMAT_VERSION: u32 = 1;
+
+const TOKENS: &str = "tokens.u32";
+const ENDS: &str = "ends.u64";
+const MANIFEST: &str = "manifest.json";
+/// A hundred thousand text files, or a hundred terabytes of tokens.
+const MANIFEST_BYTES_MAX: u64 = 256 << 20;
+
+/// Everything in `manifest.json`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Manifest {
+    format_version: u32,
+    /// Name of the folder.
+    key: String,
+    tokenizer: String,
+    separator: Option<u32>,
+    tokens: u64,
+    documents: u64,
+    largest_id: u32,
+    sources: Vec<Source>,
+    files: Vec<FileEntry>,
+    mask: Option<FileEntry>,
+    /// Of this manifest with 0 in this place.
+    crc32c: u32,
+}
+
+/// A text file that went into it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Source {
+    path: PathBuf,
+    bytes: u64,
+    sha256: String,
+    /// Tokens up to its end.
+    tokens_end: u64,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct FileEntry {
+    name: String,
+    bytes: u64,
+    /// Of every block of 1 MiB; the last may be shorter.
+    crc32c: Vec<u32>,
+}
+
+#[derive(Deserialize)]
+struct Version {
+    format_version: u32,
+}
+
+/// What a folder was made with.
+pub(super) struct Origin<'a> {
+    pub(super) key: &'a str,
+    pub(super) tokenizer: String,
+    pub(super) separator: Option<u32>,
+    pub(super) sources: &'a [&'a Path],
+}
+
+/// A folder to read.
+pub(super) struct Prepared {
+    pub(super) tokens: InFile,
+    /// For each text file the tokens up to its end.
+    pub(super) source_ends: Vec<u64>,
+    pub(super) documents: u64,
+    pub(super) largest_id: u32,
+}
+
+/// A file with checksums that is being written.
+struct Chunked {
+    name: &'static str,
+    file: OutFile,
+    chunk: Vec<u8>,
+    bytes: u64,
+    crc32c: Vec<u32>,
+}
+
+/// A folder being written. Dropping it removes what was written, unless it was published.
+pub(super) struct FolderWriter {
+    tmp: TmpDir,
+    tokens: Chunked,
+    ends: Chunked,
+}
+
+impl Chunked {
+    fn create(dir: &Path, name: &'static str) -> Result<Self> {
+        let file = OutFile::create(&dir.join(name))?;
+        Ok(Self { name, file, chunk: Vec::with_capacity(BLOCK_BYTES), bytes: 0, crc32c: Vec::new() })
+    }
+
+    fn write(&mut self, mut bytes: &[u8]) -> Result<()> {
+        while !bytes.is_empty() {
+            let (here, rest) = bytes.split_at(bytes.len().min(BLOCK_BYTES - self.chunk.len()));
+            self.chunk.extend_from_slice(here);
+            bytes = rest;
+            if self.chunk.len() == BLOCK_BYTES {
+                self.flush()?;
+            }
+        }
+        Ok(())
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        self.file.write(&self.chunk)?;
+        self.bytes += self.chunk.len() as u64;
+        self.crc32c.push(crc32c::crc32c(&self.chunk));
+        self.chunk.clear();
+        Ok(())
+    }
+
+    fn finish(mut self) -> Result<FileEntry> {
+        if !self.chunk.is_empty() {
+            self.flush()?;
+        }
+        self.file.sync()?;
+        Ok(FileEntry { name: self.name.into(), bytes: self.bytes, crc32c: self.crc32c })
+    }
+}
+
+// The files are the memory of the slices.
+const _: () = assert!(cfg!(target_endian = "little"));
+
+impl Sink for FolderWriter {
+    fn append(&mut self, ids: &[u32]) -> Result<()> {
+        self.tokens.write(bytemuck::cast_slice(ids))
+    }
+
+    fn end_document(&mut self, tokens: u64) -> Result<()> {
+        self.ends.write(&tokens.to_le_bytes())
+    }
+}
+
+impl FolderWriter {
+    /// Starts a folder under the temporary name `tmp`, which must not exist.
+    pub(super) fn create(tmp: PathBuf) -> Result<Self> {
+        let tmp = TmpDir::create(tmp)?;
+        let (tokens, ends) = (Chunked::create(tmp.path(), TOKENS)?, Chunked::create(tmp.path(), ENDS)?);
+        Ok(Self { tmp, tokens, ends })
+    }
+
+    /// Makes `totals` durable and publishes the folder as `target`.
+    pub(super) fn publish(totals: Totals<Self>, read: Vec<Read>, origin: &Origin<'_>, target: &Path) -> Result<()> {
+        let Totals { sink: Self { mut tmp, tokens, ends }, tokens: count, documents, largest, source_ends } = totals;
+        let entry = |((path, Read { bytes, sha256 }), tokens_end): ((&&Path, Read), u64)| Source {
+            path: path.to_path_buf(),
+            bytes,
+            sha256,
+            tokens_end,
+        };
+        let mut manifest = Manifest {
+            format_version: FORMAT_VERSION,
+            key: origin.key.into(),
+            tokenizer: origin.tokenizer.clone(),
+            separator: origin.separator,
+            tokens: count,
+            documents,
+            largest_id: largest,
+            sources: origin.sources.iter().zip(read).zip(source_ends).map(entry).collect(),
+            files: vec![tokens.finish()?, ends.finish()?],
+            mask: None,
+            crc32c: 0,
+        };
+        manifest.crc32c = manifest.checksum(target)?;
+        let json = serde_json::to_vec(&manifest).map_err(|e| Error::format(target, e))?;
+        disk::write_file(&tmp.path().join(MANIFEST), &json)?;
+        disk::sync_dir(tmp.path())?;
+        tmp.publish(target)?;
+        target.parent().map_or(Ok(()), disk::sync_dir)
+    }
+}
+
+impl Manifest {
+    fn checksum(&self, path: &Path) -> Result<u32> {
+        let unsealed = serde_json::to_vec(&Self { crc32c: 0, ..self.clone() });
+        unsealed.map(|bytes| crc32c::crc32c(&bytes)).map_err(|e| Error::format(path, e))
+    }
+
+    /// Checks the version, the checksum and every claim that can be checked without the other files.
+    fn decode(path: &Path, bytes: &[u8]) -> Result<Self> {
+        let wrong = |cause: &str| Err(Error::format(path, cause));
+        let version: Version = serde_json::from_slice(bytes).map_err(|e| Error::format(path, e))?;
+        if version.format_version != FORMAT_VERSION {
+            let cause = format!("format {}, this build reads format {FORMAT_VERSION}", version.format_version);
+            return wrong(&cause);
+        }
+        let manifest: Self = serde_json::from_slice(bytes).map_err(|e| Error::format(path, e))?;
+        if manifest.checksum(path)? != manifest.crc32c {
+            return wrong("damaged: its checksum differs");
+        }
+        if manifest.mask.is_some() {
+            return wrong("it has a mask, which this build cannot read");
+        }
+        let [tokens, ends] = &manifest.files[..] else { return wrong("it does not list two files") };
+        let of = |file: &FileEntry, name: &str, entries: u64, width: u64| {
+            let blocks = file.bytes.div_ceil(BLOCK_BYTES as u64);
+            file.name == name && entries.checked_mul(width) == Some(file.bytes) && file.crc32c.len() as u64 == blocks
+        };
+        let ends_rise = manifest.sources.iter().map(|source| source.tokens_end).is_sorted();
+        let last = manifest.sources.last().map(|source| source.tokens_end);
+        if of(tokens, TOKENS, manifest.tokens, 4) && of(ends, ENDS, manifest.documents, 8) && ends_rise && last == Some(manifest.tokens) {
+            Ok(manifest)
+        } else {
+            wrong("its sizes contradict each other")
+        }
+    }
+}
+
+/// Opens the folder `dir`; `None` if it is not there. What is in it is read once and compared with
+/// its checksums, unless `checked` knows that it agrees, or it `is_fresh`: this process has just written it.
+///
+/// # Errors
+/// `Io`; `Format` when it is damaged or is not what its name says; `Interrupted`.
+pub(super) fn open(
+    dir: &Path,
+    origin: &Origin<'_>,
+    is_fresh: bool,
+    checked: &mut Checked,
+    preparation: &mut Preparation<'_>,
+) -> Result<Option<Prepared>> {
+    let path = dir.join(MANIFEST);
+    let Some(bytes) = disk::read_if_present(&path, MANIFEST_BYTES_MAX)? else {
+        return if dir.exists() { Err(Error::format(&path, "missing")) } else { Ok(None) };
+    };
+    let manifest = Manifest::decode(&path, &bytes)?;
+    if manifest.key != origin.key || manifest.sources.len() != origin.sources.len() {
+        return Err(Error::format(&path, "made of other data than the name of its folder says"));
+    }
+    let mut opened = Vec::new();
+    for entry in &manifest.files {
+        let file = InFile::open(&dir.join(&entry.name))?;
+        if file.bytes() != entry.bytes {
+            return Err(Error::format(file.path(), format_args!("{} bytes instead of {}", file.bytes(), entry.bytes)));
+        }
+        let claim = format!("as its manifest {:08x} says", manifest.crc32c);
+        let check = Check { path: file.path().to_path_buf(), claim, stamp: file.stamp()? };
+        checked.once(check, || if is_fresh { Ok(()) } else { verify(&file, entry, preparation) })?;
+        opened.push(file);
+    }
+    let source_ends = manifest.sources.iter().map(|source| source.tokens_end).collect();
+    let Manifest { documents, largest_id, .. } = manifest;
+    Ok(Some(Prepared { tokens: opened.swap_remove(0), source_ends, documents, largest_id }))
+}
+
+fn verify(file: &InFile, entry: &FileEntry, preparation: &mut Preparation<'_>) -> Result<()> {
+    scan(file, &format!("checking {}", file.path().display()), preparation, |block, bytes| {
+        if crc32c::crc32c(bytes) == entry.crc32c[block as usize] {
+            return Ok(());
+        }
+        Err(Error::format(file.path(), format_args!("damaged: the checksum of block {block} differs")))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::documents::{Documents, Place};
+
+    const ORIGIN: fn(&str) -> Origin<'_> = |key| Origin { key, tokenizer: "bytes".into(), separator: Some(9), sources: &[] };
+
+    /// Two documents of two files, of 1.5 blocks of tokens.
+    fn write(dir: &Path, origin: &Origin<'_>) -> Result<PathBuf> {
+        let mut documents = Documents::new(FolderWriter::create(dir.join("tmp"))?, 10, origin.separator, &[]);
+        for source in 0..2 {
+            let place = Place { path: origin.sources[source].into(), source, line: None };
+            documents.begin()?;
+            documents.append(&vec![source as u32 + 1; 3 * BLOCK_BYTES / 16], &place)?;
+            documents.end(&place)?;
+        }
+        let read = ["aa", "bb"].map(|sha256| Read { bytes: 7, sha256: sha256.into() });
+        FolderWriter::publish(documents.finish(), read.into(), origin, &dir.join(origin.key)).map(|()| dir.join(origin.key))
+    }
+
+    fn reopen(dir: &Path, origin: &Origin<'_>) -> Result<Option<Prepared>> {
+        open(dir, origin, false, &mut Checked::default(), &mut Preparation::default())
+    }
+
+    #[test]
+    fn what_is_published_reads_back_and_any_damage_is_found() {
+        let dir = tempfile::tempdir().unwrap();
+        let sources = [Path::new("a.txt"), Path::new("b.txt")];
+        let origin = Origin { sources: &sources, ..ORIGIN("key") };
+        assert!(reopen(&dir.path().join("key"), &origin).unwrap().is_none());
+        let folder = write(dir.path(), &origin).unwrap();
+        let tokens = 3 * BLOCK_BYTES / 16;
+        let prepared = reopen(&folder, &origin).unwrap().unwrap();
+        assert_eq!(prepared.source_ends, [tokens as u64, 2 * tokens as u64 + 1]);
+        assert_eq!((prepared.tokens.bytes(), prepared.largest_id), (4 * (2 * tokens as u64 + 1), 9));
+        let mut ends = [0; 16];
+        InFile::open(&folder.join(ENDS)).unwrap().read_at(0, &mut ends).unwrap();
+        assert_eq!(bytemuck::cast::<_, [u64; 2]>(ends), [tokens as u64, 2 * tokens as u64 + 1]);
+        for (name, at) in [(TOKENS, 0), (TOKENS, BLOCK_BYTES + 5), (ENDS, 3), (MANIFEST, 30), (MANIFEST, 150)] {
+            let path = folder.join(name);
+            let good = std::fs::read(&path).unwrap();
+            let damaged = |change: &dyn Fn(&mut Vec<u8>)| {
+                let mut bytes = good.clone();
+                change(&mut bytes);
+                std::fs::write(&path, bytes).unwrap();
+                matches!(reopen(&folder, &origin), Err(Error::Format { .. }))
+            };
+            assert!(damaged(&|bytes| bytes[at] ^= 1), "{name} {at}");
+            assert!(damaged(&|bytes| bytes.truncate(at)), "{name} {at}");
+            std::fs::write(&path, good).unwrap();
+        }
+        assert!(reopen(&folder, &Origin { key: "other", sources: &sources, ..ORIGIN("other") }).is_err());
+        std::fs::remove_file(folder.join(MANIFEST)).unwrap();
+        assert!(reopen(&folder, &origin).err().unwrap().to_string().ends_with("manifest.json: missing"));
+    }
+
+    #[test]
+    fn versions_and_masks_that_are_not_known_are_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let sources = [Path::new("a.txt"), Path::new("b.txt")];
+        let origin = Origin { sources: &sources, ..ORIGIN("key") };
+        let folder = write(dir.path(), &origin).unwrap();
+        let path = folder.join(MANIFEST);
+        let good: Manifest = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        let refusal = |mut manifest: Manifest| {
+            manifest.crc32c = manifest.checksum(&path).unwrap();
+            std::fs::write(&path, serde_json::to_vec(&manifest).unwrap()).unwrap();
+            reopen(&folder, &origin).err().unwrap().to_string()
+        };
+        assert!(refusal(Manifest { format_version: 2, ..good.clone() }).contains("format 2, this build reads format 1"));
+        assert!(refusal(Manifest { mask: Some(good.files[0].clone()), ..good.clone() }).contains("has a mask"));
+        assert!(refusal(Manifest { tokens: u64::MAX, ..good.clone() }).contains("contradict"));
+        assert!(refusal(Manifest { files: vec![], ..good }).contains("two files"));
+    }
+
+    #[test]
+    fn nothing_that_fails_leaves_a_folder() {
+        let sources = [Path::new("a.txt"), Path::new("b.txt")];
+        let origin = Origin { sources: &sources, ..ORIGIN("key") };
+        let dir = tempfile::tempdir().unwrap();
+        disk::faults::arm(None);
+        write(dir.path(), &origin).unwrap();
+        let operations = disk::faults::disarm();
+        assert!(operations.len() > 10, "{operations:?}");
+        for (at, operation) in operations.iter().enumerate() {
+            let dir = tempfile::tempdir().unwrap();
+            disk::faults::arm(Some((at, disk::faults::Mode::Error)));
+            let outcome = write(dir.path(), &origin);
+            disk::faults::disarm();
+            assert!(outcome.is_err(), "{operation:?}");
+            let published = dir.path().join("key");
+            assert!(!published.exists() || reopen(&published, &origin).unwrap().is_some(), "half a folder: {operation:?}");
+            assert!(!dir.path().join("tmp").exists());
+        }
+    }
+}
