@@ -3,6 +3,7 @@
 mod aliases;
 mod campaign;
 mod cli;
+mod data;
 mod exactness;
 mod memory;
 mod newcomer;

@@ -1,0 +1,196 @@
+//! Data that is too large for memory, run by the program: prepared once, in bounded memory, seen on its way, ended by a signal.
+
+use crate::program::{Outcome, Workspace, run};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
+use std::time::{Duration, Instant};
+
+const MIB: u64 = 1 << 20;
+/// Text of which the program keeps no more in memory, with room to spare.
+const TOO_LARGE: u64 = 5 * MIB;
+/// Resident memory of a run of the tiny model, data aside: program, engine and libraries.
+const WITHOUT_DATA: u64 = 64 * MIB;
+
+/// `train` with a cache of its own.
+fn train(workspace: &Workspace, out: &str, flags: &[&str]) -> Command {
+    let mut command = workspace.train(out, flags);
+    command.env("SUPEROFFLOAD_CACHE", workspace.path("cache"));
+    command
+}
+
+/// Writes at least `bytes` of text with words that differ into `name`.
+fn write_text(workspace: &Workspace, name: &str, bytes: u64) -> PathBuf {
+    let path = workspace.path(name);
+    let mut file = std::io::BufWriter::new(fs::File::create(&path).unwrap());
+    let (mut written, mut state) = (0, 1u64);
+    while written < bytes {
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        let line = format!("The {:x} furious ideas of {} sleep, colourless — green; {}\n", state >> 40, state >> 58, state >> 50);
+        file.write_all(line.as_bytes()).unwrap();
+        written += line.len() as u64;
+    }
+    file.flush().unwrap();
+    path
+}
+
+/// A byte-level BPE of 300 ids in the model directory, and a model with as many.
+fn add_tokenizer(workspace: &Workspace) {
+    let byte = |byte: u32| match byte {
+        0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff => char::from_u32(byte).unwrap(),
+        0..=0x20 => char::from_u32(0x100 + byte).unwrap(),
+        0x7f..=0xa0 => char::from_u32(0x121 + byte - 0x7f).unwrap(),
+        _ => char::from_u32(0x143).unwrap(),
+    };
+    let mut vocab: serde_json::Map<String, serde_json::Value> = (0..256).map(|id| (byte(id).to_string(), id.into())).collect();
+    let merges = [["Ġ", "s"], ["e", "e"], ["Ġs", "l"], ["ee", "p"], ["Ġ", "f"], ["i", "d"], ["e", "a"], ["o", "u"], ["r", "s"]];
+    for (id, [left, right]) in (256..).zip(merges) {
+        vocab.insert(format!("{left}{right}"), id.into());
+    }
+    let tokenizer = serde_json::json!({
+        "version": "1.0", "added_tokens": [], "normalizer": null,
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges},
+    });
+    workspace.write("model/tokenizer.json", tokenizer.to_string());
+    workspace.write("model/config.json", crate::program::CONFIG.replace("\"vocab_size\": 256", "\"vocab_size\": 300"));
+}
+
+/// Runs to the end; returns the peak of its resident memory, too.
+fn run_measured(command: &mut Command) -> (Outcome, u64) {
+    let child = command.spawn().unwrap();
+    let status = PathBuf::from(format!("/proc/{}/status", child.id()));
+    let watch = std::thread::spawn(move || {
+        let mut peak = 0;
+        while let Some(bytes) = peak_bytes(&status) {
+            peak = bytes;
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        peak
+    });
+    let outcome = child.wait_with_output().unwrap().into();
+    (outcome, watch.join().unwrap())
+}
+
+/// `VmHWM`, which only rises; `None` once the process has ended.
+fn peak_bytes(status: &Path) -> Option<u64> {
+    let status = fs::read_to_string(status).ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+    Some(line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() * 1024)
+}
+
+#[test]
+fn large_text_is_prepared_once_and_trains_to_the_bits_of_its_token_file() {
+    let workspace = Workspace::new();
+    let text = write_text(&workspace, "large.txt", TOO_LARGE);
+    let ids: Vec<u8> = fs::read(&text).unwrap().into_iter().flat_map(|byte| [byte, 0]).collect();
+    fs::write(workspace.path("large.bin"), ids).unwrap();
+    let (text, bin) = (text.to_str().unwrap(), workspace.path("large.bin"));
+    let reference = run(&mut train(&workspace, "bin", &["--data", bin.to_str().unwrap()]));
+    let first = run(&mut train(&workspace, "first", &["--data", text]));
+    assert_eq!(first.digest(), reference.digest());
+    assert!(first.stdout.starts_with("reading ") && first.stdout.contains("preparing 5.0 MiB of text in "), "{first:?}");
+    let second = run(&mut train(&workspace, "second", &["--data", text]));
+    assert_eq!(second.digest(), reference.digest());
+    assert!(!second.stdout.contains("preparing "), "{second:?}");
+    assert_eq!(workspace.names("cache", "").len(), 2, "a folder and its lock");
+    assert!(workspace.path("first/data-checked.json").exists());
+}
+
+#[test]
+fn without_a_home_prepared_text_lies_beside_the_run() {
+    let workspace = Workspace::new();
+    let text = write_text(&workspace, "large.txt", TOO_LARGE);
+    let mut command = workspace.train("out", &["--data", text.to_str().unwrap(), "--max-steps", "1"]);
+    run(command.env_remove("SUPEROFFLOAD_CACHE").env_remove("HOME").env_remove("XDG_CACHE_HOME")).digest();
+    assert_eq!(workspace.names("out/.data", "").len(), 2);
+}
+
+#[test]
+fn memory_does_not_grow_with_the_text() {
+    let workspace = Workspace::new();
+    add_tokenizer(&workspace);
+    let text = write_text(&workspace, "large.txt", 32 * MIB);
+    let (outcome, peak) = run_measured(&mut train(&workspace, "out", &["--data", text.to_str().unwrap(), "--max-steps", "1"]));
+    outcome.digest();
+    assert!(peak > MIB && peak < WITHOUT_DATA + 100 * MIB, "{peak} bytes for 32 MiB of text");
+}
+
+/// A gigabyte, within the 300 MB beside the model that are promised.
+/// `cargo test --release --test main a_gigabyte -- --ignored --nocapture`.
+#[test]
+#[ignore = "takes minutes, and 6 GB of disk"]
+fn a_gigabyte_of_text_is_prepared_within_300_mb() {
+    for bytes_only in [true, false] {
+        let workspace = Workspace::new();
+        if !bytes_only {
+            add_tokenizer(&workspace);
+        }
+        let text = write_text(&workspace, "large.txt", 1_000_000_000);
+        let start = Instant::now();
+        let (outcome, peak) = run_measured(&mut train(&workspace, "out", &["--data", text.to_str().unwrap(), "--max-steps", "1"]));
+        outcome.digest();
+        let data = outcome.stdout.lines().find(|line| line.starts_with("data ")).unwrap();
+        let _ = writeln!(std::io::stdout(), "{:.1} s, peak {:.0} MB; {data}", start.elapsed().as_secs_f64(), peak as f64 / 1e6);
+        assert!(peak < WITHOUT_DATA + 300_000_000, "{peak} bytes");
+    }
+}
+
+/// Starts a run on text whose preparation takes a while, and returns when it has begun.
+fn start_preparing(workspace: &Workspace, text: &Path) -> (Child, BufReader<std::process::ChildStdout>) {
+    let mut child = train(workspace, "out", &["--data", text.to_str().unwrap(), "--max-steps", "1"]).spawn().unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap());
+    let mut line = String::new();
+    while !line.contains("preparing ") {
+        line.clear();
+        assert!(lines.read_line(&mut line).unwrap() > 0, "it ended");
+    }
+    (child, lines)
+}
+
+#[test]
+fn a_signal_ends_the_preparation_at_once_and_leaves_nothing() {
+    let workspace = Workspace::new();
+    add_tokenizer(&workspace);
+    let text = write_text(&workspace, "large.txt", 60 * MIB);
+    let (child, mut lines) = start_preparing(&workspace, &text);
+    let asked = Instant::now();
+    kill(Pid::from_raw(child.id() as i32), Signal::SIGTERM).unwrap();
+    let outcome: Outcome = child.wait_with_output().unwrap().into();
+    assert!(asked.elapsed() < Duration::from_secs(2), "{:?}", asked.elapsed());
+    let mut last = String::new();
+    lines.read_line(&mut last).unwrap();
+    assert_eq!((outcome.code, last.trim()), (75, "interrupted while data was being read: nothing was trained"), "{outcome:?}");
+    assert!(workspace.names("cache", "").iter().all(|name| name.ends_with(".lock")), "{:?}", workspace.names("cache", ""));
+}
+
+#[test]
+fn a_killed_preparation_is_done_again_by_the_next_run() {
+    let workspace = Workspace::new();
+    let text = write_text(&workspace, "large.txt", 30 * MIB);
+    let (mut child, _lines) = start_preparing(&workspace, &text);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert_eq!(workspace.names("cache", ".").len(), 1, "what it wrote is there");
+    run(&mut train(&workspace, "out", &["--data", text.to_str().unwrap(), "--max-steps", "1"])).digest();
+    assert_eq!((workspace.names("cache", ".").len(), workspace.names("cache", "").len()), (0, 2));
+}
+
+#[test]
+fn two_runs_that_want_the_same_text_prepare_it_once() {
+    let workspace = Workspace::new();
+    let text = write_text(&workspace, "large.txt", 20 * MIB);
+    let (first, mut lines) = start_preparing(&workspace, &text);
+    let second = run(&mut train(&workspace, "second", &["--data", text.to_str().unwrap(), "--max-steps", "1"]));
+    second.digest();
+    assert!(
+        second.stdout.contains("another run prepares this text: waiting for it") && !second.stdout.contains("preparing "),
+        "{second:?}"
+    );
+    let mut rest = String::new();
+    std::io::Read::read_to_string(&mut lines, &mut rest).unwrap();
+    assert!(Outcome::from(first.wait_with_output().unwrap()).code == 0 && rest.contains(second.digest()), "{rest}");
+}
