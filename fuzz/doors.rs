@@ -1,0 +1,159 @@
+//! The doors through which files of strangers come in. Each takes the bytes of a file and may refuse them; it may not panic,
+//! hang or take much memory. The fuzzers, the replay of their corpora and the campaigns all come in here.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use superoffload::checkpoint;
+use superoffload::config::{file, settings::Settings};
+use superoffload::model::shape::ModelShape;
+use superoffload::model::tensors::TensorTable;
+use superoffload::model::weights;
+
+/// Reads one input; `dir` is an empty directory of its own, which may be written.
+type Door = fn(input: &[u8], dir: &Path);
+
+/// Name and door; the name is that of the corpus, too.
+pub const DOORS: [(&str, Door); 7] = [
+    ("config_json", config_json),
+    ("settings_toml", settings_toml),
+    ("safetensors", safetensors),
+    ("index", index),
+    ("tokenizer", tokenizer),
+    ("manifest", manifest),
+    ("resctrl_profile", resctrl_profile),
+];
+
+/// Gives `input` to the door called `name`.
+///
+/// # Panics
+/// If there is none, or the door does.
+pub fn call(name: &str, input: &[u8]) {
+    thread_local!(static DIR: tempfile::TempDir = scratch());
+    let (_, door) = DOORS.into_iter().find(|(door, _)| *door == name).unwrap_or_else(|| panic!("no door {name}"));
+    DIR.with(|dir| door(input, dir.path()));
+}
+
+/// In memory where that is possible: the same few files are written millions of times.
+fn scratch() -> tempfile::TempDir {
+    tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).expect("a temporary directory")
+}
+
+fn put(dir: &Path, name: &str, bytes: &[u8]) -> PathBuf {
+    let path = dir.join(name);
+    fs::write(&path, bytes).expect("the scratch directory is ours");
+    path
+}
+
+/// A model whose tensors are few and small.
+const CONFIG: &str = r#"{"architectures": ["LlamaForCausalLM"], "hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "intermediate_size": 6, "vocab_size": 5, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": true}"#;
+
+fn config_json(input: &[u8], _: &Path) {
+    let Ok(text) = str::from_utf8(input) else { return };
+    if let Ok(shape) = ModelShape::parse(text, Path::new("config.json")) {
+        assert!(shape.flops_per_step(1, 16) >= 0.0);
+        assert!(TensorTable::new(&shape).params() > 0);
+    }
+}
+
+fn settings_toml(input: &[u8], dir: &Path) {
+    if let Ok(options) = file::load(&put(dir, "run.toml", input)) {
+        let _ = Settings::resolve(options);
+    }
+}
+
+fn load_weights(dir: &Path) {
+    let shape = ModelShape::parse(CONFIG, Path::new("config.json")).expect("the door's model");
+    let table = TensorTable::new(&shape);
+    let _ = weights::load(dir, &shape, &table, &mut vec![0.0; table.flat_elems()]);
+}
+
+/// As a whole file, and as a header whose length is told rightly, before as much data as it asks for, within reason.
+fn safetensors(input: &[u8], dir: &Path) {
+    let path = put(dir, "model.safetensors", input);
+    load_weights(dir);
+    let Some(last) = last_offset(input) else { return };
+    let data = vec![0x3c; last];
+    fs::write(path, [&(input.len() as u64).to_le_bytes()[..], input, &data].concat()).expect("the scratch directory is ours");
+    load_weights(dir);
+}
+
+/// The largest number in a header that could be the end of its data.
+fn last_offset(header: &[u8]) -> Option<usize> {
+    let numbers = header.split(|byte| !byte.is_ascii_digit()).filter_map(|digits| str::from_utf8(digits).ok()?.parse::<usize>().ok());
+    numbers.filter(|&n| n < 1 << 16).max()
+}
+
+/// An index over two shards, of which one is empty and one holds a tensor.
+fn index(input: &[u8], dir: &Path) {
+    let header = br#"{"model.norm.weight":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}"#;
+    put(dir, "a.safetensors", &[&(header.len() as u64).to_le_bytes()[..], header, &[0; 16]].concat());
+    put(dir, "b.safetensors", &[&2u64.to_le_bytes()[..], b"{}"].concat());
+    put(dir, "model.safetensors.index.json", input);
+    load_weights(dir);
+}
+
+/// What stands between the files of a tokenizer directory in one input; `tokenizer.json` comes first.
+const NEXT_FILE: &[u8] = b"\n=== ";
+
+/// `tokenizer.json`, then `=== NAME` lines before further files.
+fn tokenizer(input: &[u8], dir: &Path) {
+    const OTHERS: [&str; 3] = ["tokenizer_config.json", "special_tokens_map.json", "generation_config.json"];
+    for name in OTHERS {
+        let _ = fs::remove_file(dir.join(name));
+    }
+    let mut parts = split(input, NEXT_FILE).into_iter();
+    put(dir, "tokenizer.json", parts.next().unwrap_or_default());
+    for part in parts {
+        let line = part.iter().position(|&byte| byte == b'\n').unwrap_or(part.len());
+        if let Some(name) = OTHERS.into_iter().find(|name| name.as_bytes() == &part[..line]) {
+            put(dir, name, &part[(line + 1).min(part.len())..]);
+        }
+    }
+    if let Ok(tokenizer) = superoffload::data::tokenizer::Tokenizer::load(Some(dir)) {
+        assert!(!tokenizer.to_string().is_empty());
+        let _ = tokenizer.encode("The naïve café, 12345 \u{1f600}\n\n  a b </s>");
+    }
+}
+
+fn split<'a>(mut bytes: &'a [u8], by: &[u8]) -> Vec<&'a [u8]> {
+    let mut parts = vec![];
+    while let Some(at) = bytes.windows(by.len()).position(|window| window == by) {
+        parts.push(&bytes[..at]);
+        bytes = &bytes[at + by.len()..];
+    }
+    parts.push(bytes);
+    parts
+}
+
+/// As it is, and sealed as a forger would: what a checksum lets through is believed no more than what it stops.
+fn manifest(input: &[u8], dir: &Path) {
+    put(dir, "state.bin", &[0; 192]);
+    fs::create_dir_all(dir.join("model")).expect("the scratch directory is ours");
+    put(&dir.join("model"), "config.json", b"{}");
+    for bytes in [input.to_vec(), sealed(input)] {
+        put(dir, "trainer_state.json", &bytes);
+        if let Ok(mut loaded) = checkpoint::open(dir) {
+            let (mut params, mut m, mut v) = ([0.0; 4], [0.0; 4], [0.0; 4]);
+            let _ = loaded.read_tensor("norm", &mut params, &mut m, &mut v);
+            let _ = loaded.read_model_files();
+        }
+        let _ = checkpoint::verify(dir);
+        let _ = checkpoint::digest::digest_checkpoint(dir);
+    }
+}
+
+/// The file that holds this manifest, with a checksum that is right.
+pub fn sealed(manifest: &[u8]) -> Vec<u8> {
+    let body = [b"{\"manifest\":", manifest].concat();
+    let seal = format!(",\n\"crc32c\":\"{:08x}\"}}\n", crc32c::crc32c(&body));
+    [body, seal.into_bytes()].concat()
+}
+
+fn resctrl_profile(input: &[u8], _: &Path) {
+    let Ok(text) = str::from_utf8(input) else { return };
+    if let Ok(profile) = superoffload_resctrl::Profile::parse(text) {
+        profile.groups.iter().for_each(|group| assert!(!group.path().to_string().is_empty()));
+    }
+}

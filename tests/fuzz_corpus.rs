@@ -1,0 +1,57 @@
+//! The corpora of the fuzzers, through the doors that they fuzz: in seconds, on a stable compiler.
+
+#[path = "../fuzz/doors.rs"]
+mod doors;
+
+use std::fs;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// Far above what an input takes here, far below what a person would wait.
+const LONGEST: Duration = Duration::from_secs(2);
+
+#[test]
+fn no_input_of_the_corpora_panics_or_takes_long() {
+    let corpora = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus");
+    for (door, _) in doors::DOORS {
+        let files: Vec<_> = fs::read_dir(corpora.join(door)).unwrap().map(|entry| entry.unwrap().path()).collect();
+        assert!(files.len() > 10, "{door}: {} files", files.len());
+        for path in files {
+            let (input, begin) = (fs::read(&path).unwrap(), Instant::now());
+            // A panic names the door by its place only.
+            let held = std::panic::catch_unwind(|| doors::call(door, &input)).is_ok();
+            assert!(held && begin.elapsed() < LONGEST, "{} after {:?}: {held}", path.display(), begin.elapsed());
+        }
+    }
+}
+
+/// A corpus without a door, or a door that is fuzzed by nobody, would go unnoticed.
+#[test]
+fn every_door_has_a_corpus_and_a_fuzzer() {
+    let fuzz = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz");
+    let names = |dir: &str| {
+        let entries = fs::read_dir(fuzz.join(dir)).unwrap();
+        let mut names: Vec<_> = entries.map(|entry| entry.unwrap().path().file_stem().unwrap().to_str().unwrap().to_string()).collect();
+        names.sort();
+        names
+    };
+    let mut doors: Vec<_> = doors::DOORS.iter().map(|(door, _)| door.to_string()).collect();
+    doors.sort();
+    assert_eq!((names("corpus"), names("fuzz_targets")), (doors.clone(), doors));
+}
+
+/// A door that refuses everything at once would be fuzzed in vain.
+#[test]
+fn valid_files_get_through_the_doors() {
+    let read = |path: &str| fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus").join(path)).unwrap();
+    let shape = superoffload::model::shape::ModelShape::parse(&read("config_json/llama.json"), Path::new("config.json"));
+    assert!(shape.is_ok(), "{shape:?}");
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("trainer_state.json"), doors::sealed(read("manifest/right.json").as_bytes())).unwrap();
+    fs::write(dir.path().join("state.bin"), [0; 192]).unwrap();
+    fs::create_dir(dir.path().join("model")).unwrap();
+    fs::write(dir.path().join("model/config.json"), "{}").unwrap();
+    let manifest = superoffload::checkpoint::verify(dir.path());
+    assert!(manifest.is_ok(), "{manifest:?}");
+    assert!(superoffload::config::file::load(&Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus/settings_toml/full.toml")).is_ok());
+}
