@@ -1,0 +1,43 @@
+//! The list: its ids are those of the table in docs/reliability.md.
+
+use crate::rig::Campaign;
+use crate::*;
+
+pub const CAMPAIGNS: [Campaign; 30] = [
+    r01_kill::CAMPAIGN,
+    r02_power::CAMPAIGN,
+    r03_disk::CAMPAIGN,
+    r04_truncation::CAMPAIGN,
+    r05_flips::CAMPAIGN,
+    r07_injection::CAMPAIGN,
+    r08b_rollbacks::CAMPAIGN,
+    r09_signals::CAMPAIGN,
+    r10_memory::CAMPAIGN,
+    r11_limits::CAMPAIGN,
+    r14_stall::CAMPAIGN,
+    r15_hang::CAMPAIGN,
+    r17_data::CAMPAIGN,
+    r18_fuzz::SETTINGS,
+    r18_fuzz::CONFIG,
+    r18_fuzz::WEIGHTS,
+    r18_fuzz::INDEX,
+    r18_fuzz::TOKENIZER,
+    r18_fuzz::MANIFEST,
+    r21_forged::CAMPAIGN,
+    r22_resume::CAMPAIGN,
+    r23_determinism::CAMPAIGN,
+    r25_soak::CAMPAIGN,
+    r18_fuzz::PROFILE,
+    suites::RESCTRL,
+    r27_starved::CAMPAIGN,
+    r28_clock::CAMPAIGN,
+    suites::PARITY,
+    r32_formats::CAMPAIGN,
+    suites::EXPORT,
+];
+
+/// Prints the list.
+pub fn print() -> Result<(), String> {
+    CAMPAIGNS.iter().for_each(|campaign| say(&format!("{:<6} {:>7} runs  {}", campaign.id, campaign.runs, campaign.what)));
+    Ok(())
+}

@@ -1,0 +1,156 @@
+//! `superoffload-campaign`: tries again and again what may go wrong in a long run, and counts. One JSON line a campaign.
+//!
+//! - `--list`: what there is, and how many runs make it complete
+//! - `--id R1,R4`: these; `--all`: every one
+//! - `--runs N`: as many of each instead; `--minutes M`: no longer than this for all together
+//! - `--seed S`: other random choices; `--only I`: the I-th run alone, to see a failure again
+//! - `--program PATH`: this `superoffload` instead of the one that cargo built
+//! - `--out FILE`: appends the lines to it
+//! - `--report`: prints `docs/reliability.md` from the records in tests/campaigns/, and runs nothing
+//!
+//! Without any of them, as under `cargo test`, a few runs of each show that the campaigns work, and the committed page is compared
+//! with its records. Exits 1 if a run failed.
+
+#[path = "../../fuzz/doors.rs"]
+mod doors;
+mod list;
+mod mutate;
+mod power;
+mod r01_kill;
+mod r02_power;
+mod r03_disk;
+mod r04_truncation;
+mod r05_flips;
+mod r07_injection;
+mod r08b_rollbacks;
+mod r09_signals;
+mod r10_memory;
+mod r11_limits;
+mod r14_stall;
+mod r15_hang;
+mod r17_data;
+mod r18_fuzz;
+mod r21_forged;
+mod r22_resume;
+mod r23_determinism;
+mod r25_soak;
+mod r27_starved;
+mod r28_clock;
+mod r32_formats;
+mod record;
+mod report;
+mod rig;
+mod shim;
+mod suites;
+
+use list::CAMPAIGNS;
+use record::Record;
+use rig::{Campaign, Rig};
+use std::io::{Write, stdout};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+/// What the command line asks for.
+#[derive(Default)]
+struct Options {
+    list: bool,
+    all: bool,
+    ids: Vec<String>,
+    runs: Option<u64>,
+    minutes: Option<f64>,
+    seed: u64,
+    only: Option<u64>,
+    program: Option<PathBuf>,
+    out: Option<PathBuf>,
+    report: bool,
+    door: Option<String>,
+}
+
+impl Options {
+    fn parse(mut args: impl Iterator<Item = String>) -> Result<Self, String> {
+        let mut options = Self::default();
+        while let Some(arg) = args.next() {
+            let mut value = || args.next().ok_or(format!("{arg}: a value is missing"));
+            let number = |text: String| text.parse().map_err(|e| format!("{text}: {e}"));
+            match arg.as_str() {
+                "--list" => options.list = true,
+                "--all" => options.all = true,
+                "--id" => options.ids = value()?.split(',').map(str::to_string).collect(),
+                "--runs" => options.runs = Some(number(value()?)?),
+                "--minutes" => options.minutes = Some(value()?.parse().map_err(|e| format!("--minutes: {e}"))?),
+                "--seed" => options.seed = number(value()?)?,
+                "--only" => options.only = Some(number(value()?)?),
+                "--program" => options.program = Some(value()?.into()),
+                "--out" => options.out = Some(value()?.into()),
+                "--report" => options.report = true,
+                // One batch of a fuzzed door, in a process of its own: what `r18_fuzz` starts.
+                "--door" => options.door = Some(value()?),
+                // cargo test hands every binary the options of the usual harness, and filters of other tests' names.
+                _ if arg.starts_with("--id") || arg.starts_with("--run") => return Err(format!("{arg}: unknown; see the head of main.rs")),
+                _ => {}
+            }
+        }
+        match options.ids.iter().find(|id| !CAMPAIGNS.iter().any(|campaign| campaign.id == **id)) {
+            Some(id) => Err(format!("--id {id}: none is called so; --list names all")),
+            None => Ok(options),
+        }
+    }
+
+    /// Whether this is the look that `cargo test` takes.
+    fn is_smoke(&self) -> bool {
+        self.ids.is_empty() && !self.all
+    }
+
+    fn wants(&self, campaign: &Campaign) -> bool {
+        if self.is_smoke() { campaign.smoke > 0 } else { self.all || self.ids.iter().any(|id| id == campaign.id) }
+    }
+}
+
+fn main() -> ExitCode {
+    let run = |options: Options| match &options {
+        Options { door: Some(door), .. } => r18_fuzz::batch(door, options.seed, options.runs.unwrap_or(1)).map(|()| 0),
+        Options { list: true, .. } => list::print().map(|()| 0),
+        Options { report: true, .. } => report::print().map(|()| 0),
+        _ if options.is_smoke() => report::check().and_then(|()| run_all(&options)),
+        _ => run_all(&options),
+    };
+    match Options::parse(std::env::args().skip(1)).and_then(run) {
+        Ok(failures) => ExitCode::from(u8::from(failures > 0)),
+        Err(e) => {
+            say(&format!("error: {e}"));
+            ExitCode::from(2)
+        }
+    }
+}
+
+/// Runs what is asked for; returns the number of failures.
+fn run_all(options: &Options) -> Result<u64, String> {
+    let rig = Rig::new(options.program.clone(), options.seed, options.is_smoke())?;
+    let wanted: Vec<&Campaign> = CAMPAIGNS.iter().filter(|campaign| options.wants(campaign)).collect();
+    let (start, mut failures) = (Instant::now(), 0);
+    let whole = options.minutes.map(|minutes| Duration::from_secs_f64(minutes * 60.0));
+    for (idx, campaign) in wanted.iter().enumerate() {
+        // What one leaves of its share of the time goes to those after it.
+        let share = whole.map(|whole| whole.saturating_sub(start.elapsed()) / (wanted.len() - idx) as u32);
+        let runs = options.runs.unwrap_or(if options.is_smoke() { campaign.smoke } else { campaign.runs });
+        let record = rig.campaign(campaign, options.only.map_or(0..runs, |only| only..only + 1), share);
+        failures += record.failures.len() as u64;
+        tell(&record, options)?;
+    }
+    Ok(failures)
+}
+
+fn tell(record: &Record, options: &Options) -> Result<(), String> {
+    let line = record.line();
+    say(&if options.is_smoke() { record.summary() } else { line.clone() });
+    match &options.out {
+        Some(path) => record::append(path, &line),
+        None => Ok(()),
+    }
+}
+
+/// Prints a line. Nobody may be there to read it.
+fn say(line: &str) {
+    let _ = writeln!(stdout(), "{line}");
+}

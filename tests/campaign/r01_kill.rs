@@ -1,0 +1,74 @@
+//! R1: killed at a random moment or before a random call that changes the disk, up to three times.
+
+use crate::rig::*;
+use crate::shim::Shim;
+use std::time::Duration;
+
+pub const CAMPAIGN: Campaign = Campaign {
+    id: "R1",
+    what: "kill -9 at random moments, or before a random call that changes the disk, up to three times, then resume: the digest is the \
+           uninterrupted run's, no more than a save interval is lost, no part of a save remains",
+    runs: 500,
+    smoke: 3,
+    start,
+};
+
+/// Steps of a run, and between two checkpoints.
+const STEPS: u64 = 12;
+const SAVE_STEPS: u64 = 2;
+
+/// An uninterrupted run.
+struct Whole {
+    digest: String,
+    time: Duration,
+    /// Calls that change the disk.
+    calls: u64,
+    shim: Shim,
+}
+
+fn start(rig: &Rig) -> Result<Trial, String> {
+    let shim = Shim::new(rig)?;
+    let (digest, time) = rig.reference("whole", &[])?;
+    rig.fresh("logged");
+    let calls = shim.log(rig, rig.train("logged", &[]), "logged")?.1.len() as u64;
+    let whole = Whole { digest, time, calls, shim };
+    Ok(Box::new(move |rig, turn| {
+        rig.fresh("killed");
+        let mut kinds = vec![];
+        for _ in 0..1 + turn.pick(3) {
+            kinds.push(kill_once(rig, turn, &whole)?);
+        }
+        // By the deepest place that a kill hit.
+        const PLACES: [&str; 2] = ["inside a write", "between writes"];
+        turn.kind = PLACES.into_iter().find(|place| kinds.contains(place)).unwrap_or("done before").into();
+        rig.run(rig.resume("killed", &[])).expect_digest(&whole.digest)?;
+        rig.expect_tidy("killed")
+    }))
+}
+
+/// Starts or resumes the run and kills it; says where that was.
+fn kill_once(rig: &Rig, turn: &mut Turn, whole: &Whole) -> Result<&'static str, String> {
+    let out = rig.path("killed");
+    let resume = rig.resume("killed", &[]);
+    let by_call = turn.pick(2) == 0;
+    let mut child = if by_call {
+        let left = STEPS - checkpoints(&out).last().unwrap_or(&0);
+        let at = turn.pick((whole.calls * left / STEPS).max(1));
+        rig.spawn(whole.shim.killed(rig, resume, "killed", at))
+    } else {
+        rig.spawn(resume)
+    };
+    std::thread::sleep(Duration::from_micros(if by_call { 0 } else { turn.pick(whole.time.as_micros() as u64) }));
+    if by_call {
+        child.wait_until(|_| false);
+    }
+    let printed = child.stdout();
+    if child.kill().code().is_some() {
+        return Ok("done before");
+    }
+    let logged = printed.lines().filter_map(|line| line.strip_prefix("step ")?.split_whitespace().next()?.parse::<u64>().ok()).max();
+    let kept = checkpoints(&out).last().copied().unwrap_or(0);
+    let lost = logged.unwrap_or(0).saturating_sub(kept);
+    expect(lost <= SAVE_STEPS, || format!("{lost} steps lost: logged {logged:?}, newest checkpoint {kept}"))?;
+    Ok(if names(&out).iter().any(|name| name.contains(".tmp-")) { "inside a write" } else { "between writes" })
+}

@@ -1,0 +1,31 @@
+//! R8b: a long run whose speculation fails on purpose.
+
+use crate::rig::*;
+
+pub const CAMPAIGN: Campaign = Campaign {
+    id: "R8b",
+    what: "1,000 steps with a gradient that must be clipped in every k-th step, k = 1, 2, 7, speculating and synchronous: the same digest",
+    runs: 9,
+    smoke: 1,
+    start,
+};
+
+fn start(_: &Rig) -> Result<Trial, String> {
+    Ok(Box::new(|rig, turn| {
+        let (every, seed) = ([1, 2, 7][turn.index as usize % 3], (turn.index / 3).to_string());
+        let steps = if rig.is_smoke { 30 } else { 1000 };
+        turn.kind = format!("every {every}, {steps} steps");
+        // The embedding: a range without gaps.
+        let spikes =
+            (1..=steps).step_by(every).map(|step| format!("{{step = {step}, element = {}, value = 1e4}}", 2688 + step * 37 % 4096));
+        rig.settings("spikes.toml", "model", "data.txt", &format!("inject = [{}]", spikes.collect::<Vec<_>>().join(", ")));
+        let steps = steps.to_string();
+        let shared = ["--max-steps", &steps, "--save-steps", &steps, "--seed", &seed, "--max-grad-norm", "100", "--logging-steps", "1000"];
+        let run = |out: &str, flags: &[&str]| {
+            rig.remove(out);
+            rig.run(rig.train_by("spikes.toml", out, &[&shared[..], flags].concat()))
+        };
+        let speculating = run("speculating", &["--without", "adaptive"]);
+        speculating.expect_digest(&run("synchronous", &["--strategy", "zero-offload"]).digest()?)
+    }))
+}

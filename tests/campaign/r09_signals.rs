@@ -1,0 +1,84 @@
+//! R9: somebody asks the run to stop, in every phase.
+
+use crate::rig::*;
+use nix::sys::signal::{Signal, kill};
+
+pub const CAMPAIGN: Campaign = Campaign {
+    id: "R9",
+    what: "SIGTERM, SIGINT, SIGHUP, two of them, and SIGTERM before SIGKILL, in each phase: exit 75 with a checkpoint, or the end was near; \
+           a resume comes to the uninterrupted run's digest",
+    runs: 700,
+    smoke: 4,
+    start,
+};
+
+type Phase = (&'static str, fn(&Running, &Rig) -> bool);
+
+/// What can be seen from outside. Compiling, waiting for data and the passes of a step are within "a step".
+const PHASES: [Phase; 7] = [
+    ("signals are heard", |run, _| listens(run)),
+    ("data", |run, _| run.stdout().contains("\ndata ")),
+    ("plan", |run, _| run.stdout().contains("\nplan")),
+    ("first step", |run, _| run.stdout().contains("\ntraining steps")),
+    ("a step", |run, _| run.stdout().contains("\nstep      5")),
+    ("save", |_, rig| names(&rig.path("stopped")).iter().any(|name| name.contains(".tmp-"))),
+    ("last step", |run, _| run.stdout().contains("\nstep     12")),
+];
+
+#[derive(Clone, Copy, Debug)]
+enum Way {
+    Term,
+    Int,
+    Hup,
+    Twice,
+    ThenKilled,
+}
+
+const WAYS: [Way; 5] = [Way::Term, Way::Int, Way::Hup, Way::Twice, Way::ThenKilled];
+
+fn start(rig: &Rig) -> Result<Trial, String> {
+    let (digest, _) = rig.reference("whole", &[])?;
+    Ok(Box::new(move |rig, turn| {
+        let (phase, way) = (PHASES[turn.index as usize % 7], WAYS[turn.index as usize / 7 % 5]);
+        turn.kind = format!("{way:?}: {}", phase.0).to_lowercase();
+        rig.remove("stopped");
+        let mut child = rig.spawn(rig.train("stopped", &[]));
+        if child.wait_until(|child| phase.1(child, rig)) {
+            std::thread::sleep(std::time::Duration::from_micros(turn.pick(3000)));
+            send(&mut child, way);
+        }
+        let ended = child.finish();
+        let allowed: &[i32] = match way {
+            Way::Term | Way::Int | Way::Hup => &[75, 0],
+            Way::Twice => &[75, 0, 128 + 15],
+            Way::ThenKilled => &[75, 0, -9],
+        };
+        expect(allowed.contains(&ended.code) && !ended.hung, || format!("{ended}"))?;
+        expect(ended.code != 75 || ended.stdout.contains("interrupted"), || format!("does not say so: {ended}"))?;
+        rig.run(rig.resume("stopped", &[])).expect_digest(&digest).map_err(|e| format!("after exit {}: {e}", ended.code))?;
+        rig.expect_tidy("stopped")
+    }))
+}
+
+fn send(child: &mut Running, way: Way) {
+    let signals: &[Signal] = match way {
+        Way::Term => &[Signal::SIGTERM],
+        Way::Int => &[Signal::SIGINT],
+        Way::Hup => &[Signal::SIGHUP],
+        Way::Twice => &[Signal::SIGTERM, Signal::SIGTERM],
+        Way::ThenKilled => &[Signal::SIGTERM, Signal::SIGKILL],
+    };
+    for &signal in signals {
+        // It may have ended meanwhile.
+        let _ = kill(child.pid(), signal);
+        std::thread::sleep(std::time::Duration::from_micros(300));
+    }
+}
+
+/// Whether the process has handlers.
+fn listens(run: &Running) -> bool {
+    let status = std::fs::read_to_string(format!("/proc/{}/status", run.child.id())).unwrap_or_default();
+    let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:")).unwrap_or("0");
+    let caught = u64::from_str_radix(caught.trim(), 16).unwrap_or(0);
+    [Signal::SIGTERM, Signal::SIGINT].iter().all(|&signal| caught >> (signal as i32 - 1) & 1 == 1)
+}

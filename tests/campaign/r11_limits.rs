@@ -1,0 +1,45 @@
+//! R11: limits of the process: locked memory, addresses, data, open files, processes, file size.
+
+use crate::rig::*;
+use std::process::Command;
+
+pub const CAMPAIGN: Campaign = Campaign {
+    id: "R11",
+    what: "limits on locked memory, address space, data, files and file size, from tight to wide: it is done with the same digest, or \
+           refused with one line; no abort, no signal",
+    runs: 60,
+    smoke: 2,
+    start,
+};
+
+/// Flags of `ulimit`, and values in its units.
+const LIMITS: [(&str, [u64; 6]); 5] = [
+    ("-l", [0, 16, 64, 1024, 8192, 65536]),
+    ("-v", [40_000, 60_000, 100_000, 150_000, 250_000, 500_000]),
+    ("-d", [4_000, 10_000, 20_000, 40_000, 80_000, 200_000]),
+    ("-n", [4, 6, 9, 14, 20, 64]),
+    ("-f", [0, 1, 8, 64, 160, 1000]),
+];
+
+fn start(rig: &Rig) -> Result<Trial, String> {
+    let (digest, _) = rig.reference("whole", &[])?;
+    Ok(Box::new(move |rig, turn| {
+        let (flag, values) = LIMITS[turn.index as usize % 5];
+        let value = values[turn.index as usize / 5 % 6];
+        turn.kind = format!("ulimit {flag} {value}");
+        rig.remove("limited");
+        let train = rig.train("limited", &[]);
+        let mut limited = Command::new("sh");
+        // A dump of memory would be no news.
+        limited.args(["-c", "ulimit -c 0; ulimit \"$0\" \"$1\" && shift && exec \"$@\"", flag, &value.to_string()]);
+        limited.arg(train.get_program()).args(train.get_args());
+        let outcome = rig.run(limited);
+        if outcome.code == 127 {
+            // The limit is so tight that the loader itself gives up.
+            turn.kind += ", not started";
+            return Ok(());
+        }
+        outcome.expect_orderly(&[0, 1, 2])?;
+        if outcome.code == 0 { outcome.expect_digest(&digest) } else { rig.run(rig.resume("limited", &[])).expect_digest(&digest) }
+    }))
+}

@@ -1,0 +1,144 @@
+//! R17: data that is not what it should be.
+
+use crate::rig::*;
+use std::fs;
+
+pub const CAMPAIGN: Campaign = Campaign {
+    id: "R17",
+    what: "generated data: ids outside the vocabulary, files cut within an id, empty documents, broken JSON lines, invalid UTF-8, marks of \
+           byte order, NUL, lines of 10 million characters, a file that is cut or changed while it is trained on: trained on, or refused \
+           with one line that names the file and, where a place is wrong, the place",
+    runs: 5000,
+    smoke: 9,
+    start,
+};
+
+/// A file's name, its bytes, and what the error must say, if it must be one.
+type Case = (&'static str, Vec<u8>, Option<&'static str>);
+
+type Make = fn(&mut Turn) -> Case;
+
+const KINDS: [(&str, Make); 8] = [
+    ("id outside the vocabulary", outside),
+    ("cut within an id", within_an_id),
+    ("empty documents", empty_documents),
+    ("broken JSON line", broken_json),
+    ("invalid UTF-8", invalid_utf8),
+    ("byte order mark", byte_order_mark),
+    ("NUL and control characters", controls),
+    ("random bytes as ids", random_ids),
+];
+
+fn start(_: &Rig) -> Result<Trial, String> {
+    Ok(Box::new(|rig, turn| match turn.index % 9 {
+        8 if turn.index.is_multiple_of(500) => long_line(rig, turn),
+        8 => changes_meanwhile(rig, turn),
+        kind => {
+            let (name, make) = KINDS[kind as usize];
+            turn.kind = name.into();
+            one_file(rig, make(turn))
+        }
+    }))
+}
+
+fn one_file(rig: &Rig, (name, bytes, wrong): Case) -> Result<(), String> {
+    fs::remove_dir_all(rig.path("broken")).ok();
+    rig.write(&format!("broken/{name}"), bytes);
+    rig.settings("broken.toml", "model", &format!("broken/{name}"), "");
+    rig.remove("out");
+    let outcome = rig.run(rig.train_by("broken.toml", "out", &["--max-steps", "1"]));
+    outcome.expect_orderly(&[0, 1, 2])?;
+    expect(wrong.is_none() || outcome.code != 0, || format!("accepted: {outcome}"))?;
+    let told = outcome.code == 0 || (outcome.stderr.contains(name) && wrong.is_none_or(|words| outcome.stderr.contains(words)));
+    expect(told, || format!("the error does not say {name} and {wrong:?}: {outcome}"))
+}
+
+/// Ids as they should be: bytes of text.
+fn ids(turn: &mut Turn) -> Vec<u16> {
+    (0..200 + turn.pick(800)).map(|_| 32 + turn.pick(90) as u16).collect()
+}
+
+fn bytes_of(ids: &[u16]) -> Vec<u8> {
+    ids.iter().flat_map(|id| id.to_le_bytes()).collect()
+}
+
+fn outside(turn: &mut Turn) -> Case {
+    let mut ids = ids(turn);
+    let at = turn.pick(ids.len() as u64) as usize;
+    ids[at] = turn.one_of(&[256, 257, 1000, 32767, 32768, 65535]);
+    ("ids.u16.bin", bytes_of(&ids), Some("byte"))
+}
+
+fn within_an_id(turn: &mut Turn) -> Case {
+    let mut bytes = bytes_of(&ids(turn));
+    bytes.truncate(turn.pick(bytes.len() as u64 / 2) as usize * 2 + 1);
+    ("ids.u16.bin", bytes, Some("truncated"))
+}
+
+fn empty_documents(turn: &mut Turn) -> Case {
+    let texts = ["", " ", "\\n", "words of a document that is long enough for some sequences", "\\u0000"];
+    let lines = (0..1 + turn.pick(40)).map(|_| format!("{{\"text\": \"{}\"}}\n", turn.one_of(&texts)));
+    ("documents.jsonl", lines.collect::<String>().into_bytes(), None)
+}
+
+fn broken_json(turn: &mut Turn) -> Case {
+    let good = "{\"text\": \"words of a document that is long enough for some sequences\"}\n";
+    let bad =
+        ["{", "{\"text\": 1}", "{\"text\": null}", "{\"no\": \"text\"}", "[]", "nothing", "{\"text\": \"\\ud800\"}", "{\"text\": \"a"];
+    let (before, after) = (turn.pick(20) as usize, turn.pick(20) as usize);
+    let text = good.repeat(before) + turn.one_of(&bad) + "\n" + &good.repeat(after);
+    ("documents.jsonl", text.into_bytes(), Some("line"))
+}
+
+fn invalid_utf8(turn: &mut Turn) -> Case {
+    let mut bytes = "words of a text that is long enough for some sequences\n".repeat(30).into_bytes();
+    let at = turn.pick(bytes.len() as u64) as usize;
+    bytes[at] = turn.one_of(&[0x80, 0xc0, 0xfe, 0xff, 0xf5]);
+    ("text.txt", bytes, Some("UTF-8"))
+}
+
+fn byte_order_mark(turn: &mut Turn) -> Case {
+    let text = "words of a text that is long enough for some sequences\n".repeat(5 + turn.pick(10) as usize);
+    let mark: &[u8] = turn.one_of(&[&b"\xef\xbb\xbf"[..], b"\xff\xfe", b"\xfe\xff"]);
+    let wrong = (mark.len() == 2).then_some("UTF-8");
+    ("text.txt", [mark, text.as_bytes()].concat(), wrong)
+}
+
+fn controls(turn: &mut Turn) -> Case {
+    ("text.txt", (0..500 + turn.pick(2000)).map(|_| turn.pick(128) as u8).collect(), None)
+}
+
+fn random_ids(turn: &mut Turn) -> Case {
+    let bytes: Vec<u8> = (0..turn.pick(2000)).map(|_| turn.pick(256) as u8).collect();
+    let name = turn.one_of(&["ids.bin", "ids.u16.bin", "ids.u32.bin"]);
+    (name, bytes, None)
+}
+
+fn long_line(rig: &Rig, turn: &mut Turn) -> Result<(), String> {
+    turn.kind = "10 million characters in a line".into();
+    let line = "ten characters".bytes().cycle().take(10_000_000).collect::<Vec<u8>>();
+    let json = turn.pick(2) == 0;
+    let bytes = if json { [b"{\"text\": \"", &line[..], b"\"}\n"].concat() } else { line };
+    one_file(rig, (if json { "long.jsonl" } else { "long.txt" }, bytes, None))
+}
+
+/// The file is cut or written over while it is trained on: an orderly end, and the checkpoint before is good.
+fn changes_meanwhile(rig: &Rig, turn: &mut Turn) -> Result<(), String> {
+    let cut = turn.pick(2) == 0;
+    turn.kind = if cut { "cut meanwhile" } else { "changed meanwhile" }.into();
+    let path = rig.write("changing.u16.bin", bytes_of(&(0..20_000).map(|i| (i % 251) as u16).collect::<Vec<_>>()));
+    rig.settings("changing.toml", "model", "changing.u16.bin", "");
+    rig.remove("out");
+    let mut child = rig.spawn(rig.train_by("changing.toml", "out", &["--max-steps", "60"]));
+    child.wait_until(|child| child.stdout().contains("\nstep      4"));
+    match cut {
+        true => fs::OpenOptions::new().write(true).open(&path).and_then(|file| file.set_len(2 * turn.pick(300))).unwrap(),
+        // Ids far outside of the vocabulary.
+        false => fs::write(&path, vec![0xff; 40_000]).unwrap(),
+    }
+    let outcome = child.finish();
+    outcome.expect_orderly(&[0, 1])?;
+    expect(outcome.code == 0 || outcome.stderr.contains("changing.u16.bin"), || format!("names no file: {outcome}"))?;
+    let newest = *checkpoints(&rig.path("out")).last().ok_or("no checkpoint")?;
+    rig.digest_of(&rig.path(&format!("out/checkpoint-{newest}"))).map(drop)
+}

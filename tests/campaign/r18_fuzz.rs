@@ -1,0 +1,89 @@
+//! R18 to R21 and R26: mutated files at every door, by the million. Not guided by coverage: `fuzz/run.sh` is.
+
+use crate::doors;
+use crate::mutate::{Corpus, mutate};
+use crate::rig::*;
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::SeedableRng;
+use std::fs;
+use std::panic::catch_unwind;
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+macro_rules! fuzz {
+    ($name:ident, $id:literal, $door:literal, $what:literal) => {
+        pub const $name: Campaign = Campaign {
+            id: $id,
+            what: concat!(
+                $what,
+                ", mutated from the corpus fuzz/corpus/",
+                $door,
+                ": no panic, no abort, no second of time, no 256 MiB of memory"
+            ),
+            runs: 1_000_000,
+            smoke: 1,
+            start: |_| start($door),
+        };
+    };
+}
+
+fuzz!(SETTINGS, "R18a", "settings_toml", "configuration files");
+fuzz!(CONFIG, "R18b", "config_json", "config.json");
+fuzz!(WEIGHTS, "R19a", "safetensors", "safetensors files and headers");
+fuzz!(INDEX, "R19b", "index", "indices of sharded weights");
+fuzz!(TOKENIZER, "R20", "tokenizer", "tokenizer directories");
+fuzz!(MANIFEST, "R21a", "manifest", "checkpoint manifests, sealed with a right checksum");
+fuzz!(PROFILE, "R26a", "resctrl_profile", "profiles of cache and bandwidth");
+
+/// Inputs that one process reads.
+const BATCH: u64 = 20_000;
+
+/// Longest that one input may take, and memory that all may.
+const INPUT_TIME: Duration = Duration::from_secs(1);
+const BATCH_KIB: u64 = 256 << 10;
+
+/// Every batch is a process of its own: what aborts takes only itself along, and leaves its input.
+fn start(door: &'static str) -> Result<Trial, String> {
+    Corpus::read(door)?;
+    Ok(Box::new(move |rig, turn| {
+        // Runs are counted in inputs; a turn is a batch.
+        let first = turn.index * BATCH;
+        turn.tries = BATCH;
+        turn.kind = "inputs".into();
+        turn.over = first >= 1_000_000;
+        if turn.over {
+            return Ok(());
+        }
+        let runs = if rig.is_smoke { 200 } else { BATCH };
+        turn.tries = runs;
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        let seed = rig.seed.wrapping_mul(1 << 32).wrapping_add(turn.index).to_string();
+        command.args(["--door", door, "--seed", &seed, "--runs", &runs.to_string()]);
+        command.env("CAMPAIGN_INPUT", rig.path("input"));
+        let outcome = rig.run(command);
+        expect(outcome.code == 0, || {
+            let input = fs::read(rig.path("input")).unwrap_or_default();
+            format!("seed {seed}: {outcome}; input {:?}", String::from_utf8_lossy(&input).chars().take(400).collect::<String>())
+        })
+    }))
+}
+
+/// The process: gives so many mutated inputs to the door.
+pub fn batch(door: &str, seed: u64, runs: u64) -> Result<(), String> {
+    let corpus = Corpus::read(door)?;
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    let keep = std::env::var_os("CAMPAIGN_INPUT").map(PathBuf::from);
+    for _ in 0..runs {
+        let input = mutate(&corpus, &mut rng);
+        if let Some(keep) = &keep {
+            fs::write(keep, &input).map_err(|e| e.to_string())?;
+        }
+        let begin = Instant::now();
+        catch_unwind(|| doors::call(door, &input)).map_err(|_| "panicked".to_string())?;
+        expect(begin.elapsed() < INPUT_TIME, || format!("took {:.1} s", begin.elapsed().as_secs_f64()))?;
+    }
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")?.trim().strip_suffix(" kB")?.parse::<u64>().ok());
+    expect(peak.is_none_or(|kib| kib < BATCH_KIB), || format!("took {} KiB of memory", peak.unwrap_or(0)))
+}

@@ -1,0 +1,50 @@
+//! R22: resumed after every step.
+
+use crate::rig::*;
+
+pub const CAMPAIGN: Campaign = Campaign {
+    id: "R22",
+    what: "resumed after each of the first 50 steps and after ten random ones to 1,000, with another number of threads, by turns with \
+           accumulated gradients; epochs end in between: the uninterrupted run's digest",
+    runs: 60,
+    smoke: 1,
+    start,
+};
+
+fn start(_: &Rig) -> Result<Trial, String> {
+    // The references are made when they are asked for: a few runs need few of them.
+    let mut short: [Option<String>; 2] = [None, None];
+    let mut long: Option<String> = None;
+    Ok(Box::new(move |rig, turn| {
+        let threads = (1 + turn.pick(rig.cpus())).to_string();
+        if turn.index >= 50 {
+            return random(rig, turn, &mut long, &threads);
+        }
+        let (accumulates, step) = (turn.index as usize % 2, turn.index + 1);
+        turn.kind = ["plain", "accumulating"][accumulates].into();
+        let out = format!("whole-{accumulates}");
+        let shared = ["--max-steps", "60", "--save-steps", "1", "--gradient-accumulation-steps", ["1", "3"][accumulates]];
+        let digest = match &short[accumulates] {
+            Some(digest) => digest.clone(),
+            None => short[accumulates].insert(rig.reference(&out, &shared)?.0).clone(),
+        };
+        rig.remove("resumed");
+        copy_dir(&rig.path(&format!("{out}/checkpoint-{step}")), &rig.path(&format!("resumed/checkpoint-{step}")));
+        let outcome = rig.run(rig.resume("resumed", &[&shared[..], &["--threads", &threads]].concat()));
+        expect(outcome.resumed_from() == step, || format!("resumed from {}, not {step}: {outcome}", outcome.resumed_from()))?;
+        outcome.expect_digest(&digest)
+    }))
+}
+
+fn random(rig: &Rig, turn: &mut Turn, long: &mut Option<String>, threads: &str) -> Result<(), String> {
+    turn.kind = "random to 1,000".into();
+    let digest = match long {
+        Some(digest) => digest.clone(),
+        None => long.insert(rig.reference("long", &["--max-steps", "1000", "--save-steps", "1000"])?.0).clone(),
+    };
+    let step = (1 + turn.pick(999)).to_string();
+    rig.remove("resumed");
+    let part = rig.run(rig.train("resumed", &["--max-steps", &step, "--save-steps", "1000"]));
+    part.expect_orderly(&[0])?;
+    rig.run(rig.resume("resumed", &["--max-steps", "1000", "--save-steps", "1000", "--threads", threads])).expect_digest(&digest)
+}

@@ -1,0 +1,34 @@
+//! R23: the same bits, whoever computes them.
+
+use crate::rig::*;
+
+pub const CAMPAIGN: Campaign = Campaign {
+    id: "R23",
+    what: "the same run twice, on 1, 2, 4, 8 and 16 threads, by every instruction set of this machine, in orders chosen by an adversary: one \
+           digest",
+    runs: 120,
+    smoke: 3,
+    start,
+};
+
+const THREADS: [&str; 5] = ["1", "2", "4", "8", "16"];
+const ISAS: [&str; 4] = ["scalar", "avx2", "avx512", "auto"];
+
+fn start(rig: &Rig) -> Result<Trial, String> {
+    let (digest, _) = rig.reference("whole", &[])?;
+    Ok(Box::new(move |rig, turn| {
+        let idx = turn.index as usize;
+        let (threads, isa, order) = (THREADS[idx % 5], ISAS[idx / 5 % 4], (turn.index / 20).to_string());
+        rig.remove("again");
+        // Twice with threads as they come, then in orders of an adversary.
+        let adversary: &[&str] = if turn.index < 40 { &[] } else { &["--adversary", &order] };
+        let outcome = rig.run(rig.train("again", &[&["--threads", threads, "--isa", isa], adversary].concat()));
+        turn.kind = format!("{isa}{}", if adversary.is_empty() { "" } else { ", adversary" });
+        let lacks = ["--isa", "--threads"].into_iter().find(|flag| outcome.code == 2 && outcome.stderr.contains(flag));
+        if let Some(flag) = lacks {
+            turn.kind = format!("refused: {flag} beyond this machine");
+            return outcome.expect_orderly(&[2]);
+        }
+        outcome.expect_digest(&digest)
+    }))
+}

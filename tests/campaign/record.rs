@@ -1,0 +1,99 @@
+//! What a campaign leaves: one JSON line with its numbers, its failures, the commit and the machine.
+
+use crate::rig::{Campaign, Kinds, Rig};
+use serde_json::{Value, json};
+use std::fs::{self, OpenOptions};
+use std::io::Write;
+use std::path::Path;
+use std::process::Command;
+
+/// Failures that a line shows in full; it counts all.
+const SHOWN: usize = 20;
+
+/// A run in which the program did what it must not.
+#[derive(Debug)]
+pub struct Failure {
+    pub index: u64,
+    pub kind: String,
+    pub message: String,
+}
+
+/// One campaign.
+pub struct Record {
+    id: &'static str,
+    what: &'static str,
+    /// Runs that there are to make.
+    pub complete: u64,
+    program: String,
+    /// The directory that it lies in: `release` or `debug`, where cargo built it.
+    build: String,
+    seed: u64,
+    pub runs: u64,
+    pub kinds: Kinds,
+    pub failures: Vec<Failure>,
+    pub seconds: f64,
+    /// Why it could not be run here.
+    pub not_run: Option<String>,
+}
+
+impl Record {
+    pub fn new(rig: &Rig, campaign: &Campaign) -> Self {
+        let version = said(Command::new(&rig.program).arg("--version"));
+        let (id, what, complete) = (campaign.id, campaign.what, campaign.runs);
+        let build = rig.program.parent().and_then(Path::file_name).unwrap_or_default().to_string_lossy().into_owned();
+        let (kinds, failures) = (Kinds::new(), vec![]);
+        Self { id, what, complete, program: version, build, seed: rig.seed, runs: 0, kinds, failures, seconds: 0.0, not_run: None }
+    }
+
+    /// For a look at the terminal.
+    pub fn summary(&self) -> String {
+        let failures: String = self.failures.iter().map(|f| format!("\n  run {} ({}): {}", f.index, f.kind, f.message)).collect();
+        match &self.not_run {
+            Some(why) => format!("{}: not run: {why}", self.id),
+            None => format!("{}: {} runs, {} failures in {:.1} s{failures}", self.id, self.runs, self.failures.len(), self.seconds),
+        }
+    }
+
+    /// For the file.
+    pub fn line(&self) -> String {
+        let failure = |f: &Failure| json!({"run": f.index, "kind": f.kind, "message": f.message});
+        let mut line = json!({
+            "id": self.id, "what": self.what, "runs": self.runs, "failures": self.failures.len(), "complete": self.complete,
+            "kinds": self.kinds, "failed": self.failures.iter().take(SHOWN).map(failure).collect::<Vec<_>>(),
+            "seconds": (self.seconds * 10.0).round() / 10.0, "seed": self.seed,
+            "command": format!("superoffload-campaign --id {} --seed {}", self.id, self.seed), "program": self.program, "build": self.build,
+        });
+        let more = line.as_object_mut().unwrap();
+        more.extend(self.not_run.iter().map(|why| ("not_run".to_string(), json!(why))));
+        more.extend(machine().as_object().unwrap().clone());
+        line.to_string()
+    }
+}
+
+/// Where and when.
+fn machine() -> Value {
+    let field = |file: &str, name: &str| {
+        let text = fs::read_to_string(file).unwrap_or_default();
+        let value = text.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_default();
+        value.trim_start_matches([':', ' ', '\t']).to_string()
+    };
+    let git = |args: &[&str]| said(Command::new("git").args(args).current_dir(env!("CARGO_MANIFEST_DIR")));
+    let memory = field("/proc/meminfo", "MemTotal").trim_end_matches(" kB").parse::<u64>().unwrap_or(0);
+    json!({
+        "date": said(Command::new("date").args(["-u", "+%F"])), "commit": git(&["rev-parse", "HEAD"]),
+        "dirty": !git(&["status", "--porcelain", "--untracked-files=no"]).is_empty(),
+        "cpu": field("/proc/cpuinfo", "model name"), "cores": std::thread::available_parallelism().map_or(0, |n| n.get()),
+        "memory_gib": memory >> 20, "kernel": fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default().trim(),
+    })
+}
+
+/// What a command prints, trimmed; nothing if it cannot be run.
+fn said(command: &mut Command) -> String {
+    let output = command.output().map(|output| output.stdout).unwrap_or_default();
+    String::from_utf8_lossy(&output).trim().to_string()
+}
+
+pub fn append(path: &Path, line: &str) -> Result<(), String> {
+    let file = OpenOptions::new().create(true).append(true).open(path);
+    file.and_then(|mut file| writeln!(file, "{line}")).map_err(|e| format!("{}: {e}", path.display()))
+}

@@ -1,0 +1,239 @@
+//! `docs/reliability.md` from the records: every line of every file, nothing left out.
+
+use crate::list::CAMPAIGNS;
+use serde_json::Value;
+use std::fs;
+use std::path::Path;
+
+/// Makes a row of one line of a record.
+type ToRow = fn(&Value) -> Row;
+
+/// The records, below tests/campaigns/, and what makes a row of one of their lines.
+const RECORDS: [(&str, ToRow); 5] =
+    [("reliability.jsonl", campaign), ("fuzz.jsonl", fuzz), ("adam.jsonl", adam), ("exactness.jsonl", exactness), ("gpu.jsonl", gpu)];
+
+/// Of the list of what can go wrong, what nobody tried here, or not in full.
+const NOT_RUN: [(&str, &str); 11] = [
+    ("R6", "states saved by several processes: this trains on one GPU"),
+    ("R9", "during an evaluation: there is none yet"),
+    (
+        "R12",
+        "device memory that ends at the k-th allocation: the GPU suite asks for memory that no device has, and the plan refuses before; there is no driver that fails on demand",
+    ),
+    (
+        "R13",
+        "GPU errors at every call: the GPU suite loses its GPU in a child process once, by a kernel that reads nowhere; there is no driver that fails on demand",
+    ),
+    ("R14", "one thread stopped alone, and a panic in a worker: they need the debugger or a hook; what is stopped here is the process"),
+    ("R15", "an event that is never signalled: needs a hook in the program; what hangs here is the disk"),
+    ("R16", "death of one of several processes: this trains on one GPU"),
+    ("R24", "Miri, loom and the thread sanitizer"),
+    ("R25", "24 hours, and half an hour on a GPU"),
+    ("R29", "failures of loggers on the network: there are none"),
+    ("R30", "states on an NVMe disk: there is no such tier"),
+];
+
+/// A row of the table.
+struct Row {
+    id: String,
+    what: String,
+    runs: String,
+    failures: u64,
+    commit: String,
+    machine: String,
+    command: String,
+    /// One line for each failure that the record shows.
+    shown: Vec<String>,
+}
+
+pub fn print() -> Result<(), String> {
+    crate::say(page()?.trim_end());
+    Ok(())
+}
+
+/// An error unless the committed page is what the records give.
+pub fn check() -> Result<(), String> {
+    let committed = fs::read_to_string(root().join("docs/reliability.md")).map_err(|e| format!("docs/reliability.md: {e}"))?;
+    let same = committed == page()?;
+    if same { Ok(()) } else { Err("docs/reliability.md is not what tests/campaigns/ gives: superoffload-campaign --report".into()) }
+}
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+fn page() -> Result<String, String> {
+    let mut rows = vec![];
+    for (name, row) in RECORDS {
+        let path = root().join("tests/campaigns").join(name);
+        let Ok(text) = fs::read_to_string(&path) else { continue };
+        for line in text.lines() {
+            rows.push(row(&serde_json::from_str(line).map_err(|e| format!("{}: {e}", path.display()))?));
+        }
+    }
+    rows.sort_by_key(|row| rank(&row.id));
+    Ok([HEAD, &table(&rows), &failures(&rows), &missing(&rows)].concat())
+}
+
+/// Ids in the order of their numbers.
+fn rank(id: &str) -> (u32, String) {
+    let digits: String = id.chars().filter(char::is_ascii_digit).collect();
+    (digits.parse().unwrap_or(u32::MAX), id.to_string())
+}
+
+const HEAD: &str = "# Reliability: what was tried, how often, and what failed
+
+Made by `superoffload-campaign --report` from the records in `tests/campaigns/`; a test compares. Every record is a row: a run that
+failed stays here until its record is replaced by one of a later commit. `tests/campaign/run-all.sh OUT` makes the records anew;
+`tests/campaign/` says what a campaign does, to the line. Ids are those of a list of what trusted training stacks promise and test.
+
+";
+
+fn table(rows: &[Row]) -> String {
+    let mut text = "| id | what | runs | failures | commit | machine | command |\n|---|---|---:|---:|---|---|---|\n".to_string();
+    for row in rows {
+        let commit: String = row.commit.chars().take(10).collect();
+        let Row { id, what, runs, failures, machine, command, .. } = row;
+        text += &format!("| {id} | {} | {runs} | {failures} | {commit} | {machine} | `{command}` |\n", what.replace('|', "\\|"));
+    }
+    text
+}
+
+fn failures(rows: &[Row]) -> String {
+    let mut text = "\n## Failures\n\n".to_string();
+    let failed: Vec<&Row> = rows.iter().filter(|row| row.failures > 0).collect();
+    if failed.is_empty() {
+        return text + "None.\n";
+    }
+    for row in failed {
+        let shown = row.shown.len() as u64;
+        text += &format!("### {}: {} failed; runs: {}\n\n", row.id, row.failures, row.runs);
+        row.shown.iter().for_each(|line| text += &format!("- {line}\n"));
+        text += &if shown < row.failures { format!("- and {} more\n\n", row.failures - shown) } else { "\n".into() };
+    }
+    text
+}
+
+fn missing(rows: &[Row]) -> String {
+    let mut text = "\n## Not run, or not in full\n\n".to_string();
+    let recorded = |id: &str| rows.iter().any(|row| row.id == id);
+    let absent = CAMPAIGNS.iter().filter(|campaign| !recorded(campaign.id)).map(|campaign| (campaign.id, "no record yet"));
+    let mut all: Vec<_> = NOT_RUN.into_iter().chain(absent).collect();
+    all.sort_by_key(|(id, _)| rank(id));
+    all.iter().for_each(|(id, why)| text += &format!("- {id}: {why}\n"));
+    text
+}
+
+fn text(value: &Value) -> String {
+    value.as_str().map_or_else(|| value.to_string(), str::to_string)
+}
+
+/// Long inputs and temporary names have no place in a table.
+fn short(message: &str) -> String {
+    let line = message.replace(['\n', '`'], " ");
+    let cut: String = line.chars().take(300).collect();
+    if cut.len() < line.len() { cut + " ..." } else { cut }
+}
+
+fn campaign(line: &Value) -> Row {
+    let failed = line["failed"].as_array().cloned().unwrap_or_default();
+    let shown = failed.iter().map(|f| format!("run {} ({}): `{}`", f["run"], text(&f["kind"]), short(&text(&f["message"]))));
+    let (runs, complete) = (line["runs"].as_u64().unwrap_or(0), line["complete"].as_u64().unwrap_or(0));
+    let runs = match &line["not_run"] {
+        Value::String(why) => format!("not run: {why}"),
+        _ if runs < complete => format!("{runs} of {complete}"),
+        _ => runs.to_string(),
+    };
+    Row {
+        id: text(&line["id"]),
+        what: text(&line["what"]),
+        runs,
+        failures: line["failures"].as_u64().unwrap_or(0),
+        commit: text(&line["commit"]) + if line["dirty"] == true { " and changes" } else { "" },
+        machine: format!(
+            "{}, {} cores, {} GiB, Linux {}, {}",
+            text(&line["cpu"]),
+            line["cores"],
+            line["memory_gib"],
+            text(&line["kernel"]),
+            text(&line["build"])
+        ),
+        command: text(&line["command"]),
+        shown: shown.collect(),
+    }
+}
+
+fn fuzz(line: &Value) -> Row {
+    let target = text(&line["target"]);
+    let id = match target.as_str() {
+        "settings_toml" | "config_json" => "R18",
+        "safetensors" | "index" => "R19",
+        "tokenizer" => "R20",
+        "manifest" => "R21",
+        _ => "R26",
+    };
+    Row {
+        id: id.into(),
+        what: format!(
+            "fuzzed by coverage, with the address sanitizer: {target}, {} s, at most {} MiB",
+            line["seconds"], line["peak_rss_mb"]
+        ),
+        runs: line["executions"].to_string(),
+        failures: line["failures"].as_u64().unwrap_or(0),
+        commit: text(&line["commit"]),
+        machine: text(&line["compiler"]),
+        command: format!("fuzz/run.sh {target} {}", line["seconds"]),
+        shown: vec![],
+    }
+}
+
+fn adam(line: &Value) -> Row {
+    let passes = line["mismatched_bits"].as_object().cloned().unwrap_or_default();
+    let bits = passes
+        .values()
+        .flat_map(|sets| sets.as_object().cloned().unwrap_or_default().into_iter().map(|(_, bits)| bits.as_u64().unwrap_or(1)));
+    let sets: Vec<String> =
+        passes.values().next().and_then(Value::as_object).map(|sets| sets.keys().cloned().collect()).unwrap_or_default();
+    Row {
+        id: "R8".into(),
+        what: format!(
+            "random states through each pass of Adam, rolled back and redone, on {}, against the specification: failures are differing bits",
+            sets.join(", ")
+        ),
+        runs: line["vectors"].to_string(),
+        failures: bits.sum(),
+        commit: text(&line["commit"]),
+        machine: format!("{}, {} cores, {}", text(&line["cpu"]), line["cores"], text(&line["target"])),
+        command: "SUPEROFFLOAD_VECTORS=1000000 cargo test --release --lib campaign".into(),
+        shown: vec![],
+    }
+}
+
+fn exactness(line: &Value) -> Row {
+    let (cases, equal) = (line["cases"].as_u64().unwrap_or(0), line["runs_equal_to_reference"].as_u64().unwrap_or(0));
+    Row {
+        id: "R8c".into(),
+        what: "random models, settings, spikes and timings, speculating, against the synchronous step: the same digest".into(),
+        runs: equal.to_string(),
+        failures: u64::from(line["passed"] != true),
+        commit: text(&line["commit"]),
+        machine: format!("{}, {} cores, {}", text(&line["cpu"]), line["cores"], text(&line["profile"])),
+        command: format!("SUPEROFFLOAD_CASES={cases} cargo test --release --test main exactness"),
+        shown: vec![],
+    }
+}
+
+fn gpu(line: &Value) -> Row {
+    let check = text(&line["check"]);
+    let number = |key: &str| line[key].as_u64().unwrap_or(0);
+    Row {
+        id: if check == "killed-runs" { "R1" } else { "R24" }.into(),
+        what: format!("on a GPU: {check}"),
+        runs: (number("passed") + number("failed")).to_string(),
+        failures: number("failed") + number("errors") + number("hazards"),
+        commit: text(&line["commit"]),
+        machine: format!("{}, driver {}", text(&line["gpu"]), text(&line["driver"])),
+        command: "tests/gpu/verify.sh DIR".into(),
+        shown: vec![],
+    }
+}

@@ -1,0 +1,405 @@
+//! Runs the program on a model so small that a run takes a tenth of a second, and never waits for ever.
+
+use crate::record::{Failure, Record};
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{Rng, SeedableRng};
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::ops::Range;
+use std::os::unix::process::ExitStatusExt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// One entry of the list.
+pub struct Campaign {
+    /// Its name in the list.
+    pub id: &'static str,
+    /// What is tried, and what must hold.
+    pub what: &'static str,
+    /// Runs that make it complete.
+    pub runs: u64,
+    /// Runs that show that the campaign itself works.
+    pub smoke: u64,
+    /// Prepares; an error is why this cannot be run here.
+    pub start: fn(&Rig) -> Result<Trial, String>,
+}
+
+/// One run: an error is a failure of the program.
+pub type Trial = Box<dyn FnMut(&Rig, &mut Turn) -> Result<(), String>>;
+
+/// What a run gets.
+pub struct Turn {
+    /// Counts from 0.
+    pub index: u64,
+    /// Of this run alone: it can be repeated without those before it.
+    pub rng: ChaCha8Rng,
+    /// What the run was, for the tally.
+    pub kind: String,
+    /// Tries in this run, if it makes more than one.
+    pub tries: u64,
+    /// There was nothing left to try: this run does not count, and it is the last.
+    pub over: bool,
+}
+
+impl Turn {
+    /// A number below `bound`.
+    pub fn pick(&mut self, bound: u64) -> u64 {
+        self.rng.next_u64() % bound
+    }
+
+    /// One of these.
+    pub fn one_of<T: Copy>(&mut self, choices: &[T]) -> T {
+        choices[self.pick(choices.len() as u64) as usize]
+    }
+}
+
+/// Nothing that is run here takes longer by itself.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// What every run shares; flags win over it. The learning rate is constant: a shorter run is the beginning of a longer one.
+const SETTINGS: &str = "
+    device = 'cpu'
+    seq-length = 16
+    per-device-train-batch-size = 2
+    max-steps = 12
+    save-steps = 2
+    logging-steps = 1
+    learning-rate = 1e-2
+    lr-scheduler-type = 'constant'
+    weight-decay = 0.1
+    threads = 2
+    init = 'random'
+    digest = true
+";
+
+/// A llama of six thousand parameters that reads bytes.
+const CONFIG: &str = r#"{
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "intermediate_size": 32, "vocab_size": 256, "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": true
+}"#;
+
+/// The program, and a directory with `run.toml`, `model/config.json` and `data.txt`; runs write into directories beside them.
+pub struct Rig {
+    pub program: PathBuf,
+    pub seed: u64,
+    /// A look is enough: long runs may be short.
+    pub is_smoke: bool,
+    dir: tempfile::TempDir,
+}
+
+impl Rig {
+    pub fn new(program: Option<PathBuf>, seed: u64, is_smoke: bool) -> Result<Self, String> {
+        let program = program.unwrap_or_else(|| env!("CARGO_BIN_EXE_superoffload").into());
+        let program = program.canonicalize().map_err(|e| format!("--program {}: {e}", program.display()))?;
+        let rig = Self { program, seed, is_smoke, dir: tempfile::tempdir().map_err(|e| e.to_string())? };
+        rig.write("model/config.json", CONFIG);
+        rig.write("data.txt", (0..400).map(|i| format!("line {i} squared is {}\n", i * i)).collect::<String>());
+        rig.settings("run.toml", "model", "data.txt", "");
+        Ok(rig)
+    }
+
+    /// Runs one campaign and counts.
+    pub fn campaign(&self, campaign: &Campaign, runs: Range<u64>, most: Option<Duration>) -> Record {
+        let begin = Instant::now();
+        let mut record = Record::new(self, campaign);
+        let started = catch_unwind(AssertUnwindSafe(|| (campaign.start)(self))).unwrap_or_else(|panic| Err(said(&*panic)));
+        match started {
+            Err(why) => record.not_run = Some(why),
+            Ok(mut trial) => {
+                for index in runs {
+                    if most.is_some_and(|most| begin.elapsed() > most) || !self.turn(&mut trial, index, &mut record) {
+                        break;
+                    }
+                }
+            }
+        }
+        record.seconds = begin.elapsed().as_secs_f64();
+        record
+    }
+
+    /// One run; false if there was none left.
+    fn turn(&self, trial: &mut Trial, index: u64, record: &mut Record) -> bool {
+        let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
+        rng.set_stream(index);
+        let mut turn = Turn { index, rng, kind: String::new(), tries: 1, over: false };
+        let result = catch_unwind(AssertUnwindSafe(|| trial(self, &mut turn)));
+        if turn.over {
+            record.complete = record.runs;
+            return false;
+        }
+        record.runs += turn.tries;
+        *record.kinds.entry(turn.kind.clone()).or_default() += turn.tries;
+        let message = match result {
+            Ok(Ok(())) => return true,
+            Ok(Err(message)) => message,
+            Err(panic) => format!("the campaign panicked: {}", said(&*panic)),
+        };
+        record.failures.push(Failure { index, kind: turn.kind, message });
+        true
+    }
+
+    /// CPUs that a run may use.
+    pub fn cpus(&self) -> u64 {
+        std::thread::available_parallelism().map_or(1, |cpus| cpus.get() as u64)
+    }
+
+    /// Whether `train` has this flag: campaigns run older programs, too.
+    pub fn has_flag(&self, flag: &str) -> bool {
+        let mut help = Command::new(&self.program);
+        help.args(["train", "--help"]);
+        self.run(help).stdout.contains(flag)
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    pub fn write(&self, name: &str, content: impl AsRef<[u8]>) -> PathBuf {
+        let path = self.path(name);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(&path, content).unwrap();
+        path
+    }
+
+    /// Writes a configuration file.
+    pub fn settings(&self, name: &str, model: &str, data: &str, more: &str) {
+        let (model, data) = (self.path(model), self.path(data));
+        self.write(name, format!("model = {model:?}\ndata = {data:?}\n{SETTINGS}\n{more}\n"));
+    }
+
+    /// `train` by the configuration file `config` into an empty directory `out` with these flags.
+    pub fn train_by(&self, config: &str, out: &str, flags: &[&str]) -> Command {
+        let mut command = Command::new(&self.program);
+        command.args(["train", "--config"]).arg(self.path(config)).arg("--output-dir").arg(self.path(out)).args(flags);
+        command
+    }
+
+    pub fn train(&self, out: &str, flags: &[&str]) -> Command {
+        self.train_by("run.toml", out, flags)
+    }
+
+    /// Goes on with the newest checkpoint in `out`.
+    pub fn resume(&self, out: &str, flags: &[&str]) -> Command {
+        self.train(out, &[&["--resume-from-checkpoint", "auto"], flags].concat())
+    }
+
+    /// The digest of the state that `checkpoint` holds.
+    pub fn digest_of(&self, checkpoint: &Path) -> Result<String, String> {
+        run(Command::new(&self.program).arg("digest").arg(checkpoint), &self.path("digest")).digest()
+    }
+
+    /// Runs to the end.
+    pub fn run(&self, mut command: Command) -> Outcome {
+        run(&mut command, &self.path("run"))
+    }
+
+    /// Starts, with its output in files that can be read while it runs.
+    pub fn spawn(&self, mut command: Command) -> Running {
+        Running::start(&mut command, &self.path("run"))
+    }
+
+    /// An uninterrupted run: its digest, and how long it took.
+    pub fn reference(&self, out: &str, flags: &[&str]) -> Result<(String, Duration), String> {
+        self.remove(out);
+        let begin = Instant::now();
+        let digest = self.run(self.train(out, flags)).digest()?;
+        Ok((digest, begin.elapsed()))
+    }
+
+    pub fn remove(&self, name: &str) {
+        let path = self.path(name);
+        if path.exists() {
+            fs::remove_dir_all(path).unwrap();
+        }
+    }
+
+    /// An empty directory.
+    pub fn fresh(&self, name: &str) {
+        self.remove(name);
+        fs::create_dir(self.path(name)).unwrap();
+    }
+
+    /// Replaces the directory `to` by a copy of `from`.
+    pub fn copy(&self, from: &str, to: &str) {
+        self.remove(to);
+        copy_dir(&self.path(from), &self.path(to));
+    }
+
+    /// Checks that `out` was left by a finished run: no part of a save remains.
+    pub fn expect_tidy(&self, out: &str) -> Result<(), String> {
+        let names = names(&self.path(out));
+        let parts = names.iter().filter(|name| [".tmp-", ".old-", ".del-"].iter().any(|part| name.contains(part)));
+        expect(parts.count() == 0, || format!("remains of a save: {names:?}"))
+    }
+}
+
+fn said(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
+    text.unwrap_or("a panic without words").to_string()
+}
+
+pub fn copy_dir(from: &Path, to: &Path) {
+    fs::create_dir_all(to).unwrap();
+    for entry in fs::read_dir(from).unwrap().map(Result::unwrap) {
+        let target = to.join(entry.file_name());
+        match entry.path().is_dir() {
+            true => copy_dir(&entry.path(), &target),
+            false => drop(fs::copy(entry.path(), target).unwrap()),
+        }
+    }
+}
+
+/// The names in `dir`, sorted; none if there is no such directory.
+pub fn names(dir: &Path) -> Vec<String> {
+    let entries = fs::read_dir(dir).into_iter().flatten().flatten();
+    let mut names: Vec<_> = entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    names
+}
+
+/// The steps of the checkpoints in `dir`, ascending.
+pub fn checkpoints(dir: &Path) -> Vec<u64> {
+    let mut steps: Vec<u64> = names(dir).iter().filter_map(|name| name.strip_prefix("checkpoint-")?.parse().ok()).collect();
+    steps.sort_unstable();
+    steps
+}
+
+/// Every regular file below `dir`, sorted.
+pub fn files(dir: &Path) -> Vec<PathBuf> {
+    let paths = names(dir).into_iter().map(|name| dir.join(name));
+    paths.flat_map(|path| if path.is_dir() { files(&path) } else { vec![path] }).collect()
+}
+
+pub fn expect(holds: bool, otherwise: impl FnOnce() -> String) -> Result<(), String> {
+    if holds { Ok(()) } else { Err(otherwise()) }
+}
+
+/// A child whose output goes to files. It does not outlive this.
+pub struct Running {
+    pub child: Child,
+    files: [PathBuf; 2],
+    begin: Instant,
+}
+
+impl Running {
+    fn start(command: &mut Command, files: &Path) -> Self {
+        let files = ["out", "err"].map(|extension| files.with_extension(extension));
+        let [stdout, stderr] = files.each_ref().map(|file| Stdio::from(File::create(file).unwrap()));
+        let child = command.current_dir("/").stdin(Stdio::null()).stdout(stdout).stderr(stderr).spawn().unwrap();
+        Self { child, files, begin: Instant::now() }
+    }
+
+    /// What it has printed so far.
+    pub fn stdout(&self) -> String {
+        String::from_utf8_lossy(&fs::read(&self.files[0]).unwrap()).into_owned()
+    }
+
+    pub fn pid(&self) -> nix::unistd::Pid {
+        nix::unistd::Pid::from_raw(self.child.id() as i32)
+    }
+
+    pub fn is_running(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_none()
+    }
+
+    /// Waits until `holds`; false if the child ended first.
+    pub fn wait_until(&mut self, mut holds: impl FnMut(&Self) -> bool) -> bool {
+        let deadline = Instant::now() + PATIENCE;
+        while self.is_running() && Instant::now() < deadline {
+            if holds(self) {
+                return true;
+            }
+            std::thread::sleep(Duration::from_micros(300));
+        }
+        false
+    }
+
+    /// Waits for its end, but not for ever.
+    pub fn finish(mut self) -> Outcome {
+        let deadline = Instant::now() + PATIENCE;
+        while self.is_running() && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_micros(500));
+        }
+        let hung = self.is_running();
+        let status = if hung { self.kill() } else { self.child.wait().unwrap() };
+        let text = |file: &PathBuf| String::from_utf8_lossy(&fs::read(file).unwrap()).into_owned();
+        let code = status.code().or_else(|| status.signal().map(|signal| -signal)).unwrap();
+        Outcome { code, hung, stdout: text(&self.files[0]), stderr: text(&self.files[1]), seconds: self.begin.elapsed().as_secs_f64() }
+    }
+
+    /// `kill -9`.
+    pub fn kill(&mut self) -> std::process::ExitStatus {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap()
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if matches!(self.child.try_wait(), Ok(None)) {
+            let _ = self.child.kill().and_then(|()| self.child.wait());
+        }
+    }
+}
+
+pub fn run(command: &mut Command, files: &Path) -> Outcome {
+    Running::start(command, files).finish()
+}
+
+/// How a process ended and what it said.
+#[derive(Debug)]
+pub struct Outcome {
+    /// Exit code, or the negative signal that ended it.
+    pub code: i32,
+    pub hung: bool,
+    pub stdout: String,
+    pub stderr: String,
+    pub seconds: f64,
+}
+
+impl Outcome {
+    /// The digest, which is the last line of a run that went well.
+    pub fn digest(&self) -> Result<String, String> {
+        let digest = self.stdout.lines().last().and_then(|line| line.strip_prefix("digest: "));
+        digest.filter(|_| self.code == 0).map(str::to_string).ok_or_else(|| format!("no digest: {self}"))
+    }
+
+    /// A run that went well and came to this state.
+    pub fn expect_digest(&self, digest: &str) -> Result<(), String> {
+        let found = self.digest()?;
+        expect(found == digest, || format!("digest {found} instead of {digest}"))
+    }
+
+    /// The end was orderly: one of these exit codes, one line of error if it is one, no panic, no signal, no endless run.
+    pub fn expect_orderly(&self, codes: &[i32]) -> Result<(), String> {
+        expect(!self.hung, || format!("hangs: {self}"))?;
+        expect(codes.contains(&self.code), || format!("exit {} is none of {codes:?}: {self}", self.code))?;
+        expect(!self.stderr.contains("panicked"), || format!("panicked: {self}"))?;
+        let errors = self.stderr.lines().filter(|line| !line.starts_with("warning: ")).count();
+        let wanted = usize::from(matches!(self.code, 1 | 2));
+        expect(errors == wanted, || format!("{errors} lines of error with exit {}: {self}", self.code))
+    }
+
+    /// The step of the checkpoint that it went on from, 0 if it began anew.
+    pub fn resumed_from(&self) -> u64 {
+        let line = self.stdout.lines().find_map(|line| line.strip_prefix("resuming from "));
+        line.and_then(|path| path.rsplit_once("checkpoint-")?.1.parse().ok()).unwrap_or(0)
+    }
+}
+
+impl std::fmt::Display for Outcome {
+    /// In one line: the code and the ends of both outputs.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let end = |text: &str| {
+            let chars: Vec<char> = text.trim().chars().collect();
+            chars[chars.len().saturating_sub(300)..].iter().collect::<String>().replace('\n', " | ")
+        };
+        write!(f, "exit {} after {:.1} s; says: {}; errors: {}", self.code, self.seconds, end(&self.stdout), end(&self.stderr))
+    }
+}
+
+/// How often each kind of run was.
+pub type Kinds = BTreeMap<String, u64>;

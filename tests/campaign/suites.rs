@@ -1,0 +1,57 @@
+//! What the usual tests cover already: they are run, and counted.
+
+use crate::rig::*;
+use std::process::Command;
+
+/// A campaign that is a part of the usual tests.
+macro_rules! suite {
+    ($name:ident, $id:literal, $runs:literal, $args:expr, $what:literal) => {
+        pub const $name: Campaign =
+            Campaign { id: $id, what: $what, runs: $runs, smoke: 0, start: |_| Ok(Box::new(|_, turn| tests(turn, &$args))) };
+    };
+}
+
+suite!(
+    RESCTRL,
+    "R26b",
+    1,
+    ["--package", "superoffload-resctrl"],
+    "resctrl absent, read-only, half made, full, shared, of another machine, left by a killed run: tests on fake and recorded trees"
+);
+suite!(
+    PARITY,
+    "R31",
+    1,
+    ["--package", "superoffload", "--test", "main", "parity"],
+    "losses, gradients and states against torch's, by family: tests on committed records of torch"
+);
+suite!(
+    EXPORT,
+    "R33",
+    1,
+    ["--package", "superoffload", "--lib", "weights"],
+    "weights in and out of Hugging Face directories: tests on committed models of transformers"
+);
+
+/// Runs these tests once; a run is a test.
+fn tests(turn: &mut Turn, args: &[&str]) -> Result<(), String> {
+    turn.over = turn.index > 0;
+    if turn.over {
+        return Ok(());
+    }
+    turn.kind = "tests".into();
+    let mut command = Command::new(env!("CARGO"));
+    command.args(["test", "--quiet"]).args(args).current_dir(env!("CARGO_MANIFEST_DIR"));
+    let output = command.output().map_err(|e| e.to_string())?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    let count = |what: &str| -> u64 { text.lines().filter_map(|line| counted(line, what)).sum() };
+    let (passed, failed) = (count("passed"), count("failed"));
+    turn.tries = passed + failed;
+    expect(output.status.success() && failed == 0 && passed > 0, || format!("{passed} passed, {failed} failed"))
+}
+
+/// `N` of `test result: ok. N passed; ...`.
+fn counted(line: &str, what: &str) -> Option<u64> {
+    let result = line.strip_prefix("test result: ")?;
+    result.split([';', '.']).find_map(|part| part.trim().strip_suffix(what)?.trim().parse().ok())
+}
