@@ -4,7 +4,10 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use superoffload::checkpoint;
+use superoffload::config::options::AddBos;
 use superoffload::config::{file, settings::Settings};
+use superoffload::data::tokenizer::Tokenizer;
+use superoffload::model::model_dir::ModelDir;
 use superoffload::model::shape::ModelShape;
 use superoffload::model::tensors::TensorTable;
 use superoffload::model::weights;
@@ -111,7 +114,8 @@ fn tokenizer(input: &[u8], dir: &Path) {
             put(dir, name, &part[(line + 1).min(part.len())..]);
         }
     }
-    if let Ok(tokenizer) = superoffload::data::tokenizer::Tokenizer::load(Some(dir)) {
+    let load = |dir: &ModelDir| Tokenizer::load(dir, None, AddBos::Auto);
+    if let Ok(Some(tokenizer)) = ModelDir::open(dir).and_then(|dir| load(&dir)) {
         assert!(!tokenizer.to_string().is_empty());
         let _ = tokenizer.encode("The naïve café, 12345 \u{1f600}\n\n  a b </s>");
     }
