@@ -80,7 +80,7 @@ impl Error {
 
 /// `text` on one line and without what a terminal would obey: control characters, and marks that turn the direction of writing, are
 /// escaped. Names and values from files stand in errors.
-fn printable(text: impl Display) -> String {
+pub(crate) fn printable(text: impl Display) -> String {
     let obeyed = |c: char| c.is_control() || matches!(c, '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
     let escape = |c: char| if obeyed(c) { c.escape_default().to_string() } else { c.to_string() };
     text.to_string().chars().map(escape).collect()

@@ -1,4 +1,4 @@
-//! Quantities that must not be mixed up, as types; and how sizes are printed.
+//! Quantities that must not be mixed up, as types; and how sizes and dates are printed.
 
 use std::fmt;
 use std::str::FromStr;
@@ -93,6 +93,29 @@ impl FromStr for Bytes {
     }
 }
 
+/// The day so many days after 1970 began, in the Gregorian calendar.
+pub fn date(mut days: u64) -> String {
+    let is_leap = |year: u64| year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
+    let mut year = 1970;
+    while days >= 365 + u64::from(is_leap(year)) {
+        days -= 365 + u64::from(is_leap(year));
+        year += 1;
+    }
+    let lengths = [31, 28 + u64::from(is_leap(year)), 31, 30, 31, 30, 31, 31, 30, 31, 30, 31];
+    let mut month = 0;
+    while days >= lengths[month] {
+        days -= lengths[month];
+        month += 1;
+    }
+    format!("{year}-{:02}-{:02}", month + 1, days + 1)
+}
+
+/// A moment so many seconds after 1970 began, in UTC.
+pub fn date_and_time(seconds: u64) -> String {
+    let (day, second) = (date(seconds / 86_400), seconds % 86_400);
+    format!("{day} {:02}:{:02}:{:02} UTC", second / 3600, second / 60 % 60, second % 60)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -143,5 +166,15 @@ mod tests {
         fn no_text_panics(text in "\\PC*|[0-9.eE+-]{0,8} ?[a-zA-Z]{0,4}") {
             let _ = text.parse::<Bytes>();
         }
+    }
+
+    #[test]
+    fn days_have_dates() {
+        for (days, expected) in
+            [(0, "1970-01-01"), (59, "1970-03-01"), (11_016, "2000-02-29"), (20_514, "2026-03-02"), (20_778, "2026-11-21")]
+        {
+            assert_eq!(date(days), expected, "{days}");
+        }
+        assert_eq!(date_and_time(20_778 * 86_400 + 3661), "2026-11-21 01:01:01 UTC");
     }
 }

@@ -3,7 +3,7 @@
 use crate::bench::facts::{BuildFacts, MachineFacts};
 use crate::hardware::topology::Topology;
 use crate::optim::simd::Isa;
-use crate::units::Bytes;
+use crate::units::{Bytes, date};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// What a profile says about the machine besides its numbers.
@@ -40,35 +40,9 @@ impl Facts {
     }
 }
 
-/// The day so many days after 1970 began, in the Gregorian calendar.
-fn date(mut days: u64) -> String {
-    let is_leap = |year: u64| year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
-    let mut year = 1970;
-    while days >= 365 + u64::from(is_leap(year)) {
-        days -= 365 + u64::from(is_leap(year));
-        year += 1;
-    }
-    let lengths = [31, 28 + u64::from(is_leap(year)), 31, 30, 31, 30, 31, 31, 30, 31, 30, 31];
-    let mut month = 0;
-    while days >= lengths[month] {
-        days -= lengths[month];
-        month += 1;
-    }
-    format!("{year}-{:02}-{:02}", month + 1, days + 1)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn days_have_dates() {
-        for (days, expected) in
-            [(0, "1970-01-01"), (59, "1970-03-01"), (11_016, "2000-02-29"), (20_514, "2026-03-02"), (20_778, "2026-11-21")]
-        {
-            assert_eq!(date(days), expected, "{days}");
-        }
-    }
 
     #[test]
     fn a_machine_has_a_processor_and_a_kernel() {
