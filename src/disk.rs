@@ -2,6 +2,12 @@
 //!
 //! Everything that changes the disk goes through [`attempt`], which is where the tests make the n-th operation fail.
 
+mod dir;
+mod lock;
+
+pub(crate) use dir::{Dir, Kind, TmpDir};
+pub(crate) use lock::{Lock, try_lock};
+
 use crate::error::{Error, Result};
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
@@ -15,21 +21,6 @@ fn attempt<T>(operation: &'static str, path: &Path, act: impl FnOnce() -> io::Re
     act().map_err(|e| Error::io(operation, path, e))
 }
 
-/// Creates one directory, which must not exist.
-pub(crate) fn create_dir(path: &Path) -> Result<()> {
-    attempt("create", path, || fs::create_dir(path))
-}
-
-/// Moves `from` to `to`, in one file system.
-pub(crate) fn rename(from: &Path, to: &Path) -> Result<()> {
-    attempt("rename", from, || fs::rename(from, to))
-}
-
-/// Removes a file; that there is none is as well.
-pub(crate) fn remove_if_present(path: &Path) -> Result<()> {
-    attempt("remove", path, || fs::remove_file(path).or_else(|e| if e.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(e) }))
-}
-
 /// Removes a directory and everything in it.
 pub(crate) fn remove_dir(path: &Path) -> Result<()> {
     attempt("remove", path, || fs::remove_dir_all(path))
@@ -40,11 +31,6 @@ pub(crate) fn user_cache() -> Option<PathBuf> {
     let absolute = |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let cache = absolute("XDG_CACHE_HOME").or_else(|| absolute("HOME").map(|home| home.join(".cache")))?;
     Some(cache.join("superoffload"))
-}
-
-/// Makes the names in a directory durable.
-pub(crate) fn sync_dir(path: &Path) -> Result<()> {
-    attempt("fsync", path, || File::open(path)?.sync_all())
 }
 
 /// Creates a file, writes `bytes` and syncs it.
@@ -64,42 +50,7 @@ pub(crate) fn replace_file(path: &Path, bytes: &[u8]) -> Result<()> {
         attempt("remove", &tmp, || fs::remove_file(&tmp))?;
     }
     write_file(&tmp, bytes)?;
-    rename(&tmp, path)
-}
-
-/// A directory under a temporary name, removed again unless it is published.
-pub(crate) struct TmpDir {
-    path: PathBuf,
-    published: bool,
-}
-
-impl TmpDir {
-    /// Creates `path`, which must not exist.
-    pub(crate) fn create(path: PathBuf) -> Result<Self> {
-        attempt("create", &path, || fs::create_dir(&path))?;
-        Ok(Self { path, published: false })
-    }
-
-    /// Its temporary name.
-    pub(crate) fn path(&self) -> &Path {
-        &self.path
-    }
-
-    /// Moves it to `target`, which must be absent or an empty directory.
-    pub(crate) fn publish(&mut self, target: &Path) -> Result<()> {
-        rename(&self.path, target)?;
-        self.published = true;
-        Ok(())
-    }
-}
-
-impl Drop for TmpDir {
-    fn drop(&mut self) {
-        if !self.published {
-            // The error that brought us here is the one to report.
-            let _ = remove_dir(&self.path);
-        }
-    }
+    attempt("rename", &tmp, || fs::rename(&tmp, path))
 }
 
 /// A new file that remembers its path.
@@ -118,6 +69,11 @@ impl OutFile {
     /// Appends `bytes`.
     pub(crate) fn write(&mut self, bytes: &[u8]) -> Result<()> {
         attempt("write", &self.path, || self.file.write_all(bytes))
+    }
+
+    /// The file itself, for a writer of its own.
+    pub(crate) fn into_file(self) -> File {
+        self.file
     }
 
     /// Makes the content durable.

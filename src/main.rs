@@ -409,7 +409,11 @@ fn print_summary(s: &Summary) {
         Some(path) => tell(format_args!("  checkpoint    {}", path.display())),
         None => tell(format_args!("  checkpoint    none (no step was done)")),
     }
-    tell(format_args!("  metrics       {}", s.metrics.display()));
+    match &s.metrics {
+        Some(path) => tell(format_args!("  metrics       {}", path.display())),
+        None => tell("  metrics       gone: somebody removed the file"),
+    }
+    let Some(trace) = &s.trace else { return };
     let dropped = if s.trace_dropped > 0 { format!(" (full: {} later spans left out)", s.trace_dropped) } else { String::new() };
-    tell(format_args!("  timeline      {}{dropped} (open in ui.perfetto.dev)", s.trace.display()));
+    tell(format_args!("  timeline      {}{dropped} (open in ui.perfetto.dev)", trace.display()));
 }

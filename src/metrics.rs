@@ -2,13 +2,9 @@
 
 use crate::config::plan::Plan;
 use crate::engine::coordinator::Counts;
-use crate::error::{Error, Result};
 use crate::hardware::parse::meminfo_bytes;
 use crate::planner::machine::Place;
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::io::Write;
-use std::path::{Path, PathBuf};
 
 /// Bytes by class.
 #[derive(Clone, Debug, serde::Serialize)]
@@ -63,52 +59,6 @@ pub struct StepMetrics {
     pub memory: MemoryUse,
 }
 
-/// `metrics.jsonl`, one line a step.
-pub struct MetricsFile {
-    path: PathBuf,
-    file: File,
-    line: Vec<u8>,
-}
-
-impl MetricsFile {
-    /// Opens `path` to go on after `step`: later lines, which a resumed run will write again, are dropped.
-    ///
-    /// # Errors
-    /// `Io` when the file cannot be read or written.
-    pub fn open(path: &Path, step: u64) -> Result<Self> {
-        let kept = match std::fs::read_to_string(path) {
-            Ok(text) => text.lines().filter(|line| step_of(line).is_some_and(|s| s <= step)).map(|l| format!("{l}\n")).collect(),
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => String::new(),
-            Err(e) => return Err(Error::io("read", path, e)),
-        };
-        // Renamed into place: a run that dies here must not take the earlier steps with it.
-        let beside = path.with_extension("jsonl.tmp");
-        let open = || -> std::io::Result<File> {
-            let mut file = File::create(&beside)?;
-            file.write_all(kept.as_bytes())?;
-            std::fs::rename(&beside, path)?;
-            Ok(file)
-        };
-        let file = open().map_err(|e| Error::io("write", path, e))?;
-        Ok(Self { path: path.to_path_buf(), file, line: Vec::with_capacity(1024) })
-    }
-
-    /// Appends one line.
-    ///
-    /// # Errors
-    /// `Io` when it cannot be written.
-    pub fn write(&mut self, metrics: &StepMetrics) -> Result<()> {
-        self.line.clear();
-        serde_json::to_writer(&mut self.line, metrics).map_err(|e| Error::format(&self.path, e))?;
-        self.line.push(b'\n');
-        self.file.write_all(&self.line).map_err(|e| Error::io("write", &self.path, e))
-    }
-}
-
-fn step_of(line: &str) -> Option<u64> {
-    serde_json::from_str::<serde_json::Value>(line).ok()?.get("step")?.as_u64()
-}
-
 /// Resident set of this process in bytes; 0 when the kernel does not say.
 pub fn rss_bytes() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
@@ -118,15 +68,6 @@ pub fn rss_bytes() -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn reopening_drops_the_lines_that_will_be_written_again() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("metrics.jsonl");
-        std::fs::write(&path, "{\"step\":1}\n{\"step\":2}\n{\"step\":3}\n{\"step\":4,\"lo").unwrap();
-        MetricsFile::open(&path, 2).unwrap();
-        assert_eq!(std::fs::read_to_string(&path).unwrap(), "{\"step\":1}\n{\"step\":2}\n");
-    }
 
     #[test]
     fn this_process_has_a_resident_set() {

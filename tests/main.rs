@@ -13,6 +13,7 @@ mod program;
 mod readme;
 mod resume;
 mod resume_compare;
+mod run_dir;
 mod style;
 mod support;
 mod tokenizers;

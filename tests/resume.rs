@@ -20,11 +20,14 @@ fn reference(workspace: &Workspace, flags: &[&str]) -> String {
     run(&mut workspace.train("whole", flags)).digest().to_string()
 }
 
+/// The only hidden name that a run leaves.
+const LOCK: &str = ".lock";
+
 /// Checks that `out` holds a finished run: one line of metrics a step, no remains of a save.
 fn assert_whole(workspace: &Workspace, out: &str) {
     let steps: Vec<_> = workspace.metrics(out).iter().map(|line| line["step"].as_u64().unwrap()).collect();
     assert_eq!(steps, Vec::from_iter(1..=STEPS), "metrics of {out}");
-    assert_eq!(workspace.names(out, "."), [""; 0], "remains in {out}");
+    assert_eq!(workspace.names(out, "."), [LOCK], "remains in {out}");
 }
 
 fn pick(rng: &mut ChaCha8Rng, bound: u64) -> u64 {
@@ -32,7 +35,7 @@ fn pick(rng: &mut ChaCha8Rng, bound: u64) -> u64 {
 }
 
 /// Waits until the `nth` checkpoint write that has begun in `dir`; false if the process ended first.
-fn await_write(child: &mut Child, dir: &Path, nth: usize) -> bool {
+pub fn await_write(child: &mut Child, dir: &Path, nth: usize) -> bool {
     let mut seen = std::collections::BTreeSet::new();
     while child.try_wait().unwrap().is_none() {
         let names = fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.file_name());
@@ -135,7 +138,7 @@ fn die_after_checkpoint(workspace: &Workspace, out: &str, step: u64, flags: &[&s
 }
 
 /// Reads what the program prints until a line holds `words`.
-fn await_line(child: &mut Child, words: &str) {
+pub fn await_line(child: &mut Child, words: &str) {
     let stdout = child.stdout.as_mut().unwrap();
     let found = BufReader::with_capacity(1, stdout).lines().map_while(Result::ok).any(|line| line.contains(words));
     assert!(found, "never said {words:?}");
@@ -315,7 +318,7 @@ fn a_full_disk_leaves_the_last_checkpoint() {
     let train = workspace.resume("full", &[]);
     limited.args(["-c", "trap '' XFSZ; ulimit -f 60; exec \"$@\"", "sh"]).arg(train.get_program()).args(train.get_args());
     run(&mut limited).refused(1, &["write", "state.bin", "File too large"]);
-    assert_eq!(workspace.names("full", "."), [""; 0]);
+    assert_eq!(workspace.names("full", "."), [LOCK]);
     assert_eq!(run(program(&["digest"]).arg(workspace.path("full/checkpoint-4"))).digest(), early);
     assert_eq!(run(&mut workspace.resume("full", &[])).digest(), digest);
     assert_whole(&workspace, "full");

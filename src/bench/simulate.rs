@@ -10,7 +10,8 @@ use crate::config::plan::{Place, Plan};
 use crate::config::settings::Settings;
 use crate::device::sim::SimDevice;
 use crate::engine::executor::Engine;
-use crate::engine::trace::{Recorder, write_chrome};
+use crate::engine::trace::Recorder;
+use crate::engine::trace_file::TraceFile;
 use crate::error::{Error, Result};
 use crate::hardware::basis::{AUTO, Basis, Key};
 use crate::hardware::profile::Profile;
@@ -126,11 +127,10 @@ impl Simulation {
     /// # Errors
     /// Those of [`Simulation::plan`]; `Io` when the timeline cannot be written.
     pub fn run(&self) -> Result<SimulatedRecord> {
+        let trace = self.settings.trace.as_deref().map(TraceFile::open).transpose()?;
         let plan = self.plan()?;
         let (outcome, tracks, window_ns) = simulate(&plan, &self.shape, &self.profile.name, self.steps, TRACE_SPANS)?;
-        if let Some(path) = &self.settings.trace {
-            write_chrome(path, &tracks)?;
-        }
+        trace.map(|trace| trace.write(&tracks)).transpose()?;
         Ok(SimulatedRecord {
             bench: "simulate",
             build: BuildFacts::this_program(),

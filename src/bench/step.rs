@@ -8,7 +8,7 @@ use crate::config::plan::{Place, Plan};
 use crate::config::settings::Settings;
 use crate::device::Kernels;
 use crate::engine::executor::Engine;
-use crate::engine::trace::write_chrome;
+use crate::engine::trace_file::TraceFile;
 use crate::error::Result;
 use crate::hardware::gpu::{GpuSamples, Sampler};
 use crate::hardware::parse::meminfo_bytes;
@@ -96,6 +96,7 @@ impl StepBench {
     /// # Errors
     /// The engine's; `Io` when the timeline cannot be written.
     pub fn measure<D: Kernels>(&self, mut engine: Engine<D>, before: Before, tell: &mut dyn FnMut(&dyn Display)) -> Result<StepRecord> {
+        let trace = self.settings.trace.as_deref().map(TraceFile::open).transpose()?;
         let start = Instant::now();
         engine.init_state(self.settings.seed, engine.plan().threads)?;
         engine.send_weights()?;
@@ -118,9 +119,7 @@ impl StepBench {
         let memory = memory_peaks(&plan, before.topology.memory_available_bytes);
         engine.flush()?;
         let tracks = engine.finish()?;
-        if let Some(path) = &self.settings.trace {
-            write_chrome(path, &tracks)?;
-        }
+        trace.map(|trace| trace.write(&tracks)).transpose()?;
         let outcome = timed.outcome(&self.shape, &plan, before.matmul_flops, &tracks);
         Ok(StepRecord {
             bench: "step",

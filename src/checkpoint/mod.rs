@@ -21,9 +21,10 @@ mod writer;
 pub use find::find;
 pub use format::{FileEntry, LossScale, Manifest, Scheduler, TensorEntry, TrainerState};
 pub use reader::{Loaded, open, verify};
-pub use store::{Newest, clean, is_checkpoint, newest_good};
+pub(crate) use store::clean;
+pub use store::{Newest, is_checkpoint, newest_good};
 pub(crate) use validate::STEPS_MAX;
-pub use writer::{Saved, TensorSource, Writer, save};
+pub use writer::{Saved, TensorSource, Writer, checkpoint_bytes, save};
 
 #[cfg(test)]
 pub(crate) mod tests;

@@ -1,14 +1,15 @@
 //! The directory of checkpoints: their names, publishing, finding the newest good one, removing old ones.
 //!
 //! Besides `checkpoint-<step>` there are hidden names, each with the id of the process that made it:
-//! `.checkpoint-<step>.tmp-<pid>` is being written, `.old-` was moved aside to be replaced, `.del-` is being removed.
+//! `.checkpoint-<step>.tmp-<pid>` is being written, `.old-` was moved aside to be replaced, `.del-` is being removed. Whoever
+//! writes here owns the directory, so that all that was not made by himself is a dead run's, whatever the id says.
 
 use super::format::{MANIFEST, Manifest};
 use super::reader;
-use crate::disk::{self, TmpDir};
+use crate::disk::{Dir, Kind, TmpDir};
 use crate::error::{Error, Result};
 use std::cmp::Reverse;
-use std::fs;
+use std::ffi::OsStr;
 use std::io::ErrorKind;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
@@ -43,14 +44,20 @@ struct Entry {
     path: PathBuf,
 }
 
-/// Path of a published checkpoint.
-fn published(output_dir: &Path, step: u64) -> PathBuf {
-    output_dir.join(format!("checkpoint-{step}"))
+impl Entry {
+    fn name(&self) -> &OsStr {
+        self.path.file_name().unwrap_or_default()
+    }
 }
 
-/// Path of this process's hidden directory for `step`.
-pub(super) fn hidden(output_dir: &Path, step: u64, role: Role) -> PathBuf {
-    output_dir.join(format!(".checkpoint-{step}.{}-{}", role.name(), std::process::id()))
+/// Name of a published checkpoint.
+fn published(step: u64) -> String {
+    format!("checkpoint-{step}")
+}
+
+/// Name of this process's hidden directory for `step`.
+pub(super) fn hidden(step: u64, role: Role) -> String {
+    format!(".checkpoint-{step}.{}-{}", role.name(), std::process::id())
 }
 
 fn parse(path: PathBuf) -> Option<Entry> {
@@ -74,70 +81,69 @@ fn canonical<T: std::str::FromStr + ToString>(text: &str) -> Option<T> {
 
 /// Everything of ours in `output_dir`; nothing if there is no such directory.
 fn list(output_dir: &Path) -> Result<Vec<Entry>> {
-    let read = |e| Error::io("read", output_dir, e);
-    let dir = match fs::read_dir(output_dir) {
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(vec![]),
-        dir => dir.map_err(read)?,
-    };
-    let mut entries = vec![];
-    for item in dir {
-        entries.extend(parse(item.map_err(read)?.path()));
+    match Dir::open(output_dir) {
+        Err(Error::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => Ok(vec![]),
+        dir => entries(&dir?),
     }
-    Ok(entries)
 }
 
-/// Whether another process with this id runs. Our own id is a dead run's, reused: we clean before we write.
-fn is_alive(pid: u32) -> bool {
-    pid != std::process::id() && Path::new("/proc").join(pid.to_string()).exists()
+/// Everything of ours in `dir`.
+fn entries(dir: &Dir) -> Result<Vec<Entry>> {
+    Ok(dir.names()?.into_iter().filter_map(|name| parse(dir.join(name))).collect())
 }
 
 /// Tidies up after runs that died inside a save: removes what they left, gives back its name to a checkpoint that was
 /// moved aside and not yet replaced. Returns a line for each thing that could not be done. Call it at the start of a
-/// run; every save does.
+/// run; every save does. The caller owns the directory.
 ///
 /// # Errors
-/// `output_dir` exists and cannot be read.
-pub fn clean(output_dir: &Path) -> Result<Vec<String>> {
+/// `output_dir` cannot be read.
+pub(crate) fn clean(output_dir: &Dir) -> Result<Vec<String>> {
     let mut warnings = vec![];
-    for entry in list(output_dir)? {
-        let Some((role, pid)) = entry.hidden else { continue };
-        let target = published(output_dir, entry.step);
-        let done = match role {
-            _ if is_alive(pid) => Ok(()),
-            Role::Old if !target.exists() => disk::rename(&entry.path, &target).and_then(|()| disk::sync_dir(output_dir)),
-            _ => disk::remove_dir(&entry.path),
-        };
+    for entry in entries(output_dir)? {
+        let Some((role, _)) = entry.hidden else { continue };
+        let done = if role == Role::Old { give_back(output_dir, &entry) } else { output_dir.remove(entry.name()) };
         warnings.extend(done.err().map(|e| e.to_string()));
     }
     Ok(warnings)
 }
 
-/// Gives the complete directory `tmp` its name. One that has the name is moved aside, and removed only when the new
-/// one is durable; [`newest_good`] and [`clean`] find it if we die in between.
-pub(super) fn publish(output_dir: &Path, step: u64, tmp: &mut TmpDir, warnings: &mut Vec<String>) -> Result<PathBuf> {
-    disk::sync_dir(tmp.path())?;
-    let target = published(output_dir, step);
-    let replaced = target.exists().then(|| hidden(output_dir, step, Role::Old));
+/// A checkpoint that was moved aside gets its name back, or goes if another one has it: names are given to whole ones only.
+fn give_back(output_dir: &Dir, aside: &Entry) -> Result<()> {
+    let target = published(aside.step);
+    match output_dir.kind(&target)? {
+        None => output_dir.rename(aside.name(), &target).and_then(|()| output_dir.sync()),
+        Some(Kind::Dir) => output_dir.remove(aside.name()),
+        Some(_) => Err(Error::format(&aside.path, format_args!("kept here: {target}, its name, is not a directory; remove that"))),
+    }
+}
+
+/// Gives the complete directory `tmp` its name. What has the name, of whatever kind, is moved aside, and removed only when
+/// the new one is durable; [`newest_good`] and [`clean`] find it if we die in between.
+pub(super) fn publish(step: u64, tmp: &mut TmpDir, warnings: &mut Vec<String>) -> Result<PathBuf> {
+    tmp.dir().sync()?;
+    let (output_dir, target) = (tmp.parent().try_clone()?, published(step));
+    let replaced = output_dir.kind(&target)?.map(|_| hidden(step, Role::Old));
     if let Some(old) = &replaced {
-        disk::rename(&target, old)?;
+        output_dir.rename(&target, old)?;
     }
     tmp.publish(&target).inspect_err(|_| {
         if let Some(old) = &replaced {
             // Should this fail too, `clean` does it at the next start.
-            let _ = disk::rename(old, &target);
+            let _ = output_dir.rename(old, &target);
         }
     })?;
-    disk::sync_dir(output_dir)?;
+    output_dir.sync()?;
     if let Some(old) = &replaced {
-        warnings.extend(disk::remove_dir(old).err().map(|e| e.to_string()));
+        warnings.extend(output_dir.remove(old).err().map(|e| e.to_string()));
     }
-    Ok(target)
+    Ok(output_dir.join(target))
 }
 
 /// Removes the oldest complete checkpoints until `limit` are left, never `newest_step`, the one just saved.
 /// Incomplete ones are neither counted nor touched.
-pub(super) fn prune(output_dir: &Path, newest_step: u64, limit: NonZeroUsize, warnings: &mut Vec<String>) {
-    let entries = match list(output_dir) {
+pub(super) fn prune(output_dir: &Dir, newest_step: u64, limit: NonZeroUsize, warnings: &mut Vec<String>) {
+    let entries = match entries(output_dir) {
         Ok(entries) => entries,
         Err(e) => return warnings.push(e.to_string()),
     };
@@ -145,8 +151,8 @@ pub(super) fn prune(output_dir: &Path, newest_step: u64, limit: NonZeroUsize, wa
     complete.sort_unstable();
     let excess = complete.len().saturating_sub(limit.get());
     for step in complete.into_iter().filter(|&step| step != newest_step).take(excess) {
-        let del = hidden(output_dir, step, Role::Del);
-        let done = disk::rename(&published(output_dir, step), &del).and_then(|()| disk::remove_dir(&del));
+        let del = hidden(step, Role::Del);
+        let done = output_dir.rename(published(step), &del).and_then(|()| output_dir.remove(&del));
         warnings.extend(done.err().map(|e| e.to_string()));
     }
 }

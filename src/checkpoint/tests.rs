@@ -1,6 +1,7 @@
 use super::format::{CHUNK_BYTES, MANIFEST, MODEL, STATE};
 use super::store::is_damage;
 use super::*;
+use crate::disk::Dir;
 use crate::disk::faults::{self, Mode};
 use crate::error::Error;
 use proptest::prelude::*;
@@ -78,6 +79,10 @@ fn read_back(dir: &Path, wanted: &[Tensor]) -> crate::error::Result<bool> {
 
 fn newest_step(dir: &Path) -> Option<u64> {
     newest_good(dir).unwrap().found.map(|(_, manifest)| manifest.trainer.step)
+}
+
+fn tidy(dir: &Path) -> Vec<String> {
+    clean(&Dir::open(dir).unwrap()).unwrap()
 }
 
 fn names(dir: &Path) -> Vec<String> {
@@ -314,7 +319,7 @@ fn a_run_that_dies_anywhere_in_a_save_leaves_a_good_checkpoint_and_the_next_one_
             assert_eq!(newest.warnings, Vec::<String>::new());
             let expected = if manifest.tensors.len() == 3 { tensors(9) } else { small(2) };
             assert!(manifest.trainer.step >= 2 && read_back(&path, &expected).unwrap());
-            assert_eq!(clean(dir.path()).unwrap(), Vec::<String>::new());
+            assert_eq!(tidy(dir.path()), Vec::<String>::new());
             assert!(names(dir.path()).iter().all(|n| !n.starts_with('.')), "{:?}", names(dir.path()));
             assert!(newest_step(dir.path()).unwrap() >= 2);
         }
@@ -323,18 +328,61 @@ fn a_run_that_dies_anywhere_in_a_save_leaves_a_good_checkpoint_and_the_next_one_
 }
 
 #[test]
-fn only_what_dead_runs_left_is_removed() {
+fn what_is_hidden_is_a_dead_runs_whatever_process_has_its_id_now() {
     let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name);
+    save_step(dir.path(), 4, &small(4), None).unwrap();
+    let keep = [".checkpoint-4.bak-1", ".checkpoint-4.tmp-x", ".git", "checkpoint-4", "elsewhere"];
     let alive = std::os::unix::process::parent_id();
-    let keep = [format!(".checkpoint-4.tmp-{alive}"), ".checkpoint-4.tmp-x".into(), ".checkpoint-4.bak-1".into(), ".git".into()];
-    let remove = [".checkpoint-4.tmp-999999999", ".checkpoint-4.del-999999999"];
-    for name in keep.iter().map(String::as_str).chain(remove) {
-        fs::create_dir(dir.path().join(name)).unwrap();
+    for name in [keep[0], keep[1], keep[2], keep[4], &format!(".checkpoint-8.tmp-{alive}"), ".checkpoint-8.del-999999999"] {
+        fs::create_dir(path(name)).unwrap();
     }
-    assert_eq!(clean(dir.path()).unwrap(), Vec::<String>::new());
-    let mut keep = keep.to_vec();
-    keep.sort();
+    fs::write(path("elsewhere/file"), "").unwrap();
+    std::os::unix::fs::symlink("elsewhere", path(".checkpoint-8.del-1")).unwrap();
+    fs::rename(path("checkpoint-4"), path(".checkpoint-4.old-1")).unwrap();
+    assert_eq!(tidy(dir.path()), Vec::<String>::new());
     assert_eq!(names(dir.path()), keep);
+    assert!(path("elsewhere/file").exists() && newest_step(dir.path()) == Some(4));
+}
+
+#[test]
+fn a_checkpoint_that_was_moved_aside_is_kept_until_another_one_has_its_name() {
+    let dir = tempfile::tempdir().unwrap();
+    save_step(dir.path(), 4, &small(4), None).unwrap();
+    fs::rename(dir.path().join("checkpoint-4"), dir.path().join(".checkpoint-4.old-1")).unwrap();
+    std::os::unix::fs::symlink("nowhere", dir.path().join("checkpoint-4")).unwrap();
+    let warnings = tidy(dir.path());
+    assert!(warnings.len() == 1 && warnings[0].contains(".checkpoint-4.old-1: kept here: checkpoint-4"), "{warnings:?}");
+    assert_eq!(newest_step(dir.path()), Some(4));
+    fs::remove_file(dir.path().join("checkpoint-4")).unwrap();
+    assert_eq!((tidy(dir.path()), names(dir.path())), (vec![], vec!["checkpoint-4".to_string()]));
+}
+
+#[test]
+fn whatever_has_a_checkpoints_name_gives_way_to_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name);
+    fs::write(path("target"), "mine").unwrap();
+    for (step, target) in [(1, "nowhere"), (2, "checkpoint-2"), (3, "target")] {
+        std::os::unix::fs::symlink(target, path(&format!("checkpoint-{step}"))).unwrap();
+    }
+    fs::write(path("checkpoint-4"), "").unwrap();
+    for step in 1..=4 {
+        let saved = save_step(dir.path(), step, &small(step), None).unwrap();
+        assert!(saved.warnings.is_empty() && read_back(&path(&format!("checkpoint-{step}")), &small(step)).unwrap(), "{saved:?}");
+    }
+    assert_eq!(names(dir.path()), ["checkpoint-1", "checkpoint-2", "checkpoint-3", "checkpoint-4", "target"]);
+    assert_eq!(fs::read_to_string(path("target")).unwrap(), "mine");
+}
+
+#[test]
+fn its_size_is_known_before_it_is_written() {
+    let dir = tempfile::tempdir().unwrap();
+    let tensors = tensors(1);
+    let path = save_step(dir.path(), 1, &tensors, None).unwrap().path;
+    let params = tensors.iter().map(|(_, _, [params, ..])| params.len()).sum();
+    let bytes: u64 = files_of(&path).iter().filter(|file| !file.ends_with(MANIFEST)).map(|file| file.metadata().unwrap().len()).sum();
+    assert_eq!(checkpoint_bytes(params, &model_files()), bytes);
 }
 
 #[test]
@@ -436,7 +484,7 @@ fn a_sealed_manifest_that_lies_is_refused() {
 fn a_manifest_keeps_what_a_run_says_of_itself_also_what_is_unknown() {
     let dir = tempfile::tempdir().unwrap();
     let run = json!({"model": {"rope_theta": 1e4}, "of a later version": [1, {"x": null}]});
-    let mut writer = Writer::create(dir.path(), trainer(4), run.as_object().unwrap().clone()).unwrap();
+    let mut writer = Writer::create(&crate::disk::Dir::open(dir.path()).unwrap(), trainer(4), run.as_object().unwrap().clone()).unwrap();
     sources(&small(1)).for_each(|tensor| writer.tensor(tensor).unwrap());
     let path = writer.finish(&[], None).unwrap().path;
     let manifest = verify(&path).unwrap();

@@ -1,8 +1,8 @@
 //! Writing a checkpoint beside, then publishing it.
 
-use super::format::{CHUNK_BYTES, FileEntry, MANIFEST, MODEL, Manifest, STATE, TensorEntry, TrainerState};
+use super::format::{CHUNK_BYTES, ELEM_BYTES, FileEntry, MANIFEST, MODEL, Manifest, STATE, TensorEntry, TrainerState};
 use super::store::{self, Role};
-use crate::disk::{self, OutFile, TmpDir};
+use crate::disk::{Dir, OutFile, TmpDir};
 use crate::error::Result;
 use serde_json::{Map, Value};
 use std::num::NonZeroUsize;
@@ -39,7 +39,6 @@ pub struct Saved {
 ///
 /// Tensors are streamed through one buffer of 1 MiB, so that memory stays flat.
 pub struct Writer {
-    output_dir: PathBuf,
     tmp: TmpDir,
     manifest: Manifest,
     state: OutFile,
@@ -47,7 +46,13 @@ pub struct Writer {
     warnings: Vec<String>,
 }
 
-/// Writes a whole checkpoint that says nothing of its run: [`Writer::create`], every tensor, [`Writer::finish`].
+/// Bytes that a checkpoint of so many parameters takes on disk, but for its manifest, which is small.
+pub fn checkpoint_bytes(params: usize, model_files: &[(String, Vec<u8>)]) -> u64 {
+    params as u64 * ELEM_BYTES + model_files.iter().map(|(_, bytes)| bytes.len() as u64).sum::<u64>()
+}
+
+/// Writes a whole checkpoint that says nothing of its run into `output_dir`, which is the caller's: every tensor, the model's files,
+/// the manifest.
 ///
 /// # Errors
 /// The first operation that failed; checkpoints that were there before are as they were.
@@ -61,7 +66,7 @@ pub fn save<'a>(
     tensors: impl IntoIterator<Item = TensorSource<'a>>,
     total_limit: Option<NonZeroUsize>,
 ) -> Result<Saved> {
-    let mut writer = Writer::create(output_dir, trainer.clone(), Map::new())?;
+    let mut writer = Writer::create(&Dir::open(output_dir)?, trainer.clone(), Map::new())?;
     for tensor in tensors {
         writer.tensor(tensor)?;
     }
@@ -69,17 +74,17 @@ pub fn save<'a>(
 }
 
 impl Writer {
-    /// Starts `output_dir/checkpoint-<trainer.step>` of a run that learns with and from `run`; `output_dir` must exist. Remains of dead runs are removed first.
+    /// Starts `output_dir/checkpoint-<trainer.step>` of a run that learns with and from `run`; `output_dir` is the caller's. Remains of
+    /// dead runs are removed first.
     ///
     /// # Errors
     /// The directory cannot be listed or written.
-    pub fn create(output_dir: &Path, trainer: TrainerState, run: Map<String, Value>) -> Result<Self> {
+    pub(crate) fn create(output_dir: &Dir, trainer: TrainerState, run: Map<String, Value>) -> Result<Self> {
         let warnings = store::clean(output_dir)?;
-        let tmp = TmpDir::create(store::hidden(output_dir, trainer.step, Role::Tmp))?;
-        let state = OutFile::create(&tmp.path().join(STATE))?;
+        let tmp = TmpDir::create(output_dir, store::hidden(trainer.step, Role::Tmp))?;
+        let state = tmp.dir().create_file(STATE)?;
         let chunk = Vec::with_capacity(CHUNK_BYTES);
-        let output_dir = output_dir.to_path_buf();
-        Ok(Self { output_dir, tmp, manifest: Manifest::new(trainer, run), state, chunk, warnings })
+        Ok(Self { tmp, manifest: Manifest::new(trainer, run), state, chunk, warnings })
     }
 
     /// Appends one tensor. The order of the calls is the order in the file and in the state's digest.
@@ -110,24 +115,22 @@ impl Writer {
         self.flush_chunk()?;
         self.state.sync()?;
         self.write_model(model_files)?;
-        let path = self.tmp.path().join(MANIFEST);
-        disk::write_file(&path, &self.manifest.encode(&path)?)?;
+        self.tmp.dir().write_file(MANIFEST, &self.manifest.encode(&self.tmp.dir().join(MANIFEST))?)?;
         let step = self.manifest.trainer.step;
-        let path = store::publish(&self.output_dir, step, &mut self.tmp, &mut self.warnings)?;
+        let path = store::publish(step, &mut self.tmp, &mut self.warnings)?;
         if let Some(limit) = total_limit {
-            store::prune(&self.output_dir, step, limit, &mut self.warnings);
+            store::prune(self.tmp.parent(), step, limit, &mut self.warnings);
         }
         Ok(Saved { path, warnings: self.warnings })
     }
 
     fn write_model(&mut self, model_files: &[(String, Vec<u8>)]) -> Result<()> {
-        let dir = self.tmp.path().join(MODEL);
-        disk::create_dir(&dir)?;
+        let dir = self.tmp.dir().create_dir(MODEL)?;
         for (name, bytes) in model_files {
-            disk::write_file(&dir.join(name), bytes)?;
+            dir.write_file(name, bytes)?;
             self.manifest.files.push(FileEntry { name: name.clone(), bytes: bytes.len() as u64, crc32c: crc32c::crc32c(bytes) });
         }
-        disk::sync_dir(&dir)
+        dir.sync()
     }
 
     fn append(&mut self, mut bytes: &[u8]) -> Result<()> {

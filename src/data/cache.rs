@@ -58,10 +58,10 @@ pub(super) fn find_or_prepare(
     }
     remove_leftovers(&root, &key);
     check_room(&root, texts, tokenizer)?;
-    let writer = FolderWriter::create(root.join(tmp_name(&key)))?;
+    let writer = FolderWriter::create(&root, &tmp_name(&key))?;
     preparation.note(format!("preparing {} of text in {}", Bytes(bytes_of(texts)), folder.display()));
     let (totals, read) = tokenize(texts, tokenizer, vocab_size, writer, preparation)?;
-    FolderWriter::publish(totals, read, &origin, &folder)?;
+    FolderWriter::publish(totals, read, &origin)?;
     let prepared = open(&folder, &origin, true, checked, preparation)?;
     prepared.ok_or_else(|| Error::format(&folder, "removed while it was opened"))
 }

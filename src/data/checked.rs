@@ -59,11 +59,9 @@ impl Checked {
     /// `Io` when the output directory cannot be written.
     pub(super) fn save(&self) -> Result<()> {
         let Some(dir) = self.dir.as_ref().filter(|_| self.known != self.holding) else { return Ok(()) };
-        let (tmp, path) = (dir.join(format!(".{FILE}.tmp")), dir.join(FILE));
-        disk::remove_if_present(&tmp)?;
+        let path = dir.join(FILE);
         let json = serde_json::to_vec_pretty(&self.holding).map_err(|e| crate::error::Error::format(&path, e))?;
-        disk::write_file(&tmp, &json)?;
-        disk::rename(&tmp, &path)
+        disk::replace_file(&path, &json)
     }
 }
 

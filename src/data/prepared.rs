@@ -14,7 +14,7 @@ use super::documents::{Sink, Totals};
 use super::preparation::Preparation;
 use super::scan::{BLOCK_BYTES, scan};
 use super::source::Read;
-use crate::disk::{self, InFile, OutFile, TmpDir};
+use crate::disk::{self, Dir, InFile, OutFile, TmpDir};
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
@@ -106,8 +106,8 @@ pub(super) struct FolderWriter {
 }
 
 impl Chunked {
-    fn create(dir: &Path, name: &'static str) -> Result<Self> {
-        let file = OutFile::create(&dir.join(name))?;
+    fn create(dir: &Dir, name: &'static str) -> Result<Self> {
+        let file = dir.create_file(name)?;
         Ok(Self { name, file, chunk: Vec::with_capacity(BLOCK_BYTES), bytes: 0, crc32c: Vec::new() })
     }
 
@@ -154,15 +154,15 @@ impl Sink for FolderWriter {
 }
 
 impl FolderWriter {
-    /// Starts a folder under the temporary name `tmp`, which must not exist.
-    pub(super) fn create(tmp: PathBuf) -> Result<Self> {
-        let tmp = TmpDir::create(tmp)?;
-        let (tokens, ends) = (Chunked::create(tmp.path(), TOKENS)?, Chunked::create(tmp.path(), ENDS)?);
+    /// Starts a folder in `root` under the temporary name `tmp`, which must not exist.
+    pub(super) fn create(root: &Path, tmp: &str) -> Result<Self> {
+        let tmp = TmpDir::create(&Dir::open(root)?, tmp)?;
+        let (tokens, ends) = (Chunked::create(tmp.dir(), TOKENS)?, Chunked::create(tmp.dir(), ENDS)?);
         Ok(Self { tmp, tokens, ends })
     }
 
-    /// Makes `totals` durable and publishes the folder as `target`.
-    pub(super) fn publish(totals: Totals<Self>, read: Vec<Read>, origin: &Origin<'_>, target: &Path) -> Result<()> {
+    /// Makes `totals` durable and publishes the folder under its key.
+    pub(super) fn publish(totals: Totals<Self>, read: Vec<Read>, origin: &Origin<'_>) -> Result<()> {
         let Totals { sink: Self { mut tmp, tokens, ends }, tokens: count, documents, largest, source_ends } = totals;
         let entry = |((path, Read { bytes, sha256 }), tokens_end): ((&&Path, Read), u64)| Source {
             path: path.to_path_buf(),
@@ -183,12 +183,13 @@ impl FolderWriter {
             mask: None,
             crc32c: 0,
         };
-        manifest.crc32c = manifest.checksum(target)?;
-        let json = serde_json::to_vec(&manifest).map_err(|e| Error::format(target, e))?;
-        disk::write_file(&tmp.path().join(MANIFEST), &json)?;
-        disk::sync_dir(tmp.path())?;
-        tmp.publish(target)?;
-        target.parent().map_or(Ok(()), disk::sync_dir)
+        let target = tmp.parent().join(origin.key);
+        manifest.crc32c = manifest.checksum(&target)?;
+        let json = serde_json::to_vec(&manifest).map_err(|e| Error::format(&target, e))?;
+        tmp.dir().write_file(MANIFEST, &json)?;
+        tmp.dir().sync()?;
+        tmp.publish(origin.key)?;
+        tmp.parent().sync()
     }
 }
 
@@ -282,7 +283,7 @@ mod tests {
 
     /// Two documents of two files, of 1.5 blocks of tokens.
     fn write(dir: &Path, origin: &Origin<'_>) -> Result<PathBuf> {
-        let mut documents = Documents::new(FolderWriter::create(dir.join("tmp"))?, 10, origin.separator, &[]);
+        let mut documents = Documents::new(FolderWriter::create(dir, "tmp")?, 10, origin.separator, &[]);
         for source in 0..2 {
             let place = Place { path: origin.sources[source].into(), source, line: None };
             documents.begin()?;
@@ -290,7 +291,7 @@ mod tests {
             documents.end(&place)?;
         }
         let read = ["aa", "bb"].map(|sha256| Read { bytes: 7, sha256: sha256.into() });
-        FolderWriter::publish(documents.finish(), read.into(), origin, &dir.join(origin.key)).map(|()| dir.join(origin.key))
+        FolderWriter::publish(documents.finish(), read.into(), origin).map(|()| dir.join(origin.key))
     }
 
     fn reopen(dir: &Path, origin: &Origin<'_>) -> Result<Option<Prepared>> {

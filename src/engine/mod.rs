@@ -7,5 +7,6 @@ pub mod loss_scale;
 mod memory;
 mod report;
 pub mod trace;
+pub mod trace_file;
 pub mod verdict;
 mod weight_flow;

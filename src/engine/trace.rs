@@ -2,9 +2,7 @@
 //!
 //! A recorder belongs to one thread, has room from the start and never grows: recording takes no lock and no memory.
 
-use crate::error::{Error, Result};
-use std::io::{BufWriter, Write};
-use std::path::Path;
+use std::io::{self, Write};
 use std::sync::OnceLock;
 use std::time::Instant;
 
@@ -72,32 +70,34 @@ impl Recorder {
         self.dropped += 1;
     }
 
+    /// Spans that were not kept.
+    pub fn dropped(&self) -> u64 {
+        self.dropped
+    }
+
     /// What was recorded, in order.
     pub fn spans(&self) -> &[Span] {
         &self.spans
     }
 }
 
-/// Writes the tracks as a Chrome trace (open it in ui.perfetto.dev). Returns the spans that no longer fitted.
+/// What every timeline begins with, and nothing else: by this a file is known as one of ours.
+pub(super) const HEAD: &str = "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[";
+
+/// Writes the tracks as a Chrome trace (open it in ui.perfetto.dev).
 ///
 /// # Errors
-/// `Io` when the file cannot be written.
-pub fn write_chrome(path: &Path, tracks: &[Recorder]) -> Result<u64> {
-    let create = || -> std::io::Result<()> {
-        let mut out = BufWriter::new(std::fs::File::create(path)?);
-        write!(out, "{{\"displayTimeUnit\":\"ms\",\"traceEvents\":[")?;
-        for (tid, track) in tracks.iter().enumerate() {
-            let comma = if tid == 0 { "" } else { "," };
-            write!(out, "{comma}\n{}", track_name(tid, &track.track))?;
-            for span in &track.spans {
-                write!(out, ",\n{}", span_event(tid, span))?;
-            }
+/// Those of `out`.
+pub fn write_chrome(out: &mut impl Write, tracks: &[Recorder]) -> io::Result<()> {
+    write!(out, "{HEAD}")?;
+    for (tid, track) in tracks.iter().enumerate() {
+        let comma = if tid == 0 { "" } else { "," };
+        write!(out, "{comma}\n{}", track_name(tid, &track.track))?;
+        for span in &track.spans {
+            write!(out, ",\n{}", span_event(tid, span))?;
         }
-        writeln!(out, "\n]}}")?;
-        out.flush()
-    };
-    create().map_err(|e| Error::io("write trace", path, e))?;
-    Ok(tracks.iter().map(|t| t.dropped).sum())
+    }
+    writeln!(out, "\n]}}")
 }
 
 fn track_name(tid: usize, name: &str) -> serde_json::Value {
@@ -123,10 +123,9 @@ mod tests {
         compute.span("matmul", 3, now_ns());
         let mut off = Recorder::new("d2h", 0);
         off.span("copy", u32::MAX, now_ns());
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("trace.json");
-        assert_eq!(write_chrome(&path, &[compute, off]).unwrap(), 1);
-        let json: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
+        let mut text = vec![];
+        write_chrome(&mut text, &[compute, off]).unwrap();
+        let json: serde_json::Value = serde_json::from_slice(&text).unwrap();
         let names: Vec<_> = json["traceEvents"].as_array().unwrap().iter().map(|e| e["name"].as_str().unwrap()).collect();
         assert_eq!(names, ["thread_name", "matmul", "thread_name"]);
         assert_eq!(json["traceEvents"][1]["args"]["index"], 3);
@@ -138,6 +137,6 @@ mod tests {
         for _ in 0..3 + 5 {
             r.span("s", 0, 0);
         }
-        assert_eq!((r.spans().len(), r.dropped), (3, 5));
+        assert_eq!((r.spans().len(), r.dropped()), (3, 5));
     }
 }

@@ -4,6 +4,7 @@
 //! shrinks while it is read is an error and not a signal.
 
 mod export;
+mod export_dir;
 mod load;
 mod safetensors;
 

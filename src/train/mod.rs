@@ -5,8 +5,11 @@
 
 pub mod devices;
 mod identity;
+mod metrics_file;
 mod previous_run;
 mod resume;
+mod run_dir;
+mod run_lock;
 pub mod session;
 pub mod setup;
 pub mod text;
@@ -20,6 +23,7 @@ use crate::hardware::topology::Topology;
 use crate::host::perf::WorkerCounts;
 use crate::metrics::StepMetrics;
 use crate::signals::StopFlag;
+use run_dir::RunDir;
 use session::Session;
 use std::path::PathBuf;
 
@@ -81,10 +85,10 @@ pub struct Summary {
     pub exposed_ms: (f64, f64),
     /// The last checkpoint, if one was written.
     pub checkpoint: Option<PathBuf>,
-    /// One line a step.
-    pub metrics: PathBuf,
-    /// Chrome/Perfetto timeline.
-    pub trace: PathBuf,
+    /// One line a step, if nobody removed it.
+    pub metrics: Option<PathBuf>,
+    /// Chrome/Perfetto timeline, if there is one.
+    pub trace: Option<PathBuf>,
     /// Spans that no longer fitted.
     pub trace_dropped: u64,
     /// What was counted of the optimizer's threads, if it was asked for.
@@ -98,12 +102,13 @@ pub struct Summary {
 /// # Errors
 /// The first thing that went wrong; the last checkpoint stays good.
 pub fn run(settings: &Settings, stop: &StopFlag, observer: &mut impl Observer) -> Result<Summary> {
+    let run_dir = RunDir::open(settings, observer)?;
     let chosen = devices::choose(settings, &Topology::this_machine())?;
     #[cfg(feature = "cuda")]
     if chosen.is_gpu() {
-        return drive(setup::prepare(settings, &chosen, stop, observer, setup::cuda_engine)?, stop, observer);
+        return drive(setup::prepare(settings, &chosen, run_dir, stop, observer, setup::cuda_engine)?, stop, observer);
     }
-    drive(setup::prepare(settings, &chosen, stop, observer, setup::cpu_engine)?, stop, observer)
+    drive(setup::prepare(settings, &chosen, run_dir, stop, observer, setup::cpu_engine)?, stop, observer)
 }
 
 fn drive<D: Kernels>(mut session: Session<D>, stop: &StopFlag, observer: &mut impl Observer) -> Result<Summary> {

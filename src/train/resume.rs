@@ -22,7 +22,6 @@ use std::path::Path;
 /// # Errors
 /// `Usage` for a directory that is none; whatever is wrong with the one that was named, or with all that `auto` finds.
 pub(super) fn find(settings: &Settings, output_dir: &Path, observer: &mut impl Observer) -> Result<Option<Loaded>> {
-    checkpoint::clean(output_dir)?.iter().for_each(|line| observer.warn(line));
     let dir = match &settings.resume_from_checkpoint {
         None => return Ok(None),
         Some(Resume::Dir(dir)) => {
@@ -103,6 +102,11 @@ pub(super) fn accept(loaded: Loaded, settings: &Settings, sequences: usize, now:
 }
 
 impl Accepted {
+    /// Training steps that it stands at.
+    pub(super) fn step(&self) -> u64 {
+        self.loaded.manifest().trainer.step
+    }
+
     /// State and counters go into the engine; returns where the data goes on.
     ///
     /// # Errors
@@ -248,7 +252,7 @@ mod tests {
             speculation: serde_json::to_value(history).unwrap(),
             settings: serde_json::to_value(settings(&[])).unwrap(),
         };
-        let mut writer = Writer::create(dir, trainer, run()).unwrap();
+        let mut writer = Writer::create(&crate::disk::Dir::open(dir).unwrap(), trainer, run()).unwrap();
         let part = [1.0; 6];
         writer.tensor(TensorSource { name: "w", shape: &[2, 3], params: &part, m: &part, v: &part }).unwrap();
         writer.finish(&[("config.json".into(), b"{}".to_vec())], None).unwrap().path

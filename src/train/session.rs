@@ -1,6 +1,8 @@
 //! Steps, metrics and checkpoints of a run that is set up.
 
 use super::identity::Run;
+use super::metrics_file::{METRICS, MetricsFile};
+use super::run_dir::RunDir;
 use super::{Observer, Summary};
 use crate::checkpoint::digest::StateDigest;
 use crate::checkpoint::{LossScale, Scheduler, TensorSource, TrainerState, Writer};
@@ -9,14 +11,13 @@ use crate::data::loader::{DataPosition, Loader};
 use crate::device::Kernels;
 use crate::engine::coordinator::Counts;
 use crate::engine::executor::{Batches, Engine, StepReport};
-use crate::engine::trace::write_chrome;
 use crate::engine::verdict::Verdict;
 use crate::error::{Error, Result};
 use crate::host::perf::{WORKER_ROLE, WorkerCounters};
-use crate::metrics::{MemoryUse, MetricsFile, StepMetrics};
+use crate::metrics::{MemoryUse, StepMetrics};
 use crate::model::tensors::TensorSpec;
 use crate::optim::schedule::Schedule;
-use std::fs::OpenOptions;
+use std::ffi::OsString;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -24,34 +25,6 @@ use std::time::{Duration, Instant};
 impl Batches for Loader {
     fn fill(&mut self, inputs: &mut [i32], targets: &mut [i32]) -> Result<()> {
         Loader::fill(self, inputs, targets)
-    }
-}
-
-/// Where a run writes.
-#[derive(Clone, Debug)]
-pub struct Paths {
-    /// Checkpoints and everything else.
-    pub output_dir: PathBuf,
-    /// One line a step.
-    pub metrics: PathBuf,
-    /// The timeline.
-    pub trace: PathBuf,
-}
-
-impl Paths {
-    /// Makes the output directory, and finds out now whether it and the timeline can be written.
-    ///
-    /// # Errors
-    /// `Io` that names the directory or the file.
-    pub fn create(settings: &Settings) -> Result<Self> {
-        let output_dir = settings.output_dir.clone();
-        std::fs::create_dir_all(&output_dir).map_err(|e| Error::io("create", &output_dir, e))?;
-        let probe = output_dir.join(".write-probe");
-        std::fs::write(&probe, b"x").map_err(|e| Error::io("write into", &output_dir, e))?;
-        std::fs::remove_file(&probe).map_err(|e| Error::io("remove", &probe, e))?;
-        let trace = settings.trace.clone().unwrap_or_else(|| output_dir.join("trace.json"));
-        OpenOptions::new().create(true).append(true).open(&trace).map_err(|e| Error::io("write trace", &trace, e))?;
-        Ok(Self { metrics: output_dir.join("metrics.jsonl"), trace, output_dir })
     }
 }
 
@@ -84,7 +57,7 @@ pub struct Session<D: Kernels> {
     loader: Loader,
     schedule: Schedule,
     settings: Settings,
-    paths: Paths,
+    run_dir: RunDir,
     model_files: Vec<(String, Vec<u8>)>,
     run: Run,
     metrics: MetricsFile,
@@ -92,7 +65,8 @@ pub struct Session<D: Kernels> {
     totals: Totals,
     last_step_end: Option<Instant>,
     skips: u64,
-    saved: Option<(u64, PathBuf)>,
+    /// Step and name of the last checkpoint.
+    saved: Option<(u64, OsString)>,
     perf: Option<WorkerCounters>,
 }
 
@@ -106,11 +80,15 @@ impl<D: Kernels> Session<D> {
         loader: Loader,
         schedule: Schedule,
         settings: Settings,
-        paths: Paths,
+        run_dir: RunDir,
         model_files: Vec<(String, Vec<u8>)>,
         run: Run,
+        observer: &mut impl Observer,
     ) -> Result<Self> {
-        let metrics = MetricsFile::open(&paths.metrics, engine.train_step())?;
+        let (metrics, damaged) = MetricsFile::open(run_dir.dir(), engine.train_step())?;
+        if damaged > 0 {
+            observer.warn(&format!("{}: {damaged} lines are damaged and were left out", run_dir.dir().join(METRICS).display()));
+        }
         let plan = engine.plan();
         let flops_per_step = engine.shape().flops_per_step(plan.batch * plan.grad_accum_steps, plan.seq_length);
         let totals = Totals::default();
@@ -120,7 +98,7 @@ impl<D: Kernels> Session<D> {
             loader,
             schedule,
             settings,
-            paths,
+            run_dir,
             model_files,
             run,
             metrics,
@@ -195,17 +173,34 @@ impl<D: Kernels> Session<D> {
         }
     }
 
-    /// Saves a checkpoint unless this step has one; nothing before the first step.
+    /// Saves a checkpoint unless this step has one; nothing before the first step. Makes sure first that the output directory is
+    /// still this run's, and afterwards that the metrics are still in it.
     ///
     /// # Errors
     /// `Io` naming the file; checkpoints that were there are as they were.
     pub fn save_if_new(&mut self, observer: &mut impl Observer) -> Result<()> {
-        let step = self.engine.train_step();
-        if self.totals.steps == 0 || self.saved.as_ref().is_some_and(|(saved, _)| *saved == step) {
-            return Ok(());
+        self.run_dir.hold()?.iter().for_each(|line| observer.warn(line));
+        if self.totals.steps > 0 && self.saved_path()?.is_none() {
+            self.save(observer)?;
         }
+        if self.metrics.keep(self.run_dir.dir())? {
+            let path = self.run_dir.dir().join(METRICS);
+            observer.warn(&format!("{} was removed or replaced during the run: written again, with this run's lines", path.display()));
+        }
+        Ok(())
+    }
+
+    /// The checkpoint of this step, if it was written and is still there.
+    fn saved_path(&self) -> Result<Option<PathBuf>> {
+        let Some((_, name)) = self.saved.as_ref().filter(|(step, _)| *step == self.engine.train_step()) else { return Ok(None) };
+        let dir = self.run_dir.dir();
+        Ok(dir.kind(name)?.map(|_| dir.join(name)))
+    }
+
+    fn save(&mut self, observer: &mut impl Observer) -> Result<()> {
+        let step = self.engine.train_step();
         self.engine.flush()?;
-        let mut writer = Writer::create(&self.paths.output_dir, self.trainer_state()?, self.run.clone())?;
+        let mut writer = Writer::create(self.run_dir.dir(), self.trainer_state()?, self.run.clone())?;
         for_each_tensor(&mut self.engine, |spec, params, m, v| {
             writer.tensor(TensorSource { name: &spec.name, shape: &spec.shape, params, m, v })
         })?;
@@ -213,12 +208,12 @@ impl<D: Kernels> Session<D> {
         let saved = writer.finish(&self.model_files, limit)?;
         saved.warnings.iter().for_each(|line| observer.warn(line));
         observer.note(&format!("checkpoint {}", saved.path.display()));
-        self.saved = Some((step, saved.path));
+        self.saved = saved.path.file_name().map(|name| (step, name.to_os_string()));
         Ok(())
     }
 
     fn trainer_state(&self) -> Result<TrainerState> {
-        let json = |e: serde_json::Error| Error::format(&self.paths.output_dir, e);
+        let json = |e: serde_json::Error| Error::format(self.run_dir.path(), e);
         let loss_scale = self.engine.loss_scale();
         Ok(TrainerState {
             step: self.engine.train_step(),
@@ -255,7 +250,7 @@ impl<D: Kernels> Session<D> {
         Ok(digest.finish())
     }
 
-    /// Ends the threads and writes the timeline.
+    /// Ends the threads and writes the timeline, if there was a step: the one that a finished run left is worth more than none.
     ///
     /// # Errors
     /// `Io` when the timeline cannot be written.
@@ -264,8 +259,9 @@ impl<D: Kernels> Session<D> {
         let (step, max_steps, totals) = (self.engine.train_step(), self.schedule.max_steps, self.totals);
         let tokens = self.engine.plan().tokens_per_step() as f64 * totals.steps as f64;
         let perf = self.perf.as_mut().map(WorkerCounters::read).transpose()?;
+        let (checkpoint, trace) = (self.saved_path()?, self.run_dir.take_trace()?);
         let tracks = self.engine.finish()?;
-        let trace_dropped = write_chrome(&self.paths.trace, &tracks)?;
+        let trace_dropped = if totals.steps > 0 { trace.write(&tracks)? } else { 0 };
         let ms = |ns: u64| ns as f64 / 1e6;
         Ok(Summary {
             interrupted: step < max_steps,
@@ -276,9 +272,9 @@ impl<D: Kernels> Session<D> {
             tokens_per_second: if totals.steps == 0 { 0.0 } else { tokens / totals.time.as_secs_f64() },
             counts: totals.counts,
             exposed_ms: (ms(totals.exposed_cpu_ns), ms(totals.exposed_transfer_ns)),
-            checkpoint: self.saved.map(|(_, path)| path),
-            metrics: self.paths.metrics,
-            trace: self.paths.trace,
+            checkpoint,
+            metrics: self.metrics.is_in(self.run_dir.dir())?.then(|| self.run_dir.dir().join(METRICS)),
+            trace: trace.exists()?.then(|| trace.path()),
             trace_dropped,
             perf,
             digest,

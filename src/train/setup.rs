@@ -1,8 +1,10 @@
 //! Everything before step 0: model, data, plan, device, engine, and the state to begin from.
 
 use super::devices::Chosen;
-use super::session::{Paths, Session};
+use super::run_dir::RunDir;
+use super::session::Session;
 use super::{Facts, Observer, identity, previous_run, resume, text};
+use crate::checkpoint::checkpoint_bytes;
 use crate::config::options::{Init, RunPart};
 use crate::config::plan::Plan;
 use crate::config::settings::{Settings, TrainLength};
@@ -28,6 +30,7 @@ use crate::host::pool::Pool;
 use crate::host::step_job::StepJob;
 use crate::model::model_dir::{CONFIG, ModelDir};
 use crate::model::shape::{DEMO_CONFIG, ModelShape, Positions};
+use crate::model::tensors::TensorTable;
 use crate::model::weights;
 use crate::optim::schedule::Schedule as LearningRate;
 use crate::planner::search::best_plan;
@@ -51,6 +54,7 @@ struct Source {
 pub fn prepare<D: Kernels>(
     settings: &Settings,
     chosen: &Chosen,
+    run_dir: RunDir,
     stop: &StopFlag,
     observer: &mut impl Observer,
     engine: impl FnOnce(&Plan, &ModelShape, &Topology) -> Result<Engine<D>>,
@@ -66,17 +70,19 @@ pub fn prepare<D: Kernels>(
         .for_each(|line| observer.warn(line));
     let mut plan = best_plan(settings, &source.shape, &chosen.machine, true)?;
     plan.host_memory = host_memory(settings, &plan, &topology)?;
-    let paths = Paths::create(settings)?;
-    let resumed = resume::find(settings, &paths.output_dir, observer)?;
+    let resumed = resume::find(settings, run_dir.path(), observer)?;
     let kept = resumed.as_ref().filter(|_| !settings.allow_changed.contains(&RunPart::Tokenizer));
     let saved = kept.map(|loaded| &loaded.manifest().trainer.settings);
     let (tokenizer, settings) = &text::tokenizer(settings, &source.shape, saved)?;
-    let dataset = open_data(settings, &source.shape, tokenizer, &paths.output_dir, stop, observer)?;
+    let dataset = open_data(settings, &source.shape, tokenizer, run_dir.path(), stop, observer)?;
     text::warning(tokenizer, &dataset).iter().for_each(|line| observer.warn(line));
-    let run = identify(settings, &source.shape, tokenizer, &paths.output_dir, stop, observer)?;
+    let run = identify(settings, &source.shape, tokenizer, run_dir.path(), stop, observer)?;
     let resumed = resumed.map(|loaded| resume::accept(loaded, settings, dataset.sequences(), run.clone(), observer)).transpose()?;
     let run = resumed.as_ref().map_or(run, |accepted| accepted.run.clone());
     let max_steps = max_steps(settings, &dataset);
+    if resumed.as_ref().is_none_or(|accepted| accepted.step() < max_steps) {
+        run_dir.expect_room(checkpoint_bytes(TensorTable::new(&source.shape).params(), &source.files))?;
+    }
     let data = format!("{} tokens, {} sequences of {}; tokenizer {tokenizer}", dataset.tokens(), dataset.sequences(), settings.seq_length);
     let mut engine = engine(&plan, &source.shape, &topology)?;
     let position = match resumed {
@@ -86,7 +92,7 @@ pub fn prepare<D: Kernels>(
     if chosen.is_gpu() {
         keep_off_workers(engine.plan(), &topology)?;
     }
-    previous_run::move_aside(&paths.output_dir, engine.train_step())?.iter().for_each(|line| observer.warn(line));
+    previous_run::move_aside(run_dir.dir(), engine.train_step())?.iter().for_each(|line| observer.warn(line));
     let loader = Loader::new(dataset, plan.batch, settings.seed, !settings.no_shuffle, position)?;
     let facts = Facts {
         device: describe_device(chosen, &engine.describe(), &topology),
@@ -107,7 +113,7 @@ pub fn prepare<D: Kernels>(
         warmup_steps: settings.warmup(max_steps),
         max_steps,
     };
-    Session::new(engine, loader, schedule, settings.clone(), paths, source.files, run)
+    Session::new(engine, loader, schedule, settings.clone(), run_dir, source.files, run, observer)
 }
 
 /// The data, read and kept as far as need be; `observer` hears how far it is.

@@ -1,9 +1,10 @@
 //! A model directory that `transformers` loads: original names, original layout, shards with an index.
 
+use super::export_dir::ExportDir;
 use super::safetensors::METADATA;
 use super::{INDEX, SINGLE, position};
 use crate::checkpoint::{self, Loaded};
-use crate::disk::{self, OutFile, TmpDir};
+use crate::disk::{self, OutFile};
 use crate::dtype::{Dtype, Element};
 use crate::error::{Error, Result};
 use crate::model::model_dir::CONFIG;
@@ -49,7 +50,7 @@ pub struct Exported {
 /// and renamed.
 ///
 /// # Errors
-/// `out_dir` exists and is not an empty directory; a `config.json` that is missing or not supported; what `read`
+/// `out_dir` exists and is not an empty directory, or is a link; a `config.json` that is missing or not supported; what `read`
 /// reports; a file cannot be written.
 pub fn export(
     out_dir: &Path,
@@ -57,19 +58,20 @@ pub fn export(
     options: Options,
     read: impl FnMut(&TensorSpec, &mut [f32]) -> Result<()>,
 ) -> Result<()> {
-    let tmp_path = tmp_path(out_dir)?;
+    let place = ExportDir::open(out_dir)?;
     let mut config = Config::parse(&out_dir.join(CONFIG), model_files)?;
     let dtype = config.resolve_dtype(options.dtype)?;
-    let mut tmp = TmpDir::create(tmp_path)?;
+    let mut tmp = place.begin()?;
+    let dir = tmp.dir().path().to_path_buf();
     for (name, bytes) in model_files.iter().filter(|(name, _)| name != CONFIG) {
-        disk::write_file(&tmp.path().join(name), bytes)?;
+        disk::write_file(&dir.join(name), bytes)?;
     }
-    disk::write_file(&tmp.path().join(CONFIG), &pretty(&Value::Object(config.map)))?;
+    disk::write_file(&dir.join(CONFIG), &pretty(&Value::Object(config.map)))?;
     let table = TensorTable::new(&config.shape);
-    write_weights(tmp.path(), &shards(&table, dtype, options.max_shard_bytes), dtype, read)?;
-    disk::sync_dir(tmp.path())?;
-    tmp.publish(out_dir)?;
-    disk::sync_dir(parent(out_dir))
+    write_weights(&dir, &shards(&table, dtype, options.max_shard_bytes), dtype, read)?;
+    tmp.dir().sync()?;
+    tmp.publish(place.name())?;
+    tmp.parent().sync()
 }
 
 /// Exports a checkpoint: `dir` is one, or a directory of checkpoints whose newest good one is taken.
@@ -88,30 +90,6 @@ pub fn export_checkpoint(dir: &Path, out_dir: &Path, options: Options) -> Result
 fn expect_model(loaded: &Loaded, dir: &Path, model_files: &[(String, Vec<u8>)]) -> Result<()> {
     let table = TensorTable::new(&Config::parse(&dir.join(CONFIG), model_files)?.shape);
     loaded.expect_tensors(table.specs().iter().map(|spec| (spec.name.as_str(), spec.shape.as_slice())))
-}
-
-/// Refuses to overwrite anything; then where to write beside `out_dir`.
-fn tmp_path(out_dir: &Path) -> Result<PathBuf> {
-    let name = out_dir.file_name().ok_or_else(|| Error::usage(format_args!("{}: not a name for a new directory", out_dir.display())))?;
-    match std::fs::read_dir(out_dir) {
-        Ok(mut entries) => {
-            if entries.next().is_some() {
-                return Err(Error::usage(format_args!("{}: exists and is not empty", out_dir.display())));
-            }
-        }
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => {}
-        Err(e) => return Err(Error::io("read", out_dir, e)),
-    }
-    let path = parent(out_dir).join(format!(".{}.tmp-{}", name.to_string_lossy(), std::process::id()));
-    // Our own id: left by a dead process that had it before us.
-    if path.exists() {
-        disk::remove_dir(&path)?;
-    }
-    Ok(path)
-}
-
-fn parent(path: &Path) -> &Path {
-    path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
 /// A `config.json` and what it means.

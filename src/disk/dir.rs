@@ -1,0 +1,360 @@
+//! A directory that is open. Names in it are reached through its descriptor, so that what takes the place of its path later, a
+//! link or another directory, leads nowhere; and a name that is a link is never followed.
+
+use super::lock::{Lock, try_lock};
+use super::{OutFile, attempt};
+use crate::error::{Error, Result};
+use nix::errno::Errno;
+use nix::fcntl::{AtFlags, OFlag, openat, renameat};
+use nix::sys::stat::{FileStat, Mode, SFlag, fstatat, mkdirat};
+use nix::sys::statvfs::fstatvfs;
+use nix::unistd::{UnlinkatFlags, unlinkat};
+use std::ffi::{OsStr, OsString};
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+/// What a name in a directory is; a link is a link, whatever it leads to.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Kind {
+    /// A regular file of so many bytes.
+    File(u64),
+    Dir,
+    Link,
+    CharDevice,
+    /// A pipe, a socket, a disk.
+    Other,
+}
+
+/// An open directory; `path` is what messages call it.
+#[derive(Debug)]
+pub(crate) struct Dir {
+    file: File,
+    path: PathBuf,
+}
+
+impl Dir {
+    /// Opens the directory at `path`, through links if there are any.
+    pub(crate) fn open(path: &Path) -> Result<Self> {
+        let open = File::options().read(true).custom_flags(libc::O_DIRECTORY).open(path);
+        Ok(Self { file: open.map_err(|e| Error::io("open", path, e))?, path: path.to_path_buf() })
+    }
+
+    /// Opens the directory that holds `path`; returns the name in it, too. `None` for a path that ends in no name: `.`, `..`, `/`.
+    pub(crate) fn of(path: &Path) -> Result<Option<(Self, OsString)>> {
+        let Some(name) = path.file_name() else { return Ok(None) };
+        let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        Ok(Some((Self::open(parent)?, name.to_os_string())))
+    }
+
+    /// The same directory once more.
+    pub(crate) fn try_clone(&self) -> Result<Self> {
+        let file = self.file.try_clone().map_err(|e| Error::io("open", &self.path, e))?;
+        Ok(Self { file, path: self.path.clone() })
+    }
+
+    /// Its path, for messages.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The path of `name` in it, for messages.
+    pub(crate) fn join(&self, name: impl AsRef<Path>) -> PathBuf {
+        if self.path == Path::new(".") { name.as_ref().to_path_buf() } else { self.path.join(name) }
+    }
+
+    /// What `name` is; `None` if there is none.
+    pub(crate) fn kind(&self, name: impl AsRef<Path>) -> Result<Option<Kind>> {
+        let stat = self.stat(name.as_ref()).map_err(|e| Error::io("read", self.join(&name), e))?;
+        Ok(stat.map(|stat| match SFlag::from_bits_truncate(stat.st_mode) & SFlag::S_IFMT {
+            SFlag::S_IFREG => Kind::File(stat.st_size as u64),
+            SFlag::S_IFDIR => Kind::Dir,
+            SFlag::S_IFLNK => Kind::Link,
+            SFlag::S_IFCHR => Kind::CharDevice,
+            _ => Kind::Other,
+        }))
+    }
+
+    /// Whether `name` is the open `file`, and not another that took the name.
+    pub(crate) fn holds(&self, name: impl AsRef<Path>, file: &File) -> Result<bool> {
+        let read = |e| Error::io("read", self.join(&name), e);
+        let (stat, open) = (self.stat(name.as_ref()).map_err(read)?, file.metadata().map_err(read)?);
+        Ok(stat.is_some_and(|stat| (stat.st_dev, stat.st_ino) == (open.dev(), open.ino())))
+    }
+
+    /// Every name in it, in no order.
+    pub(crate) fn names(&self) -> Result<Vec<OsString>> {
+        self.list().map_err(|e| Error::io("read", &self.path, e))
+    }
+
+    /// Bytes on its disk that this user may still fill; `None` where the file system does not say.
+    pub(crate) fn free_bytes(&self) -> Result<Option<u64>> {
+        let room = fstatvfs(&self.file).map_err(|e| Error::io("read the free space of", &self.path, e.into()))?;
+        Ok((room.blocks() > 0).then(|| room.blocks_available() * room.fragment_size()))
+    }
+
+    /// Opens the regular file `name` for reading; `None` if there is none.
+    pub(crate) fn open_file(&self, name: impl AsRef<Path>) -> Result<Option<File>> {
+        let path = self.join(&name);
+        match self.kind(&name)? {
+            None => Ok(None),
+            Some(Kind::File(_)) => self.open_at(name, OFlag::O_RDONLY).map(Some).map_err(|e| Error::io("read", path, e)),
+            Some(_) => Err(Error::format(path, "not a regular file")),
+        }
+    }
+
+    /// Opens the directory `name`.
+    pub(crate) fn open_dir(&self, name: impl AsRef<Path>) -> Result<Self> {
+        let path = self.join(&name);
+        match self.open_at(name, OFlag::O_RDONLY | OFlag::O_DIRECTORY) {
+            Ok(file) => Ok(Self { file, path }),
+            Err(e) => Err(Error::io("open", path, e)),
+        }
+    }
+
+    /// Opens `name` as `flags` say. Never waits, as opening a pipe would.
+    pub(crate) fn open_at(&self, name: impl AsRef<Path>, flags: OFlag) -> io::Result<File> {
+        let flags = flags | OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK | OFlag::O_CLOEXEC;
+        Ok(openat(&self.file, name.as_ref(), flags, Mode::from_bits_truncate(0o666))?.into())
+    }
+
+    /// Creates a directory, which must not exist.
+    pub(crate) fn create_dir(&self, name: impl AsRef<Path>) -> Result<Self> {
+        let path = self.join(&name);
+        attempt("create", &path, || Ok(mkdirat(&self.file, name.as_ref(), Mode::from_bits_truncate(0o777))?))?;
+        self.open_dir(name)
+    }
+
+    /// Creates a file, which must not exist, for writing and reading.
+    pub(crate) fn create_file(&self, name: impl AsRef<Path>) -> Result<OutFile> {
+        let path = self.join(&name);
+        let file = attempt("create", &path, || self.open_at(name, OFlag::O_RDWR | OFlag::O_CREAT | OFlag::O_EXCL))?;
+        Ok(OutFile { file, path })
+    }
+
+    /// Creates a file; one of that name, or a link, is removed.
+    pub(crate) fn recreate_file(&self, name: impl AsRef<Path>) -> Result<OutFile> {
+        match unlinkat(&self.file, name.as_ref(), UnlinkatFlags::NoRemoveDir) {
+            Ok(()) | Err(Errno::ENOENT) => self.create_file(name),
+            Err(e) => Err(Error::io("remove", self.join(name), e.into())),
+        }
+    }
+
+    /// Creates a file, writes `bytes` and syncs it.
+    pub(crate) fn write_file(&self, name: impl AsRef<Path>, bytes: &[u8]) -> Result<()> {
+        let mut file = self.create_file(name)?;
+        file.write(bytes)?;
+        file.sync()
+    }
+
+    /// Moves `from` to `to` in this directory.
+    pub(crate) fn rename(&self, from: impl AsRef<Path>, to: impl AsRef<Path>) -> Result<()> {
+        self.rename_into(from, self, to)
+    }
+
+    /// Moves `from` to `to` in another directory of the same file system.
+    pub(crate) fn rename_into(&self, from: impl AsRef<Path>, dir: &Self, to: impl AsRef<Path>) -> Result<()> {
+        attempt("rename", &self.join(&from), || Ok(renameat(&self.file, from.as_ref(), &dir.file, to.as_ref())?))
+    }
+
+    /// Removes `name` and, if it is a directory, everything in it; a link alone, not what it leads to.
+    pub(crate) fn remove(&self, name: impl AsRef<Path>) -> Result<()> {
+        attempt("remove", &self.join(&name), || self.remove_tree(name.as_ref()))
+    }
+
+    /// Removes the directory `name` if it is empty.
+    pub(crate) fn remove_empty(&self, name: impl AsRef<Path>) -> Result<()> {
+        let path = self.join(&name);
+        attempt("remove", &path, || Ok(unlinkat(&self.file, name.as_ref(), UnlinkatFlags::RemoveDir)?))
+    }
+
+    /// Makes the names in it durable.
+    pub(crate) fn sync(&self) -> Result<()> {
+        attempt("fsync", &self.path, || self.file.sync_all())
+    }
+
+    /// Tries to lock it. The lock goes when the last clone is dropped.
+    pub(crate) fn try_lock(&self) -> Result<Lock> {
+        try_lock(&self.file).map_err(|e| Error::io("lock", &self.path, e))
+    }
+
+    /// Whether it is no longer anywhere.
+    pub(crate) fn is_removed(&self) -> Result<bool> {
+        Ok(self.metadata()?.nlink() == 0)
+    }
+
+    /// Whether both are one directory.
+    pub(crate) fn is(&self, other: &Self) -> Result<bool> {
+        let (ours, theirs) = (self.metadata()?, other.metadata()?);
+        Ok((ours.dev(), ours.ino()) == (theirs.dev(), theirs.ino()))
+    }
+
+    /// Finds out where it lies now. Returns the path that it had, if that was another.
+    pub(crate) fn follow(&mut self) -> Result<Option<PathBuf>> {
+        let ours = self.metadata()?;
+        let is_ours = |path: &Path| fs::metadata(path).is_ok_and(|there| (there.dev(), there.ino()) == (ours.dev(), ours.ino()));
+        if is_ours(&self.path) {
+            return Ok(None);
+        }
+        let now = fs::read_link(format!("/proc/self/fd/{}", self.file.as_raw_fd())).ok().filter(|path| is_ours(path));
+        Ok(now.map(|now| std::mem::replace(&mut self.path, now)))
+    }
+
+    /// Bytes of the files in `name`, and in the directories below it.
+    pub(crate) fn tree_bytes(&self, name: impl AsRef<Path>) -> Result<u64> {
+        match self.kind(&name)? {
+            Some(Kind::File(bytes)) => Ok(bytes),
+            Some(Kind::Dir) => {
+                let dir = self.open_dir(&name)?;
+                dir.names()?.iter().try_fold(0, |sum, child| Ok(sum + dir.tree_bytes(child)?))
+            }
+            _ => Ok(0),
+        }
+    }
+
+    fn metadata(&self) -> Result<fs::Metadata> {
+        self.file.metadata().map_err(|e| Error::io("read", &self.path, e))
+    }
+
+    fn stat(&self, name: &Path) -> io::Result<Option<FileStat>> {
+        match fstatat(&self.file, name, AtFlags::AT_SYMLINK_NOFOLLOW) {
+            Err(Errno::ENOENT) => Ok(None),
+            stat => Ok(Some(stat?)),
+        }
+    }
+
+    fn list(&self) -> io::Result<Vec<OsString>> {
+        // Opened anew: a listing moves the offset, which clones of a descriptor share.
+        let mut listing = nix::dir::Dir::openat(&self.file, ".", OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC, Mode::empty())?;
+        let mut names = vec![];
+        for entry in listing.iter() {
+            let name = OsStr::from_bytes(entry?.file_name().to_bytes()).to_os_string();
+            names.extend((name != "." && name != "..").then_some(name));
+        }
+        Ok(names)
+    }
+
+    fn remove_tree(&self, name: &Path) -> io::Result<()> {
+        match unlinkat(&self.file, name, UnlinkatFlags::NoRemoveDir) {
+            Err(Errno::EISDIR) => {}
+            done => return Ok(done?),
+        }
+        let file = self.open_at(name, OFlag::O_RDONLY | OFlag::O_DIRECTORY)?;
+        let dir = Self { file, path: PathBuf::new() };
+        dir.list()?.iter().try_for_each(|child| dir.remove_tree(Path::new(child)))?;
+        Ok(unlinkat(&self.file, name, UnlinkatFlags::RemoveDir)?)
+    }
+}
+
+/// A directory under a temporary name, removed again unless it is published.
+pub(crate) struct TmpDir {
+    parent: Dir,
+    name: PathBuf,
+    dir: Dir,
+    published: bool,
+}
+
+impl TmpDir {
+    /// Creates `name` in `parent`, which must not have it.
+    pub(crate) fn create(parent: &Dir, name: impl AsRef<Path>) -> Result<Self> {
+        let name = name.as_ref().to_path_buf();
+        Ok(Self { parent: parent.try_clone()?, dir: parent.create_dir(&name)?, name, published: false })
+    }
+
+    /// The directory itself.
+    pub(crate) fn dir(&self) -> &Dir {
+        &self.dir
+    }
+
+    /// The directory that it lies in.
+    pub(crate) fn parent(&self) -> &Dir {
+        &self.parent
+    }
+
+    /// Gives it its name, which must be absent or an empty directory.
+    pub(crate) fn publish(&mut self, name: impl AsRef<Path>) -> Result<()> {
+        self.parent.rename(&self.name, name)?;
+        self.published = true;
+        Ok(())
+    }
+}
+
+impl Drop for TmpDir {
+    fn drop(&mut self) {
+        if !self.published {
+            // The error that brought us here is the one to report.
+            let _ = self.parent.remove(&self.name);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::symlink;
+
+    fn dir() -> (tempfile::TempDir, Dir) {
+        let tmp = tempfile::tempdir().unwrap();
+        let dir = Dir::open(tmp.path()).unwrap();
+        (tmp, dir)
+    }
+
+    #[test]
+    fn a_link_is_removed_replaced_and_moved_and_never_followed() {
+        let (tmp, dir) = dir();
+        fs::create_dir(tmp.path().join("safe")).unwrap();
+        let victim = tmp.path().join("safe/victim");
+        fs::write(&victim, "mine").unwrap();
+        for name in ["a", "b", "tree"] {
+            symlink(if name == "tree" { tmp.path().join("safe") } else { victim.clone() }, tmp.path().join(name)).unwrap();
+        }
+        assert_eq!(dir.kind("a").unwrap(), Some(Kind::Link));
+        assert!(dir.create_file("a").is_err() && dir.open_file("a").is_err() && dir.open_dir("tree").is_err());
+        dir.recreate_file("a").unwrap().write(b"theirs").unwrap();
+        dir.rename("b", "c").unwrap();
+        dir.remove("tree").unwrap();
+        assert_eq!((fs::read_to_string(&victim).unwrap(), dir.kind("c").unwrap()), ("mine".into(), Some(Kind::Link)));
+        assert_eq!(dir.kind("a").unwrap(), Some(Kind::File(6)));
+    }
+
+    #[test]
+    fn a_tree_is_measured_and_removed_whole() {
+        let (tmp, dir) = dir();
+        let (outer, inner) = (dir.create_dir("outer").unwrap(), "inner");
+        let inner = outer.create_dir(inner).unwrap();
+        inner.write_file("five", b"12345").unwrap();
+        outer.write_file("two", b"12").unwrap();
+        symlink("/", tmp.path().join("outer/root")).unwrap();
+        assert_eq!(dir.tree_bytes("outer").unwrap(), 7);
+        dir.remove("outer").unwrap();
+        assert!(dir.names().unwrap().is_empty() && outer.is_removed().unwrap() && !dir.is_removed().unwrap());
+        assert!(dir.remove("outer").is_err());
+    }
+
+    #[test]
+    fn what_takes_the_place_of_its_path_leads_nowhere() {
+        let (tmp, outer) = dir();
+        let mut dir = outer.create_dir("run").unwrap();
+        fs::rename(tmp.path().join("run"), tmp.path().join("moved")).unwrap();
+        fs::create_dir(tmp.path().join("elsewhere")).unwrap();
+        symlink("elsewhere", tmp.path().join("run")).unwrap();
+        dir.write_file("file", b"1").unwrap();
+        assert!(tmp.path().join("moved/file").exists() && !tmp.path().join("elsewhere/file").exists());
+        assert_eq!(dir.follow().unwrap(), Some(tmp.path().join("run")));
+        assert_eq!((dir.follow().unwrap(), dir.path()), (None, fs::canonicalize(tmp.path()).unwrap().join("moved").as_path()));
+    }
+
+    #[test]
+    fn a_temporary_directory_goes_unless_it_is_published() {
+        let (_tmp, dir) = dir();
+        drop(TmpDir::create(&dir, "beside").unwrap());
+        assert!(dir.names().unwrap().is_empty());
+        let mut published = TmpDir::create(&dir, "beside").unwrap();
+        published.publish("name").unwrap();
+        drop(published);
+        assert_eq!(dir.names().unwrap(), ["name"]);
+    }
+}

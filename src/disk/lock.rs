@@ -1,0 +1,55 @@
+//! Advisory locks: they belong to an open file, and go when it is closed, also by the death of the process.
+
+use std::fs::{File, TryLockError};
+use std::io;
+
+/// What became of an attempt to lock a file.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Lock {
+    /// It is ours.
+    Held,
+    /// Somebody else has it.
+    Taken,
+    /// The file system knows no locks.
+    Unsupported,
+}
+
+/// Tries to lock `file`; never waits.
+pub(crate) fn try_lock(file: &File) -> io::Result<Lock> {
+    judge(file.try_lock())
+}
+
+/// EBADF: over NFS a lock wants a file that is open for writing, which a directory never is.
+fn judge(attempt: Result<(), TryLockError>) -> io::Result<Lock> {
+    match attempt {
+        Ok(()) => Ok(Lock::Held),
+        Err(TryLockError::WouldBlock) => Ok(Lock::Taken),
+        Err(TryLockError::Error(e)) => match e.raw_os_error() {
+            Some(libc::ENOLCK | libc::EOPNOTSUPP | libc::ENOSYS | libc::EBADF) => Ok(Lock::Unsupported),
+            _ => Err(e),
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lock_is_one_open_file_s() {
+        let path = tempfile::NamedTempFile::new().unwrap().into_temp_path();
+        let (first, second) = (File::open(&path).unwrap(), File::open(&path).unwrap());
+        assert_eq!((try_lock(&first).unwrap(), try_lock(&second).unwrap()), (Lock::Held, Lock::Taken));
+        drop(first);
+        assert_eq!(try_lock(&second).unwrap(), Lock::Held);
+    }
+
+    #[test]
+    fn a_file_system_without_locks_is_told_from_one_that_fails() {
+        let said = |errno| judge(Err(TryLockError::Error(io::Error::from_raw_os_error(errno))));
+        for errno in [libc::ENOLCK, libc::EOPNOTSUPP, libc::ENOSYS] {
+            assert_eq!(said(errno).unwrap(), Lock::Unsupported);
+        }
+        assert_eq!(said(libc::EIO).unwrap_err().raw_os_error(), Some(libc::EIO));
+    }
+}

@@ -1,0 +1,187 @@
+//! `metrics.jsonl`: one line a step, kept through resumes, damage and removal.
+
+use crate::disk::{Dir, OutFile};
+use crate::error::{Error, Result};
+use crate::metrics::StepMetrics;
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, BufWriter, Read, Seek, Write};
+use std::path::PathBuf;
+
+/// Its name in the output directory.
+pub(super) const METRICS: &str = "metrics.jsonl";
+/// Where it is written anew, to be renamed: a run that dies meanwhile must not take the earlier steps with it.
+const BESIDE: &str = "metrics.jsonl.tmp";
+/// A longer line is none of ours.
+const LINE_BYTES_MAX: u64 = 1 << 20;
+
+/// The open file.
+pub(super) struct MetricsFile {
+    path: PathBuf,
+    file: File,
+    line: Vec<u8>,
+}
+
+impl MetricsFile {
+    /// Opens it in `dir` to go on after `step`: later lines, which a resumed run will write again, are dropped. So are lines that
+    /// are not metrics; how many these were is returned. The last line may have been cut short by the end of the run: it does
+    /// not count.
+    ///
+    /// # Errors
+    /// `Io` when the file cannot be read or written, `Format` when the name is not a regular file's.
+    pub(super) fn open(dir: &Dir, step: u64) -> Result<(Self, u64)> {
+        let (path, earlier, new) = (dir.join(METRICS), dir.open_file(METRICS)?, dir.recreate_file(BESIDE)?);
+        let file = new.into_file();
+        let damaged = match earlier {
+            Some(earlier) => copy_until(step, earlier, &file).map_err(|e| Error::io("copy", &path, e))?,
+            None => 0,
+        };
+        dir.rename(BESIDE, METRICS)?;
+        Ok((Self { path, file, line: Vec::with_capacity(1024) }, damaged))
+    }
+
+    /// Appends one line.
+    ///
+    /// # Errors
+    /// `Io` when it cannot be written.
+    pub(super) fn write(&mut self, metrics: &StepMetrics) -> Result<()> {
+        self.line.clear();
+        serde_json::to_writer(&mut self.line, metrics).map_err(|e| Error::format(&self.path, e))?;
+        self.line.push(b'\n');
+        self.file.write_all(&self.line).map_err(|e| Error::io("write", &self.path, e))
+    }
+
+    /// Makes it again in `dir` if it was removed or replaced, with all its lines; true if it was.
+    ///
+    /// # Errors
+    /// `Io` when it cannot be read or written.
+    pub(super) fn keep(&mut self, dir: &Dir) -> Result<bool> {
+        if self.is_in(dir)? {
+            return Ok(false);
+        }
+        let mut copy = dir.recreate_file(BESIDE).map(OutFile::into_file)?;
+        self.file.rewind().and_then(|()| io::copy(&mut self.file, &mut copy)).map_err(|e| Error::io("copy", dir.join(METRICS), e))?;
+        dir.rename(BESIDE, METRICS)?;
+        (self.file, self.path) = (copy, dir.join(METRICS));
+        Ok(true)
+    }
+
+    /// Whether its name in `dir` still leads to it.
+    ///
+    /// # Errors
+    /// `Io` when the directory cannot be read.
+    pub(super) fn is_in(&self, dir: &Dir) -> Result<bool> {
+        dir.holds(METRICS, &self.file)
+    }
+}
+
+/// What a line says.
+enum Line {
+    /// Metrics of this step.
+    Step(u64),
+    /// Nothing that can be understood.
+    Damaged,
+    /// The beginning of a line, and the end of the file.
+    CutShort,
+}
+
+/// Copies the lines up to `step`; returns how many were damaged. No more than one line is in memory.
+fn copy_until(step: u64, from: File, to: &File) -> io::Result<u64> {
+    let (mut from, mut to, mut line, mut damaged) = (BufReader::new(from), BufWriter::new(to), vec![], 0);
+    while let Some(read) = read_line(&mut from, &mut line)? {
+        match read {
+            Line::Step(of) if of <= step => to.write_all(&line)?,
+            Line::Step(_) | Line::CutShort => {}
+            Line::Damaged => damaged += 1,
+        }
+    }
+    to.flush()?;
+    Ok(damaged)
+}
+
+/// Reads the next line into `line`, with its end; `None` at the end of the file.
+fn read_line(from: &mut impl BufRead, line: &mut Vec<u8>) -> io::Result<Option<Line>> {
+    line.clear();
+    if from.take(LINE_BYTES_MAX).read_until(b'\n', line)? == 0 {
+        return Ok(None);
+    }
+    if line.last() == Some(&b'\n') {
+        return Ok(Some(step_of(line).map_or(Line::Damaged, Line::Step)));
+    }
+    let was_long = line.len() as u64 == LINE_BYTES_MAX;
+    from.skip_until(b'\n')?;
+    Ok(Some(if was_long { Line::Damaged } else { Line::CutShort }))
+}
+
+fn step_of(line: &[u8]) -> Option<u64> {
+    serde_json::from_slice::<serde_json::Value>(line).ok()?.get("step")?.as_u64()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+    use std::path::Path;
+
+    fn dir() -> (tempfile::TempDir, Dir, PathBuf) {
+        let tmp = tempfile::tempdir().unwrap();
+        let (dir, path) = (Dir::open(tmp.path()).unwrap(), tmp.path().join(METRICS));
+        (tmp, dir, path)
+    }
+
+    fn text(path: &Path) -> String {
+        fs::read_to_string(path).unwrap()
+    }
+
+    #[test]
+    fn reopening_drops_the_lines_that_will_be_written_again() {
+        let (tmp, dir, path) = dir();
+        fs::write(&path, "{\"step\":1}\n{\"step\":2}\n{\"step\":3}\n{\"step\":4,\"lo").unwrap();
+        let (_, damaged) = MetricsFile::open(&dir, 2).unwrap();
+        assert_eq!((text(&path).as_str(), damaged), ("{\"step\":1}\n{\"step\":2}\n", 0));
+        assert_eq!(fs::read_dir(tmp.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn damaged_lines_go_and_are_counted() {
+        let (_tmp, dir, path) = dir();
+        let long = vec![b' '; LINE_BYTES_MAX as usize + 3];
+        let damage: [&[u8]; 6] = [b"\xff", b"{\"step\":1,\"x\":\"\xff\"}", b"", b"{\"step\":-1}", b"{\"step\":1", &long];
+        let lines = damage.iter().flat_map(|line| [b"{\"step\":1}", *line]).collect::<Vec<_>>();
+        fs::write(&path, lines.join(&b'\n')).unwrap();
+        let (_, damaged) = MetricsFile::open(&dir, 9).unwrap();
+        // Of the last line the end is missing, but it is too long to be one that was cut short.
+        assert_eq!((text(&path), damaged), ("{\"step\":1}\n".repeat(6), 6));
+    }
+
+    #[test]
+    fn a_file_that_was_removed_or_replaced_is_made_again() {
+        let (tmp, dir, path) = dir();
+        fs::write(&path, "{\"step\":1}\n").unwrap();
+        let (mut metrics, _) = MetricsFile::open(&dir, 1).unwrap();
+        assert!(!metrics.keep(&dir).unwrap());
+        metrics.file.write_all(b"{\"step\":2}\n").unwrap();
+        fs::remove_file(&path).unwrap();
+        assert!(metrics.keep(&dir).unwrap() && !metrics.keep(&dir).unwrap());
+        metrics.file.write_all(b"{\"step\":3}\n").unwrap();
+        assert_eq!(text(&path), "{\"step\":1}\n{\"step\":2}\n{\"step\":3}\n");
+        fs::write(tmp.path().join("victim"), "mine").unwrap();
+        fs::remove_file(&path).unwrap();
+        std::os::unix::fs::symlink("victim", &path).unwrap();
+        assert!(metrics.keep(&dir).unwrap());
+        assert_eq!((text(&path).lines().count(), text(&tmp.path().join("victim"))), (3, "mine".into()));
+    }
+
+    #[test]
+    fn a_link_beside_is_removed_and_a_pipe_in_its_place_is_no_wait() {
+        let (tmp, dir, path) = dir();
+        let victim = tmp.path().join("victim");
+        fs::write(&victim, "mine").unwrap();
+        std::os::unix::fs::symlink(&victim, tmp.path().join(BESIDE)).unwrap();
+        MetricsFile::open(&dir, 0).unwrap();
+        assert_eq!(text(&victim), "mine");
+        fs::remove_file(&path).unwrap();
+        nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        let refused = MetricsFile::open(&dir, 0).err().unwrap().to_string();
+        assert!(refused.ends_with("metrics.jsonl: not a regular file"), "{refused}");
+    }
+}

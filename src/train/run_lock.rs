@@ -1,0 +1,154 @@
+//! Who owns an output directory: the process that holds the lock on a file in it, for as long as it lives.
+
+use crate::disk::{self, Dir, Lock};
+use crate::error::{Error, Result, printable};
+use crate::units::date_and_time;
+use nix::fcntl::OFlag;
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::os::unix::fs::FileExt;
+use std::thread::sleep;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+/// Its name in the output directory. The file stays when the run ends; the lock goes with the process.
+pub(super) const LOCK: &str = ".lock";
+/// What is read of a file that should hold one line.
+const HOLDER_BYTES_MAX: u64 = 300;
+
+/// The lock, or that there can be none.
+#[derive(Debug)]
+pub(super) struct RunLock {
+    file: File,
+    supported: bool,
+}
+
+impl RunLock {
+    /// Takes the lock of `dir` and writes into it who has it.
+    ///
+    /// # Errors
+    /// `Resource` that says who has it; `Io` and `Format` when it cannot be opened or written.
+    pub(super) fn take(dir: &Dir) -> Result<Self> {
+        Self::take_by(dir, disk::try_lock)
+    }
+
+    fn take_by(dir: &Dir, try_lock: impl Fn(&File) -> io::Result<Lock>) -> Result<Self> {
+        loop {
+            let file = open(dir)?;
+            let lock = try_lock(&file).map_err(|e| Error::io("lock", dir.join(LOCK), e))?;
+            if lock == Lock::Taken {
+                return Err(refusal(dir, file));
+            }
+            // It may have been removed after it was opened: then it locks nothing.
+            if dir.holds(LOCK, &file)? {
+                let said = file.set_len(0).and_then(|()| file.write_all_at(this_process().as_bytes(), 0));
+                said.map_err(|e| Error::io("write", dir.join(LOCK), e))?;
+                return Ok(Self { file, supported: lock == Lock::Held });
+            }
+        }
+    }
+
+    /// Whether it keeps others out: not on a file system that knows no locks.
+    pub(super) fn is_supported(&self) -> bool {
+        self.supported
+    }
+
+    /// Whether it still is the lock of `dir`, and not of a file that was removed.
+    ///
+    /// # Errors
+    /// `Io` when the directory cannot be read.
+    pub(super) fn is_of(&self, dir: &Dir) -> Result<bool> {
+        dir.holds(LOCK, &self.file)
+    }
+}
+
+fn open(dir: &Dir) -> Result<File> {
+    let file = dir.open_at(LOCK, OFlag::O_RDWR | OFlag::O_CREAT).map_err(|e| Error::io("create", dir.join(LOCK), e))?;
+    let is_file = file.metadata().map_err(|e| Error::io("read", dir.join(LOCK), e))?.is_file();
+    if is_file { Ok(file) } else { Err(Error::format(dir.join(LOCK), "not a regular file")) }
+}
+
+fn refusal(dir: &Dir, file: File) -> Error {
+    // Its holder writes who he is right after he took it; until then the line is that of the run before.
+    sleep(Duration::from_millis(50));
+    let mut holder = vec![];
+    let _ = file.take(HOLDER_BYTES_MAX).read_to_end(&mut holder);
+    let holder = printable(String::from_utf8_lossy(&holder).trim());
+    let who = if holder.is_empty() { "that does not say which" } else { &holder };
+    let cause = format_args!("another run is using it: {who}; end that one or wait for it, or name another --output-dir");
+    Error::resource(format_args!("use {}", printable(dir.path().display())), cause)
+}
+
+/// `pid 4711 on host node7, started 2026-11-22 18:03:59 UTC`.
+fn this_process() -> String {
+    let host = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let host = if host.trim().is_empty() { "(unknown)" } else { host.trim() };
+    let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
+    format!("pid {} on host {host}, started {}\n", std::process::id(), date_and_time(seconds))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::Cell;
+
+    fn dir() -> (tempfile::TempDir, Dir) {
+        let tmp = tempfile::tempdir().unwrap();
+        let dir = Dir::open(tmp.path()).unwrap();
+        (tmp, dir)
+    }
+
+    #[test]
+    fn the_second_is_told_who_the_first_is() {
+        let (tmp, dir) = dir();
+        fs::write(tmp.path().join(LOCK), "a much longer line of an earlier run".repeat(9)).unwrap();
+        let first = RunLock::take(&dir).unwrap();
+        let refused = RunLock::take(&dir).unwrap_err();
+        let host = fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
+        let words =
+            [format!("pid {} on host {}, started 20", std::process::id(), host.trim()), " UTC; end that".into(), "--output-dir".into()];
+        assert!(words.iter().all(|word| refused.to_string().contains(word)) && refused.exit_code() == 1, "{refused}");
+        drop(first);
+        assert!(RunLock::take(&dir).unwrap().is_supported());
+    }
+
+    #[test]
+    fn a_file_that_was_removed_is_no_lock() {
+        let (tmp, dir) = dir();
+        let first = RunLock::take(&dir).unwrap();
+        assert!(first.is_of(&dir).unwrap());
+        fs::remove_file(tmp.path().join(LOCK)).unwrap();
+        assert!(!first.is_of(&dir).unwrap());
+        // Removed between the opening and the locking: the lock that counts is that of the new file.
+        let is_first = Cell::new(true);
+        let race = |file: &File| {
+            if is_first.replace(false) {
+                fs::remove_file(tmp.path().join(LOCK))?;
+            }
+            disk::try_lock(file)
+        };
+        assert!(RunLock::take_by(&dir, race).unwrap().is_of(&dir).unwrap());
+    }
+
+    #[test]
+    fn without_locks_a_run_goes_on_and_what_is_no_file_is_refused() {
+        let (tmp, dir) = dir();
+        assert!(!RunLock::take_by(&dir, |_| Ok(Lock::Unsupported)).unwrap().is_supported());
+        fs::remove_file(tmp.path().join(LOCK)).unwrap();
+        nix::unistd::mkfifo(&tmp.path().join(LOCK), nix::sys::stat::Mode::S_IRWXU).unwrap();
+        assert!(RunLock::take(&dir).unwrap_err().to_string().ends_with(".lock: not a regular file"));
+        fs::remove_file(tmp.path().join(LOCK)).unwrap();
+        fs::write(tmp.path().join("victim"), "mine").unwrap();
+        std::os::unix::fs::symlink("victim", tmp.path().join(LOCK)).unwrap();
+        assert!(RunLock::take(&dir).unwrap_err().to_string().contains(".lock: "));
+        assert_eq!(fs::read_to_string(tmp.path().join("victim")).unwrap(), "mine");
+    }
+
+    #[test]
+    fn a_foreign_line_cannot_colour_the_refusal() {
+        let (tmp, dir) = dir();
+        let _first = RunLock::take(&dir).unwrap();
+        fs::write(tmp.path().join(LOCK), b"\x1b[31mEVIL\nerror: second \xff").unwrap();
+        let refused = RunLock::take(&dir).unwrap_err().to_string();
+        assert!(refused.contains("\\u{1b}[31mEVIL\\nerror: second") && !refused.contains(['\n', '\x1b']), "{refused}");
+    }
+}

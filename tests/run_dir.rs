@@ -1,0 +1,264 @@
+//! A run owns its output directory: no second one beside it, nothing followed out of it, nothing lost that somebody removed.
+
+use crate::program::{CONFIG, Outcome, STEPS, Workspace, program, run};
+use crate::resume::{await_line, await_write};
+use nix::sys::signal::{Signal, kill};
+use nix::sys::stat::Mode;
+use nix::unistd::{Pid, mkfifo};
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::Path;
+use std::process::Child;
+use std::time::{Duration, Instant};
+
+/// A run that stands still after its third step, until it is told to go on.
+fn stopped(workspace: &Workspace, out: &str, flags: &[&str]) -> Child {
+    let mut child = workspace.train(out, flags).spawn().unwrap();
+    await_line(&mut child, "step      3");
+    signal(&child, Signal::SIGSTOP);
+    child
+}
+
+fn signal(child: &Child, signal: Signal) {
+    kill(Pid::from_raw(child.id() as i32), signal).unwrap();
+}
+
+fn go_on(child: Child) -> Outcome {
+    signal(&child, Signal::SIGCONT);
+    child.wait_with_output().unwrap().into()
+}
+
+/// Everything in `dir` and below, with the time of its last change.
+fn listing(dir: &Path) -> Vec<(String, std::time::SystemTime)> {
+    let mut found = vec![];
+    for entry in fs::read_dir(dir).unwrap().map(Result::unwrap) {
+        found.push((entry.path().display().to_string(), entry.metadata().unwrap().modified().unwrap()));
+        if entry.file_type().unwrap().is_dir() {
+            found.extend(listing(&entry.path()));
+        }
+    }
+    found.sort();
+    found
+}
+
+fn assert_steps(workspace: &Workspace, out: &str, steps: u64) {
+    let found: Vec<_> = workspace.metrics(out).iter().map(|line| line["step"].as_u64().unwrap()).collect();
+    assert_eq!(found, Vec::from_iter(1..=steps), "metrics of {out}");
+}
+
+#[test]
+fn a_second_run_is_refused_at_once_and_the_first_does_not_notice() {
+    let workspace = Workspace::new();
+    let alone = run(&mut workspace.train("alone", &[])).digest().to_string();
+    let first = stopped(&workspace, "r", &[]);
+    let before = listing(&workspace.path("r"));
+    let (pid, host) = (format!("pid {} ", first.id()), fs::read_to_string("/proc/sys/kernel/hostname").unwrap());
+    for flags in [&["--seed", "2"][..], &["--resume-from-checkpoint", "auto"], &["--model", "/nowhere"]] {
+        let start = Instant::now();
+        let second = run(&mut workspace.train("r", flags));
+        second.refused(1, &[workspace.path("r").to_str().unwrap(), &pid, host.trim(), "started 20", "--output-dir"]);
+        assert!(second.stdout.is_empty() && start.elapsed() < Duration::from_secs(5), "{second:?}");
+    }
+    run(program(&["digest"]).arg(workspace.path("r/checkpoint-2"))).digest();
+    let exported = run(program(&["export"]).arg(workspace.path("r")).arg(workspace.path("exported")));
+    assert!(exported.code == 0 && exported.stdout.contains("exported step 2"), "{exported:?}");
+    assert_eq!(listing(&workspace.path("r")), before, "somebody else wrote into it");
+    let ended = go_on(first);
+    assert!(ended.digest() == alone && ended.stderr.is_empty(), "{ended:?}");
+    assert_steps(&workspace, "r", STEPS);
+    assert_eq!(run(&mut workspace.train("r", &[])).digest(), alone, "it is free again");
+}
+
+#[test]
+fn of_runs_that_start_together_one_has_the_directory() {
+    let workspace = Workspace::new();
+    for round in 0..3 {
+        let out = format!("r{round}");
+        // Long enough that none is done before the last has begun.
+        let start = |seed| workspace.train(&out, &["--seed", seed, "--max-steps", "60", "--save-steps", "20"]).spawn().unwrap();
+        let runs = ["1", "2", "3"].map(start).map(|child| Outcome::from(child.wait_with_output().unwrap()));
+        let winners: Vec<_> = runs.iter().filter(|run| run.code == 0).collect();
+        assert_eq!(winners.len(), 1, "{runs:?}");
+        runs.iter().filter(|run| run.code != 0).for_each(|run| run.refused(1, &["another run", "pid "]));
+        assert_eq!(workspace.names(&out, "checkpoint-").len(), 3);
+        assert_eq!(run(program(&["digest"]).arg(workspace.path(&out).join("checkpoint-60"))).digest(), winners[0].digest());
+    }
+}
+
+#[test]
+fn a_killed_run_leaves_its_directory_free_and_auto_goes_on() {
+    let workspace = Workspace::new();
+    let digest = run(&mut workspace.train("alone", &[])).digest().to_string();
+    let mut first = stopped(&workspace, "r", &[]);
+    run(&mut workspace.resume("r", &[])).refused(1, &["another run"]);
+    first.kill().unwrap();
+    first.wait().unwrap();
+    assert_eq!(run(&mut workspace.resume("r", &[])).digest(), digest);
+    assert_steps(&workspace, "r", STEPS);
+}
+
+#[test]
+fn what_a_killed_save_left_goes_though_its_process_seems_to_live() {
+    let workspace = Workspace::new();
+    let digest = run(&mut workspace.train("alone", &[])).digest().to_string();
+    let mut first = workspace.train("r", &[]).spawn().unwrap();
+    assert!(await_write(&mut first, &workspace.path("r"), 2));
+    first.kill().unwrap();
+    first.wait().unwrap();
+    // In another container the same process id is somebody else's: 1 is always alive.
+    for name in workspace.names("r", ".checkpoint-") {
+        let (rest, _) = name.rsplit_once('-').unwrap();
+        fs::rename(workspace.path("r").join(&name), workspace.path("r").join(format!("{rest}-1"))).unwrap();
+    }
+    fs::rename(workspace.path("r/checkpoint-2"), workspace.path("r/.checkpoint-2.old-1")).unwrap();
+    fs::create_dir(workspace.path("r/.checkpoint-6.tmp-1")).unwrap();
+    let resumed = run(&mut workspace.resume("r", &[]));
+    assert!(resumed.digest() == digest && resumed.stderr.is_empty(), "{resumed:?}");
+    assert_eq!(workspace.names("r", "."), [".lock"]);
+    assert!(workspace.path("r/checkpoint-2").is_dir());
+}
+
+#[test]
+fn links_and_pipes_where_a_run_writes_are_not_followed_nor_waited_for() {
+    let workspace = Workspace::new();
+    let victim = workspace.write("victim", "mine");
+    let names = [".write-probe", "metrics.jsonl.tmp", "metrics.jsonl", "trace.json", ".lock"];
+    for (round, name) in names.into_iter().enumerate() {
+        for (kind, make) in [("link", true), ("pipe", false)] {
+            let out = format!("{kind}-{round}");
+            let at = workspace.path(&out).join(name);
+            fs::create_dir(workspace.path(&out)).unwrap();
+            if make {
+                symlink(&victim, &at).unwrap()
+            } else {
+                mkfifo(&at, Mode::S_IRWXU).unwrap()
+            }
+            let mut child = workspace.train(&out, &["--max-steps", "2"]).spawn().unwrap();
+            let start = Instant::now();
+            while child.try_wait().unwrap().is_none() {
+                if start.elapsed() > Duration::from_secs(60) {
+                    child.kill().unwrap();
+                }
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            let ended = Outcome::from(child.wait_with_output().unwrap());
+            match name {
+                "trace.json" => ended.refused(2, &["trace.json", "--trace"]),
+                ".lock" => ended.refused(1, &[".lock"]),
+                _ => assert_eq!(ended.code, 0, "{out} {name}: {ended:?}"),
+            }
+        }
+    }
+    assert_eq!(fs::read_to_string(victim).unwrap(), "mine");
+}
+
+#[test]
+fn a_timeline_replaces_timelines_only() {
+    let workspace = Workspace::new();
+    run(&mut workspace.train("r", &["--max-steps", "2"])).digest();
+    for name in ["data.txt", "model/config.json", "r/metrics.jsonl", "r/checkpoint-2/state.bin"] {
+        let (path, before) = (workspace.path(name), fs::read(workspace.path(name)).unwrap());
+        let out = if name.starts_with("r/") { "r" } else { "other" };
+        let refused = run(&mut workspace.resume(out, &["--trace", path.to_str().unwrap()]));
+        refused.refused(2, &["--trace", name]);
+        assert!(!refused.stdout.contains("step ") && fs::read(&path).unwrap() == before, "{name}: {refused:?}");
+    }
+    assert!(!workspace.path("other").exists(), "a refused run leaves nothing");
+    let trace = workspace.path("r/trace.json");
+    let before = fs::read(&trace).unwrap();
+    let finished = run(&mut workspace.resume("r", &["--max-steps", "2"]));
+    assert!(finished.code == 0 && finished.stdout.contains("trace.json"), "{finished:?}");
+    assert_eq!(fs::read(&trace).unwrap(), before, "a finished run's timeline stays");
+    run(&mut workspace.resume("r", &["--max-steps", "4"])).digest();
+    assert_ne!(fs::read(&trace).unwrap(), before, "and is replaced by that of more steps");
+}
+
+#[test]
+fn names_of_checkpoints_that_are_none_are_moved_before_the_first_step() {
+    let workspace = Workspace::new();
+    let digest = run(&mut workspace.train("alone", &[])).digest().to_string();
+    for (name, target) in [("dangling", "/nowhere"), ("looping", "checkpoint-4"), ("elsewhere", "../model")] {
+        fs::create_dir(workspace.path(name)).unwrap();
+        symlink(target, workspace.path(name).join("checkpoint-4")).unwrap();
+        let ended = run(&mut workspace.train(name, &[]));
+        assert_eq!(ended.digest(), digest, "{name}");
+        assert!(ended.stderr.contains("previous-1"), "{ended:?}");
+        assert_eq!(fs::read_link(workspace.path(name).join("previous-1/checkpoint-4")).unwrap(), Path::new(target));
+        assert!(workspace.path(name).join("checkpoint-4").symlink_metadata().unwrap().is_dir());
+    }
+    assert_eq!(fs::read_to_string(workspace.path("model/config.json")).unwrap(), CONFIG);
+}
+
+#[test]
+fn metrics_that_somebody_removes_are_written_again() {
+    let workspace = Workspace::new();
+    let digest = run(&mut workspace.train("alone", &[])).digest().to_string();
+    let child = stopped(&workspace, "r", &[]);
+    fs::remove_file(workspace.path("r/metrics.jsonl")).unwrap();
+    let ended = go_on(child);
+    assert_eq!(ended.digest(), digest);
+    assert!(ended.stderr.lines().count() == 1 && ended.stderr.contains("metrics.jsonl was removed"), "{ended:?}");
+    assert_steps(&workspace, "r", STEPS);
+}
+
+#[test]
+fn a_directory_that_somebody_removes_is_made_again_with_what_comes_after() {
+    let workspace = Workspace::new();
+    let digest = run(&mut workspace.train("alone", &[])).digest().to_string();
+    let child = stopped(&workspace, "r", &[]);
+    fs::remove_dir_all(workspace.path("r")).unwrap();
+    let ended = go_on(child);
+    assert_eq!(ended.digest(), digest);
+    assert!(ended.stderr.contains("r was removed during the run"), "{ended:?}");
+    assert_eq!(workspace.names("r", "checkpoint-"), ["checkpoint-10", "checkpoint-12", "checkpoint-4", "checkpoint-6", "checkpoint-8"]);
+    assert_steps(&workspace, "r", STEPS);
+    let named: Vec<_> =
+        ended.stdout.lines().skip_while(|line| !line.starts_with("done")).filter_map(|line| line.split_whitespace().nth(1)).collect();
+    let files: Vec<_> = named.iter().filter(|word| word.starts_with('/')).collect();
+    assert!(files.len() == 3 && files.iter().all(|path| Path::new(path).exists()), "{files:?}");
+}
+
+#[test]
+fn a_link_in_the_place_of_the_directory_leads_nowhere() {
+    let workspace = Workspace::new();
+    let digest = run(&mut workspace.train("alone", &[])).digest().to_string();
+    fs::create_dir(workspace.path("elsewhere")).unwrap();
+    let moved = stopped(&workspace, "r", &[]);
+    fs::rename(workspace.path("r"), workspace.path("r2")).unwrap();
+    symlink("elsewhere", workspace.path("r")).unwrap();
+    let ended = go_on(moved);
+    assert!(ended.digest() == digest && ended.stderr.contains("goes on in"), "{ended:?}");
+    assert_eq!(workspace.names("r2", "checkpoint-").len(), 6);
+    fs::remove_file(workspace.path("r")).unwrap();
+    let removed = stopped(&workspace, "r", &[]);
+    fs::remove_dir_all(workspace.path("r")).unwrap();
+    symlink("elsewhere", workspace.path("r")).unwrap();
+    go_on(removed).refused(1, &["create", "File exists"]);
+    assert_eq!(workspace.names("elsewhere", ""), [""; 0]);
+}
+
+#[test]
+fn a_log_that_cannot_be_read_stops_no_resume() {
+    let workspace = Workspace::new();
+    let digest = run(&mut workspace.train("alone", &[])).digest().to_string();
+    run(&mut workspace.train("r", &["--max-steps", "4"])).digest();
+    let path = workspace.path("r/metrics.jsonl");
+    fs::write(&path, [&fs::read(&path).unwrap()[..], b"\xff\n{\"step\"\n"].concat()).unwrap();
+    let resumed = run(&mut workspace.resume("r", &[]));
+    assert_eq!(resumed.digest(), digest);
+    assert!(resumed.stderr.contains("metrics.jsonl: 2 lines are damaged"), "{resumed:?}");
+    assert_steps(&workspace, "r", STEPS);
+}
+
+#[test]
+fn a_killed_export_leaves_nothing_for_long_and_a_link_is_refused() {
+    let workspace = Workspace::new();
+    run(&mut workspace.train("r", &["--max-steps", "2"])).digest();
+    let export = |out: &str| run(program(&["export"]).arg(workspace.path("r")).arg(workspace.path(out)));
+    fs::create_dir(workspace.path(".out.tmp-4711")).unwrap();
+    assert_eq!(export("out").code, 0);
+    assert_eq!(workspace.names(".", "."), [""; 0]);
+    fs::create_dir(workspace.path("empty")).unwrap();
+    symlink("empty", workspace.path("link")).unwrap();
+    export("link").refused(2, &["link", "is a link"]);
+}
