@@ -8,7 +8,7 @@ pub const CAMPAIGN: Campaign = Campaign {
     what: "limits on locked memory, address space, data, files and file size, from tight to wide: it is done with the same digest, or \
            refused with one line; no abort, no signal",
     runs: 60,
-    smoke: 2,
+    smoke: 1,
     start,
 };
 
