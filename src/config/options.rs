@@ -393,7 +393,7 @@ pub struct TrainOptions {
     pub max_steps: Option<u64>,
 
     /// Passes over the data, fractions allowed [default: 3].
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", allow_hyphen_values = true)]
     pub num_train_epochs: Option<f64>,
 
     /// Sequences of a micro-batch [default: 8].
@@ -409,7 +409,7 @@ pub struct TrainOptions {
     pub seq_length: Option<usize>,
 
     /// Peak learning rate [default: 5e-5].
-    #[arg(long, value_name = "X")]
+    #[arg(long, value_name = "X", allow_hyphen_values = true)]
     pub learning_rate: Option<f64>,
 
     /// Shape of the learning rate over the steps [default: linear].
@@ -426,23 +426,23 @@ pub struct TrainOptions {
     pub warmup_ratio: Option<f64>,
 
     /// Decoupled weight decay; norms and biases have none [default: 0].
-    #[arg(long, value_name = "X")]
+    #[arg(long, value_name = "X", allow_hyphen_values = true)]
     pub weight_decay: Option<f64>,
 
     /// Decay of Adam's first moment [default: 0.9].
-    #[arg(long, value_name = "X")]
+    #[arg(long, value_name = "X", allow_hyphen_values = true)]
     pub adam_beta1: Option<f64>,
 
     /// Decay of Adam's second moment [default: 0.999].
-    #[arg(long, value_name = "X")]
+    #[arg(long, value_name = "X", allow_hyphen_values = true)]
     pub adam_beta2: Option<f64>,
 
     /// Adam's epsilon [default: 1e-8].
-    #[arg(long, value_name = "X")]
+    #[arg(long, value_name = "X", allow_hyphen_values = true)]
     pub adam_epsilon: Option<f64>,
 
     /// Gradient norm above which gradients are clipped; 0 is never [default: 1].
-    #[arg(long, value_name = "X")]
+    #[arg(long, value_name = "X", allow_hyphen_values = true)]
     pub max_grad_norm: Option<f64>,
 
     /// Seed of random weights and of the data order [default: 42].
@@ -460,6 +460,14 @@ pub struct TrainOptions {
     /// Checkpoints kept, the newest ones [default: all].
     #[arg(long, value_name = "N")]
     pub save_total_limit: Option<usize>,
+
+    /// Steps in a row with gradients that are not finite after which a run ends; 0 is never [default: 100].
+    #[arg(long, value_name = "N")]
+    pub max_skipped_steps: Option<u64>,
+
+    /// Seconds without progress after which a run tells why and ends; 0 is never [default: 300].
+    #[arg(long, value_name = "SECONDS")]
+    pub stall_limit: Option<u64>,
 
     /// Checkpoint to continue from, `auto` for the newest good one [default: none].
     #[arg(long, value_name = "auto|DIR", value_parser = PathBufValueParser::new().map(Resume::from))]
@@ -610,6 +618,8 @@ impl TrainOptions {
             logging_steps: self.logging_steps.or(lower.logging_steps),
             save_steps: self.save_steps.or(lower.save_steps),
             save_total_limit: self.save_total_limit.or(lower.save_total_limit),
+            max_skipped_steps: self.max_skipped_steps.or(lower.max_skipped_steps),
+            stall_limit: self.stall_limit.or(lower.stall_limit),
             resume_from_checkpoint: self.resume_from_checkpoint.or(lower.resume_from_checkpoint),
             allow_changed: self.allow_changed.or(lower.allow_changed),
             threads: self.threads.or(lower.threads),

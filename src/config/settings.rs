@@ -55,7 +55,7 @@ pub struct Settings {
     pub gradient_accumulation_steps: usize,
     /// Tokens of a sequence, at least 1.
     pub seq_length: usize,
-    /// Peak learning rate: finite, at least 0.
+    /// Peak learning rate: at least 0, at most 10.
     pub learning_rate: f64,
     /// Shape of the learning rate over the steps.
     pub lr_scheduler_type: LrScheduler,
@@ -64,13 +64,13 @@ pub struct Settings {
     /// Share of all steps that warms up where `warmup_steps` is 0: in [0, 1].
     #[serde(skip_serializing_if = "is_zero")]
     pub warmup_ratio: f64,
-    /// Decoupled weight decay: finite, at least 0.
+    /// Decoupled weight decay: at least 0, times the learning rate below 1.
     pub weight_decay: f64,
     /// In [0, 1).
     pub adam_beta1: f64,
     /// In [0, 1).
     pub adam_beta2: f64,
-    /// Finite and above 0 in float32.
+    /// Above 0 in float32, at most 1.
     pub adam_epsilon: f64,
     /// Finite, at least 0; 0 never clips.
     pub max_grad_norm: f64,
@@ -82,6 +82,10 @@ pub struct Settings {
     pub save_steps: u64,
     /// Checkpoints kept, at least 1; `None` keeps all.
     pub save_total_limit: Option<usize>,
+    /// Skipped steps in a row that end a run; 0: none do.
+    pub max_skipped_steps: u64,
+    /// Seconds without progress inside a step that end a run; 0: none do.
+    pub stall_limit: u64,
     /// Checkpoint to continue from; `None` starts afresh.
     pub resume_from_checkpoint: Option<Resume>,
     /// Parts that may differ from the checkpoint's, sorted, each once.
@@ -171,6 +175,8 @@ impl Default for Settings {
             logging_steps: 10,
             save_steps: 500,
             save_total_limit: None,
+            max_skipped_steps: 100,
+            stall_limit: 300,
             resume_from_checkpoint: None,
             allow_changed: Vec::new(),
             threads: None,
@@ -289,6 +295,8 @@ impl Settings {
             logging_steps: options.logging_steps.unwrap_or(self.logging_steps),
             save_steps: options.save_steps.unwrap_or(self.save_steps),
             save_total_limit: options.save_total_limit.or(self.save_total_limit),
+            max_skipped_steps: options.max_skipped_steps.unwrap_or(self.max_skipped_steps),
+            stall_limit: options.stall_limit.unwrap_or(self.stall_limit),
             resume_from_checkpoint: options.resume_from_checkpoint.or(self.resume_from_checkpoint),
             allow_changed,
             threads: options.threads.or(self.threads),
@@ -372,26 +380,6 @@ impl Settings {
         )
     }
 
-    fn check_numbers(&self) -> Result<()> {
-        for (flag, x) in [("learning-rate", self.learning_rate), ("weight-decay", self.weight_decay), ("max-grad-norm", self.max_grad_norm)]
-        {
-            require(x.is_finite() && x >= 0.0, flag, x, "finite and at least 0")?;
-        }
-        for (flag, beta) in [("adam-beta1", self.adam_beta1), ("adam-beta2", self.adam_beta2)] {
-            require((0.0..1.0).contains(&beta), flag, beta, "at least 0 and below 1")?;
-        }
-        // The optimizer computes in float32: an epsilon that vanishes there would divide zero by zero.
-        let eps = self.adam_epsilon;
-        require(eps.is_finite() && eps as f32 > 0.0, "adam-epsilon", eps, "finite and above 0 in float32")?;
-        require((0.0..=1.0).contains(&self.warmup_ratio), "warmup-ratio", self.warmup_ratio, "0 to 1")?;
-        let mib = self.bucket_mib.unwrap_or(1.0);
-        require(mib > 0.0 && mib <= BUCKET_MIB_MAX, "bucket-mib", mib, format!("above 0, at most {BUCKET_MIB_MAX}"))?;
-        match self.train_length {
-            TrainLength::Steps(steps) => require(steps >= 1, "max-steps", steps, "at least 1"),
-            TrainLength::Epochs(epochs) => require(epochs.is_finite() && epochs > 0.0, "num-train-epochs", epochs, "finite and above 0"),
-        }
-    }
-
     fn check_combinations(&self) -> Result<()> {
         require(self.init == Init::Random || self.model.is_some(), "init", "checkpoint", "random without --model")?;
         let (unified, allowed) = (self.memory == HostMemoryKind::Unified, "only with --strategy superoffload and --rollback deferred");
@@ -432,8 +420,6 @@ impl Settings {
 const THREADS_MAX: usize = 4096;
 /// More staging slots than a model has use for.
 const SLOTS_MAX: usize = 4096;
-/// 1 TiB.
-const BUCKET_MIB_MAX: f64 = 1_048_576.0;
 /// Kernels index tokens with 32 bits.
 const MICRO_BATCH_TOKENS_MAX: usize = i32::MAX as usize;
 /// Tokens of an optimizer step: a factor of a thousand above any that was ever trained with.
@@ -452,7 +438,7 @@ fn is_zero(x: &f64) -> bool {
     *x == 0.0
 }
 
-fn require(holds: bool, flag: &str, value: impl Display, allowed: impl Display) -> Result<()> {
+pub(super) fn require(holds: bool, flag: &str, value: impl Display, allowed: impl Display) -> Result<()> {
     if holds { Ok(()) } else { Err(Error::usage(format!("--{flag} {}: allowed is {allowed}", compact(value)))) }
 }
 
