@@ -14,6 +14,7 @@ pub mod digest;
 mod find;
 mod format;
 mod reader;
+mod sound;
 mod store;
 mod validate;
 mod writer;

@@ -631,3 +631,27 @@ proptest! {
         prop_assert!(Manifest::decode(Path::new("x"), &bytes).is_err());
     }
 }
+
+#[test]
+fn a_state_that_no_training_goes_on_from_is_refused_with_tensor_and_element() {
+    let dir = tempfile::tempdir().unwrap();
+    let cases = [
+        (0, f32::NAN, "parameters of norm is NaN at element 5"),
+        (1, f32::NEG_INFINITY, "m of norm is -inf at element 5"),
+        (2, f32::INFINITY, "v of norm is inf at element 5"),
+        (2, -1e-30, "v of norm is -1e-30 at element 5"),
+    ];
+    for (step, (part, value, said)) in (1..).zip(cases) {
+        let mut parts = [0, 1, 2].map(|_| vec![0.25f32; 13]);
+        let read = |parts: &[Vec<f32>; 3]| {
+            let tensor = ("norm".to_string(), vec![13], parts.clone());
+            let saved = save_step(dir.path(), step, &[tensor], None).unwrap();
+            let [mut p, mut m, mut v] = parts.clone();
+            open(&saved.path).unwrap().read_state("norm", &mut p, &mut m, &mut v)
+        };
+        read(&parts).unwrap();
+        parts[part][5] = value;
+        let message = read(&parts).unwrap_err().to_string();
+        assert!(message.contains(&format!("checkpoint-{step}: {said}")), "{message}");
+    }
+}

@@ -116,7 +116,7 @@ impl Accepted {
         self.loaded.expect_tensors(specs.iter().map(|spec| (spec.name.as_str(), spec.shape.as_slice())))?;
         for spec in &specs {
             let (mut params, mut m, mut v) = (vec![0.0; spec.elems()], vec![0.0; spec.elems()], vec![0.0; spec.elems()]);
-            self.loaded.read_tensor(&spec.name, &mut params, &mut m, &mut v)?;
+            self.loaded.read_state(&spec.name, &mut params, &mut m, &mut v)?;
             engine.write_state(spec, &params, &m, &v)?;
         }
         let trainer = &self.loaded.manifest().trainer;

@@ -3,7 +3,7 @@
 use super::safetensors::{TensorFile, UniqueMap};
 use super::{INDEX, SINGLE, position};
 use crate::disk::{self, is_plain_file_name};
-use crate::dtype::Element;
+use crate::dtype::{Element, first_nonfinite};
 use crate::error::{Error, Result};
 use crate::model::model_dir::ModelDir;
 use crate::model::shape::ModelShape;
@@ -27,7 +27,8 @@ const IGNORED_SUFFIXES: [&str; 3] = [".attn.bias", ".attn.masked_bias", "rotary_
 /// widened; padding is left alone. Names and shapes are all checked before `flat` changes.
 ///
 /// # Errors
-/// Missing, damaged or lying files, and links out of the directory; missing or unexpected tensors, wrong shapes and formats. Each names its file.
+/// Missing, damaged or lying files, and links out of the directory; missing or unexpected tensors, wrong shapes and formats, weights that
+/// are not finite. Each names its file.
 ///
 /// # Panics
 /// If `flat` has another length.
@@ -74,6 +75,7 @@ struct Weights {
 /// A tensor in its file.
 #[derive(Clone, Copy)]
 struct Source<'a> {
+    name: &'a str,
     file: &'a TensorFile,
     info: &'a TensorInfo,
 }
@@ -119,8 +121,9 @@ impl Weights {
     }
 
     fn find(&self, name: &str) -> Option<Source<'_>> {
-        let file = &self.files[*self.place.get(name)?];
-        Some(Source { file, info: file.info(name)? })
+        let (name, &idx) = self.place.get_key_value(name)?;
+        let file = &self.files[idx];
+        Some(Source { name, file, info: file.info(name)? })
     }
 }
 
@@ -136,7 +139,7 @@ fn no_weights(dir: &Path) -> Error {
 }
 
 impl Source<'_> {
-    /// Gives the whole tensor to `visit` in blocks: index of the first element, and the elements, widened.
+    /// Gives the whole tensor to `visit` in blocks: index of the first element, and the elements, widened and finite.
     fn for_each_block(&self, mut visit: impl FnMut(usize, &[f32])) -> Result<()> {
         let (begin, end) = self.info.data_offsets;
         let elem_bytes = self.info.dtype.bitsize() / 8;
@@ -151,9 +154,17 @@ impl Source<'_> {
                 Dtype::F16 => widen::<f16>(raw, block),
                 _ => widen::<f32>(raw, block),
             }
+            self.expect_finite(start / elem_bytes, block)?;
             visit(start / elem_bytes, block);
         }
         Ok(())
+    }
+
+    /// A model with one NaN learns nothing: every loss is NaN, every step skipped. `block` begins at element `start`.
+    fn expect_finite(&self, start: usize, block: &[f32]) -> Result<()> {
+        let Some(idx) = first_nonfinite(block) else { return Ok(()) };
+        let cause = format_args!("tensor {} holds {} at element {} of {:?}", self.name, block[idx], start + idx, self.info.shape);
+        Err(Error::format(self.file.path(), cause))
     }
 }
 

@@ -46,7 +46,7 @@ struct Model {
     flat: Vec<f32>,
 }
 
-/// A model of random bits, NaN and infinity among them; padding is 7.
+/// A model of random finite bits below 2, subnormal ones among them; padding is 7.
 fn model(config: &Value) -> Model {
     let text = config.to_string();
     let shape = ModelShape::parse(&text, Path::new("config.json")).unwrap();
@@ -54,7 +54,7 @@ fn model(config: &Value) -> Model {
     let mut rng = ChaCha8Rng::seed_from_u64(1);
     let mut flat = vec![7.0; table.flat_elems()];
     for spec in table.specs() {
-        flat[spec.range()].fill_with(|| f32::from_bits(rng.next_u32()));
+        flat[spec.range()].fill_with(|| f32::from_bits(rng.next_u32() & !(1 << 30)));
     }
     Model { shape, table, files: vec![(CONFIG.into(), text.into()), ("tokenizer.json".into(), b"{}".to_vec())], flat }
 }
@@ -508,6 +508,30 @@ proptest! {
         fs::write(out.join(SINGLE), bytes).unwrap();
         if let Err(e) = model.load(&out) {
             prop_assert!(!e.to_string().contains('\n'));
+        }
+    }
+}
+
+#[test]
+fn weights_that_are_not_finite_are_refused_with_tensor_and_element() {
+    type Value = (FileDtype, fn(f32) -> Vec<u8>);
+    let formats: [Value; 3] = [
+        (FileDtype::F32, |x| x.to_le_bytes().into()),
+        (FileDtype::BF16, |x| bf16::from_f32(x).to_le_bytes().into()),
+        (FileDtype::F16, |x| f16::from_f32(x).to_le_bytes().into()),
+    ];
+    for (dtype, bytes) in formats {
+        for (value, said) in [(f32::NAN, "NaN"), (f32::INFINITY, "inf"), (f32::NEG_INFINITY, "-inf")] {
+            let (_dir, out, model) = exported("Qwen3ForCausalLM", Options::default());
+            edit(&out, |tensors| {
+                // More elements than a block of the reader has.
+                let (_, file_dtype, shape, data) = find(tensors, "model.embed_tokens.weight");
+                assert_eq!(*shape, [37, 24]);
+                let elem = |idx: usize| bytes(if idx == 700 { value } else { 0.5 });
+                (*file_dtype, *data) = (dtype, (0..37 * 24).flat_map(elem).collect());
+            });
+            let parts = ["model.safetensors: ", "model.embed_tokens.weight", &format!("holds {said} at element 700 of [37, 24]")];
+            assert_error(model.load(&out), &parts);
         }
     }
 }
