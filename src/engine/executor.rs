@@ -3,11 +3,13 @@
 
 use super::coordinator::{Command, Coordinator, Counts, Event, Staging, Update};
 use super::counters::Counters;
+use super::events::{Events, Paging};
 use super::loss_scale::LossScale;
 use super::memory::Memory;
 use super::report::Report;
 use super::trace::Recorder;
 use super::verdict::{SpeculationHistory, Verdict};
+use super::vitals::{Doing, Mark, Vitals};
 use super::weight_flow::WeightFlow;
 use crate::bucket::slot::Slot;
 use crate::config::plan::Plan;
@@ -87,9 +89,11 @@ pub struct Engine<D: Kernels> {
     stages_enqueued: usize,
     computing: VecDeque<usize>,
     copying: VecDeque<usize>,
-    returning: VecDeque<Slot>,
+    /// Parameter slots on their way, and their buckets.
+    returning: VecDeque<(Slot, usize)>,
     pool_busy: bool,
     bell: Arc<Doorbell>,
+    vitals: Arc<Vitals>,
     /// The adversary's coin: whether pool or device goes on first.
     coin: Option<ChaCha8Rng>,
     recorder: Recorder,
@@ -103,17 +107,6 @@ pub struct Engine<D: Kernels> {
     counters_reported: Counters,
 }
 
-struct Events {
-    grad_ready: Vec<EventId>,
-    grad_arrived: Vec<EventId>,
-    params_ready: Vec<EventId>,
-    slot_copied: Vec<EventId>,
-    compute_tail: EventId,
-    paging: [Paging; PAGED_WINDOW],
-    /// The ends of the last stages that were enqueued.
-    stages: [EventId; STAGES_AHEAD + 1],
-}
-
 /// Which way the stages go.
 #[derive(Clone, Copy)]
 enum Pass {
@@ -121,34 +114,11 @@ enum Pass {
     Backward,
 }
 
-/// How far the paged bucket is that has this place in the window.
-#[derive(Clone, Copy)]
-struct Paging {
-    fetched: EventId,
-    stepped: EventId,
-    returned: EventId,
-}
-
 /// Takes the first of `queue` once its event is done; a stream does what it was given in order.
 fn next_done<D: Kernels, T: Copy>(dev: &mut D, queue: &mut VecDeque<T>, event: impl Fn(T) -> EventId) -> Result<Option<T>> {
     match queue.front() {
         Some(&first) if dev.is_done(event(first))? => Ok(queue.pop_front()),
         _ => Ok(None),
-    }
-}
-
-/// Stages (a layer's forward or backward) that the driver enqueues ahead of the device: enough that the device never
-/// waits for a launch, and not so many that a full launch queue blocks the driver, who has a pool to feed.
-const STAGES_AHEAD: usize = 2;
-
-impl Events {
-    fn new<D: Kernels>(dev: &mut D, buckets: usize, slots: usize) -> Result<Self> {
-        let mut many = |count: usize| (0..count).map(|_| dev.event()).collect::<Result<Vec<_>>>();
-        let (grad_ready, grad_arrived, params_ready, slot_copied) = (many(buckets)?, many(buckets)?, many(buckets)?, many(slots)?);
-        let stages = [dev.event()?, dev.event()?, dev.event()?];
-        let mut paging = || Ok(Paging { fetched: dev.event()?, stepped: dev.event()?, returned: dev.event()? });
-        let paging = [paging()?, paging()?, paging()?, paging()?];
-        Ok(Self { grad_ready, grad_arrived, params_ready, slot_copied, compute_tail: dev.event()?, paging, stages })
     }
 }
 
@@ -207,6 +177,7 @@ impl<D: Kernels> Engine<D> {
             exposed: Exposed::default(),
             counters: Counters::default(),
             counters_reported: Counters::default(),
+            vitals: Arc::new(Vitals::new(plan.layout.count(), bell.clone(), pool.pulse())),
             plan,
             dev,
             pool,
@@ -232,6 +203,11 @@ impl<D: Kernels> Engine<D> {
     /// The algorithms of the device's matrix products so far.
     pub fn product_algorithms(&self) -> Vec<ProductAlgorithm> {
         self.dev.product_algorithms()
+    }
+
+    /// Its signs of life, for a watchdog.
+    pub fn vitals(&self) -> Arc<Vitals> {
+        self.vitals.clone()
     }
 
     /// The device's clock.
@@ -332,7 +308,14 @@ impl<D: Kernels> Engine<D> {
     /// # Errors
     /// The device's.
     pub fn flush(&mut self) -> Result<()> {
-        self.block_until(|engine| Ok(engine.coordinator.all_settled()))?;
+        self.vitals.now(Doing::Updates, 0);
+        let flushed = self.write_updates();
+        self.vitals.now(Doing::Else, 0);
+        flushed
+    }
+
+    fn write_updates(&mut self) -> Result<()> {
+        self.block_until(Doing::Updates, 0, |engine| Ok(engine.coordinator.all_settled()))?;
         self.coordinator.flush();
         self.obey()?;
         self.wait_for_all_params()?;
@@ -362,8 +345,17 @@ impl<D: Kernels> Engine<D> {
     /// late layers may still be under way when this returns; the next forward waits for each where it needs it.
     ///
     /// # Errors
-    /// The device's; `batches`'.
+    /// The device's; `batches`', after which the engine is as after the last step, whose state can be flushed and saved: all data of a
+    /// step is read before its first gradient counts.
     pub fn step(&mut self, learning_rate: f64, batches: &mut impl Batches) -> Result<StepReport> {
+        self.vitals.record(Mark::Step, self.train_step + 1);
+        self.vitals.now(Doing::Enqueuing, 0);
+        let stepped = self.pass_and_validate(learning_rate, batches);
+        self.vitals.now(Doing::Else, 0);
+        stepped
+    }
+
+    fn pass_and_validate(&mut self, learning_rate: f64, batches: &mut impl Batches) -> Result<StepReport> {
         self.exposed = Exposed::default();
         let layers = self.model.shape.layers;
         let accum = self.plan.grad_accum_steps;
@@ -443,7 +435,7 @@ impl<D: Kernels> Engine<D> {
         let end = range.end.min(ring.ringed_elems).saturating_sub(ring.period_elems);
         let before = range.start.saturating_sub(ring.period_elems)..end;
         for bucket in self.plan.layout.overlapping(before) {
-            self.block_until(|engine| Ok(engine.coordinator.is_copied(bucket)))?;
+            self.block_until(Doing::Gradient, bucket, |engine| Ok(engine.coordinator.is_copied(bucket)))?;
             self.dev.wait(Stream::Compute, self.events.grad_arrived[bucket])?;
         }
         // No kernel writes padding, and it counts in the norm.
@@ -454,8 +446,11 @@ impl<D: Kernels> Engine<D> {
     fn upload_batch(&mut self, micro_step: usize, batches: &mut impl Batches) -> Result<()> {
         let buffer = self.memory.batches[micro_step % 2];
         // The buffer's last copy may still be under way.
+        self.vitals.now(Doing::Device, 0);
         self.dev.synchronize(buffer.copied)?;
+        self.vitals.now(Doing::Data, 0);
         buffer.inputs.with(|inputs| buffer.targets.with(|targets| batches.fill(inputs, targets)))?;
+        self.vitals.now(Doing::Enqueuing, 0);
         self.dev.copy_h2d(Stream::Compute, buffer.inputs, self.model.activations.tokens)?;
         self.dev.copy_h2d(Stream::Compute, buffer.targets, self.model.activations.targets)?;
         self.dev.record(buffer.copied, Stream::Compute)
@@ -487,8 +482,9 @@ impl<D: Kernels> Engine<D> {
         let stages = self.events.stages;
         self.dev.record(stages[self.stages_enqueued % stages.len()], Stream::Compute)?;
         self.stages_enqueued += 1;
+        self.vitals.record(Mark::Stage, self.stages_enqueued as u64);
         let oldest = stages[self.stages_enqueued % stages.len()];
-        self.block_until(|engine| engine.dev.is_done(oldest))
+        self.block_until(Doing::Device, 0, |engine| engine.dev.is_done(oldest))
     }
 
     fn bucket_ready(&mut self, bucket: usize) -> Result<()> {
@@ -498,6 +494,7 @@ impl<D: Kernels> Engine<D> {
         self.dev.record(self.events.grad_ready[bucket], Stream::Compute)?;
         if !self.plan.layout.is_resident(bucket) {
             self.computing.push_back(bucket);
+            self.vitals.front(Stream::Compute, self.computing.front().copied());
         }
         self.tell(Event::GradReady(bucket))
     }
@@ -524,10 +521,12 @@ impl<D: Kernels> Engine<D> {
     fn validate(&mut self, learning_rate: f64) -> Result<StepReport> {
         self.report.end(&mut self.dev, self.model.activations.loss)?;
         let start = self.dev.now_ns();
-        self.block_until(|engine| engine.report.poll(&mut engine.dev))?;
+        self.block_until(Doing::Norm, 0, |engine| engine.report.poll(&mut engine.dev))?;
         self.driver_span("await verdict", (self.train_step + 1) as u32, start);
         let mut out = self.read_report(learning_rate);
-        self.coordinator.handle(Event::Validated(out.verdict));
+        let validated = Event::Validated(out.verdict);
+        self.vitals.event(validated, self.train_step + 1);
+        self.coordinator.handle(validated);
         let skipped = out.verdict == Verdict::SkipNonFinite;
         self.loss_scale.update(skipped);
         self.optimizer_step += u64::from(!skipped);
@@ -576,7 +575,7 @@ impl<D: Kernels> Engine<D> {
         }
         let (start, mut idle_since) = (self.dev.now_ns(), None);
         self.dev.record(self.events.compute_tail, Stream::Compute)?;
-        self.block_until(|engine| {
+        self.block_until(Doing::Params, bucket, |engine| {
             engine.count_exposed(bucket, &mut idle_since)?;
             Ok(engine.coordinator.is_settled(bucket))
         })?;
@@ -600,12 +599,15 @@ impl<D: Kernels> Engine<D> {
         self.recorder.past_span(name, index, start_ns, duration_ns);
     }
 
-    /// Serves events until `ready`.
-    fn block_until(&mut self, mut ready: impl FnMut(&mut Self) -> Result<bool>) -> Result<()> {
+    /// Serves events until `ready`, for which `doing` waits, of bucket `number` where one belongs.
+    fn block_until(&mut self, doing: Doing, number: usize, mut ready: impl FnMut(&mut Self) -> Result<bool>) -> Result<()> {
+        let before = self.vitals.doing();
+        self.vitals.now(doing, number as u64);
         loop {
             let rung = self.bell.rings();
             let told = self.pump()?;
             if ready(self)? {
+                self.vitals.now(before.0, before.1);
                 return Ok(());
             }
             if !self.go_on()? && !told {
@@ -634,14 +636,18 @@ impl<D: Kernels> Engine<D> {
         }
         while let Some(bucket) = next_done(&mut self.dev, &mut self.computing, |bucket| self.events.grad_ready[bucket])? {
             told = true;
+            self.vitals.front(Stream::Compute, self.computing.front().copied());
             self.tell(Event::GradComputed(bucket))?;
         }
         while let Some(bucket) = next_done(&mut self.dev, &mut self.copying, |bucket| self.events.grad_arrived[bucket])? {
             told = true;
+            self.vitals.front(Stream::D2h, self.copying.front().copied());
             self.tell(Event::GradArrived(bucket))?;
         }
-        while let Some(slot) = next_done(&mut self.dev, &mut self.returning, |slot| self.events.slot_copied[slot.0])? {
+        while let Some((slot, bucket)) = next_done(&mut self.dev, &mut self.returning, |(slot, _)| self.events.slot_copied[slot.0])? {
             told = true;
+            self.vitals.front(Stream::H2d, self.returning.front().map(|(_, bucket)| *bucket));
+            self.vitals.record(Mark::Returned, bucket as u64);
             self.tell(Event::ParamsCopied(slot))?;
         }
         self.report.poll(&mut self.dev)?;
@@ -654,12 +660,14 @@ impl<D: Kernels> Engine<D> {
     }
 
     fn tell(&mut self, event: Event) -> Result<()> {
+        self.vitals.event(event, self.train_step + 1);
         self.coordinator.handle(event);
         self.obey()
     }
 
     fn obey(&mut self) -> Result<()> {
         while let Some(command) = self.coordinator.next_command() {
+            self.vitals.command(&command);
             match command {
                 Command::CopyGrads { bucket, grads } => self.copy_grads(bucket, grads)?,
                 Command::CopyParams { bucket, params } => self.copy_params(bucket, params)?,
@@ -693,6 +701,7 @@ impl<D: Kernels> Engine<D> {
         self.counters.d2h_bytes += target.bytes() as u64;
         self.dev.record(self.events.grad_arrived[bucket], Stream::D2h)?;
         self.copying.push_back(bucket);
+        self.vitals.front(Stream::D2h, self.copying.front().copied());
         Ok(())
     }
 
@@ -700,6 +709,7 @@ impl<D: Kernels> Engine<D> {
         let whole = self.plan.layout.range(bucket);
         let range = self.flow.as_ref().map_or(whole.clone(), |flow| flow.beside(&whole));
         if range.is_empty() {
+            self.vitals.record(Mark::Returned, bucket as u64);
             self.coordinator.handle(Event::ParamsCopied(slot));
             return Ok(());
         }
@@ -714,7 +724,8 @@ impl<D: Kernels> Engine<D> {
         }
         self.dev.record(self.events.slot_copied[slot.0], Stream::H2d)?;
         self.dev.record(self.events.params_ready[bucket], Stream::H2d)?;
-        self.returning.push_back(slot);
+        self.returning.push_back((slot, bucket));
+        self.vitals.front(Stream::H2d, self.returning.front().map(|(_, bucket)| *bucket));
         Ok(())
     }
 

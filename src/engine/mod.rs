@@ -2,6 +2,7 @@
 
 pub mod coordinator;
 pub mod counters;
+mod events;
 pub mod executor;
 pub mod loss_scale;
 mod memory;
@@ -9,4 +10,6 @@ mod report;
 pub mod trace;
 pub mod trace_file;
 pub mod verdict;
+pub mod vitals;
+pub mod watchdog;
 mod weight_flow;

@@ -10,6 +10,7 @@ pub mod partition;
 pub mod perf;
 pub mod pinned;
 pub mod pool;
+pub mod pulse;
 mod room;
 pub mod step_job;
 pub mod wakeup;

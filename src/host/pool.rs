@@ -12,6 +12,7 @@ use crate::device::sim::SimPool;
 use crate::engine::trace::{Recorder, now_ns};
 use crate::error::{Error, Result};
 use crate::host::doorbell::Doorbell;
+use crate::host::pulse::Pulse;
 use std::cell::UnsafeCell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -84,6 +85,7 @@ struct Shared<J> {
     failed: AtomicBool,
     bells: Vec<Doorbell>,
     driver: Arc<Doorbell>,
+    pulse: Arc<Pulse>,
 }
 
 // SAFETY: `job` is written only by the driver while no worker runs (`remaining` is zero, acquired) and read only after
@@ -96,13 +98,16 @@ unsafe impl<J: Send + Sync> Sync for Shared<J> {}
 struct Taken(AtomicUsize);
 
 impl<J: Job> Shared<J> {
-    /// Does pieces until all are taken, those of the node `home` first.
-    fn work_on(&self, job: &J, home: usize) {
+    /// `worker` does pieces until all are taken, those of the node `home` first.
+    fn work_on(&self, job: &J, worker: usize, home: usize) {
         let (nodes, pieces) = (self.taken.len(), job.pieces());
         for node in (home..nodes).chain(0..home) {
             let (start, end) = (pieces * node / nodes, pieces * (node + 1) / nodes);
             let taken = std::iter::repeat_with(|| start + self.taken[node].0.fetch_add(1, Ordering::Relaxed));
-            taken.take_while(|&piece| piece < end).for_each(|piece| job.run(piece));
+            taken.take_while(|&piece| piece < end).for_each(|piece| {
+                self.pulse.beat(worker);
+                job.run(piece);
+            });
         }
     }
 }
@@ -128,7 +133,8 @@ impl<J: Job> Pool<J> {
         let failed = AtomicBool::new(false);
         let (published_ns, busy_ns) = (AtomicU64::new(0), AtomicU64::new(0));
         let (job, taken) = (UnsafeCell::new(None), (0..homes.nodes).map(|_| Taken::default()).collect());
-        let shared = Arc::new(Shared { job, generation, taken, remaining, published_ns, busy_ns, failed, bells, driver });
+        let pulse = Arc::new(Pulse::new(workers));
+        let shared = Arc::new(Shared { job, generation, taken, remaining, published_ns, busy_ns, failed, bells, driver, pulse });
         let mut pool = Threads { shared, handles: Vec::with_capacity(workers), published: 0 };
         let (started, outcome) = std::sync::mpsc::channel();
         for worker in 0..workers {
@@ -180,6 +186,14 @@ impl<J: Job> Pool<J> {
         }
     }
 
+    /// Signs of life of its threads, if it has any.
+    pub fn pulse(&self) -> Arc<Pulse> {
+        match self {
+            Self::Threads(pool) => pool.shared.pulse.clone(),
+            Self::Stepped(_) | Self::Simulated(_) => Arc::default(),
+        }
+    }
+
     /// Nanoseconds so far between the submission of a job and the end of its last share.
     pub fn busy_ns(&self) -> u64 {
         match self {
@@ -218,12 +232,13 @@ impl<J: Job> Pool<J> {
 
 impl<J: Job> Threads<J> {
     fn publish(&mut self, job: J) {
+        self.published += 1;
+        self.shared.pulse.given(self.published, job.label().1);
         // SAFETY: the caller saw `remaining` at zero, so that no worker reads the job now.
         unsafe { *self.shared.job.get() = Some(job) };
         self.shared.taken.iter().for_each(|taken| taken.0.store(0, Ordering::Relaxed));
         self.shared.remaining.store(self.handles.len(), Ordering::Relaxed);
         self.shared.published_ns.store(now_ns(), Ordering::Relaxed);
-        self.published += 1;
         self.announce(self.published);
     }
 
@@ -270,10 +285,11 @@ fn work<J: Job>(shared: &Shared<J>, worker: usize, home: usize, mut recorder: Re
         // SAFETY: published before `generation`; the driver does not write until this worker has counted down.
         let Some(job) = (unsafe { &*shared.job.get() }) else { continue };
         let (start, (name, index)) = (now_ns(), job.label());
-        shared.work_on(job, home);
+        shared.work_on(job, worker, home);
         recorder.span(name, index, start);
         // Read first: once the count is zero the driver may publish the next job.
         let job_ns = now_ns() - shared.published_ns.load(Ordering::Relaxed);
+        shared.pulse.done(worker, seen);
         if shared.remaining.fetch_sub(1, Ordering::AcqRel) == 1 {
             shared.busy_ns.fetch_add(job_ns, Ordering::Relaxed);
             shared.driver.ring();
