@@ -45,6 +45,14 @@ pub enum Error {
     /// Somebody asked the program to stop before there was anything to save.
     #[error("interrupted while {0}: nothing was trained")]
     Interrupted(String),
+    /// Something went wrong, and then what was done about it.
+    #[error("{first}; then {then}")]
+    Both {
+        /// What went wrong first.
+        first: Box<Error>,
+        /// What went wrong after it.
+        then: Box<Error>,
+    },
 }
 
 impl Error {
@@ -66,6 +74,11 @@ impl Error {
     /// A `Resource` error.
     pub fn resource(operation: impl Display, cause: impl Display) -> Self {
         Self::Resource { operation: operation.to_string(), cause: cause.to_string() }
+    }
+
+    /// This error, after which `then` went wrong as well.
+    pub fn and(self, then: Self) -> Self {
+        Self::Both { first: Box::new(self), then: Box::new(then) }
     }
 
     /// The process exit code: 2 for usage, that of an interrupted run, 1 for the world.

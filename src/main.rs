@@ -18,6 +18,7 @@ use superoffload::config::options::TrainOptions;
 use superoffload::config::plan::Plan;
 use superoffload::config::settings::{DEMO_FLAGS, Settings};
 use superoffload::dtype::Dtype;
+use superoffload::engine::watchdog::{Alarm, OnAlarm};
 use superoffload::error::{Error, Result};
 use superoffload::hardware::doctor::{self, Probes};
 use superoffload::hardware::topology::Topology;
@@ -29,7 +30,7 @@ use superoffload::planner::answer::Answer;
 use superoffload::planner::machine::Machine;
 use superoffload::planner::search::Question;
 use superoffload::probe::{self, ProbeOptions};
-use superoffload::signals::{EXIT_INTERRUPTED, StopFlag};
+use superoffload::signals::{self, EXIT_INTERRUPTED, StopFlag};
 use superoffload::train::setup::check_context;
 use superoffload::train::{self, Facts, Observer, Summary};
 use superoffload::units::Bytes;
@@ -115,7 +116,7 @@ enum Bench {
 }
 
 fn main() {
-    let code = match parse().and_then(run) {
+    let code = match signals::outlive_file_size_limit().and_then(|()| parse()).and_then(run) {
         Ok(code) => code,
         Err(error) => {
             match error {
@@ -160,6 +161,13 @@ fn tell(text: impl Display) {
     let _ = answer(text);
 }
 
+/// Prints how a run ended: to standard error when nobody takes standard output any more (`| tee`, ended by the same Ctrl-C).
+fn announce(text: impl Display) {
+    if answer(&text).is_err() {
+        remark(text);
+    }
+}
+
 /// Prints a line to standard error; if that is gone, too, there is nobody left to tell.
 fn remark(text: impl Display) {
     let _ = writeln!(std::io::stderr(), "{text}");
@@ -200,9 +208,12 @@ fn run_train(options: TrainOptions) -> Result<i32> {
     let mut person = Person::default();
     let summary = train::run(&settings, &stop, &mut person)?;
     person.bar.finish_and_clear();
-    print_summary(&summary);
+    print_summary(&summary, |line| announce(line));
     if let Some(digest) = &summary.digest {
         answer(format_args!("digest: {digest}"))?;
+    }
+    if let Some(failure) = summary.failure {
+        return Err(failure);
     }
     Ok(if summary.interrupted { EXIT_INTERRUPTED } else { 0 })
 }
@@ -385,14 +396,31 @@ impl Observer for Person {
             tell(format_args!("{what}: {} of {}", Bytes(done), Bytes(all)));
         }
     }
+
+    fn on_alarm(&mut self) -> Option<OnAlarm> {
+        let bar = self.bar.clone();
+        Some(Box::new(move |alarm| match alarm {
+            Alarm::Worker(line) => bar.suspend(|| complain("warning", line)),
+            Alarm::Stall(report) => {
+                complain("error", report);
+                signals::exit_at_once(1);
+            }
+        }))
+    }
 }
 
-fn print_summary(s: &Summary) {
-    if s.steps_here == 0 && !s.interrupted {
+fn print_summary(s: &Summary, tell: impl Fn(std::fmt::Arguments)) {
+    if s.steps_here == 0 && !s.interrupted && s.failure.is_none() {
         let asked = if s.step == s.max_steps { String::new() } else { format!(", {} were asked for", s.max_steps) };
         return tell(format_args!("\nnothing to do: step {} was already done{asked}", s.step));
     }
-    let state = if s.interrupted { "interrupted" } else { "done" };
+    let state = if s.failure.is_some() {
+        "failed"
+    } else if s.interrupted {
+        "interrupted"
+    } else {
+        "done"
+    };
     tell(format_args!("\n{state} at step {} of {} ({} here)", s.step, s.max_steps, s.steps_here));
     if let Some((first, last)) = s.loss {
         tell(format_args!("  loss          {first:.4} -> {last:.4}"));
@@ -407,12 +435,14 @@ fn print_summary(s: &Summary) {
     s.perf.iter().for_each(|perf| tell(format_args!("  counters      {perf}")));
     match &s.checkpoint {
         Some(path) => tell(format_args!("  checkpoint    {}", path.display())),
-        None => tell(format_args!("  checkpoint    none (no step was done)")),
+        None if s.steps_here == 0 => tell(format_args!("  checkpoint    none (no step was done)")),
+        None => tell(format_args!("  checkpoint    none")),
     }
     match &s.metrics {
         Some(path) => tell(format_args!("  metrics       {}", path.display())),
-        None => tell("  metrics       gone: somebody removed the file"),
+        None => tell(format_args!("  metrics       gone: somebody removed the file")),
     }
+    s.lost.iter().for_each(|what| tell(format_args!("  lost          {what}")));
     let Some(trace) = &s.trace else { return };
     let dropped = if s.trace_dropped > 0 { format!(" (full: {} later spans left out)", s.trace_dropped) } else { String::new() };
     tell(format_args!("  timeline      {}{dropped} (open in ui.perfetto.dev)", trace.display()));

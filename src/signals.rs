@@ -1,7 +1,8 @@
-//! SIGTERM and SIGINT: the first asks for a checkpoint at the next step boundary, the second ends the process at once.
+//! Signals: the first SIGTERM, SIGINT or SIGHUP asks for a checkpoint at the next step boundary, a second one ends the process at
+//! once. A file that may not grow is an error of the write, not the end of the process.
 
 use crate::error::{Error, Result};
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 use signal_hook::flag;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,13 +15,13 @@ pub const EXIT_INTERRUPTED: i32 = 75;
 pub struct StopFlag(Arc<AtomicBool>);
 
 impl StopFlag {
-    /// Listens for both signals from now on.
+    /// Listens from now on for the signals that ask to stop. A hang-up that was ignored at the start (`nohup`) stays ignored.
     ///
     /// # Errors
     /// `Resource` when the system refuses the handlers.
     pub fn on_signals() -> Result<Self> {
         let stop = Self::default();
-        for signal in [SIGTERM, SIGINT] {
+        for signal in [SIGTERM, SIGINT, SIGHUP].into_iter().filter(|&signal| signal != SIGHUP || !is_ignored(SIGHUP)) {
             // Order matters: the conditional exit must see the flag before this signal sets it.
             let exit = flag::register_conditional_shutdown(signal, 128 + signal, stop.0.clone());
             exit.and_then(|_| flag::register(signal, stop.0.clone())).map_err(|e| Error::resource("listen for signals", e))?;
@@ -38,4 +39,25 @@ impl StopFlag {
     pub fn is_set(&self) -> bool {
         self.0.load(Ordering::Relaxed)
     }
+}
+
+/// From now on a write beyond the file size limit (`ulimit -f`) fails as EFBIG instead of ending the process without a word: a
+/// handler that does nothing serves like ignoring the signal, which takes unsafe code.
+///
+/// # Errors
+/// `Resource` when the system refuses the handler.
+pub fn outlive_file_size_limit() -> Result<()> {
+    flag::register(SIGXFSZ, Arc::default()).map(|_| ()).map_err(|e| Error::resource("listen for signals", e))
+}
+
+/// Ends the process at once, from any thread: nothing is waited for, and no library tidies up, which might wait for ever.
+pub fn exit_at_once(code: i32) -> ! {
+    signal_hook::low_level::exit(code)
+}
+
+/// Whether the process ignores `signal`, as the kernel says; if it does not say, no.
+fn is_ignored(signal: i32) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
 }

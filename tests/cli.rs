@@ -377,7 +377,7 @@ fn full() -> Stdio {
 fn output_that_nobody_takes_ends_no_training_and_panics_nowhere() {
     let workspace = Workspace::new();
     let quiet = run(workspace.train("out", &["--digest=false"]).stdout(full()));
-    assert_eq!((quiet.code, quiet.stderr.as_str()), (0, ""));
+    assert!(quiet.code == 0 && quiet.stderr.starts_with("\ndone at step 12 of 12") && !quiet.stderr.contains("step      3"), "{quiet:?}");
     assert_eq!(workspace.metrics("out").len() as u64, STEPS);
     let checkpoint = workspace.path("out/checkpoint-12");
     run(program(&["digest"]).arg(&checkpoint).stdout(full())).refused(1, &["standard output", "No space left"]);

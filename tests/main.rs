@@ -5,6 +5,7 @@ mod campaign;
 mod cli;
 mod data;
 mod exactness;
+mod faults;
 mod fuzz_corpus;
 mod memory;
 mod newcomer;

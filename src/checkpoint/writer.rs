@@ -70,7 +70,7 @@ pub fn save<'a>(
     for tensor in tensors {
         writer.tensor(tensor)?;
     }
-    writer.finish(model_files, total_limit)
+    writer.finish(model_files, total_limit, None)
 }
 
 impl Writer {
@@ -107,11 +107,16 @@ impl Writer {
     }
 
     /// Writes `model/` and the manifest, syncs, and publishes the directory under its final name. Then keeps the
-    /// newest `total_limit` checkpoints, this one always among them.
+    /// newest `total_limit` checkpoints, this one always among them, and beside them the newest of those before `spared_before`.
     ///
     /// # Errors
     /// The first operation that failed; checkpoints that were there before are as they were.
-    pub fn finish(mut self, model_files: &[(String, Vec<u8>)], total_limit: Option<NonZeroUsize>) -> Result<Saved> {
+    pub fn finish(
+        mut self,
+        model_files: &[(String, Vec<u8>)],
+        total_limit: Option<NonZeroUsize>,
+        spared_before: Option<u64>,
+    ) -> Result<Saved> {
         self.flush_chunk()?;
         self.state.sync()?;
         self.write_model(model_files)?;
@@ -119,7 +124,7 @@ impl Writer {
         let step = self.manifest.trainer.step;
         let path = store::publish(step, &mut self.tmp, &mut self.warnings)?;
         if let Some(limit) = total_limit {
-            store::prune(self.tmp.parent(), step, limit, &mut self.warnings);
+            store::prune(self.tmp.parent(), step, limit, spared_before, &mut self.warnings);
         }
         Ok(Saved { path, warnings: self.warnings })
     }

@@ -4,6 +4,7 @@
 //! from, `resume` compares that with a checkpoint's and goes on from it, [`session`] runs steps and saves, this file ties them together.
 
 pub mod devices;
+mod feed;
 mod identity;
 mod metrics_file;
 mod previous_run;
@@ -12,13 +13,15 @@ mod run_dir;
 mod run_lock;
 pub mod session;
 pub mod setup;
+mod skips;
 pub mod text;
 
 use crate::config::plan::Plan;
 use crate::config::settings::Settings;
 use crate::device::Kernels;
 use crate::engine::coordinator::Counts;
-use crate::error::Result;
+use crate::engine::watchdog::OnAlarm;
+use crate::error::{Error, Result};
 use crate::hardware::topology::Topology;
 use crate::host::perf::WorkerCounts;
 use crate::metrics::StepMetrics;
@@ -39,6 +42,10 @@ pub trait Observer {
     fn warn(&mut self, line: &str);
     /// Of `all` bytes of data `done` are read; `what` is done with them, in words. Comes often, before [`Observer::begin`].
     fn progress(&mut self, _what: &str, _done: u64, _all: u64) {}
+    /// Who hears, on another thread, of threads that stand still; nobody by default, and then nothing watches them.
+    fn on_alarm(&mut self) -> Option<OnAlarm> {
+        None
+    }
 }
 
 /// What a run is about to do, apart from the plan.
@@ -65,7 +72,7 @@ pub struct Facts {
 }
 
 /// How a run ended.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct Summary {
     /// Whether a signal ended it early.
     pub interrupted: bool,
@@ -95,12 +102,16 @@ pub struct Summary {
     pub perf: Option<WorkerCounts>,
     /// Digest of the final state, if it was asked for.
     pub digest: Option<String>,
+    /// What this process did and no file holds.
+    pub lost: Vec<String>,
+    /// What ended the run early, or went wrong at its end.
+    pub failure: Option<Error>,
 }
 
-/// Trains as `settings` say, until done or until `stop`.
+/// Trains as `settings` say, until done, until `stop`, or until something fails, which the summary then holds.
 ///
 /// # Errors
-/// The first thing that went wrong; the last checkpoint stays good.
+/// What went wrong before the first step.
 pub fn run(settings: &Settings, stop: &StopFlag, observer: &mut impl Observer) -> Result<Summary> {
     let run_dir = RunDir::open(settings, observer)?;
     let chosen = devices::choose(settings, &Topology::this_machine())?;
@@ -112,9 +123,10 @@ pub fn run(settings: &Settings, stop: &StopFlag, observer: &mut impl Observer) -
 }
 
 fn drive<D: Kernels>(mut session: Session<D>, stop: &StopFlag, observer: &mut impl Observer) -> Result<Summary> {
-    while !session.is_done() && !stop.is_set() {
-        session.step(observer)?;
+    let _watchdog = session.watch(observer)?;
+    let mut failure = None;
+    while failure.is_none() && !session.is_done() && !stop.is_set() {
+        failure = session.step(observer).err();
     }
-    session.save_if_new(observer)?;
-    session.into_summary()
+    Ok(session.end(failure, observer))
 }

@@ -1,17 +1,22 @@
 //! Steps, metrics and checkpoints of a run that is set up.
 
+mod ending;
+
+use super::Observer;
+use super::feed::Feed;
 use super::identity::Run;
 use super::metrics_file::{METRICS, MetricsFile};
 use super::run_dir::RunDir;
-use super::{Observer, Summary};
+use super::skips::Skips;
 use crate::checkpoint::digest::StateDigest;
 use crate::checkpoint::{LossScale, Scheduler, TensorSource, TrainerState, Writer};
 use crate::config::settings::Settings;
 use crate::data::loader::{DataPosition, Loader};
 use crate::device::Kernels;
 use crate::engine::coordinator::Counts;
-use crate::engine::executor::{Batches, Engine, StepReport};
+use crate::engine::executor::{Engine, StepReport};
 use crate::engine::verdict::Verdict;
+use crate::engine::watchdog::Watchdog;
 use crate::error::{Error, Result};
 use crate::host::perf::{WORKER_ROLE, WorkerCounters};
 use crate::metrics::{MemoryUse, StepMetrics};
@@ -22,12 +27,6 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-impl Batches for Loader {
-    fn fill(&mut self, inputs: &mut [i32], targets: &mut [i32]) -> Result<()> {
-        Loader::fill(self, inputs, targets)
-    }
-}
-
 /// Where the data goes on, and how much of it there was.
 #[derive(Clone, Copy, Debug, serde::Serialize, serde::Deserialize)]
 pub(super) struct SavedPosition {
@@ -35,9 +34,6 @@ pub(super) struct SavedPosition {
     pub(super) position: DataPosition,
     pub(super) sequences: usize,
 }
-
-/// Skipped steps in a row after which a person is told, again and again.
-const SKIPS_WARNED: u64 = 10;
 
 /// What was measured so far.
 #[derive(Clone, Copy, Debug, Default)]
@@ -54,7 +50,7 @@ struct Totals {
 /// A run between two steps.
 pub struct Session<D: Kernels> {
     engine: Engine<D>,
-    loader: Loader,
+    feed: Feed,
     schedule: Schedule,
     settings: Settings,
     run_dir: RunDir,
@@ -64,9 +60,14 @@ pub struct Session<D: Kernels> {
     flops_per_step: f64,
     totals: Totals,
     last_step_end: Option<Instant>,
-    skips: u64,
+    skips: Skips,
     /// Step and name of the last checkpoint.
     saved: Option<(u64, OsString)>,
+    save_failed: bool,
+    /// Whether the engine's state is that of its last step.
+    is_sound: bool,
+    /// What cannot be had again although the steps are saved.
+    lost: Option<String>,
     perf: Option<WorkerCounters>,
 }
 
@@ -95,7 +96,7 @@ impl<D: Kernels> Session<D> {
         let perf = settings.perf_counters.then(|| WorkerCounters::start(WORKER_ROLE)).transpose()?;
         Ok(Self {
             engine,
-            loader,
+            feed: Feed::new(loader),
             schedule,
             settings,
             run_dir,
@@ -105,10 +106,22 @@ impl<D: Kernels> Session<D> {
             flops_per_step,
             totals,
             last_step_end: None,
-            skips: 0,
+            skips: Skips::default(),
             saved: None,
+            save_failed: false,
+            is_sound: true,
+            lost: None,
             perf,
         })
+    }
+
+    /// Watches the engine's threads, if the observer wants to hear of them, until the watchdog is dropped.
+    ///
+    /// # Errors
+    /// `Resource` when a thread cannot start.
+    pub fn watch(&self, observer: &mut impl Observer) -> Result<Option<Watchdog>> {
+        let limit = Duration::from_secs(self.settings.stall_limit);
+        observer.on_alarm().map(|on_alarm| Watchdog::start(self.engine.vitals(), limit, on_alarm)).transpose()
     }
 
     /// Whether the last step is done.
@@ -119,21 +132,26 @@ impl<D: Kernels> Session<D> {
     /// One step, its metrics, and a checkpoint when one is due.
     ///
     /// # Errors
-    /// The engine's or the disk's.
+    /// The engine's, the data's or the disk's, or too many skipped steps; [`Session::end`] knows what can still be saved.
     pub fn step(&mut self, observer: &mut impl Observer) -> Result<()> {
         // The time between two steps counts: a backlog of updates may be what filled it.
         let start = self.last_step_end.unwrap_or_else(Instant::now);
         let learning_rate = self.schedule.lr(self.engine.optimizer_step());
-        let report = self.engine.step(learning_rate, &mut self.loader)?;
+        let stepped = self.engine.step(learning_rate, &mut self.feed);
+        let report = stepped.inspect_err(|_| self.is_sound = self.feed.has_failed())?;
+        self.feed.step_done();
         let end = Instant::now();
         self.last_step_end = Some(end);
         let metrics = self.measure(&report, end - start);
-        self.metrics.write(&metrics)?;
         observer.step(&metrics);
-        self.skips = if report.verdict == Verdict::SkipNonFinite { self.skips + 1 } else { 0 };
-        if self.skips > 0 && self.skips.is_multiple_of(SKIPS_WARNED) {
-            observer.warn(&format!("{} steps in a row had gradients that are not finite and were skipped", self.skips));
-        }
+        self.skips.record(
+            metrics.step,
+            report.verdict == Verdict::SkipNonFinite,
+            self.last_saved().as_ref().map(|(_, path)| path.as_path()),
+        );
+        self.skips.warning().iter().for_each(|line| observer.warn(line));
+        self.metrics.write(&metrics).inspect_err(|_| self.lost = Some(format!("the metrics of step {}", metrics.step)))?;
+        self.skips.check(self.settings.max_skipped_steps)?;
         if self.engine.train_step().is_multiple_of(self.settings.save_steps) {
             self.save_if_new(observer)?;
             self.last_step_end = Some(Instant::now());
@@ -150,10 +168,10 @@ impl<D: Kernels> Session<D> {
         totals.counts += report.counts;
         totals.exposed_cpu_ns += report.exposed.cpu_ns;
         totals.exposed_transfer_ns += report.exposed.transfer_ns;
-        let (plan, seconds, position) = (self.engine.plan(), time.as_secs_f64(), self.loader.position());
+        let (plan, seconds, position) = (self.engine.plan(), time.as_secs_f64(), self.feed.position());
         StepMetrics {
             step: self.engine.train_step(),
-            epoch: position.epoch as f64 + position.next_sequence as f64 / self.loader.dataset().sequences() as f64,
+            epoch: position.epoch as f64 + position.next_sequence as f64 / self.feed.sequences() as f64,
             loss: report.loss,
             grad_norm: Some(report.grad_norm.0).filter(|norm| norm.is_finite()),
             learning_rate: report.learning_rate,
@@ -181,7 +199,7 @@ impl<D: Kernels> Session<D> {
     pub fn save_if_new(&mut self, observer: &mut impl Observer) -> Result<()> {
         self.run_dir.hold()?.iter().for_each(|line| observer.warn(line));
         if self.totals.steps > 0 && self.saved_path()?.is_none() {
-            self.save(observer)?;
+            self.save(observer).inspect_err(|_| self.save_failed = true)?;
         }
         if self.metrics.keep(self.run_dir.dir())? {
             let path = self.run_dir.dir().join(METRICS);
@@ -197,15 +215,20 @@ impl<D: Kernels> Session<D> {
         Ok(dir.kind(name)?.map(|_| dir.join(name)))
     }
 
+    /// The last checkpoint of this process, for messages.
+    fn last_saved(&self) -> Option<(u64, PathBuf)> {
+        self.saved.as_ref().map(|(step, name)| (*step, self.run_dir.dir().join(name)))
+    }
+
     fn save(&mut self, observer: &mut impl Observer) -> Result<()> {
         let step = self.engine.train_step();
-        self.engine.flush()?;
+        self.engine.flush().inspect_err(|_| self.is_sound = false)?;
         let mut writer = Writer::create(self.run_dir.dir(), self.trainer_state()?, self.run.clone())?;
         for_each_tensor(&mut self.engine, |spec, params, m, v| {
             writer.tensor(TensorSource { name: &spec.name, shape: &spec.shape, params, m, v })
         })?;
         let limit = self.settings.save_total_limit.and_then(NonZeroUsize::new);
-        let saved = writer.finish(&self.model_files, limit)?;
+        let saved = writer.finish(&self.model_files, limit, self.skips.since())?;
         saved.warnings.iter().for_each(|line| observer.warn(line));
         observer.note(&format!("checkpoint {}", saved.path.display()));
         self.saved = saved.path.file_name().map(|name| (step, name.to_os_string()));
@@ -226,11 +249,8 @@ impl<D: Kernels> Session<D> {
                 max_steps: self.schedule.max_steps,
             },
             seed: self.settings.seed,
-            data_position: serde_json::to_value(SavedPosition {
-                position: self.loader.position(),
-                sequences: self.loader.dataset().sequences(),
-            })
-            .map_err(json)?,
+            data_position: serde_json::to_value(SavedPosition { position: self.feed.position(), sequences: self.feed.sequences() })
+                .map_err(json)?,
             speculation: serde_json::to_value(self.engine.history()).map_err(json)?,
             settings: serde_json::to_value(&self.settings).map_err(json)?,
         })
@@ -248,37 +268,6 @@ impl<D: Kernels> Session<D> {
             Ok(())
         })?;
         Ok(digest.finish())
-    }
-
-    /// Ends the threads and writes the timeline, if there was a step: the one that a finished run left is worth more than none.
-    ///
-    /// # Errors
-    /// `Io` when the timeline cannot be written.
-    pub fn into_summary(mut self) -> Result<Summary> {
-        let digest = if self.settings.digest { Some(self.digest()?) } else { None };
-        let (step, max_steps, totals) = (self.engine.train_step(), self.schedule.max_steps, self.totals);
-        let tokens = self.engine.plan().tokens_per_step() as f64 * totals.steps as f64;
-        let perf = self.perf.as_mut().map(WorkerCounters::read).transpose()?;
-        let (checkpoint, trace) = (self.saved_path()?, self.run_dir.take_trace()?);
-        let tracks = self.engine.finish()?;
-        let trace_dropped = if totals.steps > 0 { trace.write(&tracks)? } else { 0 };
-        let ms = |ns: u64| ns as f64 / 1e6;
-        Ok(Summary {
-            interrupted: step < max_steps,
-            step,
-            steps_here: totals.steps,
-            max_steps,
-            loss: totals.first_loss.map(|first| (first, totals.last_loss)),
-            tokens_per_second: if totals.steps == 0 { 0.0 } else { tokens / totals.time.as_secs_f64() },
-            counts: totals.counts,
-            exposed_ms: (ms(totals.exposed_cpu_ns), ms(totals.exposed_transfer_ns)),
-            checkpoint,
-            metrics: self.metrics.is_in(self.run_dir.dir())?.then(|| self.run_dir.dir().join(METRICS)),
-            trace: trace.exists()?.then(|| trace.path()),
-            trace_dropped,
-            perf,
-            digest,
-        })
     }
 }
 

@@ -1,0 +1,86 @@
+//! The end of a run, good or bad: what can still be saved is saved, and what is lost is named.
+
+use super::Session;
+use crate::device::Kernels;
+use crate::error::{Error, Result};
+use crate::host::perf::WorkerCounters;
+use crate::train::metrics_file::METRICS;
+use crate::train::{Observer, Summary};
+use std::path::PathBuf;
+
+/// What went wrong so far.
+struct Failures(Option<Error>);
+
+impl Failures {
+    /// What `result` holds, unless that went wrong, too.
+    fn take<T>(&mut self, result: Result<T>) -> Option<T> {
+        let Err(error) = result else { return result.ok() };
+        self.0 = Some(match self.0.take() {
+            Some(first) => first.and(error),
+            None => error,
+        });
+        None
+    }
+}
+
+impl<D: Kernels> Session<D> {
+    /// Saves what is not saved yet, ends the threads, and writes the timeline. After a `failure` the steps that were done are saved,
+    /// unless it was the engine that failed: its state is then that of no step.
+    pub fn end(mut self, failure: Option<Error>, observer: &mut impl Observer) -> Summary {
+        let mut failures = Failures(failure);
+        if self.is_sound && !self.save_failed {
+            failures.take(self.save_if_new(observer));
+        }
+        let digest = (self.is_sound && self.settings.digest).then(|| self.digest());
+        let digest = digest.and_then(|digest| failures.take(digest));
+        let perf = self.perf.as_mut().map(WorkerCounters::read).and_then(|counts| failures.take(counts));
+        let mut lost: Vec<String> = self.lost_steps().into_iter().chain(self.lost.take()).collect();
+        let (step, max_steps, totals) = (self.engine.train_step(), self.schedule.max_steps, self.totals);
+        let tokens = self.engine.plan().tokens_per_step() as f64 * totals.steps as f64;
+        let checkpoint = failures.take(self.saved_path()).flatten().or_else(|| self.last_saved().map(|(_, path)| path));
+        let metrics = failures.take(self.metrics.is_in(self.run_dir.dir())) == Some(true);
+        let metrics = metrics.then(|| self.run_dir.dir().join(METRICS));
+        let trace = failures.take(self.run_dir.take_trace());
+        let tracks = if self.is_sound { failures.take(self.engine.finish()) } else { None };
+        // The timeline that a finished run left is worth more than one of no step.
+        let written = match (&trace, tracks) {
+            (Some(_), Some(_)) if totals.steps == 0 => Some(0),
+            (Some(trace), Some(tracks)) => failures.take(trace.write(&tracks)),
+            _ => None,
+        };
+        lost.extend(written.is_none().then(|| "the timeline".to_string()));
+        let trace: Option<PathBuf> = trace.and_then(|trace| trace.exists().is_ok_and(|there| there).then(|| trace.path()));
+        let ms = |ns: u64| ns as f64 / 1e6;
+        Summary {
+            interrupted: step < max_steps,
+            step,
+            steps_here: totals.steps,
+            max_steps,
+            loss: totals.first_loss.map(|first| (first, totals.last_loss)),
+            tokens_per_second: if totals.steps == 0 { 0.0 } else { tokens / totals.time.as_secs_f64() },
+            counts: totals.counts,
+            exposed_ms: (ms(totals.exposed_cpu_ns), ms(totals.exposed_transfer_ns)),
+            checkpoint,
+            metrics,
+            trace,
+            trace_dropped: written.unwrap_or(0),
+            perf,
+            digest,
+            lost,
+            failure: failures.0,
+        }
+    }
+
+    /// Steps that no checkpoint holds.
+    fn lost_steps(&self) -> Option<String> {
+        let (step, begin) = (self.engine.train_step(), self.engine.train_step() - self.totals.steps);
+        let saved = self.last_saved();
+        let kept = saved.as_ref().map_or(begin, |(saved, _)| *saved);
+        let since = match &saved {
+            Some((_, path)) => path.display().to_string(),
+            None if begin > 0 => "the checkpoint of the start".into(),
+            None => "the start".into(),
+        };
+        (step > kept).then(|| format!("steps {} to {step}, all since {since}", kept + 1))
+    }
+}

@@ -1,0 +1,79 @@
+//! Rows of skipped steps: a run that only skips learns nothing, and must not end as if it had.
+
+use crate::error::{Error, Result};
+use std::path::{Path, PathBuf};
+
+/// Skipped steps in a row after which a person is told, again and again.
+const WARNED: u64 = 10;
+
+/// The present row of skipped steps.
+#[derive(Debug, Default)]
+pub(super) struct Skips {
+    steps: u64,
+    first: u64,
+    /// The last checkpoint from before the row.
+    before: Option<PathBuf>,
+}
+
+impl Skips {
+    /// Counts `step`, which was skipped or ends the row; `saved` is the last checkpoint.
+    pub(super) fn record(&mut self, step: u64, skipped: bool, saved: Option<&Path>) {
+        *self = match (skipped, self.steps) {
+            (false, _) => Self::default(),
+            (true, 0) => Self { steps: 1, first: step, before: saved.map(Path::to_path_buf) },
+            (true, steps) => Self { steps: steps + 1, first: self.first, before: self.before.take() },
+        };
+    }
+
+    /// The row's first step.
+    pub(super) fn since(&self) -> Option<u64> {
+        (self.steps > 0).then_some(self.first)
+    }
+
+    /// What a person is told now.
+    pub(super) fn warning(&self) -> Option<String> {
+        let due = self.steps > 0 && self.steps.is_multiple_of(WARNED);
+        due.then(|| format!("{} steps in a row had gradients that are not finite and were skipped", self.steps))
+    }
+
+    /// Whether the row is shorter than `limit`; 0 never ends a run.
+    ///
+    /// # Errors
+    /// `Resource` that says what to do.
+    pub(super) fn check(&self, limit: u64) -> Result<()> {
+        if limit == 0 || self.steps < limit {
+            return Ok(());
+        }
+        let Self { steps, first, before } = self;
+        let from = before.as_ref().map_or(format!("a checkpoint from before step {first}"), |dir| dir.display().to_string());
+        Err(Error::resource(
+            format!("train: nothing was learned in {steps} steps"),
+            format!(
+                "from step {first} on, gradients are not finite, and the steps were skipped (--max-skipped-steps {limit}); lower \
+                 --learning-rate or look at the data, and go on with --resume-from-checkpoint {from}"
+            ),
+        ))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_row_ends_with_a_step_that_counts_and_remembers_what_was_saved_before_it() {
+        let mut skips = Skips::default();
+        let saved = |step: u64| PathBuf::from(format!("out/checkpoint-{step}"));
+        skips.record(1, true, None);
+        assert!(skips.check(1).unwrap_err().to_string().ends_with("--resume-from-checkpoint a checkpoint from before step 1"));
+        skips.record(2, false, None);
+        assert_eq!((skips.since(), skips.check(1).is_ok()), (None, true));
+        (5..25).for_each(|step| {
+            skips.record(step, true, Some(&saved(step - 1)));
+            assert_eq!(skips.warning().is_some(), step == 14 || step == 24, "{step}");
+        });
+        assert_eq!((skips.since(), skips.check(21).is_ok(), skips.check(0).is_ok()), (Some(5), true, true));
+        let message = skips.check(20).unwrap_err().to_string();
+        assert!(message.contains("in 20 steps: from step 5 on") && message.ends_with("out/checkpoint-4"), "{message}");
+    }
+}
