@@ -25,7 +25,7 @@ impl StateDigest {
 
     /// The digest in hexadecimal.
     pub fn finish(self) -> String {
-        checksum::hex(&self.0.finalize())
+        checksum::hex(self.0.finalize())
     }
 }
 

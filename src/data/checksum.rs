@@ -45,7 +45,7 @@ impl Fingerprint {
         if Self::without_content(&file)? != before {
             return Err(Error::format(path, "changed while it was read"));
         }
-        Ok(Self { sha256: hex(&hash.finalize()), ..before })
+        Ok(Self { sha256: hex(hash.finalize()), ..before })
     }
 
     /// Size, time and inode; the checksum is empty.
@@ -98,7 +98,7 @@ fn read_kept(kept: &Path) -> BTreeMap<String, Fingerprint> {
 
 /// SHA-256 of `bytes` in hexadecimal.
 pub fn sha256(bytes: &[u8]) -> String {
-    hex(&Sha256::digest(bytes))
+    hex(Sha256::digest(bytes))
 }
 
 /// `bytes` in hexadecimal.

@@ -47,6 +47,15 @@ struct Totals {
     exposed_transfer_ns: u64,
 }
 
+/// What every checkpoint of a run holds besides its state.
+pub(super) struct Companions {
+    pub(super) settings: Settings,
+    /// What an export needs besides the weights.
+    pub(super) model_files: Vec<(String, Vec<u8>)>,
+    /// What the run learns with and from.
+    pub(super) run: Run,
+}
+
 /// A run between two steps.
 pub struct Session<D: Kernels> {
     engine: Engine<D>,
@@ -76,16 +85,15 @@ impl<D: Kernels> Session<D> {
     ///
     /// # Errors
     /// `Io` when the metrics cannot be written, or the optimizer's threads cannot be counted.
-    pub fn new(
+    pub(super) fn new(
         engine: Engine<D>,
         loader: Loader,
         schedule: Schedule,
-        settings: Settings,
+        companions: Companions,
         run_dir: RunDir,
-        model_files: Vec<(String, Vec<u8>)>,
-        run: Run,
         observer: &mut impl Observer,
     ) -> Result<Self> {
+        let Companions { settings, model_files, run } = companions;
         let (metrics, damaged) = MetricsFile::open(run_dir.dir(), engine.train_step())?;
         if damaged > 0 {
             observer.warn(&format!("{}: {damaged} lines are damaged and were left out", run_dir.dir().join(METRICS).display()));
@@ -101,12 +109,12 @@ impl<D: Kernels> Session<D> {
             settings,
             run_dir,
             model_files,
-            run,
             metrics,
             flops_per_step,
             totals,
             last_step_end: None,
-            skips: Skips::default(),
+            skips: Skips::of(&run),
+            run,
             saved: None,
             save_failed: false,
             is_sound: true,
@@ -223,7 +231,7 @@ impl<D: Kernels> Session<D> {
     fn save(&mut self, observer: &mut impl Observer) -> Result<()> {
         let step = self.engine.train_step();
         self.engine.flush().inspect_err(|_| self.is_sound = false)?;
-        let mut writer = Writer::create(self.run_dir.dir(), self.trainer_state()?, self.run.clone())?;
+        let mut writer = Writer::create(self.run_dir.dir(), self.trainer_state()?, self.skips.kept_in(&self.run))?;
         for_each_tensor(&mut self.engine, |spec, params, m, v| {
             writer.tensor(TensorSource { name: &spec.name, shape: &spec.shape, params, m, v })
         })?;

@@ -2,7 +2,7 @@
 
 use super::devices::Chosen;
 use super::run_dir::RunDir;
-use super::session::Session;
+use super::session::{Companions, Session};
 use super::{Facts, Observer, identity, previous_run, resume, text};
 use crate::checkpoint::checkpoint_bytes;
 use crate::config::options::{Init, RunPart};
@@ -113,7 +113,8 @@ pub fn prepare<D: Kernels>(
         warmup_steps: settings.warmup(max_steps),
         max_steps,
     };
-    Session::new(engine, loader, schedule, settings.clone(), run_dir, source.files, run, observer)
+    let companions = Companions { settings: settings.clone(), model_files: source.files, run };
+    Session::new(engine, loader, schedule, companions, run_dir, observer)
 }
 
 /// The data, read and kept as far as need be; `observer` hears how far it is.

@@ -1,10 +1,14 @@
 //! Rows of skipped steps: a run that only skips learns nothing, and must not end as if it had.
 
+use super::identity::Run;
 use crate::error::{Error, Result};
+use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
 /// Skipped steps in a row after which a person is told, again and again.
 const WARNED: u64 = 10;
+/// Key of the row in what a checkpoint keeps of its run.
+const KEY: &str = "skips";
 
 /// The present row of skipped steps.
 #[derive(Debug, Default)]
@@ -16,6 +20,25 @@ pub(super) struct Skips {
 }
 
 impl Skips {
+    /// The row in which the checkpoint stood that `run` comes from.
+    pub(super) fn of(run: &Run) -> Self {
+        let number = |key: &str| run.get(KEY).and_then(|row| row.get(key)).and_then(Value::as_u64);
+        match (number("steps"), number("first")) {
+            (Some(steps), Some(first)) => Self { steps, first, before: None },
+            _ => Self::default(),
+        }
+    }
+
+    /// `run` with this row: a run that is started again and again must not forget it.
+    pub(super) fn kept_in(&self, run: &Run) -> Run {
+        let mut run = run.clone();
+        match self.steps {
+            0 => drop(run.remove(KEY)),
+            steps => drop(run.insert(KEY.into(), json!({"steps": steps, "first": self.first}))),
+        }
+        run
+    }
+
     /// Counts `step`, which was skipped or ends the row; `saved` is the last checkpoint.
     pub(super) fn record(&mut self, step: u64, skipped: bool, saved: Option<&Path>) {
         *self = match (skipped, self.steps) {
@@ -59,6 +82,18 @@ impl Skips {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_checkpoint_keeps_the_row_until_it_ends() {
+        let mut skips = Skips::default();
+        (5..8).for_each(|step| skips.record(step, true, None));
+        let mut again = Skips::of(&skips.kept_in(&Run::new()));
+        assert_eq!((again.since(), again.check(3).is_err(), again.check(4).is_ok()), (Some(5), true, true));
+        again.record(8, false, None);
+        assert_eq!(again.kept_in(&skips.kept_in(&Run::new())), Run::new());
+        let senseless = json!({"skips": {"steps": -1}});
+        assert_eq!(Skips::of(senseless.as_object().unwrap()).since(), None);
+    }
 
     #[test]
     fn a_row_ends_with_a_step_that_counts_and_remembers_what_was_saved_before_it() {
