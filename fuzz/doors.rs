@@ -11,6 +11,7 @@ use superoffload::model::model_dir::ModelDir;
 use superoffload::model::shape::ModelShape;
 use superoffload::model::tensors::TensorTable;
 use superoffload::model::weights;
+use superoffload::optim::StatePart;
 
 /// Reads one input; `dir` is an empty directory of its own, which may be written.
 type Door = fn(input: &[u8], dir: &Path);
@@ -139,8 +140,9 @@ fn manifest(input: &[u8], dir: &Path) {
     for bytes in [input.to_vec(), sealed(input)] {
         put(dir, "trainer_state.json", &bytes);
         if let Ok(mut loaded) = checkpoint::open(dir) {
-            let (mut params, mut m, mut v) = ([0.0; 4], [0.0; 4], [0.0; 4]);
-            let _ = loaded.read_tensor("norm", &mut params, &mut m, &mut v);
+            for part in StatePart::ALL {
+                let _ = loaded.read_state("norm", part, 0, &mut [0.0; 4]);
+            }
             let _ = loaded.read_model_files();
         }
         let _ = checkpoint::verify(dir);

@@ -11,6 +11,7 @@ use superoffload::hardware::topology::Topology;
 use superoffload::model::init::init_tensor;
 use superoffload::model::shape::ModelShape;
 use superoffload::model::tensors::TensorSpec;
+use superoffload::optim::StatePart;
 use superoffload::planner::machine::Machine;
 use superoffload::train::setup::cpu_engine;
 
@@ -60,8 +61,7 @@ pub fn random_params(seed: u64) -> impl Fn(&TensorSpec) -> Vec<f32> {
 pub fn start(plan: &Plan, shape: &ModelShape, params: impl Fn(&TensorSpec) -> Vec<f32>) -> Engine<CpuDevice> {
     let mut engine = cpu_engine(plan, shape, &Topology::this_machine()).unwrap();
     for spec in engine.table().specs().to_vec() {
-        let zero = vec![0.0; spec.elems()];
-        engine.write_state(&spec, &params(&spec), &zero, &zero).unwrap();
+        engine.write_state(StatePart::Params, spec.offset_elems, &params(&spec)).unwrap();
     }
     engine.send_weights().unwrap();
     engine
@@ -71,7 +71,7 @@ pub fn start(plan: &Plan, shape: &ModelShape, params: impl Fn(&TensorSpec) -> Ve
 pub fn digest(engine: &mut Engine<CpuDevice>) -> String {
     engine.flush().unwrap();
     let mut digest = StateDigest::new(engine.optimizer_step());
-    for_each_state(engine, |_, [params, m, v]| digest.update(params, m, v));
+    for_each_state(engine, |_, state| state.iter().for_each(|part| digest.update(part)));
     digest.finish()
 }
 
@@ -85,9 +85,11 @@ pub fn read_params(engine: &mut Engine<CpuDevice>) -> Vec<f32> {
 
 fn for_each_state(engine: &mut Engine<CpuDevice>, mut each: impl FnMut(&TensorSpec, &[Vec<f32>; 3])) {
     for spec in engine.table().specs().to_vec() {
-        let mut state = [(); 3].map(|()| vec![0.0; spec.elems()]);
-        let [params, m, v] = &mut state;
-        engine.read_state(&spec, params, m, v).unwrap();
+        let state = StatePart::ALL.map(|part| {
+            let mut elems = vec![0.0; spec.elems()];
+            engine.read_state(part, spec.offset_elems, &mut elems).unwrap();
+            elems
+        });
         each(&spec, &state);
     }
 }

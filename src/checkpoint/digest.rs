@@ -16,11 +16,9 @@ impl StateDigest {
         Self(Sha256::new_with_prefix(step.to_le_bytes()))
     }
 
-    /// Adds the next tensor in the model's order. A tensor may not be split between calls.
-    pub fn update(&mut self, params: &[f32], m: &[f32], v: &[f32]) {
-        for part in [params, m, v] {
-            self.0.update(bytemuck::cast_slice::<f32, u8>(part));
-        }
+    /// Adds the next elements: of every tensor in the model's order first all parameters, then all of m, then all of v.
+    pub fn update(&mut self, elems: &[f32]) {
+        self.0.update(bytemuck::cast_slice::<f32, u8>(elems));
     }
 
     /// The digest in hexadecimal.

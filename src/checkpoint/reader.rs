@@ -1,8 +1,9 @@
 //! Reading a checkpoint: nothing leaves here whose checksum was not compared.
 
-use super::format::{CHUNK_BYTES, FileEntry, MANIFEST, MODEL, Manifest, STATE};
+use super::format::{CHUNK_BYTES, FileEntry, MANIFEST, MODEL, Manifest, STATE, TensorEntry};
 use crate::disk::InFile;
 use crate::error::{Error, Result};
+use crate::optim::StatePart;
 use std::path::{Path, PathBuf};
 
 /// An open checkpoint whose manifest is sound and whose files have the right sizes.
@@ -75,20 +76,16 @@ impl Loaded {
         }
     }
 
-    /// Reads one tensor's parameters and moments, each slice as long as the tensor.
-    ///
-    /// # Errors
-    /// An unknown name, another length, a checksum that differs. The slices may then be partly written.
-    pub fn read_tensor(&mut self, name: &str, params: &mut [f32], m: &mut [f32], v: &mut [f32]) -> Result<()> {
-        self.read_parts(name, [params, m, v])
-    }
-
     /// Reads one tensor's parameters only.
     ///
     /// # Errors
-    /// As [`Loaded::read_tensor`].
+    /// As [`Loaded::read_elems`], and another length than the tensor's.
     pub fn read_params(&mut self, name: &str, params: &mut [f32]) -> Result<()> {
-        self.read_parts(name, [params])
+        let elems = self.entry(name)?.elems;
+        if params.len() as u64 != elems {
+            return Err(Error::format(self.file.path(), format_args!("tensor {name} has {elems} elements, wanted {}", params.len())));
+        }
+        self.read_elems(name, StatePart::Params, 0, params)
     }
 
     /// The files of `model/`: name and content, verified.
@@ -100,20 +97,23 @@ impl Loaded {
         self.manifest.files.iter().map(read).collect()
     }
 
-    fn read_parts<const N: usize>(&mut self, name: &str, parts: [&mut [f32]; N]) -> Result<()> {
-        let found = self.manifest.tensors.iter().find(|t| t.name == name);
-        let entry = found.ok_or_else(|| Error::format(self.file.path(), format_args!("holds no tensor {name}")))?;
-        let (mut offset, elems) = (entry.offset, entry.elems);
-        for part in parts {
-            if part.len() as u64 != elems {
-                let cause = format_args!("tensor {name} has {elems} elements, wanted {}", part.len());
-                return Err(Error::format(self.file.path(), cause));
-            }
-            let bytes: &mut [u8] = bytemuck::cast_slice_mut(part);
-            self.read_at(offset, bytes)?;
-            offset += bytes.len() as u64;
+    /// Reads elements `start..start + out.len()` of one part of a tensor.
+    ///
+    /// # Errors
+    /// An unknown name, elements that the tensor does not have, a checksum that differs. `out` may then be partly written.
+    pub fn read_elems(&mut self, name: &str, part: StatePart, start: usize, out: &mut [f32]) -> Result<()> {
+        let entry = self.entry(name)?;
+        let (offset, elems, end) = (entry.offset, entry.elems, (start + out.len()) as u64);
+        if end > elems {
+            return Err(Error::format(self.file.path(), format_args!("tensor {name} has {elems} elements, wanted {end}")));
         }
-        Ok(())
+        let first = part as u64 * elems + start as u64;
+        self.read_at(offset + 4 * first, bytemuck::cast_slice_mut(out))
+    }
+
+    fn entry(&self, name: &str) -> Result<&TensorEntry> {
+        let found = self.manifest.tensors.iter().find(|t| t.name == name);
+        found.ok_or_else(|| Error::format(self.file.path(), format_args!("holds no tensor {name}")))
     }
 
     /// Gives every chunk of `state.bin` to `visit`, in order, checked.

@@ -96,14 +96,27 @@ impl Writer {
     /// If the slices do not have the size of the shape.
     pub fn tensor(&mut self, tensor: TensorSource<'_>) -> Result<()> {
         let TensorSource { name, shape, params, m, v } = tensor;
-        let elems: usize = shape.iter().product();
-        let offset = self.manifest.state_bytes;
-        self.manifest.tensors.push(TensorEntry { name: name.into(), shape: shape.into(), offset, elems: elems as u64 });
+        self.begin(name, shape);
         for part in [params, m, v] {
-            assert_eq!(part.len(), elems, "tensor {name} of shape {shape:?}");
-            self.append(bytemuck::cast_slice(part))?;
+            assert_eq!(part.len(), shape.iter().product::<usize>(), "tensor {name} of shape {shape:?}");
+            self.elems(part)?;
         }
         Ok(())
+    }
+
+    /// Begins a tensor. Its elements follow in calls of [`Writer::elems`]: first all parameters, then all of m, then all of v.
+    pub fn begin(&mut self, name: &str, shape: &[usize]) {
+        let (offset, elems) = (self.manifest.state_bytes, shape.iter().product::<usize>() as u64);
+        self.manifest.tensors.push(TensorEntry { name: name.into(), shape: shape.into(), offset, elems });
+    }
+
+    /// Appends the next elements of the tensor that was begun last. A tensor that does not get all of its own, and no more, is an error
+    /// when the checkpoint is finished.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn elems(&mut self, elems: &[f32]) -> Result<()> {
+        self.append(bytemuck::cast_slice(elems))
     }
 
     /// Writes `model/` and the manifest, syncs, and publishes the directory under its final name. Then keeps the

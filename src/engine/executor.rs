@@ -23,8 +23,9 @@ use crate::host::step_job::StepJob;
 use crate::model::activations::ActivationPlan;
 use crate::model::rope::rope_table;
 use crate::model::shape::{ModelShape, Positions};
-use crate::model::tensors::{Stage, TensorSpec, TensorTable};
+use crate::model::tensors::{Stage, TensorTable};
 use crate::model::{MicroStep, Model};
+use crate::optim::StatePart;
 use crate::optim::adam::{AdamConsts, AdamHyper};
 use crate::planner::budget::PAGED_WINDOW;
 use crate::units::Norm;
@@ -270,24 +271,26 @@ impl<D: Kernels> Engine<D> {
         self.memory.init_params(&mut self.dev, &self.model.table, seed, threads)
     }
 
-    /// Sets a tensor's parameters and moments, fp32 in the layout of `spec`. Call [`Engine::send_weights`] after the last.
+    /// Sets parameters or moments from element `start` of the flat range on. Call [`Engine::send_weights`] after the last.
     ///
     /// # Errors
     /// The device's.
     ///
     /// # Panics
-    /// If a slice is not as long as the tensor.
-    pub fn write_state(&mut self, spec: &TensorSpec, params: &[f32], m: &[f32], v: &[f32]) -> Result<()> {
-        assert!([params.len(), m.len(), v.len()].iter().all(|&len| len == spec.elems()), "state of {}", spec.name);
-        self.memory.write(&mut self.dev, spec.range(), params, m, v)
+    /// If they reach beyond the flat range.
+    pub fn write_state(&mut self, part: StatePart, start: usize, source: &[f32]) -> Result<()> {
+        self.memory.write(&mut self.dev, part, start..start + source.len(), source)
     }
 
-    /// Reads a tensor's parameters and moments. Call [`Engine::flush`] first.
+    /// Reads parameters or moments from element `start` of the flat range on. Call [`Engine::flush`] first.
     ///
     /// # Errors
     /// The device's.
-    pub fn read_state(&mut self, spec: &TensorSpec, params: &mut [f32], m: &mut [f32], v: &mut [f32]) -> Result<()> {
-        self.memory.read(&mut self.dev, spec.range(), params, m, v)
+    ///
+    /// # Panics
+    /// If they reach beyond the flat range.
+    pub fn read_state(&mut self, part: StatePart, start: usize, out: &mut [f32]) -> Result<()> {
+        self.memory.read(&mut self.dev, part, start..start + out.len(), out)
     }
 
     /// Derives the device's working weights from the state.

@@ -8,6 +8,7 @@ use crate::host::pinned::{HostMemory, PinnedSlice};
 use crate::host::step_job::{HostState, Segment, SlotMemory, StepMemory};
 use crate::model::init::init_flat;
 use crate::model::tensors::TensorTable;
+use crate::optim::StatePart;
 use crate::optim::simd::AdamKernels;
 use std::ops::Range;
 use std::sync::Arc;
@@ -127,33 +128,32 @@ impl Memory {
     }
 
     /// Copies state into its place. The device must be idle and no job running.
-    pub(super) fn write<D: Device>(&self, dev: &mut D, flat: Range<usize>, params: &[f32], m: &[f32], v: &[f32]) -> Result<()> {
-        let (on_host, host) = (self.on_host(&flat), self.step.state);
-        for (memory, source) in [(host.params, params), (host.m, m), (host.v, v)] {
-            let part = &source[..on_host.len()];
-            memory.slice(on_host.start * 4, part.len() * 4).with(|x: &mut [f32]| x.copy_from_slice(part));
-        }
+    pub(super) fn write<D: Device>(&self, dev: &mut D, part: StatePart, flat: Range<usize>, source: &[f32]) -> Result<()> {
+        let (memory, on_host) = self.host_part(part, &flat);
+        memory.with(|x: &mut [f32]| x.copy_from_slice(&source[..on_host]));
         for state in self.device.iter().filter_map(|state| state.part(&flat)) {
-            for (memory, source) in state.arrays().into_iter().zip([params, m, v]) {
-                self.upload(dev, &source[state.flat.start - flat.start..][..memory.elems], memory)?;
-            }
+            let memory = state.arrays()[part as usize];
+            self.upload(dev, &source[state.flat.start - flat.start..][..memory.elems], memory)?;
         }
         Ok(())
     }
 
     /// Copies state out of its place. The device must be idle and no job running.
-    pub(super) fn read<D: Device>(&self, dev: &mut D, flat: Range<usize>, params: &mut [f32], m: &mut [f32], v: &mut [f32]) -> Result<()> {
-        let (on_host, host) = (self.on_host(&flat), self.step.state);
-        for (memory, out) in [(host.params, &mut *params), (host.m, &mut *m), (host.v, &mut *v)] {
-            let part = &mut out[..on_host.len()];
-            memory.slice(on_host.start * 4, part.len() * 4).read(part);
-        }
+    pub(super) fn read<D: Device>(&self, dev: &mut D, part: StatePart, flat: Range<usize>, out: &mut [f32]) -> Result<()> {
+        let (memory, on_host) = self.host_part(part, &flat);
+        memory.read(&mut out[..on_host]);
         for state in self.device.iter().filter_map(|state| state.part(&flat)) {
-            for (memory, out) in state.arrays().into_iter().zip([&mut *params, &mut *m, &mut *v]) {
-                self.download(dev, memory, &mut out[state.flat.start - flat.start..][..memory.elems])?;
-            }
+            let memory = state.arrays()[part as usize];
+            self.download(dev, memory, &mut out[state.flat.start - flat.start..][..memory.elems])?;
         }
         Ok(())
+    }
+
+    /// Where the host has its share of a flat range, the first so many elements.
+    fn host_part(&self, part: StatePart, flat: &Range<usize>) -> (PinnedSlice, usize) {
+        let (on_host, state) = (self.on_host(flat), self.step.state);
+        let memory = [state.params, state.m, state.v][part as usize];
+        (memory.slice(on_host.start * 4, on_host.len() * 4), on_host.len())
     }
 
     /// Copies fp32 values to the device through the bounce buffer.

@@ -9,3 +9,29 @@ pub mod norm;
 pub(crate) mod samples;
 pub mod schedule;
 pub mod simd;
+
+use std::ops::Range;
+
+/// One of the three fp32 arrays of AdamW's state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StatePart {
+    /// The parameters.
+    Params = 0,
+    /// First moments.
+    M = 1,
+    /// Second moments.
+    V = 2,
+}
+
+impl StatePart {
+    /// All parts, in the order in which checkpoints and digests hold them.
+    pub const ALL: [Self; 3] = [Self::Params, Self::M, Self::V];
+}
+
+/// Elements of a piece: what passes between state, checkpoint and digest at once.
+const PIECE_ELEMS: usize = 4 << 20;
+
+/// `elems` elements cut into pieces of bounded size, so that no tensor is ever held whole beside the state.
+pub fn pieces(elems: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..elems).step_by(PIECE_ELEMS).map(move |start| start..elems.min(start + PIECE_ELEMS))
+}

@@ -13,6 +13,7 @@ use crate::engine::executor::Engine;
 use crate::engine::loss_scale::LossScale;
 use crate::engine::verdict::SpeculationHistory;
 use crate::error::{Error, Result};
+use crate::optim::{StatePart, pieces};
 use serde::Deserialize;
 use serde_json::Value;
 use std::path::Path;
@@ -114,10 +115,15 @@ impl Accepted {
     pub(super) fn restore<D: Kernels>(mut self, engine: &mut Engine<D>) -> Result<DataPosition> {
         let specs = engine.table().specs().to_vec();
         self.loaded.expect_tensors(specs.iter().map(|spec| (spec.name.as_str(), spec.shape.as_slice())))?;
+        let mut buffer = Vec::new();
         for spec in &specs {
-            let (mut params, mut m, mut v) = (vec![0.0; spec.elems()], vec![0.0; spec.elems()], vec![0.0; spec.elems()]);
-            self.loaded.read_state(&spec.name, &mut params, &mut m, &mut v)?;
-            engine.write_state(spec, &params, &m, &v)?;
+            for part in StatePart::ALL {
+                for piece in pieces(spec.elems()) {
+                    buffer.resize(piece.len(), 0.0);
+                    self.loaded.read_state(&spec.name, part, piece.start, &mut buffer)?;
+                    engine.write_state(part, spec.offset_elems + piece.start, &buffer)?;
+                }
+            }
         }
         let trainer = &self.loaded.manifest().trainer;
         let mut loss_scale = LossScale::new(engine.plan().dtype);

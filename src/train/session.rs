@@ -9,7 +9,7 @@ use super::metrics_file::{METRICS, MetricsFile};
 use super::run_dir::RunDir;
 use super::skips::Skips;
 use crate::checkpoint::digest::StateDigest;
-use crate::checkpoint::{LossScale, Scheduler, TensorSource, TrainerState, Writer};
+use crate::checkpoint::{LossScale, Scheduler, TrainerState, Writer};
 use crate::config::settings::Settings;
 use crate::data::loader::{DataPosition, Loader};
 use crate::device::Kernels;
@@ -22,6 +22,7 @@ use crate::host::perf::{WORKER_ROLE, WorkerCounters};
 use crate::metrics::{MemoryUse, StepMetrics};
 use crate::model::tensors::TensorSpec;
 use crate::optim::schedule::Schedule;
+use crate::optim::{StatePart, pieces};
 use std::ffi::OsString;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
@@ -232,8 +233,9 @@ impl<D: Kernels> Session<D> {
         let step = self.engine.train_step();
         self.engine.flush().inspect_err(|_| self.is_sound = false)?;
         let mut writer = Writer::create(self.run_dir.dir(), self.trainer_state()?, self.skips.kept_in(&self.run))?;
-        for_each_tensor(&mut self.engine, |spec, params, m, v| {
-            writer.tensor(TensorSource { name: &spec.name, shape: &spec.shape, params, m, v })
+        for_each_piece(&mut self.engine, |begun, elems| {
+            begun.iter().for_each(|spec| writer.begin(&spec.name, &spec.shape));
+            writer.elems(elems)
         })?;
         let limit = self.settings.save_total_limit.and_then(NonZeroUsize::new);
         let saved = writer.finish(&self.model_files, limit, self.skips.since())?;
@@ -271,25 +273,26 @@ impl<D: Kernels> Session<D> {
     pub fn digest(&mut self) -> Result<String> {
         self.engine.flush()?;
         let mut digest = StateDigest::new(self.engine.optimizer_step());
-        for_each_tensor(&mut self.engine, |_, params, m, v| {
-            digest.update(params, m, v);
+        for_each_piece(&mut self.engine, |_, elems| {
+            digest.update(elems);
             Ok(())
         })?;
         Ok(digest.finish())
     }
 }
 
-/// Reads every tensor's state in canonical order through three buffers.
-fn for_each_tensor<D: Kernels>(
-    engine: &mut Engine<D>,
-    mut each: impl FnMut(&TensorSpec, &[f32], &[f32], &[f32]) -> Result<()>,
-) -> Result<()> {
-    let specs = engine.table().specs().to_vec();
-    let (mut params, mut m, mut v) = (Vec::new(), Vec::new(), Vec::new());
+/// Reads all state in canonical order, piece by piece; the first piece of a tensor comes with its spec.
+fn for_each_piece<D: Kernels>(engine: &mut Engine<D>, mut each: impl FnMut(Option<&TensorSpec>, &[f32]) -> Result<()>) -> Result<()> {
+    let (specs, mut buffer) = (engine.table().specs().to_vec(), Vec::new());
     for spec in &specs {
-        [&mut params, &mut m, &mut v].into_iter().for_each(|buffer| buffer.resize(spec.elems(), 0.0f32));
-        engine.read_state(spec, &mut params, &mut m, &mut v)?;
-        each(spec, &params, &m, &v)?;
+        let mut begun = Some(spec);
+        for part in StatePart::ALL {
+            for piece in pieces(spec.elems()) {
+                buffer.resize(piece.len(), 0.0);
+                engine.read_state(part, spec.offset_elems + piece.start, &mut buffer)?;
+                each(begun.take(), &buffer)?;
+            }
+        }
     }
     Ok(())
 }

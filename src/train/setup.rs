@@ -32,6 +32,7 @@ use crate::model::model_dir::{CONFIG, ModelDir};
 use crate::model::shape::{DEMO_CONFIG, ModelShape, Positions};
 use crate::model::tensors::TensorTable;
 use crate::model::weights;
+use crate::optim::StatePart;
 use crate::optim::schedule::Schedule as LearningRate;
 use crate::planner::search::best_plan;
 use crate::signals::StopFlag;
@@ -294,15 +295,10 @@ fn begin<D: Kernels>(engine: &mut Engine<D>, settings: &Settings, shape: &ModelS
             let specs = engine.table().specs().to_vec();
             let mut flat = vec![0.0; engine.table().flat_elems()];
             weights::load(dir, shape, engine.table(), &mut flat)?;
-            specs.iter().try_for_each(|spec| write_params(engine, spec, &flat[spec.range()]))?;
+            specs.iter().try_for_each(|spec| engine.write_state(StatePart::Params, spec.offset_elems, &flat[spec.range()]))?;
         }
         _ => engine.init_state(settings.seed, engine.plan().threads)?,
     }
     engine.send_weights()?;
     Ok(DataPosition::default())
-}
-
-fn write_params<D: Kernels>(engine: &mut Engine<D>, spec: &crate::model::tensors::TensorSpec, params: &[f32]) -> Result<()> {
-    let zero = vec![0.0; params.len()];
-    engine.write_state(spec, params, &zero, &zero)
 }

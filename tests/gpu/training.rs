@@ -19,6 +19,7 @@ use superoffload::hardware::topology::Topology;
 use superoffload::model::init::init_tensor;
 use superoffload::model::shape::ModelShape;
 use superoffload::model::tensors::TensorTable;
+use superoffload::optim::StatePart;
 use superoffload::planner::machine::{DeviceMemory, Machine};
 use superoffload::train::setup::cpu_engine;
 
@@ -98,9 +99,9 @@ fn train_shape<D: Kernels>(on: &Subject<'_, D>, shape: &ModelShape, toml: &str, 
     let mut engine = (on.engine)(&plan, shape, &topology)?;
     let specs = engine.table().specs().to_vec();
     for spec in &specs {
-        let (mut params, zero) = (vec![0.0; spec.elems()], vec![0.0; spec.elems()]);
+        let mut params = vec![0.0; spec.elems()];
         init_tensor(spec, settings.seed, &mut params);
-        engine.write_state(spec, &params, &zero, &zero)?;
+        engine.write_state(StatePart::Params, spec.offset_elems, &params)?;
     }
     engine.send_weights()?;
     let dataset = Dataset::open(&settings.data, &Tokenizer::bytes(), shape.vocab, settings.seq_length, &mut Preparation::default())?;
@@ -114,9 +115,11 @@ fn train_shape<D: Kernels>(on: &Subject<'_, D>, shape: &ModelShape, toml: &str, 
     engine.flush()?;
     let mut digest = StateDigest::new(engine.optimizer_step());
     for spec in &specs {
-        let [mut params, mut m, mut v] = [(); 3].map(|()| vec![0.0; spec.elems()]);
-        engine.read_state(spec, &mut params, &mut m, &mut v)?;
-        digest.update(&params, &m, &v);
+        for part in StatePart::ALL {
+            let mut elems = vec![0.0; spec.elems()];
+            engine.read_state(part, spec.offset_elems, &mut elems)?;
+            digest.update(&elems);
+        }
     }
     Ok(Run { reports, counts, digest: digest.finish(), tracks: engine.finish()? })
 }
