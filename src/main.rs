@@ -21,6 +21,7 @@ use superoffload::dtype::Dtype;
 use superoffload::engine::watchdog::{Alarm, OnAlarm};
 use superoffload::error::{Error, Result};
 use superoffload::hardware::doctor::{self, Probes};
+use superoffload::hardware::limits;
 use superoffload::hardware::topology::Topology;
 use superoffload::metrics::StepMetrics;
 use superoffload::model::presets;
@@ -116,7 +117,7 @@ enum Bench {
 }
 
 fn main() {
-    let code = match signals::outlive_file_size_limit().and_then(|()| parse()).and_then(run) {
+    let code = match signals::outlive_file_size_limit().and_then(|()| limits::check_memory_limits()).and_then(|()| parse()).and_then(run) {
         Ok(code) => code,
         Err(error) => {
             match error {

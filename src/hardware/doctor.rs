@@ -372,7 +372,7 @@ mod tests {
 
     /// The machine of the topology's tests, as an x86-64 build sees it.
     fn server() -> Topology {
-        let process = Process { affinity: CpuList::parse("0-6"), memlock_bytes: Some(8 << 20) };
+        let process = Process { affinity: CpuList::parse("0-6"), memlock_bytes: Some(8 << 20), ..Process::default() };
         Topology { arch: "x86_64", ..Topology::read(two_sockets().path(), process) }
     }
 
@@ -466,7 +466,10 @@ mod tests {
 
     #[test]
     fn a_grace_keeps_its_gpus_memory_and_its_coarse_pages_out() {
-        let facts = facts_of(&Topology::read(grace().path(), Process { affinity: CpuList::parse("0-71"), memlock_bytes: None }));
+        let facts = facts_of(&Topology::read(
+            grace().path(),
+            Process { affinity: CpuList::parse("0-71"), memlock_bytes: None, ..Process::default() },
+        ));
         for fact in [
             "optimizer threads: beside a GPU 65 on CPUs 6-39,41-71, all else on 0-5,40; on the CPU device 72",
             "numa node: 1: 96.0 GiB, cpus none",
@@ -484,7 +487,7 @@ mod tests {
     #[test]
     fn a_container_is_told_what_binds_it() {
         let root = container();
-        let process = Process { affinity: CpuList::parse("8-11"), memlock_bytes: Some(8 << 20) };
+        let process = Process { affinity: CpuList::parse("8-11"), memlock_bytes: Some(8 << 20), ..Process::default() };
         let facts = facts_of(&Topology { perf_event_paranoid: Some(4), ..Topology::read(root.path(), process) });
         let dir = root.path().join("sys/fs/cgroup");
         for fact in [

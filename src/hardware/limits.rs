@@ -2,6 +2,8 @@
 
 use super::topology::{Topology, UsableCpus};
 use crate::error::{Error, Result};
+use crate::units::Bytes;
+use nix::sys::resource::{Resource, getrlimit};
 
 /// A GPU's optimizer on less than this part of the machine's CPUs is refused unless the number of threads was said. A GPU of eight
 /// with its share of the CPUs is far from it.
@@ -9,6 +11,26 @@ const PART_REFUSED: usize = 16;
 
 /// Less than this part is worth a warning.
 const PART_WARNED: usize = 2;
+
+/// Address space and data that the program takes before it knows what it is asked for: its code, threads' stacks, the allocator's arenas.
+const ADDRESS_BYTES_MIN: u64 = 64 << 20;
+const DATA_BYTES_MIN: u64 = 32 << 20;
+
+/// Refuses to start under limits of memory (`ulimit -v`, `-d`) in which an allocation would soon end the process without a word.
+///
+/// # Errors
+/// `Resource` with the limit, its value and what to allow.
+pub fn check_memory_limits() -> Result<()> {
+    for (limit, flag, least) in [(Resource::RLIMIT_AS, "-v", ADDRESS_BYTES_MIN), (Resource::RLIMIT_DATA, "-d", DATA_BYTES_MIN)] {
+        if let Ok((soft, _hard)) = getrlimit(limit)
+            && soft < least
+        {
+            let cause = format!("ulimit {flag} allows {}, the program alone needs {}; raise it", Bytes(soft), Bytes(least));
+            return Err(Error::resource("start", cause));
+        }
+    }
+    Ok(())
+}
 
 /// Why not every CPU of the machine can be used, and what would change that: a line a limit.
 pub fn reasons(topology: &Topology) -> Vec<String> {
@@ -66,7 +88,7 @@ mod tests {
     use super::*;
 
     fn on(dir: &tempfile::TempDir, affinity: &str) -> Topology {
-        Topology::read(dir.path(), Process { affinity: CpuList::parse(affinity), memlock_bytes: None })
+        Topology::read(dir.path(), Process { affinity: CpuList::parse(affinity), memlock_bytes: None, ..Process::default() })
     }
 
     #[test]

@@ -6,7 +6,7 @@ use super::cgroup::CgroupLimits;
 use super::cpu_list::CpuList;
 use super::parse;
 use nix::sched::{CpuSet, sched_getaffinity};
-use nix::sys::resource::{Resource, getrlimit};
+use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 use nix::unistd::Pid;
 use std::fmt;
 use std::fs;
@@ -122,6 +122,8 @@ pub struct Process {
     pub affinity: Option<CpuList>,
     /// Limit of locked memory (`RLIMIT_MEMLOCK`); `u64::MAX`: unlimited.
     pub memlock_bytes: Option<u64>,
+    /// What limits of address space and data (`RLIMIT_AS`, `RLIMIT_DATA`) leave of memory; `None`: they do not limit it.
+    pub address_room_bytes: Option<u64>,
 }
 
 /// CPUs that this process can use, and why not more.
@@ -142,8 +144,19 @@ impl Process {
         Self {
             affinity: sched_getaffinity(Pid::from_raw(0)).ok().map(allowed),
             memlock_bytes: getrlimit(Resource::RLIMIT_MEMLOCK).ok().map(|(soft, _hard)| soft),
+            address_room_bytes: address_room(),
         }
     }
+}
+
+/// See [`Process::address_room_bytes`].
+fn address_room() -> Option<u64> {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let room = |limit, used: &str| {
+        let (soft, _hard) = getrlimit(limit).ok().filter(|(soft, _hard)| *soft != RLIM_INFINITY)?;
+        Some(soft.saturating_sub(parse::meminfo_bytes(&status, used).unwrap_or(0)))
+    };
+    [room(Resource::RLIMIT_AS, "VmSize"), room(Resource::RLIMIT_DATA, "VmData")].into_iter().flatten().min()
 }
 
 impl Topology {
@@ -208,13 +221,13 @@ impl Topology {
         self.count(|cpu| cpu.package)
     }
 
-    /// Memory that this process can hope for: what is available beside the CPUs, at most what its control groups allow.
+    /// Memory that this process can hope for: what is available beside the CPUs, at most what its control groups and limits allow.
     pub fn memory_usable_bytes(&self) -> Option<u64> {
         let limit = self.cgroup.memory_bytes.as_ref().map(|limit| limit.value);
         // A GPU's memory may be a node of the machine: it counts as available, and is not the host's to fill.
         let elsewhere: u64 = self.numa_nodes.iter().filter(|node| node.cpus.is_empty()).filter_map(|node| node.free_bytes).sum();
         let available = self.memory_available_bytes.or(self.memory_total_bytes).map(|bytes| bytes.saturating_sub(elsewhere));
-        [available, limit].into_iter().flatten().min()
+        [available, limit, self.process.address_room_bytes].into_iter().flatten().min()
     }
 
     /// Free memory in pools of huge pages; nobody else can use it, and it does not count as available.
@@ -589,10 +602,17 @@ pub(crate) mod tests {
     #[test]
     fn a_container_may_use_what_affinity_cpuset_and_quota_leave() {
         let dir = container();
-        let topology = Topology::read(dir.path(), Process { affinity: CpuList::parse("0-71"), memlock_bytes: Some(8 << 20) });
+        let topology =
+            Topology::read(dir.path(), Process { affinity: CpuList::parse("0-71"), memlock_bytes: Some(8 << 20), ..Process::default() });
         let usable = topology.usable_cpus().unwrap();
         assert_eq!((usable.count(), usable.to_string().as_str()), (2, "2 of 72 CPUs (affinity 8-11, cgroup quota 2.0)"));
         assert_eq!(topology.memory_usable_bytes(), Some(16 << 30));
+    }
+
+    #[test]
+    fn memory_is_bounded_by_the_limits_of_the_process() {
+        let process = Process { address_room_bytes: Some(3 << 20), ..Process::default() };
+        assert_eq!(Topology::read(two_sockets().path(), process).memory_usable_bytes(), Some(3 << 20));
     }
 
     #[test]

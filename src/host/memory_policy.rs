@@ -188,7 +188,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn on_grace(choice: HugePagesChoice) -> MemoryPolicy {
-        let process = Process { affinity: CpuList::parse("0-71"), memlock_bytes: None };
+        let process = Process { affinity: CpuList::parse("0-71"), memlock_bytes: None, ..Process::default() };
         MemoryPolicy::new(&Topology::read(grace().path(), process), choice, &[7, 8], 2).unwrap()
     }
 
