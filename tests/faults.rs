@@ -111,6 +111,18 @@ fn limited(train: &Command, blocks: u64) -> Command {
 }
 
 #[test]
+fn limits_of_memory_too_small_to_start_in_are_named() {
+    if emulator().is_some() {
+        return;
+    }
+    for (flag, kilobytes) in [("-v", "40000"), ("-d", "20000")] {
+        let mut limited = Command::new("sh");
+        limited.args(["-c", "ulimit $1 $2 && exec \"$3\" train --device cpu", "sh", flag, kilobytes]).arg(program(&[]).get_program());
+        run(&mut limited).refused(1, &["start: ", &format!("ulimit {flag} allows "), "the program alone needs "]);
+    }
+}
+
+#[test]
 fn a_full_log_disk_ends_the_run_after_a_save() {
     let workspace = Workspace::new();
     let whole = run(&mut workspace.train("whole", &[])).digest().to_string();
@@ -127,7 +139,7 @@ fn a_full_log_disk_ends_the_run_after_a_save() {
     full.refused(1, &["write", "metrics.jsonl", "File too large"]);
     assert_eq!(lost(&full), ["the metrics of step 5"], "{full:?}");
     assert_eq!(workspace.names("out", "checkpoint-"), ["checkpoint-2", "checkpoint-5"]);
-    assert_eq!(workspace.names("out", "."), [""; 0]);
+    assert_eq!(workspace.names("out", "."), [".lock"]);
     assert_eq!(run(&mut workspace.resume("out", &[])).digest(), whole);
 }
 
@@ -143,7 +155,7 @@ fn a_save_that_fails_as_well_is_told_and_so_are_the_steps_that_are_lost() {
     let told = lost(&both);
     assert!(told[0].starts_with("steps 3 to ") && told[0].ends_with("all since the checkpoint of the start"), "{told:?}");
     assert!(told[1].starts_with("the metrics of step ") && told[2] == "the timeline", "{told:?}");
-    assert_eq!(workspace.names("out", "."), [""; 0]);
+    assert_eq!(workspace.names("out", "."), [".lock"]);
 }
 
 #[test]

@@ -74,7 +74,7 @@ fn other_places_of_the_same_model_and_data_are_no_change() {
     let resumed = run(&mut workspace.resume("part", &flags));
     assert_eq!(resumed.digest(), digest);
     let told = warnings(&resumed);
-    assert!(told.len() == 1 && told[0].contains("train_length"), "{resumed:?}");
+    assert!(told.len() == 1 && told[0].contains("--max-steps was 4 before and is "), "{resumed:?}");
 }
 
 /// A run of 4 steps and what its files become; going on is refused with these words, and accepted with `--allow-changed part`.

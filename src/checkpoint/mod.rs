@@ -23,6 +23,7 @@ pub use find::find;
 pub use format::{FileEntry, LossScale, Manifest, Scheduler, TensorEntry, TrainerState};
 pub use reader::{Loaded, open, verify};
 pub(crate) use store::clean;
+use store::is_called_checkpoint;
 pub use store::{Newest, is_checkpoint, newest_good};
 pub(crate) use validate::STEPS_MAX;
 pub use writer::{Saved, TensorSource, Writer, checkpoint_bytes, save};

@@ -159,6 +159,11 @@ pub(super) fn prune(output_dir: &Dir, newest_step: u64, limit: NonZeroUsize, spa
     }
 }
 
+/// Whether `dir` has the name of a published checkpoint.
+pub(super) fn is_called_checkpoint(dir: &Path) -> bool {
+    parse(dir.to_path_buf()).is_some_and(|entry| entry.hidden.is_none())
+}
+
 /// Whether `dir` itself is meant to be a checkpoint, good or damaged, and not a directory of them.
 pub fn is_checkpoint(dir: &Path) -> bool {
     // A manifest that cannot be looked at is one: reading it says why.

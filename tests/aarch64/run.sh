@@ -46,9 +46,11 @@ roots=$(aarch64-linux-gnu-objdump --disassemble --no-show-raw-insn "$built/super
 echo "square roots of vectors of any length in the program: $roots"
 [ "$roots" -ge 24 ] || give_up "SVE2 is hardly used: found $roots such square roots, expected at least 24"
 
+# Tests that start the program: those of cli and resume follow below, the others say nothing of a processor.
+starting=(cli:: resume:: resume_compare:: run_dir:: faults:: data:: aliases:: newcomer:: readme:: the_program_shows_a_tree each_condition)
 # Fewer random models and kills than on a fast machine.
 step env SUPEROFFLOAD_CASES=10 $cargo test --quiet --workspace --test main --test alloc --test recorded -- "${skip[@]}" \
-  --skip=cli:: --skip=resume:: --skip=the_program_shows_a_tree --skip=each_condition
+  "${starting[@]/#/--skip=}"
 # Tests that start the program run here, and only the program in the emulator. When handlers of signals are there is not to be seen of an
 # emulated program: that phase is left out by its test. A measurement of seconds would be one of the emulator.
 emulated=(SUPEROFFLOAD_EMULATOR="$PWD/$emulate" SUPEROFFLOAD_PROGRAMS="$(realpath "$built")" SUPEROFFLOAD_KILLS=3)
