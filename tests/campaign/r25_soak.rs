@@ -6,26 +6,30 @@ use std::time::{Duration, Instant};
 
 pub const CAMPAIGN: Campaign = Campaign {
     id: "R25",
-    what: "one run of two minutes, a checkpoint every 200 steps: memory after the first quarter grows by less than 1 MiB, open files stay as \
+    what: "one run of two minutes or of SUPEROFFLOAD_SOAK_SECONDS, a checkpoint every 200 steps: memory after the first quarter grows by less than 1 MiB, open files stay as \
            many, the middle step's time at the end is that of the beginning within a half",
     runs: 1,
     smoke: 0,
     start,
 };
 
-const LENGTH: Duration = Duration::from_secs(120);
+/// How long it runs.
+fn length() -> Duration {
+    let seconds = std::env::var("SUPEROFFLOAD_SOAK_SECONDS").ok().and_then(|seconds| seconds.parse().ok());
+    Duration::from_secs(seconds.unwrap_or(120))
+}
 
 /// Memory in KiB, and open files.
 type Sample = (u64, u64);
 
 fn start(_: &Rig) -> Result<Trial, String> {
     Ok(Box::new(|rig, turn| {
-        turn.kind = format!("{} s", LENGTH.as_secs());
+        turn.kind = format!("{} s", length().as_secs());
         rig.remove("soak");
         let flags = ["--max-steps", "100000000", "--save-steps", "200", "--save-total-limit", "2", "--logging-steps", "1000"];
         let mut child = rig.spawn(rig.train("soak", &flags));
         let (begin, mut samples) = (Instant::now(), vec![]);
-        while begin.elapsed() < LENGTH && child.is_running() {
+        while begin.elapsed() < length() && child.is_running() {
             std::thread::sleep(Duration::from_millis(250));
             samples.extend(sample(child.child.id()));
         }

@@ -7,6 +7,8 @@ use std::io::Write;
 use std::path::Path;
 use std::process::Command;
 
+/// Variables that change what a campaign does.
+const SETTINGS: [&str; 2] = ["SUPEROFFLOAD_DEVICE", "SUPEROFFLOAD_SOAK_SECONDS"];
 /// Failures that a line shows in full; it counts all.
 const SHOWN: usize = 20;
 
@@ -61,12 +63,22 @@ impl Record {
             "id": self.id, "what": self.what, "runs": self.runs, "failures": self.failures.len(), "complete": self.complete,
             "kinds": self.kinds, "failed": self.failures.iter().take(SHOWN).map(failure).collect::<Vec<_>>(),
             "seconds": (self.seconds * 10.0).round() / 10.0, "seed": self.seed,
-            "command": format!("superoffload-campaign --id {} --seed {}", self.id, self.seed), "program": self.program, "build": self.build,
+            "command": self.command(), "program": self.program, "build": self.build,
         });
         let more = line.as_object_mut().unwrap();
         more.extend(self.not_run.iter().map(|why| ("not_run".to_string(), json!(why))));
         more.extend(machine().as_object().unwrap().clone());
+        // A program that knows its commit may have come from another tree.
+        if let Some((_, commit)) = self.program.split_once("(commit ") {
+            more.insert("commit".into(), json!(commit.trim_end_matches(')')));
+        }
         line.to_string()
+    }
+
+    fn command(&self) -> String {
+        let set = |name: &str| std::env::var(name).map_or(String::new(), |value| format!("{name}={value} "));
+        let environment: String = SETTINGS.iter().map(|name| set(name)).collect();
+        format!("{environment}superoffload-campaign --id {} --seed {}", self.id, self.seed)
     }
 }
 
@@ -79,8 +91,12 @@ fn machine() -> Value {
     };
     let git = |args: &[&str]| said(Command::new("git").args(args).current_dir(env!("CARGO_MANIFEST_DIR")));
     let memory = field("/proc/meminfo", "MemTotal").trim_end_matches(" kB").parse::<u64>().unwrap_or(0);
+    let gpu = match crate::rig::device().as_str() {
+        "cpu" => String::new(),
+        _ => said(Command::new("nvidia-smi").args(["--query-gpu=name", "--format=csv,noheader"])),
+    };
     json!({
-        "date": said(Command::new("date").args(["-u", "+%F"])), "commit": git(&["rev-parse", "HEAD"]),
+        "gpu": gpu, "date": said(Command::new("date").args(["-u", "+%F"])), "commit": git(&["rev-parse", "HEAD"]),
         "dirty": !git(&["status", "--porcelain", "--untracked-files=no"]).is_empty(),
         "cpu": field("/proc/cpuinfo", "model name"), "cores": std::thread::available_parallelism().map_or(0, |n| n.get()),
         "memory_gib": memory >> 20, "kernel": fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default().trim(),

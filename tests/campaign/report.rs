@@ -151,7 +151,8 @@ fn campaign(line: &Value) -> Row {
         failures: line["failures"].as_u64().unwrap_or(0),
         commit: text(&line["commit"]) + if line["dirty"] == true { " and changes" } else { "" },
         machine: format!(
-            "{}, {} cores, {} GiB, Linux {}, {}",
+            "{}{}, {} cores, {} GiB, Linux {}, {}",
+            line["gpu"].as_str().filter(|gpu| !gpu.is_empty()).map_or(String::new(), |gpu| format!("{gpu} beside ")),
             text(&line["cpu"]),
             line["cores"],
             line["memory_gib"],

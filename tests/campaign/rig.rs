@@ -58,9 +58,13 @@ impl Turn {
 /// Nothing that is run here takes longer by itself.
 const PATIENCE: Duration = Duration::from_secs(120);
 
+/// The device that runs take: `SUPEROFFLOAD_DEVICE`, else the CPU.
+pub fn device() -> String {
+    std::env::var("SUPEROFFLOAD_DEVICE").unwrap_or_else(|_| "cpu".into())
+}
+
 /// What every run shares; flags win over it. The learning rate is constant: a shorter run is the beginning of a longer one.
 const SETTINGS: &str = "
-    device = 'cpu'
     seq-length = 16
     per-device-train-batch-size = 2
     max-steps = 12
@@ -167,7 +171,7 @@ impl Rig {
     /// Writes a configuration file.
     pub fn settings(&self, name: &str, model: &str, data: &str, more: &str) {
         let (model, data) = (self.path(model), self.path(data));
-        self.write(name, format!("model = {model:?}\ndata = {data:?}\n{SETTINGS}\n{more}\n"));
+        self.write(name, format!("device = {:?}\nmodel = {model:?}\ndata = {data:?}\n{SETTINGS}\n{more}\n", device()));
     }
 
     /// `train` by the configuration file `config` into an empty directory `out` with these flags.
