@@ -39,6 +39,8 @@ const PREFERENCE_ALIGNMENT: i32 = 5;
 /// Parts of a split product are kept in fp32 and added in a pass of their own; no split is always allowed. The others
 /// add in the output's format, in place.
 const REDUCTION_IN_FP32: u32 = 2;
+/// No product is split.
+const NO_REDUCTION: u32 = 0;
 const CONFIG_ALGORITHM: i32 = 0;
 const CONFIG_SPLIT_K: i32 = 2;
 
@@ -261,9 +263,24 @@ impl Parts {
         set_attribute(&self.lt, self.lt.preference_set, self.preference, attribute, value)
     }
 
-    /// The first suggestion that can run and is right. The library has been told to suggest none whose sums have no fixed order.
+    /// The first suggestion that can run and is right. The library has been told to suggest none whose sums have no fixed order. Where all
+    /// are of the algorithm that is passed over, it is asked for those that do not split.
     fn choose(&self, handle: Opaque, key: Key) -> Result<(Suggestion, Chosen)> {
         let operation = || format!("choose an algorithm for a matrix product, {:?} on {}", key.shape, key.dtype);
+        let none = || Error::resource(operation(), "cuBLASLt has none");
+        let (found, passed_over) = self.first_right(&self.suggestions(handle, operation)?)?;
+        let (suggestion, chosen) = match found {
+            None if passed_over > 0 => {
+                self.prefer(PREFERENCE_REDUCTION_SCHEMES, NO_REDUCTION)?;
+                self.first_right(&self.suggestions(handle, operation)?)?.0.ok_or_else(none)?
+            }
+            found => found.ok_or_else(none)?,
+        };
+        Ok((suggestion, Chosen { passed_over, ..chosen }))
+    }
+
+    /// What the library suggests by the present preferences.
+    fn suggestions(&self, handle: Opaque, operation: impl FnOnce() -> String) -> Result<Vec<Suggestion>> {
         let mut suggestions = [Suggestion::default(); SUGGESTIONS];
         let mut count = 0;
         let [first, second, result] = self.layouts;
@@ -274,17 +291,19 @@ impl Parts {
             (self.lt.suggest)(handle, self.description, first, second, result, result, self.preference, most, to, &mut count)
         };
         self.lt.check(status, operation)?;
-        let mut passed_over = 0;
-        for suggestion in suggestions[..count as usize].iter().filter(|suggestion| suggestion.status == 0) {
+        Ok(suggestions[..count as usize].iter().filter(|suggestion| suggestion.status == 0).copied().collect())
+    }
+
+    /// The first of `suggestions` that is right, and how many before it were not.
+    fn first_right(&self, suggestions: &[Suggestion]) -> Result<(Option<(Suggestion, Chosen)>, usize)> {
+        for (passed_over, suggestion) in suggestions.iter().enumerate() {
             let [algorithm, split_k] = [CONFIG_ALGORITHM, CONFIG_SPLIT_K].map(|attribute| self.configured(suggestion, attribute));
             let chosen = Chosen { algorithm: algorithm?, split_k: split_k?, passed_over };
             if !may_be_wrong(chosen) {
-                return Ok((*suggestion, chosen));
+                return Ok((Some((*suggestion, chosen)), passed_over));
             }
-            passed_over += 1;
         }
-        let none = format!("cuBLASLt has none, besides {passed_over} whose results may be wrong");
-        Err(Error::resource(operation(), none))
+        Ok((None, suggestions.len()))
     }
 
     /// One number of a suggested algorithm's configuration.
