@@ -16,6 +16,7 @@ use crate::model::activations::LossTile;
 use crate::model::policy::LayerPolicy;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::TensorTable;
+use crate::optim::PIECE_ELEMS;
 use crate::optim::adam::AdamHyper;
 use crate::optim::simd::Isa;
 use crate::planner::budget::{Balance, MemoryClass, Needs, Rings, balances, bytes_at};
@@ -372,12 +373,12 @@ fn attention(settings: &Settings, dtype: Dtype, device: DeviceMemory) -> Result<
     }
 }
 
-/// A checkpoint is written through fp32 buffers for p, m and v of one tensor; first weights are read whole, as fp32, before they
-/// are spread over buckets, with zeros for m and v of one tensor.
+/// A checkpoint passes through one fp32 buffer, a piece of a tensor at a time; first weights are read whole, as fp32, before they are
+/// spread over buckets.
 fn transient_bytes(settings: &Settings, table: &TensorTable) -> u64 {
     let largest = table.specs().iter().map(|spec| spec.elems()).max().unwrap_or(0);
-    let loading = if settings.init == Init::Checkpoint { 4 * (table.flat_elems() + largest) } else { 0 };
-    loading.max(12 * largest) as u64
+    let loading = if settings.init == Init::Checkpoint { table.flat_elems() } else { 0 };
+    4 * loading.max(largest.min(PIECE_ELEMS)) as u64
 }
 
 fn isa(settings: &Settings, techniques: Techniques) -> Result<Isa> {

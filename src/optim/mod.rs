@@ -29,7 +29,7 @@ impl StatePart {
 }
 
 /// Elements of a piece: what passes between state, checkpoint and digest at once.
-const PIECE_ELEMS: usize = 4 << 20;
+pub const PIECE_ELEMS: usize = 4 << 20;
 
 /// `elems` elements cut into pieces of bounded size, so that no tensor is ever held whole beside the state.
 pub fn pieces(elems: usize) -> impl Iterator<Item = Range<usize>> {
