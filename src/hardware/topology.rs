@@ -124,6 +124,8 @@ pub struct Process {
     pub memlock_bytes: Option<u64>,
     /// What limits of address space and data (`RLIMIT_AS`, `RLIMIT_DATA`) leave of memory; `None`: they do not limit it.
     pub address_room_bytes: Option<u64>,
+    /// Memory that the process has already: what a control group grants holds it, too.
+    pub rss_bytes: u64,
 }
 
 /// CPUs that this process can use, and why not more.
@@ -140,21 +142,22 @@ pub struct UsableCpus {
 impl Process {
     /// The calling thread's affinity and the process's limits.
     pub fn current() -> Self {
+        let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
         let allowed = |set: CpuSet| (0..CpuSet::count()).filter(|&cpu| set.is_set(cpu) == Ok(true)).collect();
         Self {
             affinity: sched_getaffinity(Pid::from_raw(0)).ok().map(allowed),
             memlock_bytes: getrlimit(Resource::RLIMIT_MEMLOCK).ok().map(|(soft, _hard)| soft),
-            address_room_bytes: address_room(),
+            address_room_bytes: address_room(&status),
+            rss_bytes: parse::meminfo_bytes(&status, "VmRSS").unwrap_or(0),
         }
     }
 }
 
-/// See [`Process::address_room_bytes`].
-fn address_room() -> Option<u64> {
-    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+/// See [`Process::address_room_bytes`]; `status` is `/proc/self/status`.
+fn address_room(status: &str) -> Option<u64> {
     let room = |limit, used: &str| {
         let (soft, _hard) = getrlimit(limit).ok().filter(|(soft, _hard)| *soft != RLIM_INFINITY)?;
-        Some(soft.saturating_sub(parse::meminfo_bytes(&status, used).unwrap_or(0)))
+        Some(soft.saturating_sub(parse::meminfo_bytes(status, used).unwrap_or(0)))
     };
     [room(Resource::RLIMIT_AS, "VmSize"), room(Resource::RLIMIT_DATA, "VmData")].into_iter().flatten().min()
 }
@@ -223,7 +226,7 @@ impl Topology {
 
     /// Memory that this process can hope for: what is available beside the CPUs, at most what its control groups and limits allow.
     pub fn memory_usable_bytes(&self) -> Option<u64> {
-        let limit = self.cgroup.memory_bytes.as_ref().map(|limit| limit.value);
+        let limit = self.cgroup.memory_bytes.as_ref().map(|limit| limit.value.saturating_sub(self.process.rss_bytes));
         // A GPU's memory may be a node of the machine: it counts as available, and is not the host's to fill.
         let elsewhere: u64 = self.numa_nodes.iter().filter(|node| node.cpus.is_empty()).filter_map(|node| node.free_bytes).sum();
         let available = self.memory_available_bytes.or(self.memory_total_bytes).map(|bytes| bytes.saturating_sub(elsewhere));
@@ -621,6 +624,8 @@ pub(crate) mod tests {
         assert_eq!(topology.memory_usable_bytes(), Some(48 << 30));
         topology.cgroup.memory_bytes = Some(super::super::cgroup::Limit { value: 1 << 30, file: "memory.max".into() });
         assert_eq!(topology.memory_usable_bytes(), Some(1 << 30));
+        topology.process.rss_bytes = 100 << 20;
+        assert_eq!(topology.memory_usable_bytes(), Some((1 << 30) - (100 << 20)), "the group's memory holds this program already");
     }
 
     #[test]
