@@ -356,7 +356,8 @@ fn a_checkpoint_that_was_moved_aside_is_kept_until_another_one_has_its_name() {
     std::os::unix::fs::symlink("nowhere", dir.path().join("checkpoint-4")).unwrap();
     let warnings = tidy(dir.path());
     assert!(warnings.len() == 1 && warnings[0].contains(".checkpoint-4.old-1: kept here: checkpoint-4"), "{warnings:?}");
-    assert_eq!(newest_step(dir.path()), Some(4));
+    // The link may lead to a disk that is not mounted: nothing goes on beside it.
+    assert!(newest_good(dir.path()).unwrap_err().to_string().contains("checkpoint-4: No such file"));
     fs::remove_file(dir.path().join("checkpoint-4")).unwrap();
     assert_eq!((tidy(dir.path()), names(dir.path())), (vec![], vec!["checkpoint-4".to_string()]));
 }

@@ -452,7 +452,7 @@ mod tests {
         assert!(plan(0, 16, TILE).is_err());
         assert!(plan(1, 0, TILE).is_err());
         assert!(plan(1, 16, LossTile { rows: 0, vocab: 1 }).is_err());
-        assert!(plan(1, 1025, TILE).unwrap_err().to_string().contains("1024"));
+        assert!(plan(1, 1025, TILE).is_ok(), "rotary positions do not end at the model's 1024");
         assert!(plan(usize::MAX, 2, TILE).unwrap_err().to_string().contains("overflow"));
         assert!(plan(usize::MAX / 1024, 1024, TILE).unwrap_err().to_string().contains("overflow"));
         let five = ActivationPlan::new(&ModelShape::demo(), 1, 16, Dtype::Float32, TILE, &[Keep; 5]);
