@@ -104,6 +104,10 @@ pub struct Cache {
     pub cpus: CpuList,
 }
 
+/// What a plan leaves of a control group's memory: stacks of threads, the allocator, page tables and pages on their way to the disk are
+/// charged to the group, too, and it kills at the limit.
+const GROUP_RESERVE_BYTES: u64 = 32 << 20;
+
 /// A pool of huge pages.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct HugePages {
@@ -226,7 +230,7 @@ impl Topology {
 
     /// Memory that this process can hope for: what is available beside the CPUs, at most what its control groups and limits allow.
     pub fn memory_usable_bytes(&self) -> Option<u64> {
-        let limit = self.cgroup.memory_bytes.as_ref().map(|limit| limit.value.saturating_sub(self.process.rss_bytes));
+        let limit = self.cgroup.memory_bytes.as_ref().map(|limit| limit.value.saturating_sub(self.process.rss_bytes + GROUP_RESERVE_BYTES));
         // A GPU's memory may be a node of the machine: it counts as available, and is not the host's to fill.
         let elsewhere: u64 = self.numa_nodes.iter().filter(|node| node.cpus.is_empty()).filter_map(|node| node.free_bytes).sum();
         let available = self.memory_available_bytes.or(self.memory_total_bytes).map(|bytes| bytes.saturating_sub(elsewhere));
@@ -609,7 +613,7 @@ pub(crate) mod tests {
             Topology::read(dir.path(), Process { affinity: CpuList::parse("0-71"), memlock_bytes: Some(8 << 20), ..Process::default() });
         let usable = topology.usable_cpus().unwrap();
         assert_eq!((usable.count(), usable.to_string().as_str()), (2, "2 of 72 CPUs (affinity 8-11, cgroup quota 2.0)"));
-        assert_eq!(topology.memory_usable_bytes(), Some(16 << 30));
+        assert_eq!(topology.memory_usable_bytes(), Some((16 << 30) - GROUP_RESERVE_BYTES));
     }
 
     #[test]
@@ -623,9 +627,13 @@ pub(crate) mod tests {
         let mut topology = Topology::read(two_sockets().path(), Process::default());
         assert_eq!(topology.memory_usable_bytes(), Some(48 << 30));
         topology.cgroup.memory_bytes = Some(super::super::cgroup::Limit { value: 1 << 30, file: "memory.max".into() });
-        assert_eq!(topology.memory_usable_bytes(), Some(1 << 30));
+        assert_eq!(topology.memory_usable_bytes(), Some((1 << 30) - GROUP_RESERVE_BYTES));
         topology.process.rss_bytes = 100 << 20;
-        assert_eq!(topology.memory_usable_bytes(), Some((1 << 30) - (100 << 20)), "the group's memory holds this program already");
+        assert_eq!(
+            topology.memory_usable_bytes(),
+            Some((1 << 30) - (100 << 20) - GROUP_RESERVE_BYTES),
+            "the group's memory holds this program already"
+        );
     }
 
     #[test]

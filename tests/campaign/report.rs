@@ -235,6 +235,6 @@ fn gpu(line: &Value) -> Row {
         commit: text(&line["commit"]),
         machine: format!("{}, driver {}", text(&line["gpu"]), text(&line["driver"])),
         command: "tests/gpu/verify.sh DIR".into(),
-        shown: vec![],
+        shown: line["failed_cases"].as_array().into_iter().flatten().map(text).collect(),
     }
 }
