@@ -10,8 +10,6 @@ pub(crate) mod samples;
 pub mod schedule;
 pub mod simd;
 
-use std::ops::Range;
-
 /// One of the three fp32 arrays of AdamW's state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StatePart {
@@ -28,10 +26,5 @@ impl StatePart {
     pub const ALL: [Self; 3] = [Self::Params, Self::M, Self::V];
 }
 
-/// Elements of a piece: what passes between state, checkpoint and digest at once.
+/// Elements that pass between state, checkpoint and digest at once.
 pub const PIECE_ELEMS: usize = 4 << 20;
-
-/// `elems` elements cut into pieces of bounded size, so that no tensor is ever held whole beside the state.
-pub fn pieces(elems: usize) -> impl Iterator<Item = Range<usize>> {
-    (0..elems).step_by(PIECE_ELEMS).map(move |start| start..elems.min(start + PIECE_ELEMS))
-}

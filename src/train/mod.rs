@@ -14,6 +14,7 @@ mod run_lock;
 pub mod session;
 pub mod setup;
 mod skips;
+mod state;
 pub mod text;
 
 use crate::config::plan::Plan;

@@ -3,6 +3,7 @@
 use super::Observer;
 use super::identity::{self, Run, brief};
 use super::session::SavedPosition;
+use super::state;
 use crate::checkpoint::{self, Loaded, STEPS_MAX};
 use crate::config::describe;
 use crate::config::options::{Resume, RunPart};
@@ -13,7 +14,7 @@ use crate::engine::executor::Engine;
 use crate::engine::loss_scale::LossScale;
 use crate::engine::verdict::SpeculationHistory;
 use crate::error::{Error, Result};
-use crate::optim::{StatePart, pieces};
+use crate::optim::PIECE_ELEMS;
 use serde::Deserialize;
 use serde_json::Value;
 use std::path::Path;
@@ -113,18 +114,7 @@ impl Accepted {
     /// # Errors
     /// A tensor that the model does not have or that cannot be read; the device's.
     pub(super) fn restore<D: Kernels>(mut self, engine: &mut Engine<D>) -> Result<DataPosition> {
-        let specs = engine.table().specs().to_vec();
-        self.loaded.expect_tensors(specs.iter().map(|spec| (spec.name.as_str(), spec.shape.as_slice())))?;
-        let mut buffer = Vec::new();
-        for spec in &specs {
-            for part in StatePart::ALL {
-                for piece in pieces(spec.elems()) {
-                    buffer.resize(piece.len(), 0.0);
-                    self.loaded.read_state(&spec.name, part, piece.start, &mut buffer)?;
-                    engine.write_state(part, spec.offset_elems + piece.start, &buffer)?;
-                }
-            }
-        }
+        state::restore(engine, &mut self.loaded, PIECE_ELEMS)?;
         let trainer = &self.loaded.manifest().trainer;
         let mut loss_scale = LossScale::new(engine.plan().dtype);
         loss_scale.restore(trainer.loss_scale.scale, trainer.loss_scale.good_steps);

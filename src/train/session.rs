@@ -8,6 +8,7 @@ use super::identity::Run;
 use super::metrics_file::{METRICS, MetricsFile};
 use super::run_dir::RunDir;
 use super::skips::Skips;
+use super::state::for_each_piece;
 use crate::checkpoint::digest::StateDigest;
 use crate::checkpoint::{LossScale, Scheduler, TrainerState, Writer};
 use crate::config::settings::Settings;
@@ -20,9 +21,8 @@ use crate::engine::watchdog::Watchdog;
 use crate::error::{Error, Result};
 use crate::host::perf::{WORKER_ROLE, WorkerCounters};
 use crate::metrics::{MemoryUse, StepMetrics};
-use crate::model::tensors::TensorSpec;
+use crate::optim::PIECE_ELEMS;
 use crate::optim::schedule::Schedule;
-use crate::optim::{StatePart, pieces};
 use std::ffi::OsString;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
@@ -153,11 +153,9 @@ impl<D: Kernels> Session<D> {
         self.last_step_end = Some(end);
         let metrics = self.measure(&report, end - start);
         observer.step(&metrics);
-        self.skips.record(
-            metrics.step,
-            report.verdict == Verdict::SkipNonFinite,
-            self.last_saved().as_ref().map(|(_, path)| path.as_path()),
-        );
+        let skipped = report.verdict == Verdict::SkipNonFinite;
+        let before = if skipped { self.last_saved() } else { None };
+        self.skips.record(metrics.step, skipped, before.as_ref().map(|(_, path)| path.as_path()));
         self.skips.warning().iter().for_each(|line| observer.warn(line));
         self.metrics.write(&metrics).inspect_err(|_| self.lost = Some(format!("the metrics of step {}", metrics.step)))?;
         self.skips.check(self.settings.max_skipped_steps)?;
@@ -233,7 +231,7 @@ impl<D: Kernels> Session<D> {
         let step = self.engine.train_step();
         self.engine.flush().inspect_err(|_| self.is_sound = false)?;
         let mut writer = Writer::create(self.run_dir.dir(), self.trainer_state()?, self.skips.kept_in(&self.run))?;
-        for_each_piece(&mut self.engine, |begun, elems| {
+        for_each_piece(&mut self.engine, PIECE_ELEMS, |begun, elems| {
             begun.iter().for_each(|spec| writer.begin(&spec.name, &spec.shape));
             writer.elems(elems)
         })?;
@@ -273,28 +271,12 @@ impl<D: Kernels> Session<D> {
     pub fn digest(&mut self) -> Result<String> {
         self.engine.flush()?;
         let mut digest = StateDigest::new(self.engine.optimizer_step());
-        for_each_piece(&mut self.engine, |_, elems| {
+        for_each_piece(&mut self.engine, PIECE_ELEMS, |_, elems| {
             digest.update(elems);
             Ok(())
         })?;
         Ok(digest.finish())
     }
-}
-
-/// Reads all state in canonical order, piece by piece; the first piece of a tensor comes with its spec.
-fn for_each_piece<D: Kernels>(engine: &mut Engine<D>, mut each: impl FnMut(Option<&TensorSpec>, &[f32]) -> Result<()>) -> Result<()> {
-    let (specs, mut buffer) = (engine.table().specs().to_vec(), Vec::new());
-    for spec in &specs {
-        let mut begun = Some(spec);
-        for part in StatePart::ALL {
-            for piece in pieces(spec.elems()) {
-                buffer.resize(piece.len(), 0.0);
-                engine.read_state(part, spec.offset_elems + piece.start, &mut buffer)?;
-                each(begun.take(), &buffer)?;
-            }
-        }
-    }
-    Ok(())
 }
 
 /// The name under which serde writes a unit variant.

@@ -1,0 +1,131 @@
+//! State between the engine, checkpoints and digests, a piece of a tensor at a time: no tensor is ever held whole beside it.
+
+use crate::checkpoint::Loaded;
+use crate::device::Kernels;
+use crate::engine::executor::Engine;
+use crate::error::Result;
+use crate::model::tensors::TensorSpec;
+use crate::optim::StatePart;
+use std::ops::Range;
+
+/// Reads all state in canonical order, at most `piece_elems` elements at a time; the first piece of a tensor comes with its spec.
+///
+/// # Errors
+/// The device's; those of `each`.
+pub(super) fn for_each_piece<D: Kernels>(
+    engine: &mut Engine<D>,
+    piece_elems: usize,
+    mut each: impl FnMut(Option<&TensorSpec>, &[f32]) -> Result<()>,
+) -> Result<()> {
+    let (specs, mut buffer) = (engine.table().specs().to_vec(), Vec::new());
+    for spec in &specs {
+        let mut begun = Some(spec);
+        for (part, piece) in pieces(spec.elems(), piece_elems) {
+            buffer.resize(piece.len(), 0.0);
+            engine.read_state(part, spec.offset_elems + piece.start, &mut buffer)?;
+            each(begun.take(), &buffer)?;
+        }
+    }
+    Ok(())
+}
+
+/// Puts the state of a checkpoint into the engine, at most `piece_elems` elements at a time.
+///
+/// # Errors
+/// A tensor that the model does not have, cannot be read, or holds what no training goes on from; the device's.
+pub(super) fn restore<D: Kernels>(engine: &mut Engine<D>, loaded: &mut Loaded, piece_elems: usize) -> Result<()> {
+    let (specs, mut buffer) = (engine.table().specs().to_vec(), Vec::new());
+    loaded.expect_tensors(specs.iter().map(|spec| (spec.name.as_str(), spec.shape.as_slice())))?;
+    for spec in &specs {
+        for (part, piece) in pieces(spec.elems(), piece_elems) {
+            buffer.resize(piece.len(), 0.0);
+            loaded.read_state(&spec.name, part, piece.start, &mut buffer)?;
+            engine.write_state(part, spec.offset_elems + piece.start, &buffer)?;
+        }
+    }
+    Ok(())
+}
+
+/// The pieces of a tensor of `elems` elements: all of its parameters, then all of m, then all of v.
+fn pieces(elems: usize, piece_elems: usize) -> impl Iterator<Item = (StatePart, Range<usize>)> {
+    let of = move |part| (0..elems).step_by(piece_elems).map(move |start| (part, start..elems.min(start + piece_elems)));
+    StatePart::ALL.into_iter().flat_map(of)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::checkpoint::digest::{StateDigest, digest_checkpoint};
+    use crate::checkpoint::{self, LossScale, Scheduler, TrainerState, Writer};
+    use crate::config::options::ResidentBuckets;
+    use crate::config::plan::Plan;
+    use crate::config::settings::Settings;
+    use crate::device::cpu::CpuDevice;
+    use crate::disk::Dir;
+    use crate::hardware::topology::Topology;
+    use crate::model::shape::ModelShape;
+    use crate::planner::machine::Machine;
+    use crate::train::setup::cpu_engine;
+    use serde_json::Value;
+    use std::path::{Path, PathBuf};
+
+    /// The built-in model with one layer and its last buckets on the device, so that tensors lie on both sides.
+    fn engine() -> Engine<CpuDevice> {
+        let shape = ModelShape { layers: 1, windows: vec![None], ..ModelShape::demo() };
+        let settings = Settings { resident_buckets: ResidentBuckets::Count(2), seq_length: 16, threads: Some(1), ..Settings::demo() };
+        let plan = Plan::new(&settings, &shape, &Machine::cpu(1), false).unwrap();
+        assert!(plan.layout.offloaded() > 0 && plan.layout.offloaded() < plan.layout.count());
+        cpu_engine(&plan, &shape, &Topology::this_machine()).unwrap()
+    }
+
+    fn digest(engine: &mut Engine<CpuDevice>, piece_elems: usize) -> String {
+        let mut digest = StateDigest::new(3);
+        let update = |_: Option<&TensorSpec>, elems: &[f32]| {
+            digest.update(elems);
+            Ok(())
+        };
+        for_each_piece(engine, piece_elems, update).unwrap();
+        digest.finish()
+    }
+
+    fn save(engine: &mut Engine<CpuDevice>, dir: &Path, piece_elems: usize) -> PathBuf {
+        let trainer = TrainerState {
+            step: 3,
+            optimizer_step: 3,
+            loss_scale: LossScale { scale: 1.0, good_steps: 0 },
+            scheduler: Scheduler { name: "constant".into(), base_lr: 1e-3, warmup_steps: 0, max_steps: 9 },
+            seed: 0,
+            data_position: Value::Null,
+            speculation: Value::Null,
+            settings: Value::Null,
+        };
+        let mut writer = Writer::create(&Dir::open(dir).unwrap(), trainer, serde_json::Map::new()).unwrap();
+        let write = |begun: Option<&TensorSpec>, elems: &[f32]| {
+            begun.iter().for_each(|spec| writer.begin(&spec.name, &spec.shape));
+            writer.elems(elems)
+        };
+        for_each_piece(engine, piece_elems, write).unwrap();
+        writer.finish(&[], None, None).unwrap().path
+    }
+
+    #[test]
+    fn state_is_the_same_in_pieces_of_any_size() {
+        let (mut first, dir) = (engine(), tempfile::tempdir().unwrap());
+        for spec in first.table().specs().to_vec() {
+            for (scale, part) in (1..).zip(StatePart::ALL) {
+                // Every element of all parts is another number, none of them below zero.
+                let elems: Vec<f32> = spec.range().map(|at| (at * 3 + scale) as f32).collect();
+                first.write_state(part, spec.offset_elems, &elems).unwrap();
+            }
+        }
+        let whole = digest(&mut first, usize::MAX);
+        for piece_elems in [1000, 65_537] {
+            assert_eq!(digest(&mut first, piece_elems), whole, "read in pieces of {piece_elems}");
+            let path = save(&mut first, dir.path(), piece_elems);
+            assert_eq!(digest_checkpoint(&path).unwrap(), whole, "saved in pieces of {piece_elems}");
+            let mut second = engine();
+            restore(&mut second, &mut checkpoint::open(&path).unwrap(), piece_elems).unwrap();
+            assert_eq!(digest(&mut second, usize::MAX), whole, "restored in pieces of {piece_elems}");
+        }
+    }
+}
