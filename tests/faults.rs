@@ -181,6 +181,10 @@ fn a_run_that_only_skips_ends_and_keeps_what_was_saved_before() {
     // Nothing was learned: both hold the same state.
     let digest_of = |step: u64| run(program(&["digest"]).arg(workspace.path(&format!("out/checkpoint-{step}")))).digest().to_string();
     assert_eq!(digest_of(4), digest_of(16));
+    // A run that is started again goes on with the row: two more steps, and what was saved before it stays.
+    let again = run(&mut workspace.resume("out", &["--max-steps", "100", "--max-skipped-steps", "14"]));
+    again.refused(1, &["14 steps", "from step 5 on"]);
+    assert_eq!(workspace.names("out", "checkpoint-"), ["checkpoint-18", "checkpoint-4"]);
     // A row that ends gives what it kept back to the rotation.
     workspace.settings("inject = [{step = 5, element = 3, value = 'nan'}, {step = 6, element = 3, value = 'nan'}]\nsave-total-limit = 1");
     assert_eq!(run(&mut workspace.train("short", &["--max-skipped-steps", "3"])).code, 0);

@@ -11,20 +11,8 @@ const PROGRAM: &str = env!("CARGO_BIN_EXE_superoffload");
 /// Steps of a run unless its flags say otherwise.
 pub const STEPS: u64 = 12;
 
-/// What every run shares; flags win over it. The learning rate is constant: a shorter run is the beginning of a longer one.
-const SETTINGS: &str = "
-    seq-length = 16
-    per-device-train-batch-size = 2
-    max-steps = 12
-    save-steps = 2
-    logging-steps = 1
-    learning-rate = 1e-2
-    lr-scheduler-type = 'constant'
-    weight-decay = 0.1
-    threads = 2
-    init = 'random'
-    digest = true
-";
+/// What every run shares; flags win over it.
+const SETTINGS: &str = include_str!("run.toml");
 
 /// A llama of 16 thousand parameters that reads bytes.
 pub const CONFIG: &str = r#"{

@@ -131,3 +131,21 @@ fn drive<D: Kernels>(mut session: Session<D>, stop: &StopFlag, observer: &mut im
     }
     Ok(session.end(failure, observer))
 }
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    /// The warnings that a person was told.
+    #[derive(Default)]
+    pub(crate) struct Heard(pub(crate) Vec<String>);
+
+    impl Observer for Heard {
+        fn begin(&mut self, _: &Plan, _: &Facts) {}
+        fn step(&mut self, _: &StepMetrics) {}
+        fn note(&mut self, _: &str) {}
+        fn warn(&mut self, line: &str) {
+            self.0.push(line.to_string());
+        }
+    }
+}

@@ -197,30 +197,15 @@ mod tests {
     use super::*;
     use crate::checkpoint::tests::{any_json, forge, places, true_manifest};
     use crate::checkpoint::{Scheduler, TensorSource, TrainerState, Writer};
-    use crate::config::plan::Plan;
     use crate::data::loader::Loader;
     use crate::data::packing::tests::counting;
     use crate::engine::verdict::Verdict;
-    use crate::metrics::StepMetrics;
-    use crate::train::Facts;
+    use crate::train::tests::Heard;
     use proptest::prelude::*;
     use serde_json::json;
 
     /// Sequences of the data, two tokens each.
     const SEQUENCES: usize = 9;
-
-    /// What a person was told.
-    #[derive(Default)]
-    struct Heard(Vec<String>);
-
-    impl Observer for Heard {
-        fn begin(&mut self, _: &Plan, _: &Facts) {}
-        fn step(&mut self, _: &StepMetrics) {}
-        fn note(&mut self, _: &str) {}
-        fn warn(&mut self, line: &str) {
-            self.0.push(line.to_string());
-        }
-    }
 
     fn run() -> Run {
         json!({"model": {"rope_theta": 1e4, "norm_eps": 1e-5}, "tokenizer": "bytes", "data": {"sha256": "a", "files": []}})

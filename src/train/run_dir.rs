@@ -153,24 +153,9 @@ impl Drop for RunDir {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::plan::Plan;
-    use crate::metrics::StepMetrics;
-    use crate::train::Facts;
+    use crate::train::tests::Heard;
     use std::os::unix::fs::symlink;
     use std::path::PathBuf;
-
-    /// The warnings.
-    #[derive(Default)]
-    struct Heard(Vec<String>);
-
-    impl Observer for Heard {
-        fn begin(&mut self, _: &Plan, _: &Facts) {}
-        fn step(&mut self, _: &StepMetrics) {}
-        fn note(&mut self, _: &str) {}
-        fn warn(&mut self, line: &str) {
-            self.0.push(line.into());
-        }
-    }
 
     fn open(path: PathBuf, trace: Option<PathBuf>) -> Result<RunDir> {
         let mut heard = Heard::default();

@@ -75,9 +75,7 @@ pub fn prepare<D: Kernels>(
     let kept = resumed.as_ref().filter(|_| !settings.allow_changed.contains(&RunPart::Tokenizer));
     let saved = kept.map(|loaded| &loaded.manifest().trainer.settings);
     let (tokenizer, settings) = &text::tokenizer(settings, &source.shape, saved)?;
-    let dataset = open_data(settings, &source.shape, tokenizer, run_dir.path(), stop, observer)?;
-    text::warning(tokenizer, &dataset).iter().for_each(|line| observer.warn(line));
-    let run = identify(settings, &source.shape, tokenizer, run_dir.path(), stop, observer)?;
+    let (dataset, run) = open_data(settings, &source.shape, tokenizer, run_dir.path(), stop, observer)?;
     let resumed = resumed.map(|loaded| resume::accept(loaded, settings, dataset.sequences(), run.clone(), observer)).transpose()?;
     let run = resumed.as_ref().map_or(run, |accepted| accepted.run.clone());
     let max_steps = max_steps(settings, &dataset);
@@ -118,7 +116,7 @@ pub fn prepare<D: Kernels>(
     Session::new(engine, loader, schedule, companions, run_dir, observer)
 }
 
-/// The data, read and kept as far as need be; `observer` hears how far it is.
+/// The data, read and kept as far as need be, and what the run learns with and from; `observer` hears how far it is.
 fn open_data(
     settings: &Settings,
     shape: &ModelShape,
@@ -126,30 +124,22 @@ fn open_data(
     output_dir: &Path,
     stop: &StopFlag,
     observer: &mut impl Observer,
-) -> Result<Dataset> {
+) -> Result<(Dataset, identity::Run)> {
     let tell = |news: News<'_>| match news {
         News::Note(line) => observer.note(line),
         News::Warn(line) => observer.warn(line),
         News::Progress { what, done, all } => observer.progress(what, done, all),
     };
     let mut preparation = Preparation::new(stop, data::preparation::cache(), output_dir.to_path_buf(), tell);
-    Dataset::open(&settings.data, tokenizer, shape.vocab, settings.seq_length, &mut preparation)
-}
-
-/// What the run learns with and from; `observer` hears how much of the data was read for its checksums.
-fn identify(
-    settings: &Settings,
-    shape: &ModelShape,
-    tokenizer: &Tokenizer,
-    output_dir: &Path,
-    stop: &StopFlag,
-    observer: &mut impl Observer,
-) -> Result<identity::Run> {
+    let dataset = Dataset::open(&settings.data, tokenizer, shape.vocab, settings.seq_length, &mut preparation)?;
+    drop(preparation);
+    text::warning(tokenizer, &dataset).iter().for_each(|line| observer.warn(line));
     let mut progress = |file: &Path, done| {
         observer.progress("checking data", done, file.metadata().map_or(done, |metadata| metadata.len()));
         if stop.is_set() { Err(Error::Interrupted("the data was checked".into())) } else { Ok(()) }
     };
-    identity::of(shape, tokenizer, &settings.data, &output_dir.join(CHECKSUMS), &mut progress)
+    let run = identity::of(shape, tokenizer, &settings.data, &output_dir.join(CHECKSUMS), &mut progress)?;
+    Ok((dataset, run))
 }
 
 /// `DIR and a.txt`, `DIR and a.txt with 3 more`, `the built-in text`.

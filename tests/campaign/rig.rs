@@ -63,20 +63,8 @@ pub fn device() -> String {
     std::env::var("SUPEROFFLOAD_DEVICE").unwrap_or_else(|_| "cpu".into())
 }
 
-/// What every run shares; flags win over it. The learning rate is constant: a shorter run is the beginning of a longer one.
-const SETTINGS: &str = "
-    seq-length = 16
-    per-device-train-batch-size = 2
-    max-steps = 12
-    save-steps = 2
-    logging-steps = 1
-    learning-rate = 1e-2
-    lr-scheduler-type = 'constant'
-    weight-decay = 0.1
-    threads = 2
-    init = 'random'
-    digest = true
-";
+/// What every run shares; flags win over it.
+const SETTINGS: &str = include_str!("../run.toml");
 
 /// A llama of six thousand parameters that reads bytes.
 const CONFIG: &str = r#"{
