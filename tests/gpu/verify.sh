@@ -49,6 +49,7 @@ sanitize racecheck-attention --attention plain "2x64 tokens" "3x70 tokens"
 
 # Of the tests that start the program those that compare a device with itself.
 export SUPEROFFLOAD_PROGRAMS=$dir SUPEROFFLOAD_DEVICE=cuda
-check killed-runs "$dir/main" --test-threads=1 resume::kill_9 resume::gradient_accumulation resume::a_run_whose_weights_stream
+check killed-runs "$dir/main" --test-threads=1 resume::kill_9 resume::gradient_accumulation resume::a_run_whose_weights_stream \
+  faults::a_step faults::a_worker faults::data_that run_dir::a_second
 
 exit $failed
