@@ -20,6 +20,10 @@ fn a_run_that_was_finished_says_so_and_has_one_digest_by_either_name() {
     assert_eq!(of(&checkpoint).stdout, format!("digest: {digest}\n"));
     assert_eq!(of(&out).stdout, format!("checkpoint {}\ndigest: {digest}\n", checkpoint.display()));
     of(&workspace.path("model")).refused(1, &["model", "no good checkpoint"]);
+    // An output directory may be called as a checkpoint is.
+    let odd = workspace.path("checkpoint-9");
+    std::fs::rename(&out, &odd).unwrap();
+    assert_eq!(of(&odd).stdout, format!("checkpoint {}\ndigest: {digest}\n", odd.join("checkpoint-4").display()));
 }
 
 #[test]

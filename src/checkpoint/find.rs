@@ -4,19 +4,19 @@ use super::{is_called_checkpoint, is_checkpoint, newest_good};
 use crate::error::{Error, Result};
 use std::path::{Path, PathBuf};
 
-/// `dir`, if it is a checkpoint or is called like one; otherwise the newest good one in it, as an output directory. With a line for each
-/// that was passed over.
+/// `dir`, if it is a checkpoint; otherwise the newest good one in it, as an output directory. With a line for each that was passed over.
 ///
 /// # Errors
 /// `Format` when `dir` holds no good checkpoint; `Io` when it cannot be read.
 pub fn find(dir: &Path) -> Result<(PathBuf, Vec<String>)> {
-    // What is called a checkpoint and lacks its manifest is a damaged one: whoever opens it says so.
-    if is_checkpoint(dir) || is_called_checkpoint(dir) {
+    if is_checkpoint(dir) {
         return Ok((dir.to_path_buf(), vec![]));
     }
     let newest = newest_good(dir)?;
     match newest.found {
         Some((path, _)) => Ok((path, newest.warnings)),
+        // What is called a checkpoint and lacks its manifest is a damaged one: whoever opens it says so.
+        None if newest.warnings.is_empty() && is_called_checkpoint(dir) => Ok((dir.to_path_buf(), vec![])),
         None => {
             let damaged = if newest.warnings.is_empty() { "it is not one and contains none".into() } else { newest.warnings.join("; ") };
             Err(Error::format(dir, format_args!("no good checkpoint: {damaged}")))
