@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Assembles every kernel for Hopper and Blackwell, prints what each needs and compares it with resources.golden. Fails on a
-# difference, on a register that spills, and on arithmetic that leaves its rounding or fusing to the assembler.
+# Assembles every kernel for every generation since Ampere, prints what each needs and compares it with resources.golden. Fails on
+# a difference, on a register that spills, on a stack, and on arithmetic that leaves its rounding or fusing to the assembler.
 #
 #   ptx/check.sh [--update] [PTXAS]
 #
 # PTXAS is the assembler; without it, the one in PATH; without that, what install-tools.sh installs.
 set -euo pipefail
-shopt -s nullglob
 here=$(cd "$(dirname "$0")" && pwd)
+# A100; RTX 30 and A10; RTX 40 and L40; H100, H200 and GH200; B200; RTX 50.
+generations='sm_80 sm_86 sm_89 sm_90 sm_100 sm_120'
 
 update=
 if [ "${1-}" = --update ]; then update=1; shift; fi
@@ -20,35 +21,46 @@ if grep -nE '\b(add|sub|mul|fma|mad|div|sqrt)\.(f16|f32|f64|ftz|sat|approx|full)
   exit 1
 fi
 
-made=$(mktemp)
-trap 'rm -f "$made"' EXIT
-format='%-30s %-34s %-8s %9s %12s %11s %6s %5s\n'
-# One line a kernel. ptxas tells of a kernel in three lines: its name and architecture, its stack and spills, its registers.
+# One line a kernel of a file, for one generation. ptxas tells of a kernel in three lines: its name and generation, its stack and
+# spills, its registers.
 resources() {
-  awk -v file="$1" -v format="$format" '
+  local file=$1 arch=$2 log
+  log=$("$ptxas" -arch="$arch" -v "$file" -o /dev/null 2>&1) || { echo "$log" >&2; echo "ptx/$file does not assemble for $arch" >&2; return 1; }
+  awk -v file="$file" '
     /Compiling entry function/ { kernel = $7; arch = $9; gsub("\047", "", kernel); gsub("\047", "", arch) }
-    /bytes stack frame/ { stack = $1; stores = $5; loads = $9 }
+    /bytes stack frame/ { stack = $1; spills = $5 + $9 }
     /Used [0-9]+ registers/ {
       shared = 0
       for (i = 3; i <= NF; i++) if ($i ~ /^smem,?$/) shared = $(i - 2)
-      printf format, file, kernel, arch, $5, stores, loads, shared, stack
+      print file, kernel, arch, $5, shared, spills, stack
     }
-  '
+  ' <<<"$log"
 }
+export ptxas
+export -f resources
+made=$(mktemp)
+trap 'rm -f "$made"*' EXIT
 for file in *.ptx transformer/*.ptx; do
-  for arch in sm_90a sm_100a; do
-    log=$("$ptxas" -arch=$arch -v "$file" -o /dev/null 2>&1) || { echo "$log" >&2; echo "ptx/$file does not assemble for $arch" >&2; exit 1; }
-    resources "$file" <<<"$log"
-  done
-done | LC_ALL=C sort >"$made"
+  for arch in $generations; do echo "$file $arch"; done
+done | xargs -P "$(nproc)" -L 1 bash -c 'resources "$@"' resources >"$made"
+if awk '$6 + $7 > 0 { print "spills, or has a stack: " $2 " on " $3; found = 1 } END { exit !found }' "$made" >&2; then exit 1; fi
 
-# shellcheck disable=SC2059
-printf "$format" file kernel arch registers spill_stores spill_loads shared stack | cat - "$made" | tee "$made.table"
-mv "$made.table" "$made"
-if awk 'NR > 1 && $5 + $6 > 0 { print "spills: " $2 " on " $3; found = 1 } END { exit !found }' "$made" >&2; then exit 1; fi
+# One line a kernel: shared memory, and registers by generation.
+LC_ALL=C sort "$made" | awk -v generations="$generations" '
+  function line(file, kernel, shared, registers) {
+    printf "%-30s %-34s %6s", file, kernel, shared
+    for (i = 1; i <= n; i++) printf " %6s", registers[names[i]]
+    print ""
+  }
+  BEGIN { shared = 0; n = split(generations, names); for (i in names) title[names[i]] = names[i]; line("file", "kernel", "shared", title) }
+  { id = $1 " " $2 }
+  NR > 1 && id != last { line(file, kernel, shared, registers); shared = 0 }
+  { last = id; file = $1; kernel = $2; registers[$3] = $4; if ($5 > shared) shared = $5 }
+  END { line(file, kernel, shared, registers) }
+' | tee "$made.table"
 if [ -n "$update" ]; then
-  cp "$made" resources.golden
-elif ! diff -u resources.golden "$made" >&2; then
+  cp "$made.table" resources.golden
+elif ! diff -u resources.golden "$made.table" >&2; then
   echo "not what resources.golden says: if it should be, run ptx/check.sh --update" >&2
   exit 1
 fi

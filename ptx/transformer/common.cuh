@@ -54,7 +54,12 @@ struct Word<f16> {
 };
 
 __device__ __forceinline__ float widen(float x) { return x; }
-__device__ __forceinline__ float widen(bf16 x) { return __bfloat162float(x); }
+// Exact. CUDA's own function takes this instruction from sm_90 on only, and another one before, which does the same.
+__device__ __forceinline__ float widen(bf16 x) {
+    float y;
+    asm("cvt.f32.bf16 %0, %1;" : "=f"(y) : "h"(__bfloat16_as_ushort(x)));
+    return y;
+}
 __device__ __forceinline__ float widen(f16 x) { return __half2float(x); }
 
 template <typename T>
