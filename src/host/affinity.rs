@@ -2,6 +2,9 @@
 //!
 //! Pinning belongs to the cargo feature `mpam` (partitions and affinity). Without it threads are named and never
 //! pinned: [`pin_current`] does nothing and [`thread_name`] leaves out the CPU.
+//!
+//! `core_affinity` pins a worker to its CPU. It knows single CPUs only and says no more than yes or no, so sets, and reading back
+//! what the kernel did, are `nix`'s.
 
 use crate::error::{Error, Result};
 use crate::hardware::cpu_list::CpuList;
@@ -123,12 +126,33 @@ pub fn thread_name(role: &str, index: usize, cpu: usize) -> String {
 /// Names the calling thread after `role`, `index` and `cpu` (see [`thread_name`]) and pins it to `cpu`.
 ///
 /// # Errors
-/// When the name cannot be written, or the pinning fails: see [`pin_current`].
+/// When the name cannot be written, or the pinning fails: see [`pin_to_cpu`].
 pub fn name_and_pin(role: &str, index: usize, cpu: usize) -> Result<()> {
     let name = thread_name(role, index, cpu);
     let file = "/proc/thread-self/comm";
     std::fs::write(file, &name).map_err(|e| Error::io("write", file, e))?;
-    pin_current(&name, &CpuList::from_iter([cpu]))
+    pin_to_cpu(&name, cpu)
+}
+
+/// Pins the calling thread to `cpu` and checks that the kernel did so. `thread` names it in errors.
+///
+/// # Errors
+/// `Resource` when the kernel refuses: the CPU is offline, not there, or of another cpuset.
+#[cfg(feature = "mpam")]
+fn pin_to_cpu(thread: &str, cpu: usize) -> Result<()> {
+    let fail = |cause: String| Error::resource(format!("pin thread {thread} to CPU {cpu}"), cause);
+    let mut wanted = CpuSet::new();
+    wanted.set(cpu).map_err(|_| fail(format!("CPU {cpu} is beyond the {} of a mask", CpuSet::count())))?;
+    if !core_affinity::set_for_current(core_affinity::CoreId { id: cpu }) {
+        return Err(fail(std::io::Error::last_os_error().to_string()));
+    }
+    let got = sched_getaffinity(Pid::from_raw(0)).map_err(|e| fail(e.to_string()))?;
+    if got == wanted { Ok(()) } else { Err(fail("the kernel pinned it elsewhere".into())) }
+}
+
+#[cfg(not(feature = "mpam"))]
+fn pin_to_cpu(_thread: &str, _cpu: usize) -> Result<()> {
+    Ok(())
 }
 
 /// Pins the calling thread to `cpus` and checks that the kernel did so. `thread` names it in errors. Does nothing
@@ -260,6 +284,9 @@ mod tests {
     #[cfg(feature = "mpam")]
     #[test]
     fn a_cpu_that_is_not_there_is_an_error_that_names_thread_and_cpu() {
+        let to_cpu = |cpu| in_thread(|_| name_and_pin("adam", 0, cpu)).0.unwrap_err().to_string();
+        assert_eq!(to_cpu(1023), "pin thread adam-00@cpu1023 to CPU 1023: Invalid argument (os error 22)");
+        assert_eq!(to_cpu(5000), "pin thread adam-00@cpu5000 to CPU 5000: CPU 5000 is beyond the 1024 of a mask");
         let pin = |cpus: &'static str| in_thread(|_| pin_current("adam-00", &CpuList::parse(cpus).unwrap())).0.unwrap_err().to_string();
         assert_eq!(pin("1023"), "pin thread adam-00 to CPU 1023: EINVAL: Invalid argument");
         assert_eq!(pin("5000"), "pin thread adam-00 to CPU 5000: CPU 5000 is beyond the 1024 of a mask");
