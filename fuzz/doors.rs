@@ -7,10 +7,10 @@ use superoffload::checkpoint;
 use superoffload::config::options::AddBos;
 use superoffload::config::{file, settings::Settings};
 use superoffload::data::tokenizer::Tokenizer;
-use superoffload::model::model_dir::ModelDir;
 use superoffload::model::shape::ModelShape;
 use superoffload::model::tensors::TensorTable;
 use superoffload::model::weights;
+use superoffload::model_dir::ModelDir;
 use superoffload::optim::StatePart;
 
 /// Reads one input; `dir` is an empty directory of its own, which may be written.

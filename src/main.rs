@@ -13,24 +13,24 @@ use superoffload::bench::simulate::{self, Simulation};
 use superoffload::bench::step::StepBench;
 use superoffload::checkpoint;
 use superoffload::checkpoint::digest::digest_checkpoint;
+use superoffload::checkpoint::export::{Options, export_checkpoint};
 use superoffload::config::aliases;
 use superoffload::config::options::TrainOptions;
-use superoffload::config::plan::Plan;
 use superoffload::config::settings::{DEMO_FLAGS, Settings};
+use superoffload::doctor::{self, Probes};
 use superoffload::dtype::Dtype;
 use superoffload::engine::watchdog::{Alarm, OnAlarm};
 use superoffload::error::{Error, Result};
-use superoffload::hardware::doctor::{self, Probes};
 use superoffload::hardware::limits;
 use superoffload::hardware::topology::Topology;
 use superoffload::metrics::StepMetrics;
 use superoffload::model::presets;
-use superoffload::model::weights::{Options, export_checkpoint};
 use superoffload::optim::simd::Isa;
-use superoffload::planner::answer::Answer;
 use superoffload::planner::machine::Machine;
-use superoffload::planner::search::Question;
+use superoffload::planner::plan::Plan;
 use superoffload::probe::{self, ProbeOptions};
+use superoffload::search::Question;
+use superoffload::search::answer::Answer;
 use superoffload::signals::{self, EXIT_INTERRUPTED, StopFlag};
 use superoffload::train::setup::check_context;
 use superoffload::train::{self, Facts, Observer, Summary};
@@ -38,7 +38,7 @@ use superoffload::units::Bytes;
 
 /// Trains language models with the optimizer on the CPU: exact speculative offload.
 #[derive(Parser)]
-#[command(version = superoffload::bench::facts::version(), about, max_term_width = 120)]
+#[command(version = superoffload::facts::version(), about, max_term_width = 120)]
 struct Cli {
     #[command(subcommand)]
     command: Command,

@@ -1,9 +1,9 @@
 //! What a run says about itself, one JSON object a step, and the memory behind it.
 
-use crate::config::plan::Plan;
 use crate::engine::coordinator::Counts;
 use crate::hardware::parse::meminfo_bytes;
-use crate::planner::machine::Place;
+use crate::memory::Place;
+use crate::planner::plan::Plan;
 use std::collections::BTreeMap;
 
 /// Bytes by class.

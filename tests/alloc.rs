@@ -11,7 +11,6 @@ use std::backtrace::Backtrace;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
-use superoffload::config::plan::Plan;
 use superoffload::config::settings::Settings;
 use superoffload::data::loader::{DataPosition, Loader};
 use superoffload::data::packing::Dataset;
@@ -22,6 +21,7 @@ use superoffload::engine::watchdog::Watchdog;
 use superoffload::metrics::rss_bytes;
 use superoffload::model::shape::ModelShape;
 use superoffload::planner::machine::Machine;
+use superoffload::planner::plan::Plan;
 use support::{emulator, random_params, resident, settings, start, tiny_llama};
 
 /// The system's allocator, which remembers where the first allocation came from while it is watched.

@@ -7,14 +7,14 @@ use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 use serde_json::json;
 use std::cell::Cell;
-use superoffload::config::plan::Plan;
-use superoffload::device::RingShape;
 use superoffload::engine::coordinator::Counts;
 use superoffload::host::pinned::RING_GRAIN_BYTES;
+use superoffload::memory::RingShape;
 #[cfg(feature = "weight-flow")]
 use superoffload::model::shape::ModelShape;
 use superoffload::model::tensors::{Stage, TensorTable};
 use superoffload::planner::machine::Machine;
+use superoffload::planner::plan::Plan;
 
 /// Everything that must not matter, and everything that must.
 #[derive(Clone, Debug)]

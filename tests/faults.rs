@@ -10,10 +10,10 @@ use nix::unistd::Pid;
 use std::fs;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
-use superoffload::config::plan::Plan;
 use superoffload::engine::executor::Batches;
 use superoffload::error::{Error, Result};
 use superoffload::planner::machine::Machine;
+use superoffload::planner::plan::Plan;
 
 const ACCUM: usize = 3;
 

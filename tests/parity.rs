@@ -4,7 +4,6 @@
 use crate::support::{read_params, resident, settings, start};
 use safetensors::SafeTensors;
 use std::path::{Path, PathBuf};
-use superoffload::config::plan::Plan;
 use superoffload::device::cpu::CpuDevice;
 use superoffload::engine::coordinator::Counts;
 use superoffload::engine::executor::{Batches, Engine};
@@ -14,6 +13,7 @@ use superoffload::model::shape::ModelShape;
 use superoffload::model::tensors::TensorTable;
 use superoffload::model::weights;
 use superoffload::planner::machine::Machine;
+use superoffload::planner::plan::Plan;
 
 const FAMILIES: [&str; 7] = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "phi3", "seed_oss"];
 

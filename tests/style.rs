@@ -27,7 +27,7 @@ const RULES: [Rule; 7] = [
             "src/host/pages.rs",
             "src/host/pinned.rs",
             "src/host/pool.rs",
-            "src/host/step_job.rs",
+            "src/engine/step_job.rs",
             "src/optim/simd.rs",
             "src/optim/simd",
             "tests/alloc.rs",

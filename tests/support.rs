@@ -2,7 +2,6 @@
 
 use superoffload::checkpoint::digest::StateDigest;
 use superoffload::config::options::TrainOptions;
-use superoffload::config::plan::Plan;
 use superoffload::config::settings::Settings;
 use superoffload::device::cpu::CpuDevice;
 use superoffload::engine::executor::{Batches, Engine};
@@ -13,6 +12,7 @@ use superoffload::model::shape::ModelShape;
 use superoffload::model::tensors::TensorSpec;
 use superoffload::optim::StatePart;
 use superoffload::planner::machine::Machine;
+use superoffload::planner::plan::Plan;
 use superoffload::train::setup::cpu_engine;
 
 /// What runs another machine's programs, if these tests are one or start one: see `tests/aarch64/emulate.sh`.

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use superoffload::config::options::AddBos;
 use superoffload::data::tokenizer::Tokenizer;
-use superoffload::model::model_dir::ModelDir;
+use superoffload::model_dir::ModelDir;
 
 #[derive(Deserialize)]
 struct Case {

@@ -4,7 +4,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use std::fmt;
 use std::time::{SystemTime, UNIX_EPOCH};
-use superoffload::bench::facts::{BuildFacts, MachineFacts};
+use superoffload::facts::{BuildFacts, MachineFacts};
 use superoffload::hardware::topology::Topology;
 use superoffload::optim::simd::Isa;
 

@@ -4,7 +4,6 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use superoffload::config::options::{HugePagesChoice, ResctrlGroup};
-use superoffload::engine::trace::Recorder;
 use superoffload::error::Result;
 use superoffload::hardware::topology::Topology;
 use superoffload::host::affinity::{Placement, name_and_pin};
@@ -13,6 +12,7 @@ use superoffload::host::memory_policy::MemoryPolicy;
 use superoffload::host::partition::join_optimizer;
 use superoffload::host::pinned::HostMemory;
 use superoffload::host::pool::{Job, Pool};
+use superoffload::trace::Recorder;
 
 /// Jobs before the clock starts: pages are mapped, threads awake, branches known.
 const WARM_UP: usize = 2;

@@ -1,6 +1,6 @@
 //! A step as a picture of characters: what each track did, from left to right.
 
-use crate::engine::trace::{Recorder, Span};
+use crate::trace::{Recorder, Span};
 use std::fmt;
 use std::ops::Range;
 

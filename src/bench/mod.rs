@@ -4,12 +4,8 @@
 //! figures are measured against.
 
 pub mod ceiling;
-pub mod clip;
-pub mod facts;
-pub mod flops;
 pub mod gantt;
 pub mod options;
 pub mod record;
 pub mod simulate;
 pub mod step;
-pub mod timed;

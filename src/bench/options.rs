@@ -1,8 +1,8 @@
 //! The flags of `bench step`: those of `train` that say how a step runs, and what is measured.
 
-use super::clip::Clip;
 use crate::config::options::TrainOptions;
 use crate::error::{Error, Result};
+use crate::simulate::clip::Clip;
 use clap::Arg;
 use std::path::PathBuf;
 

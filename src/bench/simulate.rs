@@ -1,35 +1,30 @@
 //! `simulate`: the steps of a machine that is not here, by its profile.
 
-use super::facts::{BuildFacts, ModelFacts, PlanFacts};
 use super::gantt::Gantt;
 use super::options::StepOptions;
-use super::record::Outcome;
-use super::timed::{RandomTokens, Steps};
 use crate::config::options::{DeviceChoice, TrainOptions};
-use crate::config::plan::{Place, Plan};
 use crate::config::settings::Settings;
-use crate::device::sim::SimDevice;
-use crate::engine::executor::Engine;
-use crate::engine::trace::Recorder;
-use crate::engine::trace_file::TraceFile;
 use crate::error::{Error, Result};
+use crate::facts::{BuildFacts, HardwareFacts, ModelFacts, PlanFacts};
 use crate::hardware::basis::{AUTO, Basis, Key};
 use crate::hardware::profile::Profile;
 use crate::hardware::topology::Topology;
-use crate::host::doorbell::Doorbell;
-use crate::host::memory_policy::MemoryPolicy;
-use crate::host::pool::Pool;
+use crate::memory::Place;
 use crate::model::presets;
 use crate::model::shape::ModelShape;
 use crate::planner::machine::Machine;
-use crate::planner::search::best_plan;
+use crate::planner::plan::Plan;
 use crate::probe::{self, ProbeOptions};
+use crate::search::best_plan;
+use crate::simulate::outcome::Outcome;
+use crate::simulate::simulate;
+use crate::simulate::timed::Steps;
+use crate::trace::file::TraceFile;
 use crate::train::setup::check_context;
 use crate::units::Count;
 use serde::Serialize;
 use std::fmt;
 use std::path::Path;
-use std::sync::Arc;
 
 /// Room for the spans of one simulation, on each track.
 const TRACE_SPANS: usize = 1 << 16;
@@ -50,7 +45,7 @@ pub struct SimulatedRecord {
     /// The model.
     pub model: ModelFacts,
     /// Which steps were to be clipped.
-    pub clip: super::clip::Clip,
+    pub clip: crate::simulate::clip::Clip,
     /// Steps before the clock.
     pub warmup: u64,
     /// Steps that were timed.
@@ -69,24 +64,6 @@ pub struct SimulatedRecord {
     /// The last step as a picture.
     #[serde(skip)]
     pub gantt: Gantt,
-}
-
-/// The profile of a simulation.
-#[derive(Clone, Debug, Serialize)]
-pub struct HardwareFacts {
-    /// Its name.
-    pub profile: String,
-    /// The machine, in words.
-    pub machine: String,
-    /// Its date.
-    pub date: String,
-}
-
-impl HardwareFacts {
-    /// Those of `profile`.
-    pub fn of(profile: &Profile) -> Self {
-        Self { profile: profile.name.clone(), machine: profile.machine.clone(), date: profile.date.clone() }
-    }
 }
 
 /// A simulation that is resolved and checked.
@@ -151,31 +128,6 @@ impl Simulation {
             outcome,
         })
     }
-}
-
-/// Runs `steps` of `plan` on the machine that it was made for: what they were, their timeline with room for `trace_spans` on
-/// each track, and when the timed ones ran on its clock.
-///
-/// # Errors
-/// `Resource` when not even addresses can be had.
-pub fn simulate(
-    plan: &Plan,
-    shape: &ModelShape,
-    name: &str,
-    steps: Steps,
-    trace_spans: usize,
-) -> Result<(Outcome, Vec<Recorder>, std::ops::Range<u64>)> {
-    let plan = Plan { host_memory: MemoryPolicy::unbacked(), trace_spans, ..plan.clone() };
-    let (dev, pool) = SimDevice::new(name, &plan.machine.rates, plan.machine.device, (plan.threads, plan.isa), trace_spans);
-    let mut engine = Engine::new(plan, shape.clone(), dev, Pool::Simulated(pool), Arc::new(Doorbell::default()))?;
-    engine.send_weights()?;
-    let mut tokens = RandomTokens::new(0, shape.vocab);
-    steps.warm_up(&mut engine, &mut tokens)?;
-    let timed = steps.time(&mut engine, &mut tokens, &mut |_| ())?;
-    let (plan, window_ns) = (engine.plan().clone(), timed.window_ns.clone());
-    engine.flush()?;
-    let tracks = engine.finish()?;
-    Ok((timed.outcome(shape, &plan, Some(plan.machine.rates.matmul_flops(8192)), &tracks), tracks, window_ns))
 }
 
 impl fmt::Display for SimulatedRecord {

@@ -1,24 +1,25 @@
 //! `bench step`: random tokens through random weights, for some steps, and what they cost.
 
-use super::facts::{BuildFacts, MachineFacts, ModelFacts, PlanFacts};
 use super::options::StepOptions;
 use super::record::{MemoryPeaks, StepRecord};
-use super::timed::{RandomTokens, Steps};
-use crate::config::plan::{Place, Plan};
 use crate::config::settings::Settings;
 use crate::device::Kernels;
 use crate::engine::executor::Engine;
-use crate::engine::trace_file::TraceFile;
 use crate::error::Result;
+use crate::facts::{BuildFacts, MachineFacts, ModelFacts, PlanFacts};
 use crate::hardware::gpu::{GpuSamples, Sampler};
 use crate::hardware::parse::meminfo_bytes;
 use crate::hardware::topology::Topology;
 use crate::host::perf::{WORKER_ROLE, WorkerCounters};
+use crate::launch::devices;
+use crate::memory::Place;
 use crate::metrics::MemoryUse;
 use crate::model::presets;
 use crate::model::shape::ModelShape;
-use crate::planner::search::best_plan;
-use crate::train::devices;
+use crate::planner::plan::Plan;
+use crate::search::best_plan;
+use crate::simulate::timed::{RandomTokens, Steps};
+use crate::trace::file::TraceFile;
 #[cfg(feature = "cuda")]
 use crate::train::setup::cuda_engine;
 use crate::train::setup::{check_context, cpu_engine, host_memory, join_partition, keep_off_workers};

@@ -11,6 +11,8 @@
 //! or absent. Every byte of it is under a CRC32C, and [`verify`] reads all of them before anything is restored.
 
 pub mod digest;
+pub mod export;
+mod export_dir;
 mod find;
 mod format;
 mod reader;

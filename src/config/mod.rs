@@ -5,5 +5,4 @@ mod checks;
 pub mod describe;
 pub mod file;
 pub mod options;
-pub mod plan;
 pub mod settings;

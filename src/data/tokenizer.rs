@@ -7,7 +7,7 @@ use crate::data::checksum;
 use crate::data::contain::contain;
 use crate::disk;
 use crate::error::{Error, Result};
-use crate::model::model_dir::ModelDir;
+use crate::model_dir::ModelDir;
 use serde_json::Value;
 use special::Special;
 use std::fmt;

@@ -11,13 +11,11 @@ pub mod cuda;
 pub mod sim;
 
 use crate::dtype::Dtype;
-use crate::engine::trace::{self, Recorder};
 use crate::error::Result;
 use crate::host::pinned::PinnedSlice;
+use crate::memory::{Place, RingShape};
 use crate::optim::adam::AdamConsts;
-use std::fmt;
-
-pub use crate::planner::machine::Place;
+use crate::trace::{self, Recorder};
 
 /// The three queues of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,37 +61,6 @@ impl DeviceSlice {
     /// Size in bytes.
     pub fn bytes(self) -> usize {
         self.elems * self.dtype.bytes()
-    }
-}
-
-/// Memory that repeats: below `ringed_elems`, elements whose distance is a multiple of `period_elems` are one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RingShape {
-    /// Where the ring ends; elements from there on are their own.
-    pub ringed_elems: usize,
-    /// Elements that exist of the ring.
-    pub period_elems: usize,
-}
-
-/// What a device's kernels reach of the host's memory by the host's own addresses.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Addressing {
-    /// Nothing that both may use at the same time.
-    Separate,
-    /// Managed memory: two page tables that agree, and pages that move.
-    Managed,
-    /// All of it: the device walks the host's page tables (GH200).
-    Shared,
-}
-
-impl fmt::Display for Addressing {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Separate => "separate memories",
-            Self::Managed => "managed memory, whose pages move",
-            Self::Shared => "page tables shared with the host, whose memory is used directly",
-        })
     }
 }
 

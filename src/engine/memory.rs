@@ -1,15 +1,15 @@
 //! All memory of a run, allocated once: where each bucket's state, gradients and weights lie, on both sides of the link.
 
-use crate::config::plan::Plan;
 use crate::device::{Device, DeviceSlice, EventId, Stream};
 use crate::dtype::Dtype;
+use crate::engine::step_job::{HostState, Segment, SlotMemory, StepMemory};
 use crate::error::Result;
 use crate::host::pinned::{HostMemory, PinnedSlice};
-use crate::host::step_job::{HostState, Segment, SlotMemory, StepMemory};
 use crate::model::init::init_flat;
 use crate::model::tensors::TensorTable;
 use crate::optim::StatePart;
 use crate::optim::simd::AdamKernels;
+use crate::planner::plan::Plan;
 use std::ops::Range;
 use std::sync::Arc;
 

@@ -1,11 +1,11 @@
 //! What the driver says of itself while it steps, for the watchdog: relaxed stores into memory that is there from the start.
 
 use super::coordinator::{Command, Event};
-use super::trace::now_ns;
 use super::verdict::Verdict;
 use crate::device::Stream;
 use crate::host::doorbell::Doorbell;
 use crate::host::pulse::Pulse;
+use crate::trace::now_ns;
 use std::array;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

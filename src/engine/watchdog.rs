@@ -1,10 +1,10 @@
 //! A thread that notices when others stand still: an optimizer worker is named, and a driver without progress ends the run with an
 //! account of what everything waits for. It reads what they publish ([`Vitals`]); they never wait for it.
 
-use super::trace::now_ns;
 use super::vitals::{Doing, Mark, Vitals};
 use crate::device::Stream;
 use crate::error::{Error, Result};
+use crate::trace::now_ns;
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::sync::Arc;

@@ -1,9 +1,10 @@
 //! Weight-flow (paper 4.2), for models whose weights do not fit: layers' weights wait in host memory and come to the device
 //! stage by stage, into a ring that holds at least two neighbours, so that one comes while the other is computed with.
 
-use crate::device::{Device, DeviceSlice, EventId, RingShape, Stream};
+use crate::device::{Device, DeviceSlice, EventId, Stream};
 use crate::error::Result;
 use crate::host::pinned::PinnedSlice;
+use crate::memory::RingShape;
 use crate::model::tensors::TensorTable;
 use std::ops::Range;
 

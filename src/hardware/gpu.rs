@@ -3,12 +3,10 @@
 #[cfg_attr(not(feature = "cuda"), path = "gpu/absent.rs")]
 mod nvml;
 
-use crate::device::Addressing;
 use crate::error::{Error, Result};
 use crate::units::Bytes;
 use nvml::Gpu;
 use std::fmt;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -61,32 +59,9 @@ impl fmt::Display for GpuFacts {
     }
 }
 
-/// Whether there is a GPU, and whether this program can compute on it.
-#[derive(Debug)]
-pub struct GpuReport {
-    /// What it is, or why that cannot be said.
-    pub facts: Result<GpuFacts>,
-    /// What CUDA, which opens it, says of the host's memory; or why it does not open.
-    pub usable: Result<Addressing>,
-    /// NVIDIA's libraries, where there is a GPU to use them: the path, or why one cannot be opened.
-    pub libraries: Vec<(&'static str, Result<PathBuf>)>,
-}
-
-impl GpuReport {
-    /// This machine's.
-    pub fn this_machine() -> Self {
-        #[cfg(feature = "cuda")]
-        let (usable, libraries) = (crate::device::cuda::probe(), crate::device::cuda::libraries);
-        #[cfg(not(feature = "cuda"))]
-        let (usable, libraries) = (Err(no_cuda()), Vec::new);
-        let libraries = if usable.is_ok() { libraries() } else { Vec::new() };
-        Self { facts: GpuFacts::read(), usable, libraries }
-    }
-}
-
 /// Why a build without the feature `cuda` knows nothing about GPUs.
 #[cfg(not(feature = "cuda"))]
-fn no_cuda() -> Error {
+pub(crate) fn no_cuda() -> Error {
     Error::Unsupported("this build has no CUDA device (cargo feature cuda)".into())
 }
 

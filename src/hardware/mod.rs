@@ -3,11 +3,10 @@
 pub mod basis;
 pub mod cgroup;
 pub mod cpu_list;
-pub mod doctor;
 pub mod gpu;
 pub mod limits;
 pub(crate) mod parse;
-pub mod products;
 pub mod profile;
+pub mod rates;
 pub mod sourced;
 pub mod topology;

@@ -6,9 +6,9 @@
 mod table;
 
 use super::sourced::{Curve, Figure, quoted};
-use crate::device::Addressing;
 use crate::disk;
 use crate::error::{Error, Result};
+use crate::memory::Addressing;
 use serde::Deserialize;
 use std::fmt;
 use std::path::Path;

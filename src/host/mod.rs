@@ -12,5 +12,4 @@ pub mod pinned;
 pub mod pool;
 pub mod pulse;
 mod room;
-pub mod step_job;
 pub mod wakeup;

@@ -9,10 +9,10 @@
 #![allow(unsafe_code)]
 
 use crate::device::sim::SimPool;
-use crate::engine::trace::{Recorder, now_ns};
 use crate::error::{Error, Result};
 use crate::host::doorbell::Doorbell;
 use crate::host::pulse::Pulse;
+use crate::trace::{Recorder, now_ns};
 use std::cell::UnsafeCell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};

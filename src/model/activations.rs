@@ -7,11 +7,11 @@
 use super::host_input::{BUFFERS, HostInput, host_inputs, host_slots};
 use super::policy::LayerPolicy;
 use super::shape::{ModelShape, Norm, Positions};
-use crate::config::plan::Place;
 use crate::device::{Device, DeviceSlice};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::host::pinned::HostMemory;
+use crate::memory::Place;
 use crate::units::Bytes;
 
 /// Each part of an allocation for layers starts at a multiple of this many elements.

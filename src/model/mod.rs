@@ -13,7 +13,6 @@ mod forward;
 mod head;
 mod host_input;
 pub mod init;
-pub mod model_dir;
 mod params;
 pub mod policy;
 pub mod presets;

@@ -1,8 +1,8 @@
 //! Configurations that ship with the program: the shapes that benchmarks and comparisons use, without weights.
 
-use super::model_dir::{CONFIG, ModelDir};
 use super::shape::ModelShape;
 use crate::error::{Error, Result};
+use crate::model_dir::{CONFIG, ModelDir};
 use std::path::Path;
 
 /// Name and `config.json` of every preset.

@@ -3,26 +3,23 @@
 //! Weights stream through a small buffer in both directions; nothing is mapped into memory, so that a file that
 //! shrinks while it is read is an error and not a signal.
 
-mod export;
-mod export_dir;
 mod load;
-mod safetensors;
+pub(crate) mod safetensors;
 
-pub use export::{Exported, MAX_SHARD_BYTES, Options, export, export_checkpoint};
 pub use load::load;
 
 use crate::disk;
 use crate::error::{Error, Result};
-use crate::model::model_dir::{CONFIG, ModelDir};
 use crate::model::tensors::{HfPart, TensorSpec};
+use crate::model_dir::{CONFIG, ModelDir};
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::path::Path;
 
 /// Weights in one file.
-const SINGLE: &str = "model.safetensors";
+pub(crate) const SINGLE: &str = "model.safetensors";
 /// Which tensor is in which shard.
-const INDEX: &str = "model.safetensors.index.json";
+pub(crate) const INDEX: &str = "model.safetensors.index.json";
 /// What says how text becomes tokens, apart from the tokenizer.
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 
@@ -82,7 +79,7 @@ fn named_code(auto_map: &Value, names: &mut BTreeSet<String>) {
 }
 
 /// Where element `i` of the file's tensor `part` lies in ours.
-fn position(spec: &TensorSpec, part: &HfPart, i: usize) -> usize {
+pub(crate) fn position(spec: &TensorSpec, part: &HfPart, i: usize) -> usize {
     let cols = spec.row_elems();
     match part.transposed {
         false => part.row_start * cols + i,

@@ -1,10 +1,12 @@
 //! The memory of a run by class and place, known before anything is allocated.
 
-use super::machine::{DeviceMemory, Machine, Place};
+use super::machine::Machine;
 use crate::bucket::layout::BucketLayout;
-use crate::device::{Addressing, Attention, RingShape};
+use crate::device::Attention;
 use crate::dtype::Dtype;
 use crate::host::pinned;
+use crate::memory::{Addressing, RingShape};
+use crate::memory::{DeviceMemory, Place};
 use crate::model::activations::ActivationPlan;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::{Stage, TensorTable};

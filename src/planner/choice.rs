@@ -5,11 +5,11 @@
 //! are streamed only where no other candidate fits.
 
 use super::budget::{MemoryClass, Needs, Rings, bytes_at};
-use super::machine::{DeviceMemory, Place};
 use super::predict::{Prediction, Predictor, Work};
 use crate::bucket::layout::BucketLayout;
 use crate::config::options::{ActivationsChoice, WeightsChoice};
 use crate::error::Result;
+use crate::memory::{DeviceMemory, Place};
 use crate::model::activations::{ActivationPlan, LossTile};
 use crate::model::policy::LayerPolicy;
 use crate::model::tensors::TensorTable;

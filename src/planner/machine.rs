@@ -1,35 +1,12 @@
 //! What the planner knows about a machine.
 
-use super::rates::Rates;
 use crate::config::settings::Settings;
-use crate::device::Addressing;
 use crate::hardware::profile::{Gpu, Profile};
+use crate::hardware::rates::Rates;
 use crate::host::affinity::workers_beside_others;
+use crate::memory::DeviceMemory;
 use crate::units::Bytes;
 use std::sync::Arc;
-
-/// Where memory lies.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
-    /// On the device.
-    Device,
-    /// In host memory.
-    Host,
-}
-
-/// The device's memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum DeviceMemory {
-    /// The host's: the cpu device.
-    Shared,
-    /// A GPU's own.
-    Own {
-        /// Free bytes.
-        bytes: u64,
-        /// What it sees of the host's.
-        addressing: Addressing,
-    },
-}
 
 /// What a plan may use.
 #[derive(Clone, Debug, PartialEq)]

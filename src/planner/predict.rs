@@ -2,11 +2,11 @@
 //! What a plan really does on such a machine is for the simulated device to say.
 
 use super::budget::{Needs, Rings, STATE_BYTES};
-use super::machine::DeviceMemory;
 use super::passes::Passes;
 use crate::bucket::layout::BucketLayout;
-use crate::device::Addressing;
 use crate::error::Result;
+use crate::memory::Addressing;
+use crate::memory::DeviceMemory;
 use crate::model::activations::ActivationPlan;
 use crate::model::policy::LayerPolicy;
 use crate::optim::simd::Isa;

@@ -1,12 +1,13 @@
 //! What to say when a plan does not fit: both sizes, which memory, and the smallest change that helps.
 
 use super::budget::Balance;
-use super::machine::{Machine, Place};
+use super::machine::Machine;
 use crate::config::options::{ActivationsChoice, ResidentBuckets, Strategy, WeightsChoice};
-use crate::config::plan::Plan;
 use crate::config::settings::Settings;
 use crate::error::{Error, Result};
+use crate::memory::Place;
 use crate::model::shape::ModelShape;
+use crate::planner::plan::Plan;
 use crate::units::Bytes;
 
 /// Shorter sequences are no advice.
@@ -34,7 +35,7 @@ impl Plan {
     }
 
     /// The memory that lacks most.
-    pub(super) fn shortage(&self) -> Option<Balance> {
+    pub(crate) fn shortage(&self) -> Option<Balance> {
         self.balances().into_iter().filter(|balance| balance.lacking() > 0).max_by_key(Balance::lacking)
     }
 

@@ -1,16 +1,17 @@
 //! Plans of real models on real machines: what stays, what leaves, what is computed twice, and what is refused.
 
-use super::machine::{DeviceMemory, Machine, Place};
-use super::rates::Rates;
+use super::machine::Machine;
 use crate::config::options::{
     ActivationsChoice, AttentionChoice, CastSide, HostMemoryKind, ResidentBuckets, Strategy, Technique, TrainDtype, WeightsChoice,
 };
-use crate::config::plan::Plan;
 use crate::config::settings::Settings;
-use crate::device::Addressing;
+use crate::hardware::rates::Rates;
+use crate::memory::Addressing;
+use crate::memory::{DeviceMemory, Place};
 use crate::model::policy::LayerPolicy;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::{Stage, TensorTable};
+use crate::planner::plan::Plan;
 use crate::units::Bytes;
 use proptest::prelude::*;
 use std::path::Path;

@@ -2,11 +2,12 @@
 
 use super::rig::Rig;
 use super::samples::{Samples, share_curve};
-use crate::device::{Addressing, Device, DeviceSlice, Place, Stream};
+use crate::device::{Device, DeviceSlice, Stream};
 use crate::dtype::Dtype;
 use crate::error::Result;
 use crate::hardware::profile::Link;
 use crate::host::pinned::{HostMemory, PinnedSlice};
+use crate::memory::{Addressing, Place};
 
 /// Sizes of copies grow by this factor.
 const STEP: usize = 4;

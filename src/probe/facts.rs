@@ -1,6 +1,6 @@
 //! What machine and program a profile is of, and the day.
 
-use crate::bench::facts::{BuildFacts, MachineFacts};
+use crate::facts::{BuildFacts, MachineFacts};
 use crate::hardware::topology::Topology;
 use crate::optim::simd::Isa;
 use crate::units::{Bytes, date};

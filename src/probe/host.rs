@@ -4,11 +4,11 @@ use super::product::doublings;
 use super::samples::{curve, figure};
 use super::states::{States, Triad};
 use super::workers::Workers;
+use crate::engine::step_job::StepJob;
 use crate::error::Result;
 use crate::hardware::profile::Host;
 use crate::hardware::topology::Topology;
 use crate::host::affinity::{Placement, workers_beside_others};
-use crate::host::step_job::StepJob;
 use crate::host::wakeup::WakeUp;
 
 /// Measures the host for about `time_s`; `states` are in its memory, and `cpus` are its usable CPUs.

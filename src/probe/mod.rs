@@ -27,8 +27,9 @@ pub mod workers;
 
 use crate::config::options::DeviceChoice;
 use crate::config::settings::Settings;
+use crate::device::Kernels;
 use crate::device::cpu::{CpuDevice, Schedule};
-use crate::device::{Addressing, Kernels};
+use crate::engine::step_job::StepJob;
 use crate::error::{Error, Result};
 use crate::hardware::basis::Key;
 use crate::hardware::profile::{Contention, CpuDevice as CpuRates, Gpu, Host, Link, Profile, VERSION};
@@ -37,9 +38,9 @@ use crate::host::affinity::workers_beside_others;
 use crate::host::doorbell::Doorbell;
 use crate::host::pinned::HostMemory;
 use crate::host::pool::Pool;
-use crate::host::step_job::StepJob;
-use crate::planner::machine::DeviceMemory;
-use crate::train::devices;
+use crate::launch::devices;
+use crate::memory::Addressing;
+use crate::memory::DeviceMemory;
 use arithmetic::Arithmetic;
 use contention::Contenders;
 use copies::Copies;
@@ -318,9 +319,9 @@ fn remove_parts(folder: &Path) -> Result<()> {
 mod tests {
     use super::*;
     use crate::device::sim::SimDevice;
+    use crate::hardware::rates::Rates;
     use crate::host::memory_policy::MemoryPolicy;
     use crate::planner::machine::Machine;
-    use crate::planner::rates::Rates;
 
     /// This machine, but for caches that ask for large buckets.
     fn small_caches() -> Topology {

@@ -6,11 +6,11 @@ use super::rig::Rig;
 use super::samples::Samples;
 use super::states::States;
 use crate::device::{EventId, Kernels, Stream};
+use crate::engine::step_job::StepJob;
 use crate::error::Result;
 use crate::hardware::sourced::Figure;
 use crate::host::doorbell::Doorbell;
 use crate::host::pool::{Job, Pool};
-use crate::host::step_job::StepJob;
 use std::sync::Arc;
 
 /// Products that are enqueued at once: the driver's part does not count then, and an end is never far.
@@ -102,12 +102,12 @@ mod tests {
     use crate::device::cpu::{CpuDevice, Schedule};
     use crate::device::sim::SimDevice;
     use crate::dtype::Dtype;
+    use crate::hardware::rates::tests::round_rates;
     use crate::hardware::topology::Topology;
     use crate::host::memory_policy::MemoryPolicy;
     use crate::host::pinned::HostMemory;
+    use crate::memory::DeviceMemory;
     use crate::optim::simd::Isa;
-    use crate::planner::machine::DeviceMemory;
-    use crate::planner::rates::tests::round_rates;
     use crate::probe::workers::Workers;
 
     fn topology() -> Topology {

@@ -3,11 +3,11 @@
 use crate::bucket::slot::Slot;
 use crate::dtype::Dtype;
 use crate::engine::coordinator::{GradUpdate, Update, Work};
+use crate::engine::step_job::{HostState, Segment, SlotMemory, StepJob, StepMemory};
 use crate::error::Result;
 use crate::hardware::topology::Topology;
 use crate::host::pinned::{HostMemory, PinnedSlice};
 use crate::host::pool::Job;
-use crate::host::step_job::{HostState, Segment, SlotMemory, StepJob, StepMemory};
 use crate::optim::adam::AdamHyper;
 use crate::optim::simd::{AdamKernels, Isa};
 use std::sync::Arc;

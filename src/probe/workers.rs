@@ -2,7 +2,6 @@
 
 use super::samples::Samples;
 use crate::config::options::HugePagesChoice;
-use crate::engine::trace::now_ns;
 use crate::error::Result;
 use crate::hardware::topology::Topology;
 use crate::host::affinity::{Placement, name_and_pin};
@@ -10,6 +9,7 @@ use crate::host::doorbell::Doorbell;
 use crate::host::memory_policy::MemoryPolicy;
 use crate::host::perf::WORKER_ROLE;
 use crate::host::pool::{Job, Pool};
+use crate::trace::now_ns;
 use std::sync::Arc;
 
 /// Jobs before the clock counts: pages are mapped, threads awake.

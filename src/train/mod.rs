@@ -3,7 +3,6 @@
 //! [`setup`] builds the engine and the data, [`text`] finds what turns text into tokens, `identity` says what a run learns with and
 //! from, `resume` compares that with a checkpoint's and goes on from it, [`session`] runs steps and saves, this file ties them together.
 
-pub mod devices;
 mod feed;
 mod identity;
 mod metrics_file;
@@ -17,7 +16,6 @@ mod skips;
 mod state;
 pub mod text;
 
-use crate::config::plan::Plan;
 use crate::config::settings::Settings;
 use crate::device::Kernels;
 use crate::engine::coordinator::Counts;
@@ -25,7 +23,9 @@ use crate::engine::watchdog::OnAlarm;
 use crate::error::{Error, Result};
 use crate::hardware::topology::Topology;
 use crate::host::perf::WorkerCounts;
+use crate::launch::devices;
 use crate::metrics::StepMetrics;
+use crate::planner::plan::Plan;
 use crate::signals::StopFlag;
 use run_dir::RunDir;
 use session::Session;

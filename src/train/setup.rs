@@ -1,12 +1,10 @@
 //! Everything before step 0: model, data, plan, device, engine, and the state to begin from.
 
-use super::devices::Chosen;
 use super::run_dir::RunDir;
 use super::session::{Companions, Session};
 use super::{Facts, Observer, identity, previous_run, resume, text};
 use crate::checkpoint::checkpoint_bytes;
 use crate::config::options::{Init, RunPart};
-use crate::config::plan::Plan;
 use crate::config::settings::{Settings, TrainLength};
 use crate::data;
 use crate::data::loader::{DataPosition, Loader, steps_for_epochs};
@@ -18,6 +16,7 @@ use crate::device::cpu::{CpuDevice, Schedule};
 #[cfg(feature = "cuda")]
 use crate::device::cuda::{CudaDevice, CudaOptions};
 use crate::engine::executor::Engine;
+use crate::engine::step_job::StepJob;
 use crate::error::{Error, Result};
 use crate::hardware::topology::Topology;
 use crate::host::affinity::{Placement, name_and_pin};
@@ -27,14 +26,15 @@ use crate::host::memory_policy::MemoryPolicy;
 use crate::host::partition;
 use crate::host::perf::WORKER_ROLE;
 use crate::host::pool::Pool;
-use crate::host::step_job::StepJob;
-use crate::model::model_dir::{CONFIG, ModelDir};
+use crate::launch::devices::Chosen;
 use crate::model::shape::{DEMO_CONFIG, ModelShape, Positions};
 use crate::model::tensors::TensorTable;
 use crate::model::weights;
+use crate::model_dir::{CONFIG, ModelDir};
 use crate::optim::StatePart;
 use crate::optim::schedule::Schedule as LearningRate;
-use crate::planner::search::best_plan;
+use crate::planner::plan::Plan;
+use crate::search::best_plan;
 use crate::signals::StopFlag;
 use std::path::Path;
 use std::sync::Arc;

@@ -58,13 +58,13 @@ mod tests {
     use crate::checkpoint::digest::{StateDigest, digest_checkpoint};
     use crate::checkpoint::{self, LossScale, Scheduler, TrainerState, Writer};
     use crate::config::options::ResidentBuckets;
-    use crate::config::plan::Plan;
     use crate::config::settings::Settings;
     use crate::device::cpu::CpuDevice;
     use crate::disk::Dir;
     use crate::hardware::topology::Topology;
     use crate::model::shape::ModelShape;
     use crate::planner::machine::Machine;
+    use crate::planner::plan::Plan;
     use crate::train::setup::cpu_engine;
     use serde_json::Value;
     use std::path::{Path, PathBuf};

@@ -6,8 +6,8 @@ use crate::data::packing::Dataset;
 use crate::data::source;
 use crate::data::tokenizer::Tokenizer;
 use crate::error::{Error, Result};
-use crate::model::model_dir::ModelDir;
 use crate::model::shape::ModelShape;
+use crate::model_dir::ModelDir;
 use serde_json::Value;
 
 /// The tokenizer of a run, and its settings with what was found in place of `auto`: a checkpoint keeps those.

@@ -6,9 +6,10 @@ use super::random::Random;
 use super::report::{Missed, Outcome, require};
 use super::rig::{Bench, Rig};
 use std::io::Write;
-use superoffload::device::{AdamArgs, DeviceSlice, Place, Stream};
+use superoffload::device::{AdamArgs, DeviceSlice, Stream};
 use superoffload::dtype::Dtype;
 use superoffload::error::{Error, Result};
+use superoffload::memory::Place;
 use superoffload::optim::adam::{AdamConsts, AdamHyper};
 
 /// Rounds of the relay, and int32 elements that each passes on.

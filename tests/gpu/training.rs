@@ -3,24 +3,26 @@
 use super::report::{Missed, Outcome, Report, require};
 use std::io::Write;
 use superoffload::checkpoint::digest::StateDigest;
-use superoffload::config::plan::Plan;
 use superoffload::config::settings::Settings;
 use superoffload::data::loader::{DataPosition, Loader};
 use superoffload::data::packing::Dataset;
 use superoffload::data::preparation::Preparation;
 use superoffload::data::tokenizer::Tokenizer;
+use superoffload::device::Kernels;
 use superoffload::device::cpu::CpuDevice;
-use superoffload::device::{Addressing, Kernels};
 use superoffload::engine::coordinator::Counts;
 use superoffload::engine::executor::{Engine, StepReport};
-use superoffload::engine::trace::Recorder;
 use superoffload::error::{Error, Result};
 use superoffload::hardware::topology::Topology;
+use superoffload::memory::Addressing;
+use superoffload::memory::DeviceMemory;
 use superoffload::model::init::init_tensor;
 use superoffload::model::shape::ModelShape;
 use superoffload::model::tensors::TensorTable;
 use superoffload::optim::StatePart;
-use superoffload::planner::machine::{DeviceMemory, Machine};
+use superoffload::planner::machine::Machine;
+use superoffload::planner::plan::Plan;
+use superoffload::trace::Recorder;
 use superoffload::train::setup::cpu_engine;
 
 /// Builds an engine on the device under test.

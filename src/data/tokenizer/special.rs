@@ -8,7 +8,7 @@ use crate::config::options::AddBos;
 use crate::data::contain::contain;
 use crate::disk;
 use crate::error::{Error, Result};
-use crate::model::model_dir::{CONFIG, ModelDir};
+use crate::model_dir::{CONFIG, ModelDir};
 use serde_json::Value;
 use tokenizers::processors::PostProcessorWrapper;
 use tokenizers::{Encoding, PostProcessor, Token, Tokenizer};

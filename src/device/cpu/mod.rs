@@ -10,12 +10,13 @@ mod launch;
 mod stream;
 mod team;
 
-use super::{Device, DeviceSlice, EventId, Place, RingShape, Stream, prefetch_span};
+use super::{Device, DeviceSlice, EventId, Stream, prefetch_span};
 use crate::dtype::Dtype;
-use crate::engine::trace::{Recorder, now_ns};
 use crate::error::{Error, Result};
 use crate::host::doorbell::Doorbell;
 use crate::host::pinned::{HostMemory, PinnedSlice, RING_GRAIN_BYTES};
+use crate::memory::{Place, RingShape};
+use crate::trace::{Recorder, now_ns};
 use launch::ComputeOwner;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};

@@ -17,11 +17,12 @@ mod sdpa;
 mod timeline;
 mod unified;
 
-use super::{Addressing, Attention, Device, DeviceSlice, EventId, MatmulShape, Place, ProductAlgorithm, RingShape, Stream};
+use super::{Attention, Device, DeviceSlice, EventId, MatmulShape, ProductAlgorithm, Stream};
 use crate::dtype::Dtype;
-use crate::engine::trace::Recorder;
 use crate::error::{Error, Result};
 use crate::host::pinned::{HostMemory, PinnedSlice};
+use crate::memory::{Addressing, Place, RingShape};
+use crate::trace::Recorder;
 use crate::units::Bytes;
 use cust::context::Context;
 use cust::sys;

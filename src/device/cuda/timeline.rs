@@ -6,8 +6,8 @@
 
 use super::driver::{RawEvent, RawStream};
 use crate::device::Stream;
-use crate::engine::trace::{Recorder, now_ns};
 use crate::error::Result;
+use crate::trace::{Recorder, now_ns};
 use std::collections::VecDeque;
 
 /// Pairs of events that may be under way at once.

@@ -2,9 +2,10 @@
 
 use super::CudaDevice;
 use super::error::check;
-use crate::device::{Addressing, Device, DeviceSlice, Place, Stream, prefetch_span};
+use crate::device::{Device, DeviceSlice, Stream, prefetch_span};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
+use crate::memory::{Addressing, Place};
 use crate::units::Bytes;
 use cust::sys;
 

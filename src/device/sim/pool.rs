@@ -1,7 +1,7 @@
 //! The optimizer's pool in the simulated machine: a job takes as long as its bytes do.
 
 use super::world::{Kind, Work, World};
-use crate::engine::trace::Recorder;
+use crate::trace::Recorder;
 use std::cell::RefCell;
 use std::rc::Rc;
 

@@ -5,8 +5,8 @@
 //! whenever another one begins or ends.
 
 use crate::device::Stream;
-use crate::engine::trace::Recorder;
-use crate::planner::rates::Rates;
+use crate::hardware::rates::Rates;
+use crate::trace::Recorder;
 use std::collections::VecDeque;
 
 /// Streams of the device, then the optimizer's pool.
@@ -293,7 +293,7 @@ impl World {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::planner::rates::tests::round_rates;
+    use crate::hardware::rates::tests::round_rates;
 
     fn work(kind: Kind, alone_ns: f64) -> Work {
         Work { kind, name: "work", index: 0, alone_ns }

@@ -12,7 +12,7 @@ use std::path::Path;
 /// The format's own limit.
 pub(super) const HEADER_BYTES_MAX: u64 = 100_000_000;
 /// Free text beside the tensors.
-pub(super) const METADATA: &str = "__metadata__";
+pub(crate) const METADATA: &str = "__metadata__";
 
 /// An open file whose tensors lie inside it, each alone.
 pub(super) struct TensorFile {

@@ -1,5 +1,6 @@
 use super::safetensors::TensorFile;
 use super::*;
+use crate::checkpoint::export::{Options, export, export_checkpoint};
 use crate::checkpoint::{LossScale, Scheduler, TensorSource, TrainerState, save};
 use crate::disk::faults::{self, Mode};
 use crate::dtype::{Dtype, Element};

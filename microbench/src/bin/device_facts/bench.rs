@@ -3,10 +3,11 @@
 use crate::limits::{Limit, Limits};
 use microbench::facts::{Facts, join};
 use serde_json::{Value, json};
-use superoffload::device::{Addressing, Kernels};
+use superoffload::device::Kernels;
 use superoffload::error::{Error, Result};
 use superoffload::hardware::topology::Topology;
 use superoffload::host::pinned::{HostMemory, PinnedSlice};
+use superoffload::memory::Addressing;
 use superoffload::probe::kernels::Small;
 use superoffload::probe::rig::Rig;
 use superoffload::probe::samples::Samples;

@@ -1,11 +1,11 @@
 //! What the machine could do at best: each case is told how much of that it gets.
 
 use microbench::facts::Facts;
-use superoffload::device::Addressing;
 use superoffload::error::Result;
 use superoffload::hardware::gpu::GpuFacts;
 use superoffload::hardware::topology::Topology;
 use superoffload::host::affinity::workers_beside_others;
+use superoffload::memory::Addressing;
 use superoffload::probe::kernels::Small;
 use superoffload::probe::states::{States, Triad};
 use superoffload::probe::workers::Workers;

@@ -5,10 +5,11 @@ use crate::load::Load;
 use microbench::facts::join;
 use microbench::{fill, fill_from, values};
 use serde_json::{Value, json};
-use superoffload::device::{Addressing, Device, DeviceSlice, Kernels, Place, Stream};
+use superoffload::device::{Device, DeviceSlice, Kernels, Stream};
 use superoffload::dtype::Dtype;
 use superoffload::error::Result;
 use superoffload::host::pinned::PinnedSlice;
+use superoffload::memory::{Addressing, Place};
 use superoffload::probe::copies::Way;
 use superoffload::probe::samples::Samples;
 

@@ -20,18 +20,19 @@ use superoffload::config::options::DeviceChoice;
 use superoffload::config::settings::Settings;
 use superoffload::device::cpu::{CpuDevice, Schedule};
 use superoffload::device::cuda::{CudaDevice, CudaOptions};
-use superoffload::device::{Addressing, Attention, Kernels};
+use superoffload::device::{Attention, Kernels};
 use superoffload::dtype::Dtype;
 use superoffload::error::Result;
 use superoffload::hardware::topology::Topology;
 use superoffload::host::pinned::HostMemory;
-use superoffload::planner::machine::DeviceMemory;
+use superoffload::launch::devices;
+use superoffload::memory::Addressing;
+use superoffload::memory::DeviceMemory;
 use superoffload::probe::kernels;
 use superoffload::probe::product::Product;
 use superoffload::probe::rig::Rig;
 use superoffload::probe::states::States;
 use superoffload::probe::workers::memory_policy;
-use superoffload::train::devices;
 
 /// What is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize)]

@@ -9,10 +9,10 @@ use superoffload::bucket::slot::Slot;
 use superoffload::device::Kernels;
 use superoffload::dtype::Dtype;
 use superoffload::engine::coordinator::{GradUpdate, Update, Work};
+use superoffload::engine::step_job::{HostState, Segment, SlotMemory, StepJob, StepMemory};
 use superoffload::error::Result;
 use superoffload::host::pinned::PinnedSlice;
 use superoffload::host::pool::Job;
-use superoffload::host::step_job::{HostState, Segment, SlotMemory, StepJob, StepMemory};
 use superoffload::optim::adam::{AdamConsts, AdamElement, AdamHyper, AdamStep};
 use superoffload::optim::simd::{AdamKernels, Isa};
 

@@ -6,10 +6,10 @@ use std::sync::Arc;
 use superoffload::bucket::slot::Slot;
 use superoffload::dtype::Dtype;
 use superoffload::engine::coordinator::{GradUpdate, Update, Work};
+use superoffload::engine::step_job::{HostState, Segment, SlotMemory, StepJob, StepMemory};
 use superoffload::error::{Error, Result};
 use superoffload::host::pinned::{HostMemory, PinnedSlice};
 use superoffload::host::pool::Job;
-use superoffload::host::step_job::{HostState, Segment, SlotMemory, StepJob, StepMemory};
 use superoffload::optim::adam::AdamHyper;
 use superoffload::optim::simd::{AdamKernels, Isa};
 

@@ -1,16 +1,17 @@
 //! What `plan` answers: does it fit, how fast, what binds, what else there is, and what would change it.
 
-use super::budget::Balance;
 use super::limits::{BreakEven, Limits};
-use super::machine::{DeviceMemory, Machine, Place};
-use super::rates::Rates;
-use super::search::{Candidate, Question};
-use crate::bench::facts::{ModelFacts, PlanFacts};
-use crate::bench::simulate::HardwareFacts;
-use crate::config::plan::Plan;
+use super::{Candidate, Question};
 use crate::config::settings::Settings;
 use crate::error::Result;
+use crate::facts::HardwareFacts;
+use crate::facts::{ModelFacts, PlanFacts};
 use crate::hardware::profile::Profile;
+use crate::hardware::rates::Rates;
+use crate::memory::{DeviceMemory, Place};
+use crate::planner::budget::Balance;
+use crate::planner::machine::Machine;
+use crate::planner::plan::Plan;
 use crate::units::{Bytes, Count};
 use serde::Serialize;
 use std::fmt;

@@ -1,6 +1,6 @@
 //! Where a timeline goes: checked before there is one, written beside, renamed. Nothing is replaced that is not a timeline.
 
-use super::trace::{HEAD, Recorder, write_chrome};
+use super::{HEAD, Recorder, write_chrome};
 use crate::disk::{Dir, Kind};
 use crate::error::{Error, Result};
 use nix::fcntl::OFlag;
@@ -125,7 +125,7 @@ fn write_all(file: std::fs::File, tracks: &[Recorder]) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::trace::now_ns;
+    use crate::trace::now_ns;
     use std::fs;
     use std::os::unix::fs::symlink;
 

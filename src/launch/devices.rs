@@ -2,14 +2,15 @@
 
 use crate::config::options::{DeviceChoice, HostMemoryKind, HugePagesChoice};
 use crate::config::settings::Settings;
-use crate::device::Addressing;
 use crate::error::{Error, Result};
 use crate::hardware::basis::{AUTO, Basis, Key};
 use crate::hardware::limits;
 use crate::hardware::profile::Profile;
+use crate::hardware::rates::Rates;
 use crate::hardware::topology::Topology;
-use crate::planner::machine::{DeviceMemory, Machine};
-use crate::planner::rates::Rates;
+use crate::memory::Addressing;
+use crate::memory::DeviceMemory;
+use crate::planner::machine::Machine;
 use std::path::Path;
 use std::sync::Arc;
 

@@ -1,12 +1,13 @@
 //! What a record says besides its measurements: program, machine, model, plan.
 
 use crate::config::options::Strategy;
-use crate::config::plan::{Plan, Techniques};
 use crate::hardware::gpu::GpuFacts;
+use crate::hardware::profile::Profile;
 use crate::hardware::topology::Topology;
 use crate::model::policy::LayerPolicy;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::TensorTable;
+use crate::planner::plan::{Plan, Techniques};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -88,6 +89,24 @@ impl MachineFacts {
             gpu,
             gpu_missing,
         }
+    }
+}
+
+/// The profile of a simulation.
+#[derive(Clone, Debug, Serialize)]
+pub struct HardwareFacts {
+    /// Its name.
+    pub profile: String,
+    /// The machine, in words.
+    pub machine: String,
+    /// Its date.
+    pub date: String,
+}
+
+impl HardwareFacts {
+    /// Those of `profile`.
+    pub fn of(profile: &Profile) -> Self {
+        Self { profile: profile.name.clone(), machine: profile.machine.clone(), date: profile.date.clone() }
     }
 }
 

@@ -4,19 +4,20 @@
 use super::answer::Answer;
 #[cfg(feature = "weight-flow")]
 use super::limits::Limits;
-use super::machine::{DeviceMemory, Machine, Place};
-use super::rates::Rates;
-use super::search::{Question, Ranking};
-use crate::bench::simulate::simulate;
-use crate::bench::timed::Steps;
+use super::{Question, Ranking};
 use crate::config::options::{ActivationsChoice, ResidentBuckets, WeightsChoice};
-use crate::config::plan::Plan;
 use crate::config::settings::Settings;
-use crate::device::Addressing;
 use crate::hardware::profile::Profile;
+use crate::hardware::rates::Rates;
+use crate::memory::Addressing;
+use crate::memory::{DeviceMemory, Place};
 use crate::model::policy::LayerPolicy;
 use crate::model::presets;
 use crate::model::shape::ModelShape;
+use crate::planner::machine::Machine;
+use crate::planner::plan::Plan;
+use crate::simulate::simulate;
+use crate::simulate::timed::Steps;
 use crate::units::Bytes;
 use clap::ValueEnum;
 use proptest::prelude::*;

@@ -1,15 +1,15 @@
 //! A model directory that `transformers` loads: original names, original layout, shards with an index.
 
 use super::export_dir::ExportDir;
-use super::safetensors::METADATA;
-use super::{INDEX, SINGLE, position};
 use crate::checkpoint::{self, Loaded};
 use crate::disk::{self, OutFile};
 use crate::dtype::{Dtype, Element};
 use crate::error::{Error, Result};
-use crate::model::model_dir::CONFIG;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::{HfPart, TensorSpec, TensorTable};
+use crate::model::weights::safetensors::METADATA;
+use crate::model::weights::{INDEX, SINGLE, position};
+use crate::model_dir::CONFIG;
 use half::{bf16, f16};
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};

@@ -1,18 +1,21 @@
 //! What `superoffload doctor` prints: the machine as the engine sees it, one fact a line, and what would make it faster.
 
-use super::basis::{AUTO, Basis, Key};
-use super::cpu_list::CpuList;
-use super::gpu::GpuReport;
-use super::limits;
-use super::products::{self, ModelProducts};
-use super::topology::{Cache, NumaNode, Topology};
+pub mod gpu;
+pub mod products;
+
 use crate::config::options::HugePagesChoice;
 use crate::error::Result;
+use crate::hardware::basis::{AUTO, Basis, Key};
+use crate::hardware::cpu_list::CpuList;
+use crate::hardware::limits;
+use crate::hardware::topology::{Cache, NumaNode, Topology};
 use crate::host::affinity::{Placement, workers_beside_others};
 use crate::host::memory_policy::MemoryPolicy;
 use crate::host::perf::{WorkerCounters, WorkerCounts};
 use crate::host::wakeup::WakeUp;
 use crate::units::Bytes;
+use gpu::GpuReport;
+use products::ModelProducts;
 use std::path::Path;
 
 /// Width of the names: the longest is `transparent huge pages`.
@@ -195,7 +198,7 @@ fn numa_node(node: &NumaNode) -> String {
 }
 
 fn huge_pages(topology: &Topology) -> String {
-    let pool = |pool: &super::topology::HugePages| {
+    let pool = |pool: &crate::hardware::topology::HugePages| {
         let count = |number: Option<u64>| number.map_or_else(unknown, |number| number.to_string());
         format!("{} of {} free at {}", count(pool.free), count(pool.total), Bytes(pool.page_bytes))
     };
@@ -361,14 +364,14 @@ fn small_memlock(topology: &Topology) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::cgroup::Limit;
-    use super::super::topology::Process;
-    use super::super::topology::tests::{container, grace, tree, two_sockets};
     use super::*;
-    use crate::device::Addressing;
     use crate::error::Error;
+    use crate::hardware::cgroup::Limit;
     use crate::hardware::gpu::GpuFacts;
+    use crate::hardware::topology::Process;
+    use crate::hardware::topology::tests::{container, grace, tree, two_sockets};
     use crate::host::wakeup::Latency;
+    use crate::memory::Addressing;
 
     /// The machine of the topology's tests, as an x86-64 build sees it.
     fn server() -> Topology {

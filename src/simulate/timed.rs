@@ -1,18 +1,18 @@
 //! Steps that are timed by the device's clock, and what they were in all.
 
 use super::clip::Clip;
-use super::facts::PlanFacts;
 use super::flops::StepFlops;
-use super::record::{Adam, Ends, ExposedTime, Link, Outcome, Speed, Spread, Verdicts};
-use crate::config::plan::Plan;
+use super::outcome::{Adam, Ends, ExposedTime, Link, Outcome, Speed, Spread, Verdicts};
 use crate::device::Kernels;
 use crate::engine::coordinator::Counts;
 use crate::engine::counters::Counters;
 use crate::engine::executor::{Batches, Engine, Exposed, StepReport};
-use crate::engine::trace::Recorder;
 use crate::engine::verdict::Verdict;
 use crate::error::Result;
+use crate::facts::PlanFacts;
 use crate::model::shape::ModelShape;
+use crate::planner::plan::Plan;
+use crate::trace::Recorder;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use std::fmt::Display;

@@ -6,12 +6,13 @@ use crate::config::options::{
     WeightsChoice,
 };
 use crate::config::settings::Settings;
-use crate::device::{Addressing, Attention, RingShape};
+use crate::device::Attention;
 use crate::dtype::Dtype;
 use crate::engine::coordinator::{Policy, Rules};
-use crate::engine::trace::{Span, spans_per_track};
 use crate::error::{Error, Result};
 use crate::host::memory_policy::MemoryPolicy;
+use crate::memory::DeviceMemory;
+use crate::memory::{Addressing, RingShape};
 use crate::model::activations::LossTile;
 use crate::model::policy::LayerPolicy;
 use crate::model::shape::ModelShape;
@@ -21,14 +22,15 @@ use crate::optim::adam::AdamHyper;
 use crate::optim::simd::Isa;
 use crate::planner::budget::{Balance, MemoryClass, Needs, Rings, balances, bytes_at};
 use crate::planner::choice::{Choice, Residency, Wishes, choose};
-use crate::planner::machine::{DeviceMemory, Machine};
+use crate::planner::machine::Machine;
 use crate::planner::predict::{Prediction, Work};
+use crate::trace::{Span, spans_per_track};
 use crate::units::Bytes;
 use clap::ValueEnum;
 use std::fmt;
 use std::path::PathBuf;
 
-pub use crate::planner::machine::Place;
+pub use crate::memory::Place;
 
 /// Bytes of working weights in a bucket where the paper's link saturates (section 4.3).
 const BUCKET_BYTES_MAX: usize = 64 << 20;

@@ -2,6 +2,8 @@
 //!
 //! A recorder belongs to one thread, has room from the start and never grows: recording takes no lock and no memory.
 
+pub mod file;
+
 use std::io::{self, Write};
 use std::sync::OnceLock;
 use std::time::Instant;

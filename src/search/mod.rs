@@ -1,19 +1,33 @@
 //! The plan in full: which settings give the fastest step, by simulating each on the machine's rates.
 //!
-//! [`super::choice`] weighs what stays on the device by arithmetic. What is left is decided here. Where weights lie, what layers keep and
+//! [`crate::planner::choice`] weighs what stays on the device by arithmetic. What is left is decided here. Where weights lie, what layers keep and
 //! which buckets are resident compete for one memory, and are tried together; then come the others, one setting after another: each is
 //! tried at its other values while the rest stay as they are best so far. Only settings that were left open are tried.
 
-use super::machine::{DeviceMemory, Machine};
-use crate::bench::clip::Clip;
-use crate::bench::record::Outcome;
-use crate::bench::simulate::simulate;
-use crate::bench::timed::Steps;
+use crate::memory::DeviceMemory;
+use crate::planner::machine::Machine;
+pub mod answer;
+pub mod limits;
+// Of the whole program: what is measured had every technique.
+#[cfg(all(
+    test,
+    feature = "stv",
+    feature = "deadline-order",
+    feature = "repartition",
+    feature = "superchip-cast",
+    feature = "weight-flow"
+))]
+mod tests;
+
 use crate::config::options::{ActivationsChoice, CastSide, ResidentBuckets, Technique, WeightsChoice};
-use crate::config::plan::{Plan, SLOTS};
 use crate::config::settings::Settings;
 use crate::error::{Error, Result};
 use crate::model::shape::ModelShape;
+use crate::planner::plan::{Plan, SLOTS};
+use crate::simulate::clip::Clip;
+use crate::simulate::outcome::Outcome;
+use crate::simulate::simulate;
+use crate::simulate::timed::Steps;
 use clap::ValueEnum;
 use std::num::NonZeroU64;
 use std::panic::resume_unwind;

@@ -1,15 +1,15 @@
 //! How far a machine goes: the largest batch, sequence and model that fit, and below how many tokens the optimizer shows.
 
-use super::machine::Machine;
-use crate::bench::clip::Clip;
-use crate::bench::simulate::simulate;
-use crate::bench::timed::Steps;
 use crate::config::options::ResidentBuckets;
-use crate::config::plan::Plan;
 use crate::config::settings::Settings;
 use crate::error::Result;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::TensorTable;
+use crate::planner::machine::Machine;
+use crate::planner::plan::Plan;
+use crate::simulate::clip::Clip;
+use crate::simulate::simulate;
+use crate::simulate::timed::Steps;
 use serde::Serialize;
 
 /// Beyond these nobody looks.

@@ -1,0 +1,57 @@
+//! Words for memory that every floor shares: where it lies, whose it is, and what a device sees of the host's.
+
+use std::fmt;
+
+/// Where memory lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// On the device.
+    Device,
+    /// In host memory.
+    Host,
+}
+
+/// The device's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DeviceMemory {
+    /// The host's: the cpu device.
+    Shared,
+    /// A GPU's own.
+    Own {
+        /// Free bytes.
+        bytes: u64,
+        /// What it sees of the host's.
+        addressing: Addressing,
+    },
+}
+
+/// Memory that repeats: below `ringed_elems`, elements whose distance is a multiple of `period_elems` are one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RingShape {
+    /// Where the ring ends; elements from there on are their own.
+    pub ringed_elems: usize,
+    /// Elements that exist of the ring.
+    pub period_elems: usize,
+}
+
+/// What a device's kernels reach of the host's memory by the host's own addresses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Addressing {
+    /// Nothing that both may use at the same time.
+    Separate,
+    /// Managed memory: two page tables that agree, and pages that move.
+    Managed,
+    /// All of it: the device walks the host's page tables (GH200).
+    Shared,
+}
+
+impl fmt::Display for Addressing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Separate => "separate memories",
+            Self::Managed => "managed memory, whose pages move",
+            Self::Shared => "page tables shared with the host, whose memory is used directly",
+        })
+    }
+}

@@ -1,0 +1,45 @@
+//! A plan's steps on a machine that is not here, by its rates: the engine on the device that only counts time.
+
+pub mod clip;
+pub mod flops;
+pub mod outcome;
+pub mod timed;
+
+use crate::device::sim::SimDevice;
+use crate::engine::executor::Engine;
+use crate::error::Result;
+use crate::host::doorbell::Doorbell;
+use crate::host::memory_policy::MemoryPolicy;
+use crate::host::pool::Pool;
+use crate::model::shape::ModelShape;
+use crate::planner::plan::Plan;
+use crate::trace::Recorder;
+use outcome::Outcome;
+use std::ops::Range;
+use std::sync::Arc;
+use timed::{RandomTokens, Steps};
+
+/// Runs `steps` of `plan` on the machine that it was made for: what they were, their timeline with room for `trace_spans` on
+/// each track, and when the timed ones ran on its clock.
+///
+/// # Errors
+/// `Resource` when not even addresses can be had.
+pub fn simulate(
+    plan: &Plan,
+    shape: &ModelShape,
+    name: &str,
+    steps: Steps,
+    trace_spans: usize,
+) -> Result<(Outcome, Vec<Recorder>, Range<u64>)> {
+    let plan = Plan { host_memory: MemoryPolicy::unbacked(), trace_spans, ..plan.clone() };
+    let (dev, pool) = SimDevice::new(name, &plan.machine.rates, plan.machine.device, (plan.threads, plan.isa), trace_spans);
+    let mut engine = Engine::new(plan, shape.clone(), dev, Pool::Simulated(pool), Arc::new(Doorbell::default()))?;
+    engine.send_weights()?;
+    let mut tokens = RandomTokens::new(0, shape.vocab);
+    steps.warm_up(&mut engine, &mut tokens)?;
+    let timed = steps.time(&mut engine, &mut tokens, &mut |_| ())?;
+    let (plan, window_ns) = (engine.plan().clone(), timed.window_ns.clone());
+    engine.flush()?;
+    let tracks = engine.finish()?;
+    Ok((timed.outcome(shape, &plan, Some(plan.machine.rates.matmul_flops(8192)), &tracks), tracks, window_ns))
+}

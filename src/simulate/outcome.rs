@@ -1,0 +1,219 @@
+//! What timed steps were: times, arithmetic, idle compute, copies, the optimizer.
+//!
+//! Rates are over wall time unless they say `busy`; G and T are powers of ten.
+
+use super::flops::StepFlops;
+use crate::engine::coordinator::Counts;
+use serde::Serialize;
+use std::fmt;
+
+/// What timed steps were, on any device.
+#[derive(Clone, Debug, Serialize)]
+pub struct Outcome {
+    /// Step times.
+    pub step_ms: Spread,
+    /// Tokens of a step.
+    pub tokens_per_step: usize,
+    /// Tokens over the median step.
+    pub tokens_per_second: f64,
+    /// Arithmetic, and how far it is from the device's best.
+    pub speed: Speed,
+    /// Idle compute.
+    pub exposed: ExposedTime,
+    /// Gradients out, parameters in.
+    pub link: Link,
+    /// The optimizer's pool.
+    pub adam: Adam,
+    /// Timed steps by verdict.
+    pub verdicts: Verdicts,
+    /// Bucket steps of the timed steps.
+    pub bucket_steps: Counts,
+    /// Mean loss of the first and of the last timed step.
+    pub loss: Ends,
+}
+
+/// Samples and their order.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Spread {
+    /// Half are below, half above.
+    pub median: f64,
+    /// The smallest.
+    pub min: f64,
+    /// The largest.
+    pub max: f64,
+    /// All, as they came.
+    pub samples: Vec<f64>,
+}
+
+impl Spread {
+    /// Of samples, at least one.
+    ///
+    /// # Panics
+    /// If there is none.
+    pub fn new(samples: Vec<f64>) -> Self {
+        let mut sorted = samples.clone();
+        sorted.sort_by(f64::total_cmp);
+        let (below, above) = (sorted[(sorted.len() - 1) / 2], sorted[sorted.len() / 2]);
+        Self { median: (below + above) / 2.0, min: sorted[0], max: sorted[sorted.len() - 1], samples }
+    }
+
+    /// The sum of all samples.
+    pub fn total(&self) -> f64 {
+        self.samples.iter().sum()
+    }
+}
+
+/// Arithmetic of the median step.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Speed {
+    /// FLOPs of a step without recomputation.
+    pub model_flops: f64,
+    /// How they are counted.
+    pub model_flops_formula: &'static str,
+    /// With the layers that the plan computes twice.
+    pub hardware_flops: f64,
+    /// `model_flops` a second, in 10^12.
+    pub model_tflops: f64,
+    /// `hardware_flops` a second, in 10^12.
+    pub hardware_tflops: f64,
+    /// A large matrix product on the same device just before, in 10^12 a second.
+    pub matmul_tflops: Option<f64>,
+    /// `model_tflops` over `matmul_tflops`.
+    pub model_share: Option<f64>,
+    /// `hardware_tflops` over `matmul_tflops`.
+    pub hardware_share: Option<f64>,
+}
+
+impl Speed {
+    /// A step of these FLOPs in `seconds`, on a device that multiplies matrices at `matmul_flops` a second.
+    pub fn new(flops: StepFlops, seconds: f64, matmul_flops: Option<f64>) -> Self {
+        let (model, hardware) = (flops.model / seconds, flops.hardware / seconds);
+        Self {
+            model_flops: flops.model,
+            model_flops_formula: crate::model::shape::FLOPS_FORMULA,
+            hardware_flops: flops.hardware,
+            model_tflops: model / 1e12,
+            hardware_tflops: hardware / 1e12,
+            matmul_tflops: matmul_flops.map(|peak| peak / 1e12),
+            model_share: matmul_flops.map(|peak| model / peak),
+            hardware_share: matmul_flops.map(|peak| hardware / peak),
+        }
+    }
+}
+
+/// Time of a mean step in which the device had nothing to compute, by cause.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct ExposedTime {
+    /// The optimizer was not done.
+    pub cpu_ms: f64,
+    /// A copy was not done.
+    pub transfer_ms: f64,
+    /// The rest of the step, as a share of it.
+    pub device_busy_share: f64,
+}
+
+/// What crossed the link for the optimizer, in a mean step. Busy rates need a timeline (`--trace`).
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Link {
+    /// Bytes of gradients a step.
+    pub d2h_bytes: f64,
+    /// Bytes of parameters a step.
+    pub h2d_bytes: f64,
+    /// Gradients over wall time.
+    pub d2h_gb_per_s: f64,
+    /// Parameters over wall time.
+    pub h2d_gb_per_s: f64,
+    /// Gradients over the time in which they were copied.
+    pub d2h_busy_gb_per_s: Option<f64>,
+    /// Parameters over the time in which they were copied.
+    pub h2d_busy_gb_per_s: Option<f64>,
+}
+
+/// The optimizer's pool in a mean step. Rates are over the time in which it had a job.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Adam {
+    /// Parameters passed over in a step.
+    pub params: f64,
+    /// Time with a job in a step.
+    pub busy_ms: f64,
+    /// 10^9 parameters a second; `None` when nothing is offloaded.
+    pub busy_gparams_per_s: Option<f64>,
+    /// Bytes read and written, 10^9 a second.
+    pub busy_gb_per_s: Option<f64>,
+}
+
+/// Steps by verdict.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Verdicts {
+    /// Gradients were used as they were.
+    pub commit: u64,
+    /// Gradients were scaled down.
+    pub clip: u64,
+    /// A gradient was not finite.
+    pub skip: u64,
+}
+
+/// A first and a last value.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Ends {
+    /// First.
+    pub first: f32,
+    /// Last.
+    pub last: f32,
+}
+
+impl fmt::Display for Outcome {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (speed, link, adam) = (&self.speed, &self.link, &self.adam);
+        let percent = |share: Option<f64>| share.map_or(String::new(), |share| format!(" ({:.0} % of a large product)", share * 1e2));
+        let or_none = |rate: Option<f64>| rate.map_or("none".into(), |rate| format!("{rate:.2}"));
+        writeln!(
+            f,
+            "  step         {:.1} ms, {:.1} to {:.1} over {} steps",
+            self.step_ms.median,
+            self.step_ms.min,
+            self.step_ms.max,
+            self.step_ms.samples.len()
+        )?;
+        writeln!(f, "  tokens       {:.0} a second", self.tokens_per_second)?;
+        writeln!(f, "  model        {:.3} TFLOP/s{}", speed.model_tflops, percent(speed.model_share))?;
+        writeln!(f, "  hardware     {:.3} TFLOP/s{}", speed.hardware_tflops, percent(speed.hardware_share))?;
+        writeln!(
+            f,
+            "  device busy  {:.1} %; exposed {:.1} ms to the optimizer, {:.1} ms to copies",
+            self.exposed.device_busy_share * 1e2,
+            self.exposed.cpu_ms,
+            self.exposed.transfer_ms
+        )?;
+        writeln!(f, "  link         {:.2} GB/s out, {:.2} GB/s in over the step", link.d2h_gb_per_s, link.h2d_gb_per_s)?;
+        writeln!(
+            f,
+            "  adam         {} Gparam/s, {} GB/s while busy, {:.1} ms a step",
+            or_none(adam.busy_gparams_per_s),
+            or_none(adam.busy_gb_per_s),
+            adam.busy_ms
+        )?;
+        let Verdicts { commit, clip, skip } = self.verdicts;
+        write!(f, "  verdicts     {commit} committed, {clip} clipped, {skip} skipped")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_spread_keeps_the_samples_in_order_and_knows_the_middle() {
+        let odd = Spread::new(vec![3.0, 1.0, 2.0]);
+        assert_eq!((odd.median, odd.min, odd.max, odd.total()), (2.0, 1.0, 3.0, 6.0));
+        assert_eq!(odd.samples, [3.0, 1.0, 2.0]);
+        assert_eq!(Spread::new(vec![4.0, 1.0, 2.0, 3.0]).median, 2.5);
+    }
+
+    #[test]
+    fn shares_are_of_the_measured_product() {
+        let flops = StepFlops { model: 3e12, hardware: 4e12 };
+        let speed = Speed::new(flops, 0.5, Some(16e12));
+        assert_eq!((speed.model_tflops, speed.model_share, speed.hardware_share), (6.0, Some(0.375), Some(0.5)));
+    }
+}
