@@ -4,8 +4,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use superoffload::checkpoint;
-use superoffload::config::options::AddBos;
 use superoffload::config::{file, settings::Settings};
+use superoffload::data::tokenizer::AddBos;
 use superoffload::data::tokenizer::Tokenizer;
 use superoffload::model::shape::ModelShape;
 use superoffload::model::tensors::TensorTable;

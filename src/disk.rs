@@ -1,25 +1,21 @@
 //! File operations with errors that name operation and path.
 //!
-//! Everything that changes the disk goes through [`attempt`], which is where the tests make the n-th operation fail.
+//! Everything that changes the disk goes through `attempt`, which is where the tests make the n-th operation fail.
 
 mod dir;
 mod lock;
+mod out_file;
 
 pub(crate) use dir::{Dir, Kind, TmpDir};
 pub(crate) use lock::{Lock, try_lock};
+pub(crate) use out_file::OutFile;
 
 use crate::error::{Error, Result};
+use out_file::attempt;
 use std::fs::{self, File};
-use std::io::{self, Read, Write};
+use std::io::{self, Read};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-
-/// Runs one operation and names it in its error.
-fn attempt<T>(operation: &'static str, path: &Path, act: impl FnOnce() -> io::Result<T>) -> Result<T> {
-    #[cfg(test)]
-    faults::next(operation, path).map_err(|e| Error::io(operation, path, e))?;
-    act().map_err(|e| Error::io(operation, path, e))
-}
 
 /// Removes a directory and everything in it.
 pub(crate) fn remove_dir(path: &Path) -> Result<()> {
@@ -51,35 +47,6 @@ pub(crate) fn replace_file(path: &Path, bytes: &[u8]) -> Result<()> {
     }
     write_file(&tmp, bytes)?;
     attempt("rename", &tmp, || fs::rename(&tmp, path))
-}
-
-/// A new file that remembers its path.
-pub(crate) struct OutFile {
-    file: File,
-    path: PathBuf,
-}
-
-impl OutFile {
-    /// Creates `path`, which must not exist.
-    pub(crate) fn create(path: &Path) -> Result<Self> {
-        let file = attempt("create", path, || File::create_new(path))?;
-        Ok(Self { file, path: path.to_path_buf() })
-    }
-
-    /// Appends `bytes`.
-    pub(crate) fn write(&mut self, bytes: &[u8]) -> Result<()> {
-        attempt("write", &self.path, || self.file.write_all(bytes))
-    }
-
-    /// The file itself, for a writer of its own.
-    pub(crate) fn into_file(self) -> File {
-        self.file
-    }
-
-    /// Makes the content durable.
-    pub(crate) fn sync(&self) -> Result<()> {
-        attempt("fsync", &self.path, || self.file.sync_all())
-    }
 }
 
 /// Tells without reading a file whether it is the one that it was.

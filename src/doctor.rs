@@ -3,13 +3,13 @@
 pub mod gpu;
 pub mod products;
 
-use crate::config::options::HugePagesChoice;
 use crate::error::Result;
 use crate::hardware::basis::{AUTO, Basis, Key};
 use crate::hardware::cpu_list::CpuList;
 use crate::hardware::limits;
 use crate::hardware::topology::{Cache, NumaNode, Topology};
 use crate::host::affinity::{Placement, workers_beside_others};
+use crate::host::memory_policy::HugePagesChoice;
 use crate::host::memory_policy::MemoryPolicy;
 use crate::host::perf::{WorkerCounters, WorkerCounts};
 use crate::host::wakeup::WakeUp;

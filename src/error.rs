@@ -1,8 +1,10 @@
 //! One error type: it names the operation, the subject and the cause, in one line.
 
-use crate::signals::EXIT_INTERRUPTED;
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
+
+/// Exit code of a run that was interrupted and can be resumed: EX_TEMPFAIL.
+pub const EXIT_INTERRUPTED: i32 = 75;
 
 /// Result of everything in this crate that can fail.
 pub type Result<T> = std::result::Result<T, Error>;

@@ -46,7 +46,7 @@ pub struct StepMetrics {
     pub step_ms: f64,
     /// Real tokens (no padding) per second.
     pub tokens_per_second: f64,
-    /// Model FLOPs, as [`FLOPS_FORMULA`](crate::model::shape::FLOPS_FORMULA) counts them, over wall time.
+    /// Model FLOPs, as [`FLOPS_FORMULA`](crate::model::flops::FLOPS_FORMULA) counts them, over wall time.
     pub model_tflops: f64,
     /// Bucket steps since the last line.
     #[serde(flatten)]

@@ -7,9 +7,6 @@ use signal_hook::flag;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Exit code of a run that was interrupted and can be resumed: EX_TEMPFAIL.
-pub const EXIT_INTERRUPTED: i32 = 75;
-
 /// Whether somebody asked the run to stop.
 #[derive(Clone, Debug, Default)]
 pub struct StopFlag(Arc<AtomicBool>);

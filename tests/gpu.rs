@@ -29,8 +29,8 @@ use suite::training::Subject;
 use superoffload::device::Kernels;
 use superoffload::device::cpu::{CpuDevice, Schedule};
 use superoffload::error::{Error, Result};
+use superoffload::launch::engine::cpu_engine;
 use superoffload::planner::machine::Machine;
-use superoffload::train::setup::cpu_engine;
 
 /// Steps of a training run.
 const STEPS: usize = 30;
@@ -141,7 +141,7 @@ fn cuda<W: Write>(report: &mut Report<W>, options: &Options) -> Result<()> {
     let settings = if options.plain_attention { "device = \"cuda\"\nattention = \"plain\"\n" } else { "device = \"cuda\"\n" };
     let machine = Machine { device: DeviceMemory::Own { bytes: free_bytes()?, addressing: probe()? }, ..Machine::cpu(4) };
     let subject = Subject {
-        engine: &superoffload::train::setup::cuda_engine,
+        engine: &superoffload::launch::engine::gpu_engine,
         machine,
         settings,
         same_bits: false,

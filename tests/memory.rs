@@ -6,9 +6,9 @@ use crate::program::{Workspace, run};
 use std::fs;
 use std::io::Write;
 use std::path::Path;
-use superoffload::config::options::HugePagesChoice;
 use superoffload::error::Result;
 use superoffload::hardware::topology::Topology;
+use superoffload::host::memory_policy::HugePagesChoice;
 use superoffload::host::memory_policy::MemoryPolicy;
 use superoffload::host::pinned::{HostMemory, PinnedSlice};
 

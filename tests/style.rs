@@ -1,5 +1,7 @@
 //! House rules as a test: what a reader of this repository should never meet.
 
+mod floors;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 

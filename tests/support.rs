@@ -7,13 +7,13 @@ use superoffload::device::cpu::CpuDevice;
 use superoffload::engine::executor::{Batches, Engine};
 use superoffload::error::Result;
 use superoffload::hardware::topology::Topology;
+use superoffload::launch::engine::cpu_engine;
 use superoffload::model::init::init_tensor;
 use superoffload::model::shape::ModelShape;
 use superoffload::model::tensors::TensorSpec;
 use superoffload::optim::StatePart;
 use superoffload::planner::machine::Machine;
 use superoffload::planner::plan::Plan;
-use superoffload::train::setup::cpu_engine;
 
 /// What runs another machine's programs, if these tests are one or start one: see `tests/aarch64/emulate.sh`.
 pub fn emulator() -> Option<std::ffi::OsString> {

@@ -3,7 +3,7 @@
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::path::Path;
-use superoffload::config::options::AddBos;
+use superoffload::data::tokenizer::AddBos;
 use superoffload::data::tokenizer::Tokenizer;
 use superoffload::model_dir::ModelDir;
 

@@ -3,15 +3,16 @@
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use superoffload::config::options::{HugePagesChoice, ResctrlGroup};
 use superoffload::error::Result;
 use superoffload::hardware::topology::Topology;
 use superoffload::host::affinity::{Placement, name_and_pin};
 use superoffload::host::doorbell::Doorbell;
+use superoffload::host::memory_policy::HugePagesChoice;
 use superoffload::host::memory_policy::MemoryPolicy;
 use superoffload::host::partition::join_optimizer;
 use superoffload::host::pinned::HostMemory;
-use superoffload::host::pool::{Job, Pool};
+use superoffload::host::pool::{Job, Threads};
+use superoffload::host::resctrl_group::ResctrlGroup;
 use superoffload::trace::Recorder;
 
 /// Jobs before the clock starts: pages are mapped, threads awake, branches known.
@@ -93,7 +94,7 @@ pub fn run<J: Job>(setting: Setting<'_>, mut job: impl FnMut(usize) -> J) -> Res
     let pinned = placement.is_some();
     let homes = policy(HugePagesChoice::Auto, setting.threads)?.homes();
     let on_start = move |worker: usize| placement.as_ref().map_or(Ok(()), |place| name_and_pin("adam", worker, place.workers[worker]));
-    let mut pool = Pool::threads(setting.threads, homes, bell.clone(), JOBS_MAX, on_start)?;
+    let mut pool = Threads::start(setting.threads, homes, bell.clone(), JOBS_MAX, on_start)?;
     let partition = join_optimizer(setting.group, Path::new("/sys/fs/resctrl"))?;
     let mut time = |index| -> Result<Duration> {
         let job = job(index);

@@ -3,35 +3,30 @@
 use super::options::StepOptions;
 use super::record::{MemoryPeaks, StepRecord};
 use crate::config::settings::Settings;
-use crate::device::Kernels;
+use crate::device::{Attention, Kernels};
 use crate::engine::executor::Engine;
 use crate::error::Result;
 use crate::facts::{BuildFacts, MachineFacts, ModelFacts, PlanFacts};
 use crate::hardware::gpu::{GpuSamples, Sampler};
 use crate::hardware::parse::meminfo_bytes;
-use crate::hardware::topology::Topology;
 use crate::host::perf::{WORKER_ROLE, WorkerCounters};
-use crate::launch::devices;
+use crate::launch::context::check_context;
+use crate::launch::engine::{Launch, UseEngine};
+use crate::launch::gpu;
 use crate::memory::Place;
 use crate::metrics::MemoryUse;
 use crate::model::presets;
 use crate::model::shape::ModelShape;
 use crate::planner::plan::Plan;
-use crate::search::best_plan;
 use crate::simulate::timed::{RandomTokens, Steps};
 use crate::trace::file::TraceFile;
-#[cfg(feature = "cuda")]
-use crate::train::setup::cuda_engine;
-use crate::train::setup::{check_context, cpu_engine, host_memory, join_partition, keep_off_workers};
 use std::fmt::Display;
 use std::path::Path;
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// Rows and columns of the products of the ceiling, and for how long they run.
-#[cfg(feature = "cuda")]
 const CEILING_ELEMS: usize = 8192;
-#[cfg(feature = "cuda")]
-const CEILING_TIME: std::time::Duration = std::time::Duration::from_secs(2);
+const CEILING_TIME: Duration = Duration::from_secs(2);
 
 /// A benchmark that is resolved and checked.
 #[derive(Clone, Debug)]
@@ -42,16 +37,13 @@ pub struct StepBench {
     steps: Steps,
 }
 
-/// The machine before the engine takes its memory.
-pub struct Before {
-    /// CPUs and memory.
-    pub topology: Topology,
-    /// FLOP/s of a large matrix product on the device; see [`super::ceiling::matmul_flops`].
-    pub matmul_flops: Option<f64>,
-    /// Whether the steps run on a GPU, which is then watched.
-    pub on_gpu: bool,
-    /// What the plan of a GPU rests on, in words.
-    pub rates: Option<String>,
+/// A benchmark that waits for its engine.
+struct Measurement<'a> {
+    bench: &'a StepBench,
+    launch: &'a Launch,
+    /// FLOP/s of a large matrix product on a GPU; see [`super::ceiling::matmul_flops`].
+    matmul_flops: Option<f64>,
+    tell: &'a mut dyn FnMut(&dyn Display),
 }
 
 impl StepBench {
@@ -73,67 +65,59 @@ impl StepBench {
     /// # Errors
     /// Whatever is missing or too large.
     pub fn run(&self, tell: &mut dyn FnMut(&dyn Display)) -> Result<StepRecord> {
-        let topology = Topology::this_machine();
-        let chosen = devices::choose(&self.settings, &topology)?;
+        let launch = Launch::new(&self.settings)?;
+        let chosen = &launch.chosen;
         chosen.note.iter().for_each(|why| tell(&format_args!("no GPU: {why}")));
         chosen.warning.iter().for_each(|line| tell(&format_args!("warning: {line}")));
         chosen.basis.iter().for_each(|basis| tell(&format_args!("rates: {basis}")));
-        let mut plan = best_plan(&self.settings, &self.shape, &chosen.machine, self.settings.trace.is_some())?;
+        let plan = launch.plan(&self.settings, &self.shape, self.settings.trace.is_some())?;
         tell(&plan);
-        plan.host_memory = host_memory(&self.settings, &plan, &topology)?;
-        #[cfg(feature = "cuda")]
-        if chosen.is_gpu() {
-            let matmul_flops = Some(matmul_ceiling(&plan)?);
-            let engine = cuda_engine(&plan, &self.shape, &topology)?;
-            let rates = chosen.basis.as_ref().map(ToString::to_string);
-            return self.measure(engine, Before { topology, matmul_flops, on_gpu: true, rates }, tell);
-        }
-        let engine = cpu_engine(&plan, &self.shape, &topology)?;
-        self.measure(engine, Before { topology, matmul_flops: None, on_gpu: false, rates: None }, tell)
+        let matmul_flops = if chosen.is_gpu() { Some(matmul_ceiling(&plan)?) } else { None };
+        launch.engine(&plan, &self.shape, Measurement { bench: self, launch: &launch, matmul_flops, tell })
     }
+}
+
+impl UseEngine for Measurement<'_> {
+    type Output = StepRecord;
 
     /// Fills `engine` with random weights, runs its steps, and ends it.
-    ///
-    /// # Errors
-    /// The engine's; `Io` when the timeline cannot be written.
-    pub fn measure<D: Kernels>(&self, mut engine: Engine<D>, before: Before, tell: &mut dyn FnMut(&dyn Display)) -> Result<StepRecord> {
-        let trace = self.settings.trace.as_deref().map(TraceFile::open).transpose()?;
+    fn run<D: Kernels>(self, mut engine: Engine<D>) -> Result<StepRecord> {
+        let Self { bench, launch, matmul_flops, tell } = self;
+        let trace = bench.settings.trace.as_deref().map(TraceFile::open).transpose()?;
         let start = Instant::now();
-        engine.init_state(self.settings.seed, engine.plan().threads)?;
+        engine.init_state(bench.settings.seed, engine.plan().threads)?;
         engine.send_weights()?;
         let init_seconds = start.elapsed().as_secs_f64();
-        if before.on_gpu {
-            keep_off_workers(engine.plan(), &before.topology)?;
-        }
-        let partition = join_partition(&self.settings, engine.plan(), |line| tell(&format_args!("warning: {line}")));
-        let Steps { warmup, timed: steps, clip } = self.steps;
+        let warn = |line: &str| tell(&format_args!("warning: {line}"));
+        let partition = launch.divide_cpus(&bench.settings, engine.plan(), warn)?;
+        let Steps { warmup, timed: steps, clip } = bench.steps;
         tell(&format_args!("random weights in {init_seconds:.1} s; {warmup} steps of warm-up, then {steps}, clipping {clip}"));
-        let mut tokens = RandomTokens::new(self.settings.seed, self.shape.vocab);
-        self.steps.warm_up(&mut engine, &mut tokens)?;
+        let mut tokens = RandomTokens::new(bench.settings.seed, bench.shape.vocab);
+        bench.steps.warm_up(&mut engine, &mut tokens)?;
         let mut counters = WorkerCounters::start(WORKER_ROLE)?;
-        let sampler = before.on_gpu.then(Sampler::start);
-        let timed = self.steps.time(&mut engine, &mut tokens, tell)?;
+        let sampler = launch.chosen.is_gpu().then(Sampler::start);
+        let timed = bench.steps.time(&mut engine, &mut tokens, tell)?;
         let perf = counters.read()?;
         let (gpu, gpu_unwatched) = watched(sampler);
         let products = engine.product_algorithms();
         let (device, plan, host_memory) = (engine.describe(), engine.plan().clone(), engine.host_memory().report(Path::new("/")));
-        let memory = memory_peaks(&plan, before.topology.memory_available_bytes);
+        let memory = memory_peaks(&plan, launch.topology.memory_available_bytes);
         engine.flush()?;
         let tracks = engine.finish()?;
         trace.map(|trace| trace.write(&tracks)).transpose()?;
-        let outcome = timed.outcome(&self.shape, &plan, before.matmul_flops, &tracks);
+        let outcome = timed.outcome(&bench.shape, &plan, matmul_flops, &tracks);
         Ok(StepRecord {
             bench: "step",
             unix_seconds: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
             build: BuildFacts::this_program(),
-            machine: MachineFacts::new(&before.topology),
+            machine: MachineFacts::new(&launch.topology),
             device,
-            model: ModelFacts::new(self.config.clone(), &self.shape),
-            clip: self.steps.clip,
-            warmup: self.steps.warmup,
-            steps: self.steps.timed,
-            settings: self.settings.clone(),
-            rates: before.rates,
+            model: ModelFacts::new(bench.config.clone(), &bench.shape),
+            clip: bench.steps.clip,
+            warmup: bench.steps.warmup,
+            steps: bench.steps.timed,
+            settings: bench.settings.clone(),
+            rates: launch.chosen.basis.as_ref().map(ToString::to_string),
             plan: PlanFacts::new(&plan),
             partition,
             init_seconds,
@@ -149,12 +133,8 @@ impl StepBench {
 }
 
 /// FLOP/s of large matrix products in the plan's format, over seconds: what the GPU sustains under its power limit.
-#[cfg(feature = "cuda")]
 fn matmul_ceiling(plan: &Plan) -> Result<f64> {
-    use crate::device::Attention;
-    use crate::device::cuda::{CudaDevice, CudaOptions};
-    let libraries = plan.cuda_libraries.clone();
-    let mut dev = CudaDevice::new(&CudaOptions { libraries, attention: Attention::Plain, trace_spans: 0 })?;
+    let mut dev = gpu::open(plan.cuda_libraries.clone(), Attention::Plain, 0)?;
     super::ceiling::matmul_flops(&mut dev, plan.dtype, CEILING_ELEMS, CEILING_TIME)
 }
 

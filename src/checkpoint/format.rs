@@ -1,10 +1,10 @@
 //! The manifest, `trainer_state.json`: what it holds, how it is sealed, what is checked before it is believed.
 
-use super::validate::printable;
 use crate::disk;
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
+use std::fmt::Display;
 use std::path::Path;
 
 /// Version of the layout. Version 1 had no `run`; a newer one is refused.
@@ -174,4 +174,10 @@ impl Manifest {
         let path = dir.join(MANIFEST);
         Self::decode(&path, &disk::read_small(&path, MANIFEST_BYTES_MAX)?)
     }
+}
+
+/// A message in one line, whatever a file made it say.
+fn printable(message: &impl Display) -> String {
+    let escape = |c: char| if c.is_control() { c.escape_default().to_string() } else { c.to_string() };
+    message.to_string().chars().map(escape).collect()
 }

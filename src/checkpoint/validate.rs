@@ -5,7 +5,6 @@ use crate::disk::is_plain_file_name;
 use crate::engine::loss_scale;
 use crate::model::weights::COMPANION_BYTES_MAX;
 use std::collections::HashSet;
-use std::fmt::Display;
 
 /// More steps than any run has. Up to here a float64 counts exactly, and sums of a few such numbers fit an u64.
 pub(crate) const STEPS_MAX: u64 = 1 << 53;
@@ -79,10 +78,4 @@ impl TrainerState {
         }
         Ok(())
     }
-}
-
-/// A message in one line, whatever a file made it say.
-pub(super) fn printable(message: &impl Display) -> String {
-    let escape = |c: char| if c.is_control() { c.escape_default().to_string() } else { c.to_string() };
-    message.to_string().chars().map(escape).collect()
 }

@@ -3,6 +3,9 @@
 //! Every field is optional, so that a flag overrides the file and the file overrides the default (see
 //! [`crate::config::settings`]). A key in the file is the flag's name; other spellings are in [`crate::config::aliases`].
 
+use crate::data::tokenizer::AddBos;
+use crate::host::memory_policy::HugePagesChoice;
+use crate::host::resctrl_group::ResctrlGroup;
 use crate::model::policy::LayerPolicy;
 use crate::optim::schedule::LrScheduler;
 use crate::units::Bytes;
@@ -33,18 +36,6 @@ pub enum TokenizerChoice {
     Auto,
     /// Bytes.
     Bytes,
-}
-
-/// Whether each document begins with a token of its own.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum AddBos {
-    /// As the tokenizer's post-processor begins a text; a resumed run does as its checkpoint did.
-    Auto,
-    /// Yes.
-    Yes,
-    /// No.
-    No,
 }
 
 /// Which machine computes forward and backward.
@@ -187,18 +178,6 @@ pub enum HostMemoryKind {
     Unified,
 }
 
-/// Page sizes of host memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum HugePagesChoice {
-    /// Transparent huge pages where the kernel makes them in a useful size.
-    Auto,
-    /// Pages that were reserved for it; too few are an error.
-    Explicit,
-    /// The kernel's smallest pages.
-    Off,
-}
-
 /// A technique that can be turned off at run time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -293,28 +272,6 @@ impl FromStr for ResidentBuckets {
             "auto" => Ok(Self::Auto),
             "all" => Ok(Self::All),
             number => number.parse().map(Self::Count).map_err(|_| "expected a number of buckets, `auto` or `all`".to_string()),
-        }
-    }
-}
-
-/// Which resctrl group the optimizer's threads join.
-#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "kebab-case", from = "String")]
-pub enum ResctrlGroup {
-    /// The one that `superoffload-resctrl` prepares, if it is there.
-    Auto,
-    /// None.
-    None,
-    /// This one.
-    Named(String),
-}
-
-impl From<String> for ResctrlGroup {
-    fn from(name: String) -> Self {
-        match name.as_str() {
-            "auto" => Self::Auto,
-            "none" => Self::None,
-            _ => Self::Named(name),
         }
     }
 }

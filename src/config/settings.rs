@@ -1,12 +1,14 @@
 //! The options, resolved: every default applied, every value checked.
 
 use crate::config::options::{
-    ActivationsChoice, AddBos, AttentionChoice, CastSide, DeviceChoice, HostMemoryKind, HugePagesChoice, Init, Injection, IsaChoice,
-    ResctrlGroup, ResidentBuckets, Resume, Rollback, RunPart, Strategy, Technique, TokenizerChoice, TrainDtype, TrainOptions,
-    WeightsChoice,
+    ActivationsChoice, AttentionChoice, CastSide, DeviceChoice, HostMemoryKind, Init, Injection, IsaChoice, ResidentBuckets, Resume,
+    Rollback, RunPart, Strategy, Technique, TokenizerChoice, TrainDtype, TrainOptions, WeightsChoice,
 };
+use crate::data::tokenizer::AddBos;
 use crate::error::{Error, Result};
 use crate::hardware::basis;
+use crate::host::memory_policy::HugePagesChoice;
+use crate::host::resctrl_group::ResctrlGroup;
 use crate::optim::schedule::LrScheduler;
 use crate::units::{Bytes, compact};
 use std::fmt::Display;

@@ -187,8 +187,8 @@ fn too_short(files: &[PathBuf], tokens: usize, seq_length: usize) -> Error {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
-    use crate::config::options::AddBos;
     use crate::data::demo::DEMO_TEXT;
+    use crate::data::tokenizer::AddBos;
     use crate::data::tokenizer::tests::{WORDS, load_or_bytes, model_dir};
     use crate::signals::StopFlag;
     use proptest::prelude::*;

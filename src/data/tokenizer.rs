@@ -2,19 +2,17 @@
 
 mod special;
 
-use crate::config::options::AddBos;
+pub use special::AddBos;
+
 use crate::data::checksum;
 use crate::data::contain::contain;
 use crate::disk;
 use crate::error::{Error, Result};
 use crate::model_dir::ModelDir;
 use serde_json::Value;
-use special::Special;
+use special::{BYTES_MAX, Special};
 use std::fmt;
 use std::path::PathBuf;
-
-/// No tokenizer is larger; the largest have some tens of megabytes.
-const BYTES_MAX: u64 = 256 << 20;
 
 /// Turns text into token ids.
 pub struct Tokenizer {

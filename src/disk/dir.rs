@@ -2,7 +2,7 @@
 //! link or another directory, leads nowhere; and a name that is a link is never followed.
 
 use super::lock::{Lock, try_lock};
-use super::{OutFile, attempt};
+use super::out_file::{OutFile, attempt};
 use crate::error::{Error, Result};
 use nix::errno::Errno;
 use nix::fcntl::{AtFlags, OFlag, openat, renameat};
@@ -132,7 +132,7 @@ impl Dir {
     pub(crate) fn create_file(&self, name: impl AsRef<Path>) -> Result<OutFile> {
         let path = self.join(&name);
         let file = attempt("create", &path, || self.open_at(name, OFlag::O_RDWR | OFlag::O_CREAT | OFlag::O_EXCL))?;
-        Ok(OutFile { file, path })
+        Ok(OutFile::new(file, path))
     }
 
     /// Creates a file; one of that name, or a link, is removed.

@@ -6,6 +6,7 @@ mod events;
 pub mod executor;
 pub mod loss_scale;
 mod memory;
+pub mod pool;
 mod report;
 pub mod step_job;
 pub mod verdict;

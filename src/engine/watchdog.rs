@@ -190,7 +190,8 @@ impl Watch {
 mod tests {
     use super::*;
     use crate::host::doorbell::Doorbell;
-    use crate::host::pool::{Homes, Job, Pool};
+    use crate::host::homes::Homes;
+    use crate::host::pool::{Job, Threads};
 
     const LIMIT: Duration = Duration::from_secs(80);
 
@@ -290,7 +291,7 @@ mod tests {
     #[test]
     fn a_worker_that_stands_still_is_named_with_its_bucket() {
         let (bell, go) = (Arc::new(Doorbell::default()), Arc::new(AtomicBool::new(false)));
-        let mut pool = Pool::threads(2, Homes::default(), bell.clone(), 0, |_| Ok(())).unwrap();
+        let mut pool = Threads::start(2, Homes::default(), bell.clone(), 0, |_| Ok(())).unwrap();
         let mut watch = Watch::new(Arc::new(Vitals::new(8, bell.clone(), pool.pulse())), Duration::ZERO);
         assert!(look(&mut watch, 100).is_none(), "idle");
         let release = Release(go.clone());

@@ -3,10 +3,15 @@
 #[cfg_attr(not(feature = "cuda"), path = "gpu/absent.rs")]
 mod nvml;
 
+mod facts;
+
+pub use facts::GpuFacts;
+#[cfg(not(feature = "cuda"))]
+pub(crate) use facts::no_cuda;
+
 use crate::error::{Error, Result};
-use crate::units::Bytes;
+use facts::Sample;
 use nvml::Gpu;
-use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -14,27 +19,6 @@ use std::time::Duration;
 
 /// Time between samples; taking one takes some 40 ms more.
 const INTERVAL: Duration = Duration::from_millis(100);
-
-/// What a GPU is. A fact that the driver does not tell is `None`.
-#[derive(Clone, Debug, Default, PartialEq, serde::Serialize)]
-pub struct GpuFacts {
-    /// Marketing name.
-    pub name: Option<String>,
-    /// Release of the kernel driver.
-    pub driver: Option<String>,
-    /// Newest CUDA that the driver serves: `13.0`.
-    pub cuda: Option<String>,
-    /// All of its memory.
-    pub memory_bytes: Option<u64>,
-    /// Generation of the PCIe link now; an idle GPU may have slowed it down.
-    pub pcie_generation: Option<u32>,
-    /// Lanes of the PCIe link now.
-    pub pcie_lanes: Option<u32>,
-    /// Power limit in force.
-    pub power_limit_w: Option<f64>,
-    /// Highest clock of the multiprocessors.
-    pub sm_clock_max_mhz: Option<u32>,
-}
 
 impl GpuFacts {
     /// Asks about the GPU that CUDA shows first.
@@ -44,35 +28,6 @@ impl GpuFacts {
     pub fn read() -> Result<Self> {
         Gpu::open().map(|gpu| gpu.facts())
     }
-}
-
-impl fmt::Display for GpuFacts {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name.as_deref().unwrap_or("NVIDIA GPU without a name"))?;
-        self.memory_bytes.map_or(Ok(()), |bytes| write!(f, ", {}", Bytes(bytes)))?;
-        if let (Some(generation), Some(lanes)) = (self.pcie_generation, self.pcie_lanes) {
-            write!(f, ", PCIe {generation} x{lanes}")?;
-        }
-        self.power_limit_w.map_or(Ok(()), |watts| write!(f, ", {watts:.0} W"))?;
-        self.driver.as_ref().map_or(Ok(()), |driver| write!(f, ", driver {driver}"))?;
-        self.cuda.as_ref().map_or(Ok(()), |cuda| write!(f, " (CUDA {cuda})"))
-    }
-}
-
-/// Why a build without the feature `cuda` knows nothing about GPUs.
-#[cfg(not(feature = "cuda"))]
-pub(crate) fn no_cuda() -> Error {
-    Error::Unsupported("this build has no CUDA device (cargo feature cuda)".into())
-}
-
-/// One look at the GPU; what it does not tell is `None`.
-#[derive(Clone, Copy, Debug, Default)]
-struct Sample {
-    power_w: Option<f64>,
-    sm_clock_mhz: Option<f64>,
-    d2h_gb_per_s: Option<f64>,
-    h2d_gb_per_s: Option<f64>,
-    memory_used_bytes: Option<u64>,
 }
 
 /// What the GPU did while it was watched; gigabytes are 10^9 bytes.

@@ -183,7 +183,7 @@ section! {
         matmul_burst_flops: Figure,
         /// The share of [`Gpu::matmul_flops`] that a product gets whose smallest dimension is so many elements.
         matmul_share_by_least_dim: Curve,
-        /// FLOPs a second of causal attention's forward pass, counted as [`crate::model::shape::FLOPS_FORMULA`] does:
+        /// FLOPs a second of causal attention's forward pass, counted as [`crate::model::flops::FLOPS_FORMULA`] does:
         /// `2 heads head_dim S T`, half of the full matrix.
         attention_forward_flops: Figure,
         /// The same of its deterministic backward pass, counted as twice the forward pass, though the scores are computed again.

@@ -2,6 +2,9 @@
 
 use serde::Deserialize;
 
+/// What the sources of numbers begin with that `probe` measured.
+pub const MEASURED: &str = "measured by superoffload probe";
+
 /// Numbers from here on would overflow what is counted in them.
 const TOO_LARGE: f64 = 1e20;
 

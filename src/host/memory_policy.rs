@@ -1,13 +1,25 @@
 //! What the machine offers for a run's host memory: page sizes, memory nodes, threads that fault it in. No system call.
 
-use crate::config::options::HugePagesChoice;
 use crate::error::{Error, Result};
 use crate::hardware::cpu_list::CpuList;
 use crate::hardware::topology::{HugePages, Topology};
-use crate::host::pool::Homes;
+use crate::host::homes::Homes;
 use crate::host::room;
 use crate::units::Bytes;
+use clap::ValueEnum;
 use std::ops::Range;
+
+/// Page sizes of host memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum HugePagesChoice {
+    /// Transparent huge pages where the kernel makes them in a useful size.
+    Auto,
+    /// Pages that were reserved for it; too few are an error.
+    Explicit,
+    /// The kernel's smallest pages.
+    Off,
+}
 
 /// Sizes of pages.
 #[derive(Clone, Debug, PartialEq, Eq)]

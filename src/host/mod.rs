@@ -2,6 +2,7 @@
 
 pub mod affinity;
 pub mod doorbell;
+pub mod homes;
 pub mod memory_policy;
 pub mod memory_report;
 mod pages;
@@ -11,5 +12,6 @@ pub mod perf;
 pub mod pinned;
 pub mod pool;
 pub mod pulse;
+pub mod resctrl_group;
 mod room;
 pub mod wakeup;

@@ -1,9 +1,9 @@
 //! Cache and bandwidth partitions: the optimizer's threads join a group that someone with the right to do so has prepared
 //! (`superoffload-resctrl prepare`). Training needs no right of its own, and goes on whatever comes of it.
 
-use crate::config::options::ResctrlGroup;
 use crate::error::{Error, Result};
 use crate::host::perf::WORKER_ROLE;
+use crate::host::resctrl_group::ResctrlGroup;
 use std::fs;
 use std::path::Path;
 use superoffload_resctrl::{ADAM_GROUP, Discovery, GroupPath, Tree, discover};

@@ -289,8 +289,8 @@ fn shared_memory(bytes: usize) -> io::Result<OwnedFd> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::options::HugePagesChoice;
     use crate::hardware::topology::{Topology, tests::tree};
+    use crate::host::memory_policy::HugePagesChoice;
 
     #[test]
     fn memory_is_zeroed_shared_between_views_and_bounded() {

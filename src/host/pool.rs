@@ -8,9 +8,9 @@
 //! (`HostMemory::alloc_periodic`). Pieces are counted for each node, and a worker begins with those of its own, then helps.
 #![allow(unsafe_code)]
 
-use crate::device::sim::SimPool;
 use crate::error::{Error, Result};
 use crate::host::doorbell::Doorbell;
+use crate::host::homes::Homes;
 use crate::host::pulse::Pulse;
 use crate::trace::{Recorder, now_ns};
 use std::cell::UnsafeCell;
@@ -30,44 +30,11 @@ pub trait Job: Send + Sync + 'static {
     fn run(&self, piece: usize);
 }
 
-/// Which memory node each worker is near.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Homes {
-    /// Nodes that share a job's pieces, in order and equally; at least 1.
-    pub nodes: usize,
-    /// Index of each worker's node; a worker that is not named is on the first.
-    pub of_worker: Vec<usize>,
-}
-
-impl Default for Homes {
-    /// One node.
-    fn default() -> Self {
-        Self { nodes: 1, of_worker: Vec::new() }
-    }
-}
-
-/// Who runs the jobs.
-pub enum Pool<J: Job> {
-    /// Worker threads.
-    Threads(Threads<J>),
-    /// The caller's thread, whenever it calls [`Pool::advance`]: the seeded adversary decides when.
-    Stepped(Stepped<J>),
-    /// Nobody: time passes as if.
-    Simulated(SimPool),
-}
-
 /// Worker threads and the job they share.
 pub struct Threads<J: Job> {
     shared: Arc<Shared<J>>,
     handles: Vec<JoinHandle<Recorder>>,
     published: u64,
-}
-
-/// A pool without threads.
-pub struct Stepped<J> {
-    job: Option<J>,
-    recorder: Recorder,
-    busy_ns: u64,
 }
 
 struct Shared<J> {
@@ -115,12 +82,12 @@ impl<J: Job> Shared<J> {
 /// The generation that tells workers to end.
 const STOP: u64 = u64::MAX;
 
-impl<J: Job> Pool<J> {
+impl<J: Job> Threads<J> {
     /// Starts `workers` threads, at home where `homes` says. `on_start(worker)` runs first on each (naming, pinning); `driver` is rung when a job ends.
     ///
     /// # Errors
     /// `Resource` when a thread cannot start or `on_start` fails.
-    pub fn threads(
+    pub fn start(
         workers: usize,
         homes: Homes,
         driver: Arc<Doorbell>,
@@ -135,7 +102,7 @@ impl<J: Job> Pool<J> {
         let (job, taken) = (UnsafeCell::new(None), (0..homes.nodes).map(|_| Taken::default()).collect());
         let pulse = Arc::new(Pulse::new(workers));
         let shared = Arc::new(Shared { job, generation, taken, remaining, published_ns, busy_ns, failed, bells, driver, pulse });
-        let mut pool = Threads { shared, handles: Vec::with_capacity(workers), published: 0 };
+        let mut pool = Self { shared, handles: Vec::with_capacity(workers), published: 0 };
         let (started, outcome) = std::sync::mpsc::channel();
         for worker in 0..workers {
             let (shared, started, on_start) = (pool.shared.clone(), started.clone(), on_start.clone());
@@ -150,88 +117,15 @@ impl<J: Job> Pool<J> {
         }
         drop(started);
         outcome.into_iter().collect::<Result<Vec<()>>>()?;
-        Ok(Self::Threads(pool))
+        Ok(pool)
     }
 
-    /// A pool whose jobs run on the caller's thread, last piece first.
-    pub fn stepped(trace_spans: usize) -> Self {
-        Self::Stepped(Stepped { job: None, recorder: Recorder::new("adam", trace_spans), busy_ns: 0 })
-    }
-
-    /// Gives the pool its next job.
+    /// Gives the workers their next job.
     ///
     /// # Panics
     /// If the last one is not done.
     pub fn submit(&mut self, job: J) {
         assert!(matches!(self.is_idle(), Ok(true)), "one job at a time");
-        match self {
-            Self::Threads(pool) => pool.publish(job),
-            Self::Stepped(pool) => pool.job = Some(job),
-            Self::Simulated(pool) => pool.submit(job.label(), job.traffic_bytes()),
-        }
-    }
-
-    /// Whether the last job is done.
-    ///
-    /// # Errors
-    /// `Resource` if a worker panicked: the bucket it was working on is half stepped, and nothing may be saved from it.
-    pub fn is_idle(&self) -> Result<bool> {
-        match self {
-            Self::Threads(pool) if pool.shared.failed.load(Ordering::Acquire) => {
-                Err(Error::resource("step a bucket", "an optimizer worker panicked; see the message above"))
-            }
-            Self::Threads(pool) => Ok(pool.shared.remaining.load(Ordering::Acquire) == 0),
-            Self::Stepped(pool) => Ok(pool.job.is_none()),
-            Self::Simulated(pool) => Ok(pool.is_idle()),
-        }
-    }
-
-    /// Signs of life of its threads, if it has any.
-    pub fn pulse(&self) -> Arc<Pulse> {
-        match self {
-            Self::Threads(pool) => pool.shared.pulse.clone(),
-            Self::Stepped(_) | Self::Simulated(_) => Arc::default(),
-        }
-    }
-
-    /// Nanoseconds so far between the submission of a job and the end of its last share.
-    pub fn busy_ns(&self) -> u64 {
-        match self {
-            Self::Threads(pool) => pool.shared.busy_ns.load(Ordering::Relaxed),
-            Self::Stepped(pool) => pool.busy_ns,
-            Self::Simulated(pool) => pool.busy_ns(),
-        }
-    }
-
-    /// Lets a stepped pool do its job; false when there is none, or when threads do the work anyway.
-    pub fn advance(&mut self) -> bool {
-        let Self::Stepped(pool) = self else { return false };
-        let Some(job) = pool.job.take() else { return false };
-        let (start, (name, index)) = (now_ns(), job.label());
-        (0..job.pieces()).rev().for_each(|piece| job.run(piece));
-        pool.recorder.span(name, index, start);
-        pool.busy_ns += now_ns() - start;
-        true
-    }
-
-    /// Ends the workers, which must be idle, and returns what they recorded.
-    ///
-    /// # Errors
-    /// `Resource` when a worker had panicked, or a job is not done.
-    pub fn finish(self) -> Result<Vec<Recorder>> {
-        if !self.is_idle()? {
-            return Err(Error::resource("end the optimizer workers", "a job is not done"));
-        }
-        match self {
-            Self::Threads(mut pool) => pool.stop(),
-            Self::Stepped(pool) => Ok(vec![pool.recorder]),
-            Self::Simulated(pool) => Ok(vec![pool.finish()]),
-        }
-    }
-}
-
-impl<J: Job> Threads<J> {
-    fn publish(&mut self, job: J) {
         self.published += 1;
         self.shared.pulse.given(self.published, job.label().1);
         // SAFETY: the caller saw `remaining` at zero, so that no worker reads the job now.
@@ -240,6 +134,38 @@ impl<J: Job> Threads<J> {
         self.shared.remaining.store(self.handles.len(), Ordering::Relaxed);
         self.shared.published_ns.store(now_ns(), Ordering::Relaxed);
         self.announce(self.published);
+    }
+
+    /// Whether the last job is done.
+    ///
+    /// # Errors
+    /// `Resource` if a worker panicked: the bucket it was working on is half stepped, and nothing may be saved from it.
+    pub fn is_idle(&self) -> Result<bool> {
+        if self.shared.failed.load(Ordering::Acquire) {
+            return Err(Error::resource("step a bucket", "an optimizer worker panicked; see the message above"));
+        }
+        Ok(self.shared.remaining.load(Ordering::Acquire) == 0)
+    }
+
+    /// Signs of life of the workers.
+    pub fn pulse(&self) -> Arc<Pulse> {
+        self.shared.pulse.clone()
+    }
+
+    /// Nanoseconds so far between the submission of a job and the end of its last share.
+    pub fn busy_ns(&self) -> u64 {
+        self.shared.busy_ns.load(Ordering::Relaxed)
+    }
+
+    /// Ends the workers, which must be idle, and returns what they recorded.
+    ///
+    /// # Errors
+    /// `Resource` when a worker had panicked, or a job is not done.
+    pub fn finish(mut self) -> Result<Vec<Recorder>> {
+        if !self.is_idle()? {
+            return Err(Error::resource("end the optimizer workers", "a job is not done"));
+        }
+        self.stop()
     }
 
     fn announce(&self, generation: u64) {
@@ -327,7 +253,7 @@ mod tests {
         // One node; a node without a worker of its own; more nodes than pieces.
         for (nodes, of_worker) in [(1, vec![]), (3, vec![0, 1]), (9, vec![8, 0, 4])] {
             DONE.iter().for_each(|done| done.store(0, Ordering::Relaxed));
-            let mut pool = Pool::threads(3, Homes { nodes, of_worker }, bell.clone(), 1000, |_| Ok(())).unwrap();
+            let mut pool = Threads::start(3, Homes { nodes, of_worker }, bell.clone(), 1000, |_| Ok(())).unwrap();
             for i in 1..=100 {
                 pool.submit(Count(i));
                 bell.wait_until(|| pool.is_idle().unwrap());
@@ -362,7 +288,7 @@ mod tests {
     fn a_worker_does_the_pieces_of_its_own_node_first() {
         let (bell, places) = (Arc::new(Doorbell::default()), Arc::<[AtomicU32; 4]>::default());
         let homes = Homes { nodes: 2, of_worker: vec![1, 0] };
-        let mut pool = Pool::threads(2, homes, bell.clone(), 0, |_| Ok(())).unwrap();
+        let mut pool = Threads::start(2, homes, bell.clone(), 0, |_| Ok(())).unwrap();
         pool.submit(Place(places.clone()));
         bell.wait_until(|| pool.is_idle().unwrap());
         pool.finish().unwrap();
@@ -373,7 +299,7 @@ mod tests {
     #[test]
     fn a_worker_that_cannot_be_placed_is_an_error() {
         let failing = |worker: usize| if worker == 1 { Err(Error::resource("pin adam-01", "no such cpu")) } else { Ok(()) };
-        let result = Pool::<Count>::threads(3, Homes::default(), Arc::default(), 0, failing);
+        let result = Threads::<Count>::start(3, Homes::default(), Arc::default(), 0, failing);
         assert!(result.err().unwrap().to_string().contains("adam-01"));
     }
 }

@@ -2,7 +2,8 @@
 
 use super::affinity::{Placement, name_and_pin};
 use super::doorbell::Doorbell;
-use super::pool::{Homes, Job, Pool};
+use super::homes::Homes;
+use super::pool::{Job, Threads};
 use crate::error::Result;
 use std::fmt;
 use std::sync::Arc;
@@ -56,7 +57,7 @@ impl WakeUp {
     pub fn measure(workers: usize, placement: Option<Placement>) -> Result<Self> {
         let bell = Arc::new(Doorbell::default());
         let on_start = move |worker: usize| placement.as_ref().map_or(Ok(()), |place| name_and_pin("wake", worker, place.workers[worker]));
-        let mut pool = Pool::threads(workers, Homes::default(), bell.clone(), 0, on_start)?;
+        let mut pool = Threads::start(workers, Homes::default(), bell.clone(), 0, on_start)?;
         let mut sample = |pause: Option<Duration>| -> Result<u64> {
             pause.into_iter().for_each(std::thread::sleep);
             let before = pool.busy_ns();

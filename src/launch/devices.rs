@@ -1,6 +1,7 @@
 //! Which device a run gets, and what the planner may use of the machine.
 
-use crate::config::options::{DeviceChoice, HostMemoryKind, HugePagesChoice};
+use super::gpu;
+use crate::config::options::{DeviceChoice, HostMemoryKind};
 use crate::config::settings::Settings;
 use crate::error::{Error, Result};
 use crate::hardware::basis::{AUTO, Basis, Key};
@@ -8,8 +9,8 @@ use crate::hardware::limits;
 use crate::hardware::profile::Profile;
 use crate::hardware::rates::Rates;
 use crate::hardware::topology::Topology;
-use crate::memory::Addressing;
-use crate::memory::DeviceMemory;
+use crate::host::memory_policy::HugePagesChoice;
+use crate::memory::{Addressing, DeviceMemory};
 use crate::planner::machine::Machine;
 use std::path::Path;
 use std::sync::Arc;
@@ -41,8 +42,8 @@ impl Chosen {
 pub fn choose(settings: &Settings, topology: &Topology) -> Result<Chosen> {
     let (device, note) = match settings.device {
         DeviceChoice::Cpu => (DeviceMemory::Shared, None),
-        DeviceChoice::Cuda => (free_gpu_memory().map_err(|why| Error::resource("use --device cuda", why))?, None),
-        DeviceChoice::Auto => match free_gpu_memory() {
+        DeviceChoice::Cuda => (gpu::free_memory().map_err(|why| Error::resource("use --device cuda", why))?, None),
+        DeviceChoice::Auto => match gpu::free_memory() {
             Ok(device) => (device, None),
             Err(why) => (DeviceMemory::Shared, Some(why.to_string())),
         },
@@ -68,15 +69,4 @@ fn basis(settings: &Settings, topology: &Topology, device: DeviceMemory) -> Resu
         Profile::load(&settings.hardware.to_string_lossy())?;
     }
     Ok(None)
-}
-
-#[cfg(feature = "cuda")]
-fn free_gpu_memory() -> Result<DeviceMemory> {
-    use crate::device::cuda::{free_bytes, probe};
-    Ok(DeviceMemory::Own { bytes: free_bytes()?, addressing: probe()? })
-}
-
-#[cfg(not(feature = "cuda"))]
-fn free_gpu_memory() -> Result<DeviceMemory> {
-    Err(Error::Unsupported("a GPU: this build lacks the feature cuda".into()))
 }

@@ -1,3 +1,7 @@
-//! Engines on this machine: which device a run gets, and how its engine comes up.
+//! Engines on this machine, for train, bench and probe: [`devices`] chooses, [`engine`] makes the engine on what was chosen, [`gpu`] opens
+//! a GPU where the build has one, [`context`] checks a sequence length against the model.
 
+pub mod context;
 pub mod devices;
+pub mod engine;
+pub mod gpu;

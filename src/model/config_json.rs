@@ -5,8 +5,9 @@
 //! `pad_token_id` does not freeze its embedding: packed sequences hold no padding.
 
 use super::family::{Family, FamilySpec, Missing, Rule, WindowRule};
-use super::shape::{Mlp, ModelShape, Norm, Positions, Rope, RopeScaling};
+use super::shape::{DEMO_CONFIG, Mlp, ModelShape, Norm, Positions, Rope, RopeScaling};
 use super::tensors::TensorTable;
+use crate::disk;
 use crate::error::{Error, Result};
 use serde_json::{Map, Value};
 use std::path::Path;
@@ -18,8 +19,35 @@ const INDEX_MAX: usize = i32::MAX as usize;
 const LAYERS_MAX: usize = 4096;
 const PARAMS_MAX: usize = 1 << 48;
 
+/// No `config.json` is larger.
+const CONFIG_BYTES_MAX: u64 = 16 << 20;
+
+impl ModelShape {
+    /// Reads `config.json` at `path`.
+    ///
+    /// # Errors
+    /// `Io` or `Format` when it cannot be read, otherwise as [`ModelShape::parse`].
+    pub fn read(path: &Path) -> Result<Self> {
+        Self::parse(&disk::read_small_text(path, CONFIG_BYTES_MAX)?, path)
+    }
+
+    /// Reads the text of a `config.json`; `path` is for messages.
+    ///
+    /// # Errors
+    /// `Unsupported` for an architecture, activation, rope type or other feature that this build cannot train, `Format` for
+    /// missing keys and senseless values; both name key, value and file.
+    pub fn parse(text: &str, path: &Path) -> Result<Self> {
+        parse(text, path)
+    }
+
+    /// The built-in model: a small Llama-style decoder over bytes.
+    pub fn demo() -> Self {
+        Self::parse(DEMO_CONFIG, Path::new("(built-in config.json)")).expect("the built-in configuration is valid")
+    }
+}
+
 /// The shape that `text`, the content of `path`, describes.
-pub(super) fn parse(text: &str, path: &Path) -> Result<ModelShape> {
+fn parse(text: &str, path: &Path) -> Result<ModelShape> {
     let value: Value = serde_json::from_str(text).map_err(|e| Error::format(path, e))?;
     let Value::Object(map) = value else { return Err(Error::format(path, "expected a JSON object")) };
     let keys = Keys { map: &map, path, within: "" };

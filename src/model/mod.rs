@@ -9,6 +9,7 @@ mod arithmetic;
 mod backward;
 mod config_json;
 pub mod family;
+pub mod flops;
 mod forward;
 mod head;
 mod host_input;

@@ -1,14 +1,6 @@
 //! What a `config.json` says about a model: the one description that every other part of the model reads.
 
-use super::config_json;
 use super::family::Family;
-use super::tensors::TensorTable;
-use crate::disk;
-use crate::error::Result;
-use std::path::Path;
-
-/// No `config.json` is larger.
-const CONFIG_BYTES_MAX: u64 = 16 << 20;
 
 /// Normalisation of the residual stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -121,28 +113,6 @@ pub struct ModelShape {
 }
 
 impl ModelShape {
-    /// Reads `config.json` at `path`.
-    ///
-    /// # Errors
-    /// `Io` or `Format` when it cannot be read, otherwise as [`ModelShape::parse`].
-    pub fn read(path: &Path) -> Result<Self> {
-        Self::parse(&disk::read_small_text(path, CONFIG_BYTES_MAX)?, path)
-    }
-
-    /// Reads the text of a `config.json`; `path` is for messages.
-    ///
-    /// # Errors
-    /// `Unsupported` for an architecture, activation, rope type or other feature that this build cannot train, `Format` for
-    /// missing keys and senseless values; both name key, value and file.
-    pub fn parse(text: &str, path: &Path) -> Result<Self> {
-        config_json::parse(text, path)
-    }
-
-    /// The built-in model: a small Llama-style decoder over bytes.
-    pub fn demo() -> Self {
-        Self::parse(DEMO_CONFIG, Path::new("(built-in config.json)")).expect("the built-in configuration is valid")
-    }
-
     /// What the name of every tensor but `lm_head.weight` starts with; files saved from the bare model lack it.
     pub fn base_prefix(&self) -> &'static str {
         self.family.spec().names.prefix
@@ -165,22 +135,7 @@ impl ModelShape {
             Mlp::GeluTanh => self.ffn,
         }
     }
-
-    /// Model FLOPs of one optimizer step over `sequences` sequences of `seq_length` tokens, forward and backward, by
-    /// [`FLOPS_FORMULA`]: nothing for recomputation, norms, activations or the optimizer.
-    pub fn flops_per_step(&self, sequences: usize, seq_length: usize) -> f64 {
-        let (tokens, s) = (sequences as f64 * seq_length as f64, seq_length as f64);
-        let attended = |window: &Option<usize>| match window.map(|w| w as f64) {
-            Some(w) if w < s => 2.0 * w - w * w / s,
-            _ => s,
-        };
-        let attention: f64 = self.windows.iter().map(attended).sum::<f64>() * self.attn_cols() as f64;
-        6.0 * tokens * (TensorTable::new(self).matmul_params() as f64 + attention)
-    }
 }
-
-/// How [`ModelShape::flops_per_step`] counts.
-pub const FLOPS_FORMULA: &str = "6*N*T + 6*sum_l(heads*head_dim*S_l)*T; N matrix parameters with the output matrix, T tokens, S_l sequence length (2W - W^2/S in a window of W): causal, no recompute";
 
 /// `config.json` of [`ModelShape::demo`].
 pub const DEMO_CONFIG: &str = r#"{

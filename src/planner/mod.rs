@@ -9,6 +9,7 @@ mod passes;
 pub mod plan;
 pub mod predict;
 pub mod refusal;
+pub mod rules;
 
 #[cfg(test)]
 mod tests;

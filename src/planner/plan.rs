@@ -8,7 +8,6 @@ use crate::config::options::{
 use crate::config::settings::Settings;
 use crate::device::Attention;
 use crate::dtype::Dtype;
-use crate::engine::coordinator::{Policy, Rules};
 use crate::error::{Error, Result};
 use crate::host::memory_policy::MemoryPolicy;
 use crate::memory::DeviceMemory;
@@ -24,6 +23,7 @@ use crate::planner::budget::{Balance, MemoryClass, Needs, Rings, balances, bytes
 use crate::planner::choice::{Choice, Residency, Wishes, choose};
 use crate::planner::machine::Machine;
 use crate::planner::predict::{Prediction, Work};
+use crate::planner::rules::{Policy, Rules};
 use crate::trace::{Span, spans_per_track};
 use crate::units::Bytes;
 use clap::ValueEnum;

@@ -1,11 +1,11 @@
 //! What a device computes: products, attention, and kernels that only move bytes.
 
-use super::Sizes;
 use super::attention::{self, Passes};
 use super::kernels::{self, Small};
 use super::product::{self, Products};
 use super::rig::Rig;
 use super::sharing::Sharing;
+use super::sizes::Sizes;
 use crate::device::Kernels;
 use crate::dtype::Dtype;
 use crate::error::Result;

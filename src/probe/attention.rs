@@ -12,7 +12,7 @@ const SEQ_MIN: usize = 64;
 /// Passes each way that the time should hold.
 const RUNS_MIN: f64 = 16.0;
 
-/// FLOP/s, as [`crate::model::shape::FLOPS_FORMULA`] counts them.
+/// FLOP/s, as [`crate::model::flops::FLOPS_FORMULA`] counts them.
 #[derive(Clone, Debug)]
 pub struct Passes {
     /// Of the forward pass.

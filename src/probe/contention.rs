@@ -7,11 +7,12 @@ use super::rig::Rig;
 use super::samples::Samples;
 use super::states::States;
 use crate::device::{Device, EventId, Kernels, Stream};
+use crate::engine::pool::Pool;
 use crate::engine::step_job::StepJob;
 use crate::error::Result;
 use crate::hardware::profile::Contention;
 use crate::hardware::sourced::Figure;
-use crate::host::pool::{Job, Pool};
+use crate::host::pool::Job;
 
 /// Seconds of products in a sample.
 const PRODUCTS_S: f64 = 0.1;

@@ -22,13 +22,15 @@ pub mod product;
 pub mod rig;
 pub mod samples;
 pub mod sharing;
+mod sizes;
 pub mod states;
 pub mod workers;
 
 use crate::config::options::DeviceChoice;
 use crate::config::settings::Settings;
-use crate::device::Kernels;
 use crate::device::cpu::{CpuDevice, Schedule};
+use crate::device::{Attention, Kernels};
+use crate::engine::pool::Pool;
 use crate::engine::step_job::StepJob;
 use crate::error::{Error, Result};
 use crate::hardware::basis::Key;
@@ -37,10 +39,8 @@ use crate::hardware::topology::Topology;
 use crate::host::affinity::workers_beside_others;
 use crate::host::doorbell::Doorbell;
 use crate::host::pinned::HostMemory;
-use crate::host::pool::Pool;
-use crate::launch::devices;
-use crate::memory::Addressing;
-use crate::memory::DeviceMemory;
+use crate::launch::{devices, gpu};
+use crate::memory::{Addressing, DeviceMemory};
 use arithmetic::Arithmetic;
 use contention::Contenders;
 use copies::Copies;
@@ -48,6 +48,7 @@ use facts::Facts;
 use rig::Rig;
 use samples::figure;
 use sharing::Sharers;
+pub use sizes::Sizes;
 use states::States;
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
@@ -102,24 +103,6 @@ impl ProbeOptions {
     }
 }
 
-/// Largest things that are measured.
-#[derive(Clone, Copy, Debug)]
-pub struct Sizes {
-    /// Rows of a matrix product.
-    pub product: usize,
-    /// Tokens of a sequence.
-    pub seq_length: usize,
-    /// Bytes of a copy, and of what a pointwise kernel reads.
-    pub copy_bytes: usize,
-}
-
-impl Sizes {
-    /// Of a GPU: products, sequences and copies like those of a step, and larger.
-    pub const GPU: Self = Self { product: 8192, seq_length: 4096, copy_bytes: 256 << 20 };
-    /// Of CPUs.
-    pub const CPUS: Self = Self { product: 2048, seq_length: 1024, copy_bytes: 4 << 20 };
-}
-
 /// Measures this machine; `tell` is given lines for people on the way.
 ///
 /// # Errors
@@ -151,7 +134,8 @@ pub fn run(options: &ProbeOptions, tell: &mut dyn FnMut(&dyn Display)) -> Result
         }
         DeviceMemory::Own { bytes, addressing } => {
             let pool = Workers::new(&topology, workers_beside_others(cpus))?.pool;
-            let mut dev = open_gpu(options)?;
+            let libraries = options.cuda_libraries.iter().cloned().collect();
+            let mut dev = gpu::open(libraries, Attention::Cudnn { deterministic: true }, 0)?;
             let beside = Beside { free_bytes: bytes, addressing, memory: &mut memory, states: &states, pool };
             let (gpu, link, contention) = measure_device(&mut dev, Sizes::GPU, beside, 0.7 * time_s, tell)?;
             let sections = Sections { gpu: Some(gpu), link: Some(link), contention: Some(contention), cpu_device: None };
@@ -168,20 +152,6 @@ struct Sections {
     link: Option<Link>,
     cpu_device: Option<CpuRates>,
     contention: Option<Contention>,
-}
-
-#[cfg(feature = "cuda")]
-fn open_gpu(options: &ProbeOptions) -> Result<crate::device::cuda::CudaDevice> {
-    use crate::device::Attention;
-    use crate::device::cuda::{CudaDevice, CudaOptions};
-    let (libraries, attention) = (options.cuda_libraries.iter().cloned().collect(), Attention::Cudnn { deterministic: true });
-    CudaDevice::new(&CudaOptions { libraries, attention, trace_spans: 0 })
-}
-
-/// Never called: without the feature no machine has a GPU.
-#[cfg(not(feature = "cuda"))]
-fn open_gpu(_: &ProbeOptions) -> Result<CpuDevice> {
-    Err(Error::Unsupported("a GPU: this build lacks the feature cuda".into()))
 }
 
 /// What a device is measured beside.

@@ -1,9 +1,6 @@
 //! What was measured again and again, as figures and curves of a profile.
 
-use crate::hardware::sourced::{Curve, Figure, Points};
-
-/// What sources begin with.
-pub const MEASURED: &str = "measured by superoffload probe";
+use crate::hardware::sourced::{Curve, Figure, MEASURED, Points};
 
 /// Measurements of one thing, ascending; at least one.
 #[derive(Clone, Debug)]

@@ -6,11 +6,12 @@ use super::rig::Rig;
 use super::samples::Samples;
 use super::states::States;
 use crate::device::{EventId, Kernels, Stream};
+use crate::engine::pool::Pool;
 use crate::engine::step_job::StepJob;
 use crate::error::Result;
 use crate::hardware::sourced::Figure;
 use crate::host::doorbell::Doorbell;
-use crate::host::pool::{Job, Pool};
+use crate::host::pool::Job;
 use std::sync::Arc;
 
 /// Products that are enqueued at once: the driver's part does not count then, and an end is never far.

@@ -1,14 +1,15 @@
 //! Threads like the optimizer's, and how fast they do jobs.
 
 use super::samples::Samples;
-use crate::config::options::HugePagesChoice;
+use crate::engine::pool::Pool;
 use crate::error::Result;
 use crate::hardware::topology::Topology;
 use crate::host::affinity::{Placement, name_and_pin};
 use crate::host::doorbell::Doorbell;
+use crate::host::memory_policy::HugePagesChoice;
 use crate::host::memory_policy::MemoryPolicy;
 use crate::host::perf::WORKER_ROLE;
-use crate::host::pool::{Job, Pool};
+use crate::host::pool::{Job, Threads};
 use crate::trace::now_ns;
 use std::sync::Arc;
 
@@ -40,7 +41,7 @@ impl<J: Job> Workers<J> {
         let homes = memory_policy(topology, threads)?.homes();
         let on_start =
             move |worker: usize| placement.as_ref().map_or(Ok(()), |place| name_and_pin(WORKER_ROLE, worker, place.workers[worker]));
-        Ok(Self { pool: Pool::threads(threads, homes, bell.clone(), 0, on_start)?, bell })
+        Ok(Self { pool: Pool::Threads(Threads::start(threads, homes, bell.clone(), 0, on_start)?), bell })
     }
 
     /// Bytes a second that jobs move, for about `time_s`; `job` makes the next one.

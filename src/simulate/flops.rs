@@ -5,7 +5,7 @@ use crate::model::shape::ModelShape;
 /// Floating-point operations of one optimizer step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepFlops {
-    /// Of the model, by [`FLOPS_FORMULA`](crate::model::shape::FLOPS_FORMULA): nothing is recomputed.
+    /// Of the model, by [`FLOPS_FORMULA`](crate::model::flops::FLOPS_FORMULA): nothing is recomputed.
     pub model: f64,
     /// With the layers' forward passes that the plan runs again.
     pub hardware: f64,

@@ -7,10 +7,10 @@ pub mod timed;
 
 use crate::device::sim::SimDevice;
 use crate::engine::executor::Engine;
+use crate::engine::pool::Pool;
 use crate::error::Result;
 use crate::host::doorbell::Doorbell;
 use crate::host::memory_policy::MemoryPolicy;
-use crate::host::pool::Pool;
 use crate::model::shape::ModelShape;
 use crate::planner::plan::Plan;
 use crate::trace::Recorder;

@@ -90,7 +90,7 @@ impl Speed {
         let (model, hardware) = (flops.model / seconds, flops.hardware / seconds);
         Self {
             model_flops: flops.model,
-            model_flops_formula: crate::model::shape::FLOPS_FORMULA,
+            model_flops_formula: crate::model::flops::FLOPS_FORMULA,
             hardware_flops: flops.hardware,
             model_tflops: model / 1e12,
             hardware_tflops: hardware / 1e12,

@@ -1,7 +1,7 @@
 //! Going on from a checkpoint: which one, whether it means the same run, and its state into the engine.
 
-use super::Observer;
 use super::identity::{self, Run, brief};
+use super::observer::Observer;
 use super::session::SavedPosition;
 use super::state;
 use crate::checkpoint::{self, Loaded, STEPS_MAX};

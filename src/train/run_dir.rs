@@ -1,7 +1,7 @@
 //! The output directory of a run: opened once, owned by one run at a time, and used by descriptor from then on.
 
-use super::Observer;
 use super::metrics_file::METRICS;
+use super::observer::Observer;
 use super::run_lock::{LOCK, RunLock};
 use crate::checkpoint;
 use crate::config::settings::Settings;

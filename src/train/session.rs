@@ -2,10 +2,10 @@
 
 mod ending;
 
-use super::Observer;
 use super::feed::Feed;
 use super::identity::Run;
 use super::metrics_file::{METRICS, MetricsFile};
+use super::observer::Observer;
 use super::run_dir::RunDir;
 use super::skips::Skips;
 use super::state::for_each_piece;

@@ -62,10 +62,10 @@ mod tests {
     use crate::device::cpu::CpuDevice;
     use crate::disk::Dir;
     use crate::hardware::topology::Topology;
+    use crate::launch::engine::cpu_engine;
     use crate::model::shape::ModelShape;
     use crate::planner::machine::Machine;
     use crate::planner::plan::Plan;
-    use crate::train::setup::cpu_engine;
     use serde_json::Value;
     use std::path::{Path, PathBuf};
 

@@ -1,9 +1,10 @@
 //! How a run's text becomes tokens: the flags, the model's directory and, when a run goes on, its checkpoint decide.
 
-use crate::config::options::{AddBos, TokenizerChoice};
+use crate::config::options::TokenizerChoice;
 use crate::config::settings::Settings;
 use crate::data::packing::Dataset;
 use crate::data::source;
+use crate::data::tokenizer::AddBos;
 use crate::data::tokenizer::Tokenizer;
 use crate::error::{Error, Result};
 use crate::model::shape::ModelShape;

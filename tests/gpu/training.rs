@@ -14,6 +14,7 @@ use superoffload::engine::coordinator::Counts;
 use superoffload::engine::executor::{Engine, StepReport};
 use superoffload::error::{Error, Result};
 use superoffload::hardware::topology::Topology;
+use superoffload::launch::engine::cpu_engine;
 use superoffload::memory::Addressing;
 use superoffload::memory::DeviceMemory;
 use superoffload::model::init::init_tensor;
@@ -23,7 +24,6 @@ use superoffload::optim::StatePart;
 use superoffload::planner::machine::Machine;
 use superoffload::planner::plan::Plan;
 use superoffload::trace::Recorder;
-use superoffload::train::setup::cpu_engine;
 
 /// Builds an engine on the device under test.
 pub type Factory<'a, D> = &'a dyn Fn(&Plan, &ModelShape, &Topology) -> Result<Engine<D>>;

@@ -4,14 +4,29 @@
 //! `add_bos_token` of `tokenizer_config.json` only where there is no `tokenizer.json`. What it puts at the end is not used: a
 //! separator stands between documents, whether the tokenizer would add one or not.
 
-use crate::config::options::AddBos;
 use crate::data::contain::contain;
 use crate::disk;
 use crate::error::{Error, Result};
 use crate::model_dir::{CONFIG, ModelDir};
+use clap::ValueEnum;
 use serde_json::Value;
 use tokenizers::processors::PostProcessorWrapper;
 use tokenizers::{Encoding, PostProcessor, Token, Tokenizer};
+
+/// Whether each document begins with a token of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum AddBos {
+    /// As the tokenizer's post-processor begins a text; a resumed run does as its checkpoint did.
+    Auto,
+    /// Yes.
+    Yes,
+    /// No.
+    No,
+}
+
+/// No file of a tokenizer is larger; the largest have some tens of megabytes.
+pub(super) const BYTES_MAX: u64 = 256 << 20;
 
 /// Names under which common models keep their end-of-text token, tried when no file names one.
 const END_OF_TEXT_NAMES: [&str; 6] = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<seed:eos>"];
@@ -90,7 +105,7 @@ impl<'a> Special<'a> {
     /// The content of the file `name`, null if there is none.
     fn read(&self, name: &str) -> Result<Value> {
         let path = self.dir.file(name)?;
-        let bytes = disk::read_if_present(&path, super::BYTES_MAX)?;
+        let bytes = disk::read_if_present(&path, BYTES_MAX)?;
         bytes.map_or(Ok(Value::Null), |bytes| serde_json::from_slice(&bytes).map_err(|e| Error::format(&path, e)))
     }
 }

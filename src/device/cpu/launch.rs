@@ -1,12 +1,12 @@
 //! [`Kernels`] for the CPU: checks what a kernel is given, picks its number format and enqueues it.
 
+use super::CpuDevice;
+use super::compute::{ComputeRef, view, view_mut};
 use super::kernels::attention_backward::Forward;
 use super::kernels::cross_entropy::Tile;
-use super::kernels::isa::Isa;
 use super::kernels::{
     Compute, attention, attention_backward, cross_entropy, embed, matmul, norm, optimizer, pointwise, qk_norm, reduce, rope,
 };
-use super::{CpuDevice, view, view_mut};
 use crate::device::arguments::{arguments, check, check_shape, rows};
 use crate::device::{AdamArgs, AttentionShape, DeviceSlice, Kernels, MatmulShape, Stream};
 use crate::dtype::{Dtype, Element};
@@ -14,62 +14,6 @@ use crate::error::{Error, Result};
 use crate::optim::adam::{AdamState, AdamStep};
 use crate::optim::norm::BLOCK;
 use half::{bf16, f16};
-use std::ptr::NonNull;
-
-/// Owns what kernels run on. A device that holds one must end its streams before it drops it.
-pub(crate) struct ComputeOwner {
-    compute: NonNull<Compute>,
-    isa: Isa,
-    threads: usize,
-}
-
-// SAFETY: it owns the `Compute`, which may go to another thread.
-unsafe impl Send for ComputeOwner {}
-
-impl ComputeOwner {
-    /// Starts `threads` compute threads (the compute stream's own included) with the widest instruction set of this machine.
-    ///
-    /// # Errors
-    /// `Resource` when a thread cannot be started.
-    pub(crate) fn new(threads: usize) -> Result<Self> {
-        let isa = Isa::detect();
-        let compute = Box::new(Compute::new(threads, isa)?);
-        Ok(Self { compute: NonNull::from(Box::leak(compute)), isa, threads })
-    }
-
-    /// The instruction set of all kernels.
-    pub(crate) fn isa(&self) -> Isa {
-        self.isa
-    }
-
-    /// Compute threads.
-    pub(crate) fn threads(&self) -> usize {
-        self.threads
-    }
-}
-
-impl Drop for ComputeOwner {
-    fn drop(&mut self) {
-        // SAFETY: `new` leaked it from a box, and the streams whose tasks follow `ComputeRef`s have ended.
-        drop(unsafe { Box::from_raw(self.compute.as_ptr()) });
-    }
-}
-
-/// How a task of the compute stream reaches the [`Compute`].
-#[derive(Clone, Copy)]
-struct ComputeRef(NonNull<Compute>);
-
-// SAFETY: only tasks of the compute stream follow it, one at a time.
-unsafe impl Send for ComputeRef {}
-
-impl ComputeRef {
-    /// # Safety
-    /// Only inside a task of the compute stream, and not twice there.
-    unsafe fn get<'a>(self) -> &'a mut Compute {
-        // SAFETY: the device outlives its streams' tasks, and those of one stream run one after the other.
-        unsafe { &mut *self.0.as_ptr() }
-    }
-}
 
 /// Device memory, seen from inside a task.
 #[derive(Clone, Copy)]

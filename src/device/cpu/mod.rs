@@ -5,6 +5,7 @@
 //! memory before the event it should have waited for then reads old bytes, and a digest changes.
 #![allow(unsafe_code)]
 
+mod compute;
 mod kernels;
 mod launch;
 mod stream;
@@ -17,7 +18,7 @@ use crate::host::doorbell::Doorbell;
 use crate::host::pinned::{HostMemory, PinnedSlice, RING_GRAIN_BYTES};
 use crate::memory::{Place, RingShape};
 use crate::trace::{Recorder, now_ns};
-use launch::ComputeOwner;
+use compute::ComputeOwner;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use std::sync::Arc;
@@ -233,27 +234,6 @@ impl Shared {
         }
         self.rings[stream].pop();
     }
-}
-
-/// The memory behind `s`, to read. Only inside a task.
-///
-/// # Safety
-/// `s` came from this process's CPU device, which is alive, and no other task writes it now: the streams' order and
-/// events see to that.
-pub(crate) unsafe fn view<T: bytemuck::Pod>(s: DeviceSlice) -> &'static [T] {
-    assert_eq!(size_of::<T>(), s.dtype.bytes());
-    // SAFETY: the caller's promise; the address is aligned because allocations and slices are.
-    unsafe { std::slice::from_raw_parts(s.addr as *const T, s.elems) }
-}
-
-/// The memory behind `s`, to write. Only inside a task.
-///
-/// # Safety
-/// As [`view`], and no other task reads or writes it now.
-pub(crate) unsafe fn view_mut<T: bytemuck::Pod>(s: DeviceSlice) -> &'static mut [T] {
-    assert_eq!(size_of::<T>(), s.dtype.bytes());
-    // SAFETY: the caller's promise.
-    unsafe { std::slice::from_raw_parts_mut(s.addr as *mut T, s.elems) }
 }
 
 impl Device for CpuDevice {

@@ -4,11 +4,11 @@
 //! The algorithm is the library's first suggestion, chosen without timing, among those that sum in a fixed order in fp32:
 //! the same in every process with this library on this GPU. One algorithm whose results may be wrong is passed over.
 
-use super::CudaDevice;
+use super::driver::RawStream;
 use super::error::failed;
 use super::libraries::{CUBLASLT, Libraries, functions};
 use crate::device::arguments::{arguments, check};
-use crate::device::{DeviceSlice, MatmulLayout, MatmulShape, ProductAlgorithm, Stream};
+use crate::device::{DeviceSlice, MatmulLayout, MatmulShape, ProductAlgorithm};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::units::Bytes;
@@ -155,6 +155,62 @@ impl Gemm {
     pub(super) fn version(&self) -> usize {
         // SAFETY: no arguments.
         unsafe { (self.lt.version)() }
+    }
+
+    /// What enqueues `c = a * b (+ bias over columns) (+ base)`, summed in fp32 and rounded once; `base` may be `c` itself. `None`: `c`
+    /// has no elements.
+    ///
+    /// # Errors
+    /// `Resource` when sizes or formats disagree, or `c` overlaps what is read; `Unsupported` on int32 and for sums of no
+    /// terms (`k = 0`).
+    pub(super) fn product(
+        &mut self,
+        shape: MatmulShape,
+        a: DeviceSlice,
+        b: DeviceSlice,
+        bias: Option<DeviceSlice>,
+        base: Option<DeviceSlice>,
+        c: DeviceSlice,
+    ) -> Result<Option<impl FnOnce(&RawStream) -> Result<()> + use<>>> {
+        check_arguments(shape, a, b, bias, base, c)?;
+        if c.elems == 0 {
+            return Ok(None);
+        }
+        let addend = base.unwrap_or(c);
+        let alignments = [alignment(a), alignment(b), alignment(addend), alignment(c), bias.map_or(0, alignment)];
+        let bias = bias.map_or(0, |bias| bias.addr);
+        let plan = self.plan(Key { shape, dtype: c.dtype, alignments }, bias)?;
+        let Self { lt, handle, ref workspace, .. } = *self;
+        let workspace = workspace.as_device_ptr().as_raw();
+        if bias != 0 {
+            set_attribute(&lt, lt.desc_set, plan.description, DESC_BIAS_POINTER, bias)?;
+        }
+        let (one, beta) = (1f32, if base.is_some() { 1f32 } else { 0f32 });
+        let [first, second, result] = plan.layouts;
+        Ok(Some(move |raw: &RawStream| {
+            // SAFETY: the layouts describe these slices; the scalars are read during the call.
+            let status = unsafe {
+                (lt.matmul)(
+                    handle,
+                    plan.description,
+                    &one,
+                    b.addr,
+                    first,
+                    a.addr,
+                    second,
+                    &beta,
+                    addend.addr,
+                    result,
+                    c.addr,
+                    result,
+                    &plan.algorithm,
+                    workspace,
+                    WORKSPACE_BYTES,
+                    raw.0.cast(),
+                )
+            };
+            lt.check(status, || format!("multiply matrices, {shape:?} on {}", c.dtype))
+        }))
     }
 
     /// The plan for `key`, made now if this is its first use. `bias` stands for all of its alignment.
@@ -351,61 +407,6 @@ fn data_type(dtype: Dtype) -> Result<i32> {
 /// The largest power of two that divides the address, up to the 256 beyond which nothing gains.
 fn alignment(slice: DeviceSlice) -> u16 {
     1 << slice.addr.trailing_zeros().min(8)
-}
-
-/// `c = a * b (+ bias over columns) (+ base)`, summed in fp32 and rounded once. `base` may be `c` itself.
-///
-/// # Errors
-/// `Resource` when sizes or formats disagree, or `c` overlaps what is read; `Unsupported` on int32 and for sums of no
-/// terms (`k = 0`).
-pub(super) fn matmul(
-    dev: &mut CudaDevice,
-    shape: MatmulShape,
-    a: DeviceSlice,
-    b: DeviceSlice,
-    bias: Option<DeviceSlice>,
-    base: Option<DeviceSlice>,
-    c: DeviceSlice,
-) -> Result<()> {
-    check_arguments(shape, a, b, bias, base, c)?;
-    if c.elems == 0 {
-        return Ok(());
-    }
-    let addend = base.unwrap_or(c);
-    let alignments = [alignment(a), alignment(b), alignment(addend), alignment(c), bias.map_or(0, alignment)];
-    let bias = bias.map_or(0, |bias| bias.addr);
-    let plan = dev.gemm.plan(Key { shape, dtype: c.dtype, alignments }, bias)?;
-    let Gemm { lt, handle, ref workspace, .. } = dev.gemm;
-    let workspace = workspace.as_device_ptr().as_raw();
-    if bias != 0 {
-        set_attribute(&lt, lt.desc_set, plan.description, DESC_BIAS_POINTER, bias)?;
-    }
-    let (one, beta) = (1f32, if base.is_some() { 1f32 } else { 0f32 });
-    let [first, second, result] = plan.layouts;
-    dev.timed(Stream::Compute, "matmul", |raw| {
-        // SAFETY: the layouts describe these slices; the scalars are read during the call.
-        let status = unsafe {
-            (lt.matmul)(
-                handle,
-                plan.description,
-                &one,
-                b.addr,
-                first,
-                a.addr,
-                second,
-                &beta,
-                addend.addr,
-                result,
-                c.addr,
-                result,
-                &plan.algorithm,
-                workspace,
-                WORKSPACE_BYTES,
-                raw.0.cast(),
-            )
-        };
-        lt.check(status, || format!("multiply matrices, {shape:?} on {}", c.dtype))
-    })
 }
 
 fn check_arguments(

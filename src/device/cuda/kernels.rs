@@ -13,10 +13,10 @@ pub(super) mod rope;
 pub(super) mod transfer;
 
 use super::modules::Source;
-use super::{CudaDevice, gemm, sdpa};
+use super::{CudaDevice, sdpa};
 use crate::device::{AdamArgs, AttentionShape, DeviceSlice, Kernels, MatmulShape, Stream};
 use crate::dtype::Dtype;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// Every PTX file, with what it exports.
 pub(super) fn sources() -> impl Iterator<Item = &'static Source> {
@@ -65,7 +65,8 @@ impl Kernels for CudaDevice {
         base: Option<DeviceSlice>,
         c: DeviceSlice,
     ) -> Result<()> {
-        gemm::matmul(self, shape, a, b, bias, base, c)
+        let product = self.gemm.product(shape, a, b, bias, base, c)?;
+        product.map_or(Ok(()), |product| self.timed(Stream::Compute, "matmul", product))
     }
 
     fn bias_backward(&mut self, dout: DeviceSlice, dbias: DeviceSlice, accumulate: bool) -> Result<()> {
@@ -149,7 +150,7 @@ impl Kernels for CudaDevice {
 
     fn attention(&mut self, qkv: DeviceSlice, out: DeviceSlice, lse: DeviceSlice, shape: AttentionShape) -> Result<()> {
         match self.sdpa {
-            Some(_) => sdpa::attention(self, qkv, out, lse, shape),
+            Some(_) => fused_attention(self, sdpa::Call::forward(qkv, out, lse, shape)?),
             None => attention::attention(self, qkv, out, lse, shape),
         }
     }
@@ -164,7 +165,7 @@ impl Kernels for CudaDevice {
         shape: AttentionShape,
     ) -> Result<()> {
         match self.sdpa {
-            Some(_) => sdpa::attention_backward(self, dout, qkv, out, lse, dqkv, shape),
+            Some(_) => fused_attention(self, sdpa::Call::backward(dout, qkv, out, lse, dqkv, shape)?),
             None => attention::attention_backward(self, dout, qkv, out, lse, dqkv, shape),
         }
     }
@@ -232,4 +233,13 @@ impl Kernels for CudaDevice {
     fn poke(&mut self, x: DeviceSlice, index: usize, value: f32) -> Result<()> {
         transfer::poke(self, x, index, value)
     }
+}
+
+/// Enqueues `call` by cuDNN.
+fn fused_attention(dev: &mut CudaDevice, call: sdpa::Call) -> Result<()> {
+    // Taken out while it runs: the span around it needs the device.
+    let mut sdpa = dev.sdpa.take().ok_or_else(|| Error::Unsupported("fused attention on a device opened without cuDNN".into()))?;
+    let result = dev.timed(Stream::Compute, call.name, |_| sdpa.enqueue(&call));
+    dev.sdpa = Some(sdpa);
+    result
 }

@@ -12,6 +12,7 @@ mod kernels;
 mod launch;
 mod libraries;
 mod modules;
+mod record;
 mod ring;
 mod sdpa;
 mod timeline;

@@ -1,6 +1,6 @@
 //! In place of the management library in a build without the CUDA device.
 
-use super::{GpuFacts, Sample, no_cuda};
+use super::facts::{GpuFacts, Sample, no_cuda};
 use crate::error::Result;
 
 /// There is none.

@@ -1,6 +1,6 @@
 //! NVIDIA's management library, opened at run time.
 
-use super::{GpuFacts, Sample};
+use super::facts::{GpuFacts, Sample};
 use crate::error::{Error, Result};
 use nvml_wrapper::enum_wrappers::device::{Clock, PcieUtilCounter};
 use nvml_wrapper::error::NvmlError;

@@ -49,7 +49,7 @@ pub(super) fn curve(name: &str, curve: &Curve) -> Vec<Row> {
 
 /// Without what is the same in every line of a profile that was measured at once.
 fn short<T>(sourced: &Sourced<T>) -> String {
-    sourced.source.trim_start_matches(crate::probe::samples::MEASURED).trim_start_matches(": ").into()
+    sourced.source.trim_start_matches(crate::hardware::sourced::MEASURED).trim_start_matches(": ").into()
 }
 
 /// `value` in the unit that `name` ends with.

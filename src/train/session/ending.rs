@@ -5,7 +5,7 @@ use crate::device::Kernels;
 use crate::error::{Error, Result};
 use crate::host::perf::WorkerCounters;
 use crate::train::metrics_file::METRICS;
-use crate::train::{Observer, Summary};
+use crate::train::observer::{Observer, Summary};
 use std::path::PathBuf;
 
 /// What went wrong so far.

@@ -20,10 +20,11 @@ use microbench::hog::Hog;
 use microbench::run::{Setting, host_memory, run};
 use microbench::stream::{Arrays, Kernel};
 use row::{HEADER, Row};
-use superoffload::config::options::{HugePagesChoice, ResctrlGroup};
 use superoffload::error::{Error, Result};
 use superoffload::hardware::topology::Topology;
+use superoffload::host::memory_policy::HugePagesChoice;
 use superoffload::host::pool::Job;
+use superoffload::host::resctrl_group::ResctrlGroup;
 use superoffload::optim::simd::{AdamKernels, Isa, Stores};
 
 /// Measures the optimizer's pool.

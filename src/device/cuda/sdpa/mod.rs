@@ -6,11 +6,10 @@ mod graph;
 mod plan;
 mod sys;
 
-use super::CudaDevice;
 use super::error::{check as check_driver, failed};
 use super::libraries::Libraries;
 use crate::device::arguments::{arguments, check, check_shape};
-use crate::device::{AttentionShape, DeviceSlice, Stream};
+use crate::device::{AttentionShape, DeviceSlice};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::units::Bytes;
@@ -104,20 +103,15 @@ impl Sdpa {
 
     /// Enqueues one direction of a shape.
     ///
-    /// # Safety
-    /// The addresses that the direction names are device memory of their sizes.
-    unsafe fn execute(
-        &mut self,
-        shape: &AttentionShape,
-        dtype: Dtype,
-        direction: fn(&mut Plans) -> &mut Plan,
-        addresses: &Addresses,
-    ) -> Result<()> {
+    /// # Errors
+    /// `Unsupported` for shapes and formats that cuDNN's kernels do not take; `Resource` when an address is not aligned to 16 bytes.
+    pub(super) fn enqueue(&mut self, call: &Call) -> Result<()> {
         let handle = self.connection.handle;
-        self.prepare(shape, dtype)?;
+        self.prepare(&call.shape, call.dtype)?;
         let workspace = self.workspace.as_device_ptr().as_raw();
-        // SAFETY: the caller's promise; the workspace is large enough for every plan made.
-        unsafe { direction(self.plans(shape, dtype)?).execute(handle, addresses, workspace) }
+        let plans = self.plans(&call.shape, call.dtype)?;
+        // SAFETY: the slices of a call have been checked against its shape; the workspace is large enough for every plan made.
+        unsafe { (call.direction)(plans).execute(handle, &call.addresses, workspace) }
     }
 }
 
@@ -180,65 +174,59 @@ fn parts(packed: DeviceSlice, shape: &AttentionShape) -> [u64; 3] {
     [0, shape.heads, shape.heads + shape.kv_heads].map(|head| packed.addr + head as u64 * bytes)
 }
 
-/// Causal attention: `out` and `lse` from the packed `qkv`.
-///
-/// # Errors
-/// `Unsupported` for shapes and formats that cuDNN's kernels do not take, and when cuDNN has not been opened;
-/// `Resource` when sizes disagree or an address is not aligned to 16 bytes.
-pub(super) fn attention(dev: &mut CudaDevice, qkv: DeviceSlice, out: DeviceSlice, lse: DeviceSlice, shape: AttentionShape) -> Result<()> {
-    check_shape("attention", &shape)?;
-    let (n, out_elems) = (shape.tokens() * shape.qkv_cols(), shape.tokens() * shape.out_cols());
-    let lse_elems = shape.tokens() * shape.heads;
-    check("attention", arguments![qkv.dtype => in qkv[n], out out[out_elems]; Dtype::Float32 => out lse[lse_elems]])?;
-    let mut addresses = [0; Role::COUNT];
-    addresses[Role::Q as usize..=Role::V as usize].copy_from_slice(&parts(qkv, &shape));
-    addresses[Role::Out as usize] = out.addr;
-    addresses[Role::Lse as usize] = lse.addr;
-    run(dev, "attention", qkv.dtype, &shape, |plans| &mut plans.forward, &addresses)
-}
-
-/// The gradient of [`attention`]: `dqkv` is overwritten with the gradient of `qkv`.
-///
-/// # Errors
-/// As [`attention`].
-pub(super) fn attention_backward(
-    dev: &mut CudaDevice,
-    dout: DeviceSlice,
-    qkv: DeviceSlice,
-    out: DeviceSlice,
-    lse: DeviceSlice,
-    dqkv: DeviceSlice,
-    shape: AttentionShape,
-) -> Result<()> {
-    check_shape("attention_backward", &shape)?;
-    let (n, out_elems) = (shape.tokens() * shape.qkv_cols(), shape.tokens() * shape.out_cols());
-    check(
-        "attention_backward",
-        arguments![
-            qkv.dtype => in dout[out_elems], in qkv[n], in out[out_elems], out dqkv[n];
-            Dtype::Float32 => in lse[shape.tokens() * shape.heads]
-        ],
-    )?;
-    let [q, k, v] = parts(qkv, &shape);
-    let [dq, dk, dv] = parts(dqkv, &shape);
-    let addresses = [q, k, v, out.addr, lse.addr, dout.addr, dq, dk, dv];
-    run(dev, "attention_backward", qkv.dtype, &shape, |plans| &mut plans.backward, &addresses)
-}
-
-fn run(
-    dev: &mut CudaDevice,
-    name: &'static str,
+/// One direction of attention over memory that was checked against its shape.
+pub(super) struct Call {
+    /// What its span is called.
+    pub(super) name: &'static str,
     dtype: Dtype,
-    shape: &AttentionShape,
+    shape: AttentionShape,
     direction: fn(&mut Plans) -> &mut Plan,
-    addresses: &Addresses,
-) -> Result<()> {
-    // Taken out while it runs: the span around it needs the device.
-    let mut sdpa = dev.sdpa.take().ok_or_else(|| Error::Unsupported("fused attention on a device opened without cuDNN".into()))?;
-    // SAFETY: the slices have been checked against the shape.
-    let result = dev.timed(Stream::Compute, name, |_| unsafe { sdpa.execute(shape, dtype, direction, addresses) });
-    dev.sdpa = Some(sdpa);
-    result
+    addresses: Addresses,
+}
+
+impl Call {
+    /// Causal attention: `out` and `lse` from the packed `qkv`.
+    ///
+    /// # Errors
+    /// `Resource` when sizes disagree.
+    pub(super) fn forward(qkv: DeviceSlice, out: DeviceSlice, lse: DeviceSlice, shape: AttentionShape) -> Result<Self> {
+        check_shape("attention", &shape)?;
+        let (n, out_elems) = (shape.tokens() * shape.qkv_cols(), shape.tokens() * shape.out_cols());
+        let lse_elems = shape.tokens() * shape.heads;
+        check("attention", arguments![qkv.dtype => in qkv[n], out out[out_elems]; Dtype::Float32 => out lse[lse_elems]])?;
+        let mut addresses = [0; Role::COUNT];
+        addresses[Role::Q as usize..=Role::V as usize].copy_from_slice(&parts(qkv, &shape));
+        addresses[Role::Out as usize] = out.addr;
+        addresses[Role::Lse as usize] = lse.addr;
+        Ok(Self { name: "attention", dtype: qkv.dtype, shape, direction: |plans| &mut plans.forward, addresses })
+    }
+
+    /// The gradient of [`Call::forward`]: `dqkv` is overwritten with the gradient of `qkv`.
+    ///
+    /// # Errors
+    /// As [`Call::forward`].
+    pub(super) fn backward(
+        dout: DeviceSlice,
+        qkv: DeviceSlice,
+        out: DeviceSlice,
+        lse: DeviceSlice,
+        dqkv: DeviceSlice,
+        shape: AttentionShape,
+    ) -> Result<Self> {
+        check_shape("attention_backward", &shape)?;
+        let (n, out_elems) = (shape.tokens() * shape.qkv_cols(), shape.tokens() * shape.out_cols());
+        check(
+            "attention_backward",
+            arguments![
+                qkv.dtype => in dout[out_elems], in qkv[n], in out[out_elems], out dqkv[n];
+                Dtype::Float32 => in lse[shape.tokens() * shape.heads]
+            ],
+        )?;
+        let [q, k, v] = parts(qkv, &shape);
+        let [dq, dk, dv] = parts(dqkv, &shape);
+        let addresses = [q, k, v, out.addr, lse.addr, dout.addr, dq, dk, dv];
+        Ok(Self { name: "attention_backward", dtype: qkv.dtype, shape, direction: |plans| &mut plans.backward, addresses })
+    }
 }
 
 #[cfg(test)]

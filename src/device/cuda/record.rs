@@ -1,0 +1,51 @@
+//! Recording a graph and enqueuing it. The engine does neither.
+
+use super::error::check;
+use super::graph::{Graph, GraphId};
+use super::{CudaDevice, Stream};
+use crate::error::Result;
+use cust::sys;
+use std::ptr;
+
+impl CudaDevice {
+    /// Records what `enqueue` gives the compute stream; nothing of it runs. Spans must be off, and `enqueue` may not allocate or
+    /// use another stream.
+    ///
+    /// # Errors
+    /// Those of `enqueue`; `Resource` when the driver cannot record it.
+    pub fn record_graph(&mut self, enqueue: impl FnOnce(&mut Self) -> Result<()>) -> Result<GraphId> {
+        const THIS_THREAD: sys::CUstreamCaptureMode = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        let stream = self.streams[Stream::Compute as usize].0;
+        // SAFETY: the stream is live and records nothing yet.
+        check(unsafe { sys::cuStreamBeginCapture_v2(stream, THIS_THREAD) }, || "record a CUDA graph".into())?;
+        let enqueued = enqueue(self);
+        let (mut graph, mut executable) = (ptr::null_mut(), ptr::null_mut());
+        // SAFETY: writes one handle. The stream records until here, whatever `enqueue` met.
+        let ended = check(unsafe { sys::cuStreamEndCapture(stream, &mut graph) }, || "end a CUDA graph".into());
+        let instantiated = enqueued.and(ended).and_then(|()| {
+            // SAFETY: the graph is live; writes one handle.
+            let status = unsafe { sys::cuGraphInstantiateWithFlags(&mut executable, graph, 0) };
+            check(status, || "instantiate a CUDA graph".into())
+        });
+        if !graph.is_null() {
+            // SAFETY: made above; what was instantiated does not need it.
+            unsafe { sys::cuGraphDestroy(graph) };
+        }
+        instantiated?;
+        self.graphs.push(Graph(executable));
+        Ok(GraphId(self.graphs.len() as u32 - 1))
+    }
+
+    /// Enqueues a graph on the compute stream.
+    ///
+    /// # Errors
+    /// `Resource` with the driver's words.
+    ///
+    /// # Panics
+    /// If the graph is another device's.
+    pub fn launch_graph(&mut self, graph: GraphId) -> Result<()> {
+        let stream = self.streams[Stream::Compute as usize].0;
+        // SAFETY: both are live, and so is the memory of what was recorded: it is the device's own.
+        check(unsafe { sys::cuGraphLaunch(self.graphs[graph.0 as usize].0, stream) }, || "launch a CUDA graph".into())
+    }
+}

@@ -1,0 +1,163 @@
+//! The engine on the device that was chosen, and the order in which a run comes up: train and bench go this way.
+
+use super::devices::{self, Chosen};
+use super::gpu::{self, Gpu};
+use crate::config::settings::Settings;
+use crate::device::Kernels;
+use crate::device::cpu::{CpuDevice, Schedule};
+use crate::engine::executor::Engine;
+use crate::engine::pool::Pool;
+use crate::engine::step_job::StepJob;
+use crate::error::Result;
+use crate::hardware::topology::Topology;
+use crate::host::affinity::{Placement, name_and_pin};
+use crate::host::doorbell::Doorbell;
+use crate::host::memory_policy::MemoryPolicy;
+#[cfg(feature = "mpam")]
+use crate::host::partition;
+use crate::host::perf::WORKER_ROLE;
+use crate::host::pool::Threads;
+use crate::memory::DeviceMemory;
+use crate::model::shape::ModelShape;
+use crate::planner::plan::Plan;
+use crate::search::best_plan;
+#[cfg(feature = "mpam")]
+use std::path::Path;
+use std::sync::Arc;
+
+/// This machine and the device that computes on it.
+pub struct Launch {
+    /// The machine.
+    pub topology: Topology,
+    /// The device.
+    pub chosen: Chosen,
+}
+
+/// What is done with an engine, whichever device it runs on.
+pub trait UseEngine {
+    /// What comes of it.
+    type Output;
+
+    /// Does it.
+    ///
+    /// # Errors
+    /// Its own.
+    fn run<D: Kernels>(self, engine: Engine<D>) -> Result<Self::Output>;
+}
+
+impl Launch {
+    /// What `settings` ask for on this machine.
+    ///
+    /// # Errors
+    /// Those of [`devices::choose`].
+    pub fn new(settings: &Settings) -> Result<Self> {
+        let topology = Topology::this_machine();
+        let chosen = devices::choose(settings, &topology)?;
+        Ok(Self { topology, chosen })
+    }
+
+    /// The plan of a run, its host memory as this machine offers it; with room for a timeline if `trace`.
+    ///
+    /// # Errors
+    /// Those of [`best_plan`]; `Resource` when `--huge-pages explicit` cannot be had.
+    pub fn plan(&self, settings: &Settings, shape: &ModelShape, trace: bool) -> Result<Plan> {
+        let plan = best_plan(settings, shape, &self.chosen.machine, trace)?;
+        let host_memory = host_memory(settings, &plan, &self.topology)?;
+        Ok(Plan { host_memory, ..plan })
+    }
+
+    /// Makes the engine of `plan` and hands it to `user`. This is where a run learns which device it has.
+    ///
+    /// # Errors
+    /// `Resource` when the device, memory or threads cannot be had; those of `user`.
+    pub fn engine<U: UseEngine>(&self, plan: &Plan, shape: &ModelShape, user: U) -> Result<U::Output> {
+        match self.chosen.machine.device {
+            DeviceMemory::Shared => user.run(cpu_engine(plan, shape, &self.topology)?),
+            DeviceMemory::Own { .. } => user.run(gpu_engine(plan, shape, &self.topology)?),
+        }
+    }
+
+    /// Divides the CPUs once the engine of `plan` has its state: the driver, beside a GPU, keeps off the optimizer's, whose threads join
+    /// their partition. Returns the partition in words; `warn` hears why there is none.
+    ///
+    /// # Errors
+    /// `Resource` when the kernel refuses the driver's CPUs.
+    pub fn divide_cpus(&self, settings: &Settings, plan: &Plan, warn: impl FnOnce(&str)) -> Result<String> {
+        if self.chosen.is_gpu() {
+            keep_off_workers(plan, &self.topology)?;
+        }
+        Ok(join_partition(settings, plan, warn))
+    }
+}
+
+/// The engine on this machine's CPU.
+///
+/// # Errors
+/// `Resource` when memory or threads cannot be had.
+pub fn cpu_engine(plan: &Plan, shape: &ModelShape, topology: &Topology) -> Result<Engine<CpuDevice>> {
+    let bell = Arc::new(Doorbell::default());
+    let schedule = plan.adversary.map_or(Schedule::Threads, |seed| Schedule::Adversary { seed });
+    let dev = CpuDevice::new(plan.threads, schedule, bell.clone(), plan.trace_spans)?;
+    let pool = match schedule {
+        Schedule::Adversary { .. } => Pool::stepped(plan.trace_spans),
+        Schedule::Threads => worker_threads(plan, topology, &bell)?,
+    };
+    Engine::new(plan.clone(), shape.clone(), dev, pool, bell)
+}
+
+/// The engine on this machine's first GPU.
+///
+/// # Errors
+/// `Resource` when there is none, one of NVIDIA's libraries is missing, or memory or threads cannot be had.
+pub fn gpu_engine(plan: &Plan, shape: &ModelShape, topology: &Topology) -> Result<Engine<Gpu>> {
+    let bell = Arc::new(Doorbell::default());
+    let dev = gpu::open(plan.cuda_libraries.clone(), plan.attention, plan.trace_spans)?;
+    let pool = worker_threads(plan, topology, &bell)?;
+    Engine::new(plan.clone(), shape.clone(), dev, pool, bell)
+}
+
+/// The optimizer's threads join their partition; what is in force, in words. `warn` hears why they could not.
+#[cfg(feature = "mpam")]
+fn join_partition(settings: &Settings, plan: &Plan, warn: impl FnOnce(&str)) -> String {
+    if !plan.techniques.mpam {
+        return "off".into();
+    }
+    partition::join_optimizer(&settings.resctrl_group, Path::new(superoffload_resctrl::DEFAULT_ROOT)).unwrap_or_else(|error| {
+        warn(&error.to_string());
+        "none".into()
+    })
+}
+
+/// The optimizer's threads join no partition: the feature is off.
+#[cfg(not(feature = "mpam"))]
+fn join_partition(_: &Settings, _: &Plan, _: impl FnOnce(&str)) -> String {
+    "compiled out (cargo feature mpam)".into()
+}
+
+/// Where host memory comes from on the machine of `topology`, beside the CPUs of the optimizer's workers.
+///
+/// # Errors
+/// `Resource` when `--huge-pages explicit` cannot be had.
+fn host_memory(settings: &Settings, plan: &Plan, topology: &Topology) -> Result<MemoryPolicy> {
+    let workers = placement(plan, topology).map_or_else(Vec::new, |placement| placement.workers);
+    MemoryPolicy::new(topology, settings.huge_pages, &workers, plan.threads)
+}
+
+/// Keeps the calling thread, the driver, and what it starts from now on off the optimizer's CPUs.
+///
+/// # Errors
+/// `Resource` when the kernel refuses.
+fn keep_off_workers(plan: &Plan, topology: &Topology) -> Result<()> {
+    placement(plan, topology).map_or(Ok(()), |placement| placement.keep_off_workers("driver"))
+}
+
+fn worker_threads(plan: &Plan, topology: &Topology, bell: &Arc<Doorbell>) -> Result<Pool<StepJob>> {
+    let placement = placement(plan, topology);
+    let on_start = move |worker: usize| placement.as_ref().map_or(Ok(()), |place| name_and_pin(WORKER_ROLE, worker, place.workers[worker]));
+    Threads::start(plan.threads, plan.host_memory.homes(), bell.clone(), plan.trace_spans, on_start).map(Pool::Threads)
+}
+
+/// A CPU for each worker, when there are enough that are this process's own.
+fn placement(plan: &Plan, topology: &Topology) -> Option<Placement> {
+    if plan.techniques.mpam { Placement::on(topology, plan.threads) } else { None }
+}

@@ -1,0 +1,53 @@
+//! The GPU that this build can open, so that only this file asks whether it can open one.
+
+use crate::device::Attention;
+#[cfg(feature = "cuda")]
+use crate::device::cuda::{CudaOptions, free_bytes, probe};
+#[cfg(not(feature = "cuda"))]
+use crate::error::Error;
+use crate::error::Result;
+use crate::memory::DeviceMemory;
+use std::path::PathBuf;
+
+/// The device of a GPU.
+#[cfg(feature = "cuda")]
+pub type Gpu = crate::device::cuda::CudaDevice;
+
+/// Stands for the device that this build lacks; [`open`] never returns one.
+#[cfg(not(feature = "cuda"))]
+pub type Gpu = crate::device::cpu::CpuDevice;
+
+/// Opens the first GPU, with room for `trace_spans` on each stream's track. `libraries` are folders to search for NVIDIA's libraries
+/// before the usual ones.
+///
+/// # Errors
+/// `Resource` when there is none or a library is missing; `Unsupported` in a build without the feature `cuda`.
+#[cfg(feature = "cuda")]
+pub fn open(libraries: Vec<PathBuf>, attention: Attention, trace_spans: usize) -> Result<Gpu> {
+    Gpu::new(&CudaOptions { libraries, attention, trace_spans })
+}
+
+/// As in a build with the feature `cuda`.
+///
+/// # Errors
+/// Always: this build lacks the feature.
+#[cfg(not(feature = "cuda"))]
+pub fn open(_: Vec<PathBuf>, _: Attention, _: usize) -> Result<Gpu> {
+    Err(no_cuda())
+}
+
+/// The free memory of the first GPU.
+#[cfg(feature = "cuda")]
+pub(super) fn free_memory() -> Result<DeviceMemory> {
+    Ok(DeviceMemory::Own { bytes: free_bytes()?, addressing: probe()? })
+}
+
+#[cfg(not(feature = "cuda"))]
+pub(super) fn free_memory() -> Result<DeviceMemory> {
+    Err(no_cuda())
+}
+
+#[cfg(not(feature = "cuda"))]
+fn no_cuda() -> Error {
+    Error::Unsupported("a GPU: this build lacks the feature cuda".into())
+}

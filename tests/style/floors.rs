@@ -1,0 +1,354 @@
+//! Floors as a test: what a folder of `src/` may import.
+//!
+//! An import is a `use` of this crate, or an inline path that begins with `crate`, `super` or `self`, in code that is not for tests. It
+//! leads to the file that defines the name: a re-export is followed. A `pub use` whose name its own file does not need only passes the
+//! name on, and a file that calls its own parts (`part::name`, with `mod part;` in it) imports nothing.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::Path;
+
+/// Rooms of `src/` from the ground up: folders, and files beside them. A room imports its own floor and those below, without a circle.
+const FLOORS: [&[&str]; 13] = [
+    &["disk", "dtype", "error", "memory", "model_dir", "signals", "trace", "units"],
+    &["data", "hardware", "optim"],
+    &["bucket", "device", "host", "model"],
+    &["config"],
+    &["planner"],
+    &["engine"],
+    &["checkpoint", "facts", "metrics"],
+    &["simulate"],
+    &["search"],
+    &["launch"],
+    &["bench", "doctor", "probe", "train"],
+    &["lib"],
+    &["main"],
+];
+
+/// What imports what, files or rooms by name.
+type Graph = BTreeMap<String, BTreeSet<String>>;
+
+/// Segments of a path from the root of the crate.
+type Segments = Vec<String>;
+
+struct Module {
+    file: String,
+    tokens: Vec<String>,
+    uses: Vec<Use>,
+}
+
+/// One name of a `use`.
+struct Use {
+    is_public: bool,
+    path: Segments,
+    name: String,
+}
+
+#[test]
+fn imports_keep_to_the_floors() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let text = |path: &Path| fs::read_to_string(path).unwrap_or_else(|e| panic!("read {}: {e}", path.display()));
+    let name = |path: &Path| path.strip_prefix(root.join("src")).ok()?.to_str().map(str::to_owned);
+    let files = super::sources(root).into_iter().filter_map(|path| Some((name(&path)?, text(&path))));
+    let complaints = complaints(&files.collect::<Vec<_>>());
+    assert!(complaints.is_empty(), "\n{}\n", complaints.join("\n"));
+}
+
+#[test]
+fn each_complaint_is_heard() {
+    let heard =
+        |files: &[(&str, &str)]| complaints(&files.iter().map(|(name, text)| (name.to_string(), text.to_string())).collect::<Vec<_>>());
+    let lib = ("lib.rs", "mod bucket; mod host; mod engine;");
+    let engine = ("engine/mod.rs", "mod a; mod b; pub use a::Step;");
+    let (a, b) = (("engine/a.rs", "pub struct Step;"), ("engine/b.rs", "use super::Step;"));
+    let up = ["host.rs imports engine/a.rs, which is on a higher floor"];
+    let with = |host: &str| heard(&[lib, engine, a, b, ("bucket.rs", "pub use crate::engine::Step as S;"), ("host.rs", host)]);
+    for host in [
+        "use crate::engine::Step;",
+        "use super::engine::{b, a::{self, Step as S}};",
+        "fn f() { crate::engine::Step }",
+        "use crate::{engine::Step};",
+        "fn f<'a>(c: &'a char) { '\"'; super::engine::a::g(c) }",
+    ] {
+        assert!(with(host).contains(&up[0].to_string()), "{host}: {:?}", with(host));
+    }
+    assert_eq!(with("use crate::bucket::S;"), up, "through the re-export of a room that only passes the name on");
+    for host in [
+        "// use crate::engine::Step;\n/* crate::engine::Step */ const WORDS: &str = r#\"\"crate::engine::Step\"#;",
+        "#[cfg(test)]\nmod tests { use crate::engine::Step; fn f() { if true {} } }\nuse crate::bucket::*;",
+        "#[cfg(all(test, feature = \"stv\"))]\nuse crate::engine::{a, b};",
+    ] {
+        assert_eq!(with(host), [""; 0], "{host}");
+    }
+    let circle = heard(&[lib, ("bucket.rs", "use crate::host::H;"), ("host.rs", "mod h; pub use h::H;"), ("host/h.rs", "pub struct H;")]);
+    assert_eq!(circle, [""; 0]);
+    let files =
+        [lib, ("bucket.rs", "use crate::host::H;"), ("host.rs", "mod h; mod i; pub use h::H;"), ("host/i.rs", "use crate::bucket;")];
+    assert_eq!(heard(&[&files[..], &[("host/h.rs", "")]].concat()), ["a circle of folders: bucket, host"]);
+    let files = [lib, engine, ("engine/a.rs", "use super::b;"), b];
+    assert_eq!(heard(&files), ["a circle of files: engine/a.rs, engine/b.rs"]);
+    assert_eq!(heard(&[("lib.rs", "mod attic;"), ("attic.rs", "")]), ["attic stands on no floor"]);
+}
+
+/// What is wrong with `files`: names below `src/`, and texts.
+fn complaints(files: &[(String, String)]) -> Vec<String> {
+    let modules = modules(files);
+    let imports: Graph = modules.iter().map(|(at, module)| (module.file.clone(), imported(&modules, at))).collect();
+    let mut complaints: Vec<_> =
+        imports.keys().map(|file| room(file)).filter(|room| floor(room).is_none()).collect::<BTreeSet<_>>().into_iter().collect();
+    complaints.iter_mut().for_each(|room| room.push_str(" stands on no floor"));
+    let mut rooms = Graph::new();
+    for (file, target) in imports.iter().flat_map(|(file, targets)| targets.iter().map(move |target| (file, target))) {
+        let (from, to) = (room(file), room(target));
+        if floor(&from) < floor(&to) {
+            complaints.push(format!("{file} imports {target}, which is on a higher floor"));
+        } else if from != to {
+            rooms.entry(from).or_default().insert(to);
+        }
+    }
+    complaints.extend(circle(&rooms).map(|rooms| format!("a circle of folders: {}", rooms.join(", "))));
+    complaints.extend(circle(&imports).map(|files| format!("a circle of files: {}", files.join(", "))));
+    complaints
+}
+
+fn room(file: &str) -> String {
+    file.split('/').next().unwrap_or(file).trim_end_matches(".rs").to_owned()
+}
+
+fn floor(room: &str) -> Option<usize> {
+    FLOORS.iter().position(|rooms| rooms.contains(&room))
+}
+
+/// One circle of `graph`, if there is any, from its first name on.
+fn circle(graph: &Graph) -> Option<Vec<String>> {
+    let mut graph = graph.clone();
+    // What imports nothing that is left is on no circle.
+    loop {
+        let left: BTreeSet<_> = graph.keys().cloned().collect();
+        graph.values_mut().for_each(|targets| targets.retain(|target| left.contains(target)));
+        graph.retain(|_, targets| !targets.is_empty());
+        if graph.len() == left.len() {
+            break;
+        }
+    }
+    let mut way = vec![graph.keys().next()?.clone()];
+    loop {
+        let next = graph[&way[way.len() - 1]].first()?.clone();
+        if let Some(start) = way.iter().position(|name| *name == next) {
+            let mut circle = way.split_off(start);
+            let first = (0..circle.len()).min_by_key(|&i| circle[i].clone())?;
+            circle.rotate_left(first);
+            return Some(circle);
+        }
+        way.push(next);
+    }
+}
+
+/// The modules that product code declares, by path; `main` is one of them.
+fn modules(files: &[(String, String)]) -> BTreeMap<Segments, Module> {
+    let path_of = |file: &str| -> Segments {
+        let name = file.trim_end_matches(".rs").trim_end_matches("/mod");
+        if name == "lib" { Vec::new() } else { name.split('/').map(str::to_owned).collect() }
+    };
+    let mut modules: BTreeMap<_, _> = files
+        .iter()
+        .map(|(file, text)| {
+            let tokens = product(tokens(text));
+            (path_of(file), Module { file: file.clone(), uses: uses(&tokens), tokens })
+        })
+        .collect();
+    // Parents come first, so that what a dropped module declares is dropped, too.
+    for at in modules.keys().cloned().collect::<Vec<_>>() {
+        let Some((name, parent)) = at.split_last() else { continue };
+        let declares = |module: &Module| module.tokens.windows(3).any(|t| t[0] == "mod" && t[1] == *name && t[2] == ";");
+        if name != "main" && !modules.get(parent).is_some_and(declares) {
+            modules.remove(&at);
+        }
+    }
+    modules
+}
+
+/// The files that the module at `at` imports.
+fn imported(modules: &BTreeMap<Segments, Module>, at: &Segments) -> BTreeSet<String> {
+    let module = &modules[at];
+    let needs = |name: &String| without_uses(&module.tokens).contains(&name);
+    let used = module.uses.iter().filter(|item| !item.is_public || needs(&item.name)).map(|item| item.path.clone());
+    let inline = paths(&module.tokens);
+    let targets = used.chain(inline).filter_map(|path| absolute(modules, at, &path)).map(|path| file_of(modules, path, 0));
+    targets.filter(|file| *file != module.file).collect()
+}
+
+/// A path of this crate from its root; `None` when it leads to another crate.
+fn absolute(modules: &BTreeMap<Segments, Module>, at: &Segments, path: &[String]) -> Option<Segments> {
+    let supers = path.iter().take_while(|segment| *segment == "super").count();
+    let relative = |rest: &[String]| [&at[..at.len().saturating_sub(supers)], rest].concat();
+    match path.first()?.as_str() {
+        "crate" | "superoffload" => Some(path[1..].to_vec()),
+        "self" => Some(relative(&path[1..])),
+        "super" => Some(relative(&path[supers..])),
+        _ => Some(relative(path)).filter(|_| modules.contains_key(&relative(&path[..1]))),
+    }
+}
+
+/// The file that defines what `path` names.
+fn file_of(modules: &BTreeMap<Segments, Module>, path: Segments, depth: usize) -> String {
+    let at = (0..=path.len()).rev().map(|end| &path[..end]).find(|start| modules.contains_key(*start)).expect("lib.rs is the root");
+    let (module, rest) = (&modules[at], &path[at.len()..]);
+    let passed_on = rest.first().and_then(|name| module.uses.iter().find(|item| item.name == *name));
+    match passed_on.and_then(|item| absolute(modules, &at.to_vec(), &item.path)) {
+        Some(target) if depth < 8 => file_of(modules, [&target, &rest[1..]].concat(), depth + 1),
+        _ => module.file.clone(),
+    }
+}
+
+/// Names, `::` and other signs; no comments, strings or characters.
+fn tokens(text: &str) -> Vec<String> {
+    let (mut tokens, mut rest) = (Vec::new(), text);
+    let after = |text: &str, end: &str| text.find(end).map_or("", |at| &text[at + end.len()..]).len();
+    while let Some(first) = rest.chars().next() {
+        let word = rest.find(|c: char| !c.is_alphanumeric() && c != '_').unwrap_or(rest.len());
+        let quote = rest[word..].trim_start_matches('#');
+        let skipped = match &rest[..word] {
+            "" if rest.starts_with("//") => rest.len() - after(rest, "\n"),
+            "" if rest.starts_with("/*") => rest.len() - after(rest, "*/"),
+            "" if first == '"' => string(rest),
+            "" if first == '\'' => character(rest),
+            "r" | "br" if quote.starts_with('"') => {
+                let end = format!("\"{}", "#".repeat(rest.len() - word - quote.len()));
+                rest.len() - after(&quote[1..], &end)
+            }
+            "" if rest.starts_with("::") => 2,
+            "" => first.len_utf8(),
+            _ => word,
+        };
+        let is_code = word > 0 && !(quote.starts_with('"') && ["r", "br"].contains(&&rest[..word])) || rest.starts_with("::");
+        if is_code || word == 0 && skipped == first.len_utf8() && !first.is_whitespace() {
+            tokens.push(rest[..skipped].to_owned());
+        }
+        rest = &rest[skipped..];
+    }
+    tokens
+}
+
+/// Length of the string that `text` begins with.
+fn string(text: &str) -> usize {
+    let mut escaped = true;
+    let end = text.find(|c| {
+        let ends = c == '"' && !escaped;
+        escaped = c == '\\' && !escaped;
+        ends
+    });
+    end.map_or(text.len(), |end| end + 1)
+}
+
+/// Length of the character that `text` begins with, or of the sign before a lifetime.
+fn character(text: &str) -> usize {
+    let inner = text[1..].chars().next().map_or(0, char::len_utf8);
+    match text[1..].strip_prefix('\\') {
+        Some(escape) => escape[1..].find('\'').map_or(text.len(), |end| end + 4),
+        None if text[1 + inner..].starts_with('\'') => inner + 2,
+        None => 1,
+    }
+}
+
+/// Without items for tests.
+fn product(tokens: Vec<String>) -> Vec<String> {
+    let (mut kept, mut at) = (Vec::new(), 0);
+    while at < tokens.len() {
+        let words = tokens[at..].iter().take(7).map(String::as_str).collect::<Vec<_>>().concat();
+        if words.starts_with("#[cfg(test)]") || words.starts_with("#[cfg(all(test") {
+            at += item(&tokens[at..]);
+        } else {
+            kept.push(tokens[at].clone());
+            at += 1;
+        }
+    }
+    kept
+}
+
+/// Length of the item that `tokens` begin with: up to a `;`, to the end of its braces, or to that of the braces around it.
+fn item(tokens: &[String]) -> usize {
+    let mut open = 0;
+    let end = tokens.iter().position(|token| {
+        let closes = token == "}";
+        open += i32::from(token == "{") - i32::from(closes);
+        open < 0 || open == 0 && (closes || token == ";")
+    });
+    end.map_or(tokens.len(), |end| if open < 0 { end } else { end + 1 })
+}
+
+fn uses(tokens: &[String]) -> Vec<Use> {
+    let mut uses = Vec::new();
+    for at in (0..tokens.len()).filter(|&at| is_use(&tokens[at..])) {
+        let is_public = tokens[..at].iter().rev().take_while(|t| !["}", ";", "{", "]"].contains(&t.as_str())).any(|token| token == "pub");
+        let end = tokens[at..].iter().position(|token| token == ";").map_or(tokens.len(), |end| at + end);
+        tree(&tokens[at + 1..end], &[], &mut |path, name| uses.push(Use { is_public, path, name }));
+    }
+    uses
+}
+
+/// Calls `each` with every path of a `use` and the name it gets.
+fn tree(tokens: &[String], before: &[String], each: &mut impl FnMut(Segments, String)) {
+    let mut path = before.to_vec();
+    let mut rest = tokens.iter().enumerate().filter(|(_, token)| *token != "::");
+    while let Some((at, token)) = rest.next() {
+        match token.as_str() {
+            "{" => {
+                let mut depth = 0;
+                let comma = |token: &String| {
+                    depth += i32::from(token == "{") - i32::from(token == "}");
+                    depth == 0 && token == ","
+                };
+                let inner = &tokens[at + 1..tokens.iter().rposition(|token| token == "}").unwrap_or(tokens.len())];
+                inner.split(comma).filter(|branch| !branch.is_empty()).for_each(|branch| tree(branch, &path, each));
+                return;
+            }
+            "as" => {
+                let name = rest.next().map_or_else(String::new, |(_, name)| name.clone());
+                return each(path, name);
+            }
+            "*" => return each(path, "*".into()),
+            "self" if !path.is_empty() => {}
+            _ => path.push(token.clone()),
+        }
+    }
+    let name = path.last().cloned().unwrap_or_default();
+    each(path, name);
+}
+
+/// Whether `tokens` begin with a `use`; `+ use<>` of a bound is none.
+fn is_use(tokens: &[String]) -> bool {
+    tokens[0] == "use" && tokens.get(1).is_some_and(|next| next != "<")
+}
+
+/// Tokens outside of `use` and `mod` lines.
+fn without_uses(tokens: &[String]) -> Vec<&String> {
+    let (mut kept, mut at) = (Vec::new(), 0);
+    while at < tokens.len() {
+        if is_use(&tokens[at..]) || tokens[at] == "mod" && tokens.get(at + 2).is_some_and(|end| end == ";") {
+            at += tokens[at..].iter().position(|token| token == ";").unwrap_or(tokens.len() - at);
+        } else {
+            kept.push(&tokens[at]);
+        }
+        at += 1;
+    }
+    kept
+}
+
+/// Inline paths of this crate.
+fn paths(tokens: &[String]) -> Vec<Segments> {
+    let tokens = without_uses(tokens);
+    let is = |at: usize, word: &str| tokens.get(at).is_some_and(|token| *token == word);
+    let starts = |at: usize| {
+        let is_root = ["crate", "super", "self", "superoffload"].iter().any(|word| is(at, word));
+        is_root && is(at + 1, "::") && (at == 0 || !is(at - 1, "::"))
+    };
+    let path = |at: usize| {
+        tokens[at..].chunks(2).scan(true, |goes_on, pair| {
+            let segment = goes_on.then(|| pair[0].clone());
+            *goes_on = pair.get(1).is_some_and(|token| *token == "::");
+            segment
+        })
+    };
+    (0..tokens.len()).filter(|&at| starts(at)).map(|at| path(at).collect()).collect()
+}
