@@ -12,10 +12,15 @@
 //! A bucket is `Settled` when what the device holds, or will hold once its copy is done, are the final parameters of the
 //! step: then, and only then, the next forward may wait for that copy and go on.
 
+#[cfg(any(test, debug_assertions))]
+mod check;
+mod law;
+
 use super::verdict::{SpeculationHistory, Verdict};
 use crate::bucket::layout::BucketLayout;
 use crate::bucket::slot::{Slot, SlotRing};
 use crate::planner::rules::{Policy, Rules};
+use law::{Phase, Queued};
 use std::collections::VecDeque;
 
 /// The step's memory, as far as it bears on what may happen when.
@@ -175,29 +180,6 @@ impl std::ops::Sub for Counts {
     }
 }
 
-/// Where a bucket is in its step.
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Phase {
-    Settled,
-    Ready,
-    Copying,
-    Arrived,
-    Running,
-    Speculated,
-    Queued(Queued),
-}
-
-/// Why a bucket waits for the pool though its gradient is not new.
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Queued {
-    /// The speculation used the wrong scale.
-    Redo,
-    /// The step does not happen; the device holds weights that must go. Also: fresh state, weights never sent.
-    Restore,
-    /// A flush: only the pending update.
-    Commit,
-}
-
 #[derive(Clone, Copy, Debug)]
 struct Bucket {
     phase: Phase,
@@ -292,6 +274,8 @@ impl Coordinator {
         self.verdict = None;
         self.speculating = self.rules.may_speculate() && (!self.rules.adaptive || self.history.pays());
         self.run_next();
+        #[cfg(any(test, debug_assertions))]
+        self.check();
     }
 
     /// Takes an event; the commands it causes wait in [`Coordinator::next_command`].
@@ -302,7 +286,7 @@ impl Coordinator {
         match event {
             Event::GradReady(bucket) if self.layout.is_resident(bucket) => {}
             Event::GradReady(bucket) => {
-                self.enter(bucket, Phase::Settled, Phase::Ready);
+                self.transition(bucket, Phase::Settled, Phase::Ready);
                 self.buckets[bucket].computed = false;
             }
             Event::GradComputed(bucket) => self.buckets[bucket].computed = true,
@@ -313,6 +297,8 @@ impl Coordinator {
         }
         self.copy_ready_grads();
         self.run_next();
+        #[cfg(any(test, debug_assertions))]
+        self.check();
     }
 
     /// What to do next, oldest first.
@@ -379,50 +365,56 @@ impl Coordinator {
 
     fn queue_all(&mut self, why: Queued, which: impl Fn(&Bucket) -> bool) {
         assert!(self.all_settled());
-        self.buckets.iter_mut().filter(|b| which(b)).for_each(|b| b.phase = Phase::Queued(why));
+        for bucket in 0..self.buckets.len() {
+            if which(&self.buckets[bucket]) {
+                self.transition(bucket, Phase::Settled, Phase::Queued(why));
+            }
+        }
         self.run_next();
+        #[cfg(any(test, debug_assertions))]
+        self.check();
     }
 
-    fn enter(&mut self, bucket: usize, from: Phase, to: Phase) {
-        let b = &mut self.buckets[bucket];
-        assert_eq!(b.phase, from, "bucket {bucket} cannot become {to:?}");
-        b.phase = to;
+    /// The only way from one phase to another.
+    fn transition(&mut self, bucket: usize, from: Phase, to: Phase) {
+        let phase = &mut self.buckets[bucket].phase;
+        assert!(*phase == from && law::allows(from, to), "bucket {bucket}: {phase:?}, not {from:?}, cannot become {to:?}");
+        *phase = to;
     }
 
     fn grad_arrived(&mut self, bucket: usize) {
-        self.enter(bucket, Phase::Copying, Phase::Arrived);
+        self.transition(bucket, Phase::Copying, Phase::Arrived);
         if self.verdict == Some(Verdict::SkipNonFinite) {
-            self.drop_grads(bucket);
+            self.drop_grads(bucket, Phase::Arrived);
         }
     }
 
     /// The bucket's step ends without an update, and the device's weights were never touched.
-    fn drop_grads(&mut self, bucket: usize) {
-        let b = &mut self.buckets[bucket];
-        b.phase = Phase::Settled;
-        if let Some(slot) = b.grads.take() {
+    fn drop_grads(&mut self, bucket: usize, from: Phase) {
+        self.transition(bucket, from, Phase::Settled);
+        if let Some(slot) = self.buckets[bucket].grads.take() {
             self.grad_slots.give(slot);
         }
     }
 
     /// The bucket's step ends with an update that is yet to be written into the state.
-    fn settle_pending(&mut self, bucket: usize) {
+    fn settle_pending(&mut self, bucket: usize, from: Phase) {
+        self.transition(bucket, from, Phase::Settled);
         let update = self.final_update();
         let b = &mut self.buckets[bucket];
         b.pending = b.grads.take().map(|grads| GradUpdate { grads, update });
-        b.phase = Phase::Settled;
     }
 
     /// The bucket's step ends with an update that the state holds.
-    fn settle_written(&mut self, bucket: usize) {
+    fn settle_written(&mut self, bucket: usize, from: Phase) {
         self.buckets[bucket].speculated_in_place = false;
-        self.drop_grads(bucket);
+        self.drop_grads(bucket, from);
     }
 
-    fn settle(&mut self, bucket: usize) {
+    fn settle(&mut self, bucket: usize, from: Phase) {
         match self.rules.policy {
-            Policy::Deferred => self.settle_pending(bucket),
-            Policy::Inverse | Policy::ValidateFirst => self.settle_written(bucket),
+            Policy::Deferred => self.settle_pending(bucket, from),
+            Policy::Inverse | Policy::ValidateFirst => self.settle_written(bucket, from),
         }
     }
 
@@ -459,25 +451,21 @@ impl Coordinator {
 
     fn apply_verdict(&mut self, bucket: usize, verdict: Verdict) {
         match (self.buckets[bucket].phase, verdict) {
-            (Phase::Speculated, Verdict::Commit) => self.settle(bucket),
-            (Phase::Speculated, Verdict::Clip(_)) => self.roll_back(bucket, Queued::Redo),
-            (Phase::Speculated, Verdict::SkipNonFinite) => self.roll_back(bucket, Queued::Restore),
-            (Phase::Ready | Phase::Arrived, Verdict::SkipNonFinite) => self.drop_grads(bucket),
+            (from @ Phase::Speculated, Verdict::Commit) => self.settle(bucket, from),
+            (from @ Phase::Speculated, Verdict::Clip(_)) => self.transition(bucket, from, Phase::Queued(Queued::Redo)),
+            (from @ Phase::Speculated, Verdict::SkipNonFinite) => self.transition(bucket, from, Phase::Queued(Queued::Restore)),
+            (from @ (Phase::Ready | Phase::Arrived), Verdict::SkipNonFinite) => self.drop_grads(bucket, from),
             // Everything else meets the verdict when its copy or its job is done.
             _ => {}
         }
-    }
-
-    fn roll_back(&mut self, bucket: usize, why: Queued) {
-        self.buckets[bucket].phase = Phase::Queued(why);
     }
 
     /// Gradients leave as slots allow.
     fn copy_ready_grads(&mut self) {
         while let Some(bucket) = self.next_to_copy() {
             let Some(grads) = self.grad_slots.take() else { return };
+            self.transition(bucket, Phase::Ready, Phase::Copying);
             self.buckets[bucket].grads = Some(grads);
-            self.buckets[bucket].phase = Phase::Copying;
             self.commands.push_back(Command::CopyGrads { bucket, grads });
         }
     }
@@ -538,7 +526,7 @@ impl Coordinator {
         let speculative = phase == Phase::Arrived && self.verdict.is_none();
         self.counts.speculated += u64::from(speculative);
         let (kind, work) = self.work(bucket, phase);
-        self.buckets[bucket].phase = Phase::Running;
+        self.transition(bucket, phase, Phase::Running);
         self.running = Some(Running { bucket, params, speculative, kind });
         self.commands.push_back(Command::Run { bucket, work, params });
     }
@@ -575,9 +563,9 @@ impl Coordinator {
         self.send(bucket, params);
         match kind {
             Kind::Commit => {}
-            Kind::Flush => self.buckets[bucket].phase = Phase::Settled,
-            Kind::Restore | Kind::Step => self.settle_written(bucket),
-            Kind::Speculate => self.settle_pending(bucket),
+            Kind::Flush => self.transition(bucket, Phase::Running, Phase::Settled),
+            Kind::Restore | Kind::Step => self.settle_written(bucket, Phase::Running),
+            Kind::Speculate => self.settle_pending(bucket, Phase::Running),
         }
     }
 
@@ -587,21 +575,22 @@ impl Coordinator {
         match self.verdict {
             None => {
                 self.send(bucket, params);
-                self.buckets[bucket].phase = Phase::Speculated;
+                self.transition(bucket, Phase::Running, Phase::Speculated);
             }
             Some(Verdict::Commit) => {
                 self.send(bucket, params);
-                self.settle(bucket);
+                self.settle(bucket, Phase::Running);
             }
             Some(verdict) => {
                 // Overturned before the weights were sent: the device still holds the last step's, unless it fetches them
                 // from where the speculation wrote.
                 params.into_iter().for_each(|slot| self.param_slots.give(slot));
-                match verdict {
-                    Verdict::SkipNonFinite if !in_place && !self.staging.streams() => self.drop_grads(bucket),
-                    Verdict::SkipNonFinite => self.roll_back(bucket, Queued::Restore),
-                    _ => self.roll_back(bucket, Queued::Redo),
-                }
+                let why = match verdict {
+                    Verdict::SkipNonFinite if !in_place && !self.staging.streams() => return self.drop_grads(bucket, Phase::Running),
+                    Verdict::SkipNonFinite => Queued::Restore,
+                    _ => Queued::Redo,
+                };
+                self.transition(bucket, Phase::Running, Phase::Queued(why));
             }
         }
     }

@@ -1,0 +1,51 @@
+//! What must hold between any two events, looked at in tests and debug builds.
+
+use super::law::Phase::{self, Arrived, Copying, Ready, Running, Settled, Speculated};
+use super::law::Queued::{Commit, Redo, Restore};
+use super::{Coordinator, Kind, Policy, Verdict};
+
+impl Coordinator {
+    /// # Panics
+    /// If something does not hold.
+    pub(super) fn check(&self) {
+        (0..self.buckets.len()).for_each(|bucket| self.check_bucket(bucket));
+        self.check_slots();
+        self.check_pool();
+    }
+
+    /// What a bucket has is what its phase says.
+    fn check_bucket(&self, bucket: usize) {
+        let (b, policy) = (&self.buckets[bucket], self.rules.policy);
+        let has_gradient = match b.phase {
+            Settled | Ready | Phase::Queued(Commit) => Some(false),
+            Copying | Arrived | Speculated | Phase::Queued(Redo) => Some(true),
+            // Fresh state is sent without a gradient, and a flush has only the pending one.
+            Running | Phase::Queued(Restore) => None,
+        };
+        assert!(has_gradient.is_none_or(|has| has == b.grads.is_some()), "bucket {bucket}: {b:?} and its gradient's slot");
+        assert!(b.pending.is_none() || policy == Policy::Deferred, "bucket {bucket}: {policy:?} leaves no update pending");
+        assert!(b.phase != Phase::Queued(Commit) || b.pending.is_some(), "bucket {bucket}: nothing to flush");
+        assert!(!b.speculated_in_place || policy == Policy::Inverse, "bucket {bucket}: {policy:?} does not speculate in place");
+        assert!(b.phase != Speculated || self.speculating && self.verdict.is_none(), "bucket {bucket}: speculated after the verdict");
+        let dropped = self.verdict == Some(Verdict::SkipNonFinite) && matches!(b.phase, Ready | Arrived);
+        assert!(!dropped, "bucket {bucket}: {:?} in a step that is skipped", b.phase);
+    }
+
+    /// Every slot that is lent has an owner, and no gradient waits while a slot is free.
+    fn check_slots(&self) {
+        let held: usize = self.buckets.iter().map(|b| usize::from(b.grads.is_some()) + usize::from(b.pending.is_some())).sum();
+        assert_eq!(self.grad_slots.lent(), held, "gradient slots lent, and with buckets: copying, arrived, running, pending");
+        let waits = self.buckets.iter().any(|b| b.phase == Ready);
+        assert!(!waits || held == self.grad_slots.count(), "a gradient waits while a slot is free");
+    }
+
+    /// One bucket runs, the one that the pool has; only an early commit leaves its bucket where it is.
+    fn check_pool(&self) {
+        let running = (0..self.buckets.len()).filter(|&bucket| self.buckets[bucket].phase == Running);
+        let pool = self.running.as_ref().filter(|running| running.kind != Kind::Commit).map(|running| running.bucket);
+        assert!(running.eq(pool), "the pool has bucket {pool:?} and others run");
+        let Some(running) = &self.running else { return };
+        assert!(!running.speculative || self.rules.may_speculate(), "the pool speculates under {:?}", self.rules.policy);
+        assert_eq!(running.params.is_none(), matches!(running.kind, Kind::Flush | Kind::Commit), "new weights need a slot");
+    }
+}

@@ -1,0 +1,45 @@
+//! The law of a bucket's step as a table: which phases there are, and what may follow what.
+
+use Phase::{Arrived, Copying, Ready, Running, Settled, Speculated};
+use Queued::{Commit, Redo, Restore};
+
+/// Where a bucket is in its step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Phase {
+    Settled,
+    Ready,
+    Copying,
+    Arrived,
+    Running,
+    Speculated,
+    Queued(Queued),
+}
+
+/// Why a bucket waits for the pool though its gradient is not new.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Queued {
+    /// The speculation used the wrong scale.
+    Redo,
+    /// The step does not happen; the device holds weights that must go. Also: fresh state, weights never sent.
+    Restore,
+    /// A flush: only the pending update.
+    Commit,
+}
+
+/// What may follow what; everything else is a bug.
+const LAW: [(Phase, &[Phase]); 9] = [
+    (Settled, &[Ready, Phase::Queued(Restore), Phase::Queued(Commit)]),
+    (Ready, &[Copying, Settled]),
+    (Copying, &[Arrived]),
+    (Arrived, &[Running, Settled]),
+    (Running, &[Speculated, Settled, Phase::Queued(Redo), Phase::Queued(Restore)]),
+    (Speculated, &[Settled, Phase::Queued(Redo), Phase::Queued(Restore)]),
+    (Phase::Queued(Redo), &[Running]),
+    (Phase::Queued(Restore), &[Running]),
+    (Phase::Queued(Commit), &[Running]),
+];
+
+/// Whether a bucket may go from one phase to the other.
+pub(super) fn allows(from: Phase, to: Phase) -> bool {
+    LAW.iter().any(|(before, after)| *before == from && after.contains(&to))
+}
