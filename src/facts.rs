@@ -1,5 +1,6 @@
 //! What a record says besides its measurements: program, machine, model, plan.
 
+use crate::bucket::layout::Tier;
 use crate::config::options::Strategy;
 use crate::hardware::gpu::GpuFacts;
 use crate::hardware::profile::Profile;
@@ -210,8 +211,8 @@ impl PlanFacts {
             isa: plan.isa.to_string(),
             threads: plan.threads,
             buckets: layout.count(),
-            resident_buckets: layout.count() - layout.offloaded() - plan.paged,
-            paged_buckets: plan.paged,
+            resident_buckets: layout.buckets_in(Tier::Device).len(),
+            paged_buckets: layout.buckets_in(Tier::Unified).len(),
             bucket_elems: layout.bucket_elems(),
             offloaded_elems: layout.offloaded_elems(),
             grad_slots: plan.grad_slots,

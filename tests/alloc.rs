@@ -11,6 +11,7 @@ use std::backtrace::Backtrace;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
+use superoffload::bucket::layout::{BucketLayout, Tier};
 use superoffload::config::settings::Settings;
 use superoffload::data::loader::{DataPosition, Loader};
 use superoffload::data::packing::Dataset;
@@ -105,7 +106,9 @@ fn main() {
     if cfg!(feature = "weight-flow") {
         STRATEGIES[..3].iter().for_each(|strategy| _ = steps(strategy, "weights = \"flow\"\n"));
     }
-    steps_of(STRATEGIES[3], "", |plan| plan.paged = plan.layout.count());
+    steps_of(STRATEGIES[3], "", |plan| {
+        plan.layout = BucketLayout::new(plan.layout.flat_elems(), plan.layout.bucket_elems(), Tier::Unified);
+    });
     // The memory of an emulated program is its emulator's, too.
     if emulator().is_none() {
         memory_stays_flat();

@@ -7,6 +7,7 @@ use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 use serde_json::json;
 use std::cell::Cell;
+use superoffload::bucket::layout::{BucketLayout, Tier};
 use superoffload::engine::coordinator::Counts;
 use superoffload::host::pinned::RING_GRAIN_BYTES;
 use superoffload::memory::RingShape;
@@ -284,7 +285,9 @@ fn paged_states_change_no_bit() {
         let common = "seq-length = 8\nper-device-train-batch-size = 2\nlearning-rate = 1e-2\nweight-decay = 0.1\nmax-steps = 99\nseed = 5";
         let mut plan = Plan::new(&settings(&format!("{common}\n{lines}")), &shape, &Machine::cpu(2), false).unwrap();
         // Asked for on the command line it needs a GPU; the plan is that of no-offload, with its states elsewhere.
-        plan.paged = resident.map_or(0, |resident| plan.layout.count() - resident);
+        if let Some(resident) = resident {
+            plan.layout = BucketLayout::new(plan.layout.flat_elems(), plan.layout.bucket_elems(), Tier::Unified).with_resident(resident);
+        }
         let mut engine = start(&plan, &shape, random_params(5));
         let (mut batches, mut counts, mut moved) = (Noise::new(5, 64), Counts::default(), Vec::new());
         for _ in 0..STEPS {
@@ -292,7 +295,7 @@ fn paged_states_change_no_bit() {
             counts += report.counts;
             moved.push((report.counters.h2d_bytes, report.counters.d2h_bytes, report.counters.adam_elems));
         }
-        (digest(&mut engine), counts, moved, 12 * plan.paged_elems() as u64)
+        (digest(&mut engine), counts, moved, 12 * plan.layout.elems_in(Tier::Unified).len() as u64)
     };
     for seed in 0..24u64 {
         let clip = ["0.0", "1e-3", "1.7", "1e9"][seed as usize % 4];

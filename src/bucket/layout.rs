@@ -1,35 +1,71 @@
 //! Cuts the flat parameter order into buckets.
 //!
 //! The flat order is backward order: bucket 0 has its gradients first, the last bucket holds the first layers. The last
-//! `resident` buckets keep their optimizer on the device (paper 4.3: the tail of backward, the first needed again).
+//! buckets keep their optimizer on the device (paper 4.3: the tail of backward, the first needed again).
 
 use crate::optim::norm::BLOCK;
 use std::ops::Range;
 
-/// Where each bucket begins and ends, and which of them stay on the device.
+/// Where the optimizer state of a bucket lies, and so who steps it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Tier {
+    /// Host memory. The pool steps it there.
+    Host,
+    /// Host memory that the device knows by the same address. It comes to the device, is stepped there, and goes back.
+    Unified,
+    /// The device's memory. The device steps it there.
+    Device,
+}
+
+/// Where each bucket begins and ends, and where its optimizer state lies.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct BucketLayout {
     flat_elems: usize,
     bucket_elems: usize,
+    away: Tier,
     resident: usize,
 }
 
 impl BucketLayout {
-    /// Buckets of `bucket_elems` (rounded up to whole norm blocks; the last bucket may be shorter), the last `resident`
-    /// of them (at most all) on the device.
+    /// Buckets of `bucket_elems` (rounded up to whole norm blocks; the last bucket may be shorter), all of them in the tier `away`.
     ///
     /// # Panics
     /// If `flat_elems` is not a positive multiple of [`BLOCK`].
-    pub fn new(flat_elems: usize, bucket_elems: usize, resident: usize) -> Self {
+    pub fn new(flat_elems: usize, bucket_elems: usize, away: Tier) -> Self {
         assert!(flat_elems > 0 && flat_elems.is_multiple_of(BLOCK));
         let bucket_elems = bucket_elems.max(1).next_multiple_of(BLOCK).min(flat_elems);
-        let resident = resident.min(flat_elems.div_ceil(bucket_elems));
-        Self { flat_elems, bucket_elems, resident }
+        Self { flat_elems, bucket_elems, away, resident: 0 }
     }
 
-    /// The same buckets with the last `resident` of them on the device.
+    /// The same buckets with the last `resident` of them (at most all) on the device.
     pub fn with_resident(&self, resident: usize) -> Self {
-        Self::new(self.flat_elems, self.bucket_elems, resident)
+        Self { resident: resident.min(self.count()), ..*self }
+    }
+
+    /// The tier of the buckets that are not on the device, if there are any.
+    pub fn away(&self) -> Tier {
+        self.away
+    }
+
+    /// Where the state of `bucket` lies.
+    pub fn tier(&self, bucket: usize) -> Tier {
+        if bucket < self.count() - self.resident { self.away } else { Tier::Device }
+    }
+
+    /// The buckets of `tier`.
+    pub fn buckets_in(&self, tier: Tier) -> Range<usize> {
+        let border = self.count() - self.resident;
+        match tier {
+            Tier::Device => border..self.count(),
+            tier if tier == self.away => 0..border,
+            _ => 0..0,
+        }
+    }
+
+    /// The flat range of the buckets of `tier`.
+    pub fn elems_in(&self, tier: Tier) -> Range<usize> {
+        let Range { start, end } = self.buckets_in(tier);
+        (start * self.bucket_elems).min(self.flat_elems)..(end * self.bucket_elems).min(self.flat_elems)
     }
 
     /// All buckets.
@@ -39,12 +75,7 @@ impl BucketLayout {
 
     /// Buckets stepped by the pool: the first ones of backward.
     pub fn offloaded(&self) -> usize {
-        self.count() - self.resident
-    }
-
-    /// Whether the optimizer of `bucket` runs on the device.
-    pub fn is_resident(&self, bucket: usize) -> bool {
-        bucket >= self.offloaded()
+        self.buckets_in(Tier::Host).len()
     }
 
     /// The flat range of `bucket`.
@@ -63,9 +94,9 @@ impl BucketLayout {
         self.flat_elems
     }
 
-    /// Elements whose optimizer state is in host memory: the flat range `0..offloaded_elems`.
+    /// Elements stepped by the pool: the flat range `0..offloaded_elems`.
     pub fn offloaded_elems(&self) -> usize {
-        if self.resident == 0 { self.flat_elems } else { self.range(self.offloaded()).start }
+        self.elems_in(Tier::Host).len()
     }
 
     /// Buckets that overlap the flat range.
@@ -91,19 +122,25 @@ mod tests {
         #[test]
         fn buckets_tile_the_flat_order(blocks in 1usize..60, bucket in 1usize..100_000, resident in 0usize..80) {
             let flat = blocks * BLOCK;
-            let layout = BucketLayout::new(flat, bucket, resident);
+            let away = [Tier::Host, Tier::Unified][resident % 2];
+            let layout = BucketLayout::new(flat, bucket, away).with_resident(resident);
             let mut end = 0;
             for b in 0..layout.count() {
                 let range = layout.range(b);
                 prop_assert_eq!(range.start, end);
                 prop_assert!(range.start.is_multiple_of(BLOCK) && !range.is_empty());
-                prop_assert_eq!(layout.is_resident(b), range.start >= layout.offloaded_elems());
+                prop_assert_eq!(layout.tier(b), if b + resident < layout.count() { away } else { Tier::Device });
+                for tier in [Tier::Host, Tier::Unified, Tier::Device] {
+                    let (buckets, elems) = (layout.buckets_in(tier), layout.elems_in(tier));
+                    prop_assert_eq!((buckets.contains(&b), elems.contains(&range.start)), (tier == layout.tier(b), tier == layout.tier(b)));
+                }
                 prop_assert_eq!(layout.overlapping(range.clone()), b..b + 1);
                 prop_assert_eq!(layout.complete(range.end), b + 1);
                 prop_assert_eq!(layout.complete(range.end - 1), b);
                 end = range.end;
             }
             prop_assert_eq!(end, flat);
+            prop_assert_eq!(layout.offloaded_elems() > 0, away == Tier::Host && resident < layout.count());
             prop_assert_eq!(layout.overlapping(0..flat), 0..layout.count());
         }
     }

@@ -17,7 +17,7 @@ mod check;
 mod law;
 
 use super::verdict::{SpeculationHistory, Verdict};
-use crate::bucket::layout::BucketLayout;
+use crate::bucket::layout::{BucketLayout, Tier};
 use crate::bucket::slot::{Slot, SlotRing};
 use crate::planner::rules::{Policy, Rules};
 use law::{Phase, Queued};
@@ -284,11 +284,11 @@ impl Coordinator {
     /// If the event cannot happen now: a bug of the executor.
     pub fn handle(&mut self, event: Event) {
         match event {
-            Event::GradReady(bucket) if self.layout.is_resident(bucket) => {}
-            Event::GradReady(bucket) => {
+            Event::GradReady(bucket) if self.is_offloaded(bucket) => {
                 self.transition(bucket, Phase::Settled, Phase::Ready);
                 self.buckets[bucket].computed = false;
             }
+            Event::GradReady(_) => {}
             Event::GradComputed(bucket) => self.buckets[bucket].computed = true,
             Event::GradArrived(bucket) => self.grad_arrived(bucket),
             Event::JobDone => self.job_done(),
@@ -308,7 +308,11 @@ impl Coordinator {
 
     /// Whether the parameters of `bucket` on the device are final, up to the copy that brings them.
     pub fn is_settled(&self, bucket: usize) -> bool {
-        self.layout.is_resident(bucket) || self.buckets[bucket].phase == Phase::Settled
+        !self.is_offloaded(bucket) || self.buckets[bucket].phase == Phase::Settled
+    }
+
+    fn is_offloaded(&self, bucket: usize) -> bool {
+        self.layout.tier(bucket) == Tier::Host
     }
 
     /// Whether every bucket is settled and the pool idle.
@@ -318,7 +322,7 @@ impl Coordinator {
 
     /// Whether this step's gradient of `bucket` has left the device's memory, or will with a copy that is enqueued.
     pub fn is_copied(&self, bucket: usize) -> bool {
-        self.layout.is_resident(bucket) || self.buckets[bucket].phase != Phase::Ready
+        !self.is_offloaded(bucket) || self.buckets[bucket].phase != Phase::Ready
     }
 
     /// Whether the bucket waits for a copy rather than for the optimizer, which also keeps slots occupied.

@@ -32,7 +32,7 @@ struct World {
 impl World {
     /// With a seed that is even weights are streamed, if the build can.
     fn new(seed: u64, rules: Rules, buckets: usize, resident: usize, ring: usize) -> Self {
-        let layout = BucketLayout::new(buckets * BLOCK, BLOCK, resident);
+        let layout = BucketLayout::new(buckets * BLOCK, BLOCK, Tier::Host).with_resident(resident);
         let offloaded = layout.offloaded();
         let grad_slots = if rules.policy == Policy::Deferred { offloaded + ring } else { ring };
         let streamed_weights = cfg!(feature = "weight-flow") && seed.is_multiple_of(2);
@@ -160,7 +160,7 @@ impl World {
         self.step = expected.len() as u64 + 1;
         self.coordinator.begin_step(Update { optimizer_step: self.step, learning_rate: 0.1, scale: 1.0 });
         for bucket in 0..buckets {
-            if !self.coordinator.layout.is_resident(bucket) {
+            if self.coordinator.is_offloaded(bucket) {
                 self.computing.push_back(bucket);
             }
             self.coordinator.handle(Event::GradReady(bucket));
@@ -248,7 +248,7 @@ fn the_order_is_the_earliest_deadline_or_the_order_of_arrival() {
     for (deadline_order, expected) in [(true, [0, 3, 2, 1]), (false, [0, 1, 2, 3])] {
         let rules = Rules { policy: Policy::Deferred, adaptive: false, deadline_order };
         let staging = Staging { ringed_grads: false, grad_slots: 8, param_slots: 4, streamed_weights: false };
-        let mut c = Coordinator::new(BucketLayout::new(4 * BLOCK, BLOCK, 0), rules, staging);
+        let mut c = Coordinator::new(BucketLayout::new(4 * BLOCK, BLOCK, Tier::Host), rules, staging);
         c.begin_step(Update { optimizer_step: 1, learning_rate: 0.1, scale: 1.0 });
         (0..4).for_each(|b| c.handle(Event::GradReady(b)));
         (0..4).for_each(|b| c.handle(Event::GradArrived(b)));
@@ -269,7 +269,7 @@ fn the_order_is_the_earliest_deadline_or_the_order_of_arrival() {
 fn slots_are_for_what_is_computed_and_then_for_what_will_be_next() {
     let rules = Rules { policy: Policy::ValidateFirst, adaptive: false, deadline_order: true };
     let staging = Staging { ringed_grads: false, grad_slots: 3, param_slots: 1, streamed_weights: false };
-    let mut c = Coordinator::new(BucketLayout::new(8 * BLOCK, BLOCK, 0), rules, staging);
+    let mut c = Coordinator::new(BucketLayout::new(8 * BLOCK, BLOCK, Tier::Host), rules, staging);
     c.begin_step(Update { optimizer_step: 1, learning_rate: 0.1, scale: 1.0 });
     let copies = |c: &mut Coordinator| -> Vec<usize> {
         let commands = std::iter::from_fn(|| c.next_command());

@@ -11,6 +11,7 @@ use super::report::Report;
 use super::verdict::{SpeculationHistory, Verdict};
 use super::vitals::{Doing, Mark, Vitals};
 use super::weight_flow::WeightFlow;
+use crate::bucket::layout::Tier;
 use crate::bucket::slot::Slot;
 use crate::device::{AdamArgs, DeviceSlice, EventId, Kernels, ProductAlgorithm, Stream};
 use crate::dtype::Dtype;
@@ -497,7 +498,7 @@ impl<D: Kernels> Engine<D> {
         self.inject(&range)?;
         self.report.add(&mut self.dev, self.model.grads.slice(range.start, range.len()), &range)?;
         self.dev.record(self.events.grad_ready[bucket], Stream::Compute)?;
-        if !self.plan.layout.is_resident(bucket) {
+        if self.plan.layout.tier(bucket) == Tier::Host {
             self.computing.push_back(bucket);
             self.vitals.front(Stream::Compute, self.computing.front().copied());
         }
@@ -736,7 +737,8 @@ impl<D: Kernels> Engine<D> {
 
     fn step_resident(&mut self, bucket: usize, update: Update) -> Result<()> {
         let range = self.plan.layout.range(bucket);
-        if bucket < self.plan.paged {
+        let is_paged = self.plan.layout.tier(bucket) == Tier::Unified;
+        if is_paged {
             self.page_in(bucket)?;
         }
         let hyper = AdamHyper { lr: update.learning_rate, ..self.plan.hyper };
@@ -751,7 +753,7 @@ impl<D: Kernels> Engine<D> {
             let (grads, out) = (self.grads(&part), self.weights(&part));
             self.dev.adam_step(AdamArgs { params: state.params, m: state.m, v: state.v, grads, out, consts, scale: update.scale })?;
         }
-        if bucket < self.plan.paged { self.page_out(bucket) } else { Ok(()) }
+        if is_paged { self.page_out(bucket) } else { Ok(()) }
     }
 
     /// The bucket's state comes as soon as the one before it in the window has gone. All of it is enqueued at once: states that

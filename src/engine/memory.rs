@@ -1,5 +1,6 @@
 //! All memory of a run, allocated once: where each bucket's state, gradients and weights lie, on both sides of the link.
 
+use crate::bucket::layout::Tier;
 use crate::device::{Device, DeviceSlice, EventId, Stream};
 use crate::dtype::Dtype;
 use crate::engine::step_job::{HostState, Segment, SlotMemory, StepMemory};
@@ -73,11 +74,11 @@ const INIT_ELEMS: usize = 1 << 24;
 impl Memory {
     pub(super) fn new<D: Device>(plan: &Plan, table: &TensorTable, dev: &mut D, host: &mut HostMemory) -> Result<Self> {
         let layout = &plan.layout;
-        let (flat, offloaded, bucket) = (layout.flat_elems(), layout.offloaded_elems(), layout.bucket_elems());
-        let border = offloaded + plan.paged_elems();
-        let paged = DeviceState::new("paged", offloaded..border, |name, elems| dev.alloc_unified(name, elems, Dtype::Float32))?;
+        let (offloaded, bucket) = (layout.offloaded_elems(), layout.bucket_elems());
+        let paged =
+            DeviceState::new("paged", layout.elems_in(Tier::Unified), |name, elems| dev.alloc_unified(name, elems, Dtype::Float32))?;
         let mut fp32 = |name: &str, elems: usize| dev.alloc(name, elems, Dtype::Float32);
-        let resident = DeviceState::new("resident", border..flat, &mut fp32)?;
+        let resident = DeviceState::new("resident", layout.elems_in(Tier::Device), &mut fp32)?;
         let staging_elems = if plan.device_casts() && offloaded > 0 { bucket } else { 0 };
         let (staging_d2h, staging_h2d) = (fp32("gradient staging", staging_elems)?, fp32("parameter staging", staging_elems)?);
         let tokens_bytes = plan.batch * plan.seq_length * 4;

@@ -1,7 +1,7 @@
 //! The memory of a run by class and place, known before anything is allocated.
 
 use super::machine::Machine;
-use crate::bucket::layout::BucketLayout;
+use crate::bucket::layout::{BucketLayout, Tier};
 use crate::device::Attention;
 use crate::dtype::Dtype;
 use crate::host::pinned;
@@ -110,8 +110,6 @@ pub struct Needs<'a> {
     pub link_dtype: Dtype,
     /// The device converts between the two.
     pub device_casts: bool,
-    /// States that are not resident are paged: unified memory, from which the device steps them, too.
-    pub paged: bool,
     /// Gradients stay in their slots for one step more, until the update is written.
     pub retains_grads: bool,
     /// Slots of the rings.
@@ -163,17 +161,16 @@ impl Needs<'_> {
     /// So do paged buckets, which are stepped here: their gradients stay until the verdict.
     fn ring(&self, layout: &BucketLayout, table: &TensorTable, elems_min: usize) -> Option<RingShape> {
         let grain = self.ring_grain_bytes() / self.dtype.bytes();
-        let offloaded_elems = if self.paged { 0 } else { layout.offloaded_elems() };
-        let end = offloaded_elems.min(table.stage_range(Stage::Embed).start);
+        let end = layout.offloaded_elems().min(table.stage_range(Stage::Embed).start);
         let (ringed_elems, period_elems) = (end / grain * grain, elems_min.next_multiple_of(grain));
         (ringed_elems > period_elems).then_some(RingShape { ringed_elems, period_elems })
     }
 
     /// Every class that is not empty.
     pub fn classes(&self, layout: &BucketLayout, rings: Rings, activations: &ActivationPlan) -> Vec<MemoryClass> {
-        let (flat, on_host) = (layout.flat_elems(), layout.offloaded_elems());
+        let flat = layout.flat_elems();
         // Of a paged bucket nothing crosses the link but the state.
-        let (offloaded, paged) = if self.paged { (0, on_host) } else { (on_host, 0) };
+        let [offloaded, paged, resident] = [Tier::Host, Tier::Unified, Tier::Device].map(|tier| layout.elems_in(tier).len());
         let (width, slot_bytes) = (self.dtype.bytes(), layout.bucket_elems().min(offloaded) * self.link_dtype.bytes());
         let staging = if self.device_casts && offloaded > 0 { 2 * layout.bucket_elems() * 4 } else { 0 };
         let class = |name, place, bytes| MemoryClass { name, place, bytes };
@@ -182,8 +179,8 @@ impl Needs<'_> {
         let mut classes = vec![
             class("weights", Place::Device, kept(rings.weights) * width),
             class("gradients", Place::Device, kept(rings.grads) * width),
-            class("resident p, m, v", Place::Device, STATE_BYTES * (flat - on_host)),
-            class("paged states here", Place::Device, if paged > 0 { self.paged_window_bytes(layout) } else { 0 }),
+            class("resident p, m, v", Place::Device, STATE_BYTES * resident),
+            class("paged states here", Place::Device, self.paged_window_bytes(layout)),
             class("cast staging", Place::Device, staging),
             class("activations", Place::Device, activations.device_bytes().0 as usize),
             class("norm partials", Place::Device, flat / BLOCK * 4),
@@ -236,7 +233,7 @@ impl Needs<'_> {
 
     fn paged_window_bytes(&self, layout: &BucketLayout) -> usize {
         let DeviceMemory::Own { addressing: Addressing::Managed, .. } = self.machine.device else { return 0 };
-        PAGED_WINDOW.min(layout.offloaded()) * (STATE_BYTES * layout.bucket_elems() + 3 * GPU_PAGE_BYTES)
+        PAGED_WINDOW.min(layout.buckets_in(Tier::Unified).len()) * (STATE_BYTES * layout.bucket_elems() + 3 * GPU_PAGE_BYTES)
     }
 
     fn scratch_bytes(&self) -> usize {

@@ -1,6 +1,6 @@
 //! What the settings mean on this machine: every number that the engine needs, fixed and printed before step 0.
 
-use crate::bucket::layout::BucketLayout;
+use crate::bucket::layout::{BucketLayout, Tier};
 use crate::config::options::{
     AttentionChoice, CastSide, HostMemoryKind, Init, Injection, IsaChoice, ResidentBuckets, Rollback, Strategy, Technique, TrainDtype,
     WeightsChoice,
@@ -113,10 +113,8 @@ pub struct Plan {
     pub isa: Isa,
     /// Threads that compute, and as many optimizer workers.
     pub threads: usize,
-    /// How the flat order is cut.
+    /// How the flat order is cut, and where each bucket's state lies.
     pub layout: BucketLayout,
-    /// The first buckets, whose states are paged: they lie in unified memory, and come to the device to be stepped.
-    pub paged: usize,
     /// The device's gradients as a ring; `None`: each has its own place.
     pub grad_ring: Option<RingShape>,
     /// The ring through which weights stream; `None`: they stay on the device.
@@ -194,7 +192,6 @@ impl Plan {
             dtype,
             link_dtype,
             device_casts: cfg!(feature = "superchip-cast") && link_dtype != dtype,
-            paged: settings.memory == HostMemoryKind::Unified,
             retains_grads: rules.policy == Policy::Deferred,
             slots: settings.slots.unwrap_or(SLOTS),
             timeline_bytes: (threads + 4) * trace_spans * size_of::<Span>(),
@@ -217,8 +214,6 @@ impl Plan {
         let Choice { layout, policies, tile, rings, memory, predicted } =
             choose(&needs, work, &table, &cut(settings, &table, dtype), wishes)?;
         check_streams(settings, rings)?;
-        // The device steps paged buckets as it does resident ones.
-        let (layout, paged) = if needs.paged { (layout.with_resident(usize::MAX), layout.offloaded()) } else { (layout, 0) };
         Ok(Self {
             strategy: settings.strategy,
             techniques,
@@ -228,7 +223,6 @@ impl Plan {
             link_dtype,
             isa: work.isa,
             threads,
-            paged,
             grad_ring: rings.grads,
             weight_ring: rings.weights,
             grad_slots: needs.grad_slots(&layout),
@@ -260,11 +254,6 @@ impl Plan {
     /// Tokens of an optimizer step.
     pub fn tokens_per_step(&self) -> usize {
         self.batch * self.seq_length * self.grad_accum_steps
-    }
-
-    /// Elements of the buckets whose states are paged: the flat range from 0.
-    pub fn paged_elems(&self) -> usize {
-        if self.paged == 0 { 0 } else { self.layout.range(self.paged - 1).end }
     }
 
     /// Bytes planned at `place`.
@@ -313,14 +302,15 @@ fn policy(settings: &Settings, techniques: Techniques) -> Result<Policy> {
     }
 }
 
-/// The flat order cut into buckets, none of them resident yet.
+/// The flat order cut into buckets, none of them on the device yet.
 fn cut(settings: &Settings, table: &TensorTable, dtype: Dtype) -> BucketLayout {
     let flat = table.flat_elems();
     let bucket_bytes = match settings.bucket_mib {
         Some(mib) => (mib * f64::from(1 << 20)) as usize,
         None => BUCKET_BYTES_MAX.min(flat * dtype.bytes() / BUCKETS_MIN),
     };
-    BucketLayout::new(flat, bucket_bytes / dtype.bytes(), 0)
+    let away = if settings.memory == HostMemoryKind::Unified { Tier::Unified } else { Tier::Host };
+    BucketLayout::new(flat, bucket_bytes / dtype.bytes(), away)
 }
 
 fn residency(settings: &Settings, techniques: Techniques) -> Result<Residency> {
@@ -448,7 +438,7 @@ impl fmt::Display for Plan {
         )?;
         let (count, offloaded) = (layout.count(), layout.offloaded());
         match offloaded {
-            0 if self.paged > 0 => self.write_paged(f, bucket)?,
+            0 if !layout.buckets_in(Tier::Unified).is_empty() => self.write_paged(f, bucket)?,
             0 => writeln!(f, "  buckets     {count} of {bucket}; fits without offload: every optimizer state stays on the device")?,
             _ => writeln!(
                 f,
@@ -484,7 +474,7 @@ impl Plan {
             f,
             "  buckets     {} of {bucket}, all stepped on the device; states of {} are unified: {how}",
             self.layout.count(),
-            self.paged
+            self.layout.buckets_in(Tier::Unified).len()
         )
     }
 

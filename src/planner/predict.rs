@@ -3,7 +3,7 @@
 
 use super::budget::{Needs, Rings, STATE_BYTES};
 use super::passes::Passes;
-use crate::bucket::layout::BucketLayout;
+use crate::bucket::layout::{BucketLayout, Tier};
 use crate::error::Result;
 use crate::memory::{Addressing, DeviceMemory};
 use crate::model::activations::ActivationPlan;
@@ -69,15 +69,16 @@ impl<'a> Predictor<'a> {
     pub fn predict(&self, layout: &BucketLayout, rings: Rings, policies: &[LayerPolicy], activations: &ActivationPlan) -> Prediction {
         let (rates, accum) = (&self.needs.machine.rates, self.work.grad_accum_steps as f64);
         let offloaded = layout.offloaded_elems() as f64;
-        let stepped_here = layout.flat_elems() as f64 - if self.needs.paged { 0.0 } else { offloaded };
+        let stepped_here = layout.flat_elems() as f64 - offloaded;
         // State is read and written, a gradient read, a weight written.
         let adam_bytes = 2 * STATE_BYTES + 2 * self.needs.dtype.bytes();
         let passes_s = accum * self.passes.micro_step_s(policies);
         let adam_s = stepped_here * adam_bytes as f64 / rates.device_bytes_per_s;
         let kept_s = accum * activations.host_bytes().0 as f64 / rates.both_ways_bytes_per_s;
-        if self.needs.paged {
+        if layout.away() == Tier::Unified {
             // States come and go while the optimizer runs, when nothing else does.
-            let paged_s = offloaded * STATE_BYTES as f64 / self.paging_bytes_per_s();
+            let paged = layout.elems_in(Tier::Unified).len() as f64;
+            let paged_s = paged * STATE_BYTES as f64 / self.paging_bytes_per_s();
             let step_s = passes_s.max(kept_s) + adam_s.max(paged_s);
             return Prediction { device_s: passes_s + adam_s, pool_s: 0.0, link_s: kept_s + paged_s, step_s, validated_s: step_s };
         }

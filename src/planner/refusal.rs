@@ -2,6 +2,7 @@
 
 use super::budget::Balance;
 use super::machine::Machine;
+use crate::bucket::layout::Tier;
 use crate::config::options::{ActivationsChoice, ResidentBuckets, Strategy, WeightsChoice};
 use crate::config::settings::Settings;
 use crate::error::{Error, Result};
@@ -54,7 +55,7 @@ impl Plan {
         self.remedies(settings).into_iter().find_map(|(flag, changed)| {
             let plan = Plan::new(&changed, shape, &self.machine, self.trace_spans > 0).ok().filter(|plan| plan.shortage().is_none())?;
             let value = match flag {
-                "resident-buckets" => format!(" {}", plan.layout.count() - plan.layout.offloaded() - plan.paged),
+                "resident-buckets" => format!(" {}", plan.layout.buckets_in(Tier::Device).len()),
                 "activations" if changed.activations == ActivationsChoice::Auto => " auto".into(),
                 "activations" => " recompute-block".into(),
                 "per-device-train-batch-size" => format!(" {}", plan.batch),
