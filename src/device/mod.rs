@@ -17,7 +17,7 @@ use crate::memory::{Place, RingShape};
 use crate::optim::adam::AdamConsts;
 use crate::trace::{self, Recorder};
 
-/// The three queues of a step.
+/// The queues of a step. A device makes its streams, its lanes and its tracks of the timeline from [`Stream::ALL`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stream {
     /// Forward, backward, norms and the optimizer of resident buckets.
@@ -30,7 +30,28 @@ pub enum Stream {
 
 impl Stream {
     /// All streams, in the order of their indices.
-    pub const ALL: [Stream; 3] = [Stream::Compute, Stream::D2h, Stream::H2d];
+    pub const ALL: [Self; 3] = [Self::Compute, Self::D2h, Self::H2d];
+    /// How many there are.
+    pub const COUNT: usize = Self::ALL.len();
+
+    /// Its track of the timeline.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Compute => "compute",
+            Self::D2h => "d2h",
+            Self::H2d => "h2d",
+        }
+    }
+
+    /// Whether what it does goes before what others do: copies are short, and the step waits for them.
+    pub fn is_urgent(self) -> bool {
+        self != Self::Compute
+    }
+
+    /// A recorder for each, with room for `trace_spans` spans.
+    fn recorders(trace_spans: usize) -> [Recorder; Self::COUNT] {
+        Self::ALL.map(|stream| Recorder::new(stream.name(), trace_spans))
+    }
 }
 
 /// A point in a stream that others can wait for; made by [`Device::event`].

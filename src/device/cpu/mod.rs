@@ -55,7 +55,7 @@ enum Runner {
 }
 
 struct Shared {
-    rings: [Ring; 3],
+    rings: [Ring; Stream::COUNT],
     stop: AtomicBool,
     /// Set when an operation panicked: its stream is dead and every wait must fail instead of hanging.
     failed: AtomicBool,
@@ -70,7 +70,7 @@ impl CpuDevice {
     /// `Resource` when a thread cannot start.
     pub fn new(threads: usize, schedule: Schedule, driver: Arc<Doorbell>, trace_spans: usize) -> Result<Self> {
         let compute = ComputeOwner::new(threads)?;
-        let rings = [Ring::new(), Ring::new(), Ring::new()];
+        let rings = Stream::ALL.map(|_| Ring::new());
         let shared = Arc::new(Shared {
             rings,
             stop: AtomicBool::new(false),
@@ -78,7 +78,7 @@ impl CpuDevice {
             compute_waited_ns: AtomicU64::new(0),
             driver,
         });
-        let recorders = ["compute", "d2h", "h2d"].map(|name| Recorder::new(name, trace_spans));
+        let recorders = Stream::recorders(trace_spans);
         let runner = match schedule {
             Schedule::Adversary { seed } => {
                 Runner::Adversary { rng: ChaCha8Rng::seed_from_u64(seed), recorders: recorders.into(), eagerness: (seed % 8) as u32 }
@@ -106,7 +106,7 @@ impl CpuDevice {
         let Runner::Adversary { rng, eagerness, .. } = &mut self.runner else { return Ok(()) };
         let eagerness = *eagerness;
         let mut advance = rng.next_u32() % 8 < eagerness;
-        while advance && (0..3).any(|s| self.shared.can_run(s)) {
+        while advance && (0..Stream::COUNT).any(|s| self.shared.can_run(s)) {
             self.advance()?;
             let Runner::Adversary { rng, .. } = &mut self.runner else { return Ok(()) };
             advance = rng.next_u32() % 8 < eagerness;
@@ -139,8 +139,8 @@ impl CpuDevice {
     /// `Resource` if no stream can go on: the driver waits for something that nobody will do.
     fn advance(&mut self) -> Result<bool> {
         let Runner::Adversary { rng, recorders, .. } = &mut self.runner else { return Ok(false) };
-        let first = rng.next_u32() as usize % 3;
-        let stream = (0..3).map(|i| (first + i) % 3).find(|&s| self.shared.can_run(s));
+        let first = rng.next_u32() as usize % Stream::COUNT;
+        let stream = (0..Stream::COUNT).map(|i| (first + i) % Stream::COUNT).find(|&s| self.shared.can_run(s));
         let Some(stream) = stream else {
             return Err(Error::resource("wait for the cpu device", "no stream can go on: a deadlock in the step protocol"));
         };
@@ -168,7 +168,7 @@ impl Drop for CpuDevice {
     }
 }
 
-fn start_streams(shared: &Arc<Shared>, recorders: [Recorder; 3]) -> Result<Vec<JoinHandle<Recorder>>> {
+fn start_streams(shared: &Arc<Shared>, recorders: [Recorder; Stream::COUNT]) -> Result<Vec<JoinHandle<Recorder>>> {
     let start = |(stream, recorder): (usize, Recorder)| {
         let (shared, name) = (shared.clone(), recorder.track.clone());
         let body = move || run_stream(&shared, stream, recorder);
@@ -304,7 +304,7 @@ impl Device for CpuDevice {
 
     fn idle(&mut self) -> Result<bool> {
         let Runner::Adversary { .. } = self.runner else { return Ok(false) };
-        if (0..3).all(|s| !self.shared.can_run(s)) {
+        if (0..Stream::COUNT).all(|s| !self.shared.can_run(s)) {
             return Ok(false);
         }
         self.advance()

@@ -1,4 +1,4 @@
-//! One NVIDIA GPU: three streams, events, copies; the kernels of `ptx/`, cuBLASLt's matrix products, cuDNN's attention.
+//! One NVIDIA GPU: streams, events, copies; the kernels of `ptx/`, cuBLASLt's matrix products, cuDNN's attention.
 //!
 //! Everything that calls CUDA is in this folder. Libraries are opened at run time (`libraries.rs`); a machine without a
 //! driver runs the same binary without this device.
@@ -65,7 +65,7 @@ pub struct CudaDevice {
     system: HostMemory,
     addressing: Addressing,
     events: Vec<RawEvent>,
-    streams: [RawStream; 3],
+    streams: Vec<RawStream>,
     modules: Modules,
     /// Memory that the compute stream's kernels share for partial sums; each leaves in it what it likes.
     scratch: DeviceSlice,
@@ -137,9 +137,9 @@ impl CudaDevice {
         let modules = Modules::load(kernels::sources())?;
         let libraries = Libraries::new(&options.libraries);
         let gemm = Gemm::new(&libraries)?;
-        // Copies are short and the step waits for them: they go first.
         let (least, most) = priorities()?;
-        let streams = [RawStream::new(least)?, RawStream::new(most)?, RawStream::new(most)?];
+        let open = |stream: Stream| RawStream::new(if stream.is_urgent() { most } else { least });
+        let streams = Stream::ALL.into_iter().map(open).collect::<Result<Vec<_>>>()?;
         let sdpa = match options.attention {
             Attention::Cudnn { deterministic } => Some(Sdpa::new(&libraries, streams[Stream::Compute as usize].0, deterministic)?),
             Attention::Plain => None,

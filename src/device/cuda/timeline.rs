@@ -29,20 +29,20 @@ struct Open {
     is_wait: bool,
 }
 
-/// Spans of the three streams.
+/// Spans of all streams.
 pub(super) struct Timeline {
     base: RawEvent,
     base_ns: u64,
     pairs: Vec<[RawEvent; 2]>,
     free: Vec<usize>,
     under_way: VecDeque<Open>,
-    recorders: [Recorder; 3],
+    recorders: [Recorder; Stream::COUNT],
     records_all: bool,
     compute_waited_ns: u64,
 }
 
 impl Timeline {
-    pub(super) fn new(streams: &[RawStream; 3], trace_spans: usize) -> Result<Self> {
+    pub(super) fn new(streams: &[RawStream], trace_spans: usize) -> Result<Self> {
         let count = if trace_spans > 0 { PAIRS } else { WAIT_PAIRS };
         let pairs = (0..count).map(|_| Ok([RawEvent::new(true)?, RawEvent::new(true)?])).collect::<Result<Vec<_>>>()?;
         let base = RawEvent::new(true)?;
@@ -53,7 +53,7 @@ impl Timeline {
             free: (0..count).collect(),
             pairs,
             under_way: VecDeque::with_capacity(count),
-            recorders: ["compute", "d2h", "h2d"].map(|name| Recorder::new(name, trace_spans)),
+            recorders: Stream::recorders(trace_spans),
             records_all: trace_spans > 0,
             compute_waited_ns: 0,
         })
@@ -116,7 +116,7 @@ impl Timeline {
     }
 
     /// Moves the base on when it is old; the streams must be idle.
-    pub(super) fn rebase(&mut self, streams: &[RawStream; 3]) -> Result<()> {
+    pub(super) fn rebase(&mut self, streams: &[RawStream]) -> Result<()> {
         if self.records_all && now_ns() - self.base_ns > REBASE_NS && self.under_way.is_empty() {
             self.base_ns = calibrate(&self.base, &streams[Stream::Compute as usize])?;
         }
@@ -128,7 +128,7 @@ impl Timeline {
     }
 
     /// The recorders, once everything has run.
-    pub(super) fn finish(&mut self, streams: &[RawStream; 3]) -> Vec<Recorder> {
+    pub(super) fn finish(&mut self, streams: &[RawStream]) -> Vec<Recorder> {
         // Spans that cannot be read any more are lost with the GPU that made them.
         let _ = self.collect();
         let _ = self.rebase(streams);

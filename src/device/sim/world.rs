@@ -1,4 +1,4 @@
-//! The simulated machine: four lanes that work, a driver that looks, and one clock.
+//! The simulated machine: lanes that work, a driver that looks, and one clock.
 //!
 //! Time passes only when the driver spends some (it enqueues) or has nothing to do (it waits for the next thing to end). What
 //! works at the same time slows each other by the profile's factors, so that an operation's progress is a rate that changes
@@ -7,12 +7,12 @@
 use crate::device::Stream;
 use crate::hardware::rates::Rates;
 use crate::trace::Recorder;
+use std::array;
 use std::collections::VecDeque;
 
 /// Streams of the device, then the optimizer's pool.
-const LANES: usize = 4;
-const POOL: usize = 3;
-const TRACKS: [&str; LANES] = ["compute", "d2h", "h2d", "adam"];
+const POOL: usize = Stream::COUNT;
+const LANES: usize = POOL + 1;
 /// Work that is nearer to its end than this has ended. More than the clock can tell apart after an hour: else time would stand
 /// still before it.
 const EPSILON_NS: f64 = 1e-2;
@@ -144,7 +144,8 @@ pub(super) struct World {
 
 impl World {
     pub fn new(rates: &Rates, shares_cores: bool, trace_spans: usize) -> Self {
-        let lanes = TRACKS.map(|track| Lane::new(track, trace_spans));
+        let track = |lane: usize| Stream::ALL.get(lane).map_or("adam", |stream| stream.name());
+        let lanes = array::from_fn(|lane| Lane::new(track(lane), trace_spans));
         Self { now_ns: 0.0, lanes, events: Vec::new(), contention: Contention::new(rates, shares_cores), waited_ns: 0.0 }
     }
 
@@ -229,7 +230,7 @@ impl World {
     fn speeds(&self) -> [f64; LANES] {
         let active = |kind| self.lanes.iter().any(|lane| lane.running.is_some_and(|running| running.work.kind == kind));
         let speed = |lane: &Lane| lane.running.map_or(0.0, |running| self.contention.speed(running.work.kind, active));
-        [0, 1, 2, 3].map(|lane| speed(&self.lanes[lane]))
+        array::from_fn(|lane| speed(&self.lanes[lane]))
     }
 
     fn next_end_ns(&self) -> Option<f64> {
