@@ -17,6 +17,13 @@ pub enum Tier {
     Device,
 }
 
+impl Tier {
+    /// Whether the pool steps it.
+    pub fn is_offloaded(self) -> bool {
+        self == Self::Host
+    }
+}
+
 /// Where each bucket begins and ends, and where its optimizer state lies.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct BucketLayout {

@@ -3,9 +3,9 @@
 //! One bucket in one step (the offloaded ones; README.md beside this file draws it):
 //!
 //! ```text
-//! Settled --GradReady--> Ready --slot--> Copying --GradArrived--> Arrived --pool--> Running --JobDone--> Speculated
-//!    ^                     |skip            |skip                   |                 |                      |
-//!    +---------------------+----------------+---- verdict: commit (nothing to do) ----+----------------------+
+//! Settled --GradReady--> Ready --slot--> Copying --GradsOut done--> Arrived --pool--> Running --Optimize done--> Speculated
+//!    ^                     |skip            |skip                     |                 |                           |
+//!    +---------------------+----------------+---- verdict: commit (nothing to do) ------+---------------------------+
 //!                                                 verdict: clip, skip --> Queued(work) --pool--> Running --> Settled
 //! ```
 //!
@@ -16,8 +16,9 @@
 mod check;
 mod law;
 
+use super::route::{Hop, route};
 use super::verdict::{SpeculationHistory, Verdict};
-use crate::bucket::layout::{BucketLayout, Tier};
+use crate::bucket::layout::BucketLayout;
 use crate::bucket::slot::{Slot, SlotRing};
 use crate::planner::rules::{Policy, Rules};
 use law::{Phase, Queued};
@@ -92,16 +93,15 @@ pub enum Work {
 /// What happened.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Event {
-    /// All gradients of the bucket are enqueued on the device.
+    /// All gradients of the bucket are enqueued on the device: its [`Hop::Backward`] has begun.
     GradReady(usize),
-    /// And computed.
-    GradComputed(usize),
-    /// The bucket's gradient is in its host slot.
-    GradArrived(usize),
-    /// The pool finished what it was given.
-    JobDone,
-    /// A parameter slot has been copied to the device.
-    ParamsCopied(Slot),
+    /// A hop of an offloaded bucket is done. Where it was begun twice, the first is done first.
+    Done {
+        /// The hop.
+        hop: Hop,
+        /// The bucket.
+        bucket: usize,
+    },
     /// The gradient norm is known.
     Validated(Verdict),
 }
@@ -109,36 +109,26 @@ pub enum Event {
 /// What is to be done.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Command {
-    /// Copy the bucket's gradient to a host slot.
-    CopyGrads {
+    /// Begin a hop of a bucket.
+    Start {
+        /// The hop.
+        hop: Hop,
         /// The bucket.
         bucket: usize,
-        /// Where to.
-        grads: Slot,
+        /// What the hop needs to know.
+        load: Load,
     },
-    /// Give the pool a job; its weights, if it writes any, go to `params`.
-    Run {
-        /// The bucket.
-        bucket: usize,
-        /// What to do.
-        work: Work,
-        /// Where the working weights go.
-        params: Option<Slot>,
-    },
-    /// Copy working weights to the device.
-    CopyParams {
-        /// The bucket.
-        bucket: usize,
-        /// Where from.
-        params: Slot,
-    },
-    /// Step a resident bucket on the device.
-    StepResident {
-        /// The bucket.
-        bucket: usize,
-        /// How.
-        update: Update,
-    },
+}
+
+/// What a hop needs to know.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Load {
+    /// The host slot that a copy fills or empties.
+    Slot(Slot),
+    /// The pool's job; its working weights, if it writes any, go to the slot.
+    Job(Work, Option<Slot>),
+    /// What the device applies.
+    Update(Update),
 }
 
 /// Bucket steps by what became of them.
@@ -223,6 +213,8 @@ pub struct Coordinator {
     staging: Staging,
     grad_slots: SlotRing,
     param_slots: SlotRing,
+    /// Buckets whose weights are on their way to the device, and from which slots.
+    returning: VecDeque<(usize, Slot)>,
     running: Option<Running>,
     /// This step's update, with the scale that no clipping leaves.
     update: Update,
@@ -248,7 +240,8 @@ impl Coordinator {
         let update = Update { optimizer_step: 0, learning_rate: 0.0, scale: 1.0 };
         Self {
             buckets: vec![bucket; offloaded],
-            commands: VecDeque::with_capacity(layout.count() + 4 * offloaded + 16),
+            commands: VecDeque::with_capacity(3 * layout.count() + 4 * offloaded + 16),
+            returning: VecDeque::with_capacity(param_slots),
             staging,
             grad_slots: SlotRing::new(grad_slots),
             param_slots: SlotRing::new(param_slots),
@@ -289,10 +282,11 @@ impl Coordinator {
                 self.buckets[bucket].computed = false;
             }
             Event::GradReady(_) => {}
-            Event::GradComputed(bucket) => self.buckets[bucket].computed = true,
-            Event::GradArrived(bucket) => self.grad_arrived(bucket),
-            Event::JobDone => self.job_done(),
-            Event::ParamsCopied(slot) => self.param_slots.give(slot),
+            Event::Done { hop: Hop::Backward, bucket } => self.buckets[bucket].computed = true,
+            Event::Done { hop: Hop::GradsOut, bucket } => self.grad_arrived(bucket),
+            Event::Done { hop: Hop::Optimize, bucket } => self.job_done(bucket),
+            Event::Done { hop: Hop::ParamsIn, bucket } => self.params_arrived(bucket),
+            Event::Done { hop, bucket } => panic!("nobody waits for {hop:?} of bucket {bucket}"),
             Event::Validated(verdict) => self.validated(verdict),
         }
         self.copy_ready_grads();
@@ -312,7 +306,7 @@ impl Coordinator {
     }
 
     fn is_offloaded(&self, bucket: usize) -> bool {
-        self.layout.tier(bucket) == Tier::Host
+        self.layout.tier(bucket).is_offloaded()
     }
 
     /// Whether every bucket is settled and the pool idle.
@@ -447,8 +441,10 @@ impl Coordinator {
         }
         if verdict != Verdict::SkipNonFinite {
             let update = self.final_update();
-            let resident = self.layout.offloaded()..self.layout.count();
-            self.commands.extend(resident.rev().map(|bucket| Command::StepResident { bucket, update }));
+            for bucket in (self.layout.offloaded()..self.layout.count()).rev() {
+                let after_backward = &route(self.layout.tier(bucket))[1..];
+                after_backward.iter().for_each(|&hop| self.start(hop, bucket, Load::Update(update)));
+            }
         }
         (0..self.buckets.len()).for_each(|bucket| self.apply_verdict(bucket, verdict));
     }
@@ -470,7 +466,7 @@ impl Coordinator {
             let Some(grads) = self.grad_slots.take() else { return };
             self.transition(bucket, Phase::Ready, Phase::Copying);
             self.buckets[bucket].grads = Some(grads);
-            self.commands.push_back(Command::CopyGrads { bucket, grads });
+            self.start(Hop::GradsOut, bucket, Load::Slot(grads));
         }
     }
 
@@ -498,12 +494,15 @@ impl Coordinator {
         if self.running.is_some() {
             return;
         }
-        let may_step = self.speculating || self.verdict.is_some();
-        let runnable = |b: &Bucket| matches!(b.phase, Phase::Queued(_)) || (b.phase == Phase::Arrived && may_step);
-        match self.next_bucket(runnable) {
+        match self.next_bucket(|b| self.is_runnable(b)) {
             Some(bucket) => self.run(bucket),
             None => self.commit_early(),
         }
+    }
+
+    fn is_runnable(&self, b: &Bucket) -> bool {
+        let may_step = self.speculating || self.verdict.is_some();
+        matches!(b.phase, Phase::Queued(_)) || (b.phase == Phase::Arrived && may_step)
     }
 
     /// While nothing is speculated the pool waits for the verdict: time to write pending updates into the state. It must
@@ -515,7 +514,7 @@ impl Coordinator {
         if let Some(bucket) = self.buckets.iter().position(|b| b.pending.is_some()) {
             let pending = self.buckets[bucket].pending.expect("just seen");
             self.running = Some(Running { bucket, params: None, speculative: false, kind: Kind::Commit });
-            self.commands.push_back(Command::Run { bucket, work: Work::Commit(pending), params: None });
+            self.start(Hop::Optimize, bucket, Load::Job(Work::Commit(pending), None));
         }
     }
 
@@ -532,7 +531,7 @@ impl Coordinator {
         let (kind, work) = self.work(bucket, phase);
         self.transition(bucket, phase, Phase::Running);
         self.running = Some(Running { bucket, params, speculative, kind });
-        self.commands.push_back(Command::Run { bucket, work, params });
+        self.start(Hop::Optimize, bucket, Load::Job(work, params));
     }
 
     /// A slot from which weights are still being copied is not written.
@@ -554,8 +553,9 @@ impl Coordinator {
         }
     }
 
-    fn job_done(&mut self) {
+    fn job_done(&mut self, of: usize) {
         let Running { bucket, params, speculative, kind } = self.running.take().expect("a job was running");
+        assert_eq!(of, bucket, "the pool was given another bucket");
         if matches!(kind, Kind::Speculate | Kind::Flush | Kind::Commit)
             && let Some(done) = self.buckets[bucket].pending.take()
         {
@@ -600,7 +600,20 @@ impl Coordinator {
     }
 
     fn send(&mut self, bucket: usize, params: Option<Slot>) {
-        self.commands.extend(params.map(|params| Command::CopyParams { bucket, params }));
+        if let Some(slot) = params {
+            self.returning.push_back((bucket, slot));
+            self.start(Hop::ParamsIn, bucket, Load::Slot(slot));
+        }
+    }
+
+    fn params_arrived(&mut self, bucket: usize) {
+        let first = self.returning.iter().position(|(returning, _)| *returning == bucket);
+        let (_, slot) = first.and_then(|at| self.returning.remove(at)).expect("weights that were sent");
+        self.param_slots.give(slot);
+    }
+
+    fn start(&mut self, hop: Hop, bucket: usize, load: Load) {
+        self.commands.push_back(Command::Start { hop, bucket, load });
     }
 }
 

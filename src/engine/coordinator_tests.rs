@@ -2,6 +2,7 @@
 //! what every bucket's state and the device's weights must hold. No arithmetic: an "update" is a name.
 
 use super::*;
+use crate::bucket::layout::Tier;
 use crate::optim::norm::BLOCK;
 use crate::units::ClipScale;
 use proptest::prelude::*;
@@ -56,13 +57,19 @@ impl World {
 
     fn obey(&mut self) {
         while let Some(command) = self.coordinator.next_command() {
-            match command {
-                Command::CopyGrads { bucket, grads } => self.copying.push_back((bucket, grads)),
-                Command::Run { bucket, work, params } => assert!(self.job.replace((bucket, work, params)).is_none()),
-                Command::CopyParams { bucket, params } => self.returning.push_back((bucket, params)),
-                Command::StepResident { bucket, update } => self.device[bucket].push((update.optimizer_step, update.scale.to_bits())),
+            let Command::Start { hop, bucket, load } = command;
+            match (hop, load) {
+                (Hop::GradsOut, Load::Slot(slot)) => self.copying.push_back((bucket, slot)),
+                (Hop::Optimize, Load::Job(work, params)) => assert!(self.job.replace((bucket, work, params)).is_none()),
+                (Hop::ParamsIn, Load::Slot(slot)) => self.returning.push_back((bucket, slot)),
+                (Hop::StepOnDevice, Load::Update(update)) => self.device[bucket].push((update.optimizer_step, update.scale.to_bits())),
+                other => panic!("{other:?}"),
             }
         }
+    }
+
+    fn done(&mut self, hop: Hop, bucket: usize) {
+        self.coordinator.handle(Event::Done { hop, bucket });
     }
 
     /// Completes one thing that is under way; false when nothing is.
@@ -76,21 +83,21 @@ impl World {
             0 => {
                 let (bucket, slot) = self.copying.pop_front().unwrap();
                 self.grads[slot.0] = Some((bucket, self.step));
-                self.coordinator.handle(Event::GradArrived(bucket));
+                self.done(Hop::GradsOut, bucket);
             }
             1 => {
                 let (bucket, work, params) = self.job.take().unwrap();
                 self.work(bucket, work, params);
-                self.coordinator.handle(Event::JobDone);
+                self.done(Hop::Optimize, bucket);
             }
             2 => {
                 let (bucket, slot) = self.returning.pop_front().unwrap();
                 self.device[bucket] = self.params[slot.0].clone();
-                self.coordinator.handle(Event::ParamsCopied(slot));
+                self.done(Hop::ParamsIn, bucket);
             }
             _ => {
                 let bucket = self.computing.pop_front().unwrap();
-                self.coordinator.handle(Event::GradComputed(bucket));
+                self.done(Hop::Backward, bucket);
             }
         }
         self.obey();
@@ -242,6 +249,17 @@ fn counters_prove_that_speculation_clipping_and_skipping_happened() {
     assert_eq!(run(1, waiting, 6, 2, 2, &verdicts(1, 30, 20, 20)).speculated, 0);
 }
 
+fn done(hop: Hop, bucket: usize) -> Event {
+    Event::Done { hop, bucket }
+}
+
+/// The buckets that were told to begin `hop`, in order.
+fn started(c: &mut Coordinator, hop: Hop) -> Vec<usize> {
+    let commands = std::iter::from_fn(|| c.next_command());
+    let started = commands.map(|Command::Start { hop, bucket, .. }| (hop, bucket));
+    started.filter(|(started, _)| *started == hop).map(|(_, bucket)| bucket).collect()
+}
+
 #[cfg(all(feature = "stv", feature = "deadline-order"))]
 #[test]
 fn the_order_is_the_earliest_deadline_or_the_order_of_arrival() {
@@ -251,15 +269,9 @@ fn the_order_is_the_earliest_deadline_or_the_order_of_arrival() {
         let mut c = Coordinator::new(BucketLayout::new(4 * BLOCK, BLOCK, Tier::Host), rules, staging);
         c.begin_step(Update { optimizer_step: 1, learning_rate: 0.1, scale: 1.0 });
         (0..4).for_each(|b| c.handle(Event::GradReady(b)));
-        (0..4).for_each(|b| c.handle(Event::GradArrived(b)));
-        (0..3).for_each(|_| c.handle(Event::JobDone));
-        let order: Vec<usize> = std::iter::from_fn(|| c.next_command())
-            .filter_map(|command| match command {
-                Command::Run { bucket, .. } => Some(bucket),
-                _ => None,
-            })
-            .collect();
-        assert_eq!(order, expected);
+        (0..4).for_each(|b| c.handle(done(Hop::GradsOut, b)));
+        expected[..3].iter().for_each(|&b| c.handle(done(Hop::Optimize, b)));
+        assert_eq!(started(&mut c, Hop::Optimize), expected);
     }
 }
 
@@ -271,18 +283,91 @@ fn slots_are_for_what_is_computed_and_then_for_what_will_be_next() {
     let staging = Staging { ringed_grads: false, grad_slots: 3, param_slots: 1, streamed_weights: false };
     let mut c = Coordinator::new(BucketLayout::new(8 * BLOCK, BLOCK, Tier::Host), rules, staging);
     c.begin_step(Update { optimizer_step: 1, learning_rate: 0.1, scale: 1.0 });
-    let copies = |c: &mut Coordinator| -> Vec<usize> {
-        let commands = std::iter::from_fn(|| c.next_command());
-        commands.filter_map(|command| if let Command::CopyGrads { bucket, .. } = command { Some(bucket) } else { None }).collect()
-    };
     (0..8).for_each(|b| c.handle(Event::GradReady(b)));
-    assert_eq!(copies(&mut c), [0, 1, 2], "nothing is computed yet");
-    (0..6).for_each(|b| c.handle(Event::GradComputed(b)));
-    (0..3).for_each(|b| c.handle(Event::GradArrived(b)));
+    assert_eq!(started(&mut c, Hop::GradsOut), [0, 1, 2], "nothing is computed yet");
+    (0..6).for_each(|b| c.handle(done(Hop::Backward, b)));
+    (0..3).for_each(|b| c.handle(done(Hop::GradsOut, b)));
     c.handle(Event::Validated(Verdict::Commit));
-    c.handle(Event::JobDone);
-    assert_eq!(copies(&mut c), [5], "of what is computed the earliest deadline");
-    c.handle(Event::ParamsCopied(Slot(0)));
-    c.handle(Event::JobDone);
-    assert_eq!(copies(&mut c), [4]);
+    c.handle(done(Hop::Optimize, 2));
+    assert_eq!(started(&mut c, Hop::GradsOut), [5], "of what is computed the earliest deadline");
+    c.handle(done(Hop::ParamsIn, 2));
+    c.handle(done(Hop::Optimize, 1));
+    assert_eq!(started(&mut c, Hop::GradsOut), [4]);
+}
+
+/// In the middle of a step: one bucket of four runs, one has arrived, one is being copied, one waits for the device.
+fn in_a_step(policy: Policy) -> Coordinator {
+    let rules = Rules { policy, adaptive: false, deadline_order: false };
+    let staging = Staging { ringed_grads: false, grad_slots: 5, param_slots: 2, streamed_weights: false };
+    let mut c = Coordinator::new(BucketLayout::new(4 * BLOCK, BLOCK, Tier::Host), rules, staging);
+    c.begin_step(Update { optimizer_step: 1, learning_rate: 0.1, scale: 1.0 });
+    (0..3).for_each(|b| c.handle(Event::GradReady(b)));
+    (0..2).for_each(|b| c.handle(done(Hop::GradsOut, b)));
+    c
+}
+
+fn panics(work: impl FnOnce()) -> bool {
+    std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)).is_err()
+}
+
+#[cfg(feature = "stv")]
+#[test]
+fn every_invariant_is_missed_when_it_is_broken() {
+    let pending =
+        |b: &Bucket| b.grads.map(|grads| GradUpdate { grads, update: Update { optimizer_step: 1, learning_rate: 0.1, scale: 1.0 } });
+    let spoils: [&dyn Fn(&mut Coordinator); 14] = [
+        &|c| _ = c.grad_slots.take(),
+        &|c| _ = c.param_slots.take(),
+        &|c| c.grad_slots.give(Slot(0)),
+        &|c| c.returning.push_back((1, Slot(1))),
+        &|c| c.buckets[1].grads = None,
+        &|c| c.buckets[3].grads = Some(Slot(4)),
+        &|c| c.buckets[3].phase = Phase::Ready,
+        &|c| c.buckets[1].phase = Phase::Running,
+        &|c| c.buckets[0].phase = Phase::Arrived,
+        &|c| c.buckets[3].phase = Phase::Queued(Queued::Commit),
+        &|c| c.buckets[1].speculated_in_place = true,
+        &|c| c.verdict = Some(Verdict::SkipNonFinite),
+        &|c| c.running.as_mut().unwrap().kind = Kind::Flush,
+        &|c| c.running = None,
+    ];
+    for (nth, spoil) in spoils.into_iter().enumerate() {
+        let mut c = in_a_step(Policy::Deferred);
+        c.check();
+        spoil(&mut c);
+        assert!(panics(|| c.check()), "nobody misses {nth}");
+    }
+    let mut c = in_a_step(Policy::ValidateFirst);
+    c.check();
+    c.buckets[1].pending = pending(&c.buckets[1]);
+    c.buckets[1].grads = None;
+    c.buckets[1].phase = Phase::Settled;
+    assert!(panics(|| c.check()), "an update is pending though nothing was speculated");
+}
+
+#[test]
+fn what_the_table_does_not_allow_does_not_happen() {
+    let wrong = [Event::GradReady(0), done(Hop::GradsOut, 0), done(Hop::GradsOut, 3), done(Hop::ParamsIn, 0), done(Hop::PageIn, 0)];
+    for event in wrong {
+        assert!(panics(|| in_a_step(Policy::Deferred).handle(event)), "{event:?}");
+    }
+    let mut c = in_a_step(Policy::Deferred);
+    assert!(panics(|| c.transition(3, Phase::Settled, Phase::Copying)) && panics(|| c.transition(2, Phase::Arrived, Phase::Settled)));
+}
+
+#[test]
+fn what_the_device_steps_is_begun_at_the_verdict_the_first_layers_first() {
+    for (away, hops) in [(Tier::Device, vec![Hop::StepOnDevice]), (Tier::Unified, vec![Hop::PageIn, Hop::StepOnDevice, Hop::PageOut])] {
+        let rules = Rules { policy: Policy::ValidateFirst, adaptive: false, deadline_order: true };
+        let staging = Staging { ringed_grads: false, grad_slots: 0, param_slots: 0, streamed_weights: false };
+        let mut c = Coordinator::new(BucketLayout::new(3 * BLOCK, BLOCK, away), rules, staging);
+        let update = Update { optimizer_step: 1, learning_rate: 0.1, scale: 1.0 };
+        c.begin_step(update);
+        (0..3).for_each(|b| c.handle(Event::GradReady(b)));
+        assert_eq!(c.next_command(), None);
+        c.handle(Event::Validated(Verdict::Commit));
+        let have: Vec<_> = std::iter::from_fn(|| c.next_command()).collect();
+        let start = |bucket| hops.iter().map(move |&hop| Command::Start { hop, bucket, load: Load::Update(update) });
+        assert_eq!(have, (0..3).rev().flat_map(start).collect::<Vec<_>>());
+    }
 }

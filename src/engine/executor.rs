@@ -1,17 +1,17 @@
 //! Does what the coordinator decides: enqueues kernels and copies, feeds the pool, and waits only where the protocol
 //! says so. One thread, the driver, runs all of this; see ARCHITECTURE.md for one step from top to bottom.
 
-use super::coordinator::{Command, Coordinator, Counts, Event, Staging, Update};
+use super::coordinator::{Command, Coordinator, Counts, Event, Load, Staging, Update, Work};
 use super::counters::Counters;
-use super::events::{Events, Paging};
 use super::loss_scale::LossScale;
 use super::memory::Memory;
 use super::pool::Pool;
 use super::report::Report;
+use super::route::Hop;
+use super::transfers::Transfers;
 use super::verdict::{SpeculationHistory, Verdict};
 use super::vitals::{Doing, Mark, Vitals};
 use super::weight_flow::WeightFlow;
-use crate::bucket::layout::Tier;
 use crate::bucket::slot::Slot;
 use crate::device::{AdamArgs, DeviceSlice, EventId, Kernels, ProductAlgorithm, Stream};
 use crate::dtype::Dtype;
@@ -28,13 +28,11 @@ use crate::model::tensors::{Stage, TensorTable};
 use crate::model::{MicroStep, Model};
 use crate::optim::StatePart;
 use crate::optim::adam::{AdamConsts, AdamHyper};
-use crate::planner::budget::PAGED_WINDOW;
 use crate::planner::plan::Plan;
 use crate::trace::Recorder;
 use crate::units::Norm;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
-use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -77,6 +75,10 @@ pub struct Exposed {
     pub transfer_ns: u64,
 }
 
+/// Stages (a layer's forward or backward) that the driver enqueues ahead of the device: enough that the device never
+/// waits for a launch, and not so many that a full launch queue blocks the driver, who has a pool to feed.
+const STAGES_AHEAD: usize = 2;
+
 /// The training engine on one device.
 pub struct Engine<D: Kernels> {
     plan: Plan,
@@ -89,13 +91,13 @@ pub struct Engine<D: Kernels> {
     model: Model,
     flow: Option<WeightFlow>,
     coordinator: Coordinator,
-    events: Events,
+    transfers: Transfers,
+    /// The bucket that the pool was given.
+    in_pool: Option<usize>,
+    compute_tail: EventId,
+    /// The ends of the last stages that were enqueued.
+    stages: [EventId; STAGES_AHEAD + 1],
     stages_enqueued: usize,
-    computing: VecDeque<usize>,
-    copying: VecDeque<usize>,
-    /// Parameter slots on their way, and their buckets.
-    returning: VecDeque<(Slot, usize)>,
-    pool_busy: bool,
     bell: Arc<Doorbell>,
     vitals: Arc<Vitals>,
     /// The adversary's coin: whether pool or device goes on first.
@@ -116,14 +118,6 @@ pub struct Engine<D: Kernels> {
 enum Pass {
     Forward,
     Backward,
-}
-
-/// Takes the first of `queue` once its event is done; a stream does what it was given in order.
-fn next_done<D: Kernels, T: Copy>(dev: &mut D, queue: &mut VecDeque<T>, event: impl Fn(T) -> EventId) -> Result<Option<T>> {
-    match queue.front() {
-        Some(&first) if dev.is_done(event(first))? => Ok(queue.pop_front()),
-        _ => Ok(None),
-    }
 }
 
 fn staging(plan: &Plan) -> Staging {
@@ -165,14 +159,13 @@ impl<D: Kernels> Engine<D> {
         }
         Ok(Self {
             coordinator: Coordinator::new(plan.layout.clone(), plan.rules, staging(&plan)),
-            events: Events::new(&mut dev, plan.layout.count(), plan.param_slots)?,
-            computing: VecDeque::with_capacity(plan.layout.count()),
-            copying: VecDeque::with_capacity(plan.layout.count()),
-            returning: VecDeque::with_capacity(plan.param_slots + 1),
+            transfers: Transfers::new(&mut dev, &plan.layout, plan.param_slots)?,
+            in_pool: None,
+            compute_tail: dev.event()?,
+            stages: [dev.event()?, dev.event()?, dev.event()?],
             coin: plan.adversary.map(|seed| ChaCha8Rng::seed_from_u64(seed ^ 0xc01)),
             recorder: Recorder::new("driver", plan.trace_spans),
             loss_scale: LossScale::new(plan.dtype),
-            pool_busy: false,
             stages_enqueued: 0,
             optimizer_step: 0,
             train_step: 0,
@@ -325,8 +318,8 @@ impl<D: Kernels> Engine<D> {
         self.coordinator.flush();
         self.obey()?;
         self.wait_for_all_params()?;
-        self.dev.record(self.events.compute_tail, Stream::Compute)?;
-        self.dev.synchronize(self.events.compute_tail)
+        self.dev.record(self.compute_tail, Stream::Compute)?;
+        self.dev.synchronize(self.compute_tail)
     }
 
     /// The logits `[batch * seq_length, vocab]` of one batch, as fp32, for evaluation.
@@ -442,7 +435,7 @@ impl<D: Kernels> Engine<D> {
         let before = range.start.saturating_sub(ring.period_elems)..end;
         for bucket in self.plan.layout.overlapping(before) {
             self.block_until(Doing::Gradient, bucket, |engine| Ok(engine.coordinator.is_copied(bucket)))?;
-            self.dev.wait(Stream::Compute, self.events.grad_arrived[bucket])?;
+            self.dev.wait(Stream::Compute, self.transfers.event(Hop::GradsOut, bucket))?;
         }
         // No kernel writes padding, and it counts in the norm.
         let mut padding = self.model.table.padding(stage);
@@ -485,7 +478,7 @@ impl<D: Kernels> Engine<D> {
 
     /// Serves events until the device is at most [`STAGES_AHEAD`] stages behind.
     fn stage_enqueued(&mut self) -> Result<()> {
-        let stages = self.events.stages;
+        let stages = self.stages;
         self.dev.record(stages[self.stages_enqueued % stages.len()], Stream::Compute)?;
         self.stages_enqueued += 1;
         self.vitals.record(Mark::Stage, self.stages_enqueued as u64);
@@ -497,11 +490,7 @@ impl<D: Kernels> Engine<D> {
         let range = self.plan.layout.range(bucket);
         self.inject(&range)?;
         self.report.add(&mut self.dev, self.model.grads.slice(range.start, range.len()), &range)?;
-        self.dev.record(self.events.grad_ready[bucket], Stream::Compute)?;
-        if self.plan.layout.tier(bucket) == Tier::Host {
-            self.computing.push_back(bucket);
-            self.vitals.front(Stream::Compute, self.computing.front().copied());
-        }
+        self.issue(Hop::Backward, bucket, None)?;
         self.tell(Event::GradReady(bucket))
     }
 
@@ -572,7 +561,7 @@ impl<D: Kernels> Engine<D> {
 
     fn wait_for_bucket(&mut self, bucket: usize) -> Result<()> {
         self.wait_until_settled(bucket)?;
-        self.dev.wait(Stream::Compute, self.events.params_ready[bucket])
+        self.dev.wait(Stream::Compute, self.transfers.event(Hop::ParamsIn, bucket))
     }
 
     fn wait_until_settled(&mut self, bucket: usize) -> Result<()> {
@@ -580,7 +569,7 @@ impl<D: Kernels> Engine<D> {
             return Ok(());
         }
         let (start, mut idle_since) = (self.dev.now_ns(), None);
-        self.dev.record(self.events.compute_tail, Stream::Compute)?;
+        self.dev.record(self.compute_tail, Stream::Compute)?;
         self.block_until(Doing::Params, bucket, |engine| {
             engine.count_exposed(bucket, &mut idle_since)?;
             Ok(engine.coordinator.is_settled(bucket))
@@ -591,7 +580,7 @@ impl<D: Kernels> Engine<D> {
 
     /// While the compute stream has nothing to do, the time goes to what `bucket` waits for now.
     fn count_exposed(&mut self, bucket: usize, idle_since: &mut Option<u64>) -> Result<()> {
-        if idle_since.is_some() || self.dev.is_done(self.events.compute_tail)? {
+        if idle_since.is_some() || self.dev.is_done(self.compute_tail)? {
             let (now, link) = (self.dev.now_ns(), self.coordinator.waits_for_link(bucket));
             let exposed = if link { &mut self.exposed.transfer_ns } else { &mut self.exposed.cpu_ns };
             *exposed += now - idle_since.replace(now).unwrap_or(now);
@@ -640,27 +629,20 @@ impl<D: Kernels> Engine<D> {
         if self.coin.as_mut().is_some_and(|coin| coin.next_u32().is_multiple_of(4)) {
             self.pool.advance();
         }
-        while let Some(bucket) = next_done(&mut self.dev, &mut self.computing, |bucket| self.events.grad_ready[bucket])? {
-            told = true;
-            self.vitals.front(Stream::Compute, self.computing.front().copied());
-            self.tell(Event::GradComputed(bucket))?;
-        }
-        while let Some(bucket) = next_done(&mut self.dev, &mut self.copying, |bucket| self.events.grad_arrived[bucket])? {
-            told = true;
-            self.vitals.front(Stream::D2h, self.copying.front().copied());
-            self.tell(Event::GradArrived(bucket))?;
-        }
-        while let Some((slot, bucket)) = next_done(&mut self.dev, &mut self.returning, |(slot, _)| self.events.slot_copied[slot.0])? {
-            told = true;
-            self.vitals.front(Stream::H2d, self.returning.front().map(|(_, bucket)| *bucket));
-            self.vitals.record(Mark::Returned, bucket as u64);
-            self.tell(Event::ParamsCopied(slot))?;
+        for stream in Stream::ALL {
+            while let Some((hop, bucket)) = self.transfers.poll(&mut self.dev, stream)? {
+                told = true;
+                self.vitals.front(stream, self.transfers.front(stream));
+                self.tell(Event::Done { hop, bucket })?;
+            }
         }
         self.report.poll(&mut self.dev)?;
-        while self.pool_busy && self.pool.is_idle()? {
-            self.pool_busy = false;
+        while let Some(bucket) = self.in_pool
+            && self.pool.is_idle()?
+        {
+            self.in_pool = None;
             told = true;
-            self.tell(Event::JobDone)?;
+            self.tell(Event::Done { hop: Hop::Optimize, bucket })?;
         }
         Ok(told)
     }
@@ -674,73 +656,83 @@ impl<D: Kernels> Engine<D> {
     fn obey(&mut self) -> Result<()> {
         while let Some(command) = self.coordinator.next_command() {
             self.vitals.command(&command);
-            match command {
-                Command::CopyGrads { bucket, grads } => self.copy_grads(bucket, grads)?,
-                Command::CopyParams { bucket, params } => self.copy_params(bucket, params)?,
-                Command::StepResident { bucket, update } => self.step_resident(bucket, update)?,
-                Command::Run { bucket, work, params } => {
-                    let (range, memory) = (self.plan.layout.range(bucket), self.memory.step.clone());
-                    if params.is_some() {
-                        self.flow.iter_mut().for_each(|flow| flow.forget(&range));
-                    }
-                    let job = StepJob { bucket, range, work, out: params, memory };
-                    self.counters.adam_elems += job.range.len() as u64;
-                    self.counters.adam_bytes += job.traffic_bytes();
-                    self.pool.submit(job);
-                    self.pool_busy = true;
-                }
-            }
+            let Command::Start { hop, bucket, load } = command;
+            self.start(hop, bucket, load)?;
         }
         Ok(())
     }
 
-    fn copy_grads(&mut self, bucket: usize, slot: Slot) -> Result<()> {
+    fn start(&mut self, hop: Hop, bucket: usize, load: Load) -> Result<()> {
         let range = self.plan.layout.range(bucket);
-        let (mut source, target) = (self.grads(&range), self.memory.step.grads.slot(slot, range.len()));
-        self.dev.wait(Stream::D2h, self.events.grad_ready[bucket])?;
+        self.transfers.wait(&mut self.dev, hop, bucket)?;
+        match (hop, load) {
+            (Hop::GradsOut, Load::Slot(slot)) => self.copy_grads(&range, slot)?,
+            (Hop::Optimize, Load::Job(work, params)) => self.give_to_pool(bucket, range, work, params),
+            (Hop::ParamsIn, Load::Slot(_)) if self.beside_flow(&range).is_empty() => {
+                let done = Event::Done { hop, bucket };
+                self.vitals.event(done, self.train_step + 1);
+                self.coordinator.handle(done);
+                return Ok(());
+            }
+            (Hop::ParamsIn, Load::Slot(slot)) => self.copy_params(&range, slot)?,
+            (Hop::PageIn, Load::Update(_)) => self.counters.h2d_bytes += self.page(Stream::H2d, &range, Place::Device)?,
+            (Hop::StepOnDevice, Load::Update(update)) => self.step_on_device(&range, update)?,
+            (Hop::PageOut, Load::Update(_)) => self.counters.d2h_bytes += self.page(Stream::D2h, &range, Place::Host)?,
+            (hop, load) => unreachable!("{hop:?} does not start with {load:?}"),
+        }
+        let slot = if let Load::Slot(slot) = load { Some(slot) } else { None };
+        self.issue(hop, bucket, slot)
+    }
+
+    /// What was enqueued last is `hop` of `bucket`.
+    fn issue(&mut self, hop: Hop, bucket: usize, slot: Option<Slot>) -> Result<()> {
+        self.transfers.issue(&mut self.dev, hop, bucket, slot)?;
+        if let Some(stream) = hop.leg().stream {
+            self.vitals.front(stream, self.transfers.front(stream));
+        }
+        Ok(())
+    }
+
+    fn give_to_pool(&mut self, bucket: usize, range: Range<usize>, work: Work, params: Option<Slot>) {
+        if let (Some(flow), Some(_)) = (&mut self.flow, params) {
+            flow.forget(&range);
+        }
+        let job = StepJob { bucket, range, work, out: params, memory: self.memory.step.clone() };
+        self.counters.adam_elems += job.range.len() as u64;
+        self.counters.adam_bytes += job.traffic_bytes();
+        self.pool.submit(job);
+        self.in_pool = Some(bucket);
+    }
+
+    fn copy_grads(&mut self, range: &Range<usize>, slot: Slot) -> Result<()> {
+        let (mut source, target) = (self.grads(range), self.memory.step.grads.slot(slot, range.len()));
         if self.plan.device_casts() {
             let staging = self.memory.staging_d2h.slice(0, range.len());
             self.dev.cast(Stream::D2h, source, staging)?;
             source = staging;
         }
-        self.dev.copy_d2h(Stream::D2h, source, target)?;
         self.counters.d2h_bytes += target.bytes() as u64;
-        self.dev.record(self.events.grad_arrived[bucket], Stream::D2h)?;
-        self.copying.push_back(bucket);
-        self.vitals.front(Stream::D2h, self.copying.front().copied());
-        Ok(())
+        self.dev.copy_d2h(Stream::D2h, source, target)
     }
 
-    fn copy_params(&mut self, bucket: usize, slot: Slot) -> Result<()> {
-        let whole = self.plan.layout.range(bucket);
-        let range = self.flow.as_ref().map_or(whole.clone(), |flow| flow.beside(&whole));
-        if range.is_empty() {
-            self.vitals.record(Mark::Returned, bucket as u64);
-            self.coordinator.handle(Event::ParamsCopied(slot));
-            return Ok(());
-        }
-        let (source, mut target) = (self.memory.step.params.part(slot, &whole, &range), self.weights(&range));
-        if self.plan.device_casts() {
-            target = self.memory.staging_h2d.slice(0, range.len());
-        }
-        self.dev.copy_h2d(Stream::H2d, source, target)?;
+    fn copy_params(&mut self, whole: &Range<usize>, slot: Slot) -> Result<()> {
+        let range = self.beside_flow(whole);
+        let (source, weights) = (self.memory.step.params.part(slot, whole, &range), self.weights(&range));
         self.counters.h2d_bytes += source.bytes() as u64;
-        if self.plan.device_casts() {
-            self.dev.cast(Stream::H2d, target, self.weights(&range))?;
+        if !self.plan.device_casts() {
+            return self.dev.copy_h2d(Stream::H2d, source, weights);
         }
-        self.dev.record(self.events.slot_copied[slot.0], Stream::H2d)?;
-        self.dev.record(self.events.params_ready[bucket], Stream::H2d)?;
-        self.returning.push_back((slot, bucket));
-        self.vitals.front(Stream::H2d, self.returning.front().map(|(_, bucket)| *bucket));
-        Ok(())
+        let staging = self.memory.staging_h2d.slice(0, range.len());
+        self.dev.copy_h2d(Stream::H2d, source, staging)?;
+        self.dev.cast(Stream::H2d, staging, weights)
     }
 
-    fn step_resident(&mut self, bucket: usize, update: Update) -> Result<()> {
-        let range = self.plan.layout.range(bucket);
-        let is_paged = self.plan.layout.tier(bucket) == Tier::Unified;
-        if is_paged {
-            self.page_in(bucket)?;
-        }
+    /// The part of a bucket that has its own place on the device: all that does not stream.
+    fn beside_flow(&self, range: &Range<usize>) -> Range<usize> {
+        self.flow.as_ref().map_or(range.clone(), |flow| flow.beside(range))
+    }
+
+    fn step_on_device(&mut self, range: &Range<usize>, update: Update) -> Result<()> {
         let hyper = AdamHyper { lr: update.learning_rate, ..self.plan.hyper };
         let segments = self.memory.step.segments.clone();
         for segment in segments.iter() {
@@ -753,30 +745,13 @@ impl<D: Kernels> Engine<D> {
             let (grads, out) = (self.grads(&part), self.weights(&part));
             self.dev.adam_step(AdamArgs { params: state.params, m: state.m, v: state.v, grads, out, consts, scale: update.scale })?;
         }
-        if is_paged { self.page_out(bucket) } else { Ok(()) }
+        Ok(())
     }
 
-    /// The bucket's state comes as soon as the one before it in the window has gone. All of it is enqueued at once: states that
-    /// come and states that go cross the link beside the steps of others.
-    fn page_in(&mut self, bucket: usize) -> Result<()> {
-        let Paging { fetched, returned, .. } = self.events.paging[bucket % PAGED_WINDOW];
-        self.dev.wait(Stream::H2d, returned)?;
-        self.counters.h2d_bytes += self.prefetch(Stream::H2d, bucket, Place::Device)?;
-        self.dev.record(fetched, Stream::H2d)?;
-        self.dev.wait(Stream::Compute, fetched)
-    }
-
-    fn page_out(&mut self, bucket: usize) -> Result<()> {
-        let Paging { stepped, returned, .. } = self.events.paging[bucket % PAGED_WINDOW];
-        self.dev.record(stepped, Stream::Compute)?;
-        self.dev.wait(Stream::D2h, stepped)?;
-        self.counters.d2h_bytes += self.prefetch(Stream::D2h, bucket, Place::Host)?;
-        self.dev.record(returned, Stream::D2h)
-    }
-
-    /// Moves a paged bucket's state; returns its bytes.
-    fn prefetch(&mut self, stream: Stream, bucket: usize, place: Place) -> Result<u64> {
-        let arrays = self.memory.device_part(&self.plan.layout.range(bucket)).arrays();
+    /// Moves a bucket's state between the two sides; returns its bytes. All of a step is enqueued at once: states that come and states
+    /// that go cross the link beside the steps of others.
+    fn page(&mut self, stream: Stream, range: &Range<usize>, place: Place) -> Result<u64> {
+        let arrays = self.memory.device_part(range).arrays();
         arrays.into_iter().try_for_each(|memory| self.dev.prefetch(stream, memory, place))?;
         Ok(arrays.map(|memory| memory.bytes() as u64).iter().sum())
     }

@@ -2,13 +2,14 @@
 
 pub mod coordinator;
 pub mod counters;
-mod events;
 pub mod executor;
 pub mod loss_scale;
 mod memory;
 pub mod pool;
 mod report;
+pub mod route;
 pub mod step_job;
+mod transfers;
 pub mod verdict;
 pub mod vitals;
 pub mod watchdog;

@@ -1,6 +1,7 @@
 //! What the driver says of itself while it steps, for the watchdog: relaxed stores into memory that is there from the start.
 
 use super::coordinator::{Command, Event};
+use super::route::Hop;
 use super::verdict::Verdict;
 use crate::device::Stream;
 use crate::host::doorbell::Doorbell;
@@ -55,7 +56,6 @@ impl Doing {
 
 /// What happened last, to a bucket or in the step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u8)]
 pub enum Mark {
     /// Nothing yet.
     Nothing,
@@ -63,64 +63,61 @@ pub enum Mark {
     Step,
     /// A stage was enqueued; how many so far.
     Stage,
-    /// See [`Event::GradReady`].
-    Enqueued,
-    /// See [`Event::GradComputed`].
-    Computed,
-    /// See [`Command::CopyGrads`].
-    Leaving,
-    /// See [`Event::GradArrived`].
-    Arrived,
-    /// See [`Command::Run`].
-    Given,
-    /// See [`Event::JobDone`].
-    Done,
-    /// See [`Command::CopyParams`].
-    Returning,
-    /// See [`Event::ParamsCopied`].
-    Returned,
-    /// See [`Command::StepResident`].
-    Resident,
     /// A verdict: commit.
     Commit,
     /// A verdict: clip.
     Clip,
     /// A verdict: skip.
     Skip,
+    /// A hop of a bucket began.
+    Begun(Hop),
+    /// A hop of a bucket is done.
+    Done(Hop),
 }
 
 impl Mark {
-    const ALL: [(Self, &str, &str); 15] = [
-        (Self::Nothing, "nothing", "nothing is pending"),
-        (Self::Step, "begin step", ""),
-        (Self::Stage, "enqueue stage", ""),
-        (Self::Enqueued, "gradient enqueued: bucket", "waits for the device to compute its gradient"),
-        (Self::Computed, "gradient computed: bucket", "waits for a staging slot for its gradient"),
-        (Self::Leaving, "copy gradient: bucket", "waits for its gradient's copy to the host"),
-        (Self::Arrived, "gradient arrived: bucket", "waits for the optimizer's workers, or for the verdict"),
-        (Self::Given, "give the workers bucket", "is with the optimizer's workers"),
-        (Self::Done, "workers done: bucket", "waits for the verdict, or is done"),
-        (Self::Returning, "copy parameters: bucket", "waits for its parameters' copy to the device"),
-        (Self::Returned, "parameters copied: bucket", "nothing is pending"),
-        (Self::Resident, "step on the device: bucket", "is stepped by the device"),
-        (Self::Commit, "verdict: commit step", ""),
-        (Self::Clip, "verdict: clip step", ""),
-        (Self::Skip, "verdict: skip step", ""),
+    /// The marks that are about no bucket, and what each says.
+    const OF_STEPS: [(Self, &str); 6] = [
+        (Self::Nothing, "nothing"),
+        (Self::Step, "begin step"),
+        (Self::Stage, "enqueue stage"),
+        (Self::Commit, "verdict: commit step"),
+        (Self::Clip, "verdict: clip step"),
+        (Self::Skip, "verdict: skip step"),
     ];
 
     /// As an event, to be followed by its number.
     pub fn event(self) -> &'static str {
-        Self::ALL[self as usize].1
+        match self {
+            Self::Begun(hop) => hop.leg().begun[0],
+            Self::Done(hop) => hop.leg().done[0],
+            of_step => Self::OF_STEPS[of_step.code() as usize].1,
+        }
     }
 
     /// What a bucket waits for to which this happened last.
     pub fn pending(self) -> &'static str {
-        Self::ALL[self as usize].2
+        match self {
+            Self::Begun(hop) => hop.leg().begun[1],
+            Self::Done(hop) => hop.leg().done[1],
+            _ => "nothing is pending",
+        }
     }
 
-    /// Whether it is about one bucket.
-    fn of_bucket(self) -> bool {
-        !matches!(self, Self::Nothing | Self::Step | Self::Stage | Self::Commit | Self::Clip | Self::Skip)
+    fn code(self) -> u8 {
+        let code = match self {
+            Self::Begun(hop) => Self::OF_STEPS.len() + 2 * hop as usize,
+            Self::Done(hop) => Self::OF_STEPS.len() + 2 * hop as usize + 1,
+            of_step => Self::OF_STEPS.iter().position(|(mark, _)| *mark == of_step).unwrap_or(0),
+        };
+        code as u8
+    }
+
+    fn of(code: u8) -> Self {
+        match (code as usize).checked_sub(Self::OF_STEPS.len()) {
+            None => Self::OF_STEPS[code as usize].0,
+            Some(of_hop) => [Self::Begun, Self::Done][of_hop % 2](Hop::ALL[of_hop / 2]),
+        }
     }
 }
 
@@ -143,9 +140,8 @@ pub struct Vitals {
     recorded: AtomicU64,
     /// What happened last to each bucket.
     buckets: Box<[AtomicU64]>,
-    /// One more than the bucket that each stream works for first, as far as the driver waits for it; 0 is none.
-    streams: [AtomicU64; 3],
-    running: AtomicU64,
+    /// The hop, from 1, and the bucket that each stream works for first, as far as the driver waits for it; 0 is none.
+    streams: [AtomicU64; Stream::COUNT],
     bell: Arc<Doorbell>,
     /// The optimizer's workers.
     pub workers: Arc<Pulse>,
@@ -160,7 +156,6 @@ impl Vitals {
             recorded: AtomicU64::new(0),
             buckets: (0..buckets).map(|_| AtomicU64::new(0)).collect(),
             streams: array::from_fn(|_| AtomicU64::new(0)),
-            running: AtomicU64::new(0),
             bell,
             workers,
         }
@@ -173,15 +168,16 @@ impl Vitals {
 
     /// This happened, to bucket, stage or step `number`. Only the driver calls it.
     pub(super) fn record(&self, mark: Mark, number: u64) {
-        let (what, nth) = (pack(mark as u8, number), self.recorded.load(Ordering::Relaxed));
+        let (what, nth) = (pack(mark.code(), number), self.recorded.load(Ordering::Relaxed));
         let record = &self.records[nth as usize % EVENTS];
         record.at_ns.store(now_ns(), Ordering::Relaxed);
         record.what.store(what, Ordering::Relaxed);
         self.recorded.store(nth + 1, Ordering::Release);
-        if mark.of_bucket() {
+        if let Mark::Begun(_) | Mark::Done(_) = mark {
             let last = &self.buckets[number as usize];
             // A gradient may be on its way before the device has computed it: that says more.
-            if mark != Mark::Computed || last.load(Ordering::Relaxed) == pack(Mark::Enqueued as u8, number) {
+            let enqueued = pack(Mark::Begun(Hop::Backward).code(), number);
+            if mark != Mark::Done(Hop::Backward) || last.load(Ordering::Relaxed) == enqueued {
                 last.store(what, Ordering::Relaxed);
             }
         }
@@ -190,12 +186,8 @@ impl Vitals {
     /// The coordinator is told this in step `step`.
     pub(super) fn event(&self, event: Event, step: u64) {
         match event {
-            Event::GradReady(bucket) => self.record(Mark::Enqueued, bucket as u64),
-            Event::GradComputed(bucket) => self.record(Mark::Computed, bucket as u64),
-            Event::GradArrived(bucket) => self.record(Mark::Arrived, bucket as u64),
-            Event::JobDone => self.record(Mark::Done, self.running.load(Ordering::Relaxed)),
-            // The executor knows the bucket, and says so.
-            Event::ParamsCopied(_) => {}
+            Event::GradReady(bucket) => self.record(Mark::Begun(Hop::Backward), bucket as u64),
+            Event::Done { hop, bucket } => self.record(Mark::Done(hop), bucket as u64),
             Event::Validated(Verdict::Commit) => self.record(Mark::Commit, step),
             Event::Validated(Verdict::Clip(_)) => self.record(Mark::Clip, step),
             Event::Validated(Verdict::SkipNonFinite) => self.record(Mark::Skip, step),
@@ -204,20 +196,14 @@ impl Vitals {
 
     /// The coordinator asks for this.
     pub(super) fn command(&self, command: &Command) {
-        match *command {
-            Command::CopyGrads { bucket, .. } => self.record(Mark::Leaving, bucket as u64),
-            Command::Run { bucket, .. } => {
-                self.running.store(bucket as u64, Ordering::Relaxed);
-                self.record(Mark::Given, bucket as u64);
-            }
-            Command::CopyParams { bucket, .. } => self.record(Mark::Returning, bucket as u64),
-            Command::StepResident { bucket, .. } => self.record(Mark::Resident, bucket as u64),
-        }
+        let Command::Start { hop, bucket, .. } = *command;
+        self.record(Mark::Begun(hop), bucket as u64);
     }
 
-    /// The first bucket that the driver waits for on `stream`.
-    pub(super) fn front(&self, stream: Stream, bucket: Option<usize>) {
-        self.streams[stream as usize].store(bucket.map_or(0, |bucket| bucket as u64 + 1), Ordering::Relaxed);
+    /// The first hop, and its bucket, that the driver waits for on `stream`.
+    pub(super) fn front(&self, stream: Stream, front: Option<(Hop, usize)>) {
+        let word = front.map_or(0, |(hop, bucket)| pack(hop as u8 + 1, bucket as u64));
+        self.streams[stream as usize].store(word, Ordering::Relaxed);
     }
 
     /// Rises whenever an event happens or something is done that might cause one.
@@ -232,9 +218,10 @@ impl Vitals {
         (Doing::ALL[(word & 0xff) as usize].0, word >> 8)
     }
 
-    /// The first bucket that the driver waits for on `stream`.
-    pub fn pending(&self, stream: Stream) -> Option<u64> {
-        self.streams[stream as usize].load(Ordering::Relaxed).checked_sub(1)
+    /// The first hop, and its bucket, that the driver waits for on `stream`.
+    pub fn pending(&self, stream: Stream) -> Option<(Hop, u64)> {
+        let word = self.streams[stream as usize].load(Ordering::Relaxed);
+        (word & 0xff).checked_sub(1).map(|hop| (Hop::ALL[hop as usize], word >> 8))
     }
 
     /// What happened last to each bucket.
@@ -254,17 +241,21 @@ impl Vitals {
 }
 
 fn unpack(word: u64) -> (Mark, u64) {
-    (Mark::ALL[(word & 0xff) as usize].0, word >> 8)
+    (Mark::of(word as u8), word >> 8)
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::coordinator::Load;
     use super::*;
+    use crate::bucket::slot::Slot;
 
     #[test]
     fn every_word_belongs_to_its_place() {
         assert!(Doing::ALL.iter().enumerate().all(|(place, (doing, _))| *doing as usize == place));
-        assert!(Mark::ALL.iter().enumerate().all(|(place, (mark, ..))| *mark as usize == place));
+        let marks = (0..).take(Mark::OF_STEPS.len() + 2 * Hop::ALL.len());
+        assert!(marks.clone().all(|code| Mark::of(code).code() == code));
+        assert!(marks.into_iter().all(|code| !Mark::of(code).event().is_empty() || matches!(Mark::of(code), Mark::Done(_))));
     }
 
     #[test]
@@ -272,12 +263,15 @@ mod tests {
         let vitals = Vitals::new(3, Arc::default(), Arc::default());
         (0..300).for_each(|step| vitals.record(Mark::Step, step));
         vitals.event(Event::GradReady(1), 300);
-        vitals.command(&Command::CopyGrads { bucket: 1, grads: crate::bucket::slot::Slot(0) });
-        vitals.event(Event::GradComputed(1), 300);
+        vitals.command(&Command::Start { hop: Hop::GradsOut, bucket: 1, load: Load::Slot(Slot(0)) });
+        vitals.event(Event::Done { hop: Hop::Backward, bucket: 1 }, 300);
         let events: Vec<_> = vitals.events().map(|(_, mark, number)| (mark, number)).collect();
         assert_eq!((events.len(), events[0]), (EVENTS, (Mark::Step, 300 + 3 - EVENTS as u64)));
-        assert_eq!(events[EVENTS - 3..], [(Mark::Enqueued, 1), (Mark::Leaving, 1), (Mark::Computed, 1)]);
-        assert!(vitals.buckets().eq([Mark::Nothing, Mark::Leaving, Mark::Nothing]));
+        assert_eq!(
+            events[EVENTS - 3..],
+            [Mark::Begun(Hop::Backward), Mark::Begun(Hop::GradsOut), Mark::Done(Hop::Backward)].map(|mark| (mark, 1))
+        );
+        assert!(vitals.buckets().eq([Mark::Nothing, Mark::Begun(Hop::GradsOut), Mark::Nothing]));
         let before = vitals.progress();
         vitals.bell.ring();
         assert!(vitals.progress() > before);

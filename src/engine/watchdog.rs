@@ -1,6 +1,7 @@
 //! A thread that notices when others stand still: an optimizer worker is named, and a driver without progress ends the run with an
 //! account of what everything waits for. It reads what they publish ([`Vitals`]); they never wait for it.
 
+use super::route::Hop;
 use super::vitals::{Doing, Mark, Vitals};
 use crate::device::Stream;
 use crate::error::{Error, Result};
@@ -148,14 +149,10 @@ impl Watch {
     }
 
     fn streams(&self, text: &mut String) {
-        let streams = [
-            (Stream::Compute, "compute", "the gradient of"),
-            (Stream::D2h, "d2h", "the gradient's copy of"),
-            (Stream::H2d, "h2d", "the parameters' copy of"),
-        ];
-        for (stream, name, what) in streams {
-            let pending = self.vitals.pending(stream).map_or("nothing that is known".into(), |bucket| format!("{what} bucket {bucket}"));
-            let _ = writeln!(text, "  stream        {name} owes {pending}");
+        for stream in Stream::ALL {
+            let owed = |(hop, bucket): (Hop, u64)| format!("{} of bucket {bucket}", hop.leg().what);
+            let pending = self.vitals.pending(stream).map_or("nothing that is known".into(), owed);
+            let _ = writeln!(text, "  stream        {} owes {pending}", stream.name());
         }
     }
 
@@ -216,9 +213,9 @@ mod tests {
         let mut watch = watch(LIMIT);
         let vitals = watch.vitals.clone();
         vitals.record(Mark::Step, 17);
-        vitals.record(Mark::Leaving, 2);
-        vitals.record(Mark::Given, 3);
-        vitals.front(Stream::D2h, Some(2));
+        vitals.record(Mark::Begun(Hop::GradsOut), 2);
+        vitals.record(Mark::Begun(Hop::Optimize), 3);
+        vitals.front(Stream::D2h, Some((Hop::GradsOut, 2)));
         vitals.now(Doing::Params, 3);
         // The first look sees the progress of before.
         let (looks, report) = stall(look(&mut watch, 200));
@@ -249,7 +246,7 @@ mod tests {
         vitals.now(Doing::Norm, 0);
         for bucket in 0..4 {
             assert!(look(&mut watch, 79).is_none());
-            vitals.record(Mark::Arrived, bucket);
+            vitals.record(Mark::Done(Hop::GradsOut), bucket);
         }
         assert_eq!(stall(look(&mut watch, 100)).0, 81);
     }

@@ -37,6 +37,9 @@ impl Coordinator {
         assert_eq!(self.grad_slots.lent(), held, "gradient slots lent, and with buckets: copying, arrived, running, pending");
         let waits = self.buckets.iter().any(|b| b.phase == Ready);
         assert!(!waits || held == self.grad_slots.count(), "a gradient waits while a slot is free");
+        let written = self.running.as_ref().and_then(|running| running.params);
+        let sent = self.returning.len() + usize::from(written.is_some());
+        assert_eq!(self.param_slots.lent(), sent, "parameter slots lent, and written or on their way");
     }
 
     /// One bucket runs, the one that the pool has; only an early commit leaves its bucket where it is.
@@ -44,7 +47,10 @@ impl Coordinator {
         let running = (0..self.buckets.len()).filter(|&bucket| self.buckets[bucket].phase == Running);
         let pool = self.running.as_ref().filter(|running| running.kind != Kind::Commit).map(|running| running.bucket);
         assert!(running.eq(pool), "the pool has bucket {pool:?} and others run");
-        let Some(running) = &self.running else { return };
+        let Some(running) = &self.running else {
+            let has_room = !self.staging.streams() && self.param_slots.lent() < self.param_slots.count();
+            return assert!(!has_room || !self.buckets.iter().any(|b| self.is_runnable(b)), "a bucket waits for an idle pool");
+        };
         assert!(!running.speculative || self.rules.may_speculate(), "the pool speculates under {:?}", self.rules.policy);
         assert_eq!(running.params.is_none(), matches!(running.kind, Kind::Flush | Kind::Commit), "new weights need a slot");
     }

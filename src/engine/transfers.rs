@@ -1,0 +1,84 @@
+//! The hops that streams do: one event for each hop and bucket, and for each stream one queue of what the coordinator waits for.
+
+use super::route::{Hop, route};
+use crate::bucket::layout::BucketLayout;
+use crate::bucket::slot::Slot;
+use crate::device::{Device, EventId, Stream};
+use crate::error::Result;
+use std::collections::VecDeque;
+
+/// A hop whose end the coordinator will be told of.
+#[derive(Clone, Copy, Debug)]
+struct InFlight {
+    hop: Hop,
+    bucket: usize,
+    done: EventId,
+}
+
+/// Nothing in here allocates after construction.
+pub(super) struct Transfers {
+    layout: BucketLayout,
+    /// By hop, and by bucket or place in the window: the end of what was last enqueued.
+    events: [Vec<EventId>; Hop::ALL.len()],
+    /// The end of what was last enqueued with each parameter slot.
+    slots: Vec<EventId>,
+    in_flight: [VecDeque<InFlight>; Stream::COUNT],
+}
+
+impl Transfers {
+    pub(super) fn new<D: Device>(dev: &mut D, layout: &BucketLayout, param_slots: usize) -> Result<Self> {
+        let mut many = |count: usize| (0..count).map(|_| dev.event()).collect::<Result<Vec<_>>>();
+        let mut events = [const { Vec::new() }; Hop::ALL.len()];
+        for hop in Hop::ALL.into_iter().filter(|hop| hop.leg().stream.is_some()) {
+            events[hop as usize] = many(hop.leg().window.unwrap_or(layout.count()))?;
+        }
+        let in_flight = Stream::ALL.map(|_| VecDeque::with_capacity(layout.count().max(param_slots)));
+        Ok(Self { layout: layout.clone(), events, slots: many(param_slots)?, in_flight })
+    }
+
+    /// The end of the last `hop` of `bucket` that was enqueued.
+    ///
+    /// # Panics
+    /// If no stream does that hop.
+    pub(super) fn event(&self, hop: Hop, bucket: usize) -> EventId {
+        let events = &self.events[hop as usize];
+        events[bucket % events.len()]
+    }
+
+    /// What is enqueued next for `hop` of `bucket` runs behind the hop that comes before it.
+    pub(super) fn wait<D: Device>(&self, dev: &mut D, hop: Hop, bucket: usize) -> Result<()> {
+        match (hop.leg().stream, hop.leg().after) {
+            (Some(stream), Some(after)) if route(self.layout.tier(bucket)).contains(&after) => dev.wait(stream, self.event(after, bucket)),
+            _ => Ok(()),
+        }
+    }
+
+    /// `hop` of `bucket`, with `slot`, is what was enqueued last on its stream; of an offloaded bucket [`Transfers::poll`] tells its end.
+    pub(super) fn issue<D: Device>(&mut self, dev: &mut D, hop: Hop, bucket: usize, slot: Option<Slot>) -> Result<()> {
+        let Some(stream) = hop.leg().stream else { return Ok(()) };
+        let mut done = self.event(hop, bucket);
+        dev.record(done, stream)?;
+        if let Some(slot) = slot.filter(|_| hop.leg().by_slot) {
+            done = self.slots[slot.0];
+            dev.record(done, stream)?;
+        }
+        if self.layout.tier(bucket).is_offloaded() {
+            self.in_flight[stream as usize].push_back(InFlight { hop, bucket, done });
+        }
+        Ok(())
+    }
+
+    /// Takes the first hop of `stream`'s queue if it is done; a stream does what it was given in order. Never blocks.
+    pub(super) fn poll<D: Device>(&mut self, dev: &mut D, stream: Stream) -> Result<Option<(Hop, usize)>> {
+        let queue = &mut self.in_flight[stream as usize];
+        match queue.front() {
+            Some(first) if dev.is_done(first.done)? => Ok(queue.pop_front().map(|first| (first.hop, first.bucket))),
+            _ => Ok(None),
+        }
+    }
+
+    /// The first hop, and its bucket, in `stream`'s queue.
+    pub(super) fn front(&self, stream: Stream) -> Option<(Hop, usize)> {
+        self.in_flight[stream as usize].front().map(|first| (first.hop, first.bucket))
+    }
+}
