@@ -3,6 +3,7 @@
 
 use super::coordinator::{Command, Coordinator, Counts, Event, Load, Staging, Update, Work};
 use super::counters::Counters;
+use super::havoc::Havoc;
 use super::loss_scale::LossScale;
 use super::memory::Memory;
 use super::pool::Pool;
@@ -31,8 +32,6 @@ use crate::optim::adam::{AdamConsts, AdamHyper};
 use crate::planner::plan::Plan;
 use crate::trace::Recorder;
 use crate::units::Norm;
-use rand_chacha::ChaCha8Rng;
-use rand_chacha::rand_core::{Rng, SeedableRng};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -100,8 +99,7 @@ pub struct Engine<D: Kernels> {
     stages_enqueued: usize,
     bell: Arc<Doorbell>,
     vitals: Arc<Vitals>,
-    /// The adversary's coin: whether pool or device goes on first.
-    coin: Option<ChaCha8Rng>,
+    havoc: Option<Havoc>,
     recorder: Recorder,
     optimizer_step: u64,
     train_step: u64,
@@ -163,7 +161,7 @@ impl<D: Kernels> Engine<D> {
             in_pool: None,
             compute_tail: dev.event()?,
             stages: [dev.event()?, dev.event()?, dev.event()?],
-            coin: plan.adversary.map(|seed| ChaCha8Rng::seed_from_u64(seed ^ 0xc01)),
+            havoc: Havoc::of(&plan),
             recorder: Recorder::new("driver", plan.trace_spans),
             loss_scale: LossScale::new(plan.dtype),
             stages_enqueued: 0,
@@ -488,20 +486,12 @@ impl<D: Kernels> Engine<D> {
 
     fn bucket_ready(&mut self, bucket: usize) -> Result<()> {
         let range = self.plan.layout.range(bucket);
-        self.inject(&range)?;
+        if let Some(havoc) = &self.havoc {
+            havoc.spoil(&mut self.dev, self.model.grads, &range, self.train_step + 1)?;
+        }
         self.report.add(&mut self.dev, self.model.grads.slice(range.start, range.len()), &range)?;
         self.issue(Hop::Backward, bucket, None)?;
         self.tell(Event::GradReady(bucket))
-    }
-
-    fn inject(&mut self, range: &Range<usize>) -> Result<()> {
-        for i in 0..self.plan.inject.len() {
-            let fault = self.plan.inject[i];
-            if fault.step == self.train_step + 1 && range.contains(&fault.element) {
-                self.dev.poke(self.model.grads, fault.element, fault.value)?;
-            }
-        }
-        Ok(())
     }
 
     fn grads(&self, range: &Range<usize>) -> DeviceSlice {
@@ -606,7 +596,7 @@ impl<D: Kernels> Engine<D> {
                 return Ok(());
             }
             if !self.go_on()? && !told {
-                if self.coin.is_some() {
+                if self.havoc.as_ref().is_some_and(Havoc::decides) {
                     return Err(Error::resource("wait for the step", "nothing is under way: a deadlock in the step protocol"));
                 }
                 self.bell.wait(rung);
@@ -616,8 +606,7 @@ impl<D: Kernels> Engine<D> {
 
     /// Lets a device and a pool without threads do something; false when they have threads, or nothing to do.
     fn go_on(&mut self) -> Result<bool> {
-        let pool_first = self.coin.as_mut().is_some_and(|coin| coin.next_u32().is_multiple_of(2));
-        if pool_first && self.pool.advance() {
+        if self.havoc.as_mut().is_some_and(Havoc::pool_is_first) && self.pool.advance() {
             return Ok(true);
         }
         Ok(self.dev.idle()? || self.pool.advance())
@@ -626,7 +615,7 @@ impl<D: Kernels> Engine<D> {
     /// Tells the coordinator what has happened since the last call; false when nothing has. Never blocks.
     fn pump(&mut self) -> Result<bool> {
         let mut told = false;
-        if self.coin.as_mut().is_some_and(|coin| coin.next_u32().is_multiple_of(4)) {
+        if self.havoc.as_mut().is_some_and(Havoc::pool_hurries) {
             self.pool.advance();
         }
         for stream in Stream::ALL {

@@ -3,6 +3,7 @@
 pub mod coordinator;
 pub mod counters;
 pub mod executor;
+mod havoc;
 pub mod loss_scale;
 mod memory;
 pub mod pool;

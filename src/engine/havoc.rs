@@ -1,0 +1,49 @@
+//! What tests do to a run on purpose: gradients that are made wrong, and a coin that decides who goes on first. A normal run has none.
+
+use crate::config::options::Injection;
+use crate::device::{DeviceSlice, Kernels};
+use crate::error::Result;
+use crate::planner::plan::Plan;
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{Rng, SeedableRng};
+use std::ops::Range;
+
+/// What a plan asks for of it.
+pub(super) struct Havoc {
+    faults: Vec<Injection>,
+    coin: Option<ChaCha8Rng>,
+}
+
+impl Havoc {
+    /// `None` in a normal run.
+    pub(super) fn of(plan: &Plan) -> Option<Self> {
+        let coin = plan.adversary.map(|seed| ChaCha8Rng::seed_from_u64(seed ^ 0xc01));
+        (coin.is_some() || !plan.inject.is_empty()).then(|| Self { faults: plan.inject.clone(), coin })
+    }
+
+    /// Writes what is injected in step `step` over the gradients of the flat range.
+    pub(super) fn spoil<D: Kernels>(&self, dev: &mut D, grads: DeviceSlice, range: &Range<usize>, step: u64) -> Result<()> {
+        let mut hit = self.faults.iter().filter(|fault| fault.step == step && range.contains(&fault.element));
+        hit.try_for_each(|fault| dev.poke(grads, fault.element, fault.value))
+    }
+
+    /// Whether the coin decides: nothing goes on by itself then, so that nothing under way is a deadlock.
+    pub(super) fn decides(&self) -> bool {
+        self.coin.is_some()
+    }
+
+    /// Whether a pool without threads does its job before the driver looks.
+    pub(super) fn pool_hurries(&mut self) -> bool {
+        self.falls(4)
+    }
+
+    /// Whether it goes on before the device, where both wait.
+    pub(super) fn pool_is_first(&mut self) -> bool {
+        self.falls(2)
+    }
+
+    /// The coin, true one time in `faces`.
+    fn falls(&mut self, faces: u32) -> bool {
+        self.coin.as_mut().is_some_and(|coin| coin.next_u32().is_multiple_of(faces))
+    }
+}
