@@ -2,7 +2,7 @@
 //! on the CPU, and speculates exactly: the weights and moments are the bits of the synchronous step.
 //!
 //! The picture: [`train`] turns [`config`] into a [`planner::plan::Plan`], which [`planner`] fits into memory, and runs
-//! steps. A step is [`engine::executor`] enqueuing the [`model`]'s passes on a [`device`] while [`engine::coordinator`], a
+//! steps. A step is the [`engine`] enqueuing the [`model`]'s passes on a [`device`] while [`engine::coordinator`], a
 //! pure state machine, decides which [`bucket`] is copied, stepped by the [`host`]'s pool with the kernels of [`optim`],
 //! redone, or restored. [`checkpoint`] keeps all of it; ARCHITECTURE.md walks through one step.
 //!

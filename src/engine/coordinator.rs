@@ -1,13 +1,6 @@
 //! The step protocol as a pure state machine: events in, commands out; no clock, no thread, no memory of its own.
 //!
-//! One bucket in one step (the offloaded ones; README.md beside this file draws it):
-//!
-//! ```text
-//! Settled --GradReady--> Ready --slot--> Copying --GradsOut done--> Arrived --pool--> Running --Optimize done--> Speculated
-//!    ^                     |skip            |skip                     |                 |                           |
-//!    +---------------------+----------------+---- verdict: commit (nothing to do) ------+---------------------------+
-//!                                                 verdict: clip, skip --> Queued(work) --pool--> Running --> Settled
-//! ```
+//! README.md beside this file draws what happens to a bucket in a step, and `law.rs` is the table of it.
 //!
 //! A bucket is `Settled` when what the device holds, or will hold once its copy is done, are the final parameters of the
 //! step: then, and only then, the next forward may wait for that copy and go on.
@@ -16,6 +9,7 @@
 mod check;
 mod law;
 
+use super::counters::amounts;
 use super::route::{Hop, route};
 use super::verdict::{SpeculationHistory, Verdict};
 use crate::bucket::layout::BucketLayout;
@@ -26,7 +20,7 @@ use std::collections::VecDeque;
 
 /// The step's memory, as far as it bears on what may happen when.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Staging {
+pub(super) struct Staging {
     /// Gradients lie in a ring on the device: copies keep the order of backward, for the oldest is in the way of the next.
     pub ringed_grads: bool,
     /// Host slots for gradients.
@@ -92,37 +86,25 @@ pub enum Work {
 
 /// What happened.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Event {
+pub(super) enum Event {
     /// All gradients of the bucket are enqueued on the device: its [`Hop::Backward`] has begun.
     GradReady(usize),
     /// A hop of an offloaded bucket is done. Where it was begun twice, the first is done first.
-    Done {
-        /// The hop.
-        hop: Hop,
-        /// The bucket.
-        bucket: usize,
-    },
+    Done { hop: Hop, bucket: usize },
     /// The gradient norm is known.
     Validated(Verdict),
 }
 
 /// What is to be done.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Command {
+pub(super) enum Command {
     /// Begin a hop of a bucket.
-    Start {
-        /// The hop.
-        hop: Hop,
-        /// The bucket.
-        bucket: usize,
-        /// What the hop needs to know.
-        load: Load,
-    },
+    Start { hop: Hop, bucket: usize, load: Load },
 }
 
 /// What a hop needs to know.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Load {
+pub(super) enum Load {
     /// The host slot that a copy fills or empties.
     Slot(Slot),
     /// The pool's job; its working weights, if it writes any, go to the slot.
@@ -131,42 +113,20 @@ pub enum Load {
     Update(Update),
 }
 
-/// Bucket steps by what became of them.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub struct Counts {
-    /// Computed before the verdict was known.
-    pub speculated: u64,
-    /// Speculations that the verdict overturned.
-    pub rolled_back: u64,
-    /// Bucket steps whose gradients were used as they are.
-    pub committed: u64,
-    /// Bucket steps whose gradients were scaled down.
-    pub clipped: u64,
-    /// Bucket steps that did not happen.
-    pub skipped: u64,
-}
-
-impl std::ops::AddAssign for Counts {
-    fn add_assign(&mut self, other: Self) {
-        self.speculated += other.speculated;
-        self.rolled_back += other.rolled_back;
-        self.committed += other.committed;
-        self.clipped += other.clipped;
-        self.skipped += other.skipped;
-    }
-}
-
-impl std::ops::Sub for Counts {
-    type Output = Self;
-
-    fn sub(self, other: Self) -> Self {
-        Self {
-            speculated: self.speculated - other.speculated,
-            rolled_back: self.rolled_back - other.rolled_back,
-            committed: self.committed - other.committed,
-            clipped: self.clipped - other.clipped,
-            skipped: self.skipped - other.skipped,
-        }
+amounts! {
+    /// Bucket steps by what became of them.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+    pub struct Counts {
+        /// Computed before the verdict was known.
+        pub speculated: u64,
+        /// Speculations that the verdict overturned.
+        pub rolled_back: u64,
+        /// Bucket steps whose gradients were used as they are.
+        pub committed: u64,
+        /// Bucket steps whose gradients were scaled down.
+        pub clipped: u64,
+        /// Bucket steps that did not happen.
+        pub skipped: u64,
     }
 }
 
@@ -206,7 +166,7 @@ enum Kind {
 }
 
 /// The state machine.
-pub struct Coordinator {
+pub(super) struct Coordinator {
     layout: BucketLayout,
     rules: Rules,
     buckets: Vec<Bucket>,
@@ -274,7 +234,7 @@ impl Coordinator {
     /// Takes an event; the commands it causes wait in [`Coordinator::next_command`].
     ///
     /// # Panics
-    /// If the event cannot happen now: a bug of the executor.
+    /// If the event cannot happen now: a bug of the driver.
     pub fn handle(&mut self, event: Event) {
         match event {
             Event::GradReady(bucket) if self.is_offloaded(bucket) => {

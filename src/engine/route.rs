@@ -1,6 +1,6 @@
 //! A bucket's way through a step as data: which hops there are, where each is done, and which of them a bucket takes.
 //!
-//! README.md walks a bucket along it. A new hop is a row here, a copy or a kernel in [`super::hops`], and a phase of the coordinator
+//! README.md walks a bucket along it. A new hop is a row here, a copy or a kernel in `hops.rs`, and a phase of the coordinator
 //! if it decides when the hop begins.
 
 use crate::bucket::layout::Tier;
@@ -9,7 +9,7 @@ use crate::planner::budget::PAGED_WINDOW;
 
 /// Something that is begun for a bucket, and done later.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Hop {
+pub(super) enum Hop {
     /// The device computes the bucket's gradient.
     Backward,
     /// The gradient is copied to a host slot.
@@ -27,7 +27,7 @@ pub enum Hop {
 }
 
 /// What is fixed about a hop.
-pub struct Leg {
+pub(super) struct Leg {
     /// The stream that does it; `None` is the optimizer's pool.
     pub stream: Option<Stream>,
     /// On its stream it waits for this hop, if the bucket takes it.
@@ -47,7 +47,7 @@ pub struct Leg {
 const LEG: Leg = Leg { stream: None, after: None, window: None, by_slot: false, what: "", begun: ["", ""], done: ["", ""] };
 
 /// Every hop, in the order of [`Hop`].
-pub const LEGS: [Leg; 7] = [
+const LEGS: [Leg; 7] = [
     Leg {
         stream: Some(Stream::Compute),
         what: "the gradient",
@@ -112,7 +112,7 @@ impl Hop {
 
 /// The hops of a bucket of `tier`, in order. The coordinator leads an offloaded one from hop to hop, and is told when each is done;
 /// of another it begins all that follow the verdict at once.
-pub fn route(tier: Tier) -> &'static [Hop] {
+pub(super) fn route(tier: Tier) -> &'static [Hop] {
     match tier {
         Tier::Host => &[Hop::Backward, Hop::GradsOut, Hop::Optimize, Hop::ParamsIn],
         Tier::Unified => &[Hop::Backward, Hop::PageIn, Hop::StepOnDevice, Hop::PageOut],

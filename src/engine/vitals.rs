@@ -56,7 +56,7 @@ impl Doing {
 
 /// What happened last, to a bucket or in the step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Mark {
+pub(super) enum Mark {
     /// Nothing yet.
     Nothing,
     /// A step began; its number.
@@ -219,18 +219,18 @@ impl Vitals {
     }
 
     /// The first hop, and its bucket, that the driver waits for on `stream`.
-    pub fn pending(&self, stream: Stream) -> Option<(Hop, u64)> {
+    pub(super) fn pending(&self, stream: Stream) -> Option<(Hop, u64)> {
         let word = self.streams[stream as usize].load(Ordering::Relaxed);
         (word & 0xff).checked_sub(1).map(|hop| (Hop::ALL[hop as usize], word >> 8))
     }
 
     /// What happened last to each bucket.
-    pub fn buckets(&self) -> impl Iterator<Item = Mark> {
+    pub(super) fn buckets(&self) -> impl Iterator<Item = Mark> {
         self.buckets.iter().map(|word| unpack(word.load(Ordering::Relaxed)).0)
     }
 
     /// The last events, oldest first: time, what, and the number that belongs to it.
-    pub fn events(&self) -> impl Iterator<Item = (u64, Mark, u64)> {
+    pub(super) fn events(&self) -> impl Iterator<Item = (u64, Mark, u64)> {
         let end = self.recorded.load(Ordering::Acquire);
         (end.saturating_sub(EVENTS as u64)..end).map(|nth| {
             let record = &self.records[nth as usize % EVENTS];

@@ -1,0 +1,186 @@
+//! Begins the hops that the coordinator asks for, and tells it when they are done. The driver waits only in here.
+
+use super::coordinator::{Command, Event, Load, Update, Work};
+use super::executor::Engine;
+use super::havoc::Havoc;
+use super::route::Hop;
+use super::step_job::StepJob;
+use super::vitals::Doing;
+use crate::bucket::slot::Slot;
+use crate::device::{AdamArgs, DeviceSlice, Kernels, Stream};
+use crate::error::{Error, Result};
+use crate::host::pool::Job;
+use crate::memory::Place;
+use crate::optim::adam::{AdamConsts, AdamHyper};
+use std::ops::Range;
+
+impl<D: Kernels> Engine<D> {
+    /// Serves events until `ready`, for which `doing` waits, of bucket `number` where one belongs.
+    pub(super) fn block_until(&mut self, doing: Doing, number: usize, mut ready: impl FnMut(&mut Self) -> Result<bool>) -> Result<()> {
+        let before = self.vitals.doing();
+        self.vitals.now(doing, number as u64);
+        loop {
+            let rung = self.bell.rings();
+            let told = self.pump()?;
+            if ready(self)? {
+                self.vitals.now(before.0, before.1);
+                return Ok(());
+            }
+            if !self.go_on()? && !told {
+                if self.havoc.as_ref().is_some_and(Havoc::decides) {
+                    return Err(Error::resource("wait for the step", "nothing is under way: a deadlock in the step protocol"));
+                }
+                self.bell.wait(rung);
+            }
+        }
+    }
+
+    /// Lets a device and a pool without threads do something; false when they have threads, or nothing to do.
+    fn go_on(&mut self) -> Result<bool> {
+        if self.havoc.as_mut().is_some_and(Havoc::pool_is_first) && self.pool.advance() {
+            return Ok(true);
+        }
+        Ok(self.dev.idle()? || self.pool.advance())
+    }
+
+    /// Tells the coordinator what has happened since the last call; false when nothing has. Never blocks.
+    fn pump(&mut self) -> Result<bool> {
+        let mut told = false;
+        if self.havoc.as_mut().is_some_and(Havoc::pool_hurries) {
+            self.pool.advance();
+        }
+        for stream in Stream::ALL {
+            while let Some((hop, bucket)) = self.transfers.poll(&mut self.dev, stream)? {
+                told = true;
+                self.vitals.front(stream, self.transfers.front(stream));
+                self.tell(Event::Done { hop, bucket })?;
+            }
+        }
+        self.report.poll(&mut self.dev)?;
+        while let Some(bucket) = self.in_pool
+            && self.pool.is_idle()?
+        {
+            self.in_pool = None;
+            told = true;
+            self.tell(Event::Done { hop: Hop::Optimize, bucket })?;
+        }
+        Ok(told)
+    }
+
+    pub(super) fn tell(&mut self, event: Event) -> Result<()> {
+        self.vitals.event(event, self.train_step + 1);
+        self.coordinator.handle(event);
+        self.obey()
+    }
+
+    pub(super) fn obey(&mut self) -> Result<()> {
+        while let Some(command) = self.coordinator.next_command() {
+            self.vitals.command(&command);
+            let Command::Start { hop, bucket, load } = command;
+            self.start(hop, bucket, load)?;
+        }
+        Ok(())
+    }
+
+    fn start(&mut self, hop: Hop, bucket: usize, load: Load) -> Result<()> {
+        let range = self.plan.layout.range(bucket);
+        self.transfers.wait(&mut self.dev, hop, bucket)?;
+        match (hop, hop.leg().stream, load) {
+            (Hop::GradsOut, Some(stream), Load::Slot(slot)) => self.copy_grads(stream, &range, slot)?,
+            (Hop::Optimize, None, Load::Job(work, params)) => self.give_to_pool(bucket, range, work, params),
+            (Hop::ParamsIn, _, Load::Slot(_)) if self.beside_flow(&range).is_empty() => {
+                let done = Event::Done { hop, bucket };
+                self.vitals.event(done, self.train_step + 1);
+                self.coordinator.handle(done);
+                return Ok(());
+            }
+            (Hop::ParamsIn, Some(stream), Load::Slot(slot)) => self.copy_params(stream, &range, slot)?,
+            (Hop::PageIn, Some(stream), _) => self.counters.h2d_bytes += self.page(stream, &range, Place::Device)?,
+            (Hop::StepOnDevice, _, Load::Update(update)) => self.step_on_device(&range, update)?,
+            (Hop::PageOut, Some(stream), _) => self.counters.d2h_bytes += self.page(stream, &range, Place::Host)?,
+            (hop, _, load) => unreachable!("{hop:?} does not start with {load:?}"),
+        }
+        let slot = if let Load::Slot(slot) = load { Some(slot) } else { None };
+        self.issue(hop, bucket, slot)
+    }
+
+    /// What was enqueued last is `hop` of `bucket`.
+    pub(super) fn issue(&mut self, hop: Hop, bucket: usize, slot: Option<Slot>) -> Result<()> {
+        self.transfers.issue(&mut self.dev, hop, bucket, slot)?;
+        if let Some(stream) = hop.leg().stream {
+            self.vitals.front(stream, self.transfers.front(stream));
+        }
+        Ok(())
+    }
+
+    fn give_to_pool(&mut self, bucket: usize, range: Range<usize>, work: Work, params: Option<Slot>) {
+        if let (Some(flow), Some(_)) = (&mut self.flow, params) {
+            flow.forget(&range);
+        }
+        let job = StepJob { bucket, range, work, out: params, memory: self.memory.step.clone() };
+        self.counters.adam_elems += job.range.len() as u64;
+        self.counters.adam_bytes += job.traffic_bytes();
+        self.pool.submit(job);
+        self.in_pool = Some(bucket);
+    }
+
+    fn copy_grads(&mut self, stream: Stream, range: &Range<usize>, slot: Slot) -> Result<()> {
+        let (mut source, target) = (self.grads(range), self.memory.step.grads.slot(slot, range.len()));
+        if self.plan.device_casts() {
+            let staging = self.memory.staging_d2h.slice(0, range.len());
+            self.dev.cast(stream, source, staging)?;
+            source = staging;
+        }
+        self.counters.d2h_bytes += target.bytes() as u64;
+        self.dev.copy_d2h(stream, source, target)
+    }
+
+    fn copy_params(&mut self, stream: Stream, whole: &Range<usize>, slot: Slot) -> Result<()> {
+        let range = self.beside_flow(whole);
+        let (source, weights) = (self.memory.step.params.part(slot, whole, &range), self.weights(&range));
+        self.counters.h2d_bytes += source.bytes() as u64;
+        if !self.plan.device_casts() {
+            return self.dev.copy_h2d(stream, source, weights);
+        }
+        let staging = self.memory.staging_h2d.slice(0, range.len());
+        self.dev.copy_h2d(stream, source, staging)?;
+        self.dev.cast(stream, staging, weights)
+    }
+
+    /// The part of a bucket that has its own place on the device: all that does not stream.
+    fn beside_flow(&self, range: &Range<usize>) -> Range<usize> {
+        self.flow.as_ref().map_or(range.clone(), |flow| flow.beside(range))
+    }
+
+    fn step_on_device(&mut self, range: &Range<usize>, update: Update) -> Result<()> {
+        let hyper = AdamHyper { lr: update.learning_rate, ..self.plan.hyper };
+        let segments = self.memory.step.segments.clone();
+        for segment in segments.iter() {
+            let part = segment.range.start.max(range.start)..segment.range.end.min(range.end);
+            if part.is_empty() {
+                continue;
+            }
+            let state = self.memory.device_part(&part);
+            let consts = AdamConsts::new(&hyper, update.optimizer_step, segment.decay);
+            let (grads, out) = (self.grads(&part), self.weights(&part));
+            self.dev.adam_step(AdamArgs { params: state.params, m: state.m, v: state.v, grads, out, consts, scale: update.scale })?;
+        }
+        Ok(())
+    }
+
+    /// Moves a bucket's state between the two sides; returns its bytes. All of a step is enqueued at once: states that come and states
+    /// that go cross the link beside the steps of others.
+    fn page(&mut self, stream: Stream, range: &Range<usize>, place: Place) -> Result<u64> {
+        let arrays = self.memory.device_part(range).arrays();
+        arrays.into_iter().try_for_each(|memory| self.dev.prefetch(stream, memory, place))?;
+        Ok(arrays.map(|memory| memory.bytes() as u64).iter().sum())
+    }
+
+    pub(super) fn grads(&self, range: &Range<usize>) -> DeviceSlice {
+        self.model.grads.slice(range.start, range.len())
+    }
+
+    fn weights(&self, range: &Range<usize>) -> DeviceSlice {
+        self.model.weights.slice(range.start, range.len())
+    }
+}
