@@ -103,12 +103,15 @@ __device__ __forceinline__ void cross_entropy_stats(
     const float max = larger(reduce_block<THREADS>(part.max, larger), old_max);
     const float sum = reduce_block<THREADS>(part.sum * exp_exact(part.max - max), [](float a, float b) { return a + b; });
     if (threadIdx.x > 0) return;
-    const unsigned target = target_column(targets[blockIdx.x], vocab_start);
+    const int token = targets[blockIdx.x];
+    const unsigned target = target_column(token, vocab_start);
     const float old_sum = first ? 0.0f : stats[1];
     const float old_target = first ? 0.0f : stats[2];
-    stats[0] = max;
-    stats[1] = fmaf(old_sum, exp_exact(old_max - max), sum);
-    stats[2] = target < cols ? widen(logits[target]) : old_target;
+    // A negative token is no target: 0 + ln 1 - 0, no loss, whatever the logits are.
+    const bool counts = token >= 0;
+    stats[0] = counts ? max : 0.0f;
+    stats[1] = counts ? fmaf(old_sum, exp_exact(old_max - max), sum) : 1.0f;
+    stats[2] = !counts ? 0.0f : target < cols ? widen(logits[target]) : old_target;
 }
 
 // What turns one row's logits into gradients.
@@ -141,20 +144,23 @@ __device__ __forceinline__ void cross_entropy_grad(
     logits += (size_t)blockIdx.x * cols;
     stats += (size_t)blockIdx.x * 3;
     const Row<T> row(logits, cols);
-    const Gradient gradient = {stats[0], stats[1], 1.0f / stats[1], scale, target_column(targets[blockIdx.x], vocab_start)};
+    const int token = targets[blockIdx.x];
+    const Gradient gradient = {stats[0], stats[1], 1.0f / stats[1], scale, target_column(token, vocab_start)};
+    // Without a target every gradient is 0, whatever the logits are.
+    const bool counts = token >= 0;
     const unsigned thread = blockIdx.y * THREADS + threadIdx.x;
     for (unsigned v = thread; v < row.vectors; v += gridDim.y * THREADS) {
         T* at = logits + row.column(v);
         float x[N];
         Vec<T>::load(at).widen(x);
         gradient.apply(x, row.column(v));
-        Vec<T>::narrow(x).store(at);
+        (counts ? Vec<T>::narrow(x) : Vec<T>{}).store(at);
     }
     if (thread < row.singles()) {
         const unsigned column = row.single(thread);
         float x[1] = {widen(logits[column])};
         gradient.apply(x, column);
-        logits[column] = narrow<T>(x[0]);
+        logits[column] = narrow<T>(counts ? x[0] : 0.0f);
     }
 }
 

@@ -434,7 +434,8 @@ pub trait Kernels: Device {
     fn gelu_backward(&mut self, dout: DeviceSlice, x: DeviceSlice, dx: DeviceSlice) -> Result<()>;
 
     /// Softmax statistics of one tile of logits `[rows, cols]`, whose first column is token `vocab_start`. `stats` fp32
-    /// `[rows, 3]` holds running maximum, running sum of exponentials and the target's logit; `first` starts anew.
+    /// `[rows, 3]` holds running maximum, running sum of exponentials and the target's logit; `first` starts anew. Where the target,
+    /// int32 `[rows]`, is negative they are 0, 1 and 0, whatever the logits are: no loss.
     fn cross_entropy_stats(
         &mut self,
         logits: DeviceSlice,
@@ -445,7 +446,7 @@ pub trait Kernels: Device {
         first: bool,
     ) -> Result<()>;
 
-    /// Turns the tile into `(softmax - onehot(target)) * scale`, in place.
+    /// Turns the tile into `(softmax - onehot(target)) * scale`, in place; a row whose target is negative into zeros.
     fn cross_entropy_grad(
         &mut self,
         logits: DeviceSlice,

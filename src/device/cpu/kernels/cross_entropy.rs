@@ -13,7 +13,7 @@ const BLOCK: usize = 16;
 /// One tile of logits `[rows, cols]` and where it lies.
 #[derive(Clone, Copy)]
 pub(crate) struct Tile<'a> {
-    /// The token that each row should predict.
+    /// The token that each row should predict; negative: the row has no loss.
     pub(crate) targets: &'a [i32],
     /// Token of the first column.
     pub(crate) vocab_start: usize,
@@ -21,7 +21,14 @@ pub(crate) struct Tile<'a> {
     pub(crate) cols: usize,
 }
 
+/// Statistics of a row without a loss: `0 + ln 1 - 0`.
+const NO_LOSS: [f32; 3] = [0.0, 1.0, 0.0];
+
 impl Tile<'_> {
+    fn has_loss(&self, row: usize) -> bool {
+        self.targets[row] >= 0
+    }
+
     /// The column of the target of `row`, if it lies in this tile.
     fn target(&self, row: usize) -> Option<usize> {
         let token = usize::try_from(self.targets[row]).ok()?;
@@ -35,6 +42,10 @@ pub(crate) fn stats<T: Element>(cx: &mut Compute, tile: Tile<'_>, logits: &[T], 
     cx.team.for_each(Chunks::new(stats, 3 * BLOCK), |block, stats| {
         for (i, stats) in stats.as_chunks_mut::<3>().0.iter_mut().enumerate() {
             let row = block * BLOCK + i;
+            if !tile.has_loss(row) {
+                *stats = NO_LOSS;
+                continue;
+            }
             let logits = &logits[row * tile.cols..][..tile.cols];
             let [max, sum, target] = if first { [f32::NEG_INFINITY, 0.0, 0.0] } else { *stats };
             let (max, sum) = extend(isa, logits, max, sum);
@@ -50,6 +61,10 @@ pub(crate) fn grad<T: Element>(cx: &mut Compute, tile: Tile<'_>, logits: &mut [T
     cx.team.for_each(Chunks::new(logits, BLOCK * tile.cols), |block, logits| {
         for (i, logits) in logits.chunks_exact_mut(tile.cols).enumerate() {
             let row = block * BLOCK + i;
+            if !tile.has_loss(row) {
+                logits.fill(T::from_f32(0.0));
+                continue;
+            }
             let [max, sum, _] = stats[row];
             let target = tile.target(row).map(|col| (col, exp(logits[col].to_f32() - max) / sum - 1.0));
             softmax(isa, logits, max, 1.0 / sum, scale);
@@ -127,6 +142,10 @@ mod tests {
     fn reference(logits: &[f64], targets: &[i32]) -> (f64, Vec<f64>) {
         let (mut total, mut gradient) = (0.0, Vec::new());
         for (row, &target) in logits.chunks_exact(VOCAB).zip(targets) {
+            if target < 0 {
+                gradient.extend([0.0; VOCAB]);
+                continue;
+            }
             let sum: f64 = row.iter().map(|x| x.exp()).sum();
             total += f64::from(SCALE) * (sum.ln() - row[target as usize]);
             let hit = |col: usize| if col == target as usize { 1.0 } else { 0.0 };
@@ -143,6 +162,25 @@ mod tests {
             let (_, loss, gradient) = run(&mut fastest(), &logits, &targets, tile_cols);
             assert_close("loss", &[loss], &[want_loss], 1e-6);
             assert_close("gradient", &gradient, &want_gradient, 3e-7);
+        }
+    }
+
+    #[test]
+    fn rows_without_a_target_have_no_loss_and_no_gradient_whatever_their_logits() {
+        let (mut logits, mut targets) = inputs::<f32>();
+        for (row, target) in [(0, -1), (17, -100), (36, i32::MIN)] {
+            targets[row] = target;
+            logits[row * VOCAB..][..3].copy_from_slice(&[f32::NAN, f32::INFINITY, 1e4]);
+        }
+        let (want_loss, want_gradient) = reference(&wide(&logits), &targets);
+        for tile_cols in [7, 50] {
+            let (stats, loss, gradient) = run(&mut fastest(), &logits, &targets, tile_cols);
+            assert_close("loss", &[loss], &[want_loss], 1e-6);
+            assert_close("gradient", &gradient, &want_gradient, 3e-7);
+            for row in [0, 17, 36] {
+                assert_eq!(stats[3 * row..][..3], [0.0, 1.0, 0.0]);
+                assert!(gradient[row * VOCAB..][..VOCAB].iter().all(|x| x.to_bits() == 0));
+            }
         }
     }
 
