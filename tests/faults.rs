@@ -10,7 +10,7 @@ use nix::unistd::Pid;
 use std::fs;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
-use superoffload::engine::executor::Batches;
+use superoffload::data::batch::{Batch, Batches};
 use superoffload::error::{Error, Result};
 use superoffload::planner::machine::Machine;
 use superoffload::planner::plan::Plan;
@@ -24,13 +24,13 @@ struct Fragile {
 }
 
 impl Batches for Fragile {
-    fn fill(&mut self, inputs: &mut [i32], targets: &mut [i32]) -> Result<()> {
+    fn fill(&mut self, batch: &mut Batch<'_>) -> Result<()> {
         if self.broken == Some(self.next) {
             self.broken = None;
             return Err(Error::resource("read data", "it is gone"));
         }
         self.next += 1;
-        Noise::new(self.next as u64, 64).fill(inputs, targets)
+        Noise::new(self.next as u64, 64).fill(batch)
     }
 }
 

@@ -4,9 +4,10 @@
 use crate::support::{read_params, resident, settings, start};
 use safetensors::SafeTensors;
 use std::path::{Path, PathBuf};
+use superoffload::data::batch::{Batch, Batches};
 use superoffload::device::cpu::CpuDevice;
 use superoffload::engine::coordinator::Counts;
-use superoffload::engine::executor::{Batches, Engine};
+use superoffload::engine::executor::Engine;
 use superoffload::error::Result;
 use superoffload::model::activations::LossTile;
 use superoffload::model::shape::ModelShape;
@@ -89,10 +90,10 @@ struct Text {
 }
 
 impl Batches for Text {
-    fn fill(&mut self, inputs: &mut [i32], targets: &mut [i32]) -> Result<()> {
-        let range = self.dealt..self.dealt + inputs.len();
-        inputs.copy_from_slice(&self.tokens[range.clone()]);
-        targets.copy_from_slice(&self.targets[range.clone()]);
+    fn fill(&mut self, batch: &mut Batch<'_>) -> Result<()> {
+        let range = self.dealt..self.dealt + batch.tokens.len();
+        batch.tokens.copy_from_slice(&self.tokens[range.clone()]);
+        batch.targets.copy_from_slice(&self.targets[range.clone()]);
         self.dealt = range.end;
         Ok(())
     }

@@ -3,8 +3,9 @@
 use superoffload::checkpoint::digest::StateDigest;
 use superoffload::config::options::TrainOptions;
 use superoffload::config::settings::Settings;
+use superoffload::data::batch::{Batch, Batches};
 use superoffload::device::cpu::CpuDevice;
-use superoffload::engine::executor::{Batches, Engine};
+use superoffload::engine::executor::Engine;
 use superoffload::error::Result;
 use superoffload::hardware::topology::Topology;
 use superoffload::launch::engine::cpu_engine;
@@ -105,15 +106,15 @@ impl Noise {
         Self { state: seed.wrapping_mul(2) + 1, vocab: vocab as u64 }
     }
 
-    fn next(&mut self) -> i32 {
+    pub fn next(&mut self) -> i32 {
         self.state = self.state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         ((self.state >> 33) % self.vocab) as i32
     }
 }
 
 impl Batches for Noise {
-    fn fill(&mut self, inputs: &mut [i32], targets: &mut [i32]) -> Result<()> {
-        inputs.iter_mut().chain(targets).for_each(|x| *x = self.next());
+    fn fill(&mut self, batch: &mut Batch<'_>) -> Result<()> {
+        batch.tokens.iter_mut().chain(&mut *batch.targets).for_each(|x| *x = self.next());
         Ok(())
     }
 }

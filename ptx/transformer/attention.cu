@@ -30,10 +30,18 @@ struct Shape {
     float scale;
     // Whether every 16 bytes of a head start at an address that 16 divides.
     unsigned wide;
+    // Where in its row each token's document begins, `[batch, seq_length]`; null: at 0. They do not descend along a row.
+    const int* documents;
 
     __device__ __forceinline__ unsigned qkv_heads() const { return heads + 2 * kv_heads; }
-    __device__ __forceinline__ bool sees(unsigned query, unsigned key) const {
-        return key <= query && query - key < window && query < seq_length;
+    // The first key that a query of the row sees; it never descends along a row.
+    __device__ __forceinline__ unsigned first(unsigned sequence, unsigned query) const {
+        const unsigned in_window = query < window ? 0 : query + 1 - window;
+        return documents == nullptr ? in_window : max(in_window, (unsigned)documents[(size_t)sequence * seq_length + query]);
+    }
+    // Whether a query sees a key, when `first` is what it sees first.
+    __device__ __forceinline__ bool sees(unsigned query, unsigned first, unsigned key) const {
+        return first <= key && key <= query && query < seq_length;
     }
     // Where `[batch, heads, seq_length]` has this head.
     __device__ __forceinline__ size_t row(unsigned sequence, unsigned head) const {
@@ -80,6 +88,13 @@ struct Shared {
     };
     // What the rows of a result weigh rows with: [row to weigh][row of the result].
     float weights[TILE][PITCH];
+    // The first key that each query of a tile sees: registers are short.
+    unsigned first[TILE];
+
+    // The queries from `start` on; readers come after a barrier.
+    __device__ __forceinline__ void note_first(const Shape& s, unsigned sequence, unsigned start) {
+        if (threadIdx.x < TILE) first[threadIdx.x] = s.first(sequence, min(start + threadIdx.x, s.seq_length - 1));
+    }
 };
 
 // A thread's place: its numbers are rows row() .. + ROWS, columns column() .. + COLS.
@@ -267,26 +282,23 @@ struct Softmax {
     }
 };
 
-// The first tile of keys that some query from `query` on sees.
-__device__ __forceinline__ unsigned first_key(const Shape& s, unsigned query) {
-    return query < s.window ? 0 : (query + 1 - s.window) / TILE * TILE;
-}
-
 // Blocks: tiles of queries, those with the most keys first; heads and slices; sequences.
 template <typename T>
 __device__ __forceinline__ void attention(const T* qkv, T* out, float* lse, const Shape s) {
     __shared__ Shared shared;
     const unsigned start = (gridDim.x - 1 - blockIdx.x) * TILE, head = blockIdx.y % s.heads, slice = blockIdx.y / s.heads;
     const Inputs<T> in(qkv, s, blockIdx.z, head);
+    shared.note_first(s, blockIdx.z, start);
     Softmax softmax;
     Result result(slice * SLICE);
-    for (unsigned key = first_key(s, start); key < min(start + TILE, s.seq_length); key += TILE) {
+    for (unsigned key = s.first(blockIdx.z, start) / TILE * TILE; key < min(start + TILE, s.seq_length); key += TILE) {
         Scores p(in.q, start, in.k, key, shared);
 #pragma unroll
         for (unsigned i = 0; i < ROWS; i++) {
 #pragma unroll
             for (unsigned j = 0; j < COLS; j++) {
-                p.x[i][j] = s.sees(start + row() + i, key + column() + j) ? p.x[i][j] * s.scale : -INFINITY;
+                const bool seen = s.sees(start + row() + i, shared.first[row() + i], key + column() + j);
+                p.x[i][j] = seen ? p.x[i][j] * s.scale : -INFINITY;
             }
         }
         softmax.extend(p, result);
@@ -335,22 +347,22 @@ __device__ __forceinline__ void attention_backward_q(
     const unsigned start = (gridDim.x - 1 - blockIdx.x) * TILE, head = blockIdx.y % s.heads, slice = blockIdx.y / s.heads;
     const Inputs<T> in(qkv, s, blockIdx.z, head);
     const Head<const T> d = head_of(dout, s, s.heads, blockIdx.z, head);
-    float row_lse[ROWS], row_delta[ROWS];
-#pragma unroll
-    for (unsigned i = 0; i < ROWS; i++) {
-        const size_t query = s.row(blockIdx.z, head) + min(start + row() + i, s.seq_length - 1);
-        row_lse[i] = lse[query];
-        row_delta[i] = delta[query];
+    __shared__ float row_lse[TILE], row_delta[TILE];
+    if (threadIdx.x < TILE) {
+        const size_t query = s.row(blockIdx.z, head) + min(start + threadIdx.x, s.seq_length - 1);
+        row_lse[threadIdx.x] = lse[query];
+        row_delta[threadIdx.x] = delta[query];
     }
+    shared.note_first(s, blockIdx.z, start);
     Result dq(slice * SLICE);
-    for (unsigned key = first_key(s, start); key < min(start + TILE, s.seq_length); key += TILE) {
+    for (unsigned key = s.first(blockIdx.z, start) / TILE * TILE; key < min(start + TILE, s.seq_length); key += TILE) {
         Scores p(in.q, start, in.k, key, shared), ds(d, start, in.v, key, shared);
 #pragma unroll
         for (unsigned i = 0; i < ROWS; i++) {
 #pragma unroll
             for (unsigned j = 0; j < COLS; j++) {
-                const bool seen = s.sees(start + row() + i, key + column() + j);
-                score_gradient(p.x[i][j], ds.x[i][j], seen, s.scale, row_lse[i], row_delta[i]);
+                const bool seen = s.sees(start + row() + i, shared.first[row() + i], key + column() + j);
+                score_gradient(p.x[i][j], ds.x[i][j], seen, s.scale, row_lse[row() + i], row_delta[row() + i]);
             }
         }
         ds.share(shared);
@@ -366,22 +378,22 @@ __device__ __forceinline__ void attention_backward_kv(
     __shared__ Shared shared;
     const unsigned start = blockIdx.x * TILE, kv_head = blockIdx.y % s.kv_heads, slice = blockIdx.y / s.kv_heads;
     const unsigned group = s.heads / s.kv_heads;
-    // The last key of the tile is seen by the queries before this one.
-    const unsigned end = s.seq_length - start > s.window + TILE - 1 ? start + TILE - 1 + s.window : s.seq_length;
     Result dk(slice * SLICE), dv(slice * SLICE);
     for (unsigned head = kv_head * group; head < (kv_head + 1) * group; head++) {
         const Inputs<T> in(qkv, s, blockIdx.z, head);
         const Head<const T> d = head_of(dout, s, s.heads, blockIdx.z, head);
-        for (unsigned query = start; query < end; query += TILE) {
+        // A query that sees none of the tile's keys is followed by none that does.
+        for (unsigned query = start; query < s.seq_length && s.first(blockIdx.z, query) < start + TILE; query += TILE) {
             Scores p(in.k, start, in.q, query, shared), ds(in.v, start, d, query, shared);
 #pragma unroll
             for (unsigned j = 0; j < COLS; j++) {
-                const unsigned at = query + column() + j;
-                const size_t stat = s.row(blockIdx.z, head) + min(at, s.seq_length - 1);
+                const unsigned at = query + column() + j, inside = min(at, s.seq_length - 1);
+                const size_t stat = s.row(blockIdx.z, head) + inside;
                 const float query_lse = lse[stat], query_delta = delta[stat];
+                const unsigned first = s.first(blockIdx.z, inside);
 #pragma unroll
                 for (unsigned i = 0; i < ROWS; i++) {
-                    score_gradient(p.x[i][j], ds.x[i][j], s.sees(at, start + row() + i), s.scale, query_lse, query_delta);
+                    score_gradient(p.x[i][j], ds.x[i][j], s.sees(at, first, start + row() + i), s.scale, query_lse, query_delta);
                 }
             }
             p.share(shared);
@@ -396,20 +408,22 @@ __device__ __forceinline__ void attention_backward_kv(
 
 #define KERNEL(blocks) extern "C" __global__ void __launch_bounds__(THREADS, blocks)
 #define SIZES unsigned seq_length, unsigned heads, unsigned kv_heads, unsigned head_dim, unsigned window, float scale, unsigned wide
-#define SHAPE Shape{seq_length, heads, kv_heads, head_dim, window, scale, wide}
+#define SHAPE Shape{seq_length, heads, kv_heads, head_dim, window, scale, wide, documents}
 // The number of blocks that share a multiprocessor keeps registers in bounds; two sums for keys and values take more.
 #define KERNELS(dtype, T)                                                                                            \
-    KERNEL(2) attention_##dtype(const T* qkv, T* out, float* lse, SIZES) { attention(qkv, out, lse, SHAPE); }        \
+    KERNEL(2) attention_##dtype(const T* qkv, const int* documents, T* out, float* lse, SIZES) {                     \
+        attention(qkv, out, lse, SHAPE);                                                                             \
+    }                                                                                                                \
     KERNEL(2) attention_delta_##dtype(                                                                               \
         const T* dout, const T* out, float* delta, unsigned rows, unsigned seq_length, unsigned heads, unsigned head_dim) { \
         attention_delta(dout, out, delta, rows, seq_length, heads, head_dim);                                        \
     }                                                                                                                \
     KERNEL(2) attention_backward_q_##dtype(                                                                          \
-        const T* dout, const T* qkv, const float* lse, const float* delta, T* dqkv, SIZES) {                         \
+        const T* dout, const T* qkv, const int* documents, const float* lse, const float* delta, T* dqkv, SIZES) {   \
         attention_backward_q(dout, qkv, lse, delta, dqkv, SHAPE);                                                    \
     }                                                                                                                \
     KERNEL(1) attention_backward_kv_##dtype(                                                                         \
-        const T* dout, const T* qkv, const float* lse, const float* delta, T* dqkv, SIZES) {                         \
+        const T* dout, const T* qkv, const int* documents, const float* lse, const float* delta, T* dqkv, SIZES) {   \
         attention_backward_kv(dout, qkv, lse, delta, dqkv, SHAPE);                                                   \
     }
 

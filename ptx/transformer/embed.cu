@@ -4,18 +4,19 @@
 // Vectors of a row in a thread's registers at a time; the launcher knows this.
 constexpr int EMBED_VECS = 2;
 constexpr unsigned SORT_WARPS = 8;
-// Goes after every token.
-constexpr int NO_TOKEN = 0x7fffffff;
+// Goes after every entry of a table.
+constexpr int NO_ENTRY = 0x7fffffff;
 // Rows whose loads are in flight at a time.
 constexpr unsigned BATCH = 8;
 
-// out[t] = wte[tokens[t]] + wpe[t % seq_length]; one block per token. Without wpe a copy to the bit.
+// out[t] = wte[tokens[t]] + wpe[positions[t]]; one block per token. Without wpe a copy to the bit.
 // Reads and writes T x C once: 16384 x 2560 in bf16 is 168 MB, 39 us at 4.3 TB/s.
 template <typename T, int N>
 __device__ __forceinline__ void embed(
-    const int* tokens, const T* wte, const T* wpe, T* out, unsigned seq_length, unsigned cols) {
+    const int* tokens, const int* positions, const T* wte, const T* wpe, T* out, unsigned cols) {
     const unsigned t = blockIdx.x;
     wte += (size_t)tokens[t] * cols;
+    if (wpe != nullptr) wpe += (size_t)positions[t] * cols;
     out += (size_t)t * cols;
     for (unsigned first = threadIdx.x * N; first < cols; first += EMBED_VECS * blockDim.x * N) {
         const auto col = [=](int k) { return first + k * blockDim.x * N; };
@@ -30,7 +31,7 @@ __device__ __forceinline__ void embed(
                 if (col(k) >= cols) break;
                 float x[N], p[N];
                 held[k].widen(x);
-                Vec<T, N>::load(wpe + (size_t)(t % seq_length) * cols + col(k)).widen(p);
+                Vec<T, N>::load(wpe + col(k)).widen(p);
 #pragma unroll
                 for (int i = 0; i < N; i++) x[i] += p[i];
                 held[k] = Vec<T, N>::narrow(x);
@@ -43,50 +44,50 @@ __device__ __forceinline__ void embed(
     }
 }
 
-// Positions sorted by token, then by position: sorted[rank] = (token, position). A position's rank is the number of
-// positions that go before it, counted by comparing it with all others: 16384 tokens are 2.7e8 comparisons, 40 us.
-// A block ranks 32 positions, one per lane; its 8 warps share out the others, 32 at a time.
-extern "C" __global__ void __launch_bounds__(WARP * SORT_WARPS) sort_tokens(const int* tokens, int2* sorted, unsigned count) {
+// Rows sorted by entry, then by row: sorted[rank] = (entry, row). A row's rank is the number of rows that go before it, counted
+// by comparing it with all others: 16384 rows are 2.7e8 comparisons, 40 us.
+// A block ranks 32 rows, one per lane; its 8 warps share out the others, 32 at a time.
+extern "C" __global__ void __launch_bounds__(WARP * SORT_WARPS) sort_entries(const int* entries, int2* sorted, unsigned count) {
     __shared__ int4 others[SORT_WARPS][WARP / 4];
     __shared__ unsigned counts[SORT_WARPS][WARP];
     const unsigned lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const unsigned t = blockIdx.x * WARP + lane;
-    const int token = t < count ? tokens[t] : NO_TOKEN;
+    const unsigned row = blockIdx.x * WARP + lane;
+    const int entry = row < count ? entries[row] : NO_ENTRY;
     unsigned before = 0;
     for (unsigned chunk = warp; chunk * WARP < count; chunk += SORT_WARPS) {
         const unsigned other = chunk * WARP + lane;
         __syncwarp();
-        reinterpret_cast<int*>(others[warp])[lane] = other < count ? tokens[other] : NO_TOKEN;
+        reinterpret_cast<int*>(others[warp])[lane] = other < count ? entries[other] : NO_ENTRY;
         __syncwarp();
-        // Of equal tokens the earlier position goes first.
-        const int bound = token + (chunk < blockIdx.x && t < count);
+        // Of equal entries the earlier row goes first.
+        const int bound = entry + (chunk < blockIdx.x && row < count);
 #pragma unroll
         for (unsigned i = 0; i < WARP / 4; i++) {
-            const int4 ids = others[warp][i];
-            before += (ids.x < bound) + (ids.y < bound) + (ids.z < bound) + (ids.w < bound);
+            const int4 four = others[warp][i];
+            before += (four.x < bound) + (four.y < bound) + (four.z < bound) + (four.w < bound);
         }
         if (chunk == blockIdx.x) {
-            before += __popc(__match_any_sync(ALL_LANES, token) & ((1u << lane) - 1));
+            before += __popc(__match_any_sync(ALL_LANES, entry) & ((1u << lane) - 1));
         }
     }
     counts[warp][lane] = before;
     __syncthreads();
-    if (warp > 0 || t >= count) return;
+    if (warp > 0 || row >= count) return;
     unsigned rank = 0;
 #pragma unroll
     for (unsigned w = 0; w < SORT_WARPS; w++) rank += counts[w][lane];
-    sorted[rank] = make_int2(token, t);
+    sorted[rank] = make_int2(entry, row);
 }
 
-// dwte[token] (+)= the sum of the rows of dout that used it, in ascending order. A block that finds the first of a token's
-// positions at its place in `sorted` sums them all, over one part of the columns; the others have nothing to do.
-// Reads dout once. One token alone takes T / BATCH round trips to memory: about 1 ms for 16384.
+// dtable[entry] (+)= the sum of the rows of dout that used it, in ascending order. A block that finds the first of an entry's
+// rows at its place in `sorted` sums them all, over one part of the columns; the others have nothing to do.
+// Reads dout once. One entry alone takes T / BATCH round trips to memory: about 1 ms for 16384.
 template <typename T, int N>
 __device__ __forceinline__ void embed_backward(
-    const int2* sorted, const T* dout, T* dwte, unsigned count, unsigned cols, bool accumulate) {
+    const int2* sorted, const T* dout, T* dtable, unsigned count, unsigned cols, bool accumulate) {
     const unsigned first = blockIdx.x, c = (blockIdx.y * blockDim.x + threadIdx.x) * N;
-    const int token = sorted[first].x;
-    if (c >= cols || (first > 0 && sorted[first - 1].x == token)) return;
+    const int entry = sorted[first].x;
+    if (c >= cols || (first > 0 && sorted[first - 1].x == entry)) return;
     float sums[N] = {};
     bool more = true;
     for (unsigned start = first; more; start += BATCH) {
@@ -95,66 +96,33 @@ __device__ __forceinline__ void embed_backward(
 #pragma unroll
         for (unsigned b = 0; b < BATCH; b++) {
             entries[b] = sorted[min(start + b, count - 1)];
-            if (start + b >= count) entries[b].x = NO_TOKEN;
+            if (start + b >= count) entries[b].x = NO_ENTRY;
         }
 #pragma unroll
         for (unsigned b = 0; b < BATCH; b++) {
-            if (entries[b].x == token) held[b] = Vec<T, N>::load(dout + (size_t)entries[b].y * cols + c);
+            if (entries[b].x == entry) held[b] = Vec<T, N>::load(dout + (size_t)entries[b].y * cols + c);
         }
 #pragma unroll
         for (unsigned b = 0; b < BATCH; b++) {
-            if (entries[b].x != token) break;
+            if (entries[b].x != entry) break;
             float x[N];
             held[b].widen(x);
 #pragma unroll
             for (int i = 0; i < N; i++) sums[i] += x[i];
         }
-        more = entries[BATCH - 1].x == token;
+        more = entries[BATCH - 1].x == entry;
     }
-    store_sums<T, N>(sums, dwte + (size_t)token * cols + c, accumulate);
-}
-
-// dwpe[p] (+)= the sum of the rows of dout at position p of their sequences, in ascending order; one block per p and part
-// of the columns. Reads dout once.
-template <typename T, int N>
-__device__ __forceinline__ void position_backward(
-    const T* dout, T* dwpe, unsigned count, unsigned seq_length, unsigned cols, bool accumulate) {
-    const unsigned position = blockIdx.x, c = (blockIdx.y * blockDim.x + threadIdx.x) * N;
-    if (c >= cols || (accumulate && position >= seq_length)) return;
-    float sums[N] = {};
-    if (position < seq_length) {
-        for (unsigned first = position; first < count; first += BATCH * seq_length) {
-            Vec<T, N> held[BATCH];
-#pragma unroll
-            for (unsigned b = 0; b < BATCH; b++) {
-                const unsigned t = first + b * seq_length;
-                if (t < count) held[b] = Vec<T, N>::load(dout + (size_t)t * cols + c);
-            }
-#pragma unroll
-            for (unsigned b = 0; b < BATCH; b++) {
-                if (first + b * seq_length >= count) break;
-                float x[N];
-                held[b].widen(x);
-#pragma unroll
-                for (int i = 0; i < N; i++) sums[i] += x[i];
-            }
-        }
-    }
-    store_sums<T, N>(sums, dwpe + (size_t)position * cols + c, accumulate);
+    store_sums<T, N>(sums, dtable + (size_t)entry * cols + c, accumulate);
 }
 
 #define EMBED_OF(NAME, T, N)                                                                                            \
     extern "C" __global__ void __launch_bounds__(256) embed##NAME(                                                      \
-        const int* tokens, const T* wte, const T* wpe, T* out, unsigned seq_length, unsigned cols) {                    \
-        embed<T, N>(tokens, wte, wpe, out, seq_length, cols);                                                           \
+        const int* tokens, const int* positions, const T* wte, const T* wpe, T* out, unsigned cols) {                   \
+        embed<T, N>(tokens, positions, wte, wpe, out, cols);                                                            \
     }                                                                                                                   \
     extern "C" __global__ void __launch_bounds__(128) embed_backward##NAME(                                             \
-        const int2* sorted, const T* dout, T* dwte, unsigned count, unsigned cols, unsigned accumulate) {               \
-        embed_backward<T, N>(sorted, dout, dwte, count, cols, accumulate != 0);                                         \
-    }                                                                                                                   \
-    extern "C" __global__ void __launch_bounds__(128) position_backward##NAME(                                          \
-        const T* dout, T* dwpe, unsigned count, unsigned seq_length, unsigned cols, unsigned accumulate) {              \
-        position_backward<T, N>(dout, dwpe, count, seq_length, cols, accumulate != 0);                                  \
+        const int2* sorted, const T* dout, T* dtable, unsigned count, unsigned cols, unsigned accumulate) {             \
+        embed_backward<T, N>(sorted, dout, dtable, count, cols, accumulate != 0);                                       \
     }
 #define EMBED(NAME, T) EMBED_OF(_##NAME, T, WIDE<T>) EMBED_OF(_any_##NAME, T, 1)
 FOR_EACH_FORMAT(EMBED)

@@ -164,7 +164,7 @@ fn memory_peaks(plan: &Plan, available_before: Option<u64>) -> MemoryPeaks {
 mod tests {
     use super::*;
     use crate::config::options::{ActivationsChoice, DeviceChoice, TrainDtype, TrainOptions};
-    use crate::engine::executor::Batches;
+    use crate::data::batch::{Batch, Batches, arrays};
     use crate::model::shape::DEMO_CONFIG;
 
     /// Runs a small benchmark with these flags and returns its line.
@@ -245,10 +245,11 @@ mod tests {
     #[test]
     fn random_tokens_repeat_with_the_seed_and_targets_follow_inputs() {
         let batch = |seed| {
-            let (mut inputs, mut targets) = ([0; 64], [0; 64]);
-            RandomTokens::new(seed, 50).fill(&mut inputs, &mut targets).unwrap();
-            assert!(inputs[1..] == targets[..63] && inputs.iter().all(|token| (0..50).contains(token)));
-            inputs
+            let mut memory = [0; arrays(false) * 64];
+            let mut batch = Batch::new(&mut memory, 64, false);
+            RandomTokens::new(seed, 50).fill(&mut batch).unwrap();
+            assert!(batch.tokens[1..] == batch.targets[..63] && batch.count_targets(50) == Ok(64));
+            batch.tokens.to_vec()
         };
         assert!(batch(1) == batch(1) && batch(1) != batch(2));
     }

@@ -143,6 +143,9 @@ pub struct Settings {
     /// Host memory that the data takes while steps run, once its files are known: see [`crate::data::source::host_bytes`].
     #[serde(skip)]
     pub data_bytes: u64,
+    /// Whether rows of the data hold several documents, which attention then keeps apart.
+    #[serde(skip)]
+    pub separates_documents: bool,
 }
 
 impl Default for Settings {
@@ -206,6 +209,7 @@ impl Default for Settings {
             adversary: None,
             inject: Vec::new(),
             data_bytes: 0,
+            separates_documents: false,
         }
     }
 }
@@ -326,6 +330,7 @@ impl Settings {
             adversary: options.adversary.or(self.adversary),
             inject: options.inject.unwrap_or(self.inject),
             data_bytes: self.data_bytes,
+            separates_documents: self.separates_documents,
         }
     }
 

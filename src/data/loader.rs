@@ -1,5 +1,6 @@
 //! Deals the sequences of a dataset as micro-batches, epoch after epoch, from any position.
 
+use crate::data::batch::{Batch, Batches};
 use crate::data::packing::Dataset;
 use crate::error::{Error, Result};
 use rand_chacha::ChaCha8Rng;
@@ -42,24 +43,6 @@ impl Loader {
         Ok(Self { dataset, batch_size, seed, order, position })
     }
 
-    /// Writes the next micro-batch: row-major `[batch_size, seq_length]` inputs, and targets one token further. Does
-    /// not allocate.
-    ///
-    /// # Errors
-    /// When a token file cannot be read any more or has changed for the worse; the position is then within the batch.
-    ///
-    /// # Panics
-    /// If a slice has another length.
-    pub fn fill(&mut self, inputs: &mut [i32], targets: &mut [i32]) -> Result<()> {
-        let seq_length = self.dataset.seq_length();
-        assert_eq!((inputs.len(), targets.len()), (self.batch_size * seq_length, self.batch_size * seq_length));
-        for (inputs, targets) in inputs.chunks_exact_mut(seq_length).zip(targets.chunks_exact_mut(seq_length)) {
-            let idx = self.next_sequence();
-            self.dataset.read_sequence(idx, inputs, targets)?;
-        }
-        Ok(())
-    }
-
     /// Where the next batch begins.
     pub fn position(&self) -> DataPosition {
         self.position
@@ -79,6 +62,25 @@ impl Loader {
         let nth = self.position.next_sequence as usize;
         self.position.next_sequence += 1;
         self.order.as_ref().map_or(nth, |order| order[nth] as usize)
+    }
+}
+
+impl Batches for Loader {
+    /// Targets are one token further than the tokens, and all count. Does not allocate.
+    ///
+    /// # Errors
+    /// When a token file cannot be read any more or has changed for the worse; the position is then within the batch.
+    ///
+    /// # Panics
+    /// If the batch has other rows than this loader deals.
+    fn fill(&mut self, batch: &mut Batch<'_>) -> Result<()> {
+        let seq_length = self.dataset.seq_length();
+        assert_eq!((batch.seq_length, batch.tokens.len()), (seq_length, self.batch_size * seq_length));
+        for (tokens, targets) in batch.tokens.chunks_exact_mut(seq_length).zip(batch.targets.chunks_exact_mut(seq_length)) {
+            let idx = self.next_sequence();
+            self.dataset.read_sequence(idx, tokens, targets)?;
+        }
+        Ok(())
     }
 }
 
@@ -110,6 +112,7 @@ fn below(rng: &mut ChaCha8Rng, bound: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::data::batch::arrays;
     use crate::data::packing::tests::counting;
     use proptest::prelude::*;
 
@@ -121,12 +124,13 @@ mod tests {
 
     /// The sequences of the next `batches` batches, by index.
     fn deal(loader: &mut Loader, batches: usize) -> Vec<usize> {
-        let (mut inputs, mut targets) = (vec![0; loader.batch_size * SEQ_LENGTH], vec![0; loader.batch_size * SEQ_LENGTH]);
+        let mut memory = vec![0; arrays(false) * loader.batch_size * SEQ_LENGTH];
         let mut dealt = Vec::new();
         for _ in 0..batches {
-            loader.fill(&mut inputs, &mut targets).unwrap();
-            assert!(inputs.iter().zip(&targets).all(|(input, target)| input + 1 == *target));
-            dealt.extend(inputs.chunks(SEQ_LENGTH).map(|sequence| sequence[0] as usize / SEQ_LENGTH));
+            let mut batch = Batch::new(&mut memory, SEQ_LENGTH, false);
+            loader.fill(&mut batch).unwrap();
+            assert!(batch.tokens.iter().zip(&*batch.targets).all(|(token, target)| token + 1 == *target));
+            dealt.extend(batch.tokens.chunks(SEQ_LENGTH).map(|sequence| sequence[0] as usize / SEQ_LENGTH));
         }
         dealt
     }

@@ -53,6 +53,11 @@ pub(super) fn rows(x: DeviceSlice, cols: usize) -> usize {
     x.elems / cols.max(1)
 }
 
+/// An error if there are documents, but not of every token.
+pub(super) fn check_documents(kernel: &'static str, documents: Option<DeviceSlice>, shape: &AttentionShape) -> Result<()> {
+    documents.map_or(Ok(()), |documents| check(kernel, arguments![Dtype::Int32 => in documents[shape.tokens()]]))
+}
+
 /// An error if the heads do not fit together or the sequences are empty.
 pub(super) fn check_shape(kernel: &'static str, shape: &AttentionShape) -> Result<()> {
     let whole = shape.kv_heads > 0 && shape.heads.is_multiple_of(shape.kv_heads);

@@ -296,15 +296,15 @@ pub trait Kernels: Device {
     /// Gets ready for attention of this shape and format: what has to be compiled or allocated for it. Only before step 0.
     fn prepare_attention(&mut self, shape: AttentionShape, dtype: Dtype) -> Result<()>;
 
-    /// `out[t,:] = wte[tokens[t],:] + wpe[t % seq_length,:]`. `tokens` int32 `[T]`, `out` `[T, channels]`.
-    /// Tokens are already known to be inside the vocabulary.
+    /// `out[t,:] = wte[tokens[t],:] + wpe[positions[t],:]`. `tokens` and `positions` int32 `[T]`, `out` `[T, channels]`.
+    /// Both are already known to be inside of their tables, here and below.
     fn embed(
         &mut self,
         tokens: DeviceSlice,
+        positions: DeviceSlice,
         wte: DeviceSlice,
         wpe: Option<DeviceSlice>,
         out: DeviceSlice,
-        seq_length: usize,
         channels: usize,
     ) -> Result<()>;
 
@@ -313,12 +313,12 @@ pub trait Kernels: Device {
     fn embed_backward(
         &mut self,
         tokens: DeviceSlice,
+        positions: DeviceSlice,
         dout: DeviceSlice,
         dwte: DeviceSlice,
         accumulate_wte: bool,
         dwpe: Option<DeviceSlice>,
         accumulate_wpe: bool,
-        seq_length: usize,
         channels: usize,
     ) -> Result<()>;
 
@@ -403,18 +403,39 @@ pub trait Kernels: Device {
         shape: AttentionShape,
     ) -> Result<()>;
 
-    /// Rotates queries and keys in place by position. `table` fp32 `[seq_length, rotary_dim / 2, 2]` holds (cos, sin);
-    /// channel `i` pairs with `i + rotary_dim / 2`; channels from `rotary_dim` on pass. `inverse` rotates back: the backward.
-    fn rope(&mut self, qkv: DeviceSlice, table: DeviceSlice, rotary_dim: usize, inverse: bool, shape: AttentionShape) -> Result<()>;
+    /// Rotates queries and keys in place by `positions`, int32 `[T]`. `table` fp32 `[seq_length, rotary_dim / 2, 2]` holds (cos, sin) by
+    /// position; channel `i` pairs with `i + rotary_dim / 2`; channels from `rotary_dim` on pass. `inverse` rotates back: the backward.
+    fn rope(
+        &mut self,
+        qkv: DeviceSlice,
+        positions: DeviceSlice,
+        table: DeviceSlice,
+        rotary_dim: usize,
+        inverse: bool,
+        shape: AttentionShape,
+    ) -> Result<()>;
 
     /// Causal attention. `out` `[T, heads * head_dim]`; `lse` fp32 `[batch, heads, seq_length]` keeps log-sum-exp of the scaled scores.
-    fn attention(&mut self, qkv: DeviceSlice, out: DeviceSlice, lse: DeviceSlice, shape: AttentionShape) -> Result<()>;
+    /// `documents` int32 `[T]` is where in its row each token's document begins: it sees nothing before that. They do not descend along
+    /// a row. `None`: every row is one document.
+    ///
+    /// # Errors
+    /// `Unsupported` for documents where a library computes attention and has no bounds for them.
+    fn attention(
+        &mut self,
+        qkv: DeviceSlice,
+        documents: Option<DeviceSlice>,
+        out: DeviceSlice,
+        lse: DeviceSlice,
+        shape: AttentionShape,
+    ) -> Result<()>;
 
-    /// `dqkv` is overwritten with the gradient of `qkv`.
+    /// `dqkv` is overwritten with the gradient of `qkv`. `documents` as in [`Kernels::attention`].
     fn attention_backward(
         &mut self,
         dout: DeviceSlice,
         qkv: DeviceSlice,
+        documents: Option<DeviceSlice>,
         out: DeviceSlice,
         lse: DeviceSlice,
         dqkv: DeviceSlice,

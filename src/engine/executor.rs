@@ -28,19 +28,17 @@ use crate::trace::Recorder;
 use crate::units::Norm;
 use std::sync::Arc;
 
-/// Where the batches come from.
-pub trait Batches {
-    /// Writes the next micro-batch: token ids and the tokens that follow them, both `[batch * seq_length]`.
-    ///
-    /// # Errors
-    /// When the data cannot be read.
-    fn fill(&mut self, inputs: &mut [i32], targets: &mut [i32]) -> Result<()>;
+/// The data of a step, read and found good.
+#[derive(Clone, Copy, Debug)]
+pub struct StepData {
+    /// Targets that count, over all micro-batches.
+    pub(super) targets: usize,
 }
 
 /// What a step did.
 #[derive(Clone, Copy, Debug)]
 pub struct StepReport {
-    /// Mean loss over the step's tokens, before the update.
+    /// Mean loss over the step's targets that count, before the update.
     pub loss: f32,
     /// Gradient norm before clipping.
     pub grad_norm: Norm,
@@ -130,7 +128,8 @@ impl<D: Kernels> Engine<D> {
             Some(ring) => dev.alloc_ring(name, flat, plan.dtype, ring),
         };
         let (weights, grads) = (flat_memory("weights", plan.weight_ring)?, flat_memory("gradients", plan.grad_ring)?);
-        let activations = ActivationPlan::new(&shape, plan.batch, plan.seq_length, plan.dtype, plan.loss_tile, &plan.layer_policies)?;
+        let (tile, policies) = (plan.loss_tile, &plan.layer_policies);
+        let activations = ActivationPlan::new(&shape, plan.batch, plan.seq_length, plan.separates_documents, plan.dtype, tile, policies)?;
         let activations = activations.allocate(&mut dev, &mut host)?;
         let memory = Memory::new(&plan, &table, &mut dev, &mut host)?;
         let flow = |ring| WeightFlow::new(&mut dev, &table, ring, memory.step.params.memory, weights);

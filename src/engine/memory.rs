@@ -1,6 +1,7 @@
 //! All memory of a run, allocated once: where each bucket's state, gradients and weights lie, on both sides of the link.
 
 use crate::bucket::layout::Tier;
+use crate::data::batch;
 use crate::device::{Device, DeviceSlice, EventId, Stream};
 use crate::dtype::Dtype;
 use crate::engine::step_job::{HostState, Segment, SlotMemory, StepMemory};
@@ -44,20 +45,13 @@ impl DeviceState {
     }
 }
 
-/// Token ids on their way to the device: two buffers, so that one is filled while the other is copied.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct BatchBuffer {
-    pub(super) inputs: PinnedSlice,
-    pub(super) targets: PinnedSlice,
-    pub(super) copied: EventId,
-}
-
 /// Every allocation but the model's own.
 pub(super) struct Memory {
     pub(super) step: StepMemory,
     /// Paged states, then resident ones.
     pub(super) device: [DeviceState; 2],
-    pub(super) batches: [BatchBuffer; 2],
+    /// Every micro-batch of a step.
+    batches: PinnedSlice,
     /// fp32 room for one bucket on its way out and in, when the device casts.
     pub(super) staging_d2h: DeviceSlice,
     pub(super) staging_h2d: DeviceSlice,
@@ -81,18 +75,11 @@ impl Memory {
         let resident = DeviceState::new("resident", layout.elems_in(Tier::Device), &mut fp32)?;
         let staging_elems = if plan.device_casts() && offloaded > 0 { bucket } else { 0 };
         let (staging_d2h, staging_h2d) = (fp32("gradient staging", staging_elems)?, fp32("parameter staging", staging_elems)?);
-        let tokens_bytes = plan.batch * plan.seq_length * 4;
-        let mut batch = || -> Result<BatchBuffer> {
-            let (inputs, targets) = (host.alloc("token ids", tokens_bytes)?, host.alloc("target ids", tokens_bytes)?);
-            dev.pin(inputs)?;
-            dev.pin(targets)?;
-            Ok(BatchBuffer { inputs, targets, copied: dev.event()? })
-        };
-        let batches = [batch()?, batch()?];
+        let batches = host.alloc("batches", plan.grad_accum_steps * batch_bytes(plan))?;
         let step = step_memory(plan, table, host)?;
         let bounce = host.alloc("bounce buffer", BOUNCE_ELEMS * 4)?;
         // The state itself never crosses the link: it stays pageable.
-        [step.grads.memory, step.params.memory, bounce].into_iter().try_for_each(|memory| dev.pin(memory))?;
+        [step.grads.memory, step.params.memory, batches, bounce].into_iter().try_for_each(|memory| dev.pin(memory))?;
         Ok(Self {
             step,
             device: [paged, resident],
@@ -103,6 +90,11 @@ impl Memory {
             bounce,
             bounced: dev.event()?,
         })
+    }
+
+    /// The memory of one micro-batch: a [`crate::data::batch::Batch`], int32 `[arrays, T]`.
+    pub(super) fn batch(&self, plan: &Plan, micro_step: usize) -> PinnedSlice {
+        self.batches.slice(micro_step * batch_bytes(plan), batch_bytes(plan))
     }
 
     /// The state of a flat range of one bucket that the device steps.
@@ -188,6 +180,10 @@ impl Memory {
     fn on_host(&self, flat: &Range<usize>) -> Range<usize> {
         flat.start.min(self.offloaded_elems)..flat.end.min(self.offloaded_elems)
     }
+}
+
+fn batch_bytes(plan: &Plan) -> usize {
+    batch::arrays(plan.separates_documents) * plan.batch * plan.seq_length * 4
 }
 
 fn step_memory(plan: &Plan, table: &TensorTable, host: &mut HostMemory) -> Result<StepMemory> {

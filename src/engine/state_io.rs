@@ -1,8 +1,9 @@
 //! State and weights from outside and to the outside, between steps.
 
-use super::executor::{Batches, Engine};
+use super::executor::Engine;
 use super::step::Pass;
 use super::vitals::Doing;
+use crate::data::batch::Batches;
 use crate::device::{Kernels, Stream};
 use crate::dtype::Dtype;
 use crate::error::Result;
@@ -80,7 +81,8 @@ impl<D: Kernels> Engine<D> {
     /// The device's; `batches`'.
     pub fn logits(&mut self, batches: &mut impl Batches) -> Result<Vec<f32>> {
         self.wait_for_all_params()?;
-        self.upload_batch(0, batches)?;
+        self.read_batch(0, batches)?;
+        self.upload_batch(0)?;
         let elems = self.plan.batch * self.plan.seq_length * self.model.shape.vocab;
         let out = self.dev.alloc("logits", elems, self.plan.dtype)?;
         let wide = self.dev.alloc("logits fp32", elems, Dtype::Float32)?;

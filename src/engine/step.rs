@@ -2,12 +2,13 @@
 
 use super::coordinator::{Counts, Event, Update};
 use super::counters::Counters;
-use super::executor::{Batches, Engine, Exposed, StepReport};
+use super::executor::{Engine, Exposed, StepData, StepReport};
 use super::route::Hop;
 use super::verdict::Verdict;
 use super::vitals::{Doing, Mark};
+use crate::data::batch::{Batch, Batches};
 use crate::device::{Kernels, Stream};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::model::MicroStep;
 use crate::model::tensors::Stage;
 
@@ -23,30 +24,67 @@ impl<D: Kernels> Engine<D> {
     /// late layers may still be under way when this returns; the next forward waits for each where it needs it.
     ///
     /// # Errors
-    /// The device's; `batches`', after which the engine is as after the last step, whose state can be flushed and saved: all data of a
-    /// step is read before its first gradient counts.
+    /// Those of [`Engine::read_data`] and of [`Engine::run_step`].
     pub fn step(&mut self, learning_rate: f64, batches: &mut impl Batches) -> Result<StepReport> {
+        let data = self.read_data(batches)?;
+        self.run_step(learning_rate, data)
+    }
+
+    /// Reads every micro-batch of the next step: what its loss is a mean over is known before the first one runs.
+    ///
+    /// # Errors
+    /// `batches`'; `Resource` that names the step when a token, target, position or document reaches outside, or when no target of the
+    /// step counts. The engine is then as after the last step, whose state can be flushed and saved.
+    pub fn read_data(&mut self, batches: &mut impl Batches) -> Result<StepData> {
         self.vitals.record(Mark::Step, self.train_step + 1);
+        self.vitals.now(Doing::Data, 0);
+        let targets: Result<usize> = (0..self.plan.grad_accum_steps).map(|micro_step| self.read_batch(micro_step, batches)).sum();
+        self.vitals.now(Doing::Else, 0);
+        match targets? {
+            0 => Err(self.bad_data(format!("none of its {} targets counts: nothing can be learned from it", self.plan.tokens_per_step()))),
+            targets => Ok(StepData { targets }),
+        }
+    }
+
+    /// Fills the memory of one micro-batch; returns its targets that count.
+    pub(super) fn read_batch(&self, micro_step: usize, batches: &mut impl Batches) -> Result<usize> {
+        // Nothing reads it: the verdict of the last step came after its copies, on the same stream.
+        self.memory.batch(&self.plan, micro_step).with(|memory| {
+            let mut batch = Batch::new(memory, self.plan.seq_length, self.plan.separates_documents);
+            batches.fill(&mut batch)?;
+            batch.count_targets(self.model.shape.vocab).map_err(|cause| self.bad_data(format!("micro-batch {micro_step}: {cause}")))
+        })
+    }
+
+    fn bad_data(&self, cause: String) -> Error {
+        Error::resource(format!("use the data of step {}", self.train_step + 1), cause)
+    }
+
+    /// The step whose data was read last.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn run_step(&mut self, learning_rate: f64, data: StepData) -> Result<StepReport> {
         self.vitals.now(Doing::Enqueuing, 0);
-        let stepped = self.pass_and_validate(learning_rate, batches);
+        let stepped = self.pass_and_validate(learning_rate, data);
         self.vitals.now(Doing::Else, 0);
         stepped
     }
 
-    fn pass_and_validate(&mut self, learning_rate: f64, batches: &mut impl Batches) -> Result<StepReport> {
+    fn pass_and_validate(&mut self, learning_rate: f64, data: StepData) -> Result<StepReport> {
         self.exposed = Exposed::default();
+        let inv_targets = 1.0 / data.targets as f32;
         let layers = self.model.shape.layers;
         let accum = self.plan.grad_accum_steps;
         for micro_step in 0..accum {
             let (first, last) = (micro_step == 0, micro_step + 1 == accum);
-            self.upload_batch(micro_step, batches)?;
+            self.upload_batch(micro_step)?;
             self.forward_stages()?;
             self.wait_for_params(Stage::Head)?;
             if last {
                 self.begin_validation(learning_rate)?;
             }
-            let inv_tokens = 1.0 / self.plan.tokens_per_step() as f32;
-            let micro = MicroStep { first, inv_tokens, loss_scale: self.loss_scale.scale() };
+            let micro = MicroStep { first, inv_targets, loss_scale: self.loss_scale.scale() };
             self.wait_for_ring(Stage::Head)?;
             self.with_weights(Stage::Head, Pass::Backward, |engine| engine.model.head(&mut engine.dev, micro, true))?;
             self.grads_written(Stage::Head, last)?;
@@ -126,17 +164,8 @@ impl<D: Kernels> Engine<D> {
         padding.try_for_each(|pad| self.dev.zero(self.model.grads.slice(pad.start, pad.len())))
     }
 
-    pub(super) fn upload_batch(&mut self, micro_step: usize, batches: &mut impl Batches) -> Result<()> {
-        let buffer = self.memory.batches[micro_step % 2];
-        // The buffer's last copy may still be under way.
-        self.vitals.now(Doing::Device, 0);
-        self.dev.synchronize(buffer.copied)?;
-        self.vitals.now(Doing::Data, 0);
-        buffer.inputs.with(|inputs| buffer.targets.with(|targets| batches.fill(inputs, targets)))?;
-        self.vitals.now(Doing::Enqueuing, 0);
-        self.dev.copy_h2d(Stream::Compute, buffer.inputs, self.model.activations.tokens)?;
-        self.dev.copy_h2d(Stream::Compute, buffer.targets, self.model.activations.targets)?;
-        self.dev.record(buffer.copied, Stream::Compute)
+    pub(super) fn upload_batch(&mut self, micro_step: usize) -> Result<()> {
+        self.dev.copy_h2d(Stream::Compute, self.memory.batch(&self.plan, micro_step), self.model.activations.inputs)
     }
 
     fn begin_validation(&mut self, learning_rate: f64) -> Result<()> {

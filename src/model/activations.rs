@@ -7,6 +7,7 @@
 use super::host_input::{BUFFERS, HostInput, host_inputs, host_slots};
 use super::policy::LayerPolicy;
 use super::shape::{ModelShape, Norm, Positions};
+use crate::data::batch;
 use crate::device::{Device, DeviceSlice};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
@@ -52,6 +53,7 @@ pub struct ActivationPlan {
     shape: ModelShape,
     batch: usize,
     seq_length: usize,
+    separates_documents: bool,
     dtype: Dtype,
     tile: LossTile,
     policies: Vec<LayerPolicy>,
@@ -59,7 +61,8 @@ pub struct ActivationPlan {
 }
 
 impl ActivationPlan {
-    /// Plans a micro-batch of `batch` sequences of `seq_length` tokens, computed in `dtype`; `policies` by layer.
+    /// Plans a micro-batch of `batch` sequences of `seq_length` tokens, each one document or, where it `separates_documents`, several,
+    /// computed in `dtype`; `policies` by layer.
     ///
     /// # Errors
     /// `Usage` when a size is zero, the sequence is longer than the positions that the model has learned, there is not one policy a layer, or
@@ -68,6 +71,7 @@ impl ActivationPlan {
         shape: &ModelShape,
         batch: usize,
         seq_length: usize,
+        separates_documents: bool,
         dtype: Dtype,
         tile: LossTile,
         policies: &[LayerPolicy],
@@ -84,7 +88,8 @@ impl ActivationPlan {
         let rows = batch.checked_mul(seq_length).ok_or_else(too_large)?.min(tile.rows);
         let tile = LossTile { rows, vocab: tile.vocab.min(shape.vocab) };
         let policies = policies.to_vec();
-        let mut plan = Self { shape: shape.clone(), batch, seq_length, dtype, tile, policies, allocations: Vec::new() };
+        let (shape, allocations) = (shape.clone(), Vec::new());
+        let mut plan = Self { shape, batch, seq_length, separates_documents, dtype, tile, policies, allocations };
         let mut allocations = Vec::new();
         plan.lay_out(|name, elems, dtype| {
             allocations.push(Allocation { name, place: Place::Device, elems, dtype });
@@ -152,12 +157,17 @@ impl ActivationPlan {
             Positions::Learned => None,
             Positions::Rope(rope) => Some(memory.matrix("rope_table", &[self.seq_length, rope.rotary_dim], Dtype::Float32)?),
         };
+        let inputs = memory.matrix("inputs", &[batch::arrays(self.separates_documents), tokens], Dtype::Int32)?;
+        let input = |index: usize| inputs.slice(index * tokens, tokens);
         Ok(Activations {
             batch: self.batch,
             seq_length: self.seq_length,
             tile: self.tile,
-            tokens: memory.matrix("tokens", &[tokens], Dtype::Int32)?,
-            targets: memory.matrix("targets", &[tokens], Dtype::Int32)?,
+            inputs,
+            tokens: input(0),
+            targets: input(1),
+            positions: input(2),
+            documents: self.separates_documents.then(|| input(3)),
             rope_table: rope,
             layers: self.layers(&mut memory)?,
             final_norm_in: memory.rows("final_norm_in", channels)?,
@@ -250,10 +260,16 @@ pub struct Activations {
     pub seq_length: usize,
     /// Tile of the loss, cut to what there is.
     pub tile: LossTile,
-    /// Token ids int32 `[T]`; filled by the caller.
-    pub tokens: DeviceSlice,
-    /// Next tokens int32 `[T]`; filled by the caller.
-    pub targets: DeviceSlice,
+    /// A [`crate::data::batch::Batch`] int32 `[arrays, T]`; filled by the caller. The next four are its arrays.
+    pub inputs: DeviceSlice,
+    /// Token ids.
+    pub(super) tokens: DeviceSlice,
+    /// Next tokens; negative ones count for nothing.
+    pub(super) targets: DeviceSlice,
+    /// Places of tokens in their documents.
+    pub(super) positions: DeviceSlice,
+    /// Where in its row each token's document begins; `None`: every row is one document.
+    pub(super) documents: Option<DeviceSlice>,
     /// fp32 `[seq_length, rotary_dim / 2, 2]`; filled by the caller with [`super::rope::rope_table`].
     pub rope_table: Option<DeviceSlice>,
     /// Mean loss of the optimizer step, fp32 `[1]`; without the loss scale.
@@ -367,7 +383,7 @@ mod tests {
     use LayerPolicy::{Host, Keep, RecomputeBlock, RecomputeCheap};
 
     fn demo(seq_length: usize, dtype: Dtype, policies: &[LayerPolicy]) -> ActivationPlan {
-        ActivationPlan::new(&ModelShape::demo(), 1, seq_length, dtype, LossTile { rows: 999, vocab: 999 }, policies).unwrap()
+        ActivationPlan::new(&ModelShape::demo(), 1, seq_length, false, dtype, LossTile { rows: 999, vocab: 999 }, policies).unwrap()
     }
 
     fn addressed(plan: &ActivationPlan) -> Activations {
@@ -376,7 +392,7 @@ mod tests {
 
     #[test]
     fn the_plan_is_what_gets_allocated() {
-        let plan = ActivationPlan::new(&ModelShape::demo(), 2, 48, Dtype::Bfloat16, TILE, &[Keep; 6]).unwrap();
+        let plan = ActivationPlan::new(&ModelShape::demo(), 2, 48, false, Dtype::Bfloat16, TILE, &[Keep; 6]).unwrap();
         let mut asked = Vec::new();
         let activations = plan.lay_out(|name, elems, dtype| {
             asked.push(Allocation { name, place: Place::Device, elems, dtype });
@@ -419,7 +435,7 @@ mod tests {
         let costly = t * (2 * (2 * c + c + c + 2 * f) + 4 * (2 + 8));
         let cheap = t * 2 * (c + c + f);
         let input = t * 2 * c;
-        let outside = t * (2 * (c + c) + 4 + 8) + 4 * t * 32;
+        let outside = t * (2 * (c + c) + 4 + 12) + 4 * t * 32;
         let loss = t * (2 * 256 + 4 * 3) + 4;
         let work = 2 * t * (c + c + f + 2 * f);
         let cases = [
@@ -438,24 +454,35 @@ mod tests {
     }
 
     #[test]
+    fn bounds_of_documents_take_4_bytes_a_token() {
+        let plan = |documents| ActivationPlan::new(&ModelShape::demo(), 2, 48, documents, Dtype::Bfloat16, TILE, &[Keep; 6]).unwrap();
+        assert_eq!(plan(true).device_bytes().0 - plan(false).device_bytes().0, 2 * 48 * 4);
+        let activations = addressed(&plan(true));
+        assert_eq!(activations.documents.map(|documents| (documents.addr, documents.elems)), Some((3 * 96 * 4, 96)));
+        assert!(addressed(&plan(false)).documents.is_none());
+    }
+
+    #[test]
     fn a_qk_norm_keeps_raw_projections_and_shares_the_rotated() {
         let shape = ModelShape { qk_norm: true, ..ModelShape::demo() };
-        let bytes =
-            |policies: &[LayerPolicy]| ActivationPlan::new(&shape, 1, 128, Dtype::Bfloat16, TILE, policies).unwrap().device_bytes().0;
+        let bytes = |policies: &[LayerPolicy]| {
+            ActivationPlan::new(&shape, 1, 128, false, Dtype::Bfloat16, TILE, policies).unwrap().device_bytes().0
+        };
         // Halves: two norms, activation, rotated qkv.
         assert_eq!(bytes(&[Keep; 6]) - bytes(&[RecomputeCheap; 6]), 5 * 128 * 2 * (256 + 256 + 512 + 512));
     }
 
     #[test]
     fn impossible_sizes_are_usage_errors() {
-        let plan = |batch, seq_length, tile| ActivationPlan::new(&ModelShape::demo(), batch, seq_length, Dtype::Float32, tile, &[Host; 6]);
+        let plan =
+            |batch, seq_length, tile| ActivationPlan::new(&ModelShape::demo(), batch, seq_length, false, Dtype::Float32, tile, &[Host; 6]);
         assert!(plan(0, 16, TILE).is_err());
         assert!(plan(1, 0, TILE).is_err());
         assert!(plan(1, 16, LossTile { rows: 0, vocab: 1 }).is_err());
         assert!(plan(1, 1025, TILE).is_ok(), "rotary positions do not end at the model's 1024");
         assert!(plan(usize::MAX, 2, TILE).unwrap_err().to_string().contains("overflow"));
         assert!(plan(usize::MAX / 1024, 1024, TILE).unwrap_err().to_string().contains("overflow"));
-        let five = ActivationPlan::new(&ModelShape::demo(), 1, 16, Dtype::Float32, TILE, &[Keep; 5]);
+        let five = ActivationPlan::new(&ModelShape::demo(), 1, 16, false, Dtype::Float32, TILE, &[Keep; 5]);
         assert!(five.unwrap_err().to_string().contains("5 activation policies: the model has 6 layers"));
     }
 }

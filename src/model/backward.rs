@@ -32,7 +32,7 @@ impl Model {
         let act = &self.activations;
         let (wte, wpe) = (self.embed.wte.grad, self.embed.wpe.map(|p| p.grad));
         let accumulate_wte = !first || self.shape.tied;
-        dev.embed_backward(act.tokens, act.dresidual, wte, accumulate_wte, wpe, !first, act.seq_length, self.shape.channels)
+        dev.embed_backward(act.tokens, act.positions, act.dresidual, wte, accumulate_wte, wpe, !first, self.shape.channels)
     }
 
     fn backward_layer<D: Kernels>(&self, dev: &mut D, layer: usize, first: bool) -> Result<()> {
@@ -61,7 +61,7 @@ impl Model {
         let dattn_out = all.dinner.slice(0, act.attn_out.elems);
         let dqkv = all.dfused.slice(0, act.qkv.elems);
         linear_backward(dev, &params.attn_out, act.attn_out, all.dresidual, dattn_out, first)?;
-        dev.attention_backward(dattn_out, act.qkv, act.attn_out, act.lse, dqkv, shape)?;
+        dev.attention_backward(dattn_out, act.qkv, all.documents, act.attn_out, act.lse, dqkv, shape)?;
         self.rotate(dev, layer, dqkv, true)?;
         if let (Some((q, k)), Some(kept)) = (params.qk_norm, act.qk_norm) {
             dev.qk_norm_backward(dqkv, kept.raw, q.value, k.value, kept.rstd, q.grad, k.grad, !first, shape)?;

@@ -20,7 +20,7 @@ impl Model {
             Stage::Embed => {
                 let wpe = self.embed.wpe.map(|p| p.value);
                 let out = self.acquire_residual(dev, 0)?;
-                dev.embed(act.tokens, self.embed.wte.value, wpe, out, act.seq_length, self.shape.channels)
+                dev.embed(act.tokens, act.positions, self.embed.wte.value, wpe, out, self.shape.channels)
             }
             Stage::Layer(layer) => self.forward_layer(dev, layer),
             Stage::Head => self.norm(dev, &self.head.norm, act.final_norm_in, act.final_norm_out, act.final_norm_stats),
@@ -86,7 +86,7 @@ impl Model {
         let projected = act.qk_norm.map_or(act.qkv, |kept| kept.raw);
         linear(dev, &params.qkv, act.attn_norm_out, None, projected)?;
         self.norm_and_rotate(dev, layer, act)?;
-        dev.attention(act.qkv, act.attn_out, act.lse, self.attention_shape(layer))?;
+        dev.attention(act.qkv, self.activations.documents, act.attn_out, act.lse, self.attention_shape(layer))?;
         linear(dev, &params.attn_out, act.attn_out, Some(act.input), act.mid)
     }
 
@@ -124,7 +124,9 @@ impl Model {
     /// Rotates queries and keys of `qkv` in place, or back; nothing to do for learned positions.
     pub(super) fn rotate<D: Kernels>(&self, dev: &mut D, layer: usize, qkv: DeviceSlice, inverse: bool) -> Result<()> {
         match (self.shape.positions, self.activations.rope_table) {
-            (Positions::Rope(rope), Some(table)) => dev.rope(qkv, table, rope.rotary_dim, inverse, self.attention_shape(layer)),
+            (Positions::Rope(rope), Some(table)) => {
+                dev.rope(qkv, self.activations.positions, table, rope.rotary_dim, inverse, self.attention_shape(layer))
+            }
             _ => Ok(()),
         }
     }

@@ -16,8 +16,8 @@ use std::ops::Range;
 pub struct MicroStep {
     /// The first one overwrites loss and gradients, later ones add.
     pub first: bool,
-    /// `1 / (tokens of the whole optimizer step)`: loss and gradients are means over the step.
-    pub inv_tokens: f32,
+    /// `1 / (targets of the whole optimizer step that count)`: loss and gradients are means over these.
+    pub inv_targets: f32,
     /// Factor on all gradients, not on the loss (fp16).
     pub loss_scale: f32,
 }
@@ -66,7 +66,7 @@ impl Model {
             let logits = self.logits_tile(dev, rows, &tile)?;
             dev.cross_entropy_stats(logits, rows.targets, rows.stats, tile.start, tile.len(), tile.start == 0)?;
         }
-        dev.cross_entropy_loss(rows.stats, self.activations.loss, micro.inv_tokens, !(micro.first && rows.first))
+        dev.cross_entropy_loss(rows.stats, self.activations.loss, micro.inv_targets, !(micro.first && rows.first))
     }
 
     fn loss_backward<D: Kernels>(&self, dev: &mut D, rows: Rows, micro: MicroStep) -> Result<()> {
@@ -76,7 +76,7 @@ impl Model {
                 true => self.activations.logits.slice(0, rows.count * tile.len()),
                 false => self.logits_tile(dev, rows, &tile)?,
             };
-            let scale = micro.inv_tokens * micro.loss_scale;
+            let scale = micro.inv_targets * micro.loss_scale;
             dev.cross_entropy_grad(logits, rows.targets, rows.stats, tile.start, tile.len(), scale)?;
             self.tile_backward(dev, rows, logits, &tile, !(micro.first && rows.first))?;
         }

@@ -6,6 +6,7 @@ use super::rope::rope_table;
 use super::shape::{ModelShape, Positions};
 use super::tensors::{Stage, TensorSpec, TensorTable};
 use super::{MicroStep, Model};
+use crate::data::batch::Batch;
 use crate::device::cpu::{CpuDevice, Schedule};
 use crate::device::{Device, DeviceSlice, Stream};
 use crate::dtype::{Dtype, Element};
@@ -50,9 +51,19 @@ impl Rig {
     }
 
     fn with_policies<E: Element>(shape: &ModelShape, batch: usize, tile: LossTile, policies: &[LayerPolicy], schedule: Schedule) -> Self {
+        Self::with_documents::<E>(shape, (batch, false), tile, policies, schedule)
+    }
+
+    fn with_documents<E: Element>(
+        shape: &ModelShape,
+        (batch, documents): (usize, bool),
+        tile: LossTile,
+        policies: &[LayerPolicy],
+        schedule: Schedule,
+    ) -> Self {
         let (mut dev, mut host) = (CpuDevice::new(1, schedule, Default::default(), 0).unwrap(), HostMemory::default());
         let flat = TensorTable::new(shape).flat_elems();
-        let plan = ActivationPlan::new(shape, batch, SEQ_LENGTH, E::DTYPE, tile, policies).unwrap();
+        let plan = ActivationPlan::new(shape, batch, SEQ_LENGTH, documents, E::DTYPE, tile, policies).unwrap();
         let weights = dev.alloc("weights", flat, E::DTYPE).unwrap();
         let grads = dev.alloc("grads", flat, E::DTYPE).unwrap();
         let activations = plan.allocate(&mut dev, &mut host).unwrap();
@@ -92,13 +103,18 @@ impl Rig {
 
     /// Sequences `first..first + batch` of a fixed text become the micro-batch.
     fn feed(&mut self, first: usize) {
-        let act = &self.model.activations;
-        let (tokens, targets, rows) = (act.tokens, act.targets, act.tokens.elems);
+        let (inputs, rows) = (self.model.activations.inputs, self.model.activations.tokens.elems);
         let (start, vocab) = (first * SEQ_LENGTH, self.model.shape.vocab as u64);
         let mut noise = Noise(77);
         let text: Vec<i32> = (0..start + rows + 1).map(|_| (noise.bits() % vocab) as i32).collect();
-        self.upload(&text[start..start + rows], tokens);
-        self.upload(&text[start + 1..], targets);
+        let (mut memory, documents) = (vec![0; inputs.elems], self.model.activations.documents.is_some());
+        let mut batch = Batch::new(&mut memory, SEQ_LENGTH, documents);
+        batch.tokens.copy_from_slice(&text[start..start + rows]);
+        batch.targets.copy_from_slice(&text[start + 1..]);
+        if documents {
+            set_documents(&mut batch);
+        }
+        self.upload(&memory, inputs);
     }
 
     fn crowd(&mut self) {
@@ -140,8 +156,18 @@ impl Rig {
     }
 }
 
+/// In each row a document of 5 tokens and one of the rest; every third target does not count.
+fn set_documents(batch: &mut Batch<'_>) {
+    batch.targets.iter_mut().step_by(3).for_each(|target| *target = -1);
+    let documents = batch.documents.as_mut().unwrap().chunks_exact_mut(SEQ_LENGTH);
+    for (positions, documents) in batch.positions.chunks_exact_mut(SEQ_LENGTH).zip(documents) {
+        positions[5..].iter_mut().for_each(|position| *position -= 5);
+        documents[5..].fill(5);
+    }
+}
+
 fn whole(model: &Model) -> MicroStep {
-    MicroStep { first: true, inv_tokens: 1.0 / model.activations.tokens.elems as f32, loss_scale: 1.0 }
+    MicroStep { first: true, inv_targets: 1.0 / model.activations.tokens.elems as f32, loss_scale: 1.0 }
 }
 
 /// Norms near one, everything else around zero; padding zero.
@@ -203,8 +229,12 @@ fn directions(spec: &TensorSpec) -> Vec<Vec<(usize, f32)>> {
 /// curvature's part is below 1 % of the tensor's gradient.
 #[test]
 fn gradients_are_the_slopes_of_the_loss() {
-    for (name, shape) in shapes() {
-        let mut rig = Rig::new(&shape, 2, LossTile { rows: 10, vocab: 24 });
+    let documents = |(name, shape): (String, ModelShape)| [(format!("{name}, documents"), shape.clone(), true), (name, shape, false)];
+    // Each kind of position, and a window.
+    let apart = |name: &str| ["gpt2", "llama", "mistral"].contains(&name.split(',').next().unwrap_or(name));
+    for (name, shape, documents) in shapes().into_iter().flat_map(documents).filter(|(name, _, documents)| !documents || apart(name)) {
+        let (tile, policies) = (LossTile { rows: 10, vocab: 24 }, vec![Keep; shape.layers]);
+        let mut rig = Rig::with_documents::<f32>(&shape, (2, documents), tile, &policies, Schedule::Adversary { seed: 1 });
         let weights = random_weights(&rig.model.table);
         let (_, grads) = rig.loss_and_grads();
         for spec in rig.model.table.clone().specs() {
@@ -234,10 +264,10 @@ fn two_micro_steps_are_one_batch_of_twice_the_size() {
     for (name, shape) in shapes() {
         let (loss, grads) = Rig::new(&shape, 4, ONE_TILE).loss_and_grads();
         let mut half = Rig::new(&shape, 2, ONE_TILE);
-        let inv_tokens = 1.0 / (4 * SEQ_LENGTH) as f32;
+        let inv_targets = 1.0 / (4 * SEQ_LENGTH) as f32;
         for (first, sequence) in [(true, 0), (false, 2)] {
             half.feed(sequence);
-            half.train(MicroStep { first, inv_tokens, loss_scale: 1.0 });
+            half.train(MicroStep { first, inv_targets, loss_scale: 1.0 });
         }
         let (loss_slice, grads_slice) = (half.model.activations.loss, half.model.grads);
         assert!((half.download::<f32>(loss_slice)[0] - loss).abs() < 2e-6 * loss, "{name}");
@@ -301,7 +331,7 @@ fn two_steps<E: Element>(shape: &ModelShape, policies: &[LayerPolicy], schedule:
     let mut results = Vec::new();
     for sequence in 0..4 {
         rig.feed(sequence);
-        rig.train(MicroStep { first: sequence % 2 == 0, inv_tokens: 1.0 / (2 * SEQ_LENGTH) as f32, loss_scale: 1.0 });
+        rig.train(MicroStep { first: sequence % 2 == 0, inv_targets: 1.0 / (2 * SEQ_LENGTH) as f32, loss_scale: 1.0 });
         if sequence % 2 == 1 {
             let (loss, grads) = (rig.model.activations.loss, rig.model.grads);
             results.extend([loss, grads].map(|slice| rig.download::<u8>(slice)));
@@ -368,7 +398,7 @@ fn a_model_refuses_slices_that_do_not_fit() {
     let flat = TensorTable::new(&shape).flat_elems();
     let build = |weights: usize, dtype: Dtype| {
         let mut dev = CpuDevice::new(1, Schedule::Adversary { seed: 1 }, Default::default(), 0).unwrap();
-        let plan = ActivationPlan::new(&shape, 1, SEQ_LENGTH, Dtype::Float32, ONE_TILE, &vec![Keep; shape.layers]).unwrap();
+        let plan = ActivationPlan::new(&shape, 1, SEQ_LENGTH, false, Dtype::Float32, ONE_TILE, &vec![Keep; shape.layers]).unwrap();
         let activations = plan.allocate(&mut dev, &mut HostMemory::default()).unwrap();
         let weights = dev.alloc("weights", weights, dtype).unwrap();
         let grads = dev.alloc("grads", flat, Dtype::Float32).unwrap();

@@ -2,6 +2,7 @@
 
 use super::machine::Machine;
 use crate::bucket::layout::{BucketLayout, Tier};
+use crate::data::batch;
 use crate::device::Attention;
 use crate::dtype::Dtype;
 use crate::host::pinned;
@@ -102,6 +103,8 @@ pub struct Needs<'a> {
     pub batch: usize,
     /// Tokens of a sequence.
     pub seq_length: usize,
+    /// Rows hold several documents, and attention keeps these apart.
+    pub separates_documents: bool,
     /// Micro-batches of a step.
     pub grad_accum_steps: usize,
     /// Format on the device.
@@ -189,6 +192,7 @@ impl Needs<'_> {
             class("gradient slots", Place::Host, self.grad_slots(layout) * slot_bytes),
             class(params_name, Place::Host, self.param_slots(layout, rings) * slot_bytes),
             class("kept activations", Place::Host, activations.host_bytes().0 as usize),
+            class("batches", Place::Host, self.batches_bytes()),
             class("timeline", Place::Host, self.timeline_bytes),
             class("data", Place::Host, self.data_bytes),
         ];
@@ -203,6 +207,11 @@ impl Needs<'_> {
         }
         classes.retain(|class| class.bytes > 0);
         classes
+    }
+
+    /// Every micro-batch of a step: all are read before the first one runs.
+    fn batches_bytes(&self) -> usize {
+        self.grad_accum_steps * batch::arrays(self.separates_documents) * self.batch * self.seq_length * 4
     }
 
     fn ring_grain_bytes(&self) -> usize {

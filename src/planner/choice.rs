@@ -222,7 +222,7 @@ impl Planner<'_> {
 
     fn activations(&self, policies: &[LayerPolicy], tile: LossTile) -> Result<ActivationPlan> {
         let needs = self.needs;
-        ActivationPlan::new(needs.shape, needs.batch, needs.seq_length, needs.dtype, tile, policies)
+        ActivationPlan::new(needs.shape, needs.batch, needs.seq_length, needs.separates_documents, needs.dtype, tile, policies)
     }
 
     fn tokens(&self) -> usize {

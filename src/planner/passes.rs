@@ -50,13 +50,21 @@ fn micro_step_s(needs: &Needs, policy: LayerPolicy) -> Result<f64> {
     let (shape, machine) = (needs.shape, &needs.machine);
     let (mut dev, _) = SimDevice::new("passes", &machine.rates, machine.device, (1, Isa::Scalar), 0);
     let tile = LossTile { rows: (needs.batch * needs.seq_length).min(TILE_ROWS_MAX), vocab: shape.vocab };
-    let plan = ActivationPlan::new(shape, needs.batch, needs.seq_length, needs.dtype, tile, &vec![policy; shape.layers])?;
+    let plan = ActivationPlan::new(
+        shape,
+        needs.batch,
+        needs.seq_length,
+        needs.separates_documents,
+        needs.dtype,
+        tile,
+        &vec![policy; shape.layers],
+    )?;
     let activations = plan.allocate(&mut dev, &mut HostMemory::new(MemoryPolicy::unbacked()))?;
     let flat = DeviceSlice { addr: 0, elems: TensorTable::new(shape).flat_elems(), dtype: needs.dtype };
     let model = Model::new(shape.clone(), flat, flat, activations)?;
     let layers = || (0..shape.layers).map(Stage::Layer);
     [Stage::Embed].into_iter().chain(layers()).try_for_each(|stage| model.forward(&mut dev, stage))?;
-    model.head(&mut dev, MicroStep { first: true, inv_tokens: 1.0, loss_scale: 1.0 }, true)?;
+    model.head(&mut dev, MicroStep { first: true, inv_targets: 1.0, loss_scale: 1.0 }, true)?;
     layers().rev().chain([Stage::Embed]).try_for_each(|stage| model.backward(&mut dev, stage, true))?;
     let done = dev.event()?;
     dev.record(done, Stream::Compute)?;

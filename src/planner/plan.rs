@@ -127,6 +127,8 @@ pub struct Plan {
     pub batch: usize,
     /// Tokens of a sequence.
     pub seq_length: usize,
+    /// Rows hold several documents, and attention keeps these apart.
+    pub separates_documents: bool,
     /// Micro-batches of a step.
     pub grad_accum_steps: usize,
     /// Tile of the loss.
@@ -188,6 +190,7 @@ impl Plan {
             shape,
             batch: settings.per_device_train_batch_size,
             seq_length: settings.seq_length,
+            separates_documents: settings.separates_documents,
             grad_accum_steps: settings.gradient_accumulation_steps,
             dtype,
             link_dtype,
@@ -230,6 +233,7 @@ impl Plan {
             layout,
             batch: settings.per_device_train_batch_size,
             seq_length: settings.seq_length,
+            separates_documents: settings.separates_documents,
             grad_accum_steps: settings.gradient_accumulation_steps,
             loss_tile: tile,
             layer_policies: policies,
@@ -351,17 +355,18 @@ fn check_streams(settings: &Settings, rings: Rings) -> Result<()> {
     Ok(())
 }
 
-/// cuDNN has no attention in float32, and is on GPUs only.
+/// cuDNN's has no float32 and no bounds between documents, and is on GPUs only.
 fn attention(settings: &Settings, dtype: Dtype, device: DeviceMemory) -> Result<Attention> {
-    let cudnn = Attention::Cudnn { deterministic: !settings.nondeterministic };
-    match settings.attention {
+    let obstacle = match settings {
+        _ if dtype == Dtype::Float32 => Some("cuDNN has 16-bit formats only; use --dtype bfloat16 or --attention plain"),
+        Settings { separates_documents: true, .. } => Some("cuDNN does not keep a row's documents apart; use --attention plain"),
+        _ => None,
+    };
+    match (settings.attention, obstacle) {
         _ if device == DeviceMemory::Shared => Ok(Attention::Plain),
-        AttentionChoice::Cudnn if dtype == Dtype::Float32 => {
-            Err(Error::usage("--attention cudnn: cuDNN has 16-bit formats only; use --dtype bfloat16 or --attention plain"))
-        }
-        AttentionChoice::Cudnn => Ok(cudnn),
-        AttentionChoice::Auto if dtype != Dtype::Float32 => Ok(cudnn),
-        AttentionChoice::Auto | AttentionChoice::Plain => Ok(Attention::Plain),
+        (AttentionChoice::Plain, _) | (AttentionChoice::Auto, Some(_)) => Ok(Attention::Plain),
+        (AttentionChoice::Cudnn, Some(obstacle)) => Err(Error::usage(format!("--attention cudnn: {obstacle}"))),
+        (AttentionChoice::Auto | AttentionChoice::Cudnn, None) => Ok(Attention::Cudnn { deterministic: !settings.nondeterministic }),
     }
 }
 
@@ -521,11 +526,16 @@ mod tests {
         Plan::new(&settings, &ModelShape::demo(), &Machine::cpu(2), false)
     }
 
+    /// Bytes of every micro-batch of a step.
+    fn batches(plan: &Plan) -> usize {
+        3 * 4 * plan.tokens_per_step()
+    }
+
     #[test]
     fn strategies_are_sets_of_techniques() {
         let of = |strategy| plan(Settings { strategy, ..Settings::demo() }).unwrap();
         let none = of(Strategy::NoOffload);
-        assert_eq!((none.layout.offloaded(), none.bytes_at(Place::Host)), (0, 0));
+        assert_eq!((none.layout.offloaded(), none.bytes_at(Place::Host) as usize), (0, batches(&none)));
         assert!(none.to_string().contains("fits without offload: every optimizer state stays on the device"));
         let zero = of(Strategy::ZeroOffload);
         assert!(zero.barrier && zero.rules.policy == Policy::ValidateFirst && zero.layout.offloaded() == zero.layout.count());
@@ -540,7 +550,8 @@ mod tests {
     fn offloaded_state_takes_14_bytes_a_parameter_and_the_ring() {
         let plan = plan(Settings { without: vec![Technique::Repartition], ..Settings::demo() }).unwrap();
         let ring = 2 * plan.param_slots * plan.layout.bucket_elems() * 2;
-        let state = plan.bytes_at(Place::Host) as usize - if plan.rules.policy == Policy::Deferred { ring } else { ring / 2 };
+        let state =
+            plan.bytes_at(Place::Host) as usize - batches(&plan) - if plan.rules.policy == Policy::Deferred { ring } else { ring / 2 };
         // A slot is as long as a whole bucket, also for the last one.
         let last_slot_excess = 2 * (plan.layout.count() * plan.layout.bucket_elems() - plan.layout.flat_elems());
         assert_eq!(state, 14 * plan.layout.flat_elems() + last_slot_excess);

@@ -6,6 +6,7 @@ use crate::config::options::{
     ActivationsChoice, AttentionChoice, CastSide, HostMemoryKind, ResidentBuckets, Strategy, Technique, TrainDtype, WeightsChoice,
 };
 use crate::config::settings::Settings;
+use crate::device::Attention;
 use crate::hardware::rates::Rates;
 use crate::memory::Addressing;
 use crate::memory::{DeviceMemory, Place};
@@ -349,6 +350,22 @@ fn the_cpu_device_refuses_what_needs_a_gpu() {
     }
     let wide = Settings { attention: AttentionChoice::Cudnn, dtype: TrainDtype::Float32, ..settings() };
     assert!(Plan::new(&wide, &llama_8b(), &h200(), false).unwrap_err().to_string().contains("--attention plain"));
+}
+
+/// Data whose rows hold several documents: automatic is what keeps these apart.
+#[test]
+fn cudnn_is_neither_chosen_nor_allowed_where_documents_share_a_row() {
+    let plan = |attention, separates_documents| {
+        let settings = Settings { attention, separates_documents, per_device_train_batch_size: 1, ..settings() };
+        Plan::new(&settings, &llama_8b(), &h200(), false).map(|plan| plan.attention)
+    };
+    let cudnn = Attention::Cudnn { deterministic: true };
+    assert_eq!([false, true].map(|several| plan(AttentionChoice::Auto, several).unwrap()), [cudnn, Attention::Plain]);
+    let refused = plan(AttentionChoice::Cudnn, true).unwrap_err().to_string();
+    assert!(
+        refused.starts_with("--attention cudnn") && refused.contains("documents") && refused.contains("--attention plain"),
+        "{refused}"
+    );
 }
 
 #[test]

@@ -38,8 +38,8 @@ pub fn measure<D: Kernels>(rig: &mut Rig<'_, D>, seq_limit: usize, matmul_flops:
     dev.prepare_attention(shape, bf16)?;
     fill(dev, &[qkv, dout])?;
     let flops = forward_flops(&shape);
-    let forward = rig.rates(time_s / 3.0, flops, |dev| dev.attention(qkv, out, lse, shape))?;
-    let backward = rig.rates(time_s / 1.5, 2.0 * flops, |dev| dev.attention_backward(dout, qkv, out, lse, dqkv, shape))?;
+    let forward = rig.rates(time_s / 3.0, flops, |dev| dev.attention(qkv, None, out, lse, shape))?;
+    let backward = rig.rates(time_s / 1.5, 2.0 * flops, |dev| dev.attention_backward(dout, qkv, None, out, lse, dqkv, shape))?;
     Ok(Passes { forward, backward })
 }
 

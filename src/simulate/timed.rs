@@ -3,10 +3,11 @@
 use super::clip::Clip;
 use super::flops::StepFlops;
 use super::outcome::{Adam, Ends, ExposedTime, Link, Outcome, Speed, Spread, Verdicts};
+use crate::data::batch::{Batch, Batches};
 use crate::device::Kernels;
 use crate::engine::coordinator::Counts;
 use crate::engine::counters::Counters;
-use crate::engine::executor::{Batches, Engine, Exposed, StepReport};
+use crate::engine::executor::{Engine, Exposed, StepReport};
 use crate::engine::verdict::Verdict;
 use crate::error::Result;
 use crate::facts::PlanFacts;
@@ -187,9 +188,9 @@ impl RandomTokens {
 }
 
 impl Batches for RandomTokens {
-    fn fill(&mut self, inputs: &mut [i32], targets: &mut [i32]) -> Result<()> {
-        for (input, target) in inputs.iter_mut().zip(targets) {
-            *input = self.advance();
+    fn fill(&mut self, batch: &mut Batch<'_>) -> Result<()> {
+        for (token, target) in batch.tokens.iter_mut().zip(&mut *batch.targets) {
+            *token = self.advance();
             *target = self.next;
         }
         Ok(())

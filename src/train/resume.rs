@@ -197,6 +197,7 @@ mod tests {
     use super::*;
     use crate::checkpoint::tests::{any_json, forge, places, true_manifest};
     use crate::checkpoint::{Scheduler, TensorSource, TrainerState, Writer};
+    use crate::data::batch::{Batch, Batches, arrays};
     use crate::data::loader::Loader;
     use crate::data::packing::tests::counting;
     use crate::engine::verdict::Verdict;
@@ -341,8 +342,8 @@ mod tests {
                     prop_assert!(trainer.optimizer_step < u64::MAX && scale.inverse() > 0.0);
                     let dataset = counting(SEQUENCES * 2 + 1, 2).unwrap();
                     let mut loader = Loader::new(dataset, 7, 1, true, accepted.position).unwrap();
-                    let [mut inputs, mut targets] = [[0; 14]; 2];
-                    (0..3).for_each(|_| loader.fill(&mut inputs, &mut targets).unwrap());
+                    let mut memory = [0; arrays(false) * 14];
+                    (0..3).for_each(|_| loader.fill(&mut Batch::new(&mut memory, 2, false)).unwrap());
                 }
             }
         }

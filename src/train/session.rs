@@ -146,8 +146,8 @@ impl<D: Kernels> Session<D> {
         // The time between two steps counts: a backlog of updates may be what filled it.
         let start = self.last_step_end.unwrap_or_else(Instant::now);
         let learning_rate = self.schedule.lr(self.engine.optimizer_step());
-        let stepped = self.engine.step(learning_rate, &mut self.feed);
-        let report = stepped.inspect_err(|_| self.is_sound = self.feed.has_failed())?;
+        let data = self.engine.read_data(&mut self.feed)?;
+        let report = self.engine.run_step(learning_rate, data).inspect_err(|_| self.is_sound = false)?;
         self.feed.step_done();
         let end = Instant::now();
         self.last_step_end = Some(end);

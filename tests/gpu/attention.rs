@@ -30,8 +30,11 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
             let AttentionShape { batch, seq_length, heads, kv_heads, head_dim, window, .. } = shape;
             let window = window.map_or(String::new(), |window| format!(", window {window}"));
             let name = |kernel: &str| format!("{kernel} {dtype} {batch}x{seq_length} tokens, ({heads}+2x{kv_heads})x{head_dim}{window}");
-            suite.case(&name("attention"), |bench, random| forward(bench, random, dtype, shape));
-            suite.case(&name("attention_backward"), |bench, random| backward(bench, random, dtype, shape));
+            suite.case(&name("attention"), |bench, random| forward(bench, random, dtype, shape, false));
+            suite.case(&name("attention_backward"), |bench, random| backward(bench, random, dtype, shape, false));
+            let name = |kernel: &str| name(kernel) + ", several documents";
+            suite.case(&name("attention"), |bench, random| forward(bench, random, dtype, shape, true));
+            suite.case(&name("attention_backward"), |bench, random| backward(bench, random, dtype, shape, true));
         }
     }
 }
@@ -59,9 +62,24 @@ fn shape(batch: usize, seq_length: usize, (heads, kv_heads): (usize, usize), hea
     AttentionShape { batch, seq_length, heads, kv_heads, head_dim, scale: 1.0 / (head_dim as f32).sqrt(), window }
 }
 
-/// The GPU has this for narrow formats and heads of whole 16 bytes.
-fn may_be_unsupported(dtype: Dtype, shape: &AttentionShape) -> bool {
-    dtype == FP32 || !shape.head_dim.is_multiple_of(8)
+/// cuDNN has this for narrow formats, heads of whole 16 bytes and rows of one document.
+fn may_be_unsupported(dtype: Dtype, shape: &AttentionShape, several: bool) -> bool {
+    dtype == FP32 || !shape.head_dim.is_multiple_of(8) || several
+}
+
+/// Where each token's document begins in its row: all at 0, or `several` a row, from one token to some tiles long.
+fn documents(random: &mut Random, shape: &AttentionShape, several: bool) -> Vec<i32> {
+    let mut starts = Vec::new();
+    for _ in 0..shape.batch {
+        let (mut start, mut end) = (0, 0);
+        for token in 0..shape.seq_length {
+            if token == end {
+                (start, end) = (token, token + if several { 1 + random.below([5, 70, 200][token % 3]) } else { shape.seq_length });
+            }
+            starts.push(start as i32);
+        }
+    }
+    starts
 }
 
 /// A head's rows in `qkv` or in an output, widened.
@@ -94,9 +112,10 @@ fn key_head(shape: &AttentionShape, query_head: usize) -> (usize, usize) {
     (key, key + shape.kv_heads)
 }
 
-/// The keys that a query of a sequence sees.
-fn visible(shape: &AttentionShape, query: usize) -> Range<usize> {
-    shape.window.map_or(0, |window| (query + 1).saturating_sub(window))..query + 1
+/// The keys that a query of a sequence sees, whose `starts` are those of the tokens' documents.
+fn visible(shape: &AttentionShape, starts: &[i32], sequence: usize, query: usize) -> Range<usize> {
+    let in_window = shape.window.map_or(0, |window| (query + 1).saturating_sub(window));
+    in_window.max(starts[sequence * shape.seq_length + query] as usize)..query + 1
 }
 
 fn dot(a: &[f64], b: &[f64]) -> f64 {
@@ -149,13 +168,13 @@ struct Forward {
 }
 
 /// One head of one sequence: its output `[seq_length, head_dim]` and log-sum-exp.
-fn forward_head(shape: &AttentionShape, dtype: Dtype, qkv: &[f64], sequence: usize, query_head: usize) -> Forward {
+fn forward_head(shape: &AttentionShape, dtype: Dtype, qkv: &[f64], starts: &[i32], sequence: usize, query_head: usize) -> Forward {
     let (key, value) = key_head(shape, query_head);
     let (q, k, v) = (head(shape, qkv, query_head), head(shape, qkv, key), head(shape, qkv, value));
     let first = sequence * shape.seq_length;
     let mut result = Forward { out: Vec::new(), lse: Vec::new() };
     for query in 0..shape.seq_length {
-        let keys = visible(shape, query);
+        let keys = visible(shape, starts, sequence, query);
         let keys = first + keys.start..first + keys.end;
         let scores = scores(shape, dtype, q.row(first + query), &k, keys.clone());
         let max = scores.iter().map(|s| s.want).fold(f64::NEG_INFINITY, f64::max);
@@ -178,8 +197,8 @@ fn forward_head(shape: &AttentionShape, dtype: Dtype, qkv: &[f64], sequence: usi
 }
 
 /// All heads: output `[T, heads * head_dim]` and lse `[batch, heads, seq_length]`.
-fn exact_forward(shape: &AttentionShape, dtype: Dtype, qkv: &[f64]) -> Forward {
-    let heads = parallel(shape.batch * shape.heads, |i| forward_head(shape, dtype, qkv, i / shape.heads, i % shape.heads));
+fn exact_forward(shape: &AttentionShape, dtype: Dtype, qkv: &[f64], starts: &[i32]) -> Forward {
+    let heads = parallel(shape.batch * shape.heads, |i| forward_head(shape, dtype, qkv, starts, i / shape.heads, i % shape.heads));
     let mut out = vec![Near::exact(0.0); shape.tokens() * shape.out_cols()];
     for (i, result) in heads.iter().enumerate() {
         let (sequence, query_head) = (i / shape.heads, i % shape.heads);
@@ -191,23 +210,25 @@ fn exact_forward(shape: &AttentionShape, dtype: Dtype, qkv: &[f64]) -> Forward {
     Forward { out, lse: heads.into_iter().flat_map(|head| head.lse).collect() }
 }
 
-fn forward(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: AttentionShape) -> Outcome {
+fn forward(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: AttentionShape, several: bool) -> Outcome {
     // Large enough that the softmax is far from flat.
     let qkv = random.scaled(dtype, shape.tokens() * shape.qkv_cols(), 3.0);
-    let Forward { out, lse } = exact_forward(&shape, dtype, &wide(&qkv));
+    let starts = documents(random, &shape, several);
+    let Forward { out, lse } = exact_forward(&shape, dtype, &wide(&qkv), &starts);
     let mut case = Case::default();
-    case.optional(may_be_unsupported(dtype, &shape));
+    case.optional(may_be_unsupported(dtype, &shape, several));
     case.aligned();
-    let qkv = case.input("qkv", dtype, &qkv);
+    let (qkv, starts) = (case.input("qkv", dtype, &qkv), case.ints("documents", &starts));
     let (out_elems, lse_elems) = (out.len(), lse.len());
     let (out, lse) = (case.output("out", dtype, out_elems, Want::Near(out)), case.output("lse", FP32, lse_elems, Want::Near(lse)));
-    case.check(bench, &|dev, at| dev.attention(at[qkv], at[out], at[lse], shape))
+    case.check(bench, &|dev, at| dev.attention(at[qkv], several.then(|| at[starts]), at[out], at[lse], shape))
 }
 
 /// What the backward pass reads, widened.
 struct Kept<'a> {
     dout: &'a [f64],
     qkv: &'a [f64],
+    starts: &'a [i32],
     out: &'a [f64],
     lse: &'a [f64],
 }
@@ -262,7 +283,7 @@ fn backward_query_head(
         let lse = kept.lse[(sequence * shape.heads + query_head) * shape.seq_length + query];
         let (delta, dout_norm) = (dot(dout, out), norm(dout));
         let delta_error = U * growth(d) * dout_norm * norm(out);
-        let keys = visible(shape, query);
+        let keys = visible(shape, kept.starts, sequence, query);
         let scores = scores(shape, dtype, q, &k, first + keys.start..first + keys.end);
         let mut sums = vec![OperandSum::default(); d];
         for (s, key) in scores.iter().zip(keys.clone()) {
@@ -311,19 +332,22 @@ fn group(shape: &AttentionShape) -> usize {
 }
 
 /// From what an exact forward pass would have left, rounded to its formats.
-fn backward(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: AttentionShape) -> Outcome {
+fn backward(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: AttentionShape, several: bool) -> Outcome {
     let qkv = random.scaled(dtype, shape.tokens() * shape.qkv_cols(), 3.0);
     let dout = random.uniform(dtype, shape.tokens() * shape.out_cols());
-    let forward = exact_forward(&shape, dtype, &wide(&qkv));
+    let starts = documents(random, &shape, several);
+    let forward = exact_forward(&shape, dtype, &wide(&qkv), &starts);
     let out: Vec<f32> = forward.out.iter().map(|near| round(dtype, near.want as f32)).collect();
     let lse: Vec<f32> = forward.lse.iter().map(|near| near.want as f32).collect();
-    let want = exact_backward(&shape, dtype, &Kept { dout: &wide(&dout), qkv: &wide(&qkv), out: &wide(&out), lse: &wide(&lse) });
+    let (wide_dout, wide_qkv, wide_out, wide_lse) = (wide(&dout), wide(&qkv), wide(&out), wide(&lse));
+    let kept = Kept { dout: &wide_dout, qkv: &wide_qkv, starts: &starts, out: &wide_out, lse: &wide_lse };
+    let want = exact_backward(&shape, dtype, &kept);
     let mut case = Case::default();
-    case.optional(may_be_unsupported(dtype, &shape));
+    case.optional(may_be_unsupported(dtype, &shape, several));
     case.aligned();
     let (dout, qkv) = (case.input("dout", dtype, &dout), case.input("qkv", dtype, &qkv));
-    let (out, lse) = (case.input("out", dtype, &out), case.input("lse", FP32, &lse));
+    let (out, lse, starts) = (case.input("out", dtype, &out), case.input("lse", FP32, &lse), case.ints("documents", &starts));
     let elems = want.len();
     let dqkv = case.output("dqkv", dtype, elems, Want::Near(want));
-    case.check(bench, &|dev, at| dev.attention_backward(at[dout], at[qkv], at[out], at[lse], at[dqkv], shape))
+    case.check(bench, &|dev, at| dev.attention_backward(at[dout], at[qkv], several.then(|| at[starts]), at[out], at[lse], at[dqkv], shape))
 }

@@ -50,39 +50,46 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
 /// Rounded once: the sum of two numbers is the same bits everywhere.
 fn forward(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: Shape) -> Outcome {
     let Shape { batch, seq_length, channels, vocab } = shape;
-    let tokens = random.tokens(batch * seq_length, vocab);
+    let (tokens, positions) = (random.tokens(batch * seq_length, vocab), positions(random, shape));
     let (wte, wpe) = (random.uniform(dtype, vocab * channels), random.uniform(dtype, (seq_length + 1) * channels));
-    for positions in [false, true] {
+    for learned in [false, true] {
         let mut case = Case::default();
-        let (tokens_in, wte) = (case.ints("tokens", &tokens), case.input("wte", dtype, &wte));
-        let wpe = case.input("wpe", dtype, &wpe);
+        let (tokens_in, positions) = (case.ints("tokens", &tokens), case.ints("positions", &positions));
+        let (wte, wpe) = (case.input("wte", dtype, &wte), case.input("wpe", dtype, &wpe));
         let out = case.output("out", dtype, tokens.len() * channels, Want::Same);
-        case.check(bench, &|dev, at| dev.embed(at[tokens_in], at[wte], positions.then(|| at[wpe]), at[out], seq_length, channels))?;
+        case.check(bench, &|dev, at| dev.embed(at[tokens_in], at[positions], at[wte], learned.then(|| at[wpe]), at[out], channels))?;
     }
     Ok(0.0)
 }
 
 fn backward(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: Shape) -> Outcome {
     let Shape { batch, seq_length, channels, vocab } = shape;
-    let tokens = random.tokens(batch * seq_length, vocab);
+    let (tokens, positions) = (random.tokens(batch * seq_length, vocab), positions(random, shape));
     let dout = random.uniform(dtype, tokens.len() * channels);
     let (wte, wpe) = (random.uniform(dtype, vocab * channels), random.uniform(dtype, (seq_length + 1) * channels));
     let by_token = row_sums(&dout, channels, vocab, |row| tokens[row] as usize);
-    let by_position = row_sums(&dout, channels, seq_length + 1, |row| row % seq_length);
+    let by_position = row_sums(&dout, channels, seq_length + 1, |row| positions[row] as usize);
     let mut worst = 0f64;
-    for (positions, add_wte, add_wpe) in
+    for (learned, add_wte, add_wpe) in
         [(false, false, false), (false, true, false), (true, false, false), (true, true, true), (true, true, false)]
     {
         let mut case = Case::default();
-        let (tokens, dout) = (case.ints("tokens", &tokens), case.input("dout", dtype, &dout));
+        let (tokens, positions) = (case.ints("tokens", &tokens), case.ints("positions", &positions));
+        let dout = case.input("dout", dtype, &dout);
         let dwte = case.gradient("dwte", dtype, add_wte.then_some(&wte), by_token.clone());
-        let dwpe = positions.then(|| case.gradient("dwpe", dtype, add_wpe.then_some(&wpe), by_position.clone()));
+        let dwpe = learned.then(|| case.gradient("dwpe", dtype, add_wpe.then_some(&wpe), by_position.clone()));
         let outcome = case.check(bench, &|dev, at| {
-            dev.embed_backward(at[tokens], at[dout], at[dwte], add_wte, dwpe.map(|d| at[d]), add_wpe, seq_length, channels)
+            dev.embed_backward(at[tokens], at[positions], at[dout], at[dwte], add_wte, dwpe.map(|d| at[d]), add_wpe, channels)
         });
         worst = worst.max(outcome?);
     }
     Ok(worst)
+}
+
+/// Rows of one document, and rows that a second one begins in: from 0 on.
+fn positions(random: &mut Random, shape: Shape) -> Vec<i32> {
+    let row = |second: usize| (0..shape.seq_length).map(move |t| if t < second { t } else { t - second } as i32);
+    (0..shape.batch).flat_map(|i| row(if i % 2 == 0 { shape.seq_length } else { random.below(shape.seq_length) })).collect()
 }
 
 /// Sums of the rows of `dout` by their entry of a table. An entry that `n` rows use is a sum of `n` terms.

@@ -71,10 +71,15 @@ fn part(room: DeviceSlice, index: usize, elems: usize, dtype: Dtype) -> DeviceSl
     DeviceSlice { addr: room.addr + (index << 16) as u64, elems, dtype }
 }
 
+/// Integers in a part of the room that nothing else uses.
+fn tokens(room: DeviceSlice, elems: usize) -> DeviceSlice {
+    part(room, 7, elems, Dtype::Int32)
+}
+
 const HEADS: AttentionShape = AttentionShape { batch: 1, seq_length: 2, heads: 2, kv_heads: 1, head_dim: 8, scale: 1.0, window: None };
 
 #[rustfmt::skip]
-const WRONG_CALLS: [(&str, WrongCall); 28] = [
+const WRONG_CALLS: [(&str, WrongCall); 30] = [
     ("gelu of another size", |dev, room| dev.gelu(part(room, 0, 6, FP32), part(room, 1, 5, FP32))),
     ("gelu of another format", |dev, room| dev.gelu(part(room, 0, 6, FP32), part(room, 1, 6, Dtype::Bfloat16))),
     ("gelu of integers", |dev, room| dev.gelu(part(room, 0, 6, Dtype::Int32), part(room, 1, 6, Dtype::Int32))),
@@ -87,11 +92,16 @@ const WRONG_CALLS: [(&str, WrongCall); 28] = [
         dev.matmul(shape, at(0, 8), at(1, 12), None, Some(at(3, 5)), at(2, 6))
     }),
     ("embed of a table of another width", |dev, room| {
-        dev.embed(part(room, 0, 4, Dtype::Int32), part(room, 1, 10, FP32), None, part(room, 2, 16, FP32), 4, 4)
+        dev.embed(tokens(room, 4), tokens(room, 4), part(room, 1, 10, FP32), None, part(room, 2, 16, FP32), 4)
     }),
-    ("embed of tokens that are floats", |dev, room| dev.embed(part(room, 0, 4, FP32), part(room, 1, 12, FP32), None, part(room, 2, 16, FP32), 4, 4)),
+    ("embed of tokens that are floats", |dev, room| {
+        dev.embed(part(room, 0, 4, FP32), tokens(room, 4), part(room, 1, 12, FP32), None, part(room, 2, 16, FP32), 4)
+    }),
+    ("embed of too few positions", |dev, room| {
+        dev.embed(tokens(room, 4), tokens(room, 3), part(room, 1, 12, FP32), None, part(room, 2, 16, FP32), 4)
+    }),
     ("embed_backward of another size", |dev, room| {
-        dev.embed_backward(part(room, 0, 4, Dtype::Int32), part(room, 1, 15, FP32), part(room, 2, 12, FP32), false, None, false, 4, 4)
+        dev.embed_backward(tokens(room, 4), tokens(room, 4), part(room, 1, 15, FP32), part(room, 2, 12, FP32), false, None, false, 4)
     }),
     ("matmul of another size", |dev, room| {
         let shape = MatmulShape { layout: MatmulLayout::Nt, m: 2, n: 3, k: 4 };
@@ -129,14 +139,19 @@ const WRONG_CALLS: [(&str, WrongCall); 28] = [
         let at = |index, elems| part(room, index, elems, FP32);
         dev.qk_norm_backward(at(0, 64), at(1, 64), at(2, 8), at(3, 8), at(4, 5), at(5, 8), at(6, 8), false, HEADS)
     }),
-    ("rope of more channels than a head has", |dev, room| dev.rope(part(room, 0, 64, FP32), part(room, 1, 24, FP32), 12, false, HEADS)),
+    ("rope of more channels than a head has", |dev, room| {
+        dev.rope(part(room, 0, 64, FP32), tokens(room, 2), part(room, 1, 24, FP32), 12, false, HEADS)
+    }),
+    ("rope of too few positions", |dev, room| {
+        dev.rope(part(room, 0, 64, FP32), tokens(room, 1), part(room, 1, 16, FP32), 8, false, HEADS)
+    }),
     ("attention of heads that do not divide", |dev, room| {
         let shape = AttentionShape { heads: 3, kv_heads: 2, ..HEADS };
-        dev.attention(part(room, 0, 112, Dtype::Bfloat16), part(room, 1, 48, Dtype::Bfloat16), part(room, 2, 6, FP32), shape)
+        dev.attention(part(room, 0, 112, Dtype::Bfloat16), None, part(room, 1, 48, Dtype::Bfloat16), part(room, 2, 6, FP32), shape)
     }),
     ("attention_backward with too few statistics", |dev, room| {
         let at = |index, elems| part(room, index, elems, Dtype::Bfloat16);
-        dev.attention_backward(at(0, 32), at(1, 64), at(2, 32), part(room, 3, 3, FP32), at(4, 64), HEADS)
+        dev.attention_backward(at(0, 32), at(1, 64), None, at(2, 32), part(room, 3, 3, FP32), at(4, 64), HEADS)
     }),
     ("cross_entropy_stats of another size", |dev, room| {
         dev.cross_entropy_stats(part(room, 0, 11, FP32), part(room, 1, 3, Dtype::Int32), part(room, 2, 9, FP32), 0, 4, true)

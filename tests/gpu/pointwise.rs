@@ -46,10 +46,12 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
                 suite.case(&name, |bench, random| {
                     let qkv = values(random, dtype, shape.tokens() * shape.qkv_cols());
                     let table = random.uniform(Dtype::Float32, seq_length * rotary_dim);
+                    let positions: Vec<i32> = (0..shape.tokens()).map(|_| random.below(seq_length) as i32).collect();
                     for inverse in [false, true] {
                         let mut case = Case::default();
-                        let (qkv, table) = (case.updated("qkv", dtype, &qkv, Want::Same), case.input("table", Dtype::Float32, &table));
-                        case.check(bench, &|dev, at| dev.rope(at[qkv], at[table], rotary_dim, inverse, shape))?;
+                        let (qkv, positions) = (case.updated("qkv", dtype, &qkv, Want::Same), case.ints("positions", &positions));
+                        let table = case.input("table", Dtype::Float32, &table);
+                        case.check(bench, &|dev, at| dev.rope(at[qkv], at[positions], at[table], rotary_dim, inverse, shape))?;
                     }
                     Ok(0.0)
                 });

@@ -7,7 +7,7 @@ use super::kernels::cross_entropy::Tile;
 use super::kernels::{
     Compute, attention, attention_backward, cross_entropy, embed, matmul, norm, optimizer, pointwise, qk_norm, reduce, rope,
 };
-use crate::device::arguments::{arguments, check, check_shape, rows};
+use crate::device::arguments::{arguments, check, check_documents, check_shape, rows};
 use crate::device::{AdamArgs, AttentionShape, DeviceSlice, Kernels, MatmulShape, Stream};
 use crate::dtype::{Dtype, Element};
 use crate::error::{Error, Result};
@@ -69,48 +69,49 @@ impl Kernels for CpuDevice {
     fn embed(
         &mut self,
         tokens: DeviceSlice,
+        positions: DeviceSlice,
         wte: DeviceSlice,
         wpe: Option<DeviceSlice>,
         out: DeviceSlice,
-        seq_length: usize,
         channels: usize,
     ) -> Result<()> {
         let (dtype, t, vocab) = (out.dtype, tokens.elems, rows(wte, channels) * channels);
-        check("embed", arguments![dtype => in wte[vocab], out out[t * channels]; Dtype::Int32 => in tokens[t]])?;
+        check("embed", arguments![dtype => in wte[vocab], out out[t * channels]; Dtype::Int32 => in tokens[t], in positions[t]])?;
         if let Some(wpe) = wpe {
-            let positions = rows(wpe, channels).max(seq_length) * channels;
-            check("embed", arguments![dtype => in wpe[positions], out out[t * channels]])?;
+            check("embed", arguments![dtype => in wpe[rows(wpe, channels) * channels], out out[t * channels]])?;
         }
         by_float!(dtype, T => self.launch("embed", move |cx, memory| {
             let wpe = wpe.map(|wpe| memory.read::<T>(wpe));
-            embed::embed::<T>(cx, memory.read(tokens), memory.read(wte), wpe, memory.write(out), (seq_length, channels));
+            let entries = (memory.read(tokens), memory.read(positions));
+            embed::embed::<T>(cx, entries, memory.read(wte), wpe, memory.write(out), channels);
         }))
     }
 
     fn embed_backward(
         &mut self,
         tokens: DeviceSlice,
+        positions: DeviceSlice,
         dout: DeviceSlice,
         dwte: DeviceSlice,
         accumulate_wte: bool,
         dwpe: Option<DeviceSlice>,
         accumulate_wpe: bool,
-        seq_length: usize,
         channels: usize,
     ) -> Result<()> {
         let (dtype, t, vocab) = (dout.dtype, tokens.elems, rows(dwte, channels) * channels);
-        check("embed_backward", arguments![dtype => in dout[t * channels], out dwte[vocab]; Dtype::Int32 => in tokens[t]])?;
+        check(
+            "embed_backward",
+            arguments![dtype => in dout[t * channels], out dwte[vocab]; Dtype::Int32 => in tokens[t], in positions[t]],
+        )?;
         if let Some(dwpe) = dwpe {
-            let positions = rows(dwpe, channels).max(seq_length) * channels;
-            check("embed_backward", arguments![dtype => in dout[t * channels], in dwte[vocab], out dwpe[positions]])?;
+            let table = rows(dwpe, channels) * channels;
+            check("embed_backward", arguments![dtype => in dout[t * channels], in dwte[vocab], out dwpe[table]])?;
         }
         by_float!(dtype, T => self.launch("embed_backward", move |cx, memory| {
             let dout = memory.read::<T>(dout);
-            let used = memory.read::<i32>(tokens).iter().map(|&token| token as usize);
-            embed::embed_backward(cx, used, dout, memory.write(dwte), accumulate_wte, channels);
+            embed::embed_backward(cx, memory.read(tokens), dout, memory.write(dwte), accumulate_wte, channels);
             if let Some(dwpe) = dwpe {
-                let used = (0..t).map(|row| row % seq_length);
-                embed::embed_backward(cx, used, dout, memory.write(dwpe), accumulate_wpe, channels);
+                embed::embed_backward(cx, memory.read(positions), dout, memory.write(dwpe), accumulate_wpe, channels);
             }
         }))
     }
@@ -284,25 +285,45 @@ impl Kernels for CpuDevice {
         }))
     }
 
-    fn rope(&mut self, qkv: DeviceSlice, table: DeviceSlice, rotary_dim: usize, inverse: bool, shape: AttentionShape) -> Result<()> {
+    fn rope(
+        &mut self,
+        qkv: DeviceSlice,
+        positions: DeviceSlice,
+        table: DeviceSlice,
+        rotary_dim: usize,
+        inverse: bool,
+        shape: AttentionShape,
+    ) -> Result<()> {
         check_shape("rope", &shape)?;
         let (n, angles) = (shape.tokens() * shape.qkv_cols(), shape.seq_length * rotary_dim);
-        check("rope", arguments![qkv.dtype => out qkv[n]; Dtype::Float32 => in table[angles]])?;
+        check(
+            "rope",
+            arguments![qkv.dtype => out qkv[n]; Dtype::Float32 => in table[angles]; Dtype::Int32 => in positions[shape.tokens()]],
+        )?;
         if rotary_dim > shape.head_dim || !rotary_dim.is_multiple_of(2) {
             return Err(Error::resource("launch rope", format!("cannot rotate {rotary_dim} of {} channels", shape.head_dim)));
         }
         by_float!(qkv.dtype, T => self.launch("rope", move |cx, memory| {
-            rope::rope::<T>(cx, &shape, memory.write(qkv), memory.read(table), rotary_dim, inverse);
+            rope::rope::<T>(cx, &shape, memory.write(qkv), memory.read(positions), (memory.read(table), rotary_dim), inverse);
         }))
     }
 
-    fn attention(&mut self, qkv: DeviceSlice, out: DeviceSlice, lse: DeviceSlice, shape: AttentionShape) -> Result<()> {
+    fn attention(
+        &mut self,
+        qkv: DeviceSlice,
+        documents: Option<DeviceSlice>,
+        out: DeviceSlice,
+        lse: DeviceSlice,
+        shape: AttentionShape,
+    ) -> Result<()> {
         check_shape("attention", &shape)?;
+        check_documents("attention", documents, &shape)?;
         let (n, out_elems) = (shape.tokens() * shape.qkv_cols(), shape.tokens() * shape.out_cols());
         let lse_elems = shape.tokens() * shape.heads;
         check("attention", arguments![qkv.dtype => in qkv[n], out out[out_elems]; Dtype::Float32 => out lse[lse_elems]])?;
         by_float!(qkv.dtype, T => self.launch("attention", move |cx, memory| {
-            attention::attention::<T>(cx, &shape, memory.read(qkv), memory.write(out), memory.write(lse));
+            let documents = documents.map(|documents| memory.read(documents));
+            attention::attention::<T>(cx, &shape, memory.read(qkv), documents, memory.write(out), memory.write(lse));
         }))
     }
 
@@ -310,12 +331,14 @@ impl Kernels for CpuDevice {
         &mut self,
         dout: DeviceSlice,
         qkv: DeviceSlice,
+        documents: Option<DeviceSlice>,
         out: DeviceSlice,
         lse: DeviceSlice,
         dqkv: DeviceSlice,
         shape: AttentionShape,
     ) -> Result<()> {
         check_shape("attention_backward", &shape)?;
+        check_documents("attention_backward", documents, &shape)?;
         let (n, out_elems) = (shape.tokens() * shape.qkv_cols(), shape.tokens() * shape.out_cols());
         check(
             "attention_backward",
@@ -326,7 +349,8 @@ impl Kernels for CpuDevice {
         )?;
         by_float!(qkv.dtype, T => self.launch("attention_backward", move |cx, memory| {
             let (dout, qkv, out, lse) = (memory.read::<T>(dout), memory.read(qkv), memory.read(out), memory.read(lse));
-            attention_backward::attention_backward(cx, &shape, Forward { dout, qkv, out, lse }, memory.write(dqkv));
+            let documents = documents.map(|documents| memory.read(documents));
+            attention_backward::attention_backward(cx, &shape, Forward { dout, qkv, documents, out, lse }, memory.write(dqkv));
         }))
     }
 
@@ -542,10 +566,10 @@ mod tests {
         assert_eq!(message(rig.0.poke(tokens, 0, 1.0)), "unsupported: arithmetic on int32");
         assert_eq!(message(rig.0.poke(x, 6, 1.0)), "launch poke: element 6 of 6");
         let shape = AttentionShape { batch: 1, seq_length: 1, heads: 3, kv_heads: 2, head_dim: 1, scale: 1.0, window: None };
-        assert!(message(rig.0.attention(x, out, small, shape)).ends_with("makes no sense"));
+        assert!(message(rig.0.attention(x, None, out, small, shape)).ends_with("makes no sense"));
         let shape = AttentionShape { kv_heads: 1, ..shape };
         let (qkv, table) = (x.slice(0, 5), out.slice(0, 2));
-        assert_eq!(message(rig.0.rope(qkv, table, 2, false, shape)), "launch rope: cannot rotate 2 of 1 channels");
+        assert_eq!(message(rig.0.rope(qkv, tokens.slice(0, 1), table, 2, false, shape)), "launch rope: cannot rotate 2 of 1 channels");
         assert_eq!(rig.read::<f32>(out), [0.0; 6]);
     }
 
@@ -605,7 +629,7 @@ mod tests {
         let tokens = rig.with(Dtype::Int32, &[1i32, 0]);
         let table = rig.with(Dtype::Bfloat16, &[1.0f32, 2.0, 3.0, 4.0].map(<bf16 as Element>::from_f32));
         let rows = rig.0.alloc("rows", 4, Dtype::Bfloat16).unwrap();
-        rig.0.embed(tokens, table, None, rows, 2, 2).unwrap();
+        rig.0.embed(tokens, tokens, table, None, rows, 2).unwrap();
         rig.0.cast(Stream::Compute, rows, x).unwrap();
         rig.0.poke(x, 3, 7.0).unwrap();
         let product = rig.floats(&[0.0; 4]);

@@ -33,27 +33,27 @@ impl Kernels for CudaDevice {
     fn embed(
         &mut self,
         tokens: DeviceSlice,
+        positions: DeviceSlice,
         wte: DeviceSlice,
         wpe: Option<DeviceSlice>,
         out: DeviceSlice,
-        seq_length: usize,
         channels: usize,
     ) -> Result<()> {
-        embed::embed(self, tokens, wte, wpe, out, seq_length, channels)
+        embed::embed(self, tokens, positions, wte, wpe, out, channels)
     }
 
     fn embed_backward(
         &mut self,
         tokens: DeviceSlice,
+        positions: DeviceSlice,
         dout: DeviceSlice,
         dwte: DeviceSlice,
         accumulate_wte: bool,
         dwpe: Option<DeviceSlice>,
         accumulate_wpe: bool,
-        seq_length: usize,
         channels: usize,
     ) -> Result<()> {
-        embed::embed_backward(self, tokens, dout, dwte, accumulate_wte, dwpe, accumulate_wpe, seq_length, channels)
+        embed::embed_backward(self, tokens, positions, dout, dwte, accumulate_wte, dwpe, accumulate_wpe, channels)
     }
 
     fn matmul(
@@ -144,14 +144,30 @@ impl Kernels for CudaDevice {
         rope::qk_norm_backward(self, dqkv, qkv, q_weight, k_weight, rstd, dq_weight, dk_weight, accumulate, shape)
     }
 
-    fn rope(&mut self, qkv: DeviceSlice, table: DeviceSlice, rotary_dim: usize, inverse: bool, shape: AttentionShape) -> Result<()> {
-        rope::rope(self, qkv, table, rotary_dim, inverse, shape)
+    fn rope(
+        &mut self,
+        qkv: DeviceSlice,
+        positions: DeviceSlice,
+        table: DeviceSlice,
+        rotary_dim: usize,
+        inverse: bool,
+        shape: AttentionShape,
+    ) -> Result<()> {
+        rope::rope(self, qkv, positions, table, rotary_dim, inverse, shape)
     }
 
-    fn attention(&mut self, qkv: DeviceSlice, out: DeviceSlice, lse: DeviceSlice, shape: AttentionShape) -> Result<()> {
-        match self.sdpa {
-            Some(_) => fused_attention(self, sdpa::Call::forward(qkv, out, lse, shape)?),
-            None => attention::attention(self, qkv, out, lse, shape),
+    fn attention(
+        &mut self,
+        qkv: DeviceSlice,
+        documents: Option<DeviceSlice>,
+        out: DeviceSlice,
+        lse: DeviceSlice,
+        shape: AttentionShape,
+    ) -> Result<()> {
+        match (&self.sdpa, documents) {
+            (Some(_), Some(_)) => Err(sdpa::no_documents()),
+            (Some(_), None) => fused_attention(self, sdpa::Call::forward(qkv, out, lse, shape)?),
+            (None, _) => attention::attention(self, qkv, documents, out, lse, shape),
         }
     }
 
@@ -159,14 +175,16 @@ impl Kernels for CudaDevice {
         &mut self,
         dout: DeviceSlice,
         qkv: DeviceSlice,
+        documents: Option<DeviceSlice>,
         out: DeviceSlice,
         lse: DeviceSlice,
         dqkv: DeviceSlice,
         shape: AttentionShape,
     ) -> Result<()> {
-        match self.sdpa {
-            Some(_) => fused_attention(self, sdpa::Call::backward(dout, qkv, out, lse, dqkv, shape)?),
-            None => attention::attention_backward(self, dout, qkv, out, lse, dqkv, shape),
+        match (&self.sdpa, documents) {
+            (Some(_), Some(_)) => Err(sdpa::no_documents()),
+            (Some(_), None) => fused_attention(self, sdpa::Call::backward(dout, qkv, out, lse, dqkv, shape)?),
+            (None, _) => attention::attention_backward(self, dout, qkv, documents, out, lse, dqkv, shape),
         }
     }
 

@@ -45,10 +45,10 @@ impl Kernels for SimDevice {
     fn embed(
         &mut self,
         tokens: DeviceSlice,
+        _positions: DeviceSlice,
         _wte: DeviceSlice,
         _wpe: Option<DeviceSlice>,
         out: DeviceSlice,
-        _seq_length: usize,
         _channels: usize,
     ) -> Result<()> {
         self.pointwise("embed", bytes([tokens, out, out]))
@@ -57,12 +57,12 @@ impl Kernels for SimDevice {
     fn embed_backward(
         &mut self,
         tokens: DeviceSlice,
+        _positions: DeviceSlice,
         dout: DeviceSlice,
         dwte: DeviceSlice,
         accumulate_wte: bool,
         _dwpe: Option<DeviceSlice>,
         _accumulate_wpe: bool,
-        _seq_length: usize,
         _channels: usize,
     ) -> Result<()> {
         let zeroed = if accumulate_wte { 0.0 } else { bytes([dwte]) };
@@ -158,12 +158,27 @@ impl Kernels for SimDevice {
         self.pointwise("qk_norm_backward", bytes([dqkv, dqkv, qkv]))
     }
 
-    fn rope(&mut self, qkv: DeviceSlice, _table: DeviceSlice, _rotary_dim: usize, _inverse: bool, shape: AttentionShape) -> Result<()> {
+    fn rope(
+        &mut self,
+        qkv: DeviceSlice,
+        positions: DeviceSlice,
+        _table: DeviceSlice,
+        _rotary_dim: usize,
+        _inverse: bool,
+        shape: AttentionShape,
+    ) -> Result<()> {
         let rotated = (shape.heads + shape.kv_heads) as f64 / (shape.heads + 2 * shape.kv_heads) as f64;
-        self.pointwise("rope", bytes([qkv, qkv]) * rotated)
+        self.pointwise("rope", bytes([qkv, qkv]) * rotated + bytes([positions]))
     }
 
-    fn attention(&mut self, qkv: DeviceSlice, out: DeviceSlice, _lse: DeviceSlice, shape: AttentionShape) -> Result<()> {
+    fn attention(
+        &mut self,
+        qkv: DeviceSlice,
+        _documents: Option<DeviceSlice>,
+        out: DeviceSlice,
+        _lse: DeviceSlice,
+        shape: AttentionShape,
+    ) -> Result<()> {
         self.compute("attention", attention_flops(&shape), self.rates.attention_forward_flops, bytes([qkv, out]))
     }
 
@@ -171,6 +186,7 @@ impl Kernels for SimDevice {
         &mut self,
         dout: DeviceSlice,
         qkv: DeviceSlice,
+        _documents: Option<DeviceSlice>,
         out: DeviceSlice,
         _lse: DeviceSlice,
         dqkv: DeviceSlice,

@@ -3,7 +3,7 @@
 //!
 //! Probabilities come again from the scores and the kept log-sum-exp.
 
-use super::attention::{HeadInput, QUERIES, keys_of, query_groups, visible};
+use super::attention::{HeadInput, QUERIES, query_groups};
 use super::isa::vectorised;
 use super::math::exp;
 use super::panels::{A_PANEL, B_PANEL, Operand, Panels, multiply};
@@ -21,6 +21,8 @@ pub(crate) struct Forward<'a, T> {
     pub(crate) dout: &'a [T],
     /// `[T, (heads + 2 kv_heads) * head_dim]`.
     pub(crate) qkv: &'a [T],
+    /// Where each token's document begins in its row, `[T]`.
+    pub(crate) documents: Option<&'a [i32]>,
     /// `[T, heads * head_dim]`.
     pub(crate) out: &'a [T],
     /// `[batch, heads, seq_length]`.
@@ -40,7 +42,7 @@ pub(crate) fn attention_backward<T: Element>(cx: &mut Compute, shape: &Attention
         let (sequence, kv_head) = (block / kv_heads, block % kv_heads);
         let first = kv_head * group;
         let mut scratch = Scratch::new(shape, Arena(scratch));
-        scratch.load_keys(shape, HeadInput::new(shape, forward.qkv, sequence, first));
+        scratch.load_keys(shape, HeadInput::new(shape, (forward.qkv, forward.documents), sequence, first));
         for head in first..first + group {
             let (head_dq, rest) = dq.split_cols(d);
             dq = rest;
@@ -113,12 +115,12 @@ fn backward_head<T: Element>(
     mut dq: MatMut<'_, T>,
 ) {
     let (t, d, pitch) = (shape.seq_length, shape.head_dim, shape.out_cols());
-    let input = HeadInput::new(shape, forward.qkv, sequence, head);
+    let input = HeadInput::new(shape, (forward.qkv, forward.documents), sequence, head);
     let start = sequence * t * pitch + head * d;
     let (dout, out) = (&forward.dout[start..], &forward.out[start..]);
     let lse = &forward.lse[(sequence * shape.heads + head) * t..][..t];
     for queries in query_groups(shape) {
-        let keys = keys_of(shape, &queries);
+        let keys = input.keys_of(shape, &queries);
         let (rows, width) = (queries.len(), keys.len().next_multiple_of(B_PANEL));
         let dout_rows = &dout[queries.start * pitch..];
         input.q.pack::<A_PANEL>(queries.start, rows, d, scratch.q_a);
@@ -127,7 +129,7 @@ fn backward_head<T: Element>(
         Operand::by_k(dout_rows, pitch).pack::<B_PANEL>(0, d, rows, scratch.dout_b);
         scores(isa, scratch, &keys, rows, d);
         for (row, query) in queries.clone().enumerate() {
-            let seen = visible(shape, query);
+            let seen = input.visible(shape, query);
             let seen = seen.start - keys.start..seen.end - keys.start;
             let (p, ds) = (&mut scratch.p[row * width..][..width], &mut scratch.ds[row * width..][..width]);
             let delta = dot(isa, &dout[query * pitch..][..d], &out[query * pitch..][..d]);
@@ -194,26 +196,26 @@ vectorised! {
 
 #[cfg(test)]
 mod tests {
-    use super::super::attention::tests::{SHAPES, at, probabilities, reference as forward_reference, run as forward};
+    use super::super::attention::tests::{SHAPES, at, documents, probabilities, reference as forward_reference, run as forward};
     use super::super::testing::{assert_close, assert_rounded, assert_same_everywhere, bits, dot, fastest, slopes, values, wide, widened};
     use super::*;
     use half::{bf16, f16};
 
-    fn run<T: Element>(cx: &mut Compute, shape: &AttentionShape) -> Vec<T> {
-        let (qkv, out, lse) = forward::<T>(cx, shape);
+    fn run<T: Element>(cx: &mut Compute, shape: &AttentionShape, documents: Option<&[i32]>) -> Vec<T> {
+        let (qkv, out, lse) = forward::<T>(cx, shape, documents);
         let dout = values::<T>(2, out.len());
         let mut dqkv = vec![T::from_f32(f32::NAN); qkv.len()];
-        attention_backward(cx, shape, Forward { dout: &dout, qkv: &qkv, out: &out, lse: &lse }, &mut dqkv);
+        attention_backward(cx, shape, Forward { dout: &dout, qkv: &qkv, documents, out: &out, lse: &lse }, &mut dqkv);
         dqkv
     }
 
-    fn reference(shape: &AttentionShape, qkv: &[f64], dout: &[f64]) -> Vec<f64> {
+    fn reference(shape: &AttentionShape, qkv: &[f64], documents: Option<&[i32]>, dout: &[f64]) -> Vec<f64> {
         let mut dqkv = vec![0.0; qkv.len()];
         for (sequence, head) in (0..shape.batch).flat_map(|b| (0..shape.heads).map(move |h| (b, h))) {
             let key_head = shape.heads + head / (shape.heads / shape.kv_heads);
             let value_head = key_head + shape.kv_heads;
             for query in 0..shape.seq_length {
-                let (p, _) = probabilities(shape, qkv, sequence, query, head);
+                let (p, _) = probabilities(shape, (qkv, documents), sequence, query, head);
                 let dout = &dout[(sequence * shape.seq_length + query) * shape.out_cols() + head * shape.head_dim..];
                 let row = |key: usize, head: usize| at(shape, (sequence, key), head, 0);
                 let dp: Vec<f64> =
@@ -236,20 +238,23 @@ mod tests {
     fn every_shape_agrees_with_f64() {
         let mut cx = fastest();
         for shape in SHAPES {
-            let (qkv, _, _) = forward::<f32>(&mut cx, &shape);
-            let dout = values::<f32>(2, shape.tokens() * shape.out_cols());
-            let want = reference(&shape, &wide(&qkv), &wide(&dout));
-            assert_close(&format!("{shape:?}"), &run::<f32>(&mut cx, &shape), &want, 5e-5);
+            let several = documents(&shape);
+            for documents in [None, Some(&several[..])] {
+                let (qkv, _, _) = forward::<f32>(&mut cx, &shape, documents);
+                let dout = values::<f32>(2, shape.tokens() * shape.out_cols());
+                let want = reference(&shape, &wide(&qkv), documents, &wide(&dout));
+                assert_close(&format!("{shape:?}"), &run::<f32>(&mut cx, &shape, documents), &want, 5e-5);
+            }
         }
     }
 
     #[test]
     fn the_reference_is_the_slope_of_the_forward() {
         let shape = SHAPES[1];
-        let qkv = wide(&forward::<f32>(&mut fastest(), &shape).0);
+        let qkv = wide(&forward::<f32>(&mut fastest(), &shape, None).0);
         let dout = wide(&values::<f32>(2, shape.tokens() * shape.out_cols()));
-        let want = slopes(&qkv, |qkv| dot(&forward_reference(&shape, qkv).0, &dout));
-        for (i, (got, want)) in reference(&shape, &qkv, &dout).iter().zip(want).enumerate() {
+        let want = slopes(&qkv, |qkv| dot(&forward_reference(&shape, qkv, None).0, &dout));
+        for (i, (got, want)) in reference(&shape, &qkv, None, &dout).iter().zip(want).enumerate() {
             assert!((got - want).abs() < 1e-7 * (1.0 + want.abs()), "{i}: {got} for {want}");
         }
     }
@@ -257,20 +262,21 @@ mod tests {
     #[test]
     fn threads_and_instruction_sets_change_no_bit() {
         for shape in [SHAPES[3], SHAPES[5]] {
-            assert_same_everywhere(|cx| bits(&run::<f32>(cx, &shape)));
-            assert_same_everywhere(|cx| bits(&run::<bf16>(cx, &shape)));
+            assert_same_everywhere(|cx| bits(&run::<f32>(cx, &shape, Some(&documents(&shape)))));
+            assert_same_everywhere(|cx| bits(&run::<bf16>(cx, &shape, Some(&documents(&shape)))));
         }
     }
 
     fn rounds_once<T: Element>() {
         let shape = SHAPES[7];
         let mut cx = fastest();
-        let (qkv, out, lse) = forward::<T>(&mut cx, &shape);
+        let (qkv, out, lse) = forward::<T>(&mut cx, &shape, None);
         let dout = values::<T>(2, out.len());
         let mut dqkv = vec![0.0; qkv.len()];
         let (wide_dout, wide_qkv, wide_out) = (widened(&dout), widened(&qkv), widened(&out));
-        attention_backward(&mut cx, &shape, Forward { dout: &wide_dout, qkv: &wide_qkv, out: &wide_out, lse: &lse }, &mut dqkv);
-        assert_rounded("dqkv", &run::<T>(&mut cx, &shape), &dqkv);
+        let forward = Forward { dout: &wide_dout, qkv: &wide_qkv, documents: None, out: &wide_out, lse: &lse };
+        attention_backward(&mut cx, &shape, forward, &mut dqkv);
+        assert_rounded("dqkv", &run::<T>(&mut cx, &shape, None), &dqkv);
     }
 
     #[test]

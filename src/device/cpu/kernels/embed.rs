@@ -12,11 +12,11 @@ const SUMS: usize = 64;
 /// See [`crate::device::Kernels::embed`].
 pub(crate) fn embed<T: Element>(
     cx: &mut Compute,
-    tokens: &[i32],
+    (tokens, positions): (&[i32], &[i32]),
     wte: &[T],
     wpe: Option<&[T]>,
     out: &mut [T],
-    (seq_length, channels): (usize, usize),
+    channels: usize,
 ) {
     let isa = cx.isa;
     cx.team.for_each(Chunks::new(out, ROW_BLOCK * channels), |block, out| {
@@ -24,7 +24,7 @@ pub(crate) fn embed<T: Element>(
             let t = block * ROW_BLOCK + row;
             out.copy_from_slice(&wte[tokens[t] as usize * channels..][..channels]);
             if let Some(wpe) = wpe {
-                add_elems(isa, &wpe[t % seq_length * channels..][..channels], out);
+                add_elems(isa, &wpe[positions[t] as usize * channels..][..channels], out);
             }
         }
     });
@@ -34,7 +34,7 @@ pub(crate) fn embed<T: Element>(
 /// token, or its position.
 pub(crate) fn embed_backward<T: Element>(
     cx: &mut Compute,
-    entries: impl Iterator<Item = usize>,
+    entries: &[i32],
     dout: &[T],
     dtable: &mut [T],
     accumulate: bool,
@@ -43,7 +43,7 @@ pub(crate) fn embed_backward<T: Element>(
     let isa = cx.isa;
     // Sorted by entry, then by row: each entry finds its rows together and in order.
     cx.sorted.clear();
-    cx.sorted.extend(entries.enumerate().map(|(row, entry)| (entry as u64) << 32 | row as u64));
+    cx.sorted.extend(entries.iter().zip(0u64..).map(|(&entry, row)| (entry as u64) << 32 | row));
     cx.sorted.sort_unstable();
     let sorted = &cx.sorted;
     cx.team.for_each(Chunks::new(dtable, ROW_BLOCK * channels), |block, dtable| {
@@ -92,11 +92,12 @@ mod tests {
     fn rows_come_from_both_tables() {
         let (wte, wpe) = (values::<f32>(1, VOCAB * CHANNELS), values::<f32>(2, 40 * CHANNELS));
         let mut out = vec![0.0; tokens().len() * CHANNELS];
+        let positions: Vec<i32> = (0..tokens().len() as i32).map(|t| t * 7 % 40).collect();
         for position in [None, Some(&wpe[..])] {
-            embed(&mut fastest(), &tokens(), &wte, position, &mut out, (SEQ_LENGTH, CHANNELS));
+            embed(&mut fastest(), (&tokens(), &positions), &wte, position, &mut out, CHANNELS);
             for (t, token) in tokens().iter().enumerate() {
                 for c in 0..CHANNELS {
-                    let p = position.map_or(0.0, |wpe| wpe[t % SEQ_LENGTH * CHANNELS + c]);
+                    let p = position.map_or(0.0, |wpe| wpe[positions[t] as usize * CHANNELS + c]);
                     assert_eq!(out[t * CHANNELS + c], wte[*token as usize * CHANNELS + c] + p);
                 }
             }
@@ -105,7 +106,7 @@ mod tests {
 
     fn backward<T: Element>(cx: &mut Compute, dout: &[T], accumulate: bool) -> Vec<T> {
         let mut dwte = values(4, VOCAB * CHANNELS);
-        embed_backward(cx, tokens().iter().map(|&token| token as usize), dout, &mut dwte, accumulate, CHANNELS);
+        embed_backward(cx, &tokens(), dout, &mut dwte, accumulate, CHANNELS);
         dwte
     }
 

@@ -7,13 +7,20 @@ use crate::device::AttentionShape;
 use crate::dtype::Element;
 
 /// See [`crate::device::Kernels::rope`].
-pub(crate) fn rope<T: Element>(cx: &mut Compute, shape: &AttentionShape, qkv: &mut [T], table: &[f32], rotary_dim: usize, inverse: bool) {
+pub(crate) fn rope<T: Element>(
+    cx: &mut Compute,
+    shape: &AttentionShape,
+    qkv: &mut [T],
+    positions: &[i32],
+    (table, rotary_dim): (&[f32], usize),
+    inverse: bool,
+) {
     let (isa, cols, head_dim) = (cx.isa, shape.qkv_cols(), shape.head_dim);
     let rotated = (shape.heads + shape.kv_heads) * head_dim;
     let sign = if inverse { -1.0 } else { 1.0 };
     cx.team.for_each(Chunks::new(qkv, ROW_BLOCK * cols), |block, rows| {
         for (row, qkv) in rows.chunks_exact_mut(cols).enumerate() {
-            let position = (block * ROW_BLOCK + row) % shape.seq_length;
+            let position = positions[block * ROW_BLOCK + row] as usize;
             rotate_heads(isa, &mut qkv[..rotated], &table[position * rotary_dim..][..rotary_dim], head_dim, sign);
         }
     });
@@ -43,9 +50,14 @@ mod tests {
         AttentionShape { batch: 2, seq_length: 35, heads: 4, kv_heads: 2, head_dim: 10, scale: 1.0, window: None };
     const ELEMS: usize = 2 * 35 * 8 * 10;
 
+    /// Two documents to a row, the second one shorter.
+    fn positions() -> Vec<i32> {
+        (0..70).map(|t| if t % 35 < 20 { t % 35 } else { t % 35 - 20 }).collect()
+    }
+
     fn run<T: Element>(cx: &mut Compute, rotary_dim: usize, inverse: bool) -> Vec<T> {
         let (mut qkv, table) = (values(1, ELEMS), values::<f32>(2, 35 * rotary_dim));
-        rope::<T>(cx, &SHAPE, &mut qkv, &table, rotary_dim, inverse);
+        rope::<T>(cx, &SHAPE, &mut qkv, &positions(), (&table, rotary_dim), inverse);
         qkv
     }
 
@@ -53,7 +65,7 @@ mod tests {
         let (mut qkv, table) = (wide(&values::<f32>(1, ELEMS)), wide(&values::<f32>(2, 35 * rotary_dim)));
         for token in 0..70 {
             for (head, pair) in (0..6).flat_map(|head| (0..rotary_dim / 2).map(move |pair| (head, pair))) {
-                let angle = &table[(token % 35) * rotary_dim + 2 * pair..];
+                let angle = &table[positions()[token] as usize * rotary_dim + 2 * pair..];
                 let (cos, sin) = (angle[0], if inverse { -angle[1] } else { angle[1] });
                 let low = token * 80 + head * 10 + pair;
                 let (x, y) = (qkv[low], qkv[low + rotary_dim / 2]);
@@ -76,9 +88,9 @@ mod tests {
         let table: Vec<f32> = (0..35 * 5).flat_map(|i| [(i as f32).cos(), (i as f32).sin()]).collect();
         let before = values::<f32>(1, ELEMS);
         let mut qkv = before.clone();
-        rope(&mut fastest(), &SHAPE, &mut qkv, &table, 10, false);
+        rope(&mut fastest(), &SHAPE, &mut qkv, &positions(), (&table, 10), false);
         assert_ne!(qkv, before);
-        rope(&mut fastest(), &SHAPE, &mut qkv, &table, 10, true);
+        rope(&mut fastest(), &SHAPE, &mut qkv, &positions(), (&table, 10), true);
         assert_close("qkv", &qkv, &wide(&before), 1e-6);
     }
 
@@ -91,7 +103,7 @@ mod tests {
     #[test]
     fn narrow_formats_are_the_f32_result_rounded_once() {
         let mut wide = widened(&values::<bf16>(1, ELEMS));
-        rope(&mut fastest(), &SHAPE, &mut wide, &values::<f32>(2, 350), 10, false);
+        rope(&mut fastest(), &SHAPE, &mut wide, &positions(), (&values::<f32>(2, 350), 10), false);
         assert_rounded("qkv", &run::<bf16>(&mut fastest(), 10, false), &wide);
     }
 }

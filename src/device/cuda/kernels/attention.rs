@@ -4,7 +4,7 @@ use super::super::CudaDevice;
 use super::super::launch::{Launch, args, size};
 use super::super::modules::Source;
 use super::grid::{WARP, whole_vectors};
-use crate::device::arguments::{arguments, check, check_shape};
+use crate::device::arguments::{arguments, check, check_documents, check_shape};
 use crate::device::{AttentionShape, DeviceSlice, Stream};
 use crate::dtype::Dtype;
 use crate::error::Result;
@@ -22,27 +22,38 @@ const TILE: usize = 64;
 const SLICE: usize = 128;
 
 /// See [`crate::device::Kernels::attention`].
-pub(super) fn attention(dev: &mut CudaDevice, qkv: DeviceSlice, out: DeviceSlice, lse: DeviceSlice, shape: AttentionShape) -> Result<()> {
+pub(super) fn attention(
+    dev: &mut CudaDevice,
+    qkv: DeviceSlice,
+    documents: Option<DeviceSlice>,
+    out: DeviceSlice,
+    lse: DeviceSlice,
+    shape: AttentionShape,
+) -> Result<()> {
     check_shape("attention", &shape)?;
+    check_documents("attention", documents, &shape)?;
     let (n, out_elems) = (shape.tokens() * shape.qkv_cols(), shape.tokens() * shape.out_cols());
     check("attention", arguments![qkv.dtype => in qkv[n], out out[out_elems]; Dtype::Float32 => out lse[shape.tokens() * shape.heads]])?;
     let Sizes { seq_length, heads, kv_heads, head_dim, window } = Sizes::new(&shape)?;
     let wide = whole_vectors(shape.head_dim, &[qkv]);
-    let args = args![qkv, out, lse, seq_length, heads, kv_heads, head_dim, window, shape.scale, wide];
+    let args = args![qkv, documents, out, lse, seq_length, heads, kv_heads, head_dim, window, shape.scale, wide];
     dev.launch(Stream::Compute, "attention", Some(qkv.dtype), tiles(&shape, shape.heads)?, args)
 }
 
 /// See [`crate::device::Kernels::attention_backward`].
+#[expect(clippy::too_many_arguments, reason = "as in the trait")]
 pub(super) fn attention_backward(
     dev: &mut CudaDevice,
     dout: DeviceSlice,
     qkv: DeviceSlice,
+    documents: Option<DeviceSlice>,
     out: DeviceSlice,
     lse: DeviceSlice,
     dqkv: DeviceSlice,
     shape: AttentionShape,
 ) -> Result<()> {
     check_shape("attention_backward", &shape)?;
+    check_documents("attention_backward", documents, &shape)?;
     let (n, out_elems) = (shape.tokens() * shape.qkv_cols(), shape.tokens() * shape.out_cols());
     let rows = shape.tokens() * shape.heads;
     check(
@@ -58,7 +69,7 @@ pub(super) fn attention_backward(
     let launch = Launch::new(size(rows.div_ceil(THREADS / WARP))?, THREADS as u32);
     dev.launch(Stream::Compute, "attention_delta", dtype, launch, args![dout, out, delta, size(rows)?, seq_length, heads, head_dim])?;
     let wide = whole_vectors(shape.head_dim, &[dout, qkv]);
-    let args = args![dout, qkv, lse, delta, dqkv, seq_length, heads, kv_heads, head_dim, window, shape.scale, wide];
+    let args = args![dout, qkv, documents, lse, delta, dqkv, seq_length, heads, kv_heads, head_dim, window, shape.scale, wide];
     dev.launch(Stream::Compute, "attention_backward_q", dtype, tiles(&shape, shape.heads)?, args)?;
     dev.launch(Stream::Compute, "attention_backward_kv", dtype, tiles(&shape, shape.kv_heads)?, args)
 }

@@ -12,8 +12,8 @@ use crate::error::Result;
 pub(super) const SOURCE: Source = Source {
     file: "transformer/embed.ptx",
     ptx: include_str!("../../../../ptx/transformer/embed.ptx"),
-    typed: &["embed", "embed_any", "embed_backward", "embed_backward_any", "position_backward", "position_backward_any"],
-    plain: &["sort_tokens"],
+    typed: &["embed", "embed_any", "embed_backward", "embed_backward_any"],
+    plain: &["sort_entries"],
 };
 
 /// Most threads of a block of `embed`, and the vectors of a row that each has at a time.
@@ -21,29 +21,28 @@ const EMBED_THREADS: usize = 256;
 const EMBED_VECS: usize = 2;
 /// Most threads of a block of the gradients.
 const BACKWARD_THREADS: usize = 128;
-/// Threads of a block of `sort_tokens`, which ranks a warp's tokens.
+/// Threads of a block of `sort_entries`, which ranks a warp's rows.
 const SORT_THREADS: u32 = 256;
 
 /// See [`crate::device::Kernels::embed`].
 pub(super) fn embed(
     dev: &mut CudaDevice,
     tokens: DeviceSlice,
+    positions: DeviceSlice,
     wte: DeviceSlice,
     wpe: Option<DeviceSlice>,
     out: DeviceSlice,
-    seq_length: usize,
     channels: usize,
 ) -> Result<()> {
     let (dtype, t, vocab) = (out.dtype, tokens.elems, rows(wte, channels) * channels);
-    check("embed", arguments![dtype => in wte[vocab], out out[t * channels]; Dtype::Int32 => in tokens[t]])?;
+    check("embed", arguments![dtype => in wte[vocab], out out[t * channels]; Dtype::Int32 => in tokens[t], in positions[t]])?;
     if let Some(wpe) = wpe {
-        let positions = rows(wpe, channels).max(seq_length) * channels;
-        check("embed", arguments![dtype => in wpe[positions], out out[t * channels]])?;
+        check("embed", arguments![dtype => in wpe[rows(wpe, channels) * channels], out out[t * channels]])?;
     }
     let vectors = whole_vectors(channels, &[wte, wpe.unwrap_or(wte), out]);
     let (name, lanes) = if vectors { ("embed", wide(dtype)) } else { ("embed_any", 1) };
     let threads = threads(channels, EMBED_VECS * lanes).min(EMBED_THREADS);
-    let args = args![tokens, wte, wpe, out, size(seq_length)?, size(channels)?];
+    let args = args![tokens, positions, wte, wpe, out, size(channels)?];
     dev.launch(Stream::Compute, name, Some(dtype), Launch::new(size(t)?, size(threads)?), args)
 }
 
@@ -52,36 +51,45 @@ pub(super) fn embed(
 pub(super) fn embed_backward(
     dev: &mut CudaDevice,
     tokens: DeviceSlice,
+    positions: DeviceSlice,
     dout: DeviceSlice,
     dwte: DeviceSlice,
     accumulate_wte: bool,
     dwpe: Option<DeviceSlice>,
     accumulate_wpe: bool,
-    seq_length: usize,
     channels: usize,
 ) -> Result<()> {
     let (dtype, t, vocab) = (dout.dtype, tokens.elems, rows(dwte, channels) * channels);
-    check("embed_backward", arguments![dtype => in dout[t * channels], out dwte[vocab]; Dtype::Int32 => in tokens[t]])?;
+    check("embed_backward", arguments![dtype => in dout[t * channels], out dwte[vocab]; Dtype::Int32 => in tokens[t], in positions[t]])?;
     if let Some(dwpe) = dwpe {
-        let positions = rows(dwpe, channels).max(seq_length) * channels;
-        check("embed_backward", arguments![dtype => in dout[t * channels], in dwte[vocab], out dwpe[positions]])?;
+        let table = rows(dwpe, channels) * channels;
+        check("embed_backward", arguments![dtype => in dout[t * channels], in dwte[vocab], out dwpe[table]])?;
     }
-    if !accumulate_wte {
-        // Most rows of a table are used by no token: writing those that are used twice costs little.
-        dev.fill_zero(dwte)?;
+    table_backward(dev, tokens, dout, dwte, accumulate_wte, channels)?;
+    dwpe.map_or(Ok(()), |dwpe| table_backward(dev, positions, dout, dwpe, accumulate_wpe, channels))
+}
+
+/// `dtable[e] (+)=` the sum of the rows of `dout` whose entry, int32 `[T]`, is `e`.
+fn table_backward(
+    dev: &mut CudaDevice,
+    entries: DeviceSlice,
+    dout: DeviceSlice,
+    dtable: DeviceSlice,
+    accumulate: bool,
+    channels: usize,
+) -> Result<()> {
+    if !accumulate {
+        // Most rows of a vocabulary are used by no token: writing those that are used twice costs little.
+        dev.fill_zero(dtable)?;
     }
+    let t = entries.elems;
     let sorted = dev.scratch(2 * t)?;
     let launch = Launch::new(size(t.div_ceil(WARP))?, SORT_THREADS);
-    dev.launch(Stream::Compute, "sort_tokens", None, launch, args![tokens, sorted, size(t)?])?;
-    let (vectors, launch) = rows_launch(t, channels, &[dout, dwte])?;
+    dev.launch(Stream::Compute, "sort_entries", None, launch, args![entries, sorted, size(t)?])?;
+    let (vectors, launch) = rows_launch(t, channels, &[dout, dtable])?;
     let name = if vectors { "embed_backward" } else { "embed_backward_any" };
-    let args = args![sorted, dout, dwte, size(t)?, size(channels)?, accumulate_wte];
-    dev.launch(Stream::Compute, name, Some(dtype), launch, args)?;
-    let Some(dwpe) = dwpe else { return Ok(()) };
-    let (vectors, launch) = rows_launch(rows(dwpe, channels), channels, &[dout, dwpe])?;
-    let name = if vectors { "position_backward" } else { "position_backward_any" };
-    let args = args![dout, dwpe, size(t)?, size(seq_length)?, size(channels)?, accumulate_wpe];
-    dev.launch(Stream::Compute, name, Some(dtype), launch, args)
+    let args = args![sorted, dout, dtable, size(t)?, size(channels)?, accumulate];
+    dev.launch(Stream::Compute, name, Some(dout.dtype), launch, args)
 }
 
 /// Whether `channels` are taken by vectors; blocks for `rows`, each over a part of the channels.

@@ -135,6 +135,7 @@ fn heads_backward(
 pub(super) fn rope(
     dev: &mut CudaDevice,
     qkv: DeviceSlice,
+    positions: DeviceSlice,
     table: DeviceSlice,
     rotary_dim: usize,
     inverse: bool,
@@ -142,7 +143,7 @@ pub(super) fn rope(
 ) -> Result<()> {
     check_shape("rope", &shape)?;
     let (n, angles) = (shape.tokens() * shape.qkv_cols(), shape.seq_length * rotary_dim);
-    check("rope", arguments![qkv.dtype => out qkv[n]; Dtype::Float32 => in table[angles]])?;
+    check("rope", arguments![qkv.dtype => out qkv[n]; Dtype::Float32 => in table[angles]; Dtype::Int32 => in positions[shape.tokens()]])?;
     if rotary_dim > shape.head_dim || !rotary_dim.is_multiple_of(2) {
         return Err(Error::resource("launch rope", format!("cannot rotate {rotary_dim} of {} channels", shape.head_dim)));
     }
@@ -152,9 +153,8 @@ pub(super) fn rope(
     let groups = heads.div_ceil(ROPE_HEADS);
     let threads = shape.tokens() * groups * (half / lanes);
     size(threads + THREADS)?;
-    let (tokens, seq_length, heads, per_token) =
-        (size(shape.tokens())?, size(shape.seq_length)?, size(heads)?, size(heads + shape.kv_heads)?);
-    let args = args![qkv, table, tokens, seq_length, heads, per_token, size(shape.head_dim)?, size(half)?, size(groups)?, inverse];
+    let (tokens, heads, per_token) = (size(shape.tokens())?, size(heads)?, size(heads + shape.kv_heads)?);
+    let args = args![qkv, positions, table, tokens, heads, per_token, size(shape.head_dim)?, size(half)?, size(groups)?, inverse];
     dev.launch(Stream::Compute, name, Some(qkv.dtype), Launch::new(size(threads.div_ceil(THREADS))?, THREADS as u32), args)
 }
 

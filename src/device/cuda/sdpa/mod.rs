@@ -154,6 +154,11 @@ fn supported(shape: &AttentionShape, dtype: Dtype) -> Result<DataType> {
     }
 }
 
+/// The graph has no bounds for documents.
+pub(super) fn no_documents() -> Error {
+    Error::Unsupported("rows of several documents with cuDNN's attention, which does not keep them apart; `--attention plain` does".into())
+}
+
 fn unsupported(shape: &AttentionShape, dtype: Dtype, why: &str) -> Error {
     let AttentionShape { seq_length, heads, kv_heads, head_dim, .. } = shape;
     Error::Unsupported(format!(

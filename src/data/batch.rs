@@ -1,0 +1,139 @@
+//! A micro-batch as the model reads it, and where micro-batches come from.
+
+use crate::error::Result;
+use std::ops::Range;
+
+/// A micro-batch of T tokens in rows of `seq_length`, in memory that is filled in place.
+pub struct Batch<'a> {
+    /// Tokens of a row.
+    pub seq_length: usize,
+    /// Token ids `[T]`.
+    pub tokens: &'a mut [i32],
+    /// The token that should follow each `[T]`. A negative one counts for nothing: it has no loss and no gradient.
+    pub targets: &'a mut [i32],
+    /// Each token's place in its document `[T]`, below `seq_length`.
+    pub positions: &'a mut [i32],
+    /// Where in its row each token's document begins `[T]`: a token sees nothing before that. `None` where the plan does not separate
+    /// documents.
+    pub documents: Option<&'a mut [i32]>,
+}
+
+/// Arrays of T numbers that a batch consists of.
+pub const fn arrays(separates_documents: bool) -> usize {
+    if separates_documents { 4 } else { 3 }
+}
+
+impl<'a> Batch<'a> {
+    /// A batch in `memory`, int32 `[arrays, T]`, whose rows are one document each until somebody says otherwise. Tokens and targets are
+    /// what the memory holds.
+    ///
+    /// # Panics
+    /// If `memory` does not hold that many arrays of whole rows.
+    pub fn new(memory: &'a mut [i32], seq_length: usize, separates_documents: bool) -> Self {
+        let elems = memory.len() / arrays(separates_documents);
+        assert!(memory.len() == elems * arrays(separates_documents) && elems.is_multiple_of(seq_length), "a batch of whole rows");
+        let (tokens, rest) = memory.split_at_mut(elems);
+        let (targets, rest) = rest.split_at_mut(elems);
+        let (positions, documents) = rest.split_at_mut(elems);
+        positions.chunks_exact_mut(seq_length).for_each(|row| (0..).zip(row).for_each(|(column, position)| *position = column));
+        documents.fill(0);
+        Self { seq_length, tokens, targets, positions, documents: separates_documents.then_some(documents) }
+    }
+
+    /// Counts the targets that count, once nothing in the batch makes a kernel reach outside of its tables.
+    ///
+    /// # Errors
+    /// The first number that does, and where, in words.
+    pub fn count_targets(&self, vocab: usize) -> std::result::Result<usize, String> {
+        let (ids, columns) = (i32::try_from(vocab).unwrap_or(i32::MAX), i32::try_from(self.seq_length).unwrap_or(i32::MAX));
+        self.check("token", self.tokens, 0..ids)?;
+        self.check("target", self.targets, i32::MIN..ids)?;
+        self.check("position", self.positions, 0..columns)?;
+        self.documents.iter().try_for_each(|documents| self.check_documents(documents))?;
+        Ok(self.targets.iter().filter(|target| **target >= 0).count())
+    }
+
+    fn check(&self, name: &str, values: &[i32], allowed: Range<i32>) -> std::result::Result<(), String> {
+        // Every number of every step passes here: no branch for each of them.
+        if !values.iter().fold(false, |outside, value| outside | !allowed.contains(value)) {
+            return Ok(());
+        }
+        let at = values.iter().position(|value| !allowed.contains(value)).unwrap_or(0);
+        Err(format!("{name} {} in {} must be below {} and not negative", values[at], self.place(at), allowed.end))
+    }
+
+    /// A document begins where one of its tokens stands, and goes on until the next one begins.
+    fn check_documents(&self, documents: &[i32]) -> std::result::Result<(), String> {
+        for (row, starts) in documents.chunks_exact(self.seq_length).enumerate() {
+            let mut start = 0;
+            for (column, &next) in (0..).zip(starts) {
+                if next != start && next != column {
+                    let at = self.place(row * self.seq_length + column as usize);
+                    return Err(format!(
+                        "the document of {at} begins at {next}: neither there nor at {start}, as that of the token before"
+                    ));
+                }
+                start = next;
+            }
+        }
+        Ok(())
+    }
+
+    fn place(&self, at: usize) -> String {
+        format!("row {}, column {}", at / self.seq_length, at % self.seq_length)
+    }
+}
+
+/// Where the batches come from.
+pub trait Batches {
+    /// Writes the next micro-batch: tokens and targets, and where a row holds several documents their bounds and positions.
+    ///
+    /// # Errors
+    /// When the data cannot be read.
+    fn fill(&mut self, batch: &mut Batch<'_>) -> Result<()>;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_are_one_document_each_until_somebody_says_otherwise() {
+        let mut memory = vec![7; 4 * 6];
+        let batch = Batch::new(&mut memory, 3, true);
+        assert_eq!((&batch.positions[..], batch.documents.as_deref()), (&[0, 1, 2, 0, 1, 2][..], Some(&[0; 6][..])));
+        assert_eq!(batch.count_targets(8), Ok(6));
+        assert!(Batch::new(&mut memory[..18], 3, false).documents.is_none());
+    }
+
+    #[test]
+    fn only_targets_from_0_on_count_and_what_reaches_outside_is_named() {
+        let told = |change: fn(&mut Batch<'_>)| {
+            let mut memory = vec![0; 4 * 6];
+            let mut batch = Batch::new(&mut memory, 3, true);
+            change(&mut batch);
+            batch.count_targets(5)
+        };
+        assert_eq!(told(|batch| batch.targets.copy_from_slice(&[4, -1, 0, -100, i32::MIN, 3])), Ok(3));
+        let refused = |change, words: &str| assert_eq!(told(change).unwrap_err(), words);
+        refused(|batch| batch.tokens[4] = 5, "token 5 in row 1, column 1 must be below 5 and not negative");
+        refused(|batch| batch.tokens[0] = -1, "token -1 in row 0, column 0 must be below 5 and not negative");
+        refused(|batch| batch.targets[2] = 5, "target 5 in row 0, column 2 must be below 5 and not negative");
+        refused(|batch| batch.positions[3] = 3, "position 3 in row 1, column 0 must be below 3 and not negative");
+        refused(|batch| batch.positions[3] = -1, "position -1 in row 1, column 0 must be below 3 and not negative");
+    }
+
+    #[test]
+    fn documents_begin_where_one_of_their_tokens_stands() {
+        let told = |starts: [i32; 6]| {
+            let (mut memory, mut starts) = (vec![0; 4 * 6], starts);
+            Batch { documents: Some(&mut starts), ..Batch::new(&mut memory, 3, true) }.count_targets(5)
+        };
+        for starts in [[0, 0, 0, 0, 0, 0], [0, 1, 2, 0, 0, 2], [0, 1, 1, 0, 1, 1]] {
+            assert_eq!(told(starts), Ok(6), "{starts:?}");
+        }
+        for starts in [[1, 1, 1, 0, 0, 0], [0, 0, 1, 0, 0, 0], [0, 1, 0, 0, 0, 0], [0, 0, 0, 0, 2, 2], [0, 0, 0, -1, 0, 0]] {
+            assert!(told(starts).unwrap_err().contains("begins at"), "{starts:?}");
+        }
+    }
+}
