@@ -73,7 +73,7 @@ fn drawn(figure: &Figure, series: &Series, curve: &Curve) -> Result<Option<Strin
     lines.retain(|line| line.get("refused").is_none());
     let has_points = match figure.config.plot.kind {
         Kind::Timeline => lines.iter().any(|line| lines::field(line, &series.y).is_some()),
-        Kind::Bars | Kind::Lines => !curve.points.is_empty(),
+        Kind::Bars | Kind::Lines | Kind::Rows => !curve.points.is_empty(),
     };
     let has_lines = !lines.is_empty() || series.origin == Origin::Paper;
     Ok((has_lines && !has_points).then(|| format!("{:?} draws nothing: no line has {:?} and {:?}", series.name, series.x, series.y)))

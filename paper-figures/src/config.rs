@@ -15,6 +15,9 @@ pub struct Config {
     /// The claim does not hold in our data: the word for figures that have no series to compare with the paper's.
     #[serde(default)]
     pub deviates: bool,
+    /// The paper has no such figure: it is drawn for this repository.
+    #[serde(default)]
+    pub own: bool,
     /// What is missing, where nothing was run yet.
     #[serde(default)]
     pub pending: String,
@@ -69,6 +72,9 @@ pub struct Plot {
     /// Where a linear vertical axis ends; where the highest value says so by default.
     #[serde(default)]
     pub y_max: Option<f64>,
+    /// All panels of a timeline have one scale, so that their lengths can be compared.
+    #[serde(default)]
+    pub one_scale: bool,
 }
 
 /// What a point becomes.
@@ -79,6 +85,8 @@ pub enum Kind {
     Bars,
     /// A marker, joined to the one before.
     Lines,
+    /// A horizontal bar for each series, with its name at the left and its x as a second number at the right.
+    Rows,
     /// A panel of lanes: the series is one line that holds a timeline.
     Timeline,
 }

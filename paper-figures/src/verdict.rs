@@ -11,7 +11,7 @@ use std::path::Path;
 const BEGIN: &str = "<!-- begin: written by `paper-figures table` -->\n";
 const END: &str = "<!-- end -->\n";
 
-/// One sentence: reproduced, deviates, reproduced in form, or not run here.
+/// One sentence: reproduced, deviates, same shape, not run here, or none of the paper's.
 ///
 /// # Errors
 /// When data cannot be read.
@@ -24,8 +24,9 @@ pub fn verdict(figure: &Figure) -> Result<String> {
     let deviation = |rule| check::deviation(&curves, rule).map(|(deviation, place)| (deviation, place, rule));
     let worst = config.compare.iter().filter_map(deviation).max_by(|a, b| (a.0.abs() / a.2.within).total_cmp(&(b.0.abs() / b.2.within)));
     let found = match worst {
+        _ if config.own => "drawn for this repository".into(),
         None if config.deviates => "deviates".into(),
-        None => "reproduced in form".into(),
+        None => "same shape; numbers not compared".into(),
         Some((deviation, _, rule)) if deviation.abs() <= rule.within => {
             format!("reproduced: within {:.1} % of the paper", 100.0 * deviation.abs())
         }

@@ -17,7 +17,7 @@ const TOUCH: f64 = 2.0;
 /// When data cannot be read.
 pub fn faults(figure: &Figure) -> Result<Vec<String>> {
     let mut faults = texts(&picture(figure)?);
-    for frame in frames(figure)?.iter().filter(|frame| frame.plot.kind != Kind::Timeline) {
+    for frame in frames(figure)?.iter().filter(|frame| matches!(frame.plot.kind, Kind::Bars | Kind::Lines)) {
         faults.extend(alike(frame));
         let hidden = match frame.plot.kind {
             Kind::Bars => bars::hidden(&frame.curves, frame.plot, frame.area),

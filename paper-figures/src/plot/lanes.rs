@@ -3,7 +3,7 @@
 use super::axis::{self, Axis};
 use super::picture::{Anchor, Colour, GREY, HEIGHT, INK, PAPER, Picture, Place, colour, tint};
 use super::{BODY, RIGHT, TITLED, wrapped};
-use crate::config::Origin;
+use crate::config::{Origin, Plot};
 use crate::error::Result;
 use crate::figure::Figure;
 use crate::lines;
@@ -11,11 +11,14 @@ use crate::series;
 use crate::timeline::{self, Span};
 use serde_json::Value;
 
-/// Room for the lanes' names.
+/// Room for the lanes' names, and where panels end.
 const LEFT: f64 = 120.0;
-/// Top of the first panel, bottom of the last one.
+const PANEL_RIGHT: f64 = RIGHT + 40.0;
+/// Top of the first panel, and room below the last one.
 const TOP: f64 = TITLED + 14.0;
-const BOTTOM: f64 = HEIGHT - 24.0;
+const BELOW: f64 = 24.0;
+/// The highest panel; a page of few panels ends below them.
+const HIGHEST: f64 = 165.0;
 /// Room above a panel for its name and below it for its ticks.
 const HEAD: f64 = 22.0;
 const FOOT: f64 = 22.0;
@@ -34,6 +37,13 @@ pub struct Panel {
     name: String,
     origin: Origin,
     lanes: Vec<(String, Vec<Span>)>,
+}
+
+impl Panel {
+    /// When its last span ends.
+    fn end_ms(&self) -> Option<f64> {
+        self.lanes.iter().flat_map(|(_, spans)| spans).map(|span| span.end_ms).reduce(f64::max)
+    }
 }
 
 /// The panels of a figure: the last line of each series, or the paper's drawing from `expected.csv`.
@@ -79,17 +89,21 @@ fn drawn(rows: &[Value]) -> Vec<(String, Vec<Span>)> {
     lanes
 }
 
-/// Panels from top to bottom, each with its own time.
-pub fn draw(picture: &mut Picture, panels: &[Panel], unit: &str) {
+/// Panels from top to bottom, each with its own time unless the plot wants one scale.
+pub fn draw(picture: &mut Picture, panels: &[Panel], plot: &Plot) {
     let mut kinds: Vec<&str> = Vec::new();
     for span in panels.iter().flat_map(|panel| &panel.lanes).flat_map(|(_, spans)| spans) {
         if !kinds.contains(&span.kind.as_str()) {
             kinds.push(&span.kind);
         }
     }
-    let room = (BOTTOM - TOP) / panels.len().max(1) as f64;
+    let room = ((HEIGHT - BELOW - TOP) / panels.len().max(1) as f64).min(HIGHEST);
+    picture.height = TOP + room * panels.len().max(1) as f64 + BELOW;
+    let longest_ms = panels.iter().filter_map(Panel::end_ms).reduce(f64::max).filter(|_| plot.one_scale);
     for (index, panel) in panels.iter().enumerate() {
-        draw_panel(picture, panel, TOP + index as f64 * room, room, unit);
+        let end_ms = longest_ms.or(panel.end_ms());
+        let time = Axis::of(end_ms.into_iter(), false, LEFT, PANEL_RIGHT).up_to(end_ms);
+        draw_panel(picture, panel, (TOP + index as f64 * room, room), (&time, &plot.x));
     }
     let entries = kinds.iter().map(|kind| (colour_of(kind), *kind)).chain([(idle(), "idle: nothing runs")]);
     let mut at = (RIGHT + 58.0, TOP + HEAD + 8.0);
@@ -114,12 +128,9 @@ fn idle() -> Colour {
     tint(GREY, 0.35)
 }
 
-fn draw_panel(picture: &mut Picture, panel: &Panel, top: f64, room: f64, unit: &str) {
-    let right = RIGHT + 40.0;
-    let spans = || panel.lanes.iter().flat_map(|(_, spans)| spans);
+fn draw_panel(picture: &mut Picture, panel: &Panel, (top, room): (f64, f64), (time, unit): (&Axis, &str)) {
     // Room behind the last span would look like idle time.
-    let end_ms = spans().map(|span| span.end_ms).reduce(f64::max);
-    let time = Axis::of(end_ms.into_iter(), false, LEFT, right).up_to(end_ms);
+    let right = panel.end_ms().map_or(PANEL_RIGHT, |end_ms| time.place(end_ms));
     picture.text((20.0, top + HEAD / 2.0), panel.name.clone(), BODY, Anchor::Start);
     let height = (room - HEAD - FOOT) / panel.lanes.len().max(1) as f64;
     for (index, (lane, spans)) in panel.lanes.iter().enumerate() {
@@ -133,7 +144,7 @@ fn draw_panel(picture: &mut Picture, panel: &Panel, top: f64, room: f64, unit: &
         }
     }
     let floor = top + room - FOOT;
-    picture.line(&[(LEFT, floor), (right, floor)], INK, 1.0);
+    picture.line(&[(LEFT, floor), (PANEL_RIGHT, floor)], INK, 1.0);
     let ticks = if panel.origin == Origin::Paper { Vec::new() } else { time.ticks() };
     for tick in ticks {
         picture.text((time.place(tick), floor + 10.0), format!("{} {unit}", axis::label(tick)), BODY - 3.0, Anchor::Middle);

@@ -10,6 +10,7 @@ mod faults;
 mod lanes;
 mod picture;
 mod render;
+mod rows;
 
 use crate::config::{Kind, Origin, Plot};
 use crate::error::Result;
@@ -50,15 +51,21 @@ pub fn is_current(figure: &Figure) -> Result<bool> {
 fn picture(figure: &Figure) -> Result<Picture> {
     let mut picture = Picture::default();
     picture.text((20.0, 24.0), format!("{}: {}", figure.label, figure.title), TITLE, Anchor::Start);
-    if figure.config.plot.kind == Kind::Timeline {
-        lanes::draw(&mut picture, &lanes::panels(figure)?, &figure.config.plot.x);
-        return Ok(picture);
-    }
-    for frame in frames(figure)? {
-        frame.draw(&mut picture);
-        picture.height = frame.area.end;
+    let plot = &figure.config.plot;
+    match plot.kind {
+        Kind::Timeline => lanes::draw(&mut picture, &lanes::panels(figure)?, plot),
+        Kind::Rows => rows::draw(&mut picture, &series::curves(figure)?, plot),
+        Kind::Bars | Kind::Lines => draw_frames(&mut picture, figure)?,
     }
     Ok(picture)
+}
+
+fn draw_frames(picture: &mut Picture, figure: &Figure) -> Result<()> {
+    for frame in frames(figure)? {
+        frame.draw(picture);
+        picture.height = frame.area.end;
+    }
+    Ok(())
 }
 
 /// Axes, what is drawn between them, and where.
