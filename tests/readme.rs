@@ -1,4 +1,5 @@
-//! README's sample run is the run: its loss lines are the program's, bit for bit as far as they are printed.
+//! What README and the guide show is what the program prints: the sample run's loss lines, bit for bit as far as they are printed; the
+//! table of what fits; the sample of `bench step`. And every link between documents leads somewhere.
 
 use crate::program::{program, run};
 use crate::support::emulator;
@@ -7,9 +8,13 @@ use nix::unistd::Pid;
 use serde_json::Value;
 use std::fs;
 use std::io::{BufRead, BufReader};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 const STEPS: u64 = 300;
+
+fn text_of(document: &str) -> String {
+    fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(document)).unwrap()
+}
 
 /// What a step's line says and every machine computes alike: step, loss, norm of the gradients, learning rate, verdict. Speeds are a
 /// machine's own.
@@ -41,7 +46,7 @@ fn demo(out: &Path, until: u64) -> String {
 fn the_sample_run_is_the_run() {
     let asked = std::env::var("SUPEROFFLOAD_SAMPLE_STEPS").ok().map(|steps| steps.parse().unwrap());
     let until = asked.unwrap_or(if emulator().is_some() { 1 } else { 10 });
-    let readme = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("README.md")).unwrap();
+    let readme = text_of("README.md");
     let sample = steps(&readme);
     assert_eq!(sample.iter().map(|(step, _)| *step).collect::<Vec<_>>(), [1, 10, 100, 200, 300]);
     let dir = tempfile::tempdir().unwrap();
@@ -64,4 +69,124 @@ fn the_help_of_train_says_how_the_built_in_model_runs() {
     let help = run(&mut program(&["train", "--help"])).stdout;
     let words = help.split_whitespace().collect::<Vec<_>>().join(" ");
     assert!(words.contains("the built-in model runs with") && words.contains("--learning-rate 3e-3"), "{help}");
+}
+
+/// Model, flags of the machine, GPU and host memory, tokens per second: the rows of README's table.
+fn fits(readme: &str) -> Vec<[String; 5]> {
+    let rows = readme.lines().filter(|line| line.starts_with("| `") && line.contains("--hardware "));
+    let cells = |row: &str| row.trim_matches('|').split('|').map(|cell| cell.trim().trim_matches('`').to_string()).collect::<Vec<_>>();
+    rows.map(|row| cells(row).try_into().unwrap()).collect()
+}
+
+/// The same cells, from a simulation of the plan that the search prefers: `plan` prefers the same, and then searches three times more.
+fn fit(model: &str, machine: &str) -> [String; 5] {
+    let mut command = program(&["simulate", "--seq-length=4096", "--per-device-train-batch-size=4", "--steps=3", "--json"]);
+    let told = run(command.args(["--model-config", model]).args(machine.split_whitespace()));
+    let line: Value = serde_json::from_str(&told.stdout).unwrap_or_else(|_| panic!("{told:?}"));
+    let gib = |key: &str| format!("{:.1} GiB", line[key].as_f64().unwrap() / f64::from(1 << 30));
+    let rate = format!("{:.0}", line["tokens_per_second"].as_f64().unwrap());
+    [model.into(), machine.into(), gib("device_planned_bytes"), gib("host_planned_bytes"), rate]
+}
+
+/// One row; `SUPEROFFLOAD_FITS=all cargo test --release --test main what_fits` compares all.
+#[test]
+fn what_fits_is_what_the_planner_says() {
+    let rows = fits(&text_of("README.md"));
+    assert_eq!(rows.len(), 5);
+    let all = std::env::var("SUPEROFFLOAD_FITS").is_ok_and(|which| which == "all");
+    let asked = match (emulator().is_some(), all) {
+        (true, _) => 0,
+        (_, true) => rows.len(),
+        _ => 1,
+    };
+    for row in rows.iter().take(asked) {
+        assert_eq!(&fit(&row[0], &row[1]), row, "README.md: {} on {}", row[0], row[1]);
+    }
+}
+
+/// The guide's sample of `bench step` is the committed line of the speed that README claims.
+#[test]
+fn the_sample_of_bench_step_is_the_line_of_the_claim() {
+    let lines = text_of("paper-figures/results/h200-step.jsonl");
+    let line =
+        lines.lines().map(|line| serde_json::from_str::<Value>(line).unwrap()).find(|line| line["unix_seconds"] == 1795326780).unwrap();
+    let number = |pointer: &str| line.pointer(pointer).and_then(Value::as_f64).unwrap();
+    let sample = [
+        format!(
+            "  step         {:.1} ms, {:.1} to {:.1} over 8 steps",
+            number("/step_ms/median"),
+            number("/step_ms/min"),
+            number("/step_ms/max")
+        ),
+        format!("  tokens       {:.0} a second", number("/tokens_per_second")),
+        format!(
+            "  model        {:.3} TFLOP/s ({:.0} % of a large product)",
+            number("/speed/model_tflops"),
+            100.0 * number("/speed/model_share")
+        ),
+        format!("  device busy  {:.1} %", 100.0 * number("/exposed/device_busy_share")),
+        format!("  adam         {:.2} Gparam/s, {:.2} GB/s", number("/adam/busy_gparams_per_s"), number("/adam/busy_gb_per_s")),
+    ];
+    let guide = text_of("docs/guide.md");
+    for part in sample {
+        assert!(guide.contains(&part), "docs/guide.md does not show {part:?}");
+    }
+    let claim = format!("reaches {:.0} TFLOP/s", number("/speed/model_tflops"));
+    assert!(text_of("README.md").contains(&claim), "README.md does not claim {claim:?}");
+}
+
+/// Every Markdown file of the repository.
+fn documents(dir: &Path, found: &mut Vec<PathBuf>) {
+    for entry in fs::read_dir(dir).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_str().unwrap().to_string();
+        let is_ours = !name.starts_with('.') && !["target", "shared"].contains(&name.as_str());
+        if is_ours && path.is_dir() {
+            documents(&path, found);
+        } else if is_ours && name.ends_with(".md") {
+            found.push(path);
+        }
+    }
+}
+
+/// Targets of the links and pictures in `text`, without what stands in code.
+fn links(text: &str) -> Vec<String> {
+    let is_prose = |line: &&str| !line.starts_with("    ");
+    let prose = text.split("```").step_by(2).flat_map(|part| part.lines().filter(is_prose).map(str::to_string).collect::<Vec<_>>());
+    let prose = prose.map(|line| line.split('`').step_by(2).collect::<Vec<_>>().join("")).collect::<Vec<_>>().join("\n");
+    let ends = |rest: &str, end: char| rest.split_once(end).map(|(target, _)| target.to_string());
+    let written = prose.split("](").skip(1).filter_map(|rest| ends(rest, ')'));
+    let attributes = ["href=\"", "src=\""].into_iter().flat_map(|name| prose.split(name).skip(1).filter_map(|rest| ends(rest, '"')));
+    written.chain(attributes).collect()
+}
+
+/// The anchor that GitHub gives a heading.
+fn anchor(heading: &str) -> String {
+    let kept = heading.chars().filter(|c| c.is_alphanumeric() || " -_".contains(*c));
+    kept.map(|c| if c == ' ' { '-' } else { c.to_ascii_lowercase() }).collect()
+}
+
+#[test]
+fn every_link_between_documents_leads_somewhere() {
+    let mut all = Vec::new();
+    documents(Path::new(env!("CARGO_MANIFEST_DIR")), &mut all);
+    assert!(all.len() > 20, "{all:?}");
+    let mut broken = Vec::new();
+    for document in &all {
+        let own = fs::read_to_string(document).unwrap();
+        for link in links(&own).into_iter().filter(|link| !link.contains("://")) {
+            let (file, heading) = link.split_once('#').unwrap_or((&link, ""));
+            let target = if file.is_empty() { document.clone() } else { document.parent().unwrap().join(file) };
+            let has_heading = || {
+                fs::read_to_string(&target)
+                    .unwrap()
+                    .lines()
+                    .any(|line| line.starts_with('#') && anchor(line.trim_start_matches('#').trim()) == heading)
+            };
+            if !target.exists() || !heading.is_empty() && !has_heading() {
+                broken.push(format!("{}: {link}", document.display()));
+            }
+        }
+    }
+    assert!(broken.is_empty(), "{}", broken.join("\n"));
 }
