@@ -144,8 +144,8 @@ impl fmt::Display for Basis {
                 self.profile.unsteady().map_or(Ok(()), |what| write!(f, "; {what}: `superoffload probe --save`"))
             }
             Origin::Assumed { is_near, because } => {
-                let near = if *is_near { "the nearest machine that is known" } else { "nothing near this GPU is known" };
-                write!(f, "assumed, {name}: {near}; `superoffload probe --save` measures this one")?;
+                let near = if *is_near { "the shipped profile closest to this machine" } else { "no shipped profile is close to this GPU" };
+                write!(f, "assumed, {name}: {near}; `superoffload probe --save` measures this machine")?;
                 because.as_ref().map_or(Ok(()), |why| write!(f, " ({why})"))
             }
         }
@@ -172,10 +172,10 @@ mod tests {
         ] {
             let basis = Basis::assumed(gpu, None).unwrap();
             assert_eq!(basis.profile.name, profile, "{gpu}");
-            assert!(basis.to_string().contains("is known; `superoffload probe --save`"), "{basis}");
+            assert!(basis.to_string().contains("closest to this machine; `superoffload probe --save`"), "{basis}");
         }
         let unknown = Basis::assumed("NVIDIA L40S", None).unwrap();
-        assert!(unknown.to_string().starts_with("assumed, h200-pcie5: nothing near"), "{unknown}");
+        assert!(unknown.to_string().starts_with("assumed, h200-pcie5: no shipped profile is close"), "{unknown}");
         let nameless = Basis::of(Path::new(AUTO), Err(Error::usage("no name"))).unwrap();
         assert!(nameless.to_string().ends_with("(no name)"), "{nameless}");
     }
@@ -201,10 +201,9 @@ mod tests {
         let basis = kept().unwrap().unwrap();
         assert!(basis.profile == profile && basis.to_string().starts_with("measured on this machine on 20"), "{basis}");
         std::fs::write(&file, include_str!("../../paper-figures/results/h200-probe-3-quiet.toml")).unwrap();
-        assert!(!kept().unwrap().unwrap().to_string().contains("varied"));
+        assert!(!kept().unwrap().unwrap().to_string().contains("samples differ"));
         std::fs::write(&file, include_str!("../../paper-figures/results/h200-probe-3-busy.toml")).unwrap();
-        let busy =
-            "varied while it was measured: host.adam_bytes_per_s_by_threads by 35 %, host.cast_bytes_per_s_by_threads by 68 %; again";
+        let busy = "samples differ in host.adam_bytes_per_s_by_threads by 35 %, host.cast_bytes_per_s_by_threads by 68 %; measure again";
         let basis = kept().unwrap().unwrap().to_string();
         assert!(basis.contains(busy) && basis.ends_with("`superoffload probe --save`"), "{basis}");
         std::fs::write(&file, "version = 1").unwrap();

@@ -356,12 +356,12 @@ impl Profile {
         }
     }
 
-    /// What varied so much while it was measured that plans may be off, as a sentence: something else ran meanwhile.
+    /// The numbers whose samples differ so much that plans may be off, as a sentence: something else ran on the machine meanwhile.
     pub fn unsteady(&self) -> Option<String> {
         let all = self.sections().flat_map(|(section, fields)| fields.into_iter().map(move |(name, field)| (section, name, field)));
         let spreads = all.filter_map(|(section, name, field)| Some((section, name, field.spread().filter(|spread| *spread > STEADY)?)));
         let told: Vec<_> = spreads.map(|(section, name, spread)| format!("{section}.{name} by {:.0} %", 100.0 * spread)).collect();
-        (!told.is_empty()).then(|| format!("varied while it was measured: {}; again when the machine is quiet", told.join(", ")))
+        (!told.is_empty()).then(|| format!("samples differ in {}; measure again when the machine is quiet", told.join(", ")))
     }
 
     /// The sections that are there.

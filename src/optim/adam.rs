@@ -92,7 +92,7 @@ impl AdamState<'_> {
     #[inline(always)]
     fn check_len(&self, elems: usize) {
         let whole = self.params.len() == elems && self.m.len() == elems && self.v.len() == elems;
-        assert!(whole, "params, m, v against {elems} gradients");
+        assert!(whole, "params, m and v must each have {elems} elements, as the gradients");
     }
 
     #[inline(always)]

@@ -96,7 +96,7 @@ impl<'a> Grads<'a> {
             Dtype::Float32 => Self::F32(bytemuck::cast_slice(bytes)),
             Dtype::Bfloat16 => Self::Bf16(bytemuck::cast_slice(bytes)),
             Dtype::Float16 => Self::F16(bytemuck::cast_slice(bytes)),
-            Dtype::Int32 => panic!("gradients of {dtype}"),
+            Dtype::Int32 => panic!("gradients must be floats, these are {dtype}"),
         }
     }
 }
@@ -122,7 +122,7 @@ impl<'a> Weights<'a> {
             Dtype::Float32 => Self::F32(bytemuck::cast_slice_mut(bytes)),
             Dtype::Bfloat16 => Self::Bf16(bytemuck::cast_slice_mut(bytes)),
             Dtype::Float16 => Self::F16(bytemuck::cast_slice_mut(bytes)),
-            Dtype::Int32 => panic!("working weights of {dtype}"),
+            Dtype::Int32 => panic!("working weights must be floats, these are {dtype}"),
         }
     }
 }
@@ -270,7 +270,7 @@ impl AdamKernels {
             (F32(h), F32(g)) => self.fused(pending, h, next, g, state, out),
             (Bf16(h), Bf16(g)) => self.fused(pending, h, next, g, state, out),
             (F16(h), F16(g)) => self.fused(pending, h, next, g, state, out),
-            _ => panic!("pending gradients and gradients differ in format"),
+            _ => panic!("pending gradients must have the format of the gradients"),
         }
     }
 
@@ -317,7 +317,7 @@ impl AdamKernels {
     /// elements exist.
     #[inline(always)]
     fn run_blocks<const W: usize>(self, elems: usize, written: [Place; W], mut pass: impl FnMut(Access, Range<usize>)) {
-        assert!(written.iter().all(|place| place.elems == elems), "what is written against gradients");
+        assert!(written.iter().all(|place| place.elems == elems), "every array that is written must be as long as the gradients");
         let lead = (0..BLOCK).find(|&lead| written.iter().all(|place| place.at(lead).is_multiple_of(LINE_BYTES)));
         let start = lead.unwrap_or(0).min(elems);
         let end = elems - (elems - start) % BLOCK;

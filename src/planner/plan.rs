@@ -350,7 +350,9 @@ fn weights(settings: &Settings, techniques: Techniques) -> Result<WeightsChoice>
 /// Asked for, but the ring would be no shorter than the weights.
 fn check_streams(settings: &Settings, rings: Rings) -> Result<()> {
     if settings.weights == WeightsChoice::Flow && rings.weights.is_none() {
-        return Err(Error::usage("--weights flow: nothing would be saved; offloaded layers are few, or small beside the device's pages"));
+        return Err(Error::usage(
+            "--weights flow: nothing would be saved: too few layers are offloaded, or they are small beside the device's pages",
+        ));
     }
     Ok(())
 }

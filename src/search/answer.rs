@@ -187,8 +187,8 @@ fn busy(candidate: &Candidate) -> Vec<Busy> {
     let mut busy = vec![
         Busy { what: "the device's arithmetic", share: outcome.exposed.device_busy_share },
         Busy { what: "the optimizer on the CPUs (host memory)", share: outcome.adam.busy_ms / step_ms },
-        Busy { what: "the link to the host", share: link(outcome.link.d2h_bytes) },
-        Busy { what: "the link to the device", share: link(outcome.link.h2d_bytes) },
+        Busy { what: "the link (PCIe, C2C) to the host", share: link(outcome.link.d2h_bytes) },
+        Busy { what: "the link (PCIe, C2C) to the device", share: link(outcome.link.h2d_bytes) },
     ];
     busy.sort_by(|a, b| b.share.total_cmp(&a.share));
     busy
@@ -242,10 +242,10 @@ impl fmt::Display for Answer {
             "  step       {:.1} ms, {:.0} tokens/s, {:.1} model TFLOP/s, {:.1} with what is recomputed",
             best.step_ms, best.tokens_per_second, best.model_tflops, best.hardware_tflops
         )?;
-        writeln!(f, "  mean       {:.1} ms where one step in ten is clipped, by which plans are compared", best.mean_step_ms)?;
+        writeln!(f, "  mean       {:.1} ms if one step in ten is clipped; plans are compared by this", best.mean_step_ms)?;
         writeln!(f, "  exposed    {:.1} ms to the optimizer, {:.1} ms to copies", best.exposed_cpu_ms, best.exposed_transfer_ms)?;
         let shares: Vec<_> = self.busy.iter().map(|busy| format!("{} {:.0} %", busy.what, busy.share * 1e2)).collect();
-        writeln!(f, "  binds      {}", shares.join(", "))?;
+        writeln!(f, "  busy       {}", shares.join(", "))?;
         self.alternatives.iter().enumerate().try_for_each(|(i, other)| {
             let slower = (other.mean_step_ms / best.mean_step_ms - 1.0) * 1e2;
             let title = if i == 0 { "next best" } else { "" };
@@ -270,13 +270,13 @@ impl fmt::Display for BreakEven {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.tokens {
             Some(tokens) => {
-                write!(f, "break-even   with every state on the CPUs the optimizer hides from {tokens} tokens of a micro-step on")?
+                write!(f, "break-even   with every state on the CPUs the GPU waits for the optimizer below {tokens} tokens a micro-step")?
             }
-            None => write!(f, "break-even   with every state on the CPUs the optimizer hides with no batch that fits")?,
+            None => write!(f, "break-even   with every state on the CPUs the GPU waits for the optimizer at every batch that fits")?,
         }
         write!(
             f,
-            "\n  below      at {} tokens the plan keeps {} of {} buckets on the device; {:.0} % of a step stay exposed",
+            "\n  below      at {} tokens the plan keeps the states of {} of {} buckets on the GPU, which then waits for {:.0} % of a step",
             self.below_tokens,
             self.resident_buckets,
             self.buckets,

@@ -213,11 +213,11 @@ fn plan<'a>(
 fn check(name: &str, source: Source<'_>, shape: &[usize]) -> Result<()> {
     let TensorInfo { dtype, shape: found, .. } = source.info;
     if found != shape {
-        return Err(Error::format(source.file.path(), format_args!("tensor {name} has shape {found:?}, config.json makes it {shape:?}")));
+        return Err(Error::format(source.file.path(), format_args!("tensor {name} has shape {found:?}, config.json says {shape:?}")));
     }
     match dtype {
         Dtype::F32 | Dtype::BF16 | Dtype::F16 => Ok(()),
-        _ => Err(Error::format(source.file.path(), format_args!("tensor {name} is {dtype}; known are F32, BF16 and F16"))),
+        _ => Err(Error::format(source.file.path(), format_args!("tensor {name} is {dtype}; only F32, BF16 and F16 are read"))),
     }
 }
 

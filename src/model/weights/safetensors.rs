@@ -33,7 +33,7 @@ impl TensorFile {
         file.read_at(0, &mut length)?;
         let header_bytes = u64::from_le_bytes(length);
         if header_bytes > HEADER_BYTES_MAX.min(file.bytes() - 8) {
-            return Err(Error::format(path, format_args!("a header of {header_bytes} bytes does not fit")));
+            return Err(Error::format(path, format_args!("a header of {header_bytes} bytes does not fit the file")));
         }
         let mut header = vec![0; header_bytes as usize];
         file.read_at(8, &mut header)?;
