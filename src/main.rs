@@ -33,6 +33,7 @@ use superoffload::probe::{self, ProbeOptions};
 use superoffload::search::Question;
 use superoffload::search::answer::Answer;
 use superoffload::signals::{self, StopFlag};
+use superoffload::simulate::outcome::of_a_large_product;
 use superoffload::train::{self, Facts, Observer, Summary};
 use superoffload::units::Bytes;
 
@@ -320,13 +321,15 @@ const PROGRESS_INTERVAL: Duration = Duration::from_secs(10);
 struct Person {
     bar: ProgressBar,
     logging_steps: u64,
+    /// FLOPs a second of a large matrix product, if they are known.
+    matmul_flops: Option<f64>,
     /// When a person last heard how far the data is.
     told: Instant,
 }
 
 impl Default for Person {
     fn default() -> Self {
-        Self { bar: ProgressBar::hidden(), logging_steps: 1, told: Instant::now() }
+        Self { bar: ProgressBar::hidden(), logging_steps: 1, matmul_flops: None, told: Instant::now() }
     }
 }
 
@@ -347,13 +350,10 @@ impl Observer for Person {
         tell(plan);
         tell(format_args!("pages   {}", facts.host));
         if facts.step < facts.max_steps {
-            tell(format_args!(
-                "training steps {} to {}; TFLOP/s count the model's arithmetic, nothing twice",
-                facts.step + 1,
-                facts.max_steps
-            ));
+            tell(format_args!("training steps {} to {}; TFLOP/s do not count what is recomputed", facts.step + 1, facts.max_steps));
         }
         self.logging_steps = facts.logging_steps;
+        self.matmul_flops = facts.matmul_flops;
         if std::io::stderr().is_terminal() {
             let style = ProgressStyle::with_template("{bar:32} {pos}/{len} steps  {elapsed} < {eta}  {msg}");
             self.bar = ProgressBar::with_draw_target(Some(facts.max_steps), ProgressDrawTarget::stderr());
@@ -367,8 +367,9 @@ impl Observer for Person {
         let norm = m.grad_norm.map_or("non-finite".into(), |norm| format!("{norm:.3}"));
         self.bar.set_message(format!("loss {:.4}  norm {norm}  {:.0} tok/s", m.loss, m.tokens_per_second));
         if m.step == 1 || m.step.is_multiple_of(self.logging_steps) {
+            let share = of_a_large_product(self.matmul_flops.map(|peak| m.model_tflops * 1e12 / peak));
             self.line(&format!(
-                "step {:>6}  loss {:.4}  grad_norm {norm}  lr {:.2e}  {:>6.0} tok/s  {:.4} TFLOP/s  {}",
+                "step {:>6}  loss {:.4}  grad_norm {norm}  lr {:.2e}  {:>6.0} tok/s  {:.4} TFLOP/s{share}  {}",
                 m.step, m.loss, m.learning_rate, m.tokens_per_second, m.model_tflops, m.verdict
             ));
         }

@@ -162,10 +162,14 @@ pub struct Ends {
     pub last: f32,
 }
 
+/// ` (76 % of a large product)`: how near a step comes to what the device reaches in a large matrix product; empty if that is unknown.
+pub fn of_a_large_product(share: Option<f64>) -> String {
+    share.map_or(String::new(), |share| format!(" ({:.0} % of a large product)", share * 1e2))
+}
+
 impl fmt::Display for Outcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (speed, link, adam) = (&self.speed, &self.link, &self.adam);
-        let percent = |share: Option<f64>| share.map_or(String::new(), |share| format!(" ({:.0} % of a large product)", share * 1e2));
         let or_none = |rate: Option<f64>| rate.map_or("none".into(), |rate| format!("{rate:.2}"));
         writeln!(
             f,
@@ -176,8 +180,8 @@ impl fmt::Display for Outcome {
             self.step_ms.samples.len()
         )?;
         writeln!(f, "  tokens       {:.0} a second", self.tokens_per_second)?;
-        writeln!(f, "  model        {:.3} TFLOP/s{}", speed.model_tflops, percent(speed.model_share))?;
-        writeln!(f, "  hardware     {:.3} TFLOP/s{}", speed.hardware_tflops, percent(speed.hardware_share))?;
+        writeln!(f, "  model        {:.3} TFLOP/s{}", speed.model_tflops, of_a_large_product(speed.model_share))?;
+        writeln!(f, "  hardware     {:.3} TFLOP/s{}", speed.hardware_tflops, of_a_large_product(speed.hardware_share))?;
         writeln!(
             f,
             "  device busy  {:.1} %; exposed {:.1} ms to the optimizer, {:.1} ms to copies",

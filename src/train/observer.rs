@@ -33,6 +33,8 @@ pub struct Facts {
     pub device: String,
     /// What the plan of a GPU rests on, in words.
     pub rates: Option<String>,
+    /// FLOPs a second of a large matrix product, by the profile of a GPU.
+    pub matmul_flops: Option<f64>,
     /// The model, in words.
     pub model: String,
     /// The data, in words.

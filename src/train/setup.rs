@@ -107,6 +107,7 @@ impl Prepared<'_> {
         let facts = Facts {
             device: describe_device(launch, &engine.describe()),
             rates: launch.chosen.basis.as_ref().map(ToString::to_string),
+            matmul_flops: launch.chosen.basis.as_ref().and_then(|basis| Some(basis.profile.gpu.as_ref()?.matmul_flops.value)),
             model: describe_model(&settings, &source.shape),
             data,
             host: engine.host_memory().report(Path::new("/")).to_string(),
