@@ -38,6 +38,7 @@ pub mod probe;
 pub mod search;
 pub mod signals;
 pub mod simulate;
+mod sync;
 pub mod trace;
 pub mod train;
 pub mod units;

@@ -1,20 +1,24 @@
-//! Sleeping and waking without locks: one thread waits, any thread rings.
+//! Sleeping and waking without locks: one thread waits, any thread rings. README.md beside this says why no wake-up is lost.
 
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::thread::Thread;
-use std::time::Duration;
+use crate::sync::OnceLock;
+use crate::sync::atomic::{AtomicU64, Ordering};
+use crate::sync::thread::{self, Thread};
 
 /// Turns before a waiting thread sleeps. Waking costs tens of microseconds, spinning takes a core from somebody.
 const SPINS: u32 = 200;
 /// The same for a thread that has a core to itself: some hundred microseconds, longer than the pool waits for its next job.
 const SPINS_ALONE: u32 = 20_000;
 
+/// The count goes up by this with every ring; below it is [`ASLEEP`].
+const RING: u64 = 2;
+/// Set by the waiter before it sleeps, and cleared by it: who rings must wake it.
+const ASLEEP: u64 = 1;
+
 /// An event count: the waiter notes the count, looks for work, and sleeps only while nobody has rung since.
 #[derive(Default)]
 pub struct Doorbell {
-    rings: AtomicU64,
-    sleeping: AtomicBool,
+    /// Count and flag in one word, so that "asleep, and nobody has rung" is one step.
+    state: AtomicU64,
     waiter: OnceLock<Thread>,
     has_core: bool,
 }
@@ -27,13 +31,14 @@ impl Doorbell {
 
     /// The count to pass to [`Doorbell::wait`]; take it before looking for work.
     pub fn rings(&self) -> u64 {
-        self.rings.load(Ordering::SeqCst)
+        self.state.load(Ordering::Acquire) & !ASLEEP
     }
 
     /// Tells the waiter that there may be something to do.
     pub fn ring(&self) {
-        self.rings.fetch_add(1, Ordering::SeqCst);
-        if self.sleeping.load(Ordering::SeqCst)
+        // Release: who sees the count sees what was done before the ring. Acquire: who finds the flag finds the waiter.
+        let before = self.state.fetch_add(RING, Ordering::AcqRel);
+        if before & ASLEEP != 0
             && let Some(thread) = self.waiter.get()
         {
             thread.unpark();
@@ -42,20 +47,30 @@ impl Doorbell {
 
     /// Returns when the bell has rung since `seen`. Only ever called from one thread.
     pub fn wait(&self, seen: u64) {
-        for _ in 0..if self.has_core { SPINS_ALONE } else { SPINS } {
+        for _ in 0..self.spins() {
             if self.rings() != seen {
                 return;
             }
             std::hint::spin_loop();
         }
-        let waiter = self.waiter.get_or_init(std::thread::current);
-        assert_eq!(waiter.id(), std::thread::current().id(), "a doorbell wakes the thread that waited first");
-        self.sleeping.store(true, Ordering::SeqCst);
-        while self.rings() == seen {
-            // The timeout is a belt beside the braces: a thread parked by a bug elsewhere would hang for ever.
-            std::thread::park_timeout(Duration::from_millis(100));
+        let waiter = self.waiter.get_or_init(thread::current);
+        assert!(waiter.id() == thread::current().id(), "a doorbell wakes the thread that waited first");
+        // Fails if somebody has rung since `seen`. Release: see `ring`.
+        if self.state.compare_exchange(seen, seen | ASLEEP, Ordering::Release, Ordering::Acquire).is_ok() {
+            while self.state.load(Ordering::Acquire) == seen | ASLEEP {
+                thread::park();
+            }
+            self.state.fetch_and(!ASLEEP, Ordering::Relaxed);
         }
-        self.sleeping.store(false, Ordering::SeqCst);
+    }
+
+    /// None under loom, to which a turn is one more look at the count.
+    fn spins(&self) -> u32 {
+        match self.has_core {
+            _ if cfg!(loom) => 0,
+            true => SPINS_ALONE,
+            false => SPINS,
+        }
     }
 
     /// Waits until `ready` holds; every change that can make it hold must ring.

@@ -3,6 +3,8 @@
 pub mod affinity;
 pub mod doorbell;
 pub mod homes;
+#[cfg(all(loom, test))]
+mod interleavings;
 pub mod memory_policy;
 pub mod memory_report;
 mod pages;

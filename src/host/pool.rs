@@ -12,11 +12,11 @@ use crate::error::{Error, Result};
 use crate::host::doorbell::Doorbell;
 use crate::host::homes::Homes;
 use crate::host::pulse::Pulse;
+use crate::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use crate::sync::thread::{self, JoinHandle};
+use crate::sync::{UnsafeCell, mpsc};
 use crate::trace::{Recorder, now_ns};
-use std::cell::UnsafeCell;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::thread::JoinHandle;
 
 /// Work that a pool can do: plain data, cut into pieces.
 pub trait Job: Send + Sync + 'static {
@@ -103,7 +103,7 @@ impl<J: Job> Threads<J> {
         let pulse = Arc::new(Pulse::new(workers));
         let shared = Arc::new(Shared { job, generation, taken, remaining, published_ns, busy_ns, failed, bells, driver, pulse });
         let mut pool = Self { shared, handles: Vec::with_capacity(workers), published: 0 };
-        let (started, outcome) = std::sync::mpsc::channel();
+        let (started, outcome) = mpsc::channel();
         for worker in 0..workers {
             let (shared, started, on_start) = (pool.shared.clone(), started.clone(), on_start.clone());
             let home = homes.of_worker.get(worker).map_or(0, |&node| node % homes.nodes);
@@ -112,11 +112,11 @@ impl<J: Job> Threads<J> {
                 drop(started);
                 work(&shared, worker, home, Recorder::new(format!("adam-{worker:02}"), trace_spans))
             };
-            let spawned = std::thread::Builder::new().name(format!("adam-{worker:02}")).spawn(body);
+            let spawned = thread::Builder::new().name(format!("adam-{worker:02}")).spawn(body);
             pool.handles.push(spawned.map_err(|e| Error::resource(format!("start optimizer worker {worker}"), e))?);
         }
         drop(started);
-        outcome.into_iter().collect::<Result<Vec<()>>>()?;
+        (0..workers).map_while(|_| outcome.recv().ok()).collect::<Result<Vec<()>>>()?;
         Ok(pool)
     }
 
@@ -129,7 +129,7 @@ impl<J: Job> Threads<J> {
         self.published += 1;
         self.shared.pulse.given(self.published, job.label().1);
         // SAFETY: the caller saw `remaining` at zero, so that no worker reads the job now.
-        unsafe { *self.shared.job.get() = Some(job) };
+        self.shared.job.with_mut(|place| unsafe { *place = Some(job) });
         self.shared.taken.iter().for_each(|taken| taken.0.store(0, Ordering::Relaxed));
         self.shared.remaining.store(self.handles.len(), Ordering::Relaxed);
         self.shared.published_ns.store(now_ns(), Ordering::Relaxed);
@@ -208,11 +208,13 @@ fn work<J: Job>(shared: &Shared<J>, worker: usize, home: usize, mut recorder: Re
         if seen == STOP {
             return recorder;
         }
-        // SAFETY: published before `generation`; the driver does not write until this worker has counted down.
-        let Some(job) = (unsafe { &*shared.job.get() }) else { continue };
-        let (start, (name, index)) = (now_ns(), job.label());
-        shared.work_on(job, worker, home);
-        recorder.span(name, index, start);
+        shared.job.with(|job| {
+            // SAFETY: published before `generation`; the driver does not write until this worker has counted down.
+            let Some(job) = (unsafe { &*job }) else { return };
+            let (start, (name, index)) = (now_ns(), job.label());
+            shared.work_on(job, worker, home);
+            recorder.span(name, index, start);
+        });
         // Read first: once the count is zero the driver may publish the next job.
         let job_ns = now_ns() - shared.published_ns.load(Ordering::Relaxed);
         shared.pulse.done(worker, seen);

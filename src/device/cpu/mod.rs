@@ -6,6 +6,8 @@
 #![allow(unsafe_code)]
 
 mod compute;
+#[cfg(all(loom, test))]
+mod interleavings;
 mod kernels;
 mod launch;
 mod stream;

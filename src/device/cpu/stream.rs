@@ -3,12 +3,12 @@
 #![allow(unsafe_code)]
 
 use crate::host::doorbell::Doorbell;
-use std::cell::UnsafeCell;
+use crate::sync::UnsafeCell;
+use crate::sync::atomic::{AtomicU64, Ordering};
 use std::mem::MaybeUninit;
-use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Operations that a stream holds before the driver has to wait.
-pub(super) const RING_OPS: usize = 1024;
+/// Operations that a stream holds before the driver has to wait: few where loom fills them in every order.
+pub(super) const RING_OPS: usize = if cfg!(loom) { 2 } else { 1024 };
 /// Room for what an operation captures.
 const CAPTURE_WORDS: usize = 32;
 
@@ -89,7 +89,7 @@ impl Ring {
         assert!(!self.is_full(), "the driver must wait for a full ring");
         let at = self.enqueued.load(Ordering::Relaxed);
         // SAFETY: not full, so that the consumer is past this slot; there is one producer.
-        unsafe { (*self.slots[at as usize % RING_OPS].get()).write(op) };
+        self.slots[at as usize % RING_OPS].with_mut(|slot| unsafe { (*slot).write(op) });
         self.enqueued.store(at + 1, Ordering::Release);
         self.bell.ring();
     }
@@ -101,7 +101,7 @@ impl Ring {
             return None;
         }
         // SAFETY: written before `enqueued` was released; the producer stays away until `done` passes it.
-        Some(unsafe { (*self.slots[at as usize % RING_OPS].get()).assume_init_read() })
+        Some(self.slots[at as usize % RING_OPS].with(|slot| unsafe { (*slot).assume_init_read() }))
     }
 
     /// Marks the front operation as done.

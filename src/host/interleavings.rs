@@ -1,0 +1,98 @@
+//! The doorbell and the pool in every order that the memory model allows, by loom: `tests/threads/loom.sh`.
+//!
+//! A wake-up that is lost leaves all threads asleep, which loom reports as a deadlock. Data are relaxed atomics on purpose: only
+//! the code under test may order them, and what it does not order is read stale in some run.
+
+use super::doorbell::Doorbell;
+use super::homes::Homes;
+use super::pool::{Job, Threads};
+use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use crate::sync::thread;
+use std::sync::Arc;
+
+#[test]
+fn a_bell_wakes_its_waiter_whoever_rings() {
+    loom::model(|| {
+        let bell = Arc::new(Doorbell::default());
+        let done: Arc<[AtomicBool; 2]> = Arc::default();
+        let ring = |i: usize| {
+            let (bell, done) = (bell.clone(), done.clone());
+            move || {
+                done[i].store(true, Ordering::Relaxed);
+                bell.ring();
+            }
+        };
+        let ringer = thread::spawn(ring(0));
+        let (its_bell, its_done) = (bell.clone(), done.clone());
+        // A thread of its own: in loom a ring that comes late would wake a thread that joins another.
+        let waiter = thread::spawn(move || its_bell.wait_until(|| its_done.iter().all(|done| done.load(Ordering::Relaxed))));
+        ring(1)();
+        ringer.join().unwrap();
+        waiter.join().unwrap();
+    });
+}
+
+#[test]
+fn a_bell_wakes_its_waiter_as_often_as_it_waits() {
+    loom::model(|| {
+        let (bell, count) = (Arc::new(Doorbell::default()), Arc::new(AtomicUsize::new(0)));
+        let (its_bell, its_count) = (bell.clone(), count.clone());
+        let ringer = thread::spawn(move || {
+            for number in 1..=3 {
+                its_count.store(number, Ordering::Relaxed);
+                its_bell.ring();
+            }
+        });
+        (1..=3).for_each(|number| bell.wait_until(|| count.load(Ordering::Relaxed) >= number));
+        ringer.join().unwrap();
+    });
+}
+
+/// Counts how often each piece was done.
+#[derive(Clone, Default)]
+struct Count(Arc<[AtomicUsize; 2]>);
+
+impl Count {
+    fn assert_each(&self, times: usize) {
+        self.0.iter().for_each(|piece| assert_eq!(piece.load(Ordering::Relaxed), times));
+    }
+}
+
+impl Job for Count {
+    fn label(&self) -> (&'static str, u32) {
+        ("count", 0)
+    }
+    fn traffic_bytes(&self) -> u64 {
+        0
+    }
+    fn pieces(&self) -> usize {
+        self.0.len()
+    }
+    // A load and a store: two workers on one piece, or a worker that does not see the job before, lose a count.
+    fn run(&self, piece: usize) {
+        self.0[piece].store(self.0[piece].load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+    }
+}
+
+/// Every job of a pool of `workers` is done once, and its driver sees what it did.
+fn hand_over(workers: usize, jobs: usize) {
+    let bell = Arc::new(Doorbell::default());
+    let mut pool = Threads::start(workers, Homes::default(), bell.clone(), 0, |_| Ok(())).unwrap();
+    let count = Count::default();
+    for job in 1..=jobs {
+        pool.submit(count.clone());
+        bell.wait_until(|| pool.is_idle().unwrap());
+        count.assert_each(job);
+    }
+    pool.finish().unwrap();
+}
+
+#[test]
+fn a_pool_hands_its_worker_one_job_after_the_other() {
+    loom::model(|| hand_over(1, 2));
+}
+
+#[test]
+fn the_workers_of_a_pool_share_a_job() {
+    loom::model(|| hand_over(2, 1));
+}
