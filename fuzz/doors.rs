@@ -9,7 +9,7 @@ use superoffload::data::tokenizer::AddBos;
 use superoffload::data::tokenizer::Tokenizer;
 use superoffload::model::shape::ModelShape;
 use superoffload::model::tensors::TensorTable;
-use superoffload::model::weights;
+use superoffload::model::weights::ModelWeights;
 use superoffload::model_dir::ModelDir;
 use superoffload::optim::StatePart;
 
@@ -69,8 +69,13 @@ fn settings_toml(input: &[u8], dir: &Path) {
 
 fn load_weights(dir: &Path) {
     let shape = ModelShape::parse(CONFIG, Path::new("config.json")).expect("the door's model");
-    let table = TensorTable::new(&shape);
-    let _ = weights::load(dir, &shape, &table, &mut vec![0.0; table.flat_elems()]);
+    let mut flat = vec![0.0; TensorTable::new(&shape).flat_elems()];
+    let _ = ModelWeights::open(dir, &shape).and_then(|weights| {
+        weights.read(|start, block| {
+            flat[start..start + block.len()].copy_from_slice(block);
+            Ok(())
+        })
+    });
 }
 
 /// As a whole file, and as a header whose length is told rightly, before as much data as it asks for, within reason.

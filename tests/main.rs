@@ -7,6 +7,7 @@ mod cli;
 mod data;
 mod exactness;
 mod faults;
+mod fine_tuning;
 mod fuzz_corpus;
 mod memory;
 mod newcomer;

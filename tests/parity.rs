@@ -12,7 +12,7 @@ use superoffload::error::Result;
 use superoffload::model::activations::LossTile;
 use superoffload::model::shape::ModelShape;
 use superoffload::model::tensors::TensorTable;
-use superoffload::model::weights;
+use superoffload::model::weights::ModelWeights;
 use superoffload::planner::machine::Machine;
 use superoffload::planner::plan::Plan;
 
@@ -69,7 +69,8 @@ impl Golden {
 
     fn load(&self, dir: &Path) -> Vec<f32> {
         let mut flat = vec![0.0; self.table.flat_elems()];
-        weights::load(dir, &self.shape, &self.table, &mut flat).unwrap();
+        let weights = ModelWeights::open(dir, &self.shape).unwrap();
+        weights.read(|start, block| Ok(flat[start..start + block.len()].copy_from_slice(block))).unwrap();
         flat
     }
 

@@ -9,8 +9,8 @@ use crate::error::Result;
 use crate::host::pinned::{HostMemory, PinnedSlice};
 use crate::model::init::init_flat;
 use crate::model::tensors::TensorTable;
-use crate::optim::StatePart;
 use crate::optim::simd::AdamKernels;
+use crate::optim::{PIECE_ELEMS, StatePart};
 use crate::planner::plan::Plan;
 use std::ops::Range;
 use std::sync::Arc;
@@ -62,8 +62,6 @@ pub(super) struct Memory {
 
 /// Elements that move at once when state is read from or written to the device.
 const BOUNCE_ELEMS: usize = 1 << 18;
-/// Elements on the device that are initialised at once: enough work for every thread.
-const INIT_ELEMS: usize = 1 << 24;
 
 impl Memory {
     pub(super) fn new<D: Device>(plan: &Plan, table: &TensorTable, dev: &mut D, host: &mut HostMemory) -> Result<Self> {
@@ -110,9 +108,9 @@ impl Memory {
     pub(super) fn init_params<D: Device>(&self, dev: &mut D, table: &TensorTable, seed: u64, threads: usize) -> Result<()> {
         self.step.state.params.with(|params: &mut [f32]| init_flat(table, seed, 0, params, threads))?;
         for DeviceState { flat, params, .. } in &self.device {
-            let mut room = vec![0.0; INIT_ELEMS.min(params.elems)];
-            for start in (0..params.elems).step_by(INIT_ELEMS) {
-                let part = &mut room[..INIT_ELEMS.min(params.elems - start)];
+            let mut room = vec![0.0; PIECE_ELEMS.min(params.elems)];
+            for start in (0..params.elems).step_by(PIECE_ELEMS) {
+                let part = &mut room[..PIECE_ELEMS.min(params.elems - start)];
                 init_flat(table, seed, flat.start + start, part, threads)?;
                 self.upload(dev, part, params.slice(start, part.len()))?;
             }

@@ -6,7 +6,7 @@
 mod load;
 pub(crate) mod safetensors;
 
-pub use load::load;
+pub use load::ModelWeights;
 
 use crate::disk;
 use crate::error::{Error, Result};

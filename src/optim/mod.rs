@@ -26,5 +26,5 @@ impl StatePart {
     pub const ALL: [Self; 3] = [Self::Params, Self::M, Self::V];
 }
 
-/// Elements that pass between state, checkpoint and digest at once.
+/// Elements at most that pass at once between state and checkpoint, digest or first weights: the plan counts one such buffer.
 pub const PIECE_ELEMS: usize = 4 << 20;

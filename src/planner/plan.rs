@@ -2,7 +2,7 @@
 
 use crate::bucket::layout::{BucketLayout, Tier};
 use crate::config::options::{
-    AttentionChoice, CastSide, HostMemoryKind, Init, Injection, IsaChoice, ResidentBuckets, Rollback, Strategy, Technique, TrainDtype,
+    AttentionChoice, CastSide, HostMemoryKind, Injection, IsaChoice, ResidentBuckets, Rollback, Strategy, Technique, TrainDtype,
     WeightsChoice,
 };
 use crate::config::settings::Settings;
@@ -201,7 +201,7 @@ impl Plan {
             data_bytes: settings.data_bytes as usize,
             attention: attention(settings, dtype, machine.device)?,
             machine: machine.limited(settings),
-            transient_bytes: transient_bytes(settings, &table),
+            transient_bytes: transient_bytes(&table),
         };
         let work = Work {
             grad_accum_steps: settings.gradient_accumulation_steps,
@@ -372,12 +372,10 @@ fn attention(settings: &Settings, dtype: Dtype, device: DeviceMemory) -> Result<
     }
 }
 
-/// A checkpoint passes through one fp32 buffer, a piece of a tensor at a time; first weights are read whole, as fp32, before they are
-/// spread over buckets.
-fn transient_bytes(settings: &Settings, table: &TensorTable) -> u64 {
+/// State passes through one fp32 buffer, a piece of a tensor at a time: first weights as well as checkpoints.
+fn transient_bytes(table: &TensorTable) -> u64 {
     let largest = table.specs().iter().map(|spec| spec.elems()).max().unwrap_or(0);
-    let loading = if settings.init == Init::Checkpoint { table.flat_elems() } else { 0 };
-    4 * loading.max(largest.min(PIECE_ELEMS)) as u64
+    4 * largest.min(PIECE_ELEMS) as u64
 }
 
 fn isa(settings: &Settings, techniques: Techniques) -> Result<Isa> {

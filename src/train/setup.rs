@@ -19,7 +19,7 @@ use crate::launch::context::check_context;
 use crate::launch::engine::Launch;
 use crate::model::shape::{DEMO_CONFIG, ModelShape};
 use crate::model::tensors::TensorTable;
-use crate::model::weights;
+use crate::model::weights::{self, ModelWeights};
 use crate::model_dir::{CONFIG, ModelDir};
 use crate::optim::StatePart;
 use crate::optim::schedule::Schedule as LearningRate;
@@ -45,6 +45,8 @@ pub(super) struct Prepared<'a> {
     dataset: Dataset,
     run: identity::Run,
     resumed: Option<resume::Accepted>,
+    /// What a run that begins goes by, unless that is random.
+    weights: Option<ModelWeights>,
     max_steps: u64,
     data: String,
     run_dir: RunDir,
@@ -71,6 +73,7 @@ pub(super) fn prepare<'a>(
         .for_each(|line| observer.warn(line));
     let plan = launch.plan(settings, &source.shape, true)?;
     let resumed = resume::find(settings, run_dir.path(), observer)?;
+    let weights = if resumed.is_none() { first_weights(settings, &source.shape)? } else { None };
     let kept = resumed.as_ref().filter(|_| !settings.allow_changed.contains(&RunPart::Tokenizer));
     let saved = kept.map(|loaded| &loaded.manifest().trainer.settings);
     let (tokenizer, settings) = text::tokenizer(settings, &source.shape, saved)?;
@@ -82,7 +85,7 @@ pub(super) fn prepare<'a>(
         run_dir.expect_room(checkpoint_bytes(TensorTable::new(&source.shape).params(), &source.files))?;
     }
     let data = format!("{} tokens, {} sequences of {}; tokenizer {tokenizer}", dataset.tokens(), dataset.sequences(), settings.seq_length);
-    Ok(Prepared { launch, settings, source, plan, dataset, run, resumed, max_steps, data, run_dir })
+    Ok(Prepared { launch, settings, source, plan, dataset, run, resumed, weights, max_steps, data, run_dir })
 }
 
 impl Prepared<'_> {
@@ -96,10 +99,10 @@ impl Prepared<'_> {
     /// # Errors
     /// What goes wrong before the first step.
     pub(super) fn session<D: Kernels>(self, mut engine: Engine<D>, observer: &mut impl Observer) -> Result<Session<D>> {
-        let Self { launch, settings, source, plan, dataset, run, resumed, max_steps, data, run_dir } = self;
+        let Self { launch, settings, source, plan, dataset, run, resumed, weights, max_steps, data, run_dir } = self;
         let position = match resumed {
             Some(accepted) => accepted.restore(&mut engine)?,
-            None => begin(&mut engine, &settings, &source.shape)?,
+            None => begin(&mut engine, settings.seed, weights.as_ref())?,
         };
         let partition = launch.divide_cpus(&settings, &plan, |line| observer.warn(line))?;
         previous_run::move_aside(run_dir.dir(), engine.train_step())?.iter().for_each(|line| observer.warn(line));
@@ -196,16 +199,17 @@ fn describe_model(settings: &Settings, shape: &ModelShape) -> String {
     format!("{from}: {} with {layers} layers of {channels}, {heads} heads ({kv_heads} kv), vocabulary {vocab}", shape.family.architecture())
 }
 
+/// The model's own weights to begin with, checked as far as can be without reading them; `None`: random ones.
+fn first_weights(settings: &Settings, shape: &ModelShape) -> Result<Option<ModelWeights>> {
+    let dir = settings.model.as_ref().filter(|_| settings.init == Init::Checkpoint);
+    dir.map(|dir| ModelWeights::open(dir, shape)).transpose()
+}
+
 /// First weights: random, or the model's own.
-fn begin<D: Kernels>(engine: &mut Engine<D>, settings: &Settings, shape: &ModelShape) -> Result<DataPosition> {
-    match (settings.init, &settings.model) {
-        (Init::Checkpoint, Some(dir)) => {
-            let specs = engine.table().specs().to_vec();
-            let mut flat = vec![0.0; engine.table().flat_elems()];
-            weights::load(dir, shape, engine.table(), &mut flat)?;
-            specs.iter().try_for_each(|spec| engine.write_state(StatePart::Params, spec.offset_elems, &flat[spec.range()]))?;
-        }
-        _ => engine.init_state(settings.seed, engine.plan().threads)?,
+fn begin<D: Kernels>(engine: &mut Engine<D>, seed: u64, weights: Option<&ModelWeights>) -> Result<DataPosition> {
+    match weights {
+        Some(weights) => weights.read(|start, block| engine.write_state(StatePart::Params, start, block))?,
+        None => engine.init_state(seed, engine.plan().threads)?,
     }
     engine.send_weights()?;
     Ok(DataPosition::default())

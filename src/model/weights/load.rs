@@ -1,21 +1,26 @@
-//! From a directory's safetensors into the flat fp32 range.
+//! From a directory's safetensors to the flat fp32 range, a block at a time: neither the model nor a tensor is held whole.
 
 use super::safetensors::{TensorFile, UniqueMap};
-use super::{INDEX, SINGLE, position};
+use super::{INDEX, SINGLE};
 use crate::disk::{self, is_plain_file_name};
 use crate::dtype::{Element, first_nonfinite};
 use crate::error::{Error, Result};
 use crate::model::shape::ModelShape;
-use crate::model::tensors::{HfPart, Role, Stage, TensorSpec, TensorTable};
+use crate::model::tensors::{HfPart, Role, TensorSpec, TensorTable};
 use crate::model_dir::ModelDir;
+use crate::optim::PIECE_ELEMS;
 use ::safetensors::tensor::{Dtype, TensorInfo};
 use half::{bf16, f16};
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-/// Bytes read at once, a multiple of every element; few in tests, so that small tensors have many blocks.
-const READ_BYTES: usize = if cfg!(test) { 1 << 10 } else { 4 << 20 };
+/// Elements handed over at once; few in tests, so that small tensors have many blocks. With them, a column or a second copy is held.
+const BLOCK_ELEMS: usize = if cfg!(test) { 100 } else { 1 << 20 };
+/// Two blocks are no more than what the plan counts for a piece of state.
+const _: () = assert!(2 * BLOCK_ELEMS <= PIECE_ELEMS);
+/// Bytes read at once, a multiple of every element: what was read is widened while the cache still holds it.
+const READ_BYTES: usize = if cfg!(test) { 64 } else { 256 << 10 };
 /// No index is larger: half a million tensors.
 const INDEX_BYTES_MAX: u64 = 64 << 20;
 /// The output matrix; a tied model may hold it a second time.
@@ -23,50 +28,11 @@ const LM_HEAD: &str = "lm_head.weight";
 /// Buffers that old versions of `transformers` saved with the weights.
 const IGNORED_SUFFIXES: [&str; 3] = [".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq"];
 
-/// Reads the weights in `dir` into `flat`, which has the layout of `table` and its `flat_elems`. F32, BF16 and F16 are
-/// widened; padding is left alone. Names and shapes are all checked before `flat` changes.
-///
-/// # Errors
-/// Missing, damaged or lying files, and links out of the directory; missing or unexpected tensors, wrong shapes and formats, weights that
-/// are not finite. Each names its file.
-///
-/// # Panics
-/// If `flat` has another length.
-pub fn load(dir: &Path, shape: &ModelShape, table: &TensorTable, flat: &mut [f32]) -> Result<()> {
-    assert_eq!(flat.len(), table.flat_elems(), "flat range of the model");
-    let weights = Weights::open(&ModelDir::open(dir)?)?;
-    for (spec, part, source) in plan(dir, &weights, shape, table)? {
-        let out = &mut flat[spec.range()];
-        source.for_each_block(|start, block| scatter(spec, part, start, block, out))?;
-    }
-    match (table.find(Stage::Embed, Role::Wte), weights.find(LM_HEAD)) {
-        (Some(wte), Some(copy)) if shape.tied => expect_tied(copy, &flat[wte.range()]),
-        _ => Ok(()),
-    }
-}
-
-/// Puts elements `start..` of a part's file into the tensor `out`.
-fn scatter(spec: &TensorSpec, part: &HfPart, start: usize, block: &[f32], out: &mut [f32]) {
-    if part.transposed {
-        block.iter().zip(start..).for_each(|(&x, i)| out[position(spec, part, i)] = x);
-    } else {
-        let at = position(spec, part, start);
-        out[at..at + block.len()].copy_from_slice(block);
-    }
-}
-
-/// A second copy of the token embedding must be one: training would lose it.
-fn expect_tied(copy: Source<'_>, wte: &[f32]) -> Result<()> {
-    let mut same = true;
-    copy.for_each_block(|start, block| {
-        same &= block.iter().zip(&wte[start..]).all(|(a, b)| a.to_bits() == b.to_bits());
-    })?;
-    let cause = format_args!("{LM_HEAD} is not the token embedding, but config.json says that they are tied");
-    if same { Ok(()) } else { Err(Error::format(copy.file.path(), cause)) }
-}
-
-/// All tensors of a directory.
-struct Weights {
+/// The weights of a model directory: opened and checked against the model, not read yet.
+pub struct ModelWeights {
+    dir: PathBuf,
+    shape: ModelShape,
+    table: TensorTable,
     files: Vec<TensorFile>,
     /// Tensor name to index in `files`.
     place: HashMap<String, usize>,
@@ -85,39 +51,66 @@ struct Index {
     weight_map: UniqueMap<String>,
 }
 
-impl Weights {
-    fn open(dir: &ModelDir) -> Result<Self> {
-        let (single, index) = (dir.file(SINGLE)?, dir.file(INDEX)?);
-        if single.exists() {
-            let file = TensorFile::open(&single)?;
-            let place = file.names().map(|name| (name.to_string(), 0)).collect();
-            return Ok(Self { files: vec![file], place });
-        }
-        if index.exists() { Self::open_shards(dir, &index) } else { Err(no_weights(dir.path())) }
+impl ModelWeights {
+    /// Opens the weights in `dir` and checks all names, shapes and formats against those of `shape`.
+    ///
+    /// # Errors
+    /// Missing, damaged or lying files, and links out of the directory; missing or unexpected tensors, wrong shapes and formats. Each names
+    /// its file.
+    pub fn open(dir: &Path, shape: &ModelShape) -> Result<Self> {
+        let (files, place) = open_files(&ModelDir::open(dir)?)?;
+        let weights = Self { dir: dir.to_path_buf(), shape: shape.clone(), table: TensorTable::new(shape), files, place };
+        weights.parts()?;
+        Ok(weights)
     }
 
-    fn open_shards(dir: &ModelDir, index_path: &Path) -> Result<Self> {
-        let wrong = |cause: String| Error::format(index_path, cause);
-        let bytes = disk::read_small(index_path, INDEX_BYTES_MAX)?;
-        let Index { weight_map: UniqueMap(weight_map) } = serde_json::from_slice(&bytes).map_err(|e| wrong(e.to_string()))?;
-        let names: BTreeSet<&String> = weight_map.iter().map(|(_, shard)| shard).collect();
-        if let Some(name) = names.iter().find(|name| !is_plain_file_name(name)) {
-            return Err(wrong(format!("shard {name:?} is not a file in this directory")));
+    /// Gives every weight to `write`, widened from F32, BF16 or F16: the first element's place in the flat range of the model's
+    /// [`TensorTable`], and a block of elements. Padding is not among them.
+    ///
+    /// # Errors
+    /// A file that cannot be read; a weight that is not finite; a second copy of a tied embedding that differs. Each names its file. Those
+    /// of `write`.
+    pub fn read(&self, mut write: impl FnMut(usize, &[f32]) -> Result<()>) -> Result<()> {
+        let parts = self.parts()?;
+        if let Some(copy) = self.find(LM_HEAD).filter(|_| self.shape.tied) {
+            let embedding = parts.iter().find(|(spec, ..)| spec.role == Role::Wte);
+            embedding.map_or(Ok(()), |(.., embedding)| expect_same(*embedding, copy))?;
         }
-        let files = names.iter().map(|name| TensorFile::open(&dir.file(name)?)).collect::<Result<Vec<_>>>()?;
-        let order: BTreeMap<&String, usize> = names.into_iter().zip(0..).collect();
-        let place: HashMap<String, usize> = weight_map.iter().map(|(name, shard)| (name.clone(), order[shard])).collect();
-        for (name, &idx) in &place {
-            if files[idx].info(name).is_none() {
-                return Err(wrong(format!("places {name:?} in {}, which does not hold it", files[idx].path().display())));
+        let mut reader = Reader::default();
+        parts.into_iter().try_for_each(|(spec, part, source)| reader.read_part(spec, part, source, &mut write))
+    }
+
+    /// Names, shapes and formats of everything, checked: which file's tensor goes into which part of which of ours.
+    fn parts(&self) -> Result<Vec<(&TensorSpec, &HfPart, Source<'_>)>> {
+        let (mut parts, mut missing) = (vec![], vec![]);
+        let mut unexpected: BTreeSet<&str> = self.place.keys().map(String::as_str).filter(|name| !is_ignored(name)).collect();
+        if let (true, Some(copy)) = (self.shape.tied && unexpected.remove(LM_HEAD), self.find(LM_HEAD)) {
+            check(LM_HEAD, copy, &[self.shape.vocab, self.shape.channels])?;
+        }
+        for (spec, part) in self.table.specs().iter().flat_map(|spec| spec.parts.iter().map(move |part| (spec, part))) {
+            // A bare model, saved without its head, has names without the prefix.
+            let names = [Some(part.name.as_str()), part.name.strip_prefix(self.shape.base_prefix())];
+            let Some(name) = names.into_iter().flatten().find(|name| unexpected.remove(name)) else {
+                missing.push(part.name.as_str());
+                continue;
+            };
+            if let Some(source) = self.find(name) {
+                check(name, source, &spec.part_shape(part))?;
+                parts.push((spec, part, source));
             }
         }
-        for (idx, file) in files.iter().enumerate() {
-            if let Some(name) = file.names().find(|name| place.get(*name) != Some(&idx) && !is_ignored(name)) {
-                return Err(wrong(format!("does not place {name:?} in {}, which holds it", file.path().display())));
+        let path = if self.files.len() == 1 { self.files[0].path() } else { &self.dir };
+        let list = |names: Vec<&str>| {
+            let quoted: Vec<String> = names.iter().take(3).map(|name| format!("{name:?}")).collect();
+            format!("{}{}", quoted.join(", "), if names.len() > 3 { ", ..." } else { "" })
+        };
+        match (missing.len(), unexpected.len()) {
+            (0, 0) => Ok(parts),
+            (0, n) => {
+                Err(Error::format(path, format_args!("{n} tensors that the model does not have: {}", list(Vec::from_iter(unexpected)))))
             }
+            (n, _) => Err(Error::format(path, format_args!("{n} tensors are missing: {}", list(missing)))),
         }
-        Ok(Self { files, place })
     }
 
     fn find(&self, name: &str) -> Option<Source<'_>> {
@@ -125,6 +118,43 @@ impl Weights {
         let file = &self.files[idx];
         Some(Source { name, file, info: file.info(name)? })
     }
+}
+
+/// Open files, and in which of them each tensor is.
+type Files = (Vec<TensorFile>, HashMap<String, usize>);
+
+fn open_files(dir: &ModelDir) -> Result<Files> {
+    let (single, index) = (dir.file(SINGLE)?, dir.file(INDEX)?);
+    if single.exists() {
+        let file = TensorFile::open(&single)?;
+        let place = file.names().map(|name| (name.to_string(), 0)).collect();
+        return Ok((vec![file], place));
+    }
+    if index.exists() { open_shards(dir, &index) } else { Err(no_weights(dir.path())) }
+}
+
+fn open_shards(dir: &ModelDir, index_path: &Path) -> Result<Files> {
+    let wrong = |cause: String| Error::format(index_path, cause);
+    let bytes = disk::read_small(index_path, INDEX_BYTES_MAX)?;
+    let Index { weight_map: UniqueMap(weight_map) } = serde_json::from_slice(&bytes).map_err(|e| wrong(e.to_string()))?;
+    let names: BTreeSet<&String> = weight_map.iter().map(|(_, shard)| shard).collect();
+    if let Some(name) = names.iter().find(|name| !is_plain_file_name(name)) {
+        return Err(wrong(format!("shard {name:?} is not a file in this directory")));
+    }
+    let files = names.iter().map(|name| TensorFile::open(&dir.file(name)?)).collect::<Result<Vec<_>>>()?;
+    let order: BTreeMap<&String, usize> = names.into_iter().zip(0..).collect();
+    let place: HashMap<String, usize> = weight_map.iter().map(|(name, shard)| (name.clone(), order[shard])).collect();
+    for (name, &idx) in &place {
+        if files[idx].info(name).is_none() {
+            return Err(wrong(format!("places {name:?} in {}, which does not hold it", files[idx].path().display())));
+        }
+    }
+    for (idx, file) in files.iter().enumerate() {
+        if let Some(name) = file.names().find(|name| place.get(*name) != Some(&idx) && !is_ignored(name)) {
+            return Err(wrong(format!("does not place {name:?} in {}, which holds it", file.path().display())));
+        }
+    }
+    Ok((files, place))
 }
 
 /// There are no safetensors; weights in other formats are named with the command that converts them.
@@ -138,24 +168,82 @@ fn no_weights(dir: &Path) -> Error {
     Error::format(dir, format_args!("{other} is there, but only safetensors are read; write them with: {convert}"))
 }
 
-impl Source<'_> {
-    /// Gives the whole tensor to `visit` in blocks: index of the first element, and the elements, widened and finite.
-    fn for_each_block(&self, mut visit: impl FnMut(usize, &[f32])) -> Result<()> {
-        let (begin, end) = self.info.data_offsets;
-        let elem_bytes = self.info.dtype.bitsize() / 8;
-        let mut raw = vec![0; READ_BYTES.min(end - begin)];
-        let mut block = vec![0.0; raw.len() / elem_bytes];
-        for start in (0..end - begin).step_by(READ_BYTES) {
-            let raw = &mut raw[..READ_BYTES.min(end - begin - start)];
-            self.file.read(self.info, start, raw)?;
-            let block = &mut block[..raw.len() / elem_bytes];
-            match self.info.dtype {
-                Dtype::BF16 => widen::<bf16>(raw, block),
-                Dtype::F16 => widen::<f16>(raw, block),
-                _ => widen::<f32>(raw, block),
+/// The buffers that weights pass through.
+#[derive(Default)]
+struct Reader {
+    raw: Vec<u8>,
+    block: Vec<f32>,
+    column: Vec<f32>,
+}
+
+impl Reader {
+    /// Gives the part of `spec` that `source` holds to `write`, in blocks of whole memory ranges of ours.
+    fn read_part(
+        &mut self,
+        spec: &TensorSpec,
+        part: &HfPart,
+        source: Source<'_>,
+        write: &mut impl FnMut(usize, &[f32]) -> Result<()>,
+    ) -> Result<()> {
+        let (cols, first) = (spec.row_elems(), spec.offset_elems + part.row_start * spec.row_elems());
+        let elems = part.rows * cols;
+        // Of a transposed tensor every row of ours has an element in each row of the file: as many rows as a block holds are gathered.
+        let step = if part.transposed { (BLOCK_ELEMS / cols).max(1) * cols } else { BLOCK_ELEMS };
+        for start in (0..elems).step_by(step) {
+            self.block.resize(step.min(elems - start), 0.0);
+            if part.transposed {
+                self.gather(source, part.rows, start / cols, cols)?;
+            } else {
+                source.read(start, &mut self.raw, &mut self.block)?;
             }
-            self.expect_finite(start / elem_bytes, block)?;
-            visit(start / elem_bytes, block);
+            write(first + start, &self.block)?;
+        }
+        Ok(())
+    }
+
+    /// Fills the block with rows of ours from `row` on, of `cols` elements; the file has them as columns of its rows of `file_cols`.
+    fn gather(&mut self, source: Source<'_>, file_cols: usize, row: usize, cols: usize) -> Result<()> {
+        self.column.resize(self.block.len() / cols, 0.0);
+        for col in 0..cols {
+            source.read(col * file_cols + row, &mut self.raw, &mut self.column)?;
+            let ours = self.block[col..].iter_mut().step_by(cols);
+            ours.zip(&self.column).for_each(|(ours, file)| *ours = *file);
+        }
+        Ok(())
+    }
+}
+
+/// A second copy of the token embedding must be one: training would lose it.
+fn expect_same(embedding: Source<'_>, copy: Source<'_>) -> Result<()> {
+    let elems = embedding.info.shape.iter().product::<usize>();
+    let (mut raw, mut ours, mut theirs) = (vec![], vec![], vec![]);
+    for start in (0..elems).step_by(BLOCK_ELEMS) {
+        for (source, block) in [(embedding, &mut ours), (copy, &mut theirs)] {
+            block.resize(BLOCK_ELEMS.min(elems - start), 0.0);
+            source.read(start, &mut raw, block)?;
+        }
+        if ours.iter().zip(&theirs).any(|(a, b)| a.to_bits() != b.to_bits()) {
+            let cause = format_args!("{LM_HEAD} is not the token embedding, but config.json says that they are tied");
+            return Err(Error::format(copy.file.path(), cause));
+        }
+    }
+    Ok(())
+}
+
+impl Source<'_> {
+    /// Fills `out` with elements from `start` on, widened and finite; `raw` is room for what is in the file.
+    fn read(&self, start: usize, raw: &mut Vec<u8>, out: &mut [f32]) -> Result<()> {
+        let elem_bytes = self.info.dtype.bitsize() / 8;
+        let at_once = READ_BYTES / elem_bytes;
+        for (part, start) in out.chunks_mut(at_once).zip((start..).step_by(at_once)) {
+            raw.resize(part.len() * elem_bytes, 0);
+            self.file.read(self.info, start * elem_bytes, raw)?;
+            match self.info.dtype {
+                Dtype::BF16 => widen::<bf16>(raw, part),
+                Dtype::F16 => widen::<f16>(raw, part),
+                _ => widen::<f32>(raw, part),
+            }
+            self.expect_finite(start, part)?;
         }
         Ok(())
     }
@@ -171,42 +259,6 @@ impl Source<'_> {
 fn widen<E: Element>(raw: &[u8], out: &mut [f32]) {
     for (bytes, x) in raw.chunks_exact(size_of::<E>()).zip(out) {
         *x = bytemuck::pod_read_unaligned::<E>(bytes).to_f32();
-    }
-}
-
-/// Names, shapes and formats of everything, checked: which file's tensor goes into which part of which of ours.
-fn plan<'a>(
-    dir: &Path,
-    weights: &'a Weights,
-    shape: &ModelShape,
-    table: &'a TensorTable,
-) -> Result<Vec<(&'a TensorSpec, &'a HfPart, Source<'a>)>> {
-    let (mut plan, mut missing) = (vec![], vec![]);
-    let mut unexpected: BTreeSet<&str> = weights.place.keys().map(String::as_str).filter(|name| !is_ignored(name)).collect();
-    if let (true, Some(copy)) = (shape.tied && unexpected.remove(LM_HEAD), weights.find(LM_HEAD)) {
-        check(LM_HEAD, copy, &[shape.vocab, shape.channels])?;
-    }
-    for (spec, part) in table.specs().iter().flat_map(|spec| spec.parts.iter().map(move |part| (spec, part))) {
-        // A bare model, saved without its head, has names without the prefix.
-        let names = [Some(part.name.as_str()), part.name.strip_prefix(shape.base_prefix())];
-        let Some(name) = names.into_iter().flatten().find(|name| unexpected.remove(name)) else {
-            missing.push(part.name.as_str());
-            continue;
-        };
-        if let Some(source) = weights.find(name) {
-            check(name, source, &spec.part_shape(part))?;
-            plan.push((spec, part, source));
-        }
-    }
-    let path = if weights.files.len() == 1 { weights.files[0].path() } else { dir };
-    let list = |names: Vec<&str>| {
-        let quoted: Vec<String> = names.iter().take(3).map(|name| format!("{name:?}")).collect();
-        format!("{}{}", quoted.join(", "), if names.len() > 3 { ", ..." } else { "" })
-    };
-    match (missing.len(), unexpected.len()) {
-        (0, 0) => Ok(plan),
-        (0, n) => Err(Error::format(path, format_args!("{n} tensors that the model does not have: {}", list(Vec::from_iter(unexpected))))),
-        (n, _) => Err(Error::format(path, format_args!("{n} tensors are missing: {}", list(missing)))),
     }
 }
 

@@ -1,0 +1,83 @@
+//! Fine-tuning starts in the memory that the plan counts: weights go from their files into the state block by block, and nowhere is
+//! a second copy of them.
+
+use crate::program::Workspace;
+use crate::support::{emulator, settings};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde_json::json;
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader, Write};
+use std::process::Command;
+use superoffload::config::plan::Plan;
+use superoffload::model::shape::ModelShape;
+use superoffload::model::tensors::TensorTable;
+use superoffload::planner::machine::Machine;
+
+/// 51 million parameters in layers whose matrices are transposed in the file.
+const CONFIG: &str = r#"{
+    "architectures": ["GPT2LMHeadModel"], "n_embd": 512, "n_layer": 16, "n_head": 8, "n_positions": 64, "vocab_size": 256,
+    "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"
+}"#;
+
+/// All state on the host. So many tokens that the first forward pass takes far longer than it takes to stop the run.
+const SETTINGS: &str = "device = \"cpu\"\nthreads = 2\nbucket-mib = 1.0\nslots = 2\nseq-length = 64\nper-device-train-batch-size = 2\n\
+                        max-steps = 9\nsave-steps = 9\nresident-buckets = 0\n";
+
+/// What the first step is the first to touch: the CPU device's memory comes when it is touched.
+const TOUCHED_LATER: [&str; 2] = ["gradients", "activations"];
+
+/// What the plan does not count on the CPU, the program's heap and stacks, is a fraction of this.
+const TOLERANCE: f64 = 0.02;
+
+/// Writes the directory `model` with weights that are all zero: a header, and a hole in the file.
+fn write_model(workspace: &Workspace) -> ModelShape {
+    let config = workspace.write("model/config.json", CONFIG);
+    let shape = ModelShape::read(&config).unwrap();
+    let (mut header, mut end) = (serde_json::Map::new(), 0);
+    let table = TensorTable::new(&shape);
+    for (spec, part) in table.specs().iter().flat_map(|spec| spec.parts.iter().map(move |part| (spec, part))) {
+        let start = end;
+        end += 2 * part.rows * spec.row_elems();
+        header.insert(part.name.clone(), json!({"dtype": "BF16", "shape": spec.part_shape(part), "data_offsets": [start, end]}));
+    }
+    let header = serde_json::Value::from(header).to_string();
+    let mut file = File::create(workspace.path("model/model.safetensors")).unwrap();
+    file.write_all(&(header.len() as u64).to_le_bytes()).unwrap();
+    file.write_all(header.as_bytes()).unwrap();
+    file.set_len((8 + header.len() + end) as u64).unwrap();
+    shape
+}
+
+/// The most memory that the run had when its first step began, without the pages of the program's own file. There it is ended.
+fn peak_at_start(command: &mut Command) -> u64 {
+    let mut child = command.spawn().unwrap();
+    let lines = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
+    let told: Vec<String> = lines.take_while(|line| !line.starts_with("training steps")).collect();
+    kill(Pid::from_raw(child.id() as i32), Signal::SIGSTOP).unwrap();
+    let status = fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap();
+    child.kill().unwrap();
+    let output = child.wait_with_output().unwrap();
+    let kib = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)?.trim().strip_suffix(" kB")?.parse::<u64>().ok());
+    let peak = kib("VmHWM:").zip(kib("RssFile:")).map(|(peak, file)| (peak - file) << 10);
+    peak.unwrap_or_else(|| panic!("no run: {told:?} {output:?}"))
+}
+
+#[test]
+fn a_start_from_a_checkpoint_takes_the_memory_that_the_plan_counts() {
+    // The memory of an emulated program is its emulator's, too.
+    if emulator().is_some() {
+        return;
+    }
+    let workspace = Workspace::new();
+    let shape = write_model(&workspace);
+    let (model, data) = (workspace.path("model"), workspace.path("data.txt"));
+    let text = format!("model = {model:?}\ndata = {data:?}\n{SETTINGS}");
+    workspace.write("run.toml", &text);
+    let plan = Plan::new(&settings(&text), &shape, &Machine::cpu(2), true).unwrap();
+    let later = plan.memory.iter().filter(|class| TOUCHED_LATER.contains(&class.name)).map(|class| class.bytes as u64).sum::<u64>();
+    let planned = plan.balances()[1].needed - later;
+    let peak = peak_at_start(&mut workspace.train("out", &[]));
+    let off = peak as f64 / planned as f64 - 1.0;
+    assert!(off.abs() < TOLERANCE, "{peak} bytes at most, {planned} planned, {:+.1} %\n{plan}", off * 1e2);
+}
