@@ -14,9 +14,9 @@ pub enum Place {
 /// The device's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeviceMemory {
-    /// The host's: the cpu device.
+    /// The host's: that of the CPU device, and of GPUs with one memory for both.
     Shared,
-    /// A GPU's own.
+    /// Its own.
     Own {
         /// Free bytes.
         bytes: u64,

@@ -9,10 +9,10 @@ use serde_json::json;
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Write};
 use std::process::Command;
-use superoffload::config::plan::Plan;
 use superoffload::model::shape::ModelShape;
 use superoffload::model::tensors::TensorTable;
 use superoffload::planner::machine::Machine;
+use superoffload::planner::plan::Plan;
 
 /// 51 million parameters in layers whose matrices are transposed in the file.
 const CONFIG: &str = r#"{

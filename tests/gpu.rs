@@ -134,12 +134,13 @@ fn find_gpu() -> Result<()> {
 
 #[cfg(feature = "cuda")]
 fn cuda<W: Write>(report: &mut Report<W>, options: &Options) -> Result<()> {
-    use superoffload::device::Attention;
     use superoffload::device::cuda::{CudaDevice, CudaOptions, free_bytes, probe};
+    use superoffload::device::{Attention, DeviceKind};
     use superoffload::memory::DeviceMemory;
     let attention = if options.plain_attention { Attention::Plain } else { Attention::Cudnn { deterministic: true } };
     let settings = if options.plain_attention { "device = \"cuda\"\nattention = \"plain\"\n" } else { "device = \"cuda\"\n" };
-    let machine = Machine { device: DeviceMemory::Own { bytes: free_bytes()?, addressing: probe()? }, ..Machine::cpu(4) };
+    let machine =
+        Machine { kind: DeviceKind::Gpu, device: DeviceMemory::Own { bytes: free_bytes()?, addressing: probe()? }, ..Machine::cpu(4) };
     let subject = Subject {
         engine: &superoffload::launch::engine::gpu_engine,
         machine,

@@ -12,6 +12,9 @@ mod fuzz_corpus;
 mod memory;
 mod newcomer;
 mod parity;
+mod plan_memory;
+#[path = "gpu/planned.rs"]
+mod planned;
 mod program;
 mod readme;
 mod resume;

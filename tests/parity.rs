@@ -70,7 +70,11 @@ impl Golden {
     fn load(&self, dir: &Path) -> Vec<f32> {
         let mut flat = vec![0.0; self.table.flat_elems()];
         let weights = ModelWeights::open(dir, &self.shape).unwrap();
-        weights.read(|start, block| Ok(flat[start..start + block.len()].copy_from_slice(block))).unwrap();
+        let keep = |start: usize, block: &[f32]| {
+            flat[start..start + block.len()].copy_from_slice(block);
+            Ok(())
+        };
+        weights.read(keep).unwrap();
         flat
     }
 

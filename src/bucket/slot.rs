@@ -37,11 +37,6 @@ impl SlotRing {
         self.free.push(slot);
     }
 
-    /// Whether a slot can be taken.
-    pub fn has_free(&self) -> bool {
-        !self.free.is_empty()
-    }
-
     /// All slots, free or not.
     pub fn count(&self) -> usize {
         self.count

@@ -8,6 +8,7 @@ mod arguments;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+pub mod footprint;
 pub mod sim;
 
 use crate::dtype::Dtype;
@@ -16,6 +17,8 @@ use crate::host::pinned::PinnedSlice;
 use crate::memory::{Place, RingShape};
 use crate::optim::adam::AdamConsts;
 use crate::trace::{self, Recorder};
+
+pub use footprint::DeviceKind;
 
 /// The queues of a step. A device makes its streams, its lanes and its tracks of the timeline from [`Stream::ALL`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -109,10 +112,13 @@ pub trait Device {
     /// `Resource` when it does not fit; `name` is in the message.
     fn alloc(&mut self, name: &str, elems: usize, dtype: Dtype) -> Result<DeviceSlice>;
 
-    /// What the sizes of a [`RingShape`] are multiples of, in bytes.
-    fn ring_grain_bytes(&self) -> usize;
+    /// What was taken so far, by the names that were asked for, and what the device took for itself: names and bytes. Nothing where
+    /// nothing is taken.
+    fn allocations(&self) -> Vec<(&str, usize)> {
+        Vec::new()
+    }
 
-    /// [`Device::alloc`] for memory that repeats. Both sizes are whole multiples of [`Device::ring_grain_bytes`].
+    /// [`Device::alloc`] for memory that repeats. Both sizes are whole multiples of [`DeviceKind::ring_grain_bytes`].
     ///
     /// # Errors
     /// As there.

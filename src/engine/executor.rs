@@ -230,6 +230,11 @@ impl<D: Kernels> Engine<D> {
         &self.host
     }
 
+    /// See [`Device::allocations`](crate::device::Device::allocations).
+    pub fn device_allocations(&self) -> Vec<(&str, usize)> {
+        self.dev.allocations()
+    }
+
     /// Clips above this gradient norm from the next verdict on; 0 never clips.
     pub fn set_max_grad_norm(&mut self, max_grad_norm: f64) {
         self.plan.max_grad_norm = max_grad_norm;

@@ -11,6 +11,7 @@ use crate::model::init::init_flat;
 use crate::model::tensors::TensorTable;
 use crate::optim::simd::AdamKernels;
 use crate::optim::{PIECE_ELEMS, StatePart};
+use crate::planner::budget::BOUNCE_ELEMS;
 use crate::planner::plan::Plan;
 use std::ops::Range;
 use std::sync::Arc;
@@ -59,9 +60,6 @@ pub(super) struct Memory {
     bounce: PinnedSlice,
     bounced: EventId,
 }
-
-/// Elements that move at once when state is read from or written to the device.
-const BOUNCE_ELEMS: usize = 1 << 18;
 
 impl Memory {
     pub(super) fn new<D: Device>(plan: &Plan, table: &TensorTable, dev: &mut D, host: &mut HostMemory) -> Result<Self> {

@@ -94,9 +94,16 @@ pub struct HostMemory {
     policy: MemoryPolicy,
     /// Below it lies the `sys` that tells what nodes have left.
     root: PathBuf,
-    blocks: Vec<(Mapping, usize)>,
+    blocks: Vec<Block>,
     /// What the kernel refused, each kind once.
     refusals: Vec<String>,
+}
+
+/// One allocation: how it was called, and the bytes that were asked for, of a ring those that there are.
+struct Block {
+    mapping: Mapping,
+    name: String,
+    bytes: usize,
 }
 
 /// Where empty memory lies: aligned, and nowhere.
@@ -135,7 +142,7 @@ impl HostMemory {
             self.check_room(name, &parts, page_bytes)?;
         }
         self.fault_in(name, &block, &parts, page_bytes)?;
-        Ok(self.keep(block, bytes))
+        Ok(self.keep(block, name, bytes, bytes))
     }
 
     /// `bytes` of zeroed memory; below `ringed_bytes` it repeats every `period_bytes`: the same pages, mapped again and
@@ -155,24 +162,24 @@ impl HostMemory {
             let end = ringed_bytes.min(start + period_bytes);
             block.overlay(start..end, file.as_fd()).map_err(|e| refused("map shared memory", e))?;
         }
-        Ok(self.keep(block, bytes))
+        Ok(self.keep(block, name, bytes, bytes - ringed_bytes + period_bytes.min(ringed_bytes)))
     }
 
-    /// Bytes asked for so far.
-    pub fn bytes(&self) -> usize {
-        self.blocks.iter().map(|(_, bytes)| bytes).sum()
+    /// Names and bytes of everything so far.
+    pub fn allocations(&self) -> impl Iterator<Item = (&str, usize)> {
+        self.blocks.iter().map(|block| (block.name.as_str(), block.bytes))
     }
 
     /// What the kernel made of it, from the `proc` below `root` (normally `/`).
     pub fn report(&self, root: &Path) -> MemoryReport {
-        let addresses: Vec<_> = self.blocks.iter().map(|(block, _)| block.addresses()).collect();
+        let addresses: Vec<_> = self.blocks.iter().map(|block| block.mapping.addresses()).collect();
         let notes = self.policy.notes.iter().chain(&self.refusals).cloned().collect();
         MemoryReport { bound_to: self.policy.nodes.clone(), notes, ..MemoryReport::read(root, &addresses) }
     }
 
-    fn keep(&mut self, block: Mapping, bytes: usize) -> PinnedSlice {
-        let slice = PinnedSlice { addr: block.addr(), bytes };
-        self.blocks.push((block, bytes));
+    fn keep(&mut self, mapping: Mapping, name: &str, len: usize, bytes: usize) -> PinnedSlice {
+        let slice = PinnedSlice { addr: mapping.addr(), bytes: len };
+        self.blocks.push(Block { mapping, name: name.into(), bytes });
         slice
     }
 
@@ -303,7 +310,7 @@ mod tests {
         let mut all = vec![0f32; (3 << 20) / 4];
         block.read(&mut all);
         assert_eq!((all[1], all[2], all[3]), (0.0, 2.5, 0.0));
-        assert_eq!(host.bytes(), 3 << 20);
+        assert_eq!(host.allocations().collect::<Vec<_>>(), [("test", 3 << 20)]);
         assert!(std::panic::catch_unwind(|| block.slice(1, 3 << 20)).is_err());
     }
 
@@ -316,6 +323,7 @@ mod tests {
         let read = |at: usize| ring.slice(at, 4).with(|x: &mut [f32]| x[0]);
         assert_eq!([1, 3, 5].map(|i| read(i * grain + 8)), [2.5, 2.5, 0.0]);
         assert_eq!([0, 2, 4].map(|i| read(i * grain + 8)), [0.0; 3]);
+        assert_eq!(host.allocations().collect::<Vec<_>>(), [("test", 3 * grain + 40)]);
     }
 
     /// What a run does here: one node, huge pages, faulted in by two threads.

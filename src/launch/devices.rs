@@ -3,6 +3,7 @@
 use super::gpu;
 use crate::config::options::{DeviceChoice, HostMemoryKind};
 use crate::config::settings::Settings;
+use crate::device::DeviceKind;
 use crate::error::{Error, Result};
 use crate::hardware::basis::{AUTO, Basis, Key};
 use crate::hardware::limits;
@@ -31,7 +32,7 @@ pub struct Chosen {
 impl Chosen {
     /// Whether it is a GPU.
     pub fn is_gpu(&self) -> bool {
-        self.machine.device != DeviceMemory::Shared
+        self.machine.kind == DeviceKind::Gpu
     }
 }
 
@@ -40,29 +41,30 @@ impl Chosen {
 /// # Errors
 /// `Resource` when a GPU was asked for and cannot be had; those of [`limits::check_threads`], [`Basis::of`] and [`Profile::load`].
 pub fn choose(settings: &Settings, topology: &Topology) -> Result<Chosen> {
-    let (device, note) = match settings.device {
-        DeviceChoice::Cpu => (DeviceMemory::Shared, None),
+    let on_cpus = (DeviceKind::Cpu, DeviceMemory::Shared);
+    let ((kind, device), note) = match settings.device {
+        DeviceChoice::Cpu => (on_cpus, None),
         DeviceChoice::Cuda => (gpu::free_memory().map_err(|why| Error::resource("use --device cuda", why))?, None),
         DeviceChoice::Auto => match gpu::free_memory() {
             Ok(device) => (device, None),
-            Err(why) => (DeviceMemory::Shared, Some(why.to_string())),
+            Err(why) => (on_cpus, Some(why.to_string())),
         },
     };
     if settings.memory == HostMemoryKind::Unified && matches!(device, DeviceMemory::Own { addressing: Addressing::Separate, .. }) {
         return Err(Error::Unsupported("--memory unified: host and GPU cannot use managed memory at the same time here".into()));
     }
-    let warning = limits::check_threads(topology, settings.threads, device != DeviceMemory::Shared)?;
+    let warning = limits::check_threads(topology, settings.threads, kind == DeviceKind::Gpu)?;
     let cpus = topology.usable_cpus().map_or(1, |usable| usable.count());
     let reserved = if settings.huge_pages == HugePagesChoice::Explicit { topology.reserved_free_bytes() } else { 0 };
     let host_bytes = topology.memory_usable_bytes().map_or(u64::MAX, |bytes| bytes.saturating_add(reserved));
-    let basis = basis(settings, topology, device)?;
+    let basis = basis(settings, topology, kind)?;
     let rates = basis.as_ref().map_or_else(Rates::assumed, |basis| Arc::new(Rates::of(&basis.profile)));
-    Ok(Chosen { machine: Machine { cpus, host_bytes, device, rates }, note, warning, basis })
+    Ok(Chosen { machine: Machine { cpus, host_bytes, kind, device, rates }, note, warning, basis })
 }
 
 /// CPUs as the device are planned without rates; what is named must be there all the same.
-fn basis(settings: &Settings, topology: &Topology, device: DeviceMemory) -> Result<Option<Basis>> {
-    if device != DeviceMemory::Shared {
+fn basis(settings: &Settings, topology: &Topology, kind: DeviceKind) -> Result<Option<Basis>> {
+    if kind == DeviceKind::Gpu {
         return Basis::of(&settings.hardware, Key::new(topology)).map(Some);
     }
     if settings.hardware != Path::new(AUTO) {

@@ -3,8 +3,8 @@
 use super::devices::{self, Chosen};
 use super::gpu::{self, Gpu};
 use crate::config::settings::Settings;
-use crate::device::Kernels;
 use crate::device::cpu::{CpuDevice, Schedule};
+use crate::device::{DeviceKind, Kernels};
 use crate::engine::executor::Engine;
 use crate::engine::pool::Pool;
 use crate::engine::step_job::StepJob;
@@ -17,7 +17,6 @@ use crate::host::memory_policy::MemoryPolicy;
 use crate::host::partition;
 use crate::host::perf::WORKER_ROLE;
 use crate::host::pool::Threads;
-use crate::memory::DeviceMemory;
 use crate::model::shape::ModelShape;
 use crate::planner::plan::Plan;
 use crate::search::best_plan;
@@ -71,9 +70,9 @@ impl Launch {
     /// # Errors
     /// `Resource` when the device, memory or threads cannot be had; those of `user`.
     pub fn engine<U: UseEngine>(&self, plan: &Plan, shape: &ModelShape, user: U) -> Result<U::Output> {
-        match self.chosen.machine.device {
-            DeviceMemory::Shared => user.run(cpu_engine(plan, shape, &self.topology)?),
-            DeviceMemory::Own { .. } => user.run(gpu_engine(plan, shape, &self.topology)?),
+        match self.chosen.machine.kind {
+            DeviceKind::Cpu => user.run(cpu_engine(plan, shape, &self.topology)?),
+            DeviceKind::Gpu => user.run(gpu_engine(plan, shape, &self.topology)?),
         }
     }
 

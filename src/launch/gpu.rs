@@ -1,8 +1,8 @@
 //! The GPU that this build can open, so that only this file asks whether it can open one.
 
-use crate::device::Attention;
 #[cfg(feature = "cuda")]
 use crate::device::cuda::{CudaOptions, free_bytes, probe};
+use crate::device::{Attention, DeviceKind};
 #[cfg(not(feature = "cuda"))]
 use crate::error::Error;
 use crate::error::Result;
@@ -36,14 +36,14 @@ pub fn open(_: Vec<PathBuf>, _: Attention, _: usize) -> Result<Gpu> {
     Err(no_cuda())
 }
 
-/// The free memory of the first GPU.
+/// The first GPU's kind and free memory.
 #[cfg(feature = "cuda")]
-pub(super) fn free_memory() -> Result<DeviceMemory> {
-    Ok(DeviceMemory::Own { bytes: free_bytes()?, addressing: probe()? })
+pub(super) fn free_memory() -> Result<(DeviceKind, DeviceMemory)> {
+    Ok((DeviceKind::Gpu, DeviceMemory::Own { bytes: free_bytes()?, addressing: probe()? }))
 }
 
 #[cfg(not(feature = "cuda"))]
-pub(super) fn free_memory() -> Result<DeviceMemory> {
+pub(super) fn free_memory() -> Result<(DeviceKind, DeviceMemory)> {
     Err(no_cuda())
 }
 

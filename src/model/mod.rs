@@ -85,14 +85,6 @@ impl Model {
     }
 
     fn attention_shape(&self, layer: usize) -> AttentionShape {
-        AttentionShape {
-            batch: self.activations.batch,
-            seq_length: self.activations.seq_length,
-            heads: self.shape.heads,
-            kv_heads: self.shape.kv_heads,
-            head_dim: self.shape.head_dim,
-            scale: self.shape.scale,
-            window: self.shape.windows[layer],
-        }
+        self.shape.attention(self.activations.batch, self.activations.seq_length, layer)
     }
 }

@@ -1,6 +1,7 @@
 //! What a `config.json` says about a model: the one description that every other part of the model reads.
 
 use super::family::Family;
+use crate::device::AttentionShape;
 
 /// Normalisation of the residual stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -116,6 +117,15 @@ impl ModelShape {
     /// What the name of every tensor but `lm_head.weight` starts with; files saved from the bare model lack it.
     pub fn base_prefix(&self) -> &'static str {
         self.family.spec().names.prefix
+    }
+
+    /// Attention of `layer` over `batch` sequences of `seq_length` tokens.
+    ///
+    /// # Panics
+    /// If the model has no such layer.
+    pub fn attention(&self, batch: usize, seq_length: usize, layer: usize) -> AttentionShape {
+        let Self { heads, kv_heads, head_dim, scale, .. } = *self;
+        AttentionShape { batch, seq_length, heads, kv_heads, head_dim, scale, window: self.windows[layer] }
     }
 
     /// Columns of the fused query, key and value: `(heads + 2 kv_heads) head_dim`.

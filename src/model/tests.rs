@@ -67,7 +67,7 @@ impl Rig {
         let weights = dev.alloc("weights", flat, E::DTYPE).unwrap();
         let grads = dev.alloc("grads", flat, E::DTYPE).unwrap();
         let activations = plan.allocate(&mut dev, &mut host).unwrap();
-        assert_eq!(host.bytes() as u64, plan.host_bytes().0);
+        assert_eq!(host.allocations().map(|(_, bytes)| bytes as u64).sum::<u64>(), plan.host_bytes().0);
         let model = Model::new(shape.clone(), weights, grads, activations).unwrap();
         let crowd_memory = [(); 2].map(|()| (dev.alloc("crowd", 1, Dtype::Float32).unwrap(), host.alloc("crowd", 4).unwrap()));
         let mut rig = Self { dev, host, model, crowd: 0, crowd_memory };

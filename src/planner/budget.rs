@@ -4,46 +4,23 @@ use super::machine::Machine;
 use crate::bucket::layout::{BucketLayout, Tier};
 use crate::data::batch;
 use crate::device::Attention;
+use crate::device::footprint::{MemoryClass, gpu::PAGE_BYTES};
 use crate::dtype::Dtype;
-use crate::host::pinned;
-use crate::memory::{Addressing, RingShape};
-use crate::memory::{DeviceMemory, Place};
+use crate::memory::{Addressing, DeviceMemory, Place, RingShape};
 use crate::model::activations::ActivationPlan;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::{Stage, TensorTable};
 use crate::optim::norm::BLOCK;
 
-/// Device memory that no class names (0.6 GiB on an H200): the CUDA context, the code of cuBLASLt and cuDNN, which is loaded
-/// kernel by kernel, and what the driver loses by rounding each allocation up to 2 MiB.
-const CONTEXT_BYTES: usize = 1 << 30;
-/// Host memory that no class names: the driver's, the libraries' and this program's own.
-const PROCESS_BYTES: usize = 1 << 30;
-/// What cuBLASLt asks for on Hopper is 32 MiB; twice that lets it choose split-k.
-const MATMUL_WORKSPACE_BYTES: usize = 64 << 20;
-/// Blocks that sum columns at once: two for each of an H200's 132 multiprocessors. Each holds a row of fp32 sums.
-const COLUMN_SUM_BLOCKS: usize = 264;
-/// Chunks that a ring is made of on a GPU; see [`crate::device::Device::ring_grain_bytes`].
-const RING_GRAIN_BYTES: usize = 32 << 20;
 /// Buckets that may be on their way to the host while the next stage writes.
 const RING_BUCKETS: usize = 8;
 /// Buckets whose paged states may be on the device at once: one comes, one is stepped, one goes, and one for when they do not
 /// take equally long.
 pub const PAGED_WINDOW: usize = 4;
-/// Pages of managed memory on a GPU. A bucket shares its first and its last with its neighbours.
-const GPU_PAGE_BYTES: usize = 2 << 20;
+/// Elements that pass at once between the device and the host's side of its state: a pinned buffer.
+pub const BOUNCE_ELEMS: usize = 1 << 18;
 /// Optimizer state of a parameter: fp32 parameter, m and v.
 pub(super) const STATE_BYTES: usize = 12;
-
-/// One class of memory.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct MemoryClass {
-    /// What it holds.
-    pub name: &'static str,
-    /// Where.
-    pub place: Place,
-    /// How much.
-    pub bytes: usize,
-}
 
 /// The bytes of `classes` at `place`.
 pub fn bytes_at(classes: &[MemoryClass], place: Place) -> u64 {
@@ -163,7 +140,7 @@ impl Needs<'_> {
     /// The embeddings stay outside: tied ones are the head's matrix, too, and hold its gradient during the whole backward pass.
     /// So do paged buckets, which are stepped here: their gradients stay until the verdict.
     fn ring(&self, layout: &BucketLayout, table: &TensorTable, elems_min: usize) -> Option<RingShape> {
-        let grain = self.ring_grain_bytes() / self.dtype.bytes();
+        let grain = self.machine.kind.ring_grain_bytes() / self.dtype.bytes();
         let end = layout.offloaded_elems().min(table.stage_range(Stage::Embed).start);
         let (ringed_elems, period_elems) = (end / grain * grain, elems_min.next_multiple_of(grain));
         (ringed_elems > period_elems).then_some(RingShape { ringed_elems, period_elems })
@@ -174,51 +151,31 @@ impl Needs<'_> {
         let flat = layout.flat_elems();
         // Of a paged bucket nothing crosses the link but the state.
         let [offloaded, paged, resident] = [Tier::Host, Tier::Unified, Tier::Device].map(|tier| layout.elems_in(tier).len());
-        let (width, slot_bytes) = (self.dtype.bytes(), layout.bucket_elems().min(offloaded) * self.link_dtype.bytes());
+        let slot_bytes = layout.bucket_elems().min(offloaded) * self.link_dtype.bytes();
         let staging = if self.device_casts && offloaded > 0 { 2 * layout.bucket_elems() * 4 } else { 0 };
         let class = |name, place, bytes| MemoryClass { name, place, bytes };
-        let kept = |ring: Option<RingShape>| ring.map_or(flat, |ring| flat - ring.ringed_elems + ring.period_elems);
+        let flat_bytes = |ring| self.machine.kind.flat_bytes(flat, self.dtype, ring);
         let params_name = if rings.weights.is_some() { "streamed weights" } else { "parameter slots" };
         let mut classes = vec![
-            class("weights", Place::Device, kept(rings.weights) * width),
-            class("gradients", Place::Device, kept(rings.grads) * width),
+            class("weights", Place::Device, flat_bytes(rings.weights)),
+            class("gradients", Place::Device, flat_bytes(rings.grads)),
             class("resident p, m, v", Place::Device, STATE_BYTES * resident),
             class("paged states here", Place::Device, self.paged_window_bytes(layout)),
             class("cast staging", Place::Device, staging),
             class("activations", Place::Device, activations.device_bytes().0 as usize),
-            class("norm partials", Place::Device, flat / BLOCK * 4),
+            class("norm partials", Place::Device, flat / BLOCK * 4 + 4),
             class("offloaded p, m, v", Place::Host, STATE_BYTES * offloaded),
             class("paged p, m, v", Place::Host, STATE_BYTES * paged),
             class("gradient slots", Place::Host, self.grad_slots(layout) * slot_bytes),
             class(params_name, Place::Host, self.param_slots(layout, rings) * slot_bytes),
             class("kept activations", Place::Host, activations.host_bytes().0 as usize),
-            class("batches", Place::Host, self.batches_bytes()),
+            class("batches, norm", Place::Host, self.driver_bytes(flat)),
             class("timeline", Place::Host, self.timeline_bytes),
             class("data", Place::Host, self.data_bytes),
         ];
-        if self.machine.device != DeviceMemory::Shared {
-            classes.extend([
-                class("matrix workspace", Place::Device, MATMUL_WORKSPACE_BYTES),
-                class("attention workspace", Place::Device, self.attention_workspace_bytes()),
-                class("kernel scratch", Place::Device, self.scratch_bytes()),
-                class("context, libraries", Place::Device, CONTEXT_BYTES),
-                class("process, driver", Place::Host, PROCESS_BYTES),
-            ]);
-        }
+        classes.extend(self.machine.kind.own_memory(self.attention, &self.shape.attention(self.batch, self.seq_length, 0)));
         classes.retain(|class| class.bytes > 0);
         classes
-    }
-
-    /// Every micro-batch of a step: all are read before the first one runs.
-    fn batches_bytes(&self) -> usize {
-        self.grad_accum_steps * batch::arrays(self.separates_documents) * self.batch * self.seq_length * 4
-    }
-
-    fn ring_grain_bytes(&self) -> usize {
-        match self.machine.device {
-            DeviceMemory::Shared => pinned::RING_GRAIN_BYTES,
-            DeviceMemory::Own { .. } => RING_GRAIN_BYTES,
-        }
     }
 
     /// Bytes that `classes` lack on the device and on the host; 0 where they fit.
@@ -227,28 +184,17 @@ impl Needs<'_> {
         (device.lacking(), host.lacking())
     }
 
-    /// cuDNN's backward pass (9.19, as measured): the row sums of `dO * O`; with fewer kv heads the 16-bit gradients of K and V
-    /// of every head; fp32 gradients of Q, or, to be deterministic, all of the 16-bit `dP`, which is padded to its tiles.
-    fn attention_workspace_bytes(&self) -> usize {
-        let Attention::Cudnn { deterministic } = self.attention else { return 0 };
-        let ModelShape { heads, kv_heads, head_dim, .. } = *self.shape;
-        let rows = self.batch * heads * self.seq_length;
-        let grouped = if kv_heads < heads { 4 * rows * head_dim } else { 0 };
-        let padded = |tile: usize| self.seq_length.next_multiple_of(tile) as u128;
-        // The one size that grows with the square of the sequence: cut to what no machine has, where sums cannot overflow.
-        let scores = ((2 * self.batch * heads) as u128 * padded(64) * padded(128)).min(1 << 56) as usize;
-        4 * rows + grouped + if deterministic { scores } else { 4 * rows * head_dim }
+    /// What the driver reads and writes: every micro-batch of a step, since all are read before the first one runs; the partial sums of
+    /// the norm, a flag and the loss; and state that it moves.
+    fn driver_bytes(&self, flat_elems: usize) -> usize {
+        let batch_elems = batch::arrays(self.separates_documents) * self.batch * self.seq_length;
+        4 * (self.grad_accum_steps * batch_elems + flat_elems / BLOCK + 2 + BOUNCE_ELEMS)
     }
 
+    /// A bucket shares its arrays' first and last pages with its neighbours.
     fn paged_window_bytes(&self, layout: &BucketLayout) -> usize {
         let DeviceMemory::Own { addressing: Addressing::Managed, .. } = self.machine.device else { return 0 };
-        PAGED_WINDOW.min(layout.buckets_in(Tier::Unified).len()) * (STATE_BYTES * layout.bucket_elems() + 3 * GPU_PAGE_BYTES)
-    }
-
-    fn scratch_bytes(&self) -> usize {
-        let shape = self.shape;
-        let cols = [shape.channels, shape.qkv_cols(), shape.attn_cols(), shape.mlp_in_cols()].into_iter().max().unwrap_or(0);
-        COLUMN_SUM_BLOCKS * cols * 4
+        PAGED_WINDOW.min(layout.buckets_in(Tier::Unified).len()) * (STATE_BYTES * layout.bucket_elems() + 3 * PAGE_BYTES)
     }
 }
 

@@ -4,12 +4,14 @@
 //! twice to the most frugal one; each gets as many resident buckets as still fit, and the fastest prediction wins. Weights
 //! are streamed only where no other candidate fits.
 
-use super::budget::{MemoryClass, Needs, Rings, bytes_at};
+use super::budget::{Needs, Rings, bytes_at};
 use super::predict::{Prediction, Predictor, Work};
 use crate::bucket::layout::BucketLayout;
 use crate::config::options::{ActivationsChoice, WeightsChoice};
+use crate::device::DeviceKind;
+use crate::device::footprint::MemoryClass;
 use crate::error::Result;
-use crate::memory::{DeviceMemory, Place};
+use crate::memory::Place;
 use crate::model::activations::{ActivationPlan, LossTile};
 use crate::model::policy::LayerPolicy;
 use crate::model::tensors::TensorTable;
@@ -65,7 +67,7 @@ pub struct Choice {
     pub rings: Rings,
     /// All memory by class.
     pub memory: Vec<MemoryClass>,
-    /// The step's time; none on a device that shares the host's memory, whose rates nobody assumes.
+    /// The step's time; none on the CPU device, whose rates nobody assumes.
     pub predicted: Option<Prediction>,
 }
 
@@ -76,9 +78,9 @@ pub struct Choice {
 /// `Usage` when batch and sequence make no sense for the model.
 pub fn choose(needs: &Needs, work: Work, table: &TensorTable, layout: &BucketLayout, wishes: Wishes) -> Result<Choice> {
     let planner = Planner { needs, table, layout, wishes };
-    match needs.machine.device {
-        DeviceMemory::Shared => planner.shared(),
-        DeviceMemory::Own { bytes, .. } => planner.search(bytes, &Predictor::new(needs, work)?),
+    match needs.machine.kind {
+        DeviceKind::Cpu => planner.on_cpus(),
+        DeviceKind::Gpu => planner.search(needs.machine.device_bytes(), &Predictor::new(needs, work)?),
     }
 }
 
@@ -112,8 +114,8 @@ struct Planner<'a> {
 }
 
 impl Planner<'_> {
-    /// One memory for both sides: there is nothing to weigh against each other.
-    fn shared(&self) -> Result<Choice> {
+    /// One memory and the same cores for both sides: there is nothing to weigh against each other.
+    fn on_cpus(&self) -> Result<Choice> {
         let (shape, width) = (self.needs.shape, self.needs.dtype.bytes());
         let vocab = shape.vocab.min(SHARED_TILE_VOCAB_MAX);
         let tile = LossTile { rows: self.tokens().min(SHARED_TILE_BYTES_MAX / (vocab * width)).max(1), vocab };

@@ -1,6 +1,7 @@
 //! What the planner knows about a machine.
 
 use crate::config::settings::Settings;
+use crate::device::DeviceKind;
 use crate::hardware::profile::{Gpu, Profile};
 use crate::hardware::rates::Rates;
 use crate::host::affinity::workers_beside_others;
@@ -15,6 +16,8 @@ pub struct Machine {
     pub cpus: usize,
     /// Free host memory in bytes; `u64::MAX` when the system does not say.
     pub host_bytes: u64,
+    /// What computes.
+    pub kind: DeviceKind,
     /// The device's memory.
     pub device: DeviceMemory,
     /// How fast it is.
@@ -24,7 +27,7 @@ pub struct Machine {
 impl Machine {
     /// A machine without a GPU and with as much memory as anyone asks for.
     pub fn cpu(cpus: usize) -> Self {
-        Self { cpus, host_bytes: u64::MAX, device: DeviceMemory::Shared, rates: Rates::assumed() }
+        Self { cpus, host_bytes: u64::MAX, kind: DeviceKind::Cpu, device: DeviceMemory::Shared, rates: Rates::assumed() }
     }
 
     /// The machine that `profile` describes.
@@ -35,15 +38,24 @@ impl Machine {
             }
             _ => DeviceMemory::Shared,
         };
+        let kind = if profile.gpu.is_some() { DeviceKind::Gpu } else { DeviceKind::Cpu };
         let (cpus, host_bytes) = (profile.host.cpus.value as usize, profile.host.memory_bytes.value as u64);
-        Self { cpus, host_bytes, device, rates: Arc::new(Rates::of(profile)) }
+        Self { cpus, host_bytes, kind, device, rates: Arc::new(Rates::of(profile)) }
     }
 
     /// Optimizer workers: a CPU each, but some are for others where a driver feeds a GPU.
     pub fn workers(&self) -> usize {
+        match self.kind {
+            DeviceKind::Cpu => self.cpus.max(1),
+            DeviceKind::Gpu => workers_beside_others(self.cpus),
+        }
+    }
+
+    /// Bytes that the device may use.
+    pub fn device_bytes(&self) -> u64 {
         match self.device {
-            DeviceMemory::Shared => self.cpus.max(1),
-            DeviceMemory::Own { .. } => workers_beside_others(self.cpus),
+            DeviceMemory::Shared => self.host_bytes,
+            DeviceMemory::Own { bytes, .. } => bytes,
         }
     }
 

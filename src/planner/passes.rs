@@ -48,7 +48,7 @@ impl Passes {
 
 fn micro_step_s(needs: &Needs, policy: LayerPolicy) -> Result<f64> {
     let (shape, machine) = (needs.shape, &needs.machine);
-    let (mut dev, _) = SimDevice::new("passes", &machine.rates, machine.device, (1, Isa::Scalar), 0);
+    let (mut dev, _) = SimDevice::new("passes", &machine.rates, (machine.kind, machine.device), (1, Isa::Scalar), 0);
     let tile = LossTile { rows: (needs.batch * needs.seq_length).min(TILE_ROWS_MAX), vocab: shape.vocab };
     let plan = ActivationPlan::new(
         shape,

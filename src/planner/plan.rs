@@ -6,7 +6,8 @@ use crate::config::options::{
     WeightsChoice,
 };
 use crate::config::settings::Settings;
-use crate::device::Attention;
+use crate::device::footprint::MemoryClass;
+use crate::device::{Attention, DeviceKind};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::host::memory_policy::MemoryPolicy;
@@ -19,7 +20,7 @@ use crate::model::tensors::TensorTable;
 use crate::optim::PIECE_ELEMS;
 use crate::optim::adam::AdamHyper;
 use crate::optim::simd::Isa;
-use crate::planner::budget::{Balance, MemoryClass, Needs, Rings, balances, bytes_at};
+use crate::planner::budget::{Balance, Needs, Rings, balances, bytes_at};
 use crate::planner::choice::{Choice, Residency, Wishes, choose};
 use crate::planner::machine::Machine;
 use crate::planner::predict::{Prediction, Work};
@@ -174,7 +175,7 @@ impl Plan {
     /// # Errors
     /// `Usage` when a setting asks for what is not compiled in or makes no sense for this model or machine.
     pub fn new(settings: &Settings, shape: &ModelShape, machine: &Machine, trace: bool) -> Result<Self> {
-        if machine.device == DeviceMemory::Shared {
+        if machine.kind == DeviceKind::Cpu {
             settings.check_needs_no_gpu()?;
         }
         let techniques = Techniques::new(settings);
@@ -199,7 +200,7 @@ impl Plan {
             slots: settings.slots.unwrap_or(SLOTS),
             timeline_bytes: (threads + 4) * trace_spans * size_of::<Span>(),
             data_bytes: settings.data_bytes as usize,
-            attention: attention(settings, dtype, machine.device)?,
+            attention: attention(settings, dtype, machine.kind)?,
             machine: machine.limited(settings),
             transient_bytes: transient_bytes(&table),
         };
@@ -358,14 +359,14 @@ fn check_streams(settings: &Settings, rings: Rings) -> Result<()> {
 }
 
 /// cuDNN's has no float32 and no bounds between documents, and is on GPUs only.
-fn attention(settings: &Settings, dtype: Dtype, device: DeviceMemory) -> Result<Attention> {
+fn attention(settings: &Settings, dtype: Dtype, kind: DeviceKind) -> Result<Attention> {
     let obstacle = match settings {
         _ if dtype == Dtype::Float32 => Some("cuDNN has 16-bit formats only; use --dtype bfloat16 or --attention plain"),
         Settings { separates_documents: true, .. } => Some("cuDNN does not keep a row's documents apart; use --attention plain"),
         _ => None,
     };
     match (settings.attention, obstacle) {
-        _ if device == DeviceMemory::Shared => Ok(Attention::Plain),
+        _ if kind == DeviceKind::Cpu => Ok(Attention::Plain),
         (AttentionChoice::Plain, _) | (AttentionChoice::Auto, Some(_)) => Ok(Attention::Plain),
         (AttentionChoice::Cudnn, Some(obstacle)) => Err(Error::usage(format!("--attention cudnn: {obstacle}"))),
         (AttentionChoice::Auto | AttentionChoice::Cudnn, None) => Ok(Attention::Cudnn { deterministic: !settings.nondeterministic }),
@@ -526,16 +527,12 @@ mod tests {
         Plan::new(&settings, &ModelShape::demo(), &Machine::cpu(2), false)
     }
 
-    /// Bytes of every micro-batch of a step.
-    fn batches(plan: &Plan) -> usize {
-        3 * 4 * plan.tokens_per_step()
-    }
-
     #[test]
     fn strategies_are_sets_of_techniques() {
         let of = |strategy| plan(Settings { strategy, ..Settings::demo() }).unwrap();
         let none = of(Strategy::NoOffload);
-        assert_eq!((none.layout.offloaded(), none.bytes_at(Place::Host) as usize), (0, batches(&none)));
+        let on_host: Vec<_> = none.memory.iter().filter(|class| class.place == Place::Host).map(|class| class.name).collect();
+        assert_eq!((none.layout.offloaded(), &on_host[..]), (0, &["batches, norm"][..]));
         assert!(none.to_string().contains("fits without offload: every optimizer state stays on the device"));
         let zero = of(Strategy::ZeroOffload);
         assert!(zero.barrier && zero.rules.policy == Policy::ValidateFirst && zero.layout.offloaded() == zero.layout.count());
@@ -550,8 +547,8 @@ mod tests {
     fn offloaded_state_takes_14_bytes_a_parameter_and_the_ring() {
         let plan = plan(Settings { without: vec![Technique::Repartition], ..Settings::demo() }).unwrap();
         let ring = 2 * plan.param_slots * plan.layout.bucket_elems() * 2;
-        let state =
-            plan.bytes_at(Place::Host) as usize - batches(&plan) - if plan.rules.policy == Policy::Deferred { ring } else { ring / 2 };
+        let classes = plan.memory.iter().filter(|class| class.place == Place::Host && class.name != "batches, norm");
+        let state = classes.map(|class| class.bytes).sum::<usize>() - if plan.rules.policy == Policy::Deferred { ring } else { ring / 2 };
         // A slot is as long as a whole bucket, also for the last one.
         let last_slot_excess = 2 * (plan.layout.count() * plan.layout.bucket_elems() - plan.layout.flat_elems());
         assert_eq!(state, 14 * plan.layout.flat_elems() + last_slot_excess);

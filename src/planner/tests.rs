@@ -6,10 +6,10 @@ use crate::config::options::{
     ActivationsChoice, AttentionChoice, CastSide, HostMemoryKind, ResidentBuckets, Strategy, Technique, TrainDtype, WeightsChoice,
 };
 use crate::config::settings::Settings;
-use crate::device::Attention;
+use crate::device::{Attention, DeviceKind};
+use crate::hardware::profile::Profile;
 use crate::hardware::rates::Rates;
-use crate::memory::Addressing;
-use crate::memory::{DeviceMemory, Place};
+use crate::memory::{Addressing, DeviceMemory, Place};
 use crate::model::policy::LayerPolicy;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::{Stage, TensorTable};
@@ -23,7 +23,7 @@ const GIB: u64 = 1 << 30;
 /// One H200 and 16 cores with 128 GB: what is free on it.
 fn h200() -> Machine {
     let device = DeviceMemory::Own { bytes: 139 * GIB + 8 * GIB / 10, addressing: Addressing::Managed };
-    Machine { cpus: 16, host_bytes: 125 * GIB, device, rates: Rates::assumed() }
+    Machine { cpus: 16, host_bytes: 125 * GIB, kind: DeviceKind::Gpu, device, rates: Rates::assumed() }
 }
 
 /// Layers, channels, heads, kv heads, ffn, vocabulary, tied.
@@ -211,17 +211,32 @@ fn unified_states_need_a_window_and_the_link_and_nothing_else() {
 #[test]
 fn a_gpu_plan_counts_its_workspaces() {
     let of = |settings: Settings| plan(&llama_8b(), &settings);
-    let workspace = |settings| on_device(&of(settings), "attention workspace") * 1024.0;
-    // cuDNN's own numbers for b4 h32/8 s4096 d128, in MiB.
-    assert_eq!(workspace(settings()), 4354.0);
-    assert_eq!(workspace(Settings { nondeterministic: true, ..settings() }), 514.0);
+    let workspace = |settings| on_device(&of(settings), "attention workspace") * GIB as f64;
+    // cuDNN's own numbers for b4 h32/8 s4096 d128: so many MiB, and 256 bytes.
+    assert_eq!(workspace(settings()), 4354.0 * f64::from(1 << 20) + 256.0);
+    assert_eq!(workspace(Settings { nondeterministic: true, ..settings() }), 514.0 * f64::from(1 << 20) + 256.0);
     assert_eq!(workspace(Settings { attention: AttentionChoice::Plain, ..settings() }), 0.0);
     assert_eq!(workspace(Settings { dtype: TrainDtype::Float32, ..settings() }), 0.0);
     let plan = of(settings());
-    assert_eq!((on_device(&plan, "matrix workspace"), on_device(&plan, "context, libraries")), (1.0 / 16.0, 1.0));
-    assert_eq!(on_device(&plan, "kernel scratch") * GIB as f64, 264.0 * 28_672.0 * 4.0);
+    assert_eq!(["matrix workspace", "kernel scratch"].map(|class| on_device(&plan, class)), [1.0 / 16.0; 2]);
+    assert_eq!(on_device(&plan, "context, libraries"), 1.0);
     let on_cpu = Plan::new(&settings(), &llama_8b(), &Machine::cpu(2), true).unwrap();
     assert!(!on_cpu.memory.iter().any(|class| class.name.contains("workspace") || class.name.contains("context")));
+}
+
+#[test]
+fn a_gpu_that_shares_the_hosts_memory_is_a_gpu() {
+    let machine = Machine::of(&Profile::load("mi300a").unwrap());
+    assert_eq!((machine.kind, machine.device), (DeviceKind::Gpu, DeviceMemory::Shared));
+    assert_eq!(machine.device_bytes(), machine.host_bytes);
+    let plan = Plan::new(&settings(), &qwen3_4b(), &machine, false).unwrap();
+    assert!(matches!(plan.attention, Attention::Cudnn { .. }) && plan.predicted.is_some(), "{plan}");
+    assert!(plan.threads < machine.cpus && on_device(&plan, "context, libraries") > 0.0, "{plan}");
+    // Nothing is saved by an offload to the same memory.
+    assert_eq!(plan.layout.offloaded() == 0, REPARTITION, "{plan}");
+    let [device, host] = plan.balances();
+    assert_eq!((device.needed, host.needed), (0, plan.bytes_at(Place::Device) + plan.bytes_at(Place::Host) + plan.transient_bytes));
+    assert!(plan.shortage().is_none() && plan.to_string().contains("host memory, compute"), "{plan}");
 }
 
 #[test]
@@ -288,8 +303,8 @@ fn weights_that_do_not_fit_are_streamed() {
     let [head, layer, embed] = [Stage::Head, Stage::Layer(31), Stage::Embed].map(|stage| table.stage_range(stage));
     assert!((head.len() + layer.len()..head.len() + layer.len() + (16 << 20)).contains(&ring.period_elems), "{ring:?}");
     assert!(embed.start - ring.ringed_elems < 16 << 20 && ring.ringed_elems <= embed.start, "{ring:?}");
-    let stay = table.flat_elems() - ring.ringed_elems + ring.period_elems;
-    assert_eq!((on_device(&tight, "weights") * GIB as f64) as usize, 2 * stay);
+    let whole_chunks = (2 * table.flat_elems()).next_multiple_of(32 << 20);
+    assert_eq!((on_device(&tight, "weights") * GIB as f64) as usize, whole_chunks - 2 * (ring.ringed_elems - ring.period_elems));
     // On the host they have a place each instead of a few slots.
     assert_eq!(tight.param_slots, tight.layout.offloaded());
     let streamed = tight.memory.iter().find(|class| class.name == "streamed weights").unwrap();
@@ -399,7 +414,7 @@ proptest! {
         let settings = Settings { per_device_train_batch_size: batch, seq_length: tokens * 512, ..Settings::default() };
         let plan_with = |hbm: u64| {
             let device = DeviceMemory::Own { bytes: hbm * GIB, addressing: Addressing::Managed };
-            let machine = Machine { cpus: 16, host_bytes: host * GIB, device, rates: Rates::assumed() };
+            let machine = Machine { cpus: 16, host_bytes: host * GIB, kind: DeviceKind::Gpu, device, rates: Rates::assumed() };
             Plan::new(&settings, &shape, &machine, false).unwrap()
         };
         let (small, large) = (plan_with(hbm), plan_with(hbm + more));

@@ -354,7 +354,8 @@ mod tests {
         let machine = Machine::of(&profile);
         let (mut memory, topology) = (HostMemory::new(MemoryPolicy::unbacked()), small_caches());
         let states = States::new(&topology, &mut memory).unwrap();
-        let (mut dev, pool) = SimDevice::new("h200", &Rates::of(&profile), machine.device, (15, crate::optim::simd::Isa::Avx2), 0);
+        let (mut dev, pool) =
+            SimDevice::new("h200", &Rates::of(&profile), (machine.kind, machine.device), (15, crate::optim::simd::Isa::Avx2), 0);
         let pool = Pool::Simulated(pool);
         let beside = Beside { free_bytes: 1, addressing: Addressing::Managed, memory: &mut memory, states: &states, pool };
         let (gpu, link, contention) = measure_device(&mut dev, Sizes::GPU, beside, 2.0, &mut |_| ()).unwrap();

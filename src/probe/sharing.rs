@@ -100,6 +100,7 @@ fn is_over(is_done: &Result<bool>) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::DeviceKind;
     use crate::device::cpu::{CpuDevice, Schedule};
     use crate::device::sim::SimDevice;
     use crate::dtype::Dtype;
@@ -121,7 +122,7 @@ mod tests {
         (rates.cpu_device_under_adam, rates.adam_under_cpu_device, rates.kernel_s) = (0.3, 0.6, 1e-6);
         let mut memory = HostMemory::new(MemoryPolicy::unbacked());
         let states = States::new(&topology(), &mut memory).unwrap();
-        let (mut dev, pool) = SimDevice::new("cpus", &rates, DeviceMemory::Shared, (1, Isa::Scalar), 0);
+        let (mut dev, pool) = SimDevice::new("cpus", &rates, (DeviceKind::Cpu, DeviceMemory::Shared), (1, Isa::Scalar), 0);
         let product = Product::new(&mut dev, Dtype::Bfloat16, 2048).unwrap();
         let mut sharers = Sharers { product, states: &states, pool: Pool::Simulated(pool), bell: Arc::default() };
         let Sharing { matmul, adam } = sharers.measure(&mut Rig::new(&mut dev).unwrap(), 1.0).unwrap();

@@ -4,7 +4,6 @@
 //! which buckets are resident compete for one memory, and are tried together; then come the others, one setting after another: each is
 //! tried at its other values while the rest stay as they are best so far. Only settings that were left open are tried.
 
-use crate::memory::DeviceMemory;
 use crate::planner::machine::Machine;
 pub mod answer;
 pub mod limits;
@@ -21,6 +20,7 @@ mod tests;
 
 use crate::config::options::{ActivationsChoice, CastSide, ResidentBuckets, Technique, WeightsChoice};
 use crate::config::settings::Settings;
+use crate::device::DeviceKind;
 use crate::error::{Error, Result};
 use crate::model::shape::ModelShape;
 use crate::planner::plan::{Plan, SLOTS};
@@ -70,12 +70,12 @@ pub struct Ranking {
 }
 
 /// The plan that a run of `settings` gets on `machine`, with room for a timeline if `trace`: the best of what was left open, by
-/// simulation. On a device that shares the host's memory, whose rates nobody assumes, the plan of [`Plan::new`].
+/// simulation. On the CPU device, whose rates nobody assumes, the plan of [`Plan::new`].
 ///
 /// # Errors
 /// Those of [`Question::rank`].
 pub fn best_plan(settings: &Settings, shape: &ModelShape, machine: &Machine, trace: bool) -> Result<Plan> {
-    if machine.device == DeviceMemory::Shared {
+    if machine.kind == DeviceKind::Cpu {
         let plan = Plan::new(settings, shape, machine, trace)?;
         plan.check_fits(settings, shape)?;
         return Ok(plan);

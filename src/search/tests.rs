@@ -7,6 +7,7 @@ use super::limits::Limits;
 use super::{Question, Ranking};
 use crate::config::options::{ActivationsChoice, ResidentBuckets, WeightsChoice};
 use crate::config::settings::Settings;
+use crate::device::DeviceKind;
 use crate::hardware::profile::Profile;
 use crate::hardware::rates::Rates;
 use crate::memory::Addressing;
@@ -38,7 +39,7 @@ fn model(name: &str, layers: usize) -> ModelShape {
 
 fn h200(hbm: u64, host: u64, rates: Rates) -> Machine {
     let device = DeviceMemory::Own { bytes: hbm * GIB, addressing: Addressing::Managed };
-    Machine { cpus: 16, host_bytes: host * GIB, device, rates: Arc::new(rates) }
+    Machine { cpus: 16, host_bytes: host * GIB, kind: DeviceKind::Gpu, device, rates: Arc::new(rates) }
 }
 
 /// A simulated schedule may be a little longer where everything is faster: work that ends earlier lets other work begin first

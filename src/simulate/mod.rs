@@ -32,7 +32,8 @@ pub fn simulate(
     trace_spans: usize,
 ) -> Result<(Outcome, Vec<Recorder>, Range<u64>)> {
     let plan = Plan { host_memory: MemoryPolicy::unbacked(), trace_spans, ..plan.clone() };
-    let (dev, pool) = SimDevice::new(name, &plan.machine.rates, plan.machine.device, (plan.threads, plan.isa), trace_spans);
+    let on = (plan.machine.kind, plan.machine.device);
+    let (dev, pool) = SimDevice::new(name, &plan.machine.rates, on, (plan.threads, plan.isa), trace_spans);
     let mut engine = Engine::new(plan, shape.clone(), dev, Pool::Simulated(pool), Arc::new(Doorbell::default()))?;
     engine.send_weights()?;
     let mut tokens = RandomTokens::new(0, shape.vocab);

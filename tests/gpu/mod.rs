@@ -13,6 +13,7 @@ pub mod kernels;
 mod matmul;
 mod norms;
 mod optimizer;
+mod planned;
 mod pointwise;
 mod products;
 mod random;

@@ -1,5 +1,6 @@
 //! Training on a device: losses near the CPU device's, the same digest from every strategy, lanes that overlap.
 
+use super::planned;
 use super::report::{Missed, Outcome, Report, require};
 use std::io::Write;
 use superoffload::checkpoint::digest::StateDigest;
@@ -8,8 +9,8 @@ use superoffload::data::loader::{DataPosition, Loader};
 use superoffload::data::packing::Dataset;
 use superoffload::data::preparation::Preparation;
 use superoffload::data::tokenizer::Tokenizer;
-use superoffload::device::Kernels;
 use superoffload::device::cpu::CpuDevice;
+use superoffload::device::{DeviceKind, Kernels};
 use superoffload::engine::coordinator::Counts;
 use superoffload::engine::executor::{Engine, StepReport};
 use superoffload::error::{Error, Result};
@@ -99,6 +100,7 @@ fn train_shape<D: Kernels>(on: &Subject<'_, D>, shape: &ModelShape, toml: &str, 
     let (settings, topology) = (Settings::resolve(options)?, Topology::this_machine());
     let plan = Plan::new(&settings, shape, &on.machine, trace)?;
     let mut engine = (on.engine)(&plan, shape, &topology)?;
+    planned::check(&engine, on.machine.kind).map_err(|wrong| Error::resource("take what was planned", wrong))?;
     let specs = engine.table().specs().to_vec();
     for spec in &specs {
         let mut params = vec![0.0; spec.elems()];
@@ -329,7 +331,7 @@ fn streamed<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
         return Err(Missed::Skipped("this build has no weight-flow".into()));
     }
     // Enough layers that a ring of two, in the device's chunks, is the smaller part.
-    let on_gpu = subject.machine.device != DeviceMemory::Shared;
+    let on_gpu = subject.machine.kind == DeviceKind::Gpu;
     let shape = if on_gpu { wide_shape(6) } else { narrow_shape(8) };
     let nan = "inject = [{step = 3, element = 20, value = \"nan\"}]\n";
     let common = format!("{}{nan}resident-buckets = 0\ngradient-accumulation-steps = 2\n", subject.settings);
@@ -366,7 +368,7 @@ fn overlap<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
     }
     let toml = format!("{}{SPECULATE}resident-buckets = 0\nmax-grad-norm = 0\n", subject.settings);
     // A GPU is done with the small model's kernels before the next one is enqueued.
-    let shape = if subject.machine.device == DeviceMemory::Shared { shape() } else { wide_shape(4) };
+    let shape = if subject.machine.kind == DeviceKind::Cpu { shape() } else { wide_shape(4) };
     let run = train_shape(subject, &shape, &toml, subject.steps.min(60), true)?;
     for (track, name) in [("d2h", "copy_d2h"), ("adam", "")] {
         require(runs_beside(&run, track, name)?, || format!("{track} never ran beside the compute stream"))?;

@@ -17,7 +17,7 @@ use super::{Device, DeviceSlice, EventId, Stream, prefetch_span};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::host::doorbell::Doorbell;
-use crate::host::pinned::{HostMemory, PinnedSlice, RING_GRAIN_BYTES};
+use crate::host::pinned::{HostMemory, PinnedSlice};
 use crate::memory::{Place, RingShape};
 use crate::trace::{Recorder, now_ns};
 use compute::ComputeOwner;
@@ -248,8 +248,8 @@ impl Device for CpuDevice {
         Ok(DeviceSlice { addr: block.addr() as u64, elems, dtype })
     }
 
-    fn ring_grain_bytes(&self) -> usize {
-        RING_GRAIN_BYTES
+    fn allocations(&self) -> Vec<(&str, usize)> {
+        self.memory.allocations().collect()
     }
 
     fn alloc_ring(&mut self, name: &str, elems: usize, dtype: Dtype, shape: RingShape) -> Result<DeviceSlice> {

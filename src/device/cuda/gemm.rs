@@ -8,6 +8,7 @@ use super::driver::RawStream;
 use super::error::failed;
 use super::libraries::{CUBLASLT, Libraries, functions};
 use crate::device::arguments::{arguments, check};
+use crate::device::footprint::gpu::MATMUL_WORKSPACE_BYTES as WORKSPACE_BYTES;
 use crate::device::{DeviceSlice, MatmulLayout, MatmulShape, ProductAlgorithm};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
@@ -17,8 +18,6 @@ use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_void};
 use std::ptr;
 
-/// Scratch memory for the partial sums of split products; NVIDIA's advice for Hopper is 32 MiB or more.
-const WORKSPACE_BYTES: usize = 64 << 20;
 /// Suggestions to choose from: the first may need what is excluded.
 const SUGGESTIONS: usize = 8;
 

@@ -18,6 +18,7 @@ mod sdpa;
 mod timeline;
 mod unified;
 
+use super::footprint::gpu;
 use super::{Attention, Device, DeviceSlice, EventId, MatmulShape, ProductAlgorithm, Stream};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
@@ -36,7 +37,6 @@ use libraries::Libraries;
 use modules::Modules;
 use ring::Ring;
 use sdpa::Sdpa;
-pub use sdpa::workspace_bytes as fused_attention_workspace_bytes;
 use std::path::PathBuf;
 use timeline::Timeline;
 
@@ -59,8 +59,8 @@ pub struct CudaDevice {
     graphs: Vec<Graph>,
     timeline: Timeline,
     registered: Vec<Registered>,
-    allocations: Vec<DeviceSlice>,
-    rings: Vec<Ring>,
+    allocations: Vec<(String, DeviceSlice)>,
+    rings: Vec<(String, Ring)>,
     /// Host memory that kernels use by its own addresses.
     system: HostMemory,
     addressing: Addressing,
@@ -73,9 +73,6 @@ pub struct CudaDevice {
     gpu: sys::CUdevice,
     _context: Context,
 }
-
-/// fp32 elements of scratch memory from the start; kernels that need more make it grow at their first call.
-const SCRATCH_ELEMS: usize = 16 << 20;
 
 /// Bytes of memory that are free on the first GPU.
 ///
@@ -163,7 +160,7 @@ impl CudaDevice {
             gpu: gpu.as_raw(),
             _context: context,
         };
-        dev.scratch(SCRATCH_ELEMS)?;
+        dev.scratch(gpu::SCRATCH_BYTES / 4)?;
         Ok(dev)
     }
 
@@ -217,7 +214,7 @@ impl Drop for CudaDevice {
             for stream in &self.streams {
                 sys::cuStreamSynchronize(stream.0);
             }
-            for slice in &self.allocations {
+            for (_, slice) in &self.allocations {
                 sys::cuMemFree_v2(slice.addr);
             }
         }
@@ -245,7 +242,7 @@ impl Device for CudaDevice {
         // SAFETY: writes one address.
         check(unsafe { sys::cuMemAlloc_v2(&mut addr, bytes) }, operation)?;
         let slice = DeviceSlice { addr, elems, dtype };
-        self.allocations.push(slice);
+        self.allocations.push((name.into(), slice));
         let raw = &self.streams[Stream::Compute as usize];
         // SAFETY: just allocated, of this size.
         check(unsafe { sys::cuMemsetD8Async(addr, 0, bytes, raw.0) }, operation)?;
@@ -253,16 +250,20 @@ impl Device for CudaDevice {
         Ok(slice)
     }
 
-    fn ring_grain_bytes(&self) -> usize {
-        ring::CHUNK_BYTES
+    fn allocations(&self) -> Vec<(&str, usize)> {
+        let attention = self.sdpa.as_ref().map_or(0, Sdpa::workspace_bytes);
+        let own = [("matrix workspace", gpu::MATMUL_WORKSPACE_BYTES), ("attention workspace", attention)];
+        let slices = self.allocations.iter().map(|(name, slice)| (name.as_str(), slice.bytes()));
+        let rings = self.rings.iter().map(|(name, ring)| (name.as_str(), ring.bytes()));
+        own.into_iter().chain(slices).chain(rings).chain(self.system.allocations()).collect()
     }
 
     fn alloc_ring(&mut self, name: &str, elems: usize, dtype: Dtype, shape: RingShape) -> Result<DeviceSlice> {
         let [ringed, period] = [shape.ringed_elems, shape.period_elems].map(|elems| elems * dtype.bytes());
-        let bytes = (elems * dtype.bytes()).next_multiple_of(ring::CHUNK_BYTES);
+        let bytes = (elems * dtype.bytes()).next_multiple_of(gpu::RING_CHUNK_BYTES);
         let ring = Ring::new(name, bytes, ringed, period, self.gpu)?;
         let slice = DeviceSlice { addr: ring.addr, elems, dtype };
-        self.rings.push(ring);
+        self.rings.push((name.into(), ring));
         self.fill_zero(slice)?;
         self.finish_compute(|| format!("zero the ring for {name}"))?;
         Ok(slice)

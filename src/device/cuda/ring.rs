@@ -1,12 +1,10 @@
 //! Memory of the GPU that repeats: the same physical chunks mapped one period after the other.
 
 use super::error::check;
+use crate::device::footprint::gpu::RING_CHUNK_BYTES as CHUNK_BYTES;
 use crate::error::Result;
 use crate::units::Bytes;
 use cust::sys;
-
-/// Bytes of a chunk: a multiple of the 2 MiB pages of the GPU, and few maps for many gigabytes.
-pub(super) const CHUNK_BYTES: usize = 32 << 20;
 
 /// A range of addresses and the chunks behind it.
 pub(super) struct Ring {
@@ -17,6 +15,11 @@ pub(super) struct Ring {
 }
 
 impl Ring {
+    /// Memory behind the addresses.
+    pub(super) fn bytes(&self) -> usize {
+        self.chunks.len() * CHUNK_BYTES
+    }
+
     /// `bytes` of addresses; below `ringed_bytes`, one chunk in every `period_bytes` is the same. All are whole chunks.
     pub(super) fn new(name: &str, bytes: usize, ringed_bytes: usize, period_bytes: usize, gpu: sys::CUdevice) -> Result<Self> {
         assert!([bytes, ringed_bytes, period_bytes].iter().all(|b| b.is_multiple_of(CHUNK_BYTES)), "a ring of whole chunks");

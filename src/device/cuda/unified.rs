@@ -56,7 +56,7 @@ fn alloc_managed(dev: &mut CudaDevice, name: &str, elems: usize, dtype: Dtype) -
     // SAFETY: writes one address.
     check(unsafe { sys::cuMemAllocManaged(&mut addr, bytes, ATTACH_GLOBAL) }, operation)?;
     let slice = DeviceSlice { addr, elems, dtype };
-    dev.allocations.push(slice);
+    dev.allocations.push((name.into(), slice));
     for (advice, whose) in [(PREFERRED_LOCATION, HOST), (ACCESSED_BY, dev.gpu)] {
         // SAFETY: just allocated, of this size.
         check(unsafe { sys::cuMemAdvise(addr, bytes, advice, whose) }, operation)?;

@@ -8,7 +8,7 @@ mod kernels;
 mod pool;
 mod world;
 
-use super::{Device, DeviceSlice, EventId, Stream};
+use super::{Device, DeviceKind, DeviceSlice, EventId, Stream};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::hardware::rates::Rates;
@@ -25,8 +25,6 @@ pub use pool::SimPool;
 
 /// Alignment of addresses that nothing lies at.
 const ALIGN_BYTES: u64 = 256;
-/// Chunks of a ring of gradients, as on a GPU.
-const RING_GRAIN_BYTES: usize = 2 << 20;
 
 /// The imagined device.
 pub struct SimDevice {
@@ -40,13 +38,13 @@ pub struct SimDevice {
 }
 
 impl SimDevice {
-    /// The device of a machine of these `rates`, and its optimizer's pool: workers, and their instruction set. `name` is for people.
-    pub fn new(name: &str, rates: &Rates, memory: DeviceMemory, workers: (usize, Isa), trace_spans: usize) -> (Self, SimPool) {
-        let shares_cores = memory == DeviceMemory::Shared;
+    /// A device of this kind and memory at these `rates`, and its optimizer's pool: workers, and their instruction set. `name` is for people.
+    pub fn new(name: &str, rates: &Rates, on: (DeviceKind, DeviceMemory), workers: (usize, Isa), trace_spans: usize) -> (Self, SimPool) {
+        let shares_cores = on.0 == DeviceKind::Cpu;
         let world = Rc::new(RefCell::new(World::new(rates, shares_cores, trace_spans)));
         let (bytes_per_s, wake_up_s) = (rates.adam_bytes_per_s(workers.0, workers.1), rates.wake_up_s);
         let pool = SimPool { world: world.clone(), bytes_per_s, wake_up_s };
-        let device = Self { name: name.into(), rates: rates.clone(), memory, world, next_addr: ALIGN_BYTES, first_partial: None };
+        let device = Self { name: name.into(), rates: rates.clone(), memory: on.1, world, next_addr: ALIGN_BYTES, first_partial: None };
         (device, pool)
     }
 
@@ -67,10 +65,6 @@ impl Device for SimDevice {
         let addr = self.next_addr;
         self.next_addr += ((elems * dtype.bytes()) as u64).next_multiple_of(ALIGN_BYTES);
         Ok(DeviceSlice { addr, elems, dtype })
-    }
-
-    fn ring_grain_bytes(&self) -> usize {
-        RING_GRAIN_BYTES
     }
 
     fn alloc_ring(&mut self, name: &str, elems: usize, dtype: Dtype, _shape: RingShape) -> Result<DeviceSlice> {

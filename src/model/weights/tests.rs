@@ -70,7 +70,11 @@ impl Model {
 
     fn load(&self, dir: &Path) -> Result<Vec<f32>> {
         let mut flat = vec![7.0; self.table.flat_elems()];
-        ModelWeights::open(dir, &self.shape)?.read(|start, block| Ok(flat[start..start + block.len()].copy_from_slice(block)))?;
+        let keep = |start: usize, block: &[f32]| {
+            flat[start..start + block.len()].copy_from_slice(block);
+            Ok(())
+        };
+        ModelWeights::open(dir, &self.shape)?.read(keep)?;
         Ok(flat)
     }
 }

@@ -51,6 +51,11 @@ impl Sdpa {
         Ok(Self { plans: Vec::new(), workspace: allocate(0)?, connection, stream, deterministic })
     }
 
+    /// Bytes of the workspace.
+    pub(super) fn workspace_bytes(&self) -> usize {
+        self.workspace.len()
+    }
+
     /// As 91900 for 9.19.0.
     pub(super) fn version(&self) -> usize {
         self.connection.cudnn.version()
@@ -130,18 +135,6 @@ impl Plans {
     fn workspace_bytes(&self) -> usize {
         self.forward.workspace_bytes().max(self.backward.workspace_bytes())
     }
-}
-
-/// Bytes that cuDNN 9.19 wants for the backward pass of a shape, and so for both: delta; dq in fp32, or tiles of scores
-/// when deterministic; dk and dv of every query head when these share key heads. All layers share one workspace.
-pub fn workspace_bytes(shape: &AttentionShape, deterministic: bool) -> usize {
-    let (heads, n) = (shape.batch * shape.heads, shape.seq_length);
-    let vectors = 4 * heads * n * shape.head_dim;
-    let scores = 2 * heads * n.next_multiple_of(64) * n.next_multiple_of(128);
-    let delta = (4 * heads * n).next_multiple_of(256);
-    let dq = if deterministic { scores } else { vectors.next_multiple_of(256) };
-    let each = if shape.heads == shape.kv_heads { 0 } else { 2 * (vectors / 2).next_multiple_of(128) };
-    delta + dq + each + 256
 }
 
 /// cuDNN's format, if its kernels take the shape.

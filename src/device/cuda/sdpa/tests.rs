@@ -1,6 +1,7 @@
 //! What can be said of cuDNN's plans without a GPU: cuDNN compiles them for one that is only described to it.
 
 use super::*;
+use crate::device::footprint::gpu::attention_workspace_bytes;
 use sys::{Attribute, Descriptor, Kind};
 
 const H200: &str = include_str!("h200.json");
@@ -44,7 +45,7 @@ fn cudnn_compiles_its_fused_kernels_for_every_kind_of_graph() {
             let plans = Plans::build(cudnn, &target, &shape, dtype, deterministic).unwrap_or_else(|e| panic!("{case}: {e}"));
             assert!(plans.forward.json().contains("\"finalizeMode\":\"SDPA_FWD\""), "{case}");
             assert!(plans.backward.json().contains("\"finalizeMode\":\"SDPA_BWD\""), "{case}");
-            assert_eq!(plans.workspace_bytes(), workspace_bytes(&shape, deterministic), "{case}");
+            assert_eq!(plans.workspace_bytes(), attention_workspace_bytes(&shape, deterministic), "{case}");
         }
     }
 }

@@ -1,0 +1,80 @@
+//! What a plan counts, and what an engine took: every class, to the byte.
+
+use std::collections::BTreeMap;
+use superoffload::device::footprint::gpu::RING_CHUNK_BYTES;
+use superoffload::device::{DeviceKind, Kernels};
+use superoffload::engine::executor::Engine;
+use superoffload::model::activations::ActivationPlan;
+
+/// On the device: what an allocation is called, and the class that counts it. Activations have the names of their own plan.
+const ON_DEVICE: [(&str, &str); 14] = [
+    ("weights", "weights"),
+    ("gradients", "gradients"),
+    ("resident parameters", "resident p, m, v"),
+    ("resident m", "resident p, m, v"),
+    ("resident v", "resident p, m, v"),
+    ("paged parameters", "paged p, m, v"),
+    ("paged m", "paged p, m, v"),
+    ("paged v", "paged p, m, v"),
+    ("gradient staging", "cast staging"),
+    ("parameter staging", "cast staging"),
+    ("norm partials", "norm partials"),
+    ("non-finite flag", "norm partials"),
+    ("kernels' scratch", "kernel scratch"),
+    ("matrix workspace", "matrix workspace"),
+];
+
+const ON_HOST: [(&str, &str); 11] = [
+    ("parameters", "offloaded p, m, v"),
+    ("m", "offloaded p, m, v"),
+    ("v", "offloaded p, m, v"),
+    ("gradient slots", "gradient slots"),
+    ("parameter slots", "parameter slots"),
+    ("layers.input", "kept activations"),
+    ("batches", "batches, norm"),
+    ("norm partials", "batches, norm"),
+    ("non-finite flag", "batches, norm"),
+    ("loss", "batches, norm"),
+    ("bounce buffer", "batches, norm"),
+];
+
+/// Classes of what the engine does not allocate: pages that move, and what others take.
+const NOT_TAKEN: [&str; 5] = ["paged states here", "timeline", "data", "context, libraries", "process, driver"];
+
+/// Compares every class of the engine's plan with what it took on a device of kind `on`. A plan for a GPU may be tried on the CPU device,
+/// which takes nothing for itself and ends a ring with its last byte instead of a whole chunk.
+pub fn check<D: Kernels>(engine: &Engine<D>, on: DeviceKind) -> Result<(), String> {
+    let (plan, shape) = (engine.plan(), engine.shape());
+    let activations =
+        ActivationPlan::new(shape, plan.batch, plan.seq_length, plan.separates_documents, plan.dtype, plan.loss_tile, &plan.layer_policies);
+    let activations = activations.map_err(|error| error.to_string())?;
+    let class_of = |name: &str, classes: &[(&'static str, &'static str)]| match classes.iter().find(|(known, _)| *known == name) {
+        Some((_, "parameter slots")) if plan.weight_ring.is_some() => Ok("streamed weights"),
+        Some((_, class)) => Ok(*class),
+        None if name == "attention workspace" => Ok("attention workspace"),
+        None if activations.allocations().iter().any(|known| known.name == name) => Ok("activations"),
+        None => Err(format!("no class counts {name}")),
+    };
+    let mut taken: BTreeMap<&str, usize> = BTreeMap::new();
+    for (name, bytes) in engine.device_allocations().into_iter().filter(|(_, bytes)| *bytes > 0) {
+        *taken.entry(class_of(name, &ON_DEVICE)?).or_default() += bytes;
+    }
+    for (name, bytes) in engine.host_memory().allocations() {
+        *taken.entry(class_of(name, &ON_HOST)?).or_default() += bytes;
+    }
+    let attention = shape.attention(plan.batch, plan.seq_length, 0);
+    let own: Vec<_> = if on == plan.machine.kind { vec![] } else { plan.machine.kind.own_memory(plan.attention, &attention) };
+    for class in &plan.memory {
+        if NOT_TAKEN.contains(&class.name) || own.iter().any(|own| own.name == class.name) {
+            continue;
+        }
+        let ring =
+            [("weights", plan.weight_ring), ("gradients", plan.grad_ring)].iter().any(|(name, ring)| *name == class.name && ring.is_some());
+        let rounded = if ring && on != plan.machine.kind { RING_CHUNK_BYTES } else { 1 };
+        let bytes = taken.remove(class.name).unwrap_or(0);
+        if !(class.bytes.saturating_sub(rounded - 1)..=class.bytes).contains(&bytes) {
+            return Err(format!("{}: {bytes} bytes taken, {} planned\n{plan}", class.name, class.bytes));
+        }
+    }
+    if taken.is_empty() { Ok(()) } else { Err(format!("not planned: {taken:?}\n{plan}")) }
+}
