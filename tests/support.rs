@@ -1,8 +1,7 @@
 //! Small models, settings and engines for the tests.
 
 use superoffload::checkpoint::digest::StateDigest;
-use superoffload::config::options::TrainOptions;
-use superoffload::config::settings::Settings;
+use superoffload::config::settings::{Settings, TrainOptions};
 use superoffload::data::batch::{Batch, Batches};
 use superoffload::device::cpu::CpuDevice;
 use superoffload::engine::executor::Engine;

@@ -1,6 +1,7 @@
 //! The flags of `bench step`: those of `train` that say how a step runs, and what is measured.
 
-use crate::config::options::TrainOptions;
+use crate::config::describe::flag_name;
+use crate::config::settings::TrainOptions;
 use crate::error::{Error, Result};
 use crate::simulate::clip::Clip;
 use clap::Arg;
@@ -41,43 +42,28 @@ impl StepOptions {
     /// # Errors
     /// `Usage` that names the first one.
     pub fn check(&self) -> Result<()> {
-        match meaningless(&self.train).into_iter().find(|(_, said)| *said) {
+        match self.train.said().into_iter().find(|said| MEANINGLESS.contains(said)) {
             None => Ok(()),
-            Some(("max-grad-norm", _)) => Err(Error::usage("--max-grad-norm: bench step sets it itself, as --clip says")),
-            Some((flag, _)) => Err(Error::usage(format!(
-                "--{flag}: bench step runs random tokens through random weights, --steps of them, and saves nothing"
+            Some("max_grad_norm") => Err(Error::usage("--max-grad-norm: bench step sets it itself, as --clip says")),
+            Some(said) => Err(Error::usage(format!(
+                "--{}: bench step runs random tokens through random weights, --steps of them, and saves nothing",
+                flag_name(said)
             ))),
         }
     }
 }
 
-/// Flags of `train` that a benchmark has no use for, and whether they were said.
-fn meaningless(train: &TrainOptions) -> [(&'static str, bool); 18] {
-    [
-        ("model", train.model.is_some()),
-        ("init", train.init.is_some()),
-        ("data", train.data.is_some()),
-        ("output-dir", train.output_dir.is_some()),
-        ("max-steps", train.max_steps.is_some()),
-        ("num-train-epochs", train.num_train_epochs.is_some()),
-        ("lr-scheduler-type", train.lr_scheduler_type.is_some()),
-        ("warmup-steps", train.warmup_steps.is_some()),
-        ("warmup-ratio", train.warmup_ratio.is_some()),
-        ("max-grad-norm", train.max_grad_norm.is_some()),
-        ("logging-steps", train.logging_steps.is_some()),
-        ("save-steps", train.save_steps.is_some()),
-        ("save-total-limit", train.save_total_limit.is_some()),
-        ("resume-from-checkpoint", train.resume_from_checkpoint.is_some()),
-        ("no-shuffle", train.no_shuffle.is_some()),
-        ("perf-counters", train.perf_counters.is_some()),
-        ("digest", train.digest.is_some()),
-        ("inject", train.inject.is_some()),
-    ]
-}
+/// Options of `train` that a benchmark has no use for.
+#[rustfmt::skip]
+const MEANINGLESS: [&str; 18] = [
+    "model", "init", "data", "output_dir", "max_steps", "num_train_epochs",
+    "lr_scheduler_type", "warmup_steps", "warmup_ratio", "max_grad_norm", "logging_steps", "save_steps",
+    "save_total_limit", "resume_from_checkpoint", "no_shuffle", "perf_counters", "digest", "inject",
+];
 
 fn hide_meaningless(arg: Arg) -> Arg {
-    let hidden = meaningless(&TrainOptions::default()).iter().any(|(flag, _)| arg.get_long() == Some(flag));
-    if hidden { arg.hide(true) } else { arg }
+    let is_hidden = MEANINGLESS.contains(&arg.get_id().as_str());
+    if is_hidden { arg.hide(true) } else { arg }
 }
 
 #[cfg(test)]

@@ -2,8 +2,8 @@
 
 use super::gantt::Gantt;
 use super::options::StepOptions;
-use crate::config::options::{DeviceChoice, TrainOptions};
-use crate::config::settings::Settings;
+use crate::config::options::DeviceChoice;
+use crate::config::settings::{Settings, TrainOptions};
 use crate::error::{Error, Result};
 use crate::facts::{BuildFacts, HardwareFacts, ModelFacts, PlanFacts};
 use crate::hardware::basis::{AUTO, Basis, Key};

@@ -163,7 +163,8 @@ fn memory_peaks(plan: &Plan, available_before: Option<u64>) -> MemoryPeaks {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::options::{ActivationsChoice, DeviceChoice, TrainDtype, TrainOptions};
+    use crate::config::options::{ActivationsChoice, DeviceChoice, TrainDtype};
+    use crate::config::settings::TrainOptions;
     use crate::data::batch::{Batch, Batches, arrays};
     use crate::model::shape::DEMO_CONFIG;
 

@@ -294,8 +294,8 @@ fn value_after(arg: Option<&Arg>, rule: Option<&Rule>, rest: &mut Rest) -> Optio
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::options::TrainOptions;
-    use crate::config::options::tests::flags;
+    use crate::config::settings::TrainOptions;
+    use crate::config::settings::tests::flags;
     use clap::Args;
     use proptest::prelude::*;
 

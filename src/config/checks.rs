@@ -1,7 +1,12 @@
-//! Numbers outside their sense are refused before anything is read.
+//! What makes no sense is refused before anything is read.
 
-use crate::config::settings::{Settings, TrainLength, require};
-use crate::error::Result;
+use super::options::{AttentionChoice, DeviceChoice, HostMemoryKind, Init, Resume, Rollback, Strategy, Technique, TrainLength};
+use super::settings::Settings;
+use crate::error::{Error, Result};
+use crate::host::resctrl_group::ResctrlGroup;
+use crate::units::{Bytes, compact};
+use std::fmt::Display;
+use std::path::Path;
 
 /// A step of AdamW moves every parameter by about the learning rate, and parameters are of order 1: more is a slip of the pen, and
 /// overwrites all weights with noise in one step.
@@ -10,13 +15,111 @@ const LEARNING_RATE_MAX: f64 = 10.0;
 const EPSILON_MAX: f64 = 1.0;
 /// 1 TiB.
 const BUCKET_MIB_MAX: f64 = 1_048_576.0;
+/// More optimizer threads than any machine has cores.
+const THREADS_MAX: usize = 4096;
+/// More staging slots than a model has use for.
+const SLOTS_MAX: usize = 4096;
+/// Kernels index tokens with 32 bits.
+const MICRO_BATCH_TOKENS_MAX: usize = i32::MAX as usize;
+/// Tokens of an optimizer step: a factor of a thousand above any that was ever trained with.
+const STEP_TOKENS_MAX: usize = 1 << 40;
 
 impl Settings {
-    /// Whether learning rate, decays, epsilon and lengths make sense.
+    /// Whether all values make sense, each by itself and together.
     ///
     /// # Errors
     /// `Usage` that names flag, value and what is allowed.
-    pub(super) fn check_numbers(&self) -> Result<()> {
+    pub(super) fn check(&self) -> Result<()> {
+        self.check_paths()?;
+        self.check_counts()?;
+        self.check_numbers()?;
+        self.check_combinations()
+    }
+
+    /// Paths are echoed into JSON, which holds UTF-8 only: better said now than when the first checkpoint is written.
+    fn check_paths(&self) -> Result<()> {
+        let resume = match &self.resume_from_checkpoint {
+            Some(Resume::Dir(dir)) => Some(dir),
+            _ => None,
+        };
+        let single = [
+            ("model", self.model.as_ref()),
+            ("output-dir", Some(&self.output_dir)),
+            ("resume-from-checkpoint", resume),
+            ("trace", self.trace.as_ref()),
+            ("cuda-libraries", self.cuda_libraries.as_ref()),
+        ];
+        let data = self.data.iter().map(|path| ("data", Some(path)));
+        single.into_iter().chain(data).filter_map(|(flag, path)| Some((flag, path?))).try_for_each(|(flag, path)| check_path(flag, path))
+    }
+
+    fn check_counts(&self) -> Result<()> {
+        let at_least_one = [
+            ("per-device-train-batch-size", self.per_device_train_batch_size as u64),
+            ("gradient-accumulation-steps", self.gradient_accumulation_steps as u64),
+            ("seq-length", self.seq_length as u64),
+            ("logging-steps", self.logging_steps),
+            ("save-steps", self.save_steps),
+            ("save-total-limit", self.save_total_limit.unwrap_or(1) as u64),
+            ("hbm-limit", self.hbm_limit.map_or(1, |limit| limit.0)),
+            ("host-limit", self.host_limit.map_or(1, |limit| limit.0)),
+        ];
+        for (flag, count) in at_least_one {
+            require(count >= 1, flag, count, "at least 1")?;
+        }
+        let threads = self.threads.unwrap_or(1);
+        require((1..=THREADS_MAX).contains(&threads), "threads", threads, format!("1 to {THREADS_MAX}"))?;
+        let slots = self.slots.unwrap_or(1);
+        require((1..=SLOTS_MAX).contains(&slots), "slots", slots, format!("1 to {SLOTS_MAX}"))?;
+        let tokens = self.per_device_train_batch_size.checked_mul(self.seq_length);
+        let fits = tokens.is_some_and(|tokens| tokens <= MICRO_BATCH_TOKENS_MAX);
+        require(
+            fits,
+            "per-device-train-batch-size",
+            self.per_device_train_batch_size,
+            format!("at most {MICRO_BATCH_TOKENS_MAX} tokens in a micro-batch, with --seq-length {}", self.seq_length),
+        )?;
+        let step_tokens =
+            self.per_device_train_batch_size.checked_mul(self.seq_length).and_then(|t| t.checked_mul(self.gradient_accumulation_steps));
+        require(
+            step_tokens.is_some_and(|tokens| tokens <= STEP_TOKENS_MAX),
+            "gradient-accumulation-steps",
+            self.gradient_accumulation_steps,
+            format!("at most {STEP_TOKENS_MAX} tokens in a step"),
+        )
+    }
+
+    fn check_combinations(&self) -> Result<()> {
+        require(self.init == Init::Random || self.model.is_some(), "init", "checkpoint", "random without --model")?;
+        let (unified, allowed) = (self.memory == HostMemoryKind::Unified, "only with --strategy superoffload and --rollback deferred");
+        let states_move = self.strategy == Strategy::Superoffload && self.rollback == Rollback::Deferred;
+        require(!unified || states_move, "memory", "unified", allowed)?;
+        let on_cpu = self.adversary.is_none() || self.device == DeviceChoice::Cpu;
+        require(on_cpu, "adversary", self.adversary.unwrap_or_default(), "only with --device cpu")?;
+        if self.device == DeviceChoice::Cpu {
+            self.check_needs_no_gpu()?;
+        }
+        let named = matches!(self.resctrl_group, ResctrlGroup::Named(_));
+        let mpam = cfg!(feature = "mpam") && !self.without.contains(&Technique::Mpam);
+        require(mpam || !named, "resctrl-group", "NAME", "only with the technique mpam")?;
+        for injection in &self.inject {
+            require(injection.step >= 1, "inject", injection.step, "steps are counted from 1")?;
+        }
+        Ok(())
+    }
+
+    /// Refuses what only a GPU can do. Called when it is known that there will be none.
+    ///
+    /// # Errors
+    /// `Usage` that names flag and value.
+    pub fn check_needs_no_gpu(&self) -> Result<()> {
+        let allowed = "only with --device cuda";
+        require(self.memory == HostMemoryKind::Pinned, "memory", "unified", allowed)?;
+        require(self.attention != AttentionChoice::Cudnn, "attention", "cudnn", allowed)?;
+        require(self.hbm_limit.is_none(), "hbm-limit", self.hbm_limit.unwrap_or(Bytes(0)), allowed)
+    }
+
+    fn check_numbers(&self) -> Result<()> {
         self.check_update()?;
         let norm = self.max_grad_norm;
         check(norm.is_finite() && norm >= 0.0, "max-grad-norm", norm, "finite and at least 0")?;
@@ -45,6 +148,15 @@ impl Settings {
     }
 }
 
+fn check_path(flag: &str, path: &Path) -> Result<()> {
+    require(!path.as_os_str().is_empty(), flag, "\"\"", "a path that is not empty")?;
+    require(path.to_str().is_some(), flag, path.display(), "a path in UTF-8")
+}
+
+pub(super) fn require(holds: bool, flag: &str, value: impl Display, allowed: impl Display) -> Result<()> {
+    if holds { Ok(()) } else { Err(Error::usage(format!("--{flag} {}: allowed is {allowed}", compact(value)))) }
+}
+
 /// As [`require`], with numbers in their shortest form: 1e300 rather than 301 digits.
 fn check(holds: bool, flag: &str, value: f64, allowed: &str) -> Result<()> {
     require(holds, flag, format_args!("{value:?}"), allowed)
@@ -52,8 +164,8 @@ fn check(holds: bool, flag: &str, value: f64, allowed: &str) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use crate::config::options::tests::command_line;
     use crate::config::settings::Settings;
+    use crate::config::settings::tests::command_line;
 
     fn resolve(args: &[&str]) -> crate::error::Result<Settings> {
         Settings::resolve(command_line(args).unwrap())

@@ -1,10 +1,42 @@
 //! Settings in the words of flags, for people.
 
+use serde::Serialize;
 use serde_json::Value;
+
+/// The flag that sets the field `name` of [`Settings`](super::settings::Settings), without its dashes.
+pub fn flag_name(name: &str) -> String {
+    name.replace('_', "-")
+}
+
+/// The value of a setting, as checkpoints hold it; why not, where JSON cannot say it.
+pub fn value(value: &impl Serialize) -> Value {
+    serde_json::to_value(value).unwrap_or_else(|cause| Value::String(cause.to_string()))
+}
+
+/// The flag and value that set the field `name` to `value`.
+pub fn flag(name: &str, value: &Value) -> String {
+    let (flag, value) = named(name, value);
+    format!("--{flag} {}", written(value))
+}
+
+/// A value that is set, as one writes it on the command line.
+pub fn written(value: &Value) -> String {
+    match value {
+        Value::Array(all) => all.iter().map(written).collect::<Vec<_>>().join(","),
+        Value::Number(number) => number.as_f64().filter(|_| number.is_f64()).map_or_else(|| number.to_string(), short),
+        value => text(value),
+    }
+}
+
+/// `5e-5` and `3`: as short as a person writes it.
+fn short(number: f64) -> String {
+    format!("{number:?}").trim_end_matches(".0").into()
+}
 
 /// What a person reads when the setting `key`, a field of [`Settings`](super::settings::Settings) as JSON, was `then` and is `now`.
 pub fn changed(key: &str, then: &Value, now: &Value) -> String {
-    let ((flag, before), (flag_now, after)) = (named(key, then), named(key, now));
+    let ((flag, then), (flag_now, now)) = (named(key, then), named(key, now));
+    let (before, after) = (text(then), text(now));
     if flag == flag_now {
         format!("--{flag} was {before} before and is {after} from here on")
     } else {
@@ -12,12 +44,12 @@ pub fn changed(key: &str, then: &Value, now: &Value) -> String {
     }
 }
 
-/// The flag that sets `key`, and its value as one writes it.
-fn named(key: &str, value: &Value) -> (String, String) {
+/// The flag that sets `key`, and its value.
+fn named<'v>(key: &str, value: &'v Value) -> (String, &'v Value) {
     match (key, value.get("steps"), value.get("epochs")) {
-        ("train_length", Some(steps), _) => ("max-steps".into(), text(steps)),
-        ("train_length", _, Some(epochs)) => ("num-train-epochs".into(), text(epochs)),
-        _ => (key.replace('_', "-"), text(value)),
+        ("train_length", Some(steps), _) => ("max-steps".into(), steps),
+        ("train_length", _, Some(epochs)) => ("num-train-epochs".into(), epochs),
+        _ => (flag_name(key), value),
     }
 }
 
@@ -27,6 +59,8 @@ fn text(value: &Value) -> String {
         Value::String(text) => text.clone(),
         Value::Array(all) if all.is_empty() => "not set".into(),
         Value::Array(all) => all.iter().map(text).collect::<Vec<_>>().join(" "),
+        // A choice that holds a value, such as a number of buckets.
+        Value::Object(choice) if choice.len() == 1 => choice.values().map(text).collect(),
         value => value.to_string(),
     }
 }
@@ -34,6 +68,7 @@ fn text(value: &Value) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::options::ResidentBuckets;
     use serde_json::json;
 
     #[test]
@@ -44,5 +79,15 @@ mod tests {
         assert_eq!(mixed, "--max-steps was 60 before; from here on --num-train-epochs is 3.0");
         assert_eq!(changed("learning_rate", &json!(0.01), &json!(0.5)), "--learning-rate was 0.01 before and is 0.5 from here on");
         assert_eq!(changed("data", &json!(["a", "b"]), &json!([])), "--data was a b before and is not set from here on");
+    }
+
+    #[test]
+    fn values_are_written_as_flags_take_them() {
+        assert_eq!(flag("resident_buckets", &value(&ResidentBuckets::Count(5))), "--resident-buckets 5");
+        assert_eq!(flag("resident_buckets", &value(&ResidentBuckets::All)), "--resident-buckets all");
+        assert_eq!(flag("bucket_mib", &json!(32.0)), "--bucket-mib 32");
+        assert_eq!(flag("learning_rate", &json!(5e-5)), "--learning-rate 5e-5");
+        assert_eq!(flag("without", &json!(["stv", "mpam"])), "--without stv,mpam");
+        assert_eq!(flag("train_length", &json!({"steps": 60})), "--max-steps 60");
     }
 }

@@ -1,7 +1,7 @@
 //! The configuration file: TOML whose keys are the flags of `train`.
 
 use crate::config::aliases::{self, Outcome};
-use crate::config::options::TrainOptions;
+use crate::config::settings::{FILE_ONLY, TrainOptions};
 use crate::disk;
 use crate::error::{Error, Result};
 use clap::Arg;
@@ -17,9 +17,6 @@ const BYTES_MAX: u64 = 1 << 20;
 
 /// Longest part of an offending line that an error message shows, in characters.
 const SHOWN_CHARS: usize = 60;
-
-/// Keys that exist only in the file.
-const FILE_ONLY: &str = "inject";
 
 /// Reads the options that the file at `path` sets. Relative paths in it mean what they mean on the command line.
 ///
@@ -97,7 +94,7 @@ fn translate<'t>(
         }
         Outcome::AsWritten => match (known.iter().find(|flag| flag.get_long() == Some(name)), value.get_ref()) {
             (Some(flag), DeValue::String(word)) => Ok(respelled(name, aliases::choice(flag, word))),
-            (None, _) if name != FILE_ONLY => {
+            (None, _) if !FILE_ONLY.contains(&name) => {
                 Err(format!("line {number}: unknown key `{}`{}", key.get_ref().escape_debug(), hint(known, name)))
             }
             _ => Ok(Some((Spanned::new(key.span(), name.to_string().into()), value))),
@@ -106,7 +103,7 @@ fn translate<'t>(
 }
 
 fn hint(known: &[Arg], name: &str) -> String {
-    let names = known.iter().filter_map(Arg::get_long).chain([FILE_ONLY]);
+    let names = known.iter().filter_map(Arg::get_long).chain(FILE_ONLY.iter().copied());
     let nearest = names.max_by(|a, b| strsim::jaro_winkler(a, name).total_cmp(&strsim::jaro_winkler(b, name)));
     nearest.map(|nearest| format!("; the nearest key is `{nearest}`")).unwrap_or_default()
 }
@@ -140,8 +137,8 @@ fn line_number(text: &str, offset: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::options::tests::{command_line, flags, sample, sample_options};
     use crate::config::options::{Injection, Technique};
+    use crate::config::settings::tests::{command_line, flags, sample, sample_options};
     use proptest::prelude::*;
 
     #[test]

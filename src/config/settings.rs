@@ -1,624 +1,515 @@
-//! The options, resolved: every default applied, every value checked.
+//! Every setting, once: flag and key of the file, help, type, default, and what a resume does where it differs from the checkpoint's.
+//!
+//! From the table come [`TrainOptions`] (parser, help, file, merge), [`Settings`] (defaults, JSON, which flags an answer prints) and [`KEYS`]
+//! (what a resume compares). A setting that is added costs an entry here, its check in `checks.rs` where it has one, and its use.
+//!
+//! A macro, not tables of TOML that are merged and read once: a value that makes no sense would then be found when it is too late to say
+//! whether a flag or which line of the file gave it. Groups are the table's: [`Settings`] stays flat, as checkpoints and files are, so that
+//! `Settings { seq_length, ..other }` says what it means.
 
-use crate::config::options::{
+use super::describe;
+use super::options::{
     ActivationsChoice, AttentionChoice, CastSide, DeviceChoice, HostMemoryKind, Init, Injection, IsaChoice, ResidentBuckets, Resume,
-    Rollback, RunPart, Strategy, Technique, TokenizerChoice, TrainDtype, TrainOptions, WeightsChoice,
+    Rollback, RunPart, Strategy, Technique, TokenizerChoice, TrainDtype, TrainLength, WeightsChoice, one_or_many, some_scalar,
 };
 use crate::data::tokenizer::AddBos;
-use crate::error::{Error, Result};
 use crate::hardware::basis;
 use crate::host::memory_policy::HugePagesChoice;
 use crate::host::resctrl_group::ResctrlGroup;
 use crate::optim::schedule::LrScheduler;
-use crate::units::{Bytes, compact};
+use crate::units::Bytes;
+use clap::builder::{PathBufValueParser, StringValueParser, TypedValueParser};
+use serde_json::Value;
 use std::fmt::Display;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-/// How long training lasts.
-#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum TrainLength {
-    /// This many optimizer steps.
-    Steps(u64),
-    /// This many passes over the data.
-    Epochs(f64),
+/// A setting, as [`Settings`] and checkpoints name it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Key {
+    /// Field of [`Settings`].
+    pub name: &'static str,
+    /// What happens where it changes.
+    pub on_resume: OnResume,
 }
 
-/// What `train` does. Fields are named like the flags; see [`TrainOptions`] for their meaning.
-#[derive(Clone, Debug, PartialEq, serde::Serialize)]
-pub struct Settings {
-    /// Model directory; `None` is the built-in model.
-    pub model: Option<PathBuf>,
-    /// Where the first weights come from.
-    pub init: Init,
-    /// Data files and directories; none is the text that ships with the program.
-    pub data: Vec<PathBuf>,
-    /// What turns text into tokens.
-    pub tokenizer: TokenizerChoice,
-    /// The token between documents, as text or id; `None` is the one that the model's files name.
-    pub eos_token: Option<String>,
-    /// Whether each document begins with a token of its own.
-    pub add_bos: AddBos,
-    /// Where checkpoints and metrics go.
-    pub output_dir: PathBuf,
-    /// Machine that runs forward and backward.
-    pub device: DeviceChoice,
-    /// Set of offloading techniques.
-    pub strategy: Strategy,
-    /// How a failed speculation is undone.
-    pub rollback: Rollback,
-    /// Format of weights and gradients on the device.
-    pub dtype: TrainDtype,
-    /// `--max-steps` or `--num-train-epochs`.
-    pub train_length: TrainLength,
-    /// Sequences of a micro-batch, at least 1.
-    pub per_device_train_batch_size: usize,
-    /// Micro-batches of an optimizer step, at least 1.
-    pub gradient_accumulation_steps: usize,
-    /// Tokens of a sequence, at least 1.
-    pub seq_length: usize,
-    /// Peak learning rate: at least 0, at most 10.
-    pub learning_rate: f64,
-    /// Shape of the learning rate over the steps.
-    pub lr_scheduler_type: LrScheduler,
-    /// Steps of linear warm-up.
-    pub warmup_steps: u64,
-    /// Share of all steps that warms up where `warmup_steps` is 0: in [0, 1].
-    #[serde(skip_serializing_if = "is_zero")]
-    pub warmup_ratio: f64,
-    /// Decoupled weight decay: at least 0, times the learning rate below 1.
-    pub weight_decay: f64,
-    /// In [0, 1).
-    pub adam_beta1: f64,
-    /// In [0, 1).
-    pub adam_beta2: f64,
-    /// Above 0 in float32, at most 1.
-    pub adam_epsilon: f64,
-    /// Finite, at least 0; 0 never clips.
-    pub max_grad_norm: f64,
-    /// Seed of random weights and of the data order.
-    pub seed: u64,
-    /// Steps between log lines, at least 1.
-    pub logging_steps: u64,
-    /// Steps between checkpoints, at least 1.
-    pub save_steps: u64,
-    /// Checkpoints kept, at least 1; `None` keeps all.
-    pub save_total_limit: Option<usize>,
-    /// Skipped steps in a row that end a run; 0: none do.
-    pub max_skipped_steps: u64,
-    /// Seconds without progress inside a step that end a run; 0: none do.
-    pub stall_limit: u64,
-    /// Checkpoint to continue from; `None` starts afresh.
-    pub resume_from_checkpoint: Option<Resume>,
-    /// Parts that may differ from the checkpoint's, sorted, each once.
-    pub allow_changed: Vec<RunPart>,
-    /// Optimizer threads; `None` is one for each core.
-    pub threads: Option<usize>,
-    /// Size of a bucket in MiB; `None` lets the plan decide.
-    pub bucket_mib: Option<f64>,
-    /// Tail buckets whose optimizer stays on the device.
-    pub resident_buckets: ResidentBuckets,
-    /// What layers keep for their backward pass.
-    pub activations: ActivationsChoice,
-    /// Where layers' weights lie while steps run.
-    pub weights: WeightsChoice,
-    /// Profile whose rates a GPU's plan rests on; `auto`: as [`basis::Basis::of`] finds it.
-    pub hardware: PathBuf,
-    /// GPU memory that may be used, at least 1 byte; `None` is all that is free.
-    pub hbm_limit: Option<Bytes>,
-    /// Host memory that may be used, at least 1 byte; `None` is all that is free.
-    pub host_limit: Option<Bytes>,
-    /// Host memory of offloaded states.
-    pub memory: HostMemoryKind,
-    /// Page sizes of host memory.
-    pub huge_pages: HugePagesChoice,
-    /// Who computes attention on a GPU.
-    pub attention: AttentionChoice,
-    /// GPU kernels may give results that differ between runs in the last bit.
-    pub nondeterministic: bool,
-    /// Where NVIDIA's libraries are looked for first.
-    pub cuda_libraries: Option<PathBuf>,
-    /// Sequences come in file order.
-    pub no_shuffle: bool,
-    /// Where the timeline is written; `None` writes none.
-    pub trace: Option<PathBuf>,
-    /// The optimizer's threads are counted.
-    pub perf_counters: bool,
-    /// The digest of the final state is the last line.
-    pub digest: bool,
-    /// Instruction set of the CPU optimizer.
-    pub isa: IsaChoice,
-    /// Resctrl group that the optimizer's threads join.
-    pub resctrl_group: ResctrlGroup,
-    /// Staging slots for gradients and as many for parameters, at least 1; none: the plan decides.
-    pub slots: Option<usize>,
-    /// Techniques turned off, sorted, each once.
-    pub without: Vec<Technique>,
-    /// Side that converts gradients.
-    pub cast: CastSide,
-    /// Seed of reorderings; `None` completes events in order.
-    pub adversary: Option<u64>,
-    /// Values written into gradients.
-    pub inject: Vec<Injection>,
-    /// Host memory that the data takes while steps run, once its files are known: see [`crate::data::source::host_bytes`].
-    #[serde(skip)]
-    pub data_bytes: u64,
-    /// Whether rows of the data hold several documents, which attention then keeps apart.
-    #[serde(skip)]
-    pub separates_documents: bool,
+/// What a resume does where a setting is not the checkpoint's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnResume {
+    /// Nothing: what is learned is the same, or is compared by its contents (see [`RunPart`]).
+    Free,
+    /// A person is told: it changes what is learned.
+    Told,
+    /// The run is refused: the data position would mean other sequences.
+    Order,
+    /// What the checkpoint says holds where nobody says more; else the run is refused: the data position would mean other tokens.
+    Tokens,
 }
 
-impl Default for Settings {
-    /// The defaults of Hugging Face's `TrainingArguments` where they have the argument.
-    fn default() -> Self {
-        Self {
-            model: None,
-            init: Init::Random,
-            data: Vec::new(),
-            tokenizer: TokenizerChoice::Auto,
-            eos_token: None,
-            add_bos: AddBos::Auto,
-            output_dir: "runs/train".into(),
-            device: DeviceChoice::Auto,
-            strategy: Strategy::Superoffload,
-            rollback: Rollback::Deferred,
-            dtype: TrainDtype::Bfloat16,
-            train_length: TrainLength::Epochs(3.0),
-            per_device_train_batch_size: 8,
-            gradient_accumulation_steps: 1,
-            seq_length: 1024,
-            learning_rate: 5e-5,
-            lr_scheduler_type: LrScheduler::Linear,
-            warmup_steps: 0,
-            warmup_ratio: 0.0,
-            weight_decay: 0.0,
-            adam_beta1: 0.9,
-            adam_beta2: 0.999,
-            adam_epsilon: 1e-8,
-            max_grad_norm: 1.0,
-            seed: 42,
-            logging_steps: 10,
-            save_steps: 500,
-            save_total_limit: None,
-            max_skipped_steps: 100,
-            stall_limit: 300,
-            resume_from_checkpoint: None,
-            allow_changed: Vec::new(),
-            threads: None,
-            bucket_mib: None,
-            resident_buckets: ResidentBuckets::Auto,
-            activations: ActivationsChoice::Auto,
-            weights: WeightsChoice::Auto,
-            hardware: basis::AUTO.into(),
-            hbm_limit: None,
-            host_limit: None,
-            memory: HostMemoryKind::Pinned,
-            huge_pages: HugePagesChoice::Auto,
-            attention: AttentionChoice::Auto,
-            nondeterministic: false,
-            cuda_libraries: None,
-            no_shuffle: false,
-            trace: None,
-            perf_counters: false,
-            digest: false,
-            isa: IsaChoice::Auto,
-            resctrl_group: ResctrlGroup::Auto,
-            slots: None,
-            without: Vec::new(),
-            cast: CastSide::Auto,
-            adversary: None,
-            inject: Vec::new(),
-            data_bytes: 0,
-            separates_documents: false,
-        }
+impl OnResume {
+    /// The settings of this kind, in the table's order.
+    pub fn keys(self) -> Vec<&'static str> {
+        KEYS.iter().filter(|key| key.on_resume == self).map(|key| key.name).collect()
     }
 }
 
-/// The flags of [`Settings::demo`], for the help text.
-pub const DEMO_FLAGS: &str = "--output-dir runs/demo --max-steps 300 --seq-length 256 --learning-rate 3e-3 --lr-scheduler-type cosine \
-    --warmup-steps 10 --weight-decay 0.1 --adam-beta2 0.95 --save-steps 150";
-
-impl Settings {
-    /// What runs when neither a model nor data is given: a small model learns the shipped text in a minute or two.
-    pub fn demo() -> Self {
-        Self {
-            output_dir: "runs/demo".into(),
-            train_length: TrainLength::Steps(300),
-            seq_length: 256,
-            learning_rate: 3e-3,
-            lr_scheduler_type: LrScheduler::Cosine,
-            warmup_steps: 10,
-            weight_decay: 0.1,
-            adam_beta2: 0.95,
-            save_steps: 150,
-            ..Self::default()
-        }
-    }
-
-    /// Fills what `options` leave open from the defaults (from [`Settings::demo`] when neither model nor data is given)
-    /// and checks everything.
-    ///
-    /// # Errors
-    /// `Usage` that names flag, value and what is allowed; a model without data.
-    pub fn resolve(options: TrainOptions) -> Result<Self> {
-        let is_demo = options.model.is_none() && options.data.is_none();
-        if options.model.is_some() && options.data.is_none() {
-            return Err(Error::usage(
-                "--model: --data is missing; name the text to train on (only the built-in model has text of its own)",
-            ));
-        }
-        require(options.data.as_ref().is_none_or(|data| !data.is_empty()), "data", "[]", "name at least one file or directory")?;
-        Self::resolve_over(if is_demo { Self::demo() } else { Self::default() }, options)
-    }
-
-    /// As [`Settings::resolve`], with the defaults of `base`.
-    ///
-    /// # Errors
-    /// `Usage` that names flag, value and what is allowed.
-    pub fn resolve_over(base: Self, options: TrainOptions) -> Result<Self> {
-        let settings = base.overridden_by(options);
-        settings.check_paths()?;
-        settings.check_counts()?;
-        settings.check_numbers()?;
-        settings.check_combinations()?;
-        Ok(settings)
-    }
-
-    fn overridden_by(self, options: TrainOptions) -> Self {
-        let mut without = options.without.unwrap_or(self.without);
-        without.sort_unstable();
-        without.dedup();
-        let mut allow_changed = options.allow_changed.unwrap_or(self.allow_changed);
-        allow_changed.sort_unstable();
-        allow_changed.dedup();
-        Self {
-            init: options.init.unwrap_or(if options.model.is_some() { Init::Checkpoint } else { self.init }),
-            model: options.model.or(self.model),
-            data: options.data.unwrap_or(self.data),
-            tokenizer: options.tokenizer.unwrap_or(self.tokenizer),
-            eos_token: options.eos_token.or(self.eos_token),
-            add_bos: options.add_bos.unwrap_or(self.add_bos),
-            output_dir: options.output_dir.unwrap_or(self.output_dir),
-            device: options.device.unwrap_or(self.device),
-            strategy: options.strategy.unwrap_or(self.strategy),
-            rollback: options.rollback.unwrap_or(self.rollback),
-            dtype: options.dtype.unwrap_or(self.dtype),
-            train_length: train_length(options.max_steps, options.num_train_epochs).unwrap_or(self.train_length),
-            per_device_train_batch_size: options.per_device_train_batch_size.unwrap_or(self.per_device_train_batch_size),
-            gradient_accumulation_steps: options.gradient_accumulation_steps.unwrap_or(self.gradient_accumulation_steps),
-            seq_length: options.seq_length.unwrap_or(self.seq_length),
-            learning_rate: options.learning_rate.unwrap_or(self.learning_rate),
-            lr_scheduler_type: options.lr_scheduler_type.unwrap_or(self.lr_scheduler_type),
-            // A ratio that somebody asked for wins over steps that nobody asked for.
-            warmup_steps: options.warmup_steps.unwrap_or(if options.warmup_ratio.is_some() { 0 } else { self.warmup_steps }),
-            warmup_ratio: options.warmup_ratio.unwrap_or(self.warmup_ratio),
-            weight_decay: options.weight_decay.unwrap_or(self.weight_decay),
-            adam_beta1: options.adam_beta1.unwrap_or(self.adam_beta1),
-            adam_beta2: options.adam_beta2.unwrap_or(self.adam_beta2),
-            adam_epsilon: options.adam_epsilon.unwrap_or(self.adam_epsilon),
-            max_grad_norm: options.max_grad_norm.unwrap_or(self.max_grad_norm),
-            seed: options.seed.unwrap_or(self.seed),
-            logging_steps: options.logging_steps.unwrap_or(self.logging_steps),
-            save_steps: options.save_steps.unwrap_or(self.save_steps),
-            save_total_limit: options.save_total_limit.or(self.save_total_limit),
-            max_skipped_steps: options.max_skipped_steps.unwrap_or(self.max_skipped_steps),
-            stall_limit: options.stall_limit.unwrap_or(self.stall_limit),
-            resume_from_checkpoint: options.resume_from_checkpoint.or(self.resume_from_checkpoint),
-            allow_changed,
-            threads: options.threads.or(self.threads),
-            bucket_mib: options.bucket_mib.or(self.bucket_mib),
-            resident_buckets: options.resident_buckets.unwrap_or(self.resident_buckets),
-            activations: options.activations.unwrap_or(self.activations),
-            weights: options.weights.unwrap_or(self.weights),
-            hardware: options.hardware.unwrap_or(self.hardware),
-            hbm_limit: options.hbm_limit.or(self.hbm_limit),
-            host_limit: options.host_limit.or(self.host_limit),
-            memory: options.memory.unwrap_or(self.memory),
-            huge_pages: options.huge_pages.unwrap_or(self.huge_pages),
-            attention: options.attention.unwrap_or(self.attention),
-            nondeterministic: options.nondeterministic.unwrap_or(self.nondeterministic),
-            cuda_libraries: options.cuda_libraries.or(self.cuda_libraries),
-            no_shuffle: options.no_shuffle.unwrap_or(self.no_shuffle),
-            trace: options.trace.or(self.trace),
-            perf_counters: options.perf_counters.unwrap_or(self.perf_counters),
-            digest: options.digest.unwrap_or(self.digest),
-            isa: options.isa.unwrap_or(self.isa),
-            resctrl_group: options.resctrl_group.unwrap_or(self.resctrl_group),
-            slots: options.slots.or(self.slots),
-            without,
-            cast: options.cast.unwrap_or(self.cast),
-            adversary: options.adversary.or(self.adversary),
-            inject: options.inject.unwrap_or(self.inject),
-            data_bytes: self.data_bytes,
-            separates_documents: self.separates_documents,
-        }
-    }
-
-    /// Paths are echoed into JSON, which holds UTF-8 only: better said now than when the first checkpoint is written.
-    fn check_paths(&self) -> Result<()> {
-        let resume = match &self.resume_from_checkpoint {
-            Some(Resume::Dir(dir)) => Some(dir),
-            _ => None,
-        };
-        let single = [
-            ("model", self.model.as_ref()),
-            ("output-dir", Some(&self.output_dir)),
-            ("resume-from-checkpoint", resume),
-            ("trace", self.trace.as_ref()),
-            ("cuda-libraries", self.cuda_libraries.as_ref()),
-        ];
-        let data = self.data.iter().map(|path| ("data", Some(path)));
-        single.into_iter().chain(data).filter_map(|(flag, path)| Some((flag, path?))).try_for_each(|(flag, path)| check_path(flag, path))
-    }
-
-    fn check_counts(&self) -> Result<()> {
-        let at_least_one = [
-            ("per-device-train-batch-size", self.per_device_train_batch_size as u64),
-            ("gradient-accumulation-steps", self.gradient_accumulation_steps as u64),
-            ("seq-length", self.seq_length as u64),
-            ("logging-steps", self.logging_steps),
-            ("save-steps", self.save_steps),
-            ("save-total-limit", self.save_total_limit.unwrap_or(1) as u64),
-            ("hbm-limit", self.hbm_limit.map_or(1, |limit| limit.0)),
-            ("host-limit", self.host_limit.map_or(1, |limit| limit.0)),
-        ];
-        for (flag, count) in at_least_one {
-            require(count >= 1, flag, count, "at least 1")?;
-        }
-        let threads = self.threads.unwrap_or(1);
-        require((1..=THREADS_MAX).contains(&threads), "threads", threads, format!("1 to {THREADS_MAX}"))?;
-        let slots = self.slots.unwrap_or(1);
-        require((1..=SLOTS_MAX).contains(&slots), "slots", slots, format!("1 to {SLOTS_MAX}"))?;
-        let tokens = self.per_device_train_batch_size.checked_mul(self.seq_length);
-        let fits = tokens.is_some_and(|tokens| tokens <= MICRO_BATCH_TOKENS_MAX);
-        require(
-            fits,
-            "per-device-train-batch-size",
-            self.per_device_train_batch_size,
-            format!("at most {MICRO_BATCH_TOKENS_MAX} tokens in a micro-batch, with --seq-length {}", self.seq_length),
-        )?;
-        let step_tokens =
-            self.per_device_train_batch_size.checked_mul(self.seq_length).and_then(|t| t.checked_mul(self.gradient_accumulation_steps));
-        require(
-            step_tokens.is_some_and(|tokens| tokens <= STEP_TOKENS_MAX),
-            "gradient-accumulation-steps",
-            self.gradient_accumulation_steps,
-            format!("at most {STEP_TOKENS_MAX} tokens in a step"),
-        )
-    }
-
-    fn check_combinations(&self) -> Result<()> {
-        require(self.init == Init::Random || self.model.is_some(), "init", "checkpoint", "random without --model")?;
-        let (unified, allowed) = (self.memory == HostMemoryKind::Unified, "only with --strategy superoffload and --rollback deferred");
-        let states_move = self.strategy == Strategy::Superoffload && self.rollback == Rollback::Deferred;
-        require(!unified || states_move, "memory", "unified", allowed)?;
-        let on_cpu = self.adversary.is_none() || self.device == DeviceChoice::Cpu;
-        require(on_cpu, "adversary", self.adversary.unwrap_or_default(), "only with --device cpu")?;
-        if self.device == DeviceChoice::Cpu {
-            self.check_needs_no_gpu()?;
-        }
-        let named = matches!(self.resctrl_group, ResctrlGroup::Named(_));
-        let mpam = cfg!(feature = "mpam") && !self.without.contains(&Technique::Mpam);
-        require(mpam || !named, "resctrl-group", "NAME", "only with the technique mpam")?;
-        for injection in &self.inject {
-            require(injection.step >= 1, "inject", injection.step, "steps are counted from 1")?;
-        }
-        Ok(())
-    }
-
-    /// Steps of warm-up in a run of `max_steps`, as Hugging Face counts them: the ratio rounds up, and steps win over it.
-    pub fn warmup(&self, max_steps: u64) -> u64 {
-        if self.warmup_steps > 0 { self.warmup_steps } else { (self.warmup_ratio * max_steps as f64).ceil() as u64 }
-    }
-
-    /// Refuses what only a GPU can do. Called when it is known that there will be none.
-    ///
-    /// # Errors
-    /// `Usage` that names flag and value.
-    pub fn check_needs_no_gpu(&self) -> Result<()> {
-        let allowed = "only with --device cuda";
-        require(self.memory == HostMemoryKind::Pinned, "memory", "unified", allowed)?;
-        require(self.attention != AttentionChoice::Cudnn, "attention", "cudnn", allowed)?;
-        require(self.hbm_limit.is_none(), "hbm-limit", self.hbm_limit.unwrap_or(Bytes(0)), allowed)
-    }
+/// `help`, a sentence, as clap shows it: with the default.
+fn explained(help: &str, default: impl Display) -> String {
+    format!("{} [default: {default}]", help.trim().trim_end_matches('.'))
 }
 
-/// More optimizer threads than any machine has cores.
-const THREADS_MAX: usize = 4096;
-/// More staging slots than a model has use for.
-const SLOTS_MAX: usize = 4096;
-/// Kernels index tokens with 32 bits.
-const MICRO_BATCH_TOKENS_MAX: usize = i32::MAX as usize;
-/// Tokens of an optimizer step: a factor of a thousand above any that was ever trained with.
-const STEP_TOKENS_MAX: usize = 1 << 40;
-
-fn train_length(max_steps: Option<u64>, epochs: Option<f64>) -> Option<TrainLength> {
-    max_steps.map(TrainLength::Steps).or(epochs.map(TrainLength::Epochs))
+/// Type of a setting: that of its flag, or an `Option` of it where it has no default.
+macro_rules! settled {
+    ($kind:ty) => { Option<$kind> };
+    ($kind:ty, $default:expr) => { $kind };
 }
 
-fn check_path(flag: &str, path: &Path) -> Result<()> {
-    require(!path.as_os_str().is_empty(), flag, "\"\"", "a path that is not empty")?;
-    require(path.to_str().is_some(), flag, path.display(), "a path in UTF-8")
+macro_rules! default_value {
+    () => {
+        None
+    };
+    ($default:expr) => {
+        $default
+    };
+}
+
+/// The default in words: those of the table, or the value as one writes it.
+macro_rules! default_text {
+    ($kind:ty, $($default:expr)?, $words:literal) => {
+        $words
+    };
+    ($kind:ty, $default:expr,) => {{
+        let default: $kind = $default;
+        describe::written(&describe::value(&default))
+    }};
+}
+
+/// An entry is `/// Help.`, what clap and serde need besides, and
+///
+/// ```text
+/// name: Type [= default] [=> "the default in words"], OnResume [, unless "is_..."];
+/// ```
+///
+/// Without a default the setting is an `Option`. `unless` keeps a value out of the JSON. `flags` are several that make one setting; what
+/// is in `file` has no flag.
+macro_rules! settings {
+    ($($group:ident {
+        $(flags $whole:ident: $whole_kind:ty = $whole_default:expr, $whole_resume:ident {
+            $(#[doc = $part_help:literal] $(#[$part_attr:meta])* $part:ident: $part_kind:ty => $part_words:literal;)*
+        })?
+        $(
+            #[doc = $help:literal]
+            $(#[$attr:meta])*
+            $name:ident: $kind:ty $(= $default:expr)? $(=> $words:literal)?, $resume:ident $(, unless $skip:literal)?;
+        )*
+        $(file {
+            $(#[doc = $file_help:literal] $file:ident: $file_kind:ty = $file_default:expr, $file_resume:ident;)*
+        })?
+    })*) => {
+        /// Everything that `train` can be told, as it was written; `None` means not said.
+        #[derive(clap::Args, serde::Deserialize, Default, Clone, Debug, PartialEq)]
+        #[command(about = "Train a language model with the optimizer on the CPU", long_about = None, allow_negative_numbers = true)]
+        #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+        pub struct TrainOptions {
+            /// TOML file whose keys are these flags; flags win [default: none].
+            #[arg(long, value_name = "FILE.toml")]
+            #[serde(skip)]
+            pub config: Option<PathBuf>,
+            $(
+                $($(
+                    #[doc = $part_help]
+                    #[arg(long, help = explained($part_help, $part_words))]
+                    $(#[$part_attr])*
+                    pub $part: Option<$part_kind>,
+                )*)?
+                $(
+                    #[doc = $help]
+                    #[arg(long, help = explained($help, default_text!($kind, $($default)?, $($words)?)))]
+                    $(#[$attr])*
+                    pub $name: Option<$kind>,
+                )*
+                $($(
+                    #[doc = $file_help]
+                    #[arg(skip)]
+                    pub $file: Option<$file_kind>,
+                )*)?
+            )*
+            /// Lines for people: keys of the file that mean nothing here, and why.
+            #[arg(skip)]
+            #[serde(skip)]
+            pub ignored: Vec<String>,
+        }
+
+        impl TrainOptions {
+            /// These options, and those of `lower` where these say nothing.
+            pub fn over(self, lower: Self) -> Self {
+                Self {
+                    config: self.config.or(lower.config),
+                    $(
+                        $($($part: self.$part.or(lower.$part),)*)?
+                        $($name: self.$name.or(lower.$name),)*
+                        $($($file: self.$file.or(lower.$file),)*)?
+                    )*
+                    ignored: [self.ignored, lower.ignored].concat(),
+                }
+            }
+
+            /// The options that were said, by the names of their fields.
+            pub fn said(&self) -> Vec<&'static str> {
+                let said = [$(
+                    $($(self.$part.is_some().then_some(stringify!($part)),)*)?
+                    $(self.$name.is_some().then_some(stringify!($name)),)*
+                    $($(self.$file.is_some().then_some(stringify!($file)),)*)?
+                )*];
+                said.into_iter().flatten().collect()
+            }
+        }
+
+        /// What `train` does: what was said, and defaults for the rest. [`Settings::resolve`] makes and checks it.
+        #[derive(Clone, Debug, PartialEq, serde::Serialize)]
+        pub struct Settings {
+            $(
+                $(
+                    #[doc = concat!("What ", $("`", stringify!($part), "` ",)* "make together.")]
+                    pub $whole: $whole_kind,
+                )?
+                $(
+                    #[doc = $help]
+                    $(#[serde(skip_serializing_if = $skip)])?
+                    pub $name: settled!($kind $(, $default)?),
+                )*
+                $($(
+                    #[doc = $file_help]
+                    pub $file: $file_kind,
+                )*)?
+            )*
+            /// Host memory that the data takes while steps run, once its files are known: see [`crate::data::source::host_bytes`].
+            #[serde(skip)]
+            pub data_bytes: u64,
+            /// Whether rows of the data hold several documents, which attention then keeps apart.
+            #[serde(skip)]
+            pub separates_documents: bool,
+        }
+
+        impl Default for Settings {
+            /// The defaults of Hugging Face's `TrainingArguments` where they have the argument.
+            fn default() -> Self {
+                Self {
+                    $(
+                        $($whole: $whole_default,)?
+                        $($name: default_value!($($default)?),)*
+                        $($($file: $file_default,)*)?
+                    )*
+                    data_bytes: 0,
+                    separates_documents: false,
+                }
+            }
+        }
+
+        impl Settings {
+            /// Takes what was said of each setting that has an option of its own name.
+            pub(super) fn take(&mut self, options: TrainOptions) {
+                $(
+                    $(if let Some(said) = options.$name { self.$name = said.into() })*
+                    $($(if let Some(said) = options.$file { self.$file = said })*)?
+                )*
+            }
+
+            /// Settings that differ from those of `other`, with their values here.
+            pub fn unlike(&self, other: &Self) -> Vec<(&'static str, Value)> {
+                let mut unlike = Vec::new();
+                let mut compare = |name, is_same: bool, value: &dyn Fn() -> Value| if !is_same { unlike.push((name, value())) };
+                $(
+                    $(compare(stringify!($whole), self.$whole == other.$whole, &|| describe::value(&self.$whole));)?
+                    $(compare(stringify!($name), self.$name == other.$name, &|| describe::value(&self.$name));)*
+                    $($(compare(stringify!($file), self.$file == other.$file, &|| describe::value(&self.$file));)*)?
+                )*
+                unlike
+            }
+        }
+
+        /// All settings, in the table's order.
+        pub const KEYS: &[Key] = &[$(
+            $(Key { name: stringify!($whole), on_resume: OnResume::$whole_resume },)?
+            $(Key { name: stringify!($name), on_resume: OnResume::$resume },)*
+            $($(Key { name: stringify!($file), on_resume: OnResume::$file_resume },)*)?
+        )*];
+
+        /// Keys that exist only in the file.
+        pub(super) const FILE_ONLY: &[&str] = &[$($($(stringify!($file),)*)?)*];
+    };
+}
+
+settings! {
+    Model {
+        /// Hugging Face model directory.
+        #[arg(value_name = "DIR")]
+        model: PathBuf => "a small built-in model", Free;
+        /// Where the first weights come from.
+        init: Init = Init::Random => "checkpoint with --model, else random", Free;
+    }
+
+    Data {
+        /// Files or directories of .txt, .jsonl and .bin.
+        #[arg(num_args = 1.., value_name = "PATH")]
+        #[serde(deserialize_with = "one_or_many")]
+        data: Vec<PathBuf> = Vec::new() => "the text that ships with the program", Free;
+        /// What turns text into tokens: the model's tokenizer.json, or bytes.
+        tokenizer: TokenizerChoice = TokenizerChoice::Auto, Tokens;
+        /// The token between documents, as text or id.
+        #[arg(value_name = "TOKEN")]
+        #[serde(deserialize_with = "some_scalar")]
+        eos_token: String => "the one that the model's files name", Tokens;
+        /// Begin each document with a token; auto is as the tokenizer does.
+        add_bos: AddBos = AddBos::Auto, Tokens;
+        /// Where checkpoints and metrics go.
+        #[arg(value_name = "DIR")]
+        output_dir: PathBuf = "runs/train".into(), Free;
+    }
+
+    Method {
+        /// Machine that runs forward and backward.
+        device: DeviceChoice = DeviceChoice::Auto, Free;
+        /// Set of offloading techniques.
+        strategy: Strategy = Strategy::Superoffload, Free;
+        /// How a failed speculation is undone.
+        rollback: Rollback = Rollback::Deferred, Told;
+        /// Format of weights and gradients on the device.
+        dtype: TrainDtype = TrainDtype::Bfloat16, Told;
+    }
+
+    Schedule {
+        flags train_length: TrainLength = TrainLength::Epochs(3.0), Told {
+            /// Optimizer steps; wins over --num-train-epochs.
+            #[arg(value_name = "N")]
+            max_steps: u64 => "none";
+            /// Passes over the data, fractions allowed.
+            #[arg(value_name = "N", allow_hyphen_values = true)]
+            num_train_epochs: f64 => "3";
+        }
+
+        /// Sequences of a micro-batch.
+        #[arg(value_name = "N")]
+        per_device_train_batch_size: usize = 8, Told;
+        /// Micro-batches of an optimizer step.
+        #[arg(value_name = "N")]
+        gradient_accumulation_steps: usize = 1, Told;
+        /// Tokens of a sequence.
+        #[arg(value_name = "N")]
+        seq_length: usize = 1024, Order;
+        /// Peak learning rate.
+        #[arg(value_name = "X", allow_hyphen_values = true)]
+        learning_rate: f64 = 5e-5, Told;
+        /// Shape of the learning rate over the steps.
+        lr_scheduler_type: LrScheduler = LrScheduler::Linear, Told;
+        /// Steps of linear warm-up.
+        #[arg(value_name = "N")]
+        warmup_steps: u64 = 0, Told;
+        /// Share of all steps that warms up, rounded up, where --warmup-steps is 0.
+        #[arg(value_name = "X")]
+        #[serde(deserialize_with = "some_scalar")]
+        warmup_ratio: f64 = 0.0, Told, unless "is_zero";
+        /// Decoupled weight decay; norms and biases have none.
+        #[arg(value_name = "X", allow_hyphen_values = true)]
+        weight_decay: f64 = 0.0, Told;
+        /// Decay of Adam's first moment.
+        #[arg(value_name = "X", allow_hyphen_values = true)]
+        adam_beta1: f64 = 0.9, Told;
+        /// Decay of Adam's second moment.
+        #[arg(value_name = "X", allow_hyphen_values = true)]
+        adam_beta2: f64 = 0.999, Told;
+        /// Adam's epsilon.
+        #[arg(value_name = "X", allow_hyphen_values = true)]
+        adam_epsilon: f64 = 1e-8, Told;
+        /// Gradient norm above which gradients are clipped; 0 is never.
+        #[arg(value_name = "X", allow_hyphen_values = true)]
+        max_grad_norm: f64 = 1.0, Told;
+        /// Seed of random weights and of the data order.
+        #[arg(value_name = "N")]
+        seed: u64 = 42, Order;
+    }
+
+    Run {
+        /// Steps between log lines.
+        #[arg(value_name = "N")]
+        logging_steps: u64 = 10, Free;
+        /// Steps between checkpoints.
+        #[arg(value_name = "N")]
+        save_steps: u64 = 500, Free;
+        /// Checkpoints kept, the newest ones.
+        #[arg(value_name = "N")]
+        save_total_limit: usize => "all", Free;
+        /// Steps in a row with gradients that are not finite after which a run ends; 0 is never.
+        #[arg(value_name = "N")]
+        max_skipped_steps: u64 = 100, Free;
+        /// Seconds without progress after which a run tells why and ends; 0 is never.
+        #[arg(value_name = "SECONDS")]
+        stall_limit: u64 = 300, Free;
+        /// Checkpoint to continue from, `auto` for the newest good one.
+        #[arg(value_name = "auto|DIR", value_parser = PathBufValueParser::new().map(Resume::from))]
+        resume_from_checkpoint: Resume => "none", Free;
+        /// Parts that may differ from the checkpoint's, separated by commas.
+        #[arg(value_name = "PART", value_delimiter = ',')]
+        #[serde(deserialize_with = "one_or_many")]
+        allow_changed: Vec<RunPart> = Vec::new() => "none", Free;
+    }
+
+    Memory {
+        /// Compute threads, and as many optimizer threads.
+        #[arg(value_name = "N")]
+        threads: usize => "one for each core", Free;
+        /// Size of a bucket in MiB of 16-bit parameters.
+        #[arg(value_name = "X")]
+        bucket_mib: f64 => "the plan decides", Free;
+        /// Tail buckets whose optimizer stays on the device.
+        #[arg(value_name = "auto|all|N")]
+        #[serde(deserialize_with = "some_scalar")]
+        resident_buckets: ResidentBuckets = ResidentBuckets::Auto, Free;
+        /// What layers keep for their backward pass.
+        activations: ActivationsChoice = ActivationsChoice::Auto, Free;
+        /// Where layers' weights lie: on the device, or streamed from host memory.
+        weights: WeightsChoice = WeightsChoice::Auto, Free;
+    }
+
+    Machine {
+        /// Machine whose rates a GPU's plan rests on: auto, a profile's name or file.
+        #[arg(value_name = "PROFILE|FILE")]
+        hardware: PathBuf = basis::AUTO.into(), Free;
+        /// Use no more GPU memory than this, for example 80GiB.
+        #[arg(value_name = "SIZE")]
+        #[serde(deserialize_with = "some_scalar")]
+        hbm_limit: Bytes => "all that is free", Free;
+        /// Use no more host memory than this, for example 1.5TiB.
+        #[arg(value_name = "SIZE")]
+        #[serde(deserialize_with = "some_scalar")]
+        host_limit: Bytes => "all that is free", Free;
+        /// Host memory of offloaded states; unified needs a GPU.
+        memory: HostMemoryKind = HostMemoryKind::Pinned, Free;
+        /// Page sizes of host memory.
+        huge_pages: HugePagesChoice = HugePagesChoice::Auto, Free;
+        /// Who computes attention on a GPU.
+        attention: AttentionChoice = AttentionChoice::Auto, Free;
+        /// Allow GPU kernels whose results may differ between runs in the last bit.
+        #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+        nondeterministic: bool = false, Free;
+        /// Look for NVIDIA's libraries here first.
+        #[arg(value_name = "DIR")]
+        cuda_libraries: PathBuf => "where the system looks", Free;
+    }
+
+    // What only measuring, comparing and testing need.
+    Debug {
+        /// Take the sequences in file order.
+        #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+        no_shuffle: bool = false, Order;
+        /// Write the timeline for Perfetto here, not to trace.json in the output directory.
+        #[arg(value_name = "FILE")]
+        trace: PathBuf => "none", Free;
+        /// Count cycles, cache misses and page faults of the optimizer's threads.
+        #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+        perf_counters: bool = false, Free;
+        /// Print a digest of the final state as the last line.
+        #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+        digest: bool = false, Free;
+        /// Instruction set of the CPU optimizer.
+        isa: IsaChoice = IsaChoice::Auto, Free;
+        /// Partition of cache and bandwidth that the optimizer's threads join.
+        #[arg(value_name = "auto|none|NAME", value_parser = StringValueParser::new().map(ResctrlGroup::from))]
+        resctrl_group: ResctrlGroup = ResctrlGroup::Auto, Free;
+        /// Staging slots for gradients and as many for parameters.
+        #[arg(value_name = "N")]
+        slots: usize => "chosen with the plan", Free;
+        /// Techniques to turn off, separated by commas.
+        #[arg(value_name = "TECHNIQUE", value_delimiter = ',')]
+        #[serde(deserialize_with = "one_or_many")]
+        without: Vec<Technique> = Vec::new() => "none", Free;
+        /// Side that converts gradients.
+        cast: CastSide = CastSide::Auto, Free;
+        /// Seed of legal reorderings of events, to test the engine on --device cpu.
+        #[arg(hide = true, value_name = "SEED")]
+        adversary: u64 => "none", Free;
+
+        file {
+            /// Values written into gradients, to test the engine; only in the file.
+            inject: Vec<Injection> = Vec::new(), Free;
+        }
+    }
 }
 
 fn is_zero(x: &f64) -> bool {
     *x == 0.0
 }
 
-pub(super) fn require(holds: bool, flag: &str, value: impl Display, allowed: impl Display) -> Result<()> {
-    if holds { Ok(()) } else { Err(Error::usage(format!("--{flag} {}: allowed is {allowed}", compact(value)))) }
-}
-
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
-    use crate::config::options::tests::{command_line, flags, sample, sample_options};
+    use clap::{Arg, Args, FromArgMatches};
 
-    fn resolve(args: &[&str]) -> Result<Settings> {
-        Settings::resolve(command_line(args).unwrap())
+    /// Every flag of `train` as clap knows it.
+    pub(crate) fn flags() -> Vec<Arg> {
+        TrainOptions::augment_args(clap::Command::new("train")).get_arguments().cloned().collect()
     }
 
-    /// Settings of a run that is not the demo.
-    fn base() -> Settings {
-        resolve(&["--data", "corpus.txt"]).unwrap()
+    pub(crate) fn command_line(args: &[&str]) -> Result<TrainOptions, clap::Error> {
+        let command = TrainOptions::augment_args(clap::Command::new("train"));
+        let matches = command.try_get_matches_from(["train"].iter().chain(args))?;
+        TrainOptions::from_arg_matches(&matches)
+    }
+
+    /// A flag's name and a value that is not its default.
+    pub(crate) fn sample(flag: &Arg) -> (String, String) {
+        let values: Vec<String> = flag.get_possible_values().iter().map(|value| value.get_name().to_string()).collect();
+        let value = match values.last() {
+            Some(last) if last == "false" => "true",
+            Some(last) => last,
+            None => "2",
+        };
+        (flag.get_long().unwrap().to_string(), value.to_string())
+    }
+
+    pub(crate) fn sample_options(flag: &Arg) -> TrainOptions {
+        let (name, value) = sample(flag);
+        command_line(&[&format!("--{name}={value}")]).unwrap()
     }
 
     #[test]
-    fn every_flag_changes_the_settings_or_is_refused_by_name() {
-        for flag in flags().into_iter().filter(|flag| flag.get_long() != Some("config")) {
-            let (name, _) = sample(&flag);
-            let options = sample_options(&flag).over(command_line(&["--data", "corpus.txt"]).unwrap());
-            match Settings::resolve(options) {
-                Ok(settings) => assert_ne!(settings, base(), "--{name}"),
-                Err(refused) => assert!(refused.to_string().contains(&name), "--{name}: {refused}"),
-            }
+    fn every_flag_survives_merging_and_the_upper_one_wins() {
+        for flag in flags() {
+            let set = sample_options(&flag);
+            assert_ne!(set, TrainOptions::default(), "{}", flag.get_id());
+            assert_eq!(set.clone().over(TrainOptions::default()), set, "{}", flag.get_id());
+            assert_eq!(TrainOptions::default().over(set.clone()), set, "{}", flag.get_id());
         }
+        let inject = Some(vec![Injection { step: 1, element: 2, value: 3.0 }]);
+        let injected = TrainOptions { inject, ..Default::default() };
+        assert_eq!(TrainOptions::default().over(injected.clone()), injected);
+        let upper = command_line(&["--seed", "1", "--no-shuffle=false"]).unwrap();
+        let lower = command_line(&["--seed", "2", "--no-shuffle", "--slots", "3"]).unwrap();
+        let merged = upper.over(lower);
+        assert_eq!((merged.seed, merged.no_shuffle, merged.slots), (Some(1), Some(false), Some(3)));
     }
 
     #[test]
-    fn the_defaults_that_help_names_are_the_defaults() {
-        let mut checked = 0;
+    fn lists_and_words_parse() {
+        let options = command_line(&["--data", "a", "b", "--without", "stv,mpam", "--resident-buckets", "auto"]).unwrap();
+        assert_eq!(options.data, Some(vec!["a".into(), "b".into()]));
+        assert_eq!(options.without, Some(vec![Technique::Stv, Technique::Mpam]));
+        assert_eq!(options.resident_buckets, Some(ResidentBuckets::Auto));
+        assert_eq!(command_line(&["--resident-buckets=all"]).unwrap().resident_buckets, Some(ResidentBuckets::All));
+        assert_eq!(command_line(&["--hbm-limit=80GiB"]).unwrap().hbm_limit, Some(Bytes(80 << 30)));
+        assert!(command_line(&["--host-limit=much"]).unwrap_err().to_string().contains("expected a size"));
+        let resume = |word| command_line(&["--resume-from-checkpoint", word]).unwrap().resume_from_checkpoint;
+        assert_eq!(resume("auto"), Some(Resume::Auto));
+        assert_eq!(resume("./auto"), Some(Resume::Dir("./auto".into())));
+        assert!(command_line(&["--resident-buckets", "many"]).unwrap_err().to_string().contains("number of buckets, `auto` or `all`"));
+        assert_eq!(command_line(&["--learning-rate", "-1"]).unwrap().learning_rate, Some(-1.0));
+    }
+
+    #[test]
+    fn every_flag_is_explained_in_one_short_sentence_with_its_default() {
         for flag in flags() {
             let help = flag.get_help().unwrap().to_string();
-            let default = help.rsplit("[default: ").next().unwrap().trim_end_matches(']');
-            let words = default.contains(' ') || ["none", "all"].contains(&default);
-            if !words {
-                let named = format!("--{}={default}", flag.get_long().unwrap());
-                assert_eq!(resolve(&["--data=corpus.txt", &named]).unwrap(), base(), "{named}");
-                checked += 1;
-            }
-        }
-        assert!(checked >= 24, "only {checked} defaults are literal");
-    }
-
-    #[test]
-    fn nonsense_is_refused_with_flag_value_and_range() {
-        let cases = [
-            ("--learning-rate=nan", "finite and at least 0"),
-            ("--learning-rate=-1", "finite and at least 0"),
-            ("--weight-decay=inf", "finite and at least 0"),
-            ("--max-grad-norm=-0.5", "finite and at least 0"),
-            ("--adam-beta1=1", "below 1"),
-            ("--adam-beta2=-0.1", "at least 0"),
-            ("--adam-beta2=nan", "below 1"),
-            ("--adam-epsilon=0", "above 0"),
-            ("--adam-epsilon=1e-60", "above 0 in float32"),
-            ("--per-device-train-batch-size=0", "at least 1"),
-            ("--gradient-accumulation-steps=0", "at least 1"),
-            ("--seq-length=0", "at least 1"),
-            ("--logging-steps=0", "at least 1"),
-            ("--save-steps=0", "at least 1"),
-            ("--save-total-limit=0", "at least 1"),
-            ("--threads=0", "1 to"),
-            ("--slots=0", "1 to"),
-            ("--bucket-mib=0", "above 0"),
-            ("--bucket-mib=nan", "above 0"),
-            ("--max-steps=0", "at least 1"),
-            ("--num-train-epochs=0", "above 0"),
-            ("--num-train-epochs=nan", "above 0"),
-            ("--init=checkpoint", "--model"),
-            ("--adversary=5", "--device cpu"),
-            ("--hbm-limit=0", "at least 1"),
-            ("--host-limit=0GiB", "at least 1"),
-            ("--per-device-train-batch-size=9223372036854775807", "tokens in a micro-batch"),
-        ];
-        for (arg, range) in cases {
-            let args = if arg.contains("epochs") { vec![arg, "--data=corpus.txt"] } else { vec![arg] };
-            let refused = resolve(&args).unwrap_err();
-            let message = refused.to_string();
-            assert!(message.starts_with(arg.split('=').next().unwrap()) && message.contains(range), "{arg}: {message}");
-            assert_eq!(refused.exit_code(), 2);
-        }
-    }
-
-    #[test]
-    fn the_cpu_refuses_what_needs_a_gpu() {
-        for (flag, value) in [("--memory", "unified"), ("--attention", "cudnn"), ("--hbm-limit", "2.0 GiB")] {
-            let message = resolve(&["--device=cpu", flag, value]).unwrap_err().to_string();
-            assert_eq!(message, format!("{flag} {value}: allowed is only with --device cuda"));
-            assert!(resolve(&["--device=cuda", flag, value]).is_ok());
-        }
-    }
-
-    #[test]
-    fn unified_memory_is_for_what_the_gpu_steps_after_the_verdict() {
-        for other in ["--strategy=zero-offload", "--strategy=no-offload", "--rollback=inverse"] {
-            let message = resolve(&["--device=cuda", "--memory=unified", other]).unwrap_err().to_string();
-            assert!(message.starts_with("--memory unified: allowed is only with --strategy superoffload"), "{message}");
-        }
-    }
-
-    #[test]
-    fn max_steps_wins_and_three_epochs_are_the_default() {
-        assert_eq!(base().train_length, TrainLength::Epochs(3.0));
-        let both = resolve(&["--max-steps=5", "--num-train-epochs=2"]).unwrap();
-        assert_eq!(both.train_length, TrainLength::Steps(5));
-    }
-
-    #[test]
-    fn the_demo_runs_when_there_is_neither_model_nor_data_and_flags_still_win() {
-        assert_eq!(resolve(&[]).unwrap(), Settings::demo());
-        let epochs = resolve(&["--num-train-epochs=0.5"]).unwrap();
-        assert_eq!(epochs, Settings { train_length: TrainLength::Epochs(0.5), ..Settings::demo() });
-        let model = resolve(&["--model", "gpt2", "--data", "corpus.txt"]).unwrap();
-        assert_eq!((model.init, model.seq_length, model.output_dir), (Init::Checkpoint, 1024, "runs/train".into()));
-        assert_eq!(resolve(&["--model", "gpt2", "--data", "corpus.txt", "--init=random"]).unwrap().init, Init::Random);
-        let refused = resolve(&["--model", "gpt2"]).unwrap_err();
-        assert!(refused.exit_code() == 2 && refused.to_string().starts_with("--model: --data is missing"), "{refused}");
-    }
-
-    #[test]
-    fn warm_up_is_counted_as_hugging_face_counts_it() {
-        let warmup = |args: &[&str]| resolve(&[args, &["--data=x"]].concat()).unwrap().warmup(250);
-        assert_eq!((warmup(&[]), warmup(&["--warmup-ratio=0.1"]), warmup(&["--warmup-ratio=0.003"])), (0, 25, 1));
-        assert_eq!(warmup(&["--warmup-ratio=0.1", "--warmup-steps=7"]), 7);
-        assert_eq!(resolve(&["--warmup-ratio=0.5"]).unwrap().warmup(300), 150, "the built-in model's ten steps were not asked for");
-        assert!(resolve(&["--warmup-ratio=1.5"]).unwrap_err().to_string().contains("0 to 1"));
-    }
-
-    #[test]
-    fn the_help_names_the_settings_of_the_built_in_model() {
-        let said: Vec<_> = DEMO_FLAGS.split(' ').collect();
-        assert_eq!(resolve(&[&said[..], &["--data=x"]].concat()).unwrap(), Settings { data: vec!["x".into()], ..Settings::demo() });
-    }
-
-    #[test]
-    fn long_numbers_are_short_in_messages() {
-        let message = resolve(&["--adam-epsilon=-1e300"]).unwrap_err().to_string();
-        assert!(message.starts_with("--adam-epsilon -1e300: "), "{message}");
-    }
-
-    #[test]
-    fn techniques_are_sorted_and_named_once() {
-        let without = resolve(&["--without=mpam,stv", "--without=mpam"]).unwrap().without;
-        assert_eq!(without, [Technique::Stv, Technique::Mpam]);
-    }
-
-    #[test]
-    fn settings_are_json_even_with_a_nan_injected() {
-        let inject = Some(vec![Injection { step: 1, element: 0, value: f32::NAN }]);
-        let settings = Settings::resolve(TrainOptions { inject, ..Default::default() }).unwrap();
-        let json = serde_json::to_value(&settings).unwrap();
-        assert_eq!(json["inject"][0]["value"], "NaN");
-        assert_eq!(json["train_length"]["steps"], 300);
-        let back: Injection = serde_json::from_value(json["inject"][0].clone()).unwrap();
-        assert!(back.value.is_nan());
-    }
-
-    #[test]
-    fn paths_that_json_cannot_hold_are_refused() {
-        use std::os::unix::ffi::OsStringExt;
-        let odd = PathBuf::from(std::ffi::OsString::from_vec(vec![b'a', 0xff]));
-        for (options, flag) in [
-            (TrainOptions { model: Some(odd.clone()), data: Some(vec!["corpus.txt".into()]), ..Default::default() }, "--model"),
-            (TrainOptions { data: Some(vec![odd.clone()]), ..Default::default() }, "--data"),
-            (TrainOptions { resume_from_checkpoint: Some(Resume::Dir(odd)), ..Default::default() }, "--resume-from-checkpoint"),
-            (TrainOptions { output_dir: Some("".into()), ..Default::default() }, "--output-dir"),
-            (TrainOptions { cuda_libraries: Some("".into()), ..Default::default() }, "--cuda-libraries"),
-            (TrainOptions { data: Some(vec![]), ..Default::default() }, "--data"),
-        ] {
-            let message = Settings::resolve(options).unwrap_err().to_string();
-            assert!(message.starts_with(flag), "{message}");
+            assert!(help.ends_with(']') && help.contains(" [default: "), "{}: {help}", flag.get_id());
+            assert!(help.chars().count() <= 100 && !help.contains(". "), "{}: {help}", flag.get_id());
         }
     }
 }

@@ -18,6 +18,7 @@ pub mod limits;
 ))]
 mod tests;
 
+use crate::config::describe;
 use crate::config::options::{ActivationsChoice, CastSide, ResidentBuckets, Technique, WeightsChoice};
 use crate::config::settings::Settings;
 use crate::device::DeviceKind;
@@ -221,28 +222,14 @@ impl Question<'_> {
 
 /// What a user would write to get `settings` where `asked` are given.
 fn flags(asked: &Settings, settings: &Settings) -> Vec<String> {
-    let flag = |option: &str, value: fn(&Settings) -> String| {
-        let value = (value(asked), value(settings));
-        (value.0 != value.1).then(|| format!("--{option} {}", value.1))
-    };
-    let flags = [
-        flag("per-device-train-batch-size", |settings| settings.per_device_train_batch_size.to_string()),
-        flag("gradient-accumulation-steps", |settings| settings.gradient_accumulation_steps.to_string()),
-        flag("activations", |settings| value_name(&settings.activations)),
-        flag("weights", |settings| value_name(&settings.weights)),
-        flag("resident-buckets", |settings| settings.resident_buckets.to_string()),
-        flag("bucket-mib", |settings| settings.bucket_mib.map_or_else(String::new, |mib| mib.to_string())),
-        flag("cast", |settings| value_name(&settings.cast)),
-        flag("slots", |settings| settings.slots.map_or_else(String::new, |slots| slots.to_string())),
-        flag("threads", |settings| settings.threads.map_or_else(String::new, |threads| threads.to_string())),
-        flag("without", |settings| settings.without.iter().map(value_name).collect::<Vec<_>>().join(",")),
-    ];
-    flags.into_iter().flatten().collect()
+    let mut changed = settings.unlike(asked);
+    changed.sort_by_key(|(name, _)| TOLD_FIRST.iter().position(|first| first == name).unwrap_or(TOLD_FIRST.len()));
+    changed.into_iter().map(|(name, value)| describe::flag(name, &value)).collect()
 }
 
-fn value_name(value: &impl ValueEnum) -> String {
-    value.to_possible_value().expect("no choice is hidden").get_name().to_owned()
-}
+/// In this order an answer names what was changed, the rest in the table's: what decides most comes first.
+const TOLD_FIRST: [&str; 7] =
+    ["per_device_train_batch_size", "gradient_accumulation_steps", "activations", "weights", "resident_buckets", "bucket_mib", "cast"];
 
 /// Settings that differ from a candidate's in one thing; none where that was asked for.
 type Setting = fn(&Question, &Candidate) -> Vec<Settings>;

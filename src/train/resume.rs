@@ -7,7 +7,7 @@ use super::state;
 use crate::checkpoint::{self, Loaded, STEPS_MAX};
 use crate::config::describe;
 use crate::config::options::{Resume, RunPart};
-use crate::config::settings::Settings;
+use crate::config::settings::{OnResume, Settings};
 use crate::data::loader::DataPosition;
 use crate::device::Kernels;
 use crate::engine::executor::Engine;
@@ -126,9 +126,9 @@ impl Accepted {
 
 /// A position means the same sequences only in the same order, whatever is accepted besides.
 fn expect_same_order(now: &Value, then: &Value) -> Result<()> {
-    for key in ["seq_length", "seed", "no_shuffle"] {
+    for key in OnResume::Order.keys() {
         if then[key] != now[key] {
-            let (then, flag) = (brief(&then[key]), key.replace('_', "-"));
+            let (then, flag) = (brief(&then[key]), describe::flag_name(key));
             return Err(Error::usage(format!(
                 "--{flag}: {key} was {then} when the checkpoint was made and is {} now: its data position would mean other sequences",
                 now[key]
@@ -167,36 +167,19 @@ fn position_in(settings: &Settings, saved: SavedPosition, sequences: usize, obse
 
 /// Other settings may change, and a person should know which.
 fn tell_changed_settings(now: &Value, then: &Value, observer: &mut impl Observer) {
-    for key in TRAINING_KEYS {
+    for key in OnResume::Told.keys() {
         if then[key] != now[key] {
             observer.warn(&describe::changed(key, &then[key], &now[key]));
         }
     }
 }
 
-/// Settings that change what is learned, not only how fast.
-const TRAINING_KEYS: [&str; 14] = [
-    "dtype",
-    "train_length",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "learning_rate",
-    "lr_scheduler_type",
-    "warmup_steps",
-    "warmup_ratio",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-    "max_grad_norm",
-    "rollback",
-];
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::checkpoint::tests::{any_json, forge, places, true_manifest};
     use crate::checkpoint::{Scheduler, TensorSource, TrainerState, Writer};
+    use crate::config::settings::KEYS;
     use crate::data::batch::{Batch, Batches, arrays};
     use crate::data::loader::Loader;
     use crate::data::packing::tests::counting;
@@ -281,6 +264,26 @@ mod tests {
             let run = accepted.unwrap().run;
             assert!(run["changed"][0]["step"] == 4 && run["changed"][0]["part"] == part.name(), "{run:?}");
             assert_eq!(run[part.name()], now[part.name()], "from here on compared with the new one");
+        }
+    }
+
+    #[test]
+    fn each_setting_is_compared_as_the_table_says() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = checkpoint(dir.path());
+        let honest = true_manifest(&path);
+        for key in KEYS {
+            let (mut manifest, flag) = (honest.clone(), format!("--{}", describe::flag_name(key.name)));
+            manifest["trainer"]["settings"][key.name] = json!("other");
+            forge(&path, &manifest);
+            let (accepted, heard) = resumed(&path, &[], SEQUENCES, run());
+            let refused = accepted.err().map(|error| error.to_string());
+            match key.on_resume {
+                OnResume::Told => assert!(refused.is_none() && heard.len() == 1 && heard[0].starts_with(&flag), "{flag}: {heard:?}"),
+                OnResume::Order => assert!(refused.is_some_and(|refused| refused.starts_with(&flag)), "{flag}"),
+                // Tokens are compared before, where the tokenizer is found.
+                OnResume::Free | OnResume::Tokens => assert_eq!((refused, heard), (None, vec![]), "{flag}"),
+            }
         }
     }
 

@@ -1,7 +1,8 @@
 //! How a run's text becomes tokens: the flags, the model's directory and, when a run goes on, its checkpoint decide.
 
+use crate::config::describe;
 use crate::config::options::TokenizerChoice;
-use crate::config::settings::Settings;
+use crate::config::settings::{OnResume, Settings};
 use crate::data::packing::Dataset;
 use crate::data::source;
 use crate::data::tokenizer::AddBos;
@@ -28,7 +29,7 @@ pub fn tokenizer(settings: &Settings, shape: &ModelShape, saved: Option<&Value>)
     if tokenizer.is_bytes() {
         settings.tokenizer = TokenizerChoice::Bytes;
     }
-    saved.map_or(Ok(()), |saved| expect_same(&settings, saved, &["tokenizer", "eos_token", "add_bos"]))?;
+    saved.map_or(Ok(()), |saved| expect_same(&settings, saved, &OnResume::Tokens.keys()))?;
     Ok((tokenizer, settings))
 }
 
@@ -60,7 +61,7 @@ fn expect_same(settings: &Settings, saved: &Value, keys: &[&str]) -> Result<()> 
     for &key in keys {
         let (then, now) = (saved.get(key).or((key == "add_bos").then_some(&without_bos)), &now[key]);
         if let Some(then) = then.filter(|&then| then != now) {
-            let flag = key.replace('_', "-");
+            let flag = describe::flag_name(key);
             let cause = "the data position would mean other tokens; resume as it was, or start anew";
             return Err(Error::usage(format!("--{flag} was {then} when the checkpoint was made and is {now} now: {cause}")));
         }
@@ -104,7 +105,7 @@ fn missing(dir: &ModelDir) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::options::TrainOptions;
+    use crate::config::settings::TrainOptions;
     use crate::data::tokenizer::tests::{WORDS, model_dir, with_bos};
     use serde_json::json;
     use std::path::Path;
