@@ -254,6 +254,7 @@ fn done(hop: Hop, bucket: usize) -> Event {
 }
 
 /// The buckets that were told to begin `hop`, in order.
+#[cfg(feature = "deadline-order")]
 fn started(c: &mut Coordinator, hop: Hop) -> Vec<usize> {
     let commands = std::iter::from_fn(|| c.next_command());
     let started = commands.map(|Command::Start { hop, bucket, .. }| (hop, bucket));

@@ -126,7 +126,7 @@ pub fn thread_name(role: &str, index: usize, cpu: usize) -> String {
 /// Names the calling thread after `role`, `index` and `cpu` (see [`thread_name`]) and pins it to `cpu`.
 ///
 /// # Errors
-/// When the name cannot be written, or the pinning fails: see [`pin_to_cpu`].
+/// When the name cannot be written; `Resource` when the kernel refuses the CPU: it is offline, not there, or of another cpuset.
 pub fn name_and_pin(role: &str, index: usize, cpu: usize) -> Result<()> {
     let name = thread_name(role, index, cpu);
     let file = "/proc/thread-self/comm";
