@@ -51,8 +51,11 @@ pub(super) fn scan(
     let wrong = thread::scope(|scope| {
         let spawn = |_| thread::Builder::new().spawn_scoped(scope, work).map_err(|e| Error::resource("start a thread that reads", e));
         let workers: Vec<_> = (0..threads).map(spawn).collect::<Result<_>>()?;
-        while workers.iter().any(|worker| !worker.is_finished()) {
+        // Told once at least: workers may be done before anyone looks.
+        let mut is_done = workers.is_empty();
+        while !is_done {
             thread::park_timeout(Duration::from_millis(100));
+            is_done = workers.iter().all(|worker| worker.is_finished());
             preparation.progress(what, (next.load(Ordering::Relaxed).min(blocks) * BLOCK_BYTES as u64).min(file.bytes()), file.bytes());
         }
         let joined = workers.into_iter().map(|worker| worker.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
