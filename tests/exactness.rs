@@ -13,7 +13,7 @@ use superoffload::host::pinned::RING_GRAIN_BYTES;
 use superoffload::memory::RingShape;
 #[cfg(feature = "weight-flow")]
 use superoffload::model::shape::ModelShape;
-use superoffload::model::tensors::{Stage, TensorTable};
+use superoffload::model::tensors::{Module, TensorTable};
 use superoffload::planner::machine::Machine;
 use superoffload::planner::plan::Plan;
 
@@ -266,12 +266,12 @@ fn a_ring_of_gradients_changes_no_bit() {
     assert_eq!(speculated > 0, cfg!(feature = "stv"));
 }
 
-/// The shortest ring of gradients that holds any stage and a bucket, if that is shorter than them all. The embeddings stay outside.
+/// The shortest ring of gradients that holds any module and a bucket, if that is shorter than them all. The embeddings stay outside.
 fn grad_ring(plan: &Plan, table: &TensorTable) -> Option<RingShape> {
     let grain = RING_GRAIN_BYTES / plan.dtype.bytes();
-    let stage_elems = [Stage::Head, Stage::Layer(0)].map(|stage| table.stage_range(stage).len());
-    let period_elems = (stage_elems[0].max(stage_elems[1]) + plan.layout.bucket_elems()).next_multiple_of(grain);
-    let end = table.stage_range(Stage::Embed).start.min(plan.layout.offloaded_elems());
+    let module_elems = [Module::Head, Module::Layer(0)].map(|module| table.module_range(module).len());
+    let period_elems = (module_elems[0].max(module_elems[1]) + plan.layout.bucket_elems()).next_multiple_of(grain);
+    let end = table.module_range(Module::Embed).start.min(plan.layout.offloaded_elems());
     let ringed_elems = end / grain * grain;
     (ringed_elems > period_elems).then_some(RingShape { ringed_elems, period_elems })
 }
@@ -315,7 +315,7 @@ fn paged_states_change_no_bit() {
     }
 }
 
-/// Weights that stream through a ring: a copy that comes too early, or a kernel that does, would change bits. And every stage
+/// Weights that stream through a ring: a copy that comes too early, or a kernel that does, would change bits. And every module
 /// comes once for the forward and once for the backward pass, unless it lies there still.
 #[cfg(feature = "weight-flow")]
 #[test]
@@ -375,7 +375,7 @@ fn streamed_weights_change_no_bit_and_come_once_a_pass() {
 #[cfg(feature = "weight-flow")]
 fn streamed_elems(plan: &Plan, shape: &ModelShape) -> u64 {
     let (table, ring) = (TensorTable::new(shape), plan.weight_ring.unwrap());
-    let ends = table.stages().map(|stage| table.stage_range(stage).end.min(ring.ringed_elems));
+    let ends = table.modules().map(|module| table.module_range(module).end.min(ring.ringed_elems));
     let mut borders: Vec<_> = [0].into_iter().chain(ends).collect();
     borders.dedup();
     let at_turn = *borders.iter().rfind(|&&end| end <= ring.period_elems).unwrap();

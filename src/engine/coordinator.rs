@@ -432,7 +432,7 @@ impl Coordinator {
 
     /// Of what is computed, the bucket that the pool will want first: slots are few, and a gradient that came too early would keep out
     /// the one that is needed first. When nothing is, the next that will be, so that the link begins at once: a later one would hold
-    /// its slot, and the stream of copies, for stages.
+    /// its slot, and the stream of copies, for modules.
     fn next_to_copy(&self) -> Option<usize> {
         let oldest = || self.buckets.iter().position(|b| b.phase == Phase::Ready);
         if self.staging.ringed_grads {

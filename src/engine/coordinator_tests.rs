@@ -276,7 +276,7 @@ fn the_order_is_the_earliest_deadline_or_the_order_of_arrival() {
     }
 }
 
-/// A stage makes several buckets at once, and the driver is stages ahead.
+/// A module makes several buckets at once, and the driver is modules ahead.
 #[cfg(feature = "deadline-order")]
 #[test]
 fn slots_are_for_what_is_computed_and_then_for_what_will_be_next() {

@@ -65,9 +65,9 @@ pub struct Exposed {
     pub transfer_ns: u64,
 }
 
-/// Stages (a layer's forward or backward) that the driver enqueues ahead of the device: enough that the device never
+/// Modules (a layer's forward or backward) that the driver enqueues ahead of the device: enough that the device never
 /// waits for a launch, and not so many that a full launch queue blocks the driver, who has a pool to feed.
-pub(super) const STAGES_AHEAD: usize = 2;
+pub(super) const MODULES_AHEAD: usize = 2;
 
 /// The training engine on one device.
 pub struct Engine<D: Kernels> {
@@ -85,9 +85,9 @@ pub struct Engine<D: Kernels> {
     /// The bucket that the pool was given.
     pub(super) in_pool: Option<usize>,
     pub(super) compute_tail: EventId,
-    /// The ends of the last stages that were enqueued.
-    pub(super) stages: [EventId; STAGES_AHEAD + 1],
-    pub(super) stages_enqueued: usize,
+    /// The ends of the last modules that were enqueued.
+    pub(super) modules: [EventId; MODULES_AHEAD + 1],
+    pub(super) modules_enqueued: usize,
     pub(super) bell: Arc<Doorbell>,
     pub(super) vitals: Arc<Vitals>,
     pub(super) havoc: Option<Havoc>,
@@ -145,11 +145,11 @@ impl<D: Kernels> Engine<D> {
             transfers: Transfers::new(&mut dev, &plan.layout, plan.param_slots)?,
             in_pool: None,
             compute_tail: dev.event()?,
-            stages: [dev.event()?, dev.event()?, dev.event()?],
+            modules: [dev.event()?, dev.event()?, dev.event()?],
             havoc: Havoc::of(&plan),
             recorder: Recorder::new("driver", plan.trace_spans),
             loss_scale: LossScale::new(plan.dtype),
-            stages_enqueued: 0,
+            modules_enqueued: 0,
             optimizer_step: 0,
             train_step: 0,
             reported: Counts::default(),

@@ -7,7 +7,7 @@ use crate::data::batch::Batches;
 use crate::device::{Kernels, Stream};
 use crate::dtype::Dtype;
 use crate::error::Result;
-use crate::model::tensors::Stage;
+use crate::model::tensors::Module;
 use crate::optim::StatePart;
 
 impl<D: Kernels> Engine<D> {
@@ -86,8 +86,8 @@ impl<D: Kernels> Engine<D> {
         let elems = self.plan.batch * self.plan.seq_length * self.model.shape.vocab;
         let out = self.dev.alloc("logits", elems, self.plan.dtype)?;
         let wide = self.dev.alloc("logits fp32", elems, Dtype::Float32)?;
-        self.forward_stages()?;
-        self.with_weights(Stage::Head, Pass::Forward, |engine| engine.model.logits(&mut engine.dev, out))?;
+        self.forward_modules()?;
+        self.with_weights(Module::Head, Pass::Forward, |engine| engine.model.logits(&mut engine.dev, out))?;
         self.dev.cast(Stream::Compute, out, wide)?;
         let mut values = vec![0.0; elems];
         self.memory.download(&mut self.dev, wide, &mut values)?;

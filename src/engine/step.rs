@@ -10,9 +10,9 @@ use crate::data::batch::{Batch, Batches};
 use crate::device::{Kernels, Stream};
 use crate::error::{Error, Result};
 use crate::model::MicroStep;
-use crate::model::tensors::Stage;
+use crate::model::tensors::Module;
 
-/// Which way the stages go.
+/// Which way the modules go.
 #[derive(Clone, Copy)]
 pub(super) enum Pass {
     Forward,
@@ -79,45 +79,45 @@ impl<D: Kernels> Engine<D> {
         for micro_step in 0..accum {
             let (first, last) = (micro_step == 0, micro_step + 1 == accum);
             self.upload_batch(micro_step)?;
-            self.forward_stages()?;
-            self.wait_for_params(Stage::Head)?;
+            self.forward_modules()?;
+            self.wait_for_params(Module::Head)?;
             if last {
                 self.begin_validation(learning_rate)?;
             }
             let micro = MicroStep { first, inv_targets, loss_scale: self.loss_scale.scale() };
-            self.wait_for_ring(Stage::Head)?;
-            self.with_weights(Stage::Head, Pass::Backward, |engine| engine.model.head(&mut engine.dev, micro, true))?;
-            self.grads_written(Stage::Head, last)?;
-            (0..layers).rev().map(Stage::Layer).chain([Stage::Embed]).try_for_each(|stage| self.backward(stage, first, last))?;
+            self.wait_for_ring(Module::Head)?;
+            self.with_weights(Module::Head, Pass::Backward, |engine| engine.model.head(&mut engine.dev, micro, true))?;
+            self.grads_written(Module::Head, last)?;
+            (0..layers).rev().map(Module::Layer).chain([Module::Embed]).try_for_each(|module| self.backward(module, first, last))?;
         }
         self.validate(learning_rate)
     }
 
-    /// All stages but the head.
-    pub(super) fn forward_stages(&mut self) -> Result<()> {
-        let layers = (0..self.model.shape.layers).map(Stage::Layer);
-        [Stage::Embed].into_iter().chain(layers).try_for_each(|stage| self.forward(stage))
+    /// All modules but the head.
+    pub(super) fn forward_modules(&mut self) -> Result<()> {
+        let layers = (0..self.model.shape.layers).map(Module::Layer);
+        [Module::Embed].into_iter().chain(layers).try_for_each(|module| self.forward(module))
     }
 
-    fn forward(&mut self, stage: Stage) -> Result<()> {
-        self.wait_for_params(stage)?;
-        self.with_weights(stage, Pass::Forward, |engine| engine.model.forward(&mut engine.dev, stage))?;
-        self.stage_enqueued()
+    fn forward(&mut self, module: Module) -> Result<()> {
+        self.wait_for_params(module)?;
+        self.with_weights(module, Pass::Forward, |engine| engine.model.forward(&mut engine.dev, module))?;
+        self.module_enqueued()
     }
 
-    fn backward(&mut self, stage: Stage, first: bool, last: bool) -> Result<()> {
-        self.wait_for_ring(stage)?;
-        self.with_weights(stage, Pass::Backward, |engine| engine.model.backward(&mut engine.dev, stage, first))?;
-        self.grads_written(stage, last)
+    fn backward(&mut self, module: Module, first: bool, last: bool) -> Result<()> {
+        self.wait_for_ring(module)?;
+        self.with_weights(module, Pass::Backward, |engine| engine.model.backward(&mut engine.dev, module, first))?;
+        self.grads_written(module, last)
     }
 
-    /// Enqueues `compute` so that it finds the weights of `stage`, and then the copy of those that `pass` needs next, which
+    /// Enqueues `compute` so that it finds the weights of `module`, and then the copy of those that `pass` needs next, which
     /// runs beside it.
-    pub(super) fn with_weights(&mut self, stage: Stage, pass: Pass, compute: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
+    pub(super) fn with_weights(&mut self, module: Module, pass: Pass, compute: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
         if !self.streams_weights() {
             return compute(self);
         }
-        let at = self.model.table.stage_index(stage);
+        let at = self.model.table.module_index(module);
         self.fetch_weights(at)?;
         if let Some(flow) = &self.flow {
             flow.arrive(&mut self.dev, at)?;
@@ -134,12 +134,12 @@ impl<D: Kernels> Engine<D> {
     }
 
     /// Only the first forward of a step may have to wait here: the pool writes a bucket's weights after its gradient has come,
-    /// which is after the last stage of the step that uses them.
-    fn fetch_weights(&mut self, stage: usize) -> Result<()> {
-        let streamed = self.flow.as_ref().map_or(0..0, |flow| flow.streamed(stage));
+    /// which is after the last module of the step that uses them.
+    fn fetch_weights(&mut self, module: usize) -> Result<()> {
+        let streamed = self.flow.as_ref().map_or(0..0, |flow| flow.streamed(module));
         self.plan.layout.overlapping(streamed).rev().try_for_each(|bucket| self.wait_until_settled(bucket))?;
         if let Some(flow) = &mut self.flow {
-            self.counters.h2d_bytes += flow.fetch(&mut self.dev, stage)?;
+            self.counters.h2d_bytes += flow.fetch(&mut self.dev, module)?;
         }
         Ok(())
     }
@@ -149,10 +149,10 @@ impl<D: Kernels> Engine<D> {
         cfg!(feature = "weight-flow") && self.flow.is_some()
     }
 
-    /// In a ring of gradients `stage` writes where earlier buckets' gradients lie until they are copied.
-    fn wait_for_ring(&mut self, stage: Stage) -> Result<()> {
+    /// In a ring of gradients `module` writes where earlier buckets' gradients lie until they are copied.
+    fn wait_for_ring(&mut self, module: Module) -> Result<()> {
         let Some(ring) = self.plan.grad_ring else { return Ok(()) };
-        let range = self.model.table.stage_range(stage);
+        let range = self.model.table.module_range(module);
         let end = range.end.min(ring.ringed_elems).saturating_sub(ring.period_elems);
         let before = range.start.saturating_sub(ring.period_elems)..end;
         for bucket in self.plan.layout.overlapping(before) {
@@ -160,7 +160,7 @@ impl<D: Kernels> Engine<D> {
             self.dev.wait(Stream::Compute, self.transfers.event(Hop::GradsOut, bucket))?;
         }
         // No kernel writes padding, and it counts in the norm.
-        let mut padding = self.model.table.padding(stage);
+        let mut padding = self.model.table.padding(module);
         padding.try_for_each(|pad| self.dev.zero(self.model.grads.slice(pad.start, pad.len())))
     }
 
@@ -177,25 +177,25 @@ impl<D: Kernels> Engine<D> {
         self.report.begin(&mut self.dev)
     }
 
-    /// The gradients of `stage` are enqueued; when they are final, so are all buckets up to the end of its flat range.
-    fn grads_written(&mut self, stage: Stage, last: bool) -> Result<()> {
+    /// The gradients of `module` are enqueued; when they are final, so are all buckets up to the end of its flat range.
+    fn grads_written(&mut self, module: Module, last: bool) -> Result<()> {
         if last {
-            let range = self.model.table.stage_range(stage);
+            let range = self.model.table.module_range(module);
             let layout = &self.plan.layout;
-            let end = if stage == Stage::Embed { layout.flat_elems() } else { range.end };
+            let end = if module == Module::Embed { layout.flat_elems() } else { range.end };
             let before = layout.complete(range.start);
             (before..layout.complete(end)).try_for_each(|bucket| self.bucket_ready(bucket))?;
         }
-        self.stage_enqueued()
+        self.module_enqueued()
     }
 
-    /// Serves events until the device is at most `STAGES_AHEAD` stages behind.
-    fn stage_enqueued(&mut self) -> Result<()> {
-        let stages = self.stages;
-        self.dev.record(stages[self.stages_enqueued % stages.len()], Stream::Compute)?;
-        self.stages_enqueued += 1;
-        self.vitals.record(Mark::Stage, self.stages_enqueued as u64);
-        let oldest = stages[self.stages_enqueued % stages.len()];
+    /// Serves events until the device is at most `MODULES_AHEAD` modules behind.
+    fn module_enqueued(&mut self) -> Result<()> {
+        let modules = self.modules;
+        self.dev.record(modules[self.modules_enqueued % modules.len()], Stream::Compute)?;
+        self.modules_enqueued += 1;
+        self.vitals.record(Mark::Module, self.modules_enqueued as u64);
+        let oldest = modules[self.modules_enqueued % modules.len()];
         self.block_until(Doing::Device, 0, |engine| engine.dev.is_done(oldest))
     }
 
@@ -246,9 +246,9 @@ impl<D: Kernels> Engine<D> {
         StepReport { loss, grad_norm, learning_rate, loss_scale, verdict, counts, exposed, counters: Counters::default() }
     }
 
-    /// The compute stream goes on only when the parameters of `stage` are on the device.
-    pub(super) fn wait_for_params(&mut self, stage: Stage) -> Result<()> {
-        let buckets = self.plan.layout.overlapping(self.model.table.stage_range(stage));
+    /// The compute stream goes on only when the parameters of `module` are on the device.
+    pub(super) fn wait_for_params(&mut self, module: Module) -> Result<()> {
+        let buckets = self.plan.layout.overlapping(self.model.table.module_range(module));
         buckets.rev().try_for_each(|bucket| self.wait_for_bucket(bucket))
     }
 

@@ -61,8 +61,8 @@ pub(super) enum Mark {
     Nothing,
     /// A step began; its number.
     Step,
-    /// A stage was enqueued; how many so far.
-    Stage,
+    /// A module was enqueued; how many so far.
+    Module,
     /// A verdict: commit.
     Commit,
     /// A verdict: clip.
@@ -80,7 +80,7 @@ impl Mark {
     const OF_STEPS: [(Self, &str); 6] = [
         (Self::Nothing, "nothing"),
         (Self::Step, "begin step"),
-        (Self::Stage, "enqueue stage"),
+        (Self::Module, "enqueue module"),
         (Self::Commit, "verdict: commit step"),
         (Self::Clip, "verdict: clip step"),
         (Self::Skip, "verdict: skip step"),
@@ -166,7 +166,7 @@ impl Vitals {
         self.doing.store(pack(doing as u8, number), Ordering::Relaxed);
     }
 
-    /// This happened, to bucket, stage or step `number`. Only the driver calls it.
+    /// This happened, to bucket, module or step `number`. Only the driver calls it.
     pub(super) fn record(&self, mark: Mark, number: u64) {
         let (what, nth) = (pack(mark.code(), number), self.recorded.load(Ordering::Relaxed));
         let record = &self.records[nth as usize % EVENTS];

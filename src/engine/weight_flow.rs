@@ -1,5 +1,5 @@
 //! Weight-flow (paper 4.2), for models whose weights do not fit: layers' weights wait in host memory and come to the device
-//! stage by stage, into a ring that holds at least two neighbours, so that one comes while the other is computed with.
+//! module by module, into a ring that holds at least two neighbours, so that one comes while the other is computed with.
 
 use crate::device::{Device, DeviceSlice, EventId, Stream};
 use crate::error::Result;
@@ -8,7 +8,7 @@ use crate::memory::RingShape;
 use crate::model::tensors::TensorTable;
 use std::ops::Range;
 
-/// What the ring holds of a stage.
+/// What the ring holds of a module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Held {
     /// Nothing that can be used.
@@ -19,52 +19,52 @@ enum Held {
     Fresh,
 }
 
-/// Which stage's weights lie in the ring. Stages go by their place in backward order.
+/// Which module's weights lie in the ring. Modules go by their place in backward order.
 #[derive(Debug)]
 struct Window {
     ring: RingShape,
-    /// Of each stage the flat range that is streamed, and what of it the ring holds.
-    stages: Vec<(Range<usize>, Held)>,
+    /// Of each module the flat range that is streamed, and what of it the ring holds.
+    modules: Vec<(Range<usize>, Held)>,
 }
 
 impl Window {
     /// An empty ring.
     ///
     /// # Panics
-    /// If a stage is longer than the ring.
+    /// If a module is longer than the ring.
     fn new(table: &TensorTable, ring: RingShape) -> Self {
         let streamed = |range: Range<usize>| range.start.min(ring.ringed_elems)..range.end.min(ring.ringed_elems);
-        let stages: Vec<_> = table.stages().map(|stage| (streamed(table.stage_range(stage)), Held::Nothing)).collect();
-        assert!(stages.iter().all(|(range, _)| range.len() <= ring.period_elems), "a ring shorter than a stage");
-        Self { ring, stages }
+        let modules: Vec<_> = table.modules().map(|module| (streamed(table.module_range(module)), Held::Nothing)).collect();
+        assert!(modules.iter().all(|(range, _)| range.len() <= ring.period_elems), "a ring shorter than a module");
+        Self { ring, modules }
     }
 
     /// Whether the device can compute with what lies there.
-    fn has(&self, stage: usize) -> bool {
-        let (range, held) = &self.stages[stage];
+    fn has(&self, module: usize) -> bool {
+        let (range, held) = &self.modules[module];
         range.is_empty() || *held == Held::Fresh
     }
 
-    /// The stages that lie where `stage` goes; itself, if it lies there already.
-    fn in_the_way(&self, stage: usize) -> impl Iterator<Item = usize> + '_ {
-        let place = &self.stages[stage].0;
+    /// The modules that lie where `module` goes; itself, if it lies there already.
+    fn in_the_way(&self, module: usize) -> impl Iterator<Item = usize> + '_ {
+        let place = &self.modules[module].0;
         let in_the_way = move |(range, held): &(Range<usize>, Held)| *held != Held::Nothing && self.share_a_place(place, range);
-        self.stages.iter().enumerate().filter(move |(_, stage)| in_the_way(stage)).map(|(other, _)| other)
+        self.modules.iter().enumerate().filter(move |(_, module)| in_the_way(module)).map(|(other, _)| other)
     }
 
-    /// `stage` now lies there, and what was in its way no more.
-    fn put(&mut self, stage: usize) {
-        for other in 0..self.stages.len() {
-            if self.share_a_place(&self.stages[stage].0, &self.stages[other].0) {
-                self.stages[other].1 = Held::Nothing;
+    /// `module` now lies there, and what was in its way no more.
+    fn put(&mut self, module: usize) {
+        for other in 0..self.modules.len() {
+            if self.share_a_place(&self.modules[module].0, &self.modules[other].0) {
+                self.modules[other].1 = Held::Nothing;
             }
         }
-        self.stages[stage].1 = Held::Fresh;
+        self.modules[module].1 = Held::Fresh;
     }
 
     /// The host writes these weights anew.
     fn forget(&mut self, flat: &Range<usize>) {
-        for (range, held) in &mut self.stages {
+        for (range, held) in &mut self.modules {
             if *held == Held::Fresh && range.start < flat.end && flat.start < range.end {
                 *held = Held::Stale;
             }
@@ -87,7 +87,7 @@ pub(super) struct WeightFlow {
     source: PinnedSlice,
     /// The flat weights, whose first part is the ring.
     weights: DeviceSlice,
-    /// The compute stream is done with the stage's weights.
+    /// The compute stream is done with the module's weights.
     used: Vec<EventId>,
     /// They have come.
     fetched: Vec<EventId>,
@@ -106,51 +106,51 @@ impl WeightFlow {
         weights: DeviceSlice,
     ) -> Result<Self> {
         let window = Window::new(table, ring);
-        let mut events = || window.stages.iter().map(|_| dev.event()).collect::<Result<Vec<_>>>();
+        let mut events = || window.modules.iter().map(|_| dev.event()).collect::<Result<Vec<_>>>();
         let (used, fetched) = (events()?, events()?);
         Ok(Self { window, source, weights, used, fetched })
     }
 
-    /// The flat range that is streamed of `stage`; empty if there is none, or no such stage.
-    pub(super) fn streamed(&self, stage: usize) -> Range<usize> {
-        self.window.stages.get(stage).map_or(0..0, |(range, _)| range.clone())
+    /// The flat range that is streamed of `module`; empty if there is none, or no such module.
+    pub(super) fn streamed(&self, module: usize) -> Range<usize> {
+        self.window.modules.get(module).map_or(0..0, |(range, _)| range.clone())
     }
 
-    /// Enqueues the copy of `stage`'s weights, unless they lie in the ring; returns its bytes. What is in their way must have
+    /// Enqueues the copy of `module`'s weights, unless they lie in the ring; returns its bytes. What is in their way must have
     /// been used, as far as it was enqueued to be.
     ///
     /// # Errors
     /// The device's.
-    pub(super) fn fetch<D: Device>(&mut self, dev: &mut D, stage: usize) -> Result<u64> {
-        let range = self.streamed(stage);
-        if range.is_empty() || self.window.has(stage) {
+    pub(super) fn fetch<D: Device>(&mut self, dev: &mut D, module: usize) -> Result<u64> {
+        let range = self.streamed(module);
+        if range.is_empty() || self.window.has(module) {
             return Ok(0);
         }
-        for other in self.window.in_the_way(stage) {
+        for other in self.window.in_the_way(module) {
             dev.wait(Stream::H2d, self.used[other])?;
         }
         let width = self.weights.dtype.bytes();
         let (source, target) = (self.source.slice(range.start * width, range.len() * width), self.weights.slice(range.start, range.len()));
         dev.copy_h2d(Stream::H2d, source, target)?;
-        dev.record(self.fetched[stage], Stream::H2d)?;
-        self.window.put(stage);
+        dev.record(self.fetched[module], Stream::H2d)?;
+        self.window.put(module);
         Ok(source.bytes() as u64)
     }
 
-    /// What is computed from now on finds the weights of `stage`, which was fetched.
+    /// What is computed from now on finds the weights of `module`, which was fetched.
     ///
     /// # Errors
     /// The device's.
-    pub(super) fn arrive<D: Device>(&self, dev: &mut D, stage: usize) -> Result<()> {
-        dev.wait(Stream::Compute, self.fetched[stage])
+    pub(super) fn arrive<D: Device>(&self, dev: &mut D, module: usize) -> Result<()> {
+        dev.wait(Stream::Compute, self.fetched[module])
     }
 
-    /// What was enqueued so far is all that is computed with these weights of `stage`, for now.
+    /// What was enqueued so far is all that is computed with these weights of `module`, for now.
     ///
     /// # Errors
     /// The device's.
-    pub(super) fn leave<D: Device>(&self, dev: &mut D, stage: usize) -> Result<()> {
-        dev.record(self.used[stage], Stream::Compute)
+    pub(super) fn leave<D: Device>(&self, dev: &mut D, module: usize) -> Result<()> {
+        dev.record(self.used[module], Stream::Compute)
     }
 
     /// New weights are about to be written into the source: what lies in the ring is the last that this step needed.
@@ -168,28 +168,28 @@ impl WeightFlow {
 mod tests {
     use super::*;
     use crate::model::shape::ModelShape;
-    use crate::model::tensors::Stage;
+    use crate::model::tensors::Module;
     use proptest::prelude::*;
 
-    /// Stages of these lengths behind each other, all streamed.
+    /// Modules of these lengths behind each other, all streamed.
     fn window(lens: &[usize], period_elems: usize) -> Window {
         let mut end = 0;
         let mut next = |len: &usize| {
             end += len;
             (end - len..end, Held::Nothing)
         };
-        let stages: Vec<_> = lens.iter().map(&mut next).collect();
-        Window { ring: RingShape { ringed_elems: end, period_elems }, stages }
+        let modules: Vec<_> = lens.iter().map(&mut next).collect();
+        Window { ring: RingShape { ringed_elems: end, period_elems }, modules }
     }
 
-    fn in_the_way(window: &Window, stage: usize) -> Vec<usize> {
-        window.in_the_way(stage).collect()
+    fn in_the_way(window: &Window, module: usize) -> Vec<usize> {
+        window.in_the_way(module).collect()
     }
 
     #[test]
-    fn a_ring_of_two_stages_holds_two_neighbours() {
+    fn a_ring_of_two_modules_holds_two_neighbours() {
         let mut w = window(&[4, 4, 4, 4], 8);
-        (0..2).for_each(|stage| w.put(stage));
+        (0..2).for_each(|module| w.put(module));
         assert!(w.has(0) && w.has(1) && in_the_way(&w, 2) == [0]);
         w.put(2);
         assert!(!w.has(0) && w.has(1) && w.has(2) && in_the_way(&w, 3) == [1] && in_the_way(&w, 0) == [2]);
@@ -198,7 +198,7 @@ mod tests {
     #[test]
     fn what_the_host_writes_anew_is_stale_and_still_in_the_way_of_itself() {
         let mut w = window(&[4, 4, 4], 8);
-        (0..2).for_each(|stage| w.put(stage));
+        (0..2).for_each(|module| w.put(module));
         w.forget(&(2..4));
         assert!(!w.has(0) && w.has(1) && in_the_way(&w, 0) == [0] && in_the_way(&w, 2) == [0]);
         w.forget(&(3..5));
@@ -210,12 +210,12 @@ mod tests {
     #[test]
     fn only_what_lies_in_the_ring_streams() {
         let table = TensorTable::new(&ModelShape::demo());
-        let (layer, embed) = (table.stage_range(Stage::Layer(0)), table.stage_range(Stage::Embed));
+        let (layer, embed) = (table.module_range(Module::Layer(0)), table.module_range(Module::Embed));
         let ring = RingShape { ringed_elems: embed.start - 100, period_elems: 2 * layer.len() };
         let w = Window::new(&table, ring);
-        let streamed = |stage| w.stages[table.stage_index(stage)].0.clone();
-        assert_eq!(streamed(Stage::Layer(0)), layer.start..layer.end - 100);
-        assert!(streamed(Stage::Embed).is_empty() && w.has(table.stage_index(Stage::Embed)));
+        let streamed = |module| w.modules[table.module_index(module)].0.clone();
+        assert_eq!(streamed(Module::Layer(0)), layer.start..layer.end - 100);
+        assert!(streamed(Module::Embed).is_empty() && w.has(table.module_index(Module::Embed)));
         let short = RingShape { period_elems: layer.len() - 1, ..ring };
         assert!(std::panic::catch_unwind(|| Window::new(&table, short)).is_err());
     }
@@ -229,16 +229,16 @@ mod tests {
             let period = lens.iter().max().unwrap() + slack;
             let mut w = window(&lens, period);
             let mut elements = vec![None; period];
-            for stage in walk.into_iter().map(|at| at % lens.len()) {
-                let places: Vec<_> = w.stages[stage].0.clone().map(|element| element % period).collect();
+            for module in walk.into_iter().map(|at| at % lens.len()) {
+                let places: Vec<_> = w.modules[module].0.clone().map(|element| element % period).collect();
                 let mut owners: Vec<usize> = places.iter().filter_map(|&place| elements[place]).collect();
-                owners.retain(|&owner| w.stages[owner].1 != Held::Nothing);
+                owners.retain(|&owner| w.modules[owner].1 != Held::Nothing);
                 owners.sort_unstable();
                 owners.dedup();
-                prop_assert_eq!(in_the_way(&w, stage), owners);
-                places.iter().for_each(|&place| elements[place] = Some(stage));
-                w.put(stage);
-                for (other, (range, _)) in w.stages.iter().enumerate() {
+                prop_assert_eq!(in_the_way(&w, module), owners);
+                places.iter().for_each(|&place| elements[place] = Some(module));
+                w.put(module);
+                for (other, (range, _)) in w.modules.iter().enumerate() {
                     prop_assert_eq!(w.has(other), range.clone().all(|element| elements[element % period] == Some(other)));
                 }
             }

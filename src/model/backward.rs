@@ -1,26 +1,26 @@
-//! The backward pass, stage by stage. The gradient of the residual stream is one buffer that flows from the head down:
+//! The backward pass, module by module. The gradient of the residual stream is one buffer that flows from the head down:
 //! a branch adds its part when it joins, which is at the norm that it started with.
 
 use super::Model;
 use super::params::{LinearParams, NormParams};
 use super::shape::Mlp;
-use super::tensors::Stage;
+use super::tensors::Module;
 use crate::device::{DeviceSlice, Kernels, MatmulLayout, MatmulShape};
 use crate::error::Result;
 
 impl Model {
-    /// Runs the backward pass of `stage` after all stages above it; then the stage's gradients are complete for this
+    /// Runs the backward pass of `module` after all modules above it; then the module's gradients are complete for this
     /// micro-step. The `first` micro-step overwrites gradients, later ones add to them. The head's own backward is part of
     /// [`Model::head`]; here it stands for the final norm.
     ///
     /// # Panics
     /// If the model has no such layer.
-    pub fn backward<D: Kernels>(&self, dev: &mut D, stage: Stage, first: bool) -> Result<()> {
+    pub fn backward<D: Kernels>(&self, dev: &mut D, module: Module, first: bool) -> Result<()> {
         let act = &self.activations;
-        match stage {
-            Stage::Embed => self.backward_embed(dev, first),
-            Stage::Layer(layer) => self.backward_layer(dev, layer, first),
-            Stage::Head => {
+        match module {
+            Module::Embed => self.backward_embed(dev, first),
+            Module::Layer(layer) => self.backward_layer(dev, layer, first),
+            Module::Head => {
                 dev.zero(act.dresidual)?;
                 self.norm_backward(dev, &self.head.norm, act.final_norm_in, act.final_norm_stats, first)
             }

@@ -1,29 +1,29 @@
-//! The forward pass, stage by stage.
+//! The forward pass, module by module.
 
 use super::Model;
 use super::activations::LayerActivations;
 use super::params::{LinearParams, NormParams};
 use super::policy::LayerPolicy;
 use super::shape::{Mlp, Positions};
-use super::tensors::Stage;
+use super::tensors::Module;
 use crate::device::{DeviceSlice, Kernels, MatmulLayout, MatmulShape};
 use crate::error::Result;
 
 impl Model {
-    /// Runs the forward pass of `stage`: the embedding of `activations.tokens`, a layer, or (for the head) the final norm.
+    /// Runs the forward pass of `module`: the embedding of `activations.tokens`, a layer, or (for the head) the final norm.
     ///
     /// # Panics
     /// If the model has no such layer.
-    pub fn forward<D: Kernels>(&self, dev: &mut D, stage: Stage) -> Result<()> {
+    pub fn forward<D: Kernels>(&self, dev: &mut D, module: Module) -> Result<()> {
         let act = &self.activations;
-        match stage {
-            Stage::Embed => {
+        match module {
+            Module::Embed => {
                 let wpe = self.embed.wpe.map(|p| p.value);
                 let out = self.acquire_residual(dev, 0)?;
                 dev.embed(act.tokens, act.positions, self.embed.wte.value, wpe, out, self.shape.channels)
             }
-            Stage::Layer(layer) => self.forward_layer(dev, layer),
-            Stage::Head => self.norm(dev, &self.head.norm, act.final_norm_in, act.final_norm_out, act.final_norm_stats),
+            Module::Layer(layer) => self.forward_layer(dev, layer),
+            Module::Head => self.norm(dev, &self.head.norm, act.final_norm_in, act.final_norm_out, act.final_norm_stats),
         }
     }
 
@@ -33,7 +33,7 @@ impl Model {
     /// If `out` has another length.
     pub fn logits<D: Kernels>(&self, dev: &mut D, out: DeviceSlice) -> Result<()> {
         assert_eq!(out.elems, self.activations.tokens.elems * self.shape.vocab, "logits");
-        self.forward(dev, Stage::Head)?;
+        self.forward(dev, Module::Head)?;
         linear(dev, &self.head.output, self.activations.final_norm_out, None, out)
     }
 

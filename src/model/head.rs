@@ -6,7 +6,7 @@
 
 use super::Model;
 use super::params::LinearParams;
-use super::tensors::Stage;
+use super::tensors::Module;
 use crate::device::{DeviceSlice, Kernels, MatmulLayout, MatmulShape};
 use crate::error::Result;
 use std::ops::Range;
@@ -37,7 +37,7 @@ impl Model {
     /// Final norm, logits and loss after all layers' forward: `activations.loss` holds the mean so far. With `train` also
     /// their backward, down to the gradient of the residual stream that leaves the last layer.
     pub fn head<D: Kernels>(&self, dev: &mut D, micro: MicroStep, train: bool) -> Result<()> {
-        self.forward(dev, Stage::Head)?;
+        self.forward(dev, Module::Head)?;
         let (tokens, step) = (self.activations.tokens.elems, self.activations.tile.rows);
         for start in (0..tokens).step_by(step) {
             let rows = self.rows(start, step.min(tokens - start));
@@ -46,7 +46,7 @@ impl Model {
                 self.loss_backward(dev, rows, micro)?;
             }
         }
-        if train { self.backward(dev, Stage::Head, micro.first) } else { Ok(()) }
+        if train { self.backward(dev, Module::Head, micro.first) } else { Ok(()) }
     }
 
     fn rows(&self, start: usize, count: usize) -> Rows {

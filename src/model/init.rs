@@ -89,7 +89,7 @@ fn fill_normal(rng: &mut ChaCha8Rng, std: f32, out: &mut [f32]) {
 #[cfg(test)]
 mod tests {
     use super::super::shape::ModelShape;
-    use super::super::tensors::{Role, Stage, TensorTable};
+    use super::super::tensors::{Module, Role, TensorTable};
     use super::*;
 
     fn values(spec: &TensorSpec, seed: u64) -> Vec<f32> {
@@ -101,7 +101,7 @@ mod tests {
     #[test]
     fn matrices_are_normal_and_norms_are_one() {
         let table = TensorTable::new(&ModelShape::demo());
-        let spec = table.find(Stage::Layer(2), Role::MlpIn).unwrap();
+        let spec = table.find(Module::Layer(2), Role::MlpIn).unwrap();
         let x: Vec<f64> = values(spec, 7).into_iter().map(f64::from).collect();
         let n = x.len() as f64;
         let moment = |power: i32| x.iter().map(|v| (v / 0.02).powi(power)).sum::<f64>() / n;
@@ -109,7 +109,7 @@ mod tests {
         for (power, want, variance) in [(1, 0.0, 1.0), (2, 1.0, 2.0), (3, 0.0, 15.0), (4, 3.0, 96.0f64)] {
             assert!((moment(power) - want).abs() < 5.0 * (variance / n).sqrt(), "moment {power}: {}", moment(power));
         }
-        let norm = table.find(Stage::Head, Role::FinalNorm).unwrap();
+        let norm = table.find(Module::Head, Role::FinalNorm).unwrap();
         assert!(values(norm, 7).iter().all(|v| *v == 1.0));
     }
 
@@ -136,7 +136,7 @@ mod tests {
     #[test]
     fn the_bits_depend_on_seed_and_tensor_alone() {
         let table = TensorTable::new(&ModelShape::demo());
-        let (a, b) = (table.find(Stage::Layer(0), Role::Qkv).unwrap(), table.find(Stage::Layer(1), Role::Qkv).unwrap());
+        let (a, b) = (table.find(Module::Layer(0), Role::Qkv).unwrap(), table.find(Module::Layer(1), Role::Qkv).unwrap());
         assert_eq!(values(a, 1), values(a, 1));
         assert_ne!(values(a, 1), values(a, 2));
         assert_ne!(values(a, 1), values(b, 1));

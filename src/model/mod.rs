@@ -2,7 +2,7 @@
 //! tensors, and the same forward and backward pass runs them all.
 //!
 //! A micro-step is `forward(Embed)`, `forward(Layer(0))` and up, `head`, `backward(Layer(L-1))` and down,
-//! `backward(Embed)`. After each backward stage the gradients of that stage's flat range are complete.
+//! `backward(Embed)`. After each backward module the gradients of that module's flat range are complete.
 
 pub mod activations;
 mod arithmetic;

@@ -1,6 +1,6 @@
 //! A model's tensors as device slices, found once by role, so that the passes look nothing up.
 
-use super::tensors::{Role, Stage, TensorSpec, TensorTable};
+use super::tensors::{Module, Role, TensorSpec, TensorTable};
 use crate::device::DeviceSlice;
 
 /// One tensor and its gradient.
@@ -60,52 +60,52 @@ pub(super) struct Flat<'a> {
 
 impl Flat<'_> {
     pub fn embed(&self) -> EmbedParams {
-        EmbedParams { wte: self.expect(Stage::Embed, Role::Wte), wpe: self.find(Stage::Embed, Role::Wpe) }
+        EmbedParams { wte: self.expect(Module::Embed, Role::Wte), wpe: self.find(Module::Embed, Role::Wpe) }
     }
 
     pub fn layer(&self, layer: usize) -> LayerParams {
-        let stage = Stage::Layer(layer);
+        let module = Module::Layer(layer);
         LayerParams {
-            attn_norm: self.norm(stage, Role::AttnNorm, Role::AttnNormBias),
-            qkv: self.linear(stage, Role::Qkv, Some(Role::QkvBias)),
-            qk_norm: self.find(stage, Role::QNorm).zip(self.find(stage, Role::KNorm)),
-            attn_out: self.linear(stage, Role::AttnOut, Some(Role::AttnOutBias)),
-            mlp_norm: self.norm(stage, Role::MlpNorm, Role::MlpNormBias),
-            mlp_in: self.linear(stage, Role::MlpIn, Some(Role::MlpInBias)),
-            mlp_out: self.linear(stage, Role::MlpOut, Some(Role::MlpOutBias)),
+            attn_norm: self.norm(module, Role::AttnNorm, Role::AttnNormBias),
+            qkv: self.linear(module, Role::Qkv, Some(Role::QkvBias)),
+            qk_norm: self.find(module, Role::QNorm).zip(self.find(module, Role::KNorm)),
+            attn_out: self.linear(module, Role::AttnOut, Some(Role::AttnOutBias)),
+            mlp_norm: self.norm(module, Role::MlpNorm, Role::MlpNormBias),
+            mlp_in: self.linear(module, Role::MlpIn, Some(Role::MlpInBias)),
+            mlp_out: self.linear(module, Role::MlpOut, Some(Role::MlpOutBias)),
         }
     }
 
     pub fn head(&self) -> HeadParams {
-        let tied = self.table.find(Stage::Head, Role::LmHead).is_none();
-        let (stage, role) = if tied { (Stage::Embed, Role::Wte) } else { (Stage::Head, Role::LmHead) };
-        HeadParams { norm: self.norm(Stage::Head, Role::FinalNorm, Role::FinalNormBias), output: self.linear(stage, role, None) }
+        let tied = self.table.find(Module::Head, Role::LmHead).is_none();
+        let (module, role) = if tied { (Module::Embed, Role::Wte) } else { (Module::Head, Role::LmHead) };
+        HeadParams { norm: self.norm(Module::Head, Role::FinalNorm, Role::FinalNormBias), output: self.linear(module, role, None) }
     }
 
-    fn linear(&self, stage: Stage, weight: Role, bias: Option<Role>) -> LinearParams {
-        let spec = self.spec(stage, weight);
+    fn linear(&self, module: Module, weight: Role, bias: Option<Role>) -> LinearParams {
+        let spec = self.spec(module, weight);
         LinearParams {
             weight: self.slice(spec),
-            bias: bias.and_then(|role| self.find(stage, role)),
+            bias: bias.and_then(|role| self.find(module, role)),
             out_cols: spec.shape[0],
             in_cols: spec.row_elems(),
         }
     }
 
-    fn norm(&self, stage: Stage, weight: Role, bias: Role) -> NormParams {
-        NormParams { weight: self.expect(stage, weight), bias: self.find(stage, bias) }
+    fn norm(&self, module: Module, weight: Role, bias: Role) -> NormParams {
+        NormParams { weight: self.expect(module, weight), bias: self.find(module, bias) }
     }
 
-    fn find(&self, stage: Stage, role: Role) -> Option<Param> {
-        self.table.find(stage, role).map(|spec| self.slice(spec))
+    fn find(&self, module: Module, role: Role) -> Option<Param> {
+        self.table.find(module, role).map(|spec| self.slice(spec))
     }
 
-    fn expect(&self, stage: Stage, role: Role) -> Param {
-        self.slice(self.spec(stage, role))
+    fn expect(&self, module: Module, role: Role) -> Param {
+        self.slice(self.spec(module, role))
     }
 
-    fn spec(&self, stage: Stage, role: Role) -> &TensorSpec {
-        self.table.find(stage, role).expect("every decoder has this tensor")
+    fn spec(&self, module: Module, role: Role) -> &TensorSpec {
+        self.table.find(module, role).expect("every decoder has this tensor")
     }
 
     fn slice(&self, spec: &TensorSpec) -> Param {

@@ -1,8 +1,8 @@
 //! The table of a model's tensors: one flat range of parameters in backward order.
 //!
 //! Weights, gradients, fp32 parameters and both moments all use these offsets. The order is the one in which gradients
-//! become final, so that a contiguous bucket is complete early: [`Stage::Head`], the last layer down to layer 0,
-//! [`Stage::Embed`].
+//! become final, so that a contiguous bucket is complete early: [`Module::Head`], the last layer down to layer 0,
+//! [`Module::Embed`].
 
 use super::family::Names;
 use super::shape::{Mlp, ModelShape, Norm, Positions};
@@ -15,7 +15,7 @@ pub const FLAT_ALIGN_ELEMS: usize = crate::optim::norm::BLOCK;
 
 /// A step of the forward and of the backward pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Stage {
+pub enum Module {
     /// Token and position embeddings; a tied output matrix lives here.
     Embed,
     /// One decoder layer.
@@ -132,7 +132,7 @@ pub struct TensorSpec {
     /// What it is for.
     pub role: Role,
     /// When its gradient is complete.
-    pub stage: Stage,
+    pub module: Module,
     /// `[out, in]` row-major, or `[n]`.
     pub shape: Vec<usize>,
     /// First element in the flat range; a multiple of [`TENSOR_ALIGN_ELEMS`].
@@ -175,24 +175,24 @@ impl TensorSpec {
 #[derive(Clone, Debug, PartialEq)]
 pub struct TensorTable {
     specs: Vec<TensorSpec>,
-    /// First element of every stage in backward order, then the end.
-    stage_starts: Vec<usize>,
+    /// First element of every module in backward order, then the end.
+    module_starts: Vec<usize>,
 }
 
 impl TensorTable {
     /// The table of `shape`.
     pub fn new(shape: &ModelShape) -> Self {
         let mut builder = Builder { shape, names: shape.family.spec().names, specs: Vec::new(), end: 0 };
-        let mut stage_starts = vec![0];
+        let mut module_starts = vec![0];
         builder.head();
-        stage_starts.push(builder.end);
+        module_starts.push(builder.end);
         for layer in (0..shape.layers).rev() {
             builder.layer(layer);
-            stage_starts.push(builder.end);
+            module_starts.push(builder.end);
         }
         builder.embed();
-        stage_starts.push(builder.end.next_multiple_of(FLAT_ALIGN_ELEMS));
-        Self { specs: builder.specs, stage_starts }
+        module_starts.push(builder.end.next_multiple_of(FLAT_ALIGN_ELEMS));
+        Self { specs: builder.specs, module_starts }
     }
 
     /// Every tensor, in flat order.
@@ -200,45 +200,45 @@ impl TensorTable {
         &self.specs
     }
 
-    /// The tensor of `stage` with `role`, if the model has one.
-    pub fn find(&self, stage: Stage, role: Role) -> Option<&TensorSpec> {
-        self.specs.iter().find(|spec| spec.stage == stage && spec.role == role)
+    /// The tensor of `module` with `role`, if the model has one.
+    pub fn find(&self, module: Module, role: Role) -> Option<&TensorSpec> {
+        self.specs.iter().find(|spec| spec.module == module && spec.role == role)
     }
 
-    /// Stages in backward order: head, last layer to first, embeddings.
-    pub fn stages(&self) -> impl DoubleEndedIterator<Item = Stage> + use<> {
-        let layers = self.stage_starts.len() - 3;
-        std::iter::once(Stage::Head).chain((0..layers).rev().map(Stage::Layer)).chain(std::iter::once(Stage::Embed))
+    /// Modules in backward order: head, last layer to first, embeddings.
+    pub fn modules(&self) -> impl DoubleEndedIterator<Item = Module> + use<> {
+        let layers = self.module_starts.len() - 3;
+        std::iter::once(Module::Head).chain((0..layers).rev().map(Module::Layer)).chain(std::iter::once(Module::Embed))
     }
 
-    /// The flat range of `stage`, padding included; the ranges of all stages cover the flat range without gaps.
+    /// The flat range of `module`, padding included; the ranges of all modules cover the flat range without gaps.
     ///
     /// # Panics
     /// If the model has no such layer.
-    pub fn stage_range(&self, stage: Stage) -> Range<usize> {
-        let idx = self.stage_index(stage);
-        self.stage_starts[idx]..self.stage_starts[idx + 1]
+    pub fn module_range(&self, module: Module) -> Range<usize> {
+        let idx = self.module_index(module);
+        self.module_starts[idx]..self.module_starts[idx + 1]
     }
 
-    /// How many stages come before `stage` in backward order.
+    /// How many modules come before `module` in backward order.
     ///
     /// # Panics
     /// If the model has no such layer.
-    pub fn stage_index(&self, stage: Stage) -> usize {
-        let layers = self.stage_starts.len() - 3;
-        match stage {
-            Stage::Head => 0,
-            Stage::Layer(layer) => {
+    pub fn module_index(&self, module: Module) -> usize {
+        let layers = self.module_starts.len() - 3;
+        match module {
+            Module::Head => 0,
+            Module::Layer(layer) => {
                 assert!(layer < layers, "layer {layer} of {layers}");
                 layers - layer
             }
-            Stage::Embed => layers + 1,
+            Module::Embed => layers + 1,
         }
     }
 
-    /// The elements of `stage` that belong to no tensor.
-    pub fn padding(&self, stage: Stage) -> impl Iterator<Item = Range<usize>> {
-        let range = self.stage_range(stage);
+    /// The elements of `module` that belong to no tensor.
+    pub fn padding(&self, module: Module) -> impl Iterator<Item = Range<usize>> {
+        let range = self.module_range(module);
         let first = self.specs.partition_point(|spec| spec.offset_elems < range.start);
         let specs = self.specs[first..].iter().take_while(move |spec| spec.offset_elems < range.end);
         let ends = self.specs[first + 1..].iter().map(|next| next.offset_elems).chain([self.flat_elems()]);
@@ -247,7 +247,7 @@ impl TensorTable {
 
     /// Length of the flat range, padding included: a multiple of [`FLAT_ALIGN_ELEMS`].
     pub fn flat_elems(&self) -> usize {
-        self.stage_starts[self.stage_starts.len() - 1]
+        self.module_starts[self.module_starts.len() - 1]
     }
 
     /// Parameters, without padding.
@@ -263,13 +263,13 @@ impl TensorTable {
 
     /// The matrices `[out, in]` of the matrix products: see [`TensorTable::matmul_params`].
     pub fn product_matrices(&self) -> impl Iterator<Item = &TensorSpec> {
-        let tied = self.find(Stage::Head, Role::LmHead).is_none();
+        let tied = self.find(Module::Head, Role::LmHead).is_none();
         let counts = move |spec: &&TensorSpec| spec.shape.len() == 2 && spec.role != Role::Wpe && (tied || spec.role != Role::Wte);
         self.specs.iter().filter(counts)
     }
 }
 
-/// Appends tensors stage by stage.
+/// Appends tensors module by module.
 struct Builder<'a> {
     shape: &'a ModelShape,
     names: &'static Names,
@@ -278,21 +278,21 @@ struct Builder<'a> {
 }
 
 impl Builder<'_> {
-    fn push(&mut self, stage: Stage, role: Role, shape: Vec<usize>, init: Init, parts: Vec<HfPart>) {
-        let name = match stage {
-            Stage::Layer(layer) => format!("layers.{layer}.{}", role.name(self.shape.mlp)),
+    fn push(&mut self, module: Module, role: Role, shape: Vec<usize>, init: Init, parts: Vec<HfPart>) {
+        let name = match module {
+            Module::Layer(layer) => format!("layers.{layer}.{}", role.name(self.shape.mlp)),
             _ => role.name(self.shape.mlp).to_string(),
         };
         let decay = shape.len() == 2;
-        let spec = TensorSpec { index: self.specs.len(), name, role, stage, shape, offset_elems: self.end, decay, init, parts };
+        let spec = TensorSpec { index: self.specs.len(), name, role, module, shape, offset_elems: self.end, decay, init, parts };
         self.end = (self.end + spec.elems()).next_multiple_of(TENSOR_ALIGN_ELEMS);
         self.specs.push(spec);
     }
 
     /// A tensor that one Hugging Face tensor holds as it is.
-    fn whole(&mut self, stage: Stage, role: Role, shape: Vec<usize>, init: Init, name: String) {
+    fn whole(&mut self, module: Module, role: Role, shape: Vec<usize>, init: Init, name: String) {
         let part = HfPart { name, row_start: 0, rows: shape[0], transposed: false };
-        self.push(stage, role, shape, init, vec![part]);
+        self.push(module, role, shape, init, vec![part]);
     }
 
     fn matrix_init(&self) -> Init {
@@ -305,29 +305,29 @@ impl Builder<'_> {
         Init::Normal { std: self.shape.init_std / depth }
     }
 
-    fn norm(&mut self, stage: Stage, weight: Role, bias: Role, path: &str) {
+    fn norm(&mut self, module: Module, weight: Role, bias: Role, path: &str) {
         let channels = self.shape.channels;
-        self.whole(stage, weight, vec![channels], Init::Ones, format!("{path}.weight"));
+        self.whole(module, weight, vec![channels], Init::Ones, format!("{path}.weight"));
         if self.shape.norm == Norm::Layer {
-            self.whole(stage, bias, vec![channels], Init::Zeros, format!("{path}.bias"));
+            self.whole(module, bias, vec![channels], Init::Zeros, format!("{path}.bias"));
         }
     }
 
-    /// A linear layer whose rows are `modules` one after another, `rows[i]` each.
-    fn linear(&mut self, stage: Stage, roles: (Role, Option<Role>), modules: &[String], rows: &[usize], cols: usize, init: Init) {
+    /// A linear layer whose rows are `paths` one after another, `rows[i]` each.
+    fn linear(&mut self, module: Module, roles: (Role, Option<Role>), paths: &[String], rows: &[usize], cols: usize, init: Init) {
         let parts = |suffix: &str, transposed: bool| {
             let mut row_start = 0;
-            let part = |(module, &rows): (&String, &usize)| {
-                let part = HfPart { name: format!("{module}.{suffix}"), row_start, rows, transposed };
+            let part = |(path, &rows): (&String, &usize)| {
+                let part = HfPart { name: format!("{path}.{suffix}"), row_start, rows, transposed };
                 row_start += rows;
                 part
             };
-            modules.iter().zip(rows).map(part).collect::<Vec<_>>()
+            paths.iter().zip(rows).map(part).collect::<Vec<_>>()
         };
         let total = rows.iter().sum();
-        self.push(stage, roles.0, vec![total, cols], init, parts("weight", self.names.transposed));
+        self.push(module, roles.0, vec![total, cols], init, parts("weight", self.names.transposed));
         if let Some(bias) = roles.1 {
-            self.push(stage, bias, vec![total], Init::Zeros, parts("bias", false));
+            self.push(module, bias, vec![total], Init::Zeros, parts("bias", false));
         }
     }
 
@@ -335,19 +335,19 @@ impl Builder<'_> {
         let Names { prefix, final_norm, .. } = *self.names;
         let ModelShape { vocab, channels, tied, .. } = *self.shape;
         if !tied {
-            self.whole(Stage::Head, Role::LmHead, vec![vocab, channels], self.matrix_init(), "lm_head.weight".into());
+            self.whole(Module::Head, Role::LmHead, vec![vocab, channels], self.matrix_init(), "lm_head.weight".into());
         }
-        self.norm(Stage::Head, Role::FinalNorm, Role::FinalNormBias, &format!("{prefix}{final_norm}"));
+        self.norm(Module::Head, Role::FinalNorm, Role::FinalNormBias, &format!("{prefix}{final_norm}"));
     }
 
     fn layer(&mut self, layer: usize) {
         let path = format!("{}{}.{layer}.", self.names.prefix, self.names.layers);
-        let at = |module: &str| format!("{path}{module}");
-        self.mlp(Stage::Layer(layer), at);
-        self.attention(Stage::Layer(layer), at);
+        let at = |name: &str| format!("{path}{name}");
+        self.mlp(Module::Layer(layer), at);
+        self.attention(Module::Layer(layer), at);
     }
 
-    fn mlp(&mut self, stage: Stage, at: impl Fn(&str) -> String) {
+    fn mlp(&mut self, module: Module, at: impl Fn(&str) -> String) {
         let Names { mlp_norm, mlp_in, mlp_out, .. } = *self.names;
         let ModelShape { channels, ffn, mlp, mlp_bias, .. } = *self.shape;
         let in_rows: &[usize] = match (mlp, mlp_in.len()) {
@@ -355,36 +355,36 @@ impl Builder<'_> {
             (Mlp::Swiglu, _) => &[ffn, ffn],
             (Mlp::GeluTanh, _) => &[ffn],
         };
-        let modules: Vec<String> = mlp_in.iter().map(|module| at(module)).collect();
+        let paths: Vec<String> = mlp_in.iter().map(|name| at(name)).collect();
         let bias = |role| mlp_bias.then_some(role);
-        self.linear(stage, (Role::MlpOut, bias(Role::MlpOutBias)), &[at(mlp_out)], &[channels], ffn, self.residual_init());
-        self.linear(stage, (Role::MlpIn, bias(Role::MlpInBias)), &modules, in_rows, channels, self.matrix_init());
-        self.norm(stage, Role::MlpNorm, Role::MlpNormBias, &at(mlp_norm));
+        self.linear(module, (Role::MlpOut, bias(Role::MlpOutBias)), &[at(mlp_out)], &[channels], ffn, self.residual_init());
+        self.linear(module, (Role::MlpIn, bias(Role::MlpInBias)), &paths, in_rows, channels, self.matrix_init());
+        self.norm(module, Role::MlpNorm, Role::MlpNormBias, &at(mlp_norm));
     }
 
-    fn attention(&mut self, stage: Stage, at: impl Fn(&str) -> String) {
+    fn attention(&mut self, module: Module, at: impl Fn(&str) -> String) {
         let Names { attn_norm, qkv, attn_out, .. } = *self.names;
         let ModelShape { channels, heads, kv_heads, head_dim, qk_norm, qkv_bias, out_bias, .. } = *self.shape;
         let (q_rows, kv_rows) = (heads * head_dim, kv_heads * head_dim);
         let qkv_rows: &[usize] = if qkv.len() == 1 { &[q_rows + 2 * kv_rows] } else { &[q_rows, kv_rows, kv_rows] };
-        let modules: Vec<String> = qkv.iter().map(|module| at(module)).collect();
+        let paths: Vec<String> = qkv.iter().map(|name| at(name)).collect();
         let out_roles = (Role::AttnOut, out_bias.then_some(Role::AttnOutBias));
-        self.linear(stage, out_roles, &[at(attn_out)], &[channels], q_rows, self.residual_init());
+        self.linear(module, out_roles, &[at(attn_out)], &[channels], q_rows, self.residual_init());
         if qk_norm {
-            self.whole(stage, Role::QNorm, vec![head_dim], Init::Ones, at("self_attn.q_norm.weight"));
-            self.whole(stage, Role::KNorm, vec![head_dim], Init::Ones, at("self_attn.k_norm.weight"));
+            self.whole(module, Role::QNorm, vec![head_dim], Init::Ones, at("self_attn.q_norm.weight"));
+            self.whole(module, Role::KNorm, vec![head_dim], Init::Ones, at("self_attn.k_norm.weight"));
         }
         let qkv_roles = (Role::Qkv, qkv_bias.then_some(Role::QkvBias));
-        self.linear(stage, qkv_roles, &modules, qkv_rows, channels, self.matrix_init());
-        self.norm(stage, Role::AttnNorm, Role::AttnNormBias, &at(attn_norm));
+        self.linear(module, qkv_roles, &paths, qkv_rows, channels, self.matrix_init());
+        self.norm(module, Role::AttnNorm, Role::AttnNormBias, &at(attn_norm));
     }
 
     fn embed(&mut self) {
         let Names { prefix, wte, .. } = *self.names;
         let ModelShape { vocab, channels, max_positions, positions, .. } = *self.shape;
-        self.whole(Stage::Embed, Role::Wte, vec![vocab, channels], self.matrix_init(), format!("{prefix}{wte}.weight"));
+        self.whole(Module::Embed, Role::Wte, vec![vocab, channels], self.matrix_init(), format!("{prefix}{wte}.weight"));
         if positions == Positions::Learned {
-            self.whole(Stage::Embed, Role::Wpe, vec![max_positions, channels], self.matrix_init(), format!("{prefix}wpe.weight"));
+            self.whole(Module::Embed, Role::Wpe, vec![max_positions, channels], self.matrix_init(), format!("{prefix}wpe.weight"));
         }
     }
 }
@@ -414,18 +414,18 @@ mod tests {
     ];
 
     #[test]
-    fn stages_tile_the_flat_range_in_backward_order() {
+    fn modules_tile_the_flat_range_in_backward_order() {
         for architecture in ALL {
             let table = TensorTable::new(&shape(architecture));
-            let stages: Vec<Stage> = table.stages().collect();
-            assert_eq!(stages, [Stage::Head, Stage::Layer(1), Stage::Layer(0), Stage::Embed]);
+            let modules: Vec<Module> = table.modules().collect();
+            assert_eq!(modules, [Module::Head, Module::Layer(1), Module::Layer(0), Module::Embed]);
             let mut end = 0;
-            for stage in stages {
-                let range = table.stage_range(stage);
-                assert_eq!(range.start, end, "{architecture} {stage:?}");
+            for module in modules {
+                let range = table.module_range(module);
+                assert_eq!(range.start, end, "{architecture} {module:?}");
                 end = range.end;
                 let inside = |spec: &TensorSpec| range.start <= spec.range().start && spec.range().end <= range.end;
-                assert!(table.specs().iter().all(|spec| (spec.stage == stage) == inside(spec)), "{architecture} {stage:?}");
+                assert!(table.specs().iter().all(|spec| (spec.module == module) == inside(spec)), "{architecture} {module:?}");
             }
             assert_eq!((end, end % FLAT_ALIGN_ELEMS), (table.flat_elems(), 0));
         }
@@ -453,7 +453,7 @@ mod tests {
     fn parts_have_their_hugging_face_shapes() {
         let part = |architecture: &str, role, index: usize| {
             let table = TensorTable::new(&shape(architecture));
-            let spec = table.find(Stage::Layer(1), role).unwrap();
+            let spec = table.find(Module::Layer(1), role).unwrap();
             (spec.parts[index].name.clone(), spec.part_shape(&spec.parts[index]))
         };
         assert_eq!(part("LlamaForCausalLM", Role::Qkv, 1), ("model.layers.1.self_attn.k_proj.weight".into(), vec![16, 32]));
@@ -493,7 +493,7 @@ mod tests {
     fn gpt2_shrinks_what_writes_to_the_residual_stream() {
         let table = TensorTable::new(&shape("GPT2LMHeadModel"));
         for (role, std) in [(Role::AttnOut, 0.01), (Role::MlpOut, 0.01), (Role::Qkv, 0.02), (Role::MlpIn, 0.02)] {
-            assert_eq!(table.find(Stage::Layer(0), role).unwrap().init, Init::Normal { std }, "{role:?}");
+            assert_eq!(table.find(Module::Layer(0), role).unwrap().init, Init::Normal { std }, "{role:?}");
         }
     }
 

@@ -4,7 +4,7 @@ use super::activations::{ActivationPlan, LossTile};
 use super::policy::LayerPolicy::{self, Host, Keep, RecomputeBlock, RecomputeCheap};
 use super::rope::rope_table;
 use super::shape::{ModelShape, Positions};
-use super::tensors::{Stage, TensorSpec, TensorTable};
+use super::tensors::{Module, TensorSpec, TensorTable};
 use super::{MicroStep, Model};
 use crate::data::batch::Batch;
 use crate::device::cpu::{CpuDevice, Schedule};
@@ -36,7 +36,7 @@ struct Rig {
     dev: CpuDevice,
     host: HostMemory,
     model: Model,
-    /// How many other copies crowd each copy stream before each stage, as gradients and parameters do.
+    /// How many other copies crowd each copy stream before each module, as gradients and parameters do.
     crowd: usize,
     crowd_memory: [(DeviceSlice, PinnedSlice); 2],
 }
@@ -126,18 +126,18 @@ impl Rig {
     }
 
     fn forward(&mut self) {
-        for stage in self.model.table.stages().rev().filter(|stage| *stage != Stage::Head) {
+        for module in self.model.table.modules().rev().filter(|module| *module != Module::Head) {
             self.crowd();
-            self.model.forward(&mut self.dev, stage).unwrap();
+            self.model.forward(&mut self.dev, module).unwrap();
         }
     }
 
     fn train(&mut self, micro: MicroStep) {
         self.forward();
         self.model.head(&mut self.dev, micro, true).unwrap();
-        for stage in self.model.table.stages().filter(|stage| *stage != Stage::Head) {
+        for module in self.model.table.modules().filter(|module| *module != Module::Head) {
             self.crowd();
-            self.model.backward(&mut self.dev, stage, micro.first).unwrap();
+            self.model.backward(&mut self.dev, module, micro.first).unwrap();
         }
     }
 

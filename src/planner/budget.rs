@@ -9,10 +9,10 @@ use crate::dtype::Dtype;
 use crate::memory::{Addressing, DeviceMemory, Place, RingShape};
 use crate::model::activations::ActivationPlan;
 use crate::model::shape::ModelShape;
-use crate::model::tensors::{Stage, TensorTable};
+use crate::model::tensors::{Module, TensorTable};
 use crate::optim::norm::BLOCK;
 
-/// Buckets that may be on their way to the host while the next stage writes.
+/// Buckets that may be on their way to the host while the next module writes.
 const RING_BUCKETS: usize = 8;
 /// Buckets whose paged states may be on the device at once: one comes, one is stepped, one goes, and one for when they do not
 /// take equally long.
@@ -118,22 +118,22 @@ impl Needs<'_> {
         if rings.weights.is_some() { layout.offloaded() } else { self.slots }
     }
 
-    /// The ring that gradients of offloaded buckets can share: long enough for the largest stage and what is on its way to
+    /// The ring that gradients of offloaded buckets can share: long enough for the largest module and what is on its way to
     /// the host. None where micro-batches add up in place, or where it would save nothing, and none on a device that shares the
     /// host's memory.
     pub fn grad_ring(&self, layout: &BucketLayout, table: &TensorTable) -> Option<RingShape> {
         if self.grad_accum_steps > 1 || self.machine.device == DeviceMemory::Shared {
             return None;
         }
-        let stage_elems_max = streamed_stages(table).max().unwrap_or(0);
-        self.ring(layout, table, stage_elems_max + RING_BUCKETS * layout.bucket_elems())
+        let module_elems_max = streamed_modules(table).max().unwrap_or(0);
+        self.ring(layout, table, module_elems_max + RING_BUCKETS * layout.bucket_elems())
     }
 
-    /// The ring that weights of offloaded buckets can stream through: long enough for a stage and the next one. None where it
+    /// The ring that weights of offloaded buckets can stream through: long enough for a module and the next one. None where it
     /// would save nothing.
     pub fn weight_ring(&self, layout: &BucketLayout, table: &TensorTable) -> Option<RingShape> {
-        let next = streamed_stages(table).skip(1).chain([0]);
-        let pair_elems_max = streamed_stages(table).zip(next).map(|(stage, next)| stage + next).max().unwrap_or(0);
+        let next = streamed_modules(table).skip(1).chain([0]);
+        let pair_elems_max = streamed_modules(table).zip(next).map(|(module, next)| module + next).max().unwrap_or(0);
         self.ring(layout, table, pair_elems_max)
     }
 
@@ -141,7 +141,7 @@ impl Needs<'_> {
     /// So do paged buckets, which are stepped here: their gradients stay until the verdict.
     fn ring(&self, layout: &BucketLayout, table: &TensorTable, elems_min: usize) -> Option<RingShape> {
         let grain = self.machine.kind.ring_grain_bytes() / self.dtype.bytes();
-        let end = layout.offloaded_elems().min(table.stage_range(Stage::Embed).start);
+        let end = layout.offloaded_elems().min(table.module_range(Module::Embed).start);
         let (ringed_elems, period_elems) = (end / grain * grain, elems_min.next_multiple_of(grain));
         (ringed_elems > period_elems).then_some(RingShape { ringed_elems, period_elems })
     }
@@ -198,7 +198,7 @@ impl Needs<'_> {
     }
 }
 
-/// Elements of every stage that a ring may hold, in flat order.
-fn streamed_stages(table: &TensorTable) -> impl Iterator<Item = usize> {
-    table.stages().filter(|stage| *stage != Stage::Embed).map(|stage| table.stage_range(stage).len())
+/// Elements of every module that a ring may hold, in flat order.
+fn streamed_modules(table: &TensorTable) -> impl Iterator<Item = usize> {
+    table.modules().filter(|module| *module != Module::Embed).map(|module| table.module_range(module).len())
 }

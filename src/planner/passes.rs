@@ -8,7 +8,7 @@ use crate::host::memory_policy::MemoryPolicy;
 use crate::host::pinned::HostMemory;
 use crate::model::activations::{ActivationPlan, LossTile};
 use crate::model::policy::LayerPolicy;
-use crate::model::tensors::{Stage, TensorTable};
+use crate::model::tensors::{Module, TensorTable};
 use crate::model::{MicroStep, Model};
 use crate::optim::simd::Isa;
 
@@ -62,10 +62,10 @@ fn micro_step_s(needs: &Needs, policy: LayerPolicy) -> Result<f64> {
     let activations = plan.allocate(&mut dev, &mut HostMemory::new(MemoryPolicy::unbacked()))?;
     let flat = DeviceSlice { addr: 0, elems: TensorTable::new(shape).flat_elems(), dtype: needs.dtype };
     let model = Model::new(shape.clone(), flat, flat, activations)?;
-    let layers = || (0..shape.layers).map(Stage::Layer);
-    [Stage::Embed].into_iter().chain(layers()).try_for_each(|stage| model.forward(&mut dev, stage))?;
+    let layers = || (0..shape.layers).map(Module::Layer);
+    [Module::Embed].into_iter().chain(layers()).try_for_each(|module| model.forward(&mut dev, module))?;
     model.head(&mut dev, MicroStep { first: true, inv_targets: 1.0, loss_scale: 1.0 }, true)?;
-    layers().rev().chain([Stage::Embed]).try_for_each(|stage| model.backward(&mut dev, stage, true))?;
+    layers().rev().chain([Module::Embed]).try_for_each(|module| model.backward(&mut dev, module, true))?;
     let done = dev.event()?;
     dev.record(done, Stream::Compute)?;
     dev.synchronize(done)?;

@@ -12,7 +12,7 @@ use crate::hardware::rates::Rates;
 use crate::memory::{Addressing, DeviceMemory, Place};
 use crate::model::policy::LayerPolicy;
 use crate::model::shape::ModelShape;
-use crate::model::tensors::{Stage, TensorTable};
+use crate::model::tensors::{Module, TensorTable};
 use crate::planner::plan::Plan;
 use crate::units::Bytes;
 use proptest::prelude::*;
@@ -300,7 +300,7 @@ fn weights_that_do_not_fit_are_streamed() {
     let ring = tight.weight_ring.unwrap();
     // Two layers, or the head and one, in whole chunks; the embeddings are resident or stay.
     let table = TensorTable::new(&shape);
-    let [head, layer, embed] = [Stage::Head, Stage::Layer(31), Stage::Embed].map(|stage| table.stage_range(stage));
+    let [head, layer, embed] = [Module::Head, Module::Layer(31), Module::Embed].map(|module| table.module_range(module));
     assert!((head.len() + layer.len()..head.len() + layer.len() + (16 << 20)).contains(&ring.period_elems), "{ring:?}");
     assert!(embed.start - ring.ringed_elems < 16 << 20 && ring.ringed_elems <= embed.start, "{ring:?}");
     let whole_chunks = (2 * table.flat_elems()).next_multiple_of(32 << 20);

@@ -5,7 +5,7 @@ use crate::checkpoint::{LossScale, Scheduler, TensorSource, TrainerState, save};
 use crate::disk::faults::{self, Mode};
 use crate::dtype::{Dtype, Element};
 use crate::model::shape::ModelShape;
-use crate::model::tensors::{Role, Stage, TensorTable};
+use crate::model::tensors::{Module, Role, TensorTable};
 use ::safetensors::SafeTensors;
 use ::safetensors::tensor::{Dtype as FileDtype, TensorView, serialize};
 use half::{bf16, f16};
@@ -162,7 +162,7 @@ fn weights_come_in_blocks_that_cover_every_tensor_once() {
 #[test]
 fn fused_and_transposed_weights_take_their_original_form() {
     let (_dir, out, model) = exported("GPT2LMHeadModel", Options::default());
-    let qkv = model.table.find(Stage::Layer(1), Role::Qkv).unwrap();
+    let qkv = model.table.find(Module::Layer(1), Role::Qkv).unwrap();
     edit(&out, |tensors| {
         let (_, _, shape, data) = find(tensors, "transformer.h.1.attn.c_attn.weight");
         assert_eq!(*shape, [24, 72]);
@@ -170,7 +170,7 @@ fn fused_and_transposed_weights_take_their_original_form() {
         assert_eq!(data[(3 * 72 + 50) * 4..][..4], expected);
     });
     let (_dir, out, model) = exported("Qwen2ForCausalLM", Options::default());
-    let bias = model.table.find(Stage::Layer(0), Role::QkvBias).unwrap();
+    let bias = model.table.find(Module::Layer(0), Role::QkvBias).unwrap();
     edit(&out, |tensors| {
         let (_, _, shape, data) = find(tensors, "model.layers.0.self_attn.k_proj.bias");
         assert_eq!(*shape, [12]);
