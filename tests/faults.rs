@@ -271,7 +271,7 @@ fn a_worker_that_stands_still_is_named_and_the_run_ends_with_an_account() {
     assert!(ended.stderr.contains("\n  worker        adam-00 is idle"), "{ended:?}");
     assert!(ended.stderr.contains("is with the optimizer's workers\n") && ended.stderr.contains(" s  begin step "), "{ended:?}");
     let events = ended.stderr.lines().filter(|line| line.contains(" s  ")).count();
-    // A GPU has fewer steps behind it by then than the ring holds.
+    // A GPU has fewer steps behind it by then than the history holds.
     let on_gpu = std::env::var("SUPEROFFLOAD_DEVICE").is_ok_and(|device| device == "cuda");
     assert!(if on_gpu { (64..=256).contains(&events) } else { events == 256 }, "the last events: {events}");
 }

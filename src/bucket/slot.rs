@@ -1,18 +1,18 @@
 //! The staging slots: fixed pieces of pinned memory, lent and given back, never grown.
 
-/// One slot of a ring.
+/// One staging slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Slot(pub usize);
 
 /// Which slots are free. Nothing allocates after construction.
 #[derive(Clone, Debug)]
-pub struct SlotRing {
+pub struct FreeList {
     free: Vec<Slot>,
     count: usize,
 }
 
-impl SlotRing {
-    /// A ring of `count` free slots.
+impl FreeList {
+    /// `count` slots, all of them free.
     pub fn new(count: usize) -> Self {
         Self { free: (0..count).rev().map(Slot).collect(), count }
     }
@@ -53,15 +53,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_ring_lends_each_slot_once() {
-        let mut ring = SlotRing::new(2);
-        let (a, b) = (ring.take().unwrap(), ring.take().unwrap());
-        assert!(a != b && ring.take().is_none() && ring.lent() == 2);
-        ring.give(a);
-        assert_eq!((ring.take_this(b), ring.take_this(a), ring.take_this(a)), (None, Some(a), None));
-        ring.give(a);
-        assert_eq!(ring.take(), Some(a));
-        ring.give(b);
-        assert!(std::panic::catch_unwind(move || ring.give(b)).is_err());
+    fn the_free_list_lends_each_slot_once() {
+        let mut list = FreeList::new(2);
+        let (a, b) = (list.take().unwrap(), list.take().unwrap());
+        assert!(a != b && list.take().is_none() && list.lent() == 2);
+        list.give(a);
+        assert_eq!((list.take_this(b), list.take_this(a), list.take_this(a)), (None, Some(a), None));
+        list.give(a);
+        assert_eq!(list.take(), Some(a));
+        list.give(b);
+        assert!(std::panic::catch_unwind(move || list.give(b)).is_err());
     }
 }

@@ -13,7 +13,7 @@ use super::counters::amounts;
 use super::route::{Hop, route};
 use super::verdict::{SpeculationHistory, Verdict};
 use crate::bucket::layout::BucketLayout;
-use crate::bucket::slot::{Slot, SlotRing};
+use crate::bucket::slot::{FreeList, Slot};
 use crate::planner::rules::{Policy, Rules};
 use law::{Phase, Queued};
 use std::collections::VecDeque;
@@ -171,8 +171,8 @@ pub(super) struct Coordinator {
     rules: Rules,
     buckets: Vec<Bucket>,
     staging: Staging,
-    grad_slots: SlotRing,
-    param_slots: SlotRing,
+    grad_slots: FreeList,
+    param_slots: FreeList,
     /// Buckets whose weights are on their way to the device, and from which slots.
     returning: VecDeque<(usize, Slot)>,
     running: Option<Running>,
@@ -203,8 +203,8 @@ impl Coordinator {
             commands: VecDeque::with_capacity(3 * layout.count() + 4 * offloaded + 16),
             returning: VecDeque::with_capacity(param_slots),
             staging,
-            grad_slots: SlotRing::new(grad_slots),
-            param_slots: SlotRing::new(param_slots),
+            grad_slots: FreeList::new(grad_slots),
+            param_slots: FreeList::new(param_slots),
             running: None,
             update,
             speculating: false,

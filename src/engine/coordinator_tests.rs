@@ -32,12 +32,12 @@ struct World {
 
 impl World {
     /// With a seed that is even weights are streamed, if the build can.
-    fn new(seed: u64, rules: Rules, buckets: usize, resident: usize, ring: usize) -> Self {
+    fn new(seed: u64, rules: Rules, buckets: usize, resident: usize, slots: usize) -> Self {
         let layout = BucketLayout::new(buckets * BLOCK, BLOCK, Tier::Host).with_resident(resident);
         let offloaded = layout.offloaded();
-        let grad_slots = if rules.policy == Policy::Deferred { offloaded + ring } else { ring };
+        let grad_slots = if rules.policy == Policy::Deferred { offloaded + slots } else { slots };
         let streamed_weights = cfg!(feature = "weight-flow") && seed.is_multiple_of(2);
-        let param_slots = if streamed_weights { offloaded } else { ring };
+        let param_slots = if streamed_weights { offloaded } else { slots };
         let staging = Staging { ringed_grads: seed.is_multiple_of(3), grad_slots, param_slots, streamed_weights };
         Self {
             rng: ChaCha8Rng::seed_from_u64(seed),
@@ -201,8 +201,8 @@ fn verdicts(seed: u64, clip_percent: u32, skip_percent: u32, steps: usize) -> Ve
     (0..steps).map(|_| one(&mut rng)).collect()
 }
 
-fn run(seed: u64, rules: Rules, buckets: usize, resident: usize, ring: usize, verdicts: &[Verdict]) -> Counts {
-    let mut world = World::new(seed, rules, buckets, resident, ring);
+fn run(seed: u64, rules: Rules, buckets: usize, resident: usize, slots: usize, verdicts: &[Verdict]) -> Counts {
+    let mut world = World::new(seed, rules, buckets, resident, slots);
     let mut expected = Seen::new();
     for &verdict in verdicts {
         world.step(verdict, &expected);
@@ -226,11 +226,11 @@ proptest! {
     #[test]
     fn every_bucket_sees_exactly_the_decided_updates(
         seed: u64, policy in 0..3, adaptive: bool, deadline_order: bool,
-        buckets in 1usize..9, resident in 0usize..4, ring in 1usize..4, clip in 0u32..100, skip in 0u32..40,
+        buckets in 1usize..9, resident in 0usize..4, slots in 1usize..4, clip in 0u32..100, skip in 0u32..40,
     ) {
         let policy = [Policy::Deferred, Policy::Inverse, Policy::ValidateFirst][policy as usize];
         let rules = Rules { policy, adaptive, deadline_order };
-        run(seed, rules, buckets, resident, ring, &verdicts(seed, clip, skip, 12));
+        run(seed, rules, buckets, resident, slots, &verdicts(seed, clip, skip, 12));
     }
 }
 

@@ -92,7 +92,7 @@ pub struct Needs<'a> {
     pub device_casts: bool,
     /// Gradients stay in their slots for one step more, until the update is written.
     pub retains_grads: bool,
-    /// Slots of the rings.
+    /// Slots that are lent, of each kind.
     pub slots: usize,
     /// Bytes of the timeline.
     pub timeline_bytes: usize,
@@ -107,13 +107,13 @@ pub struct Needs<'a> {
 }
 
 impl Needs<'_> {
-    /// Host slots for gradients: one for each offloaded bucket, so that none waits; the ring besides when each keeps its slot for
+    /// Host slots for gradients: one for each offloaded bucket, so that none waits; `slots` more when each keeps its slot for
     /// one step more.
     pub fn grad_slots(&self, layout: &BucketLayout) -> usize {
         if self.retains_grads { layout.offloaded() + self.slots } else { layout.offloaded() }
     }
 
-    /// Host slots for working weights: those of the ring, or a place for each bucket whose weights are streamed from there.
+    /// Host slots for working weights: those that are lent, or a place for each bucket whose weights are streamed from there.
     pub fn param_slots(&self, layout: &BucketLayout, rings: Rings) -> usize {
         if rings.weights.is_some() { layout.offloaded() } else { self.slots }
     }

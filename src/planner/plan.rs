@@ -120,7 +120,7 @@ pub struct Plan {
     pub grad_ring: Option<RingShape>,
     /// The ring through which weights stream; `None`: they stay on the device.
     pub weight_ring: Option<RingShape>,
-    /// Host slots for gradients: one retained per offloaded bucket, and the ring.
+    /// Host slots for gradients: one retained per offloaded bucket, and those that are lent.
     pub grad_slots: usize,
     /// Host slots for working weights: where they are streamed, one for each offloaded bucket, which holds them for good.
     pub param_slots: usize,
@@ -544,11 +544,11 @@ mod tests {
     }
 
     #[test]
-    fn offloaded_state_takes_14_bytes_a_parameter_and_the_ring() {
+    fn offloaded_state_takes_14_bytes_a_parameter_and_what_is_lent() {
         let plan = plan(Settings { without: vec![Technique::Repartition], ..Settings::demo() }).unwrap();
-        let ring = 2 * plan.param_slots * plan.layout.bucket_elems() * 2;
+        let lent = 2 * plan.param_slots * plan.layout.bucket_elems() * 2;
         let classes = plan.memory.iter().filter(|class| class.place == Place::Host && class.name != "batches, norm");
-        let state = classes.map(|class| class.bytes).sum::<usize>() - if plan.rules.policy == Policy::Deferred { ring } else { ring / 2 };
+        let state = classes.map(|class| class.bytes).sum::<usize>() - if plan.rules.policy == Policy::Deferred { lent } else { lent / 2 };
         // A slot is as long as a whole bucket, also for the last one.
         let last_slot_excess = 2 * (plan.layout.count() * plan.layout.bucket_elems() - plan.layout.flat_elems());
         assert_eq!(state, 14 * plan.layout.flat_elems() + last_slot_excess);

@@ -244,8 +244,8 @@ fn offload_takes_14_bytes_a_parameter_of_host_memory_and_the_ring() {
     let plan = fitting(&llama_8b(), &Settings { resident_buckets: ResidentBuckets::Count(0), ..settings() });
     let host = |class: &str| plan.memory.iter().find(|c| c.place == Place::Host && c.name == class).unwrap().bytes;
     assert_eq!(host("offloaded p, m, v"), 12 * plan.layout.flat_elems());
-    let (retained, ring) = (plan.layout.count(), if cfg!(feature = "stv") { plan.param_slots } else { 0 });
-    assert_eq!(host("gradient slots"), (retained + ring) * plan.layout.bucket_elems() * 2);
+    let (retained, lent) = (plan.layout.count(), if cfg!(feature = "stv") { plan.param_slots } else { 0 });
+    assert_eq!(host("gradient slots"), (retained + lent) * plan.layout.bucket_elems() * 2);
 }
 
 #[test]

@@ -1,29 +1,29 @@
 //! The queue of a stream of the CPU device in every order that the memory model allows, by loom: `tests/threads/loom.sh`.
 
-use super::stream::{Op, RING_OPS, Ring};
+use super::stream::{Op, OpQueue, QUEUE_OPS};
 use crate::host::doorbell::Doorbell;
 use crate::sync::thread;
 use std::sync::Arc;
 
 #[test]
-fn a_ring_keeps_order_and_its_driver_waits_while_it_is_full() {
-    const OPS: u64 = RING_OPS as u64 + 1;
+fn a_queue_keeps_order_and_its_driver_waits_while_it_is_full() {
+    const OPS: u64 = QUEUE_OPS as u64 + 1;
     loom::model(|| {
-        let (ring, driver) = (Arc::new(Ring::new()), Arc::new(Doorbell::default()));
-        let (its_ring, its_driver) = (ring.clone(), driver.clone());
+        let (queue, driver) = (Arc::new(OpQueue::new()), Arc::new(Doorbell::default()));
+        let (its_queue, its_driver) = (queue.clone(), driver.clone());
         let consumer = thread::spawn(move || {
             for number in 0..OPS {
-                its_ring.bell.wait_until(|| its_ring.front().is_some());
-                assert!(matches!(its_ring.front(), Some(Op::Wait { ops, .. }) if ops == number));
-                its_ring.pop();
+                its_queue.bell.wait_until(|| its_queue.front().is_some());
+                assert!(matches!(its_queue.front(), Some(Op::Wait { ops, .. }) if ops == number));
+                its_queue.pop();
                 its_driver.ring();
             }
         });
         for ops in 0..OPS {
-            driver.wait_until(|| !ring.is_full());
-            ring.push(Op::Wait { stream: 0, ops });
+            driver.wait_until(|| !queue.is_full());
+            queue.push(Op::Wait { stream: 0, ops });
         }
-        driver.wait_until(|| ring.done() == OPS);
+        driver.wait_until(|| queue.done() == OPS);
         consumer.join().unwrap();
     });
 }

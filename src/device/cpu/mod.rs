@@ -26,7 +26,7 @@ use rand_chacha::rand_core::{Rng, SeedableRng};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
-use stream::{Op, Ring, Task};
+use stream::{Op, OpQueue, Task};
 
 /// Who runs the operations, and when.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,7 +57,7 @@ enum Runner {
 }
 
 struct Shared {
-    rings: [Ring; Stream::COUNT],
+    queues: [OpQueue; Stream::COUNT],
     stop: AtomicBool,
     /// Set when an operation panicked: its stream is dead and every wait must fail instead of hanging.
     failed: AtomicBool,
@@ -72,9 +72,9 @@ impl CpuDevice {
     /// `Resource` when a thread cannot start.
     pub fn new(threads: usize, schedule: Schedule, driver: Arc<Doorbell>, trace_spans: usize) -> Result<Self> {
         let compute = ComputeOwner::new(threads)?;
-        let rings = Stream::ALL.map(|_| Ring::new());
+        let queues = Stream::ALL.map(|_| OpQueue::new());
         let shared = Arc::new(Shared {
-            rings,
+            queues,
             stop: AtomicBool::new(false),
             failed: AtomicBool::new(false),
             compute_waited_ns: AtomicU64::new(0),
@@ -96,9 +96,9 @@ impl CpuDevice {
     }
 
     fn push(&mut self, stream: Stream, op: Op) -> Result<()> {
-        let ring = stream as usize;
-        self.run_until(|shared| !shared.rings[ring].is_full())?;
-        self.shared.rings[ring].push(op);
+        let queue = stream as usize;
+        self.run_until(|shared| !shared.queues[queue].is_full())?;
+        self.shared.queues[queue].push(op);
         self.dawdle()
     }
 
@@ -156,7 +156,7 @@ impl CpuDevice {
             Runner::Adversary { recorders, .. } => std::mem::take(recorders),
             Runner::Threads(handles) => {
                 self.shared.stop.store(true, Ordering::Release);
-                self.shared.rings.iter().for_each(|r| r.bell.ring());
+                self.shared.queues.iter().for_each(|r| r.bell.ring());
                 handles.drain(..).filter_map(|h| h.join().ok()).collect()
             }
         }
@@ -181,10 +181,10 @@ fn start_streams(shared: &Arc<Shared>, recorders: [Recorder; Stream::COUNT]) -> 
 
 fn run_stream(shared: &Shared, stream: usize, mut recorder: Recorder) -> Recorder {
     let _guard = FailOnPanic(shared);
-    let ring = &shared.rings[stream];
+    let queue = &shared.queues[stream];
     loop {
-        ring.bell.wait_until(|| ring.front().is_some() || shared.stop.load(Ordering::Acquire));
-        if ring.front().is_some() && !shared.can_run(stream) {
+        queue.bell.wait_until(|| queue.front().is_some() || shared.stop.load(Ordering::Acquire));
+        if queue.front().is_some() && !shared.can_run(stream) {
             shared.wait_for_stream(stream, &mut recorder);
         }
         if !shared.can_run(stream) {
@@ -192,7 +192,7 @@ fn run_stream(shared: &Shared, stream: usize, mut recorder: Recorder) -> Recorde
             return recorder;
         }
         shared.run_front(stream, &mut recorder);
-        shared.rings.iter().enumerate().filter(|(s, _)| *s != stream).for_each(|(_, r)| r.bell.ring());
+        shared.queues.iter().enumerate().filter(|(s, _)| *s != stream).for_each(|(_, r)| r.bell.ring());
         shared.driver.ring();
     }
 }
@@ -211,17 +211,17 @@ impl Drop for FailOnPanic<'_> {
 
 impl Shared {
     fn can_run(&self, stream: usize) -> bool {
-        match self.rings[stream].front() {
+        match self.queues[stream].front() {
             None => false,
             Some(Op::Run(_)) => true,
-            Some(Op::Wait { stream, ops }) => self.rings[stream].done() >= ops,
+            Some(Op::Wait { stream, ops }) => self.queues[stream].done() >= ops,
         }
     }
 
     /// The front operation waits for another stream.
     fn wait_for_stream(&self, stream: usize, recorder: &mut Recorder) {
         let start = now_ns();
-        self.rings[stream].bell.wait_until(|| self.can_run(stream) || self.stop.load(Ordering::Acquire));
+        self.queues[stream].bell.wait_until(|| self.can_run(stream) || self.stop.load(Ordering::Acquire));
         recorder.span("wait", u32::MAX, start);
         if stream == Stream::Compute as usize {
             self.compute_waited_ns.fetch_add(now_ns() - start, Ordering::Relaxed);
@@ -229,12 +229,12 @@ impl Shared {
     }
 
     fn run_front(&self, stream: usize, recorder: &mut Recorder) {
-        if let Some(Op::Run(task)) = self.rings[stream].front() {
+        if let Some(Op::Run(task)) = self.queues[stream].front() {
             let start = now_ns();
             task.run();
             recorder.span(task.name, u32::MAX, start);
         }
-        self.rings[stream].pop();
+        self.queues[stream].pop();
     }
 }
 
@@ -277,13 +277,13 @@ impl Device for CpuDevice {
     }
 
     fn record(&mut self, event: EventId, stream: Stream) -> Result<()> {
-        self.events[event.0 as usize] = (stream as usize, self.shared.rings[stream as usize].enqueued());
+        self.events[event.0 as usize] = (stream as usize, self.shared.queues[stream as usize].enqueued());
         Ok(())
     }
 
     fn wait(&mut self, stream: Stream, event: EventId) -> Result<()> {
         let (other, ops) = self.events[event.0 as usize];
-        if other == stream as usize || self.shared.rings[other].done() >= ops {
+        if other == stream as usize || self.shared.queues[other].done() >= ops {
             return Ok(());
         }
         self.push(stream, Op::Wait { stream: other, ops })
@@ -292,12 +292,12 @@ impl Device for CpuDevice {
     fn is_done(&mut self, event: EventId) -> Result<bool> {
         self.check()?;
         let (stream, ops) = self.events[event.0 as usize];
-        Ok(self.shared.rings[stream].done() >= ops)
+        Ok(self.shared.queues[stream].done() >= ops)
     }
 
     fn synchronize(&mut self, event: EventId) -> Result<()> {
         let (stream, ops) = self.events[event.0 as usize];
-        self.run_until(|shared| shared.rings[stream].done() >= ops)
+        self.run_until(|shared| shared.queues[stream].done() >= ops)
     }
 
     fn waited_ns(&self) -> u64 {

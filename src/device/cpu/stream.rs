@@ -1,4 +1,4 @@
-//! One stream of the CPU device: a ring of operations, filled by the driver, emptied in order by a thread or by the
+//! One stream of the CPU device: a queue of operations, filled by the driver, emptied in order by a thread or by the
 //! seeded adversary. Operations are closures stored inline: enqueuing allocates nothing and takes no lock.
 #![allow(unsafe_code)]
 
@@ -8,7 +8,7 @@ use crate::sync::atomic::{AtomicU64, Ordering};
 use std::mem::MaybeUninit;
 
 /// Operations that a stream holds before the driver has to wait: few where loom fills them in every order.
-pub(super) const RING_OPS: usize = if cfg!(loom) { 2 } else { 1024 };
+pub(super) const QUEUE_OPS: usize = if cfg!(loom) { 2 } else { 1024 };
 /// Room for what an operation captures.
 const CAPTURE_WORDS: usize = 32;
 
@@ -41,7 +41,7 @@ impl Task {
 
 /// What a stream does, in order.
 #[derive(Clone, Copy)]
-#[expect(clippy::large_enum_variant, reason = "stored in the ring itself: a box would be an allocation per operation")]
+#[expect(clippy::large_enum_variant, reason = "stored in the queue itself: a box would be an allocation per operation")]
 pub(super) enum Op {
     Run(Task),
     /// Go on only after stream `stream` has done `ops` operations.
@@ -51,8 +51,8 @@ pub(super) enum Op {
     },
 }
 
-/// The ring: one producer (the driver), one consumer.
-pub(super) struct Ring {
+/// The queue: one producer (the driver), one consumer.
+pub(super) struct OpQueue {
     slots: Box<[UnsafeCell<MaybeUninit<Op>>]>,
     enqueued: AtomicU64,
     done: AtomicU64,
@@ -62,13 +62,13 @@ pub(super) struct Ring {
 
 // SAFETY: a slot is written by the producer while `enqueued - done < RING_OPS` keeps the consumer away from it, and
 // read by the consumer after the release of `enqueued`.
-unsafe impl Sync for Ring {}
+unsafe impl Sync for OpQueue {}
 // SAFETY: operations are `Send`.
-unsafe impl Send for Ring {}
+unsafe impl Send for OpQueue {}
 
-impl Ring {
+impl OpQueue {
     pub(super) fn new() -> Self {
-        let slots = (0..RING_OPS).map(|_| UnsafeCell::new(MaybeUninit::uninit())).collect();
+        let slots = (0..QUEUE_OPS).map(|_| UnsafeCell::new(MaybeUninit::uninit())).collect();
         Self { slots, enqueued: AtomicU64::new(0), done: AtomicU64::new(0), bell: Doorbell::default() }
     }
 
@@ -81,27 +81,27 @@ impl Ring {
     }
 
     pub(super) fn is_full(&self) -> bool {
-        self.enqueued() - self.done() == RING_OPS as u64
+        self.enqueued() - self.done() == QUEUE_OPS as u64
     }
 
-    /// Adds an operation. Only the driver calls it, and only when the ring is not full.
+    /// Adds an operation. Only the driver calls it, and only when the queue is not full.
     pub(super) fn push(&self, op: Op) {
-        assert!(!self.is_full(), "the driver must wait for a full ring");
+        assert!(!self.is_full(), "the driver must wait for a full queue");
         let at = self.enqueued.load(Ordering::Relaxed);
         // SAFETY: not full, so that the consumer is past this slot; there is one producer.
-        self.slots[at as usize % RING_OPS].with_mut(|slot| unsafe { (*slot).write(op) });
+        self.slots[at as usize % QUEUE_OPS].with_mut(|slot| unsafe { (*slot).write(op) });
         self.enqueued.store(at + 1, Ordering::Release);
         self.bell.ring();
     }
 
-    /// The next operation, left in place until [`Ring::pop`]. Only the consumer calls it.
+    /// The next operation, left in place until [`OpQueue::pop`]. Only the consumer calls it.
     pub(super) fn front(&self) -> Option<Op> {
         let at = self.done.load(Ordering::Relaxed);
         if at == self.enqueued() {
             return None;
         }
         // SAFETY: written before `enqueued` was released; the producer stays away until `done` passes it.
-        Some(self.slots[at as usize % RING_OPS].with(|slot| unsafe { (*slot).assume_init_read() }))
+        Some(self.slots[at as usize % QUEUE_OPS].with(|slot| unsafe { (*slot).assume_init_read() }))
     }
 
     /// Marks the front operation as done.
@@ -118,16 +118,16 @@ mod tests {
     #[test]
     fn tasks_run_with_what_they_captured_in_order() {
         static SUM: AtomicU64 = AtomicU64::new(0);
-        let ring = Ring::new();
-        for i in 0..3 * RING_OPS as u64 {
+        let queue = OpQueue::new();
+        for i in 0..3 * QUEUE_OPS as u64 {
             let pair = (i, [1u64; 8]);
-            ring.push(Op::Run(Task::new("add", move || {
+            queue.push(Op::Run(Task::new("add", move || {
                 assert_eq!(SUM.fetch_add(pair.1[7], Ordering::Relaxed), pair.0);
             })));
-            let Some(Op::Run(task)) = ring.front() else { panic!("a task was enqueued") };
+            let Some(Op::Run(task)) = queue.front() else { panic!("a task was enqueued") };
             task.run();
-            ring.pop();
+            queue.pop();
         }
-        assert!(ring.front().is_none() && ring.done() == 3 * RING_OPS as u64);
+        assert!(queue.front().is_none() && queue.done() == 3 * QUEUE_OPS as u64);
     }
 }
