@@ -6,7 +6,7 @@ mod dir;
 mod lock;
 mod out_file;
 
-pub(crate) use dir::{Dir, Kind, TmpDir};
+pub(crate) use dir::{Dir, FileKind, TmpDir};
 pub(crate) use lock::{Lock, try_lock};
 pub(crate) use out_file::OutFile;
 
@@ -180,16 +180,16 @@ pub(crate) mod faults {
     }
 
     #[derive(Default)]
-    struct Plan {
+    struct FaultPlan {
         fail: Option<(usize, Mode)>,
         seen: Vec<(&'static str, PathBuf)>,
     }
 
-    thread_local!(static PLAN: RefCell<Plan> = RefCell::default());
+    thread_local!(static PLAN: RefCell<FaultPlan> = RefCell::default());
 
     /// From now on records operations; the one with index `at` fails.
     pub(crate) fn arm(fail: Option<(usize, Mode)>) {
-        PLAN.replace(Plan { fail, seen: Vec::new() });
+        PLAN.replace(FaultPlan { fail, seen: Vec::new() });
     }
 
     /// Back to normal; returns the operations since [`arm`].

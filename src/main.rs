@@ -34,7 +34,7 @@ use superoffload::search::Question;
 use superoffload::search::answer::Answer;
 use superoffload::signals::{self, StopFlag};
 use superoffload::simulate::outcome::of_a_large_product;
-use superoffload::train::{self, Facts, Observer, Summary};
+use superoffload::train::{self, Observer, RunFacts, Summary};
 use superoffload::units::Bytes;
 
 /// Trains language models with the optimizer on the CPU: exact speculative offload.
@@ -42,11 +42,11 @@ use superoffload::units::Bytes;
 #[command(version = superoffload::facts::version(), about, max_term_width = 120)]
 struct Cli {
     #[command(subcommand)]
-    command: Command,
+    command: CliCommand,
 }
 
 #[derive(Subcommand)]
-enum Command {
+enum CliCommand {
     /// Train a model; with no options, a small one on the text that ships with the program.
     #[command(after_help = format!("Without --model and --data the built-in model runs with {DEMO_FLAGS}; flags win."))]
     Train(Box<TrainOptions>),
@@ -132,7 +132,7 @@ fn main() {
 }
 
 /// The command that was asked for, in whatever spelling; a request for help or the version is answered here.
-fn parse() -> Result<Command> {
+fn parse() -> Result<CliCommand> {
     let rewritten = aliases::rewrite(&Cli::command(), std::env::args_os().collect())?;
     rewritten.ignored.iter().for_each(|line| complain("ignored", line));
     match Cli::try_parse_from(rewritten.args) {
@@ -179,21 +179,21 @@ fn complain(kind: &str, text: impl Display) {
     remark(format_args!("{kind}: {text}"));
 }
 
-fn run(command: Command) -> Result<i32> {
+fn run(command: CliCommand) -> Result<i32> {
     match command {
-        Command::Train(options) => run_train(*options),
-        Command::Export { dir, out, max_shard_mb, dtype } => run_export(&dir, &out, max_shard_mb, dtype),
-        Command::Digest { dir } => run_digest(&dir),
-        Command::Doctor => {
+        CliCommand::Train(options) => run_train(*options),
+        CliCommand::Export { dir, out, max_shard_mb, dtype } => run_export(&dir, &out, max_shard_mb, dtype),
+        CliCommand::Digest { dir } => run_digest(&dir),
+        CliCommand::Doctor => {
             let (topology, isa) = (Topology::this_machine(), Isa::detect().to_string());
             let probes = Probes::this_machine(&topology);
             answer(doctor::report(&topology, &isa, &probes, Path::new("/sys/fs/resctrl")).trim_end())?;
             Ok(0)
         }
-        Command::Plan(options) => run_plan(*options),
-        Command::Probe(options) => run_probe(&options),
-        Command::Simulate(options) => run_simulate(*options),
-        Command::Bench(Bench::Step(options)) => bench_step(*options),
+        CliCommand::Plan(options) => run_plan(*options),
+        CliCommand::Probe(options) => run_probe(&options),
+        CliCommand::Simulate(options) => run_simulate(*options),
+        CliCommand::Bench(Bench::Step(options)) => bench_step(*options),
     }
 }
 
@@ -340,7 +340,7 @@ impl Person {
 }
 
 impl Observer for Person {
-    fn begin(&mut self, plan: &Plan, facts: &Facts) {
+    fn begin(&mut self, plan: &Plan, facts: &RunFacts) {
         self.bar.finish_and_clear();
         tell(format_args!("device  {}", facts.device));
         facts.rates.iter().for_each(|rates| tell(format_args!("rates   {rates}")));

@@ -6,7 +6,7 @@
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use microbench::facts::Facts;
 use microbench::stream::triad;
-use microbench::{Bucket, Pass, values};
+use microbench::{BucketArrays, Pass, values};
 use std::hint::black_box;
 use std::time::Duration;
 use superoffload::dtype::Dtype;
@@ -46,7 +46,7 @@ fn ceiling(c: &mut Criterion) {
 fn adam(c: &mut Criterion) {
     let all = available_kernels();
     for (grads, weights) in FORMATS {
-        let bucket = Bucket::new(ELEMS, grads, weights, all[0]);
+        let bucket = BucketArrays::new(ELEMS, grads, weights, all[0]);
         for pass in Pass::ALL {
             let mut specified = bucket.clone();
             specified.run(all[0], pass);
@@ -65,7 +65,7 @@ fn adam(c: &mut Criterion) {
 fn norm_partials(c: &mut Criterion) {
     let all = available_kernels();
     for (grads, weights) in FORMATS {
-        let bucket = Bucket::new(ELEMS, grads, weights, all[0]);
+        let bucket = BucketArrays::new(ELEMS, grads, weights, all[0]);
         let (mut specified, mut partials) = (vec![0.0; ELEMS / BLOCK], vec![0.0; ELEMS / BLOCK]);
         bucket.partials(all[0], &mut specified);
         for &kernels in &all {

@@ -65,7 +65,7 @@ impl Pass {
 
 /// A range of parameters with everything that a [`Pass`] touches.
 #[derive(Clone, PartialEq)]
-pub struct Bucket {
+pub struct BucketArrays {
     params: Vec<f32>,
     m: Vec<f32>,
     v: Vec<f32>,
@@ -97,7 +97,7 @@ impl Typed {
     }
 }
 
-impl Bucket {
+impl BucketArrays {
     /// A bucket of `elems` parameters (an even number) in mid-training, always the same.
     pub fn new(elems: usize, grads: Dtype, weights: Dtype, kernels: AdamKernels) -> Self {
         let squares = |values: Vec<f32>| values.into_iter().map(|x| x * x).collect();

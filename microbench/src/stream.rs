@@ -12,7 +12,7 @@ const PIECE_ELEMS: usize = 32 << 10;
 /// What is done with every element.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Kernel {
+pub enum ArrayKernel {
     /// `sum += a`: 4 bytes.
     Read,
     /// `c = a` through the caches: 8 bytes, and 4 that the caches read before they write.
@@ -23,7 +23,7 @@ pub enum Kernel {
     Triad,
 }
 
-impl Kernel {
+impl ArrayKernel {
     /// All of them.
     pub const ALL: [Self; 4] = [Self::Read, Self::Copy, Self::CopyPast, Self::Triad];
 
@@ -76,29 +76,29 @@ impl Arrays {
     }
 
     /// One pass of `kernel` over the arrays.
-    pub fn job(self, kernel: Kernel, adam: AdamKernels) -> Stream {
-        Stream { arrays: self, kernel, adam: adam.with_stores(Stores::Streaming) }
+    pub fn job(self, kernel: ArrayKernel, adam: AdamKernels) -> ArrayPass {
+        ArrayPass { arrays: self, kernel, adam: adam.with_stores(Stores::Streaming) }
     }
 
     /// Whether `kernel`, which ran last, wrote what it should.
-    pub fn verify(self, kernel: Kernel) -> bool {
+    pub fn verify(self, kernel: ArrayKernel) -> bool {
         let want = match kernel {
-            Kernel::Read => return true,
-            Kernel::Copy | Kernel::CopyPast => 1.0f32,
-            Kernel::Triad => 7.0,
+            ArrayKernel::Read => return true,
+            ArrayKernel::Copy | ArrayKernel::CopyPast => 1.0f32,
+            ArrayKernel::Triad => 7.0,
         };
         self.c.with(|c: &mut [f32]| c.iter().all(|&x| x == want))
     }
 }
 
 /// A pass over [`Arrays`].
-pub struct Stream {
+pub struct ArrayPass {
     arrays: Arrays,
-    kernel: Kernel,
+    kernel: ArrayKernel,
     adam: AdamKernels,
 }
 
-impl Job for Stream {
+impl Job for ArrayPass {
     fn label(&self) -> (&'static str, u32) {
         (self.kernel.name(), 0)
     }
@@ -116,10 +116,10 @@ impl Job for Stream {
         let start = piece * PIECE_ELEMS;
         let part = |array: PinnedSlice| array.slice(start * 4, PIECE_ELEMS.min(elems - start) * 4);
         part(a).with(|a: &mut [f32]| match self.kernel {
-            Kernel::Read => _ = black_box(sum(a)),
-            Kernel::Copy => part(c).with(|c: &mut [f32]| c.copy_from_slice(a)),
-            Kernel::CopyPast => part(c).with(|c| self.adam.emit(a, Weights::F32(c))),
-            Kernel::Triad => part(b).with(|b: &mut [f32]| part(c).with(|c| triad(c, a, b))),
+            ArrayKernel::Read => _ = black_box(sum(a)),
+            ArrayKernel::Copy => part(c).with(|c: &mut [f32]| c.copy_from_slice(a)),
+            ArrayKernel::CopyPast => part(c).with(|c| self.adam.emit(a, Weights::F32(c))),
+            ArrayKernel::Triad => part(b).with(|b: &mut [f32]| part(c).with(|c| triad(c, a, b))),
         });
     }
 }
@@ -149,10 +149,10 @@ mod tests {
     fn every_kernel_writes_what_is_verified() {
         let mut host = HostMemory::default();
         let arrays = Arrays::new(&mut host, PIECE_ELEMS + 24).unwrap();
-        for kernel in Kernel::ALL {
+        for kernel in ArrayKernel::ALL {
             let job = arrays.job(kernel, AdamKernels::new(Isa::detect()).unwrap());
             job.run(0);
-            assert_eq!(arrays.verify(kernel), matches!(kernel, Kernel::Read), "{kernel:?} after one piece of two");
+            assert_eq!(arrays.verify(kernel), matches!(kernel, ArrayKernel::Read), "{kernel:?} after one piece of two");
             job.run(1);
             assert!(arrays.verify(kernel), "{kernel:?}");
             crate::fill(arrays.c, 0.0f32);

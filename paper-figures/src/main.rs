@@ -181,7 +181,7 @@ fn wrapped(text: &str, indent: usize, columns: usize) -> String {
 }
 
 /// The figure as `run` leaves it: its own folder only if it is recorded, and only by a program that can be built again.
-fn writable(args: &Args, figure: &Figure, (record, out): Place) -> Result<Figure> {
+fn writable(args: &Args, figure: &Figure, (record, out): Recording) -> Result<Figure> {
     if record {
         programs(args)?.check_recordable()?;
         return Ok(figure.clone());
@@ -191,9 +191,9 @@ fn writable(args: &Args, figure: &Figure, (record, out): Place) -> Result<Figure
 }
 
 /// Whether lines are recorded, and where they go if not and somebody said so.
-type Place<'a> = (bool, Option<&'a Path>);
+type Recording<'a> = (bool, Option<&'a Path>);
 
-fn run_one(args: &Args, figure: &Figure, place: Place, choice: &Choice) -> Result<String> {
+fn run_one(args: &Args, figure: &Figure, place: Recording, choice: &Choice) -> Result<String> {
     let (figure, record) = (writable(args, figure, place)?, place.0);
     let said = run::run(&figure, &programs(args)?, choice)?.join("\n");
     if record {
@@ -236,7 +236,7 @@ fn table(args: &Args, figures: &[Figure]) -> Result<Output> {
     Ok(Output::good(""))
 }
 
-fn all(args: &Args, figures: &[Figure], place: Place, with: &[String]) -> Result<Output> {
+fn all(args: &Args, figures: &[Figure], place: Recording, with: &[String]) -> Result<Output> {
     let choice = Choice { with: with.into(), ..Choice::default() };
     let mut wrong = Vec::new();
     for figure in figures {

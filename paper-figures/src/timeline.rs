@@ -22,11 +22,11 @@ const LANES: [(&str, &str); 4] = [("compute", "compute"), ("to the host", "d2h")
 #[derive(Deserialize)]
 struct Trace {
     #[serde(rename = "traceEvents")]
-    events: Vec<Event>,
+    events: Vec<TraceEvent>,
 }
 
 #[derive(Deserialize)]
-struct Event {
+struct TraceEvent {
     ph: String,
     name: String,
     tid: u64,
@@ -35,17 +35,17 @@ struct Event {
     #[serde(default)]
     dur: f64,
     #[serde(default)]
-    args: Args,
+    args: TraceArgs,
 }
 
 #[derive(Default, Deserialize)]
-struct Args {
+struct TraceArgs {
     name: Option<String>,
 }
 
 /// Something that took time, in milliseconds of the window.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Span {
+pub struct LaneSpan {
     /// What it is drawn as.
     pub kind: String,
     /// When it began.
@@ -64,11 +64,11 @@ pub fn read(path: &Path) -> Result<Value> {
     of(&trace.events).map_err(|cause| Error::Format { path: path.into(), cause })
 }
 
-fn of(events: &[Event]) -> std::result::Result<Value, String> {
-    let name = |event: &Event| event.args.name.clone().map(|name| (event.tid, name));
+fn of(events: &[TraceEvent]) -> std::result::Result<Value, String> {
+    let name = |event: &TraceEvent| event.args.name.clone().map(|name| (event.tid, name));
     let tracks: BTreeMap<u64, String> = events.iter().filter(|event| event.ph == "M").filter_map(name).collect();
-    let spans = |prefix: &str| -> Vec<&Event> {
-        let is_of = |event: &&Event| event.ph == "X" && tracks.get(&event.tid).is_some_and(|track| track.starts_with(prefix));
+    let spans = |prefix: &str| -> Vec<&TraceEvent> {
+        let is_of = |event: &&TraceEvent| event.ph == "X" && tracks.get(&event.tid).is_some_and(|track| track.starts_with(prefix));
         let mut spans: Vec<_> = events.iter().filter(is_of).filter(|event| event.name != "wait").collect();
         spans.sort_by(|a, b| a.ts.total_cmp(&b.ts));
         spans
@@ -83,21 +83,21 @@ fn of(events: &[Event]) -> std::result::Result<Value, String> {
     let backwards = starts(BACKWARD);
     let lanes = LANES.map(|(lane, track)| {
         let inside = spans(track).into_iter().filter(|event| (from..to).contains(&event.ts));
-        let span = |event: &Event| {
+        let span = |event: &TraceEvent| {
             let kind = if lane == "compute" { phase(&steps, &backwards, event) } else { kind(&event.name) };
-            Span { kind: kind.into(), start_ms: (event.ts - from) / 1e3, end_ms: ((event.ts + event.dur).min(to) - from) / 1e3 }
+            LaneSpan { kind: kind.into(), start_ms: (event.ts - from) / 1e3, end_ms: ((event.ts + event.dur).min(to) - from) / 1e3 }
         };
         (lane, merged(inside.map(span).collect(), (to - from) / 1e3 * GAP_SHARE))
     });
     Ok(json!({
         "ms": rounded((to - from) / 1e3),
         "optimizer_share_in_backward": share_in_backward(&lanes[0].1, &lanes[2].1),
-        "lanes": lanes.map(|(lane, spans)| json!({"lane": lane, "spans": spans.iter().map(Span::json).collect::<Vec<_>>()})),
+        "lanes": lanes.map(|(lane, spans)| json!({"lane": lane, "spans": spans.iter().map(LaneSpan::json).collect::<Vec<_>>()})),
     }))
 }
 
 /// What a kernel of the compute stream belongs to.
-fn phase<'a>(steps: &[f64], backwards: &[f64], event: &Event) -> &'a str {
+fn phase<'a>(steps: &[f64], backwards: &[f64], event: &TraceEvent) -> &'a str {
     let last = |starts: &[f64]| starts.iter().rev().find(|&&start| start <= event.ts).copied().unwrap_or(f64::NEG_INFINITY);
     match event.name.as_str() {
         "adam_step" => "step on the device",
@@ -117,8 +117,8 @@ fn kind(name: &str) -> &str {
 }
 
 /// Spans of one kind that overlap or nearly touch, as one. A span that begins inside another begins where that ends.
-pub fn merged(spans: Vec<Span>, gap_ms: f64) -> Vec<Span> {
-    let mut merged: Vec<Span> = Vec::new();
+pub fn merged(spans: Vec<LaneSpan>, gap_ms: f64) -> Vec<LaneSpan> {
+    let mut merged: Vec<LaneSpan> = Vec::new();
     for mut span in spans {
         match merged.last_mut() {
             Some(last) if last.kind == span.kind && span.start_ms <= last.end_ms + gap_ms => last.end_ms = last.end_ms.max(span.end_ms),
@@ -132,16 +132,16 @@ pub fn merged(spans: Vec<Span>, gap_ms: f64) -> Vec<Span> {
 }
 
 /// Share of the pool's time that lies between the begin of a backward pass and its end.
-fn share_in_backward(compute: &[Span], pool: &[Span]) -> f64 {
+fn share_in_backward(compute: &[LaneSpan], pool: &[LaneSpan]) -> f64 {
     let backward: Vec<_> = compute.iter().filter(|span| span.kind == "backward").collect();
-    let overlap = |span: &Span| -> f64 {
+    let overlap = |span: &LaneSpan| -> f64 {
         backward.iter().map(|under| (span.end_ms.min(under.end_ms) - span.start_ms.max(under.start_ms)).max(0.0)).sum()
     };
     let (hidden, all) = pool.iter().fold((0.0, 0.0), |(hidden, all), span| (hidden + overlap(span), all + span.end_ms - span.start_ms));
     if all > 0.0 { rounded(hidden / all) } else { 0.0 }
 }
 
-impl Span {
+impl LaneSpan {
     fn json(&self) -> Value {
         json!([self.kind, rounded(self.start_ms), rounded(self.end_ms)])
     }
@@ -152,8 +152,9 @@ impl Span {
 }
 
 /// The lanes of a line's timeline, from top to bottom.
-pub fn lanes(timeline: &Value) -> Vec<(String, Vec<Span>)> {
-    let lane = |lane: &Value| Some((lane["lane"].as_str()?.to_owned(), lane["spans"].as_array()?.iter().filter_map(Span::parse).collect()));
+pub fn lanes(timeline: &Value) -> Vec<(String, Vec<LaneSpan>)> {
+    let lane =
+        |lane: &Value| Some((lane["lane"].as_str()?.to_owned(), lane["spans"].as_array()?.iter().filter_map(LaneSpan::parse).collect()));
     timeline["lanes"].as_array().into_iter().flatten().filter_map(lane).collect()
 }
 
@@ -166,16 +167,16 @@ fn rounded(ms: f64) -> f64 {
 mod tests {
     use super::*;
 
-    fn event(tid: u64, name: &str, ts: f64, dur: f64) -> Event {
-        Event { ph: "X".into(), name: name.into(), tid, ts, dur, args: Args::default() }
+    fn event(tid: u64, name: &str, ts: f64, dur: f64) -> TraceEvent {
+        TraceEvent { ph: "X".into(), name: name.into(), tid, ts, dur, args: TraceArgs::default() }
     }
 
     /// Steps of 10 ms: forward 4, backward 4; the pool works from `pool_us` on for 2.
-    fn trace(steps: u32, pool_us: f64) -> Vec<Event> {
+    fn trace(steps: u32, pool_us: f64) -> Vec<TraceEvent> {
         let mut events = Vec::new();
         for (tid, name) in ["compute", "adam-00", "d2h"].into_iter().enumerate() {
-            let args = Args { name: Some(name.into()) };
-            events.push(Event { ph: "M".into(), name: "thread_name".into(), tid: tid as u64, ts: 0.0, dur: 0.0, args });
+            let args = TraceArgs { name: Some(name.into()) };
+            events.push(TraceEvent { ph: "M".into(), name: "thread_name".into(), tid: tid as u64, ts: 0.0, dur: 0.0, args });
         }
         for step in 0..steps {
             let start = f64::from(step) * 10e3;

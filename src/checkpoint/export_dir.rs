@@ -1,7 +1,7 @@
 //! The directory that an export makes: beside first, locked as long as it is written, so that one that a killed export left can
 //! be told from one that is being written.
 
-use crate::disk::{Dir, Kind, Lock, TmpDir};
+use crate::disk::{Dir, FileKind, Lock, TmpDir};
 use crate::error::{Error, Result};
 use std::ffi::{OsStr, OsString};
 use std::path::Path;
@@ -23,9 +23,9 @@ impl ExportDir {
         let Some((parent, name)) = Dir::of(out_dir)? else { return refuse("not a name for a new directory") };
         match parent.kind(&name)? {
             None => {}
-            Some(Kind::Dir) if parent.open_dir(&name)?.names()?.is_empty() => {}
-            Some(Kind::Dir) => return refuse("exists and is not empty"),
-            Some(Kind::Link) => return refuse("is a link, which would be replaced; name the directory itself, or a new one"),
+            Some(FileKind::Dir) if parent.open_dir(&name)?.names()?.is_empty() => {}
+            Some(FileKind::Dir) => return refuse("exists and is not empty"),
+            Some(FileKind::Link) => return refuse("is a link, which would be replaced; name the directory itself, or a new one"),
             Some(_) => return refuse("exists and is not a directory"),
         }
         let place = Self { parent, name };
@@ -60,7 +60,7 @@ impl ExportDir {
     /// Whoever still writes into one holds its lock. Without locks nobody can tell, and nothing is removed.
     fn remove_leftovers(&self) -> Result<()> {
         for name in self.parent.names()? {
-            let is_ours = name.to_string_lossy().starts_with(&self.prefix()) && self.parent.kind(&name)? == Some(Kind::Dir);
+            let is_ours = name.to_string_lossy().starts_with(&self.prefix()) && self.parent.kind(&name)? == Some(FileKind::Dir);
             if is_ours && self.parent.open_dir(&name)?.try_lock()? == Lock::Held {
                 self.parent.remove(&name)?;
             }

@@ -32,7 +32,7 @@ pub struct TrainerState {
     /// Optimizer steps done; skipped ones do not count.
     pub optimizer_step: u64,
     /// Dynamic loss scaling.
-    pub loss_scale: LossScale,
+    pub loss_scale: SavedLossScale,
     /// Learning-rate schedule.
     pub scheduler: Scheduler,
     /// Seed of everything random in the run.
@@ -48,7 +48,7 @@ pub struct TrainerState {
 /// State of dynamic loss scaling.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct LossScale {
+pub struct SavedLossScale {
     /// Factor on the loss.
     pub scale: f32,
     /// Steps without overflow since the scale last changed.
@@ -117,7 +117,7 @@ pub struct Manifest {
 }
 
 #[derive(Deserialize)]
-struct Version {
+struct ManifestVersion {
     format_version: u32,
 }
 
@@ -158,7 +158,7 @@ impl Manifest {
             return Err(wrong("damaged or cut short: its checksum differs"));
         }
         let json = body.strip_prefix(HEAD).ok_or_else(|| wrong("not a checkpoint's manifest"))?;
-        let Version { format_version } = serde_json::from_slice(json).map_err(|e| Error::format(path, printable(&e)))?;
+        let ManifestVersion { format_version } = serde_json::from_slice(json).map_err(|e| Error::format(path, printable(&e)))?;
         if format_version > FORMAT_VERSION {
             // No damage: whoever looks for a good checkpoint must not pass over it.
             let path = path.display();

@@ -22,7 +22,7 @@ mod validate;
 mod writer;
 
 pub use find::find;
-pub use format::{FileEntry, LossScale, Manifest, Scheduler, TensorEntry, TrainerState};
+pub use format::{FileEntry, Manifest, SavedLossScale, Scheduler, TensorEntry, TrainerState};
 pub use reader::{Loaded, open, verify};
 pub(crate) use store::clean;
 use store::is_called_checkpoint;

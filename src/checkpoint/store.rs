@@ -6,7 +6,7 @@
 
 use super::format::{MANIFEST, Manifest};
 use super::reader;
-use crate::disk::{Dir, Kind, TmpDir};
+use crate::disk::{Dir, FileKind, TmpDir};
 use crate::error::{Error, Result};
 use std::cmp::Reverse;
 use std::ffi::OsStr;
@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 
 /// What a hidden directory is.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Role {
+pub(super) enum HiddenRole {
     /// Being written.
     Tmp,
     /// Complete, moved aside while another takes its name.
@@ -25,7 +25,7 @@ pub(super) enum Role {
     Del,
 }
 
-impl Role {
+impl HiddenRole {
     fn name(self) -> &'static str {
         match self {
             Self::Tmp => "tmp",
@@ -37,14 +37,14 @@ impl Role {
 
 /// A directory whose name is one of ours.
 #[derive(Debug, PartialEq)]
-struct Entry {
+struct StoreEntry {
     step: u64,
     /// Role and process id of a hidden one.
-    hidden: Option<(Role, u32)>,
+    hidden: Option<(HiddenRole, u32)>,
     path: PathBuf,
 }
 
-impl Entry {
+impl StoreEntry {
     fn name(&self) -> &OsStr {
         self.path.file_name().unwrap_or_default()
     }
@@ -56,22 +56,22 @@ fn published(step: u64) -> String {
 }
 
 /// Name of this process's hidden directory for `step`.
-pub(super) fn hidden(step: u64, role: Role) -> String {
+pub(super) fn hidden(step: u64, role: HiddenRole) -> String {
     format!(".checkpoint-{step}.{}-{}", role.name(), std::process::id())
 }
 
-fn parse(path: PathBuf) -> Option<Entry> {
+fn parse(path: PathBuf) -> Option<StoreEntry> {
     let name = path.file_name()?.to_str()?;
     let (step, hidden) = match name.strip_prefix(".checkpoint-") {
         None => (name.strip_prefix("checkpoint-")?, None),
         Some(rest) => {
             let (step, rest) = rest.split_once('.')?;
             let (role, pid) = rest.split_once('-')?;
-            let role = [Role::Tmp, Role::Old, Role::Del].into_iter().find(|r| r.name() == role)?;
+            let role = [HiddenRole::Tmp, HiddenRole::Old, HiddenRole::Del].into_iter().find(|r| r.name() == role)?;
             (step, Some((role, canonical(pid)?)))
         }
     };
-    Some(Entry { step: canonical(step)?, hidden, path })
+    Some(StoreEntry { step: canonical(step)?, hidden, path })
 }
 
 /// A number as we print it: no sign, no leading zero.
@@ -80,7 +80,7 @@ fn canonical<T: std::str::FromStr + ToString>(text: &str) -> Option<T> {
 }
 
 /// Everything of ours in `output_dir`; nothing if there is no such directory.
-fn list(output_dir: &Path) -> Result<Vec<Entry>> {
+fn list(output_dir: &Path) -> Result<Vec<StoreEntry>> {
     match Dir::open(output_dir) {
         Err(Error::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => Ok(vec![]),
         dir => entries(&dir?),
@@ -88,7 +88,7 @@ fn list(output_dir: &Path) -> Result<Vec<Entry>> {
 }
 
 /// Everything of ours in `dir`.
-fn entries(dir: &Dir) -> Result<Vec<Entry>> {
+fn entries(dir: &Dir) -> Result<Vec<StoreEntry>> {
     Ok(dir.names()?.into_iter().filter_map(|name| parse(dir.join(name))).collect())
 }
 
@@ -102,18 +102,18 @@ pub(crate) fn clean(output_dir: &Dir) -> Result<Vec<String>> {
     let mut warnings = vec![];
     for entry in entries(output_dir)? {
         let Some((role, _)) = entry.hidden else { continue };
-        let done = if role == Role::Old { give_back(output_dir, &entry) } else { output_dir.remove(entry.name()) };
+        let done = if role == HiddenRole::Old { give_back(output_dir, &entry) } else { output_dir.remove(entry.name()) };
         warnings.extend(done.err().map(|e| e.to_string()));
     }
     Ok(warnings)
 }
 
 /// A checkpoint that was moved aside gets its name back, or goes if another one has it: names are given to whole ones only.
-fn give_back(output_dir: &Dir, aside: &Entry) -> Result<()> {
+fn give_back(output_dir: &Dir, aside: &StoreEntry) -> Result<()> {
     let target = published(aside.step);
     match output_dir.kind(&target)? {
         None => output_dir.rename(aside.name(), &target).and_then(|()| output_dir.sync()),
-        Some(Kind::Dir) => output_dir.remove(aside.name()),
+        Some(FileKind::Dir) => output_dir.remove(aside.name()),
         Some(_) => Err(Error::format(&aside.path, format_args!("kept here: {target}, its name, is not a directory; remove that"))),
     }
 }
@@ -123,7 +123,7 @@ fn give_back(output_dir: &Dir, aside: &Entry) -> Result<()> {
 pub(super) fn publish(step: u64, tmp: &mut TmpDir, warnings: &mut Vec<String>) -> Result<PathBuf> {
     tmp.dir().sync()?;
     let (output_dir, target) = (tmp.parent().try_clone()?, published(step));
-    let replaced = output_dir.kind(&target)?.map(|_| hidden(step, Role::Old));
+    let replaced = output_dir.kind(&target)?.map(|_| hidden(step, HiddenRole::Old));
     if let Some(old) = &replaced {
         output_dir.rename(&target, old)?;
     }
@@ -153,7 +153,7 @@ pub(super) fn prune(output_dir: &Dir, newest_step: u64, limit: NonZeroUsize, spa
     complete.retain(|&step| Some(step) != spared);
     let excess = complete.len().saturating_sub(limit.get());
     for step in complete.into_iter().filter(|&step| step != newest_step).take(excess) {
-        let del = hidden(step, Role::Del);
+        let del = hidden(step, HiddenRole::Del);
         let done = output_dir.rename(published(step), &del).and_then(|()| output_dir.remove(&del));
         warnings.extend(done.err().map(|e| e.to_string()));
     }
@@ -186,7 +186,7 @@ pub struct Newest {
 /// passed over: what a disk or a network denies now, it may give later.
 pub fn newest_good(output_dir: &Path) -> Result<Newest> {
     let mut entries = list(output_dir)?;
-    entries.retain(|e| e.hidden.is_none_or(|(role, _)| role == Role::Old));
+    entries.retain(|e| e.hidden.is_none_or(|(role, _)| role == HiddenRole::Old));
     entries.sort_by_key(|e| (Reverse(e.step), e.hidden.is_some()));
     let mut warnings = vec![];
     for entry in entries {
@@ -213,7 +213,7 @@ pub(super) fn is_damage(error: &Error) -> bool {
     }
 }
 
-fn verify_step(entry: &Entry) -> Result<Manifest> {
+fn verify_step(entry: &StoreEntry) -> Result<Manifest> {
     let found = entry.path.metadata().map_err(|e| Error::io("read", &entry.path, e))?;
     if !found.is_dir() {
         return Err(Error::format(&entry.path, "not a directory"));

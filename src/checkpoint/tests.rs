@@ -20,7 +20,7 @@ fn trainer(step: u64) -> TrainerState {
     TrainerState {
         step,
         optimizer_step: step,
-        loss_scale: LossScale { scale: 65536.0, good_steps: 17 },
+        loss_scale: SavedLossScale { scale: 65536.0, good_steps: 17 },
         scheduler: Scheduler { name: "cosine".into(), base_lr: 3.0000000000000004e-4, warmup_steps: 100, max_steps: 2000 },
         seed: u64::MAX,
         data_position: json!({"epoch": 1, "window": 12345}),

@@ -11,11 +11,11 @@ pub(crate) const STEPS_MAX: u64 = 1 << 53;
 /// All files of `model/` together, which are held in memory.
 const MODEL_BYTES_MAX: u64 = 4 << 30;
 
-type Checked = Result<(), String>;
+type Verified = Result<(), String>;
 
 impl Manifest {
     /// Every claim that can be checked without the other files.
-    pub(super) fn validate(&self) -> Checked {
+    pub(super) fn validate(&self) -> Verified {
         if self.format_version == 0 {
             return Err("format 0 does not exist".into());
         }
@@ -24,7 +24,7 @@ impl Manifest {
         self.validate_files()
     }
 
-    fn validate_tensors(&self) -> Checked {
+    fn validate_tensors(&self) -> Verified {
         let mut names = HashSet::new();
         let mut end = 0;
         for t in &self.tensors {
@@ -41,7 +41,7 @@ impl Manifest {
         Ok(())
     }
 
-    fn validate_files(&self) -> Checked {
+    fn validate_files(&self) -> Verified {
         let mut names = HashSet::new();
         let mut room = MODEL_BYTES_MAX;
         for file in &self.files {
@@ -62,7 +62,7 @@ impl Manifest {
 }
 
 impl TrainerState {
-    fn validate(&self) -> Checked {
+    fn validate(&self) -> Verified {
         let Self { step, optimizer_step, loss_scale, scheduler, .. } = self;
         if *step > STEPS_MAX || optimizer_step > step {
             return Err(format!("optimizer step {optimizer_step} of step {step}: at most as many, and at most {STEPS_MAX}"));

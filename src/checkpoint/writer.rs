@@ -1,7 +1,7 @@
 //! Writing a checkpoint beside, then publishing it.
 
 use super::format::{CHUNK_BYTES, ELEM_BYTES, FileEntry, MANIFEST, MODEL, Manifest, STATE, TensorEntry, TrainerState};
-use super::store::{self, Role};
+use super::store::{self, HiddenRole};
 use crate::disk::{Dir, OutFile, TmpDir};
 use crate::error::Result;
 use serde_json::{Map, Value};
@@ -81,7 +81,7 @@ impl Writer {
     /// The directory cannot be listed or written.
     pub(crate) fn create(output_dir: &Dir, trainer: TrainerState, run: Map<String, Value>) -> Result<Self> {
         let warnings = store::clean(output_dir)?;
-        let tmp = TmpDir::create(output_dir, store::hidden(trainer.step, Role::Tmp))?;
+        let tmp = TmpDir::create(output_dir, store::hidden(trainer.step, HiddenRole::Tmp))?;
         let state = tmp.dir().create_file(STATE)?;
         let chunk = Vec::with_capacity(CHUNK_BYTES);
         Ok(Self { tmp, manifest: Manifest::new(trainer, run), state, chunk, warnings })

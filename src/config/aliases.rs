@@ -26,7 +26,7 @@ use Sense::{AsWritten, Holds, Ignored, Refused, Set};
 
 /// How a name is read.
 #[derive(Clone, Copy, Debug)]
-enum Rule {
+enum AliasRule {
     /// Another name for this flag.
     Name(&'static str),
     /// Yes or no; yes if no value follows.
@@ -39,7 +39,7 @@ enum Rule {
     Always(Sense),
 }
 
-use Rule::{Always, Name, ShareOf, Switch, Words};
+use AliasRule::{Always, Name, ShareOf, Switch, Words};
 
 const NO_EVALUATION: &str = "there is no evaluation yet: every sequence is trained on";
 const ALL_PARAMETERS: &str = "every parameter is trained here; leave it out";
@@ -47,7 +47,7 @@ const ONE_GPU: &str = "the engine drives one GPU";
 
 /// Names in dashes; one that ends with `*` stands for all that begin so. The first that fits counts.
 #[rustfmt::skip]
-const TABLE: &[(&str, Rule)] = &[
+const TABLE: &[(&str, AliasRule)] = &[
     ("model-name-or-path", Name("model")),
     ("base-model", Name("model")),
     ("max-length", Name("seq-length")),
@@ -133,7 +133,7 @@ const TABLE: &[(&str, Rule)] = &[
     ("full-determinism", Always(Ignored("the same bits in every run are the default"))),
 ];
 
-fn rule(name: &str) -> Option<&'static Rule> {
+fn rule(name: &str) -> Option<&'static AliasRule> {
     let fits = |pattern: &str| pattern.strip_suffix('*').map_or(pattern == name, |start| name.starts_with(start));
     TABLE.iter().find(|(pattern, _)| fits(pattern)).map(|(_, rule)| rule)
 }
@@ -148,7 +148,7 @@ pub(super) fn plain_name(name: &str) -> &str {
 
 /// What a name and its value come to.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Outcome {
+pub(super) enum Translation {
     /// As they are.
     AsWritten,
     /// Another flag, or another value.
@@ -163,13 +163,13 @@ pub(super) enum Outcome {
 ///
 /// # Errors
 /// A sentence that says what to use.
-pub(super) fn outcome(name: &str, value: &str) -> std::result::Result<Outcome, String> {
+pub(super) fn outcome(name: &str, value: &str) -> std::result::Result<Translation, String> {
     let word = word(value);
     let sense = match rule(name) {
         None | Some(Name(_)) => AsWritten,
         Some(ShareOf(flag)) => {
             let is_share = value.parse::<f64>().is_ok_and(|share| share > 0.0 && share < 1.0);
-            return Ok(if is_share { Outcome::Flag(flag, value.into()) } else { Outcome::AsWritten });
+            return Ok(if is_share { Translation::Flag(flag, value.into()) } else { Translation::AsWritten });
         }
         Some(Always(sense)) => *sense,
         Some(Words { known, other }) => known.iter().find(|(known, _)| *known == word).map_or(*other, |(_, sense)| *sense),
@@ -180,10 +180,10 @@ pub(super) fn outcome(name: &str, value: &str) -> std::result::Result<Outcome, S
         },
     };
     match sense {
-        AsWritten => Ok(Outcome::AsWritten),
-        Holds => Ok(Outcome::Nothing),
-        Set(flag, value) => Ok(Outcome::Flag(flag, value.into())),
-        Ignored(why) => Ok(Outcome::Ignored(format!("{name} ({why})"))),
+        AsWritten => Ok(Translation::AsWritten),
+        Holds => Ok(Translation::Nothing),
+        Set(flag, value) => Ok(Translation::Flag(flag, value.into())),
+        Ignored(why) => Ok(Translation::Ignored(format!("{name} ({why})"))),
         Refused(why) => Err(format!("{name} {value}: {why}")),
     }
 }
@@ -265,22 +265,22 @@ impl Rewritten {
                 return Ok(());
             }
         };
-        let outcome = if trains { outcome(name, &value) } else { Ok(Outcome::AsWritten) };
+        let outcome = if trains { outcome(name, &value) } else { Ok(Translation::AsWritten) };
         match outcome.map_err(|cause| Error::usage(format!("--{cause}")))? {
-            Outcome::AsWritten => {
+            Translation::AsWritten => {
                 let value = arg.map_or_else(|| value.clone(), |arg| choice(arg, &value));
                 self.args.push(format!("--{name}={value}").into());
             }
-            Outcome::Flag(flag, value) => self.args.push(format!("--{flag}={value}").into()),
-            Outcome::Nothing => {}
-            Outcome::Ignored(line) => self.ignored.push(format!("--{line}")),
+            Translation::Flag(flag, value) => self.args.push(format!("--{flag}={value}").into()),
+            Translation::Nothing => {}
+            Translation::Ignored(line) => self.ignored.push(format!("--{line}")),
         }
         Ok(())
     }
 }
 
 /// The next argument, where it is this flag's value and has to be looked at.
-fn value_after(arg: Option<&Arg>, rule: Option<&Rule>, rest: &mut Rest) -> Option<String> {
+fn value_after(arg: Option<&Arg>, rule: Option<&AliasRule>, rest: &mut Rest) -> Option<String> {
     let is_switch = arg.is_some_and(Arg::is_require_equals_set) || matches!(rule, Some(Switch { .. }));
     let has_choices = arg.is_some_and(|arg| !arg.get_possible_values().is_empty());
     let is_value = |next: &OsString| match next.to_str() {
@@ -386,7 +386,7 @@ mod tests {
             let name = flag.get_long().unwrap();
             let leaves = matches!(rule(name), None | Some(ShareOf(_)) | Some(Words { other: AsWritten, .. }));
             assert!(leaves, "--{name} is shadowed by {:?}", rule(name));
-            let own = flag.get_possible_values().iter().all(|value| outcome(name, value.get_name()) == Ok(Outcome::AsWritten));
+            let own = flag.get_possible_values().iter().all(|value| outcome(name, value.get_name()) == Ok(Translation::AsWritten));
             assert!(own, "--{name}");
         }
         for (name, rule) in TABLE {

@@ -1,6 +1,6 @@
 //! What makes no sense is refused before anything is read.
 
-use super::options::{AttentionChoice, DeviceChoice, HostMemoryKind, Init, Resume, Rollback, Strategy, Technique, TrainLength};
+use super::options::{AttentionChoice, DeviceChoice, HostMemoryKind, InitChoice, Resume, Rollback, Strategy, Technique, TrainLength};
 use super::settings::Settings;
 use crate::error::{Error, Result};
 use crate::host::resctrl_group::ResctrlGroup;
@@ -90,7 +90,7 @@ impl Settings {
     }
 
     fn check_combinations(&self) -> Result<()> {
-        require(self.init == Init::Random || self.model.is_some(), "init", "checkpoint", "random without --model")?;
+        require(self.init == InitChoice::Random || self.model.is_some(), "init", "checkpoint", "random without --model")?;
         let (unified, allowed) = (self.memory == HostMemoryKind::Unified, "only with --strategy superoffload and --rollback deferred");
         let states_move = self.strategy == Strategy::Superoffload && self.rollback == Rollback::Deferred;
         require(!unified || states_move, "memory", "unified", allowed)?;

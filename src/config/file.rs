@@ -1,6 +1,6 @@
 //! The configuration file: TOML whose keys are the flags of `train`.
 
-use crate::config::aliases::{self, Outcome};
+use crate::config::aliases::{self, Translation};
 use crate::config::settings::{FILE_ONLY, TrainOptions};
 use crate::disk;
 use crate::error::{Error, Result};
@@ -68,7 +68,7 @@ fn parse(text: &str) -> std::result::Result<TrainOptions, String> {
     Ok(TrainOptions { ignored, ..options })
 }
 
-type Entry<'t> = (Spanned<DeString<'t>>, Spanned<DeValue<'t>>);
+type TomlEntry<'t> = (Spanned<DeString<'t>>, Spanned<DeValue<'t>>);
 
 /// Spells a key and its value as the flags do and checks that the key is known; `None` when nothing is left to set.
 fn translate<'t>(
@@ -77,7 +77,7 @@ fn translate<'t>(
     key: Spanned<DeString<'t>>,
     value: Spanned<DeValue<'t>>,
     ignored: &mut Vec<String>,
-) -> std::result::Result<Option<Entry<'t>>, String> {
+) -> std::result::Result<Option<TomlEntry<'t>>, String> {
     let number = line_number(text, key.span().start);
     let dashed = key.get_ref().replace('_', "-");
     let name = aliases::plain_name(&dashed);
@@ -86,13 +86,13 @@ fn translate<'t>(
         Some((Spanned::new(key.span(), name.to_string().into()), word))
     };
     match aliases::outcome(name, &as_text(value.get_ref())).map_err(|cause| format!("line {number}: {cause}"))? {
-        Outcome::Nothing => Ok(None),
-        Outcome::Flag(flag, word) => Ok(respelled(flag, word)),
-        Outcome::Ignored(line) => {
+        Translation::Nothing => Ok(None),
+        Translation::Flag(flag, word) => Ok(respelled(flag, word)),
+        Translation::Ignored(line) => {
             ignored.push(line);
             Ok(None)
         }
-        Outcome::AsWritten => match (known.iter().find(|flag| flag.get_long() == Some(name)), value.get_ref()) {
+        Translation::AsWritten => match (known.iter().find(|flag| flag.get_long() == Some(name)), value.get_ref()) {
             (Some(flag), DeValue::String(word)) => Ok(respelled(name, aliases::choice(flag, word))),
             (None, _) if !FILE_ONLY.contains(&name) => {
                 Err(format!("line {number}: unknown key `{}`{}", key.get_ref().escape_debug(), hint(known, name)))

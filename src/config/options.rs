@@ -12,7 +12,7 @@ use std::str::FromStr;
 /// Where the first parameters come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Init {
+pub enum InitChoice {
     /// Seeded random values; only `config.json` is read.
     Random,
     /// The model directory's safetensors.
@@ -292,8 +292,8 @@ pub enum TrainLength {
 
 /// Reads a number, a word or a boolean as the command line would: through `FromStr`.
 fn scalar<'de, D: Deserializer<'de>, T: FromStr<Err: fmt::Display>>(deserializer: D) -> Result<T, D::Error> {
-    struct Text;
-    impl Visitor<'_> for Text {
+    struct TextValue;
+    impl Visitor<'_> for TextValue {
         type Value = String;
 
         fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -312,7 +312,7 @@ fn scalar<'de, D: Deserializer<'de>, T: FromStr<Err: fmt::Display>>(deserializer
             Ok(number.to_string())
         }
     }
-    let text = deserializer.deserialize_any(Text)?;
+    let text = deserializer.deserialize_any(TextValue)?;
     text.parse().map_err(|cause| de::Error::custom(format!("`{text}`: {cause}")))
 }
 

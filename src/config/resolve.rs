@@ -1,7 +1,7 @@
 //! From options to settings: defaults for what was not said, and every value checked.
 
 use super::checks::require;
-use super::options::{Init, TrainLength};
+use super::options::{InitChoice, TrainLength};
 use super::settings::{Settings, TrainOptions};
 use crate::error::{Error, Result};
 use crate::optim::schedule::LrScheduler;
@@ -55,7 +55,7 @@ impl Settings {
 
     fn overridden_by(mut self, mut options: TrainOptions) -> Self {
         if options.model.is_some() {
-            options.init.get_or_insert(Init::Checkpoint);
+            options.init.get_or_insert(InitChoice::Checkpoint);
         }
         // A ratio that somebody asked for wins over steps that nobody asked for.
         if options.warmup_ratio.is_some() {
@@ -204,8 +204,8 @@ mod tests {
         let epochs = resolve(&["--num-train-epochs=0.5"]).unwrap();
         assert_eq!(epochs, Settings { train_length: TrainLength::Epochs(0.5), ..Settings::demo() });
         let model = resolve(&["--model", "gpt2", "--data", "corpus.txt"]).unwrap();
-        assert_eq!((model.init, model.seq_length, model.output_dir), (Init::Checkpoint, 1024, "runs/train".into()));
-        assert_eq!(resolve(&["--model", "gpt2", "--data", "corpus.txt", "--init=random"]).unwrap().init, Init::Random);
+        assert_eq!((model.init, model.seq_length, model.output_dir), (InitChoice::Checkpoint, 1024, "runs/train".into()));
+        assert_eq!(resolve(&["--model", "gpt2", "--data", "corpus.txt", "--init=random"]).unwrap().init, InitChoice::Random);
         let refused = resolve(&["--model", "gpt2"]).unwrap_err();
         assert!(refused.exit_code() == 2 && refused.to_string().starts_with("--model: --data is missing"), "{refused}");
     }

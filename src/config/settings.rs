@@ -9,7 +9,7 @@
 
 use super::describe;
 use super::options::{
-    ActivationsChoice, AttentionChoice, CastSide, DeviceChoice, HostMemoryKind, Init, Injection, IsaChoice, ResidentBuckets, Resume,
+    ActivationsChoice, AttentionChoice, CastSide, DeviceChoice, HostMemoryKind, InitChoice, Injection, IsaChoice, ResidentBuckets, Resume,
     Rollback, RunPart, Strategy, Technique, TokenizerChoice, TrainDtype, TrainLength, WeightsChoice, one_or_many, some_scalar,
 };
 use crate::data::tokenizer::AddBos;
@@ -25,7 +25,7 @@ use std::path::PathBuf;
 
 /// A setting, as [`Settings`] and checkpoints name it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Key {
+pub struct SettingKey {
     /// Field of [`Settings`].
     pub name: &'static str,
     /// What happens where it changes.
@@ -228,10 +228,10 @@ macro_rules! settings {
         }
 
         /// All settings, in the table's order.
-        pub const KEYS: &[Key] = &[$(
-            $(Key { name: stringify!($whole), on_resume: OnResume::$whole_resume },)?
-            $(Key { name: stringify!($name), on_resume: OnResume::$resume },)*
-            $($(Key { name: stringify!($file), on_resume: OnResume::$file_resume },)*)?
+        pub const KEYS: &[SettingKey] = &[$(
+            $(SettingKey { name: stringify!($whole), on_resume: OnResume::$whole_resume },)?
+            $(SettingKey { name: stringify!($name), on_resume: OnResume::$resume },)*
+            $($(SettingKey { name: stringify!($file), on_resume: OnResume::$file_resume },)*)?
         )*];
 
         /// Keys that exist only in the file.
@@ -245,7 +245,7 @@ settings! {
         #[arg(value_name = "DIR")]
         model: PathBuf => "a small built-in model", Free;
         /// Where the first weights come from.
-        init: Init = Init::Random => "checkpoint with --model, else random", Free;
+        init: InitChoice = InitChoice::Random => "checkpoint with --model, else random", Free;
     }
 
     Data {

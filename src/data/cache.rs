@@ -8,7 +8,7 @@
 use super::checked::Checked;
 use super::checksum::hex;
 use super::preparation::Preparation;
-use super::prepared::{FORMAT_VERSION, FolderWriter, Origin, Prepared, open};
+use super::prepared::{FORMAT_VERSION, FolderWriter, Prepared, PreparedFrom, open};
 use super::source::{bytes_of, kind, tokenize};
 use super::tokenizer::Tokenizer;
 use crate::disk::{self, InFile};
@@ -35,7 +35,8 @@ pub(super) fn find_or_prepare(
     preparation: &mut Preparation<'_>,
 ) -> Result<Prepared> {
     let key = key(texts, tokenizer)?;
-    let origin = Origin { key: &key, tokenizer: tokenizer.identity().to_string(), separator: tokenizer.end_of_text(), sources: texts };
+    let origin =
+        PreparedFrom { key: &key, tokenizer: tokenizer.identity().to_string(), separator: tokenizer.end_of_text(), sources: texts };
     let beside = preparation.output_dir.as_ref().map(|dir| dir.join(BESIDE_THE_RUN));
     for root in preparation.cache.iter().chain(&beside).cloned().collect::<Vec<_>>() {
         match open(&root.join(&key), &origin, false, checked, preparation) {

@@ -26,7 +26,7 @@ impl Sink for Vec<u32> {
 
 /// Where a document stands, for messages.
 #[derive(Clone, Debug)]
-pub(super) struct Place {
+pub(super) struct DocumentPosition {
     pub(super) path: Arc<Path>,
     /// Which of the text files, from 0.
     pub(super) source: usize,
@@ -34,7 +34,7 @@ pub(super) struct Place {
     pub(super) line: Option<u64>,
 }
 
-impl Place {
+impl DocumentPosition {
     pub(super) fn error(&self, cause: impl Display) -> Error {
         match self.line {
             Some(line) => Error::format(&self.path, format_args!("line {line}: {cause}")),
@@ -57,7 +57,7 @@ pub(super) struct Documents<S> {
 }
 
 /// What became of all documents.
-pub(super) struct Totals<S> {
+pub(super) struct DocumentTotals<S> {
     pub(super) sink: S,
     pub(super) tokens: u64,
     pub(super) documents: u64,
@@ -95,7 +95,7 @@ impl<S: Sink> Documents<S> {
     ///
     /// # Errors
     /// `Format` that names place, token and id when one is outside the vocabulary; the sink's.
-    pub(super) fn append(&mut self, ids: &[u32], place: &Place) -> Result<()> {
+    pub(super) fn append(&mut self, ids: &[u32], place: &DocumentPosition) -> Result<()> {
         if let Some(idx) = ids.iter().position(|&id| id as usize >= self.vocab_size) {
             let nth = self.tokens_of_document + idx as u64;
             return Err(place.error(format_args!("token {nth} has id {}, outside the vocabulary of {}", ids[idx], self.vocab_size)));
@@ -105,7 +105,7 @@ impl<S: Sink> Documents<S> {
     }
 
     /// The document at `place` ends.
-    pub(super) fn end(&mut self, place: &Place) -> Result<()> {
+    pub(super) fn end(&mut self, place: &DocumentPosition) -> Result<()> {
         self.documents += 1;
         self.source_ends.resize(place.source + 1, self.tokens);
         self.source_ends[place.source] = self.tokens;
@@ -113,9 +113,9 @@ impl<S: Sink> Documents<S> {
     }
 
     /// All documents have come.
-    pub(super) fn finish(self) -> Totals<S> {
+    pub(super) fn finish(self) -> DocumentTotals<S> {
         let Self { sink, tokens, documents, largest, source_ends, .. } = self;
-        Totals { sink, tokens, documents, largest, source_ends }
+        DocumentTotals { sink, tokens, documents, largest, source_ends }
     }
 
     fn write(&mut self, ids: &[u32]) -> Result<()> {
@@ -131,7 +131,7 @@ mod tests {
 
     #[test]
     fn the_separator_stands_between_documents_and_nowhere_else() {
-        let place = Place { path: Path::new("a.txt").into(), source: 0, line: None };
+        let place = DocumentPosition { path: Path::new("a.txt").into(), source: 0, line: None };
         let mut documents = Documents::new(Vec::new(), 10, Some(9), &[]);
         for document in [&[1, 2][..], &[], &[3]] {
             documents.begin().unwrap();
@@ -142,7 +142,7 @@ mod tests {
         documents.append(&[4], &place).unwrap();
         let message = documents.append(&[4, 10], &place).unwrap_err().to_string();
         assert_eq!(message, "a.txt: token 2 has id 10, outside the vocabulary of 10");
-        documents.end(&Place { source: 2, ..place }).unwrap();
+        documents.end(&DocumentPosition { source: 2, ..place }).unwrap();
         let totals = documents.finish();
         assert_eq!((totals.sink, totals.documents, totals.largest), (vec![1, 2, 9, 9, 3, 9, 4], 4, 9));
         assert_eq!((totals.tokens, totals.source_ends), (7, vec![5, 7, 7]));

@@ -9,7 +9,7 @@
 //! them look a bounded way back and ahead. Where neighbours do not agree (a run of spaces longer than the overlap, say) they are encoded
 //! again as one piece. The byte tokenizer needs none of this.
 
-use super::documents::{Documents, Place, Sink, Totals};
+use super::documents::{DocumentPosition, DocumentTotals, Documents, Sink};
 use super::preparation::interrupted;
 use super::scan::threads;
 use super::tokenizer::{Token, Tokenizer};
@@ -28,7 +28,7 @@ const JOBS_PER_THREAD: usize = 4;
 
 /// How documents are cut, in bytes. A tokenizer takes some hundred bytes for each byte that it encodes.
 #[derive(Clone, Copy)]
-pub(super) struct Sizes {
+pub(super) struct PieceSizes {
     /// Distance of two cuts.
     piece: usize,
     /// Text before and after a piece.
@@ -37,11 +37,11 @@ pub(super) struct Sizes {
     merged_max: usize,
 }
 
-const SIZES: Sizes = Sizes { piece: 64 << 10, context: 2 << 10, merged_max: 1 << 20 };
+const SIZES: PieceSizes = PieceSizes { piece: 64 << 10, context: 2 << 10, merged_max: 1 << 20 };
 
 /// Text to be encoded by itself: a document or a piece of one.
-struct Job {
-    place: Place,
+struct EncodeJob {
+    place: DocumentPosition,
     text: String,
     /// Where the text begins in the document.
     start: u64,
@@ -60,7 +60,7 @@ enum Encoded {
 
 /// The document that is being read.
 struct Reading {
-    place: Place,
+    place: DocumentPosition,
     pending: String,
     /// Where `pending` begins in the document.
     start: u64,
@@ -83,9 +83,9 @@ pub(super) struct Encoder<'a, S> {
     tokenizer: &'a Tokenizer,
     documents: Documents<S>,
     stop: StopFlag,
-    sizes: Sizes,
+    sizes: PieceSizes,
     threads: usize,
-    jobs: Vec<Job>,
+    jobs: Vec<EncodeJob>,
     jobs_bytes: usize,
     reading: Option<Reading>,
     open: Option<Piece>,
@@ -94,7 +94,7 @@ pub(super) struct Encoder<'a, S> {
 impl<'a, S: Sink> Encoder<'a, S> {
     /// An encoder on all CPUs, until `stop` is set.
     pub(super) fn new(tokenizer: &'a Tokenizer, documents: Documents<S>, stop: &StopFlag) -> Self {
-        let sizes = if tokenizer.is_bytes() { Sizes { context: 0, ..SIZES } } else { SIZES };
+        let sizes = if tokenizer.is_bytes() { PieceSizes { context: 0, ..SIZES } } else { SIZES };
         // Bytes are ids: threads would only wait for one another.
         let threads = if tokenizer.is_bytes() { 1 } else { threads() };
         let stop = stop.clone();
@@ -102,7 +102,7 @@ impl<'a, S: Sink> Encoder<'a, S> {
     }
 
     /// A document begins; the one before has ended.
-    pub(super) fn begin(&mut self, place: Place) {
+    pub(super) fn begin(&mut self, place: DocumentPosition) {
         self.reading = Some(Reading { place, pending: String::new(), start: 0, cut: 0, is_first: true });
     }
 
@@ -129,14 +129,14 @@ impl<'a, S: Sink> Encoder<'a, S> {
     /// As [`Encoder::push`].
     pub(super) fn end(&mut self) -> Result<()> {
         let Some(Reading { place, pending: text, start, cut, is_first }) = self.reading.take() else { return Ok(()) };
-        self.add(Job { place, text, start, cut, is_first, is_last: true })
+        self.add(EncodeJob { place, text, start, cut, is_first, is_last: true })
     }
 
     /// Encodes what is left.
     ///
     /// # Errors
     /// As [`Encoder::push`].
-    pub(super) fn finish(mut self) -> Result<Totals<S>> {
+    pub(super) fn finish(mut self) -> Result<DocumentTotals<S>> {
         self.flush()?;
         Ok(self.documents.finish())
     }
@@ -148,7 +148,7 @@ impl<'a, S: Sink> Encoder<'a, S> {
         jobs.into_iter().zip(encoded).try_for_each(|(job, encoded)| self.absorb(job, encoded?))
     }
 
-    fn add(&mut self, job: Job) -> Result<()> {
+    fn add(&mut self, job: EncodeJob) -> Result<()> {
         self.jobs_bytes += job.text.len() + JOB_BYTES;
         self.jobs.push(job);
         let is_full = self.jobs_bytes >= JOBS_PER_THREAD * self.threads * self.sizes.piece;
@@ -156,7 +156,7 @@ impl<'a, S: Sink> Encoder<'a, S> {
     }
 
     /// The jobs' results, in their order.
-    fn encode_all(&self, jobs: &[Job]) -> Result<Vec<Result<Encoded>>> {
+    fn encode_all(&self, jobs: &[EncodeJob]) -> Result<Vec<Result<Encoded>>> {
         let (tokenizer, stop, next) = (self.tokenizer, &self.stop, AtomicUsize::new(0));
         let work = || {
             let mut done = Vec::new();
@@ -181,8 +181,8 @@ impl<'a, S: Sink> Encoder<'a, S> {
         Ok(done.into_iter().map(|(_, encoded)| encoded).collect())
     }
 
-    fn absorb(&mut self, job: Job, encoded: Encoded) -> Result<()> {
-        let Job { place, text, start, cut, is_first, is_last } = job;
+    fn absorb(&mut self, job: EncodeJob, encoded: Encoded) -> Result<()> {
+        let EncodeJob { place, text, start, cut, is_first, is_last } = job;
         if is_first {
             self.documents.begin()?;
         }
@@ -199,7 +199,7 @@ impl<'a, S: Sink> Encoder<'a, S> {
     }
 
     /// Hands on what comes before the seam of the open piece and `after`, which begins at `cut`; `after` is open then.
-    fn join(&mut self, mut after: Piece, cut: u64, place: &Place) -> Result<()> {
+    fn join(&mut self, mut after: Piece, cut: u64, place: &DocumentPosition) -> Result<()> {
         let Some(before) = self.open.take() else {
             self.open = Some(after);
             return Ok(());
@@ -215,7 +215,7 @@ impl<'a, S: Sink> Encoder<'a, S> {
     }
 
     /// Two pieces as one.
-    fn merge(&self, before: Piece, after: &Piece, place: &Place) -> Result<Piece> {
+    fn merge(&self, before: Piece, after: &Piece, place: &DocumentPosition) -> Result<Piece> {
         let overlap = (before.start + before.text.len() as u64 - after.start) as usize;
         let text = [&before.text, &after.text[overlap..]].concat();
         let undecided = || {
@@ -237,7 +237,7 @@ impl<'a, S: Sink> Encoder<'a, S> {
     }
 }
 
-impl Job {
+impl EncodeJob {
     fn encode(&self, tokenizer: &Tokenizer) -> Result<Encoded> {
         let is_whole = self.is_first && self.is_last;
         let encoded = if is_whole || tokenizer.is_bytes() {
@@ -251,7 +251,7 @@ impl Job {
 
 impl Reading {
     /// The next piece, once all its text is there. Cuts depend on the document alone, not on how it was pushed.
-    fn next_piece(&mut self, sizes: Sizes) -> Option<Job> {
+    fn next_piece(&mut self, sizes: PieceSizes) -> Option<EncodeJob> {
         let target = (self.cut - self.start) as usize + sizes.piece;
         if self.pending.len() < target + sizes.context {
             return None;
@@ -260,7 +260,7 @@ impl Reading {
         let end = floor_boundary(&self.pending, cut + sizes.context);
         let keep = floor_boundary(&self.pending, cut - sizes.context);
         let (place, text) = (self.place.clone(), self.pending[..end].to_string());
-        let job = Job { place, text, start: self.start, cut: self.cut, is_first: self.is_first, is_last: false };
+        let job = EncodeJob { place, text, start: self.start, cut: self.cut, is_first: self.is_first, is_last: false };
         self.cut = self.start + cut as u64;
         self.pending.drain(..keep);
         self.start += keep as u64;
@@ -336,12 +336,12 @@ mod tests {
         load_or_bytes(model_dir(&[("tokenizer.json", json)]).path()).unwrap()
     }
 
-    fn place() -> Place {
-        Place { path: Path::new("a.txt").into(), source: 0, line: None }
+    fn place() -> DocumentPosition {
+        DocumentPosition { path: Path::new("a.txt").into(), source: 0, line: None }
     }
 
     /// The ids of `texts`, each pushed in parts of `step` characters.
-    fn encode(tokenizer: &Tokenizer, texts: &[&str], sizes: Sizes, threads: usize, step: usize) -> Result<Vec<u32>> {
+    fn encode(tokenizer: &Tokenizer, texts: &[&str], sizes: PieceSizes, threads: usize, step: usize) -> Result<Vec<u32>> {
         let documents = Documents::new(Vec::new(), 1 << 20, Some(999), &[998]);
         let mut encoder = Encoder { sizes, threads, ..Encoder::new(tokenizer, documents, &StopFlag::default()) };
         for text in texts {
@@ -358,7 +358,7 @@ mod tests {
         ids.join(&999)
     }
 
-    const SMALL: Sizes = Sizes { piece: 100, context: 60, merged_max: 4000 };
+    const SMALL: PieceSizes = PieceSizes { piece: 100, context: 60, merged_max: 4000 };
 
     #[test]
     fn a_run_longer_than_the_overlap_is_encoded_as_one_piece_or_refused() {
@@ -393,7 +393,7 @@ mod tests {
         ) {
             let texts: Vec<&str> = texts.iter().map(String::as_str).collect();
             for tokenizer in [tokenizer(BYTE_LEVEL), tokenizer(WHOLE), tokenizer(UNIGRAM), tokenizer(crate::data::tokenizer::tests::WORDS), Tokenizer::bytes()] {
-                let sizes = if tokenizer.is_bytes() { Sizes { context: 0, ..SMALL } } else { SMALL };
+                let sizes = if tokenizer.is_bytes() { PieceSizes { context: 0, ..SMALL } } else { SMALL };
                 prop_assert_eq!(encode(&tokenizer, &texts, sizes, threads, step).unwrap(), whole(&tokenizer, &texts));
             }
         }

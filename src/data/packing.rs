@@ -5,7 +5,7 @@ use crate::data::cache;
 use crate::data::checked::Checked;
 use crate::data::preparation::Preparation;
 use crate::data::prepared::Prepared;
-use crate::data::source::{self, Kind};
+use crate::data::source::{self, SourceKind};
 use crate::data::stream::{TokenStream, Tokens};
 use crate::data::token_file::TokenFile;
 use crate::data::tokenizer::Tokenizer;
@@ -118,11 +118,11 @@ fn open_stream(
     vocab_size: usize,
     preparation: &mut Preparation<'_>,
 ) -> Result<(TokenStream, u64)> {
-    let is_text = |path: &&Path| source::kind(path) != Some(Kind::Tokens);
+    let is_text = |path: &&Path| source::kind(path) != Some(SourceKind::Tokens);
     let texts: Vec<&Path> = files.iter().map(PathBuf::as_path).filter(is_text).collect();
     let mut checked = Checked::load(preparation.output_dir.as_deref())?;
-    let Text { tokens: text, ends, documents } = if texts.is_empty() && !files.is_empty() {
-        Text { tokens: Arc::new(Tokens::Memory(Vec::new())), ends: Vec::new(), documents: 0 }
+    let AllText { tokens: text, ends, documents } = if texts.is_empty() && !files.is_empty() {
+        AllText { tokens: Arc::new(Tokens::Memory(Vec::new())), ends: Vec::new(), documents: 0 }
     } else {
         open_text(&texts, tokenizer, vocab_size, &mut checked, preparation)?
     };
@@ -146,7 +146,7 @@ fn open_stream(
 }
 
 /// All text.
-struct Text {
+struct AllText {
     tokens: Arc<Tokens>,
     /// Tokens up to the end of each file.
     ends: Vec<u64>,
@@ -160,11 +160,11 @@ fn open_text(
     vocab_size: usize,
     checked: &mut Checked,
     preparation: &mut Preparation<'_>,
-) -> Result<Text> {
+) -> Result<AllText> {
     if source::bytes_of(texts) <= preparation.in_memory_bytes_max {
         let (mut totals, _) = source::tokenize(texts, tokenizer, vocab_size, Vec::new(), preparation)?;
         totals.sink.shrink_to_fit();
-        return Ok(Text { tokens: Arc::new(Tokens::Memory(totals.sink)), ends: totals.source_ends, documents: totals.documents });
+        return Ok(AllText { tokens: Arc::new(Tokens::Memory(totals.sink)), ends: totals.source_ends, documents: totals.documents });
     }
     let Prepared { tokens, source_ends, documents, largest_id } =
         cache::find_or_prepare(texts, tokenizer, vocab_size, checked, preparation)?;
@@ -172,7 +172,7 @@ fn open_text(
         return Err(Error::format(texts[0], format_args!("the text has token {largest_id}, outside the vocabulary of {vocab_size}")));
     }
     let tokens = Arc::new(Tokens::File(TokenFile::trusted(tokens, vocab_size)));
-    Ok(Text { tokens, ends: source_ends, documents })
+    Ok(AllText { tokens, ends: source_ends, documents })
 }
 
 fn too_short(files: &[PathBuf], tokens: usize, seq_length: usize) -> Error {

@@ -10,7 +10,7 @@
 //! A folder is written under a temporary name, synced and renamed, so that it is whole or not there. Readers refuse what they do not know.
 
 use super::checked::{Check, Checked};
-use super::documents::{Sink, Totals};
+use super::documents::{DocumentTotals, Sink};
 use super::preparation::Preparation;
 use super::scan::{BLOCK_BYTES, scan};
 use super::source::Read;
@@ -31,7 +31,7 @@ const MANIFEST_BYTES_MAX: u64 = 256 << 20;
 /// Everything in `manifest.json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Manifest {
+struct PreparedManifest {
     format_version: u32,
     /// Name of the folder.
     key: String,
@@ -40,9 +40,9 @@ struct Manifest {
     tokens: u64,
     documents: u64,
     largest_id: u32,
-    sources: Vec<Source>,
-    files: Vec<FileEntry>,
-    mask: Option<FileEntry>,
+    sources: Vec<TextSource>,
+    files: Vec<PreparedFile>,
+    mask: Option<PreparedFile>,
     /// Of this manifest with 0 in this place.
     crc32c: u32,
 }
@@ -50,7 +50,7 @@ struct Manifest {
 /// A text file that went into it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Source {
+struct TextSource {
     path: PathBuf,
     bytes: u64,
     sha256: String,
@@ -60,7 +60,7 @@ struct Source {
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct FileEntry {
+struct PreparedFile {
     name: String,
     bytes: u64,
     /// Of every block of 1 MiB; the last may be shorter.
@@ -68,12 +68,12 @@ struct FileEntry {
 }
 
 #[derive(Deserialize)]
-struct Version {
+struct PreparedVersion {
     format_version: u32,
 }
 
 /// What a folder was made with.
-pub(super) struct Origin<'a> {
+pub(super) struct PreparedFrom<'a> {
     pub(super) key: &'a str,
     pub(super) tokenizer: String,
     pub(super) separator: Option<u32>,
@@ -131,12 +131,12 @@ impl Chunked {
         Ok(())
     }
 
-    fn finish(mut self) -> Result<FileEntry> {
+    fn finish(mut self) -> Result<PreparedFile> {
         if !self.chunk.is_empty() {
             self.flush()?;
         }
         self.file.sync()?;
-        Ok(FileEntry { name: self.name.into(), bytes: self.bytes, crc32c: self.crc32c })
+        Ok(PreparedFile { name: self.name.into(), bytes: self.bytes, crc32c: self.crc32c })
     }
 }
 
@@ -162,15 +162,15 @@ impl FolderWriter {
     }
 
     /// Makes `totals` durable and publishes the folder under its key.
-    pub(super) fn publish(totals: Totals<Self>, read: Vec<Read>, origin: &Origin<'_>) -> Result<()> {
-        let Totals { sink: Self { mut tmp, tokens, ends }, tokens: count, documents, largest, source_ends } = totals;
-        let entry = |((path, Read { bytes, sha256 }), tokens_end): ((&&Path, Read), u64)| Source {
+    pub(super) fn publish(totals: DocumentTotals<Self>, read: Vec<Read>, origin: &PreparedFrom<'_>) -> Result<()> {
+        let DocumentTotals { sink: Self { mut tmp, tokens, ends }, tokens: count, documents, largest, source_ends } = totals;
+        let entry = |((path, Read { bytes, sha256 }), tokens_end): ((&&Path, Read), u64)| TextSource {
             path: path.to_path_buf(),
             bytes,
             sha256,
             tokens_end,
         };
-        let mut manifest = Manifest {
+        let mut manifest = PreparedManifest {
             format_version: FORMAT_VERSION,
             key: origin.key.into(),
             tokenizer: origin.tokenizer.clone(),
@@ -193,7 +193,7 @@ impl FolderWriter {
     }
 }
 
-impl Manifest {
+impl PreparedManifest {
     fn checksum(&self, path: &Path) -> Result<u32> {
         let unsealed = serde_json::to_vec(&Self { crc32c: 0, ..self.clone() });
         unsealed.map(|bytes| crc32c::crc32c(&bytes)).map_err(|e| Error::format(path, e))
@@ -202,7 +202,7 @@ impl Manifest {
     /// Checks the version, the checksum and every claim that can be checked without the other files.
     fn decode(path: &Path, bytes: &[u8]) -> Result<Self> {
         let wrong = |cause: &str| Err(Error::format(path, cause));
-        let version: Version = serde_json::from_slice(bytes).map_err(|e| Error::format(path, e))?;
+        let version: PreparedVersion = serde_json::from_slice(bytes).map_err(|e| Error::format(path, e))?;
         if version.format_version != FORMAT_VERSION {
             let cause = format!("format {}, this build reads format {FORMAT_VERSION}", version.format_version);
             return wrong(&cause);
@@ -215,7 +215,7 @@ impl Manifest {
             return wrong("it has a mask, which this build cannot read");
         }
         let [tokens, ends] = &manifest.files[..] else { return wrong("it does not list two files") };
-        let of = |file: &FileEntry, name: &str, entries: u64, width: u64| {
+        let of = |file: &PreparedFile, name: &str, entries: u64, width: u64| {
             let blocks = file.bytes.div_ceil(BLOCK_BYTES as u64);
             file.name == name && entries.checked_mul(width) == Some(file.bytes) && file.crc32c.len() as u64 == blocks
         };
@@ -236,7 +236,7 @@ impl Manifest {
 /// `Io`; `Format` when it is damaged or is not what its name says; `Interrupted`.
 pub(super) fn open(
     dir: &Path,
-    origin: &Origin<'_>,
+    origin: &PreparedFrom<'_>,
     is_fresh: bool,
     checked: &mut Checked,
     preparation: &mut Preparation<'_>,
@@ -245,7 +245,7 @@ pub(super) fn open(
     let Some(bytes) = disk::read_if_present(&path, MANIFEST_BYTES_MAX)? else {
         return if dir.exists() { Err(Error::format(&path, "missing")) } else { Ok(None) };
     };
-    let manifest = Manifest::decode(&path, &bytes)?;
+    let manifest = PreparedManifest::decode(&path, &bytes)?;
     if manifest.key != origin.key || manifest.sources.len() != origin.sources.len() {
         return Err(Error::format(&path, "made of other data than the name of its folder says"));
     }
@@ -261,11 +261,11 @@ pub(super) fn open(
         opened.push(file);
     }
     let source_ends = manifest.sources.iter().map(|source| source.tokens_end).collect();
-    let Manifest { documents, largest_id, .. } = manifest;
+    let PreparedManifest { documents, largest_id, .. } = manifest;
     Ok(Some(Prepared { tokens: opened.swap_remove(0), source_ends, documents, largest_id }))
 }
 
-fn verify(file: &InFile, entry: &FileEntry, preparation: &mut Preparation<'_>) -> Result<()> {
+fn verify(file: &InFile, entry: &PreparedFile, preparation: &mut Preparation<'_>) -> Result<()> {
     scan(file, &format!("checking {}", file.path().display()), preparation, |block, bytes| {
         if crc32c::crc32c(bytes) == entry.crc32c[block as usize] {
             return Ok(());
@@ -277,15 +277,15 @@ fn verify(file: &InFile, entry: &FileEntry, preparation: &mut Preparation<'_>) -
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::documents::{Documents, Place};
+    use crate::data::documents::{DocumentPosition, Documents};
 
-    const ORIGIN: fn(&str) -> Origin<'_> = |key| Origin { key, tokenizer: "bytes".into(), separator: Some(9), sources: &[] };
+    const ORIGIN: fn(&str) -> PreparedFrom<'_> = |key| PreparedFrom { key, tokenizer: "bytes".into(), separator: Some(9), sources: &[] };
 
     /// Two documents of two files, of 1.5 blocks of tokens.
-    fn write(dir: &Path, origin: &Origin<'_>) -> Result<PathBuf> {
+    fn write(dir: &Path, origin: &PreparedFrom<'_>) -> Result<PathBuf> {
         let mut documents = Documents::new(FolderWriter::create(dir, "tmp")?, 10, origin.separator, &[]);
         for source in 0..2 {
-            let place = Place { path: origin.sources[source].into(), source, line: None };
+            let place = DocumentPosition { path: origin.sources[source].into(), source, line: None };
             documents.begin()?;
             documents.append(&vec![source as u32 + 1; 3 * BLOCK_BYTES / 16], &place)?;
             documents.end(&place)?;
@@ -294,7 +294,7 @@ mod tests {
         FolderWriter::publish(documents.finish(), read.into(), origin).map(|()| dir.join(origin.key))
     }
 
-    fn reopen(dir: &Path, origin: &Origin<'_>) -> Result<Option<Prepared>> {
+    fn reopen(dir: &Path, origin: &PreparedFrom<'_>) -> Result<Option<Prepared>> {
         open(dir, origin, false, &mut Checked::default(), &mut Preparation::default())
     }
 
@@ -302,7 +302,7 @@ mod tests {
     fn what_is_published_reads_back_and_any_damage_is_found() {
         let dir = tempfile::tempdir().unwrap();
         let sources = [Path::new("a.txt"), Path::new("b.txt")];
-        let origin = Origin { sources: &sources, ..ORIGIN("key") };
+        let origin = PreparedFrom { sources: &sources, ..ORIGIN("key") };
         assert!(reopen(&dir.path().join("key"), &origin).unwrap().is_none());
         let folder = write(dir.path(), &origin).unwrap();
         let tokens = 3 * BLOCK_BYTES / 16;
@@ -325,7 +325,7 @@ mod tests {
             assert!(damaged(&|bytes| bytes.truncate(at)), "{name} {at}");
             std::fs::write(&path, good).unwrap();
         }
-        assert!(reopen(&folder, &Origin { key: "other", sources: &sources, ..ORIGIN("other") }).is_err());
+        assert!(reopen(&folder, &PreparedFrom { key: "other", sources: &sources, ..ORIGIN("other") }).is_err());
         std::fs::remove_file(folder.join(MANIFEST)).unwrap();
         assert!(reopen(&folder, &origin).err().unwrap().to_string().ends_with("manifest.json: missing"));
     }
@@ -334,25 +334,25 @@ mod tests {
     fn versions_and_masks_that_are_not_known_are_refused() {
         let dir = tempfile::tempdir().unwrap();
         let sources = [Path::new("a.txt"), Path::new("b.txt")];
-        let origin = Origin { sources: &sources, ..ORIGIN("key") };
+        let origin = PreparedFrom { sources: &sources, ..ORIGIN("key") };
         let folder = write(dir.path(), &origin).unwrap();
         let path = folder.join(MANIFEST);
-        let good: Manifest = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
-        let refusal = |mut manifest: Manifest| {
+        let good: PreparedManifest = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        let refusal = |mut manifest: PreparedManifest| {
             manifest.crc32c = manifest.checksum(&path).unwrap();
             std::fs::write(&path, serde_json::to_vec(&manifest).unwrap()).unwrap();
             reopen(&folder, &origin).err().unwrap().to_string()
         };
-        assert!(refusal(Manifest { format_version: 2, ..good.clone() }).contains("format 2, this build reads format 1"));
-        assert!(refusal(Manifest { mask: Some(good.files[0].clone()), ..good.clone() }).contains("has a mask"));
-        assert!(refusal(Manifest { tokens: u64::MAX, ..good.clone() }).contains("contradict"));
-        assert!(refusal(Manifest { files: vec![], ..good }).contains("two files"));
+        assert!(refusal(PreparedManifest { format_version: 2, ..good.clone() }).contains("format 2, this build reads format 1"));
+        assert!(refusal(PreparedManifest { mask: Some(good.files[0].clone()), ..good.clone() }).contains("has a mask"));
+        assert!(refusal(PreparedManifest { tokens: u64::MAX, ..good.clone() }).contains("contradict"));
+        assert!(refusal(PreparedManifest { files: vec![], ..good }).contains("two files"));
     }
 
     #[test]
     fn nothing_that_fails_leaves_a_folder() {
         let sources = [Path::new("a.txt"), Path::new("b.txt")];
-        let origin = Origin { sources: &sources, ..ORIGIN("key") };
+        let origin = PreparedFrom { sources: &sources, ..ORIGIN("key") };
         let dir = tempfile::tempdir().unwrap();
         disk::faults::arm(None);
         write(dir.path(), &origin).unwrap();

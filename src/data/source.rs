@@ -4,7 +4,7 @@
 //! holds token ids (see [`crate::data::token_file`]). A directory stands for the files of these kinds in it, by name.
 
 use crate::data::demo::DEMO_TEXT;
-use crate::data::documents::{Documents, Place, Sink, Totals};
+use crate::data::documents::{DocumentPosition, DocumentTotals, Documents, Sink};
 use crate::data::encode::Encoder;
 use crate::data::preparation::{IN_MEMORY_BYTES_MAX, Preparation};
 use crate::data::text::{Lines, TextReader};
@@ -14,18 +14,18 @@ use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
-pub(super) enum Kind {
+pub(super) enum SourceKind {
     Text,
     JsonLines,
     Tokens,
 }
 
-/// What the extensions of [`Kind`] are called in messages.
+/// What the extensions of [`SourceKind`] are called in messages.
 const KINDS: &str = ".txt, .jsonl or .bin";
 
 /// One line of a `.jsonl` file; other keys are ignored.
 #[derive(serde::Deserialize)]
-struct Line<'a> {
+struct JsonLine<'a> {
     #[serde(borrow)]
     text: Cow<'a, str>,
 }
@@ -52,7 +52,7 @@ pub fn find_files(paths: &[PathBuf]) -> Result<Vec<PathBuf>> {
 /// are asked for. What cannot be found counts nothing; whoever opens it says so.
 pub fn host_bytes(paths: &[PathBuf], seq_length: usize, shuffle: bool) -> u64 {
     let files = find_files(paths).unwrap_or_default();
-    let (tokens, texts): (Vec<_>, Vec<_>) = files.iter().map(PathBuf::as_path).partition(|path| kind(path) == Some(Kind::Tokens));
+    let (tokens, texts): (Vec<_>, Vec<_>) = files.iter().map(PathBuf::as_path).partition(|path| kind(path) == Some(SourceKind::Tokens));
     let text = if paths.is_empty() { DEMO_TEXT.len() as u64 } else { bytes_of(&texts) };
     let tokens_max = text + bytes_of(&tokens) / 2;
     let in_memory = if text <= IN_MEMORY_BYTES_MAX { size_of::<u32>() as u64 * text } else { 0 };
@@ -61,7 +61,7 @@ pub fn host_bytes(paths: &[PathBuf], seq_length: usize, shuffle: bool) -> u64 {
 
 /// Whether the file at `path` holds text, which needs a tokenizer.
 pub fn is_text(path: &Path) -> bool {
-    matches!(kind(path), Some(Kind::Text | Kind::JsonLines))
+    matches!(kind(path), Some(SourceKind::Text | SourceKind::JsonLines))
 }
 
 /// Size of all of `texts`; what cannot be found counts nothing.
@@ -88,25 +88,25 @@ pub(super) fn tokenize<S: Sink>(
     vocab_size: usize,
     sink: S,
     preparation: &mut Preparation<'_>,
-) -> Result<(Totals<S>, Vec<Read>)> {
+) -> Result<(DocumentTotals<S>, Vec<Read>)> {
     let all = bytes_of(texts);
     let mut encoder =
         Encoder::new(tokenizer, Documents::new(sink, vocab_size, tokenizer.end_of_text(), tokenizer.begin_of_text()), preparation.stop());
     let (mut read, mut done) = (Vec::new(), 0);
     if texts.is_empty() {
-        encoder.begin(Place { path: Path::new("the built-in text").into(), source: 0, line: None });
+        encoder.begin(DocumentPosition { path: Path::new("the built-in text").into(), source: 0, line: None });
         encoder.push(DEMO_TEXT)?;
         encoder.end()?;
     }
     for (source, path) in texts.iter().enumerate() {
         let mut reader = TextReader::open(path)?;
-        let place = Place { path: (*path).into(), source, line: None };
+        let place = DocumentPosition { path: (*path).into(), source, line: None };
         let mut progress = |offset| {
             preparation.progress("reading text", done + offset, all);
             preparation.go_on()
         };
         match kind(path) {
-            Some(Kind::JsonLines) => read_json_lines(&mut encoder, &mut reader, &place, &mut progress)?,
+            Some(SourceKind::JsonLines) => read_json_lines(&mut encoder, &mut reader, &place, &mut progress)?,
             _ => read_document(&mut encoder, &mut reader, place, &mut progress)?,
         }
         done += reader.offset();
@@ -118,7 +118,7 @@ pub(super) fn tokenize<S: Sink>(
 fn read_document<S: Sink>(
     encoder: &mut Encoder<'_, S>,
     reader: &mut TextReader,
-    place: Place,
+    place: DocumentPosition,
     progress: &mut impl FnMut(u64) -> Result<()>,
 ) -> Result<()> {
     encoder.begin(place);
@@ -132,7 +132,7 @@ fn read_document<S: Sink>(
 fn read_json_lines<S: Sink>(
     encoder: &mut Encoder<'_, S>,
     reader: &mut TextReader,
-    place: &Place,
+    place: &DocumentPosition,
     progress: &mut impl FnMut(u64) -> Result<()>,
 ) -> Result<()> {
     let (mut lines, mut documents) = (Lines::default(), 0u64);
@@ -140,7 +140,7 @@ fn read_json_lines<S: Sink>(
         if line.trim().is_empty() {
             return Ok(());
         }
-        let place = Place { line: Some(number), ..place.clone() };
+        let place = DocumentPosition { line: Some(number), ..place.clone() };
         let text = text_of(line).map_err(|cause| place.error(cause))?;
         documents += 1;
         encoder.begin(place);
@@ -160,14 +160,14 @@ fn text_of(line: &str) -> std::result::Result<Cow<'_, str>, String> {
     if !line.trim_start().starts_with('{') {
         return Err("not an object; each line is one, with a string `text`: {\"text\": \"...\"}".into());
     }
-    serde_json::from_str::<Line<'_>>(line).map(|line| line.text).map_err(|e| json_cause(&e))
+    serde_json::from_str::<JsonLine<'_>>(line).map(|line| line.text).map_err(|e| json_cause(&e))
 }
 
-pub(super) fn kind(path: &Path) -> Option<Kind> {
+pub(super) fn kind(path: &Path) -> Option<SourceKind> {
     match path.extension()?.to_str()? {
-        "txt" => Some(Kind::Text),
-        "jsonl" => Some(Kind::JsonLines),
-        "bin" => Some(Kind::Tokens),
+        "txt" => Some(SourceKind::Text),
+        "jsonl" => Some(SourceKind::JsonLines),
+        "bin" => Some(SourceKind::Tokens),
         _ => None,
     }
 }

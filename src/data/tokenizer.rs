@@ -16,21 +16,21 @@ use std::path::PathBuf;
 
 /// Turns text into token ids.
 pub struct Tokenizer {
-    kind: Kind,
+    kind: TokenizerKind,
     vocab_size: usize,
     end_of_text: Option<u32>,
     begin_of_text: Vec<u32>,
 }
 
-enum Kind {
+enum TokenizerKind {
     /// The data are token ids already.
     Absent,
     /// Vocabulary 256, the id is the byte.
     Bytes,
-    Model(Box<Model>),
+    Model(Box<TokenizerModel>),
 }
 
-struct Model {
+struct TokenizerModel {
     path: PathBuf,
     /// Of the file's bytes.
     sha256: String,
@@ -40,7 +40,7 @@ struct Model {
 impl Tokenizer {
     /// The byte tokenizer: 256 ids, no end-of-text token.
     pub fn bytes() -> Self {
-        Self { kind: Kind::Bytes, vocab_size: 256, end_of_text: None, begin_of_text: Vec::new() }
+        Self { kind: TokenizerKind::Bytes, vocab_size: 256, end_of_text: None, begin_of_text: Vec::new() }
     }
 
     /// The byte tokenizer with the id `end_of_text` between documents.
@@ -58,7 +58,7 @@ impl Tokenizer {
 
     /// No tokenizer, for data that are token ids.
     pub fn absent() -> Self {
-        Self { kind: Kind::Absent, vocab_size: 0, end_of_text: None, begin_of_text: Vec::new() }
+        Self { kind: TokenizerKind::Absent, vocab_size: 0, end_of_text: None, begin_of_text: Vec::new() }
     }
 
     /// Reads `tokenizer.json`, if `dir` has one, and what says which tokens stand around documents: the flags `--eos-token` and
@@ -75,13 +75,13 @@ impl Tokenizer {
         let vocab_size = tokenizer.get_vocab(true).into_values().max().map_or(0, |id| id as usize + 1);
         let special = Special::new(dir, &tokenizer);
         let (end_of_text, begin_of_text) = (special.end_of_text(end_of_text)?, special.begin_of_text(add_bos, &post_processor)?);
-        let model = Model { path, sha256: checksum::sha256(&bytes), tokenizer };
-        Ok(Some(Self { kind: Kind::Model(Box::new(model)), vocab_size, end_of_text, begin_of_text }))
+        let model = TokenizerModel { path, sha256: checksum::sha256(&bytes), tokenizer };
+        Ok(Some(Self { kind: TokenizerKind::Model(Box::new(model)), vocab_size, end_of_text, begin_of_text }))
     }
 
     /// Whether this is the byte tokenizer.
     pub fn is_bytes(&self) -> bool {
-        matches!(self.kind, Kind::Bytes)
+        matches!(self.kind, TokenizerKind::Bytes)
     }
 
     /// One more than the largest id.
@@ -105,9 +105,9 @@ impl Tokenizer {
     /// `Format` that names `tokenizer.json` when it cannot express the text; `Unsupported` when there is no tokenizer.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
         let model = match &self.kind {
-            Kind::Absent => return Err(Error::Unsupported("text without a tokenizer".into())),
-            Kind::Bytes => return Ok(text.bytes().map(u32::from).collect()),
-            Kind::Model(model) => model,
+            TokenizerKind::Absent => return Err(Error::Unsupported("text without a tokenizer".into())),
+            TokenizerKind::Bytes => return Ok(text.bytes().map(u32::from).collect()),
+            TokenizerKind::Model(model) => model,
         };
         let encoding = contain(|| model.tokenizer.encode_fast(text, false)).and_then(|encoding| encoding.map_err(|e| e.to_string()));
         encoding.map(|encoding| encoding.get_ids().to_vec()).map_err(|e| Error::format(&model.path, format!("cannot encode: {e}")))
@@ -117,9 +117,9 @@ impl Tokenizer {
     pub fn identity(&self) -> serde_json::Value {
         let (end, begin) = (self.end_of_text, &self.begin_of_text);
         match &self.kind {
-            Kind::Absent => "none".into(),
-            Kind::Bytes => end.map_or("bytes".into(), |end| serde_json::json!({"bytes": true, "end_of_text": end})),
-            Kind::Model(model) => serde_json::json!({"tokenizer.json": model.sha256, "end_of_text": end, "begin_of_text": begin}),
+            TokenizerKind::Absent => "none".into(),
+            TokenizerKind::Bytes => end.map_or("bytes".into(), |end| serde_json::json!({"bytes": true, "end_of_text": end})),
+            TokenizerKind::Model(model) => serde_json::json!({"tokenizer.json": model.sha256, "end_of_text": end, "begin_of_text": begin}),
         }
     }
 
@@ -129,7 +129,7 @@ impl Tokenizer {
     /// Those of [`Tokenizer::encode`].
     pub(super) fn encode_part(&self, text: &str) -> Result<Vec<Token>> {
         let model = match &self.kind {
-            Kind::Model(model) => model,
+            TokenizerKind::Model(model) => model,
             _ => {
                 let ids = self.encode(text)?;
                 return Ok((0..).zip(ids).map(|(at, id)| Token { id, start: at, end: at + 1 }).collect());
@@ -154,9 +154,9 @@ impl fmt::Display for Tokenizer {
     /// For people: `bytes (256 ids)`, `m/tokenizer.json (32000 ids, end of text 2, each document begins with 1)`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.kind {
-            Kind::Absent => return f.write_str("none: the data are token ids"),
-            Kind::Bytes => f.write_str("bytes")?,
-            Kind::Model(model) => write!(f, "{}", model.path.display())?,
+            TokenizerKind::Absent => return f.write_str("none: the data are token ids"),
+            TokenizerKind::Bytes => f.write_str("bytes")?,
+            TokenizerKind::Model(model) => write!(f, "{}", model.path.display())?,
         }
         write!(f, " ({} ids", self.vocab_size)?;
         self.end_of_text.iter().try_for_each(|id| write!(f, ", end of text {id}"))?;

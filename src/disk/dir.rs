@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 
 /// What a name in a directory is; a link is a link, whatever it leads to.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum Kind {
+pub(crate) enum FileKind {
     /// A regular file of so many bytes.
     File(u64),
     Dir,
@@ -67,14 +67,14 @@ impl Dir {
     }
 
     /// What `name` is; `None` if there is none.
-    pub(crate) fn kind(&self, name: impl AsRef<Path>) -> Result<Option<Kind>> {
+    pub(crate) fn kind(&self, name: impl AsRef<Path>) -> Result<Option<FileKind>> {
         let stat = self.stat(name.as_ref()).map_err(|e| Error::io("read", self.join(&name), e))?;
         Ok(stat.map(|stat| match SFlag::from_bits_truncate(stat.st_mode) & SFlag::S_IFMT {
-            SFlag::S_IFREG => Kind::File(stat.st_size as u64),
-            SFlag::S_IFDIR => Kind::Dir,
-            SFlag::S_IFLNK => Kind::Link,
-            SFlag::S_IFCHR => Kind::CharDevice,
-            _ => Kind::Other,
+            SFlag::S_IFREG => FileKind::File(stat.st_size as u64),
+            SFlag::S_IFDIR => FileKind::Dir,
+            SFlag::S_IFLNK => FileKind::Link,
+            SFlag::S_IFCHR => FileKind::CharDevice,
+            _ => FileKind::Other,
         }))
     }
 
@@ -101,7 +101,7 @@ impl Dir {
         let path = self.join(&name);
         match self.kind(&name)? {
             None => Ok(None),
-            Some(Kind::File(_)) => self.open_at(name, OFlag::O_RDONLY).map(Some).map_err(|e| Error::io("read", path, e)),
+            Some(FileKind::File(_)) => self.open_at(name, OFlag::O_RDONLY).map(Some).map_err(|e| Error::io("read", path, e)),
             Some(_) => Err(Error::format(path, "not a regular file")),
         }
     }
@@ -206,8 +206,8 @@ impl Dir {
     /// Bytes of the files in `name`, and in the directories below it.
     pub(crate) fn tree_bytes(&self, name: impl AsRef<Path>) -> Result<u64> {
         match self.kind(&name)? {
-            Some(Kind::File(bytes)) => Ok(bytes),
-            Some(Kind::Dir) => {
+            Some(FileKind::File(bytes)) => Ok(bytes),
+            Some(FileKind::Dir) => {
                 let dir = self.open_dir(&name)?;
                 dir.names()?.iter().try_fold(0, |sum, child| Ok(sum + dir.tree_bytes(child)?))
             }
@@ -311,13 +311,13 @@ mod tests {
         for name in ["a", "b", "tree"] {
             symlink(if name == "tree" { tmp.path().join("safe") } else { victim.clone() }, tmp.path().join(name)).unwrap();
         }
-        assert_eq!(dir.kind("a").unwrap(), Some(Kind::Link));
+        assert_eq!(dir.kind("a").unwrap(), Some(FileKind::Link));
         assert!(dir.create_file("a").is_err() && dir.open_file("a").is_err() && dir.open_dir("tree").is_err());
         dir.recreate_file("a").unwrap().write(b"theirs").unwrap();
         dir.rename("b", "c").unwrap();
         dir.remove("tree").unwrap();
-        assert_eq!((fs::read_to_string(&victim).unwrap(), dir.kind("c").unwrap()), ("mine".into(), Some(Kind::Link)));
-        assert_eq!(dir.kind("a").unwrap(), Some(Kind::File(6)));
+        assert_eq!((fs::read_to_string(&victim).unwrap(), dir.kind("c").unwrap()), ("mine".into(), Some(FileKind::Link)));
+        assert_eq!(dir.kind("a").unwrap(), Some(FileKind::File(6)));
     }
 
     #[test]

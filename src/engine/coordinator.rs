@@ -142,17 +142,17 @@ struct Bucket {
     speculated_in_place: bool,
 }
 
-struct Running {
+struct RunningJob {
     bucket: usize,
     params: Option<Slot>,
     /// Started before the verdict.
     speculative: bool,
-    kind: Kind,
+    kind: JobKind,
 }
 
 /// What the pool's job does to the bucket's step.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Kind {
+enum JobKind {
     /// New weights, and the state with them.
     Step,
     /// New weights; the state gets this step's update later ([`Policy::Deferred`]).
@@ -175,7 +175,7 @@ pub(super) struct Coordinator {
     param_slots: FreeList,
     /// Buckets whose weights are on their way to the device, and from which slots.
     returning: VecDeque<(usize, Slot)>,
-    running: Option<Running>,
+    running: Option<RunningJob>,
     /// This step's update, with the scale that no clipping leaves.
     update: Update,
     speculating: bool,
@@ -473,7 +473,7 @@ impl Coordinator {
         }
         if let Some(bucket) = self.buckets.iter().position(|b| b.pending.is_some()) {
             let pending = self.buckets[bucket].pending.expect("just seen");
-            self.running = Some(Running { bucket, params: None, speculative: false, kind: Kind::Commit });
+            self.running = Some(RunningJob { bucket, params: None, speculative: false, kind: JobKind::Commit });
             self.start(Hop::Optimize, bucket, Load::Job(Work::Commit(pending), None));
         }
     }
@@ -490,7 +490,7 @@ impl Coordinator {
         self.counts.speculated += u64::from(speculative);
         let (kind, work) = self.work(bucket, phase);
         self.transition(bucket, phase, Phase::Running);
-        self.running = Some(Running { bucket, params, speculative, kind });
+        self.running = Some(RunningJob { bucket, params, speculative, kind });
         self.start(Hop::Optimize, bucket, Load::Job(work, params));
     }
 
@@ -499,24 +499,24 @@ impl Coordinator {
         if self.staging.streams() { self.param_slots.take_this(Slot(bucket)) } else { self.param_slots.take() }
     }
 
-    fn work(&self, bucket: usize, phase: Phase) -> (Kind, Work) {
+    fn work(&self, bucket: usize, phase: Phase) -> (JobKind, Work) {
         let b = &self.buckets[bucket];
         let with = |update| GradUpdate { grads: b.grads.expect("a bucket that is stepped has its gradient"), update };
         let undo = b.speculated_in_place.then(|| with(self.update));
         // Once the verdict is known nothing is left to guess, and the state can be written at once.
         let defer = self.rules.policy == Policy::Deferred && (b.pending.is_some() || self.verdict.is_none());
         match phase {
-            Phase::Queued(Queued::Commit) => (Kind::Flush, Work::Commit(b.pending.expect("only pending updates are committed"))),
-            Phase::Queued(Queued::Restore) => (Kind::Restore, Work::Restore { undo }),
-            _ if defer => (Kind::Speculate, Work::CommitThenSpeculate { pending: b.pending, next: with(self.final_update()) }),
-            _ => (Kind::Step, Work::Step { undo, next: with(self.final_update()) }),
+            Phase::Queued(Queued::Commit) => (JobKind::Flush, Work::Commit(b.pending.expect("only pending updates are committed"))),
+            Phase::Queued(Queued::Restore) => (JobKind::Restore, Work::Restore { undo }),
+            _ if defer => (JobKind::Speculate, Work::CommitThenSpeculate { pending: b.pending, next: with(self.final_update()) }),
+            _ => (JobKind::Step, Work::Step { undo, next: with(self.final_update()) }),
         }
     }
 
     fn job_done(&mut self, of: usize) {
-        let Running { bucket, params, speculative, kind } = self.running.take().expect("a job was running");
+        let RunningJob { bucket, params, speculative, kind } = self.running.take().expect("a job was running");
         assert_eq!(of, bucket, "the pool was given another bucket");
-        if matches!(kind, Kind::Speculate | Kind::Flush | Kind::Commit)
+        if matches!(kind, JobKind::Speculate | JobKind::Flush | JobKind::Commit)
             && let Some(done) = self.buckets[bucket].pending.take()
         {
             self.grad_slots.give(done.grads);
@@ -526,10 +526,10 @@ impl Coordinator {
         }
         self.send(bucket, params);
         match kind {
-            Kind::Commit => {}
-            Kind::Flush => self.transition(bucket, Phase::Running, Phase::Settled),
-            Kind::Restore | Kind::Step => self.settle_written(bucket, Phase::Running),
-            Kind::Speculate => self.settle_pending(bucket, Phase::Running),
+            JobKind::Commit => {}
+            JobKind::Flush => self.transition(bucket, Phase::Running, Phase::Settled),
+            JobKind::Restore | JobKind::Step => self.settle_written(bucket, Phase::Running),
+            JobKind::Speculate => self.settle_pending(bucket, Phase::Running),
         }
     }
 

@@ -329,7 +329,7 @@ fn every_invariant_is_missed_when_it_is_broken() {
         &|c| c.buckets[3].phase = Phase::Queued(Queued::Commit),
         &|c| c.buckets[1].speculated_in_place = true,
         &|c| c.verdict = Some(Verdict::SkipNonFinite),
-        &|c| c.running.as_mut().unwrap().kind = Kind::Flush,
+        &|c| c.running.as_mut().unwrap().kind = JobKind::Flush,
         &|c| c.running = None,
     ];
     for (nth, spoil) in spoils.into_iter().enumerate() {

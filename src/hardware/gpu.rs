@@ -11,7 +11,7 @@ pub(crate) use facts::no_cuda;
 
 use crate::error::{Error, Result};
 use facts::Sample;
-use nvml::Gpu;
+use nvml::VisibleGpu;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -26,7 +26,7 @@ impl GpuFacts {
     /// # Errors
     /// `Unsupported` in a build without the CUDA device, `Resource` when there is no management library or no GPU.
     pub fn read() -> Result<Self> {
-        Gpu::open().map(|gpu| gpu.facts())
+        VisibleGpu::open().map(|gpu| gpu.facts())
     }
 }
 
@@ -79,7 +79,7 @@ impl Sampler {
     /// # Errors
     /// Those of [`GpuFacts::read`]; `Resource` when the thread cannot start.
     pub fn start() -> Result<Self> {
-        let gpu = Gpu::open()?;
+        let gpu = VisibleGpu::open()?;
         let stopping = Arc::new(AtomicBool::new(false));
         let stop = stopping.clone();
         let body = move || watch(&gpu, &stop);
@@ -99,7 +99,7 @@ impl Sampler {
     }
 }
 
-fn watch(gpu: &Gpu, stop: &AtomicBool) -> Vec<Sample> {
+fn watch(gpu: &VisibleGpu, stop: &AtomicBool) -> Vec<Sample> {
     let mut samples = Vec::new();
     while !stop.load(Ordering::Relaxed) {
         samples.push(gpu.sample());

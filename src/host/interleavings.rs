@@ -50,15 +50,15 @@ fn a_bell_wakes_its_waiter_as_often_as_it_waits() {
 
 /// Counts how often each piece was done.
 #[derive(Clone, Default)]
-struct Count(Arc<[AtomicUsize; 2]>);
+struct PieceCount(Arc<[AtomicUsize; 2]>);
 
-impl Count {
+impl PieceCount {
     fn assert_each(&self, times: usize) {
         self.0.iter().for_each(|piece| assert_eq!(piece.load(Ordering::Relaxed), times));
     }
 }
 
-impl Job for Count {
+impl Job for PieceCount {
     fn label(&self) -> (&'static str, u32) {
         ("count", 0)
     }
@@ -78,7 +78,7 @@ impl Job for Count {
 fn hand_over(workers: usize, jobs: usize) {
     let bell = Arc::new(Doorbell::default());
     let mut pool = Threads::start(workers, Homes::default(), bell.clone(), 0, |_| Ok(())).unwrap();
-    let count = Count::default();
+    let count = PieceCount::default();
     for job in 1..=jobs {
         pool.submit(count.clone());
         bell.wait_until(|| pool.is_idle().unwrap());

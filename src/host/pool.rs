@@ -32,12 +32,12 @@ pub trait Job: Send + Sync + 'static {
 
 /// Worker threads and the job they share.
 pub struct Threads<J: Job> {
-    shared: Arc<Shared<J>>,
+    shared: Arc<PoolShared<J>>,
     handles: Vec<JoinHandle<Recorder>>,
     published: u64,
 }
 
-struct Shared<J> {
+struct PoolShared<J> {
     /// Written by the driver while `remaining` is zero, read by the workers after `generation` rises.
     job: UnsafeCell<Option<J>>,
     generation: AtomicU64,
@@ -57,14 +57,14 @@ struct Shared<J> {
 
 // SAFETY: `job` is written only by the driver while no worker runs (`remaining` is zero, acquired) and read only after
 // the release of the next `generation`.
-unsafe impl<J: Send + Sync> Sync for Shared<J> {}
+unsafe impl<J: Send + Sync> Sync for PoolShared<J> {}
 
 /// How many pieces of one node were taken: on a cache line of its own, which the workers of other nodes leave alone.
 #[derive(Default)]
 #[repr(align(128))]
 struct Taken(AtomicUsize);
 
-impl<J: Job> Shared<J> {
+impl<J: Job> PoolShared<J> {
     /// `worker` does pieces until all are taken, those of the node `home` first.
     fn work_on(&self, job: &J, worker: usize, home: usize) {
         let (nodes, pieces) = (self.taken.len(), job.pieces());
@@ -101,7 +101,7 @@ impl<J: Job> Threads<J> {
         let (published_ns, busy_ns) = (AtomicU64::new(0), AtomicU64::new(0));
         let (job, taken) = (UnsafeCell::new(None), (0..homes.nodes).map(|_| Taken::default()).collect());
         let pulse = Arc::new(Pulse::new(workers));
-        let shared = Arc::new(Shared { job, generation, taken, remaining, published_ns, busy_ns, failed, bells, driver, pulse });
+        let shared = Arc::new(PoolShared { job, generation, taken, remaining, published_ns, busy_ns, failed, bells, driver, pulse });
         let mut pool = Self { shared, handles: Vec::with_capacity(workers), published: 0 };
         let (started, outcome) = mpsc::channel();
         for worker in 0..workers {
@@ -188,9 +188,9 @@ impl<J: Job> Drop for Threads<J> {
 }
 
 /// Tells the driver when a share panics, so that it does not wait for ever.
-struct FailOnPanic<'a, J: Job>(&'a Shared<J>);
+struct WorkerPanic<'a, J: Job>(&'a PoolShared<J>);
 
-impl<J: Job> Drop for FailOnPanic<'_, J> {
+impl<J: Job> Drop for WorkerPanic<'_, J> {
     fn drop(&mut self) {
         if std::thread::panicking() {
             self.0.failed.store(true, Ordering::Release);
@@ -199,8 +199,8 @@ impl<J: Job> Drop for FailOnPanic<'_, J> {
     }
 }
 
-fn work<J: Job>(shared: &Shared<J>, worker: usize, home: usize, mut recorder: Recorder) -> Recorder {
-    let _guard = FailOnPanic(shared);
+fn work<J: Job>(shared: &PoolShared<J>, worker: usize, home: usize, mut recorder: Recorder) -> Recorder {
+    let _guard = WorkerPanic(shared);
     let mut seen = 0;
     loop {
         shared.bells[worker].wait_until(|| shared.generation.load(Ordering::Acquire) != seen);
@@ -233,8 +233,8 @@ mod tests {
     const PIECES: usize = 7;
     static DONE: [AtomicU32; PIECES] = [const { AtomicU32::new(0) }; PIECES];
 
-    struct Count(u32);
-    impl Job for Count {
+    struct PieceCount(u32);
+    impl Job for PieceCount {
         fn label(&self) -> (&'static str, u32) {
             ("count", self.0)
         }
@@ -257,7 +257,7 @@ mod tests {
             DONE.iter().for_each(|done| done.store(0, Ordering::Relaxed));
             let mut pool = Threads::start(3, Homes { nodes, of_worker }, bell.clone(), 1000, |_| Ok(())).unwrap();
             for i in 1..=100 {
-                pool.submit(Count(i));
+                pool.submit(PieceCount(i));
                 bell.wait_until(|| pool.is_idle().unwrap());
             }
             let recorders = pool.finish().unwrap();
@@ -267,8 +267,8 @@ mod tests {
     }
 
     /// Where a piece was done.
-    struct Place(Arc<[AtomicU32; 4]>);
-    impl Job for Place {
+    struct PiecePlaces(Arc<[AtomicU32; 4]>);
+    impl Job for PiecePlaces {
         fn label(&self) -> (&'static str, u32) {
             ("place", 0)
         }
@@ -291,7 +291,7 @@ mod tests {
         let (bell, places) = (Arc::new(Doorbell::default()), Arc::<[AtomicU32; 4]>::default());
         let homes = Homes { nodes: 2, of_worker: vec![1, 0] };
         let mut pool = Threads::start(2, homes, bell.clone(), 0, |_| Ok(())).unwrap();
-        pool.submit(Place(places.clone()));
+        pool.submit(PiecePlaces(places.clone()));
         bell.wait_until(|| pool.is_idle().unwrap());
         pool.finish().unwrap();
         let first_of_node = [0, 2].map(|piece: usize| places[piece].load(Ordering::Relaxed));
@@ -301,7 +301,7 @@ mod tests {
     #[test]
     fn a_worker_that_cannot_be_placed_is_an_error() {
         let failing = |worker: usize| if worker == 1 { Err(Error::resource("pin adam-01", "no such cpu")) } else { Ok(()) };
-        let result = Threads::<Count>::start(3, Homes::default(), Arc::default(), 0, failing);
+        let result = Threads::<PieceCount>::start(3, Homes::default(), Arc::default(), 0, failing);
         assert!(result.err().unwrap().to_string().contains("adam-01"));
     }
 }

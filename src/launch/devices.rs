@@ -18,7 +18,7 @@ use std::sync::Arc;
 
 /// The device of a run.
 #[derive(Clone, Debug)]
-pub struct Chosen {
+pub struct SelectedDevice {
     /// CPUs and free memory.
     pub machine: Machine,
     /// Why it is not a GPU although that was open; nothing when there is nothing to say.
@@ -29,7 +29,7 @@ pub struct Chosen {
     pub basis: Option<Basis>,
 }
 
-impl Chosen {
+impl SelectedDevice {
     /// Whether it is a GPU.
     pub fn is_gpu(&self) -> bool {
         self.machine.kind == DeviceKind::Gpu
@@ -40,7 +40,7 @@ impl Chosen {
 ///
 /// # Errors
 /// `Resource` when a GPU was asked for and cannot be had; those of [`limits::check_threads`], [`Basis::of`] and [`Profile::load`].
-pub fn choose(settings: &Settings, topology: &Topology) -> Result<Chosen> {
+pub fn choose(settings: &Settings, topology: &Topology) -> Result<SelectedDevice> {
     let on_cpus = (DeviceKind::Cpu, DeviceMemory::Shared);
     let ((kind, device), note) = match settings.device {
         DeviceChoice::Cpu => (on_cpus, None),
@@ -59,7 +59,7 @@ pub fn choose(settings: &Settings, topology: &Topology) -> Result<Chosen> {
     let host_bytes = topology.memory_usable_bytes().map_or(u64::MAX, |bytes| bytes.saturating_add(reserved));
     let basis = basis(settings, topology, kind)?;
     let rates = basis.as_ref().map_or_else(Rates::assumed, |basis| Arc::new(Rates::of(&basis.profile)));
-    Ok(Chosen { machine: Machine { cpus, host_bytes, kind, device, rates }, note, warning, basis })
+    Ok(SelectedDevice { machine: Machine { cpus, host_bytes, kind, device, rates }, note, warning, basis })
 }
 
 /// CPUs as the device are planned without rates; what is named must be there all the same.

@@ -1,7 +1,7 @@
 //! The engine on the device that was chosen, and the order in which a run comes up: train and bench go this way.
 
-use super::devices::{self, Chosen};
-use super::gpu::{self, Gpu};
+use super::devices::{self, SelectedDevice};
+use super::gpu::{self, GpuDevice};
 use crate::config::settings::Settings;
 use crate::device::cpu::{CpuDevice, Schedule};
 use crate::device::{DeviceKind, Kernels};
@@ -29,7 +29,7 @@ pub struct Launch {
     /// The machine.
     pub topology: Topology,
     /// The device.
-    pub chosen: Chosen,
+    pub chosen: SelectedDevice,
 }
 
 /// What is done with an engine, whichever device it runs on.
@@ -108,7 +108,7 @@ pub fn cpu_engine(plan: &Plan, shape: &ModelShape, topology: &Topology) -> Resul
 ///
 /// # Errors
 /// `Resource` when there is none, one of NVIDIA's libraries is missing, or memory or threads cannot be had.
-pub fn gpu_engine(plan: &Plan, shape: &ModelShape, topology: &Topology) -> Result<Engine<Gpu>> {
+pub fn gpu_engine(plan: &Plan, shape: &ModelShape, topology: &Topology) -> Result<Engine<GpuDevice>> {
     let bell = Arc::new(Doorbell::default());
     let dev = gpu::open(plan.cuda_libraries.clone(), plan.attention, plan.trace_spans)?;
     let pool = worker_threads(plan, topology, &bell)?;

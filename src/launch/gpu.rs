@@ -11,11 +11,11 @@ use std::path::PathBuf;
 
 /// The device of a GPU.
 #[cfg(feature = "cuda")]
-pub type Gpu = crate::device::cuda::CudaDevice;
+pub type GpuDevice = crate::device::cuda::CudaDevice;
 
 /// Stands for the device that this build lacks; [`open`] never returns one.
 #[cfg(not(feature = "cuda"))]
-pub type Gpu = crate::device::cpu::CpuDevice;
+pub type GpuDevice = crate::device::cpu::CpuDevice;
 
 /// Opens the first GPU, with room for `trace_spans` on each stream's track. `libraries` are folders to search for NVIDIA's libraries
 /// before the usual ones.
@@ -23,8 +23,8 @@ pub type Gpu = crate::device::cpu::CpuDevice;
 /// # Errors
 /// `Resource` when there is none or a library is missing; `Unsupported` in a build without the feature `cuda`.
 #[cfg(feature = "cuda")]
-pub fn open(libraries: Vec<PathBuf>, attention: Attention, trace_spans: usize) -> Result<Gpu> {
-    Gpu::new(&CudaOptions { libraries, attention, trace_spans })
+pub fn open(libraries: Vec<PathBuf>, attention: Attention, trace_spans: usize) -> Result<GpuDevice> {
+    GpuDevice::new(&CudaOptions { libraries, attention, trace_spans })
 }
 
 /// As in a build with the feature `cuda`.
@@ -32,7 +32,7 @@ pub fn open(libraries: Vec<PathBuf>, attention: Attention, trace_spans: usize) -
 /// # Errors
 /// Always: this build lacks the feature.
 #[cfg(not(feature = "cuda"))]
-pub fn open(_: Vec<PathBuf>, _: Attention, _: usize) -> Result<Gpu> {
+pub fn open(_: Vec<PathBuf>, _: Attention, _: usize) -> Result<GpuDevice> {
     Err(no_cuda())
 }
 

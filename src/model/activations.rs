@@ -6,7 +6,7 @@
 
 use super::host_input::{BUFFERS, HostInput, host_inputs, host_slots};
 use super::policy::LayerPolicy;
-use super::shape::{ModelShape, Norm, Positions};
+use super::shape::{ModelShape, NormKind, Positions};
 use crate::data::batch;
 use crate::device::{Device, DeviceSlice};
 use crate::dtype::Dtype;
@@ -151,7 +151,7 @@ impl ActivationPlan {
     /// The one description of the device's memory: planning records what it asks for, allocating fulfils it.
     fn lay_out(&self, alloc: impl FnMut(&'static str, usize, Dtype) -> Result<DeviceSlice>) -> Result<Activations> {
         let tokens = self.batch * self.seq_length;
-        let mut memory = Memory { alloc, tokens, dtype: self.dtype };
+        let mut memory = SizedAllocator { alloc, tokens, dtype: self.dtype };
         let ModelShape { channels, ffn, .. } = self.shape;
         let rope = match self.shape.positions {
             Positions::Learned => None,
@@ -183,7 +183,7 @@ impl ActivationPlan {
         })
     }
 
-    fn layers<A>(&self, memory: &mut Memory<A>) -> Result<Vec<LayerActivations>>
+    fn layers<A>(&self, memory: &mut SizedAllocator<A>) -> Result<Vec<LayerActivations>>
     where
         A: FnMut(&'static str, usize, Dtype) -> Result<DeviceSlice>,
     {
@@ -247,7 +247,7 @@ impl ActivationPlan {
 
     /// LayerNorm keeps mean and rstd, RMSNorm only rstd.
     fn stats_cols(&self) -> usize {
-        if self.shape.norm == Norm::Layer { 2 } else { 1 }
+        if self.shape.norm == NormKind::Layer { 2 } else { 1 }
     }
 }
 
@@ -325,13 +325,13 @@ pub(super) struct QkNormActivations {
 }
 
 /// Asks for memory with checked sizes.
-struct Memory<A> {
+struct SizedAllocator<A> {
     alloc: A,
     tokens: usize,
     dtype: Dtype,
 }
 
-impl<A: FnMut(&'static str, usize, Dtype) -> Result<DeviceSlice>> Memory<A> {
+impl<A: FnMut(&'static str, usize, Dtype) -> Result<DeviceSlice>> SizedAllocator<A> {
     fn matrix(&mut self, name: &'static str, dims: &[usize], dtype: Dtype) -> Result<DeviceSlice> {
         (self.alloc)(name, product(dims)?, dtype)
     }

@@ -1,6 +1,6 @@
 //! What of a shape decides how numbers come about: recorded in checkpoints, so that nobody goes on under another model unawares.
 
-use super::shape::{Mlp, ModelShape, Norm, Positions, RopeScaling};
+use super::shape::{Mlp, ModelShape, NormKind, Positions, RopeScaling};
 use serde_json::{Map, Value, json};
 
 impl ModelShape {
@@ -63,10 +63,10 @@ impl ModelShape {
     }
 }
 
-fn norm_name(norm: Norm) -> &'static str {
+fn norm_name(norm: NormKind) -> &'static str {
     match norm {
-        Norm::Rms => "rms",
-        Norm::Layer => "layer",
+        NormKind::Rms => "rms",
+        NormKind::Layer => "layer",
     }
 }
 
@@ -115,7 +115,7 @@ mod tests {
         assert_eq!(changed(|s| s.windows[2] = Some(7)), ["sliding_windows"]);
         assert_eq!(changed(|s| s.positions = rope(RopeScaling::Linear { factor: 2.0 })), ["rope_scaling"]);
         assert_eq!(changed(|s| s.positions = rope(llama3(8.0))), ["rope_scaling"]);
-        assert_eq!(changed(|s| s.norm = Norm::Layer), ["norm"]);
+        assert_eq!(changed(|s| s.norm = NormKind::Layer), ["norm"]);
         assert_eq!(changed(|s| s.mlp = Mlp::GeluTanh), ["mlp"]);
         assert_eq!(changed(|s| s.tied = false), ["tie_word_embeddings"]);
         assert_eq!(changed(|s| s.positions = Positions::Learned), ["learned_positions", "rope_theta", "rotary_dim", "rope_scaling"]);

@@ -4,8 +4,8 @@
 //! Two things of training differ by design: there is no dropout (see [`ModelShape::ignored_dropout`]), and
 //! `pad_token_id` does not freeze its embedding: packed sequences hold no padding.
 
-use super::family::{Family, FamilySpec, Missing, Rule, WindowRule};
-use super::shape::{DEMO_CONFIG, Mlp, ModelShape, Norm, Positions, Rope, RopeScaling};
+use super::family::{Family, FamilySpec, Missing, Presence, WindowRule};
+use super::shape::{DEMO_CONFIG, Mlp, ModelShape, NormKind, Positions, Rope, RopeScaling};
 use super::tensors::TensorTable;
 use crate::disk;
 use crate::error::{Error, Result};
@@ -90,7 +90,7 @@ fn read_shape(keys: &Keys, spec: &FamilySpec) -> Result<ModelShape> {
         head_dim,
         ffn: if spec.gpt { keys.count_or(names.ffn, 4 * channels, SIZE_MAX)? } else { keys.count(names.ffn, SIZE_MAX)? },
         max_positions,
-        norm: if spec.gpt { Norm::Layer } else { Norm::Rms },
+        norm: if spec.gpt { NormKind::Layer } else { NormKind::Rms },
         eps: keys.number(names.eps, None, 1e-30, 1.0)? as f32,
         mlp: activation(keys, spec)?,
         positions: if spec.gpt { Positions::Learned } else { Positions::Rope(rope(keys, spec, head_dim, max_positions)?) },
@@ -298,11 +298,11 @@ impl<'a> Keys<'a> {
         }
     }
 
-    fn rule(&self, rule: Rule) -> Result<bool> {
+    fn rule(&self, rule: Presence) -> Result<bool> {
         match rule {
-            Rule::Never => Ok(false),
-            Rule::Always => Ok(true),
-            Rule::Key(key, default) => self.flag(key, default),
+            Presence::Never => Ok(false),
+            Presence::Always => Ok(true),
+            Presence::Key(key, default) => self.flag(key, default),
         }
     }
 
@@ -405,7 +405,7 @@ mod tests {
         let biases = |s: &ModelShape| (s.qkv_bias, s.out_bias, s.mlp_bias);
         let get = |architecture| with(architecture, json!({})).unwrap();
         let gpt2 = get("GPT2LMHeadModel");
-        assert_eq!((gpt2.norm, gpt2.mlp, gpt2.positions), (Norm::Layer, Mlp::GeluTanh, Positions::Learned));
+        assert_eq!((gpt2.norm, gpt2.mlp, gpt2.positions), (NormKind::Layer, Mlp::GeluTanh, Positions::Learned));
         assert_eq!((gpt2.ffn, gpt2.kv_heads, gpt2.max_positions, gpt2.tied), (128, 4, 24, true));
         assert_eq!(biases(&gpt2), (true, true, true));
         assert_eq!(biases(&get("LlamaForCausalLM")), (false, false, false));

@@ -21,7 +21,7 @@ pub enum Family {
 
 /// Whether a family's layers have something: fixed, or a key of `config.json` with its default.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Rule {
+pub(crate) enum Presence {
     Never,
     Always,
     Key(&'static str, bool),
@@ -84,9 +84,9 @@ pub(crate) struct FamilySpec {
     pub names: &'static Names,
     /// LayerNorm, GELU and learned positions; otherwise RMSNorm, SwiGLU and rope.
     pub gpt: bool,
-    pub qkv_bias: Rule,
-    pub out_bias: Rule,
-    pub mlp_bias: Rule,
+    pub qkv_bias: Presence,
+    pub out_bias: Presence,
+    pub mlp_bias: Presence,
     pub qk_norm: bool,
     pub tied: bool,
     pub kv_heads: Missing,
@@ -151,9 +151,9 @@ const LLAMA: FamilySpec = FamilySpec {
     keys: &LLAMA_KEYS,
     names: &LLAMA_NAMES,
     gpt: false,
-    qkv_bias: Rule::Key("attention_bias", false),
-    out_bias: Rule::Key("attention_bias", false),
-    mlp_bias: Rule::Key("mlp_bias", false),
+    qkv_bias: Presence::Key("attention_bias", false),
+    out_bias: Presence::Key("attention_bias", false),
+    mlp_bias: Presence::Key("mlp_bias", false),
     qk_norm: false,
     tied: false,
     kv_heads: Missing::Derive,
@@ -169,9 +169,9 @@ static FAMILIES: [FamilySpec; 7] = [
         keys: &GPT2_KEYS,
         names: &GPT2_NAMES,
         gpt: true,
-        qkv_bias: Rule::Always,
-        out_bias: Rule::Always,
-        mlp_bias: Rule::Always,
+        qkv_bias: Presence::Always,
+        out_bias: Presence::Always,
+        mlp_bias: Presence::Always,
         tied: true,
         ..LLAMA
     },
@@ -179,9 +179,9 @@ static FAMILIES: [FamilySpec; 7] = [
     FamilySpec {
         family: Family::Mistral,
         architecture: "MistralForCausalLM",
-        qkv_bias: Rule::Never,
-        out_bias: Rule::Never,
-        mlp_bias: Rule::Never,
+        qkv_bias: Presence::Never,
+        out_bias: Presence::Never,
+        mlp_bias: Presence::Never,
         kv_heads: Missing::Refuse,
         window: WindowRule::All(Some(4096)),
         ..LLAMA
@@ -189,9 +189,9 @@ static FAMILIES: [FamilySpec; 7] = [
     FamilySpec {
         family: Family::Qwen2,
         architecture: "Qwen2ForCausalLM",
-        qkv_bias: Rule::Always,
-        out_bias: Rule::Never,
-        mlp_bias: Rule::Never,
+        qkv_bias: Presence::Always,
+        out_bias: Presence::Never,
+        mlp_bias: Presence::Never,
         kv_heads: Missing::Refuse,
         window: WindowRule::PerLayer,
         ..LLAMA
@@ -199,7 +199,7 @@ static FAMILIES: [FamilySpec; 7] = [
     FamilySpec {
         family: Family::Qwen3,
         architecture: "Qwen3ForCausalLM",
-        mlp_bias: Rule::Never,
+        mlp_bias: Presence::Never,
         qk_norm: true,
         kv_heads: Missing::Refuse,
         head_dim: Missing::Refuse,
@@ -210,9 +210,9 @@ static FAMILIES: [FamilySpec; 7] = [
         family: Family::Phi3,
         architecture: "Phi3ForCausalLM",
         names: &PHI3_NAMES,
-        qkv_bias: Rule::Never,
-        out_bias: Rule::Never,
-        mlp_bias: Rule::Never,
+        qkv_bias: Presence::Never,
+        out_bias: Presence::Never,
+        mlp_bias: Presence::Never,
         window: WindowRule::All(None),
         partial_rotary: true,
         ..LLAMA
@@ -220,8 +220,8 @@ static FAMILIES: [FamilySpec; 7] = [
     FamilySpec {
         family: Family::SeedOss,
         architecture: "SeedOssForCausalLM",
-        qkv_bias: Rule::Key("attention_bias", true),
-        out_bias: Rule::Key("attention_out_bias", false),
+        qkv_bias: Presence::Key("attention_bias", true),
+        out_bias: Presence::Key("attention_out_bias", false),
         kv_heads: Missing::Refuse,
         head_dim: Missing::Refuse,
         ..LLAMA

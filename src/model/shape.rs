@@ -5,7 +5,7 @@ use crate::device::AttentionShape;
 
 /// Normalisation of the residual stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Norm {
+pub enum NormKind {
     /// By root mean square, with a weight.
     Rms,
     /// By mean and variance, with weight and bias.
@@ -86,7 +86,7 @@ pub struct ModelShape {
     /// Longest sequence.
     pub max_positions: usize,
     /// Kind of norm.
-    pub norm: Norm,
+    pub norm: NormKind,
     /// Added to the variance in every norm.
     pub eps: f32,
     /// Kind of MLP.

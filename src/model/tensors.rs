@@ -5,7 +5,7 @@
 //! [`Module::Embed`].
 
 use super::family::Names;
-use super::shape::{Mlp, ModelShape, Norm, Positions};
+use super::shape::{Mlp, ModelShape, NormKind, Positions};
 use std::ops::Range;
 
 /// Every tensor starts at a multiple of this many elements; the padding between is zero and stays zero.
@@ -182,7 +182,7 @@ pub struct TensorTable {
 impl TensorTable {
     /// The table of `shape`.
     pub fn new(shape: &ModelShape) -> Self {
-        let mut builder = Builder { shape, names: shape.family.spec().names, specs: Vec::new(), end: 0 };
+        let mut builder = TableBuilder { shape, names: shape.family.spec().names, specs: Vec::new(), end: 0 };
         let mut module_starts = vec![0];
         builder.head();
         module_starts.push(builder.end);
@@ -270,14 +270,14 @@ impl TensorTable {
 }
 
 /// Appends tensors module by module.
-struct Builder<'a> {
+struct TableBuilder<'a> {
     shape: &'a ModelShape,
     names: &'static Names,
     specs: Vec<TensorSpec>,
     end: usize,
 }
 
-impl Builder<'_> {
+impl TableBuilder<'_> {
     fn push(&mut self, module: Module, role: Role, shape: Vec<usize>, init: Init, parts: Vec<HfPart>) {
         let name = match module {
             Module::Layer(layer) => format!("layers.{layer}.{}", role.name(self.shape.mlp)),
@@ -308,7 +308,7 @@ impl Builder<'_> {
     fn norm(&mut self, module: Module, weight: Role, bias: Role, path: &str) {
         let channels = self.shape.channels;
         self.whole(module, weight, vec![channels], Init::Ones, format!("{path}.weight"));
-        if self.shape.norm == Norm::Layer {
+        if self.shape.norm == NormKind::Layer {
             self.whole(module, bias, vec![channels], Init::Zeros, format!("{path}.bias"));
         }
     }

@@ -16,7 +16,7 @@ pub enum LrScheduler {
 
 /// A learning rate for every step of a run.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Schedule {
+pub struct LrSchedule {
     /// Shape after the warm-up.
     pub scheduler: LrScheduler,
     /// The learning rate at its peak.
@@ -27,7 +27,7 @@ pub struct Schedule {
     pub max_steps: u64,
 }
 
-impl Schedule {
+impl LrSchedule {
     /// Learning rate of optimizer step `step`, counted from 0.
     pub fn lr(&self, step: u64) -> f64 {
         self.peak_lr * self.factor(step)
@@ -70,7 +70,7 @@ mod tests {
     const STEPS: [u64; 14] = [0, 1, 4, 5, 9, 10, 20, 45, 46, 47, 49, 50, 51, 60];
 
     fn assert_factors(scheduler: LrScheduler, warmup_steps: u64, golden: [f64; 14]) {
-        let schedule = Schedule { scheduler, peak_lr: 0.5, warmup_steps, max_steps: 50 };
+        let schedule = LrSchedule { scheduler, peak_lr: 0.5, warmup_steps, max_steps: 50 };
         for (step, golden) in STEPS.into_iter().zip(golden) {
             // One unit in the last place of 1: the two cosines may round differently, and `1 + cos` cancels.
             let error = (schedule.lr(step) - 0.5 * golden).abs();
@@ -133,7 +133,7 @@ mod tests {
         for (scheduler, last) in
             [(LrScheduler::Constant, 1.0), (LrScheduler::Linear, 0.0), (LrScheduler::Cosine, 1.0), (LrScheduler::Wsd, 0.0)]
         {
-            let schedule = Schedule { scheduler, peak_lr: 1.0, warmup_steps: 60, max_steps: 50 };
+            let schedule = LrSchedule { scheduler, peak_lr: 1.0, warmup_steps: 60, max_steps: 50 };
             assert_eq!(schedule.lr(45), 0.75);
             assert_eq!(schedule.lr(60), last);
         }

@@ -208,9 +208,9 @@ impl AdamKernels {
                 return self.run(#[inline(always)] |_| adam::step(step, state, g, o));
             }
             let mut state = state.sized(g.len());
-            let [p, m, v] = arrays(&state).map(Place::of);
-            self.run_blocks(g.len(), [p, m, v, Place::of(o)], #[inline(always)] move |access, at| {
-                let mut block = Block::load(access, arrays(&state), &at);
+            let [p, m, v] = arrays(&state).map(ArraySpan::of);
+            self.run_blocks(g.len(), [p, m, v, ArraySpan::of(o)], #[inline(always)] move |access, at| {
+                let mut block = AdamBlock::load(access, arrays(&state), &at);
                 let (mut new, narrow) = block.room(at.len());
                 adam::step(step, &mut new, access.read(g, &at), narrow);
                 block.store_state(access, &mut state, &at);
@@ -227,8 +227,8 @@ impl AdamKernels {
             }
             let state = arrays(state);
             assert_eq!(state.map(<[f32]>::len), [g.len(); 3], "params, m, v against gradients");
-            self.run_blocks(g.len(), [Place::of(o)], #[inline(always)] move |access, at| {
-                let mut block = Block::load(access, state, &at);
+            self.run_blocks(g.len(), [ArraySpan::of(o)], #[inline(always)] move |access, at| {
+                let mut block = AdamBlock::load(access, state, &at);
                 let (old, narrow) = block.room(at.len());
                 adam::speculate(step, &old, access.read(g, &at), narrow);
                 block.store_out(access, o, &at);
@@ -243,9 +243,9 @@ impl AdamKernels {
                 return self.run(#[inline(always)] |_| adam::commit(step, state, g));
             }
             let mut state = state.sized(g.len());
-            let [p, m, v] = arrays(&state).map(Place::of);
+            let [p, m, v] = arrays(&state).map(ArraySpan::of);
             self.run_blocks(g.len(), [p, m, v], #[inline(always)] move |access, at| {
-                let mut block = Block::<f32>::load(access, arrays(&state), &at);
+                let mut block = AdamBlock::<f32>::load(access, arrays(&state), &at);
                 adam::commit(step, &mut block.room(at.len()).0, access.read(g, &at));
                 block.store_state(access, &mut state, &at);
             });
@@ -280,10 +280,10 @@ impl AdamKernels {
                 return self.run(#[inline(always)] |_| adam::commit_then_speculate(pending, h, next, g, state, o));
             }
             let mut state = state.sized(g.len());
-            let [p, m, v] = arrays(&state).map(Place::of);
+            let [p, m, v] = arrays(&state).map(ArraySpan::of);
             assert_eq!(h.len(), g.len(), "pending gradients against gradients");
-            self.run_blocks(g.len(), [p, m, v, Place::of(o)], #[inline(always)] move |access, at| {
-                let mut block = Block::load(access, arrays(&state), &at);
+            self.run_blocks(g.len(), [p, m, v, ArraySpan::of(o)], #[inline(always)] move |access, at| {
+                let mut block = AdamBlock::load(access, arrays(&state), &at);
                 let (mut new, narrow) = block.room(at.len());
                 adam::commit_then_speculate(pending, access.read(h, &at), next, access.read(g, &at), &mut new, narrow);
                 block.store_state(access, &mut state, &at);
@@ -304,7 +304,7 @@ impl AdamKernels {
                 return self.run(#[inline(always)] |_| adam::emit(params, o));
             }
             assert_eq!(params.len(), o.len(), "params against working weights");
-            self.run_blocks(o.len(), [Place::of(o)], #[inline(always)] move |access, at| access.emit(params, o, &at));
+            self.run_blocks(o.len(), [ArraySpan::of(o)], #[inline(always)] move |access, at| access.emit(params, o, &at));
         });
     }
 
@@ -316,7 +316,7 @@ impl AdamKernels {
     /// Runs `pass` block by block over `elems` elements. Blocks begin where all that is `written` begins lines, if such
     /// elements exist.
     #[inline(always)]
-    fn run_blocks<const W: usize>(self, elems: usize, written: [Place; W], mut pass: impl FnMut(Access, Range<usize>)) {
+    fn run_blocks<const W: usize>(self, elems: usize, written: [ArraySpan; W], mut pass: impl FnMut(Access, Range<usize>)) {
         assert!(written.iter().all(|place| place.elems == elems), "every array that is written must be as long as the gradients");
         let lead = (0..BLOCK).find(|&lead| written.iter().all(|place| place.at(lead).is_multiple_of(LINE_BYTES)));
         let start = lead.unwrap_or(0).min(elems);
@@ -359,13 +359,13 @@ const BLOCK: usize = 32;
 
 /// Where an array lies.
 #[derive(Clone, Copy)]
-struct Place {
+struct ArraySpan {
     addr: usize,
     elem_bytes: usize,
     elems: usize,
 }
 
-impl Place {
+impl ArraySpan {
     #[inline(always)]
     fn of<T>(array: &[T]) -> Self {
         Self { addr: array.as_ptr().addr(), elem_bytes: size_of::<T>(), elems: array.len() }
@@ -384,14 +384,14 @@ fn arrays<'a>(state: &'a AdamState<'_>) -> [&'a [f32]; 3] {
 
 /// What a pass works on, in registers when the compiler has enough of them: results leave it a line at a time.
 #[repr(align(64))]
-struct Block<O> {
+struct AdamBlock<O> {
     params: [f32; BLOCK],
     m: [f32; BLOCK],
     v: [f32; BLOCK],
     out: [O; BLOCK],
 }
 
-impl<O: Element> Block<O> {
+impl<O: Element> AdamBlock<O> {
     /// The elements `at` of the state, at most a block.
     #[inline(always)]
     fn load(access: Access, state: [&[f32]; 3], at: &Range<usize>) -> Self {
@@ -421,7 +421,7 @@ impl<O: Element> Block<O> {
 
 /// What leaves a line at a time.
 #[repr(align(64))]
-struct Lines<T>(T);
+struct LineAligned<T>(T);
 
 /// How a pass reaches memory.
 #[derive(Clone, Copy)]
@@ -438,7 +438,7 @@ impl Access {
     #[inline(always)]
     fn read<'a, T>(self, array: &'a [T], at: &Range<usize>) -> &'a [T] {
         if self.prefetch_elems > 0 {
-            let later = array.as_ptr().wrapping_add(at.start + self.prefetch_elems).cast::<Line>();
+            let later = array.as_ptr().wrapping_add(at.start + self.prefetch_elems).cast::<StoreLine>();
             (0..size_of::<[T; BLOCK]>() / LINE_BYTES).for_each(|line| shells::prefetch(later.wrapping_add(line)));
         }
         &array[at.clone()]
@@ -455,7 +455,7 @@ impl Access {
     /// See [`adam::emit`].
     #[inline(always)]
     fn emit<O: Element>(self, params: &[f32], out: &mut [O], at: &Range<usize>) {
-        let mut block = Lines([O::from_f32(0.0); BLOCK]);
+        let mut block = LineAligned([O::from_f32(0.0); BLOCK]);
         adam::emit(self.read(params, at), &mut block.0[..at.len()]);
         self.write(self.stream_out, &mut out[at.clone()], &block.0);
     }
@@ -466,7 +466,7 @@ impl Access {
         if !streams {
             return to.copy_from_slice(&block[..to.len()]);
         }
-        let (to, from) = (bytemuck::cast_slice_mut::<T, Line>(to), block.as_ptr().cast::<Line>());
+        let (to, from) = (bytemuck::cast_slice_mut::<T, StoreLine>(to), block.as_ptr().cast::<StoreLine>());
         assert!(size_of_val(to) <= size_of_val(block));
         for (i, to) in to.iter_mut().enumerate() {
             // SAFETY: the block has at least as many lines as `to`; the CPU has the instruction set.
@@ -478,7 +478,7 @@ impl Access {
 /// A cache line.
 #[derive(Clone, Copy, bytemuck::Zeroable, bytemuck::Pod)]
 #[repr(C, align(64))]
-struct Line([u8; LINE_BYTES]);
+struct StoreLine([u8; LINE_BYTES]);
 
 // How a pass comes to run on an instruction set, and what is written by hand for it.
 #[cfg(not(all(feature = "grace-adam", target_arch = "x86_64")))]

@@ -5,7 +5,7 @@
 //! are streamed only where no other candidate fits.
 
 use super::budget::{Needs, Rings, bytes_at};
-use super::predict::{Prediction, Predictor, Work};
+use super::predict::{Prediction, Predictor, StepWork};
 use crate::bucket::layout::BucketLayout;
 use crate::config::options::{ActivationsChoice, WeightsChoice};
 use crate::device::DeviceKind;
@@ -76,7 +76,7 @@ pub struct Choice {
 ///
 /// # Errors
 /// `Usage` when batch and sequence make no sense for the model.
-pub fn choose(needs: &Needs, work: Work, table: &TensorTable, layout: &BucketLayout, wishes: Wishes) -> Result<Choice> {
+pub fn choose(needs: &Needs, work: StepWork, table: &TensorTable, layout: &BucketLayout, wishes: Wishes) -> Result<Choice> {
     let planner = Planner { needs, table, layout, wishes };
     match needs.machine.kind {
         DeviceKind::Cpu => planner.on_cpus(),

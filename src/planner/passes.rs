@@ -17,7 +17,7 @@ const TILE_ROWS_MAX: usize = 16 << 10;
 
 /// Seconds of a micro-batch.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Passes {
+pub(super) struct PassTimes {
     /// Forward and backward when every layer keeps everything.
     keep_s: f64,
     /// What a layer adds that computes its cheap parts again.
@@ -26,7 +26,7 @@ pub(super) struct Passes {
     block_s: f64,
 }
 
-impl Passes {
+impl PassTimes {
     pub fn of(needs: &Needs) -> Result<Self> {
         let of = |policy| micro_step_s(needs, policy);
         let keep_s = of(LayerPolicy::Keep)?;

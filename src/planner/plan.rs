@@ -23,7 +23,7 @@ use crate::optim::simd::Isa;
 use crate::planner::budget::{Balance, Needs, Rings, balances, bytes_at};
 use crate::planner::choice::{Choice, Residency, Wishes, choose};
 use crate::planner::machine::Machine;
-use crate::planner::predict::{Prediction, Work};
+use crate::planner::predict::{Prediction, StepWork};
 use crate::planner::rules::{Policy, Rules};
 use crate::trace::{Span, spans_per_track};
 use crate::units::Bytes;
@@ -204,7 +204,7 @@ impl Plan {
             machine: machine.limited(settings),
             transient_bytes: transient_bytes(&table),
         };
-        let work = Work {
+        let work = StepWork {
             grad_accum_steps: settings.gradient_accumulation_steps,
             workers: threads,
             isa: isa(settings, techniques)?,

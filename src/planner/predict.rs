@@ -2,7 +2,7 @@
 //! What a plan really does on such a machine is for the simulated device to say.
 
 use super::budget::{Needs, Rings, STATE_BYTES};
-use super::passes::Passes;
+use super::passes::PassTimes;
 use crate::bucket::layout::{BucketLayout, Tier};
 use crate::error::Result;
 use crate::memory::{Addressing, DeviceMemory};
@@ -21,7 +21,7 @@ const VALIDATED_SHARE: f64 = 0.1;
 
 /// What a step does besides what [`Needs`] says.
 #[derive(Clone, Copy, Debug)]
-pub struct Work {
+pub struct StepWork {
     /// Micro-batches.
     pub grad_accum_steps: usize,
     /// Optimizer workers.
@@ -57,13 +57,13 @@ impl Prediction {
 /// Predicts steps that differ in the planner's choice alone.
 pub(super) struct Predictor<'a> {
     needs: &'a Needs<'a>,
-    work: Work,
-    passes: Passes,
+    work: StepWork,
+    passes: PassTimes,
 }
 
 impl<'a> Predictor<'a> {
-    pub fn new(needs: &'a Needs<'a>, work: Work) -> Result<Self> {
-        Ok(Self { needs, work, passes: Passes::of(needs)? })
+    pub fn new(needs: &'a Needs<'a>, work: StepWork) -> Result<Self> {
+        Ok(Self { needs, work, passes: PassTimes::of(needs)? })
     }
 
     pub fn predict(&self, layout: &BucketLayout, rings: Rings, policies: &[LayerPolicy], activations: &ActivationPlan) -> Prediction {

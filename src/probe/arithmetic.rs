@@ -1,11 +1,11 @@
 //! What a device computes: products, attention, and kernels that only move bytes.
 
-use super::attention::{self, Passes};
+use super::attention::{self, PassRates};
 use super::kernels::{self, Small};
 use super::product::{self, Products};
 use super::rig::Rig;
 use super::sharing::Sharing;
-use super::sizes::Sizes;
+use super::sizes::ProbeSizes;
 use crate::device::Kernels;
 use crate::dtype::Dtype;
 use crate::error::Result;
@@ -17,7 +17,7 @@ pub struct Arithmetic {
     /// Of matrix products.
     pub products: Products,
     /// Of attention.
-    pub attention: Passes,
+    pub attention: PassRates,
     /// Of everything else.
     pub small: Small,
 }
@@ -27,7 +27,7 @@ impl Arithmetic {
     ///
     /// # Errors
     /// The device's.
-    pub fn measure<D: Kernels>(rig: &mut Rig<'_, D>, sizes: Sizes, time_s: f64) -> Result<Self> {
+    pub fn measure<D: Kernels>(rig: &mut Rig<'_, D>, sizes: ProbeSizes, time_s: f64) -> Result<Self> {
         let products = product::measure(rig, Dtype::Bfloat16, sizes.product, 0.72 * time_s)?;
         let attention = attention::measure(rig, sizes.seq_length, products.sustained.median(), 0.18 * time_s)?;
         let small = kernels::measure(rig, sizes.copy_bytes, products.large, 0.1 * time_s)?;

@@ -14,7 +14,7 @@ const RUNS_MIN: f64 = 16.0;
 
 /// FLOP/s, as [`crate::model::flops::FLOPS_FORMULA`] counts them.
 #[derive(Clone, Debug)]
-pub struct Passes {
+pub struct PassRates {
     /// Of the forward pass.
     pub forward: Samples,
     /// Of the backward pass, counted as twice the forward pass.
@@ -26,7 +26,7 @@ pub struct Passes {
 ///
 /// # Errors
 /// The device's.
-pub fn measure<D: Kernels>(rig: &mut Rig<'_, D>, seq_limit: usize, matmul_flops: f64, time_s: f64) -> Result<Passes> {
+pub fn measure<D: Kernels>(rig: &mut Rig<'_, D>, seq_limit: usize, matmul_flops: f64, time_s: f64) -> Result<PassRates> {
     let fits = |&seq: &usize| seq <= SEQ_MIN || RUNS_MIN * 3.0 * forward_flops(&shape(seq)) < time_s * matmul_flops;
     let seq = std::iter::successors(Some(seq_limit), |seq| Some(seq / 2)).find(fits).unwrap_or(seq_limit);
     let (shape, dev) = (shape(seq), &mut *rig.dev);
@@ -40,7 +40,7 @@ pub fn measure<D: Kernels>(rig: &mut Rig<'_, D>, seq_limit: usize, matmul_flops:
     let flops = forward_flops(&shape);
     let forward = rig.rates(time_s / 3.0, flops, |dev| dev.attention(qkv, None, out, lse, shape))?;
     let backward = rig.rates(time_s / 1.5, 2.0 * flops, |dev| dev.attention_backward(dout, qkv, None, out, lse, dqkv, shape))?;
-    Ok(Passes { forward, backward })
+    Ok(PassRates { forward, backward })
 }
 
 /// A layer of a model of some billion parameters.

@@ -1,11 +1,11 @@
 //! What is left of rates when copies, products and the optimizer run beside each other.
 
 use super::copies::{Copies, Way};
-use super::lane::Lane;
 use super::product::Product;
 use super::rig::Rig;
 use super::samples::Samples;
 use super::states::States;
+use super::work_done::WorkDone;
 use crate::device::{Device, EventId, Kernels, Stream};
 use crate::engine::pool::Pool;
 use crate::engine::step_job::StepJob;
@@ -25,7 +25,7 @@ const TURNS: usize = 3;
 
 /// What runs in a turn.
 #[derive(Clone, Copy)]
-struct Beside {
+struct Mix {
     copies: bool,
     adam: bool,
 }
@@ -87,7 +87,7 @@ impl Contenders<'_> {
         let each_s = time_s / (3 * TURNS) as f64;
         let (mut copies, mut adam) = (Vec::new(), Vec::new());
         for _ in 0..TURNS {
-            let mut turn = |copies, adam| self.turn(rig, ends, Beside { copies, adam }, each_s);
+            let mut turn = |copies, adam| self.turn(rig, ends, Mix { copies, adam }, each_s);
             let (copies_alone, adam_alone, both) = (turn(true, false)?, turn(false, true)?, turn(true, true)?);
             copies.push(both.each_way / copies_alone.each_way);
             adam.push(both.adam / adam_alone.adam);
@@ -97,11 +97,12 @@ impl Contenders<'_> {
     }
 
     /// Keeps what is asked for running for `time_s`, from one driver thread as in a step.
-    fn turn<D: Device>(&mut self, rig: &mut Rig<'_, D>, ends: [EventId; 2], beside: Beside, time_s: f64) -> Result<Moved> {
+    fn turn<D: Device>(&mut self, rig: &mut Rig<'_, D>, ends: [EventId; 2], beside: Mix, time_s: f64) -> Result<Moved> {
         let (bytes, start_ns) = (self.copies.bucket_bytes(), rig.dev.now_ns());
-        let (mut adam, mut ways, mut job) = (Lane::default(), [Lane::default(); 2], 0);
-        let is_short =
-            |adam: Lane, ways: [Lane; 2]| (beside.adam && adam.done == 0.0) || (beside.copies && ways.iter().any(|way| way.done == 0.0));
+        let (mut adam, mut ways, mut job) = (WorkDone::default(), [WorkDone::default(); 2], 0);
+        let is_short = |adam: WorkDone, ways: [WorkDone; 2]| {
+            (beside.adam && adam.done == 0.0) || (beside.copies && ways.iter().any(|way| way.done == 0.0))
+        };
         while rig.since(start_ns) < time_s || is_short(adam, ways) {
             if beside.adam && self.pool.is_idle()? {
                 let work = self.states.adam(job);

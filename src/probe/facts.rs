@@ -7,7 +7,7 @@ use crate::units::{Bytes, date};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// What a profile says about the machine besides its numbers.
-pub struct Facts {
+pub struct ProfileFacts {
     /// In one line.
     pub machine: String,
     /// Versions, for people.
@@ -16,7 +16,7 @@ pub struct Facts {
     pub date: String,
 }
 
-impl Facts {
+impl ProfileFacts {
     /// Those of the machine of `topology` and of `device`, which was measured.
     pub fn new(topology: &Topology, device: &str) -> Self {
         let (build, machine) = (BuildFacts::this_program(), MachineFacts::new(topology));
@@ -46,7 +46,7 @@ mod tests {
 
     #[test]
     fn a_machine_has_a_processor_and_a_kernel() {
-        let facts = Facts::new(&Topology::this_machine(), "cpu");
+        let facts = ProfileFacts::new(&Topology::this_machine(), "cpu");
         assert!(facts.machine.contains(" CPUs of ") && facts.date.starts_with("20"), "{}", facts.machine);
         assert!(facts.facts.iter().any(|fact| fact.starts_with("kernel ")), "{:?}", facts.facts);
     }

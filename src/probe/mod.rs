@@ -17,13 +17,13 @@ pub mod copies;
 mod facts;
 pub mod host;
 pub mod kernels;
-mod lane;
 pub mod product;
 pub mod rig;
 pub mod samples;
 pub mod sharing;
 mod sizes;
 pub mod states;
+mod work_done;
 pub mod workers;
 
 use crate::config::options::DeviceChoice;
@@ -44,11 +44,11 @@ use crate::memory::{Addressing, DeviceMemory};
 use arithmetic::Arithmetic;
 use contention::Contenders;
 use copies::Copies;
-use facts::Facts;
+use facts::ProfileFacts;
 use rig::Rig;
 use samples::figure;
 use sharing::Sharers;
-pub use sizes::Sizes;
+pub use sizes::ProbeSizes;
 use states::States;
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
@@ -125,7 +125,7 @@ pub fn run(options: &ProbeOptions, tell: &mut dyn FnMut(&dyn Display)) -> Result
             let mut dev = CpuDevice::new(cpus, Schedule::Threads, bell.clone(), 0)?;
             tell(&format_args!("cpus: matrix products, attention, memory, launches"));
             let mut rig = Rig::new(&mut dev)?;
-            let arithmetic = Arithmetic::measure(&mut rig, Sizes::CPUS, 0.4 * time_s)?;
+            let arithmetic = Arithmetic::measure(&mut rig, ProbeSizes::CPUS, 0.4 * time_s)?;
             tell(&format_args!("cpus: products and the optimizer beside each other"));
             let pool = Workers::ringing(bell.clone(), &topology, cpus)?.pool;
             let mut sharers = Sharers { product: arithmetic.products.large, states: &states, pool, bell };
@@ -136,13 +136,13 @@ pub fn run(options: &ProbeOptions, tell: &mut dyn FnMut(&dyn Display)) -> Result
             let pool = Workers::new(&topology, workers_beside_others(cpus))?.pool;
             let libraries = options.cuda_libraries.iter().cloned().collect();
             let mut dev = gpu::open(libraries, Attention::Cudnn { deterministic: true }, 0)?;
-            let beside = Beside { free_bytes: bytes, addressing, memory: &mut memory, states: &states, pool };
-            let (gpu, link, contention) = measure_device(&mut dev, Sizes::GPU, beside, 0.7 * time_s, tell)?;
+            let context = ProbeContext { free_bytes: bytes, addressing, memory: &mut memory, states: &states, pool };
+            let (gpu, link, contention) = measure_device(&mut dev, ProbeSizes::GPU, context, 0.7 * time_s, tell)?;
             let sections = Sections { gpu: Some(gpu), link: Some(link), contention: Some(contention), cpu_device: None };
             (crate::device::Device::describe(&dev), sections)
         }
     };
-    profile(options, Facts::new(&topology, &device), host, sections)
+    profile(options, ProfileFacts::new(&topology, &device), host, sections)
 }
 
 /// What is measured of a machine besides its host.
@@ -155,7 +155,7 @@ struct Sections {
 }
 
 /// What a device is measured beside.
-pub struct Beside<'a> {
+pub struct ProbeContext<'a> {
     /// Free memory of the device.
     pub free_bytes: u64,
     /// What it sees of the host's memory.
@@ -174,12 +174,12 @@ pub struct Beside<'a> {
 /// The device's and the pool's.
 pub fn measure_device<D: Kernels>(
     dev: &mut D,
-    sizes: Sizes,
-    beside: Beside<'_>,
+    sizes: ProbeSizes,
+    context: ProbeContext<'_>,
     time_s: f64,
     tell: &mut dyn FnMut(&dyn Display),
 ) -> Result<(Gpu, Link, Contention)> {
-    let Beside { free_bytes, addressing, memory, states, pool } = beside;
+    let ProbeContext { free_bytes, addressing, memory, states, pool } = context;
     let mut rig = Rig::new(dev)?;
     tell(&format_args!("gpu: matrix products, attention, memory, launches"));
     let Arithmetic { products, attention, small } = Arithmetic::measure(&mut rig, sizes, 0.56 * time_s)?;
@@ -206,8 +206,8 @@ pub fn measure_device<D: Kernels>(
 }
 
 /// Puts it together, and looks for nonsense.
-fn profile(options: &ProbeOptions, facts: Facts, host: Host, sections: Sections) -> Result<Profile> {
-    let Facts { machine, facts, date } = facts;
+fn profile(options: &ProbeOptions, facts: ProfileFacts, host: Host, sections: Sections) -> Result<Profile> {
+    let ProfileFacts { machine, facts, date } = facts;
     let Sections { gpu, link, cpu_device, contention } = sections;
     let name = options.out.as_deref().and_then(Path::file_stem).map_or("this-machine".into(), |stem| stem.to_string_lossy().into_owned());
     let profile = Profile { version: VERSION, name, machine, date, facts, gpu, link, host, cpu_device, contention };
@@ -305,9 +305,9 @@ mod tests {
         let states = States::new(&topology, &mut memory).unwrap();
         let pool = Workers::new(&topology, 1).unwrap().pool;
         let mut dev = CpuDevice::new(1, Schedule::Threads, Default::default(), 0).unwrap();
-        let beside = Beside { free_bytes: 1 << 30, addressing: Addressing::Managed, memory: &mut memory, states: &states, pool };
-        let (sizes, mut told) = (Sizes { product: 128, seq_length: 64, copy_bytes: 1 << 20 }, 0);
-        let (gpu, link, contention) = measure_device(&mut dev, sizes, beside, 0.5, &mut |_| told += 1).unwrap();
+        let context = ProbeContext { free_bytes: 1 << 30, addressing: Addressing::Managed, memory: &mut memory, states: &states, pool };
+        let (sizes, mut told) = (ProbeSizes { product: 128, seq_length: 64, copy_bytes: 1 << 20 }, 0);
+        let (gpu, link, contention) = measure_device(&mut dev, sizes, context, 0.5, &mut |_| told += 1).unwrap();
         assert_eq!((told, gpu.addressing, gpu.memory_bytes.value), (3, Addressing::Managed, 1_074_000_000.0));
         let dims: Vec<_> = gpu.matmul_share_by_least_dim.value.0.iter().map(|point| point.0).collect();
         // As far as half a second goes.
@@ -319,7 +319,7 @@ mod tests {
         let options =
             ProbeOptions { device: DeviceChoice::Cpu, seconds: 1, out: Some("here/my-box.toml".into()), save: false, cuda_libraries: None };
         let sections = Sections { gpu: Some(gpu), link: Some(link), contention: Some(contention), cpu_device: None };
-        let profile = profile(&options, Facts::new(&topology, "cpu"), host, sections).unwrap();
+        let profile = profile(&options, ProfileFacts::new(&topology, "cpu"), host, sections).unwrap();
         assert_eq!(profile.name, "my-box");
         assert_eq!(Profile::parse(&profile.to_string(), Path::new("x")).unwrap(), profile);
     }
@@ -357,8 +357,8 @@ mod tests {
         let (mut dev, pool) =
             SimDevice::new("h200", &Rates::of(&profile), (machine.kind, machine.device), (15, crate::optim::simd::Isa::Avx2), 0);
         let pool = Pool::Simulated(pool);
-        let beside = Beside { free_bytes: 1, addressing: Addressing::Managed, memory: &mut memory, states: &states, pool };
-        let (gpu, link, contention) = measure_device(&mut dev, Sizes::GPU, beside, 2.0, &mut |_| ()).unwrap();
+        let context = ProbeContext { free_bytes: 1, addressing: Addressing::Managed, memory: &mut memory, states: &states, pool };
+        let (gpu, link, contention) = measure_device(&mut dev, ProbeSizes::GPU, context, 2.0, &mut |_| ()).unwrap();
         let wanted = numbers(profile.gpu.as_ref().unwrap(), profile.link.as_ref().unwrap(), profile.contention.as_ref().unwrap());
         let pairs = numbers(&gpu, &link, &contention).into_iter().zip(wanted);
         // A small product takes a kernel's least time besides.
@@ -402,7 +402,8 @@ mod tests {
         let options = ProbeOptions { device: DeviceChoice::Cpu, seconds: 1, out: None, save: false, cuda_libraries: None };
         let mut host = Profile::load("h200-pcie5").unwrap().host;
         host.memory_bytes.value = 0.0;
-        let error = profile(&options, Facts::new(&Topology::this_machine(), "cpu"), host, Sections::default()).unwrap_err().to_string();
+        let error =
+            profile(&options, ProfileFacts::new(&Topology::this_machine(), "cpu"), host, Sections::default()).unwrap_err().to_string();
         assert!(error.starts_with("probe this machine: host.memory_bytes: 0 is not"), "{error}");
     }
 }

@@ -1,10 +1,10 @@
 //! What is left of products and of the optimizer while both have the same cores.
 
-use super::lane::Lane;
 use super::product::{Product, SMALLEST};
 use super::rig::Rig;
 use super::samples::Samples;
 use super::states::States;
+use super::work_done::WorkDone;
 use crate::device::{EventId, Kernels, Stream};
 use crate::engine::pool::Pool;
 use crate::engine::step_job::StepJob;
@@ -60,8 +60,8 @@ impl Sharers<'_> {
     /// Products and bytes of the optimizer a second, while what is asked for runs for `time_s`.
     fn turn<D: Kernels>(&mut self, rig: &mut Rig<'_, D>, end: EventId, (products, adam): (bool, bool), time_s: f64) -> Result<(f64, f64)> {
         let (start_ns, mut job) = (rig.dev.now_ns(), 0);
-        let (mut computed, mut stepped) = (Lane::default(), Lane::default());
-        let is_short = |computed: Lane, stepped: Lane| (products && computed.done == 0.0) || (adam && stepped.done == 0.0);
+        let (mut computed, mut stepped) = (WorkDone::default(), WorkDone::default());
+        let is_short = |computed: WorkDone, stepped: WorkDone| (products && computed.done == 0.0) || (adam && stepped.done == 0.0);
         while rig.since(start_ns) < time_s || is_short(computed, stepped) {
             if adam && self.pool.is_idle()? {
                 let work = self.states.adam(job);

@@ -2,7 +2,7 @@
 
 /// Largest things that are measured.
 #[derive(Clone, Copy, Debug)]
-pub struct Sizes {
+pub struct ProbeSizes {
     /// Rows of a matrix product.
     pub product: usize,
     /// Tokens of a sequence.
@@ -11,7 +11,7 @@ pub struct Sizes {
     pub copy_bytes: usize,
 }
 
-impl Sizes {
+impl ProbeSizes {
     /// Of a GPU: products, sequences and copies like those of a step, and larger.
     pub const GPU: Self = Self { product: 8192, seq_length: 4096, copy_bytes: 256 << 20 };
     /// Of CPUs.

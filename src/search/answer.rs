@@ -42,7 +42,7 @@ pub struct Answer {
     /// All that can bind, the busiest first.
     pub busy: Vec<Busy>,
     /// Memory by place and class.
-    pub memory: Vec<Memory>,
+    pub memory: Vec<MemoryNeed>,
     /// The step of the same settings on a machine that has more of one thing.
     pub what_if: Vec<WhatIf>,
     /// How far the machine goes.
@@ -116,7 +116,7 @@ pub struct Busy {
 
 /// One memory.
 #[derive(Clone, Debug, Serialize)]
-pub struct Memory {
+pub struct MemoryNeed {
     /// `device` or `host`.
     pub place: &'static str,
     /// Planned in all, what loading and saving need besides included.
@@ -194,10 +194,10 @@ fn busy(candidate: &Candidate) -> Vec<Busy> {
     busy
 }
 
-fn memory(plan: &Plan) -> Vec<Memory> {
+fn memory(plan: &Plan) -> Vec<MemoryNeed> {
     let of = |Balance { place, needed, available }: Balance| {
         let classes = plan.memory.iter().filter(|class| class.place == place).map(|class| (class.name, class.bytes));
-        Memory {
+        MemoryNeed {
             place: if place == Place::Device { "device" } else { "host" },
             needed_bytes: needed,
             available_bytes: Some(available).filter(|bytes| *bytes < u64::MAX),

@@ -1,7 +1,7 @@
 //! Where a timeline goes: checked before there is one, written beside, renamed. Nothing is replaced that is not a timeline.
 
 use super::{HEAD, Recorder, write_chrome};
-use crate::disk::{Dir, Kind};
+use crate::disk::{Dir, FileKind};
 use crate::error::{Error, Result};
 use nix::fcntl::OFlag;
 use std::ffi::OsString;
@@ -79,14 +79,14 @@ impl TraceFile {
 
     /// A terminal or `/dev/null` is written as it is: what was renamed there would replace it.
     fn is_device(&self) -> Result<bool> {
-        Ok(self.dir.kind(&self.name)? == Some(Kind::CharDevice))
+        Ok(self.dir.kind(&self.name)? == Some(FileKind::CharDevice))
     }
 
     /// An empty file is what earlier versions left when they ended before their timeline.
     fn refuse_what_is_not_ours(&self) -> Result<()> {
         let is_ours = match self.dir.kind(&self.name)? {
-            None | Some(Kind::File(0)) => true,
-            Some(Kind::File(_)) => self.begins_as_ours()?,
+            None | Some(FileKind::File(0)) => true,
+            Some(FileKind::File(_)) => self.begins_as_ours()?,
             Some(_) => false,
         };
         let path = self.path();

@@ -75,7 +75,7 @@ impl MetricsFile {
 }
 
 /// What a line says.
-enum Line {
+enum MetricsLine {
     /// Metrics of this step.
     Step(u64),
     /// Nothing that can be understood.
@@ -89,9 +89,9 @@ fn copy_until(step: u64, from: File, to: &File) -> io::Result<u64> {
     let (mut from, mut to, mut line, mut damaged) = (BufReader::new(from), BufWriter::new(to), vec![], 0);
     while let Some(read) = read_line(&mut from, &mut line)? {
         match read {
-            Line::Step(of) if of <= step => to.write_all(&line)?,
-            Line::Step(_) | Line::CutShort => {}
-            Line::Damaged => damaged += 1,
+            MetricsLine::Step(of) if of <= step => to.write_all(&line)?,
+            MetricsLine::Step(_) | MetricsLine::CutShort => {}
+            MetricsLine::Damaged => damaged += 1,
         }
     }
     to.flush()?;
@@ -99,17 +99,17 @@ fn copy_until(step: u64, from: File, to: &File) -> io::Result<u64> {
 }
 
 /// Reads the next line into `line`, with its end; `None` at the end of the file.
-fn read_line(from: &mut impl BufRead, line: &mut Vec<u8>) -> io::Result<Option<Line>> {
+fn read_line(from: &mut impl BufRead, line: &mut Vec<u8>) -> io::Result<Option<MetricsLine>> {
     line.clear();
     if from.take(LINE_BYTES_MAX).read_until(b'\n', line)? == 0 {
         return Ok(None);
     }
     if line.last() == Some(&b'\n') {
-        return Ok(Some(step_of(line).map_or(Line::Damaged, Line::Step)));
+        return Ok(Some(step_of(line).map_or(MetricsLine::Damaged, MetricsLine::Step)));
     }
     let was_long = line.len() as u64 == LINE_BYTES_MAX;
     from.skip_until(b'\n')?;
-    Ok(Some(if was_long { Line::Damaged } else { Line::CutShort }))
+    Ok(Some(if was_long { MetricsLine::Damaged } else { MetricsLine::CutShort }))
 }
 
 fn step_of(line: &[u8]) -> Option<u64> {

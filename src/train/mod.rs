@@ -23,10 +23,10 @@ use crate::engine::executor::Engine;
 use crate::error::Result;
 use crate::launch::engine::{Launch, UseEngine};
 use crate::signals::StopFlag;
-pub use observer::{Facts, Observer, Summary};
+pub use observer::{Observer, RunFacts, Summary};
 use run_dir::RunDir;
 use session::Session;
-use setup::Prepared;
+use setup::PreparedRun;
 
 /// Trains as `settings` say, until done, until `stop`, or until something fails, which the summary then holds.
 ///
@@ -42,7 +42,7 @@ pub fn run(settings: &Settings, stop: &StopFlag, observer: &mut impl Observer) -
 
 /// A run that waits for its engine.
 struct Training<'a, O> {
-    prepared: Prepared<'a>,
+    prepared: PreparedRun<'a>,
     stop: &'a StopFlag,
     observer: &'a mut O,
 }
@@ -75,7 +75,7 @@ pub(crate) mod tests {
     pub(crate) struct Heard(pub(crate) Vec<String>);
 
     impl Observer for Heard {
-        fn begin(&mut self, _: &Plan, _: &Facts) {}
+        fn begin(&mut self, _: &Plan, _: &RunFacts) {}
         fn step(&mut self, _: &StepMetrics) {}
         fn note(&mut self, _: &str) {}
         fn warn(&mut self, line: &str) {

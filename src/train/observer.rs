@@ -11,7 +11,7 @@ use std::path::PathBuf;
 /// Who watches a run.
 pub trait Observer {
     /// Everything is resolved and checked; training begins at `step` of `max_steps`.
-    fn begin(&mut self, plan: &Plan, facts: &Facts);
+    fn begin(&mut self, plan: &Plan, facts: &RunFacts);
     /// A step is done.
     fn step(&mut self, metrics: &StepMetrics);
     /// A line for people: a checkpoint was written, something was tidied up.
@@ -28,7 +28,7 @@ pub trait Observer {
 
 /// What a run is about to do, apart from the plan.
 #[derive(Clone, Debug)]
-pub struct Facts {
+pub struct RunFacts {
     /// The device, in words.
     pub device: String,
     /// What the plan of a GPU rests on, in words.

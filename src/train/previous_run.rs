@@ -3,7 +3,7 @@
 
 use super::metrics_file::METRICS;
 use super::run_dir::TRACE;
-use crate::disk::{Dir, Kind};
+use crate::disk::{Dir, FileKind};
 use crate::error::Result;
 use crate::units::Bytes;
 use std::ffi::OsString;
@@ -21,7 +21,7 @@ pub(super) fn move_aside(output_dir: &Dir, step: u64) -> Result<Option<String>> 
     let mut names = output_dir.names()?;
     names.retain(|name| is_later(&name.to_string_lossy(), step));
     // A timeline alone, or metrics without a line, are what a run leaves that never began.
-    let has_content = |name: &OsString| Ok(name != TRACE && (name != METRICS || output_dir.kind(name)? != Some(Kind::File(0))));
+    let has_content = |name: &OsString| Ok(name != TRACE && (name != METRICS || output_dir.kind(name)? != Some(FileKind::File(0))));
     if !names.iter().map(has_content).collect::<Result<Vec<_>>>()?.contains(&true) {
         return Ok(None);
     }

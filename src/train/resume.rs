@@ -210,7 +210,7 @@ mod tests {
         let trainer = TrainerState {
             step: 4,
             optimizer_step: 3,
-            loss_scale: checkpoint::LossScale { scale: 256.0, good_steps: 2 },
+            loss_scale: checkpoint::SavedLossScale { scale: 256.0, good_steps: 2 },
             scheduler: Scheduler { name: "linear".into(), base_lr: 5e-5, warmup_steps: 0, max_steps: 9 },
             seed: 42,
             data_position: serde_json::to_value(SavedPosition { position, sequences: SEQUENCES }).unwrap(),

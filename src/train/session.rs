@@ -10,7 +10,7 @@ use super::run_dir::RunDir;
 use super::skips::Skips;
 use super::state::for_each_piece;
 use crate::checkpoint::digest::StateDigest;
-use crate::checkpoint::{LossScale, Scheduler, TrainerState, Writer};
+use crate::checkpoint::{SavedLossScale, Scheduler, TrainerState, Writer};
 use crate::config::settings::Settings;
 use crate::data::loader::{DataPosition, Loader};
 use crate::device::Kernels;
@@ -22,7 +22,7 @@ use crate::error::{Error, Result};
 use crate::host::perf::{WORKER_ROLE, WorkerCounters};
 use crate::metrics::{MemoryUse, StepMetrics};
 use crate::optim::PIECE_ELEMS;
-use crate::optim::schedule::Schedule;
+use crate::optim::schedule::LrSchedule;
 use std::ffi::OsString;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
@@ -38,7 +38,7 @@ pub(super) struct SavedPosition {
 
 /// What was measured so far.
 #[derive(Clone, Copy, Debug, Default)]
-struct Totals {
+struct SessionTotals {
     steps: u64,
     time: Duration,
     first_loss: Option<f32>,
@@ -61,14 +61,14 @@ pub(super) struct Companions {
 pub struct Session<D: Kernels> {
     engine: Engine<D>,
     feed: Feed,
-    schedule: Schedule,
+    schedule: LrSchedule,
     settings: Settings,
     run_dir: RunDir,
     model_files: Vec<(String, Vec<u8>)>,
     run: Run,
     metrics: MetricsFile,
     flops_per_step: f64,
-    totals: Totals,
+    totals: SessionTotals,
     last_step_end: Option<Instant>,
     skips: Skips,
     /// Step and name of the last checkpoint.
@@ -89,7 +89,7 @@ impl<D: Kernels> Session<D> {
     pub(super) fn new(
         engine: Engine<D>,
         loader: Loader,
-        schedule: Schedule,
+        schedule: LrSchedule,
         companions: Companions,
         run_dir: RunDir,
         observer: &mut impl Observer,
@@ -101,7 +101,7 @@ impl<D: Kernels> Session<D> {
         }
         let plan = engine.plan();
         let flops_per_step = engine.shape().flops_per_step(plan.batch * plan.grad_accum_steps, plan.seq_length);
-        let totals = Totals::default();
+        let totals = SessionTotals::default();
         let perf = settings.perf_counters.then(|| WorkerCounters::start(WORKER_ROLE)).transpose()?;
         Ok(Self {
             engine,
@@ -249,7 +249,7 @@ impl<D: Kernels> Session<D> {
         Ok(TrainerState {
             step: self.engine.train_step(),
             optimizer_step: self.engine.optimizer_step(),
-            loss_scale: LossScale { scale: loss_scale.scale(), good_steps: u64::from(loss_scale.good_steps()) },
+            loss_scale: SavedLossScale { scale: loss_scale.scale(), good_steps: u64::from(loss_scale.good_steps()) },
             scheduler: Scheduler {
                 name: name_of(&self.settings.lr_scheduler_type).map_err(json)?,
                 base_lr: self.schedule.peak_lr,

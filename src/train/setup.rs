@@ -1,11 +1,11 @@
 //! Everything before step 0: model, data, plan, and, once there is an engine, the state to begin from.
 
-use super::observer::{Facts, Observer};
+use super::observer::{Observer, RunFacts};
 use super::run_dir::RunDir;
 use super::session::{Companions, Session};
 use super::{identity, previous_run, resume, text};
 use crate::checkpoint::checkpoint_bytes;
-use crate::config::options::{Init, RunPart, TrainLength};
+use crate::config::options::{InitChoice, RunPart, TrainLength};
 use crate::config::settings::Settings;
 use crate::data;
 use crate::data::loader::{DataPosition, Loader, steps_for_epochs};
@@ -22,7 +22,7 @@ use crate::model::tensors::TensorTable;
 use crate::model::weights::{self, ModelWeights};
 use crate::model_dir::{CONFIG, ModelDir};
 use crate::optim::StatePart;
-use crate::optim::schedule::Schedule as LearningRate;
+use crate::optim::schedule::LrSchedule;
 use crate::planner::plan::Plan;
 use crate::signals::StopFlag;
 use std::path::Path;
@@ -31,16 +31,16 @@ use std::path::Path;
 const CHECKSUMS: &str = "data.json";
 
 /// A model as it was found: its shape, and the files to export it with.
-struct Source {
+struct ModelSource {
     shape: ModelShape,
     files: Vec<(String, Vec<u8>)>,
 }
 
 /// A run that is read, checked and planned, and lacks its engine.
-pub(super) struct Prepared<'a> {
+pub(super) struct PreparedRun<'a> {
     launch: &'a Launch,
     settings: Settings,
-    source: Source,
+    source: ModelSource,
     plan: Plan,
     dataset: Dataset,
     run: identity::Run,
@@ -62,7 +62,7 @@ pub(super) fn prepare<'a>(
     run_dir: RunDir,
     stop: &StopFlag,
     observer: &mut impl Observer,
-) -> Result<Prepared<'a>> {
+) -> Result<PreparedRun<'a>> {
     observer.note(&format!("reading {}", describe_sources(settings)));
     let data_bytes = data::source::host_bytes(&settings.data, settings.seq_length, !settings.no_shuffle);
     let settings = &Settings { data_bytes, ..settings.clone() };
@@ -85,10 +85,10 @@ pub(super) fn prepare<'a>(
         run_dir.expect_room(checkpoint_bytes(TensorTable::new(&source.shape).params(), &source.files))?;
     }
     let data = format!("{} tokens, {} sequences of {}; tokenizer {tokenizer}", dataset.tokens(), dataset.sequences(), settings.seq_length);
-    Ok(Prepared { launch, settings, source, plan, dataset, run, resumed, weights, max_steps, data, run_dir })
+    Ok(PreparedRun { launch, settings, source, plan, dataset, run, resumed, weights, max_steps, data, run_dir })
 }
 
-impl Prepared<'_> {
+impl PreparedRun<'_> {
     /// Its plan and the model's shape, which the engine is made from.
     pub(super) fn blueprint(&self) -> (Plan, ModelShape) {
         (self.plan.clone(), self.source.shape.clone())
@@ -107,7 +107,7 @@ impl Prepared<'_> {
         let partition = launch.divide_cpus(&settings, &plan, |line| observer.warn(line))?;
         previous_run::move_aside(run_dir.dir(), engine.train_step())?.iter().for_each(|line| observer.warn(line));
         let loader = Loader::new(dataset, plan.batch, settings.seed, !settings.no_shuffle, position)?;
-        let facts = Facts {
+        let facts = RunFacts {
             device: describe_device(launch, &engine.describe()),
             rates: launch.chosen.basis.as_ref().map(ToString::to_string),
             matmul_flops: launch.chosen.basis.as_ref().and_then(|basis| Some(basis.profile.gpu.as_ref()?.matmul_flops.value)),
@@ -121,7 +121,7 @@ impl Prepared<'_> {
         };
         source.shape.ignored_dropout.iter().for_each(|key| observer.warn(&format!("dropout is not applied: config.json sets {key}")));
         observer.begin(&plan, &facts);
-        let schedule = LearningRate {
+        let schedule = LrSchedule {
             scheduler: settings.lr_scheduler_type,
             peak_lr: settings.learning_rate,
             warmup_steps: settings.warmup(max_steps),
@@ -168,13 +168,13 @@ fn describe_sources(settings: &Settings) -> String {
     }
 }
 
-fn find_model(settings: &Settings) -> Result<Source> {
+fn find_model(settings: &Settings) -> Result<ModelSource> {
     let Some(dir) = &settings.model else {
         let files = vec![(CONFIG.to_string(), DEMO_CONFIG.as_bytes().to_vec())];
-        return Ok(Source { shape: ModelShape::demo(), files });
+        return Ok(ModelSource { shape: ModelShape::demo(), files });
     };
     let shape = ModelShape::read(&ModelDir::open(dir)?.file(CONFIG)?)?;
-    Ok(Source { shape, files: weights::model_files(dir)? })
+    Ok(ModelSource { shape, files: weights::model_files(dir)? })
 }
 
 fn max_steps(settings: &Settings, dataset: &Dataset) -> u64 {
@@ -201,7 +201,7 @@ fn describe_model(settings: &Settings, shape: &ModelShape) -> String {
 
 /// The model's own weights to begin with, checked as far as can be without reading them; `None`: random ones.
 fn first_weights(settings: &Settings, shape: &ModelShape) -> Result<Option<ModelWeights>> {
-    let dir = settings.model.as_ref().filter(|_| settings.init == Init::Checkpoint);
+    let dir = settings.model.as_ref().filter(|_| settings.init == InitChoice::Checkpoint);
     dir.map(|dir| ModelWeights::open(dir, shape)).transpose()
 }
 

@@ -56,7 +56,7 @@ fn pieces(elems: usize, piece_elems: usize) -> impl Iterator<Item = (StatePart, 
 mod tests {
     use super::*;
     use crate::checkpoint::digest::{StateDigest, digest_checkpoint};
-    use crate::checkpoint::{self, LossScale, Scheduler, TrainerState, Writer};
+    use crate::checkpoint::{self, SavedLossScale, Scheduler, TrainerState, Writer};
     use crate::config::options::ResidentBuckets;
     use crate::config::settings::Settings;
     use crate::device::cpu::CpuDevice;
@@ -92,7 +92,7 @@ mod tests {
         let trainer = TrainerState {
             step: 3,
             optimizer_step: 3,
-            loss_scale: LossScale { scale: 1.0, good_steps: 0 },
+            loss_scale: SavedLossScale { scale: 1.0, good_steps: 0 },
             scheduler: Scheduler { name: "constant".into(), base_lr: 1e-3, warmup_steps: 0, max_steps: 9 },
             seed: 0,
             data_position: Value::Null,

@@ -4,7 +4,7 @@
 use clap::Parser;
 use microbench::facts::Facts;
 use microbench::run::{Setting, host_memory, run};
-use microbench::stream::{Arrays, Kernel};
+use microbench::stream::{ArrayKernel, Arrays};
 use microbench::values;
 use serde_json::{Value, json};
 use std::fmt;
@@ -59,7 +59,7 @@ fn memory(options: &Options, threads: &[usize]) -> Result<Vec<Fact>> {
     let (arrays, kernels) = (Arrays::new(&mut host, options.elems)?, AdamKernels::new(Isa::detect())?);
     let mut facts = Vec::new();
     for &threads in threads {
-        for kernel in Kernel::ALL {
+        for kernel in ArrayKernel::ALL {
             let setting = Setting { threads, pin: true, seconds: options.seconds, group: &ResctrlGroup::None };
             let timing = run(setting, |_| arrays.job(kernel, kernels))?;
             if !arrays.verify(kernel) {

@@ -1,7 +1,7 @@
 //! Lines and markers.
 
 use super::axis::{self, Axis};
-use super::picture::{Anchor, GREY, PAPER, Picture, Place, colour};
+use super::picture::{Anchor, GREY, PAPER, PagePoint, Picture, colour};
 use super::{Area, BODY, LEFT, RIGHT, vertical_axis};
 use crate::config::{Marker, Origin, Plot};
 use crate::series::Curve;
@@ -34,8 +34,8 @@ fn axes(curves: &[Curve], plot: &Plot, area: Area) -> (Axis, Axis) {
     (x, Axis::of(all().map(|point| point.y), plot.log_y, area.bottom, area.top).up_to(plot.y_max))
 }
 
-fn places(curve: &Curve, (x, y): (&Axis, &Axis)) -> Vec<Place> {
-    let mut places: Vec<Place> = curve.points.iter().filter_map(|point| Some((x.place(point.x?), y.place(point.y)))).collect();
+fn places(curve: &Curve, (x, y): (&Axis, &Axis)) -> Vec<PagePoint> {
+    let mut places: Vec<PagePoint> = curve.points.iter().filter_map(|point| Some((x.place(point.x?), y.place(point.y)))).collect();
     places.sort_by(|a, b| a.0.total_cmp(&b.0));
     places
 }
@@ -49,7 +49,7 @@ fn has_markers(curve: &Curve) -> bool {
 pub fn hidden<'a>(curves: &'a [Curve], plot: &Plot, area: Area) -> Vec<&'a str> {
     let (x, y) = axes(curves, plot, area);
     let places: Vec<_> = curves.iter().map(|curve| places(curve, (&x, &y))).collect();
-    let is_under = |index: usize, place: &Place| {
+    let is_under = |index: usize, place: &PagePoint| {
         let later = curves.iter().zip(&places).skip(index + 1).filter(|(curve, _)| has_markers(curve));
         later.flat_map(|(_, places)| places).any(|other| (place.0 - other.0).hypot(place.1 - other.1) < RADIUS / 1.5)
     };
@@ -58,14 +58,14 @@ pub fn hidden<'a>(curves: &'a [Curve], plot: &Plot, area: Area) -> Vec<&'a str> 
 }
 
 /// How a curve looks, for the legend.
-pub fn sample(picture: &mut Picture, curve: &Curve, from: Place, to: Place) {
+pub fn sample(picture: &mut Picture, curve: &Curve, from: PagePoint, to: PagePoint) {
     line(picture, curve, &[from, to]);
     if has_markers(curve) {
         marker(picture, ((from.0 + to.0) / 2.0, from.1), curve, false);
     }
 }
 
-fn line(picture: &mut Picture, curve: &Curve, places: &[Place]) {
+fn line(picture: &mut Picture, curve: &Curve, places: &[PagePoint]) {
     let dash = match curve.origin {
         Origin::Paper => 7.0,
         Origin::Simulated => 3.0,
@@ -77,7 +77,7 @@ fn line(picture: &mut Picture, curve: &Curve, places: &[Place]) {
 }
 
 /// Full; hollow for the paper's numbers.
-fn marker(picture: &mut Picture, place: Place, curve: &Curve, is_small: bool) {
+fn marker(picture: &mut Picture, place: PagePoint, curve: &Curve, is_small: bool) {
     let (form, stretch) = match curve.marker {
         Marker::Circle => ((20, 0.0), 1.0),
         Marker::Square => ((4, 0.0), 1.3),

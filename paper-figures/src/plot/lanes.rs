@@ -1,14 +1,14 @@
 //! Timelines: a panel for each series, a lane for each stream, a box for each span.
 
 use super::axis::{self, Axis};
-use super::picture::{Anchor, Colour, GREY, HEIGHT, INK, PAPER, Picture, Place, colour, tint};
+use super::picture::{Anchor, Colour, GREY, HEIGHT, INK, PAPER, PagePoint, Picture, colour, tint};
 use super::{BODY, RIGHT, TITLED, wrapped};
 use crate::config::{Origin, Plot};
 use crate::error::Result;
 use crate::figure::Figure;
 use crate::lines;
 use crate::series;
-use crate::timeline::{self, Span};
+use crate::timeline::{self, LaneSpan};
 use serde_json::Value;
 
 /// Room for the lanes' names, and where panels end.
@@ -36,7 +36,7 @@ const NOTE: &str = "Copies less than 1 % of a panel apart are one box: there the
 pub struct Panel {
     name: String,
     origin: Origin,
-    lanes: Vec<(String, Vec<Span>)>,
+    lanes: Vec<(String, Vec<LaneSpan>)>,
 }
 
 impl Panel {
@@ -66,7 +66,7 @@ pub fn panels(figure: &Figure) -> Result<Vec<Panel>> {
 }
 
 /// The same lanes with copies that lie close together as one.
-fn joined(mut lanes: Vec<(String, Vec<Span>)>) -> Vec<(String, Vec<Span>)> {
+fn joined(mut lanes: Vec<(String, Vec<LaneSpan>)>) -> Vec<(String, Vec<LaneSpan>)> {
     let end_ms = lanes.iter().flat_map(|(_, spans)| spans).map(|span| span.end_ms).fold(0.0, f64::max);
     for (_, spans) in lanes.iter_mut().filter(|(lane, _)| LINKS.contains(&lane.as_str())) {
         *spans = timeline::merged(std::mem::take(spans), COPY_GAP_SHARE * end_ms);
@@ -75,12 +75,12 @@ fn joined(mut lanes: Vec<(String, Vec<Span>)>) -> Vec<(String, Vec<Span>)> {
 }
 
 /// Rows of `lane`, `kind`, `start` and `end`, in units of the drawing; one that lacks any of them draws nothing.
-fn drawn(rows: &[Value]) -> Vec<(String, Vec<Span>)> {
-    let mut lanes: Vec<(String, Vec<Span>)> = Vec::new();
+fn drawn(rows: &[Value]) -> Vec<(String, Vec<LaneSpan>)> {
+    let mut lanes: Vec<(String, Vec<LaneSpan>)> = Vec::new();
     for row in rows {
         let (Some(lane), Some(kind)) = (row["lane"].as_str(), row["kind"].as_str()) else { continue };
         let (Some(start_ms), Some(end_ms)) = (row["start"].as_f64(), row["end"].as_f64()) else { continue };
-        let span = Span { kind: kind.into(), start_ms, end_ms };
+        let span = LaneSpan { kind: kind.into(), start_ms, end_ms };
         match lanes.iter_mut().find(|(name, _)| name == lane) {
             Some((_, spans)) => spans.push(span),
             None => lanes.push((lane.into(), vec![span])),
@@ -118,7 +118,7 @@ pub fn draw(picture: &mut Picture, panels: &[Panel], plot: &Plot) {
 }
 
 /// A line of the legend.
-fn entry(picture: &mut Picture, (left, y): Place, colour: Colour, name: &str) {
+fn entry(picture: &mut Picture, (left, y): PagePoint, colour: Colour, name: &str) {
     picture.rectangle((left, y - 7.0), (left + 26.0, y + 7.0), colour);
     picture.text((left + 34.0, y), name, BODY - 1.0, Anchor::Start);
 }
@@ -173,7 +173,7 @@ mod tests {
     #[test]
     fn copies_are_joined_alike_in_both_directions() {
         let spans = |ends: &[(f64, f64)]| {
-            ends.iter().map(|&(start_ms, end_ms)| Span { kind: "weights".into(), start_ms, end_ms }).collect::<Vec<_>>()
+            ends.iter().map(|&(start_ms, end_ms)| LaneSpan { kind: "weights".into(), start_ms, end_ms }).collect::<Vec<_>>()
         };
         let apart = [(0.0, 1.0), (1.9, 3.0), (50.0, 100.0)];
         let lanes = joined(["compute", "to the host", "to the device"].map(|lane| (lane.to_owned(), spans(&apart))).into());

@@ -18,7 +18,7 @@ use crate::figure::Figure;
 use crate::series::{self, Curve};
 use axis::Axis;
 pub use faults::faults;
-use picture::{Anchor, Colour, GREY, HEIGHT, INK, PAPER, Picture, Place, WIDTH};
+use picture::{Anchor, Colour, GREY, HEIGHT, INK, PAPER, PagePoint, Picture, WIDTH};
 
 /// Left and right end of every frame's axes.
 const LEFT: f64 = 70.0;
@@ -169,7 +169,7 @@ fn legend(picture: &mut Picture, curves: &[Curve], kind: Kind, area: Area) {
 }
 
 /// A bar from corner to corner, in the manner of its origin.
-fn bar(picture: &mut Picture, (left, top): Place, (right, bottom): Place, colour: Colour, origin: Origin) {
+fn bar(picture: &mut Picture, (left, top): PagePoint, (right, bottom): PagePoint, colour: Colour, origin: Origin) {
     let fill = match origin {
         Origin::Measured => colour,
         Origin::Model => picture::tint(colour, 0.35),

@@ -1,7 +1,7 @@
 //! A picture as data: lines, areas and texts in points of a page, with the origin at the top left.
 
 /// A place on the page.
-pub type Place = (f64, f64);
+pub type PagePoint = (f64, f64);
 
 /// Red, green, blue.
 pub type Colour = (u8, u8, u8);
@@ -58,7 +58,7 @@ pub enum Shape {
     /// An open line.
     Line {
         /// Corners.
-        points: Vec<Place>,
+        points: Vec<PagePoint>,
         /// Colour.
         colour: Colour,
         /// Width in points.
@@ -67,14 +67,14 @@ pub enum Shape {
     /// A filled polygon.
     Area {
         /// Corners.
-        points: Vec<Place>,
+        points: Vec<PagePoint>,
         /// Colour.
         colour: Colour,
     },
     /// A line of text, centred on its place vertically.
     Text {
         /// Where.
-        at: Place,
+        at: PagePoint,
         /// What.
         text: String,
         /// Height in points.
@@ -101,12 +101,12 @@ impl Default for Picture {
 
 impl Picture {
     /// A line.
-    pub fn line(&mut self, points: &[Place], colour: Colour, width: f64) {
+    pub fn line(&mut self, points: &[PagePoint], colour: Colour, width: f64) {
         self.shapes.push(Shape::Line { points: points.to_vec(), colour, width });
     }
 
     /// A line of dashes; a length of 0 is a line without gaps.
-    pub fn dashed(&mut self, points: &[Place], colour: Colour, width: f64, dash: f64) {
+    pub fn dashed(&mut self, points: &[PagePoint], colour: Colour, width: f64, dash: f64) {
         if dash == 0.0 {
             return self.line(points, colour, width);
         }
@@ -129,17 +129,17 @@ impl Picture {
     }
 
     /// A filled rectangle.
-    pub fn rectangle(&mut self, (left, top): Place, (right, bottom): Place, colour: Colour) {
+    pub fn rectangle(&mut self, (left, top): PagePoint, (right, bottom): PagePoint, colour: Colour) {
         self.shapes.push(Shape::Area { points: vec![(left, top), (right, top), (right, bottom), (left, bottom)], colour });
     }
 
     /// The edge of a rectangle.
-    pub fn outline(&mut self, (left, top): Place, (right, bottom): Place, colour: Colour) {
+    pub fn outline(&mut self, (left, top): PagePoint, (right, bottom): PagePoint, colour: Colour) {
         self.line(&[(left, top), (right, top), (right, bottom), (left, bottom), (left, top)], colour, 1.5);
     }
 
     /// A filled regular polygon that stands on a side, or turned by `turn` sides; many corners are a circle.
-    pub fn polygon(&mut self, (x, y): Place, radius: f64, (corners, turn): (u32, f64), colour: Colour) {
+    pub fn polygon(&mut self, (x, y): PagePoint, radius: f64, (corners, turn): (u32, f64), colour: Colour) {
         let corner = |index: u32| {
             let angle = (f64::from(index) + 0.5 + turn) * std::f64::consts::TAU / f64::from(corners) + std::f64::consts::FRAC_PI_2;
             (x + radius * angle.cos(), y + radius * angle.sin())
@@ -148,7 +148,7 @@ impl Picture {
     }
 
     /// A text.
-    pub fn text(&mut self, at: Place, text: impl Into<String>, size: f64, anchor: Anchor) {
+    pub fn text(&mut self, at: PagePoint, text: impl Into<String>, size: f64, anchor: Anchor) {
         self.shapes.push(Shape::Text { at, text: text.into(), size, anchor });
     }
 }

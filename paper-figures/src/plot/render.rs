@@ -1,6 +1,6 @@
 //! A picture as SVG and as PNG, from the same shapes.
 
-use super::picture::{Anchor, Colour, INK, PAPER, Picture, Place, Shape, WIDTH};
+use super::picture::{Anchor, Colour, INK, PAPER, PagePoint, Picture, Shape, WIDTH};
 use crate::error::{Error, Result};
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
@@ -44,8 +44,8 @@ pub fn svg(picture: &Picture) -> String {
 }
 
 fn element(shape: &Shape) -> String {
-    let corners = |points: &[Place]| {
-        let corner = |(x, y): &Place| format!("{},{}", hundredths(*x), hundredths(*y));
+    let corners = |points: &[PagePoint]| {
+        let corner = |(x, y): &PagePoint| format!("{},{}", hundredths(*x), hundredths(*y));
         points.iter().map(corner).collect::<Vec<_>>().join(" ")
     };
     match shape {
@@ -125,8 +125,9 @@ fn draw_shape<DB: DrawingBackend>(
     scale: f64,
     shape: &Shape,
 ) -> std::result::Result<(), DrawingAreaErrorKind<DB::ErrorType>> {
-    let at = |place: &Place| ((place.0 * scale).round() as i32, (place.1 * scale).round() as i32);
-    let fill = |points: &[Place], colour: Colour| area.draw(&Polygon::new(points.iter().map(at).collect::<Vec<_>>(), rgb(colour).filled()));
+    let at = |place: &PagePoint| ((place.0 * scale).round() as i32, (place.1 * scale).round() as i32);
+    let fill =
+        |points: &[PagePoint], colour: Colour| area.draw(&Polygon::new(points.iter().map(at).collect::<Vec<_>>(), rgb(colour).filled()));
     match shape {
         // Segment by segment: a thick line's sharp corner would be drawn with a spike that is in no data. As areas: the
         // library's own thick lines have another width at every angle.
@@ -147,7 +148,7 @@ fn draw_shape<DB: DrawingBackend>(
 }
 
 /// The corners of a straight line of some width.
-fn stroke(from: Place, to: Place, width: f64) -> [Place; 4] {
+fn stroke(from: PagePoint, to: PagePoint, width: f64) -> [PagePoint; 4] {
     let (x, y) = (to.0 - from.0, to.1 - from.1);
     let half = width / 2.0 / x.hypot(y);
     let (x, y) = (-y * half, x * half);

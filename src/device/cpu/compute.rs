@@ -2,7 +2,7 @@
 #![allow(unsafe_code)]
 
 use super::kernels::Compute;
-use super::kernels::isa::Isa;
+use super::kernels::isa::KernelIsa;
 use crate::device::DeviceSlice;
 use crate::error::Result;
 use std::ptr::NonNull;
@@ -10,7 +10,7 @@ use std::ptr::NonNull;
 /// Owns what kernels run on. A device that holds one must end its streams before it drops it.
 pub(crate) struct ComputeOwner {
     pub(super) compute: NonNull<Compute>,
-    isa: Isa,
+    isa: KernelIsa,
     threads: usize,
 }
 
@@ -23,13 +23,13 @@ impl ComputeOwner {
     /// # Errors
     /// `Resource` when a thread cannot be started.
     pub(crate) fn new(threads: usize) -> Result<Self> {
-        let isa = Isa::detect();
+        let isa = KernelIsa::detect();
         let compute = Box::new(Compute::new(threads, isa)?);
         Ok(Self { compute: NonNull::from(Box::leak(compute)), isa, threads })
     }
 
     /// The instruction set of all kernels.
-    pub(crate) fn isa(&self) -> Isa {
+    pub(crate) fn isa(&self) -> KernelIsa {
         self.isa
     }
 

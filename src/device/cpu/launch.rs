@@ -17,11 +17,11 @@ use half::{bf16, f16};
 
 /// Device memory, seen from inside a task.
 #[derive(Clone, Copy)]
-struct Memory(());
+struct TaskMemory(());
 
-impl Memory {
+impl TaskMemory {
     fn read<T: bytemuck::Pod>(self, slice: DeviceSlice) -> &'static [T] {
-        // SAFETY: a `Memory` exists only in tasks; the streams' order and `check` keep writers away.
+        // SAFETY: a `TaskMemory` exists only in tasks; the streams' order and `check` keep writers away.
         unsafe { view(slice) }
     }
 
@@ -33,10 +33,10 @@ impl Memory {
 
 impl CpuDevice {
     /// Enqueues a kernel on the compute stream.
-    fn launch(&mut self, name: &'static str, kernel: impl FnOnce(&mut Compute, Memory) + Copy + Send + 'static) -> Result<()> {
+    fn launch(&mut self, name: &'static str, kernel: impl FnOnce(&mut Compute, TaskMemory) + Copy + Send + 'static) -> Result<()> {
         let compute = ComputeRef(self.compute.compute);
         // SAFETY: this is a task of the compute stream, and follows the reference once.
-        self.enqueue(Stream::Compute, name, move || kernel(unsafe { compute.get() }, Memory(())))
+        self.enqueue(Stream::Compute, name, move || kernel(unsafe { compute.get() }, TaskMemory(())))
     }
 }
 

@@ -43,7 +43,7 @@ pub enum Schedule {
 /// The CPU device.
 pub struct CpuDevice {
     memory: HostMemory,
-    shared: Arc<Shared>,
+    shared: Arc<StreamsShared>,
     /// Where each event was last recorded: stream and number of operations before it.
     events: Vec<(usize, u64)>,
     runner: Runner,
@@ -56,7 +56,7 @@ enum Runner {
     Adversary { rng: ChaCha8Rng, recorders: Vec<Recorder>, eagerness: u32 },
 }
 
-struct Shared {
+struct StreamsShared {
     queues: [OpQueue; Stream::COUNT],
     stop: AtomicBool,
     /// Set when an operation panicked: its stream is dead and every wait must fail instead of hanging.
@@ -73,7 +73,7 @@ impl CpuDevice {
     pub fn new(threads: usize, schedule: Schedule, driver: Arc<Doorbell>, trace_spans: usize) -> Result<Self> {
         let compute = ComputeOwner::new(threads)?;
         let queues = Stream::ALL.map(|_| OpQueue::new());
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(StreamsShared {
             queues,
             stop: AtomicBool::new(false),
             failed: AtomicBool::new(false),
@@ -117,7 +117,7 @@ impl CpuDevice {
     }
 
     /// Blocks the driver until `ready`.
-    fn run_until(&mut self, ready: impl Fn(&Shared) -> bool) -> Result<()> {
+    fn run_until(&mut self, ready: impl Fn(&StreamsShared) -> bool) -> Result<()> {
         while !ready(&self.shared) {
             if !self.advance()? {
                 let shared = &self.shared;
@@ -170,7 +170,7 @@ impl Drop for CpuDevice {
     }
 }
 
-fn start_streams(shared: &Arc<Shared>, recorders: [Recorder; Stream::COUNT]) -> Result<Vec<JoinHandle<Recorder>>> {
+fn start_streams(shared: &Arc<StreamsShared>, recorders: [Recorder; Stream::COUNT]) -> Result<Vec<JoinHandle<Recorder>>> {
     let start = |(stream, recorder): (usize, Recorder)| {
         let (shared, name) = (shared.clone(), recorder.track.clone());
         let body = move || run_stream(&shared, stream, recorder);
@@ -179,8 +179,8 @@ fn start_streams(shared: &Arc<Shared>, recorders: [Recorder; Stream::COUNT]) -> 
     recorders.into_iter().enumerate().map(start).collect()
 }
 
-fn run_stream(shared: &Shared, stream: usize, mut recorder: Recorder) -> Recorder {
-    let _guard = FailOnPanic(shared);
+fn run_stream(shared: &StreamsShared, stream: usize, mut recorder: Recorder) -> Recorder {
+    let _guard = StreamPanic(shared);
     let queue = &shared.queues[stream];
     loop {
         queue.bell.wait_until(|| queue.front().is_some() || shared.stop.load(Ordering::Acquire));
@@ -198,9 +198,9 @@ fn run_stream(shared: &Shared, stream: usize, mut recorder: Recorder) -> Recorde
 }
 
 /// Turns a panic on a stream's thread into an error on the driver instead of a hang.
-struct FailOnPanic<'a>(&'a Shared);
+struct StreamPanic<'a>(&'a StreamsShared);
 
-impl Drop for FailOnPanic<'_> {
+impl Drop for StreamPanic<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
             self.0.failed.store(true, Ordering::Release);
@@ -209,7 +209,7 @@ impl Drop for FailOnPanic<'_> {
     }
 }
 
-impl Shared {
+impl StreamsShared {
     fn can_run(&self, stream: usize) -> bool {
         match self.queues[stream].front() {
             None => false,

@@ -14,23 +14,23 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 
 /// What runs: `(thread, block)`.
-type Work<'a> = dyn Fn(usize, usize) + Sync + 'a;
+type BlockWork<'a> = dyn Fn(usize, usize) + Sync + 'a;
 
 /// Turns of an idle helper before it sleeps, and of a waiting caller before it yields its core.
 const SPINS: u32 = 2000;
 
-/// [`Shared::gate`]: low bits count the helpers inside, this bit says that more may come in, the rest is the job's number.
+/// [`TeamShared::gate`]: low bits count the helpers inside, this bit says that more may come in, the rest is the job's number.
 const OPEN: u64 = 1 << 16;
 const JOB_SHIFT: u32 = 17;
 
-struct Job {
-    work: *const Work<'static>,
+struct TeamJob {
+    work: *const BlockWork<'static>,
     blocks: usize,
 }
 
-struct Shared {
+struct TeamShared {
     /// Written by the caller while the gate is closed and nobody is inside; read by helpers inside.
-    job: UnsafeCell<Job>,
+    job: UnsafeCell<TeamJob>,
     gate: AtomicU64,
     next: AtomicUsize,
     panicked: AtomicBool,
@@ -38,13 +38,13 @@ struct Shared {
 }
 
 // SAFETY: the gate keeps the caller's writes of `job` apart from the helpers' reads, and the closure behind it is `Sync`.
-unsafe impl Send for Shared {}
+unsafe impl Send for TeamShared {}
 // SAFETY: as above.
-unsafe impl Sync for Shared {}
+unsafe impl Sync for TeamShared {}
 
 /// The threads that compute: the caller's own and its helpers.
 pub(crate) struct Team {
-    shared: Arc<Shared>,
+    shared: Arc<TeamShared>,
     helpers: Vec<JoinHandle<()>>,
 }
 
@@ -55,9 +55,9 @@ impl Team {
     /// `Resource` when the system gives no thread.
     pub(crate) fn new(threads: usize) -> Result<Self> {
         fn nothing(_: usize, _: usize) {}
-        let job = UnsafeCell::new(Job { work: &nothing, blocks: 0 });
+        let job = UnsafeCell::new(TeamJob { work: &nothing, blocks: 0 });
         let (gate, next) = (AtomicU64::new(0), AtomicUsize::new(0));
-        let shared = Arc::new(Shared { job, gate, next, panicked: AtomicBool::new(false), stop: AtomicBool::new(false) });
+        let shared = Arc::new(TeamShared { job, gate, next, panicked: AtomicBool::new(false), stop: AtomicBool::new(false) });
         let mut team = Self { shared, helpers: Vec::new() };
         for thread in 1..threads {
             let shared = Arc::clone(&team.shared);
@@ -77,7 +77,7 @@ impl Team {
     ///
     /// # Panics
     /// If a block panics. Blocks not yet begun are then left out.
-    pub(crate) fn run(&mut self, blocks: usize, work: &Work<'_>) {
+    pub(crate) fn run(&mut self, blocks: usize, work: &BlockWork<'_>) {
         if self.helpers.is_empty() || blocks <= 1 {
             (0..blocks).for_each(|block| work(0, block));
             return;
@@ -96,11 +96,11 @@ impl Team {
         assert!(!helper_panicked, "a compute helper panicked");
     }
 
-    fn open(&self, blocks: usize, work: &Work<'_>) {
+    fn open(&self, blocks: usize, work: &BlockWork<'_>) {
         // SAFETY: only the lifetime changes; `close` waits for every helper before `run` returns, panics included.
-        let work = unsafe { std::mem::transmute::<*const Work<'_>, *const Work<'static>>(work) };
+        let work = unsafe { std::mem::transmute::<*const BlockWork<'_>, *const BlockWork<'static>>(work) };
         // SAFETY: the gate is closed and nobody is inside: `close` saw to that, and `run` has the team to itself.
-        unsafe { *self.shared.job.get() = Job { work, blocks } };
+        unsafe { *self.shared.job.get() = TeamJob { work, blocks } };
         self.shared.next.store(0, Ordering::Relaxed);
         let number = (self.shared.gate.load(Ordering::Relaxed) >> JOB_SHIFT) + 1;
         self.shared.gate.store((number << JOB_SHIFT) | OPEN, Ordering::Release);
@@ -127,7 +127,7 @@ impl Drop for Team {
     }
 }
 
-impl Shared {
+impl TeamShared {
     /// The life of helper `thread`.
     fn help(&self, thread: usize) {
         let mut done = 0;

@@ -102,7 +102,7 @@ impl CublasLt {
 
 /// What a plan depends on.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
-struct Key {
+struct MatmulKey {
     shape: MatmulShape,
     dtype: Dtype,
     /// Bytes to which a, b, base and c are aligned; the bias as well, or 0 when there is none.
@@ -111,17 +111,17 @@ struct Key {
 
 /// A product that is ready to run.
 #[derive(Clone, Copy)]
-struct Plan {
+struct MatmulPlan {
     description: Opaque,
     /// Of the first and the second factor as cuBLASLt sees them, and of the result.
     layouts: [Opaque; 3],
     algorithm: Algorithm,
-    chosen: Chosen,
+    chosen: AlgorithmChoice,
 }
 
 /// What is known of a plan's algorithm.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Chosen {
+struct AlgorithmChoice {
     algorithm: i32,
     split_k: i32,
     passed_over: usize,
@@ -131,7 +131,7 @@ struct Chosen {
 pub(super) struct Gemm {
     lt: CublasLt,
     handle: Opaque,
-    plans: HashMap<Key, Plan>,
+    plans: HashMap<MatmulKey, MatmulPlan>,
     workspace: DeviceBuffer<u8>,
 }
 
@@ -178,7 +178,7 @@ impl Gemm {
         let addend = base.unwrap_or(c);
         let alignments = [alignment(a), alignment(b), alignment(addend), alignment(c), bias.map_or(0, alignment)];
         let bias = bias.map_or(0, |bias| bias.addr);
-        let plan = self.plan(Key { shape, dtype: c.dtype, alignments }, bias)?;
+        let plan = self.plan(MatmulKey { shape, dtype: c.dtype, alignments }, bias)?;
         let Self { lt, handle, ref workspace, .. } = *self;
         let workspace = workspace.as_device_ptr().as_raw();
         if bias != 0 {
@@ -213,7 +213,7 @@ impl Gemm {
     }
 
     /// The plan for `key`, made now if this is its first use. `bias` stands for all of its alignment.
-    fn plan(&mut self, key: Key, bias: u64) -> Result<Plan> {
+    fn plan(&mut self, key: MatmulKey, bias: u64) -> Result<MatmulPlan> {
         if let Some(plan) = self.plans.get(&key) {
             return Ok(*plan);
         }
@@ -227,8 +227,8 @@ impl Gemm {
 
     /// The algorithms of all plans so far, in the order of their shapes.
     pub(super) fn algorithms(&self) -> Vec<ProductAlgorithm> {
-        let all = self.plans.iter().map(|(&Key { shape, dtype, .. }, plan)| {
-            let Chosen { algorithm, split_k, passed_over } = plan.chosen;
+        let all = self.plans.iter().map(|(&MatmulKey { shape, dtype, .. }, plan)| {
+            let AlgorithmChoice { algorithm, split_k, passed_over } = plan.chosen;
             ProductAlgorithm { shape, dtype, algorithm, split_k, passed_over }
         });
         let mut all: Vec<_> = all.collect();
@@ -238,7 +238,8 @@ impl Gemm {
 
     /// The algorithm of a product of well aligned matrices without bias; runs nothing.
     pub(super) fn algorithm_of(&mut self, shape: MatmulShape, dtype: Dtype) -> Result<ProductAlgorithm> {
-        let Chosen { algorithm, split_k, passed_over } = self.plan(Key { shape, dtype, alignments: [256, 256, 256, 256, 0] }, 0)?.chosen;
+        let AlgorithmChoice { algorithm, split_k, passed_over } =
+            self.plan(MatmulKey { shape, dtype, alignments: [256, 256, 256, 256, 0] }, 0)?.chosen;
         Ok(ProductAlgorithm { shape, dtype, algorithm, split_k, passed_over })
     }
 }
@@ -277,7 +278,7 @@ impl Drop for Parts {
 impl Parts {
     /// cuBLASLt's matrices are column-major: a row-major matrix is its transpose there. So `c^T = op(b)^T op(a)^T`, the
     /// first factor is `b`, and `c^T` has n rows.
-    fn fill(&mut self, key: Key, bias: u64) -> Result<()> {
+    fn fill(&mut self, key: MatmulKey, bias: u64) -> Result<()> {
         let MatmulShape { layout, m, n, k } = key.shape;
         let (b, transpose_b) = match layout {
             MatmulLayout::Nt => ([k, n], true),
@@ -320,7 +321,7 @@ impl Parts {
 
     /// The first suggestion that can run and is right. The library has been told to suggest none whose sums have no fixed order. Where all
     /// are of the algorithm that is passed over, it is asked for those that do not split.
-    fn choose(&self, handle: Opaque, key: Key) -> Result<(Suggestion, Chosen)> {
+    fn choose(&self, handle: Opaque, key: MatmulKey) -> Result<(Suggestion, AlgorithmChoice)> {
         let operation = || format!("choose an algorithm for a matrix product, {:?} on {}", key.shape, key.dtype);
         let none = || Error::resource(operation(), "cuBLASLt has none");
         let (found, passed_over) = self.first_right(&self.suggestions(handle, operation)?)?;
@@ -331,7 +332,7 @@ impl Parts {
             }
             found => found.ok_or_else(none)?,
         };
-        Ok((suggestion, Chosen { passed_over, ..chosen }))
+        Ok((suggestion, AlgorithmChoice { passed_over, ..chosen }))
     }
 
     /// What the library suggests by the present preferences.
@@ -350,10 +351,10 @@ impl Parts {
     }
 
     /// The first of `suggestions` that is right, and how many before it were not.
-    fn first_right(&self, suggestions: &[Suggestion]) -> Result<(Option<(Suggestion, Chosen)>, usize)> {
+    fn first_right(&self, suggestions: &[Suggestion]) -> Result<(Option<(Suggestion, AlgorithmChoice)>, usize)> {
         for (passed_over, suggestion) in suggestions.iter().enumerate() {
             let [algorithm, split_k] = [CONFIG_ALGORITHM, CONFIG_SPLIT_K].map(|attribute| self.configured(suggestion, attribute));
-            let chosen = Chosen { algorithm: algorithm?, split_k: split_k?, passed_over };
+            let chosen = AlgorithmChoice { algorithm: algorithm?, split_k: split_k?, passed_over };
             if !may_be_wrong(chosen) {
                 return Ok((Some((*suggestion, chosen)), passed_over));
             }
@@ -372,16 +373,16 @@ impl Parts {
     }
 
     /// Keeps what running needs.
-    fn keep(mut self, suggestion: Suggestion, chosen: Chosen) -> Plan {
+    fn keep(mut self, suggestion: Suggestion, chosen: AlgorithmChoice) -> MatmulPlan {
         let algorithm = suggestion.algorithm;
         let description = std::mem::replace(&mut self.description, ptr::null_mut());
         let layouts = std::mem::replace(&mut self.layouts, [ptr::null_mut(); 3]);
-        Plan { description, layouts, algorithm, chosen }
+        MatmulPlan { description, layouts, algorithm, chosen }
     }
 }
 
 /// See [`WRONG_WITH_SPLIT_K`].
-fn may_be_wrong(chosen: Chosen) -> bool {
+fn may_be_wrong(chosen: AlgorithmChoice) -> bool {
     chosen.algorithm == WRONG_WITH_SPLIT_K && !matches!(chosen.split_k, 0 | 1)
 }
 
@@ -445,7 +446,7 @@ mod tests {
 
     #[test]
     fn one_algorithm_is_passed_over_where_it_splits_its_sums() {
-        let may_be_wrong = |algorithm, split_k| may_be_wrong(Chosen { algorithm, split_k, passed_over: 0 });
+        let may_be_wrong = |algorithm, split_k| may_be_wrong(AlgorithmChoice { algorithm, split_k, passed_over: 0 });
         assert!(may_be_wrong(66, 2) && may_be_wrong(66, -1));
         assert!(!may_be_wrong(66, 1) && !may_be_wrong(66, 0) && !may_be_wrong(67, 4));
     }

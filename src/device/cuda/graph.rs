@@ -8,9 +8,9 @@ use cust::sys;
 pub struct GraphId(pub(super) u32);
 
 /// A recorded graph, ready to be enqueued.
-pub(super) struct Graph(pub(super) sys::CUgraphExec);
+pub(super) struct GraphExec(pub(super) sys::CUgraphExec);
 
-impl Drop for Graph {
+impl Drop for GraphExec {
     fn drop(&mut self) {
         // SAFETY: made by `record_graph`, destroyed once.
         unsafe { sys::cuGraphExecDestroy(self.0) };

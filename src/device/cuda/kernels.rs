@@ -12,14 +12,14 @@ pub(super) mod pointwise;
 pub(super) mod rope;
 pub(super) mod transfer;
 
-use super::modules::Source;
+use super::modules::PtxSource;
 use super::{CudaDevice, sdpa};
 use crate::device::{AdamArgs, AttentionShape, DeviceSlice, Kernels, MatmulShape, Stream};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 
 /// Every PTX file, with what it exports.
-pub(super) fn sources() -> impl Iterator<Item = &'static Source> {
+pub(super) fn sources() -> impl Iterator<Item = &'static PtxSource> {
     let transformer =
         [&attention::SOURCE, &bias::SOURCE, &cross_entropy::SOURCE, &embed::SOURCE, &norm::SOURCE, &pointwise::SOURCE, &rope::SOURCE];
     transfer::SOURCES.iter().chain(transformer)
@@ -166,7 +166,7 @@ impl Kernels for CudaDevice {
     ) -> Result<()> {
         match (&self.sdpa, documents) {
             (Some(_), Some(_)) => Err(sdpa::no_documents()),
-            (Some(_), None) => fused_attention(self, sdpa::Call::forward(qkv, out, lse, shape)?),
+            (Some(_), None) => fused_attention(self, sdpa::AttentionCall::forward(qkv, out, lse, shape)?),
             (None, _) => attention::attention(self, qkv, documents, out, lse, shape),
         }
     }
@@ -183,7 +183,7 @@ impl Kernels for CudaDevice {
     ) -> Result<()> {
         match (&self.sdpa, documents) {
             (Some(_), Some(_)) => Err(sdpa::no_documents()),
-            (Some(_), None) => fused_attention(self, sdpa::Call::backward(dout, qkv, out, lse, dqkv, shape)?),
+            (Some(_), None) => fused_attention(self, sdpa::AttentionCall::backward(dout, qkv, out, lse, dqkv, shape)?),
             (None, _) => attention::attention_backward(self, dout, qkv, documents, out, lse, dqkv, shape),
         }
     }
@@ -254,7 +254,7 @@ impl Kernels for CudaDevice {
 }
 
 /// Enqueues `call` by cuDNN.
-fn fused_attention(dev: &mut CudaDevice, call: sdpa::Call) -> Result<()> {
+fn fused_attention(dev: &mut CudaDevice, call: sdpa::AttentionCall) -> Result<()> {
     // Taken out while it runs: the span around it needs the device.
     let mut sdpa = dev.sdpa.take().ok_or_else(|| Error::Unsupported("fused attention on a device opened without cuDNN".into()))?;
     let result = dev.timed(Stream::Compute, call.name, |_| sdpa.enqueue(&call));

@@ -64,13 +64,13 @@ pub(super) fn size(x: usize) -> Result<u32> {
 
 /// A kernel's blocks and threads.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Launch {
+pub(super) struct LaunchConfig {
     pub(super) grid: [u32; 3],
     pub(super) block: [u32; 3],
     pub(super) shared_bytes: u32,
 }
 
-impl Launch {
+impl LaunchConfig {
     /// One dimension, no dynamic shared memory.
     pub(super) fn new(blocks: u32, threads: u32) -> Self {
         Self { grid: [blocks, 1, 1], block: [threads, 1, 1], shared_bytes: 0 }
@@ -84,10 +84,10 @@ impl CudaDevice {
         stream: Stream,
         name: &'static str,
         dtype: Option<Dtype>,
-        launch: Launch,
+        launch: LaunchConfig,
         args: [Arg; N],
     ) -> Result<()> {
-        let Launch { grid, block, shared_bytes } = launch;
+        let LaunchConfig { grid, block, shared_bytes } = launch;
         if grid.contains(&0) {
             return Ok(());
         }

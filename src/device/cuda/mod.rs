@@ -31,7 +31,7 @@ use cust::sys;
 use driver::{RawEvent, RawStream, Registered, priorities};
 use error::check;
 use gemm::Gemm;
-use graph::Graph;
+use graph::GraphExec;
 pub use graph::GraphId;
 use libraries::Libraries;
 use modules::Modules;
@@ -56,7 +56,7 @@ pub struct CudaDevice {
     // Dropped in this order: libraries before the streams that they were given, the context last.
     sdpa: Option<Sdpa>,
     gemm: Gemm,
-    graphs: Vec<Graph>,
+    graphs: Vec<GraphExec>,
     timeline: Timeline,
     registered: Vec<Registered>,
     allocations: Vec<(String, DeviceSlice)>,

@@ -7,7 +7,7 @@ use cust::sys::CUfunction;
 use std::collections::HashMap;
 
 /// One PTX file and what it exports.
-pub(super) struct Source {
+pub(super) struct PtxSource {
     /// Its name below `ptx/`.
     pub(super) file: &'static str,
     pub(super) ptx: &'static str,
@@ -25,7 +25,7 @@ pub(super) struct Modules {
 }
 
 impl Modules {
-    pub(super) fn load(sources: impl Iterator<Item = &'static Source>) -> Result<Self> {
+    pub(super) fn load(sources: impl Iterator<Item = &'static PtxSource>) -> Result<Self> {
         let mut functions = HashMap::new();
         let mut modules = Vec::new();
         for source in sources {
@@ -60,7 +60,7 @@ fn suffix(dtype: Dtype) -> &'static str {
     }
 }
 
-fn find(module: &Module, source: &Source, name: &str) -> Result<CUfunction> {
+fn find(module: &Module, source: &PtxSource, name: &str) -> Result<CUfunction> {
     let failed =
         |e: cust::error::CudaError| Error::resource(format!("find {name} in ptx/{}", source.file), format!("CUDA error {}", e as u32));
     module.get_function(name).map(|function| function.to_raw()).map_err(failed)

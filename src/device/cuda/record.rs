@@ -1,7 +1,7 @@
 //! Recording a graph and enqueuing it. The engine does neither.
 
 use super::error::check;
-use super::graph::{Graph, GraphId};
+use super::graph::{GraphExec, GraphId};
 use super::{CudaDevice, Stream};
 use crate::error::Result;
 use cust::sys;
@@ -32,7 +32,7 @@ impl CudaDevice {
             unsafe { sys::cuGraphDestroy(graph) };
         }
         instantiated?;
-        self.graphs.push(Graph(executable));
+        self.graphs.push(GraphExec(executable));
         Ok(GraphId(self.graphs.len() as u32 - 1))
     }
 

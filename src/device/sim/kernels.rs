@@ -2,7 +2,7 @@
 //! whichever takes longer, and the least that any kernel takes.
 
 use super::SimDevice;
-use super::world::Kind;
+use super::world::OpKind;
 use crate::device::{AdamArgs, AttentionShape, DeviceSlice, Kernels, MatmulShape, Stream};
 use crate::dtype::Dtype;
 use crate::error::Result;
@@ -28,7 +28,7 @@ impl SimDevice {
     /// A kernel of `flops` at `flops_per_s` that reads and writes `bytes`.
     fn compute(&mut self, name: &'static str, flops: f64, flops_per_s: f64, bytes: f64) -> Result<()> {
         let seconds = (flops / flops_per_s).max(bytes / self.rates.device_bytes_per_s);
-        self.enqueue(Stream::Compute, Kind::Compute, name, self.rates.kernel_s + seconds);
+        self.enqueue(Stream::Compute, OpKind::Compute, name, self.rates.kernel_s + seconds);
         Ok(())
     }
 
@@ -246,7 +246,7 @@ impl Kernels for SimDevice {
 
     fn cast(&mut self, stream: Stream, src: DeviceSlice, dst: DeviceSlice) -> Result<()> {
         let seconds = self.rates.kernel_s + bytes([src, dst]) / self.rates.device_bytes_per_s;
-        self.enqueue(stream, Kind::Compute, "cast", seconds);
+        self.enqueue(stream, OpKind::Compute, "cast", seconds);
         Ok(())
     }
 

@@ -19,7 +19,7 @@ use crate::optim::simd::Isa;
 use crate::trace::Recorder;
 use std::cell::RefCell;
 use std::rc::Rc;
-use world::{Kind, Work, World};
+use world::{OpKind, SimWork, World};
 
 pub use pool::SimPool;
 
@@ -49,9 +49,9 @@ impl SimDevice {
     }
 
     /// Enqueues what takes `seconds` alone; the driver is busy with it for as long as a launch takes.
-    fn enqueue(&mut self, stream: Stream, kind: Kind, name: &'static str, seconds: f64) {
+    fn enqueue(&mut self, stream: Stream, kind: OpKind, name: &'static str, seconds: f64) {
         let mut world = self.world.borrow_mut();
-        world.enqueue(stream, Work { kind, name, index: u32::MAX, alone_ns: seconds * 1e9 });
+        world.enqueue(stream, SimWork { kind, name, index: u32::MAX, alone_ns: seconds * 1e9 });
         world.spend(self.rates.launch_s * 1e9);
     }
 }
@@ -78,7 +78,7 @@ impl Device for SimDevice {
     fn prefetch(&mut self, stream: Stream, memory: DeviceSlice, place: Place) -> Result<()> {
         if let DeviceMemory::Own { addressing: Addressing::Managed | Addressing::Separate, .. } = self.memory {
             let seconds = self.rates.latency_s + memory.bytes() as f64 / self.rates.managed_bytes_per_s;
-            self.enqueue(stream, Kind::Paging, super::prefetch_span(place), seconds);
+            self.enqueue(stream, OpKind::Paging, super::prefetch_span(place), seconds);
         }
         Ok(())
     }
@@ -131,13 +131,13 @@ impl Device for SimDevice {
         if Some(src.addr) == self.first_partial {
             dst.with(|partials: &mut [f32]| partials[0] = 1.0);
         }
-        self.enqueue(stream, Kind::ToHost, "copy_d2h", self.rates.to_host_s(src.bytes()));
+        self.enqueue(stream, OpKind::ToHost, "copy_d2h", self.rates.to_host_s(src.bytes()));
         Ok(())
     }
 
     fn copy_h2d(&mut self, stream: Stream, src: PinnedSlice, dst: DeviceSlice) -> Result<()> {
         assert_eq!(src.bytes(), dst.bytes(), "copy_h2d");
-        self.enqueue(stream, Kind::ToDevice, "copy_h2d", self.rates.to_device_s(src.bytes()));
+        self.enqueue(stream, OpKind::ToDevice, "copy_h2d", self.rates.to_device_s(src.bytes()));
         Ok(())
     }
 

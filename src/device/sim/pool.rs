@@ -1,6 +1,6 @@
 //! The optimizer's pool in the simulated machine: a job takes as long as its bytes do.
 
-use super::world::{Kind, Work, World};
+use super::world::{OpKind, SimWork, World};
 use crate::trace::Recorder;
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -16,7 +16,7 @@ impl SimPool {
     /// Starts a job that reads and writes `bytes`.
     pub fn submit(&mut self, (name, index): (&'static str, u32), bytes: u64) {
         let alone_ns = (self.wake_up_s + bytes as f64 / self.bytes_per_s) * 1e9;
-        self.world.borrow_mut().submit(Work { kind: Kind::Adam, name, index, alone_ns });
+        self.world.borrow_mut().submit(SimWork { kind: OpKind::Adam, name, index, alone_ns });
     }
 
     /// Whether the last job is done.

@@ -19,7 +19,7 @@ const EPSILON_NS: f64 = 1e-2;
 
 /// What an operation keeps busy: others of some kinds slow it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum OpKind {
     /// The device's arithmetic.
     Compute,
     /// The link, out.
@@ -34,8 +34,8 @@ pub(super) enum Kind {
 
 /// Something that takes time.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Work {
-    pub kind: Kind,
+pub(super) struct SimWork {
+    pub kind: OpKind,
     pub name: &'static str,
     /// Bucket, layer or step; `u32::MAX` when there is none.
     pub index: u32,
@@ -44,28 +44,28 @@ pub(super) struct Work {
 }
 
 #[derive(Clone, Copy, Debug)]
-enum Op {
-    Work(Work),
+enum SimOp {
+    Work(SimWork),
     Record { event: usize, version: u64 },
     Wait { event: usize, version: u64 },
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Running {
-    work: Work,
+struct WorkInProgress {
+    work: SimWork,
     start_ns: f64,
     left_ns: f64,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
-struct Event {
+struct SimEvent {
     recorded: u64,
     done: u64,
 }
 
 struct Lane {
-    queue: VecDeque<Op>,
-    running: Option<Running>,
+    queue: VecDeque<SimOp>,
+    running: Option<WorkInProgress>,
     waiting_since_ns: Option<f64>,
     recorder: Recorder,
     busy_ns: f64,
@@ -111,19 +111,19 @@ impl Contention {
     }
 
     /// Progress of work of this kind, where 1 is alone, beside what `active` says is under way.
-    fn speed(&self, kind: Kind, active: impl Fn(Kind) -> bool) -> f64 {
+    fn speed(&self, kind: OpKind, active: impl Fn(OpKind) -> bool) -> f64 {
         // What was measured with copies both ways counts half for one.
-        let under_copies = |factor: f64| match (active(Kind::ToHost), active(Kind::ToDevice)) {
+        let under_copies = |factor: f64| match (active(OpKind::ToHost), active(OpKind::ToDevice)) {
             (true, true) => factor,
             (false, false) => 1.0,
             _ => f64::midpoint(1.0, factor),
         };
         match kind {
-            Kind::Compute => under_copies(self.compute_under_copies) * when(active(Kind::Adam), self.compute_under_adam),
-            Kind::Adam => under_copies(self.adam_under_copies) * when(active(Kind::Compute), self.adam_under_compute),
-            Kind::Paging => 1.0,
-            Kind::ToHost => when(active(Kind::ToDevice), self.copies_both_ways[0]) * when(active(Kind::Adam), self.copies_under_adam),
-            Kind::ToDevice => when(active(Kind::ToHost), self.copies_both_ways[1]) * when(active(Kind::Adam), self.copies_under_adam),
+            OpKind::Compute => under_copies(self.compute_under_copies) * when(active(OpKind::Adam), self.compute_under_adam),
+            OpKind::Adam => under_copies(self.adam_under_copies) * when(active(OpKind::Compute), self.adam_under_compute),
+            OpKind::Paging => 1.0,
+            OpKind::ToHost => when(active(OpKind::ToDevice), self.copies_both_ways[0]) * when(active(OpKind::Adam), self.copies_under_adam),
+            OpKind::ToDevice => when(active(OpKind::ToHost), self.copies_both_ways[1]) * when(active(OpKind::Adam), self.copies_under_adam),
         }
     }
 }
@@ -137,7 +137,7 @@ fn when(condition: bool, factor: f64) -> f64 {
 pub(super) struct World {
     now_ns: f64,
     lanes: [Lane; LANES],
-    events: Vec<Event>,
+    events: Vec<SimEvent>,
     contention: Contention,
     waited_ns: f64,
 }
@@ -159,37 +159,37 @@ impl World {
     }
 
     pub fn event(&mut self) -> usize {
-        self.events.push(Event::default());
+        self.events.push(SimEvent::default());
         self.events.len() - 1
     }
 
     pub fn record(&mut self, event: usize, stream: Stream) {
         self.events[event].recorded += 1;
         let version = self.events[event].recorded;
-        self.push(stream, Op::Record { event, version });
+        self.push(stream, SimOp::Record { event, version });
     }
 
     pub fn wait(&mut self, stream: Stream, event: usize) {
         let version = self.events[event].recorded;
-        self.push(stream, Op::Wait { event, version });
+        self.push(stream, SimOp::Wait { event, version });
     }
 
     pub fn is_done(&self, event: usize) -> bool {
         self.events[event].done >= self.events[event].recorded
     }
 
-    pub fn enqueue(&mut self, stream: Stream, work: Work) {
-        self.push(stream, Op::Work(work));
+    pub fn enqueue(&mut self, stream: Stream, work: SimWork) {
+        self.push(stream, SimOp::Work(work));
     }
 
-    fn push(&mut self, stream: Stream, op: Op) {
+    fn push(&mut self, stream: Stream, op: SimOp) {
         self.lanes[stream as usize].queue.push_back(op);
         self.settle();
     }
 
     /// Gives the pool a job.
-    pub fn submit(&mut self, work: Work) {
-        self.lanes[POOL].queue.push_back(Op::Work(work));
+    pub fn submit(&mut self, work: SimWork) {
+        self.lanes[POOL].queue.push_back(SimOp::Work(work));
         self.settle();
     }
 
@@ -250,7 +250,7 @@ impl World {
             let Some(running) = &mut lane.running else { continue };
             running.left_ns -= ns * speed;
             if running.left_ns <= EPSILON_NS {
-                let Running { work, start_ns, .. } = *running;
+                let WorkInProgress { work, start_ns, .. } = *running;
                 lane.busy_ns += until - start_ns;
                 lane.span(work.name, work.index, start_ns, until);
                 lane.running = None;
@@ -271,19 +271,19 @@ impl World {
         while lane.running.is_none() {
             match lane.queue.front() {
                 None => break,
-                Some(Op::Wait { event, version }) if self.events[*event].done < *version => {
+                Some(SimOp::Wait { event, version }) if self.events[*event].done < *version => {
                     lane.waiting_since_ns.get_or_insert(now_ns);
                     break;
                 }
-                Some(Op::Wait { .. }) => {
+                Some(SimOp::Wait { .. }) => {
                     let since = lane.waiting_since_ns.take().filter(|since| *since < now_ns);
                     since.into_iter().for_each(|since| lane.span("wait", u32::MAX, since, now_ns));
                 }
-                Some(Op::Record { event, version }) => {
+                Some(SimOp::Record { event, version }) => {
                     self.events[*event].done = *version;
                     told = true;
                 }
-                Some(Op::Work(work)) => lane.running = Some(Running { work: *work, start_ns: now_ns, left_ns: work.alone_ns }),
+                Some(SimOp::Work(work)) => lane.running = Some(WorkInProgress { work: *work, start_ns: now_ns, left_ns: work.alone_ns }),
             }
             lane.queue.pop_front();
         }
@@ -296,8 +296,8 @@ mod tests {
     use super::*;
     use crate::hardware::rates::tests::round_rates;
 
-    fn work(kind: Kind, alone_ns: f64) -> Work {
-        Work { kind, name: "work", index: 0, alone_ns }
+    fn work(kind: OpKind, alone_ns: f64) -> SimWork {
+        SimWork { kind, name: "work", index: 0, alone_ns }
     }
 
     fn world() -> World {
@@ -309,11 +309,11 @@ mod tests {
         let mut world = world();
         let copied = world.event();
         assert!(world.is_done(copied), "an event that was never recorded");
-        world.enqueue(Stream::D2h, work(Kind::Compute, 30.0));
+        world.enqueue(Stream::D2h, work(OpKind::Compute, 30.0));
         world.record(copied, Stream::D2h);
-        world.enqueue(Stream::Compute, work(Kind::Compute, 10.0));
+        world.enqueue(Stream::Compute, work(OpKind::Compute, 10.0));
         world.wait(Stream::Compute, copied);
-        world.enqueue(Stream::Compute, work(Kind::Compute, 5.0));
+        world.enqueue(Stream::Compute, work(OpKind::Compute, 5.0));
         assert!(!world.is_done(copied));
         world.spend(29.0);
         assert!(!world.is_done(copied) && world.waited_ns() == 19);
@@ -327,12 +327,12 @@ mod tests {
     fn what_works_at_the_same_time_slows_each_other() {
         // Both ways at half speed, and copies at half speed beside Adam: see `round_rates`.
         let mut world = world();
-        world.enqueue(Stream::D2h, work(Kind::ToHost, 100.0));
-        world.enqueue(Stream::H2d, work(Kind::ToDevice, 100.0));
+        world.enqueue(Stream::D2h, work(OpKind::ToHost, 100.0));
+        world.enqueue(Stream::H2d, work(OpKind::ToDevice, 100.0));
         while world.advance() {}
         assert_eq!(world.now_ns(), 200);
-        world.enqueue(Stream::D2h, work(Kind::ToHost, 100.0));
-        world.submit(work(Kind::Adam, 60.0));
+        world.enqueue(Stream::D2h, work(OpKind::ToHost, 100.0));
+        world.submit(work(OpKind::Adam, 60.0));
         while world.advance() {}
         // Adam is at 0.75 beside one copy: 80 ns, in which the copy makes 40 of its 100.
         assert_eq!((world.now_ns(), world.pool_busy_ns()), (340, 80));
@@ -341,8 +341,8 @@ mod tests {
     #[test]
     fn a_device_on_the_hosts_cores_shares_them_with_the_optimizer() {
         let mut world = World::new(&round_rates(), true, 0);
-        world.enqueue(Stream::Compute, work(Kind::Compute, 100.0));
-        world.submit(work(Kind::Adam, 50.0));
+        world.enqueue(Stream::Compute, work(OpKind::Compute, 100.0));
+        world.submit(work(OpKind::Adam, 50.0));
         while world.advance() {}
         assert_eq!(world.now_ns(), 150);
     }

@@ -2,7 +2,7 @@
 
 use super::law::Phase::{self, Arrived, Copying, Ready, Running, Settled, Speculated};
 use super::law::Queued::{Commit, Redo, Restore};
-use super::{Coordinator, Kind, Policy, Verdict};
+use super::{Coordinator, JobKind, Policy, Verdict};
 
 impl Coordinator {
     /// # Panics
@@ -45,13 +45,13 @@ impl Coordinator {
     /// One bucket runs, the one that the pool has; only an early commit leaves its bucket where it is.
     fn check_pool(&self) {
         let running = (0..self.buckets.len()).filter(|&bucket| self.buckets[bucket].phase == Running);
-        let pool = self.running.as_ref().filter(|running| running.kind != Kind::Commit).map(|running| running.bucket);
+        let pool = self.running.as_ref().filter(|running| running.kind != JobKind::Commit).map(|running| running.bucket);
         assert!(running.eq(pool), "the pool has bucket {pool:?} and others run");
         let Some(running) = &self.running else {
             let has_room = !self.staging.streams() && self.param_slots.lent() < self.param_slots.count();
             return assert!(!has_room || !self.buckets.iter().any(|b| self.is_runnable(b)), "a bucket waits for an idle pool");
         };
         assert!(!running.speculative || self.rules.may_speculate(), "the pool speculates under {:?}", self.rules.policy);
-        assert_eq!(running.params.is_none(), matches!(running.kind, Kind::Flush | Kind::Commit), "new weights need a slot");
+        assert_eq!(running.params.is_none(), matches!(running.kind, JobKind::Flush | JobKind::Commit), "new weights need a slot");
     }
 }

@@ -4,9 +4,9 @@ use super::facts::{GpuFacts, Sample, no_cuda};
 use crate::error::Result;
 
 /// There is none.
-pub(super) enum Gpu {}
+pub(super) enum VisibleGpu {}
 
-impl Gpu {
+impl VisibleGpu {
     pub(super) fn open() -> Result<Self> {
         Err(no_cuda())
     }

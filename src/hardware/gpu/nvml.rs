@@ -10,7 +10,7 @@ use nvml_wrapper::{Device, Nvml, cuda_driver_version_major, cuda_driver_version_
 const LIBRARY: &str = "libnvidia-ml.so.1";
 
 /// The GPU that CUDA shows first.
-pub(super) struct Gpu {
+pub(super) struct VisibleGpu {
     nvml: Nvml,
     visible: Visible,
 }
@@ -36,7 +36,7 @@ impl Visible {
     }
 }
 
-impl Gpu {
+impl VisibleGpu {
     pub(super) fn open() -> Result<Self> {
         let failed = |e: NvmlError| Error::resource(format!("ask {LIBRARY} about the GPU"), e);
         let nvml = Nvml::builder().lib_path(LIBRARY.as_ref()).init().map_err(failed)?;

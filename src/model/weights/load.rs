@@ -40,7 +40,7 @@ pub struct ModelWeights {
 
 /// A tensor in its file.
 #[derive(Clone, Copy)]
-struct Source<'a> {
+struct LocatedTensor<'a> {
     name: &'a str,
     file: &'a TensorFile,
     info: &'a TensorInfo,
@@ -81,7 +81,7 @@ impl ModelWeights {
     }
 
     /// Names, shapes and formats of everything, checked: which file's tensor goes into which part of which of ours.
-    fn parts(&self) -> Result<Vec<(&TensorSpec, &HfPart, Source<'_>)>> {
+    fn parts(&self) -> Result<Vec<(&TensorSpec, &HfPart, LocatedTensor<'_>)>> {
         let (mut parts, mut missing) = (vec![], vec![]);
         let mut unexpected: BTreeSet<&str> = self.place.keys().map(String::as_str).filter(|name| !is_ignored(name)).collect();
         if let (true, Some(copy)) = (self.shape.tied && unexpected.remove(LM_HEAD), self.find(LM_HEAD)) {
@@ -113,10 +113,10 @@ impl ModelWeights {
         }
     }
 
-    fn find(&self, name: &str) -> Option<Source<'_>> {
+    fn find(&self, name: &str) -> Option<LocatedTensor<'_>> {
         let (name, &idx) = self.place.get_key_value(name)?;
         let file = &self.files[idx];
-        Some(Source { name, file, info: file.info(name)? })
+        Some(LocatedTensor { name, file, info: file.info(name)? })
     }
 }
 
@@ -182,7 +182,7 @@ impl Reader {
         &mut self,
         spec: &TensorSpec,
         part: &HfPart,
-        source: Source<'_>,
+        source: LocatedTensor<'_>,
         write: &mut impl FnMut(usize, &[f32]) -> Result<()>,
     ) -> Result<()> {
         let (cols, first) = (spec.row_elems(), spec.offset_elems + part.row_start * spec.row_elems());
@@ -202,7 +202,7 @@ impl Reader {
     }
 
     /// Fills the block with rows of ours from `row` on, of `cols` elements; the file has them as columns of its rows of `file_cols`.
-    fn gather(&mut self, source: Source<'_>, file_cols: usize, row: usize, cols: usize) -> Result<()> {
+    fn gather(&mut self, source: LocatedTensor<'_>, file_cols: usize, row: usize, cols: usize) -> Result<()> {
         self.column.resize(self.block.len() / cols, 0.0);
         for col in 0..cols {
             source.read(col * file_cols + row, &mut self.raw, &mut self.column)?;
@@ -214,7 +214,7 @@ impl Reader {
 }
 
 /// A second copy of the token embedding must be one: training would lose it.
-fn expect_same(embedding: Source<'_>, copy: Source<'_>) -> Result<()> {
+fn expect_same(embedding: LocatedTensor<'_>, copy: LocatedTensor<'_>) -> Result<()> {
     let elems = embedding.info.shape.iter().product::<usize>();
     let (mut raw, mut ours, mut theirs) = (vec![], vec![], vec![]);
     for start in (0..elems).step_by(BLOCK_ELEMS) {
@@ -230,7 +230,7 @@ fn expect_same(embedding: Source<'_>, copy: Source<'_>) -> Result<()> {
     Ok(())
 }
 
-impl Source<'_> {
+impl LocatedTensor<'_> {
     /// Fills `out` with elements from `start` on, widened and finite; `raw` is room for what is in the file.
     fn read(&self, start: usize, raw: &mut Vec<u8>, out: &mut [f32]) -> Result<()> {
         let elem_bytes = self.info.dtype.bitsize() / 8;
@@ -262,7 +262,7 @@ fn widen<E: Element>(raw: &[u8], out: &mut [f32]) {
     }
 }
 
-fn check(name: &str, source: Source<'_>, shape: &[usize]) -> Result<()> {
+fn check(name: &str, source: LocatedTensor<'_>, shape: &[usize]) -> Result<()> {
     let TensorInfo { dtype, shape: found, .. } = source.info;
     if found != shape {
         return Err(Error::format(source.file.path(), format_args!("tensor {name} has shape {found:?}, config.json says {shape:?}")));

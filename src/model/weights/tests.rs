@@ -1,7 +1,7 @@
 use super::safetensors::TensorFile;
 use super::*;
 use crate::checkpoint::export::{Options, export, export_checkpoint};
-use crate::checkpoint::{LossScale, Scheduler, TensorSource, TrainerState, save};
+use crate::checkpoint::{SavedLossScale, Scheduler, TensorSource, TrainerState, save};
 use crate::disk::faults::{self, Mode};
 use crate::dtype::{Dtype, Element};
 use crate::model::shape::ModelShape;
@@ -409,7 +409,7 @@ fn save_checkpoint(dir: &Path, step: u64, model: &Model) -> PathBuf {
     let trainer = TrainerState {
         step,
         optimizer_step: step,
-        loss_scale: LossScale { scale: 1.0, good_steps: 0 },
+        loss_scale: SavedLossScale { scale: 1.0, good_steps: 0 },
         scheduler: Scheduler { name: "constant".into(), base_lr: 1e-3, warmup_steps: 0, max_steps: 9 },
         seed: 0,
         data_position: Value::Null,

@@ -1,11 +1,11 @@
 //! Memory without hints.
 
-use super::{Isa, Line};
+use super::{Isa, StoreLine};
 
 /// # Safety
 /// `from` points to a line.
 #[inline(always)]
-pub(super) unsafe fn stream(_: Isa, to: &mut Line, from: *const Line) {
+pub(super) unsafe fn stream(_: Isa, to: &mut StoreLine, from: *const StoreLine) {
     // SAFETY: the caller's promise.
     *to = unsafe { *from };
 }
@@ -14,4 +14,4 @@ pub(super) unsafe fn stream(_: Isa, to: &mut Line, from: *const Line) {
 pub(super) fn fence() {}
 
 #[inline(always)]
-pub(super) fn prefetch(_: *const Line) {}
+pub(super) fn prefetch(_: *const StoreLine) {}

@@ -3,7 +3,7 @@
 //! AVX-512's own conversion to bfloat16 (`VCVTNEPS2BF16`) is left alone: it takes denormals for zero, so its bits are not the
 //! specification's. The conversion by integers hides behind memory.
 
-use super::{AdamKernels, Isa, Line};
+use super::{AdamKernels, Isa, StoreLine};
 use std::arch::x86_64::{
     __m256i, _MM_HINT_T0, _mm_prefetch, _mm_sfence, _mm256_loadu_si256, _mm256_stream_si256, _mm512_loadu_si512, _mm512_stream_si512,
 };
@@ -58,8 +58,8 @@ fn avx512<R>(pass: impl FnOnce(Isa) -> R) -> R {
 /// # Safety
 /// The CPU has `isa`, and `from` points to a line.
 #[inline(always)]
-pub(super) unsafe fn stream(isa: Isa, to: &mut Line, from: *const Line) {
-    let to: *mut Line = to;
+pub(super) unsafe fn stream(isa: Isa, to: &mut StoreLine, from: *const StoreLine) {
+    let to: *mut StoreLine = to;
     // SAFETY: the caller's promise; a line is aligned for every vector.
     unsafe {
         match isa {
@@ -83,7 +83,7 @@ pub(super) fn fence() {
 
 /// Asks for a line, which may lie anywhere.
 #[inline(always)]
-pub(super) fn prefetch(line: *const Line) {
+pub(super) fn prefetch(line: *const StoreLine) {
     // SAFETY: a prefetch reads nothing and never faults.
     unsafe { _mm_prefetch::<_MM_HINT_T0>(line.cast()) };
 }

@@ -45,7 +45,7 @@ impl Sizes {
 const SMALLEST_BYTES: usize = 64 << 10;
 
 /// A device, and all that it is measured with.
-pub struct Bench<'a, D> {
+pub struct DeviceBench<'a, D> {
     /// The device and its clock.
     pub rig: Rig<'a, D>,
     /// Where host memory comes from; outlives the device.
@@ -66,7 +66,7 @@ pub struct Bench<'a, D> {
     pub facts: Facts,
 }
 
-impl<D: Kernels> Bench<'_, D> {
+impl<D: Kernels> DeviceBench<'_, D> {
     /// Host memory that copies reach directly.
     ///
     /// # Errors

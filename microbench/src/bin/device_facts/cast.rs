@@ -1,6 +1,6 @@
 //! Casts between bf16 and fp32: on the device, on the host's threads, as passes of their own and as part of Adam's (Figure 9).
 
-use crate::bench::{Bench, rate};
+use crate::bench::{DeviceBench, rate};
 use crate::optimizer::{GRAD, HostJob, Optimizer, Widen, is_all};
 use half::bf16;
 use microbench::facts::join;
@@ -50,7 +50,7 @@ impl Arm {
 }
 
 /// A tensor in both formats on both sides.
-struct Tensor {
+struct CastTensor {
     elems: usize,
     wide: DeviceSlice,
     narrow: DeviceSlice,
@@ -67,21 +67,21 @@ struct Host {
 ///
 /// # Errors
 /// The device's and the pool's; `Resource` when data are wrong.
-pub fn measure<D: Kernels>(bench: &mut Bench<'_, D>) -> Result<()> {
+pub fn measure<D: Kernels>(bench: &mut DeviceBench<'_, D>) -> Result<()> {
     let elems = bench.sizes.max_bytes / 4;
     let (wide, narrow) = (bench.rig.dev.alloc("fp32", elems, Dtype::Float32)?, bench.rig.dev.alloc("bf16", elems, Dtype::Bfloat16)?);
     let optimizer = Optimizer::new(bench, elems, elems)?;
     let mut workers = Workers::<HostJob>::new(bench.topology, bench.limits.workers)?;
     for bytes in bench.sizes.by_four(SMALLEST_BYTES) {
         let elems = bytes / 4;
-        let tensor = Tensor { elems, wide: wide.slice(0, elems), narrow: narrow.slice(0, elems) };
+        let tensor = CastTensor { elems, wide: wide.slice(0, elems), narrow: narrow.slice(0, elems) };
         on_the_device(bench, &optimizer, &tensor)?;
         on_the_host(bench, &optimizer, elems, &mut workers)?;
     }
     let mut host = Host { optimizer, pool: workers.pool, ready: bench.rig.dev.event()? };
     for bytes in bench.sizes.by_four(SMALLEST_BYTES) {
         let elems = bytes / 4;
-        let tensor = Tensor { elems, wide: wide.slice(0, elems), narrow: narrow.slice(0, elems) };
+        let tensor = CastTensor { elems, wide: wide.slice(0, elems), narrow: narrow.slice(0, elems) };
         for arm in Arm::ALL {
             gradients(bench, &mut host, &tensor, arm)?;
             weights(bench, &mut host, &tensor, arm)?;
@@ -94,7 +94,7 @@ fn size(elems: usize) -> Value {
     json!({ "fp32_bytes": 4 * elems, "fp32_megabytes": 4e-6 * elems as f64 })
 }
 
-fn on_the_device<D: Kernels>(bench: &mut Bench<'_, D>, optimizer: &Optimizer, tensor: &Tensor) -> Result<()> {
+fn on_the_device<D: Kernels>(bench: &mut DeviceBench<'_, D>, optimizer: &Optimizer, tensor: &CastTensor) -> Result<()> {
     let (elems, host) = (tensor.elems, optimizer.narrow.slice(0, 2 * tensor.elems));
     for (from, to) in [(tensor.narrow, tensor.wide), (tensor.wide, tensor.narrow)] {
         fill(host, bf16::from_f32(GRAD));
@@ -109,13 +109,13 @@ fn on_the_device<D: Kernels>(bench: &mut Bench<'_, D>, optimizer: &Optimizer, te
 }
 
 /// Whether both formats on the device are `value`.
-fn is_on_the_device<D: Device>(rig: &mut Rig<'_, D>, optimizer: &Optimizer, tensor: &Tensor, value: f32) -> Result<bool> {
+fn is_on_the_device<D: Device>(rig: &mut Rig<'_, D>, optimizer: &Optimizer, tensor: &CastTensor, value: f32) -> Result<bool> {
     let (wide, narrow) = (optimizer.wide.slice(0, 4 * tensor.elems), optimizer.narrow.slice(0, 2 * tensor.elems));
     rig.seconds(|dev| dev.copy_d2h(Stream::D2h, tensor.wide, wide).and_then(|()| dev.copy_d2h(Stream::D2h, tensor.narrow, narrow)))?;
     Ok(is_all(narrow, value) && wide.with(|wide: &mut [f32]| wide.iter().all(|&each| each == value)))
 }
 
-fn on_the_host<D: Kernels>(bench: &Bench<'_, D>, optimizer: &Optimizer, elems: usize, workers: &mut Workers<HostJob>) -> Result<()> {
+fn on_the_host<D: Kernels>(bench: &DeviceBench<'_, D>, optimizer: &Optimizer, elems: usize, workers: &mut Workers<HostJob>) -> Result<()> {
     optimizer.reset(elems);
     let widen = Widen { from: optimizer.narrow.slice(0, 2 * elems), to: optimizer.wide.slice(0, 4 * elems) };
     fill(widen.from, bf16::from_f32(GRAD));
@@ -132,7 +132,7 @@ fn on_the_host<D: Kernels>(bench: &Bench<'_, D>, optimizer: &Optimizer, elems: u
 }
 
 /// Gradients from the device in bf16 to where the optimizer reads them; and the optimizer's pass after it.
-fn gradients<D: Kernels>(bench: &mut Bench<'_, D>, host: &mut Host, tensor: &Tensor, arm: Arm) -> Result<()> {
+fn gradients<D: Kernels>(bench: &mut DeviceBench<'_, D>, host: &mut Host, tensor: &CastTensor, arm: Arm) -> Result<()> {
     let (elems, optimizer) = (tensor.elems, &host.optimizer);
     optimizer.reset(elems);
     let narrow = optimizer.narrow.slice(0, 2 * elems);
@@ -150,7 +150,7 @@ fn gradients<D: Kernels>(bench: &mut Bench<'_, D>, host: &mut Host, tensor: &Ten
 }
 
 /// Weights from the optimizer's fp32 to the device's bf16.
-fn weights<D: Kernels>(bench: &mut Bench<'_, D>, host: &mut Host, tensor: &Tensor, arm: Arm) -> Result<()> {
+fn weights<D: Kernels>(bench: &mut DeviceBench<'_, D>, host: &mut Host, tensor: &CastTensor, arm: Arm) -> Result<()> {
     let (elems, expected) = (tensor.elems, Optimizer::param_after(0));
     host.optimizer.reset(elems);
     if arm == Arm::Fused {
@@ -170,7 +170,7 @@ fn timed<D: Device>(rig: &mut Rig<'_, D>, work: impl FnOnce(&mut Rig<'_, D>) -> 
 }
 
 fn report<D: Kernels>(
-    bench: &Bench<'_, D>,
+    bench: &DeviceBench<'_, D>,
     case: (&str, Arm, usize),
     is_right: bool,
     seconds: &Samples,
@@ -202,12 +202,12 @@ impl Host {
         Ok(())
     }
 
-    fn step(&mut self, tensor: &Tensor, arm: Arm) -> Result<()> {
+    fn step(&mut self, tensor: &CastTensor, arm: Arm) -> Result<()> {
         let job = self.optimizer.step(0..tensor.elems, 0, tensor.elems, arm.grads());
         self.run(HostJob::Step(job))
     }
 
-    fn bring<D: Kernels>(&mut self, rig: &mut Rig<'_, D>, tensor: &Tensor, arm: Arm) -> Result<()> {
+    fn bring<D: Kernels>(&mut self, rig: &mut Rig<'_, D>, tensor: &CastTensor, arm: Arm) -> Result<()> {
         let (wide, narrow) = (self.optimizer.wide.slice(0, 4 * tensor.elems), self.optimizer.narrow.slice(0, 2 * tensor.elems));
         if arm == Arm::Device {
             rig.dev.cast(Stream::Compute, tensor.narrow, tensor.wide)?;
@@ -221,7 +221,7 @@ impl Host {
         if arm == Arm::Host { self.run(HostJob::Widen(Widen { from: narrow, to: wide })) } else { Ok(()) }
     }
 
-    fn send<D: Kernels>(&mut self, rig: &mut Rig<'_, D>, tensor: &Tensor, arm: Arm) -> Result<()> {
+    fn send<D: Kernels>(&mut self, rig: &mut Rig<'_, D>, tensor: &CastTensor, arm: Arm) -> Result<()> {
         if arm == Arm::Device {
             rig.dev.copy_h2d(Stream::H2d, self.optimizer.params().slice(0, 4 * tensor.elems), tensor.wide)?;
             rig.dev.cast(Stream::H2d, tensor.wide, tensor.narrow)?;

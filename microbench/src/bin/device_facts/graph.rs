@@ -1,6 +1,6 @@
 //! What launches cost when kernels are recorded once and enqueued as one graph.
 
-use crate::bench::Bench;
+use crate::bench::DeviceBench;
 use crate::latency::report;
 use half::bf16;
 use microbench::fill;
@@ -23,11 +23,11 @@ const GRAD: f32 = 0.125;
 ///
 /// # Errors
 /// The device's; `Resource` when data are wrong.
-pub fn measure(bench: &mut Bench<'_, CudaDevice>) -> Result<()> {
+pub fn measure(bench: &mut DeviceBench<'_, CudaDevice>) -> Result<()> {
     KERNELS.iter().try_for_each(|&kernels| graph(bench, kernels))
 }
 
-fn graph(bench: &mut Bench<'_, CudaDevice>, kernels: usize) -> Result<()> {
+fn graph(bench: &mut DeviceBench<'_, CudaDevice>, kernels: usize) -> Result<()> {
     let casts = Casts::new(bench)?;
     let record = |dev: &mut CudaDevice| dev.record_graph(|dev| (0..kernels).try_for_each(|_| casts.enqueue(dev)));
     let start_ns = bench.rig.dev.now_ns();
@@ -65,7 +65,7 @@ struct Casts {
 }
 
 impl Casts {
-    fn new(bench: &mut Bench<'_, CudaDevice>) -> Result<Self> {
+    fn new(bench: &mut DeviceBench<'_, CudaDevice>) -> Result<Self> {
         let host = bench.registered(4 * FEW)?;
         let mut device = |name, dtype| bench.rig.dev.alloc(name, FEW, dtype);
         let casts = Self { wide: device("wide", Dtype::Float32)?, narrow: device("narrow", Dtype::Bfloat16)?, host };
@@ -79,7 +79,7 @@ impl Casts {
     }
 
     /// Recording alone left zeros; the launched graph must have cast.
-    fn are_right(&self, bench: &mut Bench<'_, CudaDevice>) -> Result<bool> {
+    fn are_right(&self, bench: &mut DeviceBench<'_, CudaDevice>) -> Result<bool> {
         let half = self.host.slice(0, 2 * FEW);
         bench.rig.seconds(|dev| dev.copy_d2h(Stream::Compute, self.narrow, half))?;
         Ok(half.with(|all: &mut [u16]| all.iter().all(|&bits| bits == bf16::from_f32(GRAD).to_bits())))

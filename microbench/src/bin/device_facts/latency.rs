@@ -1,6 +1,6 @@
 //! What little things cost: launches, events, small copies, and the way from a gradient's norm on the device to a verdict here.
 
-use crate::bench::Bench;
+use crate::bench::DeviceBench;
 use half::bf16;
 use microbench::fill;
 use serde_json::json;
@@ -27,7 +27,7 @@ const GRAD: f32 = 0.125;
 ///
 /// # Errors
 /// The device's; `Resource` when data are wrong.
-pub fn measure<D: Kernels>(bench: &mut Bench<'_, D>) -> Result<()> {
+pub fn measure<D: Kernels>(bench: &mut DeviceBench<'_, D>) -> Result<()> {
     let is_cast = casts_right(&mut bench.rig, bench.memory.alloc("a few numbers", 4 * FEW)?)?;
     let (launch, kernel) = (bench.small.launch_s.clone(), bench.small.kernel_s.clone());
     report(bench, "enqueue a kernel", is_cast, &launch)?;
@@ -42,7 +42,7 @@ pub fn measure<D: Kernels>(bench: &mut Bench<'_, D>) -> Result<()> {
 ///
 /// # Errors
 /// `Resource` when its data were wrong.
-pub fn report<D: Kernels>(bench: &Bench<'_, D>, what: &str, is_right: bool, seconds: &Samples) -> Result<()> {
+pub fn report<D: Kernels>(bench: &DeviceBench<'_, D>, what: &str, is_right: bool, seconds: &Samples) -> Result<()> {
     bench.line("latency", is_right, json!({ "what": what, "us": 1e6 * seconds.median(), "spread": seconds.spread() }))
 }
 
@@ -57,7 +57,7 @@ fn casts_right<D: Kernels>(rig: &mut Rig<'_, D>, host: PinnedSlice) -> Result<bo
     Ok(half.with(|all: &mut [u16]| all.iter().all(|&bits| bits == bf16::from_f32(GRAD).to_bits())))
 }
 
-fn events<D: Kernels>(bench: &mut Bench<'_, D>) -> Result<()> {
+fn events<D: Kernels>(bench: &mut DeviceBench<'_, D>) -> Result<()> {
     let events = [bench.rig.dev.event()?, bench.rig.dev.event()?];
     let alone = bench.rig.samples(bench.sizes.seconds, |rig| {
         let start_ns = rig.dev.now_ns();
@@ -83,7 +83,7 @@ fn events<D: Kernels>(bench: &mut Bench<'_, D>) -> Result<()> {
 }
 
 /// On a copy's stream the copy engine does it, on the compute stream a kernel.
-fn small_copies<D: Kernels>(bench: &mut Bench<'_, D>) -> Result<()> {
+fn small_copies<D: Kernels>(bench: &mut DeviceBench<'_, D>) -> Result<()> {
     let (there, here, back) =
         (bench.rig.dev.alloc("a few numbers", FEW, Dtype::Float32)?, bench.registered(4 * FEW)?, bench.registered(4 * FEW)?);
     fill(here, GRAD);
@@ -101,7 +101,7 @@ fn small_copies<D: Kernels>(bench: &mut Bench<'_, D>) -> Result<()> {
 }
 
 /// Where a norm comes from, and where it arrives.
-struct Norm {
+struct NormMemory {
     grads: DeviceSlice,
     partials: DeviceSlice,
     nonfinite: DeviceSlice,
@@ -109,8 +109,8 @@ struct Norm {
     host_nonfinite: PinnedSlice,
 }
 
-impl Norm {
-    fn new<D: Kernels>(bench: &mut Bench<'_, D>, elems: usize) -> Result<Self> {
+impl NormMemory {
+    fn new<D: Kernels>(bench: &mut DeviceBench<'_, D>, elems: usize) -> Result<Self> {
         let blocks = elems.div_ceil(BLOCK);
         let (host_partials, host_nonfinite) = (bench.registered(4 * blocks)?, bench.registered(4)?);
         let mut device = |name, elems, dtype| bench.rig.dev.alloc(name, elems, dtype);
@@ -132,8 +132,8 @@ impl Norm {
 }
 
 /// From gradients that are ready on the device to what the host makes of their norm.
-fn verdict<D: Kernels>(bench: &mut Bench<'_, D>, elems: usize) -> Result<()> {
-    let norm = Norm::new(bench, elems)?;
+fn verdict<D: Kernels>(bench: &mut DeviceBench<'_, D>, elems: usize) -> Result<()> {
+    let norm = NormMemory::new(bench, elems)?;
     let host = bench.registered(norm.grads.bytes())?;
     fill(host, bf16::from_f32(GRAD));
     bench.rig.seconds(|dev| dev.copy_h2d(Stream::H2d, host, norm.grads))?;

@@ -1,7 +1,7 @@
 //! Copies over the link: by size, way, kind of host memory, alone and beside what a step runs meanwhile.
 
-use crate::bench::{Bench, rate};
-use crate::load::Load;
+use crate::bench::{DeviceBench, rate};
+use crate::load::CopyLoad;
 use microbench::facts::join;
 use microbench::{fill, fill_from, values};
 use serde_json::{Value, json};
@@ -21,14 +21,14 @@ const LOADED_BYTES: [usize; 2] = [256 << 10, 64 << 20];
 const PATTERN: usize = 1 << 10;
 
 /// Memory on both sides, for each way, and a place to look at what arrived.
-struct Ends {
+struct LinkMemory {
     host: [PinnedSlice; 2],
     device: [DeviceSlice; 2],
     check: PinnedSlice,
     seed: u32,
 }
 
-impl Ends {
+impl LinkMemory {
     fn enqueue<D: Device>(&self, dev: &mut D, way: Way, bytes: usize) -> Result<()> {
         let (host, device) = self.of(way, bytes);
         match way {
@@ -42,7 +42,7 @@ impl Ends {
     }
 
     /// Writes at the beginning of `way` what was not there before, and zeros at its end; says what was written.
-    fn prepare<D: Kernels>(&mut self, bench: &mut Bench<'_, D>, way: Way, bytes: usize) -> Result<u32> {
+    fn prepare<D: Kernels>(&mut self, bench: &mut DeviceBench<'_, D>, way: Way, bytes: usize) -> Result<u32> {
         self.seed += 1;
         let ((host, device), check) = (self.of(way, bytes), self.check.slice(0, bytes));
         fill_from(if way == Way::ToHost { check } else { host }, &values(self.seed, PATTERN));
@@ -57,7 +57,7 @@ impl Ends {
     }
 
     /// Whether the end of `way` holds what was written at its beginning.
-    fn has_arrived<D: Kernels>(&self, bench: &mut Bench<'_, D>, way: Way, bytes: usize, written: u32) -> Result<bool> {
+    fn has_arrived<D: Kernels>(&self, bench: &mut DeviceBench<'_, D>, way: Way, bytes: usize, written: u32) -> Result<bool> {
         let ((host, device), check) = (self.of(way, bytes), self.check.slice(0, bytes));
         if way == Way::ToHost {
             return Ok(is_pattern(host, written));
@@ -77,7 +77,7 @@ fn is_pattern(memory: PinnedSlice, seed: u32) -> bool {
 ///
 /// # Errors
 /// The device's; `Resource` when data arrived wrong.
-pub fn measure<D: Kernels>(bench: &mut Bench<'_, D>) -> Result<()> {
+pub fn measure<D: Kernels>(bench: &mut DeviceBench<'_, D>) -> Result<()> {
     let bytes = bench.sizes.max_bytes;
     let check = bench.registered(bytes)?;
     let mut device = || bench.rig.dev.alloc("copies", bytes / 4, Dtype::Float32);
@@ -85,25 +85,25 @@ pub fn measure<D: Kernels>(bench: &mut Bench<'_, D>) -> Result<()> {
     let registered = [bench.registered(bytes)?, bench.registered(bytes)?];
     let pageable = [bench.memory.alloc("pageable copies", bytes)?, bench.memory.alloc("pageable copies", bytes)?];
     for (kind, host) in [("registered", registered), ("pageable", pageable)] {
-        let mut ends = Ends { host, device, check, seed: 0 };
+        let mut ends = LinkMemory { host, device, check, seed: 0 };
         for size in bench.sizes.by_four(SMALLEST_BYTES) {
             for way in Way::BOTH {
-                copy(bench, &mut ends, (kind, way, size), Load::None)?;
+                copy(bench, &mut ends, (kind, way, size), CopyLoad::None)?;
             }
         }
     }
-    let mut ends = Ends { host: registered, device, check, seed: 1 << 10 };
+    let mut ends = LinkMemory { host: registered, device, check, seed: 1 << 10 };
     for size in LOADED_BYTES.map(|size| size.min(bytes)) {
-        for (way, load) in Way::BOTH.into_iter().flat_map(|way| Load::ALL[1..].iter().map(move |&load| (way, load))) {
+        for (way, load) in Way::BOTH.into_iter().flat_map(|way| CopyLoad::ALL[1..].iter().map(move |&load| (way, load))) {
             copy(bench, &mut ends, ("registered", way, size), load)?;
         }
     }
     if bench.addressing == Some(Addressing::Managed) { managed(bench, check) } else { Ok(()) }
 }
 
-fn copy<D: Kernels>(bench: &mut Bench<'_, D>, ends: &mut Ends, case: (&str, Way, usize), load: Load) -> Result<()> {
+fn copy<D: Kernels>(bench: &mut DeviceBench<'_, D>, ends: &mut LinkMemory, case: (&str, Way, usize), load: CopyLoad) -> Result<()> {
     let (_, way, size) = case;
-    let ways: Vec<Way> = Way::BOTH.into_iter().filter(|&each| each == way || load == Load::OtherWay).collect();
+    let ways: Vec<Way> = Way::BOTH.into_iter().filter(|&each| each == way || load == CopyLoad::OtherWay).collect();
     let written = ways.iter().map(|&way| ends.prepare(bench, way, size)).collect::<Result<Vec<_>>>()?;
     let (topology, threads, states, time_s) = (bench.topology, bench.limits.workers, bench.states, bench.sizes.seconds);
     let rates = load.beside(topology, threads, states, || {
@@ -116,7 +116,7 @@ fn copy<D: Kernels>(bench: &mut Bench<'_, D>, ends: &mut Ends, case: (&str, Way,
     report(bench, case, load, &rates, is_right)
 }
 
-fn report<D: Kernels>(bench: &Bench<'_, D>, case: (&str, Way, usize), load: Load, rates: &Samples, is_right: bool) -> Result<()> {
+fn report<D: Kernels>(bench: &DeviceBench<'_, D>, case: (&str, Way, usize), load: CopyLoad, rates: &Samples, is_right: bool) -> Result<()> {
     let (kind, way, size) = case;
     let fields = json!({ "memory": kind, "way": name(way), "load": load.name(), "bytes": size, "megabytes": size as f64 * 1e-6, "us": 1e6 * size as f64 / rates.median() });
     bench.line("link", is_right, join(fields, rate(rates, &bench.limits.link)))
@@ -131,7 +131,7 @@ fn name(way: Way) -> Value {
 }
 
 /// Pages of managed memory that the driver moves ahead of their use.
-fn managed<D: Kernels>(bench: &mut Bench<'_, D>, check: PinnedSlice) -> Result<()> {
+fn managed<D: Kernels>(bench: &mut DeviceBench<'_, D>, check: PinnedSlice) -> Result<()> {
     let pages = bench.rig.dev.alloc_unified("managed copies", bench.sizes.max_bytes / 4, Dtype::Float32)?;
     for size in bench.sizes.by_four(SMALLEST_BYTES) {
         let (pages, check) = (pages.slice(0, size / 4), check.slice(0, size));
@@ -145,7 +145,7 @@ fn managed<D: Kernels>(bench: &mut Bench<'_, D>, check: PinnedSlice) -> Result<(
             })?;
             fill(check, 0f32);
             bench.rig.seconds(|dev| dev.copy_d2h(Stream::D2h, pages, check))?;
-            report(bench, ("managed", way, size), Load::None, &rates, is_pattern(check, 1))?;
+            report(bench, ("managed", way, size), CopyLoad::None, &rates, is_pattern(check, 1))?;
         }
     }
     Ok(())

@@ -9,7 +9,7 @@ use superoffload::probe::workers::Workers;
 
 /// Beside what a copy runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Load {
+pub enum CopyLoad {
     /// Nothing.
     None,
     /// A copy of the same size the other way.
@@ -20,7 +20,7 @@ pub enum Load {
     HostTriad,
 }
 
-impl Load {
+impl CopyLoad {
     /// All of them.
     pub const ALL: [Self; 4] = [Self::None, Self::OtherWay, Self::Adam, Self::HostTriad];
 

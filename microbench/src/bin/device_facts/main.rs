@@ -11,7 +11,7 @@ mod load;
 mod optimizer;
 mod pipeline;
 
-use bench::{Bench, Sizes};
+use bench::{DeviceBench, Sizes};
 use clap::{Parser, ValueEnum};
 use limits::Limits;
 use load::small_caches;
@@ -102,7 +102,7 @@ fn start(options: &Options) -> Result<()> {
 /// `graphs` measures those of a device that has them.
 fn measure<D: Kernels>(
     options: &Options,
-    (dev, graphs): (&mut D, impl Fn(&mut Bench<'_, D>) -> Result<()>),
+    (dev, graphs): (&mut D, impl Fn(&mut DeviceBench<'_, D>) -> Result<()>),
     addressing: Option<Addressing>,
     topology: &Topology,
     memory: &mut HostMemory,
@@ -114,7 +114,7 @@ fn measure<D: Kernels>(
     let product = Product::new(rig.dev, Dtype::Bfloat16, sizes.product)?;
     let small = kernels::measure(&mut rig, sizes.max_bytes.min(POINTWISE_BYTES), product, 3.0 * sizes.seconds)?;
     let limits = Limits::measure(topology, states, addressing, (&facts, &small), sizes.seconds)?;
-    let mut bench = Bench { rig, memory, topology, states, addressing, sizes, limits, small, facts };
+    let mut bench = DeviceBench { rig, memory, topology, states, addressing, sizes, limits, small, facts };
     for part in &options.parts {
         match part {
             Part::Link => link::measure(&mut bench)?,

@@ -1,6 +1,6 @@
 //! Adam's state in host memory, every element the same, so that what any number of steps makes of it is known from one element.
 
-use crate::bench::Bench;
+use crate::bench::DeviceBench;
 use half::bf16;
 use microbench::fill;
 use std::ops::Range;
@@ -41,7 +41,7 @@ impl Optimizer {
     ///
     /// # Errors
     /// `Resource` when there is no such memory.
-    pub fn new<D: Kernels>(bench: &mut Bench<'_, D>, elems: usize, wide: usize) -> Result<Self> {
+    pub fn new<D: Kernels>(bench: &mut DeviceBench<'_, D>, elems: usize, wide: usize) -> Result<Self> {
         let (wide, narrow, weights) = (bench.registered(wide * 4)?, bench.registered(elems * 2)?, bench.registered(elems * 2)?);
         // An arm sends the parameters themselves; `m` and `v` never leave the host.
         let params = bench.registered(elems * 4)?;

@@ -1,6 +1,6 @@
 //! Buckets on their way: gradients leave the device, the optimizer steps them, weights return; all three at once, by bucket size.
 
-use crate::bench::Bench;
+use crate::bench::DeviceBench;
 use crate::optimizer::{GRAD, HostJob, Optimizer, is_all};
 use half::bf16;
 use microbench::fill;
@@ -33,7 +33,7 @@ struct Pipeline {
 ///
 /// # Errors
 /// The device's and the pool's; `Resource` when a parameter is wrong.
-pub fn measure<D: Kernels>(bench: &mut Bench<'_, D>) -> Result<()> {
+pub fn measure<D: Kernels>(bench: &mut DeviceBench<'_, D>) -> Result<()> {
     let params = bench.sizes.pipeline_params;
     let optimizer = Optimizer::new(bench, params, 1)?;
     let mut workers = Workers::<HostJob>::new(bench.topology, bench.limits.workers)?;
@@ -56,7 +56,7 @@ pub fn measure<D: Kernels>(bench: &mut Bench<'_, D>) -> Result<()> {
 }
 
 impl Pipeline {
-    fn sweep<D: Kernels>(&mut self, bench: &mut Bench<'_, D>, params: usize, bucket: usize, pass: &Samples) -> Result<()> {
+    fn sweep<D: Kernels>(&mut self, bench: &mut DeviceBench<'_, D>, params: usize, bucket: usize, pass: &Samples) -> Result<()> {
         self.optimizer.reset(params);
         let host = self.optimizer.narrow.slice(0, 2 * params);
         fill(host, bf16::from_f32(GRAD));

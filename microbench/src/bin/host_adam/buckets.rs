@@ -17,7 +17,7 @@ use superoffload::optim::simd::{AdamKernels, Isa};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Serialize)]
 #[value(rename_all = "snake_case")]
 #[serde(rename_all = "snake_case")]
-pub enum Pass {
+pub enum PoolPass {
     /// Working weights only.
     Speculate,
     /// The synchronous step.
@@ -28,7 +28,7 @@ pub enum Pass {
     CommitThenSpeculate,
 }
 
-impl Pass {
+impl PoolPass {
     /// The name in tables.
     pub const fn name(self) -> &'static str {
         match self {
@@ -108,7 +108,7 @@ impl Buckets {
     }
 
     /// The `index`th job of a row.
-    pub fn job(&self, kernels: AdamKernels, pass: Pass, index: usize) -> StepJob {
+    pub fn job(&self, kernels: AdamKernels, pass: PoolPass, index: usize) -> StepJob {
         let bucket = index % self.count;
         let work = pass.work(self.count, bucket);
         let out = (!matches!(work, Work::Commit(_))).then_some(Slot(index % PARAM_SLOTS));
@@ -125,7 +125,7 @@ impl Buckets {
     ///
     /// # Errors
     /// `Resource` naming the pass and the kernels when they do not.
-    pub fn verify(&self, kernels: AdamKernels, pass: Pass) -> Result<()> {
+    pub fn verify(&self, kernels: AdamKernels, pass: PoolPass) -> Result<()> {
         let HostState { params, m, v } = self.memory.state;
         let written = [params, m, v, self.memory.params.memory].map(|memory| memory.slice(0, memory.bytes().min(HEAD_BYTES)));
         let before = written.map(bytes);

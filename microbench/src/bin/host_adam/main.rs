@@ -13,12 +13,12 @@
 mod buckets;
 mod row;
 
-use buckets::{Buckets, Pass};
+use buckets::{Buckets, PoolPass};
 use clap::Parser;
 use microbench::facts::Facts;
 use microbench::hog::Hog;
 use microbench::run::{Setting, host_memory, run};
-use microbench::stream::{Arrays, Kernel};
+use microbench::stream::{ArrayKernel, Arrays};
 use row::{HEADER, Row};
 use superoffload::error::{Error, Result};
 use superoffload::hardware::topology::Topology;
@@ -42,10 +42,10 @@ struct Options {
     bucket_params: Vec<usize>,
     /// Passes to measure.
     #[arg(long, value_name = "PASS,...", value_delimiter = ',', default_value = "speculate,step,commit,commit_then_speculate")]
-    passes: Vec<Pass>,
+    passes: Vec<PoolPass>,
     /// Memory's own speed to measure.
     #[arg(long, value_name = "KERNEL,...", value_delimiter = ',', default_value = "copy-past,triad")]
-    memory: Vec<Kernel>,
+    memory: Vec<ArrayKernel>,
     /// Time for each row.
     #[arg(long, value_name = "SECONDS", default_value_t = 0.4)]
     seconds: f64,
@@ -141,7 +141,7 @@ fn measure(options: &Options, buckets: &Buckets, arrays: Arrays, setting: Settin
         }
         rows.push(row(kernel.name(), String::new(), arrays.elems(), kernel.bytes() as f64, timing));
     }
-    let past = rows.iter().filter(|row| row.pass == Kernel::CopyPast.name());
+    let past = rows.iter().filter(|row| row.pass == ArrayKernel::CopyPast.name());
     let copy_gb_s = past.map(Row::gb_s).reduce(f64::max);
     for &pass in &options.passes {
         for kernels in options.kernels()? {

@@ -7,7 +7,7 @@ use super::math::exp;
 use super::panels::{A_PANEL, B_PANEL, Operand, Panels, multiply, packed_elems};
 use super::reduce::{fold, max};
 use super::split::{Chunks, MatMut};
-use super::{Arena, Compute, Isa};
+use super::{Arena, Compute, KernelIsa};
 use crate::device::AttentionShape;
 use crate::dtype::Element;
 use std::ops::Range;
@@ -83,7 +83,7 @@ fn scratch_elems(shape: &AttentionShape) -> usize {
 }
 
 fn forward_head<T: Element>(
-    isa: Isa,
+    isa: KernelIsa,
     shape: &AttentionShape,
     input: HeadInput<'_, T>,
     mut arena: Arena<'_>,

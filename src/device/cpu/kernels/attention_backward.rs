@@ -9,7 +9,7 @@ use super::math::exp;
 use super::panels::{A_PANEL, B_PANEL, Operand, Panels, multiply};
 use super::reduce::{fold2, store};
 use super::split::{Chunks, MatMut};
-use super::{Arena, Compute, Isa};
+use super::{Arena, Compute, KernelIsa};
 use crate::device::AttentionShape;
 use crate::dtype::Element;
 use std::ops::Range;
@@ -97,7 +97,7 @@ impl<'a> Scratch<'a> {
         self.dv.fill(0.0);
     }
 
-    fn store_keys<T: Element>(&self, isa: Isa, head_dim: usize, mut dk: MatMut<'_, T>, mut dv: MatMut<'_, T>) {
+    fn store_keys<T: Element>(&self, isa: KernelIsa, head_dim: usize, mut dk: MatMut<'_, T>, mut dv: MatMut<'_, T>) {
         let d = head_dim.next_multiple_of(B_PANEL);
         for row in 0..dk.rows() {
             store(isa, &self.dk[row * d..][..head_dim], false, dk.row(row));
@@ -107,7 +107,7 @@ impl<'a> Scratch<'a> {
 }
 
 fn backward_head<T: Element>(
-    isa: Isa,
+    isa: KernelIsa,
     shape: &AttentionShape,
     forward: &Forward<'_, T>,
     (sequence, head): (usize, usize),
@@ -143,7 +143,7 @@ fn backward_head<T: Element>(
 }
 
 /// `p = q k^T` and `ds = dout v^T` for `rows` queries.
-fn scores(isa: Isa, scratch: &mut Scratch<'_>, keys: &Range<usize>, rows: usize, d: usize) {
+fn scores(isa: KernelIsa, scratch: &mut Scratch<'_>, keys: &Range<usize>, rows: usize, d: usize) {
     let width = keys.len().next_multiple_of(B_PANEL);
     let size = (rows.next_multiple_of(A_PANEL), width);
     let Scratch { k_t_b, v_t_b, q_a, dout_a, p, ds, .. } = scratch;
@@ -156,7 +156,7 @@ fn scores(isa: Isa, scratch: &mut Scratch<'_>, keys: &Range<usize>, rows: usize,
 }
 
 /// `dq = ds k`, `dv += p^T dout` and `dk += ds^T q` for `rows` queries of `d` channels out of `t` keys.
-fn input_gradients(isa: Isa, scratch: &mut Scratch<'_>, keys: &Range<usize>, rows: usize, (t, d): (usize, usize)) {
+fn input_gradients(isa: KernelIsa, scratch: &mut Scratch<'_>, keys: &Range<usize>, rows: usize, (t, d): (usize, usize)) {
     let Scratch { k_b, dk, dv, q_b, dout_b, dq, p, ds, packed, .. } = scratch;
     let (n, width, d_padded) = (keys.len(), keys.len().next_multiple_of(B_PANEL), d.next_multiple_of(B_PANEL));
 

@@ -6,9 +6,9 @@
 
 use std::fmt;
 
-/// An instruction set that this machine has: values come from [`Isa::detect`] and [`Isa::available`] alone.
+/// An instruction set that this machine has: values come from [`KernelIsa::detect`] and [`KernelIsa::available`] alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Isa(Level);
+pub(crate) struct KernelIsa(Level);
 
 /// What to match on in a shell.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,7 +23,7 @@ pub(crate) enum Level {
     Avx512,
 }
 
-impl Isa {
+impl KernelIsa {
     /// The widest instruction set of this machine.
     pub(crate) fn detect() -> Self {
         Self::available().last().unwrap_or(Self(Level::Baseline))
@@ -41,7 +41,7 @@ impl Isa {
     }
 }
 
-impl fmt::Display for Isa {
+impl fmt::Display for KernelIsa {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self.0 {
             Level::Baseline => "scalar",
@@ -78,12 +78,13 @@ impl Level {
     }
 }
 
-/// Compiles a function for every instruction set; the caller passes the [`Isa`] as a new first argument.
+/// Compiles a function for every instruction set; the caller passes the [`KernelIsa`] as a new first argument.
 macro_rules! vectorised {
     ($(#[$meta:meta])* $vis:vis fn $name:ident $(<$($t:ident),+>)? ($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
         $(#[$meta])*
         #[allow(clippy::too_many_arguments)]
-        $vis fn $name $(<$($t: $crate::dtype::Element),+>)? (isa: $crate::device::cpu::kernels::isa::Isa, $($arg: $ty),*) $(-> $ret)? {
+        $vis fn $name $(<$($t: $crate::dtype::Element),+>)? (
+            isa: $crate::device::cpu::kernels::isa::KernelIsa, $($arg: $ty),*) $(-> $ret)? {
             use $crate::device::cpu::kernels::isa::Level;
             #[allow(clippy::too_many_arguments)]
             #[inline(always)]
@@ -102,7 +103,7 @@ macro_rules! vectorised {
             }
             match isa.level() {
                 Level::Baseline => body($($arg),*),
-                // SAFETY: an `Isa` of this level exists only where the processor has it.
+                // SAFETY: a `KernelIsa` of this level exists only where the processor has it.
                 #[cfg(target_arch = "x86_64")]
                 Level::Avx2 => unsafe { avx2($($arg),*) },
                 // SAFETY: as above.

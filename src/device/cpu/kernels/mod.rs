@@ -21,7 +21,7 @@ pub(crate) mod split;
 
 use super::team::Team;
 use crate::error::Result;
-use isa::Isa;
+use isa::KernelIsa;
 
 /// Rows of one block of the kernels that go by rows.
 const ROW_BLOCK: usize = 64;
@@ -29,7 +29,7 @@ const ROW_BLOCK: usize = 64;
 /// What kernels run on: threads, the instruction set, and scratch memory that grows when a shape first needs it.
 pub(crate) struct Compute {
     pub(crate) team: Team,
-    pub(crate) isa: Isa,
+    pub(crate) isa: KernelIsa,
     /// Scratch that all threads share: packed matrices, partial sums.
     shared: Buffer,
     /// Scratch in one equal part for each thread.
@@ -43,7 +43,7 @@ impl Compute {
     ///
     /// # Errors
     /// `Resource` when a thread cannot be started.
-    pub(crate) fn new(threads: usize, isa: Isa) -> Result<Self> {
+    pub(crate) fn new(threads: usize, isa: KernelIsa) -> Result<Self> {
         Ok(Self { team: Team::new(threads)?, isa, shared: Buffer::default(), local: Buffer::default(), sorted: Vec::new() })
     }
 }
@@ -51,18 +51,18 @@ impl Compute {
 /// One cache line.
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C, align(64))]
-struct Line([f32; 16]);
+struct CacheLine([f32; 16]);
 
 /// Reusable scratch, aligned to cache lines. Its content is whatever the last user left.
 #[derive(Default)]
-struct Buffer(Vec<Line>);
+struct Buffer(Vec<CacheLine>);
 
 impl Buffer {
     /// `elems` floats; allocates only when no earlier call asked for as many.
     fn get(&mut self, elems: usize) -> &mut [f32] {
         let lines = elems.div_ceil(16);
         if self.0.len() < lines {
-            self.0.resize(lines, Line([0.0; 16]));
+            self.0.resize(lines, CacheLine([0.0; 16]));
         }
         &mut bytemuck::cast_slice_mut(&mut self.0[..lines])[..elems]
     }

@@ -5,7 +5,7 @@
 //! tile, so the bits are the same everywhere. Chunks of `k` keep panels in cache; between chunks the chain
 //! rests in fp32 memory, which changes no bit.
 
-use super::isa::{Isa, Level};
+use super::isa::{KernelIsa, Level};
 use crate::dtype::Element;
 
 /// Rows of `a` that lie side by side in a packed panel.
@@ -90,9 +90,9 @@ pub(crate) struct Panels<'a> {
 ///
 /// # Panics
 /// If a panel or a tile reaches outside of its slice.
-pub(crate) fn multiply(isa: Isa, a: Panels<'_>, b: Panels<'_>, k: usize, c: &mut [f32], size: (usize, usize), pitch: usize) {
+pub(crate) fn multiply(isa: KernelIsa, a: Panels<'_>, b: Panels<'_>, k: usize, c: &mut [f32], size: (usize, usize), pitch: usize) {
     // Two rows of sums and their operands fit the 16 registers of AVX2, eight rows the 32 of AVX-512.
-    let (rows, tile): (usize, Tile) = match isa.level() {
+    let (rows, tile): (usize, TileKernel) = match isa.level() {
         Level::Baseline => (2, tile::<f32, 2, B_PANEL>),
         #[cfg(target_arch = "x86_64")]
         Level::Avx2 => (2, x86::tile_avx2),
@@ -105,7 +105,7 @@ pub(crate) fn multiply(isa: Isa, a: Panels<'_>, b: Panels<'_>, k: usize, c: &mut
             let b = &b.data[col / B_PANEL * b.stride + k0 * B_PANEL..][..steps * B_PANEL];
             for row in (0..size.0).step_by(rows) {
                 let a = &a.data[row / A_PANEL * a.stride + k0 * A_PANEL..][..steps * A_PANEL];
-                // SAFETY: an `Isa` of this level exists only where the processor has it.
+                // SAFETY: a `KernelIsa` of this level exists only where the processor has it.
                 unsafe { tile(a, row % A_PANEL, b, &mut c[row * pitch + col..], pitch) };
             }
         }
@@ -113,7 +113,7 @@ pub(crate) fn multiply(isa: Isa, a: Panels<'_>, b: Panels<'_>, k: usize, c: &mut
 }
 
 /// `(a, first, b, c, pitch)`; see [`tile`].
-type Tile = unsafe fn(&[f32], usize, &[f32], &mut [f32], usize);
+type TileKernel = unsafe fn(&[f32], usize, &[f32], &mut [f32], usize);
 
 /// A vector register, in the operations of a tile.
 ///

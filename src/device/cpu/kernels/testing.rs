@@ -1,7 +1,7 @@
 //! What the kernels' tests share: inputs, every way to run, and comparison.
 
 use super::Compute;
-use super::isa::Isa;
+use super::isa::KernelIsa;
 use crate::dtype::Element;
 
 /// Repeatable values in -1..1, of both signs and all sizes.
@@ -28,7 +28,7 @@ pub(crate) fn bits<T: Element>(x: &[T]) -> Vec<u8> {
 
 /// Runs `kernel` on every instruction set and on 1, 2, 3 and 5 threads: the results, as [`bits`], must agree.
 pub(crate) fn assert_same_everywhere(kernel: impl Fn(&mut Compute) -> Vec<u8>) {
-    let mut runs = Isa::available().flat_map(|isa| [1, 2, 3, 5].map(|threads| (isa, threads)));
+    let mut runs = KernelIsa::available().flat_map(|isa| [1, 2, 3, 5].map(|threads| (isa, threads)));
     let run = |(isa, threads)| kernel(&mut Compute::new(threads, isa).unwrap());
     let first = run(runs.next().unwrap());
     for (isa, threads) in runs {
@@ -65,7 +65,7 @@ pub(crate) fn widened<T: Element>(x: &[T]) -> Vec<f32> {
 
 /// A compute with the widest instruction set and two threads.
 pub(crate) fn fastest() -> Compute {
-    Compute::new(2, Isa::detect()).unwrap()
+    Compute::new(2, KernelIsa::detect()).unwrap()
 }
 
 /// Asserts `|got - want| <= tolerance * (1 + |want|)` for every element.

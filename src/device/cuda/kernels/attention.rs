@@ -1,15 +1,15 @@
 //! Attention without a library: `--attention plain`.
 
 use super::super::CudaDevice;
-use super::super::launch::{Launch, args, size};
-use super::super::modules::Source;
+use super::super::launch::{LaunchConfig, args, size};
+use super::super::modules::PtxSource;
 use super::grid::{WARP, whole_vectors};
 use crate::device::arguments::{arguments, check, check_documents, check_shape};
 use crate::device::{AttentionShape, DeviceSlice, Stream};
 use crate::dtype::Dtype;
 use crate::error::Result;
 
-pub(super) const SOURCE: Source = Source {
+pub(super) const SOURCE: PtxSource = PtxSource {
     file: "transformer/attention.ptx",
     ptx: include_str!("../../../../ptx/transformer/attention.ptx"),
     typed: &["attention", "attention_delta", "attention_backward_q", "attention_backward_kv"],
@@ -34,7 +34,7 @@ pub(super) fn attention(
     check_documents("attention", documents, &shape)?;
     let (n, out_elems) = (shape.tokens() * shape.qkv_cols(), shape.tokens() * shape.out_cols());
     check("attention", arguments![qkv.dtype => in qkv[n], out out[out_elems]; Dtype::Float32 => out lse[shape.tokens() * shape.heads]])?;
-    let Sizes { seq_length, heads, kv_heads, head_dim, window } = Sizes::new(&shape)?;
+    let KernelShape { seq_length, heads, kv_heads, head_dim, window } = KernelShape::new(&shape)?;
     let wide = whole_vectors(shape.head_dim, &[qkv]);
     let args = args![qkv, documents, out, lse, seq_length, heads, kv_heads, head_dim, window, shape.scale, wide];
     dev.launch(Stream::Compute, "attention", Some(qkv.dtype), tiles(&shape, shape.heads)?, args)
@@ -64,9 +64,9 @@ pub(super) fn attention_backward(
         ],
     )?;
     let delta = dev.scratch(rows)?;
-    let Sizes { seq_length, heads, kv_heads, head_dim, window } = Sizes::new(&shape)?;
+    let KernelShape { seq_length, heads, kv_heads, head_dim, window } = KernelShape::new(&shape)?;
     let dtype = Some(qkv.dtype);
-    let launch = Launch::new(size(rows.div_ceil(THREADS / WARP))?, THREADS as u32);
+    let launch = LaunchConfig::new(size(rows.div_ceil(THREADS / WARP))?, THREADS as u32);
     dev.launch(Stream::Compute, "attention_delta", dtype, launch, args![dout, out, delta, size(rows)?, seq_length, heads, head_dim])?;
     let wide = whole_vectors(shape.head_dim, &[dout, qkv]);
     let args = args![dout, qkv, documents, lse, delta, dqkv, seq_length, heads, kv_heads, head_dim, window, shape.scale, wide];
@@ -75,7 +75,7 @@ pub(super) fn attention_backward(
 }
 
 /// A shape as the kernels take it.
-struct Sizes {
+struct KernelShape {
     seq_length: u32,
     heads: u32,
     kv_heads: u32,
@@ -84,7 +84,7 @@ struct Sizes {
     window: u32,
 }
 
-impl Sizes {
+impl KernelShape {
     fn new(shape: &AttentionShape) -> Result<Self> {
         let window = shape.window.map_or(shape.seq_length, |window| window.min(shape.seq_length));
         Ok(Self {
@@ -98,7 +98,7 @@ impl Sizes {
 }
 
 /// Blocks for the tiles of `heads` heads of every sequence, each as often as its channels have slices.
-fn tiles(shape: &AttentionShape, heads: usize) -> Result<Launch> {
+fn tiles(shape: &AttentionShape, heads: usize) -> Result<LaunchConfig> {
     let (tiles, slices) = (shape.seq_length.div_ceil(TILE), shape.head_dim.div_ceil(SLICE));
-    Ok(Launch { grid: [size(tiles)?, size(heads * slices)?, size(shape.batch)?], block: [THREADS as u32, 1, 1], shared_bytes: 0 })
+    Ok(LaunchConfig { grid: [size(tiles)?, size(heads * slices)?, size(shape.batch)?], block: [THREADS as u32, 1, 1], shared_bytes: 0 })
 }

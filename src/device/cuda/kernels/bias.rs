@@ -1,14 +1,14 @@
 //! Sums down columns: a bias's gradient, and the last stage of every other sum over rows.
 
 use super::super::CudaDevice;
-use super::super::launch::{Launch, args, size};
-use super::super::modules::Source;
+use super::super::launch::{LaunchConfig, args, size};
+use super::super::modules::PtxSource;
 use super::grid::{MULTIPROCESSORS, WARP, whole_vectors, wide};
 use crate::device::arguments::{arguments, check, rows};
 use crate::device::{DeviceSlice, Stream};
 use crate::error::Result;
 
-pub(super) const SOURCE: Source = Source {
+pub(super) const SOURCE: PtxSource = PtxSource {
     file: "transformer/bias.ptx",
     ptx: include_str!("../../../../ptx/transformer/bias.ptx"),
     typed: &["column_sums", "column_sums_any", "fold_columns"],
@@ -32,7 +32,7 @@ pub(super) fn bias_backward(dev: &mut CudaDevice, dout: DeviceSlice, dbias: Devi
     let slice_rows = slice_rows(rows, tiles);
     let slices = rows.div_ceil(slice_rows);
     let partials = dev.scratch(slices * cols)?;
-    let launch = Launch { grid: [size(tiles)?, size(slices)?, 1], block: [WARP as u32, SLICE_WARPS as u32, 1], shared_bytes: 0 };
+    let launch = LaunchConfig { grid: [size(tiles)?, size(slices)?, 1], block: [WARP as u32, SLICE_WARPS as u32, 1], shared_bytes: 0 };
     let args = args![dout, partials, size(rows)?, size(cols)?, size(slice_rows)?];
     dev.launch(Stream::Compute, name, Some(dout.dtype), launch, args)?;
     fold_columns(dev, partials, slices, (dbias, None), accumulate)
@@ -48,7 +48,7 @@ pub(super) fn fold_columns(
 ) -> Result<()> {
     let cols = out.elems;
     let grid = [size(cols.div_ceil(WARP))?, 1 + u32::from(second.is_some()), 1];
-    let launch = Launch { grid, block: [WARP as u32, FOLD_WARPS, 1], shared_bytes: 0 };
+    let launch = LaunchConfig { grid, block: [WARP as u32, FOLD_WARPS, 1], shared_bytes: 0 };
     let args = args![partials, out, second, size(rows)?, size(cols)?, accumulate];
     dev.launch(Stream::Compute, "fold_columns", Some(out.dtype), launch, args)
 }

@@ -1,14 +1,14 @@
 //! Cross-entropy over the vocabulary, one tile of logits at a time.
 
 use super::super::CudaDevice;
-use super::super::launch::{Launch, args, size};
-use super::super::modules::Source;
+use super::super::launch::{LaunchConfig, args, size};
+use super::super::modules::PtxSource;
 use crate::device::arguments::{arguments, check, rows};
 use crate::device::{DeviceSlice, Stream};
 use crate::dtype::Dtype;
 use crate::error::Result;
 
-pub(super) const SOURCE: Source = Source {
+pub(super) const SOURCE: PtxSource = PtxSource {
     file: "transformer/cross_entropy.ptx",
     ptx: include_str!("../../../../ptx/transformer/cross_entropy.ptx"),
     typed: &["cross_entropy_stats", "cross_entropy_grad"],
@@ -37,7 +37,7 @@ pub(super) fn cross_entropy_stats(
         arguments![logits.dtype => in logits[t * cols]; Dtype::Int32 => in targets[t]; Dtype::Float32 => out stats[3 * t]],
     )?;
     let args = args![logits, targets, stats, size(vocab_start)?, size(cols)?, first];
-    dev.launch(Stream::Compute, "cross_entropy_stats", Some(logits.dtype), Launch::new(size(t)?, THREADS), args)
+    dev.launch(Stream::Compute, "cross_entropy_stats", Some(logits.dtype), LaunchConfig::new(size(t)?, THREADS), args)
 }
 
 /// See [`crate::device::Kernels::cross_entropy_grad`].
@@ -55,7 +55,7 @@ pub(super) fn cross_entropy_grad(
         "cross_entropy_grad",
         arguments![logits.dtype => out logits[t * cols]; Dtype::Int32 => in targets[t]; Dtype::Float32 => in stats[3 * t]],
     )?;
-    let launch = Launch { grid: [size(t)?, size(cols.div_ceil(GRAD_COLS))?, 1], block: [THREADS, 1, 1], shared_bytes: 0 };
+    let launch = LaunchConfig { grid: [size(t)?, size(cols.div_ceil(GRAD_COLS))?, 1], block: [THREADS, 1, 1], shared_bytes: 0 };
     let args = args![logits, targets, stats, size(vocab_start)?, size(cols)?, scale];
     dev.launch(Stream::Compute, "cross_entropy_grad", Some(logits.dtype), launch, args)
 }
@@ -65,5 +65,5 @@ pub(super) fn cross_entropy_loss(dev: &mut CudaDevice, stats: DeviceSlice, loss:
     let rows = rows(stats, 3);
     check("cross_entropy_loss", arguments![Dtype::Float32 => in stats[rows * 3], out loss[1]])?;
     let args = args![stats, loss, size(rows)?, scale, accumulate];
-    dev.launch(Stream::Compute, "cross_entropy_loss", None, Launch::new(1, LOSS_THREADS), args)
+    dev.launch(Stream::Compute, "cross_entropy_loss", None, LaunchConfig::new(1, LOSS_THREADS), args)
 }

@@ -1,15 +1,15 @@
 //! Token and position embeddings.
 
 use super::super::CudaDevice;
-use super::super::launch::{Launch, args, size};
-use super::super::modules::Source;
+use super::super::launch::{LaunchConfig, args, size};
+use super::super::modules::PtxSource;
 use super::grid::{WARP, threads, whole_vectors, wide};
 use crate::device::arguments::{arguments, check, rows};
 use crate::device::{DeviceSlice, Stream};
 use crate::dtype::Dtype;
 use crate::error::Result;
 
-pub(super) const SOURCE: Source = Source {
+pub(super) const SOURCE: PtxSource = PtxSource {
     file: "transformer/embed.ptx",
     ptx: include_str!("../../../../ptx/transformer/embed.ptx"),
     typed: &["embed", "embed_any", "embed_backward", "embed_backward_any"],
@@ -43,7 +43,7 @@ pub(super) fn embed(
     let (name, lanes) = if vectors { ("embed", wide(dtype)) } else { ("embed_any", 1) };
     let threads = threads(channels, EMBED_VECS * lanes).min(EMBED_THREADS);
     let args = args![tokens, positions, wte, wpe, out, size(channels)?];
-    dev.launch(Stream::Compute, name, Some(dtype), Launch::new(size(t)?, size(threads)?), args)
+    dev.launch(Stream::Compute, name, Some(dtype), LaunchConfig::new(size(t)?, size(threads)?), args)
 }
 
 /// See [`crate::device::Kernels::embed_backward`].
@@ -84,7 +84,7 @@ fn table_backward(
     }
     let t = entries.elems;
     let sorted = dev.scratch(2 * t)?;
-    let launch = Launch::new(size(t.div_ceil(WARP))?, SORT_THREADS);
+    let launch = LaunchConfig::new(size(t.div_ceil(WARP))?, SORT_THREADS);
     dev.launch(Stream::Compute, "sort_entries", None, launch, args![entries, sorted, size(t)?])?;
     let (vectors, launch) = rows_launch(t, channels, &[dout, dtable])?;
     let name = if vectors { "embed_backward" } else { "embed_backward_any" };
@@ -93,12 +93,12 @@ fn table_backward(
 }
 
 /// Whether `channels` are taken by vectors; blocks for `rows`, each over a part of the channels.
-fn rows_launch(rows: usize, channels: usize, slices: &[DeviceSlice]) -> Result<(bool, Launch)> {
+fn rows_launch(rows: usize, channels: usize, slices: &[DeviceSlice]) -> Result<(bool, LaunchConfig)> {
     let vectors = whole_vectors(channels, slices);
     let items = if vectors { channels / wide(slices[0].dtype) } else { channels };
     let threads = threads(items, 1).min(BACKWARD_THREADS);
     let grid = [size(rows)?, size(items.div_ceil(threads))?, 1];
-    Ok((vectors, Launch { grid, block: [size(threads)?, 1, 1], shared_bytes: 0 }))
+    Ok((vectors, LaunchConfig { grid, block: [size(threads)?, 1, 1], shared_bytes: 0 }))
 }
 
 #[cfg(test)]

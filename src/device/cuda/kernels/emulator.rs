@@ -4,7 +4,7 @@
 //! rounding to the assembler. Accesses must be aligned and stay inside memory that was handed out.
 
 use crate::device::DeviceSlice;
-use crate::device::cuda::launch::{Arg, Launch};
+use crate::device::cuda::launch::{Arg, LaunchConfig};
 use crate::dtype::Dtype;
 use half::{bf16, f16};
 use std::collections::HashMap;
@@ -19,12 +19,12 @@ const WARP: usize = 32;
 
 /// Emulated device memory.
 #[derive(Default)]
-pub(super) struct Memory {
+pub(super) struct EmulatedMemory {
     bytes: Vec<u8>,
     owned: Vec<Range<usize>>,
 }
 
-impl Memory {
+impl EmulatedMemory {
     /// Memory that holds `values` and begins `offset` elements behind a multiple of 16 bytes.
     pub(super) fn with<T: bytemuck::Pod>(&mut self, dtype: Dtype, offset: usize, values: &[T]) -> DeviceSlice {
         assert_eq!(size_of::<T>(), dtype.bytes());
@@ -50,13 +50,13 @@ impl Memory {
     }
 }
 
-enum Operand {
+enum PtxOperand {
     Register(usize),
     Immediate(u64),
     Address(usize, u64),
     Param(usize),
     Label(String),
-    Group(Vec<Operand>),
+    Group(Vec<PtxOperand>),
 }
 
 struct Instruction<'a> {
@@ -64,7 +64,7 @@ struct Instruction<'a> {
     guard: Option<(usize, bool)>,
     /// Opcode and its modifiers; the last one is the type.
     op: Vec<&'a str>,
-    operands: Vec<Operand>,
+    operands: Vec<PtxOperand>,
 }
 
 /// One entry of a PTX file.
@@ -112,16 +112,16 @@ impl<'a> Kernel<'a> {
         *self.registers.entry(name).or_insert(next)
     }
 
-    fn operand(&mut self, text: &'a str) -> Operand {
+    fn operand(&mut self, text: &'a str) -> PtxOperand {
         if let Some(group) = text.strip_prefix('{') {
             let inner = split_operands(group.strip_suffix('}').unwrap());
-            return Operand::Group(inner.into_iter().map(|text| self.operand(text)).collect());
+            return PtxOperand::Group(inner.into_iter().map(|text| self.operand(text)).collect());
         }
         if let Some(address) = text.strip_prefix('[') {
             let (base, offset) = address.strip_suffix(']').unwrap().split_once('+').unwrap_or((address.strip_suffix(']').unwrap(), "0"));
             return match self.params.iter().position(|param| *param == base) {
-                Some(param) => Operand::Param(param),
-                None => Operand::Address(self.register(base), offset.parse().unwrap()),
+                Some(param) => PtxOperand::Param(param),
+                None => PtxOperand::Address(self.register(base), offset.parse().unwrap()),
             };
         }
         let immediate = match text.get(..2) {
@@ -129,9 +129,9 @@ impl<'a> Kernel<'a> {
             _ => text.parse().ok(),
         };
         match immediate {
-            Some(value) => Operand::Immediate(value),
-            None if text.starts_with('%') => Operand::Register(self.register(text)),
-            None => Operand::Label(text.into()),
+            Some(value) => PtxOperand::Immediate(value),
+            None if text.starts_with('%') => PtxOperand::Register(self.register(text)),
+            None => PtxOperand::Label(text.into()),
         }
     }
 }
@@ -151,7 +151,7 @@ fn split_operands(text: &str) -> Vec<&str> {
 }
 
 /// Runs the kernel `name` of `ptx`.
-pub(super) fn run(memory: &mut Memory, ptx: &str, name: &str, launch: Launch, args: &[Arg]) {
+pub(super) fn run(memory: &mut EmulatedMemory, ptx: &str, name: &str, launch: LaunchConfig, args: &[Arg]) {
     let kernel = Kernel::parse(ptx, name);
     assert_eq!((launch.block, launch.shared_bytes), ([kernel.threads, 1, 1], 0), "{name}");
     assert_eq!(kernel.params.len(), args.len(), "{name}");
@@ -165,14 +165,15 @@ pub(super) fn run(memory: &mut Memory, ptx: &str, name: &str, launch: Launch, ar
     }
 }
 
-fn run_warp(mut threads: Vec<Thread<'_>>, memory: &mut Memory) {
+fn run_warp(mut threads: Vec<Thread<'_>>, memory: &mut EmulatedMemory) {
     loop {
         threads.iter_mut().for_each(|thread| while thread.step(memory) {});
         if threads.iter().all(|thread| thread.done) {
             return;
         }
         assert!(threads.iter().all(|thread| !thread.done && thread.pc == threads[0].pc), "a shuffle without the whole warp");
-        let [Operand::Register(to), Operand::Register(from), distance, ..] = &threads[0].kernel.code[threads[0].pc].operands[..] else {
+        let [PtxOperand::Register(to), PtxOperand::Register(from), distance, ..] = &threads[0].kernel.code[threads[0].pc].operands[..]
+        else {
             panic!("a shuffle of registers only");
         };
         let distance = threads[0].value(distance) as usize;
@@ -204,27 +205,27 @@ impl<'a> Thread<'a> {
         Self { kernel, args, registers, pc: 0, done: false }
     }
 
-    fn value(&self, operand: &Operand) -> u64 {
+    fn value(&self, operand: &PtxOperand) -> u64 {
         match operand {
-            Operand::Register(register) => self.registers[*register],
-            Operand::Immediate(value) => *value,
-            Operand::Param(param) => self.args[*param],
-            Operand::Address(register, offset) => self.registers[*register].wrapping_add(*offset),
-            Operand::Label(_) | Operand::Group(_) => panic!("not a value"),
+            PtxOperand::Register(register) => self.registers[*register],
+            PtxOperand::Immediate(value) => *value,
+            PtxOperand::Param(param) => self.args[*param],
+            PtxOperand::Address(register, offset) => self.registers[*register].wrapping_add(*offset),
+            PtxOperand::Label(_) | PtxOperand::Group(_) => panic!("not a value"),
         }
     }
 
-    fn float(&self, operand: &Operand) -> f32 {
+    fn float(&self, operand: &PtxOperand) -> f32 {
         f32::from_bits(self.value(operand) as u32)
     }
 
-    fn set(&mut self, operand: &Operand, ty: &str, value: u64) {
-        let Operand::Register(register) = operand else { panic!("not a register") };
+    fn set(&mut self, operand: &PtxOperand, ty: &str, value: u64) {
+        let PtxOperand::Register(register) = operand else { panic!("not a register") };
         self.registers[*register] = if width(ty) == 64 { value } else { value & ((1 << width(ty)) - 1) };
     }
 
     /// One instruction; false at a shuffle, which is the warp's, and when the thread is done.
-    fn step(&mut self, memory: &mut Memory) -> bool {
+    fn step(&mut self, memory: &mut EmulatedMemory) -> bool {
         let kernel = self.kernel;
         let Instruction { guard, op, operands } = &kernel.code[self.pc];
         if guard.is_some_and(|(predicate, wanted)| (self.registers[predicate] == 1) != wanted) {
@@ -237,11 +238,11 @@ impl<'a> Thread<'a> {
                 assert_eq!(op[1..], ["sync", "bfly", "b32"]);
                 return false;
             }
-            ("bra", [Operand::Label(label)]) => {
+            ("bra", [PtxOperand::Label(label)]) => {
                 self.pc = kernel.labels[&label[..]];
                 return true;
             }
-            ("ld", [to, Operand::Param(param)]) => self.set(to, op[op.len() - 1], self.args[*param]),
+            ("ld", [to, PtxOperand::Param(param)]) => self.set(to, op[op.len() - 1], self.args[*param]),
             ("ld", [to, from]) => self.load(memory, op, to, self.value(from)),
             ("st", [to, from]) => self.store(memory, op, self.value(to), from),
             ("mov", [to, from]) => self.mov(op[1], to, from),
@@ -261,7 +262,7 @@ impl<'a> Thread<'a> {
         !self.done
     }
 
-    fn load(&mut self, memory: &mut Memory, op: &[&str], to: &Operand, addr: u64) {
+    fn load(&mut self, memory: &mut EmulatedMemory, op: &[&str], to: &PtxOperand, addr: u64) {
         let ty = op[op.len() - 1];
         let parts = members(to);
         let bytes = width(ty) as usize / 8;
@@ -272,7 +273,7 @@ impl<'a> Thread<'a> {
         }
     }
 
-    fn store(&self, memory: &mut Memory, op: &[&str], addr: u64, from: &Operand) {
+    fn store(&self, memory: &mut EmulatedMemory, op: &[&str], addr: u64, from: &PtxOperand) {
         let parts = members(from);
         let bytes = width(op[op.len() - 1]) as usize / 8;
         let stored = memory.at(addr, bytes * parts.len());
@@ -281,13 +282,13 @@ impl<'a> Thread<'a> {
         }
     }
 
-    fn mov(&mut self, ty: &str, to: &Operand, from: &Operand) {
+    fn mov(&mut self, ty: &str, to: &PtxOperand, from: &PtxOperand) {
         match (to, from) {
-            (Operand::Group(halves), _) => {
+            (PtxOperand::Group(halves), _) => {
                 let value = self.value(from);
                 halves.iter().enumerate().for_each(|(i, half)| self.set(half, "b16", value >> (16 * i)));
             }
-            (_, Operand::Group(halves)) => {
+            (_, PtxOperand::Group(halves)) => {
                 let value = halves.iter().rev().fold(0, |value, half| value << 16 | self.value(half));
                 self.set(to, ty, value);
             }
@@ -296,7 +297,7 @@ impl<'a> Thread<'a> {
     }
 
     /// Everything without side effects.
-    fn compute(&self, op: &[&str], inputs: &[Operand]) -> u64 {
+    fn compute(&self, op: &[&str], inputs: &[PtxOperand]) -> u64 {
         let int = |i: usize| self.value(&inputs[i]);
         let float = |i: usize| self.float(&inputs[i]);
         match op {
@@ -334,9 +335,9 @@ impl<'a> Thread<'a> {
     }
 }
 
-fn members(operand: &Operand) -> &[Operand] {
+fn members(operand: &PtxOperand) -> &[PtxOperand] {
     match operand {
-        Operand::Group(members) => members,
+        PtxOperand::Group(members) => members,
         single => std::slice::from_ref(single),
     }
 }

@@ -1,8 +1,8 @@
 //! RMS and layer normalisation.
 
 use super::super::CudaDevice;
-use super::super::launch::{Launch, args, size};
-use super::super::modules::Source;
+use super::super::launch::{LaunchConfig, args, size};
+use super::super::modules::PtxSource;
 use super::bias::fold_columns;
 use super::grid::{MULTIPROCESSORS, threads, whole_vectors, wide};
 use crate::device::arguments::{arguments, check, rows};
@@ -10,7 +10,7 @@ use crate::device::{DeviceSlice, Stream};
 use crate::dtype::Dtype;
 use crate::error::Result;
 
-pub(super) const SOURCE: Source = Source {
+pub(super) const SOURCE: PtxSource = PtxSource {
     file: "transformer/norm.ptx",
     ptx: include_str!("../../../../ptx/transformer/norm.ptx"),
     typed: &[
@@ -30,7 +30,7 @@ pub(super) const SOURCE: Source = Source {
 const ANY_THREADS: usize = 256;
 
 /// How a pair of kernels goes through rows.
-struct Pass {
+struct RowPass {
     /// The kernel that keeps a row in registers.
     name: &'static str,
     /// The one for all other rows.
@@ -43,14 +43,14 @@ struct Pass {
     resident_threads: usize,
 }
 
-const RMS_NORM: Pass = Pass { name: "rms_norm", any: "rms_norm_any", vecs: 4, threads_max: 1024, resident_threads: 1024 };
-const LAYER_NORM: Pass = Pass { name: "layer_norm", any: "layer_norm_any", ..RMS_NORM };
-const RMS_NORM_BACKWARD: Pass =
-    Pass { name: "rms_norm_backward", any: "rms_norm_backward_any", vecs: 2, threads_max: 512, resident_threads: 1024 };
-const LAYER_NORM_BACKWARD: Pass =
-    Pass { name: "layer_norm_backward", any: "layer_norm_backward_any", resident_threads: 640, ..RMS_NORM_BACKWARD };
+const RMS_NORM: RowPass = RowPass { name: "rms_norm", any: "rms_norm_any", vecs: 4, threads_max: 1024, resident_threads: 1024 };
+const LAYER_NORM: RowPass = RowPass { name: "layer_norm", any: "layer_norm_any", ..RMS_NORM };
+const RMS_NORM_BACKWARD: RowPass =
+    RowPass { name: "rms_norm_backward", any: "rms_norm_backward_any", vecs: 2, threads_max: 512, resident_threads: 1024 };
+const LAYER_NORM_BACKWARD: RowPass =
+    RowPass { name: "layer_norm_backward", any: "layer_norm_backward_any", resident_threads: 640, ..RMS_NORM_BACKWARD };
 
-impl Pass {
+impl RowPass {
     /// The kernel for rows of `cols` in `slices`, and the threads of its blocks.
     fn choose(&self, cols: usize, slices: &[DeviceSlice]) -> (&'static str, usize) {
         let threads = threads(cols, self.vecs * wide(slices[0].dtype));
@@ -77,7 +77,7 @@ pub(super) fn rms_norm(
     check("rms_norm", arguments![x.dtype => in x[n], in weight[cols], out out[n]; Dtype::Float32 => out rstd[rows]])?;
     let (name, threads) = RMS_NORM.choose(cols, &[x, weight, out]);
     let args = args![x, weight, eps, out, rstd, size(cols)?];
-    dev.launch(Stream::Compute, name, Some(x.dtype), Launch::new(size(rows)?, size(threads)?), args)
+    dev.launch(Stream::Compute, name, Some(x.dtype), LaunchConfig::new(size(rows)?, size(threads)?), args)
 }
 
 /// See [`crate::device::Kernels::layer_norm`].
@@ -95,7 +95,7 @@ pub(super) fn layer_norm(
     check("layer_norm", arguments![x.dtype => in x[n], in weight[cols], in bias[cols], out out[n]; Dtype::Float32 => out stats[2 * rows]])?;
     let (name, threads) = LAYER_NORM.choose(cols, &[x, weight, bias, out]);
     let args = args![x, weight, bias, eps, out, stats, size(cols)?];
-    dev.launch(Stream::Compute, name, Some(x.dtype), Launch::new(size(rows)?, size(threads)?), args)
+    dev.launch(Stream::Compute, name, Some(x.dtype), LaunchConfig::new(size(rows)?, size(threads)?), args)
 }
 
 /// See [`crate::device::Kernels::rms_norm_backward`].
@@ -150,7 +150,7 @@ pub(super) fn layer_norm_backward(
 /// Both stages: `dx` and sums over each block's rows in one pass, then the sums over blocks into `dweight` and `dbias`.
 fn backward(
     dev: &mut CudaDevice,
-    pass: &Pass,
+    pass: &RowPass,
     [dout, x, weight, stats, dx]: [DeviceSlice; 5],
     rows: usize,
     (dweight, dbias): (DeviceSlice, Option<DeviceSlice>),
@@ -161,7 +161,7 @@ fn backward(
     let blocks = pass.blocks(rows, threads);
     let partials = dev.scratch((1 + usize::from(dbias.is_some())) * blocks * cols)?;
     let args = args![dout, x, weight, stats, dx, partials, size(rows)?, size(cols)?];
-    dev.launch(Stream::Compute, name, Some(x.dtype), Launch::new(size(blocks)?, size(threads)?), args)?;
+    dev.launch(Stream::Compute, name, Some(x.dtype), LaunchConfig::new(size(blocks)?, size(threads)?), args)?;
     fold_columns(dev, partials, blocks, (dweight, dbias), accumulate)
 }
 
@@ -172,7 +172,7 @@ mod tests {
     #[test]
     fn rows_stay_in_registers_when_they_are_whole_vectors_and_fit() {
         let x = DeviceSlice { addr: 0, elems: 1 << 20, dtype: Dtype::Bfloat16 };
-        let chosen = |pass: &Pass, cols| pass.choose(cols, &[x]);
+        let chosen = |pass: &RowPass, cols| pass.choose(cols, &[x]);
         assert_eq!(chosen(&RMS_NORM, 2560), ("rms_norm", 96));
         assert_eq!(chosen(&RMS_NORM, 32768), ("rms_norm", 1024));
         assert_eq!(chosen(&RMS_NORM, 32776), ("rms_norm_any", ANY_THREADS));

@@ -1,14 +1,14 @@
 //! Kernels that treat every element alone.
 
 use super::super::CudaDevice;
-use super::super::launch::{Arg, Launch, args, size};
-use super::super::modules::Source;
+use super::super::launch::{Arg, LaunchConfig, args, size};
+use super::super::modules::PtxSource;
 use super::grid::{whole_vectors, wide};
 use crate::device::arguments::{arguments, check, rows};
 use crate::device::{DeviceSlice, Stream};
 use crate::error::Result;
 
-pub(super) const SOURCE: Source = Source {
+pub(super) const SOURCE: PtxSource = PtxSource {
     file: "transformer/pointwise.ptx",
     ptx: include_str!("../../../../ptx/transformer/pointwise.ptx"),
     typed: &["swiglu", "swiglu_backward", "gelu", "gelu_backward"],
@@ -81,5 +81,5 @@ impl Groups {
 
 fn launch<const N: usize>(dev: &mut CudaDevice, name: &'static str, out: DeviceSlice, groups: Groups, args: [Arg; N]) -> Result<()> {
     let blocks = groups.count.div_ceil(THREADS as u32);
-    dev.launch(Stream::Compute, name, Some(out.dtype), Launch::new(blocks, THREADS as u32), args)
+    dev.launch(Stream::Compute, name, Some(out.dtype), LaunchConfig::new(blocks, THREADS as u32), args)
 }

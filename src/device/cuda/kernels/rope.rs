@@ -1,8 +1,8 @@
 //! Query and key heads: their RMS normalisation and their rotation.
 
 use super::super::CudaDevice;
-use super::super::launch::{Launch, args, size};
-use super::super::modules::Source;
+use super::super::launch::{LaunchConfig, args, size};
+use super::super::modules::PtxSource;
 use super::bias::fold_columns;
 use super::grid::{MULTIPROCESSORS, WARP, whole_vectors, wide};
 use crate::device::arguments::{arguments, check, check_shape};
@@ -10,7 +10,7 @@ use crate::device::{AttentionShape, DeviceSlice, Stream};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 
-pub(super) const SOURCE: Source = Source {
+pub(super) const SOURCE: PtxSource = PtxSource {
     file: "transformer/rope.ptx",
     ptx: include_str!("../../../../ptx/transformer/rope.ptx"),
     typed: &["qk_norm", "qk_norm_any", "qk_norm_backward", "qk_norm_backward_any", "rope", "rope_any"],
@@ -60,7 +60,7 @@ pub(super) fn qk_norm(
         Some(lanes) => ("qk_norm", THREADS >> lanes),
         None => ("qk_norm_any", THREADS / WARP),
     };
-    let launch = Launch::new(size(all_heads.div_ceil(heads_per_block))?, THREADS as u32);
+    let launch = LaunchConfig::new(size(all_heads.div_ceil(heads_per_block))?, THREADS as u32);
     let (all_heads, heads, normed, per_token) = (size(all_heads)?, size(shape.heads)?, size(normed)?, size(per_token)?);
     // The kernel named `any` has no use for the last.
     let args = args![qkv, q_weight, k_weight, eps, out, rstd, all_heads, heads, normed, per_token, size(d)?, lanes.unwrap_or_default()];
@@ -127,7 +127,7 @@ fn heads_backward(
     let (first, count, normed, per_token) = (size(first)?, size(count)?, size(normed)?, size(normed + shape.kv_heads)?);
     let args =
         args![dqkv, qkv, weight, rstd, partials, size(tokens)?, first, count, normed, per_token, size(d)?, lanes.unwrap_or_default()];
-    dev.launch(Stream::Compute, name, Some(qkv.dtype), Launch::new(size(blocks)?, THREADS as u32), args)?;
+    dev.launch(Stream::Compute, name, Some(qkv.dtype), LaunchConfig::new(size(blocks)?, THREADS as u32), args)?;
     fold_columns(dev, partials, blocks * sums_per_block, (dweight, None), accumulate)
 }
 
@@ -155,7 +155,7 @@ pub(super) fn rope(
     size(threads + THREADS)?;
     let (tokens, heads, per_token) = (size(shape.tokens())?, size(heads)?, size(heads + shape.kv_heads)?);
     let args = args![qkv, positions, table, tokens, heads, per_token, size(shape.head_dim)?, size(half)?, size(groups)?, inverse];
-    dev.launch(Stream::Compute, name, Some(qkv.dtype), Launch::new(size(threads.div_ceil(THREADS))?, THREADS as u32), args)
+    dev.launch(Stream::Compute, name, Some(qkv.dtype), LaunchConfig::new(size(threads.div_ceil(THREADS))?, THREADS as u32), args)
 }
 
 #[cfg(test)]

@@ -10,8 +10,8 @@ mod tests;
 use crate::device::arguments::{arguments, check};
 use crate::device::cuda::CudaDevice;
 use crate::device::cuda::error::check as check_status;
-use crate::device::cuda::launch::{Arg, Launch, args, size};
-use crate::device::cuda::modules::Source;
+use crate::device::cuda::launch::{Arg, LaunchConfig, args, size};
+use crate::device::cuda::modules::PtxSource;
 use crate::device::{AdamArgs, DeviceSlice, Stream};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
@@ -19,17 +19,17 @@ use crate::optim::norm::BLOCK;
 use crate::units::Bytes;
 use cust::sys;
 
-pub(super) const SOURCES: [Source; 5] = [
-    Source {
+pub(super) const SOURCES: [PtxSource; 5] = [
+    PtxSource {
         file: "cast.ptx",
         ptx: include_str!("../../../../ptx/cast.ptx"),
         typed: &[],
         plain: &["cast_bf16_f32", "cast_f16_f32", "cast_f32_bf16", "cast_f32_f16"],
     },
-    Source { file: "copy.ptx", ptx: include_str!("../../../../ptx/copy.ptx"), typed: &[], plain: &["copy_words"] },
-    Source { file: "grad_norm.ptx", ptx: include_str!("../../../../ptx/grad_norm.ptx"), typed: &["grad_norm"], plain: &[] },
-    Source { file: "adam.ptx", ptx: include_str!("../../../../ptx/adam.ptx"), typed: &["adam_step"], plain: &[] },
-    Source { file: "scale.ptx", ptx: include_str!("../../../../ptx/scale.ptx"), typed: &["scale", "poke"], plain: &[] },
+    PtxSource { file: "copy.ptx", ptx: include_str!("../../../../ptx/copy.ptx"), typed: &[], plain: &["copy_words"] },
+    PtxSource { file: "grad_norm.ptx", ptx: include_str!("../../../../ptx/grad_norm.ptx"), typed: &["grad_norm"], plain: &[] },
+    PtxSource { file: "adam.ptx", ptx: include_str!("../../../../ptx/adam.ptx"), typed: &["adam_step"], plain: &[] },
+    PtxSource { file: "scale.ptx", ptx: include_str!("../../../../ptx/scale.ptx"), typed: &["scale", "poke"], plain: &[] },
 ];
 
 /// Threads of a block, in every kernel but `poke`.
@@ -45,14 +45,14 @@ const SCALE_VECTORS: usize = 2;
 const NORM_WARPS: usize = THREADS / 32;
 
 /// A kernel, its shape and its arguments: all that is decided before it is enqueued, and what the tests emulate.
-struct Call<const N: usize> {
+struct KernelCall<const N: usize> {
     name: &'static str,
     dtype: Option<Dtype>,
-    launch: Launch,
+    launch: LaunchConfig,
     args: [Arg; N],
 }
 
-impl<const N: usize> Call<N> {
+impl<const N: usize> KernelCall<N> {
     fn enqueue(self, dev: &mut CudaDevice, stream: Stream) -> Result<()> {
         dev.launch(stream, self.name, self.dtype, self.launch, self.args)
     }
@@ -70,7 +70,7 @@ pub(super) fn cast(dev: &mut CudaDevice, stream: Stream, src: DeviceSlice, dst: 
 /// Copies whole 32-bit words between the GPU and registered host memory, on the compute stream.
 pub(in crate::device::cuda) fn copy_words(dev: &mut CudaDevice, from: u64, to: u64, bytes: usize) -> Result<()> {
     let words = bytes / 4;
-    let launch = Launch::new(size(words.div_ceil(THREADS))?, THREADS as u32);
+    let launch = LaunchConfig::new(size(words.div_ceil(THREADS))?, THREADS as u32);
     dev.launch(Stream::Compute, "copy_words", None, launch, args![from, to, words as u64])
 }
 
@@ -85,7 +85,7 @@ fn copy(dev: &mut CudaDevice, stream: Stream, src: DeviceSlice, dst: DeviceSlice
     })
 }
 
-fn cast_call(src: DeviceSlice, dst: DeviceSlice) -> Result<Call<4>> {
+fn cast_call(src: DeviceSlice, dst: DeviceSlice) -> Result<KernelCall<4>> {
     let name = match (src.dtype, dst.dtype) {
         (Dtype::Bfloat16, Dtype::Float32) => "cast_bf16_f32",
         (Dtype::Float16, Dtype::Float32) => "cast_f16_f32",
@@ -95,7 +95,7 @@ fn cast_call(src: DeviceSlice, dst: DeviceSlice) -> Result<Call<4>> {
     };
     let launch = grid(src.elems, THREADS * CAST_VECTORS * VECTOR)?;
     let vectors = vectors(src.elems, VECTOR, &[src, dst]);
-    Ok(Call { name, dtype: None, launch, args: args![src, dst, src.elems as u64, vectors] })
+    Ok(KernelCall { name, dtype: None, launch, args: args![src, dst, src.elems as u64, vectors] })
 }
 
 /// See [`crate::device::Kernels::grad_norm_partials`].
@@ -114,11 +114,16 @@ pub(super) fn grad_norm_partials(dev: &mut CudaDevice, grads: DeviceSlice, parti
     grad_norm_call(grads, None, partials, nonfinite)?.enqueue(dev, Stream::Compute)
 }
 
-fn grad_norm_call(grads: DeviceSlice, staging: Option<DeviceSlice>, partials: DeviceSlice, nonfinite: DeviceSlice) -> Result<Call<6>> {
+fn grad_norm_call(
+    grads: DeviceSlice,
+    staging: Option<DeviceSlice>,
+    partials: DeviceSlice,
+    nonfinite: DeviceSlice,
+) -> Result<KernelCall<6>> {
     let launch = grid(partials.elems, NORM_WARPS)?;
     let whole = vectors(grads.elems, VECTOR, &[grads, staging.unwrap_or(grads)]) / (BLOCK / VECTOR) as u64;
     let args = args![grads, staging, partials, nonfinite, grads.elems as u64, whole];
-    Ok(Call { name: "grad_norm", dtype: Some(grads.dtype), launch, args })
+    Ok(KernelCall { name: "grad_norm", dtype: Some(grads.dtype), launch, args })
 }
 
 /// See [`crate::device::Kernels::adam_step`]. Working weights have the format of the gradients.
@@ -138,7 +143,7 @@ pub(super) fn adam_step(dev: &mut CudaDevice, args: AdamArgs) -> Result<()> {
     adam_call(args)?.enqueue(dev, Stream::Compute)
 }
 
-fn adam_call(args: AdamArgs) -> Result<Call<16>> {
+fn adam_call(args: AdamArgs) -> Result<KernelCall<16>> {
     let AdamArgs { params, m, v, grads, out, consts: c, scale } = args;
     let elems = params.elems;
     let vectors = vectors(elems, VECTOR, &[params, m, v, grads, out]);
@@ -162,14 +167,14 @@ fn adam_call(args: AdamArgs) -> Result<Call<16>> {
         c.eps,
         scale
     ];
-    Ok(Call { name: "adam_step", dtype: Some(grads.dtype), launch, args })
+    Ok(KernelCall { name: "adam_step", dtype: Some(grads.dtype), launch, args })
 }
 
-fn scale_call(x: DeviceSlice, factor: f32) -> Result<Call<4>> {
+fn scale_call(x: DeviceSlice, factor: f32) -> Result<KernelCall<4>> {
     let vector = SCALE_BYTES / x.dtype.bytes();
     let launch = grid(x.elems, THREADS * SCALE_VECTORS * vector)?;
     let args = args![x, factor, x.elems as u64, vectors(x.elems, vector, &[x])];
-    Ok(Call { name: "scale", dtype: Some(x.dtype), launch, args })
+    Ok(KernelCall { name: "scale", dtype: Some(x.dtype), launch, args })
 }
 
 /// See [`crate::device::Kernels::poke`].
@@ -183,8 +188,8 @@ pub(super) fn poke(dev: &mut CudaDevice, x: DeviceSlice, index: usize, value: f3
     poke_call(x.slice(index, 1), value).enqueue(dev, Stream::Compute)
 }
 
-fn poke_call(x: DeviceSlice, value: f32) -> Call<2> {
-    Call { name: "poke", dtype: Some(x.dtype), launch: Launch::new(1, 1), args: args![x, value] }
+fn poke_call(x: DeviceSlice, value: f32) -> KernelCall<2> {
+    KernelCall { name: "poke", dtype: Some(x.dtype), launch: LaunchConfig::new(1, 1), args: args![x, value] }
 }
 
 /// Kernels of the transfer path that a training step does not need: for studies of casts on the device.
@@ -222,8 +227,8 @@ impl CudaDevice {
 }
 
 /// As many blocks of [`THREADS`] as `items` need when one block takes `per_block` of them.
-fn grid(items: usize, per_block: usize) -> Result<Launch> {
-    Ok(Launch::new(size(items.div_ceil(per_block))?, THREADS as u32))
+fn grid(items: usize, per_block: usize) -> Result<LaunchConfig> {
+    Ok(LaunchConfig::new(size(items.div_ceil(per_block))?, THREADS as u32))
 }
 
 /// Whole vectors of `vector` elements in `elems`, or none if one of the slices does not begin at a multiple of its vector.

@@ -1,6 +1,6 @@
 //! The transfer path's PTX, emulated, against the specification: to the bit.
 
-use super::super::emulator::{Memory, run};
+use super::super::emulator::{EmulatedMemory, run};
 use super::*;
 use crate::dtype::Element;
 use crate::optim::adam::{self, AdamConsts, AdamHyper, AdamState, AdamStep};
@@ -9,8 +9,8 @@ use crate::optim::samples::{assert_same, ordinary, wild};
 use half::{bf16, f16};
 
 /// Runs what a launcher would enqueue.
-fn emulate<const N: usize>(memory: &mut Memory, call: Call<N>) {
-    let has = |source: &&Source| source.plain.contains(&call.name) || source.typed.contains(&call.name);
+fn emulate<const N: usize>(memory: &mut EmulatedMemory, call: KernelCall<N>) {
+    let has = |source: &&PtxSource| source.plain.contains(&call.name) || source.typed.contains(&call.name);
     let suffix = match call.dtype {
         None => "",
         Some(Dtype::Bfloat16) => "_bf16",
@@ -27,7 +27,7 @@ fn bits<T: Element>(values: &[T]) -> Vec<u32> {
 }
 
 fn cast_matches<S: Element, D: Element>(values: &[S], offsets: [usize; 2]) {
-    let mut memory = Memory::default();
+    let mut memory = EmulatedMemory::default();
     let src = memory.with(S::DTYPE, offsets[0], values);
     let dst = memory.with(D::DTYPE, offsets[1], &vec![D::from_f32(7.0); values.len()]);
     emulate(&mut memory, cast_call(src, dst).unwrap());
@@ -64,7 +64,7 @@ fn casts_take_any_length_and_alignment() {
 fn norm_matches<T: Element>(grads: &[T], offset: usize, staged: Option<usize>) {
     let blocks = grads.len().div_ceil(BLOCK);
     for before in [0, 1] {
-        let mut memory = Memory::default();
+        let mut memory = EmulatedMemory::default();
         let source = memory.with(T::DTYPE, offset, grads);
         let staging = staged.map(|offset| memory.with(Dtype::Float32, offset, &vec![7.0f32; grads.len()]));
         let partials = memory.with(Dtype::Float32, 0, &vec![7.0f32; blocks]);
@@ -114,7 +114,7 @@ fn adam_matches<T: Element>(elems: usize, offset: usize) {
     let mut v: Vec<f32> = mixed(3).iter().map(|x| x.abs()).collect();
     let grads: Vec<T> = mixed(4).into_iter().map(T::from_f32).collect();
     let mut out = vec![T::from_f32(7.0); elems];
-    let mut memory = Memory::default();
+    let mut memory = EmulatedMemory::default();
     let [p, mm, vv] = [&params, &m, &v].map(|x| memory.with(Dtype::Float32, offset, x));
     let [g, o] = [&grads, &out].map(|x| memory.with(T::DTYPE, offset, x));
     emulate(&mut memory, adam_call(AdamArgs { params: p, m: mm, v: vv, grads: g, out: o, consts, scale }).unwrap());
@@ -140,7 +140,7 @@ fn scale_and_poke_match<T: Element>() {
     for elems in [1, 8, 4096, 4099, 9000] {
         for offset in [0, 1, 8] {
             let values: Vec<T> = wild(9, elems);
-            let mut memory = Memory::default();
+            let mut memory = EmulatedMemory::default();
             let x = memory.with(T::DTYPE, offset, &values);
             emulate(&mut memory, scale_call(x, 0.3).unwrap());
             emulate(&mut memory, poke_call(x.slice(elems / 2, 1), f32::NAN));

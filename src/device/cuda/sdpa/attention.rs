@@ -3,11 +3,11 @@
 //! The engines match the pattern of nodes, so nodes that compute nothing new stand here on purpose. Formats matter as
 //! well: a plan for an output in fp32 compiles, and writes garbage.
 
-use super::graph::{Extent, Graph, Id, Operation, Place, Role, Tensor};
+use super::graph::{AttentionTensor, Extent, Graph, Id, Operation, Storage, Tensor};
 use super::sys::{DataType, Fold, Mode};
 use crate::device::AttentionShape;
 
-struct Builder {
+struct GraphBuilder {
     graph: Graph,
     /// Of q, k, v, their gradients, and what is multiplied with them.
     dtype: DataType,
@@ -24,7 +24,7 @@ struct Builder {
 #[derive(Clone, Copy)]
 struct Shape(Extent, Extent);
 
-impl Builder {
+impl GraphBuilder {
     fn new(shape: &AttentionShape, dtype: DataType) -> Self {
         let AttentionShape { batch, seq_length, heads, kv_heads, head_dim, scale, window } = *shape;
         let [batch, seq, heads, kv_heads, width] = [batch, seq_length, heads, kv_heads, head_dim].map(|size| size as i64);
@@ -55,24 +55,24 @@ impl Builder {
         Shape(dims, [batch, head, column, row])
     }
 
-    fn tensor(&mut self, dtype: DataType, Shape(dims, strides): Shape, place: Place) -> Id {
+    fn tensor(&mut self, dtype: DataType, Shape(dims, strides): Shape, place: Storage) -> Id {
         self.graph.tensor(Tensor { dtype, dims, strides, place })
     }
 
     fn value(&mut self, value: f32) -> Id {
-        self.tensor(DataType::F32, dense([1; 4]), Place::Value(value))
+        self.tensor(DataType::F32, dense([1; 4]), Storage::Value(value))
     }
 
     /// One of the caller's tensors: rows of `columns` are tokens.
-    fn caller(&mut self, role: Role, heads: i64, columns: i64) -> Id {
+    fn caller(&mut self, role: AttentionTensor, heads: i64, columns: i64) -> Id {
         let dims = [self.batch, heads, self.seq, self.width];
-        self.tensor(self.dtype, Shape(dims, [self.seq * columns, self.width, columns, 1]), Place::Caller(role))
+        self.tensor(self.dtype, Shape(dims, [self.seq * columns, self.width, columns, 1]), Storage::Caller(role))
     }
 
     /// The same, as the second factor of a product that needs its transpose.
-    fn transposed(&mut self, role: Role, heads: i64, columns: i64) -> Id {
+    fn transposed(&mut self, role: AttentionTensor, heads: i64, columns: i64) -> Id {
         let dims = [self.batch, heads, self.width, self.seq];
-        self.tensor(self.dtype, Shape(dims, [self.seq * columns, self.width, 1, columns]), Place::Caller(role))
+        self.tensor(self.dtype, Shape(dims, [self.seq * columns, self.width, 1, columns]), Storage::Caller(role))
     }
 
     /// Columns of the packed queries, keys and values, and of the output.
@@ -85,12 +85,12 @@ impl Builder {
     }
 
     fn lse(&mut self) -> Id {
-        self.tensor(DataType::F32, self.rows(), Place::Caller(Role::Lse))
+        self.tensor(DataType::F32, self.rows(), Storage::Caller(AttentionTensor::Lse))
     }
 
     /// `mode(x, b)` into a virtual fp32 tensor.
     fn pointwise(&mut self, mode: Mode, x: Id, b: Option<Id>, shape: Shape) -> Id {
-        let y = self.tensor(DataType::F32, shape, Place::Virtual);
+        let y = self.tensor(DataType::F32, shape, Storage::Virtual);
         self.pointwise_into(mode, x, b, y)
     }
 
@@ -99,7 +99,7 @@ impl Builder {
     }
 
     fn reduce(&mut self, fold: Fold, x: Id) -> Id {
-        let y = self.tensor(DataType::F32, self.rows(), Place::Virtual);
+        let y = self.tensor(DataType::F32, self.rows(), Storage::Virtual);
         self.graph.node(Operation::Reduce(fold), x, y)
     }
 
@@ -108,16 +108,16 @@ impl Builder {
     }
 
     fn index(&mut self, axis: i64, x: Id) -> Id {
-        let y = self.tensor(DataType::I32, self.scores(), Place::Virtual);
+        let y = self.tensor(DataType::I32, self.scores(), Storage::Virtual);
         self.graph.node(Operation::Pointwise { mode: Mode::Index, axis: Some(axis), b: None, t: None }, x, y)
     }
 
     /// `x` where `mode(left, right)`, minus infinity elsewhere.
     fn keep(&mut self, x: Id, mode: Mode, left: Id, right: Id) -> Id {
-        let holds = self.tensor(DataType::Bool, self.scores(), Place::Virtual);
+        let holds = self.tensor(DataType::Bool, self.scores(), Storage::Virtual);
         self.pointwise_into(mode, left, Some(right), holds);
         let fill = self.value(f32::NEG_INFINITY);
-        let y = self.tensor(DataType::F32, self.scores(), Place::Virtual);
+        let y = self.tensor(DataType::F32, self.scores(), Storage::Virtual);
         self.graph.node(Operation::Pointwise { mode: Mode::Select, axis: None, b: Some(fill), t: Some(holds) }, x, y)
     }
 
@@ -136,7 +136,7 @@ impl Builder {
 
     /// `q k^T * scale`
     fn scaled_scores(&mut self, q: Id, k: Id, scale: Id) -> Id {
-        let raw = self.tensor(DataType::F32, self.scores(), Place::Virtual);
+        let raw = self.tensor(DataType::F32, self.scores(), Storage::Virtual);
         self.product(q, k, raw);
         self.pointwise(Mode::Mul, raw, Some(scale), self.scores())
     }
@@ -149,12 +149,12 @@ fn dense(dims: Extent) -> Shape {
 
 /// The output and the log-sum-exp from the packed queries, keys and values.
 pub(super) fn forward(shape: &AttentionShape, dtype: DataType) -> Graph {
-    let mut b = Builder::new(shape, dtype);
+    let mut b = GraphBuilder::new(shape, dtype);
     let (heads, kv_heads, columns) = (b.heads, b.kv_heads, b.qkv_columns());
-    let q = b.caller(Role::Q, heads, columns);
-    let k = b.transposed(Role::K, kv_heads, columns);
-    let v = b.caller(Role::V, kv_heads, columns);
-    let out = b.caller(Role::Out, heads, b.out_columns());
+    let q = b.caller(AttentionTensor::Q, heads, columns);
+    let k = b.transposed(AttentionTensor::K, kv_heads, columns);
+    let v = b.caller(AttentionTensor::V, kv_heads, columns);
+    let out = b.caller(AttentionTensor::Out, heads, b.out_columns());
     let lse = b.lse();
 
     let scale = b.value(b.scale);
@@ -166,7 +166,7 @@ pub(super) fn forward(shape: &AttentionShape, dtype: DataType) -> Graph {
     let sum = b.reduce(Fold::Add, exp);
     let log = b.pointwise(Mode::Log, sum, None, b.rows());
     b.pointwise_into(Mode::Add, top, Some(log), lse);
-    let p = b.tensor(dtype, b.scores(), Place::Virtual);
+    let p = b.tensor(dtype, b.scores(), Storage::Virtual);
     b.pointwise_into(Mode::Div, exp, Some(sum), p);
     b.product(p, v, out);
     b.graph
@@ -175,21 +175,21 @@ pub(super) fn forward(shape: &AttentionShape, dtype: DataType) -> Graph {
 /// The gradients of queries, keys and values, packed as they are. `deterministic` sums dq in a fixed order, which takes
 /// memory for every score of dq's product; otherwise dq is added up in fp32 as thread blocks finish.
 pub(super) fn backward(shape: &AttentionShape, dtype: DataType, deterministic: bool) -> Graph {
-    let mut b = Builder::new(shape, dtype);
+    let mut b = GraphBuilder::new(shape, dtype);
     let (heads, kv_heads, columns) = (b.heads, b.kv_heads, b.qkv_columns());
-    let q = b.caller(Role::Q, heads, columns);
-    let k_t = b.transposed(Role::K, kv_heads, columns);
-    let v_t = b.transposed(Role::V, kv_heads, columns);
-    let out = b.caller(Role::Out, heads, b.out_columns());
-    let dout = b.caller(Role::Dout, heads, b.out_columns());
+    let q = b.caller(AttentionTensor::Q, heads, columns);
+    let k_t = b.transposed(AttentionTensor::K, kv_heads, columns);
+    let v_t = b.transposed(AttentionTensor::V, kv_heads, columns);
+    let out = b.caller(AttentionTensor::Out, heads, b.out_columns());
+    let dout = b.caller(AttentionTensor::Dout, heads, b.out_columns());
     let lse = b.lse();
-    let dq = b.caller(Role::Dq, heads, columns);
+    let dq = b.caller(AttentionTensor::Dq, heads, columns);
 
     // Delta: each row of dout * out, summed. The product with one stands where dropout would; it is part of the pattern.
     let products = b.pointwise(Mode::Mul, dout, Some(out), b.vectors());
     let sums = b.reduce(Fold::Add, products);
     let one = b.value(1.0);
-    let delta = b.tensor(DataType::F32, b.rows(), Place::Workspace);
+    let delta = b.tensor(DataType::F32, b.rows(), Storage::Workspace);
     b.pointwise_into(Mode::Mul, sums, Some(one), delta);
 
     // The probabilities again.
@@ -200,42 +200,42 @@ pub(super) fn backward(shape: &AttentionShape, dtype: DataType, deterministic: b
     let p = b.pointwise(Mode::Exp, scores, None, b.scores());
 
     // dv = p^T dout
-    b.gradient_of_keys(p, dout, Role::Dv);
+    b.gradient_of_keys(p, dout, AttentionTensor::Dv);
 
     // ds = p * (dout v^T - delta) * scale
-    let dp = b.tensor(DataType::F32, b.scores(), Place::Virtual);
+    let dp = b.tensor(DataType::F32, b.scores(), Storage::Virtual);
     b.product(dout, v_t, dp);
     let centred = b.pointwise(Mode::Sub, dp, Some(delta), b.scores());
     let weighted = b.pointwise(Mode::Mul, centred, Some(p), b.scores());
     let ds = b.pointwise(Mode::Mul, weighted, Some(scale), b.scores());
 
     // dk = ds^T q
-    b.gradient_of_keys(ds, q, Role::Dk);
+    b.gradient_of_keys(ds, q, AttentionTensor::Dk);
 
     // dq = ds k
     let dims = [b.batch, kv_heads, b.seq, b.width];
-    let k = b.tensor(DataType::F32, Shape(dims, [b.seq * columns, b.width, columns, 1]), Place::Virtual);
+    let k = b.tensor(DataType::F32, Shape(dims, [b.seq * columns, b.width, columns, 1]), Storage::Virtual);
     b.graph.node(Operation::Reshape, k_t, k);
     if deterministic {
         b.product(ds, k, dq);
     } else {
-        let sum = b.tensor(DataType::F32, b.vectors(), Place::Workspace);
+        let sum = b.tensor(DataType::F32, b.vectors(), Storage::Workspace);
         b.product(ds, k, sum);
         b.pointwise_into(Mode::Identity, sum, None, dq);
     }
     b.graph
 }
 
-impl Builder {
+impl GraphBuilder {
     /// `x^T y` for every query head, summed over those that share a key head.
-    fn gradient_of_keys(&mut self, x: Id, y: Id, role: Role) {
-        let x_t = self.tensor(self.dtype, self.turned(), Place::Virtual);
+    fn gradient_of_keys(&mut self, x: Id, y: Id, role: AttentionTensor) {
+        let x_t = self.tensor(self.dtype, self.turned(), Storage::Virtual);
         self.graph.node(Operation::Reshape, x, x_t);
         let gradient = self.caller(role, self.kv_heads, self.qkv_columns());
         if self.heads == self.kv_heads {
             self.product(x_t, y, gradient);
         } else {
-            let each = self.tensor(self.dtype, self.vectors(), Place::Virtual);
+            let each = self.tensor(self.dtype, self.vectors(), Storage::Virtual);
             self.product(x_t, y, each);
             self.graph.node(Operation::Reduce(Fold::Add), each, gradient);
         }
@@ -268,11 +268,11 @@ mod tests {
     #[test]
     fn every_role_is_bound_once_and_packed_rows_are_strided() {
         let graph = backward(&SHAPE, DataType::F16, true);
-        let callers: Vec<_> = graph.tensors.iter().filter(|tensor| matches!(tensor.place, Place::Caller(_))).collect();
-        assert_eq!(callers.len(), Role::COUNT);
-        let q = callers.iter().find(|tensor| tensor.place == Place::Caller(Role::Q)).unwrap();
+        let callers: Vec<_> = graph.tensors.iter().filter(|tensor| matches!(tensor.place, Storage::Caller(_))).collect();
+        assert_eq!(callers.len(), AttentionTensor::COUNT);
+        let q = callers.iter().find(|tensor| tensor.place == Storage::Caller(AttentionTensor::Q)).unwrap();
         assert_eq!((q.dims, q.strides), ([4, 32, 4096, 128], [4096 * 6144, 128, 6144, 1]));
-        let k = callers.iter().find(|tensor| tensor.place == Place::Caller(Role::K)).unwrap();
+        let k = callers.iter().find(|tensor| tensor.place == Storage::Caller(AttentionTensor::K)).unwrap();
         assert_eq!((k.dims, k.strides), ([4, 8, 128, 4096], [4096 * 6144, 128, 1, 6144]));
     }
 }

@@ -1,6 +1,6 @@
 //! An operation graph as plain data, and its translation into cuDNN's descriptors.
 
-use super::sys::{Attribute, Cudnn, DataType, Descriptor, Fold, Kind, Mode};
+use super::sys::{Attribute, Cudnn, DataType, Descriptor, DescriptorKind, Fold, Mode};
 use crate::error::Result;
 
 /// Bytes to which every tensor in memory is aligned.
@@ -8,7 +8,7 @@ pub(super) const ALIGNMENT: u64 = 16;
 
 /// What the caller's tensors mean.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Role {
+pub(super) enum AttentionTensor {
     Q,
     K,
     V,
@@ -20,17 +20,17 @@ pub(super) enum Role {
     Dv,
 }
 
-impl Role {
-    pub(super) const COUNT: usize = Role::Dv as usize + 1;
+impl AttentionTensor {
+    pub(super) const COUNT: usize = AttentionTensor::Dv as usize + 1;
 }
 
 /// Where a tensor lies.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Place {
+pub(super) enum Storage {
     /// Nowhere: it passes between nodes.
     Virtual,
     /// In the caller's memory.
-    Caller(Role),
+    Caller(AttentionTensor),
     /// In the workspace: fp32 and dense.
     Workspace,
     /// A number on the host, read at each execution.
@@ -45,7 +45,7 @@ pub(super) struct Tensor {
     pub(super) dtype: DataType,
     pub(super) dims: Extent,
     pub(super) strides: Extent,
-    pub(super) place: Place,
+    pub(super) place: Storage,
 }
 
 impl Tensor {
@@ -113,16 +113,16 @@ impl Graph {
 }
 
 fn lower_tensor(cudnn: Cudnn, id: Id, tensor: &Tensor) -> Result<Descriptor> {
-    Descriptor::build(cudnn, Kind::Tensor, |descriptor| {
+    Descriptor::build(cudnn, DescriptorKind::Tensor, |descriptor| {
         descriptor.set(Attribute::TensorType, &[tensor.dtype])?;
         descriptor.set(Attribute::TensorDims, &tensor.dims)?;
         descriptor.set(Attribute::TensorStrides, &tensor.strides)?;
         descriptor.set(Attribute::TensorId, &[id.number()])?;
         descriptor.set(Attribute::TensorAlignment, &[ALIGNMENT as i64])?;
         match tensor.place {
-            Place::Virtual => descriptor.set(Attribute::TensorIsVirtual, &[true]),
-            Place::Value(_) => descriptor.set(Attribute::TensorIsByValue, &[true]),
-            Place::Caller(_) | Place::Workspace => Ok(()),
+            Storage::Virtual => descriptor.set(Attribute::TensorIsVirtual, &[true]),
+            Storage::Value(_) => descriptor.set(Attribute::TensorIsByValue, &[true]),
+            Storage::Caller(_) | Storage::Workspace => Ok(()),
         }
     })
 }
@@ -133,38 +133,38 @@ fn lower_node(cudnn: Cudnn, node: &Node, tensors: &[Descriptor]) -> Result<Descr
     let (x, y) = (tensor(node.x), tensor(node.y));
     match node.operation {
         Operation::Matmul { b } => {
-            let how = Descriptor::build(cudnn, Kind::Matmul, |how| how.set(A::MatmulPrecision, &[DataType::F32]))?;
+            let how = Descriptor::build(cudnn, DescriptorKind::Matmul, |how| how.set(A::MatmulPrecision, &[DataType::F32]))?;
             let parts = [(A::OperationMatmul, &how), (A::OperationMatmulA, x), (A::OperationMatmulB, tensor(b)), (A::OperationMatmulC, y)];
-            operation(cudnn, Kind::OperationMatmul, &parts)
+            operation(cudnn, DescriptorKind::OperationMatmul, &parts)
         }
         Operation::Pointwise { mode, axis, b, t } => {
             let how = pointwise(cudnn, mode, axis)?;
             let mut parts = vec![(A::OperationPointwise, &how), (A::OperationPointwiseX, x), (A::OperationPointwiseY, y)];
             parts.extend(b.map(|b| (A::OperationPointwiseB, tensor(b))));
             parts.extend(t.map(|t| (A::OperationPointwiseT, tensor(t))));
-            operation(cudnn, Kind::OperationPointwise, &parts)
+            operation(cudnn, DescriptorKind::OperationPointwise, &parts)
         }
         Operation::Reduce(fold) => {
-            let how = Descriptor::build(cudnn, Kind::Reduction, |how| {
+            let how = Descriptor::build(cudnn, DescriptorKind::Reduction, |how| {
                 how.set(A::ReductionPrecision, &[DataType::F32])?;
                 how.set(A::ReductionOperator, &[fold])
             })?;
             let parts = [(A::OperationReduction, &how), (A::OperationReductionX, x), (A::OperationReductionY, y)];
-            operation(cudnn, Kind::OperationReduction, &parts)
+            operation(cudnn, DescriptorKind::OperationReduction, &parts)
         }
-        Operation::Reshape => operation(cudnn, Kind::OperationReshape, &[(A::OperationReshapeX, x), (A::OperationReshapeY, y)]),
+        Operation::Reshape => operation(cudnn, DescriptorKind::OperationReshape, &[(A::OperationReshapeX, x), (A::OperationReshapeY, y)]),
     }
 }
 
 fn pointwise(cudnn: Cudnn, mode: Mode, axis: Option<i64>) -> Result<Descriptor> {
     let precision = if matches!(mode, Mode::CmpGt | Mode::CmpGe) { DataType::Bool } else { DataType::F32 };
-    Descriptor::build(cudnn, Kind::Pointwise, |how| {
+    Descriptor::build(cudnn, DescriptorKind::Pointwise, |how| {
         how.set(Attribute::PointwiseMode, &[mode])?;
         how.set(Attribute::PointwisePrecision, &[precision])?;
         axis.map_or(Ok(()), |axis| how.set(Attribute::PointwiseAxis, &[axis]))
     })
 }
 
-fn operation(cudnn: Cudnn, kind: Kind, parts: &[(Attribute, &Descriptor)]) -> Result<Descriptor> {
+fn operation(cudnn: Cudnn, kind: DescriptorKind, parts: &[(Attribute, &Descriptor)]) -> Result<Descriptor> {
     Descriptor::build(cudnn, kind, |node| parts.iter().try_for_each(|(attribute, part)| node.refer(*attribute, part)))
 }

@@ -15,8 +15,8 @@ use crate::error::{Error, Result};
 use crate::units::Bytes;
 use cust::memory::DeviceBuffer;
 use cust::sys::{CUstream, cuMemsetD8Async, cuStreamSynchronize};
-use graph::Role;
-use plan::{Addresses, Plan, Target};
+use graph::AttentionTensor;
+use plan::{Addresses, ExecutionPlan, Target};
 use sys::{Connection, Cudnn, DataType};
 
 /// The widest head that the kernels take.
@@ -36,8 +36,8 @@ pub(super) struct Sdpa {
 struct Plans {
     shape: AttentionShape,
     dtype: Dtype,
-    forward: Plan,
-    backward: Plan,
+    forward: ExecutionPlan,
+    backward: ExecutionPlan,
 }
 
 impl Sdpa {
@@ -110,7 +110,7 @@ impl Sdpa {
     ///
     /// # Errors
     /// `Unsupported` for shapes and formats that cuDNN's kernels do not take; `Resource` when an address is not aligned to 16 bytes.
-    pub(super) fn enqueue(&mut self, call: &Call) -> Result<()> {
+    pub(super) fn enqueue(&mut self, call: &AttentionCall) -> Result<()> {
         let handle = self.connection.handle;
         self.prepare(&call.shape, call.dtype)?;
         let workspace = self.workspace.as_device_ptr().as_raw();
@@ -123,8 +123,8 @@ impl Sdpa {
 impl Plans {
     fn build(cudnn: Cudnn, target: &Target, shape: &AttentionShape, dtype: Dtype, deterministic: bool) -> Result<Self> {
         let format = supported(shape, dtype)?;
-        let forward = Plan::build(cudnn, &attention::forward(shape, format), target);
-        let backward = Plan::build(cudnn, &attention::backward(shape, format, deterministic), target);
+        let forward = ExecutionPlan::build(cudnn, &attention::forward(shape, format), target);
+        let backward = ExecutionPlan::build(cudnn, &attention::backward(shape, format, deterministic), target);
         let refused = |error: Error| match error {
             Error::Resource { operation, cause } => unsupported(shape, dtype, &format!("{operation}: {cause}")),
             other => other,
@@ -173,16 +173,16 @@ fn parts(packed: DeviceSlice, shape: &AttentionShape) -> [u64; 3] {
 }
 
 /// One direction of attention over memory that was checked against its shape.
-pub(super) struct Call {
+pub(super) struct AttentionCall {
     /// What its span is called.
     pub(super) name: &'static str,
     dtype: Dtype,
     shape: AttentionShape,
-    direction: fn(&mut Plans) -> &mut Plan,
+    direction: fn(&mut Plans) -> &mut ExecutionPlan,
     addresses: Addresses,
 }
 
-impl Call {
+impl AttentionCall {
     /// Causal attention: `out` and `lse` from the packed `qkv`.
     ///
     /// # Errors
@@ -192,17 +192,17 @@ impl Call {
         let (n, out_elems) = (shape.tokens() * shape.qkv_cols(), shape.tokens() * shape.out_cols());
         let lse_elems = shape.tokens() * shape.heads;
         check("attention", arguments![qkv.dtype => in qkv[n], out out[out_elems]; Dtype::Float32 => out lse[lse_elems]])?;
-        let mut addresses = [0; Role::COUNT];
-        addresses[Role::Q as usize..=Role::V as usize].copy_from_slice(&parts(qkv, &shape));
-        addresses[Role::Out as usize] = out.addr;
-        addresses[Role::Lse as usize] = lse.addr;
+        let mut addresses = [0; AttentionTensor::COUNT];
+        addresses[AttentionTensor::Q as usize..=AttentionTensor::V as usize].copy_from_slice(&parts(qkv, &shape));
+        addresses[AttentionTensor::Out as usize] = out.addr;
+        addresses[AttentionTensor::Lse as usize] = lse.addr;
         Ok(Self { name: "attention", dtype: qkv.dtype, shape, direction: |plans| &mut plans.forward, addresses })
     }
 
-    /// The gradient of [`Call::forward`]: `dqkv` is overwritten with the gradient of `qkv`.
+    /// The gradient of [`AttentionCall::forward`]: `dqkv` is overwritten with the gradient of `qkv`.
     ///
     /// # Errors
-    /// As [`Call::forward`].
+    /// As [`AttentionCall::forward`].
     pub(super) fn backward(
         dout: DeviceSlice,
         qkv: DeviceSlice,

@@ -1,7 +1,7 @@
 //! A graph that cuDNN has compiled for the GPU, and the memory that it wants.
 
-use super::graph::{ALIGNMENT, Graph, Place, Role};
-use super::sys::{Attribute, Cudnn, Descriptor, Handle, Heuristic, Kind};
+use super::graph::{ALIGNMENT, AttentionTensor, Graph, Storage};
+use super::sys::{Attribute, Cudnn, Descriptor, DescriptorKind, Handle, Heuristic};
 use crate::error::{Error, Result};
 use std::ffi::c_void;
 
@@ -35,7 +35,7 @@ impl Target {
 /// Where an execution finds a tensor of the graph.
 #[derive(Clone, Copy)]
 enum Binding {
-    Caller(Role),
+    Caller(AttentionTensor),
     /// Bytes into the workspace.
     Workspace(u64),
     /// Index of a number.
@@ -43,10 +43,10 @@ enum Binding {
 }
 
 /// Device addresses of the caller's tensors, by role.
-pub(super) type Addresses = [u64; Role::COUNT];
+pub(super) type Addresses = [u64; AttentionTensor::COUNT];
 
 /// An executable graph. The memory that a pack names is written down in place: executing allocates nothing here.
-pub(super) struct Plan {
+pub(super) struct ExecutionPlan {
     cudnn: Cudnn,
     plan: Descriptor,
     ids: Vec<i64>,
@@ -57,22 +57,22 @@ pub(super) struct Plan {
     own: std::ops::Range<u64>,
 }
 
-impl Plan {
+impl ExecutionPlan {
     /// Takes the first suggestion that compiles: the same in every process.
     pub(super) fn build(cudnn: Cudnn, graph: &Graph, target: &Target) -> Result<Self> {
         let operations = graph.lower(cudnn)?;
-        let operations = Descriptor::build(cudnn, Kind::OperationGraph, |all| {
+        let operations = Descriptor::build(cudnn, DescriptorKind::OperationGraph, |all| {
             target.name_handle(Attribute::GraphHandle, all)?;
             all.refer_all(Attribute::GraphOperations, &operations)
         })?;
-        let heuristic = Descriptor::build(cudnn, Kind::EngineHeuristic, |heuristic| {
+        let heuristic = Descriptor::build(cudnn, DescriptorKind::EngineHeuristic, |heuristic| {
             heuristic.refer(Attribute::HeuristicGraph, &operations)?;
             heuristic.set(Attribute::HeuristicMode, &[Heuristic::A])?;
             target.name_device(heuristic)
         })?;
         let mut refusal = Error::resource("find a cuDNN engine for attention", "cuDNN suggests none");
-        for config in heuristic.get_all(Attribute::HeuristicResults, Kind::EngineConfig)? {
-            let plan = Descriptor::build(cudnn, Kind::ExecutionPlan, |plan| {
+        for config in heuristic.get_all(Attribute::HeuristicResults, DescriptorKind::EngineConfig)? {
+            let plan = Descriptor::build(cudnn, DescriptorKind::ExecutionPlan, |plan| {
                 target.name_handle(Attribute::PlanHandle, plan)?;
                 plan.refer(Attribute::PlanConfig, &config)
             });
@@ -91,14 +91,14 @@ impl Plan {
         let (mut ids, mut bindings, mut values, mut end) = (Vec::new(), Vec::new(), Vec::new(), 0);
         for (id, tensor) in graph.tensors() {
             bindings.push(match tensor.place {
-                Place::Virtual => continue,
-                Place::Caller(role) => Binding::Caller(role),
-                Place::Workspace => {
+                Storage::Virtual => continue,
+                Storage::Caller(role) => Binding::Caller(role),
+                Storage::Workspace => {
                     let start = end;
                     end += (tensor.elems() * 4).next_multiple_of(256);
                     Binding::Workspace(start)
                 }
-                Place::Value(value) => {
+                Storage::Value(value) => {
                     values.push(value);
                     Binding::Value(values.len() - 1)
                 }
@@ -119,7 +119,7 @@ impl Plan {
     /// `Resource` when an address is not aligned to 16 bytes, or cuDNN refuses.
     ///
     /// # Safety
-    /// Every role that the graph names has device memory of its size; the workspace has [`Plan::workspace_bytes`].
+    /// Every role that the graph names has device memory of its size; the workspace has [`ExecutionPlan::workspace_bytes`].
     pub(super) unsafe fn execute(&mut self, handle: Handle, addresses: &Addresses, workspace: u64) -> Result<()> {
         for (pointer, binding) in self.pointers.iter_mut().zip(&self.bindings) {
             *pointer = match *binding {
@@ -128,7 +128,7 @@ impl Plan {
                 Binding::Value(index) => (&raw const self.values[index]).cast_mut().cast(),
             };
         }
-        let pack = Descriptor::build(self.cudnn, Kind::VariantPack, |pack| {
+        let pack = Descriptor::build(self.cudnn, DescriptorKind::VariantPack, |pack| {
             pack.set(Attribute::PackIds, &self.ids)?;
             pack.set(Attribute::PackPointers, &self.pointers)?;
             pack.set(Attribute::PackWorkspace, &[(workspace + self.own.start) as *mut c_void])
@@ -147,7 +147,7 @@ impl Plan {
     }
 }
 
-fn aligned(role: Role, address: u64) -> Result<u64> {
+fn aligned(role: AttentionTensor, address: u64) -> Result<u64> {
     if address.is_multiple_of(ALIGNMENT) {
         return Ok(address);
     }

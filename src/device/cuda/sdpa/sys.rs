@@ -15,7 +15,7 @@ const OLDEST: usize = 91_600;
 /// Kinds of descriptors.
 #[derive(Clone, Copy, Debug)]
 #[repr(i32)]
-pub(super) enum Kind {
+pub(super) enum DescriptorKind {
     Pointwise = 0,
     EngineConfig = 3,
     EngineHeuristic = 4,
@@ -87,14 +87,14 @@ pub(super) enum Attribute {
 ///
 /// # Safety
 /// Laid out as the C type.
-pub(super) unsafe trait Value: Copy {
+pub(super) unsafe trait AttributeValue: Copy {
     const TYPE: i32;
 }
 
 macro_rules! values {
     ($($number:literal $type:ty),* $(,)?) => {
         // SAFETY: integers, floats, pointers and enums of the sizes that the header gives these numbers.
-        $(unsafe impl Value for $type { const TYPE: i32 = $number; })*
+        $(unsafe impl AttributeValue for $type { const TYPE: i32 = $number; })*
     };
 }
 
@@ -162,7 +162,7 @@ functions! {
         create = c"cudnnCreate"(*mut *mut c_void) -> i32;
         destroy = c"cudnnDestroy"(Handle) -> i32;
         set_stream = c"cudnnSetStream"(Handle, CUstream) -> i32;
-        descriptor_create = c"cudnnBackendCreateDescriptor"(Kind, *mut *mut c_void) -> i32;
+        descriptor_create = c"cudnnBackendCreateDescriptor"(DescriptorKind, *mut *mut c_void) -> i32;
         descriptor_destroy = c"cudnnBackendDestroyDescriptor"(Raw) -> i32;
         descriptor_finalize = c"cudnnBackendFinalize"(Raw) -> i32;
         descriptor_set = c"cudnnBackendSetAttribute"(Raw, Attribute, i32, i64, *const c_void) -> i32;
@@ -236,7 +236,7 @@ impl Drop for Connection {
 /// One backend descriptor.
 pub(super) struct Descriptor {
     cudnn: Cudnn,
-    kind: Kind,
+    kind: DescriptorKind,
     raw: Raw,
 }
 
@@ -249,7 +249,7 @@ impl Drop for Descriptor {
 
 impl Descriptor {
     /// A descriptor that `fill` describes; nothing can be set after, nothing read before.
-    pub(super) fn build(cudnn: Cudnn, kind: Kind, fill: impl FnOnce(&Self) -> Result<()>) -> Result<Self> {
+    pub(super) fn build(cudnn: Cudnn, kind: DescriptorKind, fill: impl FnOnce(&Self) -> Result<()>) -> Result<Self> {
         let descriptor = Self::new(cudnn, kind)?;
         fill(&descriptor)?;
         // SAFETY: live.
@@ -258,14 +258,14 @@ impl Descriptor {
         Ok(descriptor)
     }
 
-    fn new(cudnn: Cudnn, kind: Kind) -> Result<Self> {
+    fn new(cudnn: Cudnn, kind: DescriptorKind) -> Result<Self> {
         let mut raw = ptr::null_mut();
         // SAFETY: writes one address.
         cudnn.check(unsafe { (cudnn.descriptor_create)(kind, &mut raw) }, || format!("create cuDNN's {kind:?}"))?;
         Ok(Self { cudnn, kind, raw: Raw(raw) })
     }
 
-    pub(super) fn set<T: Value>(&self, attribute: Attribute, values: &[T]) -> Result<()> {
+    pub(super) fn set<T: AttributeValue>(&self, attribute: Attribute, values: &[T]) -> Result<()> {
         // SAFETY: reads that many values of the type named.
         let status = unsafe { (self.cudnn.descriptor_set)(self.raw, attribute, T::TYPE, values.len() as i64, values.as_ptr().cast()) };
         self.cudnn.check(status, || format!("set {attribute:?} of cuDNN's {:?}", self.kind))
@@ -280,7 +280,7 @@ impl Descriptor {
     }
 
     /// Reads into `values` and returns how many there are; none asks for the number alone.
-    pub(super) fn get<T: Value>(&self, attribute: Attribute, values: &mut [T]) -> Result<usize> {
+    pub(super) fn get<T: AttributeValue>(&self, attribute: Attribute, values: &mut [T]) -> Result<usize> {
         let mut count = 0;
         // cuDNN knows the question for the number by the null pointer.
         let to = if values.is_empty() { ptr::null_mut() } else { values.as_mut_ptr().cast() };
@@ -291,7 +291,7 @@ impl Descriptor {
     }
 
     /// Reads descriptors, all of one kind. cuDNN fills some that exist already.
-    pub(super) fn get_all(&self, attribute: Attribute, kind: Kind) -> Result<Vec<Descriptor>> {
+    pub(super) fn get_all(&self, attribute: Attribute, kind: DescriptorKind) -> Result<Vec<Descriptor>> {
         let count = self.get::<Raw>(attribute, &mut [])?;
         let mut made = (0..count).map(|_| Descriptor::new(self.cudnn, kind)).collect::<Result<Vec<_>>>()?;
         let filled = self.get(attribute, &mut made.iter().map(|descriptor| descriptor.raw).collect::<Vec<_>>())?;

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::device::footprint::gpu::attention_workspace_bytes;
-use sys::{Attribute, Descriptor, Kind};
+use sys::{Attribute, Descriptor, DescriptorKind};
 
 const H200: &str = include_str!("h200.json");
 
@@ -34,7 +34,8 @@ fn keys_and_values_follow_the_queries_of_a_row() {
 #[ignore = "needs cuDNN, and a driver or a stand-in for one"]
 fn cudnn_compiles_its_fused_kernels_for_every_kind_of_graph() {
     let cudnn = Cudnn::open(&Libraries::new(&[])).unwrap();
-    let device = Descriptor::build(cudnn, Kind::DeviceProperties, |device| device.set(Attribute::DeviceJson, H200.trim().as_bytes()));
+    let device =
+        Descriptor::build(cudnn, DescriptorKind::DeviceProperties, |device| device.set(Attribute::DeviceJson, H200.trim().as_bytes()));
     let target = Target::Described(device.unwrap());
     let mha = AttentionShape { kv_heads: 8, ..SHAPE };
     let windowed = AttentionShape { window: Some(128), ..SHAPE };

@@ -2,13 +2,13 @@
 
 /// One kind of work, from one piece to the next.
 #[derive(Clone, Copy, Default)]
-pub(super) struct Lane {
+pub(super) struct WorkDone {
     under_way: f64,
     pub(super) done: f64,
     done_ns: u64,
 }
 
-impl Lane {
+impl WorkDone {
     /// What was under way is done; now `units` are.
     pub(super) fn next(&mut self, now_ns: u64, units: f64) {
         *self = Self { under_way: units, done: self.done + self.under_way, done_ns: now_ns };
