@@ -4,7 +4,7 @@ use std::fmt;
 
 /// Where memory lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum MemorySpace {
     /// On the device.
     Device,
     /// In host memory.
@@ -43,7 +43,8 @@ pub enum Addressing {
     /// Managed memory: two page tables that agree, and pages that move.
     Managed,
     /// All of it: the device walks the host's page tables (GH200).
-    Shared,
+    #[serde(rename = "shared")]
+    Coherent,
 }
 
 impl fmt::Display for Addressing {
@@ -51,7 +52,7 @@ impl fmt::Display for Addressing {
         f.write_str(match self {
             Self::Separate => "separate memories",
             Self::Managed => "managed memory, whose pages move",
-            Self::Shared => "page tables shared with the host, whose memory is used directly",
+            Self::Coherent => "page tables shared with the host, whose memory is used directly",
         })
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::engine::coordinator::Counts;
 use crate::hardware::parse::meminfo_bytes;
-use crate::memory::Place;
+use crate::memory::MemorySpace;
 use crate::planner::plan::Plan;
 use std::collections::BTreeMap;
 
@@ -20,8 +20,8 @@ pub struct MemoryUse {
 impl MemoryUse {
     /// What `plan` gives each class, and the process's resident set now.
     pub fn of(plan: &Plan) -> Self {
-        let at = |place| plan.memory.iter().filter(|m| m.place == place).map(|m| (m.name, m.bytes as u64)).collect();
-        Self { device_bytes: at(Place::Device), host_bytes: at(Place::Host), rss_bytes: rss_bytes() }
+        let at = |space| plan.memory.iter().filter(|m| m.space == space).map(|m| (m.name, m.bytes as u64)).collect();
+        Self { device_bytes: at(MemorySpace::Device), host_bytes: at(MemorySpace::Host), rss_bytes: rss_bytes() }
     }
 }
 

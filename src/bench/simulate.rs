@@ -10,7 +10,7 @@ use crate::hardware::basis::{AUTO, Basis, Key};
 use crate::hardware::profile::Profile;
 use crate::hardware::topology::Topology;
 use crate::launch::context::check_context;
-use crate::memory::Place;
+use crate::memory::MemorySpace;
 use crate::model::presets;
 use crate::model::shape::ModelShape;
 use crate::planner::machine::Machine;
@@ -119,8 +119,8 @@ impl Simulation {
             steps: self.steps.timed,
             settings: self.settings.clone(),
             plan: PlanFacts::new(&plan),
-            device_planned_bytes: plan.bytes_at(Place::Device),
-            host_planned_bytes: plan.bytes_at(Place::Host),
+            device_planned_bytes: plan.bytes_at(MemorySpace::Device),
+            host_planned_bytes: plan.bytes_at(MemorySpace::Host),
             gantt: Gantt::new(
                 &tracks,
                 window_ns.end - (outcome.step_ms.samples.last().copied().unwrap_or(0.0) * 1e6) as u64..window_ns.end,

@@ -13,7 +13,7 @@ use crate::host::perf::{WORKER_ROLE, WorkerCounters};
 use crate::launch::context::check_context;
 use crate::launch::engine::{Launch, UseEngine};
 use crate::launch::gpu;
-use crate::memory::Place;
+use crate::memory::MemorySpace;
 use crate::metrics::MemoryUse;
 use crate::model::presets;
 use crate::model::shape::ModelShape;
@@ -152,8 +152,8 @@ fn memory_peaks(plan: &Plan, available_before: Option<u64>) -> MemoryPeaks {
     let kernel_says = |path: &str, key| meminfo_bytes(&std::fs::read_to_string(path).unwrap_or_default(), key);
     let available_now = kernel_says("/proc/meminfo", "MemAvailable");
     MemoryPeaks {
-        device_planned_bytes: plan.bytes_at(Place::Device),
-        host_planned_bytes: plan.bytes_at(Place::Host),
+        device_planned_bytes: plan.bytes_at(MemorySpace::Device),
+        host_planned_bytes: plan.bytes_at(MemorySpace::Host),
         classes: MemoryUse::of(plan),
         rss_peak_bytes: kernel_says("/proc/self/status", "VmHWM"),
         available_drop_bytes: available_before.zip(available_now).map(|(before, now)| before.saturating_sub(now)),

@@ -4,7 +4,7 @@
 use super::{Attention, AttentionShape};
 use crate::dtype::Dtype;
 use crate::host::pinned;
-use crate::memory::{Place, RingShape};
+use crate::memory::{MemorySpace, RingShape};
 
 /// What computes. Where its memory lies is another question: there are GPUs without memory of their own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,7 +21,7 @@ pub struct MemoryClass {
     /// What it holds.
     pub name: &'static str,
     /// Where.
-    pub place: Place,
+    pub space: MemorySpace,
     /// How much.
     pub bytes: usize,
 }
@@ -48,17 +48,17 @@ impl DeviceKind {
         if self == Self::Cpu {
             return Vec::new();
         }
-        let class = |name, place, bytes| MemoryClass { name, place, bytes };
+        let class = |name, space, bytes| MemoryClass { name, space, bytes };
         let workspace = match attention {
             Attention::Cudnn { deterministic } => gpu::attention_workspace_bytes(shape, deterministic),
             Attention::Plain => 0,
         };
         vec![
-            class("matrix workspace", Place::Device, gpu::MATMUL_WORKSPACE_BYTES),
-            class("attention workspace", Place::Device, workspace),
-            class("kernel scratch", Place::Device, gpu::SCRATCH_BYTES),
-            class("context, libraries", Place::Device, gpu::CONTEXT_BYTES),
-            class("process, driver", Place::Host, gpu::PROCESS_BYTES),
+            class("matrix workspace", MemorySpace::Device, gpu::MATMUL_WORKSPACE_BYTES),
+            class("attention workspace", MemorySpace::Device, workspace),
+            class("kernel scratch", MemorySpace::Device, gpu::SCRATCH_BYTES),
+            class("context, libraries", MemorySpace::Device, gpu::CONTEXT_BYTES),
+            class("process, driver", MemorySpace::Host, gpu::PROCESS_BYTES),
         ]
     }
 }

@@ -14,7 +14,7 @@ pub mod sim;
 use crate::dtype::Dtype;
 use crate::error::Result;
 use crate::host::pinned::PinnedSlice;
-use crate::memory::{Place, RingShape};
+use crate::memory::{MemorySpace, RingShape};
 use crate::optim::adam::AdamConsts;
 use crate::trace::{self, Recorder};
 
@@ -89,10 +89,10 @@ impl DeviceSlice {
 }
 
 /// What a span of [`Device::prefetch`] is called.
-fn prefetch_span(place: Place) -> &'static str {
-    match place {
-        Place::Device => "page_in",
-        Place::Host => "page_out",
+fn prefetch_span(space: MemorySpace) -> &'static str {
+    match space {
+        MemorySpace::Device => "page_in",
+        MemorySpace::Host => "page_out",
     }
 }
 
@@ -131,9 +131,9 @@ pub trait Device {
     /// As there; `Unsupported` where there is no such memory.
     fn alloc_unified(&mut self, name: &str, elems: usize, dtype: Dtype) -> Result<DeviceSlice>;
 
-    /// On `stream`, moves unified memory to `place`, from where it stays valid for both sides. Nothing moves where page tables are
+    /// On `stream`, moves unified memory to `space`, from where it stays valid for both sides. Nothing moves where page tables are
     /// shared, or memory is.
-    fn prefetch(&mut self, stream: Stream, memory: DeviceSlice, place: Place) -> Result<()>;
+    fn prefetch(&mut self, stream: Stream, memory: DeviceSlice, space: MemorySpace) -> Result<()>;
 
     /// Prepares host memory for copies that run beside everything else. Only before step 0.
     ///

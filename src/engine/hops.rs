@@ -10,7 +10,7 @@ use crate::bucket::slot::Slot;
 use crate::device::{AdamArgs, DeviceSlice, Kernels, Stream};
 use crate::error::{Error, Result};
 use crate::host::pool::Job;
-use crate::memory::Place;
+use crate::memory::MemorySpace;
 use crate::optim::adam::{AdamConsts, AdamHyper};
 use std::ops::Range;
 
@@ -95,9 +95,9 @@ impl<D: Kernels> Engine<D> {
                 return Ok(());
             }
             (Hop::ParamsIn, Some(stream), Load::Slot(slot)) => self.copy_params(stream, &range, slot)?,
-            (Hop::PageIn, Some(stream), _) => self.counters.h2d_bytes += self.page(stream, &range, Place::Device)?,
+            (Hop::PageIn, Some(stream), _) => self.counters.h2d_bytes += self.page(stream, &range, MemorySpace::Device)?,
             (Hop::StepOnDevice, _, Load::Update(update)) => self.step_on_device(&range, update)?,
-            (Hop::PageOut, Some(stream), _) => self.counters.d2h_bytes += self.page(stream, &range, Place::Host)?,
+            (Hop::PageOut, Some(stream), _) => self.counters.d2h_bytes += self.page(stream, &range, MemorySpace::Host)?,
             (hop, _, load) => unreachable!("{hop:?} does not start with {load:?}"),
         }
         let slot = if let Load::Slot(slot) = load { Some(slot) } else { None };
@@ -170,9 +170,9 @@ impl<D: Kernels> Engine<D> {
 
     /// Moves a bucket's state between the two sides; returns its bytes. All of a step is enqueued at once: states that come and states
     /// that go cross the link beside the steps of others.
-    fn page(&mut self, stream: Stream, range: &Range<usize>, place: Place) -> Result<u64> {
+    fn page(&mut self, stream: Stream, range: &Range<usize>, space: MemorySpace) -> Result<u64> {
         let arrays = self.memory.device_part(range).arrays();
-        arrays.into_iter().try_for_each(|memory| self.dev.prefetch(stream, memory, place))?;
+        arrays.into_iter().try_for_each(|memory| self.dev.prefetch(stream, memory, space))?;
         Ok(arrays.map(|memory| memory.bytes() as u64).iter().sum())
     }
 

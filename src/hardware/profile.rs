@@ -135,7 +135,7 @@ impl Field for Addressing {
         let word = match self {
             Self::Separate => "separate",
             Self::Managed => "managed",
-            Self::Shared => "shared",
+            Self::Coherent => "shared",
         };
         Some(quoted(word))
     }

@@ -12,7 +12,7 @@ use crate::device::{Device, DeviceSlice};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::host::pinned::HostMemory;
-use crate::memory::Place;
+use crate::memory::MemorySpace;
 use crate::units::Bytes;
 
 /// Each part of an allocation for layers starts at a multiple of this many elements.
@@ -33,7 +33,7 @@ pub struct Allocation {
     /// Name for people: `layers.qkv`.
     pub name: &'static str,
     /// Where it lies.
-    pub place: Place,
+    pub space: MemorySpace,
     /// Elements.
     pub elems: usize,
     /// Format.
@@ -92,7 +92,7 @@ impl ActivationPlan {
         let mut plan = Self { shape, batch, seq_length, separates_documents, dtype, tile, policies, allocations };
         let mut allocations = Vec::new();
         plan.lay_out(|name, elems, dtype| {
-            allocations.push(Allocation { name, place: Place::Device, elems, dtype });
+            allocations.push(Allocation { name, space: MemorySpace::Device, elems, dtype });
             Ok(DeviceSlice { addr: 0, elems, dtype })
         })?;
         plan.allocations = allocations;
@@ -107,16 +107,16 @@ impl ActivationPlan {
 
     /// The sum of all allocations on the device.
     pub fn device_bytes(&self) -> Bytes {
-        self.bytes_at(Place::Device)
+        self.bytes_at(MemorySpace::Device)
     }
 
     /// The sum of all allocations in host memory.
     pub fn host_bytes(&self) -> Bytes {
-        self.bytes_at(Place::Host)
+        self.bytes_at(MemorySpace::Host)
     }
 
-    fn bytes_at(&self, place: Place) -> Bytes {
-        Bytes(self.allocations.iter().filter(|a| a.place == place).map(|a| a.bytes() as u64).sum())
+    fn bytes_at(&self, space: MemorySpace) -> Bytes {
+        Bytes(self.allocations.iter().filter(|a| a.space == space).map(|a| a.bytes() as u64).sum())
     }
 
     /// Allocates what was planned.
@@ -145,7 +145,7 @@ impl ActivationPlan {
     fn host_allocation(&self) -> Result<Allocation> {
         let slots = host_slots(self.host_layers());
         let elems = product(&[slots, self.batch, self.seq_length, self.shape.channels])?;
-        Ok(Allocation { name: "layers.input", place: Place::Host, elems, dtype: self.dtype })
+        Ok(Allocation { name: "layers.input", space: MemorySpace::Host, elems, dtype: self.dtype })
     }
 
     /// The one description of the device's memory: planning records what it asks for, allocating fulfils it.
@@ -395,7 +395,7 @@ mod tests {
         let plan = ActivationPlan::new(&ModelShape::demo(), 2, 48, false, Dtype::Bfloat16, TILE, &[Keep; 6]).unwrap();
         let mut asked = Vec::new();
         let activations = plan.lay_out(|name, elems, dtype| {
-            asked.push(Allocation { name, place: Place::Device, elems, dtype });
+            asked.push(Allocation { name, space: MemorySpace::Device, elems, dtype });
             Ok(DeviceSlice { addr: 0x1000, elems, dtype })
         });
         assert_eq!(asked, plan.allocations());

@@ -6,7 +6,7 @@ use crate::data::batch;
 use crate::device::Attention;
 use crate::device::footprint::{MemoryClass, gpu::PAGE_BYTES};
 use crate::dtype::Dtype;
-use crate::memory::{Addressing, DeviceMemory, Place, RingShape};
+use crate::memory::{Addressing, DeviceMemory, MemorySpace, RingShape};
 use crate::model::activations::ActivationPlan;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::{Module, TensorTable};
@@ -22,16 +22,16 @@ pub const BOUNCE_ELEMS: usize = 1 << 18;
 /// Optimizer state of a parameter: fp32 parameter, m and v.
 pub(super) const STATE_BYTES: usize = 12;
 
-/// The bytes of `classes` at `place`.
-pub fn bytes_at(classes: &[MemoryClass], place: Place) -> u64 {
-    classes.iter().filter(|class| class.place == place).map(|class| class.bytes as u64).sum()
+/// The bytes of `classes` at `space`.
+pub fn bytes_at(classes: &[MemoryClass], space: MemorySpace) -> u64 {
+    classes.iter().filter(|class| class.space == space).map(|class| class.bytes as u64).sum()
 }
 
 /// What is needed of a memory and what there is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Balance {
     /// Which memory.
-    pub place: Place,
+    pub space: MemorySpace,
     /// Bytes planned.
     pub needed: u64,
     /// Bytes free before the run.
@@ -53,13 +53,13 @@ impl Balance {
 /// The device's balance and the host's, which needs `transient_bytes` besides. A device that shares the host's memory needs
 /// nothing of its own.
 pub fn balances(machine: &Machine, classes: &[MemoryClass], transient_bytes: u64) -> [Balance; 2] {
-    let (on_device, on_host) = (bytes_at(classes, Place::Device), bytes_at(classes, Place::Host) + transient_bytes);
-    let balance = |place, needed, available| Balance { place, needed, available };
+    let (on_device, on_host) = (bytes_at(classes, MemorySpace::Device), bytes_at(classes, MemorySpace::Host) + transient_bytes);
+    let balance = |space, needed, available| Balance { space, needed, available };
     let (device, needed) = match machine.device {
-        DeviceMemory::Shared => (balance(Place::Device, 0, u64::MAX), on_device + on_host),
-        DeviceMemory::Own { bytes, .. } => (balance(Place::Device, on_device, bytes), on_host),
+        DeviceMemory::Shared => (balance(MemorySpace::Device, 0, u64::MAX), on_device + on_host),
+        DeviceMemory::Own { bytes, .. } => (balance(MemorySpace::Device, on_device, bytes), on_host),
     };
-    [device, balance(Place::Host, needed, machine.host_bytes)]
+    [device, balance(MemorySpace::Host, needed, machine.host_bytes)]
 }
 
 /// What of the device's flat memory repeats.
@@ -153,25 +153,25 @@ impl Needs<'_> {
         let [offloaded, paged, resident] = [Tier::Host, Tier::Unified, Tier::Device].map(|tier| layout.elems_in(tier).len());
         let slot_bytes = layout.bucket_elems().min(offloaded) * self.link_dtype.bytes();
         let staging = if self.device_casts && offloaded > 0 { 2 * layout.bucket_elems() * 4 } else { 0 };
-        let class = |name, place, bytes| MemoryClass { name, place, bytes };
+        let class = |name, space, bytes| MemoryClass { name, space, bytes };
         let flat_bytes = |ring| self.machine.kind.flat_bytes(flat, self.dtype, ring);
         let params_name = if rings.weights.is_some() { "streamed weights" } else { "parameter slots" };
         let mut classes = vec![
-            class("weights", Place::Device, flat_bytes(rings.weights)),
-            class("gradients", Place::Device, flat_bytes(rings.grads)),
-            class("resident p, m, v", Place::Device, STATE_BYTES * resident),
-            class("paged states here", Place::Device, self.paged_window_bytes(layout)),
-            class("cast staging", Place::Device, staging),
-            class("activations", Place::Device, activations.device_bytes().0 as usize),
-            class("norm partials", Place::Device, flat / BLOCK * 4 + 4),
-            class("offloaded p, m, v", Place::Host, STATE_BYTES * offloaded),
-            class("paged p, m, v", Place::Host, STATE_BYTES * paged),
-            class("gradient slots", Place::Host, self.grad_slots(layout) * slot_bytes),
-            class(params_name, Place::Host, self.param_slots(layout, rings) * slot_bytes),
-            class("kept activations", Place::Host, activations.host_bytes().0 as usize),
-            class("batches, norm", Place::Host, self.driver_bytes(flat)),
-            class("timeline", Place::Host, self.timeline_bytes),
-            class("data", Place::Host, self.data_bytes),
+            class("weights", MemorySpace::Device, flat_bytes(rings.weights)),
+            class("gradients", MemorySpace::Device, flat_bytes(rings.grads)),
+            class("resident p, m, v", MemorySpace::Device, STATE_BYTES * resident),
+            class("paged states here", MemorySpace::Device, self.paged_window_bytes(layout)),
+            class("cast staging", MemorySpace::Device, staging),
+            class("activations", MemorySpace::Device, activations.device_bytes().0 as usize),
+            class("norm partials", MemorySpace::Device, flat / BLOCK * 4 + 4),
+            class("offloaded p, m, v", MemorySpace::Host, STATE_BYTES * offloaded),
+            class("paged p, m, v", MemorySpace::Host, STATE_BYTES * paged),
+            class("gradient slots", MemorySpace::Host, self.grad_slots(layout) * slot_bytes),
+            class(params_name, MemorySpace::Host, self.param_slots(layout, rings) * slot_bytes),
+            class("kept activations", MemorySpace::Host, activations.host_bytes().0 as usize),
+            class("batches, norm", MemorySpace::Host, self.driver_bytes(flat)),
+            class("timeline", MemorySpace::Host, self.timeline_bytes),
+            class("data", MemorySpace::Host, self.data_bytes),
         ];
         classes.extend(self.machine.kind.own_memory(self.attention, &self.shape.attention(self.batch, self.seq_length, 0)));
         classes.retain(|class| class.bytes > 0);

@@ -11,7 +11,7 @@ use crate::config::options::{ActivationsChoice, WeightsChoice};
 use crate::device::DeviceKind;
 use crate::device::footprint::MemoryClass;
 use crate::error::Result;
-use crate::memory::Place;
+use crate::memory::MemorySpace;
 use crate::model::activations::{ActivationPlan, LossTile};
 use crate::model::policy::LayerPolicy;
 use crate::model::tensors::TensorTable;
@@ -260,7 +260,7 @@ impl Planner<'_> {
         };
         let layout = self.resident(resident);
         let classes = self.needs.classes(&layout, self.rings(&layout, repeats), &activations);
-        let fixed = bytes_at(&classes, Place::Device) - activations.device_bytes().0;
+        let fixed = bytes_at(&classes, MemorySpace::Device) - activations.device_bytes().0;
         let share = device_bytes.saturating_sub(fixed) / TILE_FREE_PARTS;
         let rows = rows_within(self.tokens(), (share as usize).min(TILE_BYTES_MAX) / (vocab * self.needs.dtype.bytes()));
         let halves = std::iter::successors(Some(rows), |&rows| (rows > TILE_ROWS_MIN).then(|| rows_within(self.tokens(), rows / 2)));

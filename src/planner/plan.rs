@@ -31,7 +31,7 @@ use clap::ValueEnum;
 use std::fmt;
 use std::path::PathBuf;
 
-pub use crate::memory::Place;
+pub use crate::memory::MemorySpace;
 
 /// Bytes of working weights in a bucket where the paper's link saturates (section 4.3).
 const BUCKET_BYTES_MAX: usize = 64 << 20;
@@ -261,9 +261,9 @@ impl Plan {
         self.batch * self.seq_length * self.grad_accum_steps
     }
 
-    /// Bytes planned at `place`.
-    pub fn bytes_at(&self, place: Place) -> u64 {
-        bytes_at(&self.memory, place)
+    /// Bytes planned at `space`.
+    pub fn bytes_at(&self, space: MemorySpace) -> u64 {
+        bytes_at(&self.memory, space)
     }
 
     /// What is needed and what there is, of the device's memory and of the host's.
@@ -473,7 +473,7 @@ impl fmt::Display for Plan {
 impl Plan {
     fn write_paged(&self, f: &mut fmt::Formatter<'_>, bucket: Bytes) -> fmt::Result {
         let how = match self.machine.device {
-            DeviceMemory::Shared => Addressing::Shared,
+            DeviceMemory::Shared => Addressing::Coherent,
             DeviceMemory::Own { addressing, .. } => addressing,
         };
         writeln!(
@@ -491,14 +491,14 @@ impl Plan {
             DeviceMemory::Shared => ["host memory, compute", "host memory, optimizer"],
             DeviceMemory::Own { .. } => ["device memory", "host memory"],
         };
-        self.write_place(f, Place::Device, titles[0], self.bytes_at(Place::Device), device_free)?;
+        self.write_space(f, MemorySpace::Device, titles[0], self.bytes_at(MemorySpace::Device), device_free)?;
         writeln!(f)?;
-        self.write_place(f, Place::Host, titles[1], self.bytes_at(Place::Host) + self.transient_bytes, host_free)
+        self.write_space(f, MemorySpace::Host, titles[1], self.bytes_at(MemorySpace::Host) + self.transient_bytes, host_free)
     }
 
-    fn write_place(&self, f: &mut fmt::Formatter<'_>, place: Place, title: &str, planned: u64, free: Option<u64>) -> fmt::Result {
-        let transient = if place == Place::Host { self.transient_bytes } else { 0 };
-        let classes = self.memory.iter().filter(|class| class.place == place).map(|class| (class.name, class.bytes as u64));
+    fn write_space(&self, f: &mut fmt::Formatter<'_>, space: MemorySpace, title: &str, planned: u64, free: Option<u64>) -> fmt::Result {
+        let transient = if space == MemorySpace::Host { self.transient_bytes } else { 0 };
+        let classes = self.memory.iter().filter(|class| class.space == space).map(|class| (class.name, class.bytes as u64));
         let rows = classes.chain(Some(("loading, saving", transient)).filter(|row| row.1 > 0)).chain(free.map(|free| ("free", free)));
         write!(f, "  {title:<22}{:>10}", Bytes(planned).to_string())?;
         for (name, bytes) in rows {
@@ -531,7 +531,7 @@ mod tests {
     fn strategies_are_sets_of_techniques() {
         let of = |strategy| plan(Settings { strategy, ..Settings::demo() }).unwrap();
         let none = of(Strategy::NoOffload);
-        let on_host: Vec<_> = none.memory.iter().filter(|class| class.place == Place::Host).map(|class| class.name).collect();
+        let on_host: Vec<_> = none.memory.iter().filter(|class| class.space == MemorySpace::Host).map(|class| class.name).collect();
         assert_eq!((none.layout.offloaded(), &on_host[..]), (0, &["batches, norm"][..]));
         assert!(none.to_string().contains("fits without offload: every optimizer state stays on the device"));
         let zero = of(Strategy::ZeroOffload);
@@ -547,7 +547,7 @@ mod tests {
     fn offloaded_state_takes_14_bytes_a_parameter_and_what_is_lent() {
         let plan = plan(Settings { without: vec![Technique::Repartition], ..Settings::demo() }).unwrap();
         let lent = 2 * plan.param_slots * plan.layout.bucket_elems() * 2;
-        let classes = plan.memory.iter().filter(|class| class.place == Place::Host && class.name != "batches, norm");
+        let classes = plan.memory.iter().filter(|class| class.space == MemorySpace::Host && class.name != "batches, norm");
         let state = classes.map(|class| class.bytes).sum::<usize>() - if plan.rules.policy == Policy::Deferred { lent } else { lent / 2 };
         // A slot is as long as a whole bucket, also for the last one.
         let last_slot_excess = 2 * (plan.layout.count() * plan.layout.bucket_elems() - plan.layout.flat_elems());

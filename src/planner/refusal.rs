@@ -6,7 +6,7 @@ use crate::bucket::layout::Tier;
 use crate::config::options::{ActivationsChoice, ResidentBuckets, Strategy, WeightsChoice};
 use crate::config::settings::Settings;
 use crate::error::{Error, Result};
-use crate::memory::Place;
+use crate::memory::MemorySpace;
 use crate::model::shape::ModelShape;
 use crate::planner::plan::Plan;
 use crate::units::Bytes;
@@ -27,9 +27,9 @@ impl Plan {
             Some(host) => (host, format!("{} more would do", Bytes(host.lacking()))),
             None => (shortage, advice.unwrap_or_else(|| "no smaller batch or sequence would fit either".into())),
         };
-        let (memory, bounds) = match shortage.place {
-            Place::Device => ("device memory", "free memory, --hbm-limit"),
-            Place::Host => ("host memory", "free memory, cgroup limit, --host-limit"),
+        let (memory, bounds) = match shortage.space {
+            MemorySpace::Device => ("device memory", "free memory, --hbm-limit"),
+            MemorySpace::Host => ("host memory", "free memory, cgroup limit, --host-limit"),
         };
         let cause = format!("{} of {memory} are available ({bounds}); {advice}", Bytes(shortage.available));
         Err(Error::resource(format!("plan {} of {memory} for {} parameters", Bytes(shortage.needed), self.params), cause))

@@ -9,7 +9,7 @@ use crate::config::settings::Settings;
 use crate::device::{Attention, DeviceKind};
 use crate::hardware::profile::Profile;
 use crate::hardware::rates::Rates;
-use crate::memory::{Addressing, DeviceMemory, Place};
+use crate::memory::{Addressing, DeviceMemory, MemorySpace};
 use crate::model::policy::LayerPolicy;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::{Module, TensorTable};
@@ -80,7 +80,7 @@ fn resident(plan: &Plan) -> usize {
 }
 
 fn on_device(plan: &Plan, class: &str) -> f64 {
-    let found = plan.memory.iter().find(|c| c.place == Place::Device && c.name == class);
+    let found = plan.memory.iter().find(|c| c.space == MemorySpace::Device && c.name == class);
     found.map_or(0.0, |c| c.bytes as f64 / GIB as f64)
 }
 
@@ -108,7 +108,7 @@ fn an_8b_model_computes_cheap_parts_again_for_more_resident_states() {
     assert_eq!(plan.loss_tile.rows, 4 * 4096, "{plan}");
     if REPARTITION {
         assert!((0.2..0.8).contains(&(resident(&plan) as f64 / plan.layout.count() as f64)), "{plan}");
-        let free = 139.8 - plan.bytes_at(Place::Device) as f64 / GIB as f64;
+        let free = 139.8 - plan.bytes_at(MemorySpace::Device) as f64 / GIB as f64;
         assert!(free < 1.0, "what is free holds another bucket: {plan}");
         // The floor of the step is the device's work.
         let predicted = plan.predicted.unwrap();
@@ -128,17 +128,17 @@ fn a_limit_makes_a_smaller_machine() {
     for pair in plans.windows(2) {
         assert!(kept(&pair[1]) <= kept(&pair[0]) && resident(&pair[1]) <= resident(&pair[0]) + 40, "{}\n{}", pair[0], pair[1]);
         // Without resident buckets there is nothing to fill a larger memory with.
-        let [small, large] = [&pair[1], &pair[0]].map(|plan| plan.bytes_at(Place::Device));
+        let [small, large] = [&pair[1], &pair[0]].map(|plan| plan.bytes_at(MemorySpace::Device));
         assert!(small < large || (!REPARTITION && small == large), "{}\n{}", pair[0], pair[1]);
         // A resident optimizer costs the device a little time.
         assert!(pair[1].predicted.unwrap().step_s > 0.97 * pair[0].predicted.unwrap().step_s, "{}\n{}", pair[0], pair[1]);
     }
-    assert!(plans[3].bytes_at(Place::Device) <= 80 * GIB && kept(&plans[3]) < 32, "{}", plans[3]);
+    assert!(plans[3].bytes_at(MemorySpace::Device) <= 80 * GIB && kept(&plans[3]) < 32, "{}", plans[3]);
     if REPARTITION {
         let host_limit = Some(Bytes(40 * GIB));
         let small_host = fitting(&llama_8b(), &Settings { host_limit, ..settings() });
         assert!(resident(&small_host) > resident(&plans[0]), "{small_host}");
-        assert!(small_host.bytes_at(Place::Host) <= 40 * GIB);
+        assert!(small_host.bytes_at(MemorySpace::Host) <= 40 * GIB);
     }
 }
 
@@ -181,7 +181,7 @@ fn unified_states_need_a_window_and_the_link_and_nothing_else() {
     let away = |plan: &Plan| plan.layout.buckets_in(Tier::Unified).len();
     assert_eq!((layout.offloaded(), away(&paged), layout.elems_in(Tier::Unified)), (0, layout.count(), 0..layout.flat_elems()));
     assert!(!paged.techniques.stv && paged.grad_slots == 0 && paged.grad_ring.is_none(), "{paged}");
-    let on_host: Vec<_> = paged.memory.iter().filter(|c| c.place == Place::Host).map(|c| (c.name, c.bytes)).collect();
+    let on_host: Vec<_> = paged.memory.iter().filter(|c| c.space == MemorySpace::Host).map(|c| (c.name, c.bytes)).collect();
     assert_eq!(on_host[0], ("paged p, m, v", 12 * layout.flat_elems()));
     assert!(!on_host.iter().any(|class| class.0.contains("slots")) && on_device(&pinned, "paged states here") == 0.0, "{paged}");
     let window = on_device(&paged, "paged states here") * GIB as f64 / (4 * layout.bucket_elems()) as f64;
@@ -193,7 +193,7 @@ fn unified_states_need_a_window_and_the_link_and_nothing_else() {
     assert!((7.4..7.7).contains(&paged_s.link_s) && paged_s.pool_s == 0.0 && paged_s.step_s == paged_s.validated_s, "{paged}");
     assert!(paged_s.step_s > paged_s.link_s + 0.8 * pinned_s.device_s, "{paged}\n{pinned}");
 
-    let shared = Machine { device: DeviceMemory::Own { bytes: 139 * GIB, addressing: Addressing::Shared }, ..h200() };
+    let shared = Machine { device: DeviceMemory::Own { bytes: 139 * GIB, addressing: Addressing::Coherent }, ..h200() };
     let direct = Plan::new(&unified(none), &llama_8b(), &shared, false).unwrap();
     assert!(on_device(&direct, "paged states here") == 0.0 && direct.to_string().contains("page tables shared"), "{direct}");
     if REPARTITION {
@@ -235,14 +235,17 @@ fn a_gpu_that_shares_the_hosts_memory_is_a_gpu() {
     // Nothing is saved by an offload to the same memory.
     assert_eq!(plan.layout.offloaded() == 0, REPARTITION, "{plan}");
     let [device, host] = plan.balances();
-    assert_eq!((device.needed, host.needed), (0, plan.bytes_at(Place::Device) + plan.bytes_at(Place::Host) + plan.transient_bytes));
+    assert_eq!(
+        (device.needed, host.needed),
+        (0, plan.bytes_at(MemorySpace::Device) + plan.bytes_at(MemorySpace::Host) + plan.transient_bytes)
+    );
     assert!(plan.shortage().is_none() && plan.to_string().contains("host memory, compute"), "{plan}");
 }
 
 #[test]
 fn offload_takes_14_bytes_a_parameter_of_host_memory_and_the_ring() {
     let plan = fitting(&llama_8b(), &Settings { resident_buckets: ResidentBuckets::Count(0), ..settings() });
-    let host = |class: &str| plan.memory.iter().find(|c| c.place == Place::Host && c.name == class).unwrap().bytes;
+    let host = |class: &str| plan.memory.iter().find(|c| c.space == MemorySpace::Host && c.name == class).unwrap().bytes;
     assert_eq!(host("offloaded p, m, v"), 12 * plan.layout.flat_elems());
     let (retained, lent) = (plan.layout.count(), if cfg!(feature = "stv") { plan.param_slots } else { 0 });
     assert_eq!(host("gradient slots"), (retained + lent) * plan.layout.bucket_elems() * 2);
@@ -296,7 +299,7 @@ fn weights_that_do_not_fit_are_streamed() {
     let shape = llama_8b();
     let limited = |gib| Settings { hbm_limit: Some(Bytes(gib * GIB)), ..settings() };
     let (roomy, tight) = (fitting(&shape, &limited(40)), fitting(&shape, &limited(22)));
-    assert!(roomy.weight_ring.is_none() && tight.bytes_at(Place::Device) <= 22 * GIB, "{tight}");
+    assert!(roomy.weight_ring.is_none() && tight.bytes_at(MemorySpace::Device) <= 22 * GIB, "{tight}");
     let ring = tight.weight_ring.unwrap();
     // Two layers, or the head and one, in whole chunks; the embeddings are resident or stay.
     let table = TensorTable::new(&shape);
@@ -308,7 +311,7 @@ fn weights_that_do_not_fit_are_streamed() {
     // On the host they have a place each instead of a few slots.
     assert_eq!(tight.param_slots, tight.layout.offloaded());
     let streamed = tight.memory.iter().find(|class| class.name == "streamed weights").unwrap();
-    assert_eq!((streamed.place, streamed.bytes), (Place::Host, 2 * tight.layout.offloaded() * tight.layout.bucket_elems()));
+    assert_eq!((streamed.space, streamed.bytes), (MemorySpace::Host, 2 * tight.layout.offloaded() * tight.layout.bucket_elems()));
     assert!(!tight.memory.iter().any(|class| class.name == "parameter slots"));
     // Each pass brings them over the link at 50 GB/s.
     let predicted = tight.predicted.unwrap();
@@ -421,7 +424,7 @@ proptest! {
         let tokens = batch * tokens * 512;
         prop_assert!(small.loss_tile.rows <= tokens && (small.loss_tile.rows >= tokens.min(512)), "{}", small);
         if small.shortage().is_none() {
-            prop_assert!(small.bytes_at(Place::Device) <= hbm * GIB && small.bytes_at(Place::Host) <= host * GIB);
+            prop_assert!(small.bytes_at(MemorySpace::Device) <= hbm * GIB && small.bytes_at(MemorySpace::Host) <= host * GIB);
             prop_assert!(large.shortage().is_none(), "{}\n{}", small, large);
         }
     }

@@ -7,7 +7,7 @@ use crate::dtype::Dtype;
 use crate::error::Result;
 use crate::hardware::profile::Link;
 use crate::host::pinned::{HostMemory, PinnedSlice};
-use crate::memory::{Addressing, Place};
+use crate::memory::{Addressing, MemorySpace};
 
 /// Sizes of copies grow by this factor.
 const STEP: usize = 4;
@@ -122,11 +122,11 @@ impl Copies {
 fn managed<D: Device>(rig: &mut Rig<'_, D>, bytes: usize, time_s: f64) -> Result<Samples> {
     let mut pages = || rig.dev.alloc_unified("pages", bytes / 4, Dtype::Float32);
     let (mut coming, mut going) = (pages()?, pages()?);
-    rig.seconds(|dev| dev.prefetch(Stream::H2d, going, Place::Device))?;
+    rig.seconds(|dev| dev.prefetch(Stream::H2d, going, MemorySpace::Device))?;
     rig.samples(time_s, |rig| {
         let seconds = rig.seconds(|dev| {
-            dev.prefetch(Stream::H2d, coming, Place::Device)?;
-            dev.prefetch(Stream::D2h, going, Place::Host)
+            dev.prefetch(Stream::H2d, coming, MemorySpace::Device)?;
+            dev.prefetch(Stream::D2h, going, MemorySpace::Host)
         })?;
         std::mem::swap(&mut coming, &mut going);
         Ok(bytes as f64 / seconds)

@@ -8,7 +8,7 @@ use crate::facts::HardwareFacts;
 use crate::facts::{ModelFacts, PlanFacts};
 use crate::hardware::profile::Profile;
 use crate::hardware::rates::Rates;
-use crate::memory::{DeviceMemory, Place};
+use crate::memory::{DeviceMemory, MemorySpace};
 use crate::planner::budget::Balance;
 use crate::planner::machine::Machine;
 use crate::planner::plan::Plan;
@@ -195,10 +195,10 @@ fn busy(candidate: &Candidate) -> Vec<Busy> {
 }
 
 fn memory(plan: &Plan) -> Vec<MemoryNeed> {
-    let of = |Balance { place, needed, available }: Balance| {
-        let classes = plan.memory.iter().filter(|class| class.place == place).map(|class| (class.name, class.bytes));
+    let of = |Balance { space, needed, available }: Balance| {
+        let classes = plan.memory.iter().filter(|class| class.space == space).map(|class| (class.name, class.bytes));
         MemoryNeed {
-            place: if place == Place::Device { "device" } else { "host" },
+            place: if space == MemorySpace::Device { "device" } else { "host" },
             needed_bytes: needed,
             available_bytes: Some(available).filter(|bytes| *bytes < u64::MAX),
             classes: classes.collect(),

@@ -11,7 +11,7 @@ use crate::device::DeviceKind;
 use crate::hardware::profile::Profile;
 use crate::hardware::rates::Rates;
 use crate::memory::Addressing;
-use crate::memory::{DeviceMemory, Place};
+use crate::memory::{DeviceMemory, MemorySpace};
 use crate::model::policy::LayerPolicy;
 use crate::model::presets;
 use crate::model::shape::ModelShape;
@@ -60,7 +60,7 @@ proptest! {
         let Ok(ranking) = rank(&settings, &shape, &machine) else { return Ok(()) };
         for candidate in &ranking.candidates {
             let plan = &candidate.plan;
-            prop_assert!(plan.bytes_at(Place::Device) <= hbm * GIB && plan.bytes_at(Place::Host) <= host * GIB, "{}", plan);
+            prop_assert!(plan.bytes_at(MemorySpace::Device) <= hbm * GIB && plan.bytes_at(MemorySpace::Host) <= host * GIB, "{}", plan);
         }
         let best = &ranking.candidates[0];
         let again = rank(&settings, &shape, &machine).unwrap();

@@ -9,7 +9,7 @@ use std::io::Write;
 use superoffload::device::{AdamArgs, DeviceSlice, Stream};
 use superoffload::dtype::Dtype;
 use superoffload::error::{Error, Result};
-use superoffload::memory::Place;
+use superoffload::memory::MemorySpace;
 use superoffload::optim::adam::{AdamConsts, AdamHyper};
 
 /// Rounds of the relay, and int32 elements that each passes on.
@@ -76,9 +76,11 @@ fn unified(rig: &mut Rig, random: &mut Random) -> Outcome {
         let part = memory.slice(elems / 3, elems / 2);
         let sent = encode(Dtype::Float32, &random.uniform(Dtype::Float32, elems));
         fill(rig, memory, &sent)?;
-        for (stream, place) in [(Stream::H2d, Place::Device), (Stream::D2h, Place::Host), (Stream::Compute, Place::Device)] {
-            rig.dev.prefetch(stream, part, place)?;
-            require(content(rig, memory, stream)? == sent, || format!("{elems} elements changed on their way to the {place:?}"))?;
+        for (stream, space) in
+            [(Stream::H2d, MemorySpace::Device), (Stream::D2h, MemorySpace::Host), (Stream::Compute, MemorySpace::Device)]
+        {
+            rig.dev.prefetch(stream, part, space)?;
+            require(content(rig, memory, stream)? == sent, || format!("{elems} elements changed on their way to the {space:?}"))?;
         }
     }
     Ok(0.0)
@@ -98,7 +100,7 @@ fn step_unified(bench: &mut Bench, random: &mut Random) -> Outcome {
             fill(rig, grads_here, &grads)?;
             arrays.iter().zip(&state).try_for_each(|(memory, bytes)| fill(rig, *memory, bytes))?;
             let [arrived, stepped] = [rig.dev.event()?, rig.dev.event()?];
-            arrays.iter().try_for_each(|memory| rig.dev.prefetch(Stream::H2d, memory.slice(0, fetched), Place::Device))?;
+            arrays.iter().try_for_each(|memory| rig.dev.prefetch(Stream::H2d, memory.slice(0, fetched), MemorySpace::Device))?;
             rig.dev.record(arrived, Stream::H2d)?;
             rig.dev.wait(Stream::Compute, arrived)?;
             let hyper = AdamHyper { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
@@ -106,7 +108,7 @@ fn step_unified(bench: &mut Bench, random: &mut Random) -> Outcome {
             rig.dev.adam_step(AdamArgs { params, m, v, grads: grads_here, out, consts, scale: 0.37 })?;
             rig.dev.record(stepped, Stream::Compute)?;
             rig.dev.wait(Stream::D2h, stepped)?;
-            arrays.iter().try_for_each(|memory| rig.dev.prefetch(Stream::D2h, *memory, Place::Host))?;
+            arrays.iter().try_for_each(|memory| rig.dev.prefetch(Stream::D2h, *memory, MemorySpace::Host))?;
             arrays.into_iter().chain([out]).map(|memory| Ok(content(rig, memory, Stream::D2h)?)).collect()
         };
         let (have, want) = (step(&mut bench.subject)?, step(&mut bench.reference)?);

@@ -18,7 +18,7 @@ use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::host::doorbell::Doorbell;
 use crate::host::pinned::{HostMemory, PinnedSlice};
-use crate::memory::{Place, RingShape};
+use crate::memory::{MemorySpace, RingShape};
 use crate::trace::{Recorder, now_ns};
 use compute::ComputeOwner;
 use rand_chacha::ChaCha8Rng;
@@ -263,8 +263,8 @@ impl Device for CpuDevice {
     }
 
     /// Moves nothing, in its turn: a span shows when it would have.
-    fn prefetch(&mut self, stream: Stream, _memory: DeviceSlice, place: Place) -> Result<()> {
-        self.enqueue(stream, prefetch_span(place), || ())
+    fn prefetch(&mut self, stream: Stream, _memory: DeviceSlice, space: MemorySpace) -> Result<()> {
+        self.enqueue(stream, prefetch_span(space), || ())
     }
 
     fn pin(&mut self, _memory: PinnedSlice) -> Result<()> {

@@ -23,7 +23,7 @@ use super::{Attention, Device, DeviceSlice, EventId, MatmulShape, ProductAlgorit
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::host::pinned::{HostMemory, PinnedSlice};
-use crate::memory::{Addressing, Place, RingShape};
+use crate::memory::{Addressing, MemorySpace, RingShape};
 use crate::trace::Recorder;
 use crate::units::Bytes;
 use cust::context::Context;
@@ -273,8 +273,8 @@ impl Device for CudaDevice {
         unified::alloc(self, name, elems, dtype)
     }
 
-    fn prefetch(&mut self, stream: Stream, memory: DeviceSlice, place: Place) -> Result<()> {
-        unified::prefetch(self, stream, memory, place)
+    fn prefetch(&mut self, stream: Stream, memory: DeviceSlice, space: MemorySpace) -> Result<()> {
+        unified::prefetch(self, stream, memory, space)
     }
 
     fn pin(&mut self, memory: PinnedSlice) -> Result<()> {

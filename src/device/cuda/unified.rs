@@ -5,7 +5,7 @@ use super::error::check;
 use crate::device::{Device, DeviceSlice, Stream, prefetch_span};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
-use crate::memory::{Addressing, Place};
+use crate::memory::{Addressing, MemorySpace};
 use crate::units::Bytes;
 use cust::sys;
 
@@ -25,7 +25,7 @@ pub(super) fn addressing(gpu: sys::CUdevice) -> Result<Addressing> {
         Ok(value != 0)
     };
     Ok(match (has(USES_HOST_PAGE_TABLES)?, has(CONCURRENT_MANAGED_ACCESS)?) {
-        (true, _) => Addressing::Shared,
+        (true, _) => Addressing::Coherent,
         (false, true) => Addressing::Managed,
         (false, false) => Addressing::Separate,
     })
@@ -37,7 +37,7 @@ pub(super) fn alloc(dev: &mut CudaDevice, name: &str, elems: usize, dtype: Dtype
         _ if elems == 0 => dev.alloc(name, elems, dtype),
         Addressing::Separate => Err(Error::Unsupported(format!("unified memory for {name}: this GPU has none that both sides may use"))),
         Addressing::Managed => alloc_managed(dev, name, elems, dtype),
-        Addressing::Shared => {
+        Addressing::Coherent => {
             let block = dev.system.alloc(name, elems * dtype.bytes())?;
             // A page lies where it is first touched.
             block.with(|bytes: &mut [u8]| bytes.fill(0));
@@ -62,24 +62,24 @@ fn alloc_managed(dev: &mut CudaDevice, name: &str, elems: usize, dtype: Dtype) -
         check(unsafe { sys::cuMemAdvise(addr, bytes, advice, whose) }, operation)?;
     }
     // Pages exist from here on: a host without room for them says so now.
-    prefetch(dev, Stream::Compute, slice, Place::Host)?;
+    prefetch(dev, Stream::Compute, slice, MemorySpace::Host)?;
     dev.fill_zero(slice)?;
     dev.finish_compute(operation)?;
     Ok(slice)
 }
 
 /// See [`Device::prefetch`].
-pub(super) fn prefetch(dev: &mut CudaDevice, stream: Stream, memory: DeviceSlice, place: Place) -> Result<()> {
+pub(super) fn prefetch(dev: &mut CudaDevice, stream: Stream, memory: DeviceSlice, space: MemorySpace) -> Result<()> {
     if dev.addressing != Addressing::Managed || memory.elems == 0 {
         return Ok(());
     }
-    let target = match place {
-        Place::Device => dev.gpu,
-        Place::Host => HOST,
+    let target = match space {
+        MemorySpace::Device => dev.gpu,
+        MemorySpace::Host => HOST,
     };
-    dev.timed(stream, prefetch_span(place), |raw| {
+    dev.timed(stream, prefetch_span(space), |raw| {
         // SAFETY: a part of managed memory; nothing but its place changes.
         let status = unsafe { sys::cuMemPrefetchAsync(memory.addr, memory.bytes(), target, raw.0) };
-        check(status, || format!("move {} of managed memory to the {place:?}", Bytes(memory.bytes() as u64)))
+        check(status, || format!("move {} of managed memory to the {space:?}", Bytes(memory.bytes() as u64)))
     })
 }

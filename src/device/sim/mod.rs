@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 use crate::hardware::rates::Rates;
 use crate::host::pinned::PinnedSlice;
 use crate::memory::DeviceMemory;
-use crate::memory::{Addressing, Place, RingShape};
+use crate::memory::{Addressing, MemorySpace, RingShape};
 use crate::optim::simd::Isa;
 use crate::trace::Recorder;
 use std::cell::RefCell;
@@ -75,10 +75,10 @@ impl Device for SimDevice {
         self.alloc(name, elems, dtype)
     }
 
-    fn prefetch(&mut self, stream: Stream, memory: DeviceSlice, place: Place) -> Result<()> {
+    fn prefetch(&mut self, stream: Stream, memory: DeviceSlice, space: MemorySpace) -> Result<()> {
         if let DeviceMemory::Own { addressing: Addressing::Managed | Addressing::Separate, .. } = self.memory {
             let seconds = self.rates.latency_s + memory.bytes() as f64 / self.rates.managed_bytes_per_s;
-            self.enqueue(stream, OpKind::Paging, super::prefetch_span(place), seconds);
+            self.enqueue(stream, OpKind::Paging, super::prefetch_span(space), seconds);
         }
         Ok(())
     }

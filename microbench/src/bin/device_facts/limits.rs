@@ -55,7 +55,7 @@ impl Limits {
         let host = Limit { bytes_per_s: triad * TRIAD_TRAFFIC, what };
         let link = match addressing {
             None => through_memory(&host),
-            Some(Addressing::Shared) => Limit { bytes_per_s: C2C_BYTES_PER_S, what: "NVLink-C2C as rated, one way".into() },
+            Some(Addressing::Coherent) => Limit { bytes_per_s: C2C_BYTES_PER_S, what: "NVLink-C2C as rated, one way".into() },
             Some(_) => facts.machine.gpu.as_ref().and_then(pcie).unwrap_or_else(|| through_memory(&host)),
         };
         let device = Limit { bytes_per_s: small.memory_bytes_per_s.median(), what: "device memory: norms of rows".into() };

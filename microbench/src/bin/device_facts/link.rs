@@ -9,7 +9,7 @@ use superoffload::device::{Device, DeviceSlice, Kernels, Stream};
 use superoffload::dtype::Dtype;
 use superoffload::error::Result;
 use superoffload::host::pinned::PinnedSlice;
-use superoffload::memory::{Addressing, Place};
+use superoffload::memory::{Addressing, MemorySpace};
 use superoffload::probe::copies::Way;
 use superoffload::probe::samples::Samples;
 
@@ -137,8 +137,8 @@ fn managed<D: Kernels>(bench: &mut DeviceBench<'_, D>, check: PinnedSlice) -> Re
         let (pages, check) = (pages.slice(0, size / 4), check.slice(0, size));
         fill_from(check, &values(1, PATTERN));
         bench.rig.seconds(|dev| dev.copy_h2d(Stream::H2d, check, pages))?;
-        for (way, there) in [(Way::ToDevice, Place::Device), (Way::ToHost, Place::Host)] {
-            let back = if there == Place::Host { Place::Device } else { Place::Host };
+        for (way, there) in [(Way::ToDevice, MemorySpace::Device), (Way::ToHost, MemorySpace::Host)] {
+            let back = if there == MemorySpace::Host { MemorySpace::Device } else { MemorySpace::Host };
             let rates = bench.rig.samples(bench.sizes.seconds, |rig| {
                 rig.seconds(|dev| dev.prefetch(Stream::D2h, pages, back))?;
                 Ok(size as f64 / rig.seconds(|dev| dev.prefetch(way.stream(), pages, there))?)
