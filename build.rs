@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
     println!("cargo:rerun-if-env-changed=SUPEROFFLOAD_COMMIT");
-    let told = std::env::var("SUPEROFFLOAD_COMMIT").ok().filter(|commit| !commit.is_empty());
-    let commit = told.or_else(|| head(&git_dir()?));
+    let given = std::env::var("SUPEROFFLOAD_COMMIT").ok().filter(|commit| !commit.is_empty());
+    let commit = given.or_else(|| head(&git_dir()?));
     let version = std::env::var("CARGO_PKG_VERSION").unwrap_or_default();
     match commit {
         Some(commit) => {

@@ -4,9 +4,9 @@ pub mod gpu;
 pub mod products;
 
 use crate::error::Result;
-use crate::hardware::basis::{AUTO, Basis, Key};
 use crate::hardware::cpu_list::CpuList;
 use crate::hardware::limits;
+use crate::hardware::selected_profile::{AUTO, MachineId, SelectedProfile};
 use crate::hardware::topology::{Cache, NumaNode, Topology};
 use crate::host::affinity::{Placement, workers_beside_others};
 use crate::host::memory_policy::HugePagesChoice;
@@ -106,8 +106,8 @@ fn facts(topology: &Topology, isa: &str, probes: &Probes, partitions: &Partition
         Ok(models) => facts.extend(models.iter().map(|model| ("matrix products", model.to_string()))),
         Err(cause) => facts.push(("matrix products", cause.to_string())),
     }
-    let basis = gpu.facts.as_ref().map(|gpu| Basis::of(Path::new(AUTO), Ok(Key::of(topology, gpu))));
-    facts.extend(basis.ok().map(|basis| ("rates", or_error(&basis, ToString::to_string))));
+    let rates_from = gpu.facts.as_ref().map(|gpu| SelectedProfile::of(Path::new(AUTO), Ok(MachineId::of(topology, gpu))));
+    facts.extend(rates_from.ok().map(|rates_from| ("rates", or_error(&rates_from, ToString::to_string))));
     facts.push(("kernel", or_unknown(topology.kernel.as_deref()).to_owned()));
     facts
 }

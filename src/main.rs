@@ -30,8 +30,8 @@ use superoffload::optim::simd::Isa;
 use superoffload::planner::machine::Machine;
 use superoffload::planner::plan::Plan;
 use superoffload::probe::{self, ProbeOptions};
-use superoffload::search::Question;
-use superoffload::search::answer::Answer;
+use superoffload::search::SearchQuery;
+use superoffload::search::report::SearchReport;
 use superoffload::signals::{self, StopFlag};
 use superoffload::simulate::outcome::of_a_large_product;
 use superoffload::train::{self, Observer, RunFacts, Summary};
@@ -122,7 +122,7 @@ fn main() {
         Ok(code) => code,
         Err(error) => {
             match error {
-                Error::Interrupted(_) => tell(&error),
+                Error::Interrupted(_) => log(&error),
                 _ => complain("error", &error),
             }
             error.exit_code()
@@ -159,7 +159,7 @@ fn answer(text: impl Display) -> Result<()> {
 }
 
 /// Prints what a training run tells on its way. A reader who has gone (`| head`) must not end it: its results are files.
-fn tell(text: impl Display) {
+fn log(text: impl Display) {
     let _ = answer(text);
 }
 
@@ -271,8 +271,8 @@ fn run_plan(options: PlanOptions) -> Result<i32> {
     let (settings, shape) = (Settings::resolve_over(Settings::default(), options)?, presets::shape("model", &config)?);
     check_context(&settings, &shape, &config)?.iter().for_each(|line| complain("warning", line));
     let machine = Machine::of(&profile);
-    let question = Question { settings: &settings, tokens_per_step, shape: &shape, machine: &machine };
-    let chosen = Answer::to(question, &config.display().to_string(), &profile)?;
+    let query = SearchQuery { settings: &settings, tokens_per_step, shape: &shape, machine: &machine };
+    let chosen = SearchReport::of(query, &config.display().to_string(), &profile)?;
     if json {
         answer(serde_json::to_string(&chosen).map_err(|e| Error::format("the answer", e))?)?;
     } else {
@@ -324,33 +324,33 @@ struct Person {
     /// FLOPs a second of a large matrix product, if they are known.
     matmul_flops: Option<f64>,
     /// When a person last heard how far the data is.
-    told: Instant,
+    last_progress: Instant,
 }
 
 impl Default for Person {
     fn default() -> Self {
-        Self { bar: ProgressBar::hidden(), logging_steps: 1, matmul_flops: None, told: Instant::now() }
+        Self { bar: ProgressBar::hidden(), logging_steps: 1, matmul_flops: None, last_progress: Instant::now() }
     }
 }
 
 impl Person {
     fn line(&self, line: &str) {
-        self.bar.suspend(|| tell(line));
+        self.bar.suspend(|| log(line));
     }
 }
 
 impl Observer for Person {
     fn begin(&mut self, plan: &Plan, facts: &RunFacts) {
         self.bar.finish_and_clear();
-        tell(format_args!("device  {}", facts.device));
-        facts.rates.iter().for_each(|rates| tell(format_args!("rates   {rates}")));
-        tell(format_args!("model   {}", facts.model));
-        tell(format_args!("data    {}", facts.data));
-        tell(format_args!("resctrl {}", facts.partition));
-        tell(plan);
-        tell(format_args!("pages   {}", facts.host));
+        log(format_args!("device  {}", facts.device));
+        facts.rates.iter().for_each(|rates| log(format_args!("rates   {rates}")));
+        log(format_args!("model   {}", facts.model));
+        log(format_args!("data    {}", facts.data));
+        log(format_args!("resctrl {}", facts.partition));
+        log(plan);
+        log(format_args!("pages   {}", facts.host));
         if facts.step < facts.max_steps {
-            tell(format_args!("training steps {} to {}; TFLOP/s do not count what is recomputed", facts.step + 1, facts.max_steps));
+            log(format_args!("training steps {} to {}; TFLOP/s do not count what is recomputed", facts.step + 1, facts.max_steps));
         }
         self.logging_steps = facts.logging_steps;
         self.matmul_flops = facts.matmul_flops;
@@ -393,9 +393,9 @@ impl Observer for Person {
             self.bar.set_length(all);
             self.bar.set_message(what.to_string());
             self.bar.set_position(done);
-        } else if self.told.elapsed() >= PROGRESS_INTERVAL {
-            self.told = Instant::now();
-            tell(format_args!("{what}: {} of {}", Bytes(done), Bytes(all)));
+        } else if self.last_progress.elapsed() >= PROGRESS_INTERVAL {
+            self.last_progress = Instant::now();
+            log(format_args!("{what}: {} of {}", Bytes(done), Bytes(all)));
         }
     }
 
@@ -411,10 +411,10 @@ impl Observer for Person {
     }
 }
 
-fn print_summary(s: &Summary, tell: impl Fn(std::fmt::Arguments)) {
+fn print_summary(s: &Summary, log: impl Fn(std::fmt::Arguments)) {
     if s.steps_here == 0 && !s.interrupted && s.failure.is_none() {
         let asked = if s.step == s.max_steps { String::new() } else { format!(", {} were asked for", s.max_steps) };
-        return tell(format_args!("\nnothing to do: step {} was already done{asked}", s.step));
+        return log(format_args!("\nnothing to do: step {} was already done{asked}", s.step));
     }
     let state = if s.failure.is_some() {
         "failed"
@@ -423,29 +423,29 @@ fn print_summary(s: &Summary, tell: impl Fn(std::fmt::Arguments)) {
     } else {
         "done"
     };
-    tell(format_args!("\n{state} at step {} of {} ({} here)", s.step, s.max_steps, s.steps_here));
+    log(format_args!("\n{state} at step {} of {} ({} here)", s.step, s.max_steps, s.steps_here));
     if let Some((first, last)) = s.loss {
-        tell(format_args!("  loss          {first:.4} -> {last:.4}"));
-        tell(format_args!("  speed         {:.0} tokens/s", s.tokens_per_second));
+        log(format_args!("  loss          {first:.4} -> {last:.4}"));
+        log(format_args!("  speed         {:.0} tokens/s", s.tokens_per_second));
     }
     let c = s.counts;
-    tell(format_args!(
+    log(format_args!(
         "  bucket steps  {} committed, {} clipped, {} skipped; {} speculated, {} of them rolled back",
         c.committed, c.clipped, c.skipped, c.speculated, c.rolled_back
     ));
-    tell(format_args!("  exposed       {:.0} ms waiting for the optimizer, {:.0} ms for copies", s.exposed_ms.0, s.exposed_ms.1));
-    s.perf.iter().for_each(|perf| tell(format_args!("  counters      {perf}")));
+    log(format_args!("  exposed       {:.0} ms waiting for the optimizer, {:.0} ms for copies", s.exposed_ms.0, s.exposed_ms.1));
+    s.perf.iter().for_each(|perf| log(format_args!("  counters      {perf}")));
     match &s.checkpoint {
-        Some(path) => tell(format_args!("  checkpoint    {}", path.display())),
-        None if s.steps_here == 0 => tell(format_args!("  checkpoint    none (no step was done)")),
-        None => tell(format_args!("  checkpoint    none")),
+        Some(path) => log(format_args!("  checkpoint    {}", path.display())),
+        None if s.steps_here == 0 => log(format_args!("  checkpoint    none (no step was done)")),
+        None => log(format_args!("  checkpoint    none")),
     }
     match &s.metrics {
-        Some(path) => tell(format_args!("  metrics       {}", path.display())),
-        None => tell(format_args!("  metrics       gone: somebody removed the file")),
+        Some(path) => log(format_args!("  metrics       {}", path.display())),
+        None => log(format_args!("  metrics       gone: somebody removed the file")),
     }
-    s.lost.iter().for_each(|what| tell(format_args!("  lost          {what}")));
+    s.lost.iter().for_each(|what| log(format_args!("  lost          {what}")));
     let Some(trace) = &s.trace else { return };
     let dropped = if s.trace_dropped > 0 { format!(" (full: {} later spans left out)", s.trace_dropped) } else { String::new() };
-    tell(format_args!("  timeline      {}{dropped} (open in ui.perfetto.dev)", trace.display()));
+    log(format_args!("  timeline      {}{dropped} (open in ui.perfetto.dev)", trace.display()));
 }

@@ -17,10 +17,10 @@ fn a_command_line_of_hugging_face_trains() {
     let workspace = Workspace::new();
     let flags = ["--bf16", "True", "--max_steps=4", "--warmup_steps", "0.5", "--lr_scheduler_type", "constant_with_warmup", "--optim"];
     let more = ["adamw_torch", "--gradient_checkpointing", "--report_to", "none", "--save_strategy=steps", "--tf32", "true"];
-    let told = run(&mut workspace.train("out", &[&flags[..], &more].concat()));
-    assert_eq!(told.code, 0, "{told:?}");
-    assert_eq!(told.stderr.lines().count(), 1, "{told:?}");
-    assert!(told.stderr.starts_with("ignored: --tf32 ("), "{told:?}");
+    let printed = run(&mut workspace.train("out", &[&flags[..], &more].concat()));
+    assert_eq!(printed.code, 0, "{printed:?}");
+    assert_eq!(printed.stderr.lines().count(), 1, "{printed:?}");
+    assert!(printed.stderr.starts_with("ignored: --tf32 ("), "{printed:?}");
     let rates: Vec<f64> = workspace.metrics("out").iter().map(|line| line["learning_rate"].as_f64().unwrap()).collect();
     assert_eq!(rates, [0.0, 5e-3, 1e-2, 1e-2], "half of four steps warm up");
     let settings = settings(&workspace, "out");
@@ -31,8 +31,8 @@ fn a_command_line_of_hugging_face_trains() {
 fn the_settings_file_takes_the_same_names() {
     let workspace = Workspace::new();
     workspace.settings("fp16 = true\nwarmup_ratio = 0.25\ndataloader_num_workers = 4\nreport_to = 'none'");
-    let told = run(&mut workspace.train("out", &["--max-steps", "4"]));
-    assert!(told.code == 0 && told.stderr.contains("ignored: dataloader-num-workers ("), "{told:?}");
+    let printed = run(&mut workspace.train("out", &["--max-steps", "4"]));
+    assert!(printed.code == 0 && printed.stderr.contains("ignored: dataloader-num-workers ("), "{printed:?}");
     let lines = workspace.metrics("out");
     assert_eq!(lines.iter().map(|line| line["learning_rate"].as_f64().unwrap()).collect::<Vec<_>>(), [0.0, 1e-2, 1e-2, 1e-2]);
     assert!(lines[0]["loss_scale"].as_f64() > Some(1.0), "float16 is scaled: {}", lines[0]);

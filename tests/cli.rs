@@ -244,10 +244,10 @@ fn weights_that_lie_are_refused() {
 fn a_run_says_what_it_will_do_and_what_it_did() {
     let workspace = Workspace::new();
     workspace.settings("without = ['adaptive']");
-    let told = run(&mut workspace.train("out", &["--per-device-train-batch-size", "8"]));
-    let digest = told.digest().to_string();
-    assert_eq!(told.stderr, "", "no bar on a pipe");
-    let at = |words: &str| told.stdout.find(words).unwrap_or_else(|| panic!("no {words:?} in {}", told.stdout));
+    let printed = run(&mut workspace.train("out", &["--per-device-train-batch-size", "8"]));
+    let digest = printed.digest().to_string();
+    assert_eq!(printed.stderr, "", "no bar on a pipe");
+    let at = |words: &str| printed.stdout.find(words).unwrap_or_else(|| panic!("no {words:?} in {}", printed.stdout));
     let order = [
         "device  cpu",
         "model   ",
@@ -259,7 +259,7 @@ fn a_run_says_what_it_will_do_and_what_it_did() {
         "step     12  loss",
         "done at step 12 of 12",
     ];
-    assert!(order.iter().map(|words| at(words)).is_sorted(), "{}", told.stdout);
+    assert!(order.iter().map(|words| at(words)).is_sorted(), "{}", printed.stdout);
     for words in [
         "  loss   ",
         " -> ",

@@ -152,9 +152,9 @@ fn a_save_that_fails_as_well_is_told_and_so_are_the_steps_that_are_lost() {
     // Room for five lines in all, and for no state.
     let both = run(&mut limited(&workspace.resume("out", &["--save-steps", "100"]), (5 * per_line + per_line / 2) / 512));
     both.refused(1, &["write", "metrics.jsonl", "File too large", "; then write", "state.bin"]);
-    let told = lost(&both);
-    assert!(told[0].starts_with("steps 3 to ") && told[0].ends_with("all since the checkpoint of the start"), "{told:?}");
-    assert!(told[1].starts_with("the metrics of step ") && told[2] == "the timeline", "{told:?}");
+    let printed = lost(&both);
+    assert!(printed[0].starts_with("steps 3 to ") && printed[0].ends_with("all since the checkpoint of the start"), "{printed:?}");
+    assert!(printed[1].starts_with("the metrics of step ") && printed[2] == "the timeline", "{printed:?}");
     assert_eq!(workspace.names("out", "."), [".lock"]);
 }
 

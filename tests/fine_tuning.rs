@@ -53,14 +53,14 @@ fn write_model(workspace: &Workspace) -> ModelShape {
 fn peak_at_start(command: &mut Command) -> u64 {
     let mut child = command.spawn().unwrap();
     let lines = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
-    let told: Vec<String> = lines.take_while(|line| !line.starts_with("training steps")).collect();
+    let printed: Vec<String> = lines.take_while(|line| !line.starts_with("training steps")).collect();
     kill(Pid::from_raw(child.id() as i32), Signal::SIGSTOP).unwrap();
     let status = fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap();
     child.kill().unwrap();
     let output = child.wait_with_output().unwrap();
     let kib = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)?.trim().strip_suffix(" kB")?.parse::<u64>().ok());
     let peak = kib("VmHWM:").zip(kib("RssFile:")).map(|(peak, file)| (peak - file) << 10);
-    peak.unwrap_or_else(|| panic!("no run: {told:?} {output:?}"))
+    peak.unwrap_or_else(|| panic!("no run: {printed:?} {output:?}"))
 }
 
 #[test]

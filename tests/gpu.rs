@@ -22,9 +22,9 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
+use suite::harness::{Bench, Harness};
 use suite::kernels::Suite;
 use suite::report::Report;
-use suite::rig::{Bench, Rig};
 use suite::training::Subject;
 use superoffload::device::Kernels;
 use superoffload::device::cpu::{CpuDevice, Schedule};
@@ -162,7 +162,7 @@ fn cuda<W: Write>(report: &mut Report<W>, options: &Options) -> Result<()> {
 fn lose_gpu() -> Result<()> {
     use superoffload::device::cuda::{CudaDevice, CudaOptions};
     let options = CudaOptions { libraries: Vec::new(), attention: superoffload::device::Attention::Plain, trace_spans: 0 };
-    suite::faults::read_nowhere(&mut Rig::new(Box::new(CudaDevice::new(&options)?), 1 << 20)?)
+    suite::faults::read_nowhere(&mut Harness::new(Box::new(CudaDevice::new(&options)?), 1 << 20)?)
 }
 
 #[cfg(not(feature = "cuda"))]
@@ -214,8 +214,8 @@ fn conform<D: Kernels, W: Write>(
     let bytes = if full { FULL_CASE_BYTES } else { CASE_BYTES };
     // The sizes of real workloads take the reference a while.
     let threads = if full { std::thread::available_parallelism().map_or(2, |cpus| cpus.get()) } else { 2 };
-    let reference = Rig::new(cpu_device(threads, Schedule::Threads)?, bytes)?;
-    let mut bench = Bench { subject: Rig::new(open()?, bytes)?, reference, same_bits: subject.same_bits, full };
+    let reference = Harness::new(cpu_device(threads, Schedule::Threads)?, bytes)?;
+    let mut bench = Bench { subject: Harness::new(open()?, bytes)?, reference, same_bits: subject.same_bits, full };
     report.begin(&format!("{}: {}", bench.subject.dev.describe(), subject.settings.trim_end().replace('\n', ", ")));
     suite::kernels::run(&mut Suite { bench: &mut bench, report, seed: options.seed, lost: false });
     suite::faults::run(report, &mut bench.subject);

@@ -143,9 +143,9 @@ fn the_program_trains_in_reserved_pages_to_the_same_bits() {
     let config = big.iter().fold(crate::program::CONFIG.to_string(), |config, (old, new)| config.replace(old, new));
     workspace.write("model/config.json", config);
     let train = |out: &str, pages: &str| {
-        let told = run(&mut workspace.train(out, &["--max-steps", "1", "--huge-pages", pages]));
-        let host = told.stdout.lines().find(|line| line.contains("(bound)")).unwrap_or_else(|| panic!("{told:?}")).to_string();
-        (told.digest().to_string(), host)
+        let printed = run(&mut workspace.train(out, &["--max-steps", "1", "--huge-pages", pages]));
+        let host = printed.stdout.lines().find(|line| line.contains("(bound)")).unwrap_or_else(|| panic!("{printed:?}")).to_string();
+        (printed.digest().to_string(), host)
     };
     let (reserved, host) = train("reserved", "explicit");
     assert!(host.contains("in pages of 2.0 MiB") && host.contains("on node 0 (bound)") && !host.contains("on node 1"), "{host}");

@@ -45,9 +45,9 @@ fn rotary_models_go_beyond_their_positions_with_a_warning_and_learned_ones_do_no
 #[test]
 fn a_cpu_run_speaks_of_one_memory_and_counts_small_models_in_millions() {
     let workspace = Workspace::new();
-    let told = run(&mut workspace.train("out", &["--max-steps", "1"])).stdout;
-    assert!(told.contains("host memory, compute") && told.contains("host memory, optimizer"), "{told}");
-    assert!(!told.contains("device memory") && !told.contains("sum_l"), "{told}");
+    let printed = run(&mut workspace.train("out", &["--max-steps", "1"])).stdout;
+    assert!(printed.contains("host memory, compute") && printed.contains("host memory, optimizer"), "{printed}");
+    assert!(!printed.contains("device memory") && !printed.contains("sum_l"), "{printed}");
     let config = workspace.path("model/config.json");
     let mut bench =
         program(&["bench", "step", "--device=cpu", "--seq_length=8", "--threads=1", "--warmup=0", "--steps=1", "--model-config"]);

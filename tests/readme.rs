@@ -28,17 +28,17 @@ fn steps(text: &str) -> Vec<(u64, Vec<&str>)> {
 fn demo(out: &Path, until: u64) -> String {
     let mut child = program(&["train", "--device", "cpu", "--output-dir"]).arg(out).spawn().unwrap();
     let lines = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
-    let mut told = String::new();
+    let mut printed = String::new();
     for line in lines {
-        told.push_str(&line);
-        told.push('\n');
+        printed.push_str(&line);
+        printed.push('\n');
         if until < STEPS && line.starts_with(&format!("step {until:>6} ")) {
             kill(Pid::from_raw(child.id() as i32), Signal::SIGTERM).unwrap();
         }
     }
     let code = child.wait().unwrap().code();
-    assert_eq!(code, Some(if until < STEPS { 75 } else { 0 }), "{told}");
-    told
+    assert_eq!(code, Some(if until < STEPS { 75 } else { 0 }), "{printed}");
+    printed
 }
 
 /// Ten steps; `SUPEROFFLOAD_SAMPLE_STEPS=300 cargo test --release --test main sample_run` compares the whole run, which takes minutes.
@@ -50,17 +50,17 @@ fn the_sample_run_is_the_run() {
     let sample = steps(&readme);
     assert_eq!(sample.iter().map(|(step, _)| *step).collect::<Vec<_>>(), [1, 10, 100, 200, 300]);
     let dir = tempfile::tempdir().unwrap();
-    let told = demo(dir.path(), until);
-    let ours = steps(&told);
+    let printed = demo(dir.path(), until);
+    let ours = steps(&printed);
     for (step, line) in sample.iter().filter(|(step, _)| *step <= until) {
-        let found = ours.iter().find(|(other, _)| other == step).unwrap_or_else(|| panic!("no line of step {step}: {told}"));
+        let found = ours.iter().find(|(other, _)| other == step).unwrap_or_else(|| panic!("no line of step {step}: {printed}"));
         assert_eq!(&found.1, line, "step {step} of README.md is not the program's");
     }
     let text = fs::read_to_string(dir.path().join("metrics.jsonl")).unwrap();
     let metrics: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     let sum = |key: &str| metrics.iter().map(|line| line[key].as_u64().unwrap()).sum::<u64>();
     let buckets = format!("bucket steps  {} committed, {} clipped, {} skipped;", sum("committed"), sum("clipped"), sum("skipped"));
-    assert!(told.contains(&buckets), "the summary is not the sum of its steps: {buckets}");
+    assert!(printed.contains(&buckets), "the summary is not the sum of its steps: {buckets}");
     assert!(until < STEPS || readme.contains(&buckets), "README.md does not say {buckets}");
 }
 
@@ -81,8 +81,8 @@ fn fits(readme: &str) -> Vec<[String; 5]> {
 /// The same cells, from a simulation of the plan that the search prefers: `plan` prefers the same, and then searches three times more.
 fn fit(model: &str, machine: &str) -> [String; 5] {
     let mut command = program(&["simulate", "--seq-length=4096", "--per-device-train-batch-size=4", "--steps=3", "--json"]);
-    let told = run(command.args(["--model-config", model]).args(machine.split_whitespace()));
-    let line: Value = serde_json::from_str(&told.stdout).unwrap_or_else(|_| panic!("{told:?}"));
+    let printed = run(command.args(["--model-config", model]).args(machine.split_whitespace()));
+    let line: Value = serde_json::from_str(&printed.stdout).unwrap_or_else(|_| panic!("{printed:?}"));
     let gib = |key: &str| format!("{:.1} GiB", line[key].as_f64().unwrap() / f64::from(1 << 30));
     let rate = format!("{:.0}", line["tokens_per_second"].as_f64().unwrap());
     [model.into(), machine.into(), gib("device_planned_bytes"), gib("host_planned_bytes"), rate]

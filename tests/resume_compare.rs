@@ -54,8 +54,11 @@ fn a_checkpoint_of_format_1_is_continued_with_one_warning() {
     let whole = train("whole", &[]);
     let resumed = train("resumed", &["--resume-from-checkpoint", old.to_str().unwrap()]);
     assert_eq!(resumed.digest(), whole.digest());
-    let told = warnings(&resumed);
-    assert!(told.len() == 1 && told[0].contains("format 1") && told[0].contains("not compared: model, tokenizer, data"), "{resumed:?}");
+    let printed = warnings(&resumed);
+    assert!(
+        printed.len() == 1 && printed[0].contains("format 1") && printed[0].contains("not compared: model, tokenizer, data"),
+        "{resumed:?}"
+    );
     let (saved, fresh) = (manifest(&workspace.path("resumed/checkpoint-4")), manifest(&workspace.path("whole/checkpoint-4")));
     assert_eq!((&saved["format_version"], &saved["run"]), (&json!(2), &fresh["run"]));
     assert!(train("resumed", &["--resume-from-checkpoint=auto", "--max-steps=5"]).stderr.lines().count() == 1, "only the new length");
@@ -73,8 +76,8 @@ fn other_places_of_the_same_model_and_data_are_no_change() {
     let flags = ["--model", model.to_str().unwrap(), "--data", data.to_str().unwrap()];
     let resumed = run(&mut workspace.resume("part", &flags));
     assert_eq!(resumed.digest(), digest);
-    let told = warnings(&resumed);
-    assert!(told.len() == 1 && told[0].contains("--max-steps was 4 before and is "), "{resumed:?}");
+    let printed = warnings(&resumed);
+    assert!(printed.len() == 1 && printed[0].contains("--max-steps was 4 before and is "), "{resumed:?}");
 }
 
 /// A run of 4 steps and what its files become; going on is refused with these words, and accepted with `--allow-changed part`.
@@ -86,8 +89,8 @@ fn assert_compared(workspace: &Workspace, part: &str, change: impl FnOnce(), ref
     assert_untouched(workspace, part, &["checkpoint-2", "checkpoint-4"]);
     let accepted = run(&mut workspace.resume(part, &["--max-steps", "6", "--allow-changed", part]));
     accepted.digest();
-    let told = warnings(&accepted);
-    assert!(told.iter().any(|line| refusal.iter().all(|word| line.contains(word))), "{accepted:?}");
+    let printed = warnings(&accepted);
+    assert!(printed.iter().any(|line| refusal.iter().all(|word| line.contains(word))), "{accepted:?}");
     let saved = manifest(&workspace.path(&format!("{part}/checkpoint-6")));
     let changed = saved["run"]["changed"].as_array().unwrap();
     assert!(changed.len() == 1 && changed[0]["step"] == 4 && changed[0]["part"] == part, "{changed:?}");

@@ -4,7 +4,7 @@ use crate::device::Kernels;
 use crate::dtype::Dtype;
 use crate::error::Result;
 use crate::probe::product::Product;
-use crate::probe::rig::Rig;
+use crate::probe::timer::Timer;
 use std::time::Duration;
 
 /// FLOP/s of `c[n,n] = a[n,n] b[n,n]^T` in `dtype`, the median over at least `time`: seconds are what it takes until the
@@ -14,7 +14,7 @@ use std::time::Duration;
 /// The device's; `Resource` when the matrices do not fit.
 pub fn matmul_flops<D: Kernels>(dev: &mut D, dtype: Dtype, n: usize, time: Duration) -> Result<f64> {
     let product = Product::new(dev, dtype, n)?;
-    let rates = Rig::new(dev)?.rates(time.as_secs_f64(), product.flops(n), |dev| product.enqueue(dev, n))?;
+    let rates = Timer::new(dev)?.rates(time.as_secs_f64(), product.flops(n), |dev| product.enqueue(dev, n))?;
     Ok(rates.median())
 }
 

@@ -6,8 +6,8 @@ use crate::config::options::DeviceChoice;
 use crate::config::settings::{Settings, TrainOptions};
 use crate::error::{Error, Result};
 use crate::facts::{BuildFacts, HardwareFacts, ModelFacts, PlanFacts};
-use crate::hardware::basis::{AUTO, Basis, Key};
 use crate::hardware::profile::Profile;
+use crate::hardware::selected_profile::{AUTO, MachineId, SelectedProfile};
 use crate::hardware::topology::Topology;
 use crate::launch::context::check_context;
 use crate::memory::MemorySpace;
@@ -142,21 +142,21 @@ impl fmt::Display for SimulatedRecord {
 ///
 /// # Errors
 /// `Usage` when none is named or kept; those of [`Profile::load`], [`probe::run`] and [`Key::new`].
-pub fn profile(options: &TrainOptions, tell: &mut dyn FnMut(&dyn fmt::Display)) -> Result<Profile> {
+pub fn profile(options: &TrainOptions, log: &mut dyn FnMut(&dyn fmt::Display)) -> Result<Profile> {
     match &options.hardware {
         None => {
             Err(Error::usage(format!("--hardware is missing: this, auto, a profile's file, or one of {}", Profile::names().join(", "))))
         }
         Some(name) if name == Path::new("this") => {
             let (device, cuda_libraries) = (options.device.unwrap_or(DeviceChoice::Auto), options.cuda_libraries.clone());
-            probe::run(&ProbeOptions { device, seconds: PROBE_S, out: None, save: false, cuda_libraries }, tell)
+            probe::run(&ProbeOptions { device, seconds: PROBE_S, out: None, save: false, cuda_libraries }, log)
         }
         Some(name) if name == Path::new(AUTO) => {
-            let kept = Key::new(&Topology::this_machine())?.file().and_then(Basis::kept);
-            let basis =
+            let kept = MachineId::new(&Topology::this_machine())?.file().and_then(SelectedProfile::kept);
+            let rates_from =
                 kept.ok_or_else(|| Error::usage("--hardware auto: nothing is kept of this machine; `superoffload probe --save` does"))??;
-            tell(&format_args!("rates: {basis}"));
-            Ok(basis.profile)
+            log(&format_args!("rates: {rates_from}"));
+            Ok(rates_from.profile)
         }
         Some(name) => Profile::load(&name.to_string_lossy()),
     }

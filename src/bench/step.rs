@@ -43,7 +43,7 @@ struct Measurement<'a> {
     launch: &'a Launch,
     /// FLOP/s of a large matrix product on a GPU; see [`super::ceiling::matmul_flops`].
     matmul_flops: Option<f64>,
-    tell: &'a mut dyn FnMut(&dyn Display),
+    log: &'a mut dyn FnMut(&dyn Display),
 }
 
 impl StepBench {
@@ -64,16 +64,16 @@ impl StepBench {
     ///
     /// # Errors
     /// Whatever is missing or too large.
-    pub fn run(&self, tell: &mut dyn FnMut(&dyn Display)) -> Result<StepRecord> {
+    pub fn run(&self, log: &mut dyn FnMut(&dyn Display)) -> Result<StepRecord> {
         let launch = Launch::new(&self.settings)?;
         let chosen = &launch.chosen;
-        chosen.note.iter().for_each(|why| tell(&format_args!("no GPU: {why}")));
-        chosen.warning.iter().for_each(|line| tell(&format_args!("warning: {line}")));
-        chosen.basis.iter().for_each(|basis| tell(&format_args!("rates: {basis}")));
+        chosen.note.iter().for_each(|why| log(&format_args!("no GPU: {why}")));
+        chosen.warning.iter().for_each(|line| log(&format_args!("warning: {line}")));
+        chosen.rates_from.iter().for_each(|rates_from| log(&format_args!("rates: {rates_from}")));
         let plan = launch.plan(&self.settings, &self.shape, self.settings.trace.is_some())?;
-        tell(&plan);
+        log(&plan);
         let matmul_flops = if chosen.is_gpu() { Some(matmul_ceiling(&plan)?) } else { None };
-        launch.engine(&plan, &self.shape, Measurement { bench: self, launch: &launch, matmul_flops, tell })
+        launch.engine(&plan, &self.shape, Measurement { bench: self, launch: &launch, matmul_flops, log })
     }
 }
 
@@ -82,21 +82,21 @@ impl UseEngine for Measurement<'_> {
 
     /// Fills `engine` with random weights, runs its steps, and ends it.
     fn run<D: Kernels>(self, mut engine: Engine<D>) -> Result<StepRecord> {
-        let Self { bench, launch, matmul_flops, tell } = self;
+        let Self { bench, launch, matmul_flops, log } = self;
         let trace = bench.settings.trace.as_deref().map(TraceFile::open).transpose()?;
         let start = Instant::now();
         engine.init_state(bench.settings.seed, engine.plan().threads)?;
         engine.send_weights()?;
         let init_seconds = start.elapsed().as_secs_f64();
-        let warn = |line: &str| tell(&format_args!("warning: {line}"));
+        let warn = |line: &str| log(&format_args!("warning: {line}"));
         let partition = launch.divide_cpus(&bench.settings, engine.plan(), warn)?;
         let Steps { warmup, timed: steps, clip } = bench.steps;
-        tell(&format_args!("random weights in {init_seconds:.1} s; {warmup} steps of warm-up, then {steps}, clipping {clip}"));
+        log(&format_args!("random weights in {init_seconds:.1} s; {warmup} steps of warm-up, then {steps}, clipping {clip}"));
         let mut tokens = RandomTokens::new(bench.settings.seed, bench.shape.vocab);
         bench.steps.warm_up(&mut engine, &mut tokens)?;
         let mut counters = WorkerCounters::start(WORKER_ROLE)?;
         let sampler = launch.chosen.is_gpu().then(Sampler::start);
-        let timed = bench.steps.time(&mut engine, &mut tokens, tell)?;
+        let timed = bench.steps.time(&mut engine, &mut tokens, log)?;
         let perf = counters.read()?;
         let (gpu, gpu_unwatched) = watched(sampler);
         let products = engine.product_algorithms();
@@ -117,7 +117,7 @@ impl UseEngine for Measurement<'_> {
             warmup: bench.steps.warmup,
             steps: bench.steps.timed,
             settings: bench.settings.clone(),
-            rates: launch.chosen.basis.as_ref().map(ToString::to_string),
+            rates: launch.chosen.rates_from.as_ref().map(ToString::to_string),
             plan: PlanFacts::new(&plan),
             partition,
             init_seconds,
@@ -176,10 +176,10 @@ mod tests {
         let (device, threads) = (Some(DeviceChoice::Cpu), Some(2));
         let train = TrainOptions { device, threads, seq_length: Some(16), per_device_train_batch_size: Some(2), ..train };
         let options = StepOptions { model_config: path, warmup: 1, steps: 5, clip: clip.parse().unwrap(), out: None, train };
-        let mut told = Vec::new();
-        let record = StepBench::new(options).unwrap().run(&mut |line| told.push(line.to_string())).unwrap();
-        assert_eq!(told.len(), 2, "the plan and the beginning, no surprise: {told:?}");
-        assert!(told[0].starts_with("plan") && record.to_string().contains("Gparam/s"), "{record}");
+        let mut printed = Vec::new();
+        let record = StepBench::new(options).unwrap().run(&mut |line| printed.push(line.to_string())).unwrap();
+        assert_eq!(printed.len(), 2, "the plan and the beginning, no surprise: {printed:?}");
+        assert!(printed[0].starts_with("plan") && record.to_string().contains("Gparam/s"), "{record}");
         serde_json::to_value(&record).unwrap()
     }
 

@@ -195,8 +195,8 @@ mod tests {
         for (flag, value, message) in cases {
             let refused = resolve(&["--seed", "1", flag, value]).unwrap_err();
             assert_eq!(refused.exit_code(), 2);
-            let told = refused.to_string();
-            assert!(told.starts_with(&format!("{flag} {message}")) && told.lines().count() == 1, "{flag} {value}: {told}");
+            let printed = refused.to_string();
+            assert!(printed.starts_with(&format!("{flag} {message}")) && printed.lines().count() == 1, "{flag} {value}: {printed}");
         }
     }
 

@@ -13,7 +13,7 @@ use super::options::{
     Rollback, RunPart, Strategy, Technique, TokenizerChoice, TrainDtype, TrainLength, WeightsChoice, one_or_many, some_scalar,
 };
 use crate::data::tokenizer::AddBos;
-use crate::hardware::basis;
+use crate::hardware::selected_profile;
 use crate::host::memory_policy::HugePagesChoice;
 use crate::host::resctrl_group::ResctrlGroup;
 use crate::optim::schedule::LrScheduler;
@@ -373,7 +373,7 @@ settings! {
     Machine {
         /// Machine whose rates a GPU's plan rests on: auto, a profile's name or file.
         #[arg(value_name = "PROFILE|FILE")]
-        hardware: PathBuf = basis::AUTO.into(), Free;
+        hardware: PathBuf = selected_profile::AUTO.into(), Free;
         /// Use no more GPU memory than this, for example 80GiB.
         #[arg(value_name = "SIZE")]
         #[serde(deserialize_with = "some_scalar")]

@@ -108,14 +108,14 @@ mod tests {
 
     #[test]
     fn only_targets_from_0_on_count_and_what_reaches_outside_is_named() {
-        let told = |change: fn(&mut Batch<'_>)| {
+        let checked = |change: fn(&mut Batch<'_>)| {
             let mut memory = vec![0; 4 * 6];
             let mut batch = Batch::new(&mut memory, 3, true);
             change(&mut batch);
             batch.count_targets(5)
         };
-        assert_eq!(told(|batch| batch.targets.copy_from_slice(&[4, -1, 0, -100, i32::MIN, 3])), Ok(3));
-        let refused = |change, words: &str| assert_eq!(told(change).unwrap_err(), words);
+        assert_eq!(checked(|batch| batch.targets.copy_from_slice(&[4, -1, 0, -100, i32::MIN, 3])), Ok(3));
+        let refused = |change, words: &str| assert_eq!(checked(change).unwrap_err(), words);
         refused(|batch| batch.tokens[4] = 5, "token 5 in row 1, column 1 must be below 5 and not negative");
         refused(|batch| batch.tokens[0] = -1, "token -1 in row 0, column 0 must be below 5 and not negative");
         refused(|batch| batch.targets[2] = 5, "target 5 in row 0, column 2 must be below 5 and not negative");
@@ -125,15 +125,15 @@ mod tests {
 
     #[test]
     fn documents_begin_where_one_of_their_tokens_stands() {
-        let told = |starts: [i32; 6]| {
+        let checked = |starts: [i32; 6]| {
             let (mut memory, mut starts) = (vec![0; 4 * 6], starts);
             Batch { documents: Some(&mut starts), ..Batch::new(&mut memory, 3, true) }.count_targets(5)
         };
         for starts in [[0, 0, 0, 0, 0, 0], [0, 1, 2, 0, 0, 2], [0, 1, 1, 0, 1, 1]] {
-            assert_eq!(told(starts), Ok(6), "{starts:?}");
+            assert_eq!(checked(starts), Ok(6), "{starts:?}");
         }
         for starts in [[1, 1, 1, 0, 0, 0], [0, 0, 1, 0, 0, 0], [0, 1, 0, 0, 0, 0], [0, 0, 0, 0, 2, 2], [0, 0, 0, -1, 0, 0]] {
-            assert!(told(starts).unwrap_err().contains("begins at"), "{starts:?}");
+            assert!(checked(starts).unwrap_err().contains("begins at"), "{starts:?}");
         }
     }
 }

@@ -180,11 +180,11 @@ mod tests {
         /// Opens `a.txt` with a cache at `cache`, as a run of its own: nothing is known to be checked.
         fn open(&self, cache: &str, stop: &StopFlag) -> Result<Prepared> {
             self.said.take();
-            let tell = |news: News<'_>| match news {
+            let emit = |news: News<'_>| match news {
                 News::Note(line) | News::Warn(line) => *self.said.borrow_mut() += &format!("{line}\n"),
                 News::Progress { .. } => {}
             };
-            let mut preparation = Preparation::new(stop, Some(self.path(cache)), self.path("run"), tell);
+            let mut preparation = Preparation::new(stop, Some(self.path(cache)), self.path("run"), emit);
             find_or_prepare(&[&self.path("a.txt")], &Tokenizer::bytes(), 256, &mut Checked::default(), &mut preparation)
         }
 

@@ -28,7 +28,7 @@ pub enum News<'a> {
 /// The circumstances in which data is opened.
 pub struct Preparation<'a> {
     stop: StopFlag,
-    tell: Box<dyn FnMut(News<'_>) + 'a>,
+    emit: Box<dyn FnMut(News<'_>) + 'a>,
     pub(super) cache: Option<PathBuf>,
     pub(super) output_dir: Option<PathBuf>,
     pub(super) in_memory_bytes_max: u64,
@@ -37,27 +37,27 @@ pub struct Preparation<'a> {
 impl Default for Preparation<'_> {
     /// Nobody watches, and nothing is kept: for text that is small.
     fn default() -> Self {
-        Self { stop: StopFlag::default(), tell: Box::new(|_| ()), cache: None, output_dir: None, in_memory_bytes_max: IN_MEMORY_BYTES_MAX }
+        Self { stop: StopFlag::default(), emit: Box::new(|_| ()), cache: None, output_dir: None, in_memory_bytes_max: IN_MEMORY_BYTES_MAX }
     }
 }
 
 impl<'a> Preparation<'a> {
     /// `tell` hears what goes on until `stop` is set. Prepared text is kept in `cache`, or below `output_dir` where that cannot be
     /// written; `output_dir` exists and keeps which files were checked.
-    pub fn new(stop: &StopFlag, cache: Option<PathBuf>, output_dir: PathBuf, tell: impl FnMut(News<'_>) + 'a) -> Self {
-        Self { stop: stop.clone(), tell: Box::new(tell), cache, output_dir: Some(output_dir), ..Self::default() }
+    pub fn new(stop: &StopFlag, cache: Option<PathBuf>, output_dir: PathBuf, emit: impl FnMut(News<'_>) + 'a) -> Self {
+        Self { stop: stop.clone(), emit: Box::new(emit), cache, output_dir: Some(output_dir), ..Self::default() }
     }
 
     pub(super) fn note(&mut self, line: impl AsRef<str>) {
-        (self.tell)(News::Note(line.as_ref()));
+        (self.emit)(News::Note(line.as_ref()));
     }
 
     pub(super) fn warn(&mut self, line: impl AsRef<str>) {
-        (self.tell)(News::Warn(line.as_ref()));
+        (self.emit)(News::Warn(line.as_ref()));
     }
 
     pub(super) fn progress(&mut self, what: &str, done: u64, all: u64) {
-        (self.tell)(News::Progress { what, done, all });
+        (self.emit)(News::Progress { what, done, all });
     }
 
     pub(super) fn stop(&self) -> &StopFlag {

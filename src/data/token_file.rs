@@ -52,8 +52,8 @@ impl TokenFile {
     pub(super) fn open(path: &Path, vocab_size: usize, checked: &mut Checked, preparation: &mut Preparation<'_>) -> Result<Self> {
         let file = InFile::open(path)?;
         let bytes = file.bytes() as usize;
-        let told = told_width(path)?;
-        let (guessed, width) = (told.is_none(), told.unwrap_or(natural_width(vocab_size)));
+        let declared = declared_width(path)?;
+        let (guessed, width) = (declared.is_none(), declared.unwrap_or(natural_width(vocab_size)));
         if bytes == 0 {
             return Err(Error::format(path, "the file is empty"));
         }
@@ -140,7 +140,7 @@ impl TokenFile {
 }
 
 /// How wide the ids of the file at `path` are, if its name or the file beside it tells: see the module.
-fn told_width(path: &Path) -> Result<Option<Width>> {
+fn declared_width(path: &Path) -> Result<Option<Width>> {
     let mut sidecar = path.as_os_str().to_owned();
     sidecar.push(".json");
     let Some(json) = disk::read_if_present(Path::new(&sidecar), SIDECAR_BYTES_MAX)? else { return Ok(width_from_name(path)) };

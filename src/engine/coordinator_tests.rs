@@ -55,7 +55,7 @@ impl World {
         }
     }
 
-    fn obey(&mut self) {
+    fn run_commands(&mut self) {
         while let Some(command) = self.coordinator.next_command() {
             let Command::Start { hop, bucket, load } = command;
             match (hop, load) {
@@ -100,7 +100,7 @@ impl World {
                 self.done(Hop::Backward, bucket);
             }
         }
-        self.obey();
+        self.run_commands();
         true
     }
 
@@ -171,11 +171,11 @@ impl World {
                 self.computing.push_back(bucket);
             }
             self.coordinator.handle(Event::GradReady(bucket));
-            self.obey();
+            self.run_commands();
             self.dawdle();
         }
         self.coordinator.handle(Event::Validated(verdict));
-        self.obey();
+        self.run_commands();
         self.dawdle();
     }
 
@@ -184,7 +184,7 @@ impl World {
             assert!(self.advance(), "stuck before the flush");
         }
         self.coordinator.flush();
-        self.obey();
+        self.run_commands();
         while self.advance() {}
         assert!(self.coordinator.all_settled());
         assert_eq!((self.coordinator.grad_slots.lent(), self.coordinator.param_slots.lent()), (0, 0), "a slot leaked");

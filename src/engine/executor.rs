@@ -3,7 +3,7 @@
 
 use super::coordinator::{Coordinator, Counts, Staging};
 use super::counters::Counters;
-use super::havoc::Havoc;
+use super::fault_injector::FaultInjector;
 use super::loss_scale::LossScale;
 use super::memory::Memory;
 use super::pool::Pool;
@@ -90,7 +90,7 @@ pub struct Engine<D: Kernels> {
     pub(super) modules_enqueued: usize,
     pub(super) bell: Arc<Doorbell>,
     pub(super) vitals: Arc<Vitals>,
-    pub(super) havoc: Option<Havoc>,
+    pub(super) fault_injector: Option<FaultInjector>,
     pub(super) recorder: Recorder,
     pub(super) optimizer_step: u64,
     pub(super) train_step: u64,
@@ -146,7 +146,7 @@ impl<D: Kernels> Engine<D> {
             in_pool: None,
             compute_tail: dev.event()?,
             modules: [dev.event()?, dev.event()?, dev.event()?],
-            havoc: Havoc::of(&plan),
+            fault_injector: FaultInjector::of(&plan),
             recorder: Recorder::new("driver", plan.trace_spans),
             loss_scale: LossScale::new(plan.dtype),
             modules_enqueued: 0,

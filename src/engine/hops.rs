@@ -2,7 +2,7 @@
 
 use super::coordinator::{Command, Event, Load, Update, Work};
 use super::executor::Engine;
-use super::havoc::Havoc;
+use super::fault_injector::FaultInjector;
 use super::route::Hop;
 use super::step_job::StepJob;
 use super::vitals::Doing;
@@ -21,13 +21,13 @@ impl<D: Kernels> Engine<D> {
         self.vitals.now(doing, number as u64);
         loop {
             let rung = self.bell.rings();
-            let told = self.pump()?;
+            let progressed = self.pump()?;
             if ready(self)? {
                 self.vitals.now(before.0, before.1);
                 return Ok(());
             }
-            if !self.go_on()? && !told {
-                if self.havoc.as_ref().is_some_and(Havoc::decides) {
+            if !self.go_on()? && !progressed {
+                if self.fault_injector.as_ref().is_some_and(FaultInjector::decides) {
                     return Err(Error::resource("wait for the step", "nothing is under way: a deadlock in the step protocol"));
                 }
                 self.bell.wait(rung);
@@ -37,7 +37,7 @@ impl<D: Kernels> Engine<D> {
 
     /// Lets a device and a pool without threads do something; false when they have threads, or nothing to do.
     fn go_on(&mut self) -> Result<bool> {
-        if self.havoc.as_mut().is_some_and(Havoc::pool_is_first) && self.pool.advance() {
+        if self.fault_injector.as_mut().is_some_and(FaultInjector::pool_is_first) && self.pool.advance() {
             return Ok(true);
         }
         Ok(self.dev.idle()? || self.pool.advance())
@@ -45,15 +45,15 @@ impl<D: Kernels> Engine<D> {
 
     /// Tells the coordinator what has happened since the last call; false when nothing has. Never blocks.
     fn pump(&mut self) -> Result<bool> {
-        let mut told = false;
-        if self.havoc.as_mut().is_some_and(Havoc::pool_hurries) {
+        let mut progressed = false;
+        if self.fault_injector.as_mut().is_some_and(FaultInjector::pool_hurries) {
             self.pool.advance();
         }
         for stream in Stream::ALL {
             while let Some((hop, bucket)) = self.transfers.poll(&mut self.dev, stream)? {
-                told = true;
+                progressed = true;
                 self.vitals.front(stream, self.transfers.front(stream));
-                self.tell(Event::Done { hop, bucket })?;
+                self.notify(Event::Done { hop, bucket })?;
             }
         }
         self.report.poll(&mut self.dev)?;
@@ -61,19 +61,19 @@ impl<D: Kernels> Engine<D> {
             && self.pool.is_idle()?
         {
             self.in_pool = None;
-            told = true;
-            self.tell(Event::Done { hop: Hop::Optimize, bucket })?;
+            progressed = true;
+            self.notify(Event::Done { hop: Hop::Optimize, bucket })?;
         }
-        Ok(told)
+        Ok(progressed)
     }
 
-    pub(super) fn tell(&mut self, event: Event) -> Result<()> {
+    pub(super) fn notify(&mut self, event: Event) -> Result<()> {
         self.vitals.event(event, self.train_step + 1);
         self.coordinator.handle(event);
-        self.obey()
+        self.run_commands()
     }
 
-    pub(super) fn obey(&mut self) -> Result<()> {
+    pub(super) fn run_commands(&mut self) -> Result<()> {
         while let Some(command) = self.coordinator.next_command() {
             self.vitals.command(&command);
             let Command::Start { hop, bucket, load } = command;

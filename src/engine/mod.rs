@@ -5,7 +5,7 @@ pub mod coordinator;
 pub mod counters;
 pub mod executor;
 mod exposed;
-mod havoc;
+mod fault_injector;
 mod hops;
 pub mod loss_scale;
 mod memory;

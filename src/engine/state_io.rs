@@ -51,7 +51,7 @@ impl<D: Kernels> Engine<D> {
             self.dev.cast(Stream::Compute, state.params, self.model.weights.slice(state.flat.start, state.flat.len()))?;
         }
         self.coordinator.restore();
-        self.obey()?;
+        self.run_commands()?;
         self.wait_for_all_params()
     }
 
@@ -69,7 +69,7 @@ impl<D: Kernels> Engine<D> {
     fn write_updates(&mut self) -> Result<()> {
         self.block_until(Doing::Updates, 0, |engine| Ok(engine.coordinator.all_settled()))?;
         self.coordinator.flush();
-        self.obey()?;
+        self.run_commands()?;
         self.wait_for_all_params()?;
         self.dev.record(self.compute_tail, Stream::Compute)?;
         self.dev.synchronize(self.compute_tail)

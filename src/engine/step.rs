@@ -201,12 +201,12 @@ impl<D: Kernels> Engine<D> {
 
     fn bucket_ready(&mut self, bucket: usize) -> Result<()> {
         let range = self.plan.layout.range(bucket);
-        if let Some(havoc) = &self.havoc {
-            havoc.spoil(&mut self.dev, self.model.grads, &range, self.train_step + 1)?;
+        if let Some(fault_injector) = &self.fault_injector {
+            fault_injector.spoil(&mut self.dev, self.model.grads, &range, self.train_step + 1)?;
         }
         self.report.add(&mut self.dev, self.model.grads.slice(range.start, range.len()), &range)?;
         self.issue(Hop::Backward, bucket, None)?;
-        self.tell(Event::GradReady(bucket))
+        self.notify(Event::GradReady(bucket))
     }
 
     /// Waits for the norm, decides, and starts what the verdict allows.
@@ -223,7 +223,7 @@ impl<D: Kernels> Engine<D> {
         self.loss_scale.update(skipped);
         self.optimizer_step += u64::from(!skipped);
         self.train_step += 1;
-        self.obey()?;
+        self.run_commands()?;
         if self.plan.barrier {
             self.wait_for_all_params()?;
         }

@@ -5,7 +5,7 @@
 
 mod table;
 
-use super::sourced::{Curve, Figure, quoted};
+use super::sourced::{Curve, Number, quoted};
 use crate::disk;
 use crate::error::{Error, Result};
 use crate::memory::Addressing;
@@ -98,7 +98,7 @@ macro_rules! sourced_fields {
     )*};
 }
 
-sourced_fields!(Figure => table::figure, Curve => table::curve);
+sourced_fields!(Number => table::number, Curve => table::curve);
 
 impl<T: Field> Field for Option<T> {
     fn nonsense(&self) -> Option<String> {
@@ -174,24 +174,24 @@ section! {
         #[serde(default)]
         shares_host_memory: bool,
         /// Free memory.
-        memory_bytes: Figure,
+        memory_bytes: Number,
         /// Bytes a second, read and written, of pointwise kernels.
-        memory_bytes_per_s: Figure,
+        memory_bytes_per_s: Number,
         /// FLOPs a second of large 16-bit matrix products for as long as one likes.
-        matmul_flops: Figure,
+        matmul_flops: Number,
         /// The same for the first tenths of a second after a rest.
-        matmul_burst_flops: Figure,
+        matmul_burst_flops: Number,
         /// The share of [`Gpu::matmul_flops`] that a product gets whose smallest dimension is so many elements.
         matmul_share_by_least_dim: Curve,
         /// FLOPs a second of causal attention's forward pass, counted as [`crate::model::flops::FLOPS_FORMULA`] does:
         /// `2 heads head_dim S T`, half of the full matrix.
-        attention_forward_flops: Figure,
+        attention_forward_flops: Number,
         /// The same of its deterministic backward pass, counted as twice the forward pass, though the scores are computed again.
-        attention_backward_flops: Figure,
+        attention_backward_flops: Number,
         /// Seconds of the driver's thread to enqueue a kernel.
-        launch_s: Figure,
+        launch_s: Number,
         /// Seconds that the smallest kernel takes on the device, from the end of the one before it.
-        kernel_s: Figure,
+        kernel_s: Number,
     }
 }
 
@@ -199,19 +199,19 @@ section! {
     /// Copies between pinned host memory and the GPU.
     Link {
         /// Bytes a second from the GPU to the host: large copies, nothing the other way.
-        to_host_bytes_per_s: Figure,
+        to_host_bytes_per_s: Number,
         /// The same from the host to the GPU.
-        to_device_bytes_per_s: Figure,
+        to_device_bytes_per_s: Number,
         /// Bytes a second each way while both ways are busy.
-        both_ways_bytes_per_s: Figure,
+        both_ways_bytes_per_s: Number,
         /// Share of its rate that a copy of so many bytes to the host gets, all it waits for included.
         to_host_share_by_bytes: Curve,
         /// The same to the GPU.
         to_device_share_by_bytes: Curve,
         /// Seconds that the smallest copy takes.
-        latency_s: Figure,
+        latency_s: Number,
         /// Bytes a second each way while pages of managed memory come and go; absent where none do.
-        managed_bytes_per_s: Option<Figure>,
+        managed_bytes_per_s: Option<Number>,
     }
 }
 
@@ -219,11 +219,11 @@ section! {
     /// CPUs and their memory.
     Host {
         /// CPUs that a run may use.
-        cpus: Figure,
+        cpus: Number,
         /// Free memory.
-        memory_bytes: Figure,
+        memory_bytes: Number,
         /// Bytes read and written a second, triad, all CPUs.
-        memory_bytes_per_s: Figure,
+        memory_bytes_per_s: Number,
         /// Bytes that the optimizer's passes read and write a second, by threads. A parameter with 16-bit gradient and weight is 28
         /// bytes to step, and 30 to commit and speculate on.
         adam_bytes_per_s_by_threads: Curve,
@@ -232,7 +232,7 @@ section! {
         /// Bytes that casts between fp32 and bf16 read and write a second, by threads.
         cast_bytes_per_s_by_threads: Curve,
         /// Seconds until workers that wait begin a new job.
-        wake_up_s: Figure,
+        wake_up_s: Number,
     }
 }
 
@@ -240,23 +240,23 @@ section! {
     /// The CPUs as a device: what they compute where there is no GPU, on all of them, in bf16.
     CpuDevice {
         /// Bytes a second, read and written, of pointwise kernels.
-        memory_bytes_per_s: Figure,
+        memory_bytes_per_s: Number,
         /// FLOPs a second of large matrix products.
-        matmul_flops: Figure,
+        matmul_flops: Number,
         /// As [`Gpu::matmul_share_by_least_dim`].
         matmul_share_by_least_dim: Curve,
         /// As [`Gpu::attention_forward_flops`].
-        attention_forward_flops: Figure,
+        attention_forward_flops: Number,
         /// As [`Gpu::attention_backward_flops`].
-        attention_backward_flops: Figure,
+        attention_backward_flops: Number,
         /// Seconds of the driver's thread to enqueue a kernel.
-        launch_s: Figure,
+        launch_s: Number,
         /// Seconds that the smallest kernel takes, from the end of the one before it.
-        kernel_s: Figure,
+        kernel_s: Number,
         /// The share of their rate that products keep while the optimizer runs on all its threads, on the same cores; absent: half.
-        matmul_under_adam: Option<Figure>,
+        matmul_under_adam: Option<Number>,
         /// The share of its rate that the optimizer keeps beside products; absent: half.
-        adam_under_matmul: Option<Figure>,
+        adam_under_matmul: Option<Number>,
     }
 }
 
@@ -264,11 +264,11 @@ section! {
     /// The share that is left of a rate, above 0 and at most 1, while something else runs beside.
     Contention {
         /// Matrix products, while copies go both ways.
-        matmul_under_copies: Figure,
+        matmul_under_copies: Number,
         /// Copies, each way, while the optimizer runs on all its threads.
-        copies_under_adam: Figure,
+        copies_under_adam: Number,
         /// The optimizer, while copies run.
-        adam_under_copies: Figure,
+        adam_under_copies: Number,
     }
 }
 
@@ -360,8 +360,8 @@ impl Profile {
     pub fn unsteady(&self) -> Option<String> {
         let all = self.sections().flat_map(|(section, fields)| fields.into_iter().map(move |(name, field)| (section, name, field)));
         let spreads = all.filter_map(|(section, name, field)| Some((section, name, field.spread().filter(|spread| *spread > STEADY)?)));
-        let told: Vec<_> = spreads.map(|(section, name, spread)| format!("{section}.{name} by {:.0} %", 100.0 * spread)).collect();
-        (!told.is_empty()).then(|| format!("samples differ in {}; measure again when the machine is quiet", told.join(", ")))
+        let listed: Vec<_> = spreads.map(|(section, name, spread)| format!("{section}.{name} by {:.0} %", 100.0 * spread)).collect();
+        (!listed.is_empty()).then(|| format!("samples differ in {}; measure again when the machine is quiet", listed.join(", ")))
     }
 
     /// The sections that are there.

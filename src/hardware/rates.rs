@@ -1,7 +1,7 @@
 //! What a machine does in a second, out of its profile: what predictions are made from and the simulated device obeys.
 
 use crate::hardware::profile::{ASSUMED, Contention, CpuDevice, Link, Profile};
-use crate::hardware::sourced::{Figure, Points};
+use crate::hardware::sourced::{Number, Points};
 use crate::optim::simd::Isa;
 use std::sync::{Arc, OnceLock};
 
@@ -108,7 +108,7 @@ impl Rates {
     }
 
     fn with_sharing(self, cpus: &CpuDevice) -> Self {
-        let share = |measured: &Option<Figure>, else_share| measured.as_ref().map_or(else_share, |share| share.value);
+        let share = |measured: &Option<Number>, else_share| measured.as_ref().map_or(else_share, |share| share.value);
         Self {
             cpu_device_under_adam: share(&cpus.matmul_under_adam, self.cpu_device_under_adam),
             adam_under_cpu_device: share(&cpus.adam_under_matmul, self.adam_under_cpu_device),
@@ -238,7 +238,7 @@ pub(crate) mod tests {
         let gpu = Rates::of(&profile);
         assert!(gpu.matmul_flops(8192) > 100.0 * gpu.matmul_flops(1).min(1e9) && gpu.to_host_s(4) == gpu.latency_s);
         let Gpu { memory_bytes_per_s, matmul_flops, matmul_share_by_least_dim, .. } = profile.gpu.take().unwrap();
-        let tenth = |whole: &Figure| Figure { value: whole.value / 10.0, ..whole.clone() };
+        let tenth = |whole: &Number| Number { value: whole.value / 10.0, ..whole.clone() };
         profile.cpu_device = Some(CpuDevice {
             attention_forward_flops: tenth(&matmul_flops),
             attention_backward_flops: tenth(&matmul_flops),

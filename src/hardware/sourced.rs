@@ -34,7 +34,7 @@ pub struct Other<T> {
 }
 
 /// One number.
-pub type Figure = Sourced<f64>;
+pub type Number = Sourced<f64>;
 
 /// A number that depends on another.
 pub type Curve = Sourced<Points>;
@@ -148,11 +148,11 @@ mod tests {
         ) {
             let others = vec![Other { value: Points(points.clone()), source: source.clone() }];
             let curve = Curve { value: Points(points), source: source.clone(), spread: None, others };
-            let figure = Figure { value, source, spread: Some(value), others: vec![] };
+            let number = Number { value, source, spread: Some(value), others: vec![] };
             #[derive(Deserialize, PartialEq, Debug)]
-            struct Both { curve: Curve, figure: Figure }
-            let text = format!("curve = {}\nfigure = {}", curve.toml(), figure.toml());
-            prop_assert_eq!(toml::from_str::<Both>(&text).unwrap(), Both { curve, figure }, "{}", text);
+            struct Both { curve: Curve, number: Number }
+            let text = format!("curve = {}\nnumber = {}", curve.toml(), number.toml());
+            prop_assert_eq!(toml::from_str::<Both>(&text).unwrap(), Both { curve, number }, "{}", text);
         }
     }
 }

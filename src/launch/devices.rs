@@ -5,10 +5,10 @@ use crate::config::options::{DeviceChoice, HostMemoryKind};
 use crate::config::settings::Settings;
 use crate::device::DeviceKind;
 use crate::error::{Error, Result};
-use crate::hardware::basis::{AUTO, Basis, Key};
 use crate::hardware::limits;
 use crate::hardware::profile::Profile;
 use crate::hardware::rates::Rates;
+use crate::hardware::selected_profile::{AUTO, MachineId, SelectedProfile};
 use crate::hardware::topology::Topology;
 use crate::host::memory_policy::HugePagesChoice;
 use crate::memory::{Addressing, DeviceMemory};
@@ -26,7 +26,7 @@ pub struct SelectedDevice {
     /// What makes it much slower than the machine.
     pub warning: Option<String>,
     /// What the plan of a GPU rests on.
-    pub basis: Option<Basis>,
+    pub rates_from: Option<SelectedProfile>,
 }
 
 impl SelectedDevice {
@@ -39,7 +39,8 @@ impl SelectedDevice {
 /// What `settings` ask for on the machine of `topology`; `auto` is a GPU where there is one.
 ///
 /// # Errors
-/// `Resource` when a GPU was asked for and cannot be had; those of [`limits::check_threads`], [`Basis::of`] and [`Profile::load`].
+/// `Resource` when a GPU was asked for and cannot be had; those of [`limits::check_threads`], [`SelectedProfile::of`] and
+/// [`Profile::load`].
 pub fn choose(settings: &Settings, topology: &Topology) -> Result<SelectedDevice> {
     let on_cpus = (DeviceKind::Cpu, DeviceMemory::Shared);
     let ((kind, device), note) = match settings.device {
@@ -57,15 +58,15 @@ pub fn choose(settings: &Settings, topology: &Topology) -> Result<SelectedDevice
     let cpus = topology.usable_cpus().map_or(1, |usable| usable.count());
     let reserved = if settings.huge_pages == HugePagesChoice::Explicit { topology.reserved_free_bytes() } else { 0 };
     let host_bytes = topology.memory_usable_bytes().map_or(u64::MAX, |bytes| bytes.saturating_add(reserved));
-    let basis = basis(settings, topology, kind)?;
-    let rates = basis.as_ref().map_or_else(Rates::assumed, |basis| Arc::new(Rates::of(&basis.profile)));
-    Ok(SelectedDevice { machine: Machine { cpus, host_bytes, kind, device, rates }, note, warning, basis })
+    let rates_from = rates_from(settings, topology, kind)?;
+    let rates = rates_from.as_ref().map_or_else(Rates::assumed, |rates_from| Arc::new(Rates::of(&rates_from.profile)));
+    Ok(SelectedDevice { machine: Machine { cpus, host_bytes, kind, device, rates }, note, warning, rates_from })
 }
 
 /// CPUs as the device are planned without rates; what is named must be there all the same.
-fn basis(settings: &Settings, topology: &Topology, kind: DeviceKind) -> Result<Option<Basis>> {
+fn rates_from(settings: &Settings, topology: &Topology, kind: DeviceKind) -> Result<Option<SelectedProfile>> {
     if kind == DeviceKind::Gpu {
-        return Basis::of(&settings.hardware, Key::new(topology)).map(Some);
+        return SelectedProfile::of(&settings.hardware, MachineId::new(topology)).map(Some);
     }
     if settings.hardware != Path::new(AUTO) {
         Profile::load(&settings.hardware.to_string_lossy())?;

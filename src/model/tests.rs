@@ -32,7 +32,7 @@ impl Noise {
 }
 
 /// A model with random weights on a device of its own; fp32 unless said otherwise.
-struct Rig {
+struct Harness {
     dev: CpuDevice,
     host: HostMemory,
     model: Model,
@@ -41,7 +41,7 @@ struct Rig {
     crowd_memory: [(DeviceSlice, PinnedSlice); 2],
 }
 
-impl Rig {
+impl Harness {
     fn new(shape: &ModelShape, batch: usize, tile: LossTile) -> Self {
         Self::narrow::<f32>(shape, batch, tile)
     }
@@ -70,13 +70,13 @@ impl Rig {
         assert_eq!(host.allocations().map(|(_, bytes)| bytes as u64).sum::<u64>(), plan.host_bytes().0);
         let model = Model::new(shape.clone(), weights, grads, activations).unwrap();
         let crowd_memory = [(); 2].map(|()| (dev.alloc("crowd", 1, Dtype::Float32).unwrap(), host.alloc("crowd", 4).unwrap()));
-        let mut rig = Self { dev, host, model, crowd: 0, crowd_memory };
-        if let (Positions::Rope(rope), Some(table)) = (shape.positions, rig.model.activations.rope_table) {
-            rig.upload(&rope_table(&rope, SEQ_LENGTH), table);
+        let mut harness = Self { dev, host, model, crowd: 0, crowd_memory };
+        if let (Positions::Rope(rope), Some(table)) = (shape.positions, harness.model.activations.rope_table) {
+            harness.upload(&rope_table(&rope, SEQ_LENGTH), table);
         }
-        let narrowed: Vec<E> = random_weights(&rig.model.table).into_iter().map(E::from_f32).collect();
-        rig.upload(&narrowed, weights);
-        rig
+        let narrowed: Vec<E> = random_weights(&harness.model.table).into_iter().map(E::from_f32).collect();
+        harness.upload(&narrowed, weights);
+        harness
     }
 
     fn wait(&mut self) {
@@ -203,13 +203,13 @@ fn norm(x: &[f32]) -> f64 {
 }
 
 /// Central difference of the loss along `direction` (index, component) in the flat weights.
-fn slope(rig: &mut Rig, weights: &[f32], direction: &[(usize, f32)]) -> f64 {
+fn slope(harness: &mut Harness, weights: &[f32], direction: &[(usize, f32)]) -> f64 {
     let mut loss_at = |sign: f32| {
         let mut moved = weights.to_vec();
         direction.iter().for_each(|(i, d)| moved[*i] += sign * d);
-        let slice = rig.model.weights;
-        rig.upload(&moved, slice);
-        f64::from(rig.loss())
+        let slice = harness.model.weights;
+        harness.upload(&moved, slice);
+        f64::from(harness.loss())
     };
     (loss_at(1.0) - loss_at(-1.0)) / 2.0
 }
@@ -234,15 +234,15 @@ fn gradients_are_the_slopes_of_the_loss() {
     let apart = |name: &str| ["gpt2", "llama", "mistral"].contains(&name.split(',').next().unwrap_or(name));
     for (name, shape, documents) in shapes().into_iter().flat_map(documents).filter(|(name, _, documents)| !documents || apart(name)) {
         let (tile, policies) = (LossTile { rows: 10, vocab: 24 }, vec![Keep; shape.layers]);
-        let mut rig = Rig::with_documents::<f32>(&shape, (2, documents), tile, &policies, Schedule::Adversary { seed: 1 });
-        let weights = random_weights(&rig.model.table);
-        let (_, grads) = rig.loss_and_grads();
-        for spec in rig.model.table.clone().specs() {
+        let mut harness = Harness::with_documents::<f32>(&shape, (2, documents), tile, &policies, Schedule::Adversary { seed: 1 });
+        let weights = random_weights(&harness.model.table);
+        let (_, grads) = harness.loss_and_grads();
+        for spec in harness.model.table.clone().specs() {
             let scale = norm(&grads[spec.range()]);
             for direction in directions(spec) {
                 let step = direction.iter().map(|(_, d)| f64::from(*d).powi(2)).sum::<f64>().sqrt();
                 let have = direction.iter().map(|(i, d)| f64::from(grads[*i]) * f64::from(*d)).sum::<f64>() / step;
-                let want = slope(&mut rig, &weights, &direction) / step;
+                let want = slope(&mut harness, &weights, &direction) / step;
                 assert!((have - want).abs() < 0.01 * scale + 4e-4, "{name} {}: gradient {have}, slope {want}, of {scale}", spec.name);
             }
         }
@@ -262,8 +262,8 @@ fn assert_close(have: &[f32], want: &[f32], table: &TensorTable, context: &str) 
 #[test]
 fn two_micro_steps_are_one_batch_of_twice_the_size() {
     for (name, shape) in shapes() {
-        let (loss, grads) = Rig::new(&shape, 4, ONE_TILE).loss_and_grads();
-        let mut half = Rig::new(&shape, 2, ONE_TILE);
+        let (loss, grads) = Harness::new(&shape, 4, ONE_TILE).loss_and_grads();
+        let mut half = Harness::new(&shape, 2, ONE_TILE);
         let inv_targets = 1.0 / (4 * SEQ_LENGTH) as f32;
         for (first, sequence) in [(true, 0), (false, 2)] {
             half.feed(sequence);
@@ -279,12 +279,12 @@ fn two_micro_steps_are_one_batch_of_twice_the_size() {
 fn vocabulary_and_row_tiles_change_nothing_but_rounding() {
     for family in ["gpt2", "llama"] {
         let shape = golden_shape(family);
-        let (loss, grads) = Rig::new(&shape, 2, ONE_TILE).loss_and_grads();
+        let (loss, grads) = Harness::new(&shape, 2, ONE_TILE).loss_and_grads();
         for (rows, vocab) in [(usize::MAX, 32), (usize::MAX, 27), (7, usize::MAX), (7, 27), (1, 1)] {
-            let mut rig = Rig::new(&shape, 2, LossTile { rows, vocab });
-            let (tiled_loss, tiled) = rig.loss_and_grads();
+            let mut harness = Harness::new(&shape, 2, LossTile { rows, vocab });
+            let (tiled_loss, tiled) = harness.loss_and_grads();
             assert!((tiled_loss - loss).abs() < 2e-6 * loss, "{family} {rows} {vocab}: {tiled_loss} and {loss}");
-            assert_close(&tiled, &grads, &rig.model.table, &format!("{family} {rows} rows {vocab} columns"));
+            assert_close(&tiled, &grads, &harness.model.table, &format!("{family} {rows} rows {vocab} columns"));
         }
     }
 }
@@ -292,11 +292,11 @@ fn vocabulary_and_row_tiles_change_nothing_but_rounding() {
 #[test]
 fn the_first_micro_step_forgets_the_last_step_and_padding_stays_zero() {
     for (name, shape) in shapes() {
-        let mut rig = Rig::new(&shape, 2, LossTile { rows: 10, vocab: 24 });
-        let once = rig.loss_and_grads();
-        assert_eq!(rig.loss_and_grads(), once, "{name}");
+        let mut harness = Harness::new(&shape, 2, LossTile { rows: 10, vocab: 24 });
+        let once = harness.loss_and_grads();
+        assert_eq!(harness.loss_and_grads(), once, "{name}");
         let mut padding = vec![true; once.1.len()];
-        rig.model.table.specs().iter().for_each(|spec| padding[spec.range()].fill(false));
+        harness.model.table.specs().iter().for_each(|spec| padding[spec.range()].fill(false));
         assert!(once.1.iter().zip(padding).all(|(g, padding)| !padding || *g == 0.0), "{name}");
     }
 }
@@ -304,37 +304,37 @@ fn the_first_micro_step_forgets_the_last_step_and_padding_stays_zero() {
 #[test]
 fn the_loss_scale_multiplies_gradients_but_not_the_loss() {
     let shape = golden_shape("llama");
-    let mut rig = Rig::new(&shape, 2, ONE_TILE);
-    let (loss, grads) = rig.loss_and_grads();
-    rig.train(MicroStep { loss_scale: 1024.0, ..whole(&rig.model) });
-    let scaled = rig.download::<f32>(rig.model.grads);
+    let mut harness = Harness::new(&shape, 2, ONE_TILE);
+    let (loss, grads) = harness.loss_and_grads();
+    harness.train(MicroStep { loss_scale: 1024.0, ..whole(&harness.model) });
+    let scaled = harness.download::<f32>(harness.model.grads);
     // A power of two scales every float exactly.
     assert!(grads.iter().zip(&scaled).all(|(g, s)| g * 1024.0 == *s));
-    assert_eq!(rig.download::<f32>(rig.model.activations.loss)[0], loss);
+    assert_eq!(harness.download::<f32>(harness.model.activations.loss)[0], loss);
 }
 
 /// The same model in a format with relative rounding `unit`: the loss differs by a few roundings, not by nature.
 fn narrow_loss<E: Element>(shape: &ModelShape, unit: f32) {
-    let (loss, _) = Rig::new(shape, 2, ONE_TILE).loss_and_grads();
-    let mut rig = Rig::narrow::<E>(shape, 2, LossTile { rows: 10, vocab: 24 });
-    rig.feed(0);
-    rig.train(whole(&rig.model));
-    let narrow = rig.download::<f32>(rig.model.activations.loss)[0];
+    let (loss, _) = Harness::new(shape, 2, ONE_TILE).loss_and_grads();
+    let mut harness = Harness::narrow::<E>(shape, 2, LossTile { rows: 10, vocab: 24 });
+    harness.feed(0);
+    harness.train(whole(&harness.model));
+    let narrow = harness.download::<f32>(harness.model.activations.loss)[0];
     assert!(narrow != loss && (narrow - loss).abs() < 4.0 * unit * loss, "{:?} {}: {narrow} and {loss}", shape.family, E::DTYPE);
 }
 
 /// Loss and gradients after each of two steps of two micro-steps, all on different sequences, so that nothing that is
 /// left over from before can pass for new.
 fn two_steps<E: Element>(shape: &ModelShape, policies: &[LayerPolicy], schedule: Schedule, crowd: usize) -> Vec<Vec<u8>> {
-    let mut rig = Rig::with_policies::<E>(shape, 1, LossTile { rows: 10, vocab: 24 }, policies, schedule);
-    rig.crowd = crowd;
+    let mut harness = Harness::with_policies::<E>(shape, 1, LossTile { rows: 10, vocab: 24 }, policies, schedule);
+    harness.crowd = crowd;
     let mut results = Vec::new();
     for sequence in 0..4 {
-        rig.feed(sequence);
-        rig.train(MicroStep { first: sequence % 2 == 0, inv_targets: 1.0 / (2 * SEQ_LENGTH) as f32, loss_scale: 1.0 });
+        harness.feed(sequence);
+        harness.train(MicroStep { first: sequence % 2 == 0, inv_targets: 1.0 / (2 * SEQ_LENGTH) as f32, loss_scale: 1.0 });
         if sequence % 2 == 1 {
-            let (loss, grads) = (rig.model.activations.loss, rig.model.grads);
-            results.extend([loss, grads].map(|slice| rig.download::<u8>(slice)));
+            let (loss, grads) = (harness.model.activations.loss, harness.model.grads);
+            results.extend([loss, grads].map(|slice| harness.download::<u8>(slice)));
         }
     }
     results

@@ -73,7 +73,7 @@ pub struct Rings {
 
 /// Everything that memory depends on but the planner's choice.
 #[derive(Clone, Debug)]
-pub struct Needs<'a> {
+pub struct Workload<'a> {
     /// The model.
     pub shape: &'a ModelShape,
     /// Sequences of a micro-batch.
@@ -106,7 +106,7 @@ pub struct Needs<'a> {
     pub transient_bytes: u64,
 }
 
-impl Needs<'_> {
+impl Workload<'_> {
     /// Host slots for gradients: one for each offloaded bucket, so that none waits; `slots` more when each keeps its slot for
     /// one step more.
     pub fn grad_slots(&self, layout: &BucketLayout) -> usize {

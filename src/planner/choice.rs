@@ -4,7 +4,7 @@
 //! twice to the most frugal one; each gets as many resident buckets as still fit, and the fastest prediction wins. Weights
 //! are streamed only where no other candidate fits.
 
-use super::budget::{Needs, Rings, bytes_at};
+use super::budget::{Rings, Workload, bytes_at};
 use super::predict::{Prediction, Predictor, StepWork};
 use crate::bucket::layout::BucketLayout;
 use crate::config::options::{ActivationsChoice, WeightsChoice};
@@ -45,7 +45,7 @@ pub enum Residency {
 
 /// What was asked for.
 #[derive(Clone, Copy, Debug)]
-pub struct Wishes {
+pub struct Request {
     /// Resident buckets.
     pub residency: Residency,
     /// What layers keep.
@@ -72,73 +72,73 @@ pub struct Choice {
 }
 
 /// Chooses for a model cut as `layout` says; its resident buckets do not count. When nothing fits, the choice is the one that
-/// lacks the fewest bytes: [`Needs::lacking`] tells.
+/// lacks the fewest bytes: [`Workload::lacking`] tells.
 ///
 /// # Errors
 /// `Usage` when batch and sequence make no sense for the model.
-pub fn choose(needs: &Needs, work: StepWork, table: &TensorTable, layout: &BucketLayout, wishes: Wishes) -> Result<Choice> {
-    let planner = Planner { needs, table, layout, wishes };
-    match needs.machine.kind {
+pub fn choose(workload: &Workload, work: StepWork, table: &TensorTable, layout: &BucketLayout, request: Request) -> Result<Choice> {
+    let planner = Planner { workload, table, layout, request };
+    match workload.machine.kind {
         DeviceKind::Cpu => planner.on_cpus(),
-        DeviceKind::Gpu => planner.search(needs.machine.device_bytes(), &Predictor::new(needs, work)?),
+        DeviceKind::Gpu => planner.search(workload.machine.device_bytes(), &Predictor::new(workload, work)?),
     }
 }
 
 /// A choice by what choices are compared by.
-struct Weighed {
+struct Scored {
     /// Bytes that it lacks.
     lacking: u64,
     step_s: f64,
     choice: Choice,
 }
 
-impl Weighed {
+impl Scored {
     /// Whether it lacks less than `other`, or as little and takes less than `worth` of its time.
-    fn is_before(&self, other: &Weighed, worth: f64) -> bool {
+    fn is_before(&self, other: &Scored, worth: f64) -> bool {
         self.lacking < other.lacking || self.lacking == other.lacking && self.step_s < worth * other.step_s
     }
 }
 
 /// What of the device's flat memory is to repeat, where that saves memory.
 #[derive(Clone, Copy)]
-struct Repeats {
+struct UseRings {
     grads: bool,
     weights: bool,
 }
 
 struct Planner<'a> {
-    needs: &'a Needs<'a>,
+    workload: &'a Workload<'a>,
     table: &'a TensorTable,
     layout: &'a BucketLayout,
-    wishes: Wishes,
+    request: Request,
 }
 
 impl Planner<'_> {
     /// One memory and the same cores for both sides: there is nothing to weigh against each other.
     fn on_cpus(&self) -> Result<Choice> {
-        let (shape, width) = (self.needs.shape, self.needs.dtype.bytes());
+        let (shape, width) = (self.workload.shape, self.workload.dtype.bytes());
         let vocab = shape.vocab.min(SHARED_TILE_VOCAB_MAX);
         let tile = LossTile { rows: self.tokens().min(SHARED_TILE_BYTES_MAX / (vocab * width)).max(1), vocab };
         let policies = self.mixes().remove(0);
-        let repeats = Repeats { grads: false, weights: self.wishes.weights == WeightsChoice::Flow };
-        let layout = match self.wishes.residency {
+        let use_rings = UseRings { grads: false, weights: self.request.weights == WeightsChoice::Flow };
+        let layout = match self.request.residency {
             Residency::Exactly(resident) => self.resident(resident),
-            Residency::Largest => self.resident((self.layout.count() / SHARED_RESIDENT_ONE_IN).min(self.most_resident(repeats))),
+            Residency::Largest => self.resident((self.layout.count() / SHARED_RESIDENT_ONE_IN).min(self.most_resident(use_rings))),
         };
-        let rings = self.rings(&layout, repeats);
-        let memory = self.needs.classes(&layout, rings, &self.activations(&policies, tile)?);
+        let rings = self.rings(&layout, use_rings);
+        let memory = self.workload.classes(&layout, rings, &self.activations(&policies, tile)?);
         Ok(Choice { layout, policies, tile, rings, memory, predicted: None })
     }
 
     /// The fastest candidate that fits a device of `device_bytes`, with weights that stay if one fits so; or, when none does, the one
     /// that lacks least.
     fn search(&self, device_bytes: u64, predictor: &Predictor) -> Result<Choice> {
-        let modes: &[bool] = match self.wishes.weights {
+        let modes: &[bool] = match self.request.weights {
             WeightsChoice::Auto => &[false, true],
             WeightsChoice::Stationary => &[false],
             WeightsChoice::Flow => &[true],
         };
-        let mut best: Option<Weighed> = None;
+        let mut best: Option<Scored> = None;
         for &weights in modes {
             for tile in self.tiles(device_bytes, weights)? {
                 let found = self.search_with(tile, weights, predictor)?;
@@ -154,15 +154,15 @@ impl Planner<'_> {
     }
 
     /// The best candidate with this tile.
-    fn search_with(&self, tile: LossTile, weights: bool, predictor: &Predictor) -> Result<Weighed> {
-        let repeats = |grads| Repeats { grads, weights };
-        let mixes = self.mixes().into_iter().flat_map(|policies| [(repeats(false), policies.clone()), (repeats(true), policies)]);
-        let mut best: Option<Weighed> = None;
-        for (repeats, policies) in mixes {
-            let choice = self.candidate(policies, tile, repeats, predictor)?;
-            let (device, host) = self.needs.lacking(&choice.memory);
+    fn search_with(&self, tile: LossTile, weights: bool, predictor: &Predictor) -> Result<Scored> {
+        let use_rings = |grads| UseRings { grads, weights };
+        let mixes = self.mixes().into_iter().flat_map(|policies| [(use_rings(false), policies.clone()), (use_rings(true), policies)]);
+        let mut best: Option<Scored> = None;
+        for (use_rings, policies) in mixes {
+            let choice = self.candidate(policies, tile, use_rings, predictor)?;
+            let (device, host) = self.workload.lacking(&choice.memory);
             let step_s = choice.predicted.map_or(0.0, |predicted| predicted.mean_s());
-            let found = Weighed { lacking: device + host, step_s, choice };
+            let found = Scored { lacking: device + host, step_s, choice };
             // The first of equals computes least twice.
             if best.as_ref().is_none_or(|best| found.is_before(best, 1.0)) {
                 best = Some(found);
@@ -171,50 +171,50 @@ impl Planner<'_> {
         Ok(best.expect("there is at least one mix"))
     }
 
-    fn candidate(&self, policies: Vec<LayerPolicy>, tile: LossTile, repeats: Repeats, predictor: &Predictor) -> Result<Choice> {
+    fn candidate(&self, policies: Vec<LayerPolicy>, tile: LossTile, use_rings: UseRings, predictor: &Predictor) -> Result<Choice> {
         let activations = self.activations(&policies, tile)?;
-        let layout = match self.wishes.residency {
+        let layout = match self.request.residency {
             Residency::Exactly(resident) => self.resident(resident),
-            Residency::Largest => self.largest_residency(&activations, repeats),
+            Residency::Largest => self.largest_residency(&activations, use_rings),
         };
-        let rings = self.rings(&layout, repeats);
-        let memory = self.needs.classes(&layout, rings, &activations);
+        let rings = self.rings(&layout, use_rings);
+        let memory = self.workload.classes(&layout, rings, &activations);
         let predicted = Some(predictor.predict(&layout, rings, &policies, &activations));
         Ok(Choice { layout, policies, tile, rings, memory, predicted })
     }
 
-    fn rings(&self, layout: &BucketLayout, repeats: Repeats) -> Rings {
+    fn rings(&self, layout: &BucketLayout, use_rings: UseRings) -> Rings {
         Rings {
-            grads: self.needs.grad_ring(layout, self.table).filter(|_| repeats.grads),
-            weights: self.needs.weight_ring(layout, self.table).filter(|_| repeats.weights),
+            grads: self.workload.grad_ring(layout, self.table).filter(|_| use_rings.grads),
+            weights: self.workload.weight_ring(layout, self.table).filter(|_| use_rings.weights),
         }
     }
 
     /// Bytes that the device and the host lack when `resident` buckets stay on the device.
-    fn lacking(&self, resident: usize, repeats: Repeats, activations: &ActivationPlan) -> (u64, u64) {
+    fn lacking(&self, resident: usize, use_rings: UseRings, activations: &ActivationPlan) -> (u64, u64) {
         let layout = self.resident(resident);
-        self.needs.lacking(&self.needs.classes(&layout, self.rings(&layout, repeats), activations))
+        self.workload.lacking(&self.workload.classes(&layout, self.rings(&layout, use_rings), activations))
     }
 
     /// As many resident buckets as the device holds. If host memory asks for more, the device will lack for them.
-    fn largest_residency(&self, activations: &ActivationPlan, repeats: Repeats) -> BucketLayout {
-        let most = self.most_resident(repeats);
+    fn largest_residency(&self, activations: &ActivationPlan, use_rings: UseRings) -> BucketLayout {
+        let most = self.most_resident(use_rings);
         // With all of them resident there are no staging buffers either.
-        if self.lacking(most, repeats, activations).0 == 0 {
+        if self.lacking(most, use_rings, activations).0 == 0 {
             return self.resident(most);
         }
-        let fitting = partition_point(most, |resident| self.lacking(resident + 1, repeats, activations).0 == 0);
-        self.resident(fitting.max(self.least_residency(activations, repeats)))
+        let fitting = partition_point(most, |resident| self.lacking(resident + 1, use_rings, activations).0 == 0);
+        self.resident(fitting.max(self.least_residency(activations, use_rings)))
     }
 
     /// The fewest resident buckets that let the host hold the rest; all of them when it cannot hold one.
-    fn least_residency(&self, activations: &ActivationPlan, repeats: Repeats) -> usize {
-        partition_point(self.layout.count(), |resident| self.lacking(resident, repeats, activations).1 > 0)
+    fn least_residency(&self, activations: &ActivationPlan, use_rings: UseRings) -> usize {
+        partition_point(self.layout.count(), |resident| self.lacking(resident, use_rings, activations).1 > 0)
     }
 
     /// All buckets, or, where weights are streamed, those that lie wholly beyond what is.
-    fn most_resident(&self, repeats: Repeats) -> usize {
-        let streamed = self.rings(self.layout, repeats).weights.map_or(0, |ring| ring.ringed_elems);
+    fn most_resident(&self, use_rings: UseRings) -> usize {
+        let streamed = self.rings(self.layout, use_rings).weights.map_or(0, |ring| ring.ringed_elems);
         self.layout.count() - self.layout.overlapping(0..streamed).end
     }
 
@@ -223,12 +223,20 @@ impl Planner<'_> {
     }
 
     fn activations(&self, policies: &[LayerPolicy], tile: LossTile) -> Result<ActivationPlan> {
-        let needs = self.needs;
-        ActivationPlan::new(needs.shape, needs.batch, needs.seq_length, needs.separates_documents, needs.dtype, tile, policies)
+        let workload = self.workload;
+        ActivationPlan::new(
+            workload.shape,
+            workload.batch,
+            workload.seq_length,
+            workload.separates_documents,
+            workload.dtype,
+            tile,
+            policies,
+        )
     }
 
     fn tokens(&self) -> usize {
-        self.needs.batch * self.needs.seq_length
+        self.workload.batch * self.workload.seq_length
     }
 
     /// What layers may keep, cheapest in time first. The last layers, which backward needs first, are the first to compute
@@ -236,8 +244,8 @@ impl Planner<'_> {
     /// the host.
     fn mixes(&self) -> Vec<Vec<LayerPolicy>> {
         use LayerPolicy::{Host, Keep, RecomputeBlock, RecomputeCheap};
-        let layers = self.needs.shape.layers;
-        if let Some(policy) = self.wishes.activations.policy() {
+        let layers = self.workload.shape.layers;
+        if let Some(policy) = self.request.activations.policy() {
             return vec![vec![policy; layers]];
         }
         let split = |first, last| move |at: usize| [vec![first; at], vec![last; layers - at]].concat();
@@ -250,19 +258,19 @@ impl Planner<'_> {
     /// Tiles of the loss for a device of `device_bytes`, the largest first: the whole vocabulary and as many rows as its share
     /// of the free memory holds, then half as many, and so on.
     fn tiles(&self, device_bytes: u64, weights: bool) -> Result<Vec<LossTile>> {
-        let repeats = Repeats { grads: false, weights };
-        let vocab = self.needs.shape.vocab;
+        let use_rings = UseRings { grads: false, weights };
+        let vocab = self.workload.shape.vocab;
         let smallest = LossTile { rows: 1, vocab };
         let activations = self.activations(&self.mixes()[0], smallest)?;
-        let resident = match self.wishes.residency {
+        let resident = match self.request.residency {
             Residency::Exactly(resident) => resident,
-            Residency::Largest => self.least_residency(&activations, repeats),
+            Residency::Largest => self.least_residency(&activations, use_rings),
         };
         let layout = self.resident(resident);
-        let classes = self.needs.classes(&layout, self.rings(&layout, repeats), &activations);
+        let classes = self.workload.classes(&layout, self.rings(&layout, use_rings), &activations);
         let fixed = bytes_at(&classes, MemorySpace::Device) - activations.device_bytes().0;
         let share = device_bytes.saturating_sub(fixed) / TILE_FREE_PARTS;
-        let rows = rows_within(self.tokens(), (share as usize).min(TILE_BYTES_MAX) / (vocab * self.needs.dtype.bytes()));
+        let rows = rows_within(self.tokens(), (share as usize).min(TILE_BYTES_MAX) / (vocab * self.workload.dtype.bytes()));
         let halves = std::iter::successors(Some(rows), |&rows| (rows > TILE_ROWS_MIN).then(|| rows_within(self.tokens(), rows / 2)));
         Ok(halves.map(|rows| LossTile { rows, vocab }).collect())
     }

@@ -1,6 +1,6 @@
 //! What forward and backward of a micro-batch cost on the device: the model's own loop, on a device that only counts.
 
-use super::budget::Needs;
+use super::budget::Workload;
 use crate::device::sim::SimDevice;
 use crate::device::{Device, DeviceSlice, Stream};
 use crate::error::Result;
@@ -27,11 +27,11 @@ pub(super) struct PassTimes {
 }
 
 impl PassTimes {
-    pub fn of(needs: &Needs) -> Result<Self> {
-        let of = |policy| micro_step_s(needs, policy);
+    pub fn of(workload: &Workload) -> Result<Self> {
+        let of = |policy| micro_step_s(workload, policy);
         let keep_s = of(LayerPolicy::Keep)?;
         // The last layer that shares its buffers still has its values.
-        let layers = (needs.shape.layers - 1).max(1) as f64;
+        let layers = (workload.shape.layers - 1).max(1) as f64;
         let added_s = |policy| of(policy).map(|s| (s - keep_s) / layers);
         Ok(Self { keep_s, cheap_s: added_s(LayerPolicy::RecomputeCheap)?, block_s: added_s(LayerPolicy::RecomputeBlock)? })
     }
@@ -46,21 +46,21 @@ impl PassTimes {
     }
 }
 
-fn micro_step_s(needs: &Needs, policy: LayerPolicy) -> Result<f64> {
-    let (shape, machine) = (needs.shape, &needs.machine);
+fn micro_step_s(workload: &Workload, policy: LayerPolicy) -> Result<f64> {
+    let (shape, machine) = (workload.shape, &workload.machine);
     let (mut dev, _) = SimDevice::new("passes", &machine.rates, (machine.kind, machine.device), (1, Isa::Scalar), 0);
-    let tile = LossTile { rows: (needs.batch * needs.seq_length).min(TILE_ROWS_MAX), vocab: shape.vocab };
+    let tile = LossTile { rows: (workload.batch * workload.seq_length).min(TILE_ROWS_MAX), vocab: shape.vocab };
     let plan = ActivationPlan::new(
         shape,
-        needs.batch,
-        needs.seq_length,
-        needs.separates_documents,
-        needs.dtype,
+        workload.batch,
+        workload.seq_length,
+        workload.separates_documents,
+        workload.dtype,
         tile,
         &vec![policy; shape.layers],
     )?;
     let activations = plan.allocate(&mut dev, &mut HostMemory::new(MemoryPolicy::unbacked()))?;
-    let flat = DeviceSlice { addr: 0, elems: TensorTable::new(shape).flat_elems(), dtype: needs.dtype };
+    let flat = DeviceSlice { addr: 0, elems: TensorTable::new(shape).flat_elems(), dtype: workload.dtype };
     let model = Model::new(shape.clone(), flat, flat, activations)?;
     let layers = || (0..shape.layers).map(Module::Layer);
     [Module::Embed].into_iter().chain(layers()).try_for_each(|module| model.forward(&mut dev, module))?;

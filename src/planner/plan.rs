@@ -20,8 +20,8 @@ use crate::model::tensors::TensorTable;
 use crate::optim::PIECE_ELEMS;
 use crate::optim::adam::AdamHyper;
 use crate::optim::simd::Isa;
-use crate::planner::budget::{Balance, Needs, Rings, balances, bytes_at};
-use crate::planner::choice::{Choice, Residency, Wishes, choose};
+use crate::planner::budget::{Balance, Rings, Workload, balances, bytes_at};
+use crate::planner::choice::{Choice, Request, Residency, choose};
 use crate::planner::machine::Machine;
 use crate::planner::predict::{Prediction, StepWork};
 use crate::planner::rules::{Policy, Rules};
@@ -187,7 +187,7 @@ impl Plan {
         let trace_spans = if trace { spans_per_track(threads + 5) } else { 0 };
         let rules =
             Rules { policy: policy(settings, techniques)?, adaptive: techniques.adaptive, deadline_order: techniques.deadline_order };
-        let needs = Needs {
+        let workload = Workload {
             shape,
             batch: settings.per_device_train_batch_size,
             seq_length: settings.seq_length,
@@ -210,13 +210,13 @@ impl Plan {
             isa: isa(settings, techniques)?,
             speculates: rules.policy != Policy::ValidateFirst,
         };
-        let wishes = Wishes {
+        let request = Request {
             residency: residency(settings, techniques)?,
             activations: settings.activations,
             weights: weights(settings, techniques)?,
         };
         let Choice { layout, policies, tile, rings, memory, predicted } =
-            choose(&needs, work, &table, &cut(settings, &table, dtype), wishes)?;
+            choose(&workload, work, &table, &cut(settings, &table, dtype), request)?;
         check_streams(settings, rings)?;
         Ok(Self {
             strategy: settings.strategy,
@@ -229,8 +229,8 @@ impl Plan {
             threads,
             grad_ring: rings.grads,
             weight_ring: rings.weights,
-            grad_slots: needs.grad_slots(&layout),
-            param_slots: needs.param_slots(&layout, rings),
+            grad_slots: workload.grad_slots(&layout),
+            param_slots: workload.param_slots(&layout, rings),
             layout,
             batch: settings.per_device_train_batch_size,
             seq_length: settings.seq_length,
@@ -238,7 +238,7 @@ impl Plan {
             grad_accum_steps: settings.gradient_accumulation_steps,
             loss_tile: tile,
             layer_policies: policies,
-            attention: needs.attention,
+            attention: workload.attention,
             cuda_libraries: settings.cuda_libraries.iter().cloned().collect(),
             hyper: hyper(settings),
             max_grad_norm: settings.max_grad_norm,
@@ -246,9 +246,9 @@ impl Plan {
             adversary: settings.adversary,
             trace_spans,
             host_memory: MemoryPolicy::default(),
-            machine: needs.machine,
+            machine: workload.machine,
             memory,
-            transient_bytes: needs.transient_bytes,
+            transient_bytes: workload.transient_bytes,
             predicted,
             simulated_step_ms: None,
             elsewhere: false,

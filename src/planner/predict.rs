@@ -1,7 +1,7 @@
 //! How long a step will take, from a machine's rates and as if everything overlapped: quick enough to compare hundreds of plans.
 //! What a plan really does on such a machine is for the simulated device to say.
 
-use super::budget::{Needs, Rings, STATE_BYTES};
+use super::budget::{Rings, STATE_BYTES, Workload};
 use super::passes::PassTimes;
 use crate::bucket::layout::{BucketLayout, Tier};
 use crate::error::Result;
@@ -19,7 +19,7 @@ const POOL_DOUBT: f64 = 1.5;
 /// guess between a settled run, a hundred times rarer, and the first hundreds of steps of a new model, where all are.
 const VALIDATED_SHARE: f64 = 0.1;
 
-/// What a step does besides what [`Needs`] says.
+/// What a step does besides what [`Workload`] says.
 #[derive(Clone, Copy, Debug)]
 pub struct StepWork {
     /// Micro-batches.
@@ -56,22 +56,22 @@ impl Prediction {
 
 /// Predicts steps that differ in the planner's choice alone.
 pub(super) struct Predictor<'a> {
-    needs: &'a Needs<'a>,
+    workload: &'a Workload<'a>,
     work: StepWork,
     passes: PassTimes,
 }
 
 impl<'a> Predictor<'a> {
-    pub fn new(needs: &'a Needs<'a>, work: StepWork) -> Result<Self> {
-        Ok(Self { needs, work, passes: PassTimes::of(needs)? })
+    pub fn new(workload: &'a Workload<'a>, work: StepWork) -> Result<Self> {
+        Ok(Self { workload, work, passes: PassTimes::of(workload)? })
     }
 
     pub fn predict(&self, layout: &BucketLayout, rings: Rings, policies: &[LayerPolicy], activations: &ActivationPlan) -> Prediction {
-        let (rates, accum) = (&self.needs.machine.rates, self.work.grad_accum_steps as f64);
+        let (rates, accum) = (&self.workload.machine.rates, self.work.grad_accum_steps as f64);
         let offloaded = layout.offloaded_elems() as f64;
         let stepped_here = layout.flat_elems() as f64 - offloaded;
         // State is read and written, a gradient read, a weight written.
-        let adam_bytes = 2 * STATE_BYTES + 2 * self.needs.dtype.bytes();
+        let adam_bytes = 2 * STATE_BYTES + 2 * self.workload.dtype.bytes();
         let passes_s = accum * self.passes.micro_step_s(policies);
         let adam_s = stepped_here * adam_bytes as f64 / rates.device_bytes_per_s;
         let kept_s = accum * activations.host_bytes().0 as f64 / rates.both_ways_bytes_per_s;
@@ -84,7 +84,7 @@ impl<'a> Predictor<'a> {
         }
         // As much returns as leaves, unless weights are streamed: in the forward and in the backward pass of every micro-batch.
         let streamed = rings.weights.map_or(0.0, |ring| ring.ringed_elems as f64);
-        let crossing_s = |elems: f64| kept_s + elems * self.needs.link_dtype.bytes() as f64 / rates.both_ways_bytes_per_s;
+        let crossing_s = |elems: f64| kept_s + elems * self.workload.link_dtype.bytes() as f64 / rates.both_ways_bytes_per_s;
         let (out_s, link_s) = (crossing_s(offloaded), crossing_s(offloaded + (2.0 * accum - 1.0) * streamed));
         let pass_link_s = out_s.max(link_s / 2.0);
         // While copies run both ways, all else is slower.
@@ -107,33 +107,33 @@ impl<'a> Predictor<'a> {
 
     /// From the last gradient to weights that the next forward can use: one bucket goes, is stepped, and comes.
     fn start_up_s(&self, layout: &BucketLayout) -> f64 {
-        let (rates, elems) = (&self.needs.machine.rates, layout.bucket_elems());
+        let (rates, elems) = (&self.workload.machine.rates, layout.bucket_elems());
         if layout.offloaded() == 0 {
             return 0.0;
         }
-        let copied = elems * self.needs.link_dtype.bytes();
+        let copied = elems * self.workload.link_dtype.bytes();
         let stepped_s = (elems * self.stepped_bytes()) as f64 / self.adam_bytes_per_s();
         rates.to_host_s(copied) + rates.wake_up_s + stepped_s + rates.to_device_s(copied)
     }
 
     /// Bytes of a parameter whose verdict is known: state read and written, gradient read, weight written.
     fn stepped_bytes(&self) -> usize {
-        2 * STATE_BYTES + 2 * self.needs.link_dtype.bytes()
+        2 * STATE_BYTES + 2 * self.workload.link_dtype.bytes()
     }
 
     /// And of one that is committed and speculated on: two gradients.
     fn deferred_bytes(&self) -> usize {
-        self.stepped_bytes() + self.needs.link_dtype.bytes()
+        self.stepped_bytes() + self.workload.link_dtype.bytes()
     }
 
     fn adam_bytes_per_s(&self) -> f64 {
-        self.needs.machine.rates.adam_bytes_per_s(self.work.workers, self.work.isa)
+        self.workload.machine.rates.adam_bytes_per_s(self.work.workers, self.work.isa)
     }
 
     /// Bytes of paged states a second, each way.
     fn paging_bytes_per_s(&self) -> f64 {
-        let rates = &self.needs.machine.rates;
-        match self.needs.machine.device {
+        let rates = &self.workload.machine.rates;
+        match self.workload.machine.device {
             DeviceMemory::Own { addressing: Addressing::Managed, .. } => rates.managed_bytes_per_s,
             _ => rates.both_ways_bytes_per_s,
         }

@@ -3,9 +3,9 @@
 use super::attention::{self, PassRates};
 use super::kernels::{self, Small};
 use super::product::{self, Products};
-use super::rig::Rig;
 use super::sharing::Sharing;
 use super::sizes::ProbeSizes;
+use super::timer::Timer;
 use crate::device::Kernels;
 use crate::dtype::Dtype;
 use crate::error::Result;
@@ -27,10 +27,10 @@ impl Arithmetic {
     ///
     /// # Errors
     /// The device's.
-    pub fn measure<D: Kernels>(rig: &mut Rig<'_, D>, sizes: ProbeSizes, time_s: f64) -> Result<Self> {
-        let products = product::measure(rig, Dtype::Bfloat16, sizes.product, 0.72 * time_s)?;
-        let attention = attention::measure(rig, sizes.seq_length, products.sustained.median(), 0.18 * time_s)?;
-        let small = kernels::measure(rig, sizes.copy_bytes, products.large, 0.1 * time_s)?;
+    pub fn measure<D: Kernels>(timer: &mut Timer<'_, D>, sizes: ProbeSizes, time_s: f64) -> Result<Self> {
+        let products = product::measure(timer, Dtype::Bfloat16, sizes.product, 0.72 * time_s)?;
+        let attention = attention::measure(timer, sizes.seq_length, products.sustained.median(), 0.18 * time_s)?;
+        let small = kernels::measure(timer, sizes.copy_bytes, products.large, 0.1 * time_s)?;
         Ok(Self { products, attention, small })
     }
 
@@ -38,13 +38,13 @@ impl Arithmetic {
     pub fn cpu_device(self, sharing: Sharing) -> CpuDevice {
         let Self { products, attention, small } = self;
         CpuDevice {
-            memory_bytes_per_s: small.memory_bytes_per_s.figure(),
-            matmul_flops: products.sustained.figure(),
+            memory_bytes_per_s: small.memory_bytes_per_s.sourced(),
+            matmul_flops: products.sustained.sourced(),
             matmul_share_by_least_dim: products.share_by_least_dim,
-            attention_forward_flops: attention.forward.figure(),
-            attention_backward_flops: attention.backward.figure(),
-            launch_s: small.launch_s.figure(),
-            kernel_s: small.kernel_s.figure(),
+            attention_forward_flops: attention.forward.sourced(),
+            attention_backward_flops: attention.backward.sourced(),
+            launch_s: small.launch_s.sourced(),
+            kernel_s: small.kernel_s.sourced(),
             matmul_under_adam: Some(sharing.matmul),
             adam_under_matmul: Some(sharing.adam),
         }

@@ -1,8 +1,8 @@
 //! Causal attention, forward and backward.
 
 use super::product::fill;
-use super::rig::Rig;
 use super::samples::Samples;
+use super::timer::Timer;
 use crate::device::{AttentionShape, Kernels};
 use crate::dtype::Dtype;
 use crate::error::Result;
@@ -26,10 +26,10 @@ pub struct PassRates {
 ///
 /// # Errors
 /// The device's.
-pub fn measure<D: Kernels>(rig: &mut Rig<'_, D>, seq_limit: usize, matmul_flops: f64, time_s: f64) -> Result<PassRates> {
+pub fn measure<D: Kernels>(timer: &mut Timer<'_, D>, seq_limit: usize, matmul_flops: f64, time_s: f64) -> Result<PassRates> {
     let fits = |&seq: &usize| seq <= SEQ_MIN || RUNS_MIN * 3.0 * forward_flops(&shape(seq)) < time_s * matmul_flops;
     let seq = std::iter::successors(Some(seq_limit), |seq| Some(seq / 2)).find(fits).unwrap_or(seq_limit);
-    let (shape, dev) = (shape(seq), &mut *rig.dev);
+    let (shape, dev) = (shape(seq), &mut *timer.dev);
     let bf16 = Dtype::Bfloat16;
     let (qkv_elems, out_elems) = (shape.tokens() * shape.qkv_cols(), shape.tokens() * shape.out_cols());
     let (qkv, dqkv) = (dev.alloc("queries, keys, values", qkv_elems, bf16)?, dev.alloc("their gradients", qkv_elems, bf16)?);
@@ -38,8 +38,8 @@ pub fn measure<D: Kernels>(rig: &mut Rig<'_, D>, seq_limit: usize, matmul_flops:
     dev.prepare_attention(shape, bf16)?;
     fill(dev, &[qkv, dout])?;
     let flops = forward_flops(&shape);
-    let forward = rig.rates(time_s / 3.0, flops, |dev| dev.attention(qkv, None, out, lse, shape))?;
-    let backward = rig.rates(time_s / 1.5, 2.0 * flops, |dev| dev.attention_backward(dout, qkv, None, out, lse, dqkv, shape))?;
+    let forward = timer.rates(time_s / 3.0, flops, |dev| dev.attention(qkv, None, out, lse, shape))?;
+    let backward = timer.rates(time_s / 1.5, 2.0 * flops, |dev| dev.attention_backward(dout, qkv, None, out, lse, dqkv, shape))?;
     Ok(PassRates { forward, backward })
 }
 

@@ -2,16 +2,16 @@
 
 use super::copies::{Copies, Way};
 use super::product::Product;
-use super::rig::Rig;
 use super::samples::Samples;
 use super::states::States;
+use super::timer::Timer;
 use super::work_done::WorkDone;
 use crate::device::{Device, EventId, Kernels, Stream};
 use crate::engine::pool::Pool;
 use crate::engine::step_job::StepJob;
 use crate::error::Result;
 use crate::hardware::profile::Contention;
-use crate::hardware::sourced::Figure;
+use crate::hardware::sourced::Number;
 use crate::host::pool::Job;
 
 /// Seconds of products in a sample.
@@ -53,76 +53,76 @@ impl Contenders<'_> {
     ///
     /// # Errors
     /// The device's and the pool's.
-    pub fn measure<D: Kernels>(&mut self, rig: &mut Rig<'_, D>, both_ways_bytes_per_s: f64, time_s: f64) -> Result<Contention> {
-        let matmul = self.matmul_under_copies(rig, both_ways_bytes_per_s, 0.3 * time_s)?;
-        let (copies, adam) = self.copies_beside_adam(rig, 0.7 * time_s)?;
-        Ok(Contention { matmul_under_copies: matmul.figure(), copies_under_adam: copies, adam_under_copies: adam })
+    pub fn measure<D: Kernels>(&mut self, timer: &mut Timer<'_, D>, both_ways_bytes_per_s: f64, time_s: f64) -> Result<Contention> {
+        let matmul = self.matmul_under_copies(timer, both_ways_bytes_per_s, 0.3 * time_s)?;
+        let (copies, adam) = self.copies_beside_adam(timer, 0.7 * time_s)?;
+        Ok(Contention { matmul_under_copies: matmul.sourced(), copies_under_adam: copies, adam_under_copies: adam })
     }
 
     /// The share of their speed that products have while copies go both ways.
-    fn matmul_under_copies<D: Kernels>(&self, rig: &mut Rig<'_, D>, both_ways_bytes_per_s: f64, time_s: f64) -> Result<Samples> {
+    fn matmul_under_copies<D: Kernels>(&self, timer: &mut Timer<'_, D>, both_ways_bytes_per_s: f64, time_s: f64) -> Result<Samples> {
         let (product, copies, bytes) = (self.product, self.copies, self.copies.bucket_bytes());
-        let once_s = rig.seconds(|dev| product.enqueue(dev, product.n))?;
+        let once_s = timer.seconds(|dev| product.enqueue(dev, product.n))?;
         let products = (PRODUCTS_S.min(time_s / 4.0) / once_s).clamp(1.0, ENQUEUED_MAX) as usize;
         let enqueue = |dev: &mut D| (0..products).try_for_each(|_| product.enqueue(dev, product.n));
-        let done = rig.dev.event()?;
-        let shares = rig.samples(time_s, |rig| {
-            let alone_s = rig.seconds(enqueue)?;
+        let done = timer.dev.event()?;
+        let shares = timer.samples(time_s, |timer| {
+            let alone_s = timer.seconds(enqueue)?;
             let count = (LONGER * alone_s * both_ways_bytes_per_s / bytes as f64).clamp(1.0, ENQUEUED_MAX) as usize;
-            (0..count).try_for_each(|_| Way::BOTH.into_iter().try_for_each(|way| copies.enqueue(rig.dev, way, bytes)))?;
-            let start_ns = rig.dev.now_ns();
-            enqueue(rig.dev)?;
-            rig.dev.record(done, Stream::Compute)?;
-            rig.dev.synchronize(done)?;
-            let beside_s = rig.since(start_ns);
-            rig.settle()?;
+            (0..count).try_for_each(|_| Way::BOTH.into_iter().try_for_each(|way| copies.enqueue(timer.dev, way, bytes)))?;
+            let start_ns = timer.dev.now_ns();
+            enqueue(timer.dev)?;
+            timer.dev.record(done, Stream::Compute)?;
+            timer.dev.synchronize(done)?;
+            let beside_s = timer.since(start_ns);
+            timer.settle()?;
             Ok(alone_s / beside_s)
         })?;
         Ok(shares.share_of(1.0))
     }
 
     /// The shares of their speed that copies and the optimizer have beside each other.
-    fn copies_beside_adam<D: Device>(&mut self, rig: &mut Rig<'_, D>, time_s: f64) -> Result<(Figure, Figure)> {
-        let ends = [rig.dev.event()?, rig.dev.event()?];
+    fn copies_beside_adam<D: Device>(&mut self, timer: &mut Timer<'_, D>, time_s: f64) -> Result<(Number, Number)> {
+        let ends = [timer.dev.event()?, timer.dev.event()?];
         let each_s = time_s / (3 * TURNS) as f64;
         let (mut copies, mut adam) = (Vec::new(), Vec::new());
         for _ in 0..TURNS {
-            let mut turn = |copies, adam| self.turn(rig, ends, Mix { copies, adam }, each_s);
+            let mut turn = |copies, adam| self.turn(timer, ends, Mix { copies, adam }, each_s);
             let (copies_alone, adam_alone, both) = (turn(true, false)?, turn(false, true)?, turn(true, true)?);
             copies.push(both.each_way / copies_alone.each_way);
             adam.push(both.adam / adam_alone.adam);
         }
-        let share = |shares| Samples::new(shares).share_of(1.0).figure();
+        let share = |shares| Samples::new(shares).share_of(1.0).sourced();
         Ok((share(copies), share(adam)))
     }
 
     /// Keeps what is asked for running for `time_s`, from one driver thread as in a step.
-    fn turn<D: Device>(&mut self, rig: &mut Rig<'_, D>, ends: [EventId; 2], beside: Mix, time_s: f64) -> Result<Moved> {
-        let (bytes, start_ns) = (self.copies.bucket_bytes(), rig.dev.now_ns());
+    fn turn<D: Device>(&mut self, timer: &mut Timer<'_, D>, ends: [EventId; 2], beside: Mix, time_s: f64) -> Result<Moved> {
+        let (bytes, start_ns) = (self.copies.bucket_bytes(), timer.dev.now_ns());
         let (mut adam, mut ways, mut job) = (WorkDone::default(), [WorkDone::default(); 2], 0);
         let is_short = |adam: WorkDone, ways: [WorkDone; 2]| {
             (beside.adam && adam.done == 0.0) || (beside.copies && ways.iter().any(|way| way.done == 0.0))
         };
-        while rig.since(start_ns) < time_s || is_short(adam, ways) {
+        while timer.since(start_ns) < time_s || is_short(adam, ways) {
             if beside.adam && self.pool.is_idle()? {
                 let work = self.states.adam(job);
-                adam.next(rig.dev.now_ns(), work.traffic_bytes() as f64);
+                adam.next(timer.dev.now_ns(), work.traffic_bytes() as f64);
                 self.pool.submit(work);
                 job += 1;
             }
             for (way, end) in Way::BOTH.into_iter().zip(ends) {
-                if beside.copies && rig.dev.is_done(end)? {
-                    self.copies.enqueue(rig.dev, way, bytes)?;
-                    rig.dev.record(end, way.stream())?;
-                    ways[way as usize].next(rig.dev.now_ns(), bytes as f64);
+                if beside.copies && timer.dev.is_done(end)? {
+                    self.copies.enqueue(timer.dev, way, bytes)?;
+                    timer.dev.record(end, way.stream())?;
+                    ways[way as usize].next(timer.dev.now_ns(), bytes as f64);
                 }
             }
-            rig.dev.idle()?;
+            timer.dev.idle()?;
         }
         while !self.pool.is_idle()? {
-            rig.dev.idle()?;
+            timer.dev.idle()?;
         }
-        rig.settle()?;
+        timer.settle()?;
         Ok(Moved { each_way: ways.iter().map(|way| way.rate(start_ns)).sum::<f64>() / 2.0, adam: adam.rate(start_ns) })
     }
 }

@@ -1,7 +1,7 @@
 //! Copies between pinned memory and the device: by size and way, alone and both ways, and managed memory's pages.
 
-use super::rig::Rig;
 use super::samples::{Samples, share_curve};
+use super::timer::Timer;
 use crate::device::{Device, DeviceSlice, Stream};
 use crate::dtype::Dtype;
 use crate::error::Result;
@@ -89,42 +89,42 @@ impl Copies {
     ///
     /// # Errors
     /// The device's.
-    pub fn measure<D: Device>(self, rig: &mut Rig<'_, D>, addressing: Addressing, time_s: f64) -> Result<Link> {
-        let rates = |rig: &mut Rig<'_, D>, way: Way, bytes: usize, time_s: f64| {
-            rig.rates(time_s, bytes as f64, |dev| self.enqueue(dev, way, bytes))
+    pub fn measure<D: Device>(self, timer: &mut Timer<'_, D>, addressing: Addressing, time_s: f64) -> Result<Link> {
+        let rates = |timer: &mut Timer<'_, D>, way: Way, bytes: usize, time_s: f64| {
+            timer.rates(time_s, bytes as f64, |dev| self.enqueue(dev, way, bytes))
         };
         let sizes: Vec<usize> =
             std::iter::successors(Some(SMALLEST_BYTES), |size| Some(size * STEP)).take_while(|&size| size <= self.bytes()).collect();
         let each_s = 0.6 * time_s / (2 * sizes.len()) as f64;
-        let by_size = |rig: &mut Rig<'_, D>, way: Way| -> Result<Vec<(f64, Samples)>> {
-            sizes.iter().map(|&size| Ok((size as f64, rates(rig, way, size, each_s)?))).collect()
+        let by_size = |timer: &mut Timer<'_, D>, way: Way| -> Result<Vec<(f64, Samples)>> {
+            sizes.iter().map(|&size| Ok((size as f64, rates(timer, way, size, each_s)?))).collect()
         };
-        let (to_host, to_device) = (by_size(rig, Way::ToHost)?, by_size(rig, Way::ToDevice)?);
-        let tiny = rates(rig, Way::ToHost, TINY_BYTES, 0.05 * time_s)?;
+        let (to_host, to_device) = (by_size(timer, Way::ToHost)?, by_size(timer, Way::ToDevice)?);
+        let tiny = rates(timer, Way::ToHost, TINY_BYTES, 0.05 * time_s)?;
         let bucket = self.bucket_bytes();
         let both =
-            rig.rates(0.15 * time_s, bucket as f64, |dev| Way::BOTH.into_iter().try_for_each(|way| self.enqueue(dev, way, bucket)))?;
-        let managed = if addressing == Addressing::Managed { Some(managed(rig, self.bytes(), 0.2 * time_s)?) } else { None };
-        let largest = |points: &[(f64, Samples)]| points[points.len() - 1].1.figure();
+            timer.rates(0.15 * time_s, bucket as f64, |dev| Way::BOTH.into_iter().try_for_each(|way| self.enqueue(dev, way, bucket)))?;
+        let managed = if addressing == Addressing::Managed { Some(managed(timer, self.bytes(), 0.2 * time_s)?) } else { None };
+        let largest = |points: &[(f64, Samples)]| points[points.len() - 1].1.sourced();
         Ok(Link {
             to_host_bytes_per_s: largest(&to_host),
             to_device_bytes_per_s: largest(&to_device),
-            both_ways_bytes_per_s: both.figure(),
+            both_ways_bytes_per_s: both.sourced(),
             to_host_share_by_bytes: share_curve(&to_host),
             to_device_share_by_bytes: share_curve(&to_device),
-            latency_s: tiny.inverse(TINY_BYTES as f64).figure(),
-            managed_bytes_per_s: managed.map(|samples| samples.figure()),
+            latency_s: tiny.inverse(TINY_BYTES as f64).sourced(),
+            managed_bytes_per_s: managed.map(|samples| samples.sourced()),
         })
     }
 }
 
 /// Bytes of managed memory a second each way, while `bytes` come and as many go.
-fn managed<D: Device>(rig: &mut Rig<'_, D>, bytes: usize, time_s: f64) -> Result<Samples> {
-    let mut pages = || rig.dev.alloc_unified("pages", bytes / 4, Dtype::Float32);
+fn managed<D: Device>(timer: &mut Timer<'_, D>, bytes: usize, time_s: f64) -> Result<Samples> {
+    let mut pages = || timer.dev.alloc_unified("pages", bytes / 4, Dtype::Float32);
     let (mut coming, mut going) = (pages()?, pages()?);
-    rig.seconds(|dev| dev.prefetch(Stream::H2d, going, MemorySpace::Device))?;
-    rig.samples(time_s, |rig| {
-        let seconds = rig.seconds(|dev| {
+    timer.seconds(|dev| dev.prefetch(Stream::H2d, going, MemorySpace::Device))?;
+    timer.samples(time_s, |timer| {
+        let seconds = timer.seconds(|dev| {
             dev.prefetch(Stream::H2d, coming, MemorySpace::Device)?;
             dev.prefetch(Stream::D2h, going, MemorySpace::Host)
         })?;

@@ -1,7 +1,7 @@
 //! CPUs and their memory: triad, the optimizer's pass and casts by threads, and waking.
 
 use super::product::doublings;
-use super::samples::{curve, figure};
+use super::samples::{curve, sourced};
 use super::states::{States, Triad};
 use super::workers::Workers;
 use crate::engine::step_job::StepJob;
@@ -28,13 +28,13 @@ pub fn measure(topology: &Topology, cpus: usize, states: &States, time_s: f64) -
         cast.push((threads as f64, workers.rates(0.4 * each_s, |index| states.cast(index))?));
     }
     Ok(Host {
-        cpus: figure(cpus as f64, "CPUs that this process may use"),
-        memory_bytes: figure(topology.memory_usable_bytes().unwrap_or(0) as f64, "available now"),
-        memory_bytes_per_s: triad.figure(),
+        cpus: sourced(cpus as f64, "CPUs that this process may use"),
+        memory_bytes: sourced(topology.memory_usable_bytes().unwrap_or(0) as f64, "available now"),
+        memory_bytes_per_s: triad.sourced(),
         adam_bytes_per_s_by_threads: curve(&adam),
         adam_scalar_bytes_per_s_by_threads: None,
         cast_bytes_per_s_by_threads: curve(&cast),
-        wake_up_s: figure(wake_up.spinning.ns_median as f64 * 1e-9, &wake_up.to_string()),
+        wake_up_s: sourced(wake_up.spinning.ns_median as f64 * 1e-9, &wake_up.to_string()),
     })
 }
 

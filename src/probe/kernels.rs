@@ -1,8 +1,8 @@
 //! What a kernel costs that computes little: its bytes, its launch, and its being there at all.
 
 use super::product::{Product, fill};
-use super::rig::Rig;
 use super::samples::Samples;
+use super::timer::Timer;
 use crate::device::{Kernels, Stream};
 use crate::dtype::Dtype;
 use crate::error::Result;
@@ -29,25 +29,25 @@ pub struct Small {
 ///
 /// # Errors
 /// The device's.
-pub fn measure<D: Kernels>(rig: &mut Rig<'_, D>, bytes: usize, large: Product, time_s: f64) -> Result<Small> {
-    let memory_bytes_per_s = pointwise(rig, bytes, time_s / 3.0)?;
-    let (wide, narrow) = (rig.dev.alloc("a few numbers", FEW, Dtype::Float32)?, rig.dev.alloc("the same", FEW, Dtype::Bfloat16)?);
+pub fn measure<D: Kernels>(timer: &mut Timer<'_, D>, bytes: usize, large: Product, time_s: f64) -> Result<Small> {
+    let memory_bytes_per_s = pointwise(timer, bytes, time_s / 3.0)?;
+    let (wide, narrow) = (timer.dev.alloc("a few numbers", FEW, Dtype::Float32)?, timer.dev.alloc("the same", FEW, Dtype::Bfloat16)?);
     let launch = |dev: &mut D| (0..LAUNCHES).try_for_each(|_| dev.cast(Stream::Compute, wide, narrow));
-    rig.seconds(launch)?;
-    let launch_s = rig.samples(time_s / 3.0, |rig| {
-        let start_ns = rig.dev.now_ns();
-        launch(rig.dev)?;
-        let enqueued_s = rig.since(start_ns);
-        rig.settle()?;
+    timer.seconds(launch)?;
+    let launch_s = timer.samples(time_s / 3.0, |timer| {
+        let start_ns = timer.dev.now_ns();
+        launch(timer.dev)?;
+        let enqueued_s = timer.since(start_ns);
+        timer.settle()?;
         Ok(enqueued_s / LAUNCHES as f64)
     })?;
     // Behind products that take longer than all launches, kernels are ready before the device is. Not much longer: they vary.
-    let once_s = rig.seconds(|dev| large.enqueue(dev, large.n))?;
+    let once_s = timer.seconds(|dev| large.enqueue(dev, large.n))?;
     let share = 2.0 * launch_s.median() * LAUNCHES as f64 / once_s;
     let (products, rows) = (share.ceil().clamp(1.0, LAUNCHES as f64) as usize, (share * large.n as f64).ceil() as usize);
     let busy = |dev: &mut D| (0..products).try_for_each(|_| large.enqueue(dev, rows.min(large.n)));
-    let kernel_s = rig.samples(time_s / 3.0, |rig| {
-        let (alone_s, both_s) = (rig.seconds(busy)?, rig.seconds(|dev| busy(dev).and_then(|()| launch(dev)))?);
+    let kernel_s = timer.samples(time_s / 3.0, |timer| {
+        let (alone_s, both_s) = (timer.seconds(busy)?, timer.seconds(|dev| busy(dev).and_then(|()| launch(dev)))?);
         // Products vary: a kernel may seem to take no time.
         Ok(((both_s - alone_s) / LAUNCHES as f64).max(1e-9))
     })?;
@@ -55,12 +55,12 @@ pub fn measure<D: Kernels>(rig: &mut Rig<'_, D>, bytes: usize, large: Product, t
 }
 
 /// Norms of rows, whose input and output are `bytes` each.
-fn pointwise<D: Kernels>(rig: &mut Rig<'_, D>, bytes: usize, time_s: f64) -> Result<Samples> {
-    let (dev, bf16) = (&mut *rig.dev, Dtype::Bfloat16);
+fn pointwise<D: Kernels>(timer: &mut Timer<'_, D>, bytes: usize, time_s: f64) -> Result<Samples> {
+    let (dev, bf16) = (&mut *timer.dev, Dtype::Bfloat16);
     let rows = (bytes / bf16.bytes() / COLS).max(1);
     let (x, out) = (dev.alloc("rows", rows * COLS, bf16)?, dev.alloc("normalised rows", rows * COLS, bf16)?);
     let (weight, rstd) = (dev.alloc("a norm's weight", COLS, bf16)?, dev.alloc("a norm's statistics", rows, Dtype::Float32)?);
     fill(dev, &[x, weight])?;
     let moved = (x.bytes() + out.bytes() + rstd.bytes()) as f64;
-    rig.rates(time_s, moved, |dev| dev.rms_norm(x, weight, 1e-5, out, rstd))
+    timer.rates(time_s, moved, |dev| dev.rms_norm(x, weight, 1e-5, out, rstd))
 }

@@ -18,11 +18,11 @@ mod facts;
 pub mod host;
 pub mod kernels;
 pub mod product;
-pub mod rig;
 pub mod samples;
 pub mod sharing;
 mod sizes;
 pub mod states;
+pub mod timer;
 mod work_done;
 pub mod workers;
 
@@ -33,8 +33,8 @@ use crate::device::{Attention, Kernels};
 use crate::engine::pool::Pool;
 use crate::engine::step_job::StepJob;
 use crate::error::{Error, Result};
-use crate::hardware::basis::Key;
 use crate::hardware::profile::{Contention, CpuDevice as CpuRates, Gpu, Host, Link, Profile, VERSION};
+use crate::hardware::selected_profile::MachineId;
 use crate::hardware::topology::Topology;
 use crate::host::affinity::workers_beside_others;
 use crate::host::doorbell::Doorbell;
@@ -45,14 +45,14 @@ use arithmetic::Arithmetic;
 use contention::Contenders;
 use copies::Copies;
 use facts::ProfileFacts;
-use rig::Rig;
-use samples::figure;
+use samples::sourced;
 use sharing::Sharers;
 pub use sizes::ProbeSizes;
 use states::States;
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use timer::Timer;
 use workers::{Workers, memory_policy};
 
 /// What `probe` can be told.
@@ -97,7 +97,7 @@ impl ProbeOptions {
         if self.device == DeviceChoice::Cpu {
             return Err(Error::usage("--save: runs on the CPU device need no rates, give --out"));
         }
-        let path = Key::new(&Topology::this_machine())?.file();
+        let path = MachineId::new(&Topology::this_machine())?.file();
         let path = path.ok_or_else(|| Error::usage("--save: neither XDG_CACHE_HOME nor HOME is set, give --out"))?;
         ProfileFile::beside(&path).map(Some)
     }
@@ -107,15 +107,15 @@ impl ProbeOptions {
 ///
 /// # Errors
 /// Whatever cannot be had; `Resource` naming a number that came out as nonsense.
-pub fn run(options: &ProbeOptions, tell: &mut dyn FnMut(&dyn Display)) -> Result<Profile> {
+pub fn run(options: &ProbeOptions, log: &mut dyn FnMut(&dyn Display)) -> Result<Profile> {
     let topology = Topology::this_machine();
     let settings = Settings { device: options.device(), cuda_libraries: options.cuda_libraries.clone(), ..Settings::default() };
     let chosen = devices::choose(&settings, &topology)?;
-    chosen.note.iter().for_each(|why| tell(&format_args!("no GPU, and no link to it: {why}")));
+    chosen.note.iter().for_each(|why| log(&format_args!("no GPU, and no link to it: {why}")));
     let (cpus, time_s) = (chosen.machine.cpus, options.seconds as f64);
     // What uses memory is declared, and so dropped, after it.
     let mut memory = HostMemory::new(memory_policy(&topology, cpus)?);
-    tell(&format_args!("host: memory, optimizer and casts by threads"));
+    log(&format_args!("host: memory, optimizer and casts by threads"));
     let states = States::new(&topology, &mut memory)?;
     let host_share = if chosen.is_gpu() { 0.3 } else { 0.4 };
     let host = host::measure(&topology, cpus, &states, host_share * time_s)?;
@@ -123,13 +123,13 @@ pub fn run(options: &ProbeOptions, tell: &mut dyn FnMut(&dyn Display)) -> Result
         DeviceMemory::Shared => {
             let bell = Arc::new(Doorbell::default());
             let mut dev = CpuDevice::new(cpus, Schedule::Threads, bell.clone(), 0)?;
-            tell(&format_args!("cpus: matrix products, attention, memory, launches"));
-            let mut rig = Rig::new(&mut dev)?;
-            let arithmetic = Arithmetic::measure(&mut rig, ProbeSizes::CPUS, 0.4 * time_s)?;
-            tell(&format_args!("cpus: products and the optimizer beside each other"));
+            log(&format_args!("cpus: matrix products, attention, memory, launches"));
+            let mut timer = Timer::new(&mut dev)?;
+            let arithmetic = Arithmetic::measure(&mut timer, ProbeSizes::CPUS, 0.4 * time_s)?;
+            log(&format_args!("cpus: products and the optimizer beside each other"));
             let pool = Workers::ringing(bell.clone(), &topology, cpus)?.pool;
             let mut sharers = Sharers { product: arithmetic.products.large, states: &states, pool, bell };
-            let sharing = sharers.measure(&mut rig, 0.2 * time_s)?;
+            let sharing = sharers.measure(&mut timer, 0.2 * time_s)?;
             (crate::device::Device::describe(&dev), Sections { cpu_device: Some(arithmetic.cpu_device(sharing)), ..Sections::default() })
         }
         DeviceMemory::Own { bytes, addressing } => {
@@ -137,7 +137,7 @@ pub fn run(options: &ProbeOptions, tell: &mut dyn FnMut(&dyn Display)) -> Result
             let libraries = options.cuda_libraries.iter().cloned().collect();
             let mut dev = gpu::open(libraries, Attention::Cudnn { deterministic: true }, 0)?;
             let context = ProbeContext { free_bytes: bytes, addressing, memory: &mut memory, states: &states, pool };
-            let (gpu, link, contention) = measure_device(&mut dev, ProbeSizes::GPU, context, 0.7 * time_s, tell)?;
+            let (gpu, link, contention) = measure_device(&mut dev, ProbeSizes::GPU, context, 0.7 * time_s, log)?;
             let sections = Sections { gpu: Some(gpu), link: Some(link), contention: Some(contention), cpu_device: None };
             (crate::device::Device::describe(&dev), sections)
         }
@@ -177,30 +177,30 @@ pub fn measure_device<D: Kernels>(
     sizes: ProbeSizes,
     context: ProbeContext<'_>,
     time_s: f64,
-    tell: &mut dyn FnMut(&dyn Display),
+    log: &mut dyn FnMut(&dyn Display),
 ) -> Result<(Gpu, Link, Contention)> {
     let ProbeContext { free_bytes, addressing, memory, states, pool } = context;
-    let mut rig = Rig::new(dev)?;
-    tell(&format_args!("gpu: matrix products, attention, memory, launches"));
-    let Arithmetic { products, attention, small } = Arithmetic::measure(&mut rig, sizes, 0.56 * time_s)?;
-    tell(&format_args!("link: copies by size and way"));
-    let copies = Copies::new(rig.dev, memory, sizes.copy_bytes)?;
-    let link = copies.measure(&mut rig, addressing, 0.24 * time_s)?;
-    tell(&format_args!("all beside each other"));
+    let mut timer = Timer::new(dev)?;
+    log(&format_args!("gpu: matrix products, attention, memory, launches"));
+    let Arithmetic { products, attention, small } = Arithmetic::measure(&mut timer, sizes, 0.56 * time_s)?;
+    log(&format_args!("link: copies by size and way"));
+    let copies = Copies::new(timer.dev, memory, sizes.copy_bytes)?;
+    let link = copies.measure(&mut timer, addressing, 0.24 * time_s)?;
+    log(&format_args!("all beside each other"));
     let mut contenders = Contenders { product: products.large, copies, states, pool };
-    let contention = contenders.measure(&mut rig, link.both_ways_bytes_per_s.value, 0.2 * time_s)?;
+    let contention = contenders.measure(&mut timer, link.both_ways_bytes_per_s.value, 0.2 * time_s)?;
     let gpu = Gpu {
         addressing,
         shares_host_memory: false,
-        memory_bytes: figure(free_bytes as f64, "free now"),
-        memory_bytes_per_s: small.memory_bytes_per_s.figure(),
-        matmul_flops: products.sustained.figure(),
-        matmul_burst_flops: products.burst.figure(),
+        memory_bytes: sourced(free_bytes as f64, "free now"),
+        memory_bytes_per_s: small.memory_bytes_per_s.sourced(),
+        matmul_flops: products.sustained.sourced(),
+        matmul_burst_flops: products.burst.sourced(),
         matmul_share_by_least_dim: products.share_by_least_dim,
-        attention_forward_flops: attention.forward.figure(),
-        attention_backward_flops: attention.backward.figure(),
-        launch_s: small.launch_s.figure(),
-        kernel_s: small.kernel_s.figure(),
+        attention_forward_flops: attention.forward.sourced(),
+        attention_backward_flops: attention.backward.sourced(),
+        launch_s: small.launch_s.sourced(),
+        kernel_s: small.kernel_s.sourced(),
     };
     Ok((gpu, link, contention))
 }
@@ -306,9 +306,9 @@ mod tests {
         let pool = Workers::new(&topology, 1).unwrap().pool;
         let mut dev = CpuDevice::new(1, Schedule::Threads, Default::default(), 0).unwrap();
         let context = ProbeContext { free_bytes: 1 << 30, addressing: Addressing::Managed, memory: &mut memory, states: &states, pool };
-        let (sizes, mut told) = (ProbeSizes { product: 128, seq_length: 64, copy_bytes: 1 << 20 }, 0);
-        let (gpu, link, contention) = measure_device(&mut dev, sizes, context, 0.5, &mut |_| told += 1).unwrap();
-        assert_eq!((told, gpu.addressing, gpu.memory_bytes.value), (3, Addressing::Managed, 1_074_000_000.0));
+        let (sizes, mut logged) = (ProbeSizes { product: 128, seq_length: 64, copy_bytes: 1 << 20 }, 0);
+        let (gpu, link, contention) = measure_device(&mut dev, sizes, context, 0.5, &mut |_| logged += 1).unwrap();
+        assert_eq!((logged, gpu.addressing, gpu.memory_bytes.value), (3, Addressing::Managed, 1_074_000_000.0));
         let dims: Vec<_> = gpu.matmul_share_by_least_dim.value.0.iter().map(|point| point.0).collect();
         // As far as half a second goes.
         assert!([32.0, 64.0, 128.0].starts_with(&dims) && !dims.is_empty(), "{dims:?}");

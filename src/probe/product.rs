@@ -1,7 +1,7 @@
 //! Matrix products: what a device computes at best, rested and for as long as one likes, and what small products get of it.
 
-use super::rig::Rig;
 use super::samples::{Samples, share_curve};
+use super::timer::Timer;
 use crate::device::{DeviceSlice, Kernels, MatmulLayout, MatmulShape, Stream};
 use crate::dtype::Dtype;
 use crate::error::Result;
@@ -88,7 +88,7 @@ pub fn fill<D: Kernels>(dev: &mut D, memory: &[DeviceSlice]) -> Result<()> {
         }
     }
     // The copy reads `host`, which ends here.
-    Rig::new(dev)?.settle()
+    Timer::new(dev)?.settle()
 }
 
 /// FLOP/s of a linear layer's products, forward and backward.
@@ -108,17 +108,18 @@ pub struct Products {
 ///
 /// # Errors
 /// The device's.
-pub fn measure<D: Kernels>(rig: &mut Rig<'_, D>, dtype: Dtype, limit: usize, time_s: f64) -> Result<Products> {
-    let room = Product::new(rig.dev, dtype, limit)?;
-    let large = largest(rig, room, 0.05 * time_s)?;
-    let flops = |rig: &mut Rig<'_, D>, m: usize, time_s: f64| rig.rates(time_s, 3.0 * large.flops(m), |dev| large.enqueue_layer(dev, m));
-    let burst = flops(rig, large.n, 0.02 * time_s)?;
+pub fn measure<D: Kernels>(timer: &mut Timer<'_, D>, dtype: Dtype, limit: usize, time_s: f64) -> Result<Products> {
+    let room = Product::new(timer.dev, dtype, limit)?;
+    let large = largest(timer, room, 0.05 * time_s)?;
+    let flops =
+        |timer: &mut Timer<'_, D>, m: usize, time_s: f64| timer.rates(time_s, 3.0 * large.flops(m), |dev| large.enqueue_layer(dev, m));
+    let burst = flops(timer, large.n, 0.02 * time_s)?;
     // Until the power limit shows.
-    flops(rig, large.n, 0.2 * time_s)?;
-    let sustained = flops(rig, large.n, 0.4 * time_s)?;
+    flops(timer, large.n, 0.2 * time_s)?;
+    let sustained = flops(timer, large.n, 0.4 * time_s)?;
     let dims: Vec<usize> = doublings(SMALLEST.min(large.n), large.n).collect();
     let time_s = 0.3 * time_s / (ROUNDS * dims.len()) as f64;
-    let mut round = || dims.iter().map(|&m| flops(rig, m, time_s)).collect::<Result<Vec<_>>>();
+    let mut round = || dims.iter().map(|&m| flops(timer, m, time_s)).collect::<Result<Vec<_>>>();
     let mut rates = round()?;
     for _ in 1..ROUNDS {
         rates = rates.into_iter().zip(round()?).map(|(before, now)| before.and(now)).collect();
@@ -128,12 +129,12 @@ pub fn measure<D: Kernels>(rig: &mut Rig<'_, D>, dtype: Dtype, limit: usize, tim
 }
 
 /// The largest product in `room` that runs [`RUNS_MIN`] times in `time_s`.
-fn largest<D: Kernels>(rig: &mut Rig<'_, D>, room: Product, time_s: f64) -> Result<Product> {
+fn largest<D: Kernels>(timer: &mut Timer<'_, D>, room: Product, time_s: f64) -> Result<Product> {
     let mut product = room.of(SMALLEST.min(room.n));
     loop {
         // The first one may compile.
-        rig.seconds(|dev| product.enqueue(dev, product.n))?;
-        let seconds = rig.seconds(|dev| product.enqueue(dev, product.n))?;
+        timer.seconds(|dev| product.enqueue(dev, product.n))?;
+        let seconds = timer.seconds(|dev| product.enqueue(dev, product.n))?;
         if 2 * product.n > room.n || 8.0 * RUNS_MIN * seconds > time_s {
             return Ok(product);
         }

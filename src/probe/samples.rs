@@ -1,6 +1,6 @@
 //! What was measured again and again, as figures and curves of a profile.
 
-use crate::hardware::sourced::{Curve, Figure, MEASURED, Points};
+use crate::hardware::sourced::{Curve, MEASURED, Number, Points};
 
 /// Measurements of one thing, ascending; at least one.
 #[derive(Clone, Debug)]
@@ -32,8 +32,8 @@ impl Samples {
     }
 
     /// The median and where it is from.
-    pub fn figure(&self) -> Figure {
-        Figure { spread: Some(rounded(self.spread())), ..figure(self.median(), &self.describe()) }
+    pub fn sourced(&self) -> Number {
+        Number { spread: Some(rounded(self.spread())), ..sourced(self.median(), &self.describe()) }
     }
 
     /// Of each sample the share of `whole`, at most all of it.
@@ -53,8 +53,8 @@ impl Samples {
 }
 
 /// A measured number; `how` says how well.
-pub fn figure(value: f64, how: &str) -> Figure {
-    Figure { value: rounded(value), source: format!("{MEASURED}: {how}"), spread: None, others: Vec::new() }
+pub fn sourced(value: f64, how: &str) -> Number {
+    Number { value: rounded(value), source: format!("{MEASURED}: {how}"), spread: None, others: Vec::new() }
 }
 
 /// A curve through the medians of `points`, in ascending order.
@@ -86,9 +86,9 @@ mod tests {
         let samples = Samples::new((0..101).rev().map(|i| 100.0 + f64::from(i) / 10.0).collect());
         assert_eq!(samples.median(), 105.0);
         assert!((samples.spread() - 4.5 / 105.0).abs() < 1e-9);
-        assert_eq!(samples.figure().source, format!("{MEASURED}: 101 samples, +-4.3 %"));
-        assert_eq!((samples.figure().spread, figure(1.0, "counted").spread), (Some(0.04286), None));
-        assert_eq!(Samples::new(vec![123_456.0]).figure().value, 123_500.0);
+        assert_eq!(samples.sourced().source, format!("{MEASURED}: 101 samples, +-4.3 %"));
+        assert_eq!((samples.sourced().spread, sourced(1.0, "counted").spread), (Some(0.04286), None));
+        assert_eq!(Samples::new(vec![123_456.0]).sourced().value, 123_500.0);
         assert_eq!(samples.share_of(102.0).median(), 1.0);
     }
 

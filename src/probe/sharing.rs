@@ -1,15 +1,15 @@
 //! What is left of products and of the optimizer while both have the same cores.
 
 use super::product::{Product, SMALLEST};
-use super::rig::Rig;
 use super::samples::Samples;
 use super::states::States;
+use super::timer::Timer;
 use super::work_done::WorkDone;
 use crate::device::{EventId, Kernels, Stream};
 use crate::engine::pool::Pool;
 use crate::engine::step_job::StepJob;
 use crate::error::Result;
-use crate::hardware::sourced::Figure;
+use crate::hardware::sourced::Number;
 use crate::host::doorbell::Doorbell;
 use crate::host::pool::Job;
 use std::sync::Arc;
@@ -22,9 +22,9 @@ const TURNS: usize = 5;
 /// Shares of their rates, above 0 and at most 1.
 pub struct Sharing {
     /// That products keep beside the optimizer.
-    pub matmul: Figure,
+    pub matmul: Number,
     /// That the optimizer keeps beside products.
-    pub adam: Figure,
+    pub adam: Number,
 }
 
 /// Small products, as those of a step are, and the optimizer's passes, on the same cores.
@@ -44,42 +44,48 @@ impl Sharers<'_> {
     ///
     /// # Errors
     /// The device's and the pool's.
-    pub fn measure<D: Kernels>(&mut self, rig: &mut Rig<'_, D>, time_s: f64) -> Result<Sharing> {
-        let (end, each_s) = (rig.dev.event()?, time_s / (3 * TURNS) as f64);
+    pub fn measure<D: Kernels>(&mut self, timer: &mut Timer<'_, D>, time_s: f64) -> Result<Sharing> {
+        let (end, each_s) = (timer.dev.event()?, time_s / (3 * TURNS) as f64);
         let (mut matmul, mut adam) = (Vec::new(), Vec::new());
         for _ in 0..TURNS {
-            let mut turn = |products, adam| self.turn(rig, end, (products, adam), each_s);
+            let mut turn = |products, adam| self.turn(timer, end, (products, adam), each_s);
             let ((products_alone, _), (_, adam_alone), both) = (turn(true, false)?, turn(false, true)?, turn(true, true)?);
             matmul.push(both.0 / products_alone);
             adam.push(both.1 / adam_alone);
         }
-        let share = |shares| Samples::new(shares).share_of(1.0).figure();
+        let share = |shares| Samples::new(shares).share_of(1.0).sourced();
         Ok(Sharing { matmul: share(matmul), adam: share(adam) })
     }
 
     /// Products and bytes of the optimizer a second, while what is asked for runs for `time_s`.
-    fn turn<D: Kernels>(&mut self, rig: &mut Rig<'_, D>, end: EventId, (products, adam): (bool, bool), time_s: f64) -> Result<(f64, f64)> {
-        let (start_ns, mut job) = (rig.dev.now_ns(), 0);
+    fn turn<D: Kernels>(
+        &mut self,
+        timer: &mut Timer<'_, D>,
+        end: EventId,
+        (products, adam): (bool, bool),
+        time_s: f64,
+    ) -> Result<(f64, f64)> {
+        let (start_ns, mut job) = (timer.dev.now_ns(), 0);
         let (mut computed, mut stepped) = (WorkDone::default(), WorkDone::default());
         let is_short = |computed: WorkDone, stepped: WorkDone| (products && computed.done == 0.0) || (adam && stepped.done == 0.0);
-        while rig.since(start_ns) < time_s || is_short(computed, stepped) {
+        while timer.since(start_ns) < time_s || is_short(computed, stepped) {
             if adam && self.pool.is_idle()? {
                 let work = self.states.adam(job);
-                stepped.next(rig.dev.now_ns(), work.traffic_bytes() as f64);
+                stepped.next(timer.dev.now_ns(), work.traffic_bytes() as f64);
                 self.pool.submit(work);
                 job += 1;
             }
-            if products && rig.dev.is_done(end)? {
-                (0..PRODUCTS).try_for_each(|_| self.product.enqueue(rig.dev, SMALLEST))?;
-                rig.dev.record(end, Stream::Compute)?;
-                computed.next(rig.dev.now_ns(), PRODUCTS as f64);
+            if products && timer.dev.is_done(end)? {
+                (0..PRODUCTS).try_for_each(|_| self.product.enqueue(timer.dev, SMALLEST))?;
+                timer.dev.record(end, Stream::Compute)?;
+                computed.next(timer.dev.now_ns(), PRODUCTS as f64);
             }
-            self.rest(rig.dev, end, (products, adam))?;
+            self.rest(timer.dev, end, (products, adam))?;
         }
         while !self.pool.is_idle()? {
-            self.rest(rig.dev, end, (false, true))?;
+            self.rest(timer.dev, end, (false, true))?;
         }
-        rig.settle()?;
+        timer.settle()?;
         Ok((computed.rate(start_ns), stepped.rate(start_ns)))
     }
 
@@ -125,7 +131,7 @@ mod tests {
         let (mut dev, pool) = SimDevice::new("cpus", &rates, (DeviceKind::Cpu, DeviceMemory::Shared), (1, Isa::Scalar), 0);
         let product = Product::new(&mut dev, Dtype::Bfloat16, 2048).unwrap();
         let mut sharers = Sharers { product, states: &states, pool: Pool::Simulated(pool), bell: Arc::default() };
-        let Sharing { matmul, adam } = sharers.measure(&mut Rig::new(&mut dev).unwrap(), 1.0).unwrap();
+        let Sharing { matmul, adam } = sharers.measure(&mut Timer::new(&mut dev).unwrap(), 1.0).unwrap();
         assert!((matmul.value - 0.3).abs() < 0.02 && (adam.value - 0.6).abs() < 0.02, "{} {}", matmul.value, adam.value);
     }
 
@@ -137,7 +143,7 @@ mod tests {
         let product = Product::new(&mut dev, Dtype::Bfloat16, 128).unwrap();
         let pool = Workers::ringing(bell.clone(), &topology, 1).unwrap().pool;
         let mut sharers = Sharers { product, states: &states, pool, bell };
-        let Sharing { matmul, adam } = sharers.measure(&mut Rig::new(&mut dev).unwrap(), 0.05).unwrap();
+        let Sharing { matmul, adam } = sharers.measure(&mut Timer::new(&mut dev).unwrap(), 0.05).unwrap();
         assert!([matmul, adam].iter().all(|share| share.value > 0.0 && share.value <= 1.0));
     }
 }

@@ -5,8 +5,8 @@
 //! tried at its other values while the rest stay as they are best so far. Only settings that were left open are tried.
 
 use crate::planner::machine::Machine;
-pub mod answer;
 pub mod limits;
+pub mod report;
 // Of the whole program: what is measured had every technique.
 #[cfg(all(
     test,
@@ -74,14 +74,14 @@ pub struct Ranking {
 /// simulation. On the CPU device, whose rates nobody assumes, the plan of [`Plan::new`].
 ///
 /// # Errors
-/// Those of [`Question::rank`].
+/// Those of [`SearchQuery::rank`].
 pub fn best_plan(settings: &Settings, shape: &ModelShape, machine: &Machine, trace: bool) -> Result<Plan> {
     if machine.kind == DeviceKind::Cpu {
         let plan = Plan::new(settings, shape, machine, trace)?;
         plan.check_fits(settings, shape)?;
         return Ok(plan);
     }
-    let ranking = Question { settings, tokens_per_step: None, shape, machine }.rank()?;
+    let ranking = SearchQuery { settings, tokens_per_step: None, shape, machine }.rank()?;
     let best = &ranking.candidates[0];
     let plan = Plan::new(&best.settings, shape, machine, trace)?;
     // A timeline takes host memory, too.
@@ -91,7 +91,7 @@ pub fn best_plan(settings: &Settings, shape: &ModelShape, machine: &Machine, tra
 
 /// What is asked.
 #[derive(Clone, Copy, Debug)]
-pub struct Question<'a> {
+pub struct SearchQuery<'a> {
     /// What every candidate begins from; what is not left at its default stays.
     pub settings: &'a Settings,
     /// Tokens of a step, if micro-batches are to be chosen, too.
@@ -102,7 +102,7 @@ pub struct Question<'a> {
     pub machine: &'a Machine,
 }
 
-impl Question<'_> {
+impl SearchQuery<'_> {
     /// Ranks what fits.
     ///
     /// # Errors
@@ -232,50 +232,50 @@ const TOLD_FIRST: [&str; 7] =
     ["per_device_train_batch_size", "gradient_accumulation_steps", "activations", "weights", "resident_buckets", "bucket_mib", "cast"];
 
 /// Settings that differ from a candidate's in one thing; none where that was asked for.
-type Setting = fn(&Question, &Candidate) -> Vec<Settings>;
+type Setting = fn(&SearchQuery, &Candidate) -> Vec<Settings>;
 
 const SETTINGS: [Setting; 7] = [placement, residency_nearby, bucket_mib, cast, slots, threads, techniques];
 
 /// Who is where in the device's memory: weights, what layers keep, resident buckets. A policy that was best beside as many buckets as
 /// fit is seldom best beside fewer, and streamed weights leave room for both.
-fn placement(question: &Question, from: &Candidate) -> Vec<Settings> {
-    let asked = question.settings.weights;
+fn placement(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
+    let asked = query.settings.weights;
     let can_stream = asked == WeightsChoice::Auto && from.plan.weight_ring.is_none();
     let weights = [asked].into_iter().chain(can_stream.then_some(WeightsChoice::Flow));
     let placed = weights.flat_map(|weights| {
         let with = move |activations| Settings { activations, weights, ..from.settings.clone() };
-        question.policies().into_iter().flat_map(move |policy| residencies(question, from, with(policy)))
+        query.policies().into_iter().flat_map(move |policy| residencies(query, from, with(policy)))
     });
     placed.collect()
 }
 
 /// As many resident buckets as fit; as many as fit beside gradients that have a place each, since in a ring the backward pass waits for
 /// the pool, and a clipped step pays for that whole; and, where what layers keep is open, eighths of all, which leave room for more.
-fn residencies(question: &Question, from: &Candidate, settings: Settings) -> Vec<Settings> {
+fn residencies(query: &SearchQuery, from: &Candidate, settings: Settings) -> Vec<Settings> {
     let mut all = vec![settings.clone()];
-    if question.is_residency_open(from) {
-        all.extend(question.most_without_grad_ring(&settings));
+    if query.is_residency_open(from) {
+        all.extend(query.most_without_grad_ring(&settings));
         let with = |count| Settings { resident_buckets: ResidentBuckets::Count(count), ..settings.clone() };
-        let eighths = if settings.activations == question.settings.activations { 0..8 } else { 0..0 };
+        let eighths = if settings.activations == query.settings.activations { 0..8 } else { 0..0 };
         all.extend(eighths.map(|eighths| with(from.plan.layout.count() * eighths / 8)));
     }
     all
 }
 
 /// A few resident buckets more or fewer than the best so far: between those that were tried, and just below as many as fit.
-fn residency_nearby(question: &Question, from: &Candidate) -> Vec<Settings> {
+fn residency_nearby(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
     let layout = &from.plan.layout;
     let resident = layout.count() - layout.offloaded();
     let steps = [layout.count() / 16, layout.count() / 32];
     let nearby = steps.into_iter().flat_map(|step| [resident.saturating_sub(step), resident + step]).filter(|near| *near != resident);
     let with = |count| Settings { resident_buckets: ResidentBuckets::Count(count), ..from.settings.clone() };
-    nearby.filter(|_| question.is_residency_open(from)).map(with).collect()
+    nearby.filter(|_| query.is_residency_open(from)).map(with).collect()
 }
 
 /// For every policy, since each has its own best size: on an H200 a 14 B model whose blocks are computed again gains 1 % by buckets of
 /// 256 MiB, with inputs kept on the host nothing.
-fn bucket_mib(question: &Question, from: &Candidate) -> Vec<Settings> {
-    let asked = question.settings;
+fn bucket_mib(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
+    let asked = query.settings;
     // A number of buckets that somebody asked for would be another choice at another size.
     if asked.bucket_mib.is_some() || matches!(asked.resident_buckets, ResidentBuckets::Count(1..)) {
         return Vec::new();
@@ -289,31 +289,31 @@ fn bucket_mib(question: &Question, from: &Candidate) -> Vec<Settings> {
         let (resident_buckets, bucket_mib) = (resized(mib), Some(mib as f64));
         Settings { activations, resident_buckets, bucket_mib, ..from.settings.clone() }
     };
-    question.policies().into_iter().flat_map(|policy| [16, 32, 128, 256].map(|mib| with(policy, mib))).collect()
+    query.policies().into_iter().flat_map(|policy| [16, 32, 128, 256].map(|mib| with(policy, mib))).collect()
 }
 
-fn cast(question: &Question, from: &Candidate) -> Vec<Settings> {
-    let is_open = question.settings.cast == Settings::default().cast && from.plan.techniques.superchip_cast;
+fn cast(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
+    let is_open = query.settings.cast == Settings::default().cast && from.plan.techniques.superchip_cast;
     is_open.then(|| Settings { cast: CastSide::Device, ..from.settings.clone() }).into_iter().collect()
 }
 
 /// A bucket's last gradient keeps its slot until the new one has come, so that copies can only be as far ahead of the pool as there are
 /// slots more than buckets; where gradients have a ring on the device, the backward pass waits for those copies.
-fn slots(question: &Question, from: &Candidate) -> Vec<Settings> {
-    let is_open = question.settings.slots.is_none();
+fn slots(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
+    let is_open = query.settings.slots.is_none();
     let others = [4, SLOTS, 16, 32, 64].into_iter().filter(|slots| is_open && *slots != from.settings.slots.unwrap_or(SLOTS));
     others.map(|slots| Settings { slots: Some(slots), ..from.settings.clone() }).collect()
 }
 
-fn threads(question: &Question, from: &Candidate) -> Vec<Settings> {
-    let (workers, is_open) = (from.plan.threads, question.settings.threads.is_none());
+fn threads(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
+    let (workers, is_open) = (from.plan.threads, query.settings.threads.is_none());
     let fewer = [workers - workers / 8, workers - workers / 4].into_iter();
     let fewer = fewer.filter(|threads| is_open && (1..workers).contains(threads));
     fewer.map(|threads| Settings { threads: Some(threads), ..from.settings.clone() }).collect()
 }
 
-fn techniques(question: &Question, from: &Candidate) -> Vec<Settings> {
-    let (on, is_open) = (from.plan.techniques, question.settings.without.is_empty());
+fn techniques(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
+    let (on, is_open) = (from.plan.techniques, query.settings.without.is_empty());
     let off = [(Technique::Stv, on.stv), (Technique::DeadlineOrder, on.deadline_order)].into_iter().filter(|(_, on)| is_open && *on);
     off.map(|(technique, _)| Settings { without: vec![technique], ..from.settings.clone() }).collect()
 }

@@ -1,10 +1,10 @@
 //! What must hold of every answer, on random machines; and of predictions beside measurements: steps within 15 %, and within 8 % where the
 //! host's memory of that hour is known; device memory within 5 %, host memory within 3 %.
 
-use super::answer::Answer;
 #[cfg(feature = "weight-flow")]
 use super::limits::Limits;
-use super::{Question, Ranking};
+use super::report::SearchReport;
+use super::{Ranking, SearchQuery};
 use crate::config::options::{ActivationsChoice, ResidentBuckets, WeightsChoice};
 use crate::config::settings::Settings;
 use crate::device::DeviceKind;
@@ -30,7 +30,7 @@ use std::sync::Arc;
 const GIB: u64 = 1 << 30;
 
 fn rank(settings: &Settings, shape: &ModelShape, machine: &Machine) -> crate::error::Result<Ranking> {
-    Question { settings, tokens_per_step: None, shape, machine }.rank()
+    SearchQuery { settings, tokens_per_step: None, shape, machine }.rank()
 }
 
 fn model(name: &str, layers: usize) -> ModelShape {
@@ -91,12 +91,12 @@ fn a_faster_link_is_no_reason_to_look_less_closely() {
 fn tokens_of_a_step_are_cut_into_the_largest_micro_batches_that_pay() {
     let (shape, machine) = (model("llama-8b", 32), h200(139, 125, (*Rates::assumed()).clone()));
     let settings = Settings { seq_length: 4096, ..Settings::default() };
-    let question = |tokens| Question { settings: &settings, tokens_per_step: Some(tokens), shape: &shape, machine: &machine };
-    let ranking = question(64 * 4096).rank().unwrap();
+    let query = |tokens| SearchQuery { settings: &settings, tokens_per_step: Some(tokens), shape: &shape, machine: &machine };
+    let ranking = query(64 * 4096).rank().unwrap();
     let plan = &ranking.candidates[0].plan;
     assert_eq!(plan.tokens_per_step(), 64 * 4096, "{plan}");
     assert!(ranking.unfit > 0, "64 sequences at once do not fit");
-    assert!(question(4097).rank().unwrap_err().to_string().contains("not a multiple"));
+    assert!(query(4097).rank().unwrap_err().to_string().contains("not a multiple"));
 }
 
 /// Residency and activations by hand, the rest as it is chosen: at most one part in this many better.
@@ -115,8 +115,8 @@ fn no_residency_by_hand_is_much_better_than_the_search() {
             for sixteenths in 0..=16 {
                 let resident_buckets = ResidentBuckets::Count(buckets * sixteenths / 16);
                 let settings = Settings { activations, resident_buckets, ..settings.clone() };
-                let question = Question { settings: &settings, tokens_per_step: None, shape: &shape, machine: &machine };
-                let Some(by_hand) = question.candidate(&settings).unwrap() else { continue };
+                let query = SearchQuery { settings: &settings, tokens_per_step: None, shape: &shape, machine: &machine };
+                let Some(by_hand) = query.candidate(&settings).unwrap() else { continue };
                 let better = found.mean_s() / by_hand.mean_s() - 1.0;
                 assert!(better < 1.0 / SWEEP_PARTS, "{name} in {hbm} GiB: {activations:?}, {resident_buckets} resident: {better:+.3}");
             }
@@ -139,8 +139,8 @@ fn no_number_of_slots_by_hand_is_much_better_than_the_search() {
     };
     let found = rank(&settings, &shape, &machine).unwrap().candidates[0].clone();
     assert!(found.plan.grad_ring.is_some());
-    let question = Question { settings: &settings, tokens_per_step: None, shape: &shape, machine: &machine };
-    let by_hand = |slots| question.candidate(&Settings { slots: Some(slots), ..settings.clone() }).unwrap().unwrap();
+    let query = SearchQuery { settings: &settings, tokens_per_step: None, shape: &shape, machine: &machine };
+    let by_hand = |slots| query.candidate(&Settings { slots: Some(slots), ..settings.clone() }).unwrap().unwrap();
     for slots in [1, 8, 48, 128] {
         let better = found.mean_s() / by_hand(slots).mean_s() - 1.0;
         assert!(better < 1.0 / SWEEP_PARTS, "{slots} slots: {better:+.3}");
@@ -176,12 +176,12 @@ fn an_answer_names_what_binds_the_alternatives_and_the_limits() {
     let profile = Profile::load("gh200-96").unwrap();
     let (shape, machine) = (model("llama-8b", 32), Machine::of(&profile));
     let settings = Settings { seq_length: 4096, per_device_train_batch_size: 4, ..Settings::default() };
-    let question = Question { settings: &settings, tokens_per_step: None, shape: &shape, machine: &machine };
-    let answer = Answer::to(question, "llama-8b", &profile).unwrap();
-    assert!(answer.alternatives.len() == 2 && answer.what_if.len() == 4 && answer.limits.batch >= 4 && answer.limits.layers >= 32);
-    assert!(answer.limits.seq_length >= 2 * 4096, "{:?}", answer.limits);
-    assert!(answer.break_even.as_ref().is_some_and(|even| even.tokens.is_some()), "{:?}", answer.break_even);
-    let text = answer.to_string();
+    let query = SearchQuery { settings: &settings, tokens_per_step: None, shape: &shape, machine: &machine };
+    let report = SearchReport::of(query, "llama-8b", &profile).unwrap();
+    assert!(report.alternatives.len() == 2 && report.what_if.len() == 4 && report.limits.batch >= 4 && report.limits.layers >= 32);
+    assert!(report.limits.seq_length >= 2 * 4096, "{:?}", report.limits);
+    assert!(report.break_even.as_ref().is_some_and(|even| even.tokens.is_some()), "{:?}", report.break_even);
+    let text = report.to_string();
     assert!(
         ["busy", "next best", "what if", "largest that fits", "break-even", "device memory"].iter().all(|word| text.contains(word)),
         "{text}"
@@ -192,16 +192,16 @@ fn an_answer_names_what_binds_the_alternatives_and_the_limits() {
     };
     assert_eq!(said("step       "), said("simulated "), "one plan has one step time: {text}");
     assert!(!text.contains("predicted ") && text.contains("threads, vector code;"), "{text}");
-    let streams = answer.best.streamed_bytes > 0;
+    let streams = report.best.streamed_bytes > 0;
     let chosen = text.lines().find(|line| line.starts_with("chosen ")).unwrap();
     assert_eq!(chosen.contains("GiB of weights"), streams, "{text}");
     for (shown, mean) in [
-        (said("mean "), answer.best.mean_step_ms),
-        (said("next best ").rsplit(' ').next().unwrap().into(), answer.alternatives[0].mean_step_ms),
+        (said("mean "), report.best.mean_step_ms),
+        (said("next best ").rsplit(' ').next().unwrap().into(), report.alternatives[0].mean_step_ms),
     ] {
         assert_eq!(shown, format!("{mean:.1}"), "{text}");
     }
-    let json: Value = serde_json::from_str(&serde_json::to_string(&answer).unwrap()).unwrap();
+    let json: Value = serde_json::from_str(&serde_json::to_string(&report).unwrap()).unwrap();
     assert_eq!(json["best"]["plan"]["predicted_step_ms"], json["best"]["step_ms"], "to programs, too");
     assert_eq!(json["hardware"]["profile"], "gh200-96");
     let classes = |place: usize| json["memory"][place]["classes"].as_array().unwrap().iter().map(|c| c[1].as_u64().unwrap()).sum::<u64>();

@@ -49,7 +49,7 @@ impl Steps {
     ///
     /// # Errors
     /// The engine's.
-    pub fn time<D: Kernels>(self, engine: &mut Engine<D>, tokens: &mut RandomTokens, tell: &mut dyn FnMut(&dyn Display)) -> Result<Timed> {
+    pub fn time<D: Kernels>(self, engine: &mut Engine<D>, tokens: &mut RandomTokens, log: &mut dyn FnMut(&dyn Display)) -> Result<Timed> {
         let (mut reports, mut samples) = (Vec::with_capacity(self.timed as usize), Vec::with_capacity(self.timed as usize));
         let from_ns = engine.now_ns();
         let mut start_ns = from_ns;
@@ -60,7 +60,7 @@ impl Steps {
             samples.push((end_ns - start_ns) as f64 / 1e6);
             start_ns = end_ns;
             if self.clip.clips(step) != matches!(report.verdict, Verdict::Clip(_)) {
-                tell(&format_args!("step {step}: {:?} at gradient norm {:.3e}, not as --clip asks", report.verdict, report.grad_norm.0));
+                log(&format_args!("step {step}: {:?} at gradient norm {:.3e}, not as --clip asks", report.verdict, report.grad_norm.0));
             }
             reports.push(report);
         }

@@ -114,7 +114,7 @@ mod tests {
         fs::create_dir_all(dir.path().join("previous-7/checkpoint-1")).unwrap();
         fs::File::create(dir.path().join("previous-7/checkpoint-1/state.bin")).unwrap().set_len(3 << 30).unwrap();
         fs::create_dir(dir.path().join("checkpoint-1")).unwrap();
-        let told = aside(dir.path(), 0).unwrap();
-        assert!(told.contains("previous-1: ") && told.ends_with("(all previous-* there: 3.0 GiB)"), "{told}");
+        let printed = aside(dir.path(), 0).unwrap();
+        assert!(printed.contains("previous-1: ") && printed.ends_with("(all previous-* there: 3.0 GiB)"), "{printed}");
     }
 }

@@ -109,8 +109,12 @@ impl PreparedRun<'_> {
         let loader = Loader::new(dataset, plan.batch, settings.seed, !settings.no_shuffle, position)?;
         let facts = RunFacts {
             device: describe_device(launch, &engine.describe()),
-            rates: launch.chosen.basis.as_ref().map(ToString::to_string),
-            matmul_flops: launch.chosen.basis.as_ref().and_then(|basis| Some(basis.profile.gpu.as_ref()?.matmul_flops.value)),
+            rates: launch.chosen.rates_from.as_ref().map(ToString::to_string),
+            matmul_flops: launch
+                .chosen
+                .rates_from
+                .as_ref()
+                .and_then(|rates_from| Some(rates_from.profile.gpu.as_ref()?.matmul_flops.value)),
             model: describe_model(&settings, &source.shape),
             data,
             host: engine.host_memory().report(Path::new("/")).to_string(),
@@ -141,12 +145,12 @@ fn open_data(
     stop: &StopFlag,
     observer: &mut impl Observer,
 ) -> Result<(Dataset, identity::Run)> {
-    let tell = |news: News<'_>| match news {
+    let emit = |news: News<'_>| match news {
         News::Note(line) => observer.note(line),
         News::Warn(line) => observer.warn(line),
         News::Progress { what, done, all } => observer.progress(what, done, all),
     };
-    let mut preparation = Preparation::new(stop, data::preparation::cache(), output_dir.to_path_buf(), tell);
+    let mut preparation = Preparation::new(stop, data::preparation::cache(), output_dir.to_path_buf(), emit);
     let dataset = Dataset::open(&settings.data, tokenizer, shape.vocab, settings.seq_length, &mut preparation)?;
     drop(preparation);
     text::warning(tokenizer, &dataset).iter().for_each(|line| observer.warn(line));

@@ -1,6 +1,6 @@
 //! The list: its ids are those of the table in docs/reliability.md.
 
-use crate::rig::Campaign;
+use crate::harness::Campaign;
 use crate::*;
 
 pub const CAMPAIGNS: [Campaign; 30] = [

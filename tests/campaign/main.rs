@@ -13,6 +13,7 @@
 
 #[path = "../../fuzz/doors.rs"]
 mod doors;
+mod harness;
 mod list;
 mod mutate;
 mod power;
@@ -39,13 +40,12 @@ mod r28_clock;
 mod r32_formats;
 mod record;
 mod report;
-mod rig;
 mod shim;
 mod suites;
 
+use harness::{Campaign, Harness};
 use list::CAMPAIGNS;
 use record::Record;
-use rig::{Campaign, Rig};
 use std::io::{Write, stdout};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -126,7 +126,7 @@ fn main() -> ExitCode {
 
 /// Runs what is asked for; returns the number of failures.
 fn run_all(options: &Options) -> Result<u64, String> {
-    let rig = Rig::new(options.program.clone(), options.seed, options.is_smoke())?;
+    let harness = Harness::new(options.program.clone(), options.seed, options.is_smoke())?;
     let wanted: Vec<&Campaign> = CAMPAIGNS.iter().filter(|campaign| options.wants(campaign)).collect();
     let (start, mut failures) = (Instant::now(), 0);
     let whole = options.minutes.map(|minutes| Duration::from_secs_f64(minutes * 60.0));
@@ -134,14 +134,14 @@ fn run_all(options: &Options) -> Result<u64, String> {
         // What one leaves of its share of the time goes to those after it.
         let share = whole.map(|whole| whole.saturating_sub(start.elapsed()) / (wanted.len() - idx) as u32);
         let runs = options.runs.unwrap_or(if options.is_smoke() { campaign.smoke } else { campaign.runs });
-        let record = rig.campaign(campaign, options.only.map_or(0..runs, |only| only..only + 1), share);
+        let record = harness.campaign(campaign, options.only.map_or(0..runs, |only| only..only + 1), share);
         failures += record.failures.len() as u64;
-        tell(&record, options)?;
+        log(&record, options)?;
     }
     Ok(failures)
 }
 
-fn tell(record: &Record, options: &Options) -> Result<(), String> {
+fn log(record: &Record, options: &Options) -> Result<(), String> {
     let line = record.line();
     say(&if options.is_smoke() { record.summary() } else { line.clone() });
     match &options.out {

@@ -12,7 +12,7 @@ impl Corpus {
     /// Reads `fuzz/corpus/<door>`.
     pub fn read(door: &str) -> Result<Self, String> {
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus").join(door);
-        let files: Vec<_> = crate::rig::files(&dir).iter().map(|path| fs::read(path).unwrap()).collect();
+        let files: Vec<_> = crate::harness::files(&dir).iter().map(|path| fs::read(path).unwrap()).collect();
         if files.is_empty() { Err(format!("{}: no corpus", dir.display())) } else { Ok(Self(files)) }
     }
 }

@@ -1,6 +1,6 @@
 //! A disk that loses power: what was synced is there afterwards; of everything else, anything may be.
 
-use crate::rig::Turn;
+use crate::harness::Turn;
 use crate::shim::Op;
 use std::collections::BTreeMap;
 use std::fs;

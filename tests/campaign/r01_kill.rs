@@ -1,6 +1,6 @@
 //! R1: killed at a random moment or before a random call that changes the disk, up to three times.
 
-use crate::rig::*;
+use crate::harness::*;
 use crate::shim::Shim;
 use std::time::Duration;
 
@@ -26,37 +26,37 @@ struct Whole {
     shim: Shim,
 }
 
-fn start(rig: &Rig) -> Result<Trial, String> {
-    let shim = Shim::new(rig)?;
-    let (digest, time) = rig.reference("whole", &[])?;
-    rig.fresh("logged");
-    let calls = shim.log(rig, rig.train("logged", &[]), "logged")?.1.len() as u64;
+fn start(harness: &Harness) -> Result<Trial, String> {
+    let shim = Shim::new(harness)?;
+    let (digest, time) = harness.reference("whole", &[])?;
+    harness.fresh("logged");
+    let calls = shim.log(harness, harness.train("logged", &[]), "logged")?.1.len() as u64;
     let whole = Whole { digest, time, calls, shim };
-    Ok(Box::new(move |rig, turn| {
-        rig.fresh("killed");
+    Ok(Box::new(move |harness, turn| {
+        harness.fresh("killed");
         let mut kinds = vec![];
         for _ in 0..1 + turn.pick(3) {
-            kinds.push(kill_once(rig, turn, &whole)?);
+            kinds.push(kill_once(harness, turn, &whole)?);
         }
         // By the deepest place that a kill hit.
         const PLACES: [&str; 2] = ["inside a write", "between writes"];
         turn.kind = PLACES.into_iter().find(|place| kinds.contains(place)).unwrap_or("done before").into();
-        rig.run(rig.resume("killed", &[])).expect_digest(&whole.digest)?;
-        rig.expect_tidy("killed")
+        harness.run(harness.resume("killed", &[])).expect_digest(&whole.digest)?;
+        harness.expect_tidy("killed")
     }))
 }
 
 /// Starts or resumes the run and kills it; says where that was.
-fn kill_once(rig: &Rig, turn: &mut Turn, whole: &Whole) -> Result<&'static str, String> {
-    let out = rig.path("killed");
-    let resume = rig.resume("killed", &[]);
+fn kill_once(harness: &Harness, turn: &mut Turn, whole: &Whole) -> Result<&'static str, String> {
+    let out = harness.path("killed");
+    let resume = harness.resume("killed", &[]);
     let by_call = turn.pick(2) == 0;
     let mut child = if by_call {
         let left = STEPS - checkpoints(&out).last().unwrap_or(&0);
         let at = turn.pick((whole.calls * left / STEPS).max(1));
-        rig.spawn(whole.shim.killed(rig, resume, "killed", at))
+        harness.spawn(whole.shim.killed(harness, resume, "killed", at))
     } else {
-        rig.spawn(resume)
+        harness.spawn(resume)
     };
     std::thread::sleep(Duration::from_micros(if by_call { 0 } else { turn.pick(whole.time.as_micros() as u64) }));
     if by_call {

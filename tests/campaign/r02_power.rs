@@ -1,7 +1,7 @@
 //! R2: power is cut after every call that changes the disk.
 
+use crate::harness::*;
 use crate::power::{Disk, Loss};
-use crate::rig::*;
 use crate::shim::{Op, Shim};
 
 pub const CAMPAIGN: Campaign = Campaign {
@@ -33,19 +33,19 @@ struct Log {
     ops: Vec<Op>,
 }
 
-fn start(rig: &Rig) -> Result<Trial, String> {
-    let shim = Shim::new(rig)?;
-    let (digest, _) = rig.reference("whole", &[])?;
+fn start(harness: &Harness) -> Result<Trial, String> {
+    let shim = Shim::new(harness)?;
+    let (digest, _) = harness.reference("whole", &[])?;
     let mut logs: Vec<Log> = vec![];
-    Ok(Box::new(move |rig, turn| {
+    Ok(Box::new(move |harness, turn| {
         let mut prefix = turn.index as usize;
         for nth in 0..LOGS.len() {
             if nth == logs.len() {
-                logs.push(record(rig, &shim, LOGS[nth], &digest)?);
+                logs.push(record(harness, &shim, LOGS[nth], &digest)?);
             }
             let log = &logs[nth];
             if prefix <= log.ops.len() {
-                return cut(rig, turn, log, prefix, &digest);
+                return cut(harness, turn, log, prefix, &digest);
             }
             prefix -= log.ops.len() + 1;
         }
@@ -54,26 +54,26 @@ fn start(rig: &Rig) -> Result<Trial, String> {
     }))
 }
 
-fn record(rig: &Rig, shim: &Shim, flags: [&'static str; 4], digest: &str) -> Result<Log, String> {
-    rig.fresh("logged");
-    let (outcome, ops) = shim.log(rig, rig.train("logged", &flags), "logged")?;
+fn record(harness: &Harness, shim: &Shim, flags: [&'static str; 4], digest: &str) -> Result<Log, String> {
+    harness.fresh("logged");
+    let (outcome, ops) = shim.log(harness, harness.train("logged", &flags), "logged")?;
     outcome.expect_digest(digest)?;
     Ok(Log { flags, ops })
 }
 
-fn cut(rig: &Rig, turn: &mut Turn, log: &Log, prefix: usize, digest: &str) -> Result<(), String> {
-    let mut disk = Disk::new(rig.path("").canonicalize().unwrap().join("logged"));
+fn cut(harness: &Harness, turn: &mut Turn, log: &Log, prefix: usize, digest: &str) -> Result<(), String> {
+    let mut disk = Disk::new(harness.path("").canonicalize().unwrap().join("logged"));
     log.ops[..prefix].iter().for_each(|op| disk.apply(op));
     let loss = turn.one_of(&[Loss::Nothing, Loss::Everything, Loss::Random]);
     turn.kind = format!("{loss:?} lost").to_lowercase();
-    rig.remove("cut");
-    disk.cut(loss, turn, &rig.path("cut"));
-    let before = names(&rig.path("cut"));
-    let resumed = rig.run(rig.resume("cut", &log.flags));
+    harness.remove("cut");
+    disk.cut(loss, turn, &harness.path("cut"));
+    let before = names(&harness.path("cut"));
+    let resumed = harness.run(harness.resume("cut", &log.flags));
     let at = || format!("after call {prefix} of {:?}, {before:?}: ", log.flags);
     resumed.expect_digest(digest).map_err(|e| at() + &e)?;
     expect(resumed.resumed_from() >= disk.committed(), || {
         format!("{}resumed from {}, but {} was committed", at(), resumed.resumed_from(), disk.committed())
     })?;
-    rig.expect_tidy("cut").map_err(|e| at() + &e)
+    harness.expect_tidy("cut").map_err(|e| at() + &e)
 }

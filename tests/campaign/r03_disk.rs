@@ -1,6 +1,6 @@
 //! R3: every call that changes the disk fails once, and from then on.
 
-use crate::rig::*;
+use crate::harness::*;
 use crate::shim::{Op, Shim};
 
 pub const CAMPAIGN: Campaign = Campaign {
@@ -14,12 +14,12 @@ pub const CAMPAIGN: Campaign = Campaign {
 
 const ERRORS: [(&str, i32); 4] = [("ENOSPC", libc::ENOSPC), ("EIO", libc::EIO), ("EDQUOT", libc::EDQUOT), ("EROFS", libc::EROFS)];
 
-fn start(rig: &Rig) -> Result<Trial, String> {
-    let shim = Shim::new(rig)?;
-    let (digest, _) = rig.reference("whole", &["--save-total-limit", "2"])?;
-    rig.fresh("logged");
-    let (_, ops) = shim.log(rig, rig.train("logged", &["--save-total-limit", "2"]), "logged")?;
-    Ok(Box::new(move |rig, turn| {
+fn start(harness: &Harness) -> Result<Trial, String> {
+    let shim = Shim::new(harness)?;
+    let (digest, _) = harness.reference("whole", &["--save-total-limit", "2"])?;
+    harness.fresh("logged");
+    let (_, ops) = shim.log(harness, harness.train("logged", &["--save-total-limit", "2"]), "logged")?;
+    Ok(Box::new(move |harness, turn| {
         let (call, way) = (turn.index / 8, turn.index as usize % 8);
         let Some(op) = ops.get(call as usize) else {
             turn.over = true;
@@ -27,20 +27,20 @@ fn start(rig: &Rig) -> Result<Trial, String> {
         };
         let ((name, errno), sticky) = (ERRORS[way / 2], way % 2 == 1);
         turn.kind = format!("{name} {}", if sticky { "from then on" } else { "once" });
-        fails(rig, &shim, (call, op), errno, sticky, &digest).map_err(|e| format!("{} {}: {e}", op.name, op.path.display()))
+        fails(harness, &shim, (call, op), errno, sticky, &digest).map_err(|e| format!("{} {}: {e}", op.name, op.path.display()))
     }))
 }
 
-fn fails(rig: &Rig, shim: &Shim, (call, _): (u64, &Op), errno: i32, sticky: bool, digest: &str) -> Result<(), String> {
-    rig.fresh("logged");
-    let outcome = shim.fail(rig, rig.train("logged", &["--save-total-limit", "2"]), "logged", call, errno, sticky);
+fn fails(harness: &Harness, shim: &Shim, (call, _): (u64, &Op), errno: i32, sticky: bool, digest: &str) -> Result<(), String> {
+    harness.fresh("logged");
+    let outcome = shim.fail(harness, harness.train("logged", &["--save-total-limit", "2"]), "logged", call, errno, sticky);
     outcome.expect_orderly(&[0, 1])?;
-    let names_a_path = outcome.stderr.contains(rig.path("logged").to_str().unwrap());
+    let names_a_path = outcome.stderr.contains(harness.path("logged").to_str().unwrap());
     expect(outcome.code == 0 || names_a_path, || format!("the error names no path: {outcome}"))?;
     let kept =
         outcome.stdout.lines().filter_map(|line| line.strip_prefix("checkpoint ")?.rsplit_once("checkpoint-")?.1.parse::<u64>().ok());
     let kept = kept.max().unwrap_or(0);
-    let resumed = rig.run(rig.resume("logged", &["--save-total-limit", "2"]));
+    let resumed = harness.run(harness.resume("logged", &["--save-total-limit", "2"]));
     expect(resumed.resumed_from() >= kept, || format!("checkpoint-{kept} was told and is lost: {resumed}"))?;
     resumed.expect_digest(digest)
 }

@@ -1,6 +1,6 @@
 //! R4: every file of a checkpoint, cut short.
 
-use crate::rig::*;
+use crate::harness::*;
 use std::fs;
 use std::path::{Path, PathBuf};
 use superoffload::checkpoint;
@@ -18,11 +18,11 @@ pub const CAMPAIGN: Campaign = Campaign {
 const RANDOM: u64 = 200;
 const EDGES: u64 = 8;
 
-fn start(rig: &Rig) -> Result<Trial, String> {
-    let (digest, _) = rig.reference("whole", &[])?;
-    rig.copy("whole/checkpoint-12", "cut");
-    let files = files(&rig.path("cut"));
-    Ok(Box::new(move |rig, turn| {
+fn start(harness: &Harness) -> Result<Trial, String> {
+    let (digest, _) = harness.reference("whole", &[])?;
+    harness.copy("whole/checkpoint-12", "cut");
+    let files = files(&harness.path("cut"));
+    Ok(Box::new(move |harness, turn| {
         let (file, nth) = (turn.index as usize % files.len(), turn.index / files.len() as u64);
         if nth >= EDGES + RANDOM {
             turn.over = true;
@@ -33,8 +33,8 @@ fn start(rig: &Rig) -> Result<Trial, String> {
         let whole = fs::read(path).unwrap();
         let len = cut_at(turn, nth, whole.len());
         fs::write(path, &whole[..len]).unwrap();
-        let noticed = noticed(rig, path, "cut");
-        let resumed = if turn.index.is_multiple_of(10) { falls_back(rig, path, len, &digest) } else { Ok(()) };
+        let noticed = noticed(harness, path, "cut");
+        let resumed = if turn.index.is_multiple_of(10) { falls_back(harness, path, len, &digest) } else { Ok(()) };
         fs::write(path, whole).unwrap();
         noticed.and(resumed).map_err(|e| format!("cut at {len}: {e}"))
     }))
@@ -46,8 +46,8 @@ fn cut_at(turn: &mut Turn, nth: u64, len: usize) -> usize {
 }
 
 /// The checkpoint `name` is refused, and the error names the damaged file.
-pub fn noticed(rig: &Rig, path: &Path, name: &str) -> Result<(), String> {
-    match checkpoint::verify(&rig.path(name)) {
+pub fn noticed(harness: &Harness, path: &Path, name: &str) -> Result<(), String> {
+    match checkpoint::verify(&harness.path(name)) {
         Ok(_) => Err(format!("damage to {} went unnoticed", path.display())),
         Err(e) if e.to_string().contains(path.to_str().unwrap()) => Ok(()),
         Err(e) => Err(format!("the error does not name {}: {e}", path.display())),
@@ -55,11 +55,11 @@ pub fn noticed(rig: &Rig, path: &Path, name: &str) -> Result<(), String> {
 }
 
 /// A run with the same damage to its last checkpoint goes on from the one before.
-fn falls_back(rig: &Rig, path: &Path, len: usize, digest: &str) -> Result<(), String> {
-    rig.copy("whole", "damaged");
-    let same: PathBuf = rig.path("damaged/checkpoint-12").join(path.strip_prefix(rig.path("cut")).unwrap());
+fn falls_back(harness: &Harness, path: &Path, len: usize, digest: &str) -> Result<(), String> {
+    harness.copy("whole", "damaged");
+    let same: PathBuf = harness.path("damaged/checkpoint-12").join(path.strip_prefix(harness.path("cut")).unwrap());
     fs::OpenOptions::new().write(true).open(&same).and_then(|file| file.set_len(len as u64)).unwrap();
-    let resumed = rig.run(rig.resume("damaged", &[]));
+    let resumed = harness.run(harness.resume("damaged", &[]));
     resumed.expect_digest(digest)?;
     let warned = resumed.stderr.lines().any(|line| line.starts_with("warning: ") && line.contains(same.to_str().unwrap()));
     expect(warned && resumed.resumed_from() == 10, || format!("no warning, or not from checkpoint-10: {resumed}"))

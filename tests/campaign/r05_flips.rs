@@ -1,7 +1,7 @@
 //! R5: bits, bytes and blocks of a checkpoint change.
 
+use crate::harness::*;
 use crate::r04_truncation::noticed;
-use crate::rig::*;
 use std::fs;
 use std::path::Path;
 
@@ -14,11 +14,11 @@ pub const CAMPAIGN: Campaign = Campaign {
     start,
 };
 
-fn start(rig: &Rig) -> Result<Trial, String> {
-    rig.reference("whole", &["--max-steps", "2"])?;
-    rig.copy("whole/checkpoint-2", "flipped");
-    let files = files(&rig.path("flipped"));
-    Ok(Box::new(move |rig, turn| {
+fn start(harness: &Harness) -> Result<Trial, String> {
+    harness.reference("whole", &["--max-steps", "2"])?;
+    harness.copy("whole/checkpoint-2", "flipped");
+    let files = files(&harness.path("flipped"));
+    Ok(Box::new(move |harness, turn| {
         // In a hundred and eleven: a hundred bits, ten bytes, one swap. Swaps need a file of some blocks.
         let way = turn.index % 111;
         let path = &files[if way == 110 { largest(&files) } else { turn.pick(files.len() as u64) as usize }];
@@ -29,7 +29,8 @@ fn start(rig: &Rig) -> Result<Trial, String> {
             _ => swap(turn, whole.clone()),
         };
         fs::write(path, &damaged).unwrap();
-        let found = noticed(rig, path, "flipped").and_then(|()| if turn.index.is_multiple_of(50) { refused(rig, path) } else { Ok(()) });
+        let found =
+            noticed(harness, path, "flipped").and_then(|()| if turn.index.is_multiple_of(50) { refused(harness, path) } else { Ok(()) });
         fs::write(path, whole).unwrap();
         found.map_err(|e| format!("{}: {e}", turn.kind))
     }))
@@ -70,7 +71,7 @@ fn swap(turn: &mut Turn, mut bytes: Vec<u8>) -> Vec<u8> {
 }
 
 /// The program says no, too. Its digest is of the state alone: the model's files are not in it.
-fn refused(rig: &Rig, path: &Path) -> Result<(), String> {
+fn refused(harness: &Harness, path: &Path) -> Result<(), String> {
     let in_state = !path.parent().unwrap().ends_with("model");
-    expect(!in_state || rig.digest_of(&rig.path("flipped")).is_err(), || "the program takes it".into())
+    expect(!in_state || harness.digest_of(&harness.path("flipped")).is_err(), || "the program takes it".into())
 }

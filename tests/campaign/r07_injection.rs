@@ -1,6 +1,6 @@
 //! R7: a gradient that is NaN or infinite, at every place that is treated differently.
 
-use crate::rig::*;
+use crate::harness::*;
 
 pub const CAMPAIGN: Campaign = Campaign {
     id: "R7",
@@ -19,8 +19,8 @@ const WAYS: [[&str; 2]; 3] = [["--strategy", "superoffload"], ["--strategy", "ze
 const ACCUMULATIONS: [&str; 2] = ["1", "3"];
 const STEPS_HIT: [u64; 2] = [1, 4];
 
-fn start(_: &Rig) -> Result<Trial, String> {
-    Ok(Box::new(|rig, turn| {
+fn start(_: &Harness) -> Result<Trial, String> {
+    Ok(Box::new(|harness, turn| {
         // The grid in an order that a few runs sample.
         let mut rest = turn.index * 127 % 324;
         let mut axis = |len: usize| {
@@ -31,25 +31,30 @@ fn start(_: &Rig) -> Result<Trial, String> {
         let (value, element, format) = (VALUES[axis(3)], ELEMENTS[axis(3)], FORMATS[axis(3)]);
         let (way, accumulation, step) = (WAYS[axis(3)], ACCUMULATIONS[axis(2)], STEPS_HIT[axis(2)]);
         turn.kind = format!("{} {format}", way[1]);
-        rig.settings("inject.toml", "model", "data.txt", &format!("inject = [{{step = {step}, element = {element}, value = '{value}'}}]"));
+        harness.settings(
+            "inject.toml",
+            "model",
+            "data.txt",
+            &format!("inject = [{{step = {step}, element = {element}, value = '{value}'}}]"),
+        );
         let flags = ["--dtype", format, "--gradient-accumulation-steps", accumulation, "--save-steps", "1", "--max-steps", "6"];
-        skips(rig, &[&flags[..], &way].concat(), &flags, step).map_err(|e| format!("{value} at {element} in step {step}: {e}"))
+        skips(harness, &[&flags[..], &way].concat(), &flags, step).map_err(|e| format!("{value} at {element} in step {step}: {e}"))
     }))
 }
 
-fn skips(rig: &Rig, flags: &[&str], shared: &[&str], step: u64) -> Result<(), String> {
+fn skips(harness: &Harness, flags: &[&str], shared: &[&str], step: u64) -> Result<(), String> {
     let run = |out: &str, flags: &[&str]| {
-        rig.remove(out);
-        rig.run(rig.train_by("inject.toml", out, flags))
+        harness.remove(out);
+        harness.run(harness.train_by("inject.toml", out, flags))
     };
     let outcome = run("injected", flags);
     outcome.expect_digest(&run("synchronous", &[shared, &["--strategy", "zero-offload"]].concat()).digest()?)?;
-    let metrics = std::fs::read_to_string(rig.path("injected/metrics.jsonl")).unwrap();
+    let metrics = std::fs::read_to_string(harness.path("injected/metrics.jsonl")).unwrap();
     let verdicts: Vec<_> =
         metrics.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap()["verdict"].clone()).collect();
     let skipped: Vec<_> = (1..).zip(&verdicts).filter(|(_, verdict)| *verdict == "skip").map(|(step, _)| step).collect();
     expect(skipped == [step], || format!("steps {skipped:?} were skipped: {outcome}"))?;
-    let state = |step: u64| rig.digest_of(&rig.path(&format!("injected/checkpoint-{step}")));
+    let state = |step: u64| harness.digest_of(&harness.path(&format!("injected/checkpoint-{step}")));
     // Its number, parameters and moments are those of the checkpoint before.
     expect(step == 1 || state(step)? == state(step - 1)?, || format!("step {step} changed the state"))
 }

@@ -1,6 +1,6 @@
 //! R8b: a long run whose speculation fails on purpose.
 
-use crate::rig::*;
+use crate::harness::*;
 
 pub const CAMPAIGN: Campaign = Campaign {
     id: "R8b",
@@ -10,20 +10,20 @@ pub const CAMPAIGN: Campaign = Campaign {
     start,
 };
 
-fn start(_: &Rig) -> Result<Trial, String> {
-    Ok(Box::new(|rig, turn| {
+fn start(_: &Harness) -> Result<Trial, String> {
+    Ok(Box::new(|harness, turn| {
         let (every, seed) = ([1, 2, 7][turn.index as usize % 3], (turn.index / 3).to_string());
-        let steps = if rig.is_smoke { 30 } else { 1000 };
+        let steps = if harness.is_smoke { 30 } else { 1000 };
         turn.kind = format!("every {every}, {steps} steps");
         // The embedding: a range without gaps.
         let spikes =
             (1..=steps).step_by(every).map(|step| format!("{{step = {step}, element = {}, value = 1e4}}", 2688 + step * 37 % 4096));
-        rig.settings("spikes.toml", "model", "data.txt", &format!("inject = [{}]", spikes.collect::<Vec<_>>().join(", ")));
+        harness.settings("spikes.toml", "model", "data.txt", &format!("inject = [{}]", spikes.collect::<Vec<_>>().join(", ")));
         let steps = steps.to_string();
         let shared = ["--max-steps", &steps, "--save-steps", &steps, "--seed", &seed, "--max-grad-norm", "100", "--logging-steps", "1000"];
         let run = |out: &str, flags: &[&str]| {
-            rig.remove(out);
-            rig.run(rig.train_by("spikes.toml", out, &[&shared[..], flags].concat()))
+            harness.remove(out);
+            harness.run(harness.train_by("spikes.toml", out, &[&shared[..], flags].concat()))
         };
         let speculating = run("speculating", &["--without", "adaptive"]);
         speculating.expect_digest(&run("synchronous", &["--strategy", "zero-offload"]).digest()?)

@@ -1,6 +1,6 @@
 //! R9: somebody asks the run to stop, in every phase.
 
-use crate::rig::*;
+use crate::harness::*;
 use nix::sys::signal::{Signal, kill};
 
 pub const CAMPAIGN: Campaign = Campaign {
@@ -12,7 +12,7 @@ pub const CAMPAIGN: Campaign = Campaign {
     start,
 };
 
-type Phase = (&'static str, fn(&Running, &Rig) -> bool);
+type Phase = (&'static str, fn(&Running, &Harness) -> bool);
 
 /// What can be seen from outside. Compiling, waiting for data and the passes of a step are within "a step".
 const PHASES: [Phase; 7] = [
@@ -21,7 +21,7 @@ const PHASES: [Phase; 7] = [
     ("plan", |run, _| run.stdout().contains("\nplan")),
     ("first step", |run, _| run.stdout().contains("\ntraining steps")),
     ("a step", |run, _| run.stdout().contains("\nstep      5")),
-    ("save", |_, rig| names(&rig.path("stopped")).iter().any(|name| name.contains(".tmp-"))),
+    ("save", |_, harness| names(&harness.path("stopped")).iter().any(|name| name.contains(".tmp-"))),
     ("last step", |run, _| run.stdout().contains("\nstep     12")),
 ];
 
@@ -36,14 +36,14 @@ enum Way {
 
 const WAYS: [Way; 5] = [Way::Term, Way::Int, Way::Hup, Way::Twice, Way::ThenKilled];
 
-fn start(rig: &Rig) -> Result<Trial, String> {
-    let (digest, _) = rig.reference("whole", &[])?;
-    Ok(Box::new(move |rig, turn| {
+fn start(harness: &Harness) -> Result<Trial, String> {
+    let (digest, _) = harness.reference("whole", &[])?;
+    Ok(Box::new(move |harness, turn| {
         let (phase, way) = (PHASES[turn.index as usize % 7], WAYS[turn.index as usize / 7 % 5]);
         turn.kind = format!("{way:?}: {}", phase.0).to_lowercase();
-        rig.remove("stopped");
-        let mut child = rig.spawn(rig.train("stopped", &[]));
-        if child.wait_until(|child| phase.1(child, rig)) {
+        harness.remove("stopped");
+        let mut child = harness.spawn(harness.train("stopped", &[]));
+        if child.wait_until(|child| phase.1(child, harness)) {
             std::thread::sleep(std::time::Duration::from_micros(turn.pick(3000)));
             send(&mut child, way);
         }
@@ -55,8 +55,8 @@ fn start(rig: &Rig) -> Result<Trial, String> {
         };
         expect(allowed.contains(&ended.code) && !ended.hung, || format!("{ended}"))?;
         expect(ended.code != 75 || ended.stdout.contains("interrupted"), || format!("does not say so: {ended}"))?;
-        rig.run(rig.resume("stopped", &[])).expect_digest(&digest).map_err(|e| format!("after exit {}: {e}", ended.code))?;
-        rig.expect_tidy("stopped")
+        harness.run(harness.resume("stopped", &[])).expect_digest(&digest).map_err(|e| format!("after exit {}: {e}", ended.code))?;
+        harness.expect_tidy("stopped")
     }))
 }
 

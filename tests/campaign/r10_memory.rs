@@ -1,6 +1,6 @@
 //! R10: a control group with less memory than the run needs.
 
-use crate::rig::*;
+use crate::harness::*;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -68,27 +68,27 @@ impl Drop for Group {
     }
 }
 
-fn start(rig: &Rig) -> Result<Trial, String> {
+fn start(harness: &Harness) -> Result<Trial, String> {
     // Files in memory would count as the run's.
-    let on_disk = nix::sys::statfs::statfs(&rig.path("")).is_ok_and(|fs| fs.filesystem_type() != nix::sys::statfs::TMPFS_MAGIC);
+    let on_disk = nix::sys::statfs::statfs(&harness.path("")).is_ok_and(|fs| fs.filesystem_type() != nix::sys::statfs::TMPFS_MAGIC);
     expect(on_disk, || "the temporary directory is in memory: set TMPDIR".into())?;
     let group = Group::new()?;
-    rig.write("large/config.json", CONFIG);
-    rig.settings("large.toml", "large", "data.txt", "");
-    let train = |rig: &Rig| {
-        rig.remove("limited");
-        rig.train_by("large.toml", "limited", &["--max-steps", "2"])
+    harness.write("large/config.json", CONFIG);
+    harness.settings("large.toml", "large", "data.txt", "");
+    let train = |harness: &Harness| {
+        harness.remove("limited");
+        harness.train_by("large.toml", "limited", &["--max-steps", "2"])
     };
-    let (mut whole, mut peak) = (rig.spawn(group.holding(&train(rig))), 0.0);
+    let (mut whole, mut peak) = (harness.spawn(group.holding(&train(harness))), 0.0);
     whole.wait_until(|run| {
         peak = resident_bytes(run.child.id()).unwrap_or(peak);
         false
     });
     let digest = whole.finish().digest()?;
-    Ok(Box::new(move |rig, turn| {
+    Ok(Box::new(move |harness, turn| {
         let share = SHARES[turn.index as usize % 4];
         group.set(Some((peak * share) as u64))?;
-        let outcome = rig.run(group.holding(&train(rig)));
+        let outcome = harness.run(group.holding(&train(harness)));
         group.set(None)?;
         turn.kind = format!(
             "{share}: {}",

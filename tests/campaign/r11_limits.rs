@@ -1,6 +1,6 @@
 //! R11: limits of the process: locked memory, addresses, data, open files, processes, file size.
 
-use crate::rig::*;
+use crate::harness::*;
 use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
 use std::time::Instant;
@@ -32,14 +32,14 @@ fn piped(command: &mut Command) -> Result<Outcome, String> {
     Ok(Outcome { code, hung: false, stdout, stderr, seconds: begin.elapsed().as_secs_f64() })
 }
 
-fn start(rig: &Rig) -> Result<Trial, String> {
-    let (digest, _) = rig.reference("whole", &[])?;
-    Ok(Box::new(move |rig, turn| {
+fn start(harness: &Harness) -> Result<Trial, String> {
+    let (digest, _) = harness.reference("whole", &[])?;
+    Ok(Box::new(move |harness, turn| {
         let (flag, values) = LIMITS[turn.index as usize % 5];
         let value = values[turn.index as usize / 5 % 6];
         turn.kind = format!("ulimit {flag} {value}");
-        rig.remove("limited");
-        let train = rig.train("limited", &[]);
+        harness.remove("limited");
+        let train = harness.train("limited", &[]);
         let mut limited = Command::new("sh");
         // A dump of memory would be no news.
         limited.args(["-c", "ulimit -c 0; ulimit \"$0\" \"$1\" && shift && exec \"$@\"", flag, &value.to_string()]);
@@ -51,6 +51,6 @@ fn start(rig: &Rig) -> Result<Trial, String> {
             return Ok(());
         }
         outcome.expect_orderly(&[0, 1, 2])?;
-        if outcome.code == 0 { outcome.expect_digest(&digest) } else { rig.run(rig.resume("limited", &[])).expect_digest(&digest) }
+        if outcome.code == 0 { outcome.expect_digest(&digest) } else { harness.run(harness.resume("limited", &[])).expect_digest(&digest) }
     }))
 }

@@ -1,6 +1,6 @@
 //! R14: the whole process stands still for a while, between any two instructions, and goes on.
 
-use crate::rig::*;
+use crate::harness::*;
 use nix::sys::signal::{Signal, kill};
 use std::time::Duration;
 
@@ -13,13 +13,13 @@ pub const CAMPAIGN: Campaign = Campaign {
     start,
 };
 
-fn start(rig: &Rig) -> Result<Trial, String> {
-    let (digest, whole) = rig.reference("whole", &[])?;
-    Ok(Box::new(move |rig, turn| {
-        rig.remove("stopped");
-        let long = turn.index % 10 == 9 && rig.has_flag("--stall-limit");
+fn start(harness: &Harness) -> Result<Trial, String> {
+    let (digest, whole) = harness.reference("whole", &[])?;
+    Ok(Box::new(move |harness, turn| {
+        harness.remove("stopped");
+        let long = turn.index % 10 == 9 && harness.has_flag("--stall-limit");
         let flags: &[&str] = if long { &["--stall-limit", "1"] } else { &[] };
-        let child = rig.spawn(rig.train("stopped", flags));
+        let child = harness.spawn(harness.train("stopped", flags));
         let stops = if long { 1 } else { 1 + turn.pick(4) };
         for _ in 0..stops {
             std::thread::sleep(Duration::from_micros(turn.pick(whole.as_micros() as u64 / 2)));

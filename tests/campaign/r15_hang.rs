@@ -1,6 +1,6 @@
 //! R15: a read of data that never comes back, as of a network disk that is gone.
 
-use crate::rig::*;
+use crate::harness::*;
 use crate::shim::Shim;
 use std::time::Instant;
 
@@ -15,27 +15,27 @@ pub const CAMPAIGN: Campaign = Campaign {
 
 const LIMIT_S: u64 = 2;
 
-fn start(rig: &Rig) -> Result<Trial, String> {
-    expect(rig.has_flag("--stall-limit"), || "this program has no --stall-limit".into())?;
-    let shim = Shim::new(rig)?;
+fn start(harness: &Harness) -> Result<Trial, String> {
+    expect(harness.has_flag("--stall-limit"), || "this program has no --stall-limit".into())?;
+    let shim = Shim::new(harness)?;
     let ids: Vec<u8> = (0..20_000u32).flat_map(|i| ((i % 251) as u16).to_le_bytes()).collect();
-    rig.write("ids.u16.bin", ids);
-    rig.settings("hang.toml", "model", "ids.u16.bin", "");
-    Ok(Box::new(move |rig, turn| {
-        let (step, hang) = (3 + turn.pick(20), rig.path("hang"));
+    harness.write("ids.u16.bin", ids);
+    harness.settings("hang.toml", "model", "ids.u16.bin", "");
+    Ok(Box::new(move |harness, turn| {
+        let (step, hang) = (3 + turn.pick(20), harness.path("hang"));
         turn.kind = "read".into();
         let _ = std::fs::remove_file(&hang);
-        rig.remove("hangs");
+        harness.remove("hangs");
         let flags = ["--max-steps", "1000000", "--stall-limit", &LIMIT_S.to_string()];
-        let mut child = rig.spawn(shim.hanging(rig, rig.train_by("hang.toml", "hangs", &flags), &hang));
+        let mut child = harness.spawn(shim.hanging(harness, harness.train_by("hang.toml", "hangs", &flags), &hang));
         child.wait_until(|child| child.stdout().contains(&format!("\nstep {step:>6}")));
-        rig.write("hang", "");
+        harness.write("hang", "");
         let begin = Instant::now();
         let outcome = child.finish();
         let seconds = begin.elapsed().as_secs();
         expect(outcome.code == 1 && seconds <= LIMIT_S + 5, || format!("after {seconds} s: {outcome}"))?;
         expect(outcome.stderr.contains("no progress"), || format!("does not say so: {outcome}"))?;
-        let newest = *checkpoints(&rig.path("hangs")).last().ok_or("no checkpoint")?;
-        rig.digest_of(&rig.path(&format!("hangs/checkpoint-{newest}"))).map(drop)
+        let newest = *checkpoints(&harness.path("hangs")).last().ok_or("no checkpoint")?;
+        harness.digest_of(&harness.path(&format!("hangs/checkpoint-{newest}"))).map(drop)
     }))
 }

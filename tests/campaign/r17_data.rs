@@ -1,6 +1,6 @@
 //! R17: data that is not what it should be.
 
-use crate::rig::*;
+use crate::harness::*;
 use std::fs;
 
 pub const CAMPAIGN: Campaign = Campaign {
@@ -29,28 +29,28 @@ const KINDS: [(&str, Make); 8] = [
     ("random bytes as ids", random_ids),
 ];
 
-fn start(_: &Rig) -> Result<Trial, String> {
-    Ok(Box::new(|rig, turn| match turn.index % 9 {
-        8 if turn.index.is_multiple_of(500) => long_line(rig, turn),
-        8 => changes_meanwhile(rig, turn),
+fn start(_: &Harness) -> Result<Trial, String> {
+    Ok(Box::new(|harness, turn| match turn.index % 9 {
+        8 if turn.index.is_multiple_of(500) => long_line(harness, turn),
+        8 => changes_meanwhile(harness, turn),
         kind => {
             let (name, make) = KINDS[kind as usize];
             turn.kind = name.into();
-            one_file(rig, make(turn))
+            one_file(harness, make(turn))
         }
     }))
 }
 
-fn one_file(rig: &Rig, (name, bytes, wrong): Case) -> Result<(), String> {
-    fs::remove_dir_all(rig.path("broken")).ok();
-    rig.write(&format!("broken/{name}"), bytes);
-    rig.settings("broken.toml", "model", &format!("broken/{name}"), "");
-    rig.remove("out");
-    let outcome = rig.run(rig.train_by("broken.toml", "out", &["--max-steps", "1"]));
+fn one_file(harness: &Harness, (name, bytes, wrong): Case) -> Result<(), String> {
+    fs::remove_dir_all(harness.path("broken")).ok();
+    harness.write(&format!("broken/{name}"), bytes);
+    harness.settings("broken.toml", "model", &format!("broken/{name}"), "");
+    harness.remove("out");
+    let outcome = harness.run(harness.train_by("broken.toml", "out", &["--max-steps", "1"]));
     outcome.expect_orderly(&[0, 1, 2])?;
     expect(wrong.is_none() || outcome.code != 0, || format!("accepted: {outcome}"))?;
-    let told = outcome.code == 0 || (outcome.stderr.contains(name) && wrong.is_none_or(|words| outcome.stderr.contains(words)));
-    expect(told, || format!("the error does not say {name} and {wrong:?}: {outcome}"))
+    let named = outcome.code == 0 || (outcome.stderr.contains(name) && wrong.is_none_or(|words| outcome.stderr.contains(words)));
+    expect(named, || format!("the error does not say {name} and {wrong:?}: {outcome}"))
 }
 
 /// Ids as they should be: bytes of text.
@@ -114,22 +114,22 @@ fn random_ids(turn: &mut Turn) -> Case {
     (name, bytes, None)
 }
 
-fn long_line(rig: &Rig, turn: &mut Turn) -> Result<(), String> {
+fn long_line(harness: &Harness, turn: &mut Turn) -> Result<(), String> {
     turn.kind = "10 million characters in a line".into();
     let line = "ten characters".bytes().cycle().take(10_000_000).collect::<Vec<u8>>();
     let json = turn.pick(2) == 0;
     let bytes = if json { [b"{\"text\": \"", &line[..], b"\"}\n"].concat() } else { line };
-    one_file(rig, (if json { "long.jsonl" } else { "long.txt" }, bytes, None))
+    one_file(harness, (if json { "long.jsonl" } else { "long.txt" }, bytes, None))
 }
 
 /// The file is cut or written over while it is trained on: an orderly end, and the checkpoint before is good.
-fn changes_meanwhile(rig: &Rig, turn: &mut Turn) -> Result<(), String> {
+fn changes_meanwhile(harness: &Harness, turn: &mut Turn) -> Result<(), String> {
     let cut = turn.pick(2) == 0;
     turn.kind = if cut { "cut meanwhile" } else { "changed meanwhile" }.into();
-    let path = rig.write("changing.u16.bin", bytes_of(&(0..20_000).map(|i| (i % 251) as u16).collect::<Vec<_>>()));
-    rig.settings("changing.toml", "model", "changing.u16.bin", "");
-    rig.remove("out");
-    let mut child = rig.spawn(rig.train_by("changing.toml", "out", &["--max-steps", "60"]));
+    let path = harness.write("changing.u16.bin", bytes_of(&(0..20_000).map(|i| (i % 251) as u16).collect::<Vec<_>>()));
+    harness.settings("changing.toml", "model", "changing.u16.bin", "");
+    harness.remove("out");
+    let mut child = harness.spawn(harness.train_by("changing.toml", "out", &["--max-steps", "60"]));
     child.wait_until(|child| child.stdout().contains("\nstep      4"));
     match cut {
         true => fs::OpenOptions::new().write(true).open(&path).and_then(|file| file.set_len(2 * turn.pick(300))).unwrap(),
@@ -139,6 +139,6 @@ fn changes_meanwhile(rig: &Rig, turn: &mut Turn) -> Result<(), String> {
     let outcome = child.finish();
     outcome.expect_orderly(&[0, 1])?;
     expect(outcome.code == 0 || outcome.stderr.contains("changing.u16.bin"), || format!("names no file: {outcome}"))?;
-    let newest = *checkpoints(&rig.path("out")).last().ok_or("no checkpoint")?;
-    rig.digest_of(&rig.path(&format!("out/checkpoint-{newest}"))).map(drop)
+    let newest = *checkpoints(&harness.path("out")).last().ok_or("no checkpoint")?;
+    harness.digest_of(&harness.path(&format!("out/checkpoint-{newest}"))).map(drop)
 }

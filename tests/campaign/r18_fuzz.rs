@@ -1,8 +1,8 @@
 //! R18 to R21 and R26: mutated files at every door, by the million. Not guided by coverage: `fuzz/run.sh` is.
 
 use crate::doors;
+use crate::harness::*;
 use crate::mutate::{Corpus, mutate};
-use crate::rig::*;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::SeedableRng;
 use std::fs;
@@ -46,7 +46,7 @@ const BATCH_KIB: u64 = 256 << 10;
 /// Every batch is a process of its own: what aborts takes only itself along, and leaves its input.
 fn start(door: &'static str) -> Result<Trial, String> {
     Corpus::read(door)?;
-    Ok(Box::new(move |rig, turn| {
+    Ok(Box::new(move |harness, turn| {
         // Runs are counted in inputs; a turn is a batch.
         let first = turn.index * BATCH;
         turn.tries = BATCH;
@@ -55,15 +55,15 @@ fn start(door: &'static str) -> Result<Trial, String> {
         if turn.over {
             return Ok(());
         }
-        let runs = if rig.is_smoke { 200 } else { BATCH };
+        let runs = if harness.is_smoke { 200 } else { BATCH };
         turn.tries = runs;
         let mut command = Command::new(std::env::current_exe().unwrap());
-        let seed = rig.seed.wrapping_mul(1 << 32).wrapping_add(turn.index).to_string();
+        let seed = harness.seed.wrapping_mul(1 << 32).wrapping_add(turn.index).to_string();
         command.args(["--door", door, "--seed", &seed, "--runs", &runs.to_string()]);
-        command.env("CAMPAIGN_INPUT", rig.path("input"));
-        let outcome = rig.run(command);
+        command.env("CAMPAIGN_INPUT", harness.path("input"));
+        let outcome = harness.run(command);
         expect(outcome.code == 0, || {
-            let input = fs::read(rig.path("input")).unwrap_or_default();
+            let input = fs::read(harness.path("input")).unwrap_or_default();
             format!("seed {seed}: {outcome}; input {:?}", String::from_utf8_lossy(&input).chars().take(400).collect::<String>())
         })
     }))

@@ -1,7 +1,7 @@
 //! R21: a manifest with a right checksum and nonsense inside, given to the program.
 
 use crate::doors::sealed;
-use crate::rig::*;
+use crate::harness::*;
 use serde_json::{Value, json};
 use std::fs;
 
@@ -39,17 +39,17 @@ fn values() -> Vec<Value> {
     ]
 }
 
-fn start(rig: &Rig) -> Result<Trial, String> {
-    rig.reference("whole", &["--max-steps", "4"])?;
-    let text = fs::read(rig.path("whole/checkpoint-4/trainer_state.json")).unwrap();
+fn start(harness: &Harness) -> Result<Trial, String> {
+    harness.reference("whole", &["--max-steps", "4"])?;
+    let text = fs::read(harness.path("whole/checkpoint-4/trainer_state.json")).unwrap();
     let manifest = serde_json::from_slice::<Value>(&text).map_err(|e| e.to_string())?["manifest"].clone();
-    expect(fs::read(rig.path("whole/checkpoint-4/trainer_state.json")).unwrap() == sealed(manifest.to_string().as_bytes()), || {
+    expect(fs::read(harness.path("whole/checkpoint-4/trainer_state.json")).unwrap() == sealed(manifest.to_string().as_bytes()), || {
         "the manifest is sealed in another way than this campaign knows".into()
     })?;
     let mut pointers = vec![];
     collect(&manifest, String::new(), &mut pointers);
     let values = values();
-    Ok(Box::new(move |rig, turn| {
+    Ok(Box::new(move |harness, turn| {
         // Every field by every value, in an order of which any beginning is a sample.
         let all = (pointers.len() * values.len()) as u64;
         turn.over = turn.index >= all;
@@ -59,7 +59,7 @@ fn start(rig: &Rig) -> Result<Trial, String> {
         let nth = (turn.index * 10_007 % all) as usize;
         let (pointer, value) = (&pointers[nth / values.len()], &values[nth % values.len()]);
         turn.kind = pointer.split('/').nth(1).unwrap_or_default().into();
-        forge(rig, &manifest, pointer, value).map_err(|e| format!("{pointer} = {value}: {e}"))
+        forge(harness, &manifest, pointer, value).map_err(|e| format!("{pointer} = {value}: {e}"))
     }))
 }
 
@@ -73,16 +73,16 @@ fn collect(value: &Value, at: String, pointers: &mut Vec<String>) {
     }
 }
 
-fn forge(rig: &Rig, manifest: &Value, pointer: &str, value: &Value) -> Result<(), String> {
+fn forge(harness: &Harness, manifest: &Value, pointer: &str, value: &Value) -> Result<(), String> {
     let mut forged = manifest.clone();
     *forged.pointer_mut(pointer).unwrap() = value.clone();
-    rig.remove("forged");
-    copy_dir(&rig.path("whole/checkpoint-4"), &rig.path("forged/checkpoint-4"));
-    fs::write(rig.path("forged/checkpoint-4/trainer_state.json"), sealed(forged.to_string().as_bytes())).unwrap();
-    let mut digest = std::process::Command::new(&rig.program);
-    digest.arg("digest").arg(rig.path("forged/checkpoint-4"));
-    rig.run(digest).expect_orderly(&[0, 1, 2])?;
-    let checkpoint = rig.path("forged/checkpoint-4");
+    harness.remove("forged");
+    copy_dir(&harness.path("whole/checkpoint-4"), &harness.path("forged/checkpoint-4"));
+    fs::write(harness.path("forged/checkpoint-4/trainer_state.json"), sealed(forged.to_string().as_bytes())).unwrap();
+    let mut digest = std::process::Command::new(&harness.program);
+    digest.arg("digest").arg(harness.path("forged/checkpoint-4"));
+    harness.run(digest).expect_orderly(&[0, 1, 2])?;
+    let checkpoint = harness.path("forged/checkpoint-4");
     let flags = ["--resume-from-checkpoint", checkpoint.to_str().unwrap(), "--max-steps", "6"];
-    rig.run(rig.train("forged", &flags)).expect_orderly(&[0, 1, 2])
+    harness.run(harness.train("forged", &flags)).expect_orderly(&[0, 1, 2])
 }

@@ -1,6 +1,6 @@
 //! R22: resumed after every step.
 
-use crate::rig::*;
+use crate::harness::*;
 
 pub const CAMPAIGN: Campaign = Campaign {
     id: "R22",
@@ -11,14 +11,14 @@ pub const CAMPAIGN: Campaign = Campaign {
     start,
 };
 
-fn start(_: &Rig) -> Result<Trial, String> {
+fn start(_: &Harness) -> Result<Trial, String> {
     // The references are made when they are asked for: a few runs need few of them.
     let mut short: [Option<String>; 2] = [None, None];
     let mut long: Option<String> = None;
-    Ok(Box::new(move |rig, turn| {
-        let threads = (1 + turn.pick(rig.cpus())).to_string();
+    Ok(Box::new(move |harness, turn| {
+        let threads = (1 + turn.pick(harness.cpus())).to_string();
         if turn.index >= 50 {
-            return random(rig, turn, &mut long, &threads);
+            return random(harness, turn, &mut long, &threads);
         }
         let (accumulates, step) = (turn.index as usize % 2, turn.index + 1);
         turn.kind = ["plain", "accumulating"][accumulates].into();
@@ -26,25 +26,25 @@ fn start(_: &Rig) -> Result<Trial, String> {
         let shared = ["--max-steps", "60", "--save-steps", "1", "--gradient-accumulation-steps", ["1", "3"][accumulates]];
         let digest = match &short[accumulates] {
             Some(digest) => digest.clone(),
-            None => short[accumulates].insert(rig.reference(&out, &shared)?.0).clone(),
+            None => short[accumulates].insert(harness.reference(&out, &shared)?.0).clone(),
         };
-        rig.remove("resumed");
-        copy_dir(&rig.path(&format!("{out}/checkpoint-{step}")), &rig.path(&format!("resumed/checkpoint-{step}")));
-        let outcome = rig.run(rig.resume("resumed", &[&shared[..], &["--threads", &threads]].concat()));
+        harness.remove("resumed");
+        copy_dir(&harness.path(&format!("{out}/checkpoint-{step}")), &harness.path(&format!("resumed/checkpoint-{step}")));
+        let outcome = harness.run(harness.resume("resumed", &[&shared[..], &["--threads", &threads]].concat()));
         expect(outcome.resumed_from() == step, || format!("resumed from {}, not {step}: {outcome}", outcome.resumed_from()))?;
         outcome.expect_digest(&digest)
     }))
 }
 
-fn random(rig: &Rig, turn: &mut Turn, long: &mut Option<String>, threads: &str) -> Result<(), String> {
+fn random(harness: &Harness, turn: &mut Turn, long: &mut Option<String>, threads: &str) -> Result<(), String> {
     turn.kind = "random to 1,000".into();
     let digest = match long {
         Some(digest) => digest.clone(),
-        None => long.insert(rig.reference("long", &["--max-steps", "1000", "--save-steps", "1000"])?.0).clone(),
+        None => long.insert(harness.reference("long", &["--max-steps", "1000", "--save-steps", "1000"])?.0).clone(),
     };
     let step = (1 + turn.pick(999)).to_string();
-    rig.remove("resumed");
-    let part = rig.run(rig.train("resumed", &["--max-steps", &step, "--save-steps", "1000"]));
+    harness.remove("resumed");
+    let part = harness.run(harness.train("resumed", &["--max-steps", &step, "--save-steps", "1000"]));
     part.expect_orderly(&[0])?;
-    rig.run(rig.resume("resumed", &["--max-steps", "1000", "--save-steps", "1000", "--threads", threads])).expect_digest(&digest)
+    harness.run(harness.resume("resumed", &["--max-steps", "1000", "--save-steps", "1000", "--threads", threads])).expect_digest(&digest)
 }

@@ -1,6 +1,6 @@
 //! R23: the same bits, whoever computes them.
 
-use crate::rig::*;
+use crate::harness::*;
 
 pub const CAMPAIGN: Campaign = Campaign {
     id: "R23",
@@ -14,15 +14,15 @@ pub const CAMPAIGN: Campaign = Campaign {
 const THREADS: [&str; 5] = ["1", "2", "4", "8", "16"];
 const ISAS: [&str; 4] = ["scalar", "avx2", "avx512", "auto"];
 
-fn start(rig: &Rig) -> Result<Trial, String> {
-    let (digest, _) = rig.reference("whole", &[])?;
-    Ok(Box::new(move |rig, turn| {
+fn start(harness: &Harness) -> Result<Trial, String> {
+    let (digest, _) = harness.reference("whole", &[])?;
+    Ok(Box::new(move |harness, turn| {
         let idx = turn.index as usize;
         let (threads, isa, order) = (THREADS[idx % 5], ISAS[idx / 5 % 4], (turn.index / 20).to_string());
-        rig.remove("again");
+        harness.remove("again");
         // Twice with threads as they come, then in orders of an adversary.
         let adversary: &[&str] = if turn.index < 40 { &[] } else { &["--adversary", &order] };
-        let outcome = rig.run(rig.train("again", &[&["--threads", threads, "--isa", isa], adversary].concat()));
+        let outcome = harness.run(harness.train("again", &[&["--threads", threads, "--isa", isa], adversary].concat()));
         turn.kind = format!("{isa}{}", if adversary.is_empty() { "" } else { ", adversary" });
         let lacks = ["--isa", "--threads"].into_iter().find(|flag| outcome.code == 2 && outcome.stderr.contains(flag));
         if let Some(flag) = lacks {

@@ -1,6 +1,6 @@
 //! R25: a long run does not grow and does not slow down.
 
-use crate::rig::*;
+use crate::harness::*;
 use std::fs;
 use std::time::{Duration, Instant};
 
@@ -22,12 +22,12 @@ fn length() -> Duration {
 /// Memory in KiB, and open files.
 type Sample = (u64, u64);
 
-fn start(_: &Rig) -> Result<Trial, String> {
-    Ok(Box::new(|rig, turn| {
+fn start(_: &Harness) -> Result<Trial, String> {
+    Ok(Box::new(|harness, turn| {
         turn.kind = format!("{} s", length().as_secs());
-        rig.remove("soak");
+        harness.remove("soak");
         let flags = ["--max-steps", "100000000", "--save-steps", "200", "--save-total-limit", "2", "--logging-steps", "1000"];
-        let mut child = rig.spawn(rig.train("soak", &flags));
+        let mut child = harness.spawn(harness.train("soak", &flags));
         let (begin, mut samples) = (Instant::now(), vec![]);
         while begin.elapsed() < length() && child.is_running() {
             std::thread::sleep(Duration::from_millis(250));
@@ -37,7 +37,7 @@ fn start(_: &Rig) -> Result<Trial, String> {
         let outcome = child.finish();
         expect(outcome.code == 75, || format!("{outcome}"))?;
         grows_not(&samples)?;
-        slows_not(rig, turn)
+        slows_not(harness, turn)
     }))
 }
 
@@ -57,8 +57,8 @@ fn grows_not(samples: &[Sample]) -> Result<(), String> {
     expect(files[1] <= files[0], || format!("open files grew from {} to {}", files[0], files[1]))
 }
 
-fn slows_not(rig: &Rig, turn: &mut Turn) -> Result<(), String> {
-    let text = fs::read_to_string(rig.path("soak/metrics.jsonl")).map_err(|e| e.to_string())?;
+fn slows_not(harness: &Harness, turn: &mut Turn) -> Result<(), String> {
+    let text = fs::read_to_string(harness.path("soak/metrics.jsonl")).map_err(|e| e.to_string())?;
     let times: Vec<f64> =
         text.lines().filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok()?["step_ms"].as_f64()).collect();
     expect(times.len() > 1000, || format!("only {} steps", times.len()))?;

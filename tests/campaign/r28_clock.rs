@@ -1,6 +1,6 @@
 //! R28: times of files that lie.
 
-use crate::rig::*;
+use crate::harness::*;
 use std::fs::{File, FileTimes};
 use std::time::{Duration, SystemTime};
 
@@ -13,25 +13,25 @@ pub const CAMPAIGN: Campaign = Campaign {
     start,
 };
 
-fn start(rig: &Rig) -> Result<Trial, String> {
-    let (digest, _) = rig.reference("whole", &[])?;
-    rig.run(rig.train("half", &["--max-steps", "8"])).digest()?;
-    Ok(Box::new(move |rig, turn| {
-        rig.copy("half", "skewed");
+fn start(harness: &Harness) -> Result<Trial, String> {
+    let (digest, _) = harness.reference("whole", &[])?;
+    harness.run(harness.train("half", &["--max-steps", "8"])).digest()?;
+    Ok(Box::new(move |harness, turn| {
+        harness.copy("half", "skewed");
         let kinds = ["1970", "2038", "2106", "reversed"];
         turn.kind = kinds[turn.index as usize % 4].into();
-        for step in checkpoints(&rig.path("skewed")) {
+        for step in checkpoints(&harness.path("skewed")) {
             let seconds = [1, 0x7fff_ffff, 0xffff_ffff, 2_000_000_000 - step * 1000][turn.index as usize % 4] + turn.pick(3);
             let time = SystemTime::UNIX_EPOCH + Duration::from_secs(seconds);
-            let dir = rig.path(&format!("skewed/checkpoint-{step}"));
+            let dir = harness.path(&format!("skewed/checkpoint-{step}"));
             for path in files(&dir).into_iter().chain([dir]) {
                 File::open(path).and_then(|file| file.set_times(FileTimes::new().set_modified(time).set_accessed(time))).unwrap();
             }
         }
-        let resumed = rig.run(rig.resume("skewed", &["--save-total-limit", "2"]));
+        let resumed = harness.run(harness.resume("skewed", &["--save-total-limit", "2"]));
         expect(resumed.resumed_from() == 8, || format!("resumed from {}: {resumed}", resumed.resumed_from()))?;
         resumed.expect_digest(&digest)?;
-        let kept = checkpoints(&rig.path("skewed"));
+        let kept = checkpoints(&harness.path("skewed"));
         expect(kept == [10, 12], || format!("kept {kept:?}"))
     }))
 }

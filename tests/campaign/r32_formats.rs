@@ -1,7 +1,7 @@
 //! R32: checkpoints of other versions of the format.
 
 use crate::doors::sealed;
-use crate::rig::*;
+use crate::harness::*;
 use serde_json::{Value, json};
 use std::fs;
 
@@ -13,12 +13,12 @@ pub const CAMPAIGN: Campaign = Campaign {
     start,
 };
 
-fn start(rig: &Rig) -> Result<Trial, String> {
-    rig.reference("whole", &["--max-steps", "4"])?;
-    let path = rig.path("whole/checkpoint-4/trainer_state.json");
+fn start(harness: &Harness) -> Result<Trial, String> {
+    harness.reference("whole", &["--max-steps", "4"])?;
+    let path = harness.path("whole/checkpoint-4/trainer_state.json");
     let mut manifest = serde_json::from_slice::<Value>(&fs::read(&path).unwrap()).map_err(|e| e.to_string())?["manifest"].clone();
     let this = manifest["format_version"].as_u64().ok_or("the manifest names no format")?;
-    Ok(Box::new(move |rig, turn| {
+    Ok(Box::new(move |harness, turn| {
         let (low, high) = (u64::from(u32::MAX), u64::MAX);
         let others = [json!(this + 1), json!(0), json!(this + 2), json!(this + 100), json!(low), json!(low + 1), json!(high)];
         let more = [json!(-1), json!(1.5), json!("2"), json!(null), json!([1])];
@@ -26,7 +26,7 @@ fn start(rig: &Rig) -> Result<Trial, String> {
         turn.kind = if turn.index % 12 < 7 { "another number" } else { "no number" }.into();
         manifest["format_version"] = version.clone();
         fs::write(&path, sealed(manifest.to_string().as_bytes())).unwrap();
-        let outcome = rig.run(rig.train("other", &["--resume-from-checkpoint", path.parent().unwrap().to_str().unwrap()]));
+        let outcome = harness.run(harness.train("other", &["--resume-from-checkpoint", path.parent().unwrap().to_str().unwrap()]));
         outcome.expect_orderly(&[1, 2]).map_err(|e| format!("format {version}: {e}"))?;
         let says = outcome.stderr.contains("trainer_state.json");
         expect(says, || format!("format {version}: names no file: {outcome}"))

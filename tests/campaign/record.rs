@@ -1,6 +1,6 @@
 //! What a campaign leaves: one JSON line with its numbers, its failures, the commit and the machine.
 
-use crate::rig::{Campaign, Kinds, Rig};
+use crate::harness::{Campaign, Harness, Kinds};
 use serde_json::{Value, json};
 use std::fs::{self, OpenOptions};
 use std::io::Write;
@@ -39,12 +39,12 @@ pub struct Record {
 }
 
 impl Record {
-    pub fn new(rig: &Rig, campaign: &Campaign) -> Self {
-        let version = said(Command::new(&rig.program).arg("--version"));
+    pub fn new(harness: &Harness, campaign: &Campaign) -> Self {
+        let version = said(Command::new(&harness.program).arg("--version"));
         let (id, what, complete) = (campaign.id, campaign.what, campaign.runs);
-        let build = rig.program.parent().and_then(Path::file_name).unwrap_or_default().to_string_lossy().into_owned();
+        let build = harness.program.parent().and_then(Path::file_name).unwrap_or_default().to_string_lossy().into_owned();
         let (kinds, failures) = (Kinds::new(), vec![]);
-        Self { id, what, complete, program: version, build, seed: rig.seed, runs: 0, kinds, failures, seconds: 0.0, not_run: None }
+        Self { id, what, complete, program: version, build, seed: harness.seed, runs: 0, kinds, failures, seconds: 0.0, not_run: None }
     }
 
     /// For a look at the terminal.
@@ -91,7 +91,7 @@ fn machine() -> Value {
     };
     let git = |args: &[&str]| said(Command::new("git").args(args).current_dir(env!("CARGO_MANIFEST_DIR")));
     let memory = field("/proc/meminfo", "MemTotal").trim_end_matches(" kB").parse::<u64>().unwrap_or(0);
-    let gpu = match crate::rig::device().as_str() {
+    let gpu = match crate::harness::device().as_str() {
         "cpu" => String::new(),
         _ => said(Command::new("nvidia-smi").args(["--query-gpu=name", "--format=csv,noheader"])),
     };

@@ -1,6 +1,6 @@
 //! Builds `shim.c`, which sees every call of the program that changes the disk, and reads what it wrote down.
 
-use crate::rig::{Outcome, Rig};
+use crate::harness::{Harness, Outcome};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -22,9 +22,9 @@ pub struct Op {
 
 impl Shim {
     /// Builds it.
-    pub fn new(rig: &Rig) -> Result<Self, String> {
-        let source = rig.write("shim.c", include_bytes!("shim.c"));
-        let library = rig.path("shim.so");
+    pub fn new(harness: &Harness) -> Result<Self, String> {
+        let source = harness.write("shim.c", include_bytes!("shim.c"));
+        let library = harness.path("shim.so");
         let mut compiler = Command::new("cc");
         compiler.args(["-O1", "-shared", "-fPIC", "-w", "-o"]).arg(&library).arg(source).args(["-ldl", "-lpthread"]);
         let built = compiler.output().map_err(|e| format!("cc: {e}; a C compiler is needed"))?;
@@ -33,43 +33,43 @@ impl Shim {
     }
 
     /// Has `command` run under it; calls below `root` are seen.
-    fn over(&self, rig: &Rig, command: &mut Command, root: &str) {
-        let root = rig.path("").canonicalize().unwrap().join(root);
+    fn over(&self, harness: &Harness, command: &mut Command, root: &str) {
+        let root = harness.path("").canonicalize().unwrap().join(root);
         command.env("LD_PRELOAD", &self.0).env("CAMPAIGN_ROOT", root);
     }
 
     /// Runs `command` and returns what it did below `root`.
-    pub fn log(&self, rig: &Rig, mut command: Command, root: &str) -> Result<(Outcome, Vec<Op>), String> {
-        self.over(rig, &mut command, root);
-        let log = rig.path("calls");
+    pub fn log(&self, harness: &Harness, mut command: Command, root: &str) -> Result<(Outcome, Vec<Op>), String> {
+        self.over(harness, &mut command, root);
+        let log = harness.path("calls");
         command.env("CAMPAIGN_LOG", &log);
-        let outcome = rig.run(command);
+        let outcome = harness.run(command);
         let ops = parse(&fs::read(&log).map_err(|e| format!("the shim wrote no log: {e}"))?);
         if ops.is_empty() { Err(format!("the shim saw no call: {outcome}")) } else { Ok((outcome, ops)) }
     }
 
     /// `command`, which is killed before its call number `at` below `root`.
-    pub fn killed(&self, rig: &Rig, mut command: Command, root: &str, at: u64) -> Command {
-        self.over(rig, &mut command, root);
+    pub fn killed(&self, harness: &Harness, mut command: Command, root: &str, at: u64) -> Command {
+        self.over(harness, &mut command, root);
         command.env("CAMPAIGN_KILL_AT", at.to_string());
         command
     }
 
     /// `command`, whose reads at offsets of `.bin` files never come back once the file `hang` is there.
-    pub fn hanging(&self, rig: &Rig, mut command: Command, hang: &Path) -> Command {
-        self.over(rig, &mut command, "");
+    pub fn hanging(&self, harness: &Harness, mut command: Command, hang: &Path) -> Command {
+        self.over(harness, &mut command, "");
         command.env("CAMPAIGN_HANG", hang);
         command
     }
 
     /// Runs `command` with its call number `at` below `root` failing; `sticky`: and all after it.
-    pub fn fail(&self, rig: &Rig, mut command: Command, root: &str, at: u64, errno: i32, sticky: bool) -> Outcome {
-        self.over(rig, &mut command, root);
+    pub fn fail(&self, harness: &Harness, mut command: Command, root: &str, at: u64, errno: i32, sticky: bool) -> Outcome {
+        self.over(harness, &mut command, root);
         command.env("CAMPAIGN_FAIL_AT", at.to_string()).env("CAMPAIGN_ERRNO", errno.to_string());
         if sticky {
             command.env("CAMPAIGN_STICKY", "1");
         }
-        rig.run(command)
+        harness.run(command)
     }
 }
 

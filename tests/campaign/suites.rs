@@ -1,6 +1,6 @@
 //! What the usual tests cover already: they are run, and counted.
 
-use crate::rig::*;
+use crate::harness::*;
 use std::process::Command;
 
 /// A campaign that is a part of the usual tests.

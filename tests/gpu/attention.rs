@@ -11,10 +11,10 @@
 
 use super::bounds::{Near, U, growth, product_growth, subnormal, unit};
 use super::formats::{FLOATS, round, wide};
+use super::harness::{Bench, Case, Want};
 use super::kernels::{Suite, parallel};
 use super::random::Random;
 use super::report::Outcome;
-use super::rig::{Bench, Case, Want};
 use std::io::Write;
 use std::ops::Range;
 use superoffload::device::AttentionShape;

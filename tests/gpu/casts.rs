@@ -1,9 +1,9 @@
 //! Casts, to the bit: every pattern of the narrow formats, a million of fp32 with all edges of rounding, on every stream.
 
 use super::formats::{FLOATS, encode};
+use super::harness::{Case, Want};
 use super::kernels::Suite;
 use super::random::Random;
-use super::rig::{Case, Want};
 use std::io::Write;
 use superoffload::device::Stream;
 use superoffload::dtype::Dtype;

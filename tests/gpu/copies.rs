@@ -1,10 +1,10 @@
 //! Memory, copies and events: what the step protocol stands on.
 
 use super::formats::encode;
+use super::harness::{Bench, Harness};
 use super::kernels::Suite;
 use super::random::Random;
 use super::report::{Missed, Outcome, require};
-use super::rig::{Bench, Rig};
 use std::io::Write;
 use superoffload::device::{AdamArgs, DeviceSlice, Stream};
 use superoffload::dtype::Dtype;
@@ -27,60 +27,60 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
     suite.case("adam_step on unified memory, fetched and left where it is", step_unified);
 }
 
-fn alloc(rig: &mut Rig) -> Outcome {
-    require(!rig.dev.describe().is_empty(), || "the device has no name".into())?;
+fn alloc(harness: &mut Harness) -> Outcome {
+    require(!harness.dev.describe().is_empty(), || "the device has no name".into())?;
     for (elems, dtype) in [(0, Dtype::Float32), (1, Dtype::Bfloat16), (77, Dtype::Float16), (100_003, Dtype::Int32)] {
-        let slice = rig.dev.alloc("conformance", elems, dtype)?;
+        let slice = harness.dev.alloc("conformance", elems, dtype)?;
         require((slice.elems, slice.dtype) == (elems, dtype), || format!("asked for {elems} {dtype}, got {slice:?}"))?;
         require(slice.addr != 0 && slice.addr.is_multiple_of(256), || format!("{elems} {dtype} at {:#x}", slice.addr))?;
-        let host = rig.host.slice(0, slice.bytes());
+        let host = harness.host.slice(0, slice.bytes());
         host.with(|bytes: &mut [u8]| bytes.fill(1));
-        rig.dev.copy_d2h(Stream::Compute, slice, host)?;
-        rig.synchronize(Stream::Compute)?;
+        harness.dev.copy_d2h(Stream::Compute, slice, host)?;
+        harness.synchronize(Stream::Compute)?;
         require(host.with(|bytes: &mut [u8]| bytes.iter().all(|&byte| byte == 0)), || format!("{elems} {dtype} are not zero"))?;
     }
     Ok(0.0)
 }
 
 /// Where a device has no unified memory there is nothing to test.
-fn alloc_unified(rig: &mut Rig, elems: usize) -> std::result::Result<DeviceSlice, Missed> {
-    match rig.dev.alloc_unified("conformance", elems, Dtype::Float32) {
+fn alloc_unified(harness: &mut Harness, elems: usize) -> std::result::Result<DeviceSlice, Missed> {
+    match harness.dev.alloc_unified("conformance", elems, Dtype::Float32) {
         Err(e @ Error::Unsupported(_)) => Err(Missed::Skipped(e.to_string())),
         memory => Ok(memory?),
     }
 }
 
 /// What `memory` holds, read on the compute stream after everything that `after` did.
-fn content(rig: &mut Rig, memory: DeviceSlice, after: Stream) -> Result<Vec<u8>> {
-    rig.synchronize(after)?;
-    let host = rig.host.slice(0, memory.bytes());
-    rig.dev.copy_d2h(Stream::Compute, memory, host)?;
-    rig.synchronize(Stream::Compute)?;
+fn content(harness: &mut Harness, memory: DeviceSlice, after: Stream) -> Result<Vec<u8>> {
+    harness.synchronize(after)?;
+    let host = harness.host.slice(0, memory.bytes());
+    harness.dev.copy_d2h(Stream::Compute, memory, host)?;
+    harness.synchronize(Stream::Compute)?;
     Ok(host.with(|bytes: &mut [u8]| bytes.to_vec()))
 }
 
-fn fill(rig: &mut Rig, memory: DeviceSlice, bytes: &[u8]) -> Result<()> {
-    let host = rig.host.slice(0, bytes.len());
+fn fill(harness: &mut Harness, memory: DeviceSlice, bytes: &[u8]) -> Result<()> {
+    let host = harness.host.slice(0, bytes.len());
     host.with(|x: &mut [u8]| x.copy_from_slice(bytes));
-    rig.dev.copy_h2d(Stream::Compute, host, memory)?;
-    rig.synchronize(Stream::Compute)
+    harness.dev.copy_h2d(Stream::Compute, host, memory)?;
+    harness.synchronize(Stream::Compute)
 }
 
-fn unified(rig: &mut Rig, random: &mut Random) -> Outcome {
+fn unified(harness: &mut Harness, random: &mut Random) -> Outcome {
     for elems in [0, 1, 100_003, 5 << 20] {
-        let memory = alloc_unified(rig, elems)?;
+        let memory = alloc_unified(harness, elems)?;
         require(memory.elems == elems && memory.addr.is_multiple_of(256), || format!("asked for {elems}, got {memory:?}"))?;
-        let zeros = content(rig, memory, Stream::Compute)?;
+        let zeros = content(harness, memory, Stream::Compute)?;
         require(zeros.iter().all(|&byte| byte == 0), || format!("{elems} elements are not zero"))?;
         // A part that ends inside pages moves, and the rest stays.
         let part = memory.slice(elems / 3, elems / 2);
         let sent = encode(Dtype::Float32, &random.uniform(Dtype::Float32, elems));
-        fill(rig, memory, &sent)?;
+        fill(harness, memory, &sent)?;
         for (stream, space) in
             [(Stream::H2d, MemorySpace::Device), (Stream::D2h, MemorySpace::Host), (Stream::Compute, MemorySpace::Device)]
         {
-            rig.dev.prefetch(stream, part, space)?;
-            require(content(rig, memory, stream)? == sent, || format!("{elems} elements changed on their way to the {space:?}"))?;
+            harness.dev.prefetch(stream, part, space)?;
+            require(content(harness, memory, stream)? == sent, || format!("{elems} elements changed on their way to the {space:?}"))?;
         }
     }
     Ok(0.0)
@@ -93,23 +93,23 @@ fn step_unified(bench: &mut Bench, random: &mut Random) -> Outcome {
     let state = state.map(|values| encode(Dtype::Float32, &values));
     let grads = encode(Dtype::Bfloat16, &random.uniform(Dtype::Bfloat16, ELEMS));
     for fetched in [ELEMS, 0, ELEMS / 2 + 1] {
-        let step = |rig: &mut Rig| -> std::result::Result<Vec<Vec<u8>>, Missed> {
-            let arrays = [alloc_unified(rig, ELEMS)?, alloc_unified(rig, ELEMS)?, alloc_unified(rig, ELEMS)?];
-            let half = |i: usize| DeviceSlice { dtype: Dtype::Bfloat16, ..rig.device.slice(i * ELEMS, ELEMS) };
+        let step = |harness: &mut Harness| -> std::result::Result<Vec<Vec<u8>>, Missed> {
+            let arrays = [alloc_unified(harness, ELEMS)?, alloc_unified(harness, ELEMS)?, alloc_unified(harness, ELEMS)?];
+            let half = |i: usize| DeviceSlice { dtype: Dtype::Bfloat16, ..harness.device.slice(i * ELEMS, ELEMS) };
             let [grads_here, out] = [half(0), half(1)];
-            fill(rig, grads_here, &grads)?;
-            arrays.iter().zip(&state).try_for_each(|(memory, bytes)| fill(rig, *memory, bytes))?;
-            let [arrived, stepped] = [rig.dev.event()?, rig.dev.event()?];
-            arrays.iter().try_for_each(|memory| rig.dev.prefetch(Stream::H2d, memory.slice(0, fetched), MemorySpace::Device))?;
-            rig.dev.record(arrived, Stream::H2d)?;
-            rig.dev.wait(Stream::Compute, arrived)?;
+            fill(harness, grads_here, &grads)?;
+            arrays.iter().zip(&state).try_for_each(|(memory, bytes)| fill(harness, *memory, bytes))?;
+            let [arrived, stepped] = [harness.dev.event()?, harness.dev.event()?];
+            arrays.iter().try_for_each(|memory| harness.dev.prefetch(Stream::H2d, memory.slice(0, fetched), MemorySpace::Device))?;
+            harness.dev.record(arrived, Stream::H2d)?;
+            harness.dev.wait(Stream::Compute, arrived)?;
             let hyper = AdamHyper { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
             let ([params, m, v], consts) = (arrays, AdamConsts::new(&hyper, 3, true));
-            rig.dev.adam_step(AdamArgs { params, m, v, grads: grads_here, out, consts, scale: 0.37 })?;
-            rig.dev.record(stepped, Stream::Compute)?;
-            rig.dev.wait(Stream::D2h, stepped)?;
-            arrays.iter().try_for_each(|memory| rig.dev.prefetch(Stream::D2h, *memory, MemorySpace::Host))?;
-            arrays.into_iter().chain([out]).map(|memory| Ok(content(rig, memory, Stream::D2h)?)).collect()
+            harness.dev.adam_step(AdamArgs { params, m, v, grads: grads_here, out, consts, scale: 0.37 })?;
+            harness.dev.record(stepped, Stream::Compute)?;
+            harness.dev.wait(Stream::D2h, stepped)?;
+            arrays.iter().try_for_each(|memory| harness.dev.prefetch(Stream::D2h, *memory, MemorySpace::Host))?;
+            arrays.into_iter().chain([out]).map(|memory| Ok(content(harness, memory, Stream::D2h)?)).collect()
         };
         let (have, want) = (step(&mut bench.subject)?, step(&mut bench.reference)?);
         require(want[0] != state[0], || "the reference stepped nothing".into())?;
@@ -119,56 +119,56 @@ fn step_unified(bench: &mut Bench, random: &mut Random) -> Outcome {
 }
 
 fn round_trips(bench: &mut Bench, random: &mut Random, stream: Stream) -> Outcome {
-    let rig = &mut bench.subject;
+    let harness = &mut bench.subject;
     for bytes in [2, 6, 254, 4098, 1 << 20, (3 << 20) + 2] {
         let sent: Vec<u8> = (0..bytes).map(|_| random.bits() as u8).collect();
         // Halves in the middle of device memory; any byte of the host's.
-        let device = DeviceSlice { addr: rig.device.addr + 2 * random.below(1000) as u64, elems: bytes / 2, dtype: Dtype::Bfloat16 };
-        let (from, to) = (rig.host.slice(random.below(1000), bytes), rig.host.slice((8 << 20) + random.below(1000), bytes));
+        let device = DeviceSlice { addr: harness.device.addr + 2 * random.below(1000) as u64, elems: bytes / 2, dtype: Dtype::Bfloat16 };
+        let (from, to) = (harness.host.slice(random.below(1000), bytes), harness.host.slice((8 << 20) + random.below(1000), bytes));
         from.with(|host: &mut [u8]| host.copy_from_slice(&sent));
         to.with(|host: &mut [u8]| host.fill(0xff));
-        rig.dev.copy_h2d(stream, from, device)?;
-        rig.dev.copy_d2h(stream, device, to)?;
-        rig.synchronize(stream)?;
+        harness.dev.copy_h2d(stream, from, device)?;
+        harness.dev.copy_d2h(stream, device, to)?;
+        harness.synchronize(stream)?;
         require(to.with(|host: &mut [u8]| host == sent), || format!("{bytes} bytes came back changed"))?;
     }
     Ok(0.0)
 }
 
-fn events(rig: &mut Rig) -> Outcome {
-    let event = rig.dev.event()?;
-    require(rig.dev.is_done(event)?, || "an event that was never recorded is not done".into())?;
-    rig.dev.synchronize(event)?;
-    Stream::ALL.into_iter().try_for_each(|stream| rig.dev.wait(stream, event))?;
-    let big = rig.device.slice(0, 4 << 20);
-    let waited = rig.dev.waited_ns();
+fn events(harness: &mut Harness) -> Outcome {
+    let event = harness.dev.event()?;
+    require(harness.dev.is_done(event)?, || "an event that was never recorded is not done".into())?;
+    harness.dev.synchronize(event)?;
+    Stream::ALL.into_iter().try_for_each(|stream| harness.dev.wait(stream, event))?;
+    let big = harness.device.slice(0, 4 << 20);
+    let waited = harness.dev.waited_ns();
     for stream in [Stream::H2d, Stream::D2h, Stream::H2d] {
-        rig.dev.copy_h2d(stream, rig.host.slice(0, big.bytes()), big)?;
-        rig.dev.record(event, stream)?;
-        rig.dev.wait(Stream::Compute, event)?;
-        rig.dev.synchronize(event)?;
-        require(rig.dev.is_done(event)?, || "an event is not done after the driver has waited for it".into())?;
+        harness.dev.copy_h2d(stream, harness.host.slice(0, big.bytes()), big)?;
+        harness.dev.record(event, stream)?;
+        harness.dev.wait(Stream::Compute, event)?;
+        harness.dev.synchronize(event)?;
+        require(harness.dev.is_done(event)?, || "an event is not done after the driver has waited for it".into())?;
     }
-    require(rig.dev.waited_ns() >= waited, || "time waited went backwards".into())?;
+    require(harness.dev.waited_ns() >= waited, || "time waited went backwards".into())?;
     Ok(0.0)
 }
 
 /// A number goes from the host through all three streams and back, over memory that every round uses again; the driver waits
 /// only at the end. A wait that does not wait hands on an earlier or a later number.
 fn relay(bench: &mut Bench, _: &mut Random) -> Outcome {
-    let rig = &mut bench.subject;
+    let harness = &mut bench.subject;
     let bytes = 4 * BATON;
-    let numbers = |round: usize| rig.host.slice(2 * round * bytes, bytes);
-    let results = |round: usize| rig.host.slice((2 * round + 1) * bytes, bytes);
+    let numbers = |round: usize| harness.host.slice(2 * round * bytes, bytes);
+    let results = |round: usize| harness.host.slice((2 * round + 1) * bytes, bytes);
     for round in 0..ROUNDS {
         numbers(round).with(|x: &mut [f32]| x.fill(round as f32 + 1.0));
         results(round).with(|x: &mut [f32]| x.fill(f32::NAN));
     }
-    let part = |i: usize| DeviceSlice { dtype: Dtype::Float32, ..rig.device.slice(i * BATON, BATON) };
+    let part = |i: usize| DeviceSlice { dtype: Dtype::Float32, ..harness.device.slice(i * BATON, BATON) };
     let (arrived, narrow, leaving) = (part(0), DeviceSlice { dtype: Dtype::Bfloat16, ..part(1) }, part(2));
-    let [sent, calculated, fetched] = [rig.dev.event()?, rig.dev.event()?, rig.dev.event()?];
+    let [sent, calculated, fetched] = [harness.dev.event()?, harness.dev.event()?, harness.dev.event()?];
     let mut round = |round: usize| -> Result<()> {
-        let dev = &mut rig.dev;
+        let dev = &mut harness.dev;
         dev.wait(Stream::H2d, calculated)?;
         dev.copy_h2d(Stream::H2d, numbers(round), arrived)?;
         dev.record(sent, Stream::H2d)?;
@@ -182,7 +182,7 @@ fn relay(bench: &mut Bench, _: &mut Random) -> Outcome {
         dev.record(fetched, Stream::D2h)
     };
     (0..ROUNDS).try_for_each(&mut round)?;
-    rig.dev.synchronize(fetched)?;
+    harness.dev.synchronize(fetched)?;
     for round in 0..ROUNDS {
         let wrong = results(round).with(|x: &mut [f32]| x.iter().copied().find(|&x| x != round as f32 + 1.0));
         require(wrong.is_none(), || format!("round {} of {ROUNDS} brought {wrong:?}", round + 1))?;

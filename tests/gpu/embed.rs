@@ -2,10 +2,10 @@
 
 use super::bounds::{Near, Sum, growth};
 use super::formats::FLOATS;
+use super::harness::{Bench, Case, Want};
 use super::kernels::Suite;
 use super::random::Random;
 use super::report::Outcome;
-use super::rig::{Bench, Case, Want};
 use std::io::Write;
 use superoffload::dtype::Dtype;
 

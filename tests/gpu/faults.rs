@@ -1,7 +1,7 @@
 //! What cannot be done is an error, and the device goes on.
 
+use super::harness::Harness;
 use super::report::{Missed, Outcome, Report, require};
-use super::rig::Rig;
 use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use superoffload::device::{AdamArgs, AttentionShape, DeviceSlice, Kernels, MatmulLayout, MatmulShape, Stream};
@@ -12,32 +12,32 @@ use superoffload::optim::norm::BLOCK;
 
 const FP32: Dtype = Dtype::Float32;
 
-pub fn run<W: Write>(report: &mut Report<W>, rig: &mut Rig) {
-    report.case("faults/memory that no device has", || impossible_alloc(rig));
+pub fn run<W: Write>(report: &mut Report<W>, harness: &mut Harness) {
+    report.case("faults/memory that no device has", || impossible_alloc(harness));
     for (name, call) in WRONG_CALLS {
-        report.case(&format!("faults/{name}"), || refused(rig, call));
+        report.case(&format!("faults/{name}"), || refused(harness, call));
     }
 }
 
 /// Beyond every address space, so that no system can promise it.
-fn impossible_alloc(rig: &mut Rig) -> Outcome {
+fn impossible_alloc(harness: &mut Harness) -> Outcome {
     for elems in [1usize << 56, usize::MAX / 8] {
-        match catch_unwind(AssertUnwindSafe(|| rig.dev.alloc("the impossible", elems, FP32))) {
+        match catch_unwind(AssertUnwindSafe(|| harness.dev.alloc("the impossible", elems, FP32))) {
             Ok(Err(e @ Error::Resource { .. })) => require(e.to_string().contains("the impossible"), || format!("names nothing: {e}"))?,
             Ok(other) => return Err(Missed::Failed(format!("{elems} floats: {other:?}"))),
             Err(_) => return Err(Missed::Failed(format!("{elems} floats: panicked"))),
         }
     }
-    require(rig.is_alive(), || "the device does not work afterwards".into())?;
+    require(harness.is_alive(), || "the device does not work afterwards".into())?;
     Ok(0.0)
 }
 
 /// Lets a kernel read where no memory is.
 #[cfg(feature = "cuda")]
-pub fn read_nowhere(rig: &mut Rig) -> Result<()> {
+pub fn read_nowhere(harness: &mut Harness) -> Result<()> {
     let nowhere = DeviceSlice { addr: 1 << 16, elems: 256, dtype: FP32 };
-    rig.dev.gelu(nowhere, part(rig.device, 0, 256, FP32))?;
-    rig.synchronize(Stream::Compute)
+    harness.dev.gelu(nowhere, part(harness.device, 0, 256, FP32))?;
+    harness.synchronize(Stream::Compute)
 }
 
 /// This program, started with `args`, loses its GPU: it ends by itself, and says what is lost and what helps.
@@ -52,14 +52,14 @@ pub fn lost_gpu(args: &[&str]) -> Outcome {
 }
 
 /// The call gives an error, enqueues nothing that breaks the device, and does not panic.
-fn refused(rig: &mut Rig, call: WrongCall) -> Outcome {
-    let room = rig.device;
-    match catch_unwind(AssertUnwindSafe(|| call(&mut *rig.dev, room))) {
+fn refused(harness: &mut Harness, call: WrongCall) -> Outcome {
+    let room = harness.device;
+    match catch_unwind(AssertUnwindSafe(|| call(&mut *harness.dev, room))) {
         Ok(Err(e)) => require(!e.to_string().is_empty(), || "an error without words".into())?,
         Ok(Ok(())) => return Err(Missed::Failed("was accepted".into())),
         Err(_) => return Err(Missed::Failed("panicked".into())),
     }
-    require(rig.is_alive(), || "the device does not work afterwards".into())?;
+    require(harness.is_alive(), || "the device does not work afterwards".into())?;
     Ok(0.0)
 }
 

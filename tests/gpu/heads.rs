@@ -2,11 +2,11 @@
 
 use super::bounds::{Near, Sum, growth};
 use super::formats::{FLOATS, wide};
+use super::harness::{Bench, Case, Want};
 use super::kernels::Suite;
 use super::norms::{rms_row, rms_row_backward, rms_rstd};
 use super::random::Random;
 use super::report::Outcome;
-use super::rig::{Bench, Case, Want};
 use std::io::Write;
 use superoffload::device::AttentionShape;
 use superoffload::dtype::Dtype;

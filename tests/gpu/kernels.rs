@@ -4,9 +4,9 @@
 //! a bound of the exact result, computed here in f64 from the same inputs; a CPU device under test must give the reference's bits
 //! there, too.
 
+use super::harness::Bench;
 use super::random::Random;
 use super::report::{Outcome, Report};
-use super::rig::Bench;
 use super::{attention, casts, copies, cross_entropy, embed, heads, matmul, norms, optimizer, pointwise, products};
 use std::io::Write;
 use superoffload::dtype::Dtype;

@@ -2,10 +2,10 @@
 
 use super::bounds::{Near, U, product_growth, unit};
 use super::formats::FLOATS;
+use super::harness::{Bench, Case, Want};
 use super::kernels::{Suite, parallel};
 use super::random::Random;
 use super::report::Outcome;
-use super::rig::{Bench, Case, Want};
 use std::io::Write;
 use superoffload::device::{DeviceSlice, Kernels, MatmulLayout, MatmulShape};
 use superoffload::dtype::Dtype;

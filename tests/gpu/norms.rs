@@ -4,10 +4,10 @@
 
 use super::bounds::{Near, Sum, U, growth};
 use super::formats::{FLOATS, wide};
+use super::harness::{Bench, Case, Want};
 use super::kernels::{Suite, parallel};
 use super::random::Random;
 use super::report::Outcome;
-use super::rig::{Bench, Case, Want};
 use std::io::Write;
 use superoffload::dtype::Dtype;
 

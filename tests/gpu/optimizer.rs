@@ -1,10 +1,10 @@
 //! The optimizer on the device and the gradient's norm: the CPU's bits for every gradient.
 
 use super::formats::FLOATS;
+use super::harness::{Bench, Case, Want};
 use super::kernels::Suite;
 use super::random::Random;
 use super::report::Outcome;
-use super::rig::{Bench, Case, Want};
 use std::io::Write;
 use superoffload::device::AdamArgs;
 use superoffload::dtype::Dtype;

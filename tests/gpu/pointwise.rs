@@ -1,10 +1,10 @@
 //! Activations and rotation: the CPU's bits, also where inputs are infinite, NaN or subnormal.
 
 use super::formats::FLOATS;
+use super::harness::{Bench, Case, Want};
 use super::kernels::Suite;
 use super::random::Random;
 use super::report::Outcome;
-use super::rig::{Bench, Case, Want};
 use std::io::Write;
 use superoffload::device::AttentionShape;
 use superoffload::dtype::Dtype;

@@ -3,10 +3,10 @@
 //! The reference would take hours for all elements. So rows of the result are added up in blocks, each row with a random sign, and
 //! compared with the same sum of `a` times `b` in f64: a wrong element stands out of what rounding each result leaves.
 
+use super::harness::{Bench, Harness};
 use super::kernels::{Suite, parallel};
 use super::random::Random;
 use super::report::{Outcome, require};
-use super::rig::{Bench, Rig};
 use half::bf16;
 use std::io::Write;
 use std::path::Path;
@@ -58,21 +58,21 @@ impl Input {
 /// The largest error of all `products` as a part of the bound.
 fn check_all(bench: &mut Bench, random: &mut Random, products: &[MatmulShape]) -> Outcome {
     let most = |of: fn(&MatmulShape) -> usize| products.iter().map(of).max().unwrap_or(0);
-    let rig = &mut bench.subject;
-    let mut room = |name: &str, elems| rig.dev.alloc(name, elems, Dtype::Bfloat16);
+    let harness = &mut bench.subject;
+    let mut room = |name: &str, elems| harness.dev.alloc(name, elems, Dtype::Bfloat16);
     let (a, b, c) = (room("a", most(|p| p.m * p.k))?, room("b", most(|p| p.k * p.n))?, room("c", most(|p| p.m * p.n))?);
     let (left, right) = (Input::new(random), Input::new(random));
-    fill(rig, a, &left)?;
-    fill(rig, b, &right)?;
+    fill(harness, a, &left)?;
+    fill(harness, b, &right)?;
     let mut worst = 0f64;
     for &shape in products {
         let MatmulShape { m, n, k, .. } = shape;
         let (a, b, c) = (a.slice(0, m * k), b.slice(0, k * n), c.slice(0, m * n));
-        rig.dev.matmul(shape, a, b, None, None, c)?;
+        harness.dev.matmul(shape, a, b, None, None, c)?;
         let signs: Vec<f64> = (0..m).map(|_| if random.bits() & 1 == 0 { 1.0 } else { -1.0 }).collect();
         for start in (0..m).step_by(BLOCK_ROWS) {
             let rows = start..m.min(start + BLOCK_ROWS);
-            let got = read(rig, c.slice(start * n, rows.len() * n))?;
+            let got = read(harness, c.slice(start * n, rows.len() * n))?;
             let want = signed_sum(shape, &left, &right, &signs, rows.clone());
             worst = worst.max(compare(shape, &got, &want, &signs[rows])?);
         }
@@ -94,25 +94,25 @@ fn finds_one_wrong(random: &mut Random) -> Outcome {
     Ok(right)
 }
 
-fn fill(rig: &mut Rig, memory: DeviceSlice, input: &Input) -> Result<()> {
+fn fill(harness: &mut Harness, memory: DeviceSlice, input: &Input) -> Result<()> {
     let bytes: &[u8] = bytemuck::cast_slice(&input.0);
-    let source = rig.host.slice(0, bytes.len());
+    let source = harness.host.slice(0, bytes.len());
     source.with(|host: &mut [u8]| host.copy_from_slice(bytes));
     for start in (0..memory.elems).step_by(PERIOD) {
         let part = memory.slice(start, PERIOD.min(memory.elems - start));
-        rig.dev.copy_h2d(Stream::Compute, source.slice(0, part.bytes()), part)?;
+        harness.dev.copy_h2d(Stream::Compute, source.slice(0, part.bytes()), part)?;
     }
-    rig.synchronize(Stream::Compute)
+    harness.synchronize(Stream::Compute)
 }
 
 /// The elements of `memory`, through as much host memory as there is at a time.
-fn read(rig: &mut Rig, memory: DeviceSlice) -> Result<Vec<bf16>> {
+fn read(harness: &mut Harness, memory: DeviceSlice) -> Result<Vec<bf16>> {
     let mut all = vec![bf16::ZERO; memory.elems];
-    let at_once = rig.host.bytes() / 2;
+    let at_once = harness.host.bytes() / 2;
     for (part, out) in (0..memory.elems).step_by(at_once).zip(all.chunks_mut(at_once)) {
-        let to = rig.host.slice(0, 2 * out.len());
-        rig.dev.copy_d2h(Stream::Compute, memory.slice(part, out.len()), to)?;
-        rig.synchronize(Stream::Compute)?;
+        let to = harness.host.slice(0, 2 * out.len());
+        harness.dev.copy_d2h(Stream::Compute, memory.slice(part, out.len()), to)?;
+        harness.synchronize(Stream::Compute)?;
         to.read(out);
     }
     Ok(all)

@@ -516,9 +516,9 @@ mod tests {
     use std::sync::Arc;
 
     /// A device, and what its memory holds once all streams are done.
-    struct Rig(CpuDevice);
+    struct Harness(CpuDevice);
 
-    impl Rig {
+    impl Harness {
         fn new() -> Self {
             Self::with_schedule(Schedule::Threads)
         }
@@ -555,113 +555,113 @@ mod tests {
 
     #[test]
     fn arguments_that_do_not_fit_are_errors_that_name_them() {
-        let mut rig = Rig::new();
-        let x = rig.floats(&[1.0; 6]);
-        let out = rig.floats(&[0.0; 6]);
-        let tokens = rig.with(Dtype::Int32, &[0i32; 6]);
+        let mut harness = Harness::new();
+        let x = harness.floats(&[1.0; 6]);
+        let out = harness.floats(&[0.0; 6]);
+        let tokens = harness.with(Dtype::Int32, &[0i32; 6]);
         let small = out.slice(0, 5);
-        assert_eq!(message(rig.0.gelu(x, small)), "launch gelu: x holds 6 float32, not 5 float32");
-        assert_eq!(message(rig.0.swiglu(x, tokens, 3)), "launch swiglu: gate_up holds 6 float32, not 12 int32");
-        assert_eq!(message(rig.0.cross_entropy_loss(x, x.slice(2, 1), 1.0, false)), "launch cross_entropy_loss: loss overlaps stats");
-        assert_eq!(message(rig.0.poke(tokens, 0, 1.0)), "unsupported: arithmetic on int32");
-        assert_eq!(message(rig.0.poke(x, 6, 1.0)), "launch poke: element 6 of 6");
+        assert_eq!(message(harness.0.gelu(x, small)), "launch gelu: x holds 6 float32, not 5 float32");
+        assert_eq!(message(harness.0.swiglu(x, tokens, 3)), "launch swiglu: gate_up holds 6 float32, not 12 int32");
+        assert_eq!(message(harness.0.cross_entropy_loss(x, x.slice(2, 1), 1.0, false)), "launch cross_entropy_loss: loss overlaps stats");
+        assert_eq!(message(harness.0.poke(tokens, 0, 1.0)), "unsupported: arithmetic on int32");
+        assert_eq!(message(harness.0.poke(x, 6, 1.0)), "launch poke: element 6 of 6");
         let shape = AttentionShape { batch: 1, seq_length: 1, heads: 3, kv_heads: 2, head_dim: 1, scale: 1.0, window: None };
-        assert!(message(rig.0.attention(x, None, out, small, shape)).ends_with("makes no sense"));
+        assert!(message(harness.0.attention(x, None, out, small, shape)).ends_with("makes no sense"));
         let shape = AttentionShape { kv_heads: 1, ..shape };
         let (qkv, table) = (x.slice(0, 5), out.slice(0, 2));
-        assert_eq!(message(rig.0.rope(qkv, tokens.slice(0, 1), table, 2, false, shape)), "launch rope: cannot rotate 2 of 1 channels");
-        assert_eq!(rig.read::<f32>(out), [0.0; 6]);
+        assert_eq!(message(harness.0.rope(qkv, tokens.slice(0, 1), table, 2, false, shape)), "launch rope: cannot rotate 2 of 1 channels");
+        assert_eq!(harness.read::<f32>(out), [0.0; 6]);
     }
 
     #[test]
     fn products_add_to_their_base_wherever_it_lies() {
-        let mut rig = Rig::new();
+        let mut harness = Harness::new();
         let shape = MatmulShape { layout: MatmulLayout::Nt, m: 2, n: 1, k: 1 };
-        let (a, b, bias) = (rig.floats(&[1.0, 2.0]), rig.floats(&[3.0]), rig.floats(&[0.5]));
-        let (base, c) = (rig.floats(&[10.0, 20.0]), rig.floats(&[9.0; 2]));
-        rig.0.matmul(shape, a, b, Some(bias), Some(base), c).unwrap();
-        assert_eq!((rig.read::<f32>(c), rig.read::<f32>(base)), (vec![13.5, 26.5], vec![10.0, 20.0]));
-        rig.0.matmul(shape, a, b, None, Some(c), c).unwrap();
-        assert_eq!(rig.read::<f32>(c), [16.5, 32.5]);
-        rig.0.matmul(shape, a, b, None, None, c).unwrap();
-        assert_eq!(rig.read::<f32>(c), [3.0, 6.0]);
-        let (row, both) = (MatmulShape { m: 1, ..shape }, rig.floats(&[0.0; 3]));
-        let overlapping = rig.0.matmul(shape, a, b, None, Some(both.slice(0, 2)), both.slice(1, 2));
+        let (a, b, bias) = (harness.floats(&[1.0, 2.0]), harness.floats(&[3.0]), harness.floats(&[0.5]));
+        let (base, c) = (harness.floats(&[10.0, 20.0]), harness.floats(&[9.0; 2]));
+        harness.0.matmul(shape, a, b, Some(bias), Some(base), c).unwrap();
+        assert_eq!((harness.read::<f32>(c), harness.read::<f32>(base)), (vec![13.5, 26.5], vec![10.0, 20.0]));
+        harness.0.matmul(shape, a, b, None, Some(c), c).unwrap();
+        assert_eq!(harness.read::<f32>(c), [16.5, 32.5]);
+        harness.0.matmul(shape, a, b, None, None, c).unwrap();
+        assert_eq!(harness.read::<f32>(c), [3.0, 6.0]);
+        let (row, both) = (MatmulShape { m: 1, ..shape }, harness.floats(&[0.0; 3]));
+        let overlapping = harness.0.matmul(shape, a, b, None, Some(both.slice(0, 2)), both.slice(1, 2));
         assert_eq!(message(overlapping), "launch matmul: c overlaps base");
-        let short = rig.0.matmul(row, a.slice(0, 1), b, None, Some(base), c.slice(0, 1));
+        let short = harness.0.matmul(row, a.slice(0, 1), b, None, Some(base), c.slice(0, 1));
         assert_eq!(message(short), "launch matmul: base holds 2 float32, not 1 float32");
     }
 
     #[test]
     fn gelu_backward_works_in_place_and_apart() {
-        let mut rig = Rig::new();
-        let (x, dout, apart) = (rig.floats(&[0.5, -1.0]), rig.floats(&[1.0, 2.0]), rig.floats(&[9.0; 2]));
-        rig.0.gelu_backward(dout, x, apart).unwrap();
-        rig.0.gelu_backward(dout, x, dout).unwrap();
-        let (apart, in_place) = (rig.read::<f32>(apart), rig.read::<f32>(dout));
+        let mut harness = Harness::new();
+        let (x, dout, apart) = (harness.floats(&[0.5, -1.0]), harness.floats(&[1.0, 2.0]), harness.floats(&[9.0; 2]));
+        harness.0.gelu_backward(dout, x, apart).unwrap();
+        harness.0.gelu_backward(dout, x, dout).unwrap();
+        let (apart, in_place) = (harness.read::<f32>(apart), harness.read::<f32>(dout));
         assert!(apart == in_place && apart != [1.0, 2.0]);
     }
 
     #[test]
     fn casts_run_on_every_stream() {
-        let mut rig = Rig::new();
+        let mut harness = Harness::new();
         let values: Vec<f32> = (0..20_000).map(|i| i as f32 * 0.37).collect();
-        let src = rig.floats(&values);
+        let src = harness.floats(&values);
         for stream in Stream::ALL {
-            let narrow = rig.0.alloc("narrow", values.len(), Dtype::Bfloat16).unwrap();
-            let back = rig.0.alloc("back", values.len(), Dtype::Float32).unwrap();
-            rig.0.cast(stream, src, narrow).unwrap();
-            rig.0.cast(stream, narrow, back).unwrap();
+            let narrow = harness.0.alloc("narrow", values.len(), Dtype::Bfloat16).unwrap();
+            let back = harness.0.alloc("back", values.len(), Dtype::Float32).unwrap();
+            harness.0.cast(stream, src, narrow).unwrap();
+            harness.0.cast(stream, narrow, back).unwrap();
             let want: Vec<bf16> = values.iter().map(|&x| Element::from_f32(x)).collect();
-            assert_eq!(rig.read::<bf16>(narrow), want);
-            assert_eq!(rig.read::<f32>(back), want.iter().map(|&x| Element::to_f32(x)).collect::<Vec<_>>());
+            assert_eq!(harness.read::<bf16>(narrow), want);
+            assert_eq!(harness.read::<f32>(back), want.iter().map(|&x| Element::to_f32(x)).collect::<Vec<_>>());
         }
     }
 
     #[test]
     fn tasks_of_one_stream_run_in_order() {
-        run_in_order(Rig::new());
-        (0..8).for_each(|seed| run_in_order(Rig::with_schedule(Schedule::Adversary { seed })));
+        run_in_order(Harness::new());
+        (0..8).for_each(|seed| run_in_order(Harness::with_schedule(Schedule::Adversary { seed })));
     }
 
-    fn run_in_order(mut rig: Rig) {
-        let (x, loss) = (rig.floats(&[5.0; 4]), rig.floats(&[1.0]));
-        let tokens = rig.with(Dtype::Int32, &[1i32, 0]);
-        let table = rig.with(Dtype::Bfloat16, &[1.0f32, 2.0, 3.0, 4.0].map(<bf16 as Element>::from_f32));
-        let rows = rig.0.alloc("rows", 4, Dtype::Bfloat16).unwrap();
-        rig.0.embed(tokens, tokens, table, None, rows, 2).unwrap();
-        rig.0.cast(Stream::Compute, rows, x).unwrap();
-        rig.0.poke(x, 3, 7.0).unwrap();
-        let product = rig.floats(&[0.0; 4]);
+    fn run_in_order(mut harness: Harness) {
+        let (x, loss) = (harness.floats(&[5.0; 4]), harness.floats(&[1.0]));
+        let tokens = harness.with(Dtype::Int32, &[1i32, 0]);
+        let table = harness.with(Dtype::Bfloat16, &[1.0f32, 2.0, 3.0, 4.0].map(<bf16 as Element>::from_f32));
+        let rows = harness.0.alloc("rows", 4, Dtype::Bfloat16).unwrap();
+        harness.0.embed(tokens, tokens, table, None, rows, 2).unwrap();
+        harness.0.cast(Stream::Compute, rows, x).unwrap();
+        harness.0.poke(x, 3, 7.0).unwrap();
+        let product = harness.floats(&[0.0; 4]);
         let shape = MatmulShape { layout: MatmulLayout::Nt, m: 2, n: 2, k: 2 };
-        rig.0.matmul(shape, x, x, None, None, product).unwrap();
-        rig.0.zero(x).unwrap();
-        rig.0.zero(tokens).unwrap();
-        assert_eq!(rig.read::<f32>(product), [25.0, 31.0, 31.0, 50.0]);
-        assert_eq!((rig.read::<f32>(x), rig.read::<i32>(tokens)), (vec![0.0; 4], vec![0, 0]));
-        let stats = rig.floats(&[2.0, 1.0, -1.0]);
-        rig.0.cross_entropy_loss(stats, loss, 2.0, true).unwrap();
-        assert_eq!(rig.read::<f32>(loss), [7.0]);
+        harness.0.matmul(shape, x, x, None, None, product).unwrap();
+        harness.0.zero(x).unwrap();
+        harness.0.zero(tokens).unwrap();
+        assert_eq!(harness.read::<f32>(product), [25.0, 31.0, 31.0, 50.0]);
+        assert_eq!((harness.read::<f32>(x), harness.read::<i32>(tokens)), (vec![0.0; 4], vec![0, 0]));
+        let stats = harness.floats(&[2.0, 1.0, -1.0]);
+        harness.0.cross_entropy_loss(stats, loss, 2.0, true).unwrap();
+        assert_eq!(harness.read::<f32>(loss), [7.0]);
     }
 
     #[test]
     fn norm_and_step_of_a_resident_bucket() {
-        let mut rig = Rig::new();
+        let mut harness = Harness::new();
         let n = BLOCK + 10;
-        let grads = rig.floats(&vec![2.0; n]);
-        let (partials, nonfinite) = (rig.floats(&[9.0; 2]), rig.with(Dtype::Int32, &[0i32]));
-        rig.0.grad_norm_partials(grads, partials, nonfinite).unwrap();
-        assert_eq!((rig.read::<f32>(partials), rig.read::<i32>(nonfinite)), (vec![4.0 * BLOCK as f32, 40.0], vec![0]));
-        let [params, m, v] = [1.0, 0.0, 0.0].map(|x| rig.floats(&vec![x; n]));
-        let out = rig.0.alloc("out", n, Dtype::Float16).unwrap();
+        let grads = harness.floats(&vec![2.0; n]);
+        let (partials, nonfinite) = (harness.floats(&[9.0; 2]), harness.with(Dtype::Int32, &[0i32]));
+        harness.0.grad_norm_partials(grads, partials, nonfinite).unwrap();
+        assert_eq!((harness.read::<f32>(partials), harness.read::<i32>(nonfinite)), (vec![4.0 * BLOCK as f32, 40.0], vec![0]));
+        let [params, m, v] = [1.0, 0.0, 0.0].map(|x| harness.floats(&vec![x; n]));
+        let out = harness.0.alloc("out", n, Dtype::Float16).unwrap();
         let consts = crate::optim::adam::AdamConsts::new(
             &crate::optim::adam::AdamHyper { lr: 0.25, beta1: 0.5, beta2: 0.5, eps: 0.0, weight_decay: 0.0 },
             1,
             true,
         );
-        rig.0.adam_step(AdamArgs { params, m, v, grads, out, consts, scale: 0.5 }).unwrap();
+        harness.0.adam_step(AdamArgs { params, m, v, grads, out, consts, scale: 0.5 }).unwrap();
         // The first step of Adam moves by the learning rate.
-        assert_eq!(rig.read::<f16>(out), vec![f16::from_f32(0.75); n]);
-        assert_eq!((rig.read::<f32>(params)[n - 1], rig.read::<f32>(m)[0], rig.read::<f32>(v)[0]), (0.75, 0.5, 0.5));
+        assert_eq!(harness.read::<f16>(out), vec![f16::from_f32(0.75); n]);
+        assert_eq!((harness.read::<f32>(params)[n - 1], harness.read::<f32>(m)[0], harness.read::<f32>(v)[0]), (0.75, 0.5, 0.5));
     }
 }

@@ -267,7 +267,7 @@ impl World {
     /// Whether an event came that may let another lane go on.
     fn settle_lane(&mut self, lane: usize) -> bool {
         let (lane, now_ns) = (&mut self.lanes[lane], self.now_ns);
-        let mut told = false;
+        let mut progressed = false;
         while lane.running.is_none() {
             match lane.queue.front() {
                 None => break,
@@ -281,13 +281,13 @@ impl World {
                 }
                 Some(SimOp::Record { event, version }) => {
                     self.events[*event].done = *version;
-                    told = true;
+                    progressed = true;
                 }
                 Some(SimOp::Work(work)) => lane.running = Some(WorkInProgress { work: *work, start_ns: now_ns, left_ns: work.alone_ns }),
             }
             lane.queue.pop_front();
         }
-        told
+        progressed
     }
 }
 

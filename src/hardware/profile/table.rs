@@ -1,7 +1,7 @@
 //! A profile as a table for people.
 
 use super::Profile;
-use crate::hardware::sourced::{Curve, Figure, Sourced};
+use crate::hardware::sourced::{Curve, Number, Sourced};
 use crate::units::Bytes;
 
 /// What a field shows: what it is, the number, and where it is from.
@@ -34,8 +34,8 @@ fn meaning(section: &str) -> &'static str {
 }
 
 /// The row of a number.
-pub(super) fn figure(name: &str, figure: &Figure) -> Vec<Row> {
-    vec![(name.into(), with_unit(name, figure.value), short(figure))]
+pub(super) fn number(name: &str, number: &Number) -> Vec<Row> {
+    vec![(name.into(), with_unit(name, number.value), short(number))]
 }
 
 /// A row for each point; the source stands in the first.

@@ -9,9 +9,9 @@ use superoffload::hardware::topology::Topology;
 use superoffload::host::pinned::{HostMemory, PinnedSlice};
 use superoffload::memory::Addressing;
 use superoffload::probe::kernels::Small;
-use superoffload::probe::rig::Rig;
 use superoffload::probe::samples::Samples;
 use superoffload::probe::states::States;
+use superoffload::probe::timer::Timer;
 
 /// How large and how long.
 #[derive(Clone, Copy, Debug)]
@@ -47,7 +47,7 @@ const SMALLEST_BYTES: usize = 64 << 10;
 /// A device, and all that it is measured with.
 pub struct DeviceBench<'a, D> {
     /// The device and its clock.
-    pub rig: Rig<'a, D>,
+    pub timer: Timer<'a, D>,
     /// Where host memory comes from; outlives the device.
     pub memory: &'a mut HostMemory,
     /// The machine.
@@ -73,7 +73,7 @@ impl<D: Kernels> DeviceBench<'_, D> {
     /// `Resource` when there is no such memory.
     pub fn registered(&mut self, bytes: usize) -> Result<PinnedSlice> {
         let memory = self.memory.alloc("device facts", bytes)?;
-        self.rig.dev.pin(memory)?;
+        self.timer.dev.pin(memory)?;
         Ok(memory)
     }
 
@@ -85,7 +85,7 @@ impl<D: Kernels> DeviceBench<'_, D> {
         if !is_right {
             return Err(Error::resource(format!("verify {case} {fields}"), "the data are not what they should be"));
         }
-        let line = self.facts.line(join(json!({ "case": case, "verified": true, "device": self.rig.dev.describe() }), fields));
+        let line = self.facts.line(join(json!({ "case": case, "verified": true, "device": self.timer.dev.describe() }), fields));
         println!("{line}");
         Ok(())
     }

@@ -10,8 +10,8 @@ use superoffload::device::{Device, DeviceSlice, EventId, Kernels, Stream};
 use superoffload::dtype::Dtype;
 use superoffload::engine::pool::Pool;
 use superoffload::error::Result;
-use superoffload::probe::rig::Rig;
 use superoffload::probe::samples::Samples;
+use superoffload::probe::timer::Timer;
 use superoffload::probe::workers::Workers;
 
 /// The smallest tensor, in fp32.
@@ -69,7 +69,7 @@ struct Host {
 /// The device's and the pool's; `Resource` when data are wrong.
 pub fn measure<D: Kernels>(bench: &mut DeviceBench<'_, D>) -> Result<()> {
     let elems = bench.sizes.max_bytes / 4;
-    let (wide, narrow) = (bench.rig.dev.alloc("fp32", elems, Dtype::Float32)?, bench.rig.dev.alloc("bf16", elems, Dtype::Bfloat16)?);
+    let (wide, narrow) = (bench.timer.dev.alloc("fp32", elems, Dtype::Float32)?, bench.timer.dev.alloc("bf16", elems, Dtype::Bfloat16)?);
     let optimizer = Optimizer::new(bench, elems, elems)?;
     let mut workers = Workers::<HostJob>::new(bench.topology, bench.limits.workers)?;
     for bytes in bench.sizes.by_four(SMALLEST_BYTES) {
@@ -78,7 +78,7 @@ pub fn measure<D: Kernels>(bench: &mut DeviceBench<'_, D>) -> Result<()> {
         on_the_device(bench, &optimizer, &tensor)?;
         on_the_host(bench, &optimizer, elems, &mut workers)?;
     }
-    let mut host = Host { optimizer, pool: workers.pool, ready: bench.rig.dev.event()? };
+    let mut host = Host { optimizer, pool: workers.pool, ready: bench.timer.dev.event()? };
     for bytes in bench.sizes.by_four(SMALLEST_BYTES) {
         let elems = bytes / 4;
         let tensor = CastTensor { elems, wide: wide.slice(0, elems), narrow: narrow.slice(0, elems) };
@@ -98,10 +98,10 @@ fn on_the_device<D: Kernels>(bench: &mut DeviceBench<'_, D>, optimizer: &Optimiz
     let (elems, host) = (tensor.elems, optimizer.narrow.slice(0, 2 * tensor.elems));
     for (from, to) in [(tensor.narrow, tensor.wide), (tensor.wide, tensor.narrow)] {
         fill(host, bf16::from_f32(GRAD));
-        bench.rig.seconds(|dev| dev.copy_h2d(Stream::H2d, host, tensor.narrow))?;
-        bench.rig.seconds(|dev| dev.cast(Stream::Compute, tensor.narrow, tensor.wide))?;
-        let rates = bench.rig.rates(bench.sizes.seconds, (6 * elems) as f64, |dev| dev.cast(Stream::Compute, from, to))?;
-        let is_right = is_on_the_device(&mut bench.rig, optimizer, tensor, GRAD)?;
+        bench.timer.seconds(|dev| dev.copy_h2d(Stream::H2d, host, tensor.narrow))?;
+        bench.timer.seconds(|dev| dev.cast(Stream::Compute, tensor.narrow, tensor.wide))?;
+        let rates = bench.timer.rates(bench.sizes.seconds, (6 * elems) as f64, |dev| dev.cast(Stream::Compute, from, to))?;
+        let is_right = is_on_the_device(&mut bench.timer, optimizer, tensor, GRAD)?;
         let fields = json!({ "by": "device", "from": from.dtype.to_string(), "to": to.dtype.to_string() });
         bench.line("cast alone", is_right, join(join(fields, size(elems)), rate(&rates, &bench.limits.device)))?;
     }
@@ -109,9 +109,9 @@ fn on_the_device<D: Kernels>(bench: &mut DeviceBench<'_, D>, optimizer: &Optimiz
 }
 
 /// Whether both formats on the device are `value`.
-fn is_on_the_device<D: Device>(rig: &mut Rig<'_, D>, optimizer: &Optimizer, tensor: &CastTensor, value: f32) -> Result<bool> {
+fn is_on_the_device<D: Device>(timer: &mut Timer<'_, D>, optimizer: &Optimizer, tensor: &CastTensor, value: f32) -> Result<bool> {
     let (wide, narrow) = (optimizer.wide.slice(0, 4 * tensor.elems), optimizer.narrow.slice(0, 2 * tensor.elems));
-    rig.seconds(|dev| dev.copy_d2h(Stream::D2h, tensor.wide, wide).and_then(|()| dev.copy_d2h(Stream::D2h, tensor.narrow, narrow)))?;
+    timer.seconds(|dev| dev.copy_d2h(Stream::D2h, tensor.wide, wide).and_then(|()| dev.copy_d2h(Stream::D2h, tensor.narrow, narrow)))?;
     Ok(is_all(narrow, value) && wide.with(|wide: &mut [f32]| wide.iter().all(|&each| each == value)))
 }
 
@@ -137,15 +137,15 @@ fn gradients<D: Kernels>(bench: &mut DeviceBench<'_, D>, host: &mut Host, tensor
     optimizer.reset(elems);
     let narrow = optimizer.narrow.slice(0, 2 * elems);
     fill(narrow, bf16::from_f32(GRAD));
-    bench.rig.seconds(|dev| dev.copy_h2d(Stream::H2d, narrow, tensor.narrow))?;
+    bench.timer.seconds(|dev| dev.copy_h2d(Stream::H2d, narrow, tensor.narrow))?;
     fill(narrow, bf16::ZERO);
-    host.bring(&mut bench.rig, tensor, arm)?;
+    host.bring(&mut bench.timer, tensor, arm)?;
     host.step(tensor, arm)?;
     let is_right = host.optimizer.is_after(elems, 1) && is_all(host.optimizer.weights.slice(0, 2 * elems), Optimizer::param_after(1));
-    let alone = bench.rig.samples(bench.sizes.seconds, |rig| timed(rig, |rig| host.bring(rig, tensor, arm)))?;
+    let alone = bench.timer.samples(bench.sizes.seconds, |timer| timed(timer, |timer| host.bring(timer, tensor, arm)))?;
     let stepped = bench
-        .rig
-        .samples(bench.sizes.seconds, |rig| timed(rig, |rig| host.bring(rig, tensor, arm).and_then(|()| host.step(tensor, arm))))?;
+        .timer
+        .samples(bench.sizes.seconds, |timer| timed(timer, |timer| host.bring(timer, tensor, arm).and_then(|()| host.step(tensor, arm))))?;
     report(bench, ("gradients to the host", arm, elems), is_right, &alone, Some(&stepped))
 }
 
@@ -156,17 +156,17 @@ fn weights<D: Kernels>(bench: &mut DeviceBench<'_, D>, host: &mut Host, tensor: 
     if arm == Arm::Fused {
         host.run(HostJob::Step(host.optimizer.cast(elems)))?;
     }
-    bench.rig.seconds(|dev| dev.zero(tensor.narrow))?;
-    let times = bench.rig.samples(bench.sizes.seconds, |rig| timed(rig, |rig| host.send(rig, tensor, arm)))?;
+    bench.timer.seconds(|dev| dev.zero(tensor.narrow))?;
+    let times = bench.timer.samples(bench.sizes.seconds, |timer| timed(timer, |timer| host.send(timer, tensor, arm)))?;
     let narrow = host.optimizer.narrow.slice(0, 2 * elems);
-    bench.rig.seconds(|dev| dev.copy_d2h(Stream::D2h, tensor.narrow, narrow))?;
+    bench.timer.seconds(|dev| dev.copy_d2h(Stream::D2h, tensor.narrow, narrow))?;
     report(bench, ("weights to the device", arm, elems), is_all(narrow, expected), &times, None)
 }
 
-fn timed<D: Device>(rig: &mut Rig<'_, D>, work: impl FnOnce(&mut Rig<'_, D>) -> Result<()>) -> Result<f64> {
-    let start_ns = rig.dev.now_ns();
-    work(rig)?;
-    Ok(rig.since(start_ns))
+fn timed<D: Device>(timer: &mut Timer<'_, D>, work: impl FnOnce(&mut Timer<'_, D>) -> Result<()>) -> Result<f64> {
+    let start_ns = timer.dev.now_ns();
+    work(timer)?;
+    Ok(timer.since(start_ns))
 }
 
 fn report<D: Kernels>(
@@ -207,30 +207,30 @@ impl Host {
         self.run(HostJob::Step(job))
     }
 
-    fn bring<D: Kernels>(&mut self, rig: &mut Rig<'_, D>, tensor: &CastTensor, arm: Arm) -> Result<()> {
+    fn bring<D: Kernels>(&mut self, timer: &mut Timer<'_, D>, tensor: &CastTensor, arm: Arm) -> Result<()> {
         let (wide, narrow) = (self.optimizer.wide.slice(0, 4 * tensor.elems), self.optimizer.narrow.slice(0, 2 * tensor.elems));
         if arm == Arm::Device {
-            rig.dev.cast(Stream::Compute, tensor.narrow, tensor.wide)?;
-            rig.dev.record(self.ready, Stream::Compute)?;
-            rig.dev.wait(Stream::D2h, self.ready)?;
-            rig.dev.copy_d2h(Stream::D2h, tensor.wide, wide)?;
-            return rig.settle();
+            timer.dev.cast(Stream::Compute, tensor.narrow, tensor.wide)?;
+            timer.dev.record(self.ready, Stream::Compute)?;
+            timer.dev.wait(Stream::D2h, self.ready)?;
+            timer.dev.copy_d2h(Stream::D2h, tensor.wide, wide)?;
+            return timer.settle();
         }
-        rig.dev.copy_d2h(Stream::D2h, tensor.narrow, narrow)?;
-        rig.settle()?;
+        timer.dev.copy_d2h(Stream::D2h, tensor.narrow, narrow)?;
+        timer.settle()?;
         if arm == Arm::Host { self.run(HostJob::Widen(Widen { from: narrow, to: wide })) } else { Ok(()) }
     }
 
-    fn send<D: Kernels>(&mut self, rig: &mut Rig<'_, D>, tensor: &CastTensor, arm: Arm) -> Result<()> {
+    fn send<D: Kernels>(&mut self, timer: &mut Timer<'_, D>, tensor: &CastTensor, arm: Arm) -> Result<()> {
         if arm == Arm::Device {
-            rig.dev.copy_h2d(Stream::H2d, self.optimizer.params().slice(0, 4 * tensor.elems), tensor.wide)?;
-            rig.dev.cast(Stream::H2d, tensor.wide, tensor.narrow)?;
-            return rig.settle();
+            timer.dev.copy_h2d(Stream::H2d, self.optimizer.params().slice(0, 4 * tensor.elems), tensor.wide)?;
+            timer.dev.cast(Stream::H2d, tensor.wide, tensor.narrow)?;
+            return timer.settle();
         }
         if arm == Arm::Host {
             self.run(HostJob::Step(self.optimizer.cast(tensor.elems)))?;
         }
-        rig.dev.copy_h2d(Stream::H2d, self.optimizer.weights.slice(0, 2 * tensor.elems), tensor.narrow)?;
-        rig.settle()
+        timer.dev.copy_h2d(Stream::H2d, self.optimizer.weights.slice(0, 2 * tensor.elems), tensor.narrow)?;
+        timer.settle()
     }
 }

@@ -30,25 +30,25 @@ pub fn measure(bench: &mut DeviceBench<'_, CudaDevice>) -> Result<()> {
 fn graph(bench: &mut DeviceBench<'_, CudaDevice>, kernels: usize) -> Result<()> {
     let casts = Casts::new(bench)?;
     let record = |dev: &mut CudaDevice| dev.record_graph(|dev| (0..kernels).try_for_each(|_| casts.enqueue(dev)));
-    let start_ns = bench.rig.dev.now_ns();
-    let graph = record(bench.rig.dev)?;
-    let once_s = bench.rig.since(start_ns);
+    let start_ns = bench.timer.dev.now_ns();
+    let graph = record(bench.timer.dev)?;
+    let once_s = bench.timer.since(start_ns);
     // The first launch moves the graph to the device.
-    bench.rig.seconds(|dev| dev.launch_graph(graph))?;
+    bench.timer.seconds(|dev| dev.launch_graph(graph))?;
     let is_right = casts.are_right(bench)?;
 
     let seconds = bench.sizes.seconds;
-    let enqueued = bench.rig.samples(seconds, |rig| {
-        let start_ns = rig.dev.now_ns();
-        rig.dev.launch_graph(graph)?;
-        let enqueued_s = rig.since(start_ns);
-        rig.settle()?;
+    let enqueued = bench.timer.samples(seconds, |timer| {
+        let start_ns = timer.dev.now_ns();
+        timer.dev.launch_graph(graph)?;
+        let enqueued_s = timer.since(start_ns);
+        timer.settle()?;
         Ok(enqueued_s)
     })?;
     // The first of many is enqueued while nothing runs: what the others add is the device's time.
-    let each = bench.rig.samples(seconds, |rig| {
-        let one_s = rig.seconds(|dev| dev.launch_graph(graph))?;
-        let all_s = rig.seconds(|dev| (0..LAUNCHES).try_for_each(|_| dev.launch_graph(graph)))?;
+    let each = bench.timer.samples(seconds, |timer| {
+        let one_s = timer.seconds(|dev| dev.launch_graph(graph))?;
+        let all_s = timer.seconds(|dev| (0..LAUNCHES).try_for_each(|_| dev.launch_graph(graph)))?;
         Ok(((all_s - one_s) / ((LAUNCHES - 1) * kernels) as f64).max(1e-9))
     })?;
     let recorded = Samples::new(vec![once_s]);
@@ -67,10 +67,10 @@ struct Casts {
 impl Casts {
     fn new(bench: &mut DeviceBench<'_, CudaDevice>) -> Result<Self> {
         let host = bench.registered(4 * FEW)?;
-        let mut device = |name, dtype| bench.rig.dev.alloc(name, FEW, dtype);
+        let mut device = |name, dtype| bench.timer.dev.alloc(name, FEW, dtype);
         let casts = Self { wide: device("wide", Dtype::Float32)?, narrow: device("narrow", Dtype::Bfloat16)?, host };
         fill(host, GRAD);
-        bench.rig.seconds(|dev| dev.copy_h2d(Stream::Compute, host, casts.wide))?;
+        bench.timer.seconds(|dev| dev.copy_h2d(Stream::Compute, host, casts.wide))?;
         Ok(casts)
     }
 
@@ -81,7 +81,7 @@ impl Casts {
     /// Recording alone left zeros; the launched graph must have cast.
     fn are_right(&self, bench: &mut DeviceBench<'_, CudaDevice>) -> Result<bool> {
         let half = self.host.slice(0, 2 * FEW);
-        bench.rig.seconds(|dev| dev.copy_d2h(Stream::Compute, self.narrow, half))?;
+        bench.timer.seconds(|dev| dev.copy_d2h(Stream::Compute, self.narrow, half))?;
         Ok(half.with(|all: &mut [u16]| all.iter().all(|&bits| bits == bf16::from_f32(GRAD).to_bits())))
     }
 }

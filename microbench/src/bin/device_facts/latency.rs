@@ -10,8 +10,8 @@ use superoffload::engine::verdict::Verdict;
 use superoffload::error::Result;
 use superoffload::host::pinned::PinnedSlice;
 use superoffload::optim::norm::{BLOCK, fold};
-use superoffload::probe::rig::Rig;
 use superoffload::probe::samples::Samples;
+use superoffload::probe::timer::Timer;
 use superoffload::units::NormSq;
 
 /// Events from stream to stream in a sample.
@@ -28,7 +28,7 @@ const GRAD: f32 = 0.125;
 /// # Errors
 /// The device's; `Resource` when data are wrong.
 pub fn measure<D: Kernels>(bench: &mut DeviceBench<'_, D>) -> Result<()> {
-    let is_cast = casts_right(&mut bench.rig, bench.memory.alloc("a few numbers", 4 * FEW)?)?;
+    let is_cast = casts_right(&mut bench.timer, bench.memory.alloc("a few numbers", 4 * FEW)?)?;
     let (launch, kernel) = (bench.small.launch_s.clone(), bench.small.kernel_s.clone());
     report(bench, "enqueue a kernel", is_cast, &launch)?;
     report(bench, "a kernel that does nearly nothing, one after the other", is_cast, &kernel)?;
@@ -47,28 +47,28 @@ pub fn report<D: Kernels>(bench: &DeviceBench<'_, D>, what: &str, is_right: bool
 }
 
 /// The kernel that was launched does what it should.
-fn casts_right<D: Kernels>(rig: &mut Rig<'_, D>, host: PinnedSlice) -> Result<bool> {
-    let (wide, narrow) = (rig.dev.alloc("wide", FEW, Dtype::Float32)?, rig.dev.alloc("narrow", FEW, Dtype::Bfloat16)?);
+fn casts_right<D: Kernels>(timer: &mut Timer<'_, D>, host: PinnedSlice) -> Result<bool> {
+    let (wide, narrow) = (timer.dev.alloc("wide", FEW, Dtype::Float32)?, timer.dev.alloc("narrow", FEW, Dtype::Bfloat16)?);
     fill(host, GRAD);
-    rig.seconds(|dev| dev.copy_h2d(Stream::Compute, host, wide))?;
-    rig.seconds(|dev| dev.cast(Stream::Compute, wide, narrow))?;
+    timer.seconds(|dev| dev.copy_h2d(Stream::Compute, host, wide))?;
+    timer.seconds(|dev| dev.cast(Stream::Compute, wide, narrow))?;
     let half = host.slice(0, 2 * FEW);
-    rig.seconds(|dev| dev.copy_d2h(Stream::Compute, narrow, half))?;
+    timer.seconds(|dev| dev.copy_d2h(Stream::Compute, narrow, half))?;
     Ok(half.with(|all: &mut [u16]| all.iter().all(|&bits| bits == bf16::from_f32(GRAD).to_bits())))
 }
 
 fn events<D: Kernels>(bench: &mut DeviceBench<'_, D>) -> Result<()> {
-    let events = [bench.rig.dev.event()?, bench.rig.dev.event()?];
-    let alone = bench.rig.samples(bench.sizes.seconds, |rig| {
-        let start_ns = rig.dev.now_ns();
-        rig.dev.record(events[0], Stream::Compute)?;
-        rig.dev.synchronize(events[0])?;
-        Ok(rig.since(start_ns))
+    let events = [bench.timer.dev.event()?, bench.timer.dev.event()?];
+    let alone = bench.timer.samples(bench.sizes.seconds, |timer| {
+        let start_ns = timer.dev.now_ns();
+        timer.dev.record(events[0], Stream::Compute)?;
+        timer.dev.synchronize(events[0])?;
+        Ok(timer.since(start_ns))
     })?;
-    let is_done = bench.rig.dev.is_done(events[0])?;
+    let is_done = bench.timer.dev.is_done(events[0])?;
     report(bench, "record an event and wait for it", is_done, &alone)?;
-    let hops = bench.rig.samples(bench.sizes.seconds, |rig| {
-        let seconds = rig.seconds(|dev| {
+    let hops = bench.timer.samples(bench.sizes.seconds, |timer| {
+        let seconds = timer.seconds(|dev| {
             (0..HOPS).try_for_each(|_| {
                 dev.record(events[0], Stream::Compute)?;
                 dev.wait(Stream::D2h, events[0])?;
@@ -78,21 +78,21 @@ fn events<D: Kernels>(bench: &mut DeviceBench<'_, D>) -> Result<()> {
         })?;
         Ok(seconds / (2 * HOPS) as f64)
     })?;
-    let is_done = bench.rig.dev.is_done(events[1])?;
+    let is_done = bench.timer.dev.is_done(events[1])?;
     report(bench, "record an event and have the other stream wait for it", is_done, &hops)
 }
 
 /// On a copy's stream the copy engine does it, on the compute stream a kernel.
 fn small_copies<D: Kernels>(bench: &mut DeviceBench<'_, D>) -> Result<()> {
     let (there, here, back) =
-        (bench.rig.dev.alloc("a few numbers", FEW, Dtype::Float32)?, bench.registered(4 * FEW)?, bench.registered(4 * FEW)?);
+        (bench.timer.dev.alloc("a few numbers", FEW, Dtype::Float32)?, bench.registered(4 * FEW)?, bench.registered(4 * FEW)?);
     fill(here, GRAD);
     let ways = [("by the copy engine", Stream::H2d, Stream::D2h), ("by a kernel", Stream::Compute, Stream::Compute)];
     for (who, to, from) in ways {
         fill(back, 0f32);
-        let times = bench.rig.samples(bench.sizes.seconds, |rig| {
-            let there_s = rig.seconds(|dev| dev.copy_h2d(to, here, there))?;
-            Ok(there_s + rig.seconds(|dev| dev.copy_d2h(from, there, back))?)
+        let times = bench.timer.samples(bench.sizes.seconds, |timer| {
+            let there_s = timer.seconds(|dev| dev.copy_h2d(to, here, there))?;
+            Ok(there_s + timer.seconds(|dev| dev.copy_d2h(from, there, back))?)
         })?;
         let is_right = back.with(|all: &mut [f32]| all.iter().all(|&each| each == GRAD));
         report(bench, &format!("64 bytes to the device and back, {who}"), is_right, &times)?;
@@ -113,7 +113,7 @@ impl NormMemory {
     fn new<D: Kernels>(bench: &mut DeviceBench<'_, D>, elems: usize) -> Result<Self> {
         let blocks = elems.div_ceil(BLOCK);
         let (host_partials, host_nonfinite) = (bench.registered(4 * blocks)?, bench.registered(4)?);
-        let mut device = |name, elems, dtype| bench.rig.dev.alloc(name, elems, dtype);
+        let mut device = |name, elems, dtype| bench.timer.dev.alloc(name, elems, dtype);
         let (grads, partials) = (device("gradients", elems, Dtype::Bfloat16)?, device("partials", blocks, Dtype::Float32)?);
         Ok(Self { grads, partials, nonfinite: device("flag", 1, Dtype::Int32)?, host_partials, host_nonfinite })
     }
@@ -136,14 +136,14 @@ fn verdict<D: Kernels>(bench: &mut DeviceBench<'_, D>, elems: usize) -> Result<(
     let norm = NormMemory::new(bench, elems)?;
     let host = bench.registered(norm.grads.bytes())?;
     fill(host, bf16::from_f32(GRAD));
-    bench.rig.seconds(|dev| dev.copy_h2d(Stream::H2d, host, norm.grads))?;
+    bench.timer.seconds(|dev| dev.copy_h2d(Stream::H2d, host, norm.grads))?;
     let (mut verdict, mut folds) = (Verdict::Commit, Vec::new());
-    let times = bench.rig.samples(bench.sizes.seconds, |rig| {
-        let arrived_s = rig.seconds(|dev| norm.enqueue(dev))?;
-        let start_ns = rig.dev.now_ns();
+    let times = bench.timer.samples(bench.sizes.seconds, |timer| {
+        let arrived_s = timer.seconds(|dev| norm.enqueue(dev))?;
+        let start_ns = timer.dev.now_ns();
         verdict = norm.verdict();
-        folds.push(rig.since(start_ns));
-        Ok(arrived_s + rig.since(start_ns))
+        folds.push(timer.since(start_ns));
+        Ok(arrived_s + timer.since(start_ns))
     })?;
     let length = NormSq(elems as f64 * f64::from(GRAD * GRAD)).norm(1.0);
     let (folds, is_right) = (Samples::new(folds), verdict == Verdict::new(length, false, 1.0));

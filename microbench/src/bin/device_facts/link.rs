@@ -49,9 +49,9 @@ impl LinkMemory {
         match way {
             Way::ToHost => {
                 fill(host, 0f32);
-                bench.rig.seconds(|dev| dev.copy_h2d(Stream::H2d, check, device))?;
+                bench.timer.seconds(|dev| dev.copy_h2d(Stream::H2d, check, device))?;
             }
-            Way::ToDevice => _ = bench.rig.seconds(|dev| dev.zero(device))?,
+            Way::ToDevice => _ = bench.timer.seconds(|dev| dev.zero(device))?,
         }
         Ok(self.seed)
     }
@@ -63,7 +63,7 @@ impl LinkMemory {
             return Ok(is_pattern(host, written));
         }
         fill(check, 0f32);
-        bench.rig.seconds(|dev| dev.copy_d2h(Stream::D2h, device, check))?;
+        bench.timer.seconds(|dev| dev.copy_d2h(Stream::D2h, device, check))?;
         Ok(is_pattern(check, written))
     }
 }
@@ -80,7 +80,7 @@ fn is_pattern(memory: PinnedSlice, seed: u32) -> bool {
 pub fn measure<D: Kernels>(bench: &mut DeviceBench<'_, D>) -> Result<()> {
     let bytes = bench.sizes.max_bytes;
     let check = bench.registered(bytes)?;
-    let mut device = || bench.rig.dev.alloc("copies", bytes / 4, Dtype::Float32);
+    let mut device = || bench.timer.dev.alloc("copies", bytes / 4, Dtype::Float32);
     let device = [device()?, device()?];
     let registered = [bench.registered(bytes)?, bench.registered(bytes)?];
     let pageable = [bench.memory.alloc("pageable copies", bytes)?, bench.memory.alloc("pageable copies", bytes)?];
@@ -107,7 +107,7 @@ fn copy<D: Kernels>(bench: &mut DeviceBench<'_, D>, ends: &mut LinkMemory, case:
     let written = ways.iter().map(|&way| ends.prepare(bench, way, size)).collect::<Result<Vec<_>>>()?;
     let (topology, threads, states, time_s) = (bench.topology, bench.limits.workers, bench.states, bench.sizes.seconds);
     let rates = load.beside(topology, threads, states, || {
-        bench.rig.rates(time_s, size as f64, |dev| ways.iter().try_for_each(|&way| ends.enqueue(dev, way, size)))
+        bench.timer.rates(time_s, size as f64, |dev| ways.iter().try_for_each(|&way| ends.enqueue(dev, way, size)))
     })?;
     let mut is_right = true;
     for (&way, written) in ways.iter().zip(written) {
@@ -132,19 +132,19 @@ fn name(way: Way) -> Value {
 
 /// Pages of managed memory that the driver moves ahead of their use.
 fn managed<D: Kernels>(bench: &mut DeviceBench<'_, D>, check: PinnedSlice) -> Result<()> {
-    let pages = bench.rig.dev.alloc_unified("managed copies", bench.sizes.max_bytes / 4, Dtype::Float32)?;
+    let pages = bench.timer.dev.alloc_unified("managed copies", bench.sizes.max_bytes / 4, Dtype::Float32)?;
     for size in bench.sizes.by_four(SMALLEST_BYTES) {
         let (pages, check) = (pages.slice(0, size / 4), check.slice(0, size));
         fill_from(check, &values(1, PATTERN));
-        bench.rig.seconds(|dev| dev.copy_h2d(Stream::H2d, check, pages))?;
+        bench.timer.seconds(|dev| dev.copy_h2d(Stream::H2d, check, pages))?;
         for (way, there) in [(Way::ToDevice, MemorySpace::Device), (Way::ToHost, MemorySpace::Host)] {
             let back = if there == MemorySpace::Host { MemorySpace::Device } else { MemorySpace::Host };
-            let rates = bench.rig.samples(bench.sizes.seconds, |rig| {
-                rig.seconds(|dev| dev.prefetch(Stream::D2h, pages, back))?;
-                Ok(size as f64 / rig.seconds(|dev| dev.prefetch(way.stream(), pages, there))?)
+            let rates = bench.timer.samples(bench.sizes.seconds, |timer| {
+                timer.seconds(|dev| dev.prefetch(Stream::D2h, pages, back))?;
+                Ok(size as f64 / timer.seconds(|dev| dev.prefetch(way.stream(), pages, there))?)
             })?;
             fill(check, 0f32);
-            bench.rig.seconds(|dev| dev.copy_d2h(Stream::D2h, pages, check))?;
+            bench.timer.seconds(|dev| dev.copy_d2h(Stream::D2h, pages, check))?;
             report(bench, ("managed", way, size), CopyLoad::None, &rates, is_pattern(check, 1))?;
         }
     }

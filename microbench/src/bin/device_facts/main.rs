@@ -30,8 +30,8 @@ use superoffload::memory::Addressing;
 use superoffload::memory::DeviceMemory;
 use superoffload::probe::kernels;
 use superoffload::probe::product::Product;
-use superoffload::probe::rig::Rig;
 use superoffload::probe::states::States;
+use superoffload::probe::timer::Timer;
 use superoffload::probe::workers::memory_policy;
 
 /// What is measured.
@@ -110,11 +110,11 @@ fn measure<D: Kernels>(
 ) -> Result<()> {
     let sizes = Sizes::new(options.quick, options.max_bytes, options.seconds);
     let facts = Facts::new("device_facts", topology, options);
-    let mut rig = Rig::new(dev)?;
-    let product = Product::new(rig.dev, Dtype::Bfloat16, sizes.product)?;
-    let small = kernels::measure(&mut rig, sizes.max_bytes.min(POINTWISE_BYTES), product, 3.0 * sizes.seconds)?;
+    let mut timer = Timer::new(dev)?;
+    let product = Product::new(timer.dev, Dtype::Bfloat16, sizes.product)?;
+    let small = kernels::measure(&mut timer, sizes.max_bytes.min(POINTWISE_BYTES), product, 3.0 * sizes.seconds)?;
     let limits = Limits::measure(topology, states, addressing, (&facts, &small), sizes.seconds)?;
-    let mut bench = DeviceBench { rig, memory, topology, states, addressing, sizes, limits, small, facts };
+    let mut bench = DeviceBench { timer, memory, topology, states, addressing, sizes, limits, small, facts };
     for part in &options.parts {
         match part {
             Part::Link => link::measure(&mut bench)?,

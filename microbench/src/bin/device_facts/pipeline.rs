@@ -9,8 +9,8 @@ use superoffload::device::{Device, DeviceSlice, EventId, Kernels, Stream};
 use superoffload::dtype::Dtype;
 use superoffload::engine::pool::Pool;
 use superoffload::error::Result;
-use superoffload::probe::rig::Rig;
 use superoffload::probe::samples::Samples;
+use superoffload::probe::timer::Timer;
 use superoffload::probe::workers::Workers;
 
 /// Bytes of a bucket's bf16 gradients: the smallest; they double.
@@ -38,7 +38,7 @@ pub fn measure<D: Kernels>(bench: &mut DeviceBench<'_, D>) -> Result<()> {
     let optimizer = Optimizer::new(bench, params, 1)?;
     let mut workers = Workers::<HostJob>::new(bench.topology, bench.limits.workers)?;
     let pass = workers.rates(bench.sizes.seconds, |_| HostJob::Step(optimizer.step(0..params, 0, params, Dtype::Bfloat16)))?;
-    let dev = &mut *bench.rig.dev;
+    let dev = &mut *bench.timer.dev;
     let (grads, weights) = (dev.alloc("gradients", params, Dtype::Bfloat16)?, dev.alloc("weights", params, Dtype::Bfloat16)?);
     let mut events = || -> Result<[EventId; SLOTS]> {
         let mut events = [dev.event()?; SLOTS];
@@ -60,17 +60,17 @@ impl Pipeline {
         self.optimizer.reset(params);
         let host = self.optimizer.narrow.slice(0, 2 * params);
         fill(host, bf16::from_f32(GRAD));
-        bench.rig.seconds(|dev| dev.copy_h2d(Stream::H2d, host, self.grads.slice(0, params)))?;
+        bench.timer.seconds(|dev| dev.copy_h2d(Stream::H2d, host, self.grads.slice(0, params)))?;
         fill(host, bf16::ZERO);
         let mut steps = 0;
-        let times = bench.rig.samples(bench.sizes.seconds, |rig| {
+        let times = bench.timer.samples(bench.sizes.seconds, |timer| {
             steps += 1;
-            let start_ns = rig.dev.now_ns();
-            self.step(rig, params / bucket, bucket)?;
-            Ok(rig.since(start_ns))
+            let start_ns = timer.dev.now_ns();
+            self.step(timer, params / bucket, bucket)?;
+            Ok(timer.since(start_ns))
         })?;
         let is_stepped = self.optimizer.is_after(params, steps);
-        bench.rig.seconds(|dev| dev.copy_d2h(Stream::D2h, self.weights.slice(0, params), host))?;
+        bench.timer.seconds(|dev| dev.copy_d2h(Stream::D2h, self.weights.slice(0, params), host))?;
         let is_right = is_stepped && is_all(host, Optimizer::param_after(steps));
         let rate = params as f64 / times.median();
         // Bytes a parameter of the pass, and of the link each way.
@@ -93,20 +93,20 @@ impl Pipeline {
     }
 
     /// All buckets once. A slot holds a bucket's gradients from the copy that brings them to the copy that sends its weights.
-    fn step<D: Device>(&mut self, rig: &mut Rig<'_, D>, buckets: usize, bucket: usize) -> Result<()> {
+    fn step<D: Device>(&mut self, timer: &mut Timer<'_, D>, buckets: usize, bucket: usize) -> Result<()> {
         let (mut copied, mut submitted, mut sent) = (0, 0, 0);
         let mut stepping = None;
         while sent < buckets {
-            if copied < buckets && copied < sent + SLOTS && rig.dev.is_done(self.sent[copied % SLOTS])? {
-                self.copy_out(rig.dev, copied, bucket)?;
+            if copied < buckets && copied < sent + SLOTS && timer.dev.is_done(self.sent[copied % SLOTS])? {
+                self.copy_out(timer.dev, copied, bucket)?;
                 copied += 1;
             }
             if self.pool.is_idle()? {
                 if let Some(done) = stepping.take() {
-                    self.copy_back(rig.dev, done, bucket)?;
+                    self.copy_back(timer.dev, done, bucket)?;
                     sent += 1;
                 }
-                if submitted < copied && rig.dev.is_done(self.arrived[submitted % SLOTS])? {
+                if submitted < copied && timer.dev.is_done(self.arrived[submitted % SLOTS])? {
                     let range = submitted * bucket..(submitted + 1) * bucket;
                     self.pool.submit(HostJob::Step(self.optimizer.step(range, submitted % SLOTS, bucket, Dtype::Bfloat16)));
                     stepping = Some(submitted);
@@ -115,7 +115,7 @@ impl Pipeline {
             }
             std::hint::spin_loop();
         }
-        rig.settle()
+        timer.settle()
     }
 
     fn copy_out<D: Device>(&self, dev: &mut D, index: usize, bucket: usize) -> Result<()> {

@@ -23,11 +23,11 @@ pub struct Campaign {
     /// Runs that show that the campaign itself works.
     pub smoke: u64,
     /// Prepares; an error is why this cannot be run here.
-    pub start: fn(&Rig) -> Result<Trial, String>,
+    pub start: fn(&Harness) -> Result<Trial, String>,
 }
 
 /// One run: an error is a failure of the program.
-pub type Trial = Box<dyn FnMut(&Rig, &mut Turn) -> Result<(), String>>;
+pub type Trial = Box<dyn FnMut(&Harness, &mut Turn) -> Result<(), String>>;
 
 /// What a run gets.
 pub struct Turn {
@@ -74,7 +74,7 @@ const CONFIG: &str = r#"{
 }"#;
 
 /// The program, and a directory with `run.toml`, `model/config.json` and `data.txt`; runs write into directories beside them.
-pub struct Rig {
+pub struct Harness {
     pub program: PathBuf,
     pub seed: u64,
     /// A look is enough: long runs may be short.
@@ -82,15 +82,15 @@ pub struct Rig {
     dir: tempfile::TempDir,
 }
 
-impl Rig {
+impl Harness {
     pub fn new(program: Option<PathBuf>, seed: u64, is_smoke: bool) -> Result<Self, String> {
         let program = program.unwrap_or_else(|| env!("CARGO_BIN_EXE_superoffload").into());
         let program = program.canonicalize().map_err(|e| format!("--program {}: {e}", program.display()))?;
-        let rig = Self { program, seed, is_smoke, dir: tempfile::tempdir().map_err(|e| e.to_string())? };
-        rig.write("model/config.json", CONFIG);
-        rig.write("data.txt", (0..400).map(|i| format!("line {i} squared is {}\n", i * i)).collect::<String>());
-        rig.settings("run.toml", "model", "data.txt", "");
-        Ok(rig)
+        let harness = Self { program, seed, is_smoke, dir: tempfile::tempdir().map_err(|e| e.to_string())? };
+        harness.write("model/config.json", CONFIG);
+        harness.write("data.txt", (0..400).map(|i| format!("line {i} squared is {}\n", i * i)).collect::<String>());
+        harness.settings("run.toml", "model", "data.txt", "");
+        Ok(harness)
     }
 
     /// Runs one campaign and counts.

@@ -12,13 +12,13 @@ const REPEATS_MAX: f64 = 256.0;
 const SAMPLES_MAX: usize = 4096;
 
 /// A device and events at the ends of its streams.
-pub struct Rig<'a, D> {
+pub struct Timer<'a, D> {
     /// The device.
     pub dev: &'a mut D,
     ends: [EventId; 3],
 }
 
-impl<'a, D: Device> Rig<'a, D> {
+impl<'a, D: Device> Timer<'a, D> {
     /// Gets ready to measure `dev`.
     ///
     /// # Errors
@@ -77,8 +77,8 @@ impl<'a, D: Device> Rig<'a, D> {
         self.seconds(&mut work)?;
         let once_s = self.seconds(&mut work)?;
         let repeats = (SAMPLE_S.min(time_s / 4.0) / once_s).clamp(1.0, REPEATS_MAX) as usize;
-        self.samples(time_s, |rig| {
-            let seconds = rig.seconds(|dev| (0..repeats).try_for_each(|_| work(dev)))?;
+        self.samples(time_s, |timer| {
+            let seconds = timer.seconds(|dev| (0..repeats).try_for_each(|_| work(dev)))?;
             Ok(units * repeats as f64 / seconds)
         })
     }

@@ -26,13 +26,13 @@ const NEAREST: [(&[&str], &str); 7] = [
 
 /// A machine with a GPU, as far as its rates depend on it.
 #[derive(Clone, Debug)]
-pub struct Key {
+pub struct MachineId {
     gpu: String,
     cpu: String,
     cpus: usize,
 }
 
-impl Key {
+impl MachineId {
     /// The machine of `topology` and of the GPU that CUDA shows first.
     ///
     /// # Errors
@@ -66,7 +66,7 @@ fn slug(name: &str) -> String {
 
 /// A profile of a machine with a GPU, and how it came to be the one.
 #[derive(Clone, Debug)]
-pub struct Basis {
+pub struct SelectedProfile {
     /// The profile.
     pub profile: Profile,
     origin: Origin,
@@ -83,13 +83,13 @@ enum Origin {
     },
 }
 
-impl Basis {
+impl SelectedProfile {
     /// The profile for a run on the GPU of `machine`; `hardware` is `auto`, a shipped profile's name, or a file.
     ///
     /// # Errors
     /// Those of [`Profile::load`] for what is named; `Usage` if that has no GPU. What keeps `auto` from what was measured is no error:
     /// `Display` tells it.
-    pub fn of(hardware: &Path, machine: Result<Key>) -> Result<Self> {
+    pub fn of(hardware: &Path, machine: Result<MachineId>) -> Result<Self> {
         if hardware == Path::new("this") {
             let cause = "--hardware this: plan and simulate measure; for runs `superoffload probe --save` measures once, and keeps it";
             return Err(Error::usage(cause));
@@ -134,7 +134,7 @@ fn load(name_or_file: &Path) -> Result<Profile> {
     Ok(profile)
 }
 
-impl fmt::Display for Basis {
+impl fmt::Display for SelectedProfile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Profile { name, machine, date, .. } = &self.profile;
         match &self.origin {
@@ -156,8 +156,8 @@ impl fmt::Display for Basis {
 mod tests {
     use super::*;
 
-    fn key(gpu: &str) -> Key {
-        Key { gpu: gpu.into(), cpu: "Intel(R) Xeon(R) 8592+".into(), cpus: 16 }
+    fn key(gpu: &str) -> MachineId {
+        MachineId { gpu: gpu.into(), cpu: "Intel(R) Xeon(R) 8592+".into(), cpus: 16 }
     }
 
     #[test]
@@ -170,23 +170,23 @@ mod tests {
             ("NVIDIA GH200 144G HBM3e", "gh200-144"),
             ("NVIDIA GB200", "gb200"),
         ] {
-            let basis = Basis::assumed(gpu, None).unwrap();
-            assert_eq!(basis.profile.name, profile, "{gpu}");
-            assert!(basis.to_string().contains("closest to this machine; `superoffload probe --save`"), "{basis}");
+            let selected = SelectedProfile::assumed(gpu, None).unwrap();
+            assert_eq!(selected.profile.name, profile, "{gpu}");
+            assert!(selected.to_string().contains("closest to this machine; `superoffload probe --save`"), "{selected}");
         }
-        let unknown = Basis::assumed("NVIDIA L40S", None).unwrap();
+        let unknown = SelectedProfile::assumed("NVIDIA L40S", None).unwrap();
         assert!(unknown.to_string().starts_with("assumed, h200-pcie5: no shipped profile is close"), "{unknown}");
-        let nameless = Basis::of(Path::new(AUTO), Err(Error::usage("no name"))).unwrap();
+        let nameless = SelectedProfile::of(Path::new(AUTO), Err(Error::usage("no name"))).unwrap();
         assert!(nameless.to_string().ends_with("(no name)"), "{nameless}");
     }
 
     #[test]
     fn what_is_named_is_taken_if_it_has_a_gpu_and_this_is_not_measured() {
-        let basis = |hardware: &str| Basis::of(Path::new(hardware), Ok(key("NVIDIA H200")));
-        let named = basis("gb200").unwrap();
+        let selected = |hardware: &str| SelectedProfile::of(Path::new(hardware), Ok(key("NVIDIA H200")));
+        let named = selected("gb200").unwrap();
         assert!(named.profile.name == "gb200" && named.to_string().starts_with("gb200: NVIDIA GB200"), "{named}");
         for refused in ["this", "nowhere.toml"] {
-            assert_eq!(basis(refused).unwrap_err().exit_code(), 2, "{refused}");
+            assert_eq!(selected(refused).unwrap_err().exit_code(), 2, "{refused}");
         }
     }
 
@@ -194,18 +194,18 @@ mod tests {
     fn what_was_kept_is_taken_if_it_can_be_read_and_has_a_gpu() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("kept.toml");
-        let kept = || Basis::kept(file.clone());
+        let kept = || SelectedProfile::kept(file.clone());
         assert!(kept().is_none());
         let profile = Profile::load("gb200").unwrap();
         std::fs::write(&file, profile.to_string()).unwrap();
-        let basis = kept().unwrap().unwrap();
-        assert!(basis.profile == profile && basis.to_string().starts_with("measured on this machine on 20"), "{basis}");
+        let selected = kept().unwrap().unwrap();
+        assert!(selected.profile == profile && selected.to_string().starts_with("measured on this machine on 20"), "{selected}");
         std::fs::write(&file, include_str!("../../paper-figures/results/h200-probe-3-quiet.toml")).unwrap();
         assert!(!kept().unwrap().unwrap().to_string().contains("samples differ"));
         std::fs::write(&file, include_str!("../../paper-figures/results/h200-probe-3-busy.toml")).unwrap();
         let busy = "samples differ in host.adam_bytes_per_s_by_threads by 35 %, host.cast_bytes_per_s_by_threads by 68 %; measure again";
-        let basis = kept().unwrap().unwrap().to_string();
-        assert!(basis.contains(busy) && basis.ends_with("`superoffload probe --save`"), "{basis}");
+        let selected = kept().unwrap().unwrap().to_string();
+        assert!(selected.contains(busy) && selected.ends_with("`superoffload probe --save`"), "{selected}");
         std::fs::write(&file, "version = 1").unwrap();
         assert!(kept().unwrap().unwrap_err().to_string().contains("kept.toml"));
         std::fs::write(&file, include_str!("../../paper-figures/results/cpu-probe.toml")).unwrap();

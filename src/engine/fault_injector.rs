@@ -9,12 +9,12 @@ use rand_chacha::rand_core::{Rng, SeedableRng};
 use std::ops::Range;
 
 /// What a plan asks for of it.
-pub(super) struct Havoc {
+pub(super) struct FaultInjector {
     faults: Vec<Injection>,
     coin: Option<ChaCha8Rng>,
 }
 
-impl Havoc {
+impl FaultInjector {
     /// `None` in a normal run.
     pub(super) fn of(plan: &Plan) -> Option<Self> {
         let coin = plan.adversary.map(|seed| ChaCha8Rng::seed_from_u64(seed ^ 0xc01));

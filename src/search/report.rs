@@ -1,7 +1,7 @@
 //! What `plan` answers: does it fit, how fast, what binds, what else there is, and what would change it.
 
 use super::limits::{BreakEven, Limits};
-use super::{Candidate, Question};
+use super::{Candidate, SearchQuery};
 use crate::config::settings::Settings;
 use crate::error::Result;
 use crate::facts::HardwareFacts;
@@ -24,7 +24,7 @@ const MORE: f64 = 1.5;
 
 /// The answer.
 #[derive(Debug, Serialize)]
-pub struct Answer {
+pub struct SearchReport {
     /// Where.
     pub hardware: HardwareFacts,
     /// What.
@@ -35,7 +35,7 @@ pub struct Answer {
     pub alternatives: Vec<Step>,
     /// Candidates that were simulated, and those that did not fit.
     pub candidates: usize,
-    /// See [`Answer::candidates`].
+    /// See [`SearchReport::candidates`].
     pub unfit: usize,
     /// What is busiest, and so binds.
     pub binds: Busy,
@@ -138,13 +138,13 @@ pub struct WhatIf {
     pub changes_plan: bool,
 }
 
-impl Answer {
-    /// The answer to `question` for the model named `config` on the machine of `profile`.
+impl SearchReport {
+    /// The answer to `query` for the model named `config` on the machine of `profile`.
     ///
     /// # Errors
-    /// Those of [`Question::rank`]: what fits nowhere is refused with what would.
-    pub fn to(question: Question, config: &str, profile: &Profile) -> Result<Self> {
-        let ranking = question.rank()?;
+    /// Those of [`SearchQuery::rank`]: what fits nowhere is refused with what would.
+    pub fn of(query: SearchQuery, config: &str, profile: &Profile) -> Result<Self> {
+        let ranking = query.rank()?;
         let best = &ranking.candidates[0];
         let distinct = ranking.candidates[1..].iter().filter(|other| differ(&other.plan, &best.plan));
         let busy = busy(best);
@@ -152,20 +152,20 @@ impl Answer {
         let asked = Settings {
             per_device_train_batch_size: best.settings.per_device_train_batch_size,
             gradient_accumulation_steps: best.settings.gradient_accumulation_steps,
-            ..question.settings.clone()
+            ..query.settings.clone()
         };
         Ok(Self {
             hardware: HardwareFacts::of(profile),
-            model: ModelFacts::new(config.into(), question.shape),
+            model: ModelFacts::new(config.into(), query.shape),
             alternatives: distinct.take(ALTERNATIVES).map(Step::of).collect(),
             candidates: ranking.candidates.len(),
             unfit: ranking.unfit,
             binds: busy[0],
             busy,
             memory: memory(&best.plan),
-            what_if: what_if(question, best)?,
-            limits: Limits::of(&asked, question.shape, question.machine),
-            break_even: BreakEven::of(&asked, question.shape, question.machine)?,
+            what_if: what_if(query, best)?,
+            limits: Limits::of(&asked, query.shape, query.machine),
+            break_even: BreakEven::of(&asked, query.shape, query.machine)?,
             plan: Plan { elsewhere: true, ..best.plan.clone() },
             best: Step::of(best),
         })
@@ -207,11 +207,11 @@ fn memory(plan: &Plan) -> Vec<MemoryNeed> {
     plan.balances().map(of).into()
 }
 
-/// The same question on machines that have more of one thing.
-fn what_if(question: Question, best: &Candidate) -> Result<Vec<WhatIf>> {
+/// The same query on machines that have more of one thing.
+fn what_if(query: SearchQuery, best: &Candidate) -> Result<Vec<WhatIf>> {
     // Limits belong to the machine that they were set for.
-    let machine = question.machine.limited(question.settings);
-    let settings = Settings { hbm_limit: None, host_limit: None, ..question.settings.clone() };
+    let machine = query.machine.limited(query.settings);
+    let settings = Settings { hbm_limit: None, host_limit: None, ..query.settings.clone() };
     let with = |rates: Rates| Machine { rates: Arc::new(rates), ..machine.clone() };
     let mut machines = vec![
         ("the host's memory and optimizer were faster", with(machine.rates.with_faster_host(MORE))),
@@ -223,7 +223,7 @@ fn what_if(question: Question, best: &Candidate) -> Result<Vec<WhatIf>> {
         machines.push(("the device's memory were larger", Machine { device, ..machine.clone() }));
     }
     let what_if = |(change, machine): (&str, Machine)| -> Result<WhatIf> {
-        let ranking = Question { settings: &settings, machine: &machine, ..question }.rank()?;
+        let ranking = SearchQuery { settings: &settings, machine: &machine, ..query }.rank()?;
         let there = &ranking.candidates[0];
         let changes_plan = differ(&there.plan, &best.plan);
         Ok(WhatIf { change: format!("{change} by half"), step_ms: there.outcome.step_ms.median, changes_plan })
@@ -231,7 +231,7 @@ fn what_if(question: Question, best: &Candidate) -> Result<Vec<WhatIf>> {
     machines.into_iter().map(what_if).collect()
 }
 
-impl fmt::Display for Answer {
+impl fmt::Display for SearchReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let best = &self.best;
         writeln!(f, "{} of {} parameters on {}", self.model.config, Count(self.model.params), self.hardware.machine)?;

@@ -48,7 +48,7 @@ impl Index<Handle> for Slices {
 }
 
 /// A device and the memory of one case on both sides.
-pub struct Rig {
+pub struct Harness {
     // Dropped before the host memory that its copies use.
     pub dev: Box<dyn Kernels>,
     pub device: DeviceSlice,
@@ -57,7 +57,7 @@ pub struct Rig {
     _memory: HostMemory,
 }
 
-impl Rig {
+impl Harness {
     /// A device with room for cases of `bytes`.
     pub fn new(mut dev: Box<dyn Kernels>, bytes: usize) -> Result<Self> {
         let mut memory = HostMemory::default();
@@ -98,8 +98,8 @@ pub type Call<'a> = &'a dyn Fn(&mut dyn Kernels, &Slices) -> Result<()>;
 
 /// The device under test and the one that it is compared with.
 pub struct Bench {
-    pub subject: Rig,
-    pub reference: Rig,
+    pub subject: Harness,
+    pub reference: Harness,
     /// The subject promises the reference's bits everywhere.
     pub same_bits: bool,
     /// The sizes of real workloads.
@@ -223,7 +223,7 @@ impl Case {
     }
 
     /// The buffers' content after the call, once everything around them has been found unchanged.
-    fn run(&self, rig: &mut Rig, skew: usize, call: Call) -> Result<Vec<Vec<u8>>> {
+    fn run(&self, harness: &mut Harness, skew: usize, call: Call) -> Result<Vec<Vec<u8>>> {
         let starts = self.starts(skew);
         let mut memory = vec![POISON; starts[self.buffers.len()]];
         for (b, &start) in self.buffers.iter().zip(&starts) {
@@ -231,10 +231,10 @@ impl Case {
         }
         let slice = |(b, &start): (&Buffer, &usize)| {
             let elems = b.before.len() / b.dtype.bytes();
-            DeviceSlice { addr: rig.device.addr + start as u64, elems, dtype: b.dtype }
+            DeviceSlice { addr: harness.device.addr + start as u64, elems, dtype: b.dtype }
         };
         let slices = Slices(self.buffers.iter().zip(&starts).map(slice).collect());
-        let mut after = rig.run(self.stream, &memory, &slices, call)?;
+        let mut after = harness.run(self.stream, &memory, &slices, call)?;
         let mut content = Vec::new();
         for (b, &start) in self.buffers.iter().zip(&starts) {
             let bytes = start..start + b.before.len();
