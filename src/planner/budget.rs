@@ -6,11 +6,16 @@ use crate::data::batch;
 use crate::device::Attention;
 use crate::device::footprint::{MemoryClass, gpu::PAGE_BYTES};
 use crate::dtype::Dtype;
+use crate::error::Result;
 use crate::memory::{Addressing, DeviceMemory, MemorySpace, RingShape};
-use crate::model::activations::ActivationPlan;
+use crate::model::activations::{ActivationPlan, LossTile};
+use crate::model::policy::LayerPolicy;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::{Module, TensorTable};
 use crate::optim::norm::BLOCK;
+use crate::optim::simd::Isa;
+use crate::planner::rules::{Policy, Rules};
+use crate::trace::Span;
 
 /// Buckets that may be on their way to the host while the next module writes.
 const RING_BUCKETS: usize = 8;
@@ -62,6 +67,11 @@ pub fn balances(machine: &Machine, classes: &[MemoryClass], transient_bytes: u64
     [device, balance(MemorySpace::Host, needed, machine.host_bytes)]
 }
 
+/// Whether the device casts and fp32 crosses the link; without the feature `superchip-cast` known at compile time.
+pub fn device_casts(dtype: Dtype, link_dtype: Dtype) -> bool {
+    cfg!(feature = "superchip-cast") && link_dtype != dtype
+}
+
 /// What of the device's flat memory repeats.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Rings {
@@ -71,7 +81,7 @@ pub struct Rings {
     pub weights: Option<RingShape>,
 }
 
-/// Everything that memory depends on but the planner's choice.
+/// Everything that memory and time depend on but the planner's choice.
 #[derive(Clone, Debug)]
 pub struct Workload<'a> {
     /// The model.
@@ -88,18 +98,20 @@ pub struct Workload<'a> {
     pub dtype: Dtype,
     /// Format on the link.
     pub link_dtype: Dtype,
-    /// The device converts between the two.
-    pub device_casts: bool,
-    /// Gradients stay in their slots for one step more, until the update is written.
-    pub retains_grads: bool,
+    /// What the coordinator may do.
+    pub rules: Rules,
     /// Slots that are lent, of each kind.
     pub slots: usize,
-    /// Bytes of the timeline.
-    pub timeline_bytes: usize,
+    /// Room for spans on each track of the timeline.
+    pub trace_spans: usize,
     /// Bytes of the data that is kept in memory, and of its order.
     pub data_bytes: usize,
     /// How attention is computed.
     pub attention: Attention,
+    /// Optimizer workers.
+    pub workers: usize,
+    /// Their instruction set.
+    pub isa: Isa,
     /// Where it has to fit.
     pub machine: Machine,
     /// Host memory that is needed besides, but not while steps run: for loading and saving.
@@ -110,7 +122,7 @@ impl Workload<'_> {
     /// Host slots for gradients: one for each offloaded bucket, so that none waits; `slots` more when each keeps its slot for
     /// one step more.
     pub fn grad_slots(&self, layout: &BucketLayout) -> usize {
-        if self.retains_grads { layout.offloaded() + self.slots } else { layout.offloaded() }
+        if self.rules.policy == Policy::Deferred { layout.offloaded() + self.slots } else { layout.offloaded() }
     }
 
     /// Host slots for working weights: those that are lent, or a place for each bucket whose weights are streamed from there.
@@ -146,13 +158,21 @@ impl Workload<'_> {
         (ringed_elems > period_elems).then_some(RingShape { ringed_elems, period_elems })
     }
 
+    /// Activations of layers that keep what `policies` say.
+    ///
+    /// # Errors
+    /// `Usage` when batch and sequence make no sense for the model.
+    pub fn activations(&self, policies: &[LayerPolicy], tile: LossTile) -> Result<ActivationPlan> {
+        ActivationPlan::new(self.shape, self.batch, self.seq_length, self.separates_documents, self.dtype, tile, policies)
+    }
+
     /// Every class that is not empty.
     pub fn classes(&self, layout: &BucketLayout, rings: Rings, activations: &ActivationPlan) -> Vec<MemoryClass> {
         let flat = layout.flat_elems();
         // Of a paged bucket nothing crosses the link but the state.
         let [offloaded, paged, resident] = [Tier::Host, Tier::Unified, Tier::Device].map(|tier| layout.elems_in(tier).len());
         let slot_bytes = layout.bucket_elems().min(offloaded) * self.link_dtype.bytes();
-        let staging = if self.device_casts && offloaded > 0 { 2 * layout.bucket_elems() * 4 } else { 0 };
+        let staging = if device_casts(self.dtype, self.link_dtype) && offloaded > 0 { 2 * layout.bucket_elems() * 4 } else { 0 };
         let class = |name, space, bytes| MemoryClass { name, space, bytes };
         let flat_bytes = |ring| self.machine.kind.flat_bytes(flat, self.dtype, ring);
         let params_name = if rings.weights.is_some() { "streamed weights" } else { "parameter slots" };
@@ -170,7 +190,7 @@ impl Workload<'_> {
             class(params_name, MemorySpace::Host, self.param_slots(layout, rings) * slot_bytes),
             class("kept activations", MemorySpace::Host, activations.host_bytes().0 as usize),
             class("batches, norm", MemorySpace::Host, self.driver_bytes(flat)),
-            class("timeline", MemorySpace::Host, self.timeline_bytes),
+            class("timeline", MemorySpace::Host, (self.workers + 4) * self.trace_spans * size_of::<Span>()),
             class("data", MemorySpace::Host, self.data_bytes),
         ];
         classes.extend(self.machine.kind.own_memory(self.attention, &self.shape.attention(self.batch, self.seq_length, 0)));

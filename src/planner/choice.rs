@@ -5,7 +5,7 @@
 //! are streamed only where no other candidate fits.
 
 use super::budget::{Rings, Workload, bytes_at};
-use super::predict::{Prediction, Predictor, StepWork};
+use super::predict::{Prediction, Predictor};
 use crate::bucket::layout::BucketLayout;
 use crate::config::options::{ActivationsChoice, WeightsChoice};
 use crate::device::DeviceKind;
@@ -76,11 +76,11 @@ pub struct Choice {
 ///
 /// # Errors
 /// `Usage` when batch and sequence make no sense for the model.
-pub fn choose(workload: &Workload, work: StepWork, table: &TensorTable, layout: &BucketLayout, request: Request) -> Result<Choice> {
+pub fn choose(workload: &Workload, table: &TensorTable, layout: &BucketLayout, request: Request) -> Result<Choice> {
     let planner = Planner { workload, table, layout, request };
     match workload.machine.kind {
         DeviceKind::Cpu => planner.on_cpus(),
-        DeviceKind::Gpu => planner.search(workload.machine.device_bytes(), &Predictor::new(workload, work)?),
+        DeviceKind::Gpu => planner.search(workload.machine.device_bytes(), &Predictor::new(workload)?),
     }
 }
 
@@ -126,7 +126,7 @@ impl Planner<'_> {
             Residency::Largest => self.resident((self.layout.count() / SHARED_RESIDENT_ONE_IN).min(self.most_resident(use_rings))),
         };
         let rings = self.rings(&layout, use_rings);
-        let memory = self.workload.classes(&layout, rings, &self.activations(&policies, tile)?);
+        let memory = self.workload.classes(&layout, rings, &self.workload.activations(&policies, tile)?);
         Ok(Choice { layout, policies, tile, rings, memory, predicted: None })
     }
 
@@ -172,7 +172,7 @@ impl Planner<'_> {
     }
 
     fn candidate(&self, policies: Vec<LayerPolicy>, tile: LossTile, use_rings: UseRings, predictor: &Predictor) -> Result<Choice> {
-        let activations = self.activations(&policies, tile)?;
+        let activations = self.workload.activations(&policies, tile)?;
         let layout = match self.request.residency {
             Residency::Exactly(resident) => self.resident(resident),
             Residency::Largest => self.largest_residency(&activations, use_rings),
@@ -222,19 +222,6 @@ impl Planner<'_> {
         self.layout.with_resident(buckets)
     }
 
-    fn activations(&self, policies: &[LayerPolicy], tile: LossTile) -> Result<ActivationPlan> {
-        let workload = self.workload;
-        ActivationPlan::new(
-            workload.shape,
-            workload.batch,
-            workload.seq_length,
-            workload.separates_documents,
-            workload.dtype,
-            tile,
-            policies,
-        )
-    }
-
     fn tokens(&self) -> usize {
         self.workload.batch * self.workload.seq_length
     }
@@ -261,7 +248,7 @@ impl Planner<'_> {
         let use_rings = UseRings { grads: false, weights };
         let vocab = self.workload.shape.vocab;
         let smallest = LossTile { rows: 1, vocab };
-        let activations = self.activations(&self.mixes()[0], smallest)?;
+        let activations = self.workload.activations(&self.mixes()[0], smallest)?;
         let resident = match self.request.residency {
             Residency::Exactly(resident) => resident,
             Residency::Largest => self.least_residency(&activations, use_rings),

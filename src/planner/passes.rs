@@ -6,7 +6,7 @@ use crate::device::{Device, DeviceSlice, Stream};
 use crate::error::Result;
 use crate::host::memory_policy::MemoryPolicy;
 use crate::host::pinned::HostMemory;
-use crate::model::activations::{ActivationPlan, LossTile};
+use crate::model::activations::LossTile;
 use crate::model::policy::LayerPolicy;
 use crate::model::tensors::{Module, TensorTable};
 use crate::model::{MicroStep, Model};
@@ -50,15 +50,7 @@ fn micro_step_s(workload: &Workload, policy: LayerPolicy) -> Result<f64> {
     let (shape, machine) = (workload.shape, &workload.machine);
     let (mut dev, _) = SimDevice::new("passes", &machine.rates, (machine.kind, machine.device), (1, Isa::Scalar), 0);
     let tile = LossTile { rows: (workload.batch * workload.seq_length).min(TILE_ROWS_MAX), vocab: shape.vocab };
-    let plan = ActivationPlan::new(
-        shape,
-        workload.batch,
-        workload.seq_length,
-        workload.separates_documents,
-        workload.dtype,
-        tile,
-        &vec![policy; shape.layers],
-    )?;
+    let plan = workload.activations(&vec![policy; shape.layers], tile)?;
     let activations = plan.allocate(&mut dev, &mut HostMemory::new(MemoryPolicy::unbacked()))?;
     let flat = DeviceSlice { addr: 0, elems: TensorTable::new(shape).flat_elems(), dtype: workload.dtype };
     let model = Model::new(shape.clone(), flat, flat, activations)?;

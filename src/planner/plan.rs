@@ -20,12 +20,12 @@ use crate::model::tensors::TensorTable;
 use crate::optim::PIECE_ELEMS;
 use crate::optim::adam::AdamHyper;
 use crate::optim::simd::Isa;
-use crate::planner::budget::{Balance, Rings, Workload, balances, bytes_at};
-use crate::planner::choice::{Choice, Request, Residency, choose};
+use crate::planner::budget::{Balance, Rings, Workload, balances, bytes_at, device_casts};
+use crate::planner::choice::{Request, Residency, choose};
 use crate::planner::machine::Machine;
-use crate::planner::predict::{Prediction, StepWork};
+use crate::planner::predict::Prediction;
 use crate::planner::rules::{Policy, Rules};
-use crate::trace::{Span, spans_per_track};
+use crate::trace::spans_per_track;
 use crate::units::Bytes;
 use clap::ValueEnum;
 use std::fmt;
@@ -178,78 +178,48 @@ impl Plan {
         if machine.kind == DeviceKind::Cpu {
             settings.check_needs_no_gpu()?;
         }
-        let techniques = Techniques::new(settings);
-        let table = TensorTable::new(shape);
-        let dtype = compute_dtype(settings.dtype);
-        let link_dtype = if cast_on_device(settings, techniques)? { Dtype::Float32 } else { dtype };
+        let (techniques, table) = (Techniques::new(settings), TensorTable::new(shape));
         check_inject(settings, &table)?;
-        let threads = settings.threads.unwrap_or(machine.workers());
-        let trace_spans = if trace { spans_per_track(threads + 5) } else { 0 };
-        let rules =
-            Rules { policy: policy(settings, techniques)?, adaptive: techniques.adaptive, deadline_order: techniques.deadline_order };
-        let workload = Workload {
-            shape,
-            batch: settings.per_device_train_batch_size,
-            seq_length: settings.seq_length,
-            separates_documents: settings.separates_documents,
-            grad_accum_steps: settings.gradient_accumulation_steps,
-            dtype,
-            link_dtype,
-            device_casts: cfg!(feature = "superchip-cast") && link_dtype != dtype,
-            retains_grads: rules.policy == Policy::Deferred,
-            slots: settings.slots.unwrap_or(SLOTS),
-            timeline_bytes: (threads + 4) * trace_spans * size_of::<Span>(),
-            data_bytes: settings.data_bytes as usize,
-            attention: attention(settings, dtype, machine.kind)?,
-            machine: machine.limited(settings),
-            transient_bytes: transient_bytes(&table),
-        };
-        let work = StepWork {
-            grad_accum_steps: settings.gradient_accumulation_steps,
-            workers: threads,
-            isa: isa(settings, techniques)?,
-            speculates: rules.policy != Policy::ValidateFirst,
-        };
+        let workload = workload(settings, techniques, (shape, &table), machine, trace)?;
         let request = Request {
             residency: residency(settings, techniques)?,
             activations: settings.activations,
             weights: weights(settings, techniques)?,
         };
-        let Choice { layout, policies, tile, rings, memory, predicted } =
-            choose(&workload, work, &table, &cut(settings, &table, dtype), request)?;
-        check_streams(settings, rings)?;
+        let choice = choose(&workload, &table, &cut(settings, &table, workload.dtype), request)?;
+        check_streams(settings, choice.rings)?;
         Ok(Self {
             strategy: settings.strategy,
             techniques,
-            rules,
+            rules: workload.rules,
             barrier: settings.strategy == Strategy::ZeroOffload,
-            dtype,
-            link_dtype,
-            isa: work.isa,
-            threads,
-            grad_ring: rings.grads,
-            weight_ring: rings.weights,
-            grad_slots: workload.grad_slots(&layout),
-            param_slots: workload.param_slots(&layout, rings),
-            layout,
-            batch: settings.per_device_train_batch_size,
-            seq_length: settings.seq_length,
-            separates_documents: settings.separates_documents,
-            grad_accum_steps: settings.gradient_accumulation_steps,
-            loss_tile: tile,
-            layer_policies: policies,
+            dtype: workload.dtype,
+            link_dtype: workload.link_dtype,
+            isa: workload.isa,
+            threads: workload.workers,
+            grad_ring: choice.rings.grads,
+            weight_ring: choice.rings.weights,
+            grad_slots: workload.grad_slots(&choice.layout),
+            param_slots: workload.param_slots(&choice.layout, choice.rings),
+            layout: choice.layout,
+            batch: workload.batch,
+            seq_length: workload.seq_length,
+            separates_documents: workload.separates_documents,
+            grad_accum_steps: workload.grad_accum_steps,
+            loss_tile: choice.tile,
+            layer_policies: choice.policies,
             attention: workload.attention,
             cuda_libraries: settings.cuda_libraries.iter().cloned().collect(),
             hyper: hyper(settings),
             max_grad_norm: settings.max_grad_norm,
             inject: settings.inject.clone(),
             adversary: settings.adversary,
-            trace_spans,
+            trace_spans: workload.trace_spans,
             host_memory: MemoryPolicy::default(),
             machine: workload.machine,
-            memory,
+            memory: choice.memory,
             transient_bytes: workload.transient_bytes,
-            predicted,
+            predicted: choice.predicted,
             simulated_step_ms: None,
             elsewhere: false,
             params: table.params(),
@@ -271,10 +241,42 @@ impl Plan {
         balances(&self.machine, &self.memory, self.transient_bytes)
     }
 
-    /// Whether the device casts and fp32 crosses the link; without the feature `superchip-cast` known at compile time.
+    /// See [`device_casts`].
     pub fn device_casts(&self) -> bool {
-        cfg!(feature = "superchip-cast") && self.link_dtype != self.dtype
+        device_casts(self.dtype, self.link_dtype)
     }
+}
+
+/// What `settings` ask for, as far as the planner has no choice.
+fn workload<'a>(
+    settings: &Settings,
+    techniques: Techniques,
+    (shape, table): (&'a ModelShape, &TensorTable),
+    machine: &Machine,
+    trace: bool,
+) -> Result<Workload<'a>> {
+    let dtype = compute_dtype(settings.dtype);
+    let link_dtype = if cast_on_device(settings, techniques)? { Dtype::Float32 } else { dtype };
+    let policy = policy(settings, techniques)?;
+    let workers = settings.threads.unwrap_or(machine.workers());
+    Ok(Workload {
+        shape,
+        batch: settings.per_device_train_batch_size,
+        seq_length: settings.seq_length,
+        separates_documents: settings.separates_documents,
+        grad_accum_steps: settings.gradient_accumulation_steps,
+        dtype,
+        link_dtype,
+        rules: Rules { policy, adaptive: techniques.adaptive, deadline_order: techniques.deadline_order },
+        slots: settings.slots.unwrap_or(SLOTS),
+        trace_spans: if trace { spans_per_track(workers + 5) } else { 0 },
+        data_bytes: settings.data_bytes as usize,
+        attention: attention(settings, dtype, machine.kind)?,
+        workers,
+        isa: isa(settings, techniques)?,
+        machine: machine.limited(settings),
+        transient_bytes: transient_bytes(table),
+    })
 }
 
 fn compute_dtype(dtype: TrainDtype) -> Dtype {

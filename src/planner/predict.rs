@@ -3,12 +3,12 @@
 
 use super::budget::{Rings, STATE_BYTES, Workload};
 use super::passes::PassTimes;
+use super::rules::Policy;
 use crate::bucket::layout::{BucketLayout, Tier};
 use crate::error::Result;
 use crate::memory::{Addressing, DeviceMemory};
 use crate::model::activations::ActivationPlan;
 use crate::model::policy::LayerPolicy;
-use crate::optim::simd::Isa;
 use std::fmt;
 
 /// How much longer than assumed the pool may take: hosts of one kind were seen between 3.1e9 and 5.2e9 parameters a second.
@@ -18,19 +18,6 @@ const POOL_DOUBT: f64 = 1.5;
 /// Of so many steps, speculation does not help one: the norm is clipped, or the coordinator waits for verdicts after clips. A
 /// guess between a settled run, a hundred times rarer, and the first hundreds of steps of a new model, where all are.
 const VALIDATED_SHARE: f64 = 0.1;
-
-/// What a step does besides what [`Workload`] says.
-#[derive(Clone, Copy, Debug)]
-pub struct StepWork {
-    /// Micro-batches.
-    pub grad_accum_steps: usize,
-    /// Optimizer workers.
-    pub workers: usize,
-    /// Their instruction set.
-    pub isa: Isa,
-    /// Buckets are stepped before the verdict.
-    pub speculates: bool,
-}
 
 /// Seconds of a step by what is busy, assuming that everything overlaps.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -57,17 +44,16 @@ impl Prediction {
 /// Predicts steps that differ in the planner's choice alone.
 pub(super) struct Predictor<'a> {
     workload: &'a Workload<'a>,
-    work: StepWork,
     passes: PassTimes,
 }
 
 impl<'a> Predictor<'a> {
-    pub fn new(workload: &'a Workload<'a>, work: StepWork) -> Result<Self> {
-        Ok(Self { workload, work, passes: PassTimes::of(workload)? })
+    pub fn new(workload: &'a Workload<'a>) -> Result<Self> {
+        Ok(Self { workload, passes: PassTimes::of(workload)? })
     }
 
     pub fn predict(&self, layout: &BucketLayout, rings: Rings, policies: &[LayerPolicy], activations: &ActivationPlan) -> Prediction {
-        let (rates, accum) = (&self.workload.machine.rates, self.work.grad_accum_steps as f64);
+        let (rates, accum) = (&self.workload.machine.rates, self.workload.grad_accum_steps as f64);
         let offloaded = layout.offloaded_elems() as f64;
         let stepped_here = layout.flat_elems() as f64 - offloaded;
         // State is read and written, a gradient read, a weight written.
@@ -96,7 +82,7 @@ impl<'a> Predictor<'a> {
         // Forward is a third of the device's work. Before the verdict the pool rests, so that only forward hides it.
         let (forward_s, backward_s) = (device_s / 3.0, device_s / 1.5);
         let validated_s = backward_s.max(pass_link_s) + forward_s.max(stepped_s).max(pass_link_s) + start_up_s;
-        if !self.work.speculates {
+        if self.workload.rules.policy == Policy::ValidateFirst {
             return Prediction { device_s, pool_s: stepped_s, link_s, step_s: validated_s, validated_s };
         }
         // In a ring the backward pass waits for the pool: nothing is left for the next forward.
@@ -127,7 +113,7 @@ impl<'a> Predictor<'a> {
     }
 
     fn adam_bytes_per_s(&self) -> f64 {
-        self.workload.machine.rates.adam_bytes_per_s(self.work.workers, self.work.isa)
+        self.workload.machine.rates.adam_bytes_per_s(self.workload.workers, self.workload.isa)
     }
 
     /// Bytes of paged states a second, each way.
