@@ -1,8 +1,8 @@
-//! Words for memory that every floor shares: where it lies, whose it is, and what a device sees of the host's.
+//! Words for memory that every floor shares: the space it lies in, whose the device's is, and what the device reaches of the host's.
 
 use std::fmt;
 
-/// Where memory lies.
+/// The memory space that something lies in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MemorySpace {
     /// On the device.

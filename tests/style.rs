@@ -2,6 +2,7 @@
 
 mod floors;
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -38,16 +39,27 @@ const RULES: [Rule; 7] = [
         why: "unsafe stays where lib.rs says it is",
     },
     Rule {
-        words: &["fp16_params", "sub_group", "momentum_buffer", "revert"],
+        words: &[
+            "fp16_params",
+            "sub_group",
+            "momentum_buffer",
+            "revert",
+            "STAGES_AHEAD",
+            "stage_range",
+            "SlotRing",
+            "Havoc",
+            "Wishes",
+            "obey(",
+        ],
         allowed_in: &[],
-        why: "one word per thing: params_bf16, bucket, m",
+        why: "one word per thing: params_bf16, bucket, m, module, free list, fault injector, request, run_commands",
     },
     Rule {
         words: &["println!", "eprintln!", "print!", "eprint!"],
         allowed_in: &["src/main.rs", "paper-figures", "microbench"],
         why: "only a main.rs talks to a person",
     },
-    // No lock in the step: threads meet only in a `Doorbell`'s counters, a stream's ring of one producer and one consumer,
+    // No lock in the step: threads meet only in a `Doorbell`'s counters, a stream's queue of one producer and one consumer,
     // the pool's generation and the team's gate, all of them atomics; a waiter spins and then parks. Nor is there a lock
     // below, in the allocator: tests/alloc.rs.
     Rule {
@@ -65,6 +77,32 @@ fn sources_follow_the_house_rules() {
     assert!(files.len() > 20, "found only {} files below {}", files.len(), root.display());
     let complaints: Vec<String> = files.iter().flat_map(|file| complaints(root, file)).collect();
     assert!(complaints.is_empty(), "\n{}\n", complaints.join("\n"));
+}
+
+/// Types that two builds define, each for itself: with a GPU, and without.
+const TWINS: [&str; 2] = ["GpuDevice", "VisibleGpu"];
+
+#[test]
+fn every_type_of_the_engine_has_a_name_of_its_own() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut owners: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for file in sources(root) {
+        let name = file.strip_prefix(root).unwrap().to_str().unwrap();
+        if name.starts_with("src/") && !name.contains("tests") {
+            let text = fs::read_to_string(&file).unwrap_or_else(|e| panic!("read {name}: {e}"));
+            text.lines().filter_map(type_name).for_each(|ty| owners.entry(ty.into()).or_default().push(name.into()));
+        }
+    }
+    assert!(owners.len() > 300, "found only {} types", owners.len());
+    let doubles: Vec<_> = owners.iter().filter(|(name, files)| files.len() > 1 && !TWINS.contains(&name.as_str())).collect();
+    assert!(doubles.is_empty(), "a search for one of these types finds another one: {doubles:#?}");
+}
+
+/// The type that `line` defines; modules of tests are indented.
+fn type_name(line: &str) -> Option<&str> {
+    let mut words = line.split(' ').skip_while(|word| word.starts_with("pub") || word.starts_with("super") || *word == "unsafe");
+    words.next().filter(|keyword| ["struct", "enum", "trait", "type"].contains(keyword))?;
+    words.next()?.split(|c: char| !c.is_alphanumeric() && c != '_').next()
 }
 
 #[test]
