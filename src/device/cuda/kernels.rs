@@ -7,11 +7,14 @@ pub(super) mod embed;
 #[cfg(test)]
 mod emulator;
 mod grid;
+#[cfg(test)]
+mod launch_tests;
 pub(super) mod norm;
 pub(super) mod pointwise;
 pub(super) mod rope;
 pub(super) mod transfer;
 
+use super::launch::Queue;
 use super::modules::PtxSource;
 use super::{CudaDevice, sdpa};
 use crate::device::{AdamArgs, AttentionShape, DeviceSlice, Kernels, MatmulShape, Stream};
@@ -233,7 +236,7 @@ impl Kernels for CudaDevice {
     }
 
     fn zero(&mut self, x: DeviceSlice) -> Result<()> {
-        self.fill_zero(x)
+        Queue::zero(self, x)
     }
 
     fn cast(&mut self, stream: Stream, src: DeviceSlice, dst: DeviceSlice) -> Result<()> {

@@ -2,9 +2,10 @@
 
 use super::CudaDevice;
 use super::error::check;
-use crate::device::{DeviceSlice, Stream};
+use crate::device::{Device, DeviceSlice, Stream};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
+use crate::units::Bytes;
 use cust::sys;
 
 /// One argument. Kernels take pointers, 32-bit and 64-bit numbers; all start at the first byte of eight.
@@ -77,9 +78,30 @@ impl LaunchConfig {
     }
 }
 
-impl CudaDevice {
+/// Where launches go: to the GPU, or into a list of a test.
+pub(super) trait Queue {
     /// Enqueues the kernel `name` on `stream`: `name_bf16` and so on when there is a `dtype`. Nothing to do is no launch.
-    pub(super) fn launch<const N: usize>(
+    fn launch<const N: usize>(
+        &mut self,
+        stream: Stream,
+        name: &'static str,
+        dtype: Option<Dtype>,
+        launch: LaunchConfig,
+        args: [Arg; N],
+    ) -> Result<()>;
+
+    /// At least `elems` fp32 elements for the kernel that is being enqueued on the compute stream.
+    fn scratch(&mut self, elems: usize) -> Result<DeviceSlice>;
+
+    /// Fills with zero bytes, on the compute stream.
+    fn zero(&mut self, x: DeviceSlice) -> Result<()>;
+
+    /// Copies between slices of one size that do not overlap.
+    fn copy(&mut self, stream: Stream, src: DeviceSlice, dst: DeviceSlice) -> Result<()>;
+}
+
+impl Queue for CudaDevice {
+    fn launch<const N: usize>(
         &mut self,
         stream: Stream,
         name: &'static str,
@@ -112,6 +134,29 @@ impl CudaDevice {
                 )
             };
             check(status, || format!("launch {name} on {grid:?} blocks of {block:?}"))
+        })
+    }
+
+    fn scratch(&mut self, elems: usize) -> Result<DeviceSlice> {
+        if self.scratch.elems < elems {
+            // Kernels under way may use the old one: it stays.
+            self.scratch = self.alloc("kernels' scratch", elems, Dtype::Float32)?;
+        }
+        Ok(self.scratch.slice(0, elems))
+    }
+
+    fn zero(&mut self, x: DeviceSlice) -> Result<()> {
+        self.fill_zero(x)
+    }
+
+    fn copy(&mut self, stream: Stream, src: DeviceSlice, dst: DeviceSlice) -> Result<()> {
+        if src.elems == 0 {
+            return Ok(());
+        }
+        self.timed(stream, "cast", |raw| {
+            // SAFETY: the caller saw that sizes agree and that the two do not overlap.
+            let status = unsafe { sys::cuMemcpyDtoDAsync_v2(dst.addr, src.addr, src.bytes(), raw.0) };
+            check(status, || format!("copy {} within the GPU", Bytes(src.bytes() as u64)))
         })
     }
 }

@@ -160,17 +160,8 @@ impl CudaDevice {
             gpu: gpu.as_raw(),
             _context: context,
         };
-        dev.scratch(gpu::SCRATCH_BYTES / 4)?;
+        dev.scratch = dev.alloc("kernels' scratch", gpu::SCRATCH_BYTES / 4, Dtype::Float32)?;
         Ok(dev)
-    }
-
-    /// At least `elems` fp32 elements for the kernel that is being enqueued on the compute stream.
-    fn scratch(&mut self, elems: usize) -> Result<DeviceSlice> {
-        if self.scratch.elems < elems {
-            // Kernels under way may use the old one: it stays.
-            self.scratch = self.alloc("kernels' scratch", elems, Dtype::Float32)?;
-        }
-        Ok(self.scratch.slice(0, elems))
     }
 
     /// Whether a kernel may copy between the two. Small copies of the compute stream are kernels: the copy engines work in

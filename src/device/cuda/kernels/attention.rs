@@ -1,7 +1,6 @@
 //! Attention without a library: `--attention plain`.
 
-use super::super::CudaDevice;
-use super::super::launch::{LaunchConfig, args, size};
+use super::super::launch::{LaunchConfig, Queue, args, size};
 use super::super::modules::PtxSource;
 use super::grid::{WARP, whole_vectors};
 use crate::device::arguments::{arguments, check, check_documents, check_shape};
@@ -23,7 +22,7 @@ const SLICE: usize = 128;
 
 /// See [`crate::device::Kernels::attention`].
 pub(super) fn attention(
-    dev: &mut CudaDevice,
+    dev: &mut impl Queue,
     qkv: DeviceSlice,
     documents: Option<DeviceSlice>,
     out: DeviceSlice,
@@ -43,7 +42,7 @@ pub(super) fn attention(
 /// See [`crate::device::Kernels::attention_backward`].
 #[expect(clippy::too_many_arguments, reason = "as in the trait")]
 pub(super) fn attention_backward(
-    dev: &mut CudaDevice,
+    dev: &mut impl Queue,
     dout: DeviceSlice,
     qkv: DeviceSlice,
     documents: Option<DeviceSlice>,

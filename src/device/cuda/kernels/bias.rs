@@ -1,7 +1,6 @@
 //! Sums down columns: a bias's gradient, and the last stage of every other sum over rows.
 
-use super::super::CudaDevice;
-use super::super::launch::{LaunchConfig, args, size};
+use super::super::launch::{LaunchConfig, Queue, args, size};
 use super::super::modules::PtxSource;
 use super::grid::{MULTIPROCESSORS, WARP, whole_vectors, wide};
 use crate::device::arguments::{arguments, check, rows};
@@ -24,7 +23,7 @@ const SLICE_ROWS_MIN: usize = 8 * SLICE_WARPS;
 const FOLD_WARPS: u32 = 32;
 
 /// See [`crate::device::Kernels::bias_backward`].
-pub(super) fn bias_backward(dev: &mut CudaDevice, dout: DeviceSlice, dbias: DeviceSlice, accumulate: bool) -> Result<()> {
+pub(super) fn bias_backward(dev: &mut impl Queue, dout: DeviceSlice, dbias: DeviceSlice, accumulate: bool) -> Result<()> {
     let (cols, rows) = (dbias.elems, rows(dout, dbias.elems));
     check("bias_backward", arguments![dout.dtype => in dout[rows * cols], out dbias[cols]])?;
     let (name, lanes) = if whole_vectors(cols, &[dout]) { ("column_sums", wide(dout.dtype)) } else { ("column_sums_any", 1) };
@@ -40,7 +39,7 @@ pub(super) fn bias_backward(dev: &mut CudaDevice, dout: DeviceSlice, dbias: Devi
 
 /// `out (+)=` the sums down the columns of `partials`, fp32 `[rows, cols]`; a second `out` has its own `partials` behind.
 pub(super) fn fold_columns(
-    dev: &mut CudaDevice,
+    dev: &mut impl Queue,
     partials: DeviceSlice,
     rows: usize,
     (out, second): (DeviceSlice, Option<DeviceSlice>),

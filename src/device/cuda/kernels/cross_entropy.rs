@@ -1,7 +1,6 @@
 //! Cross-entropy over the vocabulary, one tile of logits at a time.
 
-use super::super::CudaDevice;
-use super::super::launch::{LaunchConfig, args, size};
+use super::super::launch::{LaunchConfig, Queue, args, size};
 use super::super::modules::PtxSource;
 use crate::device::arguments::{arguments, check, rows};
 use crate::device::{DeviceSlice, Stream};
@@ -23,7 +22,7 @@ const GRAD_COLS: usize = 16384;
 
 /// See [`crate::device::Kernels::cross_entropy_stats`].
 pub(super) fn cross_entropy_stats(
-    dev: &mut CudaDevice,
+    dev: &mut impl Queue,
     logits: DeviceSlice,
     targets: DeviceSlice,
     stats: DeviceSlice,
@@ -42,7 +41,7 @@ pub(super) fn cross_entropy_stats(
 
 /// See [`crate::device::Kernels::cross_entropy_grad`].
 pub(super) fn cross_entropy_grad(
-    dev: &mut CudaDevice,
+    dev: &mut impl Queue,
     logits: DeviceSlice,
     targets: DeviceSlice,
     stats: DeviceSlice,
@@ -61,7 +60,7 @@ pub(super) fn cross_entropy_grad(
 }
 
 /// See [`crate::device::Kernels::cross_entropy_loss`].
-pub(super) fn cross_entropy_loss(dev: &mut CudaDevice, stats: DeviceSlice, loss: DeviceSlice, scale: f32, accumulate: bool) -> Result<()> {
+pub(super) fn cross_entropy_loss(dev: &mut impl Queue, stats: DeviceSlice, loss: DeviceSlice, scale: f32, accumulate: bool) -> Result<()> {
     let rows = rows(stats, 3);
     check("cross_entropy_loss", arguments![Dtype::Float32 => in stats[rows * 3], out loss[1]])?;
     let args = args![stats, loss, size(rows)?, scale, accumulate];

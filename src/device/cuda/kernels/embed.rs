@@ -1,7 +1,6 @@
 //! Token and position embeddings.
 
-use super::super::CudaDevice;
-use super::super::launch::{LaunchConfig, args, size};
+use super::super::launch::{LaunchConfig, Queue, args, size};
 use super::super::modules::PtxSource;
 use super::grid::{WARP, threads, whole_vectors, wide};
 use crate::device::arguments::{arguments, check, rows};
@@ -26,7 +25,7 @@ const SORT_THREADS: u32 = 256;
 
 /// See [`crate::device::Kernels::embed`].
 pub(super) fn embed(
-    dev: &mut CudaDevice,
+    dev: &mut impl Queue,
     tokens: DeviceSlice,
     positions: DeviceSlice,
     wte: DeviceSlice,
@@ -49,7 +48,7 @@ pub(super) fn embed(
 /// See [`crate::device::Kernels::embed_backward`].
 #[expect(clippy::too_many_arguments, reason = "as in the trait")]
 pub(super) fn embed_backward(
-    dev: &mut CudaDevice,
+    dev: &mut impl Queue,
     tokens: DeviceSlice,
     positions: DeviceSlice,
     dout: DeviceSlice,
@@ -71,7 +70,7 @@ pub(super) fn embed_backward(
 
 /// `dtable[e] (+)=` the sum of the rows of `dout` whose entry, int32 `[T]`, is `e`.
 fn table_backward(
-    dev: &mut CudaDevice,
+    dev: &mut impl Queue,
     entries: DeviceSlice,
     dout: DeviceSlice,
     dtable: DeviceSlice,
@@ -80,7 +79,7 @@ fn table_backward(
 ) -> Result<()> {
     if !accumulate {
         // Most rows of a vocabulary are used by no token: writing those that are used twice costs little.
-        dev.fill_zero(dtable)?;
+        dev.zero(dtable)?;
     }
     let t = entries.elems;
     let sorted = dev.scratch(2 * t)?;

@@ -1,7 +1,6 @@
 //! RMS and layer normalisation.
 
-use super::super::CudaDevice;
-use super::super::launch::{LaunchConfig, args, size};
+use super::super::launch::{LaunchConfig, Queue, args, size};
 use super::super::modules::PtxSource;
 use super::bias::fold_columns;
 use super::grid::{MULTIPROCESSORS, threads, whole_vectors, wide};
@@ -65,7 +64,7 @@ impl RowPass {
 
 /// See [`crate::device::Kernels::rms_norm`].
 pub(super) fn rms_norm(
-    dev: &mut CudaDevice,
+    dev: &mut impl Queue,
     x: DeviceSlice,
     weight: DeviceSlice,
     eps: f32,
@@ -82,7 +81,7 @@ pub(super) fn rms_norm(
 
 /// See [`crate::device::Kernels::layer_norm`].
 pub(super) fn layer_norm(
-    dev: &mut CudaDevice,
+    dev: &mut impl Queue,
     x: DeviceSlice,
     weight: DeviceSlice,
     bias: DeviceSlice,
@@ -101,7 +100,7 @@ pub(super) fn layer_norm(
 /// See [`crate::device::Kernels::rms_norm_backward`].
 #[expect(clippy::too_many_arguments, reason = "as in the trait")]
 pub(super) fn rms_norm_backward(
-    dev: &mut CudaDevice,
+    dev: &mut impl Queue,
     dout: DeviceSlice,
     x: DeviceSlice,
     weight: DeviceSlice,
@@ -125,7 +124,7 @@ pub(super) fn rms_norm_backward(
 /// See [`crate::device::Kernels::layer_norm_backward`].
 #[expect(clippy::too_many_arguments, reason = "as in the trait")]
 pub(super) fn layer_norm_backward(
-    dev: &mut CudaDevice,
+    dev: &mut impl Queue,
     dout: DeviceSlice,
     x: DeviceSlice,
     weight: DeviceSlice,
@@ -149,7 +148,7 @@ pub(super) fn layer_norm_backward(
 
 /// Both stages: `dx` and sums over each block's rows in one pass, then the sums over blocks into `dweight` and `dbias`.
 fn backward(
-    dev: &mut CudaDevice,
+    dev: &mut impl Queue,
     pass: &RowPass,
     [dout, x, weight, stats, dx]: [DeviceSlice; 5],
     rows: usize,

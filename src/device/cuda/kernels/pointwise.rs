@@ -1,7 +1,6 @@
 //! Kernels that treat every element alone.
 
-use super::super::CudaDevice;
-use super::super::launch::{Arg, LaunchConfig, args, size};
+use super::super::launch::{Arg, LaunchConfig, Queue, args, size};
 use super::super::modules::PtxSource;
 use super::grid::{whole_vectors, wide};
 use crate::device::arguments::{arguments, check, rows};
@@ -19,7 +18,7 @@ pub(super) const SOURCE: PtxSource = PtxSource {
 const THREADS: usize = 256;
 
 /// See [`crate::device::Kernels::swiglu`].
-pub(super) fn swiglu(dev: &mut CudaDevice, gate_up: DeviceSlice, out: DeviceSlice, cols: usize) -> Result<()> {
+pub(super) fn swiglu(dev: &mut impl Queue, gate_up: DeviceSlice, out: DeviceSlice, cols: usize) -> Result<()> {
     let n = rows(out, cols) * cols;
     check("swiglu", arguments![out.dtype => in gate_up[2 * n], out out[n]])?;
     let groups = Groups::new(out, cols, &[gate_up, out])?;
@@ -28,7 +27,7 @@ pub(super) fn swiglu(dev: &mut CudaDevice, gate_up: DeviceSlice, out: DeviceSlic
 
 /// See [`crate::device::Kernels::swiglu_backward`].
 pub(super) fn swiglu_backward(
-    dev: &mut CudaDevice,
+    dev: &mut impl Queue,
     dout: DeviceSlice,
     gate_up: DeviceSlice,
     dgate_up: DeviceSlice,
@@ -41,14 +40,14 @@ pub(super) fn swiglu_backward(
 }
 
 /// See [`crate::device::Kernels::gelu`].
-pub(super) fn gelu(dev: &mut CudaDevice, x: DeviceSlice, out: DeviceSlice) -> Result<()> {
+pub(super) fn gelu(dev: &mut impl Queue, x: DeviceSlice, out: DeviceSlice) -> Result<()> {
     check("gelu", arguments![x.dtype => in x[out.elems], out out[x.elems]])?;
     let groups = Groups::new(out, out.elems, &[x, out])?;
     launch(dev, "gelu", out, groups, args![x, out, groups.count, groups.wide])
 }
 
 /// See [`crate::device::Kernels::gelu_backward`].
-pub(super) fn gelu_backward(dev: &mut CudaDevice, dout: DeviceSlice, x: DeviceSlice, dx: DeviceSlice) -> Result<()> {
+pub(super) fn gelu_backward(dev: &mut impl Queue, dout: DeviceSlice, x: DeviceSlice, dx: DeviceSlice) -> Result<()> {
     check("gelu_backward", arguments![x.dtype => in x[dx.elems], out dx[x.elems]])?;
     if dout != dx {
         check("gelu_backward", arguments![x.dtype => in dout[x.elems], out dx[x.elems]])?;
@@ -79,7 +78,7 @@ impl Groups {
     }
 }
 
-fn launch<const N: usize>(dev: &mut CudaDevice, name: &'static str, out: DeviceSlice, groups: Groups, args: [Arg; N]) -> Result<()> {
+fn launch<const N: usize>(dev: &mut impl Queue, name: &'static str, out: DeviceSlice, groups: Groups, args: [Arg; N]) -> Result<()> {
     let blocks = groups.count.div_ceil(THREADS as u32);
     dev.launch(Stream::Compute, name, Some(out.dtype), LaunchConfig::new(blocks, THREADS as u32), args)
 }

@@ -1,7 +1,6 @@
 //! Query and key heads: their RMS normalisation and their rotation.
 
-use super::super::CudaDevice;
-use super::super::launch::{LaunchConfig, args, size};
+use super::super::launch::{LaunchConfig, Queue, args, size};
 use super::super::modules::PtxSource;
 use super::bias::fold_columns;
 use super::grid::{MULTIPROCESSORS, WARP, whole_vectors, wide};
@@ -35,7 +34,7 @@ fn lanes_log2(head_dim: usize, slices: &[DeviceSlice]) -> Option<u32> {
 /// See [`crate::device::Kernels::qk_norm`].
 #[expect(clippy::too_many_arguments, reason = "as in the trait")]
 pub(super) fn qk_norm(
-    dev: &mut CudaDevice,
+    dev: &mut impl Queue,
     qkv: DeviceSlice,
     q_weight: DeviceSlice,
     k_weight: DeviceSlice,
@@ -70,7 +69,7 @@ pub(super) fn qk_norm(
 /// See [`crate::device::Kernels::qk_norm_backward`].
 #[expect(clippy::too_many_arguments, reason = "as in the trait")]
 pub(super) fn qk_norm_backward(
-    dev: &mut CudaDevice,
+    dev: &mut impl Queue,
     dqkv: DeviceSlice,
     qkv: DeviceSlice,
     q_weight: DeviceSlice,
@@ -105,7 +104,7 @@ struct Heads {
 }
 
 fn heads_backward(
-    dev: &mut CudaDevice,
+    dev: &mut impl Queue,
     dqkv: DeviceSlice,
     qkv: DeviceSlice,
     rstd: DeviceSlice,
@@ -133,7 +132,7 @@ fn heads_backward(
 
 /// See [`crate::device::Kernels::rope`].
 pub(super) fn rope(
-    dev: &mut CudaDevice,
+    dev: &mut impl Queue,
     qkv: DeviceSlice,
     positions: DeviceSlice,
     table: DeviceSlice,

@@ -9,15 +9,12 @@ mod tests;
 
 use crate::device::arguments::{arguments, check};
 use crate::device::cuda::CudaDevice;
-use crate::device::cuda::error::check as check_status;
-use crate::device::cuda::launch::{Arg, LaunchConfig, args, size};
+use crate::device::cuda::launch::{Arg, LaunchConfig, Queue, args, size};
 use crate::device::cuda::modules::PtxSource;
 use crate::device::{AdamArgs, DeviceSlice, Stream};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::optim::norm::BLOCK;
-use crate::units::Bytes;
-use cust::sys;
 
 pub(super) const SOURCES: [PtxSource; 5] = [
     PtxSource {
@@ -53,7 +50,7 @@ struct KernelCall<const N: usize> {
 }
 
 impl<const N: usize> KernelCall<N> {
-    fn enqueue(self, dev: &mut CudaDevice, stream: Stream) -> Result<()> {
+    fn enqueue(self, dev: &mut impl Queue, stream: Stream) -> Result<()> {
         dev.launch(stream, self.name, self.dtype, self.launch, self.args)
     }
 }
@@ -62,27 +59,16 @@ impl<const N: usize> KernelCall<N> {
 ///
 /// # Errors
 /// `Unsupported` between the 16-bit formats and for int32; `Resource` when sizes differ or the two overlap.
-pub(super) fn cast(dev: &mut CudaDevice, stream: Stream, src: DeviceSlice, dst: DeviceSlice) -> Result<()> {
+pub(super) fn cast(dev: &mut impl Queue, stream: Stream, src: DeviceSlice, dst: DeviceSlice) -> Result<()> {
     check("cast", arguments![src.dtype => in src[dst.elems]; dst.dtype => out dst[src.elems]])?;
-    if src.dtype == dst.dtype { copy(dev, stream, src, dst) } else { cast_call(src, dst)?.enqueue(dev, stream) }
+    if src.dtype == dst.dtype { dev.copy(stream, src, dst) } else { cast_call(src, dst)?.enqueue(dev, stream) }
 }
 
 /// Copies whole 32-bit words between the GPU and registered host memory, on the compute stream.
-pub(in crate::device::cuda) fn copy_words(dev: &mut CudaDevice, from: u64, to: u64, bytes: usize) -> Result<()> {
+pub(in crate::device::cuda) fn copy_words(dev: &mut impl Queue, from: u64, to: u64, bytes: usize) -> Result<()> {
     let words = bytes / 4;
     let launch = LaunchConfig::new(size(words.div_ceil(THREADS))?, THREADS as u32);
     dev.launch(Stream::Compute, "copy_words", None, launch, args![from, to, words as u64])
-}
-
-fn copy(dev: &mut CudaDevice, stream: Stream, src: DeviceSlice, dst: DeviceSlice) -> Result<()> {
-    if src.elems == 0 {
-        return Ok(());
-    }
-    dev.timed(stream, "cast", |raw| {
-        // SAFETY: `cast` saw that sizes agree and that the two do not overlap.
-        let status = unsafe { sys::cuMemcpyDtoDAsync_v2(dst.addr, src.addr, src.bytes(), raw.0) };
-        check_status(status, || format!("copy {} within the GPU", Bytes(src.bytes() as u64)))
-    })
 }
 
 fn cast_call(src: DeviceSlice, dst: DeviceSlice) -> Result<KernelCall<4>> {
@@ -102,7 +88,7 @@ fn cast_call(src: DeviceSlice, dst: DeviceSlice) -> Result<KernelCall<4>> {
 ///
 /// # Errors
 /// `Resource` when formats or sizes are wrong or arguments overlap.
-pub(super) fn grad_norm_partials(dev: &mut CudaDevice, grads: DeviceSlice, partials: DeviceSlice, nonfinite: DeviceSlice) -> Result<()> {
+pub(super) fn grad_norm_partials(dev: &mut impl Queue, grads: DeviceSlice, partials: DeviceSlice, nonfinite: DeviceSlice) -> Result<()> {
     check(
         "grad_norm_partials",
         arguments![
@@ -130,7 +116,7 @@ fn grad_norm_call(
 ///
 /// # Errors
 /// `Resource` when formats or sizes differ or arguments overlap.
-pub(super) fn adam_step(dev: &mut CudaDevice, args: AdamArgs) -> Result<()> {
+pub(super) fn adam_step(dev: &mut impl Queue, args: AdamArgs) -> Result<()> {
     let AdamArgs { params, m, v, grads, out, .. } = args;
     let n = params.elems;
     check(
@@ -181,7 +167,7 @@ fn scale_call(x: DeviceSlice, factor: f32) -> Result<KernelCall<4>> {
 ///
 /// # Errors
 /// `Resource` when there is no such element; `Unsupported` for int32.
-pub(super) fn poke(dev: &mut CudaDevice, x: DeviceSlice, index: usize, value: f32) -> Result<()> {
+pub(super) fn poke(dev: &mut impl Queue, x: DeviceSlice, index: usize, value: f32) -> Result<()> {
     if index >= x.elems {
         return Err(Error::resource("launch poke", format!("element {index} of {}", x.elems)));
     }
