@@ -128,9 +128,7 @@ impl<D: Kernels> Engine<D> {
             Some(ring) => dev.alloc_ring(name, flat, plan.dtype, ring),
         };
         let (weights, grads) = (flat_memory("weights", plan.weight_ring)?, flat_memory("gradients", plan.grad_ring)?);
-        let (tile, policies) = (plan.loss_tile, &plan.layer_policies);
-        let activations = ActivationPlan::new(&shape, plan.batch, plan.seq_length, plan.separates_documents, plan.dtype, tile, policies)?;
-        let activations = activations.allocate(&mut dev, &mut host)?;
+        let activations = ActivationPlan::new(plan.micro_batch(&shape))?.allocate(&mut dev, &mut host)?;
         let memory = Memory::new(&plan, &table, &mut dev, &mut host)?;
         let flow = |ring| WeightFlow::new(&mut dev, &table, ring, memory.step.params.memory, weights);
         let flow = plan.weight_ring.map(flow).transpose()?;

@@ -1,7 +1,7 @@
 //! What tests do to a run on purpose: gradients that are made wrong, and a coin that decides who goes on first. A normal run has none.
 
 use crate::config::options::Injection;
-use crate::device::{DeviceSlice, Kernels};
+use crate::device::{DeviceSlice, Kernels, Poke};
 use crate::error::Result;
 use crate::planner::plan::Plan;
 use rand_chacha::ChaCha8Rng;
@@ -24,7 +24,7 @@ impl FaultInjector {
     /// Writes what is injected in step `step` over the gradients of the flat range.
     pub(super) fn spoil<D: Kernels>(&self, dev: &mut D, grads: DeviceSlice, range: &Range<usize>, step: u64) -> Result<()> {
         let mut hit = self.faults.iter().filter(|fault| fault.step == step && range.contains(&fault.element));
-        hit.try_for_each(|fault| dev.poke(grads, fault.element, fault.value))
+        hit.try_for_each(|fault| dev.launch(Poke { x: grads, index: fault.element, value: fault.value }))
     }
 
     /// Whether the coin decides: nothing goes on by itself then, so that nothing under way is a deadlock.

@@ -7,7 +7,7 @@ use super::route::Hop;
 use super::step_job::StepJob;
 use super::vitals::Doing;
 use crate::bucket::slot::Slot;
-use crate::device::{AdamArgs, DeviceSlice, Kernels, Stream};
+use crate::device::{Adam, Cast, DeviceSlice, Kernels, Stream};
 use crate::error::{Error, Result};
 use crate::host::pool::Job;
 use crate::memory::MemorySpace;
@@ -128,7 +128,7 @@ impl<D: Kernels> Engine<D> {
         let (mut source, target) = (self.grads(range), self.memory.step.grads.slot(slot, range.len()));
         if self.plan.device_casts() {
             let staging = self.memory.staging_d2h.slice(0, range.len());
-            self.dev.cast(stream, source, staging)?;
+            self.dev.launch(Cast { stream, src: source, dst: staging })?;
             source = staging;
         }
         self.counters.d2h_bytes += target.bytes() as u64;
@@ -144,7 +144,7 @@ impl<D: Kernels> Engine<D> {
         }
         let staging = self.memory.staging_h2d.slice(0, range.len());
         self.dev.copy_h2d(stream, source, staging)?;
-        self.dev.cast(stream, staging, weights)
+        self.dev.launch(Cast { stream, src: staging, dst: weights })
     }
 
     /// The part of a bucket that has its own place on the device: all that does not stream.
@@ -163,7 +163,7 @@ impl<D: Kernels> Engine<D> {
             let state = self.memory.device_part(&part);
             let consts = AdamConsts::new(&hyper, update.optimizer_step, segment.decay);
             let (grads, out) = (self.grads(&part), self.weights(&part));
-            self.dev.adam_step(AdamArgs { params: state.params, m: state.m, v: state.v, grads, out, consts, scale: update.scale })?;
+            self.dev.launch(Adam { params: state.params, m: state.m, v: state.v, grads, out, consts, scale: update.scale })?;
         }
         Ok(())
     }

@@ -106,9 +106,9 @@ impl Memory {
     pub(super) fn init_params<D: Device>(&self, dev: &mut D, table: &TensorTable, seed: u64, threads: usize) -> Result<()> {
         self.step.state.params.with(|params: &mut [f32]| init_flat(table, seed, 0, params, threads))?;
         for DeviceState { flat, params, .. } in &self.device {
-            let mut room = vec![0.0; PIECE_ELEMS.min(params.elems)];
-            for start in (0..params.elems).step_by(PIECE_ELEMS) {
-                let part = &mut room[..PIECE_ELEMS.min(params.elems - start)];
+            let mut room = vec![0.0; PIECE_ELEMS.min(params.elems())];
+            for start in (0..params.elems()).step_by(PIECE_ELEMS) {
+                let part = &mut room[..PIECE_ELEMS.min(params.elems() - start)];
                 init_flat(table, seed, flat.start + start, part, threads)?;
                 self.upload(dev, part, params.slice(start, part.len()))?;
             }
@@ -122,7 +122,7 @@ impl Memory {
         memory.with(|x: &mut [f32]| x.copy_from_slice(&source[..on_host]));
         for state in self.device.iter().filter_map(|state| state.part(&flat)) {
             let memory = state.arrays()[part as usize];
-            self.upload(dev, &source[state.flat.start - flat.start..][..memory.elems], memory)?;
+            self.upload(dev, &source[state.flat.start - flat.start..][..memory.elems()], memory)?;
         }
         Ok(())
     }
@@ -133,7 +133,7 @@ impl Memory {
         memory.read(&mut out[..on_host]);
         for state in self.device.iter().filter_map(|state| state.part(&flat)) {
             let memory = state.arrays()[part as usize];
-            self.download(dev, memory, &mut out[state.flat.start - flat.start..][..memory.elems])?;
+            self.download(dev, memory, &mut out[state.flat.start - flat.start..][..memory.elems()])?;
         }
         Ok(())
     }

@@ -3,7 +3,7 @@
 //! The partial sums of the norm leave the device while the backward pass still runs, and are folded as they arrive, in
 //! flat order: when the last gradient is written, one small copy and a short fold are left before the verdict.
 
-use crate::device::{Device, DeviceSlice, EventId, Kernels, Stream};
+use crate::device::{Device, DeviceSlice, EventId, GradNormPartials, Kernels, Stream, Zero};
 use crate::dtype::Dtype;
 use crate::error::Result;
 use crate::host::pinned::{HostMemory, PinnedSlice};
@@ -51,15 +51,15 @@ impl Report {
     pub(super) fn begin<D: Kernels>(&mut self, dev: &mut D) -> Result<()> {
         self.ends.clear();
         (self.folds, self.norm_sq) = (0, NormSq(0.0));
-        dev.zero(self.nonfinite)
+        dev.launch(Zero { x: self.nonfinite })
     }
 
     /// The gradients `grads` of the flat range are written: their sums of squares follow. Ranges come in flat order.
     pub(super) fn add<D: Kernels>(&mut self, dev: &mut D, grads: DeviceSlice, range: &Range<usize>) -> Result<()> {
         let (start, end) = (range.start / BLOCK, range.end / BLOCK);
-        dev.grad_norm_partials(grads, self.partials.slice(start, end - start), self.nonfinite)?;
-        let is_last = end == self.partials.elems;
-        if !is_last && end - self.copied_to() >= self.partials.elems.div_ceil(COPIES) {
+        dev.launch(GradNormPartials { grads, partials: self.partials.slice(start, end - start), nonfinite: self.nonfinite })?;
+        let is_last = end == self.partials.elems();
+        if !is_last && end - self.copied_to() >= self.partials.elems().div_ceil(COPIES) {
             self.copy_to(dev, end)?;
         }
         Ok(())
@@ -69,7 +69,7 @@ impl Report {
     pub(super) fn end<D: Device>(&mut self, dev: &mut D, loss: DeviceSlice) -> Result<()> {
         dev.copy_d2h(Stream::Compute, self.nonfinite, self.host_nonfinite)?;
         dev.copy_d2h(Stream::Compute, loss, self.host_loss)?;
-        self.copy_to(dev, self.partials.elems)
+        self.copy_to(dev, self.partials.elems())
     }
 
     fn copied_to(&self) -> usize {
@@ -93,7 +93,7 @@ impl Report {
             self.norm_sq = arrived.with(|partials: &mut [f32]| norm::fold(self.norm_sq, partials));
             self.folds += 1;
         }
-        Ok(self.folds == self.ends.len() && self.copied_to() == self.partials.elems)
+        Ok(self.folds == self.ends.len() && self.copied_to() == self.partials.elems())
     }
 
     /// The complete report: sum of squares of all gradients, whether one is infinite or NaN, the loss.

@@ -4,7 +4,7 @@ use super::executor::Engine;
 use super::step::Pass;
 use super::vitals::Doing;
 use crate::data::batch::Batches;
-use crate::device::{Kernels, Stream};
+use crate::device::{Cast, Kernels, Stream};
 use crate::dtype::Dtype;
 use crate::error::Result;
 use crate::model::tensors::Module;
@@ -48,7 +48,8 @@ impl<D: Kernels> Engine<D> {
     /// The device's.
     pub fn send_weights(&mut self) -> Result<()> {
         for state in &self.memory.device {
-            self.dev.cast(Stream::Compute, state.params, self.model.weights.slice(state.flat.start, state.flat.len()))?;
+            let dst = self.model.weights.slice(state.flat.start, state.flat.len());
+            self.dev.launch(Cast { stream: Stream::Compute, src: state.params, dst })?;
         }
         self.coordinator.restore();
         self.run_commands()?;
@@ -88,7 +89,7 @@ impl<D: Kernels> Engine<D> {
         let wide = self.dev.alloc("logits fp32", elems, Dtype::Float32)?;
         self.forward_modules()?;
         self.with_weights(Module::Head, Pass::Forward, |engine| engine.model.logits(&mut engine.dev, out))?;
-        self.dev.cast(Stream::Compute, out, wide)?;
+        self.dev.launch(Cast { stream: Stream::Compute, src: out, dst: wide })?;
         let mut values = vec![0.0; elems];
         self.memory.download(&mut self.dev, wide, &mut values)?;
         Ok(values)

@@ -7,7 +7,7 @@ use super::route::Hop;
 use super::verdict::Verdict;
 use super::vitals::{Doing, Mark};
 use crate::data::batch::{Batch, Batches};
-use crate::device::{Kernels, Stream};
+use crate::device::{Kernels, Stream, Zero};
 use crate::error::{Error, Result};
 use crate::model::MicroStep;
 use crate::model::tensors::Module;
@@ -161,7 +161,7 @@ impl<D: Kernels> Engine<D> {
         }
         // No kernel writes padding, and it counts in the norm.
         let mut padding = self.model.table.padding(module);
-        padding.try_for_each(|pad| self.dev.zero(self.model.grads.slice(pad.start, pad.len())))
+        padding.try_for_each(|pad| self.dev.launch(Zero { x: self.model.grads.slice(pad.start, pad.len()) }))
     }
 
     pub(super) fn upload_batch(&mut self, micro_step: usize) -> Result<()> {

@@ -129,7 +129,7 @@ impl WeightFlow {
         for other in self.window.in_the_way(module) {
             dev.wait(Stream::H2d, self.used[other])?;
         }
-        let width = self.weights.dtype.bytes();
+        let width = self.weights.dtype().bytes();
         let (source, target) = (self.source.slice(range.start * width, range.len() * width), self.weights.slice(range.start, range.len()));
         dev.copy_h2d(Stream::H2d, source, target)?;
         dev.record(self.fetched[module], Stream::H2d)?;

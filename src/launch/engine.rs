@@ -2,6 +2,7 @@
 
 use super::devices::{self, SelectedDevice};
 use super::gpu::{self, GpuDevice};
+use super::open;
 use crate::config::settings::Settings;
 use crate::device::cpu::{CpuDevice, Schedule};
 use crate::device::{DeviceKind, Kernels};
@@ -96,7 +97,7 @@ impl Launch {
 pub fn cpu_engine(plan: &Plan, shape: &ModelShape, topology: &Topology) -> Result<Engine<CpuDevice>> {
     let bell = Arc::new(Doorbell::default());
     let schedule = plan.adversary.map_or(Schedule::Threads, |seed| Schedule::Adversary { seed });
-    let dev = CpuDevice::new(plan.threads, schedule, bell.clone(), plan.trace_spans)?;
+    let dev = open::cpu(plan.threads, schedule, bell.clone(), plan.trace_spans)?;
     let pool = match schedule {
         Schedule::Adversary { .. } => Pool::stepped(plan.trace_spans),
         Schedule::Threads => worker_threads(plan, topology, &bell)?,

@@ -23,8 +23,8 @@ pub type GpuDevice = crate::device::cpu::CpuDevice;
 /// # Errors
 /// `Resource` when there is none or a library is missing; `Unsupported` in a build without the feature `cuda`.
 #[cfg(feature = "cuda")]
-pub fn open(libraries: Vec<PathBuf>, attention: Attention, trace_spans: usize) -> Result<GpuDevice> {
-    GpuDevice::new(&CudaOptions { libraries, attention, trace_spans })
+pub(crate) fn open(libraries: Vec<PathBuf>, attention: Attention, trace_spans: usize) -> Result<GpuDevice> {
+    super::open::gpu(&CudaOptions { libraries, attention, trace_spans })
 }
 
 /// As in a build with the feature `cuda`.
@@ -32,7 +32,7 @@ pub fn open(libraries: Vec<PathBuf>, attention: Attention, trace_spans: usize) -
 /// # Errors
 /// Always: this build lacks the feature.
 #[cfg(not(feature = "cuda"))]
-pub fn open(_: Vec<PathBuf>, _: Attention, _: usize) -> Result<GpuDevice> {
+pub(crate) fn open(_: Vec<PathBuf>, _: Attention, _: usize) -> Result<GpuDevice> {
     Err(no_cuda())
 }
 

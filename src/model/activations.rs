@@ -47,6 +47,25 @@ impl Allocation {
     }
 }
 
+/// A micro-batch whose memory is planned.
+#[derive(Clone, Copy, Debug)]
+pub struct MicroBatch<'a> {
+    /// Of the model.
+    pub shape: &'a ModelShape,
+    /// Sequences.
+    pub batch: usize,
+    /// Tokens of a sequence.
+    pub seq_length: usize,
+    /// A sequence is several documents, not one.
+    pub separates_documents: bool,
+    /// What it is computed in.
+    pub dtype: Dtype,
+    /// Logits at a time.
+    pub tile: LossTile,
+    /// What each layer keeps.
+    pub policies: &'a [LayerPolicy],
+}
+
 /// What [`Activations`] will need; nothing is allocated yet.
 #[derive(Clone, Debug)]
 pub struct ActivationPlan {
@@ -61,21 +80,13 @@ pub struct ActivationPlan {
 }
 
 impl ActivationPlan {
-    /// Plans a micro-batch of `batch` sequences of `seq_length` tokens, each one document or, where it `separates_documents`, several,
-    /// computed in `dtype`; `policies` by layer.
+    /// Plans the memory of a micro-batch.
     ///
     /// # Errors
     /// `Usage` when a size is zero, the sequence is longer than the positions that the model has learned, there is not one policy a layer, or
     /// bytes overflow.
-    pub fn new(
-        shape: &ModelShape,
-        batch: usize,
-        seq_length: usize,
-        separates_documents: bool,
-        dtype: Dtype,
-        tile: LossTile,
-        policies: &[LayerPolicy],
-    ) -> Result<Self> {
+    pub fn new(micro_batch: MicroBatch<'_>) -> Result<Self> {
+        let MicroBatch { shape, batch, seq_length, separates_documents, dtype, tile, policies } = micro_batch;
         if batch == 0 || seq_length == 0 || tile.rows == 0 || tile.vocab == 0 {
             return Err(Error::usage("batch size, sequence length and loss tile must be at least 1"));
         }
@@ -93,7 +104,7 @@ impl ActivationPlan {
         let mut allocations = Vec::new();
         plan.lay_out(|name, elems, dtype| {
             allocations.push(Allocation { name, space: MemorySpace::Device, elems, dtype });
-            Ok(DeviceSlice { addr: 0, elems, dtype })
+            Ok(DeviceSlice::at(0, elems, dtype))
         })?;
         plan.allocations = allocations;
         plan.allocations.extend(Some(plan.host_allocation()?).filter(|slots| slots.elems > 0));
@@ -383,26 +394,32 @@ mod tests {
     use LayerPolicy::{Host, Keep, RecomputeBlock, RecomputeCheap};
 
     fn demo(seq_length: usize, dtype: Dtype, policies: &[LayerPolicy]) -> ActivationPlan {
-        ActivationPlan::new(&ModelShape::demo(), 1, seq_length, false, dtype, LossTile { rows: 999, vocab: 999 }, policies).unwrap()
+        let tile = LossTile { rows: 999, vocab: 999 };
+        ActivationPlan::new(MicroBatch { batch: 1, seq_length, dtype, tile, ..pair(&ModelShape::demo(), policies) }).unwrap()
+    }
+
+    /// Two sequences of 48 tokens.
+    fn pair<'a>(shape: &'a ModelShape, policies: &'a [LayerPolicy]) -> MicroBatch<'a> {
+        MicroBatch { shape, batch: 2, seq_length: 48, separates_documents: false, dtype: Dtype::Bfloat16, tile: TILE, policies }
     }
 
     fn addressed(plan: &ActivationPlan) -> Activations {
-        plan.lay_out(|_, elems, dtype| Ok(DeviceSlice { addr: 0, elems, dtype })).unwrap()
+        plan.lay_out(|_, elems, dtype| Ok(DeviceSlice::at(0, elems, dtype))).unwrap()
     }
 
     #[test]
     fn the_plan_is_what_gets_allocated() {
-        let plan = ActivationPlan::new(&ModelShape::demo(), 2, 48, false, Dtype::Bfloat16, TILE, &[Keep; 6]).unwrap();
+        let plan = ActivationPlan::new(pair(&ModelShape::demo(), &[Keep; 6])).unwrap();
         let mut asked = Vec::new();
         let activations = plan.lay_out(|name, elems, dtype| {
             asked.push(Allocation { name, space: MemorySpace::Device, elems, dtype });
-            Ok(DeviceSlice { addr: 0x1000, elems, dtype })
+            Ok(DeviceSlice::at(0x1000, elems, dtype))
         });
         assert_eq!(asked, plan.allocations());
         let activations = activations.unwrap();
-        assert_eq!((activations.logits.elems, activations.loss_stats.elems), (64 * 100, 64 * 3));
+        assert_eq!((activations.logits.elems(), activations.loss_stats.elems()), (64 * 100, 64 * 3));
         // 96 tokens of 512 columns in each layer, one after another.
-        let starts = activations.layers.iter().map(|layer| layer.qkv.addr - 0x1000);
+        let starts = activations.layers.iter().map(|layer| layer.qkv.addr() - 0x1000);
         assert!(starts.eq((0..6).map(|l| l * 96 * 512 * 2)));
     }
 
@@ -410,7 +427,7 @@ mod tests {
     fn each_layer_starts_aligned() {
         let activations = addressed(&demo(3, Dtype::Float32, &[Keep; 6]));
         // 3 tokens of 8 heads are 24 elements; the next layer's begin at 128.
-        assert_eq!((activations.layers[1].lse.addr, activations.layers[1].lse.elems), (128 * 4, 24));
+        assert_eq!((activations.layers[1].lse.addr(), activations.layers[1].lse.elems()), (128 * 4, 24));
     }
 
     #[test]
@@ -419,7 +436,7 @@ mod tests {
         let layers = addressed(&demo(1, Dtype::Float32, &policies)).layers;
         let parts = |of: fn(&LayerActivations) -> DeviceSlice| -> Vec<u64> {
             let bytes = of(&layers[0]).bytes().next_multiple_of(128 * 4) as u64;
-            layers.iter().map(|layer| of(layer).addr / bytes).collect()
+            layers.iter().map(|layer| of(layer).addr() / bytes).collect()
         };
         assert_eq!(parts(|layer| layer.input), [0, 1, 3, 2, 4, 3]);
         assert_eq!(parts(|layer| layer.mlp_in), [2, 0, 2, 1, 2, 2]);
@@ -455,10 +472,11 @@ mod tests {
 
     #[test]
     fn bounds_of_documents_take_4_bytes_a_token() {
-        let plan = |documents| ActivationPlan::new(&ModelShape::demo(), 2, 48, documents, Dtype::Bfloat16, TILE, &[Keep; 6]).unwrap();
+        let plan =
+            |separates_documents| ActivationPlan::new(MicroBatch { separates_documents, ..pair(&ModelShape::demo(), &[Keep; 6]) }).unwrap();
         assert_eq!(plan(true).device_bytes().0 - plan(false).device_bytes().0, 2 * 48 * 4);
         let activations = addressed(&plan(true));
-        assert_eq!(activations.documents.map(|documents| (documents.addr, documents.elems)), Some((3 * 96 * 4, 96)));
+        assert_eq!(activations.documents.map(|documents| (documents.addr(), documents.elems())), Some((3 * 96 * 4, 96)));
         assert!(addressed(&plan(false)).documents.is_none());
     }
 
@@ -466,7 +484,7 @@ mod tests {
     fn a_qk_norm_keeps_raw_projections_and_shares_the_rotated() {
         let shape = ModelShape { qk_norm: true, ..ModelShape::demo() };
         let bytes = |policies: &[LayerPolicy]| {
-            ActivationPlan::new(&shape, 1, 128, false, Dtype::Bfloat16, TILE, policies).unwrap().device_bytes().0
+            ActivationPlan::new(MicroBatch { batch: 1, seq_length: 128, ..pair(&shape, policies) }).unwrap().device_bytes().0
         };
         // Halves: two norms, activation, rotated qkv.
         assert_eq!(bytes(&[Keep; 6]) - bytes(&[RecomputeCheap; 6]), 5 * 128 * 2 * (256 + 256 + 512 + 512));
@@ -475,14 +493,14 @@ mod tests {
     #[test]
     fn impossible_sizes_are_usage_errors() {
         let plan =
-            |batch, seq_length, tile| ActivationPlan::new(&ModelShape::demo(), batch, seq_length, false, Dtype::Float32, tile, &[Host; 6]);
+            |batch, seq_length, tile| ActivationPlan::new(MicroBatch { batch, seq_length, tile, ..pair(&ModelShape::demo(), &[Host; 6]) });
         assert!(plan(0, 16, TILE).is_err());
         assert!(plan(1, 0, TILE).is_err());
         assert!(plan(1, 16, LossTile { rows: 0, vocab: 1 }).is_err());
         assert!(plan(1, 1025, TILE).is_ok(), "rotary positions do not end at the model's 1024");
         assert!(plan(usize::MAX, 2, TILE).unwrap_err().to_string().contains("overflow"));
         assert!(plan(usize::MAX / 1024, 1024, TILE).unwrap_err().to_string().contains("overflow"));
-        let five = ActivationPlan::new(&ModelShape::demo(), 1, 16, false, Dtype::Float32, TILE, &[Keep; 5]);
+        let five = ActivationPlan::new(pair(&ModelShape::demo(), &[Keep; 5]));
         assert!(five.unwrap_err().to_string().contains("5 activation policies: the model has 6 layers"));
     }
 }

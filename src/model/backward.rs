@@ -5,7 +5,10 @@ use super::Model;
 use super::params::{LinearParams, NormParams};
 use super::shape::Mlp;
 use super::tensors::Module;
-use crate::device::{DeviceSlice, Kernels, MatmulLayout, MatmulShape};
+use crate::device::{
+    AttentionBackward, BiasBackward, DeviceSlice, EmbedBackward, GeluBackward, Kernels, LayerNormBackward, Matmul, MatmulLayout,
+    MatmulShape, QkNormBackward, RmsNormBackward, SwigluBackward, Zero,
+};
 use crate::error::Result;
 
 impl Model {
@@ -21,7 +24,7 @@ impl Model {
             Module::Embed => self.backward_embed(dev, first),
             Module::Layer(layer) => self.backward_layer(dev, layer, first),
             Module::Head => {
-                dev.zero(act.dresidual)?;
+                dev.launch(Zero { x: act.dresidual })?;
                 self.norm_backward(dev, &self.head.norm, act.final_norm_in, act.final_norm_stats, first)
             }
         }
@@ -30,9 +33,16 @@ impl Model {
     /// A tied embedding already holds the head's gradient, also in the first micro-step.
     fn backward_embed<D: Kernels>(&self, dev: &mut D, first: bool) -> Result<()> {
         let act = &self.activations;
-        let (wte, wpe) = (self.embed.wte.grad, self.embed.wpe.map(|p| p.grad));
-        let accumulate_wte = !first || self.shape.tied;
-        dev.embed_backward(act.tokens, act.positions, act.dresidual, wte, accumulate_wte, wpe, !first, self.shape.channels)
+        dev.launch(EmbedBackward {
+            tokens: act.tokens,
+            positions: act.positions,
+            dout: act.dresidual,
+            dwte: self.embed.wte.grad,
+            accumulate_wte: !first || self.shape.tied,
+            dwpe: self.embed.wpe.map(|p| p.grad),
+            accumulate_wpe: !first,
+            channels: self.shape.channels,
+        })
     }
 
     fn backward_layer<D: Kernels>(&self, dev: &mut D, layer: usize, first: bool) -> Result<()> {
@@ -44,12 +54,12 @@ impl Model {
 
     fn backward_mlp<D: Kernels>(&self, dev: &mut D, layer: usize, first: bool) -> Result<()> {
         let (params, act, all) = (&self.layers[layer], &self.activations.layers[layer], &self.activations);
-        let dact = all.dinner.slice(0, act.mlp_act.elems);
-        let dmlp_in = all.dfused.slice(0, act.mlp_in.elems);
+        let dact = all.dinner.slice(0, act.mlp_act.elems());
+        let dmlp_in = all.dfused.slice(0, act.mlp_in.elems());
         linear_backward(dev, &params.mlp_out, act.mlp_act, all.dresidual, dact, first)?;
         match self.shape.mlp {
-            Mlp::Swiglu => dev.swiglu_backward(dact, act.mlp_in, dmlp_in, self.shape.ffn)?,
-            Mlp::GeluTanh => dev.gelu_backward(dact, act.mlp_in, dmlp_in)?,
+            Mlp::Swiglu => dev.launch(SwigluBackward { dout: dact, gate_up: act.mlp_in, dgate_up: dmlp_in, cols: self.shape.ffn })?,
+            Mlp::GeluTanh => dev.launch(GeluBackward { dout: dact, x: act.mlp_in, dx: dmlp_in })?,
         }
         linear_backward(dev, &params.mlp_in, act.mlp_norm_out, dmlp_in, all.dnorm, first)?;
         self.norm_backward(dev, &params.mlp_norm, act.mid, act.mlp_norm_stats, first)
@@ -57,14 +67,24 @@ impl Model {
 
     fn backward_attention<D: Kernels>(&self, dev: &mut D, layer: usize, first: bool) -> Result<()> {
         let (params, act, all) = (&self.layers[layer], &self.activations.layers[layer], &self.activations);
-        let shape = self.attention_shape(layer);
-        let dattn_out = all.dinner.slice(0, act.attn_out.elems);
-        let dqkv = all.dfused.slice(0, act.qkv.elems);
+        let (documents, shape) = (all.documents, self.attention_shape(layer));
+        let dattn_out = all.dinner.slice(0, act.attn_out.elems());
+        let dqkv = all.dfused.slice(0, act.qkv.elems());
         linear_backward(dev, &params.attn_out, act.attn_out, all.dresidual, dattn_out, first)?;
-        dev.attention_backward(dattn_out, act.qkv, all.documents, act.attn_out, act.lse, dqkv, shape)?;
+        dev.launch(AttentionBackward { dout: dattn_out, qkv: act.qkv, documents, out: act.attn_out, lse: act.lse, dqkv, shape })?;
         self.rotate(dev, layer, dqkv, true)?;
         if let (Some((q, k)), Some(kept)) = (params.qk_norm, act.qk_norm) {
-            dev.qk_norm_backward(dqkv, kept.raw, q.value, k.value, kept.rstd, q.grad, k.grad, !first, shape)?;
+            dev.launch(QkNormBackward {
+                dqkv,
+                qkv: kept.raw,
+                q_weight: q.value,
+                k_weight: k.value,
+                rstd: kept.rstd,
+                dq_weight: q.grad,
+                dk_weight: k.grad,
+                accumulate: !first,
+                shape,
+            })?;
         }
         linear_backward(dev, &params.qkv, act.attn_norm_out, dqkv, all.dnorm, first)?;
         self.norm_backward(dev, &params.attn_norm, act.input, act.attn_norm_stats, first)
@@ -73,10 +93,10 @@ impl Model {
     /// From `dnorm` to the norm's parameters, and on into the gradient of the residual stream.
     fn norm_backward<D: Kernels>(&self, dev: &mut D, params: &NormParams, x: DeviceSlice, stats: DeviceSlice, first: bool) -> Result<()> {
         let (dout, dx) = (self.activations.dnorm, self.activations.dresidual);
-        let (weight, dweight) = (params.weight.value, params.weight.grad);
+        let (weight, dweight, accumulate) = (params.weight.value, params.weight.grad, !first);
         match params.bias {
-            None => dev.rms_norm_backward(dout, x, weight, stats, dx, dweight, !first),
-            Some(bias) => dev.layer_norm_backward(dout, x, weight, stats, dx, dweight, bias.grad, !first),
+            None => dev.launch(RmsNormBackward { dout, x, weight, rstd: stats, dx, dweight, accumulate }),
+            Some(bias) => dev.launch(LayerNormBackward { dout, x, weight, stats, dx, dweight, dbias: bias.grad, accumulate }),
         }
     }
 }
@@ -90,11 +110,10 @@ fn linear_backward<D: Kernels>(
     dx: DeviceSlice,
     first: bool,
 ) -> Result<()> {
-    let (rows, out_cols, in_cols) = (x.elems / params.in_cols, params.out_cols, params.in_cols);
+    let (rows, out_cols, in_cols) = (x.elems() / params.in_cols, params.out_cols, params.in_cols);
     let to_input = MatmulShape { layout: MatmulLayout::Nn, m: rows, n: in_cols, k: out_cols };
     let to_weight = MatmulShape { layout: MatmulLayout::Tn, m: out_cols, n: in_cols, k: rows };
-    dev.matmul(to_input, dout, params.weight.value, None, None, dx)?;
-    let dweight = params.weight.grad;
-    dev.matmul(to_weight, dout, x, None, (!first).then_some(dweight), dweight)?;
-    params.bias.map_or(Ok(()), |bias| dev.bias_backward(dout, bias.grad, !first))
+    dev.launch(Matmul::plain(to_input, [dout, params.weight.value, dx]))?;
+    dev.launch(Matmul::plain(to_weight, [dout, x, params.weight.grad]).onto_itself(!first))?;
+    params.bias.map_or(Ok(()), |bias| dev.launch(BiasBackward { dout, dbias: bias.grad, accumulate: !first }))
 }

@@ -1,12 +1,14 @@
 //! The forward pass, module by module.
 
 use super::Model;
-use super::activations::LayerActivations;
+use super::activations::{LayerActivations, QkNormActivations};
 use super::params::{LinearParams, NormParams};
 use super::policy::LayerPolicy;
 use super::shape::{Mlp, Positions};
 use super::tensors::Module;
-use crate::device::{DeviceSlice, Kernels, MatmulLayout, MatmulShape};
+use crate::device::{
+    AttentionForward, DeviceSlice, Embed, Gelu, Kernels, LayerNorm, Matmul, MatmulLayout, MatmulShape, QkNorm, RmsNorm, Rope, Swiglu,
+};
 use crate::error::Result;
 
 impl Model {
@@ -18,9 +20,9 @@ impl Model {
         let act = &self.activations;
         match module {
             Module::Embed => {
-                let wpe = self.embed.wpe.map(|p| p.value);
+                let (wte, wpe) = (self.embed.wte.value, self.embed.wpe.map(|p| p.value));
                 let out = self.acquire_residual(dev, 0)?;
-                dev.embed(act.tokens, act.positions, self.embed.wte.value, wpe, out, self.shape.channels)
+                dev.launch(Embed { tokens: act.tokens, positions: act.positions, wte, wpe, out, channels: self.shape.channels })
             }
             Module::Layer(layer) => self.forward_layer(dev, layer),
             Module::Head => self.norm(dev, &self.head.norm, act.final_norm_in, act.final_norm_out, act.final_norm_stats),
@@ -32,7 +34,7 @@ impl Model {
     /// # Panics
     /// If `out` has another length.
     pub fn logits<D: Kernels>(&self, dev: &mut D, out: DeviceSlice) -> Result<()> {
-        assert_eq!(out.elems, self.activations.tokens.elems * self.shape.vocab, "logits");
+        assert_eq!(out.elems(), self.activations.tokens.elems() * self.shape.vocab, "logits");
         self.forward(dev, Module::Head)?;
         linear(dev, &self.head.output, self.activations.final_norm_out, None, out)
     }
@@ -86,7 +88,8 @@ impl Model {
         let projected = act.qk_norm.map_or(act.qkv, |kept| kept.raw);
         linear(dev, &params.qkv, act.attn_norm_out, None, projected)?;
         self.norm_and_rotate(dev, layer, act)?;
-        dev.attention(act.qkv, self.activations.documents, act.attn_out, act.lse, self.attention_shape(layer))?;
+        let (documents, shape) = (self.activations.documents, self.attention_shape(layer));
+        dev.launch(AttentionForward { qkv: act.qkv, documents, out: act.attn_out, lse: act.lse, shape })?;
         linear(dev, &params.attn_out, act.attn_out, Some(act.input), act.mid)
     }
 
@@ -101,23 +104,25 @@ impl Model {
     /// Queries and keys as attention sees them, in `act.qkv`: normalised from the raw projections, if the model does that, and rotated.
     fn norm_and_rotate<D: Kernels>(&self, dev: &mut D, layer: usize, act: &LayerActivations) -> Result<()> {
         if let (Some((q, k)), Some(kept)) = (self.layers[layer].qk_norm, act.qk_norm) {
-            dev.qk_norm(kept.raw, q.value, k.value, self.shape.eps, act.qkv, kept.rstd, self.attention_shape(layer))?;
+            let (eps, shape) = (self.shape.eps, self.attention_shape(layer));
+            let QkNormActivations { raw: qkv, rstd } = kept;
+            dev.launch(QkNorm { qkv, q_weight: q.value, k_weight: k.value, eps, out: act.qkv, rstd, shape })?;
         }
         self.rotate(dev, layer, act.qkv, false)
     }
 
     fn activate<D: Kernels>(&self, dev: &mut D, act: &LayerActivations) -> Result<()> {
         match self.shape.mlp {
-            Mlp::Swiglu => dev.swiglu(act.mlp_in, act.mlp_act, self.shape.ffn),
-            Mlp::GeluTanh => dev.gelu(act.mlp_in, act.mlp_act),
+            Mlp::Swiglu => dev.launch(Swiglu { gate_up: act.mlp_in, out: act.mlp_act, cols: self.shape.ffn }),
+            Mlp::GeluTanh => dev.launch(Gelu { x: act.mlp_in, out: act.mlp_act }),
         }
     }
 
     fn norm<D: Kernels>(&self, dev: &mut D, params: &NormParams, x: DeviceSlice, out: DeviceSlice, stats: DeviceSlice) -> Result<()> {
-        let weight = params.weight.value;
+        let (weight, eps) = (params.weight.value, self.shape.eps);
         match params.bias {
-            None => dev.rms_norm(x, weight, self.shape.eps, out, stats),
-            Some(bias) => dev.layer_norm(x, weight, bias.value, self.shape.eps, out, stats),
+            None => dev.launch(RmsNorm { x, weight, eps, out, rstd: stats }),
+            Some(bias) => dev.launch(LayerNorm { x, weight, bias: bias.value, eps, out, stats }),
         }
     }
 
@@ -125,7 +130,8 @@ impl Model {
     pub(super) fn rotate<D: Kernels>(&self, dev: &mut D, layer: usize, qkv: DeviceSlice, inverse: bool) -> Result<()> {
         match (self.shape.positions, self.activations.rope_table) {
             (Positions::Rope(rope), Some(table)) => {
-                dev.rope(qkv, self.activations.positions, table, rope.rotary_dim, inverse, self.attention_shape(layer))
+                let (positions, shape) = (self.activations.positions, self.attention_shape(layer));
+                dev.launch(Rope { qkv, positions, table, rotary_dim: rope.rotary_dim, inverse, shape })
             }
             _ => Ok(()),
         }
@@ -140,6 +146,6 @@ pub(super) fn linear<D: Kernels>(
     base: Option<DeviceSlice>,
     out: DeviceSlice,
 ) -> Result<()> {
-    let shape = MatmulShape { layout: MatmulLayout::Nt, m: x.elems / params.in_cols, n: params.out_cols, k: params.in_cols };
-    dev.matmul(shape, x, params.weight.value, params.bias.map(|p| p.value), base, out)
+    let shape = MatmulShape { layout: MatmulLayout::Nt, m: x.elems() / params.in_cols, n: params.out_cols, k: params.in_cols };
+    dev.launch(Matmul { shape, a: x, b: params.weight.value, bias: params.bias.map(|p| p.value), base, c: out })
 }

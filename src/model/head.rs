@@ -7,7 +7,7 @@
 use super::Model;
 use super::params::LinearParams;
 use super::tensors::Module;
-use crate::device::{DeviceSlice, Kernels, MatmulLayout, MatmulShape};
+use crate::device::{CrossEntropyGrad, CrossEntropyLoss, CrossEntropyStats, DeviceSlice, Kernels, Matmul, MatmulLayout, MatmulShape};
 use crate::error::Result;
 use std::ops::Range;
 
@@ -38,7 +38,7 @@ impl Model {
     /// their backward, down to the gradient of the residual stream that leaves the last layer.
     pub fn head<D: Kernels>(&self, dev: &mut D, micro: MicroStep, train: bool) -> Result<()> {
         self.forward(dev, Module::Head)?;
-        let (tokens, step) = (self.activations.tokens.elems, self.activations.tile.rows);
+        let (tokens, step) = (self.activations.tokens.elems(), self.activations.tile.rows);
         for start in (0..tokens).step_by(step) {
             let rows = self.rows(start, step.min(tokens - start));
             self.loss(dev, rows, micro)?;
@@ -62,11 +62,14 @@ impl Model {
     }
 
     fn loss<D: Kernels>(&self, dev: &mut D, rows: Rows, micro: MicroStep) -> Result<()> {
+        let Rows { targets, stats, .. } = rows;
         for tile in self.tiles() {
+            let (vocab_start, cols) = (tile.start, tile.len());
             let logits = self.logits_tile(dev, rows, &tile)?;
-            dev.cross_entropy_stats(logits, rows.targets, rows.stats, tile.start, tile.len(), tile.start == 0)?;
+            dev.launch(CrossEntropyStats { logits, targets, stats, vocab_start, cols, first: vocab_start == 0 })?;
         }
-        dev.cross_entropy_loss(rows.stats, self.activations.loss, micro.inv_targets, !(micro.first && rows.first))
+        let (loss, accumulate) = (self.activations.loss, !(micro.first && rows.first));
+        dev.launch(CrossEntropyLoss { stats, loss, scale: micro.inv_targets, accumulate })
     }
 
     fn loss_backward<D: Kernels>(&self, dev: &mut D, rows: Rows, micro: MicroStep) -> Result<()> {
@@ -76,8 +79,8 @@ impl Model {
                 true => self.activations.logits.slice(0, rows.count * tile.len()),
                 false => self.logits_tile(dev, rows, &tile)?,
             };
-            let scale = micro.inv_targets * micro.loss_scale;
-            dev.cross_entropy_grad(logits, rows.targets, rows.stats, tile.start, tile.len(), scale)?;
+            let (Rows { targets, stats, .. }, scale) = (rows, micro.inv_targets * micro.loss_scale);
+            dev.launch(CrossEntropyGrad { logits, targets, stats, vocab_start: tile.start, cols: tile.len(), scale })?;
             self.tile_backward(dev, rows, logits, &tile, !(micro.first && rows.first))?;
         }
         Ok(())
@@ -95,9 +98,8 @@ impl Model {
         let output = self.output_tile(tile);
         let to_hidden = MatmulShape { layout: MatmulLayout::Nn, m: rows.count, n: output.in_cols, k: tile.len() };
         let to_weight = MatmulShape { layout: MatmulLayout::Tn, m: tile.len(), n: output.in_cols, k: rows.count };
-        let (dhidden, dweight) = (rows.dhidden, output.weight.grad);
-        dev.matmul(to_hidden, dlogits, output.weight.value, None, (tile.start != 0).then_some(dhidden), dhidden)?;
-        dev.matmul(to_weight, dlogits, rows.hidden, None, accumulate.then_some(dweight), dweight)
+        dev.launch(Matmul::plain(to_hidden, [dlogits, output.weight.value, rows.dhidden]).onto_itself(tile.start != 0))?;
+        dev.launch(Matmul::plain(to_weight, [dlogits, rows.hidden, output.weight.grad]).onto_itself(accumulate))
     }
 
     fn logits_tile<D: Kernels>(&self, dev: &mut D, rows: Rows, tile: &Range<usize>) -> Result<DeviceSlice> {

@@ -63,10 +63,10 @@ impl Model {
     pub fn new(shape: ModelShape, weights: DeviceSlice, grads: DeviceSlice, activations: Activations) -> Result<Self> {
         let table = TensorTable::new(&shape);
         for (name, slice) in [("weights", weights), ("gradients", grads)] {
-            let dtype = activations.final_norm_in.dtype;
-            if slice.elems != table.flat_elems() || slice.dtype != dtype {
-                let (have, want) = (slice.elems, table.flat_elems());
-                return Err(Error::usage(format_args!("model {name}: {have} of {}, expected {want} of {dtype}", slice.dtype)));
+            let dtype = activations.final_norm_in.dtype();
+            if slice.elems() != table.flat_elems() || slice.dtype() != dtype {
+                let (have, want) = (slice.elems(), table.flat_elems());
+                return Err(Error::usage(format_args!("model {name}: {have} of {}, expected {want} of {dtype}", slice.dtype())));
             }
         }
         let flat = params::Flat { table: &table, weights, grads };
@@ -81,7 +81,7 @@ impl Model {
     /// # Errors
     /// The device's.
     pub fn prepare<D: Kernels>(&self, dev: &mut D) -> Result<()> {
-        (0..self.shape.layers).try_for_each(|layer| dev.prepare_attention(self.attention_shape(layer), self.weights.dtype))
+        (0..self.shape.layers).try_for_each(|layer| dev.prepare_attention(self.attention_shape(layer), self.weights.dtype()))
     }
 
     fn attention_shape(&self, layer: usize) -> AttentionShape {

@@ -1,6 +1,6 @@
 //! The passes as a whole on the CPU device: gradients against finite differences, and the ways to cut a batch.
 
-use super::activations::{ActivationPlan, LossTile};
+use super::activations::{ActivationPlan, LossTile, MicroBatch};
 use super::policy::LayerPolicy::{self, Host, Keep, RecomputeBlock, RecomputeCheap};
 use super::rope::rope_table;
 use super::shape::{ModelShape, Positions};
@@ -61,9 +61,18 @@ impl Harness {
         policies: &[LayerPolicy],
         schedule: Schedule,
     ) -> Self {
-        let (mut dev, mut host) = (CpuDevice::new(1, schedule, Default::default(), 0).unwrap(), HostMemory::default());
+        let (mut dev, mut host) = (crate::launch::open::cpu(1, schedule, Default::default(), 0).unwrap(), HostMemory::default());
         let flat = TensorTable::new(shape).flat_elems();
-        let plan = ActivationPlan::new(shape, batch, SEQ_LENGTH, documents, E::DTYPE, tile, policies).unwrap();
+        let plan = ActivationPlan::new(MicroBatch {
+            shape,
+            batch,
+            seq_length: SEQ_LENGTH,
+            separates_documents: documents,
+            dtype: E::DTYPE,
+            tile,
+            policies,
+        })
+        .unwrap();
         let weights = dev.alloc("weights", flat, E::DTYPE).unwrap();
         let grads = dev.alloc("grads", flat, E::DTYPE).unwrap();
         let activations = plan.allocate(&mut dev, &mut host).unwrap();
@@ -103,11 +112,11 @@ impl Harness {
 
     /// Sequences `first..first + batch` of a fixed text become the micro-batch.
     fn feed(&mut self, first: usize) {
-        let (inputs, rows) = (self.model.activations.inputs, self.model.activations.tokens.elems);
+        let (inputs, rows) = (self.model.activations.inputs, self.model.activations.tokens.elems());
         let (start, vocab) = (first * SEQ_LENGTH, self.model.shape.vocab as u64);
         let mut noise = Noise(77);
         let text: Vec<i32> = (0..start + rows + 1).map(|_| (noise.bits() % vocab) as i32).collect();
-        let (mut memory, documents) = (vec![0; inputs.elems], self.model.activations.documents.is_some());
+        let (mut memory, documents) = (vec![0; inputs.elems()], self.model.activations.documents.is_some());
         let mut batch = Batch::new(&mut memory, SEQ_LENGTH, documents);
         batch.tokens.copy_from_slice(&text[start..start + rows]);
         batch.targets.copy_from_slice(&text[start + 1..]);
@@ -167,7 +176,7 @@ fn set_documents(batch: &mut Batch<'_>) {
 }
 
 fn whole(model: &Model) -> MicroStep {
-    MicroStep { first: true, inv_targets: 1.0 / model.activations.tokens.elems as f32, loss_scale: 1.0 }
+    MicroStep { first: true, inv_targets: 1.0 / model.activations.tokens.elems() as f32, loss_scale: 1.0 }
 }
 
 /// Norms near one, everything else around zero; padding zero.
@@ -397,8 +406,11 @@ fn a_model_refuses_slices_that_do_not_fit() {
     let shape = golden_shape("qwen3");
     let flat = TensorTable::new(&shape).flat_elems();
     let build = |weights: usize, dtype: Dtype| {
-        let mut dev = CpuDevice::new(1, Schedule::Adversary { seed: 1 }, Default::default(), 0).unwrap();
-        let plan = ActivationPlan::new(&shape, 1, SEQ_LENGTH, false, Dtype::Float32, ONE_TILE, &vec![Keep; shape.layers]).unwrap();
+        let mut dev = crate::launch::open::cpu(1, Schedule::Adversary { seed: 1 }, Default::default(), 0).unwrap();
+        let (seq_length, policies) = (SEQ_LENGTH, &vec![Keep; shape.layers]);
+        let batch =
+            MicroBatch { shape: &shape, batch: 1, seq_length, separates_documents: false, dtype: Dtype::Float32, tile: ONE_TILE, policies };
+        let plan = ActivationPlan::new(batch).unwrap();
         let activations = plan.allocate(&mut dev, &mut HostMemory::default()).unwrap();
         let weights = dev.alloc("weights", weights, dtype).unwrap();
         let grads = dev.alloc("grads", flat, Dtype::Float32).unwrap();

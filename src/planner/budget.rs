@@ -8,7 +8,7 @@ use crate::device::footprint::{MemoryClass, gpu::PAGE_BYTES};
 use crate::dtype::Dtype;
 use crate::error::Result;
 use crate::memory::{Addressing, DeviceMemory, MemorySpace, RingShape};
-use crate::model::activations::{ActivationPlan, LossTile};
+use crate::model::activations::{ActivationPlan, LossTile, MicroBatch};
 use crate::model::policy::LayerPolicy;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::{Module, TensorTable};
@@ -163,7 +163,8 @@ impl Workload<'_> {
     /// # Errors
     /// `Usage` when batch and sequence make no sense for the model.
     pub fn activations(&self, policies: &[LayerPolicy], tile: LossTile) -> Result<ActivationPlan> {
-        ActivationPlan::new(self.shape, self.batch, self.seq_length, self.separates_documents, self.dtype, tile, policies)
+        let Self { shape, batch, seq_length, separates_documents, dtype, .. } = *self;
+        ActivationPlan::new(MicroBatch { shape, batch, seq_length, separates_documents, dtype, tile, policies })
     }
 
     /// Every class that is not empty.

@@ -2,7 +2,7 @@
 
 use super::budget::Workload;
 use crate::device::sim::SimDevice;
-use crate::device::{Device, DeviceSlice, Stream};
+use crate::device::{Device, Stream};
 use crate::error::Result;
 use crate::host::memory_policy::MemoryPolicy;
 use crate::host::pinned::HostMemory;
@@ -52,8 +52,8 @@ fn micro_step_s(workload: &Workload, policy: LayerPolicy) -> Result<f64> {
     let tile = LossTile { rows: (workload.batch * workload.seq_length).min(TILE_ROWS_MAX), vocab: shape.vocab };
     let plan = workload.activations(&vec![policy; shape.layers], tile)?;
     let activations = plan.allocate(&mut dev, &mut HostMemory::new(MemoryPolicy::unbacked()))?;
-    let flat = DeviceSlice { addr: 0, elems: TensorTable::new(shape).flat_elems(), dtype: workload.dtype };
-    let model = Model::new(shape.clone(), flat, flat, activations)?;
+    let mut flat = |name| dev.alloc(name, TensorTable::new(shape).flat_elems(), workload.dtype);
+    let model = Model::new(shape.clone(), flat("weights")?, flat("gradients")?, activations)?;
     let layers = || (0..shape.layers).map(Module::Layer);
     [Module::Embed].into_iter().chain(layers()).try_for_each(|module| model.forward(&mut dev, module))?;
     model.head(&mut dev, MicroStep { first: true, inv_targets: 1.0, loss_scale: 1.0 }, true)?;

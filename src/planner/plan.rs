@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::host::memory_policy::MemoryPolicy;
 use crate::memory::DeviceMemory;
 use crate::memory::{Addressing, RingShape};
-use crate::model::activations::LossTile;
+use crate::model::activations::{LossTile, MicroBatch};
 use crate::model::policy::LayerPolicy;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::TensorTable;
@@ -239,6 +239,12 @@ impl Plan {
     /// What is needed and what there is, of the device's memory and of the host's.
     pub fn balances(&self) -> [Balance; 2] {
         balances(&self.machine, &self.memory, self.transient_bytes)
+    }
+
+    /// A micro-batch of a model of `shape`.
+    pub fn micro_batch<'a>(&'a self, shape: &'a ModelShape) -> MicroBatch<'a> {
+        let Self { batch, seq_length, separates_documents, dtype, loss_tile: tile, .. } = *self;
+        MicroBatch { shape, batch, seq_length, separates_documents, dtype, tile, policies: &self.layer_policies }
     }
 
     /// See [`device_casts`].

@@ -3,7 +3,7 @@
 use super::product::fill;
 use super::samples::Samples;
 use super::timer::Timer;
-use crate::device::{AttentionShape, Kernels};
+use crate::device::{AttentionBackward, AttentionForward, AttentionShape, Kernel, Kernels};
 use crate::dtype::Dtype;
 use crate::error::Result;
 
@@ -27,7 +27,7 @@ pub struct PassRates {
 /// # Errors
 /// The device's.
 pub fn measure<D: Kernels>(timer: &mut Timer<'_, D>, seq_limit: usize, matmul_flops: f64, time_s: f64) -> Result<PassRates> {
-    let fits = |&seq: &usize| seq <= SEQ_MIN || RUNS_MIN * 3.0 * forward_flops(&shape(seq)) < time_s * matmul_flops;
+    let fits = |&seq: &usize| seq <= SEQ_MIN || RUNS_MIN * 3.0 * shape(seq).flops() < time_s * matmul_flops;
     let seq = std::iter::successors(Some(seq_limit), |seq| Some(seq / 2)).find(fits).unwrap_or(seq_limit);
     let (shape, dev) = (shape(seq), &mut *timer.dev);
     let bf16 = Dtype::Bfloat16;
@@ -37,17 +37,14 @@ pub fn measure<D: Kernels>(timer: &mut Timer<'_, D>, seq_limit: usize, matmul_fl
     let lse = dev.alloc("log-sum-exp", shape.tokens() * shape.heads, Dtype::Float32)?;
     dev.prepare_attention(shape, bf16)?;
     fill(dev, &[qkv, dout])?;
-    let flops = forward_flops(&shape);
-    let forward = timer.rates(time_s / 3.0, flops, |dev| dev.attention(qkv, None, out, lse, shape))?;
-    let backward = timer.rates(time_s / 1.5, 2.0 * flops, |dev| dev.attention_backward(dout, qkv, None, out, lse, dqkv, shape))?;
+    let forward = AttentionForward { qkv, documents: None, out, lse, shape };
+    let backward = AttentionBackward { dout, qkv, documents: None, out, lse, dqkv, shape };
+    let forward = timer.rates(time_s / 3.0, forward.flops(), |dev| dev.launch(forward))?;
+    let backward = timer.rates(time_s / 1.5, backward.flops(), |dev| dev.launch(backward))?;
     Ok(PassRates { forward, backward })
 }
 
 /// A layer of a model of some billion parameters.
 fn shape(seq_length: usize) -> AttentionShape {
     AttentionShape { batch: 4, seq_length, heads: 32, kv_heads: 8, head_dim: 128, scale: 128f32.powf(-0.5), window: None }
-}
-
-fn forward_flops(shape: &AttentionShape) -> f64 {
-    2.0 * shape.tokens() as f64 * shape.seq_length as f64 * shape.out_cols() as f64
 }

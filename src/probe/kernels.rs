@@ -3,7 +3,7 @@
 use super::product::{Product, fill};
 use super::samples::Samples;
 use super::timer::Timer;
-use crate::device::{Kernels, Stream};
+use crate::device::{Cast, Kernel, Kernels, RmsNorm, Stream};
 use crate::dtype::Dtype;
 use crate::error::Result;
 
@@ -32,7 +32,7 @@ pub struct Small {
 pub fn measure<D: Kernels>(timer: &mut Timer<'_, D>, bytes: usize, large: Product, time_s: f64) -> Result<Small> {
     let memory_bytes_per_s = pointwise(timer, bytes, time_s / 3.0)?;
     let (wide, narrow) = (timer.dev.alloc("a few numbers", FEW, Dtype::Float32)?, timer.dev.alloc("the same", FEW, Dtype::Bfloat16)?);
-    let launch = |dev: &mut D| (0..LAUNCHES).try_for_each(|_| dev.cast(Stream::Compute, wide, narrow));
+    let launch = |dev: &mut D| (0..LAUNCHES).try_for_each(|_| dev.launch(Cast { stream: Stream::Compute, src: wide, dst: narrow }));
     timer.seconds(launch)?;
     let launch_s = timer.samples(time_s / 3.0, |timer| {
         let start_ns = timer.dev.now_ns();
@@ -61,6 +61,6 @@ fn pointwise<D: Kernels>(timer: &mut Timer<'_, D>, bytes: usize, time_s: f64) ->
     let (x, out) = (dev.alloc("rows", rows * COLS, bf16)?, dev.alloc("normalised rows", rows * COLS, bf16)?);
     let (weight, rstd) = (dev.alloc("a norm's weight", COLS, bf16)?, dev.alloc("a norm's statistics", rows, Dtype::Float32)?);
     fill(dev, &[x, weight])?;
-    let moved = (x.bytes() + out.bytes() + rstd.bytes()) as f64;
-    timer.rates(time_s, moved, |dev| dev.rms_norm(x, weight, 1e-5, out, rstd))
+    let norm = RmsNorm { x, weight, eps: 1e-5, out, rstd };
+    timer.rates(time_s, norm.bytes(), |dev| dev.launch(norm))
 }

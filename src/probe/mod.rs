@@ -28,7 +28,7 @@ pub mod workers;
 
 use crate::config::options::DeviceChoice;
 use crate::config::settings::Settings;
-use crate::device::cpu::{CpuDevice, Schedule};
+use crate::device::cpu::Schedule;
 use crate::device::{Attention, Kernels};
 use crate::engine::pool::Pool;
 use crate::engine::step_job::StepJob;
@@ -39,7 +39,7 @@ use crate::hardware::topology::Topology;
 use crate::host::affinity::workers_beside_others;
 use crate::host::doorbell::Doorbell;
 use crate::host::pinned::HostMemory;
-use crate::launch::{devices, gpu};
+use crate::launch::{devices, gpu, open};
 use crate::memory::{Addressing, DeviceMemory};
 use arithmetic::Arithmetic;
 use contention::Contenders;
@@ -122,7 +122,7 @@ pub fn run(options: &ProbeOptions, log: &mut dyn FnMut(&dyn Display)) -> Result<
     let (device, sections) = match chosen.machine.device {
         DeviceMemory::Shared => {
             let bell = Arc::new(Doorbell::default());
-            let mut dev = CpuDevice::new(cpus, Schedule::Threads, bell.clone(), 0)?;
+            let mut dev = open::cpu(cpus, Schedule::Threads, bell.clone(), 0)?;
             log(&format_args!("cpus: matrix products, attention, memory, launches"));
             let mut timer = Timer::new(&mut dev)?;
             let arithmetic = Arithmetic::measure(&mut timer, ProbeSizes::CPUS, 0.4 * time_s)?;
@@ -304,7 +304,7 @@ mod tests {
         let mut memory = HostMemory::default();
         let states = States::new(&topology, &mut memory).unwrap();
         let pool = Workers::new(&topology, 1).unwrap().pool;
-        let mut dev = CpuDevice::new(1, Schedule::Threads, Default::default(), 0).unwrap();
+        let mut dev = open::cpu(1, Schedule::Threads, Default::default(), 0).unwrap();
         let context = ProbeContext { free_bytes: 1 << 30, addressing: Addressing::Managed, memory: &mut memory, states: &states, pool };
         let (sizes, mut logged) = (ProbeSizes { product: 128, seq_length: 64, copy_bytes: 1 << 20 }, 0);
         let (gpu, link, contention) = measure_device(&mut dev, sizes, context, 0.5, &mut |_| logged += 1).unwrap();

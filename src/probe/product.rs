@@ -2,7 +2,7 @@
 
 use super::samples::{Samples, share_curve};
 use super::timer::Timer;
-use crate::device::{DeviceSlice, Kernels, MatmulLayout, MatmulShape, Stream};
+use crate::device::{Cast, DeviceSlice, Kernels, Matmul, MatmulLayout, MatmulShape, Stream};
 use crate::dtype::Dtype;
 use crate::error::Result;
 use crate::hardware::sourced::Curve;
@@ -42,7 +42,7 @@ impl Product {
 
     /// FLOPs of a product of all columns and `m` rows.
     pub fn flops(self, m: usize) -> f64 {
-        2.0 * m as f64 * (self.n as f64).powi(2)
+        MatmulShape { layout: MatmulLayout::Nt, m, n: self.n, k: self.n }.flops()
     }
 
     /// The smaller product in the same memory.
@@ -67,7 +67,7 @@ impl Product {
 
     fn part<D: Kernels>(self, dev: &mut D, layout: MatmulLayout, [m, n, k]: [usize; 3]) -> Result<()> {
         let shape = MatmulShape { layout, m, n, k };
-        dev.matmul(shape, self.a.slice(0, m * k), self.b.slice(0, n * k), None, None, self.c.slice(0, m * n))
+        dev.launch(Matmul::plain(shape, [self.a.slice(0, m * k), self.b.slice(0, n * k), self.c.slice(0, m * n)]))
     }
 }
 
@@ -76,15 +76,15 @@ impl Product {
 /// # Errors
 /// The device's.
 pub fn fill<D: Kernels>(dev: &mut D, memory: &[DeviceSlice]) -> Result<()> {
-    let elems = memory.iter().map(|part| part.elems).max().unwrap_or(0).min(RANDOM_ELEMS);
+    let elems = memory.iter().map(|part| part.elems()).max().unwrap_or(0).min(RANDOM_ELEMS);
     let (mut host, mut rng) = (HostMemory::default(), ChaCha8Rng::seed_from_u64(1));
     let (source, wide) = (host.alloc("random numbers", elems * 4)?, dev.alloc("random numbers", elems, Dtype::Float32)?);
     source.with(|x: &mut [f32]| x.fill_with(|| (rng.next_u32() as i32) as f32 / (1u32 << 31) as f32));
     dev.copy_h2d(Stream::Compute, source, wide)?;
     for whole in memory {
-        for start in (0..whole.elems).step_by(elems) {
-            let part = whole.slice(start, elems.min(whole.elems - start));
-            dev.cast(Stream::Compute, wide.slice(0, part.elems), part)?;
+        for start in (0..whole.elems()).step_by(elems) {
+            let part = whole.slice(start, elems.min(whole.elems() - start));
+            dev.launch(Cast { stream: Stream::Compute, src: wide.slice(0, part.elems()), dst: part })?;
         }
     }
     // The copy reads `host`, which ends here.

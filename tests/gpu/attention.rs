@@ -17,7 +17,7 @@ use super::random::Random;
 use super::report::Outcome;
 use std::io::Write;
 use std::ops::Range;
-use superoffload::device::AttentionShape;
+use superoffload::device::{AttentionBackward, AttentionForward, AttentionShape};
 use superoffload::dtype::Dtype;
 
 const FP32: Dtype = Dtype::Float32;
@@ -221,7 +221,9 @@ fn forward(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: Attentio
     let (qkv, starts) = (case.input("qkv", dtype, &qkv), case.ints("documents", &starts));
     let (out_elems, lse_elems) = (out.len(), lse.len());
     let (out, lse) = (case.output("out", dtype, out_elems, Want::Near(out)), case.output("lse", FP32, lse_elems, Want::Near(lse)));
-    case.check(bench, &|dev, at| dev.attention(at[qkv], several.then(|| at[starts]), at[out], at[lse], shape))
+    case.check(bench, &|dev, at| {
+        dev.launch(AttentionForward { qkv: at[qkv], documents: several.then(|| at[starts]), out: at[out], lse: at[lse], shape })
+    })
 }
 
 /// What the backward pass reads, widened.
@@ -349,5 +351,8 @@ fn backward(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: Attenti
     let (out, lse, starts) = (case.input("out", dtype, &out), case.input("lse", FP32, &lse), case.ints("documents", &starts));
     let elems = want.len();
     let dqkv = case.output("dqkv", dtype, elems, Want::Near(want));
-    case.check(bench, &|dev, at| dev.attention_backward(at[dout], at[qkv], several.then(|| at[starts]), at[out], at[lse], at[dqkv], shape))
+    case.check(bench, &|dev, at| {
+        let (documents, out, lse) = (several.then(|| at[starts]), at[out], at[lse]);
+        dev.launch(AttentionBackward { dout: at[dout], qkv: at[qkv], documents, out, lse, dqkv: at[dqkv], shape })
+    })
 }

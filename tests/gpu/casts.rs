@@ -5,7 +5,7 @@ use super::harness::{Case, Want};
 use super::kernels::Suite;
 use super::random::Random;
 use std::io::Write;
-use superoffload::device::Stream;
+use superoffload::device::{Cast, Poke, Stream, Zero};
 use superoffload::dtype::Dtype;
 
 pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
@@ -18,7 +18,7 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
                 let mut case = Case::on(stream);
                 let src = case.bits("src", from, bytes);
                 let dst = case.output("dst", to, elems, Want::Same);
-                case.check(bench, &|dev, at| dev.cast(stream, at[src], at[dst]))
+                case.check(bench, &|dev, at| dev.launch(Cast { stream, src: at[src], dst: at[dst] }))
             });
         }
         suite.case(&format!("cast {from} to {to} of odd lengths"), |bench, random| {
@@ -26,7 +26,7 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
                 let mut case = Case::default();
                 let src = case.input("src", from, &random.wild(from, elems));
                 let dst = case.output("dst", to, elems, Want::Same);
-                case.check(bench, &|dev, at| dev.cast(Stream::Compute, at[src], at[dst]))?;
+                case.check(bench, &|dev, at| dev.launch(Cast { stream: Stream::Compute, src: at[src], dst: at[dst] }))?;
             }
             Ok(0.0)
         });
@@ -36,7 +36,7 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
             for elems in [1, 3, 8, 1021, 70_001] {
                 let mut case = Case::default();
                 let x = case.output("x", dtype, elems, Want::Bits(vec![0; elems * dtype.bytes()]));
-                case.check(bench, &|dev, at| dev.zero(at[x]))?;
+                case.check(bench, &|dev, at| dev.launch(Zero { x: at[x] }))?;
             }
             Ok(0.0)
         });
@@ -50,7 +50,7 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
                 let mut case = Case::default();
                 let want = if value.is_nan() { Want::Same } else { Want::Bits(encode(dtype, &after)) };
                 let x = case.updated("x", dtype, &before, want);
-                case.check(bench, &|dev, at| dev.poke(at[x], index, value))?;
+                case.check(bench, &|dev, at| dev.launch(Poke { x: at[x], index, value }))?;
             }
             Ok(0.0)
         });

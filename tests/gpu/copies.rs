@@ -6,7 +6,7 @@ use super::kernels::Suite;
 use super::random::Random;
 use super::report::{Missed, Outcome, require};
 use std::io::Write;
-use superoffload::device::{AdamArgs, DeviceSlice, Stream};
+use superoffload::device::{Adam, Cast, DeviceSlice, Stream};
 use superoffload::dtype::Dtype;
 use superoffload::error::{Error, Result};
 use superoffload::memory::MemorySpace;
@@ -31,8 +31,8 @@ fn alloc(harness: &mut Harness) -> Outcome {
     require(!harness.dev.describe().is_empty(), || "the device has no name".into())?;
     for (elems, dtype) in [(0, Dtype::Float32), (1, Dtype::Bfloat16), (77, Dtype::Float16), (100_003, Dtype::Int32)] {
         let slice = harness.dev.alloc("conformance", elems, dtype)?;
-        require((slice.elems, slice.dtype) == (elems, dtype), || format!("asked for {elems} {dtype}, got {slice:?}"))?;
-        require(slice.addr != 0 && slice.addr.is_multiple_of(256), || format!("{elems} {dtype} at {:#x}", slice.addr))?;
+        require((slice.elems(), slice.dtype()) == (elems, dtype), || format!("asked for {elems} {dtype}, got {slice:?}"))?;
+        require(slice.addr() != 0 && slice.addr().is_multiple_of(256), || format!("{elems} {dtype} at {:#x}", slice.addr()))?;
         let host = harness.host.slice(0, slice.bytes());
         host.with(|bytes: &mut [u8]| bytes.fill(1));
         harness.dev.copy_d2h(Stream::Compute, slice, host)?;
@@ -69,7 +69,7 @@ fn fill(harness: &mut Harness, memory: DeviceSlice, bytes: &[u8]) -> Result<()> 
 fn unified(harness: &mut Harness, random: &mut Random) -> Outcome {
     for elems in [0, 1, 100_003, 5 << 20] {
         let memory = alloc_unified(harness, elems)?;
-        require(memory.elems == elems && memory.addr.is_multiple_of(256), || format!("asked for {elems}, got {memory:?}"))?;
+        require(memory.elems() == elems && memory.addr().is_multiple_of(256), || format!("asked for {elems}, got {memory:?}"))?;
         let zeros = content(harness, memory, Stream::Compute)?;
         require(zeros.iter().all(|&byte| byte == 0), || format!("{elems} elements are not zero"))?;
         // A part that ends inside pages moves, and the rest stays.
@@ -95,7 +95,7 @@ fn step_unified(bench: &mut Bench, random: &mut Random) -> Outcome {
     for fetched in [ELEMS, 0, ELEMS / 2 + 1] {
         let step = |harness: &mut Harness| -> std::result::Result<Vec<Vec<u8>>, Missed> {
             let arrays = [alloc_unified(harness, ELEMS)?, alloc_unified(harness, ELEMS)?, alloc_unified(harness, ELEMS)?];
-            let half = |i: usize| DeviceSlice { dtype: Dtype::Bfloat16, ..harness.device.slice(i * ELEMS, ELEMS) };
+            let half = |i: usize| harness.device.view(4 * i * ELEMS, ELEMS, Dtype::Bfloat16);
             let [grads_here, out] = [half(0), half(1)];
             fill(harness, grads_here, &grads)?;
             arrays.iter().zip(&state).try_for_each(|(memory, bytes)| fill(harness, *memory, bytes))?;
@@ -105,7 +105,7 @@ fn step_unified(bench: &mut Bench, random: &mut Random) -> Outcome {
             harness.dev.wait(Stream::Compute, arrived)?;
             let hyper = AdamHyper { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
             let ([params, m, v], consts) = (arrays, AdamConsts::new(&hyper, 3, true));
-            harness.dev.adam_step(AdamArgs { params, m, v, grads: grads_here, out, consts, scale: 0.37 })?;
+            harness.dev.launch(Adam { params, m, v, grads: grads_here, out, consts, scale: 0.37 })?;
             harness.dev.record(stepped, Stream::Compute)?;
             harness.dev.wait(Stream::D2h, stepped)?;
             arrays.iter().try_for_each(|memory| harness.dev.prefetch(Stream::D2h, *memory, MemorySpace::Host))?;
@@ -123,7 +123,7 @@ fn round_trips(bench: &mut Bench, random: &mut Random, stream: Stream) -> Outcom
     for bytes in [2, 6, 254, 4098, 1 << 20, (3 << 20) + 2] {
         let sent: Vec<u8> = (0..bytes).map(|_| random.bits() as u8).collect();
         // Halves in the middle of device memory; any byte of the host's.
-        let device = DeviceSlice { addr: harness.device.addr + 2 * random.below(1000) as u64, elems: bytes / 2, dtype: Dtype::Bfloat16 };
+        let device = harness.device.view(2 * random.below(1000), bytes / 2, Dtype::Bfloat16);
         let (from, to) = (harness.host.slice(random.below(1000), bytes), harness.host.slice((8 << 20) + random.below(1000), bytes));
         from.with(|host: &mut [u8]| host.copy_from_slice(&sent));
         to.with(|host: &mut [u8]| host.fill(0xff));
@@ -164,8 +164,8 @@ fn relay(bench: &mut Bench, _: &mut Random) -> Outcome {
         numbers(round).with(|x: &mut [f32]| x.fill(round as f32 + 1.0));
         results(round).with(|x: &mut [f32]| x.fill(f32::NAN));
     }
-    let part = |i: usize| DeviceSlice { dtype: Dtype::Float32, ..harness.device.slice(i * BATON, BATON) };
-    let (arrived, narrow, leaving) = (part(0), DeviceSlice { dtype: Dtype::Bfloat16, ..part(1) }, part(2));
+    let part = |i: usize, dtype| harness.device.view(4 * i * BATON, BATON, dtype);
+    let (arrived, narrow, leaving) = (part(0, Dtype::Float32), part(1, Dtype::Bfloat16), part(2, Dtype::Float32));
     let [sent, calculated, fetched] = [harness.dev.event()?, harness.dev.event()?, harness.dev.event()?];
     let mut round = |round: usize| -> Result<()> {
         let dev = &mut harness.dev;
@@ -173,9 +173,9 @@ fn relay(bench: &mut Bench, _: &mut Random) -> Outcome {
         dev.copy_h2d(Stream::H2d, numbers(round), arrived)?;
         dev.record(sent, Stream::H2d)?;
         dev.wait(Stream::Compute, sent)?;
-        dev.cast(Stream::Compute, arrived, narrow)?;
+        dev.launch(Cast { stream: Stream::Compute, src: arrived, dst: narrow })?;
         dev.wait(Stream::Compute, fetched)?;
-        dev.cast(Stream::Compute, narrow, leaving)?;
+        dev.launch(Cast { stream: Stream::Compute, src: narrow, dst: leaving })?;
         dev.record(calculated, Stream::Compute)?;
         dev.wait(Stream::D2h, calculated)?;
         dev.copy_d2h(Stream::D2h, leaving, results(round))?;

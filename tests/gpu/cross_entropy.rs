@@ -7,6 +7,7 @@ use super::kernels::Suite;
 use super::random::Random;
 use super::report::Outcome;
 use std::io::Write;
+use superoffload::device::{CrossEntropyGrad, CrossEntropyLoss, CrossEntropyStats};
 use superoffload::dtype::Dtype;
 
 const FP32: Dtype = Dtype::Float32;
@@ -91,7 +92,10 @@ fn stats(bench: &mut Bench, random: &mut Random, dtype: Dtype, tile: Tile) -> Ou
             true => case.output("stats", FP32, 3 * rows, Want::Near(want)),
             false => case.updated("stats", FP32, &before, Want::Near(want)),
         };
-        let outcome = case.check(bench, &|dev, at| dev.cross_entropy_stats(at[logits], at[targets], at[stats], start, cols, first));
+        let outcome = case.check(bench, &|dev, at| {
+            let (logits, targets, stats) = (at[logits], at[targets], at[stats]);
+            dev.launch(CrossEntropyStats { logits, targets, stats, vocab_start: start, cols, first })
+        });
         worst = worst.max(outcome?);
     }
     Ok(worst)
@@ -109,7 +113,10 @@ fn grad(bench: &mut Bench, random: &mut Random, dtype: Dtype, tile: Tile) -> Out
         let mut case = Case::default();
         let logits = case.updated("logits", dtype, &logits, Want::Same);
         let (targets, stats) = (case.ints("targets", &targets), case.input("stats", FP32, &stats));
-        case.check(bench, &|dev, at| dev.cross_entropy_grad(at[logits], at[targets], at[stats], start, cols, scale))?;
+        case.check(bench, &|dev, at| {
+            let (logits, targets, stats) = (at[logits], at[targets], at[stats]);
+            dev.launch(CrossEntropyGrad { logits, targets, stats, vocab_start: start, cols, scale })
+        })?;
     }
     Ok(0.0)
 }
@@ -131,7 +138,9 @@ fn loss(bench: &mut Bench, random: &mut Random, rows: usize) -> Outcome {
             None => case.output("loss", FP32, 1, Want::Near(vec![near])),
             Some(before) => case.updated("loss", FP32, &before, Want::Near(vec![near])),
         };
-        case.check(bench, &|dev, at| dev.cross_entropy_loss(at[stats], at[loss], scale, before.is_some()))?;
+        case.check(bench, &|dev, at| {
+            dev.launch(CrossEntropyLoss { stats: at[stats], loss: at[loss], scale, accumulate: before.is_some() })
+        })?;
     }
     Ok(0.0)
 }

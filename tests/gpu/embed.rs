@@ -7,6 +7,7 @@ use super::kernels::Suite;
 use super::random::Random;
 use super::report::Outcome;
 use std::io::Write;
+use superoffload::device::{BiasBackward, Embed, EmbedBackward};
 use superoffload::dtype::Dtype;
 
 /// Sequences, their length, channels, vocabulary.
@@ -57,7 +58,10 @@ fn forward(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: Shape) -
         let (tokens_in, positions) = (case.ints("tokens", &tokens), case.ints("positions", &positions));
         let (wte, wpe) = (case.input("wte", dtype, &wte), case.input("wpe", dtype, &wpe));
         let out = case.output("out", dtype, tokens.len() * channels, Want::Same);
-        case.check(bench, &|dev, at| dev.embed(at[tokens_in], at[positions], at[wte], learned.then(|| at[wpe]), at[out], channels))?;
+        case.check(bench, &|dev, at| {
+            let (tokens, positions, wpe) = (at[tokens_in], at[positions], learned.then(|| at[wpe]));
+            dev.launch(Embed { tokens, positions, wte: at[wte], wpe, out: at[out], channels })
+        })?;
     }
     Ok(0.0)
 }
@@ -79,7 +83,16 @@ fn backward(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: Shape) 
         let dwte = case.gradient("dwte", dtype, add_wte.then_some(&wte), by_token.clone());
         let dwpe = learned.then(|| case.gradient("dwpe", dtype, add_wpe.then_some(&wpe), by_position.clone()));
         let outcome = case.check(bench, &|dev, at| {
-            dev.embed_backward(at[tokens], at[positions], at[dout], at[dwte], add_wte, dwpe.map(|d| at[d]), add_wpe, channels)
+            dev.launch(EmbedBackward {
+                tokens: at[tokens],
+                positions: at[positions],
+                dout: at[dout],
+                dwte: at[dwte],
+                accumulate_wte: add_wte,
+                dwpe: dwpe.map(|d| at[d]),
+                accumulate_wpe: add_wpe,
+                channels,
+            })
         });
         worst = worst.max(outcome?);
     }
@@ -111,7 +124,7 @@ fn column_sums(bench: &mut Bench, random: &mut Random, dtype: Dtype, rows: usize
         let mut case = Case::default();
         let dout = case.input("dout", dtype, &dout);
         let dbias = case.gradient("dbias", dtype, accumulate.then_some(&before), sums.clone());
-        worst = worst.max(case.check(bench, &|dev, at| dev.bias_backward(at[dout], at[dbias], accumulate))?);
+        worst = worst.max(case.check(bench, &|dev, at| dev.launch(BiasBackward { dout: at[dout], dbias: at[dbias], accumulate }))?);
     }
     Ok(worst)
 }

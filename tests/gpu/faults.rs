@@ -4,7 +4,7 @@ use super::harness::Harness;
 use super::report::{Missed, Outcome, Report, require};
 use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use superoffload::device::{AdamArgs, AttentionShape, DeviceSlice, Kernels, MatmulLayout, MatmulShape, Stream};
+use superoffload::device::*;
 use superoffload::dtype::Dtype;
 use superoffload::error::{Error, Result};
 use superoffload::optim::adam::{AdamConsts, AdamHyper};
@@ -32,11 +32,16 @@ fn impossible_alloc(harness: &mut Harness) -> Outcome {
     Ok(0.0)
 }
 
-/// Lets a kernel read where no memory is.
+/// Lets a kernel read where no memory is: 32 TiB behind a table of one token.
 #[cfg(feature = "cuda")]
 pub fn read_nowhere(harness: &mut Harness) -> Result<()> {
-    let nowhere = DeviceSlice { addr: 1 << 16, elems: 256, dtype: FP32 };
-    harness.dev.gelu(nowhere, part(harness.device, 0, 256, FP32))?;
+    const CHANNELS: usize = 4096;
+    let (tokens, positions) = (part(harness.device, 0, 1, Dtype::Int32), part(harness.device, 1, 1, Dtype::Int32));
+    let (wte, out) = (part(harness.device, 2, CHANNELS, FP32), part(harness.device, 3, CHANNELS, FP32));
+    let host = harness.host.slice(0, 4);
+    host.with(|token: &mut [i32]| token[0] = i32::MAX);
+    harness.dev.copy_h2d(Stream::Compute, host, tokens)?;
+    harness.dev.launch(Embed { tokens, positions, wte, wpe: None, out, channels: CHANNELS })?;
     harness.synchronize(Stream::Compute)
 }
 
@@ -68,7 +73,12 @@ type WrongCall = fn(&mut dyn Kernels, DeviceSlice) -> Result<()>;
 
 /// The `index`-th part of the room.
 fn part(room: DeviceSlice, index: usize, elems: usize, dtype: Dtype) -> DeviceSlice {
-    DeviceSlice { addr: room.addr + (index << 16) as u64, elems, dtype }
+    room.view(index << 16, elems, dtype)
+}
+
+/// An embedding of four channels from tokens, positions and a table.
+fn embed(dev: &mut dyn Kernels, [tokens, positions, wte, out]: [DeviceSlice; 4]) -> Result<()> {
+    dev.launch(Embed { tokens, positions, wte, wpe: None, out, channels: 4 })
 }
 
 /// Integers in a part of the room that nothing else uses.
@@ -80,89 +90,115 @@ const HEADS: AttentionShape = AttentionShape { batch: 1, seq_length: 2, heads: 2
 
 #[rustfmt::skip]
 const WRONG_CALLS: [(&str, WrongCall); 30] = [
-    ("gelu of another size", |dev, room| dev.gelu(part(room, 0, 6, FP32), part(room, 1, 5, FP32))),
-    ("gelu of another format", |dev, room| dev.gelu(part(room, 0, 6, FP32), part(room, 1, 6, Dtype::Bfloat16))),
-    ("gelu of integers", |dev, room| dev.gelu(part(room, 0, 6, Dtype::Int32), part(room, 1, 6, Dtype::Int32))),
-    ("gelu onto a part of its input", |dev, room| dev.gelu(part(room, 0, 64, FP32), part(room, 0, 128, FP32).slice(32, 64))),
-    ("gelu_backward of another size", |dev, room| dev.gelu_backward(part(room, 0, 5, FP32), part(room, 1, 6, FP32), part(room, 2, 6, FP32))),
-    ("swiglu of half a row", |dev, room| dev.swiglu(part(room, 0, 9, FP32), part(room, 1, 6, FP32), 3)),
-    ("swiglu_backward of another size", |dev, room| dev.swiglu_backward(part(room, 0, 6, FP32), part(room, 1, 12, FP32), part(room, 2, 11, FP32), 3)),
+    ("gelu of another size", |dev, room| dev.launch(Gelu { x: part(room, 0, 6, FP32), out: part(room, 1, 5, FP32) })),
+    ("gelu of another format", |dev, room| dev.launch(Gelu { x: part(room, 0, 6, FP32), out: part(room, 1, 6, Dtype::Bfloat16) })),
+    ("gelu of integers", |dev, room| dev.launch(Gelu { x: part(room, 0, 6, Dtype::Int32), out: part(room, 1, 6, Dtype::Int32) })),
+    ("gelu onto a part of its input", |dev, room| dev.launch(Gelu { x: part(room, 0, 64, FP32), out: part(room, 0, 128, FP32).slice(32, 64) })),
+    ("gelu_backward of another size", |dev, room| dev.launch(GeluBackward { dout: part(room, 0, 5, FP32), x: part(room, 1, 6, FP32), dx: part(room, 2, 6, FP32) })),
+    ("swiglu of half a row", |dev, room| dev.launch(Swiglu { gate_up: part(room, 0, 9, FP32), out: part(room, 1, 6, FP32), cols: 3 })),
+    ("swiglu_backward of another size", |dev, room| {
+        dev.launch(SwigluBackward { dout: part(room, 0, 6, FP32), gate_up: part(room, 1, 12, FP32), dgate_up: part(room, 2, 11, FP32), cols: 3 })
+    }),
     ("matmul onto a base of another size", |dev, room| {
         let (shape, at) = (MatmulShape { layout: MatmulLayout::Nt, m: 2, n: 3, k: 4 }, |index, elems| part(room, index, elems, FP32));
-        dev.matmul(shape, at(0, 8), at(1, 12), None, Some(at(3, 5)), at(2, 6))
+        dev.launch(Matmul { shape, a: at(0, 8), b: at(1, 12), bias: None, base: Some(at(3, 5)), c: at(2, 6) })
     }),
     ("embed of a table of another width", |dev, room| {
-        dev.embed(tokens(room, 4), tokens(room, 4), part(room, 1, 10, FP32), None, part(room, 2, 16, FP32), 4)
+        embed(dev, [tokens(room, 4), tokens(room, 4), part(room, 1, 10, FP32), part(room, 2, 16, FP32)])
     }),
     ("embed of tokens that are floats", |dev, room| {
-        dev.embed(part(room, 0, 4, FP32), tokens(room, 4), part(room, 1, 12, FP32), None, part(room, 2, 16, FP32), 4)
+        embed(dev, [part(room, 0, 4, FP32), tokens(room, 4), part(room, 1, 12, FP32), part(room, 2, 16, FP32)])
     }),
     ("embed of too few positions", |dev, room| {
-        dev.embed(tokens(room, 4), tokens(room, 3), part(room, 1, 12, FP32), None, part(room, 2, 16, FP32), 4)
+        embed(dev, [tokens(room, 4), tokens(room, 3), part(room, 1, 12, FP32), part(room, 2, 16, FP32)])
     }),
     ("embed_backward of another size", |dev, room| {
-        dev.embed_backward(tokens(room, 4), tokens(room, 4), part(room, 1, 15, FP32), part(room, 2, 12, FP32), false, None, false, 4)
+        dev.launch(EmbedBackward {
+            tokens: tokens(room, 4),
+            positions: tokens(room, 4),
+            dout: part(room, 1, 15, FP32),
+            dwte: part(room, 2, 12, FP32),
+            accumulate_wte: false,
+            dwpe: None,
+            accumulate_wpe: false,
+            channels: 4,
+        })
     }),
     ("matmul of another size", |dev, room| {
         let shape = MatmulShape { layout: MatmulLayout::Nt, m: 2, n: 3, k: 4 };
-        super::matmul::plain(dev, shape, part(room, 0, 8, FP32), part(room, 1, 12, FP32), part(room, 2, 5, FP32))
+        dev.launch(Matmul::plain(shape, [part(room, 0, 8, FP32), part(room, 1, 12, FP32), part(room, 2, 5, FP32)]))
     }),
     ("matmul of two formats", |dev, room| {
         let shape = MatmulShape { layout: MatmulLayout::Nn, m: 2, n: 3, k: 4 };
-        super::matmul::plain(dev, shape, part(room, 0, 8, Dtype::Bfloat16), part(room, 1, 12, FP32), part(room, 2, 6, FP32))
+        dev.launch(Matmul::plain(shape, [part(room, 0, 8, Dtype::Bfloat16), part(room, 1, 12, FP32), part(room, 2, 6, FP32)]))
     }),
     ("matmul onto its input", |dev, room| {
         let shape = MatmulShape { layout: MatmulLayout::Nn, m: 4, n: 4, k: 4 };
-        super::matmul::plain(dev, shape, part(room, 0, 16, FP32), part(room, 1, 16, FP32), part(room, 1, 16, FP32))
+        dev.launch(Matmul::plain(shape, [part(room, 0, 16, FP32), part(room, 1, 16, FP32), part(room, 1, 16, FP32)]))
     }),
-    ("bias_backward of half a row", |dev, room| dev.bias_backward(part(room, 0, 10, FP32), part(room, 1, 4, FP32), false)),
+    ("bias_backward of half a row", |dev, room| dev.launch(BiasBackward { dout: part(room, 0, 10, FP32), dbias: part(room, 1, 4, FP32), accumulate: false })),
     ("rms_norm with too few statistics", |dev, room| {
-        dev.rms_norm(part(room, 0, 12, FP32), part(room, 1, 4, FP32), 1e-5, part(room, 2, 12, FP32), part(room, 3, 2, FP32))
+        let at = |index, elems| part(room, index, elems, FP32);
+        dev.launch(RmsNorm { x: at(0, 12), weight: at(1, 4), eps: 1e-5, out: at(2, 12), rstd: at(3, 2) })
     }),
     ("rms_norm_backward with too few statistics", |dev, room| {
         let at = |index, elems| part(room, index, elems, FP32);
-        dev.rms_norm_backward(at(0, 12), at(1, 12), at(2, 4), at(3, 2), at(4, 12), at(5, 4), false)
+        let (dout, x, weight, rstd) = (at(0, 12), at(1, 12), at(2, 4), at(3, 2));
+        dev.launch(RmsNormBackward { dout, x, weight, rstd, dx: at(4, 12), dweight: at(5, 4), accumulate: false })
     }),
     ("layer_norm with statistics of the wrong format", |dev, room| {
         let at = |index, elems| part(room, index, elems, FP32);
-        dev.layer_norm(at(0, 12), at(1, 4), at(2, 4), 1e-5, at(3, 12), part(room, 4, 6, Dtype::Float16))
+        let stats = part(room, 4, 6, Dtype::Float16);
+        dev.launch(LayerNorm { x: at(0, 12), weight: at(1, 4), bias: at(2, 4), eps: 1e-5, out: at(3, 12), stats })
     }),
     ("layer_norm_backward of another size", |dev, room| {
         let at = |index, elems| part(room, index, elems, FP32);
-        dev.layer_norm_backward(at(0, 12), at(1, 12), at(2, 4), at(3, 6), at(4, 11), at(5, 4), at(6, 4), false)
+        let (dout, x, weight, stats) = (at(0, 12), at(1, 12), at(2, 4), at(3, 6));
+        dev.launch(LayerNormBackward { dout, x, weight, stats, dx: at(4, 11), dweight: at(5, 4), dbias: at(6, 4), accumulate: false })
     }),
     ("qk_norm onto its input", |dev, room| {
         let at = |index, elems| part(room, index, elems, FP32);
-        dev.qk_norm(at(0, 64), at(1, 8), at(2, 8), 1e-5, at(0, 64), at(3, 6), HEADS)
+        let (qkv, q_weight, k_weight) = (at(0, 64), at(1, 8), at(2, 8));
+        dev.launch(QkNorm { qkv, q_weight, k_weight, eps: 1e-5, out: qkv, rstd: at(3, 6), shape: HEADS })
     }),
     ("qk_norm_backward with too few statistics", |dev, room| {
         let at = |index, elems| part(room, index, elems, FP32);
-        dev.qk_norm_backward(at(0, 64), at(1, 64), at(2, 8), at(3, 8), at(4, 5), at(5, 8), at(6, 8), false, HEADS)
+        let (dqkv, qkv, q_weight, k_weight) = (at(0, 64), at(1, 64), at(2, 8), at(3, 8));
+        let (rstd, dq_weight, dk_weight) = (at(4, 5), at(5, 8), at(6, 8));
+        dev.launch(QkNormBackward { dqkv, qkv, q_weight, k_weight, rstd, dq_weight, dk_weight, accumulate: false, shape: HEADS })
     }),
     ("rope of more channels than a head has", |dev, room| {
-        dev.rope(part(room, 0, 64, FP32), tokens(room, 2), part(room, 1, 24, FP32), 12, false, HEADS)
+        let (qkv, positions, table) = (part(room, 0, 64, FP32), tokens(room, 2), part(room, 1, 24, FP32));
+        dev.launch(Rope { qkv, positions, table, rotary_dim: 12, inverse: false, shape: HEADS })
     }),
     ("rope of too few positions", |dev, room| {
-        dev.rope(part(room, 0, 64, FP32), tokens(room, 1), part(room, 1, 16, FP32), 8, false, HEADS)
+        let (qkv, positions, table) = (part(room, 0, 64, FP32), tokens(room, 1), part(room, 1, 16, FP32));
+        dev.launch(Rope { qkv, positions, table, rotary_dim: 8, inverse: false, shape: HEADS })
     }),
     ("attention of heads that do not divide", |dev, room| {
         let shape = AttentionShape { heads: 3, kv_heads: 2, ..HEADS };
-        dev.attention(part(room, 0, 112, Dtype::Bfloat16), None, part(room, 1, 48, Dtype::Bfloat16), part(room, 2, 6, FP32), shape)
+        let (qkv, out, lse) = (part(room, 0, 112, Dtype::Bfloat16), part(room, 1, 48, Dtype::Bfloat16), part(room, 2, 6, FP32));
+        dev.launch(AttentionForward { qkv, documents: None, out, lse, shape })
     }),
     ("attention_backward with too few statistics", |dev, room| {
         let at = |index, elems| part(room, index, elems, Dtype::Bfloat16);
-        dev.attention_backward(at(0, 32), at(1, 64), None, at(2, 32), part(room, 3, 3, FP32), at(4, 64), HEADS)
+        let (dout, qkv, out, lse) = (at(0, 32), at(1, 64), at(2, 32), part(room, 3, 3, FP32));
+        dev.launch(AttentionBackward { dout, qkv, documents: None, out, lse, dqkv: at(4, 64), shape: HEADS })
     }),
     ("cross_entropy_stats of another size", |dev, room| {
-        dev.cross_entropy_stats(part(room, 0, 11, FP32), part(room, 1, 3, Dtype::Int32), part(room, 2, 9, FP32), 0, 4, true)
+        let (logits, targets, stats) = (part(room, 0, 11, FP32), part(room, 1, 3, Dtype::Int32), part(room, 2, 9, FP32));
+        dev.launch(CrossEntropyStats { logits, targets, stats, vocab_start: 0, cols: 4, first: true })
     }),
-    ("cast onto its source", |dev, room| dev.cast(Stream::Compute, part(room, 0, 8, FP32), part(room, 0, 8, Dtype::Bfloat16))),
+    ("cast onto its source", |dev, room| {
+        dev.launch(Cast { stream: Stream::Compute, src: part(room, 0, 8, FP32), dst: part(room, 0, 8, Dtype::Bfloat16) })
+    }),
     ("grad_norm_partials with too few partials", |dev, room| {
-        dev.grad_norm_partials(part(room, 0, BLOCK + 1, FP32), part(room, 1, 1, FP32), part(room, 2, 1, Dtype::Int32))
+        let (grads, partials, nonfinite) = (part(room, 0, BLOCK + 1, FP32), part(room, 1, 1, FP32), part(room, 2, 1, Dtype::Int32));
+        dev.launch(GradNormPartials { grads, partials, nonfinite })
     }),
     ("adam_step of another size", |dev, room| {
         let at = |index, elems| part(room, index, elems, FP32);
         let consts = AdamConsts::new(&AdamHyper { lr: 1e-3, beta1: 0.9, beta2: 0.9, eps: 1e-8, weight_decay: 0.0 }, 1, true);
-        dev.adam_step(AdamArgs { params: at(0, 8), m: at(1, 8), v: at(2, 7), grads: at(3, 8), out: at(4, 8), consts, scale: 1.0 })
+        dev.launch(Adam { params: at(0, 8), m: at(1, 8), v: at(2, 7), grads: at(3, 8), out: at(4, 8), consts, scale: 1.0 })
     }),
 ];

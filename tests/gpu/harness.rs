@@ -231,7 +231,7 @@ impl Case {
         }
         let slice = |(b, &start): (&Buffer, &usize)| {
             let elems = b.before.len() / b.dtype.bytes();
-            DeviceSlice { addr: harness.device.addr + start as u64, elems, dtype: b.dtype }
+            harness.device.view(start, elems, b.dtype)
         };
         let slices = Slices(self.buffers.iter().zip(&starts).map(slice).collect());
         let mut after = harness.run(self.stream, &memory, &slices, call)?;

@@ -8,7 +8,7 @@ use super::norms::{rms_row, rms_row_backward, rms_rstd};
 use super::random::Random;
 use super::report::Outcome;
 use std::io::Write;
-use superoffload::device::AttentionShape;
+use superoffload::device::{AttentionShape, QkNorm, QkNormBackward};
 use superoffload::dtype::Dtype;
 
 const FP32: Dtype = Dtype::Float32;
@@ -64,7 +64,10 @@ fn forward(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: Attentio
     let (out_elems, rstd_elems) = (out.len(), rstd.len());
     let out = case.output("out", dtype, out_elems, Want::Near(out));
     let rstd = case.output("rstd", FP32, rstd_elems, Want::Near(rstd));
-    case.check(bench, &|dev, at| dev.qk_norm(at[qkv], at[q_weight], at[k_weight], EPS, at[out], at[rstd], shape))
+    case.check(bench, &|dev, at| {
+        let (qkv, q_weight, k_weight) = (at[qkv], at[q_weight], at[k_weight]);
+        dev.launch(QkNorm { qkv, q_weight, k_weight, eps: EPS, out: at[out], rstd: at[rstd], shape })
+    })
 }
 
 fn backward(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: AttentionShape) -> Outcome {
@@ -98,7 +101,9 @@ fn backward(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: Attenti
         let dq = case.gradient("dq_weight", dtype, accumulate.then_some(&dq_before), dq.clone());
         let dk = case.gradient("dk_weight", dtype, accumulate.then_some(&dk_before), dk.clone());
         let outcome = case.check(bench, &|dev, at| {
-            dev.qk_norm_backward(at[dqkv], at[qkv], at[q_weight], at[k_weight], at[rstd], at[dq], at[dk], accumulate, shape)
+            let (dqkv, qkv, q_weight, k_weight) = (at[dqkv], at[qkv], at[q_weight], at[k_weight]);
+            let (rstd, dq_weight, dk_weight) = (at[rstd], at[dq], at[dk]);
+            dev.launch(QkNormBackward { dqkv, qkv, q_weight, k_weight, rstd, dq_weight, dk_weight, accumulate, shape })
         });
         worst = worst.max(outcome?);
     }

@@ -7,9 +7,8 @@ use super::kernels::{Suite, parallel};
 use super::random::Random;
 use super::report::Outcome;
 use std::io::Write;
-use superoffload::device::{DeviceSlice, Kernels, MatmulLayout, MatmulShape};
+use superoffload::device::{Matmul, MatmulLayout, MatmulShape};
 use superoffload::dtype::Dtype;
-use superoffload::error::Result;
 
 /// m, n, k: one element, odd sizes, tails of tiles, the widths and depths of real models, a part of a vocabulary.
 const SIZES: [(usize, usize, usize); 10] = [
@@ -55,11 +54,6 @@ const ADDED: [(bool, Base); 6] =
 const ADDED_TO_LARGE: usize = 3;
 const LARGE: usize = 1 << 20;
 
-/// A product to which nothing is added.
-pub fn plain(dev: &mut dyn Kernels, shape: MatmulShape, a: DeviceSlice, b: DeviceSlice, c: DeviceSlice) -> Result<()> {
-    dev.matmul(shape, a, b, None, None, c)
-}
-
 /// The error is that of the sum, see [`product_growth`], and on a GPU a rounding of each [`intermediate`] result to the format:
 /// cuBLASLt's kernels for rows that are not whole 16-byte vectors add to a result that is already rounded.
 fn product(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: MatmulShape) -> Outcome {
@@ -86,8 +80,10 @@ fn product(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: MatmulSh
             }
             Base::Apart => (Some(case.input("base", dtype, &before)), case.output("c", dtype, m * n, Want::Near(sums))),
         };
-        let outcome =
-            case.check(bench, &|dev, at| dev.matmul(shape, at[a], at[b], with_bias.then(|| at[bias]), base.map(|base| at[base]), at[c]));
+        let outcome = case.check(bench, &|dev, at| {
+            let (bias, base) = (with_bias.then(|| at[bias]), base.map(|base| at[base]));
+            dev.launch(Matmul { shape, a: at[a], b: at[b], bias, base, c: at[c] })
+        });
         worst = worst.max(outcome?);
     }
     Ok(worst)

@@ -9,6 +9,7 @@ use super::kernels::{Suite, parallel};
 use super::random::Random;
 use super::report::Outcome;
 use std::io::Write;
+use superoffload::device::{LayerNorm, LayerNormBackward, RmsNorm, RmsNormBackward};
 use superoffload::dtype::Dtype;
 
 const FP32: Dtype = Dtype::Float32;
@@ -73,7 +74,7 @@ fn rms(bench: &mut Bench, random: &mut Random, dtype: Dtype, rows: usize, cols: 
     let mut case = Case::default();
     let (x, weight) = (case.input("x", dtype, &x), case.input("weight", dtype, &weight));
     let (out, rstd) = (case.output("out", dtype, rows * cols, Want::Near(out)), case.output("rstd", FP32, rows, Want::Near(rstd)));
-    case.check(bench, &|dev, at| dev.rms_norm(at[x], at[weight], EPS, at[out], at[rstd]))
+    case.check(bench, &|dev, at| dev.launch(RmsNorm { x: at[x], weight: at[weight], eps: EPS, out: at[out], rstd: at[rstd] }))
 }
 
 fn rms_backward(bench: &mut Bench, random: &mut Random, dtype: Dtype, rows: usize, cols: usize) -> Outcome {
@@ -96,8 +97,10 @@ fn rms_backward(bench: &mut Bench, random: &mut Random, dtype: Dtype, rows: usiz
         let rstd = case.input("rstd", FP32, &rstd);
         let dx = case.updated("dx", dtype, &before, Want::Near(dx.clone()));
         let dweight = case.gradient("dweight", dtype, accumulate.then_some(&dweight_before), dweight.clone());
-        let outcome =
-            case.check(bench, &|dev, at| dev.rms_norm_backward(at[dout], at[x], at[weight], at[rstd], at[dx], at[dweight], accumulate));
+        let outcome = case.check(bench, &|dev, at| {
+            let (dout, x, weight, rstd) = (at[dout], at[x], at[weight], at[rstd]);
+            dev.launch(RmsNormBackward { dout, x, weight, rstd, dx: at[dx], dweight: at[dweight], accumulate })
+        });
         worst = worst.max(outcome?);
     }
     Ok(worst)
@@ -139,7 +142,9 @@ fn layer(bench: &mut Bench, random: &mut Random, dtype: Dtype, rows: usize, cols
     let mut case = Case::default();
     let (x, weight, bias) = (case.input("x", dtype, &x), case.input("weight", dtype, &weight), case.input("bias", dtype, &bias));
     let (out, stats) = (case.output("out", dtype, rows * cols, Want::Near(out)), case.output("stats", FP32, 2 * rows, Want::Near(stats)));
-    case.check(bench, &|dev, at| dev.layer_norm(at[x], at[weight], at[bias], EPS, at[out], at[stats]))
+    case.check(bench, &|dev, at| {
+        dev.launch(LayerNorm { x: at[x], weight: at[weight], bias: at[bias], eps: EPS, out: at[out], stats: at[stats] })
+    })
 }
 
 /// The gradient of one row's input, `rstd * (g - mean(g) - xhat * mean(g xhat))` with `g = dout w` and `xhat = (x - mean) * rstd`. As
@@ -183,7 +188,9 @@ fn layer_backward(bench: &mut Bench, random: &mut Random, dtype: Dtype, rows: us
         let dweight = case.gradient("dweight", dtype, accumulate.then_some(&dweight_before), dweight.clone());
         let dbias = case.gradient("dbias", dtype, accumulate.then_some(&dbias_before), dbias.clone());
         let outcome = case.check(bench, &|dev, at| {
-            dev.layer_norm_backward(at[dout], at[x], at[weight], at[stats], at[dx], at[dweight], at[dbias], accumulate)
+            let (dout, x, weight, stats) = (at[dout], at[x], at[weight], at[stats]);
+            let (dx, dweight, dbias) = (at[dx], at[dweight], at[dbias]);
+            dev.launch(LayerNormBackward { dout, x, weight, stats, dx, dweight, dbias, accumulate })
         });
         worst = worst.max(outcome?);
     }

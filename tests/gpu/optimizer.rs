@@ -6,7 +6,7 @@ use super::kernels::Suite;
 use super::random::Random;
 use super::report::Outcome;
 use std::io::Write;
-use superoffload::device::AdamArgs;
+use superoffload::device::{Adam, GradNormPartials};
 use superoffload::dtype::Dtype;
 use superoffload::optim::adam::{AdamConsts, AdamHyper};
 use superoffload::optim::norm::BLOCK;
@@ -77,7 +77,7 @@ fn norm(bench: &mut Bench, values: &[f32], dtype: Dtype) -> Outcome {
         let grads = case.input("grads", dtype, values);
         let partials = case.output("partials", FP32, values.len().div_ceil(BLOCK), Want::Same);
         let flag = case.updated_int("nonfinite", before, after);
-        case.check(bench, &|dev, at| dev.grad_norm_partials(at[grads], at[partials], at[flag]))?;
+        case.check(bench, &|dev, at| dev.launch(GradNormPartials { grads: at[grads], partials: at[partials], nonfinite: at[flag] }))?;
     }
     Ok(0.0)
 }
@@ -98,7 +98,7 @@ fn adam(bench: &mut Bench, random: &mut Random, dtype: Dtype, kind: Grads, elems
         let grads = case.input("grads", dtype, &grads);
         let out = case.output("out", dtype, elems, Want::Same);
         case.check(bench, &|dev, at| {
-            dev.adam_step(AdamArgs { params: at[params], m: at[m], v: at[v], grads: at[grads], out: at[out], consts, scale })
+            dev.launch(Adam { params: at[params], m: at[m], v: at[v], grads: at[grads], out: at[out], consts, scale })
         })?;
     }
     Ok(0.0)

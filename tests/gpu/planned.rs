@@ -45,9 +45,7 @@ const NOT_TAKEN: [&str; 5] = ["paged states here", "timeline", "data", "context,
 /// which takes nothing for itself and ends a ring with its last byte instead of a whole chunk.
 pub fn check<D: Kernels>(engine: &Engine<D>, on: DeviceKind) -> Result<(), String> {
     let (plan, shape) = (engine.plan(), engine.shape());
-    let activations =
-        ActivationPlan::new(shape, plan.batch, plan.seq_length, plan.separates_documents, plan.dtype, plan.loss_tile, &plan.layer_policies);
-    let activations = activations.map_err(|error| error.to_string())?;
+    let activations = ActivationPlan::new(plan.micro_batch(shape)).map_err(|error| error.to_string())?;
     let class_of = |name: &str, classes: &[(&'static str, &'static str)]| match classes.iter().find(|(known, _)| *known == name) {
         Some((_, "parameter slots")) if plan.weight_ring.is_some() => Ok("streamed weights"),
         Some((_, class)) => Ok(*class),

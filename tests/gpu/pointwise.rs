@@ -6,7 +6,7 @@ use super::kernels::Suite;
 use super::random::Random;
 use super::report::Outcome;
 use std::io::Write;
-use superoffload::device::AttentionShape;
+use superoffload::device::{AttentionShape, Gelu, GeluBackward, Rope, Swiglu, SwigluBackward};
 use superoffload::dtype::Dtype;
 
 /// Rows and columns: one element, odd tails, the widths of real models.
@@ -31,7 +31,7 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
                     let mut case = Case::default();
                     let x = case.input("x", dtype, &values(random, dtype, rows * cols));
                     let out = case.output("out", dtype, rows * cols, Want::Same);
-                    case.check(bench, &|dev, at| dev.gelu(at[x], at[out]))
+                    case.check(bench, &|dev, at| dev.launch(Gelu { x: at[x], out: at[out] }))
                 });
                 suite.case(&name("gelu_backward"), |bench, random| {
                     let (x, dout) = (values(random, dtype, rows * cols), values(random, dtype, rows * cols));
@@ -51,7 +51,10 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
                         let mut case = Case::default();
                         let (qkv, positions) = (case.updated("qkv", dtype, &qkv, Want::Same), case.ints("positions", &positions));
                         let table = case.input("table", Dtype::Float32, &table);
-                        case.check(bench, &|dev, at| dev.rope(at[qkv], at[positions], at[table], rotary_dim, inverse, shape))?;
+                        case.check(bench, &|dev, at| {
+                            let (qkv, positions, table) = (at[qkv], at[positions], at[table]);
+                            dev.launch(Rope { qkv, positions, table, rotary_dim, inverse, shape })
+                        })?;
                     }
                     Ok(0.0)
                 });
@@ -67,14 +70,14 @@ fn swiglu(bench: &mut Bench, dtype: Dtype, rows: usize, cols: usize, gate_up: &m
     let mut case = Case::default();
     let x = case.input("gate_up", dtype, &gate_up());
     let out = case.output("out", dtype, rows * cols, Want::Same);
-    case.check(bench, &|dev, at| dev.swiglu(at[x], at[out], cols))
+    case.check(bench, &|dev, at| dev.launch(Swiglu { gate_up: at[x], out: at[out], cols }))
 }
 
 fn swiglu_backward(bench: &mut Bench, dtype: Dtype, cols: usize, gate_up: &[f32], dout: &[f32]) -> Outcome {
     let mut case = Case::default();
     let (dout, x) = (case.input("dout", dtype, dout), case.input("gate_up", dtype, gate_up));
     let dx = case.output("dgate_up", dtype, gate_up.len(), Want::Same);
-    case.check(bench, &|dev, at| dev.swiglu_backward(at[dout], at[x], at[dx], cols))
+    case.check(bench, &|dev, at| dev.launch(SwigluBackward { dout: at[dout], gate_up: at[x], dgate_up: at[dx], cols }))
 }
 
 /// Apart and in place.
@@ -82,10 +85,10 @@ fn gelu_backward(bench: &mut Bench, dtype: Dtype, x: &[f32], dout: &[f32]) -> Ou
     let mut apart = Case::default();
     let (x_in, dout_in) = (apart.input("x", dtype, x), apart.input("dout", dtype, dout));
     let dx = apart.output("dx", dtype, x.len(), Want::Same);
-    apart.check(bench, &|dev, at| dev.gelu_backward(at[dout_in], at[x_in], at[dx]))?;
+    apart.check(bench, &|dev, at| dev.launch(GeluBackward { dout: at[dout_in], x: at[x_in], dx: at[dx] }))?;
     let mut in_place = Case::default();
     let (x, dx) = (in_place.input("x", dtype, x), in_place.updated("dx", dtype, dout, Want::Same));
-    in_place.check(bench, &|dev, at| dev.gelu_backward(at[dx], at[x], at[dx]))
+    in_place.check(bench, &|dev, at| dev.launch(GeluBackward { dout: at[dx], x: at[x], dx: at[dx] }))
 }
 
 /// Whole and partial rotations, odd heads, the heads of real models.

@@ -10,7 +10,7 @@ use super::report::{Outcome, require};
 use half::bf16;
 use std::io::Write;
 use std::path::Path;
-use superoffload::device::{DeviceSlice, MatmulLayout, MatmulShape, Stream};
+use superoffload::device::{DeviceSlice, Matmul, MatmulLayout, MatmulShape, Stream};
 use superoffload::dtype::Dtype;
 use superoffload::error::Result;
 use superoffload::model::presets;
@@ -68,7 +68,7 @@ fn check_all(bench: &mut Bench, random: &mut Random, products: &[MatmulShape]) -
     for &shape in products {
         let MatmulShape { m, n, k, .. } = shape;
         let (a, b, c) = (a.slice(0, m * k), b.slice(0, k * n), c.slice(0, m * n));
-        harness.dev.matmul(shape, a, b, None, None, c)?;
+        harness.dev.launch(Matmul::plain(shape, [a, b, c]))?;
         let signs: Vec<f64> = (0..m).map(|_| if random.bits() & 1 == 0 { 1.0 } else { -1.0 }).collect();
         for start in (0..m).step_by(BLOCK_ROWS) {
             let rows = start..m.min(start + BLOCK_ROWS);
@@ -98,8 +98,8 @@ fn fill(harness: &mut Harness, memory: DeviceSlice, input: &Input) -> Result<()>
     let bytes: &[u8] = bytemuck::cast_slice(&input.0);
     let source = harness.host.slice(0, bytes.len());
     source.with(|host: &mut [u8]| host.copy_from_slice(bytes));
-    for start in (0..memory.elems).step_by(PERIOD) {
-        let part = memory.slice(start, PERIOD.min(memory.elems - start));
+    for start in (0..memory.elems()).step_by(PERIOD) {
+        let part = memory.slice(start, PERIOD.min(memory.elems() - start));
         harness.dev.copy_h2d(Stream::Compute, source.slice(0, part.bytes()), part)?;
     }
     harness.synchronize(Stream::Compute)
@@ -107,9 +107,9 @@ fn fill(harness: &mut Harness, memory: DeviceSlice, input: &Input) -> Result<()>
 
 /// The elements of `memory`, through as much host memory as there is at a time.
 fn read(harness: &mut Harness, memory: DeviceSlice) -> Result<Vec<bf16>> {
-    let mut all = vec![bf16::ZERO; memory.elems];
+    let mut all = vec![bf16::ZERO; memory.elems()];
     let at_once = harness.host.bytes() / 2;
-    for (part, out) in (0..memory.elems).step_by(at_once).zip(all.chunks_mut(at_once)) {
+    for (part, out) in (0..memory.elems()).step_by(at_once).zip(all.chunks_mut(at_once)) {
         let to = harness.host.slice(0, 2 * out.len());
         harness.dev.copy_d2h(Stream::Compute, memory.slice(part, out.len()), to)?;
         harness.synchronize(Stream::Compute)?;

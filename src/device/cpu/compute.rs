@@ -67,18 +67,18 @@ impl ComputeRef {
 /// # Safety
 /// `s` came from this process's CPU device, which is alive, and no other task writes it now: the streams' order and
 /// events see to that.
-pub(super) unsafe fn view<T: bytemuck::Pod>(s: DeviceSlice) -> &'static [T] {
-    assert_eq!(size_of::<T>(), s.dtype.bytes());
+pub(super) unsafe fn view<'a, T: bytemuck::Pod>(s: DeviceSlice) -> &'a [T] {
+    assert_eq!(size_of::<T>(), s.dtype().bytes());
     // SAFETY: the caller's promise; the address is aligned because allocations and slices are.
-    unsafe { std::slice::from_raw_parts(s.addr as *const T, s.elems) }
+    unsafe { std::slice::from_raw_parts(s.addr() as *const T, s.elems()) }
 }
 
 /// The memory behind `s`, to write. Only inside a task.
 ///
 /// # Safety
 /// As [`view`], and no other task reads or writes it now.
-pub(super) unsafe fn view_mut<T: bytemuck::Pod>(s: DeviceSlice) -> &'static mut [T] {
-    assert_eq!(size_of::<T>(), s.dtype.bytes());
+pub(super) unsafe fn view_mut<'a, T: bytemuck::Pod>(s: DeviceSlice) -> &'a mut [T] {
+    assert_eq!(size_of::<T>(), s.dtype().bytes());
     // SAFETY: the caller's promise.
-    unsafe { std::slice::from_raw_parts_mut(s.addr as *mut T, s.elems) }
+    unsafe { std::slice::from_raw_parts_mut(s.addr() as *mut T, s.elems()) }
 }

@@ -13,7 +13,8 @@ mod launch;
 mod stream;
 mod team;
 
-use super::{Device, DeviceSlice, EventId, Stream, prefetch_span};
+use super::slice::Allocated;
+use super::{AttentionShape, Device, DeviceSlice, EventId, Stream, prefetch_span};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::host::doorbell::Doorbell;
@@ -43,6 +44,7 @@ pub enum Schedule {
 /// The CPU device.
 pub struct CpuDevice {
     memory: HostMemory,
+    allocated: Allocated,
     shared: Arc<StreamsShared>,
     /// Where each event was last recorded: stream and number of operations before it.
     events: Vec<(usize, u64)>,
@@ -68,9 +70,13 @@ struct StreamsShared {
 impl CpuDevice {
     /// A device with `threads` compute threads; `driver` is rung whenever an operation is done.
     ///
+    /// # Safety
+    /// Operations on different streams that touch the same bytes, one of them writing, are ordered by events. Host memory that a copy is given
+    /// lives, and is not touched by others, until the copy is done.
+    ///
     /// # Errors
     /// `Resource` when a thread cannot start.
-    pub fn new(threads: usize, schedule: Schedule, driver: Arc<Doorbell>, trace_spans: usize) -> Result<Self> {
+    pub unsafe fn new(threads: usize, schedule: Schedule, driver: Arc<Doorbell>, trace_spans: usize) -> Result<Self> {
         let compute = ComputeOwner::new(threads)?;
         let queues = Stream::ALL.map(|_| OpQueue::new());
         let shared = Arc::new(StreamsShared {
@@ -87,11 +93,11 @@ impl CpuDevice {
             }
             Schedule::Threads => Runner::Threads(start_streams(&shared, recorders)?),
         };
-        Ok(Self { memory: HostMemory::default(), shared, events: Vec::new(), runner, compute })
+        Ok(Self { memory: HostMemory::default(), allocated: Allocated::default(), shared, events: Vec::new(), runner, compute })
     }
 
     /// Runs `task` on `stream`, after everything enqueued there before.
-    pub(crate) fn enqueue(&mut self, stream: Stream, name: &'static str, task: impl FnOnce() + Copy + Send + 'static) -> Result<()> {
+    fn enqueue(&mut self, stream: Stream, name: &'static str, task: impl FnOnce() + Copy + Send + 'static) -> Result<()> {
         self.push(stream, Op::Run(Task::new(name, task)))
     }
 
@@ -245,7 +251,7 @@ impl Device for CpuDevice {
 
     fn alloc(&mut self, name: &str, elems: usize, dtype: Dtype) -> Result<DeviceSlice> {
         let block = self.memory.alloc(name, elems * dtype.bytes())?;
-        Ok(DeviceSlice { addr: block.addr() as u64, elems, dtype })
+        Ok(self.allocated.add(DeviceSlice::at(block.addr() as u64, elems, dtype)))
     }
 
     fn allocations(&self) -> Vec<(&str, usize)> {
@@ -255,7 +261,7 @@ impl Device for CpuDevice {
     fn alloc_ring(&mut self, name: &str, elems: usize, dtype: Dtype, shape: RingShape) -> Result<DeviceSlice> {
         let [bytes, ringed, period] = [elems, shape.ringed_elems, shape.period_elems].map(|elems| elems * dtype.bytes());
         let block = self.memory.alloc_ring(name, bytes, ringed, period)?;
-        Ok(DeviceSlice { addr: block.addr() as u64, elems, dtype })
+        Ok(self.allocated.add(DeviceSlice::at(block.addr() as u64, elems, dtype)))
     }
 
     fn alloc_unified(&mut self, name: &str, elems: usize, dtype: Dtype) -> Result<DeviceSlice> {
@@ -263,12 +269,21 @@ impl Device for CpuDevice {
     }
 
     /// Moves nothing, in its turn: a span shows when it would have.
-    fn prefetch(&mut self, stream: Stream, _memory: DeviceSlice, space: MemorySpace) -> Result<()> {
+    fn prefetch(&mut self, stream: Stream, memory: DeviceSlice, space: MemorySpace) -> Result<()> {
+        self.check_memory(memory)?;
         self.enqueue(stream, prefetch_span(space), || ())
     }
 
     fn pin(&mut self, _memory: PinnedSlice) -> Result<()> {
         Ok(())
+    }
+
+    fn check_memory(&self, memory: DeviceSlice) -> Result<()> {
+        self.allocated.check(memory)
+    }
+
+    fn prepare_attention(&mut self, shape: AttentionShape, _dtype: Dtype) -> Result<()> {
+        shape.check("attention")
     }
 
     fn event(&mut self) -> Result<EventId> {
@@ -314,17 +329,19 @@ impl Device for CpuDevice {
 
     fn copy_d2h(&mut self, stream: Stream, src: DeviceSlice, dst: PinnedSlice) -> Result<()> {
         assert_eq!(src.bytes(), dst.bytes(), "copy_d2h");
+        self.check_memory(src)?;
         self.enqueue(stream, "copy_d2h", move || {
-            // SAFETY: both live as long as the device; sizes agree.
-            unsafe { std::ptr::copy_nonoverlapping(src.addr as *const u8, dst.addr() as *mut u8, dst.bytes()) }
+            // SAFETY: sizes agree; the device owns one side, and whoever made it keeps the other until the copy is done.
+            unsafe { std::ptr::copy_nonoverlapping(src.addr() as *const u8, dst.addr() as *mut u8, dst.bytes()) }
         })
     }
 
     fn copy_h2d(&mut self, stream: Stream, src: PinnedSlice, dst: DeviceSlice) -> Result<()> {
         assert_eq!(src.bytes(), dst.bytes(), "copy_h2d");
+        self.check_memory(dst)?;
         self.enqueue(stream, "copy_h2d", move || {
-            // SAFETY: both live as long as the device; sizes agree.
-            unsafe { std::ptr::copy_nonoverlapping(src.addr() as *const u8, dst.addr as *mut u8, src.bytes()) }
+            // SAFETY: sizes agree; the device owns one side, and whoever made it keeps the other until the copy is done.
+            unsafe { std::ptr::copy_nonoverlapping(src.addr() as *const u8, dst.addr() as *mut u8, src.bytes()) }
         })
     }
 

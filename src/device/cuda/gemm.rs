@@ -7,9 +7,8 @@
 use super::driver::RawStream;
 use super::error::failed;
 use super::libraries::{CUBLASLT, Libraries, functions};
-use crate::device::arguments::{arguments, check};
 use crate::device::footprint::gpu::MATMUL_WORKSPACE_BYTES as WORKSPACE_BYTES;
-use crate::device::{DeviceSlice, MatmulLayout, MatmulShape, ProductAlgorithm};
+use crate::device::{DeviceSlice, Kernel, Matmul, MatmulLayout, MatmulShape, ProductAlgorithm};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::units::Bytes;
@@ -156,29 +155,23 @@ impl Gemm {
         unsafe { (self.lt.version)() }
     }
 
-    /// What enqueues `c = a * b (+ bias over columns) (+ base)`, summed in fp32 and rounded once; `base` may be `c` itself. `None`: `c`
-    /// has no elements.
+    /// What enqueues a product. `None`: the result has no elements.
     ///
     /// # Errors
-    /// `Resource` when sizes or formats disagree, or `c` overlaps what is read; `Unsupported` on int32 and for sums of no
-    /// terms (`k = 0`).
-    pub(super) fn product(
-        &mut self,
-        shape: MatmulShape,
-        a: DeviceSlice,
-        b: DeviceSlice,
-        bias: Option<DeviceSlice>,
-        base: Option<DeviceSlice>,
-        c: DeviceSlice,
-    ) -> Result<Option<impl FnOnce(&RawStream) -> Result<()> + use<>>> {
-        check_arguments(shape, a, b, bias, base, c)?;
-        if c.elems == 0 {
+    /// `Unsupported` on int32 and several formats, and for sums of no terms (`k = 0`).
+    pub(super) fn product(&mut self, kernel: Matmul) -> Result<Option<impl FnOnce(&RawStream) -> Result<()> + use<>>> {
+        let Matmul { shape, a, b, bias, base, c } = kernel;
+        let dtype = kernel.float_format()?;
+        if c.elems() == 0 {
             return Ok(None);
+        }
+        if shape.k == 0 {
+            return Err(Error::Unsupported(format!("a matrix product of {} x {} sums of no terms", shape.m, shape.n)));
         }
         let addend = base.unwrap_or(c);
         let alignments = [alignment(a), alignment(b), alignment(addend), alignment(c), bias.map_or(0, alignment)];
-        let bias = bias.map_or(0, |bias| bias.addr);
-        let plan = self.plan(MatmulKey { shape, dtype: c.dtype, alignments }, bias)?;
+        let bias = bias.map_or(0, DeviceSlice::addr);
+        let plan = self.plan(MatmulKey { shape, dtype, alignments }, bias)?;
         let Self { lt, handle, ref workspace, .. } = *self;
         let workspace = workspace.as_device_ptr().as_raw();
         if bias != 0 {
@@ -193,14 +186,14 @@ impl Gemm {
                     handle,
                     plan.description,
                     &one,
-                    b.addr,
+                    b.addr(),
                     first,
-                    a.addr,
+                    a.addr(),
                     second,
                     &beta,
-                    addend.addr,
+                    addend.addr(),
                     result,
-                    c.addr,
+                    c.addr(),
                     result,
                     &plan.algorithm,
                     workspace,
@@ -208,7 +201,7 @@ impl Gemm {
                     raw.0.cast(),
                 )
             };
-            lt.check(status, || format!("multiply matrices, {shape:?} on {}", c.dtype))
+            lt.check(status, || format!("multiply matrices, {shape:?} on {dtype}"))
         }))
     }
 
@@ -406,29 +399,7 @@ fn data_type(dtype: Dtype) -> Result<i32> {
 
 /// The largest power of two that divides the address, up to the 256 beyond which nothing gains.
 fn alignment(slice: DeviceSlice) -> u16 {
-    1 << slice.addr.trailing_zeros().min(8)
-}
-
-fn check_arguments(
-    shape: MatmulShape,
-    a: DeviceSlice,
-    b: DeviceSlice,
-    bias: Option<DeviceSlice>,
-    base: Option<DeviceSlice>,
-    c: DeviceSlice,
-) -> Result<()> {
-    let MatmulShape { m, n, k, .. } = shape;
-    check("matmul", arguments![c.dtype => in a[m * k], in b[k * n], out c[m * n]])?;
-    if let Some(bias) = bias {
-        check("matmul", arguments![c.dtype => in bias[n], out c[m * n]])?;
-    }
-    if let Some(base) = base.filter(|base| *base != c) {
-        check("matmul", arguments![c.dtype => in base[m * n], out c[m * n]])?;
-    }
-    if k == 0 && c.elems > 0 {
-        return Err(Error::Unsupported(format!("a matrix product of {m} x {n} sums of no terms")));
-    }
-    Ok(())
+    1 << slice.addr().trailing_zeros().min(8)
 }
 
 #[cfg(test)]
@@ -436,7 +407,7 @@ mod tests {
     use super::*;
 
     fn slice(addr: u64, elems: usize) -> DeviceSlice {
-        DeviceSlice { addr, elems, dtype: Dtype::Bfloat16 }
+        DeviceSlice::at(addr, elems, Dtype::Bfloat16)
     }
 
     #[test]
@@ -452,22 +423,7 @@ mod tests {
     }
 
     #[test]
-    fn base_may_be_the_result_but_not_overlap_it() {
-        let shape = MatmulShape { layout: MatmulLayout::Nt, m: 2, n: 3, k: 4 };
-        let (a, b, c) = (slice(256, 8), slice(512, 12), slice(1024, 6));
-        assert!(check_arguments(shape, a, b, Some(slice(2048, 3)), Some(c), c).is_ok());
-        assert!(check_arguments(shape, a, b, None, Some(slice(4096, 6)), c).is_ok());
-        for (bias, base) in [(None, Some(slice(1026, 6))), (Some(slice(1024, 3)), None), (Some(slice(2048, 4)), None)] {
-            assert!(check_arguments(shape, a, b, bias, base, c).is_err());
-        }
-    }
-
-    #[test]
-    fn sums_of_no_terms_and_int32_are_errors() {
-        let shape = MatmulShape { layout: MatmulLayout::Tn, m: 2, n: 3, k: 0 };
-        assert!(check_arguments(shape, slice(256, 0), slice(256, 0), None, None, slice(1024, 6)).is_err());
-        let nothing = MatmulShape { m: 0, ..shape };
-        assert!(check_arguments(nothing, slice(256, 0), slice(256, 0), None, None, slice(1024, 0)).is_ok());
+    fn int32_has_no_products() {
         assert!(data_type(Dtype::Int32).is_err());
     }
 }

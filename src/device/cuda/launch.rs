@@ -2,7 +2,7 @@
 
 use super::CudaDevice;
 use super::error::check;
-use crate::device::{Device, DeviceSlice, Stream};
+use crate::device::{Checked, Device, DeviceSlice, Kernel, Launch, Stream};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::units::Bytes;
@@ -14,14 +14,14 @@ pub(super) struct Arg(pub(super) u64);
 
 impl From<DeviceSlice> for Arg {
     fn from(x: DeviceSlice) -> Self {
-        Self(x.addr)
+        Self(x.addr())
     }
 }
 
 /// A null pointer for an argument that is left out.
 impl From<Option<DeviceSlice>> for Arg {
     fn from(x: Option<DeviceSlice>) -> Self {
-        Self(x.map_or(0, |x| x.addr))
+        Self(x.map_or(0, DeviceSlice::addr))
     }
 }
 
@@ -65,13 +65,13 @@ pub(super) fn size(x: usize) -> Result<u32> {
 
 /// A kernel's blocks and threads.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct LaunchConfig {
+pub(super) struct Blocks {
     pub(super) grid: [u32; 3],
     pub(super) block: [u32; 3],
     pub(super) shared_bytes: u32,
 }
 
-impl LaunchConfig {
+impl Blocks {
     /// One dimension, no dynamic shared memory.
     pub(super) fn new(blocks: u32, threads: u32) -> Self {
         Self { grid: [blocks, 1, 1], block: [threads, 1, 1], shared_bytes: 0 }
@@ -86,7 +86,7 @@ pub(super) trait Queue {
         stream: Stream,
         name: &'static str,
         dtype: Option<Dtype>,
-        launch: LaunchConfig,
+        blocks: Blocks,
         args: [Arg; N],
     ) -> Result<()>;
 
@@ -100,16 +100,28 @@ pub(super) trait Queue {
     fn copy(&mut self, stream: Stream, src: DeviceSlice, dst: DeviceSlice) -> Result<()>;
 }
 
+/// What a kernel launches on a GPU.
+pub(super) trait GpuKernel: Kernel {
+    /// Enqueues it; its operands have been checked.
+    fn enqueue(self, queue: &mut impl Queue) -> Result<()>;
+}
+
+impl<K: GpuKernel> Launch<K> for CudaDevice {
+    fn accept(&mut self, kernel: Checked<K>) -> Result<()> {
+        (*kernel).enqueue(self)
+    }
+}
+
 impl Queue for CudaDevice {
     fn launch<const N: usize>(
         &mut self,
         stream: Stream,
         name: &'static str,
         dtype: Option<Dtype>,
-        launch: LaunchConfig,
+        blocks: Blocks,
         args: [Arg; N],
     ) -> Result<()> {
-        let LaunchConfig { grid, block, shared_bytes } = launch;
+        let Blocks { grid, block, shared_bytes } = blocks;
         if grid.contains(&0) {
             return Ok(());
         }
@@ -138,7 +150,7 @@ impl Queue for CudaDevice {
     }
 
     fn scratch(&mut self, elems: usize) -> Result<DeviceSlice> {
-        if self.scratch.elems < elems {
+        if self.scratch.elems() < elems {
             // Kernels under way may use the old one: it stays.
             self.scratch = self.alloc("kernels' scratch", elems, Dtype::Float32)?;
         }
@@ -150,12 +162,12 @@ impl Queue for CudaDevice {
     }
 
     fn copy(&mut self, stream: Stream, src: DeviceSlice, dst: DeviceSlice) -> Result<()> {
-        if src.elems == 0 {
+        if src.elems() == 0 {
             return Ok(());
         }
         self.timed(stream, "cast", |raw| {
             // SAFETY: the caller saw that sizes agree and that the two do not overlap.
-            let status = unsafe { sys::cuMemcpyDtoDAsync_v2(dst.addr, src.addr, src.bytes(), raw.0) };
+            let status = unsafe { sys::cuMemcpyDtoDAsync_v2(dst.addr(), src.addr(), src.bytes(), raw.0) };
             check(status, || format!("copy {} within the GPU", Bytes(src.bytes() as u64)))
         })
     }

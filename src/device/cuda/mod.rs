@@ -19,7 +19,8 @@ mod timeline;
 mod unified;
 
 use super::footprint::gpu;
-use super::{Attention, Device, DeviceSlice, EventId, MatmulShape, ProductAlgorithm, Stream};
+use super::slice::Allocated;
+use super::{Attention, AttentionShape, Device, DeviceSlice, EventId, MatmulShape, ProductAlgorithm, Stream};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::host::pinned::{HostMemory, PinnedSlice};
@@ -61,6 +62,8 @@ pub struct CudaDevice {
     registered: Vec<Registered>,
     allocations: Vec<(String, DeviceSlice)>,
     rings: Vec<(String, Ring)>,
+    /// All of both, and what lies in `system`.
+    allocated: Allocated,
     /// Host memory that kernels use by its own addresses.
     system: HostMemory,
     addressing: Addressing,
@@ -125,9 +128,13 @@ fn first_gpu() -> Result<cust::device::Device> {
 impl CudaDevice {
     /// Opens the first GPU and loads the kernels.
     ///
+    /// # Safety
+    /// As [`CpuDevice::new`](super::cpu::CpuDevice::new). Tokens, positions and targets that kernels read lie inside of their tables: nothing here
+    /// looks at them.
+    ///
     /// # Errors
     /// `Resource` when there is no driver, no GPU, or a library is missing.
-    pub fn new(options: &CudaOptions) -> Result<Self> {
+    pub unsafe fn new(options: &CudaOptions) -> Result<Self> {
         let gpu = first_gpu()?;
         let context = Context::new(gpu).map_err(cannot_open)?;
         let name = gpu.name().map_err(cannot_open)?;
@@ -150,12 +157,13 @@ impl CudaDevice {
             registered: Vec::new(),
             allocations: Vec::new(),
             rings: Vec::new(),
+            allocated: Allocated::default(),
             system: HostMemory::default(),
             addressing: unified::addressing(gpu.as_raw())?,
             events: Vec::new(),
             streams,
             modules,
-            scratch: DeviceSlice { addr: 0, elems: 0, dtype: Dtype::Float32 },
+            scratch: DeviceSlice::at(0, 0, Dtype::Float32),
             name,
             gpu: gpu.as_raw(),
             _context: context,
@@ -167,7 +175,7 @@ impl CudaDevice {
     /// Whether a kernel may copy between the two. Small copies of the compute stream are kernels: the copy engines work in
     /// order of arrival, and what they have before them is whole buckets.
     fn may_copy_words(&self, here: DeviceSlice, there: PinnedSlice) -> bool {
-        let words = [here.addr, there.addr() as u64, there.bytes() as u64].iter().all(|n| n.is_multiple_of(4));
+        let words = [here.addr(), there.addr() as u64, there.bytes() as u64].iter().all(|n| n.is_multiple_of(4));
         words && self.registered.iter().any(|registered| registered.contains(there))
     }
 
@@ -184,7 +192,7 @@ impl CudaDevice {
         }
         self.timed(Stream::Compute, "zero", |raw| {
             // SAFETY: the slice's memory, in the order of the stream.
-            check(unsafe { sys::cuMemsetD8Async(x.addr, 0, x.bytes(), raw.0) }, || format!("zero {} elements", x.elems))
+            check(unsafe { sys::cuMemsetD8Async(x.addr(), 0, x.bytes(), raw.0) }, || format!("zero {} elements", x.elems()))
         })
     }
 
@@ -206,7 +214,7 @@ impl Drop for CudaDevice {
                 sys::cuStreamSynchronize(stream.0);
             }
             for (_, slice) in &self.allocations {
-                sys::cuMemFree_v2(slice.addr);
+                sys::cuMemFree_v2(slice.addr());
             }
         }
     }
@@ -226,13 +234,13 @@ impl Device for CudaDevice {
         let bytes = elems * dtype.bytes();
         if bytes == 0 {
             // Never followed; not null, so that it is not taken for an argument that is left out.
-            return Ok(DeviceSlice { addr: 256, elems, dtype });
+            return Ok(DeviceSlice::at(256, elems, dtype));
         }
         let operation = || format!("allocate {} of GPU memory for {name}", Bytes(bytes as u64));
         let mut addr = 0;
         // SAFETY: writes one address.
         check(unsafe { sys::cuMemAlloc_v2(&mut addr, bytes) }, operation)?;
-        let slice = DeviceSlice { addr, elems, dtype };
+        let slice = self.allocated.add(DeviceSlice::at(addr, elems, dtype));
         self.allocations.push((name.into(), slice));
         let raw = &self.streams[Stream::Compute as usize];
         // SAFETY: just allocated, of this size.
@@ -253,7 +261,7 @@ impl Device for CudaDevice {
         let [ringed, period] = [shape.ringed_elems, shape.period_elems].map(|elems| elems * dtype.bytes());
         let bytes = (elems * dtype.bytes()).next_multiple_of(gpu::RING_CHUNK_BYTES);
         let ring = Ring::new(name, bytes, ringed, period, self.gpu)?;
-        let slice = DeviceSlice { addr: ring.addr, elems, dtype };
+        let slice = self.allocated.add(DeviceSlice::at(ring.addr, elems, dtype));
         self.rings.push((name.into(), ring));
         self.fill_zero(slice)?;
         self.finish_compute(|| format!("zero the ring for {name}"))?;
@@ -265,6 +273,7 @@ impl Device for CudaDevice {
     }
 
     fn prefetch(&mut self, stream: Stream, memory: DeviceSlice, space: MemorySpace) -> Result<()> {
+        self.check_memory(memory)?;
         unified::prefetch(self, stream, memory, space)
     }
 
@@ -273,6 +282,14 @@ impl Device for CudaDevice {
             self.registered.push(Registered::new(memory)?);
         }
         Ok(())
+    }
+
+    fn check_memory(&self, memory: DeviceSlice) -> Result<()> {
+        self.allocated.check(memory)
+    }
+
+    fn prepare_attention(&mut self, shape: AttentionShape, dtype: Dtype) -> Result<()> {
+        self.sdpa.as_mut().map_or(Ok(()), |sdpa| sdpa.prepare(&shape, dtype))
     }
 
     fn event(&mut self) -> Result<EventId> {
@@ -317,24 +334,26 @@ impl Device for CudaDevice {
 
     fn copy_d2h(&mut self, stream: Stream, src: DeviceSlice, dst: PinnedSlice) -> Result<()> {
         assert_eq!(src.bytes(), dst.bytes(), "copy_d2h");
+        self.check_memory(src)?;
         if stream == Stream::Compute && self.may_copy_words(src, dst) {
-            return kernels::transfer::copy_words(self, src.addr, dst.addr() as u64, src.bytes());
+            return kernels::transfer::copy_words(self, src.addr(), dst.addr() as u64, src.bytes());
         }
         self.timed(stream, "copy_d2h", |raw| {
             // SAFETY: sizes agree; the protocol gives both to this copy until its event.
-            let status = unsafe { sys::cuMemcpyDtoHAsync_v2(dst.addr() as *mut _, src.addr, src.bytes(), raw.0) };
+            let status = unsafe { sys::cuMemcpyDtoHAsync_v2(dst.addr() as *mut _, src.addr(), src.bytes(), raw.0) };
             check(status, || format!("copy {} from the GPU", Bytes(src.bytes() as u64)))
         })
     }
 
     fn copy_h2d(&mut self, stream: Stream, src: PinnedSlice, dst: DeviceSlice) -> Result<()> {
         assert_eq!(src.bytes(), dst.bytes(), "copy_h2d");
+        self.check_memory(dst)?;
         if stream == Stream::Compute && self.may_copy_words(dst, src) {
-            return kernels::transfer::copy_words(self, src.addr() as u64, dst.addr, src.bytes());
+            return kernels::transfer::copy_words(self, src.addr() as u64, dst.addr(), src.bytes());
         }
         self.timed(stream, "copy_h2d", |raw| {
             // SAFETY: as above.
-            let status = unsafe { sys::cuMemcpyHtoDAsync_v2(dst.addr, src.addr() as *const _, src.bytes(), raw.0) };
+            let status = unsafe { sys::cuMemcpyHtoDAsync_v2(dst.addr(), src.addr() as *const _, src.bytes(), raw.0) };
             check(status, || format!("copy {} to the GPU", Bytes(src.bytes() as u64)))
         })
     }

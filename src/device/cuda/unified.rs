@@ -41,7 +41,7 @@ pub(super) fn alloc(dev: &mut CudaDevice, name: &str, elems: usize, dtype: Dtype
             let block = dev.system.alloc(name, elems * dtype.bytes())?;
             // A page lies where it is first touched.
             block.with(|bytes: &mut [u8]| bytes.fill(0));
-            Ok(DeviceSlice { addr: block.addr() as u64, elems, dtype })
+            Ok(dev.allocated.add(DeviceSlice::at(block.addr() as u64, elems, dtype)))
         }
     }
 }
@@ -55,7 +55,7 @@ fn alloc_managed(dev: &mut CudaDevice, name: &str, elems: usize, dtype: Dtype) -
     let mut addr = 0;
     // SAFETY: writes one address.
     check(unsafe { sys::cuMemAllocManaged(&mut addr, bytes, ATTACH_GLOBAL) }, operation)?;
-    let slice = DeviceSlice { addr, elems, dtype };
+    let slice = dev.allocated.add(DeviceSlice::at(addr, elems, dtype));
     dev.allocations.push((name.into(), slice));
     for (advice, whose) in [(PREFERRED_LOCATION, HOST), (ACCESSED_BY, dev.gpu)] {
         // SAFETY: just allocated, of this size.
@@ -70,7 +70,7 @@ fn alloc_managed(dev: &mut CudaDevice, name: &str, elems: usize, dtype: Dtype) -
 
 /// See [`Device::prefetch`].
 pub(super) fn prefetch(dev: &mut CudaDevice, stream: Stream, memory: DeviceSlice, space: MemorySpace) -> Result<()> {
-    if dev.addressing != Addressing::Managed || memory.elems == 0 {
+    if dev.addressing != Addressing::Managed || memory.elems() == 0 {
         return Ok(());
     }
     let target = match space {
@@ -79,7 +79,7 @@ pub(super) fn prefetch(dev: &mut CudaDevice, stream: Stream, memory: DeviceSlice
     };
     dev.timed(stream, prefetch_span(space), |raw| {
         // SAFETY: a part of managed memory; nothing but its place changes.
-        let status = unsafe { sys::cuMemPrefetchAsync(memory.addr, memory.bytes(), target, raw.0) };
+        let status = unsafe { sys::cuMemPrefetchAsync(memory.addr(), memory.bytes(), target, raw.0) };
         check(status, || format!("move {} of managed memory to the {space:?}", Bytes(memory.bytes() as u64)))
     })
 }

@@ -1,14 +1,13 @@
 //! A device that computes nothing: every operation takes the time that a machine's profile gives it, on a clock of its own.
 //!
 //! The engine, the coordinator and the model's loop run on it as they are, so that it answers what a plan would do on a machine
-//! that is not here: the same spans, the same counters, the same reports. `world` is the machine, `kernels` what each
-//! operation costs, `pool` the optimizer's.
+//! that is not here: the same spans, the same counters, the same reports. `world` is the machine, `pool` the
+//! optimizer's; a kernel says itself what it costs.
 
-mod kernels;
 mod pool;
 mod world;
 
-use super::{Device, DeviceKind, DeviceSlice, EventId, Stream};
+use super::{Checked, Device, DeviceKind, DeviceSlice, EventId, GradNormPartials, Kernel, Launch, Stream};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::hardware::rates::Rates;
@@ -17,6 +16,7 @@ use crate::memory::DeviceMemory;
 use crate::memory::{Addressing, MemorySpace, RingShape};
 use crate::optim::simd::Isa;
 use crate::trace::Recorder;
+use std::any::Any;
 use std::cell::RefCell;
 use std::rc::Rc;
 use world::{OpKind, SimWork, World};
@@ -33,7 +33,7 @@ pub struct SimDevice {
     memory: DeviceMemory,
     world: Rc<RefCell<World>>,
     next_addr: u64,
-    /// Sums of squares that [`Kernels::grad_norm_partials`](super::Kernels::grad_norm_partials) last wrote the first of.
+    /// Where the first [`GradNormPartials`] wrote.
     first_partial: Option<u64>,
 }
 
@@ -56,6 +56,19 @@ impl SimDevice {
     }
 }
 
+/// A kernel takes as long as its FLOPs or its bytes, whichever are longer, after the least that any kernel takes.
+impl<K: Kernel> Launch<K> for SimDevice {
+    fn accept(&mut self, kernel: Checked<K>) -> Result<()> {
+        let kernel = *kernel;
+        if let Some(GradNormPartials { partials, .. }) = (&kernel as &dyn Any).downcast_ref() {
+            self.first_partial.get_or_insert(partials.addr());
+        }
+        let (flops_s, bytes_s) = (kernel.flops() / kernel.flops_per_s(&self.rates), kernel.bytes() / self.rates.device_bytes_per_s);
+        self.enqueue(kernel.stream(), OpKind::Compute, K::NAME, self.rates.kernel_s + flops_s.max(bytes_s));
+        Ok(())
+    }
+}
+
 impl Device for SimDevice {
     fn describe(&self) -> String {
         format!("simulated {}", self.name)
@@ -64,7 +77,7 @@ impl Device for SimDevice {
     fn alloc(&mut self, _name: &str, elems: usize, dtype: Dtype) -> Result<DeviceSlice> {
         let addr = self.next_addr;
         self.next_addr += ((elems * dtype.bytes()) as u64).next_multiple_of(ALIGN_BYTES);
-        Ok(DeviceSlice { addr, elems, dtype })
+        Ok(DeviceSlice::at(addr, elems, dtype))
     }
 
     fn alloc_ring(&mut self, name: &str, elems: usize, dtype: Dtype, _shape: RingShape) -> Result<DeviceSlice> {
@@ -84,6 +97,11 @@ impl Device for SimDevice {
     }
 
     fn pin(&mut self, _memory: PinnedSlice) -> Result<()> {
+        Ok(())
+    }
+
+    /// No address leads anywhere.
+    fn check_memory(&self, _memory: DeviceSlice) -> Result<()> {
         Ok(())
     }
 
@@ -128,7 +146,7 @@ impl Device for SimDevice {
     /// All values are nothing, but for the gradient's norm, which is 1: whether a step is clipped is for the threshold to say.
     fn copy_d2h(&mut self, stream: Stream, src: DeviceSlice, dst: PinnedSlice) -> Result<()> {
         assert_eq!(src.bytes(), dst.bytes(), "copy_d2h");
-        if Some(src.addr) == self.first_partial {
+        if Some(src.addr()) == self.first_partial {
             dst.with(|partials: &mut [f32]| partials[0] = 1.0);
         }
         self.enqueue(stream, OpKind::ToHost, "copy_d2h", self.rates.to_host_s(src.bytes()));

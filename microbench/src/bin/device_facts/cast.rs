@@ -6,7 +6,7 @@ use half::bf16;
 use microbench::facts::join;
 use microbench::fill;
 use serde_json::{Value, json};
-use superoffload::device::{Device, DeviceSlice, EventId, Kernels, Stream};
+use superoffload::device::{Cast, Device, DeviceSlice, EventId, Kernels, Stream, Zero};
 use superoffload::dtype::Dtype;
 use superoffload::engine::pool::Pool;
 use superoffload::error::Result;
@@ -99,10 +99,12 @@ fn on_the_device<D: Kernels>(bench: &mut DeviceBench<'_, D>, optimizer: &Optimiz
     for (from, to) in [(tensor.narrow, tensor.wide), (tensor.wide, tensor.narrow)] {
         fill(host, bf16::from_f32(GRAD));
         bench.timer.seconds(|dev| dev.copy_h2d(Stream::H2d, host, tensor.narrow))?;
-        bench.timer.seconds(|dev| dev.cast(Stream::Compute, tensor.narrow, tensor.wide))?;
-        let rates = bench.timer.rates(bench.sizes.seconds, (6 * elems) as f64, |dev| dev.cast(Stream::Compute, from, to))?;
+        bench.timer.seconds(|dev| dev.launch(Cast { stream: Stream::Compute, src: tensor.narrow, dst: tensor.wide }))?;
+        let rates = bench
+            .timer
+            .rates(bench.sizes.seconds, (6 * elems) as f64, |dev| dev.launch(Cast { stream: Stream::Compute, src: from, dst: to }))?;
         let is_right = is_on_the_device(&mut bench.timer, optimizer, tensor, GRAD)?;
-        let fields = json!({ "by": "device", "from": from.dtype.to_string(), "to": to.dtype.to_string() });
+        let fields = json!({ "by": "device", "from": from.dtype().to_string(), "to": to.dtype().to_string() });
         bench.line("cast alone", is_right, join(join(fields, size(elems)), rate(&rates, &bench.limits.device)))?;
     }
     Ok(())
@@ -156,7 +158,7 @@ fn weights<D: Kernels>(bench: &mut DeviceBench<'_, D>, host: &mut Host, tensor: 
     if arm == Arm::Fused {
         host.run(HostJob::Step(host.optimizer.cast(elems)))?;
     }
-    bench.timer.seconds(|dev| dev.zero(tensor.narrow))?;
+    bench.timer.seconds(|dev| dev.launch(Zero { x: tensor.narrow }))?;
     let times = bench.timer.samples(bench.sizes.seconds, |timer| timed(timer, |timer| host.send(timer, tensor, arm)))?;
     let narrow = host.optimizer.narrow.slice(0, 2 * elems);
     bench.timer.seconds(|dev| dev.copy_d2h(Stream::D2h, tensor.narrow, narrow))?;
@@ -210,7 +212,7 @@ impl Host {
     fn bring<D: Kernels>(&mut self, timer: &mut Timer<'_, D>, tensor: &CastTensor, arm: Arm) -> Result<()> {
         let (wide, narrow) = (self.optimizer.wide.slice(0, 4 * tensor.elems), self.optimizer.narrow.slice(0, 2 * tensor.elems));
         if arm == Arm::Device {
-            timer.dev.cast(Stream::Compute, tensor.narrow, tensor.wide)?;
+            timer.dev.launch(Cast { stream: Stream::Compute, src: tensor.narrow, dst: tensor.wide })?;
             timer.dev.record(self.ready, Stream::Compute)?;
             timer.dev.wait(Stream::D2h, self.ready)?;
             timer.dev.copy_d2h(Stream::D2h, tensor.wide, wide)?;
@@ -224,7 +226,7 @@ impl Host {
     fn send<D: Kernels>(&mut self, timer: &mut Timer<'_, D>, tensor: &CastTensor, arm: Arm) -> Result<()> {
         if arm == Arm::Device {
             timer.dev.copy_h2d(Stream::H2d, self.optimizer.params().slice(0, 4 * tensor.elems), tensor.wide)?;
-            timer.dev.cast(Stream::H2d, tensor.wide, tensor.narrow)?;
+            timer.dev.launch(Cast { stream: Stream::H2d, src: tensor.wide, dst: tensor.narrow })?;
             return timer.settle();
         }
         if arm == Arm::Host {

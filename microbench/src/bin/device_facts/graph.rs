@@ -5,7 +5,7 @@ use crate::latency::report;
 use half::bf16;
 use microbench::fill;
 use superoffload::device::cuda::CudaDevice;
-use superoffload::device::{Device, DeviceSlice, Kernels, Stream};
+use superoffload::device::{Cast, Device, DeviceSlice, Launch, Stream};
 use superoffload::dtype::Dtype;
 use superoffload::error::Result;
 use superoffload::host::pinned::PinnedSlice;
@@ -75,7 +75,7 @@ impl Casts {
     }
 
     fn enqueue(&self, dev: &mut CudaDevice) -> Result<()> {
-        dev.cast(Stream::Compute, self.wide, self.narrow)
+        dev.launch(Cast { stream: Stream::Compute, src: self.wide, dst: self.narrow })
     }
 
     /// Recording alone left zeros; the launched graph must have cast.

@@ -4,7 +4,7 @@ use crate::bench::DeviceBench;
 use half::bf16;
 use microbench::fill;
 use serde_json::json;
-use superoffload::device::{DeviceSlice, Kernels, Stream};
+use superoffload::device::{Cast, DeviceSlice, GradNormPartials, Kernels, Stream};
 use superoffload::dtype::Dtype;
 use superoffload::engine::verdict::Verdict;
 use superoffload::error::Result;
@@ -51,7 +51,7 @@ fn casts_right<D: Kernels>(timer: &mut Timer<'_, D>, host: PinnedSlice) -> Resul
     let (wide, narrow) = (timer.dev.alloc("wide", FEW, Dtype::Float32)?, timer.dev.alloc("narrow", FEW, Dtype::Bfloat16)?);
     fill(host, GRAD);
     timer.seconds(|dev| dev.copy_h2d(Stream::Compute, host, wide))?;
-    timer.seconds(|dev| dev.cast(Stream::Compute, wide, narrow))?;
+    timer.seconds(|dev| dev.launch(Cast { stream: Stream::Compute, src: wide, dst: narrow }))?;
     let half = host.slice(0, 2 * FEW);
     timer.seconds(|dev| dev.copy_d2h(Stream::Compute, narrow, half))?;
     Ok(half.with(|all: &mut [u16]| all.iter().all(|&bits| bits == bf16::from_f32(GRAD).to_bits())))
@@ -119,7 +119,7 @@ impl NormMemory {
     }
 
     fn enqueue<D: Kernels>(&self, dev: &mut D) -> Result<()> {
-        dev.grad_norm_partials(self.grads, self.partials, self.nonfinite)?;
+        dev.launch(GradNormPartials { grads: self.grads, partials: self.partials, nonfinite: self.nonfinite })?;
         dev.copy_d2h(Stream::Compute, self.partials, self.host_partials)?;
         dev.copy_d2h(Stream::Compute, self.nonfinite, self.host_nonfinite)
     }

@@ -5,7 +5,7 @@ use crate::load::CopyLoad;
 use microbench::facts::join;
 use microbench::{fill, fill_from, values};
 use serde_json::{Value, json};
-use superoffload::device::{Device, DeviceSlice, Kernels, Stream};
+use superoffload::device::{Device, DeviceSlice, Kernels, Stream, Zero};
 use superoffload::dtype::Dtype;
 use superoffload::error::Result;
 use superoffload::host::pinned::PinnedSlice;
@@ -51,7 +51,7 @@ impl LinkMemory {
                 fill(host, 0f32);
                 bench.timer.seconds(|dev| dev.copy_h2d(Stream::H2d, check, device))?;
             }
-            Way::ToDevice => _ = bench.timer.seconds(|dev| dev.zero(device))?,
+            Way::ToDevice => _ = bench.timer.seconds(|dev| dev.launch(Zero { x: device }))?,
         }
         Ok(self.seed)
     }

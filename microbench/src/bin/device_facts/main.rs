@@ -1,5 +1,6 @@
 //! What this machine's device, its link and the host's side of a step do together: copies, casts, latencies, and buckets on their
 //! way through the optimizer. One JSON line a case, with the physical limit beside it. Every case checks its data.
+#![allow(unsafe_code)]
 
 mod bench;
 mod cast;
@@ -88,12 +89,14 @@ fn start(options: &Options) -> Result<()> {
     let cpus = chosen.machine.cpus;
     match chosen.machine.device {
         DeviceMemory::Shared => {
-            let mut dev = CpuDevice::new(cpus, Schedule::Threads, Default::default(), 0)?;
+            // SAFETY: every case orders its streams by events, and `memory` outlives the device.
+            let mut dev = unsafe { CpuDevice::new(cpus, Schedule::Threads, Default::default(), 0) }?;
             measure(options, (&mut dev, |_| Ok(())), None, &topology, &mut memory, &states)
         }
         DeviceMemory::Own { addressing, .. } => {
             let libraries = options.cuda_libraries.iter().cloned().collect();
-            let mut dev = CudaDevice::new(&CudaOptions { libraries, attention: Attention::Plain, trace_spans: 0 })?;
+            // SAFETY: as above; no kernel here reads an index.
+            let mut dev = unsafe { CudaDevice::new(&CudaOptions { libraries, attention: Attention::Plain, trace_spans: 0 }) }?;
             measure(options, (&mut dev, graph::measure), Some(addressing), &topology, &mut memory, &states)
         }
     }

@@ -8,14 +8,22 @@ use super::panels::{A_PANEL, B_PANEL, Operand, Panels, multiply, packed_elems};
 use super::reduce::{fold, max};
 use super::split::{Chunks, MatMut};
 use super::{Arena, Compute, KernelIsa};
-use crate::device::AttentionShape;
+use crate::device::cpu::launch::{Arithmetic, TaskMemory};
+use crate::device::{AttentionForward, AttentionShape};
 use crate::dtype::Element;
 use std::ops::Range;
 
 /// Queries that are treated together.
 pub(super) const QUERIES: usize = 64;
 
-/// See [`crate::device::Kernels::attention`].
+impl Arithmetic for AttentionForward {
+    fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
+        let documents = self.documents.map(|documents| memory.read(documents));
+        attention::<T>(cx, &self.shape, memory.read(self.qkv), documents, memory.write(self.out), memory.write(self.lse));
+    }
+}
+
+/// See [`AttentionForward`].
 pub(crate) fn attention<T: Element>(
     cx: &mut Compute,
     shape: &AttentionShape,

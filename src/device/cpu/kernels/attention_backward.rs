@@ -10,7 +10,8 @@ use super::panels::{A_PANEL, B_PANEL, Operand, Panels, multiply};
 use super::reduce::{fold2, store};
 use super::split::{Chunks, MatMut};
 use super::{Arena, Compute, KernelIsa};
-use crate::device::AttentionShape;
+use crate::device::cpu::launch::{Arithmetic, TaskMemory};
+use crate::device::{AttentionBackward, AttentionShape};
 use crate::dtype::Element;
 use std::ops::Range;
 
@@ -29,7 +30,15 @@ pub(crate) struct Forward<'a, T> {
     pub(crate) lse: &'a [f32],
 }
 
-/// See [`crate::device::Kernels::attention_backward`].
+impl Arithmetic for AttentionBackward {
+    fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
+        let [dout, qkv, out] = [self.dout, self.qkv, self.out].map(|slice| memory.read::<T>(slice));
+        let documents = self.documents.map(|documents| memory.read(documents));
+        attention_backward(cx, &self.shape, Forward { dout, qkv, documents, out, lse: memory.read(self.lse) }, memory.write(self.dqkv));
+    }
+}
+
+/// See [`AttentionBackward`].
 pub(crate) fn attention_backward<T: Element>(cx: &mut Compute, shape: &AttentionShape, forward: Forward<'_, T>, dqkv: &mut [T]) {
     let (isa, d, t, kv_heads) = (cx.isa, shape.head_dim, shape.seq_length, shape.kv_heads);
     let group = shape.heads / kv_heads;

@@ -5,6 +5,8 @@ use super::isa::vectorised;
 use super::math::exp;
 use super::reduce::{fold, max};
 use super::split::Chunks;
+use crate::device::cpu::launch::{Arithmetic, TaskMemory};
+use crate::device::{CrossEntropyGrad, CrossEntropyLoss, CrossEntropyStats};
 use crate::dtype::Element;
 
 /// Rows of one block: logits have few, long rows.
@@ -36,7 +38,14 @@ impl Tile<'_> {
     }
 }
 
-/// See [`crate::device::Kernels::cross_entropy_stats`].
+impl Arithmetic for CrossEntropyStats {
+    fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
+        let tile = Tile { targets: memory.read(self.targets), vocab_start: self.vocab_start, cols: self.cols };
+        stats::<T>(cx, tile, memory.read(self.logits), memory.write(self.stats), self.first);
+    }
+}
+
+/// See [`CrossEntropyStats`].
 pub(crate) fn stats<T: Element>(cx: &mut Compute, tile: Tile<'_>, logits: &[T], stats: &mut [f32], first: bool) {
     let isa = cx.isa;
     cx.team.for_each(Chunks::new(stats, 3 * BLOCK), |block, stats| {
@@ -54,7 +63,14 @@ pub(crate) fn stats<T: Element>(cx: &mut Compute, tile: Tile<'_>, logits: &[T], 
     });
 }
 
-/// See [`crate::device::Kernels::cross_entropy_grad`].
+impl Arithmetic for CrossEntropyGrad {
+    fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
+        let tile = Tile { targets: memory.read(self.targets), vocab_start: self.vocab_start, cols: self.cols };
+        grad::<T>(cx, tile, memory.write(self.logits), memory.read(self.stats), self.scale);
+    }
+}
+
+/// See [`CrossEntropyGrad`].
 pub(crate) fn grad<T: Element>(cx: &mut Compute, tile: Tile<'_>, logits: &mut [T], stats: &[f32], scale: f32) {
     let isa = cx.isa;
     let stats = stats.as_chunks::<3>().0;
@@ -75,7 +91,13 @@ pub(crate) fn grad<T: Element>(cx: &mut Compute, tile: Tile<'_>, logits: &mut [T
     });
 }
 
-/// See [`crate::device::Kernels::cross_entropy_loss`].
+impl Arithmetic for CrossEntropyLoss {
+    fn run<T: Element>(self, _: &mut Compute, memory: &TaskMemory<'_>) {
+        loss(memory.read(self.stats), &mut memory.write(self.loss)[0], self.scale, self.accumulate);
+    }
+}
+
+/// See [`CrossEntropyLoss`].
 pub(crate) fn loss(stats: &[f32], loss: &mut f32, scale: f32, accumulate: bool) {
     let row = |[max, sum, target]: &[f32; 3]| f64::from(*max) + libm::log(f64::from(*sum)) - f64::from(*target);
     let total: f64 = stats.as_chunks::<3>().0.iter().map(row).sum();

@@ -4,12 +4,22 @@ use super::isa::vectorised;
 use super::pointwise::add_elems;
 use super::split::Chunks;
 use super::{Compute, ROW_BLOCK};
+use crate::device::cpu::launch::{Arithmetic, TaskMemory};
+use crate::device::{Embed, EmbedBackward};
 use crate::dtype::Element;
 
 /// Channels summed at a time.
 const SUMS: usize = 64;
 
-/// See [`crate::device::Kernels::embed`].
+impl Arithmetic for Embed {
+    fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
+        let wpe = self.wpe.map(|wpe| memory.read::<T>(wpe));
+        let entries = (memory.read(self.tokens), memory.read(self.positions));
+        embed(cx, entries, memory.read(self.wte), wpe, memory.write(self.out), self.channels);
+    }
+}
+
+/// See [`Embed`].
 pub(crate) fn embed<T: Element>(
     cx: &mut Compute,
     (tokens, positions): (&[i32], &[i32]),
@@ -28,6 +38,16 @@ pub(crate) fn embed<T: Element>(
             }
         }
     });
+}
+
+impl Arithmetic for EmbedBackward {
+    fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
+        let (dout, channels) = (memory.read::<T>(self.dout), self.channels);
+        embed_backward(cx, memory.read(self.tokens), dout, memory.write(self.dwte), self.accumulate_wte, channels);
+        if let Some(dwpe) = self.dwpe {
+            embed_backward(cx, memory.read(self.positions), dout, memory.write(dwpe), self.accumulate_wpe, channels);
+        }
+    }
 }
 
 /// `dtable[e] (+)=` the sum over the rows of `dout` that used entry `e` of a table, in ascending order. `entries` names each row's entry: its

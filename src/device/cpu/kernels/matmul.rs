@@ -1,9 +1,11 @@
 //! Matrix multiplication. See [`panels`](super::panels) for the order of its sums.
 
 use super::panels::{A_PANEL, B_PANEL, Operand, Panels, multiply, packed_elems};
+use super::pointwise::copy;
 use super::split::{Chunks, MatMut};
 use super::{Arena, Compute, reduce};
-use crate::device::{MatmulLayout, MatmulShape};
+use crate::device::cpu::launch::{Arithmetic, TaskMemory};
+use crate::device::{Matmul, MatmulLayout, MatmulShape};
 use crate::dtype::Element;
 
 /// Rows and columns of `c` that one block computes: multiples of the panels.
@@ -14,7 +16,17 @@ const PACK_ROWS: usize = 64;
 /// Floats that a packed operand may take: wider matrices go in slabs.
 const PACKED_ELEMS_MAX: usize = 1 << 23;
 
-/// `c = a * b (+ bias over columns) (+ c)`; see [`crate::device::Kernels::matmul`].
+impl Arithmetic for Matmul {
+    fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
+        let (bias, c) = (self.bias.map(|bias| memory.read::<T>(bias)), memory.write(self.c));
+        if let Some(base) = self.base_apart() {
+            copy(cx, memory.read(base), c);
+        }
+        matmul(cx, self.shape, memory.read(self.a), memory.read(self.b), bias, c, self.base.is_some());
+    }
+}
+
+/// `c = a * b (+ bias over columns) (+ c)`; see [`Matmul`].
 ///
 /// # Panics
 /// If a slice is shorter than `shape` says.

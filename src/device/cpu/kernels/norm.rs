@@ -5,9 +5,17 @@ use super::isa::vectorised;
 use super::reduce::{fold, fold2, fold3, row_blocks};
 use super::split::Chunks;
 use super::{Compute, ROW_BLOCK};
+use crate::device::cpu::launch::{Arithmetic, TaskMemory};
+use crate::device::{LayerNorm, LayerNormBackward, RmsNorm, RmsNormBackward};
 use crate::dtype::Element;
 
-/// See [`crate::device::Kernels::rms_norm`].
+impl Arithmetic for RmsNorm {
+    fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
+        rms_norm::<T>(cx, memory.read(self.x), memory.read(self.weight), self.eps, memory.write(self.out), memory.write(self.rstd));
+    }
+}
+
+/// See [`RmsNorm`].
 pub(crate) fn rms_norm<T: Element>(cx: &mut Compute, x: &[T], weight: &[T], eps: f32, out: &mut [T], rstd: &mut [f32]) {
     let (isa, block_elems) = (cx.isa, ROW_BLOCK * weight.len());
     cx.team.for_each((Chunks::new(out, block_elems), Chunks::new(rstd, ROW_BLOCK)), |block, (out, rstd)| {
@@ -15,7 +23,22 @@ pub(crate) fn rms_norm<T: Element>(cx: &mut Compute, x: &[T], weight: &[T], eps:
     });
 }
 
-/// See [`crate::device::Kernels::rms_norm_backward`].
+impl Arithmetic for RmsNormBackward {
+    fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
+        let [dout, x, weight] = [self.dout, self.x, self.weight].map(|slice| memory.read::<T>(slice));
+        rms_norm_backward(
+            cx,
+            dout,
+            x,
+            weight,
+            memory.read(self.rstd),
+            memory.write(self.dx),
+            (memory.write(self.dweight), self.accumulate),
+        );
+    }
+}
+
+/// See [`RmsNormBackward`].
 pub(crate) fn rms_norm_backward<T: Element>(
     cx: &mut Compute,
     dout: &[T],
@@ -32,7 +55,14 @@ pub(crate) fn rms_norm_backward<T: Element>(
     });
 }
 
-/// See [`crate::device::Kernels::layer_norm`].
+impl Arithmetic for LayerNorm {
+    fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
+        let affine = (memory.read::<T>(self.weight), memory.read(self.bias));
+        layer_norm(cx, memory.read(self.x), affine, self.eps, memory.write(self.out), memory.write(self.stats));
+    }
+}
+
+/// See [`LayerNorm`].
 pub(crate) fn layer_norm<T: Element>(cx: &mut Compute, x: &[T], (weight, bias): (&[T], &[T]), eps: f32, out: &mut [T], stats: &mut [f32]) {
     let (isa, block_elems) = (cx.isa, ROW_BLOCK * weight.len());
     cx.team.for_each((Chunks::new(out, block_elems), Chunks::new(stats, 2 * ROW_BLOCK)), |block, (out, stats)| {
@@ -40,7 +70,15 @@ pub(crate) fn layer_norm<T: Element>(cx: &mut Compute, x: &[T], (weight, bias): 
     });
 }
 
-/// See [`crate::device::Kernels::layer_norm_backward`].
+impl Arithmetic for LayerNormBackward {
+    fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
+        let [dout, x, weight] = [self.dout, self.x, self.weight].map(|slice| memory.read::<T>(slice));
+        let parameters = (memory.write(self.dweight), memory.write(self.dbias), self.accumulate);
+        layer_norm_backward(cx, dout, x, weight, memory.read(self.stats), memory.write(self.dx), parameters);
+    }
+}
+
+/// See [`LayerNormBackward`].
 pub(crate) fn layer_norm_backward<T: Element>(
     cx: &mut Compute,
     dout: &[T],

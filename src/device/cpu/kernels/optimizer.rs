@@ -3,7 +3,11 @@
 use super::Compute;
 use super::isa::vectorised;
 use super::split::Chunks;
+use crate::device::cpu::CpuDevice;
+use crate::device::cpu::launch::{Arithmetic, TaskMemory, by_float};
+use crate::device::{Adam, Checked, GradNormPartials, Launch};
 use crate::dtype::Element;
+use crate::error::Result;
 use crate::optim::adam::{self, AdamState, AdamStep};
 use crate::optim::norm::{self, BLOCK};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,7 +17,14 @@ const PARTIALS: usize = 4;
 /// Parameters of one block of work.
 const PARAMS: usize = 4 * BLOCK;
 
-/// See [`crate::device::Kernels::grad_norm_partials`].
+impl Arithmetic for GradNormPartials {
+    fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
+        let (partials, nonfinite) = (memory.write(self.partials), memory.write::<i32>(self.nonfinite));
+        grad_norm_partials::<T>(cx, memory.read(self.grads), partials, &mut nonfinite[0]);
+    }
+}
+
+/// See [`GradNormPartials`].
 pub(crate) fn grad_norm_partials<T: Element>(cx: &mut Compute, grads: &[T], partials: &mut [f32], nonfinite: &mut i32) {
     let isa = cx.isa;
     let found = AtomicBool::new(false);
@@ -28,7 +39,18 @@ pub(crate) fn grad_norm_partials<T: Element>(cx: &mut Compute, grads: &[T], part
     }
 }
 
-/// See [`crate::device::Kernels::adam_step`].
+/// Gradients and working weights may be of two formats.
+impl Launch<Adam> for CpuDevice {
+    fn accept(&mut self, kernel: Checked<Adam>) -> Result<()> {
+        by_float!(kernel.grads.dtype(), G => by_float!(kernel.out.dtype(), O => self.compute(kernel, |adam, cx, memory| {
+            let state = AdamState { params: memory.write(adam.params), m: memory.write(adam.m), v: memory.write(adam.v) };
+            let step = AdamStep { consts: adam.consts, scale: adam.scale };
+            adam_step::<G, O>(cx, step, state, memory.read(adam.grads), memory.write(adam.out));
+        })))
+    }
+}
+
+/// See [`Adam`].
 pub(crate) fn adam_step<G: Element, O: Element>(cx: &mut Compute, step: AdamStep, state: AdamState<'_>, grads: &[G], out: &mut [O]) {
     let isa = cx.isa;
     let moments = (Chunks::new(state.m, PARAMS), Chunks::new(state.v, PARAMS));

@@ -4,6 +4,8 @@ use super::isa::vectorised;
 use super::math::sigmoid;
 use super::split::Chunks;
 use super::{Compute, ROW_BLOCK};
+use crate::device::cpu::launch::{Arithmetic, TaskMemory};
+use crate::device::{Gelu, GeluBackward, Swiglu, SwigluBackward};
 use crate::dtype::Element;
 
 /// Elements of one block.
@@ -13,7 +15,13 @@ const BLOCK_ELEMS: usize = 16384;
 const GELU_SCALE: f32 = 0.797_884_6;
 const GELU_CUBIC: f32 = 0.044_715;
 
-/// See [`crate::device::Kernels::swiglu`].
+impl Arithmetic for Swiglu {
+    fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
+        swiglu::<T>(cx, memory.read(self.gate_up), memory.write(self.out), self.cols);
+    }
+}
+
+/// See [`Swiglu`].
 pub(crate) fn swiglu<T: Element>(cx: &mut Compute, gate_up: &[T], out: &mut [T], cols: usize) {
     let isa = cx.isa;
     cx.team.for_each(Chunks::new(out, ROW_BLOCK * cols), |block, out| {
@@ -24,7 +32,13 @@ pub(crate) fn swiglu<T: Element>(cx: &mut Compute, gate_up: &[T], out: &mut [T],
     });
 }
 
-/// See [`crate::device::Kernels::swiglu_backward`].
+impl Arithmetic for SwigluBackward {
+    fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
+        swiglu_backward::<T>(cx, memory.read(self.dout), memory.read(self.gate_up), memory.write(self.dgate_up), self.cols);
+    }
+}
+
+/// See [`SwigluBackward`].
 pub(crate) fn swiglu_backward<T: Element>(cx: &mut Compute, dout: &[T], gate_up: &[T], dgate_up: &mut [T], cols: usize) {
     let isa = cx.isa;
     cx.team.for_each(Chunks::new(dgate_up, 2 * ROW_BLOCK * cols), |block, dgate_up| {
@@ -37,13 +51,29 @@ pub(crate) fn swiglu_backward<T: Element>(cx: &mut Compute, dout: &[T], gate_up:
     });
 }
 
-/// See [`crate::device::Kernels::gelu`].
+impl Arithmetic for Gelu {
+    fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
+        gelu::<T>(cx, memory.read(self.x), memory.write(self.out));
+    }
+}
+
+/// See [`Gelu`].
 pub(crate) fn gelu<T: Element>(cx: &mut Compute, x: &[T], out: &mut [T]) {
     let isa = cx.isa;
     cx.team.for_each(Chunks::new(out, BLOCK_ELEMS), |block, out| gelu_elems(isa, &x[block * BLOCK_ELEMS..], out));
 }
 
-/// See [`crate::device::Kernels::gelu_backward`]; `dx` holds `dout` and becomes the input's gradient.
+impl Arithmetic for GeluBackward {
+    fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
+        let dx = memory.write::<T>(self.dx);
+        if self.dout != self.dx {
+            copy(cx, memory.read(self.dout), dx);
+        }
+        gelu_backward(cx, memory.read(self.x), dx);
+    }
+}
+
+/// See [`GeluBackward`]; `dx` holds `dout` and becomes the input's gradient.
 pub(crate) fn gelu_backward<T: Element>(cx: &mut Compute, x: &[T], dx: &mut [T]) {
     let isa = cx.isa;
     cx.team.for_each(Chunks::new(dx, BLOCK_ELEMS), |block, dx| gelu_backward_elems(isa, &x[block * BLOCK_ELEMS..], dx));

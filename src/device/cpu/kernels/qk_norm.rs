@@ -5,10 +5,18 @@ use super::norm::{rms_norm_gradient, rms_norm_mean, rms_norm_row};
 use super::reduce::row_blocks;
 use super::split::Chunks;
 use super::{Compute, ROW_BLOCK};
-use crate::device::AttentionShape;
+use crate::device::cpu::launch::{Arithmetic, TaskMemory};
+use crate::device::{AttentionShape, QkNorm, QkNormBackward};
 use crate::dtype::Element;
 
-/// See [`crate::device::Kernels::qk_norm`].
+impl Arithmetic for QkNorm {
+    fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
+        let weights = (memory.read::<T>(self.q_weight), memory.read(self.k_weight));
+        qk_norm(cx, &self.shape, memory.read(self.qkv), weights, self.eps, memory.write(self.out), memory.write(self.rstd));
+    }
+}
+
+/// See [`QkNorm`].
 pub(crate) fn qk_norm<T: Element>(
     cx: &mut Compute,
     shape: &AttentionShape,
@@ -28,7 +36,16 @@ pub(crate) fn qk_norm<T: Element>(
     });
 }
 
-/// See [`crate::device::Kernels::qk_norm_backward`].
+impl Arithmetic for QkNormBackward {
+    fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
+        let weights = (memory.read::<T>(self.q_weight), memory.read(self.k_weight));
+        let gradients = (memory.write(self.dq_weight), memory.write(self.dk_weight), self.accumulate);
+        let (dqkv, qkv, rstd) = (memory.write(self.dqkv), memory.read(self.qkv), memory.read(self.rstd));
+        qk_norm_backward(cx, &self.shape, dqkv, qkv, weights, rstd, gradients);
+    }
+}
+
+/// See [`QkNormBackward`].
 pub(crate) fn qk_norm_backward<T: Element>(
     cx: &mut Compute,
     shape: &AttentionShape,

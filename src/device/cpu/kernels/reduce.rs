@@ -6,6 +6,8 @@
 use super::isa::vectorised;
 use super::split::{Chunks, Split};
 use super::{Compute, ROW_BLOCK};
+use crate::device::BiasBackward;
+use crate::device::cpu::launch::{Arithmetic, TaskMemory};
 use crate::dtype::Element;
 
 const LANES: usize = 16;
@@ -93,6 +95,12 @@ pub(crate) fn row_blocks<T: Element, S: Split>(
     for (out, accumulate) in out {
         store(cx.isa, &total[start..start + out.len()], *accumulate, out);
         start += out.len();
+    }
+}
+
+impl Arithmetic for BiasBackward {
+    fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
+        bias_backward::<T>(cx, memory.read(self.dout), memory.write(self.dbias), self.accumulate);
     }
 }
 

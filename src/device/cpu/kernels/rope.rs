@@ -3,10 +3,18 @@
 use super::isa::vectorised;
 use super::split::Chunks;
 use super::{Compute, ROW_BLOCK};
-use crate::device::AttentionShape;
+use crate::device::cpu::launch::{Arithmetic, TaskMemory};
+use crate::device::{AttentionShape, Rope};
 use crate::dtype::Element;
 
-/// See [`crate::device::Kernels::rope`].
+impl Arithmetic for Rope {
+    fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
+        let table = (memory.read(self.table), self.rotary_dim);
+        rope::<T>(cx, &self.shape, memory.write(self.qkv), memory.read(self.positions), table, self.inverse);
+    }
+}
+
+/// See [`Rope`].
 pub(crate) fn rope<T: Element>(
     cx: &mut Compute,
     shape: &AttentionShape,

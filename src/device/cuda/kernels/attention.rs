@@ -1,12 +1,11 @@
-//! Attention without a library: `--attention plain`.
+//! Attention: by cuDNN, or without a library (`--attention plain`).
 
-use super::super::launch::{LaunchConfig, Queue, args, size};
+use super::super::launch::{Blocks, Queue, args, size};
 use super::super::modules::PtxSource;
+use super::super::{CudaDevice, sdpa};
 use super::grid::{WARP, whole_vectors};
-use crate::device::arguments::{arguments, check, check_documents, check_shape};
-use crate::device::{AttentionShape, DeviceSlice, Stream};
-use crate::dtype::Dtype;
-use crate::error::Result;
+use crate::device::{AttentionBackward, AttentionForward, AttentionShape, Checked, Kernel, Launch, Stream};
+use crate::error::{Error, Result};
 
 pub(super) const SOURCE: PtxSource = PtxSource {
     file: "transformer/attention.ptx",
@@ -20,57 +19,49 @@ const THREADS: usize = 256;
 const TILE: usize = 64;
 const SLICE: usize = 128;
 
-/// See [`crate::device::Kernels::attention`].
-pub(super) fn attention(
-    dev: &mut impl Queue,
-    qkv: DeviceSlice,
-    documents: Option<DeviceSlice>,
-    out: DeviceSlice,
-    lse: DeviceSlice,
-    shape: AttentionShape,
-) -> Result<()> {
-    check_shape("attention", &shape)?;
-    check_documents("attention", documents, &shape)?;
-    let (n, out_elems) = (shape.tokens() * shape.qkv_cols(), shape.tokens() * shape.out_cols());
-    check("attention", arguments![qkv.dtype => in qkv[n], out out[out_elems]; Dtype::Float32 => out lse[shape.tokens() * shape.heads]])?;
+impl Launch<AttentionForward> for CudaDevice {
+    fn accept(&mut self, kernel: Checked<AttentionForward>) -> Result<()> {
+        if self.sdpa.is_some() { fused(self, sdpa::AttentionCall::forward(&kernel)?) } else { plain(*kernel, self) }
+    }
+}
+
+impl Launch<AttentionBackward> for CudaDevice {
+    fn accept(&mut self, kernel: Checked<AttentionBackward>) -> Result<()> {
+        if self.sdpa.is_some() { fused(self, sdpa::AttentionCall::backward(&kernel)?) } else { plain_backward(*kernel, self) }
+    }
+}
+
+/// Enqueues `call` by cuDNN.
+fn fused(dev: &mut CudaDevice, call: sdpa::AttentionCall) -> Result<()> {
+    // Taken out while it runs: the span around it needs the device.
+    let mut sdpa = dev.sdpa.take().ok_or_else(|| Error::Unsupported("fused attention on a device opened without cuDNN".into()))?;
+    let result = dev.timed(Stream::Compute, call.name, |_| sdpa.enqueue(&call));
+    dev.sdpa = Some(sdpa);
+    result
+}
+
+/// The engine's own kernel.
+pub(super) fn plain(kernel: AttentionForward, queue: &mut impl Queue) -> Result<()> {
+    let AttentionForward { qkv, documents, out, lse, shape } = kernel;
     let KernelShape { seq_length, heads, kv_heads, head_dim, window } = KernelShape::new(&shape)?;
     let wide = whole_vectors(shape.head_dim, &[qkv]);
     let args = args![qkv, documents, out, lse, seq_length, heads, kv_heads, head_dim, window, shape.scale, wide];
-    dev.launch(Stream::Compute, "attention", Some(qkv.dtype), tiles(&shape, shape.heads)?, args)
+    queue.launch(Stream::Compute, "attention", Some(kernel.float_format()?), tiles(&shape, shape.heads)?, args)
 }
 
-/// See [`crate::device::Kernels::attention_backward`].
-#[expect(clippy::too_many_arguments, reason = "as in the trait")]
-pub(super) fn attention_backward(
-    dev: &mut impl Queue,
-    dout: DeviceSlice,
-    qkv: DeviceSlice,
-    documents: Option<DeviceSlice>,
-    out: DeviceSlice,
-    lse: DeviceSlice,
-    dqkv: DeviceSlice,
-    shape: AttentionShape,
-) -> Result<()> {
-    check_shape("attention_backward", &shape)?;
-    check_documents("attention_backward", documents, &shape)?;
-    let (n, out_elems) = (shape.tokens() * shape.qkv_cols(), shape.tokens() * shape.out_cols());
+/// The engine's own kernels: queries' gradients, then those of keys and values.
+pub(super) fn plain_backward(kernel: AttentionBackward, queue: &mut impl Queue) -> Result<()> {
+    let AttentionBackward { dout, qkv, documents, out, lse, dqkv, shape } = kernel;
+    let dtype = Some(kernel.float_format()?);
     let rows = shape.tokens() * shape.heads;
-    check(
-        "attention_backward",
-        arguments![
-            qkv.dtype => in dout[out_elems], in qkv[n], in out[out_elems], out dqkv[n];
-            Dtype::Float32 => in lse[rows]
-        ],
-    )?;
-    let delta = dev.scratch(rows)?;
+    let delta = queue.scratch(rows)?;
     let KernelShape { seq_length, heads, kv_heads, head_dim, window } = KernelShape::new(&shape)?;
-    let dtype = Some(qkv.dtype);
-    let launch = LaunchConfig::new(size(rows.div_ceil(THREADS / WARP))?, THREADS as u32);
-    dev.launch(Stream::Compute, "attention_delta", dtype, launch, args![dout, out, delta, size(rows)?, seq_length, heads, head_dim])?;
+    let blocks = Blocks::new(size(rows.div_ceil(THREADS / WARP))?, THREADS as u32);
+    queue.launch(Stream::Compute, "attention_delta", dtype, blocks, args![dout, out, delta, size(rows)?, seq_length, heads, head_dim])?;
     let wide = whole_vectors(shape.head_dim, &[dout, qkv]);
     let args = args![dout, qkv, documents, lse, delta, dqkv, seq_length, heads, kv_heads, head_dim, window, shape.scale, wide];
-    dev.launch(Stream::Compute, "attention_backward_q", dtype, tiles(&shape, shape.heads)?, args)?;
-    dev.launch(Stream::Compute, "attention_backward_kv", dtype, tiles(&shape, shape.kv_heads)?, args)
+    queue.launch(Stream::Compute, "attention_backward_q", dtype, tiles(&shape, shape.heads)?, args)?;
+    queue.launch(Stream::Compute, "attention_backward_kv", dtype, tiles(&shape, shape.kv_heads)?, args)
 }
 
 /// A shape as the kernels take it.
@@ -97,7 +88,7 @@ impl KernelShape {
 }
 
 /// Blocks for the tiles of `heads` heads of every sequence, each as often as its channels have slices.
-fn tiles(shape: &AttentionShape, heads: usize) -> Result<LaunchConfig> {
+fn tiles(shape: &AttentionShape, heads: usize) -> Result<Blocks> {
     let (tiles, slices) = (shape.seq_length.div_ceil(TILE), shape.head_dim.div_ceil(SLICE));
-    Ok(LaunchConfig { grid: [size(tiles)?, size(heads * slices)?, size(shape.batch)?], block: [THREADS as u32, 1, 1], shared_bytes: 0 })
+    Ok(Blocks { grid: [size(tiles)?, size(heads * slices)?, size(shape.batch)?], block: [THREADS as u32, 1, 1], shared_bytes: 0 })
 }

@@ -1,10 +1,10 @@
 //! Sums down columns: a bias's gradient, and the last stage of every other sum over rows.
 
-use super::super::launch::{LaunchConfig, Queue, args, size};
+use super::super::launch::{Blocks, GpuKernel, Queue, args, size};
 use super::super::modules::PtxSource;
 use super::grid::{MULTIPROCESSORS, WARP, whole_vectors, wide};
-use crate::device::arguments::{arguments, check, rows};
-use crate::device::{DeviceSlice, Stream};
+use crate::device::kernel::rows;
+use crate::device::{BiasBackward, DeviceSlice, Kernel, Stream};
 use crate::error::Result;
 
 pub(super) const SOURCE: PtxSource = PtxSource {
@@ -22,34 +22,35 @@ const SLICE_ROWS_MIN: usize = 8 * SLICE_WARPS;
 /// Warps of a block of `fold_columns`.
 const FOLD_WARPS: u32 = 32;
 
-/// See [`crate::device::Kernels::bias_backward`].
-pub(super) fn bias_backward(dev: &mut impl Queue, dout: DeviceSlice, dbias: DeviceSlice, accumulate: bool) -> Result<()> {
-    let (cols, rows) = (dbias.elems, rows(dout, dbias.elems));
-    check("bias_backward", arguments![dout.dtype => in dout[rows * cols], out dbias[cols]])?;
-    let (name, lanes) = if whole_vectors(cols, &[dout]) { ("column_sums", wide(dout.dtype)) } else { ("column_sums_any", 1) };
-    let tiles = cols.div_ceil(WARP * lanes);
-    let slice_rows = slice_rows(rows, tiles);
-    let slices = rows.div_ceil(slice_rows);
-    let partials = dev.scratch(slices * cols)?;
-    let launch = LaunchConfig { grid: [size(tiles)?, size(slices)?, 1], block: [WARP as u32, SLICE_WARPS as u32, 1], shared_bytes: 0 };
-    let args = args![dout, partials, size(rows)?, size(cols)?, size(slice_rows)?];
-    dev.launch(Stream::Compute, name, Some(dout.dtype), launch, args)?;
-    fold_columns(dev, partials, slices, (dbias, None), accumulate)
+impl GpuKernel for BiasBackward {
+    fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+        let Self { dout, dbias, accumulate } = self;
+        let (dtype, cols, rows) = (self.float_format()?, dbias.elems(), rows(dout, dbias.elems()));
+        let (name, lanes) = if whole_vectors(cols, &[dout]) { ("column_sums", wide(dtype)) } else { ("column_sums_any", 1) };
+        let tiles = cols.div_ceil(WARP * lanes);
+        let slice_rows = slice_rows(rows, tiles);
+        let slices = rows.div_ceil(slice_rows);
+        let partials = queue.scratch(slices * cols)?;
+        let blocks = Blocks { grid: [size(tiles)?, size(slices)?, 1], block: [WARP as u32, SLICE_WARPS as u32, 1], shared_bytes: 0 };
+        let args = args![dout, partials, size(rows)?, size(cols)?, size(slice_rows)?];
+        queue.launch(Stream::Compute, name, Some(dtype), blocks, args)?;
+        fold_columns(queue, partials, slices, (dbias, None), accumulate)
+    }
 }
 
 /// `out (+)=` the sums down the columns of `partials`, fp32 `[rows, cols]`; a second `out` has its own `partials` behind.
 pub(super) fn fold_columns(
-    dev: &mut impl Queue,
+    queue: &mut impl Queue,
     partials: DeviceSlice,
     rows: usize,
     (out, second): (DeviceSlice, Option<DeviceSlice>),
     accumulate: bool,
 ) -> Result<()> {
-    let cols = out.elems;
+    let cols = out.elems();
     let grid = [size(cols.div_ceil(WARP))?, 1 + u32::from(second.is_some()), 1];
-    let launch = LaunchConfig { grid, block: [WARP as u32, FOLD_WARPS, 1], shared_bytes: 0 };
+    let launch = Blocks { grid, block: [WARP as u32, FOLD_WARPS, 1], shared_bytes: 0 };
     let args = args![partials, out, second, size(rows)?, size(cols)?, accumulate];
-    dev.launch(Stream::Compute, "fold_columns", Some(out.dtype), launch, args)
+    queue.launch(Stream::Compute, "fold_columns", Some(out.dtype()), launch, args)
 }
 
 /// Rows of a slice, so that all `tiles` of columns together fill the GPU once.

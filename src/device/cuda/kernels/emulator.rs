@@ -4,7 +4,7 @@
 //! rounding to the assembler. Accesses must be aligned and stay inside memory that was handed out.
 
 use crate::device::DeviceSlice;
-use crate::device::cuda::launch::{Arg, LaunchConfig};
+use crate::device::cuda::launch::{Arg, Blocks};
 use crate::dtype::Dtype;
 use half::{bf16, f16};
 use std::collections::HashMap;
@@ -33,11 +33,11 @@ impl EmulatedMemory {
         self.bytes.extend_from_slice(bytemuck::cast_slice(values));
         self.owned.push(start..self.bytes.len());
         self.bytes.extend_from_slice(&GUARD);
-        DeviceSlice { addr: BASE + start as u64, elems: values.len(), dtype }
+        DeviceSlice::at(BASE + start as u64, values.len(), dtype)
     }
 
     pub(super) fn read<T: bytemuck::Pod>(&self, slice: DeviceSlice) -> Vec<T> {
-        let start = (slice.addr - BASE) as usize;
+        let start = (slice.addr() - BASE) as usize;
         self.bytes[start..start + slice.bytes()].chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect()
     }
 
@@ -151,7 +151,7 @@ fn split_operands(text: &str) -> Vec<&str> {
 }
 
 /// Runs the kernel `name` of `ptx`.
-pub(super) fn run(memory: &mut EmulatedMemory, ptx: &str, name: &str, launch: LaunchConfig, args: &[Arg]) {
+pub(super) fn run(memory: &mut EmulatedMemory, ptx: &str, name: &str, launch: Blocks, args: &[Arg]) {
     let kernel = Kernel::parse(ptx, name);
     assert_eq!((launch.block, launch.shared_bytes), ([kernel.threads, 1, 1], 0), "{name}");
     assert_eq!(kernel.params.len(), args.len(), "{name}");

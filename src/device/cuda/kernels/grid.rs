@@ -17,7 +17,7 @@ pub(super) fn wide(dtype: Dtype) -> usize {
 
 /// Whether rows of `cols` elements are whole 16-byte vectors in all of `slices`.
 pub(super) fn whole_vectors(cols: usize, slices: &[DeviceSlice]) -> bool {
-    slices.iter().all(|x| x.addr.is_multiple_of(16) && cols.is_multiple_of(wide(x.dtype)))
+    slices.iter().all(|x| x.addr().is_multiple_of(16) && cols.is_multiple_of(wide(x.dtype())))
 }
 
 /// Threads, whole warps and at least one, that take `items`, `each` of them a thread.
@@ -31,11 +31,11 @@ mod tests {
 
     #[test]
     fn vectors_need_whole_rows_and_aligned_addresses() {
-        let x = DeviceSlice { addr: 256, elems: 64, dtype: Dtype::Bfloat16 };
+        let x = DeviceSlice::at(256, 64, Dtype::Bfloat16);
         assert!(whole_vectors(8, &[x, x.slice(8, 8)]));
         assert!(!whole_vectors(8, &[x, x.slice(4, 8)]));
         assert!(!whole_vectors(12, &[x]));
-        assert!(whole_vectors(12, &[DeviceSlice { dtype: Dtype::Float32, ..x }]));
+        assert!(whole_vectors(12, &[DeviceSlice::at(256, 64, Dtype::Float32)]));
     }
 
     #[test]

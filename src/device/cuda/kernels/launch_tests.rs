@@ -2,9 +2,13 @@
 //!
 //! A GPU runs what this list says. A change of the list is a change of grids, of arguments or of their order.
 
-use super::super::launch::{Arg, LaunchConfig, Queue};
-use super::*;
+use super::super::launch::{Arg, Blocks, GpuKernel, Queue};
+use super::attention::{plain, plain_backward};
+use crate::device::*;
+use crate::dtype::Dtype;
+use crate::error::Result;
 use crate::optim::adam::{AdamConsts, AdamHyper};
+use crate::optim::norm::BLOCK;
 
 const LISTED: &str = include_str!("launches.txt");
 
@@ -27,10 +31,10 @@ impl Queue for List {
         stream: Stream,
         name: &'static str,
         dtype: Option<Dtype>,
-        launch: LaunchConfig,
+        blocks: Blocks,
         args: [Arg; N],
     ) -> Result<()> {
-        let LaunchConfig { grid, block, shared_bytes } = launch;
+        let Blocks { grid, block, shared_bytes } = blocks;
         assert_eq!(shared_bytes, 0);
         let name = dtype.map_or(name.into(), |dtype| format!("{name} {dtype}"));
         self.add(stream, &format!("{name} {grid:?} {block:?}"), &args.map(|arg| arg.0))
@@ -38,15 +42,15 @@ impl Queue for List {
 
     fn scratch(&mut self, elems: usize) -> Result<DeviceSlice> {
         self.add(Stream::Compute, "scratch", &[elems as u64])?;
-        Ok(DeviceSlice { addr: 0x7777_0000_0000, elems, dtype: Dtype::Float32 })
+        Ok(DeviceSlice::at(0x7777_0000_0000, elems, Dtype::Float32))
     }
 
     fn zero(&mut self, x: DeviceSlice) -> Result<()> {
-        self.add(Stream::Compute, "zero", &[x.addr, x.bytes() as u64])
+        self.add(Stream::Compute, "zero", &[x.addr(), x.bytes() as u64])
     }
 
     fn copy(&mut self, stream: Stream, src: DeviceSlice, dst: DeviceSlice) -> Result<()> {
-        self.add(stream, "copy", &[src.addr, dst.addr, src.bytes() as u64])
+        self.add(stream, "copy", &[src.addr(), dst.addr(), src.bytes() as u64])
     }
 }
 
@@ -60,7 +64,7 @@ struct Room {
 impl Room {
     fn of(&mut self, elems: usize, dtype: Dtype) -> DeviceSlice {
         self.given += 1;
-        DeviceSlice { addr: (self.given << 32) + (self.skew * dtype.bytes()) as u64, elems, dtype }
+        DeviceSlice::at((self.given << 32) + (self.skew * dtype.bytes()) as u64, elems, dtype)
     }
 
     /// In the format of the case.
@@ -80,49 +84,69 @@ impl Room {
 /// Rows of `cols` through the kernels that go by rows.
 fn rows(list: &mut List, r: &mut Room, rows: usize, cols: usize) -> Result<()> {
     let n = rows * cols;
-    let (vocab, places) = (50, 40);
-    embed::embed(list, r.i(rows), r.i(rows), r.x(vocab * cols), None, r.x(n), cols)?;
-    embed::embed(list, r.i(rows), r.i(rows), r.x(vocab * cols), Some(r.x(places * cols)), r.x(n), cols)?;
-    embed::embed_backward(list, r.i(rows), r.i(rows), r.x(n), r.x(vocab * cols), true, None, false, cols)?;
-    embed::embed_backward(list, r.i(rows), r.i(rows), r.x(n), r.x(vocab * cols), false, Some(r.x(places * cols)), true, cols)?;
-    bias::bias_backward(list, r.x(n), r.x(cols), false)?;
-    bias::bias_backward(list, r.x(n), r.x(cols), true)?;
-    norm::rms_norm(list, r.x(n), r.x(cols), 1e-5, r.x(n), r.f(rows))?;
-    norm::rms_norm_backward(list, r.x(n), r.x(n), r.x(cols), r.f(rows), r.x(n), r.x(cols), true)?;
-    norm::layer_norm(list, r.x(n), r.x(cols), r.x(cols), 1e-6, r.x(n), r.f(2 * rows))?;
-    norm::layer_norm_backward(list, r.x(n), r.x(n), r.x(cols), r.f(2 * rows), r.x(n), r.x(cols), r.x(cols), false)?;
-    pointwise::swiglu(list, r.x(2 * n), r.x(n), cols)?;
-    pointwise::swiglu_backward(list, r.x(n), r.x(2 * n), r.x(2 * n), cols)?;
-    pointwise::gelu(list, r.x(n), r.x(n))?;
-    pointwise::gelu_backward(list, r.x(n), r.x(n), r.x(n))?;
+    let (vocab, places) = (50 * cols, 40 * cols);
+    let mut embed = |r: &mut Room, learned: bool| {
+        let (tokens, positions, wte) = (r.i(rows), r.i(rows), r.x(vocab));
+        let wpe = learned.then(|| r.x(places));
+        Embed { tokens, positions, wte, wpe, out: r.x(n), channels: cols }.enqueue(list)
+    };
+    embed(r, false)?;
+    embed(r, true)?;
+    let mut embed_backward = |r: &mut Room, accumulate_wte, learned: bool, accumulate_wpe| {
+        let (tokens, positions, dout, dwte) = (r.i(rows), r.i(rows), r.x(n), r.x(vocab));
+        let dwpe = learned.then(|| r.x(places));
+        EmbedBackward { tokens, positions, dout, dwte, accumulate_wte, dwpe, accumulate_wpe, channels: cols }.enqueue(list)
+    };
+    embed_backward(r, true, false, false)?;
+    embed_backward(r, false, true, true)?;
+    BiasBackward { dout: r.x(n), dbias: r.x(cols), accumulate: false }.enqueue(list)?;
+    BiasBackward { dout: r.x(n), dbias: r.x(cols), accumulate: true }.enqueue(list)?;
+    RmsNorm { x: r.x(n), weight: r.x(cols), eps: 1e-5, out: r.x(n), rstd: r.f(rows) }.enqueue(list)?;
+    let (dout, x, weight, rstd, dx, dweight) = (r.x(n), r.x(n), r.x(cols), r.f(rows), r.x(n), r.x(cols));
+    RmsNormBackward { dout, x, weight, rstd, dx, dweight, accumulate: true }.enqueue(list)?;
+    LayerNorm { x: r.x(n), weight: r.x(cols), bias: r.x(cols), eps: 1e-6, out: r.x(n), stats: r.f(2 * rows) }.enqueue(list)?;
+    let (dout, x, weight, stats, dx) = (r.x(n), r.x(n), r.x(cols), r.f(2 * rows), r.x(n));
+    LayerNormBackward { dout, x, weight, stats, dx, dweight: r.x(cols), dbias: r.x(cols), accumulate: false }.enqueue(list)?;
+    Swiglu { gate_up: r.x(2 * n), out: r.x(n), cols }.enqueue(list)?;
+    SwigluBackward { dout: r.x(n), gate_up: r.x(2 * n), dgate_up: r.x(2 * n), cols }.enqueue(list)?;
+    Gelu { x: r.x(n), out: r.x(n) }.enqueue(list)?;
+    GeluBackward { dout: r.x(n), x: r.x(n), dx: r.x(n) }.enqueue(list)?;
     let dx = r.x(n);
-    pointwise::gelu_backward(list, dx, r.x(n), dx)?;
-    cross_entropy::cross_entropy_stats(list, r.x(n), r.i(rows), r.f(3 * rows), 17, cols, true)?;
-    cross_entropy::cross_entropy_grad(list, r.x(n), r.i(rows), r.f(3 * rows), 18, cols, 0.25)?;
-    cross_entropy::cross_entropy_loss(list, r.f(3 * rows), r.f(1), 0.5, true)
+    GeluBackward { dout: dx, x: r.x(n), dx }.enqueue(list)?;
+    let (logits, targets, stats) = (r.x(n), r.i(rows), r.f(3 * rows));
+    CrossEntropyStats { logits, targets, stats, vocab_start: 17, cols, first: true }.enqueue(list)?;
+    let (logits, targets, stats) = (r.x(n), r.i(rows), r.f(3 * rows));
+    CrossEntropyGrad { logits, targets, stats, vocab_start: 18, cols, scale: 0.25 }.enqueue(list)?;
+    CrossEntropyLoss { stats: r.f(3 * rows), loss: r.f(1), scale: 0.5, accumulate: true }.enqueue(list)
 }
 
 fn heads(list: &mut List, r: &mut Room, shape: AttentionShape, rotary_dim: usize) -> Result<()> {
     let (n, out, d) = (shape.tokens() * shape.qkv_cols(), shape.tokens() * shape.out_cols(), shape.head_dim);
     let (normed, lse) = (shape.tokens() * (shape.heads + shape.kv_heads), shape.tokens() * shape.heads);
-    rope::qk_norm(list, r.x(n), r.x(d), r.x(d), 1e-5, r.x(n), r.f(normed), shape)?;
-    rope::qk_norm_backward(list, r.x(n), r.x(n), r.x(d), r.x(d), r.f(normed), r.x(d), r.x(d), true, shape)?;
-    rope::rope(list, r.x(n), r.i(shape.tokens()), r.f(shape.seq_length * rotary_dim), rotary_dim, false, shape)?;
-    rope::rope(list, r.x(n), r.i(shape.tokens()), r.f(shape.seq_length * rotary_dim), rotary_dim, true, shape)?;
-    attention::attention(list, r.x(n), None, r.x(out), r.f(lse), shape)?;
-    attention::attention_backward(list, r.x(out), r.x(n), Some(r.i(shape.tokens())), r.x(out), r.f(lse), r.x(n), shape)
+    let (qkv, q_weight, k_weight) = (r.x(n), r.x(d), r.x(d));
+    QkNorm { qkv, q_weight, k_weight, eps: 1e-5, out: r.x(n), rstd: r.f(normed), shape }.enqueue(list)?;
+    let (dqkv, qkv, q_weight, k_weight, rstd) = (r.x(n), r.x(n), r.x(d), r.x(d), r.f(normed));
+    let (dq_weight, dk_weight) = (r.x(d), r.x(d));
+    QkNormBackward { dqkv, qkv, q_weight, k_weight, rstd, dq_weight, dk_weight, accumulate: true, shape }.enqueue(list)?;
+    for inverse in [false, true] {
+        let (qkv, positions, table) = (r.x(n), r.i(shape.tokens()), r.f(shape.seq_length * rotary_dim));
+        Rope { qkv, positions, table, rotary_dim, inverse, shape }.enqueue(list)?;
+    }
+    plain(AttentionForward { qkv: r.x(n), documents: None, out: r.x(out), lse: r.f(lse), shape }, list)?;
+    let (dout, qkv, documents) = (r.x(out), r.x(n), Some(r.i(shape.tokens())));
+    plain_backward(AttentionBackward { dout, qkv, documents, out: r.x(out), lse: r.f(lse), dqkv: r.x(n), shape }, list)
 }
 
 fn transfer(list: &mut List, r: &mut Room, elems: usize) -> Result<()> {
     for stream in Stream::ALL {
-        transfer::cast(list, stream, r.f(elems), r.x(elems))?;
-        transfer::cast(list, stream, r.x(elems), r.f(elems))?;
+        Cast { stream, src: r.f(elems), dst: r.x(elems) }.enqueue(list)?;
+        Cast { stream, src: r.x(elems), dst: r.f(elems) }.enqueue(list)?;
     }
-    transfer::grad_norm_partials(list, r.x(elems), r.f(elems.div_ceil(crate::optim::norm::BLOCK)), r.i(1))?;
+    GradNormPartials { grads: r.x(elems), partials: r.f(elems.div_ceil(BLOCK)), nonfinite: r.i(1) }.enqueue(list)?;
     let consts = AdamConsts::new(&AdamHyper { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 }, 3, true);
     let (params, m, v, grads, out) = (r.f(elems), r.f(elems), r.f(elems), r.x(elems), r.x(elems));
-    transfer::adam_step(list, AdamArgs { params, m, v, grads, out, consts, scale: 0.7 })?;
-    transfer::poke(list, r.x(elems), elems / 2, 7.0)
+    Adam { params, m, v, grads, out, consts, scale: 0.7 }.enqueue(list)?;
+    Poke { x: r.x(elems), index: elems / 2, value: 7.0 }.enqueue(list)
 }
 
 fn listing() -> Result<String> {

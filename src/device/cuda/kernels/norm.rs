@@ -1,11 +1,11 @@
 //! RMS and layer normalisation.
 
-use super::super::launch::{LaunchConfig, Queue, args, size};
+use super::super::launch::{Blocks, GpuKernel, Queue, args, size};
 use super::super::modules::PtxSource;
 use super::bias::fold_columns;
 use super::grid::{MULTIPROCESSORS, threads, whole_vectors, wide};
-use crate::device::arguments::{arguments, check, rows};
-use crate::device::{DeviceSlice, Stream};
+use crate::device::kernel::rows;
+use crate::device::{DeviceSlice, Kernel, LayerNorm, LayerNormBackward, RmsNorm, RmsNormBackward, Stream};
 use crate::dtype::Dtype;
 use crate::error::Result;
 
@@ -52,7 +52,7 @@ const LAYER_NORM_BACKWARD: RowPass =
 impl RowPass {
     /// The kernel for rows of `cols` in `slices`, and the threads of its blocks.
     fn choose(&self, cols: usize, slices: &[DeviceSlice]) -> (&'static str, usize) {
-        let threads = threads(cols, self.vecs * wide(slices[0].dtype));
+        let threads = threads(cols, self.vecs * wide(slices[0].dtype()));
         if whole_vectors(cols, slices) && threads <= self.threads_max { (self.name, threads) } else { (self.any, ANY_THREADS) }
     }
 
@@ -62,106 +62,66 @@ impl RowPass {
     }
 }
 
-/// See [`crate::device::Kernels::rms_norm`].
-pub(super) fn rms_norm(
-    dev: &mut impl Queue,
-    x: DeviceSlice,
-    weight: DeviceSlice,
-    eps: f32,
-    out: DeviceSlice,
-    rstd: DeviceSlice,
-) -> Result<()> {
-    let (cols, rows) = (weight.elems, rstd.elems);
-    let n = rows * cols;
-    check("rms_norm", arguments![x.dtype => in x[n], in weight[cols], out out[n]; Dtype::Float32 => out rstd[rows]])?;
-    let (name, threads) = RMS_NORM.choose(cols, &[x, weight, out]);
-    let args = args![x, weight, eps, out, rstd, size(cols)?];
-    dev.launch(Stream::Compute, name, Some(x.dtype), LaunchConfig::new(size(rows)?, size(threads)?), args)
+impl GpuKernel for RmsNorm {
+    fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+        let Self { x, weight, eps, out, rstd } = self;
+        let (cols, rows) = (weight.elems(), rstd.elems());
+        let (name, threads) = RMS_NORM.choose(cols, &[x, weight, out]);
+        let args = args![x, weight, eps, out, rstd, size(cols)?];
+        queue.launch(Stream::Compute, name, Some(self.float_format()?), Blocks::new(size(rows)?, size(threads)?), args)
+    }
 }
 
-/// See [`crate::device::Kernels::layer_norm`].
-pub(super) fn layer_norm(
-    dev: &mut impl Queue,
-    x: DeviceSlice,
-    weight: DeviceSlice,
-    bias: DeviceSlice,
-    eps: f32,
-    out: DeviceSlice,
-    stats: DeviceSlice,
-) -> Result<()> {
-    let (cols, rows) = (weight.elems, rows(x, weight.elems));
-    let n = rows * cols;
-    check("layer_norm", arguments![x.dtype => in x[n], in weight[cols], in bias[cols], out out[n]; Dtype::Float32 => out stats[2 * rows]])?;
-    let (name, threads) = LAYER_NORM.choose(cols, &[x, weight, bias, out]);
-    let args = args![x, weight, bias, eps, out, stats, size(cols)?];
-    dev.launch(Stream::Compute, name, Some(x.dtype), LaunchConfig::new(size(rows)?, size(threads)?), args)
+impl GpuKernel for LayerNorm {
+    fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+        let Self { x, weight, bias, eps, out, stats } = self;
+        let (cols, rows) = (weight.elems(), rows(x, weight.elems()));
+        let (name, threads) = LAYER_NORM.choose(cols, &[x, weight, bias, out]);
+        let args = args![x, weight, bias, eps, out, stats, size(cols)?];
+        queue.launch(Stream::Compute, name, Some(self.float_format()?), Blocks::new(size(rows)?, size(threads)?), args)
+    }
 }
 
-/// See [`crate::device::Kernels::rms_norm_backward`].
-#[expect(clippy::too_many_arguments, reason = "as in the trait")]
-pub(super) fn rms_norm_backward(
-    dev: &mut impl Queue,
-    dout: DeviceSlice,
-    x: DeviceSlice,
-    weight: DeviceSlice,
-    rstd: DeviceSlice,
-    dx: DeviceSlice,
-    dweight: DeviceSlice,
-    accumulate: bool,
-) -> Result<()> {
-    let (cols, rows) = (weight.elems, rows(x, weight.elems));
-    let n = rows * cols;
-    check(
-        "rms_norm_backward",
-        arguments![
-            x.dtype => in dout[n], in x[n], in weight[cols], out dx[n], out dweight[cols];
-            Dtype::Float32 => in rstd[rows]
-        ],
-    )?;
-    backward(dev, &RMS_NORM_BACKWARD, [dout, x, weight, rstd, dx], rows, (dweight, None), accumulate)
+impl GpuKernel for RmsNormBackward {
+    fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+        let Self { dout, x, weight, rstd, dx, dweight, accumulate } = self;
+        let both = Backward { dout, x, weight, stats: rstd, dx, dweight, dbias: None, accumulate };
+        both.enqueue(queue, self.float_format()?, &RMS_NORM_BACKWARD)
+    }
 }
 
-/// See [`crate::device::Kernels::layer_norm_backward`].
-#[expect(clippy::too_many_arguments, reason = "as in the trait")]
-pub(super) fn layer_norm_backward(
-    dev: &mut impl Queue,
+impl GpuKernel for LayerNormBackward {
+    fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+        let Self { dout, x, weight, stats, dx, dweight, dbias, accumulate } = self;
+        let both = Backward { dout, x, weight, stats, dx, dweight, dbias: Some(dbias), accumulate };
+        both.enqueue(queue, self.float_format()?, &LAYER_NORM_BACKWARD)
+    }
+}
+
+/// What the backward passes of both norms have in common.
+struct Backward {
     dout: DeviceSlice,
     x: DeviceSlice,
     weight: DeviceSlice,
     stats: DeviceSlice,
     dx: DeviceSlice,
     dweight: DeviceSlice,
-    dbias: DeviceSlice,
+    dbias: Option<DeviceSlice>,
     accumulate: bool,
-) -> Result<()> {
-    let (cols, rows) = (weight.elems, rows(x, weight.elems));
-    let n = rows * cols;
-    check(
-        "layer_norm_backward",
-        arguments![
-            x.dtype => in dout[n], in x[n], in weight[cols], out dx[n], out dweight[cols], out dbias[cols];
-            Dtype::Float32 => in stats[2 * rows]
-        ],
-    )?;
-    backward(dev, &LAYER_NORM_BACKWARD, [dout, x, weight, stats, dx], rows, (dweight, Some(dbias)), accumulate)
 }
 
-/// Both stages: `dx` and sums over each block's rows in one pass, then the sums over blocks into `dweight` and `dbias`.
-fn backward(
-    dev: &mut impl Queue,
-    pass: &RowPass,
-    [dout, x, weight, stats, dx]: [DeviceSlice; 5],
-    rows: usize,
-    (dweight, dbias): (DeviceSlice, Option<DeviceSlice>),
-    accumulate: bool,
-) -> Result<()> {
-    let cols = weight.elems;
-    let (name, threads) = pass.choose(cols, &[dout, x, weight, dx]);
-    let blocks = pass.blocks(rows, threads);
-    let partials = dev.scratch((1 + usize::from(dbias.is_some())) * blocks * cols)?;
-    let args = args![dout, x, weight, stats, dx, partials, size(rows)?, size(cols)?];
-    dev.launch(Stream::Compute, name, Some(x.dtype), LaunchConfig::new(size(blocks)?, size(threads)?), args)?;
-    fold_columns(dev, partials, blocks, (dweight, dbias), accumulate)
+impl Backward {
+    /// Both stages: `dx` and sums over each block's rows in one pass, then the sums over blocks into `dweight` and `dbias`.
+    fn enqueue(self, queue: &mut impl Queue, dtype: Dtype, pass: &RowPass) -> Result<()> {
+        let Self { dout, x, weight, stats, dx, dweight, dbias, accumulate } = self;
+        let (cols, rows) = (weight.elems(), rows(x, weight.elems()));
+        let (name, threads) = pass.choose(cols, &[dout, x, weight, dx]);
+        let blocks = pass.blocks(rows, threads);
+        let partials = queue.scratch((1 + usize::from(dbias.is_some())) * blocks * cols)?;
+        let args = args![dout, x, weight, stats, dx, partials, size(rows)?, size(cols)?];
+        queue.launch(Stream::Compute, name, Some(dtype), Blocks::new(size(blocks)?, size(threads)?), args)?;
+        fold_columns(queue, partials, blocks, (dweight, dbias), accumulate)
+    }
 }
 
 #[cfg(test)]
@@ -170,7 +130,7 @@ mod tests {
 
     #[test]
     fn rows_stay_in_registers_when_they_are_whole_vectors_and_fit() {
-        let x = DeviceSlice { addr: 0, elems: 1 << 20, dtype: Dtype::Bfloat16 };
+        let x = DeviceSlice::at(0, 1 << 20, Dtype::Bfloat16);
         let chosen = |pass: &RowPass, cols| pass.choose(cols, &[x]);
         assert_eq!(chosen(&RMS_NORM, 2560), ("rms_norm", 96));
         assert_eq!(chosen(&RMS_NORM, 32768), ("rms_norm", 1024));

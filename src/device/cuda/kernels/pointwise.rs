@@ -1,10 +1,9 @@
 //! Kernels that treat every element alone.
 
-use super::super::launch::{Arg, LaunchConfig, Queue, args, size};
+use super::super::launch::{Arg, Blocks, GpuKernel, Queue, args, size};
 use super::super::modules::PtxSource;
 use super::grid::{whole_vectors, wide};
-use crate::device::arguments::{arguments, check, rows};
-use crate::device::{DeviceSlice, Stream};
+use crate::device::{DeviceSlice, Gelu, GeluBackward, Kernel, Stream, Swiglu, SwigluBackward};
 use crate::error::Result;
 
 pub(super) const SOURCE: PtxSource = PtxSource {
@@ -17,43 +16,36 @@ pub(super) const SOURCE: PtxSource = PtxSource {
 /// Threads of a block, as in `pointwise.cu`.
 const THREADS: usize = 256;
 
-/// See [`crate::device::Kernels::swiglu`].
-pub(super) fn swiglu(dev: &mut impl Queue, gate_up: DeviceSlice, out: DeviceSlice, cols: usize) -> Result<()> {
-    let n = rows(out, cols) * cols;
-    check("swiglu", arguments![out.dtype => in gate_up[2 * n], out out[n]])?;
-    let groups = Groups::new(out, cols, &[gate_up, out])?;
-    launch(dev, "swiglu", out, groups, args![gate_up, out, groups.count, size(cols)?, groups.wide])
-}
-
-/// See [`crate::device::Kernels::swiglu_backward`].
-pub(super) fn swiglu_backward(
-    dev: &mut impl Queue,
-    dout: DeviceSlice,
-    gate_up: DeviceSlice,
-    dgate_up: DeviceSlice,
-    cols: usize,
-) -> Result<()> {
-    let n = rows(dout, cols) * cols;
-    check("swiglu_backward", arguments![dout.dtype => in dout[n], in gate_up[2 * n], out dgate_up[2 * n]])?;
-    let groups = Groups::new(dout, cols, &[dout, gate_up, dgate_up])?;
-    launch(dev, "swiglu_backward", dout, groups, args![dout, gate_up, dgate_up, groups.count, size(cols)?, groups.wide])
-}
-
-/// See [`crate::device::Kernels::gelu`].
-pub(super) fn gelu(dev: &mut impl Queue, x: DeviceSlice, out: DeviceSlice) -> Result<()> {
-    check("gelu", arguments![x.dtype => in x[out.elems], out out[x.elems]])?;
-    let groups = Groups::new(out, out.elems, &[x, out])?;
-    launch(dev, "gelu", out, groups, args![x, out, groups.count, groups.wide])
-}
-
-/// See [`crate::device::Kernels::gelu_backward`].
-pub(super) fn gelu_backward(dev: &mut impl Queue, dout: DeviceSlice, x: DeviceSlice, dx: DeviceSlice) -> Result<()> {
-    check("gelu_backward", arguments![x.dtype => in x[dx.elems], out dx[x.elems]])?;
-    if dout != dx {
-        check("gelu_backward", arguments![x.dtype => in dout[x.elems], out dx[x.elems]])?;
+impl GpuKernel for Swiglu {
+    fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+        let Self { gate_up, out, cols } = self;
+        let groups = Groups::new(out, cols, &[gate_up, out])?;
+        launch(queue, &self, groups, args![gate_up, out, groups.count, size(cols)?, groups.wide])
     }
-    let groups = Groups::new(dx, dx.elems, &[dout, x, dx])?;
-    launch(dev, "gelu_backward", dx, groups, args![dout, x, dx, groups.count, groups.wide])
+}
+
+impl GpuKernel for SwigluBackward {
+    fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+        let Self { dout, gate_up, dgate_up, cols } = self;
+        let groups = Groups::new(dout, cols, &[dout, gate_up, dgate_up])?;
+        launch(queue, &self, groups, args![dout, gate_up, dgate_up, groups.count, size(cols)?, groups.wide])
+    }
+}
+
+impl GpuKernel for Gelu {
+    fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+        let Self { x, out } = self;
+        let groups = Groups::new(out, out.elems(), &[x, out])?;
+        launch(queue, &self, groups, args![x, out, groups.count, groups.wide])
+    }
+}
+
+impl GpuKernel for GeluBackward {
+    fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+        let Self { dout, x, dx } = self;
+        let groups = Groups::new(dx, dx.elems(), &[dout, x, dx])?;
+        launch(queue, &self, groups, args![dout, x, dx, groups.count, groups.wide])
+    }
 }
 
 /// How threads share out the elements of one result.
@@ -72,13 +64,13 @@ impl Groups {
     /// `Unsupported` when they are too many for one grid.
     fn new(out: DeviceSlice, cols: usize, slices: &[DeviceSlice]) -> Result<Self> {
         let wide_groups = whole_vectors(cols, slices);
-        let count = if wide_groups { out.elems / wide(out.dtype) } else { out.elems };
+        let count = if wide_groups { out.elems() / wide(out.dtype()) } else { out.elems() };
         size(count.next_multiple_of(THREADS))?;
         Ok(Self { count: size(count)?, wide: wide_groups })
     }
 }
 
-fn launch<const N: usize>(dev: &mut impl Queue, name: &'static str, out: DeviceSlice, groups: Groups, args: [Arg; N]) -> Result<()> {
-    let blocks = groups.count.div_ceil(THREADS as u32);
-    dev.launch(Stream::Compute, name, Some(out.dtype), LaunchConfig::new(blocks, THREADS as u32), args)
+fn launch<K: Kernel, const N: usize>(queue: &mut impl Queue, kernel: &K, groups: Groups, args: [Arg; N]) -> Result<()> {
+    let blocks = Blocks::new(groups.count.div_ceil(THREADS as u32), THREADS as u32);
+    queue.launch(Stream::Compute, K::NAME, Some(kernel.float_format()?), blocks, args)
 }

@@ -2,23 +2,45 @@
 
 use super::super::emulator::{EmulatedMemory, run};
 use super::*;
+use crate::device::cuda::launch::Arg;
 use crate::dtype::Element;
 use crate::optim::adam::{self, AdamConsts, AdamHyper, AdamState, AdamStep};
 use crate::optim::norm;
 use crate::optim::samples::{assert_same, ordinary, wild};
 use half::{bf16, f16};
 
-/// Runs what a launcher would enqueue.
-fn emulate<const N: usize>(memory: &mut EmulatedMemory, call: KernelCall<N>) {
-    let has = |source: &&PtxSource| source.plain.contains(&call.name) || source.typed.contains(&call.name);
-    let suffix = match call.dtype {
-        None => "",
-        Some(Dtype::Bfloat16) => "_bf16",
-        Some(Dtype::Float16) => "_f16",
-        Some(_) => "_f32",
-    };
-    let source = SOURCES.into_iter().find(|source| has(&source)).unwrap();
-    run(memory, source.ptx, &format!("{}{suffix}", call.name), call.launch, &call.args);
+impl Queue for EmulatedMemory {
+    fn launch<const N: usize>(
+        &mut self,
+        _: Stream,
+        name: &'static str,
+        dtype: Option<Dtype>,
+        blocks: Blocks,
+        args: [Arg; N],
+    ) -> Result<()> {
+        let has = |source: &&PtxSource| source.plain.contains(&name) || source.typed.contains(&name);
+        let suffix = match dtype {
+            None => "",
+            Some(Dtype::Bfloat16) => "_bf16",
+            Some(Dtype::Float16) => "_f16",
+            Some(_) => "_f32",
+        };
+        let source = SOURCES.into_iter().find(|source| has(&source)).unwrap();
+        run(self, source.ptx, &format!("{name}{suffix}"), blocks, &args);
+        Ok(())
+    }
+
+    fn scratch(&mut self, _: usize) -> Result<DeviceSlice> {
+        unreachable!("the transfer path has no scratch")
+    }
+
+    fn zero(&mut self, _: DeviceSlice) -> Result<()> {
+        unreachable!("a driver's call, not PTX")
+    }
+
+    fn copy(&mut self, _: Stream, _: DeviceSlice, _: DeviceSlice) -> Result<()> {
+        unreachable!("a driver's call, not PTX")
+    }
 }
 
 fn bits<T: Element>(values: &[T]) -> Vec<u32> {
@@ -30,7 +52,7 @@ fn cast_matches<S: Element, D: Element>(values: &[S], offsets: [usize; 2]) {
     let mut memory = EmulatedMemory::default();
     let src = memory.with(S::DTYPE, offsets[0], values);
     let dst = memory.with(D::DTYPE, offsets[1], &vec![D::from_f32(7.0); values.len()]);
-    emulate(&mut memory, cast_call(src, dst).unwrap());
+    Cast { stream: Stream::Compute, src, dst }.enqueue(&mut memory).unwrap();
     let want: Vec<D> = values.iter().map(|x| D::from_f32(x.to_f32())).collect();
     assert!(bits(&memory.read::<D>(dst)) == bits(&want), "{} {} to {}", values.len(), S::DTYPE, D::DTYPE);
 }
@@ -60,39 +82,32 @@ fn casts_take_any_length_and_alignment() {
     }
 }
 
-/// `staged`: with gradients as fp32, beginning so many elements behind a multiple of 16 bytes.
-fn norm_matches<T: Element>(grads: &[T], offset: usize, staged: Option<usize>) {
+fn norm_matches<T: Element>(grads: &[T], offset: usize) {
     let blocks = grads.len().div_ceil(BLOCK);
     for before in [0, 1] {
         let mut memory = EmulatedMemory::default();
         let source = memory.with(T::DTYPE, offset, grads);
-        let staging = staged.map(|offset| memory.with(Dtype::Float32, offset, &vec![7.0f32; grads.len()]));
         let partials = memory.with(Dtype::Float32, 0, &vec![7.0f32; blocks]);
         let nonfinite = memory.with(Dtype::Int32, 0, &[before]);
-        emulate(&mut memory, grad_norm_call(source, staging, partials, nonfinite).unwrap());
+        GradNormPartials { grads: source, partials, nonfinite }.enqueue(&mut memory).unwrap();
         let mut want = vec![0.0; blocks];
         let found = norm::partials(grads, &mut want);
         assert_same(&memory.read::<f32>(partials), &want, "partials");
         assert_eq!(memory.read::<i32>(nonfinite), [i32::from(found || before == 1)]);
-        if let Some(staging) = staging {
-            assert_same(&memory.read::<f32>(staging), &grads.iter().map(|g| g.to_f32()).collect::<Vec<_>>(), "staging");
-        }
     }
 }
 
 fn norms_match<T: Element>() {
     for elems in [1, 127, 130, BLOCK - 1, BLOCK, 9 * BLOCK + 77] {
         let grads: Vec<T> = ordinary(elems as u64, elems);
-        for (offset, staged) in [(0, None), (1, None), (0, Some(0)), (4, Some(4)), (0, Some(1))] {
-            norm_matches(&grads, offset, staged);
-        }
+        [0, 1, 4].into_iter().for_each(|offset| norm_matches(&grads, offset));
     }
     for (poison, at) in [(f32::NAN, 0), (f32::INFINITY, 131), (f32::NEG_INFINITY, BLOCK - 1), (f32::NAN, BLOCK + 199)] {
         let mut grads: Vec<T> = ordinary(5, BLOCK + 200);
         grads[at] = T::from_f32(poison);
-        norm_matches(&grads, 0, Some(0));
+        norm_matches(&grads, 0);
     }
-    norm_matches(&wild::<T>(6, BLOCK + 5), 0, Some(0));
+    norm_matches(&wild::<T>(6, BLOCK + 5), 0);
 }
 
 #[test]
@@ -101,7 +116,7 @@ fn norms_keep_the_specified_order() {
     norms_match::<f16>();
     norms_match::<f32>();
     // Squares overflow, gradients do not: no flag.
-    norm_matches(&[1e30f32; 200], 0, None);
+    norm_matches(&[1e30f32; 200], 0);
 }
 
 /// `offset` moves every argument off its alignment.
@@ -117,7 +132,7 @@ fn adam_matches<T: Element>(elems: usize, offset: usize) {
     let mut memory = EmulatedMemory::default();
     let [p, mm, vv] = [&params, &m, &v].map(|x| memory.with(Dtype::Float32, offset, x));
     let [g, o] = [&grads, &out].map(|x| memory.with(T::DTYPE, offset, x));
-    emulate(&mut memory, adam_call(AdamArgs { params: p, m: mm, v: vv, grads: g, out: o, consts, scale }).unwrap());
+    Adam { params: p, m: mm, v: vv, grads: g, out: o, consts, scale }.enqueue(&mut memory).unwrap();
     adam::step(AdamStep { consts, scale }, &mut AdamState { params: &mut params, m: &mut m, v: &mut v }, &grads, &mut out);
     assert_same(&memory.read::<f32>(p), &params, "params");
     assert_same(&memory.read::<f32>(mm), &m, "m");
@@ -136,24 +151,24 @@ fn adam_is_the_specification() {
     }
 }
 
-fn scale_and_poke_match<T: Element>() {
-    for elems in [1, 8, 4096, 4099, 9000] {
-        for offset in [0, 1, 8] {
-            let values: Vec<T> = wild(9, elems);
-            let mut memory = EmulatedMemory::default();
-            let x = memory.with(T::DTYPE, offset, &values);
-            emulate(&mut memory, scale_call(x, 0.3).unwrap());
-            emulate(&mut memory, poke_call(x.slice(elems / 2, 1), f32::NAN));
-            let mut want: Vec<T> = values.iter().map(|x| T::from_f32(x.to_f32() * 0.3)).collect();
-            want[elems / 2] = T::from_f32(f32::NAN);
-            assert_same(&memory.read::<T>(x), &want, "scaled");
+fn poke_matches<T: Element>() {
+    for offset in [0, 1, 8] {
+        let values: Vec<T> = wild(9, 9000);
+        let mut memory = EmulatedMemory::default();
+        let x = memory.with(T::DTYPE, offset, &values);
+        for (index, value) in [(0, f32::NAN), (4500, 0.3), (8999, 1e30)] {
+            Poke { x, index, value }.enqueue(&mut memory).unwrap();
+            let mut want = values.clone();
+            want[index] = T::from_f32(value);
+            assert_same(&memory.read::<T>(x)[index..index + 1], &want[index..index + 1], "poked");
         }
+        assert_same(&memory.read::<T>(x)[1..4500], &values[1..4500], "left alone");
     }
 }
 
 #[test]
-fn scale_and_poke_round_once() {
-    scale_and_poke_match::<bf16>();
-    scale_and_poke_match::<f16>();
-    scale_and_poke_match::<f32>();
+fn a_poke_rounds_once() {
+    poke_matches::<bf16>();
+    poke_matches::<f16>();
+    poke_matches::<f32>();
 }

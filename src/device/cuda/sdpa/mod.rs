@@ -6,10 +6,9 @@ mod graph;
 mod plan;
 mod sys;
 
-use super::error::{check as check_driver, failed};
+use super::error::{check, failed};
 use super::libraries::Libraries;
-use crate::device::arguments::{arguments, check, check_shape};
-use crate::device::{AttentionShape, DeviceSlice};
+use crate::device::{AttentionBackward, AttentionForward, AttentionShape, DeviceSlice, Kernel};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::units::Bytes;
@@ -89,7 +88,7 @@ impl Sdpa {
         if bytes > self.workspace.len() {
             // What is enqueued uses the old one.
             // SAFETY: the stream is live.
-            check_driver(unsafe { cuStreamSynchronize(self.stream) }, || "grow cuDNN's workspace".into())?;
+            check(unsafe { cuStreamSynchronize(self.stream) }, || "grow cuDNN's workspace".into())?;
             self.workspace = allocate(0)?;
             self.workspace = allocate(bytes)?;
             self.fill_workspace()?;
@@ -103,7 +102,7 @@ impl Sdpa {
         const NAN_BYTE: u8 = 0xff;
         let (address, bytes) = (self.workspace.as_device_ptr().as_raw(), self.workspace.len());
         // SAFETY: just allocated, of this size.
-        check_driver(unsafe { cuMemsetD8Async(address, NAN_BYTE, bytes, self.stream) }, || "fill cuDNN's workspace".into())
+        check(unsafe { cuMemsetD8Async(address, NAN_BYTE, bytes, self.stream) }, || "fill cuDNN's workspace".into())
     }
 
     /// Enqueues one direction of a shape.
@@ -148,8 +147,9 @@ fn supported(shape: &AttentionShape, dtype: Dtype) -> Result<DataType> {
 }
 
 /// The graph has no bounds for documents.
-pub(super) fn no_documents() -> Error {
-    Error::Unsupported("rows of several documents with cuDNN's attention, which does not keep them apart; `--attention plain` does".into())
+fn no_documents(documents: Option<DeviceSlice>) -> Result<()> {
+    let refused = "rows of several documents with cuDNN's attention, which does not keep them apart; `--attention plain` does";
+    documents.map_or(Ok(()), |_| Err(Error::Unsupported(refused.into())))
 }
 
 fn unsupported(shape: &AttentionShape, dtype: Dtype, why: &str) -> Error {
@@ -168,8 +168,8 @@ fn allocate(bytes: usize) -> Result<DeviceBuffer<u8>> {
 
 /// Addresses of queries, keys and values in a packed buffer.
 fn parts(packed: DeviceSlice, shape: &AttentionShape) -> [u64; 3] {
-    let bytes = (shape.head_dim * packed.dtype.bytes()) as u64;
-    [0, shape.heads, shape.heads + shape.kv_heads].map(|head| packed.addr + head as u64 * bytes)
+    let bytes = (shape.head_dim * packed.dtype().bytes()) as u64;
+    [0, shape.heads, shape.heads + shape.kv_heads].map(|head| packed.addr() + head as u64 * bytes)
 }
 
 /// One direction of attention over memory that was checked against its shape.
@@ -183,47 +183,33 @@ pub(super) struct AttentionCall {
 }
 
 impl AttentionCall {
-    /// Causal attention: `out` and `lse` from the packed `qkv`.
+    /// The output and the log-sum-exp.
     ///
     /// # Errors
-    /// `Resource` when sizes disagree.
-    pub(super) fn forward(qkv: DeviceSlice, out: DeviceSlice, lse: DeviceSlice, shape: AttentionShape) -> Result<Self> {
-        check_shape("attention", &shape)?;
-        let (n, out_elems) = (shape.tokens() * shape.qkv_cols(), shape.tokens() * shape.out_cols());
-        let lse_elems = shape.tokens() * shape.heads;
-        check("attention", arguments![qkv.dtype => in qkv[n], out out[out_elems]; Dtype::Float32 => out lse[lse_elems]])?;
+    /// `Unsupported` for rows of several documents, and for operands of several formats.
+    pub(super) fn forward(kernel: &AttentionForward) -> Result<Self> {
+        let AttentionForward { qkv, documents, out, lse, shape } = *kernel;
+        no_documents(documents)?;
         let mut addresses = [0; AttentionTensor::COUNT];
         addresses[AttentionTensor::Q as usize..=AttentionTensor::V as usize].copy_from_slice(&parts(qkv, &shape));
-        addresses[AttentionTensor::Out as usize] = out.addr;
-        addresses[AttentionTensor::Lse as usize] = lse.addr;
-        Ok(Self { name: "attention", dtype: qkv.dtype, shape, direction: |plans| &mut plans.forward, addresses })
+        addresses[AttentionTensor::Out as usize] = out.addr();
+        addresses[AttentionTensor::Lse as usize] = lse.addr();
+        let dtype = kernel.float_format()?;
+        Ok(Self { name: AttentionForward::NAME, dtype, shape, direction: |plans| &mut plans.forward, addresses })
     }
 
-    /// The gradient of [`AttentionCall::forward`]: `dqkv` is overwritten with the gradient of `qkv`.
+    /// The gradient of [`AttentionCall::forward`].
     ///
     /// # Errors
-    /// As [`AttentionCall::forward`].
-    pub(super) fn backward(
-        dout: DeviceSlice,
-        qkv: DeviceSlice,
-        out: DeviceSlice,
-        lse: DeviceSlice,
-        dqkv: DeviceSlice,
-        shape: AttentionShape,
-    ) -> Result<Self> {
-        check_shape("attention_backward", &shape)?;
-        let (n, out_elems) = (shape.tokens() * shape.qkv_cols(), shape.tokens() * shape.out_cols());
-        check(
-            "attention_backward",
-            arguments![
-                qkv.dtype => in dout[out_elems], in qkv[n], in out[out_elems], out dqkv[n];
-                Dtype::Float32 => in lse[shape.tokens() * shape.heads]
-            ],
-        )?;
+    /// As there.
+    pub(super) fn backward(kernel: &AttentionBackward) -> Result<Self> {
+        let AttentionBackward { dout, qkv, documents, out, lse, dqkv, shape } = *kernel;
+        no_documents(documents)?;
         let [q, k, v] = parts(qkv, &shape);
         let [dq, dk, dv] = parts(dqkv, &shape);
-        let addresses = [q, k, v, out.addr, lse.addr, dout.addr, dq, dk, dv];
-        Ok(Self { name: "attention_backward", dtype: qkv.dtype, shape, direction: |plans| &mut plans.backward, addresses })
+        let addresses = [q, k, v, out.addr(), lse.addr(), dout.addr(), dq, dk, dv];
+        let dtype = kernel.float_format()?;
+        Ok(Self { name: AttentionBackward::NAME, dtype, shape, direction: |plans| &mut plans.backward, addresses })
     }
 }
 

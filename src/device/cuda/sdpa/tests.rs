@@ -22,7 +22,7 @@ fn shapes_that_cudnn_does_not_take_name_the_other_attention() {
 
 #[test]
 fn keys_and_values_follow_the_queries_of_a_row() {
-    let qkv = DeviceSlice { addr: 4096, elems: SHAPE.tokens() * SHAPE.qkv_cols(), dtype: Dtype::Bfloat16 };
+    let qkv = DeviceSlice::at(4096, SHAPE.tokens() * SHAPE.qkv_cols(), Dtype::Bfloat16);
     assert_eq!(parts(qkv, &SHAPE), [4096, 4096 + 8 * 128 * 2, 4096 + 10 * 128 * 2]);
 }
 

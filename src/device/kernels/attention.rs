@@ -1,0 +1,154 @@
+//! Causal attention.
+
+use crate::device::kernel::{Kernel, Operand, operands, refused};
+use crate::device::slice::DeviceSlice;
+use crate::error::Result;
+use crate::hardware::rates::Rates;
+
+/// FLOPs of the backward pass over those of the forward pass, as its rate counts them.
+const BACKWARD_FLOPS: f64 = 2.0;
+
+/// Shape of one layer's attention. Rows of `qkv` are tokens (`batch * seq_length`); a row holds `heads` queries, then
+/// `kv_heads` keys, then `kv_heads` values, each of `head_dim`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AttentionShape {
+    /// Sequences.
+    pub batch: usize,
+    /// Tokens of a sequence.
+    pub seq_length: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// Key and value heads; divides `heads`. Query head `h` reads key head `h / (heads / kv_heads)`.
+    pub kv_heads: usize,
+    /// Channels of a head.
+    pub head_dim: usize,
+    /// Factor on the scores before the softmax.
+    pub scale: f32,
+    /// A token sees this many tokens, itself included (sliding window); `None`: all before it.
+    pub window: Option<usize>,
+}
+
+impl AttentionShape {
+    /// Tokens: rows of `qkv` and of the output.
+    pub fn tokens(&self) -> usize {
+        self.batch * self.seq_length
+    }
+
+    /// Columns of `qkv`: `(heads + 2 kv_heads) * head_dim`.
+    pub fn qkv_cols(&self) -> usize {
+        (self.heads + 2 * self.kv_heads) * self.head_dim
+    }
+
+    /// Columns of the attention's output: `heads * head_dim`.
+    pub fn out_cols(&self) -> usize {
+        self.heads * self.head_dim
+    }
+
+    /// FLOPs of the forward pass: two products over the tokens that each token sees.
+    pub fn flops(&self) -> f64 {
+        let s = self.seq_length as f64;
+        let seen = match self.window.map(|window| window as f64) {
+            Some(window) if window < s => window - window * window / (2.0 * s),
+            _ => s / 2.0,
+        };
+        4.0 * self.tokens() as f64 * seen * (self.heads * self.head_dim) as f64
+    }
+
+    /// An error of `kernel` if the heads do not fit together or the sequences are empty.
+    pub(crate) fn check(&self, kernel: &'static str) -> Result<()> {
+        let whole = self.kv_heads > 0 && self.heads.is_multiple_of(self.kv_heads);
+        if whole && self.heads * self.head_dim * self.tokens() > 0 && self.window != Some(0) {
+            return Ok(());
+        }
+        Err(refused(kernel, format!("{self:?} makes no sense")))
+    }
+}
+
+/// Causal attention.
+///
+/// # Errors
+/// `Unsupported` for documents where a library computes attention and has no bounds for them.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionForward {
+    /// `[T, (heads + 2 kv_heads) * head_dim]`
+    pub qkv: DeviceSlice,
+    /// Where in its row each token's document begins, int32 `[T]`: it sees nothing before that. They do not descend along a row. `None`:
+    /// every row is one document.
+    pub documents: Option<DeviceSlice>,
+    /// `[T, heads * head_dim]`
+    pub out: DeviceSlice,
+    /// Log-sum-exp of the scaled scores, fp32 `[batch, heads, seq_length]`, kept for the backward pass.
+    pub lse: DeviceSlice,
+    /// Sizes of all of them.
+    pub shape: AttentionShape,
+}
+
+impl Kernel for AttentionForward {
+    const NAME: &'static str = "attention";
+
+    fn check_shape(&self) -> Result<()> {
+        self.shape.check(Self::NAME)
+    }
+
+    fn operands(&self) -> impl AsRef<[Operand]> {
+        let (t, qkv_cols, out_cols) = (self.shape.tokens(), self.shape.qkv_cols(), self.shape.out_cols());
+        operands![
+            self;
+            Read qkv[t * qkv_cols], Write out[t * out_cols];
+            Read documents[t] Int32, Write lse[t * self.shape.heads] Float32,
+        ]
+    }
+
+    fn flops(&self) -> f64 {
+        self.shape.flops()
+    }
+
+    fn flops_per_s(&self, rates: &Rates) -> f64 {
+        rates.attention_forward_flops
+    }
+}
+
+/// Overwrites `dqkv` with the gradient of [`AttentionForward`]'s `qkv`.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionBackward {
+    /// Gradient of the output, `[T, heads * head_dim]`.
+    pub dout: DeviceSlice,
+    /// As in the forward pass, like all that follow.
+    pub qkv: DeviceSlice,
+    /// See [`AttentionForward::documents`].
+    pub documents: Option<DeviceSlice>,
+    /// The output.
+    pub out: DeviceSlice,
+    /// See [`AttentionForward::lse`].
+    pub lse: DeviceSlice,
+    /// `[T, (heads + 2 kv_heads) * head_dim]`
+    pub dqkv: DeviceSlice,
+    /// Sizes of all of them.
+    pub shape: AttentionShape,
+}
+
+impl Kernel for AttentionBackward {
+    const NAME: &'static str = "attention_backward";
+
+    fn check_shape(&self) -> Result<()> {
+        self.shape.check(Self::NAME)
+    }
+
+    fn operands(&self) -> impl AsRef<[Operand]> {
+        let (t, n, out_elems) =
+            (self.shape.tokens(), self.shape.tokens() * self.shape.qkv_cols(), self.shape.tokens() * self.shape.out_cols());
+        operands![
+            self;
+            Read dout[out_elems], Read qkv[n], Read out[out_elems], Write dqkv[n];
+            Read documents[t] Int32, Read lse[t * self.shape.heads] Float32,
+        ]
+    }
+
+    fn flops(&self) -> f64 {
+        BACKWARD_FLOPS * self.shape.flops()
+    }
+
+    fn flops_per_s(&self, rates: &Rates) -> f64 {
+        rates.attention_backward_flops
+    }
+}

@@ -1,0 +1,77 @@
+//! Cross-entropy over the vocabulary, one tile of logits at a time.
+
+use crate::device::kernel::{Kernel, Operand, operands, rows};
+use crate::device::slice::DeviceSlice;
+
+/// Softmax statistics of one tile of logits. Where the target is negative they are 0, 1 and 0, whatever the logits are: no loss.
+#[derive(Clone, Copy, Debug)]
+pub struct CrossEntropyStats {
+    /// `[rows, cols]`
+    pub logits: DeviceSlice,
+    /// int32 `[rows]`
+    pub targets: DeviceSlice,
+    /// Running maximum, running sum of exponentials and the target's logit, fp32 `[rows, 3]`.
+    pub stats: DeviceSlice,
+    /// Token of the first column.
+    pub vocab_start: usize,
+    /// Columns of the tile.
+    pub cols: usize,
+    /// Starts anew.
+    pub first: bool,
+}
+
+impl Kernel for CrossEntropyStats {
+    const NAME: &'static str = "cross_entropy_stats";
+
+    fn operands(&self) -> impl AsRef<[Operand]> {
+        let t = self.targets.elems();
+        operands![self; Read logits[t * self.cols]; Read targets[t] Int32, Write stats[3 * t] Float32]
+    }
+}
+
+/// Turns the tile into `(softmax - onehot(target)) * scale`, in place; a row whose target is negative into zeros.
+#[derive(Clone, Copy, Debug)]
+pub struct CrossEntropyGrad {
+    /// `[rows, cols]`
+    pub logits: DeviceSlice,
+    /// int32 `[rows]`
+    pub targets: DeviceSlice,
+    /// Of all tiles, see [`CrossEntropyStats::stats`].
+    pub stats: DeviceSlice,
+    /// Token of the first column.
+    pub vocab_start: usize,
+    /// Columns of the tile.
+    pub cols: usize,
+    /// Factor on the gradient.
+    pub scale: f32,
+}
+
+impl Kernel for CrossEntropyGrad {
+    const NAME: &'static str = "cross_entropy_grad";
+
+    fn operands(&self) -> impl AsRef<[Operand]> {
+        let t = self.targets.elems();
+        operands![self; Update logits[t * self.cols]; Read targets[t] Int32, Read stats[3 * t] Float32]
+    }
+}
+
+/// `loss[0] (+)= scale * sum over rows of (log-sum-exp - target's logit)`, folded in row order in fp64.
+#[derive(Clone, Copy, Debug)]
+pub struct CrossEntropyLoss {
+    /// fp32 `[rows, 3]`
+    pub stats: DeviceSlice,
+    /// fp32 `[1]`
+    pub loss: DeviceSlice,
+    /// Factor on the sum.
+    pub scale: f32,
+    /// Adds to `loss`.
+    pub accumulate: bool,
+}
+
+impl Kernel for CrossEntropyLoss {
+    const NAME: &'static str = "cross_entropy_loss";
+
+    fn operands(&self) -> impl AsRef<[Operand]> {
+        operands![self; Read stats[rows(self.stats, 3) * 3] Float32; Write loss[1] Float32]
+    }
+}

@@ -1,0 +1,82 @@
+//! Activations: every element alone.
+
+use crate::device::kernel::{Kernel, Operand, operands, rows};
+use crate::device::slice::DeviceSlice;
+
+/// `out[r,c] = silu(gate_up[r,c]) * gate_up[r, c + cols]`
+#[derive(Clone, Copy, Debug)]
+pub struct Swiglu {
+    /// `[rows, 2 cols]`: gate, then up.
+    pub gate_up: DeviceSlice,
+    /// `[rows, cols]`
+    pub out: DeviceSlice,
+    /// Columns of the output.
+    pub cols: usize,
+}
+
+impl Kernel for Swiglu {
+    const NAME: &'static str = "swiglu";
+
+    fn operands(&self) -> impl AsRef<[Operand]> {
+        let n = rows(self.out, self.cols) * self.cols;
+        operands![self; Read gate_up[2 * n], Write out[n]]
+    }
+}
+
+/// Overwrites `dgate_up` with the gradient of [`Swiglu`]'s input.
+#[derive(Clone, Copy, Debug)]
+pub struct SwigluBackward {
+    /// Gradient of the output, `[rows, cols]`.
+    pub dout: DeviceSlice,
+    /// `[rows, 2 cols]`
+    pub gate_up: DeviceSlice,
+    /// `[rows, 2 cols]`
+    pub dgate_up: DeviceSlice,
+    /// Columns of the output.
+    pub cols: usize,
+}
+
+impl Kernel for SwigluBackward {
+    const NAME: &'static str = "swiglu_backward";
+
+    fn operands(&self) -> impl AsRef<[Operand]> {
+        let n = rows(self.dout, self.cols) * self.cols;
+        operands![self; Read dout[n], Read gate_up[2 * n], Write dgate_up[2 * n]]
+    }
+}
+
+/// GELU, tanh form (`gelu_new`, `gelu_pytorch_tanh`).
+#[derive(Clone, Copy, Debug)]
+pub struct Gelu {
+    /// Any size.
+    pub x: DeviceSlice,
+    /// As large as `x`.
+    pub out: DeviceSlice,
+}
+
+impl Kernel for Gelu {
+    const NAME: &'static str = "gelu";
+
+    fn operands(&self) -> impl AsRef<[Operand]> {
+        operands![self; Read x[self.out.elems()], Write out[self.x.elems()]]
+    }
+}
+
+/// Overwrites `dx` with the gradient of [`Gelu`]'s input.
+#[derive(Clone, Copy, Debug)]
+pub struct GeluBackward {
+    /// Gradient of the output.
+    pub dout: DeviceSlice,
+    /// The input.
+    pub x: DeviceSlice,
+    /// As large as `x`; may be `dout`.
+    pub dx: DeviceSlice,
+}
+
+impl Kernel for GeluBackward {
+    const NAME: &'static str = "gelu_backward";
+
+    fn operands(&self) -> impl AsRef<[Operand]> {
+        operands![self; Read x[self.dx.elems()], Write dx[self.x.elems()], ReadInPlace dout[self.x.elems()]]
+    }
+}

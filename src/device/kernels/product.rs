@@ -1,0 +1,131 @@
+//! Linear layers: matrix products, and the gradient of a bias. All matrices are row-major and dense.
+
+use crate::device::kernel::{Kernel, Operand, operands, rows};
+use crate::device::slice::DeviceSlice;
+use crate::dtype::Dtype;
+use crate::hardware::rates::Rates;
+
+/// How the two inputs of a [`Matmul`] are laid out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum MatmulLayout {
+    /// `c[m,n] = a[m,k] * b[n,k]^T`: a linear layer's forward, `b` its weight `[out, in]`.
+    Nt,
+    /// `c[m,n] = a[m,k] * b[k,n]`: the gradient of a linear layer's input.
+    Nn,
+    /// `c[m,n] = a[k,m]^T * b[k,n]`: the gradient of a linear layer's weight.
+    Tn,
+}
+
+impl MatmulLayout {
+    /// All layouts.
+    pub const ALL: [Self; 3] = [Self::Nt, Self::Nn, Self::Tn];
+}
+
+/// Sizes of a [`Matmul`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
+pub struct MatmulShape {
+    /// Layout of the inputs.
+    pub layout: MatmulLayout,
+    /// Rows of `c`.
+    pub m: usize,
+    /// Columns of `c`.
+    pub n: usize,
+    /// The dimension summed over.
+    pub k: usize,
+}
+
+impl MatmulShape {
+    /// Multiplications and additions.
+    pub fn flops(&self) -> f64 {
+        2.0 * self.m as f64 * self.n as f64 * self.k as f64
+    }
+}
+
+/// The algorithm that a library chose for the products of one shape.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct ProductAlgorithm {
+    /// The product.
+    #[serde(flatten)]
+    pub shape: MatmulShape,
+    /// Format of its matrices.
+    pub dtype: Dtype,
+    /// The library's number for the algorithm.
+    pub algorithm: i32,
+    /// Parts that the sum over `k` is split into; 0 and 1 are no split.
+    pub split_k: i32,
+    /// Suggestions before it that were passed over because their results may be wrong.
+    pub passed_over: usize,
+}
+
+/// `c = a * b (+ bias over columns) (+ base)`, fp32 accumulation over k in ascending order, rounded once.
+#[derive(Clone, Copy, Debug)]
+pub struct Matmul {
+    /// Sizes and layout.
+    pub shape: MatmulShape,
+    /// `m * k` elements.
+    pub a: DeviceSlice,
+    /// `k * n` elements.
+    pub b: DeviceSlice,
+    /// `[n]`
+    pub bias: Option<DeviceSlice>,
+    /// What the product is added to, `[m, n]`: `c` itself, to accumulate, or what a residual branch joins, which does not overlap it.
+    pub base: Option<DeviceSlice>,
+    /// `[m, n]`
+    pub c: DeviceSlice,
+}
+
+impl Matmul {
+    /// `c = a * b`
+    pub fn plain(shape: MatmulShape, [a, b, c]: [DeviceSlice; 3]) -> Self {
+        Self { shape, a, b, bias: None, base: None, c }
+    }
+
+    /// With what `c` holds for its base, if it is to `accumulate`.
+    pub fn onto_itself(self, accumulate: bool) -> Self {
+        Self { base: accumulate.then_some(self.c), ..self }
+    }
+
+    /// The base, where it is not `c` itself.
+    pub(crate) fn base_apart(&self) -> Option<DeviceSlice> {
+        self.base.filter(|base| *base != self.c)
+    }
+}
+
+impl Kernel for Matmul {
+    const NAME: &'static str = "matmul";
+
+    fn operands(&self) -> impl AsRef<[Operand]> {
+        let MatmulShape { m, n, k, .. } = self.shape;
+        operands![self; Read a[m * k], Read b[k * n], Read bias[n], ReadInPlace base[m * n], Write c[m * n]]
+    }
+
+    fn flops(&self) -> f64 {
+        self.shape.flops()
+    }
+
+    fn flops_per_s(&self, rates: &Rates) -> f64 {
+        let MatmulShape { m, n, k, .. } = self.shape;
+        rates.matmul_flops(m.min(n).min(k))
+    }
+}
+
+/// Column sums: `dbias[c] (+)= sum over rows of dout[r,c]`.
+#[derive(Clone, Copy, Debug)]
+pub struct BiasBackward {
+    /// `[rows, cols]`
+    pub dout: DeviceSlice,
+    /// `[cols]`
+    pub dbias: DeviceSlice,
+    /// Adds to `dbias`.
+    pub accumulate: bool,
+}
+
+impl Kernel for BiasBackward {
+    const NAME: &'static str = "bias_backward";
+
+    fn operands(&self) -> impl AsRef<[Operand]> {
+        let cols = self.dbias.elems();
+        operands![self; Read dout[rows(self.dout, cols) * cols]; Write dbias[cols]]
+    }
+}

@@ -1,0 +1,123 @@
+//! Device memory as a typed view.
+
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
+
+/// A typed view of memory that a device has allocated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceSlice {
+    addr: u64,
+    elems: usize,
+    dtype: Dtype,
+}
+
+impl DeviceSlice {
+    /// `elems` elements from `addr` on: for devices, which know what lies there, and for layouts that nobody follows.
+    pub(crate) fn at(addr: u64, elems: usize, dtype: Dtype) -> Self {
+        Self { addr, elems, dtype }
+    }
+
+    /// Address of the first element on the device, which alone may follow it.
+    pub fn addr(self) -> u64 {
+        self.addr
+    }
+
+    /// Elements.
+    pub fn elems(self) -> usize {
+        self.elems
+    }
+
+    /// Format of each element.
+    pub fn dtype(self) -> Dtype {
+        self.dtype
+    }
+
+    /// Size in bytes.
+    pub fn bytes(self) -> usize {
+        self.elems * self.dtype.bytes()
+    }
+
+    /// Address behind the last element.
+    fn end(self) -> u64 {
+        self.addr + self.bytes() as u64
+    }
+
+    /// The part that starts at element `start` and holds `elems` elements.
+    ///
+    /// # Panics
+    /// If the part reaches outside.
+    pub fn slice(self, start: usize, elems: usize) -> Self {
+        assert!(start.checked_add(elems).is_some_and(|end| end <= self.elems), "slice {start}+{elems} of {}", self.elems);
+        Self { addr: self.addr + (start * self.dtype.bytes()) as u64, elems, dtype: self.dtype }
+    }
+
+    /// `elems` elements of `dtype` in its bytes, from byte `start` on.
+    ///
+    /// # Panics
+    /// If they reach outside or are not aligned.
+    pub fn view(self, start: usize, elems: usize, dtype: Dtype) -> Self {
+        let part = Self { addr: self.addr + start as u64, elems, dtype };
+        assert!(start + part.bytes() <= self.bytes(), "view {start}+{} of {} bytes", part.bytes(), self.bytes());
+        assert!(part.addr.is_multiple_of(dtype.bytes() as u64), "a view of {dtype} that is not aligned");
+        part
+    }
+
+    /// Whether both have a byte of the same address.
+    pub(super) fn overlaps(self, other: Self) -> bool {
+        self.addr < other.end() && other.addr < self.end()
+    }
+}
+
+/// All that a device has allocated, in the order of its addresses.
+#[derive(Default)]
+pub(super) struct Allocated(Vec<DeviceSlice>);
+
+impl Allocated {
+    /// Adds what has just been allocated.
+    pub(super) fn add(&mut self, memory: DeviceSlice) -> DeviceSlice {
+        let index = self.0.partition_point(|known| known.addr < memory.addr);
+        self.0.insert(index, memory);
+        memory
+    }
+
+    /// An error unless `part` lies inside one allocation.
+    pub(super) fn check(&self, part: DeviceSlice) -> Result<()> {
+        let before = self.0.partition_point(|known| known.addr <= part.addr);
+        let is_inside = before.checked_sub(1).is_some_and(|index| part.end() <= self.0[index].end());
+        if is_inside || part.elems == 0 {
+            return Ok(());
+        }
+        let DeviceSlice { addr, elems, dtype } = part;
+        Err(Error::resource(
+            "use device memory",
+            format!("{elems} {dtype} at {addr:#x} are not this device's: pass memory that it allocated"),
+        ))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_of_nobody_is_refused() {
+        let mut allocated = Allocated::default();
+        let at = |addr, elems| DeviceSlice::at(addr, elems, Dtype::Float32);
+        for (addr, elems) in [(4096, 16), (256, 4), (1024, 8)] {
+            allocated.add(at(addr, elems));
+        }
+        for part in [at(256, 4), at(260, 3), at(1024, 8), at(4156, 1), at(7, 0)] {
+            allocated.check(part).unwrap();
+        }
+        for part in [at(252, 1), at(256, 5), at(272, 1), at(1020, 2), at(4096, 17), at(1 << 40, 1)] {
+            let message = allocated.check(part).unwrap_err().to_string();
+            assert!(message.starts_with("use device memory: ") && message.contains(&format!("{:#x}", part.addr)), "{message}");
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "view 8+16 of 20 bytes")]
+    fn a_view_stays_inside() {
+        DeviceSlice::at(256, 10, Dtype::Bfloat16).view(8, 4, Dtype::Float32);
+    }
+}

@@ -1,0 +1,44 @@
+//! The queues of a step, and the points in them that others wait for.
+
+use crate::trace::Recorder;
+
+/// The queues of a step. A device makes its streams, its lanes and its tracks of the timeline from [`Stream::ALL`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stream {
+    /// Forward, backward, norms and the optimizer of resident buckets.
+    Compute = 0,
+    /// Gradients leave.
+    D2h = 1,
+    /// Parameters return.
+    H2d = 2,
+}
+
+impl Stream {
+    /// All streams, in the order of their indices.
+    pub const ALL: [Self; 3] = [Self::Compute, Self::D2h, Self::H2d];
+    /// How many there are.
+    pub const COUNT: usize = Self::ALL.len();
+
+    /// Its track of the timeline.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Compute => "compute",
+            Self::D2h => "d2h",
+            Self::H2d => "h2d",
+        }
+    }
+
+    /// Whether what it does goes before what others do: copies are short, and the step waits for them.
+    pub fn is_urgent(self) -> bool {
+        self != Self::Compute
+    }
+
+    /// A recorder for each, with room for `trace_spans` spans.
+    pub(super) fn recorders(trace_spans: usize) -> [Recorder; Self::COUNT] {
+        Self::ALL.map(|stream| Recorder::new(stream.name(), trace_spans))
+    }
+}
+
+/// A point in a stream that others can wait for; made by [`Device::event`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EventId(pub u32);

@@ -1,0 +1,29 @@
+//! Devices for the drivers of this crate, the engine, the bench and the probe: here they promise what makers of devices must.
+#![allow(unsafe_code)]
+
+use crate::device::cpu::{CpuDevice, Schedule};
+#[cfg(feature = "cuda")]
+use crate::device::cuda::{CudaDevice, CudaOptions};
+use crate::error::Result;
+use crate::host::doorbell::Doorbell;
+use std::sync::Arc;
+
+/// See [`CpuDevice::new`].
+///
+/// # Errors
+/// As there.
+pub(crate) fn cpu(threads: usize, schedule: Schedule, driver: Arc<Doorbell>, trace_spans: usize) -> Result<CpuDevice> {
+    // SAFETY: these drivers order their streams by events (the adversary's schedules would show where not) and declare host memory before the
+    // device that copies it, or own it beside the device.
+    unsafe { CpuDevice::new(threads, schedule, driver, trace_spans) }
+}
+
+/// See [`CudaDevice::new`].
+///
+/// # Errors
+/// As there.
+#[cfg(feature = "cuda")]
+pub(crate) fn gpu(options: &CudaOptions) -> Result<CudaDevice> {
+    // SAFETY: as for the CPU; batches are checked against vocabulary and sequence length before they are copied.
+    unsafe { CudaDevice::new(options) }
+}
