@@ -11,7 +11,8 @@
 //!
 //! Unsafe code is denied; these modules allow it, each with a reason on every block, because they hand memory to other
 //! threads, to vector instructions or to the GPU: `device::cpu`, `device::cuda`, `host::pages`, `host::pinned`,
-//! `host::pool`, `engine::step_job`, `optim::simd`; and `launch::open`, which makes devices and promises that their streams are ordered.
+//! `host::pool`, `engine::step_job`, `optim::simd`; these make jobs, and say why the memory is theirs: `engine::hops`, `probe`; and
+//! `launch::open` makes devices and promises that their streams are ordered.
 
 pub mod bench;
 pub mod bucket;

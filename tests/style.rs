@@ -30,6 +30,7 @@ const RULES: [Rule; 7] = [
             "src/host/pages.rs",
             "src/host/pinned.rs",
             "src/host/pool.rs",
+            "src/engine/hops.rs",
             "src/engine/step_job.rs",
             // They make devices, and promise what the maker of one must.
             "src/launch/open.rs",
@@ -37,6 +38,10 @@ const RULES: [Rule; 7] = [
             "microbench/src/bin/device_facts/main.rs",
             "src/optim/simd.rs",
             "src/optim/simd",
+            "src/probe/mod.rs",
+            "src/probe/states.rs",
+            "microbench/src/bin",
+            "microbench/src/stream.rs",
             "tests/alloc.rs",
             "third_party/cuda-driver-shim",
         ],

@@ -34,10 +34,10 @@ fn alloc(harness: &mut Harness) -> Outcome {
         require((slice.elems(), slice.dtype()) == (elems, dtype), || format!("asked for {elems} {dtype}, got {slice:?}"))?;
         require(slice.addr() != 0 && slice.addr().is_multiple_of(256), || format!("{elems} {dtype} at {:#x}", slice.addr()))?;
         let host = harness.host.slice(0, slice.bytes());
-        host.with(|bytes: &mut [u8]| bytes.fill(1));
+        harness.memory.lend_mut::<u8>(host).fill(1);
         harness.dev.copy_d2h(Stream::Compute, slice, host)?;
         harness.synchronize(Stream::Compute)?;
-        require(host.with(|bytes: &mut [u8]| bytes.iter().all(|&byte| byte == 0)), || format!("{elems} {dtype} are not zero"))?;
+        require(harness.memory.lend::<u8>(host).iter().all(|&byte| byte == 0), || format!("{elems} {dtype} are not zero"))?;
     }
     Ok(0.0)
 }
@@ -56,12 +56,12 @@ fn content(harness: &mut Harness, memory: DeviceSlice, after: Stream) -> Result<
     let host = harness.host.slice(0, memory.bytes());
     harness.dev.copy_d2h(Stream::Compute, memory, host)?;
     harness.synchronize(Stream::Compute)?;
-    Ok(host.with(|bytes: &mut [u8]| bytes.to_vec()))
+    Ok(harness.memory.lend(host).to_vec())
 }
 
 fn fill(harness: &mut Harness, memory: DeviceSlice, bytes: &[u8]) -> Result<()> {
     let host = harness.host.slice(0, bytes.len());
-    host.with(|x: &mut [u8]| x.copy_from_slice(bytes));
+    harness.memory.lend_mut(host).copy_from_slice(bytes);
     harness.dev.copy_h2d(Stream::Compute, host, memory)?;
     harness.synchronize(Stream::Compute)
 }
@@ -125,12 +125,12 @@ fn round_trips(bench: &mut Bench, random: &mut Random, stream: Stream) -> Outcom
         // Halves in the middle of device memory; any byte of the host's.
         let device = harness.device.view(2 * random.below(1000), bytes / 2, Dtype::Bfloat16);
         let (from, to) = (harness.host.slice(random.below(1000), bytes), harness.host.slice((8 << 20) + random.below(1000), bytes));
-        from.with(|host: &mut [u8]| host.copy_from_slice(&sent));
-        to.with(|host: &mut [u8]| host.fill(0xff));
+        harness.memory.lend_mut(from).copy_from_slice(&sent);
+        harness.memory.lend_mut::<u8>(to).fill(0xff);
         harness.dev.copy_h2d(stream, from, device)?;
         harness.dev.copy_d2h(stream, device, to)?;
         harness.synchronize(stream)?;
-        require(to.with(|host: &mut [u8]| host == sent), || format!("{bytes} bytes came back changed"))?;
+        require(harness.memory.lend::<u8>(to) == sent, || format!("{bytes} bytes came back changed"))?;
     }
     Ok(0.0)
 }
@@ -158,11 +158,12 @@ fn events(harness: &mut Harness) -> Outcome {
 fn relay(bench: &mut Bench, _: &mut Random) -> Outcome {
     let harness = &mut bench.subject;
     let bytes = 4 * BATON;
-    let numbers = |round: usize| harness.host.slice(2 * round * bytes, bytes);
-    let results = |round: usize| harness.host.slice((2 * round + 1) * bytes, bytes);
+    let host = harness.host;
+    let numbers = |round: usize| host.slice(2 * round * bytes, bytes);
+    let results = |round: usize| host.slice((2 * round + 1) * bytes, bytes);
     for round in 0..ROUNDS {
-        numbers(round).with(|x: &mut [f32]| x.fill(round as f32 + 1.0));
-        results(round).with(|x: &mut [f32]| x.fill(f32::NAN));
+        harness.memory.lend_mut(numbers(round)).fill(round as f32 + 1.0);
+        harness.memory.lend_mut(results(round)).fill(f32::NAN);
     }
     let part = |i: usize, dtype| harness.device.view(4 * i * BATON, BATON, dtype);
     let (arrived, narrow, leaving) = (part(0, Dtype::Float32), part(1, Dtype::Bfloat16), part(2, Dtype::Float32));
@@ -184,7 +185,7 @@ fn relay(bench: &mut Bench, _: &mut Random) -> Outcome {
     (0..ROUNDS).try_for_each(&mut round)?;
     harness.dev.synchronize(fetched)?;
     for round in 0..ROUNDS {
-        let wrong = results(round).with(|x: &mut [f32]| x.iter().copied().find(|&x| x != round as f32 + 1.0));
+        let wrong = harness.memory.lend::<f32>(results(round)).iter().find(|&&x| x != round as f32 + 1.0);
         require(wrong.is_none(), || format!("round {} of {ROUNDS} brought {wrong:?}", round + 1))?;
     }
     Ok(0.0)

@@ -97,7 +97,7 @@ fn finds_one_wrong(random: &mut Random) -> Outcome {
 fn fill(harness: &mut Harness, memory: DeviceSlice, input: &Input) -> Result<()> {
     let bytes: &[u8] = bytemuck::cast_slice(&input.0);
     let source = harness.host.slice(0, bytes.len());
-    source.with(|host: &mut [u8]| host.copy_from_slice(bytes));
+    harness.memory.lend_mut(source).copy_from_slice(bytes);
     for start in (0..memory.elems()).step_by(PERIOD) {
         let part = memory.slice(start, PERIOD.min(memory.elems() - start));
         harness.dev.copy_h2d(Stream::Compute, source.slice(0, part.bytes()), part)?;
@@ -113,7 +113,7 @@ fn read(harness: &mut Harness, memory: DeviceSlice) -> Result<Vec<bf16>> {
         let to = harness.host.slice(0, 2 * out.len());
         harness.dev.copy_d2h(Stream::Compute, memory.slice(part, out.len()), to)?;
         harness.synchronize(Stream::Compute)?;
-        to.read(out);
+        out.copy_from_slice(harness.memory.lend(to));
     }
     Ok(all)
 }

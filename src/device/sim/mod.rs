@@ -7,7 +7,7 @@
 mod pool;
 mod world;
 
-use super::{Checked, Device, DeviceKind, DeviceSlice, EventId, GradNormPartials, Kernel, Launch, Stream};
+use super::{Checked, Device, DeviceKind, DeviceSlice, EventId, Kernel, Launch, Stream};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::hardware::rates::Rates;
@@ -16,7 +16,6 @@ use crate::memory::DeviceMemory;
 use crate::memory::{Addressing, MemorySpace, RingShape};
 use crate::optim::simd::Isa;
 use crate::trace::Recorder;
-use std::any::Any;
 use std::cell::RefCell;
 use std::rc::Rc;
 use world::{OpKind, SimWork, World};
@@ -33,8 +32,6 @@ pub struct SimDevice {
     memory: DeviceMemory,
     world: Rc<RefCell<World>>,
     next_addr: u64,
-    /// Where the first [`GradNormPartials`] wrote.
-    first_partial: Option<u64>,
 }
 
 impl SimDevice {
@@ -44,7 +41,7 @@ impl SimDevice {
         let world = Rc::new(RefCell::new(World::new(rates, shares_cores, trace_spans)));
         let (bytes_per_s, wake_up_s) = (rates.adam_bytes_per_s(workers.0, workers.1), rates.wake_up_s);
         let pool = SimPool { world: world.clone(), bytes_per_s, wake_up_s };
-        let device = Self { name: name.into(), rates: rates.clone(), memory: on.1, world, next_addr: ALIGN_BYTES, first_partial: None };
+        let device = Self { name: name.into(), rates: rates.clone(), memory: on.1, world, next_addr: ALIGN_BYTES };
         (device, pool)
     }
 
@@ -60,9 +57,6 @@ impl SimDevice {
 impl<K: Kernel> Launch<K> for SimDevice {
     fn accept(&mut self, kernel: Checked<K>) -> Result<()> {
         let kernel = *kernel;
-        if let Some(GradNormPartials { partials, .. }) = (&kernel as &dyn Any).downcast_ref() {
-            self.first_partial.get_or_insert(partials.addr());
-        }
         let (flops_s, bytes_s) = (kernel.flops() / kernel.flops_per_s(&self.rates), kernel.bytes() / self.rates.device_bytes_per_s);
         self.enqueue(kernel.stream(), OpKind::Compute, K::NAME, self.rates.kernel_s + flops_s.max(bytes_s));
         Ok(())
@@ -143,12 +137,8 @@ impl Device for SimDevice {
         self.world.borrow().waited_ns()
     }
 
-    /// All values are nothing, but for the gradient's norm, which is 1: whether a step is clipped is for the threshold to say.
     fn copy_d2h(&mut self, stream: Stream, src: DeviceSlice, dst: PinnedSlice) -> Result<()> {
         assert_eq!(src.bytes(), dst.bytes(), "copy_d2h");
-        if Some(src.addr()) == self.first_partial {
-            dst.with(|partials: &mut [f32]| partials[0] = 1.0);
-        }
         self.enqueue(stream, OpKind::ToHost, "copy_d2h", self.rates.to_host_s(src.bytes()));
         Ok(())
     }
