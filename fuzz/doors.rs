@@ -3,15 +3,13 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use superoffload::checkpoint;
-use superoffload::config::{file, settings::Settings};
-use superoffload::data::tokenizer::AddBos;
-use superoffload::data::tokenizer::Tokenizer;
-use superoffload::model::shape::ModelShape;
-use superoffload::model::tensors::TensorTable;
-use superoffload::model::weights::ModelWeights;
-use superoffload::model_dir::ModelDir;
-use superoffload::optim::StatePart;
+use superoffload::Settings;
+use superoffload::internals::checkpoint;
+use superoffload::internals::config::file;
+use superoffload::internals::data::{AddBos, Tokenizer};
+use superoffload::internals::model::{ModelShape, ModelWeights, TensorTable};
+use superoffload::internals::model_dir::ModelDir;
+use superoffload::internals::optim::StatePart;
 
 /// Reads one input; `dir` is an empty directory of its own, which may be written.
 type Door = fn(input: &[u8], dir: &Path);
@@ -151,7 +149,7 @@ fn manifest(input: &[u8], dir: &Path) {
             let _ = loaded.read_model_files();
         }
         let _ = checkpoint::verify(dir);
-        let _ = checkpoint::digest::digest_checkpoint(dir);
+        let _ = checkpoint::digest_checkpoint(dir);
     }
 }
 

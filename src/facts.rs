@@ -47,11 +47,6 @@ impl BuildFacts {
     }
 }
 
-/// Version and, where it is known, commit: `0.1.0 (commit 0a1b2c)`.
-pub fn version() -> &'static str {
-    env!("SUPEROFFLOAD_VERSION")
-}
-
 /// The machine that it ran on.
 #[derive(Clone, Debug, Serialize)]
 pub struct MachineFacts {

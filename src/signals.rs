@@ -47,11 +47,6 @@ pub fn outlive_file_size_limit() -> Result<()> {
     flag::register(SIGXFSZ, Arc::default()).map(|_| ()).map_err(|e| Error::resource("listen for signals", e))
 }
 
-/// Ends the process at once, from any thread: nothing is waited for, and no library tidies up, which might wait for ever.
-pub fn exit_at_once(code: i32) -> ! {
-    signal_hook::low_level::exit(code)
-}
-
 /// Whether the process ignores `signal`, as the kernel says; if it does not say, no.
 fn is_ignored(signal: i32) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();

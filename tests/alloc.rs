@@ -11,18 +11,13 @@ use std::backtrace::Backtrace;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
-use superoffload::bucket::layout::{BucketLayout, Tier};
-use superoffload::config::settings::Settings;
-use superoffload::data::loader::{DataPosition, Loader};
-use superoffload::data::packing::Dataset;
-use superoffload::data::preparation::Preparation;
-use superoffload::data::tokenizer::Tokenizer;
-use superoffload::engine::coordinator::Counts;
-use superoffload::engine::watchdog::Watchdog;
-use superoffload::metrics::rss_bytes;
-use superoffload::model::shape::ModelShape;
-use superoffload::planner::machine::Machine;
-use superoffload::planner::plan::Plan;
+use superoffload::internals::bucket::{BucketLayout, Tier};
+use superoffload::internals::data::{DataPosition, Dataset, Loader, Preparation, Tokenizer};
+use superoffload::internals::engine::{Counts, Watchdog};
+use superoffload::internals::metrics::rss_bytes;
+use superoffload::internals::model::ModelShape;
+use superoffload::internals::planner::Machine;
+use superoffload::{Plan, Settings};
 use support::{emulator, random_params, resident, settings, start, tiny_llama};
 
 /// The system's allocator, which remembers where the first allocation came from while it is watched.

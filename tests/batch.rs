@@ -4,14 +4,12 @@
 
 use crate::support::{Noise, digest, random_params, read_params, settings, start, tiny_llama};
 use std::path::Path;
-use superoffload::config::settings::Settings;
-use superoffload::data::batch::{Batch, Batches};
-use superoffload::device::cpu::CpuDevice;
-use superoffload::engine::executor::{Engine, StepReport};
-use superoffload::error::Result;
-use superoffload::model::shape::ModelShape;
-use superoffload::planner::machine::Machine;
-use superoffload::planner::plan::Plan;
+use superoffload::internals::data::{Batch, Batches};
+use superoffload::internals::device::CpuDevice;
+use superoffload::internals::engine::{Engine, StepReport};
+use superoffload::internals::model::ModelShape;
+use superoffload::internals::planner::Machine;
+use superoffload::{Plan, Result, Settings};
 
 const VOCAB: usize = 64;
 const NO_TARGET: i32 = -1;

@@ -7,15 +7,15 @@ use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 use serde_json::json;
 use std::cell::Cell;
-use superoffload::bucket::layout::{BucketLayout, Tier};
-use superoffload::engine::coordinator::Counts;
-use superoffload::host::pinned::RING_GRAIN_BYTES;
-use superoffload::memory::RingShape;
+use superoffload::Plan;
+use superoffload::internals::bucket::{BucketLayout, Tier};
+use superoffload::internals::engine::Counts;
+use superoffload::internals::host::RING_GRAIN_BYTES;
+use superoffload::internals::memory::RingShape;
 #[cfg(feature = "weight-flow")]
-use superoffload::model::shape::ModelShape;
-use superoffload::model::tensors::{Module, TensorTable};
-use superoffload::planner::machine::Machine;
-use superoffload::planner::plan::Plan;
+use superoffload::internals::model::ModelShape;
+use superoffload::internals::model::{Module, TensorTable};
+use superoffload::internals::planner::Machine;
 
 /// Everything that must not matter, and everything that must.
 #[derive(Clone, Debug)]

@@ -10,10 +10,9 @@ use nix::unistd::Pid;
 use std::fs;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
-use superoffload::data::batch::{Batch, Batches};
-use superoffload::error::{Error, Result};
-use superoffload::planner::machine::Machine;
-use superoffload::planner::plan::Plan;
+use superoffload::internals::data::{Batch, Batches};
+use superoffload::internals::planner::Machine;
+use superoffload::{Error, Plan, Result};
 
 const ACCUM: usize = 3;
 

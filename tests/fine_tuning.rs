@@ -9,10 +9,9 @@ use serde_json::json;
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Write};
 use std::process::Command;
-use superoffload::model::shape::ModelShape;
-use superoffload::model::tensors::TensorTable;
-use superoffload::planner::machine::Machine;
-use superoffload::planner::plan::Plan;
+use superoffload::Plan;
+use superoffload::internals::model::{ModelShape, TensorTable};
+use superoffload::internals::planner::Machine;
 
 /// 51 million parameters in layers whose matrices are transposed in the file.
 const CONFIG: &str = r#"{

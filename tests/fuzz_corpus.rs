@@ -44,14 +44,17 @@ fn every_door_has_a_corpus_and_a_fuzzer() {
 #[test]
 fn valid_files_get_through_the_doors() {
     let read = |path: &str| fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus").join(path)).unwrap();
-    let shape = superoffload::model::shape::ModelShape::parse(&read("config_json/llama.json"), Path::new("config.json"));
+    let shape = superoffload::internals::model::ModelShape::parse(&read("config_json/llama.json"), Path::new("config.json"));
     assert!(shape.is_ok(), "{shape:?}");
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("trainer_state.json"), doors::sealed(read("manifest/right.json").as_bytes())).unwrap();
     fs::write(dir.path().join("state.bin"), [0; 192]).unwrap();
     fs::create_dir(dir.path().join("model")).unwrap();
     fs::write(dir.path().join("model/config.json"), "{}").unwrap();
-    let manifest = superoffload::checkpoint::verify(dir.path());
+    let manifest = superoffload::internals::checkpoint::verify(dir.path());
     assert!(manifest.is_ok(), "{manifest:?}");
-    assert!(superoffload::config::file::load(&Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus/settings_toml/full.toml")).is_ok());
+    assert!(
+        superoffload::internals::config::file::load(&Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus/settings_toml/full.toml"))
+            .is_ok()
+    );
 }

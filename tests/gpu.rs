@@ -27,11 +27,10 @@ use suite::harness::{Bench, Harness};
 use suite::kernels::Suite;
 use suite::report::Report;
 use suite::training::Subject;
-use superoffload::device::Kernels;
-use superoffload::device::cpu::{CpuDevice, Schedule};
-use superoffload::error::{Error, Result};
-use superoffload::launch::engine::cpu_engine;
-use superoffload::planner::machine::Machine;
+use superoffload::internals::device::{CpuDevice, Kernels, Schedule};
+use superoffload::internals::launch::cpu_engine;
+use superoffload::internals::planner::Machine;
+use superoffload::{Error, Result};
 
 /// Steps of a training run.
 const STEPS: usize = 30;
@@ -130,20 +129,22 @@ fn run(options: &Options) -> Result<u8> {
 
 #[cfg(feature = "cuda")]
 fn find_gpu() -> Result<()> {
-    superoffload::device::cuda::probe().map(drop)
+    superoffload::internals::device::cuda::probe().map(drop)
 }
 
 #[cfg(feature = "cuda")]
 fn cuda<W: Write>(report: &mut Report<W>, options: &Options) -> Result<()> {
-    use superoffload::device::cuda::{CudaDevice, CudaOptions, free_bytes, probe};
-    use superoffload::device::{Attention, DeviceKind};
-    use superoffload::memory::DeviceMemory;
+    use superoffload::internals::device::{
+        Attention, DeviceKind,
+        cuda::{CudaDevice, CudaOptions, free_bytes, probe},
+    };
+    use superoffload::internals::memory::DeviceMemory;
     let attention = if options.plain_attention { Attention::Plain } else { Attention::Cudnn { deterministic: true } };
     let settings = if options.plain_attention { "device = \"cuda\"\nattention = \"plain\"\n" } else { "device = \"cuda\"\n" };
     let machine =
         Machine { kind: DeviceKind::Gpu, device: DeviceMemory::Own { bytes: free_bytes()?, addressing: probe()? }, ..Machine::cpu(4) };
     let subject = Subject {
-        engine: &superoffload::launch::engine::gpu_engine,
+        engine: &superoffload::internals::launch::gpu_engine,
         machine,
         settings,
         same_bits: false,
@@ -162,8 +163,8 @@ fn cuda<W: Write>(report: &mut Report<W>, options: &Options) -> Result<()> {
 /// A sticky fault takes the whole context with it, so that this needs a process of its own.
 #[cfg(feature = "cuda")]
 fn lose_gpu() -> Result<()> {
-    use superoffload::device::cuda::{CudaDevice, CudaOptions};
-    let options = CudaOptions { libraries: Vec::new(), attention: superoffload::device::Attention::Plain, trace_spans: 0 };
+    use superoffload::internals::device::cuda::{CudaDevice, CudaOptions};
+    let options = CudaOptions { libraries: Vec::new(), attention: superoffload::internals::device::Attention::Plain, trace_spans: 0 };
     // SAFETY: what is read outside of its table is read by the GPU, which refuses; this process has no other use for it.
     let gpu = unsafe { CudaDevice::new(&options) }?;
     suite::faults::read_nowhere(&mut Harness::new(Box::new(gpu), 1 << 20)?)

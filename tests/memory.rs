@@ -6,11 +6,9 @@ use crate::program::{Workspace, run};
 use std::fs;
 use std::io::Write;
 use std::path::Path;
-use superoffload::error::Result;
-use superoffload::hardware::topology::Topology;
-use superoffload::host::memory_policy::HugePagesChoice;
-use superoffload::host::memory_policy::MemoryPolicy;
-use superoffload::host::pinned::{HostMemory, PinnedSlice};
+use superoffload::Result;
+use superoffload::internals::hardware::Topology;
+use superoffload::internals::host::{HostMemory, HugePagesChoice, MemoryPolicy, PinnedSlice};
 
 const MIB: usize = 1 << 20;
 const HUGE: u64 = 2 << 20;

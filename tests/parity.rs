@@ -4,17 +4,12 @@
 use crate::support::{read_params, resident, settings, start};
 use safetensors::SafeTensors;
 use std::path::{Path, PathBuf};
-use superoffload::data::batch::{Batch, Batches};
-use superoffload::device::cpu::CpuDevice;
-use superoffload::engine::coordinator::Counts;
-use superoffload::engine::executor::Engine;
-use superoffload::error::Result;
-use superoffload::model::activations::LossTile;
-use superoffload::model::shape::ModelShape;
-use superoffload::model::tensors::TensorTable;
-use superoffload::model::weights::ModelWeights;
-use superoffload::planner::machine::Machine;
-use superoffload::planner::plan::Plan;
+use superoffload::internals::data::{Batch, Batches};
+use superoffload::internals::device::CpuDevice;
+use superoffload::internals::engine::{Counts, Engine};
+use superoffload::internals::model::{LossTile, ModelShape, ModelWeights, TensorTable};
+use superoffload::internals::planner::Machine;
+use superoffload::{Plan, Result};
 
 const FAMILIES: [&str; 7] = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "phi3", "seed_oss"];
 

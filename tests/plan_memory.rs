@@ -3,15 +3,15 @@
 
 use crate::planned;
 use crate::support::{settings, tiny_llama};
-use superoffload::bucket::layout::Tier;
-use superoffload::device::DeviceKind;
-use superoffload::hardware::topology::Topology;
-use superoffload::host::memory_policy::MemoryPolicy;
-use superoffload::launch::engine::cpu_engine;
-use superoffload::memory::{Addressing, DeviceMemory};
-use superoffload::model::shape::ModelShape;
-use superoffload::planner::machine::Machine;
-use superoffload::planner::plan::Plan;
+use superoffload::Plan;
+use superoffload::internals::bucket::Tier;
+use superoffload::internals::device::DeviceKind;
+use superoffload::internals::hardware::Topology;
+use superoffload::internals::host::MemoryPolicy;
+use superoffload::internals::launch::cpu_engine;
+use superoffload::internals::memory::{Addressing, DeviceMemory};
+use superoffload::internals::model::ModelShape;
+use superoffload::internals::planner::Machine;
 
 /// Plans for `machine`, takes the memory and compares.
 fn compare(toml: &str, shape: &ModelShape, machine: &Machine) -> Plan {

@@ -1,19 +1,15 @@
 //! Small models, settings and engines for the tests.
 
-use superoffload::checkpoint::digest::StateDigest;
-use superoffload::config::settings::{Settings, TrainOptions};
-use superoffload::data::batch::{Batch, Batches};
-use superoffload::device::cpu::CpuDevice;
-use superoffload::engine::executor::Engine;
-use superoffload::error::Result;
-use superoffload::hardware::topology::Topology;
-use superoffload::launch::engine::cpu_engine;
-use superoffload::model::init::init_tensor;
-use superoffload::model::shape::ModelShape;
-use superoffload::model::tensors::TensorSpec;
-use superoffload::optim::StatePart;
-use superoffload::planner::machine::Machine;
-use superoffload::planner::plan::Plan;
+use superoffload::internals::checkpoint::StateDigest;
+use superoffload::internals::data::{Batch, Batches};
+use superoffload::internals::device::CpuDevice;
+use superoffload::internals::engine::Engine;
+use superoffload::internals::hardware::Topology;
+use superoffload::internals::launch::cpu_engine;
+use superoffload::internals::model::{ModelShape, TensorSpec, init_tensor};
+use superoffload::internals::optim::StatePart;
+use superoffload::internals::planner::Machine;
+use superoffload::{Plan, Result, Settings, TrainOptions};
 
 /// What runs another machine's programs, if these tests are one or start one: see `tests/aarch64/emulate.sh`.
 pub fn emulator() -> Option<std::ffi::OsString> {

@@ -3,9 +3,8 @@
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::path::Path;
-use superoffload::data::tokenizer::AddBos;
-use superoffload::data::tokenizer::Tokenizer;
-use superoffload::model_dir::ModelDir;
+use superoffload::internals::data::{AddBos, Tokenizer};
+use superoffload::internals::model_dir::ModelDir;
 
 #[derive(Deserialize)]
 struct Case {

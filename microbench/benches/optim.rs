@@ -9,10 +9,9 @@ use microbench::stream::triad;
 use microbench::{BucketArrays, Pass, values};
 use std::hint::black_box;
 use std::time::Duration;
-use superoffload::dtype::Dtype;
-use superoffload::hardware::topology::Topology;
-use superoffload::optim::norm::BLOCK;
-use superoffload::optim::simd::{AdamKernels, Isa};
+use superoffload::internals::dtype::Dtype;
+use superoffload::internals::hardware::Topology;
+use superoffload::internals::optim::{AdamKernels, BLOCK, Isa};
 
 /// Parameters of a case: their state is several times larger than the last-level cache of most machines.
 const ELEMS: usize = 1 << 24;

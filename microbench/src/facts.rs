@@ -4,9 +4,9 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use std::fmt;
 use std::time::{SystemTime, UNIX_EPOCH};
-use superoffload::facts::{BuildFacts, MachineFacts};
-use superoffload::hardware::topology::Topology;
-use superoffload::optim::simd::Isa;
+use superoffload::internals::facts::{BuildFacts, MachineFacts};
+use superoffload::internals::hardware::Topology;
+use superoffload::internals::optim::Isa;
 
 /// The same on every line of a benchmark.
 pub struct Facts {

@@ -11,10 +11,9 @@ pub mod hog;
 pub mod run;
 pub mod stream;
 
-use superoffload::dtype::Dtype;
-use superoffload::host::pinned::{HostMemory, PinnedSlice};
-use superoffload::optim::adam::{AdamConsts, AdamHyper, AdamState, AdamStep};
-use superoffload::optim::simd::{AdamKernels, Grads, Weights};
+use superoffload::internals::dtype::Dtype;
+use superoffload::internals::host::{HostMemory, PinnedSlice};
+use superoffload::internals::optim::{AdamConsts, AdamHyper, AdamKernels, AdamState, AdamStep, Grads, Weights};
 
 /// A pass of the optimizer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -145,7 +144,7 @@ pub fn values(seed: u32, elems: usize) -> Vec<f32> {
 }
 
 /// The end of a benchmark's program: its error, if there is one, goes to stderr.
-pub fn exit_code(outcome: superoffload::error::Result<()>) -> std::process::ExitCode {
+pub fn exit_code(outcome: superoffload::Result<()>) -> std::process::ExitCode {
     match outcome {
         Ok(()) => std::process::ExitCode::SUCCESS,
         Err(error) => {

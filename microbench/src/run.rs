@@ -3,17 +3,12 @@
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use superoffload::error::Result;
-use superoffload::hardware::topology::Topology;
-use superoffload::host::affinity::{Placement, name_and_pin};
-use superoffload::host::doorbell::Doorbell;
-use superoffload::host::memory_policy::HugePagesChoice;
-use superoffload::host::memory_policy::MemoryPolicy;
-use superoffload::host::partition::join_optimizer;
-use superoffload::host::pinned::HostMemory;
-use superoffload::host::pool::{Job, Threads};
-use superoffload::host::resctrl_group::ResctrlGroup;
-use superoffload::trace::Recorder;
+use superoffload::Result;
+use superoffload::internals::hardware::Topology;
+use superoffload::internals::host::{
+    Doorbell, HostMemory, HugePagesChoice, Job, MemoryPolicy, Placement, ResctrlGroup, Threads, join_optimizer, name_and_pin,
+};
+use superoffload::internals::trace::Recorder;
 
 /// Jobs before the clock starts: pages are mapped, threads awake, branches known.
 const WARM_UP: usize = 2;
@@ -139,7 +134,7 @@ fn seconds(ns: u64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use superoffload::host::pool::Call;
+    use superoffload::internals::host::Call;
 
     #[test]
     fn parts_of_the_time_add_up() {

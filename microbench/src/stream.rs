@@ -2,10 +2,9 @@
 #![allow(unsafe_code)]
 
 use std::hint::black_box;
-use superoffload::error::Result;
-use superoffload::host::pinned::{HostMemory, PinnedSlice};
-use superoffload::host::pool::Job;
-use superoffload::optim::simd::{AdamKernels, Stores, Weights};
+use superoffload::Result;
+use superoffload::internals::host::{HostMemory, Job, PinnedSlice};
+use superoffload::internals::optim::{AdamKernels, Stores, Weights};
 
 /// fp32 elements that a worker takes at once.
 const PIECE_ELEMS: usize = 32 << 10;
@@ -152,7 +151,7 @@ pub fn triad(c: &mut [f32], a: &[f32], b: &[f32]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use superoffload::optim::simd::Isa;
+    use superoffload::internals::optim::Isa;
 
     #[test]
     fn every_kernel_writes_what_is_verified() {

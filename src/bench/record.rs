@@ -123,11 +123,12 @@ impl RecordFile {
         Ok(Self { path: path.to_path_buf(), file })
     }
 
-    /// Appends a line.
+    /// Appends `record` as a line of JSON.
     ///
     /// # Errors
     /// `Io` when it cannot be written.
-    pub fn append(&mut self, line: &str) -> Result<()> {
+    pub fn append(&mut self, record: &impl Serialize) -> Result<()> {
+        let line = serde_json::to_string(record).map_err(|e| Error::format(&self.path, e))?;
         self.file.write_all(format!("{line}\n").as_bytes()).map_err(|e| Error::io("append to", &self.path, e))
     }
 }
@@ -140,10 +141,10 @@ mod tests {
     fn lines_are_appended() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("steps.jsonl");
-        for line in ["{}", "[]"] {
-            RecordFile::open(&path).unwrap().append(line).unwrap();
+        for record in [vec![], vec![1]] {
+            RecordFile::open(&path).unwrap().append(&record).unwrap();
         }
-        assert_eq!(std::fs::read_to_string(&path).unwrap(), "{}\n[]\n");
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "[]\n[1]\n");
         assert!(RecordFile::open(dir.path()).is_err());
     }
 }

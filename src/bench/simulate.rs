@@ -61,6 +61,9 @@ pub struct SimulatedRecord {
     pub device_planned_bytes: u64,
     /// Planned in host memory.
     pub host_planned_bytes: u64,
+    /// The plan for people.
+    #[serde(skip)]
+    pub chosen: Plan,
     /// The last step as a picture.
     #[serde(skip)]
     pub gantt: Gantt,
@@ -90,22 +93,13 @@ impl Simulation {
         Ok(Self { settings, config: model_config.display().to_string(), shape, steps, profile })
     }
 
-    /// The plan for it.
-    ///
-    /// # Errors
-    /// `Resource` when it does not fit the machine, with what would.
-    pub fn plan(&self) -> Result<Plan> {
-        let plan = best_plan(&self.settings, &self.shape, &Machine::of(&self.profile), false)?;
-        Ok(Plan { elsewhere: true, ..plan })
-    }
-
     /// Runs it.
     ///
     /// # Errors
-    /// Those of [`Simulation::plan`]; `Io` when the timeline cannot be written.
+    /// `Resource` when it does not fit the machine, with what would; `Io` when the timeline cannot be written.
     pub fn run(&self) -> Result<SimulatedRecord> {
         let trace = self.settings.trace.as_deref().map(TraceFile::open).transpose()?;
-        let plan = self.plan()?;
+        let plan = Plan { elsewhere: true, ..best_plan(&self.settings, &self.shape, &Machine::of(&self.profile), false)? };
         let (outcome, tracks, window_ns) = simulate(&plan, &self.shape, &self.profile.name, self.steps, TRACE_SPANS)?;
         trace.map(|trace| trace.write(&tracks)).transpose()?;
         Ok(SimulatedRecord {
@@ -126,13 +120,14 @@ impl Simulation {
                 window_ns.end - (outcome.step_ms.samples.last().copied().unwrap_or(0.0) * 1e6) as u64..window_ns.end,
             ),
             outcome,
+            chosen: plan,
         })
     }
 }
 
 impl fmt::Display for SimulatedRecord {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "{} of {} parameters on {}", self.model.config, Count(self.model.params), self.device)?;
+        writeln!(f, "{}\n\n{} of {} parameters on {}", self.chosen, self.model.config, Count(self.model.params), self.device)?;
         write!(f, "{}\n\n{}", self.outcome, self.gantt)
     }
 }

@@ -22,13 +22,13 @@ mod validate;
 mod writer;
 
 pub use find::find;
-pub use format::{FileEntry, Manifest, SavedLossScale, Scheduler, TensorEntry, TrainerState};
+pub use format::{SavedLossScale, Scheduler, TrainerState};
 pub use reader::{Loaded, open, verify};
 pub(crate) use store::clean;
 use store::is_called_checkpoint;
-pub use store::{Newest, is_checkpoint, newest_good};
+pub use store::{is_checkpoint, newest_good};
 pub(crate) use validate::STEPS_MAX;
-pub use writer::{Saved, TensorSource, Writer, checkpoint_bytes, save};
+pub use writer::{Writer, checkpoint_bytes};
 
 #[cfg(test)]
 pub(crate) mod tests;

@@ -1,14 +1,15 @@
-use super::format::{CHUNK_BYTES, MANIFEST, MODEL, STATE};
+use super::format::{CHUNK_BYTES, MANIFEST, MODEL, Manifest, STATE};
 use super::store::is_damage;
+use super::writer::Saved;
 use super::*;
 use crate::disk::Dir;
 use crate::disk::faults::{self, Mode};
-use crate::error::Error;
+use crate::error::{Error, Result};
 use crate::optim::StatePart;
 use proptest::prelude::*;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use std::fs;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
@@ -48,6 +49,43 @@ fn tensors(seed: u64) -> Vec<Tensor> {
 
 fn small(seed: u64) -> Vec<Tensor> {
     tensors(seed).split_off(1)
+}
+
+/// One tensor to save: three slices as long as the product of `shape`.
+#[derive(Clone, Copy)]
+pub(crate) struct TensorSource<'a> {
+    pub(crate) name: &'a str,
+    pub(crate) shape: &'a [usize],
+    pub(crate) params: &'a [f32],
+    pub(crate) m: &'a [f32],
+    pub(crate) v: &'a [f32],
+}
+
+impl Writer {
+    pub(crate) fn tensor(&mut self, tensor: TensorSource<'_>) -> Result<()> {
+        let TensorSource { name, shape, params, m, v } = tensor;
+        self.begin(name, shape);
+        for part in [params, m, v] {
+            assert_eq!(part.len(), shape.iter().product::<usize>(), "tensor {name} of shape {shape:?}");
+            self.elems(part)?;
+        }
+        Ok(())
+    }
+}
+
+/// Writes a whole checkpoint that says nothing of its run into `output_dir`: every tensor, the model's files, the manifest.
+pub(crate) fn save<'a>(
+    output_dir: &Path,
+    trainer: &TrainerState,
+    model_files: &[(String, Vec<u8>)],
+    tensors: impl IntoIterator<Item = TensorSource<'a>>,
+    total_limit: Option<NonZeroUsize>,
+) -> Result<Saved> {
+    let mut writer = Writer::create(&Dir::open(output_dir)?, trainer.clone(), Map::new())?;
+    for tensor in tensors {
+        writer.tensor(tensor)?;
+    }
+    writer.finish(model_files, total_limit, None)
 }
 
 fn sources(tensors: &[Tensor]) -> impl Iterator<Item = TensorSource<'_>> {

@@ -6,25 +6,10 @@ use crate::disk::{Dir, OutFile, TmpDir};
 use crate::error::Result;
 use serde_json::{Map, Value};
 use std::num::NonZeroUsize;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 // `state.bin` is the memory of the slices.
 const _: () = assert!(cfg!(target_endian = "little"));
-
-/// One tensor to save: three slices as long as the product of `shape`.
-#[derive(Clone, Copy, Debug)]
-pub struct TensorSource<'a> {
-    /// Name in the model's table.
-    pub name: &'a str,
-    /// Dimensions.
-    pub shape: &'a [usize],
-    /// fp32 parameters.
-    pub params: &'a [f32],
-    /// First moments.
-    pub m: &'a [f32],
-    /// Second moments.
-    pub v: &'a [f32],
-}
 
 /// A checkpoint that is safely on disk.
 #[derive(Debug)]
@@ -51,28 +36,6 @@ pub fn checkpoint_bytes(params: usize, model_files: &[(String, Vec<u8>)]) -> u64
     params as u64 * ELEM_BYTES + model_files.iter().map(|(_, bytes)| bytes.len() as u64).sum::<u64>()
 }
 
-/// Writes a whole checkpoint that says nothing of its run into `output_dir`, which is the caller's: every tensor, the model's files,
-/// the manifest.
-///
-/// # Errors
-/// The first operation that failed; checkpoints that were there before are as they were.
-///
-/// # Panics
-/// If a tensor's slices do not have the size of its shape.
-pub fn save<'a>(
-    output_dir: &Path,
-    trainer: &TrainerState,
-    model_files: &[(String, Vec<u8>)],
-    tensors: impl IntoIterator<Item = TensorSource<'a>>,
-    total_limit: Option<NonZeroUsize>,
-) -> Result<Saved> {
-    let mut writer = Writer::create(&Dir::open(output_dir)?, trainer.clone(), Map::new())?;
-    for tensor in tensors {
-        writer.tensor(tensor)?;
-    }
-    writer.finish(model_files, total_limit, None)
-}
-
 impl Writer {
     /// Starts `output_dir/checkpoint-<trainer.step>` of a run that learns with and from `run`; `output_dir` is the caller's. Remains of
     /// dead runs are removed first.
@@ -87,24 +50,8 @@ impl Writer {
         Ok(Self { tmp, manifest: Manifest::new(trainer, run), state, chunk, warnings })
     }
 
-    /// Appends one tensor. The order of the calls is the order in the file and in the state's digest.
-    ///
-    /// # Errors
-    /// The file cannot be written.
-    ///
-    /// # Panics
-    /// If the slices do not have the size of the shape.
-    pub fn tensor(&mut self, tensor: TensorSource<'_>) -> Result<()> {
-        let TensorSource { name, shape, params, m, v } = tensor;
-        self.begin(name, shape);
-        for part in [params, m, v] {
-            assert_eq!(part.len(), shape.iter().product::<usize>(), "tensor {name} of shape {shape:?}");
-            self.elems(part)?;
-        }
-        Ok(())
-    }
-
     /// Begins a tensor. Its elements follow in calls of [`Writer::elems`]: first all parameters, then all of m, then all of v.
+    /// The order of the tensors is the order in the file and in the state's digest.
     pub fn begin(&mut self, name: &str, shape: &[usize]) {
         let (offset, elems) = (self.manifest.state_bytes, shape.iter().product::<usize>() as u64);
         self.manifest.tensors.push(TensorEntry { name: name.into(), shape: shape.into(), offset, elems });

@@ -6,9 +6,11 @@ use super::settings::{Settings, TrainOptions};
 use crate::error::{Error, Result};
 use crate::optim::schedule::LrScheduler;
 
-/// The flags of [`Settings::demo`], for the help text.
-pub const DEMO_FLAGS: &str = "--output-dir runs/demo --max-steps 300 --seq-length 256 --learning-rate 3e-3 --lr-scheduler-type cosine \
-    --warmup-steps 10 --weight-decay 0.1 --adam-beta2 0.95 --save-steps 150";
+impl TrainOptions {
+    /// What a run without a model and data is given, as flags: the built-in model learns the shipped text.
+    pub const DEMO_FLAGS: &str = "--output-dir runs/demo --max-steps 300 --seq-length 256 --learning-rate 3e-3 \
+        --lr-scheduler-type cosine --warmup-steps 10 --weight-decay 0.1 --adam-beta2 0.95 --save-steps 150";
+}
 
 impl Settings {
     /// What runs when neither a model nor data is given: a small model learns the shipped text in a minute or two.
@@ -221,7 +223,7 @@ mod tests {
 
     #[test]
     fn the_help_names_the_settings_of_the_built_in_model() {
-        let said: Vec<_> = DEMO_FLAGS.split(' ').collect();
+        let said: Vec<_> = TrainOptions::DEMO_FLAGS.split(' ').collect();
         assert_eq!(resolve(&[&said[..], &["--data=x"]].concat()).unwrap(), Settings { data: vec!["x".into()], ..Settings::demo() });
     }
 

@@ -21,7 +21,7 @@ use crate::memory::{MemorySpace, RingShape};
 use crate::trace::{self, Recorder};
 
 pub use footprint::DeviceKind;
-pub use kernel::{Access, Checked, Kernel, Operand};
+pub use kernel::{Checked, Kernel, Operand};
 pub use kernels::attention::{AttentionBackward, AttentionForward, AttentionShape};
 pub use kernels::cross_entropy::{CrossEntropyGrad, CrossEntropyLoss, CrossEntropyStats};
 pub use kernels::embed::{Embed, EmbedBackward};

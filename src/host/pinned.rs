@@ -77,13 +77,13 @@ impl PinnedSlice {
 /// Every host allocation of a run, unmapped on drop.
 ///
 /// ```
-/// let mut host = superoffload::host::pinned::HostMemory::default();
+/// let mut host = superoffload::internals::host::HostMemory::default();
 /// let slice = host.alloc("x", 4096).unwrap();
 /// host.lend_mut::<u8>(slice)[0] = 1;
 /// ```
 /// What is lent does not outlive it:
 /// ```compile_fail,E0505
-/// let mut host = superoffload::host::pinned::HostMemory::default();
+/// let mut host = superoffload::internals::host::HostMemory::default();
 /// let slice = host.alloc("x", 4096).unwrap();
 /// let bytes = host.lend_mut::<u8>(slice);
 /// drop(host);

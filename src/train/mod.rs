@@ -32,7 +32,7 @@ use setup::PreparedRun;
 ///
 /// # Errors
 /// What went wrong before the first step.
-pub fn run(settings: &Settings, stop: &StopFlag, observer: &mut impl Observer) -> Result<Summary> {
+pub fn train(settings: &Settings, stop: &StopFlag, observer: &mut impl Observer) -> Result<Summary> {
     let run_dir = RunDir::open(settings, observer)?;
     let launch = Launch::new(settings)?;
     let prepared = setup::prepare(settings, &launch, run_dir, stop, observer)?;

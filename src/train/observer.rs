@@ -1,11 +1,13 @@
 //! Who watches a run, and what it is told.
 
 use crate::engine::coordinator::Counts;
-use crate::engine::watchdog::OnAlarm;
-use crate::error::Error;
+use crate::engine::watchdog::Alarm;
+use crate::error::{EXIT_INTERRUPTED, Error};
 use crate::host::perf::WorkerCounts;
 use crate::metrics::StepMetrics;
 use crate::planner::plan::Plan;
+use crate::simulate::outcome::of_a_large_product;
+use std::fmt;
 use std::path::PathBuf;
 
 /// Who watches a run.
@@ -21,7 +23,7 @@ pub trait Observer {
     /// Of `all` bytes of data `done` are read; `what` is done with them, in words. Comes often, before [`Observer::begin`].
     fn progress(&mut self, _what: &str, _done: u64, _all: u64) {}
     /// Who hears, on another thread, of threads that stand still; nobody by default, and then nothing watches them.
-    fn on_alarm(&mut self) -> Option<OnAlarm> {
+    fn on_alarm(&mut self) -> Option<Box<dyn Fn(Alarm) + Send>> {
         None
     }
 }
@@ -49,6 +51,13 @@ pub struct RunFacts {
     pub max_steps: u64,
     /// Steps between log lines.
     pub logging_steps: u64,
+}
+
+impl RunFacts {
+    /// How the step's `model_tflops` compare with a large product on the GPU, in words; empty where that is not known.
+    pub fn share(&self, step: &StepMetrics) -> String {
+        of_a_large_product(self.matmul_flops.map(|peak| step.model_tflops * 1e12 / peak))
+    }
 }
 
 /// How a run ended.
@@ -86,4 +95,49 @@ pub struct Summary {
     pub lost: Vec<String>,
     /// What ended the run early, or went wrong at its end.
     pub failure: Option<Error>,
+}
+
+impl Summary {
+    /// The process exit code of a run that did not fail: 75 if it was interrupted and can be resumed, else 0.
+    pub fn exit_code(&self) -> i32 {
+        if self.interrupted { EXIT_INTERRUPTED } else { 0 }
+    }
+}
+
+impl fmt::Display for Summary {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.steps_here == 0 && !self.interrupted && self.failure.is_none() {
+            let asked = if self.step == self.max_steps { String::new() } else { format!(", {} were asked for", self.max_steps) };
+            return write!(f, "nothing to do: step {} was already done{asked}", self.step);
+        }
+        let state = match (&self.failure, self.interrupted) {
+            (Some(_), _) => "failed",
+            (None, true) => "interrupted",
+            (None, false) => "done",
+        };
+        write!(f, "{state} at step {} of {} ({} here)", self.step, self.max_steps, self.steps_here)?;
+        if let Some((first, last)) = self.loss {
+            write!(f, "\n  loss          {first:.4} -> {last:.4}")?;
+            write!(f, "\n  speed         {:.0} tokens/s", self.tokens_per_second)?;
+        }
+        let c = self.counts;
+        write!(f, "\n  bucket steps  {} committed, {} clipped, {} skipped; ", c.committed, c.clipped, c.skipped)?;
+        write!(f, "{} speculated, {} of them rolled back", c.speculated, c.rolled_back)?;
+        let (optimizer_ms, copies_ms) = self.exposed_ms;
+        write!(f, "\n  exposed       {optimizer_ms:.0} ms waiting for the optimizer, {copies_ms:.0} ms for copies")?;
+        self.perf.iter().try_for_each(|perf| write!(f, "\n  counters      {perf}"))?;
+        match &self.checkpoint {
+            Some(path) => write!(f, "\n  checkpoint    {}", path.display())?,
+            None if self.steps_here == 0 => write!(f, "\n  checkpoint    none (no step was done)")?,
+            None => write!(f, "\n  checkpoint    none")?,
+        }
+        match &self.metrics {
+            Some(path) => write!(f, "\n  metrics       {}", path.display())?,
+            None => write!(f, "\n  metrics       gone: somebody removed the file")?,
+        }
+        self.lost.iter().try_for_each(|what| write!(f, "\n  lost          {what}"))?;
+        let Some(trace) = &self.trace else { return Ok(()) };
+        let dropped = if self.trace_dropped > 0 { format!(" (full: {} later spans left out)", self.trace_dropped) } else { String::new() };
+        write!(f, "\n  timeline      {}{dropped} (open in ui.perfetto.dev)", trace.display())
+    }
 }

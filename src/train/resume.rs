@@ -177,8 +177,9 @@ fn tell_changed_settings(now: &Value, then: &Value, observer: &mut impl Observer
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::checkpoint::tests::TensorSource;
     use crate::checkpoint::tests::{any_json, forge, places, true_manifest};
-    use crate::checkpoint::{Scheduler, TensorSource, TrainerState, Writer};
+    use crate::checkpoint::{Scheduler, TrainerState, Writer};
     use crate::config::settings::KEYS;
     use crate::data::batch::{Batch, Batches, arrays};
     use crate::data::loader::Loader;

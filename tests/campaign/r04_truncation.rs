@@ -3,7 +3,7 @@
 use crate::harness::*;
 use std::fs;
 use std::path::{Path, PathBuf};
-use superoffload::checkpoint;
+use superoffload::internals::checkpoint;
 
 pub const CAMPAIGN: Campaign = Campaign {
     id: "R4",

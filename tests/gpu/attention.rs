@@ -17,8 +17,8 @@ use super::random::Random;
 use super::report::Outcome;
 use std::io::Write;
 use std::ops::Range;
-use superoffload::device::{AttentionBackward, AttentionForward, AttentionShape};
-use superoffload::dtype::Dtype;
+use superoffload::internals::device::{AttentionBackward, AttentionForward, AttentionShape};
+use superoffload::internals::dtype::Dtype;
 
 const FP32: Dtype = Dtype::Float32;
 

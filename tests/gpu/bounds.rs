@@ -2,7 +2,7 @@
 //! compute the exact value and the second term in f64 from the same inputs, [`Near::admits`] adds the first.
 
 use super::formats::round;
-use superoffload::dtype::Dtype;
+use superoffload::internals::dtype::Dtype;
 
 /// Unit of rounding of fp32: half a unit in the last place of 1. Kernels calculate in fp32.
 pub const U: f64 = 1.0 / (1u64 << 24) as f64;

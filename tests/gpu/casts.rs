@@ -5,8 +5,8 @@ use super::harness::{Case, Want};
 use super::kernels::Suite;
 use super::random::Random;
 use std::io::Write;
-use superoffload::device::{Cast, Poke, Stream, Zero};
-use superoffload::dtype::Dtype;
+use superoffload::internals::device::{Cast, Poke, Stream, Zero};
+use superoffload::internals::dtype::Dtype;
 
 pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
     let pairs = FLOATS.into_iter().flat_map(|from| FLOATS.map(|to| (from, to)));

@@ -6,11 +6,11 @@ use super::kernels::Suite;
 use super::random::Random;
 use super::report::{Missed, Outcome, require};
 use std::io::Write;
-use superoffload::device::{Adam, Cast, DeviceSlice, Stream};
-use superoffload::dtype::Dtype;
-use superoffload::error::{Error, Result};
-use superoffload::memory::MemorySpace;
-use superoffload::optim::adam::{AdamConsts, AdamHyper};
+use superoffload::internals::device::{Adam, Cast, DeviceSlice, Stream};
+use superoffload::internals::dtype::Dtype;
+use superoffload::internals::memory::MemorySpace;
+use superoffload::internals::optim::{AdamConsts, AdamHyper};
+use superoffload::{Error, Result};
 
 /// Rounds of the relay, and int32 elements that each passes on.
 const ROUNDS: usize = 24;

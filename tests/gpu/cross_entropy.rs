@@ -7,8 +7,8 @@ use super::kernels::Suite;
 use super::random::Random;
 use super::report::Outcome;
 use std::io::Write;
-use superoffload::device::{CrossEntropyGrad, CrossEntropyLoss, CrossEntropyStats};
-use superoffload::dtype::Dtype;
+use superoffload::internals::device::{CrossEntropyGrad, CrossEntropyLoss, CrossEntropyStats};
+use superoffload::internals::dtype::Dtype;
 
 const FP32: Dtype = Dtype::Float32;
 

@@ -7,8 +7,8 @@ use super::kernels::Suite;
 use super::random::Random;
 use super::report::Outcome;
 use std::io::Write;
-use superoffload::device::{BiasBackward, Embed, EmbedBackward};
-use superoffload::dtype::Dtype;
+use superoffload::internals::device::{BiasBackward, Embed, EmbedBackward};
+use superoffload::internals::dtype::Dtype;
 
 /// Sequences, their length, channels, vocabulary.
 #[derive(Clone, Copy)]

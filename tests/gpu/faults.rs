@@ -4,11 +4,10 @@ use super::harness::Harness;
 use super::report::{Missed, Outcome, Report, require};
 use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use superoffload::device::*;
-use superoffload::dtype::Dtype;
-use superoffload::error::{Error, Result};
-use superoffload::optim::adam::{AdamConsts, AdamHyper};
-use superoffload::optim::norm::BLOCK;
+use superoffload::internals::device::*;
+use superoffload::internals::dtype::Dtype;
+use superoffload::internals::optim::{AdamConsts, AdamHyper, BLOCK};
+use superoffload::{Error, Result};
 
 const FP32: Dtype = Dtype::Float32;
 

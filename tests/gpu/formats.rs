@@ -1,7 +1,7 @@
 //! Numbers in memory: values are `f32` here and have the device's format only in a buffer.
 
 use half::{bf16, f16};
-use superoffload::dtype::{Dtype, Element};
+use superoffload::internals::dtype::{Dtype, Element};
 
 /// The float formats.
 pub const FLOATS: [Dtype; 3] = [Dtype::Bfloat16, Dtype::Float16, Dtype::Float32];

@@ -7,10 +7,10 @@ use super::bounds::Near;
 use super::formats::{decode, encode, same};
 use super::report::{Missed, Outcome};
 use std::ops::Index;
-use superoffload::device::{DeviceSlice, EventId, Kernels, Stream};
-use superoffload::dtype::Dtype;
-use superoffload::error::{Error, Result};
-use superoffload::host::pinned::{HostMemory, PinnedSlice};
+use superoffload::internals::device::{DeviceSlice, EventId, Kernels, Stream};
+use superoffload::internals::dtype::Dtype;
+use superoffload::internals::host::{HostMemory, PinnedSlice};
+use superoffload::{Error, Result};
 
 const POISON: u8 = 0xff;
 /// Bytes between buffers, which also is their alignment.

@@ -8,8 +8,8 @@ use super::norms::{rms_row, rms_row_backward, rms_rstd};
 use super::random::Random;
 use super::report::Outcome;
 use std::io::Write;
-use superoffload::device::{AttentionShape, QkNorm, QkNormBackward};
-use superoffload::dtype::Dtype;
+use superoffload::internals::device::{AttentionShape, QkNorm, QkNormBackward};
+use superoffload::internals::dtype::Dtype;
 
 const FP32: Dtype = Dtype::Float32;
 /// What [`rms_rstd`] computes with.

@@ -9,7 +9,7 @@ use super::random::Random;
 use super::report::{Outcome, Report};
 use super::{attention, casts, copies, cross_entropy, embed, heads, matmul, norms, optimizer, pointwise, products};
 use std::io::Write;
-use superoffload::dtype::Dtype;
+use superoffload::internals::dtype::Dtype;
 
 /// What cases need: the devices, and somewhere to tell.
 pub struct Suite<'a, W: Write> {

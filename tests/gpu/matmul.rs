@@ -7,8 +7,8 @@ use super::kernels::{Suite, parallel};
 use super::random::Random;
 use super::report::Outcome;
 use std::io::Write;
-use superoffload::device::{Matmul, MatmulLayout, MatmulShape};
-use superoffload::dtype::Dtype;
+use superoffload::internals::device::{Matmul, MatmulLayout, MatmulShape};
+use superoffload::internals::dtype::Dtype;
 
 /// m, n, k: one element, odd sizes, tails of tiles, the widths and depths of real models, a part of a vocabulary.
 const SIZES: [(usize, usize, usize); 10] = [

@@ -9,8 +9,8 @@ use super::kernels::{Suite, parallel};
 use super::random::Random;
 use super::report::Outcome;
 use std::io::Write;
-use superoffload::device::{LayerNorm, LayerNormBackward, RmsNorm, RmsNormBackward};
-use superoffload::dtype::Dtype;
+use superoffload::internals::device::{LayerNorm, LayerNormBackward, RmsNorm, RmsNormBackward};
+use superoffload::internals::dtype::Dtype;
 
 const FP32: Dtype = Dtype::Float32;
 const EPS: f32 = 1e-5;

@@ -6,10 +6,9 @@ use super::kernels::Suite;
 use super::random::Random;
 use super::report::Outcome;
 use std::io::Write;
-use superoffload::device::{Adam, GradNormPartials};
-use superoffload::dtype::Dtype;
-use superoffload::optim::adam::{AdamConsts, AdamHyper};
-use superoffload::optim::norm::BLOCK;
+use superoffload::internals::device::{Adam, GradNormPartials};
+use superoffload::internals::dtype::Dtype;
+use superoffload::internals::optim::{AdamConsts, AdamHyper, BLOCK};
 
 const FP32: Dtype = Dtype::Float32;
 

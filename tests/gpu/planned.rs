@@ -1,10 +1,9 @@
 //! What a plan counts, and what an engine took: every class, to the byte.
 
 use std::collections::BTreeMap;
-use superoffload::device::footprint::gpu::RING_CHUNK_BYTES;
-use superoffload::device::{DeviceKind, Kernels};
-use superoffload::engine::executor::Engine;
-use superoffload::model::activations::ActivationPlan;
+use superoffload::internals::device::{DeviceKind, Kernels, RING_CHUNK_BYTES};
+use superoffload::internals::engine::Engine;
+use superoffload::internals::model::ActivationPlan;
 
 /// On the device: what an allocation is called, and the class that counts it. Activations have the names of their own plan.
 const ON_DEVICE: [(&str, &str); 14] = [

@@ -6,8 +6,8 @@ use super::kernels::Suite;
 use super::random::Random;
 use super::report::Outcome;
 use std::io::Write;
-use superoffload::device::{AttentionShape, Gelu, GeluBackward, Rope, Swiglu, SwigluBackward};
-use superoffload::dtype::Dtype;
+use superoffload::internals::device::{AttentionShape, Gelu, GeluBackward, Rope, Swiglu, SwigluBackward};
+use superoffload::internals::dtype::Dtype;
 
 /// Rows and columns: one element, odd tails, the widths of real models.
 const MATRICES: [(usize, usize); 9] = [(1, 1), (3, 7), (1, 1023), (65, 33), (5, 64), (7, 2560), (3, 4096), (3, 9728), (67, 515)];

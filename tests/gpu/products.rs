@@ -10,11 +10,10 @@ use super::report::{Outcome, require};
 use half::bf16;
 use std::io::Write;
 use std::path::Path;
-use superoffload::device::{DeviceSlice, Matmul, MatmulLayout, MatmulShape, Stream};
-use superoffload::dtype::Dtype;
-use superoffload::error::Result;
-use superoffload::model::presets;
-use superoffload::model::products::products;
+use superoffload::Result;
+use superoffload::internals::device::{DeviceSlice, Matmul, MatmulLayout, MatmulShape, Stream};
+use superoffload::internals::dtype::Dtype;
+use superoffload::internals::model::{presets, products};
 
 /// Models and tokens of a micro-batch.
 const WORKLOADS: [(&str, usize); 4] = [("qwen3-4b", 4 * 4096), ("llama-8b", 4 * 4096), ("gpt-5b", 8 * 1024), ("qwen3-14b", 4 * 4096)];

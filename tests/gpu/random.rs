@@ -3,7 +3,7 @@
 use super::formats::round;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
-use superoffload::dtype::Dtype;
+use superoffload::internals::dtype::Dtype;
 
 /// Where formats and formulas break.
 const SPECIAL: [f32; 16] = [

@@ -4,7 +4,7 @@ use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::time::Instant;
-use superoffload::error::Error;
+use superoffload::Error;
 
 /// What a case gives when it passes: its largest error as a part of the bound, 0 where bits are compared.
 pub type Outcome = Result<f64, Missed>;

@@ -21,7 +21,7 @@ const FLOORS: [&[&str]; 13] = [
     &["search"],
     &["launch"],
     &["bench", "doctor", "probe", "train"],
-    &["lib"],
+    &["commands", "internals", "lib"],
     &["main"],
 ];
 

@@ -9,15 +9,11 @@ use microbench::values;
 use serde_json::{Value, json};
 use std::fmt;
 use std::time::Instant;
-use superoffload::dtype::Dtype;
-use superoffload::error::{Error, Result};
-use superoffload::hardware::topology::Topology;
-use superoffload::host::affinity::Placement;
-use superoffload::host::memory_policy::HugePagesChoice;
-use superoffload::host::resctrl_group::ResctrlGroup;
-use superoffload::host::wakeup::{Latency, WakeUp};
-use superoffload::optim::norm::BLOCK;
-use superoffload::optim::simd::{AdamKernels, Grads, Isa, Weights};
+use superoffload::internals::dtype::Dtype;
+use superoffload::internals::hardware::Topology;
+use superoffload::internals::host::{HugePagesChoice, Latency, Placement, ResctrlGroup, WakeUp};
+use superoffload::internals::optim::{AdamKernels, BLOCK, Grads, Isa, Weights};
+use superoffload::{Error, Result};
 
 /// Measures the host.
 #[derive(Parser, serde::Serialize)]

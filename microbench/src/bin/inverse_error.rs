@@ -9,10 +9,9 @@ use microbench::facts::Facts;
 use microbench::values;
 use serde_json::{Value, json};
 use std::fmt;
-use superoffload::error::Result;
-use superoffload::hardware::topology::Topology;
-use superoffload::optim::adam::{AdamConsts, AdamHyper, AdamState, AdamStep};
-use superoffload::optim::simd::{AdamKernels, Grads, Isa, Weights};
+use superoffload::Result;
+use superoffload::internals::hardware::Topology;
+use superoffload::internals::optim::{AdamConsts, AdamHyper, AdamKernels, AdamState, AdamStep, Grads, Isa, Weights};
 
 /// Measures the error of the algebraic rollback.
 #[derive(Parser, serde::Serialize)]

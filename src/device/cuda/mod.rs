@@ -33,7 +33,6 @@ use driver::{RawEvent, RawStream, Registered, priorities};
 use error::check;
 use gemm::Gemm;
 use graph::GraphExec;
-pub use graph::GraphId;
 use libraries::Libraries;
 use modules::Modules;
 use ring::Ring;

@@ -1,7 +1,8 @@
 use super::safetensors::TensorFile;
 use super::*;
 use crate::checkpoint::export::{Options, export, export_checkpoint};
-use crate::checkpoint::{SavedLossScale, Scheduler, TensorSource, TrainerState, save};
+use crate::checkpoint::tests::{TensorSource, save};
+use crate::checkpoint::{SavedLossScale, Scheduler, TrainerState};
 use crate::disk::faults::{self, Mode};
 use crate::dtype::{Dtype, Element};
 use crate::model::shape::ModelShape;

@@ -3,15 +3,12 @@
 use crate::limits::{Limit, Limits};
 use microbench::facts::{Facts, join};
 use serde_json::{Value, json};
-use superoffload::device::Kernels;
-use superoffload::error::{Error, Result};
-use superoffload::hardware::topology::Topology;
-use superoffload::host::pinned::{HostMemory, PinnedSlice};
-use superoffload::memory::Addressing;
-use superoffload::probe::kernels::Small;
-use superoffload::probe::samples::Samples;
-use superoffload::probe::states::States;
-use superoffload::probe::timer::Timer;
+use superoffload::internals::device::Kernels;
+use superoffload::internals::hardware::Topology;
+use superoffload::internals::host::{HostMemory, PinnedSlice};
+use superoffload::internals::memory::Addressing;
+use superoffload::internals::probe::{Samples, States, Timer, kernels::Small};
+use superoffload::{Error, Result};
 
 /// How large and how long.
 #[derive(Clone, Copy, Debug)]

@@ -6,13 +6,11 @@ use half::bf16;
 use microbench::facts::join;
 use microbench::fill;
 use serde_json::{Value, json};
-use superoffload::device::{Cast, Device, DeviceSlice, EventId, Kernels, Stream, Zero};
-use superoffload::dtype::Dtype;
-use superoffload::engine::pool::Pool;
-use superoffload::error::Result;
-use superoffload::probe::samples::Samples;
-use superoffload::probe::timer::Timer;
-use superoffload::probe::workers::Workers;
+use superoffload::Result;
+use superoffload::internals::device::{Cast, Device, DeviceSlice, EventId, Kernels, Stream, Zero};
+use superoffload::internals::dtype::Dtype;
+use superoffload::internals::engine::Pool;
+use superoffload::internals::probe::{Samples, Timer, Workers};
 
 /// The smallest tensor, in fp32.
 const SMALLEST_BYTES: usize = 1 << 20;

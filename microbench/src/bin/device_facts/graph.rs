@@ -5,12 +5,11 @@ use crate::latency::report;
 use crate::optimizer::is_all;
 use half::bf16;
 use microbench::fill;
-use superoffload::device::cuda::CudaDevice;
-use superoffload::device::{Cast, Device, DeviceSlice, Launch, Stream};
-use superoffload::dtype::Dtype;
-use superoffload::error::Result;
-use superoffload::host::pinned::PinnedSlice;
-use superoffload::probe::samples::Samples;
+use superoffload::Result;
+use superoffload::internals::device::{Cast, Device, DeviceSlice, Launch, Stream, cuda::CudaDevice};
+use superoffload::internals::dtype::Dtype;
+use superoffload::internals::host::PinnedSlice;
+use superoffload::internals::probe::Samples;
 
 /// Kernels of a small graph and of a large one.
 const KERNELS: [usize; 2] = [16, 256];

@@ -5,14 +5,14 @@ use crate::optimizer::is_all;
 use half::bf16;
 use microbench::fill;
 use serde_json::json;
-use superoffload::device::{Cast, DeviceSlice, GradNormPartials, Kernels, Stream};
-use superoffload::dtype::Dtype;
-use superoffload::engine::verdict::Verdict;
-use superoffload::error::Result;
-use superoffload::host::pinned::{HostMemory, PinnedSlice};
-use superoffload::optim::norm::{BLOCK, fold};
-use superoffload::probe::samples::Samples;
-use superoffload::units::NormSq;
+use superoffload::Result;
+use superoffload::internals::device::{Cast, DeviceSlice, GradNormPartials, Kernels, Stream};
+use superoffload::internals::dtype::Dtype;
+use superoffload::internals::engine::Verdict;
+use superoffload::internals::host::{HostMemory, PinnedSlice};
+use superoffload::internals::optim::{BLOCK, fold};
+use superoffload::internals::probe::Samples;
+use superoffload::internals::units::NormSq;
 
 /// Events from stream to stream in a sample.
 const HOPS: usize = 64;

@@ -1,14 +1,11 @@
 //! What the machine could do at best: each case is told how much of that it gets.
 
 use microbench::facts::Facts;
-use superoffload::error::Result;
-use superoffload::hardware::gpu::GpuFacts;
-use superoffload::hardware::topology::Topology;
-use superoffload::host::affinity::workers_beside_others;
-use superoffload::memory::Addressing;
-use superoffload::probe::kernels::Small;
-use superoffload::probe::states::{States, Triad};
-use superoffload::probe::workers::Workers;
+use superoffload::Result;
+use superoffload::internals::hardware::{GpuFacts, Topology};
+use superoffload::internals::host::workers_beside_others;
+use superoffload::internals::memory::Addressing;
+use superoffload::internals::probe::{States, Triad, Workers, kernels::Small};
 
 /// A rate that cannot be exceeded, or the best one known.
 #[derive(Clone, Debug)]

@@ -5,13 +5,12 @@ use crate::load::CopyLoad;
 use microbench::facts::join;
 use microbench::{fill, fill_from, values};
 use serde_json::{Value, json};
-use superoffload::device::{Device, DeviceSlice, Kernels, Stream, Zero};
-use superoffload::dtype::Dtype;
-use superoffload::error::Result;
-use superoffload::host::pinned::{HostMemory, PinnedSlice};
-use superoffload::memory::{Addressing, MemorySpace};
-use superoffload::probe::copies::Way;
-use superoffload::probe::samples::Samples;
+use superoffload::Result;
+use superoffload::internals::device::{Device, DeviceSlice, Kernels, Stream, Zero};
+use superoffload::internals::dtype::Dtype;
+use superoffload::internals::host::{HostMemory, PinnedSlice};
+use superoffload::internals::memory::{Addressing, MemorySpace};
+use superoffload::internals::probe::{Samples, Way};
 
 /// The smallest copy.
 const SMALLEST_BYTES: usize = 4 << 10;

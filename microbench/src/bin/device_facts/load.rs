@@ -1,11 +1,10 @@
 //! What runs beside a case.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use superoffload::error::Result;
-use superoffload::hardware::topology::Topology;
-use superoffload::host::pool::Job;
-use superoffload::probe::states::States;
-use superoffload::probe::workers::Workers;
+use superoffload::Result;
+use superoffload::internals::hardware::Topology;
+use superoffload::internals::host::Job;
+use superoffload::internals::probe::{States, Workers};
 
 /// Beside what a copy runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -17,23 +17,18 @@ use clap::{Parser, ValueEnum};
 use limits::Limits;
 use load::small_caches;
 use microbench::facts::Facts;
-use superoffload::config::options::DeviceChoice;
-use superoffload::config::settings::Settings;
-use superoffload::device::cpu::{CpuDevice, Schedule};
-use superoffload::device::cuda::{CudaDevice, CudaOptions};
-use superoffload::device::{Attention, Kernels};
-use superoffload::dtype::Dtype;
-use superoffload::error::Result;
-use superoffload::hardware::topology::Topology;
-use superoffload::host::pinned::HostMemory;
-use superoffload::launch::devices;
-use superoffload::memory::Addressing;
-use superoffload::memory::DeviceMemory;
-use superoffload::probe::kernels;
-use superoffload::probe::product::Product;
-use superoffload::probe::states::States;
-use superoffload::probe::timer::Timer;
-use superoffload::probe::workers::memory_policy;
+use superoffload::internals::config::DeviceChoice;
+use superoffload::internals::device::{
+    Attention, CpuDevice, Kernels, Schedule,
+    cuda::{CudaDevice, CudaOptions},
+};
+use superoffload::internals::dtype::Dtype;
+use superoffload::internals::hardware::Topology;
+use superoffload::internals::host::HostMemory;
+use superoffload::internals::launch::devices;
+use superoffload::internals::memory::{Addressing, DeviceMemory};
+use superoffload::internals::probe::{Product, States, Timer, kernels, memory_policy};
+use superoffload::{Result, Settings};
 
 /// What is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize)]

@@ -5,16 +5,13 @@ use crate::bench::DeviceBench;
 use microbench::fill;
 use std::ops::Range;
 use std::sync::Arc;
-use superoffload::bucket::slot::Slot;
-use superoffload::device::Kernels;
-use superoffload::dtype::Dtype;
-use superoffload::engine::coordinator::{GradUpdate, Update, Work};
-use superoffload::engine::step_job::{HostState, Segment, SlotMemory, StepJob, StepMemory};
-use superoffload::error::Result;
-use superoffload::host::pinned::{HostMemory, PinnedSlice};
-use superoffload::host::pool::Job;
-use superoffload::optim::adam::{AdamConsts, AdamElement, AdamHyper, AdamStep};
-use superoffload::optim::simd::{AdamKernels, Isa};
+use superoffload::Result;
+use superoffload::internals::bucket::Slot;
+use superoffload::internals::device::Kernels;
+use superoffload::internals::dtype::Dtype;
+use superoffload::internals::engine::{GradUpdate, HostState, Segment, SlotMemory, StepJob, StepMemory, Update, Work};
+use superoffload::internals::host::{HostMemory, Job, PinnedSlice};
+use superoffload::internals::optim::{AdamConsts, AdamElement, AdamHyper, AdamKernels, AdamStep, Isa};
 
 /// The gradient of every parameter: the same in bf16.
 pub const GRAD: f32 = 1.0 / 64.0;
@@ -192,7 +189,7 @@ unsafe impl Job for HostJob {
 mod tests {
     use super::*;
     use half::bf16;
-    use superoffload::host::pool::run_alone;
+    use superoffload::internals::host::run_alone;
 
     #[test]
     fn widening_keeps_the_number() {

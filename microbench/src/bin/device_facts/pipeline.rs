@@ -5,13 +5,11 @@ use crate::optimizer::{GRAD, HostJob, Optimizer, is_all};
 use half::bf16;
 use microbench::fill;
 use serde_json::json;
-use superoffload::device::{Device, DeviceSlice, EventId, Kernels, Stream};
-use superoffload::dtype::Dtype;
-use superoffload::engine::pool::Pool;
-use superoffload::error::Result;
-use superoffload::probe::samples::Samples;
-use superoffload::probe::timer::Timer;
-use superoffload::probe::workers::Workers;
+use superoffload::Result;
+use superoffload::internals::device::{Device, DeviceSlice, EventId, Kernels, Stream};
+use superoffload::internals::dtype::Dtype;
+use superoffload::internals::engine::Pool;
+use superoffload::internals::probe::{Samples, Timer, Workers};
 
 /// Bytes of a bucket's bf16 gradients: the smallest; they double.
 const SMALLEST_BYTES: usize = 1 << 20;

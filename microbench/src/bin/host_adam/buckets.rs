@@ -4,15 +4,12 @@
 use half::bf16;
 use microbench::{fill_from, values};
 use std::sync::Arc;
-use superoffload::bucket::slot::Slot;
-use superoffload::dtype::Dtype;
-use superoffload::engine::coordinator::{GradUpdate, Update, Work};
-use superoffload::engine::step_job::{HostState, Segment, SlotMemory, StepJob, StepMemory};
-use superoffload::error::{Error, Result};
-use superoffload::host::pinned::HostMemory;
-use superoffload::host::pool::Job;
-use superoffload::optim::adam::AdamHyper;
-use superoffload::optim::simd::{AdamKernels, Isa};
+use superoffload::internals::bucket::Slot;
+use superoffload::internals::dtype::Dtype;
+use superoffload::internals::engine::{GradUpdate, HostState, Segment, SlotMemory, StepJob, StepMemory, Update, Work};
+use superoffload::internals::host::{HostMemory, Job};
+use superoffload::internals::optim::{AdamHyper, AdamKernels, Isa};
+use superoffload::{Error, Result};
 
 /// A pass of the pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Serialize)]

@@ -20,13 +20,10 @@ use microbench::hog::Hog;
 use microbench::run::{Setting, host_memory, run};
 use microbench::stream::{ArrayKernel, Arrays};
 use row::{HEADER, Row};
-use superoffload::error::{Error, Result};
-use superoffload::hardware::topology::Topology;
-use superoffload::host::memory_policy::HugePagesChoice;
-use superoffload::host::pinned::HostMemory;
-use superoffload::host::pool::Job;
-use superoffload::host::resctrl_group::ResctrlGroup;
-use superoffload::optim::simd::{AdamKernels, Isa, Stores};
+use superoffload::internals::hardware::Topology;
+use superoffload::internals::host::{HostMemory, HugePagesChoice, Job, ResctrlGroup};
+use superoffload::internals::optim::{AdamKernels, Isa, Stores};
+use superoffload::{Error, Result};
 
 /// Measures the optimizer's pool.
 #[derive(Parser, serde::Serialize)]

@@ -1,0 +1,174 @@
+//! The commands that people give, each as one function: what the command line calls, and what another front end would.
+//!
+//! `tell` is given lines for people on the way; one that begins with `warning: ` says that something is not as it should be.
+
+use crate::bench::options::StepOptions;
+use crate::bench::record::RecordFile;
+use crate::bench::simulate::{Simulation, profile};
+use crate::bench::step::StepBench;
+use crate::checkpoint;
+use crate::checkpoint::digest::digest_checkpoint;
+use crate::checkpoint::export::{MAX_SHARD_BYTES, Options, export_checkpoint};
+use crate::config::aliases;
+use crate::config::settings::{Settings, TrainOptions};
+use crate::doctor::{self, Probes};
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
+use crate::hardware::limits;
+use crate::hardware::profile::Profile;
+use crate::hardware::topology::Topology;
+use crate::launch::context::check_context;
+use crate::model::presets;
+use crate::optim::simd::Isa;
+use crate::planner::machine::Machine;
+use crate::probe::{self, ProbeOptions};
+use crate::search::SearchQuery;
+use crate::search::report::SearchReport;
+use crate::signals;
+use serde::Serialize;
+use std::ffi::OsString;
+use std::fmt::Display;
+use std::path::{Path, PathBuf};
+
+/// What `export` can be told.
+#[derive(clap::Args, Clone, Debug)]
+pub struct ExportOptions {
+    /// A checkpoint, or an output directory whose newest good checkpoint is taken.
+    pub dir: PathBuf,
+
+    /// The directory to write; must not exist or be empty.
+    pub out: PathBuf,
+
+    /// Largest shard in MB (10^6 bytes) [default: 5000].
+    #[arg(long, value_name = "MB")]
+    pub max_shard_mb: Option<u64>,
+
+    /// Format of the weights; auto is as config.json says, else float32.
+    #[arg(long, value_enum, default_value_t = ExportDtype::Auto)]
+    pub dtype: ExportDtype,
+}
+
+/// Formats of exported weights.
+#[derive(Clone, Copy, Debug, clap::ValueEnum)]
+pub enum ExportDtype {
+    Auto,
+    Float32,
+    Bfloat16,
+}
+
+/// What a process does first: it sees whether its memory limits leave room to start, and lets a write beyond the file size limit fail
+/// instead of ending it.
+///
+/// # Errors
+/// `Resource` with the limit that is too low, or when the system refuses a signal handler.
+pub fn prepare_process() -> Result<()> {
+    signals::outlive_file_size_limit()?;
+    limits::check_memory_limits()
+}
+
+/// Spells `args`, the arguments of `command` with the program's name first, as its parser knows them: names of Hugging Face, TRL, axolotl
+/// and LLaMA-Factory are understood. `tell` is given a line for each flag that means nothing here.
+///
+/// # Errors
+/// `Usage` with the flag to use for one that another program has and this one has not.
+pub fn respell(command: &clap::Command, args: Vec<OsString>, tell: &mut dyn FnMut(&dyn Display)) -> Result<Vec<OsString>> {
+    let rewritten = aliases::rewrite(command, args)?;
+    rewritten.ignored.iter().for_each(|line| tell(&format_args!("ignored: {line}")));
+    Ok(rewritten.args)
+}
+
+/// Chooses how to train a model, a directory, a `config.json` or a shipped name, on the machine that `options` name: does it fit, how
+/// fast, what binds, what else there is. With `tokens_per_step` micro-batches are chosen, too.
+///
+/// # Errors
+/// `Usage` that names what makes no sense; `Resource` when nothing fits, with the smallest change that would.
+pub fn plan(
+    model: &Path,
+    tokens_per_step: Option<usize>,
+    options: TrainOptions,
+    tell: &mut dyn FnMut(&dyn Display),
+) -> Result<impl Display + Serialize + use<>> {
+    let profile = profile(&options, tell)?;
+    let (settings, shape) = (Settings::resolve_over(Settings::default(), options)?, presets::shape("model", model)?);
+    check_context(&settings, &shape, model)?.iter().for_each(|line| tell(&format_args!("warning: {line}")));
+    let machine = Machine::of(&profile);
+    let query = SearchQuery { settings: &settings, tokens_per_step, shape: &shape, machine: &machine };
+    SearchReport::of(query, &model.display().to_string(), &profile)
+}
+
+/// Times training steps on random weights and tokens. `options.out`, if there is one, gets the record as a line of JSON.
+///
+/// # Errors
+/// `Usage` that names what makes no sense; whatever is missing or too large; `Io` when a file cannot be written.
+pub fn bench_step(options: StepOptions, tell: &mut dyn FnMut(&dyn Display)) -> Result<impl Display + Serialize + use<>> {
+    let out = options.out.clone();
+    let bench = StepBench::new(options)?;
+    let file = out.as_deref().map(RecordFile::open).transpose()?;
+    let record = bench.run(tell)?;
+    // Told before it is written: no failure of a file loses what was measured.
+    tell(&format_args!("\n{record}"));
+    file.map_or(Ok(()), |mut file| file.append(&record))?;
+    Ok(record)
+}
+
+/// Times steps on the machine that `options` name, which need not be here. `options.out`, if there is one, gets the record as a line of JSON.
+///
+/// # Errors
+/// As [`bench_step`]; `Resource` when the steps do not fit that machine, with what would.
+pub fn simulate(options: StepOptions, tell: &mut dyn FnMut(&dyn Display)) -> Result<impl Display + Serialize + use<>> {
+    let out = options.out.clone();
+    let profile = profile(&options.train, tell)?;
+    let simulation = Simulation::new(options, profile)?;
+    let file = out.as_deref().map(RecordFile::open).transpose()?;
+    let record = simulation.run()?;
+    file.map_or(Ok(()), |mut file| file.append(&record))?;
+    Ok(record)
+}
+
+/// Measures this machine, and writes its profile where `options` say.
+///
+/// # Errors
+/// `Usage` and `Io` for a file that cannot be written; whatever cannot be had; `Resource` naming a number that came out as nonsense.
+pub fn probe(options: &ProbeOptions, tell: &mut dyn FnMut(&dyn Display)) -> Result<Profile> {
+    let file = options.file()?;
+    let profile = probe::run(options, tell)?;
+    // What was measured is not lost with its file.
+    file.map_or(Ok(()), |file| file.write(&profile)).inspect_err(|_| tell(&profile.table()))?;
+    Ok(profile)
+}
+
+/// What this machine is, and what would make it faster: lines for people.
+pub fn doctor() -> String {
+    let topology = Topology::this_machine();
+    let probes = Probes::this_machine(&topology);
+    doctor::report(&topology, &Isa::detect().to_string(), &probes, Path::new("/sys/fs/resctrl"))
+}
+
+/// The digest of a checkpoint, and its directory: the same digest, the same bits. `dir` is a checkpoint, or an output directory whose
+/// newest good checkpoint is taken.
+///
+/// # Errors
+/// `Format` when there is no good checkpoint; `Io` when it cannot be read.
+pub fn digest(dir: &Path, tell: &mut dyn FnMut(&dyn Display)) -> Result<(PathBuf, String)> {
+    let (checkpoint, warnings) = checkpoint::find(dir)?;
+    warnings.iter().for_each(|line| tell(&format_args!("warning: {line}")));
+    let digest = digest_checkpoint(&checkpoint)?;
+    Ok((checkpoint, digest))
+}
+
+/// Writes a checkpoint as a Hugging Face model directory; what it gives says in words what was exported.
+///
+/// # Errors
+/// `Usage` for a shard of no bytes; otherwise no good checkpoint, an `out` that is not empty, or a file that cannot be written.
+pub fn export(options: &ExportOptions, tell: &mut dyn FnMut(&dyn Display)) -> Result<impl Display + use<>> {
+    let dtype = match options.dtype {
+        ExportDtype::Auto => None,
+        ExportDtype::Float32 => Some(Dtype::Float32),
+        ExportDtype::Bfloat16 => Some(Dtype::Bfloat16),
+    };
+    let bytes = |mb: u64| mb.checked_mul(1_000_000).filter(|&b| b > 0).ok_or_else(|| Error::usage("--max-shard-mb: expected 1 or more"));
+    let max_shard_bytes = options.max_shard_mb.map_or(Ok(MAX_SHARD_BYTES), bytes)?;
+    let exported = export_checkpoint(&options.dir, &options.out, Options { dtype, max_shard_bytes })?;
+    exported.warnings.iter().for_each(|line| tell(&format_args!("warning: {line}")));
+    Ok(format!("exported step {} of {} to {}", exported.step, exported.checkpoint.display(), options.out.display()))
+}

@@ -1,0 +1,142 @@
+//! The hidden door: what this repository's tests, microbenchmarks and fuzzers need of the library besides its face.
+//!
+//! Nothing here is promised: names come and go with the code behind them. An item stands here by name, so that the compiler says when
+//! nobody reaches it any more.
+
+pub mod bucket {
+    pub use crate::bucket::layout::{BucketLayout, Tier};
+    pub use crate::bucket::slot::Slot;
+}
+
+pub mod checkpoint {
+    pub use crate::checkpoint::digest::{StateDigest, digest_checkpoint};
+    pub use crate::checkpoint::{open, verify};
+}
+
+pub mod config {
+    pub use crate::config::options::DeviceChoice;
+    pub mod file {
+        pub use crate::config::file::load;
+    }
+}
+
+pub mod data {
+    pub use crate::data::batch::{Batch, Batches};
+    pub use crate::data::loader::{DataPosition, Loader};
+    pub use crate::data::packing::Dataset;
+    pub use crate::data::preparation::Preparation;
+    pub use crate::data::tokenizer::{AddBos, Tokenizer};
+}
+
+pub mod device {
+    pub use crate::device::cpu::{CpuDevice, Schedule};
+    pub use crate::device::footprint::gpu::RING_CHUNK_BYTES;
+    pub use crate::device::{
+        Adam, AttentionBackward, AttentionForward, AttentionShape, BiasBackward, Cast, CrossEntropyGrad, CrossEntropyLoss,
+        CrossEntropyStats, Embed, EmbedBackward, Gelu, GeluBackward, GradNormPartials, LayerNorm, LayerNormBackward, Matmul, MatmulLayout,
+        MatmulShape, Poke, QkNorm, QkNormBackward, RmsNorm, RmsNormBackward, Rope, Swiglu, SwigluBackward, Zero,
+    };
+    pub use crate::device::{Attention, Device, DeviceKind, DeviceSlice, EventId, Kernel, Kernels, Launch, Stream};
+    #[cfg(feature = "cuda")]
+    pub mod cuda {
+        pub use crate::device::cuda::{CudaDevice, CudaOptions, free_bytes, probe};
+    }
+}
+
+pub mod dtype {
+    pub use crate::dtype::{Dtype, Element};
+}
+
+pub mod engine {
+    pub use crate::engine::coordinator::{Counts, GradUpdate, Update, Work};
+    pub use crate::engine::executor::{Engine, StepReport};
+    pub use crate::engine::pool::Pool;
+    pub use crate::engine::step_job::{HostState, Segment, SlotMemory, StepJob, StepMemory};
+    pub use crate::engine::verdict::Verdict;
+    pub use crate::engine::watchdog::Watchdog;
+}
+
+pub mod facts {
+    pub use crate::facts::{BuildFacts, MachineFacts};
+}
+
+pub mod hardware {
+    pub use crate::hardware::gpu::GpuFacts;
+    pub use crate::hardware::topology::Topology;
+}
+
+pub mod host {
+    pub use crate::host::affinity::{Placement, name_and_pin, workers_beside_others};
+    pub use crate::host::doorbell::Doorbell;
+    pub use crate::host::memory_policy::{HugePagesChoice, MemoryPolicy};
+    #[cfg(feature = "mpam")]
+    pub use crate::host::partition::join_optimizer;
+    pub use crate::host::pinned::{HostMemory, PinnedSlice, RING_GRAIN_BYTES};
+    pub use crate::host::pool::{Call, Job, Threads, run_alone};
+    pub use crate::host::resctrl_group::ResctrlGroup;
+    pub use crate::host::wakeup::{Latency, WakeUp};
+}
+
+pub mod launch {
+    pub use crate::launch::engine::cpu_engine;
+    #[cfg(feature = "cuda")]
+    pub use crate::launch::engine::gpu_engine;
+    pub mod devices {
+        pub use crate::launch::devices::choose;
+    }
+}
+
+pub mod memory {
+    pub use crate::memory::{Addressing, DeviceMemory, MemorySpace, RingShape};
+}
+
+pub mod metrics {
+    pub use crate::metrics::rss_bytes;
+}
+
+pub mod model {
+    pub use crate::model::activations::{ActivationPlan, LossTile};
+    pub use crate::model::init::init_tensor;
+    pub use crate::model::products::products;
+    pub use crate::model::shape::ModelShape;
+    pub use crate::model::tensors::{Module, TensorSpec, TensorTable};
+    pub use crate::model::weights::ModelWeights;
+    pub mod presets {
+        pub use crate::model::presets::shape;
+    }
+}
+
+pub mod model_dir {
+    pub use crate::model_dir::ModelDir;
+}
+
+pub mod optim {
+    pub use crate::optim::StatePart;
+    pub use crate::optim::adam::{AdamConsts, AdamElement, AdamHyper, AdamState, AdamStep};
+    pub use crate::optim::norm::{BLOCK, fold};
+    pub use crate::optim::simd::{AdamKernels, Grads, Isa, Stores, Weights};
+}
+
+pub mod planner {
+    pub use crate::planner::machine::Machine;
+}
+
+pub mod probe {
+    pub use crate::probe::copies::Way;
+    pub use crate::probe::product::Product;
+    pub use crate::probe::samples::Samples;
+    pub use crate::probe::states::{States, Triad};
+    pub use crate::probe::timer::Timer;
+    pub use crate::probe::workers::{Workers, memory_policy};
+    pub mod kernels {
+        pub use crate::probe::kernels::{Small, measure};
+    }
+}
+
+pub mod trace {
+    pub use crate::trace::Recorder;
+}
+
+pub mod units {
+    pub use crate::units::NormSq;
+}
