@@ -1,7 +1,7 @@
 //! What `superoffload doctor` prints: the machine as the engine sees it, one fact a line, and what would make it faster.
 
-pub mod gpu;
-pub mod products;
+pub(crate) mod gpu;
+pub(crate) mod products;
 
 use crate::error::Result;
 use crate::hardware::cpu_list::CpuList;
@@ -23,7 +23,7 @@ const NAME_CHARS: usize = 24;
 
 /// What is tried, not read.
 #[derive(Debug)]
-pub struct Probes {
+pub(crate) struct Probes {
     /// Whether there is a GPU, and what opens it.
     pub gpu: GpuReport,
     /// How cuBLASLt computes the products of known models, where there is a GPU to ask.
@@ -36,7 +36,7 @@ pub struct Probes {
 
 impl Probes {
     /// Tries it all on this machine, whose CPUs `topology` knows: about a second.
-    pub fn this_machine(topology: &Topology) -> Self {
+    pub(crate) fn this_machine(topology: &Topology) -> Self {
         let workers = workers(topology);
         let wake_up = WakeUp::measure(workers, Placement::on(topology, workers));
         let gpu = GpuReport::this_machine();
@@ -53,7 +53,7 @@ fn workers(topology: &Topology) -> usize {
 /// The report on `topology`, lines of `name: value` and a last section of advice. `isa` is what the optimizer's kernels
 /// run on (`avx512`, `avx2`, `scalar`); `probes` is what was tried; `resctrl_root` is where to look for partitions, normally
 /// `/sys/fs/resctrl`.
-pub fn report(topology: &Topology, isa: &str, probes: &Probes, resctrl_root: &Path) -> String {
+pub(crate) fn report(topology: &Topology, isa: &str, probes: &Probes, resctrl_root: &Path) -> String {
     let partitions = Partitions::discover(topology, resctrl_root);
     let mut lines: Vec<String> = facts(topology, isa, probes, &partitions).into_iter().map(|(name, value)| line(name, &value)).collect();
     lines.push("\nwould make it faster:".into());

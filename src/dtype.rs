@@ -122,7 +122,7 @@ impl Element for f16 {
 }
 
 /// Index of the first value that is infinite or NaN. One pass of vector instructions while there is none.
-pub fn first_nonfinite(values: &[f32]) -> Option<usize> {
+pub(crate) fn first_nonfinite(values: &[f32]) -> Option<usize> {
     let exponents = values.iter().fold(0, |largest, x| (x.to_bits() & f32::INFINITY.to_bits()).max(largest));
     if exponents == f32::INFINITY.to_bits() { values.iter().position(|x| !x.is_finite()) } else { None }
 }

@@ -4,7 +4,7 @@ use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
 /// Exit code of a run that was interrupted and can be resumed: EX_TEMPFAIL.
-pub const EXIT_INTERRUPTED: i32 = 75;
+pub(crate) const EXIT_INTERRUPTED: i32 = 75;
 
 /// Result of everything in this crate that can fail.
 pub type Result<T> = std::result::Result<T, Error>;

@@ -18,7 +18,7 @@ pub struct BuildFacts {
     /// Version of the package.
     pub version: &'static str,
     /// The commit, as the build found it in the clone or was told by `SUPEROFFLOAD_COMMIT`.
-    pub git_commit: Option<&'static str>,
+    pub(crate) git_commit: Option<&'static str>,
     /// Cargo features that were on.
     pub features: Vec<&'static str>,
     /// With optimizations and without debug assertions.
@@ -53,19 +53,19 @@ pub struct MachineFacts {
     /// Name of the CPU.
     pub cpu: Option<String>,
     /// `x86_64`, `aarch64`.
-    pub arch: &'static str,
+    pub(crate) arch: &'static str,
     /// Physical cores.
-    pub cores: Option<usize>,
+    pub(crate) cores: Option<usize>,
     /// CPUs that the process could use.
     pub usable_cpus: Option<usize>,
     /// All memory.
-    pub memory_bytes: Option<u64>,
+    pub(crate) memory_bytes: Option<u64>,
     /// Kernel release.
     pub kernel: Option<String>,
     /// The GPU, whether the steps used it or not.
     pub gpu: Option<GpuFacts>,
     /// Why nothing is known of a GPU.
-    pub gpu_missing: Option<String>,
+    pub(crate) gpu_missing: Option<String>,
 }
 
 impl MachineFacts {
@@ -90,29 +90,29 @@ impl MachineFacts {
 
 /// The profile of a simulation.
 #[derive(Clone, Debug, Serialize)]
-pub struct HardwareFacts {
+pub(crate) struct HardwareFacts {
     /// Its name.
     pub profile: String,
     /// The machine, in words.
     pub machine: String,
     /// Its date.
-    pub date: String,
+    pub(crate) date: String,
 }
 
 impl HardwareFacts {
     /// Those of `profile`.
-    pub fn of(profile: &Profile) -> Self {
+    pub(crate) fn of(profile: &Profile) -> Self {
         Self { profile: profile.name.clone(), machine: profile.machine.clone(), date: profile.date.clone() }
     }
 }
 
 /// The model.
 #[derive(Clone, Debug, Serialize)]
-pub struct ModelFacts {
+pub(crate) struct ModelFacts {
     /// The preset or file that it came from.
     pub config: String,
     /// Class name in `transformers`.
-    pub architecture: &'static str,
+    pub(crate) architecture: &'static str,
     /// Decoder layers.
     pub layers: usize,
     /// Width of the residual stream.
@@ -124,7 +124,7 @@ pub struct ModelFacts {
     /// Channels of a head.
     pub head_dim: usize,
     /// Inner width of the MLP.
-    pub ffn: usize,
+    pub(crate) ffn: usize,
     /// Vocabulary size.
     pub vocab: usize,
     /// The output matrix is the token embedding.
@@ -132,12 +132,12 @@ pub struct ModelFacts {
     /// Parameters.
     pub params: usize,
     /// Parameters that take part in matrix products.
-    pub matmul_params: usize,
+    pub(crate) matmul_params: usize,
 }
 
 impl ModelFacts {
     /// Those of `shape`, which came from `config`.
-    pub fn new(config: String, shape: &ModelShape) -> Self {
+    pub(crate) fn new(config: String, shape: &ModelShape) -> Self {
         let table = TensorTable::new(shape);
         let ModelShape { layers, channels, heads, kv_heads, head_dim, ffn, vocab, tied, .. } = *shape;
         let (architecture, params, matmul_params) = (shape.family.architecture(), table.params(), table.matmul_params());
@@ -147,11 +147,11 @@ impl ModelFacts {
 
 /// The plan, as far as numbers tell it.
 #[derive(Clone, Debug, Serialize)]
-pub struct PlanFacts {
+pub(crate) struct PlanFacts {
     /// Named set of techniques.
     pub strategy: Strategy,
     /// Techniques in force.
-    pub techniques: Techniques,
+    pub(crate) techniques: Techniques,
     /// `Deferred`, `Inverse` or `ValidateFirst`.
     pub policy: String,
     /// Format of weights, activations and gradients on the device.
@@ -165,34 +165,34 @@ pub struct PlanFacts {
     /// All buckets.
     pub buckets: usize,
     /// Buckets whose optimizer stays on the device.
-    pub resident_buckets: usize,
+    pub(crate) resident_buckets: usize,
     /// Buckets whose states lie in unified memory and come to the device to be stepped.
-    pub paged_buckets: usize,
+    pub(crate) paged_buckets: usize,
     /// Parameters of a bucket.
     pub bucket_elems: usize,
     /// Parameters whose state is in host memory, padding included.
     pub offloaded_elems: usize,
     /// Host slots for gradients.
-    pub grad_slots: usize,
+    pub(crate) grad_slots: usize,
     /// Host slots for working weights.
-    pub param_slots: usize,
+    pub(crate) param_slots: usize,
     /// Parameters whose weights stream through a ring on the device; 0 when all stay there.
     pub streamed_elems: usize,
     /// Parameters that the ring has room for.
-    pub weight_ring_elems: usize,
+    pub(crate) weight_ring_elems: usize,
     /// Layers by what they keep for the backward pass.
-    pub layer_policies: BTreeMap<String, usize>,
+    pub(crate) layer_policies: BTreeMap<String, usize>,
     /// Layers whose forward pass runs again in the backward pass.
-    pub recomputed_layers: usize,
+    pub(crate) recomputed_layers: usize,
     /// How a GPU computes attention.
     pub attention: String,
     /// The planner's guess, where it has rates to guess from.
-    pub predicted_step_ms: Option<f64>,
+    pub(crate) predicted_step_ms: Option<f64>,
 }
 
 impl PlanFacts {
     /// Those of `plan`.
-    pub fn new(plan: &Plan) -> Self {
+    pub(crate) fn new(plan: &Plan) -> Self {
         let layout = &plan.layout;
         let mut layer_policies = BTreeMap::new();
         plan.layer_policies.iter().for_each(|policy| *layer_policies.entry(policy.to_string()).or_default() += 1);

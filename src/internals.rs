@@ -78,9 +78,7 @@ pub mod host {
 }
 
 pub mod launch {
-    pub use crate::launch::engine::cpu_engine;
-    #[cfg(feature = "cuda")]
-    pub use crate::launch::engine::gpu_engine;
+    pub use crate::launch::engine::{cpu_engine, gpu_engine};
     pub mod devices {
         pub use crate::launch::devices::choose;
     }

@@ -54,7 +54,9 @@
 //! `host::pool`, `engine::step_job`, `optim::simd`; these make jobs, and say why the memory is theirs: `engine::hops`, `probe`; and
 //! `launch::open` makes devices and promises that their streams are ordered.
 
-// It asks for words on what is behind the door, too; tests/style.rs asks for those on the face.
+// What is `pub` can be reached from the face or the hidden door, so that the compiler says what nobody reaches.
+#![warn(unreachable_pub)]
+// `missing_docs` asks for words on what is behind the door, too; tests/style.rs asks for those on the face.
 #![allow(missing_docs)]
 // Docs of what is behind the door link to their neighbours, for `cargo doc --document-private-items`.
 #![allow(rustdoc::private_intra_doc_links)]

@@ -10,9 +10,9 @@ use std::collections::BTreeMap;
 #[derive(Clone, Debug, serde::Serialize)]
 pub struct MemoryUse {
     /// Planned on the device, by class.
-    pub device_bytes: BTreeMap<&'static str, u64>,
+    pub(crate) device_bytes: BTreeMap<&'static str, u64>,
     /// Planned in pinned host memory, by class.
-    pub host_bytes: BTreeMap<&'static str, u64>,
+    pub(crate) host_bytes: BTreeMap<&'static str, u64>,
     /// Resident set of the process, as the kernel counts it; 0 when it does not say.
     pub rss_bytes: u64,
 }

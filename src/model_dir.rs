@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use std::path::{Path, PathBuf};
 
 /// What describes the model.
-pub const CONFIG: &str = "config.json";
+pub(crate) const CONFIG: &str = "config.json";
 
 /// A directory whose files are opened by name.
 #[derive(Debug)]

@@ -33,7 +33,7 @@ impl StopFlag {
     }
 
     /// Whether to stop.
-    pub fn is_set(&self) -> bool {
+    pub(crate) fn is_set(&self) -> bool {
         self.0.load(Ordering::Relaxed)
     }
 }
@@ -43,7 +43,7 @@ impl StopFlag {
 ///
 /// # Errors
 /// `Resource` when the system refuses the handler.
-pub fn outlive_file_size_limit() -> Result<()> {
+pub(crate) fn outlive_file_size_limit() -> Result<()> {
     flag::register(SIGXFSZ, Arc::default()).map(|_| ()).map_err(|e| Error::resource("listen for signals", e))
 }
 

@@ -2,7 +2,7 @@
 //!
 //! A recorder belongs to one thread, has room from the start and never grows: recording takes no lock and no memory.
 
-pub mod file;
+pub(crate) mod file;
 
 use std::io::{self, Write};
 use std::sync::OnceLock;
@@ -13,12 +13,12 @@ const SPANS_ALL: usize = 1 << 20;
 const SPANS_MAX: usize = 1 << 16;
 
 /// Room for spans on each of `tracks` tracks.
-pub fn spans_per_track(tracks: usize) -> usize {
+pub(crate) fn spans_per_track(tracks: usize) -> usize {
     (SPANS_ALL / tracks.max(1)).min(SPANS_MAX)
 }
 
 /// The one clock of a trace: nanoseconds since the first call in this process.
-pub fn now_ns() -> u64 {
+pub(crate) fn now_ns() -> u64 {
     static START: OnceLock<Instant> = OnceLock::new();
     START.get_or_init(Instant::now).elapsed().as_nanos() as u64
 }
@@ -59,7 +59,7 @@ impl Recorder {
     }
 
     /// Records what ran on another clock, brought to this one.
-    pub fn past_span(&mut self, name: &'static str, index: u32, start_ns: u64, duration_ns: u64) {
+    pub(crate) fn past_span(&mut self, name: &'static str, index: u32, start_ns: u64, duration_ns: u64) {
         if self.spans.len() == self.spans.capacity() {
             self.dropped += 1;
             return;
@@ -68,12 +68,13 @@ impl Recorder {
     }
 
     /// Counts a span that could not be measured.
-    pub fn drop_span(&mut self) {
+    #[cfg(feature = "cuda")]
+    pub(crate) fn drop_span(&mut self) {
         self.dropped += 1;
     }
 
     /// Spans that were not kept.
-    pub fn dropped(&self) -> u64 {
+    pub(crate) fn dropped(&self) -> u64 {
         self.dropped
     }
 
@@ -90,7 +91,7 @@ pub(super) const HEAD: &str = "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[";
 ///
 /// # Errors
 /// Those of `out`.
-pub fn write_chrome(out: &mut impl Write, tracks: &[Recorder]) -> io::Result<()> {
+pub(crate) fn write_chrome(out: &mut impl Write, tracks: &[Recorder]) -> io::Result<()> {
     write!(out, "{HEAD}")?;
     for (tid, track) in tracks.iter().enumerate() {
         let comma = if tid == 0 { "" } else { "," };

@@ -24,14 +24,14 @@ pub struct ClipScale(pub f32);
 
 impl Norm {
     /// `torch.nn.utils.clip_grad_norm_`'s factor: `max_norm / (norm + 1e-6)`, at most 1; `None` when it changes nothing.
-    pub fn clip_scale(self, max_norm: f64) -> Option<ClipScale> {
+    pub(crate) fn clip_scale(self, max_norm: f64) -> Option<ClipScale> {
         let scale = max_norm / (self.0 + 1e-6);
         (scale < 1.0).then_some(ClipScale(scale as f32))
     }
 }
 
 /// `value` as text; a number of more digits than anyone reads as `1e300`.
-pub fn compact(value: impl fmt::Display) -> String {
+pub(crate) fn compact(value: impl fmt::Display) -> String {
     let text = value.to_string();
     match text.parse::<f64>() {
         Ok(number) if text.len() > DIGITS_MAX && number.is_finite() => format!("{number:e}"),
@@ -44,7 +44,7 @@ const DIGITS_MAX: usize = 20;
 
 /// A number of things, as people say it: `8.030 B`, `3.6 M`, `16.4 k`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Count(pub usize);
+pub(crate) struct Count(pub usize);
 
 impl fmt::Display for Count {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -94,7 +94,7 @@ impl FromStr for Bytes {
 }
 
 /// The day so many days after 1970 began, in the Gregorian calendar.
-pub fn date(mut days: u64) -> String {
+pub(crate) fn date(mut days: u64) -> String {
     let is_leap = |year: u64| year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
     let mut year = 1970;
     while days >= 365 + u64::from(is_leap(year)) {
@@ -111,7 +111,7 @@ pub fn date(mut days: u64) -> String {
 }
 
 /// A moment so many seconds after 1970 began, in UTC.
-pub fn date_and_time(seconds: u64) -> String {
+pub(crate) fn date_and_time(seconds: u64) -> String {
     let (day, second) = (date(seconds / 86_400), seconds % 86_400);
     format!("{day} {:02}:{:02}:{:02} UTC", second / 3600, second / 60 % 60, second % 60)
 }

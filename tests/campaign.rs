@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::Command;
 
 /// Appends `result` (an object) to `tests/campaigns/<name>.jsonl`.
-pub fn record(name: &str, result: Value) {
+pub(crate) fn record(name: &str, result: Value) {
     let said = |program: &str, args: &[&str]| {
         let output = Command::new(program).args(args).current_dir(env!("CARGO_MANIFEST_DIR")).output().unwrap();
         String::from_utf8(output.stdout).unwrap().trim().to_string()

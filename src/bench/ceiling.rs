@@ -12,7 +12,7 @@ use std::time::Duration;
 ///
 /// # Errors
 /// The device's; `Resource` when the matrices do not fit.
-pub fn matmul_flops<D: Kernels>(dev: &mut D, dtype: Dtype, n: usize, time: Duration) -> Result<f64> {
+pub(crate) fn matmul_flops<D: Kernels>(dev: &mut D, dtype: Dtype, n: usize, time: Duration) -> Result<f64> {
     let product = Product::new(dev, dtype, n)?;
     let rates = Timer::new(dev)?.rates(time.as_secs_f64(), product.flops(n), |dev| product.enqueue(dev, n))?;
     Ok(rates.median())

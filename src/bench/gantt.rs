@@ -13,14 +13,14 @@ const WAITS: [&str; 1] = ["wait"];
 
 /// A row for each track.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Gantt {
+pub(crate) struct Gantt {
     span_ns: u64,
     rows: Vec<(String, String, u64)>,
 }
 
 impl Gantt {
     /// What `tracks` did in `window_ns`. The driver's own track is left out.
-    pub fn new(tracks: &[Recorder], window_ns: Range<u64>) -> Self {
+    pub(crate) fn new(tracks: &[Recorder], window_ns: Range<u64>) -> Self {
         let shown = tracks.iter().filter(|track| track.track != "driver");
         let rows = shown.map(|track| {
             let busy = busy_ns(track.spans(), &window_ns);

@@ -3,9 +3,9 @@
 //! [`options`] is what can be asked for, [`step`] runs it ([`simulate`] on a machine that is not here), [`record`] is the line; what its
 //! figures are measured against are [`crate::model::flops`] and [`ceiling`].
 
-pub mod ceiling;
-pub mod gantt;
-pub mod options;
-pub mod record;
-pub mod simulate;
-pub mod step;
+pub(crate) mod ceiling;
+pub(crate) mod gantt;
+pub(crate) mod options;
+pub(crate) mod record;
+pub(crate) mod simulate;
+pub(crate) mod step;

@@ -21,11 +21,11 @@ use std::path::{Path, PathBuf};
 
 /// Everything that was asked for, found and measured.
 #[derive(Clone, Debug, Serialize)]
-pub struct StepRecord {
+pub(crate) struct StepRecord {
     /// `step`.
     pub bench: &'static str,
     /// When it ended.
-    pub unix_seconds: u64,
+    pub(crate) unix_seconds: u64,
     /// The program.
     pub build: BuildFacts,
     /// The machine.
@@ -37,7 +37,7 @@ pub struct StepRecord {
     /// Which steps were to be clipped; wins over `settings.max_grad_norm`.
     pub clip: Clip,
     /// Steps before the clock.
-    pub warmup: u64,
+    pub(crate) warmup: u64,
     /// Steps that were timed.
     pub steps: u64,
     /// Every other setting.
@@ -49,7 +49,7 @@ pub struct StepRecord {
     /// Partition of cache and bandwidth that the optimizer has, in words.
     pub partition: String,
     /// Time to make random weights and send them.
-    pub init_seconds: f64,
+    pub(crate) init_seconds: f64,
     /// What the steps were.
     #[serde(flatten)]
     pub outcome: Outcome,
@@ -60,28 +60,28 @@ pub struct StepRecord {
     /// Pages and nodes of host memory.
     pub host_memory: MemoryReport,
     /// What was counted of the optimizer's threads while steps were timed.
-    pub perf: WorkerCounts,
+    pub(crate) perf: WorkerCounts,
     /// The GPU while the steps were timed; `None` on the cpu device.
     pub gpu: Option<GpuSamples>,
     /// Why the GPU could not be watched.
-    pub gpu_unwatched: Option<String>,
+    pub(crate) gpu_unwatched: Option<String>,
 }
 
 /// Memory, planned and used.
 #[derive(Clone, Debug, Serialize)]
-pub struct MemoryPeaks {
+pub(crate) struct MemoryPeaks {
     /// Planned on the device, all classes together.
-    pub device_planned_bytes: u64,
+    pub(crate) device_planned_bytes: u64,
     /// Planned in host memory.
-    pub host_planned_bytes: u64,
+    pub(crate) host_planned_bytes: u64,
     /// Planned, by class, and the resident set at the end.
     #[serde(flatten)]
     pub classes: MemoryUse,
     /// Largest resident set of the process.
-    pub rss_peak_bytes: Option<u64>,
+    pub(crate) rss_peak_bytes: Option<u64>,
     /// By how much the machine's available memory fell from before the engine to after the steps: page-locked memory
     /// does not all show in the resident set.
-    pub available_drop_bytes: Option<u64>,
+    pub(crate) available_drop_bytes: Option<u64>,
 }
 
 impl fmt::Display for StepRecord {
@@ -108,7 +108,7 @@ impl fmt::Display for StepRecord {
 }
 
 /// A file to which lines are appended. It is opened before anything is measured, so that nothing is measured in vain.
-pub struct RecordFile {
+pub(crate) struct RecordFile {
     path: PathBuf,
     file: File,
 }
@@ -118,7 +118,7 @@ impl RecordFile {
     ///
     /// # Errors
     /// `Io` when it cannot be written.
-    pub fn open(path: &Path) -> Result<Self> {
+    pub(crate) fn open(path: &Path) -> Result<Self> {
         let file = OpenOptions::new().create(true).append(true).open(path).map_err(|e| Error::io("append to", path, e))?;
         Ok(Self { path: path.to_path_buf(), file })
     }
@@ -127,7 +127,7 @@ impl RecordFile {
     ///
     /// # Errors
     /// `Io` when it cannot be written.
-    pub fn append(&mut self, record: &impl Serialize) -> Result<()> {
+    pub(crate) fn append(&mut self, record: &impl Serialize) -> Result<()> {
         let line = serde_json::to_string(record).map_err(|e| Error::format(&self.path, e))?;
         self.file.write_all(format!("{line}\n").as_bytes()).map_err(|e| Error::io("append to", &self.path, e))
     }

@@ -33,7 +33,7 @@ const PROBE_S: u64 = 20;
 
 /// Everything that was asked for, assumed and found.
 #[derive(Debug, Serialize)]
-pub struct SimulatedRecord {
+pub(crate) struct SimulatedRecord {
     /// `simulate`.
     pub bench: &'static str,
     /// The program.
@@ -47,7 +47,7 @@ pub struct SimulatedRecord {
     /// Which steps were to be clipped.
     pub clip: crate::simulate::clip::Clip,
     /// Steps before the clock.
-    pub warmup: u64,
+    pub(crate) warmup: u64,
     /// Steps that were timed.
     pub steps: u64,
     /// Every other setting.
@@ -58,19 +58,19 @@ pub struct SimulatedRecord {
     #[serde(flatten)]
     pub outcome: Outcome,
     /// Planned on the device.
-    pub device_planned_bytes: u64,
+    pub(crate) device_planned_bytes: u64,
     /// Planned in host memory.
-    pub host_planned_bytes: u64,
+    pub(crate) host_planned_bytes: u64,
     /// The plan for people.
     #[serde(skip)]
     pub chosen: Plan,
     /// The last step as a picture.
     #[serde(skip)]
-    pub gantt: Gantt,
+    pub(crate) gantt: Gantt,
 }
 
 /// A simulation that is resolved and checked.
-pub struct Simulation {
+pub(crate) struct Simulation {
     settings: Settings,
     config: String,
     shape: ModelShape,
@@ -83,7 +83,7 @@ impl Simulation {
     ///
     /// # Errors
     /// `Usage` that names what makes no sense; what is wrong with the model's configuration.
-    pub fn new(options: StepOptions, profile: Profile) -> Result<Self> {
+    pub(crate) fn new(options: StepOptions, profile: Profile) -> Result<Self> {
         options.check()?;
         let StepOptions { model_config, warmup, steps, clip, train, .. } = options;
         let settings = Settings::resolve_over(Settings::default(), train)?;
@@ -97,7 +97,7 @@ impl Simulation {
     ///
     /// # Errors
     /// `Resource` when it does not fit the machine, with what would; `Io` when the timeline cannot be written.
-    pub fn run(&self) -> Result<SimulatedRecord> {
+    pub(crate) fn run(&self) -> Result<SimulatedRecord> {
         let trace = self.settings.trace.as_deref().map(TraceFile::open).transpose()?;
         let plan = Plan { elsewhere: true, ..best_plan(&self.settings, &self.shape, &Machine::of(&self.profile), false)? };
         let (outcome, tracks, window_ns) = simulate(&plan, &self.shape, &self.profile.name, self.steps, TRACE_SPANS)?;
@@ -137,7 +137,7 @@ impl fmt::Display for SimulatedRecord {
 ///
 /// # Errors
 /// `Usage` when none is named or kept; those of [`Profile::load`], [`probe::run`] and [`Key::new`].
-pub fn profile(options: &TrainOptions, log: &mut dyn FnMut(&dyn fmt::Display)) -> Result<Profile> {
+pub(crate) fn profile(options: &TrainOptions, log: &mut dyn FnMut(&dyn fmt::Display)) -> Result<Profile> {
     match &options.hardware {
         None => {
             Err(Error::usage(format!("--hardware is missing: this, auto, a profile's file, or one of {}", Profile::names().join(", "))))

@@ -30,7 +30,7 @@ const CEILING_TIME: Duration = Duration::from_secs(2);
 
 /// A benchmark that is resolved and checked.
 #[derive(Clone, Debug)]
-pub struct StepBench {
+pub(crate) struct StepBench {
     settings: Settings,
     config: String,
     shape: ModelShape,
@@ -51,7 +51,7 @@ impl StepBench {
     ///
     /// # Errors
     /// `Usage` that names what makes no sense; what is wrong with the model's configuration.
-    pub fn new(options: StepOptions) -> Result<Self> {
+    pub(crate) fn new(options: StepOptions) -> Result<Self> {
         options.check()?;
         let StepOptions { model_config, warmup, steps, clip, train, .. } = options;
         let settings = Settings::resolve_over(Settings::default(), train)?;
@@ -64,7 +64,7 @@ impl StepBench {
     ///
     /// # Errors
     /// Whatever is missing or too large.
-    pub fn run(&self, log: &mut dyn FnMut(&dyn Display)) -> Result<StepRecord> {
+    pub(crate) fn run(&self, log: &mut dyn FnMut(&dyn Display)) -> Result<StepRecord> {
         let launch = Launch::new(&self.settings)?;
         let chosen = &launch.chosen;
         chosen.note.iter().for_each(|why| log(&format_args!("no GPU: {why}")));

@@ -19,7 +19,7 @@ pub enum Tier {
 
 impl Tier {
     /// Whether the pool steps it.
-    pub fn is_offloaded(self) -> bool {
+    pub(crate) fn is_offloaded(self) -> bool {
         self == Self::Host
     }
 }
@@ -50,17 +50,17 @@ impl BucketLayout {
     }
 
     /// The tier of the buckets that are not on the device, if there are any.
-    pub fn away(&self) -> Tier {
+    pub(crate) fn away(&self) -> Tier {
         self.away
     }
 
     /// Where the state of `bucket` lies.
-    pub fn tier(&self, bucket: usize) -> Tier {
+    pub(crate) fn tier(&self, bucket: usize) -> Tier {
         if bucket < self.count() - self.resident { self.away } else { Tier::Device }
     }
 
     /// The buckets of `tier`.
-    pub fn buckets_in(&self, tier: Tier) -> Range<usize> {
+    pub(crate) fn buckets_in(&self, tier: Tier) -> Range<usize> {
         let border = self.count() - self.resident;
         match tier {
             Tier::Device => border..self.count(),
@@ -107,7 +107,7 @@ impl BucketLayout {
     }
 
     /// Buckets that overlap the flat range.
-    pub fn overlapping(&self, range: Range<usize>) -> Range<usize> {
+    pub(crate) fn overlapping(&self, range: Range<usize>) -> Range<usize> {
         if range.is_empty() {
             return 0..0;
         }

@@ -6,24 +6,24 @@ pub struct Slot(pub usize);
 
 /// Which slots are free. Nothing allocates after construction.
 #[derive(Clone, Debug)]
-pub struct FreeList {
+pub(crate) struct FreeList {
     free: Vec<Slot>,
     count: usize,
 }
 
 impl FreeList {
     /// `count` slots, all of them free.
-    pub fn new(count: usize) -> Self {
+    pub(crate) fn new(count: usize) -> Self {
         Self { free: (0..count).rev().map(Slot).collect(), count }
     }
 
     /// A free slot, or `None`: then the asker waits (back-pressure).
-    pub fn take(&mut self) -> Option<Slot> {
+    pub(crate) fn take(&mut self) -> Option<Slot> {
         self.free.pop()
     }
 
     /// This slot, if it is free.
-    pub fn take_this(&mut self, slot: Slot) -> Option<Slot> {
+    pub(crate) fn take_this(&mut self, slot: Slot) -> Option<Slot> {
         let at = self.free.iter().position(|free| *free == slot)?;
         Some(self.free.swap_remove(at))
     }
@@ -32,18 +32,18 @@ impl FreeList {
     ///
     /// # Panics
     /// If it was free already: two owners would share it.
-    pub fn give(&mut self, slot: Slot) {
+    pub(crate) fn give(&mut self, slot: Slot) {
         assert!(slot.0 < self.count && !self.free.contains(&slot), "slot {} given back twice", slot.0);
         self.free.push(slot);
     }
 
     /// All slots, free or not.
-    pub fn count(&self) -> usize {
+    pub(crate) fn count(&self) -> usize {
         self.count
     }
 
     /// Slots now lent.
-    pub fn lent(&self) -> usize {
+    pub(crate) fn lent(&self) -> usize {
         self.count - self.free.len()
     }
 }

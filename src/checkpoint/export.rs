@@ -15,17 +15,17 @@ use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 
 /// Limit of one shard unless told otherwise: 5 GB.
-pub const MAX_SHARD_BYTES: u64 = 5_000_000_000;
+pub(crate) const MAX_SHARD_BYTES: u64 = 5_000_000_000;
 /// Elements narrowed and written at once; few in tests, so that small tensors have many blocks.
 const WRITE_ELEMS: usize = if cfg!(test) { 100 } else { 1 << 18 };
 
 /// How to write the weights.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Options {
+pub(crate) struct Options {
     /// Format of the weights; `None`: what `config.json` says, float32 if it says nothing.
     pub dtype: Option<Dtype>,
     /// A shard holds at most this many bytes of tensors, or one tensor.
-    pub max_shard_bytes: u64,
+    pub(crate) max_shard_bytes: u64,
 }
 
 impl Default for Options {
@@ -36,7 +36,7 @@ impl Default for Options {
 
 /// What [`export_checkpoint`] exported.
 #[derive(Debug)]
-pub struct Exported {
+pub(crate) struct Exported {
     /// The checkpoint.
     pub checkpoint: PathBuf,
     /// Its step.
@@ -52,7 +52,7 @@ pub struct Exported {
 /// # Errors
 /// `out_dir` exists and is not an empty directory, or is a link; a `config.json` that is missing or not supported; what `read`
 /// reports; a file cannot be written.
-pub fn export(
+pub(crate) fn export(
     out_dir: &Path,
     model_files: &[(String, Vec<u8>)],
     options: Options,
@@ -78,7 +78,7 @@ pub fn export(
 ///
 /// # Errors
 /// No good checkpoint; otherwise as [`export`].
-pub fn export_checkpoint(dir: &Path, out_dir: &Path, options: Options) -> Result<Exported> {
+pub(crate) fn export_checkpoint(dir: &Path, out_dir: &Path, options: Options) -> Result<Exported> {
     let (checkpoint, warnings) = checkpoint::find(dir)?;
     let mut loaded = checkpoint::open(&checkpoint)?;
     let model_files = loaded.read_model_files()?;

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 ///
 /// # Errors
 /// `Format` when `dir` holds no good checkpoint; `Io` when it cannot be read.
-pub fn find(dir: &Path) -> Result<(PathBuf, Vec<String>)> {
+pub(crate) fn find(dir: &Path) -> Result<(PathBuf, Vec<String>)> {
     if is_checkpoint(dir) {
         return Ok((dir.to_path_buf(), vec![]));
     }

@@ -26,21 +26,21 @@ pub(super) const MODEL: &str = "model";
 /// Where training stands, apart from the tensors.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct TrainerState {
+pub(crate) struct TrainerState {
     /// Training steps done; skipped ones count, their data is used up. Names the directory.
     pub step: u64,
     /// Optimizer steps done; skipped ones do not count.
     pub optimizer_step: u64,
     /// Dynamic loss scaling.
-    pub loss_scale: SavedLossScale,
+    pub(crate) loss_scale: SavedLossScale,
     /// Learning-rate schedule.
-    pub scheduler: Scheduler,
+    pub(crate) scheduler: Scheduler,
     /// Seed of everything random in the run.
     pub seed: u64,
     /// Where the loader stands; its own format.
-    pub data_position: Value,
+    pub(crate) data_position: Value,
     /// What adaptive speculation remembers; the coordinator's own format.
-    pub speculation: Value,
+    pub(crate) speculation: Value,
     /// The settings of the run, for people and for comparison at resume.
     pub settings: Value,
 }
@@ -48,23 +48,23 @@ pub struct TrainerState {
 /// State of dynamic loss scaling.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct SavedLossScale {
+pub(crate) struct SavedLossScale {
     /// Factor on the loss.
     pub scale: f32,
     /// Steps without overflow since the scale last changed.
-    pub good_steps: u64,
+    pub(crate) good_steps: u64,
 }
 
 /// The learning-rate schedule of a run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Scheduler {
+pub(crate) struct Scheduler {
     /// `constant`, `linear`, `cosine`, `wsd`.
     pub name: String,
     /// Learning rate after warm-up.
-    pub base_lr: f64,
+    pub(crate) base_lr: f64,
     /// Steps of warm-up.
-    pub warmup_steps: u64,
+    pub(crate) warmup_steps: u64,
     /// Steps at which the schedule ends.
     pub max_steps: u64,
 }
@@ -100,18 +100,18 @@ pub struct FileEntry {
 #[serde(deny_unknown_fields)]
 pub struct Manifest {
     /// Version of the layout.
-    pub format_version: u32,
+    pub(crate) format_version: u32,
     /// Where training stands.
-    pub trainer: TrainerState,
+    pub(crate) trainer: TrainerState,
     /// What the run learns with and from. Open: a reader keeps entries that it does not know.
     #[serde(default)]
     pub run: Map<String, Value>,
     /// The tensors, in the order of `state.bin`.
     pub tensors: Vec<TensorEntry>,
     /// Size of `state.bin`.
-    pub state_bytes: u64,
+    pub(crate) state_bytes: u64,
     /// Checksum of every chunk of 1 MiB of `state.bin`; the last one may be shorter.
-    pub state_crc32c: Vec<u32>,
+    pub(crate) state_crc32c: Vec<u32>,
     /// Files in `model/`.
     pub files: Vec<FileEntry>,
 }

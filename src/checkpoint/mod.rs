@@ -10,8 +10,8 @@
 //! A checkpoint is written beside (`.checkpoint-120.tmp-<pid>`), synced and renamed, so that `checkpoint-120` is whole
 //! or absent. Every byte of it is under a CRC32C, and [`verify`] reads all of them before anything is restored.
 
-pub mod digest;
-pub mod export;
+pub(crate) mod digest;
+pub(crate) mod export;
 mod export_dir;
 mod find;
 mod format;
@@ -21,14 +21,15 @@ mod store;
 mod validate;
 mod writer;
 
-pub use find::find;
-pub use format::{SavedLossScale, Scheduler, TrainerState};
-pub use reader::{Loaded, open, verify};
+pub(crate) use find::find;
+pub(crate) use format::{SavedLossScale, Scheduler, TrainerState};
+pub(crate) use reader::Loaded;
+pub use reader::{open, verify};
 pub(crate) use store::clean;
 use store::is_called_checkpoint;
-pub use store::{is_checkpoint, newest_good};
+pub(crate) use store::{is_checkpoint, newest_good};
 pub(crate) use validate::STEPS_MAX;
-pub use writer::{Writer, checkpoint_bytes};
+pub(crate) use writer::{Writer, checkpoint_bytes};
 
 #[cfg(test)]
 pub(crate) mod tests;

@@ -47,7 +47,7 @@ impl Loaded {
     }
 
     /// The file that [`Loaded::manifest`] was read from, for messages.
-    pub fn manifest_path(&self) -> PathBuf {
+    pub(crate) fn manifest_path(&self) -> PathBuf {
         self.dir.join(MANIFEST)
     }
 
@@ -60,7 +60,7 @@ impl Loaded {
     ///
     /// # Errors
     /// `Format` that names the first difference.
-    pub fn expect_tensors<'a>(&self, model: impl IntoIterator<Item = (&'a str, &'a [usize])>) -> Result<()> {
+    pub(crate) fn expect_tensors<'a>(&self, model: impl IntoIterator<Item = (&'a str, &'a [usize])>) -> Result<()> {
         let show = |t: Option<(&str, &[usize])>| t.map_or("nothing".into(), |(name, shape)| format!("{} {shape:?}", name.escape_debug()));
         let mut held = self.manifest.tensors.iter().map(|t| (t.name.as_str(), t.shape.as_slice()));
         let mut model = model.into_iter();
@@ -101,7 +101,7 @@ impl Loaded {
     ///
     /// # Errors
     /// An unknown name, elements that the tensor does not have, a checksum that differs. `out` may then be partly written.
-    pub fn read_elems(&mut self, name: &str, part: StatePart, start: usize, out: &mut [f32]) -> Result<()> {
+    pub(crate) fn read_elems(&mut self, name: &str, part: StatePart, start: usize, out: &mut [f32]) -> Result<()> {
         let entry = self.entry(name)?;
         let (offset, elems, end) = (entry.offset, entry.elems, (start + out.len()) as u64);
         if end > elems {

@@ -165,14 +165,14 @@ pub(super) fn is_called_checkpoint(dir: &Path) -> bool {
 }
 
 /// Whether `dir` itself is meant to be a checkpoint, good or damaged, and not a directory of them.
-pub fn is_checkpoint(dir: &Path) -> bool {
+pub(crate) fn is_checkpoint(dir: &Path) -> bool {
     // A manifest that cannot be looked at is one: reading it says why.
     !dir.join(MANIFEST).symlink_metadata().is_err_and(|e| matches!(e.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory))
 }
 
 /// The newest checkpoint whose every byte is as it was written.
 #[derive(Debug)]
-pub struct Newest {
+pub(crate) struct Newest {
     /// Its directory and manifest; `None` if there is no checkpoint, or all are damaged.
     pub found: Option<(PathBuf, Manifest)>,
     /// A line for each newer one that is damaged: which file and what is wrong with it. Empty with nothing found: there is none.
@@ -184,7 +184,7 @@ pub struct Newest {
 /// # Errors
 /// `output_dir` exists and cannot be read; a checkpoint that may be good cannot be read, or is of a newer format. Only damage is
 /// passed over: what a disk or a network denies now, it may give later.
-pub fn newest_good(output_dir: &Path) -> Result<Newest> {
+pub(crate) fn newest_good(output_dir: &Path) -> Result<Newest> {
     let mut entries = list(output_dir)?;
     entries.retain(|e| e.hidden.is_none_or(|(role, _)| role == HiddenRole::Old));
     entries.sort_by_key(|e| (Reverse(e.step), e.hidden.is_some()));

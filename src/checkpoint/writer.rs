@@ -13,7 +13,7 @@ const _: () = assert!(cfg!(target_endian = "little"));
 
 /// A checkpoint that is safely on disk.
 #[derive(Debug)]
-pub struct Saved {
+pub(crate) struct Saved {
     /// Its directory.
     pub path: PathBuf,
     /// What could not be tidied up around it (old checkpoints, remains of dead runs); the save itself is good.
@@ -23,7 +23,7 @@ pub struct Saved {
 /// A checkpoint being written. Dropping it before [`Writer::finish`] removes what was written.
 ///
 /// Tensors are streamed through one buffer of 1 MiB, so that memory stays flat.
-pub struct Writer {
+pub(crate) struct Writer {
     tmp: TmpDir,
     manifest: Manifest,
     state: OutFile,
@@ -32,7 +32,7 @@ pub struct Writer {
 }
 
 /// Bytes that a checkpoint of so many parameters takes on disk, but for its manifest, which is small.
-pub fn checkpoint_bytes(params: usize, model_files: &[(String, Vec<u8>)]) -> u64 {
+pub(crate) fn checkpoint_bytes(params: usize, model_files: &[(String, Vec<u8>)]) -> u64 {
     params as u64 * ELEM_BYTES + model_files.iter().map(|(_, bytes)| bytes.len() as u64).sum::<u64>()
 }
 
@@ -52,7 +52,7 @@ impl Writer {
 
     /// Begins a tensor. Its elements follow in calls of [`Writer::elems`]: first all parameters, then all of m, then all of v.
     /// The order of the tensors is the order in the file and in the state's digest.
-    pub fn begin(&mut self, name: &str, shape: &[usize]) {
+    pub(crate) fn begin(&mut self, name: &str, shape: &[usize]) {
         let (offset, elems) = (self.manifest.state_bytes, shape.iter().product::<usize>() as u64);
         self.manifest.tensors.push(TensorEntry { name: name.into(), shape: shape.into(), offset, elems });
     }
@@ -62,7 +62,7 @@ impl Writer {
     ///
     /// # Errors
     /// The file cannot be written.
-    pub fn elems(&mut self, elems: &[f32]) -> Result<()> {
+    pub(crate) fn elems(&mut self, elems: &[f32]) -> Result<()> {
         self.append(bytemuck::cast_slice(elems))
     }
 
@@ -71,7 +71,7 @@ impl Writer {
     ///
     /// # Errors
     /// The first operation that failed; checkpoints that were there before are as they were.
-    pub fn finish(
+    pub(crate) fn finish(
         mut self,
         model_files: &[(String, Vec<u8>)],
         total_limit: Option<NonZeroUsize>,

@@ -211,7 +211,7 @@ pub(super) fn choice(flag: &Arg, value: &str) -> String {
 
 /// A command line in this program's own spelling.
 #[derive(Debug, Default)]
-pub struct Rewritten {
+pub(crate) struct Rewritten {
     /// The arguments, the program's name first.
     pub args: Vec<OsString>,
     /// A line for each flag that means nothing here, and why.
@@ -225,7 +225,7 @@ type Rest = Peekable<IntoIter<OsString>>;
 ///
 /// # Errors
 /// `Usage` with the flag to use for one that another program has and this one has not.
-pub fn rewrite(command: &Command, args: Vec<OsString>) -> Result<Rewritten> {
+pub(crate) fn rewrite(command: &Command, args: Vec<OsString>) -> Result<Rewritten> {
     let mut rest = args.into_iter().peekable();
     let mut rewritten = Rewritten { args: rest.next().into_iter().collect(), ..Rewritten::default() };
     let mut command = command;

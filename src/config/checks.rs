@@ -112,7 +112,7 @@ impl Settings {
     ///
     /// # Errors
     /// `Usage` that names flag and value.
-    pub fn check_needs_no_gpu(&self) -> Result<()> {
+    pub(crate) fn check_needs_no_gpu(&self) -> Result<()> {
         let allowed = "only with --device cuda";
         require(self.memory == HostMemoryKind::Pinned, "memory", "unified", allowed)?;
         require(self.attention != AttentionChoice::Cudnn, "attention", "cudnn", allowed)?;

@@ -4,23 +4,23 @@ use serde::Serialize;
 use serde_json::Value;
 
 /// The flag that sets the field `name` of [`Settings`](super::settings::Settings), without its dashes.
-pub fn flag_name(name: &str) -> String {
+pub(crate) fn flag_name(name: &str) -> String {
     name.replace('_', "-")
 }
 
 /// The value of a setting, as checkpoints hold it; why not, where JSON cannot say it.
-pub fn value(value: &impl Serialize) -> Value {
+pub(crate) fn value(value: &impl Serialize) -> Value {
     serde_json::to_value(value).unwrap_or_else(|cause| Value::String(cause.to_string()))
 }
 
 /// The flag and value that set the field `name` to `value`.
-pub fn flag(name: &str, value: &Value) -> String {
+pub(crate) fn flag(name: &str, value: &Value) -> String {
     let (flag, value) = named(name, value);
     format!("--{flag} {}", written(value))
 }
 
 /// A value that is set, as one writes it on the command line.
-pub fn written(value: &Value) -> String {
+pub(crate) fn written(value: &Value) -> String {
     match value {
         Value::Array(all) => all.iter().map(written).collect::<Vec<_>>().join(","),
         Value::Number(number) => number.as_f64().filter(|_| number.is_f64()).map_or_else(|| number.to_string(), short),
@@ -34,7 +34,7 @@ fn short(number: f64) -> String {
 }
 
 /// What a person reads when the setting `key`, a field of [`Settings`](super::settings::Settings) as JSON, was `then` and is `now`.
-pub fn changed(key: &str, then: &Value, now: &Value) -> String {
+pub(crate) fn changed(key: &str, then: &Value, now: &Value) -> String {
     let ((flag, then), (flag_now, now)) = (named(key, then), named(key, now));
     let (before, after) = (text(then), text(now));
     if flag == flag_now {

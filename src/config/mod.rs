@@ -1,10 +1,10 @@
 //! What the person asked for: flags and a TOML file ([`mod@file`], other spellings in [`aliases`]), resolved and checked ([`resolve`]).
 //! The table of all settings is in [`settings`], the types of their values in [`options`].
 
-pub mod aliases;
+pub(crate) mod aliases;
 mod checks;
-pub mod describe;
-pub mod file;
-pub mod options;
-pub mod resolve;
-pub mod settings;
+pub(crate) mod describe;
+pub(crate) mod file;
+pub(crate) mod options;
+pub(crate) mod resolve;
+pub(crate) mod settings;

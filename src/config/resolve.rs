@@ -49,7 +49,7 @@ impl Settings {
     ///
     /// # Errors
     /// `Usage` that names flag, value and what is allowed.
-    pub fn resolve_over(base: Self, options: TrainOptions) -> Result<Self> {
+    pub(crate) fn resolve_over(base: Self, options: TrainOptions) -> Result<Self> {
         let settings = base.overridden_by(options);
         settings.check()?;
         Ok(settings)
@@ -74,7 +74,7 @@ impl Settings {
     }
 
     /// Steps of warm-up in a run of `max_steps`, as Hugging Face counts them: the ratio rounds up, and steps win over it.
-    pub fn warmup(&self, max_steps: u64) -> u64 {
+    pub(crate) fn warmup(&self, max_steps: u64) -> u64 {
         if self.warmup_steps > 0 { self.warmup_steps } else { (self.warmup_ratio * max_steps as f64).ceil() as u64 }
     }
 }

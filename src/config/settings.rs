@@ -25,16 +25,16 @@ use std::path::PathBuf;
 
 /// A setting, as [`Settings`] and checkpoints name it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct SettingKey {
+pub(crate) struct SettingKey {
     /// Field of [`Settings`].
     pub name: &'static str,
     /// What happens where it changes.
-    pub on_resume: OnResume,
+    pub(crate) on_resume: OnResume,
 }
 
 /// What a resume does where a setting is not the checkpoint's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum OnResume {
+pub(crate) enum OnResume {
     /// Nothing: what is learned is the same, or is compared by its contents (see [`RunPart`]).
     Free,
     /// A person is told: it changes what is learned.
@@ -47,7 +47,7 @@ pub enum OnResume {
 
 impl OnResume {
     /// The settings of this kind, in the table's order.
-    pub fn keys(self) -> Vec<&'static str> {
+    pub(crate) fn keys(self) -> Vec<&'static str> {
         KEYS.iter().filter(|key| key.on_resume == self).map(|key| key.name).collect()
     }
 }
@@ -215,7 +215,7 @@ macro_rules! settings {
             }
 
             /// Settings that differ from those of `other`, with their values here.
-            pub fn unlike(&self, other: &Self) -> Vec<(&'static str, Value)> {
+            pub(crate) fn unlike(&self, other: &Self) -> Vec<(&'static str, Value)> {
                 let mut unlike = Vec::new();
                 let mut compare = |name, is_same: bool, value: &dyn Fn() -> Value| if !is_same { unlike.push((name, value())) };
                 $(
@@ -228,7 +228,7 @@ macro_rules! settings {
         }
 
         /// All settings, in the table's order.
-        pub const KEYS: &[SettingKey] = &[$(
+        pub(crate) const KEYS: &[SettingKey] = &[$(
             $(SettingKey { name: stringify!($whole), on_resume: OnResume::$whole_resume },)?
             $(SettingKey { name: stringify!($name), on_resume: OnResume::$resume },)*
             $($(SettingKey { name: stringify!($file), on_resume: OnResume::$file_resume },)*)?

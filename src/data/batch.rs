@@ -19,7 +19,7 @@ pub struct Batch<'a> {
 }
 
 /// Arrays of T numbers that a batch consists of.
-pub const fn arrays(separates_documents: bool) -> usize {
+pub(crate) const fn arrays(separates_documents: bool) -> usize {
     if separates_documents { 4 } else { 3 }
 }
 
@@ -44,7 +44,7 @@ impl<'a> Batch<'a> {
     ///
     /// # Errors
     /// The first number that does, and where, in words.
-    pub fn count_targets(&self, vocab: usize) -> std::result::Result<usize, String> {
+    pub(crate) fn count_targets(&self, vocab: usize) -> std::result::Result<usize, String> {
         let (ids, columns) = (i32::try_from(vocab).unwrap_or(i32::MAX), i32::try_from(self.seq_length).unwrap_or(i32::MAX));
         self.check("token", self.tokens, 0..ids)?;
         self.check("target", self.targets, i32::MIN..ids)?;

@@ -15,15 +15,15 @@ const KEPT_BYTES_MAX: u64 = 1 << 30;
 
 /// What a file held when it was read, and what tells without reading whether it still does.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub struct Fingerprint {
+pub(crate) struct Fingerprint {
     /// Size.
     pub bytes: u64,
     /// Time of the last change in nanoseconds since 1970.
-    pub mtime_ns: i64,
+    pub(crate) mtime_ns: i64,
     /// The file system's number of the file.
-    pub inode: u64,
+    pub(crate) inode: u64,
     /// SHA-256 of the content in hexadecimal.
-    pub sha256: String,
+    pub(crate) sha256: String,
 }
 
 impl Fingerprint {
@@ -31,7 +31,7 @@ impl Fingerprint {
     ///
     /// # Errors
     /// `Io` or `Format` when it cannot be read, is no regular file, or changes meanwhile; those of `progress`.
-    pub fn read(path: &Path, progress: &mut dyn FnMut(u64) -> Result<()>) -> Result<Self> {
+    pub(crate) fn read(path: &Path, progress: &mut dyn FnMut(u64) -> Result<()>) -> Result<Self> {
         let file = InFile::open(path)?;
         let before = Self::without_content(&file)?;
         let (mut hash, mut piece, mut done) = (Sha256::new(), vec![0; PIECE_BYTES.min(before.bytes as usize)], 0);
@@ -67,7 +67,7 @@ impl Fingerprint {
 ///
 /// # Errors
 /// As [`Fingerprint::read`]; `Io` when `kept` cannot be written.
-pub fn fingerprints(files: &[PathBuf], kept: &Path, progress: &mut dyn FnMut(&Path, u64) -> Result<()>) -> Result<Vec<Fingerprint>> {
+pub(crate) fn fingerprints(files: &[PathBuf], kept: &Path, progress: &mut dyn FnMut(&Path, u64) -> Result<()>) -> Result<Vec<Fingerprint>> {
     let known = read_kept(kept);
     let (mut now, mut is_new) = (BTreeMap::new(), false);
     let mut fingerprint = |file: &PathBuf| {
@@ -97,7 +97,7 @@ fn read_kept(kept: &Path) -> BTreeMap<String, Fingerprint> {
 }
 
 /// SHA-256 of `bytes` in hexadecimal.
-pub fn sha256(bytes: &[u8]) -> String {
+pub(crate) fn sha256(bytes: &[u8]) -> String {
     hex(Sha256::digest(bytes))
 }
 

@@ -1,7 +1,7 @@
 //! The text that ships with the program: thirteen free-software licences, verbatim, each under a line with its name.
 
 /// ASCII, about 236 KB.
-pub const DEMO_TEXT: &str = include_str!("demo.txt");
+pub(crate) const DEMO_TEXT: &str = include_str!("demo.txt");
 
 #[cfg(test)]
 mod tests {

@@ -88,7 +88,7 @@ impl Batches for Loader {
 ///
 /// # Panics
 /// Never; counts that make no sense give the nearest step count from 1 on.
-pub fn steps_for_epochs(epochs: f64, sequences: usize, sequences_per_step: usize) -> u64 {
+pub(crate) fn steps_for_epochs(epochs: f64, sequences: usize, sequences_per_step: usize) -> u64 {
     (epochs * sequences as f64 / sequences_per_step as f64).ceil().max(1.0) as u64
 }
 

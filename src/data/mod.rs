@@ -3,21 +3,21 @@
 //! ([`token_file`]) they are one stream of tokens ([`stream`]), which is cut into sequences of equal length ([`packing`]) and dealt in a
 //! seeded order ([`loader`]) as micro-batches ([`batch`]).
 
-pub mod batch;
+pub(crate) mod batch;
 mod cache;
 mod checked;
-pub mod checksum;
+pub(crate) mod checksum;
 mod contain;
-pub mod demo;
+pub(crate) mod demo;
 mod documents;
 mod encode;
-pub mod loader;
-pub mod packing;
-pub mod preparation;
-pub mod prepared;
+pub(crate) mod loader;
+pub(crate) mod packing;
+pub(crate) mod preparation;
+pub(crate) mod prepared;
 mod scan;
-pub mod source;
-pub mod stream;
+pub(crate) mod source;
+pub(crate) mod stream;
 mod text;
-pub mod token_file;
-pub mod tokenizer;
+pub(crate) mod token_file;
+pub(crate) mod tokenizer;

@@ -83,7 +83,7 @@ impl Dataset {
     ///
     /// # Panics
     /// If there is no such sequence or the slices have another length.
-    pub fn read_sequence(&self, idx: usize, inputs: &mut [i32], targets: &mut [i32]) -> Result<()> {
+    pub(crate) fn read_sequence(&self, idx: usize, inputs: &mut [i32], targets: &mut [i32]) -> Result<()> {
         assert!(idx < self.sequences, "sequence {idx} of {}", self.sequences);
         assert_eq!((inputs.len(), targets.len()), (self.seq_length, self.seq_length));
         let start = idx * self.seq_length;

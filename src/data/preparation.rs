@@ -6,7 +6,7 @@ use crate::signals::StopFlag;
 use std::path::PathBuf;
 
 /// Text of at most so many bytes in all is tokenized into memory, at every start. Its tokens take four times that.
-pub const IN_MEMORY_BYTES_MAX: u64 = 4 << 20;
+pub(crate) const IN_MEMORY_BYTES_MAX: u64 = 4 << 20;
 
 /// Something to tell while data is opened.
 pub enum News<'a> {
@@ -71,7 +71,7 @@ impl<'a> Preparation<'a> {
 }
 
 /// Where prepared text is kept: `SUPEROFFLOAD_CACHE`, else below the user's cache; `None` where the environment names no home.
-pub fn cache() -> Option<PathBuf> {
+pub(crate) fn cache() -> Option<PathBuf> {
     let set = std::env::var_os("SUPEROFFLOAD_CACHE").filter(|path| !path.is_empty()).map(PathBuf::from);
     set.or_else(|| disk::user_cache().map(|cache| cache.join("data")))
 }

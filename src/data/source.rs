@@ -34,7 +34,7 @@ struct JsonLine<'a> {
 ///
 /// # Errors
 /// `Io` for what cannot be read; `Format` for a file of another kind and for a directory without data.
-pub fn find_files(paths: &[PathBuf]) -> Result<Vec<PathBuf>> {
+pub(crate) fn find_files(paths: &[PathBuf]) -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     for path in paths {
         if path.metadata().map_err(|e| Error::io("read", path, e))?.is_dir() {
@@ -50,7 +50,7 @@ pub fn find_files(paths: &[PathBuf]) -> Result<Vec<PathBuf>> {
 
 /// Host memory that the data which `paths` name takes while steps run, at most: small text, and the order of the sequences. Only sizes
 /// are asked for. What cannot be found counts nothing; whoever opens it says so.
-pub fn host_bytes(paths: &[PathBuf], seq_length: usize, shuffle: bool) -> u64 {
+pub(crate) fn host_bytes(paths: &[PathBuf], seq_length: usize, shuffle: bool) -> u64 {
     let files = find_files(paths).unwrap_or_default();
     let (tokens, texts): (Vec<_>, Vec<_>) = files.iter().map(PathBuf::as_path).partition(|path| kind(path) == Some(SourceKind::Tokens));
     let text = if paths.is_empty() { DEMO_TEXT.len() as u64 } else { bytes_of(&texts) };
@@ -60,7 +60,7 @@ pub fn host_bytes(paths: &[PathBuf], seq_length: usize, shuffle: bool) -> u64 {
 }
 
 /// Whether the file at `path` holds text, which needs a tokenizer.
-pub fn is_text(path: &Path) -> bool {
+pub(crate) fn is_text(path: &Path) -> bool {
     matches!(kind(path), Some(SourceKind::Text | SourceKind::JsonLines))
 }
 

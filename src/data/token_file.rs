@@ -20,7 +20,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 const READ_BYTES: usize = 16 << 10;
 
 /// An open file of token ids, all below the vocabulary size.
-pub struct TokenFile {
+pub(crate) struct TokenFile {
     file: InFile,
     width: Width,
     vocab_size: usize,
@@ -75,7 +75,7 @@ impl TokenFile {
     }
 
     /// How many tokens the file holds.
-    pub fn tokens(&self) -> usize {
+    pub(crate) fn tokens(&self) -> usize {
         self.tokens
     }
 
@@ -83,7 +83,7 @@ impl TokenFile {
     ///
     /// # Errors
     /// `Io` when the file has become shorter, `Format` when it now holds an id outside the vocabulary.
-    pub fn read(&self, start: usize, out: &mut [i32]) -> Result<()> {
+    pub(crate) fn read(&self, start: usize, out: &mut [i32]) -> Result<()> {
         let width = self.width as usize;
         let mut buffer = [0; READ_BYTES];
         let mut offset = start * width;

@@ -47,7 +47,7 @@ impl Tokenizer {
     ///
     /// # Errors
     /// `Usage` for an `end_of_text` that is no id, and where `add_bos` asks for a token that bytes do not have.
-    pub fn bytes_with(end_of_text: Option<&str>, add_bos: AddBos) -> Result<Self> {
+    pub(crate) fn bytes_with(end_of_text: Option<&str>, add_bos: AddBos) -> Result<Self> {
         if add_bos == AddBos::Yes {
             return Err(Error::usage("--add-bos yes: bytes have no bos_token"));
         }
@@ -80,13 +80,8 @@ impl Tokenizer {
     }
 
     /// Whether this is the byte tokenizer.
-    pub fn is_bytes(&self) -> bool {
+    pub(crate) fn is_bytes(&self) -> bool {
         matches!(self.kind, TokenizerKind::Bytes)
-    }
-
-    /// One more than the largest id.
-    pub fn vocab_size(&self) -> usize {
-        self.vocab_size
     }
 
     /// The id that separates documents, if the tokenizer has one.
@@ -114,7 +109,7 @@ impl Tokenizer {
     }
 
     /// What decides which ids a text becomes, wherever its files lie: two tokenizers with the same identity make the same tokens.
-    pub fn identity(&self) -> serde_json::Value {
+    pub(crate) fn identity(&self) -> serde_json::Value {
         let (end, begin) = (self.end_of_text, &self.begin_of_text);
         match &self.kind {
             TokenizerKind::Absent => "none".into(),
@@ -229,7 +224,7 @@ pub(crate) mod tests {
         let dir = model_dir(&[("config.json", "{}")]);
         assert!(Tokenizer::load(&ModelDir::open(dir.path()).unwrap(), None, AddBos::Auto).unwrap().is_none());
         let bytes = Tokenizer::bytes();
-        assert_eq!((bytes.vocab_size(), bytes.end_of_text()), (256, None));
+        assert_eq!((bytes.vocab_size, bytes.end_of_text()), (256, None));
         assert_eq!(bytes.encode("aé").unwrap(), [97, 0xc3, 0xa9]);
         assert_eq!(bytes.to_string(), "bytes (256 ids)");
         let message = load(&[("tokenizer.json", "{")]).err().unwrap().to_string();
@@ -243,7 +238,7 @@ pub(crate) mod tests {
     fn a_models_tokenizer_is_not_cut_and_counts_ids_beyond_holes() {
         let tokenizer = load(&[("tokenizer.json", WORDS)]).unwrap();
         assert_eq!(tokenizer.encode("a b c a").unwrap(), [0, 1, 2, 0]);
-        assert_eq!((tokenizer.vocab_size(), tokenizer.end_of_text()), (8, Some(7)));
+        assert_eq!((tokenizer.vocab_size, tokenizer.end_of_text()), (8, Some(7)));
         assert!(tokenizer.to_string().ends_with("tokenizer.json (8 ids, end of text 7)"));
         let tokenizer = load(&[("tokenizer.json", &with_bos(WORDS))]).unwrap();
         assert_eq!((tokenizer.encode("a").unwrap(), tokenizer.begin_of_text()), (vec![0], &[1][..]));

@@ -28,7 +28,7 @@ pub struct MemoryClass {
 
 impl DeviceKind {
     /// What the sizes of a [`RingShape`] are multiples of, in bytes.
-    pub fn ring_grain_bytes(self) -> usize {
+    pub(crate) fn ring_grain_bytes(self) -> usize {
         match self {
             Self::Cpu => pinned::RING_GRAIN_BYTES,
             Self::Gpu => gpu::RING_CHUNK_BYTES,
@@ -36,7 +36,7 @@ impl DeviceKind {
     }
 
     /// Memory behind `elems` elements that repeat as `ring` says, if they do.
-    pub fn flat_bytes(self, elems: usize, dtype: Dtype, ring: Option<RingShape>) -> usize {
+    pub(crate) fn flat_bytes(self, elems: usize, dtype: Dtype, ring: Option<RingShape>) -> usize {
         let bytes = elems * dtype.bytes();
         let Some(RingShape { ringed_elems, period_elems }) = ring else { return bytes };
         let whole = if self == Self::Gpu { bytes.next_multiple_of(gpu::RING_CHUNK_BYTES) } else { bytes };
@@ -64,7 +64,7 @@ impl DeviceKind {
 }
 
 /// An NVIDIA GPU's sizes.
-pub mod gpu {
+pub(crate) mod gpu {
     use super::AttentionShape;
 
     /// Device memory that no class names (0.6 GiB on an H200): the CUDA context, the code of cuBLASLt and cuDNN, which is loaded
@@ -75,16 +75,16 @@ pub mod gpu {
     /// Chunks that a ring is made of: a multiple of the 2 MiB pages of the GPU, and few maps for many gigabytes.
     pub const RING_CHUNK_BYTES: usize = 32 << 20;
     /// Pages of managed memory.
-    pub const PAGE_BYTES: usize = 2 << 20;
+    pub(crate) const PAGE_BYTES: usize = 2 << 20;
     /// cuBLASLt's memory for partial sums of split products; NVIDIA's advice for Hopper is 32 MiB or more.
-    pub const MATMUL_WORKSPACE_BYTES: usize = 64 << 20;
+    pub(crate) const MATMUL_WORKSPACE_BYTES: usize = 64 << 20;
     /// Partial sums of this engine's kernels, from the start. Kernels that need more make it grow at their first call: norms of more than
     /// 31,000 channels, micro-batches of more than 8 million tokens.
-    pub const SCRATCH_BYTES: usize = 64 << 20;
+    pub(crate) const SCRATCH_BYTES: usize = 64 << 20;
 
     /// Bytes that cuDNN 9.19 wants for the backward pass of a shape, and so for both: delta; dq in fp32, or tiles of scores
     /// when deterministic; dk and dv of every query head when these share key heads. All layers share one workspace.
-    pub fn attention_workspace_bytes(shape: &AttentionShape, deterministic: bool) -> usize {
+    pub(crate) fn attention_workspace_bytes(shape: &AttentionShape, deterministic: bool) -> usize {
         let (heads, n) = (shape.batch * shape.heads, shape.seq_length);
         let vectors = 4 * heads * n * shape.head_dim;
         let padded = |tile: usize| n.next_multiple_of(tile) as u128;

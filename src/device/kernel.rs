@@ -61,7 +61,7 @@ pub trait Kernel: Copy + Send + 'static {
 
 /// What a kernel does with an operand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Access {
+pub(crate) enum Access {
     /// Reads it: it may overlap others that are read.
     Read,
     /// Reads it: it also may be exactly what is written.
@@ -91,7 +91,7 @@ pub struct Operand {
     /// Its elements.
     pub elems: usize,
     /// What is done with it.
-    pub access: Access,
+    pub(crate) access: Access,
     /// It is small beside others, by whose bytes the kernel takes time.
     pub small: bool,
 }

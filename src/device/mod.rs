@@ -4,13 +4,13 @@
 //! Everything enqueued on one [`Stream`] runs in order; streams run concurrently and meet only through events.
 //! Nothing here waits for the work it enqueues, except [`Device::synchronize`].
 
-pub mod cpu;
+pub(crate) mod cpu;
 #[cfg(feature = "cuda")]
-pub mod cuda;
-pub mod footprint;
+pub(crate) mod cuda;
+pub(crate) mod footprint;
 mod kernel;
 mod kernels;
-pub mod sim;
+pub(crate) mod sim;
 mod slice;
 mod stream;
 
@@ -21,13 +21,15 @@ use crate::memory::{MemorySpace, RingShape};
 use crate::trace::{self, Recorder};
 
 pub use footprint::DeviceKind;
-pub use kernel::{Checked, Kernel, Operand};
+pub use kernel::Kernel;
+pub(crate) use kernel::{Checked, Operand};
 pub use kernels::attention::{AttentionBackward, AttentionForward, AttentionShape};
 pub use kernels::cross_entropy::{CrossEntropyGrad, CrossEntropyLoss, CrossEntropyStats};
 pub use kernels::embed::{Embed, EmbedBackward};
 pub use kernels::norm::{LayerNorm, LayerNormBackward, RmsNorm, RmsNormBackward};
 pub use kernels::pointwise::{Gelu, GeluBackward, Swiglu, SwigluBackward};
-pub use kernels::product::{BiasBackward, Matmul, MatmulLayout, MatmulShape, ProductAlgorithm};
+pub(crate) use kernels::product::ProductAlgorithm;
+pub use kernels::product::{BiasBackward, Matmul, MatmulLayout, MatmulShape};
 pub use kernels::rope::{QkNorm, QkNormBackward, Rope};
 pub use kernels::transfer::{Adam, Cast, GradNormPartials, Poke, Zero};
 pub use kernels::{Kernels, Launch};

@@ -17,7 +17,7 @@ impl Stream {
     /// All streams, in the order of their indices.
     pub const ALL: [Self; 3] = [Self::Compute, Self::D2h, Self::H2d];
     /// How many there are.
-    pub const COUNT: usize = Self::ALL.len();
+    pub(crate) const COUNT: usize = Self::ALL.len();
 
     /// Its track of the timeline.
     pub fn name(self) -> &'static str {
@@ -29,7 +29,8 @@ impl Stream {
     }
 
     /// Whether what it does goes before what others do: copies are short, and the step waits for them.
-    pub fn is_urgent(self) -> bool {
+    #[cfg(feature = "cuda")]
+    pub(crate) fn is_urgent(self) -> bool {
         self != Self::Compute
     }
 

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 /// Whether there is a GPU, and whether this program can compute on it.
 #[derive(Debug)]
-pub struct GpuReport {
+pub(crate) struct GpuReport {
     /// What it is, or why that cannot be said.
     pub facts: Result<GpuFacts>,
     /// What CUDA, which opens it, says of the host's memory; or why it does not open.
@@ -18,7 +18,7 @@ pub struct GpuReport {
 
 impl GpuReport {
     /// This machine's.
-    pub fn this_machine() -> Self {
+    pub(crate) fn this_machine() -> Self {
         #[cfg(feature = "cuda")]
         let (usable, libraries) = (crate::device::cuda::probe(), crate::device::cuda::libraries);
         #[cfg(not(feature = "cuda"))]

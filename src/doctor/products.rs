@@ -11,7 +11,7 @@ const TOKENS: usize = 4 * 4096;
 
 /// The algorithms of one model's products in bfloat16.
 #[derive(Debug)]
-pub struct ModelProducts {
+pub(crate) struct ModelProducts {
     /// Name of the preset.
     pub model: &'static str,
     /// One for each shape.
@@ -23,7 +23,7 @@ pub struct ModelProducts {
 /// # Errors
 /// `Resource` when there is no GPU or cuBLASLt cannot be opened.
 #[cfg(feature = "cuda")]
-pub fn of_presets() -> Result<Vec<ModelProducts>> {
+pub(crate) fn of_presets() -> Result<Vec<ModelProducts>> {
     use crate::device::cuda::product_algorithms;
     use crate::dtype::Dtype;
     use crate::model::{presets, products::products};
@@ -39,7 +39,7 @@ pub fn of_presets() -> Result<Vec<ModelProducts>> {
 /// # Errors
 /// None.
 #[cfg(not(feature = "cuda"))]
-pub fn of_presets() -> Result<Vec<ModelProducts>> {
+pub(crate) fn of_presets() -> Result<Vec<ModelProducts>> {
     Ok(Vec::new())
 }
 

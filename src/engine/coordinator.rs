@@ -22,13 +22,13 @@ use std::collections::VecDeque;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Staging {
     /// Gradients lie in a ring on the device: copies keep the order of backward, for the oldest is in the way of the next.
-    pub ringed_grads: bool,
+    pub(crate) ringed_grads: bool,
     /// Host slots for gradients.
-    pub grad_slots: usize,
+    pub(crate) grad_slots: usize,
     /// Host slots for working weights.
-    pub param_slots: usize,
+    pub(crate) param_slots: usize,
     /// Every offloaded bucket has the parameter slot of its number for good, and the device fetches weights from there.
-    pub streamed_weights: bool,
+    pub(crate) streamed_weights: bool,
 }
 
 impl Staging {
@@ -190,7 +190,7 @@ impl Coordinator {
     ///
     /// # Panics
     /// If there is a bucket to offload but no slot, or too few for each to have its own.
-    pub fn new(layout: BucketLayout, rules: Rules, staging: Staging) -> Self {
+    pub(super) fn new(layout: BucketLayout, rules: Rules, staging: Staging) -> Self {
         let Staging { grad_slots, param_slots, .. } = staging;
         let offloaded = layout.offloaded();
         let retained = if rules.policy == Policy::Deferred { offloaded } else { 0 };
@@ -220,7 +220,7 @@ impl Coordinator {
     ///
     /// # Panics
     /// If a bucket is not settled: a forward that read it did not wait.
-    pub fn begin_step(&mut self, update: Update) {
+    pub(crate) fn begin_step(&mut self, update: Update) {
         let settled = self.buckets.iter().all(|b| b.phase == Phase::Settled);
         assert!(settled, "a step began before the last one was settled");
         self.update = update;
@@ -235,7 +235,7 @@ impl Coordinator {
     ///
     /// # Panics
     /// If the event cannot happen now: a bug of the driver.
-    pub fn handle(&mut self, event: Event) {
+    pub(super) fn handle(&mut self, event: Event) {
         match event {
             Event::GradReady(bucket) if self.is_offloaded(bucket) => {
                 self.transition(bucket, Phase::Settled, Phase::Ready);
@@ -256,12 +256,12 @@ impl Coordinator {
     }
 
     /// What to do next, oldest first.
-    pub fn next_command(&mut self) -> Option<Command> {
+    pub(crate) fn next_command(&mut self) -> Option<Command> {
         self.commands.pop_front()
     }
 
     /// Whether the parameters of `bucket` on the device are final, up to the copy that brings them.
-    pub fn is_settled(&self, bucket: usize) -> bool {
+    pub(crate) fn is_settled(&self, bucket: usize) -> bool {
         !self.is_offloaded(bucket) || self.buckets[bucket].phase == Phase::Settled
     }
 
@@ -270,37 +270,37 @@ impl Coordinator {
     }
 
     /// Whether every bucket is settled and the pool idle.
-    pub fn all_settled(&self) -> bool {
+    pub(crate) fn all_settled(&self) -> bool {
         self.running.is_none() && self.buckets.iter().all(|b| b.phase == Phase::Settled)
     }
 
     /// Whether this step's gradient of `bucket` has left the device's memory, or will with a copy that is enqueued.
-    pub fn is_copied(&self, bucket: usize) -> bool {
+    pub(crate) fn is_copied(&self, bucket: usize) -> bool {
         !self.is_offloaded(bucket) || self.buckets[bucket].phase != Phase::Ready
     }
 
     /// Whether the bucket waits for a copy rather than for the optimizer, which also keeps slots occupied.
-    pub fn waits_for_link(&self, bucket: usize) -> bool {
+    pub(crate) fn waits_for_link(&self, bucket: usize) -> bool {
         self.buckets[bucket].phase == Phase::Copying
     }
 
     /// Whether this step's buckets are stepped before its verdict.
-    pub fn is_speculating(&self) -> bool {
+    pub(crate) fn is_speculating(&self) -> bool {
         self.speculating
     }
 
     /// What became of all bucket steps so far.
-    pub fn counts(&self) -> Counts {
+    pub(super) fn counts(&self) -> Counts {
         self.counts
     }
 
     /// The last verdicts, for the checkpoint.
-    pub fn history(&self) -> SpeculationHistory {
+    pub(crate) fn history(&self) -> SpeculationHistory {
         self.history
     }
 
     /// Takes the last verdicts from a checkpoint.
-    pub fn set_history(&mut self, history: SpeculationHistory) {
+    pub(crate) fn set_history(&mut self, history: SpeculationHistory) {
         self.history = history;
     }
 
@@ -308,7 +308,7 @@ impl Coordinator {
     ///
     /// # Panics
     /// If a bucket is not settled.
-    pub fn flush(&mut self) {
+    pub(super) fn flush(&mut self) {
         self.queue_all(Queued::Commit, |b| b.pending.is_some());
     }
 
@@ -316,7 +316,7 @@ impl Coordinator {
     ///
     /// # Panics
     /// If a bucket is not settled or has an update pending.
-    pub fn restore(&mut self) {
+    pub(crate) fn restore(&mut self) {
         assert!(self.buckets.iter().all(|b| b.pending.is_none()), "flush before new state is set");
         self.queue_all(Queued::Restore, |_| true);
     }

@@ -30,7 +30,7 @@ use std::sync::Arc;
 
 /// The data of a step, read and found good.
 #[derive(Clone, Copy, Debug)]
-pub struct StepData {
+pub(crate) struct StepData {
     /// Targets that count, over all micro-batches.
     pub(super) targets: usize,
 }
@@ -45,24 +45,24 @@ pub struct StepReport {
     /// Learning rate of the update.
     pub learning_rate: f64,
     /// Factor on the loss during the step.
-    pub loss_scale: f32,
+    pub(crate) loss_scale: f32,
     /// What became of it.
     pub verdict: Verdict,
     /// Bucket steps since the last report.
     pub counts: Counts,
     /// Time in which the device had nothing to compute.
-    pub exposed: Exposed,
+    pub(crate) exposed: Exposed,
     /// What moved and was stepped since the last report.
     pub counters: Counters,
 }
 
 /// Time of idle compute, by cause, in nanoseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Exposed {
+pub(crate) struct Exposed {
     /// The next forward waited for the optimizer.
-    pub cpu_ns: u64,
+    pub(crate) cpu_ns: u64,
     /// It waited for a copy.
-    pub transfer_ns: u64,
+    pub(crate) transfer_ns: u64,
 }
 
 /// Modules (a layer's forward or backward) that the driver enqueues ahead of the device: enough that the device never
@@ -179,7 +179,7 @@ impl<D: Kernels> Engine<D> {
     }
 
     /// The algorithms of the device's matrix products so far.
-    pub fn product_algorithms(&self) -> Vec<ProductAlgorithm> {
+    pub(crate) fn product_algorithms(&self) -> Vec<ProductAlgorithm> {
         self.dev.product_algorithms()
     }
 
@@ -214,12 +214,12 @@ impl<D: Kernels> Engine<D> {
     }
 
     /// Dynamic loss scaling.
-    pub fn loss_scale(&self) -> LossScale {
+    pub(crate) fn loss_scale(&self) -> LossScale {
         self.loss_scale
     }
 
     /// The last verdicts.
-    pub fn history(&self) -> SpeculationHistory {
+    pub(crate) fn history(&self) -> SpeculationHistory {
         self.coordinator.history()
     }
 
@@ -234,12 +234,12 @@ impl<D: Kernels> Engine<D> {
     }
 
     /// Clips above this gradient norm from the next verdict on; 0 never clips.
-    pub fn set_max_grad_norm(&mut self, max_grad_norm: f64) {
+    pub(crate) fn set_max_grad_norm(&mut self, max_grad_norm: f64) {
         self.plan.max_grad_norm = max_grad_norm;
     }
 
     /// Has every gradient norm be 1, on a device that computes none.
-    pub fn pretend_norm(&mut self) {
+    pub(crate) fn pretend_norm(&mut self) {
         self.report.pretend(&mut self.host);
     }
 

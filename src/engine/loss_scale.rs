@@ -16,7 +16,7 @@ const GROWTH_INTERVAL: u32 = 2000;
 const SCALE_MAX: f32 = 16_777_216.0;
 
 /// Whether a run can have this scale after this many good steps: a power of two from 1 to 2^24, fewer steps than double it.
-pub fn is_possible(scale: f32, good_steps: u64) -> bool {
+pub(crate) fn is_possible(scale: f32, good_steps: u64) -> bool {
     (1.0..=SCALE_MAX).contains(&scale)
         && (scale as u32).is_power_of_two()
         && scale.fract() == 0.0
@@ -41,12 +41,12 @@ impl LossScale {
     }
 
     /// Steps without overflow since the scale last changed.
-    pub fn good_steps(self) -> u32 {
+    pub(crate) fn good_steps(self) -> u32 {
         self.good_steps
     }
 
     /// Takes over a checkpoint's scale, one that [`is_possible`]; a format that needs none keeps 1.
-    pub fn restore(&mut self, scale: f32, good_steps: u64) {
+    pub(crate) fn restore(&mut self, scale: f32, good_steps: u64) {
         if self.dynamic {
             (self.scale, self.good_steps) = (scale, good_steps as u32);
         }

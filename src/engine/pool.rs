@@ -49,7 +49,7 @@ impl<J: Job> Pool<J> {
     }
 
     /// [`Threads::pulse`]; of no worker, where there are no threads.
-    pub fn pulse(&self) -> Arc<Pulse> {
+    pub(crate) fn pulse(&self) -> Arc<Pulse> {
         match self {
             Self::Threads(pool) => pool.pulse(),
             Self::Stepped(_) | Self::Simulated(_) => Arc::default(),
@@ -57,7 +57,7 @@ impl<J: Job> Pool<J> {
     }
 
     /// [`Threads::busy_ns`].
-    pub fn busy_ns(&self) -> u64 {
+    pub(crate) fn busy_ns(&self) -> u64 {
         match self {
             Self::Threads(pool) => pool.busy_ns(),
             Self::Stepped(pool) => pool.busy_ns,
@@ -66,7 +66,7 @@ impl<J: Job> Pool<J> {
     }
 
     /// Lets a stepped pool do its job; false when there is none, or when threads do the work anyway.
-    pub fn advance(&mut self) -> bool {
+    pub(crate) fn advance(&mut self) -> bool {
         let Self::Stepped(pool) = self else { return false };
         let Some(job) = pool.job.take() else { return false };
         let (start, (name, index)) = (now_ns(), job.label());

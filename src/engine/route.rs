@@ -35,7 +35,7 @@ pub(super) struct Leg {
     /// Buckets that may be in it at once; they take turns. `None` is all.
     pub window: Option<usize>,
     /// A bucket may be in it twice at once; its slots tell the two apart.
-    pub by_slot: bool,
+    pub(crate) by_slot: bool,
     /// What is moved or done, where somebody waits for it.
     pub what: &'static str,
     /// What has happened when it begins, and what the bucket waits for then.
@@ -101,11 +101,11 @@ const LEGS: [Leg; 7] = [
 
 impl Hop {
     /// All hops, in the order of their numbers.
-    pub const ALL: [Self; LEGS.len()] =
+    pub(super) const ALL: [Self; LEGS.len()] =
         [Self::Backward, Self::GradsOut, Self::Optimize, Self::ParamsIn, Self::PageIn, Self::StepOnDevice, Self::PageOut];
 
     /// What is fixed about it.
-    pub fn leg(self) -> &'static Leg {
+    pub(crate) fn leg(self) -> &'static Leg {
         &LEGS[self as usize]
     }
 }

@@ -19,7 +19,7 @@ impl<D: Kernels> Engine<D> {
     ///
     /// # Panics
     /// If an update is under way: see [`Engine::flush`].
-    pub fn init_state(&mut self, seed: u64, threads: usize) -> Result<()> {
+    pub(crate) fn init_state(&mut self, seed: u64, threads: usize) -> Result<()> {
         self.expect_no_job();
         self.memory.init_params((&mut self.dev, &mut self.host), &self.model.table, seed, threads)
     }

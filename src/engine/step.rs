@@ -35,7 +35,7 @@ impl<D: Kernels> Engine<D> {
     /// # Errors
     /// `batches`'; `Resource` that names the step when a token, target, position or document reaches outside, or when no target of the
     /// step counts. The engine is then as after the last step, whose state can be flushed and saved.
-    pub fn read_data(&mut self, batches: &mut impl Batches) -> Result<StepData> {
+    pub(crate) fn read_data(&mut self, batches: &mut impl Batches) -> Result<StepData> {
         self.vitals.record(Mark::Step, self.train_step + 1);
         self.vitals.now(Doing::Data, 0);
         let targets: Result<usize> = (0..self.plan.grad_accum_steps).map(|micro_step| self.read_batch(micro_step, batches)).sum();
@@ -63,7 +63,7 @@ impl<D: Kernels> Engine<D> {
     ///
     /// # Errors
     /// The device's.
-    pub fn run_step(&mut self, learning_rate: f64, data: StepData) -> Result<StepReport> {
+    pub(crate) fn run_step(&mut self, learning_rate: f64, data: StepData) -> Result<StepReport> {
         self.vitals.now(Doing::Enqueuing, 0);
         let stepped = self.pass_and_validate(learning_rate, data);
         self.vitals.now(Doing::Else, 0);

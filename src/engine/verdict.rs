@@ -47,12 +47,12 @@ impl SpeculationHistory {
     }
 
     /// Whether these are verdicts of the window alone: what a run can have recorded.
-    pub fn is_possible(self) -> bool {
+    pub(crate) fn is_possible(self) -> bool {
         self.failures >> WINDOW == 0
     }
 
     /// Whether failures are rare enough.
-    pub fn pays(self) -> bool {
+    pub(crate) fn pays(self) -> bool {
         self.failures.count_ones() < FAILURES_MAX
     }
 }

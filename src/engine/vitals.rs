@@ -12,12 +12,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Events that are remembered.
-pub const EVENTS: usize = 256;
+pub(crate) const EVENTS: usize = 256;
 
 /// What the driver does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
-pub enum Doing {
+pub(crate) enum Doing {
     /// Nothing of a step: saving, evaluating, printing.
     Else,
     /// Enqueuing work.
@@ -49,7 +49,7 @@ impl Doing {
     ];
 
     /// In words; a bucket's number follows where one belongs.
-    pub fn words(self) -> &'static str {
+    pub(crate) fn words(self) -> &'static str {
         Self::ALL[self as usize].1
     }
 }
@@ -87,7 +87,7 @@ impl Mark {
     ];
 
     /// As an event, to be followed by its number.
-    pub fn event(self) -> &'static str {
+    pub(super) fn event(self) -> &'static str {
         match self {
             Self::Begun(hop) => hop.leg().begun[0],
             Self::Done(hop) => hop.leg().done[0],
@@ -96,7 +96,7 @@ impl Mark {
     }
 
     /// What a bucket waits for to which this happened last.
-    pub fn pending(self) -> &'static str {
+    pub(super) fn pending(self) -> &'static str {
         match self {
             Self::Begun(hop) => hop.leg().begun[1],
             Self::Done(hop) => hop.leg().done[1],
@@ -213,7 +213,7 @@ impl Vitals {
     }
 
     /// What the driver does, and the number that belongs to it.
-    pub fn doing(&self) -> (Doing, u64) {
+    pub(crate) fn doing(&self) -> (Doing, u64) {
         let word = self.doing.load(Ordering::Relaxed);
         (Doing::ALL[(word & 0xff) as usize].0, word >> 8)
     }

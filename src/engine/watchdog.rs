@@ -28,7 +28,7 @@ pub enum Alarm {
 }
 
 /// Who hears it, on the watchdog's thread.
-pub type OnAlarm = Box<dyn Fn(Alarm) + Send>;
+pub(crate) type OnAlarm = Box<dyn Fn(Alarm) + Send>;
 
 /// The thread; it ends when this is dropped.
 pub struct Watchdog {

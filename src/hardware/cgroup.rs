@@ -18,11 +18,11 @@ pub struct Limit<T> {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct CgroupLimits {
     /// CPU time in units of one CPU: 1.5 is one and a half.
-    pub cpu_quota: Option<Limit<f64>>,
+    pub(crate) cpu_quota: Option<Limit<f64>>,
     /// CPUs that may be used.
     pub cpus: Option<Limit<CpuList>>,
     /// Memory in bytes.
-    pub memory_bytes: Option<Limit<u64>>,
+    pub(crate) memory_bytes: Option<Limit<u64>>,
 }
 
 impl CgroupLimits {

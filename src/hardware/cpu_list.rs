@@ -19,7 +19,7 @@ impl CpuList {
     }
 
     /// The CPUs, ascending.
-    pub fn as_slice(&self) -> &[usize] {
+    pub(crate) fn as_slice(&self) -> &[usize] {
         &self.0
     }
 
@@ -44,7 +44,7 @@ impl CpuList {
     }
 
     /// Those that `other` has, too.
-    pub fn intersection(&self, other: &Self) -> Self {
+    pub(crate) fn intersection(&self, other: &Self) -> Self {
         Self(self.iter().filter(|&cpu| other.contains(cpu)).collect())
     }
 

@@ -32,21 +32,21 @@ impl GpuFacts {
 
 /// What the GPU did while it was watched; gigabytes are 10^9 bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize)]
-pub struct GpuSamples {
+pub(crate) struct GpuSamples {
     /// Looks taken.
     pub samples: usize,
     /// Mean power.
-    pub power_w: Option<f64>,
+    pub(crate) power_w: Option<f64>,
     /// Mean clock of the multiprocessors.
-    pub sm_clock_mhz: Option<f64>,
+    pub(crate) sm_clock_mhz: Option<f64>,
     /// Lowest clock of the multiprocessors.
-    pub sm_clock_min_mhz: Option<f64>,
+    pub(crate) sm_clock_min_mhz: Option<f64>,
     /// Mean rate of the PCIe link out of the GPU, by its own counters, protocol included.
-    pub pcie_d2h_gb_per_s: Option<f64>,
+    pub(crate) pcie_d2h_gb_per_s: Option<f64>,
     /// Into it.
-    pub pcie_h2d_gb_per_s: Option<f64>,
+    pub(crate) pcie_h2d_gb_per_s: Option<f64>,
     /// Most memory in use, by all processes.
-    pub memory_used_bytes: Option<u64>,
+    pub(crate) memory_used_bytes: Option<u64>,
 }
 
 impl From<&[Sample]> for GpuSamples {
@@ -68,7 +68,7 @@ impl From<&[Sample]> for GpuSamples {
 }
 
 /// A thread that looks at the GPU several times a second.
-pub struct Sampler {
+pub(crate) struct Sampler {
     stopping: Arc<AtomicBool>,
     thread: JoinHandle<Vec<Sample>>,
 }
@@ -78,7 +78,7 @@ impl Sampler {
     ///
     /// # Errors
     /// Those of [`GpuFacts::read`]; `Resource` when the thread cannot start.
-    pub fn start() -> Result<Self> {
+    pub(crate) fn start() -> Result<Self> {
         let gpu = VisibleGpu::open()?;
         let stopping = Arc::new(AtomicBool::new(false));
         let stop = stopping.clone();
@@ -91,7 +91,7 @@ impl Sampler {
     ///
     /// # Errors
     /// `Resource` when the thread panicked.
-    pub fn stop(self) -> Result<GpuSamples> {
+    pub(crate) fn stop(self) -> Result<GpuSamples> {
         self.stopping.store(true, Ordering::Relaxed);
         self.thread.thread().unpark();
         let samples = self.thread.join().map_err(|_| Error::resource("watch the GPU", "its thread panicked"))?;

@@ -20,7 +20,7 @@ const DATA_BYTES_MIN: u64 = 32 << 20;
 ///
 /// # Errors
 /// `Resource` with the limit, its value and what to allow.
-pub fn check_memory_limits() -> Result<()> {
+pub(crate) fn check_memory_limits() -> Result<()> {
     for (limit, flag, least) in [(Resource::RLIMIT_AS, "-v", ADDRESS_BYTES_MIN), (Resource::RLIMIT_DATA, "-d", DATA_BYTES_MIN)] {
         if let Ok((soft, _hard)) = getrlimit(limit)
             && soft < least
@@ -33,7 +33,7 @@ pub fn check_memory_limits() -> Result<()> {
 }
 
 /// Why not every CPU of the machine can be used, and what would change that: a line a limit.
-pub fn reasons(topology: &Topology) -> Vec<String> {
+pub(crate) fn reasons(topology: &Topology) -> Vec<String> {
     let Some(usable) = topology.usable_cpus() else { return Vec::new() };
     [quota(topology, &usable), mask(topology, &usable)].into_iter().flatten().collect()
 }
@@ -60,7 +60,7 @@ fn mask(topology: &Topology, usable: &UsableCpus) -> Option<String> {
 /// # Errors
 /// `Usage` when more were asked for than can run; `Resource` when the automatic choice would be many times slower than the
 /// machine, and a GPU waits for it.
-pub fn check_threads(topology: &Topology, asked: Option<usize>, on_gpu: bool) -> Result<Option<String>> {
+pub(crate) fn check_threads(topology: &Topology, asked: Option<usize>, on_gpu: bool) -> Result<Option<String>> {
     let Some(usable) = topology.usable_cpus() else { return Ok(None) };
     let (count, online, reasons) = (usable.count(), usable.online, reasons(topology).join("; "));
     match asked {

@@ -1,7 +1,7 @@
 //! The small notations of `/proc` and `/sys`. `None` wherever a file is not what it should be.
 
 /// Bytes of `32768K`, `1M`, `512`.
-pub fn size_bytes(text: &str) -> Option<u64> {
+pub(crate) fn size_bytes(text: &str) -> Option<u64> {
     let text = text.trim();
     let (number, shift) = match text.as_bytes().last()? {
         b'K' => (&text[..text.len() - 1], 10),
@@ -13,7 +13,7 @@ pub fn size_bytes(text: &str) -> Option<u64> {
 }
 
 /// The first number after `key:`, as in `MemTotal: 24684092 kB` or `Node 0 MemTotal: 1024 kB`, in bytes.
-pub fn meminfo_bytes(text: &str, key: &str) -> Option<u64> {
+pub(crate) fn meminfo_bytes(text: &str, key: &str) -> Option<u64> {
     let value = text.lines().find_map(|line| {
         let (name, value) = line.split_once(':')?;
         (name.split_whitespace().last() == Some(key)).then_some(value)
@@ -25,7 +25,7 @@ pub fn meminfo_bytes(text: &str, key: &str) -> Option<u64> {
 }
 
 /// The value of `key` in lines `key : value`.
-pub fn field<'a>(text: &'a str, key: &str) -> Option<&'a str> {
+pub(crate) fn field<'a>(text: &'a str, key: &str) -> Option<&'a str> {
     text.lines().find_map(|line| {
         let (name, value) = line.split_once(':')?;
         (name.trim() == key).then_some(value.trim())
@@ -33,29 +33,29 @@ pub fn field<'a>(text: &'a str, key: &str) -> Option<&'a str> {
 }
 
 /// CPUs' worth of time in cgroup v2's `cpu.max`: `150000 100000` is 1.5, `max 100000` is no limit.
-pub fn cpu_max(text: &str) -> Option<f64> {
+pub(crate) fn cpu_max(text: &str) -> Option<f64> {
     let (quota, period) = text.trim().split_once(' ')?;
     quota_cpus(quota, period)
 }
 
 /// CPUs' worth of time from microseconds of quota and period; cgroup v1 writes -1 for no limit.
-pub fn quota_cpus(quota: &str, period: &str) -> Option<f64> {
+pub(crate) fn quota_cpus(quota: &str, period: &str) -> Option<f64> {
     let (quota, period): (u64, u64) = (quota.trim().parse().ok()?, period.trim().parse().ok()?);
     (quota > 0 && period > 0).then(|| quota as f64 / period as f64)
 }
 
 /// A memory limit in bytes. No limit is `max` in cgroup v2 and nearly `i64::MAX` in v1.
-pub fn memory_max(text: &str) -> Option<u64> {
+pub(crate) fn memory_max(text: &str) -> Option<u64> {
     text.trim().parse().ok().filter(|&bytes| bytes < i64::MAX as u64 / 2)
 }
 
 /// The choice in brackets: `madvise` of `always [madvise] never`.
-pub fn chosen(text: &str) -> Option<&str> {
+pub(crate) fn chosen(text: &str) -> Option<&str> {
     text.split_once('[')?.1.split_once(']').map(|(choice, _)| choice)
 }
 
 /// The value of `tag` in the kernel's auxiliary vector: pairs of native words.
-pub fn auxv(bytes: &[u8], tag: usize) -> Option<usize> {
+pub(crate) fn auxv(bytes: &[u8], tag: usize) -> Option<usize> {
     const WORD: usize = size_of::<usize>();
     let word = |bytes: &[u8]| bytes.try_into().map(usize::from_ne_bytes).ok();
     let pairs = bytes.chunks_exact(2 * WORD).map(|pair| (word(&pair[..WORD]), word(&pair[WORD..])));
@@ -63,7 +63,7 @@ pub fn auxv(bytes: &[u8], tag: usize) -> Option<usize> {
 }
 
 /// The first token that looks like a version: `570.124.06` in the NVIDIA driver's own words.
-pub fn version(text: &str) -> Option<&str> {
+pub(crate) fn version(text: &str) -> Option<&str> {
     let is_version =
         |token: &&str| token.contains('.') && token.split('.').all(|part| !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit()));
     text.split_whitespace().find(is_version)

@@ -17,7 +17,7 @@ use std::path::Path;
 const BYTES_MAX: u64 = 1 << 20;
 
 /// The one that is assumed where nobody says better: a GPU with PCIe 5, measured.
-pub const ASSUMED: &str = "h200-pcie5";
+pub(crate) const ASSUMED: &str = "h200-pcie5";
 
 /// The profiles that ship with the program.
 const SHIPPED: [(&str, &str); 6] = [
@@ -30,7 +30,7 @@ const SHIPPED: [(&str, &str); 6] = [
 ];
 
 /// The form of the files that this program reads and writes.
-pub const VERSION: u32 = 1;
+pub(crate) const VERSION: u32 = 1;
 /// On quiet hosts of four H200s samples lay within 14 % (managed memory's pages within 24 %), on busy ones the optimizer's within 23 and 35 %,
 /// and plans were 13 to 25 % off: docs/performance.md.
 const STEADY: f64 = 0.2;
@@ -46,7 +46,7 @@ pub struct Profile {
     /// What it is, for people.
     pub machine: String,
     /// Day on which the numbers were put together: `2026-11-21`.
-    pub date: String,
+    pub(crate) date: String,
     /// Other facts, for people: kernel, driver, the program that measured.
     #[serde(default)]
     pub facts: Vec<String>,

@@ -13,41 +13,41 @@ pub struct Rates {
     large_matmul_flops: f64,
     matmul_share_by_least_dim: Points,
     /// FLOPs a second of attention's forward pass.
-    pub attention_forward_flops: f64,
+    pub(crate) attention_forward_flops: f64,
     /// FLOPs a second of attention's backward pass, counted as twice the forward pass.
-    pub attention_backward_flops: f64,
+    pub(crate) attention_backward_flops: f64,
     /// Bytes that pointwise kernels read and write a second.
-    pub device_bytes_per_s: f64,
+    pub(crate) device_bytes_per_s: f64,
     /// Seconds of the driver to enqueue something.
     pub launch_s: f64,
     /// Seconds that the smallest kernel takes.
     pub kernel_s: f64,
     /// Bytes a second from the device to the host, large copies.
-    pub to_host_bytes_per_s: f64,
+    pub(crate) to_host_bytes_per_s: f64,
     /// The same from the host to the device.
-    pub to_device_bytes_per_s: f64,
+    pub(crate) to_device_bytes_per_s: f64,
     /// Bytes a second each way, while both are busy.
-    pub both_ways_bytes_per_s: f64,
+    pub(crate) both_ways_bytes_per_s: f64,
     to_host_share_by_bytes: Points,
     to_device_share_by_bytes: Points,
     /// Seconds that the smallest copy takes.
-    pub latency_s: f64,
+    pub(crate) latency_s: f64,
     /// Bytes of managed memory a second, each way, while pages come and go.
-    pub managed_bytes_per_s: f64,
+    pub(crate) managed_bytes_per_s: f64,
     adam_bytes_per_s_by_threads: Points,
     adam_scalar_bytes_per_s_by_threads: Points,
     /// Seconds until waiting workers begin a job.
-    pub wake_up_s: f64,
+    pub(crate) wake_up_s: f64,
     /// Share that is left of products while copies go both ways.
-    pub matmul_under_copies: f64,
+    pub(crate) matmul_under_copies: f64,
     /// Share that is left of copies while the optimizer runs.
-    pub copies_under_adam: f64,
+    pub(crate) copies_under_adam: f64,
     /// Share that is left of the optimizer while copies run.
-    pub adam_under_copies: f64,
+    pub(crate) adam_under_copies: f64,
     /// Share that is left of the CPU device's kernels while the optimizer runs on its cores.
-    pub cpu_device_under_adam: f64,
+    pub(crate) cpu_device_under_adam: f64,
     /// Share that is left of the optimizer meanwhile.
-    pub adam_under_cpu_device: f64,
+    pub(crate) adam_under_cpu_device: f64,
 }
 
 /// Rates of a host and of the device that computes, which are figures of the same names for a GPU and for CPUs. Copies are those of a
@@ -101,7 +101,7 @@ impl Rates {
     }
 
     /// Those of the profile that is assumed where nobody says better.
-    pub fn assumed() -> Arc<Self> {
+    pub(crate) fn assumed() -> Arc<Self> {
         static RATES: OnceLock<Arc<Rates>> = OnceLock::new();
         let read = || Arc::new(Rates::of(&Profile::load(ASSUMED).expect("it ships with the program and is tested")));
         RATES.get_or_init(read).clone()
@@ -140,7 +140,7 @@ impl Rates {
     }
 
     /// A machine whose host memory, and so its optimizer, is `factor` times as fast.
-    pub fn with_faster_host(&self, factor: f64) -> Self {
+    pub(crate) fn with_faster_host(&self, factor: f64) -> Self {
         let faster = |curve: &Points| Points(curve.0.iter().map(|(threads, rate)| (*threads, rate * factor)).collect());
         Self {
             adam_bytes_per_s_by_threads: faster(&self.adam_bytes_per_s_by_threads),
@@ -150,7 +150,7 @@ impl Rates {
     }
 
     /// A machine whose link is `factor` times as fast.
-    pub fn with_faster_link(&self, factor: f64) -> Self {
+    pub(crate) fn with_faster_link(&self, factor: f64) -> Self {
         Self {
             to_host_bytes_per_s: self.to_host_bytes_per_s * factor,
             to_device_bytes_per_s: self.to_device_bytes_per_s * factor,
@@ -161,7 +161,7 @@ impl Rates {
     }
 
     /// A machine whose device computes and reads its memory `factor` times as fast.
-    pub fn with_faster_device(&self, factor: f64) -> Self {
+    pub(crate) fn with_faster_device(&self, factor: f64) -> Self {
         Self {
             large_matmul_flops: self.large_matmul_flops * factor,
             attention_forward_flops: self.attention_forward_flops * factor,
@@ -177,20 +177,20 @@ impl Rates {
     }
 
     /// Seconds of a copy of `bytes` to the host, alone.
-    pub fn to_host_s(&self, bytes: usize) -> f64 {
+    pub(crate) fn to_host_s(&self, bytes: usize) -> f64 {
         let bytes = bytes as f64;
         self.latency_s.max(bytes / (self.to_host_bytes_per_s * self.to_host_share_by_bytes.at(bytes)))
     }
 
     /// Seconds of a copy of `bytes` to the device, alone.
-    pub fn to_device_s(&self, bytes: usize) -> f64 {
+    pub(crate) fn to_device_s(&self, bytes: usize) -> f64 {
         let bytes = bytes as f64;
         self.latency_s.max(bytes / (self.to_device_bytes_per_s * self.to_device_share_by_bytes.at(bytes)))
     }
 
     /// Bytes that `workers` of the optimizer's pool read and write a second. One instruction set of vectors is as good as another:
     /// memory binds.
-    pub fn adam_bytes_per_s(&self, workers: usize, isa: Isa) -> f64 {
+    pub(crate) fn adam_bytes_per_s(&self, workers: usize, isa: Isa) -> f64 {
         let curve = if isa == Isa::Scalar { &self.adam_scalar_bytes_per_s_by_threads } else { &self.adam_bytes_per_s_by_threads };
         curve.at(workers as f64)
     }

@@ -10,7 +10,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 /// The choice of `--hardware` that leaves it to the program.
-pub const AUTO: &str = "auto";
+pub(crate) const AUTO: &str = "auto";
 
 /// Words of a GPU's name, and the profile of the nearest machine; the first row whose words are all there counts.
 const NEAREST: [(&[&str], &str); 7] = [
@@ -26,7 +26,7 @@ const NEAREST: [(&[&str], &str); 7] = [
 
 /// A machine with a GPU, as far as its rates depend on it.
 #[derive(Clone, Debug)]
-pub struct MachineId {
+pub(crate) struct MachineId {
     gpu: String,
     cpu: String,
     cpus: usize,
@@ -37,18 +37,18 @@ impl MachineId {
     ///
     /// # Errors
     /// Those of [`GpuFacts::read`].
-    pub fn new(topology: &Topology) -> Result<Self> {
+    pub(crate) fn new(topology: &Topology) -> Result<Self> {
         GpuFacts::read().map(|gpu| Self::of(topology, &gpu))
     }
 
     /// The machine of `topology` and of this GPU.
-    pub fn of(topology: &Topology, gpu: &GpuFacts) -> Self {
+    pub(crate) fn of(topology: &Topology, gpu: &GpuFacts) -> Self {
         let name = |name: &Option<String>| name.clone().unwrap_or_else(|| "unnamed".into());
         Self { gpu: name(&gpu.name), cpu: name(&topology.cpu_model), cpus: topology.usable_cpus().map_or(1, |usable| usable.count()) }
     }
 
     /// Where its profile is kept: in the user's cache; nowhere where the environment names none.
-    pub fn file(&self) -> Option<PathBuf> {
+    pub(crate) fn file(&self) -> Option<PathBuf> {
         disk::user_cache().map(|cache| cache.join(self.file_name()))
     }
 
@@ -66,7 +66,7 @@ fn slug(name: &str) -> String {
 
 /// A profile of a machine with a GPU, and how it came to be the one.
 #[derive(Clone, Debug)]
-pub struct SelectedProfile {
+pub(crate) struct SelectedProfile {
     /// The profile.
     pub profile: Profile,
     origin: Origin,
@@ -89,7 +89,7 @@ impl SelectedProfile {
     /// # Errors
     /// Those of [`Profile::load`] for what is named; `Usage` if that has no GPU. What keeps `auto` from what was measured is no error:
     /// `Display` tells it.
-    pub fn of(hardware: &Path, machine: Result<MachineId>) -> Result<Self> {
+    pub(crate) fn of(hardware: &Path, machine: Result<MachineId>) -> Result<Self> {
         if hardware == Path::new("this") {
             let cause = "--hardware this: plan and simulate measure; for runs `superoffload probe --save` measures once, and keeps it";
             return Err(Error::usage(cause));
@@ -112,7 +112,7 @@ impl SelectedProfile {
     ///
     /// # Errors
     /// Those of [`Profile::load`]; `Usage` if it has no GPU.
-    pub fn kept(file: PathBuf) -> Option<Result<Self>> {
+    pub(crate) fn kept(file: PathBuf) -> Option<Result<Self>> {
         file.exists().then(|| Ok(Self { profile: load(&file)?, origin: Origin::Measured(file) }))
     }
 

@@ -3,7 +3,7 @@
 use serde::Deserialize;
 
 /// What the sources of numbers begin with that `probe` measured.
-pub const MEASURED: &str = "measured by superoffload probe";
+pub(crate) const MEASURED: &str = "measured by superoffload probe";
 
 /// Numbers from here on would overflow what is counted in them.
 const TOO_LARGE: f64 = 1e20;
@@ -34,10 +34,10 @@ pub struct Other<T> {
 }
 
 /// One number.
-pub type Number = Sourced<f64>;
+pub(crate) type Number = Sourced<f64>;
 
 /// A number that depends on another.
-pub type Curve = Sourced<Points>;
+pub(crate) type Curve = Sourced<Points>;
 
 /// Points `(x, y)` of a curve in ascending order of `x`.
 #[derive(Clone, Debug, Deserialize, PartialEq)]

@@ -69,13 +69,13 @@ pub struct Cpu {
     /// Number of the CPU.
     pub id: usize,
     /// Socket.
-    pub package: Option<u32>,
+    pub(crate) package: Option<u32>,
     /// Physical core: CPUs with the same value are SMT siblings.
-    pub core: Option<usize>,
+    pub(crate) core: Option<usize>,
     /// Memory node.
-    pub numa_node: Option<usize>,
+    pub(crate) numa_node: Option<usize>,
     /// Last-level cache of level 3.
-    pub l3: Option<usize>,
+    pub(crate) l3: Option<usize>,
 }
 
 /// A memory node.
@@ -86,7 +86,7 @@ pub struct NumaNode {
     /// CPUs beside this memory.
     pub cpus: CpuList,
     /// Size.
-    pub memory_bytes: Option<u64>,
+    pub(crate) memory_bytes: Option<u64>,
     /// What nobody uses.
     pub free_bytes: Option<u64>,
 }
@@ -95,7 +95,7 @@ pub struct NumaNode {
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Cache {
     /// 1, 2, 3.
-    pub level: u32,
+    pub(crate) level: u32,
     /// `Data`, `Instruction` or `Unified`.
     pub kind: String,
     /// Size.
@@ -123,11 +123,11 @@ pub struct HugePages {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Process {
     /// CPUs that the calling thread may run on.
-    pub affinity: Option<CpuList>,
+    pub(crate) affinity: Option<CpuList>,
     /// Limit of locked memory (`RLIMIT_MEMLOCK`); `u64::MAX`: unlimited.
-    pub memlock_bytes: Option<u64>,
+    pub(crate) memlock_bytes: Option<u64>,
     /// What limits of address space and data (`RLIMIT_AS`, `RLIMIT_DATA`) leave of memory; `None`: they do not limit it.
-    pub address_room_bytes: Option<u64>,
+    pub(crate) address_room_bytes: Option<u64>,
     /// Memory that the process has already: what a control group grants holds it, too.
     pub rss_bytes: u64,
 }
@@ -136,11 +136,11 @@ pub struct Process {
 #[derive(Clone, Debug, PartialEq)]
 pub struct UsableCpus {
     /// CPUs of the affinity mask.
-    pub affinity: CpuList,
+    pub(crate) affinity: CpuList,
     /// CPU time that the control groups grant, in CPUs.
-    pub quota: Option<f64>,
+    pub(crate) quota: Option<f64>,
     /// CPUs of the machine.
-    pub online: usize,
+    pub(crate) online: usize,
 }
 
 impl Process {
@@ -219,17 +219,17 @@ impl Topology {
     }
 
     /// Physical cores online; `None` if the kernel does not tell cores apart.
-    pub fn cores(&self) -> Option<usize> {
+    pub(crate) fn cores(&self) -> Option<usize> {
         self.count(|cpu| cpu.core)
     }
 
     /// Sockets; `None` if the kernel does not tell.
-    pub fn packages(&self) -> Option<usize> {
+    pub(crate) fn packages(&self) -> Option<usize> {
         self.count(|cpu| cpu.package)
     }
 
     /// Memory that this process can hope for: what is available beside the CPUs, at most what its control groups and limits allow.
-    pub fn memory_usable_bytes(&self) -> Option<u64> {
+    pub(crate) fn memory_usable_bytes(&self) -> Option<u64> {
         let limit = self.cgroup.memory_bytes.as_ref().map(|limit| limit.value.saturating_sub(self.process.rss_bytes + GROUP_RESERVE_BYTES));
         // A GPU's memory may be a node of the machine: it counts as available, and is not the host's to fill.
         let elsewhere: u64 = self.numa_nodes.iter().filter(|node| node.cpus.is_empty()).filter_map(|node| node.free_bytes).sum();
@@ -238,7 +238,7 @@ impl Topology {
     }
 
     /// Free memory in pools of huge pages; nobody else can use it, and it does not count as available.
-    pub fn reserved_free_bytes(&self) -> u64 {
+    pub(crate) fn reserved_free_bytes(&self) -> u64 {
         self.huge_pages.iter().map(|pool| pool.page_bytes.saturating_mul(pool.free.unwrap_or(0))).fold(0, u64::saturating_add)
     }
 
@@ -248,7 +248,7 @@ impl Topology {
     }
 
     /// Nodes whose memory lies beside one of `cpus` and may be used by this process.
-    pub fn nodes_beside(&self, cpus: &CpuList) -> Vec<usize> {
+    pub(crate) fn nodes_beside(&self, cpus: &CpuList) -> Vec<usize> {
         let allowed = |node: &&NumaNode| self.allowed_nodes.as_ref().is_none_or(|nodes| nodes.contains(node.id));
         let beside = |node: &&NumaNode| node.cpus.iter().any(|cpu| cpus.contains(cpu));
         self.nodes_with_memory().filter(allowed).filter(beside).map(|node| node.id).collect()
@@ -433,7 +433,7 @@ pub(crate) mod tests {
     use proptest::prelude::*;
 
     /// A directory that holds `files`.
-    pub fn tree(files: &[(&str, &str)]) -> tempfile::TempDir {
+    pub(crate) fn tree(files: &[(&str, &str)]) -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
         for (path, text) in files {
             write(dir.path(), path, text);
@@ -448,7 +448,7 @@ pub(crate) mod tests {
     }
 
     /// Two sockets of two cores with two threads each, numbered as servers do: siblings four apart, CPU 7 offline.
-    pub fn two_sockets() -> tempfile::TempDir {
+    pub(crate) fn two_sockets() -> tempfile::TempDir {
         let dir = tree(&[
             ("proc/cpuinfo", "processor\t: 0\nmodel name\t: Example CPU @ 2.00GHz\nflags\t\t: fpu avx2 cat_l3 mba\n\nprocessor\t: 1\n"),
             ("proc/meminfo", "MemTotal:       67108864 kB\nMemAvailable:   50331648 kB\n"),
@@ -487,7 +487,7 @@ pub(crate) mod tests {
     }
 
     /// A Grace with its Hopper: 72 cores, 64 KiB pages, and the GPU's memory as a node without CPUs.
-    pub fn grace() -> tempfile::TempDir {
+    pub(crate) fn grace() -> tempfile::TempDir {
         let dir = tree(&[
             ("proc/cpuinfo", "processor\t: 0\nFeatures\t: fp asimd sve sve2 bf16\nCPU implementer\t: 0x41\nCPU part\t: 0xd4f\n"),
             ("proc/meminfo", "MemTotal:       603979776 kB\nMemAvailable:   595591168 kB\n"),
@@ -523,7 +523,7 @@ pub(crate) mod tests {
     }
 
     /// A container on that Grace: four CPUs by cpuset, two CPUs' time, 16 GiB.
-    pub fn container() -> tempfile::TempDir {
+    pub(crate) fn container() -> tempfile::TempDir {
         let dir = grace();
         for (path, text) in [
             ("proc/self/mountinfo", "41 31 0:38 / /sys/fs/cgroup ro,relatime - cgroup2 cgroup rw\n"),

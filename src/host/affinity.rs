@@ -65,7 +65,7 @@ impl Placement {
     ///
     /// # Errors
     /// See [`pin_current`].
-    pub fn keep_off_workers(&self, thread: &str) -> Result<()> {
+    pub(crate) fn keep_off_workers(&self, thread: &str) -> Result<()> {
         if self.others.len() > 1 { pin_current(thread, &self.others) } else { Ok(()) }
     }
 }
@@ -116,7 +116,7 @@ impl Counter {
 }
 
 /// `adam-03@cpu41`, or `adam-03` where threads are not pinned. A long role is cut, never the numbers: 15 bytes in all.
-pub fn thread_name(role: &str, index: usize, cpu: usize) -> String {
+pub(crate) fn thread_name(role: &str, index: usize, cpu: usize) -> String {
     let numbers = if cfg!(feature = "mpam") { format!("-{index:02}@cpu{cpu}") } else { format!("-{index:02}") };
     let mut name = role.to_owned();
     while name.len() + numbers.len() > NAME_BYTES_MAX && name.pop().is_some() {}
@@ -160,7 +160,7 @@ fn pin_to_cpu(_thread: &str, _cpu: usize) -> Result<()> {
 ///
 /// # Errors
 /// `Resource` when the kernel refuses, or leaves out a CPU (of another cpuset, or offline).
-pub fn pin_current(thread: &str, cpus: &CpuList) -> Result<()> {
+pub(crate) fn pin_current(thread: &str, cpus: &CpuList) -> Result<()> {
     if !cfg!(feature = "mpam") {
         return Ok(());
     }

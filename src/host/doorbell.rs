@@ -30,7 +30,7 @@ impl Doorbell {
     }
 
     /// The count to pass to [`Doorbell::wait`]; take it before looking for work.
-    pub fn rings(&self) -> u64 {
+    pub(crate) fn rings(&self) -> u64 {
         self.state.load(Ordering::Acquire) & !ASLEEP
     }
 

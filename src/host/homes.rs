@@ -6,7 +6,7 @@ pub struct Homes {
     /// Nodes that share a job's pieces, in order and equally; at least 1.
     pub nodes: usize,
     /// Index of each worker's node; a worker that is not named is on the first.
-    pub of_worker: Vec<usize>,
+    pub(crate) of_worker: Vec<usize>,
 }
 
 impl Default for Homes {

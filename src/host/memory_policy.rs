@@ -44,7 +44,7 @@ pub enum PageSizes {
 
 /// A thread that faults memory in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Toucher {
+pub(crate) struct Toucher {
     /// Where it runs; `None`: anywhere.
     pub cpu: Option<usize>,
     /// Index of its node in [`MemoryPolicy::nodes`].
@@ -59,9 +59,9 @@ pub struct MemoryPolicy {
     /// Nodes that it may come from: those of the CPUs in use, never a GPU's. Empty: there is only one.
     pub nodes: Vec<usize>,
     /// Who faults it in before it is used; nobody: whoever touches it first.
-    pub touchers: Vec<Toucher>,
+    pub(crate) touchers: Vec<Toucher>,
     /// What is not as one would wish.
-    pub notes: Vec<String>,
+    pub(crate) notes: Vec<String>,
 }
 
 impl Default for MemoryPolicy {

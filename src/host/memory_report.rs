@@ -19,7 +19,7 @@ pub struct MemoryReport {
     /// Nodes that it may come from; none: there is only one.
     pub bound_to: Vec<usize>,
     /// What could not be had.
-    pub notes: Vec<String>,
+    pub(crate) notes: Vec<String>,
 }
 
 /// Memory in pages of one size.

@@ -1,19 +1,19 @@
 //! The CPU's side of the machine: thread placement, shared memory, the optimizer's pool.
 
-pub mod affinity;
-pub mod doorbell;
-pub mod homes;
+pub(crate) mod affinity;
+pub(crate) mod doorbell;
+pub(crate) mod homes;
 #[cfg(all(loom, test))]
 mod interleavings;
-pub mod memory_policy;
-pub mod memory_report;
+pub(crate) mod memory_policy;
+pub(crate) mod memory_report;
 mod pages;
 #[cfg(feature = "mpam")]
-pub mod partition;
-pub mod perf;
-pub mod pinned;
-pub mod pool;
-pub mod pulse;
-pub mod resctrl_group;
+pub(crate) mod partition;
+pub(crate) mod perf;
+pub(crate) mod pinned;
+pub(crate) mod pool;
+pub(crate) mod pulse;
+pub(crate) mod resctrl_group;
 mod room;
-pub mod wakeup;
+pub(crate) mod wakeup;

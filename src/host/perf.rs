@@ -11,7 +11,7 @@ use std::fmt;
 use std::path::Path;
 
 /// First letters of the names of the optimizer's threads.
-pub const WORKER_ROLE: &str = "adam";
+pub(crate) const WORKER_ROLE: &str = "adam";
 
 const LLC_READ_MISS: Cache = Cache { which: WhichCache::LL, operation: CacheOp::READ, result: CacheResult::MISS };
 
@@ -28,7 +28,7 @@ const EVENTS: [(&str, Event); 7] = [
 ];
 
 /// Running counters of some threads; dropping them stops them.
-pub struct WorkerCounters {
+pub(crate) struct WorkerCounters {
     threads: usize,
     counters: Vec<(&'static str, Counter)>,
     /// Events that cannot be counted, by what the kernel said.
@@ -51,12 +51,12 @@ impl WorkerCounters {
     ///
     /// # Errors
     /// `Io` when the process cannot list its own threads.
-    pub fn start(role: &str) -> Result<Self> {
+    pub(crate) fn start(role: &str) -> Result<Self> {
         threads(Path::new("/proc/self/task"), role).map(Self::on)
     }
 
     /// On the calling thread.
-    pub fn here() -> Self {
+    pub(crate) fn here() -> Self {
         Self::on(vec![0])
     }
 
@@ -84,7 +84,7 @@ impl WorkerCounters {
     ///
     /// # Errors
     /// `Resource` when a counter cannot be read.
-    pub fn read(&mut self) -> Result<WorkerCounts> {
+    pub(crate) fn read(&mut self) -> Result<WorkerCounts> {
         let mut counts = BTreeMap::new();
         for (name, counter) in &mut self.counters {
             let read = counter.read_count_and_time().map_err(|e| Error::resource(format!("read the counter of {name}"), e))?;
@@ -119,7 +119,7 @@ fn threads(tasks: &Path, role: &str) -> Result<Vec<i32>> {
 
 impl WorkerCounts {
     /// What can be counted, and what cannot: `task clock, page faults; not counted: cycles: ...`
-    pub fn availability(&self) -> String {
+    pub(crate) fn availability(&self) -> String {
         let countable: Vec<_> = EVENTS.iter().map(|(name, _)| *name).filter(|name| self.counts.contains_key(name)).collect();
         let missing = self.missing.iter().map(|missing| format!("not counted: {missing}"));
         Some(countable.join(", ")).into_iter().filter(|list| !list.is_empty()).chain(missing).collect::<Vec<_>>().join("; ")

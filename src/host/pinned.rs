@@ -155,7 +155,7 @@ impl HostMemory {
     ///
     /// # Panics
     /// If they are not, or the ring is longer than the memory.
-    pub fn alloc_ring(&mut self, name: &str, bytes: usize, ringed_bytes: usize, period_bytes: usize) -> Result<PinnedSlice> {
+    pub(crate) fn alloc_ring(&mut self, name: &str, bytes: usize, ringed_bytes: usize, period_bytes: usize) -> Result<PinnedSlice> {
         assert!([ringed_bytes, period_bytes].iter().all(|b| b.is_multiple_of(RING_GRAIN_BYTES)) && ringed_bytes <= bytes);
         let refused = |operation: &str, cause: io::Error| Error::resource(format!("{operation} for {name}"), cause);
         let (block, _) = self.map(name, bytes)?;

@@ -192,12 +192,12 @@ impl<J: Job> Threads<J> {
     }
 
     /// Signs of life of the workers.
-    pub fn pulse(&self) -> Arc<Pulse> {
+    pub(crate) fn pulse(&self) -> Arc<Pulse> {
         self.shared.pulse.clone()
     }
 
     /// Nanoseconds so far between the submission of a job and the end of its last share.
-    pub fn busy_ns(&self) -> u64 {
+    pub(crate) fn busy_ns(&self) -> u64 {
         self.shared.busy_ns.load(Ordering::Relaxed)
     }
 

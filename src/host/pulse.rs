@@ -50,7 +50,7 @@ impl Pulse {
     }
 
     /// Number and bucket of the job that `worker` has been given and is not done with.
-    pub fn owes(&self, worker: usize) -> Option<(u64, u64)> {
+    pub(crate) fn owes(&self, worker: usize) -> Option<(u64, u64)> {
         let jobs = self.jobs.load(Ordering::Relaxed);
         let done = self.workers[worker].jobs.load(Ordering::Relaxed);
         (done < jobs).then(|| (jobs, self.index.load(Ordering::Relaxed)))

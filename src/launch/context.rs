@@ -10,7 +10,7 @@ use std::path::Path;
 ///
 /// # Errors
 /// `Usage` with flag, model and remedy.
-pub fn check_context(settings: &Settings, shape: &ModelShape, config: &Path) -> Result<Option<String>> {
+pub(crate) fn check_context(settings: &Settings, shape: &ModelShape, config: &Path) -> Result<Option<String>> {
     let (seq_length, positions, config) = (settings.seq_length, shape.max_positions, config.display());
     if seq_length <= positions {
         return Ok(None);

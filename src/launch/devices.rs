@@ -26,12 +26,12 @@ pub struct SelectedDevice {
     /// What makes it much slower than the machine.
     pub warning: Option<String>,
     /// What the plan of a GPU rests on.
-    pub rates_from: Option<SelectedProfile>,
+    pub(crate) rates_from: Option<SelectedProfile>,
 }
 
 impl SelectedDevice {
     /// Whether it is a GPU.
-    pub fn is_gpu(&self) -> bool {
+    pub(crate) fn is_gpu(&self) -> bool {
         self.machine.kind == DeviceKind::Gpu
     }
 }

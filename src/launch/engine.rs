@@ -26,7 +26,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 /// This machine and the device that computes on it.
-pub struct Launch {
+pub(crate) struct Launch {
     /// The machine.
     pub topology: Topology,
     /// The device.
@@ -34,7 +34,7 @@ pub struct Launch {
 }
 
 /// What is done with an engine, whichever device it runs on.
-pub trait UseEngine {
+pub(crate) trait UseEngine {
     /// What comes of it.
     type Output;
 
@@ -50,7 +50,7 @@ impl Launch {
     ///
     /// # Errors
     /// Those of [`devices::choose`].
-    pub fn new(settings: &Settings) -> Result<Self> {
+    pub(crate) fn new(settings: &Settings) -> Result<Self> {
         let topology = Topology::this_machine();
         let chosen = devices::choose(settings, &topology)?;
         Ok(Self { topology, chosen })
@@ -60,7 +60,7 @@ impl Launch {
     ///
     /// # Errors
     /// Those of [`best_plan`]; `Resource` when `--huge-pages explicit` cannot be had.
-    pub fn plan(&self, settings: &Settings, shape: &ModelShape, trace: bool) -> Result<Plan> {
+    pub(crate) fn plan(&self, settings: &Settings, shape: &ModelShape, trace: bool) -> Result<Plan> {
         let plan = best_plan(settings, shape, &self.chosen.machine, trace)?;
         let host_memory = host_memory(settings, &plan, &self.topology)?;
         Ok(Plan { host_memory, ..plan })
@@ -70,7 +70,7 @@ impl Launch {
     ///
     /// # Errors
     /// `Resource` when the device, memory or threads cannot be had; those of `user`.
-    pub fn engine<U: UseEngine>(&self, plan: &Plan, shape: &ModelShape, user: U) -> Result<U::Output> {
+    pub(crate) fn engine<U: UseEngine>(&self, plan: &Plan, shape: &ModelShape, user: U) -> Result<U::Output> {
         match self.chosen.machine.kind {
             DeviceKind::Cpu => user.run(cpu_engine(plan, shape, &self.topology)?),
             DeviceKind::Gpu => user.run(gpu_engine(plan, shape, &self.topology)?),
@@ -82,7 +82,7 @@ impl Launch {
     ///
     /// # Errors
     /// `Resource` when the kernel refuses the driver's CPUs.
-    pub fn divide_cpus(&self, settings: &Settings, plan: &Plan, warn: impl FnOnce(&str)) -> Result<String> {
+    pub(crate) fn divide_cpus(&self, settings: &Settings, plan: &Plan, warn: impl FnOnce(&str)) -> Result<String> {
         if self.chosen.is_gpu() {
             keep_off_workers(plan, &self.topology)?;
         }

@@ -11,11 +11,11 @@ use std::path::PathBuf;
 
 /// The device of a GPU.
 #[cfg(feature = "cuda")]
-pub type GpuDevice = crate::device::cuda::CudaDevice;
+pub(crate) type GpuDevice = crate::device::cuda::CudaDevice;
 
 /// Stands for the device that this build lacks; [`open`] never returns one.
 #[cfg(not(feature = "cuda"))]
-pub type GpuDevice = crate::device::cpu::CpuDevice;
+pub(crate) type GpuDevice = crate::device::cpu::CpuDevice;
 
 /// Opens the first GPU, with room for `trace_spans` on each stream's track. `libraries` are folders to search for NVIDIA's libraries
 /// before the usual ones.

@@ -1,8 +1,8 @@
 //! Engines on this machine, for train, bench and probe: [`devices`] chooses, [`engine`] makes the engine on what was chosen, [`gpu`] is
 //! the GPU of builds that have one, [`open`] makes devices, [`context`] checks a sequence length against the model.
 
-pub mod context;
-pub mod devices;
-pub mod engine;
-pub mod gpu;
+pub(crate) mod context;
+pub(crate) mod devices;
+pub(crate) mod engine;
+pub(crate) mod gpu;
 pub(crate) mod open;

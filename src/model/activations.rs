@@ -63,7 +63,7 @@ pub struct MicroBatch<'a> {
     /// Logits at a time.
     pub tile: LossTile,
     /// What each layer keeps.
-    pub policies: &'a [LayerPolicy],
+    pub(crate) policies: &'a [LayerPolicy],
 }
 
 /// What [`Activations`] will need; nothing is allocated yet.
@@ -117,12 +117,12 @@ impl ActivationPlan {
     }
 
     /// The sum of all allocations on the device.
-    pub fn device_bytes(&self) -> Bytes {
+    pub(crate) fn device_bytes(&self) -> Bytes {
         self.bytes_at(MemorySpace::Device)
     }
 
     /// The sum of all allocations in host memory.
-    pub fn host_bytes(&self) -> Bytes {
+    pub(crate) fn host_bytes(&self) -> Bytes {
         self.bytes_at(MemorySpace::Host)
     }
 
@@ -134,7 +134,7 @@ impl ActivationPlan {
     ///
     /// # Errors
     /// The device's or the system's, when something does not fit or cannot be locked.
-    pub fn allocate<D: Device>(&self, dev: &mut D, host: &mut HostMemory) -> Result<Activations> {
+    pub(crate) fn allocate<D: Device>(&self, dev: &mut D, host: &mut HostMemory) -> Result<Activations> {
         let mut activations = self.lay_out(|name, elems, dtype| dev.alloc(name, elems, dtype))?;
         self.give_host_memory(dev, host, &mut activations.layers)?;
         Ok(activations)
@@ -264,7 +264,7 @@ impl ActivationPlan {
 
 /// Device memory of one micro-batch of T = `batch * seq_length` tokens. The compute format unless said otherwise.
 #[derive(Debug)]
-pub struct Activations {
+pub(crate) struct Activations {
     /// Sequences.
     pub batch: usize,
     /// Tokens of a sequence.
@@ -272,7 +272,7 @@ pub struct Activations {
     /// Tile of the loss, cut to what there is.
     pub tile: LossTile,
     /// A [`crate::data::batch::Batch`] int32 `[arrays, T]`; filled by the caller. The next four are its arrays.
-    pub inputs: DeviceSlice,
+    pub(crate) inputs: DeviceSlice,
     /// Token ids.
     pub(super) tokens: DeviceSlice,
     /// Next tokens; negative ones count for nothing.
@@ -282,7 +282,7 @@ pub struct Activations {
     /// Where in its row each token's document begins; `None`: every row is one document.
     pub(super) documents: Option<DeviceSlice>,
     /// fp32 `[seq_length, rotary_dim / 2, 2]`; filled by the caller with [`super::rope::rope_table`].
-    pub rope_table: Option<DeviceSlice>,
+    pub(crate) rope_table: Option<DeviceSlice>,
     /// Mean loss of the optimizer step, fp32 `[1]`; without the loss scale.
     pub loss: DeviceSlice,
     pub(super) layers: Vec<LayerActivations>,
@@ -307,25 +307,25 @@ pub struct Activations {
 pub(super) struct LayerActivations {
     pub policy: LayerPolicy,
     /// It is the last one that uses the shared buffers: they still hold its values when its backward begins.
-    pub intact: bool,
+    pub(crate) intact: bool,
     /// Residual stream that enters the layer.
     pub input: DeviceSlice,
     /// How the input leaves and returns, for [`LayerPolicy::Host`].
-    pub host_input: Option<HostInput>,
-    pub attn_norm_out: DeviceSlice,
-    pub attn_norm_stats: DeviceSlice,
+    pub(crate) host_input: Option<HostInput>,
+    pub(crate) attn_norm_out: DeviceSlice,
+    pub(crate) attn_norm_stats: DeviceSlice,
     pub qk_norm: Option<QkNormActivations>,
     /// Normalised and rotated.
     pub qkv: DeviceSlice,
-    pub attn_out: DeviceSlice,
+    pub(crate) attn_out: DeviceSlice,
     /// `[batch, heads, seq_length]`
     pub lse: DeviceSlice,
     /// Residual stream after attention.
-    pub mid: DeviceSlice,
-    pub mlp_norm_out: DeviceSlice,
-    pub mlp_norm_stats: DeviceSlice,
-    pub mlp_in: DeviceSlice,
-    pub mlp_act: DeviceSlice,
+    pub(crate) mid: DeviceSlice,
+    pub(crate) mlp_norm_out: DeviceSlice,
+    pub(crate) mlp_norm_stats: DeviceSlice,
+    pub(crate) mlp_in: DeviceSlice,
+    pub(crate) mlp_act: DeviceSlice,
 }
 
 /// The projections before the norm of queries and keys, and its statistics.

@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 impl ModelShape {
     /// Every field that changes arithmetic, by its name in `config.json` where it has one; the same fields for every model, `null`
     /// where one does not apply. Names, formats and what only matters for random weights are left out.
-    pub fn arithmetic(&self) -> Map<String, Value> {
+    pub(crate) fn arithmetic(&self) -> Map<String, Value> {
         // Without `..`: a field that is added has to be decided on.
         let Self {
             family: _,

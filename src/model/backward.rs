@@ -18,7 +18,7 @@ impl Model {
     ///
     /// # Panics
     /// If the model has no such layer.
-    pub fn backward<D: Kernels>(&self, dev: &mut D, module: Module, first: bool) -> Result<()> {
+    pub(crate) fn backward<D: Kernels>(&self, dev: &mut D, module: Module, first: bool) -> Result<()> {
         let act = &self.activations;
         match module {
             Module::Embed => self.backward_embed(dev, first),

@@ -52,10 +52,10 @@ pub(crate) struct SizeKeys {
     pub channels: &'static str,
     pub layers: &'static str,
     pub heads: &'static str,
-    pub ffn: &'static str,
-    pub max_positions: &'static str,
+    pub(crate) ffn: &'static str,
+    pub(crate) max_positions: &'static str,
     pub eps: &'static str,
-    pub activation: &'static str,
+    pub(crate) activation: &'static str,
 }
 
 /// How Hugging Face names a family's tensors. Linear layers listed together are one fused tensor here.
@@ -64,13 +64,13 @@ pub(crate) struct Names {
     pub prefix: &'static str,
     pub wte: &'static str,
     pub layers: &'static str,
-    pub final_norm: &'static str,
-    pub attn_norm: &'static str,
+    pub(crate) final_norm: &'static str,
+    pub(crate) attn_norm: &'static str,
     pub qkv: &'static [&'static str],
-    pub attn_out: &'static str,
-    pub mlp_norm: &'static str,
-    pub mlp_in: &'static [&'static str],
-    pub mlp_out: &'static str,
+    pub(crate) attn_out: &'static str,
+    pub(crate) mlp_norm: &'static str,
+    pub(crate) mlp_in: &'static [&'static str],
+    pub(crate) mlp_out: &'static str,
     /// Linear weights are stored `[in, out]`.
     pub transposed: bool,
 }
@@ -79,20 +79,20 @@ pub(crate) struct Names {
 #[derive(Debug)]
 pub(crate) struct FamilySpec {
     pub family: Family,
-    pub architecture: &'static str,
+    pub(crate) architecture: &'static str,
     pub keys: &'static SizeKeys,
     pub names: &'static Names,
     /// LayerNorm, GELU and learned positions; otherwise RMSNorm, SwiGLU and rope.
-    pub gpt: bool,
-    pub qkv_bias: Presence,
-    pub out_bias: Presence,
-    pub mlp_bias: Presence,
+    pub(crate) gpt: bool,
+    pub(crate) qkv_bias: Presence,
+    pub(crate) out_bias: Presence,
+    pub(crate) mlp_bias: Presence,
     pub qk_norm: bool,
     pub tied: bool,
     pub kv_heads: Missing,
     pub head_dim: Missing,
     pub window: WindowRule,
-    pub partial_rotary: bool,
+    pub(crate) partial_rotary: bool,
 }
 
 const LLAMA_KEYS: SizeKeys = SizeKeys {
@@ -230,7 +230,7 @@ static FAMILIES: [FamilySpec; 7] = [
 
 impl Family {
     /// The `architectures` entry of this family's `config.json`.
-    pub fn architecture(self) -> &'static str {
+    pub(crate) fn architecture(self) -> &'static str {
         self.spec().architecture
     }
 
@@ -243,7 +243,7 @@ impl Family {
     }
 
     /// All supported architectures, for messages.
-    pub fn architectures() -> String {
+    pub(crate) fn architectures() -> String {
         FAMILIES.iter().map(|spec| spec.architecture).collect::<Vec<_>>().join(", ")
     }
 }

@@ -4,7 +4,7 @@ use super::shape::ModelShape;
 use super::tensors::TensorTable;
 
 /// How [`ModelShape::flops_per_step`] counts.
-pub const FLOPS_FORMULA: &str = "6*N*T + 6*sum_l(heads*head_dim*S_l)*T; N matrix parameters with the output matrix, T tokens, S_l sequence length (2W - W^2/S in a window of W): causal, no recompute";
+pub(crate) const FLOPS_FORMULA: &str = "6*N*T + 6*sum_l(heads*head_dim*S_l)*T; N matrix parameters with the output matrix, T tokens, S_l sequence length (2W - W^2/S in a window of W): causal, no recompute";
 
 impl ModelShape {
     /// Model FLOPs of one optimizer step over `sequences` sequences of `seq_length` tokens, forward and backward, by

@@ -16,7 +16,7 @@ impl Model {
     ///
     /// # Panics
     /// If the model has no such layer.
-    pub fn forward<D: Kernels>(&self, dev: &mut D, module: Module) -> Result<()> {
+    pub(crate) fn forward<D: Kernels>(&self, dev: &mut D, module: Module) -> Result<()> {
         let act = &self.activations;
         match module {
             Module::Embed => {
@@ -33,7 +33,7 @@ impl Model {
     ///
     /// # Panics
     /// If `out` has another length.
-    pub fn logits<D: Kernels>(&self, dev: &mut D, out: DeviceSlice) -> Result<()> {
+    pub(crate) fn logits<D: Kernels>(&self, dev: &mut D, out: DeviceSlice) -> Result<()> {
         assert_eq!(out.elems(), self.activations.tokens.elems() * self.shape.vocab, "logits");
         self.forward(dev, Module::Head)?;
         linear(dev, &self.head.output, self.activations.final_norm_out, None, out)

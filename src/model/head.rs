@@ -13,13 +13,13 @@ use std::ops::Range;
 
 /// One micro-step's place in its optimizer step.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct MicroStep {
+pub(crate) struct MicroStep {
     /// The first one overwrites loss and gradients, later ones add.
     pub first: bool,
     /// `1 / (targets of the whole optimizer step that count)`: loss and gradients are means over these.
-    pub inv_targets: f32,
+    pub(crate) inv_targets: f32,
     /// Factor on all gradients, not on the loss (fp16).
-    pub loss_scale: f32,
+    pub(crate) loss_scale: f32,
 }
 
 /// Rows (tokens) whose loss is computed together.
@@ -36,7 +36,7 @@ struct Rows {
 impl Model {
     /// Final norm, logits and loss after all layers' forward: `activations.loss` holds the mean so far. With `train` also
     /// their backward, down to the gradient of the residual stream that leaves the last layer.
-    pub fn head<D: Kernels>(&self, dev: &mut D, micro: MicroStep, train: bool) -> Result<()> {
+    pub(crate) fn head<D: Kernels>(&self, dev: &mut D, micro: MicroStep, train: bool) -> Result<()> {
         self.forward(dev, Module::Head)?;
         let (tokens, step) = (self.activations.tokens.elems(), self.activations.tile.rows);
         for start in (0..tokens).step_by(step) {

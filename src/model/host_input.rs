@@ -33,12 +33,12 @@ pub(super) struct HostInput {
 
 impl HostInput {
     /// Before the buffer is written or read anew: waits for its last copy.
-    pub fn acquire<D: Device>(&self, dev: &mut D) -> Result<()> {
+    pub(crate) fn acquire<D: Device>(&self, dev: &mut D) -> Result<()> {
         dev.wait(Stream::Compute, self.copied)
     }
 
     /// In the forward pass, once the buffer is written.
-    pub fn send<D: Device>(&self, dev: &mut D) -> Result<()> {
+    pub(super) fn send<D: Device>(&self, dev: &mut D) -> Result<()> {
         let Some(slot) = self.slot else { return Ok(()) };
         dev.record(self.computed, Stream::Compute)?;
         dev.wait(LEAVE, self.computed)?;
@@ -47,7 +47,7 @@ impl HostInput {
     }
 
     /// After the layer's backward pass, which needs the buffer no more.
-    pub fn fetch_next<D: Device>(&self, dev: &mut D) -> Result<()> {
+    pub(crate) fn fetch_next<D: Device>(&self, dev: &mut D) -> Result<()> {
         let Some(next) = self.next else { return Ok(()) };
         dev.record(self.computed, Stream::Compute)?;
         dev.wait(RETURN, self.computed)?;

@@ -27,7 +27,7 @@ pub fn init_tensor(spec: &TensorSpec, seed: u64, out: &mut [f32]) {
 ///
 /// # Panics
 /// If `start` is odd, or `out` reaches beyond the flat range.
-pub fn init_flat(table: &TensorTable, seed: u64, start: usize, out: &mut [f32], threads: usize) -> Result<()> {
+pub(crate) fn init_flat(table: &TensorTable, seed: u64, start: usize, out: &mut [f32], threads: usize) -> Result<()> {
     assert!(
         start.is_multiple_of(2) && start + out.len() <= table.flat_elems(),
         "elements {start} to {}: the start is odd, or the end is outside the table",

@@ -4,26 +4,26 @@
 //! A micro-step is `forward(Embed)`, `forward(Layer(0))` and up, `head`, `backward(Layer(L-1))` and down,
 //! `backward(Embed)`. After each backward module the gradients of that module's flat range are complete.
 
-pub mod activations;
+pub(crate) mod activations;
 mod arithmetic;
 mod backward;
 mod config_json;
-pub mod family;
-pub mod flops;
+pub(crate) mod family;
+pub(crate) mod flops;
 mod forward;
 mod head;
 mod host_input;
-pub mod init;
+pub(crate) mod init;
 mod params;
-pub mod policy;
-pub mod presets;
-pub mod products;
-pub mod rope;
-pub mod shape;
-pub mod tensors;
+pub(crate) mod policy;
+pub(crate) mod presets;
+pub(crate) mod products;
+pub(crate) mod rope;
+pub(crate) mod shape;
+pub(crate) mod tensors;
 #[cfg(test)]
 mod tests;
-pub mod weights;
+pub(crate) mod weights;
 
 use crate::device::{AttentionShape, DeviceSlice, Kernels};
 use crate::error::{Error, Result};
@@ -32,14 +32,14 @@ use params::{EmbedParams, HeadParams, LayerParams};
 use shape::ModelShape;
 use tensors::TensorTable;
 
-pub use head::MicroStep;
+pub(crate) use head::MicroStep;
 
 /// A model on a device: its weights, its gradients and the memory of one micro-batch. Every name and offset is resolved
 /// at construction; the passes only enqueue kernels and allocate nothing.
 ///
 /// Its methods take the device, whose calls they return: an error is the device's.
 #[derive(Debug)]
-pub struct Model {
+pub(crate) struct Model {
     /// The shape it was built from.
     pub shape: ModelShape,
     /// Where each tensor lies in `weights` and `grads`.
@@ -60,7 +60,7 @@ impl Model {
     ///
     /// # Errors
     /// `Usage` when a length or dtype does not fit.
-    pub fn new(shape: ModelShape, weights: DeviceSlice, grads: DeviceSlice, activations: Activations) -> Result<Self> {
+    pub(crate) fn new(shape: ModelShape, weights: DeviceSlice, grads: DeviceSlice, activations: Activations) -> Result<Self> {
         let table = TensorTable::new(&shape);
         for (name, slice) in [("weights", weights), ("gradients", grads)] {
             let dtype = activations.final_norm_in.dtype();
@@ -80,7 +80,7 @@ impl Model {
     ///
     /// # Errors
     /// The device's.
-    pub fn prepare<D: Kernels>(&self, dev: &mut D) -> Result<()> {
+    pub(crate) fn prepare<D: Kernels>(&self, dev: &mut D) -> Result<()> {
         (0..self.shape.layers).try_for_each(|layer| dev.prepare_attention(self.attention_shape(layer), self.weights.dtype()))
     }
 

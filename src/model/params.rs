@@ -16,7 +16,7 @@ pub(super) struct LinearParams {
     pub weight: Param,
     pub bias: Option<Param>,
     pub out_cols: usize,
-    pub in_cols: usize,
+    pub(crate) in_cols: usize,
 }
 
 /// A norm: LayerNorm if it has a bias, otherwise RMSNorm.
@@ -34,14 +34,14 @@ pub(super) struct EmbedParams {
 
 #[derive(Debug)]
 pub(super) struct LayerParams {
-    pub attn_norm: NormParams,
+    pub(crate) attn_norm: NormParams,
     pub qkv: LinearParams,
     /// Query and key.
     pub qk_norm: Option<(Param, Param)>,
-    pub attn_out: LinearParams,
-    pub mlp_norm: NormParams,
-    pub mlp_in: LinearParams,
-    pub mlp_out: LinearParams,
+    pub(crate) attn_out: LinearParams,
+    pub(crate) mlp_norm: NormParams,
+    pub(crate) mlp_in: LinearParams,
+    pub(crate) mlp_out: LinearParams,
 }
 
 #[derive(Debug)]
@@ -59,11 +59,11 @@ pub(super) struct Flat<'a> {
 }
 
 impl Flat<'_> {
-    pub fn embed(&self) -> EmbedParams {
+    pub(super) fn embed(&self) -> EmbedParams {
         EmbedParams { wte: self.expect(Module::Embed, Role::Wte), wpe: self.find(Module::Embed, Role::Wpe) }
     }
 
-    pub fn layer(&self, layer: usize) -> LayerParams {
+    pub(super) fn layer(&self, layer: usize) -> LayerParams {
         let module = Module::Layer(layer);
         LayerParams {
             attn_norm: self.norm(module, Role::AttnNorm, Role::AttnNormBias),
@@ -76,7 +76,7 @@ impl Flat<'_> {
         }
     }
 
-    pub fn head(&self) -> HeadParams {
+    pub(super) fn head(&self) -> HeadParams {
         let tied = self.table.find(Module::Head, Role::LmHead).is_none();
         let (module, role) = if tied { (Module::Embed, Role::Wte) } else { (Module::Head, Role::LmHead) };
         HeadParams { norm: self.norm(Module::Head, Role::FinalNorm, Role::FinalNormBias), output: self.linear(module, role, None) }

@@ -6,7 +6,7 @@ use crate::model_dir::{CONFIG, ModelDir};
 use std::path::Path;
 
 /// Name and `config.json` of every preset.
-pub const PRESETS: [(&str, &str); 4] = [
+pub(crate) const PRESETS: [(&str, &str); 4] = [
     ("qwen3-4b", include_str!("presets/qwen3-4b.json")),
     ("llama-8b", include_str!("presets/llama-8b.json")),
     ("qwen3-14b", include_str!("presets/qwen3-14b.json")),

@@ -3,7 +3,7 @@
 use super::shape::{Rope, RopeScaling};
 
 /// The table of [`crate::device::Kernels::rope`]: (cos, sin) fp32 `[seq_length, rotary_dim / 2, 2]`.
-pub fn rope_table(rope: &Rope, seq_length: usize) -> Vec<f32> {
+pub(crate) fn rope_table(rope: &Rope, seq_length: usize) -> Vec<f32> {
     let frequencies = inverse_frequencies(rope);
     let mut table = Vec::with_capacity(seq_length * rope.rotary_dim);
     for position in 0..seq_length {

@@ -14,7 +14,7 @@ pub enum NormKind {
 
 /// The feed-forward part of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Mlp {
+pub(crate) enum Mlp {
     /// `down(silu(gate(x)) * up(x))`.
     Swiglu,
     /// `down(gelu(up(x)))` with the tanh form of GELU.
@@ -34,16 +34,16 @@ pub enum Positions {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rope {
     /// Base of the frequencies.
-    pub theta: f64,
+    pub(crate) theta: f64,
     /// Leading channels of a head that rotate; even.
     pub rotary_dim: usize,
     /// How the frequencies are stretched.
-    pub scaling: RopeScaling,
+    pub(crate) scaling: RopeScaling,
 }
 
 /// Stretching of rope frequencies.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum RopeScaling {
+pub(crate) enum RopeScaling {
     /// None.
     Default,
     /// All frequencies divided by `factor`.
@@ -82,23 +82,23 @@ pub struct ModelShape {
     /// Channels of a head.
     pub head_dim: usize,
     /// Inner width of the MLP.
-    pub ffn: usize,
+    pub(crate) ffn: usize,
     /// Longest sequence.
-    pub max_positions: usize,
+    pub(crate) max_positions: usize,
     /// Kind of norm.
     pub norm: NormKind,
     /// Added to the variance in every norm.
     pub eps: f32,
     /// Kind of MLP.
-    pub mlp: Mlp,
+    pub(crate) mlp: Mlp,
     /// Kind of position information.
     pub positions: Positions,
     /// Query, key and value projections have biases.
-    pub qkv_bias: bool,
+    pub(crate) qkv_bias: bool,
     /// The output projection of attention has a bias.
-    pub out_bias: bool,
+    pub(crate) out_bias: bool,
     /// The MLP's matrices have biases.
-    pub mlp_bias: bool,
+    pub(crate) mlp_bias: bool,
     /// Queries and keys are RMS-normalised per head.
     pub qk_norm: bool,
     /// The output matrix is the token embedding.
@@ -108,14 +108,14 @@ pub struct ModelShape {
     /// Factor on attention scores.
     pub scale: f32,
     /// Standard deviation of randomly initialised matrices.
-    pub init_std: f32,
+    pub(crate) init_std: f32,
     /// Dropout probabilities of the file that are not 0, as `key = value`: this engine trains without dropout.
-    pub ignored_dropout: Vec<String>,
+    pub(crate) ignored_dropout: Vec<String>,
 }
 
 impl ModelShape {
     /// What the name of every tensor but `lm_head.weight` starts with; files saved from the bare model lack it.
-    pub fn base_prefix(&self) -> &'static str {
+    pub(crate) fn base_prefix(&self) -> &'static str {
         self.family.spec().names.prefix
     }
 
@@ -134,12 +134,12 @@ impl ModelShape {
     }
 
     /// Columns of attention's output: `heads head_dim`.
-    pub fn attn_cols(&self) -> usize {
+    pub(crate) fn attn_cols(&self) -> usize {
         self.heads * self.head_dim
     }
 
     /// Columns of the first MLP matrix's output: gate and up together.
-    pub fn mlp_in_cols(&self) -> usize {
+    pub(crate) fn mlp_in_cols(&self) -> usize {
         match self.mlp {
             Mlp::Swiglu => 2 * self.ffn,
             Mlp::GeluTanh => self.ffn,
@@ -148,7 +148,7 @@ impl ModelShape {
 }
 
 /// `config.json` of [`ModelShape::demo`].
-pub const DEMO_CONFIG: &str = r#"{
+pub(crate) const DEMO_CONFIG: &str = r#"{
   "architectures": ["LlamaForCausalLM"],
   "model_type": "llama",
   "vocab_size": 256,

@@ -9,9 +9,9 @@ use super::shape::{Mlp, ModelShape, NormKind, Positions};
 use std::ops::Range;
 
 /// Every tensor starts at a multiple of this many elements; the padding between is zero and stays zero.
-pub const TENSOR_ALIGN_ELEMS: usize = 128;
+pub(crate) const TENSOR_ALIGN_ELEMS: usize = 128;
 /// The flat length is a multiple of this many elements: one block of the gradient norm.
-pub const FLAT_ALIGN_ELEMS: usize = crate::optim::norm::BLOCK;
+pub(crate) const FLAT_ALIGN_ELEMS: usize = crate::optim::norm::BLOCK;
 
 /// A step of the forward and of the backward pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -97,7 +97,7 @@ impl Role {
 
 /// How a tensor starts under `--init random`.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Init {
+pub(crate) enum Init {
     /// Normal with mean 0.
     Normal {
         /// Standard deviation.
@@ -115,7 +115,7 @@ pub struct HfPart {
     /// Name in the safetensors files.
     pub name: String,
     /// First row of our tensor (for vectors, first element) that it holds.
-    pub row_start: usize,
+    pub(crate) row_start: usize,
     /// Rows of ours (for vectors, elements).
     pub rows: usize,
     /// Stored `[in, out]` (GPT-2's Conv1D): column `c` of the file is row `row_start + c` here.
@@ -130,7 +130,7 @@ pub struct TensorSpec {
     /// Our name: `layers.3.attn.qkv`.
     pub name: String,
     /// What it is for.
-    pub role: Role,
+    pub(crate) role: Role,
     /// When its gradient is complete.
     pub module: Module,
     /// `[out, in]` row-major, or `[n]`.
@@ -140,7 +140,7 @@ pub struct TensorSpec {
     /// Whether weight decay applies: matrices and embeddings, not norms and biases.
     pub decay: bool,
     /// Random initialisation.
-    pub init: Init,
+    pub(crate) init: Init,
     /// The Hugging Face tensors that it is made of, by ascending rows, covering all of them.
     pub parts: Vec<HfPart>,
 }
@@ -224,7 +224,7 @@ impl TensorTable {
     ///
     /// # Panics
     /// If the model has no such layer.
-    pub fn module_index(&self, module: Module) -> usize {
+    pub(crate) fn module_index(&self, module: Module) -> usize {
         let layers = self.module_starts.len() - 3;
         match module {
             Module::Head => 0,
@@ -257,12 +257,12 @@ impl TensorTable {
 
     /// Parameters of the matrix products: every matrix, the output matrix also when it is the token embedding, which
     /// as an embedding does not count.
-    pub fn matmul_params(&self) -> usize {
+    pub(crate) fn matmul_params(&self) -> usize {
         self.product_matrices().map(TensorSpec::elems).sum()
     }
 
     /// The matrices `[out, in]` of the matrix products: see [`TensorTable::matmul_params`].
-    pub fn product_matrices(&self) -> impl Iterator<Item = &TensorSpec> {
+    pub(crate) fn product_matrices(&self) -> impl Iterator<Item = &TensorSpec> {
         let tied = self.find(Module::Head, Role::LmHead).is_none();
         let counts = move |spec: &&TensorSpec| spec.shape.len() == 2 && spec.role != Role::Wpe && (tied || spec.role != Role::Wte);
         self.specs.iter().filter(counts)

@@ -47,7 +47,7 @@ pub(crate) const COMPANION_BYTES_MAX: u64 = 256 << 20;
 ///
 /// # Errors
 /// `config.json` is missing; a file cannot be read, is no JSON where it must be, or is a link to another place.
-pub fn model_files(dir: &Path) -> Result<Vec<(String, Vec<u8>)>> {
+pub(crate) fn model_files(dir: &Path) -> Result<Vec<(String, Vec<u8>)>> {
     let dir = ModelDir::open(dir)?;
     let read = |name: &str| Ok(disk::read_if_present(&dir.file(name)?, COMPANION_BYTES_MAX)?.map(|bytes| (name.to_string(), bytes)));
     let config = disk::read_small(&dir.file(CONFIG)?, COMPANION_BYTES_MAX)?;

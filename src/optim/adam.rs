@@ -30,17 +30,17 @@ pub struct AdamConsts {
     /// `beta1`.
     pub beta1: f32,
     /// `1 - beta1`.
-    pub one_minus_beta1: f32,
+    pub(crate) one_minus_beta1: f32,
     /// `beta2`.
     pub beta2: f32,
     /// `1 - beta2`.
-    pub one_minus_beta2: f32,
+    pub(crate) one_minus_beta2: f32,
     /// `1 - lr * weight_decay`.
     pub decay: f32,
     /// `-lr / (1 - beta1^t)`.
-    pub neg_step_size: f32,
+    pub(crate) neg_step_size: f32,
     /// `1 / sqrt(1 - beta2^t)`.
-    pub inv_sqrt_bias2: f32,
+    pub(crate) inv_sqrt_bias2: f32,
     /// `epsilon`.
     pub eps: f32,
 }
@@ -162,7 +162,7 @@ impl AdamStep {
 /// # Panics
 /// If lengths differ; so do all passes below.
 #[inline(always)]
-pub fn step<G: Element, O: Element>(step: AdamStep, state: &mut AdamState<'_>, grads: &[G], out: &mut [O]) {
+pub(crate) fn step<G: Element, O: Element>(step: AdamStep, state: &mut AdamState<'_>, grads: &[G], out: &mut [O]) {
     let elems = grads.len();
     assert_eq!(out.len(), elems, "working weights against gradients");
     let mut state = state.sized(elems);
@@ -175,7 +175,7 @@ pub fn step<G: Element, O: Element>(step: AdamStep, state: &mut AdamState<'_>, g
 
 /// Writes the working weights that [`step`] would write and leaves the state alone.
 #[inline(always)]
-pub fn speculate<G: Element, O: Element>(step: AdamStep, state: &AdamState<'_>, grads: &[G], out: &mut [O]) {
+pub(crate) fn speculate<G: Element, O: Element>(step: AdamStep, state: &AdamState<'_>, grads: &[G], out: &mut [O]) {
     let elems = grads.len();
     assert_eq!(out.len(), elems, "working weights against gradients");
     state.check_len(elems);
@@ -189,7 +189,7 @@ pub fn speculate<G: Element, O: Element>(step: AdamStep, state: &AdamState<'_>, 
 
 /// [`step`] without working weights.
 #[inline(always)]
-pub fn commit<G: Element>(step: AdamStep, state: &mut AdamState<'_>, grads: &[G]) {
+pub(crate) fn commit<G: Element>(step: AdamStep, state: &mut AdamState<'_>, grads: &[G]) {
     let mut state = state.sized(grads.len());
     for (i, grad) in grads.iter().enumerate() {
         state.set(i, step.apply(state.get(i), grad.to_f32()));
@@ -198,7 +198,7 @@ pub fn commit<G: Element>(step: AdamStep, state: &mut AdamState<'_>, grads: &[G]
 
 /// [`commit`] of the pending step, then [`speculate`] of the next, in one pass over memory: the deferred commit.
 #[inline(always)]
-pub fn commit_then_speculate<G: Element, O: Element>(
+pub(crate) fn commit_then_speculate<G: Element, O: Element>(
     pending: AdamStep,
     pending_grads: &[G],
     next: AdamStep,
@@ -224,7 +224,7 @@ pub fn commit_then_speculate<G: Element, O: Element>(
 /// step already rounded the old value away. A still larger one leaves second moments negative; the next step makes their
 /// params NaN, and its rollback turns those into 0, as the released systems do. A beta or decay of 0 cannot be undone.
 #[inline(always)]
-pub fn inverse<G: Element>(step: AdamStep, state: &mut AdamState<'_>, grads: &[G]) {
+pub(crate) fn inverse<G: Element>(step: AdamStep, state: &mut AdamState<'_>, grads: &[G]) {
     let mut state = state.sized(grads.len());
     for (i, grad) in grads.iter().enumerate() {
         state.set(i, step.undo(state.get(i), grad.to_f32()));
@@ -233,7 +233,7 @@ pub fn inverse<G: Element>(step: AdamStep, state: &mut AdamState<'_>, grads: &[G
 
 /// Narrows master weights to working weights.
 #[inline(always)]
-pub fn emit<O: Element>(params: &[f32], out: &mut [O]) {
+pub(crate) fn emit<O: Element>(params: &[f32], out: &mut [O]) {
     assert_eq!(out.len(), params.len(), "working weights against params");
     for (out, &param) in out.iter_mut().zip(params) {
         *out = O::from_f32(param);

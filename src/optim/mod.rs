@@ -3,12 +3,12 @@
 //! [`adam`] and [`norm`] define every result to the bit, one element at a time, in safe generic code. [`simd`] compiles
 //! the same code for each instruction set and picks one at run time; it adds no arithmetic of its own.
 
-pub mod adam;
-pub mod norm;
+pub(crate) mod adam;
+pub(crate) mod norm;
 #[cfg(test)]
 pub(crate) mod samples;
-pub mod schedule;
-pub mod simd;
+pub(crate) mod schedule;
+pub(crate) mod simd;
 
 /// One of the three fp32 arrays of AdamW's state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,4 +27,4 @@ impl StatePart {
 }
 
 /// Elements at most that pass at once between state and checkpoint, digest or first weights: the plan counts one such buffer.
-pub const PIECE_ELEMS: usize = 4 << 20;
+pub(crate) const PIECE_ELEMS: usize = 4 << 20;

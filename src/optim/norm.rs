@@ -20,7 +20,7 @@ const SUMS: usize = 128;
 /// # Panics
 /// If `out` does not hold one element per block.
 #[inline(always)]
-pub fn partials<G: Element>(grads: &[G], out: &mut [f32]) -> bool {
+pub(crate) fn partials<G: Element>(grads: &[G], out: &mut [f32]) -> bool {
     assert_eq!(out.len(), grads.len().div_ceil(BLOCK), "partials of {} gradients", grads.len());
     let mut nonfinite = false;
     for (block, partial) in grads.chunks(BLOCK).zip(out) {

@@ -16,20 +16,20 @@ pub enum LrScheduler {
 
 /// A learning rate for every step of a run.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct LrSchedule {
+pub(crate) struct LrSchedule {
     /// Shape after the warm-up.
-    pub scheduler: LrScheduler,
+    pub(crate) scheduler: LrScheduler,
     /// The learning rate at its peak.
-    pub peak_lr: f64,
+    pub(crate) peak_lr: f64,
     /// Steps of warm-up.
-    pub warmup_steps: u64,
+    pub(crate) warmup_steps: u64,
     /// Steps of the run.
     pub max_steps: u64,
 }
 
 impl LrSchedule {
     /// Learning rate of optimizer step `step`, counted from 0.
-    pub fn lr(&self, step: u64) -> f64 {
+    pub(crate) fn lr(&self, step: u64) -> f64 {
         self.peak_lr * self.factor(step)
     }
 

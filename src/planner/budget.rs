@@ -21,14 +21,14 @@ use crate::trace::Span;
 const RING_BUCKETS: usize = 8;
 /// Buckets whose paged states may be on the device at once: one comes, one is stepped, one goes, and one for when they do not
 /// take equally long.
-pub const PAGED_WINDOW: usize = 4;
+pub(crate) const PAGED_WINDOW: usize = 4;
 /// Elements that pass at once between the device and the host's side of its state: a pinned buffer.
-pub const BOUNCE_ELEMS: usize = 1 << 18;
+pub(crate) const BOUNCE_ELEMS: usize = 1 << 18;
 /// Optimizer state of a parameter: fp32 parameter, m and v.
 pub(super) const STATE_BYTES: usize = 12;
 
 /// The bytes of `classes` at `space`.
-pub fn bytes_at(classes: &[MemoryClass], space: MemorySpace) -> u64 {
+pub(crate) fn bytes_at(classes: &[MemoryClass], space: MemorySpace) -> u64 {
     classes.iter().filter(|class| class.space == space).map(|class| class.bytes as u64).sum()
 }
 
@@ -45,19 +45,19 @@ pub struct Balance {
 
 impl Balance {
     /// Bytes that are missing; 0 when it fits.
-    pub fn lacking(&self) -> u64 {
+    pub(crate) fn lacking(&self) -> u64 {
         self.needed.saturating_sub(self.available)
     }
 
     /// Bytes that stay free; `None` when it does not fit or nobody knows.
-    pub fn free(&self) -> Option<u64> {
+    pub(crate) fn free(&self) -> Option<u64> {
         Some(self.available).filter(|&bytes| bytes < u64::MAX)?.checked_sub(self.needed)
     }
 }
 
 /// The device's balance and the host's, which needs `transient_bytes` besides. A device that shares the host's memory needs
 /// nothing of its own.
-pub fn balances(machine: &Machine, classes: &[MemoryClass], transient_bytes: u64) -> [Balance; 2] {
+pub(crate) fn balances(machine: &Machine, classes: &[MemoryClass], transient_bytes: u64) -> [Balance; 2] {
     let (on_device, on_host) = (bytes_at(classes, MemorySpace::Device), bytes_at(classes, MemorySpace::Host) + transient_bytes);
     let balance = |space, needed, available| Balance { space, needed, available };
     let (device, needed) = match machine.device {
@@ -68,13 +68,13 @@ pub fn balances(machine: &Machine, classes: &[MemoryClass], transient_bytes: u64
 }
 
 /// Whether the device casts and fp32 crosses the link; without the feature `superchip-cast` known at compile time.
-pub fn device_casts(dtype: Dtype, link_dtype: Dtype) -> bool {
+pub(crate) fn device_casts(dtype: Dtype, link_dtype: Dtype) -> bool {
     cfg!(feature = "superchip-cast") && link_dtype != dtype
 }
 
 /// What of the device's flat memory repeats.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Rings {
+pub(crate) struct Rings {
     /// The gradients' ring, if they share memory.
     pub grads: Option<RingShape>,
     /// The ring that weights stream through; `None`: they stay.
@@ -83,7 +83,7 @@ pub struct Rings {
 
 /// Everything that memory and time depend on but the planner's choice.
 #[derive(Clone, Debug)]
-pub struct Workload<'a> {
+pub(crate) struct Workload<'a> {
     /// The model.
     pub shape: &'a ModelShape,
     /// Sequences of a micro-batch.
@@ -99,7 +99,7 @@ pub struct Workload<'a> {
     /// Format on the link.
     pub link_dtype: Dtype,
     /// What the coordinator may do.
-    pub rules: Rules,
+    pub(crate) rules: Rules,
     /// Slots that are lent, of each kind.
     pub slots: usize,
     /// Room for spans on each track of the timeline.
@@ -115,25 +115,25 @@ pub struct Workload<'a> {
     /// Where it has to fit.
     pub machine: Machine,
     /// Host memory that is needed besides, but not while steps run: for loading and saving.
-    pub transient_bytes: u64,
+    pub(crate) transient_bytes: u64,
 }
 
 impl Workload<'_> {
     /// Host slots for gradients: one for each offloaded bucket, so that none waits; `slots` more when each keeps its slot for
     /// one step more.
-    pub fn grad_slots(&self, layout: &BucketLayout) -> usize {
+    pub(crate) fn grad_slots(&self, layout: &BucketLayout) -> usize {
         if self.rules.policy == Policy::Deferred { layout.offloaded() + self.slots } else { layout.offloaded() }
     }
 
     /// Host slots for working weights: those that are lent, or a place for each bucket whose weights are streamed from there.
-    pub fn param_slots(&self, layout: &BucketLayout, rings: Rings) -> usize {
+    pub(crate) fn param_slots(&self, layout: &BucketLayout, rings: Rings) -> usize {
         if rings.weights.is_some() { layout.offloaded() } else { self.slots }
     }
 
     /// The ring that gradients of offloaded buckets can share: long enough for the largest module and what is on its way to
     /// the host. None where micro-batches add up in place, or where it would save nothing, and none on a device that shares the
     /// host's memory.
-    pub fn grad_ring(&self, layout: &BucketLayout, table: &TensorTable) -> Option<RingShape> {
+    pub(crate) fn grad_ring(&self, layout: &BucketLayout, table: &TensorTable) -> Option<RingShape> {
         if self.grad_accum_steps > 1 || self.machine.device == DeviceMemory::Shared {
             return None;
         }
@@ -143,7 +143,7 @@ impl Workload<'_> {
 
     /// The ring that weights of offloaded buckets can stream through: long enough for a module and the next one. None where it
     /// would save nothing.
-    pub fn weight_ring(&self, layout: &BucketLayout, table: &TensorTable) -> Option<RingShape> {
+    pub(crate) fn weight_ring(&self, layout: &BucketLayout, table: &TensorTable) -> Option<RingShape> {
         let next = streamed_modules(table).skip(1).chain([0]);
         let pair_elems_max = streamed_modules(table).zip(next).map(|(module, next)| module + next).max().unwrap_or(0);
         self.ring(layout, table, pair_elems_max)
@@ -162,13 +162,13 @@ impl Workload<'_> {
     ///
     /// # Errors
     /// `Usage` when batch and sequence make no sense for the model.
-    pub fn activations(&self, policies: &[LayerPolicy], tile: LossTile) -> Result<ActivationPlan> {
+    pub(crate) fn activations(&self, policies: &[LayerPolicy], tile: LossTile) -> Result<ActivationPlan> {
         let Self { shape, batch, seq_length, separates_documents, dtype, .. } = *self;
         ActivationPlan::new(MicroBatch { shape, batch, seq_length, separates_documents, dtype, tile, policies })
     }
 
     /// Every class that is not empty.
-    pub fn classes(&self, layout: &BucketLayout, rings: Rings, activations: &ActivationPlan) -> Vec<MemoryClass> {
+    pub(crate) fn classes(&self, layout: &BucketLayout, rings: Rings, activations: &ActivationPlan) -> Vec<MemoryClass> {
         let flat = layout.flat_elems();
         // Of a paged bucket nothing crosses the link but the state.
         let [offloaded, paged, resident] = [Tier::Host, Tier::Unified, Tier::Device].map(|tier| layout.elems_in(tier).len());
@@ -200,7 +200,7 @@ impl Workload<'_> {
     }
 
     /// Bytes that `classes` lack on the device and on the host; 0 where they fit.
-    pub fn lacking(&self, classes: &[MemoryClass]) -> (u64, u64) {
+    pub(crate) fn lacking(&self, classes: &[MemoryClass]) -> (u64, u64) {
         let [device, host] = balances(&self.machine, classes, self.transient_bytes);
         (device.lacking(), host.lacking())
     }

@@ -36,7 +36,7 @@ const SHARED_RESIDENT_ONE_IN: usize = 8;
 
 /// How many tail buckets keep their optimizer on the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Residency {
+pub(crate) enum Residency {
     /// This many.
     Exactly(usize),
     /// As many as fit.
@@ -45,9 +45,9 @@ pub enum Residency {
 
 /// What was asked for.
 #[derive(Clone, Copy, Debug)]
-pub struct Request {
+pub(crate) struct Request {
     /// Resident buckets.
-    pub residency: Residency,
+    pub(crate) residency: Residency,
     /// What layers keep.
     pub activations: ActivationsChoice,
     /// Where weights lie.
@@ -56,19 +56,19 @@ pub struct Request {
 
 /// A choice and what follows from it.
 #[derive(Clone, Debug)]
-pub struct Choice {
+pub(crate) struct Choice {
     /// How the flat order is cut, and which buckets are resident.
     pub layout: BucketLayout,
     /// What each layer keeps.
-    pub policies: Vec<LayerPolicy>,
+    pub(crate) policies: Vec<LayerPolicy>,
     /// Tile of the loss.
     pub tile: LossTile,
     /// What of the device's flat memory repeats.
-    pub rings: Rings,
+    pub(crate) rings: Rings,
     /// All memory by class.
     pub memory: Vec<MemoryClass>,
     /// The step's time; none on the CPU device, whose rates nobody assumes.
-    pub predicted: Option<Prediction>,
+    pub(crate) predicted: Option<Prediction>,
 }
 
 /// Chooses for a model cut as `layout` says; its resident buckets do not count. When nothing fits, the choice is the one that
@@ -76,7 +76,7 @@ pub struct Choice {
 ///
 /// # Errors
 /// `Usage` when batch and sequence make no sense for the model.
-pub fn choose(workload: &Workload, table: &TensorTable, layout: &BucketLayout, request: Request) -> Result<Choice> {
+pub(crate) fn choose(workload: &Workload, table: &TensorTable, layout: &BucketLayout, request: Request) -> Result<Choice> {
     let planner = Planner { workload, table, layout, request };
     match workload.machine.kind {
         DeviceKind::Cpu => planner.on_cpus(),

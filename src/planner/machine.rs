@@ -52,7 +52,7 @@ impl Machine {
     }
 
     /// Bytes that the device may use.
-    pub fn device_bytes(&self) -> u64 {
+    pub(crate) fn device_bytes(&self) -> u64 {
         match self.device {
             DeviceMemory::Shared => self.host_bytes,
             DeviceMemory::Own { bytes, .. } => bytes,

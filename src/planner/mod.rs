@@ -2,14 +2,14 @@
 //! device and what is computed twice ([`choice`]) by a predicted step time ([`predict`]), and, when nothing fits, the
 //! smallest change that would ([`refusal`]).
 
-pub mod budget;
-pub mod choice;
-pub mod machine;
+pub(crate) mod budget;
+pub(crate) mod choice;
+pub(crate) mod machine;
 mod passes;
-pub mod plan;
-pub mod predict;
-pub mod refusal;
-pub mod rules;
+pub(crate) mod plan;
+pub(crate) mod predict;
+pub(crate) mod refusal;
+pub(crate) mod rules;
 
 #[cfg(test)]
 mod tests;

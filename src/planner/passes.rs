@@ -27,7 +27,7 @@ pub(super) struct PassTimes {
 }
 
 impl PassTimes {
-    pub fn of(workload: &Workload) -> Result<Self> {
+    pub(super) fn of(workload: &Workload) -> Result<Self> {
         let of = |policy| micro_step_s(workload, policy);
         let keep_s = of(LayerPolicy::Keep)?;
         // The last layer that shares its buffers still has its values.
@@ -36,7 +36,7 @@ impl PassTimes {
         Ok(Self { keep_s, cheap_s: added_s(LayerPolicy::RecomputeCheap)?, block_s: added_s(LayerPolicy::RecomputeBlock)? })
     }
 
-    pub fn micro_step_s(&self, policies: &[LayerPolicy]) -> f64 {
+    pub(crate) fn micro_step_s(&self, policies: &[LayerPolicy]) -> f64 {
         let added_s = |policy: &LayerPolicy| match policy {
             LayerPolicy::Keep => 0.0,
             LayerPolicy::RecomputeCheap => self.cheap_s,

@@ -31,7 +31,7 @@ use clap::ValueEnum;
 use std::fmt;
 use std::path::PathBuf;
 
-pub use crate::memory::MemorySpace;
+pub(crate) use crate::memory::MemorySpace;
 
 /// Bytes of working weights in a bucket where the paper's link saturates (section 4.3).
 const BUCKET_BYTES_MAX: usize = 64 << 20;
@@ -48,15 +48,15 @@ pub struct Techniques {
     /// No speculation while clips are frequent.
     pub adaptive: bool,
     /// Earliest deadline first.
-    pub deadline_order: bool,
+    pub(crate) deadline_order: bool,
     /// Resident tail buckets.
     pub repartition: bool,
     /// Casts on the device, fp32 on the link, where the settings ask for it.
-    pub superchip_cast: bool,
+    pub(crate) superchip_cast: bool,
     /// Vector CPU Adam.
-    pub grace_adam: bool,
+    pub(crate) grace_adam: bool,
     /// Core affinity and partitions.
-    pub mpam: bool,
+    pub(crate) mpam: bool,
     /// Weights that stream layer by layer, where the model does not fit otherwise or the settings ask for it.
     pub weight_flow: bool,
 }
@@ -232,7 +232,7 @@ impl Plan {
     }
 
     /// Bytes planned at `space`.
-    pub fn bytes_at(&self, space: MemorySpace) -> u64 {
+    pub(crate) fn bytes_at(&self, space: MemorySpace) -> u64 {
         bytes_at(&self.memory, space)
     }
 
@@ -248,7 +248,7 @@ impl Plan {
     }
 
     /// See [`device_casts`].
-    pub fn device_casts(&self) -> bool {
+    pub(crate) fn device_casts(&self) -> bool {
         device_casts(self.dtype, self.link_dtype)
     }
 }

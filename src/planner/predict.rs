@@ -23,15 +23,15 @@ const VALIDATED_SHARE: f64 = 0.1;
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Prediction {
     /// The device: forward, backward, what is computed twice, and the resident optimizer.
-    pub device_s: f64,
+    pub(crate) device_s: f64,
     /// The pool's optimizer.
-    pub pool_s: f64,
+    pub(crate) pool_s: f64,
     /// The link, the way on which more crosses.
-    pub link_s: f64,
+    pub(crate) link_s: f64,
     /// A step whose speculation holds, or any where nothing is speculated.
-    pub step_s: f64,
+    pub(crate) step_s: f64,
     /// A step that waits for its verdict.
-    pub validated_s: f64,
+    pub(crate) validated_s: f64,
 }
 
 impl Prediction {
@@ -48,11 +48,17 @@ pub(super) struct Predictor<'a> {
 }
 
 impl<'a> Predictor<'a> {
-    pub fn new(workload: &'a Workload<'a>) -> Result<Self> {
+    pub(super) fn new(workload: &'a Workload<'a>) -> Result<Self> {
         Ok(Self { workload, passes: PassTimes::of(workload)? })
     }
 
-    pub fn predict(&self, layout: &BucketLayout, rings: Rings, policies: &[LayerPolicy], activations: &ActivationPlan) -> Prediction {
+    pub(crate) fn predict(
+        &self,
+        layout: &BucketLayout,
+        rings: Rings,
+        policies: &[LayerPolicy],
+        activations: &ActivationPlan,
+    ) -> Prediction {
         let (rates, accum) = (&self.workload.machine.rates, self.workload.grad_accum_steps as f64);
         let offloaded = layout.offloaded_elems() as f64;
         let stepped_here = layout.flat_elems() as f64 - offloaded;

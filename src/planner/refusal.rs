@@ -20,7 +20,7 @@ impl Plan {
     ///
     /// # Errors
     /// `Resource` with the memory that is too small, both sizes, and the smallest change that helps.
-    pub fn check_fits(&self, settings: &Settings, shape: &ModelShape) -> Result<()> {
+    pub(crate) fn check_fits(&self, settings: &Settings, shape: &ModelShape) -> Result<()> {
         let Some(shortage) = self.shortage() else { return Ok(()) };
         let advice = self.advice(settings, shape);
         let (shortage, advice) = match self.host_shortage(settings, shape).filter(|_| advice.is_none()) {

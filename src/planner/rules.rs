@@ -20,7 +20,7 @@ pub struct Rules {
     /// Stop speculating while clips are frequent.
     pub adaptive: bool,
     /// Take the bucket that the next forward needs first; otherwise as they arrive.
-    pub deadline_order: bool,
+    pub(crate) deadline_order: bool,
 }
 
 impl Rules {

@@ -13,7 +13,7 @@ use crate::hardware::profile::CpuDevice;
 
 /// Rates in bf16.
 #[derive(Clone, Debug)]
-pub struct Arithmetic {
+pub(crate) struct Arithmetic {
     /// Of matrix products.
     pub products: Products,
     /// Of attention.
@@ -27,7 +27,7 @@ impl Arithmetic {
     ///
     /// # Errors
     /// The device's.
-    pub fn measure<D: Kernels>(timer: &mut Timer<'_, D>, sizes: ProbeSizes, time_s: f64) -> Result<Self> {
+    pub(crate) fn measure<D: Kernels>(timer: &mut Timer<'_, D>, sizes: ProbeSizes, time_s: f64) -> Result<Self> {
         let products = product::measure(timer, Dtype::Bfloat16, sizes.product, 0.72 * time_s)?;
         let attention = attention::measure(timer, sizes.seq_length, products.sustained.median(), 0.18 * time_s)?;
         let small = kernels::measure(timer, sizes.copy_bytes, products.large, 0.1 * time_s)?;
@@ -35,7 +35,7 @@ impl Arithmetic {
     }
 
     /// As a profile says it of CPUs, whose cores the optimizer has, too.
-    pub fn cpu_device(self, sharing: Sharing) -> CpuDevice {
+    pub(crate) fn cpu_device(self, sharing: Sharing) -> CpuDevice {
         let Self { products, attention, small } = self;
         CpuDevice {
             memory_bytes_per_s: small.memory_bytes_per_s.sourced(),

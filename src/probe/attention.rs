@@ -14,7 +14,7 @@ const RUNS_MIN: f64 = 16.0;
 
 /// FLOP/s, as [`crate::model::flops::FLOPS_FORMULA`] counts them.
 #[derive(Clone, Debug)]
-pub struct PassRates {
+pub(crate) struct PassRates {
     /// Of the forward pass.
     pub forward: Samples,
     /// Of the backward pass, counted as twice the forward pass.
@@ -26,7 +26,7 @@ pub struct PassRates {
 ///
 /// # Errors
 /// The device's.
-pub fn measure<D: Kernels>(timer: &mut Timer<'_, D>, seq_limit: usize, matmul_flops: f64, time_s: f64) -> Result<PassRates> {
+pub(crate) fn measure<D: Kernels>(timer: &mut Timer<'_, D>, seq_limit: usize, matmul_flops: f64, time_s: f64) -> Result<PassRates> {
     let fits = |&seq: &usize| seq <= SEQ_MIN || RUNS_MIN * 3.0 * shape(seq).flops() < time_s * matmul_flops;
     let seq = std::iter::successors(Some(seq_limit), |seq| Some(seq / 2)).find(fits).unwrap_or(seq_limit);
     let (shape, dev) = (shape(seq), &mut *timer.dev);

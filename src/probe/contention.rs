@@ -37,7 +37,7 @@ struct Moved {
 }
 
 /// Everything that can be in each other's way.
-pub struct Contenders<'a> {
+pub(crate) struct Contenders<'a> {
     /// Large products.
     pub product: Product,
     /// The link.
@@ -53,7 +53,7 @@ impl Contenders<'_> {
     ///
     /// # Errors
     /// The device's and the pool's.
-    pub fn measure<D: Kernels>(&mut self, timer: &mut Timer<'_, D>, both_ways_bytes_per_s: f64, time_s: f64) -> Result<Contention> {
+    pub(crate) fn measure<D: Kernels>(&mut self, timer: &mut Timer<'_, D>, both_ways_bytes_per_s: f64, time_s: f64) -> Result<Contention> {
         let matmul = self.matmul_under_copies(timer, both_ways_bytes_per_s, 0.3 * time_s)?;
         let (copies, adam) = self.copies_beside_adam(timer, 0.7 * time_s)?;
         Ok(Contention { matmul_under_copies: matmul.sourced(), copies_under_adam: copies, adam_under_copies: adam })

@@ -41,7 +41,7 @@ impl Way {
 
 /// Memory on both sides, for each way.
 #[derive(Clone, Copy, Debug)]
-pub struct Copies {
+pub(crate) struct Copies {
     host: [PinnedSlice; 2],
     device: [DeviceSlice; 2],
 }
@@ -51,7 +51,7 @@ impl Copies {
     ///
     /// # Errors
     /// `Resource` when there is no such memory.
-    pub fn new<D: Device>(dev: &mut D, host: &mut HostMemory, bytes: usize) -> Result<Self> {
+    pub(crate) fn new<D: Device>(dev: &mut D, host: &mut HostMemory, bytes: usize) -> Result<Self> {
         let bytes = bytes.max(SMALLEST_BYTES);
         let mut pinned = || -> Result<PinnedSlice> {
             let memory = host.alloc("copies", bytes)?;
@@ -69,7 +69,7 @@ impl Copies {
     }
 
     /// Bytes of a bucket, or the largest copy.
-    pub fn bucket_bytes(self) -> usize {
+    pub(crate) fn bucket_bytes(self) -> usize {
         self.bytes().min(BUCKET_BYTES)
     }
 
@@ -77,7 +77,7 @@ impl Copies {
     ///
     /// # Errors
     /// The device's.
-    pub fn enqueue<D: Device>(self, dev: &mut D, way: Way, bytes: usize) -> Result<()> {
+    pub(crate) fn enqueue<D: Device>(self, dev: &mut D, way: Way, bytes: usize) -> Result<()> {
         let (host, device) = (self.host[way as usize].slice(0, bytes), self.device[way as usize].slice(0, bytes / 4));
         match way {
             Way::ToHost => dev.copy_d2h(way.stream(), device, host),
@@ -89,7 +89,7 @@ impl Copies {
     ///
     /// # Errors
     /// The device's.
-    pub fn measure<D: Device>(self, timer: &mut Timer<'_, D>, addressing: Addressing, time_s: f64) -> Result<Link> {
+    pub(crate) fn measure<D: Device>(self, timer: &mut Timer<'_, D>, addressing: Addressing, time_s: f64) -> Result<Link> {
         let rates = |timer: &mut Timer<'_, D>, way: Way, bytes: usize, time_s: f64| {
             timer.rates(time_s, bytes as f64, |dev| self.enqueue(dev, way, bytes))
         };

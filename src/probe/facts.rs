@@ -7,18 +7,18 @@ use crate::units::{Bytes, date};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// What a profile says about the machine besides its numbers.
-pub struct ProfileFacts {
+pub(super) struct ProfileFacts {
     /// In one line.
     pub machine: String,
     /// Versions, for people.
     pub facts: Vec<String>,
     /// Today: `2026-11-21`.
-    pub date: String,
+    pub(crate) date: String,
 }
 
 impl ProfileFacts {
     /// Those of the machine of `topology` and of `device`, which was measured.
-    pub fn new(topology: &Topology, device: &str) -> Self {
+    pub(super) fn new(topology: &Topology, device: &str) -> Self {
         let (build, machine) = (BuildFacts::this_program(), MachineFacts::new(topology));
         let gpu = machine.gpu.map(|gpu| format!("{gpu}, "));
         let (cpu, cpus) = (machine.cpu.as_deref().unwrap_or("an unnamed processor"), machine.usable_cpus.unwrap_or(1));

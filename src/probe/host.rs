@@ -15,7 +15,7 @@ use crate::host::wakeup::WakeUp;
 ///
 /// # Errors
 /// `Resource` when threads or memory cannot be had.
-pub fn measure(topology: &Topology, cpus: usize, states: &States, time_s: f64) -> Result<Host> {
+pub(crate) fn measure(topology: &Topology, cpus: usize, states: &States, time_s: f64) -> Result<Host> {
     let workers = workers_beside_others(cpus);
     let wake_up = WakeUp::measure(workers, Placement::on(topology, workers))?;
     let triad = Workers::<Triad>::new(topology, cpus)?.rates(0.1 * time_s, |_| states.triad())?;

@@ -11,21 +11,21 @@
 //! The host is measured first: a GPU that has rested shows its burst.
 #![allow(unsafe_code)]
 
-pub mod arithmetic;
-pub mod attention;
-pub mod contention;
-pub mod copies;
+pub(crate) mod arithmetic;
+pub(crate) mod attention;
+pub(crate) mod contention;
+pub(crate) mod copies;
 mod facts;
-pub mod host;
-pub mod kernels;
-pub mod product;
-pub mod samples;
-pub mod sharing;
+pub(crate) mod host;
+pub(crate) mod kernels;
+pub(crate) mod product;
+pub(crate) mod samples;
+pub(crate) mod sharing;
 mod sizes;
-pub mod states;
-pub mod timer;
+pub(crate) mod states;
+pub(crate) mod timer;
 mod work_done;
-pub mod workers;
+pub(crate) mod workers;
 
 use crate::config::options::DeviceChoice;
 use crate::config::settings::Settings;
@@ -48,7 +48,7 @@ use copies::Copies;
 use facts::ProfileFacts;
 use samples::sourced;
 use sharing::Sharers;
-pub use sizes::ProbeSizes;
+pub(crate) use sizes::ProbeSizes;
 use states::States;
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
@@ -108,7 +108,7 @@ impl ProbeOptions {
 ///
 /// # Errors
 /// Whatever cannot be had; `Resource` naming a number that came out as nonsense.
-pub fn run(options: &ProbeOptions, log: &mut dyn FnMut(&dyn Display)) -> Result<Profile> {
+pub(crate) fn run(options: &ProbeOptions, log: &mut dyn FnMut(&dyn Display)) -> Result<Profile> {
     let topology = Topology::this_machine();
     let settings = Settings { device: options.device(), cuda_libraries: options.cuda_libraries.clone(), ..Settings::default() };
     let chosen = devices::choose(&settings, &topology)?;
@@ -157,7 +157,7 @@ struct Sections {
 }
 
 /// What a device is measured beside.
-pub struct ProbeContext<'a> {
+pub(crate) struct ProbeContext<'a> {
     /// Free memory of the device.
     pub free_bytes: u64,
     /// What it sees of the host's memory.
@@ -174,7 +174,7 @@ pub struct ProbeContext<'a> {
 ///
 /// # Errors
 /// The device's and the pool's.
-pub fn measure_device<D: Kernels>(
+pub(crate) fn measure_device<D: Kernels>(
     dev: &mut D,
     sizes: ProbeSizes,
     context: ProbeContext<'_>,

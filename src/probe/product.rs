@@ -41,7 +41,7 @@ impl Product {
     }
 
     /// FLOPs of a product of all columns and `m` rows.
-    pub fn flops(self, m: usize) -> f64 {
+    pub(crate) fn flops(self, m: usize) -> f64 {
         MatmulShape { layout: MatmulLayout::Nt, m, n: self.n, k: self.n }.flops()
     }
 
@@ -75,7 +75,7 @@ impl Product {
 ///
 /// # Errors
 /// The device's.
-pub fn fill<D: Kernels>(dev: &mut D, memory: &[DeviceSlice]) -> Result<()> {
+pub(crate) fn fill<D: Kernels>(dev: &mut D, memory: &[DeviceSlice]) -> Result<()> {
     let elems = memory.iter().map(|part| part.elems()).max().unwrap_or(0).min(RANDOM_ELEMS);
     let (mut host, mut rng) = (HostMemory::default(), ChaCha8Rng::seed_from_u64(1));
     let (source, wide) = (host.alloc("random numbers", elems * 4)?, dev.alloc("random numbers", elems, Dtype::Float32)?);
@@ -93,13 +93,13 @@ pub fn fill<D: Kernels>(dev: &mut D, memory: &[DeviceSlice]) -> Result<()> {
 
 /// FLOP/s of a linear layer's products, forward and backward.
 #[derive(Clone, Debug)]
-pub struct Products {
+pub(crate) struct Products {
     /// Large ones after a rest.
-    pub burst: Samples,
+    pub(crate) burst: Samples,
     /// Large ones when the power limit has shown.
-    pub sustained: Samples,
+    pub(crate) sustained: Samples,
     /// Share of it by the smallest dimension.
-    pub share_by_least_dim: Curve,
+    pub(crate) share_by_least_dim: Curve,
     /// The large one.
     pub large: Product,
 }
@@ -108,7 +108,7 @@ pub struct Products {
 ///
 /// # Errors
 /// The device's.
-pub fn measure<D: Kernels>(timer: &mut Timer<'_, D>, dtype: Dtype, limit: usize, time_s: f64) -> Result<Products> {
+pub(crate) fn measure<D: Kernels>(timer: &mut Timer<'_, D>, dtype: Dtype, limit: usize, time_s: f64) -> Result<Products> {
     let room = Product::new(timer.dev, dtype, limit)?;
     let large = largest(timer, room, 0.05 * time_s)?;
     let flops =

@@ -32,12 +32,12 @@ impl Samples {
     }
 
     /// The median and where it is from.
-    pub fn sourced(&self) -> Number {
+    pub(crate) fn sourced(&self) -> Number {
         Number { spread: Some(rounded(self.spread())), ..sourced(self.median(), &self.describe()) }
     }
 
     /// Of each sample the share of `whole`, at most all of it.
-    pub fn share_of(&self, whole: f64) -> Self {
+    pub(crate) fn share_of(&self, whole: f64) -> Self {
         Self(self.0.iter().map(|sample| (sample / whole).min(1.0)).collect())
     }
 
@@ -53,12 +53,12 @@ impl Samples {
 }
 
 /// A measured number; `how` says how well.
-pub fn sourced(value: f64, how: &str) -> Number {
+pub(crate) fn sourced(value: f64, how: &str) -> Number {
     Number { value: rounded(value), source: format!("{MEASURED}: {how}"), spread: None, others: Vec::new() }
 }
 
 /// A curve through the medians of `points`, in ascending order.
-pub fn curve(points: &[(f64, Samples)]) -> Curve {
+pub(crate) fn curve(points: &[(f64, Samples)]) -> Curve {
     let medians = points.iter().map(|(x, samples)| (*x, rounded(samples.median()))).collect();
     let how: Vec<_> = points.iter().map(|(_, samples)| samples.describe()).collect();
     let spread = points.iter().map(|(_, samples)| rounded(samples.spread())).reduce(f64::max);
@@ -66,7 +66,7 @@ pub fn curve(points: &[(f64, Samples)]) -> Curve {
 }
 
 /// [`curve`] of the shares that `points` have of the last one.
-pub fn share_curve(points: &[(f64, Samples)]) -> Curve {
+pub(crate) fn share_curve(points: &[(f64, Samples)]) -> Curve {
     let whole = points.last().map_or(1.0, |(_, samples)| samples.median());
     let share = |samples: &Samples| Samples(samples.0.iter().map(|sample| sample / whole).collect());
     curve(&points.iter().map(|(x, samples)| (*x, share(samples))).collect::<Vec<_>>())

@@ -20,7 +20,7 @@ const PRODUCTS: usize = 8;
 const TURNS: usize = 5;
 
 /// Shares of their rates, above 0 and at most 1.
-pub struct Sharing {
+pub(crate) struct Sharing {
     /// That products keep beside the optimizer.
     pub matmul: Number,
     /// That the optimizer keeps beside products.
@@ -28,7 +28,7 @@ pub struct Sharing {
 }
 
 /// Small products, as those of a step are, and the optimizer's passes, on the same cores.
-pub struct Sharers<'a> {
+pub(crate) struct Sharers<'a> {
     /// The products' matrices.
     pub product: Product,
     /// State for the optimizer.
@@ -44,7 +44,7 @@ impl Sharers<'_> {
     ///
     /// # Errors
     /// The device's and the pool's.
-    pub fn measure<D: Kernels>(&mut self, timer: &mut Timer<'_, D>, time_s: f64) -> Result<Sharing> {
+    pub(crate) fn measure<D: Kernels>(&mut self, timer: &mut Timer<'_, D>, time_s: f64) -> Result<Sharing> {
         let (end, each_s) = (timer.dev.event()?, time_s / (3 * TURNS) as f64);
         let (mut matmul, mut adam) = (Vec::new(), Vec::new());
         for _ in 0..TURNS {

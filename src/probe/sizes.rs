@@ -2,18 +2,18 @@
 
 /// Largest things that are measured.
 #[derive(Clone, Copy, Debug)]
-pub struct ProbeSizes {
+pub(crate) struct ProbeSizes {
     /// Rows of a matrix product.
     pub product: usize,
     /// Tokens of a sequence.
     pub seq_length: usize,
     /// Bytes of a copy, and of what a pointwise kernel reads.
-    pub copy_bytes: usize,
+    pub(crate) copy_bytes: usize,
 }
 
 impl ProbeSizes {
     /// Of a GPU: products, sequences and copies like those of a step, and larger.
-    pub const GPU: Self = Self { product: 8192, seq_length: 4096, copy_bytes: 256 << 20 };
+    pub(crate) const GPU: Self = Self { product: 8192, seq_length: 4096, copy_bytes: 256 << 20 };
     /// Of CPUs.
-    pub const CPUS: Self = Self { product: 2048, seq_length: 1024, copy_bytes: 4 << 20 };
+    pub(crate) const CPUS: Self = Self { product: 2048, seq_length: 1024, copy_bytes: 4 << 20 };
 }

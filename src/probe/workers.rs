@@ -36,7 +36,7 @@ impl<J: Job> Workers<J> {
     ///
     /// # Errors
     /// As [`Workers::new`].
-    pub fn ringing(bell: Arc<Doorbell>, topology: &Topology, threads: usize) -> Result<Self> {
+    pub(crate) fn ringing(bell: Arc<Doorbell>, topology: &Topology, threads: usize) -> Result<Self> {
         let placement = Placement::on(topology, threads);
         let homes = memory_policy(topology, threads)?.homes();
         let on_start =

@@ -25,13 +25,13 @@ const STEPS: Steps = Steps { warmup: 2, timed: 3, clip: Clip::Never };
 
 /// The largest of each that fits while the others stay.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct Limits {
+pub(crate) struct Limits {
     /// Sequences of a micro-batch; 0 when not even one fits.
     pub batch: usize,
     /// Tokens of one sequence, with a batch of 1; at most what the model has positions for.
     pub seq_length: usize,
     /// Whether the model's positions, not memory, end the sequence.
-    pub seq_length_is_the_models: bool,
+    pub(crate) seq_length_is_the_models: bool,
     /// Layers of a model that is as wide as this one.
     pub layers: usize,
     /// Parameters of that model.
@@ -40,7 +40,7 @@ pub struct Limits {
 
 impl Limits {
     /// Those of `settings` for `shape` on `machine`.
-    pub fn of(settings: &Settings, shape: &ModelShape, machine: &Machine) -> Self {
+    pub(crate) fn of(settings: &Settings, shape: &ModelShape, machine: &Machine) -> Self {
         let fits = |settings: &Settings, shape: &ModelShape| {
             Plan::new(settings, shape, machine, false).is_ok_and(|plan| plan.shortage().is_none())
         };
@@ -59,7 +59,7 @@ impl Limits {
 }
 
 /// The model of the same width with so many layers.
-pub fn with_layers(shape: &ModelShape, layers: usize) -> ModelShape {
+pub(crate) fn with_layers(shape: &ModelShape, layers: usize) -> ModelShape {
     let windows = shape.windows.iter().copied().cycle().take(layers).collect();
     ModelShape { layers, windows, ..shape.clone() }
 }
@@ -81,17 +81,17 @@ fn largest(max: usize, fits: impl Fn(usize) -> bool) -> usize {
 
 /// Where the optimizer on the CPUs begins to hide, and what is done below.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct BreakEven {
+pub(crate) struct BreakEven {
     /// Tokens of a micro-step from which it hides with every state on the CPUs; `None`: it does not with any batch that fits.
     pub tokens: Option<usize>,
     /// Tokens of a micro-step with half of that, or of the largest that fits.
-    pub below_tokens: usize,
+    pub(crate) below_tokens: usize,
     /// Buckets, and those that the plan then keeps on the device.
     pub buckets: usize,
     /// See [`BreakEven::buckets`].
-    pub resident_buckets: usize,
+    pub(crate) resident_buckets: usize,
     /// Share of that step in which compute waits for the optimizer.
-    pub exposed_share: f64,
+    pub(crate) exposed_share: f64,
 }
 
 impl BreakEven {
@@ -99,7 +99,7 @@ impl BreakEven {
     ///
     /// # Errors
     /// Those of [`Plan::new`] and of the simulation.
-    pub fn of(settings: &Settings, shape: &ModelShape, machine: &Machine) -> Result<Option<Self>> {
+    pub(crate) fn of(settings: &Settings, shape: &ModelShape, machine: &Machine) -> Result<Option<Self>> {
         let sizes = sizes(settings, shape);
         let all_offloaded = |(batch, seq_length): (usize, usize)| Settings {
             per_device_train_batch_size: batch,

@@ -5,8 +5,8 @@
 //! tried at its other values while the rest stay as they are best so far. Only settings that were left open are tried.
 
 use crate::planner::machine::Machine;
-pub mod limits;
-pub mod report;
+pub(crate) mod limits;
+pub(crate) mod report;
 // Of the whole program: what is measured had every technique.
 #[cfg(all(
     test,
@@ -43,7 +43,7 @@ const WORKERS_MAX: usize = 16;
 
 /// A way to run a step, and what the simulation says about it.
 #[derive(Clone, Debug)]
-pub struct Candidate {
+pub(crate) struct Candidate {
     /// How it differs from the defaults, as flags; empty when it does not.
     pub flags: Vec<String>,
     /// All settings.
@@ -56,18 +56,18 @@ pub struct Candidate {
 
 impl Candidate {
     /// Seconds of a mean step.
-    pub fn mean_s(&self) -> f64 {
+    pub(crate) fn mean_s(&self) -> f64 {
         self.outcome.step_ms.total() / self.outcome.step_ms.samples.len() as f64 / 1e3
     }
 }
 
 /// Every candidate that fits, the fastest first.
 #[derive(Clone, Debug)]
-pub struct Ranking {
+pub(crate) struct Ranking {
     /// Fitting ones by [`Candidate::mean_s`].
-    pub candidates: Vec<Candidate>,
+    pub(crate) candidates: Vec<Candidate>,
     /// Candidates that did not fit.
-    pub unfit: usize,
+    pub(crate) unfit: usize,
 }
 
 /// The plan that a run of `settings` gets on `machine`, with room for a timeline if `trace`: the best of what was left open, by
@@ -75,7 +75,7 @@ pub struct Ranking {
 ///
 /// # Errors
 /// Those of [`SearchQuery::rank`].
-pub fn best_plan(settings: &Settings, shape: &ModelShape, machine: &Machine, trace: bool) -> Result<Plan> {
+pub(crate) fn best_plan(settings: &Settings, shape: &ModelShape, machine: &Machine, trace: bool) -> Result<Plan> {
     if machine.kind == DeviceKind::Cpu {
         let plan = Plan::new(settings, shape, machine, trace)?;
         plan.check_fits(settings, shape)?;
@@ -91,7 +91,7 @@ pub fn best_plan(settings: &Settings, shape: &ModelShape, machine: &Machine, tra
 
 /// What is asked.
 #[derive(Clone, Copy, Debug)]
-pub struct SearchQuery<'a> {
+pub(crate) struct SearchQuery<'a> {
     /// What every candidate begins from; what is not left at its default stays.
     pub settings: &'a Settings,
     /// Tokens of a step, if micro-batches are to be chosen, too.
@@ -107,7 +107,7 @@ impl SearchQuery<'_> {
     ///
     /// # Errors
     /// `Usage` when settings make no sense; `Resource` when nothing fits, with the smallest change that would.
-    pub fn rank(&self) -> Result<Ranking> {
+    pub(crate) fn rank(&self) -> Result<Ranking> {
         let mut ranking = Ranking { candidates: Vec::new(), unfit: 0 };
         let mut best: Option<Candidate> = None;
         self.weigh(&self.splits()?, &mut best, &mut ranking)?;

@@ -24,7 +24,7 @@ const MORE: f64 = 1.5;
 
 /// The answer.
 #[derive(Debug, Serialize)]
-pub struct SearchReport {
+pub(crate) struct SearchReport {
     /// Where.
     pub hardware: HardwareFacts,
     /// What.
@@ -32,48 +32,48 @@ pub struct SearchReport {
     /// The chosen way.
     pub best: Step,
     /// The next best ones.
-    pub alternatives: Vec<Step>,
+    pub(crate) alternatives: Vec<Step>,
     /// Candidates that were simulated, and those that did not fit.
-    pub candidates: usize,
+    pub(crate) candidates: usize,
     /// See [`SearchReport::candidates`].
-    pub unfit: usize,
+    pub(crate) unfit: usize,
     /// What is busiest, and so binds.
-    pub binds: Busy,
+    pub(crate) binds: Busy,
     /// All that can bind, the busiest first.
     pub busy: Vec<Busy>,
     /// Memory by place and class.
     pub memory: Vec<MemoryNeed>,
     /// The step of the same settings on a machine that has more of one thing.
-    pub what_if: Vec<WhatIf>,
+    pub(crate) what_if: Vec<WhatIf>,
     /// How far the machine goes.
     pub limits: Limits,
     /// From how many tokens on the optimizer hides.
-    pub break_even: Option<BreakEven>,
+    pub(crate) break_even: Option<BreakEven>,
     #[serde(skip)]
     plan: Plan,
 }
 
 /// One way to run steps, simulated.
 #[derive(Clone, Debug, Serialize)]
-pub struct Step {
+pub(crate) struct Step {
     /// How it differs from the defaults.
     pub flags: Vec<String>,
     /// Weights that come from host memory in each pass, in bytes; 0 where all stay on the device.
-    pub streamed_bytes: usize,
+    pub(crate) streamed_bytes: usize,
     /// A step whose speculation holds.
     pub step_ms: f64,
     /// The mean with one clipped step in ten.
-    pub mean_step_ms: f64,
+    pub(crate) mean_step_ms: f64,
     /// Tokens over `step_ms`.
     pub tokens_per_second: f64,
     /// Model FLOPs over `step_ms`, 10^12 a second.
     pub model_tflops: f64,
     /// With what is recomputed.
-    pub hardware_tflops: f64,
+    pub(crate) hardware_tflops: f64,
     /// Compute waits for the optimizer.
-    pub exposed_cpu_ms: f64,
+    pub(crate) exposed_cpu_ms: f64,
     /// Compute waits for copies.
-    pub exposed_transfer_ms: f64,
+    pub(crate) exposed_transfer_ms: f64,
     /// The plan.
     pub plan: PlanFacts,
 }
@@ -107,7 +107,7 @@ impl Step {
 
 /// How busy something is.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct Busy {
+pub(crate) struct Busy {
     /// What.
     pub what: &'static str,
     /// Share of the step.
@@ -116,26 +116,26 @@ pub struct Busy {
 
 /// One memory.
 #[derive(Clone, Debug, Serialize)]
-pub struct MemoryNeed {
+pub(crate) struct MemoryNeed {
     /// `device` or `host`.
     pub place: &'static str,
     /// Planned in all, what loading and saving need besides included.
-    pub needed_bytes: u64,
+    pub(crate) needed_bytes: u64,
     /// What there is; `None` where the device has none of its own.
-    pub available_bytes: Option<u64>,
+    pub(crate) available_bytes: Option<u64>,
     /// Bytes by class.
     pub classes: Vec<(&'static str, usize)>,
 }
 
 /// A machine that has more of one thing.
 #[derive(Clone, Debug, Serialize)]
-pub struct WhatIf {
+pub(crate) struct WhatIf {
     /// More of what.
     pub change: String,
     /// The step there.
     pub step_ms: f64,
     /// The plan changes with it.
-    pub changes_plan: bool,
+    pub(crate) changes_plan: bool,
 }
 
 impl SearchReport {
@@ -143,7 +143,7 @@ impl SearchReport {
     ///
     /// # Errors
     /// Those of [`SearchQuery::rank`]: what fits nowhere is refused with what would.
-    pub fn of(query: SearchQuery, config: &str, profile: &Profile) -> Result<Self> {
+    pub(crate) fn of(query: SearchQuery, config: &str, profile: &Profile) -> Result<Self> {
         let ranking = query.rank()?;
         let best = &ranking.candidates[0];
         let distinct = ranking.candidates[1..].iter().filter(|other| differ(&other.plan, &best.plan));

@@ -20,7 +20,7 @@ const ALWAYS: f64 = 1e-2;
 
 impl Clip {
     /// Whether `step`, counted from 1, is clipped.
-    pub fn clips(self, step: u64) -> bool {
+    pub(crate) fn clips(self, step: u64) -> bool {
         match self {
             Self::Never => false,
             Self::OneIn(every) => step.is_multiple_of(every.get()),
@@ -28,7 +28,7 @@ impl Clip {
     }
 
     /// The gradient norm above which `step` is clipped.
-    pub fn max_grad_norm(self, step: u64) -> f64 {
+    pub(crate) fn max_grad_norm(self, step: u64) -> f64 {
         if self.clips(step) { ALWAYS } else { NEVER }
     }
 }

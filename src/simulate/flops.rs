@@ -4,7 +4,7 @@ use crate::model::shape::ModelShape;
 
 /// Floating-point operations of one optimizer step.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct StepFlops {
+pub(crate) struct StepFlops {
     /// Of the model, by [`FLOPS_FORMULA`](crate::model::flops::FLOPS_FORMULA): nothing is recomputed.
     pub model: f64,
     /// With the layers' forward passes that the plan runs again.
@@ -13,7 +13,7 @@ pub struct StepFlops {
 
 impl StepFlops {
     /// A step over `sequences` sequences of `seq_length` tokens, in which `recomputed_layers` layers run their forward pass twice.
-    pub fn new(shape: &ModelShape, sequences: usize, seq_length: usize, recomputed_layers: usize) -> Self {
+    pub(crate) fn new(shape: &ModelShape, sequences: usize, seq_length: usize, recomputed_layers: usize) -> Self {
         let model = shape.flops_per_step(sequences, seq_length);
         let output_matrix = 6.0 * (shape.vocab * shape.channels) as f64 * (sequences * seq_length) as f64;
         // Of three equal parts, one is the forward pass; layers count alike, though their windows may differ.

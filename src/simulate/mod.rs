@@ -1,9 +1,9 @@
 //! A plan's steps on a machine that is not here, by its rates: the engine on the device that only counts time.
 
-pub mod clip;
-pub mod flops;
-pub mod outcome;
-pub mod timed;
+pub(crate) mod clip;
+pub(crate) mod flops;
+pub(crate) mod outcome;
+pub(crate) mod timed;
 
 use crate::device::sim::SimDevice;
 use crate::engine::executor::Engine;
@@ -24,7 +24,7 @@ use timed::{RandomTokens, Steps};
 ///
 /// # Errors
 /// `Resource` when not even addresses can be had.
-pub fn simulate(
+pub(crate) fn simulate(
     plan: &Plan,
     shape: &ModelShape,
     name: &str,

@@ -9,7 +9,7 @@ use std::fmt;
 
 /// What timed steps were, on any device.
 #[derive(Clone, Debug, Serialize)]
-pub struct Outcome {
+pub(crate) struct Outcome {
     /// Step times.
     pub step_ms: Spread,
     /// Tokens of a step.
@@ -17,24 +17,24 @@ pub struct Outcome {
     /// Tokens over the median step.
     pub tokens_per_second: f64,
     /// Arithmetic, and how far it is from the device's best.
-    pub speed: Speed,
+    pub(crate) speed: Speed,
     /// Idle compute.
-    pub exposed: ExposedTime,
+    pub(crate) exposed: ExposedTime,
     /// Gradients out, parameters in.
     pub link: Link,
     /// The optimizer's pool.
     pub adam: Adam,
     /// Timed steps by verdict.
-    pub verdicts: Verdicts,
+    pub(crate) verdicts: Verdicts,
     /// Bucket steps of the timed steps.
-    pub bucket_steps: Counts,
+    pub(crate) bucket_steps: Counts,
     /// Mean loss of the first and of the last timed step.
     pub loss: Ends,
 }
 
 /// Samples and their order.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Spread {
+pub(crate) struct Spread {
     /// Half are below, half above.
     pub median: f64,
     /// The smallest.
@@ -50,7 +50,7 @@ impl Spread {
     ///
     /// # Panics
     /// If there is none.
-    pub fn new(samples: Vec<f64>) -> Self {
+    pub(crate) fn new(samples: Vec<f64>) -> Self {
         let mut sorted = samples.clone();
         sorted.sort_by(f64::total_cmp);
         let (below, above) = (sorted[(sorted.len() - 1) / 2], sorted[sorted.len() / 2]);
@@ -58,35 +58,35 @@ impl Spread {
     }
 
     /// The sum of all samples.
-    pub fn total(&self) -> f64 {
+    pub(crate) fn total(&self) -> f64 {
         self.samples.iter().sum()
     }
 }
 
 /// Arithmetic of the median step.
 #[derive(Clone, Copy, Debug, Serialize)]
-pub struct Speed {
+pub(crate) struct Speed {
     /// FLOPs of a step without recomputation.
-    pub model_flops: f64,
+    pub(crate) model_flops: f64,
     /// How they are counted.
-    pub model_flops_formula: &'static str,
+    pub(crate) model_flops_formula: &'static str,
     /// With the layers that the plan computes twice.
-    pub hardware_flops: f64,
+    pub(crate) hardware_flops: f64,
     /// `model_flops` a second, in 10^12.
     pub model_tflops: f64,
     /// `hardware_flops` a second, in 10^12.
-    pub hardware_tflops: f64,
+    pub(crate) hardware_tflops: f64,
     /// A large matrix product on the same device just before, in 10^12 a second.
-    pub matmul_tflops: Option<f64>,
+    pub(crate) matmul_tflops: Option<f64>,
     /// `model_tflops` over `matmul_tflops`.
-    pub model_share: Option<f64>,
+    pub(crate) model_share: Option<f64>,
     /// `hardware_tflops` over `matmul_tflops`.
-    pub hardware_share: Option<f64>,
+    pub(crate) hardware_share: Option<f64>,
 }
 
 impl Speed {
     /// A step of these FLOPs in `seconds`, on a device that multiplies matrices at `matmul_flops` a second.
-    pub fn new(flops: StepFlops, seconds: f64, matmul_flops: Option<f64>) -> Self {
+    pub(crate) fn new(flops: StepFlops, seconds: f64, matmul_flops: Option<f64>) -> Self {
         let (model, hardware) = (flops.model / seconds, flops.hardware / seconds);
         Self {
             model_flops: flops.model,
@@ -103,48 +103,48 @@ impl Speed {
 
 /// Time of a mean step in which the device had nothing to compute, by cause.
 #[derive(Clone, Copy, Debug, Serialize)]
-pub struct ExposedTime {
+pub(crate) struct ExposedTime {
     /// The optimizer was not done.
-    pub cpu_ms: f64,
+    pub(crate) cpu_ms: f64,
     /// A copy was not done.
-    pub transfer_ms: f64,
+    pub(crate) transfer_ms: f64,
     /// The rest of the step, as a share of it.
-    pub device_busy_share: f64,
+    pub(crate) device_busy_share: f64,
 }
 
 /// What crossed the link for the optimizer, in a mean step. Busy rates need a timeline (`--trace`).
 #[derive(Clone, Copy, Debug, Serialize)]
-pub struct Link {
+pub(crate) struct Link {
     /// Bytes of gradients a step.
     pub d2h_bytes: f64,
     /// Bytes of parameters a step.
     pub h2d_bytes: f64,
     /// Gradients over wall time.
-    pub d2h_gb_per_s: f64,
+    pub(crate) d2h_gb_per_s: f64,
     /// Parameters over wall time.
-    pub h2d_gb_per_s: f64,
+    pub(crate) h2d_gb_per_s: f64,
     /// Gradients over the time in which they were copied.
-    pub d2h_busy_gb_per_s: Option<f64>,
+    pub(crate) d2h_busy_gb_per_s: Option<f64>,
     /// Parameters over the time in which they were copied.
-    pub h2d_busy_gb_per_s: Option<f64>,
+    pub(crate) h2d_busy_gb_per_s: Option<f64>,
 }
 
 /// The optimizer's pool in a mean step. Rates are over the time in which it had a job.
 #[derive(Clone, Copy, Debug, Serialize)]
-pub struct Adam {
+pub(crate) struct Adam {
     /// Parameters passed over in a step.
     pub params: f64,
     /// Time with a job in a step.
-    pub busy_ms: f64,
+    pub(crate) busy_ms: f64,
     /// 10^9 parameters a second; `None` when nothing is offloaded.
-    pub busy_gparams_per_s: Option<f64>,
+    pub(crate) busy_gparams_per_s: Option<f64>,
     /// Bytes read and written, 10^9 a second.
-    pub busy_gb_per_s: Option<f64>,
+    pub(crate) busy_gb_per_s: Option<f64>,
 }
 
 /// Steps by verdict.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Verdicts {
+pub(crate) struct Verdicts {
     /// Gradients were used as they were.
     pub commit: u64,
     /// Gradients were scaled down.
@@ -155,7 +155,7 @@ pub struct Verdicts {
 
 /// A first and a last value.
 #[derive(Clone, Copy, Debug, Serialize)]
-pub struct Ends {
+pub(crate) struct Ends {
     /// First.
     pub first: f32,
     /// Last.
@@ -163,7 +163,7 @@ pub struct Ends {
 }
 
 /// ` (76 % of a large product)`: how near a step comes to what the device reaches in a large matrix product; empty if that is unknown.
-pub fn of_a_large_product(share: Option<f64>) -> String {
+pub(crate) fn of_a_large_product(share: Option<f64>) -> String {
     share.map_or(String::new(), |share| format!(" ({:.0} % of a large product)", share * 1e2))
 }
 

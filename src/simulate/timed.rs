@@ -21,9 +21,9 @@ use std::ops::Range;
 
 /// Which steps are run.
 #[derive(Clone, Copy, Debug)]
-pub struct Steps {
+pub(crate) struct Steps {
     /// Steps before the clock.
-    pub warmup: u64,
+    pub(crate) warmup: u64,
     /// Steps that are timed.
     pub timed: u64,
     /// Which of them are clipped.
@@ -35,7 +35,7 @@ impl Steps {
     ///
     /// # Errors
     /// The engine's.
-    pub fn warm_up<D: Kernels>(self, engine: &mut Engine<D>, tokens: &mut RandomTokens) -> Result<()> {
+    pub(crate) fn warm_up<D: Kernels>(self, engine: &mut Engine<D>, tokens: &mut RandomTokens) -> Result<()> {
         (1..=self.warmup).try_for_each(|step| self.step(engine, tokens, step).map(drop))
     }
 
@@ -49,7 +49,12 @@ impl Steps {
     ///
     /// # Errors
     /// The engine's.
-    pub fn time<D: Kernels>(self, engine: &mut Engine<D>, tokens: &mut RandomTokens, log: &mut dyn FnMut(&dyn Display)) -> Result<Timed> {
+    pub(crate) fn time<D: Kernels>(
+        self,
+        engine: &mut Engine<D>,
+        tokens: &mut RandomTokens,
+        log: &mut dyn FnMut(&dyn Display),
+    ) -> Result<Timed> {
         let (mut reports, mut samples) = (Vec::with_capacity(self.timed as usize), Vec::with_capacity(self.timed as usize));
         let from_ns = engine.now_ns();
         let mut start_ns = from_ns;
@@ -69,10 +74,10 @@ impl Steps {
 }
 
 /// What the timed steps were in all.
-pub struct Timed {
+pub(crate) struct Timed {
     step_ms: Spread,
     /// When they ran, on the device's clock.
-    pub window_ns: Range<u64>,
+    pub(crate) window_ns: Range<u64>,
     exposed: Exposed,
     counters: Counters,
     bucket_steps: Counts,
@@ -100,7 +105,7 @@ impl Timed {
     }
 
     /// The figures of a record. `tracks` is the timeline, if one was recorded; `matmul_flops` the device's best product.
-    pub fn outcome(self, shape: &ModelShape, plan: &Plan, matmul_flops: Option<f64>, tracks: &[Recorder]) -> Outcome {
+    pub(crate) fn outcome(self, shape: &ModelShape, plan: &Plan, matmul_flops: Option<f64>, tracks: &[Recorder]) -> Outcome {
         let recomputed_layers = PlanFacts::new(plan).recomputed_layers;
         let flops = StepFlops::new(shape, plan.batch * plan.grad_accum_steps, plan.seq_length, recomputed_layers);
         let seconds = self.step_ms.median / 1e3;
@@ -165,7 +170,7 @@ fn per_ns(amount: u64, ns: u64) -> Option<f64> {
 }
 
 /// An endless text of random tokens.
-pub struct RandomTokens {
+pub(crate) struct RandomTokens {
     rng: ChaCha8Rng,
     vocab: usize,
     next: i32,
@@ -173,7 +178,7 @@ pub struct RandomTokens {
 
 impl RandomTokens {
     /// A text that depends on `seed` alone.
-    pub fn new(seed: u64, vocab: usize) -> Self {
+    pub(crate) fn new(seed: u64, vocab: usize) -> Self {
         let mut tokens = Self { rng: ChaCha8Rng::seed_from_u64(seed), vocab, next: 0 };
         tokens.advance();
         tokens

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 /// A place that was found fit for a timeline.
 #[derive(Debug)]
-pub struct TraceFile {
+pub(crate) struct TraceFile {
     dir: Dir,
     name: OsString,
 }
@@ -20,7 +20,7 @@ impl TraceFile {
     ///
     /// # Errors
     /// `Usage` when something is there that is not a timeline of this program; `Io` when it cannot be written.
-    pub fn open(path: &Path) -> Result<Self> {
+    pub(crate) fn open(path: &Path) -> Result<Self> {
         let place = Dir::of(path).map_err(|e| match e {
             Error::Io { source, .. } => Error::io("write trace", path, source),
             other => other,
@@ -41,7 +41,7 @@ impl TraceFile {
     }
 
     /// Its path.
-    pub fn path(&self) -> PathBuf {
+    pub(crate) fn path(&self) -> PathBuf {
         self.dir.join(&self.name)
     }
 
@@ -49,7 +49,7 @@ impl TraceFile {
     ///
     /// # Errors
     /// `Io` when the directory cannot be read.
-    pub fn exists(&self) -> Result<bool> {
+    pub(crate) fn exists(&self) -> Result<bool> {
         Ok(self.dir.kind(&self.name)?.is_some())
     }
 
@@ -62,7 +62,7 @@ impl TraceFile {
     ///
     /// # Errors
     /// As [`TraceFile::open`], for what has taken the place since.
-    pub fn write(&self, tracks: &[Recorder]) -> Result<u64> {
+    pub(crate) fn write(&self, tracks: &[Recorder]) -> Result<u64> {
         let io = |e: io::Error| Error::io("write trace", self.path(), e);
         if self.is_device()? {
             let device = self.dir.open_at(&self.name, OFlag::O_WRONLY).map_err(io)?;

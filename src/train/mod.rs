@@ -11,11 +11,11 @@ mod previous_run;
 mod resume;
 mod run_dir;
 mod run_lock;
-pub mod session;
-pub mod setup;
+pub(crate) mod session;
+pub(crate) mod setup;
 mod skips;
 mod state;
-pub mod text;
+pub(crate) mod text;
 
 use crate::config::settings::Settings;
 use crate::device::Kernels;

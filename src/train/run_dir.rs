@@ -19,7 +19,7 @@ pub(super) const TRACE: &str = "trace.json";
 const PROBE: &str = ".write-probe";
 
 /// An output directory that this process owns.
-pub struct RunDir {
+pub(super) struct RunDir {
     dir: Dir,
     lock: RunLock,
     /// The directory that it lies in and its name there, if that can be opened: to make it again.
@@ -37,7 +37,7 @@ impl RunDir {
     /// # Errors
     /// `Resource` that says which run has it; `Usage` when `--trace` names what is no timeline; `Io` that names the directory or
     /// the file.
-    pub fn open(settings: &Settings, observer: &mut impl Observer) -> Result<Self> {
+    pub(super) fn open(settings: &Settings, observer: &mut impl Observer) -> Result<Self> {
         let path = &settings.output_dir;
         let is_new = fs::symlink_metadata(path).is_err();
         fs::create_dir_all(path).map_err(|e| Error::io("create", path, e))?;
@@ -66,7 +66,7 @@ impl RunDir {
     }
 
     /// Its path, for messages.
-    pub fn path(&self) -> &Path {
+    pub(super) fn path(&self) -> &Path {
         self.dir.path()
     }
 

@@ -58,7 +58,7 @@ pub(super) struct Companions {
 }
 
 /// A run between two steps.
-pub struct Session<D: Kernels> {
+pub(crate) struct Session<D: Kernels> {
     engine: Engine<D>,
     feed: Feed,
     schedule: LrSchedule,
@@ -128,13 +128,13 @@ impl<D: Kernels> Session<D> {
     ///
     /// # Errors
     /// `Resource` when a thread cannot start.
-    pub fn watch(&self, observer: &mut impl Observer) -> Result<Option<Watchdog>> {
+    pub(crate) fn watch(&self, observer: &mut impl Observer) -> Result<Option<Watchdog>> {
         let limit = Duration::from_secs(self.settings.stall_limit);
         observer.on_alarm().map(|on_alarm| Watchdog::start(self.engine.vitals(), limit, on_alarm)).transpose()
     }
 
     /// Whether the last step is done.
-    pub fn is_done(&self) -> bool {
+    pub(crate) fn is_done(&self) -> bool {
         self.engine.train_step() >= self.schedule.max_steps
     }
 
@@ -142,7 +142,7 @@ impl<D: Kernels> Session<D> {
     ///
     /// # Errors
     /// The engine's, the data's or the disk's, or too many skipped steps; [`Session::end`] knows what can still be saved.
-    pub fn step(&mut self, observer: &mut impl Observer) -> Result<()> {
+    pub(crate) fn step(&mut self, observer: &mut impl Observer) -> Result<()> {
         // The time between two steps counts: a backlog of updates may be what filled it.
         let start = self.last_step_end.unwrap_or_else(Instant::now);
         let learning_rate = self.schedule.lr(self.engine.optimizer_step());
@@ -203,7 +203,7 @@ impl<D: Kernels> Session<D> {
     ///
     /// # Errors
     /// `Io` naming the file; checkpoints that were there are as they were.
-    pub fn save_if_new(&mut self, observer: &mut impl Observer) -> Result<()> {
+    pub(crate) fn save_if_new(&mut self, observer: &mut impl Observer) -> Result<()> {
         self.run_dir.hold()?.iter().for_each(|line| observer.warn(line));
         if self.totals.steps > 0 && self.saved_path()?.is_none() {
             self.save(observer).inspect_err(|_| self.save_failed = true)?;
@@ -268,7 +268,7 @@ impl<D: Kernels> Session<D> {
     ///
     /// # Errors
     /// The engine's.
-    pub fn digest(&mut self) -> Result<String> {
+    pub(crate) fn digest(&mut self) -> Result<String> {
         self.engine.flush()?;
         let mut digest = StateDigest::new(self.engine.optimizer_step());
         for_each_piece(&mut self.engine, PIECE_ELEMS, |_, elems| {

@@ -20,7 +20,7 @@ use serde_json::Value;
 /// # Errors
 /// Those of [`Tokenizer::load`] and [`source::find_files`]; `Format` for text and a model without a tokenizer; `Usage` for a flag
 /// that says otherwise than the checkpoint.
-pub fn tokenizer(settings: &Settings, shape: &ModelShape, saved: Option<&Value>) -> Result<(Tokenizer, Settings)> {
+pub(crate) fn tokenizer(settings: &Settings, shape: &ModelShape, saved: Option<&Value>) -> Result<(Tokenizer, Settings)> {
     let mut settings = saved.map_or_else(|| settings.clone(), |saved| as_before(settings, saved));
     saved.map_or(Ok(()), |saved| expect_same(&settings, saved, &["tokenizer"]))?;
     let tokenizer = find(&settings, shape)?;
@@ -34,7 +34,7 @@ pub fn tokenizer(settings: &Settings, shape: &ModelShape, saved: Option<&Value>)
 }
 
 /// A line for people when documents are joined without a token between them.
-pub fn warning(tokenizer: &Tokenizer, dataset: &Dataset) -> Option<String> {
+pub(crate) fn warning(tokenizer: &Tokenizer, dataset: &Dataset) -> Option<String> {
     let joined = dataset.documents() > 1 && tokenizer.end_of_text().is_none();
     let documents = dataset.documents();
     joined.then(|| format!("{documents} documents are joined without a token between them, for none is known; --eos-token TOKEN names one"))

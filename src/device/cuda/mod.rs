@@ -98,7 +98,7 @@ pub fn probe() -> Result<Addressing> {
 }
 
 /// NVIDIA's libraries that a run needs: name, and the path or why it cannot be opened. Opens them.
-pub fn libraries() -> Vec<(&'static str, Result<PathBuf>)> {
+pub(crate) fn libraries() -> Vec<(&'static str, Result<PathBuf>)> {
     libraries::Libraries::new(&[]).all()
 }
 
@@ -106,7 +106,7 @@ pub fn libraries() -> Vec<(&'static str, Result<PathBuf>)> {
 ///
 /// # Errors
 /// `Resource` when there is no GPU, cuBLASLt is missing, or has no algorithm.
-pub fn product_algorithms(shapes: &[MatmulShape], dtype: Dtype) -> Result<Vec<ProductAlgorithm>> {
+pub(crate) fn product_algorithms(shapes: &[MatmulShape], dtype: Dtype) -> Result<Vec<ProductAlgorithm>> {
     let _context = Context::new(first_gpu()?).map_err(cannot_open)?;
     let mut gemm = Gemm::new(&Libraries::new(&[]))?;
     shapes.iter().map(|&shape| gemm.algorithm_of(shape, dtype)).collect()

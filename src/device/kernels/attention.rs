@@ -45,7 +45,7 @@ impl AttentionShape {
     }
 
     /// FLOPs of the forward pass: two products over the tokens that each token sees.
-    pub fn flops(&self) -> f64 {
+    pub(crate) fn flops(&self) -> f64 {
         let s = self.seq_length as f64;
         let seen = match self.window.map(|window| window as f64) {
             Some(window) if window < s => window - window * window / (2.0 * s),

@@ -37,7 +37,7 @@ pub struct MatmulShape {
 
 impl MatmulShape {
     /// Multiplications and additions.
-    pub fn flops(&self) -> f64 {
+    pub(crate) fn flops(&self) -> f64 {
         2.0 * self.m as f64 * self.n as f64 * self.k as f64
     }
 }
@@ -51,11 +51,11 @@ pub struct ProductAlgorithm {
     /// Format of its matrices.
     pub dtype: Dtype,
     /// The library's number for the algorithm.
-    pub algorithm: i32,
+    pub(crate) algorithm: i32,
     /// Parts that the sum over `k` is split into; 0 and 1 are no split.
-    pub split_k: i32,
+    pub(crate) split_k: i32,
     /// Suggestions before it that were passed over because their results may be wrong.
-    pub passed_over: usize,
+    pub(crate) passed_over: usize,
 }
 
 /// `c = a * b (+ bias over columns) (+ base)`, fp32 accumulation over k in ascending order, rounded once.
@@ -82,7 +82,7 @@ impl Matmul {
     }
 
     /// With what `c` holds for its base, if it is to `accumulate`.
-    pub fn onto_itself(self, accumulate: bool) -> Self {
+    pub(crate) fn onto_itself(self, accumulate: bool) -> Self {
         Self { base: accumulate.then_some(self.c), ..self }
     }
 

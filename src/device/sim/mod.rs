@@ -20,13 +20,13 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use world::{OpKind, SimWork, World};
 
-pub use pool::SimPool;
+pub(crate) use pool::SimPool;
 
 /// Alignment of addresses that nothing lies at.
 const ALIGN_BYTES: u64 = 256;
 
 /// The imagined device.
-pub struct SimDevice {
+pub(crate) struct SimDevice {
     name: String,
     rates: Rates,
     memory: DeviceMemory,
@@ -36,7 +36,13 @@ pub struct SimDevice {
 
 impl SimDevice {
     /// A device of this kind and memory at these `rates`, and its optimizer's pool: workers, and their instruction set. `name` is for people.
-    pub fn new(name: &str, rates: &Rates, on: (DeviceKind, DeviceMemory), workers: (usize, Isa), trace_spans: usize) -> (Self, SimPool) {
+    pub(crate) fn new(
+        name: &str,
+        rates: &Rates,
+        on: (DeviceKind, DeviceMemory),
+        workers: (usize, Isa),
+        trace_spans: usize,
+    ) -> (Self, SimPool) {
         let shares_cores = on.0 == DeviceKind::Cpu;
         let world = Rc::new(RefCell::new(World::new(rates, shares_cores, trace_spans)));
         let (bytes_per_s, wake_up_s) = (rates.adam_bytes_per_s(workers.0, workers.1), rates.wake_up_s);

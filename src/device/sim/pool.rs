@@ -26,7 +26,7 @@ impl SimPool {
     }
 
     /// Nanoseconds with a job so far.
-    pub fn busy_ns(&self) -> u64 {
+    pub(crate) fn busy_ns(&self) -> u64 {
         self.world.borrow().pool_busy_ns()
     }
 

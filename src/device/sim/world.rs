@@ -40,7 +40,7 @@ pub(super) struct SimWork {
     /// Bucket, layer or step; `u32::MAX` when there is none.
     pub index: u32,
     /// How long it takes alone.
-    pub alone_ns: f64,
+    pub(crate) alone_ns: f64,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -143,42 +143,42 @@ pub(super) struct World {
 }
 
 impl World {
-    pub fn new(rates: &Rates, shares_cores: bool, trace_spans: usize) -> Self {
+    pub(super) fn new(rates: &Rates, shares_cores: bool, trace_spans: usize) -> Self {
         let track = |lane: usize| Stream::ALL.get(lane).map_or("adam", |stream| stream.name());
         let lanes = array::from_fn(|lane| Lane::new(track(lane), trace_spans));
         Self { now_ns: 0.0, lanes, events: Vec::new(), contention: Contention::new(rates, shares_cores), waited_ns: 0.0 }
     }
 
-    pub fn now_ns(&self) -> u64 {
+    pub(super) fn now_ns(&self) -> u64 {
         self.now_ns as u64
     }
 
     /// Time in which the compute stream had nothing to do but wait for an event.
-    pub fn waited_ns(&self) -> u64 {
+    pub(super) fn waited_ns(&self) -> u64 {
         self.waited_ns as u64
     }
 
-    pub fn event(&mut self) -> usize {
+    pub(super) fn event(&mut self) -> usize {
         self.events.push(SimEvent::default());
         self.events.len() - 1
     }
 
-    pub fn record(&mut self, event: usize, stream: Stream) {
+    pub(super) fn record(&mut self, event: usize, stream: Stream) {
         self.events[event].recorded += 1;
         let version = self.events[event].recorded;
         self.push(stream, SimOp::Record { event, version });
     }
 
-    pub fn wait(&mut self, stream: Stream, event: usize) {
+    pub(super) fn wait(&mut self, stream: Stream, event: usize) {
         let version = self.events[event].recorded;
         self.push(stream, SimOp::Wait { event, version });
     }
 
-    pub fn is_done(&self, event: usize) -> bool {
+    pub(super) fn is_done(&self, event: usize) -> bool {
         self.events[event].done >= self.events[event].recorded
     }
 
-    pub fn enqueue(&mut self, stream: Stream, work: SimWork) {
+    pub(super) fn enqueue(&mut self, stream: Stream, work: SimWork) {
         self.push(stream, SimOp::Work(work));
     }
 
@@ -188,21 +188,21 @@ impl World {
     }
 
     /// Gives the pool a job.
-    pub fn submit(&mut self, work: SimWork) {
+    pub(super) fn submit(&mut self, work: SimWork) {
         self.lanes[POOL].queue.push_back(SimOp::Work(work));
         self.settle();
     }
 
-    pub fn pool_is_idle(&self) -> bool {
+    pub(crate) fn pool_is_idle(&self) -> bool {
         self.lanes[POOL].is_idle()
     }
 
-    pub fn pool_busy_ns(&self) -> u64 {
+    pub(crate) fn pool_busy_ns(&self) -> u64 {
         self.lanes[POOL].busy_ns as u64
     }
 
     /// The driver works for so long; the lanes do, too.
-    pub fn spend(&mut self, ns: f64) {
+    pub(crate) fn spend(&mut self, ns: f64) {
         let until = self.now_ns + ns;
         while let Some(next) = self.next_end_ns().filter(|next| *next <= until) {
             self.pass(next);
@@ -211,19 +211,19 @@ impl World {
     }
 
     /// Lets time pass until something ends; false when nothing is under way.
-    pub fn advance(&mut self) -> bool {
+    pub(crate) fn advance(&mut self) -> bool {
         let next = self.next_end_ns();
         next.into_iter().for_each(|at| self.pass(at));
         next.is_some()
     }
 
     /// The recorded spans of the device's streams.
-    pub fn take_streams(&mut self) -> Vec<Recorder> {
+    pub(crate) fn take_streams(&mut self) -> Vec<Recorder> {
         self.lanes[..POOL].iter_mut().map(|lane| std::mem::take(&mut lane.recorder)).collect()
     }
 
     /// The recorded spans of the pool.
-    pub fn take_pool(&mut self) -> Recorder {
+    pub(crate) fn take_pool(&mut self) -> Recorder {
         std::mem::take(&mut self.lanes[POOL].recorder)
     }
 
