@@ -52,7 +52,6 @@ pub(crate) fn replace_file(path: &Path, bytes: &[u8]) -> Result<()> {
 /// Tells without reading a file whether it is the one that it was.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Stamp {
-    /// Size.
     pub(crate) bytes: u64,
     /// When it was last written, in seconds and nanoseconds.
     pub(crate) modified: (i64, i64),
@@ -92,7 +91,6 @@ impl InFile {
         self.bytes
     }
 
-    /// The file's path.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }

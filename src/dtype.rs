@@ -6,7 +6,6 @@
 use half::{bf16, f16};
 use std::fmt;
 
-/// Format of a number in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Dtype {

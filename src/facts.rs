@@ -12,21 +12,17 @@ use crate::planner::plan::{Plan, Techniques};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// The program that ran.
 #[derive(Clone, Debug, Serialize)]
 pub struct BuildFacts {
-    /// Version of the package.
     pub version: &'static str,
     /// The commit, as the build found it in the clone or was told by `SUPEROFFLOAD_COMMIT`.
     pub(crate) git_commit: Option<&'static str>,
-    /// Cargo features that were on.
     pub features: Vec<&'static str>,
     /// With optimizations and without debug assertions.
     pub release: bool,
 }
 
 impl BuildFacts {
-    /// This program's.
     pub fn this_program() -> Self {
         let features = [
             ("cuda", cfg!(feature = "cuda")),
@@ -47,10 +43,8 @@ impl BuildFacts {
     }
 }
 
-/// The machine that it ran on.
 #[derive(Clone, Debug, Serialize)]
 pub struct MachineFacts {
-    /// Name of the CPU.
     pub cpu: Option<String>,
     /// `x86_64`, `aarch64`.
     pub(crate) arch: &'static str,
@@ -58,7 +52,6 @@ pub struct MachineFacts {
     pub(crate) cores: Option<usize>,
     /// CPUs that the process could use.
     pub usable_cpus: Option<usize>,
-    /// All memory.
     pub(crate) memory_bytes: Option<u64>,
     /// Kernel release.
     pub kernel: Option<String>,
@@ -91,11 +84,9 @@ impl MachineFacts {
 /// The profile of a simulation.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct HardwareFacts {
-    /// Its name.
     pub profile: String,
     /// The machine, in words.
     pub machine: String,
-    /// Its date.
     pub(crate) date: String,
 }
 
@@ -106,7 +97,6 @@ impl HardwareFacts {
     }
 }
 
-/// The model.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct ModelFacts {
     /// The preset or file that it came from.
@@ -125,11 +115,9 @@ pub(crate) struct ModelFacts {
     pub head_dim: usize,
     /// Inner width of the MLP.
     pub(crate) ffn: usize,
-    /// Vocabulary size.
     pub vocab: usize,
     /// The output matrix is the token embedding.
     pub tied: bool,
-    /// Parameters.
     pub params: usize,
     /// Parameters that take part in matrix products.
     pub(crate) matmul_params: usize,
@@ -156,13 +144,11 @@ pub(crate) struct PlanFacts {
     pub policy: String,
     /// Format of weights, activations and gradients on the device.
     pub dtype: String,
-    /// Format on the link.
     pub link_dtype: String,
     /// Instruction set of the optimizer.
     pub isa: String,
     /// Optimizer threads.
     pub threads: usize,
-    /// All buckets.
     pub buckets: usize,
     /// Buckets whose optimizer stays on the device.
     pub(crate) resident_buckets: usize,
@@ -184,7 +170,6 @@ pub(crate) struct PlanFacts {
     pub(crate) layer_policies: BTreeMap<String, usize>,
     /// Layers whose forward pass runs again in the backward pass.
     pub(crate) recomputed_layers: usize,
-    /// How a GPU computes attention.
     pub attention: String,
     /// The planner's guess, where it has rates to guess from.
     pub(crate) predicted_step_ms: Option<f64>,

@@ -5,18 +5,15 @@ use std::fmt;
 /// The memory space that something lies in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MemorySpace {
-    /// On the device.
     Device,
     /// In host memory.
     Host,
 }
 
-/// The device's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeviceMemory {
     /// The host's: that of the CPU device, and of GPUs with one memory for both.
     Shared,
-    /// Its own.
     Own {
         /// Free bytes.
         bytes: u64,

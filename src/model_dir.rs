@@ -39,7 +39,6 @@ impl ModelDir {
         Ok(Self { path: path.to_path_buf(), allowed: std::iter::once(root).chain(blobs).collect() })
     }
 
-    /// The directory as it was named.
     pub fn path(&self) -> &Path {
         &self.path
     }

@@ -23,7 +23,6 @@ pub(crate) fn now_ns() -> u64 {
     START.get_or_init(Instant::now).elapsed().as_nanos() as u64
 }
 
-/// Something that took time on one track.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Span {
     /// What ran: a kernel's or a protocol step's name.
@@ -32,11 +31,9 @@ pub struct Span {
     pub index: u32,
     /// Start on the trace's clock.
     pub start_ns: u64,
-    /// Duration.
     pub duration_ns: u64,
 }
 
-/// The spans of one track.
 #[derive(Debug, Default)]
 pub struct Recorder {
     /// Name shown beside the track: `compute`, `adam-03`.

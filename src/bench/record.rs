@@ -26,31 +26,24 @@ pub(crate) struct StepRecord {
     pub bench: &'static str,
     /// When it ended.
     pub(crate) unix_seconds: u64,
-    /// The program.
     pub build: BuildFacts,
-    /// The machine.
     pub machine: MachineFacts,
     /// The device, in words.
     pub device: String,
-    /// The model.
     pub model: ModelFacts,
     /// Which steps were to be clipped; wins over `settings.max_grad_norm`.
     pub clip: Clip,
     /// Steps before the clock.
     pub(crate) warmup: u64,
-    /// Steps that were timed.
     pub steps: u64,
-    /// Every other setting.
     pub settings: Settings,
     /// What the plan of a GPU rests on, in words.
     pub rates: Option<String>,
-    /// The plan.
     pub plan: PlanFacts,
     /// Partition of cache and bandwidth that the optimizer has, in words.
     pub partition: String,
     /// Time to make random weights and send them.
     pub(crate) init_seconds: f64,
-    /// What the steps were.
     #[serde(flatten)]
     pub outcome: Outcome,
     /// The algorithms of the matrix products, where a library chose them.

@@ -36,32 +36,24 @@ const PROBE_S: u64 = 20;
 pub(crate) struct SimulatedRecord {
     /// `simulate`.
     pub bench: &'static str,
-    /// The program.
     pub build: BuildFacts,
     /// The machine that is simulated.
     pub hardware: HardwareFacts,
     /// The device, in words.
     pub device: String,
-    /// The model.
     pub model: ModelFacts,
-    /// Which steps were to be clipped.
     pub clip: crate::simulate::clip::Clip,
     /// Steps before the clock.
     pub(crate) warmup: u64,
-    /// Steps that were timed.
     pub steps: u64,
-    /// Every other setting.
     pub settings: Settings,
-    /// The plan.
     pub plan: PlanFacts,
-    /// What the steps were.
     #[serde(flatten)]
     pub outcome: Outcome,
     /// Planned on the device.
     pub(crate) device_planned_bytes: u64,
     /// Planned in host memory.
     pub(crate) host_planned_bytes: u64,
-    /// The plan for people.
     #[serde(skip)]
     pub chosen: Plan,
     /// The last step as a picture.
@@ -69,7 +61,6 @@ pub(crate) struct SimulatedRecord {
     pub(crate) gantt: Gantt,
 }
 
-/// A simulation that is resolved and checked.
 pub(crate) struct Simulation {
     settings: Settings,
     config: String,

@@ -28,7 +28,6 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 const CEILING_ELEMS: usize = 8192;
 const CEILING_TIME: Duration = Duration::from_secs(2);
 
-/// A benchmark that is resolved and checked.
 #[derive(Clone, Debug)]
 pub(crate) struct StepBench {
     settings: Settings,
@@ -37,7 +36,6 @@ pub(crate) struct StepBench {
     steps: Steps,
 }
 
-/// A benchmark that waits for its engine.
 struct Measurement<'a> {
     bench: &'a StepBench,
     launch: &'a Launch,

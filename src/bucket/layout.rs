@@ -75,7 +75,6 @@ impl BucketLayout {
         (start * self.bucket_elems).min(self.flat_elems)..(end * self.bucket_elems).min(self.flat_elems)
     }
 
-    /// All buckets.
     pub fn count(&self) -> usize {
         self.flat_elems.div_ceil(self.bucket_elems)
     }

@@ -1,6 +1,5 @@
 //! The staging slots: fixed pieces of pinned memory, lent and given back, never grown.
 
-/// One staging slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Slot(pub usize);
 
@@ -42,7 +41,6 @@ impl FreeList {
         self.count
     }
 
-    /// Slots now lent.
     pub(crate) fn lent(&self) -> usize {
         self.count - self.free.len()
     }

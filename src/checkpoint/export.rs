@@ -19,7 +19,6 @@ pub(crate) const MAX_SHARD_BYTES: u64 = 5_000_000_000;
 /// Elements narrowed and written at once; few in tests, so that small tensors have many blocks.
 const WRITE_ELEMS: usize = if cfg!(test) { 100 } else { 1 << 18 };
 
-/// How to write the weights.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Options {
     /// Format of the weights; `None`: what `config.json` says, float32 if it says nothing.
@@ -37,9 +36,7 @@ impl Default for Options {
 /// What [`export_checkpoint`] exported.
 #[derive(Debug)]
 pub(crate) struct Exported {
-    /// The checkpoint.
     pub checkpoint: PathBuf,
-    /// Its step.
     pub step: u64,
     /// A line for each newer checkpoint that was damaged.
     pub warnings: Vec<String>,

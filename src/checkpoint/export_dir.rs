@@ -7,7 +7,6 @@ use std::ffi::{OsStr, OsString};
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// A place for a new directory.
 pub(super) struct ExportDir {
     parent: Dir,
     name: OsString,
@@ -33,7 +32,6 @@ impl ExportDir {
         Ok(place)
     }
 
-    /// Its name.
     pub(super) fn name(&self) -> &OsStr {
         &self.name
     }

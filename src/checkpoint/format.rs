@@ -16,11 +16,8 @@ pub(super) const ELEM_BYTES: u64 = 12;
 /// No manifest is larger: a terabyte of state has a million chunks of at most eleven characters each.
 const MANIFEST_BYTES_MAX: u64 = 64 << 20;
 
-/// File name of the manifest.
 pub(super) const MANIFEST: &str = "trainer_state.json";
-/// File name of the state.
 pub(super) const STATE: &str = "state.bin";
-/// Directory of the model's files.
 pub(super) const MODEL: &str = "model";
 
 /// Where training stands, apart from the tensors.
@@ -33,7 +30,6 @@ pub(crate) struct TrainerState {
     pub optimizer_step: u64,
     /// Dynamic loss scaling.
     pub(crate) loss_scale: SavedLossScale,
-    /// Learning-rate schedule.
     pub(crate) scheduler: Scheduler,
     /// Seed of everything random in the run.
     pub seed: u64,
@@ -45,7 +41,6 @@ pub(crate) struct TrainerState {
     pub settings: Value,
 }
 
-/// State of dynamic loss scaling.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct SavedLossScale {
@@ -55,7 +50,6 @@ pub(crate) struct SavedLossScale {
     pub(crate) good_steps: u64,
 }
 
-/// The learning-rate schedule of a run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Scheduler {
@@ -75,7 +69,6 @@ pub(crate) struct Scheduler {
 pub struct TensorEntry {
     /// Name in the model's table.
     pub name: String,
-    /// Dimensions.
     pub shape: Vec<usize>,
     /// First byte in `state.bin`.
     pub offset: u64,
@@ -89,9 +82,7 @@ pub struct TensorEntry {
 pub struct FileEntry {
     /// Plain file name.
     pub name: String,
-    /// Size.
     pub bytes: u64,
-    /// Checksum of the content.
     pub crc32c: u32,
 }
 
@@ -99,9 +90,7 @@ pub struct FileEntry {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Manifest {
-    /// Version of the layout.
     pub(crate) format_version: u32,
-    /// Where training stands.
     pub(crate) trainer: TrainerState,
     /// What the run learns with and from. Open: a reader keeps entries that it does not know.
     #[serde(default)]

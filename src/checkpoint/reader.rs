@@ -41,7 +41,6 @@ pub fn verify(dir: &Path) -> Result<Manifest> {
 }
 
 impl Loaded {
-    /// The checkpoint's directory.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
@@ -51,7 +50,6 @@ impl Loaded {
         self.dir.join(MANIFEST)
     }
 
-    /// What the checkpoint says about itself.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
     }

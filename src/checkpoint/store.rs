@@ -50,7 +50,6 @@ impl StoreEntry {
     }
 }
 
-/// Name of a published checkpoint.
 fn published(step: u64) -> String {
     format!("checkpoint-{step}")
 }

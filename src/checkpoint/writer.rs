@@ -14,7 +14,6 @@ const _: () = assert!(cfg!(target_endian = "little"));
 /// A checkpoint that is safely on disk.
 #[derive(Debug)]
 pub(crate) struct Saved {
-    /// Its directory.
     pub path: PathBuf,
     /// What could not be tidied up around it (old checkpoints, remains of dead runs); the save itself is good.
     pub warnings: Vec<String>,

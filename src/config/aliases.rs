@@ -10,7 +10,6 @@ use std::vec::IntoIter;
 /// What a name or a value of another program means here.
 #[derive(Clone, Copy, Debug)]
 enum Sense {
-    /// This flag with this value.
     Set(&'static str, &'static str),
     /// The flag of this very name, with the value as it is written.
     AsWritten,
@@ -24,15 +23,19 @@ enum Sense {
 
 use Sense::{AsWritten, Holds, Ignored, Refused, Set};
 
-/// How a name is read.
 #[derive(Clone, Copy, Debug)]
 enum AliasRule {
-    /// Another name for this flag.
     Name(&'static str),
     /// Yes or no; yes if no value follows.
-    Switch { yes: Sense, no: Sense },
+    Switch {
+        yes: Sense,
+        no: Sense,
+    },
     /// Some words, and all others.
-    Words { known: &'static [(&'static str, Sense)], other: Sense },
+    Words {
+        known: &'static [(&'static str, Sense)],
+        other: Sense,
+    },
     /// Below 1 the value is a share, and belongs to this flag.
     ShareOf(&'static str),
     /// Whatever the value.
@@ -149,7 +152,6 @@ pub(super) fn plain_name(name: &str) -> &str {
 /// What a name and its value come to.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Translation {
-    /// As they are.
     AsWritten,
     /// Another flag, or another value.
     Flag(&'static str, String),

@@ -21,7 +21,6 @@ pub(super) struct Check {
     pub(super) stamp: Stamp,
 }
 
-/// The checks of a run.
 #[derive(Default)]
 pub(super) struct Checked {
     dir: Option<PathBuf>,

@@ -16,7 +16,6 @@ const KEPT_BYTES_MAX: u64 = 1 << 30;
 /// What a file held when it was read, and what tells without reading whether it still does.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Fingerprint {
-    /// Size.
     pub bytes: u64,
     /// Time of the last change in nanoseconds since 1970.
     pub(crate) mtime_ns: i64,

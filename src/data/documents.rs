@@ -56,7 +56,6 @@ pub(super) struct Documents<S> {
     source_ends: Vec<u64>,
 }
 
-/// What became of all documents.
 pub(super) struct DocumentTotals<S> {
     pub(super) sink: S,
     pub(super) tokens: u64,

@@ -58,7 +58,6 @@ enum Encoded {
     Tokens(Vec<Token>),
 }
 
-/// The document that is being read.
 struct Reading {
     place: DocumentPosition,
     pending: String,

@@ -145,7 +145,6 @@ fn open_stream(
     Ok((stream, documents))
 }
 
-/// All text.
 struct AllText {
     tokens: Arc<Tokens>,
     /// Tokens up to the end of each file.

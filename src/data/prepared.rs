@@ -19,7 +19,6 @@ use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
-/// Version of the format.
 pub(crate) const FORMAT_VERSION: u32 = 1;
 
 const TOKENS: &str = "tokens.u32";
@@ -47,7 +46,6 @@ struct PreparedManifest {
     crc32c: u32,
 }
 
-/// A text file that went into it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct TextSource {
@@ -72,7 +70,6 @@ struct PreparedVersion {
     format_version: u32,
 }
 
-/// What a folder was made with.
 pub(super) struct PreparedFrom<'a> {
     pub(super) key: &'a str,
     pub(super) tokenizer: String,

@@ -69,7 +69,6 @@ pub(super) fn bytes_of(texts: &[&Path]) -> u64 {
     texts.iter().filter_map(|path| path.metadata().ok()).map(|metadata| metadata.len()).sum()
 }
 
-/// A text file that was read.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Read {
     pub(super) bytes: u64,

@@ -73,7 +73,6 @@ impl TokenStream {
 }
 
 impl Tokens {
-    /// How many there are.
     pub(super) fn len(&self) -> usize {
         match self {
             Self::Memory(ids) => ids.len(),

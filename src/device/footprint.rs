@@ -11,18 +11,13 @@ use crate::memory::{MemorySpace, RingShape};
 pub enum DeviceKind {
     /// The host's own cores.
     Cpu,
-    /// A GPU.
     Gpu,
 }
 
-/// One class of memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MemoryClass {
-    /// What it holds.
     pub name: &'static str,
-    /// Where.
     pub space: MemorySpace,
-    /// How much.
     pub bytes: usize,
 }
 

@@ -31,7 +31,6 @@ pub trait Kernel: Copy + Send + 'static {
         f64::INFINITY
     }
 
-    /// Where it is enqueued.
     fn stream(&self) -> Stream {
         Stream::Compute
     }
@@ -73,7 +72,6 @@ pub(crate) enum Access {
 }
 
 impl Access {
-    /// Whether anything is written.
     pub(super) fn writes(self) -> bool {
         matches!(self, Self::Write | Self::Update)
     }
@@ -90,7 +88,6 @@ pub struct Operand {
     pub dtype: Option<Dtype>,
     /// Its elements.
     pub elems: usize,
-    /// What is done with it.
     pub(crate) access: Access,
     /// It is small beside others, by whose bytes the kernel takes time.
     pub small: bool,

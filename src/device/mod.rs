@@ -140,7 +140,6 @@ pub trait Device {
     fn finish(&mut self) -> Vec<Recorder>;
 }
 
-/// Who computes attention on a GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Attention {
     /// The engine's own kernels: any format and shape.

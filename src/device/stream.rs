@@ -16,10 +16,8 @@ pub enum Stream {
 impl Stream {
     /// All streams, in the order of their indices.
     pub const ALL: [Self; 3] = [Self::Compute, Self::D2h, Self::H2d];
-    /// How many there are.
     pub(crate) const COUNT: usize = Self::ALL.len();
 
-    /// Its track of the timeline.
     pub fn name(self) -> &'static str {
         match self {
             Self::Compute => "compute",

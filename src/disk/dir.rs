@@ -264,7 +264,6 @@ impl TmpDir {
         Ok(Self { parent: parent.try_clone()?, dir: parent.create_dir(&name)?, name, published: false })
     }
 
-    /// The directory itself.
     pub(crate) fn dir(&self) -> &Dir {
         &self.dir
     }

@@ -12,7 +12,6 @@ pub(super) fn attempt<T>(operation: &'static str, path: &Path, act: impl FnOnce(
     act().map_err(|e| Error::io(operation, path, e))
 }
 
-/// A new file that remembers its path.
 pub(crate) struct OutFile {
     file: File,
     path: PathBuf,

@@ -17,7 +17,6 @@ pub(crate) struct GpuReport {
 }
 
 impl GpuReport {
-    /// This machine's.
     pub(crate) fn this_machine() -> Self {
         #[cfg(feature = "cuda")]
         let (usable, libraries) = (crate::device::cuda::probe(), crate::device::cuda::libraries);

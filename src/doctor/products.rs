@@ -12,9 +12,7 @@ const TOKENS: usize = 4 * 4096;
 /// The algorithms of one model's products in bfloat16.
 #[derive(Debug)]
 pub(crate) struct ModelProducts {
-    /// Name of the preset.
     pub model: &'static str,
-    /// One for each shape.
     pub products: Vec<ProductAlgorithm>,
 }
 

@@ -72,7 +72,6 @@ pub enum Work {
     Step {
         /// The speculation to take back.
         undo: Option<GradUpdate>,
-        /// The update to make.
         next: GradUpdate,
     },
     /// Take `undo` back by algebra, if there is one; then write the working weights of the state as it is.
@@ -84,7 +83,6 @@ pub enum Work {
     Commit(GradUpdate),
 }
 
-/// What happened.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Event {
     /// All gradients of the bucket are enqueued on the device: its [`Hop::Backward`] has begun.
@@ -95,7 +93,6 @@ pub(super) enum Event {
     Validated(Verdict),
 }
 
-/// What is to be done.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Command {
     /// Begin a hop of a bucket.
@@ -165,7 +162,6 @@ enum JobKind {
     Commit,
 }
 
-/// The state machine.
 pub(super) struct Coordinator {
     layout: BucketLayout,
     rules: Rules,

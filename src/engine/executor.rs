@@ -35,18 +35,15 @@ pub(crate) struct StepData {
     pub(super) targets: usize,
 }
 
-/// What a step did.
 #[derive(Clone, Copy, Debug)]
 pub struct StepReport {
     /// Mean loss over the step's targets that count, before the update.
     pub loss: f32,
     /// Gradient norm before clipping.
     pub grad_norm: Norm,
-    /// Learning rate of the update.
     pub learning_rate: f64,
     /// Factor on the loss during the step.
     pub(crate) loss_scale: f32,
-    /// What became of it.
     pub verdict: Verdict,
     /// Bucket steps since the last report.
     pub counts: Counts,
@@ -69,7 +66,6 @@ pub(crate) struct Exposed {
 /// waits for a launch, and not so many that a full launch queue blocks the driver, who has a pool to feed.
 pub(super) const MODULES_AHEAD: usize = 2;
 
-/// The training engine on one device.
 pub struct Engine<D: Kernels> {
     pub(super) plan: Plan,
     pub(super) dev: D,
@@ -168,7 +164,6 @@ impl<D: Kernels> Engine<D> {
         })
     }
 
-    /// The plan it runs.
     pub fn plan(&self) -> &Plan {
         &self.plan
     }
@@ -188,12 +183,10 @@ impl<D: Kernels> Engine<D> {
         self.vitals.clone()
     }
 
-    /// The device's clock.
     pub fn now_ns(&self) -> u64 {
         self.dev.now_ns()
     }
 
-    /// The model's shape.
     pub fn shape(&self) -> &ModelShape {
         &self.model.shape
     }

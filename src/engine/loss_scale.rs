@@ -30,7 +30,6 @@ impl LossScale {
         Self { scale: if dynamic { 65536.0 } else { 1.0 }, good_steps: 0, dynamic }
     }
 
-    /// The factor on the loss.
     pub fn scale(self) -> f32 {
         self.scale
     }

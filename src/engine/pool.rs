@@ -7,9 +7,7 @@ use crate::host::pulse::Pulse;
 use crate::trace::{Recorder, now_ns};
 use std::sync::Arc;
 
-/// Who runs the jobs.
 pub enum Pool<J: Job> {
-    /// Worker threads.
     Threads(Threads<J>),
     /// The caller's thread, whenever it calls [`Pool::advance`]: the seeded adversary decides when.
     Stepped(Stepped<J>),

@@ -52,7 +52,6 @@ impl Report {
         host.lend_mut::<f32>(self.host_partials.slice(0, 4))[0] = 1.0;
     }
 
-    /// Starts the report of a step.
     pub(super) fn begin<D: Kernels>(&mut self, dev: &mut D) -> Result<()> {
         self.ends.clear();
         (self.folds, self.norm_sq) = (0, NormSq(0.0));

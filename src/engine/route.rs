@@ -26,7 +26,6 @@ pub(super) enum Hop {
     PageOut,
 }
 
-/// What is fixed about a hop.
 pub(super) struct Leg {
     /// The stream that does it; `None` is the optimizer's pool.
     pub stream: Option<Stream>,
@@ -104,7 +103,6 @@ impl Hop {
     pub(super) const ALL: [Self; LEGS.len()] =
         [Self::Backward, Self::GradsOut, Self::Optimize, Self::ParamsIn, Self::PageIn, Self::StepOnDevice, Self::PageOut];
 
-    /// What is fixed about it.
     pub(crate) fn leg(self) -> &'static Leg {
         &LEGS[self as usize]
     }

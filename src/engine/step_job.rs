@@ -29,11 +29,9 @@ pub struct Segment {
 /// Equal slots side by side in one allocation.
 #[derive(Clone, Copy, Debug)]
 pub struct SlotMemory {
-    /// All slots.
     pub memory: PinnedSlice,
     /// Elements that a slot has room for.
     pub slot_elems: usize,
-    /// Their format.
     pub dtype: Dtype,
 }
 
@@ -54,7 +52,6 @@ impl SlotMemory {
 /// fp32 state in host memory, for the flat range `0..elems`.
 #[derive(Clone, Copy, Debug)]
 pub struct HostState {
-    /// Parameters.
     pub params: PinnedSlice,
     /// First moments.
     pub m: PinnedSlice,
@@ -67,7 +64,6 @@ pub struct HostState {
 pub struct StepMemory {
     /// The state of all offloaded buckets.
     pub state: HostState,
-    /// Gradient slots.
     pub grads: SlotMemory,
     /// Working-weight slots.
     pub params: SlotMemory,
@@ -75,11 +71,9 @@ pub struct StepMemory {
     pub segments: Arc<[Segment]>,
     /// All of Adam but learning rate and step.
     pub hyper: AdamHyper,
-    /// The vector kernels.
     pub kernels: AdamKernels,
 }
 
-/// One bucket's work.
 #[derive(Debug)]
 pub struct StepJob {
     bucket: usize,

@@ -41,7 +41,6 @@ const WINDOW: u32 = 16;
 const FAILURES_MAX: u32 = 4;
 
 impl SpeculationHistory {
-    /// Remembers a verdict.
     pub fn record(&mut self, verdict: Verdict) {
         self.failures = (self.failures << 1 | u32::from(verdict != Verdict::Commit)) & ((1 << WINDOW) - 1);
     }

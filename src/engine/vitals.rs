@@ -14,7 +14,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// Events that are remembered.
 pub(crate) const EVENTS: usize = 256;
 
-/// What the driver does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Doing {
@@ -30,7 +29,6 @@ pub(crate) enum Doing {
     Gradient,
     /// Waiting for the parameters of a bucket.
     Params,
-    /// Waiting for the gradient norm.
     Norm,
     /// Waiting until every update is decided and written.
     Updates,
@@ -69,9 +67,7 @@ pub(super) enum Mark {
     Clip,
     /// A verdict: skip.
     Skip,
-    /// A hop of a bucket began.
     Begun(Hop),
-    /// A hop of a bucket is done.
     Done(Hop),
 }
 
@@ -133,7 +129,6 @@ struct Record {
     what: AtomicU64,
 }
 
-/// The signs of life of an engine.
 pub struct Vitals {
     doing: AtomicU64,
     records: [Record; EVENTS],
@@ -143,7 +138,6 @@ pub struct Vitals {
     /// The hop, from 1, and the bucket that each stream works for first, as far as the driver waits for it; 0 is none.
     streams: [AtomicU64; Stream::COUNT],
     bell: Arc<Doorbell>,
-    /// The optimizer's workers.
     pub workers: Arc<Pulse>,
 }
 

@@ -8,9 +8,7 @@ use std::path::{Component, Path, PathBuf};
 /// A limit and the file that sets it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Limit<T> {
-    /// The limit.
     pub value: T,
-    /// Where it is set.
     pub file: PathBuf,
 }
 

@@ -33,7 +33,6 @@ impl CpuList {
         self.0.first().copied()
     }
 
-    /// How many.
     pub fn len(&self) -> usize {
         self.0.len()
     }

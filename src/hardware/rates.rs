@@ -8,7 +8,6 @@ use std::sync::{Arc, OnceLock};
 /// Rates of kernels, copies and the optimizer; alone, unless a name says otherwise.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rates {
-    /// The profile's name.
     pub profile: String,
     large_matmul_flops: f64,
     matmul_share_by_least_dim: Points,

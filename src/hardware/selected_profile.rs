@@ -67,7 +67,6 @@ fn slug(name: &str) -> String {
 /// A profile of a machine with a GPU, and how it came to be the one.
 #[derive(Clone, Debug)]
 pub(crate) struct SelectedProfile {
-    /// The profile.
     pub profile: Profile,
     origin: Origin,
 }

@@ -33,7 +33,6 @@ pub struct Other<T> {
     pub source: String,
 }
 
-/// One number.
 pub(crate) type Number = Sourced<f64>;
 
 /// A number that depends on another.

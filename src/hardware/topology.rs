@@ -19,7 +19,6 @@ pub struct Topology {
     pub arch: &'static str,
     /// Kernel release.
     pub kernel: Option<String>,
-    /// Name of the CPU.
     pub cpu_model: Option<String>,
     /// Instruction-set and platform features, in the kernel's words: `avx2`, `sve2`, `mba`.
     pub cpu_flags: Vec<String>,
@@ -29,23 +28,18 @@ pub struct Topology {
     pub numa_nodes: Vec<NumaNode>,
     /// Every cache once.
     pub caches: Vec<Cache>,
-    /// All memory of the machine.
     pub memory_total_bytes: Option<u64>,
     /// Memory that can be had without swapping.
     pub memory_available_bytes: Option<u64>,
-    /// Size of a page.
     pub page_bytes: Option<usize>,
     /// Transparent huge pages: `always`, `madvise` or `never`.
     pub thp: Option<String>,
-    /// Size of a transparent huge page.
     pub thp_bytes: Option<u64>,
     /// Pools of huge pages, ascending by page size.
     pub huge_pages: Vec<HugePages>,
-    /// Limits that control groups set.
     pub cgroup: CgroupLimits,
     /// Memory nodes that this process may use.
     pub allowed_nodes: Option<CpuList>,
-    /// Limits of this process.
     pub process: Process,
     /// Whether locked memory is exempt from its limit (`CAP_IPC_LOCK`).
     pub ipc_lock: Option<bool>,
@@ -66,39 +60,32 @@ pub struct Topology {
 /// A logical CPU. Cores and caches are known by the lowest CPU that belongs to them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Cpu {
-    /// Number of the CPU.
     pub id: usize,
     /// Socket.
     pub(crate) package: Option<u32>,
     /// Physical core: CPUs with the same value are SMT siblings.
     pub(crate) core: Option<usize>,
-    /// Memory node.
     pub(crate) numa_node: Option<usize>,
     /// Last-level cache of level 3.
     pub(crate) l3: Option<usize>,
 }
 
-/// A memory node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NumaNode {
-    /// Number of the node.
     pub id: usize,
     /// CPUs beside this memory.
     pub cpus: CpuList,
-    /// Size.
     pub(crate) memory_bytes: Option<u64>,
     /// What nobody uses.
     pub free_bytes: Option<u64>,
 }
 
-/// One cache.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Cache {
     /// 1, 2, 3.
     pub(crate) level: u32,
     /// `Data`, `Instruction` or `Unified`.
     pub kind: String,
-    /// Size.
     pub bytes: Option<u64>,
     /// CPUs that share it.
     pub cpus: CpuList,
@@ -108,7 +95,6 @@ pub struct Cache {
 /// charged to the group, too, and it kills at the limit.
 const GROUP_RESERVE_BYTES: u64 = 32 << 20;
 
-/// A pool of huge pages.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct HugePages {
     /// Size of one.
@@ -242,7 +228,6 @@ impl Topology {
         self.huge_pages.iter().map(|pool| pool.page_bytes.saturating_mul(pool.free.unwrap_or(0))).fold(0, u64::saturating_add)
     }
 
-    /// Nodes that have memory.
     pub fn nodes_with_memory(&self) -> impl Iterator<Item = &NumaNode> {
         self.numa_nodes.iter().filter(|node| node.memory_bytes.is_some_and(|bytes| bytes > 0))
     }
@@ -317,7 +302,6 @@ fn numbered(names: &[String], prefix: &str) -> Vec<usize> {
     numbers
 }
 
-/// A machine's files.
 struct Tree<'a>(&'a Path);
 
 impl Tree<'_> {

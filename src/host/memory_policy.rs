@@ -21,7 +21,6 @@ pub enum HugePagesChoice {
     Off,
 }
 
-/// Sizes of pages.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PageSizes {
     /// The kernel's smallest, and no other.
@@ -29,10 +28,7 @@ pub enum PageSizes {
     /// What the kernel gives unasked.
     Default,
     /// Huge ones where the kernel can make them.
-    Transparent {
-        /// Size of a huge page.
-        bytes: usize,
-    },
+    Transparent { bytes: usize },
     /// The smallest, for addresses behind which there need not be memory: little of it is touched.
     Unbacked,
     /// Those that were reserved for programs that ask.
@@ -54,7 +50,6 @@ pub(crate) struct Toucher {
 /// Where host memory comes from and when.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MemoryPolicy {
-    /// Sizes of its pages.
     pub pages: PageSizes,
     /// Nodes that it may come from: those of the CPUs in use, never a GPU's. Empty: there is only one.
     pub nodes: Vec<usize>,

@@ -22,21 +22,15 @@ pub struct MemoryReport {
     pub(crate) notes: Vec<String>,
 }
 
-/// Memory in pages of one size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct PageBytes {
-    /// Size of a page.
     pub page_bytes: u64,
-    /// All of them.
     pub bytes: u64,
 }
 
-/// Memory on one node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct NodeBytes {
-    /// The node.
     pub node: usize,
-    /// What lies there.
     pub bytes: u64,
 }
 

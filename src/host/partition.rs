@@ -41,7 +41,6 @@ fn failed(name: &str, cause: impl std::fmt::Display) -> Error {
     Error::resource(format!("join resctrl group {name}"), format!("{cause}; the optimizer runs without a partition"))
 }
 
-/// Thread ids of the pool's workers.
 fn workers() -> Result<Vec<i32>> {
     const TASKS: &str = "/proc/self/task";
     let mut tids = Vec::new();

@@ -35,10 +35,8 @@ pub(crate) struct WorkerCounters {
     missing: BTreeMap<String, Vec<&'static str>>,
 }
 
-/// Sums over all threads.
 #[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct WorkerCounts {
-    /// Threads that were counted.
     pub threads: usize,
     /// Events by name; what shared a hardware counter is extrapolated from the time in which it was counted.
     pub counts: BTreeMap<&'static str, u64>,

@@ -29,7 +29,6 @@ pub unsafe trait Job: Send + Sync + 'static {
     fn label(&self) -> (&'static str, u32);
     /// Bytes that it reads and writes.
     fn traffic_bytes(&self) -> u64;
-    /// Pieces of the job.
     fn pieces(&self) -> usize;
     /// Does a piece.
     ///
@@ -48,9 +47,7 @@ pub fn run_alone(job: impl Job) {
 pub struct Call<F> {
     /// Name and index of its span.
     pub label: (&'static str, u32),
-    /// Pieces.
     pub pieces: usize,
-    /// Does a piece.
     pub run: F,
 }
 
@@ -73,7 +70,6 @@ unsafe impl<F: Fn(usize) + Send + Sync + 'static> Job for Call<F> {
     }
 }
 
-/// Worker threads and the job they share.
 pub struct Threads<J: Job> {
     shared: Arc<PoolShared<J>>,
     handles: Vec<JoinHandle<Recorder>>,
@@ -191,7 +187,6 @@ impl<J: Job> Threads<J> {
         Ok(self.shared.remaining.load(Ordering::Acquire) == 0)
     }
 
-    /// Signs of life of the workers.
     pub(crate) fn pulse(&self) -> Arc<Pulse> {
         self.shared.pulse.clone()
     }

@@ -44,7 +44,6 @@ impl Pulse {
         self.workers[worker].jobs.store(jobs, Ordering::Relaxed);
     }
 
-    /// Workers.
     pub fn workers(&self) -> usize {
         self.workers.len()
     }

@@ -8,7 +8,6 @@ pub enum ResctrlGroup {
     Auto,
     /// None.
     None,
-    /// This one.
     Named(String),
 }
 

@@ -8,7 +8,6 @@ use std::path::Path;
 /// Caches of files: the kernel gives them up when memory is asked for.
 const RECLAIMABLE: [&str; 3] = ["Active(file)", "Inactive(file)", "SReclaimable"];
 
-/// Which pages are counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Pages {
     /// The kernel's own, transparent huge ones among them.

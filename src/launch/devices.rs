@@ -16,7 +16,6 @@ use crate::planner::machine::Machine;
 use std::path::Path;
 use std::sync::Arc;
 
-/// The device of a run.
 #[derive(Clone, Debug)]
 pub struct SelectedDevice {
     /// CPUs and free memory.
@@ -30,7 +29,6 @@ pub struct SelectedDevice {
 }
 
 impl SelectedDevice {
-    /// Whether it is a GPU.
     pub(crate) fn is_gpu(&self) -> bool {
         self.machine.kind == DeviceKind::Gpu
     }

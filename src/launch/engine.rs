@@ -27,15 +27,12 @@ use std::sync::Arc;
 
 /// This machine and the device that computes on it.
 pub(crate) struct Launch {
-    /// The machine.
     pub topology: Topology,
-    /// The device.
     pub chosen: SelectedDevice,
 }
 
 /// What is done with an engine, whichever device it runs on.
 pub(crate) trait UseEngine {
-    /// What comes of it.
     type Output;
 
     /// Does it.

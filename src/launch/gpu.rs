@@ -9,7 +9,6 @@ use crate::error::Result;
 use crate::memory::DeviceMemory;
 use std::path::PathBuf;
 
-/// The device of a GPU.
 #[cfg(feature = "cuda")]
 pub(crate) type GpuDevice = crate::device::cuda::CudaDevice;
 

@@ -32,11 +32,9 @@ pub struct LossTile {
 pub struct Allocation {
     /// Name for people: `layers.qkv`.
     pub name: &'static str,
-    /// Where it lies.
     pub space: MemorySpace,
     /// Elements.
     pub elems: usize,
-    /// Format.
     pub dtype: Dtype,
 }
 
@@ -50,7 +48,6 @@ impl Allocation {
 /// A micro-batch whose memory is planned.
 #[derive(Clone, Copy, Debug)]
 pub struct MicroBatch<'a> {
-    /// Of the model.
     pub shape: &'a ModelShape,
     /// Sequences.
     pub batch: usize,
@@ -62,7 +59,6 @@ pub struct MicroBatch<'a> {
     pub dtype: Dtype,
     /// Logits at a time.
     pub tile: LossTile,
-    /// What each layer keeps.
     pub(crate) policies: &'a [LayerPolicy],
 }
 

@@ -3,7 +3,6 @@
 use super::tensors::{Module, Role, TensorSpec, TensorTable};
 use crate::device::DeviceSlice;
 
-/// One tensor and its gradient.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Param {
     pub value: DeviceSlice,

@@ -12,7 +12,6 @@ pub enum NormKind {
     Layer,
 }
 
-/// The feed-forward part of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Mlp {
     /// `down(silu(gate(x)) * up(x))`.
@@ -24,24 +23,19 @@ pub(crate) enum Mlp {
 /// How tokens know where they are.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Positions {
-    /// A learned embedding per position.
     Learned,
-    /// Rotation of queries and keys.
     Rope(Rope),
 }
 
-/// Rotary position embedding.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rope {
     /// Base of the frequencies.
     pub(crate) theta: f64,
     /// Leading channels of a head that rotate; even.
     pub rotary_dim: usize,
-    /// How the frequencies are stretched.
     pub(crate) scaling: RopeScaling,
 }
 
-/// Stretching of rope frequencies.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum RopeScaling {
     /// None.
@@ -64,7 +58,6 @@ pub(crate) enum RopeScaling {
     },
 }
 
-/// The shape of a decoder.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelShape {
     /// The family, which knows the Hugging Face names.
@@ -85,19 +78,15 @@ pub struct ModelShape {
     pub(crate) ffn: usize,
     /// Longest sequence.
     pub(crate) max_positions: usize,
-    /// Kind of norm.
     pub norm: NormKind,
     /// Added to the variance in every norm.
     pub eps: f32,
-    /// Kind of MLP.
     pub(crate) mlp: Mlp,
-    /// Kind of position information.
     pub positions: Positions,
     /// Query, key and value projections have biases.
     pub(crate) qkv_bias: bool,
     /// The output projection of attention has a bias.
     pub(crate) out_bias: bool,
-    /// The MLP's matrices have biases.
     pub(crate) mlp_bias: bool,
     /// Queries and keys are RMS-normalised per head.
     pub qk_norm: bool,

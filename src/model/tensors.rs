@@ -18,13 +18,11 @@ pub(crate) const FLAT_ALIGN_ELEMS: usize = crate::optim::norm::BLOCK;
 pub enum Module {
     /// Token and position embeddings; a tied output matrix lives here.
     Embed,
-    /// One decoder layer.
     Layer(usize),
     /// Final norm, output matrix and loss.
     Head,
 }
 
-/// What a tensor is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Role {
     /// Token embedding `[vocab, channels]`.
@@ -37,7 +35,6 @@ pub enum Role {
     AttnNormBias,
     /// Fused query, key and value rows `[(heads + 2 kv_heads) head_dim, channels]`.
     Qkv,
-    /// Their bias.
     QkvBias,
     /// Norm of every query head `[head_dim]`.
     QNorm,
@@ -53,7 +50,6 @@ pub enum Role {
     MlpNormBias,
     /// First matrix of the MLP: fused gate and up rows `[2 ffn, channels]`, or `[ffn, channels]`.
     MlpIn,
-    /// Its bias.
     MlpInBias,
     /// Second matrix of the MLP `[channels, ffn]`.
     MlpOut,
@@ -103,9 +99,7 @@ pub(crate) enum Init {
         /// Standard deviation.
         std: f32,
     },
-    /// All zeros.
     Zeros,
-    /// All ones.
     Ones,
 }
 
@@ -129,7 +123,6 @@ pub struct TensorSpec {
     pub index: usize,
     /// Our name: `layers.3.attn.qkv`.
     pub name: String,
-    /// What it is for.
     pub(crate) role: Role,
     /// When its gradient is complete.
     pub module: Module,
@@ -139,7 +132,6 @@ pub struct TensorSpec {
     pub offset_elems: usize,
     /// Whether weight decay applies: matrices and embeddings, not norms and biases.
     pub decay: bool,
-    /// Random initialisation.
     pub(crate) init: Init,
     /// The Hugging Face tensors that it is made of, by ascending rows, covering all of them.
     pub parts: Vec<HfPart>,
@@ -269,7 +261,6 @@ impl TensorTable {
     }
 }
 
-/// Appends tensors module by module.
 struct TableBuilder<'a> {
     shape: &'a ModelShape,
     names: &'static Names,

@@ -16,7 +16,6 @@ use serde_json::Value;
 use std::collections::BTreeSet;
 use std::path::Path;
 
-/// Weights in one file.
 pub(crate) const SINGLE: &str = "model.safetensors";
 /// Which tensor is in which shard.
 pub(crate) const INDEX: &str = "model.safetensors.index.json";

@@ -9,10 +9,8 @@
 
 use crate::dtype::Element;
 
-/// What the user sets.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamHyper {
-    /// Learning rate of this step.
     pub lr: f64,
     /// Decay of the first moment.
     pub beta1: f64,
@@ -120,7 +118,6 @@ pub struct AdamElement {
 /// One step with its verdict: the constants and the factor on the gradients.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamStep {
-    /// The step's constants.
     pub consts: AdamConsts,
     /// Factor on every gradient.
     pub scale: f32,

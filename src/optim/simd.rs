@@ -196,7 +196,6 @@ impl AdamKernels {
         Self { prefetch_elems: elems, ..self }
     }
 
-    /// The instruction set.
     pub fn isa(self) -> Isa {
         self.isa
     }
@@ -357,7 +356,6 @@ const LINE_BYTES: usize = 64;
 /// Elements of a block: a whole number of lines in every format.
 const BLOCK: usize = 32;
 
-/// Where an array lies.
 #[derive(Clone, Copy)]
 struct ArraySpan {
     addr: usize,
@@ -475,7 +473,6 @@ impl Access {
     }
 }
 
-/// A cache line.
 #[derive(Clone, Copy, bytemuck::Zeroable, bytemuck::Pod)]
 #[repr(C, align(64))]
 struct StoreLine([u8; LINE_BYTES]);
@@ -608,7 +605,6 @@ mod tests {
         }
     }
 
-    /// An array among others.
     struct Placed<T> {
         buffer: Vec<T>,
         array: Range<usize>,

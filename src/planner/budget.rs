@@ -35,7 +35,6 @@ pub(crate) fn bytes_at(classes: &[MemoryClass], space: MemorySpace) -> u64 {
 /// What is needed of a memory and what there is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Balance {
-    /// Which memory.
     pub space: MemorySpace,
     /// Bytes planned.
     pub needed: u64,
@@ -84,7 +83,6 @@ pub(crate) struct Rings {
 /// Everything that memory and time depend on but the planner's choice.
 #[derive(Clone, Debug)]
 pub(crate) struct Workload<'a> {
-    /// The model.
     pub shape: &'a ModelShape,
     /// Sequences of a micro-batch.
     pub batch: usize,
@@ -96,7 +94,6 @@ pub(crate) struct Workload<'a> {
     pub grad_accum_steps: usize,
     /// Format on the device.
     pub dtype: Dtype,
-    /// Format on the link.
     pub link_dtype: Dtype,
     /// What the coordinator may do.
     pub(crate) rules: Rules,
@@ -106,11 +103,9 @@ pub(crate) struct Workload<'a> {
     pub trace_spans: usize,
     /// Bytes of the data that is kept in memory, and of its order.
     pub data_bytes: usize,
-    /// How attention is computed.
     pub attention: Attention,
     /// Optimizer workers.
     pub workers: usize,
-    /// Their instruction set.
     pub isa: Isa,
     /// Where it has to fit.
     pub machine: Machine,

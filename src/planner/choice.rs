@@ -43,14 +43,10 @@ pub(crate) enum Residency {
     Largest,
 }
 
-/// What was asked for.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Request {
-    /// Resident buckets.
     pub(crate) residency: Residency,
-    /// What layers keep.
     pub activations: ActivationsChoice,
-    /// Where weights lie.
     pub weights: WeightsChoice,
 }
 
@@ -59,13 +55,10 @@ pub(crate) struct Request {
 pub(crate) struct Choice {
     /// How the flat order is cut, and which buckets are resident.
     pub layout: BucketLayout,
-    /// What each layer keeps.
     pub(crate) policies: Vec<LayerPolicy>,
-    /// Tile of the loss.
     pub tile: LossTile,
     /// What of the device's flat memory repeats.
     pub(crate) rings: Rings,
-    /// All memory by class.
     pub memory: Vec<MemoryClass>,
     /// The step's time; none on the CPU device, whose rates nobody assumes.
     pub(crate) predicted: Option<Prediction>,

@@ -16,11 +16,8 @@ pub struct Machine {
     pub cpus: usize,
     /// Free host memory in bytes; `u64::MAX` when the system does not say.
     pub host_bytes: u64,
-    /// What computes.
     pub kind: DeviceKind,
-    /// The device's memory.
     pub device: DeviceMemory,
-    /// How fast it is.
     pub rates: Arc<Rates>,
 }
 

@@ -59,7 +59,6 @@ fn plan(shape: &ModelShape, settings: &Settings) -> Plan {
     Plan::new(settings, shape, &h200(), true).unwrap()
 }
 
-/// A plan that fits.
 fn fitting(shape: &ModelShape, settings: &Settings) -> Plan {
     let plan = plan(shape, settings);
     plan.check_fits(settings, shape).unwrap_or_else(|e| panic!("{e}\n{plan}"));

@@ -14,11 +14,8 @@ use crate::hardware::profile::CpuDevice;
 /// Rates in bf16.
 #[derive(Clone, Debug)]
 pub(crate) struct Arithmetic {
-    /// Of matrix products.
     pub products: Products,
-    /// Of attention.
     pub attention: PassRates,
-    /// Of everything else.
     pub small: Small,
 }
 

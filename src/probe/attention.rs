@@ -15,7 +15,6 @@ const RUNS_MIN: f64 = 16.0;
 /// FLOP/s, as [`crate::model::flops::FLOPS_FORMULA`] counts them.
 #[derive(Clone, Debug)]
 pub(crate) struct PassRates {
-    /// Of the forward pass.
     pub forward: Samples,
     /// Of the backward pass, counted as twice the forward pass.
     pub backward: Samples,

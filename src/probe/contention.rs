@@ -38,13 +38,9 @@ struct Moved {
 
 /// Everything that can be in each other's way.
 pub(crate) struct Contenders<'a> {
-    /// Large products.
     pub product: Product,
-    /// The link.
     pub copies: Copies,
-    /// State for the optimizer.
     pub states: &'a States,
-    /// Its threads.
     pub pool: Pool<StepJob>,
 }
 

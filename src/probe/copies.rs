@@ -22,15 +22,12 @@ const BUCKET_BYTES: usize = 64 << 20;
 pub enum Way {
     /// From the device.
     ToHost,
-    /// To the device.
     ToDevice,
 }
 
 impl Way {
-    /// Both.
     pub const BOTH: [Self; 2] = [Self::ToHost, Self::ToDevice];
 
-    /// The stream for it.
     pub fn stream(self) -> Stream {
         match self {
             Self::ToHost => Stream::D2h,

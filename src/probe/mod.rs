@@ -158,15 +158,12 @@ struct Sections {
 
 /// What a device is measured beside.
 pub(crate) struct ProbeContext<'a> {
-    /// Free memory of the device.
     pub free_bytes: u64,
     /// What it sees of the host's memory.
     pub addressing: Addressing,
     /// Where pinned memory comes from; outlives the device.
     pub memory: &'a mut HostMemory,
-    /// State for the optimizer.
     pub states: &'a States,
-    /// Its threads.
     pub pool: Pool<StepJob>,
 }
 

@@ -100,7 +100,6 @@ pub(crate) struct Products {
     pub(crate) sustained: Samples,
     /// Share of it by the smallest dimension.
     pub(crate) share_by_least_dim: Curve,
-    /// The large one.
     pub large: Product,
 }
 

@@ -29,11 +29,8 @@ pub(crate) struct Sharing {
 
 /// Small products, as those of a step are, and the optimizer's passes, on the same cores.
 pub(crate) struct Sharers<'a> {
-    /// The products' matrices.
     pub product: Product,
-    /// State for the optimizer.
     pub states: &'a States,
-    /// Its threads.
     pub pool: Pool<StepJob>,
     /// Rung by them and by the device.
     pub bell: Arc<Doorbell>,

@@ -14,6 +14,5 @@ pub(crate) struct ProbeSizes {
 impl ProbeSizes {
     /// Of a GPU: products, sequences and copies like those of a step, and larger.
     pub(crate) const GPU: Self = Self { product: 8192, seq_length: 4096, copy_bytes: 256 << 20 };
-    /// Of CPUs.
     pub(crate) const CPUS: Self = Self { product: 2048, seq_length: 1024, copy_bytes: 4 << 20 };
 }

@@ -89,7 +89,6 @@ impl States {
         unsafe { StepJob::new(index, range, work, Some(Slot(bucket)), self.memory.clone()) }
     }
 
-    /// A triad over the state.
     pub fn triad(&self) -> Triad {
         let HostState { params, m, v } = self.memory.state;
         Triad { to: m, from: [params, v] }

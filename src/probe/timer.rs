@@ -13,7 +13,6 @@ const SAMPLES_MAX: usize = 4096;
 
 /// A device and events at the ends of its streams.
 pub struct Timer<'a, D> {
-    /// The device.
     pub dev: &'a mut D,
     ends: [EventId; 3],
 }

@@ -18,7 +18,6 @@ const WARM_UP: usize = 2;
 
 /// A pool whose threads lie where a run would put them.
 pub struct Workers<J: Job> {
-    /// The pool.
     pub pool: Pool<J>,
     bell: Arc<Doorbell>,
 }

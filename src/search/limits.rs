@@ -34,7 +34,6 @@ pub(crate) struct Limits {
     pub(crate) seq_length_is_the_models: bool,
     /// Layers of a model that is as wide as this one.
     pub layers: usize,
-    /// Parameters of that model.
     pub params: usize,
 }
 

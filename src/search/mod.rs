@@ -46,11 +46,8 @@ const WORKERS_MAX: usize = 16;
 pub(crate) struct Candidate {
     /// How it differs from the defaults, as flags; empty when it does not.
     pub flags: Vec<String>,
-    /// All settings.
     pub settings: Settings,
-    /// Their plan.
     pub plan: Plan,
-    /// Its steps.
     pub outcome: Outcome,
 }
 
@@ -66,7 +63,6 @@ impl Candidate {
 pub(crate) struct Ranking {
     /// Fitting ones by [`Candidate::mean_s`].
     pub(crate) candidates: Vec<Candidate>,
-    /// Candidates that did not fit.
     pub(crate) unfit: usize,
 }
 
@@ -89,16 +85,13 @@ pub(crate) fn best_plan(settings: &Settings, shape: &ModelShape, machine: &Machi
     Ok(Plan { simulated_step_ms: Some(best.outcome.step_ms.median), ..plan })
 }
 
-/// What is asked.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SearchQuery<'a> {
     /// What every candidate begins from; what is not left at its default stays.
     pub settings: &'a Settings,
     /// Tokens of a step, if micro-batches are to be chosen, too.
     pub tokens_per_step: Option<usize>,
-    /// The model.
     pub shape: &'a ModelShape,
-    /// Where.
     pub machine: &'a Machine,
 }
 

@@ -17,19 +17,14 @@ use serde::Serialize;
 use std::fmt;
 use std::sync::Arc;
 
-/// Alternatives that are named.
 const ALTERNATIVES: usize = 2;
 /// What if something were so much faster, or larger?
 const MORE: f64 = 1.5;
 
-/// The answer.
 #[derive(Debug, Serialize)]
 pub(crate) struct SearchReport {
-    /// Where.
     pub hardware: HardwareFacts,
-    /// What.
     pub model: ModelFacts,
-    /// The chosen way.
     pub best: Step,
     /// The next best ones.
     pub(crate) alternatives: Vec<Step>,
@@ -41,7 +36,6 @@ pub(crate) struct SearchReport {
     pub(crate) binds: Busy,
     /// All that can bind, the busiest first.
     pub busy: Vec<Busy>,
-    /// Memory by place and class.
     pub memory: Vec<MemoryNeed>,
     /// The step of the same settings on a machine that has more of one thing.
     pub(crate) what_if: Vec<WhatIf>,
@@ -74,7 +68,6 @@ pub(crate) struct Step {
     pub(crate) exposed_cpu_ms: f64,
     /// Compute waits for copies.
     pub(crate) exposed_transfer_ms: f64,
-    /// The plan.
     pub plan: PlanFacts,
 }
 
@@ -108,13 +101,11 @@ impl Step {
 /// How busy something is.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub(crate) struct Busy {
-    /// What.
     pub what: &'static str,
     /// Share of the step.
     pub share: f64,
 }
 
-/// One memory.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct MemoryNeed {
     /// `device` or `host`.
@@ -132,9 +123,7 @@ pub(crate) struct MemoryNeed {
 pub(crate) struct WhatIf {
     /// More of what.
     pub change: String,
-    /// The step there.
     pub step_ms: f64,
-    /// The plan changes with it.
     pub(crate) changes_plan: bool,
 }
 

@@ -221,7 +221,6 @@ fn limits_are_not_those_of_what_streams_nothing() {
     assert_eq!(limits(&model("qwen3-4b", 1)).layers, 0);
 }
 
-/// A file of results.
 fn results(name: &str) -> std::path::PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("paper-figures/results").join(name)
 }

@@ -2,7 +2,6 @@
 
 use crate::model::shape::ModelShape;
 
-/// Floating-point operations of one optimizer step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct StepFlops {
     /// Of the model, by [`FLOPS_FORMULA`](crate::model::flops::FLOPS_FORMULA): nothing is recomputed.

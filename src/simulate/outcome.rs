@@ -10,7 +10,6 @@ use std::fmt;
 /// What timed steps were, on any device.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Outcome {
-    /// Step times.
     pub step_ms: Spread,
     /// Tokens of a step.
     pub tokens_per_step: usize,
@@ -22,11 +21,8 @@ pub(crate) struct Outcome {
     pub(crate) exposed: ExposedTime,
     /// Gradients out, parameters in.
     pub link: Link,
-    /// The optimizer's pool.
     pub adam: Adam,
-    /// Timed steps by verdict.
     pub(crate) verdicts: Verdicts,
-    /// Bucket steps of the timed steps.
     pub(crate) bucket_steps: Counts,
     /// Mean loss of the first and of the last timed step.
     pub loss: Ends,
@@ -57,7 +53,6 @@ impl Spread {
         Self { median: (below + above) / 2.0, min: sorted[0], max: sorted[sorted.len() - 1], samples }
     }
 
-    /// The sum of all samples.
     pub(crate) fn total(&self) -> f64 {
         self.samples.iter().sum()
     }
@@ -142,7 +137,6 @@ pub(crate) struct Adam {
     pub(crate) busy_gb_per_s: Option<f64>,
 }
 
-/// Steps by verdict.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub(crate) struct Verdicts {
     /// Gradients were used as they were.

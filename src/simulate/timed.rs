@@ -19,14 +19,11 @@ use rand_chacha::rand_core::{Rng, SeedableRng};
 use std::fmt::Display;
 use std::ops::Range;
 
-/// Which steps are run.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Steps {
     /// Steps before the clock.
     pub(crate) warmup: u64,
-    /// Steps that are timed.
     pub timed: u64,
-    /// Which of them are clipped.
     pub clip: Clip,
 }
 

@@ -40,7 +40,6 @@ impl TraceFile {
         Ok(trace)
     }
 
-    /// Its path.
     pub(crate) fn path(&self) -> PathBuf {
         self.dir.join(&self.name)
     }

@@ -26,7 +26,6 @@ impl Feed {
         self.step_end
     }
 
-    /// Sequences of one pass over the data.
     pub(super) fn sequences(&self) -> usize {
         self.loader.dataset().sequences()
     }

@@ -14,7 +14,6 @@ const BESIDE: &str = "metrics.jsonl.tmp";
 /// A longer line is none of ours.
 const LINE_BYTES_MAX: u64 = 1 << 20;
 
-/// The open file.
 pub(super) struct MetricsFile {
     path: PathBuf,
     file: File,
@@ -74,7 +73,6 @@ impl MetricsFile {
     }
 }
 
-/// What a line says.
 enum MetricsLine {
     /// Metrics of this step.
     Step(u64),

@@ -40,7 +40,6 @@ pub fn train(settings: &Settings, stop: &StopFlag, observer: &mut impl Observer)
     launch.engine(&plan, &shape, Training { prepared, stop, observer })
 }
 
-/// A run that waits for its engine.
 struct Training<'a, O> {
     prepared: PreparedRun<'a>,
     stop: &'a StopFlag,
@@ -70,7 +69,6 @@ pub(crate) mod tests {
     use crate::metrics::StepMetrics;
     use crate::planner::plan::Plan;
 
-    /// The warnings that a person was told.
     #[derive(Default)]
     pub(crate) struct Heard(pub(crate) Vec<String>);
 

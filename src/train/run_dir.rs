@@ -60,7 +60,6 @@ impl RunDir {
         Ok(this)
     }
 
-    /// The directory.
     pub(super) fn dir(&self) -> &Dir {
         &self.dir
     }

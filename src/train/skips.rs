@@ -53,7 +53,6 @@ impl Skips {
         (self.steps > 0).then_some(self.first)
     }
 
-    /// What a person is told now.
     pub(super) fn warning(&self) -> Option<String> {
         let due = self.steps > 0 && self.steps.is_multiple_of(WARNED);
         due.then(|| format!("{} steps in a row had gradients that are not finite and were skipped", self.steps))

@@ -19,9 +19,7 @@ use tokenizers::{Encoding, PostProcessor, Token, Tokenizer};
 pub enum AddBos {
     /// As the tokenizer's post-processor begins a text; a resumed run does as its checkpoint did.
     Auto,
-    /// Yes.
     Yes,
-    /// No.
     No,
 }
 

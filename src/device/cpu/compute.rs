@@ -28,12 +28,10 @@ impl ComputeOwner {
         Ok(Self { compute: NonNull::from(Box::leak(compute)), isa, threads })
     }
 
-    /// The instruction set of all kernels.
     pub(crate) fn isa(&self) -> KernelIsa {
         self.isa
     }
 
-    /// Compute threads.
     pub(crate) fn threads(&self) -> usize {
         self.threads
     }

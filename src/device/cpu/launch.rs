@@ -47,7 +47,6 @@ impl<'a> TaskMemory<'a> {
 
 /// A kernel's arithmetic on the CPU in one float format; the rest of what it is given has a format of its own.
 pub(super) trait Arithmetic: Kernel {
-    /// Computes it.
     fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>);
 }
 

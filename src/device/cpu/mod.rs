@@ -41,7 +41,6 @@ pub enum Schedule {
     },
 }
 
-/// The CPU device.
 pub struct CpuDevice {
     memory: HostMemory,
     allocated: Allocated,

@@ -99,7 +99,6 @@ impl CublasLt {
     }
 }
 
-/// What a plan depends on.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct MatmulKey {
     shape: MatmulShape,

@@ -3,7 +3,6 @@
 
 use cust::sys;
 
-/// Number of a graph of this device.
 #[derive(Clone, Copy, Debug)]
 pub struct GraphId(pub(super) u32);
 

@@ -63,7 +63,6 @@ pub(super) fn size(x: usize) -> Result<u32> {
     u32::try_from(x).map_err(|_| Error::Unsupported(format!("a kernel over {x} elements in one dimension")))
 }
 
-/// A kernel's blocks and threads.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Blocks {
     pub(super) grid: [u32; 3],

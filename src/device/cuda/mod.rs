@@ -40,12 +40,10 @@ use sdpa::Sdpa;
 use std::path::PathBuf;
 use timeline::Timeline;
 
-/// How a GPU is opened.
 #[derive(Clone, Debug)]
 pub struct CudaOptions {
     /// Folders to search for NVIDIA's libraries before the usual ones.
     pub libraries: Vec<PathBuf>,
-    /// Who computes attention.
     pub attention: Attention,
     /// Room for spans on each stream's track; 0 records none.
     pub trace_spans: usize,

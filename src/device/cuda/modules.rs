@@ -13,7 +13,6 @@ pub(super) struct PtxSource {
     pub(super) ptx: &'static str,
     /// Kernels in three formats: `name_bf16`, `name_f16`, `name_f32`.
     pub(super) typed: &'static [&'static str],
-    /// Kernels of one form.
     pub(super) plain: &'static [&'static str],
 }
 

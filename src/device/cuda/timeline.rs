@@ -29,7 +29,6 @@ struct Open {
     is_wait: bool,
 }
 
-/// Spans of all streams.
 pub(super) struct Timeline {
     base: RawEvent,
     base_ns: u64,

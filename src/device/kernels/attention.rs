@@ -117,7 +117,6 @@ pub struct AttentionBackward {
     pub qkv: DeviceSlice,
     /// See [`AttentionForward::documents`].
     pub documents: Option<DeviceSlice>,
-    /// The output.
     pub out: DeviceSlice,
     /// See [`AttentionForward::lse`].
     pub lse: DeviceSlice,

@@ -65,9 +65,7 @@ impl Kernel for Gelu {
 /// Overwrites `dx` with the gradient of [`Gelu`]'s input.
 #[derive(Clone, Copy, Debug)]
 pub struct GeluBackward {
-    /// Gradient of the output.
     pub dout: DeviceSlice,
-    /// The input.
     pub x: DeviceSlice,
     /// As large as `x`; may be `dout`.
     pub dx: DeviceSlice,

@@ -18,14 +18,12 @@ pub enum MatmulLayout {
 }
 
 impl MatmulLayout {
-    /// All layouts.
     pub const ALL: [Self; 3] = [Self::Nt, Self::Nn, Self::Tn];
 }
 
 /// Sizes of a [`Matmul`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
 pub struct MatmulShape {
-    /// Layout of the inputs.
     pub layout: MatmulLayout,
     /// Rows of `c`.
     pub m: usize,
@@ -45,10 +43,8 @@ impl MatmulShape {
 /// The algorithm that a library chose for the products of one shape.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct ProductAlgorithm {
-    /// The product.
     #[serde(flatten)]
     pub shape: MatmulShape,
-    /// Format of its matrices.
     pub dtype: Dtype,
     /// The library's number for the algorithm.
     pub(crate) algorithm: i32,
@@ -61,7 +57,6 @@ pub struct ProductAlgorithm {
 /// `c = a * b (+ bias over columns) (+ base)`, fp32 accumulation over k in ascending order, rounded once.
 #[derive(Clone, Copy, Debug)]
 pub struct Matmul {
-    /// Sizes and layout.
     pub shape: MatmulShape,
     /// `m * k` elements.
     pub a: DeviceSlice,

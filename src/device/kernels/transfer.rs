@@ -28,7 +28,6 @@ impl Kernel for Zero {
 /// `Unsupported` between the 16-bit formats and for int32.
 #[derive(Clone, Copy, Debug)]
 pub struct Cast {
-    /// Where it is enqueued.
     pub stream: Stream,
     /// Any size.
     pub src: DeviceSlice,
@@ -77,11 +76,9 @@ pub struct Adam {
     pub m: DeviceSlice,
     /// Second moments, fp32, updated.
     pub v: DeviceSlice,
-    /// Gradients.
     pub grads: DeviceSlice,
     /// Working weights, written.
     pub out: DeviceSlice,
-    /// The step's constants.
     pub consts: AdamConsts,
     /// Factor on the gradients: clip scale over loss scale.
     pub scale: f32,
@@ -103,7 +100,6 @@ pub struct Poke {
     pub x: DeviceSlice,
     /// Below its elements.
     pub index: usize,
-    /// What is written.
     pub value: f32,
 }
 

@@ -25,7 +25,6 @@ pub(crate) use pool::SimPool;
 /// Alignment of addresses that nothing lies at.
 const ALIGN_BYTES: u64 = 256;
 
-/// The imagined device.
 pub(crate) struct SimDevice {
     name: String,
     rates: Rates,

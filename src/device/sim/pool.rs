@@ -30,7 +30,6 @@ impl SimPool {
         self.world.borrow().pool_busy_ns()
     }
 
-    /// What was recorded.
     pub fn finish(self) -> Recorder {
         self.world.borrow_mut().take_pool()
     }

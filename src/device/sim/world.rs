@@ -187,7 +187,6 @@ impl World {
         self.settle();
     }
 
-    /// Gives the pool a job.
     pub(super) fn submit(&mut self, work: SimWork) {
         self.lanes[POOL].queue.push_back(SimOp::Work(work));
         self.settle();
@@ -217,12 +216,10 @@ impl World {
         next.is_some()
     }
 
-    /// The recorded spans of the device's streams.
     pub(crate) fn take_streams(&mut self) -> Vec<Recorder> {
         self.lanes[..POOL].iter_mut().map(|lane| std::mem::take(&mut lane.recorder)).collect()
     }
 
-    /// The recorded spans of the pool.
     pub(crate) fn take_pool(&mut self) -> Recorder {
         std::mem::take(&mut self.lanes[POOL].recorder)
     }

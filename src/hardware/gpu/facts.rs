@@ -14,7 +14,6 @@ pub struct GpuFacts {
     pub driver: Option<String>,
     /// Newest CUDA that the driver serves: `13.0`.
     pub cuda: Option<String>,
-    /// All of its memory.
     pub memory_bytes: Option<u64>,
     /// Generation of the PCIe link now; an idle GPU may have slowed it down.
     pub pcie_generation: Option<u32>,

@@ -38,7 +38,6 @@ pub struct ModelWeights {
     place: HashMap<String, usize>,
 }
 
-/// A tensor in its file.
 #[derive(Clone, Copy)]
 struct LocatedTensor<'a> {
     name: &'a str,

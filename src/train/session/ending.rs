@@ -71,7 +71,6 @@ impl<D: Kernels> Session<D> {
         }
     }
 
-    /// Steps that no checkpoint holds.
     fn lost_steps(&self) -> Option<String> {
         let (step, begin) = (self.engine.train_step(), self.engine.train_step() - self.totals.steps);
         let saved = self.last_saved();

@@ -49,7 +49,6 @@ impl Compute {
     }
 }
 
-/// One cache line.
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C, align(64))]
 struct CacheLine([f32; 16]);

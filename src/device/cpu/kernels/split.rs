@@ -6,9 +6,7 @@ use std::marker::PhantomData;
 
 /// Mutable memory cut into parts that do not overlap.
 pub(crate) trait Split: Sync {
-    /// One part.
     type Part;
-    /// Number of parts.
     fn count(&self) -> usize;
     /// Part `index`, which is below [`Split::count`].
     ///

@@ -40,7 +40,6 @@ fn fused(dev: &mut CudaDevice, call: sdpa::AttentionCall) -> Result<()> {
     result
 }
 
-/// The engine's own kernel.
 pub(super) fn plain(kernel: AttentionForward, queue: &mut impl Queue) -> Result<()> {
     let AttentionForward { qkv, documents, out, lse, shape } = kernel;
     let KernelShape { seq_length, heads, kv_heads, head_dim, window } = KernelShape::new(&shape)?;
@@ -64,7 +63,6 @@ pub(super) fn plain_backward(kernel: AttentionBackward, queue: &mut impl Queue) 
     queue.launch(Stream::Compute, "attention_backward_kv", dtype, tiles(&shape, shape.kv_heads)?, args)
 }
 
-/// A shape as the kernels take it.
 struct KernelShape {
     seq_length: u32,
     heads: u32,

@@ -17,7 +17,6 @@ const GUARD: [u8; 64] = [0xa5; 64];
 /// Threads of a warp.
 const WARP: usize = 32;
 
-/// Emulated device memory.
 #[derive(Default)]
 pub(super) struct EmulatedMemory {
     bytes: Vec<u8>,
@@ -67,7 +66,6 @@ struct Instruction<'a> {
     operands: Vec<PtxOperand>,
 }
 
-/// One entry of a PTX file.
 struct Kernel<'a> {
     threads: u32,
     params: Vec<&'a str>,

@@ -24,7 +24,6 @@ impl AttentionTensor {
     pub(super) const COUNT: usize = AttentionTensor::Dv as usize + 1;
 }
 
-/// Where a tensor lies.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Storage {
     /// Nowhere: it passes between nodes.

@@ -174,7 +174,6 @@ fn parts(packed: DeviceSlice, shape: &AttentionShape) -> [u64; 3] {
 
 /// One direction of attention over memory that was checked against its shape.
 pub(super) struct AttentionCall {
-    /// What its span is called.
     pub(super) name: &'static str,
     dtype: Dtype,
     shape: AttentionShape,

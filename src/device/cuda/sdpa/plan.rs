@@ -5,7 +5,6 @@ use super::sys::{Attribute, Cudnn, Descriptor, DescriptorKind, Handle, Heuristic
 use crate::error::{Error, Result};
 use std::ffi::c_void;
 
-/// What plans are made for.
 pub(super) enum Target {
     /// The GPU behind the handle.
     Gpu(Handle),
