@@ -1,5 +1,6 @@
 //! House rules as a test: what a reader of this repository should never meet.
 
+mod face;
 mod floors;
 
 use std::collections::BTreeMap;

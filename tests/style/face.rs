@@ -1,0 +1,103 @@
+//! The library's face as a test: how much stands on it, that all of it has docs, and that `lib.rs` names it.
+
+use std::fs;
+use std::path::Path;
+
+/// Types and functions that `lib.rs` re-exports, and these with their methods and constants.
+const NAMES_MAX: usize = 25;
+const ITEMS_MAX: usize = 60;
+
+/// The texts of all files of the library.
+fn texts() -> Vec<String> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let files = super::sources(root).into_iter().filter(|path| path.starts_with(root.join("src")));
+    files.map(|path| fs::read_to_string(&path).unwrap_or_else(|e| panic!("read {}: {e}", path.display()))).collect()
+}
+
+/// Names that `lib` makes public, and a complaint for each module but the hidden door.
+fn names(lib: &str) -> (Vec<String>, Vec<String>) {
+    let code: String = lib.lines().filter(|line| !line.starts_with("//")).collect::<Vec<_>>().join("\n");
+    let uses = code.split(';').filter_map(|item| item.trim().strip_prefix("pub use "));
+    let last = |path: &str| path.rsplit("::").next().unwrap_or_default().trim().to_owned();
+    let names = uses.flat_map(|path| match path.split_once('{') {
+        Some((_, list)) => list.trim_end_matches('}').split(',').map(last).filter(|name| !name.is_empty()).collect(),
+        None => vec![last(path)],
+    });
+    let modules = code.split(';').map(str::trim).filter(|item| item.contains("pub mod") && *item != "#[doc(hidden)]\npub mod internals");
+    (names.collect(), modules.map(|item| format!("{item} is public")).collect())
+}
+
+/// How many public methods and constants the type or trait `name` has in `text`; a complaint for each without docs.
+fn methods(text: &str, name: &str) -> (usize, Vec<String>) {
+    let (of_type, of_trait) = (format!("impl {name} {{"), format!("pub trait {name} {{"));
+    // How an item of the block begins, and the line that ends the block.
+    let (mut begin, mut end) = ("", String::new());
+    let (mut count, mut complaints, mut before) = (0, Vec::new(), "");
+    for line in text.lines() {
+        let item = line.trim_start();
+        if item == of_type || item == of_trait {
+            begin = if item == of_type { "pub " } else { "fn " };
+            end = format!("{}}}", &line[..line.len() - item.len()]);
+        } else if line == end {
+            begin = "";
+        } else if !begin.is_empty() && item.starts_with(begin) {
+            count += 1;
+            if !before.starts_with("///") && !before.starts_with("#[") {
+                complaints.push(format!("{name}: no docs on `{item}`"));
+            }
+        }
+        before = item;
+    }
+    (count, complaints)
+}
+
+/// What is wrong with the face that `lib` gives to `texts`.
+fn complaints(lib: &str, texts: &[String]) -> Vec<String> {
+    let (names, mut complaints) = names(lib);
+    let mut items = names.len();
+    for name in &names {
+        let is_named = ["`]", "()`]", "`](", "()"].iter().any(|end| lib.contains(&format!("[`{name}{end}")));
+        if !is_named {
+            complaints.push(format!("{name} is not in the docs of lib.rs"));
+        }
+        for (count, missing) in texts.iter().map(|text| methods(text, name)) {
+            items += count;
+            complaints.extend(missing);
+        }
+    }
+    if names.len() > NAMES_MAX {
+        complaints.push(format!("{} types and functions, at most {NAMES_MAX}", names.len()));
+    }
+    if items >= ITEMS_MAX {
+        complaints.push(format!("{items} items with their methods, fewer than {ITEMS_MAX}"));
+    }
+    complaints
+}
+
+#[test]
+fn the_face_is_small_and_documented() {
+    let lib = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("src/lib.rs")).unwrap();
+    let complaints = complaints(&lib, &texts());
+    assert!(complaints.is_empty(), "\n{}\n", complaints.join("\n"));
+}
+
+#[test]
+fn each_complaint_about_the_face_is_heard() {
+    let heard = |lib: &str, text: &str| complaints(lib, &[text.to_owned()]);
+    assert_eq!(
+        heard("//! [`A`]\nmod a;\n#[doc(hidden)]\npub mod internals;\npub use a::A;", "impl A {\n    /// Words.\n    pub fn f() {}\n}"),
+        [""; 0]
+    );
+    assert_eq!(heard("pub mod a;", ""), ["pub mod a is public"]);
+    assert_eq!(heard("pub use a::{A};", ""), ["A is not in the docs of lib.rs"]);
+    assert_eq!(
+        heard("//! [`A`]\npub use a::A;", "impl A {\n    pub fn f() {}\n    fn g() {}\n}\n    pub fn h() {}"),
+        ["A: no docs on `pub fn f() {}`"]
+    );
+    assert_eq!(heard("//! [`T`]\npub use a::T;", "pub trait T {\n    fn f();\n}"), ["T: no docs on `fn f();`"]);
+    let many: Vec<_> = (0..26).map(|n| format!("N{n}")).collect();
+    let docs: String = many.iter().map(|name| format!("//! [`{name}`]\n")).collect();
+    let methods: String = (0..34).map(|n| format!("    /// Words.\n    pub fn f{n}() {{}}\n")).collect();
+    let found = heard(&format!("{docs}pub use a::{{{}}};", many.join(", ")), &format!("impl N0 {{\n{methods}}}"));
+    assert_eq!(found, ["26 types and functions, at most 25", "60 items with their methods, fewer than 60"]);
+}
