@@ -85,9 +85,6 @@ impl Recorder {
 pub(super) const HEAD: &str = "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[";
 
 /// Writes the tracks as a Chrome trace (open it in ui.perfetto.dev).
-///
-/// # Errors
-/// Those of `out`.
 pub(crate) fn write_chrome(out: &mut impl Write, tracks: &[Recorder]) -> io::Result<()> {
     write!(out, "{HEAD}")?;
     for (tid, track) in tracks.iter().enumerate() {

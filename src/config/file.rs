@@ -31,9 +31,6 @@ pub fn load(path: &Path) -> Result<TrainOptions> {
 
 impl TrainOptions {
     /// These options over those of the file that `--config` names, if it names one.
-    ///
-    /// # Errors
-    /// Those of [`load`].
     pub fn over_config_file(self) -> Result<Self> {
         match &self.config {
             Some(path) => load(path).map(|file| self.over(file)),

@@ -41,9 +41,6 @@ impl Checked {
     }
 
     /// Runs `check` unless it is known to hold; afterwards it is.
-    ///
-    /// # Errors
-    /// Those of `check`.
     pub(super) fn once(&mut self, check: Check, run: impl FnOnce() -> Result<()>) -> Result<()> {
         if !self.known.iter().any(|known| known.claim == check.claim && known.stamp == check.stamp) {
             run()?;

@@ -123,18 +123,12 @@ impl<'a, S: Sink> Encoder<'a, S> {
     }
 
     /// The document ends.
-    ///
-    /// # Errors
-    /// As [`Encoder::push`].
     pub(super) fn end(&mut self) -> Result<()> {
         let Some(Reading { place, pending: text, start, cut, is_first }) = self.reading.take() else { return Ok(()) };
         self.add(EncodeJob { place, text, start, cut, is_first, is_last: true })
     }
 
     /// Encodes what is left.
-    ///
-    /// # Errors
-    /// As [`Encoder::push`].
     pub(super) fn finish(mut self) -> Result<DocumentTotals<S>> {
         self.flush()?;
         Ok(self.documents.finish())

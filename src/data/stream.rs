@@ -51,9 +51,6 @@ impl TokenStream {
 
     /// Reads tokens `start..start + out.len()` without allocating.
     ///
-    /// # Errors
-    /// Those of [`TokenFile::read`].
-    ///
     /// # Panics
     /// If the range reaches beyond the stream.
     pub fn read(&self, mut start: usize, mut out: &mut [i32]) -> Result<()> {

@@ -119,9 +119,6 @@ impl Tokenizer {
     }
 
     /// The ids of a part of a document, each with the bytes of `text` that it stands for.
-    ///
-    /// # Errors
-    /// Those of [`Tokenizer::encode`].
     pub(super) fn encode_part(&self, text: &str) -> Result<Vec<Token>> {
         let model = match &self.kind {
             TokenizerKind::Model(model) => model,

@@ -67,9 +67,6 @@ pub trait Device {
     }
 
     /// [`Device::alloc`] for memory that repeats. Both sizes are whole multiples of [`DeviceKind::ring_grain_bytes`].
-    ///
-    /// # Errors
-    /// As there.
     fn alloc_ring(&mut self, name: &str, elems: usize, dtype: Dtype, shape: RingShape) -> Result<DeviceSlice>;
 
     /// [`Device::alloc`] in memory that host and device know by one address. It lies on the host, where kernels reach it over the

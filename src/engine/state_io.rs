@@ -26,9 +26,6 @@ impl<D: Kernels> Engine<D> {
 
     /// Sets parameters or moments from element `start` of the flat range on. Call [`Engine::send_weights`] after the last.
     ///
-    /// # Errors
-    /// The device's.
-    ///
     /// # Panics
     /// If they reach beyond the flat range, or an update is under way: see [`Engine::flush`].
     pub fn write_state(&mut self, part: StatePart, start: usize, source: &[f32]) -> Result<()> {
@@ -37,9 +34,6 @@ impl<D: Kernels> Engine<D> {
     }
 
     /// Reads parameters or moments from element `start` of the flat range on. Call [`Engine::flush`] first.
-    ///
-    /// # Errors
-    /// The device's.
     ///
     /// # Panics
     /// If they reach beyond the flat range, or an update is under way: see [`Engine::flush`].
@@ -54,9 +48,6 @@ impl<D: Kernels> Engine<D> {
     }
 
     /// Derives the device's working weights from the state.
-    ///
-    /// # Errors
-    /// The device's.
     pub fn send_weights(&mut self) -> Result<()> {
         for state in &self.memory.device {
             let dst = self.model.weights.slice(state.flat.start, state.flat.len());
@@ -68,9 +59,6 @@ impl<D: Kernels> Engine<D> {
     }
 
     /// Writes every decided update into the state, so that it can be read.
-    ///
-    /// # Errors
-    /// The device's.
     pub fn flush(&mut self) -> Result<()> {
         self.vitals.now(Doing::Updates, 0);
         let flushed = self.write_updates();

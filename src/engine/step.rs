@@ -60,9 +60,6 @@ impl<D: Kernels> Engine<D> {
     }
 
     /// The step whose data was read last.
-    ///
-    /// # Errors
-    /// The device's.
     pub(crate) fn run_step(&mut self, learning_rate: f64, data: StepData) -> Result<StepReport> {
         self.vitals.now(Doing::Enqueuing, 0);
         let stepped = self.pass_and_validate(learning_rate, data);

@@ -95,9 +95,6 @@ pub(super) struct WeightFlow {
 
 impl WeightFlow {
     /// Streams the part of the flat `weights` that lies in `ring` from `source`, which holds it in flat order.
-    ///
-    /// # Errors
-    /// The device's.
     pub(super) fn new<D: Device>(
         dev: &mut D,
         table: &TensorTable,
@@ -118,9 +115,6 @@ impl WeightFlow {
 
     /// Enqueues the copy of `module`'s weights, unless they lie in the ring; returns its bytes. What is in their way must have
     /// been used, as far as it was enqueued to be.
-    ///
-    /// # Errors
-    /// The device's.
     pub(super) fn fetch<D: Device>(&mut self, dev: &mut D, module: usize) -> Result<u64> {
         let range = self.streamed(module);
         if range.is_empty() || self.window.has(module) {
@@ -138,17 +132,11 @@ impl WeightFlow {
     }
 
     /// What is computed from now on finds the weights of `module`, which was fetched.
-    ///
-    /// # Errors
-    /// The device's.
     pub(super) fn arrive<D: Device>(&self, dev: &mut D, module: usize) -> Result<()> {
         dev.wait(Stream::Compute, self.fetched[module])
     }
 
     /// What was enqueued so far is all that is computed with these weights of `module`, for now.
-    ///
-    /// # Errors
-    /// The device's.
     pub(super) fn leave<D: Device>(&self, dev: &mut D, module: usize) -> Result<()> {
         dev.record(self.used[module], Stream::Compute)
     }

@@ -34,9 +34,6 @@ pub(crate) struct MachineId {
 
 impl MachineId {
     /// The machine of `topology` and of the GPU that CUDA shows first.
-    ///
-    /// # Errors
-    /// Those of [`GpuFacts::read`].
     pub(crate) fn new(topology: &Topology) -> Result<Self> {
         GpuFacts::read().map(|gpu| Self::of(topology, &gpu))
     }

@@ -130,9 +130,6 @@ impl HostMemory {
 
     /// As [`HostMemory::alloc`], for buckets or slots of `period_bytes` each: where the machine has several memory nodes, each
     /// bucket lies on all of them, its first part on the first.
-    ///
-    /// # Errors
-    /// As [`HostMemory::alloc`].
     pub fn alloc_periodic(&mut self, name: &str, bytes: usize, period_bytes: usize) -> Result<PinnedSlice> {
         if bytes == 0 {
             return Ok(PinnedSlice { addr: EMPTY_ADDR, bytes: 0 });
@@ -149,9 +146,6 @@ impl HostMemory {
 
     /// `bytes` of zeroed memory; below `ringed_bytes` it repeats every `period_bytes`: the same pages, mapped again and
     /// again. Both are multiples of [`RING_GRAIN_BYTES`].
-    ///
-    /// # Errors
-    /// As [`HostMemory::alloc`].
     ///
     /// # Panics
     /// If they are not, or the ring is longer than the memory.

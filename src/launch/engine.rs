@@ -44,9 +44,6 @@ pub(crate) trait UseEngine {
 
 impl Launch {
     /// What `settings` ask for on this machine.
-    ///
-    /// # Errors
-    /// Those of [`devices::choose`].
     pub(crate) fn new(settings: &Settings) -> Result<Self> {
         let topology = Topology::this_machine();
         let chosen = devices::choose(settings, &topology)?;

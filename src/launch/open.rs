@@ -9,9 +9,6 @@ use crate::host::doorbell::Doorbell;
 use std::sync::Arc;
 
 /// See [`CpuDevice::new`].
-///
-/// # Errors
-/// As there.
 pub(crate) fn cpu(threads: usize, schedule: Schedule, driver: Arc<Doorbell>, trace_spans: usize) -> Result<CpuDevice> {
     // SAFETY: these drivers order their streams by events (the adversary's schedules would show where not) and declare host memory before the
     // device that copies it, or own it beside the device.
@@ -19,9 +16,6 @@ pub(crate) fn cpu(threads: usize, schedule: Schedule, driver: Arc<Doorbell>, tra
 }
 
 /// See [`CudaDevice::new`].
-///
-/// # Errors
-/// As there.
 #[cfg(feature = "cuda")]
 pub(crate) fn gpu(options: &CudaOptions) -> Result<CudaDevice> {
     // SAFETY: as for the CPU; batches are checked against vocabulary and sequence length before they are copied.

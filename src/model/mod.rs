@@ -77,9 +77,6 @@ impl Model {
     }
 
     /// Lets the device get ready for every layer's attention.
-    ///
-    /// # Errors
-    /// The device's.
     pub(crate) fn prepare<D: Kernels>(&self, dev: &mut D) -> Result<()> {
         (0..self.shape.layers).try_for_each(|layer| dev.prepare_attention(self.attention_shape(layer), self.weights.dtype()))
     }

@@ -21,9 +21,6 @@ pub(crate) struct Arithmetic {
 
 impl Arithmetic {
     /// Measures for about `time_s`. Begin with a device that has rested.
-    ///
-    /// # Errors
-    /// The device's.
     pub(crate) fn measure<D: Kernels>(timer: &mut Timer<'_, D>, sizes: ProbeSizes, time_s: f64) -> Result<Self> {
         let products = product::measure(timer, Dtype::Bfloat16, sizes.product, 0.72 * time_s)?;
         let attention = attention::measure(timer, sizes.seq_length, products.sustained.median(), 0.18 * time_s)?;

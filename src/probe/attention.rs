@@ -22,9 +22,6 @@ pub(crate) struct PassRates {
 
 /// Measures attention in bf16 over sequences of at most `seq_limit` tokens for about `time_s`, on a device of about
 /// `matmul_flops`.
-///
-/// # Errors
-/// The device's.
 pub(crate) fn measure<D: Kernels>(timer: &mut Timer<'_, D>, seq_limit: usize, matmul_flops: f64, time_s: f64) -> Result<PassRates> {
     let fits = |&seq: &usize| seq <= SEQ_MIN || RUNS_MIN * 3.0 * shape(seq).flops() < time_s * matmul_flops;
     let seq = std::iter::successors(Some(seq_limit), |seq| Some(seq / 2)).find(fits).unwrap_or(seq_limit);

@@ -71,9 +71,6 @@ impl Copies {
     }
 
     /// Enqueues a copy of `bytes` on the stream for this way.
-    ///
-    /// # Errors
-    /// The device's.
     pub(crate) fn enqueue<D: Device>(self, dev: &mut D, way: Way, bytes: usize) -> Result<()> {
         let (host, device) = (self.host[way as usize].slice(0, bytes), self.device[way as usize].slice(0, bytes / 4));
         match way {
@@ -83,9 +80,6 @@ impl Copies {
     }
 
     /// Measures the link for about `time_s`.
-    ///
-    /// # Errors
-    /// The device's.
     pub(crate) fn measure<D: Device>(self, timer: &mut Timer<'_, D>, addressing: Addressing, time_s: f64) -> Result<Link> {
         let rates = |timer: &mut Timer<'_, D>, way: Way, bytes: usize, time_s: f64| {
             timer.rates(time_s, bytes as f64, |dev| self.enqueue(dev, way, bytes))

@@ -26,9 +26,6 @@ pub struct Small {
 }
 
 /// Measures pointwise work on `bytes` of bf16, and tiny kernels, for about `time_s`. `large` keeps the device busy meanwhile.
-///
-/// # Errors
-/// The device's.
 pub fn measure<D: Kernels>(timer: &mut Timer<'_, D>, bytes: usize, large: Product, time_s: f64) -> Result<Small> {
     let memory_bytes_per_s = pointwise(timer, bytes, time_s / 3.0)?;
     let (wide, narrow) = (timer.dev.alloc("a few numbers", FEW, Dtype::Float32)?, timer.dev.alloc("the same", FEW, Dtype::Bfloat16)?);

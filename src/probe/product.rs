@@ -51,9 +51,6 @@ impl Product {
     }
 
     /// Enqueues `c[m,n] = a[m,n] b[n,n]^T`.
-    ///
-    /// # Errors
-    /// The device's.
     pub fn enqueue<D: Kernels>(self, dev: &mut D, m: usize) -> Result<()> {
         self.part(dev, MatmulLayout::Nt, [m, self.n, self.n])
     }
@@ -72,9 +69,6 @@ impl Product {
 }
 
 /// Uniform numbers between -1 and 1 in all of `memory`, which is of float formats.
-///
-/// # Errors
-/// The device's.
 pub(crate) fn fill<D: Kernels>(dev: &mut D, memory: &[DeviceSlice]) -> Result<()> {
     let elems = memory.iter().map(|part| part.elems()).max().unwrap_or(0).min(RANDOM_ELEMS);
     let (mut host, mut rng) = (HostMemory::default(), ChaCha8Rng::seed_from_u64(1));
@@ -104,9 +98,6 @@ pub(crate) struct Products {
 }
 
 /// Measures products of at most `limit` rows in `dtype` for about `time_s`. Begin with a device that has rested.
-///
-/// # Errors
-/// The device's.
 pub(crate) fn measure<D: Kernels>(timer: &mut Timer<'_, D>, dtype: Dtype, limit: usize, time_s: f64) -> Result<Products> {
     let room = Product::new(timer.dev, dtype, limit)?;
     let large = largest(timer, room, 0.05 * time_s)?;

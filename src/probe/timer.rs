@@ -19,18 +19,12 @@ pub struct Timer<'a, D> {
 
 impl<'a, D: Device> Timer<'a, D> {
     /// Gets ready to measure `dev`.
-    ///
-    /// # Errors
-    /// The device's.
     pub fn new(dev: &'a mut D) -> Result<Self> {
         let ends = [dev.event()?, dev.event()?, dev.event()?];
         Ok(Self { dev, ends })
     }
 
     /// Waits until nothing is enqueued.
-    ///
-    /// # Errors
-    /// The device's.
     pub fn settle(&mut self) -> Result<()> {
         for (stream, end) in Stream::ALL.into_iter().zip(self.ends) {
             self.dev.record(end, stream)?;
@@ -56,9 +50,6 @@ impl<'a, D: Device> Timer<'a, D> {
     }
 
     /// Takes samples for about `time_s`, one at least.
-    ///
-    /// # Errors
-    /// What `sample` says.
     pub fn samples(&mut self, time_s: f64, mut sample: impl FnMut(&mut Self) -> Result<f64>) -> Result<Samples> {
         let (start_ns, mut samples) = (self.dev.now_ns(), Vec::new());
         while samples.is_empty() || (self.since(start_ns) < time_s && samples.len() < SAMPLES_MAX) {

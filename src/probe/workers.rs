@@ -32,9 +32,6 @@ impl<J: Job> Workers<J> {
     }
 
     /// Starts `threads` of them that ring `bell`.
-    ///
-    /// # Errors
-    /// As [`Workers::new`].
     pub(crate) fn ringing(bell: Arc<Doorbell>, topology: &Topology, threads: usize) -> Result<Self> {
         let placement = Placement::on(topology, threads);
         let homes = memory_policy(topology, threads)?.homes();
@@ -44,9 +41,6 @@ impl<J: Job> Workers<J> {
     }
 
     /// Bytes a second that jobs move, for about `time_s`; `job` makes the next one.
-    ///
-    /// # Errors
-    /// As [`Pool::is_idle`].
     pub fn rates(&mut self, time_s: f64, mut job: impl FnMut(usize) -> J) -> Result<Samples> {
         let mut rate = |index| -> Result<f64> {
             let (job, start_ns) = (job(index), now_ns());
@@ -74,9 +68,6 @@ impl<J: Job> Workers<J> {
 }
 
 /// What a run with so many workers does for its memory.
-///
-/// # Errors
-/// As [`MemoryPolicy::new`].
 pub fn memory_policy(topology: &Topology, threads: usize) -> Result<MemoryPolicy> {
     let cpus = Placement::on(topology, threads).map_or(Vec::new(), |placement| placement.workers);
     MemoryPolicy::new(topology, HugePagesChoice::Auto, &cpus, threads)

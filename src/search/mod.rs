@@ -68,9 +68,6 @@ pub(crate) struct Ranking {
 
 /// The plan that a run of `settings` gets on `machine`, with room for a timeline if `trace`: the best of what was left open, by
 /// simulation. On the CPU device, whose rates nobody assumes, the plan of [`Plan::new`].
-///
-/// # Errors
-/// Those of [`SearchQuery::rank`].
 pub(crate) fn best_plan(settings: &Settings, shape: &ModelShape, machine: &Machine, trace: bool) -> Result<Plan> {
     if machine.kind == DeviceKind::Cpu {
         let plan = Plan::new(settings, shape, machine, trace)?;

@@ -29,9 +29,6 @@ pub(crate) struct Steps {
 
 impl Steps {
     /// Runs the steps of warm-up.
-    ///
-    /// # Errors
-    /// The engine's.
     pub(crate) fn warm_up<D: Kernels>(self, engine: &mut Engine<D>, tokens: &mut RandomTokens) -> Result<()> {
         (1..=self.warmup).try_for_each(|step| self.step(engine, tokens, step).map(drop))
     }
@@ -43,9 +40,6 @@ impl Steps {
     }
 
     /// Runs the timed steps, after those of warm-up; `tell` hears what was not as it should be.
-    ///
-    /// # Errors
-    /// The engine's.
     pub(crate) fn time<D: Kernels>(
         self,
         engine: &mut Engine<D>,

@@ -23,9 +23,6 @@ const SHOWN: usize = 72;
 
 /// The run of this model, tokenizer and data; none of the latter is the text that ships with the program. Checksums of files are
 /// kept in `kept`; `progress` hears what is read.
-///
-/// # Errors
-/// Those of [`source::find_files`] and [`checksum::fingerprints`].
 pub(super) fn of(
     shape: &ModelShape,
     tokenizer: &Tokenizer,

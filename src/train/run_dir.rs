@@ -70,9 +70,6 @@ impl RunDir {
     }
 
     /// Where the timeline goes, for the end of the run.
-    ///
-    /// # Errors
-    /// Those of [`TraceFile::open`].
     pub(super) fn take_trace(&mut self) -> Result<TraceFile> {
         self.trace.take().map_or_else(|| self.trace_here(), Ok)
     }

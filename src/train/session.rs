@@ -265,9 +265,6 @@ impl<D: Kernels> Session<D> {
     }
 
     /// The digest of the state, flushed: optimizer step, then parameters, m and v of every tensor.
-    ///
-    /// # Errors
-    /// The engine's.
     pub(crate) fn digest(&mut self) -> Result<String> {
         self.engine.flush()?;
         let mut digest = StateDigest::new(self.engine.optimizer_step());

@@ -87,9 +87,6 @@ pub fn free_bytes() -> Result<u64> {
 }
 
 /// What the first GPU sees of the host's memory, if it can be opened.
-///
-/// # Errors
-/// As [`free_bytes`].
 pub fn probe() -> Result<Addressing> {
     free_bytes()?;
     unified::addressing(first_gpu()?.as_raw())

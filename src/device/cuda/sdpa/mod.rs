@@ -198,9 +198,6 @@ impl AttentionCall {
     }
 
     /// The gradient of [`AttentionCall::forward`].
-    ///
-    /// # Errors
-    /// As there.
     pub(super) fn backward(kernel: &AttentionBackward) -> Result<Self> {
         let AttentionBackward { dout, qkv, documents, out, lse, dqkv, shape } = *kernel;
         no_documents(documents)?;
