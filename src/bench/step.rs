@@ -11,7 +11,7 @@ use crate::hardware::gpu::{GpuSamples, Sampler};
 use crate::hardware::parse::meminfo_bytes;
 use crate::host::perf::{WORKER_ROLE, WorkerCounters};
 use crate::launch::context::check_context;
-use crate::launch::engine::{Launch, UseEngine};
+use crate::launch::engine::{Launcher, UseEngine};
 use crate::launch::gpu;
 use crate::memory::MemorySpace;
 use crate::metrics::MemoryUse;
@@ -38,7 +38,7 @@ pub(crate) struct StepBench {
 
 struct Measurement<'a> {
     bench: &'a StepBench,
-    launch: &'a Launch,
+    launch: &'a Launcher,
     /// FLOP/s of a large matrix product on a GPU; see [`super::ceiling::matmul_flops`].
     matmul_flops: Option<f64>,
     log: &'a mut dyn FnMut(&dyn Display),
@@ -63,7 +63,7 @@ impl StepBench {
     /// # Errors
     /// Whatever is missing or too large.
     pub(crate) fn run(&self, log: &mut dyn FnMut(&dyn Display)) -> Result<StepRecord> {
-        let launch = Launch::new(&self.settings)?;
+        let launch = Launcher::new(&self.settings)?;
         let chosen = &launch.chosen;
         chosen.note.iter().for_each(|why| log(&format_args!("no GPU: {why}")));
         chosen.warning.iter().for_each(|line| log(&format_args!("warning: {line}")));

@@ -5,7 +5,7 @@
 //! held by the run that prepares it (the lock ends with the process, however it ends), and `.KEY.tmp`, which is being written, or was left
 //! by a killed run if nobody holds the lock.
 
-use super::checked::Checked;
+use super::checked::CheckedFiles;
 use super::checksum::hex;
 use super::preparation::Preparation;
 use super::prepared::{FORMAT_VERSION, FolderWriter, Prepared, PreparedFrom, open};
@@ -31,7 +31,7 @@ pub(super) fn find_or_prepare(
     texts: &[&Path],
     tokenizer: &Tokenizer,
     vocab_size: usize,
-    checked: &mut Checked,
+    checked: &mut CheckedFiles,
     preparation: &mut Preparation<'_>,
 ) -> Result<Prepared> {
     let key = key(texts, tokenizer)?;
@@ -185,7 +185,7 @@ mod tests {
                 News::Progress { .. } => {}
             };
             let mut preparation = Preparation::new(stop, Some(self.path(cache)), self.path("run"), emit);
-            find_or_prepare(&[&self.path("a.txt")], &Tokenizer::bytes(), 256, &mut Checked::default(), &mut preparation)
+            find_or_prepare(&[&self.path("a.txt")], &Tokenizer::bytes(), 256, &mut CheckedFiles::default(), &mut preparation)
         }
 
         fn good(&self, cache: &str) -> String {
@@ -289,7 +289,7 @@ mod tests {
                 stop.set();
             }
         });
-        let stopped = find_or_prepare(&[&case.path("a.txt")], &Tokenizer::bytes(), 256, &mut Checked::default(), &mut preparation);
+        let stopped = find_or_prepare(&[&case.path("a.txt")], &Tokenizer::bytes(), 256, &mut CheckedFiles::default(), &mut preparation);
         assert_eq!(stopped.err().unwrap().exit_code(), 75);
         assert!(case.names("cache").iter().all(|name| name.ends_with(".lock")), "{:?}", case.names("cache"));
     }

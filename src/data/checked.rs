@@ -22,14 +22,14 @@ pub(super) struct Check {
 }
 
 #[derive(Default)]
-pub(super) struct Checked {
+pub(super) struct CheckedFiles {
     dir: Option<PathBuf>,
     known: Vec<Check>,
     /// Those that hold for this start; only they are kept.
     holding: Vec<Check>,
 }
 
-impl Checked {
+impl CheckedFiles {
     /// What is kept in `dir`. A file that cannot be understood is as none: the data is checked again.
     ///
     /// # Errors
@@ -72,7 +72,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("a.bin");
         let runs = |claim: &str| {
-            let mut checked = Checked::load(Some(dir.path())).unwrap();
+            let mut checked = CheckedFiles::load(Some(dir.path())).unwrap();
             let stamp = InFile::open(&path).unwrap().stamp().unwrap();
             let mut ran = false;
             let check = Check { path: path.clone(), claim: claim.into(), stamp };
@@ -92,7 +92,7 @@ mod tests {
         assert!(runs("y") && !runs("y"));
         std::fs::write(dir.path().join(FILE), "{").unwrap();
         assert!(runs("y") && !runs("y"));
-        let mut checked = Checked::load(Some(dir.path())).unwrap();
+        let mut checked = CheckedFiles::load(Some(dir.path())).unwrap();
         let check = Check { path: path.clone(), claim: "z".into(), stamp: InFile::open(&path).unwrap().stamp().unwrap() };
         assert!(checked.once(check, || Err(Error::usage("no"))).is_err());
         checked.save().unwrap();

@@ -2,7 +2,7 @@
 //! tokens that follow each of them. Consecutive sequences share one token; what is left at the end is less than one.
 
 use crate::data::cache;
-use crate::data::checked::Checked;
+use crate::data::checked::CheckedFiles;
 use crate::data::preparation::Preparation;
 use crate::data::prepared::Prepared;
 use crate::data::source::{self, SourceKind};
@@ -120,7 +120,7 @@ fn open_stream(
 ) -> Result<(TokenStream, u64)> {
     let is_text = |path: &&Path| source::kind(path) != Some(SourceKind::Tokens);
     let texts: Vec<&Path> = files.iter().map(PathBuf::as_path).filter(is_text).collect();
-    let mut checked = Checked::load(preparation.output_dir.as_deref())?;
+    let mut checked = CheckedFiles::load(preparation.output_dir.as_deref())?;
     let AllText { tokens: text, ends, documents } = if texts.is_empty() && !files.is_empty() {
         AllText { tokens: Arc::new(Tokens::Memory(Vec::new())), ends: Vec::new(), documents: 0 }
     } else {
@@ -157,7 +157,7 @@ fn open_text(
     texts: &[&Path],
     tokenizer: &Tokenizer,
     vocab_size: usize,
-    checked: &mut Checked,
+    checked: &mut CheckedFiles,
     preparation: &mut Preparation<'_>,
 ) -> Result<AllText> {
     if source::bytes_of(texts) <= preparation.in_memory_bytes_max {

@@ -9,7 +9,7 @@
 //!
 //! A folder is written under a temporary name, synced and renamed, so that it is whole or not there. Readers refuse what they do not know.
 
-use super::checked::{Check, Checked};
+use super::checked::{Check, CheckedFiles};
 use super::documents::{DocumentTotals, Sink};
 use super::preparation::Preparation;
 use super::scan::{BLOCK_BYTES, scan};
@@ -235,7 +235,7 @@ pub(super) fn open(
     dir: &Path,
     origin: &PreparedFrom<'_>,
     is_fresh: bool,
-    checked: &mut Checked,
+    checked: &mut CheckedFiles,
     preparation: &mut Preparation<'_>,
 ) -> Result<Option<Prepared>> {
     let path = dir.join(MANIFEST);
@@ -292,7 +292,7 @@ mod tests {
     }
 
     fn reopen(dir: &Path, origin: &PreparedFrom<'_>) -> Result<Option<Prepared>> {
-        open(dir, origin, false, &mut Checked::default(), &mut Preparation::default())
+        open(dir, origin, false, &mut CheckedFiles::default(), &mut Preparation::default())
     }
 
     #[test]

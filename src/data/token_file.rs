@@ -8,7 +8,7 @@
 //! running training is an error and no crash. All of it is checked once, on all CPUs; a later start of the run knows the result
 //! by the file's size, time and inode.
 
-use crate::data::checked::{Check, Checked};
+use crate::data::checked::{Check, CheckedFiles};
 use crate::data::preparation::Preparation;
 use crate::data::scan::{BLOCK_BYTES, scan};
 use crate::disk::{self, InFile};
@@ -49,7 +49,7 @@ impl TokenFile {
     /// # Errors
     /// `Io` when it cannot be read; `Format` that names the byte offset of an id outside the vocabulary, or says that the
     /// file is empty or ends within an id, or what is wrong with the file that tells the width; `Interrupted`.
-    pub(super) fn open(path: &Path, vocab_size: usize, checked: &mut Checked, preparation: &mut Preparation<'_>) -> Result<Self> {
+    pub(super) fn open(path: &Path, vocab_size: usize, checked: &mut CheckedFiles, preparation: &mut Preparation<'_>) -> Result<Self> {
         let file = InFile::open(path)?;
         let bytes = file.bytes() as usize;
         let declared = declared_width(path)?;
@@ -175,7 +175,7 @@ mod tests {
     }
 
     fn open(path: &Path, vocab_size: usize) -> Result<TokenFile> {
-        TokenFile::open(path, vocab_size, &mut Checked::default(), &mut Preparation::default())
+        TokenFile::open(path, vocab_size, &mut CheckedFiles::default(), &mut Preparation::default())
     }
 
     fn refusal(name: &str, bytes: &[u8], vocab_size: usize) -> String {
@@ -227,7 +227,7 @@ mod tests {
     fn a_file_is_checked_once_and_again_when_it_has_changed() {
         let (dir, path) = written("a.bin", &[1, 0, 2, 0]);
         let checks = |vocab_size| {
-            let mut checked = Checked::load(Some(dir.path())).unwrap();
+            let mut checked = CheckedFiles::load(Some(dir.path())).unwrap();
             let read = Cell::new(false);
             let mut preparation = Preparation::new(&StopFlag::default(), None, dir.path().into(), |_| read.set(true));
             TokenFile::open(&path, vocab_size, &mut checked, &mut preparation).map(|_| checked.save().unwrap())?;
@@ -245,7 +245,7 @@ mod tests {
         let stop = StopFlag::default();
         stop.set();
         let mut preparation = Preparation::new(&stop, None, "/".into(), |_| ());
-        let stopped = TokenFile::open(&path, 1 << 20, &mut Checked::default(), &mut preparation);
+        let stopped = TokenFile::open(&path, 1 << 20, &mut CheckedFiles::default(), &mut preparation);
         assert_eq!(stopped.err().unwrap().exit_code(), 75);
     }
 

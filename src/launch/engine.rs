@@ -26,7 +26,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 /// This machine and the device that computes on it.
-pub(crate) struct Launch {
+pub(crate) struct Launcher {
     pub topology: Topology,
     pub chosen: SelectedDevice,
 }
@@ -42,7 +42,7 @@ pub(crate) trait UseEngine {
     fn run<D: Kernels>(self, engine: Engine<D>) -> Result<Self::Output>;
 }
 
-impl Launch {
+impl Launcher {
     /// What `settings` ask for on this machine.
     pub(crate) fn new(settings: &Settings) -> Result<Self> {
         let topology = Topology::this_machine();

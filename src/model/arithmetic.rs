@@ -95,7 +95,7 @@ fn shortest(x: f32) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::shape::Rope;
+    use crate::model::shape::RopeConfig;
 
     fn changed(change: impl FnOnce(&mut ModelShape)) -> Vec<String> {
         let (before, mut shape) = (ModelShape::demo().arithmetic(), ModelShape::demo());
@@ -107,7 +107,7 @@ mod tests {
 
     #[test]
     fn what_changes_arithmetic_changes_the_record_and_nothing_else_does() {
-        let rope = |scaling| Positions::Rope(Rope { theta: 10000.0, rotary_dim: 32, scaling });
+        let rope = |scaling| Positions::Rope(RopeConfig { theta: 10000.0, rotary_dim: 32, scaling });
         let llama3 = |factor| RopeScaling::Llama3 { factor, low_freq_factor: 1.0, high_freq_factor: 4.0, original_max_positions: 64 };
         assert_eq!(changed(|s| s.eps = 0.5), ["norm_eps"]);
         assert_eq!(changed(|s| s.eps = f32::from_bits(s.eps.to_bits() + 1)), ["norm_eps"]);

@@ -5,7 +5,7 @@
 //! `pad_token_id` does not freeze its embedding: packed sequences hold no padding.
 
 use super::family::{Family, FamilySpec, Missing, Presence, WindowRule};
-use super::shape::{DEMO_CONFIG, Mlp, ModelShape, NormKind, Positions, Rope, RopeScaling};
+use super::shape::{DEMO_CONFIG, Mlp, ModelShape, NormKind, Positions, RopeConfig, RopeScaling};
 use super::tensors::TensorTable;
 use crate::disk;
 use crate::error::{Error, Result};
@@ -171,7 +171,7 @@ fn sliding_layers(keys: &Keys, layers: usize) -> Result<Vec<bool>> {
     types.iter().map(slides).collect()
 }
 
-fn rope(keys: &Keys, spec: &FamilySpec, head_dim: usize, max_positions: usize) -> Result<Rope> {
+fn rope(keys: &Keys, spec: &FamilySpec, head_dim: usize, max_positions: usize) -> Result<RopeConfig> {
     let empty = Map::new();
     let (within, map) = keys.rope_parameters(&empty)?;
     let inner = Keys { map, path: keys.path, within };
@@ -186,7 +186,7 @@ fn rope(keys: &Keys, spec: &FamilySpec, head_dim: usize, max_positions: usize) -
     if rotary_dim == 0 || !rotary_dim.is_multiple_of(2) {
         return Err(keys.bad("head_dim", format_args!("{rotary_dim} rotating channels of {head_dim}: rope needs an even number")));
     }
-    Ok(Rope { theta, rotary_dim, scaling: rope_scaling(keys, &inner, max_positions)? })
+    Ok(RopeConfig { theta, rotary_dim, scaling: rope_scaling(keys, &inner, max_positions)? })
 }
 
 fn rope_scaling(keys: &Keys, inner: &Keys, max_positions: usize) -> Result<RopeScaling> {
@@ -393,7 +393,7 @@ mod tests {
         shape.expect_err("must be refused").to_string()
     }
 
-    fn rope_of(shape: &ModelShape) -> Rope {
+    fn rope_of(shape: &ModelShape) -> RopeConfig {
         match shape.positions {
             Positions::Rope(rope) => rope,
             Positions::Learned => panic!("no rope"),
@@ -441,9 +441,9 @@ mod tests {
         let new = with("LlamaForCausalLM", json!({"rope_parameters": inner})).unwrap();
         assert_eq!(old, new);
         let scaling = RopeScaling::Llama3 { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_max_positions: 64 };
-        assert_eq!(rope_of(&old), Rope { theta: 5e5, rotary_dim: 8, scaling });
+        assert_eq!(rope_of(&old), RopeConfig { theta: 5e5, rotary_dim: 8, scaling });
         let linear = with("LlamaForCausalLM", json!({"rope_scaling": {"type": "linear", "factor": 2.0}})).unwrap();
-        assert_eq!(rope_of(&linear), Rope { theta: 1e4, rotary_dim: 8, scaling: RopeScaling::Linear { factor: 2.0 } });
+        assert_eq!(rope_of(&linear), RopeConfig { theta: 1e4, rotary_dim: 8, scaling: RopeScaling::Linear { factor: 2.0 } });
         let partial = with("Phi3ForCausalLM", json!({"partial_rotary_factor": 0.5})).unwrap();
         assert_eq!(rope_of(&partial).rotary_dim, 4);
     }

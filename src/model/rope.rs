@@ -1,9 +1,9 @@
 //! Angles of the rotary position embedding, rounded where `transformers` rounds: frequencies and angles are fp32.
 
-use super::shape::{Rope, RopeScaling};
+use super::shape::{RopeConfig, RopeScaling};
 
 /// The table of [`crate::device::Kernels::rope`]: (cos, sin) fp32 `[seq_length, rotary_dim / 2, 2]`.
-pub(crate) fn rope_table(rope: &Rope, seq_length: usize) -> Vec<f32> {
+pub(crate) fn rope_table(rope: &RopeConfig, seq_length: usize) -> Vec<f32> {
     let frequencies = inverse_frequencies(rope);
     let mut table = Vec::with_capacity(seq_length * rope.rotary_dim);
     for position in 0..seq_length {
@@ -16,7 +16,7 @@ pub(crate) fn rope_table(rope: &Rope, seq_length: usize) -> Vec<f32> {
 }
 
 /// Radians per position for each rotating pair of channels, `[rotary_dim / 2]`.
-fn inverse_frequencies(rope: &Rope) -> Vec<f32> {
+fn inverse_frequencies(rope: &RopeConfig) -> Vec<f32> {
     let theta = f64::from(rope.theta as f32);
     let plain = |pair: usize| {
         let exponent = (2 * pair) as f32 / rope.rotary_dim as f32;
@@ -49,7 +49,7 @@ fn stretch(frequency: f32, scaling: RopeScaling) -> f32 {
 mod tests {
     use super::*;
 
-    const LLAMA3: Rope = Rope {
+    const LLAMA3: RopeConfig = RopeConfig {
         theta: 500_000.0,
         rotary_dim: 64,
         scaling: RopeScaling::Llama3 { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_max_positions: 8192 },
@@ -72,7 +72,7 @@ mod tests {
 
     #[test]
     fn the_table_holds_cosines_and_sines_by_position() {
-        let rope = Rope { theta: 10_000.0, rotary_dim: 4, scaling: RopeScaling::Linear { factor: 2.0 } };
+        let rope = RopeConfig { theta: 10_000.0, rotary_dim: 4, scaling: RopeScaling::Linear { factor: 2.0 } };
         let table = rope_table(&rope, 3);
         assert_eq!(table.len(), 3 * 2 * 2);
         assert_eq!(table[..4], [1.0, 0.0, 1.0, 0.0]);

@@ -24,11 +24,11 @@ pub(crate) enum Mlp {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Positions {
     Learned,
-    Rope(Rope),
+    Rope(RopeConfig),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Rope {
+pub struct RopeConfig {
     /// Base of the frequencies.
     pub(crate) theta: f64,
     /// Leading channels of a head that rotate; even.

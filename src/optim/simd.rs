@@ -315,7 +315,7 @@ impl AdamKernels {
     /// Runs `pass` block by block over `elems` elements. Blocks begin where all that is `written` begins lines, if such
     /// elements exist.
     #[inline(always)]
-    fn run_blocks<const W: usize>(self, elems: usize, written: [ArraySpan; W], mut pass: impl FnMut(Access, Range<usize>)) {
+    fn run_blocks<const W: usize>(self, elems: usize, written: [ArraySpan; W], mut pass: impl FnMut(PassAccess, Range<usize>)) {
         assert!(written.iter().all(|place| place.elems == elems), "every array that is written must be as long as the gradients");
         let lead = (0..BLOCK).find(|&lead| written.iter().all(|place| place.at(lead).is_multiple_of(LINE_BYTES)));
         let start = lead.unwrap_or(0).min(elems);
@@ -325,12 +325,12 @@ impl AdamKernels {
             move |isa| {
                 let lines = lead.is_some() && isa != Isa::Scalar;
                 let (stream_state, stream_out) = (lines && self.stores == Stores::Streaming, lines && self.stores != Stores::Temporal);
-                let access = Access { isa, stream_state, stream_out, prefetch_elems: self.prefetch_elems };
+                let access = PassAccess { isa, stream_state, stream_out, prefetch_elems: self.prefetch_elems };
                 for at in (start..end).step_by(BLOCK) {
                     pass(access, at..at + BLOCK);
                 }
                 for edge in [0..start, end..elems] {
-                    pass(Access { stream_state: false, stream_out: false, ..access }, edge);
+                    pass(PassAccess { stream_state: false, stream_out: false, ..access }, edge);
                 }
             },
         );
@@ -392,7 +392,7 @@ struct AdamBlock<O> {
 impl<O: Element> AdamBlock<O> {
     /// The elements `at` of the state, at most a block.
     #[inline(always)]
-    fn load(access: Access, state: [&[f32]; 3], at: &Range<usize>) -> Self {
+    fn load(access: PassAccess, state: [&[f32]; 3], at: &Range<usize>) -> Self {
         let [params, m, v] = state;
         Self { params: access.head(params, at), m: access.head(m, at), v: access.head(v, at), out: [O::from_f32(0.0); BLOCK] }
     }
@@ -405,14 +405,14 @@ impl<O: Element> AdamBlock<O> {
     }
 
     #[inline(always)]
-    fn store_state(&self, access: Access, state: &mut AdamState<'_>, at: &Range<usize>) {
+    fn store_state(&self, access: PassAccess, state: &mut AdamState<'_>, at: &Range<usize>) {
         access.write(access.stream_state, &mut state.params[at.clone()], &self.params);
         access.write(access.stream_state, &mut state.m[at.clone()], &self.m);
         access.write(access.stream_state, &mut state.v[at.clone()], &self.v);
     }
 
     #[inline(always)]
-    fn store_out(&self, access: Access, out: &mut [O], at: &Range<usize>) {
+    fn store_out(&self, access: PassAccess, out: &mut [O], at: &Range<usize>) {
         access.write(access.stream_out, &mut out[at.clone()], &self.out);
     }
 }
@@ -423,7 +423,7 @@ struct LineAligned<T>(T);
 
 /// How a pass reaches memory.
 #[derive(Clone, Copy)]
-struct Access {
+struct PassAccess {
     /// One that the CPU has.
     isa: Isa,
     stream_state: bool,
@@ -431,7 +431,7 @@ struct Access {
     prefetch_elems: usize,
 }
 
-impl Access {
+impl PassAccess {
     /// The elements `at`; asks for those that are due later.
     #[inline(always)]
     fn read<'a, T>(self, array: &'a [T], at: &Range<usize>) -> &'a [T] {

@@ -21,7 +21,7 @@ pub(crate) struct Outcome {
     pub(crate) exposed: ExposedTime,
     /// Gradients out, parameters in.
     pub link: Link,
-    pub adam: Adam,
+    pub adam: AdamOutcome,
     pub(crate) verdicts: Verdicts,
     pub(crate) bucket_steps: Counts,
     /// Mean loss of the first and of the last timed step.
@@ -126,7 +126,7 @@ pub(crate) struct Link {
 
 /// The optimizer's pool in a mean step. Rates are over the time in which it had a job.
 #[derive(Clone, Copy, Debug, Serialize)]
-pub(crate) struct Adam {
+pub(crate) struct AdamOutcome {
     /// Parameters passed over in a step.
     pub params: f64,
     /// Time with a job in a step.

@@ -2,7 +2,7 @@
 
 use super::clip::Clip;
 use super::flops::StepFlops;
-use super::outcome::{Adam, Ends, ExposedTime, Link, Outcome, Speed, Spread, Verdicts};
+use super::outcome::{AdamOutcome, Ends, ExposedTime, Link, Outcome, Speed, Spread, Verdicts};
 use crate::data::batch::{Batch, Batches};
 use crate::device::Kernels;
 use crate::engine::coordinator::Counts;
@@ -144,9 +144,9 @@ impl Timed {
         spans.filter(|span| span.name == name && self.window_ns.contains(&span.start_ns)).map(|span| span.duration_ns).sum()
     }
 
-    fn adam(&self) -> Adam {
+    fn adam(&self) -> AdamOutcome {
         let Counters { adam_elems, adam_bytes, adam_busy_ns, .. } = self.counters;
-        Adam {
+        AdamOutcome {
             params: self.per_step(adam_elems),
             busy_ms: self.per_step(adam_busy_ns) / 1e6,
             busy_gparams_per_s: per_ns(adam_elems, adam_busy_ns),

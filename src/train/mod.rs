@@ -21,7 +21,7 @@ use crate::config::settings::Settings;
 use crate::device::Kernels;
 use crate::engine::executor::Engine;
 use crate::error::Result;
-use crate::launch::engine::{Launch, UseEngine};
+use crate::launch::engine::{Launcher, UseEngine};
 use crate::signals::StopFlag;
 pub use observer::{Observer, RunFacts, Summary};
 use run_dir::RunDir;
@@ -34,7 +34,7 @@ use setup::PreparedRun;
 /// What went wrong before the first step.
 pub fn train(settings: &Settings, stop: &StopFlag, observer: &mut impl Observer) -> Result<Summary> {
     let run_dir = RunDir::open(settings, observer)?;
-    let launch = Launch::new(settings)?;
+    let launch = Launcher::new(settings)?;
     let prepared = setup::prepare(settings, &launch, run_dir, stop, observer)?;
     let (plan, shape) = prepared.blueprint();
     launch.engine(&plan, &shape, Training { prepared, stop, observer })

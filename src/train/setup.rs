@@ -16,7 +16,7 @@ use crate::device::Kernels;
 use crate::engine::executor::Engine;
 use crate::error::{Error, Result};
 use crate::launch::context::check_context;
-use crate::launch::engine::Launch;
+use crate::launch::engine::Launcher;
 use crate::model::shape::{DEMO_CONFIG, ModelShape};
 use crate::model::tensors::TensorTable;
 use crate::model::weights::{self, ModelWeights};
@@ -38,7 +38,7 @@ struct ModelSource {
 
 /// A run that is read, checked and planned, and lacks its engine.
 pub(super) struct PreparedRun<'a> {
-    launch: &'a Launch,
+    launch: &'a Launcher,
     settings: Settings,
     source: ModelSource,
     plan: Plan,
@@ -58,7 +58,7 @@ pub(super) struct PreparedRun<'a> {
 /// Whatever is missing, broken or too large; nothing has been trained yet.
 pub(super) fn prepare<'a>(
     settings: &Settings,
-    launch: &'a Launch,
+    launch: &'a Launcher,
     run_dir: RunDir,
     stop: &StopFlag,
     observer: &mut impl Observer,
@@ -191,8 +191,8 @@ fn max_steps(settings: &Settings, dataset: &Dataset) -> u64 {
     }
 }
 
-fn describe_device(launch: &Launch, device: &str) -> String {
-    let Launch { topology, chosen } = launch;
+fn describe_device(launch: &Launcher, device: &str) -> String {
+    let Launcher { topology, chosen } = launch;
     let why = chosen.note.as_ref().map_or(String::new(), |note| format!("; auto: {note}"));
     format!("{device} on {}{why}", topology.cpu_model.as_deref().unwrap_or("an unnamed processor"))
 }

@@ -46,7 +46,7 @@ impl<'a> TaskMemory<'a> {
 }
 
 /// A kernel's arithmetic on the CPU in one float format; the rest of what it is given has a format of its own.
-pub(super) trait Arithmetic: Kernel {
+pub(super) trait CpuArithmetic: Kernel {
     fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>);
 }
 
@@ -72,7 +72,7 @@ macro_rules! by_float {
 }
 pub(super) use by_float;
 
-impl<K: Arithmetic> Launch<K> for CpuDevice {
+impl<K: CpuArithmetic> Launch<K> for CpuDevice {
     fn accept(&mut self, kernel: Checked<K>) -> Result<()> {
         by_float!(kernel.float_format()?, T => self.compute(kernel, |kernel, cx, memory| kernel.run::<T>(cx, memory)))
     }

@@ -64,13 +64,13 @@ pub(super) fn size(x: usize) -> Result<u32> {
 }
 
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Blocks {
+pub(super) struct LaunchConfig {
     pub(super) grid: [u32; 3],
     pub(super) block: [u32; 3],
     pub(super) shared_bytes: u32,
 }
 
-impl Blocks {
+impl LaunchConfig {
     /// One dimension, no dynamic shared memory.
     pub(super) fn new(blocks: u32, threads: u32) -> Self {
         Self { grid: [blocks, 1, 1], block: [threads, 1, 1], shared_bytes: 0 }
@@ -85,7 +85,7 @@ pub(super) trait Queue {
         stream: Stream,
         name: &'static str,
         dtype: Option<Dtype>,
-        blocks: Blocks,
+        blocks: LaunchConfig,
         args: [Arg; N],
     ) -> Result<()>;
 
@@ -117,10 +117,10 @@ impl Queue for CudaDevice {
         stream: Stream,
         name: &'static str,
         dtype: Option<Dtype>,
-        blocks: Blocks,
+        blocks: LaunchConfig,
         args: [Arg; N],
     ) -> Result<()> {
-        let Blocks { grid, block, shared_bytes } = blocks;
+        let LaunchConfig { grid, block, shared_bytes } = blocks;
         if grid.contains(&0) {
             return Ok(());
         }

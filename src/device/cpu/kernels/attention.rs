@@ -4,11 +4,11 @@
 
 use super::isa::vectorised;
 use super::math::exp;
-use super::panels::{A_PANEL, B_PANEL, Operand, Panels, multiply, packed_elems};
+use super::panels::{A_PANEL, B_PANEL, PanelOperand, Panels, multiply, packed_elems};
 use super::reduce::{fold, max};
 use super::split::{Chunks, MatMut};
 use super::{Arena, Compute, KernelIsa};
-use crate::device::cpu::launch::{Arithmetic, TaskMemory};
+use crate::device::cpu::launch::{CpuArithmetic, TaskMemory};
 use crate::device::{AttentionForward, AttentionShape};
 use crate::dtype::Element;
 use std::ops::Range;
@@ -16,7 +16,7 @@ use std::ops::Range;
 /// Queries that are treated together.
 pub(super) const QUERIES: usize = 64;
 
-impl Arithmetic for AttentionForward {
+impl CpuArithmetic for AttentionForward {
     fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
         let documents = self.documents.map(|documents| memory.read(documents));
         attention::<T>(cx, &self.shape, memory.read(self.qkv), documents, memory.write(self.out), memory.write(self.lse));
@@ -45,8 +45,8 @@ pub(crate) fn attention<T: Element>(
 /// Queries, keys and values of one head of one sequence: rows are `pitch` apart.
 #[derive(Clone, Copy)]
 pub(super) struct HeadInput<'a, T> {
-    pub(super) q: Operand<'a, T>,
-    pub(super) k: Operand<'a, T>,
+    pub(super) q: PanelOperand<'a, T>,
+    pub(super) k: PanelOperand<'a, T>,
     pub(super) v: &'a [T],
     pub(super) pitch: usize,
     /// Where each token's document begins.
@@ -62,7 +62,7 @@ impl<'a, T: Element> HeadInput<'a, T> {
         let (q, k) = (column(head), column(shape.heads + kv_head));
         let v = column(shape.heads + shape.kv_heads + kv_head);
         let documents = documents.map(|starts| &starts[first..][..shape.seq_length]);
-        Self { q: Operand::by_rows(q, pitch), k: Operand::by_rows(k, pitch), v, pitch, documents }
+        Self { q: PanelOperand::by_rows(q, pitch), k: PanelOperand::by_rows(k, pitch), v, pitch, documents }
     }
 
     /// The keys that query `query` sees.
@@ -103,7 +103,7 @@ fn forward_head<T: Element>(
     let keys = arena.take(packed_elems::<B_PANEL>(seq_length, d));
     input.k.pack::<B_PANEL>(0, seq_length, d, keys);
     let values = arena.take(packed_elems::<B_PANEL>(d, seq_length));
-    Operand::by_k(input.v, input.pitch).pack::<B_PANEL>(0, d, seq_length, values);
+    PanelOperand::by_k(input.v, input.pitch).pack::<B_PANEL>(0, d, seq_length, values);
     let q_packed = arena.take(QUERIES * d);
     let sums = arena.take(QUERIES * d_padded);
     let t_padded = seq_length.next_multiple_of(B_PANEL);
@@ -129,7 +129,7 @@ fn forward_head<T: Element>(
             inv_sums[row] = 1.0 / sum;
         }
 
-        Operand::by_rows(scores, width).pack::<A_PANEL>(0, rows, n, p_packed);
+        PanelOperand::by_rows(scores, width).pack::<A_PANEL>(0, rows, n, p_packed);
         let sums = &mut sums[..rows_padded * d_padded];
         sums.fill(0.0);
         let p = Panels { data: p_packed, stride: A_PANEL * n };

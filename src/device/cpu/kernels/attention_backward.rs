@@ -6,11 +6,11 @@
 use super::attention::{HeadInput, QUERIES, query_groups};
 use super::isa::vectorised;
 use super::math::exp;
-use super::panels::{A_PANEL, B_PANEL, Operand, Panels, multiply};
+use super::panels::{A_PANEL, B_PANEL, PanelOperand, Panels, multiply};
 use super::reduce::{fold2, store};
 use super::split::{Chunks, MatMut};
 use super::{Arena, Compute, KernelIsa};
-use crate::device::cpu::launch::{Arithmetic, TaskMemory};
+use crate::device::cpu::launch::{CpuArithmetic, TaskMemory};
 use crate::device::{AttentionBackward, AttentionShape};
 use crate::dtype::Element;
 use std::ops::Range;
@@ -30,7 +30,7 @@ pub(crate) struct Forward<'a, T> {
     pub(crate) lse: &'a [f32],
 }
 
-impl Arithmetic for AttentionBackward {
+impl CpuArithmetic for AttentionBackward {
     fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
         let [dout, qkv, out] = [self.dout, self.qkv, self.out].map(|slice| memory.read::<T>(slice));
         let documents = self.documents.map(|documents| memory.read(documents));
@@ -100,8 +100,8 @@ impl<'a> Scratch<'a> {
     fn load_keys<T: Element>(&mut self, shape: &AttentionShape, input: HeadInput<'_, T>) {
         let (t, d) = (shape.seq_length, shape.head_dim);
         input.k.pack::<B_PANEL>(0, t, d, self.k_t_b);
-        Operand::by_rows(input.v, input.pitch).pack::<B_PANEL>(0, t, d, self.v_t_b);
-        Operand::by_k(input.k.data, input.pitch).pack::<B_PANEL>(0, d, t, self.k_b);
+        PanelOperand::by_rows(input.v, input.pitch).pack::<B_PANEL>(0, t, d, self.v_t_b);
+        PanelOperand::by_k(input.k.data, input.pitch).pack::<B_PANEL>(0, d, t, self.k_b);
         self.dk.fill(0.0);
         self.dv.fill(0.0);
     }
@@ -133,9 +133,9 @@ fn backward_head<T: Element>(
         let (rows, width) = (queries.len(), keys.len().next_multiple_of(B_PANEL));
         let dout_rows = &dout[queries.start * pitch..];
         input.q.pack::<A_PANEL>(queries.start, rows, d, scratch.q_a);
-        Operand::by_k(&input.q.data[queries.start * input.pitch..], input.pitch).pack::<B_PANEL>(0, d, rows, scratch.q_b);
-        Operand::by_rows(dout_rows, pitch).pack::<A_PANEL>(0, rows, d, scratch.dout_a);
-        Operand::by_k(dout_rows, pitch).pack::<B_PANEL>(0, d, rows, scratch.dout_b);
+        PanelOperand::by_k(&input.q.data[queries.start * input.pitch..], input.pitch).pack::<B_PANEL>(0, d, rows, scratch.q_b);
+        PanelOperand::by_rows(dout_rows, pitch).pack::<A_PANEL>(0, rows, d, scratch.dout_a);
+        PanelOperand::by_k(dout_rows, pitch).pack::<B_PANEL>(0, d, rows, scratch.dout_b);
         scores(isa, scratch, &keys, rows, d);
         for (row, query) in queries.clone().enumerate() {
             let seen = input.visible(shape, query);
@@ -169,14 +169,14 @@ fn input_gradients(isa: KernelIsa, scratch: &mut Scratch<'_>, keys: &Range<usize
     let Scratch { k_b, dk, dv, q_b, dout_b, dq, p, ds, packed, .. } = scratch;
     let (n, width, d_padded) = (keys.len(), keys.len().next_multiple_of(B_PANEL), d.next_multiple_of(B_PANEL));
 
-    Operand::by_rows(ds, width).pack::<A_PANEL>(0, rows, n, packed);
+    PanelOperand::by_rows(ds, width).pack::<A_PANEL>(0, rows, n, packed);
     let k = Panels { data: &k_b[keys.start * B_PANEL..], stride: B_PANEL * t };
     dq.fill(0.0);
     let size = (rows.next_multiple_of(A_PANEL), d_padded);
     multiply(isa, Panels { data: packed, stride: A_PANEL * n }, k, n, dq, size, d_padded);
 
     for (a, b, c) in [(p, dout_b, dv), (ds, q_b, dk)] {
-        Operand::by_k(a, width).pack::<A_PANEL>(0, n, rows, packed);
+        PanelOperand::by_k(a, width).pack::<A_PANEL>(0, n, rows, packed);
         let b = Panels { data: b, stride: B_PANEL * rows };
         let size = (n.next_multiple_of(A_PANEL), d_padded);
         multiply(isa, Panels { data: packed, stride: A_PANEL * rows }, b, rows, &mut c[keys.start * d_padded..], size, d_padded);

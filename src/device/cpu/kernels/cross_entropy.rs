@@ -5,7 +5,7 @@ use super::isa::vectorised;
 use super::math::exp;
 use super::reduce::{fold, max};
 use super::split::Chunks;
-use crate::device::cpu::launch::{Arithmetic, TaskMemory};
+use crate::device::cpu::launch::{CpuArithmetic, TaskMemory};
 use crate::device::{CrossEntropyGrad, CrossEntropyLoss, CrossEntropyStats};
 use crate::dtype::Element;
 
@@ -38,7 +38,7 @@ impl Tile<'_> {
     }
 }
 
-impl Arithmetic for CrossEntropyStats {
+impl CpuArithmetic for CrossEntropyStats {
     fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
         let tile = Tile { targets: memory.read(self.targets), vocab_start: self.vocab_start, cols: self.cols };
         stats::<T>(cx, tile, memory.read(self.logits), memory.write(self.stats), self.first);
@@ -63,7 +63,7 @@ pub(crate) fn stats<T: Element>(cx: &mut Compute, tile: Tile<'_>, logits: &[T], 
     });
 }
 
-impl Arithmetic for CrossEntropyGrad {
+impl CpuArithmetic for CrossEntropyGrad {
     fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
         let tile = Tile { targets: memory.read(self.targets), vocab_start: self.vocab_start, cols: self.cols };
         grad::<T>(cx, tile, memory.write(self.logits), memory.read(self.stats), self.scale);
@@ -91,7 +91,7 @@ pub(crate) fn grad<T: Element>(cx: &mut Compute, tile: Tile<'_>, logits: &mut [T
     });
 }
 
-impl Arithmetic for CrossEntropyLoss {
+impl CpuArithmetic for CrossEntropyLoss {
     fn run<T: Element>(self, _: &mut Compute, memory: &TaskMemory<'_>) {
         loss(memory.read(self.stats), &mut memory.write(self.loss)[0], self.scale, self.accumulate);
     }

@@ -4,14 +4,14 @@ use super::isa::vectorised;
 use super::pointwise::add_elems;
 use super::split::Chunks;
 use super::{Compute, ROW_BLOCK};
-use crate::device::cpu::launch::{Arithmetic, TaskMemory};
+use crate::device::cpu::launch::{CpuArithmetic, TaskMemory};
 use crate::device::{Embed, EmbedBackward};
 use crate::dtype::Element;
 
 /// Channels summed at a time.
 const SUMS: usize = 64;
 
-impl Arithmetic for Embed {
+impl CpuArithmetic for Embed {
     fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
         let wpe = self.wpe.map(|wpe| memory.read::<T>(wpe));
         let entries = (memory.read(self.tokens), memory.read(self.positions));
@@ -40,7 +40,7 @@ pub(crate) fn embed<T: Element>(
     });
 }
 
-impl Arithmetic for EmbedBackward {
+impl CpuArithmetic for EmbedBackward {
     fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
         let (dout, channels) = (memory.read::<T>(self.dout), self.channels);
         embed_backward(cx, memory.read(self.tokens), dout, memory.write(self.dwte), self.accumulate_wte, channels);

@@ -1,10 +1,10 @@
 //! Matrix multiplication. See [`panels`](super::panels) for the order of its sums.
 
-use super::panels::{A_PANEL, B_PANEL, Operand, Panels, multiply, packed_elems};
+use super::panels::{A_PANEL, B_PANEL, PanelOperand, Panels, multiply, packed_elems};
 use super::pointwise::copy;
 use super::split::{Chunks, MatMut};
 use super::{Arena, Compute, reduce};
-use crate::device::cpu::launch::{Arithmetic, TaskMemory};
+use crate::device::cpu::launch::{CpuArithmetic, TaskMemory};
 use crate::device::{Matmul, MatmulLayout, MatmulShape};
 use crate::dtype::Element;
 
@@ -16,7 +16,7 @@ const PACK_ROWS: usize = 64;
 /// Floats that a packed operand may take: wider matrices go in slabs.
 const PACKED_ELEMS_MAX: usize = 1 << 23;
 
-impl Arithmetic for Matmul {
+impl CpuArithmetic for Matmul {
     fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
         let (bias, c) = (self.bias.map(|bias| memory.read::<T>(bias)), memory.write(self.c));
         if let Some(base) = self.base_apart() {
@@ -40,8 +40,8 @@ pub(crate) fn matmul<T: Element>(
     accumulate: bool,
 ) {
     let MatmulShape { layout, m, n, k } = shape;
-    let a = if layout == MatmulLayout::Tn { Operand::by_k(a, m) } else { Operand::by_rows(a, k) };
-    let b = if layout == MatmulLayout::Nt { Operand::by_rows(b, k) } else { Operand::by_k(b, n) };
+    let a = if layout == MatmulLayout::Tn { PanelOperand::by_k(a, m) } else { PanelOperand::by_rows(a, k) };
+    let b = if layout == MatmulLayout::Nt { PanelOperand::by_rows(b, k) } else { PanelOperand::by_k(b, n) };
     let rows_max = (PACKED_ELEMS_MAX / k.max(1) / TILE_COLS * TILE_COLS).max(TILE_COLS);
     for (row, c) in c[..m * n].chunks_mut(rows_max * n).enumerate().map(|(slab, c)| (slab * rows_max, c)) {
         for col in (0..n).step_by(rows_max) {
@@ -55,8 +55,8 @@ pub(crate) fn matmul<T: Element>(
 /// The part of `c` that starts at row and column `first` of the operands.
 fn slab<T: Element>(
     cx: &mut Compute,
-    (a, a_first): (Operand<'_, T>, usize),
-    (b, b_first): (Operand<'_, T>, usize),
+    (a, a_first): (PanelOperand<'_, T>, usize),
+    (b, b_first): (PanelOperand<'_, T>, usize),
     k: usize,
     bias: Option<&[T]>,
     c: MatMut<'_, T>,

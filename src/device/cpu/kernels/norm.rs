@@ -5,11 +5,11 @@ use super::isa::vectorised;
 use super::reduce::{fold, fold2, fold3, row_blocks};
 use super::split::Chunks;
 use super::{Compute, ROW_BLOCK};
-use crate::device::cpu::launch::{Arithmetic, TaskMemory};
+use crate::device::cpu::launch::{CpuArithmetic, TaskMemory};
 use crate::device::{LayerNorm, LayerNormBackward, RmsNorm, RmsNormBackward};
 use crate::dtype::Element;
 
-impl Arithmetic for RmsNorm {
+impl CpuArithmetic for RmsNorm {
     fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
         rms_norm::<T>(cx, memory.read(self.x), memory.read(self.weight), self.eps, memory.write(self.out), memory.write(self.rstd));
     }
@@ -23,7 +23,7 @@ pub(crate) fn rms_norm<T: Element>(cx: &mut Compute, x: &[T], weight: &[T], eps:
     });
 }
 
-impl Arithmetic for RmsNormBackward {
+impl CpuArithmetic for RmsNormBackward {
     fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
         let [dout, x, weight] = [self.dout, self.x, self.weight].map(|slice| memory.read::<T>(slice));
         rms_norm_backward(
@@ -55,7 +55,7 @@ pub(crate) fn rms_norm_backward<T: Element>(
     });
 }
 
-impl Arithmetic for LayerNorm {
+impl CpuArithmetic for LayerNorm {
     fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
         let affine = (memory.read::<T>(self.weight), memory.read(self.bias));
         layer_norm(cx, memory.read(self.x), affine, self.eps, memory.write(self.out), memory.write(self.stats));
@@ -70,7 +70,7 @@ pub(crate) fn layer_norm<T: Element>(cx: &mut Compute, x: &[T], (weight, bias): 
     });
 }
 
-impl Arithmetic for LayerNormBackward {
+impl CpuArithmetic for LayerNormBackward {
     fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
         let [dout, x, weight] = [self.dout, self.x, self.weight].map(|slice| memory.read::<T>(slice));
         let parameters = (memory.write(self.dweight), memory.write(self.dbias), self.accumulate);

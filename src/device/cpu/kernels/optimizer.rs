@@ -4,7 +4,7 @@ use super::Compute;
 use super::isa::vectorised;
 use super::split::Chunks;
 use crate::device::cpu::CpuDevice;
-use crate::device::cpu::launch::{Arithmetic, TaskMemory, by_float};
+use crate::device::cpu::launch::{CpuArithmetic, TaskMemory, by_float};
 use crate::device::{Adam, Checked, GradNormPartials, Launch};
 use crate::dtype::Element;
 use crate::error::Result;
@@ -17,7 +17,7 @@ const PARTIALS: usize = 4;
 /// Parameters of one block of work.
 const PARAMS: usize = 4 * BLOCK;
 
-impl Arithmetic for GradNormPartials {
+impl CpuArithmetic for GradNormPartials {
     fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
         let (partials, nonfinite) = (memory.write(self.partials), memory.write::<i32>(self.nonfinite));
         grad_norm_partials::<T>(cx, memory.read(self.grads), partials, &mut nonfinite[0]);

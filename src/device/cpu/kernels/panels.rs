@@ -17,13 +17,13 @@ const K_CHUNK: usize = 512;
 
 /// An operand in memory: element `(r, k)`, where `r` counts rows of `a` or columns of `b`, is `data[r * row_step + k * k_step]`.
 #[derive(Clone, Copy)]
-pub(crate) struct Operand<'a, T> {
+pub(crate) struct PanelOperand<'a, T> {
     pub(crate) data: &'a [T],
     pub(crate) row_step: usize,
     pub(crate) k_step: usize,
 }
 
-impl<'a, T: Element> Operand<'a, T> {
+impl<'a, T: Element> PanelOperand<'a, T> {
     /// Rows lie one after the other, `pitch` elements apart.
     pub(crate) fn by_rows(data: &'a [T], pitch: usize) -> Self {
         Self { data, row_step: pitch, k_step: 1 }

@@ -4,7 +4,7 @@ use super::isa::vectorised;
 use super::math::sigmoid;
 use super::split::Chunks;
 use super::{Compute, ROW_BLOCK};
-use crate::device::cpu::launch::{Arithmetic, TaskMemory};
+use crate::device::cpu::launch::{CpuArithmetic, TaskMemory};
 use crate::device::{Gelu, GeluBackward, Swiglu, SwigluBackward};
 use crate::dtype::Element;
 
@@ -15,7 +15,7 @@ const BLOCK_ELEMS: usize = 16384;
 const GELU_SCALE: f32 = 0.797_884_6;
 const GELU_CUBIC: f32 = 0.044_715;
 
-impl Arithmetic for Swiglu {
+impl CpuArithmetic for Swiglu {
     fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
         swiglu::<T>(cx, memory.read(self.gate_up), memory.write(self.out), self.cols);
     }
@@ -32,7 +32,7 @@ pub(crate) fn swiglu<T: Element>(cx: &mut Compute, gate_up: &[T], out: &mut [T],
     });
 }
 
-impl Arithmetic for SwigluBackward {
+impl CpuArithmetic for SwigluBackward {
     fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
         swiglu_backward::<T>(cx, memory.read(self.dout), memory.read(self.gate_up), memory.write(self.dgate_up), self.cols);
     }
@@ -51,7 +51,7 @@ pub(crate) fn swiglu_backward<T: Element>(cx: &mut Compute, dout: &[T], gate_up:
     });
 }
 
-impl Arithmetic for Gelu {
+impl CpuArithmetic for Gelu {
     fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
         gelu::<T>(cx, memory.read(self.x), memory.write(self.out));
     }
@@ -63,7 +63,7 @@ pub(crate) fn gelu<T: Element>(cx: &mut Compute, x: &[T], out: &mut [T]) {
     cx.team.for_each(Chunks::new(out, BLOCK_ELEMS), |block, out| gelu_elems(isa, &x[block * BLOCK_ELEMS..], out));
 }
 
-impl Arithmetic for GeluBackward {
+impl CpuArithmetic for GeluBackward {
     fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
         let dx = memory.write::<T>(self.dx);
         if self.dout != self.dx {

@@ -5,11 +5,11 @@ use super::norm::{rms_norm_gradient, rms_norm_mean, rms_norm_row};
 use super::reduce::row_blocks;
 use super::split::Chunks;
 use super::{Compute, ROW_BLOCK};
-use crate::device::cpu::launch::{Arithmetic, TaskMemory};
+use crate::device::cpu::launch::{CpuArithmetic, TaskMemory};
 use crate::device::{AttentionShape, QkNorm, QkNormBackward};
 use crate::dtype::Element;
 
-impl Arithmetic for QkNorm {
+impl CpuArithmetic for QkNorm {
     fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
         let weights = (memory.read::<T>(self.q_weight), memory.read(self.k_weight));
         qk_norm(cx, &self.shape, memory.read(self.qkv), weights, self.eps, memory.write(self.out), memory.write(self.rstd));
@@ -36,7 +36,7 @@ pub(crate) fn qk_norm<T: Element>(
     });
 }
 
-impl Arithmetic for QkNormBackward {
+impl CpuArithmetic for QkNormBackward {
     fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
         let weights = (memory.read::<T>(self.q_weight), memory.read(self.k_weight));
         let gradients = (memory.write(self.dq_weight), memory.write(self.dk_weight), self.accumulate);

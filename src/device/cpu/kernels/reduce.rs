@@ -7,7 +7,7 @@ use super::isa::vectorised;
 use super::split::{Chunks, Split};
 use super::{Compute, ROW_BLOCK};
 use crate::device::BiasBackward;
-use crate::device::cpu::launch::{Arithmetic, TaskMemory};
+use crate::device::cpu::launch::{CpuArithmetic, TaskMemory};
 use crate::dtype::Element;
 
 const LANES: usize = 16;
@@ -98,7 +98,7 @@ pub(crate) fn row_blocks<T: Element, S: Split>(
     }
 }
 
-impl Arithmetic for BiasBackward {
+impl CpuArithmetic for BiasBackward {
     fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
         bias_backward::<T>(cx, memory.read(self.dout), memory.write(self.dbias), self.accumulate);
     }

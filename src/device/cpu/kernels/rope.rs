@@ -3,11 +3,11 @@
 use super::isa::vectorised;
 use super::split::Chunks;
 use super::{Compute, ROW_BLOCK};
-use crate::device::cpu::launch::{Arithmetic, TaskMemory};
+use crate::device::cpu::launch::{CpuArithmetic, TaskMemory};
 use crate::device::{AttentionShape, Rope};
 use crate::dtype::Element;
 
-impl Arithmetic for Rope {
+impl CpuArithmetic for Rope {
     fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
         let table = (memory.read(self.table), self.rotary_dim);
         rope::<T>(cx, &self.shape, memory.write(self.qkv), memory.read(self.positions), table, self.inverse);

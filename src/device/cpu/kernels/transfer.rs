@@ -3,7 +3,7 @@
 use super::Compute;
 use super::pointwise::{cast, cast_elems, zero};
 use crate::device::cpu::CpuDevice;
-use crate::device::cpu::launch::{Arithmetic, TaskMemory, by_float};
+use crate::device::cpu::launch::{CpuArithmetic, TaskMemory, by_float};
 use crate::device::{Cast, Checked, Launch, Poke, Stream, Zero};
 use crate::dtype::{Dtype, Element};
 use crate::error::{Error, Result};
@@ -39,7 +39,7 @@ impl Launch<Cast> for CpuDevice {
     }
 }
 
-impl Arithmetic for Poke {
+impl CpuArithmetic for Poke {
     fn run<T: Element>(self, _: &mut Compute, memory: &TaskMemory<'_>) {
         memory.write::<T>(self.x)[self.index] = T::from_f32(self.value);
     }

@@ -1,6 +1,6 @@
 //! Attention: by cuDNN, or without a library (`--attention plain`).
 
-use super::super::launch::{Blocks, Queue, args, size};
+use super::super::launch::{LaunchConfig, Queue, args, size};
 use super::super::modules::PtxSource;
 use super::super::{CudaDevice, sdpa};
 use super::grid::{WARP, whole_vectors};
@@ -55,7 +55,7 @@ pub(super) fn plain_backward(kernel: AttentionBackward, queue: &mut impl Queue) 
     let rows = shape.tokens() * shape.heads;
     let delta = queue.scratch(rows)?;
     let KernelShape { seq_length, heads, kv_heads, head_dim, window } = KernelShape::new(&shape)?;
-    let blocks = Blocks::new(size(rows.div_ceil(THREADS / WARP))?, THREADS as u32);
+    let blocks = LaunchConfig::new(size(rows.div_ceil(THREADS / WARP))?, THREADS as u32);
     queue.launch(Stream::Compute, "attention_delta", dtype, blocks, args![dout, out, delta, size(rows)?, seq_length, heads, head_dim])?;
     let wide = whole_vectors(shape.head_dim, &[dout, qkv]);
     let args = args![dout, qkv, documents, lse, delta, dqkv, seq_length, heads, kv_heads, head_dim, window, shape.scale, wide];
@@ -86,7 +86,7 @@ impl KernelShape {
 }
 
 /// Blocks for the tiles of `heads` heads of every sequence, each as often as its channels have slices.
-fn tiles(shape: &AttentionShape, heads: usize) -> Result<Blocks> {
+fn tiles(shape: &AttentionShape, heads: usize) -> Result<LaunchConfig> {
     let (tiles, slices) = (shape.seq_length.div_ceil(TILE), shape.head_dim.div_ceil(SLICE));
-    Ok(Blocks { grid: [size(tiles)?, size(heads * slices)?, size(shape.batch)?], block: [THREADS as u32, 1, 1], shared_bytes: 0 })
+    Ok(LaunchConfig { grid: [size(tiles)?, size(heads * slices)?, size(shape.batch)?], block: [THREADS as u32, 1, 1], shared_bytes: 0 })
 }

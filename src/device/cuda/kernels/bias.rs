@@ -1,6 +1,6 @@
 //! Sums down columns: a bias's gradient, and the last stage of every other sum over rows.
 
-use super::super::launch::{Blocks, GpuKernel, Queue, args, size};
+use super::super::launch::{GpuKernel, LaunchConfig, Queue, args, size};
 use super::super::modules::PtxSource;
 use super::grid::{MULTIPROCESSORS, WARP, whole_vectors, wide};
 use crate::device::kernel::rows;
@@ -31,7 +31,7 @@ impl GpuKernel for BiasBackward {
         let slice_rows = slice_rows(rows, tiles);
         let slices = rows.div_ceil(slice_rows);
         let partials = queue.scratch(slices * cols)?;
-        let blocks = Blocks { grid: [size(tiles)?, size(slices)?, 1], block: [WARP as u32, SLICE_WARPS as u32, 1], shared_bytes: 0 };
+        let blocks = LaunchConfig { grid: [size(tiles)?, size(slices)?, 1], block: [WARP as u32, SLICE_WARPS as u32, 1], shared_bytes: 0 };
         let args = args![dout, partials, size(rows)?, size(cols)?, size(slice_rows)?];
         queue.launch(Stream::Compute, name, Some(dtype), blocks, args)?;
         fold_columns(queue, partials, slices, (dbias, None), accumulate)
@@ -48,7 +48,7 @@ pub(super) fn fold_columns(
 ) -> Result<()> {
     let cols = out.elems();
     let grid = [size(cols.div_ceil(WARP))?, 1 + u32::from(second.is_some()), 1];
-    let launch = Blocks { grid, block: [WARP as u32, FOLD_WARPS, 1], shared_bytes: 0 };
+    let launch = LaunchConfig { grid, block: [WARP as u32, FOLD_WARPS, 1], shared_bytes: 0 };
     let args = args![partials, out, second, size(rows)?, size(cols)?, accumulate];
     queue.launch(Stream::Compute, "fold_columns", Some(out.dtype()), launch, args)
 }

@@ -1,6 +1,6 @@
 //! Cross-entropy over the vocabulary, one tile of logits at a time.
 
-use super::super::launch::{Blocks, GpuKernel, Queue, args, size};
+use super::super::launch::{GpuKernel, LaunchConfig, Queue, args, size};
 use super::super::modules::PtxSource;
 use crate::device::kernel::rows;
 use crate::device::{CrossEntropyGrad, CrossEntropyLoss, CrossEntropyStats, Kernel, Stream};
@@ -23,7 +23,7 @@ impl GpuKernel for CrossEntropyStats {
     fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
         let Self { logits, targets, stats, vocab_start, cols, first } = self;
         let args = args![logits, targets, stats, size(vocab_start)?, size(cols)?, first];
-        queue.launch(Stream::Compute, Self::NAME, Some(self.float_format()?), Blocks::new(size(targets.elems())?, THREADS), args)
+        queue.launch(Stream::Compute, Self::NAME, Some(self.float_format()?), LaunchConfig::new(size(targets.elems())?, THREADS), args)
     }
 }
 
@@ -32,7 +32,7 @@ impl GpuKernel for CrossEntropyGrad {
         let Self { logits, targets, stats, vocab_start, cols, scale } = self;
         let grid = [size(targets.elems())?, size(cols.div_ceil(GRAD_COLS))?, 1];
         let args = args![logits, targets, stats, size(vocab_start)?, size(cols)?, scale];
-        let blocks = Blocks { grid, block: [THREADS, 1, 1], shared_bytes: 0 };
+        let blocks = LaunchConfig { grid, block: [THREADS, 1, 1], shared_bytes: 0 };
         queue.launch(Stream::Compute, Self::NAME, Some(self.float_format()?), blocks, args)
     }
 }
@@ -41,6 +41,6 @@ impl GpuKernel for CrossEntropyLoss {
     fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
         let Self { stats, loss, scale, accumulate } = self;
         let args = args![stats, loss, size(rows(stats, 3))?, scale, accumulate];
-        queue.launch(Stream::Compute, Self::NAME, None, Blocks::new(1, LOSS_THREADS), args)
+        queue.launch(Stream::Compute, Self::NAME, None, LaunchConfig::new(1, LOSS_THREADS), args)
     }
 }

@@ -1,6 +1,6 @@
 //! Token and position embeddings.
 
-use super::super::launch::{Blocks, GpuKernel, Queue, args, size};
+use super::super::launch::{GpuKernel, LaunchConfig, Queue, args, size};
 use super::super::modules::PtxSource;
 use super::grid::{WARP, threads, whole_vectors, wide};
 use crate::device::{DeviceSlice, Embed, EmbedBackward, Kernel, Stream};
@@ -30,7 +30,7 @@ impl GpuKernel for Embed {
         let (name, lanes) = if vectors { ("embed", wide(dtype)) } else { ("embed_any", 1) };
         let threads = threads(channels, EMBED_VECS * lanes).min(EMBED_THREADS);
         let args = args![tokens, positions, wte, wpe, out, size(channels)?];
-        queue.launch(Stream::Compute, name, Some(dtype), Blocks::new(size(tokens.elems())?, size(threads)?), args)
+        queue.launch(Stream::Compute, name, Some(dtype), LaunchConfig::new(size(tokens.elems())?, size(threads)?), args)
     }
 }
 
@@ -62,7 +62,7 @@ impl Table {
         }
         let t = entries.elems();
         let sorted = queue.scratch(2 * t)?;
-        let blocks = Blocks::new(size(t.div_ceil(WARP))?, SORT_THREADS);
+        let blocks = LaunchConfig::new(size(t.div_ceil(WARP))?, SORT_THREADS);
         queue.launch(Stream::Compute, "sort_entries", None, blocks, args![entries, sorted, size(t)?])?;
         let (vectors, blocks) = rows_blocks(t, channels, &[dout, dtable])?;
         let name = if vectors { "embed_backward" } else { "embed_backward_any" };
@@ -72,12 +72,12 @@ impl Table {
 }
 
 /// Whether `channels` are taken by vectors; blocks for `rows`, each over a part of the channels.
-fn rows_blocks(rows: usize, channels: usize, slices: &[DeviceSlice]) -> Result<(bool, Blocks)> {
+fn rows_blocks(rows: usize, channels: usize, slices: &[DeviceSlice]) -> Result<(bool, LaunchConfig)> {
     let vectors = whole_vectors(channels, slices);
     let items = if vectors { channels / wide(slices[0].dtype()) } else { channels };
     let threads = threads(items, 1).min(BACKWARD_THREADS);
     let grid = [size(rows)?, size(items.div_ceil(threads))?, 1];
-    Ok((vectors, Blocks { grid, block: [size(threads)?, 1, 1], shared_bytes: 0 }))
+    Ok((vectors, LaunchConfig { grid, block: [size(threads)?, 1, 1], shared_bytes: 0 }))
 }
 
 #[cfg(test)]

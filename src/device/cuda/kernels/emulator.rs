@@ -4,7 +4,7 @@
 //! rounding to the assembler. Accesses must be aligned and stay inside memory that was handed out.
 
 use crate::device::DeviceSlice;
-use crate::device::cuda::launch::{Arg, Blocks};
+use crate::device::cuda::launch::{Arg, LaunchConfig};
 use crate::dtype::Dtype;
 use half::{bf16, f16};
 use std::collections::HashMap;
@@ -66,7 +66,7 @@ struct Instruction<'a> {
     operands: Vec<PtxOperand>,
 }
 
-struct Kernel<'a> {
+struct EmulatedKernel<'a> {
     threads: u32,
     params: Vec<&'a str>,
     registers: HashMap<&'a str, usize>,
@@ -74,7 +74,7 @@ struct Kernel<'a> {
     labels: HashMap<&'a str, usize>,
 }
 
-impl<'a> Kernel<'a> {
+impl<'a> EmulatedKernel<'a> {
     fn parse(ptx: &'a str, name: &str) -> Self {
         let start = ptx.find(&format!(".visible .entry {name}(")).unwrap_or_else(|| panic!("no kernel {name}"));
         let (head, rest) = ptx[start..].split_once("\n{\n").unwrap();
@@ -149,8 +149,8 @@ fn split_operands(text: &str) -> Vec<&str> {
 }
 
 /// Runs the kernel `name` of `ptx`.
-pub(super) fn run(memory: &mut EmulatedMemory, ptx: &str, name: &str, launch: Blocks, args: &[Arg]) {
-    let kernel = Kernel::parse(ptx, name);
+pub(super) fn run(memory: &mut EmulatedMemory, ptx: &str, name: &str, launch: LaunchConfig, args: &[Arg]) {
+    let kernel = EmulatedKernel::parse(ptx, name);
     assert_eq!((launch.block, launch.shared_bytes), ([kernel.threads, 1, 1], 0), "{name}");
     assert_eq!(kernel.params.len(), args.len(), "{name}");
     let args: Vec<u64> = args.iter().map(|arg| arg.0).collect();
@@ -184,7 +184,7 @@ fn run_warp(mut threads: Vec<Thread<'_>>, memory: &mut EmulatedMemory) {
 }
 
 struct Thread<'a> {
-    kernel: &'a Kernel<'a>,
+    kernel: &'a EmulatedKernel<'a>,
     args: &'a [u64],
     registers: Vec<u64>,
     pc: usize,
@@ -192,7 +192,7 @@ struct Thread<'a> {
 }
 
 impl<'a> Thread<'a> {
-    fn new(kernel: &'a Kernel<'a>, args: &'a [u64], specials: &[(&str, u32)]) -> Self {
+    fn new(kernel: &'a EmulatedKernel<'a>, args: &'a [u64], specials: &[(&str, u32)]) -> Self {
         // What is read before it is written must not look like a zero.
         let mut registers = vec![0xdead_beef_7fc1_2345; kernel.registers.len()];
         for (name, value) in specials {

@@ -2,7 +2,7 @@
 //!
 //! A GPU runs what this list says. A change of the list is a change of grids, of arguments or of their order.
 
-use super::super::launch::{Arg, Blocks, GpuKernel, Queue};
+use super::super::launch::{Arg, GpuKernel, LaunchConfig, Queue};
 use super::attention::{plain, plain_backward};
 use crate::device::*;
 use crate::dtype::Dtype;
@@ -31,10 +31,10 @@ impl Queue for List {
         stream: Stream,
         name: &'static str,
         dtype: Option<Dtype>,
-        blocks: Blocks,
+        blocks: LaunchConfig,
         args: [Arg; N],
     ) -> Result<()> {
-        let Blocks { grid, block, shared_bytes } = blocks;
+        let LaunchConfig { grid, block, shared_bytes } = blocks;
         assert_eq!(shared_bytes, 0);
         let name = dtype.map_or(name.into(), |dtype| format!("{name} {dtype}"));
         self.add(stream, &format!("{name} {grid:?} {block:?}"), &args.map(|arg| arg.0))

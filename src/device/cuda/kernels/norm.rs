@@ -1,6 +1,6 @@
 //! RMS and layer normalisation.
 
-use super::super::launch::{Blocks, GpuKernel, Queue, args, size};
+use super::super::launch::{GpuKernel, LaunchConfig, Queue, args, size};
 use super::super::modules::PtxSource;
 use super::bias::fold_columns;
 use super::grid::{MULTIPROCESSORS, threads, whole_vectors, wide};
@@ -68,7 +68,7 @@ impl GpuKernel for RmsNorm {
         let (cols, rows) = (weight.elems(), rstd.elems());
         let (name, threads) = RMS_NORM.choose(cols, &[x, weight, out]);
         let args = args![x, weight, eps, out, rstd, size(cols)?];
-        queue.launch(Stream::Compute, name, Some(self.float_format()?), Blocks::new(size(rows)?, size(threads)?), args)
+        queue.launch(Stream::Compute, name, Some(self.float_format()?), LaunchConfig::new(size(rows)?, size(threads)?), args)
     }
 }
 
@@ -78,7 +78,7 @@ impl GpuKernel for LayerNorm {
         let (cols, rows) = (weight.elems(), rows(x, weight.elems()));
         let (name, threads) = LAYER_NORM.choose(cols, &[x, weight, bias, out]);
         let args = args![x, weight, bias, eps, out, stats, size(cols)?];
-        queue.launch(Stream::Compute, name, Some(self.float_format()?), Blocks::new(size(rows)?, size(threads)?), args)
+        queue.launch(Stream::Compute, name, Some(self.float_format()?), LaunchConfig::new(size(rows)?, size(threads)?), args)
     }
 }
 
@@ -119,7 +119,7 @@ impl Backward {
         let blocks = pass.blocks(rows, threads);
         let partials = queue.scratch((1 + usize::from(dbias.is_some())) * blocks * cols)?;
         let args = args![dout, x, weight, stats, dx, partials, size(rows)?, size(cols)?];
-        queue.launch(Stream::Compute, name, Some(dtype), Blocks::new(size(blocks)?, size(threads)?), args)?;
+        queue.launch(Stream::Compute, name, Some(dtype), LaunchConfig::new(size(blocks)?, size(threads)?), args)?;
         fold_columns(queue, partials, blocks, (dweight, dbias), accumulate)
     }
 }

@@ -1,6 +1,6 @@
 //! Kernels that treat every element alone.
 
-use super::super::launch::{Arg, Blocks, GpuKernel, Queue, args, size};
+use super::super::launch::{Arg, GpuKernel, LaunchConfig, Queue, args, size};
 use super::super::modules::PtxSource;
 use super::grid::{whole_vectors, wide};
 use crate::device::{DeviceSlice, Gelu, GeluBackward, Kernel, Stream, Swiglu, SwigluBackward};
@@ -71,6 +71,6 @@ impl Groups {
 }
 
 fn launch<K: Kernel, const N: usize>(queue: &mut impl Queue, kernel: &K, groups: Groups, args: [Arg; N]) -> Result<()> {
-    let blocks = Blocks::new(groups.count.div_ceil(THREADS as u32), THREADS as u32);
+    let blocks = LaunchConfig::new(groups.count.div_ceil(THREADS as u32), THREADS as u32);
     queue.launch(Stream::Compute, K::NAME, Some(kernel.float_format()?), blocks, args)
 }

@@ -1,6 +1,6 @@
 //! Query and key heads: their RMS normalisation and their rotation.
 
-use super::super::launch::{Blocks, GpuKernel, Queue, args, size};
+use super::super::launch::{GpuKernel, LaunchConfig, Queue, args, size};
 use super::super::modules::PtxSource;
 use super::bias::fold_columns;
 use super::grid::{MULTIPROCESSORS, WARP, whole_vectors, wide};
@@ -40,7 +40,7 @@ impl GpuKernel for QkNorm {
             Some(lanes) => ("qk_norm", THREADS >> lanes),
             None => ("qk_norm_any", THREADS / WARP),
         };
-        let blocks = Blocks::new(size(all_heads.div_ceil(heads_per_block))?, THREADS as u32);
+        let blocks = LaunchConfig::new(size(all_heads.div_ceil(heads_per_block))?, THREADS as u32);
         let (all_heads, heads, normed, per_token) = (size(all_heads)?, size(shape.heads)?, size(normed)?, size(per_token)?);
         // The kernel named `any` has no use for the last.
         let args = args![qkv, q_weight, k_weight, eps, out, rstd, all_heads, heads, normed, per_token, size(d)?, lanes.unwrap_or_default()];
@@ -83,7 +83,7 @@ impl Heads {
         let (first, count, normed, per_token) = (size(first)?, size(count)?, size(normed)?, size(normed + shape.kv_heads)?);
         let args =
             args![dqkv, qkv, weight, rstd, partials, size(tokens)?, first, count, normed, per_token, size(d)?, lanes.unwrap_or_default()];
-        queue.launch(Stream::Compute, name, Some(kernel.float_format()?), Blocks::new(size(blocks)?, THREADS as u32), args)?;
+        queue.launch(Stream::Compute, name, Some(kernel.float_format()?), LaunchConfig::new(size(blocks)?, THREADS as u32), args)?;
         fold_columns(queue, partials, blocks * sums_per_block, (dweight, None), accumulate)
     }
 }
@@ -100,7 +100,7 @@ impl GpuKernel for Rope {
         size(threads + THREADS)?;
         let (tokens, heads, per_token) = (size(shape.tokens())?, size(heads)?, size(heads + shape.kv_heads)?);
         let args = args![qkv, positions, table, tokens, heads, per_token, size(shape.head_dim)?, size(half)?, size(groups)?, inverse];
-        queue.launch(Stream::Compute, name, Some(dtype), Blocks::new(size(threads.div_ceil(THREADS))?, THREADS as u32), args)
+        queue.launch(Stream::Compute, name, Some(dtype), LaunchConfig::new(size(threads.div_ceil(THREADS))?, THREADS as u32), args)
     }
 }
 

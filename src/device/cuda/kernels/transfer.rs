@@ -7,7 +7,7 @@
 #[path = "transfer_tests.rs"]
 mod tests;
 
-use crate::device::cuda::launch::{Blocks, GpuKernel, Queue, args, size};
+use crate::device::cuda::launch::{GpuKernel, LaunchConfig, Queue, args, size};
 use crate::device::cuda::modules::PtxSource;
 use crate::device::{Adam, Cast, DeviceSlice, GradNormPartials, Kernel, Poke, Stream, Zero};
 use crate::dtype::Dtype;
@@ -39,7 +39,7 @@ const NORM_WARPS: usize = THREADS / 32;
 /// Copies whole 32-bit words between the GPU and registered host memory, on the compute stream.
 pub(in crate::device::cuda) fn copy_words(queue: &mut impl Queue, from: u64, to: u64, bytes: usize) -> Result<()> {
     let words = bytes / 4;
-    let blocks = Blocks::new(size(words.div_ceil(THREADS))?, THREADS as u32);
+    let blocks = LaunchConfig::new(size(words.div_ceil(THREADS))?, THREADS as u32);
     queue.launch(Stream::Compute, "copy_words", None, blocks, args![from, to, words as u64])
 }
 
@@ -109,13 +109,13 @@ impl GpuKernel for Adam {
 impl GpuKernel for Poke {
     fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
         let Self { x, index, value } = self;
-        queue.launch(Stream::Compute, Self::NAME, Some(x.dtype()), Blocks::new(1, 1), args![x.slice(index, 1), value])
+        queue.launch(Stream::Compute, Self::NAME, Some(x.dtype()), LaunchConfig::new(1, 1), args![x.slice(index, 1), value])
     }
 }
 
 /// As many blocks of [`THREADS`] as `items` need when one block takes `per_block` of them.
-fn grid(items: usize, per_block: usize) -> Result<Blocks> {
-    Ok(Blocks::new(size(items.div_ceil(per_block))?, THREADS as u32))
+fn grid(items: usize, per_block: usize) -> Result<LaunchConfig> {
+    Ok(LaunchConfig::new(size(items.div_ceil(per_block))?, THREADS as u32))
 }
 
 /// Whole vectors of `vector` elements in `elems`, or none if one of the slices does not begin at a multiple of its vector.

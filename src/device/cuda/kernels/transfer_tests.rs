@@ -15,7 +15,7 @@ impl Queue for EmulatedMemory {
         _: Stream,
         name: &'static str,
         dtype: Option<Dtype>,
-        blocks: Blocks,
+        blocks: LaunchConfig,
         args: [Arg; N],
     ) -> Result<()> {
         let has = |source: &&PtxSource| source.plain.contains(&name) || source.typed.contains(&name);
