@@ -11,7 +11,7 @@
 //!
 //! Unsafe code is denied; these modules allow it, each with a reason on every block, because they hand memory to other
 //! threads, to vector instructions or to the GPU: `device::cpu`, `device::cuda`, `host::pages`, `host::pinned`,
-//! `host::pool`, `engine::step_job`, `optim::simd`.
+//! `host::pool`, `engine::step_job`, `optim::simd`; and these make jobs, and say why the memory is theirs: `engine::hops`, `probe`.
 
 pub mod bench;
 pub mod bucket;

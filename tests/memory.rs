@@ -45,8 +45,8 @@ fn bound_bytes() -> [usize; 2] {
 }
 
 /// `block` is there, all of it, can be written, and has left the far node as it was.
-fn expect_near(host: &HostMemory, block: PinnedSlice) {
-    block.with(|bytes: &mut [u8]| bytes.iter_mut().step_by(4096).for_each(|byte| *byte = 1));
+fn expect_near(host: &mut HostMemory, block: PinnedSlice) {
+    host.lend_mut::<u8>(block).iter_mut().step_by(4096).for_each(|byte| *byte = 1);
     let [near, far] = bound_bytes();
     let report = host.report(Path::new("/"));
     assert!(near >= block.bytes() && far == 0, "{near} bytes near, {far} far: {report}");
@@ -88,7 +88,7 @@ fn memory_lies_beside_the_cpus() {
     for choice in [HugePagesChoice::Auto, HugePagesChoice::Off] {
         let mut host = host(choice);
         let block = host.alloc_periodic("test", 100 * MIB, 32 * MIB).unwrap();
-        expect_near(&host, block);
+        expect_near(&mut host, block);
     }
 }
 
@@ -97,13 +97,13 @@ fn memory_lies_beside_the_cpus() {
 fn a_full_node_is_an_error_and_nothing_lies_on_the_other() {
     let (far_mib, mut host) = (free_mib(FAR), host(HugePagesChoice::Auto));
     let most = host.alloc("most of it", (free_mib(NEAR) - 96) * MIB).unwrap();
-    expect_near(&host, most);
+    expect_near(&mut host, most);
     assert!(free_mib(NEAR) < 128 && far_mib > 256, "{} MiB near, {far_mib} far", free_mib(NEAR));
     let error = host.alloc("adam m", 256 * MIB).unwrap_err().to_string();
     assert!(error.contains("256.0 MiB") && error.contains("adam m") && error.contains("on node 0"), "{error}");
     say(error);
     let little = host.alloc("a little more", 16 * MIB).unwrap();
-    expect_near(&host, little);
+    expect_near(&mut host, little);
     assert!(free_mib(FAR) + 8 > far_mib, "{} MiB left of {far_mib} on the far node", free_mib(FAR));
     say(format!("free on the far node: {far_mib} MiB before, {} MiB after", free_mib(FAR)));
 }
@@ -114,7 +114,7 @@ fn reserved_pages_are_used_if_they_suffice() {
     let _pools = Reserved::new(60, 60);
     let mut host = host(HugePagesChoice::Explicit);
     let block = host.alloc_periodic("test", 100 * MIB, 32 * MIB).unwrap();
-    expect_near(&host, block);
+    expect_near(&mut host, block);
     let pages: Vec<_> = host.report(Path::new("/")).pages.iter().map(|pages| (pages.page_bytes, pages.bytes)).collect();
     assert_eq!(pages, [(HUGE, 100 * MIB as u64)]);
 }

@@ -12,7 +12,7 @@ pub mod run;
 pub mod stream;
 
 use superoffload::dtype::Dtype;
-use superoffload::host::pinned::PinnedSlice;
+use superoffload::host::pinned::{HostMemory, PinnedSlice};
 use superoffload::optim::adam::{AdamConsts, AdamHyper, AdamState, AdamStep};
 use superoffload::optim::simd::{AdamKernels, Grads, Weights};
 
@@ -155,19 +155,18 @@ pub fn exit_code(outcome: superoffload::error::Result<()>) -> std::process::Exit
     }
 }
 
-/// Writes `value` everywhere, on all CPUs.
-pub fn fill<T: bytemuck::Pod + Send + Sync>(memory: PinnedSlice, value: T) {
-    fill_from(memory, &[value]);
+/// Writes `value` everywhere in `memory` of `host`, on all CPUs.
+pub fn fill<T: bytemuck::Pod + Send + Sync>(host: &mut HostMemory, memory: PinnedSlice, value: T) {
+    fill_from(host, memory, &[value]);
 }
 
-/// Writes `values` again and again, on all CPUs.
-pub fn fill_from<T: bytemuck::Pod + Send + Sync>(memory: PinnedSlice, values: &[T]) {
+/// Writes `values` again and again into `memory` of `host`, on all CPUs.
+pub fn fill_from<T: bytemuck::Pod + Send + Sync>(host: &mut HostMemory, memory: PinnedSlice, values: &[T]) {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    memory.with(|all: &mut [T]| {
-        let share = all.len().div_ceil(threads).next_multiple_of(values.len()).max(1);
-        let write = |part: &mut [T]| part.chunks_mut(values.len()).for_each(|to| to.copy_from_slice(&values[..to.len()]));
-        std::thread::scope(|scope| all.chunks_mut(share).for_each(|part| drop(scope.spawn(move || write(part)))));
-    });
+    let all = host.lend_mut::<T>(memory);
+    let share = all.len().div_ceil(threads).next_multiple_of(values.len()).max(1);
+    let write = |part: &mut [T]| part.chunks_mut(values.len()).for_each(|to| to.copy_from_slice(&values[..to.len()]));
+    std::thread::scope(|scope| all.chunks_mut(share).for_each(|part| drop(scope.spawn(move || write(part)))));
 }
 
 #[cfg(test)]

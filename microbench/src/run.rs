@@ -139,26 +139,12 @@ fn seconds(ns: u64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    struct Sleep;
-    impl Job for Sleep {
-        fn label(&self) -> (&'static str, u32) {
-            ("sleep", 0)
-        }
-        fn traffic_bytes(&self) -> u64 {
-            0
-        }
-        fn pieces(&self) -> usize {
-            4
-        }
-        fn run(&self, _: usize) {
-            std::thread::sleep(Duration::from_millis(1));
-        }
-    }
+    use superoffload::host::pool::Call;
 
     #[test]
     fn parts_of_the_time_add_up() {
-        let timing = run(Setting { threads: 2, pin: false, seconds: 0.02, group: &ResctrlGroup::None }, |_| Sleep).unwrap();
+        let sleep = |_| Call { label: ("sleep", 0), pieces: 4, run: |_| std::thread::sleep(Duration::from_millis(1)) };
+        let timing = run(Setting { threads: 2, pin: false, seconds: 0.02, group: &ResctrlGroup::None }, sleep).unwrap();
         assert!(timing.jobs >= 1 && !timing.pinned);
         assert!(timing.busy_s <= timing.longest_s && timing.longest_s <= timing.wall_s, "{timing:?}");
         assert!(timing.median_s >= 0.001 && timing.wall_s >= 0.001 * timing.jobs as f64, "{timing:?}");

@@ -1,4 +1,5 @@
 //! What memory gives to threads that do nothing else: copy, triad and read, in the manner of STREAM.
+#![allow(unsafe_code)]
 
 use std::hint::black_box;
 use superoffload::error::Result;
@@ -61,12 +62,15 @@ impl Arrays {
     ///
     /// # Errors
     /// `Resource` when there is no such memory.
-    pub fn new(host: &mut HostMemory, elems: usize) -> Result<Self> {
+    ///
+    /// # Safety
+    /// `host` outlives all jobs over these arrays, and one of them runs at a time.
+    pub unsafe fn new(host: &mut HostMemory, elems: usize) -> Result<Self> {
         let mut array = |name| host.alloc(name, elems * 4);
         let arrays = Self { a: array("a")?, b: array("b")?, c: array("c")?, elems };
-        crate::fill(arrays.a, 1.0f32);
-        crate::fill(arrays.b, 2.0f32);
-        crate::fill(arrays.c, 0.0f32);
+        crate::fill(host, arrays.a, 1.0f32);
+        crate::fill(host, arrays.b, 2.0f32);
+        crate::fill(host, arrays.c, 0.0f32);
         Ok(arrays)
     }
 
@@ -80,14 +84,14 @@ impl Arrays {
         Stream { arrays: self, kernel, adam: adam.with_stores(Stores::Streaming) }
     }
 
-    /// Whether `kernel`, which ran last, wrote what it should.
-    pub fn verify(self, kernel: Kernel) -> bool {
+    /// Whether `kernel`, which ran last, wrote what it should into memory of `host`.
+    pub fn verify(self, host: &HostMemory, kernel: Kernel) -> bool {
         let want = match kernel {
             Kernel::Read => return true,
             Kernel::Copy | Kernel::CopyPast => 1.0f32,
             Kernel::Triad => 7.0,
         };
-        self.c.with(|c: &mut [f32]| c.iter().all(|&x| x == want))
+        host.lend::<f32>(self.c).iter().all(|&x| x == want)
     }
 }
 
@@ -98,7 +102,8 @@ pub struct Stream {
     adam: AdamKernels,
 }
 
-impl Job for Stream {
+// SAFETY: whoever made the arrays sees to it that they stay and that one job runs at a time; a piece writes its own part of `c`.
+unsafe impl Job for Stream {
     fn label(&self) -> (&'static str, u32) {
         (self.kernel.name(), 0)
     }
@@ -111,16 +116,20 @@ impl Job for Stream {
         self.arrays.elems.div_ceil(PIECE_ELEMS)
     }
 
-    fn run(&self, piece: usize) {
+    unsafe fn run(&self, piece: usize) {
         let Arrays { a, b, c, elems } = self.arrays;
         let start = piece * PIECE_ELEMS;
         let part = |array: PinnedSlice| array.slice(start * 4, PIECE_ELEMS.min(elems - start) * 4);
-        part(a).with(|a: &mut [f32]| match self.kernel {
+        // SAFETY: no kernel writes `a` or `b`.
+        let [a, b] = [a, b].map(|array| unsafe { part(array).as_slice::<f32>() });
+        // SAFETY: nobody else does this piece, nor touches its part of `c`.
+        let c = unsafe { part(c).as_mut_slice::<f32>() };
+        match self.kernel {
             Kernel::Read => _ = black_box(sum(a)),
-            Kernel::Copy => part(c).with(|c: &mut [f32]| c.copy_from_slice(a)),
-            Kernel::CopyPast => part(c).with(|c| self.adam.emit(a, Weights::F32(c))),
-            Kernel::Triad => part(b).with(|b: &mut [f32]| part(c).with(|c| triad(c, a, b))),
-        });
+            Kernel::Copy => c.copy_from_slice(a),
+            Kernel::CopyPast => self.adam.emit(a, Weights::F32(c)),
+            Kernel::Triad => triad(c, a, b),
+        }
     }
 }
 
@@ -148,14 +157,17 @@ mod tests {
     #[test]
     fn every_kernel_writes_what_is_verified() {
         let mut host = HostMemory::default();
-        let arrays = Arrays::new(&mut host, PIECE_ELEMS + 24).unwrap();
+        // SAFETY: `host` lives to the end of the test, and jobs run one after the other.
+        let arrays = unsafe { Arrays::new(&mut host, PIECE_ELEMS + 24) }.unwrap();
         for kernel in Kernel::ALL {
             let job = arrays.job(kernel, AdamKernels::new(Isa::detect()).unwrap());
-            job.run(0);
-            assert_eq!(arrays.verify(kernel), matches!(kernel, Kernel::Read), "{kernel:?} after one piece of two");
-            job.run(1);
-            assert!(arrays.verify(kernel), "{kernel:?}");
-            crate::fill(arrays.c, 0.0f32);
+            // SAFETY: on one thread.
+            unsafe { job.run(0) };
+            assert_eq!(arrays.verify(&host, kernel), matches!(kernel, Kernel::Read), "{kernel:?} after one piece of two");
+            // SAFETY: on the same thread, after the first piece.
+            unsafe { job.run(1) };
+            assert!(arrays.verify(&host, kernel), "{kernel:?}");
+            crate::fill(&mut host, arrays.c, 0.0f32);
         }
     }
 }

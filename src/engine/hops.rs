@@ -1,4 +1,5 @@
 //! Begins the hops that the coordinator asks for, and tells it when they are done. The driver waits only in here.
+#![allow(unsafe_code)]
 
 use super::coordinator::{Command, Event, Load, Update, Work};
 use super::executor::Engine;
@@ -56,7 +57,7 @@ impl<D: Kernels> Engine<D> {
                 self.tell(Event::Done { hop, bucket })?;
             }
         }
-        self.report.poll(&mut self.dev)?;
+        self.report.poll(&mut self.dev, &self.host)?;
         while let Some(bucket) = self.in_pool
             && self.pool.is_idle()?
         {
@@ -117,8 +118,11 @@ impl<D: Kernels> Engine<D> {
         if let (Some(flow), Some(_)) = (&mut self.flow, params) {
             flow.forget(&range);
         }
-        let job = StepJob { bucket, range, work, out: params, memory: self.memory.step.clone() };
-        self.counters.adam_elems += job.range.len() as u64;
+        self.counters.adam_elems += range.len() as u64;
+        // SAFETY: the engine drops host memory after its pool. The coordinator begins `Optimize` when no other bucket runs, with gradients
+        // that have come to their slot and a parameter slot whose last copy is done, and gives both to nobody else until the pool is
+        // idle again. No copy touches the state of such a bucket, and the driver only when there is no job (`expect_no_job`).
+        let job = unsafe { StepJob::new(bucket, range, work, params, self.memory.step.clone()) };
         self.counters.adam_bytes += job.traffic_bytes();
         self.pool.submit(job);
         self.in_pool = Some(bucket);

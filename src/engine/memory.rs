@@ -46,6 +46,9 @@ impl DeviceState {
     }
 }
 
+/// Both sides of the link: the device, and the owner of the host's memory.
+type Sides<'a, D> = (&'a mut D, &'a mut HostMemory);
+
 /// Every allocation but the model's own.
 pub(super) struct Memory {
     pub(super) step: StepMemory,
@@ -102,38 +105,38 @@ impl Memory {
     }
 
     /// Writes random initial parameters where they lie, on `threads` threads; m and v are left as they are.
-    /// The device must be idle and no job running.
-    pub(super) fn init_params<D: Device>(&self, dev: &mut D, table: &TensorTable, seed: u64, threads: usize) -> Result<()> {
-        self.step.state.params.with(|params: &mut [f32]| init_flat(table, seed, 0, params, threads))?;
+    /// No job may be running.
+    pub(super) fn init_params<D: Device>(&self, (dev, host): Sides<'_, D>, table: &TensorTable, seed: u64, threads: usize) -> Result<()> {
+        init_flat(table, seed, 0, host.lend_mut(self.step.state.params), threads)?;
         for DeviceState { flat, params, .. } in &self.device {
             let mut room = vec![0.0; PIECE_ELEMS.min(params.elems)];
             for start in (0..params.elems).step_by(PIECE_ELEMS) {
                 let part = &mut room[..PIECE_ELEMS.min(params.elems - start)];
                 init_flat(table, seed, flat.start + start, part, threads)?;
-                self.upload(dev, part, params.slice(start, part.len()))?;
+                self.upload((dev, host), part, params.slice(start, part.len()))?;
             }
         }
         Ok(())
     }
 
-    /// Copies state into its place. The device must be idle and no job running.
-    pub(super) fn write<D: Device>(&self, dev: &mut D, part: StatePart, flat: Range<usize>, source: &[f32]) -> Result<()> {
+    /// Copies state into its place. No job may be running.
+    pub(super) fn write<D: Device>(&self, (dev, host): Sides<'_, D>, part: StatePart, flat: Range<usize>, source: &[f32]) -> Result<()> {
         let (memory, on_host) = self.host_part(part, &flat);
-        memory.with(|x: &mut [f32]| x.copy_from_slice(&source[..on_host]));
+        host.lend_mut(memory).copy_from_slice(&source[..on_host]);
         for state in self.device.iter().filter_map(|state| state.part(&flat)) {
             let memory = state.arrays()[part as usize];
-            self.upload(dev, &source[state.flat.start - flat.start..][..memory.elems], memory)?;
+            self.upload((dev, host), &source[state.flat.start - flat.start..][..memory.elems], memory)?;
         }
         Ok(())
     }
 
-    /// Copies state out of its place. The device must be idle and no job running.
-    pub(super) fn read<D: Device>(&self, dev: &mut D, part: StatePart, flat: Range<usize>, out: &mut [f32]) -> Result<()> {
+    /// Copies state out of its place. No job may be running.
+    pub(super) fn read<D: Device>(&self, (dev, host): Sides<'_, D>, part: StatePart, flat: Range<usize>, out: &mut [f32]) -> Result<()> {
         let (memory, on_host) = self.host_part(part, &flat);
-        memory.read(&mut out[..on_host]);
+        out[..on_host].copy_from_slice(host.lend(memory));
         for state in self.device.iter().filter_map(|state| state.part(&flat)) {
             let memory = state.arrays()[part as usize];
-            self.download(dev, memory, &mut out[state.flat.start - flat.start..][..memory.elems])?;
+            self.download((dev, host), memory, &mut out[state.flat.start - flat.start..][..memory.elems])?;
         }
         Ok(())
     }
@@ -146,10 +149,10 @@ impl Memory {
     }
 
     /// Copies fp32 values to the device through the bounce buffer.
-    pub(super) fn upload<D: Device>(&self, dev: &mut D, source: &[f32], target: DeviceSlice) -> Result<()> {
+    pub(super) fn upload<D: Device>(&self, (dev, host): Sides<'_, D>, source: &[f32], target: DeviceSlice) -> Result<()> {
         for (i, part) in source.chunks(BOUNCE_ELEMS).enumerate() {
             let buffer = self.bounce.slice(0, part.len() * 4);
-            buffer.with(|x: &mut [f32]| x.copy_from_slice(part));
+            host.lend_mut(buffer).copy_from_slice(part);
             dev.copy_h2d(Stream::Compute, buffer, target.slice(i * BOUNCE_ELEMS, part.len()))?;
             self.settle(dev)?;
         }
@@ -157,12 +160,12 @@ impl Memory {
     }
 
     /// Copies fp32 values from the device through the bounce buffer.
-    pub(super) fn download<D: Device>(&self, dev: &mut D, source: DeviceSlice, target: &mut [f32]) -> Result<()> {
+    pub(super) fn download<D: Device>(&self, (dev, host): Sides<'_, D>, source: DeviceSlice, target: &mut [f32]) -> Result<()> {
         for (i, part) in target.chunks_mut(BOUNCE_ELEMS).enumerate() {
             let buffer = self.bounce.slice(0, part.len() * 4);
             dev.copy_d2h(Stream::Compute, source.slice(i * BOUNCE_ELEMS, part.len()), buffer)?;
             self.settle(dev)?;
-            buffer.read(part);
+            part.copy_from_slice(host.lend(buffer));
         }
         Ok(())
     }

@@ -2,7 +2,7 @@
 
 use crate::device::sim::SimPool;
 use crate::error::{Error, Result};
-use crate::host::pool::{Job, Threads};
+use crate::host::pool::{Job, Threads, run_alone};
 use crate::host::pulse::Pulse;
 use crate::trace::{Recorder, now_ns};
 use std::sync::Arc;
@@ -30,23 +30,16 @@ impl<J: Job> Pool<J> {
         Self::Stepped(Stepped { job: None, recorder: Recorder::new("adam", trace_spans), busy_ns: 0 })
     }
 
-    /// Gives the pool its next job.
-    ///
-    /// # Panics
-    /// If the last one is not done.
+    /// [`Threads::submit`].
     pub fn submit(&mut self, job: J) {
-        assert!(matches!(self.is_idle(), Ok(true)), "one job at a time");
         match self {
             Self::Threads(pool) => pool.submit(job),
-            Self::Stepped(pool) => pool.job = Some(job),
+            Self::Stepped(pool) => assert!(pool.job.replace(job).is_none(), "one job at a time"),
             Self::Simulated(pool) => pool.submit(job.label(), job.traffic_bytes()),
         }
     }
 
-    /// Whether the last job is done.
-    ///
-    /// # Errors
-    /// Those of [`Threads::is_idle`].
+    /// [`Threads::is_idle`].
     pub fn is_idle(&self) -> Result<bool> {
         match self {
             Self::Threads(pool) => pool.is_idle(),
@@ -55,7 +48,7 @@ impl<J: Job> Pool<J> {
         }
     }
 
-    /// Signs of life of its threads, if it has any.
+    /// [`Threads::pulse`]; of no worker, where there are no threads.
     pub fn pulse(&self) -> Arc<Pulse> {
         match self {
             Self::Threads(pool) => pool.pulse(),
@@ -63,7 +56,7 @@ impl<J: Job> Pool<J> {
         }
     }
 
-    /// Nanoseconds so far between the submission of a job and the end of its last share.
+    /// [`Threads::busy_ns`].
     pub fn busy_ns(&self) -> u64 {
         match self {
             Self::Threads(pool) => pool.busy_ns(),
@@ -77,16 +70,13 @@ impl<J: Job> Pool<J> {
         let Self::Stepped(pool) = self else { return false };
         let Some(job) = pool.job.take() else { return false };
         let (start, (name, index)) = (now_ns(), job.label());
-        (0..job.pieces()).rev().for_each(|piece| job.run(piece));
+        run_alone(job);
         pool.recorder.span(name, index, start);
         pool.busy_ns += now_ns() - start;
         true
     }
 
-    /// Ends the pool, which must be idle, and returns what its threads recorded.
-    ///
-    /// # Errors
-    /// `Resource` when a worker had panicked, or a job is not done.
+    /// [`Threads::finish`], once the pool is idle: an error otherwise.
     pub fn finish(self) -> Result<Vec<Recorder>> {
         if !self.is_idle()? {
             return Err(Error::resource("end the optimizer workers", "a job is not done"));

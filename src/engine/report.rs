@@ -47,6 +47,11 @@ impl Report {
         Ok(report)
     }
 
+    /// Every step's norm is 1, unless a device says otherwise: whether a step is clipped is for the threshold to say.
+    pub(super) fn pretend(&self, host: &mut HostMemory) {
+        host.lend_mut::<f32>(self.host_partials.slice(0, 4))[0] = 1.0;
+    }
+
     /// Starts the report of a step.
     pub(super) fn begin<D: Kernels>(&mut self, dev: &mut D) -> Result<()> {
         self.ends.clear();
@@ -86,19 +91,26 @@ impl Report {
     }
 
     /// Folds what has arrived; true when the report is complete. Never blocks.
-    pub(super) fn poll<D: Device>(&mut self, dev: &mut D) -> Result<bool> {
+    pub(super) fn poll<D: Device>(&mut self, dev: &mut D, host: &HostMemory) -> Result<bool> {
         while self.folds < self.ends.len() && dev.is_done(self.copied[self.folds])? {
             let start = self.folds.checked_sub(1).map_or(0, |before| self.ends[before]);
             let arrived = self.host_partials.slice(start * 4, (self.ends[self.folds] - start) * 4);
-            self.norm_sq = arrived.with(|partials: &mut [f32]| norm::fold(self.norm_sq, partials));
+            self.norm_sq = norm::fold(self.norm_sq, host.lend(arrived));
             self.folds += 1;
         }
-        Ok(self.folds == self.ends.len() && self.copied_to() == self.partials.elems)
+        Ok(self.is_complete())
     }
 
     /// The complete report: sum of squares of all gradients, whether one is infinite or NaN, the loss.
-    pub(super) fn read(&self) -> (NormSq, bool, f32) {
-        let nonfinite = self.host_nonfinite.with(|x: &mut [i32]| x[0] != 0);
-        (self.norm_sq, nonfinite, self.host_loss.with(|x: &mut [f32]| x[0]))
+    ///
+    /// # Panics
+    /// If it is not: what is left is still being copied.
+    pub(super) fn read(&self, host: &HostMemory) -> (NormSq, bool, f32) {
+        assert!(self.is_complete(), "the report of a step is read before it has come");
+        (self.norm_sq, host.lend::<i32>(self.host_nonfinite)[0] != 0, host.lend::<f32>(self.host_loss)[0])
+    }
+
+    fn is_complete(&self) -> bool {
+        self.folds == self.ends.len() && self.copied_to() == self.partials.elems
     }
 }

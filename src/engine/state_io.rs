@@ -16,8 +16,12 @@ impl<D: Kernels> Engine<D> {
     ///
     /// # Errors
     /// The device's; `Resource` when a thread cannot start.
+    ///
+    /// # Panics
+    /// If an update is under way: see [`Engine::flush`].
     pub fn init_state(&mut self, seed: u64, threads: usize) -> Result<()> {
-        self.memory.init_params(&mut self.dev, &self.model.table, seed, threads)
+        self.expect_no_job();
+        self.memory.init_params((&mut self.dev, &mut self.host), &self.model.table, seed, threads)
     }
 
     /// Sets parameters or moments from element `start` of the flat range on. Call [`Engine::send_weights`] after the last.
@@ -26,9 +30,10 @@ impl<D: Kernels> Engine<D> {
     /// The device's.
     ///
     /// # Panics
-    /// If they reach beyond the flat range.
+    /// If they reach beyond the flat range, or an update is under way: see [`Engine::flush`].
     pub fn write_state(&mut self, part: StatePart, start: usize, source: &[f32]) -> Result<()> {
-        self.memory.write(&mut self.dev, part, start..start + source.len(), source)
+        self.expect_no_job();
+        self.memory.write((&mut self.dev, &mut self.host), part, start..start + source.len(), source)
     }
 
     /// Reads parameters or moments from element `start` of the flat range on. Call [`Engine::flush`] first.
@@ -37,9 +42,15 @@ impl<D: Kernels> Engine<D> {
     /// The device's.
     ///
     /// # Panics
-    /// If they reach beyond the flat range.
+    /// If they reach beyond the flat range, or an update is under way: see [`Engine::flush`].
     pub fn read_state(&mut self, part: StatePart, start: usize, out: &mut [f32]) -> Result<()> {
-        self.memory.read(&mut self.dev, part, start..start + out.len(), out)
+        self.expect_no_job();
+        self.memory.read((&mut self.dev, &mut self.host), part, start..start + out.len(), out)
+    }
+
+    /// Nobody but jobs of the pool touches the state, and who borrows the engine submits none.
+    fn expect_no_job(&self) {
+        assert!(self.in_pool.is_none(), "an update of the state is under way: flush the engine first");
     }
 
     /// Derives the device's working weights from the state.
@@ -81,16 +92,16 @@ impl<D: Kernels> Engine<D> {
     /// The device's; `batches`'.
     pub fn logits(&mut self, batches: &mut impl Batches) -> Result<Vec<f32>> {
         self.wait_for_all_params()?;
-        self.read_batch(0, batches)?;
-        self.upload_batch(0)?;
         let elems = self.plan.batch * self.plan.seq_length * self.model.shape.vocab;
         let out = self.dev.alloc("logits", elems, self.plan.dtype)?;
         let wide = self.dev.alloc("logits fp32", elems, Dtype::Float32)?;
+        self.read_batch(0, batches)?;
+        self.upload_batch(0)?;
         self.forward_stages()?;
         self.with_weights(Stage::Head, Pass::Forward, |engine| engine.model.logits(&mut engine.dev, out))?;
         self.dev.cast(Stream::Compute, out, wide)?;
         let mut values = vec![0.0; elems];
-        self.memory.download(&mut self.dev, wide, &mut values)?;
+        self.memory.download((&mut self.dev, &mut self.host), wide, &mut values)?;
         Ok(values)
     }
 }

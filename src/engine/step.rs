@@ -47,13 +47,12 @@ impl<D: Kernels> Engine<D> {
     }
 
     /// Fills the memory of one micro-batch; returns its targets that count.
-    pub(super) fn read_batch(&self, micro_step: usize, batches: &mut impl Batches) -> Result<usize> {
+    pub(super) fn read_batch(&mut self, micro_step: usize, batches: &mut impl Batches) -> Result<usize> {
         // Nothing reads it: the verdict of the last step came after its copies, on the same stream.
-        self.memory.batch(&self.plan, micro_step).with(|memory| {
-            let mut batch = Batch::new(memory, self.plan.seq_length, self.plan.separates_documents);
-            batches.fill(&mut batch)?;
-            batch.count_targets(self.model.shape.vocab).map_err(|cause| self.bad_data(format!("micro-batch {micro_step}: {cause}")))
-        })
+        let memory = self.host.lend_mut(self.memory.batch(&self.plan, micro_step));
+        let mut batch = Batch::new(memory, self.plan.seq_length, self.plan.separates_documents);
+        batches.fill(&mut batch)?;
+        batch.count_targets(self.model.shape.vocab).map_err(|cause| self.bad_data(format!("micro-batch {micro_step}: {cause}")))
     }
 
     fn bad_data(&self, cause: String) -> Error {
@@ -213,7 +212,7 @@ impl<D: Kernels> Engine<D> {
     fn validate(&mut self, learning_rate: f64) -> Result<StepReport> {
         self.report.end(&mut self.dev, self.model.activations.loss)?;
         let start = self.dev.now_ns();
-        self.block_until(Doing::Norm, 0, |engine| engine.report.poll(&mut engine.dev))?;
+        self.block_until(Doing::Norm, 0, |engine| engine.report.poll(&mut engine.dev, &engine.host))?;
         self.driver_span("await verdict", (self.train_step + 1) as u32, start);
         let mut out = self.read_report(learning_rate);
         let validated = Event::Validated(out.verdict);
@@ -239,7 +238,7 @@ impl<D: Kernels> Engine<D> {
     }
 
     fn read_report(&self, learning_rate: f64) -> StepReport {
-        let (norm_sq, nonfinite, loss) = self.report.read();
+        let (norm_sq, nonfinite, loss) = self.report.read(&self.host);
         let grad_norm = norm_sq.norm(self.loss_scale.inverse());
         let verdict = Verdict::new(grad_norm, nonfinite, self.plan.max_grad_norm);
         let (counts, exposed, loss_scale) = (Counts::default(), self.exposed, self.loss_scale.scale());

@@ -80,21 +80,18 @@ pub struct StepMemory {
 }
 
 /// One bucket's work.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct StepJob {
-    /// The bucket.
-    pub bucket: usize,
-    /// Its flat range.
-    pub range: Range<usize>,
-    /// What to do with it.
-    pub work: Work,
-    /// Where the working weights go.
-    pub out: Option<Slot>,
-    /// Where everything lies.
-    pub memory: StepMemory,
+    bucket: usize,
+    range: Range<usize>,
+    work: Work,
+    out: Option<Slot>,
+    memory: StepMemory,
 }
 
-impl Job for StepJob {
+// SAFETY: the right to the memory is what `StepJob::new` asks for. A piece writes its own part of the range alone: of the state, and of
+// the parameter slot.
+unsafe impl Job for StepJob {
     fn label(&self) -> (&'static str, u32) {
         let name = match self.work {
             Work::CommitThenSpeculate { pending: None, .. } => "speculate",
@@ -126,34 +123,48 @@ impl Job for StepJob {
         self.range.len().div_ceil(self.piece_elems())
     }
 
-    fn run(&self, piece: usize) {
+    unsafe fn run(&self, piece: usize) {
         let start = self.range.start + piece * self.piece_elems();
         let end = (start + self.piece_elems()).min(self.range.end);
         for segment in self.memory.segments.iter() {
             let part = segment.range.start.max(start)..segment.range.end.min(end);
             if !part.is_empty() {
-                self.run_part(part, segment.decay);
+                // SAFETY: a part of this piece, which the caller lets nobody else do.
+                unsafe { self.run_part(part, segment.decay) };
             }
         }
     }
 }
 
 impl StepJob {
+    /// `work` on `bucket`, the flat range `range`; its working weights go to the slot `out`.
+    ///
+    /// # Safety
+    /// Until all pieces are done `memory` is there, nobody else uses the range's state or the slot `out`, and nobody writes the
+    /// gradient slots that `work` names.
+    pub unsafe fn new(bucket: usize, range: Range<usize>, work: Work, out: Option<Slot>, memory: StepMemory) -> Self {
+        Self { bucket, range, work, out, memory }
+    }
+
     fn piece_elems(&self) -> usize {
         self.range.len().div_ceil(PIECES_MIN).next_multiple_of(PAGE_ELEMS).min(PIECE_ELEMS_MAX)
     }
 
     /// Does the work on a part of the bucket with one decay rule.
-    fn run_part(&self, part: Range<usize>, decay: bool) {
-        let kernels = self.memory.kernels;
+    ///
+    /// # Safety
+    /// No two threads work on the same part.
+    unsafe fn run_part(&self, part: Range<usize>, decay: bool) {
+        let StepMemory { state: HostState { params, m, v }, grads, params: slots, kernels, .. } = self.memory;
         let step = |update: Update| self.step(update, decay);
-        // SAFETY: the shares of a job are disjoint, and while it runs the protocol gives its bucket's state, its
-        // gradient slots and its parameter slot to the pool alone.
-        let mut state = unsafe { self.state(&part) };
-        // SAFETY: as above; gradients are only read.
-        let grads = |g: GradUpdate| unsafe { self.grads(g.grads, &part) };
-        // SAFETY: as above.
-        let out = self.out.map(|slot| unsafe { self.weights(slot, &part) });
+        // SAFETY: for gradients, which the job has a right to and which none of its pieces writes.
+        let read = |memory: PinnedSlice| unsafe { memory.as_slice::<u8>() };
+        // SAFETY: for state and weights, which the job has to itself, and of these for the part that is this thread's; once each.
+        let write = |memory: PinnedSlice| unsafe { memory.as_mut_slice::<u8>() };
+        let state = |memory: PinnedSlice| bytemuck::cast_slice_mut(write(memory.slice(part.start * 4, part.len() * 4)));
+        let mut state = AdamState { params: state(params), m: state(m), v: state(v) };
+        let grads = |g: GradUpdate| Grads::from_bytes(grads.dtype, read(grads.part(g.grads, &self.range, &part)));
+        let out = self.out.map(|slot| Weights::from_bytes(slots.dtype, write(slots.part(slot, &self.range, &part))));
         match (self.work, out) {
             #[cfg(feature = "stv")]
             (Work::CommitThenSpeculate { pending: None, next }, Some(out)) => {
@@ -180,31 +191,6 @@ impl StepJob {
     fn step(&self, update: Update, decay: bool) -> AdamStep {
         let hyper = AdamHyper { lr: update.learning_rate, ..self.memory.hyper };
         AdamStep { consts: AdamConsts::new(&hyper, update.optimizer_step, decay), scale: update.scale }
-    }
-
-    /// # Safety
-    /// Nobody else uses this part of the state now.
-    unsafe fn state(&self, part: &Range<usize>) -> AdamState<'static> {
-        let HostState { params, m, v } = self.memory.state;
-        // SAFETY: the caller's promise.
-        let view = |memory: PinnedSlice| unsafe { memory.slice(part.start * 4, part.len() * 4).as_mut_slice::<f32>() };
-        AdamState { params: view(params), m: view(m), v: view(v) }
-    }
-
-    /// # Safety
-    /// Nobody writes the slot now.
-    unsafe fn grads(&self, slot: Slot, part: &Range<usize>) -> Grads<'static> {
-        let dtype = self.memory.grads.dtype;
-        // SAFETY: the caller's promise.
-        Grads::from_bytes(dtype, unsafe { self.memory.grads.part(slot, &self.range, part).as_slice::<u8>() })
-    }
-
-    /// # Safety
-    /// Nobody else uses this part of the slot now.
-    unsafe fn weights(&self, slot: Slot, part: &Range<usize>) -> Weights<'static> {
-        let dtype = self.memory.params.dtype;
-        // SAFETY: the caller's promise.
-        Weights::from_bytes(dtype, unsafe { self.memory.params.part(slot, &self.range, part).as_mut_slice::<u8>() })
     }
 }
 

@@ -188,7 +188,7 @@ mod tests {
     use super::*;
     use crate::host::doorbell::Doorbell;
     use crate::host::homes::Homes;
-    use crate::host::pool::{Job, Threads};
+    use crate::host::pool::{Call, Threads};
 
     const LIMIT: Duration = Duration::from_secs(80);
 
@@ -266,25 +266,6 @@ mod tests {
         }
     }
 
-    /// A job of two pieces; the second is done when somebody says so.
-    struct Stuck(Arc<AtomicBool>);
-    impl Job for Stuck {
-        fn label(&self) -> (&'static str, u32) {
-            ("stuck", 7)
-        }
-        fn traffic_bytes(&self) -> u64 {
-            0
-        }
-        fn pieces(&self) -> usize {
-            2
-        }
-        fn run(&self, piece: usize) {
-            while piece == 1 && !self.0.load(Ordering::Relaxed) {
-                std::thread::sleep(Duration::from_millis(1));
-            }
-        }
-    }
-
     #[test]
     fn a_worker_that_stands_still_is_named_with_its_bucket() {
         let (bell, go) = (Arc::new(Doorbell::default()), Arc::new(AtomicBool::new(false)));
@@ -292,7 +273,13 @@ mod tests {
         let mut watch = Watch::new(Arc::new(Vitals::new(8, bell.clone(), pool.pulse())), Duration::ZERO);
         assert!(look(&mut watch, 100).is_none(), "idle");
         let release = Release(go.clone());
-        pool.submit(Stuck(go));
+        // The second piece is done when somebody says so.
+        let run = move |piece: usize| {
+            while piece == 1 && !go.load(Ordering::Relaxed) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        };
+        pool.submit(Call { label: ("stuck", 7), pieces: 2, run });
         let stuck = |pulse: &crate::host::pulse::Pulse| (0..2).filter(|&worker| pulse.owes(worker).is_some()).count() == 1;
         while !(stuck(&pool.pulse()) && (0..2).map(|worker| pool.pulse().pieces(worker)).sum::<u64>() == 2) {
             std::thread::yield_now();

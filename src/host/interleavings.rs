@@ -5,7 +5,7 @@
 
 use super::doorbell::Doorbell;
 use super::homes::Homes;
-use super::pool::{Job, Threads};
+use super::pool::{Call, Threads};
 use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::sync::thread;
 use std::sync::Arc;
@@ -48,41 +48,18 @@ fn a_bell_wakes_its_waiter_as_often_as_it_waits() {
     });
 }
 
-/// Counts how often each piece was done.
-#[derive(Clone, Default)]
-struct Count(Arc<[AtomicUsize; 2]>);
-
-impl Count {
-    fn assert_each(&self, times: usize) {
-        self.0.iter().for_each(|piece| assert_eq!(piece.load(Ordering::Relaxed), times));
-    }
-}
-
-impl Job for Count {
-    fn label(&self) -> (&'static str, u32) {
-        ("count", 0)
-    }
-    fn traffic_bytes(&self) -> u64 {
-        0
-    }
-    fn pieces(&self) -> usize {
-        self.0.len()
-    }
-    // A load and a store: two workers on one piece, or a worker that does not see the job before, lose a count.
-    fn run(&self, piece: usize) {
-        self.0[piece].store(self.0[piece].load(Ordering::Relaxed) + 1, Ordering::Relaxed);
-    }
-}
-
 /// Every job of a pool of `workers` is done once, and its driver sees what it did.
 fn hand_over(workers: usize, jobs: usize) {
     let bell = Arc::new(Doorbell::default());
     let mut pool = Threads::start(workers, Homes::default(), bell.clone(), 0, |_| Ok(())).unwrap();
-    let count = Count::default();
+    let counts: Arc<[AtomicUsize; 2]> = Arc::default();
     for job in 1..=jobs {
-        pool.submit(count.clone());
+        let counted = counts.clone();
+        // A load and a store: two workers on one piece, or a worker that does not see the job before, lose a count.
+        let run = move |piece: usize| counted[piece].store(counted[piece].load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+        pool.submit(Call { label: ("count", 0), pieces: counts.len(), run });
         bell.wait_until(|| pool.is_idle().unwrap());
-        count.assert_each(job);
+        counts.iter().for_each(|count| assert_eq!(count.load(Ordering::Relaxed), job));
     }
     pool.finish().unwrap();
 }

@@ -137,7 +137,8 @@ impl Mapping {
 impl Drop for Mapping {
     fn drop(&mut self) {
         if self.bytes > 0 {
-            // SAFETY: mapped with this address and size, by this file alone; views are not used after their owner is gone.
+            // SAFETY: mapped with this address and size, by this file alone. `HostMemory` lends it no longer than it lives, and jobs and
+            // copies were promised that it outlives them.
             unsafe { libc::munmap(self.addr as *mut libc::c_void, self.bytes) };
         }
     }

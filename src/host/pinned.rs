@@ -17,10 +17,11 @@ use std::ops::Range;
 use std::os::fd::{AsFd, FromRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-/// A view of host memory from [`HostMemory`]. Copying the view copies no data.
+/// Where bytes of a [`HostMemory`] lie: a name for them, which does not keep them.
 ///
-/// Who may touch the bytes at which time is decided by the step protocol (`engine::coordinator`): a slot belongs to a
-/// copy, to the pool or to nobody. The methods here check bounds and alignment; the protocol's tests check the rest.
+/// The owner lends them ([`HostMemory::lend`]) and is borrowed meanwhile. Jobs and copies use them beside it: who makes a job, or the
+/// device that copies, promises (`unsafe`) that the owner outlives it and that nobody else uses the bytes until it is done. The step
+/// protocol (`engine::coordinator`) keeps that promise: a slot belongs to a copy, to the pool or to nobody.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PinnedSlice {
     addr: usize,
@@ -52,43 +53,42 @@ impl PinnedSlice {
         self.bytes / size_of::<T>()
     }
 
-    /// The memory, to read.
+    /// The memory, to read, for a job.
     ///
     /// # Safety
-    /// Nobody writes it while the slice lives, and the [`HostMemory`] outlives the slice.
-    pub(crate) unsafe fn as_slice<T: Pod>(self) -> &'static [T] {
+    /// While the result lives so does the [`HostMemory`], and nobody writes the bytes.
+    pub unsafe fn as_slice<'a, T: Pod>(self) -> &'a [T] {
         let elems = self.elems::<T>();
-        // SAFETY: in bounds and aligned (checked); the rest is the caller's promise.
+        // SAFETY: aligned (checked) and in bounds (as every slice); the rest is what this function asks for.
         unsafe { std::slice::from_raw_parts(self.addr as *const T, elems) }
     }
 
-    /// The memory, to write.
+    /// The memory, to write, for a job.
     ///
     /// # Safety
-    /// As [`PinnedSlice::as_slice`], and nobody reads it either.
-    pub(crate) unsafe fn as_mut_slice<T: Pod>(self) -> &'static mut [T] {
+    /// While the result lives so does the [`HostMemory`], and nobody else reads or writes the bytes.
+    pub unsafe fn as_mut_slice<'a, T: Pod>(self) -> &'a mut [T] {
         let elems = self.elems::<T>();
-        // SAFETY: in bounds and aligned (checked); the rest is the caller's promise.
+        // SAFETY: aligned (checked) and in bounds (as every slice); that it is the only view is what this function asks for.
         unsafe { std::slice::from_raw_parts_mut(self.addr as *mut T, elems) }
-    }
-
-    /// Copies the content out, on the driver, while no copy and no job uses the memory.
-    ///
-    /// # Panics
-    /// If the sizes differ.
-    pub fn read<T: Pod>(self, out: &mut [T]) {
-        // SAFETY: the driver calls this only when the protocol gives it the memory; the borrow ends here.
-        out.copy_from_slice(unsafe { self.as_slice::<T>() });
-    }
-
-    /// Lends the content to `with`, on the driver, while no copy and no job uses the memory.
-    pub fn with<T: Pod, R>(self, with: impl FnOnce(&mut [T]) -> R) -> R {
-        // SAFETY: as `read`; the borrow cannot leave the closure.
-        with(unsafe { self.as_mut_slice::<T>() })
     }
 }
 
 /// Every host allocation of a run, unmapped on drop.
+///
+/// ```
+/// let mut host = superoffload::host::pinned::HostMemory::default();
+/// let slice = host.alloc("x", 4096).unwrap();
+/// host.lend_mut::<u8>(slice)[0] = 1;
+/// ```
+/// What is lent does not outlive it:
+/// ```compile_fail,E0505
+/// let mut host = superoffload::host::pinned::HostMemory::default();
+/// let slice = host.alloc("x", 4096).unwrap();
+/// let bytes = host.lend_mut::<u8>(slice);
+/// drop(host);
+/// bytes[0] = 1;
+/// ```
 #[derive(Default)]
 pub struct HostMemory {
     policy: MemoryPolicy,
@@ -104,6 +104,8 @@ struct Block {
     mapping: Mapping,
     name: String,
     bytes: usize,
+    /// The same page lies at several addresses: one view of it would be two.
+    is_ring: bool,
 }
 
 /// Where empty memory lies: aligned, and nowhere.
@@ -142,7 +144,7 @@ impl HostMemory {
             self.check_room(name, &parts, page_bytes)?;
         }
         self.fault_in(name, &block, &parts, page_bytes)?;
-        Ok(self.keep(block, name, bytes, bytes))
+        Ok(self.keep(block, name, bytes, None))
     }
 
     /// `bytes` of zeroed memory; below `ringed_bytes` it repeats every `period_bytes`: the same pages, mapped again and
@@ -162,7 +164,35 @@ impl HostMemory {
             let end = ringed_bytes.min(start + period_bytes);
             block.overlay(start..end, file.as_fd()).map_err(|e| refused("map shared memory", e))?;
         }
-        Ok(self.keep(block, name, bytes, bytes - ringed_bytes + period_bytes.min(ringed_bytes)))
+        Ok(self.keep(block, name, bytes, Some(bytes - ringed_bytes + period_bytes.min(ringed_bytes))))
+    }
+
+    /// The bytes of `slice`, to read. No job and no copy writes them meanwhile: see [`PinnedSlice`].
+    ///
+    /// # Panics
+    /// If they are not in memory of this owner, lie in a ring, or are no whole, aligned elements.
+    pub fn lend<T: Pod>(&self, slice: PinnedSlice) -> &[T] {
+        self.expect_mine(slice);
+        // SAFETY: mapped as long as `self` is borrowed, which is shared; who made a job or a device promised that it does not
+        // write what is lent.
+        unsafe { slice.as_slice() }
+    }
+
+    /// The bytes of `slice`, to write. No job and no copy uses them meanwhile: see [`PinnedSlice`].
+    ///
+    /// # Panics
+    /// As [`HostMemory::lend`].
+    pub fn lend_mut<T: Pod>(&mut self, slice: PinnedSlice) -> &mut [T] {
+        self.expect_mine(slice);
+        // SAFETY: mapped as long as `self` is borrowed, which lends nothing else meanwhile; who made a job or a device promised that
+        // it does not touch what is lent.
+        unsafe { slice.as_mut_slice() }
+    }
+
+    fn expect_mine(&self, slice: PinnedSlice) {
+        let holds = |range: Range<usize>| range.start <= slice.addr && slice.addr + slice.bytes <= range.end;
+        let is_mine = self.blocks.iter().any(|block| !block.is_ring && holds(block.mapping.addresses()));
+        assert!(is_mine || slice.bytes == 0, "{} at {:#x} are not this owner's to lend", Bytes(slice.bytes as u64), slice.addr);
     }
 
     /// Names and bytes of everything so far.
@@ -177,9 +207,10 @@ impl HostMemory {
         MemoryReport { bound_to: self.policy.nodes.clone(), notes, ..MemoryReport::read(root, &addresses) }
     }
 
-    fn keep(&mut self, mapping: Mapping, name: &str, len: usize, bytes: usize) -> PinnedSlice {
-        let slice = PinnedSlice { addr: mapping.addr(), bytes: len };
-        self.blocks.push(Block { mapping, name: name.into(), bytes });
+    /// `ring_bytes` of memory are there, if it is a ring.
+    fn keep(&mut self, mapping: Mapping, name: &str, bytes: usize, ring_bytes: Option<usize>) -> PinnedSlice {
+        let slice = PinnedSlice { addr: mapping.addr(), bytes };
+        self.blocks.push(Block { mapping, name: name.into(), bytes: ring_bytes.unwrap_or(bytes), is_ring: ring_bytes.is_some() });
         slice
     }
 
@@ -303,15 +334,25 @@ mod tests {
     fn memory_is_zeroed_shared_between_views_and_bounded() {
         let mut host = HostMemory::default();
         let block = host.alloc("test", 3 << 20).unwrap();
-        block.slice(8, 4).with(|x: &mut [f32]| {
-            assert_eq!(x, [0.0]);
-            x[0] = 2.5;
-        });
-        let mut all = vec![0f32; (3 << 20) / 4];
-        block.read(&mut all);
-        assert_eq!((all[1], all[2], all[3]), (0.0, 2.5, 0.0));
+        assert_eq!(host.lend::<f32>(block.slice(8, 4)), [0.0]);
+        host.lend_mut::<f32>(block.slice(8, 4))[0] = 2.5;
+        assert_eq!(host.lend::<f32>(block)[1..4], [0.0, 2.5, 0.0]);
+        assert!(host.lend::<f32>(block.slice(3 << 20, 0)).is_empty());
         assert_eq!(host.allocations().collect::<Vec<_>>(), [("test", 3 << 20)]);
         assert!(std::panic::catch_unwind(|| block.slice(1, 3 << 20)).is_err());
+    }
+
+    #[test]
+    fn only_the_owner_lends() {
+        let (mut host, mut other) = (HostMemory::default(), HostMemory::default());
+        let (block, end) = (host.alloc("test", 4096).unwrap(), PinnedSlice { addr: usize::MAX - 4096, bytes: 4096 });
+        let gone = HostMemory::default().alloc("test", 4 << 20).unwrap();
+        let ring = other.alloc_ring("test", 2 * RING_GRAIN_BYTES, 2 * RING_GRAIN_BYTES, RING_GRAIN_BYTES).unwrap();
+        let beyond = PinnedSlice { bytes: block.bytes + 1, ..block };
+        host.lend_mut::<u8>(block)[4095] = 1;
+        for (owner, slice) in [(&other, block), (&host, end), (&host, gone), (&host, beyond), (&other, ring)] {
+            assert!(std::panic::catch_unwind(|| owner.lend::<u8>(slice)[0]).is_err(), "{slice:?}");
+        }
     }
 
     #[test]
@@ -319,8 +360,10 @@ mod tests {
         let mut host = HostMemory::default();
         let grain = RING_GRAIN_BYTES;
         let ring = host.alloc_ring("test", 6 * grain + 40, 5 * grain, 2 * grain).unwrap();
-        ring.slice(grain + 8, 4).with(|x: &mut [f32]| x[0] = 2.5);
-        let read = |at: usize| ring.slice(at, 4).with(|x: &mut [f32]| x[0]);
+        // SAFETY: mapped to the end of the test, and nothing else looks at it.
+        unsafe { ring.slice(grain + 8, 4).as_mut_slice::<f32>()[0] = 2.5 };
+        // SAFETY: mapped to the end of the test, and no longer written.
+        let read = |at: usize| unsafe { ring.slice(at, 4).as_slice::<f32>()[0] };
         assert_eq!([1, 3, 5].map(|i| read(i * grain + 8)), [2.5, 2.5, 0.0]);
         assert_eq!([0, 2, 4].map(|i| read(i * grain + 8)), [0.0; 3]);
         assert_eq!(host.allocations().collect::<Vec<_>>(), [("test", 3 * grain + 40)]);
@@ -342,7 +385,7 @@ mod tests {
         {
             assert_eq!(pages.page_bytes, *huge as u64, "{report}");
         }
-        assert!(block.with(|bytes: &mut [u8]| bytes.iter().all(|&byte| byte == 0)));
+        assert!(host.lend::<u8>(block).iter().all(|&byte| byte == 0));
     }
 
     /// One node says little; two sockets, or a GPU's memory as a node, say more.

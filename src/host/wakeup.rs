@@ -3,7 +3,7 @@
 use super::affinity::{Placement, name_and_pin};
 use super::doorbell::Doorbell;
 use super::homes::Homes;
-use super::pool::{Job, Threads};
+use super::pool::{Call, Threads};
 use crate::error::Result;
 use std::fmt;
 use std::sync::Arc;
@@ -34,21 +34,6 @@ const PARKED_JOBS: usize = 100;
 /// Longer than any worker spins.
 const PAUSE: Duration = Duration::from_millis(3);
 
-struct Empty;
-
-impl Job for Empty {
-    fn label(&self) -> (&'static str, u32) {
-        ("empty", 0)
-    }
-    fn traffic_bytes(&self) -> u64 {
-        0
-    }
-    fn pieces(&self) -> usize {
-        0
-    }
-    fn run(&self, _: usize) {}
-}
-
 impl WakeUp {
     /// Of a pool of `workers`, placed as a run would. Takes about half a second.
     ///
@@ -61,7 +46,7 @@ impl WakeUp {
         let mut sample = |pause: Option<Duration>| -> Result<u64> {
             pause.into_iter().for_each(std::thread::sleep);
             let before = pool.busy_ns();
-            pool.submit(Empty);
+            pool.submit(Call { label: ("empty", 0), pieces: 0, run: |_| () });
             let mut idle = Ok(false);
             bell.wait_until(|| {
                 idle = pool.is_idle();

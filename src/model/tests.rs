@@ -87,18 +87,16 @@ impl Rig {
 
     fn upload<T: bytemuck::Pod>(&mut self, values: &[T], dst: DeviceSlice) {
         let src = self.host.alloc("upload", size_of_val(values)).unwrap();
-        src.with(|bytes: &mut [u8]| bytes.copy_from_slice(bytemuck::cast_slice(values)));
+        self.host.lend_mut(src).copy_from_slice(values);
         self.dev.copy_h2d(Stream::Compute, src, dst).unwrap();
         self.wait();
     }
 
     fn download<T: bytemuck::Pod>(&mut self, src: DeviceSlice) -> Vec<T> {
-        let mut values = vec![T::zeroed(); src.bytes() / size_of::<T>()];
         let dst = self.host.alloc("download", src.bytes()).unwrap();
         self.dev.copy_d2h(Stream::Compute, src, dst).unwrap();
         self.wait();
-        dst.read(&mut values);
-        values
+        self.host.lend(dst).to_vec()
     }
 
     /// Sequences `first..first + batch` of a fixed text become the micro-batch.

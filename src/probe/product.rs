@@ -79,7 +79,7 @@ pub fn fill<D: Kernels>(dev: &mut D, memory: &[DeviceSlice]) -> Result<()> {
     let elems = memory.iter().map(|part| part.elems).max().unwrap_or(0).min(RANDOM_ELEMS);
     let (mut host, mut rng) = (HostMemory::default(), ChaCha8Rng::seed_from_u64(1));
     let (source, wide) = (host.alloc("random numbers", elems * 4)?, dev.alloc("random numbers", elems, Dtype::Float32)?);
-    source.with(|x: &mut [f32]| x.fill_with(|| (rng.next_u32() as i32) as f32 / (1u32 << 31) as f32));
+    host.lend_mut::<f32>(source).fill_with(|| (rng.next_u32() as i32) as f32 / (1u32 << 31) as f32);
     dev.copy_h2d(Stream::Compute, source, wide)?;
     for whole in memory {
         for start in (0..whole.elems).step_by(elems) {

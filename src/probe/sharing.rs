@@ -106,8 +106,6 @@ mod tests {
     use crate::dtype::Dtype;
     use crate::hardware::rates::tests::round_rates;
     use crate::hardware::topology::Topology;
-    use crate::host::memory_policy::MemoryPolicy;
-    use crate::host::pinned::HostMemory;
     use crate::memory::DeviceMemory;
     use crate::optim::simd::Isa;
     use crate::probe::workers::Workers;
@@ -120,8 +118,7 @@ mod tests {
     fn a_simulated_machine_shares_as_its_rates_say() {
         let mut rates = round_rates();
         (rates.cpu_device_under_adam, rates.adam_under_cpu_device, rates.kernel_s) = (0.3, 0.6, 1e-6);
-        let mut memory = HostMemory::new(MemoryPolicy::unbacked());
-        let states = States::new(&topology(), &mut memory).unwrap();
+        let states = States::leaked(&topology());
         let (mut dev, pool) = SimDevice::new("cpus", &rates, (DeviceKind::Cpu, DeviceMemory::Shared), (1, Isa::Scalar), 0);
         let product = Product::new(&mut dev, Dtype::Bfloat16, 2048).unwrap();
         let mut sharers = Sharers { product, states: &states, pool: Pool::Simulated(pool), bell: Arc::default() };
@@ -131,8 +128,8 @@ mod tests {
 
     #[test]
     fn this_machines_cores_are_shared() {
-        let (topology, mut memory, bell) = (topology(), HostMemory::default(), Arc::new(Doorbell::default()));
-        let states = States::new(&topology, &mut memory).unwrap();
+        let (topology, bell) = (topology(), Arc::new(Doorbell::default()));
+        let states = States::leaked(&topology);
         let mut dev = CpuDevice::new(1, Schedule::Threads, bell.clone(), 0).unwrap();
         let product = Product::new(&mut dev, Dtype::Bfloat16, 128).unwrap();
         let pool = Workers::ringing(bell.clone(), &topology, 1).unwrap().pool;

@@ -1,4 +1,5 @@
 //! Buckets of optimizer state in mid-training, as the engine lays them out, and the jobs that run over them.
+#![allow(unsafe_code)]
 
 use crate::bucket::slot::Slot;
 use crate::dtype::Dtype;
@@ -37,7 +38,10 @@ impl States {
     ///
     /// # Errors
     /// `Resource` when there is no such memory; as [`AdamKernels::new`].
-    pub fn new(topology: &Topology, host: &mut HostMemory) -> Result<Self> {
+    ///
+    /// # Safety
+    /// `host` outlives all jobs over these states, and one of them runs at a time.
+    pub unsafe fn new(topology: &Topology, host: &mut HostMemory) -> Result<Self> {
         let params = bucket_params(topology);
         let mut slots = |name: &str, slots: usize| -> Result<SlotMemory> {
             let memory = host.alloc_periodic(name, slots * params * 2, params * 2)?;
@@ -46,12 +50,12 @@ impl States {
         let (grads, out) = (slots("gradient slots", 2 * BUCKETS)?, slots("parameter slots", BUCKETS)?);
         let mut state = |name: &str, value: f32| -> Result<PinnedSlice> {
             let memory = host.alloc_periodic(name, BUCKETS * params * 4, params * 4)?;
-            memory.with(|all: &mut [f32]| all.fill(value));
+            host.lend_mut::<f32>(memory).fill(value);
             Ok(memory)
         };
         let state = HostState { params: state("parameters", 0.05)?, m: state("m", 1e-3)?, v: state("v", 1e-6)? };
         // A gradient of zero would be as slow; a bit pattern that is no number might not.
-        grads.memory.with(|all: &mut [u16]| all.fill(half::bf16::from_f32(1e-3).to_bits()));
+        host.lend_mut(grads.memory).fill(half::bf16::from_f32(1e-3));
         let memory = StepMemory {
             state,
             grads,
@@ -81,7 +85,8 @@ impl States {
     fn job(&self, index: usize, work: Work) -> StepJob {
         let bucket = index % BUCKETS;
         let range = bucket * self.params..(bucket + 1) * self.params;
-        StepJob { bucket: index, range, work, out: Some(Slot(bucket)), memory: self.memory.clone() }
+        // SAFETY: whoever made the states sees to it that their memory stays and that one job runs at a time.
+        unsafe { StepJob::new(index, range, work, Some(Slot(bucket)), self.memory.clone()) }
     }
 
     /// A triad over the state.
@@ -101,7 +106,6 @@ fn bucket_params(topology: &Topology) -> usize {
 }
 
 /// `to = from[0] + 3 from[1]`, in the manner of STREAM.
-#[derive(Clone, Copy, Debug)]
 pub struct Triad {
     to: PinnedSlice,
     from: [PinnedSlice; 2],
@@ -110,7 +114,9 @@ pub struct Triad {
 /// fp32 elements that a worker takes at once.
 const PIECE_ELEMS: usize = 32 << 10;
 
-impl Job for Triad {
+// SAFETY: whoever made the states sees to it that their memory stays and that one job runs at a time; a piece writes its own part of `to`,
+// which is none of `from`.
+unsafe impl Job for Triad {
     fn label(&self) -> (&'static str, u32) {
         ("triad", 0)
     }
@@ -124,12 +130,13 @@ impl Job for Triad {
         (self.to.bytes() / 4).div_ceil(PIECE_ELEMS)
     }
 
-    fn run(&self, piece: usize) {
+    unsafe fn run(&self, piece: usize) {
         let start = piece * PIECE_ELEMS * 4;
         let part = |array: PinnedSlice| array.slice(start, (PIECE_ELEMS * 4).min(array.bytes() - start));
-        part(self.to).with(|to: &mut [f32]| {
-            part(self.from[0]).with(|a: &mut [f32]| part(self.from[1]).with(|b: &mut [f32]| triad(to, a, b)));
-        });
+        // SAFETY: no job writes `from` while this one runs.
+        let [a, b] = self.from.map(|from| unsafe { part(from).as_slice() });
+        // SAFETY: nobody else does this piece, nor touches its part of `to`.
+        triad(unsafe { part(self.to).as_mut_slice() }, a, b);
     }
 }
 
@@ -140,9 +147,19 @@ fn triad(to: &mut [f32], a: &[f32], b: &[f32]) {
 }
 
 #[cfg(test)]
+impl States {
+    /// For a test, which has one pool.
+    pub(super) fn leaked(topology: &Topology) -> Self {
+        // SAFETY: the memory is never freed, and a pool does one job at a time.
+        unsafe { Self::new(topology, Box::leak(Box::default())) }.unwrap()
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use super::*;
     use crate::hardware::topology::{Cache, Process, Topology};
+    use crate::host::pool::run_alone;
 
     fn machine(cache_bytes: u64, free_bytes: u64) -> Topology {
         let cache = |level, bytes| Cache { level, kind: "Unified".into(), bytes: Some(bytes), cpus: Default::default() };
@@ -166,18 +183,19 @@ mod tests {
     #[test]
     fn every_job_does_its_work_and_counts_its_bytes() {
         let mut host = HostMemory::default();
-        let states = States::new(&machine(1 << 20, 1 << 30), &mut host).unwrap();
-        let run = |job: &dyn Job| {
-            (0..job.pieces()).for_each(|piece| job.run(piece));
-            job.traffic_bytes() as usize / states.params
-        };
-        assert_eq!(run(&states.adam(1)), if cfg!(feature = "stv") { 30 } else { 28 });
-        assert_eq!(run(&states.cast(0)), 6);
-        states.memory.params.memory.with(|out: &mut [u16]| assert!(out.iter().all(|&weight| weight != 0), "both buckets have weights"));
-        assert_eq!(run(&states.triad()), 24);
+        // SAFETY: `host` lives to the end of the test, and jobs run one after the other.
+        let states = unsafe { States::new(&machine(1 << 20, 1 << 30), &mut host) }.unwrap();
+        fn run(job: impl Job) -> usize {
+            let bytes = job.traffic_bytes() as usize;
+            run_alone(job);
+            bytes
+        }
+        assert_eq!(run(states.adam(1)), if cfg!(feature = "stv") { 30 } else { 28 } * states.params);
+        assert_eq!(run(states.cast(0)), 6 * states.params);
+        assert!(host.lend::<u16>(states.memory.params.memory).iter().all(|&weight| weight != 0), "both buckets have weights");
+        assert_eq!(run(states.triad()), 24 * states.params);
         let HostState { params, m, v } = states.memory.state;
-        m.with(|m: &mut [f32]| {
-            params.with(|p: &mut [f32]| v.with(|v: &mut [f32]| assert!((0..m.len()).all(|i| m[i] == p[i] + 3.0 * v[i]))));
-        });
+        let [m, p, v] = [m, params, v].map(|array| host.lend::<f32>(array));
+        assert!((0..m.len()).all(|i| m[i] == p[i] + 3.0 * v[i]));
     }
 }

@@ -35,6 +35,7 @@ pub fn simulate(
     let on = (plan.machine.kind, plan.machine.device);
     let (dev, pool) = SimDevice::new(name, &plan.machine.rates, on, (plan.threads, plan.isa), trace_spans);
     let mut engine = Engine::new(plan, shape.clone(), dev, Pool::Simulated(pool), Arc::new(Doorbell::default()))?;
+    engine.pretend_norm();
     engine.send_weights()?;
     let mut tokens = RandomTokens::new(0, shape.vocab);
     steps.warm_up(&mut engine, &mut tokens)?;

@@ -34,10 +34,10 @@ fn alloc(rig: &mut Rig) -> Outcome {
         require((slice.elems, slice.dtype) == (elems, dtype), || format!("asked for {elems} {dtype}, got {slice:?}"))?;
         require(slice.addr != 0 && slice.addr.is_multiple_of(256), || format!("{elems} {dtype} at {:#x}", slice.addr))?;
         let host = rig.host.slice(0, slice.bytes());
-        host.with(|bytes: &mut [u8]| bytes.fill(1));
+        rig.memory.lend_mut::<u8>(host).fill(1);
         rig.dev.copy_d2h(Stream::Compute, slice, host)?;
         rig.synchronize(Stream::Compute)?;
-        require(host.with(|bytes: &mut [u8]| bytes.iter().all(|&byte| byte == 0)), || format!("{elems} {dtype} are not zero"))?;
+        require(rig.memory.lend::<u8>(host).iter().all(|&byte| byte == 0), || format!("{elems} {dtype} are not zero"))?;
     }
     Ok(0.0)
 }
@@ -56,12 +56,12 @@ fn content(rig: &mut Rig, memory: DeviceSlice, after: Stream) -> Result<Vec<u8>>
     let host = rig.host.slice(0, memory.bytes());
     rig.dev.copy_d2h(Stream::Compute, memory, host)?;
     rig.synchronize(Stream::Compute)?;
-    Ok(host.with(|bytes: &mut [u8]| bytes.to_vec()))
+    Ok(rig.memory.lend(host).to_vec())
 }
 
 fn fill(rig: &mut Rig, memory: DeviceSlice, bytes: &[u8]) -> Result<()> {
     let host = rig.host.slice(0, bytes.len());
-    host.with(|x: &mut [u8]| x.copy_from_slice(bytes));
+    rig.memory.lend_mut(host).copy_from_slice(bytes);
     rig.dev.copy_h2d(Stream::Compute, host, memory)?;
     rig.synchronize(Stream::Compute)
 }
@@ -123,12 +123,12 @@ fn round_trips(bench: &mut Bench, random: &mut Random, stream: Stream) -> Outcom
         // Halves in the middle of device memory; any byte of the host's.
         let device = DeviceSlice { addr: rig.device.addr + 2 * random.below(1000) as u64, elems: bytes / 2, dtype: Dtype::Bfloat16 };
         let (from, to) = (rig.host.slice(random.below(1000), bytes), rig.host.slice((8 << 20) + random.below(1000), bytes));
-        from.with(|host: &mut [u8]| host.copy_from_slice(&sent));
-        to.with(|host: &mut [u8]| host.fill(0xff));
+        rig.memory.lend_mut(from).copy_from_slice(&sent);
+        rig.memory.lend_mut::<u8>(to).fill(0xff);
         rig.dev.copy_h2d(stream, from, device)?;
         rig.dev.copy_d2h(stream, device, to)?;
         rig.synchronize(stream)?;
-        require(to.with(|host: &mut [u8]| host == sent), || format!("{bytes} bytes came back changed"))?;
+        require(rig.memory.lend::<u8>(to) == sent, || format!("{bytes} bytes came back changed"))?;
     }
     Ok(0.0)
 }
@@ -156,11 +156,12 @@ fn events(rig: &mut Rig) -> Outcome {
 fn relay(bench: &mut Bench, _: &mut Random) -> Outcome {
     let rig = &mut bench.subject;
     let bytes = 4 * BATON;
-    let numbers = |round: usize| rig.host.slice(2 * round * bytes, bytes);
-    let results = |round: usize| rig.host.slice((2 * round + 1) * bytes, bytes);
+    let host = rig.host;
+    let numbers = |round: usize| host.slice(2 * round * bytes, bytes);
+    let results = |round: usize| host.slice((2 * round + 1) * bytes, bytes);
     for round in 0..ROUNDS {
-        numbers(round).with(|x: &mut [f32]| x.fill(round as f32 + 1.0));
-        results(round).with(|x: &mut [f32]| x.fill(f32::NAN));
+        rig.memory.lend_mut(numbers(round)).fill(round as f32 + 1.0);
+        rig.memory.lend_mut(results(round)).fill(f32::NAN);
     }
     let part = |i: usize| DeviceSlice { dtype: Dtype::Float32, ..rig.device.slice(i * BATON, BATON) };
     let (arrived, narrow, leaving) = (part(0), DeviceSlice { dtype: Dtype::Bfloat16, ..part(1) }, part(2));
@@ -182,7 +183,7 @@ fn relay(bench: &mut Bench, _: &mut Random) -> Outcome {
     (0..ROUNDS).try_for_each(&mut round)?;
     rig.dev.synchronize(fetched)?;
     for round in 0..ROUNDS {
-        let wrong = results(round).with(|x: &mut [f32]| x.iter().copied().find(|&x| x != round as f32 + 1.0));
+        let wrong = rig.memory.lend::<f32>(results(round)).iter().find(|&&x| x != round as f32 + 1.0);
         require(wrong.is_none(), || format!("round {} of {ROUNDS} brought {wrong:?}", round + 1))?;
     }
     Ok(0.0)

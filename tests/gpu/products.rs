@@ -97,7 +97,7 @@ fn finds_one_wrong(random: &mut Random) -> Outcome {
 fn fill(rig: &mut Rig, memory: DeviceSlice, input: &Input) -> Result<()> {
     let bytes: &[u8] = bytemuck::cast_slice(&input.0);
     let source = rig.host.slice(0, bytes.len());
-    source.with(|host: &mut [u8]| host.copy_from_slice(bytes));
+    rig.memory.lend_mut(source).copy_from_slice(bytes);
     for start in (0..memory.elems).step_by(PERIOD) {
         let part = memory.slice(start, PERIOD.min(memory.elems - start));
         rig.dev.copy_h2d(Stream::Compute, source.slice(0, part.bytes()), part)?;
@@ -113,7 +113,7 @@ fn read(rig: &mut Rig, memory: DeviceSlice) -> Result<Vec<bf16>> {
         let to = rig.host.slice(0, 2 * out.len());
         rig.dev.copy_d2h(Stream::Compute, memory.slice(part, out.len()), to)?;
         rig.synchronize(Stream::Compute)?;
-        to.read(out);
+        out.copy_from_slice(rig.memory.lend(to));
     }
     Ok(all)
 }

@@ -54,7 +54,7 @@ pub struct Rig {
     pub device: DeviceSlice,
     pub host: PinnedSlice,
     done: EventId,
-    _memory: HostMemory,
+    pub memory: HostMemory,
 }
 
 impl Rig {
@@ -64,7 +64,7 @@ impl Rig {
         let host = memory.alloc("cases", bytes)?;
         dev.pin(host)?;
         let (device, done) = (dev.alloc("cases", bytes / 4, Dtype::Int32)?, dev.event()?);
-        Ok(Self { dev, device, host, done, _memory: memory })
+        Ok(Self { dev, device, host, done, memory })
     }
 
     /// Waits for everything enqueued on `stream`.
@@ -76,15 +76,13 @@ impl Rig {
     /// Sends `before`, calls, and brings back what the memory holds then, all on `stream`.
     fn run(&mut self, stream: Stream, before: &[u8], slices: &Slices, call: Call) -> Result<Vec<u8>> {
         let (host, device) = (self.host.slice(0, before.len()), self.device.slice(0, before.len() / 4));
-        host.with(|bytes: &mut [u8]| bytes.copy_from_slice(before));
+        self.memory.lend_mut(host).copy_from_slice(before);
         self.dev.copy_h2d(stream, host, device)?;
         let called = call(&mut *self.dev, slices);
         self.dev.copy_d2h(stream, device, host)?;
         self.synchronize(stream)?;
         called?;
-        let mut after = vec![0; before.len()];
-        host.read(&mut after);
-        Ok(after)
+        Ok(self.memory.lend(host).to_vec())
     }
 
     /// Whether the device still works after something failed.

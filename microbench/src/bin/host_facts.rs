@@ -54,15 +54,18 @@ impl fmt::Display for Fact {
     }
 }
 
+#[allow(unsafe_code)]
 fn memory(options: &Options, threads: &[usize]) -> Result<Vec<Fact>> {
     let mut host = host_memory(HugePagesChoice::Auto)?;
-    let (arrays, kernels) = (Arrays::new(&mut host, options.elems)?, AdamKernels::new(Isa::detect())?);
+    // SAFETY: `run` waits for each job and ends its threads; `host` is dropped after the last.
+    let arrays = unsafe { Arrays::new(&mut host, options.elems) }?;
+    let kernels = AdamKernels::new(Isa::detect())?;
     let mut facts = Vec::new();
     for &threads in threads {
         for kernel in Kernel::ALL {
             let setting = Setting { threads, pin: true, seconds: options.seconds, group: &ResctrlGroup::None };
             let timing = run(setting, |_| arrays.job(kernel, kernels))?;
-            if !arrays.verify(kernel) {
+            if !arrays.verify(&host, kernel) {
                 return Err(Error::resource(format!("verify {}", kernel.name()), "it wrote something else"));
             }
             let bytes = (options.elems * kernel.bytes() * timing.jobs) as f64;

@@ -40,7 +40,7 @@ pub(super) fn alloc(dev: &mut CudaDevice, name: &str, elems: usize, dtype: Dtype
         Addressing::Shared => {
             let block = dev.system.alloc(name, elems * dtype.bytes())?;
             // A page lies where it is first touched.
-            block.with(|bytes: &mut [u8]| bytes.fill(0));
+            dev.system.lend_mut::<u8>(block).fill(0);
             Ok(DeviceSlice { addr: block.addr() as u64, elems, dtype })
         }
     }

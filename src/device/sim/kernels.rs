@@ -251,7 +251,6 @@ impl Kernels for SimDevice {
     }
 
     fn grad_norm_partials(&mut self, grads: DeviceSlice, partials: DeviceSlice, _nonfinite: DeviceSlice) -> Result<()> {
-        self.first_partial.get_or_insert(partials.addr);
         self.pointwise("grad_norm_partials", bytes([grads, partials]))
     }
 

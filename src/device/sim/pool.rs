@@ -15,6 +15,7 @@ pub struct SimPool {
 impl SimPool {
     /// Starts a job that reads and writes `bytes`.
     pub fn submit(&mut self, (name, index): (&'static str, u32), bytes: u64) {
+        assert!(self.is_idle(), "one job at a time");
         let alone_ns = (self.wake_up_s + bytes as f64 / self.bytes_per_s) * 1e9;
         self.world.borrow_mut().submit(Work { kind: Kind::Adam, name, index, alone_ns });
     }

@@ -1,7 +1,7 @@
 //! Casts between bf16 and fp32: on the device, on the host's threads, as passes of their own and as part of Adam's (Figure 9).
 
 use crate::bench::{Bench, rate};
-use crate::optimizer::{GRAD, HostJob, Optimizer, Widen, is_all};
+use crate::optimizer::{GRAD, HostJob, Optimizer, is_all};
 use half::bf16;
 use microbench::facts::join;
 use microbench::fill;
@@ -67,10 +67,12 @@ struct Host {
 ///
 /// # Errors
 /// The device's and the pool's; `Resource` when data are wrong.
+#[allow(unsafe_code)]
 pub fn measure<D: Kernels>(bench: &mut Bench<'_, D>) -> Result<()> {
     let elems = bench.sizes.max_bytes / 4;
     let (wide, narrow) = (bench.rig.dev.alloc("fp32", elems, Dtype::Float32)?, bench.rig.dev.alloc("bf16", elems, Dtype::Bfloat16)?);
-    let optimizer = Optimizer::new(bench, elems, elems)?;
+    // SAFETY: one pool does one job at a time, on gradients whose copy is done, and ends here; the bench's memory stays.
+    let optimizer = unsafe { Optimizer::new(bench, elems, elems) }?;
     let mut workers = Workers::<HostJob>::new(bench.topology, bench.limits.workers)?;
     for bytes in bench.sizes.by_four(SMALLEST_BYTES) {
         let elems = bytes / 4;
@@ -97,11 +99,11 @@ fn size(elems: usize) -> Value {
 fn on_the_device<D: Kernels>(bench: &mut Bench<'_, D>, optimizer: &Optimizer, tensor: &Tensor) -> Result<()> {
     let (elems, host) = (tensor.elems, optimizer.narrow.slice(0, 2 * tensor.elems));
     for (from, to) in [(tensor.narrow, tensor.wide), (tensor.wide, tensor.narrow)] {
-        fill(host, bf16::from_f32(GRAD));
+        fill(bench.memory, host, bf16::from_f32(GRAD));
         bench.rig.seconds(|dev| dev.copy_h2d(Stream::H2d, host, tensor.narrow))?;
         bench.rig.seconds(|dev| dev.cast(Stream::Compute, tensor.narrow, tensor.wide))?;
         let rates = bench.rig.rates(bench.sizes.seconds, (6 * elems) as f64, |dev| dev.cast(Stream::Compute, from, to))?;
-        let is_right = is_on_the_device(&mut bench.rig, optimizer, tensor, GRAD)?;
+        let is_right = is_on_the_device(bench, optimizer, tensor, GRAD)?;
         let fields = json!({ "by": "device", "from": from.dtype.to_string(), "to": to.dtype.to_string() });
         bench.line("cast alone", is_right, join(join(fields, size(elems)), rate(&rates, &bench.limits.device)))?;
     }
@@ -109,20 +111,21 @@ fn on_the_device<D: Kernels>(bench: &mut Bench<'_, D>, optimizer: &Optimizer, te
 }
 
 /// Whether both formats on the device are `value`.
-fn is_on_the_device<D: Device>(rig: &mut Rig<'_, D>, optimizer: &Optimizer, tensor: &Tensor, value: f32) -> Result<bool> {
+fn is_on_the_device<D: Kernels>(bench: &mut Bench<'_, D>, optimizer: &Optimizer, tensor: &Tensor, value: f32) -> Result<bool> {
     let (wide, narrow) = (optimizer.wide.slice(0, 4 * tensor.elems), optimizer.narrow.slice(0, 2 * tensor.elems));
-    rig.seconds(|dev| dev.copy_d2h(Stream::D2h, tensor.wide, wide).and_then(|()| dev.copy_d2h(Stream::D2h, tensor.narrow, narrow)))?;
-    Ok(is_all(narrow, value) && wide.with(|wide: &mut [f32]| wide.iter().all(|&each| each == value)))
+    bench
+        .rig
+        .seconds(|dev| dev.copy_d2h(Stream::D2h, tensor.wide, wide).and_then(|()| dev.copy_d2h(Stream::D2h, tensor.narrow, narrow)))?;
+    Ok(is_all(bench.memory, narrow, bf16::from_f32(value)) && is_all(bench.memory, wide, value))
 }
 
-fn on_the_host<D: Kernels>(bench: &Bench<'_, D>, optimizer: &Optimizer, elems: usize, workers: &mut Workers<HostJob>) -> Result<()> {
-    optimizer.reset(elems);
-    let widen = Widen { from: optimizer.narrow.slice(0, 2 * elems), to: optimizer.wide.slice(0, 4 * elems) };
-    fill(widen.from, bf16::from_f32(GRAD));
-    let widened = workers.rates(bench.sizes.seconds, |_| HostJob::Widen(widen))?;
+fn on_the_host<D: Kernels>(bench: &mut Bench<'_, D>, optimizer: &Optimizer, elems: usize, workers: &mut Workers<HostJob>) -> Result<()> {
+    optimizer.reset(bench.memory, elems);
+    fill(bench.memory, optimizer.narrow.slice(0, 2 * elems), bf16::from_f32(GRAD));
+    let widened = workers.rates(bench.sizes.seconds, |_| HostJob::Widen(optimizer.widen(elems)))?;
     let narrowed = workers.rates(bench.sizes.seconds, |_| HostJob::Step(optimizer.cast(elems)))?;
-    let is_wide = widen.to.with(|wide: &mut [f32]| wide.iter().all(|&each| each == GRAD));
-    let is_narrow = is_all(optimizer.weights.slice(0, 2 * elems), Optimizer::param_after(0));
+    let is_wide = is_all(bench.memory, optimizer.wide.slice(0, 4 * elems), GRAD);
+    let is_narrow = is_all(bench.memory, optimizer.weights.slice(0, 2 * elems), bf16::from_f32(Optimizer::param_after(0)));
     let (bf16, fp32) = (Dtype::Bfloat16.to_string(), Dtype::Float32.to_string());
     for (from, to, rates, is_right) in [(&bf16, &fp32, widened, is_wide), (&fp32, &bf16, narrowed, is_narrow)] {
         let fields = json!({ "by": "host", "threads": bench.limits.workers, "from": from, "to": to });
@@ -134,14 +137,16 @@ fn on_the_host<D: Kernels>(bench: &Bench<'_, D>, optimizer: &Optimizer, elems: u
 /// Gradients from the device in bf16 to where the optimizer reads them; and the optimizer's pass after it.
 fn gradients<D: Kernels>(bench: &mut Bench<'_, D>, host: &mut Host, tensor: &Tensor, arm: Arm) -> Result<()> {
     let (elems, optimizer) = (tensor.elems, &host.optimizer);
-    optimizer.reset(elems);
+    optimizer.reset(bench.memory, elems);
     let narrow = optimizer.narrow.slice(0, 2 * elems);
-    fill(narrow, bf16::from_f32(GRAD));
+    fill(bench.memory, narrow, bf16::from_f32(GRAD));
     bench.rig.seconds(|dev| dev.copy_h2d(Stream::H2d, narrow, tensor.narrow))?;
-    fill(narrow, bf16::ZERO);
+    fill(bench.memory, narrow, bf16::ZERO);
     host.bring(&mut bench.rig, tensor, arm)?;
     host.step(tensor, arm)?;
-    let is_right = host.optimizer.is_after(elems, 1) && is_all(host.optimizer.weights.slice(0, 2 * elems), Optimizer::param_after(1));
+    let weights = host.optimizer.weights.slice(0, 2 * elems);
+    let is_right =
+        host.optimizer.is_after(bench.memory, elems, 1) && is_all(bench.memory, weights, bf16::from_f32(Optimizer::param_after(1)));
     let alone = bench.rig.samples(bench.sizes.seconds, |rig| timed(rig, |rig| host.bring(rig, tensor, arm)))?;
     let stepped = bench
         .rig
@@ -152,7 +157,7 @@ fn gradients<D: Kernels>(bench: &mut Bench<'_, D>, host: &mut Host, tensor: &Ten
 /// Weights from the optimizer's fp32 to the device's bf16.
 fn weights<D: Kernels>(bench: &mut Bench<'_, D>, host: &mut Host, tensor: &Tensor, arm: Arm) -> Result<()> {
     let (elems, expected) = (tensor.elems, Optimizer::param_after(0));
-    host.optimizer.reset(elems);
+    host.optimizer.reset(bench.memory, elems);
     if arm == Arm::Fused {
         host.run(HostJob::Step(host.optimizer.cast(elems)))?;
     }
@@ -160,7 +165,7 @@ fn weights<D: Kernels>(bench: &mut Bench<'_, D>, host: &mut Host, tensor: &Tenso
     let times = bench.rig.samples(bench.sizes.seconds, |rig| timed(rig, |rig| host.send(rig, tensor, arm)))?;
     let narrow = host.optimizer.narrow.slice(0, 2 * elems);
     bench.rig.seconds(|dev| dev.copy_d2h(Stream::D2h, tensor.narrow, narrow))?;
-    report(bench, ("weights to the device", arm, elems), is_all(narrow, expected), &times, None)
+    report(bench, ("weights to the device", arm, elems), is_all(bench.memory, narrow, bf16::from_f32(expected)), &times, None)
 }
 
 fn timed<D: Device>(rig: &mut Rig<'_, D>, work: impl FnOnce(&mut Rig<'_, D>) -> Result<()>) -> Result<f64> {
@@ -218,7 +223,7 @@ impl Host {
         }
         rig.dev.copy_d2h(Stream::D2h, tensor.narrow, narrow)?;
         rig.settle()?;
-        if arm == Arm::Host { self.run(HostJob::Widen(Widen { from: narrow, to: wide })) } else { Ok(()) }
+        if arm == Arm::Host { self.run(HostJob::Widen(self.optimizer.widen(tensor.elems))) } else { Ok(()) }
     }
 
     fn send<D: Kernels>(&mut self, rig: &mut Rig<'_, D>, tensor: &Tensor, arm: Arm) -> Result<()> {

@@ -2,6 +2,7 @@
 
 use crate::bench::Bench;
 use crate::latency::report;
+use crate::optimizer::is_all;
 use half::bf16;
 use microbench::fill;
 use superoffload::device::cuda::CudaDevice;
@@ -69,7 +70,7 @@ impl Casts {
         let host = bench.registered(4 * FEW)?;
         let mut device = |name, dtype| bench.rig.dev.alloc(name, FEW, dtype);
         let casts = Self { wide: device("wide", Dtype::Float32)?, narrow: device("narrow", Dtype::Bfloat16)?, host };
-        fill(host, GRAD);
+        fill(bench.memory, host, GRAD);
         bench.rig.seconds(|dev| dev.copy_h2d(Stream::Compute, host, casts.wide))?;
         Ok(casts)
     }
@@ -82,6 +83,6 @@ impl Casts {
     fn are_right(&self, bench: &mut Bench<'_, CudaDevice>) -> Result<bool> {
         let half = self.host.slice(0, 2 * FEW);
         bench.rig.seconds(|dev| dev.copy_d2h(Stream::Compute, self.narrow, half))?;
-        Ok(half.with(|all: &mut [u16]| all.iter().all(|&bits| bits == bf16::from_f32(GRAD).to_bits())))
+        Ok(is_all(bench.memory, half, bf16::from_f32(GRAD)))
     }
 }

@@ -1,6 +1,7 @@
 //! What little things cost: launches, events, small copies, and the way from a gradient's norm on the device to a verdict here.
 
 use crate::bench::Bench;
+use crate::optimizer::is_all;
 use half::bf16;
 use microbench::fill;
 use serde_json::json;
@@ -8,9 +9,8 @@ use superoffload::device::{DeviceSlice, Kernels, Stream};
 use superoffload::dtype::Dtype;
 use superoffload::engine::verdict::Verdict;
 use superoffload::error::Result;
-use superoffload::host::pinned::PinnedSlice;
+use superoffload::host::pinned::{HostMemory, PinnedSlice};
 use superoffload::optim::norm::{BLOCK, fold};
-use superoffload::probe::rig::Rig;
 use superoffload::probe::samples::Samples;
 use superoffload::units::NormSq;
 
@@ -28,7 +28,7 @@ const GRAD: f32 = 0.125;
 /// # Errors
 /// The device's; `Resource` when data are wrong.
 pub fn measure<D: Kernels>(bench: &mut Bench<'_, D>) -> Result<()> {
-    let is_cast = casts_right(&mut bench.rig, bench.memory.alloc("a few numbers", 4 * FEW)?)?;
+    let is_cast = casts_right(bench)?;
     let (launch, kernel) = (bench.small.launch_s.clone(), bench.small.kernel_s.clone());
     report(bench, "enqueue a kernel", is_cast, &launch)?;
     report(bench, "a kernel that does nearly nothing, one after the other", is_cast, &kernel)?;
@@ -47,14 +47,15 @@ pub fn report<D: Kernels>(bench: &Bench<'_, D>, what: &str, is_right: bool, seco
 }
 
 /// The kernel that was launched does what it should.
-fn casts_right<D: Kernels>(rig: &mut Rig<'_, D>, host: PinnedSlice) -> Result<bool> {
+fn casts_right<D: Kernels>(bench: &mut Bench<'_, D>) -> Result<bool> {
+    let (rig, host) = (&mut bench.rig, bench.memory.alloc("a few numbers", 4 * FEW)?);
     let (wide, narrow) = (rig.dev.alloc("wide", FEW, Dtype::Float32)?, rig.dev.alloc("narrow", FEW, Dtype::Bfloat16)?);
-    fill(host, GRAD);
+    fill(bench.memory, host, GRAD);
     rig.seconds(|dev| dev.copy_h2d(Stream::Compute, host, wide))?;
     rig.seconds(|dev| dev.cast(Stream::Compute, wide, narrow))?;
     let half = host.slice(0, 2 * FEW);
     rig.seconds(|dev| dev.copy_d2h(Stream::Compute, narrow, half))?;
-    Ok(half.with(|all: &mut [u16]| all.iter().all(|&bits| bits == bf16::from_f32(GRAD).to_bits())))
+    Ok(is_all(bench.memory, half, bf16::from_f32(GRAD)))
 }
 
 fn events<D: Kernels>(bench: &mut Bench<'_, D>) -> Result<()> {
@@ -86,15 +87,15 @@ fn events<D: Kernels>(bench: &mut Bench<'_, D>) -> Result<()> {
 fn small_copies<D: Kernels>(bench: &mut Bench<'_, D>) -> Result<()> {
     let (there, here, back) =
         (bench.rig.dev.alloc("a few numbers", FEW, Dtype::Float32)?, bench.registered(4 * FEW)?, bench.registered(4 * FEW)?);
-    fill(here, GRAD);
+    fill(bench.memory, here, GRAD);
     let ways = [("by the copy engine", Stream::H2d, Stream::D2h), ("by a kernel", Stream::Compute, Stream::Compute)];
     for (who, to, from) in ways {
-        fill(back, 0f32);
+        fill(bench.memory, back, 0f32);
         let times = bench.rig.samples(bench.sizes.seconds, |rig| {
             let there_s = rig.seconds(|dev| dev.copy_h2d(to, here, there))?;
             Ok(there_s + rig.seconds(|dev| dev.copy_d2h(from, there, back))?)
         })?;
-        let is_right = back.with(|all: &mut [f32]| all.iter().all(|&each| each == GRAD));
+        let is_right = is_all(bench.memory, back, GRAD);
         report(bench, &format!("64 bytes to the device and back, {who}"), is_right, &times)?;
     }
     Ok(())
@@ -124,9 +125,9 @@ impl Norm {
         dev.copy_d2h(Stream::Compute, self.nonfinite, self.host_nonfinite)
     }
 
-    fn verdict(&self) -> Verdict {
-        let is_nonfinite = self.host_nonfinite.with(|flag: &mut [i32]| flag[0] != 0);
-        let sum = self.host_partials.with(|partials: &mut [f32]| fold(NormSq(0.0), partials));
+    fn verdict(&self, host: &HostMemory) -> Verdict {
+        let is_nonfinite = host.lend::<i32>(self.host_nonfinite)[0] != 0;
+        let sum = fold(NormSq(0.0), host.lend(self.host_partials));
         Verdict::new(sum.norm(1.0), is_nonfinite, 1.0)
     }
 }
@@ -135,13 +136,13 @@ impl Norm {
 fn verdict<D: Kernels>(bench: &mut Bench<'_, D>, elems: usize) -> Result<()> {
     let norm = Norm::new(bench, elems)?;
     let host = bench.registered(norm.grads.bytes())?;
-    fill(host, bf16::from_f32(GRAD));
+    fill(bench.memory, host, bf16::from_f32(GRAD));
     bench.rig.seconds(|dev| dev.copy_h2d(Stream::H2d, host, norm.grads))?;
     let (mut verdict, mut folds) = (Verdict::Commit, Vec::new());
     let times = bench.rig.samples(bench.sizes.seconds, |rig| {
         let arrived_s = rig.seconds(|dev| norm.enqueue(dev))?;
         let start_ns = rig.dev.now_ns();
-        verdict = norm.verdict();
+        verdict = norm.verdict(bench.memory);
         folds.push(rig.since(start_ns));
         Ok(arrived_s + rig.since(start_ns))
     })?;

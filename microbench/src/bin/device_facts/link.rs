@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use superoffload::device::{Device, DeviceSlice, Kernels, Stream};
 use superoffload::dtype::Dtype;
 use superoffload::error::Result;
-use superoffload::host::pinned::PinnedSlice;
+use superoffload::host::pinned::{HostMemory, PinnedSlice};
 use superoffload::memory::{Addressing, Place};
 use superoffload::probe::copies::Way;
 use superoffload::probe::samples::Samples;
@@ -45,10 +45,10 @@ impl Ends {
     fn prepare<D: Kernels>(&mut self, bench: &mut Bench<'_, D>, way: Way, bytes: usize) -> Result<u32> {
         self.seed += 1;
         let ((host, device), check) = (self.of(way, bytes), self.check.slice(0, bytes));
-        fill_from(if way == Way::ToHost { check } else { host }, &values(self.seed, PATTERN));
+        fill_from(bench.memory, if way == Way::ToHost { check } else { host }, &values(self.seed, PATTERN));
         match way {
             Way::ToHost => {
-                fill(host, 0f32);
+                fill(bench.memory, host, 0f32);
                 bench.rig.seconds(|dev| dev.copy_h2d(Stream::H2d, check, device))?;
             }
             Way::ToDevice => _ = bench.rig.seconds(|dev| dev.zero(device))?,
@@ -60,17 +60,17 @@ impl Ends {
     fn has_arrived<D: Kernels>(&self, bench: &mut Bench<'_, D>, way: Way, bytes: usize, written: u32) -> Result<bool> {
         let ((host, device), check) = (self.of(way, bytes), self.check.slice(0, bytes));
         if way == Way::ToHost {
-            return Ok(is_pattern(host, written));
+            return Ok(is_pattern(bench.memory, host, written));
         }
-        fill(check, 0f32);
+        fill(bench.memory, check, 0f32);
         bench.rig.seconds(|dev| dev.copy_d2h(Stream::D2h, device, check))?;
-        Ok(is_pattern(check, written))
+        Ok(is_pattern(bench.memory, check, written))
     }
 }
 
-fn is_pattern(memory: PinnedSlice, seed: u32) -> bool {
+fn is_pattern(host: &HostMemory, memory: PinnedSlice, seed: u32) -> bool {
     let pattern = values(seed, PATTERN);
-    memory.with(|all: &mut [f32]| all.chunks(PATTERN).all(|part| *part == pattern[..part.len()]))
+    host.lend::<f32>(memory).chunks(PATTERN).all(|part| *part == pattern[..part.len()])
 }
 
 /// Every case of the link.
@@ -135,7 +135,7 @@ fn managed<D: Kernels>(bench: &mut Bench<'_, D>, check: PinnedSlice) -> Result<(
     let pages = bench.rig.dev.alloc_unified("managed copies", bench.sizes.max_bytes / 4, Dtype::Float32)?;
     for size in bench.sizes.by_four(SMALLEST_BYTES) {
         let (pages, check) = (pages.slice(0, size / 4), check.slice(0, size));
-        fill_from(check, &values(1, PATTERN));
+        fill_from(bench.memory, check, &values(1, PATTERN));
         bench.rig.seconds(|dev| dev.copy_h2d(Stream::H2d, check, pages))?;
         for (way, there) in [(Way::ToDevice, Place::Device), (Way::ToHost, Place::Host)] {
             let back = if there == Place::Host { Place::Device } else { Place::Host };
@@ -143,9 +143,9 @@ fn managed<D: Kernels>(bench: &mut Bench<'_, D>, check: PinnedSlice) -> Result<(
                 rig.seconds(|dev| dev.prefetch(Stream::D2h, pages, back))?;
                 Ok(size as f64 / rig.seconds(|dev| dev.prefetch(way.stream(), pages, there))?)
             })?;
-            fill(check, 0f32);
+            fill(bench.memory, check, 0f32);
             bench.rig.seconds(|dev| dev.copy_d2h(Stream::D2h, pages, check))?;
-            report(bench, ("managed", way, size), Load::None, &rates, is_pattern(check, 1))?;
+            report(bench, ("managed", way, size), Load::None, &rates, is_pattern(bench.memory, check, 1))?;
         }
     }
     Ok(())

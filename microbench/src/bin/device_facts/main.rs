@@ -76,6 +76,7 @@ struct Options {
 /// What tells the speed of the device's memory.
 const POINTWISE_BYTES: usize = 256 << 20;
 
+#[allow(unsafe_code)]
 fn start(options: &Options) -> Result<()> {
     let machine = Topology::this_machine();
     let topology = if options.quick { small_caches(machine) } else { machine };
@@ -84,7 +85,8 @@ fn start(options: &Options) -> Result<()> {
     chosen.note.iter().for_each(|why| eprintln!("no GPU, and no link to it: {why}"));
     // What uses memory is declared, and so dropped, after it.
     let mut memory = HostMemory::new(memory_policy(&topology, chosen.machine.cpus)?);
-    let states = States::new(&topology, &mut memory)?;
+    // SAFETY: loads do one job at a time, and have ended when `memory` is dropped.
+    let states = unsafe { States::new(&topology, &mut memory) }?;
     let cpus = chosen.machine.cpus;
     match chosen.machine.device {
         DeviceMemory::Shared => {

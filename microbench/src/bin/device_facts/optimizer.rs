@@ -1,7 +1,7 @@
 //! Adam's state in host memory, every element the same, so that what any number of steps makes of it is known from one element.
+#![allow(unsafe_code)]
 
 use crate::bench::Bench;
-use half::bf16;
 use microbench::fill;
 use std::ops::Range;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use superoffload::dtype::Dtype;
 use superoffload::engine::coordinator::{GradUpdate, Update, Work};
 use superoffload::engine::step_job::{HostState, Segment, SlotMemory, StepJob, StepMemory};
 use superoffload::error::Result;
-use superoffload::host::pinned::PinnedSlice;
+use superoffload::host::pinned::{HostMemory, PinnedSlice};
 use superoffload::host::pool::Job;
 use superoffload::optim::adam::{AdamConsts, AdamElement, AdamHyper, AdamStep};
 use superoffload::optim::simd::{AdamKernels, Isa};
@@ -41,7 +41,10 @@ impl Optimizer {
     ///
     /// # Errors
     /// `Resource` when there is no such memory.
-    pub fn new<D: Kernels>(bench: &mut Bench<'_, D>, elems: usize, wide: usize) -> Result<Self> {
+    ///
+    /// # Safety
+    /// The bench's memory outlives all jobs over this state; one of them runs at a time, with gradients that have come.
+    pub unsafe fn new<D: Kernels>(bench: &mut Bench<'_, D>, elems: usize, wide: usize) -> Result<Self> {
         let (wide, narrow, weights) = (bench.registered(wide * 4)?, bench.registered(elems * 2)?, bench.registered(elems * 2)?);
         // An arm sends the parameters themselves; `m` and `v` never leave the host.
         let params = bench.registered(elems * 4)?;
@@ -51,13 +54,13 @@ impl Optimizer {
     }
 
     /// The first `elems` parameters as they begin; their gradients and weights zero.
-    pub fn reset(&self, elems: usize) {
+    pub fn reset(&self, host: &mut HostMemory, elems: usize) {
         let HostState { params, m, v } = self.state;
         for (memory, value) in [(params, BEGIN.param), (m, BEGIN.m), (v, BEGIN.v)] {
-            fill(memory.slice(0, 4 * elems), value);
+            fill(host, memory.slice(0, 4 * elems), value);
         }
         for (memory, elem_bytes) in [(self.wide, 4), (self.narrow, 2), (self.weights, 2)] {
-            fill(memory.slice(0, memory.bytes().min(elem_bytes * elems)), 0u16);
+            fill(host, memory.slice(0, memory.bytes().min(elem_bytes * elems)), 0u16);
         }
     }
 
@@ -72,6 +75,11 @@ impl Optimizer {
         self.job(0..elems, 0, elems, Dtype::Bfloat16, Work::Restore { undo: None })
     }
 
+    /// The first `elems` bf16 gradients made fp32.
+    pub fn widen(&self, elems: usize) -> Widen {
+        Widen { from: self.narrow.slice(0, 2 * elems), to: self.wide.slice(0, 4 * elems) }
+    }
+
     fn job(&self, range: Range<usize>, slot: usize, slot_elems: usize, grads: Dtype, work: Work) -> StepJob {
         let slots = |memory, dtype| SlotMemory { memory, slot_elems, dtype };
         let memory = StepMemory {
@@ -82,7 +90,8 @@ impl Optimizer {
             hyper: HYPER,
             kernels: self.kernels,
         };
-        StepJob { bucket: 0, range, work, out: Some(Slot(slot)), memory }
+        // SAFETY: whoever made this sees to it that the memory stays and that one job runs at a time.
+        unsafe { StepJob::new(0, range, work, Some(Slot(slot)), memory) }
     }
 
     /// The parameter after `steps`, by the specification.
@@ -92,9 +101,8 @@ impl Optimizer {
     }
 
     /// Whether the first `elems` parameters have seen `steps`.
-    pub fn is_after(&self, elems: usize, steps: usize) -> bool {
-        let expected = Self::param_after(steps);
-        self.state.params.slice(0, elems * 4).with(|params: &mut [f32]| params.iter().all(|&param| param == expected))
+    pub fn is_after(&self, host: &HostMemory, elems: usize, steps: usize) -> bool {
+        is_all(host, self.state.params.slice(0, elems * 4), Self::param_after(steps))
     }
 
     /// The fp32 parameters.
@@ -103,25 +111,22 @@ impl Optimizer {
     }
 }
 
-/// Whether all of `memory` is `value`, in bf16.
-pub fn is_all(memory: PinnedSlice, value: f32) -> bool {
-    let bits = bf16::from_f32(value).to_bits();
-    memory.with(|all: &mut [u16]| all.iter().all(|&each| each == bits))
+/// Whether all elements of `memory` are `value`.
+pub fn is_all<T: bytemuck::Pod + PartialEq>(host: &HostMemory, memory: PinnedSlice, value: T) -> bool {
+    host.lend::<T>(memory).iter().all(|&each| each == value)
 }
 
 /// bf16 gradients made fp32 on the pool, as a pass of its own.
-#[derive(Clone, Copy, Debug)]
 pub struct Widen {
-    /// In bf16.
-    pub from: PinnedSlice,
-    /// In fp32.
-    pub to: PinnedSlice,
+    from: PinnedSlice,
+    to: PinnedSlice,
 }
 
 /// Elements that a worker takes at once.
 const PIECE_ELEMS: usize = 32 << 10;
 
-impl Job for Widen {
+// SAFETY: `Optimizer::widen` alone makes it, of memory that stays, for one job at a time; a piece writes its own part of `to`.
+unsafe impl Job for Widen {
     fn label(&self) -> (&'static str, u32) {
         ("widen", 0)
     }
@@ -134,19 +139,18 @@ impl Job for Widen {
         (self.from.bytes() / 2).div_ceil(PIECE_ELEMS)
     }
 
-    fn run(&self, piece: usize) {
+    unsafe fn run(&self, piece: usize) {
         let start = piece * PIECE_ELEMS;
         let elems = PIECE_ELEMS.min(self.from.bytes() / 2 - start);
-        self.from.slice(2 * start, 2 * elems).with(|from: &mut [u16]| {
-            self.to
-                .slice(4 * start, 4 * elems)
-                .with(|to: &mut [u32]| to.iter_mut().zip(from).for_each(|(to, from)| *to = u32::from(*from) << 16));
-        });
+        // SAFETY: no job writes `from` while this one runs.
+        let from = unsafe { self.from.slice(2 * start, 2 * elems).as_slice::<u16>() };
+        // SAFETY: nobody else does this piece, nor touches its part of `to`.
+        let to = unsafe { self.to.slice(4 * start, 4 * elems).as_mut_slice::<u32>() };
+        to.iter_mut().zip(from).for_each(|(to, from)| *to = u32::from(*from) << 16);
     }
 }
 
 /// A job of the optimizer's threads.
-#[derive(Clone, Debug)]
 #[expect(clippy::large_enum_variant, reason = "there is one at a time")]
 pub enum HostJob {
     /// The optimizer's.
@@ -164,7 +168,8 @@ impl HostJob {
     }
 }
 
-impl Job for HostJob {
+// SAFETY: it is one of two jobs, and does its pieces.
+unsafe impl Job for HostJob {
     fn label(&self) -> (&'static str, u32) {
         self.job().label()
     }
@@ -177,24 +182,27 @@ impl Job for HostJob {
         self.job().pieces()
     }
 
-    fn run(&self, piece: usize) {
-        self.job().run(piece);
+    unsafe fn run(&self, piece: usize) {
+        // SAFETY: the caller lets nobody else do this piece.
+        unsafe { self.job().run(piece) };
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use superoffload::host::pinned::HostMemory;
+    use half::bf16;
+    use superoffload::host::pool::run_alone;
 
     #[test]
     fn widening_keeps_the_number() {
         let mut host = HostMemory::default();
         let elems = PIECE_ELEMS + 5;
         let (from, to) = (host.alloc("from", 2 * elems).unwrap(), host.alloc("to", 4 * elems).unwrap());
-        fill(from, bf16::from_f32(-1.5));
+        fill(&mut host, from, bf16::from_f32(-1.5));
         let job = HostJob::Widen(Widen { from, to });
-        (0..job.pieces()).for_each(|piece| job.run(piece));
-        assert!(to.with(|to: &mut [f32]| to.iter().all(|&x| x == -1.5)) && job.traffic_bytes() as usize == 6 * elems);
+        assert_eq!(job.traffic_bytes() as usize, 6 * elems);
+        run_alone(job);
+        assert!(is_all(&host, to, -1.5f32));
     }
 }

@@ -1,4 +1,5 @@
 //! Buckets in mid-training, as the engine lays them out, and the jobs that step them.
+#![allow(unsafe_code)]
 
 use half::bf16;
 use microbench::{fill_from, values};
@@ -8,7 +9,7 @@ use superoffload::dtype::Dtype;
 use superoffload::engine::coordinator::{GradUpdate, Update, Work};
 use superoffload::engine::step_job::{HostState, Segment, SlotMemory, StepJob, StepMemory};
 use superoffload::error::{Error, Result};
-use superoffload::host::pinned::{HostMemory, PinnedSlice};
+use superoffload::host::pinned::HostMemory;
 use superoffload::host::pool::Job;
 use superoffload::optim::adam::AdamHyper;
 use superoffload::optim::simd::{AdamKernels, Isa};
@@ -65,8 +66,7 @@ pub struct Buckets {
     pub count: usize,
     /// Parameters of each.
     pub elems: usize,
-    /// Keeps what `memory` looks into.
-    _host: HostMemory,
+    host: HostMemory,
 }
 
 impl Buckets {
@@ -74,7 +74,10 @@ impl Buckets {
     ///
     /// # Errors
     /// `Resource` when there is no such memory.
-    pub fn new(params: usize, elems: usize, mut host: HostMemory) -> Result<Self> {
+    ///
+    /// # Safety
+    /// The buckets outlive all jobs over them, and one of them runs at a time.
+    pub unsafe fn new(params: usize, elems: usize, mut host: HostMemory) -> Result<Self> {
         let count = (params / elems).max(1);
         let mut slots = |name: &str, slots: usize| -> Result<SlotMemory> {
             let memory = host.alloc_periodic(name, slots * elems * 2, elems * 2)?;
@@ -91,20 +94,21 @@ impl Buckets {
             hyper: AdamHyper { lr: 1e-5, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 },
             kernels: AdamKernels::new(Isa::Scalar)?,
         };
-        let buckets = Self { memory, count, elems, _host: host };
+        let mut buckets = Self { memory, count, elems, host };
         buckets.fill();
         Ok(buckets)
     }
 
     /// Mid-training values, always the same.
-    fn fill(&self) {
+    fn fill(&mut self) {
         let HostState { params, m, v } = self.memory.state;
         let pattern = |seed, factor: f32| values(seed, PATTERN).into_iter().map(|x| x * factor).collect::<Vec<_>>();
-        fill_from(params, &pattern(1, 0.05));
-        fill_from(m, &pattern(2, 1e-3));
-        fill_from(v, &pattern(3, 1e-3).into_iter().map(|x| x * x).collect::<Vec<_>>());
-        fill_from(self.memory.grads.memory, &pattern(4, 1e-2).into_iter().map(bf16::from_f32).collect::<Vec<_>>());
-        fill_from(self.memory.params.memory, &[bf16::ZERO]);
+        let host = &mut self.host;
+        fill_from(host, params, &pattern(1, 0.05));
+        fill_from(host, m, &pattern(2, 1e-3));
+        fill_from(host, v, &pattern(3, 1e-3).into_iter().map(|x| x * x).collect::<Vec<_>>());
+        fill_from(host, self.memory.grads.memory, &pattern(4, 1e-2).into_iter().map(bf16::from_f32).collect::<Vec<_>>());
+        fill_from(host, self.memory.params.memory, &[bf16::ZERO]);
     }
 
     /// The `index`th job of a row.
@@ -112,27 +116,24 @@ impl Buckets {
         let bucket = index % self.count;
         let work = pass.work(self.count, bucket);
         let out = (!matches!(work, Work::Commit(_))).then_some(Slot(index % PARAM_SLOTS));
-        StepJob {
-            bucket: index,
-            range: bucket * self.elems..(bucket + 1) * self.elems,
-            work,
-            out,
-            memory: StepMemory { kernels, ..self.memory.clone() },
-        }
+        let range = bucket * self.elems..(bucket + 1) * self.elems;
+        // SAFETY: whoever made the buckets sees to it that they stay and that one job runs at a time.
+        unsafe { StepJob::new(index, range, work, out, StepMemory { kernels, ..self.memory.clone() }) }
     }
 
     /// Sees that `kernels` do to a piece of the first bucket what the scalar specification does.
     ///
     /// # Errors
     /// `Resource` naming the pass and the kernels when they do not.
-    pub fn verify(&self, kernels: AdamKernels, pass: Pass) -> Result<()> {
+    pub fn verify(&mut self, kernels: AdamKernels, pass: Pass) -> Result<()> {
         let HostState { params, m, v } = self.memory.state;
         let written = [params, m, v, self.memory.params.memory].map(|memory| memory.slice(0, memory.bytes().min(HEAD_BYTES)));
-        let before = written.map(bytes);
-        let outcome = |kernels| {
-            self.job(kernels, pass, 0).run(0);
-            let after = written.map(bytes);
-            written.iter().zip(&before).for_each(|(memory, before)| memory.with(|bytes: &mut [u8]| bytes.copy_from_slice(before)));
+        let before = written.map(|memory| self.host.lend::<u8>(memory).to_vec());
+        let mut outcome = |kernels| {
+            // SAFETY: this thread alone has the job.
+            unsafe { self.job(kernels, pass, 0).run(0) };
+            let after = written.map(|memory| self.host.lend::<u8>(memory).to_vec());
+            written.iter().zip(&before).for_each(|(memory, before)| self.host.lend_mut(*memory).copy_from_slice(before));
             after
         };
         if outcome(kernels) == outcome(AdamKernels::new(Isa::Scalar)?) {
@@ -144,9 +145,3 @@ impl Buckets {
 
 /// Of every array, more than a piece.
 const HEAD_BYTES: usize = 140 << 10;
-
-fn bytes(memory: PinnedSlice) -> Vec<u8> {
-    let mut bytes = vec![0; memory.bytes()];
-    memory.read(&mut bytes);
-    bytes
-}

@@ -23,6 +23,7 @@ use row::{HEADER, Row};
 use superoffload::error::{Error, Result};
 use superoffload::hardware::topology::Topology;
 use superoffload::host::memory_policy::HugePagesChoice;
+use superoffload::host::pinned::HostMemory;
 use superoffload::host::pool::Job;
 use superoffload::host::resctrl_group::ResctrlGroup;
 use superoffload::optim::simd::{AdamKernels, Isa, Stores};
@@ -120,7 +121,13 @@ impl Options {
 }
 
 /// The rows of one bucket size, thread count, number of hogs and kind of placement.
-fn measure(options: &Options, buckets: &Buckets, arrays: Arrays, setting: Setting<'_>, hogs: usize) -> Result<Vec<Row>> {
+fn measure(
+    options: &Options,
+    buckets: &mut Buckets,
+    (arrays, host): (Arrays, &HostMemory),
+    setting: Setting<'_>,
+    hogs: usize,
+) -> Result<Vec<Row>> {
     let _hog = Hog::start(hogs);
     let (mut rows, best) = (Vec::new(), AdamKernels::new(Isa::detect())?);
     let row = |pass, kernels, elems, bytes, timing| Row {
@@ -136,7 +143,7 @@ fn measure(options: &Options, buckets: &Buckets, arrays: Arrays, setting: Settin
     };
     for &kernel in &options.memory {
         let timing = run(setting, |_| arrays.job(kernel, best))?;
-        if !arrays.verify(kernel) {
+        if !arrays.verify(host, kernel) {
             return Err(Error::resource(format!("verify {}", kernel.name()), "it wrote something else"));
         }
         rows.push(row(kernel.name(), String::new(), arrays.elems(), kernel.bytes() as f64, timing));
@@ -155,10 +162,12 @@ fn measure(options: &Options, buckets: &Buckets, arrays: Arrays, setting: Settin
     Ok(rows)
 }
 
+#[allow(unsafe_code)]
 fn start(options: &Options) -> Result<()> {
     options.check()?;
     let mut host = host_memory(options.huge_pages)?;
-    let arrays = Arrays::new(&mut host, options.params.min(1 << 28))?;
+    // SAFETY: `run` waits for each job and ends its threads; `host` is dropped after the last.
+    let arrays = unsafe { Arrays::new(&mut host, options.params.min(1 << 28)) }?;
     let pins = match options.pin {
         Pin::Yes => &[true][..],
         Pin::No => &[false],
@@ -166,13 +175,14 @@ fn start(options: &Options) -> Result<()> {
     };
     let (facts, mut all) = (Facts::new("host_adam", &Topology::this_machine(), options), Vec::new());
     for &elems in &options.bucket_params {
-        let buckets = Buckets::new(options.params, elems, host_memory(options.huge_pages)?)?;
+        // SAFETY: `run` waits for each job and ends its threads; the buckets are dropped after the last.
+        let mut buckets = unsafe { Buckets::new(options.params, elems, host_memory(options.huge_pages)?) }?;
         for (&threads, &hogs) in options.threads.iter().flat_map(|threads| options.hogs.iter().map(move |hogs| (threads, hogs))) {
             for &pin in pins {
                 let rows = measure(
                     options,
-                    &buckets,
-                    arrays,
+                    &mut buckets,
+                    (arrays, &host),
                     Setting { threads, pin, seconds: options.seconds, group: &options.resctrl_group },
                     hogs,
                 )?;
