@@ -222,7 +222,7 @@ fn run(seed: u64, rules: Rules, buckets: usize, resident: usize, ring: usize, ve
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(400))]
+    #![proptest_config(ProptestConfig::with_cases(if cfg!(miri) { 3 } else { 400 }))]
     #[test]
     fn every_bucket_sees_exactly_the_decided_updates(
         seed: u64, policy in 0..3, adaptive: bool, deadline_order: bool,
@@ -237,14 +237,16 @@ proptest! {
 #[test]
 fn counters_prove_that_speculation_clipping_and_skipping_happened() {
     let rules = Rules { policy: Policy::Deferred, adaptive: false, deadline_order: true };
-    let counts = (0..50).map(|seed| run(seed, rules, 6, 2, 2, &verdicts(seed, 30, 20, 20)));
+    // Under Miri one seed, of which no count is expected.
+    let seeds = if cfg!(miri) { 1 } else { 50 };
+    let counts = (0..seeds).map(|seed| run(seed, rules, 6, 2, 2, &verdicts(seed, 30, 20, 20)));
     let mut all = Counts::default();
     counts.for_each(|c| all += c);
-    if cfg!(feature = "stv") {
+    if cfg!(feature = "stv") && !cfg!(miri) {
         assert!(all.speculated > 1000 && all.rolled_back > 300 && all.rolled_back < all.speculated, "{all:?}");
     }
-    assert!(all.clipped > 1000 && all.skipped > 500 && all.committed > 2000, "{all:?}");
-    assert_eq!(all.committed + all.clipped + all.skipped, 50 * 20 * 6);
+    assert!(cfg!(miri) || (all.clipped > 1000 && all.skipped > 500 && all.committed > 2000), "{all:?}");
+    assert_eq!(all.committed + all.clipped + all.skipped, seeds * 20 * 6);
     let waiting = Rules { policy: Policy::ValidateFirst, ..rules };
     assert_eq!(run(1, waiting, 6, 2, 2, &verdicts(1, 30, 20, 20)).speculated, 0);
 }

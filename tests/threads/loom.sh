@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
-# Runs what threads meet in, in every order that the memory model allows, by loom: `tests/threads/loom.sh [PREEMPTIONS]`, with
+# Runs what threads meet in, in every order that the memory model allows, by loom: `tests/threads/loom.sh OUT [PREEMPTIONS]`, with
 # at most so many switches between threads that could both go on, 2 unless told: beyond, hours.
-# Prints a line of JSON for each test. Exits with 1 if one fails.
+# Leaves a line of JSON for each test in OUT, in place of those of an earlier run. Exits with 1 if one fails.
 set -euo pipefail
+out=$(realpath "${1:?usage: loom.sh OUT [PREEMPTIONS]}") preemptions=${2:-2}
 cd "$(dirname "$0")/../.."
-preemptions=${1:-2}
 # A build of its own: the flag reaches every crate.
 export RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-target}/loom
 binary=$(cargo test --no-run --lib --no-default-features 2>&1 | tee /dev/stderr | sed -n 's/^ *Executable .* (\(.*\))$/\1/p')
-loom=$(sed -n '/^name = "loom"$/{n;s/version = "\(.*\)"/\1/p}' Cargo.lock)
+tool="loom $(sed -n '/^name = "loom"$/{n;s/version = "\(.*\)"/\1/p}' Cargo.lock)"
+touch "$out"
+sed -i '/"tool":"loom /d' "$out"
 failures=0
 for name in $("$binary" --list interleavings:: | sed -n 's/: test$//p'); do
   start=$SECONDS failed=0
@@ -16,7 +18,8 @@ for name in $("$binary" --list interleavings:: | sed -n 's/: test$//p'); do
     "$binary" --exact "$name" --nocapture 2>&1) || { failed=1; tail -n 20 <<<"$log" >&2; }
   failures=$((failures + failed))
   runs=$(sed -n 's/.*Completed in \([0-9]*\) iterations.*/\1/p' <<<"$log")
-  printf '{"date":"%s","commit":"%s","tool":"loom %s","test":"%s","preemptions":%s,"runs":%s,"failures":%s,"seconds":%s}\n' \
-    "$(date -u +%F)" "$(git rev-parse HEAD)" "$loom" "$name" "$preemptions" "${runs:-0}" "$failed" "$((SECONDS - start))"
+  printf '{"date":"%s","commit":"%s","tool":"%s","rust":"%s","tests":"%s","with":"at most %s preemptions","runs":%s,"failures":%s,"seconds":%s}\n' \
+    "$(date -u +%F)" "$(git rev-parse HEAD)" "$tool" "$(rustc --version)" "$name" "$preemptions" "${runs:-0}" "$failed" \
+    "$((SECONDS - start))" >>"$out"
 done
 exit $((failures > 0))
