@@ -9,8 +9,14 @@ use std::path::Path;
 type ToRow = fn(&Value) -> Row;
 
 /// The records, below tests/campaigns/, and what makes a row of one of their lines.
-const RECORDS: [(&str, ToRow); 5] =
-    [("reliability.jsonl", campaign), ("fuzz.jsonl", fuzz), ("adam.jsonl", adam), ("exactness.jsonl", exactness), ("gpu.jsonl", gpu)];
+const RECORDS: [(&str, ToRow); 6] = [
+    ("reliability.jsonl", campaign),
+    ("fuzz.jsonl", fuzz),
+    ("adam.jsonl", adam),
+    ("exactness.jsonl", exactness),
+    ("gpu.jsonl", gpu),
+    ("threads.jsonl", threads),
+];
 
 /// Of the list of what can go wrong, what nobody tried here, or not in full.
 const NOT_RUN: [(&str, &str); 11] = [
@@ -27,7 +33,7 @@ const NOT_RUN: [(&str, &str); 11] = [
     ("R14", "one thread stopped alone, and a panic in a worker: they need the debugger or a hook; what is stopped here is the process"),
     ("R15", "an event that is never signalled: needs a hook in the program; what hangs here is the disk"),
     ("R16", "death of one of several processes: this trains on one GPU"),
-    ("R24", "Miri, loom and the thread sanitizer"),
+    ("R24", "Miri on what calls the kernel or vector instructions, and the thread sanitizer"),
     ("R25", "24 hours, and half an hour on a GPU"),
     ("R29", "failures of loggers on the network: there are none"),
     ("R30", "states on an NVMe disk: there is no such tier"),
@@ -220,6 +226,24 @@ fn exactness(line: &Value) -> Row {
         commit: text(&line["commit"]),
         machine: format!("{}, {} cores, {}", text(&line["cpu"]), line["cores"], text(&line["profile"])),
         command: format!("SUPEROFFLOAD_CASES={cases} cargo test --release --test main exactness"),
+        shown: vec![],
+    }
+}
+
+fn threads(line: &Value) -> Row {
+    let (tool, with) = (text(&line["tool"]), text(&line["with"]));
+    let (how, script) = match tool.starts_with("miri") {
+        true => ("interpreted, which finds undefined behaviour and data races", "miri"),
+        false => ("in every order that the memory model allows", "loom"),
+    };
+    Row {
+        id: "R24".into(),
+        what: format!("{} {how}, by {tool} with {with}", text(&line["tests"])),
+        runs: line["runs"].to_string(),
+        failures: line["failures"].as_u64().unwrap_or(0),
+        commit: text(&line["commit"]),
+        machine: text(&line["rust"]),
+        command: format!("tests/threads/{script}.sh tests/campaigns/threads.jsonl"),
         shown: vec![],
     }
 }

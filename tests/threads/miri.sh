@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Runs what threads meet in, and what says whose memory is, under Miri, which interprets it and stops at undefined behaviour, data races
-# among it: `tests/threads/miri.sh OUT [SEEDS]`, each test as often as there are seeds, 4 unless told, which switch threads differently.
+# among it: `tests/threads/miri.sh OUT [SEEDS]`, each test as often as there are seeds, 2 unless told, which switch threads differently.
 # Leaves a line of JSON for each group of tests in OUT, in place of those of an earlier run. Exits with 1 if one fails.
 # Needs a nightly toolchain with the components miri and rust-src. System calls and vector instructions are beyond Miri.
 set -euo pipefail
-out=$(realpath "${1:?usage: miri.sh OUT [SEEDS]}") seeds=${2:-4}
+out=$(realpath "${1:?usage: miri.sh OUT [SEEDS]}") seeds=${2:-2}
 cd "$(dirname "$0")/../.."
 export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-target}/miri
 tool=$(cargo +nightly miri --version)
