@@ -32,7 +32,7 @@ use setup::PreparedRun;
 ///
 /// # Errors
 /// What went wrong before the first step.
-pub fn train(settings: &Settings, stop: &StopFlag, observer: &mut impl Observer) -> Result<Summary> {
+pub fn train(settings: &Settings, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Summary> {
     let run_dir = RunDir::open(settings, observer)?;
     let launch = Launcher::new(settings)?;
     let prepared = setup::prepare(settings, &launch, run_dir, stop, observer)?;
@@ -40,13 +40,13 @@ pub fn train(settings: &Settings, stop: &StopFlag, observer: &mut impl Observer)
     launch.engine(&plan, &shape, Training { prepared, stop, observer })
 }
 
-struct Training<'a, O> {
+struct Training<'a> {
     prepared: PreparedRun<'a>,
     stop: &'a StopFlag,
-    observer: &'a mut O,
+    observer: &'a mut dyn Observer,
 }
 
-impl<O: Observer> UseEngine for Training<'_, O> {
+impl UseEngine for Training<'_> {
     type Output = Summary;
 
     fn run<D: Kernels>(self, engine: Engine<D>) -> Result<Summary> {
@@ -54,7 +54,7 @@ impl<O: Observer> UseEngine for Training<'_, O> {
     }
 }
 
-fn drive<D: Kernels>(mut session: Session<D>, stop: &StopFlag, observer: &mut impl Observer) -> Result<Summary> {
+fn drive<D: Kernels>(mut session: Session<D>, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Summary> {
     let _watchdog = session.watch(observer)?;
     let mut failure = None;
     while failure.is_none() && !session.is_done() && !stop.is_set() {

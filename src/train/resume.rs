@@ -23,7 +23,7 @@ use std::path::Path;
 ///
 /// # Errors
 /// `Usage` for a directory that is none; whatever is wrong with the one that was named, or with all that `auto` finds.
-pub(super) fn find(settings: &Settings, output_dir: &Path, observer: &mut impl Observer) -> Result<Option<Loaded>> {
+pub(super) fn find(settings: &Settings, output_dir: &Path, observer: &mut dyn Observer) -> Result<Option<Loaded>> {
     let dir = match &settings.resume_from_checkpoint {
         None => return Ok(None),
         Some(Resume::Dir(dir)) => {
@@ -76,7 +76,7 @@ pub(super) struct Accepted {
 ///
 /// # Errors
 /// `Usage` with both values for a difference that nobody accepted; `Format` for a manifest that makes no sense.
-pub(super) fn accept(loaded: Loaded, settings: &Settings, sequences: usize, now: Run, observer: &mut impl Observer) -> Result<Accepted> {
+pub(super) fn accept(loaded: Loaded, settings: &Settings, sequences: usize, now: Run, observer: &mut dyn Observer) -> Result<Accepted> {
     let path = loaded.manifest_path();
     let (trainer, then) = (&loaded.manifest().trainer, &loaded.manifest().run);
     let wrong = |cause: &dyn std::fmt::Display| Error::format(&path, cause);
@@ -139,7 +139,7 @@ fn expect_same_order(now: &Value, then: &Value) -> Result<()> {
 }
 
 /// Each change is accepted by its flag, with a warning, or ends the run.
-fn accept_changes(settings: &Settings, changes: &[(RunPart, String)], observer: &mut impl Observer) -> Result<()> {
+fn accept_changes(settings: &Settings, changes: &[(RunPart, String)], observer: &mut dyn Observer) -> Result<()> {
     for (part, change) in changes {
         let part_name = part.name();
         if !settings.allow_changed.contains(part) {
@@ -152,7 +152,7 @@ fn accept_changes(settings: &Settings, changes: &[(RunPart, String)], observer: 
 }
 
 /// Where the data goes on. Where another number of sequences was accepted, a place in their order means nothing: they begin anew.
-fn position_in(settings: &Settings, saved: SavedPosition, sequences: usize, observer: &mut impl Observer) -> Result<DataPosition> {
+fn position_in(settings: &Settings, saved: SavedPosition, sequences: usize, observer: &mut dyn Observer) -> Result<DataPosition> {
     if saved.sequences == sequences {
         return Ok(saved.position);
     }
@@ -166,7 +166,7 @@ fn position_in(settings: &Settings, saved: SavedPosition, sequences: usize, obse
 }
 
 /// Other settings may change, and a person should know which.
-fn tell_changed_settings(now: &Value, then: &Value, observer: &mut impl Observer) {
+fn tell_changed_settings(now: &Value, then: &Value, observer: &mut dyn Observer) {
     for key in OnResume::Told.keys() {
         if then[key] != now[key] {
             observer.warn(&describe::changed(key, &then[key], &now[key]));

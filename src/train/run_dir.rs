@@ -37,7 +37,7 @@ impl RunDir {
     /// # Errors
     /// `Resource` that says which run has it; `Usage` when `--trace` names what is no timeline; `Io` that names the directory or
     /// the file.
-    pub(super) fn open(settings: &Settings, observer: &mut impl Observer) -> Result<Self> {
+    pub(super) fn open(settings: &Settings, observer: &mut dyn Observer) -> Result<Self> {
         let path = &settings.output_dir;
         let is_new = fs::symlink_metadata(path).is_err();
         fs::create_dir_all(path).map_err(|e| Error::io("create", path, e))?;

@@ -92,7 +92,7 @@ impl<D: Kernels> Session<D> {
         schedule: LrSchedule,
         companions: Companions,
         run_dir: RunDir,
-        observer: &mut impl Observer,
+        observer: &mut dyn Observer,
     ) -> Result<Self> {
         let Companions { settings, model_files, run } = companions;
         let (metrics, damaged) = MetricsFile::open(run_dir.dir(), engine.train_step())?;
@@ -128,7 +128,7 @@ impl<D: Kernels> Session<D> {
     ///
     /// # Errors
     /// `Resource` when a thread cannot start.
-    pub(crate) fn watch(&self, observer: &mut impl Observer) -> Result<Option<Watchdog>> {
+    pub(crate) fn watch(&self, observer: &mut dyn Observer) -> Result<Option<Watchdog>> {
         let limit = Duration::from_secs(self.settings.stall_limit);
         observer.on_alarm().map(|on_alarm| Watchdog::start(self.engine.vitals(), limit, on_alarm)).transpose()
     }
@@ -142,7 +142,7 @@ impl<D: Kernels> Session<D> {
     ///
     /// # Errors
     /// The engine's, the data's or the disk's, or too many skipped steps; [`Session::end`] knows what can still be saved.
-    pub(crate) fn step(&mut self, observer: &mut impl Observer) -> Result<()> {
+    pub(crate) fn step(&mut self, observer: &mut dyn Observer) -> Result<()> {
         // The time between two steps counts: a backlog of updates may be what filled it.
         let start = self.last_step_end.unwrap_or_else(Instant::now);
         let learning_rate = self.schedule.lr(self.engine.optimizer_step());
@@ -203,7 +203,7 @@ impl<D: Kernels> Session<D> {
     ///
     /// # Errors
     /// `Io` naming the file; checkpoints that were there are as they were.
-    pub(crate) fn save_if_new(&mut self, observer: &mut impl Observer) -> Result<()> {
+    pub(crate) fn save_if_new(&mut self, observer: &mut dyn Observer) -> Result<()> {
         self.run_dir.hold()?.iter().for_each(|line| observer.warn(line));
         if self.totals.steps > 0 && self.saved_path()?.is_none() {
             self.save(observer).inspect_err(|_| self.save_failed = true)?;
@@ -227,7 +227,7 @@ impl<D: Kernels> Session<D> {
         self.saved.as_ref().map(|(step, name)| (*step, self.run_dir.dir().join(name)))
     }
 
-    fn save(&mut self, observer: &mut impl Observer) -> Result<()> {
+    fn save(&mut self, observer: &mut dyn Observer) -> Result<()> {
         let step = self.engine.train_step();
         self.engine.flush().inspect_err(|_| self.is_sound = false)?;
         let mut writer = Writer::create(self.run_dir.dir(), self.trainer_state()?, self.skips.kept_in(&self.run))?;

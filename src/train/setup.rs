@@ -61,7 +61,7 @@ pub(super) fn prepare<'a>(
     launch: &'a Launcher,
     run_dir: RunDir,
     stop: &StopFlag,
-    observer: &mut impl Observer,
+    observer: &mut dyn Observer,
 ) -> Result<PreparedRun<'a>> {
     observer.note(&format!("reading {}", describe_sources(settings)));
     let data_bytes = data::source::host_bytes(&settings.data, settings.seq_length, !settings.no_shuffle);
@@ -98,7 +98,7 @@ impl PreparedRun<'_> {
     ///
     /// # Errors
     /// What goes wrong before the first step.
-    pub(super) fn session<D: Kernels>(self, mut engine: Engine<D>, observer: &mut impl Observer) -> Result<Session<D>> {
+    pub(super) fn session<D: Kernels>(self, mut engine: Engine<D>, observer: &mut dyn Observer) -> Result<Session<D>> {
         let Self { launch, settings, source, plan, dataset, run, resumed, weights, max_steps, data, run_dir } = self;
         let position = match resumed {
             Some(accepted) => accepted.restore(&mut engine)?,
@@ -143,7 +143,7 @@ fn open_data(
     tokenizer: &Tokenizer,
     output_dir: &Path,
     stop: &StopFlag,
-    observer: &mut impl Observer,
+    observer: &mut dyn Observer,
 ) -> Result<(Dataset, identity::Run)> {
     let emit = |news: News<'_>| match news {
         News::Note(line) => observer.note(line),

@@ -26,7 +26,7 @@ impl Failures {
 impl<D: Kernels> Session<D> {
     /// Saves what is not saved yet, ends the threads, and writes the timeline. After a `failure` the steps that were done are saved,
     /// unless it was the engine that failed: its state is then that of no step.
-    pub(crate) fn end(mut self, failure: Option<Error>, observer: &mut impl Observer) -> Summary {
+    pub(crate) fn end(mut self, failure: Option<Error>, observer: &mut dyn Observer) -> Summary {
         let mut failures = Failures(failure);
         if self.is_sound && !self.save_failed {
             failures.take(self.save_if_new(observer));
