@@ -38,6 +38,6 @@ impl Stream {
     }
 }
 
-/// A point in a stream that others can wait for; made by [`Device::event`].
+/// A point in a stream that others can wait for; made by [`Device::event`](super::Device::event).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EventId(pub u32);

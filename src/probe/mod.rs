@@ -89,7 +89,7 @@ impl ProbeOptions {
     /// The file to write the profile to, if one is asked for.
     ///
     /// # Errors
-    /// `Io` when it cannot be written. With `save`: those of [`Key::new`]; `Usage` for the CPU device, whose runs are planned without rates,
+    /// `Io` when it cannot be written. With `save`: those of [`MachineId::new`]; `Usage` for the CPU device, whose runs are planned without rates,
     /// and when neither `XDG_CACHE_HOME` nor `HOME` says where to keep it.
     pub fn file(&self) -> Result<Option<ProfileFile>> {
         if !self.save {
