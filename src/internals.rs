@@ -34,7 +34,7 @@ pub mod device {
     pub use crate::device::{
         Adam, AttentionBackward, AttentionForward, AttentionShape, BiasBackward, Cast, CrossEntropyGrad, CrossEntropyLoss,
         CrossEntropyStats, Embed, EmbedBackward, Gelu, GeluBackward, GradNormPartials, LayerNorm, LayerNormBackward, Matmul, MatmulLayout,
-        MatmulShape, Poke, QkNorm, QkNormBackward, RmsNorm, RmsNormBackward, Rope, Swiglu, SwigluBackward, Zero,
+        MatmulShape, Poke, QkNorm, QkNormBackward, RmsNorm, RmsNormBackward, Rope, SumSlices, Swiglu, SwigluBackward, Zero,
     };
     pub use crate::device::{Attention, Device, DeviceKind, DeviceSlice, EventId, Kernel, Kernels, Launch, Stream};
     #[cfg(feature = "cuda")]

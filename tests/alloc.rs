@@ -95,6 +95,7 @@ fn main() {
         let skipped = steps(strategy, "dtype = \"float16\"\ninject = [{step = 5, element = 7, value = \"nan\"}]\n");
         assert!(skipped.skipped > 0 && skipped.skipped < skipped.committed + skipped.clipped, "{strategy}{skipped:?}");
     }
+    steps(STRATEGIES[1], "gradient-shares = 2\n");
     if cfg!(feature = "superchip-cast") {
         steps(STRATEGIES[1], "cast = \"device\"\n");
     }

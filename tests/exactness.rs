@@ -3,6 +3,7 @@
 
 use crate::campaign::record;
 use crate::support::{Noise, digest, engine, random_params, settings, start, tiny_llama};
+use half::bf16;
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 use serde_json::json;
@@ -15,6 +16,7 @@ use superoffload::internals::memory::RingShape;
 #[cfg(feature = "weight-flow")]
 use superoffload::internals::model::ModelShape;
 use superoffload::internals::model::{Module, TensorTable};
+use superoffload::internals::optim::StatePart;
 use superoffload::internals::planner::Machine;
 
 /// Everything that must not matter, and everything that must.
@@ -25,9 +27,10 @@ struct Case {
     vocab: usize,
     tied: bool,
     dtype: &'static str,
-    accum: usize,
+    shares: usize,
+    micro_batches: usize,
     max_norm: f64,
-    faults: Vec<(u64, f64, &'static str)>,
+    faults: Vec<(u64, f64, usize, &'static str)>,
 }
 
 /// How a case is run.
@@ -49,8 +52,10 @@ fn run(case: &Case, way: &Way) -> (String, Counts, Vec<u32>) {
     let shape = tiny_llama(case.layers, 32, case.vocab, case.tied);
     let table = TensorTable::new(&shape);
     let element = |at: f64| table.specs()[(at * table.specs().len() as f64) as usize].range().start + (at * 7.0) as usize;
-    let inject: Vec<String> =
-        case.faults.iter().map(|(step, at, value)| format!("{{step = {step}, element = {}, value = {value}}}", element(*at))).collect();
+    let inject = case.faults.iter().map(|(step, at, share, value)| {
+        let share = share % case.shares;
+        format!("{{step = {step}, element = {}, share = {share}, value = {value}}}", element(*at))
+    });
     // What is off, or not compiled in, must not be asked for.
     let repartition = cfg!(feature = "repartition") && way.strategy == "superoffload" && !way.without.contains("repartition");
     let resident = if repartition { way.resident } else { 0 };
@@ -59,7 +64,7 @@ fn run(case: &Case, way: &Way) -> (String, Counts, Vec<u32>) {
     let without = if way.without.is_empty() { String::new() } else { format!("without = [{}]", way.without) };
     let settings = settings(&format!(
         "strategy = \"{}\"\nthreads = {}\nbucket-mib = {}\nslots = {}\nresident-buckets = {}\ncast = \"{}\"\n{without}\n{adversary}\n\
-         seed = {}\ndtype = \"{}\"\ngradient-accumulation-steps = {}\nmax-grad-norm = {}\ninject = [{}]\n\
+         seed = {}\ndtype = \"{}\"\ngradient-accumulation-steps = {}\ngradient-shares = {}\nmax-grad-norm = {}\ninject = [{}]\n\
          seq-length = 8\nper-device-train-batch-size = 2\nlearning-rate = 1e-2\nweight-decay = 0.1\nmax-steps = 99",
         way.strategy,
         way.threads,
@@ -69,9 +74,10 @@ fn run(case: &Case, way: &Way) -> (String, Counts, Vec<u32>) {
         cast,
         case.seed,
         case.dtype,
-        case.accum,
+        case.shares * case.micro_batches,
+        case.shares,
         case.max_norm,
-        inject.join(","),
+        inject.collect::<Vec<_>>().join(","),
     ));
     let mut engine = engine(&settings, &shape);
     let mut batches = Noise::new(case.seed, case.vocab);
@@ -90,25 +96,27 @@ fn reference(case: &Case) -> (String, Counts, Vec<u32>) {
 }
 
 fn cases() -> impl Strategy<Value = Case> {
-    let fault = (1..=STEPS, 0.0..1.0f64, prop::sample::select(vec!["\"nan\"", "\"inf\"", "\"-inf\"", "1e3"]));
+    let fault = (1..=STEPS, 0.0..1.0f64, 0usize..4, prop::sample::select(vec!["\"nan\"", "\"inf\"", "\"-inf\"", "1e3"]));
     (
         any::<u32>(),
         1usize..4,
         prop::sample::select(vec![17usize, 64, 300]),
         any::<bool>(),
         prop::sample::select(vec!["bfloat16", "float16", "float32"]),
-        1usize..4,
+        // Shares of a step, and micro-batches of a share.
+        prop::sample::select(vec![(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 1), (4, 1)]),
         // The norm of these models is mostly between 1.2 and 3: never, sometimes, often, always clipped.
         prop::sample::select(vec![0.0, 1e-3, 1.3, 1.7, 2.2, 1e9]),
         prop::collection::vec(fault, 0..3),
     )
-        .prop_map(|(seed, layers, vocab, tied, dtype, accum, max_norm, faults)| Case {
+        .prop_map(|(seed, layers, vocab, tied, dtype, (shares, micro_batches), max_norm, faults)| Case {
             seed: u64::from(seed),
             layers,
             vocab,
             tied,
             dtype,
-            accum,
+            shares,
+            micro_batches,
             max_norm,
             faults,
         })
@@ -183,6 +191,42 @@ fn every_way_gives_the_bits_of_the_synchronous_step() {
     outcome.unwrap();
 }
 
+/// A small model without faults, its step cut into `shares` micro-batches.
+fn tiny_case(shares: usize) -> Case {
+    let (dtype, max_norm) = ("bfloat16", 0.0);
+    Case { seed: 3, layers: 2, vocab: 64, tied: true, dtype, shares, micro_batches: 1, max_norm, faults: vec![] }
+}
+
+/// After one step without clipping m is half of the gradient, exactly: that of four shares against the gradients of each alone.
+#[test]
+fn shares_are_summed_in_order_in_fp32_and_rounded_once() {
+    let shape = tiny_llama(2, 32, 64, true);
+    let grads = |shares: usize, skip: usize| {
+        let lines = format!("gradient-shares = {shares}\nadam-beta1 = 0.5\nmax-grad-norm = 0\nseq-length = 8\nmax-steps = 9\nthreads = 1");
+        let mut engine = engine(&settings(&format!("{lines}\nper-device-train-batch-size = 2")), &shape);
+        let mut noise = Noise::new(1, 64);
+        // Tokens and targets of a micro-batch.
+        (0..skip * 2 * 16).for_each(|_| _ = noise.next());
+        engine.step(1e-3, &mut noise).unwrap();
+        engine.flush().unwrap();
+        let mut grads = vec![0.0f32; engine.table().flat_elems()];
+        engine.read_state(StatePart::M, 0, &mut grads).unwrap();
+        grads.iter_mut().for_each(|g| *g *= 2.0);
+        grads
+    };
+    // A mean over four times as many targets: a quarter, exactly.
+    let alone: Vec<Vec<f32>> = (0..4).map(|skip| grads(1, skip).iter().map(|g| g / 4.0).collect()).collect();
+    let (mut in_order, mut backwards) = (0, 0);
+    for (i, have) in grads(4, 0).into_iter().enumerate() {
+        let round = |sum: f32| bf16::from_f32(sum).to_f32();
+        let want = round(alone[1..].iter().fold(alone[0][i], |sum, share| sum + share[i]));
+        assert_eq!(have.to_bits(), want.to_bits(), "element {i}: {have} for {want}");
+        in_order += usize::from(want != 0.0);
+        backwards += usize::from(want != alone.iter().fold(0.0, |sum, share| round(sum + share[i])));
+    }
+    assert!(in_order > 10_000 && backwards > 1000, "{in_order} gradients, {backwards} of which rounding at each share would change");
+}
+
 #[test]
 fn speculations_are_kept_redone_and_undone_and_counted() {
     let way = Way {
@@ -195,8 +239,8 @@ fn speculations_are_kept_redone_and_undone_and_counted() {
         cast: "host",
         adversary: Some(7),
     };
-    let case =
-        Case { seed: 3, layers: 2, vocab: 64, tied: true, dtype: "bfloat16", accum: 1, max_norm: 2.21, faults: vec![(3, 0.5, "\"nan\"")] };
+    let (case, faults) = (tiny_case(1), vec![(3, 0.5, 0, "\"nan\"")]);
+    let case = Case { max_norm: 2.21, faults, ..case };
     let mut all = Counts::default();
     for seed in 0..8 {
         let (have, counts, _) = run(&case, &Way { adversary: Some(seed), ..way.clone() });

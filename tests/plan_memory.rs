@@ -29,7 +29,12 @@ fn every_class_of_a_plan_for_cpus_is_what_is_taken() {
     let (demo, small) = (ModelShape::demo(), tiny_llama(6, 64, 300, false));
     for shape in [&demo, &small] {
         for strategy in &strategies {
-            for more in ["", "dtype = \"float32\"\nslots = 3\n", "gradient-accumulation-steps = 2\nactivations = \"recompute-block\"\n"] {
+            for more in [
+                "",
+                "gradient-shares = 3\n",
+                "dtype = \"float32\"\nslots = 3\n",
+                "gradient-accumulation-steps = 2\nactivations = \"recompute-block\"\n",
+            ] {
                 compare(&format!("{strategy}{more}"), shape, &Machine::cpu(2));
             }
             compare(&format!("{strategy}activations = \"host\"\n"), shape, &Machine::cpu(2));

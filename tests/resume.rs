@@ -195,6 +195,7 @@ fn gradient_accumulation_and_loss_scale_are_resumed() {
     let workspace = Workspace::new();
     for (name, flags, settings) in [
         ("accumulation", ["--gradient-accumulation-steps", "3"], ""),
+        ("shares", ["--gradient-shares", "3"], ""),
         ("scale", ["--dtype", "float16"], "inject = [{step = 3, element = 5, value = 'inf'}, {step = 9, element = 7, value = 'nan'}]"),
         ("schedule", ["--lr-scheduler-type", "cosine"], "warmup-steps = 8"),
     ] {
@@ -212,6 +213,24 @@ fn gradient_accumulation_and_loss_scale_are_resumed() {
     }
     let scales: Vec<_> = workspace.metrics("scale").iter().map(|line| line["loss_scale"].as_f64().unwrap()).collect();
     assert_eq!((scales[0], scales[5], scales[11]), (65536.0, 32768.0, 16384.0));
+}
+
+/// How a step is cut belongs to the run: what is not said again is the checkpoint's, and what is said otherwise is told.
+#[test]
+fn a_resumed_run_keeps_its_shares_and_micro_batches() {
+    let (workspace, flags) = (Workspace::new(), ["--gradient-accumulation-steps", "4", "--gradient-shares", "2"]);
+    let digest = run(&mut workspace.train("whole", &flags)).digest().to_string();
+    assert_ne!(run(&mut workspace.train("one", &flags[..2])).digest(), digest);
+    let resume = |name: &str, flags: &[&str]| {
+        workspace.copy_checkpoints("whole", name, &[6]);
+        run(&mut workspace.resume(name, flags))
+    };
+    assert_eq!(resume("kept", &[]).digest(), digest);
+    assert_eq!(resume("said", &flags).digest(), digest);
+    let changed = resume("changed", &["--gradient-shares", "4"]);
+    assert_ne!(changed.digest(), digest);
+    assert!(changed.stderr.contains("--gradient-shares was 2 before and is 4 from here on"), "{changed:?}");
+    resume("undivided", &["--gradient-shares", "3"]).refused(2, &["--gradient-shares 3", "divisor of the 4 micro-batches"]);
 }
 
 #[test]

@@ -56,12 +56,58 @@ fn a_checkpoint_of_format_1_is_continued_with_one_warning() {
     assert_eq!(resumed.digest(), whole.digest());
     let printed = warnings(&resumed);
     assert!(
-        printed.len() == 1 && printed[0].contains("format 1") && printed[0].contains("not compared: model, tokenizer, data"),
+        printed.len() == 1 && printed[0].contains("format 1") && printed[0].contains("not compared: model, tokenizer, data, numerics"),
         "{resumed:?}"
     );
     let (saved, fresh) = (manifest(&workspace.path("resumed/checkpoint-4")), manifest(&workspace.path("whole/checkpoint-4")));
     assert_eq!((&saved["format_version"], &saved["run"]), (&json!(2), &fresh["run"]));
     assert!(train("resumed", &["--resume-from-checkpoint=auto", "--max-steps=5"]).stderr.lines().count() == 1, "only the new length");
+}
+
+/// Checkpoints of before there were shares and a record of what changes bits: one share, a tile as it is planned, and a warning.
+#[test]
+fn a_checkpoint_without_shares_and_numerics_is_continued_as_one_share() {
+    let workspace = Workspace::new();
+    let flags = ["--gradient-accumulation-steps", "2", "--gradient-shares", "1"];
+    let digest = run(&mut workspace.train("whole", &flags)).digest().to_string();
+    workspace.copy_checkpoints("whole", "old", &[6]);
+    let checkpoint = workspace.path("old/checkpoint-6");
+    let mut old = manifest(&checkpoint);
+    let record = old["run"].as_object_mut().unwrap();
+    assert_eq!(record.remove("step").unwrap(), json!({"micro_batches": 2, "gradient_shares": 1}));
+    assert!(record.remove("numerics").unwrap()["loss_tile"]["rows"].as_u64() > Some(0));
+    assert_eq!(old["trainer"]["settings"].as_object_mut().unwrap().remove("gradient_shares").unwrap(), json!(1));
+    forge(&checkpoint, &old);
+    let resumed = run(&mut workspace.resume("old", &[]));
+    assert_eq!(resumed.digest(), digest);
+    assert!(warnings(&resumed).len() == 1 && resumed.stderr.contains("not compared: numerics"), "{resumed:?}");
+}
+
+/// What a plan decides that changes bits is the checkpoint's; what a run cannot decide alike is refused.
+#[test]
+fn numerics_are_kept_or_refused_unless_others_are_allowed() {
+    let workspace = Workspace::new();
+    whole(&workspace);
+    let checkpoint = workspace.path("whole/checkpoint-6");
+    let honest = manifest(&checkpoint);
+    let resume = |out: &str, key: &str, value: Value, flags: &[&str]| {
+        let mut forged = honest.clone();
+        forged["run"]["numerics"][key] = value;
+        forge(&checkpoint, &forged);
+        workspace.copy_checkpoints("whole", out, &[6]);
+        run(&mut workspace.resume(out, flags))
+    };
+    let tile = |out: &str| manifest(&workspace.path(&format!("{out}/checkpoint-12")))["run"]["numerics"]["loss_tile"].clone();
+    let other = json!({"rows": 5, "vocab": 100});
+    assert_eq!(resume("kept", "loss_tile", other.clone(), &[]).code, 0);
+    assert_eq!(tile("kept"), other);
+    let anew = resume("anew", "loss_tile", other.clone(), &["--allow-changed", "numerics"]);
+    assert!(warnings(&anew)[0].contains("rows was 5 and is"), "{anew:?}");
+    assert_eq!(tile("anew"), honest["run"]["numerics"]["loss_tile"]);
+    let words = ["computed_on was \"gpu\" and is \"cpu\"", "--allow-changed numerics"];
+    resume("gpu", "computed_on", json!("gpu"), &[]).refused(2, &words);
+    assert_eq!(resume("moved", "computed_on", json!("gpu"), &["--allow-changed", "numerics"]).code, 0);
+    resume("broken", "loss_tile", json!("all"), &[]).refused(1, &["trainer_state.json", "loss_tile"]);
 }
 
 #[test]

@@ -56,7 +56,8 @@ impl Settings {
     fn check_counts(&self) -> Result<()> {
         let at_least_one = [
             ("per-device-train-batch-size", self.per_device_train_batch_size as u64),
-            ("gradient-accumulation-steps", self.gradient_accumulation_steps as u64),
+            ("gradient-accumulation-steps", self.micro_batches() as u64),
+            ("gradient-shares", self.shares() as u64),
             ("seq-length", self.seq_length as u64),
             ("logging-steps", self.logging_steps),
             ("save-steps", self.save_steps),
@@ -79,14 +80,26 @@ impl Settings {
             self.per_device_train_batch_size,
             format!("at most {MICRO_BATCH_TOKENS_MAX} tokens in a micro-batch, with --seq-length {}", self.seq_length),
         )?;
-        let step_tokens =
-            self.per_device_train_batch_size.checked_mul(self.seq_length).and_then(|t| t.checked_mul(self.gradient_accumulation_steps));
+        let step_tokens = self.per_device_train_batch_size.checked_mul(self.seq_length).and_then(|t| t.checked_mul(self.micro_batches()));
         require(
             step_tokens.is_some_and(|tokens| tokens <= STEP_TOKENS_MAX),
             "gradient-accumulation-steps",
-            self.gradient_accumulation_steps,
+            self.micro_batches(),
             format!("at most {STEP_TOKENS_MAX} tokens in a step"),
-        )
+        )?;
+        self.check_shares()
+    }
+
+    /// Whether shares are equally many micro-batches.
+    ///
+    /// # Errors
+    /// `Usage` that names both numbers.
+    pub fn check_shares(&self) -> Result<()> {
+        let (shares, micro_batches) = (self.shares(), self.micro_batches());
+        let allowed = format!("a divisor of the {micro_batches} micro-batches of a step (--gradient-accumulation-steps)");
+        require(micro_batches.is_multiple_of(shares), "gradient-shares", shares, allowed)?;
+        let share_of_fault = self.inject.iter().map(|injection| injection.share).max().unwrap_or(0);
+        require(share_of_fault < shares, "inject", format!("share = {share_of_fault}"), format!("a share below --gradient-shares {shares}"))
     }
 
     fn check_combinations(&self) -> Result<()> {

@@ -156,8 +156,8 @@ mod tests {
         assert_eq!(parse("without = ['stv', 'grace-adam']").unwrap().without, Some(vec![Technique::Stv, Technique::GraceAdam]));
         let text = "inject = [{step=3, element=7, value='-inf'}, {step=4, element=8, value=2.5}, {step=5, element=9, value=nan}]";
         let inject = parse(text).unwrap().inject.unwrap();
-        assert_eq!(inject[0], Injection { step: 3, element: 7, value: f32::NEG_INFINITY });
-        assert_eq!(inject[1], Injection { step: 4, element: 8, value: 2.5 });
+        assert_eq!(inject[0], Injection { step: 3, element: 7, share: 0, value: f32::NEG_INFINITY });
+        assert_eq!(inject[1], Injection { step: 4, element: 8, share: 0, value: 2.5 });
         assert!(inject[2].value.is_nan() && inject.len() == 3);
         assert_eq!(parse("learning-rate = 1").unwrap().learning_rate, Some(1.0));
     }

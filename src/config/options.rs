@@ -217,11 +217,13 @@ pub enum RunPart {
     Tokenizer,
     /// What the data files hold, in order.
     Data,
+    /// What the plan decides that changes bits.
+    Numerics,
 }
 
 impl RunPart {
     /// All, in the order of messages.
-    pub const ALL: [Self; 3] = [Self::Model, Self::Tokenizer, Self::Data];
+    pub const ALL: [Self; 4] = [Self::Model, Self::Tokenizer, Self::Data, Self::Numerics];
 
     /// As the flag spells it, and as checkpoints do.
     pub fn name(self) -> &'static str {
@@ -229,6 +231,7 @@ impl RunPart {
             Self::Model => "model",
             Self::Tokenizer => "tokenizer",
             Self::Data => "data",
+            Self::Numerics => "numerics",
         }
     }
 }
@@ -275,6 +278,9 @@ pub struct Injection {
     pub step: u64,
     /// Index into the flat gradient.
     pub element: usize,
+    /// The share of the step whose gradient it is, counted from 0.
+    #[serde(default)]
+    pub share: usize,
     /// What is written: a number, `nan`, `inf` or `-inf`. Serialised as text, because JSON has no NaN.
     #[serde(deserialize_with = "scalar", serialize_with = "as_text")]
     pub value: f32,

@@ -73,6 +73,16 @@ impl Settings {
         self
     }
 
+    /// Shares of a step's micro-batches: the gradients of each are accumulated in --dtype, and those of all summed in float32.
+    pub fn shares(&self) -> usize {
+        self.gradient_shares.unwrap_or(1)
+    }
+
+    /// Micro-batches of a step.
+    pub fn micro_batches(&self) -> usize {
+        self.gradient_accumulation_steps.unwrap_or(self.shares())
+    }
+
     /// Steps of warm-up in a run of `max_steps`, as Hugging Face counts them: the ratio rounds up, and steps win over it.
     pub(crate) fn warmup(&self, max_steps: u64) -> u64 {
         if self.warmup_steps > 0 { self.warmup_steps } else { (self.warmup_ratio * max_steps as f64).ceil() as u64 }
@@ -241,7 +251,7 @@ mod tests {
 
     #[test]
     fn settings_are_json_even_with_a_nan_injected() {
-        let inject = Some(vec![Injection { step: 1, element: 0, value: f32::NAN }]);
+        let inject = Some(vec![Injection { step: 1, element: 0, share: 0, value: f32::NAN }]);
         let settings = Settings::resolve(TrainOptions { inject, ..Default::default() }).unwrap();
         let json = serde_json::to_value(&settings).unwrap();
         assert_eq!(json["inject"][0]["value"], "NaN");

@@ -16,6 +16,7 @@ use crate::data::tokenizer::AddBos;
 use crate::hardware::selected_profile;
 use crate::host::memory_policy::HugePagesChoice;
 use crate::host::resctrl_group::ResctrlGroup;
+use crate::model::activations::LossTile;
 use crate::optim::schedule::LrScheduler;
 use crate::units::Bytes;
 use clap::builder::{PathBufValueParser, StringValueParser, TypedValueParser};
@@ -188,6 +189,9 @@ macro_rules! settings {
             /// Whether rows of the data hold several documents, which attention then keeps apart.
             #[serde(skip)]
             pub separates_documents: bool,
+            /// Tile of the loss that a checkpoint was made with, and that its run keeps.
+            #[serde(skip)]
+            pub loss_tile: Option<LossTile>,
         }
 
         impl Default for Settings {
@@ -201,6 +205,7 @@ macro_rules! settings {
                     )*
                     data_bytes: 0,
                     separates_documents: false,
+                    loss_tile: None,
                 }
             }
         }
@@ -292,7 +297,10 @@ settings! {
         per_device_train_batch_size: usize = 8, Told;
         /// Micro-batches of an optimizer step.
         #[arg(value_name = "N")]
-        gradient_accumulation_steps: usize = 1, Told;
+        gradient_accumulation_steps: usize => "one for each gradient share", Free;
+        /// Shares of a step's micro-batches whose gradients are summed in float32 and rounded once.
+        #[arg(value_name = "N")]
+        gradient_shares: usize => "1, or the checkpoint's", Free;
         /// Tokens of a sequence.
         #[arg(value_name = "N")]
         seq_length: usize = 1024, Order;
@@ -479,7 +487,7 @@ pub(crate) mod tests {
             assert_eq!(set.clone().over(TrainOptions::default()), set, "{}", flag.get_id());
             assert_eq!(TrainOptions::default().over(set.clone()), set, "{}", flag.get_id());
         }
-        let inject = Some(vec![Injection { step: 1, element: 2, value: 3.0 }]);
+        let inject = Some(vec![Injection { step: 1, element: 2, share: 0, value: 3.0 }]);
         let injected = TrainOptions { inject, ..Default::default() };
         assert_eq!(TrainOptions::default().over(injected.clone()), injected);
         let upper = command_line(&["--seed", "1", "--no-shuffle=false"]).unwrap();

@@ -31,7 +31,7 @@ pub use kernels::pointwise::{Gelu, GeluBackward, Swiglu, SwigluBackward};
 pub(crate) use kernels::product::ProductAlgorithm;
 pub use kernels::product::{BiasBackward, Matmul, MatmulLayout, MatmulShape};
 pub use kernels::rope::{QkNorm, QkNormBackward, Rope};
-pub use kernels::transfer::{Adam, Cast, GradNormPartials, Poke, Zero};
+pub use kernels::transfer::{Adam, Cast, GradNormPartials, Poke, SumSlices, Zero};
 pub use kernels::{Kernels, Launch};
 pub use slice::DeviceSlice;
 pub use stream::{EventId, Stream};

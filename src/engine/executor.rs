@@ -128,7 +128,7 @@ impl<D: Kernels> Engine<D> {
         let memory = Memory::new(&plan, &table, &mut dev, &mut host)?;
         let flow = |ring| WeightFlow::new(&mut dev, &table, ring, memory.step.params.memory, weights);
         let flow = plan.weight_ring.map(flow).transpose()?;
-        let report = Report::new(flat, &mut dev, &mut host)?;
+        let report = Report::new(flat, plan.shares, &mut dev, &mut host)?;
         let model = Model::new(shape, weights, grads, activations)?;
         model.prepare(&mut dev)?;
         if let (Positions::Rope(rope), Some(target)) = (model.shape.positions, model.activations.rope_table) {

@@ -21,9 +21,9 @@ impl FaultInjector {
         (coin.is_some() || !plan.inject.is_empty()).then(|| Self { faults: plan.inject.clone(), coin })
     }
 
-    /// Writes what is injected in step `step` over the gradients of the flat range.
-    pub(super) fn spoil<D: Kernels>(&self, dev: &mut D, grads: DeviceSlice, range: &Range<usize>, step: u64) -> Result<()> {
-        let mut hit = self.faults.iter().filter(|fault| fault.step == step && range.contains(&fault.element));
+    /// Writes what is injected in a step, counted from 1, over the gradients of one of its shares, as far as the flat range goes.
+    pub(super) fn spoil<D: Kernels>(&self, dev: &mut D, grads: DeviceSlice, range: &Range<usize>, step: u64, share: usize) -> Result<()> {
+        let mut hit = self.faults.iter().filter(|fault| (fault.step, fault.share) == (step, share) && range.contains(&fault.element));
         hit.try_for_each(|fault| dev.launch(Poke { x: grads, index: fault.element, value: fault.value }))
     }
 

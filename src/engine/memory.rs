@@ -59,6 +59,8 @@ pub(super) struct Memory {
     /// fp32 room for one bucket on its way out and in, when the device casts.
     pub(super) staging_d2h: DeviceSlice,
     pub(super) staging_h2d: DeviceSlice,
+    /// fp32 sums of the shares' gradients so far, flat, where a step has several shares.
+    pub(super) sums: Option<DeviceSlice>,
     offloaded_elems: usize,
     bounce: PinnedSlice,
     bounced: EventId,
@@ -74,6 +76,7 @@ impl Memory {
         let resident = DeviceState::new("resident", layout.elems_in(Tier::Device), &mut fp32)?;
         let staging_elems = if plan.device_casts() && offloaded > 0 { bucket } else { 0 };
         let (staging_d2h, staging_h2d) = (fp32("gradient staging", staging_elems)?, fp32("parameter staging", staging_elems)?);
+        let sums = if plan.shares > 1 { Some(fp32("gradient sums", layout.flat_elems())?) } else { None };
         let batches = host.alloc("batches", plan.grad_accum_steps * batch_bytes(plan))?;
         let step = step_memory(plan, table, host)?;
         let bounce = host.alloc("bounce buffer", BOUNCE_ELEMS * 4)?;
@@ -85,6 +88,7 @@ impl Memory {
             batches,
             staging_d2h,
             staging_h2d,
+            sums,
             offloaded_elems: offloaded,
             bounce,
             bounced: dev.event()?,

@@ -20,7 +20,8 @@ pub(super) struct Report {
     nonfinite: DeviceSlice,
     host_partials: PinnedSlice,
     host_nonfinite: PinnedSlice,
-    host_loss: PinnedSlice,
+    /// The loss of each share.
+    host_losses: PinnedSlice,
     /// One event a copy.
     copied: Vec<EventId>,
     /// Where each copy ends, in partials, and how many have been folded.
@@ -30,20 +31,20 @@ pub(super) struct Report {
 }
 
 impl Report {
-    pub(super) fn new<D: Device>(flat_elems: usize, dev: &mut D, host: &mut HostMemory) -> Result<Self> {
+    pub(super) fn new<D: Device>(flat_elems: usize, shares: usize, dev: &mut D, host: &mut HostMemory) -> Result<Self> {
         let blocks = flat_elems / BLOCK;
         let report = Self {
             partials: dev.alloc("norm partials", blocks, Dtype::Float32)?,
             nonfinite: dev.alloc("non-finite flag", 1, Dtype::Int32)?,
             host_partials: host.alloc("norm partials", blocks * 4)?,
             host_nonfinite: host.alloc("non-finite flag", 4)?,
-            host_loss: host.alloc("loss", 4)?,
+            host_losses: host.alloc("losses", shares * 4)?,
             copied: (0..=COPIES).map(|_| dev.event()).collect::<Result<_>>()?,
             ends: Vec::with_capacity(COPIES + 1),
             folds: 0,
             norm_sq: NormSq(0.0),
         };
-        [report.host_partials, report.host_nonfinite, report.host_loss].into_iter().try_for_each(|memory| dev.pin(memory))?;
+        [report.host_partials, report.host_nonfinite, report.host_losses].into_iter().try_for_each(|memory| dev.pin(memory))?;
         Ok(report)
     }
 
@@ -69,10 +70,15 @@ impl Report {
         Ok(())
     }
 
+    /// The loss of `share` is computed.
+    pub(super) fn add_loss<D: Device>(&mut self, dev: &mut D, loss: DeviceSlice, share: usize) -> Result<()> {
+        dev.copy_d2h(Stream::Compute, loss, self.host_losses.slice(share * 4, 4))
+    }
+
     /// All gradients are written: what is left of the report follows.
     pub(super) fn end<D: Device>(&mut self, dev: &mut D, loss: DeviceSlice) -> Result<()> {
         dev.copy_d2h(Stream::Compute, self.nonfinite, self.host_nonfinite)?;
-        dev.copy_d2h(Stream::Compute, loss, self.host_loss)?;
+        self.add_loss(dev, loss, self.host_losses.bytes() / 4 - 1)?;
         self.copy_to(dev, self.partials.elems())
     }
 
@@ -100,13 +106,14 @@ impl Report {
         Ok(self.is_complete())
     }
 
-    /// The complete report: sum of squares of all gradients, whether one is infinite or NaN, the loss.
+    /// The complete report: sum of squares of all gradients, whether one is infinite or NaN, the loss: a sum over shares in fp64.
     ///
     /// # Panics
     /// If it is not: what is left is still being copied.
     pub(super) fn read(&self, host: &HostMemory) -> (NormSq, bool, f32) {
         assert!(self.is_complete(), "the report of a step is read before it has come");
-        (self.norm_sq, host.lend::<i32>(self.host_nonfinite)[0] != 0, host.lend::<f32>(self.host_loss)[0])
+        let loss: f64 = host.lend::<f32>(self.host_losses).iter().map(|&loss| f64::from(loss)).sum();
+        (self.norm_sq, host.lend::<i32>(self.host_nonfinite)[0] != 0, loss as f32)
     }
 
     fn is_complete(&self) -> bool {

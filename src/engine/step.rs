@@ -7,10 +7,11 @@ use super::route::Hop;
 use super::verdict::Verdict;
 use super::vitals::{Doing, Mark};
 use crate::data::batch::{Batch, Batches};
-use crate::device::{Kernels, Stream, Zero};
+use crate::device::{Kernels, Stream, SumSlices, Zero};
 use crate::error::{Error, Result};
 use crate::model::MicroStep;
 use crate::model::tensors::Module;
+use std::ops::Range;
 
 /// Which way the modules go.
 #[derive(Clone, Copy)]
@@ -72,19 +73,24 @@ impl<D: Kernels> Engine<D> {
         let inv_targets = 1.0 / data.targets as f32;
         let layers = self.model.shape.layers;
         let accum = self.plan.grad_accum_steps;
+        let per_share = accum / self.plan.shares;
         for micro_step in 0..accum {
-            let (first, last) = (micro_step == 0, micro_step + 1 == accum);
+            let first = micro_step % per_share == 0;
+            let whole = (micro_step + 1).is_multiple_of(per_share).then_some(micro_step / per_share);
             self.upload_batch(micro_step)?;
             self.forward_modules()?;
             self.wait_for_params(Module::Head)?;
-            if last {
+            if micro_step + 1 == accum {
                 self.begin_validation(learning_rate)?;
             }
             let micro = MicroStep { first, inv_targets, loss_scale: self.loss_scale.scale() };
             self.wait_for_ring(Module::Head)?;
             self.with_weights(Module::Head, Pass::Backward, |engine| engine.model.head(&mut engine.dev, micro, true))?;
-            self.grads_written(Module::Head, last)?;
-            (0..layers).rev().map(Module::Layer).chain([Module::Embed]).try_for_each(|module| self.backward(module, first, last))?;
+            self.grads_written(Module::Head, whole)?;
+            (0..layers).rev().map(Module::Layer).chain([Module::Embed]).try_for_each(|module| self.backward(module, first, whole))?;
+            if let Some(share) = whole {
+                self.report_share(share)?;
+            }
         }
         self.validate(learning_rate)
     }
@@ -101,10 +107,10 @@ impl<D: Kernels> Engine<D> {
         self.module_enqueued()
     }
 
-    fn backward(&mut self, module: Module, first: bool, last: bool) -> Result<()> {
+    fn backward(&mut self, module: Module, first: bool, whole: Option<usize>) -> Result<()> {
         self.wait_for_ring(module)?;
         self.with_weights(module, Pass::Backward, |engine| engine.model.backward(&mut engine.dev, module, first))?;
-        self.grads_written(module, last)
+        self.grads_written(module, whole)
     }
 
     /// Enqueues `compute` so that it finds the weights of `module`, and then the copy of those that `pass` needs next, which
@@ -173,14 +179,14 @@ impl<D: Kernels> Engine<D> {
         self.report.begin(&mut self.dev)
     }
 
-    /// The gradients of `module` are enqueued; when they are final, so are all buckets up to the end of its flat range.
-    fn grads_written(&mut self, module: Module, last: bool) -> Result<()> {
-        if last {
+    /// The gradients of `module` are enqueued; when they make a share `whole`, so they do for all buckets up to the end of its flat range.
+    fn grads_written(&mut self, module: Module, whole: Option<usize>) -> Result<()> {
+        if let Some(share) = whole {
             let range = self.model.table.module_range(module);
             let layout = &self.plan.layout;
             let end = if module == Module::Embed { layout.flat_elems() } else { range.end };
             let before = layout.complete(range.start);
-            (before..layout.complete(end)).try_for_each(|bucket| self.bucket_ready(bucket))?;
+            (before..layout.complete(end)).try_for_each(|bucket| self.bucket_written(bucket, share))?;
         }
         self.module_enqueued()
     }
@@ -195,19 +201,36 @@ impl<D: Kernels> Engine<D> {
         self.block_until(Doing::Device, 0, |engine| engine.dev.is_done(oldest))
     }
 
-    fn bucket_ready(&mut self, bucket: usize) -> Result<()> {
-        let range = self.plan.layout.range(bucket);
+    /// The gradient of one share is enqueued. The sum of several takes the place of the last.
+    fn bucket_written(&mut self, bucket: usize, share: usize) -> Result<()> {
+        let (range, last) = (self.plan.layout.range(bucket), share + 1 == self.plan.shares);
         if let Some(fault_injector) = &self.fault_injector {
-            fault_injector.spoil(&mut self.dev, self.model.grads, &range, self.train_step + 1)?;
+            fault_injector.spoil(&mut self.dev, self.model.grads, &range, self.train_step + 1, share)?;
         }
-        self.report.add(&mut self.dev, self.model.grads.slice(range.start, range.len()), &range)?;
+        let grads = self.grads(&range);
+        if let Some(sums) = self.memory.sums {
+            let sum = sums.slice(range.start, range.len());
+            let out = if last { grads } else { sum };
+            self.dev.launch(SumSlices::new(Stream::Compute, &[grads], (share > 0).then_some(sum), out))?;
+        }
+        if last { self.bucket_ready(bucket, &range) } else { Ok(()) }
+    }
+
+    fn bucket_ready(&mut self, bucket: usize, range: &Range<usize>) -> Result<()> {
+        let grads = self.grads(range);
+        self.report.add(&mut self.dev, grads, range)?;
         self.issue(Hop::Backward, bucket, None)?;
         self.notify(Event::GradReady(bucket))
     }
 
+    /// What a share reports; with the last one the report of the step ends.
+    fn report_share(&mut self, share: usize) -> Result<()> {
+        let (report, loss) = (&mut self.report, self.model.activations.loss);
+        if share + 1 == self.plan.shares { report.end(&mut self.dev, loss) } else { report.add_loss(&mut self.dev, loss, share) }
+    }
+
     /// Waits for the norm, decides, and starts what the verdict allows.
     fn validate(&mut self, learning_rate: f64) -> Result<StepReport> {
-        self.report.end(&mut self.dev, self.model.activations.loss)?;
         let start = self.dev.now_ns();
         self.block_until(Doing::Norm, 0, |engine| engine.report.poll(&mut engine.dev, &engine.host))?;
         self.driver_span("await verdict", (self.train_step + 1) as u32, start);

@@ -19,7 +19,7 @@ use crate::units::Bytes;
 const PART_ALIGN_ELEMS: usize = 128;
 
 /// How many logits exist at once: the loss takes `rows` tokens at a time and runs over the vocabulary in tiles.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct LossTile {
     /// Tokens of one pass; more than there are means all.
     pub rows: usize,

@@ -92,6 +92,8 @@ pub(crate) struct Workload<'a> {
     pub separates_documents: bool,
     /// Micro-batches of a step.
     pub grad_accum_steps: usize,
+    /// Shares of a step, whose gradients are summed.
+    pub shares: usize,
     /// Format on the device.
     pub dtype: Dtype,
     pub link_dtype: Dtype,
@@ -175,6 +177,7 @@ impl Workload<'_> {
         let mut classes = vec![
             class("weights", MemorySpace::Device, flat_bytes(rings.weights)),
             class("gradients", MemorySpace::Device, flat_bytes(rings.grads)),
+            class("gradient sums", MemorySpace::Device, if self.shares > 1 { flat * 4 } else { 0 }),
             class("resident p, m, v", MemorySpace::Device, STATE_BYTES * resident),
             class("paged states here", MemorySpace::Device, self.paged_window_bytes(layout)),
             class("cast staging", MemorySpace::Device, staging),
@@ -201,10 +204,10 @@ impl Workload<'_> {
     }
 
     /// What the driver reads and writes: every micro-batch of a step, since all are read before the first one runs; the partial sums of
-    /// the norm, a flag and the loss; and state that it moves.
+    /// the norm, a flag and the loss of each share; and state that it moves.
     fn driver_bytes(&self, flat_elems: usize) -> usize {
         let batch_elems = batch::arrays(self.separates_documents) * self.batch * self.seq_length;
-        4 * (self.grad_accum_steps * batch_elems + flat_elems / BLOCK + 2 + BOUNCE_ELEMS)
+        4 * (self.grad_accum_steps * batch_elems + flat_elems / BLOCK + 1 + self.shares + BOUNCE_ELEMS)
     }
 
     /// A bucket shares its arrays' first and last pages with its neighbours.

@@ -48,6 +48,8 @@ pub(crate) struct Request {
     pub(crate) residency: Residency,
     pub activations: ActivationsChoice,
     pub weights: WeightsChoice,
+    /// Tile of the loss, where a checkpoint decides.
+    pub tile: Option<LossTile>,
 }
 
 /// A choice and what follows from it.
@@ -111,7 +113,8 @@ impl Planner<'_> {
     fn on_cpus(&self) -> Result<Choice> {
         let (shape, width) = (self.workload.shape, self.workload.dtype.bytes());
         let vocab = shape.vocab.min(SHARED_TILE_VOCAB_MAX);
-        let tile = LossTile { rows: self.tokens().min(SHARED_TILE_BYTES_MAX / (vocab * width)).max(1), vocab };
+        let chosen = LossTile { rows: self.tokens().min(SHARED_TILE_BYTES_MAX / (vocab * width)).max(1), vocab };
+        let tile = self.request.tile.unwrap_or(chosen);
         let policies = self.mixes().remove(0);
         let use_rings = UseRings { grads: false, weights: self.request.weights == WeightsChoice::Flow };
         let layout = match self.request.residency {
@@ -238,6 +241,9 @@ impl Planner<'_> {
     /// Tiles of the loss for a device of `device_bytes`, the largest first: the whole vocabulary and as many rows as its share
     /// of the free memory holds, then half as many, and so on.
     fn tiles(&self, device_bytes: u64, weights: bool) -> Result<Vec<LossTile>> {
+        if let Some(tile) = self.request.tile {
+            return Ok(vec![tile]);
+        }
         let use_rings = UseRings { grads: false, weights };
         let vocab = self.workload.shape.vocab;
         let smallest = LossTile { rows: 1, vocab };

@@ -132,6 +132,8 @@ pub struct Plan {
     pub separates_documents: bool,
     /// Micro-batches of a step.
     pub grad_accum_steps: usize,
+    /// Shares of the micro-batches, equally many of them in a row: gradients of a share add up in `dtype`, those of all in fp32.
+    pub shares: usize,
     /// Tile of the loss.
     pub loss_tile: LossTile,
     /// What each layer keeps for its backward pass.
@@ -185,6 +187,7 @@ impl Plan {
             residency: residency(settings, techniques)?,
             activations: settings.activations,
             weights: weights(settings, techniques)?,
+            tile: settings.loss_tile,
         };
         let choice = choose(&workload, &table, &cut(settings, &table, workload.dtype), request)?;
         check_streams(settings, choice.rings)?;
@@ -206,6 +209,7 @@ impl Plan {
             seq_length: workload.seq_length,
             separates_documents: workload.separates_documents,
             grad_accum_steps: workload.grad_accum_steps,
+            shares: workload.shares,
             loss_tile: choice.tile,
             layer_policies: choice.policies,
             attention: workload.attention,
@@ -270,7 +274,8 @@ fn workload<'a>(
         batch: settings.per_device_train_batch_size,
         seq_length: settings.seq_length,
         separates_documents: settings.separates_documents,
-        grad_accum_steps: settings.gradient_accumulation_steps,
+        grad_accum_steps: settings.micro_batches(),
+        shares: settings.shares(),
         dtype,
         link_dtype,
         rules: Rules { policy, adaptive: techniques.adaptive, deadline_order: techniques.deadline_order },
@@ -571,7 +576,7 @@ mod tests {
         let two = crate::config::options::ResidentBuckets::Count(2);
         assert!(refused(Settings { resident_buckets: two, ..off(Technique::Repartition) }).contains("repartition"));
         assert!(refused(Settings { isa: IsaChoice::Avx2, ..off(Technique::GraceAdam) }).contains("grace-adam"));
-        let fault = Injection { step: 1, element: usize::MAX, value: 0.0 };
+        let fault = Injection { step: 1, element: usize::MAX, share: 0, value: 0.0 };
         assert!(refused(Settings { inject: vec![fault], ..Settings::demo() }).contains("belongs to no tensor"));
     }
 }

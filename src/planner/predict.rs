@@ -64,7 +64,7 @@ impl<'a> Predictor<'a> {
         let stepped_here = layout.flat_elems() as f64 - offloaded;
         // State is read and written, a gradient read, a weight written.
         let adam_bytes = 2 * STATE_BYTES + 2 * self.workload.dtype.bytes();
-        let passes_s = accum * self.passes.micro_step_s(policies);
+        let passes_s = accum * self.passes.micro_step_s(policies) + self.sums_s(layout.flat_elems());
         let adam_s = stepped_here * adam_bytes as f64 / rates.device_bytes_per_s;
         let kept_s = accum * activations.host_bytes().0 as f64 / rates.both_ways_bytes_per_s;
         if layout.away() == Tier::Unified {
@@ -106,6 +106,12 @@ impl<'a> Predictor<'a> {
         let copied = elems * self.workload.link_dtype.bytes();
         let stepped_s = (elems * self.stepped_bytes()) as f64 / self.adam_bytes_per_s();
         rates.to_host_s(copied) + rates.wake_up_s + stepped_s + rates.to_device_s(copied)
+    }
+
+    /// Each share's gradient is read, and a sum in fp32 read and written.
+    fn sums_s(&self, elems: usize) -> f64 {
+        let (shares, bytes) = (self.workload.shares, 2 * 4 + self.workload.dtype.bytes());
+        if shares > 1 { (shares * elems * bytes) as f64 / self.workload.machine.rates.device_bytes_per_s } else { 0.0 }
     }
 
     /// Bytes of a parameter whose verdict is known: state read and written, gradient read, weight written.

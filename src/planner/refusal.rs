@@ -82,6 +82,7 @@ impl Plan {
             ("activations", with(&|s| s.activations = ActivationsChoice::RecomputeBlock)),
             ("strategy superoffload", with(&|s| s.strategy = Strategy::Superoffload)),
             ("weights flow", with(&|s| s.weights = WeightsChoice::Flow)),
+            ("allow-changed numerics", with(&|s| s.loss_tile = None)),
         ];
         remedies.extend(batches);
         remedies.push(("nondeterministic", with(&|s| s.nondeterministic = true)));

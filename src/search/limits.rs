@@ -103,7 +103,8 @@ impl BreakEven {
         let all_offloaded = |(batch, seq_length): (usize, usize)| Settings {
             per_device_train_batch_size: batch,
             seq_length,
-            gradient_accumulation_steps: 1,
+            gradient_accumulation_steps: Some(1),
+            gradient_shares: None,
             resident_buckets: ResidentBuckets::Count(0),
             ..settings.clone()
         };

@@ -192,7 +192,7 @@ impl SearchQuery<'_> {
         let batches = (1..=sequences).rev().filter(|batch| sequences.is_multiple_of(*batch));
         let split = |batch: usize| {
             let grad_accum = sequences / batch;
-            Settings { per_device_train_batch_size: batch, gradient_accumulation_steps: grad_accum, ..self.settings.clone() }
+            Settings { per_device_train_batch_size: batch, gradient_accumulation_steps: Some(grad_accum), ..self.settings.clone() }
         };
         Ok(batches.map(split).collect())
     }

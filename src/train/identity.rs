@@ -183,7 +183,7 @@ mod tests {
     fn unknown_entries_stay_and_accepted_changes_add_up() {
         let parse = |text: &str| serde_json::from_str::<Run>(text).unwrap();
         let then = parse(r#"{"shares": [1, 2], "tokenizer": "bytes", "changed": [{"step": 3}]}"#);
-        assert_eq!(unknown(&then), ["model", "data"]);
+        assert_eq!(unknown(&then), ["model", "data", "numerics"]);
         let now = parse(r#"{"tokenizer": "other", "data": 5}"#);
         let accepted = changes(&then, &now);
         let run = continued(&then, now, 8, &accepted);

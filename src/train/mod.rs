@@ -5,6 +5,7 @@
 
 mod feed;
 mod identity;
+mod kept;
 mod metrics_file;
 mod observer;
 mod previous_run;

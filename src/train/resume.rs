@@ -193,10 +193,11 @@ mod tests {
     const SEQUENCES: usize = 9;
 
     fn run() -> Run {
-        json!({"model": {"rope_theta": 1e4, "norm_eps": 1e-5}, "tokenizer": "bytes", "data": {"sha256": "a", "files": []}})
-            .as_object()
-            .unwrap()
-            .clone()
+        json!({"model": {"rope_theta": 1e4, "norm_eps": 1e-5}, "tokenizer": "bytes", "data": {"sha256": "a", "files": []},
+            "numerics": {"loss_tile": {"rows": 8, "vocab": 9}, "attention": "plain"}})
+        .as_object()
+        .unwrap()
+        .clone()
     }
 
     fn settings(allow_changed: &[RunPart]) -> Settings {
@@ -248,6 +249,8 @@ mod tests {
             (RunPart::Model, "/model/norm_eps", json!(0.5), "norm_eps was 0.00001 and is 0.5"),
             (RunPart::Tokenizer, "/tokenizer", json!("x"), "tokenizer was \"bytes\" and is \"x\""),
             (RunPart::Data, "/data/sha256", json!("b"), "was \"a\" and is \"b\""),
+            (RunPart::Numerics, "/numerics/loss_tile/rows", json!(4), "rows was 8 and is 4"),
+            (RunPart::Numerics, "/numerics/attention", json!("cudnn"), "attention was \"plain\" and is \"cudnn\""),
         ];
         for (part, place, value, words) in cases {
             let mut now = Value::from(run());

@@ -3,7 +3,7 @@
 use super::observer::{Observer, RunFacts};
 use super::run_dir::RunDir;
 use super::session::{Companions, Session};
-use super::{identity, previous_run, resume, text};
+use super::{identity, kept, previous_run, resume, text};
 use crate::checkpoint::checkpoint_bytes;
 use crate::config::options::{InitChoice, RunPart, TrainLength};
 use crate::config::settings::Settings;
@@ -71,13 +71,16 @@ pub(super) fn prepare<'a>(
     check_context(settings, &source.shape, settings.model.as_deref().unwrap_or(Path::new("the built-in model")))?
         .iter()
         .for_each(|line| observer.warn(line));
-    let plan = launch.plan(settings, &source.shape, true)?;
     let resumed = resume::find(settings, run_dir.path(), observer)?;
+    let kept = resumed.as_ref().map(|loaded| kept::settings(settings, loaded, observer)).transpose()?;
+    let settings = kept.as_ref().unwrap_or(settings);
+    let plan = launch.plan(settings, &source.shape, true)?;
     let weights = if resumed.is_none() { first_weights(settings, &source.shape)? } else { None };
-    let kept = resumed.as_ref().filter(|_| !settings.allow_changed.contains(&RunPart::Tokenizer));
-    let saved = kept.map(|loaded| &loaded.manifest().trainer.settings);
+    let comparable = resumed.as_ref().filter(|_| !settings.allow_changed.contains(&RunPart::Tokenizer));
+    let saved = comparable.map(|loaded| &loaded.manifest().trainer.settings);
     let (tokenizer, settings) = text::tokenizer(settings, &source.shape, saved)?;
-    let (dataset, run) = open_data(&settings, &source.shape, &tokenizer, run_dir.path(), stop, observer)?;
+    let (dataset, mut run) = open_data(&settings, &source.shape, &tokenizer, run_dir.path(), stop, observer)?;
+    kept::record(&plan, &mut run);
     let resumed = resumed.map(|loaded| resume::accept(loaded, &settings, dataset.sequences(), run.clone(), observer)).transpose()?;
     let run = resumed.as_ref().map_or(run, |accepted| accepted.run.clone());
     let max_steps = max_steps(&settings, &dataset);
@@ -185,7 +188,7 @@ fn max_steps(settings: &Settings, dataset: &Dataset) -> u64 {
     match settings.train_length {
         TrainLength::Steps(steps) => steps,
         TrainLength::Epochs(epochs) => {
-            let sequences_per_step = settings.per_device_train_batch_size * settings.gradient_accumulation_steps;
+            let sequences_per_step = settings.per_device_train_batch_size * settings.micro_batches();
             steps_for_epochs(epochs, dataset.sequences(), sequences_per_step)
         }
     }

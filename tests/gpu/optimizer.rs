@@ -6,7 +6,7 @@ use super::kernels::Suite;
 use super::random::Random;
 use super::report::Outcome;
 use std::io::Write;
-use superoffload::internals::device::{Adam, GradNormPartials};
+use superoffload::internals::device::{Adam, GradNormPartials, Stream, SumSlices};
 use superoffload::internals::dtype::Dtype;
 use superoffload::internals::optim::{AdamConsts, AdamHyper, BLOCK};
 
@@ -35,6 +35,9 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
             }
             Ok(0.0)
         });
+        for elems in LENGTHS {
+            suite.case(&format!("sum_slices {grads} {elems}"), |bench, random| sums(bench, random, grads, elems));
+        }
         for kind in [Grads::Ordinary, Grads::Wild, Grads::Large, Grads::Zero] {
             suite.case(&format!("adam_step {grads}, {kind:?}"), |bench, random| {
                 let lengths = [1, 7, 1000, 4 * BLOCK + 5];
@@ -65,6 +68,21 @@ impl Grads {
             Self::Zero => vec![0.0; elems],
         }
     }
+}
+
+/// One to eight parts, after a sum or not, rounded or not.
+fn sums(bench: &mut Bench, random: &mut Random, dtype: Dtype, elems: usize) -> Outcome {
+    for (count, begun, wide) in [(1, true, false), (1, false, true), (3, true, true), (8, false, false)] {
+        let mut case = Case::default();
+        let parts: Vec<_> = (0..count).map(|_| case.input("part", dtype, &random.uniform(dtype, elems))).collect();
+        let before = begun.then(|| case.input("before", FP32, &random.uniform(FP32, elems)));
+        let out = case.output("out", if wide { FP32 } else { dtype }, elems, Want::Same);
+        case.check(bench, &|dev, at| {
+            let parts: Vec<_> = parts.iter().map(|&part| at[part]).collect();
+            dev.launch(SumSlices::new(Stream::Compute, &parts, before.map(|before| at[before]), at[out]))
+        })?;
+    }
+    Ok(0.0)
 }
 
 /// The flag is set by a gradient that is not finite and left alone otherwise.

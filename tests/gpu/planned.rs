@@ -6,9 +6,10 @@ use superoffload::internals::engine::Engine;
 use superoffload::internals::model::ActivationPlan;
 
 /// On the device: what an allocation is called, and the class that counts it. Activations have the names of their own plan.
-const ON_DEVICE: [(&str, &str); 14] = [
+const ON_DEVICE: [(&str, &str); 15] = [
     ("weights", "weights"),
     ("gradients", "gradients"),
+    ("gradient sums", "gradient sums"),
     ("resident parameters", "resident p, m, v"),
     ("resident m", "resident p, m, v"),
     ("resident v", "resident p, m, v"),
@@ -33,7 +34,7 @@ const ON_HOST: [(&str, &str); 11] = [
     ("batches", "batches, norm"),
     ("norm partials", "batches, norm"),
     ("non-finite flag", "batches, norm"),
-    ("loss", "batches, norm"),
+    ("losses", "batches, norm"),
     ("bounce buffer", "batches, norm"),
 ];
 

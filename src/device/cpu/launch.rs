@@ -293,6 +293,34 @@ mod tests {
     }
 
     #[test]
+    fn sums_take_the_place_of_a_part_or_of_the_sum_before_on_any_stream() {
+        let (mut harness, n) = (Harness::new(), 5000);
+        for stream in Stream::ALL {
+            let (a, b, sums) = (harness.floats(&vec![1.0; n]), harness.floats(&vec![2.0; n]), harness.floats(&vec![4.0; n]));
+            harness.0.launch(SumSlices::new(stream, &[a, b], Some(sums), sums)).unwrap();
+            harness.0.launch(SumSlices::new(stream, &[b], Some(sums), b)).unwrap();
+            harness.0.launch(SumSlices::new(stream, &[a, b], None, a)).unwrap();
+            let have = (harness.read::<f32>(sums), harness.read::<f32>(b), harness.read::<f32>(a));
+            assert_eq!(have, (vec![7.0; n], vec![9.0; n], vec![10.0; n]));
+        }
+        let (a, narrow) = (harness.floats(&[1.0; 4]), harness.0.alloc("narrow", 4, Dtype::Bfloat16).unwrap());
+        let part = harness.with(Dtype::Bfloat16, &[<bf16 as Element>::from_f32(1.5); 4]);
+        harness.0.launch(SumSlices::new(Stream::Compute, &[part], Some(a), narrow)).unwrap();
+        assert_eq!(harness.read::<bf16>(narrow), [<bf16 as Element>::from_f32(2.5); 4]);
+        let refused = [
+            (SumSlices::new(Stream::Compute, &[], None, a), "parts are of one format, float32, and their sum of that or float32"),
+            (SumSlices::new(Stream::Compute, &[a, part], None, a), "parts are of one format"),
+            (SumSlices::new(Stream::Compute, &[a], None, narrow), "parts are of one format, float32"),
+            (SumSlices::new(Stream::Compute, &[a], None, a.slice(0, 3)), "part holds 4 float32, not 3 float32"),
+            (SumSlices::new(Stream::Compute, &[a.slice(1, 3)], None, a.slice(0, 3)), "out overlaps part"),
+        ];
+        refused.into_iter().for_each(|(sum, words)| {
+            let message = message(harness.0.launch(sum));
+            assert!(message.starts_with("launch sum_slices: ") && message.contains(words), "{message}");
+        });
+    }
+
+    #[test]
     fn norm_and_step_of_a_resident_bucket() {
         let mut harness = Harness::new();
         let n = BLOCK + 10;

@@ -51,5 +51,5 @@ sum! {
         pointwise::{Swiglu, SwigluBackward, Gelu, GeluBackward},
         product::{Matmul, BiasBackward},
         rope::{QkNorm, QkNormBackward, Rope},
-        transfer::{Zero, Cast, GradNormPartials, Adam, Poke}
+        transfer::{Zero, Cast, SumSlices, GradNormPartials, Adam, Poke}
 }

@@ -1,8 +1,9 @@
 //! The transfer path: casts, the gradient's norm, the optimizer of resident buckets, and what a step needs beside.
 
-use crate::device::kernel::{Kernel, Operand, operands, refused};
+use crate::device::kernel::{Access, Kernel, Operand, operands, refused};
 use crate::device::slice::DeviceSlice;
 use crate::device::stream::Stream;
+use crate::dtype::Dtype;
 use crate::error::Result;
 use crate::optim::adam::AdamConsts;
 use crate::optim::norm::BLOCK;
@@ -40,6 +41,64 @@ impl Kernel for Cast {
 
     fn operands(&self) -> impl AsRef<[Operand]> {
         operands![self; Read src[self.dst.elems()], Write dst[self.src.elems()]]
+    }
+
+    fn stream(&self) -> Stream {
+        self.stream
+    }
+}
+
+/// Most parts of one [`SumSlices`].
+pub(crate) const PARTS_MAX: usize = 8;
+
+/// `out[i] = ((before[i] + first part[i]) + second part[i]) + ...` in fp32, rounded once; without `before` the sum begins with the first part.
+#[derive(Clone, Copy, Debug)]
+pub struct SumSlices {
+    pub stream: Stream,
+    /// In order, the first of them given; of one format. One may be `out`.
+    pub parts: [Option<DeviceSlice>; PARTS_MAX],
+    /// fp32; it may be `out`.
+    pub before: Option<DeviceSlice>,
+    /// Any size, in the format of the parts or in fp32.
+    pub out: DeviceSlice,
+}
+
+impl SumSlices {
+    /// The sum of `parts` on `stream`.
+    ///
+    /// # Panics
+    /// If they are more than [`PARTS_MAX`].
+    pub fn new(stream: Stream, parts: &[DeviceSlice], before: Option<DeviceSlice>, out: DeviceSlice) -> Self {
+        let mut all = [None; PARTS_MAX];
+        all[..parts.len()].iter_mut().zip(parts).for_each(|(place, part)| *place = Some(*part));
+        Self { stream, parts: all, before, out }
+    }
+
+    /// The format of the parts.
+    pub(crate) fn dtype(&self) -> Dtype {
+        self.parts[0].map_or(Dtype::Float32, |first| first.dtype())
+    }
+}
+
+impl Kernel for SumSlices {
+    const NAME: &'static str = "sum_slices";
+
+    fn check_shape(&self) -> Result<()> {
+        let (dtype, out) = (self.dtype(), self.out.dtype());
+        let fits = self.parts[0].is_some() && self.parts.iter().flatten().all(|part| part.dtype() == dtype);
+        if fits && (out == dtype || out == Dtype::Float32) {
+            return Ok(());
+        }
+        Err(refused(Self::NAME, format!("parts are of one format, {dtype}, and their sum of that or float32, not {out}")))
+    }
+
+    fn operands(&self) -> impl AsRef<[Operand]> {
+        let elems = self.out.elems();
+        let read = |name, slice, dtype| Operand { name, slice, dtype, elems, access: Access::ReadInPlace, small: false };
+        let mut all = [read("before", self.before, Some(Dtype::Float32)); PARTS_MAX + 2];
+        all[1..=PARTS_MAX].iter_mut().zip(self.parts).for_each(|(place, part)| *place = read("part", part, None));
+        all[PARTS_MAX + 1] = Operand { access: Access::Write, ..read("out", Some(self.out), None) };
+        all
     }
 
     fn stream(&self) -> Stream {

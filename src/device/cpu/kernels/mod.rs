@@ -18,6 +18,7 @@ pub(crate) mod qk_norm;
 pub(crate) mod reduce;
 pub(crate) mod rope;
 pub(crate) mod split;
+mod sum;
 mod transfer;
 
 use super::team::Team;

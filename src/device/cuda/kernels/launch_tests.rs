@@ -149,6 +149,11 @@ fn transfer(list: &mut List, r: &mut Room, elems: usize) -> Result<()> {
     Poke { x: r.x(elems), index: elems / 2, value: 7.0 }.enqueue(list)
 }
 
+fn sums(list: &mut List, r: &mut Room, elems: usize) -> Result<()> {
+    SumSlices::new(Stream::Compute, &[r.x(elems), r.x(elems)], Some(r.f(elems)), r.f(elems)).enqueue(list)?;
+    SumSlices::new(Stream::D2h, &[r.x(elems)], None, r.x(elems)).enqueue(list)
+}
+
 fn listing() -> Result<String> {
     let shape = AttentionShape { batch: 2, seq_length: 300, heads: 8, kv_heads: 2, head_dim: 128, scale: 0.088, window: None };
     let odd = AttentionShape { batch: 1, seq_length: 67, heads: 3, kv_heads: 1, head_dim: 7, scale: 0.4, window: Some(40) };
@@ -159,6 +164,9 @@ fn listing() -> Result<String> {
         heads(&mut list, &mut room, shape, 128)?;
         heads(&mut list, &mut room, odd, 4)?;
         [1, 4096, 9001].into_iter().try_for_each(|elems| transfer(&mut list, &mut room, elems))?;
+    }
+    for (dtype, skew) in [(Dtype::Bfloat16, 0), (Dtype::Float16, 1), (Dtype::Float32, 0)] {
+        sums(&mut list, &mut Room { dtype, skew, given: 0 }, 4097)?;
     }
     Ok(list.0)
 }

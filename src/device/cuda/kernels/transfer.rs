@@ -9,12 +9,12 @@ mod tests;
 
 use crate::device::cuda::launch::{GpuKernel, LaunchConfig, Queue, args, size};
 use crate::device::cuda::modules::PtxSource;
-use crate::device::{Adam, Cast, DeviceSlice, GradNormPartials, Kernel, Poke, Stream, Zero};
+use crate::device::{Adam, Cast, DeviceSlice, GradNormPartials, Kernel, Poke, Stream, SumSlices, Zero};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::optim::norm::BLOCK;
 
-pub(super) const SOURCES: [PtxSource; 5] = [
+pub(super) const SOURCES: [PtxSource; 6] = [
     PtxSource {
         file: "cast.ptx",
         ptx: include_str!("../../../../ptx/cast.ptx"),
@@ -23,13 +23,14 @@ pub(super) const SOURCES: [PtxSource; 5] = [
     },
     PtxSource { file: "copy.ptx", ptx: include_str!("../../../../ptx/copy.ptx"), typed: &[], plain: &["copy_words"] },
     PtxSource { file: "grad_norm.ptx", ptx: include_str!("../../../../ptx/grad_norm.ptx"), typed: &["grad_norm"], plain: &[] },
+    PtxSource { file: "sum_slices.ptx", ptx: include_str!("../../../../ptx/sum_slices.ptx"), typed: &["sum_slices"], plain: &[] },
     PtxSource { file: "adam.ptx", ptx: include_str!("../../../../ptx/adam.ptx"), typed: &["adam_step"], plain: &[] },
     PtxSource { file: "scale.ptx", ptx: include_str!("../../../../ptx/scale.ptx"), typed: &["scale", "poke"], plain: &[] },
 ];
 
 /// Threads of a block, in every kernel but `poke`.
 const THREADS: usize = 256;
-/// Elements that a thread of `cast`, `grad_norm` and `adam_step` reads at once.
+/// Elements that a thread of `cast`, `sum_slices`, `grad_norm` and `adam_step` reads at once.
 const VECTOR: usize = 4;
 /// Vectors of one thread of `cast`.
 const CAST_VECTORS: usize = 4;
@@ -63,6 +64,19 @@ impl GpuKernel for Cast {
         let blocks = grid(src.elems(), THREADS * CAST_VECTORS * VECTOR)?;
         let vectors = vectors(src.elems(), VECTOR, &[src, dst]);
         queue.launch(stream, name, None, blocks, args![src, dst, src.elems() as u64, vectors])
+    }
+}
+
+impl GpuKernel for SumSlices {
+    fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+        let (dtype, Self { stream, parts: p, before, out }) = (self.dtype(), self);
+        let (sums, rounded) = if out.dtype() == dtype { (None, Some(out)) } else { (Some(out), None) };
+        let vectors = p.iter().chain([&before]).flatten().map(|&slice| vectors(out.elems(), VECTOR, &[slice, out])).min().unwrap_or(0);
+        // A thread each for vectors and for the elements behind them.
+        let blocks = grid(out.elems() - (VECTOR - 1) * vectors as usize, THREADS)?;
+        let elems = out.elems() as u64;
+        let args = args![p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7], before, sums, rounded, elems, vectors];
+        queue.launch(stream, Self::NAME, Some(dtype), blocks, args)
     }
 }
 

@@ -48,6 +48,43 @@ fn bits<T: Element>(values: &[T]) -> Vec<u32> {
     values.iter().map(wide).collect()
 }
 
+/// So many parts, which begin so many elements behind multiples of 16 bytes, in a place of their own or in that of what is read.
+fn sum_matches<T: Element>(elems: usize, count: usize, offset: usize) {
+    let before = wild::<f32>(99, elems);
+    for (begun, wide, in_place) in (0..8).map(|bits| (bits & 1 > 0, bits & 2 > 0, bits & 4 > 0)) {
+        let mut memory = EmulatedMemory::default();
+        let values: Vec<Vec<T>> = (0..count as u64).map(|seed| wild(seed, elems)).collect();
+        let parts: Vec<_> = values.iter().map(|values| memory.with(T::DTYPE, offset, values)).collect();
+        let sum_before = memory.with(Dtype::Float32, offset, &before);
+        let out = match (wide, in_place) {
+            (true, true) => sum_before,
+            (true, false) => memory.with(Dtype::Float32, 0, &vec![7.0f32; elems]),
+            (false, true) => parts[0],
+            (false, false) => memory.with(T::DTYPE, 0, &vec![T::from_f32(7.0); elems]),
+        };
+        SumSlices::new(Stream::Compute, &parts, begun.then_some(sum_before), out).enqueue(&mut memory).unwrap();
+        let terms = |i: usize| begun.then_some(before[i]).into_iter().chain(values.iter().map(move |part| part[i].to_f32()));
+        let want: Vec<f32> = (0..elems).map(|i| terms(i).reduce(|sum, term| sum + term).unwrap()).collect();
+        if wide {
+            assert_same(&memory.read::<f32>(out), &want, "sums");
+        } else {
+            let narrow: Vec<T> = want.iter().map(|&sum| T::from_f32(sum)).collect();
+            assert_same(&memory.read::<T>(out), &narrow, "rounded sums");
+        }
+    }
+}
+
+#[test]
+fn sums_take_any_number_length_and_alignment_of_parts() {
+    for count in 1..=crate::device::kernels::transfer::PARTS_MAX {
+        for (elems, offset) in [(0, 0), (1, 0), (7, 1), (1024, 0), (1027, 4), (2500, 3)] {
+            sum_matches::<bf16>(elems, count, offset);
+            sum_matches::<f16>(elems, count, offset);
+            sum_matches::<f32>(elems, count, offset);
+        }
+    }
+}
+
 fn cast_matches<S: Element, D: Element>(values: &[S], offsets: [usize; 2]) {
     let mut memory = EmulatedMemory::default();
     let src = memory.with(S::DTYPE, offsets[0], values);

@@ -1,0 +1,86 @@
+//! What a run that goes on keeps of its checkpoint: how a step is cut into micro-batches and shares, unless somebody says otherwise, and
+//! what a plan decides that changes bits, unless another is allowed.
+
+use super::identity::Run;
+use super::observer::Observer;
+use crate::checkpoint::Loaded;
+use crate::config::describe;
+use crate::config::options::RunPart;
+use crate::config::settings::Settings;
+use crate::device::{Attention, DeviceKind};
+use crate::error::{Error, Result};
+use crate::model::activations::LossTile;
+use crate::planner::plan::Plan;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+
+/// Key of [`StepShape`] in a checkpoint's `run`.
+const STEP: &str = "step";
+/// Key of the loss's tile in the part [`RunPart::Numerics`].
+const LOSS_TILE: &str = "loss_tile";
+
+/// How a step is cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct StepShape {
+    micro_batches: usize,
+    gradient_shares: usize,
+}
+
+/// Writes what `plan` decides into the record of its run.
+pub(super) fn record(plan: &Plan, run: &mut Run) {
+    let attention = match plan.attention {
+        Attention::Plain => "plain",
+        Attention::Cudnn { deterministic: true } => "cudnn",
+        Attention::Cudnn { deterministic: false } => "cudnn, nondeterministic",
+    };
+    let computed_on = if plan.machine.kind == DeviceKind::Cpu { "cpu" } else { "gpu" };
+    let numerics = json!({LOSS_TILE: plan.loss_tile, "attention": attention, "computed_on": computed_on});
+    run.insert(RunPart::Numerics.name().into(), numerics);
+    run.insert(STEP.into(), json!(StepShape { micro_batches: plan.grad_accum_steps, gradient_shares: plan.shares }));
+}
+
+/// `settings`, and what the checkpoint says where they say nothing; a person is told where they say something else.
+///
+/// # Errors
+/// `Format` for a checkpoint that makes no sense; `Usage` when what is said does not fit to what is kept.
+pub(super) fn settings(settings: &Settings, loaded: &Loaded, observer: &mut dyn Observer) -> Result<Settings> {
+    let then = step_shape(loaded)?;
+    let kept = Settings {
+        gradient_shares: settings.gradient_shares.or(Some(then.gradient_shares)),
+        gradient_accumulation_steps: settings.gradient_accumulation_steps.or(Some(then.micro_batches)),
+        loss_tile: if settings.allow_changed.contains(&RunPart::Numerics) { None } else { loss_tile(loaded)? },
+        ..settings.clone()
+    };
+    kept.check_shares()?;
+    let now = StepShape { micro_batches: kept.micro_batches(), gradient_shares: kept.shares() };
+    let numbers = [
+        ("gradient_accumulation_steps", then.micro_batches, now.micro_batches),
+        ("gradient_shares", then.gradient_shares, now.gradient_shares),
+    ];
+    for (key, then, now) in numbers.into_iter().filter(|(_, then, now)| then != now) {
+        observer.warn(&describe::changed(key, &then.into(), &now.into()));
+    }
+    Ok(kept)
+}
+
+/// Checkpoints of before there were shares say the micro-batches among their settings.
+fn step_shape(loaded: &Loaded) -> Result<StepShape> {
+    let manifest = loaded.manifest();
+    let micro_batches = || manifest.trainer.settings["gradient_accumulation_steps"].as_u64().unwrap_or(1) as usize;
+    let shape = match manifest.run.get(STEP) {
+        Some(step) => StepShape::deserialize(step).map_err(|e| Error::format(loaded.manifest_path(), format_args!("step: {e}")))?,
+        None => StepShape { micro_batches: micro_batches(), gradient_shares: 1 },
+    };
+    let StepShape { micro_batches, gradient_shares } = shape;
+    if gradient_shares == 0 || micro_batches == 0 || !micro_batches.is_multiple_of(gradient_shares) {
+        let cause = format_args!("step: {gradient_shares} gradient shares of {micro_batches} micro-batches");
+        return Err(Error::format(loaded.manifest_path(), cause));
+    }
+    Ok(shape)
+}
+
+fn loss_tile(loaded: &Loaded) -> Result<Option<LossTile>> {
+    let numerics = loaded.manifest().run.get(RunPart::Numerics.name());
+    let tile = numerics.and_then(|numerics| numerics.get(LOSS_TILE)).map(LossTile::deserialize).transpose();
+    tile.map_err(|e| Error::format(loaded.manifest_path(), format_args!("{LOSS_TILE}: {e}")))
+}
