@@ -298,7 +298,7 @@ settings! {
         /// Micro-batches of an optimizer step.
         #[arg(value_name = "N")]
         gradient_accumulation_steps: usize => "one for each gradient share", Free;
-        /// Shares of a step's micro-batches whose gradients are summed in float32 and rounded once.
+        /// Shares of a step, whose gradients are summed in float32.
         #[arg(value_name = "N")]
         gradient_shares: usize => "1, or the checkpoint's", Free;
         /// Tokens of a sequence.
