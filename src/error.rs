@@ -44,6 +44,14 @@ pub enum Error {
         /// Why it failed.
         cause: String,
     },
+    /// One of the devices that train together cannot go on, and so none can.
+    #[error("rank {rank}: {}", printable(cause))]
+    Rank {
+        /// Which one.
+        rank: usize,
+        /// Why.
+        cause: String,
+    },
     /// Somebody asked the program to stop before there was anything to save.
     #[error("interrupted while {0}: nothing was trained")]
     Interrupted(String),

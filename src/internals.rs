@@ -49,6 +49,7 @@ pub mod dtype {
 
 pub mod engine {
     pub use crate::engine::coordinator::{Counts, GradUpdate, Update, Work};
+    pub use crate::engine::exchange::Exchange;
     pub use crate::engine::executor::{Engine, StepReport};
     pub use crate::engine::pool::Pool;
     pub use crate::engine::step_job::{HostState, Segment, SlotMemory, StepJob, StepMemory};
@@ -78,7 +79,7 @@ pub mod host {
 }
 
 pub mod launch {
-    pub use crate::launch::engine::{cpu_engine, gpu_engine};
+    pub use crate::launch::engine::{UseEngine, cpu_engine, gpu_engine, on_cpus};
     pub mod devices {
         pub use crate::launch::devices::choose;
     }

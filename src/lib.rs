@@ -86,6 +86,7 @@ mod model_dir;
 mod optim;
 mod planner;
 mod probe;
+mod ranks;
 mod search;
 mod signals;
 mod simulate;

@@ -13,12 +13,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use superoffload::internals::bucket::{BucketLayout, Tier};
 use superoffload::internals::data::{DataPosition, Dataset, Loader, Preparation, Tokenizer};
-use superoffload::internals::engine::{Counts, Watchdog};
+use superoffload::internals::device::Kernels;
+use superoffload::internals::engine::{Counts, Engine, Exchange, Watchdog};
+use superoffload::internals::hardware::Topology;
+use superoffload::internals::launch::{UseEngine, on_cpus};
 use superoffload::internals::metrics::rss_bytes;
 use superoffload::internals::model::ModelShape;
 use superoffload::internals::planner::Machine;
-use superoffload::{Plan, Settings};
-use support::{emulator, random_params, resident, settings, start, tiny_llama};
+use superoffload::{Plan, Result, Settings};
+use support::{emulator, load, random_params, resident, settings, start, tiny_llama};
 
 /// The system's allocator, which remembers where the first allocation came from while it is watched.
 struct Watched;
@@ -96,6 +99,7 @@ fn main() {
         assert!(skipped.skipped > 0 && skipped.skipped < skipped.committed + skipped.clipped, "{strategy}{skipped:?}");
     }
     steps(STRATEGIES[1], "gradient-shares = 2\n");
+    STRATEGIES.iter().for_each(|strategy| _ = steps(strategy, "gpus = 2\n"));
     if cfg!(feature = "superchip-cast") {
         steps(STRATEGIES[1], "cast = \"device\"\n");
     }
@@ -123,23 +127,39 @@ fn steps_of(strategy: &str, more: &str, change: impl FnOnce(&mut Plan)) -> Count
     let shape = tiny_llama(layers, 64, 256, true);
     let mut plan = Plan::new(&settings, &shape, &Machine::cpu(2), true).unwrap();
     change(&mut plan);
-    let (mut engine, mut loader) = (start(&plan, &shape, random_params(1)), loader(&settings, &shape));
-    let (mut counts, vitals) = (Counts::default(), engine.vitals());
-    let mut train = |steps| (0..steps).for_each(|_| counts += engine.step(1e-3, &mut loader).unwrap().counts);
-    let dog = Watchdog::start(vitals, Duration::from_millis(80), Box::new(|alarm| panic!("{alarm:?}"))).unwrap();
-    train(WARM_UP_STEPS);
-    let found = first_allocation(|| train(STEPS));
-    drop(dog);
-    assert!(found.is_none(), "{strategy}{more}allocates: {}", found.unwrap_or_default());
-    assert!(loader.position().epoch == 1, "an epoch ended while the allocator watched");
-    counts
+    let name = format!("{strategy}{more}");
+    on_cpus(&plan, &shape, &Topology::this_machine(), Watch { name, loader: loader(&settings, &shape) }).unwrap()
+}
+
+/// Steps that are watched, on one device or several.
+struct Watch {
+    name: String,
+    loader: Loader,
+}
+
+impl UseEngine for Watch {
+    type Output = Counts;
+
+    fn run<D: Kernels, X: Exchange<D>>(self, mut engine: Engine<D, X>) -> Result<Counts> {
+        let Self { name, mut loader } = self;
+        load(&mut engine, random_params(1));
+        let (mut counts, vitals) = (Counts::default(), engine.vitals());
+        let mut train = |steps| (0..steps).for_each(|_| counts += engine.step(1e-3, &mut loader).unwrap().counts);
+        let dog = Watchdog::start(vitals, Duration::from_millis(800), Box::new(|alarm| panic!("{alarm:?}"))).unwrap();
+        train(WARM_UP_STEPS);
+        let found = first_allocation(|| train(STEPS));
+        drop(dog);
+        assert!(found.is_none(), "{name}allocates: {}", found.unwrap_or_default());
+        assert!(loader.position().epoch == 1, "an epoch ended while the allocator watched");
+        Ok(counts)
+    }
 }
 
 /// Begins so that the epoch ends in the middle of the watched steps.
 fn loader(settings: &Settings, shape: &ModelShape) -> Loader {
     let dataset =
         Dataset::open(&settings.data, &Tokenizer::bytes(), shape.vocab, settings.seq_length, &mut Preparation::default()).unwrap();
-    let sequences = settings.per_device_train_batch_size as u64 * 2 * (WARM_UP_STEPS + STEPS / 2);
+    let sequences = settings.per_device_train_batch_size as u64 * 2 * settings.gpus as u64 * (WARM_UP_STEPS + STEPS / 2);
     let position = DataPosition { epoch: 0, next_sequence: dataset.sequences() as u64 - sequences };
     Loader::new(dataset, settings.per_device_train_batch_size, settings.seed, true, position).unwrap()
 }

@@ -2,22 +2,25 @@
 //! `superoffload` must be that of `zero-offload` and of `no-offload`, and counters prove that it speculated.
 
 use crate::campaign::record;
-use crate::support::{Noise, digest, engine, random_params, settings, start, tiny_llama};
+use crate::support::{Noise, digest, engine, load, random_params, settings, start, tiny_llama};
 use half::bf16;
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 use serde_json::json;
 use std::cell::Cell;
-use superoffload::Plan;
 use superoffload::internals::bucket::{BucketLayout, Tier};
-use superoffload::internals::engine::Counts;
+use superoffload::internals::device::Kernels;
+use superoffload::internals::engine::{Counts, Engine, Exchange};
+use superoffload::internals::hardware::Topology;
 use superoffload::internals::host::RING_GRAIN_BYTES;
+use superoffload::internals::launch::{UseEngine, on_cpus};
 use superoffload::internals::memory::RingShape;
 #[cfg(feature = "weight-flow")]
 use superoffload::internals::model::ModelShape;
 use superoffload::internals::model::{Module, TensorTable};
-use superoffload::internals::optim::StatePart;
+use superoffload::internals::optim::{BLOCK, StatePart};
 use superoffload::internals::planner::Machine;
+use superoffload::{Plan, Result};
 
 /// Everything that must not matter, and everything that must.
 #[derive(Clone, Debug)]
@@ -44,12 +47,44 @@ struct Way {
     without: &'static str,
     cast: &'static str,
     adversary: Option<u64>,
+    /// Devices that share the step, as far as they divide its shares.
+    ranks: usize,
 }
 
 const STEPS: u64 = 6;
 
-fn run(case: &Case, way: &Way) -> (String, Counts, Vec<u32>) {
-    let shape = tiny_llama(case.layers, 32, case.vocab, case.tied);
+/// The synchronous step on one device.
+const REFERENCE: Way =
+    Way { strategy: "no-offload", threads: 1, bucket_kib: 64, slots: 1, resident: 0, without: "", cast: "host", adversary: None, ranks: 1 };
+
+/// Digest, what became of bucket steps, and losses.
+type Run = (String, Counts, Vec<u32>);
+
+/// The steps of a case, on an engine of one device or of several.
+struct Steps<'a>(&'a Case);
+
+impl UseEngine for Steps<'_> {
+    type Output = Run;
+
+    fn run<D: Kernels, X: Exchange<D>>(self, mut engine: Engine<D, X>) -> Result<Run> {
+        let Self(case) = self;
+        load(&mut engine, random_params(case.seed));
+        let mut batches = Noise::new(case.seed, case.vocab);
+        let (mut counts, mut losses) = (Counts::default(), Vec::new());
+        for step in 0..STEPS {
+            let report = engine.step(1e-2 / (1.0 + step as f64), &mut batches)?;
+            counts += report.counts;
+            losses.push(report.loss.to_bits());
+        }
+        Ok((digest(&mut engine), counts, losses))
+    }
+}
+
+fn run(case: &Case, way: &Way) -> Run {
+    let (shape, blocks) = (tiny_llama(case.layers, 32, case.vocab, case.tied), |shape| TensorTable::new(shape).flat_elems() / BLOCK);
+    let ranks = (1..=way.ranks.min(blocks(&shape))).rfind(|ranks| case.shares.is_multiple_of(*ranks)).unwrap();
+    // Each rank owns a block of every bucket at least.
+    let bucket_kib = if ranks > 1 { way.bucket_kib.max(16 * ranks) } else { way.bucket_kib };
     let table = TensorTable::new(&shape);
     let element = |at: f64| table.specs()[(at * table.specs().len() as f64) as usize].range().start + (at * 7.0) as usize;
     let inject = case.faults.iter().map(|(step, at, share, value)| {
@@ -64,35 +99,28 @@ fn run(case: &Case, way: &Way) -> (String, Counts, Vec<u32>) {
     let without = if way.without.is_empty() { String::new() } else { format!("without = [{}]", way.without) };
     let settings = settings(&format!(
         "strategy = \"{}\"\nthreads = {}\nbucket-mib = {}\nslots = {}\nresident-buckets = {}\ncast = \"{}\"\n{without}\n{adversary}\n\
-         seed = {}\ndtype = \"{}\"\ngradient-accumulation-steps = {}\ngradient-shares = {}\nmax-grad-norm = {}\ninject = [{}]\n\
+         seed = {}\ndtype = \"{}\"\ngradient-accumulation-steps = {}\ngradient-shares = {}\ngpus = {}\nmax-grad-norm = {}\ninject = [{}]\n\
          seq-length = 8\nper-device-train-batch-size = 2\nlearning-rate = 1e-2\nweight-decay = 0.1\nmax-steps = 99",
         way.strategy,
         way.threads,
-        way.bucket_kib as f64 / 1024.0,
+        bucket_kib as f64 / 1024.0,
         way.slots,
         resident,
         cast,
         case.seed,
         case.dtype,
-        case.shares * case.micro_batches,
+        case.shares * case.micro_batches / ranks,
         case.shares,
+        ranks,
         case.max_norm,
         inject.collect::<Vec<_>>().join(","),
     ));
-    let mut engine = engine(&settings, &shape);
-    let mut batches = Noise::new(case.seed, case.vocab);
-    let (mut counts, mut losses) = (Counts::default(), Vec::new());
-    for step in 0..STEPS {
-        let report = engine.step(1e-2 / (1.0 + step as f64), &mut batches).unwrap();
-        counts += report.counts;
-        losses.push(report.loss.to_bits());
-    }
-    (digest(&mut engine), counts, losses)
+    let plan = Plan::new(&settings, &shape, &Machine::cpu(2), false).unwrap();
+    on_cpus(&plan, &shape, &Topology::this_machine(), Steps(case)).unwrap_or_else(|error| panic!("{error}: {case:?} {way:?}"))
 }
 
-fn reference(case: &Case) -> (String, Counts, Vec<u32>) {
-    let way = Way { strategy: "no-offload", threads: 1, bucket_kib: 64, slots: 1, resident: 0, without: "", cast: "host", adversary: None };
-    run(case, &way)
+fn reference(case: &Case) -> Run {
+    run(case, &REFERENCE)
 }
 
 fn cases() -> impl Strategy<Value = Case> {
@@ -141,8 +169,9 @@ fn ways() -> impl Strategy<Value = Way> {
         prop::sample::select(without.to_vec()),
         prop::sample::select(vec!["host", "host", "device"]),
         prop::option::weighted(0.8, any::<u32>().prop_map(u64::from)),
+        1usize..5,
     )
-        .prop_map(|(strategy, threads, bucket_kib, slots, resident, without, cast, adversary)| Way {
+        .prop_map(|(strategy, threads, bucket_kib, slots, resident, without, cast, adversary, ranks)| Way {
             strategy,
             threads,
             bucket_kib,
@@ -151,6 +180,7 @@ fn ways() -> impl Strategy<Value = Way> {
             without,
             cast,
             adversary,
+            ranks,
         })
 }
 
@@ -197,6 +227,26 @@ fn tiny_case(shares: usize) -> Case {
     Case { seed: 3, layers: 2, vocab: 64, tied: true, dtype, shares, micro_batches: 1, max_norm, faults: vec![] }
 }
 
+/// Four shares on one, two and four devices, three on three, whatever the order of events and the cut of the buckets.
+#[test]
+fn any_number_of_ranks_gives_the_bits_of_one() {
+    for seed in 0..12u64 {
+        let (shares, max_norm) = ([4, 4, 3][seed as usize % 3], [0.0, 1.7, 1e-3, 1e9][seed as usize / 3]);
+        let faults = vec![(2, 0.3, 1, "\"nan\""), (4, 0.8, 3, "\"inf\""), (5, 0.5, 2, "100.0")];
+        let dtype = ["bfloat16", "float32"][seed as usize % 2];
+        let case = Case { seed, dtype, vocab: 300, micro_batches: 1 + seed as usize % 2, max_norm, faults, ..tiny_case(shares) };
+        let want = reference(&case);
+        for ranks in [1, 2, 3, 4] {
+            let way = Way { strategy: "superoffload", bucket_kib: 72, resident: 1, slots: 2, ranks, ..REFERENCE };
+            for adversary in [None, Some(seed), Some(seed + 1000)] {
+                let have = run(&case, &Way { adversary, ..way.clone() });
+                assert_eq!((&have.0, &have.2), (&want.0, &want.2), "{ranks} ranks, {case:?}, adversary {adversary:?}");
+                assert_eq!((have.1.skipped > 0, have.1.committed > 0), (want.1.skipped > 0, want.1.committed > 0));
+            }
+        }
+    }
+}
+
 /// After one step without clipping m is half of the gradient, exactly: that of four shares against the gradients of each alone.
 #[test]
 fn shares_are_summed_in_order_in_fp32_and_rounded_once() {
@@ -238,6 +288,7 @@ fn speculations_are_kept_redone_and_undone_and_counted() {
         without: "\"adaptive\"",
         cast: "host",
         adversary: Some(7),
+        ranks: 1,
     };
     let (case, faults) = (tiny_case(1), vec![(3, 0.5, 0, "\"nan\"")]);
     let case = Case { max_norm: 2.21, faults, ..case };

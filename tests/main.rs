@@ -16,6 +16,7 @@ mod plan_memory;
 #[path = "gpu/planned.rs"]
 mod planned;
 mod program;
+mod ranks;
 mod readme;
 mod resume;
 mod resume_compare;

@@ -2,8 +2,8 @@
 
 use superoffload::internals::checkpoint::StateDigest;
 use superoffload::internals::data::{Batch, Batches};
-use superoffload::internals::device::CpuDevice;
-use superoffload::internals::engine::Engine;
+use superoffload::internals::device::{CpuDevice, Kernels};
+use superoffload::internals::engine::{Engine, Exchange};
 use superoffload::internals::hardware::Topology;
 use superoffload::internals::launch::cpu_engine;
 use superoffload::internals::model::{ModelShape, TensorSpec, init_tensor};
@@ -56,15 +56,20 @@ pub fn random_params(seed: u64) -> impl Fn(&TensorSpec) -> Vec<f32> {
 /// An engine with the given weights, ready to step.
 pub fn start(plan: &Plan, shape: &ModelShape, params: impl Fn(&TensorSpec) -> Vec<f32>) -> Engine<CpuDevice> {
     let mut engine = cpu_engine(plan, shape, &Topology::this_machine()).unwrap();
+    load(&mut engine, params);
+    engine
+}
+
+/// Gives an engine these weights.
+pub fn load<D: Kernels, X: Exchange<D>>(engine: &mut Engine<D, X>, params: impl Fn(&TensorSpec) -> Vec<f32>) {
     for spec in engine.table().specs().to_vec() {
         engine.write_state(StatePart::Params, spec.offset_elems, &params(&spec)).unwrap();
     }
     engine.send_weights().unwrap();
-    engine
 }
 
 /// Digest of an engine's flushed state, as `train --digest` prints it.
-pub fn digest(engine: &mut Engine<CpuDevice>) -> String {
+pub fn digest<D: Kernels, X: Exchange<D>>(engine: &mut Engine<D, X>) -> String {
     engine.flush().unwrap();
     let mut digest = StateDigest::new(engine.optimizer_step());
     for_each_state(engine, |_, state| state.iter().for_each(|part| digest.update(part)));
@@ -79,7 +84,7 @@ pub fn read_params(engine: &mut Engine<CpuDevice>) -> Vec<f32> {
     flat
 }
 
-fn for_each_state(engine: &mut Engine<CpuDevice>, mut each: impl FnMut(&TensorSpec, &[Vec<f32>; 3])) {
+fn for_each_state<D: Kernels, X: Exchange<D>>(engine: &mut Engine<D, X>, mut each: impl FnMut(&TensorSpec, &[Vec<f32>; 3])) {
     for spec in engine.table().specs().to_vec() {
         let state = StatePart::ALL.map(|part| {
             let mut elems = vec![0.0; spec.elems()];

@@ -4,6 +4,7 @@ use super::options::StepOptions;
 use super::record::{MemoryPeaks, StepRecord};
 use crate::config::settings::Settings;
 use crate::device::{Attention, Kernels};
+use crate::engine::exchange::Exchange;
 use crate::engine::executor::Engine;
 use crate::error::Result;
 use crate::facts::{BuildFacts, MachineFacts, ModelFacts, PlanFacts};
@@ -79,7 +80,7 @@ impl UseEngine for Measurement<'_> {
     type Output = StepRecord;
 
     /// Fills `engine` with random weights, runs its steps, and ends it.
-    fn run<D: Kernels>(self, mut engine: Engine<D>) -> Result<StepRecord> {
+    fn run<D: Kernels, X: Exchange<D>>(self, mut engine: Engine<D, X>) -> Result<StepRecord> {
         let Self { bench, launch, matmul_flops, log } = self;
         let trace = bench.settings.trace.as_deref().map(TraceFile::open).transpose()?;
         let start = Instant::now();

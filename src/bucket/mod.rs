@@ -1,4 +1,5 @@
 //! Buckets: contiguous ranges of the flat parameter order that move, and are stepped, as a unit.
 
 pub(crate) mod layout;
+pub(crate) mod slices;
 pub(crate) mod slot;

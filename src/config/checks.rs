@@ -2,6 +2,7 @@
 
 use super::options::{AttentionChoice, DeviceChoice, HostMemoryKind, InitChoice, Resume, Rollback, Strategy, Technique, TrainLength};
 use super::settings::Settings;
+use crate::device::PARTS_MAX;
 use crate::error::{Error, Result};
 use crate::host::resctrl_group::ResctrlGroup;
 use crate::units::{Bytes, compact};
@@ -55,6 +56,7 @@ impl Settings {
 
     fn check_counts(&self) -> Result<()> {
         let at_least_one = [
+            ("gpus", self.gpus as u64),
             ("per-device-train-batch-size", self.per_device_train_batch_size as u64),
             ("gradient-accumulation-steps", self.micro_batches() as u64),
             ("gradient-shares", self.shares() as u64),
@@ -94,10 +96,12 @@ impl Settings {
     ///
     /// # Errors
     /// `Usage` that names both numbers.
-    pub fn check_shares(&self) -> Result<()> {
+    pub(crate) fn check_shares(&self) -> Result<()> {
         let (shares, micro_batches) = (self.shares(), self.micro_batches());
         let allowed = format!("a divisor of the {micro_batches} micro-batches of a step (--gradient-accumulation-steps)");
+        require(self.gpus <= PARTS_MAX, "gpus", self.gpus, format!("at most {PARTS_MAX}"))?;
         require(micro_batches.is_multiple_of(shares), "gradient-shares", shares, allowed)?;
+        require(shares.is_multiple_of(self.gpus), "gradient-shares", shares, format!("a multiple of --gpus {}", self.gpus))?;
         let share_of_fault = self.inject.iter().map(|injection| injection.share).max().unwrap_or(0);
         require(share_of_fault < shares, "inject", format!("share = {share_of_fault}"), format!("a share below --gradient-shares {shares}"))
     }

@@ -74,13 +74,13 @@ impl Settings {
     }
 
     /// Shares of a step's micro-batches: the gradients of each are accumulated in --dtype, and those of all summed in float32.
-    pub fn shares(&self) -> usize {
-        self.gradient_shares.unwrap_or(1)
+    pub(crate) fn shares(&self) -> usize {
+        self.gradient_shares.unwrap_or(self.gpus)
     }
 
-    /// Micro-batches of a step.
-    pub fn micro_batches(&self) -> usize {
-        self.gradient_accumulation_steps.unwrap_or(self.shares())
+    /// Micro-batches of a step, on all GPUs together.
+    pub(crate) fn micro_batches(&self) -> usize {
+        self.gradient_accumulation_steps.map_or(self.shares(), |steps| steps.saturating_mul(self.gpus))
     }
 
     /// Steps of warm-up in a run of `max_steps`, as Hugging Face counts them: the ratio rounds up, and steps win over it.

@@ -274,6 +274,9 @@ settings! {
     Method {
         /// Machine that runs forward and backward.
         device: DeviceChoice = DeviceChoice::Auto, Free;
+        /// GPUs that train together; more than one only with --device cpu so far.
+        #[arg(value_name = "N")]
+        gpus: usize = 1, Free;
         /// Set of offloading techniques.
         strategy: Strategy = Strategy::Superoffload, Free;
         /// How a failed speculation is undone.
@@ -295,12 +298,12 @@ settings! {
         /// Sequences of a micro-batch.
         #[arg(value_name = "N")]
         per_device_train_batch_size: usize = 8, Told;
-        /// Micro-batches of an optimizer step.
+        /// Micro-batches of an optimizer step on each GPU.
         #[arg(value_name = "N")]
         gradient_accumulation_steps: usize => "one for each gradient share", Free;
         /// Shares of a step, whose gradients are summed in float32.
         #[arg(value_name = "N")]
-        gradient_shares: usize => "1, or the checkpoint's", Free;
+        gradient_shares: usize => "the GPUs, or the checkpoint's", Free;
         /// Tokens of a sequence.
         #[arg(value_name = "N")]
         seq_length: usize = 1024, Order;

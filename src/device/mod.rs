@@ -18,6 +18,7 @@ use crate::dtype::Dtype;
 use crate::error::Result;
 use crate::host::pinned::PinnedSlice;
 use crate::memory::{MemorySpace, RingShape};
+use crate::ranks::Seat;
 use crate::trace::{self, Recorder};
 
 pub use footprint::DeviceKind;
@@ -31,6 +32,7 @@ pub use kernels::pointwise::{Gelu, GeluBackward, Swiglu, SwigluBackward};
 pub(crate) use kernels::product::ProductAlgorithm;
 pub use kernels::product::{BiasBackward, Matmul, MatmulLayout, MatmulShape};
 pub use kernels::rope::{QkNorm, QkNormBackward, Rope};
+pub(crate) use kernels::transfer::PARTS_MAX;
 pub use kernels::transfer::{Adam, Cast, GradNormPartials, Poke, SumSlices, Zero};
 pub use kernels::{Kernels, Launch};
 pub use slice::DeviceSlice;
@@ -135,6 +137,31 @@ pub trait Device {
 
     /// Ends the streams, which must be idle, and returns the spans that they recorded.
     fn finish(&mut self) -> Vec<Recorder>;
+}
+
+/// A device that works beside others of its kind in one process: it waits for their events and reads their memory.
+pub(crate) trait Peers: Device {
+    /// How others reach it.
+    type Card: Clone + Send + Sync + 'static;
+
+    /// Its card, for the others. What is allocated later they do not reach.
+    fn card(&mut self) -> Self::Card;
+
+    /// Takes its seat among the devices of all ranks, whose cards these are, by rank: its own streams beyond [`Stream::ALL`] begin. From
+    /// here on its waits fail when another rank has.
+    ///
+    /// # Errors
+    /// `Resource` when a stream cannot begin.
+    fn admit(&mut self, seat: Seat, cards: Vec<Self::Card>) -> Result<()>;
+
+    /// What is enqueued on `stream` from now on runs after the point that `peer` has recorded last for its `event`.
+    fn wait_for(&mut self, stream: Stream, peer: usize, event: EventId) -> Result<()>;
+
+    /// On `stream`, copies `src`, memory of `peer`, to `dst`; sizes in bytes must agree.
+    ///
+    /// # Errors
+    /// `Resource` when one of them is not memory of that device.
+    fn pull(&mut self, stream: Stream, peer: usize, src: DeviceSlice, dst: DeviceSlice) -> Result<()>;
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

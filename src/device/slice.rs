@@ -69,7 +69,7 @@ impl DeviceSlice {
 }
 
 /// All that a device has allocated, in the order of its addresses.
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub(super) struct Allocated(Vec<DeviceSlice>);
 
 impl Allocated {

@@ -2,7 +2,8 @@
 
 use crate::trace::Recorder;
 
-/// The queues of a step. A device makes its streams, its lanes and its tracks of the timeline from [`Stream::ALL`].
+/// The queues of a step. A device makes its streams, its lanes and its tracks of the timeline from [`Stream::ALL`]; those of
+/// [`Stream::WITH_PEERS`] are there where it works beside others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stream {
     /// Forward, backward, norms and the optimizer of resident buckets.
@@ -11,18 +12,27 @@ pub enum Stream {
     D2h = 1,
     /// Parameters return.
     H2d = 2,
+    /// Gradients are pulled from peers and summed.
+    Reduce = 3,
+    /// Weights are pulled from peers.
+    Gather = 4,
 }
 
 impl Stream {
-    /// All streams, in the order of their indices.
+    /// The streams of every device, in the order of their indices.
     pub const ALL: [Self; 3] = [Self::Compute, Self::D2h, Self::H2d];
     pub(crate) const COUNT: usize = Self::ALL.len();
+
+    /// The streams of a device that has peers, in the order of their indices.
+    pub(crate) const WITH_PEERS: [Self; 5] = [Self::Compute, Self::D2h, Self::H2d, Self::Reduce, Self::Gather];
 
     pub fn name(self) -> &'static str {
         match self {
             Self::Compute => "compute",
             Self::D2h => "d2h",
             Self::H2d => "h2d",
+            Self::Reduce => "reduce",
+            Self::Gather => "gather",
         }
     }
 

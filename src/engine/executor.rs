@@ -3,6 +3,7 @@
 
 use super::coordinator::{Coordinator, Counts, Staging};
 use super::counters::Counters;
+use super::exchange::{Alone, Exchange, Order};
 use super::fault_injector::FaultInjector;
 use super::loss_scale::LossScale;
 use super::memory::Memory;
@@ -66,7 +67,8 @@ pub(crate) struct Exposed {
 /// waits for a launch, and not so many that a full launch queue blocks the driver, who has a pool to feed.
 pub(super) const MODULES_AHEAD: usize = 2;
 
-pub struct Engine<D: Kernels> {
+/// The training engine on one device, alone or as a rank among others.
+pub struct Engine<D: Kernels, X: Exchange<D> = Alone> {
     pub(super) plan: Plan,
     pub(super) dev: D,
     pub(super) pool: Pool<StepJob>,
@@ -78,6 +80,7 @@ pub struct Engine<D: Kernels> {
     pub(super) flow: Option<WeightFlow>,
     pub(super) coordinator: Coordinator,
     pub(super) transfers: Transfers,
+    pub(super) exchange: X,
     /// The bucket that the pool was given.
     pub(super) in_pool: Option<usize>,
     pub(super) compute_tail: EventId,
@@ -114,6 +117,20 @@ impl<D: Kernels> Engine<D> {
     /// # Errors
     /// `Resource` when memory or threads cannot be had.
     pub fn new(plan: Plan, shape: ModelShape, dev: D, pool: Pool<StepJob>, bell: Arc<Doorbell>) -> Result<Self> {
+        Self::assemble(plan, shape, dev, pool, bell, Alone::new)
+    }
+}
+
+impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
+    /// Allocates everything; `exchange` makes how its slices meet those of others.
+    pub(super) fn assemble(
+        plan: Plan,
+        shape: ModelShape,
+        dev: D,
+        pool: Pool<StepJob>,
+        bell: Arc<Doorbell>,
+        exchange: impl FnOnce(&mut D, &Plan) -> Result<X>,
+    ) -> Result<Self> {
         // Declared before the threads' owners, and so dropped after them, also when something below fails.
         let mut host = HostMemory::new(plan.host_memory.clone());
         let (mut dev, pool) = (dev, pool);
@@ -125,10 +142,12 @@ impl<D: Kernels> Engine<D> {
         };
         let (weights, grads) = (flat_memory("weights", plan.weight_ring)?, flat_memory("gradients", plan.grad_ring)?);
         let activations = ActivationPlan::new(plan.micro_batch(&shape))?.allocate(&mut dev, &mut host)?;
-        let memory = Memory::new(&plan, &table, &mut dev, &mut host)?;
+        let exchange = exchange(&mut dev, &plan)?;
+        let memory = Memory::new(&plan, exchange.slices(), &table, &mut dev, &mut host)?;
         let flow = |ring| WeightFlow::new(&mut dev, &table, ring, memory.step.params.memory, weights);
         let flow = plan.weight_ring.map(flow).transpose()?;
-        let report = Report::new(flat, plan.shares, &mut dev, &mut host)?;
+        let slices = exchange.slices();
+        let report = Report::new(slices.elems(), plan.shares / slices.ranks(), X::SUMS, &mut dev, &mut host)?;
         let model = Model::new(shape, weights, grads, activations)?;
         model.prepare(&mut dev)?;
         if let (Positions::Rope(rope), Some(target)) = (model.shape.positions, model.activations.rope_table) {
@@ -137,6 +156,7 @@ impl<D: Kernels> Engine<D> {
         Ok(Self {
             coordinator: Coordinator::new(plan.layout.clone(), plan.rules, staging(&plan)),
             transfers: Transfers::new(&mut dev, &plan.layout, plan.param_slots)?,
+            exchange,
             in_pool: None,
             compute_tail: dev.event()?,
             modules: [dev.event()?, dev.event()?, dev.event()?],
@@ -237,9 +257,16 @@ impl<D: Kernels> Engine<D> {
     }
 
     /// Takes over counters from a checkpoint.
-    pub fn resume(&mut self, train_step: u64, optimizer_step: u64, loss_scale: LossScale, history: SpeculationHistory) {
+    ///
+    /// # Errors
+    /// What ended another rank.
+    pub fn resume(&mut self, train_step: u64, optimizer_step: u64, loss_scale: LossScale, history: SpeculationHistory) -> Result<()> {
+        let words =
+            [train_step, optimizer_step, u64::from(loss_scale.scale().to_bits()), u64::from(loss_scale.good_steps()), history.bits(), 0];
+        self.exchange.lead(Order::Resume, words)?;
         (self.train_step, self.optimizer_step, self.loss_scale) = (train_step, optimizer_step, loss_scale);
         self.coordinator.set_history(history);
+        Ok(())
     }
 
     /// Ends all threads and returns the tracks of the timeline.

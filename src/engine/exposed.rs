@@ -1,11 +1,12 @@
 //! Waits for a bucket's parameters, and counts the time in which the device has nothing to compute meanwhile.
 
+use super::exchange::Exchange;
 use super::executor::Engine;
 use super::vitals::Doing;
 use crate::device::{Kernels, Stream};
 use crate::error::Result;
 
-impl<D: Kernels> Engine<D> {
+impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     pub(super) fn wait_until_settled(&mut self, bucket: usize) -> Result<()> {
         if self.coordinator.is_settled(bucket) {
             return Ok(());

@@ -2,6 +2,7 @@
 #![allow(unsafe_code)]
 
 use super::coordinator::{Command, Event, Load, Update, Work};
+use super::exchange::Exchange;
 use super::executor::Engine;
 use super::fault_injector::FaultInjector;
 use super::route::Hop;
@@ -9,13 +10,13 @@ use super::step_job::StepJob;
 use super::vitals::Doing;
 use crate::bucket::slot::Slot;
 use crate::device::{Adam, Cast, DeviceSlice, Kernels, Stream};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::host::pool::Job;
 use crate::memory::MemorySpace;
 use crate::optim::adam::{AdamConsts, AdamHyper};
 use std::ops::Range;
 
-impl<D: Kernels> Engine<D> {
+impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     /// Serves events until `ready`, for which `doing` waits, of bucket `number` where one belongs.
     pub(super) fn block_until(&mut self, doing: Doing, number: usize, mut ready: impl FnMut(&mut Self) -> Result<bool>) -> Result<()> {
         let before = self.vitals.doing();
@@ -27,10 +28,11 @@ impl<D: Kernels> Engine<D> {
                 self.vitals.now(before.0, before.1);
                 return Ok(());
             }
-            if !self.go_on()? && !progressed {
-                if self.fault_injector.as_ref().is_some_and(FaultInjector::decides) {
-                    return Err(Error::resource("wait for the step", "nothing is under way: a deadlock in the step protocol"));
-                }
+            if self.go_on()? || progressed {
+                self.exchange.pass()?;
+            } else if self.fault_injector.as_ref().is_some_and(FaultInjector::decides) {
+                self.exchange.pass_idle()?;
+            } else {
                 self.bell.wait(rung);
             }
         }
@@ -50,14 +52,18 @@ impl<D: Kernels> Engine<D> {
         if self.fault_injector.as_mut().is_some_and(FaultInjector::pool_hurries) {
             self.pool.advance();
         }
-        for stream in Stream::ALL {
+        for stream in Stream::WITH_PEERS {
             while let Some((hop, bucket)) = self.transfers.poll(&mut self.dev, stream)? {
                 progressed = true;
                 self.vitals.front(stream, self.transfers.front(stream));
                 self.notify(Event::Done { hop, bucket })?;
             }
         }
-        self.report.poll(&mut self.dev, &self.host)?;
+        while let Some(bucket) = self.exchange.poll(&mut self.dev, self.model.grads)? {
+            progressed = true;
+            self.bucket_ready(bucket)?;
+        }
+        self.report.poll(&mut self.dev, &self.host, &mut self.exchange, self.train_step + 1)?;
         while let Some(bucket) = self.in_pool
             && self.pool.is_idle()?
         {
@@ -65,7 +71,17 @@ impl<D: Kernels> Engine<D> {
             progressed = true;
             self.notify(Event::Done { hop: Hop::Optimize, bucket })?;
         }
-        Ok(progressed)
+        self.settle_owed();
+        Ok(self.exchange.gather(&mut self.dev, self.model.weights)? || progressed)
+    }
+
+    /// Tells the other ranks whose weights are final.
+    fn settle_owed(&mut self) {
+        for bucket in (0..self.plan.layout.count()).rev() {
+            if self.exchange.is_owed(bucket) && self.coordinator.is_settled(bucket) {
+                self.exchange.settle(bucket);
+            }
+        }
     }
 
     pub(super) fn notify(&mut self, event: Event) -> Result<()> {
@@ -84,21 +100,21 @@ impl<D: Kernels> Engine<D> {
     }
 
     fn start(&mut self, hop: Hop, bucket: usize, load: Load) -> Result<()> {
-        let range = self.plan.layout.range(bucket);
+        let (flat, local) = (self.exchange.slices().global(bucket), self.exchange.slices().local(bucket));
         self.transfers.wait(&mut self.dev, hop, bucket)?;
         match (hop, hop.leg().stream, load) {
-            (Hop::GradsOut, Some(stream), Load::Slot(slot)) => self.copy_grads(stream, &range, slot)?,
-            (Hop::Optimize, None, Load::Job(work, params)) => self.give_to_pool(bucket, range, work, params),
-            (Hop::ParamsIn, _, Load::Slot(_)) if self.beside_flow(&range).is_empty() => {
+            (Hop::GradsOut, Some(stream), Load::Slot(slot)) => self.copy_grads(stream, &flat, slot)?,
+            (Hop::Optimize, None, Load::Job(work, params)) => self.give_to_pool(bucket, local, work, params),
+            (Hop::ParamsIn, _, Load::Slot(_)) if self.flow.is_some() && self.beside_flow(&flat).is_empty() => {
                 let done = Event::Done { hop, bucket };
                 self.vitals.event(done, self.train_step + 1);
                 self.coordinator.handle(done);
                 return Ok(());
             }
-            (Hop::ParamsIn, Some(stream), Load::Slot(slot)) => self.copy_params(stream, &range, slot)?,
-            (Hop::PageIn, Some(stream), _) => self.counters.h2d_bytes += self.page(stream, &range, MemorySpace::Device)?,
-            (Hop::StepOnDevice, _, Load::Update(update)) => self.step_on_device(&range, update)?,
-            (Hop::PageOut, Some(stream), _) => self.counters.d2h_bytes += self.page(stream, &range, MemorySpace::Host)?,
+            (Hop::ParamsIn, Some(stream), Load::Slot(slot)) => self.copy_params(stream, &flat, slot)?,
+            (Hop::PageIn, Some(stream), _) => self.counters.h2d_bytes += self.page(stream, &local, MemorySpace::Device)?,
+            (Hop::StepOnDevice, _, Load::Update(update)) => self.step_on_device(&flat, &local, update)?,
+            (Hop::PageOut, Some(stream), _) => self.counters.d2h_bytes += self.page(stream, &local, MemorySpace::Host)?,
             (hop, _, load) => unreachable!("{hop:?} does not start with {load:?}"),
         }
         let slot = if let Load::Slot(slot) = load { Some(slot) } else { None };
@@ -107,8 +123,10 @@ impl<D: Kernels> Engine<D> {
 
     /// What was enqueued last is `hop` of `bucket`.
     pub(super) fn issue(&mut self, hop: Hop, bucket: usize, slot: Option<Slot>) -> Result<()> {
-        self.transfers.issue(&mut self.dev, hop, bucket, slot)?;
-        if let Some(stream) = hop.leg().stream {
+        // A gradient is whole where sums are made.
+        let stream = if hop == Hop::Backward { Some(X::SUMS) } else { hop.leg().stream };
+        if let Some(stream) = stream {
+            self.transfers.issue(&mut self.dev, stream, hop, bucket, slot)?;
             self.vitals.front(stream, self.transfers.front(stream));
         }
         Ok(())
@@ -156,17 +174,18 @@ impl<D: Kernels> Engine<D> {
         self.flow.as_ref().map_or(range.clone(), |flow| flow.beside(range))
     }
 
-    fn step_on_device(&mut self, range: &Range<usize>, update: Update) -> Result<()> {
+    fn step_on_device(&mut self, flat: &Range<usize>, local: &Range<usize>, update: Update) -> Result<()> {
         let hyper = AdamHyper { lr: update.learning_rate, ..self.plan.hyper };
         let segments = self.memory.step.segments.clone();
         for segment in segments.iter() {
-            let part = segment.range.start.max(range.start)..segment.range.end.min(range.end);
+            let part = segment.range.start.max(local.start)..segment.range.end.min(local.end);
             if part.is_empty() {
                 continue;
             }
             let state = self.memory.device_part(&part);
             let consts = AdamConsts::new(&hyper, update.optimizer_step, segment.decay);
-            let (grads, out) = (self.grads(&part), self.weights(&part));
+            let there = flat.start + part.start - local.start..flat.start + part.end - local.start;
+            let (grads, out) = (self.grads(&there), self.weights(&there));
             self.dev.launch(Adam { params: state.params, m: state.m, v: state.v, grads, out, consts, scale: update.scale })?;
         }
         Ok(())

@@ -1,6 +1,7 @@
 //! All memory of a run, allocated once: where each bucket's state, gradients and weights lie, on both sides of the link.
 
 use crate::bucket::layout::Tier;
+use crate::bucket::slices::Slices;
 use crate::data::batch;
 use crate::device::{Device, DeviceSlice, EventId, Stream};
 use crate::dtype::Dtype;
@@ -19,26 +20,26 @@ use std::sync::Arc;
 /// Optimizer state that the device steps.
 #[derive(Clone, Debug)]
 pub(super) struct DeviceState {
-    /// What of the flat order it is the state of.
-    pub(super) flat: Range<usize>,
+    /// What of this rank's own order it is the state of.
+    pub(super) local: Range<usize>,
     pub(super) params: DeviceSlice,
     pub(super) m: DeviceSlice,
     pub(super) v: DeviceSlice,
 }
 
 impl DeviceState {
-    fn new(name: &str, flat: Range<usize>, mut alloc: impl FnMut(&str, usize) -> Result<DeviceSlice>) -> Result<Self> {
-        let mut array = |what: &str| alloc(&format!("{name} {what}"), flat.len());
+    fn new(name: &str, local: Range<usize>, mut alloc: impl FnMut(&str, usize) -> Result<DeviceSlice>) -> Result<Self> {
+        let mut array = |what: &str| alloc(&format!("{name} {what}"), local.len());
         let (params, m, v) = (array("parameters")?, array("m")?, array("v")?);
-        Ok(Self { flat, params, m, v })
+        Ok(Self { local, params, m, v })
     }
 
-    /// The part that it has of a flat range, if any.
-    fn part(&self, flat: &Range<usize>) -> Option<Self> {
-        let common = flat.start.max(self.flat.start)..flat.end.min(self.flat.end);
-        let part = |s: DeviceSlice| s.slice(common.start - self.flat.start, common.len());
+    /// The part that it has of a local range, if any.
+    fn part(&self, local: &Range<usize>) -> Option<Self> {
+        let common = local.start.max(self.local.start)..local.end.min(self.local.end);
+        let part = |s: DeviceSlice| s.slice(common.start - self.local.start, common.len());
         let [params, m, v] = self.arrays();
-        (!common.is_empty()).then(|| Self { params: part(params), m: part(m), v: part(v), flat: common.clone() })
+        (!common.is_empty()).then(|| Self { params: part(params), m: part(m), v: part(v), local: common.clone() })
     }
 
     pub(super) fn arrays(&self) -> [DeviceSlice; 3] {
@@ -59,26 +60,22 @@ pub(super) struct Memory {
     /// fp32 room for one bucket on its way out and in, when the device casts.
     pub(super) staging_d2h: DeviceSlice,
     pub(super) staging_h2d: DeviceSlice,
-    /// fp32 sums of the shares' gradients so far, flat, where a step has several shares.
-    pub(super) sums: Option<DeviceSlice>,
     offloaded_elems: usize,
     bounce: PinnedSlice,
     bounced: EventId,
 }
 
 impl Memory {
-    pub(super) fn new<D: Device>(plan: &Plan, table: &TensorTable, dev: &mut D, host: &mut HostMemory) -> Result<Self> {
-        let layout = &plan.layout;
-        let (offloaded, bucket) = (layout.offloaded_elems(), layout.bucket_elems());
+    pub(super) fn new<D: Device>(plan: &Plan, slices: &Slices, table: &TensorTable, dev: &mut D, host: &mut HostMemory) -> Result<Self> {
+        let (offloaded, bucket) = (slices.elems_in(Tier::Host).len(), slices.slice_elems());
         let paged =
-            DeviceState::new("paged", layout.elems_in(Tier::Unified), |name, elems| dev.alloc_unified(name, elems, Dtype::Float32))?;
+            DeviceState::new("paged", slices.elems_in(Tier::Unified), |name, elems| dev.alloc_unified(name, elems, Dtype::Float32))?;
         let mut fp32 = |name: &str, elems: usize| dev.alloc(name, elems, Dtype::Float32);
-        let resident = DeviceState::new("resident", layout.elems_in(Tier::Device), &mut fp32)?;
+        let resident = DeviceState::new("resident", slices.elems_in(Tier::Device), &mut fp32)?;
         let staging_elems = if plan.device_casts() && offloaded > 0 { bucket } else { 0 };
         let (staging_d2h, staging_h2d) = (fp32("gradient staging", staging_elems)?, fp32("parameter staging", staging_elems)?);
-        let sums = if plan.shares > 1 { Some(fp32("gradient sums", layout.flat_elems())?) } else { None };
-        let batches = host.alloc("batches", plan.grad_accum_steps * batch_bytes(plan))?;
-        let step = step_memory(plan, table, host)?;
+        let batches = host.alloc("batches", plan.grad_accum_steps / slices.ranks() * batch_bytes(plan))?;
+        let step = step_memory(plan, slices, table, host)?;
         let bounce = host.alloc("bounce buffer", BOUNCE_ELEMS * 4)?;
         // The state itself never crosses the link: it stays pageable.
         [step.grads.memory, step.params.memory, batches, bounce].into_iter().try_for_each(|memory| dev.pin(memory))?;
@@ -88,7 +85,6 @@ impl Memory {
             batches,
             staging_d2h,
             staging_h2d,
-            sums,
             offloaded_elems: offloaded,
             bounce,
             bounced: dev.event()?,
@@ -100,54 +96,68 @@ impl Memory {
         self.batches.slice(micro_step * batch_bytes(plan), batch_bytes(plan))
     }
 
-    /// The state of a flat range of one bucket that the device steps.
+    /// The state of a local range of one bucket that the device steps.
     ///
     /// # Panics
     /// If the device does not.
-    pub(super) fn device_part(&self, flat: &Range<usize>) -> DeviceState {
-        self.device.iter().find_map(|state| state.part(flat)).expect("a bucket that the device steps")
+    pub(super) fn device_part(&self, local: &Range<usize>) -> DeviceState {
+        self.device.iter().find_map(|state| state.part(local)).expect("a bucket that the device steps")
     }
 
     /// Writes random initial parameters where they lie, on `threads` threads; m and v are left as they are.
     /// No job may be running.
-    pub(super) fn init_params<D: Device>(&self, (dev, host): Sides<'_, D>, table: &TensorTable, seed: u64, threads: usize) -> Result<()> {
-        init_flat(table, seed, 0, host.lend_mut(self.step.state.params), threads)?;
-        for DeviceState { flat, params, .. } in &self.device {
+    pub(super) fn init_params<D: Device>(
+        &self,
+        (dev, host): Sides<'_, D>,
+        slices: &Slices,
+        table: &TensorTable,
+        seed: u64,
+        threads: usize,
+    ) -> Result<()> {
+        for (flat, local) in slices.pieces(0..self.offloaded_elems) {
+            let memory = self.step.state.params.slice(local * 4, flat.len() * 4);
+            init_flat(table, seed, flat.start, host.lend_mut(memory), threads)?;
+        }
+        for DeviceState { local, params, .. } in &self.device {
             let mut room = vec![0.0; PIECE_ELEMS.min(params.elems())];
-            for start in (0..params.elems()).step_by(PIECE_ELEMS) {
-                let part = &mut room[..PIECE_ELEMS.min(params.elems() - start)];
-                init_flat(table, seed, flat.start + start, part, threads)?;
-                self.upload((dev, host), part, params.slice(start, part.len()))?;
+            for (flat, start) in slices.pieces(local.clone()) {
+                for piece in (0..flat.len()).step_by(PIECE_ELEMS) {
+                    let part = &mut room[..PIECE_ELEMS.min(flat.len() - piece)];
+                    init_flat(table, seed, flat.start + piece, part, threads)?;
+                    self.upload((dev, host), part, params.slice(start - local.start + piece, part.len()))?;
+                }
             }
         }
         Ok(())
     }
 
-    /// Copies state into its place. No job may be running.
-    pub(super) fn write<D: Device>(&self, (dev, host): Sides<'_, D>, part: StatePart, flat: Range<usize>, source: &[f32]) -> Result<()> {
-        let (memory, on_host) = self.host_part(part, &flat);
+    /// Copies state into its place, from element `start` of this rank's own order on. No job may be running.
+    pub(super) fn write<D: Device>(&self, (dev, host): Sides<'_, D>, part: StatePart, start: usize, source: &[f32]) -> Result<()> {
+        let local = start..start + source.len();
+        let (memory, on_host) = self.host_part(part, &local);
         host.lend_mut(memory).copy_from_slice(&source[..on_host]);
-        for state in self.device.iter().filter_map(|state| state.part(&flat)) {
+        for state in self.device.iter().filter_map(|state| state.part(&local)) {
             let memory = state.arrays()[part as usize];
-            self.upload((dev, host), &source[state.flat.start - flat.start..][..memory.elems()], memory)?;
+            self.upload((dev, host), &source[state.local.start - start..][..memory.elems()], memory)?;
         }
         Ok(())
     }
 
-    /// Copies state out of its place. No job may be running.
-    pub(super) fn read<D: Device>(&self, (dev, host): Sides<'_, D>, part: StatePart, flat: Range<usize>, out: &mut [f32]) -> Result<()> {
-        let (memory, on_host) = self.host_part(part, &flat);
+    /// Copies state out of its place, from element `start` of this rank's own order on. No job may be running.
+    pub(super) fn read<D: Device>(&self, (dev, host): Sides<'_, D>, part: StatePart, start: usize, out: &mut [f32]) -> Result<()> {
+        let local = start..start + out.len();
+        let (memory, on_host) = self.host_part(part, &local);
         out[..on_host].copy_from_slice(host.lend(memory));
-        for state in self.device.iter().filter_map(|state| state.part(&flat)) {
+        for state in self.device.iter().filter_map(|state| state.part(&local)) {
             let memory = state.arrays()[part as usize];
-            self.download((dev, host), memory, &mut out[state.flat.start - flat.start..][..memory.elems()])?;
+            self.download((dev, host), memory, &mut out[state.local.start - start..][..memory.elems()])?;
         }
         Ok(())
     }
 
-    /// Where the host has its share of a flat range, the first so many elements.
-    fn host_part(&self, part: StatePart, flat: &Range<usize>) -> (PinnedSlice, usize) {
-        let (on_host, state) = (self.on_host(flat), self.step.state);
+    /// Where the host has its share of a local range, the first so many elements.
+    fn host_part(&self, part: StatePart, local: &Range<usize>) -> (PinnedSlice, usize) {
+        let (on_host, state) = (self.on_host(local), self.step.state);
         let memory = [state.params, state.m, state.v][part as usize];
         (memory.slice(on_host.start * 4, on_host.len() * 4), on_host.len())
     }
@@ -179,9 +189,9 @@ impl Memory {
         dev.synchronize(self.bounced)
     }
 
-    /// The part of a flat range that the pool steps.
-    fn on_host(&self, flat: &Range<usize>) -> Range<usize> {
-        flat.start.min(self.offloaded_elems)..flat.end.min(self.offloaded_elems)
+    /// The part of a local range that the pool steps.
+    fn on_host(&self, local: &Range<usize>) -> Range<usize> {
+        local.start.min(self.offloaded_elems)..local.end.min(self.offloaded_elems)
     }
 }
 
@@ -189,9 +199,9 @@ fn batch_bytes(plan: &Plan) -> usize {
     batch::arrays(plan.separates_documents) * plan.batch * plan.seq_length * 4
 }
 
-fn step_memory(plan: &Plan, table: &TensorTable, host: &mut HostMemory) -> Result<StepMemory> {
-    let offloaded = plan.layout.offloaded_elems();
-    let slot_elems = plan.layout.bucket_elems().min(offloaded);
+fn step_memory(plan: &Plan, slices: &Slices, table: &TensorTable, host: &mut HostMemory) -> Result<StepMemory> {
+    let offloaded = slices.elems_in(Tier::Host).len();
+    let slot_elems = slices.slice_elems().min(offloaded);
     let mut slots = |name: &str, count: usize| -> Result<SlotMemory> {
         let slot_bytes = slot_elems * plan.link_dtype.bytes();
         let memory = host.alloc_periodic(name, count * slot_bytes, slot_bytes)?;
@@ -200,12 +210,12 @@ fn step_memory(plan: &Plan, table: &TensorTable, host: &mut HostMemory) -> Resul
     let (grads, params) = (slots("gradient slots", plan.grad_slots)?, slots("parameter slots", plan.param_slots)?);
     let mut fp32 = |name: &str| host.alloc_periodic(name, offloaded * 4, slot_elems * 4);
     let state = HostState { params: fp32("parameters")?, m: fp32("m")?, v: fp32("v")? };
-    let (segments, kernels) = (segments(table), AdamKernels::new(plan.isa)?);
+    let (segments, kernels) = (local_segments(&segments(table), slices), AdamKernels::new(plan.isa)?);
     Ok(StepMemory { state, grads, params, segments, hyper: plan.hyper, kernels })
 }
 
 /// Neighbouring tensors with the same decay rule, joined; padding goes with the tensor before it.
-fn segments(table: &TensorTable) -> Arc<[Segment]> {
+fn segments(table: &TensorTable) -> Vec<Segment> {
     let mut segments: Vec<Segment> = Vec::new();
     let ends = table.specs().iter().skip(1).map(|next| next.offset_elems).chain([table.flat_elems()]);
     for (spec, end) in table.specs().iter().zip(ends) {
@@ -214,7 +224,24 @@ fn segments(table: &TensorTable) -> Arc<[Segment]> {
             _ => segments.push(Segment { range: spec.offset_elems..end, decay: spec.decay }),
         }
     }
-    segments.into()
+    segments
+}
+
+/// The same in the order of one rank's own elements.
+fn local_segments(segments: &[Segment], slices: &Slices) -> Arc<[Segment]> {
+    let mut local: Vec<Segment> = Vec::new();
+    for (flat, start) in slices.pieces(0..slices.elems()) {
+        for segment in segments {
+            let part = segment.range.start.max(flat.start)..segment.range.end.min(flat.end);
+            let range = (start + part.start).saturating_sub(flat.start)..(start + part.end).saturating_sub(flat.start);
+            match local.last_mut() {
+                _ if part.is_empty() => {}
+                Some(last) if last.decay == segment.decay => last.range.end = range.end,
+                _ => local.push(Segment { range, decay: segment.decay }),
+            }
+        }
+    }
+    local.into()
 }
 
 #[cfg(test)]

@@ -3,13 +3,16 @@
 
 pub(crate) mod coordinator;
 pub(crate) mod counters;
+pub(crate) mod exchange;
 pub(crate) mod executor;
 mod exposed;
 mod fault_injector;
 mod hops;
 pub(crate) mod loss_scale;
 mod memory;
+pub(crate) mod orders;
 pub(crate) mod pool;
+mod pulls;
 mod report;
 mod route;
 mod state_io;

@@ -1,8 +1,11 @@
 //! State and weights from outside and to the outside, between steps.
 
+use super::exchange::{Exchange, Order, Words};
 use super::executor::Engine;
+use super::route::Hop;
 use super::step::Pass;
 use super::vitals::Doing;
+use crate::bucket::slices::Slices;
 use crate::data::batch::Batches;
 use crate::device::{Cast, Kernels, Stream};
 use crate::dtype::Dtype;
@@ -10,7 +13,7 @@ use crate::error::Result;
 use crate::model::tensors::Module;
 use crate::optim::StatePart;
 
-impl<D: Kernels> Engine<D> {
+impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     /// Sets all parameters to random values that depend on `seed` alone; the moments stay as they are: zero in an engine that
     /// has not stepped. Call [`Engine::send_weights`] after it.
     ///
@@ -20,8 +23,9 @@ impl<D: Kernels> Engine<D> {
     /// # Panics
     /// If an update is under way: see [`Engine::flush`].
     pub(crate) fn init_state(&mut self, seed: u64, threads: usize) -> Result<()> {
+        self.exchange.lead(Order::Init, [seed, threads as u64, 0, 0, 0, 0])?;
         self.expect_no_job();
-        self.memory.init_params((&mut self.dev, &mut self.host), &self.model.table, seed, threads)
+        self.memory.init_params((&mut self.dev, &mut self.host), self.exchange.slices(), &self.model.table, seed, threads)
     }
 
     /// Sets parameters or moments from element `start` of the flat range on. Call [`Engine::send_weights`] after the last.
@@ -29,8 +33,24 @@ impl<D: Kernels> Engine<D> {
     /// # Panics
     /// If they reach beyond the flat range, or an update is under way: see [`Engine::flush`].
     pub fn write_state(&mut self, part: StatePart, start: usize, source: &[f32]) -> Result<()> {
+        let piece_elems = self.exchange.mail_words().min(source.len()).max(1);
+        for (at, piece) in (start..).step_by(piece_elems).zip(source.chunks(piece_elems)) {
+            self.exchange.await_done()?;
+            self.exchange.post(0, piece);
+            self.exchange.lead(Order::Write, [part as u64, at as u64, piece.len() as u64, 0, 0, 0])?;
+            self.write_own(part, at, piece)?;
+        }
+        Ok(())
+    }
+
+    /// As [`Engine::write_state`], of this rank's slices alone.
+    pub(super) fn write_own(&mut self, part: StatePart, start: usize, source: &[f32]) -> Result<()> {
         self.expect_no_job();
-        self.memory.write((&mut self.dev, &mut self.host), part, start..start + source.len(), source)
+        let own: &Slices = self.exchange.slices();
+        let mut parts = own.owned(start..start + source.len());
+        parts.try_for_each(|(flat, local)| {
+            self.memory.write((&mut self.dev, &mut self.host), part, local, &source[flat.start - start..flat.end - start])
+        })
     }
 
     /// Reads parameters or moments from element `start` of the flat range on. Call [`Engine::flush`] first.
@@ -38,28 +58,51 @@ impl<D: Kernels> Engine<D> {
     /// # Panics
     /// If they reach beyond the flat range, or an update is under way: see [`Engine::flush`].
     pub fn read_state(&mut self, part: StatePart, start: usize, out: &mut [f32]) -> Result<()> {
+        let piece_elems = self.exchange.mail_words().min(out.len()).max(1);
+        for (at, piece) in (start..).step_by(piece_elems).zip(out.chunks_mut(piece_elems)) {
+            self.exchange.lead(Order::Read, [part as u64, at as u64, piece.len() as u64, 0, 0, 0])?;
+            self.exchange.await_done()?;
+            self.exchange.mail(0, piece);
+            self.read_own(part, at, piece)?;
+        }
+        Ok(())
+    }
+
+    /// As [`Engine::read_state`], of this rank's slices alone; the rest of `out` stays as it is.
+    pub(super) fn read_own(&mut self, part: StatePart, start: usize, out: &mut [f32]) -> Result<()> {
         self.expect_no_job();
-        self.memory.read((&mut self.dev, &mut self.host), part, start..start + out.len(), out)
+        let own: &Slices = self.exchange.slices();
+        let mut parts = own.owned(start..start + out.len());
+        parts.try_for_each(|(flat, local)| {
+            self.memory.read((&mut self.dev, &mut self.host), part, local, &mut out[flat.start - start..flat.end - start])
+        })
     }
 
     /// Nobody but jobs of the pool touches the state, and who borrows the engine submits none.
-    fn expect_no_job(&self) {
+    pub(super) fn expect_no_job(&self) {
         assert!(self.in_pool.is_none(), "an update of the state is under way: flush the engine first");
     }
 
     /// Derives the device's working weights from the state.
     pub fn send_weights(&mut self) -> Result<()> {
+        self.exchange.lead(Order::Send, Words::default())?;
         for state in &self.memory.device {
-            let dst = self.model.weights.slice(state.flat.start, state.flat.len());
-            self.dev.launch(Cast { stream: Stream::Compute, src: state.params, dst })?;
+            for (flat, local) in self.exchange.slices().pieces(state.local.clone()) {
+                let (src, dst) =
+                    (state.params.slice(local - state.local.start, flat.len()), self.model.weights.slice(flat.start, flat.len()));
+                self.dev.launch(Cast { stream: Stream::Compute, src, dst })?;
+            }
         }
+        (self.plan.layout.offloaded()..self.plan.layout.count()).try_for_each(|bucket| self.issue(Hop::StepOnDevice, bucket, None))?;
         self.coordinator.restore();
         self.run_commands()?;
+        self.exchange.next_version();
         self.wait_for_all_params()
     }
 
     /// Writes every decided update into the state, so that it can be read.
     pub fn flush(&mut self) -> Result<()> {
+        self.exchange.lead(Order::Flush, Words::default())?;
         self.vitals.now(Doing::Updates, 0);
         let flushed = self.write_updates();
         self.vitals.now(Doing::Else, 0);
@@ -74,7 +117,9 @@ impl<D: Kernels> Engine<D> {
         self.dev.record(self.compute_tail, Stream::Compute)?;
         self.dev.synchronize(self.compute_tail)
     }
+}
 
+impl<D: Kernels> Engine<D> {
     /// The logits `[batch * seq_length, vocab]` of one batch, as fp32, for evaluation.
     ///
     /// # Errors
@@ -84,7 +129,7 @@ impl<D: Kernels> Engine<D> {
         let elems = self.plan.batch * self.plan.seq_length * self.model.shape.vocab;
         let out = self.dev.alloc("logits", elems, self.plan.dtype)?;
         let wide = self.dev.alloc("logits fp32", elems, Dtype::Float32)?;
-        self.read_batch(0, batches)?;
+        self.read_batch(0, 0, batches)?;
         self.upload_batch(0)?;
         self.forward_modules()?;
         self.with_weights(Module::Head, Pass::Forward, |engine| engine.model.logits(&mut engine.dev, out))?;

@@ -2,16 +2,19 @@
 
 use super::coordinator::{Counts, Event, Update};
 use super::counters::Counters;
+use super::exchange::{Exchange, Order};
 use super::executor::{Engine, Exposed, StepData, StepReport};
 use super::route::Hop;
 use super::verdict::Verdict;
 use super::vitals::{Doing, Mark};
 use crate::data::batch::{Batch, Batches};
-use crate::device::{Kernels, Stream, SumSlices, Zero};
+use crate::device::{Kernels, Stream, Zero};
 use crate::error::{Error, Result};
 use crate::model::MicroStep;
 use crate::model::tensors::Module;
-use std::ops::Range;
+use crate::planner::plan::Plan;
+use crate::ranks::board::StepOutcome;
+use crate::units::NormSq;
 
 /// Which way the modules go.
 #[derive(Clone, Copy)]
@@ -20,7 +23,7 @@ pub(super) enum Pass {
     Backward,
 }
 
-impl<D: Kernels> Engine<D> {
+impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     /// One optimizer step: every micro-batch forward and backward, the verdict, and the updates that it allows. Updates of
     /// late layers may still be under way when this returns; the next forward waits for each where it needs it.
     ///
@@ -39,7 +42,8 @@ impl<D: Kernels> Engine<D> {
     pub(crate) fn read_data(&mut self, batches: &mut impl Batches) -> Result<StepData> {
         self.vitals.record(Mark::Step, self.train_step + 1);
         self.vitals.now(Doing::Data, 0);
-        let targets: Result<usize> = (0..self.plan.grad_accum_steps).map(|micro_step| self.read_batch(micro_step, batches)).sum();
+        self.exchange.await_done()?;
+        let targets: Result<usize> = (0..self.plan.grad_accum_steps).map(|micro_batch| self.deal(micro_batch, batches)).sum();
         self.vitals.now(Doing::Else, 0);
         match targets? {
             0 => Err(self.bad_data(format!("none of its {} targets counts: nothing can be learned from it", self.plan.tokens_per_step()))),
@@ -47,13 +51,25 @@ impl<D: Kernels> Engine<D> {
         }
     }
 
-    /// Fills the memory of one micro-batch; returns its targets that count.
-    pub(super) fn read_batch(&mut self, micro_step: usize, batches: &mut impl Batches) -> Result<usize> {
+    /// Fills micro-batch `micro_batch` of a step, whoever computes with it; returns its targets that count.
+    fn deal(&mut self, micro_batch: usize, batches: &mut impl Batches) -> Result<usize> {
+        match self.exchange.place(micro_batch) {
+            Some(place) => self.read_batch(place, micro_batch, batches),
+            None => {
+                let mut room = self.exchange.room();
+                let targets = fill(&self.plan, self.model.shape.vocab, &mut room, batches);
+                self.exchange.send_batch(micro_batch, room);
+                targets?.map_err(|cause| self.bad_data(format!("micro-batch {micro_batch}: {cause}")))
+            }
+        }
+    }
+
+    /// Fills the memory of micro-batch `micro_batch`, which lies at `place`; returns its targets that count.
+    pub(super) fn read_batch(&mut self, place: usize, micro_batch: usize, batches: &mut impl Batches) -> Result<usize> {
         // Nothing reads it: the verdict of the last step came after its copies, on the same stream.
-        let memory = self.host.lend_mut(self.memory.batch(&self.plan, micro_step));
-        let mut batch = Batch::new(memory, self.plan.seq_length, self.plan.separates_documents);
-        batches.fill(&mut batch)?;
-        batch.count_targets(self.model.shape.vocab).map_err(|cause| self.bad_data(format!("micro-batch {micro_step}: {cause}")))
+        let memory = self.host.lend_mut(self.memory.batch(&self.plan, place));
+        let targets = fill(&self.plan, self.model.shape.vocab, memory, batches)?;
+        targets.map_err(|cause| self.bad_data(format!("micro-batch {micro_batch}: {cause}")))
     }
 
     fn bad_data(&self, cause: String) -> Error {
@@ -62,6 +78,7 @@ impl<D: Kernels> Engine<D> {
 
     /// The step whose data was read last.
     pub(crate) fn run_step(&mut self, learning_rate: f64, data: StepData) -> Result<StepReport> {
+        self.exchange.lead(Order::Step, [learning_rate.to_bits(), data.targets as u64, self.plan.max_grad_norm.to_bits(), 0, 0, 0])?;
         self.vitals.now(Doing::Enqueuing, 0);
         let stepped = self.pass_and_validate(learning_rate, data);
         self.vitals.now(Doing::Else, 0);
@@ -72,8 +89,9 @@ impl<D: Kernels> Engine<D> {
         self.exposed = Exposed::default();
         let inv_targets = 1.0 / data.targets as f32;
         let layers = self.model.shape.layers;
-        let accum = self.plan.grad_accum_steps;
-        let per_share = accum / self.plan.shares;
+        let per_share = self.plan.grad_accum_steps / self.plan.shares;
+        // This rank's, of which a share a round.
+        let accum = self.plan.grad_accum_steps / self.exchange.slices().ranks();
         for micro_step in 0..accum {
             let first = micro_step % per_share == 0;
             let whole = (micro_step + 1).is_multiple_of(per_share).then_some(micro_step / per_share);
@@ -82,6 +100,9 @@ impl<D: Kernels> Engine<D> {
             self.wait_for_params(Module::Head)?;
             if micro_step + 1 == accum {
                 self.begin_validation(learning_rate)?;
+            }
+            if first && micro_step > 0 {
+                self.block_until(Doing::Sums, 0, |engine| engine.exchange.may_overwrite(&mut engine.dev))?;
             }
             let micro = MicroStep { first, inv_targets, loss_scale: self.loss_scale.scale() };
             self.wait_for_ring(Module::Head)?;
@@ -201,40 +222,48 @@ impl<D: Kernels> Engine<D> {
         self.block_until(Doing::Device, 0, |engine| engine.dev.is_done(oldest))
     }
 
-    /// The gradient of one share is enqueued. The sum of several takes the place of the last.
-    fn bucket_written(&mut self, bucket: usize, share: usize) -> Result<()> {
-        let (range, last) = (self.plan.layout.range(bucket), share + 1 == self.plan.shares);
+    /// The gradient of one of this rank's shares is enqueued.
+    fn bucket_written(&mut self, bucket: usize, round: usize) -> Result<()> {
+        let (range, slices) = (self.plan.layout.range(bucket), self.exchange.slices());
+        let share = round * slices.ranks() + slices.rank();
         if let Some(fault_injector) = &self.fault_injector {
             fault_injector.spoil(&mut self.dev, self.model.grads, &range, self.train_step + 1, share)?;
         }
-        let grads = self.grads(&range);
-        if let Some(sums) = self.memory.sums {
-            let sum = sums.slice(range.start, range.len());
-            let out = if last { grads } else { sum };
-            self.dev.launch(SumSlices::new(Stream::Compute, &[grads], (share > 0).then_some(sum), out))?;
-        }
-        if last { self.bucket_ready(bucket, &range) } else { Ok(()) }
+        if self.exchange.written(&mut self.dev, self.model.grads, bucket)? { self.bucket_ready(bucket) } else { Ok(()) }
     }
 
-    fn bucket_ready(&mut self, bucket: usize, range: &Range<usize>) -> Result<()> {
-        let grads = self.grads(range);
-        self.report.add(&mut self.dev, grads, range)?;
+    /// The step's gradient is enqueued for this rank's slice of a bucket.
+    pub(super) fn bucket_ready(&mut self, bucket: usize) -> Result<()> {
+        let (flat, local) = (self.exchange.slices().global(bucket), self.exchange.slices().local(bucket));
+        let grads = self.grads(&flat);
+        self.report.add(&mut self.dev, grads, &local)?;
         self.issue(Hop::Backward, bucket, None)?;
         self.notify(Event::GradReady(bucket))
     }
 
-    /// What a share reports; with the last one the report of the step ends.
+    /// What a share of this rank reports; with the last one the report of the step ends.
     fn report_share(&mut self, share: usize) -> Result<()> {
-        let (report, loss) = (&mut self.report, self.model.activations.loss);
-        if share + 1 == self.plan.shares { report.end(&mut self.dev, loss) } else { report.add_loss(&mut self.dev, loss, share) }
+        let loss = self.model.activations.loss;
+        if share + 1 < self.plan.shares / self.exchange.slices().ranks() {
+            return self.report.add_loss(&mut self.dev, loss, share);
+        }
+        if !self.exchange.is_summed() {
+            self.block_until(Doing::Sums, 0, |engine| Ok(engine.exchange.is_summed()))?;
+        }
+        self.report.end(&mut self.dev, loss)
     }
 
     /// Waits for the norm, decides, and starts what the verdict allows.
     fn validate(&mut self, learning_rate: f64) -> Result<StepReport> {
         let start = self.dev.now_ns();
-        self.block_until(Doing::Norm, 0, |engine| engine.report.poll(&mut engine.dev, &engine.host))?;
-        self.driver_span("await verdict", (self.train_step + 1) as u32, start);
-        let mut out = self.read_report(learning_rate);
+        let (step, mut found) = (self.train_step + 1, None);
+        self.block_until(Doing::Norm, 0, |engine| {
+            found = found.or_else(|| engine.exchange.outcome(step));
+            Ok(found.is_some())
+        })?;
+        self.driver_span("await verdict", step as u32, start);
+        let Some(outcome) = found else { unreachable!("waited for it") };
+        let mut out = self.judge(learning_rate, outcome);
         let validated = Event::Validated(out.verdict);
         self.vitals.event(validated, self.train_step + 1);
         self.coordinator.handle(validated);
@@ -243,6 +272,7 @@ impl<D: Kernels> Engine<D> {
         self.optimizer_step += u64::from(!skipped);
         self.train_step += 1;
         self.run_commands()?;
+        self.exchange.next_version();
         if self.plan.barrier {
             self.wait_for_all_params()?;
         }
@@ -257,9 +287,9 @@ impl<D: Kernels> Engine<D> {
         Ok(out)
     }
 
-    fn read_report(&self, learning_rate: f64) -> StepReport {
-        let (norm_sq, nonfinite, loss) = self.report.read(&self.host);
-        let grad_norm = norm_sq.norm(self.loss_scale.inverse());
+    fn judge(&self, learning_rate: f64, outcome: StepOutcome) -> StepReport {
+        let StepOutcome { norm_sq, nonfinite, loss } = outcome;
+        let grad_norm = NormSq(norm_sq).norm(self.loss_scale.inverse());
         let verdict = Verdict::new(grad_norm, nonfinite, self.plan.max_grad_norm);
         let (counts, exposed, loss_scale) = (Counts::default(), self.exposed, self.loss_scale.scale());
         StepReport { loss, grad_norm, learning_rate, loss_scale, verdict, counts, exposed, counters: Counters::default() }
@@ -277,6 +307,17 @@ impl<D: Kernels> Engine<D> {
 
     fn wait_for_bucket(&mut self, bucket: usize) -> Result<()> {
         self.wait_until_settled(bucket)?;
-        self.dev.wait(Stream::Compute, self.transfers.event(Hop::ParamsIn, bucket))
+        self.dev.wait(Stream::Compute, self.transfers.event(Hop::ParamsIn, bucket))?;
+        if !self.exchange.is_gathered(bucket) {
+            self.block_until(Doing::Gather, bucket, |engine| Ok(engine.exchange.is_gathered(bucket)))?;
+        }
+        self.exchange.arrive(&mut self.dev, bucket)
     }
+}
+
+/// Fills `memory` with a micro-batch; returns its targets that count, or what is wrong with it.
+fn fill(plan: &Plan, vocab: usize, memory: &mut [i32], batches: &mut impl Batches) -> Result<std::result::Result<usize, String>> {
+    let mut batch = Batch::new(memory, plan.seq_length, plan.separates_documents);
+    batches.fill(&mut batch)?;
+    Ok(batch.count_targets(vocab))
 }

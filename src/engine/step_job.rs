@@ -141,7 +141,7 @@ impl StepJob {
     }
 
     fn piece_elems(&self) -> usize {
-        self.range.len().div_ceil(PIECES_MIN).next_multiple_of(PAGE_ELEMS).min(PIECE_ELEMS_MAX)
+        self.range.len().div_ceil(PIECES_MIN).max(1).next_multiple_of(PAGE_ELEMS).min(PIECE_ELEMS_MAX)
     }
 
     /// Does the work on a part of the bucket with one decay rule.

@@ -22,7 +22,7 @@ pub(super) struct Transfers {
     events: [Vec<EventId>; Hop::ALL.len()],
     /// The end of what was last enqueued with each parameter slot.
     slots: Vec<EventId>,
-    in_flight: [VecDeque<InFlight>; Stream::COUNT],
+    in_flight: [VecDeque<InFlight>; Stream::WITH_PEERS.len()],
 }
 
 impl Transfers {
@@ -32,7 +32,7 @@ impl Transfers {
         for hop in Hop::ALL.into_iter().filter(|hop| hop.leg().stream.is_some()) {
             events[hop as usize] = many(hop.leg().window.unwrap_or(layout.count()))?;
         }
-        let in_flight = Stream::ALL.map(|_| VecDeque::with_capacity(layout.count().max(param_slots)));
+        let in_flight = Stream::WITH_PEERS.map(|_| VecDeque::with_capacity(layout.count().max(param_slots)));
         Ok(Self { layout: layout.clone(), events, slots: many(param_slots)?, in_flight })
     }
 
@@ -53,9 +53,8 @@ impl Transfers {
         }
     }
 
-    /// `hop` of `bucket`, with `slot`, is what was enqueued last on its stream; of an offloaded bucket [`Transfers::poll`] tells its end.
-    pub(super) fn issue<D: Device>(&mut self, dev: &mut D, hop: Hop, bucket: usize, slot: Option<Slot>) -> Result<()> {
-        let Some(stream) = hop.leg().stream else { return Ok(()) };
+    /// `hop` of `bucket`, with `slot`, is what was enqueued last on `stream`; of an offloaded bucket [`Transfers::poll`] tells its end.
+    pub(super) fn issue<D: Device>(&mut self, dev: &mut D, stream: Stream, hop: Hop, bucket: usize, slot: Option<Slot>) -> Result<()> {
         let mut done = self.event(hop, bucket);
         dev.record(done, stream)?;
         if let Some(slot) = slot.filter(|_| hop.leg().by_slot) {

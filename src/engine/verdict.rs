@@ -50,6 +50,16 @@ impl SpeculationHistory {
         self.failures >> WINDOW == 0
     }
 
+    /// As a number, for other ranks.
+    pub(super) fn bits(self) -> u64 {
+        u64::from(self.failures)
+    }
+
+    /// The verdicts of that number.
+    pub(super) fn of(bits: u64) -> Self {
+        Self { failures: bits as u32 }
+    }
+
     /// Whether failures are rare enough.
     pub(crate) fn pays(self) -> bool {
         self.failures.count_ones() < FAILURES_MAX

@@ -32,10 +32,14 @@ pub(crate) enum Doing {
     Norm,
     /// Waiting until every update is decided and written.
     Updates,
+    /// Waiting until the gradients of other ranks are pulled.
+    Sums,
+    /// Waiting for other ranks' parameters of a bucket.
+    Gather,
 }
 
 impl Doing {
-    const ALL: [(Self, &str); 8] = [
+    const ALL: [(Self, &str); 10] = [
         (Self::Else, "is not in a step"),
         (Self::Enqueuing, "enqueues work for the device"),
         (Self::Data, "waits for data"),
@@ -44,6 +48,8 @@ impl Doing {
         (Self::Params, "waits for the parameters of bucket"),
         (Self::Norm, "waits for the gradient norm"),
         (Self::Updates, "waits for updates to be written"),
+        (Self::Sums, "waits for the gradients of other ranks"),
+        (Self::Gather, "waits for other ranks' parameters of bucket"),
     ];
 
     /// In words; a bucket's number follows where one belongs.
@@ -136,7 +142,7 @@ pub struct Vitals {
     /// What happened last to each bucket.
     buckets: Box<[AtomicU64]>,
     /// The hop, from 1, and the bucket that each stream works for first, as far as the driver waits for it; 0 is none.
-    streams: [AtomicU64; Stream::COUNT],
+    streams: [AtomicU64; Stream::WITH_PEERS.len()],
     bell: Arc<Doorbell>,
     pub workers: Arc<Pulse>,
 }

@@ -137,7 +137,7 @@ impl Watch {
     fn report(&self) -> String {
         let (doing, number) = self.vitals.doing();
         let mut text = format!("no progress for {:?} (--stall-limit): the run ends; its last checkpoint stays\n", self.period * self.limit);
-        let with_bucket = matches!(doing, Doing::Gradient | Doing::Params);
+        let with_bucket = matches!(doing, Doing::Gradient | Doing::Params | Doing::Gather);
         let bucket = if with_bucket { format!(" {number}") } else { String::new() };
         // Writing into a string does not fail.
         let _ = writeln!(text, "  driver        {}{bucket}", doing.words());
@@ -149,7 +149,7 @@ impl Watch {
     }
 
     fn streams(&self, text: &mut String) {
-        for stream in Stream::ALL {
+        for stream in Stream::WITH_PEERS {
             let owed = |(hop, bucket): (Hop, u64)| format!("{} of bucket {bucket}", hop.leg().what);
             let pending = self.vitals.pending(stream).map_or("nothing that is known".into(), owed);
             let _ = writeln!(text, "  stream        {} owes {pending}", stream.name());

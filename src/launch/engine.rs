@@ -3,9 +3,11 @@
 use super::devices::{self, SelectedDevice};
 use super::gpu::{self, GpuDevice};
 use super::open;
+use super::ranks;
 use crate::config::settings::Settings;
 use crate::device::cpu::{CpuDevice, Schedule};
 use crate::device::{DeviceKind, Kernels};
+use crate::engine::exchange::Exchange;
 use crate::engine::executor::Engine;
 use crate::engine::pool::Pool;
 use crate::engine::step_job::StepJob;
@@ -32,14 +34,14 @@ pub(crate) struct Launcher {
 }
 
 /// What is done with an engine, whichever device it runs on.
-pub(crate) trait UseEngine {
+pub trait UseEngine {
     type Output;
 
     /// Does it.
     ///
     /// # Errors
     /// Its own.
-    fn run<D: Kernels>(self, engine: Engine<D>) -> Result<Self::Output>;
+    fn run<D: Kernels, X: Exchange<D>>(self, engine: Engine<D, X>) -> Result<Self::Output>;
 }
 
 impl Launcher {
@@ -66,7 +68,7 @@ impl Launcher {
     /// `Resource` when the device, memory or threads cannot be had; those of `user`.
     pub(crate) fn engine<U: UseEngine>(&self, plan: &Plan, shape: &ModelShape, user: U) -> Result<U::Output> {
         match self.chosen.machine.kind {
-            DeviceKind::Cpu => user.run(cpu_engine(plan, shape, &self.topology)?),
+            DeviceKind::Cpu => on_cpus(plan, shape, &self.topology, user),
             DeviceKind::Gpu => user.run(gpu_engine(plan, shape, &self.topology)?),
         }
     }
@@ -90,13 +92,31 @@ impl Launcher {
 /// `Resource` when memory or threads cannot be had.
 pub fn cpu_engine(plan: &Plan, shape: &ModelShape, topology: &Topology) -> Result<Engine<CpuDevice>> {
     let bell = Arc::new(Doorbell::default());
-    let schedule = plan.adversary.map_or(Schedule::Threads, |seed| Schedule::Adversary { seed });
-    let dev = open::cpu(plan.threads, schedule, bell.clone(), plan.trace_spans)?;
-    let pool = match schedule {
-        Schedule::Adversary { .. } => Pool::stepped(plan.trace_spans),
-        Schedule::Threads => worker_threads(plan, topology, &bell)?,
-    };
+    let (dev, pool) = (cpu_device(plan, &bell)?, cpu_pool(plan, topology, &bell, 0)?);
     Engine::new(plan.clone(), shape.clone(), dev, pool, bell)
+}
+
+/// The engines of `plan` on this machine's CPU, one for each rank, and what `user` makes of the first one.
+///
+/// # Errors
+/// `Resource` when memory or threads cannot be had; those of `user`; `Rank` when another rank has failed.
+pub fn on_cpus<U: UseEngine>(plan: &Plan, shape: &ModelShape, topology: &Topology, user: U) -> Result<U::Output> {
+    if plan.ranks == 1 {
+        return user.run(cpu_engine(plan, shape, topology)?);
+    }
+    let make = |plan: &Plan, bell: &Arc<Doorbell>, rank| Ok((cpu_device(plan, bell)?, cpu_pool(plan, topology, bell, rank)?));
+    ranks::on_cpus(plan, shape, make, |engine| user.run(engine), |engine, _| engine.follow())
+}
+
+/// The CPU as the device of `plan`.
+pub(super) fn cpu_device(plan: &Plan, bell: &Arc<Doorbell>) -> Result<CpuDevice> {
+    let schedule = plan.adversary.map_or(Schedule::Threads, |seed| Schedule::Adversary { seed });
+    open::cpu(plan.threads, schedule, bell.clone(), plan.trace_spans)
+}
+
+/// What runs the optimizer's jobs of `rank` beside such a device.
+pub(super) fn cpu_pool(plan: &Plan, topology: &Topology, bell: &Arc<Doorbell>, rank: usize) -> Result<Pool<StepJob>> {
+    if plan.adversary.is_some() { Ok(Pool::stepped(plan.trace_spans)) } else { worker_threads(plan, topology, bell, rank) }
 }
 
 /// The engine on this machine's first GPU.
@@ -106,7 +126,7 @@ pub fn cpu_engine(plan: &Plan, shape: &ModelShape, topology: &Topology) -> Resul
 pub fn gpu_engine(plan: &Plan, shape: &ModelShape, topology: &Topology) -> Result<Engine<GpuDevice>> {
     let bell = Arc::new(Doorbell::default());
     let dev = gpu::open(plan.cuda_libraries.clone(), plan.attention, plan.trace_spans)?;
-    let pool = worker_threads(plan, topology, &bell)?;
+    let pool = worker_threads(plan, topology, &bell, 0)?;
     Engine::new(plan.clone(), shape.clone(), dev, pool, bell)
 }
 
@@ -145,9 +165,11 @@ fn keep_off_workers(plan: &Plan, topology: &Topology) -> Result<()> {
     placement(plan, topology).map_or(Ok(()), |placement| placement.keep_off_workers("driver"))
 }
 
-fn worker_threads(plan: &Plan, topology: &Topology, bell: &Arc<Doorbell>) -> Result<Pool<StepJob>> {
-    let placement = placement(plan, topology);
-    let on_start = move |worker: usize| placement.as_ref().map_or(Ok(()), |place| name_and_pin(WORKER_ROLE, worker, place.workers[worker]));
+fn worker_threads(plan: &Plan, topology: &Topology, bell: &Arc<Doorbell>, rank: usize) -> Result<Pool<StepJob>> {
+    let all = Plan { threads: plan.threads * plan.ranks, ..plan.clone() };
+    let (placement, first) = (placement(&all, topology), rank * plan.threads);
+    let pin = move |place: &Placement, worker: usize| name_and_pin(WORKER_ROLE, worker, place.workers[first + worker]);
+    let on_start = move |worker: usize| placement.as_ref().map_or(Ok(()), |place| pin(place, worker));
     Threads::start(plan.threads, plan.host_memory.homes(), bell.clone(), plan.trace_spans, on_start).map(Pool::Threads)
 }
 

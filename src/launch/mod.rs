@@ -6,3 +6,4 @@ pub(crate) mod devices;
 pub(crate) mod engine;
 pub(crate) mod gpu;
 pub(crate) mod open;
+mod ranks;

@@ -2,6 +2,7 @@
 
 use super::machine::Machine;
 use crate::bucket::layout::{BucketLayout, Tier};
+use crate::bucket::slices::Slices;
 use crate::data::batch;
 use crate::device::Attention;
 use crate::device::footprint::{MemoryClass, gpu::PAGE_BYTES};
@@ -12,9 +13,11 @@ use crate::model::activations::{ActivationPlan, LossTile, MicroBatch};
 use crate::model::policy::LayerPolicy;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::{Module, TensorTable};
+use crate::optim::PIECE_ELEMS;
 use crate::optim::norm::BLOCK;
 use crate::optim::simd::Isa;
 use crate::planner::rules::{Policy, Rules};
+use crate::ranks::board::Sizes;
 use crate::trace::Span;
 
 /// Buckets that may be on their way to the host while the next module writes.
@@ -94,6 +97,8 @@ pub(crate) struct Workload<'a> {
     pub grad_accum_steps: usize,
     /// Shares of a step, whose gradients are summed.
     pub shares: usize,
+    /// Devices that train together; what is planned is for all of them.
+    pub ranks: usize,
     /// Format on the device.
     pub dtype: Dtype,
     pub link_dtype: Dtype,
@@ -166,29 +171,35 @@ impl Workload<'_> {
 
     /// Every class that is not empty.
     pub(crate) fn classes(&self, layout: &BucketLayout, rings: Rings, activations: &ActivationPlan) -> Vec<MemoryClass> {
-        let flat = layout.flat_elems();
+        let (flat, ranks) = (layout.flat_elems(), self.ranks);
         // Of a paged bucket nothing crosses the link but the state.
         let [offloaded, paged, resident] = [Tier::Host, Tier::Unified, Tier::Device].map(|tier| layout.elems_in(tier).len());
-        let slot_bytes = layout.bucket_elems().min(offloaded) * self.link_dtype.bytes();
-        let staging = if device_casts(self.dtype, self.link_dtype) && offloaded > 0 { 2 * layout.bucket_elems() * 4 } else { 0 };
+        let slices = || (0..ranks).map(|rank| Slices::new(layout.clone(), rank, ranks));
+        let slots: usize = slices().map(|own| own.slice_elems().min(own.elems_in(Tier::Host).len())).sum();
+        let slot_bytes = slots * self.link_dtype.bytes();
+        let longest: usize = slices().map(|own| own.slice_elems()).sum();
+        let staging = if device_casts(self.dtype, self.link_dtype) && offloaded > 0 { 2 * longest * 4 } else { 0 };
         let class = |name, space, bytes| MemoryClass { name, space, bytes };
-        let flat_bytes = |ring| self.machine.kind.flat_bytes(flat, self.dtype, ring);
+        let flat_bytes = |ring| ranks * self.machine.kind.flat_bytes(flat, self.dtype, ring);
         let params_name = if rings.weights.is_some() { "streamed weights" } else { "parameter slots" };
+        let (rounds, pulled) = (self.shares / ranks, (ranks - 1) * longest * self.dtype.bytes());
         let mut classes = vec![
             class("weights", MemorySpace::Device, flat_bytes(rings.weights)),
             class("gradients", MemorySpace::Device, flat_bytes(rings.grads)),
-            class("gradient sums", MemorySpace::Device, if self.shares > 1 { flat * 4 } else { 0 }),
+            class("gradient sums", MemorySpace::Device, if rounds > 1 { flat * 4 } else { 0 }),
+            class("peers' gradients", MemorySpace::Device, pulled),
             class("resident p, m, v", MemorySpace::Device, STATE_BYTES * resident),
             class("paged states here", MemorySpace::Device, self.paged_window_bytes(layout)),
             class("cast staging", MemorySpace::Device, staging),
-            class("activations", MemorySpace::Device, activations.device_bytes().0 as usize),
-            class("norm partials", MemorySpace::Device, flat / BLOCK * 4 + 4),
+            class("activations", MemorySpace::Device, ranks * activations.device_bytes().0 as usize),
+            class("norm partials", MemorySpace::Device, flat / BLOCK * 4 + ranks * 4),
             class("offloaded p, m, v", MemorySpace::Host, STATE_BYTES * offloaded),
             class("paged p, m, v", MemorySpace::Host, STATE_BYTES * paged),
             class("gradient slots", MemorySpace::Host, self.grad_slots(layout) * slot_bytes),
             class(params_name, MemorySpace::Host, self.param_slots(layout, rings) * slot_bytes),
-            class("kept activations", MemorySpace::Host, activations.host_bytes().0 as usize),
+            class("kept activations", MemorySpace::Host, ranks * activations.host_bytes().0 as usize),
             class("batches, norm", MemorySpace::Host, self.driver_bytes(flat)),
+            class("exchange", MemorySpace::Host, self.board_bytes(layout)),
             class("timeline", MemorySpace::Host, (self.workers + 4) * self.trace_spans * size_of::<Span>()),
             class("data", MemorySpace::Host, self.data_bytes),
         ];
@@ -206,8 +217,17 @@ impl Workload<'_> {
     /// What the driver reads and writes: every micro-batch of a step, since all are read before the first one runs; the partial sums of
     /// the norm, a flag and the loss of each share; and state that it moves.
     fn driver_bytes(&self, flat_elems: usize) -> usize {
-        let batch_elems = batch::arrays(self.separates_documents) * self.batch * self.seq_length;
-        4 * (self.grad_accum_steps * batch_elems + flat_elems / BLOCK + 1 + self.shares + BOUNCE_ELEMS)
+        4 * (self.batch_words() + flat_elems / BLOCK + self.shares + self.ranks * (1 + BOUNCE_ELEMS))
+    }
+
+    /// Words of all micro-batches of a step.
+    fn batch_words(&self) -> usize {
+        self.grad_accum_steps * batch::arrays(self.separates_documents) * self.batch * self.seq_length
+    }
+
+    /// What ranks tell each other; nothing where there is one.
+    fn board_bytes(&self, layout: &BucketLayout) -> usize {
+        if self.ranks == 1 { 0 } else { board_sizes(layout, self.ranks, self.shares, self.batch_words()).bytes() }
     }
 
     /// A bucket shares its arrays' first and last pages with its neighbours.
@@ -215,6 +235,12 @@ impl Workload<'_> {
         let DeviceMemory::Own { addressing: Addressing::Managed, .. } = self.machine.device else { return 0 };
         PAGED_WINDOW.min(layout.buckets_in(Tier::Unified).len()) * (STATE_BYTES * layout.bucket_elems() + 3 * PAGE_BYTES)
     }
+}
+
+/// Sizes of the board at which ranks meet, whose mail takes the micro-batches of a step, or a piece of state.
+pub(super) fn board_sizes(layout: &BucketLayout, ranks: usize, shares: usize, batch_words: usize) -> Sizes {
+    let flat = layout.flat_elems();
+    Sizes { ranks, buckets: layout.count(), partials: flat / BLOCK, shares, mail_words: batch_words.max(PIECE_ELEMS.min(flat)) }
 }
 
 /// Elements of every module that a ring may hold, in flat order.

@@ -6,6 +6,7 @@ use crate::config::options::{
     WeightsChoice,
 };
 use crate::config::settings::Settings;
+use crate::data::batch;
 use crate::device::footprint::MemoryClass;
 use crate::device::{Attention, DeviceKind};
 use crate::dtype::Dtype;
@@ -19,12 +20,14 @@ use crate::model::shape::ModelShape;
 use crate::model::tensors::TensorTable;
 use crate::optim::PIECE_ELEMS;
 use crate::optim::adam::AdamHyper;
+use crate::optim::norm::BLOCK;
 use crate::optim::simd::Isa;
-use crate::planner::budget::{Balance, Rings, Workload, balances, bytes_at, device_casts};
+use crate::planner::budget::{Balance, Rings, Workload, balances, board_sizes, bytes_at, device_casts};
 use crate::planner::choice::{Request, Residency, choose};
 use crate::planner::machine::Machine;
 use crate::planner::predict::Prediction;
 use crate::planner::rules::{Policy, Rules};
+use crate::ranks::board::Sizes;
 use crate::trace::spans_per_track;
 use crate::units::Bytes;
 use clap::ValueEnum;
@@ -134,6 +137,8 @@ pub struct Plan {
     pub grad_accum_steps: usize,
     /// Shares of the micro-batches, equally many of them in a row: gradients of a share add up in `dtype`, those of all in fp32.
     pub shares: usize,
+    /// Devices that train together: each computes its shares and owns its slice of every bucket.
+    pub ranks: usize,
     /// Tile of the loss.
     pub loss_tile: LossTile,
     /// What each layer keeps for its backward pass.
@@ -189,7 +194,9 @@ impl Plan {
             weights: weights(settings, techniques)?,
             tile: settings.loss_tile,
         };
-        let choice = choose(&workload, &table, &cut(settings, &table, workload.dtype), request)?;
+        let cut = cut(settings, &table, workload.dtype);
+        check_ranks(settings, &cut, machine.kind)?;
+        let choice = choose(&workload, &table, &cut, request)?;
         check_streams(settings, choice.rings)?;
         Ok(Self {
             strategy: settings.strategy,
@@ -210,6 +217,7 @@ impl Plan {
             separates_documents: workload.separates_documents,
             grad_accum_steps: workload.grad_accum_steps,
             shares: workload.shares,
+            ranks: workload.ranks,
             loss_tile: choice.tile,
             layer_policies: choice.policies,
             attention: workload.attention,
@@ -233,6 +241,12 @@ impl Plan {
     /// Tokens of an optimizer step.
     pub fn tokens_per_step(&self) -> usize {
         self.batch * self.seq_length * self.grad_accum_steps
+    }
+
+    /// Sizes of what its ranks meet at.
+    pub fn board_sizes(&self) -> Sizes {
+        let batch_words = batch::arrays(self.separates_documents) * self.batch * self.seq_length;
+        board_sizes(&self.layout, self.ranks, self.shares, self.grad_accum_steps * batch_words)
     }
 
     /// Bytes planned at `space`.
@@ -276,6 +290,7 @@ fn workload<'a>(
         separates_documents: settings.separates_documents,
         grad_accum_steps: settings.micro_batches(),
         shares: settings.shares(),
+        ranks: settings.gpus,
         dtype,
         link_dtype,
         rules: Rules { policy, adaptive: techniques.adaptive, deadline_order: techniques.deadline_order },
@@ -323,9 +338,11 @@ fn policy(settings: &Settings, techniques: Techniques) -> Result<Policy> {
 /// The flat order cut into buckets, none of them on the device yet.
 fn cut(settings: &Settings, table: &TensorTable, dtype: Dtype) -> BucketLayout {
     let flat = table.flat_elems();
+    let least_bytes = if settings.gpus > 1 { settings.gpus * BLOCK * dtype.bytes() } else { 0 };
     let bucket_bytes = match settings.bucket_mib {
         Some(mib) => (mib * f64::from(1 << 20)) as usize,
-        None => BUCKET_BYTES_MAX.min(flat * dtype.bytes() / BUCKETS_MIN),
+        // Each GPU owns a block of every bucket at least.
+        None => BUCKET_BYTES_MAX.min(flat * dtype.bytes() / BUCKETS_MIN).max(least_bytes),
     };
     let away = if settings.memory == HostMemoryKind::Unified { Tier::Unified } else { Tier::Host };
     BucketLayout::new(flat, bucket_bytes / dtype.bytes(), away)
@@ -369,6 +386,23 @@ fn check_streams(settings: &Settings, rings: Rings) -> Result<()> {
         ));
     }
     Ok(())
+}
+
+/// What several devices cannot do yet.
+fn check_ranks(settings: &Settings, layout: &BucketLayout, kind: DeviceKind) -> Result<()> {
+    let gpus = settings.gpus;
+    match settings.weights {
+        _ if gpus == 1 => Ok(()),
+        _ if kind == DeviceKind::Gpu => {
+            Err(Error::Unsupported(format!("--gpus {gpus} on GPUs: so far several train together only with --device cpu; use --gpus 1")))
+        }
+        WeightsChoice::Flow => Err(Error::usage(format!("--weights flow cannot be combined with --gpus {gpus}: use --weights stationary"))),
+        _ if layout.bucket_elems() / BLOCK < gpus => Err(Error::usage(format!(
+            "--gpus {gpus}: a bucket of {} elements has too few blocks of {BLOCK} for each to own one; use a larger --bucket-mib",
+            layout.bucket_elems()
+        ))),
+        _ => Ok(()),
+    }
 }
 
 /// cuDNN's has no float32 and no bounds between documents, and is on GPUs only.
@@ -447,10 +481,12 @@ impl fmt::Display for Plan {
             self.dtype,
             self.link_dtype
         )?;
-        let (batch, seq, accum) = (self.batch, self.seq_length, self.grad_accum_steps);
+        let (batch, seq, accum) = (self.batch, self.seq_length, self.grad_accum_steps / self.ranks);
+        let gpus = if self.ranks > 1 { format!("{} GPUs x ", self.ranks) } else { String::new() };
+        let shares = if self.shares > 1 { format!(" in {} gradient shares", self.shares) } else { String::new() };
         writeln!(
             f,
-            "  step        {accum} x {batch} x {seq} = {} tokens; loss in tiles of {} x {}",
+            "  step        {gpus}{accum} x {batch} x {seq} = {} tokens{shares}; loss in tiles of {} x {}",
             self.tokens_per_step(),
             self.loss_tile.rows,
             self.loss_tile.vocab

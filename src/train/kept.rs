@@ -45,9 +45,17 @@ pub(super) fn record(plan: &Plan, run: &mut Run) {
 /// `Format` for a checkpoint that makes no sense; `Usage` when what is said does not fit to what is kept.
 pub(super) fn settings(settings: &Settings, loaded: &Loaded, observer: &mut dyn Observer) -> Result<Settings> {
     let then = step_shape(loaded)?;
+    let accumulation = match settings.gradient_accumulation_steps {
+        None if !then.micro_batches.is_multiple_of(settings.gpus) => {
+            let (micro_batches, gpus) = (then.micro_batches, settings.gpus);
+            let remedy = "say --gradient-accumulation-steps to cut steps otherwise, or use fewer GPUs";
+            return Err(Error::usage(format!("--gpus {gpus}: the checkpoint's steps have {micro_batches} micro-batches; {remedy}")));
+        }
+        said => said.unwrap_or(then.micro_batches / settings.gpus),
+    };
     let kept = Settings {
         gradient_shares: settings.gradient_shares.or(Some(then.gradient_shares)),
-        gradient_accumulation_steps: settings.gradient_accumulation_steps.or(Some(then.micro_batches)),
+        gradient_accumulation_steps: Some(accumulation),
         loss_tile: if settings.allow_changed.contains(&RunPart::Numerics) { None } else { loss_tile(loaded)? },
         ..settings.clone()
     };

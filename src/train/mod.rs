@@ -20,6 +20,7 @@ pub(crate) mod text;
 
 use crate::config::settings::Settings;
 use crate::device::Kernels;
+use crate::engine::exchange::Exchange;
 use crate::engine::executor::Engine;
 use crate::error::Result;
 use crate::launch::engine::{Launcher, UseEngine};
@@ -50,12 +51,12 @@ struct Training<'a> {
 impl UseEngine for Training<'_> {
     type Output = Summary;
 
-    fn run<D: Kernels>(self, engine: Engine<D>) -> Result<Summary> {
+    fn run<D: Kernels, X: Exchange<D>>(self, engine: Engine<D, X>) -> Result<Summary> {
         drive(self.prepared.session(engine, self.observer)?, self.stop, self.observer)
     }
 }
 
-fn drive<D: Kernels>(mut session: Session<D>, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Summary> {
+fn drive<D: Kernels, X: Exchange<D>>(mut session: Session<D, X>, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Summary> {
     let _watchdog = session.watch(observer)?;
     let mut failure = None;
     while failure.is_none() && !session.is_done() && !stop.is_set() {

@@ -10,6 +10,7 @@ use crate::config::options::{Resume, RunPart};
 use crate::config::settings::{OnResume, Settings};
 use crate::data::loader::DataPosition;
 use crate::device::Kernels;
+use crate::engine::exchange::Exchange;
 use crate::engine::executor::Engine;
 use crate::engine::loss_scale::LossScale;
 use crate::engine::verdict::SpeculationHistory;
@@ -113,12 +114,12 @@ impl Accepted {
     ///
     /// # Errors
     /// A tensor that the model does not have or that cannot be read; the device's.
-    pub(super) fn restore<D: Kernels>(mut self, engine: &mut Engine<D>) -> Result<DataPosition> {
+    pub(super) fn restore<D: Kernels, X: Exchange<D>>(mut self, engine: &mut Engine<D, X>) -> Result<DataPosition> {
         state::restore(engine, &mut self.loaded, PIECE_ELEMS)?;
         let trainer = &self.loaded.manifest().trainer;
         let mut loss_scale = LossScale::new(engine.plan().dtype);
         loss_scale.restore(trainer.loss_scale.scale, trainer.loss_scale.good_steps);
-        engine.resume(trainer.step, trainer.optimizer_step, loss_scale, self.history);
+        engine.resume(trainer.step, trainer.optimizer_step, loss_scale, self.history)?;
         engine.send_weights()?;
         Ok(self.position)
     }

@@ -15,6 +15,7 @@ use crate::config::settings::Settings;
 use crate::data::loader::{DataPosition, Loader};
 use crate::device::Kernels;
 use crate::engine::coordinator::Counts;
+use crate::engine::exchange::Exchange;
 use crate::engine::executor::{Engine, StepReport};
 use crate::engine::verdict::Verdict;
 use crate::engine::watchdog::Watchdog;
@@ -58,8 +59,8 @@ pub(super) struct Companions {
 }
 
 /// A run between two steps.
-pub(crate) struct Session<D: Kernels> {
-    engine: Engine<D>,
+pub(crate) struct Session<D: Kernels, X: Exchange<D>> {
+    engine: Engine<D, X>,
     feed: Feed,
     schedule: LrSchedule,
     settings: Settings,
@@ -81,13 +82,13 @@ pub(crate) struct Session<D: Kernels> {
     perf: Option<WorkerCounters>,
 }
 
-impl<D: Kernels> Session<D> {
+impl<D: Kernels, X: Exchange<D>> Session<D, X> {
     /// A session whose next step is the engine's next.
     ///
     /// # Errors
     /// `Io` when the metrics cannot be written, or the optimizer's threads cannot be counted.
     pub(super) fn new(
-        engine: Engine<D>,
+        engine: Engine<D, X>,
         loader: Loader,
         schedule: LrSchedule,
         companions: Companions,

@@ -13,6 +13,7 @@ use crate::data::packing::Dataset;
 use crate::data::preparation::{News, Preparation};
 use crate::data::tokenizer::Tokenizer;
 use crate::device::Kernels;
+use crate::engine::exchange::Exchange;
 use crate::engine::executor::Engine;
 use crate::error::{Error, Result};
 use crate::launch::context::check_context;
@@ -101,7 +102,11 @@ impl PreparedRun<'_> {
     ///
     /// # Errors
     /// What goes wrong before the first step.
-    pub(super) fn session<D: Kernels>(self, mut engine: Engine<D>, observer: &mut dyn Observer) -> Result<Session<D>> {
+    pub(super) fn session<D: Kernels, X: Exchange<D>>(
+        self,
+        mut engine: Engine<D, X>,
+        observer: &mut dyn Observer,
+    ) -> Result<Session<D, X>> {
         let Self { launch, settings, source, plan, dataset, run, resumed, weights, max_steps, data, run_dir } = self;
         let position = match resumed {
             Some(accepted) => accepted.restore(&mut engine)?,
@@ -213,7 +218,7 @@ fn first_weights(settings: &Settings, shape: &ModelShape) -> Result<Option<Model
 }
 
 /// First weights: random, or the model's own.
-fn begin<D: Kernels>(engine: &mut Engine<D>, seed: u64, weights: Option<&ModelWeights>) -> Result<DataPosition> {
+fn begin<D: Kernels, X: Exchange<D>>(engine: &mut Engine<D, X>, seed: u64, weights: Option<&ModelWeights>) -> Result<DataPosition> {
     match weights {
         Some(weights) => weights.read(|start, block| engine.write_state(StatePart::Params, start, block))?,
         None => engine.init_state(seed, engine.plan().threads)?,

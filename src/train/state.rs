@@ -2,6 +2,7 @@
 
 use crate::checkpoint::Loaded;
 use crate::device::Kernels;
+use crate::engine::exchange::Exchange;
 use crate::engine::executor::Engine;
 use crate::error::Result;
 use crate::model::tensors::TensorSpec;
@@ -12,8 +13,8 @@ use std::ops::Range;
 ///
 /// # Errors
 /// The device's; those of `each`.
-pub(super) fn for_each_piece<D: Kernels>(
-    engine: &mut Engine<D>,
+pub(super) fn for_each_piece<D: Kernels, X: Exchange<D>>(
+    engine: &mut Engine<D, X>,
     piece_elems: usize,
     mut each: impl FnMut(Option<&TensorSpec>, &[f32]) -> Result<()>,
 ) -> Result<()> {
@@ -33,7 +34,7 @@ pub(super) fn for_each_piece<D: Kernels>(
 ///
 /// # Errors
 /// A tensor that the model does not have, cannot be read, or holds what no training goes on from; the device's.
-pub(super) fn restore<D: Kernels>(engine: &mut Engine<D>, loaded: &mut Loaded, piece_elems: usize) -> Result<()> {
+pub(super) fn restore<D: Kernels, X: Exchange<D>>(engine: &mut Engine<D, X>, loaded: &mut Loaded, piece_elems: usize) -> Result<()> {
     let (specs, mut buffer) = (engine.table().specs().to_vec(), Vec::new());
     loaded.expect_tensors(specs.iter().map(|spec| (spec.name.as_str(), spec.shape.as_slice())))?;
     for spec in &specs {

@@ -193,7 +193,7 @@ const WRONG_CALLS: [(&str, WrongCall); 30] = [
     }),
     ("grad_norm_partials with too few partials", |dev, room| {
         let (grads, partials, nonfinite) = (part(room, 0, BLOCK + 1, FP32), part(room, 1, 1, FP32), part(room, 2, 1, Dtype::Int32));
-        dev.launch(GradNormPartials { grads, partials, nonfinite })
+        dev.launch(GradNormPartials { stream: Stream::Compute, grads, partials, nonfinite })
     }),
     ("adam_step of another size", |dev, room| {
         let at = |index, elems| part(room, index, elems, FP32);

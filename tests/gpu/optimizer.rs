@@ -94,7 +94,9 @@ fn norm(bench: &mut Bench, values: &[f32], dtype: Dtype) -> Outcome {
         let grads = case.input("grads", dtype, values);
         let partials = case.output("partials", FP32, values.len().div_ceil(BLOCK), Want::Same);
         let flag = case.updated_int("nonfinite", before, after);
-        case.check(bench, &|dev, at| dev.launch(GradNormPartials { grads: at[grads], partials: at[partials], nonfinite: at[flag] }))?;
+        case.check(bench, &|dev, at| {
+            dev.launch(GradNormPartials { stream: Stream::Compute, grads: at[grads], partials: at[partials], nonfinite: at[flag] })
+        })?;
     }
     Ok(0.0)
 }

@@ -12,7 +12,7 @@ use std::path::Path;
 const FLOORS: [&[&str]; 13] = [
     &["disk", "dtype", "error", "memory", "model_dir", "signals", "sync", "trace", "units"],
     &["data", "hardware", "optim"],
-    &["bucket", "device", "host", "model"],
+    &["bucket", "device", "host", "model", "ranks"],
     &["config"],
     &["planner"],
     &["engine"],

@@ -1,6 +1,6 @@
 //! The queue of a stream of the CPU device in every order that the memory model allows, by loom: `tests/threads/loom.sh`.
 
-use super::stream::{Op, OpQueue, QUEUE_OPS};
+use super::stream::{Op, OpQueue, Point, QUEUE_OPS};
 use crate::host::doorbell::Doorbell;
 use crate::sync::thread;
 use std::sync::Arc;
@@ -14,14 +14,14 @@ fn a_queue_keeps_order_and_its_driver_waits_while_it_is_full() {
         let consumer = thread::spawn(move || {
             for number in 0..OPS {
                 its_queue.bell.wait_until(|| its_queue.front().is_some());
-                assert!(matches!(its_queue.front(), Some(Op::Wait { ops, .. }) if ops == number));
+                assert!(matches!(its_queue.front(), Some(Op::Wait(Point { ops, .. })) if ops == number));
                 its_queue.pop();
                 its_driver.ring();
             }
         });
         for ops in 0..OPS {
             driver.wait_until(|| !queue.is_full());
-            queue.push(Op::Wait { stream: 0, ops });
+            queue.push(Op::Wait(Point { stream: 0, ops }));
         }
         driver.wait_until(|| queue.done() == OPS);
         consumer.join().unwrap();

@@ -326,7 +326,7 @@ mod tests {
         let n = BLOCK + 10;
         let grads = harness.floats(&vec![2.0; n]);
         let (partials, nonfinite) = (harness.floats(&[9.0; 2]), harness.with(Dtype::Int32, &[0i32]));
-        harness.0.launch(GradNormPartials { grads, partials, nonfinite }).unwrap();
+        harness.0.launch(GradNormPartials { stream: Stream::Compute, grads, partials, nonfinite }).unwrap();
         assert_eq!((harness.read::<f32>(partials), harness.read::<i32>(nonfinite)), (vec![4.0 * BLOCK as f32, 40.0], vec![0]));
         let [params, m, v] = [1.0, 0.0, 0.0].map(|x| harness.floats(&vec![x; n]));
         let out = harness.0.alloc("out", n, Dtype::Float16).unwrap();

@@ -10,6 +10,7 @@ mod compute;
 mod interleavings;
 mod kernels;
 mod launch;
+mod peers;
 mod stream;
 mod team;
 
@@ -20,14 +21,16 @@ use crate::error::{Error, Result};
 use crate::host::doorbell::Doorbell;
 use crate::host::pinned::{HostMemory, PinnedSlice};
 use crate::memory::{MemorySpace, RingShape};
+use crate::ranks::Seat;
+use crate::ranks::baton::Baton;
 use crate::trace::{Recorder, now_ns};
 use compute::ComputeOwner;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
 use std::thread::JoinHandle;
-use stream::{Op, OpQueue, Task};
+use stream::{Op, OpQueue, Point, Task};
 
 /// Who runs the operations, and when.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,10 +48,30 @@ pub struct CpuDevice {
     memory: HostMemory,
     allocated: Allocated,
     shared: Arc<StreamsShared>,
-    /// Where each event was last recorded: stream and number of operations before it.
-    events: Vec<(usize, u64)>,
+    /// Where each event was last recorded: a [`Point`] in a word, since peers look at it.
+    events: Vec<Arc<AtomicU64>>,
+    /// What it has to do with others, if it has.
+    company: Option<Company>,
     runner: Runner,
     compute: ComputeOwner,
+}
+
+/// What a device has to do with others.
+struct Company {
+    seat: Seat,
+    /// What others may read of its memory. All of them hold it, so that it is there as long as one of them may.
+    lent: Arc<HostMemory>,
+    cards: Vec<Card>,
+}
+
+/// How others reach a device.
+#[derive(Clone)]
+pub(crate) struct Card {
+    shared: Weak<StreamsShared>,
+    events: Vec<Arc<AtomicU64>>,
+    memory: Arc<HostMemory>,
+    /// Where that is.
+    allocated: Arc<Allocated>,
 }
 
 #[expect(clippy::large_enum_variant, reason = "a device has one")]
@@ -58,7 +81,9 @@ enum Runner {
 }
 
 struct StreamsShared {
-    queues: [OpQueue; Stream::COUNT],
+    queues: [OpQueue; Stream::WITH_PEERS.len()],
+    /// The devices of all ranks, once they are known.
+    peers: OnceLock<Vec<Weak<StreamsShared>>>,
     stop: AtomicBool,
     /// Set when an operation panicked: its stream is dead and every wait must fail instead of hanging.
     failed: AtomicBool,
@@ -77,9 +102,10 @@ impl CpuDevice {
     /// `Resource` when a thread cannot start.
     pub unsafe fn new(threads: usize, schedule: Schedule, driver: Arc<Doorbell>, trace_spans: usize) -> Result<Self> {
         let compute = ComputeOwner::new(threads)?;
-        let queues = Stream::ALL.map(|_| OpQueue::new());
+        let queues = Stream::WITH_PEERS.map(|_| OpQueue::new());
         let shared = Arc::new(StreamsShared {
             queues,
+            peers: OnceLock::new(),
             stop: AtomicBool::new(false),
             failed: AtomicBool::new(false),
             compute_waited_ns: AtomicU64::new(0),
@@ -90,9 +116,17 @@ impl CpuDevice {
             Schedule::Adversary { seed } => {
                 Runner::Adversary { rng: ChaCha8Rng::seed_from_u64(seed), recorders: recorders.into(), eagerness: (seed % 8) as u32 }
             }
-            Schedule::Threads => Runner::Threads(start_streams(&shared, recorders)?),
+            Schedule::Threads => Runner::Threads(start_streams(&shared, 0, recorders)?),
         };
-        Ok(Self { memory: HostMemory::default(), allocated: Allocated::default(), shared, events: Vec::new(), runner, compute })
+        Ok(Self {
+            memory: HostMemory::default(),
+            allocated: Allocated::default(),
+            shared,
+            events: Vec::new(),
+            company: None,
+            runner,
+            compute,
+        })
     }
 
     /// Runs `task` on `stream`, after everything enqueued there before.
@@ -113,7 +147,7 @@ impl CpuDevice {
         let Runner::Adversary { rng, eagerness, .. } = &mut self.runner else { return Ok(()) };
         let eagerness = *eagerness;
         let mut advance = rng.next_u32() % 8 < eagerness;
-        while advance && (0..Stream::COUNT).any(|s| self.shared.can_run(s)) {
+        while advance && (0..self.shared.queues.len()).any(|s| self.shared.can_run(s)) {
             self.advance()?;
             let Runner::Adversary { rng, .. } = &mut self.runner else { return Ok(()) };
             advance = rng.next_u32() % 8 < eagerness;
@@ -125,19 +159,24 @@ impl CpuDevice {
     fn run_until(&mut self, ready: impl Fn(&StreamsShared) -> bool) -> Result<()> {
         while !ready(&self.shared) {
             if !self.advance()? {
-                let shared = &self.shared;
-                shared.driver.wait_until(|| ready(shared) || shared.failed.load(Ordering::Acquire));
+                let (shared, company) = (&self.shared, &self.company);
+                let others_failed = || company.as_ref().is_some_and(|company| company.seat.board.has_failed());
+                shared.driver.wait_until(|| ready(shared) || shared.failed.load(Ordering::Acquire) || others_failed());
             }
             self.check()?;
         }
         Ok(())
     }
 
+    fn recorded(&self, event: EventId) -> Point {
+        Point::unpack(self.events[event.0 as usize].load(Ordering::Acquire))
+    }
+
     fn check(&self) -> Result<()> {
         if self.shared.failed.load(Ordering::Acquire) {
             return Err(Error::resource("run an operation on the cpu device", "it panicked; see the message above"));
         }
-        Ok(())
+        self.company.as_ref().map_or(Ok(()), |company| company.seat.check())
     }
 
     /// Lets the adversary run one operation of a random stream; false when threads run them.
@@ -146,12 +185,17 @@ impl CpuDevice {
     /// `Resource` if no stream can go on: the driver waits for something that nobody will do.
     fn advance(&mut self) -> Result<bool> {
         let Runner::Adversary { rng, recorders, .. } = &mut self.runner else { return Ok(false) };
-        let first = rng.next_u32() as usize % Stream::COUNT;
-        let stream = (0..Stream::COUNT).map(|i| (first + i) % Stream::COUNT).find(|&s| self.shared.can_run(s));
+        let streams = if self.company.is_some() { Stream::WITH_PEERS.len() } else { Stream::COUNT };
+        let first = rng.next_u32() as usize % streams;
+        let stream = (0..streams).map(|i| (first + i) % streams).find(|&s| self.shared.can_run(s));
         let Some(stream) = stream else {
+            if let Some(company) = &self.company {
+                return company.seat.pass_idle();
+            }
             return Err(Error::resource("wait for the cpu device", "no stream can go on: a deadlock in the step protocol"));
         };
         self.shared.run_front(stream, &mut recorders[stream]);
+        self.company.iter().filter_map(|company| company.seat.board.baton()).for_each(Baton::progress);
         Ok(true)
     }
 
@@ -175,13 +219,18 @@ impl Drop for CpuDevice {
     }
 }
 
-fn start_streams(shared: &Arc<StreamsShared>, recorders: [Recorder; Stream::COUNT]) -> Result<Vec<JoinHandle<Recorder>>> {
+/// Starts the threads of the streams from `first` on.
+fn start_streams(
+    shared: &Arc<StreamsShared>,
+    first: usize,
+    recorders: impl IntoIterator<Item = Recorder>,
+) -> Result<Vec<JoinHandle<Recorder>>> {
     let start = |(stream, recorder): (usize, Recorder)| {
         let (shared, name) = (shared.clone(), recorder.track.clone());
         let body = move || run_stream(&shared, stream, recorder);
         std::thread::Builder::new().name(name).spawn(body).map_err(|e| Error::resource("start a stream of the cpu device", e))
     };
-    recorders.into_iter().enumerate().map(start).collect()
+    (first..).zip(recorders).map(start).collect()
 }
 
 fn run_stream(shared: &StreamsShared, stream: usize, mut recorder: Recorder) -> Recorder {
@@ -198,6 +247,7 @@ fn run_stream(shared: &StreamsShared, stream: usize, mut recorder: Recorder) -> 
         }
         shared.run_front(stream, &mut recorder);
         shared.queues.iter().enumerate().filter(|(s, _)| *s != stream).for_each(|(_, r)| r.bell.ring());
+        shared.ring_peers();
         shared.driver.ring();
     }
 }
@@ -219,8 +269,13 @@ impl StreamsShared {
         match self.queues[stream].front() {
             None => false,
             Some(Op::Run(_)) => true,
-            Some(Op::Wait { stream, ops }) => self.queues[stream].done() >= ops,
+            Some(Op::Wait(point)) => self.has_passed(point),
+            Some(Op::WaitForPeer { peer, point }) => self.peer_has_passed(peer, point),
         }
+    }
+
+    fn has_passed(&self, Point { stream, ops }: Point) -> bool {
+        self.queues[stream].done() >= ops
     }
 
     /// The front operation waits for another stream.
@@ -254,7 +309,8 @@ impl Device for CpuDevice {
     }
 
     fn allocations(&self) -> Vec<(&str, usize)> {
-        self.memory.allocations().collect()
+        let lent = self.company.iter().flat_map(|company| company.lent.allocations());
+        lent.chain(self.memory.allocations()).collect()
     }
 
     fn alloc_ring(&mut self, name: &str, elems: usize, dtype: Dtype, shape: RingShape) -> Result<DeviceSlice> {
@@ -286,32 +342,32 @@ impl Device for CpuDevice {
     }
 
     fn event(&mut self) -> Result<EventId> {
-        self.events.push((0, 0));
+        self.events.push(Arc::default());
         Ok(EventId(self.events.len() as u32 - 1))
     }
 
     fn record(&mut self, event: EventId, stream: Stream) -> Result<()> {
-        self.events[event.0 as usize] = (stream as usize, self.shared.queues[stream as usize].enqueued());
+        let point = Point { stream: stream as usize, ops: self.shared.queues[stream as usize].enqueued() };
+        self.events[event.0 as usize].store(point.pack(), Ordering::Release);
         Ok(())
     }
 
     fn wait(&mut self, stream: Stream, event: EventId) -> Result<()> {
-        let (other, ops) = self.events[event.0 as usize];
-        if other == stream as usize || self.shared.queues[other].done() >= ops {
+        let point = self.recorded(event);
+        if point.stream == stream as usize || self.shared.has_passed(point) {
             return Ok(());
         }
-        self.push(stream, Op::Wait { stream: other, ops })
+        self.push(stream, Op::Wait(point))
     }
 
     fn is_done(&mut self, event: EventId) -> Result<bool> {
         self.check()?;
-        let (stream, ops) = self.events[event.0 as usize];
-        Ok(self.shared.queues[stream].done() >= ops)
+        Ok(self.shared.has_passed(self.recorded(event)))
     }
 
     fn synchronize(&mut self, event: EventId) -> Result<()> {
-        let (stream, ops) = self.events[event.0 as usize];
-        self.run_until(|shared| shared.queues[stream].done() >= ops)
+        let point = self.recorded(event);
+        self.run_until(|shared| shared.has_passed(point))
     }
 
     fn waited_ns(&self) -> u64 {
@@ -320,7 +376,7 @@ impl Device for CpuDevice {
 
     fn idle(&mut self) -> Result<bool> {
         let Runner::Adversary { .. } = self.runner else { return Ok(false) };
-        if (0..Stream::COUNT).all(|s| !self.shared.can_run(s)) {
+        if (0..self.shared.queues.len()).all(|s| !self.shared.can_run(s)) {
             return Ok(false);
         }
         self.advance()

@@ -39,15 +39,35 @@ impl Task {
     }
 }
 
+/// So many operations of a stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Point {
+    pub(super) stream: usize,
+    pub(super) ops: u64,
+}
+
+impl Point {
+    /// In one word.
+    pub(super) fn pack(self) -> u64 {
+        self.ops << 3 | self.stream as u64
+    }
+
+    pub(super) fn unpack(word: u64) -> Self {
+        Self { stream: (word & 7) as usize, ops: word >> 3 }
+    }
+}
+
 /// What a stream does, in order.
 #[derive(Clone, Copy)]
 #[expect(clippy::large_enum_variant, reason = "stored in the queue itself: a box would be an allocation per operation")]
 pub(super) enum Op {
     Run(Task),
-    /// Go on only after stream `stream` has done `ops` operations.
-    Wait {
-        stream: usize,
-        ops: u64,
+    /// Go on only after a stream has reached this point.
+    Wait(Point),
+    /// The same of a peer's stream.
+    WaitForPeer {
+        peer: usize,
+        point: Point,
     },
 }
 

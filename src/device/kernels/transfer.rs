@@ -109,6 +109,7 @@ impl Kernel for SumSlices {
 /// Sums of squares of gradients by blocks of [`BLOCK`], and whether one is infinite or NaN. See [`crate::optim::norm`].
 #[derive(Clone, Copy, Debug)]
 pub struct GradNormPartials {
+    pub stream: Stream,
     /// Any size.
     pub grads: DeviceSlice,
     /// One sum a block, fp32.
@@ -123,6 +124,10 @@ impl Kernel for GradNormPartials {
     fn operands(&self) -> impl AsRef<[Operand]> {
         let n = self.grads.elems();
         operands![self; Read grads[n], Write partials[n.div_ceil(BLOCK)] Float32; Write nonfinite[1] Int32]
+    }
+
+    fn stream(&self) -> Stream {
+        self.stream
     }
 }
 

@@ -120,7 +120,7 @@ impl NormMemory {
     }
 
     fn enqueue<D: Kernels>(&self, dev: &mut D) -> Result<()> {
-        dev.launch(GradNormPartials { grads: self.grads, partials: self.partials, nonfinite: self.nonfinite })?;
+        dev.launch(GradNormPartials { stream: Stream::Compute, grads: self.grads, partials: self.partials, nonfinite: self.nonfinite })?;
         dev.copy_d2h(Stream::Compute, self.partials, self.host_partials)?;
         dev.copy_d2h(Stream::Compute, self.nonfinite, self.host_nonfinite)
     }

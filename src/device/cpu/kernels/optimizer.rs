@@ -4,8 +4,8 @@ use super::Compute;
 use super::isa::vectorised;
 use super::split::Chunks;
 use crate::device::cpu::CpuDevice;
-use crate::device::cpu::launch::{CpuArithmetic, TaskMemory, by_float};
-use crate::device::{Adam, Checked, GradNormPartials, Launch};
+use crate::device::cpu::launch::by_float;
+use crate::device::{Adam, Checked, GradNormPartials, Launch, Stream};
 use crate::dtype::Element;
 use crate::error::Result;
 use crate::optim::adam::{self, AdamState, AdamStep};
@@ -17,10 +17,21 @@ const PARTIALS: usize = 4;
 /// Parameters of one block of work.
 const PARAMS: usize = 4 * BLOCK;
 
-impl CpuArithmetic for GradNormPartials {
-    fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
-        let (partials, nonfinite) = (memory.write(self.partials), memory.write::<i32>(self.nonfinite));
-        grad_norm_partials::<T>(cx, memory.read(self.grads), partials, &mut nonfinite[0]);
+impl Launch<GradNormPartials> for CpuDevice {
+    fn accept(&mut self, kernel: Checked<GradNormPartials>) -> Result<()> {
+        let isa = self.compute.isa();
+        by_float!(kernel.grads.dtype(), T => match kernel.stream {
+            Stream::Compute => self.compute(kernel, |GradNormPartials { grads, partials, nonfinite, .. }, cx, memory| {
+                let (partials, nonfinite) = (memory.write(partials), memory.write::<i32>(nonfinite));
+                grad_norm_partials::<T>(cx, memory.read(grads), partials, &mut nonfinite[0]);
+            }),
+            // The compute threads belong to the compute stream.
+            _ => self.beside(kernel, move |GradNormPartials { grads, partials, nonfinite, .. }, memory| {
+                if norm_partials::<T>(isa, memory.read(grads), memory.write(partials)) {
+                    memory.write::<i32>(nonfinite)[0] = 1;
+                }
+            }),
+        })
     }
 }
 

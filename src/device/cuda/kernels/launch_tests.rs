@@ -142,7 +142,8 @@ fn transfer(list: &mut List, r: &mut Room, elems: usize) -> Result<()> {
         Cast { stream, src: r.f(elems), dst: r.x(elems) }.enqueue(list)?;
         Cast { stream, src: r.x(elems), dst: r.f(elems) }.enqueue(list)?;
     }
-    GradNormPartials { grads: r.x(elems), partials: r.f(elems.div_ceil(BLOCK)), nonfinite: r.i(1) }.enqueue(list)?;
+    GradNormPartials { stream: Stream::Compute, grads: r.x(elems), partials: r.f(elems.div_ceil(BLOCK)), nonfinite: r.i(1) }
+        .enqueue(list)?;
     let consts = AdamConsts::new(&AdamHyper { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 }, 3, true);
     let (params, m, v, grads, out) = (r.f(elems), r.f(elems), r.f(elems), r.x(elems), r.x(elems));
     Adam { params, m, v, grads, out, consts, scale: 0.7 }.enqueue(list)?;

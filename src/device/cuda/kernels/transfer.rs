@@ -82,11 +82,11 @@ impl GpuKernel for SumSlices {
 
 impl GpuKernel for GradNormPartials {
     fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
-        let Self { grads, partials, nonfinite } = self;
+        let Self { stream, grads, partials, nonfinite } = self;
         let whole = vectors(grads.elems(), VECTOR, &[grads]) / (BLOCK / VECTOR) as u64;
         // The kernel also writes gradients as fp32 where it is told to: the engine has no use for that.
         let args = args![grads, None::<DeviceSlice>, partials, nonfinite, grads.elems() as u64, whole];
-        queue.launch(Stream::Compute, "grad_norm", Some(self.float_format()?), grid(partials.elems(), NORM_WARPS)?, args)
+        queue.launch(stream, "grad_norm", Some(self.float_format()?), grid(partials.elems(), NORM_WARPS)?, args)
     }
 }
 

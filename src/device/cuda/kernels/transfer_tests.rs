@@ -126,7 +126,7 @@ fn norm_matches<T: Element>(grads: &[T], offset: usize) {
         let source = memory.with(T::DTYPE, offset, grads);
         let partials = memory.with(Dtype::Float32, 0, &vec![7.0f32; blocks]);
         let nonfinite = memory.with(Dtype::Int32, 0, &[before]);
-        GradNormPartials { grads: source, partials, nonfinite }.enqueue(&mut memory).unwrap();
+        GradNormPartials { stream: Stream::Compute, grads: source, partials, nonfinite }.enqueue(&mut memory).unwrap();
         let mut want = vec![0.0; blocks];
         let found = norm::partials(grads, &mut want);
         assert_same(&memory.read::<f32>(partials), &want, "partials");

@@ -1,0 +1,147 @@
+//! The part of every bucket that a rank owns, cut at whole blocks of the norm.
+//!
+//! Of a bucket of B blocks rank r of N owns blocks `B*r/N .. B*(r+1)/N`. Behind each other, in the order of the buckets, a rank's parts
+//! make its own flat order: *local* coordinates, in which its optimizer state and the partial sums of its norm lie.
+
+use super::layout::{BucketLayout, Tier};
+use crate::optim::norm::BLOCK;
+use std::ops::Range;
+
+/// Which elements a rank owns, in the flat order and in its own.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Slices {
+    layout: BucketLayout,
+    rank: usize,
+    ranks: usize,
+}
+
+impl Slices {
+    /// The part of `rank`, one of `ranks`, of every bucket of `layout`.
+    ///
+    /// # Panics
+    /// If there is no such rank.
+    pub fn new(layout: BucketLayout, rank: usize, ranks: usize) -> Self {
+        assert!(rank < ranks, "rank {rank} of {ranks}");
+        Self { layout, rank, ranks }
+    }
+
+    /// The buckets that are cut.
+    pub fn layout(&self) -> &BucketLayout {
+        &self.layout
+    }
+
+    /// How many ranks share every bucket.
+    pub fn ranks(&self) -> usize {
+        self.ranks
+    }
+
+    /// Whose slices these are.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// The flat range of `bucket` that `rank` owns; empty if the bucket has fewer blocks than there are ranks.
+    pub fn of(&self, rank: usize, bucket: usize) -> Range<usize> {
+        let bucket = self.layout.range(bucket);
+        let cut = |rank: usize| bucket.start + bucket.len() / BLOCK * rank / self.ranks * BLOCK;
+        cut(rank)..cut(rank + 1)
+    }
+
+    /// The flat range of `bucket` that this rank owns.
+    pub fn global(&self, bucket: usize) -> Range<usize> {
+        self.of(self.rank, bucket)
+    }
+
+    /// The same in local coordinates: all buckets but the last are alike.
+    pub fn local(&self, bucket: usize) -> Range<usize> {
+        let start = bucket * self.global(0).len();
+        start..start + self.global(bucket).len()
+    }
+
+    /// Elements that this rank owns in all.
+    pub fn elems(&self) -> usize {
+        self.local(self.layout.count() - 1).end
+    }
+
+    /// Elements of the longest slice that this rank owns.
+    pub fn slice_elems(&self) -> usize {
+        (0..self.layout.count()).map(|bucket| self.global(bucket).len()).max().unwrap_or(0)
+    }
+
+    /// The local range of the buckets of `tier`.
+    pub fn elems_in(&self, tier: Tier) -> Range<usize> {
+        let buckets = self.layout.buckets_in(tier);
+        let end = |buckets: usize| buckets.checked_sub(1).map_or(0, |last| self.local(last).end);
+        end(buckets.start)..end(buckets.end)
+    }
+
+    /// The parts of the flat range `flat` that this rank owns, each with the local element at which it begins.
+    pub fn owned(&self, flat: Range<usize>) -> impl Iterator<Item = (Range<usize>, usize)> + '_ {
+        self.layout.overlapping(flat.clone()).filter_map(move |bucket| {
+            let (global, local) = (self.global(bucket), self.local(bucket));
+            let part = flat.start.max(global.start)..flat.end.min(global.end);
+            (!part.is_empty()).then(|| (part.clone(), local.start + part.start - global.start))
+        })
+    }
+
+    /// The flat ranges behind the local range `local`, in their order, each with the local element at which it begins.
+    pub fn pieces(&self, local: Range<usize>) -> impl Iterator<Item = (Range<usize>, usize)> + '_ {
+        // All is one piece where nobody else owns any.
+        let all = (self.ranks == 1 && !local.is_empty()).then(|| (local.clone(), local.start));
+        let buckets = if self.ranks == 1 { 0 } else { self.layout.count() };
+        let pieces = (0..buckets).filter_map(move |bucket| {
+            let (global, own) = (self.global(bucket), self.local(bucket));
+            let part = local.start.max(own.start)..local.end.min(own.end);
+            (!part.is_empty()).then(|| (global.start + part.start - own.start..global.start + part.end - own.start, part.start))
+        });
+        all.into_iter().chain(pieces)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn slices_tile_every_bucket_and_the_local_order(
+            blocks in 1usize..60, bucket in 1usize..12, resident in 0usize..9, ranks in 1usize..6, from in 0usize..60, len in 0usize..60,
+        ) {
+            let layout = BucketLayout::new(blocks * BLOCK, bucket * BLOCK, Tier::Host).with_resident(resident);
+            let all: Vec<_> = (0..ranks).map(|rank| Slices::new(layout.clone(), rank, ranks)).collect();
+            for b in 0..layout.count() {
+                let mut end = layout.range(b).start;
+                for slices in &all {
+                    prop_assert_eq!(slices.global(b).start, end);
+                    prop_assert!(slices.global(b).start.is_multiple_of(BLOCK));
+                    prop_assert_eq!(all[0].of(slices.rank(), b), slices.global(b));
+                    end = slices.global(b).end;
+                }
+                prop_assert_eq!(end, layout.range(b).end);
+            }
+            prop_assert_eq!(all.iter().map(Slices::elems).sum::<usize>(), layout.flat_elems());
+            let flat = (from.min(blocks) * BLOCK + 5).min(layout.flat_elems())..((from + len).min(blocks) * BLOCK).max(5);
+            let mut covered = 0;
+            for slices in &all {
+                let mut end = 0;
+                for b in 0..layout.count() {
+                    let local = slices.local(b);
+                    prop_assert_eq!(local.start, end, "behind each other");
+                    prop_assert!(slices.global(b).len() <= slices.slice_elems());
+                    let tier = slices.elems_in(layout.tier(b));
+                    prop_assert!(tier.start <= local.start && local.end <= tier.end);
+                    end = local.end;
+                }
+                let tiers = [Tier::Host, Tier::Device].map(|tier| slices.elems_in(tier));
+                prop_assert_eq!((tiers[0].start, tiers[0].end, tiers[1].end), (0, tiers[1].start, slices.elems()));
+                for (part, local) in slices.owned(flat.clone()) {
+                    covered += part.len();
+                    prop_assert!(slices.pieces(local..local + part.len()).eq([(part, local)]));
+                }
+                prop_assert_eq!(slices.pieces(0..slices.elems()).map(|(part, _)| part.len()).sum::<usize>(), slices.elems());
+            }
+            prop_assert_eq!(covered, flat.len());
+        }
+    }
+}

@@ -1,0 +1,75 @@
+//! CPU devices that work beside each other: one waits for the other's streams and copies from its memory.
+#![allow(unsafe_code)]
+
+use super::stream::{Op, Point};
+use super::{Card, Company, CpuDevice, Runner, StreamsShared, start_streams};
+use crate::device::{Device, DeviceSlice, EventId, Peers, Stream};
+use crate::error::Result;
+use crate::ranks::Seat;
+use crate::trace::Recorder;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
+
+impl StreamsShared {
+    /// Whether a stream of `peer` has reached `point`; of a device that is gone none will.
+    pub(super) fn peer_has_passed(&self, peer: usize, point: Point) -> bool {
+        let peer = self.peers.get().and_then(|peers| peers[peer].upgrade());
+        peer.is_some_and(|peer| peer.has_passed(point))
+    }
+
+    /// Something was done that streams of others may wait for.
+    pub(super) fn ring_peers(&self) {
+        for peer in self.peers.get().into_iter().flatten().filter_map(Weak::upgrade) {
+            peer.queues.iter().for_each(|queue| queue.bell.ring());
+        }
+    }
+}
+
+impl Peers for CpuDevice {
+    type Card = Card;
+
+    fn card(&mut self) -> Card {
+        let memory = Arc::new(std::mem::take(&mut self.memory));
+        let allocated = Arc::new(self.allocated.clone());
+        Card { shared: Arc::downgrade(&self.shared), events: self.events.clone(), memory, allocated }
+    }
+
+    fn admit(&mut self, seat: Seat, cards: Vec<Card>) -> Result<()> {
+        let own = seat.rank;
+        // A second call would find the same devices.
+        self.shared.peers.get_or_init(|| {
+            let stranger = |(rank, card): (usize, &Card)| if rank == own { Weak::new() } else { card.shared.clone() };
+            cards.iter().enumerate().map(stranger).collect()
+        });
+        let more = &Stream::WITH_PEERS[Stream::COUNT..];
+        match &mut self.runner {
+            Runner::Threads(handles) => {
+                let recorders = more.iter().map(|stream| Recorder::new(stream.name(), 0));
+                handles.extend(start_streams(&self.shared, Stream::COUNT, recorders)?);
+            }
+            Runner::Adversary { recorders, .. } => recorders.extend(more.iter().map(|stream| Recorder::new(stream.name(), 0))),
+        }
+        self.company = Some(Company { seat, lent: cards[own].memory.clone(), cards });
+        Ok(())
+    }
+
+    fn wait_for(&mut self, stream: Stream, peer: usize, event: EventId) -> Result<()> {
+        let Some(company) = &self.company else { return Ok(()) };
+        let point = Point::unpack(company.cards[peer].events[event.0 as usize].load(Ordering::Acquire));
+        if self.shared.peer_has_passed(peer, point) {
+            return Ok(());
+        }
+        self.push(stream, Op::WaitForPeer { peer, point })
+    }
+
+    fn pull(&mut self, stream: Stream, peer: usize, src: DeviceSlice, dst: DeviceSlice) -> Result<()> {
+        assert_eq!(src.bytes(), dst.bytes(), "pull");
+        self.check_memory(dst)?;
+        self.company.iter().try_for_each(|company| company.cards[peer].allocated.check(src))?;
+        self.enqueue(stream, "pull", move || {
+            // SAFETY: the peer's memory lives as long as this device has its card, and this device's streams end before that; sizes
+            // agree. The ranks' protocol keeps writers away until the pull is published.
+            unsafe { std::ptr::copy_nonoverlapping(src.addr() as *const u8, dst.addr() as *mut u8, dst.bytes()) }
+        })
+    }
+}

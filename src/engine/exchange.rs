@@ -1,0 +1,223 @@
+//! How a rank's slices meet those of the others: gradients are summed over the shares of a step, and new weights come from their owners.
+//! The driver calls it at points of its loop and from `pump`; nothing here blocks. [`Alone`] is one device; `pulls.rs` is several.
+
+use crate::bucket::slices::Slices;
+use crate::device::{DeviceSlice, Kernels, Stream, SumSlices};
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
+use crate::optim::norm;
+use crate::planner::plan::Plan;
+use crate::ranks::board::{ORDER_WORDS, StepOutcome};
+use crate::units::NormSq;
+
+/// What rank 0 has all ranks do. Its numbers are the board's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u64)]
+pub enum Order {
+    /// The next step: learning rate, targets that count, limit of the norm.
+    Step,
+    /// Write what was decided into the state.
+    Flush,
+    /// Random parameters: seed, threads.
+    Init,
+    /// State from the mail: part, first element, elements.
+    Write,
+    /// State into the mail: part, first element, elements.
+    Read,
+    /// Working weights from the state.
+    Send,
+    /// Counters from a checkpoint: steps, optimizer steps, loss scale, good steps, verdicts.
+    Resume,
+}
+
+impl Order {
+    const ALL: [Self; 7] = [Self::Step, Self::Flush, Self::Init, Self::Write, Self::Read, Self::Send, Self::Resume];
+
+    /// The order of this number.
+    ///
+    /// # Panics
+    /// If there is none.
+    pub(super) fn of(number: u64) -> Self {
+        Self::ALL[number as usize]
+    }
+}
+
+/// What goes with an order.
+pub(crate) type Words = [u64; ORDER_WORDS];
+
+/// How the slices of ranks meet. Buckets go through it in flat order, round by round: in each, every rank computes one share.
+pub trait Exchange<D: Kernels> {
+    /// The stream on which sums are made, and all that follows them until the gradient leaves.
+    const SUMS: Stream;
+
+    /// What this rank owns.
+    fn slices(&self) -> &Slices;
+
+    /// The gradient of this round's share is enqueued for `bucket`, in the flat `grads`. True when that of the step is, in the same place.
+    fn written(&mut self, dev: &mut D, grads: DeviceSlice, bucket: usize) -> Result<bool>;
+
+    /// Enqueues the sums that can be; a bucket whose gradient of the step is enqueued now.
+    fn poll(&mut self, _dev: &mut D, _grads: DeviceSlice) -> Result<Option<usize>> {
+        Ok(None)
+    }
+
+    /// Whether all that was written is summed, as far as it was enqueued to be.
+    fn is_summed(&self) -> bool {
+        true
+    }
+
+    /// Whether the next round may overwrite the gradients of this one; then what is computed from now on waits for who reads them.
+    fn may_overwrite(&mut self, _dev: &mut D) -> Result<bool> {
+        Ok(true)
+    }
+
+    /// The next partial sums of the norm, in this rank's own order.
+    fn add_partials(&mut self, partials: &[f32]);
+
+    /// The rest of what this rank reports of `step`: whether one of its gradients is infinite or NaN, the losses of its shares.
+    fn report(&mut self, step: u64, nonfinite: bool, losses: &[f32]);
+
+    /// What all ranks report of `step`, once that is known. Asked for until it is.
+    fn outcome(&mut self, step: u64) -> Option<StepOutcome>;
+
+    /// From here on the weights of every bucket are others: those of the next version.
+    fn next_version(&mut self) {}
+
+    /// Whether the others wait to hear that this rank's weights of `bucket` are final.
+    fn is_owed(&self, _bucket: usize) -> bool {
+        false
+    }
+
+    /// They are, and what writes them is enqueued.
+    fn settle(&mut self, _bucket: usize) {}
+
+    /// Enqueues copies of the others' weights that are final; true when there were any.
+    fn gather(&mut self, _dev: &mut D, _weights: DeviceSlice) -> Result<bool> {
+        Ok(false)
+    }
+
+    /// Whether the others' weights of `bucket` have come, as far as that is enqueued.
+    fn is_gathered(&self, _bucket: usize) -> bool {
+        true
+    }
+
+    /// What is computed from now on finds the others' weights of `bucket`.
+    fn arrive(&self, _dev: &mut D, _bucket: usize) -> Result<()> {
+        Ok(())
+    }
+
+    /// Lets another rank go on, in a test that decides who does.
+    fn pass(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// In a test that decides who goes on: nothing is left to do here.
+    ///
+    /// # Errors
+    /// `Resource` when that is so everywhere.
+    fn pass_idle(&self) -> Result<()> {
+        Err(Error::resource("wait for the step", "nothing is under way: a deadlock in the step protocol"))
+    }
+
+    /// Rank 0 has the others do this, too, once they have done what came before.
+    fn lead(&mut self, _order: Order, _words: Words) -> Result<()> {
+        Ok(())
+    }
+
+    /// Rank 0 waits until the others have done what they were told.
+    fn await_done(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Where micro-batch `micro_batch` of a step lies in this rank's memory, if it is this rank's.
+    fn place(&self, micro_batch: usize) -> Option<usize> {
+        Some(micro_batch)
+    }
+
+    /// Rank 0's room for a micro-batch of another rank.
+    fn room(&mut self) -> Vec<i32> {
+        Vec::new()
+    }
+
+    /// Sends that room's content as micro-batch `micro_batch`, and keeps the room.
+    fn send_batch(&mut self, _micro_batch: usize, _room: Vec<i32>) {}
+
+    /// The micro-batch that lies at `place` in this rank's memory, if rank 0 has sent it.
+    fn sent_batch(&self, _place: usize, _memory: &mut [i32]) {}
+
+    /// Words for rank 0 to read, or of rank 0, behind an order: from `start` on.
+    fn post(&self, _start: usize, _words: &[f32]) {}
+
+    /// Those words.
+    fn mail(&self, _start: usize, _words: &mut [f32]) {}
+
+    /// State that passes at once: nothing is passed on where one rank has all.
+    fn mail_words(&self) -> usize {
+        usize::MAX
+    }
+}
+
+/// One device: its slices are the buckets, and nobody else has weights.
+#[derive(Debug)]
+pub struct Alone {
+    slices: Slices,
+    /// fp32 sums of the shares' gradients so far, where a step has several shares.
+    sums: Option<DeviceSlice>,
+    shares: usize,
+    /// Shares that are whole; of the last bucket that was written.
+    share: usize,
+    norm_sq: NormSq,
+    reported: Option<(bool, f32)>,
+}
+
+impl Alone {
+    /// # Errors
+    /// The device's, where memory for sums is needed.
+    pub(super) fn new<D: Kernels>(dev: &mut D, plan: &Plan) -> Result<Self> {
+        let sums = (plan.shares > 1).then(|| dev.alloc("gradient sums", plan.layout.flat_elems(), Dtype::Float32));
+        Ok(Self {
+            slices: Slices::new(plan.layout.clone(), 0, 1),
+            sums: sums.transpose()?,
+            shares: plan.shares,
+            share: 0,
+            norm_sq: NormSq(0.0),
+            reported: None,
+        })
+    }
+}
+
+impl<D: Kernels> Exchange<D> for Alone {
+    const SUMS: Stream = Stream::Compute;
+
+    fn slices(&self) -> &Slices {
+        &self.slices
+    }
+
+    fn written(&mut self, dev: &mut D, grads: DeviceSlice, bucket: usize) -> Result<bool> {
+        let (range, share) = (self.slices.global(bucket), self.share);
+        let last = share + 1 == self.shares;
+        if let Some(sums) = self.sums {
+            let [grads, sum] = [grads, sums].map(|flat| flat.slice(range.start, range.len()));
+            let out = if last { grads } else { sum };
+            dev.launch(SumSlices::new(Stream::Compute, &[grads], (share > 0).then_some(sum), out))?;
+        }
+        if range.end == self.slices.elems() {
+            self.share = (share + 1) % self.shares;
+        }
+        Ok(last)
+    }
+
+    fn add_partials(&mut self, partials: &[f32]) {
+        self.norm_sq = norm::fold(self.norm_sq, partials);
+    }
+
+    fn report(&mut self, _step: u64, nonfinite: bool, losses: &[f32]) {
+        self.reported = Some((nonfinite, losses.iter().map(|&loss| f64::from(loss)).sum::<f64>() as f32));
+    }
+
+    fn outcome(&mut self, _step: u64) -> Option<StepOutcome> {
+        let (nonfinite, loss) = self.reported.take()?;
+        let norm_sq = std::mem::replace(&mut self.norm_sq, NormSq(0.0)).0;
+        Some(StepOutcome { norm_sq, nonfinite, loss })
+    }
+}

@@ -1,0 +1,119 @@
+//! Ranks of one process: how they come to know each other, and what those behind rank 0 do.
+
+use super::exchange::{Exchange, Order, Words};
+use super::executor::{Engine, StepData};
+use super::loss_scale::LossScale;
+use super::pool::Pool;
+use super::pulls::{Introduction, Pulls};
+use super::route::Hop;
+use super::step_job::StepJob;
+use super::verdict::SpeculationHistory;
+use crate::bucket::layout::Tier;
+use crate::device::{Kernels, Peers};
+use crate::error::Result;
+use crate::model::shape::ModelShape;
+use crate::optim::StatePart;
+use crate::planner::plan::Plan;
+use crate::ranks::Seat;
+use std::sync::OnceLock;
+
+/// Where ranks introduce themselves before step 0: a place for each.
+pub(crate) struct Hall<C>(Vec<OnceLock<Introduction<C>>>);
+
+impl<C> Hall<C> {
+    /// A hall for so many ranks.
+    pub(crate) fn new(ranks: usize) -> Self {
+        Self((0..ranks).map(|_| OnceLock::new()).collect())
+    }
+}
+
+/// The engine of a rank among others.
+pub(crate) type RankEngine<D> = Engine<D, Pulls<<D as Peers>::Card>>;
+
+impl<D: Kernels + Peers> RankEngine<D> {
+    /// As [`Engine::new`], for the rank that has `seat`, on its thread, whose bell is the board's. Returns when all ranks have come as far.
+    ///
+    /// # Errors
+    /// As there; what ended another rank.
+    pub(crate) fn join(plan: Plan, shape: ModelShape, dev: D, pool: Pool<StepJob>, seat: &Seat, hall: &Hall<D::Card>) -> Result<Self> {
+        let bell = seat.board.bell(seat.rank);
+        let mut engine = Self::assemble(plan, shape, dev, pool, bell.clone(), |dev, plan| Pulls::new(dev, plan, seat.clone()))?;
+        let written_by = |bucket: usize| match engine.plan.layout.tier(bucket) {
+            Tier::Host => Hop::ParamsIn,
+            Tier::Unified | Tier::Device => Hop::StepOnDevice,
+        };
+        let stepped = (0..engine.plan.layout.count()).map(|bucket| engine.transfers.event(written_by(bucket), bucket)).collect();
+        let card = engine.dev.card();
+        let introduction = engine.exchange.introduce(card, [engine.model.grads, engine.model.weights], stepped);
+        // Nobody else has this place.
+        let _ = hall.0[seat.rank].set(introduction);
+        (0..hall.0.len()).for_each(|rank| seat.board.bell(rank).ring());
+        let all_are_there = || hall.0.iter().all(|place| place.get().is_some());
+        bell.wait_until(|| all_are_there() || seat.board.has_failed());
+        seat.check()?;
+        let peers: Vec<_> = hall.0.iter().filter_map(OnceLock::get).cloned().collect();
+        engine.dev.admit(seat.clone(), peers.iter().map(|peer| peer.card.clone()).collect())?;
+        engine.exchange.meet(peers);
+        if let Some(baton) = seat.board.baton() {
+            baton.take(seat.rank);
+        }
+        Ok(engine)
+    }
+
+    /// Does what rank 0 says, until a rank ends.
+    ///
+    /// # Errors
+    /// The device's; what ended another rank.
+    pub(crate) fn follow(&mut self) -> Result<()> {
+        for seen in 0.. {
+            let (order, words) = self.exchange.next_order(seen)?;
+            self.obey_order(order, words)?;
+            let seat = self.exchange.seat();
+            seat.board.publish_done(seat.rank);
+        }
+        Ok(())
+    }
+
+    fn obey_order(&mut self, order: Order, words: Words) -> Result<()> {
+        let (part, start, elems) = (|| StatePart::ALL[words[0] as usize], words[1] as usize, words[2] as usize);
+        match order {
+            Order::Step => {
+                self.take_batches();
+                self.set_max_grad_norm(f64::from_bits(words[2]));
+                self.run_step(f64::from_bits(words[0]), StepData { targets: words[1] as usize }).map(|_| ())
+            }
+            Order::Flush => self.flush(),
+            Order::Init => self.init_state(words[0], words[1] as usize),
+            Order::Send => self.send_weights(),
+            Order::Resume => {
+                let mut loss_scale = LossScale::new(self.plan.dtype);
+                loss_scale.restore(f32::from_bits(words[2] as u32), words[3]);
+                self.resume(words[0], words[1], loss_scale, SpeculationHistory::of(words[4]))
+            }
+            Order::Write => {
+                let mut piece = vec![0.0; elems];
+                Exchange::<D>::mail(&self.exchange, 0, &mut piece);
+                self.write_own(part(), start, &piece)
+            }
+            Order::Read => {
+                let parts: Vec<_> = Exchange::<D>::slices(&self.exchange).owned(start..start + elems).collect();
+                for (flat, local) in parts {
+                    let mut piece = vec![0.0; flat.len()];
+                    self.expect_no_job();
+                    self.memory.read((&mut self.dev, &mut self.host), part(), local, &mut piece)?;
+                    Exchange::<D>::post(&self.exchange, flat.start - start, &piece);
+                }
+                Ok(())
+            }
+        }
+    }
+
+    /// Takes what rank 0 has dealt to this rank.
+    fn take_batches(&mut self) {
+        let ranks = Exchange::<D>::slices(&self.exchange).ranks();
+        for place in 0..self.plan.grad_accum_steps / ranks {
+            let memory = self.host.lend_mut(self.memory.batch(&self.plan, place));
+            Exchange::<D>::sent_batch(&self.exchange, place, memory);
+        }
+    }
+}

@@ -1,0 +1,369 @@
+//! Several ranks of one process: each publishes on the board what it has recorded, and the others' copies pull it.
+//!
+//! *Record, then publish, then others may enqueue a wait*: a wait for an event that was not yet recorded is no wait.
+
+use super::exchange::{Exchange, Order, Words};
+use crate::bucket::slices::Slices;
+use crate::data::batch;
+use crate::device::{DeviceSlice, EventId, Kernels, PARTS_MAX, Peers, Stream, SumSlices};
+use crate::dtype::Dtype;
+use crate::error::Result;
+use crate::optim::norm::{self, BLOCK};
+use crate::planner::plan::Plan;
+use crate::ranks::Seat;
+use crate::ranks::board::StepOutcome;
+use crate::units::NormSq;
+
+/// What a rank tells the others of itself, once.
+#[derive(Clone, Debug)]
+pub(super) struct Introduction<C> {
+    pub(super) card: C,
+    /// Its flat gradients and weights.
+    pub(super) grads: DeviceSlice,
+    pub(super) weights: DeviceSlice,
+    /// By bucket: its gradient is written.
+    pub(super) written: Vec<EventId>,
+    /// The gradients of others are pulled, as far as that was enqueued.
+    pub(super) pulled: EventId,
+    /// By bucket: its own slice of the weights is written.
+    pub(super) stepped: Vec<EventId>,
+}
+
+/// A rank among others.
+pub(crate) struct Pulls<C> {
+    seat: Seat,
+    slices: Slices,
+    /// By rank, once all are known.
+    peers: Vec<Introduction<C>>,
+    written: Vec<EventId>,
+    pulled: EventId,
+    /// The last sum is made.
+    summed: EventId,
+    /// By bucket: the others' weights have come.
+    gathered: Vec<EventId>,
+    /// The others' parts of one slice.
+    staging: DeviceSlice,
+    /// fp32 sums so far of what this rank owns, where a step has several rounds.
+    sums: Option<DeviceSlice>,
+    rounds: u64,
+    /// Micro-batches of a share, and words of each.
+    per_share: usize,
+    batch_words: usize,
+    room: Vec<i32>,
+    /// Buckets that were written and summed, in all rounds.
+    buckets_written: u64,
+    buckets_summed: u64,
+    /// Steps whose outcome is known.
+    steps: u64,
+    /// Partial sums of the norm that came in this step.
+    partials: usize,
+    /// Rank 0: what it has folded of this step, up to the slice of a rank in a bucket.
+    norm_sq: NormSq,
+    folded: (usize, usize),
+    /// The version of the weights, which of its own buckets are published in it, and where the others' have not come: below that bucket.
+    version: u64,
+    settled: Vec<u64>,
+    ungathered: usize,
+}
+
+impl<C> Pulls<C> {
+    /// # Errors
+    /// The device's.
+    pub(super) fn new<D: Kernels>(dev: &mut D, plan: &Plan, seat: Seat) -> Result<Self> {
+        let (count, ranks) = (plan.layout.count(), seat.board.ranks());
+        let slices = Slices::new(plan.layout.clone(), seat.rank, ranks);
+        let mut events = || (0..count).map(|_| dev.event()).collect::<Result<Vec<_>>>();
+        let (written, gathered) = (events()?, events()?);
+        let rounds = plan.shares / ranks;
+        let sums = (rounds > 1).then(|| dev.alloc("gradient sums", slices.elems(), Dtype::Float32)).transpose()?;
+        let batch_words = batch::arrays(plan.separates_documents) * plan.batch * plan.seq_length;
+        Ok(Self {
+            written,
+            gathered,
+            pulled: dev.event()?,
+            summed: dev.event()?,
+            staging: dev.alloc("peers' gradients", (ranks - 1) * slices.slice_elems(), plan.dtype)?,
+            sums,
+            rounds: rounds as u64,
+            per_share: plan.grad_accum_steps / plan.shares,
+            batch_words,
+            room: if seat.rank == 0 { vec![0; batch_words] } else { Vec::new() },
+            peers: Vec::new(),
+            buckets_written: 0,
+            buckets_summed: 0,
+            steps: 0,
+            partials: 0,
+            norm_sq: NormSq(0.0),
+            folded: (0, 0),
+            version: 0,
+            settled: vec![0; count],
+            ungathered: 0,
+            slices,
+            seat,
+        })
+    }
+
+    /// What the others need to know, beside what the engine knows.
+    pub(super) fn introduce(&self, card: C, [grads, weights]: [DeviceSlice; 2], stepped: Vec<EventId>) -> Introduction<C> {
+        Introduction { card, grads, weights, written: self.written.clone(), pulled: self.pulled, stepped }
+    }
+
+    /// Now all are known, by rank.
+    pub(super) fn meet(&mut self, peers: Vec<Introduction<C>>) {
+        self.peers = peers;
+    }
+
+    /// Its place at the board.
+    pub(super) fn seat(&self) -> &Seat {
+        &self.seat
+    }
+
+    fn buckets(&self) -> u64 {
+        self.written.len() as u64
+    }
+
+    fn others(&self) -> impl Iterator<Item = usize> + use<C> {
+        let own = self.seat.rank;
+        (0..self.seat.board.ranks()).filter(move |rank| *rank != own)
+    }
+
+    /// Which rank computes a micro-batch of a step, and where it lies there.
+    fn share_out(&self, micro_batch: usize) -> (usize, usize) {
+        let (share, within) = (micro_batch / self.per_share, micro_batch % self.per_share);
+        let ranks = self.seat.board.ranks();
+        (share % ranks, share / ranks * self.per_share + within)
+    }
+
+    /// Waits at the board, outside of a step's loop.
+    fn wait_until(&self, ready: impl Fn() -> bool) -> Result<()> {
+        while !ready() {
+            self.seat.check()?;
+            if !self.seat.pass_idle()? {
+                self.seat.board.bell(self.seat.rank).wait_until(|| ready() || self.seat.board.has_failed());
+            }
+        }
+        self.seat.check()
+    }
+
+    /// The order after `seen` others.
+    pub(super) fn next_order(&self, seen: u64) -> Result<(Order, Words)> {
+        let order = || self.seat.board.next_order(seen);
+        self.wait_until(|| order().is_some())?;
+        let (number, words) = order().expect("just seen");
+        Ok((Order::of(number), words))
+    }
+}
+
+impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
+    const SUMS: Stream = Stream::Reduce;
+
+    fn slices(&self) -> &Slices {
+        &self.slices
+    }
+
+    fn written(&mut self, dev: &mut D, _grads: DeviceSlice, bucket: usize) -> Result<bool> {
+        dev.record(self.written[bucket], Stream::Compute)?;
+        self.buckets_written += 1;
+        self.seat.board.publish_written(self.seat.rank);
+        self.seat.pass()?;
+        Ok(false)
+    }
+
+    fn poll(&mut self, dev: &mut D, grads: DeviceSlice) -> Result<Option<usize>> {
+        // Whoever waits here for another rank would wait for ever once that one has failed.
+        self.seat.check()?;
+        while self.buckets_summed < self.buckets_written && self.seat.board.all_written(self.buckets_summed) {
+            let (bucket, round) = ((self.buckets_summed % self.buckets()) as usize, self.buckets_summed / self.buckets() % self.rounds);
+            self.sum(dev, grads, bucket, round)?;
+            self.buckets_summed += 1;
+            if round + 1 == self.rounds {
+                return Ok(Some(bucket));
+            }
+        }
+        Ok(None)
+    }
+
+    fn is_summed(&self) -> bool {
+        self.buckets_summed == self.buckets_written
+    }
+
+    fn may_overwrite(&mut self, dev: &mut D) -> Result<bool> {
+        if self.buckets_summed < self.buckets_written || !self.seat.board.all_pulled(self.buckets_written) {
+            return Ok(false);
+        }
+        dev.wait(Stream::Compute, self.summed)?;
+        self.others().try_for_each(|peer| dev.wait_for(Stream::Compute, peer, self.peers[peer].pulled))?;
+        Ok(true)
+    }
+
+    fn add_partials(&mut self, partials: &[f32]) {
+        let local = self.partials * BLOCK..(self.partials + partials.len()) * BLOCK;
+        let mut rest = partials;
+        for (flat, _) in self.slices.pieces(local) {
+            let (these, others) = rest.split_at(flat.len() / BLOCK);
+            self.seat.board.write_partials(flat.start / BLOCK, these);
+            rest = others;
+        }
+        self.partials += partials.len();
+        self.seat.board.publish_partials(self.seat.rank, partials.len());
+    }
+
+    fn report(&mut self, step: u64, nonfinite: bool, losses: &[f32]) {
+        let (rank, ranks) = (self.seat.rank, self.seat.board.ranks());
+        losses.iter().enumerate().for_each(|(round, &loss)| self.seat.board.write_loss(round * ranks + rank, loss));
+        self.seat.board.publish_report(rank, nonfinite, step);
+    }
+
+    fn outcome(&mut self, step: u64) -> Option<StepOutcome> {
+        if self.seat.rank == 0 && self.seat.board.outcome(step).is_none() {
+            self.fold();
+            let is_whole = self.folded.0 == self.slices.layout().count();
+            if let Some((nonfinite, loss)) = self.seat.board.reports(step).filter(|_| is_whole) {
+                self.seat.board.publish_outcome(step, StepOutcome { norm_sq: self.norm_sq.0, nonfinite, loss });
+            }
+        }
+        let outcome = self.seat.board.outcome(step)?;
+        (self.steps, self.partials, self.norm_sq, self.folded) = (self.steps + 1, 0, NormSq(0.0), (0, 0));
+        Some(outcome)
+    }
+
+    fn next_version(&mut self) {
+        assert_eq!(self.ungathered, 0, "weights became others before the last had come");
+        self.version += 1;
+        self.ungathered = self.settled.len();
+    }
+
+    fn is_owed(&self, bucket: usize) -> bool {
+        self.settled[bucket] < self.version
+    }
+
+    fn settle(&mut self, bucket: usize) {
+        self.settled[bucket] = self.version;
+        self.seat.board.publish_settled(self.seat.rank, bucket, self.version);
+    }
+
+    fn gather(&mut self, dev: &mut D, weights: DeviceSlice) -> Result<bool> {
+        let before = self.ungathered;
+        while let Some(bucket) = self.ungathered.checked_sub(1)
+            && self.others().all(|peer| self.seat.board.settled(peer, bucket) >= self.version)
+        {
+            for peer in self.others() {
+                let (theirs, flat) = (&self.peers[peer], self.slices.of(peer, bucket));
+                dev.wait_for(Stream::Gather, peer, theirs.stepped[bucket])?;
+                let [source, target] = [theirs.weights, weights].map(|whole| whole.slice(flat.start, flat.len()));
+                dev.pull(Stream::Gather, peer, source, target)?;
+            }
+            dev.record(self.gathered[bucket], Stream::Gather)?;
+            self.ungathered = bucket;
+        }
+        Ok(self.ungathered < before)
+    }
+
+    fn is_gathered(&self, bucket: usize) -> bool {
+        self.ungathered <= bucket
+    }
+
+    fn arrive(&self, dev: &mut D, bucket: usize) -> Result<()> {
+        dev.wait(Stream::Compute, self.gathered[bucket])
+    }
+
+    fn pass(&self) -> Result<()> {
+        self.seat.pass()
+    }
+
+    fn pass_idle(&self) -> Result<()> {
+        self.seat.pass_idle().map(|_| ())
+    }
+
+    fn lead(&mut self, order: Order, words: Words) -> Result<()> {
+        if self.seat.rank > 0 {
+            return Ok(());
+        }
+        self.wait_until(|| self.seat.board.all_done())?;
+        self.seat.board.give_order(order as u64, words);
+        Ok(())
+    }
+
+    fn await_done(&self) -> Result<()> {
+        if self.seat.rank > 0 { Ok(()) } else { self.wait_until(|| self.seat.board.all_done()) }
+    }
+
+    fn place(&self, micro_batch: usize) -> Option<usize> {
+        let (rank, place) = self.share_out(micro_batch);
+        (rank == self.seat.rank).then_some(place)
+    }
+
+    fn room(&mut self) -> Vec<i32> {
+        std::mem::take(&mut self.room)
+    }
+
+    fn send_batch(&mut self, micro_batch: usize, room: Vec<i32>) {
+        self.seat.board.post(micro_batch * self.batch_words, room.iter().map(|&word| word as u32));
+        self.room = room;
+    }
+
+    fn sent_batch(&self, place: usize, memory: &mut [i32]) {
+        let (round, within) = (place / self.per_share, place % self.per_share);
+        let micro_batch = (round * self.seat.board.ranks() + self.seat.rank) * self.per_share + within;
+        if self.seat.rank > 0 {
+            memory.iter_mut().zip(self.seat.board.mail(micro_batch * self.batch_words)).for_each(|(place, word)| *place = word as i32);
+        }
+    }
+
+    fn post(&self, start: usize, words: &[f32]) {
+        self.seat.board.post(start, words.iter().map(|word| word.to_bits()));
+    }
+
+    fn mail(&self, start: usize, words: &mut [f32]) {
+        words.iter_mut().zip(self.seat.board.mail(start)).for_each(|(place, word)| *place = f32::from_bits(word));
+    }
+
+    fn mail_words(&self) -> usize {
+        self.seat.board.mail_words()
+    }
+}
+
+impl<C> Pulls<C> {
+    /// Enqueues the sum of one round's parts of this rank's slice: in the order of ranks, which is that of shares.
+    fn sum<D: Kernels + Peers<Card = C>>(&mut self, dev: &mut D, grads: DeviceSlice, bucket: usize, round: u64) -> Result<()> {
+        let (flat, local) = (self.slices.global(bucket), self.slices.local(bucket));
+        let own = grads.slice(flat.start, flat.len());
+        let mut parts = [own; PARTS_MAX];
+        dev.wait(Stream::Reduce, self.written[bucket])?;
+        for (nth, peer) in self.others().enumerate() {
+            let theirs = &self.peers[peer];
+            parts[peer] = self.staging.slice(nth * flat.len(), flat.len());
+            dev.wait_for(Stream::Reduce, peer, theirs.written[bucket])?;
+            dev.pull(Stream::Reduce, peer, theirs.grads.slice(flat.start, flat.len()), parts[peer])?;
+        }
+        dev.record(self.pulled, Stream::Reduce)?;
+        self.seat.board.publish_pulled(self.seat.rank);
+        let sum = self.sums.map(|sums| sums.slice(local.start, local.len()));
+        let (before, last) = (sum.filter(|_| round > 0), round + 1 == self.rounds);
+        let out = sum.filter(|_| !last).unwrap_or(own);
+        dev.launch(SumSlices::new(Stream::Reduce, &parts[..self.peers.len()], before, out))?;
+        dev.record(self.summed, Stream::Reduce)
+    }
+
+    /// Folds what has come of the norm, in flat order: bucket by bucket, and in a bucket rank by rank.
+    fn fold(&mut self) {
+        let (buckets, ranks) = (self.slices.layout().count(), self.seat.board.ranks());
+        while self.folded.0 < buckets {
+            let (bucket, rank) = self.folded;
+            let theirs = Slices::new(self.slices.layout().clone(), rank, ranks);
+            let needed = self.steps * (theirs.elems() / BLOCK) as u64 + (theirs.local(bucket).end / BLOCK) as u64;
+            if self.seat.board.published_partials(rank) < needed {
+                return;
+            }
+            let flat = theirs.global(bucket);
+            for at in flat.start / BLOCK..flat.end / BLOCK {
+                self.norm_sq = norm::fold(self.norm_sq, &[self.seat.board.partial(at)]);
+            }
+            self.folded = if rank + 1 == ranks { (bucket + 1, 0) } else { (bucket, rank + 1) };
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "pulls_tests.rs"]
+mod tests;

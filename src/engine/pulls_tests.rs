@@ -1,0 +1,220 @@
+//! The exchange alone: ranks with nothing but gradients, weights and an adversary that delays everything it may. Each number says whose it
+//! is and of when, so that what is read or overwritten too early is another number.
+
+use super::*;
+use crate::bucket::layout::{BucketLayout, Tier};
+use crate::config::settings::Settings;
+use crate::device::cpu::{CpuDevice, Schedule};
+use crate::device::{Device, Launch, Poke};
+use crate::host::pinned::{HostMemory, PinnedSlice};
+use crate::launch::open;
+use crate::model::shape::ModelShape;
+use crate::planner::machine::Machine;
+use crate::ranks::board::{Board, Sizes};
+use proptest::prelude::*;
+use std::panic::AssertUnwindSafe;
+use std::sync::{Arc, OnceLock};
+
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    seed: u64,
+    ranks: usize,
+    rounds: usize,
+    blocks: usize,
+    bucket_blocks: usize,
+}
+
+const STEPS: u64 = 3;
+
+type Card = <CpuDevice as Peers>::Card;
+
+fn gradient(step: u64, share: usize, bucket: usize) -> f32 {
+    (step * 4096 + share as u64 * 256 + bucket as u64) as f32
+}
+
+fn weight(step: u64, owner: usize, bucket: usize) -> f32 {
+    -((step * 4096 + owner as u64 * 256 + bucket as u64) as f32)
+}
+
+/// Partial sums whose sum depends on their order.
+fn partial(block: usize) -> f32 {
+    [1e12, 1.7e-5, 3e-4][block % 3] * (block + 1) as f32
+}
+
+fn plan(case: Case) -> Plan {
+    let settings = Settings { seq_length: 8, per_device_train_batch_size: 1, ..Settings::demo() };
+    let plan = Plan::new(&settings, &ModelShape::demo(), &Machine::cpu(1), false).unwrap();
+    let layout = BucketLayout::new(case.blocks * BLOCK, case.bucket_blocks * BLOCK, Tier::Device);
+    let shares = case.ranks * case.rounds;
+    Plan { layout, dtype: Dtype::Float32, ranks: case.ranks, shares, grad_accum_steps: shares, ..plan }
+}
+
+struct Rank {
+    dev: CpuDevice,
+    pulls: Pulls<Card>,
+    grads: DeviceSlice,
+    weights: DeviceSlice,
+    stepped: Vec<EventId>,
+    host: HostMemory,
+    seen: PinnedSlice,
+    sums: Vec<usize>,
+}
+
+impl Rank {
+    fn join(case: Case, seat: &Seat, hall: &[OnceLock<Introduction<Card>>]) -> Result<Self> {
+        let plan = plan(case);
+        let schedule = Schedule::Adversary { seed: case.seed + seat.rank as u64 };
+        let mut dev = open::cpu(1, schedule, seat.board.bell(seat.rank), 0)?;
+        let pulls = Pulls::new(&mut dev, &plan, seat.clone())?;
+        let mut flat = || dev.alloc("flat", plan.layout.flat_elems(), Dtype::Float32);
+        let (grads, weights) = (flat()?, flat()?);
+        let stepped = (0..plan.layout.count()).map(|_| dev.event()).collect::<Result<Vec<_>>>()?;
+        let mut host = HostMemory::default();
+        let seen = host.alloc("seen", 4 * plan.layout.count() * case.ranks)?;
+        let introduction = pulls.introduce(dev.card(), [grads, weights], stepped.clone());
+        assert!(hall[seat.rank].set(introduction).is_ok());
+        hall.iter().enumerate().for_each(|(rank, _)| seat.board.bell(rank).ring());
+        seat.board.bell(seat.rank).wait_until(|| hall.iter().all(|place| place.get().is_some()));
+        let mut rank = Self { dev, pulls, grads, weights, stepped, host, seen, sums: Vec::new() };
+        let peers: Vec<_> = hall.iter().filter_map(OnceLock::get).cloned().collect();
+        rank.dev.admit(seat.clone(), peers.iter().map(|peer| peer.card.clone()).collect())?;
+        rank.pulls.meet(peers);
+        seat.board.baton().unwrap().take(seat.rank);
+        Ok(rank)
+    }
+
+    /// Goes on until `ready`, enqueuing what can be.
+    fn until(&mut self, mut ready: impl FnMut(&mut Self) -> Result<bool>) -> Result<()> {
+        loop {
+            while let Some(bucket) = self.pulls.poll(&mut self.dev, self.grads)? {
+                self.sums.push(bucket);
+            }
+            self.pulls.gather(&mut self.dev, self.weights)?;
+            if ready(self)? {
+                return Ok(());
+            }
+            if self.dev.idle()? { Exchange::<CpuDevice>::pass(&self.pulls)? } else { Exchange::<CpuDevice>::pass_idle(&self.pulls)? }
+        }
+    }
+
+    /// Every share is written, sums are read, and new weights are sent and read where all ranks use them.
+    fn step(&mut self, case: Case, step: u64) -> Result<()> {
+        let (own, count) = (self.pulls.slices.clone(), self.stepped.len());
+        for round in 0..case.rounds {
+            if round > 0 {
+                self.until(|rank| rank.pulls.may_overwrite(&mut rank.dev))?;
+            }
+            for bucket in 0..count {
+                let value = gradient(step, round * case.ranks + own.rank(), bucket);
+                for flat in (0..case.ranks).map(|owner| own.of(owner, bucket)).filter(|flat| !flat.is_empty()) {
+                    self.dev.launch(Poke { x: self.grads, index: flat.start, value })?;
+                }
+                self.pulls.written(&mut self.dev, self.grads, bucket)?;
+            }
+        }
+        self.until(|rank| Ok(Exchange::<CpuDevice>::is_summed(&rank.pulls)))?;
+        assert_eq!(std::mem::take(&mut self.sums), Vec::from_iter(0..count), "each bucket once, in order");
+        let want = |bucket| (0..case.ranks * case.rounds).map(|share| gradient(step, share, bucket)).sum();
+        for bucket in (0..count).filter(|&bucket| !own.global(bucket).is_empty()) {
+            self.see(Stream::Reduce, self.grads.slice(own.global(bucket).start, 1), bucket, want(bucket))?;
+        }
+        self.verdict(step)?;
+        // The pool's order is its own.
+        for bucket in (0..count).rev().map(|bucket| (bucket + case.seed as usize) % count) {
+            let flat = own.global(bucket);
+            if !flat.is_empty() {
+                self.dev.launch(Poke { x: self.weights, index: flat.start, value: weight(step, own.rank(), bucket) })?;
+            }
+            self.dev.record(self.stepped[bucket], Stream::Compute)?;
+            Exchange::<CpuDevice>::settle(&mut self.pulls, bucket);
+            self.until(|_| Ok(true))?;
+        }
+        for bucket in (0..count).rev() {
+            self.until(|rank| Ok(Exchange::<CpuDevice>::is_gathered(&rank.pulls, bucket)))?;
+            self.pulls.arrive(&mut self.dev, bucket)?;
+            for owner in (0..case.ranks).filter(|&owner| !own.of(owner, bucket).is_empty()) {
+                let place = self.weights.slice(own.of(owner, bucket).start, 1);
+                self.see(Stream::Compute, place, bucket * case.ranks + owner, weight(step, owner, bucket))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads one element on `stream`, when its turn has come.
+    fn see(&mut self, stream: Stream, source: DeviceSlice, place: usize, want: f32) -> Result<()> {
+        let (event, target) = (self.dev.event()?, self.seen.slice(4 * place, 4));
+        self.dev.copy_d2h(stream, source, target)?;
+        self.dev.record(event, stream)?;
+        self.until(|rank| rank.dev.is_done(event))?;
+        assert_eq!(self.host.lend::<f32>(target)[0], want, "element {place} on {stream:?}");
+        Ok(())
+    }
+
+    /// Nobody goes on before all have come as far, as in a step.
+    fn verdict(&mut self, step: u64) -> Result<()> {
+        let exchange = &mut self.pulls;
+        let own = exchange.slices.pieces(0..exchange.slices.elems()).flat_map(|(flat, _)| flat.step_by(BLOCK));
+        let blocks: Vec<f32> = own.map(|start| partial(start / BLOCK)).collect();
+        let losses = vec![1.0; exchange.rounds as usize];
+        Exchange::<CpuDevice>::add_partials(exchange, &blocks);
+        Exchange::<CpuDevice>::report(exchange, step, false, &losses);
+        let mut found = None;
+        self.until(|rank| {
+            found = Exchange::<CpuDevice>::outcome(&mut rank.pulls, step);
+            Ok(found.is_some())
+        })?;
+        let shares = self.pulls.rounds as usize * self.pulls.seat.board.ranks();
+        let all: Vec<f32> = (0..self.pulls.slices.layout().flat_elems() / BLOCK).map(partial).collect();
+        let norm_sq = norm::fold(NormSq(0.0), &all).0;
+        assert_eq!(found, Some(StepOutcome { norm_sq, nonfinite: false, loss: shares as f32 }));
+        Exchange::<CpuDevice>::next_version(&mut self.pulls);
+        Ok(())
+    }
+}
+
+fn run(case: Case) {
+    let layout = plan(case).layout;
+    let (partials, shares) = (layout.flat_elems() / BLOCK, case.ranks * case.rounds);
+    let sizes = Sizes { ranks: case.ranks, buckets: layout.count(), partials, shares, mail_words: 0 };
+    let board = Arc::new(Board::new(sizes, Some(case.seed)));
+    let hall: Vec<_> = (0..case.ranks).map(|_| OnceLock::new()).collect();
+    let outcomes: Vec<Result<()>> = std::thread::scope(|scope| {
+        let spawn = |rank: usize| {
+            let (seat, hall) = (Seat { board: board.clone(), rank }, &hall);
+            scope.spawn(move || {
+                let whole = std::panic::catch_unwind(AssertUnwindSafe(|| {
+                    let mut rank = Rank::join(case, &seat, hall)?;
+                    (1..=STEPS).try_for_each(|step| rank.step(case, step))?;
+                    // Others may still wait for what is enqueued here.
+                    for stream in Stream::WITH_PEERS {
+                        let done = rank.dev.event()?;
+                        rank.dev.record(done, stream)?;
+                        rank.until(|rank| rank.dev.is_done(done))?;
+                    }
+                    rank.verdict(STEPS + 1)
+                }));
+                let outcome = whole.unwrap_or_else(|_| Err(crate::error::Error::resource("run a rank", "it panicked")));
+                if let Err(error) = &outcome {
+                    seat.fail(error);
+                }
+                seat.board.baton().unwrap().leave(rank);
+                outcome
+            })
+        };
+        let threads: Vec<_> = (0..case.ranks).map(spawn).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    outcomes.into_iter().for_each(|outcome| outcome.unwrap_or_else(|error| panic!("{error}: {case:?}")));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 100, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn what_ranks_pull_is_what_was_written_for_it(
+        seed in any::<u32>(), ranks in 1usize..5, rounds in 1usize..4, blocks in 1usize..14, bucket_blocks in 1usize..5,
+    ) {
+        let bucket_blocks = bucket_blocks.max(ranks);
+        run(Case { seed: u64::from(seed), ranks, rounds, blocks: blocks.max(ranks), bucket_blocks });
+    }
+}

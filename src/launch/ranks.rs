@@ -1,0 +1,148 @@
+//! Several ranks of this process: a thread and an engine each. Rank 0 runs on the caller's thread and uses its engine; the others follow.
+
+use crate::device::cpu::CpuDevice;
+use crate::engine::orders::{Hall, RankEngine};
+use crate::engine::pool::Pool;
+use crate::engine::step_job::StepJob;
+use crate::error::{Error, Result};
+use crate::host::doorbell::Doorbell;
+use crate::model::shape::ModelShape;
+use crate::planner::plan::Plan;
+use crate::ranks::Seat;
+use crate::ranks::board::Board;
+use std::sync::Arc;
+
+/// Distance of the seeds from which ranks draw.
+const SEED_STEP: u64 = 0x9e37_79b9;
+
+/// Makes the engines of all ranks of `plan`, each from what `make` makes of its part of the plan, its bell and its number. Rank 0's goes
+/// to `lead`; the others do what `follow` says.
+///
+/// # Errors
+/// `Resource` when memory or threads cannot be had; those of `lead`; `Rank` when another rank has failed.
+pub(super) fn on_cpus<T>(
+    plan: &Plan,
+    shape: &ModelShape,
+    make: impl Fn(&Plan, &Arc<Doorbell>, usize) -> Result<(CpuDevice, Pool<StepJob>)> + Sync,
+    lead: impl FnOnce(RankEngine<CpuDevice>) -> Result<T>,
+    follow: impl Fn(&mut RankEngine<CpuDevice>, &Seat) -> Result<()> + Sync,
+) -> Result<T> {
+    let (board, hall) = (Arc::new(Board::new(plan.board_sizes(), plan.adversary)), Hall::new(plan.ranks));
+    let join = |seat: &Seat| -> Result<RankEngine<CpuDevice>> {
+        let plan = plan_of(plan, seat.rank);
+        let (dev, pool) = make(&plan, &board.bell(seat.rank), seat.rank)?;
+        RankEngine::join(plan, shape.clone(), dev, pool, seat, &hall)
+    };
+    std::thread::scope(|scope| {
+        let leader = Leave(Seat { board: board.clone(), rank: 0 });
+        let mut followers = Vec::new();
+        for rank in 1..plan.ranks {
+            let (seat, join, follow) = (Seat { board: board.clone(), rank }, &join, &follow);
+            let body = move || {
+                let leave = Leave(seat);
+                if let Err(error) = join(&leave.0).and_then(|mut engine| follow(&mut engine, &leave.0)) {
+                    leave.0.fail(&error);
+                }
+            };
+            let spawned = std::thread::Builder::new().name(format!("rank-{rank}")).spawn_scoped(scope, body);
+            followers.push(spawned.map_err(|e| Error::resource(format!("start rank {rank}"), e))?);
+        }
+        let outcome = join(&leader.0).and_then(lead);
+        drop(leader);
+        // A panic there has said so itself, and is rank 0's error.
+        followers.into_iter().for_each(|follower| _ = follower.join());
+        outcome
+    })
+}
+
+/// What one rank does of the plan: CPUs are divided, and the timeline is rank 0's.
+fn plan_of(plan: &Plan, rank: usize) -> Plan {
+    Plan {
+        threads: (plan.threads / plan.ranks).max(1),
+        trace_spans: if rank == 0 { plan.trace_spans } else { 0 },
+        adversary: plan.adversary.map(|seed| seed.wrapping_add(rank as u64 * SEED_STEP)),
+        ..plan.clone()
+    }
+}
+
+/// Leaves the board when it is dropped, however that comes: nobody can go on without a rank.
+struct Leave(Seat);
+
+impl Drop for Leave {
+    fn drop(&mut self) {
+        let why = if std::thread::panicking() { "it panicked; see the message above" } else { "its run is over" };
+        self.0.board.fail(self.0.rank, why);
+        if let Some(baton) = self.0.board.baton() {
+            baton.leave(self.0.rank);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::settings::Settings;
+    use crate::data::batch::{Batch, Batches};
+    use crate::hardware::topology::Topology;
+    use crate::launch::engine::{cpu_device, cpu_pool};
+    use crate::planner::machine::Machine;
+    use std::time::{Duration, Instant};
+
+    struct Zeros;
+
+    impl Batches for Zeros {
+        fn fill(&mut self, batch: &mut Batch<'_>) -> Result<()> {
+            batch.tokens.iter_mut().chain(&mut *batch.targets).for_each(|x| *x = 0);
+            Ok(())
+        }
+    }
+
+    /// Steps until something fails.
+    fn endless(plan: &Plan, shape: &ModelShape, follow: impl Fn(&mut RankEngine<CpuDevice>, &Seat) -> Result<()> + Sync) -> Error {
+        let make =
+            |plan: &Plan, bell: &Arc<Doorbell>, rank| Ok((cpu_device(plan, bell)?, cpu_pool(plan, &Topology::this_machine(), bell, rank)?));
+        let lead = |mut engine: RankEngine<CpuDevice>| -> Result<()> {
+            engine.init_state(1, 1)?;
+            engine.send_weights()?;
+            loop {
+                engine.step(1e-3, &mut Zeros)?;
+            }
+        };
+        on_cpus(plan, shape, make, lead, follow).unwrap_err()
+    }
+
+    /// Rank 1 fails at any moment, in any phase of a step: everybody ends at once, and its words are what is told.
+    #[test]
+    fn the_failure_of_a_rank_ends_all_and_names_it() {
+        let shape = ModelShape { layers: 1, windows: vec![None], ..ModelShape::demo() };
+        for nth in 0..50u64 {
+            let adversary = (nth % 2 == 1).then_some(nth);
+            let settings = Settings { gpus: 3, seq_length: 16, threads: Some(3), adversary, ..Settings::demo() };
+            let plan = Plan::new(&settings, &shape, &Machine::cpu(3), false).unwrap();
+            let follow = |engine: &mut RankEngine<CpuDevice>, seat: &Seat| {
+                if seat.rank == 1 {
+                    let seat = seat.clone();
+                    std::thread::spawn(move || {
+                        std::thread::sleep(Duration::from_micros(700 * nth));
+                        seat.fail(&Error::resource("use the device", "it fell off the bus"));
+                    });
+                }
+                engine.follow()
+            };
+            let start = Instant::now();
+            let error = endless(&plan, &shape, follow);
+            assert_eq!(error.to_string(), "rank 1: use the device: it fell off the bus");
+            assert!(start.elapsed() < Duration::from_secs(5), "{nth}: {:?}", start.elapsed());
+        }
+    }
+
+    #[test]
+    fn a_rank_that_panics_before_the_first_step_is_named() {
+        let settings = Settings { gpus: 2, seq_length: 16, threads: Some(2), ..Settings::demo() };
+        let shape = ModelShape::demo();
+        let plan = Plan::new(&settings, &shape, &Machine::cpu(2), false).unwrap();
+        let follow = |_: &mut RankEngine<CpuDevice>, _: &Seat| -> Result<()> { panic!("on purpose") };
+        let error = endless(&plan, &shape, follow);
+        assert_eq!(error.to_string(), "rank 1: it panicked; see the message above");
+    }
+}

@@ -1,0 +1,346 @@
+//! The board: what ranks tell each other, all of it in atomics. A rank writes its own entries, everybody reads all.
+//!
+//! Counts only go up, from the first step to the last, so that nothing is ever taken back. Whoever has read a count sees what was
+//! done before it was published (release and acquire): an event, in particular, that was recorded before.
+
+use super::baton::Baton;
+use crate::error::Error;
+use crate::host::doorbell::Doorbell;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+
+/// Numbers that go with an order.
+pub(crate) const ORDER_WORDS: usize = 6;
+
+/// What rank 0 finds in the reports of all ranks.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct StepOutcome {
+    /// Sum of squares of all gradients.
+    pub norm_sq: f64,
+    /// Whether one of them is infinite or NaN.
+    pub nonfinite: bool,
+    /// The step's loss.
+    pub loss: f32,
+}
+
+/// What one rank tells.
+#[derive(Debug)]
+struct Entry {
+    /// Gradients of so many buckets are enqueued on its compute stream, and each one's event is recorded.
+    written: AtomicU64,
+    /// So many have been pulled from all others, and the event is recorded.
+    pulled: AtomicU64,
+    /// For each bucket: its weights are final in so many versions, and the event of what writes them is recorded.
+    settled: Box<[AtomicU64]>,
+    /// So many of its partial sums are on the board.
+    partials: AtomicU64,
+    /// The step whose losses and flag are on the board.
+    reported: AtomicU64,
+    nonfinite: AtomicBool,
+    /// Orders that it has carried out.
+    done: AtomicU64,
+}
+
+/// The board of one process.
+pub(crate) struct Board {
+    entries: Vec<Entry>,
+    bells: Vec<Arc<Doorbell>>,
+    /// The norm's partial sums of all ranks, in flat order, as bits.
+    partials: Box<[AtomicU32]>,
+    /// The loss of each share, as bits.
+    losses: Box<[AtomicU32]>,
+    /// Norm, loss and flag of the step `outcome_step`.
+    outcome: [AtomicU64; 3],
+    outcome_step: AtomicU64,
+    /// The order given last: how many there were, its number and what goes with it.
+    orders: AtomicU64,
+    order: [AtomicU64; ORDER_WORDS + 1],
+    /// Data that an order is about.
+    mail: Box<[AtomicU32]>,
+    failure: OnceLock<(usize, String)>,
+    baton: Option<Baton>,
+}
+
+/// Sizes of a [`Board`].
+#[derive(Clone, Copy, Debug)]
+pub struct Sizes {
+    /// Ranks.
+    pub ranks: usize,
+    /// Buckets.
+    pub buckets: usize,
+    /// Partial sums of the norm.
+    pub partials: usize,
+    /// Shares of a step.
+    pub shares: usize,
+    /// Words of the mail.
+    pub mail_words: usize,
+}
+
+impl Sizes {
+    /// Bytes that the board takes for numbers whose count depends on the model.
+    pub fn bytes(&self) -> usize {
+        4 * (self.partials + self.shares + self.mail_words) + 8 * self.ranks * self.buckets
+    }
+}
+
+fn zeros<T: Default>(count: usize) -> Box<[T]> {
+    (0..count).map(|_| T::default()).collect()
+}
+
+impl Board {
+    /// An empty board; with `adversary`, a seed, exactly one rank runs at a time.
+    pub(crate) fn new(sizes: Sizes, adversary: Option<u64>) -> Self {
+        let bells: Vec<Arc<Doorbell>> = (0..sizes.ranks).map(|_| Arc::default()).collect();
+        let entry = || Entry {
+            written: AtomicU64::new(0),
+            pulled: AtomicU64::new(0),
+            settled: zeros(sizes.buckets),
+            partials: AtomicU64::new(0),
+            reported: AtomicU64::new(0),
+            nonfinite: AtomicBool::new(false),
+            done: AtomicU64::new(0),
+        };
+        Self {
+            entries: (0..sizes.ranks).map(|_| entry()).collect(),
+            baton: adversary.map(|seed| Baton::new(seed, bells.clone())),
+            bells,
+            partials: zeros(sizes.partials),
+            losses: zeros(sizes.shares),
+            outcome: Default::default(),
+            outcome_step: AtomicU64::new(0),
+            orders: AtomicU64::new(0),
+            order: Default::default(),
+            mail: zeros(sizes.mail_words),
+            failure: OnceLock::new(),
+        }
+    }
+
+    /// How many ranks meet here.
+    pub(crate) fn ranks(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// The bell that wakes the driver of `rank`.
+    pub(crate) fn bell(&self, rank: usize) -> Arc<Doorbell> {
+        self.bells[rank].clone()
+    }
+
+    /// What decides whose turn it is, in tests.
+    pub(crate) fn baton(&self) -> Option<&Baton> {
+        self.baton.as_ref()
+    }
+
+    fn others(&self, rank: usize) -> impl Iterator<Item = usize> + '_ {
+        (0..self.ranks()).filter(move |other| *other != rank)
+    }
+
+    /// `rank` has changed its entries.
+    fn ring_others(&self, rank: usize) {
+        self.baton.iter().for_each(Baton::progress);
+        self.others(rank).for_each(|other| self.bells[other].ring());
+    }
+
+    /// One more bucket of `rank` is written; its event is recorded.
+    pub(crate) fn publish_written(&self, rank: usize) {
+        self.entries[rank].written.fetch_add(1, Ordering::Release);
+        self.ring_others(rank);
+    }
+
+    /// Whether every rank has written more than `nth` buckets.
+    pub(crate) fn all_written(&self, nth: u64) -> bool {
+        self.entries.iter().all(|entry| entry.written.load(Ordering::Acquire) > nth)
+    }
+
+    /// One more bucket of `rank` is pulled; its event is recorded.
+    pub(crate) fn publish_pulled(&self, rank: usize) {
+        self.entries[rank].pulled.fetch_add(1, Ordering::Release);
+        self.ring_others(rank);
+    }
+
+    /// Whether every rank has pulled at least `count` buckets.
+    pub(crate) fn all_pulled(&self, count: u64) -> bool {
+        self.entries.iter().all(|entry| entry.pulled.load(Ordering::Acquire) >= count)
+    }
+
+    /// Version `version` of the weights of the slice of `bucket` that `rank` owns is final; the event of what writes them is recorded.
+    pub(crate) fn publish_settled(&self, rank: usize, bucket: usize, version: u64) {
+        self.entries[rank].settled[bucket].store(version, Ordering::Release);
+        self.ring_others(rank);
+    }
+
+    /// The version of `bucket` that `rank` has published.
+    pub(crate) fn settled(&self, rank: usize, bucket: usize) -> u64 {
+        self.entries[rank].settled[bucket].load(Ordering::Acquire)
+    }
+
+    /// Writes partial sums of the norm from `start` on.
+    pub(crate) fn write_partials(&self, start: usize, values: &[f32]) {
+        self.partials[start..].iter().zip(values).for_each(|(word, value)| word.store(value.to_bits(), Ordering::Relaxed));
+    }
+
+    /// `count` more partial sums of `rank` are on the board.
+    pub(crate) fn publish_partials(&self, rank: usize, count: usize) {
+        self.entries[rank].partials.fetch_add(count as u64, Ordering::Release);
+        self.ring_others(rank);
+    }
+
+    /// Partial sums that `rank` has published, in all steps.
+    pub(crate) fn published_partials(&self, rank: usize) -> u64 {
+        self.entries[rank].partials.load(Ordering::Acquire)
+    }
+
+    /// The partial sum at `at`.
+    pub(crate) fn partial(&self, at: usize) -> f32 {
+        f32::from_bits(self.partials[at].load(Ordering::Relaxed))
+    }
+
+    /// Writes the loss of `share`.
+    pub(crate) fn write_loss(&self, share: usize, loss: f32) {
+        self.losses[share].store(loss.to_bits(), Ordering::Relaxed);
+    }
+
+    /// Losses and flag of `rank` are those of `step`.
+    pub(crate) fn publish_report(&self, rank: usize, nonfinite: bool, step: u64) {
+        self.entries[rank].nonfinite.store(nonfinite, Ordering::Relaxed);
+        self.entries[rank].reported.store(step, Ordering::Release);
+        self.ring_others(rank);
+    }
+
+    /// Of `step`, whether a gradient of any rank is infinite or NaN, and the sum of the shares' losses in their order; `None` until every
+    /// rank has told.
+    pub(crate) fn reports(&self, step: u64) -> Option<(bool, f32)> {
+        let all = self.entries.iter().all(|entry| entry.reported.load(Ordering::Acquire) >= step);
+        let nonfinite = || self.entries.iter().any(|entry| entry.nonfinite.load(Ordering::Relaxed));
+        let loss = || self.losses.iter().map(|bits| f64::from(f32::from_bits(bits.load(Ordering::Relaxed)))).sum::<f64>();
+        all.then(|| (nonfinite(), loss() as f32))
+    }
+
+    /// What rank 0 found in `step`.
+    pub(crate) fn publish_outcome(&self, step: u64, outcome: StepOutcome) {
+        let words = [outcome.norm_sq.to_bits(), u64::from(outcome.loss.to_bits()), u64::from(outcome.nonfinite)];
+        self.outcome.iter().zip(words).for_each(|(place, word)| place.store(word, Ordering::Relaxed));
+        self.outcome_step.store(step, Ordering::Release);
+        self.ring_others(0);
+    }
+
+    /// The outcome of `step`, once it is known.
+    pub(crate) fn outcome(&self, step: u64) -> Option<StepOutcome> {
+        let word = |at: usize| self.outcome[at].load(Ordering::Relaxed);
+        let outcome = || StepOutcome { norm_sq: f64::from_bits(word(0)), loss: f32::from_bits(word(1) as u32), nonfinite: word(2) != 0 };
+        (self.outcome_step.load(Ordering::Acquire) >= step).then(outcome)
+    }
+
+    /// Rank 0 gives all others an order: a number, and what goes with it. They must have carried out the one before.
+    pub(crate) fn give_order(&self, number: u64, words: [u64; ORDER_WORDS]) {
+        self.order.iter().zip([number].into_iter().chain(words)).for_each(|(place, word)| place.store(word, Ordering::Relaxed));
+        self.orders.fetch_add(1, Ordering::Release);
+        self.ring_others(0);
+    }
+
+    /// The order after `seen` others, if it was given.
+    pub(crate) fn next_order(&self, seen: u64) -> Option<(u64, [u64; ORDER_WORDS])> {
+        let word = |at: usize| self.order[at].load(Ordering::Relaxed);
+        (self.orders.load(Ordering::Acquire) > seen).then(|| (word(0), std::array::from_fn(|at| word(at + 1))))
+    }
+
+    /// `rank` has carried out one more order.
+    pub(crate) fn publish_done(&self, rank: usize) {
+        self.entries[rank].done.fetch_add(1, Ordering::Release);
+        self.ring_others(rank);
+    }
+
+    /// Whether all ranks but 0 have carried out every order.
+    pub(crate) fn all_done(&self) -> bool {
+        let orders = self.orders.load(Ordering::Relaxed);
+        self.entries[1..].iter().all(|entry| entry.done.load(Ordering::Acquire) == orders)
+    }
+
+    /// Puts words into the mail from `start` on. An order tells of them.
+    pub(crate) fn post(&self, start: usize, words: impl IntoIterator<Item = u32>) {
+        self.mail[start..].iter().zip(words).for_each(|(place, word)| place.store(word, Ordering::Relaxed));
+    }
+
+    /// Words of the mail from `start` on.
+    pub(crate) fn mail(&self, start: usize) -> impl Iterator<Item = u32> + '_ {
+        self.mail[start..].iter().map(|word| word.load(Ordering::Relaxed))
+    }
+
+    /// Words that the mail has room for.
+    pub(crate) fn mail_words(&self) -> usize {
+        self.mail.len()
+    }
+
+    /// `rank` cannot go on, and so nobody can; the first to say so is named.
+    pub(crate) fn fail(&self, rank: usize, why: &str) {
+        // A later failure is mostly a consequence of the first.
+        let _ = self.failure.set((rank, why.to_string()));
+        self.bells.iter().for_each(|bell| bell.ring());
+    }
+
+    /// What ended all ranks, if something did.
+    pub(crate) fn failure(&self) -> Option<Error> {
+        self.failure.get().map(|(rank, why)| Error::Rank { rank: *rank, cause: why.clone() })
+    }
+
+    /// Whether all ranks end.
+    pub(crate) fn has_failed(&self) -> bool {
+        self.failure.get().is_some()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn board(ranks: usize) -> Board {
+        Board::new(Sizes { ranks, buckets: 3, partials: 4, shares: 2, mail_words: 5 }, None)
+    }
+
+    #[test]
+    fn what_all_have_told_is_what_the_last_has_told() {
+        let board = board(3);
+        for rank in [2, 0] {
+            board.publish_written(rank);
+            board.publish_pulled(rank);
+            board.publish_report(rank, rank == 2, 7);
+        }
+        assert!(!board.all_written(0) && !board.all_pulled(1) && board.all_pulled(0) && board.reports(7).is_none());
+        board.publish_written(1);
+        board.publish_pulled(1);
+        board.write_loss(1, 0.5);
+        board.write_loss(0, 1.0);
+        board.publish_report(1, false, 7);
+        assert!(board.all_written(0) && !board.all_written(1) && board.all_pulled(1));
+        assert_eq!((board.reports(7), board.reports(8)), (Some((true, 1.5)), None));
+    }
+
+    #[test]
+    fn orders_come_one_after_the_other_with_their_mail() {
+        let board = board(2);
+        assert!(board.all_done() && board.next_order(0).is_none());
+        board.post(3, [8, 9]);
+        board.give_order(4, [1, 2, 3, 4, 5, 6]);
+        assert_eq!(board.next_order(0), Some((4, [1, 2, 3, 4, 5, 6])));
+        assert!(board.mail(2).eq([0, 8, 9]) && !board.all_done() && board.next_order(1).is_none());
+        board.publish_done(1);
+        assert!(board.all_done());
+    }
+
+    #[test]
+    fn the_first_failure_is_the_one_that_is_told() {
+        let board = board(3);
+        assert!(board.failure().is_none());
+        board.fail(1, "no memory");
+        board.fail(2, "rank 1 is gone");
+        assert_eq!(board.failure().unwrap().to_string(), "rank 1: no memory");
+    }
+
+    #[test]
+    fn an_outcome_comes_back_to_the_bit() {
+        let (board, outcome) = (board(2), StepOutcome { norm_sq: f64::NAN, nonfinite: true, loss: -0.0 });
+        board.publish_outcome(3, outcome);
+        let read = board.outcome(3).unwrap();
+        assert_eq!((read.norm_sq.to_bits(), read.nonfinite, read.loss.to_bits()), (f64::NAN.to_bits(), true, 0x8000_0000));
+        assert!(board.outcome(4).is_none());
+    }
+}

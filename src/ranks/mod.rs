@@ -1,0 +1,54 @@
+//! Ranks: the devices of one process that train together, a thread each. They meet on the [`board`]; [`baton`] lets tests choose who goes on.
+
+pub(crate) mod baton;
+pub(crate) mod board;
+
+use crate::error::{Error, Result};
+use board::Board;
+use std::sync::Arc;
+
+/// A rank's place at the board.
+#[derive(Clone)]
+pub(crate) struct Seat {
+    /// Where all ranks meet.
+    pub board: Arc<Board>,
+    /// Whose place it is.
+    pub rank: usize,
+}
+
+impl Seat {
+    /// Whether all ranks can go on, as far as is known.
+    ///
+    /// # Errors
+    /// What ended the first that cannot.
+    pub(crate) fn check(&self) -> Result<()> {
+        self.board.failure().map_or(Ok(()), Err)
+    }
+
+    /// In a test whose seed chooses who goes on: lets it choose. Otherwise nothing.
+    ///
+    /// # Errors
+    /// Those of [`Seat::check`].
+    pub(crate) fn pass(&self) -> Result<()> {
+        let Some(baton) = self.board.baton() else { return Ok(()) };
+        baton.pass(self.rank);
+        self.check()
+    }
+
+    /// In such a test: this rank has nothing to do; false outside of one.
+    ///
+    /// # Errors
+    /// `Resource` when nobody has anything to do; those of [`Seat::check`].
+    pub(crate) fn pass_idle(&self) -> Result<bool> {
+        let Some(baton) = self.board.baton() else { return Ok(false) };
+        if !baton.pass_idle(self.rank) {
+            return Err(Error::resource("wait for the other ranks", "nothing is under way in any of them: a deadlock in their protocol"));
+        }
+        self.check().map(|()| true)
+    }
+
+    /// Tells all ranks that this one cannot go on.
+    pub(crate) fn fail(&self, why: &Error) {
+        self.board.fail(self.rank, &why.to_string());
+    }
+}
