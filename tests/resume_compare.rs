@@ -288,12 +288,22 @@ fn a_run_may_be_as_long_as_counters_reach() {
 }
 
 #[test]
-fn positions_without_sense_name_the_checkpoint() {
+fn numbers_without_sense_name_the_checkpoint() {
     let workspace = Workspace::new();
     run(&mut workspace.train("out", &["--max-steps", "2"])).digest();
     let checkpoint = workspace.path("out/checkpoint-2");
     let honest = manifest(&checkpoint);
-    for (place, lie) in [("/trainer/data_position", json!([])), ("/trainer/speculation/failures", json!(-1))] {
+    let lies = [
+        ("/trainer/data_position", json!([])),
+        ("/trainer/speculation/failures", json!(-1)),
+        ("/run/step/micro_batches", json!(0)),
+        ("/run/step/micro_batches", json!(1u64 << 63)),
+        ("/run/step/gradient_shares", json!(1u64 << 62)),
+        ("/run/numerics/loss_tile/rows", json!(0)),
+        ("/run/numerics/loss_tile/vocab", json!(0)),
+        ("/run/numerics/loss_tile", json!("all")),
+    ];
+    for (place, lie) in lies {
         let mut forged = honest.clone();
         *forged.pointer_mut(place).unwrap() = lie;
         forge(&checkpoint, &forged);

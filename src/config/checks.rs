@@ -23,7 +23,7 @@ const SLOTS_MAX: usize = 4096;
 /// Kernels index tokens with 32 bits.
 const MICRO_BATCH_TOKENS_MAX: usize = i32::MAX as usize;
 /// Tokens of an optimizer step: a factor of a thousand above any that was ever trained with.
-const STEP_TOKENS_MAX: usize = 1 << 40;
+pub(crate) const STEP_TOKENS_MAX: usize = 1 << 40;
 
 impl Settings {
     /// Whether all values make sense, each by itself and together.
@@ -54,7 +54,11 @@ impl Settings {
         single.into_iter().chain(data).filter_map(|(flag, path)| Some((flag, path?))).try_for_each(|(flag, path)| check_path(flag, path))
     }
 
-    fn check_counts(&self) -> Result<()> {
+    /// Whether every count is one that a run can have.
+    ///
+    /// # Errors
+    /// `Usage` that names the flag, its value and what is allowed.
+    pub(crate) fn check_counts(&self) -> Result<()> {
         let at_least_one = [
             ("gpus", self.gpus as u64),
             ("per-device-train-batch-size", self.per_device_train_batch_size as u64),
@@ -96,7 +100,7 @@ impl Settings {
     ///
     /// # Errors
     /// `Usage` that names both numbers.
-    pub(crate) fn check_shares(&self) -> Result<()> {
+    fn check_shares(&self) -> Result<()> {
         let (shares, micro_batches) = (self.shares(), self.micro_batches());
         let allowed = format!("a divisor of the {micro_batches} micro-batches of a step (--gradient-accumulation-steps)");
         require(self.gpus <= PARTS_MAX, "gpus", self.gpus, format!("at most {PARTS_MAX}"))?;

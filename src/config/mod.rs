@@ -2,7 +2,7 @@
 //! The table of all settings is in [`settings`], the types of their values in [`options`].
 
 pub(crate) mod aliases;
-mod checks;
+pub(crate) mod checks;
 pub(crate) mod describe;
 pub(crate) mod file;
 pub(crate) mod options;

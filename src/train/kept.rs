@@ -4,6 +4,7 @@
 use super::identity::Run;
 use super::observer::Observer;
 use crate::checkpoint::Loaded;
+use crate::config::checks::STEP_TOKENS_MAX;
 use crate::config::describe;
 use crate::config::options::RunPart;
 use crate::config::settings::Settings;
@@ -13,6 +14,7 @@ use crate::model::activations::LossTile;
 use crate::planner::plan::Plan;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
+use std::fmt::Display;
 
 /// Key of [`StepShape`] in a checkpoint's `run`.
 const STEP: &str = "step";
@@ -59,7 +61,7 @@ pub(super) fn settings(settings: &Settings, loaded: &Loaded, observer: &mut dyn 
         loss_tile: if settings.allow_changed.contains(&RunPart::Numerics) { None } else { loss_tile(loaded)? },
         ..settings.clone()
     };
-    kept.check_shares()?;
+    kept.check_counts()?;
     let now = StepShape { micro_batches: kept.micro_batches(), gradient_shares: kept.shares() };
     let numbers = [
         ("gradient_accumulation_steps", then.micro_batches, now.micro_batches),
@@ -80,7 +82,8 @@ fn step_shape(loaded: &Loaded) -> Result<StepShape> {
         None => StepShape { micro_batches: micro_batches(), gradient_shares: 1 },
     };
     let StepShape { micro_batches, gradient_shares } = shape;
-    if gradient_shares == 0 || micro_batches == 0 || !micro_batches.is_multiple_of(gradient_shares) {
+    let possible = 1..=STEP_TOKENS_MAX;
+    if !possible.contains(&micro_batches) || gradient_shares == 0 || !micro_batches.is_multiple_of(gradient_shares) {
         let cause = format_args!("step: {gradient_shares} gradient shares of {micro_batches} micro-batches");
         return Err(Error::format(loaded.manifest_path(), cause));
     }
@@ -89,6 +92,8 @@ fn step_shape(loaded: &Loaded) -> Result<StepShape> {
 
 fn loss_tile(loaded: &Loaded) -> Result<Option<LossTile>> {
     let numerics = loaded.manifest().run.get(RunPart::Numerics.name());
-    let tile = numerics.and_then(|numerics| numerics.get(LOSS_TILE)).map(LossTile::deserialize).transpose();
-    tile.map_err(|e| Error::format(loaded.manifest_path(), format_args!("{LOSS_TILE}: {e}")))
+    let Some(tile) = numerics.and_then(|numerics| numerics.get(LOSS_TILE)) else { return Ok(None) };
+    let wrong = |cause: &dyn Display| Error::format(loaded.manifest_path(), format_args!("{LOSS_TILE}: {cause}"));
+    let LossTile { rows, vocab } = LossTile::deserialize(tile).map_err(|e| wrong(&e))?;
+    if rows == 0 || vocab == 0 { Err(wrong(&format_args!("{rows} rows of {vocab}"))) } else { Ok(Some(LossTile { rows, vocab })) }
 }
