@@ -1,4 +1,4 @@
-//! The transfer path: casts, the gradient's norm, the optimizer of resident buckets. By hand in `ptx/{cast,grad_norm,adam,scale}.ptx`.
+//! The transfer path: casts, the gradient's norm, the optimizer of resident buckets. By hand in `ptx/{cast,grad_norm,adam,poke}.ptx`.
 //!
 //! Each kernel has a path for aligned vectors and one for single elements, which is for tails, and for everything when an
 //! address is not aligned: see [`vectors`].
@@ -25,7 +25,7 @@ pub(super) const SOURCES: [PtxSource; 6] = [
     PtxSource { file: "grad_norm.ptx", ptx: include_str!("../../../../ptx/grad_norm.ptx"), typed: &["grad_norm"], plain: &[] },
     PtxSource { file: "sum_slices.ptx", ptx: include_str!("../../../../ptx/sum_slices.ptx"), typed: &["sum_slices"], plain: &[] },
     PtxSource { file: "adam.ptx", ptx: include_str!("../../../../ptx/adam.ptx"), typed: &["adam_step"], plain: &[] },
-    PtxSource { file: "scale.ptx", ptx: include_str!("../../../../ptx/scale.ptx"), typed: &["scale", "poke"], plain: &[] },
+    PtxSource { file: "poke.ptx", ptx: include_str!("../../../../ptx/poke.ptx"), typed: &["poke"], plain: &[] },
 ];
 
 /// Threads of a block, in every kernel but `poke`.
@@ -84,8 +84,7 @@ impl GpuKernel for GradNormPartials {
     fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
         let Self { stream, grads, partials, nonfinite } = self;
         let whole = vectors(grads.elems(), VECTOR, &[grads]) / (BLOCK / VECTOR) as u64;
-        // The kernel also writes gradients as fp32 where it is told to: the engine has no use for that.
-        let args = args![grads, None::<DeviceSlice>, partials, nonfinite, grads.elems() as u64, whole];
+        let args = args![grads, partials, nonfinite, grads.elems() as u64, whole];
         queue.launch(stream, "grad_norm", Some(self.float_format()?), grid(partials.elems(), NORM_WARPS)?, args)
     }
 }
