@@ -46,7 +46,7 @@ fn what_cannot_be_had_names_the_flag_to_use() {
     for (flags, words) in [
         (&["--deepspeed", "ds.json"][..], &["--deepspeed", "--strategy"][..]),
         (&["--optim", "lion"], &["--optim lion", "adamw_torch"]),
-        (&["--report_to", "wandb"], &["metrics.jsonl"]),
+        (&["--report_to", "wandb"], &["--report-to", "tensorboard"]),
         (&["--save_strategy", "epoch"], &["--save-steps"]),
         (&["--eval_strategy", "epoch"], &["no evaluation"]),
         (&["--warmup_ratio", "2"], &["--warmup-ratio 2", "0 to 1"]),

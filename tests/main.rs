@@ -23,4 +23,5 @@ mod resume_compare;
 mod run_dir;
 mod style;
 mod support;
+mod tensorboard;
 mod tokenizers;

@@ -81,8 +81,8 @@ const TABLE: &[(&str, AliasRule)] = &[
     }),
     ("max-steps", Words { known: &[("-1", Holds)], other: AsWritten }),
     ("report-to", Words {
-        known: &[("none", Holds), ("jsonl", Holds)],
-        other: Refused("not there yet; every run writes metrics.jsonl, an object a step, into its output directory: --report-to none"),
+        known: &[("all", Set("report-to", "tensorboard"))],
+        other: AsWritten,
     }),
     ("save-strategy", Words {
         known: &[("steps", Holds), ("no", Refused("the last step is always saved; a --save-steps above --max-steps saves nothing before it"))],
@@ -344,7 +344,8 @@ mod tests {
         assert_eq!(spelled(&["--fp16", "True", "--fp16=false"]), ["--dtype=float16"]);
         assert_eq!(spelled(&["--gradient_checkpointing"]), ["--activations=recompute-block"]);
         assert_eq!(spelled(&["--gradient_checkpointing", "false"]), ["--activations=keep"]);
-        assert_eq!(spelled(&["--optim", "adamw_torch_fused", "--report_to", "none", "--eval_strategy=no"]), Vec::<String>::new());
+        assert_eq!(spelled(&["--optim", "adamw_torch_fused", "--eval_strategy=no"]), Vec::<String>::new());
+        assert_eq!(spelled(&["--report_to", "none", "--report_to=all"]), ["--report-to=none", "--report-to=tensorboard"]);
         assert_eq!(spelled(&["--warmup_steps", "0.1", "--warmup_steps=20"]), ["--warmup-ratio=0.1", "--warmup-steps=20"]);
         assert_eq!(spelled(&["--lr_scheduler_type", "constant_with_warmup"]), ["--lr-scheduler-type=constant"]);
         assert_eq!(spelled(&["--lr_scheduler=warmup_stable_decay"]), ["--lr-scheduler-type=wsd"]);
@@ -367,7 +368,6 @@ mod tests {
             (&["--deepspeed", "ds.json"][..], &["--deepspeed ds.json", "--max-grad-norm", "--strategy"][..]),
             (&["--optim", "adafactor"], &["--optim adafactor", "adamw_torch"]),
             (&["--optim", "adamw_8bit"], &["32 bits"]),
-            (&["--report_to", "wandb"], &["metrics.jsonl", "--report-to none"]),
             (&["--save_strategy", "epoch"], &["--save-steps"]),
             (&["--eval_strategy", "steps"], &["no evaluation"]),
             (&["--sample_packing", "false"], &["always packed"]),

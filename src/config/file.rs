@@ -169,7 +169,7 @@ mod tests {
         let read = parse(text).unwrap();
         let flags =
             ["--model=m", "--dtype=bfloat16", "--warmup-ratio=0.1", "--seq-length=8", "--data", "a", "b", "--strategy=zero-offload"];
-        let flags = command_line(&[&flags[..], &["--lr-scheduler-type=constant"]].concat()).unwrap();
+        let flags = command_line(&[&flags[..], &["--lr-scheduler-type=constant", "--report-to=none"]].concat()).unwrap();
         assert_eq!(TrainOptions { ignored: Vec::new(), ..read.clone() }, flags);
         assert!(read.ignored.len() == 1 && read.ignored[0].starts_with("tf32 ("), "{:?}", read.ignored);
         assert_eq!(parse("seed = 1\ndeepspeed = 'ds.json'").unwrap_err().split(':').next(), Some("line 2"));

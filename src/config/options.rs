@@ -19,6 +19,18 @@ pub enum InitChoice {
     Checkpoint,
 }
 
+/// Where steps are shown.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ReportTo {
+    /// `metrics.jsonl`, which every run writes.
+    Jsonl,
+    /// Event files in the output directory's folder `tb`.
+    Tensorboard,
+    /// Nowhere besides `metrics.jsonl`.
+    None,
+}
+
 /// What turns text into tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]

@@ -9,8 +9,9 @@
 
 use super::describe;
 use super::options::{
-    ActivationsChoice, AttentionChoice, CastSide, DeviceChoice, HostMemoryKind, InitChoice, Injection, IsaChoice, ResidentBuckets, Resume,
-    Rollback, RunPart, Strategy, Technique, TokenizerChoice, TrainDtype, TrainLength, WeightsChoice, one_or_many, some_scalar,
+    ActivationsChoice, AttentionChoice, CastSide, DeviceChoice, HostMemoryKind, InitChoice, Injection, IsaChoice, ReportTo,
+    ResidentBuckets, Resume, Rollback, RunPart, Strategy, Technique, TokenizerChoice, TrainDtype, TrainLength, WeightsChoice, one_or_many,
+    some_scalar,
 };
 use crate::data::tokenizer::AddBos;
 use crate::hardware::selected_profile;
@@ -343,6 +344,10 @@ settings! {
         /// Steps between log lines.
         #[arg(value_name = "N")]
         logging_steps: u64 = 10, Free;
+        /// Where steps are shown besides metrics.jsonl, separated by commas.
+        #[arg(value_name = "LOGGER", value_delimiter = ',')]
+        #[serde(deserialize_with = "one_or_many")]
+        report_to: Vec<ReportTo> = vec![ReportTo::Tensorboard], Free;
         /// Steps between checkpoints.
         #[arg(value_name = "N")]
         save_steps: u64 = 500, Free;

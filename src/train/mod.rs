@@ -3,6 +3,7 @@
 //! [`setup`] builds the engine and the data, [`text`] finds what turns text into tokens, `identity` says what a run learns with and
 //! from, `resume` compares that with a checkpoint's and goes on from it, [`session`] runs steps and saves, this file ties them together.
 
+mod event_file;
 mod feed;
 mod identity;
 mod kept;

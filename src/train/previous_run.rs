@@ -1,6 +1,7 @@
 //! A run begins at some step in a directory that may hold more: an earlier run, or the abandoned end of this one. That is
 //! moved aside, never overwritten, so that "newest checkpoint" always means this run's.
 
+use super::event_file::EVENTS;
 use super::metrics_file::METRICS;
 use super::run_dir::TRACE;
 use crate::disk::{Dir, FileKind};
@@ -12,16 +13,19 @@ use std::path::Path;
 /// What earlier runs hold in all before a person is told.
 const WORTH_TELLING: u64 = 1 << 30;
 
-/// Moves all that has the name of a checkpoint after `step`, be it a directory, a link or a file, into `previous-<n>/`, and metrics
-/// and timeline too when the run is fresh (`step` 0). Returns a line for people when there were any.
+/// Moves all that has the name of a checkpoint after `step`, be it a directory, a link or a file, into `previous-<n>/`, metrics,
+/// timeline and events too when the run is fresh (`step` 0). Returns a line for people when there were any.
 ///
 /// # Errors
 /// `Io` when the directory cannot be listed or written.
 pub(super) fn move_aside(output_dir: &Dir, step: u64) -> Result<Option<String>> {
     let mut names = output_dir.names()?;
     names.retain(|name| is_later(&name.to_string_lossy(), step));
-    // A timeline alone, or metrics without a line, are what a run leaves that never began.
-    let has_content = |name: &OsString| Ok(name != TRACE && (name != METRICS || output_dir.kind(name)? != Some(FileKind::File(0))));
+    // A timeline or events alone, or metrics without a line, are what a run leaves that never began.
+    let has_content = |name: &OsString| {
+        let says_little = name == TRACE || name == EVENTS;
+        Ok(!says_little && (name != METRICS || output_dir.kind(name)? != Some(FileKind::File(0))))
+    };
     if !names.iter().map(has_content).collect::<Result<Vec<_>>>()?.contains(&true) {
         return Ok(None);
     }
@@ -35,7 +39,7 @@ pub(super) fn move_aside(output_dir: &Dir, step: u64) -> Result<Option<String>> 
 fn is_later(name: &str, step: u64) -> bool {
     match name.strip_prefix("checkpoint-") {
         Some(number) => number.parse().is_ok_and(|saved: u64| saved > step),
-        None => step == 0 && (name == METRICS || name == TRACE),
+        None => step == 0 && [METRICS, TRACE, EVENTS].contains(&name),
     }
 }
 

@@ -80,10 +80,15 @@ fn refusal(dir: &Dir, file: File) -> Error {
 
 /// `pid 4711 on host node7, started 2026-11-22 18:03:59 UTC`.
 fn this_process() -> String {
-    let host = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-    let host = if host.trim().is_empty() { "(unknown)" } else { host.trim() };
+    let host = host_name().unwrap_or_else(|| "(unknown)".into());
     let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
     format!("pid {} on host {host}, started {}\n", std::process::id(), date_and_time(seconds))
+}
+
+/// This machine's name, where the system tells it.
+pub(super) fn host_name() -> Option<String> {
+    let name = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    Some(name.trim().to_string()).filter(|name| !name.is_empty())
 }
 
 #[cfg(test)]

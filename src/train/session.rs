@@ -2,6 +2,7 @@
 
 mod ending;
 
+use super::event_file::EventFile;
 use super::feed::Feed;
 use super::identity::Run;
 use super::metrics_file::{METRICS, MetricsFile};
@@ -11,6 +12,7 @@ use super::skips::Skips;
 use super::state::for_each_piece;
 use crate::checkpoint::digest::StateDigest;
 use crate::checkpoint::{SavedLossScale, Scheduler, TrainerState, Writer};
+use crate::config::options::ReportTo;
 use crate::config::settings::Settings;
 use crate::data::loader::{DataPosition, Loader};
 use crate::device::Kernels;
@@ -68,6 +70,8 @@ pub(crate) struct Session<D: Kernels, X: Exchange<D>> {
     model_files: Vec<(String, Vec<u8>)>,
     run: Run,
     metrics: MetricsFile,
+    /// Unless nobody wants them, or they could not be written.
+    events: Option<EventFile>,
     flops_per_step: f64,
     totals: SessionTotals,
     last_step_end: Option<Instant>,
@@ -100,6 +104,8 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
         if damaged > 0 {
             observer.warn(&format!("{}: {damaged} lines are damaged and were left out", run_dir.dir().join(METRICS).display()));
         }
+        let wanted = (settings.report_to.contains(&ReportTo::Tensorboard)).then(|| EventFile::create(run_dir.dir(), engine.train_step()));
+        let events = wanted.and_then(|events| heard(events, observer));
         let plan = engine.plan();
         let flops_per_step = engine.shape().flops_per_step(plan.batch * plan.grad_accum_steps, plan.seq_length);
         let totals = SessionTotals::default();
@@ -112,6 +118,7 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
             run_dir,
             model_files,
             metrics,
+            events,
             flops_per_step,
             totals,
             last_step_end: None,
@@ -154,6 +161,7 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
         self.last_step_end = Some(end);
         let metrics = self.measure(&report, end - start);
         observer.step(&metrics);
+        self.events = self.events.take().and_then(|mut events| heard(events.write(&metrics).map(|()| events), observer));
         let skipped = report.verdict == Verdict::SkipNonFinite;
         let before = if skipped { self.last_saved() } else { None };
         self.skips.record(metrics.step, skipped, before.as_ref().map(|(_, path)| path.as_path()));
@@ -275,6 +283,11 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
         })?;
         Ok(digest.finish())
     }
+}
+
+/// Events that can be written; else `observer` hears why they end here, and training goes on.
+fn heard(events: Result<EventFile>, observer: &mut dyn Observer) -> Option<EventFile> {
+    events.map_err(|error| observer.warn(&format!("no events for TensorBoard from here on: {error}"))).ok()
 }
 
 /// The name under which serde writes a unit variant.
