@@ -1,7 +1,8 @@
 """What every baseline trains, and the line that it prints: models, batches, timing, memory.
 
 A system's script gives `measure` a function that wraps the model and returns three calls: forward(ids) -> loss,
-backward(loss), update(). Everything else is the same for all of them.
+backward(loss), update(). Everything else is the same for all of them. Under torchrun each process has a GPU and batches of its own;
+the first one prints, and model FLOPs are those of one GPU.
 """
 
 import argparse
@@ -15,6 +16,8 @@ import time
 
 LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY = 1e-5, (0.9, 0.95), 1e-8, 0.1
 BATCHES = 4
+# Of torchrun; one process alone has none of these.
+RANK, LOCAL_RANK, RANKS = (int(os.environ.get(name, other)) for name, other in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
 
 
 def arguments(**defaults):
@@ -35,11 +38,11 @@ def arguments(**defaults):
     return parser.parse_args()
 
 
-def qwen3(layers, hidden, ffn, heads, kv_heads, vocab):
+def qwen3(layers, hidden, ffn, heads, kv_heads, vocab, tied=True):
     from transformers import Qwen3Config
 
     return Qwen3Config(num_hidden_layers=layers, hidden_size=hidden, intermediate_size=ffn, num_attention_heads=heads,
-                       num_key_value_heads=kv_heads, head_dim=128, vocab_size=vocab, tie_word_embeddings=True,
+                       num_key_value_heads=kv_heads, head_dim=128, vocab_size=vocab, tie_word_embeddings=tied,
                        max_position_embeddings=40960, use_cache=False)
 
 
@@ -64,6 +67,7 @@ WORKLOADS = {
     "W2": (lambda: llama(32), 4, 4096),
     "W2c": (lambda: llama(24), 4, 4096),
     "W3": (lambda: gpt(44, 3072), 8, 1024),
+    "W4": (lambda: qwen3(40, 5120, 17408, 40, 8, 151936, tied=False), 4, 4096),
     "tiny": (lambda: qwen3(2, 256, 512, 2, 1, 512), 2, 64),
 }
 
@@ -116,6 +120,8 @@ def measure(system, name, args, prepare, dtype="bfloat16"):
 
     make, batch, seq_length = WORKLOADS[args.workload]
     config, device = make(), "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(LOCAL_RANK)
     free = memory_available()
     torch.manual_seed(0)
     with torch.device(device):
@@ -130,7 +136,7 @@ def measure(system, name, args, prepare, dtype="bfloat16"):
     facts = machine(torch)
     forward, backward, update, settings = prepare(torch, model, batch)
 
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1 + RANK)
     ids = [torch.randint(0, config.vocab_size, (batch, seq_length), generator=generator).to(device) for _ in range(BATCHES)]
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     times, losses, least = [], [], free
@@ -145,17 +151,21 @@ def measure(system, name, args, prepare, dtype="bfloat16"):
             times.append(1e3 * (time.perf_counter() - start))
             losses.append(round(float(loss.detach()), 4))
             least = min(least, memory_available())
+    if RANKS > 1:
+        torch.distributed.destroy_process_group()
+    if RANK > 0:
+        return
     times, losses = times[args.warmup:], losses[args.warmup:]
     median = statistics.median(times)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__} | settings.pop("versions", {})
     line = {
         "bench": "baseline", "date": datetime.date.today().isoformat(), "machine": facts, "system": system,
-        "name": name, "workload": args.workload, "versions": versions,
+        "name": name, "workload": args.workload, "gpus": RANKS, "versions": versions,
         "settings": {"per_device_train_batch_size": batch, "seq_length": seq_length, "max_grad_norm": args.max_grad_norm,
                      "checkpointing": not args.no_checkpointing, "warmup": args.warmup, "steps": args.steps, **settings},
         "model": {"params": params, "matmul_params": matrices},
         "step_ms": {"median": median, "min": min(times), "max": max(times), "samples": times},
-        "tokens_per_second": 1e3 * batch * seq_length / median,
+        "tokens_per_second": 1e3 * RANKS * batch * seq_length / median,
         "speed": {"model_flops": model_flops, "model_tflops": model_flops / median / 1e9,
                   "hardware_tflops": hardware_flops / median / 1e9},
         "loss": losses,
