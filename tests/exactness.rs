@@ -49,30 +49,44 @@ struct Way {
     adversary: Option<u64>,
     /// Devices that share the step, as far as they divide its shares.
     ranks: usize,
+    /// Every step's data is evaluated before the step.
+    evaluates: bool,
 }
 
 const STEPS: u64 = 6;
 
 /// The synchronous step on one device.
-const REFERENCE: Way =
-    Way { strategy: "no-offload", threads: 1, bucket_kib: 64, slots: 1, resident: 0, without: "", cast: "host", adversary: None, ranks: 1 };
+const REFERENCE: Way = Way {
+    strategy: "no-offload",
+    threads: 1,
+    bucket_kib: 64,
+    slots: 1,
+    resident: 0,
+    without: "",
+    cast: "host",
+    adversary: None,
+    ranks: 1,
+    evaluates: false,
+};
 
 /// Digest, what became of bucket steps, and losses.
 type Run = (String, Counts, Vec<u32>);
 
 /// The steps of a case, on an engine of one device or of several.
-struct Steps<'a>(&'a Case);
+struct Steps<'a>(&'a Case, &'a Way);
 
 impl UseEngine for Steps<'_> {
     type Output = Run;
 
     fn run<D: Kernels, X: Exchange<D>>(self, mut engine: Engine<D, X>) -> Result<Run> {
-        let Self(case) = self;
+        let Self(case, way) = self;
         load(&mut engine, random_params(case.seed));
         let mut batches = Noise::new(case.seed, case.vocab);
         let (mut counts, mut losses) = (Counts::default(), Vec::new());
         for step in 0..STEPS {
+            let before = if way.evaluates { Some(engine.evaluate(&mut batches.clone())?) } else { None };
             let report = engine.step(1e-2 / (1.0 + step as f64), &mut batches)?;
+            assert!(before.is_none_or(|before| before.loss as f32 == report.loss), "{before:?}, then {report:?}");
             counts += report.counts;
             losses.push(report.loss.to_bits());
         }
@@ -116,7 +130,7 @@ fn run(case: &Case, way: &Way) -> Run {
         inject.collect::<Vec<_>>().join(","),
     ));
     let plan = Plan::new(&settings, &shape, &Machine::cpu(2), false).unwrap();
-    on_cpus(&plan, &shape, &Topology::this_machine(), Steps(case)).unwrap_or_else(|error| panic!("{error}: {case:?} {way:?}"))
+    on_cpus(&plan, &shape, &Topology::this_machine(), Steps(case, way)).unwrap_or_else(|error| panic!("{error}: {case:?} {way:?}"))
 }
 
 fn reference(case: &Case) -> Run {
@@ -170,8 +184,9 @@ fn ways() -> impl Strategy<Value = Way> {
         prop::sample::select(vec!["host", "host", "device"]),
         prop::option::weighted(0.8, any::<u32>().prop_map(u64::from)),
         1usize..5,
+        any::<bool>(),
     )
-        .prop_map(|(strategy, threads, bucket_kib, slots, resident, without, cast, adversary, ranks)| Way {
+        .prop_map(|(strategy, threads, bucket_kib, slots, resident, without, cast, adversary, ranks, evaluates)| Way {
             strategy,
             threads,
             bucket_kib,
@@ -181,6 +196,7 @@ fn ways() -> impl Strategy<Value = Way> {
             cast,
             adversary,
             ranks,
+            evaluates,
         })
 }
 
@@ -289,6 +305,7 @@ fn speculations_are_kept_redone_and_undone_and_counted() {
         cast: "host",
         adversary: Some(7),
         ranks: 1,
+        evaluates: false,
     };
     let (case, faults) = (tiny_case(1), vec![(3, 0.5, 0, "\"nan\"")]);
     let case = Case { max_norm: 2.21, faults, ..case };
@@ -438,8 +455,9 @@ fn streamed_weights_change_no_bit_and_come_once_a_pass() {
                 counts += report.counts;
                 arrived += report.counters.h2d_bytes;
             }
+            let loss = engine.evaluate(&mut batches.clone()).unwrap().loss.to_bits();
             let logits: Vec<u32> = engine.logits(&mut batches).unwrap().into_iter().map(f32::to_bits).collect();
-            ((digest(&mut engine), logits), counts, arrived, plan)
+            ((digest(&mut engine), loss, logits), counts, arrived, plan)
         };
         let (want, ..) = run("strategy = \"no-offload\"\nthreads = 1");
         let bucket = [0.0078, 0.0156, 0.03][pick(2, 3)];

@@ -96,6 +96,7 @@ fn for_each_state<D: Kernels, X: Exchange<D>>(engine: &mut Engine<D, X>, mut eac
 }
 
 /// Random tokens, the same for the same seed.
+#[derive(Clone)]
 pub struct Noise {
     state: u64,
     vocab: u64,

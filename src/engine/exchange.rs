@@ -26,12 +26,14 @@ pub enum Order {
     Read,
     /// Working weights from the state.
     Send,
+    /// The losses of micro-batches: targets that count.
+    Evaluate,
     /// Counters from a checkpoint: steps, optimizer steps, loss scale, good steps, verdicts.
     Resume,
 }
 
 impl Order {
-    const ALL: [Self; 7] = [Self::Step, Self::Flush, Self::Init, Self::Write, Self::Read, Self::Send, Self::Resume];
+    const ALL: [Self; 8] = [Self::Step, Self::Flush, Self::Init, Self::Write, Self::Read, Self::Send, Self::Evaluate, Self::Resume];
 
     /// The order of this number.
     ///
@@ -79,6 +81,12 @@ pub trait Exchange<D: Kernels> {
 
     /// What all ranks report of `step`, once that is known. Asked for until it is.
     fn outcome(&mut self, step: u64) -> Option<StepOutcome>;
+
+    /// Tells the losses of this rank's shares, outside of a step.
+    fn tell_losses(&mut self, losses: &[f32]);
+
+    /// The sum of all losses that were told last, in the order of shares; of several ranks once all have carried out their orders.
+    fn losses(&self) -> f64;
 
     /// From here on the weights of every bucket are others: those of the next version.
     fn next_version(&mut self) {}
@@ -168,6 +176,8 @@ pub struct Alone {
     share: usize,
     norm_sq: NormSq,
     reported: Option<(bool, f32)>,
+    /// Sum of the shares' losses that were told last.
+    losses: f64,
 }
 
 impl Alone {
@@ -182,6 +192,7 @@ impl Alone {
             share: 0,
             norm_sq: NormSq(0.0),
             reported: None,
+            losses: 0.0,
         })
     }
 }
@@ -212,7 +223,16 @@ impl<D: Kernels> Exchange<D> for Alone {
     }
 
     fn report(&mut self, _step: u64, nonfinite: bool, losses: &[f32]) {
-        self.reported = Some((nonfinite, losses.iter().map(|&loss| f64::from(loss)).sum::<f64>() as f32));
+        <Self as Exchange<D>>::tell_losses(self, losses);
+        self.reported = Some((nonfinite, self.losses as f32));
+    }
+
+    fn tell_losses(&mut self, losses: &[f32]) {
+        self.losses = losses.iter().map(|&loss| f64::from(loss)).sum();
+    }
+
+    fn losses(&self) -> f64 {
+        self.losses
     }
 
     fn outcome(&mut self, _step: u64) -> Option<StepOutcome> {

@@ -3,6 +3,7 @@
 
 pub(crate) mod coordinator;
 pub(crate) mod counters;
+pub(crate) mod evaluate;
 pub(crate) mod exchange;
 pub(crate) mod executor;
 mod exposed;

@@ -83,6 +83,10 @@ impl<D: Kernels + Peers> RankEngine<D> {
                 self.run_step(f64::from_bits(words[0]), StepData { targets: words[1] as usize }).map(|_| ())
             }
             Order::Flush => self.flush(),
+            Order::Evaluate => {
+                self.take_batches();
+                self.run_evaluation(words[0] as usize)
+            }
             Order::Init => self.init_state(words[0], words[1] as usize),
             Order::Send => self.send_weights(),
             Order::Resume => {

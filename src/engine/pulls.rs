@@ -209,9 +209,17 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
     }
 
     fn report(&mut self, step: u64, nonfinite: bool, losses: &[f32]) {
+        <Self as Exchange<D>>::tell_losses(self, losses);
+        self.seat.board.publish_report(self.seat.rank, nonfinite, step);
+    }
+
+    fn tell_losses(&mut self, losses: &[f32]) {
         let (rank, ranks) = (self.seat.rank, self.seat.board.ranks());
         losses.iter().enumerate().for_each(|(round, &loss)| self.seat.board.write_loss(round * ranks + rank, loss));
-        self.seat.board.publish_report(rank, nonfinite, step);
+    }
+
+    fn losses(&self) -> f64 {
+        self.seat.board.losses()
     }
 
     fn outcome(&mut self, step: u64) -> Option<StepOutcome> {

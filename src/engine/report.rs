@@ -72,9 +72,14 @@ impl Report {
         Ok(())
     }
 
-    /// The loss of `share`, which is not the last, is computed.
+    /// The loss of `share` is computed; where gradients follow, that of the last one is a part of the end.
     pub(super) fn add_loss<D: Device>(&mut self, dev: &mut D, loss: DeviceSlice, share: usize) -> Result<()> {
         dev.copy_d2h(Stream::Compute, loss, self.host_losses.slice(share * 4, 4))
+    }
+
+    /// The losses of this rank's shares, once they have come.
+    pub(super) fn losses<'h>(&self, host: &'h HostMemory) -> &'h [f32] {
+        host.lend(self.host_losses)
     }
 
     /// All gradients are written: what is left of the report follows.
@@ -106,7 +111,7 @@ impl Report {
             exchange.add_partials(host.lend(self.host_partials.slice(start * 4, (end - start) * 4)));
             self.arrived += 1;
             if end == self.partials.elems() {
-                exchange.report(step, host.lend::<i32>(self.host_nonfinite)[0] != 0, host.lend(self.host_losses));
+                exchange.report(step, host.lend::<i32>(self.host_nonfinite)[0] != 0, self.losses(host));
             }
         }
         Ok(())

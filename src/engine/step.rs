@@ -41,14 +41,19 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     /// step counts. The engine is then as after the last step, whose state can be flushed and saved.
     pub(crate) fn read_data(&mut self, batches: &mut impl Batches) -> Result<StepData> {
         self.vitals.record(Mark::Step, self.train_step + 1);
+        match self.read_micro_batches(batches)? {
+            0 => Err(self.bad_data(format!("none of its {} targets counts: nothing can be learned from it", self.plan.tokens_per_step()))),
+            targets => Ok(StepData { targets }),
+        }
+    }
+
+    /// Reads as many micro-batches as a step has; returns their targets that count.
+    pub(super) fn read_micro_batches(&mut self, batches: &mut impl Batches) -> Result<usize> {
         self.vitals.now(Doing::Data, 0);
         self.exchange.await_done()?;
         let targets: Result<usize> = (0..self.plan.grad_accum_steps).map(|micro_batch| self.deal(micro_batch, batches)).sum();
         self.vitals.now(Doing::Else, 0);
-        match targets? {
-            0 => Err(self.bad_data(format!("none of its {} targets counts: nothing can be learned from it", self.plan.tokens_per_step()))),
-            targets => Ok(StepData { targets }),
-        }
+        targets
     }
 
     /// Fills micro-batch `micro_batch` of a step, whoever computes with it; returns its targets that count.
@@ -213,7 +218,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     }
 
     /// Serves events until the device is at most `MODULES_AHEAD` modules behind.
-    fn module_enqueued(&mut self) -> Result<()> {
+    pub(super) fn module_enqueued(&mut self) -> Result<()> {
         let modules = self.modules;
         self.dev.record(modules[self.modules_enqueued % modules.len()], Stream::Compute)?;
         self.modules_enqueued += 1;

@@ -211,8 +211,12 @@ impl Board {
     pub(crate) fn reports(&self, step: u64) -> Option<(bool, f32)> {
         let all = self.entries.iter().all(|entry| entry.reported.load(Ordering::Acquire) >= step);
         let nonfinite = || self.entries.iter().any(|entry| entry.nonfinite.load(Ordering::Relaxed));
-        let loss = || self.losses.iter().map(|bits| f64::from(f32::from_bits(bits.load(Ordering::Relaxed)))).sum::<f64>();
-        all.then(|| (nonfinite(), loss() as f32))
+        all.then(|| (nonfinite(), self.losses() as f32))
+    }
+
+    /// The sum of the shares' losses, in their order.
+    pub(crate) fn losses(&self) -> f64 {
+        self.losses.iter().map(|bits| f64::from(f32::from_bits(bits.load(Ordering::Relaxed)))).sum()
     }
 
     /// What rank 0 found in `step`.

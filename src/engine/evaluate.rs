@@ -1,0 +1,63 @@
+//! Evaluation: forward passes alone, between steps. Nothing that training reads is written.
+
+use super::exchange::{Exchange, Order};
+use super::executor::Engine;
+use super::step::Pass;
+use super::vitals::Doing;
+use crate::data::batch::Batches;
+use crate::device::{Kernels, Stream};
+use crate::error::Result;
+use crate::model::MicroStep;
+use crate::model::tensors::Module;
+
+/// The loss of some micro-batches under the present weights.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Evaluated {
+    /// Mean over the targets that count.
+    pub loss: f64,
+    /// How many these are.
+    pub targets: usize,
+}
+
+impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
+    /// Evaluates as many micro-batches as a step has, dealt to ranks and shares as there: the loss has the same bits on any number of
+    /// ranks, and is that of a step with this data. Training goes on as if nothing had been.
+    ///
+    /// # Errors
+    /// `batches`'; `Resource` when a token, target, position or document reaches outside; the device's; what ended another rank.
+    pub fn evaluate(&mut self, batches: &mut impl Batches) -> Result<Evaluated> {
+        let targets = self.read_micro_batches(batches)?;
+        if targets == 0 {
+            return Ok(Evaluated::default());
+        }
+        self.exchange.lead(Order::Evaluate, [targets as u64, 0, 0, 0, 0, 0])?;
+        self.run_evaluation(targets)?;
+        self.exchange.await_done()?;
+        Ok(Evaluated { loss: self.exchange.losses(), targets })
+    }
+
+    /// This rank's part.
+    pub(super) fn run_evaluation(&mut self, targets: usize) -> Result<()> {
+        self.vitals.now(Doing::Enqueuing, 0);
+        let accum = self.plan.grad_accum_steps / self.exchange.slices().ranks();
+        let per_share = self.plan.grad_accum_steps / self.plan.shares;
+        for micro_step in 0..accum {
+            self.upload_batch(micro_step)?;
+            self.forward_modules()?;
+            self.wait_for_params(Module::Head)?;
+            let micro = MicroStep { first: micro_step % per_share == 0, inv_targets: 1.0 / targets as f32, loss_scale: 1.0 };
+            self.with_weights(Module::Head, Pass::Forward, |engine| engine.model.head(&mut engine.dev, micro, false))?;
+            self.module_enqueued()?;
+            if (micro_step + 1).is_multiple_of(per_share) {
+                self.report.add_loss(&mut self.dev, self.model.activations.loss, micro_step / per_share)?;
+            }
+        }
+        self.dev.record(self.compute_tail, Stream::Compute)?;
+        self.block_until(Doing::Device, 0, |engine| engine.dev.is_done(engine.compute_tail))?;
+        self.exchange.tell_losses(self.report.losses(&self.host));
+        // What was waited for here is no step's.
+        self.waited_ns = self.dev.waited_ns();
+        self.vitals.now(Doing::Else, 0);
+        Ok(())
+    }
+}
