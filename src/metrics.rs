@@ -5,6 +5,7 @@ use crate::hardware::parse::meminfo_bytes;
 use crate::memory::MemorySpace;
 use crate::planner::plan::Plan;
 use std::collections::BTreeMap;
+use std::fmt;
 
 /// Bytes by class.
 #[derive(Clone, Debug, serde::Serialize)]
@@ -57,6 +58,28 @@ pub struct StepMetrics {
     pub exposed_transfer_ms: f64,
     /// Memory by class.
     pub memory: MemoryUse,
+}
+
+/// One evaluation.
+#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
+pub(crate) struct EvalMetrics {
+    /// Training steps done before it.
+    pub step: u64,
+    /// Mean loss over the targets that count.
+    pub eval_loss: f64,
+    /// `exp(eval_loss)`.
+    pub eval_perplexity: f64,
+    /// Targets that count.
+    pub eval_tokens: u64,
+    /// Wall time.
+    pub eval_seconds: f64,
+}
+
+impl fmt::Display for EvalMetrics {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { step, eval_loss, eval_perplexity, eval_tokens, eval_seconds } = self;
+        write!(f, "eval {step:>6}  loss {eval_loss:.4}  perplexity {eval_perplexity:.3}  {eval_tokens} tokens in {eval_seconds:.1} s")
+    }
 }
 
 /// Resident set of this process in bytes; 0 when the kernel does not say.

@@ -48,7 +48,7 @@ fn what_cannot_be_had_names_the_flag_to_use() {
         (&["--optim", "lion"], &["--optim lion", "adamw_torch"]),
         (&["--report_to", "wandb"], &["--report-to", "tensorboard"]),
         (&["--save_strategy", "epoch"], &["--save-steps"]),
-        (&["--eval_strategy", "epoch"], &["no evaluation"]),
+        (&["--eval_strategy", "epoch"], &["--eval-strategy epoch", "--eval-data"]),
         (&["--warmup_ratio", "2"], &["--warmup-ratio 2", "0 to 1"]),
         (&["--learning_rat", "1"], &["--learning-rat", "--learning-rate"]),
     ] {

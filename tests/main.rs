@@ -5,6 +5,7 @@ mod batch;
 mod campaign;
 mod cli;
 mod data;
+mod evaluation;
 mod exactness;
 mod faults;
 mod fine_tuning;

@@ -44,7 +44,7 @@ enum AliasRule {
 
 use AliasRule::{Always, Name, ShareOf, Switch, Words};
 
-const NO_EVALUATION: &str = "there is no evaluation yet: every sequence is trained on";
+const NO_SPLIT: &str = "nothing is split off the data: name what to evaluate on by --eval-data";
 const ALL_PARAMETERS: &str = "every parameter is trained here; leave it out";
 const ONE_GPU: &str = "the engine drives one GPU";
 
@@ -89,13 +89,11 @@ const TABLE: &[(&str, AliasRule)] = &[
         other: Refused("say --save-steps N: checkpoints are counted in steps"),
     }),
     ("logging-strategy", Words { known: &[("steps", Holds)], other: Refused("say --logging-steps N: log lines are counted in steps") }),
-    ("eval-strategy", Words { known: &[("no", Holds)], other: Refused(NO_EVALUATION) }),
     ("evaluation-strategy", Name("eval-strategy")),
-    ("do-eval", Switch { yes: Refused(NO_EVALUATION), no: Holds }),
-    ("load-best-model-at-end", Switch { yes: Refused(NO_EVALUATION), no: Holds }),
-    ("val-set-size", Words { known: &[("0", Holds), ("0.0", Holds)], other: Refused(NO_EVALUATION) }),
-    ("eval-steps", Always(Ignored(NO_EVALUATION))),
-    ("per-device-eval-batch-size", Always(Ignored(NO_EVALUATION))),
+    ("do-eval", Switch { yes: Holds, no: Set("eval-strategy", "no") }),
+    ("load-best-model-at-end", Switch { yes: Refused("not there yet; metrics.jsonl says which step was best"), no: Holds }),
+    ("val-set-size", Words { known: &[("0", Holds), ("0.0", Holds)], other: Refused(NO_SPLIT) }),
+    ("per-device-eval-batch-size", Always(Ignored("an evaluation takes the micro-batches of a step"))),
     ("sample-packing", Switch { yes: Holds, no: Refused("sequences are always packed: documents follow each other, the end-of-text token between them") }),
     ("packing", Name("sample-packing")),
     ("do-train", Switch { yes: Holds, no: Refused("train does nothing else") }),
@@ -344,7 +342,7 @@ mod tests {
         assert_eq!(spelled(&["--fp16", "True", "--fp16=false"]), ["--dtype=float16"]);
         assert_eq!(spelled(&["--gradient_checkpointing"]), ["--activations=recompute-block"]);
         assert_eq!(spelled(&["--gradient_checkpointing", "false"]), ["--activations=keep"]);
-        assert_eq!(spelled(&["--optim", "adamw_torch_fused", "--eval_strategy=no"]), Vec::<String>::new());
+        assert_eq!(spelled(&["--optim", "adamw_torch_fused", "--evaluation_strategy=no"]), ["--eval-strategy=no"]);
         assert_eq!(spelled(&["--report_to", "none", "--report_to=all"]), ["--report-to=none", "--report-to=tensorboard"]);
         assert_eq!(spelled(&["--warmup_steps", "0.1", "--warmup_steps=20"]), ["--warmup-ratio=0.1", "--warmup-steps=20"]);
         assert_eq!(spelled(&["--lr_scheduler_type", "constant_with_warmup"]), ["--lr-scheduler-type=constant"]);
@@ -369,7 +367,7 @@ mod tests {
             (&["--optim", "adafactor"], &["--optim adafactor", "adamw_torch"]),
             (&["--optim", "adamw_8bit"], &["32 bits"]),
             (&["--save_strategy", "epoch"], &["--save-steps"]),
-            (&["--eval_strategy", "steps"], &["no evaluation"]),
+            (&["--val_set_size", "0.1"], &["--eval-data"]),
             (&["--sample_packing", "false"], &["always packed"]),
             (&["--bf16=maybe"], &["--bf16 maybe: expected true or false"]),
             (&["--lora_r", "8"], &["every parameter"]),

@@ -1,6 +1,9 @@
 //! What makes no sense is refused before anything is read.
 
-use super::options::{AttentionChoice, DeviceChoice, HostMemoryKind, InitChoice, Resume, Rollback, Strategy, Technique, TrainLength};
+use super::describe;
+use super::options::{
+    AttentionChoice, DeviceChoice, EvalStrategy, HostMemoryKind, InitChoice, Resume, Rollback, Strategy, Technique, TrainLength,
+};
 use super::settings::Settings;
 use crate::device::PARTS_MAX;
 use crate::error::{Error, Result};
@@ -51,7 +54,13 @@ impl Settings {
             ("cuda-libraries", self.cuda_libraries.as_ref()),
         ];
         let data = self.data.iter().map(|path| ("data", Some(path)));
-        single.into_iter().chain(data).filter_map(|(flag, path)| Some((flag, path?))).try_for_each(|(flag, path)| check_path(flag, path))
+        let eval_data = self.eval_data.iter().map(|path| ("eval-data", Some(path)));
+        single
+            .into_iter()
+            .chain(data)
+            .chain(eval_data)
+            .filter_map(|(flag, path)| Some((flag, path?)))
+            .try_for_each(|(flag, path)| check_path(flag, path))
     }
 
     /// Whether every count is one that a run can have.
@@ -67,6 +76,7 @@ impl Settings {
             ("seq-length", self.seq_length as u64),
             ("logging-steps", self.logging_steps),
             ("save-steps", self.save_steps),
+            ("eval-steps", self.eval_steps.unwrap_or(1)),
             ("save-total-limit", self.save_total_limit.unwrap_or(1) as u64),
             ("hbm-limit", self.hbm_limit.map_or(1, |limit| limit.0)),
             ("host-limit", self.host_limit.map_or(1, |limit| limit.0)),
@@ -96,6 +106,15 @@ impl Settings {
         self.check_shares()
     }
 
+    fn check_evaluation(&self) -> Result<()> {
+        let evaluates = !self.eval_data.is_empty();
+        let strategy = self.eval_strategy.filter(|strategy| *strategy != EvalStrategy::No);
+        let name = strategy.map_or(String::new(), |strategy| describe::written(&describe::value(&strategy)));
+        require(evaluates || strategy.is_none(), "eval-strategy", name, "only with --eval-data")?;
+        require(evaluates || self.eval_steps.is_none(), "eval-steps", self.eval_steps.unwrap_or_default(), "only with --eval-data")?;
+        require(evaluates || !self.eval_on_start, "eval-on-start", true, "only with --eval-data")
+    }
+
     /// Whether shares are equally many micro-batches.
     ///
     /// # Errors
@@ -123,6 +142,7 @@ impl Settings {
         let named = matches!(self.resctrl_group, ResctrlGroup::Named(_));
         let mpam = cfg!(feature = "mpam") && !self.without.contains(&Technique::Mpam);
         require(mpam || !named, "resctrl-group", "NAME", "only with the technique mpam")?;
+        self.check_evaluation()?;
         for injection in &self.inject {
             require(injection.step >= 1, "inject", injection.step, "steps are counted from 1")?;
         }

@@ -19,6 +19,18 @@ pub enum InitChoice {
     Checkpoint,
 }
 
+/// When a run is evaluated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum EvalStrategy {
+    /// Never.
+    No,
+    /// Every so many steps, and after the last.
+    Steps,
+    /// When a pass over the data is complete, and after the last step.
+    Epoch,
+}
+
 /// Where steps are shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]

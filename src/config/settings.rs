@@ -9,7 +9,7 @@
 
 use super::describe;
 use super::options::{
-    ActivationsChoice, AttentionChoice, CastSide, DeviceChoice, HostMemoryKind, InitChoice, Injection, IsaChoice, ReportTo,
+    ActivationsChoice, AttentionChoice, CastSide, DeviceChoice, EvalStrategy, HostMemoryKind, InitChoice, Injection, IsaChoice, ReportTo,
     ResidentBuckets, Resume, Rollback, RunPart, Strategy, Technique, TokenizerChoice, TrainDtype, TrainLength, WeightsChoice, one_or_many,
     some_scalar,
 };
@@ -259,6 +259,10 @@ settings! {
         #[arg(num_args = 1.., value_name = "PATH")]
         #[serde(deserialize_with = "one_or_many")]
         data: Vec<PathBuf> = Vec::new() => "the text that ships with the program", Free;
+        /// Files or directories to evaluate on; nothing is learned from them.
+        #[arg(num_args = 1.., value_name = "PATH")]
+        #[serde(deserialize_with = "one_or_many")]
+        eval_data: Vec<PathBuf> = Vec::new() => "none", Free;
         /// What turns text into tokens: the model's tokenizer.json, or bytes.
         tokenizer: TokenizerChoice = TokenizerChoice::Auto, Tokens;
         /// The token between documents, as text or id.
@@ -348,6 +352,14 @@ settings! {
         #[arg(value_name = "LOGGER", value_delimiter = ',')]
         #[serde(deserialize_with = "one_or_many")]
         report_to: Vec<ReportTo> = vec![ReportTo::Tensorboard], Free;
+        /// When to evaluate on --eval-data.
+        eval_strategy: EvalStrategy => "steps with --eval-data", Free;
+        /// Steps between evaluations.
+        #[arg(value_name = "N")]
+        eval_steps: u64 => "as --save-steps", Free;
+        /// Evaluate before the first step, too.
+        #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+        eval_on_start: bool = false, Free;
         /// Steps between checkpoints.
         #[arg(value_name = "N")]
         save_steps: u64 = 500, Free;

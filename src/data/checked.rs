@@ -1,6 +1,6 @@
 //! Which files were read from begin to end and found good, kept beside the run so that no start reads them again.
 
-use crate::disk::{self, Stamp};
+use crate::disk::{self, InFile, Stamp};
 use crate::error::Result;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
@@ -25,7 +25,7 @@ pub(super) struct Check {
 pub(super) struct CheckedFiles {
     dir: Option<PathBuf>,
     known: Vec<Check>,
-    /// Those that hold for this start; only they are kept.
+    /// Those that were asked for and hold.
     holding: Vec<Check>,
 }
 
@@ -49,14 +49,18 @@ impl CheckedFiles {
         Ok(())
     }
 
-    /// Keeps what holds, if that is new.
+    /// Keeps what holds, if that is new: of other files, too, as long as they are what they were.
     ///
     /// # Errors
     /// `Io` when the output directory cannot be written.
     pub(super) fn save(&self) -> Result<()> {
-        let Some(dir) = self.dir.as_ref().filter(|_| self.known != self.holding) else { return Ok(()) };
+        let stands = |check: &&Check| InFile::open(&check.path).and_then(|file| file.stamp()).is_ok_and(|stamp| stamp == check.stamp);
+        let others = self.known.iter().filter(|known| self.holding.iter().all(|check| check.path != known.path)).filter(stands);
+        let mut kept: Vec<&Check> = others.chain(&self.holding).collect();
+        kept.sort_by_key(|check| &check.path);
+        let Some(dir) = self.dir.as_ref().filter(|_| !kept.iter().copied().eq(&self.known)) else { return Ok(()) };
         let path = dir.join(FILE);
-        let json = serde_json::to_vec_pretty(&self.holding).map_err(|e| crate::error::Error::format(&path, e))?;
+        let json = serde_json::to_vec_pretty(&kept).map_err(|e| crate::error::Error::format(&path, e))?;
         disk::replace_file(&path, &json)
     }
 }
@@ -64,7 +68,6 @@ impl CheckedFiles {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::disk::InFile;
     use crate::error::Error;
 
     #[test]
@@ -97,5 +100,27 @@ mod tests {
         assert!(checked.once(check, || Err(Error::usage("no"))).is_err());
         checked.save().unwrap();
         assert!(runs("z"), "what failed is not kept");
+    }
+
+    #[test]
+    fn what_was_checked_of_one_file_is_kept_when_another_is_until_it_changes() {
+        let dir = tempfile::tempdir().unwrap();
+        let runs = |name: &str| {
+            let (path, mut ran) = (dir.path().join(name), false);
+            let mut checked = CheckedFiles::load(Some(dir.path())).unwrap();
+            let stamp = InFile::open(&path).unwrap().stamp().unwrap();
+            let mut run = || {
+                ran = true;
+                Ok(())
+            };
+            checked.once(Check { path, claim: "x".into(), stamp }, &mut run).unwrap();
+            checked.save().unwrap();
+            ran
+        };
+        ["a.bin", "b.bin"].iter().for_each(|name| std::fs::write(dir.path().join(name), "abc").unwrap());
+        assert!(runs("b.bin") && runs("a.bin") && !runs("b.bin") && !runs("a.bin"));
+        std::fs::write(dir.path().join("b.bin"), "abcd").unwrap();
+        assert!(!runs("a.bin") && runs("b.bin"));
+        assert_eq!(std::fs::read_to_string(dir.path().join(FILE)).unwrap().matches(".bin").count(), 2);
     }
 }

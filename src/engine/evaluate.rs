@@ -27,13 +27,21 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     /// `batches`'; `Resource` when a token, target, position or document reaches outside; the device's; what ended another rank.
     pub fn evaluate(&mut self, batches: &mut impl Batches) -> Result<Evaluated> {
         let targets = self.read_micro_batches(batches)?;
+        Ok(Evaluated { loss: self.evaluate_read(targets)?, targets })
+    }
+
+    /// The mean loss of the micro-batches that were read last, over their `targets` that count; 0 where there are none.
+    ///
+    /// # Errors
+    /// The device's; what ended another rank.
+    pub(crate) fn evaluate_read(&mut self, targets: usize) -> Result<f64> {
         if targets == 0 {
-            return Ok(Evaluated::default());
+            return Ok(0.0);
         }
         self.exchange.lead(Order::Evaluate, [targets as u64, 0, 0, 0, 0, 0])?;
         self.run_evaluation(targets)?;
         self.exchange.await_done()?;
-        Ok(Evaluated { loss: self.exchange.losses(), targets })
+        Ok(self.exchange.losses())
     }
 
     /// This rank's part.

@@ -48,7 +48,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     }
 
     /// Reads as many micro-batches as a step has; returns their targets that count.
-    pub(super) fn read_micro_batches(&mut self, batches: &mut impl Batches) -> Result<usize> {
+    pub(crate) fn read_micro_batches(&mut self, batches: &mut impl Batches) -> Result<usize> {
         self.vitals.now(Doing::Data, 0);
         self.exchange.await_done()?;
         let targets: Result<usize> = (0..self.plan.grad_accum_steps).map(|micro_batch| self.deal(micro_batch, batches)).sum();

@@ -7,7 +7,7 @@
 use super::run_lock::host_name;
 use crate::disk::{Dir, FileKind, OutFile};
 use crate::error::{Error, Result};
-use crate::metrics::StepMetrics;
+use crate::metrics::{EvalMetrics, StepMetrics};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// Its folder in the output directory.
@@ -48,7 +48,16 @@ impl EventFile {
     /// # Errors
     /// `Io` when it cannot be written.
     pub(super) fn write(&mut self, metrics: &StepMetrics) -> Result<()> {
-        self.append(&step_event(since_1970(), metrics))
+        self.append(&event(since_1970(), metrics.step, &scalars(metrics)))
+    }
+
+    /// Appends the scalars of an evaluation.
+    ///
+    /// # Errors
+    /// `Io` when it cannot be written.
+    pub(super) fn write_evaluation(&mut self, metrics: &EvalMetrics) -> Result<()> {
+        let scalars = [("eval/loss", Some(metrics.eval_loss)), ("eval/perplexity", Some(metrics.eval_perplexity))];
+        self.append(&event(since_1970(), metrics.step, &scalars))
     }
 
     fn append(&mut self, event: &Message) -> Result<()> {
@@ -66,14 +75,15 @@ fn since_1970() -> Duration {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }
 
-fn step_event(now: Duration, metrics: &StepMetrics) -> Message {
-    let scalars = scalars(metrics).into_iter().filter_map(|(tag, value)| Some((tag, value?)));
+/// `scalars` of `step`; `None` is left out.
+fn event(now: Duration, step: u64, scalars: &[(&str, Option<f64>)]) -> Message {
+    let scalars = scalars.iter().filter_map(|&(tag, value)| Some((tag, value?)));
     let value = |(tag, value): (&str, f64)| Message::default().bytes(1, tag.as_bytes()).float(2, value as f32);
     let summary = scalars.map(value).fold(Message::default(), |summary, value| summary.bytes(1, &value.0));
-    Message::event(now).varint(2, metrics.step).bytes(5, &summary.0)
+    Message::event(now).varint(2, step).bytes(5, &summary.0)
 }
 
-/// What is shown of a step; `None` is left out.
+/// What is shown of a step.
 fn scalars(m: &StepMetrics) -> [(&'static str, Option<f64>); 13] {
     let counts = &m.counts;
     [
@@ -183,7 +193,8 @@ mod tests {
 
     #[test]
     fn a_norm_that_is_not_finite_is_left_out() {
-        let has_norm = |metrics| String::from_utf8_lossy(&step_event(Duration::ZERO, &metrics).0).contains("train/grad_norm");
+        let has_norm =
+            |metrics: StepMetrics| String::from_utf8_lossy(&event(Duration::ZERO, 1, &scalars(&metrics)).0).contains("train/grad_norm");
         assert!(has_norm(metrics(Some(1.5))) && !has_norm(metrics(None)));
     }
 

@@ -1,8 +1,7 @@
-//! `metrics.jsonl`: one line a step, kept through resumes, damage and removal.
+//! `metrics.jsonl`: one line a step, and one an evaluation, kept through resumes, damage and removal.
 
 use crate::disk::{Dir, OutFile};
 use crate::error::{Error, Result};
-use crate::metrics::StepMetrics;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, BufWriter, Read, Seek, Write};
 use std::path::PathBuf;
@@ -42,7 +41,7 @@ impl MetricsFile {
     ///
     /// # Errors
     /// `Io` when it cannot be written.
-    pub(super) fn write(&mut self, metrics: &StepMetrics) -> Result<()> {
+    pub(super) fn write(&mut self, metrics: &impl serde::Serialize) -> Result<()> {
         self.line.clear();
         serde_json::to_writer(&mut self.line, metrics).map_err(|e| Error::format(&self.path, e))?;
         self.line.push(b'\n');

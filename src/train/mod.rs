@@ -3,6 +3,7 @@
 //! [`setup`] builds the engine and the data, [`text`] finds what turns text into tokens, `identity` says what a run learns with and
 //! from, `resume` compares that with a checkpoint's and goes on from it, [`session`] runs steps and saves, this file ties them together.
 
+mod evaluation;
 mod event_file;
 mod feed;
 mod identity;
@@ -59,9 +60,9 @@ impl UseEngine for Training<'_> {
 
 fn drive<D: Kernels, X: Exchange<D>>(mut session: Session<D, X>, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Summary> {
     let _watchdog = session.watch(observer)?;
-    let mut failure = None;
+    let mut failure = session.evaluate_on_start(stop, observer).err();
     while failure.is_none() && !session.is_done() && !stop.is_set() {
-        failure = session.step(observer).err();
+        failure = session.step(observer).and_then(|()| session.evaluate_if_due(stop, observer)).err();
     }
     Ok(session.end(failure, observer))
 }

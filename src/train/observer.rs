@@ -73,6 +73,8 @@ pub struct Summary {
     pub max_steps: u64,
     /// Loss of the first and of the last step of this process.
     pub loss: Option<(f32, f32)>,
+    /// The step after which the last evaluation was, and its mean loss.
+    pub evaluation: Option<(u64, f64)>,
     /// Real tokens per second over all steps of this process.
     pub tokens_per_second: f64,
     /// Bucket steps of this process.
@@ -119,6 +121,9 @@ impl fmt::Display for Summary {
         if let Some((first, last)) = self.loss {
             write!(f, "\n  loss          {first:.4} -> {last:.4}")?;
             write!(f, "\n  speed         {:.0} tokens/s", self.tokens_per_second)?;
+        }
+        if let Some((step, loss)) = self.evaluation {
+            write!(f, "\n  evaluation    loss {loss:.4}, perplexity {:.3}, after step {step}", loss.exp())?;
         }
         let c = self.counts;
         write!(f, "\n  bucket steps  {} committed, {} clipped, {} skipped; ", c.committed, c.clipped, c.skipped)?;

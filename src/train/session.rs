@@ -2,6 +2,7 @@
 
 mod ending;
 
+use super::evaluation::Evaluation;
 use super::event_file::EventFile;
 use super::feed::Feed;
 use super::identity::Run;
@@ -23,9 +24,10 @@ use crate::engine::verdict::Verdict;
 use crate::engine::watchdog::Watchdog;
 use crate::error::{Error, Result};
 use crate::host::perf::{WORKER_ROLE, WorkerCounters};
-use crate::metrics::{MemoryUse, StepMetrics};
+use crate::metrics::{EvalMetrics, MemoryUse, StepMetrics};
 use crate::optim::PIECE_ELEMS;
 use crate::optim::schedule::LrSchedule;
+use crate::signals::StopFlag;
 use std::ffi::OsString;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
@@ -72,6 +74,9 @@ pub(crate) struct Session<D: Kernels, X: Exchange<D>> {
     metrics: MetricsFile,
     /// Unless nobody wants them, or they could not be written.
     events: Option<EventFile>,
+    /// What it is evaluated on, if anything, and what came of it last.
+    evaluation: Option<Evaluation>,
+    evaluated: Option<EvalMetrics>,
     flops_per_step: f64,
     totals: SessionTotals,
     last_step_end: Option<Instant>,
@@ -94,6 +99,7 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
     pub(super) fn new(
         engine: Engine<D, X>,
         loader: Loader,
+        evaluation: Option<Evaluation>,
         schedule: LrSchedule,
         companions: Companions,
         run_dir: RunDir,
@@ -119,6 +125,8 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
             model_files,
             metrics,
             events,
+            evaluation,
+            evaluated: None,
             flops_per_step,
             totals,
             last_step_end: None,
@@ -173,6 +181,50 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
             self.last_step_end = Some(Instant::now());
         }
         Ok(())
+    }
+
+    /// Evaluates before the first step, if that is due.
+    ///
+    /// # Errors
+    /// As [`Session::evaluate_if_due`].
+    pub(crate) fn evaluate_on_start(&mut self, stop: &StopFlag, observer: &mut dyn Observer) -> Result<()> {
+        let is_due = self.evaluation.as_ref().is_some_and(|evaluation| evaluation.is_due_on_start(self.engine.train_step()));
+        if is_due { self.evaluate(stop, observer) } else { Ok(()) }
+    }
+
+    /// Evaluates after a step, if that is due.
+    ///
+    /// # Errors
+    /// The engine's, the data's or the disk's.
+    pub(crate) fn evaluate_if_due(&mut self, stop: &StopFlag, observer: &mut dyn Observer) -> Result<()> {
+        let (step, is_last, position, sequences) = (self.engine.train_step(), self.is_done(), self.feed.position(), self.feed.sequences());
+        let is_due = self.evaluation.as_mut().is_some_and(|evaluation| evaluation.is_due(step, is_last, position, sequences));
+        if is_due { self.evaluate(stop, observer) } else { Ok(()) }
+    }
+
+    /// All of the evaluation's data, unless `stop` is set meanwhile.
+    fn evaluate(&mut self, stop: &StopFlag, observer: &mut dyn Observer) -> Result<()> {
+        let Some(evaluation) = &self.evaluation else { return Ok(()) };
+        let (start, mut all, mut loss_sum, mut tokens) = (Instant::now(), evaluation.sequences(), 0.0, 0);
+        while !all.is_over() {
+            if stop.is_set() {
+                return Ok(());
+            }
+            let targets = self.engine.read_micro_batches(&mut all)?;
+            let loss = self.engine.evaluate_read(targets).inspect_err(|_| self.is_sound = false)?;
+            loss_sum += loss * targets as f64;
+            tokens += targets as u64;
+        }
+        let eval_loss = loss_sum / tokens.max(1) as f64;
+        let eval_perplexity = eval_loss.exp();
+        let eval_seconds = start.elapsed().as_secs_f64();
+        let metrics = EvalMetrics { step: self.engine.train_step(), eval_loss, eval_perplexity, eval_tokens: tokens, eval_seconds };
+        self.evaluated = Some(metrics);
+        self.last_step_end = Some(Instant::now());
+        observer.note(&metrics.to_string());
+        self.events = self.events.take().and_then(|mut events| heard(events.write_evaluation(&metrics).map(|()| events), observer));
+        let lost = || Some(format!("the evaluation after step {}", metrics.step));
+        self.metrics.write(&metrics).inspect_err(|_| self.lost = lost())
     }
 
     fn measure(&mut self, report: &StepReport, time: Duration) -> StepMetrics {

@@ -1,5 +1,6 @@
 //! Everything before step 0: model, data, plan, and, once there is an engine, the state to begin from.
 
+use super::evaluation::Evaluation;
 use super::observer::{Observer, RunFacts};
 use super::run_dir::RunDir;
 use super::session::{Companions, Session};
@@ -11,6 +12,7 @@ use crate::data;
 use crate::data::loader::{DataPosition, Loader, steps_for_epochs};
 use crate::data::packing::Dataset;
 use crate::data::preparation::{News, Preparation};
+use crate::data::source::host_bytes;
 use crate::data::tokenizer::Tokenizer;
 use crate::device::Kernels;
 use crate::engine::exchange::Exchange;
@@ -26,7 +28,7 @@ use crate::optim::StatePart;
 use crate::optim::schedule::LrSchedule;
 use crate::planner::plan::Plan;
 use crate::signals::StopFlag;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// What was computed of the data files, in the output directory.
 const CHECKSUMS: &str = "data.json";
@@ -44,6 +46,8 @@ pub(super) struct PreparedRun<'a> {
     source: ModelSource,
     plan: Plan,
     dataset: Dataset,
+    /// What it is evaluated on.
+    eval_dataset: Option<Dataset>,
     run: identity::Run,
     resumed: Option<resume::Accepted>,
     /// What a run that begins goes by, unless that is random.
@@ -65,8 +69,7 @@ pub(super) fn prepare<'a>(
     observer: &mut dyn Observer,
 ) -> Result<PreparedRun<'a>> {
     observer.note(&format!("reading {}", describe_sources(settings)));
-    let data_bytes = data::source::host_bytes(&settings.data, settings.seq_length, !settings.no_shuffle);
-    let settings = &Settings { data_bytes, ..settings.clone() };
+    let settings = &Settings { data_bytes: data_bytes(settings), ..settings.clone() };
     launch.chosen.warning.iter().for_each(|line| observer.warn(line));
     let source = find_model(settings)?;
     check_context(settings, &source.shape, settings.model.as_deref().unwrap_or(Path::new("the built-in model")))?
@@ -81,6 +84,7 @@ pub(super) fn prepare<'a>(
     let saved = comparable.map(|loaded| &loaded.manifest().trainer.settings);
     let (tokenizer, settings) = text::tokenizer(settings, &source.shape, saved)?;
     let (dataset, mut run) = open_data(&settings, &source.shape, &tokenizer, run_dir.path(), stop, observer)?;
+    let eval_dataset = open_eval_data(&settings, &source.shape, &tokenizer, run_dir.path(), stop, observer)?;
     kept::record(&plan, &mut run);
     let resumed = resumed.map(|loaded| resume::accept(loaded, &settings, dataset.sequences(), run.clone(), observer)).transpose()?;
     let run = resumed.as_ref().map_or(run, |accepted| accepted.run.clone());
@@ -88,8 +92,10 @@ pub(super) fn prepare<'a>(
     if resumed.as_ref().is_none_or(|accepted| accepted.step() < max_steps) {
         run_dir.expect_room(checkpoint_bytes(TensorTable::new(&source.shape).params(), &source.files))?;
     }
-    let data = format!("{} tokens, {} sequences of {}; tokenizer {tokenizer}", dataset.tokens(), dataset.sequences(), settings.seq_length);
-    Ok(PreparedRun { launch, settings, source, plan, dataset, run, resumed, weights, max_steps, data, run_dir })
+    let evaluated = eval_dataset.as_ref().map_or(String::new(), |data| format!("; evaluated on {} sequences", data.sequences()));
+    let (tokens, sequences) = (dataset.tokens(), dataset.sequences());
+    let data = format!("{tokens} tokens, {sequences} sequences of {}; tokenizer {tokenizer}{evaluated}", settings.seq_length);
+    Ok(PreparedRun { launch, settings, source, plan, dataset, eval_dataset, run, resumed, weights, max_steps, data, run_dir })
 }
 
 impl PreparedRun<'_> {
@@ -107,13 +113,14 @@ impl PreparedRun<'_> {
         mut engine: Engine<D, X>,
         observer: &mut dyn Observer,
     ) -> Result<Session<D, X>> {
-        let Self { launch, settings, source, plan, dataset, run, resumed, weights, max_steps, data, run_dir } = self;
+        let Self { launch, settings, source, plan, dataset, eval_dataset, run, resumed, weights, max_steps, data, run_dir } = self;
         let position = match resumed {
             Some(accepted) => accepted.restore(&mut engine)?,
             None => begin(&mut engine, settings.seed, weights.as_ref())?,
         };
         let partition = launch.divide_cpus(&settings, &plan, |line| observer.warn(line))?;
         previous_run::move_aside(run_dir.dir(), engine.train_step())?.iter().for_each(|line| observer.warn(line));
+        let evaluation = eval_dataset.map(|eval| Evaluation::new(&settings, eval, position, dataset.sequences()));
         let loader = Loader::new(dataset, plan.batch, settings.seed, !settings.no_shuffle, position)?;
         let facts = RunFacts {
             device: describe_device(launch, &engine.describe()),
@@ -140,7 +147,7 @@ impl PreparedRun<'_> {
             max_steps,
         };
         let companions = Companions { settings, model_files: source.files, run };
-        Session::new(engine, loader, schedule, companions, run_dir, observer)
+        Session::new(engine, loader, evaluation, schedule, companions, run_dir, observer)
     }
 }
 
@@ -153,14 +160,7 @@ fn open_data(
     stop: &StopFlag,
     observer: &mut dyn Observer,
 ) -> Result<(Dataset, identity::Run)> {
-    let emit = |news: News<'_>| match news {
-        News::Note(line) => observer.note(line),
-        News::Warn(line) => observer.warn(line),
-        News::Progress { what, done, all } => observer.progress(what, done, all),
-    };
-    let mut preparation = Preparation::new(stop, data::preparation::cache(), output_dir.to_path_buf(), emit);
-    let dataset = Dataset::open(&settings.data, tokenizer, shape.vocab, settings.seq_length, &mut preparation)?;
-    drop(preparation);
+    let dataset = open_dataset(&settings.data, settings.seq_length, shape, tokenizer, output_dir, stop, observer)?;
     text::warning(tokenizer, &dataset).iter().for_each(|line| observer.warn(line));
     let mut progress = |file: &Path, done| {
         observer.progress("checking data", done, file.metadata().map_or(done, |metadata| metadata.len()));
@@ -168,6 +168,45 @@ fn open_data(
     };
     let run = identity::of(shape, tokenizer, &settings.data, &output_dir.join(CHECKSUMS), &mut progress)?;
     Ok((dataset, run))
+}
+
+/// What the run is evaluated on, if anything is named.
+fn open_eval_data(
+    settings: &Settings,
+    shape: &ModelShape,
+    tokenizer: &Tokenizer,
+    output_dir: &Path,
+    stop: &StopFlag,
+    observer: &mut dyn Observer,
+) -> Result<Option<Dataset>> {
+    let Settings { eval_data, seq_length, .. } = settings;
+    let open = || open_dataset(eval_data, *seq_length, shape, tokenizer, output_dir, stop, observer);
+    (!eval_data.is_empty()).then(open).transpose()
+}
+
+fn open_dataset(
+    paths: &[PathBuf],
+    seq_length: usize,
+    shape: &ModelShape,
+    tokenizer: &Tokenizer,
+    output_dir: &Path,
+    stop: &StopFlag,
+    observer: &mut dyn Observer,
+) -> Result<Dataset> {
+    let emit = |news: News<'_>| match news {
+        News::Note(line) => observer.note(line),
+        News::Warn(line) => observer.warn(line),
+        News::Progress { what, done, all } => observer.progress(what, done, all),
+    };
+    let mut preparation = Preparation::new(stop, data::preparation::cache(), output_dir.to_path_buf(), emit);
+    Dataset::open(paths, tokenizer, shape.vocab, seq_length, &mut preparation)
+}
+
+/// Host memory that training and evaluation data take while steps run.
+fn data_bytes(settings: &Settings) -> u64 {
+    let Settings { data, eval_data, seq_length, no_shuffle, .. } = settings;
+    let evaluated = if eval_data.is_empty() { 0 } else { host_bytes(eval_data, *seq_length, false) };
+    host_bytes(data, *seq_length, !no_shuffle) + evaluated
 }
 
 /// `DIR and a.txt`, `DIR and a.txt with 3 more`, `the built-in text`.

@@ -58,6 +58,7 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
             steps_here: totals.steps,
             max_steps,
             loss: totals.first_loss.map(|first| (first, totals.last_loss)),
+            evaluation: self.evaluated.map(|last| (last.step, last.eval_loss)),
             tokens_per_second: if totals.steps == 0 { 0.0 } else { tokens / totals.time.as_secs_f64() },
             counts: totals.counts,
             exposed_ms: (ms(totals.exposed_cpu_ns), ms(totals.exposed_transfer_ns)),
