@@ -129,7 +129,7 @@ fn run(options: &Options) -> Result<u8> {
 
 #[cfg(feature = "cuda")]
 fn find_gpu() -> Result<()> {
-    superoffload::internals::device::cuda::probe().map(drop)
+    superoffload::internals::device::cuda::probe(0).map(drop)
 }
 
 #[cfg(feature = "cuda")]
@@ -142,7 +142,7 @@ fn cuda<W: Write>(report: &mut Report<W>, options: &Options) -> Result<()> {
     let attention = if options.plain_attention { Attention::Plain } else { Attention::Cudnn { deterministic: true } };
     let settings = if options.plain_attention { "device = \"cuda\"\nattention = \"plain\"\n" } else { "device = \"cuda\"\n" };
     let machine =
-        Machine { kind: DeviceKind::Gpu, device: DeviceMemory::Own { bytes: free_bytes()?, addressing: probe()? }, ..Machine::cpu(4) };
+        Machine { kind: DeviceKind::Gpu, device: DeviceMemory::Own { bytes: free_bytes(0)?, addressing: probe(0)? }, ..Machine::cpu(4) };
     let subject = Subject {
         engine: &superoffload::internals::launch::gpu_engine,
         machine,
@@ -153,7 +153,7 @@ fn cuda<W: Write>(report: &mut Report<W>, options: &Options) -> Result<()> {
     };
     let open = || -> Result<Box<dyn Kernels>> {
         // SAFETY: as for the CPU, and tokens lie inside of their tables.
-        Ok(Box::new(unsafe { CudaDevice::new(&CudaOptions { libraries: Vec::new(), attention, trace_spans: 0 }) }?))
+        Ok(Box::new(unsafe { CudaDevice::new(0, &CudaOptions { libraries: Vec::new(), attention, trace_spans: 0 }) }?))
     };
     conform(report, options, &open, &subject, !options.small)?;
     report.case("faults/a lost GPU", || suite::faults::lost_gpu(&["--lose-gpu"]));
@@ -166,7 +166,7 @@ fn lose_gpu() -> Result<()> {
     use superoffload::internals::device::cuda::{CudaDevice, CudaOptions};
     let options = CudaOptions { libraries: Vec::new(), attention: superoffload::internals::device::Attention::Plain, trace_spans: 0 };
     // SAFETY: what is read outside of its table is read by the GPU, which refuses; this process has no other use for it.
-    let gpu = unsafe { CudaDevice::new(&options) }?;
+    let gpu = unsafe { CudaDevice::new(0, &options) }?;
     suite::faults::read_nowhere(&mut Harness::new(Box::new(gpu), 1 << 20)?)
 }
 

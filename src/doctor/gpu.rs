@@ -19,7 +19,7 @@ pub(crate) struct GpuReport {
 impl GpuReport {
     pub(crate) fn this_machine() -> Self {
         #[cfg(feature = "cuda")]
-        let (usable, libraries) = (crate::device::cuda::probe(), crate::device::cuda::libraries);
+        let (usable, libraries) = (crate::device::cuda::probe(0), crate::device::cuda::libraries);
         #[cfg(not(feature = "cuda"))]
         let (usable, libraries) = (Err(crate::hardware::gpu::no_cuda()), Vec::new);
         let libraries = if usable.is_ok() { libraries() } else { Vec::new() };

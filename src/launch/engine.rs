@@ -125,7 +125,7 @@ pub(super) fn cpu_pool(plan: &Plan, topology: &Topology, bell: &Arc<Doorbell>, r
 /// `Resource` when there is none, one of NVIDIA's libraries is missing, or memory or threads cannot be had.
 pub fn gpu_engine(plan: &Plan, shape: &ModelShape, topology: &Topology) -> Result<Engine<GpuDevice>> {
     let bell = Arc::new(Doorbell::default());
-    let dev = gpu::open(plan.cuda_libraries.clone(), plan.attention, plan.trace_spans)?;
+    let dev = gpu::open(0, plan.cuda_libraries.clone(), plan.attention, plan.trace_spans)?;
     let pool = worker_threads(plan, topology, &bell, 0)?;
     Engine::new(plan.clone(), shape.clone(), dev, pool, bell)
 }

@@ -16,14 +16,14 @@ pub(crate) type GpuDevice = crate::device::cuda::CudaDevice;
 #[cfg(not(feature = "cuda"))]
 pub(crate) type GpuDevice = crate::device::cpu::CpuDevice;
 
-/// Opens the first GPU, with room for `trace_spans` on each stream's track. `libraries` are folders to search for NVIDIA's libraries
+/// Opens the visible GPU `ordinal`, with room for `trace_spans` on each stream's track. `libraries` are folders to search for NVIDIA's libraries
 /// before the usual ones.
 ///
 /// # Errors
-/// `Resource` when there is none or a library is missing; `Unsupported` in a build without the feature `cuda`.
+/// `Resource` when there is no such GPU or a library is missing; `Unsupported` in a build without the feature `cuda`.
 #[cfg(feature = "cuda")]
-pub(crate) fn open(libraries: Vec<PathBuf>, attention: Attention, trace_spans: usize) -> Result<GpuDevice> {
-    super::open::gpu(&CudaOptions { libraries, attention, trace_spans })
+pub(crate) fn open(ordinal: usize, libraries: Vec<PathBuf>, attention: Attention, trace_spans: usize) -> Result<GpuDevice> {
+    super::open::gpu(ordinal, &CudaOptions { libraries, attention, trace_spans })
 }
 
 /// As in a build with the feature `cuda`.
@@ -31,14 +31,14 @@ pub(crate) fn open(libraries: Vec<PathBuf>, attention: Attention, trace_spans: u
 /// # Errors
 /// Always: this build lacks the feature.
 #[cfg(not(feature = "cuda"))]
-pub(crate) fn open(_: Vec<PathBuf>, _: Attention, _: usize) -> Result<GpuDevice> {
+pub(crate) fn open(_: usize, _: Vec<PathBuf>, _: Attention, _: usize) -> Result<GpuDevice> {
     Err(no_cuda())
 }
 
 /// The first GPU's kind and free memory.
 #[cfg(feature = "cuda")]
 pub(super) fn free_memory() -> Result<(DeviceKind, DeviceMemory)> {
-    Ok((DeviceKind::Gpu, DeviceMemory::Own { bytes: free_bytes()?, addressing: probe()? }))
+    Ok((DeviceKind::Gpu, DeviceMemory::Own { bytes: free_bytes(0)?, addressing: probe(0)? }))
 }
 
 #[cfg(not(feature = "cuda"))]

@@ -49,7 +49,7 @@ pub struct CudaOptions {
     pub trace_spans: usize,
 }
 
-/// The first visible GPU. Belongs to the thread that made it.
+/// A GPU. Belongs to the thread that made it.
 pub struct CudaDevice {
     // Dropped in this order: libraries before the streams that they were given, the context last.
     sdpa: Option<Sdpa>,
@@ -74,22 +74,25 @@ pub struct CudaDevice {
     _context: Context,
 }
 
-/// Bytes of memory that are free on the first GPU.
+/// Bytes of memory that are free on the visible GPU `ordinal`, counted from 0.
 ///
 /// # Errors
-/// `Resource` with the driver's or the loader's words when there is no GPU.
-pub fn free_bytes() -> Result<u64> {
-    let _context = Context::new(first_gpu()?).map_err(cannot_open)?;
+/// `Resource` with the driver's or the loader's words when there is no such GPU.
+pub fn free_bytes(ordinal: usize) -> Result<u64> {
+    let _context = Context::new(visible_gpu(ordinal)?).map_err(cannot_open)?;
     let (mut free, mut total) = (0, 0);
     // SAFETY: writes two numbers.
     check(unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) }, || "ask for free GPU memory".into())?;
     Ok(free as u64)
 }
 
-/// What the first GPU sees of the host's memory, if it can be opened.
-pub fn probe() -> Result<Addressing> {
-    free_bytes()?;
-    unified::addressing(first_gpu()?.as_raw())
+/// What the visible GPU `ordinal` sees of the host's memory, if it can be opened.
+///
+/// # Errors
+/// Those of [`free_bytes`].
+pub fn probe(ordinal: usize) -> Result<Addressing> {
+    free_bytes(ordinal)?;
+    unified::addressing(visible_gpu(ordinal)?.as_raw())
 }
 
 /// NVIDIA's libraries that a run needs: name, and the path or why it cannot be opened. Opens them.
@@ -97,12 +100,12 @@ pub(crate) fn libraries() -> Vec<(&'static str, Result<PathBuf>)> {
     libraries::Libraries::new(&[]).all()
 }
 
-/// The algorithms that cuBLASLt would compute these products by, on the first GPU. Runs none of them.
+/// The algorithms that cuBLASLt would compute these products by, on the first visible GPU. Runs none of them.
 ///
 /// # Errors
 /// `Resource` when there is no GPU, cuBLASLt is missing, or has no algorithm.
 pub(crate) fn product_algorithms(shapes: &[MatmulShape], dtype: Dtype) -> Result<Vec<ProductAlgorithm>> {
-    let _context = Context::new(first_gpu()?).map_err(cannot_open)?;
+    let _context = Context::new(visible_gpu(0)?).map_err(cannot_open)?;
     let mut gemm = Gemm::new(&Libraries::new(&[]))?;
     shapes.iter().map(|&shape| gemm.algorithm_of(shape, dtype)).collect()
 }
@@ -111,25 +114,26 @@ fn cannot_open(e: cust::error::CudaError) -> Error {
     error::failed(e as u32, "open the GPU".into())
 }
 
-fn first_gpu() -> Result<cust::device::Device> {
+/// The GPU `ordinal` of those that CUDA shows, which are as many, and in the order, as `CUDA_VISIBLE_DEVICES` says.
+fn visible_gpu(ordinal: usize) -> Result<cust::device::Device> {
     let none = |cause: String| Error::resource("find an NVIDIA GPU", cause);
     cuda_driver_shim::load().map_err(none)?;
     let number = |e: cust::error::CudaError| none(format!("CUDA error {}", e as u32));
     cust::init(cust::CudaFlags::empty()).map_err(number)?;
-    cust::device::Device::get_device(0).map_err(number)
+    cust::device::Device::get_device(ordinal as u32).map_err(number)
 }
 
 impl CudaDevice {
-    /// Opens the first GPU and loads the kernels.
+    /// Opens the visible GPU `ordinal`, counted from 0, and loads the kernels.
     ///
     /// # Safety
     /// As [`CpuDevice::new`](super::cpu::CpuDevice::new). Tokens, positions and targets that kernels read lie inside of their tables: nothing here
     /// looks at them.
     ///
     /// # Errors
-    /// `Resource` when there is no driver, no GPU, or a library is missing.
-    pub unsafe fn new(options: &CudaOptions) -> Result<Self> {
-        let gpu = first_gpu()?;
+    /// `Resource` when there is no driver, no such GPU, or a library is missing.
+    pub unsafe fn new(ordinal: usize, options: &CudaOptions) -> Result<Self> {
+        let gpu = visible_gpu(ordinal)?;
         let context = Context::new(gpu).map_err(cannot_open)?;
         let name = gpu.name().map_err(cannot_open)?;
         let modules = Modules::load(kernels::sources())?;
