@@ -40,6 +40,8 @@ pub(crate) struct StepBench {
 struct Measurement<'a> {
     bench: &'a StepBench,
     launch: &'a Launcher,
+    /// Of all ranks.
+    plan: &'a Plan,
     /// FLOP/s of a large matrix product on a GPU; see [`super::ceiling::matmul_flops`].
     matmul_flops: Option<f64>,
     log: &'a mut dyn FnMut(&dyn Display),
@@ -72,7 +74,7 @@ impl StepBench {
         let plan = launch.plan(&self.settings, &self.shape, self.settings.trace.is_some())?;
         log(&plan);
         let matmul_flops = if chosen.is_gpu() { Some(matmul_ceiling(&plan)?) } else { None };
-        launch.engine(&plan, &self.shape, Measurement { bench: self, launch: &launch, matmul_flops, log })
+        launch.engine(&plan, &self.shape, Measurement { bench: self, launch: &launch, plan: &plan, matmul_flops, log })
     }
 }
 
@@ -81,14 +83,14 @@ impl UseEngine for Measurement<'_> {
 
     /// Fills `engine` with random weights, runs its steps, and ends it.
     fn run<D: Kernels, X: Exchange<D>>(self, mut engine: Engine<D, X>) -> Result<StepRecord> {
-        let Self { bench, launch, matmul_flops, log } = self;
+        let Self { bench, launch, plan, matmul_flops, log } = self;
         let trace = bench.settings.trace.as_deref().map(TraceFile::open).transpose()?;
         let start = Instant::now();
         engine.init_state(bench.settings.seed, engine.plan().threads)?;
         engine.send_weights()?;
         let init_seconds = start.elapsed().as_secs_f64();
         let warn = |line: &str| log(&format_args!("warning: {line}"));
-        let partition = launch.divide_cpus(&bench.settings, engine.plan(), warn)?;
+        let partition = launch.divide_cpus(&bench.settings, plan, warn)?;
         let Steps { warmup, timed: steps, clip } = bench.steps;
         log(&format_args!("random weights in {init_seconds:.1} s; {warmup} steps of warm-up, then {steps}, clipping {clip}"));
         let mut tokens = RandomTokens::new(bench.settings.seed, bench.shape.vocab);
@@ -99,12 +101,12 @@ impl UseEngine for Measurement<'_> {
         let perf = counters.read()?;
         let (gpu, gpu_unwatched) = watched(sampler);
         let products = engine.product_algorithms();
-        let (device, plan, host_memory) = (engine.describe(), engine.plan().clone(), engine.host_memory().report(Path::new("/")));
-        let memory = memory_peaks(&plan, launch.topology.memory_available_bytes);
+        let (device, host_memory) = (engine.describe(), engine.host_memory().report(Path::new("/")));
+        let memory = memory_peaks(plan, launch.topology.memory_available_bytes);
         engine.flush()?;
         let tracks = engine.finish()?;
         trace.map(|trace| trace.write(&tracks)).transpose()?;
-        let outcome = timed.outcome(&bench.shape, &plan, matmul_flops, &tracks);
+        let outcome = timed.outcome(&bench.shape, plan, matmul_flops, &tracks);
         Ok(StepRecord {
             bench: "step",
             unix_seconds: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
@@ -117,7 +119,7 @@ impl UseEngine for Measurement<'_> {
             steps: bench.steps.timed,
             settings: bench.settings.clone(),
             rates: launch.chosen.rates_from.as_ref().map(ToString::to_string),
-            plan: PlanFacts::new(&plan),
+            plan: PlanFacts::new(plan),
             partition,
             init_seconds,
             outcome,

@@ -60,13 +60,17 @@ impl<D: Kernels + Peers> RankEngine<D> {
         Ok(engine)
     }
 
-    /// Does what rank 0 says, until a rank ends.
+    /// Does what rank 0 says, until a rank ends; before the first step, once the state is there, `settle_down`.
     ///
     /// # Errors
-    /// The device's; what ended another rank.
-    pub(crate) fn follow(&mut self) -> Result<()> {
+    /// The device's; those of `settle_down`; what ended another rank.
+    pub(crate) fn follow(&mut self, settle_down: impl FnOnce() -> Result<()>) -> Result<()> {
+        let mut settle_down = Some(settle_down);
         for seen in 0.. {
             let (order, words) = self.exchange.next_order(seen)?;
+            if order == Order::Step {
+                settle_down.take().map_or(Ok(()), |settle_down| settle_down())?;
+            }
             self.obey_order(order, words)?;
             let seat = self.exchange.seat();
             seat.board.publish_done(seat.rank);

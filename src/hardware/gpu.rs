@@ -6,6 +6,7 @@ mod nvml;
 mod facts;
 
 pub use facts::GpuFacts;
+pub(crate) use facts::GpuId;
 #[cfg(not(feature = "cuda"))]
 pub(crate) use facts::no_cuda;
 

@@ -55,6 +55,17 @@ pub struct Topology {
     pub nvidia_devices: usize,
     /// CPUs that serve their interrupts.
     pub gpu_interrupts: CpuList,
+    /// NVIDIA's GPUs on the PCI bus, ascending by address.
+    pub(crate) pci_gpus: Vec<PciGpu>,
+}
+
+/// A GPU as the PCI bus has it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct PciGpu {
+    /// `0000:0f:00.0`.
+    pub(crate) address: String,
+    /// The memory node that it is near.
+    pub(crate) numa_node: Option<usize>,
 }
 
 /// A logical CPU. Cores and caches are known by the lowest CPU that belongs to them.
@@ -189,6 +200,7 @@ impl Topology {
             nvidia_driver: tree.text("proc/driver/nvidia/version").map(|text| parse::version(&text).unwrap_or("unknown").to_owned()),
             nvidia_devices: numbered(&tree.names("dev"), "nvidia").len(),
             gpu_interrupts: tree.gpu_interrupts(),
+            pci_gpus: tree.pci_gpus(),
         }
     }
 
@@ -397,6 +409,16 @@ impl Tree<'_> {
         let irqs = numbered(&self.names("proc/irq"), "").into_iter().filter(of_gpu);
         let served_by = irqs.filter_map(|irq| self.cpu_list(&format!("proc/irq/{irq}/effective_affinity_list")));
         served_by.flat_map(|cpus| cpus.as_slice().to_vec()).collect()
+    }
+
+    /// Devices that display or compute, of NVIDIA. A node of -1 is none.
+    fn pci_gpus(&self) -> Vec<PciGpu> {
+        let gpu = |address: &String| {
+            let fact = |file: &str| self.text(&format!("sys/bus/pci/devices/{address}/{file}"));
+            let is_gpu = fact("vendor")? == "0x10de" && fact("class")?.starts_with("0x03");
+            is_gpu.then(|| PciGpu { numa_node: fact("numa_node").and_then(|node| node.parse().ok()), address: address.clone() })
+        };
+        self.names("sys/bus/pci/devices").iter().filter_map(gpu).collect()
     }
 
     fn allowed_nodes(&self) -> Option<CpuList> {

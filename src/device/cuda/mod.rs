@@ -23,6 +23,7 @@ use super::slice::Allocated;
 use super::{Attention, AttentionShape, Device, DeviceSlice, EventId, MatmulShape, ProductAlgorithm, Stream};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
+use crate::hardware::gpu::GpuId;
 use crate::host::pinned::{HostMemory, PinnedSlice};
 use crate::memory::{Addressing, MemorySpace, RingShape};
 use crate::trace::Recorder;
@@ -37,6 +38,7 @@ use libraries::Libraries;
 use modules::Modules;
 use ring::Ring;
 use sdpa::Sdpa;
+use std::ffi::CStr;
 use std::path::PathBuf;
 use timeline::Timeline;
 
@@ -72,6 +74,29 @@ pub struct CudaDevice {
     name: String,
     gpu: sys::CUdevice,
     _context: Context,
+}
+
+/// The GPUs that CUDA shows.
+///
+/// # Errors
+/// `Resource` with the driver's or the loader's words when there is none.
+pub(crate) fn visible_gpus() -> Result<Vec<GpuId>> {
+    visible_gpu(0)?;
+    let count = cust::device::Device::num_devices().map_err(cannot_open)?;
+    let identify = |index| {
+        let gpu = visible_gpu(index)?;
+        Ok(GpuId { index, pci: pci_address(gpu.as_raw())?, model: gpu.name().map_err(cannot_open)? })
+    };
+    (0..count as usize).map(identify).collect()
+}
+
+/// As `0000:0F:00.0`.
+fn pci_address(gpu: sys::CUdevice) -> Result<String> {
+    let mut text = [0; 32];
+    // SAFETY: writes a string that ends in NUL, within this length.
+    let status = unsafe { sys::cuDeviceGetPCIBusId(text.as_mut_ptr().cast(), text.len() as i32, gpu) };
+    check(status, || format!("ask for the PCI address of GPU {gpu}"))?;
+    Ok(CStr::from_bytes_until_nul(&text).unwrap_or_default().to_string_lossy().into_owned())
 }
 
 /// Bytes of memory that are free on the visible GPU `ordinal`, counted from 0.
