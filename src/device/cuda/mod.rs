@@ -10,8 +10,10 @@ mod gemm;
 mod graph;
 mod kernels;
 mod launch;
+mod lent;
 mod libraries;
 mod modules;
+mod peers;
 mod record;
 mod ring;
 mod sdpa;
@@ -34,12 +36,14 @@ use driver::{RawEvent, RawStream, Registered, priorities};
 use error::check;
 use gemm::Gemm;
 use graph::GraphExec;
+use lent::{Peering, free};
 use libraries::Libraries;
 use modules::Modules;
 use ring::Ring;
 use sdpa::Sdpa;
 use std::ffi::CStr;
 use std::path::PathBuf;
+use std::sync::Arc;
 use timeline::Timeline;
 
 #[derive(Clone, Debug)]
@@ -53,7 +57,7 @@ pub struct CudaOptions {
 
 /// A GPU. Belongs to the thread that made it.
 pub struct CudaDevice {
-    // Dropped in this order: libraries before the streams that they were given, the context last.
+    // Dropped in this order: libraries before the streams that they were given, what is lent and borrowed after them, the context last.
     sdpa: Option<Sdpa>,
     gemm: Gemm,
     graphs: Vec<GraphExec>,
@@ -66,14 +70,16 @@ pub struct CudaDevice {
     /// Host memory that kernels use by its own addresses.
     system: HostMemory,
     addressing: Addressing,
-    events: Vec<RawEvent>,
+    events: Vec<Arc<RawEvent>>,
     streams: Vec<RawStream>,
+    /// What it has to do with others, if it has.
+    peering: Option<Peering>,
     modules: Modules,
     /// Memory that the compute stream's kernels share for partial sums; each leaves in it what it likes.
     scratch: DeviceSlice,
     name: String,
     gpu: sys::CUdevice,
-    _context: Context,
+    context: Context,
 }
 
 /// The GPUs that CUDA shows.
@@ -185,21 +191,21 @@ impl CudaDevice {
             addressing: unified::addressing(gpu.as_raw())?,
             events: Vec::new(),
             streams,
+            peering: None,
             modules,
             scratch: DeviceSlice::at(0, 0, Dtype::Float32),
             name,
             gpu: gpu.as_raw(),
-            _context: context,
+            context,
         };
         dev.scratch = dev.alloc("kernels' scratch", gpu::SCRATCH_BYTES / 4, Dtype::Float32)?;
         Ok(dev)
     }
 
-    /// Whether a kernel may copy between the two. Small copies of the compute stream are kernels: the copy engines work in
-    /// order of arrival, and what they have before them is whole buckets.
-    fn may_copy_words(&self, here: DeviceSlice, there: PinnedSlice) -> bool {
-        let words = [here.addr(), there.addr() as u64, there.bytes() as u64].iter().all(|n| n.is_multiple_of(4));
-        words && self.registered.iter().any(|registered| registered.contains(there))
+    /// Whether a kernel copies between the two: see [`Stream::copies_words`].
+    fn may_copy_words(&self, stream: Stream, here: DeviceSlice, there: PinnedSlice) -> bool {
+        let words = || [here.addr(), there.addr() as u64, there.bytes() as u64].iter().all(|n| n.is_multiple_of(4));
+        stream.copies_words() && words() && self.registered.iter().any(|registered| registered.contains(there))
     }
 
     /// Waits for the compute stream: what it filled, other streams may use at once.
@@ -219,6 +225,19 @@ impl CudaDevice {
         })
     }
 
+    /// What is enqueued on `stream` from now on runs after the last recorded point of `event`, which may be another GPU's: events are asked, and
+    /// waited for, across contexts.
+    fn wait_until_passed(&mut self, stream: Stream, event: &RawEvent) -> Result<()> {
+        if event.is_done()? {
+            return Ok(());
+        }
+        let raw = &self.streams[stream as usize];
+        let span = self.timeline.begin_wait(raw, stream)?;
+        // SAFETY: both are live.
+        check(unsafe { sys::cuStreamWaitEvent(raw.0, event.0, 0) }, || "wait for a CUDA event".into())?;
+        self.timeline.end(raw, span)
+    }
+
     /// Enqueues by `enqueue`, and a span around it when spans are recorded.
     fn timed(&mut self, stream: Stream, name: &'static str, enqueue: impl FnOnce(&RawStream) -> Result<()>) -> Result<()> {
         let raw = &self.streams[stream as usize];
@@ -230,16 +249,12 @@ impl CudaDevice {
 
 impl Drop for CudaDevice {
     fn drop(&mut self) {
-        // What is enqueued uses the memory. An error here has been reported where it arose, or the process is ending.
-        // SAFETY: the streams are live; addresses came from cuMemAlloc or cuMemAllocManaged and are freed once.
-        unsafe {
-            for stream in &self.streams {
-                sys::cuStreamSynchronize(stream.0);
-            }
-            for (_, slice) in &self.allocations {
-                sys::cuMemFree_v2(slice.addr());
-            }
+        // What is enqueued uses the memory, and that of others. An error here has been reported where it arose, or the process is ending.
+        for stream in &self.streams {
+            // SAFETY: the stream is live.
+            unsafe { sys::cuStreamSynchronize(stream.0) };
         }
+        free(&self.allocations);
     }
 }
 
@@ -277,7 +292,8 @@ impl Device for CudaDevice {
         let own = [("matrix workspace", gpu::MATMUL_WORKSPACE_BYTES), ("attention workspace", attention)];
         let slices = self.allocations.iter().map(|(name, slice)| (name.as_str(), slice.bytes()));
         let rings = self.rings.iter().map(|(name, ring)| (name.as_str(), ring.bytes()));
-        own.into_iter().chain(slices).chain(rings).chain(self.system.allocations()).collect()
+        let lent = self.peering.iter().flat_map(|peering| peering.own().allocations());
+        own.into_iter().chain(lent).chain(slices).chain(rings).chain(self.system.allocations()).collect()
     }
 
     fn alloc_ring(&mut self, name: &str, elems: usize, dtype: Dtype, shape: RingShape) -> Result<DeviceSlice> {
@@ -316,7 +332,7 @@ impl Device for CudaDevice {
     }
 
     fn event(&mut self) -> Result<EventId> {
-        self.events.push(RawEvent::new(false)?);
+        self.events.push(Arc::new(RawEvent::new(false)?));
         Ok(EventId(self.events.len() as u32 - 1))
     }
 
@@ -325,15 +341,8 @@ impl Device for CudaDevice {
     }
 
     fn wait(&mut self, stream: Stream, event: EventId) -> Result<()> {
-        let event = &self.events[event.0 as usize];
-        if event.is_done()? {
-            return Ok(());
-        }
-        let raw = &self.streams[stream as usize];
-        let span = self.timeline.begin_wait(raw, stream)?;
-        // SAFETY: both are live.
-        check(unsafe { sys::cuStreamWaitEvent(raw.0, event.0, 0) }, || "wait for a CUDA event".into())?;
-        self.timeline.end(raw, span)
+        let event = self.events[event.0 as usize].clone();
+        self.wait_until_passed(stream, &event)
     }
 
     fn is_done(&mut self, event: EventId) -> Result<bool> {
@@ -342,7 +351,14 @@ impl Device for CudaDevice {
     }
 
     fn synchronize(&mut self, event: EventId) -> Result<()> {
-        self.events[event.0 as usize].synchronize()
+        let event = &self.events[event.0 as usize];
+        let Some(peering) = &self.peering else { return event.synchronize() };
+        // Who slept in the driver would not hear that another rank has failed.
+        while !event.is_done()? {
+            peering.seat.check()?;
+            std::hint::spin_loop();
+        }
+        Ok(())
     }
 
     fn idle(&mut self) -> Result<bool> {
@@ -358,8 +374,8 @@ impl Device for CudaDevice {
     fn copy_d2h(&mut self, stream: Stream, src: DeviceSlice, dst: PinnedSlice) -> Result<()> {
         assert_eq!(src.bytes(), dst.bytes(), "copy_d2h");
         self.check_memory(src)?;
-        if stream == Stream::Compute && self.may_copy_words(src, dst) {
-            return kernels::transfer::copy_words(self, src.addr(), dst.addr() as u64, src.bytes());
+        if self.may_copy_words(stream, src, dst) {
+            return kernels::transfer::copy_words(self, stream, src.addr(), dst.addr() as u64, src.bytes());
         }
         self.timed(stream, "copy_d2h", |raw| {
             // SAFETY: sizes agree; the protocol gives both to this copy until its event.
@@ -371,8 +387,8 @@ impl Device for CudaDevice {
     fn copy_h2d(&mut self, stream: Stream, src: PinnedSlice, dst: DeviceSlice) -> Result<()> {
         assert_eq!(src.bytes(), dst.bytes(), "copy_h2d");
         self.check_memory(dst)?;
-        if stream == Stream::Compute && self.may_copy_words(dst, src) {
-            return kernels::transfer::copy_words(self, src.addr() as u64, dst.addr(), src.bytes());
+        if self.may_copy_words(stream, dst, src) {
+            return kernels::transfer::copy_words(self, stream, src.addr() as u64, dst.addr(), src.bytes());
         }
         self.timed(stream, "copy_h2d", |raw| {
             // SAFETY: as above.
