@@ -40,6 +40,8 @@ pub(crate) struct StepBench {
 struct Measurement<'a> {
     bench: &'a StepBench,
     launch: &'a Launcher,
+    /// The bench's, with the GPUs counted.
+    settings: &'a Settings,
     /// Of all ranks.
     plan: &'a Plan,
     /// FLOP/s of a large matrix product on a GPU; see [`super::ceiling::matmul_flops`].
@@ -66,15 +68,15 @@ impl StepBench {
     /// # Errors
     /// Whatever is missing or too large.
     pub(crate) fn run(&self, log: &mut dyn FnMut(&dyn Display)) -> Result<StepRecord> {
-        let launch = Launcher::new(&self.settings)?;
+        let (launch, settings) = Launcher::new(&self.settings)?;
         let chosen = &launch.chosen;
         chosen.note.iter().for_each(|why| log(&format_args!("no GPU: {why}")));
         chosen.warning.iter().for_each(|line| log(&format_args!("warning: {line}")));
         chosen.rates_from.iter().for_each(|rates_from| log(&format_args!("rates: {rates_from}")));
-        let plan = launch.plan(&self.settings, &self.shape, self.settings.trace.is_some())?;
+        let plan = launch.plan(&settings, &self.shape, settings.trace.is_some())?;
         log(&plan);
         let matmul_flops = if chosen.is_gpu() { Some(matmul_ceiling(&plan)?) } else { None };
-        launch.engine(&plan, &self.shape, Measurement { bench: self, launch: &launch, plan: &plan, matmul_flops, log })
+        launch.engine(&plan, &self.shape, Measurement { bench: self, launch: &launch, settings: &settings, plan: &plan, matmul_flops, log })
     }
 }
 
@@ -83,17 +85,17 @@ impl UseEngine for Measurement<'_> {
 
     /// Fills `engine` with random weights, runs its steps, and ends it.
     fn run<D: Kernels, X: Exchange<D>>(self, mut engine: Engine<D, X>) -> Result<StepRecord> {
-        let Self { bench, launch, plan, matmul_flops, log } = self;
-        let trace = bench.settings.trace.as_deref().map(TraceFile::open).transpose()?;
+        let Self { bench, launch, settings, plan, matmul_flops, log } = self;
+        let trace = settings.trace.as_deref().map(TraceFile::open).transpose()?;
         let start = Instant::now();
-        engine.init_state(bench.settings.seed, engine.plan().threads)?;
+        engine.init_state(settings.seed, engine.plan().threads)?;
         engine.send_weights()?;
         let init_seconds = start.elapsed().as_secs_f64();
         let warn = |line: &str| log(&format_args!("warning: {line}"));
-        let partition = launch.divide_cpus(&bench.settings, plan, warn)?;
+        let partition = launch.divide_cpus(settings, plan, warn)?;
         let Steps { warmup, timed: steps, clip } = bench.steps;
         log(&format_args!("random weights in {init_seconds:.1} s; {warmup} steps of warm-up, then {steps}, clipping {clip}"));
-        let mut tokens = RandomTokens::new(bench.settings.seed, bench.shape.vocab);
+        let mut tokens = RandomTokens::new(settings.seed, bench.shape.vocab);
         bench.steps.warm_up(&mut engine, &mut tokens)?;
         let mut counters = WorkerCounters::start(WORKER_ROLE)?;
         let sampler = launch.chosen.is_gpu().then(Sampler::start);
@@ -117,7 +119,7 @@ impl UseEngine for Measurement<'_> {
             clip: bench.steps.clip,
             warmup: bench.steps.warmup,
             steps: bench.steps.timed,
-            settings: bench.settings.clone(),
+            settings: settings.clone(),
             rates: launch.chosen.rates_from.as_ref().map(ToString::to_string),
             plan: PlanFacts::new(plan),
             partition,

@@ -131,6 +131,7 @@ impl Settings {
     /// `Usage` that names flag and value.
     pub(crate) fn check_needs_no_gpu(&self) -> Result<()> {
         let allowed = "only with --device cuda";
+        require(!self.all_gpus, "gpus", "all", "a number where CPUs stand for GPUs")?;
         require(self.memory == HostMemoryKind::Pinned, "memory", "unified", allowed)?;
         require(self.attention != AttentionChoice::Cudnn, "attention", "cudnn", allowed)?;
         require(self.hbm_limit.is_none(), "hbm-limit", self.hbm_limit.unwrap_or(Bytes(0)), allowed)

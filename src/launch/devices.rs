@@ -46,9 +46,10 @@ pub fn choose(settings: &Settings, topology: &Topology) -> Result<SelectedDevice
     let on_cpus = (DeviceKind::Cpu, DeviceMemory::Shared, Vec::new());
     let ((kind, device, gpus), note) = match settings.device {
         DeviceChoice::Cpu => (on_cpus, None),
-        DeviceChoice::Cuda => (open_gpus(settings.gpus)?.map_err(|why| Error::resource("use --device cuda", why))?, None),
-        DeviceChoice::Auto => match open_gpus(settings.gpus)? {
+        DeviceChoice::Cuda => (open_gpus(settings)?.map_err(|why| Error::resource("use --device cuda", why))?, None),
+        DeviceChoice::Auto => match open_gpus(settings)? {
             Ok(gpus) => (gpus, None),
+            Err(why) if settings.all_gpus => return Err(Error::resource("use --gpus all", why)),
             Err(why) => (on_cpus, Some(why.to_string())),
         },
     };
@@ -64,15 +65,16 @@ pub fn choose(settings: &Settings, topology: &Topology) -> Result<SelectedDevice
     Ok(SelectedDevice { machine: Machine { cpus, host_bytes, kind, device, rates }, gpus, note, warning, rates_from })
 }
 
-/// The first `count` GPUs and what is free on each, or why there is no GPU to open.
+/// The GPUs that are asked for and what is free on each, or why there is no GPU to open.
 ///
 /// # Errors
 /// Those of [`gpu::first`].
-fn open_gpus(count: usize) -> Result<Result<(DeviceKind, DeviceMemory, Vec<GpuId>)>> {
+fn open_gpus(settings: &Settings) -> Result<Result<(DeviceKind, DeviceMemory, Vec<GpuId>)>> {
     let visible = match gpu::visible() {
         Ok(visible) => visible,
         Err(why) => return Ok(Err(why)),
     };
+    let count = if settings.all_gpus { visible.len() } else { settings.gpus };
     let gpus = gpu::first(visible, count)?;
     Ok(gpu::free_memory(&gpus).map(|(kind, device)| (kind, device, gpus)))
 }

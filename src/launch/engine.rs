@@ -10,6 +10,7 @@ use crate::device::cpu::{CpuDevice, Schedule};
 use crate::device::{DeviceKind, Kernels};
 use crate::engine::exchange::Exchange;
 use crate::engine::executor::Engine;
+use crate::engine::orders::RankEngine;
 use crate::engine::pool::Pool;
 use crate::engine::step_job::StepJob;
 use crate::error::Result;
@@ -23,6 +24,7 @@ use crate::host::perf::WORKER_ROLE;
 use crate::host::pool::Threads;
 use crate::model::shape::ModelShape;
 use crate::planner::plan::Plan;
+use crate::ranks::Seat;
 use crate::search::best_plan;
 #[cfg(feature = "mpam")]
 use std::path::Path;
@@ -46,11 +48,12 @@ pub trait UseEngine {
 }
 
 impl Launcher {
-    /// What `settings` ask for on this machine.
-    pub(crate) fn new(settings: &Settings) -> Result<Self> {
+    /// What `settings` ask for on this machine, and these settings with the GPUs counted.
+    pub(crate) fn new(settings: &Settings) -> Result<(Self, Settings)> {
         let topology = Topology::this_machine();
         let chosen = devices::choose(settings, &topology)?;
-        Ok(Self { topology, chosen })
+        let settings = settings.on_gpus(chosen.gpus.len())?;
+        Ok((Self { topology, chosen }, settings))
     }
 
     /// The plan of a run, its host memory as this machine offers it; with room for a timeline if `trace`.
@@ -70,7 +73,7 @@ impl Launcher {
     pub(crate) fn engine<U: UseEngine>(&self, plan: &Plan, shape: &ModelShape, user: U) -> Result<U::Output> {
         match self.chosen.machine.kind {
             DeviceKind::Cpu => on_cpus(plan, shape, &self.topology, user),
-            DeviceKind::Gpu => user.run(gpu_engine(plan, shape, &self.topology)?),
+            DeviceKind::Gpu => on_gpus(plan, shape, &self.topology, user),
         }
     }
 
@@ -130,6 +133,21 @@ pub fn gpu_engine(plan: &Plan, shape: &ModelShape, topology: &Topology) -> Resul
     let (share, bell) = (share::whole(plan, topology), Arc::new(Doorbell::default()));
     let (dev, pool) = (gpu_device(&share.plan, 0)?, worker_threads(&share, &bell)?);
     Engine::new(share.plan, shape.clone(), dev, pool, bell)
+}
+
+/// The engines of `plan` on this machine's first GPUs, one for each rank, and what `user` makes of the first one.
+///
+/// # Errors
+/// As [`gpu_engine`]; `Usage` and `Unsupported` when there are fewer GPUs, or several models; those of `user`; `Rank` when another rank has
+/// failed.
+pub fn on_gpus<U: UseEngine>(plan: &Plan, shape: &ModelShape, topology: &Topology, user: U) -> Result<U::Output> {
+    if plan.ranks == 1 {
+        return user.run(gpu_engine(plan, shape, topology)?);
+    }
+    let shares = share::of(plan, topology, &gpu::homes(&gpu::first(gpu::visible()?, plan.ranks)?, topology));
+    let make = |share: &Share, bell: &Arc<Doorbell>, rank| Ok((gpu_device(&share.plan, rank)?, worker_threads(share, bell)?));
+    let follow = |engine: &mut RankEngine<GpuDevice>, seat: &Seat| engine.follow(|| shares[seat.rank].keep_off_workers());
+    ranks::run(plan, shape, &shares, make, |engine| user.run(engine), follow)
 }
 
 /// The GPU of a rank.
