@@ -115,6 +115,7 @@ impl UseEngine for Measurement<'_> {
             build: BuildFacts::this_program(),
             machine: MachineFacts::new(&launch.topology),
             device,
+            gpus: launch.chosen.gpus.clone(),
             model: ModelFacts::new(bench.config.clone(), &bench.shape),
             clip: bench.steps.clip,
             warmup: bench.steps.warmup,
@@ -166,7 +167,7 @@ fn memory_peaks(plan: &Plan, available_before: Option<u64>) -> MemoryPeaks {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::options::{ActivationsChoice, DeviceChoice, TrainDtype};
+    use crate::config::options::{ActivationsChoice, DeviceChoice, GpuCount, TrainDtype};
     use crate::config::settings::TrainOptions;
     use crate::data::batch::{Batch, Batches, arrays};
     use crate::model::shape::DEMO_CONFIG;
@@ -213,6 +214,15 @@ mod tests {
         assert!(number("memory", "device_planned_bytes") > 0.0 && number("memory", "rss_peak_bytes") > 0.0);
         assert!(number("loss", "first").is_finite() && line["gpu"].is_null() && line["gpu_unwatched"].is_null());
         assert!(line["speed"]["matmul_tflops"].is_null() && line["link"]["d2h_busy_gb_per_s"].is_null());
+    }
+
+    #[test]
+    fn several_devices_are_timed_as_one_step() {
+        let timed = |count| line("every-2", TrainOptions { gpus: Some(GpuCount::Count(count)), ..TrainOptions::default() });
+        let (one, two) = (timed(1), timed(2));
+        assert_eq!((&two["settings"]["gpus"], &one["tokens_per_step"], &two["tokens_per_step"]), (&2.into(), &32.into(), &64.into()));
+        assert_eq!(two["verdicts"], one["verdicts"]);
+        assert_eq!(two["speed"]["model_flops"], one["speed"]["model_flops"], "each device's");
     }
 
     #[test]
