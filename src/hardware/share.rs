@@ -1,6 +1,7 @@
 //! A machine that several ranks use at once: the CPUs of each, and so its memory nodes.
 
 use super::cpu_list::CpuList;
+use super::gpu::is_same_pci;
 use super::topology::{Cpu, Process, Topology};
 
 impl Topology {
@@ -32,7 +33,7 @@ impl Topology {
 
     /// The memory node that the GPU at a PCI address is near.
     pub(crate) fn node_of_gpu(&self, pci: &str) -> Option<usize> {
-        self.pci_gpus.iter().find(|gpu| gpu.address.eq_ignore_ascii_case(pci)).and_then(|gpu| gpu.numa_node)
+        self.pci_gpus.iter().find(|gpu| is_same_pci(&gpu.address, pci)).and_then(|gpu| gpu.numa_node)
     }
 
     /// What is known of `allowed`: by node, then by cache, then by core. A CPU of which nothing is known is a core of its own.

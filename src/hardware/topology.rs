@@ -453,6 +453,13 @@ pub(crate) mod tests {
         fs::write(path, text).unwrap();
     }
 
+    impl Topology {
+        /// Puts GPUs on the PCI bus: address and memory node.
+        pub(crate) fn place_gpus(&mut self, gpus: &[(&str, usize)]) {
+            self.pci_gpus = gpus.iter().map(|(pci, node)| PciGpu { address: pci.to_string(), numa_node: Some(*node) }).collect();
+        }
+    }
+
     /// Two sockets of two cores with two threads each, numbered as servers do: siblings four apart, CPU 7 offline.
     pub(crate) fn two_sockets() -> tempfile::TempDir {
         let dir = tree(&[

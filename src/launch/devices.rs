@@ -23,6 +23,8 @@ pub struct SelectedDevice {
     pub machine: Machine,
     /// The GPUs of all ranks, by rank; none on CPUs.
     pub(crate) gpus: Vec<GpuId>,
+    /// Lines about GPUs without a direct link between them.
+    pub(crate) detours: Vec<String>,
     /// Why it is not a GPU although that was open; nothing when there is nothing to say.
     pub note: Option<String>,
     /// What makes it much slower than the machine.
@@ -62,7 +64,8 @@ pub fn choose(settings: &Settings, topology: &Topology) -> Result<SelectedDevice
     let host_bytes = topology.memory_usable_bytes().map_or(u64::MAX, |bytes| bytes.saturating_add(reserved));
     let rates_from = rates_from(settings, topology, kind)?;
     let rates = rates_from.as_ref().map_or_else(Rates::assumed, |rates_from| Arc::new(Rates::of(&rates_from.profile)));
-    Ok(SelectedDevice { machine: Machine { cpus, host_bytes, kind, device, rates }, gpus, note, warning, rates_from })
+    let detours = gpu::unlinked(&gpus)?.into_iter().map(gpu::detour).collect();
+    Ok(SelectedDevice { machine: Machine { cpus, host_bytes, kind, device, rates }, gpus, detours, note, warning, rates_from })
 }
 
 /// The GPUs that are asked for and what is free on each, or why there is no GPU to open.

@@ -39,7 +39,7 @@ pub(crate) fn open(_: usize, _: Vec<PathBuf>, _: Attention, _: usize) -> Result<
 ///
 /// # Errors
 /// `Resource` when there is none; `Unsupported` in a build without the feature `cuda`.
-pub(super) fn visible() -> Result<Vec<GpuId>> {
+pub(crate) fn visible() -> Result<Vec<GpuId>> {
     #[cfg(feature = "cuda")]
     return cuda::visible_gpus();
     #[cfg(not(feature = "cuda"))]
@@ -84,8 +84,35 @@ pub(super) fn free_memory(_: &[GpuId]) -> Result<(DeviceKind, DeviceMemory)> {
 }
 
 /// The memory node that each of `gpus` is near, where that is known.
-pub(super) fn homes(gpus: &[GpuId], topology: &Topology) -> Vec<Option<usize>> {
+pub(crate) fn homes(gpus: &[GpuId], topology: &Topology) -> Vec<Option<usize>> {
     gpus.iter().map(|gpu| topology.node_of_gpu(&gpu.pci)).collect()
+}
+
+/// The pairs of `gpus`, by their places there, that have no direct link both ways.
+///
+/// # Errors
+/// Those of the driver.
+pub(crate) fn unlinked(gpus: &[GpuId]) -> Result<Vec<[usize; 2]>> {
+    #[cfg(feature = "cuda")]
+    return pairs_without(gpus.len(), |one, other| cuda::has_direct_link(gpus[one].index, gpus[other].index));
+    #[cfg(not(feature = "cuda"))]
+    pairs_without(gpus.len(), |_, _| Err(no_cuda()))
+}
+
+/// The pairs of so many of which one does not reach the other.
+fn pairs_without(count: usize, reaches: impl Fn(usize, usize) -> Result<bool>) -> Result<Vec<[usize; 2]>> {
+    let mut pairs = Vec::new();
+    for (one, other) in (0..count).flat_map(|other| (0..other).map(move |one| (one, other))) {
+        if !reaches(one, other)? || !reaches(other, one)? {
+            pairs.push([one, other]);
+        }
+    }
+    Ok(pairs)
+}
+
+/// What a person is told of such a pair.
+pub(crate) fn detour([one, other]: [usize; 2]) -> String {
+    format!("GPU {one} and GPU {other} have no direct link: gradients pass through host memory")
 }
 
 #[cfg(not(feature = "cuda"))]
@@ -107,6 +134,14 @@ mod tests {
         let refused = |models: &[&str], count| first(gpus(models), count).unwrap_err().to_string();
         assert_eq!(refused(&["H200"; 2], 4), "--gpus 4: there are 2 GPUs here (see CUDA_VISIBLE_DEVICES); use --gpus 2");
         assert!(refused(&["H200"], 2).contains("there is 1 GPU here"));
+    }
+
+    #[test]
+    fn a_link_that_leads_one_way_is_none() {
+        let reaches = |one: usize, other: usize| Ok((one, other) != (2, 0) && (one, other) != (1, 2));
+        assert_eq!(pairs_without(3, reaches).unwrap(), [[0, 2], [1, 2]]);
+        assert_eq!(pairs_without(1, |_, _| panic!("one needs no link")).unwrap(), Vec::<[usize; 2]>::new());
+        assert_eq!(detour([0, 2]), "GPU 0 and GPU 2 have no direct link: gradients pass through host memory");
     }
 
     #[test]

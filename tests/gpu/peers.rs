@@ -43,6 +43,7 @@ pub struct Disturbance {
     is_over: AtomicBool,
 }
 
+#[cfg(feature = "cuda")]
 impl Disturbance {
     /// Calls `work` while `rank` is to be late, until that is over.
     pub fn while_late(&self, rank: usize, mut work: impl FnMut() -> Result<()>) -> Result<()> {

@@ -96,6 +96,14 @@ pub(crate) fn visible_gpus() -> Result<Vec<GpuId>> {
     (0..count as usize).map(identify).collect()
 }
 
+/// Whether kernels and copies of the visible GPU `ordinal` can reach memory of the other.
+///
+/// # Errors
+/// `Resource` when there is no such GPU.
+pub(crate) fn has_direct_link(ordinal: usize, other: usize) -> Result<bool> {
+    lent::may_read(visible_gpu(ordinal)?.as_raw(), visible_gpu(other)?.as_raw())
+}
+
 /// As `0000:0F:00.0`.
 fn pci_address(gpu: sys::CUdevice) -> Result<String> {
     let mut text = [0; 32];
