@@ -339,6 +339,10 @@ impl Device for CudaDevice {
         self.sdpa.as_mut().map_or(Ok(()), |sdpa| sdpa.prepare(&shape, dtype))
     }
 
+    fn learns_by_doing(&self) -> bool {
+        true
+    }
+
     fn event(&mut self) -> Result<EventId> {
         self.events.push(Arc::new(RawEvent::new(false)?));
         Ok(EventId(self.events.len() as u32 - 1))
