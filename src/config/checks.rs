@@ -92,11 +92,14 @@ impl Settings {
         self.check_shares()
     }
 
-    /// Whether shares are equally many micro-batches.
+    /// Whether shares are equally many micro-batches, once it is known on how many GPUs.
     ///
     /// # Errors
     /// `Usage` that names both numbers.
     pub(crate) fn check_shares(&self) -> Result<()> {
+        if self.all_gpus {
+            return Ok(());
+        }
         let (shares, micro_batches) = (self.shares(), self.micro_batches());
         let allowed = format!("a divisor of the {micro_batches} micro-batches of a step (--gradient-accumulation-steps)");
         require(self.gpus <= PARTS_MAX, "gpus", self.gpus, format!("at most {PARTS_MAX}"))?;

@@ -58,11 +58,11 @@ impl Settings {
     /// These settings on `count` GPUs, where all were asked for; else as they are.
     ///
     /// # Errors
-    /// `Usage` when a step cannot be cut for so many.
+    /// `Usage` that names what makes no sense on so many.
     pub(crate) fn on_gpus(&self, count: usize) -> Result<Self> {
         let gpus = if self.all_gpus { count } else { self.gpus };
         let settings = Self { gpus, all_gpus: false, ..self.clone() };
-        settings.check_shares()?;
+        settings.check()?;
         Ok(settings)
     }
 
@@ -221,6 +221,8 @@ mod tests {
         assert_eq!(resolve(&["--gpus=2"]).unwrap().on_gpus(4).unwrap().gpus, 2);
         let shares = resolve(&["--gpus=all", "--gradient-shares=3", "--gradient-accumulation-steps=3"]).unwrap();
         assert!(shares.on_gpus(2).unwrap_err().to_string().contains("a multiple of --gpus 2"));
+        let accumulating = resolve(&["--gpus=all", "--gradient-shares=8", "--gradient-accumulation-steps=2"]).unwrap();
+        assert_eq!(accumulating.on_gpus(4).unwrap().micro_batches(), 8);
         let on_cpus = resolve(&["--gpus=all", "--device=cpu"]).unwrap_err().to_string();
         assert_eq!(on_cpus, "--gpus all: allowed is a number where CPUs stand for GPUs");
         let file: TrainOptions = toml::from_str("gpus = \"all\"").unwrap();

@@ -24,7 +24,8 @@ pub(crate) struct GpuReport {
 #[derive(Debug, Default)]
 pub(crate) struct SeveralGpus {
     gpus: Vec<GpuId>,
-    links: Vec<([usize; 2], GpuLink)>,
+    /// As far as the management library tells.
+    links: Option<Result<Vec<([usize; 2], GpuLink)>>>,
     /// Pairs that do not reach each other's memory.
     unlinked: Vec<[usize; 2]>,
 }
@@ -32,7 +33,11 @@ pub(crate) struct SeveralGpus {
 impl SeveralGpus {
     fn this_machine() -> Result<Self> {
         let gpus = devices::visible()?;
-        Ok(if gpus.len() < 2 { Self::default() } else { Self { links: gpu::links(&gpus)?, unlinked: devices::unlinked(&gpus)?, gpus } })
+        Ok(if gpus.len() < 2 {
+            Self::default()
+        } else {
+            Self { links: Some(gpu::links(&gpus)), unlinked: devices::unlinked(&gpus)?, gpus }
+        })
     }
 
     /// A line for each rank of `--gpus all` on the machine of `topology`: its GPU, memory node and CPUs.
@@ -47,14 +52,18 @@ impl SeveralGpus {
         self.gpus.iter().enumerate().map(rank).collect()
     }
 
-    /// A line for each two.
+    /// A line for each two, or why there is none.
     pub(super) fn pairs(&self) -> Vec<String> {
         let pair = |&(pair, link): &([usize; 2], GpuLink)| {
             let [one, other] = pair.map(|place| self.gpus[place].index);
             let access = if self.unlinked.contains(&pair) { "gradients pass through host memory" } else { "direct" };
             format!("GPU {one} and GPU {other}: {link}; {access}")
         };
-        self.links.iter().map(pair).collect()
+        match &self.links {
+            None => Vec::new(),
+            Some(Ok(links)) => links.iter().map(pair).collect(),
+            Some(Err(cause)) => vec![cause.to_string()],
+        }
     }
 }
 
@@ -80,6 +89,7 @@ mod tests {
     fn several_gpus_have_a_line_each_and_one_for_each_two() {
         let gpu = |index: usize| GpuId { index, pci: format!("0000:{index}F:00.0"), model: "NVIDIA H200".into() };
         let links = vec![([0, 1], GpuLink::NvSwitch(18)), ([0, 2], GpuLink::Pcie("across memory nodes"))];
+        let links = Some(Ok(links));
         let several = SeveralGpus { gpus: (0..3).map(gpu).collect(), links, unlinked: vec![[0, 2]] };
         let mut topology = Topology::read(two_sockets().path(), Process::default());
         assert_eq!(several.ranks(&topology)[1], "GPU 1 (0000:1F:00.0): NVIDIA H200, unknown memory node, CPUs 1,5 of --gpus all");
