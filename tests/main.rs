@@ -6,6 +6,8 @@ mod campaign;
 mod cli;
 mod data;
 mod exactness;
+#[cfg(feature = "cuda")]
+mod fake_gpus;
 mod faults;
 mod fine_tuning;
 mod fuzz_corpus;
