@@ -5,6 +5,7 @@ use crate::program::{Outcome, Workspace, run};
 use crate::support::emulator;
 use std::path::PathBuf;
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 /// Another machine's programs do not open libraries that were made here.
 fn is_emulated() -> bool {
@@ -88,4 +89,18 @@ fn gpus_that_cannot_train_together_are_refused_and_leave_nothing() {
     let other = train(&[("FAKE_ALGORITHMS", "")], &["--gpus=2"]);
     other.refused(1, &["rank 1", "algorithm 70", "algorithm 71"]);
     counted(&other);
+}
+
+#[test]
+fn a_gpu_that_is_lost_ends_all_ranks_at_once_and_is_named() {
+    if is_emulated() {
+        return;
+    }
+    for after in ["0", "7", "60"] {
+        let start = Instant::now();
+        let outcome = train(&[("FAKE_FAULT", after)], &["--gpus=2"]);
+        outcome.refused(1, &["rank 1: pull ", "CUDA error 700", "context is lost", "last checkpoint"]);
+        counted(&outcome);
+        assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
+    }
 }

@@ -4,7 +4,7 @@
 // that goes while its memory is in use. At the end it counts.
 //
 // FAKE_GPUS: how many (2). FAKE_MODELS: each is a model of its own. FAKE_NO_LINK: none reaches another. FAKE_ALGORITHMS: cuBLASLt chooses
-// otherwise on each.
+// otherwise on each. FAKE_FAULT: GPU 1 is lost after so many pulls.
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdint.h>
@@ -20,7 +20,7 @@ typedef struct { int is_live; Context *context; } Stream;
 typedef struct { int is_live, is_recorded, pending; Context *context; double ms; } Event;
 typedef struct { int is_live; u64 start, bytes; Context *context; } Memory;
 
-enum { INVALID_DEVICE = 101, NOT_READY = 600, NO_LINK = 217, ALREADY_ENABLED = 704 };
+enum { INVALID_DEVICE = 101, NOT_READY = 600, NO_LINK = 217, ILLEGAL_ADDRESS = 700, ALREADY_ENABLED = 704 };
 
 static Context contexts[GPUS_MAX];
 static __thread Context *stack[16];
@@ -177,6 +177,7 @@ int cuMemcpyDtoDAsync_v2(u64 to, u64 from, size_t bytes, Stream *stream) {
   Context *theirs = memory_of(from, bytes)->context;
   if (theirs != stream->context && !stream->context->reaches[theirs->gpu]) refuse("a copy from a GPU that is out of reach");
   direct += theirs != stream->context;
+  if (getenv("FAKE_FAULT") && stream->context->gpu == 1 && direct > atoi(getenv("FAKE_FAULT"))) return ILLEGAL_ADDRESS;
   memmove((void *)to, (void *)from, bytes);
   return 0;
 }
