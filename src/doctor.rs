@@ -100,6 +100,13 @@ fn facts(topology: &Topology, isa: &str, probes: &Probes, partitions: &Partition
         ("gpu interrupts", interrupts(topology)),
         ("cuda device", cuda_device(gpu)),
     ]);
+    match &gpu.several {
+        Ok(several) => {
+            facts.extend(several.ranks(topology).into_iter().map(|rank| ("gpu of a rank", rank)));
+            facts.extend(several.pairs().into_iter().map(|pair| ("gpu link", pair)));
+        }
+        Err(cause) => facts.push(("gpu links", cause.to_string())),
+    }
     facts.extend(gpu.libraries.iter().map(|(name, path)| ("library", format!("{name}: {}", or_error(path, |p| p.display().to_string())))));
     facts.extend(gpu.usable.as_ref().ok().map(|addressing| ("addressing", addressing.to_string())));
     match &probes.products {
@@ -364,6 +371,7 @@ fn small_memlock(topology: &Topology) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
+    use super::gpu::SeveralGpus;
     use super::*;
     use crate::error::Error;
     use crate::hardware::cgroup::Limit;
@@ -381,7 +389,7 @@ mod tests {
 
     fn no_gpu() -> GpuReport {
         let cause = || Error::resource("find an NVIDIA GPU", "no driver");
-        GpuReport { facts: Err(cause()), usable: Err(cause()), libraries: Vec::new() }
+        GpuReport { facts: Err(cause()), usable: Err(cause()), libraries: Vec::new(), several: Ok(SeveralGpus::default()) }
     }
 
     fn probes() -> Probes {
@@ -450,13 +458,15 @@ mod tests {
     #[test]
     fn a_gpu_is_named_by_its_library_or_by_the_kernel() {
         let facts = GpuFacts { name: Some("NVIDIA H200".into()), ..GpuFacts::default() };
-        let found = GpuReport { facts: Ok(facts), usable: Ok(Addressing::Managed), libraries: Vec::new() };
+        let found =
+            GpuReport { facts: Ok(facts), usable: Ok(Addressing::Managed), libraries: Vec::new(), several: Ok(SeveralGpus::default()) };
         assert_eq!(gpu_name(&server(), &found), "NVIDIA H200");
         assert_eq!(cuda_device(&found), "ready (--device cuda)");
         let missing = GpuReport {
             facts: Ok(GpuFacts::default()),
             usable: Ok(Addressing::Managed),
             libraries: vec![("cuBLASLt", Err(Error::resource("open libcublasLt.so.13", "not found")))],
+            several: Ok(SeveralGpus::default()),
         };
         assert_eq!(gpu_advice(&missing), ["open libcublasLt.so.13: not found"], "what is missing is not `nothing found`");
         let report = report(&server(), "avx2", &Probes { gpu: found, ..probes() }, Path::new("/nowhere"));
@@ -508,7 +518,12 @@ mod tests {
     #[test]
     fn an_unknown_machine_is_said_to_be_unknown() {
         let unknown = Topology::read(tree(&[]).path(), Process::default());
-        let found = GpuReport { facts: Ok(GpuFacts::default()), usable: Ok(Addressing::Managed), libraries: Vec::new() };
+        let found = GpuReport {
+            facts: Ok(GpuFacts::default()),
+            usable: Ok(Addressing::Managed),
+            libraries: Vec::new(),
+            several: Ok(SeveralGpus::default()),
+        };
         let report = report(&unknown, "scalar", &Probes { gpu: found, ..probes() }, Path::new("/nowhere"));
         assert!(report.contains("cpu:                    unknown"));
         assert!(report.contains("perf:                   not in this kernel"));

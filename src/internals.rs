@@ -80,7 +80,7 @@ pub mod host {
 }
 
 pub mod launch {
-    pub use crate::launch::engine::{UseEngine, cpu_engine, gpu_engine, on_cpus};
+    pub use crate::launch::engine::{UseEngine, cpu_engine, gpu_engine, on_cpus, on_gpus};
     pub mod devices {
         pub use crate::launch::devices::choose;
     }

@@ -25,10 +25,19 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use suite::harness::{Bench, Harness};
 use suite::kernels::Suite;
+#[cfg(feature = "cuda")]
+use suite::peers::Disturbance;
+use suite::peers::Ranks;
 use suite::report::Report;
 use suite::training::Subject;
 use superoffload::internals::device::{CpuDevice, Kernels, Schedule};
-use superoffload::internals::launch::cpu_engine;
+#[cfg(feature = "cuda")]
+use superoffload::internals::device::{Matmul, MatmulLayout, MatmulShape, Stream};
+#[cfg(feature = "cuda")]
+use superoffload::internals::dtype::Dtype;
+#[cfg(feature = "cuda")]
+use superoffload::internals::launch::on_gpus;
+use superoffload::internals::launch::{cpu_engine, on_cpus};
 use superoffload::internals::planner::Machine;
 use superoffload::{Error, Result};
 
@@ -129,7 +138,7 @@ fn run(options: &Options) -> Result<u8> {
 
 #[cfg(feature = "cuda")]
 fn find_gpu() -> Result<()> {
-    superoffload::internals::device::cuda::probe().map(drop)
+    superoffload::internals::device::cuda::probe(0).map(drop)
 }
 
 #[cfg(feature = "cuda")]
@@ -142,7 +151,7 @@ fn cuda<W: Write>(report: &mut Report<W>, options: &Options) -> Result<()> {
     let attention = if options.plain_attention { Attention::Plain } else { Attention::Cudnn { deterministic: true } };
     let settings = if options.plain_attention { "device = \"cuda\"\nattention = \"plain\"\n" } else { "device = \"cuda\"\n" };
     let machine =
-        Machine { kind: DeviceKind::Gpu, device: DeviceMemory::Own { bytes: free_bytes()?, addressing: probe()? }, ..Machine::cpu(4) };
+        Machine { kind: DeviceKind::Gpu, device: DeviceMemory::Own { bytes: free_bytes(0)?, addressing: probe(0)? }, ..Machine::cpu(4) };
     let subject = Subject {
         engine: &superoffload::internals::launch::gpu_engine,
         machine,
@@ -151,13 +160,38 @@ fn cuda<W: Write>(report: &mut Report<W>, options: &Options) -> Result<()> {
         overlaps: true,
         steps: if options.small { STEPS } else { FULL_STEPS },
     };
-    let open = || -> Result<Box<dyn Kernels>> {
+    let open_at = |ordinal| -> Result<Box<dyn Kernels>> {
         // SAFETY: as for the CPU, and tokens lie inside of their tables.
-        Ok(Box::new(unsafe { CudaDevice::new(&CudaOptions { libraries: Vec::new(), attention, trace_spans: 0 }) }?))
+        Ok(Box::new(unsafe { CudaDevice::new(ordinal, &CudaOptions { libraries: Vec::new(), attention, trace_spans: 0 }) }?))
     };
-    conform(report, options, &open, &subject, !options.small)?;
+    conform(report, options, &|| open_at(0), &subject, !options.small)?;
+    let ranks = Ranks {
+        launch: &|plan, shape, topology, training| on_gpus(plan, shape, topology, training),
+        machine: subject.machine.clone(),
+        settings,
+        devices: (0..8).take_while(|&ordinal| probe(ordinal).is_ok()).count(),
+        overlaps: true,
+        disturb: &|rank, disturbance| multiply_now_and_then(&mut *open_at(rank)?, rank, disturbance),
+        steps: STEPS,
+        late_runs: if options.small { 5 } else { 100 },
+    };
+    suite::peers::run(report, &ranks);
     report.case("faults/a lost GPU", || suite::faults::lost_gpu(&["--lose-gpu"]));
     Ok(())
+}
+
+/// Products on a stream of its own keep the GPU's multiprocessors from the rank that trains there, for some milliseconds each time.
+#[cfg(feature = "cuda")]
+fn multiply_now_and_then(dev: &mut dyn Kernels, rank: usize, disturbance: &Disturbance) -> Result<()> {
+    const ELEMS: usize = 4096;
+    let shape = MatmulShape { layout: MatmulLayout::Nn, m: ELEMS, n: ELEMS, k: ELEMS };
+    let mut matrix = |name| dev.alloc(name, ELEMS * ELEMS, Dtype::Bfloat16);
+    let (matrices, done) = ([matrix("a")?, matrix("b")?, matrix("c")?], dev.event()?);
+    disturbance.while_late(rank, || {
+        (0..8).try_for_each(|_| dev.launch(Matmul::plain(shape, matrices)))?;
+        dev.record(done, Stream::Compute)?;
+        dev.synchronize(done)
+    })
 }
 
 /// A sticky fault takes the whole context with it, so that this needs a process of its own.
@@ -166,7 +200,7 @@ fn lose_gpu() -> Result<()> {
     use superoffload::internals::device::cuda::{CudaDevice, CudaOptions};
     let options = CudaOptions { libraries: Vec::new(), attention: superoffload::internals::device::Attention::Plain, trace_spans: 0 };
     // SAFETY: what is read outside of its table is read by the GPU, which refuses; this process has no other use for it.
-    let gpu = unsafe { CudaDevice::new(&options) }?;
+    let gpu = unsafe { CudaDevice::new(0, &options) }?;
     suite::faults::read_nowhere(&mut Harness::new(Box::new(gpu), 1 << 20)?)
 }
 
@@ -201,7 +235,24 @@ fn cpu<W: Write>(report: &mut Report<W>, options: &Options, threads: usize, sche
         steps: if options.full { FULL_STEPS } else { STEPS },
     };
     let open = || cpu_device(threads, schedule);
-    conform(report, options, &open, &subject, options.full)
+    conform(report, options, &open, &subject, options.full)?;
+    if schedule != Schedule::Threads {
+        // tests/exactness.rs has the adversary meet up to four devices.
+        return Ok(());
+    }
+    let ranks = Ranks {
+        launch: &|plan, shape, topology, training| on_cpus(plan, shape, topology, training),
+        machine: subject.machine.clone(),
+        settings: subject.settings,
+        devices: 2,
+        overlaps: false,
+        // Cores are crowded as it is.
+        disturb: &|_, _| Ok(()),
+        steps: 8,
+        late_runs: 3,
+    };
+    suite::peers::run(report, &ranks);
+    Ok(())
 }
 
 fn cpu_device(threads: usize, schedule: Schedule) -> Result<Box<dyn Kernels>> {

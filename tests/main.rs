@@ -7,6 +7,8 @@ mod cli;
 mod data;
 mod evaluation;
 mod exactness;
+#[cfg(feature = "cuda")]
+mod fake_gpus;
 mod faults;
 mod fine_tuning;
 mod fuzz_corpus;

@@ -66,7 +66,8 @@ fn what_several_devices_cannot_do_is_refused_with_a_way_out() {
     let workspace = Workspace::new();
     let instead_of_flow: &[&str] =
         if cfg!(feature = "weight-flow") { &["--weights flow", "--weights stationary"] } else { &["--weights flow"] };
-    let cases: [(&[&str], &[&str]); 6] = [
+    let cases: [(&[&str], &[&str]); 7] = [
+        (&["--gpus=all"], &["--gpus all", "a number"]),
         (&["--gpus=0"], &["--gpus 0", "at least 1"]),
         (&["--gpus=9"], &["--gpus 9", "at most 8"]),
         (&["--gpus=2", "--gradient-shares=3", "--gradient-accumulation-steps=3"], &["--gradient-shares 3", "multiple of --gpus 2"]),
@@ -78,7 +79,7 @@ fn what_several_devices_cannot_do_is_refused_with_a_way_out() {
         run(&mut workspace.train("out", &[&["--device=cpu"], flags].concat())).refused(2, words);
     }
     run(&mut crate::program::program(&["plan", "--model", "qwen3-4b", "--hardware", "h200-pcie5", "--gpus=2"]))
-        .refused(1, &["--gpus 2", "--device cpu"]);
+        .refused(1, &["--gpus", "use --gpus 1"]);
 }
 
 /// What rank 0 does before it ends the run: fails or panics between steps, or while others are within one.

@@ -6,7 +6,7 @@ use crate::config::settings::Settings;
 use crate::device::ProductAlgorithm;
 use crate::error::{Error, Result};
 use crate::facts::{BuildFacts, MachineFacts, ModelFacts, PlanFacts};
-use crate::hardware::gpu::GpuSamples;
+use crate::hardware::gpu::{GpuId, GpuSamples};
 use crate::host::memory_report::MemoryReport;
 use crate::host::perf::WorkerCounts;
 use crate::metrics::MemoryUse;
@@ -30,6 +30,8 @@ pub(crate) struct StepRecord {
     pub machine: MachineFacts,
     /// The device, in words.
     pub device: String,
+    /// The GPUs of all ranks; none on the cpu device.
+    pub(crate) gpus: Vec<GpuId>,
     pub model: ModelFacts,
     /// Which steps were to be clipped; wins over `settings.max_grad_norm`.
     pub clip: Clip,
@@ -80,7 +82,8 @@ pub(crate) struct MemoryPeaks {
 impl fmt::Display for StepRecord {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let memory = &self.memory;
-        writeln!(f, "{} of {} parameters on {}", self.model.config, Count(self.model.params), self.device)?;
+        let each = if self.settings.gpus > 1 { format!("{} x ", self.settings.gpus) } else { String::new() };
+        writeln!(f, "{} of {} parameters on {each}{}", self.model.config, Count(self.model.params), self.device)?;
         // A simulated step has none: the loss is a run's to tell.
         let loss = self.outcome.loss;
         writeln!(f, "{}; loss {:.4} -> {:.4}", self.outcome, loss.first, loss.last)?;

@@ -2,7 +2,7 @@
 
 use super::gantt::Gantt;
 use super::options::StepOptions;
-use crate::config::options::DeviceChoice;
+use crate::config::options::{DeviceChoice, GpuCount};
 use crate::config::settings::{Settings, TrainOptions};
 use crate::error::{Error, Result};
 use crate::facts::{BuildFacts, HardwareFacts, ModelFacts, PlanFacts};
@@ -127,8 +127,11 @@ impl fmt::Display for SimulatedRecord {
 /// people on the way.
 ///
 /// # Errors
-/// `Usage` when none is named or kept; those of [`Profile::load`], [`probe::run`] and [`Key::new`].
+/// `Usage` when none is named or kept; `Unsupported` for several GPUs; those of [`Profile::load`], [`probe::run`] and [`Key::new`].
 pub(crate) fn profile(options: &TrainOptions, log: &mut dyn FnMut(&dyn fmt::Display)) -> Result<Profile> {
+    if options.gpus.is_some_and(|gpus| gpus != GpuCount::Count(1)) {
+        return Err(Error::Unsupported("--gpus: so far one GPU is planned and simulated; use --gpus 1".into()));
+    }
     match &options.hardware {
         None => {
             Err(Error::usage(format!("--hardware is missing: this, auto, a profile's file, or one of {}", Profile::names().join(", "))))

@@ -40,6 +40,10 @@ pub(crate) struct StepBench {
 struct Measurement<'a> {
     bench: &'a StepBench,
     launch: &'a Launcher,
+    /// The bench's, with the GPUs counted.
+    settings: &'a Settings,
+    /// Of all ranks.
+    plan: &'a Plan,
     /// FLOP/s of a large matrix product on a GPU; see [`super::ceiling::matmul_flops`].
     matmul_flops: Option<f64>,
     log: &'a mut dyn FnMut(&dyn Display),
@@ -64,15 +68,16 @@ impl StepBench {
     /// # Errors
     /// Whatever is missing or too large.
     pub(crate) fn run(&self, log: &mut dyn FnMut(&dyn Display)) -> Result<StepRecord> {
-        let launch = Launcher::new(&self.settings)?;
+        let (launch, settings) = Launcher::new(&self.settings)?;
         let chosen = &launch.chosen;
         chosen.note.iter().for_each(|why| log(&format_args!("no GPU: {why}")));
+        chosen.detours.iter().for_each(|line| log(line));
         chosen.warning.iter().for_each(|line| log(&format_args!("warning: {line}")));
         chosen.rates_from.iter().for_each(|rates_from| log(&format_args!("rates: {rates_from}")));
-        let plan = launch.plan(&self.settings, &self.shape, self.settings.trace.is_some())?;
+        let plan = launch.plan(&settings, &self.shape, settings.trace.is_some())?;
         log(&plan);
         let matmul_flops = if chosen.is_gpu() { Some(matmul_ceiling(&plan)?) } else { None };
-        launch.engine(&plan, &self.shape, Measurement { bench: self, launch: &launch, matmul_flops, log })
+        launch.engine(&plan, &self.shape, Measurement { bench: self, launch: &launch, settings: &settings, plan: &plan, matmul_flops, log })
     }
 }
 
@@ -81,17 +86,17 @@ impl UseEngine for Measurement<'_> {
 
     /// Fills `engine` with random weights, runs its steps, and ends it.
     fn run<D: Kernels, X: Exchange<D>>(self, mut engine: Engine<D, X>) -> Result<StepRecord> {
-        let Self { bench, launch, matmul_flops, log } = self;
-        let trace = bench.settings.trace.as_deref().map(TraceFile::open).transpose()?;
+        let Self { bench, launch, settings, plan, matmul_flops, log } = self;
+        let trace = settings.trace.as_deref().map(TraceFile::open).transpose()?;
         let start = Instant::now();
-        engine.init_state(bench.settings.seed, engine.plan().threads)?;
+        engine.init_state(settings.seed, engine.plan().threads)?;
         engine.send_weights()?;
         let init_seconds = start.elapsed().as_secs_f64();
         let warn = |line: &str| log(&format_args!("warning: {line}"));
-        let partition = launch.divide_cpus(&bench.settings, engine.plan(), warn)?;
+        let partition = launch.divide_cpus(settings, plan, warn)?;
         let Steps { warmup, timed: steps, clip } = bench.steps;
         log(&format_args!("random weights in {init_seconds:.1} s; {warmup} steps of warm-up, then {steps}, clipping {clip}"));
-        let mut tokens = RandomTokens::new(bench.settings.seed, bench.shape.vocab);
+        let mut tokens = RandomTokens::new(settings.seed, bench.shape.vocab);
         bench.steps.warm_up(&mut engine, &mut tokens)?;
         let mut counters = WorkerCounters::start(WORKER_ROLE)?;
         let sampler = launch.chosen.is_gpu().then(Sampler::start);
@@ -99,25 +104,26 @@ impl UseEngine for Measurement<'_> {
         let perf = counters.read()?;
         let (gpu, gpu_unwatched) = watched(sampler);
         let products = engine.product_algorithms();
-        let (device, plan, host_memory) = (engine.describe(), engine.plan().clone(), engine.host_memory().report(Path::new("/")));
-        let memory = memory_peaks(&plan, launch.topology.memory_available_bytes);
+        let (device, host_memory) = (engine.describe(), engine.host_memory().report(Path::new("/")));
+        let memory = memory_peaks(plan, launch.topology.memory_available_bytes);
         engine.flush()?;
         let tracks = engine.finish()?;
         trace.map(|trace| trace.write(&tracks)).transpose()?;
-        let outcome = timed.outcome(&bench.shape, &plan, matmul_flops, &tracks);
+        let outcome = timed.outcome(&bench.shape, plan, matmul_flops, &tracks);
         Ok(StepRecord {
             bench: "step",
             unix_seconds: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
             build: BuildFacts::this_program(),
             machine: MachineFacts::new(&launch.topology),
             device,
+            gpus: launch.chosen.gpus.clone(),
             model: ModelFacts::new(bench.config.clone(), &bench.shape),
             clip: bench.steps.clip,
             warmup: bench.steps.warmup,
             steps: bench.steps.timed,
-            settings: bench.settings.clone(),
+            settings: settings.clone(),
             rates: launch.chosen.rates_from.as_ref().map(ToString::to_string),
-            plan: PlanFacts::new(&plan),
+            plan: PlanFacts::new(plan),
             partition,
             init_seconds,
             outcome,
@@ -133,7 +139,7 @@ impl UseEngine for Measurement<'_> {
 
 /// FLOP/s of large matrix products in the plan's format, over seconds: what the GPU sustains under its power limit.
 fn matmul_ceiling(plan: &Plan) -> Result<f64> {
-    let mut dev = gpu::open(plan.cuda_libraries.clone(), Attention::Plain, 0)?;
+    let mut dev = gpu::open(0, plan.cuda_libraries.clone(), Attention::Plain, 0)?;
     super::ceiling::matmul_flops(&mut dev, plan.dtype, CEILING_ELEMS, CEILING_TIME)
 }
 
@@ -162,7 +168,7 @@ fn memory_peaks(plan: &Plan, available_before: Option<u64>) -> MemoryPeaks {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::options::{ActivationsChoice, DeviceChoice, TrainDtype};
+    use crate::config::options::{ActivationsChoice, DeviceChoice, GpuCount, TrainDtype};
     use crate::config::settings::TrainOptions;
     use crate::data::batch::{Batch, Batches, arrays};
     use crate::model::shape::DEMO_CONFIG;
@@ -209,6 +215,15 @@ mod tests {
         assert!(number("memory", "device_planned_bytes") > 0.0 && number("memory", "rss_peak_bytes") > 0.0);
         assert!(number("loss", "first").is_finite() && line["gpu"].is_null() && line["gpu_unwatched"].is_null());
         assert!(line["speed"]["matmul_tflops"].is_null() && line["link"]["d2h_busy_gb_per_s"].is_null());
+    }
+
+    #[test]
+    fn several_devices_are_timed_as_one_step() {
+        let timed = |count| line("every-2", TrainOptions { gpus: Some(GpuCount::Count(count)), ..TrainOptions::default() });
+        let (one, two) = (timed(1), timed(2));
+        assert_eq!((&two["settings"]["gpus"], &one["tokens_per_step"], &two["tokens_per_step"]), (&2.into(), &32.into(), &64.into()));
+        assert_eq!(two["verdicts"], one["verdicts"]);
+        assert_eq!(two["speed"]["model_flops"], one["speed"]["model_flops"], "each device's");
     }
 
     #[test]

@@ -115,11 +115,14 @@ impl Settings {
         require(evaluates || !self.eval_on_start, "eval-on-start", true, "only with --eval-data")
     }
 
-    /// Whether shares are equally many micro-batches.
+    /// Whether shares are equally many micro-batches, once it is known on how many GPUs.
     ///
     /// # Errors
     /// `Usage` that names both numbers.
-    fn check_shares(&self) -> Result<()> {
+    pub(crate) fn check_shares(&self) -> Result<()> {
+        if self.all_gpus {
+            return Ok(());
+        }
         let (shares, micro_batches) = (self.shares(), self.micro_batches());
         let allowed = format!("a divisor of the {micro_batches} micro-batches of a step (--gradient-accumulation-steps)");
         require(self.gpus <= PARTS_MAX, "gpus", self.gpus, format!("at most {PARTS_MAX}"))?;
@@ -155,6 +158,7 @@ impl Settings {
     /// `Usage` that names flag and value.
     pub(crate) fn check_needs_no_gpu(&self) -> Result<()> {
         let allowed = "only with --device cuda";
+        require(!self.all_gpus, "gpus", "all", "a number where CPUs stand for GPUs")?;
         require(self.memory == HostMemoryKind::Pinned, "memory", "unified", allowed)?;
         require(self.attention != AttentionChoice::Cudnn, "attention", "cudnn", allowed)?;
         require(self.hbm_limit.is_none(), "hbm-limit", self.hbm_limit.unwrap_or(Bytes(0)), allowed)

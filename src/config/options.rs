@@ -272,6 +272,26 @@ pub enum ResidentBuckets {
     Count(usize),
 }
 
+/// GPUs that train together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GpuCount {
+    /// All that are visible.
+    All,
+    /// This many.
+    Count(usize),
+}
+
+impl FromStr for GpuCount {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "all" => Ok(Self::All),
+            number => number.parse().map(Self::Count).map_err(|_| "expected a number of GPUs or `all`".to_string()),
+        }
+    }
+}
+
 impl fmt::Display for ResidentBuckets {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

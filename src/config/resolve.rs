@@ -1,7 +1,7 @@
 //! From options to settings: defaults for what was not said, and every value checked.
 
 use super::checks::require;
-use super::options::{InitChoice, TrainLength};
+use super::options::{GpuCount, InitChoice, TrainLength};
 use super::settings::{Settings, TrainOptions};
 use crate::error::{Error, Result};
 use crate::optim::schedule::LrScheduler;
@@ -55,6 +55,17 @@ impl Settings {
         Ok(settings)
     }
 
+    /// These settings on `count` GPUs, where all were asked for; else as they are.
+    ///
+    /// # Errors
+    /// `Usage` that names what makes no sense on so many.
+    pub(crate) fn on_gpus(&self, count: usize) -> Result<Self> {
+        let gpus = if self.all_gpus { count } else { self.gpus };
+        let settings = Self { gpus, all_gpus: false, ..self.clone() };
+        settings.check()?;
+        Ok(settings)
+    }
+
     fn overridden_by(mut self, mut options: TrainOptions) -> Self {
         if options.model.is_some() {
             options.init.get_or_insert(InitChoice::Checkpoint);
@@ -65,6 +76,11 @@ impl Settings {
         }
         let (steps, epochs) = (options.max_steps.map(TrainLength::Steps), options.num_train_epochs.map(TrainLength::Epochs));
         self.train_length = steps.or(epochs).unwrap_or(self.train_length);
+        match options.gpus {
+            Some(GpuCount::All) => self.all_gpus = true,
+            Some(GpuCount::Count(count)) => self.gpus = count,
+            None => {}
+        }
         self.take(options);
         self.without.sort_unstable();
         self.without.dedup();
@@ -193,6 +209,25 @@ mod tests {
             assert_eq!(message, format!("{flag} {value}: allowed is only with --device cuda"));
             assert!(resolve(&["--device=cuda", flag, value]).is_ok());
         }
+    }
+
+    #[test]
+    fn all_gpus_are_as_many_as_are_counted() {
+        let all = resolve(&["--gpus=all"]).unwrap();
+        assert!(all.all_gpus);
+        let counted = all.on_gpus(4).unwrap();
+        assert_eq!(counted, resolve(&["--gpus=4"]).unwrap(), "in checkpoints and records a number");
+        assert_eq!((counted.shares(), counted.micro_batches()), (4, 4));
+        assert_eq!(resolve(&["--gpus=2"]).unwrap().on_gpus(4).unwrap().gpus, 2);
+        let shares = resolve(&["--gpus=all", "--gradient-shares=3", "--gradient-accumulation-steps=3"]).unwrap();
+        assert!(shares.on_gpus(2).unwrap_err().to_string().contains("a multiple of --gpus 2"));
+        let accumulating = resolve(&["--gpus=all", "--gradient-shares=8", "--gradient-accumulation-steps=2"]).unwrap();
+        assert_eq!(accumulating.on_gpus(4).unwrap().micro_batches(), 8);
+        let on_cpus = resolve(&["--gpus=all", "--device=cpu"]).unwrap_err().to_string();
+        assert_eq!(on_cpus, "--gpus all: allowed is a number where CPUs stand for GPUs");
+        let file: TrainOptions = toml::from_str("gpus = \"all\"").unwrap();
+        assert_eq!(Settings::resolve(file).unwrap(), all);
+        assert_eq!(toml::from_str::<TrainOptions>("gpus = 2").unwrap().gpus, Some(GpuCount::Count(2)));
     }
 
     #[test]

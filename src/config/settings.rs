@@ -9,9 +9,9 @@
 
 use super::describe;
 use super::options::{
-    ActivationsChoice, AttentionChoice, CastSide, DeviceChoice, EvalStrategy, HostMemoryKind, InitChoice, Injection, IsaChoice, ReportTo,
-    ResidentBuckets, Resume, Rollback, RunPart, Strategy, Technique, TokenizerChoice, TrainDtype, TrainLength, WeightsChoice, one_or_many,
-    some_scalar,
+    ActivationsChoice, AttentionChoice, CastSide, DeviceChoice, EvalStrategy, GpuCount, HostMemoryKind, InitChoice, Injection, IsaChoice,
+    ReportTo, ResidentBuckets, Resume, Rollback, RunPart, Strategy, Technique, TokenizerChoice, TrainDtype, TrainLength, WeightsChoice,
+    one_or_many, some_scalar,
 };
 use crate::data::tokenizer::AddBos;
 use crate::hardware::selected_profile;
@@ -190,6 +190,9 @@ macro_rules! settings {
             /// Whether rows of the data hold several documents, which attention then keeps apart.
             #[serde(skip)]
             pub separates_documents: bool,
+            /// All GPUs were asked for, and nobody has counted them yet: see [`Settings::on_gpus`].
+            #[serde(skip)]
+            pub all_gpus: bool,
             /// Tile of the loss that a checkpoint was made with, and that its run keeps.
             #[serde(skip)]
             pub loss_tile: Option<LossTile>,
@@ -206,6 +209,7 @@ macro_rules! settings {
                     )*
                     data_bytes: 0,
                     separates_documents: false,
+                    all_gpus: false,
                     loss_tile: None,
                 }
             }
@@ -277,11 +281,15 @@ settings! {
     }
 
     Method {
+        flags gpus: usize = 1, Free {
+            /// GPUs that train together.
+            #[arg(value_name = "N|all")]
+            #[serde(deserialize_with = "some_scalar")]
+            gpus: GpuCount => "1";
+        }
+
         /// Machine that runs forward and backward.
         device: DeviceChoice = DeviceChoice::Auto, Free;
-        /// GPUs that train together; more than one only with --device cpu so far.
-        #[arg(value_name = "N")]
-        gpus: usize = 1, Free;
         /// Set of offloading techniques.
         strategy: Strategy = Strategy::Superoffload, Free;
         /// How a failed speculation is undone.
@@ -523,6 +531,9 @@ pub(crate) mod tests {
         assert_eq!(options.without, Some(vec![Technique::Stv, Technique::Mpam]));
         assert_eq!(options.resident_buckets, Some(ResidentBuckets::Auto));
         assert_eq!(command_line(&["--resident-buckets=all"]).unwrap().resident_buckets, Some(ResidentBuckets::All));
+        let gpus = |said: &str| command_line(&[&format!("--gpus={said}")]).unwrap().gpus;
+        assert_eq!((gpus("all"), gpus("4")), (Some(GpuCount::All), Some(GpuCount::Count(4))));
+        assert!(command_line(&["--gpus=some"]).unwrap_err().to_string().contains("a number of GPUs or `all`"));
         assert_eq!(command_line(&["--hbm-limit=80GiB"]).unwrap().hbm_limit, Some(Bytes(80 << 30)));
         assert!(command_line(&["--host-limit=much"]).unwrap_err().to_string().contains("expected a size"));
         let resume = |word| command_line(&["--resume-from-checkpoint", word]).unwrap().resume_from_checkpoint;

@@ -102,6 +102,11 @@ pub trait Device {
         Ok(())
     }
 
+    /// Whether it loads kernels, and chooses among a library's, when they are first used.
+    fn learns_by_doing(&self) -> bool {
+        false
+    }
+
     /// A new event; it counts as done until it is first recorded.
     fn event(&mut self) -> Result<EventId>;
 

@@ -42,6 +42,13 @@ impl Stream {
         self != Self::Compute
     }
 
+    /// Whether its small copies to and from the host are kernels: gradients' sums wait for them, and copy engines, which work in order of
+    /// arrival, have whole buckets before them.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn copies_words(self) -> bool {
+        matches!(self, Self::Compute | Self::Reduce)
+    }
+
     /// A recorder for each, with room for `trace_spans` spans.
     pub(super) fn recorders(trace_spans: usize) -> [Recorder; Self::COUNT] {
         Self::ALL.map(|stream| Recorder::new(stream.name(), trace_spans))

@@ -1,7 +1,9 @@
 //! What this program can do with the GPU that is here.
 
 use crate::error::Result;
-use crate::hardware::gpu::GpuFacts;
+use crate::hardware::gpu::{self, GpuFacts, GpuId, GpuLink};
+use crate::hardware::topology::Topology;
+use crate::launch::gpu as devices;
 use crate::memory::Addressing;
 use std::path::PathBuf;
 
@@ -14,15 +16,95 @@ pub(crate) struct GpuReport {
     pub usable: Result<Addressing>,
     /// NVIDIA's libraries, where there is a GPU to use them: the path, or why one cannot be opened.
     pub libraries: Vec<(&'static str, Result<PathBuf>)>,
+    /// Where there are several: who they are, and what lies between them.
+    pub several: Result<SeveralGpus>,
+}
+
+/// The GPUs that would train together.
+#[derive(Debug, Default)]
+pub(crate) struct SeveralGpus {
+    gpus: Vec<GpuId>,
+    /// As far as the management library tells.
+    links: Option<Result<Vec<([usize; 2], GpuLink)>>>,
+    /// Pairs that do not reach each other's memory.
+    unlinked: Vec<[usize; 2]>,
+}
+
+impl SeveralGpus {
+    fn this_machine() -> Result<Self> {
+        let gpus = devices::visible()?;
+        Ok(if gpus.len() < 2 {
+            Self::default()
+        } else {
+            Self { links: Some(gpu::links(&gpus)), unlinked: devices::unlinked(&gpus)?, gpus }
+        })
+    }
+
+    /// A line for each rank of `--gpus all` on the machine of `topology`: its GPU, memory node and CPUs.
+    pub(super) fn ranks(&self, topology: &Topology) -> Vec<String> {
+        let homes = devices::homes(&self.gpus, topology);
+        let rank = |(rank, gpu): (usize, &GpuId)| {
+            let node = homes[rank].map_or("unknown memory node".into(), |node| format!("memory node {node}"));
+            let share = topology.share(rank, &homes).and_then(|share| share.usable_cpus());
+            let cpus = share.map_or("shared with all".into(), |usable| usable.affinity.to_string());
+            format!("{gpu}: {}, {node}, CPUs {cpus} of --gpus all", gpu.model)
+        };
+        self.gpus.iter().enumerate().map(rank).collect()
+    }
+
+    /// A line for each two, or why there is none.
+    pub(super) fn pairs(&self) -> Vec<String> {
+        let pair = |&(pair, link): &([usize; 2], GpuLink)| {
+            let [one, other] = pair.map(|place| self.gpus[place].index);
+            let access = if self.unlinked.contains(&pair) { "gradients pass through host memory" } else { "direct" };
+            format!("GPU {one} and GPU {other}: {link}; {access}")
+        };
+        match &self.links {
+            None => Vec::new(),
+            Some(Ok(links)) => links.iter().map(pair).collect(),
+            Some(Err(cause)) => vec![cause.to_string()],
+        }
+    }
 }
 
 impl GpuReport {
     pub(crate) fn this_machine() -> Self {
         #[cfg(feature = "cuda")]
-        let (usable, libraries) = (crate::device::cuda::probe(), crate::device::cuda::libraries);
+        let (usable, libraries) = (crate::device::cuda::probe(0), crate::device::cuda::libraries);
         #[cfg(not(feature = "cuda"))]
         let (usable, libraries) = (Err(crate::hardware::gpu::no_cuda()), Vec::new);
         let libraries = if usable.is_ok() { libraries() } else { Vec::new() };
-        Self { facts: GpuFacts::read(), usable, libraries }
+        let several = if usable.is_ok() { SeveralGpus::this_machine() } else { Ok(SeveralGpus::default()) };
+        Self { facts: GpuFacts::read(), usable, libraries, several }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::hardware::topology::Process;
+    use crate::hardware::topology::tests::two_sockets;
+
+    #[test]
+    fn several_gpus_have_a_line_each_and_one_for_each_two() {
+        let gpu = |index: usize| GpuId { index, pci: format!("0000:{index}F:00.0"), model: "NVIDIA H200".into() };
+        let links = vec![([0, 1], GpuLink::NvSwitch(18)), ([0, 2], GpuLink::Pcie("across memory nodes"))];
+        let links = Some(Ok(links));
+        let several = SeveralGpus { gpus: (0..3).map(gpu).collect(), links, unlinked: vec![[0, 2]] };
+        let mut topology = Topology::read(two_sockets().path(), Process::default());
+        assert_eq!(several.ranks(&topology)[1], "GPU 1 (0000:1F:00.0): NVIDIA H200, unknown memory node, CPUs 1,5 of --gpus all");
+        topology.place_gpus(&[("0000:0f:00.0", 0), ("0000:1f:00.0", 1), ("0000:2f:00.0", 0)]);
+        let ranks = several.ranks(&topology);
+        assert_eq!(ranks[0], "GPU 0 (0000:0F:00.0): NVIDIA H200, memory node 0, CPUs 0,4 of --gpus all");
+        assert_eq!(ranks[1], "GPU 1 (0000:1F:00.0): NVIDIA H200, memory node 1, CPUs 2-3,6 of --gpus all");
+        topology.process.affinity = crate::hardware::cpu_list::CpuList::parse("0-1");
+        assert!(several.ranks(&topology)[2].ends_with("CPUs shared with all of --gpus all"));
+        assert_eq!(
+            several.pairs(),
+            [
+                "GPU 0 and GPU 1: 18 NVLinks through switches; direct",
+                "GPU 0 and GPU 2: PCIe, across memory nodes; gradients pass through host memory",
+            ]
+        );
     }
 }

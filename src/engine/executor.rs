@@ -167,7 +167,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
             optimizer_step: 0,
             train_step: 0,
             reported: Counts::default(),
-            waited_ns: 0,
+            waited_ns: dev.waited_ns(),
             exposed: Exposed::default(),
             counters: Counters::default(),
             counters_reported: Counters::default(),

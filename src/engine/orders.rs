@@ -9,21 +9,40 @@ use super::route::Hop;
 use super::step_job::StepJob;
 use super::verdict::SpeculationHistory;
 use crate::bucket::layout::Tier;
-use crate::device::{Kernels, Peers};
-use crate::error::Result;
+use crate::device::{Kernels, Peers, ProductAlgorithm};
+use crate::error::{Error, Result};
 use crate::model::shape::ModelShape;
 use crate::optim::StatePart;
 use crate::planner::plan::Plan;
 use crate::ranks::Seat;
 use std::sync::OnceLock;
 
-/// Where ranks introduce themselves before step 0: a place for each.
-pub(crate) struct Hall<C>(Vec<OnceLock<Introduction<C>>>);
+/// Where ranks introduce themselves before step 0, with the algorithms of their products: a place for each.
+pub(crate) struct Hall<C>(Vec<OnceLock<(Introduction<C>, Vec<ProductAlgorithm>)>>);
 
 impl<C> Hall<C> {
     /// A hall for so many ranks.
     pub(crate) fn new(ranks: usize) -> Self {
         Self((0..ranks).map(|_| OnceLock::new()).collect())
+    }
+}
+
+/// Whether this rank, which multiplies matrices by the algorithms `own`, computes the bits of rank 0.
+///
+/// # Errors
+/// `Unsupported` that names a product, both algorithms and a remedy.
+fn check_same_bits(own: &[ProductAlgorithm], of_first: &[ProductAlgorithm]) -> Result<()> {
+    let differ = own.iter().zip(of_first).find(|(own, first)| own != first);
+    let remedy = "use GPUs of one model under one driver, or --gpus 1";
+    match differ {
+        Some((own, first)) => {
+            Err(Error::Unsupported(format!("other bits than rank 0's: its products are by {first}, here by {own}; {remedy}")))
+        }
+        None if own.len() == of_first.len() => Ok(()),
+        None => {
+            let [own, first] = [own, of_first].map(<[_]>::len);
+            Err(Error::Unsupported(format!("other bits than rank 0's: it prepared {first} products, this one {own}; {remedy}")))
+        }
     }
 }
 
@@ -46,12 +65,13 @@ impl<D: Kernels + Peers> RankEngine<D> {
         let card = engine.dev.card();
         let introduction = engine.exchange.introduce(card, [engine.model.grads, engine.model.weights], stepped);
         // Nobody else has this place.
-        let _ = hall.0[seat.rank].set(introduction);
+        let _ = hall.0[seat.rank].set((introduction, engine.dev.product_algorithms()));
         (0..hall.0.len()).for_each(|rank| seat.board.bell(rank).ring());
         let all_are_there = || hall.0.iter().all(|place| place.get().is_some());
         bell.wait_until(|| all_are_there() || seat.board.has_failed());
         seat.check()?;
-        let peers: Vec<_> = hall.0.iter().filter_map(OnceLock::get).cloned().collect();
+        let (peers, products): (Vec<_>, Vec<_>) = hall.0.iter().filter_map(OnceLock::get).cloned().unzip();
+        check_same_bits(&products[seat.rank], &products[0])?;
         engine.dev.admit(seat.clone(), peers.iter().map(|peer| peer.card.clone()).collect())?;
         engine.exchange.meet(peers);
         if let Some(baton) = seat.board.baton() {
@@ -60,13 +80,17 @@ impl<D: Kernels + Peers> RankEngine<D> {
         Ok(engine)
     }
 
-    /// Does what rank 0 says, until a rank ends.
+    /// Does what rank 0 says, until a rank ends; before the first step, once the state is there, `settle_down`.
     ///
     /// # Errors
-    /// The device's; what ended another rank.
-    pub(crate) fn follow(&mut self) -> Result<()> {
+    /// The device's; those of `settle_down`; what ended another rank.
+    pub(crate) fn follow(&mut self, settle_down: impl FnOnce() -> Result<()>) -> Result<()> {
+        let mut settle_down = Some(settle_down);
         for seen in 0.. {
             let (order, words) = self.exchange.next_order(seen)?;
+            if order == Order::Step {
+                settle_down.take().map_or(Ok(()), |settle_down| settle_down())?;
+            }
             self.obey_order(order, words)?;
             let seat = self.exchange.seat();
             seat.board.publish_done(seat.rank);
@@ -119,5 +143,26 @@ impl<D: Kernels + Peers> RankEngine<D> {
             let memory = self.host.lend_mut(self.memory.batch(&self.plan, place));
             Exchange::<D>::sent_batch(&self.exchange, place, memory);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::{MatmulLayout, MatmulShape};
+    use crate::dtype::Dtype;
+
+    #[test]
+    fn ranks_that_would_compute_other_bits_are_refused_by_product() {
+        let shape = MatmulShape { layout: MatmulLayout::Tn, m: 8, n: 16, k: 32 };
+        let by = |algorithm, split_k| ProductAlgorithm { shape, dtype: Dtype::Bfloat16, algorithm, split_k, passed_over: 0 };
+        check_same_bits(&[], &[]).unwrap();
+        check_same_bits(&[by(66, 1), by(71, 4)], &[by(66, 1), by(71, 4)]).unwrap();
+        let refused = |own: &[_], first: &[_]| check_same_bits(own, first).unwrap_err().to_string();
+        let other = refused(&[by(66, 1), by(71, 2)], &[by(66, 1), by(71, 4)]);
+        for part in ["algorithm 71 in 4 parts", "algorithm 71 in 2 parts", "8 x 16 x 32", "--gpus 1"] {
+            assert!(other.contains(part), "{other}");
+        }
+        assert!(refused(&[by(66, 1)], &[]).contains("it prepared 0 products, this one 1"));
     }
 }

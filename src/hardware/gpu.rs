@@ -4,10 +4,13 @@
 mod nvml;
 
 mod facts;
+mod links;
 
 pub use facts::GpuFacts;
+pub(crate) use facts::GpuId;
 #[cfg(not(feature = "cuda"))]
 pub(crate) use facts::no_cuda;
+pub(crate) use links::{GpuLink, is_same_pci};
 
 use crate::error::{Error, Result};
 use facts::Sample;
@@ -28,6 +31,14 @@ impl GpuFacts {
     pub fn read() -> Result<Self> {
         VisibleGpu::open().map(|gpu| gpu.facts())
     }
+}
+
+/// What connects each two of `gpus`: their numbers in the list, and the link.
+///
+/// # Errors
+/// Those of [`GpuFacts::read`].
+pub(crate) fn links(gpus: &[GpuId]) -> Result<Vec<([usize; 2], GpuLink)>> {
+    nvml::links(gpus)
 }
 
 /// What the GPU did while it was watched; gigabytes are 10^9 bytes.

@@ -8,5 +8,6 @@ pub(crate) mod parse;
 pub(crate) mod profile;
 pub(crate) mod rates;
 pub(crate) mod selected_profile;
+mod share;
 pub(crate) mod sourced;
 pub(crate) mod topology;

@@ -55,6 +55,17 @@ pub struct Topology {
     pub nvidia_devices: usize,
     /// CPUs that serve their interrupts.
     pub gpu_interrupts: CpuList,
+    /// NVIDIA's GPUs on the PCI bus, ascending by address.
+    pub(crate) pci_gpus: Vec<PciGpu>,
+}
+
+/// A GPU as the PCI bus has it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct PciGpu {
+    /// `0000:0f:00.0`.
+    pub(crate) address: String,
+    /// The memory node that it is near.
+    pub(crate) numa_node: Option<usize>,
 }
 
 /// A logical CPU. Cores and caches are known by the lowest CPU that belongs to them.
@@ -189,6 +200,7 @@ impl Topology {
             nvidia_driver: tree.text("proc/driver/nvidia/version").map(|text| parse::version(&text).unwrap_or("unknown").to_owned()),
             nvidia_devices: numbered(&tree.names("dev"), "nvidia").len(),
             gpu_interrupts: tree.gpu_interrupts(),
+            pci_gpus: tree.pci_gpus(),
         }
     }
 
@@ -399,6 +411,16 @@ impl Tree<'_> {
         served_by.flat_map(|cpus| cpus.as_slice().to_vec()).collect()
     }
 
+    /// Devices that display or compute, of NVIDIA. A node of -1 is none.
+    fn pci_gpus(&self) -> Vec<PciGpu> {
+        let gpu = |address: &String| {
+            let fact = |file: &str| self.text(&format!("sys/bus/pci/devices/{address}/{file}"));
+            let is_gpu = fact("vendor")? == "0x10de" && fact("class")?.starts_with("0x03");
+            is_gpu.then(|| PciGpu { numa_node: fact("numa_node").and_then(|node| node.parse().ok()), address: address.clone() })
+        };
+        self.names("sys/bus/pci/devices").iter().filter_map(gpu).collect()
+    }
+
     fn allowed_nodes(&self) -> Option<CpuList> {
         CpuList::parse(parse::field(&self.text("proc/self/status")?, "Mems_allowed_list")?)
     }
@@ -429,6 +451,13 @@ pub(crate) mod tests {
         let path = root.join(path);
         fs::create_dir_all(path.parent().unwrap()).unwrap();
         fs::write(path, text).unwrap();
+    }
+
+    impl Topology {
+        /// Puts GPUs on the PCI bus: address and memory node.
+        pub(crate) fn place_gpus(&mut self, gpus: &[(&str, usize)]) {
+            self.pci_gpus = gpus.iter().map(|(pci, node)| PciGpu { address: pci.to_string(), numa_node: Some(*node) }).collect();
+        }
     }
 
     /// Two sockets of two cores with two threads each, numbered as servers do: siblings four apart, CPU 7 offline.

@@ -86,9 +86,13 @@ impl MemoryPolicy {
     /// # Errors
     /// `Resource` when reserved pages were asked for and there are none.
     pub fn new(topology: &Topology, choice: HugePagesChoice, workers: &[usize], threads: usize) -> Result<Self> {
-        let cpus = topology.usable_cpus().map_or_else(CpuList::default, |usable| usable.affinity);
-        let nodes = if topology.nodes_with_memory().count() > 1 { topology.nodes_beside(&cpus) } else { Vec::new() };
-        let (pages, note) = page_sizes(topology, choice, nodes.first().copied())?;
+        let (pages, note) = page_sizes(topology, choice, nodes(topology).first().copied())?;
+        Ok(Self { pages, notes: note.into_iter().collect(), ..Self::default() }.within(topology, workers, threads))
+    }
+
+    /// The same pages, from the memory nodes of `topology`, a share of the machine, and of its `workers` or `threads`.
+    pub(crate) fn within(&self, topology: &Topology, workers: &[usize], threads: usize) -> Self {
+        let nodes = nodes(topology);
         let node_of = |cpu: usize| {
             let node = topology.cpus.iter().find(|known| known.id == cpu).and_then(|cpu| cpu.numa_node);
             nodes.iter().position(|&id| Some(id) == node).unwrap_or(0)
@@ -96,7 +100,7 @@ impl MemoryPolicy {
         let pinned = workers.iter().map(|&cpu| Toucher { cpu: Some(cpu), node: node_of(cpu) });
         let anywhere = (0..threads).map(|i| Toucher { cpu: None, node: i % nodes.len().max(1) });
         let touchers = if workers.is_empty() { anywhere.collect() } else { pinned.collect() };
-        Ok(Self { pages, nodes, touchers, notes: note.into_iter().collect() })
+        Self { nodes, touchers, ..self.clone() }
     }
 
     /// For a simulation, whose memory nobody touches but for a few reports.
@@ -154,6 +158,12 @@ impl MemoryPolicy {
         }
         shares
     }
+}
+
+/// See [`MemoryPolicy::nodes`].
+fn nodes(topology: &Topology) -> Vec<usize> {
+    let cpus = topology.usable_cpus().map_or_else(CpuList::default, |usable| usable.affinity);
+    if topology.nodes_with_memory().count() > 1 { topology.nodes_beside(&cpus) } else { Vec::new() }
 }
 
 fn page_sizes(topology: &Topology, choice: HugePagesChoice, first_node: Option<usize>) -> Result<(PageSizes, Option<String>)> {

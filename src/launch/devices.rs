@@ -5,6 +5,7 @@ use crate::config::options::{DeviceChoice, HostMemoryKind};
 use crate::config::settings::Settings;
 use crate::device::DeviceKind;
 use crate::error::{Error, Result};
+use crate::hardware::gpu::GpuId;
 use crate::hardware::limits;
 use crate::hardware::profile::Profile;
 use crate::hardware::rates::Rates;
@@ -20,6 +21,10 @@ use std::sync::Arc;
 pub struct SelectedDevice {
     /// CPUs and free memory.
     pub machine: Machine,
+    /// The GPUs of all ranks, by rank; none on CPUs.
+    pub(crate) gpus: Vec<GpuId>,
+    /// Lines about GPUs without a direct link between them.
+    pub(crate) detours: Vec<String>,
     /// Why it is not a GPU although that was open; nothing when there is nothing to say.
     pub note: Option<String>,
     /// What makes it much slower than the machine.
@@ -37,15 +42,16 @@ impl SelectedDevice {
 /// What `settings` ask for on the machine of `topology`; `auto` is a GPU where there is one.
 ///
 /// # Errors
-/// `Resource` when a GPU was asked for and cannot be had; those of [`limits::check_threads`], [`SelectedProfile::of`] and
+/// `Resource` when a GPU was asked for and cannot be had, `Usage` and `Unsupported` when several cannot; those of [`limits::check_threads`], [`SelectedProfile::of`] and
 /// [`Profile::load`].
 pub fn choose(settings: &Settings, topology: &Topology) -> Result<SelectedDevice> {
-    let on_cpus = (DeviceKind::Cpu, DeviceMemory::Shared);
-    let ((kind, device), note) = match settings.device {
+    let on_cpus = (DeviceKind::Cpu, DeviceMemory::Shared, Vec::new());
+    let ((kind, device, gpus), note) = match settings.device {
         DeviceChoice::Cpu => (on_cpus, None),
-        DeviceChoice::Cuda => (gpu::free_memory().map_err(|why| Error::resource("use --device cuda", why))?, None),
-        DeviceChoice::Auto => match gpu::free_memory() {
-            Ok(device) => (device, None),
+        DeviceChoice::Cuda => (open_gpus(settings)?.map_err(|why| Error::resource("use --device cuda", why))?, None),
+        DeviceChoice::Auto => match open_gpus(settings)? {
+            Ok(gpus) => (gpus, None),
+            Err(why) if settings.all_gpus => return Err(Error::resource("use --gpus all", why)),
             Err(why) => (on_cpus, Some(why.to_string())),
         },
     };
@@ -58,7 +64,22 @@ pub fn choose(settings: &Settings, topology: &Topology) -> Result<SelectedDevice
     let host_bytes = topology.memory_usable_bytes().map_or(u64::MAX, |bytes| bytes.saturating_add(reserved));
     let rates_from = rates_from(settings, topology, kind)?;
     let rates = rates_from.as_ref().map_or_else(Rates::assumed, |rates_from| Arc::new(Rates::of(&rates_from.profile)));
-    Ok(SelectedDevice { machine: Machine { cpus, host_bytes, kind, device, rates }, note, warning, rates_from })
+    let detours = gpu::unlinked(&gpus)?.into_iter().map(gpu::detour).collect();
+    Ok(SelectedDevice { machine: Machine { cpus, host_bytes, kind, device, rates }, gpus, detours, note, warning, rates_from })
+}
+
+/// The GPUs that are asked for and what is free on each, or why there is no GPU to open.
+///
+/// # Errors
+/// Those of [`gpu::first`].
+fn open_gpus(settings: &Settings) -> Result<Result<(DeviceKind, DeviceMemory, Vec<GpuId>)>> {
+    let visible = match gpu::visible() {
+        Ok(visible) => visible,
+        Err(why) => return Ok(Err(why)),
+    };
+    let count = if settings.all_gpus { visible.len() } else { settings.gpus };
+    let gpus = gpu::first(visible, count)?;
+    Ok(gpu::free_memory(&gpus).map(|(kind, device)| (kind, device, gpus)))
 }
 
 /// CPUs as the device are planned without rates; what is named must be there all the same.

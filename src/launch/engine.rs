@@ -4,11 +4,13 @@ use super::devices::{self, SelectedDevice};
 use super::gpu::{self, GpuDevice};
 use super::open;
 use super::ranks;
+use super::share::{self, Share};
 use crate::config::settings::Settings;
 use crate::device::cpu::{CpuDevice, Schedule};
 use crate::device::{DeviceKind, Kernels};
 use crate::engine::exchange::Exchange;
 use crate::engine::executor::Engine;
+use crate::engine::orders::RankEngine;
 use crate::engine::pool::Pool;
 use crate::engine::step_job::StepJob;
 use crate::error::Result;
@@ -22,6 +24,7 @@ use crate::host::perf::WORKER_ROLE;
 use crate::host::pool::Threads;
 use crate::model::shape::ModelShape;
 use crate::planner::plan::Plan;
+use crate::ranks::Seat;
 use crate::search::best_plan;
 #[cfg(feature = "mpam")]
 use std::path::Path;
@@ -45,11 +48,12 @@ pub trait UseEngine {
 }
 
 impl Launcher {
-    /// What `settings` ask for on this machine.
-    pub(crate) fn new(settings: &Settings) -> Result<Self> {
+    /// What `settings` ask for on this machine, and these settings with the GPUs counted.
+    pub(crate) fn new(settings: &Settings) -> Result<(Self, Settings)> {
         let topology = Topology::this_machine();
         let chosen = devices::choose(settings, &topology)?;
-        Ok(Self { topology, chosen })
+        let settings = settings.on_gpus(chosen.gpus.len())?;
+        Ok((Self { topology, chosen }, settings))
     }
 
     /// The plan of a run, its host memory as this machine offers it; with room for a timeline if `trace`.
@@ -69,18 +73,19 @@ impl Launcher {
     pub(crate) fn engine<U: UseEngine>(&self, plan: &Plan, shape: &ModelShape, user: U) -> Result<U::Output> {
         match self.chosen.machine.kind {
             DeviceKind::Cpu => on_cpus(plan, shape, &self.topology, user),
-            DeviceKind::Gpu => user.run(gpu_engine(plan, shape, &self.topology)?),
+            DeviceKind::Gpu => on_gpus(plan, shape, &self.topology, user),
         }
     }
 
-    /// Divides the CPUs once the engine of `plan` has its state: the driver, beside a GPU, keeps off the optimizer's, whose threads join
-    /// their partition. Returns the partition in words; `warn` hears why there is none.
+    /// Divides the CPUs once the engine of `plan`, the whole one, has its state: the driver, beside a GPU, keeps off the optimizer's, whose
+    /// threads join their partition. Returns the partition in words; `warn` hears why there is none.
     ///
     /// # Errors
     /// `Resource` when the kernel refuses the driver's CPUs.
     pub(crate) fn divide_cpus(&self, settings: &Settings, plan: &Plan, warn: impl FnOnce(&str)) -> Result<String> {
         if self.chosen.is_gpu() {
-            keep_off_workers(plan, &self.topology)?;
+            let homes = gpu::homes(&self.chosen.gpus, &self.topology);
+            share::of(plan, &self.topology, &homes)[0].keep_off_workers()?;
         }
         Ok(join_partition(settings, plan, warn))
     }
@@ -91,9 +96,9 @@ impl Launcher {
 /// # Errors
 /// `Resource` when memory or threads cannot be had.
 pub fn cpu_engine(plan: &Plan, shape: &ModelShape, topology: &Topology) -> Result<Engine<CpuDevice>> {
-    let bell = Arc::new(Doorbell::default());
-    let (dev, pool) = (cpu_device(plan, &bell)?, cpu_pool(plan, topology, &bell, 0)?);
-    Engine::new(plan.clone(), shape.clone(), dev, pool, bell)
+    let (share, bell) = (share::whole(plan, topology), Arc::new(Doorbell::default()));
+    let (dev, pool) = (cpu_device(&share.plan, &bell)?, cpu_pool(&share, &bell)?);
+    Engine::new(share.plan, shape.clone(), dev, pool, bell)
 }
 
 /// The engines of `plan` on this machine's CPU, one for each rank, and what `user` makes of the first one.
@@ -104,8 +109,9 @@ pub fn on_cpus<U: UseEngine>(plan: &Plan, shape: &ModelShape, topology: &Topolog
     if plan.ranks == 1 {
         return user.run(cpu_engine(plan, shape, topology)?);
     }
-    let make = |plan: &Plan, bell: &Arc<Doorbell>, rank| Ok((cpu_device(plan, bell)?, cpu_pool(plan, topology, bell, rank)?));
-    ranks::on_cpus(plan, shape, make, |engine| user.run(engine), |engine, _| engine.follow())
+    let shares = share::of(plan, topology, &vec![None; plan.ranks]);
+    let make = |share: &Share, bell: &Arc<Doorbell>, _| Ok((cpu_device(&share.plan, bell)?, cpu_pool(share, bell)?));
+    ranks::run(plan, shape, &shares, make, |engine| user.run(engine), |engine, _| engine.follow(|| Ok(())))
 }
 
 /// The CPU as the device of `plan`.
@@ -114,9 +120,9 @@ pub(super) fn cpu_device(plan: &Plan, bell: &Arc<Doorbell>) -> Result<CpuDevice>
     open::cpu(plan.threads, schedule, bell.clone(), plan.trace_spans)
 }
 
-/// What runs the optimizer's jobs of `rank` beside such a device.
-pub(super) fn cpu_pool(plan: &Plan, topology: &Topology, bell: &Arc<Doorbell>, rank: usize) -> Result<Pool<StepJob>> {
-    if plan.adversary.is_some() { Ok(Pool::stepped(plan.trace_spans)) } else { worker_threads(plan, topology, bell, rank) }
+/// What runs the optimizer's jobs beside such a device.
+pub(super) fn cpu_pool(share: &Share, bell: &Arc<Doorbell>) -> Result<Pool<StepJob>> {
+    if share.plan.adversary.is_some() { Ok(Pool::stepped(share.plan.trace_spans)) } else { worker_threads(share, bell) }
 }
 
 /// The engine on this machine's first GPU.
@@ -124,10 +130,29 @@ pub(super) fn cpu_pool(plan: &Plan, topology: &Topology, bell: &Arc<Doorbell>, r
 /// # Errors
 /// `Resource` when there is none, one of NVIDIA's libraries is missing, or memory or threads cannot be had.
 pub fn gpu_engine(plan: &Plan, shape: &ModelShape, topology: &Topology) -> Result<Engine<GpuDevice>> {
-    let bell = Arc::new(Doorbell::default());
-    let dev = gpu::open(plan.cuda_libraries.clone(), plan.attention, plan.trace_spans)?;
-    let pool = worker_threads(plan, topology, &bell, 0)?;
-    Engine::new(plan.clone(), shape.clone(), dev, pool, bell)
+    let (share, bell) = (share::whole(plan, topology), Arc::new(Doorbell::default()));
+    let (dev, pool) = (gpu_device(&share.plan, 0)?, worker_threads(&share, &bell)?);
+    Engine::new(share.plan, shape.clone(), dev, pool, bell)
+}
+
+/// The engines of `plan` on this machine's first GPUs, one for each rank, and what `user` makes of the first one.
+///
+/// # Errors
+/// As [`gpu_engine`]; `Usage` and `Unsupported` when there are fewer GPUs, or several models; those of `user`; `Rank` when another rank has
+/// failed.
+pub fn on_gpus<U: UseEngine>(plan: &Plan, shape: &ModelShape, topology: &Topology, user: U) -> Result<U::Output> {
+    if plan.ranks == 1 {
+        return user.run(gpu_engine(plan, shape, topology)?);
+    }
+    let shares = share::of(plan, topology, &gpu::homes(&gpu::first(gpu::visible()?, plan.ranks)?, topology));
+    let make = |share: &Share, bell: &Arc<Doorbell>, rank| Ok((gpu_device(&share.plan, rank)?, worker_threads(share, bell)?));
+    let follow = |engine: &mut RankEngine<GpuDevice>, seat: &Seat| engine.follow(|| shares[seat.rank].keep_off_workers());
+    ranks::run(plan, shape, &shares, make, |engine| user.run(engine), follow)
+}
+
+/// The GPU of a rank.
+fn gpu_device(plan: &Plan, rank: usize) -> Result<GpuDevice> {
+    gpu::open(rank, plan.cuda_libraries.clone(), plan.attention, plan.trace_spans)
 }
 
 /// The optimizer's threads join their partition; what is in force, in words. `warn` hears why they could not.
@@ -153,27 +178,14 @@ fn join_partition(_: &Settings, _: &Plan, _: impl FnOnce(&str)) -> String {
 /// # Errors
 /// `Resource` when `--huge-pages explicit` cannot be had.
 fn host_memory(settings: &Settings, plan: &Plan, topology: &Topology) -> Result<MemoryPolicy> {
-    let workers = placement(plan, topology).map_or_else(Vec::new, |placement| placement.workers);
+    let workers = Some(topology).filter(|_| plan.techniques.mpam).and_then(|topology| Placement::on(topology, plan.threads));
+    let workers = workers.map_or_else(Vec::new, |placement| placement.workers);
     MemoryPolicy::new(topology, settings.huge_pages, &workers, plan.threads)
 }
 
-/// Keeps the calling thread, the driver, and what it starts from now on off the optimizer's CPUs.
-///
-/// # Errors
-/// `Resource` when the kernel refuses.
-fn keep_off_workers(plan: &Plan, topology: &Topology) -> Result<()> {
-    placement(plan, topology).map_or(Ok(()), |placement| placement.keep_off_workers("driver"))
-}
-
-fn worker_threads(plan: &Plan, topology: &Topology, bell: &Arc<Doorbell>, rank: usize) -> Result<Pool<StepJob>> {
-    let all = Plan { threads: plan.threads * plan.ranks, ..plan.clone() };
-    let (placement, first) = (placement(&all, topology), rank * plan.threads);
-    let pin = move |place: &Placement, worker: usize| name_and_pin(WORKER_ROLE, worker, place.workers[first + worker]);
+fn worker_threads(Share { plan, placement }: &Share, bell: &Arc<Doorbell>) -> Result<Pool<StepJob>> {
+    let placement = placement.clone();
+    let pin = |place: &Placement, worker: usize| name_and_pin(WORKER_ROLE, worker, place.workers[worker]);
     let on_start = move |worker: usize| placement.as_ref().map_or(Ok(()), |place| pin(place, worker));
     Threads::start(plan.threads, plan.host_memory.homes(), bell.clone(), plan.trace_spans, on_start).map(Pool::Threads)
-}
-
-/// A CPU for each worker, when there are enough that are this process's own.
-fn placement(plan: &Plan, topology: &Topology) -> Option<Placement> {
-    if plan.techniques.mpam { Placement::on(topology, plan.threads) } else { None }
 }

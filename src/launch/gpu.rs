@@ -1,11 +1,11 @@
-//! The GPU that this build can open, so that only this file asks whether it can open one.
+//! The GPUs that this build can open, so that only this file asks whether it can open one.
 
 #[cfg(feature = "cuda")]
-use crate::device::cuda::{CudaOptions, free_bytes, probe};
+use crate::device::cuda::{self, CudaOptions};
 use crate::device::{Attention, DeviceKind};
-#[cfg(not(feature = "cuda"))]
-use crate::error::Error;
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::hardware::gpu::GpuId;
+use crate::hardware::topology::Topology;
 use crate::memory::DeviceMemory;
 use std::path::PathBuf;
 
@@ -16,14 +16,14 @@ pub(crate) type GpuDevice = crate::device::cuda::CudaDevice;
 #[cfg(not(feature = "cuda"))]
 pub(crate) type GpuDevice = crate::device::cpu::CpuDevice;
 
-/// Opens the first GPU, with room for `trace_spans` on each stream's track. `libraries` are folders to search for NVIDIA's libraries
-/// before the usual ones.
+/// Opens the visible GPU `ordinal`, with room for `trace_spans` on each stream's track. `libraries` are folders to search for NVIDIA's
+/// libraries before the usual ones.
 ///
 /// # Errors
-/// `Resource` when there is none or a library is missing; `Unsupported` in a build without the feature `cuda`.
+/// `Resource` when there is no such GPU or a library is missing; `Unsupported` in a build without the feature `cuda`.
 #[cfg(feature = "cuda")]
-pub(crate) fn open(libraries: Vec<PathBuf>, attention: Attention, trace_spans: usize) -> Result<GpuDevice> {
-    super::open::gpu(&CudaOptions { libraries, attention, trace_spans })
+pub(crate) fn open(ordinal: usize, libraries: Vec<PathBuf>, attention: Attention, trace_spans: usize) -> Result<GpuDevice> {
+    super::open::gpu(ordinal, &CudaOptions { libraries, attention, trace_spans })
 }
 
 /// As in a build with the feature `cuda`.
@@ -31,22 +31,126 @@ pub(crate) fn open(libraries: Vec<PathBuf>, attention: Attention, trace_spans: u
 /// # Errors
 /// Always: this build lacks the feature.
 #[cfg(not(feature = "cuda"))]
-pub(crate) fn open(_: Vec<PathBuf>, _: Attention, _: usize) -> Result<GpuDevice> {
+pub(crate) fn open(_: usize, _: Vec<PathBuf>, _: Attention, _: usize) -> Result<GpuDevice> {
     Err(no_cuda())
 }
 
-/// The first GPU's kind and free memory.
+/// The GPUs that CUDA shows.
+///
+/// # Errors
+/// `Resource` when there is none; `Unsupported` in a build without the feature `cuda`.
+pub(crate) fn visible() -> Result<Vec<GpuId>> {
+    #[cfg(feature = "cuda")]
+    return cuda::visible_gpus();
+    #[cfg(not(feature = "cuda"))]
+    Err(no_cuda())
+}
+
+/// The first `count` of `visible`, which train together.
+///
+/// # Errors
+/// `Usage` when there are fewer; `Unsupported` when they are of several models: they would not compute the same bits, nor in the same time.
+pub(super) fn first(visible: Vec<GpuId>, count: usize) -> Result<Vec<GpuId>> {
+    let all = visible.len();
+    if count > all {
+        let are = if all == 1 { "is 1 GPU".into() } else { format!("are {all} GPUs") };
+        return Err(Error::usage(format!("--gpus {count}: there {are} here (see CUDA_VISIBLE_DEVICES); use --gpus {all}")));
+    }
+    let chosen: Vec<_> = visible.into_iter().take(count).collect();
+    match chosen.iter().find(|gpu| gpu.model != chosen[0].model) {
+        None => Ok(chosen),
+        Some(other) => {
+            let remedy = "name GPUs of one model in CUDA_VISIBLE_DEVICES";
+            let [one, other] = [&chosen[0], other].map(|gpu| format!("{gpu} is a {}", gpu.model));
+            Err(Error::Unsupported(format!("--gpus {count} of several models: {one}, {other}; {remedy}")))
+        }
+    }
+}
+
+/// The kind of `gpus` and the memory that is free on each of them.
+///
+/// # Errors
+/// Those of the driver.
 #[cfg(feature = "cuda")]
-pub(super) fn free_memory() -> Result<(DeviceKind, DeviceMemory)> {
-    Ok((DeviceKind::Gpu, DeviceMemory::Own { bytes: free_bytes()?, addressing: probe()? }))
+pub(super) fn free_memory(gpus: &[GpuId]) -> Result<(DeviceKind, DeviceMemory)> {
+    let free = gpus.iter().map(|gpu| cuda::free_bytes(gpu.index)).collect::<Result<Vec<_>>>()?;
+    let bytes = free.into_iter().min().unwrap_or(0);
+    Ok((DeviceKind::Gpu, DeviceMemory::Own { bytes, addressing: cuda::probe(0)? }))
 }
 
 #[cfg(not(feature = "cuda"))]
-pub(super) fn free_memory() -> Result<(DeviceKind, DeviceMemory)> {
+pub(super) fn free_memory(_: &[GpuId]) -> Result<(DeviceKind, DeviceMemory)> {
     Err(no_cuda())
+}
+
+/// The memory node that each of `gpus` is near, where that is known.
+pub(crate) fn homes(gpus: &[GpuId], topology: &Topology) -> Vec<Option<usize>> {
+    gpus.iter().map(|gpu| topology.node_of_gpu(&gpu.pci)).collect()
+}
+
+/// The pairs of `gpus`, by their places there, that have no direct link both ways.
+///
+/// # Errors
+/// Those of the driver.
+pub(crate) fn unlinked(gpus: &[GpuId]) -> Result<Vec<[usize; 2]>> {
+    #[cfg(feature = "cuda")]
+    return pairs_without(gpus.len(), |one, other| cuda::has_direct_link(gpus[one].index, gpus[other].index));
+    #[cfg(not(feature = "cuda"))]
+    pairs_without(gpus.len(), |_, _| Err(no_cuda()))
+}
+
+/// The pairs of so many of which one does not reach the other.
+fn pairs_without(count: usize, reaches: impl Fn(usize, usize) -> Result<bool>) -> Result<Vec<[usize; 2]>> {
+    let mut pairs = Vec::new();
+    for (one, other) in (0..count).flat_map(|other| (0..other).map(move |one| (one, other))) {
+        if !reaches(one, other)? || !reaches(other, one)? {
+            pairs.push([one, other]);
+        }
+    }
+    Ok(pairs)
+}
+
+/// What a person is told of such a pair.
+pub(crate) fn detour([one, other]: [usize; 2]) -> String {
+    format!("GPU {one} and GPU {other} have no direct link: gradients pass through host memory")
 }
 
 #[cfg(not(feature = "cuda"))]
 fn no_cuda() -> Error {
     Error::Unsupported("a GPU: this build lacks the feature cuda".into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn gpus(models: &[&str]) -> Vec<GpuId> {
+        let gpu = |(index, model): (usize, &&str)| GpuId { index, pci: format!("0000:{index}F:00.0"), model: model.to_string() };
+        models.iter().enumerate().map(gpu).collect()
+    }
+
+    #[test]
+    fn gpus_that_are_not_there_are_refused_with_how_many_are() {
+        let refused = |models: &[&str], count| first(gpus(models), count).unwrap_err().to_string();
+        assert_eq!(refused(&["H200"; 2], 4), "--gpus 4: there are 2 GPUs here (see CUDA_VISIBLE_DEVICES); use --gpus 2");
+        assert!(refused(&["H200"], 2).contains("there is 1 GPU here"));
+    }
+
+    #[test]
+    fn a_link_that_leads_one_way_is_none() {
+        let reaches = |one: usize, other: usize| Ok((one, other) != (2, 0) && (one, other) != (1, 2));
+        assert_eq!(pairs_without(3, reaches).unwrap(), [[0, 2], [1, 2]]);
+        assert_eq!(pairs_without(1, |_, _| panic!("one needs no link")).unwrap(), Vec::<[usize; 2]>::new());
+        assert_eq!(detour([0, 2]), "GPU 0 and GPU 2 have no direct link: gradients pass through host memory");
+    }
+
+    #[test]
+    fn gpus_of_several_models_are_refused_with_both_names() {
+        let mixed = gpus(&["H200", "H200", "H100"]);
+        assert_eq!(first(mixed.clone(), 2).unwrap(), mixed[..2], "the third is not asked for");
+        let refused = first(mixed, 3).unwrap_err().to_string();
+        for part in ["--gpus 3", "GPU 0 (0000:0F:00.0) is a H200", "GPU 2 (0000:2F:00.0) is a H100", "CUDA_VISIBLE_DEVICES"] {
+            assert!(refused.contains(part), "{refused}");
+        }
+    }
 }

@@ -7,3 +7,4 @@ pub(crate) mod engine;
 pub(crate) mod gpu;
 pub(crate) mod open;
 mod ranks;
+mod share;

@@ -17,7 +17,7 @@ pub(crate) fn cpu(threads: usize, schedule: Schedule, driver: Arc<Doorbell>, tra
 
 /// See [`CudaDevice::new`].
 #[cfg(feature = "cuda")]
-pub(crate) fn gpu(options: &CudaOptions) -> Result<CudaDevice> {
+pub(crate) fn gpu(ordinal: usize, options: &CudaOptions) -> Result<CudaDevice> {
     // SAFETY: as for the CPU; batches are checked against vocabulary and sequence length before they are copied.
-    unsafe { CudaDevice::new(options) }
+    unsafe { CudaDevice::new(ordinal, options) }
 }

@@ -1,6 +1,7 @@
 //! Several ranks of this process: a thread and an engine each. Rank 0 runs on the caller's thread and uses its engine; the others follow.
 
-use crate::device::cpu::CpuDevice;
+use super::share::Share;
+use crate::device::{Kernels, Peers};
 use crate::engine::orders::{Hall, RankEngine};
 use crate::engine::pool::Pool;
 use crate::engine::step_job::StepJob;
@@ -12,26 +13,24 @@ use crate::ranks::Seat;
 use crate::ranks::board::Board;
 use std::sync::Arc;
 
-/// Distance of the seeds from which ranks draw.
-const SEED_STEP: u64 = 0x9e37_79b9;
-
-/// Makes the engines of all ranks of `plan`, each from what `make` makes of its part of the plan, its bell and its number. Rank 0's goes
-/// to `lead`; the others do what `follow` says.
+/// Makes the engines of all ranks of `plan`, each from what `make` makes of its share, its bell and its number; its device is made, and
+/// so belongs, on its thread. Rank 0's goes to `lead`; the others do what `follow` says.
 ///
 /// # Errors
 /// `Resource` when memory or threads cannot be had; those of `lead`; `Rank` when another rank has failed.
-pub(super) fn on_cpus<T>(
+pub(super) fn run<D: Kernels + Peers, T>(
     plan: &Plan,
     shape: &ModelShape,
-    make: impl Fn(&Plan, &Arc<Doorbell>, usize) -> Result<(CpuDevice, Pool<StepJob>)> + Sync,
-    lead: impl FnOnce(RankEngine<CpuDevice>) -> Result<T>,
-    follow: impl Fn(&mut RankEngine<CpuDevice>, &Seat) -> Result<()> + Sync,
+    shares: &[Share],
+    make: impl Fn(&Share, &Arc<Doorbell>, usize) -> Result<(D, Pool<StepJob>)> + Sync,
+    lead: impl FnOnce(RankEngine<D>) -> Result<T>,
+    follow: impl Fn(&mut RankEngine<D>, &Seat) -> Result<()> + Sync,
 ) -> Result<T> {
     let (board, hall) = (Arc::new(Board::new(plan.board_sizes(), plan.adversary)), Hall::new(plan.ranks));
-    let join = |seat: &Seat| -> Result<RankEngine<CpuDevice>> {
-        let plan = plan_of(plan, seat.rank);
-        let (dev, pool) = make(&plan, &board.bell(seat.rank), seat.rank)?;
-        RankEngine::join(plan, shape.clone(), dev, pool, seat, &hall)
+    let join = |seat: &Seat| -> Result<RankEngine<D>> {
+        let share = &shares[seat.rank];
+        let (dev, pool) = make(share, &board.bell(seat.rank), seat.rank)?;
+        RankEngine::join(share.plan.clone(), shape.clone(), dev, pool, seat, &hall)
     };
     std::thread::scope(|scope| {
         let leader = Leave(Seat { board: board.clone(), rank: 0 });
@@ -55,16 +54,6 @@ pub(super) fn on_cpus<T>(
     })
 }
 
-/// What one rank does of the plan: CPUs are divided, and the timeline is rank 0's.
-fn plan_of(plan: &Plan, rank: usize) -> Plan {
-    Plan {
-        threads: (plan.threads / plan.ranks).max(1),
-        trace_spans: if rank == 0 { plan.trace_spans } else { 0 },
-        adversary: plan.adversary.map(|seed| seed.wrapping_add(rank as u64 * SEED_STEP)),
-        ..plan.clone()
-    }
-}
-
 /// Leaves the board when it is dropped, however that comes: nobody can go on without a rank.
 struct Leave(Seat);
 
@@ -83,8 +72,10 @@ mod tests {
     use super::*;
     use crate::config::settings::Settings;
     use crate::data::batch::{Batch, Batches};
+    use crate::device::cpu::CpuDevice;
     use crate::hardware::topology::Topology;
     use crate::launch::engine::{cpu_device, cpu_pool};
+    use crate::launch::share;
     use crate::planner::machine::Machine;
     use std::time::{Duration, Instant};
 
@@ -99,8 +90,8 @@ mod tests {
 
     /// Steps until something fails.
     fn endless(plan: &Plan, shape: &ModelShape, follow: impl Fn(&mut RankEngine<CpuDevice>, &Seat) -> Result<()> + Sync) -> Error {
-        let make =
-            |plan: &Plan, bell: &Arc<Doorbell>, rank| Ok((cpu_device(plan, bell)?, cpu_pool(plan, &Topology::this_machine(), bell, rank)?));
+        let shares = share::of(plan, &Topology::this_machine(), &vec![None; plan.ranks]);
+        let make = |share: &Share, bell: &Arc<Doorbell>, _| Ok((cpu_device(&share.plan, bell)?, cpu_pool(share, bell)?));
         let lead = |mut engine: RankEngine<CpuDevice>| -> Result<()> {
             engine.init_state(1, 1)?;
             engine.send_weights()?;
@@ -108,7 +99,7 @@ mod tests {
                 engine.step(1e-3, &mut Zeros)?;
             }
         };
-        on_cpus(plan, shape, make, lead, follow).unwrap_err()
+        run(plan, shape, &shares, make, lead, follow).unwrap_err()
     }
 
     /// Rank 1 fails at any moment, in any phase of a step: everybody ends at once, and its words are what is told.
@@ -127,7 +118,7 @@ mod tests {
                         seat.fail(&Error::resource("use the device", "it fell off the bus"));
                     });
                 }
-                engine.follow()
+                engine.follow(|| Ok(()))
             };
             let start = Instant::now();
             let error = endless(&plan, &shape, follow);

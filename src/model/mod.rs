@@ -14,6 +14,7 @@ mod forward;
 mod head;
 mod host_input;
 pub(crate) mod init;
+mod micro_batch;
 mod params;
 pub(crate) mod policy;
 pub(crate) mod presets;
@@ -25,7 +26,7 @@ pub(crate) mod tensors;
 mod tests;
 pub(crate) mod weights;
 
-use crate::device::{AttentionShape, DeviceSlice, Kernels};
+use crate::device::{AttentionShape, DeviceSlice};
 use crate::error::{Error, Result};
 use activations::Activations;
 use params::{EmbedParams, HeadParams, LayerParams};
@@ -74,11 +75,6 @@ impl Model {
         let layers = (0..shape.layers).map(|layer| flat.layer(layer)).collect();
         let head = flat.head();
         Ok(Self { shape, table, weights, grads, activations, embed, layers, head })
-    }
-
-    /// Lets the device get ready for every layer's attention.
-    pub(crate) fn prepare<D: Kernels>(&self, dev: &mut D) -> Result<()> {
-        (0..self.shape.layers).try_for_each(|layer| dev.prepare_attention(self.attention_shape(layer), self.weights.dtype()))
     }
 
     fn attention_shape(&self, layer: usize) -> AttentionShape {

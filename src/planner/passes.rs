@@ -6,10 +6,10 @@ use crate::device::{Device, Stream};
 use crate::error::Result;
 use crate::host::memory_policy::MemoryPolicy;
 use crate::host::pinned::HostMemory;
+use crate::model::Model;
 use crate::model::activations::LossTile;
 use crate::model::policy::LayerPolicy;
-use crate::model::tensors::{Module, TensorTable};
-use crate::model::{MicroStep, Model};
+use crate::model::tensors::TensorTable;
 use crate::optim::simd::Isa;
 
 /// Rows of the loss's tile here: a product with more is no faster.
@@ -54,10 +54,7 @@ fn micro_step_s(workload: &Workload, policy: LayerPolicy) -> Result<f64> {
     let activations = plan.allocate(&mut dev, &mut HostMemory::new(MemoryPolicy::unbacked()))?;
     let mut flat = |name| dev.alloc(name, TensorTable::new(shape).flat_elems(), workload.dtype);
     let model = Model::new(shape.clone(), flat("weights")?, flat("gradients")?, activations)?;
-    let layers = || (0..shape.layers).map(Module::Layer);
-    [Module::Embed].into_iter().chain(layers()).try_for_each(|module| model.forward(&mut dev, module))?;
-    model.head(&mut dev, MicroStep { first: true, inv_targets: 1.0, loss_scale: 1.0 }, true)?;
-    layers().rev().chain([Module::Embed]).try_for_each(|module| model.backward(&mut dev, module, true))?;
+    model.micro_step(&mut dev, |_| Ok(()))?;
     let done = dev.event()?;
     dev.record(done, Stream::Compute)?;
     dev.synchronize(done)?;

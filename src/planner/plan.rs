@@ -195,7 +195,7 @@ impl Plan {
             tile: settings.loss_tile,
         };
         let cut = cut(settings, &table, workload.dtype);
-        check_ranks(settings, &cut, machine.kind)?;
+        check_ranks(settings, &cut)?;
         let choice = choose(&workload, &table, &cut, request)?;
         check_streams(settings, choice.rings)?;
         Ok(Self {
@@ -389,13 +389,10 @@ fn check_streams(settings: &Settings, rings: Rings) -> Result<()> {
 }
 
 /// What several devices cannot do yet.
-fn check_ranks(settings: &Settings, layout: &BucketLayout, kind: DeviceKind) -> Result<()> {
+fn check_ranks(settings: &Settings, layout: &BucketLayout) -> Result<()> {
     let gpus = settings.gpus;
     match settings.weights {
         _ if gpus == 1 => Ok(()),
-        _ if kind == DeviceKind::Gpu => {
-            Err(Error::Unsupported(format!("--gpus {gpus} on GPUs: so far several train together only with --device cpu; use --gpus 1")))
-        }
         WeightsChoice::Flow => Err(Error::usage(format!("--weights flow cannot be combined with --gpus {gpus}: use --weights stationary"))),
         _ if layout.bucket_elems() / BLOCK < gpus => Err(Error::usage(format!(
             "--gpus {gpus}: a bucket of {} elements has too few blocks of {BLOCK} for each to own one; use a larger --bucket-mib",

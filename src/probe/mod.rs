@@ -137,7 +137,7 @@ pub(crate) fn run(options: &ProbeOptions, log: &mut dyn FnMut(&dyn Display)) -> 
         DeviceMemory::Own { bytes, addressing } => {
             let pool = Workers::new(&topology, workers_beside_others(cpus))?.pool;
             let libraries = options.cuda_libraries.iter().cloned().collect();
-            let mut dev = gpu::open(libraries, Attention::Cudnn { deterministic: true }, 0)?;
+            let mut dev = gpu::open(0, libraries, Attention::Cudnn { deterministic: true }, 0)?;
             let context = ProbeContext { free_bytes: bytes, addressing, memory: &mut memory, states: &states, pool };
             let (gpu, link, contention) = measure_device(&mut dev, ProbeSizes::GPU, context, 0.7 * time_s, log)?;
             let sections = Sections { gpu: Some(gpu), link: Some(link), contention: Some(contention), cpu_device: None };

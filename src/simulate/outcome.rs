@@ -61,7 +61,7 @@ impl Spread {
 /// Arithmetic of the median step.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(crate) struct Speed {
-    /// FLOPs of a step without recomputation.
+    /// FLOPs of a step on one device, without recomputation.
     pub(crate) model_flops: f64,
     /// How they are counted.
     pub(crate) model_flops_formula: &'static str,

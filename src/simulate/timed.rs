@@ -96,10 +96,10 @@ impl Timed {
         timed
     }
 
-    /// The figures of a record. `tracks` is the timeline, if one was recorded; `matmul_flops` the device's best product.
+    /// The figures of a record; speed is that of one GPU of several, and what it counted the first one's. `tracks` is the timeline, if one was recorded; `matmul_flops` the device's best product.
     pub(crate) fn outcome(self, shape: &ModelShape, plan: &Plan, matmul_flops: Option<f64>, tracks: &[Recorder]) -> Outcome {
         let recomputed_layers = PlanFacts::new(plan).recomputed_layers;
-        let flops = StepFlops::new(shape, plan.batch * plan.grad_accum_steps, plan.seq_length, recomputed_layers);
+        let flops = StepFlops::new(shape, plan.batch * plan.grad_accum_steps / plan.ranks, plan.seq_length, recomputed_layers);
         let seconds = self.step_ms.median / 1e3;
         Outcome {
             tokens_per_step: plan.tokens_per_step(),

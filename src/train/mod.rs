@@ -38,8 +38,8 @@ use setup::PreparedRun;
 /// What went wrong before the first step.
 pub fn train(settings: &Settings, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Summary> {
     let run_dir = RunDir::open(settings, observer)?;
-    let launch = Launcher::new(settings)?;
-    let prepared = setup::prepare(settings, &launch, run_dir, stop, observer)?;
+    let (launch, settings) = Launcher::new(settings)?;
+    let prepared = setup::prepare(&settings, &launch, run_dir, stop, observer)?;
     let (plan, shape) = prepared.blueprint();
     launch.engine(&plan, &shape, Training { prepared, stop, observer })
 }

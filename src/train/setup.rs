@@ -70,6 +70,7 @@ pub(super) fn prepare<'a>(
 ) -> Result<PreparedRun<'a>> {
     observer.note(&format!("reading {}", describe_sources(settings)));
     let settings = &Settings { data_bytes: data_bytes(settings), ..settings.clone() };
+    launch.chosen.detours.iter().for_each(|line| observer.note(line));
     launch.chosen.warning.iter().for_each(|line| observer.warn(line));
     let source = find_model(settings)?;
     check_context(settings, &source.shape, settings.model.as_deref().unwrap_or(Path::new("the built-in model")))?
@@ -241,7 +242,9 @@ fn max_steps(settings: &Settings, dataset: &Dataset) -> u64 {
 fn describe_device(launch: &Launcher, device: &str) -> String {
     let Launcher { topology, chosen } = launch;
     let why = chosen.note.as_ref().map_or(String::new(), |note| format!("; auto: {note}"));
-    format!("{device} on {}{why}", topology.cpu_model.as_deref().unwrap_or("an unnamed processor"))
+    let gpus: Vec<_> = chosen.gpus.iter().map(ToString::to_string).collect();
+    let gpus = if gpus.is_empty() { String::new() } else { gpus.join(", ") + ": " };
+    format!("{gpus}{device} on {}{why}", topology.cpu_model.as_deref().unwrap_or("an unnamed processor"))
 }
 
 fn describe_model(settings: &Settings, shape: &ModelShape) -> String {

@@ -14,6 +14,7 @@ pub mod kernels;
 mod matmul;
 mod norms;
 mod optimizer;
+pub mod peers;
 mod planned;
 mod pointwise;
 mod products;

@@ -4,9 +4,9 @@ use super::planned;
 use super::report::{Missed, Outcome, Report, require};
 use std::io::Write;
 use superoffload::internals::checkpoint::StateDigest;
-use superoffload::internals::data::{DataPosition, Dataset, Loader, Preparation, Tokenizer};
+use superoffload::internals::data::{Batch, Batches, DataPosition, Dataset, Loader, Preparation, Tokenizer};
 use superoffload::internals::device::{CpuDevice, DeviceKind, Kernels};
-use superoffload::internals::engine::{Counts, Engine, StepReport};
+use superoffload::internals::engine::{Counts, Engine, Exchange, StepReport};
 use superoffload::internals::hardware::Topology;
 use superoffload::internals::launch::cpu_engine;
 use superoffload::internals::memory::{Addressing, DeviceMemory};
@@ -36,14 +36,14 @@ pub struct Subject<'a, D: Kernels> {
 
 /// Recipe of every run. A large epsilon, because Adam otherwise turns rounding noise in gradients near zero into whole steps, on any
 /// device: see `tests/golden/README.md`.
-const RECIPE: &str = "seq-length = 32\nper-device-train-batch-size = 4\nlearning-rate = 1e-3\nadam-epsilon = 1e-3\nweight-decay = 0.1\n\
+pub const RECIPE: &str = "seq-length = 32\nper-device-train-batch-size = 4\nlearning-rate = 1e-3\nadam-epsilon = 1e-3\nweight-decay = 0.1\n\
                       max-steps = 9999\nseed = 7\n";
 const LEARNING_RATE: f64 = 1e-3;
 const REFERENCE: &str = "device = \"cpu\"\nthreads = 2\n";
-const SPECULATE: &str = "strategy = \"superoffload\"\nwithout = [\"adaptive\"]\n";
+pub const SPECULATE: &str = "strategy = \"superoffload\"\nwithout = [\"adaptive\"]\n";
 
 /// A demo of two layers.
-fn shape() -> ModelShape {
+pub fn shape() -> ModelShape {
     narrow_shape(2)
 }
 
@@ -57,7 +57,7 @@ fn narrow_shape(layers: usize) -> ModelShape {
 }
 
 /// Layers that keep a GPU busy.
-fn wide_shape(layers: usize) -> ModelShape {
+pub fn wide_shape(layers: usize) -> ModelShape {
     let config = serde_json::json!({
         "architectures": ["LlamaForCausalLM"], "hidden_size": 2048, "num_hidden_layers": layers, "num_attention_heads": 16,
         "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 8192, "vocab_size": 256, "max_position_embeddings": 64,
@@ -67,16 +67,29 @@ fn wide_shape(layers: usize) -> ModelShape {
 }
 
 /// What a run left behind.
-struct Run {
-    reports: Vec<StepReport>,
-    counts: Counts,
-    digest: String,
-    tracks: Vec<Recorder>,
+pub struct Run {
+    pub reports: Vec<StepReport>,
+    pub counts: Counts,
+    pub digest: String,
+    pub tracks: Vec<Recorder>,
 }
 
 impl Run {
-    fn losses(&self) -> Vec<f32> {
+    pub fn losses(&self) -> Vec<f32> {
         self.reports.iter().map(|report| report.loss).collect()
+    }
+}
+
+/// Data that comes when something else has been done.
+struct Awaited<'a> {
+    loader: Loader,
+    before_data: &'a mut dyn FnMut(),
+}
+
+impl Batches for Awaited<'_> {
+    fn fill(&mut self, batch: &mut Batch<'_>) -> Result<()> {
+        (self.before_data)();
+        self.loader.fill(batch)
     }
 }
 
@@ -89,8 +102,19 @@ fn train_shape<D: Kernels>(on: &Subject<'_, D>, shape: &ModelShape, toml: &str, 
     let options = toml::from_str(&format!("{RECIPE}{toml}")).map_err(Error::usage)?;
     let (settings, topology) = (Settings::resolve(options)?, Topology::this_machine());
     let plan = Plan::new(&settings, shape, &on.machine, trace)?;
-    let mut engine = (on.engine)(&plan, shape, &topology)?;
+    let engine = (on.engine)(&plan, shape, &topology)?;
     planned::check(&engine, on.machine.kind).map_err(|wrong| Error::resource("take what was planned", wrong))?;
+    run_engine(engine, &settings, steps, &mut || ())
+}
+
+/// Trains on the text that ships with the program; `before_data` is called before each micro-batch.
+pub fn run_engine<D: Kernels, X: Exchange<D>>(
+    mut engine: Engine<D, X>,
+    settings: &Settings,
+    steps: usize,
+    before_data: &mut dyn FnMut(),
+) -> Result<Run> {
+    let (batch, vocab) = (engine.plan().batch, engine.shape().vocab);
     let specs = engine.table().specs().to_vec();
     for spec in &specs {
         let mut params = vec![0.0; spec.elems()];
@@ -98,8 +122,9 @@ fn train_shape<D: Kernels>(on: &Subject<'_, D>, shape: &ModelShape, toml: &str, 
         engine.write_state(StatePart::Params, spec.offset_elems, &params)?;
     }
     engine.send_weights()?;
-    let dataset = Dataset::open(&settings.data, &Tokenizer::bytes(), shape.vocab, settings.seq_length, &mut Preparation::default())?;
-    let mut batches = Loader::new(dataset, plan.batch, settings.seed, true, DataPosition::default())?;
+    let dataset = Dataset::open(&settings.data, &Tokenizer::bytes(), vocab, settings.seq_length, &mut Preparation::default())?;
+    let loader = Loader::new(dataset, batch, settings.seed, true, DataPosition::default())?;
+    let mut batches = Awaited { loader, before_data };
     let (mut reports, mut counts) = (Vec::new(), Counts::default());
     for _ in 0..steps {
         let report = engine.step(LEARNING_RATE, &mut batches)?;
@@ -345,7 +370,7 @@ fn streamed<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
 }
 
 /// A norm that about half of the steps exceed.
-fn median_norm(run: &Run) -> std::result::Result<f64, Missed> {
+pub fn median_norm(run: &Run) -> std::result::Result<f64, Missed> {
     let mut norms: Vec<f64> = run.reports.iter().map(|report| report.grad_norm.0).filter(|norm| norm.is_finite()).collect();
     norms.sort_by(f64::total_cmp);
     norms.get(norms.len() / 2).copied().ok_or_else(|| Missed::Failed("no step had a finite norm".into()))
@@ -367,7 +392,7 @@ fn overlap<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
 }
 
 /// Whether a span of this name on the track ran while the compute stream computed.
-fn runs_beside(run: &Run, track: &str, name: &str) -> std::result::Result<bool, Missed> {
+pub fn runs_beside(run: &Run, track: &str, name: &str) -> std::result::Result<bool, Missed> {
     let spans = |track: &str, name: &str| -> Vec<(u64, u64)> {
         let tracks = run.tracks.iter().filter(|t| t.track.starts_with(track));
         let spans = tracks.flat_map(|t| t.spans()).filter(|s| s.name != "wait" && s.name.starts_with(name));

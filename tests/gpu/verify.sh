@@ -4,13 +4,14 @@
 #   tests/gpu/verify.sh DIR [CHECK...]
 #
 # DIR holds the program `superoffload` and the test binaries `gpu` and `main`, whose paths `cargo test --release --no-run` prints. Runs the
-# conformance suite; its kernels in small sizes under three tools of compute-sanitizer; and trainings on the GPU that are killed and go on to
-# the same bits. Prints a line for each; exits 1 if one failed or could not be run. CHECK: only those of conformance, memcheck, initcheck,
-# racecheck, racecheck-attention, killed-runs. SECONDS_EACH=N ends each after N seconds (600).
+# conformance suite, and that of several GPUs, which says how much it skipped where there is one; kernels in small sizes, and two GPUs, under
+# tools of compute-sanitizer; and trainings on the GPU that are killed and go on to the same bits. Prints a line for each; exits 1 if one failed
+# or could not be run. CHECK: only those of conformance, peers, memcheck, memcheck-peers, initcheck, racecheck, racecheck-attention, killed-runs.
+# SECONDS_EACH=N ends each after N seconds (600).
 set -euo pipefail
 
 dir=$(cd "${1:?usage: tests/gpu/verify.sh DIR [CHECK...]}" && pwd)
-all=(conformance memcheck initcheck racecheck racecheck-attention killed-runs)
+all=(conformance peers memcheck memcheck-peers initcheck racecheck racecheck-attention killed-runs)
 wanted=("${@:2}")
 [ ${#wanted[@]} -gt 0 ] || wanted=("${all[@]}")
 for name in "${wanted[@]}"; do
@@ -34,13 +35,15 @@ check() {
   fi
 }
 
-check conformance "$dir/gpu" --device cuda --require-gpu
+check conformance "$dir/gpu" --device cuda --require-gpu --skip peers/
+check peers "$dir/gpu" --device cuda --require-gpu peers/
 
 # Where it is neither on the PATH nor in the usual place, running it fails and says so.
 sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
 # sanitize CHECK ARGUMENT...: a tool, or a tool and what it gets.
 sanitize() { check "$1" "$sanitizer" --tool "${1%%-*}" --error-exitcode 1 "$dir/gpu" --device cuda --require-gpu --small "${@:2}"; }
 sanitize memcheck kernels
+sanitize memcheck-peers peers/two
 sanitize initcheck kernels
 # Only kernels that are ours: it reports hazards in cuDNN's (9.19), and takes minutes for cuBLASLt's products and for the plain attention,
 # of which it gets two shapes.

@@ -10,8 +10,10 @@ mod gemm;
 mod graph;
 mod kernels;
 mod launch;
+mod lent;
 mod libraries;
 mod modules;
+mod peers;
 mod record;
 mod ring;
 mod sdpa;
@@ -23,6 +25,7 @@ use super::slice::Allocated;
 use super::{Attention, AttentionShape, Device, DeviceSlice, EventId, MatmulShape, ProductAlgorithm, Stream};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
+use crate::hardware::gpu::GpuId;
 use crate::host::pinned::{HostMemory, PinnedSlice};
 use crate::memory::{Addressing, MemorySpace, RingShape};
 use crate::trace::Recorder;
@@ -33,11 +36,14 @@ use driver::{RawEvent, RawStream, Registered, priorities};
 use error::check;
 use gemm::Gemm;
 use graph::GraphExec;
+use lent::{Peering, free};
 use libraries::Libraries;
 use modules::Modules;
 use ring::Ring;
 use sdpa::Sdpa;
+use std::ffi::CStr;
 use std::path::PathBuf;
+use std::sync::Arc;
 use timeline::Timeline;
 
 #[derive(Clone, Debug)]
@@ -49,9 +55,9 @@ pub struct CudaOptions {
     pub trace_spans: usize,
 }
 
-/// The first visible GPU. Belongs to the thread that made it.
+/// A GPU. Belongs to the thread that made it.
 pub struct CudaDevice {
-    // Dropped in this order: libraries before the streams that they were given, the context last.
+    // Dropped in this order: libraries before the streams that they were given, what is lent and borrowed after them, the context last.
     sdpa: Option<Sdpa>,
     gemm: Gemm,
     graphs: Vec<GraphExec>,
@@ -64,32 +70,68 @@ pub struct CudaDevice {
     /// Host memory that kernels use by its own addresses.
     system: HostMemory,
     addressing: Addressing,
-    events: Vec<RawEvent>,
+    events: Vec<Arc<RawEvent>>,
     streams: Vec<RawStream>,
+    /// What it has to do with others, if it has.
+    peering: Option<Peering>,
     modules: Modules,
     /// Memory that the compute stream's kernels share for partial sums; each leaves in it what it likes.
     scratch: DeviceSlice,
     name: String,
     gpu: sys::CUdevice,
-    _context: Context,
+    context: Context,
 }
 
-/// Bytes of memory that are free on the first GPU.
+/// The GPUs that CUDA shows.
 ///
 /// # Errors
-/// `Resource` with the driver's or the loader's words when there is no GPU.
-pub fn free_bytes() -> Result<u64> {
-    let _context = Context::new(first_gpu()?).map_err(cannot_open)?;
+/// `Resource` with the driver's or the loader's words when there is none.
+pub(crate) fn visible_gpus() -> Result<Vec<GpuId>> {
+    visible_gpu(0)?;
+    let count = cust::device::Device::num_devices().map_err(cannot_open)?;
+    let identify = |index| {
+        let gpu = visible_gpu(index)?;
+        Ok(GpuId { index, pci: pci_address(gpu.as_raw())?, model: gpu.name().map_err(cannot_open)? })
+    };
+    (0..count as usize).map(identify).collect()
+}
+
+/// Whether kernels and copies of the visible GPU `ordinal` can reach memory of the other.
+///
+/// # Errors
+/// `Resource` when there is no such GPU.
+pub(crate) fn has_direct_link(ordinal: usize, other: usize) -> Result<bool> {
+    lent::may_read(visible_gpu(ordinal)?.as_raw(), visible_gpu(other)?.as_raw())
+}
+
+/// As `0000:0F:00.0`.
+fn pci_address(gpu: sys::CUdevice) -> Result<String> {
+    let mut text = [0; 32];
+    // SAFETY: writes a string that ends in NUL, within this length.
+    let status = unsafe { sys::cuDeviceGetPCIBusId(text.as_mut_ptr().cast(), text.len() as i32, gpu) };
+    check(status, || format!("ask for the PCI address of GPU {gpu}"))?;
+    Ok(CStr::from_bytes_until_nul(&text).unwrap_or_default().to_string_lossy().into_owned())
+}
+
+/// Bytes of memory that are free on the visible GPU `ordinal`, counted from 0.
+///
+/// # Errors
+/// `Resource` with the driver's or the loader's words when there is no such GPU.
+pub fn free_bytes(ordinal: usize) -> Result<u64> {
+    let _context = Context::new(visible_gpu(ordinal)?).map_err(cannot_open)?;
     let (mut free, mut total) = (0, 0);
     // SAFETY: writes two numbers.
     check(unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) }, || "ask for free GPU memory".into())?;
     Ok(free as u64)
 }
 
-/// What the first GPU sees of the host's memory, if it can be opened.
-pub fn probe() -> Result<Addressing> {
-    free_bytes()?;
-    unified::addressing(first_gpu()?.as_raw())
+/// What the visible GPU `ordinal` sees of the host's memory, if it can be opened.
+///
+/// # Errors
+/// Those of [`free_bytes`].
+pub fn probe(ordinal: usize) -> Result<Addressing> {
+    free_bytes(ordinal)?;
+    unified::addressing(visible_gpu(ordinal)?.as_raw())
 }
 
 /// NVIDIA's libraries that a run needs: name, and the path or why it cannot be opened. Opens them.
@@ -97,12 +139,12 @@ pub(crate) fn libraries() -> Vec<(&'static str, Result<PathBuf>)> {
     libraries::Libraries::new(&[]).all()
 }
 
-/// The algorithms that cuBLASLt would compute these products by, on the first GPU. Runs none of them.
+/// The algorithms that cuBLASLt would compute these products by, on the first visible GPU. Runs none of them.
 ///
 /// # Errors
 /// `Resource` when there is no GPU, cuBLASLt is missing, or has no algorithm.
 pub(crate) fn product_algorithms(shapes: &[MatmulShape], dtype: Dtype) -> Result<Vec<ProductAlgorithm>> {
-    let _context = Context::new(first_gpu()?).map_err(cannot_open)?;
+    let _context = Context::new(visible_gpu(0)?).map_err(cannot_open)?;
     let mut gemm = Gemm::new(&Libraries::new(&[]))?;
     shapes.iter().map(|&shape| gemm.algorithm_of(shape, dtype)).collect()
 }
@@ -111,25 +153,26 @@ fn cannot_open(e: cust::error::CudaError) -> Error {
     error::failed(e as u32, "open the GPU".into())
 }
 
-fn first_gpu() -> Result<cust::device::Device> {
+/// The GPU `ordinal` of those that CUDA shows, which are as many, and in the order, as `CUDA_VISIBLE_DEVICES` says.
+fn visible_gpu(ordinal: usize) -> Result<cust::device::Device> {
     let none = |cause: String| Error::resource("find an NVIDIA GPU", cause);
     cuda_driver_shim::load().map_err(none)?;
     let number = |e: cust::error::CudaError| none(format!("CUDA error {}", e as u32));
     cust::init(cust::CudaFlags::empty()).map_err(number)?;
-    cust::device::Device::get_device(0).map_err(number)
+    cust::device::Device::get_device(ordinal as u32).map_err(number)
 }
 
 impl CudaDevice {
-    /// Opens the first GPU and loads the kernels.
+    /// Opens the visible GPU `ordinal`, counted from 0, and loads the kernels.
     ///
     /// # Safety
     /// As [`CpuDevice::new`](super::cpu::CpuDevice::new). Tokens, positions and targets that kernels read lie inside of their tables: nothing here
     /// looks at them.
     ///
     /// # Errors
-    /// `Resource` when there is no driver, no GPU, or a library is missing.
-    pub unsafe fn new(options: &CudaOptions) -> Result<Self> {
-        let gpu = first_gpu()?;
+    /// `Resource` when there is no driver, no such GPU, or a library is missing.
+    pub unsafe fn new(ordinal: usize, options: &CudaOptions) -> Result<Self> {
+        let gpu = visible_gpu(ordinal)?;
         let context = Context::new(gpu).map_err(cannot_open)?;
         let name = gpu.name().map_err(cannot_open)?;
         let modules = Modules::load(kernels::sources())?;
@@ -156,21 +199,21 @@ impl CudaDevice {
             addressing: unified::addressing(gpu.as_raw())?,
             events: Vec::new(),
             streams,
+            peering: None,
             modules,
             scratch: DeviceSlice::at(0, 0, Dtype::Float32),
             name,
             gpu: gpu.as_raw(),
-            _context: context,
+            context,
         };
         dev.scratch = dev.alloc("kernels' scratch", gpu::SCRATCH_BYTES / 4, Dtype::Float32)?;
         Ok(dev)
     }
 
-    /// Whether a kernel may copy between the two. Small copies of the compute stream are kernels: the copy engines work in
-    /// order of arrival, and what they have before them is whole buckets.
-    fn may_copy_words(&self, here: DeviceSlice, there: PinnedSlice) -> bool {
-        let words = [here.addr(), there.addr() as u64, there.bytes() as u64].iter().all(|n| n.is_multiple_of(4));
-        words && self.registered.iter().any(|registered| registered.contains(there))
+    /// Whether a kernel copies between the two: see [`Stream::copies_words`].
+    fn may_copy_words(&self, stream: Stream, here: DeviceSlice, there: PinnedSlice) -> bool {
+        let words = || [here.addr(), there.addr() as u64, there.bytes() as u64].iter().all(|n| n.is_multiple_of(4));
+        stream.copies_words() && words() && self.registered.iter().any(|registered| registered.contains(there))
     }
 
     /// Waits for the compute stream: what it filled, other streams may use at once.
@@ -190,6 +233,19 @@ impl CudaDevice {
         })
     }
 
+    /// What is enqueued on `stream` from now on runs after the last recorded point of `event`, which may be another GPU's: events are asked, and
+    /// waited for, across contexts.
+    fn wait_until_passed(&mut self, stream: Stream, event: &RawEvent) -> Result<()> {
+        if event.is_done()? {
+            return Ok(());
+        }
+        let raw = &self.streams[stream as usize];
+        let span = self.timeline.begin_wait(raw, stream)?;
+        // SAFETY: both are live.
+        check(unsafe { sys::cuStreamWaitEvent(raw.0, event.0, 0) }, || "wait for a CUDA event".into())?;
+        self.timeline.end(raw, span)
+    }
+
     /// Enqueues by `enqueue`, and a span around it when spans are recorded.
     fn timed(&mut self, stream: Stream, name: &'static str, enqueue: impl FnOnce(&RawStream) -> Result<()>) -> Result<()> {
         let raw = &self.streams[stream as usize];
@@ -201,16 +257,12 @@ impl CudaDevice {
 
 impl Drop for CudaDevice {
     fn drop(&mut self) {
-        // What is enqueued uses the memory. An error here has been reported where it arose, or the process is ending.
-        // SAFETY: the streams are live; addresses came from cuMemAlloc or cuMemAllocManaged and are freed once.
-        unsafe {
-            for stream in &self.streams {
-                sys::cuStreamSynchronize(stream.0);
-            }
-            for (_, slice) in &self.allocations {
-                sys::cuMemFree_v2(slice.addr());
-            }
+        // What is enqueued uses the memory, and that of others. An error here has been reported where it arose, or the process is ending.
+        for stream in &self.streams {
+            // SAFETY: the stream is live.
+            unsafe { sys::cuStreamSynchronize(stream.0) };
         }
+        free(&self.allocations);
     }
 }
 
@@ -248,7 +300,8 @@ impl Device for CudaDevice {
         let own = [("matrix workspace", gpu::MATMUL_WORKSPACE_BYTES), ("attention workspace", attention)];
         let slices = self.allocations.iter().map(|(name, slice)| (name.as_str(), slice.bytes()));
         let rings = self.rings.iter().map(|(name, ring)| (name.as_str(), ring.bytes()));
-        own.into_iter().chain(slices).chain(rings).chain(self.system.allocations()).collect()
+        let lent = self.peering.iter().flat_map(|peering| peering.own().allocations());
+        own.into_iter().chain(lent).chain(slices).chain(rings).chain(self.system.allocations()).collect()
     }
 
     fn alloc_ring(&mut self, name: &str, elems: usize, dtype: Dtype, shape: RingShape) -> Result<DeviceSlice> {
@@ -286,8 +339,12 @@ impl Device for CudaDevice {
         self.sdpa.as_mut().map_or(Ok(()), |sdpa| sdpa.prepare(&shape, dtype))
     }
 
+    fn learns_by_doing(&self) -> bool {
+        true
+    }
+
     fn event(&mut self) -> Result<EventId> {
-        self.events.push(RawEvent::new(false)?);
+        self.events.push(Arc::new(RawEvent::new(false)?));
         Ok(EventId(self.events.len() as u32 - 1))
     }
 
@@ -296,15 +353,8 @@ impl Device for CudaDevice {
     }
 
     fn wait(&mut self, stream: Stream, event: EventId) -> Result<()> {
-        let event = &self.events[event.0 as usize];
-        if event.is_done()? {
-            return Ok(());
-        }
-        let raw = &self.streams[stream as usize];
-        let span = self.timeline.begin_wait(raw, stream)?;
-        // SAFETY: both are live.
-        check(unsafe { sys::cuStreamWaitEvent(raw.0, event.0, 0) }, || "wait for a CUDA event".into())?;
-        self.timeline.end(raw, span)
+        let event = self.events[event.0 as usize].clone();
+        self.wait_until_passed(stream, &event)
     }
 
     fn is_done(&mut self, event: EventId) -> Result<bool> {
@@ -313,7 +363,14 @@ impl Device for CudaDevice {
     }
 
     fn synchronize(&mut self, event: EventId) -> Result<()> {
-        self.events[event.0 as usize].synchronize()
+        let event = &self.events[event.0 as usize];
+        let Some(peering) = &self.peering else { return event.synchronize() };
+        // Who slept in the driver would not hear that another rank has failed.
+        while !event.is_done()? {
+            peering.seat.check()?;
+            std::hint::spin_loop();
+        }
+        Ok(())
     }
 
     fn idle(&mut self) -> Result<bool> {
@@ -329,8 +386,8 @@ impl Device for CudaDevice {
     fn copy_d2h(&mut self, stream: Stream, src: DeviceSlice, dst: PinnedSlice) -> Result<()> {
         assert_eq!(src.bytes(), dst.bytes(), "copy_d2h");
         self.check_memory(src)?;
-        if stream == Stream::Compute && self.may_copy_words(src, dst) {
-            return kernels::transfer::copy_words(self, src.addr(), dst.addr() as u64, src.bytes());
+        if self.may_copy_words(stream, src, dst) {
+            return kernels::transfer::copy_words(self, stream, src.addr(), dst.addr() as u64, src.bytes());
         }
         self.timed(stream, "copy_d2h", |raw| {
             // SAFETY: sizes agree; the protocol gives both to this copy until its event.
@@ -342,8 +399,8 @@ impl Device for CudaDevice {
     fn copy_h2d(&mut self, stream: Stream, src: PinnedSlice, dst: DeviceSlice) -> Result<()> {
         assert_eq!(src.bytes(), dst.bytes(), "copy_h2d");
         self.check_memory(dst)?;
-        if stream == Stream::Compute && self.may_copy_words(dst, src) {
-            return kernels::transfer::copy_words(self, src.addr() as u64, dst.addr(), src.bytes());
+        if self.may_copy_words(stream, dst, src) {
+            return kernels::transfer::copy_words(self, stream, src.addr() as u64, dst.addr(), src.bytes());
         }
         self.timed(stream, "copy_h2d", |raw| {
             // SAFETY: as above.

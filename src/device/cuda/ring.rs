@@ -66,7 +66,8 @@ impl Ring {
         Ok(())
     }
 
-    fn allow(&self, name: &str, gpu: sys::CUdevice) -> Result<()> {
+    /// Lets `gpu`, this memory's own or one with a link to it, read and write it.
+    pub(super) fn allow(&self, name: &str, gpu: sys::CUdevice) -> Result<()> {
         let access =
             sys::CUmemAccessDesc { location: location(gpu), flags: sys::CUmemAccess_flags_enum::CU_MEM_ACCESS_FLAGS_PROT_READWRITE };
         // SAFETY: the whole range is mapped.

@@ -35,8 +35,9 @@ pub(super) struct Timeline {
     pairs: Vec<[RawEvent; 2]>,
     free: Vec<usize>,
     under_way: VecDeque<Open>,
-    recorders: [Recorder; Stream::COUNT],
-    records_all: bool,
+    /// By stream.
+    recorders: Vec<Recorder>,
+    trace_spans: usize,
     compute_waited_ns: u64,
 }
 
@@ -52,19 +53,28 @@ impl Timeline {
             free: (0..count).collect(),
             pairs,
             under_way: VecDeque::with_capacity(count),
-            recorders: Stream::recorders(trace_spans),
-            records_all: trace_spans > 0,
+            recorders: Stream::recorders(trace_spans).into(),
+            trace_spans,
             compute_waited_ns: 0,
         })
     }
 
+    /// One stream more, behind those that there are.
+    pub(super) fn add(&mut self, stream: Stream) {
+        self.recorders.push(Recorder::new(stream.name(), self.trace_spans));
+    }
+
+    fn records_all(&self) -> bool {
+        self.trace_spans > 0
+    }
+
     pub(super) fn begin(&mut self, raw: &RawStream, stream: Stream, name: &'static str) -> Result<Begun> {
-        if self.records_all { self.open(raw, stream, name, false) } else { Ok(Begun(None)) }
+        if self.records_all() { self.open(raw, stream, name, false) } else { Ok(Begun(None)) }
     }
 
     /// Waits are always timed: the summary of a step names them.
     pub(super) fn begin_wait(&mut self, raw: &RawStream, stream: Stream) -> Result<Begun> {
-        if self.records_all || stream == Stream::Compute { self.open(raw, stream, "wait", true) } else { Ok(Begun(None)) }
+        if self.records_all() || stream == Stream::Compute { self.open(raw, stream, "wait", true) } else { Ok(Begun(None)) }
     }
 
     fn open(&mut self, raw: &RawStream, stream: Stream, name: &'static str, is_wait: bool) -> Result<Begun> {
@@ -106,7 +116,7 @@ impl Timeline {
         if open.is_wait && open.stream == Stream::Compute as usize {
             self.compute_waited_ns += duration_ns;
         }
-        if self.records_all {
+        if self.records_all() {
             let start_ns = self.base_ns + start.ns_since(&self.base)?;
             self.recorders[open.stream].past_span(open.name, u32::MAX, start_ns, duration_ns);
         }
@@ -116,7 +126,7 @@ impl Timeline {
 
     /// Moves the base on when it is old; the streams must be idle.
     pub(super) fn rebase(&mut self, streams: &[RawStream]) -> Result<()> {
-        if self.records_all && now_ns() - self.base_ns > REBASE_NS && self.under_way.is_empty() {
+        if self.records_all() && now_ns() - self.base_ns > REBASE_NS && self.under_way.is_empty() {
             self.base_ns = calibrate(&self.base, &streams[Stream::Compute as usize])?;
         }
         Ok(())
@@ -131,7 +141,7 @@ impl Timeline {
         // Spans that cannot be read any more are lost with the GPU that made them.
         let _ = self.collect();
         let _ = self.rebase(streams);
-        std::mem::take(&mut self.recorders).into()
+        std::mem::take(&mut self.recorders)
     }
 }
 

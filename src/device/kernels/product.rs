@@ -4,6 +4,7 @@ use crate::device::kernel::{Kernel, Operand, operands, rows};
 use crate::device::slice::DeviceSlice;
 use crate::dtype::Dtype;
 use crate::hardware::rates::Rates;
+use std::fmt;
 
 /// How the two inputs of a [`Matmul`] are laid out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
@@ -52,6 +53,15 @@ pub struct ProductAlgorithm {
     pub(crate) split_k: i32,
     /// Suggestions before it that were passed over because their results may be wrong.
     pub(crate) passed_over: usize,
+}
+
+impl fmt::Display for ProductAlgorithm {
+    /// `algorithm 71 in 4 parts for 8 x 16 x 32 (Tn) on bfloat16`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let MatmulShape { layout, m, n, k } = self.shape;
+        let parts = if self.split_k > 1 { format!(" in {} parts", self.split_k) } else { String::new() };
+        write!(f, "algorithm {}{parts} for {m} x {n} x {k} ({layout:?}) on {}", self.algorithm, self.dtype)
+    }
 }
 
 /// `c = a * b (+ bias over columns) (+ base)`, fp32 accumulation over k in ascending order, rounded once.

@@ -1,6 +1,7 @@
 //! In place of the management library in a build without the CUDA device.
 
-use super::facts::{GpuFacts, Sample, no_cuda};
+use super::GpuLink;
+use super::facts::{GpuFacts, GpuId, Sample, no_cuda};
 use crate::error::Result;
 
 /// There is none.
@@ -18,4 +19,8 @@ impl VisibleGpu {
     pub(super) fn sample(&self) -> Sample {
         match *self {}
     }
+}
+
+pub(super) fn links(_: &[GpuId]) -> Result<Vec<([usize; 2], GpuLink)>> {
+    Err(no_cuda())
 }

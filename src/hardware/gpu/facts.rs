@@ -25,6 +25,23 @@ pub struct GpuFacts {
     pub sm_clock_max_mhz: Option<u32>,
 }
 
+/// A GPU that CUDA shows.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+pub(crate) struct GpuId {
+    /// Its number, in the order of `CUDA_VISIBLE_DEVICES`.
+    pub index: usize,
+    /// Address on the PCI bus, as `0000:0F:00.0`.
+    pub pci: String,
+    /// Marketing name.
+    pub model: String,
+}
+
+impl fmt::Display for GpuId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "GPU {} ({})", self.index, self.pci)
+    }
+}
+
 impl fmt::Display for GpuFacts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name.as_deref().unwrap_or("NVIDIA GPU without a name"))?;

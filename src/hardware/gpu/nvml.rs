@@ -1,13 +1,17 @@
 //! NVIDIA's management library, opened at run time.
 
-use super::facts::{GpuFacts, Sample};
+use super::facts::{GpuFacts, GpuId, Sample};
+use super::links::GpuLink;
 use crate::error::{Error, Result};
-use nvml_wrapper::enum_wrappers::device::{Clock, PcieUtilCounter};
+use nvml_wrapper::enum_wrappers::device::{Clock, PcieUtilCounter, TopologyLevel};
 use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::{Device, Nvml, cuda_driver_version_major, cuda_driver_version_minor};
 
 /// The name with a version: the one without belongs to development packages.
 const LIBRARY: &str = "libnvidia-ml.so.1";
+
+/// NVLinks of a GPU, at most.
+const NVLINKS_MAX: u32 = 18;
 
 /// The GPU that CUDA shows first.
 pub(super) struct VisibleGpu {
@@ -36,10 +40,51 @@ impl Visible {
     }
 }
 
+fn failed(e: NvmlError) -> Error {
+    Error::resource(format!("ask {LIBRARY} about the GPU"), e)
+}
+
+fn open_library() -> Result<Nvml> {
+    Nvml::builder().lib_path(LIBRARY.as_ref()).init().map_err(failed)
+}
+
+/// See [`super::links`].
+pub(super) fn links(gpus: &[GpuId]) -> Result<Vec<([usize; 2], GpuLink)>> {
+    let nvml = open_library()?;
+    let address = |device: Device<'_>| device.pci_info().map(|pci| pci.bus_id);
+    let all = (0..nvml.device_count().map_err(failed)?).filter_map(|index| nvml.device_by_index(index).and_then(address).ok());
+    let all: Vec<_> = all.collect();
+    let devices = gpus.iter().map(|gpu| nvml.device_by_pci_bus_id(&*gpu.pci).map_err(failed)).collect::<Result<Vec<_>>>()?;
+    let ends: Vec<_> = devices.iter().map(far_ends).collect();
+    let pairs = (0..gpus.len()).flat_map(|b| (0..b).map(move |a| [a, b]));
+    let link = |[a, b]: [usize; 2]| {
+        let other = nvml.device_by_pci_bus_id(&*gpus[b].pci).map_err(failed)?;
+        let pcie = devices[a].topology_common_ancestor(other).map_or("unknown how", in_words);
+        Ok(([a, b], GpuLink::between((&gpus[a].pci, &ends[a]), (&gpus[b].pci, &ends[b]), &all, pcie)))
+    };
+    pairs.map(link).collect()
+}
+
+/// Addresses at the far ends of the NVLinks that are up; an empty one where the library does not tell.
+fn far_ends(device: &Device<'_>) -> Vec<String> {
+    let links = (0..NVLINKS_MAX).map(|link| device.link_wrapper_for(link)).filter(|link| link.is_active().is_ok_and(|is_up| is_up));
+    links.map(|link| link.remote_pci_info().map_or_else(|_| String::new(), |pci| pci.bus_id)).collect()
+}
+
+fn in_words(level: TopologyLevel) -> &'static str {
+    match level {
+        TopologyLevel::Internal => "on one board",
+        TopologyLevel::Single => "through one switch",
+        TopologyLevel::Multiple => "through several switches",
+        TopologyLevel::HostBridge => "through one host bridge",
+        TopologyLevel::Node => "within a memory node",
+        TopologyLevel::System => "across memory nodes",
+    }
+}
+
 impl VisibleGpu {
     pub(super) fn open() -> Result<Self> {
-        let failed = |e: NvmlError| Error::resource(format!("ask {LIBRARY} about the GPU"), e);
-        let nvml = Nvml::builder().lib_path(LIBRARY.as_ref()).init().map_err(failed)?;
+        let nvml = open_library()?;
         let gpu = Self { nvml, visible: Visible::first() };
         match gpu.device() {
             Ok(_) => Ok(gpu),

@@ -37,11 +37,11 @@ const CAST_VECTORS: usize = 4;
 /// Sums of one block of `grad_norm`: one a warp.
 const NORM_WARPS: usize = THREADS / 32;
 
-/// Copies whole 32-bit words between the GPU and registered host memory, on the compute stream.
-pub(in crate::device::cuda) fn copy_words(queue: &mut impl Queue, from: u64, to: u64, bytes: usize) -> Result<()> {
+/// Copies whole 32-bit words between the GPU and registered host memory.
+pub(in crate::device::cuda) fn copy_words(queue: &mut impl Queue, stream: Stream, from: u64, to: u64, bytes: usize) -> Result<()> {
     let words = bytes / 4;
     let blocks = LaunchConfig::new(size(words.div_ceil(THREADS))?, THREADS as u32);
-    queue.launch(Stream::Compute, "copy_words", None, blocks, args![from, to, words as u64])
+    queue.launch(stream, "copy_words", None, blocks, args![from, to, words as u64])
 }
 
 impl GpuKernel for Zero {

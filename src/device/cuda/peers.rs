@@ -1,0 +1,77 @@
+//! GPUs that work beside each other: one waits for the other's events and copies from its memory.
+
+use super::CudaDevice;
+use super::driver::{RawStream, priorities};
+use super::error::check;
+use super::lent::{Lent, PeerGpu, Peering, may_read, open_link};
+use crate::device::{Device, DeviceSlice, EventId, Peers, Stream};
+use crate::error::Result;
+use crate::ranks::Seat;
+use crate::units::Bytes;
+use cust::context::ContextHandle;
+use cust::sys;
+use std::sync::Arc;
+
+impl Peers for CudaDevice {
+    type Card = Arc<Lent>;
+
+    fn card(&mut self) -> Arc<Lent> {
+        Arc::new(Lent {
+            events: self.events.clone(),
+            allocations: std::mem::take(&mut self.allocations),
+            rings: std::mem::take(&mut self.rings),
+            allocated: self.allocated.clone(),
+            gpu: self.gpu,
+            context: self.context.clone(),
+        })
+    }
+
+    fn admit(&mut self, seat: Seat, cards: Vec<Arc<Lent>>) -> Result<()> {
+        let own = seat.rank;
+        let meet = |(rank, lent): (usize, Arc<Lent>)| {
+            let is_direct = rank == own || open_link(self.gpu, &lent)?;
+            if rank != own && may_read(lent.gpu, self.gpu)? {
+                cards[own].rings.iter().try_for_each(|(name, ring)| ring.allow(name, lent.gpu))?;
+            }
+            Ok(PeerGpu { lent, is_direct })
+        };
+        let gpus = cards.iter().cloned().enumerate().map(meet).collect::<Result<_>>()?;
+        let (_, most_urgent) = priorities()?;
+        for &stream in &Stream::WITH_PEERS[self.streams.len()..] {
+            self.streams.push(RawStream::new(most_urgent)?);
+            self.timeline.add(stream);
+        }
+        self.peering = Some(Peering { seat, gpus });
+        Ok(())
+    }
+
+    fn wait_for(&mut self, stream: Stream, peer: usize, event: EventId) -> Result<()> {
+        let Some(peering) = &self.peering else { return Ok(()) };
+        let event = peering.gpus[peer].lent.events[event.0 as usize].clone();
+        self.wait_until_passed(stream, &event)
+    }
+
+    /// Where there is a direct link a copy between addresses, which is what was measured beside products; elsewhere the one that names both
+    /// contexts, which the driver then stages through page-locked memory of its own, in order of the stream all the same.
+    fn pull(&mut self, stream: Stream, peer: usize, src: DeviceSlice, dst: DeviceSlice) -> Result<()> {
+        assert_eq!(src.bytes(), dst.bytes(), "pull");
+        self.check_memory(dst)?;
+        let Some(peering) = self.peering.as_ref().filter(|_| src.bytes() > 0) else { return Ok(()) };
+        let PeerGpu { lent, is_direct } = &peering.gpus[peer];
+        lent.allocated.check(src)?;
+        let (here, there, is_direct) = (self.context.get_inner(), lent.context.get_inner(), *is_direct);
+        let (from, to, bytes) = (src.addr(), dst.addr(), src.bytes());
+        self.timed(stream, "pull", |raw| {
+            // SAFETY: sizes agree. The peer's memory and context live as long as this device, whose streams end first. The ranks' protocol keeps
+            // writers away until the pull is published.
+            let status = unsafe {
+                if is_direct {
+                    sys::cuMemcpyDtoDAsync_v2(to, from, bytes, raw.0)
+                } else {
+                    sys::cuMemcpyPeerAsync(to, here, from, there, bytes, raw.0)
+                }
+            };
+            check(status, || format!("pull {} from rank {peer}", Bytes(bytes as u64)))
+        })
+    }
+}

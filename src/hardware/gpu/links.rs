@@ -1,0 +1,86 @@
+//! What lies between two GPUs of a machine.
+
+use std::fmt;
+
+/// How two GPUs are connected.
+#[cfg_attr(not(any(feature = "cuda", test)), expect(dead_code, reason = "only the management library knows links"))]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum GpuLink {
+    /// So many NVLinks lead from one to the other.
+    NvLink(usize),
+    /// So many NVLinks of each lead to switches.
+    NvSwitch(usize),
+    /// None does; this part of PCIe connects them.
+    Pcie(&'static str),
+}
+
+#[cfg(any(feature = "cuda", test))]
+impl GpuLink {
+    /// The connection of two GPUs: address on the PCI bus, and those at the far ends of its NVLinks. `gpus` are the addresses of all GPUs,
+    /// and `pcie` is what connects the two besides. A far end that is no GPU is a switch.
+    pub(super) fn between(ours: (&str, &[String]), theirs: (&str, &[String]), gpus: &[String], pcie: &'static str) -> Self {
+        let direct = ours.1.iter().filter(|end| is_same_pci(end, theirs.0)).count();
+        let to_switches = |ends: &[String]| ends.iter().filter(|end| !gpus.iter().any(|gpu| is_same_pci(gpu, end))).count();
+        match (direct, to_switches(ours.1).min(to_switches(theirs.1))) {
+            (0, 0) => Self::Pcie(pcie),
+            (0, switched) => Self::NvSwitch(switched),
+            (direct, _) => Self::NvLink(direct),
+        }
+    }
+}
+
+impl fmt::Display for GpuLink {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NvLink(count) => write!(f, "{count} NVLinks"),
+            Self::NvSwitch(count) => write!(f, "{count} NVLinks through switches"),
+            Self::Pcie(part) => write!(f, "PCIe, {part}"),
+        }
+    }
+}
+
+/// Whether two spellings name one place on the PCI bus: CUDA and the kernel write a domain with four digits, the management library with
+/// eight.
+pub(crate) fn is_same_pci(one: &str, other: &str) -> bool {
+    let parts = |address: &str| {
+        let (domain, place) = address.split_once(':')?;
+        Some((u32::from_str_radix(domain, 16).ok()?, place.to_ascii_lowercase()))
+    };
+    parts(one).is_some() && parts(one) == parts(other)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_address_is_the_same_in_every_spelling() {
+        for (one, other, same) in [
+            ("0000:0F:00.0", "00000000:0f:00.0", true),
+            ("0001:0F:00.0", "00000001:0F:00.0", true),
+            ("0000:0F:00.0", "0001:0F:00.0", false),
+            ("0000:0F:00.0", "0000:1F:00.0", false),
+            ("0000:00:0F.0", "0000:0F:00.0", false),
+            ("", "", false),
+            ("0000", "00000000", false),
+        ] {
+            assert_eq!((is_same_pci(one, other), is_same_pci(other, one)), (same, same), "{one} {other}");
+        }
+    }
+
+    #[test]
+    fn what_connects_two_gpus_is_nvlink_where_there_is_one() {
+        let gpus = ["00000000:0F:00.0", "00000000:1F:00.0", "00000000:2F:00.0"].map(String::from);
+        let ends = |at: &[&str]| at.iter().map(|at| at.to_string()).collect::<Vec<_>>();
+        let between = |ours: &[&str], theirs: &[&str]| {
+            GpuLink::between(("0000:0F:00.0", &ends(ours)), ("0000:1F:00.0", &ends(theirs)), &gpus, "one host bridge").to_string()
+        };
+        assert_eq!(between(&["0000:1f:00.0", "0000:1f:00.0", "0000:2f:00.0"], &["0000:0f:00.0"; 2]), "2 NVLinks");
+        assert_eq!(between(&["0000:aa:00.0"; 18], &["0000:ab:00.0"; 18]), "18 NVLinks through switches");
+        // The third GPU is no switch.
+        assert_eq!(between(&["0000:2f:00.0"], &["0000:2f:00.0"]), "PCIe, one host bridge");
+        assert_eq!(between(&[], &["0000:aa:00.0"]), "PCIe, one host bridge");
+        // Inside a guest the far end may have no address.
+        assert_eq!(between(&[""], &[""]), "1 NVLinks through switches");
+    }
+}

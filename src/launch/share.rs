@@ -1,0 +1,109 @@
+//! What each rank has of the machine: CPUs, memory nodes, and its part of the plan.
+
+use crate::error::Result;
+use crate::hardware::topology::Topology;
+use crate::host::affinity::Placement;
+use crate::planner::plan::Plan;
+
+/// Distance of the seeds from which ranks draw.
+const SEED_STEP: u64 = 0x9e37_79b9;
+
+/// A rank's share.
+#[derive(Clone, Debug)]
+pub(super) struct Share {
+    /// What the rank does of the plan.
+    pub plan: Plan,
+    /// A CPU for each of its optimizer's workers, when there are enough that are this rank's own.
+    pub placement: Option<Placement>,
+}
+
+impl Share {
+    /// Keeps the calling thread, the rank's driver, and what it starts from now on off its optimizer's CPUs.
+    ///
+    /// # Errors
+    /// `Resource` when the kernel refuses.
+    pub(super) fn keep_off_workers(&self) -> Result<()> {
+        self.placement.as_ref().map_or(Ok(()), |placement| placement.keep_off_workers("driver"))
+    }
+}
+
+/// The share of the one rank of `plan`, which has all of the machine of `topology`.
+pub(super) fn whole(plan: &Plan, topology: &Topology) -> Share {
+    share_of(plan, topology, topology.share(0, &[None]), 0)
+}
+
+/// The shares of all ranks of `plan`, whose GPUs are near the memory nodes `homes`, on the machine of `topology`.
+pub(super) fn of(plan: &Plan, topology: &Topology, homes: &[Option<usize>]) -> Vec<Share> {
+    let share = |rank| share_of(plan, topology, topology.share(rank, homes), rank);
+    (0..homes.len()).map(share).collect()
+}
+
+/// Threads are as many as are the rank's CPUs of all, so that each driver has one, too. The timeline is rank 0's.
+fn share_of(plan: &Plan, machine: &Topology, own: Option<Topology>, rank: usize) -> Share {
+    let cpus = |topology: &Topology| topology.usable_cpus().map_or(0, |usable| usable.affinity.len());
+    let (part, whole) = own.as_ref().map_or((1, plan.ranks), |own| (cpus(own), cpus(machine)));
+    let threads = (plan.threads * part / whole).max(1);
+    let placement = own.as_ref().filter(|_| plan.techniques.mpam).and_then(|own| Placement::on(own, threads));
+    let workers = placement.as_ref().map_or(&[][..], |placement| &placement.workers);
+    // Memory that nobody touches before its use is not bound to nodes either.
+    let is_bound = !plan.host_memory.touchers.is_empty();
+    let host_memory = own.filter(|_| is_bound).map(|own| plan.host_memory.within(&own, workers, threads));
+    let plan = Plan {
+        threads,
+        trace_spans: if rank == 0 { plan.trace_spans } else { 0 },
+        adversary: plan.adversary.map(|seed| seed.wrapping_add(rank as u64 * SEED_STEP)),
+        host_memory: host_memory.unwrap_or_else(|| plan.host_memory.clone()),
+        ..plan.clone()
+    };
+    Share { plan, placement }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::settings::Settings;
+    use crate::hardware::topology::Process;
+    use crate::hardware::topology::tests::two_sockets;
+    use crate::host::memory_policy::{HugePagesChoice, MemoryPolicy};
+    use crate::model::shape::ModelShape;
+    use crate::planner::machine::Machine;
+
+    /// The plan of `ranks` on the two sockets' seven CPUs, with so many threads in all.
+    fn plan(ranks: usize, threads: usize, topology: &Topology) -> Plan {
+        let settings = Settings { gpus: ranks, threads: Some(threads), ..Settings::demo() };
+        let plan = Plan::new(&settings, &ModelShape::demo(), &Machine::cpu(7), false).unwrap();
+        let host_memory = MemoryPolicy::new(topology, HugePagesChoice::Off, &[], threads).unwrap();
+        Plan { host_memory, ..plan }
+    }
+
+    #[test]
+    fn a_rank_on_a_node_has_its_workers_and_its_memory_there() {
+        let topology = Topology::read(two_sockets().path(), Process::default());
+        let shares = of(&plan(2, 5, &topology), &topology, &[Some(1), Some(0)]);
+        let of_each = |of: &dyn Fn(&Share) -> Vec<usize>| shares.iter().map(of).collect::<Vec<_>>();
+        assert_eq!(of_each(&|share| share.plan.host_memory.nodes.clone()), [[1], [0]]);
+        assert_eq!(of_each(&|share| vec![share.plan.threads, share.plan.host_memory.touchers.len()]), [[2, 2], [2, 2]]);
+        if cfg!(feature = "mpam") {
+            assert_eq!(of_each(&|share| share.placement.as_ref().unwrap().workers.clone()), [[3, 6], [1, 4]]);
+            assert_eq!(of_each(&|share| share.placement.as_ref().unwrap().others.as_slice().to_vec()), [vec![2], vec![0, 5]]);
+        }
+    }
+
+    #[test]
+    fn where_cpus_are_fewer_than_ranks_nobody_is_pinned() {
+        let topology = Topology::read(two_sockets().path(), Process::default());
+        let plan = plan(8, 7, &topology);
+        let shares = of(&plan, &topology, &[None; 8]);
+        assert!(shares.iter().all(|share| share.placement.is_none() && share.plan.threads == 1));
+        assert!(shares.iter().all(|share| share.plan.host_memory == plan.host_memory));
+    }
+
+    #[test]
+    fn one_rank_has_what_the_machine_has() {
+        let topology = Topology::read(two_sockets().path(), Process::default());
+        let plan = plan(1, 6, &topology);
+        let [share] = &of(&plan, &topology, &[None])[..] else { panic!("one") };
+        assert_eq!(share.plan.threads, 6);
+        assert_eq!(share.placement, Placement::on(&topology, 6).filter(|_| plan.techniques.mpam));
+    }
+}

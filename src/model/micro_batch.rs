@@ -1,0 +1,40 @@
+//! A whole micro-batch at once: for its time, or for what its first run prepares.
+
+use super::Model;
+use super::head::MicroStep;
+use super::tensors::Module;
+use crate::device::{Kernels, Stream};
+use crate::error::Result;
+
+impl Model {
+    /// Lets the device get ready for every layer's attention, and, where it only learns by doing, for all else: by a micro-batch of zeros.
+    /// What that leaves behind a step's first micro-batch overwrites.
+    pub(crate) fn prepare<D: Kernels>(&self, dev: &mut D) -> Result<()> {
+        (0..self.shape.layers).try_for_each(|layer| dev.prepare_attention(self.attention_shape(layer), self.weights.dtype()))?;
+        if !dev.learns_by_doing() {
+            return Ok(());
+        }
+        let done = dev.event()?;
+        self.micro_step(dev, |dev| {
+            dev.record(done, Stream::Compute)?;
+            dev.synchronize(done)?;
+            // Has its spans read, too.
+            dev.is_done(done).map(drop)
+        })
+    }
+
+    /// Enqueues forward and backward of a micro-batch on what lies in memory; `after` each module.
+    pub(crate) fn micro_step<D: Kernels>(&self, dev: &mut D, mut after: impl FnMut(&mut D) -> Result<()>) -> Result<()> {
+        let layers = || (0..self.shape.layers).map(Module::Layer);
+        for module in [Module::Embed].into_iter().chain(layers()) {
+            self.forward(dev, module)?;
+            after(dev)?;
+        }
+        self.head(dev, MicroStep { first: true, inv_targets: 1.0, loss_scale: 1.0 }, true)?;
+        for module in layers().rev().chain([Module::Embed]) {
+            after(dev)?;
+            self.backward(dev, module, true)?;
+        }
+        after(dev)
+    }
+}

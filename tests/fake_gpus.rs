@@ -1,0 +1,106 @@
+//! The host's side of several GPUs under a driver that is none (`fake_gpus/driver.c`): contexts, streams, events, memory and the order in which
+//! all of it goes. A run ends early where it does what a real driver would not forgive.
+
+use crate::program::{Outcome, Workspace, run};
+use crate::support::emulator;
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+/// Another machine's programs do not open libraries that were made here.
+fn is_emulated() -> bool {
+    emulator().is_some()
+}
+
+/// A directory with the driver and the library of products.
+fn driver(workspace: &Workspace) -> PathBuf {
+    let source = workspace.write("driver.c", include_str!("fake_gpus/driver.c"));
+    let library = workspace.write("libraries/libcuda.so.1", "");
+    let built = Command::new("cc").args(["-O1", "-w", "-shared", "-fPIC", "-o"]).arg(&library).arg(source).arg("-lpthread").output();
+    let built = built.unwrap_or_else(|e| panic!("cc: {e}; a C compiler is needed"));
+    assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
+    std::fs::hard_link(&library, library.with_file_name("libcublasLt.so.13")).unwrap();
+    library.parent().unwrap().to_path_buf()
+}
+
+/// A run on these GPUs.
+fn train(fake: &[(&str, &str)], flags: &[&str]) -> Outcome {
+    let workspace = Workspace::new();
+    let libraries = driver(&workspace);
+    let named = format!("--cuda-libraries={}", libraries.display());
+    let common = ["--device=cuda", "--attention=plain", "--hardware=h200-pcie5", "--bucket-mib=0.03125", &named];
+    let mut command = workspace.train("out", &[&common, flags].concat());
+    command.env("LD_LIBRARY_PATH", &libraries).envs(fake.iter().copied());
+    run(&mut command)
+}
+
+/// What the driver counted: pulls, staged ones, waits for others. Nothing may be left.
+fn counted(outcome: &Outcome) -> [usize; 3] {
+    let line = outcome.stdout.lines().find(|line| line.starts_with("fake driver: ")).unwrap_or_else(|| panic!("{outcome:?}"));
+    let numbers: Vec<usize> = line.split(|c: char| !c.is_ascii_digit()).filter_map(|number| number.parse().ok()).collect();
+    let [direct, staged, waits, left, contexts] = numbers[..] else { panic!("{line}") };
+    assert_eq!((left, contexts), (0, 0), "{line}");
+    [direct, staged, waits]
+}
+
+#[test]
+fn several_gpus_start_pull_and_end_in_an_order_that_a_driver_accepts() {
+    if is_emulated() {
+        return;
+    }
+    for (gpus, shares, resident) in [("2", 2, "0"), ("all", 2, "all"), ("3", 6, "1")] {
+        let (gpus, shares, count) = (format!("--gpus={gpus}"), format!("--gradient-shares={shares}"), if gpus == "3" { "3" } else { "2" });
+        let resident = if cfg!(feature = "repartition") { format!("--resident-buckets={resident}") } else { "--slots=2".into() };
+        let flags = [&gpus, &shares, &resident, "--gradient-accumulation-steps=2"];
+        let outcome = train(&[("FAKE_GPUS", count)], &flags);
+        let [direct, staged, waits] = counted(&outcome);
+        assert!(direct > 0 && staged == 0 && waits > 0, "{flags:?}: {outcome:?}");
+        assert!(outcome.stdout.contains("GPU 0 (0000:0F:00.0), GPU 1 (0000:1F:00.0)"), "{outcome:?}");
+    }
+}
+
+#[test]
+fn one_gpu_waits_for_nobody() {
+    if is_emulated() {
+        return;
+    }
+    let outcome = train(&[], &["--gradient-shares=2", "--gradient-accumulation-steps=2"]);
+    assert_eq!(counted(&outcome), [0, 0, 0]);
+}
+
+#[test]
+fn where_there_is_no_link_gradients_pass_through_host_memory_and_a_person_is_told() {
+    if is_emulated() {
+        return;
+    }
+    let outcome = train(&[("FAKE_NO_LINK", "")], &["--gpus=2"]);
+    let [direct, staged, waits] = counted(&outcome);
+    assert!(direct == 0 && staged > 0 && waits > 0, "{outcome:?}");
+    assert!(outcome.stdout.contains("GPU 0 and GPU 1 have no direct link: gradients pass through host memory"), "{outcome:?}");
+}
+
+#[test]
+fn gpus_that_cannot_train_together_are_refused_and_leave_nothing() {
+    if is_emulated() {
+        return;
+    }
+    train(&[], &["--gpus=3"]).refused(2, &["--gpus 3", "there are 2 GPUs", "--gpus 2"]);
+    train(&[("FAKE_MODELS", "")], &["--gpus=2"]).refused(1, &["GPU 0 (0000:0F:00.0) is a Fake 0", "GPU 1 (0000:1F:00.0) is a Fake 1"]);
+    let other = train(&[("FAKE_ALGORITHMS", "")], &["--gpus=2"]);
+    other.refused(1, &["rank 1", "algorithm 70", "algorithm 71"]);
+    counted(&other);
+}
+
+#[test]
+fn a_gpu_that_is_lost_ends_all_ranks_at_once_and_is_named() {
+    if is_emulated() {
+        return;
+    }
+    for after in ["0", "7", "60"] {
+        let start = Instant::now();
+        let outcome = train(&[("FAKE_FAULT", after)], &["--gpus=2"]);
+        outcome.refused(1, &["rank 1: pull ", "CUDA error 700", "context is lost", "last checkpoint"]);
+        counted(&outcome);
+        assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
+    }
+}

@@ -1,0 +1,230 @@
+// libcuda.so.1 and libcublasLt.so.13 of a machine without a GPU, for the host's side of a run: memory is the host's, copies are made at
+// once, kernels and products do nothing, so that all numbers are zero. What a real driver would not forgive ends the process with a line:
+// handles that are gone, or of another context than the current one; copies from memory that is not there, or out of reach; a context
+// that goes while its memory is in use. At the end it counts.
+//
+// FAKE_GPUS: how many (2). FAKE_MODELS: each is a model of its own. FAKE_NO_LINK: none reaches another. FAKE_ALGORITHMS: cuBLASLt chooses
+// otherwise on each. FAKE_FAULT: GPU 1 is lost after so many pulls.
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#define GPUS_MAX 8
+typedef uint64_t u64;
+typedef struct { int gpu, retained, reaches[GPUS_MAX]; } Context;
+typedef struct { int is_live; Context *context; } Stream;
+typedef struct { int is_live, is_recorded, pending; Context *context; double ms; } Event;
+typedef struct { int is_live; u64 start, bytes; Context *context; } Memory;
+
+enum { INVALID_DEVICE = 101, NOT_READY = 600, NO_LINK = 217, ILLEGAL_ADDRESS = 700, ALREADY_ENABLED = 704 };
+
+static Context contexts[GPUS_MAX];
+static __thread Context *stack[16];
+static __thread int depth;
+static Memory memories[1 << 16];
+static int allocated, direct, staged, waits;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+
+static void refuse(const char *why) {
+  fprintf(stderr, "fake driver: %s\n", why);
+  _exit(99);
+}
+
+static int gpus(void) { return getenv("FAKE_GPUS") ? atoi(getenv("FAKE_GPUS")) : 2; }
+
+static Context *current(void) {
+  if (!depth || !stack[depth - 1] || !stack[depth - 1]->retained) refuse("no context is current, or it is gone");
+  return stack[depth - 1];
+}
+
+static Stream *live_stream(Stream *stream) {
+  if (!stream->is_live || stream->context != current()) refuse("a stream that is gone, or of another context");
+  return stream;
+}
+
+static Event *live_event(Event *event) {
+  if (!event->is_live || !event->context->retained) refuse("an event that is gone, or its context");
+  return event;
+}
+
+static Memory *memory_of(u64 start, u64 bytes) {
+  for (int i = 0; i < allocated; i++)
+    if (memories[i].is_live && memories[i].start <= start && start + bytes <= memories[i].start + memories[i].bytes) return &memories[i];
+  refuse("memory that is not there");
+  return 0;
+}
+
+static void own_memory(u64 start, u64 bytes, Stream *stream) {
+  if (memory_of(start, bytes)->context != live_stream(stream)->context) refuse("memory of another GPU");
+}
+
+__attribute__((destructor)) static void count(void) {
+  int left = 0, retained = 0;
+  for (int i = 0; i < allocated; i++) left += memories[i].is_live;
+  for (int i = 0; i < GPUS_MAX; i++) retained += contexts[i].retained;
+  printf("fake driver: %d pulls, %d staged, %d waits for others, %d allocations left, %d contexts left\n", direct, staged, waits, left, retained);
+}
+
+int cuInit(unsigned flags) { return 0; }
+int cuDriverGetVersion(int *version) { *version = 13000; return 0; }
+int cuGetErrorString(int code, const char **text) { *text = "as the fake driver says"; return 0; }
+
+int cuDeviceGetCount(int *count) { *count = gpus(); return 0; }
+int cuDeviceGet(int *gpu, int ordinal) { *gpu = ordinal; return ordinal < gpus() ? 0 : INVALID_DEVICE; }
+int cuDeviceGetAttribute(int *value, int attribute, int gpu) { *value = 0; return 0; }
+int cuDeviceGetName(char *name, int bytes, int gpu) { snprintf(name, bytes, "Fake %d", getenv("FAKE_MODELS") ? gpu : 0); return 0; }
+int cuDeviceGetPCIBusId(char *text, int bytes, int gpu) { snprintf(text, bytes, "0000:%dF:00.0", gpu); return 0; }
+int cuDeviceCanAccessPeer(int *can, int gpu, int other) { *can = gpu != other && !getenv("FAKE_NO_LINK"); return 0; }
+
+int cuDevicePrimaryCtxRetain(Context **context, int gpu) {
+  pthread_mutex_lock(&lock);
+  contexts[gpu].gpu = gpu;
+  contexts[gpu].retained++;
+  pthread_mutex_unlock(&lock);
+  *context = &contexts[gpu];
+  return 0;
+}
+
+int cuDevicePrimaryCtxRelease_v2(int gpu) {
+  pthread_mutex_lock(&lock);
+  if (contexts[gpu].retained-- <= 0) refuse("a context is released that nobody has");
+  for (int i = 0; i < allocated && !contexts[gpu].retained; i++)
+    if (memories[i].is_live && memories[i].context == &contexts[gpu]) refuse("a context goes before its memory");
+  if (!contexts[gpu].retained) memset(contexts[gpu].reaches, 0, sizeof contexts[gpu].reaches);
+  pthread_mutex_unlock(&lock);
+  return 0;
+}
+
+int cuCtxSetCurrent(Context *context) { if (!depth) depth = 1; stack[depth - 1] = context; return 0; }
+int cuCtxPushCurrent_v2(Context *context) { stack[depth++] = context; current(); return 0; }
+int cuCtxPopCurrent_v2(Context **context) { *context = stack[--depth]; return 0; }
+int cuCtxGetStreamPriorityRange(int *least, int *most) { current(); *least = 0; *most = -5; return 0; }
+
+int cuCtxEnablePeerAccess(Context *other, unsigned flags) {
+  if (!other->retained) refuse("a peer whose context is gone");
+  if (other == current() || getenv("FAKE_NO_LINK")) return NO_LINK;
+  if (current()->reaches[other->gpu]) return ALREADY_ENABLED;
+  current()->reaches[other->gpu] = 1;
+  return 0;
+}
+
+int cuStreamCreateWithPriority(Stream **stream, unsigned flags, int priority) {
+  *stream = malloc(sizeof **stream);
+  **stream = (Stream){1, current()};
+  return 0;
+}
+int cuStreamSynchronize(Stream *stream) { live_stream(stream); return 0; }
+int cuStreamDestroy_v2(Stream *stream) { live_stream(stream)->is_live = 0; return 0; }
+
+int cuStreamWaitEvent(Stream *stream, Event *event, unsigned flags) {
+  if (!live_event(event)->is_recorded) refuse("a wait for an event that was not recorded is none");
+  waits += live_stream(stream)->context != event->context;
+  return 0;
+}
+
+int cuEventCreate(Event **event, unsigned flags) {
+  *event = malloc(sizeof **event);
+  **event = (Event){1, 0, 0, current(), 0};
+  return 0;
+}
+int cuEventRecord(Event *event, Stream *stream) {
+  if (live_event(event)->context != live_stream(stream)->context) refuse("an event is recorded in another context");
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  *event = (Event){1, 1, 2, event->context, now.tv_sec * 1e3 + now.tv_nsec / 1e6};
+  return 0;
+}
+// Not done at first, so that somebody waits.
+int cuEventQuery(Event *event) {
+  if (!live_event(event)->is_recorded && event->context != current()) refuse("an event of another GPU that was not recorded counts as done");
+  return event->pending-- > 0 ? NOT_READY : 0;
+}
+int cuEventSynchronize(Event *event) { live_event(event)->pending = 0; return 0; }
+int cuEventElapsedTime(float *ms, Event *start, Event *end) { *ms = live_event(end)->ms - live_event(start)->ms; return 0; }
+int cuEventDestroy_v2(Event *event) {
+  if (live_event(event)->context != current()) refuse("an event ends in another context");
+  event->is_live = 0;
+  return 0;
+}
+
+int cuMemGetInfo_v2(size_t *free, size_t *total) { current(); *free = *total = 8ull << 30; return 0; }
+int cuMemAlloc_v2(u64 *address, size_t bytes) {
+  *address = (u64)aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+  memset((void *)*address, 0xff, bytes);
+  pthread_mutex_lock(&lock);
+  memories[allocated++] = (Memory){1, *address, bytes, current()};
+  pthread_mutex_unlock(&lock);
+  return 0;
+}
+int cuMemFree_v2(u64 address) {
+  Memory *memory = memory_of(address, 1);
+  if (memory->start != address || memory->context != current()) refuse("memory is freed in another context");
+  memory->is_live = 0;
+  return 0;
+}
+int cuMemHostRegister_v2(void *address, size_t bytes, unsigned flags) { current(); return 0; }
+int cuMemHostUnregister(void *address) { current(); return 0; }
+
+int cuMemsetD8Async(u64 to, unsigned char byte, size_t bytes, Stream *stream) { own_memory(to, bytes, stream); memset((void *)to, byte, bytes); return 0; }
+int cuMemcpyHtoDAsync_v2(u64 to, void *from, size_t bytes, Stream *stream) { own_memory(to, bytes, stream); memcpy((void *)to, from, bytes); return 0; }
+int cuMemcpyDtoHAsync_v2(void *to, u64 from, size_t bytes, Stream *stream) { own_memory(from, bytes, stream); memcpy(to, (void *)from, bytes); return 0; }
+int cuMemcpyDtoDAsync_v2(u64 to, u64 from, size_t bytes, Stream *stream) {
+  own_memory(to, bytes, stream);
+  Context *theirs = memory_of(from, bytes)->context;
+  if (theirs != stream->context && !stream->context->reaches[theirs->gpu]) refuse("a copy from a GPU that is out of reach");
+  direct += theirs != stream->context;
+  if (getenv("FAKE_FAULT") && stream->context->gpu == 1 && direct > atoi(getenv("FAKE_FAULT"))) return ILLEGAL_ADDRESS;
+  memmove((void *)to, (void *)from, bytes);
+  return 0;
+}
+int cuMemcpyPeerAsync(u64 to, Context *here, u64 from, Context *there, size_t bytes, Stream *stream) {
+  own_memory(to, bytes, stream);
+  if (here != stream->context || there != memory_of(from, bytes)->context) refuse("a copy that names other contexts than its memory's");
+  staged++;
+  memmove((void *)to, (void *)from, bytes);
+  return 0;
+}
+
+int cuModuleLoadDataEx(void **module, const char *ptx, unsigned count, void *options, void *values) { current(); *module = malloc(1); return 0; }
+int cuModuleUnload(void *module) { current(); return 0; }
+int cuModuleGetFunction(const char **function, void *module, const char *name) { *function = strdup(name); return 0; }
+
+static void *argument(void **arguments, int nth) { return (void *)*(u64 *)arguments[nth]; }
+int cuLaunchKernel(const char *name, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, Stream *stream, void **arguments, void **extra) {
+  live_stream(stream);
+  // Its numbers come to the host.
+  if (!strcmp(name, "copy_words")) memcpy(argument(arguments, 1), argument(arguments, 0), 4 * (u64)argument(arguments, 2));
+  for (int part = 0; !strncmp(name, "sum_slices", 10) && part < 8; part++)
+    if (argument(arguments, part)) own_memory((u64)argument(arguments, part), 1, stream);
+  return 0;
+}
+
+typedef struct { u64 algorithm[8]; size_t workspace; int status; float waves; int reserved[4]; } Suggestion;
+static int make(void **made) { *made = malloc(1); return 0; }
+size_t cublasLtGetVersion(void) { return 130100; }
+const char *cublasLtGetStatusName(int status) { return "FAKE"; }
+int cublasLtCreate(void **handle) { current(); return make(handle); }
+int cublasLtDestroy(void *handle) { current(); return 0; }
+int cublasLtMatrixLayoutCreate(void **layout, int type, u64 rows, u64 columns, int64_t stride) { return make(layout); }
+int cublasLtMatrixLayoutDestroy(void *layout) { return 0; }
+int cublasLtMatmulDescCreate(void **description, int compute, int scale) { return make(description); }
+int cublasLtMatmulDescSetAttribute(void *description, int which, void *value, size_t bytes) { return 0; }
+int cublasLtMatmulDescDestroy(void *description) { return 0; }
+int cublasLtMatmulPreferenceCreate(void **preference) { return make(preference); }
+int cublasLtMatmulPreferenceSetAttribute(void *preference, int which, void *value, size_t bytes) { return 0; }
+int cublasLtMatmulPreferenceDestroy(void *preference) { return 0; }
+int cublasLtMatmulAlgoGetHeuristic(void *handle, void *product, void *a, void *b, void *c, void *d, void *preference, int most, Suggestion *found, int *count) {
+  *found = (Suggestion){{getenv("FAKE_ALGORITHMS") ? 70 + current()->gpu : 70}};
+  *count = 1;
+  return 0;
+}
+int cublasLtMatmulAlgoConfigGetAttribute(u64 *algorithm, int which, int *value, size_t bytes, size_t *written) { *value = which ? 1 : algorithm[0]; return 0; }
+int cublasLtMatmul(void *handle, void *product, float *alpha, u64 a, void *la, u64 b, void *lb, float *beta, u64 c, void *lc, u64 d, void *ld, u64 *algorithm, u64 workspace, size_t bytes, Stream *stream) {
+  u64 used[] = {a, b, c, d, workspace};
+  for (int i = 0; i < 5; i++) own_memory(used[i], 1, stream);
+  return 0;
+}

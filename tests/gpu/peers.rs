@@ -1,0 +1,172 @@
+//! Several devices that train as one: the bits of one device, copies that overlap, and ranks that are late.
+
+use super::random::Random;
+use super::report::{Missed, Outcome, Report, require};
+use super::training::{RECIPE, Run, SPECULATE, median_norm, run_engine, runs_beside, shape, wide_shape};
+use std::io::Write;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
+use superoffload::internals::device::Kernels;
+use superoffload::internals::engine::{Counts, Engine, Exchange};
+use superoffload::internals::hardware::Topology;
+use superoffload::internals::launch::UseEngine;
+use superoffload::internals::model::ModelShape;
+use superoffload::internals::planner::Machine;
+use superoffload::{Error, Plan, Result, Settings};
+
+/// How a rank's device is kept busy by somebody else, now and then, until `AtomicBool` says stop; `usize` is the rank.
+pub type Disturb<'a> = &'a (dyn Fn(usize, &Disturbance) -> Result<()> + Sync);
+
+/// Devices under test, as training on several sees them.
+pub struct Ranks<'a> {
+    /// Trains, on as many devices as the plan says.
+    pub launch: &'a dyn Fn(&Plan, &ModelShape, &Topology, Training<'_>) -> Result<Run>,
+    /// What the plan may use.
+    pub machine: Machine,
+    /// Settings of the device, in lines of a configuration file.
+    pub settings: &'a str,
+    /// How many there are.
+    pub devices: usize,
+    /// Streams are real: spans may overlap.
+    pub overlaps: bool,
+    pub disturb: Disturb<'a>,
+    /// Steps of a run: more than five, where faults are.
+    pub steps: usize,
+    /// Runs with a rank that is late.
+    pub late_runs: usize,
+}
+
+/// Which rank is to be late.
+#[derive(Default)]
+pub struct Disturbance {
+    rank: AtomicUsize,
+    is_over: AtomicBool,
+}
+
+#[cfg(feature = "cuda")]
+impl Disturbance {
+    /// Calls `work` while `rank` is to be late, until that is over.
+    pub fn while_late(&self, rank: usize, mut work: impl FnMut() -> Result<()>) -> Result<()> {
+        while !self.is_over.load(Ordering::Relaxed) {
+            if self.rank.load(Ordering::Relaxed) == rank {
+                work()?;
+            }
+            std::thread::sleep(Duration::from_micros(300));
+        }
+        Ok(())
+    }
+}
+
+/// A training run on any device.
+pub struct Training<'a> {
+    settings: &'a Settings,
+    steps: usize,
+    before_data: &'a mut dyn FnMut(),
+}
+
+impl UseEngine for Training<'_> {
+    type Output = Run;
+
+    fn run<D: Kernels, X: Exchange<D>>(self, engine: Engine<D, X>) -> Result<Run> {
+        run_engine(engine, self.settings, self.steps, self.before_data)
+    }
+}
+
+/// Two shares, whichever devices compute them; buckets of 8 blocks.
+const SHARED: &str = "gradient-shares = 2\nbucket-mib = 0.0625\n";
+
+impl Ranks<'_> {
+    fn train(&self, shape: &ModelShape, gpus: usize, lines: &str, trace: bool, before_data: &mut dyn FnMut()) -> Result<Run> {
+        let accumulate = 2 / gpus;
+        let toml = format!("{RECIPE}{}gpus = {gpus}\ngradient-accumulation-steps = {accumulate}\n{lines}", self.settings);
+        let settings = Settings::resolve(toml::from_str(&toml).map_err(Error::usage)?)?;
+        let plan = Plan::new(&settings, shape, &self.machine, trace)?;
+        let training = Training { settings: &settings, steps: self.steps, before_data };
+        (self.launch)(&plan, shape, &Topology::this_machine(), training)
+    }
+
+    fn on(&self, gpus: usize, lines: &str) -> Result<Run> {
+        self.train(&shape(), gpus, &format!("{SHARED}{lines}"), false, &mut || ())
+    }
+}
+
+/// All cases of several devices; they say so where there is one.
+pub fn run<W: Write>(report: &mut Report<W>, ranks: &Ranks<'_>) {
+    let cases: [(&str, &dyn Fn(&Ranks<'_>) -> Outcome); 6] = [
+        ("two have the digest of one, every state on the host", &|ranks| same_bits(ranks, OFFLOADED, false)),
+        ("two have the digest of one, no state on the host", &|ranks| same_bits(ranks, "strategy = \"no-offload\"\n", false)),
+        ("two have the digest of one, some states on the host", &|ranks| same_bits(ranks, PARTLY, false)),
+        ("two have the digest of one, NaN and Inf on one of them", &|ranks| same_bits(ranks, OFFLOADED, true)),
+        ("gradients and weights are pulled while products run", &overlap),
+        ("a rank that is late changes nothing", &late),
+    ];
+    for (name, case) in cases {
+        report.case(&format!("peers/{name}"), || if ranks.devices < 2 { alone(ranks) } else { case(ranks) });
+    }
+}
+
+fn alone(ranks: &Ranks<'_>) -> Outcome {
+    Err(Missed::Skipped(format!("this needs two devices; here are {}", ranks.devices)))
+}
+
+const OFFLOADED: &str = "strategy = \"superoffload\"\nwithout = [\"adaptive\"]\nslots = 2\nresident-buckets = 0\n";
+const PARTLY: &str = if cfg!(feature = "repartition") {
+    "strategy = \"superoffload\"\nwithout = [\"adaptive\"]\nslots = 3\nresident-buckets = 2\n"
+} else {
+    OFFLOADED
+};
+
+/// One device and two, under clips of about half of the steps, and with gradients made wrong in one share or the other.
+fn same_bits(ranks: &Ranks<'_>, lines: &str, is_poisoned: bool) -> Outcome {
+    let faults =
+        "inject = [{step = 3, element = 20, share = 1, value = \"nan\"}, {step = 5, element = 9000, share = 0, value = \"-inf\"}]\n";
+    let lines = format!("{lines}{}", if is_poisoned { faults } else { "" });
+    let max_norm = median_norm(&ranks.on(1, &format!("{lines}max-grad-norm = 0\n"))?)?;
+    let lines = format!("{lines}max-grad-norm = {max_norm}\n");
+    let (one, two) = (ranks.on(1, &lines)?, ranks.on(2, &lines)?);
+    require(two.losses() == one.losses(), || format!("losses {:?}, on one device {:?}", two.losses(), one.losses()))?;
+    require(two.digest == one.digest, || "another state than on one device".into())?;
+    let Counts { committed, clipped, skipped, .. } = two.counts;
+    require(committed > 0 && clipped > 0 && (skipped > 0) == is_poisoned, || format!("{:?}", two.counts))?;
+    Ok(0.0)
+}
+
+/// Spans of the timeline: pulls run while the compute stream computes.
+fn overlap(ranks: &Ranks<'_>) -> Outcome {
+    if !ranks.overlaps {
+        return Err(Missed::Skipped("on this device it is up to the scheduler".into()));
+    }
+    let lines = format!("gradient-shares = 2\n{SPECULATE}resident-buckets = 0\nmax-grad-norm = 0\n");
+    let run = ranks.train(&wide_shape(4), 2, &lines, true, &mut || ())?;
+    for track in ["reduce", "gather"] {
+        require(runs_beside(&run, track, "pull")?, || format!("{track} never pulled beside the compute stream"))?;
+    }
+    Ok(0.0)
+}
+
+/// Somebody else keeps the device of one rank busy, drawn for each run, and the first rank's data comes late at random.
+fn late(ranks: &Ranks<'_>) -> Outcome {
+    let lines = format!("{PARTLY}max-grad-norm = 0.5\n");
+    let want = ranks.on(1, &lines)?;
+    let disturbance = Disturbance::default();
+    let mut random = Random::new(0, "late ranks");
+    std::thread::scope(|scope| {
+        let (disturb, disturbance) = (ranks.disturb, &disturbance);
+        let disturbed: Vec<_> = (0..2).map(|rank| scope.spawn(move || disturb(rank, disturbance))).collect();
+        let mut body = || -> Outcome {
+            for nth in 0..ranks.late_runs {
+                disturbance.rank.store(random.bits() as usize % 2, Ordering::Relaxed);
+                let mut wait = || std::thread::sleep(Duration::from_micros(u64::from(random.bits() % 2000)));
+                let have = ranks.train(&shape(), 2, &format!("{SHARED}{lines}"), false, &mut wait)?;
+                require(have.losses() == want.losses() && have.digest == want.digest, || format!("run {nth}: other bits"))?;
+            }
+            Ok(0.0)
+        };
+        let outcome = body();
+        disturbance.is_over.store(true, Ordering::Relaxed);
+        for thread in disturbed {
+            thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+        }
+        outcome
+    })
+}
