@@ -1,6 +1,8 @@
 //! How a rank's slices meet those of the others: gradients are summed over the shares of a step, and new weights come from their owners.
 //! The driver calls it at points of its loop and from `pump`; nothing here blocks. [`Alone`] is one device; `pulls.rs` is several.
 
+use super::vitals::Vitals;
+use super::watchdog::Watched;
 use crate::bucket::slices::Slices;
 use crate::device::{DeviceSlice, Kernels, Stream, SumSlices};
 use crate::dtype::Dtype;
@@ -9,6 +11,7 @@ use crate::optim::norm;
 use crate::planner::plan::Plan;
 use crate::ranks::board::{ORDER_WORDS, StepOutcome};
 use crate::units::NormSq;
+use std::sync::Arc;
 
 /// What rank 0 has all ranks do. Its numbers are the board's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -104,6 +107,11 @@ pub trait Exchange<D: Kernels> {
     /// What is computed from now on finds the others' weights of `bucket`.
     fn arrive(&self, _dev: &mut D, _bucket: usize) -> Result<()> {
         Ok(())
+    }
+
+    /// This rank, which has `vitals`, and all others.
+    fn watched(&self, vitals: Arc<Vitals>) -> Watched {
+        Watched::alone(vitals)
     }
 
     /// Lets another rank go on, in a test that decides who does.

@@ -13,6 +13,7 @@ use super::step_job::StepJob;
 use super::transfers::Transfers;
 use super::verdict::{SpeculationHistory, Verdict};
 use super::vitals::Vitals;
+use super::watchdog::Watched;
 use super::weight_flow::WeightFlow;
 use crate::device::{EventId, Kernels, ProductAlgorithm};
 use crate::error::Result;
@@ -198,9 +199,9 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         self.dev.product_algorithms()
     }
 
-    /// Its signs of life, for a watchdog.
-    pub fn vitals(&self) -> Arc<Vitals> {
-        self.vitals.clone()
+    /// Signs of life of all ranks, for a watchdog.
+    pub fn watched(&self) -> Watched {
+        self.exchange.watched(self.vitals.clone())
     }
 
     pub fn now_ns(&self) -> u64 {
@@ -263,7 +264,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     pub fn resume(&mut self, train_step: u64, optimizer_step: u64, loss_scale: LossScale, history: SpeculationHistory) -> Result<()> {
         let words =
             [train_step, optimizer_step, u64::from(loss_scale.scale().to_bits()), u64::from(loss_scale.good_steps()), history.bits(), 0];
-        self.exchange.lead(Order::Resume, words)?;
+        self.lead(Order::Resume, words)?;
         (self.train_step, self.optimizer_step, self.loss_scale) = (train_step, optimizer_step, loss_scale);
         self.coordinator.set_history(history);
         Ok(())

@@ -10,6 +10,7 @@ mod fault_injector;
 mod hops;
 pub(crate) mod loss_scale;
 mod memory;
+mod missing;
 pub(crate) mod orders;
 pub(crate) mod pool;
 mod pulls;

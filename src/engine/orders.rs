@@ -8,6 +8,7 @@ use super::pulls::{Introduction, Pulls};
 use super::route::Hop;
 use super::step_job::StepJob;
 use super::verdict::SpeculationHistory;
+use super::vitals::Doing;
 use crate::bucket::layout::Tier;
 use crate::device::{Kernels, Peers};
 use crate::error::Result;
@@ -30,6 +31,26 @@ impl<C> Hall<C> {
 /// The engine of a rank among others.
 pub(crate) type RankEngine<D> = Engine<D, Pulls<<D as Peers>::Card>>;
 
+impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
+    /// Rank 0 has the others do this, too, once they have done what came before.
+    pub(super) fn lead(&mut self, order: Order, words: Words) -> Result<()> {
+        self.while_ordering(|exchange| exchange.lead(order, words))
+    }
+
+    /// Rank 0 waits until the others have done what they were told.
+    pub(super) fn await_done(&mut self) -> Result<()> {
+        self.while_ordering(|exchange| exchange.await_done())
+    }
+
+    fn while_ordering(&mut self, wait: impl FnOnce(&mut X) -> Result<()>) -> Result<()> {
+        let (before, number) = self.vitals.doing();
+        self.vitals.now(Doing::Orders, 0);
+        let waited = wait(&mut self.exchange);
+        self.vitals.now(before, number);
+        waited
+    }
+}
+
 impl<D: Kernels + Peers> RankEngine<D> {
     /// As [`Engine::new`], for the rank that has `seat`, on its thread, whose bell is the board's. Returns when all ranks have come as far.
     ///
@@ -44,7 +65,7 @@ impl<D: Kernels + Peers> RankEngine<D> {
         };
         let stepped = (0..engine.plan.layout.count()).map(|bucket| engine.transfers.event(written_by(bucket), bucket)).collect();
         let card = engine.dev.card();
-        let introduction = engine.exchange.introduce(card, [engine.model.grads, engine.model.weights], stepped);
+        let introduction = engine.exchange.introduce(card, [engine.model.grads, engine.model.weights], stepped, engine.vitals.clone());
         // Nobody else has this place.
         let _ = hall.0[seat.rank].set(introduction);
         (0..hall.0.len()).for_each(|rank| seat.board.bell(rank).ring());

@@ -3,6 +3,8 @@
 //! *Record, then publish, then others may enqueue a wait*: a wait for an event that was not yet recorded is no wait.
 
 use super::exchange::{Exchange, Order, Words};
+use super::vitals::Vitals;
+use super::watchdog::Watched;
 use crate::bucket::slices::Slices;
 use crate::data::batch;
 use crate::device::{DeviceSlice, EventId, Kernels, PARTS_MAX, Peers, Stream, SumSlices};
@@ -13,9 +15,10 @@ use crate::planner::plan::Plan;
 use crate::ranks::Seat;
 use crate::ranks::board::StepOutcome;
 use crate::units::NormSq;
+use std::sync::Arc;
 
 /// What a rank tells the others of itself, once.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub(super) struct Introduction<C> {
     pub(super) card: C,
     /// Its flat gradients and weights.
@@ -27,6 +30,7 @@ pub(super) struct Introduction<C> {
     pub(super) pulled: EventId,
     /// By bucket: its own slice of the weights is written.
     pub(super) stepped: Vec<EventId>,
+    pub(super) vitals: Arc<Vitals>,
 }
 
 /// A rank among others.
@@ -104,8 +108,14 @@ impl<C> Pulls<C> {
     }
 
     /// What the others need to know, beside what the engine knows.
-    pub(super) fn introduce(&self, card: C, [grads, weights]: [DeviceSlice; 2], stepped: Vec<EventId>) -> Introduction<C> {
-        Introduction { card, grads, weights, written: self.written.clone(), pulled: self.pulled, stepped }
+    pub(super) fn introduce(
+        &self,
+        card: C,
+        [grads, weights]: [DeviceSlice; 2],
+        stepped: Vec<EventId>,
+        vitals: Arc<Vitals>,
+    ) -> Introduction<C> {
+        Introduction { card, grads, weights, written: self.written.clone(), pulled: self.pulled, stepped, vitals }
     }
 
     /// Now all are known, by rank.
@@ -265,6 +275,10 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
 
     fn arrive(&self, dev: &mut D, bucket: usize) -> Result<()> {
         dev.wait(Stream::Compute, self.gathered[bucket])
+    }
+
+    fn watched(&self, _: Arc<Vitals>) -> Watched {
+        Watched { ranks: self.peers.iter().map(|peer| peer.vitals.clone()).collect(), board: Some(self.seat.board.clone()) }
     }
 
     fn pass(&self) -> Result<()> {

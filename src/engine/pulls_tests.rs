@@ -13,7 +13,7 @@ use crate::planner::machine::Machine;
 use crate::ranks::board::{Board, Sizes};
 use proptest::prelude::*;
 use std::panic::AssertUnwindSafe;
-use std::sync::{Arc, OnceLock};
+use std::sync::OnceLock;
 
 #[derive(Clone, Copy, Debug)]
 struct Case {
@@ -49,6 +49,11 @@ fn plan(case: Case) -> Plan {
     Plan { layout, dtype: Dtype::Float32, ranks: case.ranks, shares, grad_accum_steps: shares, ..plan }
 }
 
+/// Nobody looks at them.
+fn vitals(seat: &Seat) -> Arc<Vitals> {
+    Arc::new(Vitals::new(0, seat.board.bell(seat.rank), Arc::default()))
+}
+
 struct Rank {
     dev: CpuDevice,
     pulls: Pulls<Card>,
@@ -71,7 +76,7 @@ impl Rank {
         let stepped = (0..plan.layout.count()).map(|_| dev.event()).collect::<Result<Vec<_>>>()?;
         let mut host = HostMemory::default();
         let seen = host.alloc("seen", 4 * plan.layout.count() * case.ranks)?;
-        let introduction = pulls.introduce(dev.card(), [grads, weights], stepped.clone());
+        let introduction = pulls.introduce(dev.card(), [grads, weights], stepped.clone(), vitals(seat));
         assert!(hall[seat.rank].set(introduction).is_ok());
         hall.iter().enumerate().for_each(|(rank, _)| seat.board.bell(rank).ring());
         seat.board.bell(seat.rank).wait_until(|| hall.iter().all(|place| place.get().is_some()));

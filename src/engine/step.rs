@@ -41,8 +41,8 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     /// step counts. The engine is then as after the last step, whose state can be flushed and saved.
     pub(crate) fn read_data(&mut self, batches: &mut impl Batches) -> Result<StepData> {
         self.vitals.record(Mark::Step, self.train_step + 1);
+        self.await_done()?;
         self.vitals.now(Doing::Data, 0);
-        self.exchange.await_done()?;
         let targets: Result<usize> = (0..self.plan.grad_accum_steps).map(|micro_batch| self.deal(micro_batch, batches)).sum();
         self.vitals.now(Doing::Else, 0);
         match targets? {
@@ -78,7 +78,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
 
     /// The step whose data was read last.
     pub(crate) fn run_step(&mut self, learning_rate: f64, data: StepData) -> Result<StepReport> {
-        self.exchange.lead(Order::Step, [learning_rate.to_bits(), data.targets as u64, self.plan.max_grad_norm.to_bits(), 0, 0, 0])?;
+        self.lead(Order::Step, [learning_rate.to_bits(), data.targets as u64, self.plan.max_grad_norm.to_bits(), 0, 0, 0])?;
         self.vitals.now(Doing::Enqueuing, 0);
         let stepped = self.pass_and_validate(learning_rate, data);
         self.vitals.now(Doing::Else, 0);

@@ -120,6 +120,11 @@ impl Board {
         self.entries.len()
     }
 
+    /// How many buckets they have.
+    pub(crate) fn buckets(&self) -> u64 {
+        self.entries[0].settled.len() as u64
+    }
+
     /// The bell that wakes the driver of `rank`.
     pub(crate) fn bell(&self, rank: usize) -> Arc<Doorbell> {
         self.bells[rank].clone()
@@ -146,9 +151,14 @@ impl Board {
         self.ring_others(rank);
     }
 
+    /// Buckets that `rank` has written.
+    pub(crate) fn written(&self, rank: usize) -> u64 {
+        self.entries[rank].written.load(Ordering::Acquire)
+    }
+
     /// Whether every rank has written more than `nth` buckets.
     pub(crate) fn all_written(&self, nth: u64) -> bool {
-        self.entries.iter().all(|entry| entry.written.load(Ordering::Acquire) > nth)
+        (0..self.ranks()).all(|rank| self.written(rank) > nth)
     }
 
     /// One more bucket of `rank` is pulled; its event is recorded.
@@ -157,9 +167,14 @@ impl Board {
         self.ring_others(rank);
     }
 
+    /// Buckets that `rank` has pulled.
+    pub(crate) fn pulled(&self, rank: usize) -> u64 {
+        self.entries[rank].pulled.load(Ordering::Acquire)
+    }
+
     /// Whether every rank has pulled at least `count` buckets.
     pub(crate) fn all_pulled(&self, count: u64) -> bool {
-        self.entries.iter().all(|entry| entry.pulled.load(Ordering::Acquire) >= count)
+        (0..self.ranks()).all(|rank| self.pulled(rank) >= count)
     }
 
     /// Version `version` of the weights of the slice of `bucket` that `rank` owns is final; the event of what writes them is recorded.
@@ -206,10 +221,15 @@ impl Board {
         self.ring_others(rank);
     }
 
+    /// The step that `rank` has reported last.
+    pub(crate) fn reported(&self, rank: usize) -> u64 {
+        self.entries[rank].reported.load(Ordering::Acquire)
+    }
+
     /// Of `step`, whether a gradient of any rank is infinite or NaN, and the sum of the shares' losses in their order; `None` until every
     /// rank has told.
     pub(crate) fn reports(&self, step: u64) -> Option<(bool, f32)> {
-        let all = self.entries.iter().all(|entry| entry.reported.load(Ordering::Acquire) >= step);
+        let all = (0..self.ranks()).all(|rank| self.reported(rank) >= step);
         let nonfinite = || self.entries.iter().any(|entry| entry.nonfinite.load(Ordering::Relaxed));
         let loss = || self.losses.iter().map(|bits| f64::from(f32::from_bits(bits.load(Ordering::Relaxed)))).sum::<f64>();
         all.then(|| (nonfinite(), loss() as f32))
@@ -249,10 +269,14 @@ impl Board {
         self.ring_others(rank);
     }
 
-    /// Whether all ranks but 0 have carried out every order.
+    /// Whether `rank` has carried out every order; rank 0, who gives them, always has.
+    pub(crate) fn is_done(&self, rank: usize) -> bool {
+        rank == 0 || self.entries[rank].done.load(Ordering::Acquire) == self.orders.load(Ordering::Relaxed)
+    }
+
+    /// Whether all ranks have.
     pub(crate) fn all_done(&self) -> bool {
-        let orders = self.orders.load(Ordering::Relaxed);
-        self.entries[1..].iter().all(|entry| entry.done.load(Ordering::Acquire) == orders)
+        (0..self.ranks()).all(|rank| self.is_done(rank))
     }
 
     /// Puts words into the mail from `start` on. An order tells of them.

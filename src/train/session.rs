@@ -131,7 +131,7 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
     /// `Resource` when a thread cannot start.
     pub(crate) fn watch(&self, observer: &mut dyn Observer) -> Result<Option<Watchdog>> {
         let limit = Duration::from_secs(self.settings.stall_limit);
-        observer.on_alarm().map(|on_alarm| Watchdog::start(self.engine.vitals(), limit, on_alarm)).transpose()
+        observer.on_alarm().map(|on_alarm| Watchdog::start(self.engine.watched(), limit, on_alarm)).transpose()
     }
 
     /// Whether the last step is done.
