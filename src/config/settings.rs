@@ -9,8 +9,9 @@
 
 use super::describe;
 use super::options::{
-    ActivationsChoice, AttentionChoice, CastSide, DeviceChoice, HostMemoryKind, InitChoice, Injection, IsaChoice, ResidentBuckets, Resume,
-    Rollback, RunPart, Strategy, Technique, TokenizerChoice, TrainDtype, TrainLength, WeightsChoice, one_or_many, some_scalar,
+    ActivationsChoice, AttentionChoice, CastSide, DeviceChoice, HostMemoryKind, InitChoice, Injection, IsaChoice, RankFault,
+    ResidentBuckets, Resume, Rollback, RunPart, Strategy, Technique, TokenizerChoice, TrainDtype, TrainLength, WeightsChoice, one_or_many,
+    some_scalar,
 };
 use crate::data::tokenizer::AddBos;
 use crate::hardware::selected_profile;
@@ -442,6 +443,8 @@ settings! {
         file {
             /// Values written into gradients, to test the engine; only in the file.
             inject: Vec<Injection> = Vec::new(), Free;
+            /// Ranks that go wrong, to test how all end; only in the file.
+            faults: Vec<RankFault> = Vec::new(), Free;
         }
     }
 }

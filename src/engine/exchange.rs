@@ -109,6 +109,19 @@ pub trait Exchange<D: Kernels> {
         Ok(())
     }
 
+    /// Whether all ranks can go on, as far as is known.
+    ///
+    /// # Errors
+    /// What ended the first that cannot.
+    fn check(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// What ended this rank is what ends all, unless another has ended before: what did, and whose it is.
+    fn blame(&self, error: Error) -> Error {
+        error
+    }
+
     /// This rank, which has `vitals`, and all others.
     fn watched(&self, vitals: Arc<Vitals>) -> Watched {
         Watched::alone(vitals)

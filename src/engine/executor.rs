@@ -157,11 +157,11 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         Ok(Self {
             coordinator: Coordinator::new(plan.layout.clone(), plan.rules, staging(&plan)),
             transfers: Transfers::new(&mut dev, &plan.layout, plan.param_slots)?,
-            exchange,
             in_pool: None,
             compute_tail: dev.event()?,
             modules: [dev.event()?, dev.event()?, dev.event()?],
-            fault_injector: FaultInjector::of(&plan),
+            fault_injector: FaultInjector::of(&plan, exchange.slices().rank()),
+            exchange,
             recorder: Recorder::new("driver", plan.trace_spans),
             loss_scale: LossScale::new(plan.dtype),
             modules_enqueued: 0,
@@ -250,6 +250,14 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     /// Clips above this gradient norm from the next verdict on; 0 never clips.
     pub(crate) fn set_max_grad_norm(&mut self, max_grad_norm: f64) {
         self.plan.max_grad_norm = max_grad_norm;
+    }
+
+    /// Whether all ranks can go on, as far as is known.
+    ///
+    /// # Errors
+    /// What ended the first that cannot.
+    pub(crate) fn check(&self) -> Result<()> {
+        self.exchange.check()
     }
 
     /// Has every gradient norm be 1, on a device that computes none.

@@ -10,6 +10,7 @@ use super::step_job::StepJob;
 use super::verdict::SpeculationHistory;
 use super::vitals::Doing;
 use crate::bucket::layout::Tier;
+use crate::config::options::FaultPhase;
 use crate::device::{Kernels, Peers};
 use crate::error::Result;
 use crate::model::shape::ModelShape;
@@ -59,6 +60,7 @@ impl<D: Kernels + Peers> RankEngine<D> {
     pub(crate) fn join(plan: Plan, shape: ModelShape, dev: D, pool: Pool<StepJob>, seat: &Seat, hall: &Hall<D::Card>) -> Result<Self> {
         let bell = seat.board.bell(seat.rank);
         let mut engine = Self::assemble(plan, shape, dev, pool, bell.clone(), |dev, plan| Pulls::new(dev, plan, seat.clone()))?;
+        engine.strike(FaultPhase::Start)?;
         let written_by = |bucket: usize| match engine.plan.layout.tier(bucket) {
             Tier::Host => Hop::ParamsIn,
             Tier::Unified | Tier::Device => Hop::StepOnDevice,
@@ -112,11 +114,13 @@ impl<D: Kernels + Peers> RankEngine<D> {
                 self.resume(words[0], words[1], loss_scale, SpeculationHistory::of(words[4]))
             }
             Order::Write => {
+                self.strike(FaultPhase::Write)?;
                 let mut piece = vec![0.0; elems];
                 Exchange::<D>::mail(&self.exchange, 0, &mut piece);
                 self.write_own(part(), start, &piece)
             }
             Order::Read => {
+                self.strike(FaultPhase::Read)?;
                 let parts: Vec<_> = Exchange::<D>::slices(&self.exchange).owned(start..start + elems).collect();
                 for (flat, local) in parts {
                     let mut piece = vec![0.0; flat.len()];

@@ -9,7 +9,7 @@ use crate::bucket::slices::Slices;
 use crate::data::batch;
 use crate::device::{DeviceSlice, EventId, Kernels, PARTS_MAX, Peers, Stream, SumSlices};
 use crate::dtype::Dtype;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::optim::norm::{self, BLOCK};
 use crate::planner::plan::Plan;
 use crate::ranks::Seat;
@@ -275,6 +275,15 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
 
     fn arrive(&self, dev: &mut D, bucket: usize) -> Result<()> {
         dev.wait(Stream::Compute, self.gathered[bucket])
+    }
+
+    fn check(&self) -> Result<()> {
+        self.seat.check()
+    }
+
+    fn blame(&self, error: Error) -> Error {
+        self.seat.fail(&error);
+        self.seat.check().err().unwrap_or(error)
     }
 
     fn watched(&self, _: Arc<Vitals>) -> Watched {

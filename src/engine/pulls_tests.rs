@@ -180,7 +180,7 @@ impl Rank {
 fn run(case: Case) {
     let layout = plan(case).layout;
     let (partials, shares) = (layout.flat_elems() / BLOCK, case.ranks * case.rounds);
-    let sizes = Sizes { ranks: case.ranks, buckets: layout.count(), partials, shares, mail_words: 0 };
+    let sizes = Sizes { ranks: case.ranks, buckets: layout.count(), partials, shares, ..Sizes::default() };
     let board = Arc::new(Board::new(sizes, Some(case.seed)));
     let hall: Vec<_> = (0..case.ranks).map(|_| OnceLock::new()).collect();
     let outcomes: Vec<Result<()>> = std::thread::scope(|scope| {
@@ -210,6 +210,21 @@ fn run(case: Case) {
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     });
     outcomes.into_iter().for_each(|outcome| outcome.unwrap_or_else(|error| panic!("{error}: {case:?}")));
+}
+
+/// What another rank has not said it may never say: whoever looks for it learns that.
+#[test]
+fn after_a_failure_nobody_waits_for_what_ranks_publish() {
+    let case = Case { seed: 0, ranks: 2, rounds: 1, blocks: 2, bucket_blocks: 2 };
+    let board = Arc::new(Board::new(Sizes { ranks: 2, buckets: 1, partials: 2, shares: 2, ..Sizes::default() }, None));
+    let seat = Seat { board: board.clone(), rank: 0 };
+    let mut dev = open::cpu(1, Schedule::Threads, board.bell(0), 0).unwrap();
+    let mut pulls: Pulls<Card> = Pulls::new(&mut dev, &plan(case), seat).unwrap();
+    let grads = dev.alloc("flat", 2 * BLOCK, Dtype::Float32).unwrap();
+    pulls.written(&mut dev, grads, 0).unwrap();
+    assert_eq!(pulls.poll(&mut dev, grads).unwrap(), None, "rank 1 has written nothing");
+    board.fail(1, "it is gone");
+    assert_eq!(pulls.poll(&mut dev, grads).unwrap_err().to_string(), "rank 1: it is gone");
 }
 
 proptest! {

@@ -6,6 +6,7 @@ use super::route::Hop;
 use super::step::Pass;
 use super::vitals::Doing;
 use crate::bucket::slices::Slices;
+use crate::config::options::FaultPhase;
 use crate::data::batch::Batches;
 use crate::device::{Cast, Kernels, Stream};
 use crate::dtype::Dtype;
@@ -106,10 +107,11 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         self.vitals.now(Doing::Updates, 0);
         let flushed = self.write_updates();
         self.vitals.now(Doing::Else, 0);
-        flushed
+        flushed.map_err(|error| self.exchange.blame(error))
     }
 
     fn write_updates(&mut self) -> Result<()> {
+        self.strike(FaultPhase::Flush)?;
         self.block_until(Doing::Updates, 0, |engine| Ok(engine.coordinator.all_settled()))?;
         self.coordinator.flush();
         self.run_commands()?;

@@ -7,6 +7,7 @@ use super::executor::{Engine, Exposed, StepData, StepReport};
 use super::route::Hop;
 use super::verdict::Verdict;
 use super::vitals::{Doing, Mark};
+use crate::config::options::FaultPhase;
 use crate::data::batch::{Batch, Batches};
 use crate::device::{Kernels, Stream, Zero};
 use crate::error::{Error, Result};
@@ -82,7 +83,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         self.vitals.now(Doing::Enqueuing, 0);
         let stepped = self.pass_and_validate(learning_rate, data);
         self.vitals.now(Doing::Else, 0);
-        stepped
+        stepped.map_err(|error| self.exchange.blame(error))
     }
 
     fn pass_and_validate(&mut self, learning_rate: f64, data: StepData) -> Result<StepReport> {
@@ -214,6 +215,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
 
     /// Serves events until the device is at most `MODULES_AHEAD` modules behind.
     fn module_enqueued(&mut self) -> Result<()> {
+        self.strike(FaultPhase::Module)?;
         let modules = self.modules;
         self.dev.record(modules[self.modules_enqueued % modules.len()], Stream::Compute)?;
         self.modules_enqueued += 1;
@@ -226,6 +228,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     fn bucket_written(&mut self, bucket: usize, round: usize) -> Result<()> {
         let (range, slices) = (self.plan.layout.range(bucket), self.exchange.slices());
         let share = round * slices.ranks() + slices.rank();
+        self.strike(FaultPhase::Backward)?;
         if let Some(fault_injector) = &self.fault_injector {
             fault_injector.spoil(&mut self.dev, self.model.grads, &range, self.train_step + 1, share)?;
         }
@@ -257,6 +260,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     fn validate(&mut self, learning_rate: f64) -> Result<StepReport> {
         let start = self.dev.now_ns();
         let (step, mut found) = (self.train_step + 1, None);
+        self.strike(FaultPhase::Verdict)?;
         self.block_until(Doing::Norm, 0, |engine| {
             found = found.or_else(|| engine.exchange.outcome(step));
             Ok(found.is_some())
@@ -308,6 +312,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     fn wait_for_bucket(&mut self, bucket: usize) -> Result<()> {
         self.wait_until_settled(bucket)?;
         self.dev.wait(Stream::Compute, self.transfers.event(Hop::ParamsIn, bucket))?;
+        self.strike(FaultPhase::Gather)?;
         if !self.exchange.is_gathered(bucket) {
             self.block_until(Doing::Gather, bucket, |engine| Ok(engine.exchange.is_gathered(bucket)))?;
         }

@@ -2,7 +2,7 @@
 //! account of what everything waits for, of all ranks where there are several. It reads what they publish ([`Vitals`], the board); they
 //! never wait for it.
 
-use super::missing::Missing;
+use super::awaited::Awaited;
 use super::route::Hop;
 use super::vitals::{Doing, EVENTS, Mark, Vitals};
 use crate::device::Stream;
@@ -37,10 +37,10 @@ impl Watched {
     }
 
     /// Every rank, and what it waits for of others: who is late before who waits for it.
-    fn by_lateness(&self) -> Vec<(usize, &Vitals, Option<Missing>)> {
-        let missing = |rank: usize, vitals: &Vitals| self.board.as_ref().and_then(|board| Missing::of(board, rank, vitals.doing()));
+    fn by_lateness(&self) -> Vec<(usize, &Vitals, Option<Awaited>)> {
+        let missing = |rank: usize, vitals: &Vitals| self.board.as_ref().and_then(|board| Awaited::of(board, rank, vitals.doing()));
         let mut ranks: Vec<_> = self.ranks.iter().enumerate().map(|(rank, vitals)| (rank, &**vitals, missing(rank, vitals))).collect();
-        let is_named = |rank: usize, all: &[(usize, &Vitals, Option<Missing>)]| {
+        let is_named = |rank: usize, all: &[(usize, &Vitals, Option<Awaited>)]| {
             all.iter().filter_map(|(_, _, missing)| missing.as_ref()).any(|missing| missing.ranks.contains(&rank))
         };
         let keys: Vec<_> =
@@ -306,7 +306,7 @@ mod tests {
     #[test]
     fn of_several_ranks_the_late_one_is_told_first_and_whom_the_others_wait_for() {
         let vitals: Vec<_> = (0..3).map(|_| Arc::new(Vitals::new(4, Arc::default(), Arc::default()))).collect();
-        let board = Arc::new(Board::new(Sizes { ranks: 3, buckets: 4, partials: 4, shares: 3, mail_words: 0 }, None));
+        let board = Arc::new(Board::new(Sizes { ranks: 3, buckets: 4, partials: 4, shares: 3, ..Sizes::default() }, None));
         let watched = Watched { ranks: vitals.clone(), board: Some(board.clone()) };
         let mut watch = Watch::new(watched, LIMIT);
         // Rank 1 saves, or does anything else that is no step; that the others wait is nothing to tell.
@@ -368,7 +368,7 @@ mod tests {
         let mut pool = Threads::start(2, Homes::default(), bell.clone(), 0, |_| Ok(())).unwrap();
         // The other rank has no workers.
         let idle = Arc::new(Vitals::new(8, Arc::default(), Arc::default()));
-        let board = Arc::new(Board::new(Sizes { ranks: 2, buckets: 8, partials: 0, shares: 2, mail_words: 0 }, None));
+        let board = Arc::new(Board::new(Sizes { ranks: 2, buckets: 8, partials: 0, shares: 2, ..Sizes::default() }, None));
         let watched = Watched { ranks: vec![idle, Arc::new(Vitals::new(8, bell.clone(), pool.pulse()))], board: Some(board) };
         let mut watch = Watch::new(watched, Duration::ZERO);
         assert!(look(&mut watch, 100).is_none(), "idle");

@@ -240,7 +240,14 @@ impl Workload<'_> {
 /// Sizes of the board at which ranks meet, whose mail takes the micro-batches of a step, or a piece of state.
 pub(super) fn board_sizes(layout: &BucketLayout, ranks: usize, shares: usize, batch_words: usize) -> Sizes {
     let flat = layout.flat_elems();
-    Sizes { ranks, buckets: layout.count(), partials: flat / BLOCK, shares, mail_words: batch_words.max(PIECE_ELEMS.min(flat)) }
+    Sizes {
+        ranks,
+        buckets: layout.count(),
+        partials: flat / BLOCK,
+        shares,
+        mail_words: batch_words.max(PIECE_ELEMS.min(flat)),
+        on_gpus: false,
+    }
 }
 
 /// Elements of every module that a ring may hold, in flat order.

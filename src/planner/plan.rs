@@ -2,7 +2,7 @@
 
 use crate::bucket::layout::{BucketLayout, Tier};
 use crate::config::options::{
-    AttentionChoice, CastSide, HostMemoryKind, Injection, IsaChoice, ResidentBuckets, Rollback, Strategy, Technique, TrainDtype,
+    AttentionChoice, CastSide, HostMemoryKind, Injection, IsaChoice, RankFault, ResidentBuckets, Rollback, Strategy, Technique, TrainDtype,
     WeightsChoice,
 };
 use crate::config::settings::Settings;
@@ -153,6 +153,8 @@ pub struct Plan {
     pub max_grad_norm: f64,
     /// Faults to inject.
     pub inject: Vec<Injection>,
+    /// Ranks that go wrong on purpose.
+    pub rank_faults: Vec<RankFault>,
     /// Reorder events with this seed (cpu device).
     pub adversary: Option<u64>,
     /// Room for spans on each track of the timeline; 0 records none.
@@ -225,6 +227,7 @@ impl Plan {
             hyper: hyper(settings),
             max_grad_norm: settings.max_grad_norm,
             inject: settings.inject.clone(),
+            rank_faults: settings.faults.clone(),
             adversary: settings.adversary,
             trace_spans: workload.trace_spans,
             host_memory: MemoryPolicy::default(),
@@ -246,7 +249,8 @@ impl Plan {
     /// Sizes of what its ranks meet at.
     pub fn board_sizes(&self) -> Sizes {
         let batch_words = batch::arrays(self.separates_documents) * self.batch * self.seq_length;
-        board_sizes(&self.layout, self.ranks, self.shares, self.grad_accum_steps * batch_words)
+        let sizes = board_sizes(&self.layout, self.ranks, self.shares, self.grad_accum_steps * batch_words);
+        Sizes { on_gpus: self.machine.kind == DeviceKind::Gpu, ..sizes }
     }
 
     /// Bytes planned at `space`.

@@ -58,11 +58,12 @@ pub(crate) struct Board {
     /// Data that an order is about.
     mail: Box<[AtomicU32]>,
     failure: OnceLock<(usize, String)>,
+    on_gpus: bool,
     baton: Option<Baton>,
 }
 
 /// Sizes of a [`Board`].
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Sizes {
     /// Ranks.
     pub ranks: usize,
@@ -74,6 +75,8 @@ pub struct Sizes {
     pub shares: usize,
     /// Words of the mail.
     pub mail_words: usize,
+    /// Whether each rank is a GPU, and known by it.
+    pub on_gpus: bool,
 }
 
 impl Sizes {
@@ -112,6 +115,7 @@ impl Board {
             order: Default::default(),
             mail: zeros(sizes.mail_words),
             failure: OnceLock::new(),
+            on_gpus: sizes.on_gpus,
         }
     }
 
@@ -303,7 +307,11 @@ impl Board {
 
     /// What ended all ranks, if something did.
     pub(crate) fn failure(&self) -> Option<Error> {
-        self.failure.get().map(|(rank, why)| Error::Rank { rank: *rank, cause: why.clone() })
+        self.failure.get().map(|(rank, why)| Error::Rank { name: self.name(*rank), cause: why.clone() })
+    }
+
+    fn name(&self, rank: usize) -> String {
+        if self.on_gpus { format!("rank {rank} (GPU {rank})") } else { format!("rank {rank}") }
     }
 
     /// Whether all ranks end.
@@ -317,7 +325,7 @@ mod tests {
     use super::*;
 
     fn board(ranks: usize) -> Board {
-        Board::new(Sizes { ranks, buckets: 3, partials: 4, shares: 2, mail_words: 5 }, None)
+        Board::new(Sizes { ranks, buckets: 3, partials: 4, shares: 2, mail_words: 5, on_gpus: ranks == 3 }, None)
     }
 
     #[test]
@@ -356,7 +364,7 @@ mod tests {
         assert!(board.failure().is_none());
         board.fail(1, "no memory");
         board.fail(2, "rank 1 is gone");
-        assert_eq!(board.failure().unwrap().to_string(), "rank 1: no memory");
+        assert_eq!(board.failure().unwrap().to_string(), "rank 1 (GPU 1): no memory");
     }
 
     #[test]

@@ -29,8 +29,10 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
     /// unless it was the engine that failed: its state is then that of no step.
     pub(crate) fn end(mut self, failure: Option<Error>, observer: &mut dyn Observer) -> Summary {
         let mut failures = Failures(failure);
+        self.check_ranks(&mut failures);
         if self.is_sound && !self.save_failed {
             failures.take(self.save_if_new(observer));
+            self.check_ranks(&mut failures);
         }
         let digest = (self.is_sound && self.settings.digest).then(|| self.digest());
         let digest = digest.and_then(|digest| failures.take(digest));
@@ -69,6 +71,14 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
             digest,
             lost,
             failure: failures.0,
+        }
+    }
+
+    /// With a rank that is gone no state is whole. What ended it is what went wrong, unless that is known.
+    fn check_ranks(&mut self, failures: &mut Failures) {
+        if let Err(error) = self.engine.check() {
+            self.is_sound = false;
+            failures.0.get_or_insert(error);
         }
     }
 

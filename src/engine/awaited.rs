@@ -6,12 +6,12 @@ use std::fmt;
 
 /// What others have not published, and which ranks those are.
 #[derive(Debug, PartialEq)]
-pub(super) struct Missing {
+pub(super) struct Awaited {
     what: String,
     pub(super) ranks: Vec<usize>,
 }
 
-impl Missing {
+impl Awaited {
     /// What `rank`, whose driver does this, waits for; `None` when it waits for nobody else.
     pub(super) fn of(board: &Board, rank: usize, (doing, number): (Doing, u64)) -> Option<Self> {
         match doing {
@@ -31,7 +31,7 @@ impl Missing {
     }
 }
 
-impl fmt::Display for Missing {
+impl fmt::Display for Awaited {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let numbers: Vec<String> = self.ranks.iter().map(usize::to_string).collect();
         let rank = if numbers.len() == 1 { "rank" } else { "ranks" };
@@ -40,34 +40,34 @@ impl fmt::Display for Missing {
 }
 
 /// A part of the sum that `rank` makes next.
-fn gradient(board: &Board, rank: usize) -> Option<Missing> {
+fn gradient(board: &Board, rank: usize) -> Option<Awaited> {
     let next = board.pulled(rank);
     let what = format!("the gradient of bucket {}", next % board.buckets());
-    Missing::by(board, what, |other| board.written(other) > next).filter(|missing| !missing.ranks.contains(&rank))
+    Awaited::by(board, what, |other| board.written(other) > next).filter(|missing| !missing.ranks.contains(&rank))
 }
 
 /// A pull of what `rank` has written.
-fn pull(board: &Board, rank: usize) -> Option<Missing> {
+fn pull(board: &Board, rank: usize) -> Option<Awaited> {
     let last = board.written(rank).checked_sub(1)?;
     let what = format!("the pull of bucket {}", last % board.buckets());
-    Missing::by(board, what, |other| board.pulled(other) > last).filter(|missing| !missing.ranks.contains(&rank))
+    Awaited::by(board, what, |other| board.pulled(other) > last).filter(|missing| !missing.ranks.contains(&rank))
 }
 
 /// A report of the step, or what rank 0 makes of all reports.
-fn norm(board: &Board, rank: usize) -> Option<Missing> {
+fn norm(board: &Board, rank: usize) -> Option<Awaited> {
     let step = board.reported(rank);
     if board.outcome(step).is_some() {
         // It has not reported the present step itself.
         return None;
     }
-    let verdict = || (rank > 0).then(|| Missing { what: "the verdict".into(), ranks: vec![0] });
-    Missing::by(board, "the gradient norm", |other| board.reported(other) >= step).or_else(verdict)
+    let verdict = || (rank > 0).then(|| Awaited { what: "the verdict".into(), ranks: vec![0] });
+    Awaited::by(board, "the gradient norm", |other| board.reported(other) >= step).or_else(verdict)
 }
 
 /// Weights come from the last bucket to the first: the first in that order that others have not published as often as `rank` has `bucket`.
-fn weights(board: &Board, rank: usize, bucket: usize) -> Option<Missing> {
+fn weights(board: &Board, rank: usize, bucket: usize) -> Option<Awaited> {
     let version = board.settled(rank, bucket);
-    let missing = |bucket| Missing::by(board, format!("the weights of bucket {bucket}"), |other| board.settled(other, bucket) >= version);
+    let missing = |bucket| Awaited::by(board, format!("the weights of bucket {bucket}"), |other| board.settled(other, bucket) >= version);
     (bucket..board.buckets() as usize).rev().find_map(missing)
 }
 
@@ -79,12 +79,12 @@ mod tests {
     const RANKS: usize = 3;
 
     fn board() -> Board {
-        Board::new(Sizes { ranks: RANKS, buckets: 4, partials: 4, shares: 3, mail_words: 0 }, None)
+        Board::new(Sizes { ranks: RANKS, buckets: 4, partials: 4, shares: 3, ..Sizes::default() }, None)
     }
 
     /// What each rank waits for while it does this.
     fn waits(board: &Board, doing: Doing, number: u64) -> [String; RANKS] {
-        std::array::from_fn(|rank| Missing::of(board, rank, (doing, number)).map_or(String::new(), |missing| missing.to_string()))
+        std::array::from_fn(|rank| Awaited::of(board, rank, (doing, number)).map_or(String::new(), |missing| missing.to_string()))
     }
 
     fn write(board: &Board, rank: usize, buckets: usize) {
