@@ -306,6 +306,30 @@ fn of_several_ranks_the_one_that_stands_still_is_named_first() {
     assert!((0..3).all(|rank| lines.iter().any(|line| line.starts_with(&format!("rank {rank} ")))), "{lines:#?}");
 }
 
+/// Rank 1 stands still for a second: rank 0 has nothing to compute for as long, and that is told with both names.
+#[test]
+fn a_slow_rank_is_told_with_the_time_for_which_others_waited() {
+    if emulator().is_some() {
+        return;
+    }
+    let workspace = Workspace::new();
+    let mut child = workspace.train("out", &["--device=cpu", "--gpus=2", "--max-steps=40", "--save-steps=100"]).spawn().unwrap();
+    await_line(&mut child, "step      5");
+    let slow = threads(&child, "rank-1")[0];
+    freeze(slow);
+    std::thread::sleep(Duration::from_secs(1));
+    waitpid(slow, Some(WaitPidFlag::__WALL)).unwrap();
+    nix::sys::ptrace::detach(slow, None).unwrap();
+    let ended: Outcome = child.wait_with_output().unwrap().into();
+    assert_eq!(ended.code, 0, "{ended:?}");
+    let lines = workspace.metrics("out");
+    let most =
+        lines.iter().max_by(|a, b| a["exposed_peer_ms"].as_f64().unwrap().total_cmp(&b["exposed_peer_ms"].as_f64().unwrap())).unwrap();
+    assert!(most["exposed_peer_ms"].as_f64() > Some(900.0) && most["exposed_peer_rank"] == 0, "{most}");
+    assert!(most["exposed_cpu_ms"].as_f64() < Some(500.0) && most["exposed_transfer_ms"].as_f64() < Some(500.0), "{most}");
+    assert!(ended.stdout.contains(" ms for other ranks (rank 0, the longest)\n  slow          rank 1: "), "{ended:?}");
+}
+
 /// Whether a frozen thread has ended. A thread that is traced is gone when its tracer has seen it go.
 fn has_ended(thread: Pid) -> bool {
     loop {

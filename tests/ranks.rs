@@ -46,6 +46,13 @@ fn one_two_and_four_devices_train_to_the_same_bits_and_files() {
             }
         }
     }
+    // Each device has its part of every bucket, and what crosses all links is what crosses one.
+    let total = |out: &str, key: &str| workspace.metrics(out).iter().map(|line| line[key].as_u64().unwrap()).sum::<u64>();
+    let steps = |out: &str| total(out, "committed") + total(out, "clipped");
+    for (count, out) in [(2, "2"), (4, "4")] {
+        assert_eq!((steps(out), total(out, "d2h_bytes")), (count * steps("1"), total("1", "d2h_bytes")), "{count} devices");
+    }
+    assert!(workspace.metrics("1").iter().all(|line| line["exposed_peer_ms"] == 0.0 && line["exposed_peer_rank"].is_null()));
     // Where nothing is said each device has a share of one micro-batch.
     let short = |count: &str, shares: &str| run(&mut workspace.train("short", &["--device=cpu", count, shares])).digest().to_string();
     assert_eq!(short("--gpus=4", "--gradient-shares=4"), short("--gpus=1", "--gradient-shares=4"));

@@ -127,6 +127,17 @@ pub trait Exchange<D: Kernels> {
         Watched::alone(vitals)
     }
 
+    /// Nanoseconds so far in which the compute stream waited for what comes from peers.
+    fn waited_ns(&self, _dev: &D) -> u64 {
+        0
+    }
+
+    /// Tells rank 0 what this one did in a step.
+    fn publish_amounts(&self, _amounts: impl Iterator<Item = u64>) {}
+
+    /// What `rank` has told of its last step.
+    fn amounts_of<'a>(&self, _rank: usize, _amounts: impl Iterator<Item = &'a mut u64>) {}
+
     /// Lets another rank go on, in a test that decides who does.
     fn pass(&self) -> Result<()> {
         Ok(())

@@ -2,7 +2,7 @@
 //! their own: `step.rs`, `hops.rs`, `exposed.rs`, `state_io.rs`.
 
 use super::coordinator::{Coordinator, Counts, Staging};
-use super::counters::Counters;
+use super::counters::{Counters, Exposed};
 use super::exchange::{Alone, Exchange, Order};
 use super::fault_injector::FaultInjector;
 use super::loss_scale::LossScale;
@@ -15,7 +15,7 @@ use super::verdict::{SpeculationHistory, Verdict};
 use super::vitals::Vitals;
 use super::watchdog::Watched;
 use super::weight_flow::WeightFlow;
-use crate::device::{EventId, Kernels, ProductAlgorithm};
+use crate::device::{EventId, Kernels, PARTS_MAX, ProductAlgorithm};
 use crate::error::Result;
 use crate::host::doorbell::Doorbell;
 use crate::host::pinned::HostMemory;
@@ -47,21 +47,14 @@ pub struct StepReport {
     /// Factor on the loss during the step.
     pub(crate) loss_scale: f32,
     pub verdict: Verdict,
-    /// Bucket steps since the last report.
+    /// Bucket steps since the last report, of all ranks: each steps its slice of every bucket.
     pub counts: Counts,
-    /// Time in which the device had nothing to compute.
+    /// Time in which a device had nothing to compute: of several, each the longest of any.
     pub(crate) exposed: Exposed,
     /// What moved and was stepped since the last report.
     pub counters: Counters,
-}
-
-/// Time of idle compute, by cause, in nanoseconds.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Exposed {
-    /// The next forward waited for the optimizer.
-    pub(crate) cpu_ns: u64,
-    /// It waited for a copy.
-    pub(crate) transfer_ns: u64,
+    /// What each rank was exposed to its peers, in nanoseconds.
+    pub(crate) exposed_to_peers_ns: [u64; PARTS_MAX],
 }
 
 /// Modules (a layer's forward or backward) that the driver enqueues ahead of the device: enough that the device never
@@ -97,6 +90,7 @@ pub struct Engine<D: Kernels, X: Exchange<D> = Alone> {
     pub(super) loss_scale: LossScale,
     pub(super) reported: Counts,
     pub(super) waited_ns: u64,
+    pub(super) waited_for_peers_ns: u64,
     pub(super) exposed: Exposed,
     pub(super) counters: Counters,
     pub(super) counters_reported: Counters,
@@ -169,6 +163,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
             train_step: 0,
             reported: Counts::default(),
             waited_ns: 0,
+            waited_for_peers_ns: 0,
             exposed: Exposed::default(),
             counters: Counters::default(),
             counters_reported: Counters::default(),

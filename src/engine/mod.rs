@@ -1,6 +1,7 @@
 //! The step: a pure state machine ([`coordinator`]) that decides, and an engine ([`executor`]) that does what it decided. README.md
 //! beside this file walks a bucket through both.
 
+mod all_ranks;
 mod awaited;
 pub(crate) mod coordinator;
 pub(crate) mod counters;

@@ -290,6 +290,18 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
         Watched { ranks: self.peers.iter().map(|peer| peer.vitals.clone()).collect(), board: Some(self.seat.board.clone()) }
     }
 
+    fn waited_ns(&self, dev: &D) -> u64 {
+        dev.waited_for_peers_ns()
+    }
+
+    fn publish_amounts(&self, amounts: impl Iterator<Item = u64>) {
+        self.seat.board.write_amounts(self.seat.rank, amounts);
+    }
+
+    fn amounts_of<'a>(&self, rank: usize, amounts: impl Iterator<Item = &'a mut u64>) {
+        amounts.zip(self.seat.board.amounts(rank)).for_each(|(place, amount)| *place = amount);
+    }
+
     fn pass(&self) -> Result<()> {
         self.seat.pass()
     }

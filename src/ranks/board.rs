@@ -9,6 +9,9 @@ use crate::host::doorbell::Doorbell;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
+/// Numbers that a rank tells of a step when it is over.
+pub(crate) const AMOUNTS: usize = 13;
+
 /// Numbers that go with an order.
 pub(crate) const ORDER_WORDS: usize = 6;
 
@@ -37,6 +40,8 @@ struct Entry {
     /// The step whose losses and flag are on the board.
     reported: AtomicU64,
     nonfinite: AtomicBool,
+    /// What it did in its last step.
+    amounts: [AtomicU64; AMOUNTS],
     /// Orders that it has carried out.
     done: AtomicU64,
 }
@@ -101,6 +106,7 @@ impl Board {
             partials: AtomicU64::new(0),
             reported: AtomicU64::new(0),
             nonfinite: AtomicBool::new(false),
+            amounts: Default::default(),
             done: AtomicU64::new(0),
         };
         Self {
@@ -265,6 +271,16 @@ impl Board {
     pub(crate) fn next_order(&self, seen: u64) -> Option<(u64, [u64; ORDER_WORDS])> {
         let word = |at: usize| self.order[at].load(Ordering::Relaxed);
         (self.orders.load(Ordering::Acquire) > seen).then(|| (word(0), std::array::from_fn(|at| word(at + 1))))
+    }
+
+    /// What `rank` did in a step; that it has carried out its order tells of it.
+    pub(crate) fn write_amounts(&self, rank: usize, amounts: impl Iterator<Item = u64>) {
+        self.entries[rank].amounts.iter().zip(amounts).for_each(|(place, amount)| place.store(amount, Ordering::Relaxed));
+    }
+
+    /// What `rank` did in its last step.
+    pub(crate) fn amounts(&self, rank: usize) -> impl Iterator<Item = u64> + '_ {
+        self.entries[rank].amounts.iter().map(|amount| amount.load(Ordering::Relaxed))
     }
 
     /// `rank` has carried out one more order.

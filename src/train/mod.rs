@@ -8,6 +8,7 @@ mod identity;
 mod kept;
 mod metrics_file;
 mod observer;
+mod peer_waits;
 mod previous_run;
 mod resume;
 mod run_dir;

@@ -53,6 +53,10 @@ impl Peers for CpuDevice {
         Ok(())
     }
 
+    fn waited_for_peers_ns(&self) -> u64 {
+        self.shared.compute_waited_for_peers_ns.load(Ordering::Relaxed)
+    }
+
     fn wait_for(&mut self, stream: Stream, peer: usize, event: EventId) -> Result<()> {
         let Some(company) = &self.company else { return Ok(()) };
         let point = Point::unpack(company.cards[peer].events[event.0 as usize].load(Ordering::Acquire));
