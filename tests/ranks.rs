@@ -59,6 +59,31 @@ fn one_two_and_four_devices_train_to_the_same_bits_and_files() {
 }
 
 #[test]
+fn the_timeline_has_the_tracks_of_every_rank() {
+    let workspace = Workspace::new();
+    train(&workspace, "out", &gpus(2, &[]));
+    let trace: serde_json::Value = serde_json::from_str(&fs::read_to_string(workspace.path("out/trace.json")).unwrap()).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    let names: Vec<(&str, usize)> = events
+        .iter()
+        .filter(|event| event["ph"] == "M")
+        .map(|event| {
+            let spans = events.iter().filter(|other| other["ph"] == "X" && other["tid"] == event["tid"]).count();
+            (event["args"]["name"].as_str().unwrap(), spans)
+        })
+        .collect();
+    let tracks = ["driver", "compute", "d2h", "h2d", "reduce", "gather", "adam-00"];
+    let all: Vec<String> = (0..2).flat_map(|rank| tracks.map(|track| format!("rank {rank} {track}"))).collect();
+    assert_eq!(names.iter().map(|(name, _)| *name).collect::<Vec<_>>(), all);
+    names.iter().for_each(|(name, spans)| assert!(*spans > 0, "{name} is empty"));
+    let has = |track: &str, span: &str| {
+        let tid = &events.iter().find(|event| event["ph"] == "M" && event["args"]["name"] == track).unwrap()["tid"];
+        events.iter().any(|event| event["ph"] == "X" && event["tid"] == *tid && event["name"] == span)
+    };
+    assert!(has("rank 1 reduce", "pull") && has("rank 1 reduce", "sum_slices") && has("rank 1 gather", "pull"));
+}
+
+#[test]
 fn a_run_goes_on_with_another_number_of_devices() {
     let workspace = Workspace::new();
     let digest = train(&workspace, "whole", &gpus(4, &[]));

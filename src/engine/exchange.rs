@@ -10,6 +10,7 @@ use crate::error::{Error, Result};
 use crate::optim::norm;
 use crate::planner::plan::Plan;
 use crate::ranks::board::{ORDER_WORDS, StepOutcome};
+use crate::trace::Recorder;
 use crate::units::NormSq;
 use std::sync::Arc;
 
@@ -31,10 +32,12 @@ pub enum Order {
     Send,
     /// Counters from a checkpoint: steps, optimizer steps, loss scale, good steps, verdicts.
     Resume,
+    /// End all threads, and hand over the tracks of the timeline.
+    Finish,
 }
 
 impl Order {
-    const ALL: [Self; 7] = [Self::Step, Self::Flush, Self::Init, Self::Write, Self::Read, Self::Send, Self::Resume];
+    const ALL: [Self; 8] = [Self::Step, Self::Flush, Self::Init, Self::Write, Self::Read, Self::Send, Self::Resume, Self::Finish];
 
     /// The order of this number.
     ///
@@ -137,6 +140,14 @@ pub trait Exchange<D: Kernels> {
 
     /// What `rank` has told of its last step.
     fn amounts_of<'a>(&self, _rank: usize, _amounts: impl Iterator<Item = &'a mut u64>) {}
+
+    /// Hands the tracks of the timeline over to rank 0.
+    fn publish_tracks(&self, _tracks: Vec<Recorder>) {}
+
+    /// The tracks of all ranks, once they are handed over; `own` are rank 0's.
+    fn all_tracks(&self, own: Vec<Recorder>) -> Vec<Recorder> {
+        own
+    }
 
     /// Lets another rank go on, in a test that decides who does.
     fn pass(&self) -> Result<()> {

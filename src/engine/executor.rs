@@ -3,7 +3,7 @@
 
 use super::coordinator::{Coordinator, Counts, Staging};
 use super::counters::{Counters, Exposed};
-use super::exchange::{Alone, Exchange, Order};
+use super::exchange::{Alone, Exchange, Order, Words};
 use super::fault_injector::FaultInjector;
 use super::loss_scale::LossScale;
 use super::memory::Memory;
@@ -273,12 +273,20 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         Ok(())
     }
 
-    /// Ends all threads and returns the tracks of the timeline.
+    /// Ends all threads and returns the tracks of the timeline: of all ranks, named by rank where there are several.
     ///
     /// # Errors
-    /// When an optimizer worker had panicked.
+    /// When an optimizer worker had panicked; what ended another rank.
     pub fn finish(mut self) -> Result<Vec<Recorder>> {
-        let mut tracks = vec![self.recorder];
+        self.lead(Order::Finish, Words::default())?;
+        let tracks = self.end_threads()?;
+        self.await_done()?;
+        Ok(self.exchange.all_tracks(tracks))
+    }
+
+    /// Ends this rank's threads and returns their tracks.
+    pub(super) fn end_threads(&mut self) -> Result<Vec<Recorder>> {
+        let mut tracks = vec![std::mem::take(&mut self.recorder)];
         tracks.extend(self.dev.finish());
         tracks.extend(self.pool.finish()?);
         Ok(tracks)

@@ -106,6 +106,11 @@ impl<D: Kernels + Peers> RankEngine<D> {
                 self.run_step(f64::from_bits(words[0]), StepData { targets: words[1] as usize }).map(|_| ())
             }
             Order::Flush => self.flush(),
+            Order::Finish => {
+                let tracks = self.end_threads()?;
+                Exchange::<D>::publish_tracks(&self.exchange, tracks);
+                Ok(())
+            }
             Order::Init => self.init_state(words[0], words[1] as usize),
             Order::Send => self.send_weights(),
             Order::Resume => {

@@ -14,6 +14,7 @@ use crate::optim::norm::{self, BLOCK};
 use crate::planner::plan::Plan;
 use crate::ranks::Seat;
 use crate::ranks::board::StepOutcome;
+use crate::trace::Recorder;
 use crate::units::NormSq;
 use std::sync::Arc;
 
@@ -302,6 +303,16 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
         amounts.zip(self.seat.board.amounts(rank)).for_each(|(place, amount)| *place = amount);
     }
 
+    fn publish_tracks(&self, tracks: Vec<Recorder>) {
+        self.seat.board.publish_tracks(self.seat.rank, self.named(tracks));
+    }
+
+    fn all_tracks(&self, own: Vec<Recorder>) -> Vec<Recorder> {
+        let mut all = self.named(own);
+        self.others().for_each(|rank| all.extend_from_slice(self.seat.board.tracks(rank)));
+        all
+    }
+
     fn pass(&self) -> Result<()> {
         self.seat.pass()
     }
@@ -359,6 +370,12 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
 }
 
 impl<C> Pulls<C> {
+    /// Tracks of this rank, among those of others.
+    fn named(&self, mut tracks: Vec<Recorder>) -> Vec<Recorder> {
+        tracks.iter_mut().for_each(|track| track.track.insert_str(0, &format!("rank {} ", self.seat.rank)));
+        tracks
+    }
+
     /// Enqueues the sum of one round's parts of this rank's slice: in the order of ranks, which is that of shares.
     fn sum<D: Kernels + Peers<Card = C>>(&mut self, dev: &mut D, grads: DeviceSlice, bucket: usize, round: u64) -> Result<()> {
         let (flat, local) = (self.slices.global(bucket), self.slices.local(bucket));

@@ -55,11 +55,10 @@ pub(super) fn on_cpus<T>(
     })
 }
 
-/// What one rank does of the plan: CPUs are divided, and the timeline is rank 0's.
+/// What one rank does of the plan: CPUs are divided.
 fn plan_of(plan: &Plan, rank: usize) -> Plan {
     Plan {
         threads: (plan.threads / plan.ranks).max(1),
-        trace_spans: if rank == 0 { plan.trace_spans } else { 0 },
         adversary: plan.adversary.map(|seed| seed.wrapping_add(rank as u64 * SEED_STEP)),
         ..plan.clone()
     }

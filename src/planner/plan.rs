@@ -22,7 +22,7 @@ use crate::optim::PIECE_ELEMS;
 use crate::optim::adam::AdamHyper;
 use crate::optim::norm::BLOCK;
 use crate::optim::simd::Isa;
-use crate::planner::budget::{Balance, Rings, Workload, balances, board_sizes, bytes_at, device_casts};
+use crate::planner::budget::{Balance, Rings, Workload, balances, board_sizes, bytes_at, device_casts, driver_tracks};
 use crate::planner::choice::{Request, Residency, choose};
 use crate::planner::machine::Machine;
 use crate::planner::predict::Prediction;
@@ -299,7 +299,7 @@ fn workload<'a>(
         link_dtype,
         rules: Rules { policy, adaptive: techniques.adaptive, deadline_order: techniques.deadline_order },
         slots: settings.slots.unwrap_or(SLOTS),
-        trace_spans: if trace { spans_per_track(workers + 5) } else { 0 },
+        trace_spans: if trace { spans_per_track(workers + 1 + driver_tracks(settings.gpus)) } else { 0 },
         data_bytes: settings.data_bytes as usize,
         attention: attention(settings, dtype, machine.kind)?,
         workers,

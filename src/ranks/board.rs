@@ -6,6 +6,7 @@
 use super::baton::Baton;
 use crate::error::Error;
 use crate::host::doorbell::Doorbell;
+use crate::trace::Recorder;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -44,6 +45,8 @@ struct Entry {
     amounts: [AtomicU64; AMOUNTS],
     /// Orders that it has carried out.
     done: AtomicU64,
+    /// Its tracks of the timeline, when it has ended.
+    tracks: OnceLock<Vec<Recorder>>,
 }
 
 /// The board of one process.
@@ -108,6 +111,7 @@ impl Board {
             nonfinite: AtomicBool::new(false),
             amounts: Default::default(),
             done: AtomicU64::new(0),
+            tracks: OnceLock::new(),
         };
         Self {
             entries: (0..sizes.ranks).map(|_| entry()).collect(),
@@ -281,6 +285,17 @@ impl Board {
     /// What `rank` did in its last step.
     pub(crate) fn amounts(&self, rank: usize) -> impl Iterator<Item = u64> + '_ {
         self.entries[rank].amounts.iter().map(|amount| amount.load(Ordering::Relaxed))
+    }
+
+    /// `rank` has ended, and these are its tracks of the timeline.
+    pub(crate) fn publish_tracks(&self, rank: usize, tracks: Vec<Recorder>) {
+        // It ends once.
+        let _ = self.entries[rank].tracks.set(tracks);
+    }
+
+    /// The tracks of `rank`; none until it has ended.
+    pub(crate) fn tracks(&self, rank: usize) -> &[Recorder] {
+        self.entries[rank].tracks.get().map_or(&[], Vec::as_slice)
     }
 
     /// `rank` has carried out one more order.

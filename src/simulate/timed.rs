@@ -145,9 +145,9 @@ impl Timed {
         }
     }
 
-    /// Nanoseconds of the spans `name` on `track` that began while steps were timed; 0 without a timeline.
+    /// Nanoseconds of the spans `name` on `track`, of any rank, that began while steps were timed; 0 without a timeline.
     fn time_on(&self, tracks: &[Recorder], track: &str, name: &str) -> u64 {
-        let spans = tracks.iter().filter(|recorder| recorder.track == track).flat_map(Recorder::spans);
+        let spans = tracks.iter().filter(|recorder| recorder.track.ends_with(track)).flat_map(Recorder::spans);
         spans.filter(|span| span.name == name && self.window_ns.contains(&span.start_ns)).map(|span| span.duration_ns).sum()
     }
 

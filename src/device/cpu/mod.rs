@@ -54,6 +54,8 @@ pub struct CpuDevice {
     company: Option<Company>,
     runner: Runner,
     compute: ComputeOwner,
+    /// Room on each stream's track.
+    trace_spans: usize,
 }
 
 /// What a device has to do with others.
@@ -129,6 +131,7 @@ impl CpuDevice {
             company: None,
             runner,
             compute,
+            trace_spans,
         })
     }
 
