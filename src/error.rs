@@ -45,10 +45,10 @@ pub enum Error {
         cause: String,
     },
     /// One of the devices that train together cannot go on, and so none can.
-    #[error("rank {rank}: {}", printable(cause))]
+    #[error("{name}: {}", printable(cause))]
     Rank {
-        /// Which one.
-        rank: usize,
+        /// Which one: `rank 1`, or `rank 1 (GPU 1)`.
+        name: String,
         /// Why.
         cause: String,
     },

@@ -49,14 +49,22 @@ pub struct StepMetrics {
     pub tokens_per_second: f64,
     /// Model FLOPs, as [`FLOPS_FORMULA`](crate::model::flops::FLOPS_FORMULA) counts them, over wall time.
     pub model_tflops: f64,
-    /// Bucket steps since the last line.
+    /// Bucket steps since the last line, of all ranks: each steps its slice of every bucket.
     #[serde(flatten)]
     pub counts: Counts,
     /// Compute was idle because the optimizer was not done.
     pub exposed_cpu_ms: f64,
     /// Compute was idle because a copy was not done.
     pub exposed_transfer_ms: f64,
-    /// Memory by class.
+    /// Compute was idle because other ranks were not as far. Of several ranks each of these times is that of the one that waited longest.
+    pub exposed_peer_ms: f64,
+    /// The rank that waited longest for others; null when none did.
+    pub exposed_peer_rank: Option<usize>,
+    /// Bytes that left for host memory since the last line, over the links of all ranks.
+    pub d2h_bytes: u64,
+    /// Bytes that came from there.
+    pub h2d_bytes: u64,
+    /// Memory by class, of all ranks together.
     pub memory: MemoryUse,
 }
 

@@ -34,7 +34,7 @@ pub struct Span {
     pub duration_ns: u64,
 }
 
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Recorder {
     /// Name shown beside the track: `compute`, `adam-03`.
     pub track: String,

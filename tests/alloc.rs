@@ -143,9 +143,9 @@ impl UseEngine for Watch {
     fn run<D: Kernels, X: Exchange<D>>(self, mut engine: Engine<D, X>) -> Result<Counts> {
         let Self { name, mut loader } = self;
         load(&mut engine, random_params(1));
-        let (mut counts, vitals) = (Counts::default(), engine.vitals());
+        let (mut counts, watched) = (Counts::default(), engine.watched());
         let mut train = |steps| (0..steps).for_each(|_| counts += engine.step(1e-3, &mut loader).unwrap().counts);
-        let dog = Watchdog::start(vitals, Duration::from_millis(800), Box::new(|alarm| panic!("{alarm:?}"))).unwrap();
+        let dog = Watchdog::start(watched, Duration::from_millis(800), Box::new(|alarm| panic!("{alarm:?}"))).unwrap();
         train(WARM_UP_STEPS);
         let found = first_allocation(|| train(STEPS));
         drop(dog);

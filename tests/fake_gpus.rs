@@ -99,7 +99,7 @@ fn a_gpu_that_is_lost_ends_all_ranks_at_once_and_is_named() {
     for after in ["0", "7", "60"] {
         let start = Instant::now();
         let outcome = train(&[("FAKE_FAULT", after)], &["--gpus=2"]);
-        outcome.refused(1, &["rank 1: pull ", "CUDA error 700", "context is lost", "last checkpoint"]);
+        outcome.refused(1, &["rank 1 (GPU 1): pull ", "CUDA error 700", "context is lost", "last checkpoint"]);
         counted(&outcome);
         assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
     }

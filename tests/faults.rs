@@ -236,9 +236,10 @@ fn freeze(thread: Pid) {
 }
 
 /// Starts a run, stops its thread `name` after some steps, and waits for what becomes of it.
-fn run_with_frozen(name: &str, limit: &str) -> (Outcome, Duration) {
+fn run_with_frozen(name: &str, limit: &str, more: &[&str]) -> (Outcome, Duration) {
     let workspace = Workspace::new();
-    let mut child = workspace.train("out", &["--max-steps", "1000000", "--save-steps", "1000000", "--stall-limit", limit]).spawn().unwrap();
+    let flags = [&["--max-steps", "1000000", "--save-steps", "1000000", "--stall-limit", limit], more].concat();
+    let mut child = workspace.train("out", &flags).spawn().unwrap();
     await_line(&mut child, "step      9");
     let frozen = threads(&child, name);
     assert_eq!(frozen.len(), 1, "threads named {name}");
@@ -258,7 +259,7 @@ fn a_worker_that_stands_still_is_named_and_the_run_ends_with_an_account() {
     if emulator().is_some() {
         return;
     }
-    let (ended, time) = run_with_frozen("adam-01", "4");
+    let (ended, time) = run_with_frozen("adam-01", "4", &[]);
     assert_eq!(ended.code, 1, "{ended:?}");
     assert!(time >= Duration::from_secs(3), "{time:?}");
     let mut lines = ended.stderr.lines();
@@ -280,11 +281,53 @@ fn a_stream_that_stands_still_ends_the_run_with_what_it_owes() {
     if emulator().is_some() {
         return;
     }
-    let (ended, _) = run_with_frozen("d2h", "2");
+    let (ended, _) = run_with_frozen("d2h", "2", &[]);
     assert_eq!(ended.code, 1, "{ended:?}");
     assert!(ended.stderr.starts_with("error: no progress for 2s"), "{ended:?}");
     assert!(ended.stderr.contains("\n  stream        d2h owes the gradient's copy of bucket "), "{ended:?}");
     assert!(ended.stderr.contains(": waits for its gradient's copy to the host\n"), "{ended:?}");
+}
+
+#[test]
+fn of_several_ranks_the_one_that_stands_still_is_named_first() {
+    if emulator().is_some() {
+        return;
+    }
+    let (ended, _) = run_with_frozen("rank-2", "2", &["--device=cpu", "--gpus=3"]);
+    assert_eq!(ended.code, 1, "{ended:?}");
+    let lines: Vec<&str> = ended.stderr.lines().collect();
+    let [first, ranks @ ..] = &lines[..4] else { panic!("{ended:?}") };
+    assert!(first.starts_with("error: no progress for 2s (--stall-limit): the run ends"), "{first}");
+    assert!(ranks[0].starts_with("  rank 2        ") && !ranks[0].contains(" of rank"), "{ranks:?}");
+    let waits = |rank: usize| ranks.iter().find(|line| line.starts_with(&format!("  rank {rank}        waits for "))).unwrap();
+    assert!(waits(0).ends_with(" of rank 2"), "{ranks:?}");
+    // Rank 1 may have nothing more to wait for than what rank 0 says next.
+    assert!(waits(1).ends_with(" of rank 2") || waits(1).ends_with(" of rank 0"), "{ranks:?}");
+    assert!((0..3).all(|rank| lines.iter().any(|line| line.starts_with(&format!("rank {rank} ")))), "{lines:#?}");
+}
+
+/// Rank 1 stands still for a second: rank 0 has nothing to compute for as long, and that is told with both names.
+#[test]
+fn a_slow_rank_is_told_with_the_time_for_which_others_waited() {
+    if emulator().is_some() {
+        return;
+    }
+    let workspace = Workspace::new();
+    let mut child = workspace.train("out", &["--device=cpu", "--gpus=2", "--max-steps=40", "--save-steps=100"]).spawn().unwrap();
+    await_line(&mut child, "step      5");
+    let slow = threads(&child, "rank-1")[0];
+    freeze(slow);
+    std::thread::sleep(Duration::from_secs(1));
+    waitpid(slow, Some(WaitPidFlag::__WALL)).unwrap();
+    nix::sys::ptrace::detach(slow, None).unwrap();
+    let ended: Outcome = child.wait_with_output().unwrap().into();
+    assert_eq!(ended.code, 0, "{ended:?}");
+    let lines = workspace.metrics("out");
+    let most =
+        lines.iter().max_by(|a, b| a["exposed_peer_ms"].as_f64().unwrap().total_cmp(&b["exposed_peer_ms"].as_f64().unwrap())).unwrap();
+    assert!(most["exposed_peer_ms"].as_f64() > Some(900.0) && most["exposed_peer_rank"] == 0, "{most}");
+    assert!(most["exposed_cpu_ms"].as_f64() < Some(500.0) && most["exposed_transfer_ms"].as_f64() < Some(500.0), "{most}");
+    assert!(ended.stdout.contains(" ms for other ranks (rank 0, the longest)\n  slow          rank 1: "), "{ended:?}");
 }
 
 /// Whether a frozen thread has ended. A thread that is traced is gone when its tracer has seen it go.

@@ -1,18 +1,25 @@
 //! Several devices of one machine, each a thread of the program: the same bits as one, the same files, and one end when one fails.
 
-use crate::program::{Workspace, run};
-use crate::support::{Noise, load, random_params, settings, tiny_llama};
+use crate::program::{Outcome, Workspace, run};
+use crate::resume::{await_line, send, stop_signals};
+use crate::support::{Noise, load, random_params, resident, settings, tiny_llama};
+use nix::sys::signal::Signal;
 use std::fs;
+use std::process::Command;
 use std::time::{Duration, Instant};
 use superoffload::internals::device::Kernels;
 use superoffload::internals::engine::{Engine, Exchange};
 use superoffload::internals::hardware::Topology;
 use superoffload::internals::launch::{UseEngine, on_cpus};
+use superoffload::internals::optim::StatePart;
 use superoffload::internals::planner::Machine;
 use superoffload::{Error, Plan, Result};
 
 /// Buckets of 16 KiB: four blocks for each of up to four ranks.
 const CUT: [&str; 4] = ["--device=cpu", "--bucket-mib=0.03125", "--max-grad-norm=1.5", "--gradient-shares=4"];
+
+/// Micro-batches that take minutes.
+const LONG_STEP: &str = "--gradient-accumulation-steps=300000";
 
 fn gpus(count: usize, more: &[&str]) -> Vec<String> {
     let flags = CUT.into_iter().chain(more.iter().copied()).map(str::to_string);
@@ -39,9 +46,41 @@ fn one_two_and_four_devices_train_to_the_same_bits_and_files() {
             }
         }
     }
+    // Each device has its part of every bucket, and what crosses all links is what crosses one.
+    let total = |out: &str, key: &str| workspace.metrics(out).iter().map(|line| line[key].as_u64().unwrap()).sum::<u64>();
+    let steps = |out: &str| total(out, "committed") + total(out, "clipped");
+    for (count, out) in [(2, "2"), (4, "4")] {
+        assert_eq!((steps(out), total(out, "d2h_bytes")), (count * steps("1"), total("1", "d2h_bytes")), "{count} devices");
+    }
+    assert!(workspace.metrics("1").iter().all(|line| line["exposed_peer_ms"] == 0.0 && line["exposed_peer_rank"].is_null()));
     // Where nothing is said each device has a share of one micro-batch.
     let short = |count: &str, shares: &str| run(&mut workspace.train("short", &["--device=cpu", count, shares])).digest().to_string();
     assert_eq!(short("--gpus=4", "--gradient-shares=4"), short("--gpus=1", "--gradient-shares=4"));
+}
+
+#[test]
+fn the_timeline_has_the_tracks_of_every_rank() {
+    let workspace = Workspace::new();
+    train(&workspace, "out", &gpus(2, &[]));
+    let trace: serde_json::Value = serde_json::from_str(&fs::read_to_string(workspace.path("out/trace.json")).unwrap()).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    let names: Vec<(&str, usize)> = events
+        .iter()
+        .filter(|event| event["ph"] == "M")
+        .map(|event| {
+            let spans = events.iter().filter(|other| other["ph"] == "X" && other["tid"] == event["tid"]).count();
+            (event["args"]["name"].as_str().unwrap(), spans)
+        })
+        .collect();
+    let tracks = ["driver", "compute", "d2h", "h2d", "reduce", "gather", "adam-00"];
+    let all: Vec<String> = (0..2).flat_map(|rank| tracks.map(|track| format!("rank {rank} {track}"))).collect();
+    assert_eq!(names.iter().map(|(name, _)| *name).collect::<Vec<_>>(), all);
+    names.iter().for_each(|(name, spans)| assert!(*spans > 0, "{name} is empty"));
+    let has = |track: &str, span: &str| {
+        let tid = &events.iter().find(|event| event["ph"] == "M" && event["args"]["name"] == track).unwrap()["tid"];
+        events.iter().any(|event| event["ph"] == "X" && event["tid"] == *tid && event["name"] == span)
+    };
+    assert!(has("rank 1 reduce", "pull") && has("rank 1 reduce", "sum_slices") && has("rank 1 gather", "pull"));
 }
 
 #[test]
@@ -119,5 +158,160 @@ fn nobody_waits_for_a_rank_that_is_gone() {
             Fault::Data => assert_eq!(whole.unwrap().unwrap_err().to_string(), "read data: it is gone"),
             Fault::Panic => assert!(whole.is_err()),
         }
+    }
+}
+
+/// Where a rank can go wrong, and the step for which that is asked: state is written before the first, and read after the first.
+const PHASES: [(&str, u64); 13] = [
+    ("start", 1),
+    ("write", 1),
+    ("module", 2),
+    ("backward", 2),
+    ("sum", 2),
+    ("grads-out", 2),
+    ("optimize", 2),
+    ("params-in", 2),
+    ("step-on-device", 2),
+    ("verdict", 2),
+    ("gather", 2),
+    ("flush", 2),
+    ("read", 2),
+];
+
+/// Every phase, as rank 0 leads it.
+struct EveryPhase;
+
+impl UseEngine for EveryPhase {
+    type Output = ();
+
+    fn run<D: Kernels, X: Exchange<D>>(self, mut engine: Engine<D, X>) -> Result<()> {
+        let mut state = vec![0.01; engine.table().flat_elems()];
+        engine.write_state(StatePart::Params, 0, &state)?;
+        engine.send_weights()?;
+        let mut noise = Noise::new(1, 64);
+        engine.step(1e-3, &mut noise)?;
+        engine.flush()?;
+        engine.read_state(StatePart::Params, 0, &mut state)?;
+        (0..2).try_for_each(|_| engine.step(1e-3, &mut noise).map(drop))
+    }
+}
+
+/// Three ranks, of which one goes wrong, with buckets on the host and on the device.
+fn ends_with(fault: &str, adversary: Option<usize>) -> Error {
+    let shape = tiny_llama(4, 32, 64, true);
+    let adversary = adversary.map_or(String::new(), |seed| format!("\nadversary = {seed}"));
+    let plan = settings(&format!(
+        "gpus = 3\ndevice = 'cpu'\nseq-length = 8\nper-device-train-batch-size = 2\nmax-steps = 9\nbucket-mib = 0.046875\nthreads = 3\n\
+         {}faults = [{fault}]{adversary}",
+        resident("superoffload")
+    ));
+    let plan = Plan::new(&plan, &shape, &Machine::cpu(3), false).unwrap();
+    assert!(plan.layout.offloaded() > 0);
+    let start = Instant::now();
+    let error = on_cpus(&plan, &shape, &Topology::this_machine(), EveryPhase).expect_err(fault);
+    assert!(start.elapsed() < Duration::from_secs(5), "{fault} took {:?}", start.elapsed());
+    error
+}
+
+/// 13 phases, two ranks, two ways to go wrong: 52 times all end at once, and it is told who failed and where.
+#[test]
+fn a_rank_that_fails_in_any_phase_ends_all_and_is_named() {
+    let can_happen = |phase: &str| phase != "step-on-device" || cfg!(feature = "repartition");
+    for (nth, (phase, step)) in PHASES.into_iter().enumerate().filter(|(_, (phase, _))| can_happen(phase)) {
+        for rank in [1, 2] {
+            for kind in ["error", "panic"] {
+                let fault = format!("{{rank = {rank}, step = {step}, phase = '{phase}', kind = '{kind}'}}");
+                let told = ends_with(&fault, (nth % 2 == 1).then_some(nth)).to_string();
+                let words = match kind {
+                    "error" => format!("of step {step}: it was to fail (faults)"),
+                    _ => "it panicked; see the message above".into(),
+                };
+                assert!(told.starts_with(&format!("rank {rank}: ")) && told.ends_with(&words), "{fault}: {told}");
+                let named: String = phase.split('-').collect();
+                assert!(kind == "panic" || told.to_lowercase().contains(&format!("rank {rank}: {named} of")), "{fault}: {told}");
+            }
+        }
+    }
+    // Rank 0 leads on the caller's thread, and is named as the others are.
+    for phase in ["module", "sum", "optimize", "verdict", "flush"] {
+        let told = ends_with(&format!("{{rank = 0, step = 2, phase = '{phase}'}}"), None).to_string();
+        assert!(told.starts_with("rank 0: ") && told.ends_with("of step 2: it was to fail (faults)"), "{phase}: {told}");
+    }
+}
+
+/// Rank 1 dies while the checkpoint of step 6 is made, and then in the middle of a step.
+#[test]
+fn a_rank_that_fails_leaves_the_last_checkpoint_whole() {
+    let workspace = Workspace::new();
+    let whole = train(&workspace, "whole", &gpus(2, &[]));
+    let flags = gpus(2, &["--save-steps=3"]);
+    for (phase, step, lost) in [("read", 7, "steps 4 to 6"), ("flush", 7, "steps 4 to 6"), ("gather", 6, "steps 4 to 5")] {
+        workspace.settings(&format!("faults = [{{rank = 1, step = {step}, phase = '{phase}'}}]"));
+        let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
+        let start = Instant::now();
+        let failed = run(&mut workspace.train(phase, &flags));
+        assert!(start.elapsed() < Duration::from_secs(5), "{phase} took {:?}", start.elapsed());
+        failed.refused(1, &[&format!("of step {step}: it was to fail (faults)")]);
+        assert!(failed.stderr.starts_with("error: rank 1: ") && !failed.stderr.contains("; then"), "{failed:?}");
+        let last = workspace.path(&format!("{phase}/checkpoint-3"));
+        assert!(failed.stdout.contains(&format!("\n  checkpoint    {}\n", last.display())), "{failed:?}");
+        assert!(failed.stdout.contains(&format!("\n  lost          {lost}, all since {}\n", last.display())), "{failed:?}");
+        assert_eq!(workspace.names(phase, "checkpoint-"), ["checkpoint-3"]);
+        assert_eq!(workspace.names(phase, ".checkpoint"), [""; 0]);
+        workspace.settings("");
+        assert_eq!(run(&mut workspace.resume(phase, &flags)).digest(), whole, "goes on after {phase}");
+    }
+}
+
+/// A rank that stands still is told, whatever rank 0 does meanwhile, also where it is in no step.
+#[test]
+fn whom_all_wait_for_is_told_where_a_rank_stands_still() {
+    let workspace = Workspace::new();
+    for (phase, step, waits) in [
+        ("backward", 3, "waits for the gradient of bucket 0 of rank 1"),
+        ("verdict", 3, "waits for the gradient norm of rank 1"),
+        ("read", 3, "waits for what rank 0 asked of rank 1"),
+    ] {
+        workspace.settings(&format!("faults = [{{rank = 1, step = {step}, phase = '{phase}', kind = 'hang'}}]"));
+        let flags = gpus(2, &["--stall-limit=1"]);
+        let train = workspace.train(phase, &flags.iter().map(String::as_str).collect::<Vec<_>>());
+        let stalled = run(Command::new("timeout").arg("60").arg(train.get_program()).args(train.get_args()));
+        let told: Vec<&str> = stalled.stderr.lines().take(3).collect();
+        assert!(stalled.code == 1 && told[0].starts_with("error: no progress for 1s"), "{phase}: {told:?}");
+        assert!(told[1].starts_with("  rank 1        ") && told[2] == format!("  rank 0        {waits}"), "{phase}: {told:?}");
+        assert_eq!(workspace.names(phase, "checkpoint-").len(), if phase == "read" { 0 } else { 1 });
+    }
+}
+
+#[test]
+fn a_signal_saves_all_ranks_at_one_step_and_a_second_one_ends_them() {
+    let workspace = Workspace::new();
+    for count in [2, 4] {
+        let flags = gpus(count, &["--max-steps=30", "--save-steps=1000"]);
+        let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
+        let whole = run(&mut workspace.train(&format!("whole-{count}"), &flags)).digest().to_string();
+        for signal in stop_signals() {
+            let out = format!("{count}-{signal}");
+            let mut child = workspace.train(&out, &flags).spawn().unwrap();
+            await_line(&mut child, "step      3");
+            send(&child, signal);
+            let ended: Outcome = child.wait_with_output().unwrap().into();
+            assert!(ended.code == 75 && ended.stderr.is_empty() && ended.stdout.contains("\ninterrupted at step "), "{out}: {ended:?}");
+            let steps = workspace.metrics(&out).len();
+            assert_eq!(workspace.names(&out, "checkpoint-"), [format!("checkpoint-{steps}")]);
+            assert_eq!(run(&mut workspace.resume(&out, &flags)).digest(), whole, "{out}");
+        }
+        // A step that would take minutes.
+        let flags: [&str; 4] = ["--device=cpu", &format!("--gpus={count}"), &format!("--gradient-shares={count}"), LONG_STEP];
+        let mut child = workspace.train("long", &flags).spawn().unwrap();
+        await_line(&mut child, "training steps");
+        std::thread::sleep(Duration::from_millis(500));
+        send(&child, Signal::SIGTERM);
+        std::thread::sleep(Duration::from_millis(100));
+        assert_eq!(child.try_wait().unwrap(), None, "the first signal waits for the step");
+        send(&child, Signal::SIGINT);
+        let sent = Instant::now();
+        assert_eq!(Outcome::from(child.wait_with_output().unwrap()).code, 128 + Signal::SIGINT as i32);
+        assert!(sent.elapsed() < Duration::from_secs(5), "at once");
     }
 }

@@ -355,7 +355,7 @@ fn has_signal(process: &str, name: &str, signal: Signal) -> bool {
 }
 
 /// The signals that ask to stop. Children of tests under `nohup` ignore hang-ups as the tests do.
-fn stop_signals() -> impl Iterator<Item = Signal> {
+pub fn stop_signals() -> impl Iterator<Item = Signal> {
     let all = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP];
     all.into_iter().filter(|&signal| signal != Signal::SIGHUP || !has_signal("self", "SigIgn", signal))
 }

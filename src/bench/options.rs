@@ -55,10 +55,10 @@ impl StepOptions {
 
 /// Options of `train` that a benchmark has no use for.
 #[rustfmt::skip]
-const MEANINGLESS: [&str; 18] = [
+const MEANINGLESS: [&str; 19] = [
     "model", "init", "data", "output_dir", "max_steps", "num_train_epochs",
     "lr_scheduler_type", "warmup_steps", "warmup_ratio", "max_grad_norm", "logging_steps", "save_steps",
-    "save_total_limit", "resume_from_checkpoint", "no_shuffle", "perf_counters", "digest", "inject",
+    "save_total_limit", "resume_from_checkpoint", "no_shuffle", "perf_counters", "digest", "inject", "faults",
 ];
 
 fn hide_meaningless(arg: Arg) -> Arg {

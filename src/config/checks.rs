@@ -128,6 +128,8 @@ impl Settings {
         require(self.gpus <= PARTS_MAX, "gpus", self.gpus, format!("at most {PARTS_MAX}"))?;
         require(micro_batches.is_multiple_of(shares), "gradient-shares", shares, allowed)?;
         require(shares.is_multiple_of(self.gpus), "gradient-shares", shares, format!("a multiple of --gpus {}", self.gpus))?;
+        let rank_of_fault = self.faults.iter().map(|fault| fault.rank).max().unwrap_or(0);
+        require(rank_of_fault < self.gpus, "faults", format!("rank = {rank_of_fault}"), format!("a rank below --gpus {}", self.gpus))?;
         let share_of_fault = self.inject.iter().map(|injection| injection.share).max().unwrap_or(0);
         require(share_of_fault < shares, "inject", format!("share = {share_of_fault}"), format!("a share below --gradient-shares {shares}"))
     }

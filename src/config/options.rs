@@ -330,6 +330,66 @@ pub struct Injection {
     pub value: f32,
 }
 
+/// A rank that goes wrong on purpose, to test how all of them end.
+#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RankFault {
+    /// The training step, counted from 1; between two steps it is the next one.
+    pub step: u64,
+    /// Which rank, counted from 0.
+    pub rank: usize,
+    /// Where in the step.
+    pub phase: FaultPhase,
+    /// What happens there.
+    #[serde(default)]
+    pub kind: FaultKind,
+}
+
+/// Where a rank can go wrong on purpose.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum FaultPhase {
+    /// It has its memory, and the others do not know it yet.
+    Start,
+    /// A module is enqueued.
+    Module,
+    /// The gradient of a bucket is enqueued.
+    Backward,
+    /// The sum of a bucket's gradients is enqueued.
+    Sum,
+    /// A gradient leaves the device.
+    GradsOut,
+    /// The workers are given a bucket.
+    Optimize,
+    /// Parameters come to the device.
+    ParamsIn,
+    /// The device steps a bucket.
+    StepOnDevice,
+    /// The verdict is waited for.
+    Verdict,
+    /// The other ranks' weights are waited for.
+    Gather,
+    /// Updates are written for a save.
+    Flush,
+    /// State is handed over for a save, by a rank behind 0.
+    Read,
+    /// State from a checkpoint is taken over, by a rank behind 0.
+    Write,
+}
+
+/// How a rank can go wrong on purpose.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum FaultKind {
+    /// An operation fails.
+    #[default]
+    Error,
+    /// The thread panics.
+    Panic,
+    /// The thread stands still.
+    Hang,
+}
+
 /// How long training lasts.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]

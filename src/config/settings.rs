@@ -10,8 +10,8 @@
 use super::describe;
 use super::options::{
     ActivationsChoice, AttentionChoice, CastSide, DeviceChoice, EvalStrategy, GpuCount, HostMemoryKind, InitChoice, Injection, IsaChoice,
-    ReportTo, ResidentBuckets, Resume, Rollback, RunPart, Strategy, Technique, TokenizerChoice, TrainDtype, TrainLength, WeightsChoice,
-    one_or_many, some_scalar,
+    RankFault, ReportTo, ResidentBuckets, Resume, Rollback, RunPart, Strategy, Technique, TokenizerChoice, TrainDtype, TrainLength,
+    WeightsChoice, one_or_many, some_scalar,
 };
 use crate::data::tokenizer::AddBos;
 use crate::hardware::selected_profile;
@@ -467,6 +467,8 @@ settings! {
         file {
             /// Values written into gradients, to test the engine; only in the file.
             inject: Vec<Injection> = Vec::new(), Free;
+            /// Ranks that go wrong, to test how all end; only in the file.
+            faults: Vec<RankFault> = Vec::new(), Free;
         }
     }
 }

@@ -159,6 +159,9 @@ pub(crate) trait Peers: Device {
     /// `Resource` when a stream cannot begin.
     fn admit(&mut self, seat: Seat, cards: Vec<Self::Card>) -> Result<()>;
 
+    /// Nanoseconds of [`Device::waited_ns`] in which it waited for peers, or for the own streams that pull from them.
+    fn waited_for_peers_ns(&self) -> u64;
+
     /// What is enqueued on `stream` from now on runs after the point that `peer` has recorded last for its `event`.
     fn wait_for(&mut self, stream: Stream, peer: usize, event: EventId) -> Result<()>;
 

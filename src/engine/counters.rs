@@ -2,10 +2,17 @@
 
 /// A struct of counts that are added and subtracted field by field.
 macro_rules! amounts {
-    ($(#[$of:meta])* pub struct $name:ident { $($(#[$about:meta])* pub $field:ident: u64,)+ }) => {
+    ($(#[$of:meta])* $vis:vis struct $name:ident { $($(#[$about:meta])* pub $field:ident: u64,)+ }) => {
         $(#[$of])*
-        pub struct $name {
+        $vis struct $name {
             $($(#[$about])* pub $field: u64,)+
+        }
+
+        impl $name {
+            /// The amounts, in their order.
+            pub(crate) fn each(&mut self) -> impl Iterator<Item = &mut u64> {
+                [$(&mut self.$field),+].into_iter()
+            }
         }
 
         impl std::ops::AddAssign for $name {
@@ -39,5 +46,18 @@ amounts! {
         pub adam_bytes: u64,
         /// Nanoseconds in which the pool had a job.
         pub adam_busy_ns: u64,
+    }
+}
+
+amounts! {
+    /// Time of idle compute, by cause, in nanoseconds.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+    pub(crate) struct Exposed {
+        /// The next forward waited for the optimizer.
+        pub cpu_ns: u64,
+        /// It waited for a copy.
+        pub transfer_ns: u64,
+        /// Gradients, weights or reports of other ranks were waited for.
+        pub peer_ns: u64,
     }
 }

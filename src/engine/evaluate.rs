@@ -1,5 +1,6 @@
 //! Evaluation: forward passes alone, between steps. Nothing that training reads is written.
 
+use super::counters::Exposed;
 use super::exchange::{Exchange, Order};
 use super::executor::Engine;
 use super::step::Pass;
@@ -64,7 +65,8 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         self.block_until(Doing::Device, 0, |engine| engine.dev.is_done(engine.compute_tail))?;
         self.exchange.tell_losses(self.report.losses(&self.host));
         // What was waited for here is no step's.
-        self.waited_ns = self.dev.waited_ns();
+        self.count_waits_of_streams();
+        self.exposed = Exposed::default();
         self.vitals.now(Doing::Else, 0);
         Ok(())
     }

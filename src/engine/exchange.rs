@@ -1,6 +1,8 @@
 //! How a rank's slices meet those of the others: gradients are summed over the shares of a step, and new weights come from their owners.
 //! The driver calls it at points of its loop and from `pump`; nothing here blocks. [`Alone`] is one device; `pulls.rs` is several.
 
+use super::vitals::Vitals;
+use super::watchdog::Watched;
 use crate::bucket::slices::Slices;
 use crate::device::{DeviceSlice, Kernels, Stream, SumSlices};
 use crate::dtype::Dtype;
@@ -8,7 +10,9 @@ use crate::error::{Error, Result};
 use crate::optim::norm;
 use crate::planner::plan::Plan;
 use crate::ranks::board::{ORDER_WORDS, StepOutcome};
+use crate::trace::Recorder;
 use crate::units::NormSq;
+use std::sync::Arc;
 
 /// What rank 0 has all ranks do. Its numbers are the board's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,10 +34,13 @@ pub enum Order {
     Evaluate,
     /// Counters from a checkpoint: steps, optimizer steps, loss scale, good steps, verdicts.
     Resume,
+    /// End all threads, and hand over the tracks of the timeline.
+    Finish,
 }
 
 impl Order {
-    const ALL: [Self; 8] = [Self::Step, Self::Flush, Self::Init, Self::Write, Self::Read, Self::Send, Self::Evaluate, Self::Resume];
+    const ALL: [Self; 9] =
+        [Self::Step, Self::Flush, Self::Init, Self::Write, Self::Read, Self::Send, Self::Evaluate, Self::Resume, Self::Finish];
 
     /// The order of this number.
     ///
@@ -112,6 +119,43 @@ pub trait Exchange<D: Kernels> {
     /// What is computed from now on finds the others' weights of `bucket`.
     fn arrive(&self, _dev: &mut D, _bucket: usize) -> Result<()> {
         Ok(())
+    }
+
+    /// Whether all ranks can go on, as far as is known.
+    ///
+    /// # Errors
+    /// What ended the first that cannot.
+    fn check(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// What ended this rank is what ends all, unless another has ended before: what did, and whose it is.
+    fn blame(&self, error: Error) -> Error {
+        error
+    }
+
+    /// This rank, which has `vitals`, and all others.
+    fn watched(&self, vitals: Arc<Vitals>) -> Watched {
+        Watched::alone(vitals)
+    }
+
+    /// Nanoseconds so far in which the compute stream waited for what comes from peers.
+    fn waited_ns(&self, _dev: &D) -> u64 {
+        0
+    }
+
+    /// Tells rank 0 what this one did in a step.
+    fn publish_amounts(&self, _amounts: impl Iterator<Item = u64>) {}
+
+    /// What `rank` has told of its last step.
+    fn amounts_of<'a>(&self, _rank: usize, _amounts: impl Iterator<Item = &'a mut u64>) {}
+
+    /// Hands the tracks of the timeline over to rank 0.
+    fn publish_tracks(&self, _tracks: Vec<Recorder>) {}
+
+    /// The tracks of all ranks, once they are handed over; `own` are rank 0's.
+    fn all_tracks(&self, own: Vec<Recorder>) -> Vec<Recorder> {
+        own
     }
 
     /// Lets another rank go on, in a test that decides who does.

@@ -2,8 +2,8 @@
 //! their own: `step.rs`, `hops.rs`, `exposed.rs`, `state_io.rs`.
 
 use super::coordinator::{Coordinator, Counts, Staging};
-use super::counters::Counters;
-use super::exchange::{Alone, Exchange, Order};
+use super::counters::{Counters, Exposed};
+use super::exchange::{Alone, Exchange, Order, Words};
 use super::fault_injector::FaultInjector;
 use super::loss_scale::LossScale;
 use super::memory::Memory;
@@ -13,8 +13,9 @@ use super::step_job::StepJob;
 use super::transfers::Transfers;
 use super::verdict::{SpeculationHistory, Verdict};
 use super::vitals::Vitals;
+use super::watchdog::Watched;
 use super::weight_flow::WeightFlow;
-use crate::device::{EventId, Kernels, ProductAlgorithm};
+use crate::device::{EventId, Kernels, PARTS_MAX, ProductAlgorithm};
 use crate::error::Result;
 use crate::host::doorbell::Doorbell;
 use crate::host::pinned::HostMemory;
@@ -46,21 +47,14 @@ pub struct StepReport {
     /// Factor on the loss during the step.
     pub(crate) loss_scale: f32,
     pub verdict: Verdict,
-    /// Bucket steps since the last report.
+    /// Bucket steps since the last report, of all ranks: each steps its slice of every bucket.
     pub counts: Counts,
-    /// Time in which the device had nothing to compute.
+    /// Time in which a device had nothing to compute: of several, each the longest of any.
     pub(crate) exposed: Exposed,
     /// What moved and was stepped since the last report.
     pub counters: Counters,
-}
-
-/// Time of idle compute, by cause, in nanoseconds.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Exposed {
-    /// The next forward waited for the optimizer.
-    pub(crate) cpu_ns: u64,
-    /// It waited for a copy.
-    pub(crate) transfer_ns: u64,
+    /// What each rank was exposed to its peers, in nanoseconds.
+    pub(crate) exposed_to_peers_ns: [u64; PARTS_MAX],
 }
 
 /// Modules (a layer's forward or backward) that the driver enqueues ahead of the device: enough that the device never
@@ -96,6 +90,7 @@ pub struct Engine<D: Kernels, X: Exchange<D> = Alone> {
     pub(super) loss_scale: LossScale,
     pub(super) reported: Counts,
     pub(super) waited_ns: u64,
+    pub(super) waited_for_peers_ns: u64,
     pub(super) exposed: Exposed,
     pub(super) counters: Counters,
     pub(super) counters_reported: Counters,
@@ -156,11 +151,11 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         Ok(Self {
             coordinator: Coordinator::new(plan.layout.clone(), plan.rules, staging(&plan)),
             transfers: Transfers::new(&mut dev, &plan.layout, plan.param_slots)?,
-            exchange,
             in_pool: None,
             compute_tail: dev.event()?,
             modules: [dev.event()?, dev.event()?, dev.event()?],
-            fault_injector: FaultInjector::of(&plan),
+            fault_injector: FaultInjector::of(&plan, exchange.slices().rank()),
+            exchange,
             recorder: Recorder::new("driver", plan.trace_spans),
             loss_scale: LossScale::new(plan.dtype),
             modules_enqueued: 0,
@@ -168,6 +163,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
             train_step: 0,
             reported: Counts::default(),
             waited_ns: dev.waited_ns(),
+            waited_for_peers_ns: 0,
             exposed: Exposed::default(),
             counters: Counters::default(),
             counters_reported: Counters::default(),
@@ -198,9 +194,9 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         self.dev.product_algorithms()
     }
 
-    /// Its signs of life, for a watchdog.
-    pub fn vitals(&self) -> Arc<Vitals> {
-        self.vitals.clone()
+    /// Signs of life of all ranks, for a watchdog.
+    pub fn watched(&self) -> Watched {
+        self.exchange.watched(self.vitals.clone())
     }
 
     pub fn now_ns(&self) -> u64 {
@@ -251,6 +247,14 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         self.plan.max_grad_norm = max_grad_norm;
     }
 
+    /// Whether all ranks can go on, as far as is known.
+    ///
+    /// # Errors
+    /// What ended the first that cannot.
+    pub(crate) fn check(&self) -> Result<()> {
+        self.exchange.check()
+    }
+
     /// Has every gradient norm be 1, on a device that computes none.
     pub(crate) fn pretend_norm(&mut self) {
         self.report.pretend(&mut self.host);
@@ -263,18 +267,26 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     pub fn resume(&mut self, train_step: u64, optimizer_step: u64, loss_scale: LossScale, history: SpeculationHistory) -> Result<()> {
         let words =
             [train_step, optimizer_step, u64::from(loss_scale.scale().to_bits()), u64::from(loss_scale.good_steps()), history.bits(), 0];
-        self.exchange.lead(Order::Resume, words)?;
+        self.lead(Order::Resume, words)?;
         (self.train_step, self.optimizer_step, self.loss_scale) = (train_step, optimizer_step, loss_scale);
         self.coordinator.set_history(history);
         Ok(())
     }
 
-    /// Ends all threads and returns the tracks of the timeline.
+    /// Ends all threads and returns the tracks of the timeline: of all ranks, named by rank where there are several.
     ///
     /// # Errors
-    /// When an optimizer worker had panicked.
+    /// When an optimizer worker had panicked; what ended another rank.
     pub fn finish(mut self) -> Result<Vec<Recorder>> {
-        let mut tracks = vec![self.recorder];
+        self.lead(Order::Finish, Words::default())?;
+        let tracks = self.end_threads()?;
+        self.await_done()?;
+        Ok(self.exchange.all_tracks(tracks))
+    }
+
+    /// Ends this rank's threads and returns their tracks.
+    pub(super) fn end_threads(&mut self) -> Result<Vec<Recorder>> {
+        let mut tracks = vec![std::mem::take(&mut self.recorder)];
         tracks.extend(self.dev.finish());
         tracks.extend(self.pool.finish()?);
         Ok(tracks)

@@ -1,4 +1,4 @@
-//! Waits for a bucket's parameters, and counts the time in which the device has nothing to compute meanwhile.
+//! Waits for what the device computes with next, and counts the time in which it has nothing to compute meanwhile.
 
 use super::exchange::Exchange;
 use super::executor::Engine;
@@ -11,24 +11,55 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         if self.coordinator.is_settled(bucket) {
             return Ok(());
         }
+        self.wait_exposed(Doing::Params, bucket, "await params", |engine| Ok(engine.coordinator.is_settled(bucket)))
+    }
+
+    /// Waits for other ranks until `ready`, which `doing` says, of `bucket` where one belongs.
+    pub(super) fn wait_for_peers(&mut self, doing: Doing, bucket: usize, ready: impl FnMut(&mut Self) -> Result<bool>) -> Result<()> {
+        if self.exchange.slices().ranks() == 1 {
+            return self.block_until(doing, bucket, ready);
+        }
+        self.wait_exposed(doing, bucket, "await ranks", ready)
+    }
+
+    fn wait_exposed(
+        &mut self,
+        doing: Doing,
+        bucket: usize,
+        span: &'static str,
+        mut ready: impl FnMut(&mut Self) -> Result<bool>,
+    ) -> Result<()> {
         let (start, mut idle_since) = (self.dev.now_ns(), None);
         self.dev.record(self.compute_tail, Stream::Compute)?;
-        self.block_until(Doing::Params, bucket, |engine| {
-            engine.count_exposed(bucket, &mut idle_since)?;
-            Ok(engine.coordinator.is_settled(bucket))
+        self.block_until(doing, bucket, |engine| {
+            engine.count_exposed(doing, bucket, &mut idle_since)?;
+            ready(engine)
         })?;
-        self.driver_span("await params", bucket as u32, start);
+        self.driver_span(span, bucket as u32, start);
         Ok(())
     }
 
-    /// While the compute stream has nothing to do, the time goes to what `bucket` waits for now.
-    fn count_exposed(&mut self, bucket: usize, idle_since: &mut Option<u64>) -> Result<()> {
+    /// While the compute stream has nothing to do, the time goes to what is waited for now.
+    fn count_exposed(&mut self, doing: Doing, bucket: usize, idle_since: &mut Option<u64>) -> Result<()> {
         if idle_since.is_some() || self.dev.is_done(self.compute_tail)? {
-            let (now, link) = (self.dev.now_ns(), self.coordinator.waits_for_link(bucket));
-            let exposed = if link { &mut self.exposed.transfer_ns } else { &mut self.exposed.cpu_ns };
+            let now = self.dev.now_ns();
+            let exposed = match doing {
+                Doing::Params if self.coordinator.waits_for_link(bucket) => &mut self.exposed.transfer_ns,
+                Doing::Params => &mut self.exposed.cpu_ns,
+                _ => &mut self.exposed.peer_ns,
+            };
             *exposed += now - idle_since.replace(now).unwrap_or(now);
         }
         Ok(())
+    }
+
+    /// What streams waited for since the last call: of the device's own, and of peers'.
+    pub(super) fn count_waits_of_streams(&mut self) {
+        let (waited, for_peers) = (self.dev.waited_ns(), self.exchange.waited_ns(&self.dev));
+        let [all, peers] = [waited - self.waited_ns, for_peers - self.waited_for_peers_ns];
+        self.exposed.transfer_ns += all - peers;
+        self.exposed.peer_ns += peers;
+        (self.waited_ns, self.waited_for_peers_ns) = (waited, for_peers);
     }
 
     /// Records what the driver did from `start_ns` until now.

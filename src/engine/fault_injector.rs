@@ -1,8 +1,8 @@
 //! What tests do to a run on purpose: gradients that are made wrong, and a coin that decides who goes on first. A normal run has none.
 
-use crate::config::options::Injection;
+use crate::config::options::{FaultKind, FaultPhase, Injection, RankFault};
 use crate::device::{DeviceSlice, Kernels, Poke};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::planner::plan::Plan;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
@@ -11,14 +11,32 @@ use std::ops::Range;
 /// What a plan asks for of it.
 pub(super) struct FaultInjector {
     faults: Vec<Injection>,
+    rank_faults: Vec<RankFault>,
     coin: Option<ChaCha8Rng>,
 }
 
 impl FaultInjector {
-    /// `None` in a normal run.
-    pub(super) fn of(plan: &Plan) -> Option<Self> {
+    /// What `rank` does; `None` in a normal run.
+    pub(super) fn of(plan: &Plan, rank: usize) -> Option<Self> {
         let coin = plan.adversary.map(|seed| ChaCha8Rng::seed_from_u64(seed ^ 0xc01));
-        (coin.is_some() || !plan.inject.is_empty()).then(|| Self { faults: plan.inject.clone(), coin })
+        let rank_faults: Vec<_> = plan.rank_faults.iter().filter(|fault| fault.rank == rank).copied().collect();
+        let is_normal = coin.is_none() && plan.inject.is_empty() && rank_faults.is_empty();
+        (!is_normal).then(|| Self { faults: plan.inject.clone(), rank_faults, coin })
+    }
+
+    /// Goes wrong if that is asked for in this phase of a step, counted from 1.
+    ///
+    /// # Errors
+    /// `Resource` that names phase and step.
+    pub(super) fn strike(&self, phase: FaultPhase, step: u64) -> Result<()> {
+        let Some(fault) = self.rank_faults.iter().find(|fault| (fault.step, fault.phase) == (step, phase)) else { return Ok(()) };
+        match fault.kind {
+            FaultKind::Error => Err(Error::resource(format!("{phase:?} of step {step}"), "it was to fail (faults)")),
+            FaultKind::Panic => panic!("{phase:?} of step {step} was to panic (faults)"),
+            FaultKind::Hang => loop {
+                std::thread::park();
+            },
+        }
     }
 
     /// Writes what is injected in a step, counted from 1, over the gradients of one of its shares, as far as the flat range goes.

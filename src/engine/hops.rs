@@ -9,6 +9,7 @@ use super::route::Hop;
 use super::step_job::StepJob;
 use super::vitals::Doing;
 use crate::bucket::slot::Slot;
+use crate::config::options::FaultPhase;
 use crate::device::{Adam, Cast, DeviceSlice, Kernels, Stream};
 use crate::error::Result;
 use crate::host::pool::Job;
@@ -38,6 +39,11 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         }
     }
 
+    /// Goes wrong here, in a test that asks for it.
+    pub(super) fn strike(&self, phase: FaultPhase) -> Result<()> {
+        self.fault_injector.as_ref().map_or(Ok(()), |injector| injector.strike(phase, self.train_step + 1))
+    }
+
     /// Lets a device and a pool without threads do something; false when they have threads, or nothing to do.
     fn go_on(&mut self) -> Result<bool> {
         if self.fault_injector.as_mut().is_some_and(FaultInjector::pool_is_first) && self.pool.advance() {
@@ -61,6 +67,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         }
         while let Some(bucket) = self.exchange.poll(&mut self.dev, self.model.grads)? {
             progressed = true;
+            self.strike(FaultPhase::Sum)?;
             self.bucket_ready(bucket)?;
         }
         self.report.poll(&mut self.dev, &self.host, &mut self.exchange, self.train_step + 1)?;
@@ -101,6 +108,13 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
 
     fn start(&mut self, hop: Hop, bucket: usize, load: Load) -> Result<()> {
         let (flat, local) = (self.exchange.slices().global(bucket), self.exchange.slices().local(bucket));
+        match hop {
+            Hop::GradsOut => self.strike(FaultPhase::GradsOut)?,
+            Hop::Optimize => self.strike(FaultPhase::Optimize)?,
+            Hop::ParamsIn => self.strike(FaultPhase::ParamsIn)?,
+            Hop::StepOnDevice => self.strike(FaultPhase::StepOnDevice)?,
+            Hop::Backward | Hop::PageIn | Hop::PageOut => {}
+        }
         self.transfers.wait(&mut self.dev, hop, bucket)?;
         match (hop, hop.leg().stream, load) {
             (Hop::GradsOut, Some(stream), Load::Slot(slot)) => self.copy_grads(stream, &flat, slot)?,

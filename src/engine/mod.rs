@@ -1,6 +1,8 @@
 //! The step: a pure state machine ([`coordinator`]) that decides, and an engine ([`executor`]) that does what it decided. README.md
 //! beside this file walks a bucket through both.
 
+mod all_ranks;
+mod awaited;
 pub(crate) mod coordinator;
 pub(crate) mod counters;
 pub(crate) mod evaluate;
@@ -11,6 +13,7 @@ mod fault_injector;
 mod hops;
 pub(crate) mod loss_scale;
 mod memory;
+
 pub(crate) mod orders;
 pub(crate) mod pool;
 mod pulls;

@@ -8,7 +8,9 @@ use super::pulls::{Introduction, Pulls};
 use super::route::Hop;
 use super::step_job::StepJob;
 use super::verdict::SpeculationHistory;
+use super::vitals::Doing;
 use crate::bucket::layout::Tier;
+use crate::config::options::FaultPhase;
 use crate::device::{Kernels, Peers, ProductAlgorithm};
 use crate::error::{Error, Result};
 use crate::model::shape::ModelShape;
@@ -49,6 +51,26 @@ fn check_same_bits(own: &[ProductAlgorithm], of_first: &[ProductAlgorithm]) -> R
 /// The engine of a rank among others.
 pub(crate) type RankEngine<D> = Engine<D, Pulls<<D as Peers>::Card>>;
 
+impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
+    /// Rank 0 has the others do this, too, once they have done what came before.
+    pub(super) fn lead(&mut self, order: Order, words: Words) -> Result<()> {
+        self.while_ordering(|exchange| exchange.lead(order, words))
+    }
+
+    /// Rank 0 waits until the others have done what they were told.
+    pub(super) fn await_done(&mut self) -> Result<()> {
+        self.while_ordering(|exchange| exchange.await_done())
+    }
+
+    fn while_ordering(&mut self, wait: impl FnOnce(&mut X) -> Result<()>) -> Result<()> {
+        let (before, number) = self.vitals.doing();
+        self.vitals.now(Doing::Orders, 0);
+        let waited = wait(&mut self.exchange);
+        self.vitals.now(before, number);
+        waited
+    }
+}
+
 impl<D: Kernels + Peers> RankEngine<D> {
     /// As [`Engine::new`], for the rank that has `seat`, on its thread, whose bell is the board's. Returns when all ranks have come as far.
     ///
@@ -57,13 +79,14 @@ impl<D: Kernels + Peers> RankEngine<D> {
     pub(crate) fn join(plan: Plan, shape: ModelShape, dev: D, pool: Pool<StepJob>, seat: &Seat, hall: &Hall<D::Card>) -> Result<Self> {
         let bell = seat.board.bell(seat.rank);
         let mut engine = Self::assemble(plan, shape, dev, pool, bell.clone(), |dev, plan| Pulls::new(dev, plan, seat.clone()))?;
+        engine.strike(FaultPhase::Start)?;
         let written_by = |bucket: usize| match engine.plan.layout.tier(bucket) {
             Tier::Host => Hop::ParamsIn,
             Tier::Unified | Tier::Device => Hop::StepOnDevice,
         };
         let stepped = (0..engine.plan.layout.count()).map(|bucket| engine.transfers.event(written_by(bucket), bucket)).collect();
         let card = engine.dev.card();
-        let introduction = engine.exchange.introduce(card, [engine.model.grads, engine.model.weights], stepped);
+        let introduction = engine.exchange.introduce(card, [engine.model.grads, engine.model.weights], stepped, engine.vitals.clone());
         // Nobody else has this place.
         let _ = hall.0[seat.rank].set((introduction, engine.dev.product_algorithms()));
         (0..hall.0.len()).for_each(|rank| seat.board.bell(rank).ring());
@@ -88,7 +111,7 @@ impl<D: Kernels + Peers> RankEngine<D> {
         let mut settle_down = Some(settle_down);
         for seen in 0.. {
             let (order, words) = self.exchange.next_order(seen)?;
-            if order == Order::Step {
+            if matches!(order, Order::Step | Order::Evaluate) {
                 settle_down.take().map_or(Ok(()), |settle_down| settle_down())?;
             }
             self.obey_order(order, words)?;
@@ -111,6 +134,11 @@ impl<D: Kernels + Peers> RankEngine<D> {
                 self.take_batches();
                 self.run_evaluation(words[0] as usize)
             }
+            Order::Finish => {
+                let tracks = self.end_threads()?;
+                Exchange::<D>::publish_tracks(&self.exchange, tracks);
+                Ok(())
+            }
             Order::Init => self.init_state(words[0], words[1] as usize),
             Order::Send => self.send_weights(),
             Order::Resume => {
@@ -119,11 +147,13 @@ impl<D: Kernels + Peers> RankEngine<D> {
                 self.resume(words[0], words[1], loss_scale, SpeculationHistory::of(words[4]))
             }
             Order::Write => {
+                self.strike(FaultPhase::Write)?;
                 let mut piece = vec![0.0; elems];
                 Exchange::<D>::mail(&self.exchange, 0, &mut piece);
                 self.write_own(part(), start, &piece)
             }
             Order::Read => {
+                self.strike(FaultPhase::Read)?;
                 let parts: Vec<_> = Exchange::<D>::slices(&self.exchange).owned(start..start + elems).collect();
                 for (flat, local) in parts {
                     let mut piece = vec![0.0; flat.len()];

@@ -75,13 +75,13 @@ impl<J: Job> Pool<J> {
     }
 
     /// [`Threads::finish`], once the pool is idle: an error otherwise.
-    pub fn finish(self) -> Result<Vec<Recorder>> {
+    pub fn finish(&mut self) -> Result<Vec<Recorder>> {
         if !self.is_idle()? {
             return Err(Error::resource("end the optimizer workers", "a job is not done"));
         }
         match self {
             Self::Threads(pool) => pool.finish(),
-            Self::Stepped(pool) => Ok(vec![pool.recorder]),
+            Self::Stepped(pool) => Ok(vec![std::mem::take(&mut pool.recorder)]),
             Self::Simulated(pool) => Ok(vec![pool.finish()]),
         }
     }

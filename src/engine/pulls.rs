@@ -3,19 +3,23 @@
 //! *Record, then publish, then others may enqueue a wait*: a wait for an event that was not yet recorded is no wait.
 
 use super::exchange::{Exchange, Order, Words};
+use super::vitals::Vitals;
+use super::watchdog::Watched;
 use crate::bucket::slices::Slices;
 use crate::data::batch;
 use crate::device::{DeviceSlice, EventId, Kernels, PARTS_MAX, Peers, Stream, SumSlices};
 use crate::dtype::Dtype;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::optim::norm::{self, BLOCK};
 use crate::planner::plan::Plan;
 use crate::ranks::Seat;
 use crate::ranks::board::StepOutcome;
+use crate::trace::Recorder;
 use crate::units::NormSq;
+use std::sync::Arc;
 
 /// What a rank tells the others of itself, once.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub(super) struct Introduction<C> {
     pub(super) card: C,
     /// Its flat gradients and weights.
@@ -27,6 +31,7 @@ pub(super) struct Introduction<C> {
     pub(super) pulled: EventId,
     /// By bucket: its own slice of the weights is written.
     pub(super) stepped: Vec<EventId>,
+    pub(super) vitals: Arc<Vitals>,
 }
 
 /// A rank among others.
@@ -104,8 +109,14 @@ impl<C> Pulls<C> {
     }
 
     /// What the others need to know, beside what the engine knows.
-    pub(super) fn introduce(&self, card: C, [grads, weights]: [DeviceSlice; 2], stepped: Vec<EventId>) -> Introduction<C> {
-        Introduction { card, grads, weights, written: self.written.clone(), pulled: self.pulled, stepped }
+    pub(super) fn introduce(
+        &self,
+        card: C,
+        [grads, weights]: [DeviceSlice; 2],
+        stepped: Vec<EventId>,
+        vitals: Arc<Vitals>,
+    ) -> Introduction<C> {
+        Introduction { card, grads, weights, written: self.written.clone(), pulled: self.pulled, stepped, vitals }
     }
 
     /// Now all are known, by rank.
@@ -275,6 +286,41 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
         dev.wait(Stream::Compute, self.gathered[bucket])
     }
 
+    fn check(&self) -> Result<()> {
+        self.seat.check()
+    }
+
+    fn blame(&self, error: Error) -> Error {
+        self.seat.fail(&error);
+        self.seat.check().err().unwrap_or(error)
+    }
+
+    fn watched(&self, _: Arc<Vitals>) -> Watched {
+        Watched { ranks: self.peers.iter().map(|peer| peer.vitals.clone()).collect(), board: Some(self.seat.board.clone()) }
+    }
+
+    fn waited_ns(&self, dev: &D) -> u64 {
+        dev.waited_for_peers_ns()
+    }
+
+    fn publish_amounts(&self, amounts: impl Iterator<Item = u64>) {
+        self.seat.board.write_amounts(self.seat.rank, amounts);
+    }
+
+    fn amounts_of<'a>(&self, rank: usize, amounts: impl Iterator<Item = &'a mut u64>) {
+        amounts.zip(self.seat.board.amounts(rank)).for_each(|(place, amount)| *place = amount);
+    }
+
+    fn publish_tracks(&self, tracks: Vec<Recorder>) {
+        self.seat.board.publish_tracks(self.seat.rank, self.named(tracks));
+    }
+
+    fn all_tracks(&self, own: Vec<Recorder>) -> Vec<Recorder> {
+        let mut all = self.named(own);
+        self.others().for_each(|rank| all.extend_from_slice(self.seat.board.tracks(rank)));
+        all
+    }
+
     fn pass(&self) -> Result<()> {
         self.seat.pass()
     }
@@ -332,6 +378,12 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
 }
 
 impl<C> Pulls<C> {
+    /// Tracks of this rank, among those of others.
+    fn named(&self, mut tracks: Vec<Recorder>) -> Vec<Recorder> {
+        tracks.iter_mut().for_each(|track| track.track.insert_str(0, &format!("rank {} ", self.seat.rank)));
+        tracks
+    }
+
     /// Enqueues the sum of one round's parts of this rank's slice: in the order of ranks, which is that of shares.
     fn sum<D: Kernels + Peers<Card = C>>(&mut self, dev: &mut D, grads: DeviceSlice, bucket: usize, round: u64) -> Result<()> {
         let (flat, local) = (self.slices.global(bucket), self.slices.local(bucket));

@@ -13,7 +13,7 @@ use crate::planner::machine::Machine;
 use crate::ranks::board::{Board, Sizes};
 use proptest::prelude::*;
 use std::panic::AssertUnwindSafe;
-use std::sync::{Arc, OnceLock};
+use std::sync::OnceLock;
 
 #[derive(Clone, Copy, Debug)]
 struct Case {
@@ -49,6 +49,11 @@ fn plan(case: Case) -> Plan {
     Plan { layout, dtype: Dtype::Float32, ranks: case.ranks, shares, grad_accum_steps: shares, ..plan }
 }
 
+/// Nobody looks at them.
+fn vitals(seat: &Seat) -> Arc<Vitals> {
+    Arc::new(Vitals::new(0, seat.board.bell(seat.rank), Arc::default()))
+}
+
 struct Rank {
     dev: CpuDevice,
     pulls: Pulls<Card>,
@@ -71,7 +76,7 @@ impl Rank {
         let stepped = (0..plan.layout.count()).map(|_| dev.event()).collect::<Result<Vec<_>>>()?;
         let mut host = HostMemory::default();
         let seen = host.alloc("seen", 4 * plan.layout.count() * case.ranks)?;
-        let introduction = pulls.introduce(dev.card(), [grads, weights], stepped.clone());
+        let introduction = pulls.introduce(dev.card(), [grads, weights], stepped.clone(), vitals(seat));
         assert!(hall[seat.rank].set(introduction).is_ok());
         hall.iter().enumerate().for_each(|(rank, _)| seat.board.bell(rank).ring());
         seat.board.bell(seat.rank).wait_until(|| hall.iter().all(|place| place.get().is_some()));
@@ -175,7 +180,7 @@ impl Rank {
 fn run(case: Case) {
     let layout = plan(case).layout;
     let (partials, shares) = (layout.flat_elems() / BLOCK, case.ranks * case.rounds);
-    let sizes = Sizes { ranks: case.ranks, buckets: layout.count(), partials, shares, mail_words: 0 };
+    let sizes = Sizes { ranks: case.ranks, buckets: layout.count(), partials, shares, ..Sizes::default() };
     let board = Arc::new(Board::new(sizes, Some(case.seed)));
     let hall: Vec<_> = (0..case.ranks).map(|_| OnceLock::new()).collect();
     let outcomes: Vec<Result<()>> = std::thread::scope(|scope| {
@@ -205,6 +210,21 @@ fn run(case: Case) {
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     });
     outcomes.into_iter().for_each(|outcome| outcome.unwrap_or_else(|error| panic!("{error}: {case:?}")));
+}
+
+/// What another rank has not said it may never say: whoever looks for it learns that.
+#[test]
+fn after_a_failure_nobody_waits_for_what_ranks_publish() {
+    let case = Case { seed: 0, ranks: 2, rounds: 1, blocks: 2, bucket_blocks: 2 };
+    let board = Arc::new(Board::new(Sizes { ranks: 2, buckets: 1, partials: 2, shares: 2, ..Sizes::default() }, None));
+    let seat = Seat { board: board.clone(), rank: 0 };
+    let mut dev = open::cpu(1, Schedule::Threads, board.bell(0), 0).unwrap();
+    let mut pulls: Pulls<Card> = Pulls::new(&mut dev, &plan(case), seat).unwrap();
+    let grads = dev.alloc("flat", 2 * BLOCK, Dtype::Float32).unwrap();
+    pulls.written(&mut dev, grads, 0).unwrap();
+    assert_eq!(pulls.poll(&mut dev, grads).unwrap(), None, "rank 1 has written nothing");
+    board.fail(1, "it is gone");
+    assert_eq!(pulls.poll(&mut dev, grads).unwrap_err().to_string(), "rank 1: it is gone");
 }
 
 proptest! {

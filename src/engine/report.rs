@@ -89,6 +89,11 @@ impl Report {
         self.copy_to(dev, self.partials.elems())
     }
 
+    /// Whether all of this step's is handed on.
+    pub(super) fn is_told(&self) -> bool {
+        self.arrived == self.ends.len()
+    }
+
     fn copied_to(&self) -> usize {
         self.ends.last().copied().unwrap_or(0)
     }

@@ -6,6 +6,7 @@ use super::route::Hop;
 use super::step::Pass;
 use super::vitals::Doing;
 use crate::bucket::slices::Slices;
+use crate::config::options::FaultPhase;
 use crate::data::batch::Batches;
 use crate::device::{Cast, Kernels, Stream};
 use crate::dtype::Dtype;
@@ -23,7 +24,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     /// # Panics
     /// If an update is under way: see [`Engine::flush`].
     pub(crate) fn init_state(&mut self, seed: u64, threads: usize) -> Result<()> {
-        self.exchange.lead(Order::Init, [seed, threads as u64, 0, 0, 0, 0])?;
+        self.lead(Order::Init, [seed, threads as u64, 0, 0, 0, 0])?;
         self.expect_no_job();
         self.memory.init_params((&mut self.dev, &mut self.host), self.exchange.slices(), &self.model.table, seed, threads)
     }
@@ -35,9 +36,9 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     pub fn write_state(&mut self, part: StatePart, start: usize, source: &[f32]) -> Result<()> {
         let piece_elems = self.exchange.mail_words().min(source.len()).max(1);
         for (at, piece) in (start..).step_by(piece_elems).zip(source.chunks(piece_elems)) {
-            self.exchange.await_done()?;
+            self.await_done()?;
             self.exchange.post(0, piece);
-            self.exchange.lead(Order::Write, [part as u64, at as u64, piece.len() as u64, 0, 0, 0])?;
+            self.lead(Order::Write, [part as u64, at as u64, piece.len() as u64, 0, 0, 0])?;
             self.write_own(part, at, piece)?;
         }
         Ok(())
@@ -60,8 +61,8 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     pub fn read_state(&mut self, part: StatePart, start: usize, out: &mut [f32]) -> Result<()> {
         let piece_elems = self.exchange.mail_words().min(out.len()).max(1);
         for (at, piece) in (start..).step_by(piece_elems).zip(out.chunks_mut(piece_elems)) {
-            self.exchange.lead(Order::Read, [part as u64, at as u64, piece.len() as u64, 0, 0, 0])?;
-            self.exchange.await_done()?;
+            self.lead(Order::Read, [part as u64, at as u64, piece.len() as u64, 0, 0, 0])?;
+            self.await_done()?;
             self.exchange.mail(0, piece);
             self.read_own(part, at, piece)?;
         }
@@ -85,7 +86,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
 
     /// Derives the device's working weights from the state.
     pub fn send_weights(&mut self) -> Result<()> {
-        self.exchange.lead(Order::Send, Words::default())?;
+        self.lead(Order::Send, Words::default())?;
         for state in &self.memory.device {
             for (flat, local) in self.exchange.slices().pieces(state.local.clone()) {
                 let (src, dst) =
@@ -102,14 +103,15 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
 
     /// Writes every decided update into the state, so that it can be read.
     pub fn flush(&mut self) -> Result<()> {
-        self.exchange.lead(Order::Flush, Words::default())?;
+        self.lead(Order::Flush, Words::default())?;
         self.vitals.now(Doing::Updates, 0);
         let flushed = self.write_updates();
         self.vitals.now(Doing::Else, 0);
-        flushed
+        flushed.map_err(|error| self.exchange.blame(error))
     }
 
     fn write_updates(&mut self) -> Result<()> {
+        self.strike(FaultPhase::Flush)?;
         self.block_until(Doing::Updates, 0, |engine| Ok(engine.coordinator.all_settled()))?;
         self.coordinator.flush();
         self.run_commands()?;

@@ -1,14 +1,15 @@
 //! One step: every micro-batch forward and backward, the verdict, and the updates that it allows.
 
 use super::coordinator::{Counts, Event, Update};
-use super::counters::Counters;
+use super::counters::{Counters, Exposed};
 use super::exchange::{Exchange, Order};
-use super::executor::{Engine, Exposed, StepData, StepReport};
+use super::executor::{Engine, StepData, StepReport};
 use super::route::Hop;
 use super::verdict::Verdict;
 use super::vitals::{Doing, Mark};
+use crate::config::options::FaultPhase;
 use crate::data::batch::{Batch, Batches};
-use crate::device::{Kernels, Stream, Zero};
+use crate::device::{Kernels, PARTS_MAX, Stream, Zero};
 use crate::error::{Error, Result};
 use crate::model::MicroStep;
 use crate::model::tensors::Module;
@@ -49,8 +50,8 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
 
     /// Reads as many micro-batches as a step has; returns their targets that count.
     pub(crate) fn read_micro_batches(&mut self, batches: &mut impl Batches) -> Result<usize> {
+        self.await_done()?;
         self.vitals.now(Doing::Data, 0);
-        self.exchange.await_done()?;
         let targets: Result<usize> = (0..self.plan.grad_accum_steps).map(|micro_batch| self.deal(micro_batch, batches)).sum();
         self.vitals.now(Doing::Else, 0);
         targets
@@ -83,11 +84,11 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
 
     /// The step whose data was read last.
     pub(crate) fn run_step(&mut self, learning_rate: f64, data: StepData) -> Result<StepReport> {
-        self.exchange.lead(Order::Step, [learning_rate.to_bits(), data.targets as u64, self.plan.max_grad_norm.to_bits(), 0, 0, 0])?;
+        self.lead(Order::Step, [learning_rate.to_bits(), data.targets as u64, self.plan.max_grad_norm.to_bits(), 0, 0, 0])?;
         self.vitals.now(Doing::Enqueuing, 0);
         let stepped = self.pass_and_validate(learning_rate, data);
         self.vitals.now(Doing::Else, 0);
-        stepped
+        self.of_all_ranks(stepped.map_err(|error| self.exchange.blame(error))?)
     }
 
     fn pass_and_validate(&mut self, learning_rate: f64, data: StepData) -> Result<StepReport> {
@@ -107,7 +108,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
                 self.begin_validation(learning_rate)?;
             }
             if first && micro_step > 0 {
-                self.block_until(Doing::Sums, 0, |engine| engine.exchange.may_overwrite(&mut engine.dev))?;
+                self.wait_for_peers(Doing::Sums, 0, |engine| engine.exchange.may_overwrite(&mut engine.dev))?;
             }
             let micro = MicroStep { first, inv_targets, loss_scale: self.loss_scale.scale() };
             self.wait_for_ring(Module::Head)?;
@@ -219,6 +220,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
 
     /// Serves events until the device is at most `MODULES_AHEAD` modules behind.
     pub(super) fn module_enqueued(&mut self) -> Result<()> {
+        self.strike(FaultPhase::Module)?;
         let modules = self.modules;
         self.dev.record(modules[self.modules_enqueued % modules.len()], Stream::Compute)?;
         self.modules_enqueued += 1;
@@ -231,6 +233,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     fn bucket_written(&mut self, bucket: usize, round: usize) -> Result<()> {
         let (range, slices) = (self.plan.layout.range(bucket), self.exchange.slices());
         let share = round * slices.ranks() + slices.rank();
+        self.strike(FaultPhase::Backward)?;
         if let Some(fault_injector) = &self.fault_injector {
             fault_injector.spoil(&mut self.dev, self.model.grads, &range, self.train_step + 1, share)?;
         }
@@ -253,7 +256,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
             return self.report.add_loss(&mut self.dev, loss, share);
         }
         if !self.exchange.is_summed() {
-            self.block_until(Doing::Sums, 0, |engine| Ok(engine.exchange.is_summed()))?;
+            self.wait_for_peers(Doing::Sums, 0, |engine| Ok(engine.exchange.is_summed()))?;
         }
         self.report.end(&mut self.dev, loss)
     }
@@ -261,11 +264,15 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     /// Waits for the norm, decides, and starts what the verdict allows.
     fn validate(&mut self, learning_rate: f64) -> Result<StepReport> {
         let start = self.dev.now_ns();
-        let (step, mut found) = (self.train_step + 1, None);
+        let (step, mut found, mut told_at) = (self.train_step + 1, None, None);
+        self.strike(FaultPhase::Verdict)?;
         self.block_until(Doing::Norm, 0, |engine| {
             found = found.or_else(|| engine.exchange.outcome(step));
+            told_at = told_at.or_else(|| (found.is_none() && engine.report.is_told()).then(|| engine.dev.now_ns()));
             Ok(found.is_some())
         })?;
+        // A rank that has told all of its own waits for others.
+        self.exposed.peer_ns += told_at.map_or(0, |told_at| self.dev.now_ns() - told_at);
         self.driver_span("await verdict", step as u32, start);
         let Some(outcome) = found else { unreachable!("waited for it") };
         let mut out = self.judge(learning_rate, outcome);
@@ -286,9 +293,8 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         self.counters.adam_busy_ns = self.pool.busy_ns();
         out.counters = self.counters - self.counters_reported;
         self.counters_reported = self.counters;
+        self.count_waits_of_streams();
         out.exposed = self.exposed;
-        out.exposed.transfer_ns += self.dev.waited_ns() - self.waited_ns;
-        self.waited_ns = self.dev.waited_ns();
         Ok(out)
     }
 
@@ -297,7 +303,17 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         let grad_norm = NormSq(norm_sq).norm(self.loss_scale.inverse());
         let verdict = Verdict::new(grad_norm, nonfinite, self.plan.max_grad_norm);
         let (counts, exposed, loss_scale) = (Counts::default(), self.exposed, self.loss_scale.scale());
-        StepReport { loss, grad_norm, learning_rate, loss_scale, verdict, counts, exposed, counters: Counters::default() }
+        StepReport {
+            loss,
+            grad_norm,
+            learning_rate,
+            loss_scale,
+            verdict,
+            counts,
+            exposed,
+            counters: Counters::default(),
+            exposed_to_peers_ns: [0; PARTS_MAX],
+        }
     }
 
     /// The compute stream goes on only when the parameters of `module` are on the device.
@@ -313,8 +329,9 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     fn wait_for_bucket(&mut self, bucket: usize) -> Result<()> {
         self.wait_until_settled(bucket)?;
         self.dev.wait(Stream::Compute, self.transfers.event(Hop::ParamsIn, bucket))?;
+        self.strike(FaultPhase::Gather)?;
         if !self.exchange.is_gathered(bucket) {
-            self.block_until(Doing::Gather, bucket, |engine| Ok(engine.exchange.is_gathered(bucket)))?;
+            self.wait_for_peers(Doing::Gather, bucket, |engine| Ok(engine.exchange.is_gathered(bucket)))?;
         }
         self.exchange.arrive(&mut self.dev, bucket)
     }

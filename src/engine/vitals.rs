@@ -36,10 +36,12 @@ pub(crate) enum Doing {
     Sums,
     /// Waiting for other ranks' parameters of a bucket.
     Gather,
+    /// Waiting until other ranks have done what they were told.
+    Orders,
 }
 
 impl Doing {
-    const ALL: [(Self, &str); 10] = [
+    const ALL: [(Self, &str); 11] = [
         (Self::Else, "is not in a step"),
         (Self::Enqueuing, "enqueues work for the device"),
         (Self::Data, "waits for data"),
@@ -50,11 +52,17 @@ impl Doing {
         (Self::Updates, "waits for updates to be written"),
         (Self::Sums, "waits for the gradients of other ranks"),
         (Self::Gather, "waits for other ranks' parameters of bucket"),
+        (Self::Orders, "waits for other ranks to do what they were told"),
     ];
 
     /// In words; a bucket's number follows where one belongs.
     pub(crate) fn words(self) -> &'static str {
         Self::ALL[self as usize].1
+    }
+
+    /// Whether it is about a bucket.
+    pub(super) fn has_bucket(self) -> bool {
+        matches!(self, Self::Gradient | Self::Params | Self::Gather)
     }
 }
 
@@ -229,10 +237,15 @@ impl Vitals {
         self.buckets.iter().map(|word| unpack(word.load(Ordering::Relaxed)).0)
     }
 
-    /// The last events, oldest first: time, what, and the number that belongs to it.
-    pub(super) fn events(&self) -> impl Iterator<Item = (u64, Mark, u64)> {
-        let end = self.recorded.load(Ordering::Acquire);
-        (end.saturating_sub(EVENTS as u64)..end).map(|nth| {
+    /// How many events there were.
+    pub(super) fn recorded(&self) -> u64 {
+        self.recorded.load(Ordering::Acquire)
+    }
+
+    /// The last events, at most `count` and [`EVENTS`], oldest first: time, what, and the number that belongs to it.
+    pub(super) fn events(&self, count: usize) -> impl Iterator<Item = (u64, Mark, u64)> {
+        let end = self.recorded();
+        (end.saturating_sub(count.min(EVENTS) as u64)..end).map(|nth| {
             let record = &self.records[nth as usize % EVENTS];
             let (mark, number) = unpack(record.what.load(Ordering::Relaxed));
             (record.at_ns.load(Ordering::Relaxed), mark, number)
@@ -265,7 +278,7 @@ mod tests {
         vitals.event(Event::GradReady(1), 300);
         vitals.command(&Command::Start { hop: Hop::GradsOut, bucket: 1, load: Load::Slot(Slot(0)) });
         vitals.event(Event::Done { hop: Hop::Backward, bucket: 1 }, 300);
-        let events: Vec<_> = vitals.events().map(|(_, mark, number)| (mark, number)).collect();
+        let events: Vec<_> = vitals.events(EVENTS).map(|(_, mark, number)| (mark, number)).collect();
         assert_eq!((events.len(), events[0]), (EVENTS, (Mark::Step, 300 + 3 - EVENTS as u64)));
         assert_eq!(
             events[EVENTS - 3..],

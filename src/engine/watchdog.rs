@@ -1,10 +1,13 @@
 //! A thread that notices when others stand still: an optimizer worker is named, and a driver without progress ends the run with an
-//! account of what everything waits for. It reads what they publish ([`Vitals`]); they never wait for it.
+//! account of what everything waits for, of all ranks where there are several. It reads what they publish ([`Vitals`], the board); they
+//! never wait for it.
 
+use super::awaited::Awaited;
 use super::route::Hop;
-use super::vitals::{Doing, Mark, Vitals};
+use super::vitals::{Doing, EVENTS, Mark, Vitals};
 use crate::device::Stream;
 use crate::error::{Error, Result};
+use crate::ranks::board::Board;
 use crate::trace::now_ns;
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -17,6 +20,40 @@ use std::time::Duration;
 const PERIOD: Duration = Duration::from_secs(1);
 /// A worker that stands still for longer is named, or for longer than half the stall limit.
 const WORKER_LIMIT: Duration = Duration::from_secs(30);
+
+/// What it looks at.
+#[derive(Clone)]
+pub struct Watched {
+    /// Signs of life of each rank's driver and workers.
+    pub(super) ranks: Vec<Arc<Vitals>>,
+    /// Where several ranks meet.
+    pub(super) board: Option<Arc<Board>>,
+}
+
+impl Watched {
+    /// A driver without peers.
+    pub(super) fn alone(vitals: Arc<Vitals>) -> Self {
+        Self { ranks: vec![vitals], board: None }
+    }
+
+    /// Every rank, and what it waits for of others: who is late before who waits for it.
+    fn by_lateness(&self) -> Vec<(usize, &Vitals, Option<Awaited>)> {
+        let missing = |rank: usize, vitals: &Vitals| self.board.as_ref().and_then(|board| Awaited::of(board, rank, vitals.doing()));
+        let mut ranks: Vec<_> = self.ranks.iter().enumerate().map(|(rank, vitals)| (rank, &**vitals, missing(rank, vitals))).collect();
+        let is_named = |rank: usize, all: &[(usize, &Vitals, Option<Awaited>)]| {
+            all.iter().filter_map(|(_, _, missing)| missing.as_ref()).any(|missing| missing.ranks.contains(&rank))
+        };
+        let keys: Vec<_> =
+            ranks.iter().map(|(rank, vitals, missing)| (missing.is_some(), !is_named(*rank, &ranks), vitals.recorded())).collect();
+        ranks.sort_by_key(|(rank, ..)| keys[*rank]);
+        ranks
+    }
+
+    /// ` of rank 1`, where there are several.
+    fn of_rank(&self, rank: usize) -> String {
+        self.board.as_ref().map_or(String::new(), |_| format!(" of rank {rank}"))
+    }
+}
 
 /// What the watchdog has to say.
 #[derive(Debug)]
@@ -37,13 +74,13 @@ pub struct Watchdog {
 }
 
 impl Watchdog {
-    /// Watches from now on. A driver that makes no progress inside a step for `limit` is an alarm, unless `limit` is 0.
+    /// Watches from now on. No progress of any driver for `limit`, while one is inside a step, is an alarm, unless `limit` is 0.
     ///
     /// # Errors
     /// `Resource` when the thread cannot start.
-    pub fn start(vitals: Arc<Vitals>, limit: Duration, on_alarm: OnAlarm) -> Result<Self> {
+    pub fn start(watched: Watched, limit: Duration, on_alarm: OnAlarm) -> Result<Self> {
         let stop = Arc::new(AtomicBool::new(false));
-        let mut watch = Watch::new(vitals, limit);
+        let mut watch = Watch::new(watched, limit);
         let (stopped, period) = (stop.clone(), watch.period);
         let body = move || {
             while !stopped.load(Ordering::Relaxed) {
@@ -84,102 +121,130 @@ impl Still {
 }
 
 struct Watch {
-    vitals: Arc<Vitals>,
+    watched: Watched,
     period: Duration,
     /// In looks; `u32::MAX` looks never come.
     limit: u32,
     worker_limit: u32,
-    driver: Still,
-    workers: Vec<Still>,
+    drivers: Still,
+    /// By rank.
+    workers: Vec<Vec<Still>>,
 }
 
 impl Watch {
-    fn new(vitals: Arc<Vitals>, limit: Duration) -> Self {
+    fn new(watched: Watched, limit: Duration) -> Self {
         let no_limit = limit.is_zero();
         let period = if no_limit { PERIOD } else { PERIOD.min(limit / 8) };
         let looks = |time: Duration| u32::try_from(time.as_nanos() / period.as_nanos()).unwrap_or(u32::MAX);
         let worker_limit = if no_limit { WORKER_LIMIT } else { WORKER_LIMIT.min(limit / 2) };
-        let workers = vec![Still::default(); vitals.workers.workers()];
+        let workers = watched.ranks.iter().map(|vitals| vec![Still::default(); vitals.workers.workers()]).collect();
         let limit = if no_limit { u32::MAX } else { looks(limit) };
-        Self { period, limit, worker_limit: looks(worker_limit), driver: Still::default(), workers, vitals }
+        Self { period, limit, worker_limit: looks(worker_limit), drivers: Still::default(), workers, watched }
     }
 
     /// Looks once; what there is to say.
     fn look(&mut self) -> Vec<Alarm> {
         let mut alarms = Vec::new();
-        for worker in 0..self.workers.len() {
-            if let Some(bucket) = self.stands_still(worker) {
-                let time = self.period * self.worker_limit;
-                alarms.push(Alarm::Worker(format!("optimizer worker adam-{worker:02} has stood still for {time:?} in bucket {bucket}")));
+        for (rank, vitals) in self.watched.ranks.iter().enumerate() {
+            for (worker, still) in self.workers[rank].iter_mut().enumerate() {
+                if let Some(bucket) = stands_still(vitals, worker, still, self.worker_limit) {
+                    let (of_rank, time) = (self.watched.of_rank(rank), self.period * self.worker_limit);
+                    let line = format!("optimizer worker adam-{worker:02}{of_rank} has stood still for {time:?} in bucket {bucket}");
+                    alarms.push(Alarm::Worker(line));
+                }
             }
         }
-        let in_step = self.vitals.doing().0 != Doing::Else;
-        let looks = self.driver.look(self.vitals.progress());
+        let ranks = &self.watched.ranks;
+        let in_step = ranks.iter().any(|vitals| vitals.doing().0 != Doing::Else);
+        let progress = ranks.iter().fold(0u64, |sum, vitals| sum.wrapping_add(vitals.progress()));
+        let looks = self.drivers.look(progress);
         if !in_step {
-            self.driver.looks = 0;
+            self.drivers.looks = 0;
         } else if looks == self.limit {
             alarms.push(Alarm::Stall(self.report()));
         }
         alarms
     }
 
-    /// The bucket in which `worker` has stood still for just as long as it may.
-    fn stands_still(&mut self, worker: usize) -> Option<u64> {
-        let pulse = &self.vitals.workers;
-        let still = &mut self.workers[worker];
-        let Some((job, bucket)) = pulse.owes(worker) else {
-            still.looks = 0;
-            return None;
-        };
-        (still.look(pulse.pieces(worker).wrapping_add(job)) == self.worker_limit).then_some(bucket)
-    }
-
+    /// One line for each rank, and then all that is known of each.
     fn report(&self) -> String {
-        let (doing, number) = self.vitals.doing();
         let mut text = format!("no progress for {:?} (--stall-limit): the run ends; its last checkpoint stays\n", self.period * self.limit);
-        let with_bucket = matches!(doing, Doing::Gradient | Doing::Params | Doing::Gather);
-        let bucket = if with_bucket { format!(" {number}") } else { String::new() };
+        let ranks = self.watched.by_lateness();
+        let several = ranks.len() > 1;
         // Writing into a string does not fail.
-        let _ = writeln!(text, "  driver        {}{bucket}", doing.words());
-        self.streams(&mut text);
-        self.workers(&mut text);
-        self.buckets(&mut text);
-        self.events(&mut text);
+        for (rank, vitals, missing) in &ranks {
+            let name = if several { format!("rank {rank}") } else { "driver".into() };
+            let _ = match missing {
+                Some(missing) => writeln!(text, "  {name:<14}waits for {missing}"),
+                None => writeln!(text, "  {name:<14}{}", doing(vitals)),
+            };
+        }
+        for (rank, vitals, _) in ranks {
+            if several {
+                let _ = writeln!(text, "rank {rank} {}", doing(vitals));
+            }
+            account(vitals, EVENTS / self.watched.ranks.len(), &mut text);
+        }
         text
     }
+}
 
-    fn streams(&self, text: &mut String) {
-        for stream in Stream::WITH_PEERS {
-            let owed = |(hop, bucket): (Hop, u64)| format!("{} of bucket {bucket}", hop.leg().what);
-            let pending = self.vitals.pending(stream).map_or("nothing that is known".into(), owed);
-            let _ = writeln!(text, "  stream        {} owes {pending}", stream.name());
-        }
+/// The bucket in which `worker` has stood still for just as long as it may.
+fn stands_still(vitals: &Vitals, worker: usize, still: &mut Still, limit: u32) -> Option<u64> {
+    let pulse = &vitals.workers;
+    let Some((job, bucket)) = pulse.owes(worker) else {
+        still.looks = 0;
+        return None;
+    };
+    (still.look(pulse.pieces(worker).wrapping_add(job)) == limit).then_some(bucket)
+}
+
+/// What a driver does, in words.
+fn doing(vitals: &Vitals) -> String {
+    let (doing, number) = vitals.doing();
+    let bucket = if doing.has_bucket() { format!(" {number}") } else { String::new() };
+    format!("{}{bucket}", doing.words())
+}
+
+/// What streams, workers and buckets of one rank wait for, and the last events.
+fn account(vitals: &Vitals, events: usize, text: &mut String) {
+    streams(vitals, text);
+    workers(vitals, text);
+    buckets(vitals, text);
+    last_events(vitals, events, text);
+}
+
+fn streams(vitals: &Vitals, text: &mut String) {
+    for stream in Stream::WITH_PEERS {
+        let owed = |(hop, bucket): (Hop, u64)| format!("{} of bucket {bucket}", hop.leg().what);
+        let pending = vitals.pending(stream).map_or("nothing that is known".into(), owed);
+        let _ = writeln!(text, "  stream        {} owes {pending}", stream.name());
     }
+}
 
-    fn workers(&self, text: &mut String) {
-        for worker in 0..self.workers.len() {
-            let owes = self.vitals.workers.owes(worker).map_or("is idle".into(), |(_, bucket)| format!("owes bucket {bucket}"));
-            let pieces = self.vitals.workers.pieces(worker);
-            let _ = writeln!(text, "  worker        adam-{worker:02} {owes}, after {pieces} pieces");
-        }
+fn workers(vitals: &Vitals, text: &mut String) {
+    for worker in 0..vitals.workers.workers() {
+        let owes = vitals.workers.owes(worker).map_or("is idle".into(), |(_, bucket)| format!("owes bucket {bucket}"));
+        let pieces = vitals.workers.pieces(worker);
+        let _ = writeln!(text, "  worker        adam-{worker:02} {owes}, after {pieces} pieces");
     }
+}
 
-    /// Buckets that wait for the same thing, together.
-    fn buckets(&self, text: &mut String) {
-        let mut by_mark: BTreeMap<&str, Vec<String>> = BTreeMap::new();
-        for (bucket, mark) in self.vitals.buckets().enumerate() {
-            by_mark.entry(mark.pending()).or_default().push(bucket.to_string());
-        }
-        for (pending, buckets) in by_mark {
-            let _ = writeln!(text, "  bucket        {}: {pending}", buckets.join(", "));
-        }
+/// Buckets that wait for the same thing, together.
+fn buckets(vitals: &Vitals, text: &mut String) {
+    let mut by_mark: BTreeMap<&str, Vec<String>> = BTreeMap::new();
+    for (bucket, mark) in vitals.buckets().enumerate() {
+        by_mark.entry(mark.pending()).or_default().push(bucket.to_string());
     }
+    for (pending, buckets) in by_mark {
+        let _ = writeln!(text, "  bucket        {}: {pending}", buckets.join(", "));
+    }
+}
 
-    fn events(&self, text: &mut String) {
-        let now = now_ns();
-        for (at_ns, mark, number) in self.vitals.events().filter(|(_, mark, _)| *mark != Mark::Nothing) {
-            let _ = writeln!(text, "  {:>10.3} s  {} {number}", -(now.saturating_sub(at_ns) as f64 / 1e9), mark.event());
-        }
+fn last_events(vitals: &Vitals, count: usize, text: &mut String) {
+    let now = now_ns();
+    for (at_ns, mark, number) in vitals.events(count).filter(|(_, mark, _)| *mark != Mark::Nothing) {
+        let _ = writeln!(text, "  {:>10.3} s  {} {number}", -(now.saturating_sub(at_ns) as f64 / 1e9), mark.event());
     }
 }
 
@@ -189,11 +254,12 @@ mod tests {
     use crate::host::doorbell::Doorbell;
     use crate::host::homes::Homes;
     use crate::host::pool::{Call, Threads};
+    use crate::ranks::board::Sizes;
 
     const LIMIT: Duration = Duration::from_secs(80);
 
     fn watch(limit: Duration) -> Watch {
-        Watch::new(Arc::new(Vitals::new(4, Arc::default(), Arc::default())), limit)
+        Watch::new(Watched::alone(Arc::new(Vitals::new(4, Arc::default(), Arc::default()))), limit)
     }
 
     /// Looks until there is something to say, at most `looks` times: after how many looks, and what.
@@ -211,7 +277,7 @@ mod tests {
     #[test]
     fn a_driver_without_progress_is_told_once_with_what_everything_waits_for() {
         let mut watch = watch(LIMIT);
-        let vitals = watch.vitals.clone();
+        let vitals = watch.watched.ranks[0].clone();
         vitals.record(Mark::Step, 17);
         vitals.record(Mark::Begun(Hop::GradsOut), 2);
         vitals.record(Mark::Begun(Hop::Optimize), 3);
@@ -238,9 +304,39 @@ mod tests {
     }
 
     #[test]
+    fn of_several_ranks_the_late_one_is_told_first_and_whom_the_others_wait_for() {
+        let vitals: Vec<_> = (0..3).map(|_| Arc::new(Vitals::new(4, Arc::default(), Arc::default()))).collect();
+        let board = Arc::new(Board::new(Sizes { ranks: 3, buckets: 4, partials: 4, shares: 3, ..Sizes::default() }, None));
+        let watched = Watched { ranks: vitals.clone(), board: Some(board.clone()) };
+        let mut watch = Watch::new(watched, LIMIT);
+        // Rank 1 saves, or does anything else that is no step; that the others wait is nothing to tell.
+        board.give_order(0, [0; 6]);
+        assert!(look(&mut watch, 200).is_none());
+        [0, 2].into_iter().for_each(|rank| board.publish_written(rank));
+        vitals[0].now(Doing::Norm, 0);
+        vitals[1].now(Doing::Device, 0);
+        vitals[2].now(Doing::Params, 3);
+        vitals[1].record(Mark::Begun(Hop::GradsOut), 2);
+        (0..3).for_each(|_| vitals[2].record(Mark::Module, 1));
+        let (looks, report) = stall(look(&mut watch, 200));
+        assert_eq!(looks, 81);
+        let order = [
+            "  rank 1        waits for the device to do what is enqueued\n",
+            "  rank 2        waits for the parameters of bucket 3\n",
+            "  rank 0        waits for the gradient of bucket 0 of rank 1\n",
+            "\nrank 1 waits for the device",
+            "  bucket        2: waits for its gradient's copy to the host\n",
+            "\nrank 2 waits for the parameters of bucket 3\n",
+            "\nrank 0 waits for the gradient norm\n",
+        ];
+        let places: Vec<_> = order.iter().map(|line| report.find(line).unwrap_or_else(|| panic!("{line:?} is not in {report}"))).collect();
+        assert!(places.is_sorted(), "{report}");
+    }
+
+    #[test]
     fn any_event_is_progress_and_what_is_no_step_is_not_watched() {
         let mut watch = watch(LIMIT);
-        let vitals = watch.vitals.clone();
+        let vitals = watch.watched.ranks[0].clone();
         vitals.now(Doing::Else, 0);
         assert!(look(&mut watch, 500).is_none(), "a long save");
         vitals.now(Doing::Norm, 0);
@@ -254,7 +350,7 @@ mod tests {
     #[test]
     fn without_a_limit_no_driver_stalls() {
         let mut watch = watch(Duration::ZERO);
-        watch.vitals.now(Doing::Data, 0);
+        watch.watched.ranks[0].now(Doing::Data, 0);
         assert!(look(&mut watch, 10_000).is_none());
     }
 
@@ -270,7 +366,11 @@ mod tests {
     fn a_worker_that_stands_still_is_named_with_its_bucket() {
         let (bell, go) = (Arc::new(Doorbell::default()), Arc::new(AtomicBool::new(false)));
         let mut pool = Threads::start(2, Homes::default(), bell.clone(), 0, |_| Ok(())).unwrap();
-        let mut watch = Watch::new(Arc::new(Vitals::new(8, bell.clone(), pool.pulse())), Duration::ZERO);
+        // The other rank has no workers.
+        let idle = Arc::new(Vitals::new(8, Arc::default(), Arc::default()));
+        let board = Arc::new(Board::new(Sizes { ranks: 2, buckets: 8, partials: 0, shares: 2, ..Sizes::default() }, None));
+        let watched = Watched { ranks: vec![idle, Arc::new(Vitals::new(8, bell.clone(), pool.pulse()))], board: Some(board) };
+        let mut watch = Watch::new(watched, Duration::ZERO);
         assert!(look(&mut watch, 100).is_none(), "idle");
         let release = Release(go.clone());
         // The second piece is done when somebody says so.
@@ -287,7 +387,7 @@ mod tests {
         let worker = (0..2).find(|&worker| pool.pulse().owes(worker).is_some()).unwrap();
         let (looks, alarm) = look(&mut watch, 100).unwrap();
         let Alarm::Worker(line) = alarm else { panic!("{alarm:?}") };
-        assert_eq!((looks, line), (31, format!("optimizer worker adam-0{worker} has stood still for 30s in bucket 7")));
+        assert_eq!((looks, line), (31, format!("optimizer worker adam-0{worker} of rank 1 has stood still for 30s in bucket 7")));
         let report = watch.report();
         assert!(report.contains(&format!("  worker        adam-0{worker} owes bucket 7, after ")), "{report}");
         assert!(report.contains(&format!("  worker        adam-0{} is idle, after ", 1 - worker)), "{report}");
@@ -305,7 +405,7 @@ mod tests {
         let heard = stalled.clone();
         vitals.now(Doing::Data, 0);
         let on_alarm = Box::new(move |alarm| heard.store(matches!(alarm, Alarm::Stall(_)), Ordering::Relaxed));
-        let dog = Watchdog::start(vitals.clone(), Duration::from_millis(80), on_alarm).unwrap();
+        let dog = Watchdog::start(Watched::alone(vitals.clone()), Duration::from_millis(80), on_alarm).unwrap();
         while !stalled.load(Ordering::Relaxed) {
             std::thread::sleep(Duration::from_millis(5));
         }

@@ -200,7 +200,7 @@ impl<J: Job> Threads<J> {
     ///
     /// # Errors
     /// `Resource` when a worker had panicked.
-    pub fn finish(mut self) -> Result<Vec<Recorder>> {
+    pub fn finish(&mut self) -> Result<Vec<Recorder>> {
         self.stop()
     }
 

@@ -38,7 +38,7 @@ pub(super) fn of(plan: &Plan, topology: &Topology, homes: &[Option<usize>]) -> V
     (0..homes.len()).map(share).collect()
 }
 
-/// Threads are as many as are the rank's CPUs of all, so that each driver has one, too. The timeline is rank 0's.
+/// Threads are as many as are the rank's CPUs of all, so that each driver has one, too.
 fn share_of(plan: &Plan, machine: &Topology, own: Option<Topology>, rank: usize) -> Share {
     let cpus = |topology: &Topology| topology.usable_cpus().map_or(0, |usable| usable.affinity.len());
     let (part, whole) = own.as_ref().map_or((1, plan.ranks), |own| (cpus(own), cpus(machine)));
@@ -50,7 +50,6 @@ fn share_of(plan: &Plan, machine: &Topology, own: Option<Topology>, rank: usize)
     let host_memory = own.filter(|_| is_bound).map(|own| plan.host_memory.within(&own, workers, threads));
     let plan = Plan {
         threads,
-        trace_spans: if rank == 0 { plan.trace_spans } else { 0 },
         adversary: plan.adversary.map(|seed| seed.wrapping_add(rank as u64 * SEED_STEP)),
         host_memory: host_memory.unwrap_or_else(|| plan.host_memory.clone()),
         ..plan.clone()

@@ -200,7 +200,7 @@ impl Workload<'_> {
             class("kept activations", MemorySpace::Host, ranks * activations.host_bytes().0 as usize),
             class("batches, norm", MemorySpace::Host, self.driver_bytes(flat)),
             class("exchange", MemorySpace::Host, self.board_bytes(layout)),
-            class("timeline", MemorySpace::Host, (self.workers + 4) * self.trace_spans * size_of::<Span>()),
+            class("timeline", MemorySpace::Host, (self.workers + driver_tracks(ranks)) * self.trace_spans * size_of::<Span>()),
             class("data", MemorySpace::Host, self.data_bytes),
         ];
         classes.extend(self.machine.kind.own_memory(self.attention, &self.shape.attention(self.batch, self.seq_length, 0)));
@@ -237,10 +237,22 @@ impl Workload<'_> {
     }
 }
 
+/// Tracks of a timeline beside the workers': drivers and their streams, of which those with peers have two more.
+pub(super) fn driver_tracks(ranks: usize) -> usize {
+    if ranks == 1 { 4 } else { 6 * ranks }
+}
+
 /// Sizes of the board at which ranks meet, whose mail takes the micro-batches of a step, or a piece of state.
 pub(super) fn board_sizes(layout: &BucketLayout, ranks: usize, shares: usize, batch_words: usize) -> Sizes {
     let flat = layout.flat_elems();
-    Sizes { ranks, buckets: layout.count(), partials: flat / BLOCK, shares, mail_words: batch_words.max(PIECE_ELEMS.min(flat)) }
+    Sizes {
+        ranks,
+        buckets: layout.count(),
+        partials: flat / BLOCK,
+        shares,
+        mail_words: batch_words.max(PIECE_ELEMS.min(flat)),
+        on_gpus: false,
+    }
 }
 
 /// Elements of every module that a ring may hold, in flat order.

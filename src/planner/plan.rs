@@ -2,7 +2,7 @@
 
 use crate::bucket::layout::{BucketLayout, Tier};
 use crate::config::options::{
-    AttentionChoice, CastSide, HostMemoryKind, Injection, IsaChoice, ResidentBuckets, Rollback, Strategy, Technique, TrainDtype,
+    AttentionChoice, CastSide, HostMemoryKind, Injection, IsaChoice, RankFault, ResidentBuckets, Rollback, Strategy, Technique, TrainDtype,
     WeightsChoice,
 };
 use crate::config::settings::Settings;
@@ -22,7 +22,7 @@ use crate::optim::PIECE_ELEMS;
 use crate::optim::adam::AdamHyper;
 use crate::optim::norm::BLOCK;
 use crate::optim::simd::Isa;
-use crate::planner::budget::{Balance, Rings, Workload, balances, board_sizes, bytes_at, device_casts};
+use crate::planner::budget::{Balance, Rings, Workload, balances, board_sizes, bytes_at, device_casts, driver_tracks};
 use crate::planner::choice::{Request, Residency, choose};
 use crate::planner::machine::Machine;
 use crate::planner::predict::Prediction;
@@ -153,6 +153,8 @@ pub struct Plan {
     pub max_grad_norm: f64,
     /// Faults to inject.
     pub inject: Vec<Injection>,
+    /// Ranks that go wrong on purpose.
+    pub rank_faults: Vec<RankFault>,
     /// Reorder events with this seed (cpu device).
     pub adversary: Option<u64>,
     /// Room for spans on each track of the timeline; 0 records none.
@@ -225,6 +227,7 @@ impl Plan {
             hyper: hyper(settings),
             max_grad_norm: settings.max_grad_norm,
             inject: settings.inject.clone(),
+            rank_faults: settings.faults.clone(),
             adversary: settings.adversary,
             trace_spans: workload.trace_spans,
             host_memory: MemoryPolicy::default(),
@@ -246,7 +249,8 @@ impl Plan {
     /// Sizes of what its ranks meet at.
     pub fn board_sizes(&self) -> Sizes {
         let batch_words = batch::arrays(self.separates_documents) * self.batch * self.seq_length;
-        board_sizes(&self.layout, self.ranks, self.shares, self.grad_accum_steps * batch_words)
+        let sizes = board_sizes(&self.layout, self.ranks, self.shares, self.grad_accum_steps * batch_words);
+        Sizes { on_gpus: self.machine.kind == DeviceKind::Gpu, ..sizes }
     }
 
     /// Bytes planned at `space`.
@@ -295,7 +299,7 @@ fn workload<'a>(
         link_dtype,
         rules: Rules { policy, adaptive: techniques.adaptive, deadline_order: techniques.deadline_order },
         slots: settings.slots.unwrap_or(SLOTS),
-        trace_spans: if trace { spans_per_track(workers + 5) } else { 0 },
+        trace_spans: if trace { spans_per_track(workers + 1 + driver_tracks(settings.gpus)) } else { 0 },
         data_bytes: settings.data_bytes as usize,
         attention: attention(settings, dtype, machine.kind)?,
         workers,

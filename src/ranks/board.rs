@@ -6,8 +6,12 @@
 use super::baton::Baton;
 use crate::error::Error;
 use crate::host::doorbell::Doorbell;
+use crate::trace::Recorder;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
+
+/// Numbers that a rank tells of a step when it is over.
+pub(crate) const AMOUNTS: usize = 13;
 
 /// Numbers that go with an order.
 pub(crate) const ORDER_WORDS: usize = 6;
@@ -37,8 +41,12 @@ struct Entry {
     /// The step whose losses and flag are on the board.
     reported: AtomicU64,
     nonfinite: AtomicBool,
+    /// What it did in its last step.
+    amounts: [AtomicU64; AMOUNTS],
     /// Orders that it has carried out.
     done: AtomicU64,
+    /// Its tracks of the timeline, when it has ended.
+    tracks: OnceLock<Vec<Recorder>>,
 }
 
 /// The board of one process.
@@ -58,11 +66,12 @@ pub(crate) struct Board {
     /// Data that an order is about.
     mail: Box<[AtomicU32]>,
     failure: OnceLock<(usize, String)>,
+    on_gpus: bool,
     baton: Option<Baton>,
 }
 
 /// Sizes of a [`Board`].
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Sizes {
     /// Ranks.
     pub ranks: usize,
@@ -74,6 +83,8 @@ pub struct Sizes {
     pub shares: usize,
     /// Words of the mail.
     pub mail_words: usize,
+    /// Whether each rank is a GPU, and known by it.
+    pub on_gpus: bool,
 }
 
 impl Sizes {
@@ -98,7 +109,9 @@ impl Board {
             partials: AtomicU64::new(0),
             reported: AtomicU64::new(0),
             nonfinite: AtomicBool::new(false),
+            amounts: Default::default(),
             done: AtomicU64::new(0),
+            tracks: OnceLock::new(),
         };
         Self {
             entries: (0..sizes.ranks).map(|_| entry()).collect(),
@@ -112,12 +125,18 @@ impl Board {
             order: Default::default(),
             mail: zeros(sizes.mail_words),
             failure: OnceLock::new(),
+            on_gpus: sizes.on_gpus,
         }
     }
 
     /// How many ranks meet here.
     pub(crate) fn ranks(&self) -> usize {
         self.entries.len()
+    }
+
+    /// How many buckets they have.
+    pub(crate) fn buckets(&self) -> u64 {
+        self.entries[0].settled.len() as u64
     }
 
     /// The bell that wakes the driver of `rank`.
@@ -146,9 +165,14 @@ impl Board {
         self.ring_others(rank);
     }
 
+    /// Buckets that `rank` has written.
+    pub(crate) fn written(&self, rank: usize) -> u64 {
+        self.entries[rank].written.load(Ordering::Acquire)
+    }
+
     /// Whether every rank has written more than `nth` buckets.
     pub(crate) fn all_written(&self, nth: u64) -> bool {
-        self.entries.iter().all(|entry| entry.written.load(Ordering::Acquire) > nth)
+        (0..self.ranks()).all(|rank| self.written(rank) > nth)
     }
 
     /// One more bucket of `rank` is pulled; its event is recorded.
@@ -157,9 +181,14 @@ impl Board {
         self.ring_others(rank);
     }
 
+    /// Buckets that `rank` has pulled.
+    pub(crate) fn pulled(&self, rank: usize) -> u64 {
+        self.entries[rank].pulled.load(Ordering::Acquire)
+    }
+
     /// Whether every rank has pulled at least `count` buckets.
     pub(crate) fn all_pulled(&self, count: u64) -> bool {
-        self.entries.iter().all(|entry| entry.pulled.load(Ordering::Acquire) >= count)
+        (0..self.ranks()).all(|rank| self.pulled(rank) >= count)
     }
 
     /// Version `version` of the weights of the slice of `bucket` that `rank` owns is final; the event of what writes them is recorded.
@@ -206,10 +235,15 @@ impl Board {
         self.ring_others(rank);
     }
 
+    /// The step that `rank` has reported last.
+    pub(crate) fn reported(&self, rank: usize) -> u64 {
+        self.entries[rank].reported.load(Ordering::Acquire)
+    }
+
     /// Of `step`, whether a gradient of any rank is infinite or NaN, and the sum of the shares' losses in their order; `None` until every
     /// rank has told.
     pub(crate) fn reports(&self, step: u64) -> Option<(bool, f32)> {
-        let all = self.entries.iter().all(|entry| entry.reported.load(Ordering::Acquire) >= step);
+        let all = (0..self.ranks()).all(|rank| self.reported(rank) >= step);
         let nonfinite = || self.entries.iter().any(|entry| entry.nonfinite.load(Ordering::Relaxed));
         all.then(|| (nonfinite(), self.losses() as f32))
     }
@@ -247,16 +281,41 @@ impl Board {
         (self.orders.load(Ordering::Acquire) > seen).then(|| (word(0), std::array::from_fn(|at| word(at + 1))))
     }
 
+    /// What `rank` did in a step; that it has carried out its order tells of it.
+    pub(crate) fn write_amounts(&self, rank: usize, amounts: impl Iterator<Item = u64>) {
+        self.entries[rank].amounts.iter().zip(amounts).for_each(|(place, amount)| place.store(amount, Ordering::Relaxed));
+    }
+
+    /// What `rank` did in its last step.
+    pub(crate) fn amounts(&self, rank: usize) -> impl Iterator<Item = u64> + '_ {
+        self.entries[rank].amounts.iter().map(|amount| amount.load(Ordering::Relaxed))
+    }
+
+    /// `rank` has ended, and these are its tracks of the timeline.
+    pub(crate) fn publish_tracks(&self, rank: usize, tracks: Vec<Recorder>) {
+        // It ends once.
+        let _ = self.entries[rank].tracks.set(tracks);
+    }
+
+    /// The tracks of `rank`; none until it has ended.
+    pub(crate) fn tracks(&self, rank: usize) -> &[Recorder] {
+        self.entries[rank].tracks.get().map_or(&[], Vec::as_slice)
+    }
+
     /// `rank` has carried out one more order.
     pub(crate) fn publish_done(&self, rank: usize) {
         self.entries[rank].done.fetch_add(1, Ordering::Release);
         self.ring_others(rank);
     }
 
-    /// Whether all ranks but 0 have carried out every order.
+    /// Whether `rank` has carried out every order; rank 0, who gives them, always has.
+    pub(crate) fn is_done(&self, rank: usize) -> bool {
+        rank == 0 || self.entries[rank].done.load(Ordering::Acquire) == self.orders.load(Ordering::Relaxed)
+    }
+
+    /// Whether all ranks have.
     pub(crate) fn all_done(&self) -> bool {
-        let orders = self.orders.load(Ordering::Relaxed);
-        self.entries[1..].iter().all(|entry| entry.done.load(Ordering::Acquire) == orders)
+        (0..self.ranks()).all(|rank| self.is_done(rank))
     }
 
     /// Puts words into the mail from `start` on. An order tells of them.
@@ -283,7 +342,11 @@ impl Board {
 
     /// What ended all ranks, if something did.
     pub(crate) fn failure(&self) -> Option<Error> {
-        self.failure.get().map(|(rank, why)| Error::Rank { rank: *rank, cause: why.clone() })
+        self.failure.get().map(|(rank, why)| Error::Rank { name: self.name(*rank), cause: why.clone() })
+    }
+
+    fn name(&self, rank: usize) -> String {
+        if self.on_gpus { format!("rank {rank} (GPU {rank})") } else { format!("rank {rank}") }
     }
 
     /// Whether all ranks end.
@@ -297,7 +360,7 @@ mod tests {
     use super::*;
 
     fn board(ranks: usize) -> Board {
-        Board::new(Sizes { ranks, buckets: 3, partials: 4, shares: 2, mail_words: 5 }, None)
+        Board::new(Sizes { ranks, buckets: 3, partials: 4, shares: 2, mail_words: 5, on_gpus: ranks == 3 }, None)
     }
 
     #[test]
@@ -336,7 +399,7 @@ mod tests {
         assert!(board.failure().is_none());
         board.fail(1, "no memory");
         board.fail(2, "rank 1 is gone");
-        assert_eq!(board.failure().unwrap().to_string(), "rank 1: no memory");
+        assert_eq!(board.failure().unwrap().to_string(), "rank 1 (GPU 1): no memory");
     }
 
     #[test]

@@ -103,6 +103,10 @@ pub(crate) struct ExposedTime {
     pub(crate) cpu_ms: f64,
     /// A copy was not done.
     pub(crate) transfer_ms: f64,
+    /// Other ranks were not as far. Of several ranks each of these times is that of the one that waited longest in a step.
+    pub(crate) peer_ms: f64,
+    /// The rank that waited longest for others, over all steps.
+    pub(crate) peer_rank: Option<usize>,
     /// The rest of the step, as a share of it.
     pub(crate) device_busy_share: f64,
 }
@@ -176,12 +180,12 @@ impl fmt::Display for Outcome {
         writeln!(f, "  tokens       {:.0} a second", self.tokens_per_second)?;
         writeln!(f, "  model        {:.3} TFLOP/s{}", speed.model_tflops, of_a_large_product(speed.model_share))?;
         writeln!(f, "  hardware     {:.3} TFLOP/s{}", speed.hardware_tflops, of_a_large_product(speed.hardware_share))?;
+        let ExposedTime { cpu_ms, transfer_ms, peer_ms, peer_rank, device_busy_share } = self.exposed;
+        let peers = peer_rank.map_or(String::new(), |rank| format!(", {peer_ms:.1} ms to other ranks (rank {rank}, the longest)"));
         writeln!(
             f,
-            "  device busy  {:.1} %; exposed {:.1} ms to the optimizer, {:.1} ms to copies",
-            self.exposed.device_busy_share * 1e2,
-            self.exposed.cpu_ms,
-            self.exposed.transfer_ms
+            "  device busy  {:.1} %; exposed {cpu_ms:.1} ms to the optimizer, {transfer_ms:.1} ms to copies{peers}",
+            device_busy_share * 1e2
         )?;
         writeln!(f, "  link         {:.2} GB/s out, {:.2} GB/s in over the step", link.d2h_gb_per_s, link.h2d_gb_per_s)?;
         writeln!(

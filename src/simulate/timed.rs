@@ -4,11 +4,11 @@ use super::clip::Clip;
 use super::flops::StepFlops;
 use super::outcome::{AdamOutcome, Ends, ExposedTime, Link, Outcome, Speed, Spread, Verdicts};
 use crate::data::batch::{Batch, Batches};
-use crate::device::Kernels;
+use crate::device::{Kernels, PARTS_MAX};
 use crate::engine::coordinator::Counts;
-use crate::engine::counters::Counters;
+use crate::engine::counters::{Counters, Exposed};
 use crate::engine::exchange::Exchange;
-use crate::engine::executor::{Engine, Exposed, StepReport};
+use crate::engine::executor::{Engine, StepReport};
 use crate::engine::verdict::Verdict;
 use crate::error::Result;
 use crate::facts::PlanFacts;
@@ -17,6 +17,7 @@ use crate::planner::plan::Plan;
 use crate::trace::Recorder;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
+use std::cmp::Reverse;
 use std::fmt::Display;
 use std::ops::Range;
 
@@ -71,6 +72,8 @@ pub(crate) struct Timed {
     /// When they ran, on the device's clock.
     pub(crate) window_ns: Range<u64>,
     exposed: Exposed,
+    /// By rank.
+    exposed_to_peers_ns: [u64; PARTS_MAX],
     counters: Counters,
     bucket_steps: Counts,
     verdicts: Verdicts,
@@ -80,11 +83,11 @@ pub(crate) struct Timed {
 impl Timed {
     fn new(step_ms: Spread, window_ns: Range<u64>, reports: &[StepReport]) -> Self {
         let loss = Ends { first: reports[0].loss, last: reports[reports.len() - 1].loss };
-        let (exposed, counters, bucket_steps, verdicts) = Default::default();
-        let mut timed = Self { step_ms, window_ns, exposed, counters, bucket_steps, verdicts, loss };
+        let (exposed, exposed_to_peers_ns, counters, bucket_steps, verdicts) = Default::default();
+        let mut timed = Self { step_ms, window_ns, exposed, exposed_to_peers_ns, counters, bucket_steps, verdicts, loss };
         for report in reports {
-            timed.exposed.cpu_ns += report.exposed.cpu_ns;
-            timed.exposed.transfer_ns += report.exposed.transfer_ns;
+            timed.exposed += report.exposed;
+            timed.exposed_to_peers_ns.iter_mut().zip(report.exposed_to_peers_ns).for_each(|(total, ns)| *total += ns);
             timed.counters += report.counters;
             timed.bucket_steps += report.counts;
             match report.verdict {
@@ -121,9 +124,12 @@ impl Timed {
     }
 
     fn exposed(&self) -> ExposedTime {
-        let (cpu_ms, transfer_ms) = (self.per_step(self.exposed.cpu_ns) / 1e6, self.per_step(self.exposed.transfer_ns) / 1e6);
+        let Exposed { cpu_ns, transfer_ns, peer_ns } = self.exposed;
+        let [cpu_ms, transfer_ms, peer_ms] = [cpu_ns, transfer_ns, peer_ns].map(|ns| self.per_step(ns) / 1e6);
         let mean_ms = self.step_ms.total() / self.step_ms.samples.len() as f64;
-        ExposedTime { cpu_ms, transfer_ms, device_busy_share: 1.0 - (cpu_ms + transfer_ms) / mean_ms }
+        let device_busy_share = (1.0 - (cpu_ms + transfer_ms + peer_ms) / mean_ms).max(0.0);
+        let peer_rank = (0..PARTS_MAX).max_by_key(|&rank| (self.exposed_to_peers_ns[rank], Reverse(rank))).filter(|_| peer_ns > 0);
+        ExposedTime { cpu_ms, transfer_ms, peer_ms, peer_rank, device_busy_share }
     }
 
     fn link(&self, tracks: &[Recorder]) -> Link {
@@ -139,9 +145,9 @@ impl Timed {
         }
     }
 
-    /// Nanoseconds of the spans `name` on `track` that began while steps were timed; 0 without a timeline.
+    /// Nanoseconds of the spans `name` on `track`, of any rank, that began while steps were timed; 0 without a timeline.
     fn time_on(&self, tracks: &[Recorder], track: &str, name: &str) -> u64 {
-        let spans = tracks.iter().filter(|recorder| recorder.track == track).flat_map(Recorder::spans);
+        let spans = tracks.iter().filter(|recorder| recorder.track.ends_with(track)).flat_map(Recorder::spans);
         spans.filter(|span| span.name == name && self.window_ns.contains(&span.start_ns)).map(|span| span.duration_ns).sum()
     }
 

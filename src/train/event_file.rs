@@ -84,7 +84,7 @@ fn event(now: Duration, step: u64, scalars: &[(&str, Option<f64>)]) -> Message {
 }
 
 /// What is shown of a step.
-fn scalars(m: &StepMetrics) -> [(&'static str, Option<f64>); 13] {
+fn scalars(m: &StepMetrics) -> [(&'static str, Option<f64>); 14] {
     let counts = &m.counts;
     [
         ("train/loss", Some(f64::from(m.loss))),
@@ -97,6 +97,7 @@ fn scalars(m: &StepMetrics) -> [(&'static str, Option<f64>); 13] {
         ("speed/model_tflops", Some(m.model_tflops)),
         ("offload/exposed_optimizer_ms", Some(m.exposed_cpu_ms)),
         ("offload/exposed_copies_ms", Some(m.exposed_transfer_ms)),
+        ("offload/exposed_peers_ms", Some(m.exposed_peer_ms).filter(|_| m.exposed_peer_rank.is_some())),
         ("offload/speculated", Some(counts.speculated as f64)),
         ("offload/rolled_back", Some(counts.rolled_back as f64)),
         ("memory/resident_gib", Some(m.memory.rss_bytes as f64 / (1u64 << 30) as f64)),
@@ -173,6 +174,10 @@ mod tests {
             counts: Counts { speculated: 4, ..Counts::default() },
             exposed_cpu_ms: 0.0,
             exposed_transfer_ms: 0.125,
+            exposed_peer_ms: 0.0,
+            exposed_peer_rank: None,
+            d2h_bytes: 0,
+            h2d_bytes: 0,
             memory,
         }
     }

@@ -10,6 +10,7 @@ mod identity;
 mod kept;
 mod metrics_file;
 mod observer;
+mod peer_waits;
 mod previous_run;
 mod resume;
 mod run_dir;

@@ -1,5 +1,6 @@
 //! Who watches a run, and what it is told.
 
+use super::peer_waits::PeerWaits;
 use crate::engine::coordinator::Counts;
 use crate::engine::watchdog::Alarm;
 use crate::error::{EXIT_INTERRUPTED, Error};
@@ -81,6 +82,8 @@ pub struct Summary {
     pub counts: Counts,
     /// Compute was idle because the optimizer or a copy was not done, in milliseconds.
     pub exposed_ms: (f64, f64),
+    /// How long several ranks waited for each other.
+    pub peers: Option<PeerWaits>,
     /// The last checkpoint, if one was written.
     pub checkpoint: Option<PathBuf>,
     /// One line a step, if nobody removed it.
@@ -130,6 +133,7 @@ impl fmt::Display for Summary {
         write!(f, "{} speculated, {} of them rolled back", c.speculated, c.rolled_back)?;
         let (optimizer_ms, copies_ms) = self.exposed_ms;
         write!(f, "\n  exposed       {optimizer_ms:.0} ms waiting for the optimizer, {copies_ms:.0} ms for copies")?;
+        self.peers.iter().try_for_each(|peers| write!(f, ", {peers}"))?;
         self.perf.iter().try_for_each(|perf| write!(f, "\n  counters      {perf}"))?;
         match &self.checkpoint {
             Some(path) => write!(f, "\n  checkpoint    {}", path.display())?,

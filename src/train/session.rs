@@ -16,8 +16,9 @@ use crate::checkpoint::{SavedLossScale, Scheduler, TrainerState, Writer};
 use crate::config::options::ReportTo;
 use crate::config::settings::Settings;
 use crate::data::loader::{DataPosition, Loader};
-use crate::device::Kernels;
+use crate::device::{Kernels, PARTS_MAX};
 use crate::engine::coordinator::Counts;
+use crate::engine::counters::Exposed;
 use crate::engine::exchange::Exchange;
 use crate::engine::executor::{Engine, StepReport};
 use crate::engine::verdict::Verdict;
@@ -49,8 +50,9 @@ struct SessionTotals {
     first_loss: Option<f32>,
     last_loss: f32,
     counts: Counts,
-    exposed_cpu_ns: u64,
-    exposed_transfer_ns: u64,
+    exposed: Exposed,
+    /// By rank.
+    exposed_to_peers_ns: [u64; PARTS_MAX],
 }
 
 /// What every checkpoint of a run holds besides its state.
@@ -146,7 +148,7 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
     /// `Resource` when a thread cannot start.
     pub(crate) fn watch(&self, observer: &mut dyn Observer) -> Result<Option<Watchdog>> {
         let limit = Duration::from_secs(self.settings.stall_limit);
-        observer.on_alarm().map(|on_alarm| Watchdog::start(self.engine.vitals(), limit, on_alarm)).transpose()
+        observer.on_alarm().map(|on_alarm| Watchdog::start(self.engine.watched(), limit, on_alarm)).transpose()
     }
 
     /// Whether the last step is done.
@@ -234,8 +236,8 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
         totals.first_loss.get_or_insert(report.loss);
         totals.last_loss = report.loss;
         totals.counts += report.counts;
-        totals.exposed_cpu_ns += report.exposed.cpu_ns;
-        totals.exposed_transfer_ns += report.exposed.transfer_ns;
+        totals.exposed += report.exposed;
+        totals.exposed_to_peers_ns.iter_mut().zip(report.exposed_to_peers_ns).for_each(|(total, ns)| *total += ns);
         let (plan, seconds, position) = (self.engine.plan(), time.as_secs_f64(), self.feed.position());
         StepMetrics {
             step: self.engine.train_step(),
@@ -255,6 +257,10 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
             counts: report.counts,
             exposed_cpu_ms: report.exposed.cpu_ns as f64 / 1e6,
             exposed_transfer_ms: report.exposed.transfer_ns as f64 / 1e6,
+            exposed_peer_ms: report.exposed.peer_ns as f64 / 1e6,
+            exposed_peer_rank: report.most_exposed_to_peers(),
+            d2h_bytes: report.counters.d2h_bytes,
+            h2d_bytes: report.counters.h2d_bytes,
             memory: MemoryUse::of(plan),
         }
     }

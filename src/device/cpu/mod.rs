@@ -54,6 +54,8 @@ pub struct CpuDevice {
     company: Option<Company>,
     runner: Runner,
     compute: ComputeOwner,
+    /// Room on each stream's track.
+    trace_spans: usize,
 }
 
 /// What a device has to do with others.
@@ -88,6 +90,8 @@ struct StreamsShared {
     /// Set when an operation panicked: its stream is dead and every wait must fail instead of hanging.
     failed: AtomicBool,
     compute_waited_ns: AtomicU64,
+    /// Of that, for peers and for streams that pull from them.
+    compute_waited_for_peers_ns: AtomicU64,
     driver: Arc<Doorbell>,
 }
 
@@ -109,6 +113,7 @@ impl CpuDevice {
             stop: AtomicBool::new(false),
             failed: AtomicBool::new(false),
             compute_waited_ns: AtomicU64::new(0),
+            compute_waited_for_peers_ns: AtomicU64::new(0),
             driver,
         });
         let recorders = Stream::recorders(trace_spans);
@@ -126,6 +131,7 @@ impl CpuDevice {
             company: None,
             runner,
             compute,
+            trace_spans,
         })
     }
 
@@ -281,10 +287,16 @@ impl StreamsShared {
     /// The front operation waits for another stream.
     fn wait_for_stream(&self, stream: usize, recorder: &mut Recorder) {
         let start = now_ns();
+        let for_peers = match self.queues[stream].front() {
+            Some(Op::Wait(point)) => point.stream >= Stream::COUNT,
+            other => matches!(other, Some(Op::WaitForPeer { .. })),
+        };
         self.queues[stream].bell.wait_until(|| self.can_run(stream) || self.stop.load(Ordering::Acquire));
         recorder.span("wait", u32::MAX, start);
         if stream == Stream::Compute as usize {
-            self.compute_waited_ns.fetch_add(now_ns() - start, Ordering::Relaxed);
+            let waited = now_ns() - start;
+            self.compute_waited_ns.fetch_add(waited, Ordering::Relaxed);
+            self.compute_waited_for_peers_ns.fetch_add(if for_peers { waited } else { 0 }, Ordering::Relaxed);
         }
     }
 

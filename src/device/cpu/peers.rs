@@ -41,16 +41,19 @@ impl Peers for CpuDevice {
             let stranger = |(rank, card): (usize, &Card)| if rank == own { Weak::new() } else { card.shared.clone() };
             cards.iter().enumerate().map(stranger).collect()
         });
-        let more = &Stream::WITH_PEERS[Stream::COUNT..];
+        let more = Stream::WITH_PEERS[Stream::COUNT..].iter().map(|stream| Recorder::new(stream.name(), self.trace_spans));
         match &mut self.runner {
             Runner::Threads(handles) => {
-                let recorders = more.iter().map(|stream| Recorder::new(stream.name(), 0));
-                handles.extend(start_streams(&self.shared, Stream::COUNT, recorders)?);
+                handles.extend(start_streams(&self.shared, Stream::COUNT, more)?);
             }
-            Runner::Adversary { recorders, .. } => recorders.extend(more.iter().map(|stream| Recorder::new(stream.name(), 0))),
+            Runner::Adversary { recorders, .. } => recorders.extend(more),
         }
         self.company = Some(Company { seat, lent: cards[own].memory.clone(), cards });
         Ok(())
+    }
+
+    fn waited_for_peers_ns(&self) -> u64 {
+        self.shared.compute_waited_for_peers_ns.load(Ordering::Relaxed)
     }
 
     fn wait_for(&mut self, stream: Stream, peer: usize, event: EventId) -> Result<()> {

@@ -44,7 +44,7 @@ use sdpa::Sdpa;
 use std::ffi::CStr;
 use std::path::PathBuf;
 use std::sync::Arc;
-use timeline::Timeline;
+use timeline::{StreamWait, Timeline};
 
 #[derive(Clone, Debug)]
 pub struct CudaOptions {
@@ -71,6 +71,8 @@ pub struct CudaDevice {
     system: HostMemory,
     addressing: Addressing,
     events: Vec<Arc<RawEvent>>,
+    /// By event, what waits for it wait for.
+    awaited: Vec<StreamWait>,
     streams: Vec<RawStream>,
     /// What it has to do with others, if it has.
     peering: Option<Peering>,
@@ -198,6 +200,7 @@ impl CudaDevice {
             system: HostMemory::default(),
             addressing: unified::addressing(gpu.as_raw())?,
             events: Vec::new(),
+            awaited: Vec::new(),
             streams,
             peering: None,
             modules,
@@ -235,12 +238,12 @@ impl CudaDevice {
 
     /// What is enqueued on `stream` from now on runs after the last recorded point of `event`, which may be another GPU's: events are asked, and
     /// waited for, across contexts.
-    fn wait_until_passed(&mut self, stream: Stream, event: &RawEvent) -> Result<()> {
+    fn wait_until_passed(&mut self, stream: Stream, event: &RawEvent, awaited: StreamWait) -> Result<()> {
         if event.is_done()? {
             return Ok(());
         }
         let raw = &self.streams[stream as usize];
-        let span = self.timeline.begin_wait(raw, stream)?;
+        let span = self.timeline.begin_wait(raw, stream, awaited)?;
         // SAFETY: both are live.
         check(unsafe { sys::cuStreamWaitEvent(raw.0, event.0, 0) }, || "wait for a CUDA event".into())?;
         self.timeline.end(raw, span)
@@ -345,16 +348,18 @@ impl Device for CudaDevice {
 
     fn event(&mut self) -> Result<EventId> {
         self.events.push(Arc::new(RawEvent::new(false)?));
+        self.awaited.push(StreamWait::Own);
         Ok(EventId(self.events.len() as u32 - 1))
     }
 
     fn record(&mut self, event: EventId, stream: Stream) -> Result<()> {
+        self.awaited[event.0 as usize] = if (stream as usize) < Stream::COUNT { StreamWait::Own } else { StreamWait::Peers };
         self.events[event.0 as usize].record(&self.streams[stream as usize])
     }
 
     fn wait(&mut self, stream: Stream, event: EventId) -> Result<()> {
-        let event = self.events[event.0 as usize].clone();
-        self.wait_until_passed(stream, &event)
+        let (event, awaited) = (self.events[event.0 as usize].clone(), self.awaited[event.0 as usize]);
+        self.wait_until_passed(stream, &event, awaited)
     }
 
     fn is_done(&mut self, event: EventId) -> Result<bool> {

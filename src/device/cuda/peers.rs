@@ -4,6 +4,7 @@ use super::CudaDevice;
 use super::driver::{RawStream, priorities};
 use super::error::check;
 use super::lent::{Lent, PeerGpu, Peering, may_read, open_link};
+use super::timeline::StreamWait;
 use crate::device::{Device, DeviceSlice, EventId, Peers, Stream};
 use crate::error::Result;
 use crate::ranks::Seat;
@@ -48,7 +49,11 @@ impl Peers for CudaDevice {
     fn wait_for(&mut self, stream: Stream, peer: usize, event: EventId) -> Result<()> {
         let Some(peering) = &self.peering else { return Ok(()) };
         let event = peering.gpus[peer].lent.events[event.0 as usize].clone();
-        self.wait_until_passed(stream, &event)
+        self.wait_until_passed(stream, &event, StreamWait::Peers)
+    }
+
+    fn waited_for_peers_ns(&self) -> u64 {
+        self.timeline.waited_for_peers_ns()
     }
 
     /// Where there is a direct link a copy between addresses, which is what was measured beside products; elsewhere the one that names both

@@ -26,7 +26,17 @@ struct Open {
     pair: usize,
     stream: usize,
     name: &'static str,
-    is_wait: bool,
+    /// What a wait is for.
+    awaited: Option<StreamWait>,
+}
+
+/// What a stream waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum StreamWait {
+    /// Another stream's work for this device alone.
+    Own,
+    /// A peer, or a stream that pulls from peers.
+    Peers,
 }
 
 pub(super) struct Timeline {
@@ -39,6 +49,7 @@ pub(super) struct Timeline {
     recorders: Vec<Recorder>,
     trace_spans: usize,
     compute_waited_ns: u64,
+    compute_waited_for_peers_ns: u64,
 }
 
 impl Timeline {
@@ -56,6 +67,7 @@ impl Timeline {
             recorders: Stream::recorders(trace_spans).into(),
             trace_spans,
             compute_waited_ns: 0,
+            compute_waited_for_peers_ns: 0,
         })
     }
 
@@ -69,15 +81,15 @@ impl Timeline {
     }
 
     pub(super) fn begin(&mut self, raw: &RawStream, stream: Stream, name: &'static str) -> Result<Begun> {
-        if self.records_all() { self.open(raw, stream, name, false) } else { Ok(Begun(None)) }
+        if self.records_all() { self.open(raw, stream, name, None) } else { Ok(Begun(None)) }
     }
 
     /// Waits are always timed: the summary of a step names them.
-    pub(super) fn begin_wait(&mut self, raw: &RawStream, stream: Stream) -> Result<Begun> {
-        if self.records_all() || stream == Stream::Compute { self.open(raw, stream, "wait", true) } else { Ok(Begun(None)) }
+    pub(super) fn begin_wait(&mut self, raw: &RawStream, stream: Stream, awaited: StreamWait) -> Result<Begun> {
+        if self.records_all() || stream == Stream::Compute { self.open(raw, stream, "wait", Some(awaited)) } else { Ok(Begun(None)) }
     }
 
-    fn open(&mut self, raw: &RawStream, stream: Stream, name: &'static str, is_wait: bool) -> Result<Begun> {
+    fn open(&mut self, raw: &RawStream, stream: Stream, name: &'static str, awaited: Option<StreamWait>) -> Result<Begun> {
         if self.free.is_empty() {
             self.collect()?;
         }
@@ -86,7 +98,7 @@ impl Timeline {
             return Ok(Begun(None));
         };
         self.pairs[pair][0].record(raw)?;
-        Ok(Begun(Some(Open { pair, stream: stream as usize, name, is_wait })))
+        Ok(Begun(Some(Open { pair, stream: stream as usize, name, awaited })))
     }
 
     pub(super) fn end(&mut self, raw: &RawStream, begun: Begun) -> Result<()> {
@@ -113,8 +125,9 @@ impl Timeline {
     fn read(&mut self, open: Open) -> Result<()> {
         let [start, end] = &self.pairs[open.pair];
         let duration_ns = end.ns_since(start)?;
-        if open.is_wait && open.stream == Stream::Compute as usize {
+        if let Some(awaited) = open.awaited.filter(|_| open.stream == Stream::Compute as usize) {
             self.compute_waited_ns += duration_ns;
+            self.compute_waited_for_peers_ns += if awaited == StreamWait::Peers { duration_ns } else { 0 };
         }
         if self.records_all() {
             let start_ns = self.base_ns + start.ns_since(&self.base)?;
@@ -134,6 +147,11 @@ impl Timeline {
 
     pub(super) fn waited_ns(&self) -> u64 {
         self.compute_waited_ns
+    }
+
+    /// Of that, for peers and for the streams that pull from them.
+    pub(super) fn waited_for_peers_ns(&self) -> u64 {
+        self.compute_waited_for_peers_ns
     }
 
     /// The recorders, once everything has run.

@@ -30,7 +30,7 @@ impl SimPool {
         self.world.borrow().pool_busy_ns()
     }
 
-    pub fn finish(self) -> Recorder {
+    pub fn finish(&self) -> Recorder {
         self.world.borrow_mut().take_pool()
     }
 }

@@ -7,6 +7,7 @@ use crate::error::{Error, Result};
 use crate::host::perf::WorkerCounters;
 use crate::train::metrics_file::METRICS;
 use crate::train::observer::{Observer, Summary};
+use crate::train::peer_waits::PeerWaits;
 use std::path::PathBuf;
 
 /// What went wrong so far.
@@ -29,14 +30,17 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
     /// unless it was the engine that failed: its state is then that of no step.
     pub(crate) fn end(mut self, failure: Option<Error>, observer: &mut dyn Observer) -> Summary {
         let mut failures = Failures(failure);
+        self.check_ranks(&mut failures);
         if self.is_sound && !self.save_failed {
             failures.take(self.save_if_new(observer));
+            self.check_ranks(&mut failures);
         }
         let digest = (self.is_sound && self.settings.digest).then(|| self.digest());
         let digest = digest.and_then(|digest| failures.take(digest));
         let perf = self.perf.as_mut().map(WorkerCounters::read).and_then(|counts| failures.take(counts));
         let mut lost: Vec<String> = self.lost_steps().into_iter().chain(self.lost.take()).collect();
         let (step, max_steps, totals) = (self.engine.train_step(), self.schedule.max_steps, self.totals);
+        let ranks = self.engine.plan().ranks;
         let tokens = self.engine.plan().tokens_per_step() as f64 * totals.steps as f64;
         let checkpoint = failures.take(self.saved_path()).flatten().or_else(|| self.last_saved().map(|(_, path)| path));
         let metrics = failures.take(self.metrics.is_in(self.run_dir.dir())) == Some(true);
@@ -61,7 +65,8 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
             evaluation: self.evaluated.map(|last| (last.step, last.eval_loss)),
             tokens_per_second: if totals.steps == 0 { 0.0 } else { tokens / totals.time.as_secs_f64() },
             counts: totals.counts,
-            exposed_ms: (ms(totals.exposed_cpu_ns), ms(totals.exposed_transfer_ns)),
+            exposed_ms: (ms(totals.exposed.cpu_ns), ms(totals.exposed.transfer_ns)),
+            peers: (ranks > 1).then(|| PeerWaits::new(&totals.exposed_to_peers_ns[..ranks], totals.time)),
             checkpoint,
             metrics,
             trace,
@@ -70,6 +75,14 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
             digest,
             lost,
             failure: failures.0,
+        }
+    }
+
+    /// With a rank that is gone no state is whole. What ended it is what went wrong, unless that is known.
+    fn check_ranks(&mut self, failures: &mut Failures) {
+        if let Err(error) = self.engine.check() {
+            self.is_sound = false;
+            failures.0.get_or_insert(error);
         }
     }
 

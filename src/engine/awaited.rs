@@ -1,0 +1,142 @@
+//! Whom a rank waits for: what it does, beside what the board holds, tells which publication is missing, and whose.
+
+use super::vitals::Doing;
+use crate::ranks::board::Board;
+use std::fmt;
+
+/// What others have not published, and which ranks those are.
+#[derive(Debug, PartialEq)]
+pub(super) struct Awaited {
+    what: String,
+    pub(super) ranks: Vec<usize>,
+}
+
+impl Awaited {
+    /// What `rank`, whose driver does this, waits for; `None` when it waits for nobody else.
+    pub(super) fn of(board: &Board, rank: usize, (doing, number): (Doing, u64)) -> Option<Self> {
+        match doing {
+            Doing::Sums | Doing::Gradient => gradient(board, rank).or_else(|| pull(board, rank)),
+            Doing::Norm => gradient(board, rank).or_else(|| norm(board, rank)),
+            Doing::Gather => weights(board, rank, number as usize),
+            Doing::Orders => Self::by(board, "what rank 0 asked", |other| board.is_done(other)),
+            Doing::Else if rank > 0 && board.is_done(rank) => Some(Self { what: "the next order".into(), ranks: vec![0] }),
+            _ => None,
+        }
+    }
+
+    /// `what` is missing of those that have not published it.
+    fn by(board: &Board, what: impl Into<String>, has_published: impl Fn(usize) -> bool) -> Option<Self> {
+        let ranks: Vec<usize> = (0..board.ranks()).filter(|rank| !has_published(*rank)).collect();
+        (!ranks.is_empty()).then(|| Self { what: what.into(), ranks })
+    }
+}
+
+impl fmt::Display for Awaited {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let numbers: Vec<String> = self.ranks.iter().map(usize::to_string).collect();
+        let rank = if numbers.len() == 1 { "rank" } else { "ranks" };
+        write!(f, "{} of {rank} {}", self.what, numbers.join(", "))
+    }
+}
+
+/// A part of the sum that `rank` makes next.
+fn gradient(board: &Board, rank: usize) -> Option<Awaited> {
+    let next = board.pulled(rank);
+    let what = format!("the gradient of bucket {}", next % board.buckets());
+    Awaited::by(board, what, |other| board.written(other) > next).filter(|missing| !missing.ranks.contains(&rank))
+}
+
+/// A pull of what `rank` has written.
+fn pull(board: &Board, rank: usize) -> Option<Awaited> {
+    let last = board.written(rank).checked_sub(1)?;
+    let what = format!("the pull of bucket {}", last % board.buckets());
+    Awaited::by(board, what, |other| board.pulled(other) > last).filter(|missing| !missing.ranks.contains(&rank))
+}
+
+/// A report of the step, or what rank 0 makes of all reports.
+fn norm(board: &Board, rank: usize) -> Option<Awaited> {
+    let step = board.reported(rank);
+    if board.outcome(step).is_some() {
+        // It has not reported the present step itself.
+        return None;
+    }
+    let verdict = || (rank > 0).then(|| Awaited { what: "the verdict".into(), ranks: vec![0] });
+    Awaited::by(board, "the gradient norm", |other| board.reported(other) >= step).or_else(verdict)
+}
+
+/// Weights come from the last bucket to the first: the first in that order that others have not published as often as `rank` has `bucket`.
+fn weights(board: &Board, rank: usize, bucket: usize) -> Option<Awaited> {
+    let version = board.settled(rank, bucket);
+    let missing = |bucket| Awaited::by(board, format!("the weights of bucket {bucket}"), |other| board.settled(other, bucket) >= version);
+    (bucket..board.buckets() as usize).rev().find_map(missing)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ranks::board::{Sizes, StepOutcome};
+
+    const RANKS: usize = 3;
+
+    fn board() -> Board {
+        Board::new(Sizes { ranks: RANKS, buckets: 4, partials: 4, shares: 3, ..Sizes::default() }, None)
+    }
+
+    /// What each rank waits for while it does this.
+    fn waits(board: &Board, doing: Doing, number: u64) -> [String; RANKS] {
+        std::array::from_fn(|rank| Awaited::of(board, rank, (doing, number)).map_or(String::new(), |missing| missing.to_string()))
+    }
+
+    fn write(board: &Board, rank: usize, buckets: usize) {
+        (0..buckets).for_each(|_| board.publish_written(rank));
+    }
+
+    #[test]
+    fn who_sums_waits_for_gradients_and_who_has_summed_for_pulls() {
+        let board = board();
+        // In the second round of four buckets: rank 2 is a bucket behind, rank 1 has all of its sums but one.
+        [7, 7, 6].into_iter().enumerate().for_each(|(rank, buckets)| write(&board, rank, buckets));
+        [6, 5, 6].into_iter().enumerate().for_each(|(rank, buckets)| (0..buckets).for_each(|_| board.publish_pulled(rank)));
+        for doing in [Doing::Sums, Doing::Gradient, Doing::Norm] {
+            assert_eq!(waits(&board, doing, 0)[..2], ["the gradient of bucket 2 of rank 2", ""]);
+        }
+        write(&board, 2, 1);
+        [0, 2].into_iter().for_each(|rank| board.publish_pulled(rank));
+        assert_eq!(waits(&board, Doing::Sums, 0), ["the pull of bucket 2 of rank 1", "", "the pull of bucket 2 of rank 1"]);
+        assert_eq!(waits(&board, Doing::Params, 1), [""; RANKS]);
+    }
+
+    #[test]
+    fn the_norm_waits_for_every_report_and_then_for_rank_0() {
+        let board = board();
+        let outcome = StepOutcome { norm_sq: 1.0, nonfinite: false, loss: 1.0 };
+        (0..RANKS).for_each(|rank| board.publish_report(rank, false, 4));
+        board.publish_outcome(4, outcome);
+        assert_eq!(waits(&board, Doing::Norm, 0), [""; RANKS], "nobody has reported");
+        board.publish_report(0, false, 5);
+        assert_eq!(waits(&board, Doing::Norm, 0), ["the gradient norm of ranks 1, 2", "", ""]);
+        (1..RANKS).for_each(|rank| board.publish_report(rank, false, 5));
+        assert_eq!(waits(&board, Doing::Norm, 0), ["", "the verdict of rank 0", "the verdict of rank 0"]);
+    }
+
+    #[test]
+    fn who_gathers_waits_for_the_last_bucket_that_is_missing() {
+        let board = board();
+        [(0, 3, 2), (1, 3, 2), (2, 3, 2), (0, 2, 2), (2, 2, 2), (0, 1, 2)]
+            .into_iter()
+            .for_each(|(rank, b, v)| board.publish_settled(rank, b, v));
+        assert_eq!(waits(&board, Doing::Gather, 1)[0], "the weights of bucket 2 of rank 1");
+        board.publish_settled(1, 2, 2);
+        assert_eq!(waits(&board, Doing::Gather, 1)[0], "the weights of bucket 1 of ranks 1, 2");
+    }
+
+    #[test]
+    fn orders_are_waited_for_on_both_sides() {
+        let board = board();
+        board.give_order(1, [0; 6]);
+        board.publish_done(2);
+        assert_eq!(waits(&board, Doing::Orders, 0)[0], "what rank 0 asked of rank 1");
+        // Rank 1 has not begun with it.
+        assert_eq!(waits(&board, Doing::Else, 0), ["", "", "the next order of rank 0"]);
+    }
+}
