@@ -24,8 +24,9 @@ pub(crate) struct GpuReport {
 #[derive(Debug, Default)]
 pub(crate) struct SeveralGpus {
     gpus: Vec<GpuId>,
-    /// As far as the management library tells.
-    links: Option<Result<Vec<([usize; 2], GpuLink)>>>,
+    links: Vec<([usize; 2], GpuLink)>,
+    /// Why the management library tells none.
+    no_links: Option<String>,
     /// Pairs that do not reach each other's memory.
     unlinked: Vec<[usize; 2]>,
 }
@@ -33,11 +34,11 @@ pub(crate) struct SeveralGpus {
 impl SeveralGpus {
     fn this_machine() -> Result<Self> {
         let gpus = devices::visible()?;
-        Ok(if gpus.len() < 2 {
-            Self::default()
-        } else {
-            Self { links: Some(gpu::links(&gpus)), unlinked: devices::unlinked(&gpus)?, gpus }
-        })
+        if gpus.len() < 2 {
+            return Ok(Self::default());
+        }
+        let (links, no_links) = gpu::links(&gpus).map_or_else(|why| (Vec::new(), Some(why.to_string())), |links| (links, None));
+        Ok(Self { links, no_links, unlinked: devices::unlinked(&gpus)?, gpus })
     }
 
     /// A line for each rank of `--gpus all` on the machine of `topology`: its GPU, memory node and CPUs.
@@ -59,11 +60,7 @@ impl SeveralGpus {
             let access = if self.unlinked.contains(&pair) { "gradients pass through host memory" } else { "direct" };
             format!("GPU {one} and GPU {other}: {link}; {access}")
         };
-        match &self.links {
-            None => Vec::new(),
-            Some(Ok(links)) => links.iter().map(pair).collect(),
-            Some(Err(cause)) => vec![cause.to_string()],
-        }
+        self.links.iter().map(pair).chain(self.no_links.clone()).collect()
     }
 }
 
@@ -89,8 +86,7 @@ mod tests {
     fn several_gpus_have_a_line_each_and_one_for_each_two() {
         let gpu = |index: usize| GpuId { index, pci: format!("0000:{index}F:00.0"), model: "NVIDIA H200".into() };
         let links = vec![([0, 1], GpuLink::NvSwitch(18)), ([0, 2], GpuLink::Pcie("across memory nodes"))];
-        let links = Some(Ok(links));
-        let several = SeveralGpus { gpus: (0..3).map(gpu).collect(), links, unlinked: vec![[0, 2]] };
+        let several = SeveralGpus { gpus: (0..3).map(gpu).collect(), links, no_links: None, unlinked: vec![[0, 2]] };
         let mut topology = Topology::read(two_sockets().path(), Process::default());
         assert_eq!(several.ranks(&topology)[1], "GPU 1 (0000:1F:00.0): NVIDIA H200, unknown memory node, CPUs 1,5 of --gpus all");
         topology.place_gpus(&[("0000:0f:00.0", 0), ("0000:1f:00.0", 1), ("0000:2f:00.0", 0)]);

@@ -42,8 +42,8 @@ impl SelectedDevice {
 /// What `settings` ask for on the machine of `topology`; `auto` is a GPU where there is one.
 ///
 /// # Errors
-/// `Resource` when a GPU was asked for and cannot be had, `Usage` and `Unsupported` when several cannot; those of [`limits::check_threads`], [`SelectedProfile::of`] and
-/// [`Profile::load`].
+/// `Resource` when a GPU was asked for and cannot be had, `Usage` and `Unsupported` when several cannot; those of
+/// [`limits::check_threads`], [`SelectedProfile::of`] and [`Profile::load`].
 pub fn choose(settings: &Settings, topology: &Topology) -> Result<SelectedDevice> {
     let on_cpus = (DeviceKind::Cpu, DeviceMemory::Shared, Vec::new());
     let ((kind, device, gpus), note) = match settings.device {
@@ -60,6 +60,7 @@ pub fn choose(settings: &Settings, topology: &Topology) -> Result<SelectedDevice
     }
     let warning = limits::check_threads(topology, settings.threads, kind == DeviceKind::Gpu)?;
     let cpus = topology.usable_cpus().map_or(1, |usable| usable.count());
+    let warning = warning.or_else(|| gpu::crowded(gpus.len(), cpus));
     let reserved = if settings.huge_pages == HugePagesChoice::Explicit { topology.reserved_free_bytes() } else { 0 };
     let host_bytes = topology.memory_usable_bytes().map_or(u64::MAX, |bytes| bytes.saturating_add(reserved));
     let rates_from = rates_from(settings, topology, kind)?;

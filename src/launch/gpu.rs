@@ -115,6 +115,12 @@ pub(crate) fn detour([one, other]: [usize; 2]) -> String {
     format!("GPU {one} and GPU {other} have no direct link: gradients pass through host memory")
 }
 
+/// What a person is told where GPUs outnumber the CPUs whose threads feed them.
+pub(super) fn crowded(gpus: usize, cpus: usize) -> Option<String> {
+    let remedy = "use fewer GPUs, or let the process use more CPUs";
+    (gpus > cpus).then(|| format!("{cpus} CPUs feed {gpus} GPUs, and no rank has one to itself; {remedy}"))
+}
+
 #[cfg(not(feature = "cuda"))]
 fn no_cuda() -> Error {
     Error::Unsupported("a GPU: this build lacks the feature cuda".into())
@@ -134,6 +140,12 @@ mod tests {
         let refused = |models: &[&str], count| first(gpus(models), count).unwrap_err().to_string();
         assert_eq!(refused(&["H200"; 2], 4), "--gpus 4: there are 2 GPUs here (see CUDA_VISIBLE_DEVICES); use --gpus 2");
         assert!(refused(&["H200"], 2).contains("there is 1 GPU here"));
+    }
+
+    #[test]
+    fn fewer_cpus_than_gpus_are_worth_a_line() {
+        assert_eq!((crowded(2, 2), crowded(0, 1)), (None, None));
+        assert!(crowded(4, 2).unwrap().starts_with("2 CPUs feed 4 GPUs"));
     }
 
     #[test]

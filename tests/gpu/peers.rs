@@ -92,17 +92,15 @@ impl Ranks<'_> {
 
 /// All cases of several devices; they say so where there is one.
 pub fn run<W: Write>(report: &mut Report<W>, ranks: &Ranks<'_>) {
-    let cases: [(&str, &dyn Fn(&Ranks<'_>) -> Outcome); 6] = [
-        ("two have the digest of one, every state on the host", &|ranks| same_bits(ranks, OFFLOADED, false)),
-        ("two have the digest of one, no state on the host", &|ranks| same_bits(ranks, "strategy = \"no-offload\"\n", false)),
-        ("two have the digest of one, some states on the host", &|ranks| same_bits(ranks, PARTLY, false)),
-        ("two have the digest of one, NaN and Inf on one of them", &|ranks| same_bits(ranks, OFFLOADED, true)),
-        ("gradients and weights are pulled while products run", &overlap),
-        ("a rank that is late changes nothing", &late),
-    ];
-    for (name, case) in cases {
-        report.case(&format!("peers/{name}"), || if ranks.devices < 2 { alone(ranks) } else { case(ranks) });
-    }
+    let mut case = |name: &str, body: &dyn Fn(&Ranks<'_>) -> Outcome| {
+        report.case(&format!("peers/{name}"), || if ranks.devices < 2 { alone(ranks) } else { body(ranks) });
+    };
+    case("two have the digest of one, every state on the host", &|ranks| same_bits(ranks, OFFLOADED, false));
+    case("two have the digest of one, no state on the host", &|ranks| same_bits(ranks, "strategy = \"no-offload\"\n", false));
+    case("two have the digest of one, some states on the host", &|ranks| same_bits(ranks, PARTLY, false));
+    case("two have the digest of one, NaN and Inf on one of them", &|ranks| same_bits(ranks, OFFLOADED, true));
+    case("gradients and weights are pulled while products run", &overlap);
+    case("a rank that is late changes nothing", &late);
 }
 
 fn alone(ranks: &Ranks<'_>) -> Outcome {

@@ -41,6 +41,11 @@ pub(super) fn priorities() -> Result<(i32, i32)> {
 /// An event, with or without a time.
 pub(super) struct RawEvent(pub(super) sys::CUevent);
 
+// SAFETY: the driver's handles are good on every thread of a process, and its functions may be called from several at once.
+unsafe impl Send for RawEvent {}
+// SAFETY: as above.
+unsafe impl Sync for RawEvent {}
+
 impl RawEvent {
     pub(super) fn new(timed: bool) -> Result<Self> {
         const DISABLE_TIMING: u32 = 2;

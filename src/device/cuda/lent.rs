@@ -39,12 +39,6 @@ pub(crate) struct Lent {
     pub(super) context: Context,
 }
 
-// SAFETY: handles and addresses of the driver are good on every thread of a process, and its functions may be called from several at
-// once. A lent thing is not changed any more.
-unsafe impl Send for Lent {}
-// SAFETY: as above.
-unsafe impl Sync for Lent {}
-
 impl Lent {
     /// Names and bytes of the memory.
     pub(super) fn allocations(&self) -> impl Iterator<Item = (&str, usize)> {
