@@ -53,6 +53,8 @@ fn one_two_and_four_devices_train_to_the_same_bits_and_files() {
         assert_eq!((steps(out), total(out, "d2h_bytes")), (count * steps("1"), total("1", "d2h_bytes")), "{count} devices");
     }
     assert!(workspace.metrics("1").iter().all(|line| line["exposed_peer_ms"] == 0.0 && line["exposed_peer_rank"].is_null()));
+    let first = run(&mut workspace.train("first", &["--device=cpu", "--gpus=2", "--gradient-accumulation-steps=3"]));
+    assert!(first.stdout.contains("\n  step        2 ranks x 3 x 2 x 16 = 192 tokens in 2 gradient shares; "), "{first:?}");
     // Where nothing is said each device has a share of one micro-batch.
     let short = |count: &str, shares: &str| run(&mut workspace.train("short", &["--device=cpu", count, shares])).digest().to_string();
     assert_eq!(short("--gpus=4", "--gradient-shares=4"), short("--gpus=1", "--gradient-shares=4"));

@@ -483,11 +483,12 @@ impl fmt::Display for Plan {
             self.link_dtype
         )?;
         let (batch, seq, accum) = (self.batch, self.seq_length, self.grad_accum_steps / self.ranks);
-        let gpus = if self.ranks > 1 { format!("{} GPUs x ", self.ranks) } else { String::new() };
+        let devices = if self.machine.kind == DeviceKind::Gpu { "GPUs" } else { "ranks" };
+        let ranks = if self.ranks > 1 { format!("{} {devices} x ", self.ranks) } else { String::new() };
         let shares = if self.shares > 1 { format!(" in {} gradient shares", self.shares) } else { String::new() };
         writeln!(
             f,
-            "  step        {gpus}{accum} x {batch} x {seq} = {} tokens{shares}; loss in tiles of {} x {}",
+            "  step        {ranks}{accum} x {batch} x {seq} = {} tokens{shares}; loss in tiles of {} x {}",
             self.tokens_per_step(),
             self.loss_tile.rows,
             self.loss_tile.vocab
