@@ -40,6 +40,28 @@ fn the_settings_file_takes_the_same_names() {
     run(&mut workspace.train("out", &[])).refused(2, &["run.toml", "deepspeed ds.json", "--max-grad-norm"]);
 }
 
+/// The same keys in YAML and JSON, as the first argument; flags win over them.
+#[test]
+fn yaml_and_json_train_as_toml_does() {
+    let workspace = Workspace::new();
+    let model = workspace.path("model");
+    let json = serde_json::json!({"model_name_or_path": model, "init": "random", "dataset": [workspace.path("data.txt")], "device": "cpu",
+        "max_seq_length": 32, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "max_steps": 9, "bf16": true, "seed": null});
+    let yaml = json.as_object().unwrap().iter().map(|(key, value)| format!("{key}: {value}\n")).collect::<String>();
+    let digest = |name: &str, text: String| {
+        let file = workspace.write(name, text);
+        let printed = run(program(&["train"])
+            .arg(file)
+            .args(["--max-steps", "2", "--digest", "--output-dir"])
+            .arg(workspace.path(name.split('.').next().unwrap())));
+        assert_eq!(printed.code, 0, "{printed:?}");
+        printed.stdout.lines().last().unwrap().to_string()
+    };
+    let digests = [digest("as-yaml.yml", yaml), digest("as-json.json", json.to_string())];
+    assert!(digests[0].starts_with("digest: ") && digests[0] == digests[1], "{digests:?}");
+    assert_eq!(workspace.metrics("as-json").len(), 2);
+}
+
 #[test]
 fn what_cannot_be_had_names_the_flag_to_use() {
     let workspace = Workspace::new();

@@ -141,6 +141,11 @@ fn rule(name: &str) -> Option<&'static AliasRule> {
     TABLE.iter().find(|(pattern, _)| fits(pattern)).map(|(_, rule)| rule)
 }
 
+/// The names of other programs that are known here, in dashes.
+pub(super) fn names() -> Vec<&'static str> {
+    TABLE.iter().map(|(name, _)| *name).filter(|name| !name.ends_with('*')).collect()
+}
+
 /// The flag, or the entry of the table, that `name` in dashes is another name for.
 pub(super) fn plain_name(name: &str) -> &str {
     match rule(name) {

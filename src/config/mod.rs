@@ -4,6 +4,7 @@
 pub(crate) mod aliases;
 pub(crate) mod checks;
 pub(crate) mod describe;
+mod document;
 pub(crate) mod file;
 pub(crate) mod options;
 pub(crate) mod resolve;

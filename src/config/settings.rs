@@ -111,8 +111,8 @@ macro_rules! settings {
         #[command(about = "Train a language model with the optimizer on the CPU", long_about = None, allow_negative_numbers = true)]
         #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
         pub struct TrainOptions {
-            /// TOML file whose keys are these flags; flags win [default: none].
-            #[arg(long, value_name = "FILE.toml")]
+            /// TOML, YAML or JSON file whose keys are these flags; flags win [default: none].
+            #[arg(long, value_name = "FILE")]
             #[serde(skip)]
             pub config: Option<PathBuf>,
             $(
