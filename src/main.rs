@@ -157,10 +157,11 @@ fn run(command: CliCommand) -> Result<i32> {
     Ok(0)
 }
 
-/// The options over those of the configuration file; a line for each of its keys that means nothing here.
+/// The options over those of the configuration files; a line for each key that means nothing here.
 fn over_file(options: TrainOptions) -> Result<TrainOptions> {
     let options = options.over_config_file()?;
     options.ignored.iter().for_each(|line| complain("ignored", line));
+    options.notes.iter().for_each(remark);
     Ok(options)
 }
 

@@ -105,8 +105,6 @@ const TABLE: &[(&str, AliasRule)] = &[
     ("push-to-hub", Switch { yes: Refused("superoffload export writes a directory that `hf upload` takes"), no: Holds }),
     ("hub-*", Always(Ignored("nothing is uploaded"))),
     ("label-smoothing-factor", Words { known: &[("0", Holds), ("0.0", Holds)], other: Refused("the loss is plain cross-entropy; leave it out") }),
-    ("deepspeed", Always(Refused("such files are not read; say it by flags: --per-device-train-batch-size, --gradient-accumulation-steps, \
-        --max-grad-norm, --dtype, --strategy zero-offload|superoffload, --weights"))),
     ("fsdp*", Always(Refused(ONE_GPU))),
     ("lora-*", Always(Refused(ALL_PARAMETERS))),
     ("use-peft", Switch { yes: Refused(ALL_PARAMETERS), no: Holds }),
@@ -369,8 +367,7 @@ mod tests {
     #[test]
     fn what_cannot_be_had_is_answered_with_what_to_use() {
         for (args, words) in [
-            (&["--deepspeed", "ds.json"][..], &["--deepspeed ds.json", "--max-grad-norm", "--strategy"][..]),
-            (&["--optim", "adafactor"], &["--optim adafactor", "adamw_torch"]),
+            (&["--optim", "adafactor"][..], &["--optim adafactor", "adamw_torch"][..]),
             (&["--optim", "adamw_8bit"], &["32 bits"]),
             (&["--report_to", "wandb"], &["metrics.jsonl", "--report-to none"]),
             (&["--save_strategy", "epoch"], &["--save-steps"]),

@@ -50,6 +50,8 @@ pub(super) struct Place {
 }
 
 impl Place {
+    pub(super) const START: Self = Self { line: 1, column: 1 };
+
     /// That of the byte `offset` of `text`.
     fn of(text: &str, offset: usize) -> Self {
         let before = text.get(..offset).unwrap_or(text);
@@ -84,6 +86,20 @@ pub(super) enum NodeValue {
 pub(super) struct Node {
     pub at: Place,
     pub value: NodeValue,
+}
+
+impl Node {
+    /// The value as it would stand on the command line.
+    pub(super) fn text(&self) -> String {
+        match &self.value {
+            NodeValue::Text(text) => text.clone(),
+            NodeValue::Truth(truth) => truth.to_string(),
+            NodeValue::Integer(number) => number.to_string(),
+            NodeValue::Float(number) => format!("{number:?}"),
+            NodeValue::List(all) => all.iter().map(Self::text).collect::<Vec<_>>().join(","),
+            NodeValue::Table(_) | NodeValue::Null => String::new(),
+        }
+    }
 }
 
 /// A key, where it stands, and its value.
@@ -137,8 +153,18 @@ impl Document {
         }
     }
 
+    /// The options that set `name` alone.
+    ///
+    /// # Errors
+    /// A line that says where the value of the wrong type stands.
+    pub(super) fn setting<T: de::DeserializeOwned>(&self, name: &str, node: Node) -> Parsed<T> {
+        let at = node.at;
+        let said = T::deserialize(de::value::MapDeserializer::new([(name, node)].into_iter()));
+        said.map_err(|cause: de::value::Error| self.at(at, &format!("`{name}`: {cause}")))
+    }
+
     /// One line that says where the `message` belongs, and shows the place.
-    pub(super) fn at(&self, place: Place, message: &str) -> String {
+    fn at(&self, place: Place, message: &str) -> String {
         show(&self.text, place, message)
     }
 }

@@ -1,12 +1,11 @@
 //! The configuration file: TOML, YAML or JSON whose keys are the flags of `train`.
 
 use crate::config::aliases::{self, Translation};
+use crate::config::deepspeed::over_deepspeed;
 use crate::config::document::{Document, Entry, Node, NodeValue, Place};
 use crate::config::settings::{FILE_ONLY, TrainOptions};
 use crate::error::Result;
 use clap::Arg;
-use serde::Deserialize;
-use serde::de::value::MapDeserializer;
 use std::collections::HashMap;
 use std::path::Path;
 
@@ -21,11 +20,15 @@ pub fn load(path: &Path) -> Result<TrainOptions> {
 }
 
 impl TrainOptions {
-    /// These options over those of the file that `--config` names, if it names one.
+    /// These options over those of the file that `--config` names, and both over the DeepSpeed configuration that they name, if they do.
     pub fn over_config_file(self) -> Result<Self> {
-        match &self.config {
-            Some(path) => load(path).map(|file| self.over(file)),
-            None => Ok(self),
+        let options = match &self.config {
+            Some(path) => load(path).map(|file| self.over(file))?,
+            None => self,
+        };
+        match options.deepspeed.clone() {
+            Some(path) => over_deepspeed(options, &path),
+            None => Ok(options),
         }
     }
 }
@@ -52,10 +55,7 @@ fn options(document: &Document) -> std::result::Result<TrainOptions, String> {
             let before: Place = before;
             return Err(format!("{}: `{name}` is already set in line {}", entry.at, before.line));
         }
-        let at = node.at;
-        let said = TrainOptions::deserialize(MapDeserializer::new([(name.clone(), node)].into_iter()));
-        let said = said.map_err(|cause: serde::de::value::Error| document.at(at, &format!("`{name}`: {cause}")))?;
-        options = options.over(said);
+        options = options.over(document.setting(&name, node)?);
     }
     Ok(options)
 }
@@ -72,7 +72,7 @@ fn translate(known: &[Arg], entry: &Entry) -> std::result::Result<Meaning, Strin
     let dashed = entry.key.replace('_', "-");
     let name = aliases::plain_name(&dashed);
     let word = |word: String| Node { at: entry.node.at, value: NodeValue::Text(word) };
-    match aliases::outcome(name, &as_text(&entry.node)).map_err(|cause| format!("{}: {cause}", entry.at))? {
+    match aliases::outcome(name, &entry.node.text()).map_err(|cause| format!("{}: {cause}", entry.at))? {
         Translation::Nothing => Ok(Meaning::Nothing),
         Translation::Flag(flag, value) => Ok(Meaning::Set(flag.into(), word(value))),
         Translation::Ignored(line) => Ok(Meaning::Ignored(line)),
@@ -90,18 +90,6 @@ fn hint(known: &[Arg], name: &str) -> String {
     let names = known.iter().filter_map(Arg::get_long).chain(FILE_ONLY.iter().copied()).chain(aliases::names());
     let nearest = names.max_by(|a, b| strsim::jaro_winkler(a, name).total_cmp(&strsim::jaro_winkler(b, name)));
     nearest.map(|nearest| format!("; the nearest key is `{nearest}`")).unwrap_or_default()
-}
-
-/// A value as it would stand on the command line.
-fn as_text(node: &Node) -> String {
-    match &node.value {
-        NodeValue::Text(text) => text.clone(),
-        NodeValue::Truth(truth) => truth.to_string(),
-        NodeValue::Integer(number) => number.to_string(),
-        NodeValue::Float(number) => format!("{number:?}"),
-        NodeValue::List(all) => all.iter().map(as_text).collect::<Vec<_>>().join(","),
-        NodeValue::Table(_) | NodeValue::Null => String::new(),
-    }
 }
 
 #[cfg(test)]
@@ -162,7 +150,7 @@ mod tests {
         let flags = command_line(&[&flags[..], &["--lr-scheduler-type=constant"]].concat()).unwrap();
         assert_eq!(TrainOptions { ignored: Vec::new(), ..read.clone() }, flags);
         assert!(read.ignored.len() == 1 && read.ignored[0].starts_with("tf32 ("), "{:?}", read.ignored);
-        assert_eq!(parse("seed = 1\ndeepspeed = 'ds.json'").unwrap_err().split(':').next(), Some("line 2, column 1"));
+        assert_eq!(parse("seed = 1\noptim = 'lion'").unwrap_err().split(':').next(), Some("line 2, column 1"));
     }
 
     #[test]

@@ -3,6 +3,8 @@
 
 pub(crate) mod aliases;
 pub(crate) mod checks;
+mod deepspeed;
+mod deepspeed_keys;
 pub(crate) mod describe;
 mod document;
 pub(crate) mod file;
