@@ -15,9 +15,11 @@ use superoffload::internals::optim::StatePart;
 type Door = fn(input: &[u8], dir: &Path);
 
 /// Name and door; the name is that of the corpus, too.
-pub const DOORS: [(&str, Door); 7] = [
+pub const DOORS: [(&str, Door); 9] = [
     ("config_json", config_json),
     ("settings_toml", settings_toml),
+    ("settings_yaml", settings_yaml),
+    ("settings_json", settings_json),
     ("safetensors", safetensors),
     ("index", index),
     ("tokenizer", tokenizer),
@@ -60,7 +62,19 @@ fn config_json(input: &[u8], _: &Path) {
 }
 
 fn settings_toml(input: &[u8], dir: &Path) {
-    if let Ok(options) = file::load(&put(dir, "run.toml", input)) {
+    settings(&put(dir, "run.toml", input));
+}
+
+fn settings_yaml(input: &[u8], dir: &Path) {
+    settings(&put(dir, "run.yaml", input));
+}
+
+fn settings_json(input: &[u8], dir: &Path) {
+    settings(&put(dir, "run.json", input));
+}
+
+fn settings(path: &Path) {
+    if let Ok(options) = file::load(path) {
         let _ = Settings::resolve(options);
     }
 }

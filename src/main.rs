@@ -24,7 +24,7 @@ struct Cli {
 enum CliCommand {
     /// Train a model; with no options, a small one on the text that ships with the program.
     #[command(after_help = format!("Without --model and --data the built-in model runs with {}; flags win.", TrainOptions::DEMO_FLAGS))]
-    Train(Box<TrainOptions>),
+    Train(Box<TrainCommand>),
     /// Write a checkpoint as a Hugging Face model directory.
     Export(ExportOptions),
     /// Print the digest of a checkpoint: the same digest, the same bits.
@@ -43,6 +43,15 @@ enum CliCommand {
     /// Measure what this machine does.
     #[command(subcommand)]
     Bench(Bench),
+}
+
+#[derive(clap::Args)]
+struct TrainCommand {
+    /// TOML, YAML or JSON file whose keys are the flags below; the same as --config.
+    #[arg(conflicts_with = "config")]
+    file: Option<PathBuf>,
+    #[command(flatten)]
+    train: TrainOptions,
 }
 
 #[derive(clap::Args)]
@@ -148,10 +157,11 @@ fn run(command: CliCommand) -> Result<i32> {
     Ok(0)
 }
 
-/// The options over those of the configuration file; a line for each of its keys that means nothing here.
+/// The options over those of the configuration files; a line for each key that means nothing here.
 fn over_file(options: TrainOptions) -> Result<TrainOptions> {
     let options = options.over_config_file()?;
     options.ignored.iter().for_each(|line| complain("ignored", line));
+    options.notes.iter().for_each(remark);
     Ok(options)
 }
 
@@ -159,7 +169,8 @@ fn json(record: &impl Serialize) -> Result<String> {
     serde_json::to_string(record).map_err(|e| Error::format("the result", e))
 }
 
-fn run_train(options: TrainOptions) -> Result<i32> {
+fn run_train(TrainCommand { file, train }: TrainCommand) -> Result<i32> {
+    let options = TrainOptions { config: file.or_else(|| train.config.clone()), ..train };
     let settings = Settings::resolve(over_file(options)?)?;
     let stop = StopFlag::on_signals()?;
     let mut person = Person { bar: ProgressBar::hidden(), facts: None, last_progress: Instant::now() };

@@ -36,16 +36,37 @@ fn the_settings_file_takes_the_same_names() {
     let lines = workspace.metrics("out");
     assert_eq!(lines.iter().map(|line| line["learning_rate"].as_f64().unwrap()).collect::<Vec<_>>(), [0.0, 1e-2, 1e-2, 1e-2]);
     assert!(lines[0]["loss_scale"].as_f64() > Some(1.0), "float16 is scaled: {}", lines[0]);
-    workspace.settings("deepspeed = 'ds.json'");
-    run(&mut workspace.train("out", &[])).refused(2, &["run.toml", "deepspeed ds.json", "--max-grad-norm"]);
+    workspace.settings("deepspeed = 'nowhere.json'");
+    run(&mut workspace.train("out", &[])).refused(1, &["nowhere.json", "No such file"]);
+}
+
+/// The same keys in YAML and JSON, as the first argument; flags win over them.
+#[test]
+fn yaml_and_json_train_as_toml_does() {
+    let workspace = Workspace::new();
+    let model = workspace.path("model");
+    let json = serde_json::json!({"model_name_or_path": model, "init": "random", "dataset": [workspace.path("data.txt")], "device": "cpu",
+        "max_seq_length": 32, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "max_steps": 9, "bf16": true, "seed": null});
+    let yaml = json.as_object().unwrap().iter().map(|(key, value)| format!("{key}: {value}\n")).collect::<String>();
+    let digest = |name: &str, text: String| {
+        let file = workspace.write(name, text);
+        let printed = run(program(&["train"])
+            .arg(file)
+            .args(["--max-steps", "2", "--digest", "--output-dir"])
+            .arg(workspace.path(name.split('.').next().unwrap())));
+        assert_eq!(printed.code, 0, "{printed:?}");
+        printed.stdout.lines().last().unwrap().to_string()
+    };
+    let digests = [digest("as-yaml.yml", yaml), digest("as-json.json", json.to_string())];
+    assert!(digests[0].starts_with("digest: ") && digests[0] == digests[1], "{digests:?}");
+    assert_eq!(workspace.metrics("as-json").len(), 2);
 }
 
 #[test]
 fn what_cannot_be_had_names_the_flag_to_use() {
     let workspace = Workspace::new();
     for (flags, words) in [
-        (&["--deepspeed", "ds.json"][..], &["--deepspeed", "--strategy"][..]),
-        (&["--optim", "lion"], &["--optim lion", "adamw_torch"]),
+        (&["--optim", "lion"][..], &["--optim lion", "adamw_torch"][..]),
         (&["--report_to", "wandb"], &["--report-to", "tensorboard"]),
         (&["--save_strategy", "epoch"], &["--save-steps"]),
         (&["--eval_strategy", "epoch"], &["--eval-strategy epoch", "--eval-data"]),

@@ -48,6 +48,15 @@ fn mistakes_in_the_settings_file_name_the_place() {
         workspace.settings(line);
         run(&mut workspace.train("out", &[])).refused(2, words);
     }
+    for (name, text, words) in [
+        ("run.yaml", "seed: 1\nlerning_rate: 1\n", &["run.yaml: line 2, column 1", "`lerning_rate`", "`learning-rate`"][..]),
+        ("run.json", "{\"seed\": 1,\n \"seed\": 2}", &["run.json: line 2, column 2", "duplicate key `seed`"]),
+        ("run.cfg", "seed = 1", &["run.cfg", ".yaml"]),
+        ("bomb.yml", "a: &a [x,x,x]\nb: &b [*a,*a,*a]\nmodel: [*b,*b]\nseed: *c\n", &["bomb.yml: line 4"]),
+    ] {
+        let path = workspace.write(name, text);
+        run(program(&["train"]).arg(path).args(["--max-steps", "1"])).refused(2, words);
+    }
     run(&mut program(&["train", "--config", "/nowhere.toml"])).refused(1, &["/nowhere.toml", "No such file"]);
 }
 

@@ -53,8 +53,9 @@ fn valid_files_get_through_the_doors() {
     fs::write(dir.path().join("model/config.json"), "{}").unwrap();
     let manifest = superoffload::internals::checkpoint::verify(dir.path());
     assert!(manifest.is_ok(), "{manifest:?}");
-    assert!(
-        superoffload::internals::config::file::load(&Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus/settings_toml/full.toml"))
-            .is_ok()
-    );
+    for settings in ["settings_toml/full.toml", "settings_yaml/full.yaml", "settings_json/full.json"] {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus").join(settings);
+        let loaded = superoffload::internals::config::file::load(&path);
+        assert!(loaded.is_ok(), "{loaded:?}");
+    }
 }

@@ -103,8 +103,6 @@ const TABLE: &[(&str, AliasRule)] = &[
     ("push-to-hub", Switch { yes: Refused("superoffload export writes a directory that `hf upload` takes"), no: Holds }),
     ("hub-*", Always(Ignored("nothing is uploaded"))),
     ("label-smoothing-factor", Words { known: &[("0", Holds), ("0.0", Holds)], other: Refused("the loss is plain cross-entropy; leave it out") }),
-    ("deepspeed", Always(Refused("such files are not read; say it by flags: --per-device-train-batch-size, --gradient-accumulation-steps, \
-        --max-grad-norm, --dtype, --strategy zero-offload|superoffload, --weights"))),
     ("fsdp*", Always(Refused(ONE_GPU))),
     ("lora-*", Always(Refused(ALL_PARAMETERS))),
     ("use-peft", Switch { yes: Refused(ALL_PARAMETERS), no: Holds }),
@@ -137,6 +135,11 @@ const TABLE: &[(&str, AliasRule)] = &[
 fn rule(name: &str) -> Option<&'static AliasRule> {
     let fits = |pattern: &str| pattern.strip_suffix('*').map_or(pattern == name, |start| name.starts_with(start));
     TABLE.iter().find(|(pattern, _)| fits(pattern)).map(|(_, rule)| rule)
+}
+
+/// The names of other programs that are known here, in dashes.
+pub(super) fn names() -> Vec<&'static str> {
+    TABLE.iter().map(|(name, _)| *name).filter(|name| !name.ends_with('*')).collect()
 }
 
 /// The flag, or the entry of the table, that `name` in dashes is another name for.
@@ -363,8 +366,7 @@ mod tests {
     #[test]
     fn what_cannot_be_had_is_answered_with_what_to_use() {
         for (args, words) in [
-            (&["--deepspeed", "ds.json"][..], &["--deepspeed ds.json", "--max-grad-norm", "--strategy"][..]),
-            (&["--optim", "adafactor"], &["--optim adafactor", "adamw_torch"]),
+            (&["--optim", "adafactor"][..], &["--optim adafactor", "adamw_torch"][..]),
             (&["--optim", "adamw_8bit"], &["32 bits"]),
             (&["--save_strategy", "epoch"], &["--save-steps"]),
             (&["--val_set_size", "0.1"], &["--eval-data"]),

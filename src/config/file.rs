@@ -1,40 +1,34 @@
-//! The configuration file: TOML whose keys are the flags of `train`.
+//! The configuration file: TOML, YAML or JSON whose keys are the flags of `train`.
 
 use crate::config::aliases::{self, Translation};
+use crate::config::deepspeed::over_deepspeed;
+use crate::config::document::{Document, DocumentEntry, DocumentNode, NodeValue, Place};
 use crate::config::settings::{FILE_ONLY, TrainOptions};
-use crate::disk;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use clap::Arg;
-use serde::Deserialize;
-use serde::de::IntoDeserializer;
-use std::ops::Range;
+use std::collections::HashMap;
 use std::path::Path;
-use toml::Spanned;
-use toml::de::{DeString, DeTable, DeValue};
 
-/// No configuration is larger.
-const BYTES_MAX: u64 = 1 << 20;
-
-/// Longest part of an offending line that an error message shows, in characters.
-const SHOWN_CHARS: usize = 60;
-
-/// Reads the options that the file at `path` sets. Relative paths in it mean what they mean on the command line.
+/// Reads the options that the file at `path` sets; its extension says whether it is TOML, YAML or JSON. A value that is null is not set.
+/// Relative paths in it mean what they mean on the command line.
 ///
 /// # Errors
-/// `Io` or `Format` when it cannot be read; `Usage` that names file, line and key when it is no TOML, sets a key that is no flag (the
-/// nearest one is named) or that is set twice, or gives a key a value of the wrong type.
+/// `Io` or `Format` when it cannot be read; `Usage` that names file, line, column and key when it is not well written, sets a key that is
+/// no flag (the nearest one is named) or that is set twice, or gives a key a value of the wrong type.
 pub fn load(path: &Path) -> Result<TrainOptions> {
-    let bytes = disk::read_small(path, BYTES_MAX)?;
-    let text = str::from_utf8(&bytes).map_err(|e| Error::usage(format!("{}: not UTF-8 at byte {}", path.display(), e.valid_up_to())))?;
-    parse(text).map_err(|cause| Error::usage(format!("{}: {cause}", path.display())))
+    Document::read(path, |document| options(&document))
 }
 
 impl TrainOptions {
-    /// These options over those of the file that `--config` names, if it names one.
+    /// These options over those of the file that `--config` names, and both over the DeepSpeed configuration that they name, if they do.
     pub fn over_config_file(self) -> Result<Self> {
-        match &self.config {
-            Some(path) => load(path).map(|file| self.over(file)),
-            None => Ok(self),
+        let options = match &self.config {
+            Some(path) => load(path).map(|file| self.over(file))?,
+            None => self,
+        };
+        match options.deepspeed.clone() {
+            Some(path) => over_deepspeed(options, &path),
+            None => Ok(options),
         }
     }
 }
@@ -45,98 +39,75 @@ fn known_keys() -> Vec<Arg> {
     command.get_arguments().filter(|flag| flag.get_long().is_some_and(|name| name != "config")).cloned().collect()
 }
 
-/// Parses a configuration file; an error is one line without the file's name.
-fn parse(text: &str) -> std::result::Result<TrainOptions, String> {
-    let written = DeTable::parse(text).map_err(|e| at(text, e.span(), e.message()))?;
-    let (span, known, mut ignored) = (written.span(), known_keys(), Vec::new());
-    let mut table = DeTable::new();
-    for (key, value) in written.into_inner() {
-        let Some((key, value)) = translate(text, &known, key, value, &mut ignored)? else { continue };
-        let line = line_number(text, key.span().start);
-        if let Some((twice, _)) = table.get_key_value(&key) {
-            let twice: &Spanned<DeString> = twice;
-            return Err(format!("line {line}: `{}` is already set in line {}", key.get_ref(), line_number(text, twice.span().start)));
+/// What a file sets; an error is one line without the file's name.
+fn options(document: &Document) -> std::result::Result<TrainOptions, String> {
+    let (known, mut set, mut options) = (known_keys(), HashMap::new(), TrainOptions::default());
+    for entry in document.entries.iter().filter(|entry| entry.node.value != NodeValue::Null) {
+        let (name, node) = match translate(&known, entry)? {
+            Meaning::Set(name, node) => (name, node),
+            Meaning::Ignored(line) => {
+                options.ignored.push(line);
+                continue;
+            }
+            Meaning::Nothing => continue,
+        };
+        if let Some(before) = set.insert(name.clone(), entry.at) {
+            let before: Place = before;
+            return Err(format!("{}: `{name}` is already set in line {}", entry.at, before.line));
         }
-        table.insert(key, value);
+        options = options.over(document.setting(&name, node)?);
     }
-    let options = toml::Deserializer::from(Spanned::new(span, table)).into_deserializer();
-    // Without the text at hand the library's message is one sentence and the key, which is what is wanted here.
-    let options = TrainOptions::deserialize(options).map_err(|e| at(text, e.span(), &e.to_string()))?;
-    Ok(TrainOptions { ignored, ..options })
+    Ok(options)
 }
 
-type TomlEntry<'t> = (Spanned<DeString<'t>>, Spanned<DeValue<'t>>);
+/// What a key and its value come to.
+enum Meaning {
+    Set(String, DocumentNode),
+    Ignored(String),
+    Nothing,
+}
 
-/// Spells a key and its value as the flags do and checks that the key is known; `None` when nothing is left to set.
-fn translate<'t>(
-    text: &str,
-    known: &[Arg],
-    key: Spanned<DeString<'t>>,
-    value: Spanned<DeValue<'t>>,
-    ignored: &mut Vec<String>,
-) -> std::result::Result<Option<TomlEntry<'t>>, String> {
-    let number = line_number(text, key.span().start);
-    let dashed = key.get_ref().replace('_', "-");
+/// Spells a key and its value as the flags do and checks that the key is known.
+fn translate(known: &[Arg], entry: &DocumentEntry) -> std::result::Result<Meaning, String> {
+    let dashed = entry.key.replace('_', "-");
     let name = aliases::plain_name(&dashed);
-    let respelled = |name: &str, word: String| {
-        let word = Spanned::new(value.span(), DeValue::String(word.into()));
-        Some((Spanned::new(key.span(), name.to_string().into()), word))
-    };
-    match aliases::outcome(name, &as_text(value.get_ref())).map_err(|cause| format!("line {number}: {cause}"))? {
-        Translation::Nothing => Ok(None),
-        Translation::Flag(flag, word) => Ok(respelled(flag, word)),
-        Translation::Ignored(line) => {
-            ignored.push(line);
-            Ok(None)
-        }
-        Translation::AsWritten => match (known.iter().find(|flag| flag.get_long() == Some(name)), value.get_ref()) {
-            (Some(flag), DeValue::String(word)) => Ok(respelled(name, aliases::choice(flag, word))),
+    let word = |word: String| DocumentNode { at: entry.node.at, value: NodeValue::Text(word) };
+    match aliases::outcome(name, &entry.node.text()).map_err(|cause| format!("{}: {cause}", entry.at))? {
+        Translation::Nothing => Ok(Meaning::Nothing),
+        Translation::Flag(flag, value) => Ok(Meaning::Set(flag.into(), word(value))),
+        Translation::Ignored(line) => Ok(Meaning::Ignored(line)),
+        Translation::AsWritten => match (known.iter().find(|flag| flag.get_long() == Some(name)), &entry.node.value) {
+            (Some(flag), NodeValue::Text(text)) => Ok(Meaning::Set(name.into(), word(aliases::choice(flag, text)))),
             (None, _) if !FILE_ONLY.contains(&name) => {
-                Err(format!("line {number}: unknown key `{}`{}", key.get_ref().escape_debug(), hint(known, name)))
+                Err(format!("{}: unknown key `{}`{}", entry.at, entry.key.escape_debug(), hint(known, name)))
             }
-            _ => Ok(Some((Spanned::new(key.span(), name.to_string().into()), value))),
+            _ => Ok(Meaning::Set(name.into(), entry.node.clone())),
         },
     }
 }
 
 fn hint(known: &[Arg], name: &str) -> String {
-    let names = known.iter().filter_map(Arg::get_long).chain(FILE_ONLY.iter().copied());
+    let names = known.iter().filter_map(Arg::get_long).chain(FILE_ONLY.iter().copied()).chain(aliases::names());
     let nearest = names.max_by(|a, b| strsim::jaro_winkler(a, name).total_cmp(&strsim::jaro_winkler(b, name)));
     nearest.map(|nearest| format!("; the nearest key is `{nearest}`")).unwrap_or_default()
-}
-
-/// A value as it would stand on the command line.
-fn as_text(value: &DeValue) -> String {
-    match value {
-        DeValue::String(text) => text.to_string(),
-        DeValue::Boolean(truth) => truth.to_string(),
-        DeValue::Integer(number) => number.as_str().into(),
-        DeValue::Float(number) => number.as_str().into(),
-        DeValue::Array(all) => all.iter().map(|value| as_text(value.get_ref())).collect::<Vec<_>>().join(","),
-        DeValue::Table(_) | DeValue::Datetime(_) => String::new(),
-    }
-}
-
-/// One line that says where in `text` the `message` belongs, and shows the place.
-fn at(text: &str, span: Option<Range<usize>>, message: &str) -> String {
-    let message = message.split_whitespace().collect::<Vec<_>>().join(" ");
-    let Some(span) = span else { return message };
-    let number = line_number(text, span.start);
-    let line: String = text.lines().nth(number - 1).unwrap_or_default().trim().chars().take(SHOWN_CHARS).collect();
-    format!("line {number} `{}`: {message}", line.escape_debug())
-}
-
-/// The number, from 1, of the line that holds byte `offset`.
-fn line_number(text: &str, offset: usize) -> usize {
-    1 + text.bytes().take(offset).filter(|&byte| byte == b'\n').count()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::document::Syntax;
     use crate::config::options::{Injection, Technique};
     use crate::config::settings::tests::{command_line, flags, sample, sample_options};
+    use crate::error::Error;
     use proptest::prelude::*;
+
+    fn parse_as(text: &str, syntax: Syntax) -> std::result::Result<TrainOptions, String> {
+        options(&Document::parse(text.into(), syntax)?)
+    }
+
+    fn parse(text: &str) -> std::result::Result<TrainOptions, String> {
+        parse_as(text, Syntax::Toml)
+    }
 
     #[test]
     fn every_flag_can_be_set_in_the_file_under_both_spellings() {
@@ -146,6 +117,13 @@ mod tests {
                 let bare = parse(&format!("{key} = {value}"));
                 let read = bare.or_else(|_| parse(&format!("{key} = '{value}'")));
                 assert_eq!(read, Ok(sample_options(&flag)), "{key}");
+                for syntax in [Syntax::Yaml, Syntax::Json] {
+                    let quote =
+                        |value: &str| if syntax == Syntax::Json { format!("{{\"{key}\": {value}}}") } else { format!("{key}: {value}") };
+                    let bare = parse_as(&quote(&value), syntax);
+                    let read = bare.or_else(|_| parse_as(&quote(&format!("\"{value}\"")), syntax));
+                    assert_eq!(read, Ok(sample_options(&flag)), "{key} {syntax:?}");
+                }
             }
         }
     }
@@ -172,7 +150,7 @@ mod tests {
         let flags = command_line(&[&flags[..], &["--lr-scheduler-type=constant", "--report-to=none"]].concat()).unwrap();
         assert_eq!(TrainOptions { ignored: Vec::new(), ..read.clone() }, flags);
         assert!(read.ignored.len() == 1 && read.ignored[0].starts_with("tf32 ("), "{:?}", read.ignored);
-        assert_eq!(parse("seed = 1\ndeepspeed = 'ds.json'").unwrap_err().split(':').next(), Some("line 2"));
+        assert_eq!(parse("seed = 1\noptim = 'lion'").unwrap_err().split(':').next(), Some("line 2, column 1"));
     }
 
     #[test]
@@ -191,7 +169,7 @@ mod tests {
             ("inject = [{step=1, elemnt=1, value=1}]", &["line 1", "inject", "elemnt"]),
             ("[seed]\nx = 1", &["line 1", "`seed`", "expected u64"]),
             ("seed = 1\nlearning-rate = fast", &["line 2", "learning-rate = fast"]),
-            ("seed =\nslots = 1", &["line 1 `seed =`"]),
+            ("seed =\nslots = 1", &["line 1, column 7 `seed =`"]),
             ("seed = 1\nseed = 2", &["line 2", "seed", "duplicate"]),
             ("bf16 = true\ndtype = 'float32'", &["line 1", "line 2", "`dtype`", "already set"]),
             ("optim = 'lion'", &["line 1", "optim lion", "adamw_torch"]),

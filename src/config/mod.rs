@@ -3,7 +3,10 @@
 
 pub(crate) mod aliases;
 pub(crate) mod checks;
+mod deepspeed;
+mod deepspeed_keys;
 pub(crate) mod describe;
+mod document;
 pub(crate) mod file;
 pub(crate) mod options;
 pub(crate) mod resolve;

@@ -126,7 +126,7 @@ mod tests {
     /// What comes from the table must agree: the flag, the key of the file, the merge, the field, its JSON, and the flag again.
     #[test]
     fn every_flag_is_a_setting_that_goes_round_or_is_refused_by_name() {
-        for flag in flags().into_iter().filter(|flag| flag.get_long() != Some("config")) {
+        for flag in flags().into_iter().filter(|flag| !["config", "deepspeed"].contains(&flag.get_id().as_str())) {
             let (name, _) = sample(&flag);
             let said = sample_options(&flag);
             assert_eq!(said.said(), [flag.get_id().as_str()]);

@@ -112,10 +112,13 @@ macro_rules! settings {
         #[command(about = "Train a language model with the optimizer on the CPU", long_about = None, allow_negative_numbers = true)]
         #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
         pub struct TrainOptions {
-            /// TOML file whose keys are these flags; flags win [default: none].
-            #[arg(long, value_name = "FILE.toml")]
+            /// TOML, YAML or JSON file whose keys are these flags; flags win [default: none].
+            #[arg(long, value_name = "FILE")]
             #[serde(skip)]
             pub config: Option<PathBuf>,
+            /// Configuration of DeepSpeed; flags and the other file win [default: none].
+            #[arg(long, value_name = "FILE.json")]
+            pub deepspeed: Option<PathBuf>,
             $(
                 $($(
                     #[doc = $part_help]
@@ -139,6 +142,10 @@ macro_rules! settings {
             #[arg(skip)]
             #[serde(skip)]
             pub ignored: Vec<String>,
+            /// Blocks of lines for people: what became of the keys of a DeepSpeed configuration.
+            #[arg(skip)]
+            #[serde(skip)]
+            pub notes: Vec<String>,
         }
 
         impl TrainOptions {
@@ -146,12 +153,14 @@ macro_rules! settings {
             pub fn over(self, lower: Self) -> Self {
                 Self {
                     config: self.config.or(lower.config),
+                    deepspeed: self.deepspeed.or(lower.deepspeed),
                     $(
                         $($($part: self.$part.or(lower.$part),)*)?
                         $($name: self.$name.or(lower.$name),)*
                         $($($file: self.$file.or(lower.$file),)*)?
                     )*
                     ignored: [self.ignored, lower.ignored].concat(),
+                    notes: [self.notes, lower.notes].concat(),
                 }
             }
 

@@ -3,7 +3,7 @@
 use crate::harness::Campaign;
 use crate::*;
 
-pub const CAMPAIGNS: [Campaign; 30] = [
+pub const CAMPAIGNS: [Campaign; 32] = [
     r01_kill::CAMPAIGN,
     r02_power::CAMPAIGN,
     r03_disk::CAMPAIGN,
@@ -18,6 +18,8 @@ pub const CAMPAIGNS: [Campaign; 30] = [
     r15_hang::CAMPAIGN,
     r17_data::CAMPAIGN,
     r18_fuzz::SETTINGS,
+    r18_fuzz::SETTINGS_YAML,
+    r18_fuzz::SETTINGS_JSON,
     r18_fuzz::CONFIG,
     r18_fuzz::WEIGHTS,
     r18_fuzz::INDEX,
