@@ -35,7 +35,7 @@ pub(super) fn over_deepspeed(upper: TrainOptions, path: &Path) -> Result<TrainOp
 
 /// What the file sets below `upper`, and the table of its keys, a line each.
 fn translate(document: &Document, upper: &TrainOptions) -> Understood<(TrainOptions, String)> {
-    let mut reader = Reader { upper, values: BTreeMap::new(), rows: Vec::new(), sets: Vec::new() };
+    let mut reader = KeyReader { upper, values: BTreeMap::new(), rows: Vec::new(), sets: Vec::new() };
     reader.visit("", &document.entries)?;
     reader.batch()?;
     reader.format()?;
@@ -64,7 +64,7 @@ struct KeyRow {
     fate: Option<String>,
 }
 
-struct Reader<'a> {
+struct KeyReader<'a> {
     upper: &'a TrainOptions,
     /// Values by path, without what is null.
     values: BTreeMap<String, &'a DocumentNode>,
@@ -73,7 +73,7 @@ struct Reader<'a> {
     sets: Vec<FlagSet>,
 }
 
-impl<'a> Reader<'a> {
+impl<'a> KeyReader<'a> {
     /// Looks at every key, by itself.
     fn visit(&mut self, prefix: &str, entries: &'a [DocumentEntry]) -> Understood<()> {
         for DocumentEntry { at, key, node } in entries {
@@ -145,7 +145,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// As [`Reader::number`], for what is counted; `4e8` is a whole number, too.
+    /// As [`KeyReader::number`], for what is counted; `4e8` is a whole number, too.
     fn count(&self, path: &str) -> Understood<Option<usize>> {
         match self.number(path)? {
             Some(number) if number.fract() == 0.0 && (0.0..=WHOLE_MAX).contains(&number) => Ok(Some(number as usize)),
