@@ -43,6 +43,7 @@ struct Entry {
 
 /// The board of one process.
 pub(crate) struct Board {
+    /// One a rank, or rank 0's alone, of which all others are mirror images.
     entries: Vec<Entry>,
     bells: Vec<Arc<Doorbell>>,
     /// The norm's partial sums of all ranks, in flat order, as bits.
@@ -90,6 +91,15 @@ fn zeros<T: Default>(count: usize) -> Box<[T]> {
 impl Board {
     /// An empty board; with `adversary`, a seed, exactly one rank runs at a time.
     pub(crate) fn new(sizes: Sizes, adversary: Option<u64>) -> Self {
+        Self::with_entries(sizes.ranks, sizes, adversary)
+    }
+
+    /// A board on which all ranks have published what rank 0 has, the only one that is there.
+    pub(crate) fn mirrored(sizes: Sizes) -> Self {
+        Self::with_entries(1, sizes, None)
+    }
+
+    fn with_entries(entries: usize, sizes: Sizes, adversary: Option<u64>) -> Self {
         let bells: Vec<Arc<Doorbell>> = (0..sizes.ranks).map(|_| Arc::default()).collect();
         let entry = || Entry {
             written: AtomicU64::new(0),
@@ -101,7 +111,7 @@ impl Board {
             done: AtomicU64::new(0),
         };
         Self {
-            entries: (0..sizes.ranks).map(|_| entry()).collect(),
+            entries: (0..entries).map(|_| entry()).collect(),
             baton: adversary.map(|seed| Baton::new(seed, bells.clone())),
             bells,
             partials: zeros(sizes.partials),
@@ -117,7 +127,7 @@ impl Board {
 
     /// How many ranks meet here.
     pub(crate) fn ranks(&self) -> usize {
-        self.entries.len()
+        self.bells.len()
     }
 
     /// The bell that wakes the driver of `rank`.
@@ -170,7 +180,7 @@ impl Board {
 
     /// The version of `bucket` that `rank` has published.
     pub(crate) fn settled(&self, rank: usize, bucket: usize) -> u64 {
-        self.entries[rank].settled[bucket].load(Ordering::Acquire)
+        self.entries.get(rank).unwrap_or(&self.entries[0]).settled[bucket].load(Ordering::Acquire)
     }
 
     /// Writes partial sums of the norm from `start` on.
@@ -184,9 +194,9 @@ impl Board {
         self.ring_others(rank);
     }
 
-    /// Partial sums that `rank` has published, in all steps.
+    /// Partial sums that `rank` has published, in all steps. A mirror image, whose slice may be longer, has all.
     pub(crate) fn published_partials(&self, rank: usize) -> u64 {
-        self.entries[rank].partials.load(Ordering::Acquire)
+        self.entries.get(rank).map_or(u64::MAX, |entry| entry.partials.load(Ordering::Acquire))
     }
 
     /// The partial sum at `at`.
@@ -316,6 +326,22 @@ mod tests {
         board.publish_report(1, false, 7);
         assert!(board.all_written(0) && !board.all_written(1) && board.all_pulled(1));
         assert_eq!((board.reports(7), board.reports(8)), (Some((true, 1.5)), None));
+    }
+
+    #[test]
+    fn mirror_images_have_published_what_rank_0_has() {
+        let board = Board::mirrored(Sizes { ranks: 3, buckets: 3, partials: 4, shares: 3, mail_words: 5 });
+        assert!(board.ranks() == 3 && !board.all_written(0) && !board.all_pulled(1) && board.settled(2, 1) == 0);
+        board.publish_written(0);
+        board.publish_pulled(0);
+        board.publish_settled(0, 1, 4);
+        board.publish_partials(0, 2);
+        board.publish_report(0, false, 1);
+        board.give_order(1, [0; ORDER_WORDS]);
+        assert!(board.all_written(0) && !board.all_written(1) && board.all_pulled(1) && board.all_done());
+        assert_eq!([0, 2].map(|rank| (board.settled(rank, 1), board.settled(rank, 0))), [(4, 0); 2]);
+        assert_eq!([0, 2].map(|rank| board.published_partials(rank)), [2, u64::MAX]);
+        assert_eq!(board.reports(1), Some((false, 0.0)));
     }
 
     #[test]

@@ -10,8 +10,8 @@ use crate::trace::Recorder;
 use std::array;
 use std::collections::VecDeque;
 
-/// Streams of the device, then the optimizer's pool.
-const POOL: usize = Stream::COUNT;
+/// Streams of the device, those of one with peers among them, then the optimizer's pool.
+const POOL: usize = Stream::WITH_PEERS.len();
 const LANES: usize = POOL + 1;
 /// Work that is nearer to its end than this has ended. More than the clock can tell apart after an hour: else time would stand
 /// still before it.
@@ -28,6 +28,8 @@ pub(super) enum OpKind {
     ToDevice,
     /// Managed pages on their way; measured both ways at once.
     Paging,
+    /// Links between devices: their copies slow nobody.
+    FromPeer,
     /// The CPUs and their memory.
     Adam,
 }
@@ -121,7 +123,7 @@ impl Contention {
         match kind {
             OpKind::Compute => under_copies(self.compute_under_copies) * when(active(OpKind::Adam), self.compute_under_adam),
             OpKind::Adam => under_copies(self.adam_under_copies) * when(active(OpKind::Compute), self.adam_under_compute),
-            OpKind::Paging => 1.0,
+            OpKind::Paging | OpKind::FromPeer => 1.0,
             OpKind::ToHost => when(active(OpKind::ToDevice), self.copies_both_ways[0]) * when(active(OpKind::Adam), self.copies_under_adam),
             OpKind::ToDevice => when(active(OpKind::ToHost), self.copies_both_ways[1]) * when(active(OpKind::Adam), self.copies_under_adam),
         }
@@ -144,7 +146,7 @@ pub(super) struct World {
 
 impl World {
     pub(super) fn new(rates: &Rates, shares_cores: bool, trace_spans: usize) -> Self {
-        let track = |lane: usize| Stream::ALL.get(lane).map_or("adam", |stream| stream.name());
+        let track = |lane: usize| Stream::WITH_PEERS.get(lane).map_or("adam", |stream| stream.name());
         let lanes = array::from_fn(|lane| Lane::new(track(lane), trace_spans));
         Self { now_ns: 0.0, lanes, events: Vec::new(), contention: Contention::new(rates, shares_cores), waited_ns: 0.0 }
     }
@@ -216,8 +218,10 @@ impl World {
         next.is_some()
     }
 
+    /// The tracks of all streams; those for peers only where there are any.
     pub(crate) fn take_streams(&mut self) -> Vec<Recorder> {
-        self.lanes[..POOL].iter_mut().map(|lane| std::mem::take(&mut lane.recorder)).collect()
+        let tracks = self.lanes[..POOL].iter_mut().map(|lane| std::mem::take(&mut lane.recorder)).enumerate();
+        tracks.filter(|(lane, track)| *lane < Stream::COUNT || !track.spans().is_empty()).map(|(_, track)| track).collect()
     }
 
     pub(crate) fn take_pool(&mut self) -> Recorder {
