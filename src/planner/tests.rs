@@ -62,7 +62,8 @@ fn each_of_several_gpus_holds_its_own_weights_and_its_part_of_the_states() {
     let (shape, mut offloaded) = (qwen3_14b(), Vec::new());
     let flat = TensorTable::new(&shape).flat_elems() as u64;
     for gpus in 1..=4 {
-        let plan = Plan::new(&Settings { gpus, ..settings() }, &shape, &of_four(gpus), false).unwrap();
+        let settings = Settings { gpus, activations: ActivationsChoice::RecomputeBlock, ..settings() };
+        let plan = Plan::new(&settings, &shape, &of_four(gpus), false).unwrap();
         let class = |name| plan.memory.iter().find(|class| class.name == name).map_or(0, |class| class.bytes as u64);
         let [device, host] = plan.balances();
         let bytes_at = |space| plan.memory.iter().filter(|class| class.space == space).map(|class| class.bytes as u64).sum::<u64>();
@@ -75,7 +76,8 @@ fn each_of_several_gpus_holds_its_own_weights_and_its_part_of_the_states() {
         assert!((12 * flat..12 * flat + flat / 100).contains(&states), "{states}: {plan}");
         offloaded.push(class("offloaded p, m, v"));
     }
-    assert!(offloaded.is_sorted_by(|more, less| more > less), "{offloaded:?}");
+    // Alone, gradients have a ring.
+    assert!(offloaded[1..].is_sorted_by(|more, less| more > less), "{offloaded:?}");
 }
 
 #[test]
