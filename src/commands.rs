@@ -91,7 +91,7 @@ pub fn plan(
     let profile = profile(&options, tell)?;
     let (settings, shape) = (Settings::resolve_over(Settings::default(), options)?, presets::shape("model", model)?);
     check_context(&settings, &shape, model)?.iter().for_each(|line| tell(&format_args!("warning: {line}")));
-    let machine = Machine::of(&profile);
+    let machine = Machine::of_several(&profile, settings.gpus)?;
     let query = SearchQuery { settings: &settings, tokens_per_step, shape: &shape, machine: &machine };
     SearchReport::of(query, &model.display().to_string(), &profile)
 }

@@ -120,7 +120,7 @@ fn what_several_devices_cannot_do_is_refused_with_a_way_out() {
         run(&mut workspace.train("out", &[&["--device=cpu"], flags].concat())).refused(2, words);
     }
     run(&mut crate::program::program(&["plan", "--model", "qwen3-4b", "--hardware", "h200-pcie5", "--gpus=2"]))
-        .refused(1, &["--gpus", "use --gpus 1"]);
+        .refused(2, &["--gpus 2", "h200-pcie5 knows what 1 do", "use --gpus 1, or --hardware h200-x2"]);
 }
 
 /// What rank 0 does before it ends the run: fails or panics between steps, or while others are within one.

@@ -90,7 +90,10 @@ impl Simulation {
     /// `Resource` when it does not fit the machine, with what would; `Io` when the timeline cannot be written.
     pub(crate) fn run(&self) -> Result<SimulatedRecord> {
         let trace = self.settings.trace.as_deref().map(TraceFile::open).transpose()?;
-        let plan = Plan { elsewhere: true, ..best_plan(&self.settings, &self.shape, &Machine::of(&self.profile), false)? };
+        let plan = Plan {
+            elsewhere: true,
+            ..best_plan(&self.settings, &self.shape, &Machine::of_several(&self.profile, self.settings.gpus)?, false)?
+        };
         let (outcome, tracks, window_ns) = simulate(&plan, &self.shape, &self.profile.name, self.steps, TRACE_SPANS)?;
         trace.map(|trace| trace.write(&tracks)).transpose()?;
         Ok(SimulatedRecord {
@@ -127,10 +130,10 @@ impl fmt::Display for SimulatedRecord {
 /// people on the way.
 ///
 /// # Errors
-/// `Usage` when none is named or kept; `Unsupported` for several GPUs; those of [`Profile::load`], [`probe::run`] and [`Key::new`].
+/// `Usage` when none is named or kept; or all GPUs are asked for; those of [`Profile::load`], [`probe::run`] and [`Key::new`].
 pub(crate) fn profile(options: &TrainOptions, log: &mut dyn FnMut(&dyn fmt::Display)) -> Result<Profile> {
-    if options.gpus.is_some_and(|gpus| gpus != GpuCount::Count(1)) {
-        return Err(Error::Unsupported("--gpus: so far one GPU is planned and simulated; use --gpus 1".into()));
+    if options.gpus == Some(GpuCount::All) {
+        return Err(Error::usage("--gpus all: of a machine that need not be here a number is planned; use --gpus 2"));
     }
     match &options.hardware {
         None => {

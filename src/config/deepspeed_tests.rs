@@ -7,7 +7,7 @@ use crate::config::settings::tests::{command_line, flags};
 use proptest::prelude::*;
 use serde_json::json;
 
-fn read(config: &serde_json::Value, args: &[&str]) -> Checked<(TrainOptions, String)> {
+fn read(config: &serde_json::Value, args: &[&str]) -> Understood<(TrainOptions, String)> {
     let document = Document::parse(config.to_string(), Syntax::Json)?;
     translate(&document, &command_line(args).unwrap())
 }

@@ -17,7 +17,8 @@ use crate::model::shape::ModelShape;
 use crate::optim::StatePart;
 use crate::planner::plan::Plan;
 use crate::ranks::Seat;
-use std::sync::OnceLock;
+use crate::ranks::board::Board;
+use std::sync::{Arc, OnceLock};
 
 /// Where ranks introduce themselves before step 0, with the algorithms of their products: a place for each.
 pub(crate) struct Hall<C>(Vec<OnceLock<(Introduction<C>, Vec<ProductAlgorithm>)>>);
@@ -80,13 +81,7 @@ impl<D: Kernels + Peers> RankEngine<D> {
         let bell = seat.board.bell(seat.rank);
         let mut engine = Self::assemble(plan, shape, dev, pool, bell.clone(), |dev, plan| Pulls::new(dev, plan, seat.clone()))?;
         engine.strike(FaultPhase::Start)?;
-        let written_by = |bucket: usize| match engine.plan.layout.tier(bucket) {
-            Tier::Host => Hop::ParamsIn,
-            Tier::Unified | Tier::Device => Hop::StepOnDevice,
-        };
-        let stepped = (0..engine.plan.layout.count()).map(|bucket| engine.transfers.event(written_by(bucket), bucket)).collect();
-        let card = engine.dev.card();
-        let introduction = engine.exchange.introduce(card, [engine.model.grads, engine.model.weights], stepped, engine.vitals.clone());
+        let introduction = engine.introduce();
         // Nobody else has this place.
         let _ = hall.0[seat.rank].set((introduction, engine.dev.product_algorithms()));
         (0..hall.0.len()).for_each(|rank| seat.board.bell(rank).ring());
@@ -101,6 +96,30 @@ impl<D: Kernels + Peers> RankEngine<D> {
             baton.take(seat.rank);
         }
         Ok(engine)
+    }
+
+    /// As [`Engine::new`], for rank 0 of the plan's, on a device whose peers are its mirror images: they do what it does when it does it.
+    ///
+    /// # Errors
+    /// As there.
+    pub(crate) fn mirrored(plan: Plan, shape: ModelShape, dev: D, pool: Pool<StepJob>) -> Result<Self> {
+        let (ranks, seat) = (plan.ranks, Seat { board: Arc::new(Board::mirrored(plan.board_sizes())), rank: 0 });
+        let bell = seat.board.bell(0);
+        let mut engine = Self::assemble(plan, shape, dev, pool, bell, |dev, plan| Pulls::new(dev, plan, seat))?;
+        let introduction = engine.introduce();
+        engine.exchange.meet(vec![introduction; ranks]);
+        Ok(engine)
+    }
+
+    /// What the other ranks need to know of this one.
+    fn introduce(&mut self) -> Introduction<D::Card> {
+        let written_by = |bucket: usize| match self.plan.layout.tier(bucket) {
+            Tier::Host => Hop::ParamsIn,
+            Tier::Unified | Tier::Device => Hop::StepOnDevice,
+        };
+        let stepped = (0..self.plan.layout.count()).map(|bucket| self.transfers.event(written_by(bucket), bucket)).collect();
+        let card = self.dev.card();
+        self.exchange.introduce(card, [self.model.grads, self.model.weights], stepped, self.vitals.clone())
     }
 
     /// Does what rank 0 says, until a rank ends; before the first step, once the state is there, `settle_down`.

@@ -20,13 +20,16 @@ const BYTES_MAX: u64 = 1 << 20;
 pub(crate) const ASSUMED: &str = "h200-pcie5";
 
 /// The profiles that ship with the program.
-const SHIPPED: [(&str, &str); 6] = [
+const SHIPPED: [(&str, &str); 9] = [
     ("h200-pcie5", include_str!("profiles/h200-pcie5.toml")),
     ("gh200-96", include_str!("profiles/gh200-96.toml")),
     ("gh200-144", include_str!("profiles/gh200-144.toml")),
     ("gb200", include_str!("profiles/gb200.toml")),
     ("h100-pcie", include_str!("profiles/h100-pcie.toml")),
     ("mi300a", include_str!("profiles/mi300a.toml")),
+    ("h200-x2", include_str!("profiles/h200-x2.toml")),
+    ("h200-x4", include_str!("profiles/h200-x4.toml")),
+    ("gh200-x4", include_str!("profiles/gh200-x4.toml")),
 ];
 
 /// The form of the files that this program reads and writes.
@@ -35,7 +38,7 @@ pub(crate) const VERSION: u32 = 1;
 /// and plans were 13 to 25 % off: docs/performance.md.
 const STEADY: f64 = 0.2;
 
-/// A machine with at most one GPU.
+/// A machine: its host, and one of its GPUs.
 #[derive(Clone, Debug, Deserialize, PartialEq)]
 #[serde(deny_unknown_fields)]
 pub struct Profile {
@@ -60,6 +63,8 @@ pub struct Profile {
     pub cpu_device: Option<CpuDevice>,
     /// What happens to rates where a link is busy.
     pub contention: Option<Contention>,
+    /// What several of its GPUs do together; absent where it has one, or nobody measured.
+    pub together: Option<Together>,
 }
 
 /// A value of a section.
@@ -272,6 +277,24 @@ section! {
     }
 }
 
+section! {
+    /// Several GPUs of one machine that train together, all of them busy. Rates are those of each, unless a name says otherwise.
+    Together {
+        /// GPUs of the machine.
+        gpus: Number,
+        /// Bytes a second that a GPU's copy engines pull out of other GPUs' memory, while all pull.
+        peer_bytes_per_s: Number,
+        /// As [`Link::to_host_bytes_per_s`], on every link at once.
+        to_host_bytes_per_s: Number,
+        /// As [`Link::to_device_bytes_per_s`], on every link at once.
+        to_device_bytes_per_s: Number,
+        /// As [`Link::both_ways_bytes_per_s`], on every link at once.
+        both_ways_bytes_per_s: Number,
+        /// As [`Host::adam_bytes_per_s_by_threads`]: the pools of all GPUs together, on all CPUs.
+        all_adam_bytes_per_s: Number,
+    }
+}
+
 impl Profile {
     /// The profile that `name_or_file` names: one that ships with the program, or a file.
     ///
@@ -294,12 +317,21 @@ impl Profile {
         SHIPPED.map(|(name, _)| name)
     }
 
-    /// Reads a profile; `file` is named in errors.
+    /// Reads a profile; `file` is named in errors. What it does not say is that of the shipped profile `like`, if it names one.
     ///
     /// # Errors
-    /// `Format` naming the field that lacks, that nobody knows, or whose number makes no sense.
+    /// `Format` naming the field that lacks, that nobody knows, or whose number makes no sense; or what is wrong with `like`.
     pub fn parse(text: &str, file: &Path) -> Result<Self> {
-        let profile: Self = toml::from_str(text).map_err(|e| Error::format(file, one_line(text, &e)))?;
+        let wrong = |e: &toml::de::Error| Error::format(file, one_line(text, e));
+        let mut table: toml::Table = toml::from_str(text).map_err(|e| wrong(&e))?;
+        let profile: Self = match table.remove("like") {
+            None => toml::from_str(text).map_err(|e| wrong(&e))?,
+            Some(like) => {
+                let like = like.as_str().and_then(|like| SHIPPED.iter().find(|(name, _)| *name == like));
+                let (_, of) = like.ok_or_else(|| Error::format(file, format!("like: not one of {}", Self::names().join(", "))))?;
+                over(toml::from_str(of).map_err(|e| wrong(&e))?, table).try_into().map_err(|e| wrong(&e))?
+            }
+        };
         profile.check().map_err(|cause| Error::format(file, cause))?;
         Ok(profile)
     }
@@ -314,14 +346,22 @@ impl Profile {
                 return Err(format!("{section}.{field}: {why}"));
             }
         }
-        self.check_cpus()?;
+        self.check_counts()?;
         self.check_contention()?;
         self.check_sections()
     }
 
-    fn check_cpus(&self) -> std::result::Result<(), String> {
-        let cpus = self.host.cpus.value;
-        if cpus.fract() == 0.0 { Ok(()) } else { Err(format!("host.cpus: {cpus} is not a whole number")) }
+    fn check_counts(&self) -> std::result::Result<(), String> {
+        let counts = [("host.cpus", Some(&self.host.cpus)), ("together.gpus", self.together.as_ref().map(|together| &together.gpus))];
+        match counts.into_iter().find_map(|(field, count)| Some((field, count?.value)).filter(|(_, count)| count.fract() != 0.0)) {
+            Some((field, count)) => Err(format!("{field}: {count} is not a whole number")),
+            None => Ok(()),
+        }
+    }
+
+    /// GPUs of the machine whose rates are known.
+    pub(crate) fn gpus(&self) -> usize {
+        self.together.as_ref().map_or(1, |together| together.gpus.value as usize)
     }
 
     fn check_contention(&self) -> std::result::Result<(), String> {
@@ -349,6 +389,9 @@ impl Profile {
                 _ => {}
             }
         }
+        if self.together.is_some() && !has_link {
+            return Err("section `together`: only GPUs with their own memory have one".into());
+        }
         match (self.gpu.is_some(), self.cpu_device.is_some()) {
             (false, false) => Err("missing section `cpu_device`: without a section `gpu` the CPUs compute".into()),
             (true, true) => Err("section `cpu_device`: the CPUs compute only where there is no section `gpu`".into()),
@@ -370,8 +413,20 @@ impl Profile {
         let link = self.link.as_ref().map(|link| ("link", link.fields()));
         let contention = self.contention.as_ref().map(|contention| ("contention", contention.fields()));
         let cpu_device = self.cpu_device.as_ref().map(|device| ("cpu_device", device.fields()));
-        [gpu, link, Some(("host", self.host.fields())), cpu_device, contention].into_iter().flatten()
+        let together = self.together.as_ref().map(|together| ("together", together.fields()));
+        [gpu, link, Some(("host", self.host.fields())), cpu_device, contention, together].into_iter().flatten()
     }
+}
+
+/// `table` and what it leaves out of `base`, field by field of each section.
+fn over(mut base: toml::Table, table: toml::Table) -> toml::Table {
+    for (name, value) in table {
+        match (base.get_mut(&name).and_then(toml::Value::as_table_mut), value) {
+            (Some(section), toml::Value::Table(fields)) => section.extend(fields),
+            (_, value) => _ = base.insert(name, value),
+        }
+    }
+    base
 }
 
 /// What is wrong with `text`, and in which line, without showing it.
@@ -405,8 +460,9 @@ mod tests {
 
     const BAD: [&str; 6] = ["0", "-1", "nan", "inf", "-inf", "1e300"];
 
-    fn shipped() -> impl Iterator<Item = &'static str> {
-        SHIPPED.iter().map(|(_, text)| *text)
+    /// Each whole: with what it leaves to another.
+    fn shipped() -> impl Iterator<Item = String> {
+        Profile::names().into_iter().map(|name| Profile::load(name).unwrap().to_string())
     }
 
     fn h200() -> &'static str {
@@ -458,7 +514,7 @@ mod tests {
     #[test]
     fn every_nonsense_number_is_an_error_naming_file_and_field() {
         for text in shipped() {
-            for (section, line) in fields(text) {
+            for (section, line) in fields(&text) {
                 let (name, value) = line.split_once(" = { value = ").unwrap();
                 let (_, rest) = value.split_once(", source").unwrap();
                 for bad in BAD {
@@ -479,7 +535,7 @@ mod tests {
     #[test]
     fn every_missing_or_unknown_field_is_named() {
         for text in shipped() {
-            for (_, line) in fields(text) {
+            for (_, line) in fields(&text) {
                 let (name, rest) = line.split_once(" = ").unwrap();
                 let message = refused(&text.replace(line, &format!("{name}_ = {rest}")));
                 assert!(message.contains(&format!("`{name}_`")), "{message}");
@@ -522,6 +578,24 @@ mod tests {
         );
         assert!(refused(&format!("{before}{cpu_device}[contention]{contention}")).contains("section `cpu_device`"));
         assert!(refused(&format!("{cpus_only}[contention]{contention}")).contains("section `contention`"));
+    }
+
+    #[test]
+    fn what_a_profile_leaves_out_is_that_of_the_one_it_is_like() {
+        let [one, two] = ["h200-pcie5", "h200-x2"].map(|name| Profile::load(name).unwrap());
+        assert_eq!((&two.gpu, &two.link, &two.contention), (&one.gpu, &one.link, &one.contention));
+        assert!(two.host.cpus.value == 32.0 && two.host.wake_up_s == one.host.wake_up_s);
+        assert_eq!([one.gpus(), two.gpus()], [1, 2]);
+        let text = SHIPPED.iter().find(|(name, _)| *name == "h200-x2").unwrap().1;
+        let with = |from: &str, to: &str| {
+            assert!(text.contains(from), "{from}");
+            refused(&text.replacen(from, to, 1))
+        };
+        assert!(with("like = \"h200-pcie5\"", "like = \"h300\"").contains("like: not one of h200-pcie5"));
+        assert!(with("like = \"h200-pcie5\"", "like = 1").contains("like: not one of"));
+        assert!(with("like = \"h200-pcie5\"", "like = \"mi300a\"").contains("section `together`"));
+        assert!(with("gpus = { value = 2", "gpus = { value = 2.5").contains("together.gpus: 2.5 is not a whole number"));
+        assert!(with("peer_bytes_per_s", "pear_bytes_per_s").contains("pear_bytes_per_s"));
     }
 
     #[test]

@@ -31,6 +31,8 @@ pub struct Rates {
     to_device_share_by_bytes: Points,
     /// Seconds that the smallest copy takes.
     pub(crate) latency_s: f64,
+    /// Bytes a second pulled out of other GPUs' memory.
+    pub(crate) peer_bytes_per_s: f64,
     /// Bytes of managed memory a second, each way, while pages come and go.
     pub(crate) managed_bytes_per_s: f64,
     adam_bytes_per_s_by_threads: Points,
@@ -71,6 +73,7 @@ macro_rules! computing {
             to_host_share_by_bytes: whole.clone(),
             to_device_share_by_bytes: whole,
             latency_s: host.wake_up_s.value,
+            peer_bytes_per_s: memory / 4.0,
             managed_bytes_per_s: memory / 2.0,
             adam_bytes_per_s_by_threads: host.adam_bytes_per_s_by_threads.value.clone(),
             adam_scalar_bytes_per_s_by_threads: scalar.value.clone(),
@@ -99,6 +102,27 @@ impl Rates {
         profile.contention.as_ref().map_or(linked.clone(), |contention| linked.with_contention(contention))
     }
 
+    /// What each of `gpus` GPUs of the machine gets while all of them train together: their optimizers share the host, of whose rate
+    /// each has a part, and their links its memory. Where the profile does not say what they do together, pulls are as fast as links are
+    /// both ways, and nothing but the optimizer is shared.
+    pub(crate) fn of_each(profile: &Profile, gpus: usize) -> Self {
+        let alone = Self::of(profile);
+        if gpus == 1 {
+            return alone;
+        }
+        let one_pool = alone.adam_bytes_per_s_by_threads.at(profile.host.cpus.value);
+        let all_pools = profile.together.as_ref().map_or(one_pool, |together| together.all_adam_bytes_per_s.value);
+        let each = alone.with_faster_host(all_pools / one_pool / gpus as f64);
+        let Some(together) = &profile.together else { return each };
+        Self {
+            to_host_bytes_per_s: each.to_host_bytes_per_s.min(together.to_host_bytes_per_s.value),
+            to_device_bytes_per_s: each.to_device_bytes_per_s.min(together.to_device_bytes_per_s.value),
+            both_ways_bytes_per_s: each.both_ways_bytes_per_s.min(together.both_ways_bytes_per_s.value),
+            peer_bytes_per_s: together.peer_bytes_per_s.value,
+            ..each
+        }
+    }
+
     /// Those of the profile that is assumed where nobody says better.
     pub(crate) fn assumed() -> Arc<Self> {
         static RATES: OnceLock<Arc<Rates>> = OnceLock::new();
@@ -124,6 +148,7 @@ impl Rates {
             to_host_share_by_bytes: link.to_host_share_by_bytes.value.clone(),
             to_device_share_by_bytes: link.to_device_share_by_bytes.value.clone(),
             latency_s: link.latency_s.value,
+            peer_bytes_per_s: both_ways,
             managed_bytes_per_s: link.managed_bytes_per_s.as_ref().map_or(both_ways, |managed| managed.value),
             ..self
         }
@@ -219,6 +244,7 @@ pub(crate) mod tests {
             to_host_share_by_bytes: whole.clone(),
             to_device_share_by_bytes: whole,
             latency_s: 0.0,
+            peer_bytes_per_s: 1e11,
             managed_bytes_per_s: 1e10,
             adam_bytes_per_s_by_threads: Points(vec![(1.0, 1e11)]),
             adam_scalar_bytes_per_s_by_threads: Points(vec![(1.0, 1e10)]),
@@ -229,6 +255,20 @@ pub(crate) mod tests {
             cpu_device_under_adam: 0.5,
             adam_under_cpu_device: 0.5,
         }
+    }
+
+    #[test]
+    fn gpus_that_work_together_share_the_host() {
+        let [one, two] = ["h200-pcie5", "h200-x2"].map(|name| Profile::load(name).unwrap());
+        let (alone, each) = (Rates::of(&two), Rates::of_each(&two, 2));
+        assert_eq!(Rates::of_each(&two, 1), alone);
+        assert!((2.0 * each.adam_bytes_per_s(32, Isa::Avx512) / 195e9 - 1.0).abs() < 1e-9);
+        assert_eq!([each.to_host_bytes_per_s, each.to_device_bytes_per_s, each.both_ways_bytes_per_s], [54.0e9, 53.8e9, 44.6e9]);
+        assert_eq!((each.peer_bytes_per_s, each.device_bytes_per_s), (348e9, alone.device_bytes_per_s));
+        // Nobody says what two of these do.
+        let (alone, each) = (Rates::of(&one), Rates::of_each(&one, 2));
+        assert_eq!(2.0 * each.adam_bytes_per_s(16, Isa::Avx512), alone.adam_bytes_per_s(16, Isa::Avx512));
+        assert_eq!((each.peer_bytes_per_s, each.to_host_bytes_per_s), (alone.both_ways_bytes_per_s, alone.to_host_bytes_per_s));
     }
 
     #[test]

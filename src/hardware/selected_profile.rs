@@ -112,6 +112,14 @@ impl SelectedProfile {
         file.exists().then(|| Ok(Self { profile: load(&file)?, origin: Origin::Measured(file) }))
     }
 
+    /// What is assumed, where the profile does not say what `gpus` GPUs do together.
+    pub(crate) fn unknown_together(&self, gpus: usize) -> Option<String> {
+        let Profile { name, .. } = &self.profile;
+        (gpus > self.profile.gpus()).then(|| {
+            format!("rates of {gpus} GPUs together: {name} does not say; assumed: the optimizer is shared, links are not, GPUs copy as fast as links")
+        })
+    }
+
     fn assumed(gpu: &str, because: Option<String>) -> Result<Self> {
         let gpu = gpu.to_ascii_lowercase();
         let nearest = NEAREST.iter().find(|(words, _)| words.iter().all(|word| gpu.contains(word)));

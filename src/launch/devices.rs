@@ -23,7 +23,7 @@ pub struct SelectedDevice {
     pub machine: Machine,
     /// The GPUs of all ranks, by rank; none on CPUs.
     pub(crate) gpus: Vec<GpuId>,
-    /// Lines about GPUs without a direct link between them.
+    /// Lines about GPUs without a direct link between them, or without known rates of their work together.
     pub(crate) detours: Vec<String>,
     /// Why it is not a GPU although that was open; nothing when there is nothing to say.
     pub note: Option<String>,
@@ -64,8 +64,10 @@ pub fn choose(settings: &Settings, topology: &Topology) -> Result<SelectedDevice
     let reserved = if settings.huge_pages == HugePagesChoice::Explicit { topology.reserved_free_bytes() } else { 0 };
     let host_bytes = topology.memory_usable_bytes().map_or(u64::MAX, |bytes| bytes.saturating_add(reserved));
     let rates_from = rates_from(settings, topology, kind)?;
-    let rates = rates_from.as_ref().map_or_else(Rates::assumed, |rates_from| Arc::new(Rates::of(&rates_from.profile)));
-    let detours = gpu::unlinked(&gpus)?.into_iter().map(gpu::detour).collect();
+    let rates =
+        rates_from.as_ref().map_or_else(Rates::assumed, |rates_from| Arc::new(Rates::of_each(&rates_from.profile, gpus.len().max(1))));
+    let mut detours: Vec<_> = gpu::unlinked(&gpus)?.into_iter().map(gpu::detour).collect();
+    detours.extend(rates_from.as_ref().and_then(|rates_from| rates_from.unknown_together(gpus.len())));
     Ok(SelectedDevice { machine: Machine { cpus, host_bytes, kind, device, rates }, gpus, detours, note, warning, rates_from })
 }
 

@@ -57,14 +57,14 @@ impl Balance {
     }
 }
 
-/// The device's balance and the host's, which needs `transient_bytes` besides. A device that shares the host's memory needs
-/// nothing of its own.
-pub(crate) fn balances(machine: &Machine, classes: &[MemoryClass], transient_bytes: u64) -> [Balance; 2] {
+/// The balance of each of `ranks` devices, for all of which `classes` are, and the host's, which needs `transient_bytes` besides. Devices
+/// that share the host's memory need nothing of their own.
+pub(crate) fn balances(machine: &Machine, classes: &[MemoryClass], ranks: usize, transient_bytes: u64) -> [Balance; 2] {
     let (on_device, on_host) = (bytes_at(classes, MemorySpace::Device), bytes_at(classes, MemorySpace::Host) + transient_bytes);
     let balance = |space, needed, available| Balance { space, needed, available };
     let (device, needed) = match machine.device {
         DeviceMemory::Shared => (balance(MemorySpace::Device, 0, u64::MAX), on_device + on_host),
-        DeviceMemory::Own { bytes, .. } => (balance(MemorySpace::Device, on_device, bytes), on_host),
+        DeviceMemory::Own { bytes, .. } => (balance(MemorySpace::Device, on_device.div_ceil(ranks as u64), bytes), on_host),
     };
     [device, balance(MemorySpace::Host, needed, machine.host_bytes)]
 }
@@ -173,11 +173,17 @@ impl Workload<'_> {
     pub(crate) fn classes(&self, layout: &BucketLayout, rings: Rings, activations: &ActivationPlan) -> Vec<MemoryClass> {
         let (flat, ranks) = (layout.flat_elems(), self.ranks);
         // Of a paged bucket nothing crosses the link but the state.
-        let [offloaded, paged, resident] = [Tier::Host, Tier::Unified, Tier::Device].map(|tier| layout.elems_in(tier).len());
+        let [offloaded, paged] = [Tier::Host, Tier::Unified].map(|tier| layout.elems_in(tier).len());
         let slices = || (0..ranks).map(|rank| Slices::new(layout.clone(), rank, ranks));
         let slots: usize = slices().map(|own| own.slice_elems().min(own.elems_in(Tier::Host).len())).sum();
         let slot_bytes = slots * self.link_dtype.bytes();
-        let longest: usize = slices().map(|own| own.slice_elems()).sum();
+        // Devices with memory of their own have as much each: what the one with the longest slices needs.
+        let of_all = |elems: fn(&Slices) -> usize| match self.machine.device {
+            DeviceMemory::Shared => slices().map(|own| elems(&own)).sum::<usize>(),
+            DeviceMemory::Own { .. } => ranks * slices().map(|own| elems(&own)).max().unwrap_or(0),
+        };
+        let (longest, owned, resident) =
+            (of_all(Slices::slice_elems), of_all(Slices::elems), of_all(|own| own.elems_in(Tier::Device).len()));
         let staging = if device_casts(self.dtype, self.link_dtype) && offloaded > 0 { 2 * longest * 4 } else { 0 };
         let class = |name, space, bytes| MemoryClass { name, space, bytes };
         let flat_bytes = |ring| ranks * self.machine.kind.flat_bytes(flat, self.dtype, ring);
@@ -186,13 +192,13 @@ impl Workload<'_> {
         let mut classes = vec![
             class("weights", MemorySpace::Device, flat_bytes(rings.weights)),
             class("gradients", MemorySpace::Device, flat_bytes(rings.grads)),
-            class("gradient sums", MemorySpace::Device, if rounds > 1 { flat * 4 } else { 0 }),
+            class("gradient sums", MemorySpace::Device, if rounds > 1 { owned * 4 } else { 0 }),
             class("peers' gradients", MemorySpace::Device, pulled),
             class("resident p, m, v", MemorySpace::Device, STATE_BYTES * resident),
             class("paged states here", MemorySpace::Device, self.paged_window_bytes(layout)),
             class("cast staging", MemorySpace::Device, staging),
             class("activations", MemorySpace::Device, ranks * activations.device_bytes().0 as usize),
-            class("norm partials", MemorySpace::Device, flat / BLOCK * 4 + ranks * 4),
+            class("norm partials", MemorySpace::Device, owned / BLOCK * 4 + ranks * 4),
             class("offloaded p, m, v", MemorySpace::Host, STATE_BYTES * offloaded),
             class("paged p, m, v", MemorySpace::Host, STATE_BYTES * paged),
             class("gradient slots", MemorySpace::Host, self.grad_slots(layout) * slot_bytes),
@@ -203,14 +209,17 @@ impl Workload<'_> {
             class("timeline", MemorySpace::Host, (self.workers + driver_tracks(ranks)) * self.trace_spans * size_of::<Span>()),
             class("data", MemorySpace::Host, self.data_bytes),
         ];
-        classes.extend(self.machine.kind.own_memory(self.attention, &self.shape.attention(self.batch, self.seq_length, 0)));
+        let own = self.machine.kind.own_memory(self.attention, &self.shape.attention(self.batch, self.seq_length, 0));
+        // A context each, in one process.
+        let count = |space| if space == MemorySpace::Device { ranks } else { 1 };
+        classes.extend(own.into_iter().map(|own| class(own.name, own.space, count(own.space) * own.bytes)));
         classes.retain(|class| class.bytes > 0);
         classes
     }
 
     /// Bytes that `classes` lack on the device and on the host; 0 where they fit.
     pub(crate) fn lacking(&self, classes: &[MemoryClass]) -> (u64, u64) {
-        let [device, host] = balances(&self.machine, classes, self.transient_bytes);
+        let [device, host] = balances(&self.machine, classes, self.ranks, self.transient_bytes);
         (device.lacking(), host.lacking())
     }
 

@@ -2,6 +2,7 @@
 
 use crate::config::settings::Settings;
 use crate::device::DeviceKind;
+use crate::error::{Error, Result};
 use crate::hardware::profile::{Gpu, Profile};
 use crate::hardware::rates::Rates;
 use crate::host::affinity::workers_beside_others;
@@ -9,7 +10,7 @@ use crate::memory::DeviceMemory;
 use crate::units::Bytes;
 use std::sync::Arc;
 
-/// What a plan may use.
+/// What a plan may use: the whole host, and GPUs of one kind.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Machine {
     /// CPUs that this process may use.
@@ -17,7 +18,9 @@ pub struct Machine {
     /// Free host memory in bytes; `u64::MAX` when the system does not say.
     pub host_bytes: u64,
     pub kind: DeviceKind,
+    /// Memory of each GPU.
     pub device: DeviceMemory,
+    /// What each GPU gets of everything while all that train together are busy.
     pub rates: Arc<Rates>,
 }
 
@@ -27,8 +30,29 @@ impl Machine {
         Self { cpus, host_bytes: u64::MAX, kind: DeviceKind::Cpu, device: DeviceMemory::Shared, rates: Rates::assumed() }
     }
 
-    /// The machine that `profile` describes.
+    /// The machine that `profile` describes, for one of its GPUs.
     pub fn of(profile: &Profile) -> Self {
+        Self::with_rates(profile, Rates::of(profile))
+    }
+
+    /// The same for `gpus` of them that train together.
+    ///
+    /// # Errors
+    /// `Usage` when the profile does not say what so many do together.
+    pub(crate) fn of_several(profile: &Profile, gpus: usize) -> Result<Self> {
+        if gpus <= profile.gpus() {
+            return Ok(Self::with_rates(profile, Rates::of_each(profile, gpus)));
+        }
+        let (name, most) = (&profile.name, profile.gpus());
+        let several: Vec<_> =
+            Profile::names().into_iter().filter(|name| Profile::load(name).is_ok_and(|known| known.gpus() >= gpus)).collect();
+        let known = if several.is_empty() { String::new() } else { format!(", or --hardware {}", several.join(", ")) };
+        Err(Error::usage(format!(
+            "--gpus {gpus}: the hardware profile {name} knows what {most} do (section `together`); use --gpus {most}{known}"
+        )))
+    }
+
+    fn with_rates(profile: &Profile, rates: Rates) -> Self {
         let device = match &profile.gpu {
             Some(gpu @ Gpu { shares_host_memory: false, .. }) => {
                 DeviceMemory::Own { bytes: gpu.memory_bytes.value as u64, addressing: gpu.addressing }
@@ -37,7 +61,7 @@ impl Machine {
         };
         let kind = if profile.gpu.is_some() { DeviceKind::Gpu } else { DeviceKind::Cpu };
         let (cpus, host_bytes) = (profile.host.cpus.value as usize, profile.host.memory_bytes.value as u64);
-        Self { cpus, host_bytes, kind, device, rates: Arc::new(Rates::of(profile)) }
+        Self { cpus, host_bytes, kind, device, rates: Arc::new(rates) }
     }
 
     /// Optimizer workers: a CPU each, but some are for others where a driver feeds a GPU.

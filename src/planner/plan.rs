@@ -258,9 +258,9 @@ impl Plan {
         bytes_at(&self.memory, space)
     }
 
-    /// What is needed and what there is, of the device's memory and of the host's.
+    /// What is needed and what there is, of each device's memory and of the host's.
     pub fn balances(&self) -> [Balance; 2] {
-        balances(&self.machine, &self.memory, self.transient_bytes)
+        balances(&self.machine, &self.memory, self.ranks, self.transient_bytes)
     }
 
     /// A micro-batch of a model of `shape`.
@@ -540,16 +540,24 @@ impl Plan {
         let [device_free, host_free] = self.balances().map(|balance| balance.free());
         let titles = match self.machine.device {
             DeviceMemory::Shared => ["host memory, compute", "host memory, optimizer"],
+            DeviceMemory::Own { .. } if self.ranks > 1 => ["memory of each GPU", "host memory, in all"],
             DeviceMemory::Own { .. } => ["device memory", "host memory"],
         };
-        self.write_space(f, MemorySpace::Device, titles[0], self.bytes_at(MemorySpace::Device), device_free)?;
+        let on_device = self.bytes_at(MemorySpace::Device).div_ceil(self.devices());
+        self.write_space(f, MemorySpace::Device, titles[0], on_device, device_free)?;
         writeln!(f)?;
         self.write_space(f, MemorySpace::Host, titles[1], self.bytes_at(MemorySpace::Host) + self.transient_bytes, host_free)
     }
 
+    /// Devices of which each has memory of its own.
+    fn devices(&self) -> u64 {
+        if self.machine.device == DeviceMemory::Shared { 1 } else { self.ranks as u64 }
+    }
+
     fn write_space(&self, f: &mut fmt::Formatter<'_>, space: MemorySpace, title: &str, planned: u64, free: Option<u64>) -> fmt::Result {
-        let transient = if space == MemorySpace::Host { self.transient_bytes } else { 0 };
-        let classes = self.memory.iter().filter(|class| class.space == space).map(|class| (class.name, class.bytes as u64));
+        let (transient, parts) = if space == MemorySpace::Host { (self.transient_bytes, 1) } else { (0, self.devices()) };
+        let classes = self.memory.iter().filter(|class| class.space == space);
+        let classes = classes.map(|class| (class.name, (class.bytes as u64).div_ceil(parts)));
         let rows = classes.chain(Some(("loading, saving", transient)).filter(|row| row.1 > 0)).chain(free.map(|free| ("free", free)));
         write!(f, "  {title:<22}{:>10}", Bytes(planned).to_string())?;
         for (name, bytes) in rows {

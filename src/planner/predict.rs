@@ -59,9 +59,11 @@ impl<'a> Predictor<'a> {
         policies: &[LayerPolicy],
         activations: &ActivationPlan,
     ) -> Prediction {
-        let (rates, accum) = (&self.workload.machine.rates, self.workload.grad_accum_steps as f64);
-        let offloaded = layout.offloaded_elems() as f64;
-        let stepped_here = layout.flat_elems() as f64 - offloaded;
+        // Of one rank, which owns a slice of every bucket; the others do the same at the same time.
+        let (rates, ranks) = (&self.workload.machine.rates, self.workload.ranks as f64);
+        let accum = (self.workload.grad_accum_steps / self.workload.ranks) as f64;
+        let offloaded = layout.offloaded_elems() as f64 / ranks;
+        let stepped_here = layout.flat_elems() as f64 / ranks - offloaded;
         // State is read and written, a gradient read, a weight written.
         let adam_bytes = 2 * STATE_BYTES + 2 * self.workload.dtype.bytes();
         let passes_s = accum * self.passes.micro_step_s(policies) + self.sums_s(layout.flat_elems());
@@ -69,7 +71,7 @@ impl<'a> Predictor<'a> {
         let kept_s = accum * activations.host_bytes().0 as f64 / rates.both_ways_bytes_per_s;
         if layout.away() == Tier::Unified {
             // States come and go while the optimizer runs, when nothing else does.
-            let paged = layout.elems_in(Tier::Unified).len() as f64;
+            let paged = layout.elems_in(Tier::Unified).len() as f64 / ranks;
             let paged_s = paged * STATE_BYTES as f64 / self.paging_bytes_per_s();
             let step_s = passes_s.max(kept_s) + adam_s.max(paged_s);
             return Prediction { device_s: passes_s + adam_s, pool_s: 0.0, link_s: kept_s + paged_s, step_s, validated_s: step_s };
@@ -84,22 +86,22 @@ impl<'a> Predictor<'a> {
         let device_s = beside_copies(passes_s + adam_s, rates.matmul_under_copies);
         let pool_s = |bytes: usize| beside_copies(offloaded * bytes as f64 / self.adam_bytes_per_s(), rates.adam_under_copies);
         let (stepped_s, deferred_s) = (pool_s(self.stepped_bytes()), pool_s(self.deferred_bytes()));
-        let start_up_s = self.start_up_s(layout);
+        let (start_up_s, peers_s) = (self.start_up_s(layout), self.peers_s(layout.flat_elems()));
         // Forward is a third of the device's work. Before the verdict the pool rests, so that only forward hides it.
         let (forward_s, backward_s) = (device_s / 3.0, device_s / 1.5);
-        let validated_s = backward_s.max(pass_link_s) + forward_s.max(stepped_s).max(pass_link_s) + start_up_s;
+        let validated_s = (backward_s.max(pass_link_s) + forward_s.max(stepped_s).max(pass_link_s)).max(peers_s) + start_up_s;
         if self.workload.rules.policy == Policy::ValidateFirst {
             return Prediction { device_s, pool_s: stepped_s, link_s, step_s: validated_s, validated_s };
         }
         // In a ring the backward pass waits for the pool: nothing is left for the next forward.
         let stalled_s = if rings.grads.is_some() { (POOL_DOUBT * deferred_s - backward_s).max(0.0) } else { 0.0 };
-        let step_s = (device_s + stalled_s).max(deferred_s).max(link_s) + start_up_s;
+        let step_s = (device_s + stalled_s).max(deferred_s).max(link_s).max(peers_s) + start_up_s;
         Prediction { device_s, pool_s: deferred_s, link_s, step_s, validated_s }
     }
 
     /// From the last gradient to weights that the next forward can use: one bucket goes, is stepped, and comes.
     fn start_up_s(&self, layout: &BucketLayout) -> f64 {
-        let (rates, elems) = (&self.workload.machine.rates, layout.bucket_elems());
+        let (rates, elems) = (&self.workload.machine.rates, layout.bucket_elems() / self.workload.ranks);
         if layout.offloaded() == 0 {
             return 0.0;
         }
@@ -108,10 +110,18 @@ impl<'a> Predictor<'a> {
         rates.to_host_s(copied) + rates.wake_up_s + stepped_s + rates.to_device_s(copied)
     }
 
-    /// Each share's gradient is read, and a sum in fp32 read and written.
+    /// Each share's gradient of what a rank owns is read, and in each round a sum in fp32 read and written.
     fn sums_s(&self, elems: usize) -> f64 {
-        let (shares, bytes) = (self.workload.shares, 2 * 4 + self.workload.dtype.bytes());
-        if shares > 1 { (shares * elems * bytes) as f64 / self.workload.machine.rates.device_bytes_per_s } else { 0.0 }
+        let Workload { shares, ranks, dtype, .. } = *self.workload;
+        let bytes = shares * dtype.bytes() + shares / ranks * 2 * 4;
+        if shares > 1 { (elems / ranks * bytes) as f64 / self.workload.machine.rates.device_bytes_per_s } else { 0.0 }
+    }
+
+    /// Gradients of each round and the step's weights, as far as others have them, are pulled.
+    fn peers_s(&self, elems: usize) -> f64 {
+        let Workload { shares, ranks, dtype, .. } = *self.workload;
+        let pulled = (shares / ranks + 1) * (ranks - 1) * (elems / ranks) * dtype.bytes();
+        pulled as f64 / self.workload.machine.rates.peer_bytes_per_s
     }
 
     /// Bytes of a parameter whose verdict is known: state read and written, gradient read, weight written.

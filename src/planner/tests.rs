@@ -51,6 +51,44 @@ fn qwen3_14b() -> ModelShape {
     model("Qwen3ForCausalLM", (40, 5120, 40, 8, 17_408, 151_936, false))
 }
 
+/// `gpus` of four H200 of one host.
+fn of_four(gpus: usize) -> Machine {
+    Machine::of_several(&Profile::load("h200-x4").unwrap(), gpus).unwrap()
+}
+
+/// States are divided, weights are not: the more GPUs there are the more stays on them, and the less is left for the host.
+#[test]
+fn each_of_several_gpus_holds_its_own_weights_and_its_part_of_the_states() {
+    let (shape, mut offloaded) = (qwen3_14b(), Vec::new());
+    let flat = TensorTable::new(&shape).flat_elems() as u64;
+    for gpus in 1..=4 {
+        let settings = Settings { gpus, activations: ActivationsChoice::RecomputeBlock, ..settings() };
+        let plan = Plan::new(&settings, &shape, &of_four(gpus), false).unwrap();
+        let class = |name| plan.memory.iter().find(|class| class.name == name).map_or(0, |class| class.bytes as u64);
+        let [device, host] = plan.balances();
+        let bytes_at = |space| plan.memory.iter().filter(|class| class.space == space).map(|class| class.bytes as u64).sum::<u64>();
+        assert_eq!(device.needed, bytes_at(MemorySpace::Device).div_ceil(gpus as u64), "{gpus}");
+        assert_eq!(host.needed, bytes_at(MemorySpace::Host) + plan.transient_bytes, "{gpus}");
+        assert!(device.lacking() == 0 && host.lacking() == 0 && device.available == 150_100_000_000, "{plan}");
+        assert!(class("weights") >= gpus as u64 * 2 * flat && class("peers' gradients") > 0 || gpus == 1, "{plan}");
+        let states = class("resident p, m, v") + class("offloaded p, m, v");
+        // Slices are cut at blocks; memory is planned for the longest.
+        assert!((12 * flat..12 * flat + flat / 100).contains(&states), "{states}: {plan}");
+        offloaded.push(class("offloaded p, m, v"));
+    }
+    assert!(offloaded[..3].is_sorted_by(|more, less| more > less) && offloaded[2..] == [0, 0], "{offloaded:?}");
+}
+
+#[test]
+fn more_gpus_than_a_profile_knows_are_refused_with_one_that_does() {
+    let refused = |name: &str, gpus| Machine::of_several(&Profile::load(name).unwrap(), gpus).unwrap_err().to_string();
+    let two = refused("h200-pcie5", 2);
+    assert!(two.starts_with("--gpus 2: the hardware profile h200-pcie5 knows what 1 do") && two.contains("h200-x2, h200-x4"), "{two}");
+    let three = refused("h200-x2", 3);
+    assert!(three.contains("use --gpus 2, or --hardware h200-x4"), "{three}");
+    assert!(refused("h200-x4", 8).ends_with("use --gpus 4"));
+}
+
 fn settings() -> Settings {
     Settings { per_device_train_batch_size: 4, seq_length: 4096, ..Settings::default() }
 }

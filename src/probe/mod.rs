@@ -209,7 +209,7 @@ fn profile(options: &ProbeOptions, facts: ProfileFacts, host: Host, sections: Se
     let ProfileFacts { machine, facts, date } = facts;
     let Sections { gpu, link, cpu_device, contention } = sections;
     let name = options.out.as_deref().and_then(Path::file_stem).map_or("this-machine".into(), |stem| stem.to_string_lossy().into_owned());
-    let profile = Profile { version: VERSION, name, machine, date, facts, gpu, link, host, cpu_device, contention };
+    let profile = Profile { version: VERSION, name, machine, date, facts, gpu, link, host, cpu_device, contention, together: None };
     profile.check().map_err(|why| Error::resource("probe this machine", why))?;
     Ok(profile)
 }

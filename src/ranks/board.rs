@@ -51,6 +51,7 @@ struct Entry {
 
 /// The board of one process.
 pub(crate) struct Board {
+    /// One a rank, or rank 0's alone, of which all others are mirror images.
     entries: Vec<Entry>,
     bells: Vec<Arc<Doorbell>>,
     /// The norm's partial sums of all ranks, in flat order, as bits.
@@ -101,6 +102,15 @@ fn zeros<T: Default>(count: usize) -> Box<[T]> {
 impl Board {
     /// An empty board; with `adversary`, a seed, exactly one rank runs at a time.
     pub(crate) fn new(sizes: Sizes, adversary: Option<u64>) -> Self {
+        Self::with_entries(sizes.ranks, sizes, adversary)
+    }
+
+    /// A board on which all ranks have published what rank 0 has, the only one that is there.
+    pub(crate) fn mirrored(sizes: Sizes) -> Self {
+        Self::with_entries(1, sizes, None)
+    }
+
+    fn with_entries(entries: usize, sizes: Sizes, adversary: Option<u64>) -> Self {
         let bells: Vec<Arc<Doorbell>> = (0..sizes.ranks).map(|_| Arc::default()).collect();
         let entry = || Entry {
             written: AtomicU64::new(0),
@@ -114,7 +124,7 @@ impl Board {
             tracks: OnceLock::new(),
         };
         Self {
-            entries: (0..sizes.ranks).map(|_| entry()).collect(),
+            entries: (0..entries).map(|_| entry()).collect(),
             baton: adversary.map(|seed| Baton::new(seed, bells.clone())),
             bells,
             partials: zeros(sizes.partials),
@@ -131,7 +141,12 @@ impl Board {
 
     /// How many ranks meet here.
     pub(crate) fn ranks(&self) -> usize {
-        self.entries.len()
+        self.bells.len()
+    }
+
+    /// What `rank` tells, or the one of which it is an image.
+    fn entry(&self, rank: usize) -> &Entry {
+        self.entries.get(rank).unwrap_or(&self.entries[0])
     }
 
     /// How many buckets they have.
@@ -161,13 +176,13 @@ impl Board {
 
     /// One more bucket of `rank` is written; its event is recorded.
     pub(crate) fn publish_written(&self, rank: usize) {
-        self.entries[rank].written.fetch_add(1, Ordering::Release);
+        self.entry(rank).written.fetch_add(1, Ordering::Release);
         self.ring_others(rank);
     }
 
     /// Buckets that `rank` has written.
     pub(crate) fn written(&self, rank: usize) -> u64 {
-        self.entries[rank].written.load(Ordering::Acquire)
+        self.entry(rank).written.load(Ordering::Acquire)
     }
 
     /// Whether every rank has written more than `nth` buckets.
@@ -177,13 +192,13 @@ impl Board {
 
     /// One more bucket of `rank` is pulled; its event is recorded.
     pub(crate) fn publish_pulled(&self, rank: usize) {
-        self.entries[rank].pulled.fetch_add(1, Ordering::Release);
+        self.entry(rank).pulled.fetch_add(1, Ordering::Release);
         self.ring_others(rank);
     }
 
     /// Buckets that `rank` has pulled.
     pub(crate) fn pulled(&self, rank: usize) -> u64 {
-        self.entries[rank].pulled.load(Ordering::Acquire)
+        self.entry(rank).pulled.load(Ordering::Acquire)
     }
 
     /// Whether every rank has pulled at least `count` buckets.
@@ -193,13 +208,13 @@ impl Board {
 
     /// Version `version` of the weights of the slice of `bucket` that `rank` owns is final; the event of what writes them is recorded.
     pub(crate) fn publish_settled(&self, rank: usize, bucket: usize, version: u64) {
-        self.entries[rank].settled[bucket].store(version, Ordering::Release);
+        self.entry(rank).settled[bucket].store(version, Ordering::Release);
         self.ring_others(rank);
     }
 
     /// The version of `bucket` that `rank` has published.
     pub(crate) fn settled(&self, rank: usize, bucket: usize) -> u64 {
-        self.entries[rank].settled[bucket].load(Ordering::Acquire)
+        self.entry(rank).settled[bucket].load(Ordering::Acquire)
     }
 
     /// Writes partial sums of the norm from `start` on.
@@ -209,13 +224,13 @@ impl Board {
 
     /// `count` more partial sums of `rank` are on the board.
     pub(crate) fn publish_partials(&self, rank: usize, count: usize) {
-        self.entries[rank].partials.fetch_add(count as u64, Ordering::Release);
+        self.entry(rank).partials.fetch_add(count as u64, Ordering::Release);
         self.ring_others(rank);
     }
 
-    /// Partial sums that `rank` has published, in all steps.
+    /// Partial sums that `rank` has published, in all steps. A mirror image, whose slice may be longer, has all.
     pub(crate) fn published_partials(&self, rank: usize) -> u64 {
-        self.entries[rank].partials.load(Ordering::Acquire)
+        self.entries.get(rank).map_or(u64::MAX, |entry| entry.partials.load(Ordering::Acquire))
     }
 
     /// The partial sum at `at`.
@@ -230,14 +245,14 @@ impl Board {
 
     /// Losses and flag of `rank` are those of `step`.
     pub(crate) fn publish_report(&self, rank: usize, nonfinite: bool, step: u64) {
-        self.entries[rank].nonfinite.store(nonfinite, Ordering::Relaxed);
-        self.entries[rank].reported.store(step, Ordering::Release);
+        self.entry(rank).nonfinite.store(nonfinite, Ordering::Relaxed);
+        self.entry(rank).reported.store(step, Ordering::Release);
         self.ring_others(rank);
     }
 
     /// The step that `rank` has reported last.
     pub(crate) fn reported(&self, rank: usize) -> u64 {
-        self.entries[rank].reported.load(Ordering::Acquire)
+        self.entry(rank).reported.load(Ordering::Acquire)
     }
 
     /// Of `step`, whether a gradient of any rank is infinite or NaN, and the sum of the shares' losses in their order; `None` until every
@@ -283,34 +298,35 @@ impl Board {
 
     /// What `rank` did in a step; that it has carried out its order tells of it.
     pub(crate) fn write_amounts(&self, rank: usize, amounts: impl Iterator<Item = u64>) {
-        self.entries[rank].amounts.iter().zip(amounts).for_each(|(place, amount)| place.store(amount, Ordering::Relaxed));
+        self.entry(rank).amounts.iter().zip(amounts).for_each(|(place, amount)| place.store(amount, Ordering::Relaxed));
     }
 
     /// What `rank` did in its last step.
     pub(crate) fn amounts(&self, rank: usize) -> impl Iterator<Item = u64> + '_ {
-        self.entries[rank].amounts.iter().map(|amount| amount.load(Ordering::Relaxed))
+        self.entry(rank).amounts.iter().map(|amount| amount.load(Ordering::Relaxed))
     }
 
     /// `rank` has ended, and these are its tracks of the timeline.
     pub(crate) fn publish_tracks(&self, rank: usize, tracks: Vec<Recorder>) {
         // It ends once.
-        let _ = self.entries[rank].tracks.set(tracks);
+        let _ = self.entry(rank).tracks.set(tracks);
     }
 
     /// The tracks of `rank`; none until it has ended.
     pub(crate) fn tracks(&self, rank: usize) -> &[Recorder] {
-        self.entries[rank].tracks.get().map_or(&[], Vec::as_slice)
+        self.entry(rank).tracks.get().map_or(&[], Vec::as_slice)
     }
 
     /// `rank` has carried out one more order.
     pub(crate) fn publish_done(&self, rank: usize) {
-        self.entries[rank].done.fetch_add(1, Ordering::Release);
+        self.entry(rank).done.fetch_add(1, Ordering::Release);
         self.ring_others(rank);
     }
 
-    /// Whether `rank` has carried out every order; rank 0, who gives them, always has.
+    /// Whether `rank` has carried out every order; rank 0, who gives them, always has, and so have its images.
     pub(crate) fn is_done(&self, rank: usize) -> bool {
-        rank == 0 || self.entries[rank].done.load(Ordering::Acquire) == self.orders.load(Ordering::Relaxed)
+        let orders = self.orders.load(Ordering::Relaxed);
+        rank == 0 || self.entries.get(rank).is_none_or(|entry| entry.done.load(Ordering::Acquire) == orders)
     }
 
     /// Whether all ranks have.
@@ -379,6 +395,22 @@ mod tests {
         board.publish_report(1, false, 7);
         assert!(board.all_written(0) && !board.all_written(1) && board.all_pulled(1));
         assert_eq!((board.reports(7), board.reports(8)), (Some((true, 1.5)), None));
+    }
+
+    #[test]
+    fn mirror_images_have_published_what_rank_0_has() {
+        let board = Board::mirrored(Sizes { ranks: 3, buckets: 3, partials: 4, shares: 3, mail_words: 5, on_gpus: false });
+        assert!(board.ranks() == 3 && !board.all_written(0) && !board.all_pulled(1) && board.settled(2, 1) == 0);
+        board.publish_written(0);
+        board.publish_pulled(0);
+        board.publish_settled(0, 1, 4);
+        board.publish_partials(0, 2);
+        board.publish_report(0, false, 1);
+        board.give_order(1, [0; ORDER_WORDS]);
+        assert!(board.all_written(0) && !board.all_written(1) && board.all_pulled(1) && board.all_done());
+        assert_eq!([0, 2].map(|rank| (board.settled(rank, 1), board.settled(rank, 0))), [(4, 0); 2]);
+        assert_eq!([0, 2].map(|rank| board.published_partials(rank)), [2, u64::MAX]);
+        assert_eq!(board.reports(1), Some((false, 0.0)));
     }
 
     #[test]

@@ -184,11 +184,12 @@ impl SearchQuery<'_> {
     /// Micro-batches for the tokens of a step, largest first; as the settings say when nobody asked.
     fn splits(&self) -> Result<Vec<Settings>> {
         let Some(tokens) = self.tokens_per_step else { return Ok(vec![self.settings.clone()]) };
-        let seq_length = self.settings.seq_length;
-        if tokens == 0 || !tokens.is_multiple_of(seq_length) {
-            return Err(Error::usage(format!("--tokens-per-step {tokens}: not a multiple of the sequence length, {seq_length}")));
+        let (seq_length, gpus) = (self.settings.seq_length, self.settings.gpus);
+        if tokens == 0 || !tokens.is_multiple_of(seq_length * gpus) {
+            let on_each = if gpus > 1 { format!(" times --gpus {gpus}") } else { String::new() };
+            return Err(Error::usage(format!("--tokens-per-step {tokens}: not a multiple of the sequence length, {seq_length}{on_each}")));
         }
-        let sequences = tokens / seq_length;
+        let sequences = tokens / seq_length / gpus;
         let batches = (1..=sequences).rev().filter(|batch| sequences.is_multiple_of(*batch));
         let split = |batch: usize| {
             let grad_accum = sequences / batch;

@@ -185,7 +185,8 @@ fn busy(candidate: &Candidate) -> Vec<Busy> {
 
 fn memory(plan: &Plan) -> Vec<MemoryNeed> {
     let of = |Balance { space, needed, available }: Balance| {
-        let classes = plan.memory.iter().filter(|class| class.space == space).map(|class| (class.name, class.bytes));
+        let parts = if space == MemorySpace::Device { plan.ranks } else { 1 };
+        let classes = plan.memory.iter().filter(|class| class.space == space).map(|class| (class.name, class.bytes.div_ceil(parts)));
         MemoryNeed {
             place: if space == MemorySpace::Device { "device" } else { "host" },
             needed_bytes: needed,

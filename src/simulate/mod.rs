@@ -6,7 +6,9 @@ pub(crate) mod outcome;
 pub(crate) mod timed;
 
 use crate::device::sim::SimDevice;
+use crate::engine::exchange::Exchange;
 use crate::engine::executor::Engine;
+use crate::engine::orders::RankEngine;
 use crate::engine::pool::Pool;
 use crate::error::Result;
 use crate::host::doorbell::Doorbell;
@@ -19,7 +21,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use timed::{RandomTokens, Steps};
 
-/// Runs `steps` of `plan` on the machine that it was made for: what they were, their timeline with room for `trace_spans` on
+/// Runs `steps` of `plan`, of several ranks the first, on the machine that it was made for: what they were, their timeline with room for `trace_spans` on
 /// each track, and when the timed ones ran on its clock.
 ///
 /// # Errors
@@ -34,7 +36,16 @@ pub(crate) fn simulate(
     let plan = Plan { host_memory: MemoryPolicy::unbacked(), trace_spans, ..plan.clone() };
     let on = (plan.machine.kind, plan.machine.device);
     let (dev, pool) = SimDevice::new(name, &plan.machine.rates, on, (plan.threads, plan.isa), trace_spans);
-    let mut engine = Engine::new(plan, shape.clone(), dev, Pool::Simulated(pool), Arc::new(Doorbell::default()))?;
+    let (shape, pool) = (shape.clone(), Pool::Simulated(pool));
+    if plan.ranks == 1 {
+        run(Engine::new(plan, shape, dev, pool, Arc::new(Doorbell::default()))?, steps)
+    } else {
+        run(RankEngine::mirrored(plan, shape, dev, pool)?, steps)
+    }
+}
+
+fn run<X: Exchange<SimDevice>>(mut engine: Engine<SimDevice, X>, steps: Steps) -> Result<(Outcome, Vec<Recorder>, Range<u64>)> {
+    let shape = engine.shape().clone();
     engine.pretend_norm();
     engine.send_weights()?;
     let mut tokens = RandomTokens::new(0, shape.vocab);
@@ -43,5 +54,5 @@ pub(crate) fn simulate(
     let (plan, window_ns) = (engine.plan().clone(), timed.window_ns.clone());
     engine.flush()?;
     let tracks = engine.finish()?;
-    Ok((timed.outcome(shape, &plan, Some(plan.machine.rates.matmul_flops(8192)), &tracks), tracks, window_ns))
+    Ok((timed.outcome(&shape, &plan, Some(plan.machine.rates.matmul_flops(8192)), &tracks), tracks, window_ns))
 }

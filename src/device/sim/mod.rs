@@ -7,7 +7,7 @@
 mod pool;
 mod world;
 
-use super::{Checked, Device, DeviceKind, DeviceSlice, EventId, Kernel, Launch, Stream};
+use super::{Checked, Device, DeviceKind, DeviceSlice, EventId, Kernel, Launch, Peers, Stream};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::hardware::rates::Rates;
@@ -15,6 +15,7 @@ use crate::host::pinned::PinnedSlice;
 use crate::memory::DeviceMemory;
 use crate::memory::{Addressing, MemorySpace, RingShape};
 use crate::optim::simd::Isa;
+use crate::ranks::Seat;
 use crate::trace::Recorder;
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -64,6 +65,32 @@ impl<K: Kernel> Launch<K> for SimDevice {
         let kernel = *kernel;
         let (flops_s, bytes_s) = (kernel.flops() / kernel.flops_per_s(&self.rates), kernel.bytes() / self.rates.device_bytes_per_s);
         self.enqueue(kernel.stream(), OpKind::Compute, K::NAME, self.rates.kernel_s + flops_s.max(bytes_s));
+        Ok(())
+    }
+}
+
+/// Peers are its mirror images: they have recorded what it has, and their events are its own.
+impl Peers for SimDevice {
+    type Card = ();
+
+    fn card(&mut self) {}
+
+    fn admit(&mut self, _seat: Seat, _cards: Vec<()>) -> Result<()> {
+        Ok(())
+    }
+
+    fn waited_for_peers_ns(&self) -> u64 {
+        self.world.borrow().waited_for_peers_ns()
+    }
+
+    fn wait_for(&mut self, stream: Stream, _peer: usize, event: EventId) -> Result<()> {
+        self.wait(stream, event)
+    }
+
+    fn pull(&mut self, stream: Stream, _peer: usize, src: DeviceSlice, dst: DeviceSlice) -> Result<()> {
+        assert_eq!(src.bytes(), dst.bytes(), "pull");
+        let seconds = self.rates.latency_s + src.bytes() as f64 / self.rates.peer_bytes_per_s;
+        self.enqueue(stream, OpKind::FromPeer, "pull", seconds);
         Ok(())
     }
 }

@@ -10,8 +10,8 @@ use crate::trace::Recorder;
 use std::array;
 use std::collections::VecDeque;
 
-/// Streams of the device, then the optimizer's pool.
-const POOL: usize = Stream::COUNT;
+/// Streams of the device, those of one with peers among them, then the optimizer's pool.
+const POOL: usize = Stream::WITH_PEERS.len();
 const LANES: usize = POOL + 1;
 /// Work that is nearer to its end than this has ended. More than the clock can tell apart after an hour: else time would stand
 /// still before it.
@@ -28,6 +28,8 @@ pub(super) enum OpKind {
     ToDevice,
     /// Managed pages on their way; measured both ways at once.
     Paging,
+    /// Links between devices: their copies slow nobody.
+    FromPeer,
     /// The CPUs and their memory.
     Adam,
 }
@@ -59,6 +61,8 @@ struct WorkInProgress {
 
 #[derive(Clone, Copy, Debug, Default)]
 struct SimEvent {
+    /// Where it was recorded last.
+    lane: usize,
     recorded: u64,
     done: u64,
 }
@@ -121,7 +125,7 @@ impl Contention {
         match kind {
             OpKind::Compute => under_copies(self.compute_under_copies) * when(active(OpKind::Adam), self.compute_under_adam),
             OpKind::Adam => under_copies(self.adam_under_copies) * when(active(OpKind::Compute), self.adam_under_compute),
-            OpKind::Paging => 1.0,
+            OpKind::Paging | OpKind::FromPeer => 1.0,
             OpKind::ToHost => when(active(OpKind::ToDevice), self.copies_both_ways[0]) * when(active(OpKind::Adam), self.copies_under_adam),
             OpKind::ToDevice => when(active(OpKind::ToHost), self.copies_both_ways[1]) * when(active(OpKind::Adam), self.copies_under_adam),
         }
@@ -140,13 +144,21 @@ pub(super) struct World {
     events: Vec<SimEvent>,
     contention: Contention,
     waited_ns: f64,
+    waited_for_peers_ns: f64,
 }
 
 impl World {
     pub(super) fn new(rates: &Rates, shares_cores: bool, trace_spans: usize) -> Self {
-        let track = |lane: usize| Stream::ALL.get(lane).map_or("adam", |stream| stream.name());
+        let track = |lane: usize| Stream::WITH_PEERS.get(lane).map_or("adam", |stream| stream.name());
         let lanes = array::from_fn(|lane| Lane::new(track(lane), trace_spans));
-        Self { now_ns: 0.0, lanes, events: Vec::new(), contention: Contention::new(rates, shares_cores), waited_ns: 0.0 }
+        Self {
+            now_ns: 0.0,
+            lanes,
+            events: Vec::new(),
+            contention: Contention::new(rates, shares_cores),
+            waited_ns: 0.0,
+            waited_for_peers_ns: 0.0,
+        }
     }
 
     pub(super) fn now_ns(&self) -> u64 {
@@ -158,12 +170,23 @@ impl World {
         self.waited_ns as u64
     }
 
+    /// Of that, for the streams that pull from peers.
+    pub(super) fn waited_for_peers_ns(&self) -> u64 {
+        self.waited_for_peers_ns as u64
+    }
+
+    fn compute_waits_for_peers(&self) -> bool {
+        let front = self.lanes[Stream::Compute as usize].queue.front();
+        matches!(front, Some(SimOp::Wait { event, .. }) if self.events[*event].lane >= Stream::COUNT)
+    }
+
     pub(super) fn event(&mut self) -> usize {
         self.events.push(SimEvent::default());
         self.events.len() - 1
     }
 
     pub(super) fn record(&mut self, event: usize, stream: Stream) {
+        self.events[event].lane = stream as usize;
         self.events[event].recorded += 1;
         let version = self.events[event].recorded;
         self.push(stream, SimOp::Record { event, version });
@@ -216,8 +239,10 @@ impl World {
         next.is_some()
     }
 
+    /// The tracks of all streams; those for peers only where there are any.
     pub(crate) fn take_streams(&mut self) -> Vec<Recorder> {
-        self.lanes[..POOL].iter_mut().map(|lane| std::mem::take(&mut lane.recorder)).collect()
+        let tracks = self.lanes[..POOL].iter_mut().map(|lane| std::mem::take(&mut lane.recorder)).enumerate();
+        tracks.filter(|(lane, track)| *lane < Stream::COUNT || !track.spans().is_empty()).map(|(_, track)| track).collect()
     }
 
     pub(crate) fn take_pool(&mut self) -> Recorder {
@@ -241,6 +266,7 @@ impl World {
         let (speeds, ns) = (self.speeds(), until - self.now_ns);
         if self.lanes[Stream::Compute as usize].waiting_since_ns.is_some() {
             self.waited_ns += ns;
+            self.waited_for_peers_ns += if self.compute_waits_for_peers() { ns } else { 0.0 };
         }
         self.now_ns = until;
         for (lane, speed) in self.lanes.iter_mut().zip(speeds) {
