@@ -88,7 +88,12 @@ pub(super) fn prepare<'a>(
     if resumed.as_ref().is_none_or(|accepted| accepted.step() < max_steps) {
         run_dir.expect_room(checkpoint_bytes(TensorTable::new(&source.shape).params(), &source.files))?;
     }
-    let data = format!("{} tokens, {} sequences of {}; tokenizer {tokenizer}", dataset.tokens(), dataset.sequences(), settings.seq_length);
+    let untrained = match dataset.untrained() {
+        0 => String::new(),
+        untrained => format!(" ({:.1} % trained)", 100.0 - 100.0 * untrained as f64 / dataset.tokens() as f64),
+    };
+    let (tokens, sequences, seq_length) = (dataset.tokens(), dataset.sequences(), settings.seq_length);
+    let data = format!("{tokens} tokens{untrained}, {sequences} sequences of {seq_length}; tokenizer {tokenizer}");
     Ok(PreparedRun { launch, settings, source, plan, dataset, run, resumed, weights, max_steps, data, run_dir })
 }
 
