@@ -3,6 +3,7 @@
 mod aliases;
 mod batch;
 mod campaign;
+mod chat;
 mod cli;
 mod data;
 mod evaluation;

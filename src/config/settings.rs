@@ -13,6 +13,8 @@ use super::options::{
     RankFault, ReportTo, ResidentBuckets, Resume, Rollback, RunPart, Strategy, Technique, TokenizerChoice, TrainDtype, TrainLength,
     WeightsChoice, one_or_many, some_scalar,
 };
+use crate::data::chat::mask::TrainOn;
+use crate::data::chat::record::DataFormat;
 use crate::data::tokenizer::AddBos;
 use crate::hardware::selected_profile;
 use crate::host::memory_policy::HugePagesChoice;
@@ -268,7 +270,7 @@ settings! {
     }
 
     Data {
-        /// Files or directories of .txt, .jsonl and .bin.
+        /// Files or directories: .txt, .json, .jsonl, .bin.
         #[arg(num_args = 1.., value_name = "PATH")]
         #[serde(deserialize_with = "one_or_many")]
         data: Vec<PathBuf> = Vec::new() => "the text that ships with the program", Free;
@@ -284,6 +286,23 @@ settings! {
         eos_token: String => "the one that the model's files name", Tokens;
         /// Begin each document with a token; auto is as the tokenizer does.
         add_bos: AddBos = AddBos::Auto, Tokens;
+        /// What the columns of records mean; auto is by their names.
+        data_format: DataFormat = DataFormat::Auto, Tokens;
+        /// The data's names of columns, as OURS=THEIRS, separated by commas.
+        #[arg(value_name = "OURS=THEIRS", value_delimiter = ',')]
+        #[serde(deserialize_with = "one_or_many")]
+        columns: Vec<String> = Vec::new() => "none", Tokens;
+        /// What is trained of a record; auto: text whole, completions, answers of a chat.
+        train_on: TrainOn = TrainOn::Auto, Tokens;
+        /// Chat template to use, a Jinja file.
+        #[arg(value_name = "FILE")]
+        chat_template: PathBuf => "the model's", Free;
+        /// Which of the model's chat templates.
+        #[arg(value_name = "NAME")]
+        chat_template_name: String => "the default one", Tokens;
+        /// The day that chat templates are told.
+        #[arg(value_name = "YYYY-MM-DD")]
+        chat_date: String => "today, or the checkpoint's", Tokens;
         /// Where checkpoints and metrics go.
         #[arg(value_name = "DIR")]
         output_dir: PathBuf = "runs/train".into(), Free;

@@ -1,9 +1,14 @@
 //! Documents one after another, a separator between them, every id checked.
+//!
+//! A token is its id; one that is not trained has [`UNTRAINED`] set, too, so that a mask is wherever its tokens are.
 
 use crate::error::{Error, Result};
 use std::fmt::Display;
 use std::path::Path;
 use std::sync::Arc;
+
+/// Highest bit of a token that is read and not learned. Ids are below it.
+pub(super) const UNTRAINED: u32 = 1 << 31;
 
 /// Where tokens go.
 pub(super) trait Sink {
@@ -54,6 +59,9 @@ pub(super) struct Documents<S> {
     tokens_of_document: u64,
     largest: u32,
     source_ends: Vec<u64>,
+    untrained: u64,
+    skipped: u64,
+    first_skipped: Option<DocumentPosition>,
 }
 
 pub(super) struct DocumentTotals<S> {
@@ -64,6 +72,11 @@ pub(super) struct DocumentTotals<S> {
     pub(super) largest: u32,
     /// For each text file the tokens up to its end.
     pub(super) source_ends: Vec<u64>,
+    /// Tokens that are not trained.
+    pub(super) untrained: u64,
+    /// Records without a trained token, left out, and the first of them.
+    pub(super) skipped: u64,
+    pub(super) first_skipped: Option<DocumentPosition>,
 }
 
 impl<S: Sink> Documents<S> {
@@ -79,6 +92,9 @@ impl<S: Sink> Documents<S> {
             tokens_of_document: 0,
             largest: 0,
             source_ends: Vec::new(),
+            untrained: 0,
+            skipped: 0,
+            first_skipped: None,
         }
     }
 
@@ -90,14 +106,35 @@ impl<S: Sink> Documents<S> {
         self.write(&around)
     }
 
+    /// The record at `place`, all its tokens: nothing is put around it.
+    ///
+    /// # Errors
+    /// As [`Self::append`].
+    pub(super) fn record(&mut self, tokens: &[u32], place: &DocumentPosition) -> Result<()> {
+        self.tokens_of_document = 0;
+        self.append(tokens, place)?;
+        self.end(place)
+    }
+
+    /// The record at `place` has no trained token.
+    pub(super) fn skip(&mut self, place: DocumentPosition) {
+        self.skipped += 1;
+        self.reach(place.source);
+        self.first_skipped.get_or_insert(place);
+    }
+
     /// The next tokens of the document at `place`.
     ///
     /// # Errors
     /// `Format` that names place, token and id when one is outside the vocabulary; the sink's.
     pub(super) fn append(&mut self, ids: &[u32], place: &DocumentPosition) -> Result<()> {
-        if let Some(idx) = ids.iter().position(|&id| id as usize >= self.vocab_size) {
+        if let Some(idx) = ids.iter().position(|&token| (token & !UNTRAINED) as usize >= self.vocab_size) {
             let nth = self.tokens_of_document + idx as u64;
-            return Err(place.error(format_args!("token {nth} has id {}, outside the vocabulary of {}", ids[idx], self.vocab_size)));
+            return Err(place.error(format_args!(
+                "token {nth} has id {}, outside the vocabulary of {}",
+                ids[idx] & !UNTRAINED,
+                self.vocab_size
+            )));
         }
         self.tokens_of_document += ids.len() as u64;
         self.write(ids)
@@ -106,20 +143,26 @@ impl<S: Sink> Documents<S> {
     /// The document at `place` ends.
     pub(super) fn end(&mut self, place: &DocumentPosition) -> Result<()> {
         self.documents += 1;
-        self.source_ends.resize(place.source + 1, self.tokens);
-        self.source_ends[place.source] = self.tokens;
+        self.reach(place.source);
         self.sink.end_document(self.tokens)
     }
 
     /// All documents have come.
     pub(super) fn finish(self) -> DocumentTotals<S> {
-        let Self { sink, tokens, documents, largest, source_ends, .. } = self;
-        DocumentTotals { sink, tokens, documents, largest, source_ends }
+        let Self { sink, tokens, documents, largest, source_ends, untrained, skipped, first_skipped, .. } = self;
+        DocumentTotals { sink, tokens, documents, largest, source_ends, untrained, skipped, first_skipped }
+    }
+
+    /// Text file `source` goes as far as the tokens do by now.
+    fn reach(&mut self, source: usize) {
+        self.source_ends.resize(source + 1, self.tokens);
+        self.source_ends[source] = self.tokens;
     }
 
     fn write(&mut self, ids: &[u32]) -> Result<()> {
         self.tokens += ids.len() as u64;
-        self.largest = ids.iter().copied().fold(self.largest, u32::max);
+        self.untrained += ids.iter().map(|token| u64::from(token >> 31)).sum::<u64>();
+        self.largest = ids.iter().map(|token| token & !UNTRAINED).fold(self.largest, u32::max);
         self.sink.append(ids)
     }
 }

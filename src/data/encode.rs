@@ -9,7 +9,9 @@
 //! them look a bounded way back and ahead. Where neighbours do not agree (a run of spaces longer than the overlap, say) they are encoded
 //! again as one piece. The byte tokenizer needs none of this.
 
-use super::documents::{DocumentPosition, DocumentTotals, Documents, Sink};
+use super::chat::mask::ChatSample;
+use super::chat::record::{Content, DataFormat, RecordRules};
+use super::documents::{DocumentPosition, DocumentTotals, Documents, Sink, UNTRAINED};
 use super::preparation::interrupted;
 use super::scan::threads;
 use super::tokenizer::{Token, Tokenizer};
@@ -51,11 +53,19 @@ struct EncodeJob {
     is_last: bool,
 }
 
+/// What is encoded by itself.
+enum EncodeWork {
+    Piece(EncodeJob),
+    Record { place: DocumentPosition, format: DataFormat, line: String },
+}
+
 enum Encoded {
     /// Ids that stand as they are.
     Ids(Vec<u32>),
     /// Ids to be joined to their neighbours'.
     Tokens(Vec<Token>),
+    /// The samples of a record, whole.
+    Samples(Vec<Vec<u32>>),
 }
 
 struct Reading {
@@ -84,7 +94,7 @@ pub(super) struct Encoder<'a, S> {
     stop: StopFlag,
     sizes: PieceSizes,
     threads: usize,
-    jobs: Vec<EncodeJob>,
+    jobs: Vec<EncodeWork>,
     jobs_bytes: usize,
     reading: Option<Reading>,
     open: Option<Piece>,
@@ -98,6 +108,11 @@ impl<'a, S: Sink> Encoder<'a, S> {
         let threads = if tokenizer.is_bytes() { 1 } else { threads() };
         let stop = stop.clone();
         Self { tokenizer, documents, stop, sizes, threads, jobs: Vec::new(), jobs_bytes: 0, reading: None, open: None }
+    }
+
+    /// How records are read.
+    pub(super) fn rules(&self) -> &'a RecordRules {
+        self.tokenizer.rules()
     }
 
     /// A document begins; the one before has ended.
@@ -116,7 +131,7 @@ impl<'a, S: Sink> Encoder<'a, S> {
             let Some(reading) = &mut self.reading else { return Ok(()) };
             reading.pending.push_str(here);
             while let Some(job) = self.reading.as_mut().and_then(|reading| reading.next_piece(self.sizes)) {
-                self.add(job)?;
+                self.add(EncodeWork::Piece(job))?;
             }
         }
         Ok(())
@@ -125,7 +140,15 @@ impl<'a, S: Sink> Encoder<'a, S> {
     /// The document ends.
     pub(super) fn end(&mut self) -> Result<()> {
         let Some(Reading { place, pending: text, start, cut, is_first }) = self.reading.take() else { return Ok(()) };
-        self.add(EncodeJob { place, text, start, cut, is_first, is_last: true })
+        self.add(EncodeWork::Piece(EncodeJob { place, text, start, cut, is_first, is_last: true }))
+    }
+
+    /// A record of a file of `format`, which is not text.
+    ///
+    /// # Errors
+    /// The record's, the tokenizer's, the sink's; `Interrupted`.
+    pub(super) fn record(&mut self, place: DocumentPosition, format: DataFormat, line: &str) -> Result<()> {
+        self.add(EncodeWork::Record { place, format, line: line.into() })
     }
 
     /// Encodes what is left.
@@ -141,15 +164,15 @@ impl<'a, S: Sink> Encoder<'a, S> {
         jobs.into_iter().zip(encoded).try_for_each(|(job, encoded)| self.absorb(job, encoded?))
     }
 
-    fn add(&mut self, job: EncodeJob) -> Result<()> {
-        self.jobs_bytes += job.text.len() + JOB_BYTES;
+    fn add(&mut self, job: EncodeWork) -> Result<()> {
+        self.jobs_bytes += job.bytes() + JOB_BYTES;
         self.jobs.push(job);
         let is_full = self.jobs_bytes >= JOBS_PER_THREAD * self.threads * self.sizes.piece;
         if is_full { self.flush() } else { Ok(()) }
     }
 
     /// The jobs' results, in their order.
-    fn encode_all(&self, jobs: &[EncodeJob]) -> Result<Vec<Result<Encoded>>> {
+    fn encode_all(&self, jobs: &[EncodeWork]) -> Result<Vec<Result<Encoded>>> {
         let (tokenizer, stop, next) = (self.tokenizer, &self.stop, AtomicUsize::new(0));
         let work = || {
             let mut done = Vec::new();
@@ -174,7 +197,23 @@ impl<'a, S: Sink> Encoder<'a, S> {
         Ok(done.into_iter().map(|(_, encoded)| encoded).collect())
     }
 
-    fn absorb(&mut self, job: EncodeJob, encoded: Encoded) -> Result<()> {
+    fn absorb(&mut self, job: EncodeWork, encoded: Encoded) -> Result<()> {
+        match job {
+            EncodeWork::Piece(job) => self.absorb_piece(job, encoded),
+            EncodeWork::Record { place, .. } => self.absorb_record(place, encoded),
+        }
+    }
+
+    fn absorb_record(&mut self, place: DocumentPosition, encoded: Encoded) -> Result<()> {
+        let Encoded::Samples(samples) = encoded else { return Ok(()) };
+        if samples.is_empty() {
+            self.documents.skip(place);
+            return Ok(());
+        }
+        samples.iter().try_for_each(|sample| self.documents.record(sample, &place))
+    }
+
+    fn absorb_piece(&mut self, job: EncodeJob, encoded: Encoded) -> Result<()> {
         let EncodeJob { place, text, start, cut, is_first, is_last } = job;
         if is_first {
             self.documents.begin()?;
@@ -182,6 +221,7 @@ impl<'a, S: Sink> Encoder<'a, S> {
         match encoded {
             Encoded::Ids(ids) => self.documents.append(&ids, &place)?,
             Encoded::Tokens(tokens) => self.join(Piece { text, start, tokens, from: 0 }, cut, &place)?,
+            Encoded::Samples(_) => {}
         }
         if is_last {
             let last = self.open.take();
@@ -228,6 +268,54 @@ impl<'a, S: Sink> Encoder<'a, S> {
         let from = merged.token_at(before.position(before.from).1);
         if merged.tokens.get(from) == before.tokens.get(before.from) { Ok(Piece { from, ..merged }) } else { Err(undecided()) }
     }
+}
+
+impl EncodeWork {
+    /// Text in it.
+    fn bytes(&self) -> usize {
+        match self {
+            Self::Piece(job) => job.text.len(),
+            Self::Record { line, .. } => line.len(),
+        }
+    }
+
+    fn encode(&self, tokenizer: &Tokenizer) -> Result<Encoded> {
+        match self {
+            Self::Piece(job) => job.encode(tokenizer),
+            Self::Record { place, format, line } => {
+                let content = tokenizer.rules().read(*format, line).map_err(|cause| place.error(cause))?;
+                let samples = samples(content, tokenizer).map_err(|e| place.error(e))?;
+                Ok(Encoded::Samples(
+                    samples.into_iter().filter(|sample| sample.iter().skip(1).any(|token| token & UNTRAINED == 0)).collect(),
+                ))
+            }
+        }
+    }
+}
+
+/// The tokens of a record's samples. The first token of a sample is nobody's target, whether it is trained or not.
+fn samples(content: Content, tokenizer: &Tokenizer) -> Result<Vec<Vec<u32>>> {
+    let marked = |id: u32, is_trained: bool| if is_trained { id } else { id | UNTRAINED };
+    let begin = tokenizer.begin_of_text().iter().map(|&id| marked(id, false));
+    match content {
+        Content::Rendered(samples) => samples.iter().map(|sample| masked(sample, tokenizer)).collect(),
+        Content::Completed(sample) => Ok(vec![begin.chain(masked(&sample, tokenizer)?).chain(tokenizer.end_of_text()).collect()]),
+        Content::Text(text) => Ok(vec![begin.chain(tokenizer.encode(&text)?).chain(tokenizer.end_of_text()).collect()]),
+        Content::Ids(ids) => Ok(vec![ids.into_iter().map(|(id, is_trained)| marked(id, is_trained)).collect()]),
+    }
+}
+
+/// One encoding of the whole text; a token is trained if its first character is.
+fn masked(sample: &ChatSample, tokenizer: &Tokenizer) -> Result<Vec<u32>> {
+    let mut spans = sample.trained.iter().peekable();
+    let tokens = tokenizer.encode_part(&sample.text)?.into_iter();
+    Ok(tokens
+        .map(|Token { id, start, .. }| {
+            let start = start as usize;
+            while spans.next_if(|span| span.end <= start).is_some() {}
+            if spans.peek().is_some_and(|span| span.contains(&start)) { id } else { id | UNTRAINED }
+        })
+        .collect())
 }
 
 impl EncodeJob {

@@ -5,12 +5,15 @@
 
 pub(crate) mod batch;
 mod cache;
+pub(crate) mod chat;
 mod checked;
 pub(crate) mod checksum;
 mod contain;
 pub(crate) mod demo;
 mod documents;
+mod elements;
 mod encode;
+mod gz;
 pub(crate) mod loader;
 pub(crate) mod packing;
 pub(crate) mod preparation;

@@ -3,6 +3,7 @@
 
 use crate::data::cache;
 use crate::data::checked::CheckedFiles;
+use crate::data::documents::DocumentTotals;
 use crate::data::preparation::Preparation;
 use crate::data::prepared::Prepared;
 use crate::data::source::{self, SourceKind};
@@ -19,6 +20,9 @@ pub struct Dataset {
     documents: u64,
     seq_length: usize,
     sequences: usize,
+    /// Of the sequences in the stream those with a trained target; `None`: all.
+    trained: Option<Vec<u32>>,
+    untrained: u64,
 }
 
 impl Dataset {
@@ -41,10 +45,11 @@ impl Dataset {
     ) -> Result<Self> {
         check_vocabulary(vocab_size, tokenizer)?;
         let files = source::find_files(paths)?;
-        let (stream, documents) = open_stream(&files, tokenizer, vocab_size, preparation)?;
+        let (stream, documents, untrained) = open_stream(&files, tokenizer, vocab_size, preparation)?;
         let tokens = stream.tokens();
         let cut = Self::new(stream, seq_length).ok_or_else(|| too_short(&files, tokens, seq_length))?;
-        Ok(Self { documents, ..cut })
+        let cut = Self { documents, untrained, ..cut };
+        if untrained == 0 { Ok(cut) } else { cut.without_untrained(&files, preparation) }
     }
 
     /// Cuts `stream`; `None` when it is less than one sequence and the token after it.
@@ -53,7 +58,33 @@ impl Dataset {
     /// If `seq_length` is 0.
     pub fn new(stream: TokenStream, seq_length: usize) -> Option<Self> {
         let sequences = stream.tokens().saturating_sub(1) / seq_length;
-        (sequences > 0).then_some(Self { stream, documents: 0, seq_length, sequences })
+        (sequences > 0).then_some(Self { stream, documents: 0, seq_length, sequences, trained: None, untrained: 0 })
+    }
+
+    /// Leaves out sequences without a trained target: a step of those alone would have no loss.
+    fn without_untrained(self, files: &[PathBuf], preparation: &mut Preparation<'_>) -> Result<Self> {
+        let all = u32::try_from(self.sequences).map_err(|_| Error::Unsupported(format!("{} sequences in the data", self.sequences)))?;
+        let (mut inputs, mut targets) = (vec![0; self.seq_length], vec![0; self.seq_length]);
+        let mut trained = Vec::new();
+        for idx in 0..all {
+            self.read_sequence(idx as usize, &mut inputs, &mut targets)?;
+            trained.extend(targets.iter().any(|target| *target >= 0).then_some(idx));
+            preparation.go_on()?;
+        }
+        trained.shrink_to_fit();
+        match (files, trained.len()) {
+            ([file, ..], 0) => Err(Error::format(file, format!("no token is trained in {all} sequences of {}", self.seq_length))),
+            (_, sequences) if sequences == self.sequences => Ok(self),
+            (_, sequences) => {
+                preparation.note(format!("{} of {all} sequences have no trained token and are left out", self.sequences - sequences));
+                Ok(Self { sequences, trained: Some(trained), ..self })
+            }
+        }
+    }
+
+    /// Tokens that are read and not trained.
+    pub(crate) fn untrained(&self) -> u64 {
+        self.untrained
     }
 
     /// Sequences in one pass over the data, at least 1.
@@ -76,7 +107,7 @@ impl Dataset {
         self.documents
     }
 
-    /// Writes sequence `idx`: `inputs` and `targets`, `[seq_length]` each, the targets one token further.
+    /// Writes sequence `idx`: `inputs` and `targets`, `[seq_length]` each, the targets one token further, and -1 where nothing is trained.
     ///
     /// # Errors
     /// When a token file cannot be read any more or has changed for the worse.
@@ -86,11 +117,14 @@ impl Dataset {
     pub(crate) fn read_sequence(&self, idx: usize, inputs: &mut [i32], targets: &mut [i32]) -> Result<()> {
         assert!(idx < self.sequences, "sequence {idx} of {}", self.sequences);
         assert_eq!((inputs.len(), targets.len()), (self.seq_length, self.seq_length));
-        let start = idx * self.seq_length;
+        let start = self.trained.as_ref().map_or(idx, |trained| trained[idx] as usize) * self.seq_length;
         let (shared, last) = targets.split_at_mut(self.seq_length - 1);
         self.stream.read(start, inputs)?;
         shared.copy_from_slice(&inputs[1..]);
-        self.stream.read(start + self.seq_length, last)
+        self.stream.read(start + self.seq_length, last)?;
+        inputs.iter_mut().for_each(|token| *token &= i32::MAX);
+        targets.iter_mut().for_each(|target| *target = (*target).max(-1));
+        Ok(())
     }
 }
 
@@ -111,18 +145,18 @@ fn check_vocabulary(vocab_size: usize, tokenizer: &Tokenizer) -> Result<()> {
     }
 }
 
-/// All files in their order, and the documents of text. Text is one run of documents, wherever token files stand between them.
+/// All files in their order, the documents of text, and tokens that are not trained. Text is one run of documents, wherever token files stand between them.
 fn open_stream(
     files: &[PathBuf],
     tokenizer: &Tokenizer,
     vocab_size: usize,
     preparation: &mut Preparation<'_>,
-) -> Result<(TokenStream, u64)> {
+) -> Result<(TokenStream, u64, u64)> {
     let is_text = |path: &&Path| source::kind(path) != Some(SourceKind::Tokens);
     let texts: Vec<&Path> = files.iter().map(PathBuf::as_path).filter(is_text).collect();
     let mut checked = CheckedFiles::load(preparation.output_dir.as_deref())?;
-    let AllText { tokens: text, ends, documents } = if texts.is_empty() && !files.is_empty() {
-        AllText { tokens: Arc::new(Tokens::Memory(Vec::new())), ends: Vec::new(), documents: 0 }
+    let AllText { tokens: text, ends, documents, untrained } = if texts.is_empty() && !files.is_empty() {
+        AllText { tokens: Arc::new(Tokens::Memory(Vec::new())), ends: Vec::new(), documents: 0, untrained: 0 }
     } else {
         open_text(&texts, tokenizer, vocab_size, &mut checked, preparation)?
     };
@@ -142,7 +176,7 @@ fn open_stream(
         }
     }
     checked.save()?;
-    Ok((stream, documents))
+    Ok((stream, documents, untrained))
 }
 
 struct AllText {
@@ -150,6 +184,7 @@ struct AllText {
     /// Tokens up to the end of each file.
     ends: Vec<u64>,
     documents: u64,
+    untrained: u64,
 }
 
 /// The tokens of `texts`, in memory if they are small.
@@ -163,15 +198,16 @@ fn open_text(
     if source::bytes_of(texts) <= preparation.in_memory_bytes_max {
         let (mut totals, _) = source::tokenize(texts, tokenizer, vocab_size, Vec::new(), preparation)?;
         totals.sink.shrink_to_fit();
-        return Ok(AllText { tokens: Arc::new(Tokens::Memory(totals.sink)), ends: totals.source_ends, documents: totals.documents });
+        let DocumentTotals { sink, source_ends: ends, documents, untrained, .. } = totals;
+        return Ok(AllText { tokens: Arc::new(Tokens::Memory(sink)), ends, documents, untrained });
     }
-    let Prepared { tokens, source_ends, documents, largest_id } =
+    let Prepared { tokens, source_ends, documents, largest_id, untrained } =
         cache::find_or_prepare(texts, tokenizer, vocab_size, checked, preparation)?;
     if largest_id as usize >= vocab_size {
         return Err(Error::format(texts[0], format_args!("the text has token {largest_id}, outside the vocabulary of {vocab_size}")));
     }
     let tokens = Arc::new(Tokens::File(TokenFile::trusted(tokens, vocab_size)));
-    Ok(AllText { tokens, ends: source_ends, documents })
+    Ok(AllText { tokens, ends: source_ends, documents, untrained })
 }
 
 fn too_short(files: &[PathBuf], tokens: usize, seq_length: usize) -> Error {
@@ -197,6 +233,22 @@ pub(crate) mod tests {
         let mut stream = TokenStream::default();
         stream.push_all(Tokens::Memory((0..tokens as u32).collect()));
         Dataset::new(stream, seq_length)
+    }
+
+    #[test]
+    fn what_is_not_trained_has_no_target_and_sequences_of_it_are_left_out() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.jsonl");
+        let line = "{\"input_ids\": [1, 2, 3, 4, 5, 6, 7], \"labels\": [1, 2, -100, -100, -100, -100, 7]}";
+        std::fs::write(&path, line).unwrap();
+        let dataset = Dataset::open(&[path], &Tokenizer::bytes(), 256, 2, &mut Preparation::default()).unwrap();
+        assert_eq!((dataset.sequences(), dataset.untrained()), (2, 4));
+        let (mut inputs, mut targets) = ([0; 2], [0; 2]);
+        let mut read = |idx| {
+            dataset.read_sequence(idx, &mut inputs, &mut targets).unwrap();
+            (inputs, targets)
+        };
+        assert_eq!([read(0), read(1)], [([1, 2], [2, -1]), ([5, 6], [-1, 7])]);
     }
 
     #[test]
@@ -248,7 +300,7 @@ pub(crate) mod tests {
         let read = |in_memory_bytes_max| {
             let mut preparation = Preparation::new(&StopFlag::default(), Some(path("cache")), dir.path().into(), |_| ());
             preparation.in_memory_bytes_max = in_memory_bytes_max;
-            let (stream, documents) = open_stream(&names, &tokenizer, 8, &mut preparation).unwrap();
+            let (stream, documents, _) = open_stream(&names, &tokenizer, 8, &mut preparation).unwrap();
             assert_eq!(documents, 4);
             let mut all = vec![-1; stream.tokens()];
             stream.read(0, &mut all).unwrap();

@@ -2,9 +2,9 @@
 //!
 //! | file | |
 //! |---|---|
-//! | `tokens.u32` | the ids of all documents, 32 bits each, little endian, a separator between documents if the tokenizer has one |
+//! | `tokens.u32` | the ids of all documents, 32 bits each, little endian, a separator between documents of text if the tokenizer has one; |
+//! | | the highest bit is set where the token is not trained |
 //! | `ends.u64` | for each document the number of tokens up to its end, 64 bits each, little endian; a separator belongs to neither side |
-//! | `mask` | reserved: a bit for each token, the lowest of a byte first, 1 where the token is trained. Without it (`"mask": null`) all are |
 //! | `manifest.json` | [`FORMAT_VERSION`], what it was made of and with, sizes, a CRC-32C for each mebibyte of the files, and one of itself |
 //!
 //! A folder is written under a temporary name, synced and renamed, so that it is whole or not there. Readers refuse what they do not know.
@@ -19,7 +19,7 @@ use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
-pub(crate) const FORMAT_VERSION: u32 = 1;
+pub(crate) const FORMAT_VERSION: u32 = 2;
 
 const TOKENS: &str = "tokens.u32";
 const ENDS: &str = "ends.u64";
@@ -39,9 +39,9 @@ struct PreparedManifest {
     tokens: u64,
     documents: u64,
     largest_id: u32,
+    untrained: u64,
     sources: Vec<TextSource>,
     files: Vec<PreparedFile>,
-    mask: Option<PreparedFile>,
     /// Of this manifest with 0 in this place.
     crc32c: u32,
 }
@@ -84,6 +84,7 @@ pub(super) struct Prepared {
     pub(super) source_ends: Vec<u64>,
     pub(super) documents: u64,
     pub(super) largest_id: u32,
+    pub(super) untrained: u64,
 }
 
 /// A file with checksums that is being written.
@@ -160,7 +161,7 @@ impl FolderWriter {
 
     /// Makes `totals` durable and publishes the folder under its key.
     pub(super) fn publish(totals: DocumentTotals<Self>, read: Vec<Read>, origin: &PreparedFrom<'_>) -> Result<()> {
-        let DocumentTotals { sink: Self { mut tmp, tokens, ends }, tokens: count, documents, largest, source_ends } = totals;
+        let DocumentTotals { sink: Self { mut tmp, tokens, ends }, tokens: count, documents, largest, source_ends, untrained, .. } = totals;
         let entry = |((path, Read { bytes, sha256 }), tokens_end): ((&&Path, Read), u64)| TextSource {
             path: path.to_path_buf(),
             bytes,
@@ -175,9 +176,9 @@ impl FolderWriter {
             tokens: count,
             documents,
             largest_id: largest,
+            untrained,
             sources: origin.sources.iter().zip(read).zip(source_ends).map(entry).collect(),
             files: vec![tokens.finish()?, ends.finish()?],
-            mask: None,
             crc32c: 0,
         };
         let target = tmp.parent().join(origin.key);
@@ -207,9 +208,6 @@ impl PreparedManifest {
         let manifest: Self = serde_json::from_slice(bytes).map_err(|e| Error::format(path, e))?;
         if manifest.checksum(path)? != manifest.crc32c {
             return wrong("damaged: its checksum differs");
-        }
-        if manifest.mask.is_some() {
-            return wrong("it has a mask, which this build cannot read");
         }
         let [tokens, ends] = &manifest.files[..] else { return wrong("it does not list two files") };
         let of = |file: &PreparedFile, name: &str, entries: u64, width: u64| {
@@ -258,8 +256,8 @@ pub(super) fn open(
         opened.push(file);
     }
     let source_ends = manifest.sources.iter().map(|source| source.tokens_end).collect();
-    let PreparedManifest { documents, largest_id, .. } = manifest;
-    Ok(Some(Prepared { tokens: opened.swap_remove(0), source_ends, documents, largest_id }))
+    let PreparedManifest { documents, largest_id, untrained, .. } = manifest;
+    Ok(Some(Prepared { tokens: opened.swap_remove(0), source_ends, documents, largest_id, untrained }))
 }
 
 fn verify(file: &InFile, entry: &PreparedFile, preparation: &mut Preparation<'_>) -> Result<()> {
@@ -328,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn versions_and_masks_that_are_not_known_are_refused() {
+    fn versions_that_are_not_known_are_refused() {
         let dir = tempfile::tempdir().unwrap();
         let sources = [Path::new("a.txt"), Path::new("b.txt")];
         let origin = PreparedFrom { sources: &sources, ..ORIGIN("key") };
@@ -340,8 +338,7 @@ mod tests {
             std::fs::write(&path, serde_json::to_vec(&manifest).unwrap()).unwrap();
             reopen(&folder, &origin).err().unwrap().to_string()
         };
-        assert!(refusal(PreparedManifest { format_version: 2, ..good.clone() }).contains("format 2, this build reads format 1"));
-        assert!(refusal(PreparedManifest { mask: Some(good.files[0].clone()), ..good.clone() }).contains("has a mask"));
+        assert!(refusal(PreparedManifest { format_version: 3, ..good.clone() }).contains("format 3, this build reads format 2"));
         assert!(refusal(PreparedManifest { tokens: u64::MAX, ..good.clone() }).contains("contradict"));
         assert!(refusal(PreparedManifest { files: vec![], ..good }).contains("two files"));
     }

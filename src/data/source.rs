@@ -1,34 +1,30 @@
 //! Data files: which there are, and what each holds.
 //!
-//! `.txt` is one document of UTF-8; `.jsonl` holds one object a line whose string `text` is a document, blank lines aside; `.bin`
-//! holds token ids (see [`crate::data::token_file`]). A directory stands for the files of these kinds in it, by name.
+//! `.txt` is one document of UTF-8; `.jsonl` holds one record a line, blank lines aside, and `.json` an array of them (see
+//! [`crate::data::chat::record`] for their columns); `.gz` may follow these three; `.bin` holds token ids (see [`crate::data::token_file`]). A directory stands for the files of these kinds in it, by name.
 
+use crate::data::chat::record::{Content, DataFormat};
 use crate::data::demo::DEMO_TEXT;
 use crate::data::documents::{DocumentPosition, DocumentTotals, Documents, Sink};
+use crate::data::elements::Elements;
 use crate::data::encode::Encoder;
+use crate::data::gz::{EXPANSION_MAX, is_compressed};
 use crate::data::preparation::{IN_MEMORY_BYTES_MAX, Preparation};
-use crate::data::text::{Lines, TextReader};
+use crate::data::text::{Lines, RecordParts, TextReader};
 use crate::data::tokenizer::Tokenizer;
 use crate::error::{Error, Result};
-use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 pub(super) enum SourceKind {
     Text,
     JsonLines,
+    JsonArray,
     Tokens,
 }
 
 /// What the extensions of [`SourceKind`] are called in messages.
-const KINDS: &str = ".txt, .jsonl or .bin";
-
-/// One line of a `.jsonl` file; other keys are ignored.
-#[derive(serde::Deserialize)]
-struct JsonLine<'a> {
-    #[serde(borrow)]
-    text: Cow<'a, str>,
-}
+const KINDS: &str = ".txt, .json, .jsonl (each may be .gz) or .bin";
 
 /// The data files that `paths` name, directories replaced by what they hold, in order.
 ///
@@ -61,12 +57,13 @@ pub(crate) fn host_bytes(paths: &[PathBuf], seq_length: usize, shuffle: bool) ->
 
 /// Whether the file at `path` holds text, which needs a tokenizer.
 pub(crate) fn is_text(path: &Path) -> bool {
-    matches!(kind(path), Some(SourceKind::Text | SourceKind::JsonLines))
+    !matches!(kind(path), None | Some(SourceKind::Tokens))
 }
 
-/// Size of all of `texts`; what cannot be found counts nothing.
+/// Size of all of `texts`, what compressed ones may become; what cannot be found counts nothing.
 pub(super) fn bytes_of(texts: &[&Path]) -> u64 {
-    texts.iter().filter_map(|path| path.metadata().ok()).map(|metadata| metadata.len()).sum()
+    let size = |path: &&Path| Some(path.metadata().ok()?.len() * if is_compressed(path) { EXPANSION_MAX } else { 1 });
+    texts.iter().filter_map(size).sum()
 }
 
 #[derive(Debug, PartialEq, Eq)]
@@ -88,7 +85,7 @@ pub(super) fn tokenize<S: Sink>(
     sink: S,
     preparation: &mut Preparation<'_>,
 ) -> Result<(DocumentTotals<S>, Vec<Read>)> {
-    let all = bytes_of(texts);
+    let all = texts.iter().filter_map(|path| path.metadata().ok()).map(|metadata| metadata.len()).sum();
     let mut encoder =
         Encoder::new(tokenizer, Documents::new(sink, vocab_size, tokenizer.end_of_text(), tokenizer.begin_of_text()), preparation.stop());
     let (mut read, mut done) = (Vec::new(), 0);
@@ -105,13 +102,31 @@ pub(super) fn tokenize<S: Sink>(
             preparation.go_on()
         };
         match kind(path) {
-            Some(SourceKind::JsonLines) => read_json_lines(&mut encoder, &mut reader, &place, &mut progress)?,
+            Some(SourceKind::JsonLines) => read_records(&mut encoder, &mut reader, &place, Lines::default(), &mut progress)?,
+            Some(SourceKind::JsonArray) => read_records(&mut encoder, &mut reader, &place, Elements::default(), &mut progress)?,
             _ => read_document(&mut encoder, &mut reader, place, &mut progress)?,
         }
         done += reader.offset();
         read.push(Read { bytes: reader.offset(), sha256: reader.sha256() });
     }
-    Ok((encoder.finish()?, read))
+    let totals = encoder.finish()?;
+    tell_skipped(&totals, preparation)?;
+    Ok((totals, read))
+}
+
+/// Says how many records were left out.
+///
+/// # Errors
+/// `Format` at the first of them, when there are many: then the mask is not what was meant.
+fn tell_skipped<S>(totals: &DocumentTotals<S>, preparation: &mut Preparation<'_>) -> Result<()> {
+    let DocumentTotals { skipped, documents, first_skipped, .. } = totals;
+    let Some(first) = first_skipped else { return Ok(()) };
+    let cause = format!("no token is trained, as in {skipped} of {} records", skipped + documents);
+    if 100 * skipped > skipped + documents {
+        return Err(first.error(format_args!("{cause}: --train-on says which are")));
+    }
+    preparation.warn(format!("{}; they are left out", first.error(cause)));
+    Ok(())
 }
 
 fn read_document<S: Sink>(
@@ -128,66 +143,67 @@ fn read_document<S: Sink>(
     encoder.end()
 }
 
-fn read_json_lines<S: Sink>(
+fn read_records<S: Sink>(
     encoder: &mut Encoder<'_, S>,
     reader: &mut TextReader,
     place: &DocumentPosition,
+    mut parts: impl RecordParts,
     progress: &mut impl FnMut(u64) -> Result<()>,
 ) -> Result<()> {
-    let (mut lines, mut documents) = (Lines::default(), 0u64);
-    let mut push = |number: u64, line: &str| {
-        if line.trim().is_empty() {
+    let mut format = None;
+    let mut push = |number: u64, record: &str| {
+        if record.trim().is_empty() {
             return Ok(());
         }
         let place = DocumentPosition { line: Some(number), ..place.clone() };
-        let text = text_of(line).map_err(|cause| place.error(cause))?;
-        documents += 1;
+        let rules = encoder.rules();
+        let format = match format {
+            Some(format) => format,
+            None => *format.insert(rules.detect(record).map_err(|cause| place.error(cause))?),
+        };
+        if format != DataFormat::Text {
+            return encoder.record(place, format, record);
+        }
+        let Content::Text(text) = rules.read(format, record).map_err(|cause| place.error(cause))? else { return Ok(()) };
         encoder.begin(place);
         encoder.push(&text)?;
         encoder.end()
     };
     while let Some(block) = reader.next()? {
-        lines.push(&place.path, block, &mut push)?;
+        parts.push(&place.path, block, &mut push)?;
         progress(reader.offset())?;
     }
-    lines.finish(push)?;
-    if documents == 0 { Err(Error::format(&place.path, "no line holds a document")) } else { Ok(()) }
-}
-
-/// The document in a line of a `.jsonl` file, or what is wrong with it.
-fn text_of(line: &str) -> std::result::Result<Cow<'_, str>, String> {
-    if !line.trim_start().starts_with('{') {
-        return Err("not an object; each line is one, with a string `text`: {\"text\": \"...\"}".into());
-    }
-    serde_json::from_str::<JsonLine<'_>>(line).map(|line| line.text).map_err(|e| json_cause(&e))
+    parts.finish(&place.path, &mut push)?;
+    if format.is_none() { Err(Error::format(&place.path, "no line holds a document")) } else { Ok(()) }
 }
 
 pub(super) fn kind(path: &Path) -> Option<SourceKind> {
-    match path.extension()?.to_str()? {
+    let is_compressed = is_compressed(path);
+    let name = if is_compressed { Path::new(path.file_stem()?) } else { path };
+    match name.extension()?.to_str()? {
         "txt" => Some(SourceKind::Text),
         "jsonl" => Some(SourceKind::JsonLines),
-        "bin" => Some(SourceKind::Tokens),
+        "json" => Some(SourceKind::JsonArray),
+        "bin" if !is_compressed => Some(SourceKind::Tokens),
         _ => None,
     }
+}
+
+/// Whether the file at `path` tells the width of a token file.
+fn is_sidecar(path: &Path) -> bool {
+    path.to_str().is_some_and(|name| name.ends_with(".bin.json"))
 }
 
 fn files_in(dir: &Path) -> Result<Vec<PathBuf>> {
     let entries = std::fs::read_dir(dir).map_err(|e| Error::io("read", dir, e))?;
     let paths: Vec<PathBuf> =
         entries.map(|entry| Ok(entry?.path())).collect::<std::io::Result<_>>().map_err(|e| Error::io("read", dir, e))?;
-    let mut files: Vec<PathBuf> = paths.into_iter().filter(|path| kind(path).is_some() && !path.is_dir()).collect();
+    let mut files: Vec<PathBuf> = paths.into_iter().filter(|path| kind(path).is_some() && !is_sidecar(path) && !path.is_dir()).collect();
     if files.is_empty() {
         return Err(Error::format(dir, format!("no {KINDS} file in this directory")));
     }
     files.sort();
     Ok(files)
-}
-
-/// The parser's message with the column, but not with its line, which is always 1.
-fn json_cause(error: &serde_json::Error) -> String {
-    let message = error.to_string();
-    let cause = message.rsplit_once(" at line ").map_or(message.as_str(), |(cause, _)| cause);
-    format!("{cause} (column {})", error.column())
 }
 
 #[cfg(test)]
@@ -230,19 +246,63 @@ mod tests {
             ("a.jsonl", b"\n \n", "a.jsonl: no line holds a document"),
             ("a.txt", b"abc\xffd", "a.txt: byte offset 3: not UTF-8"),
             ("a.jsonl", b"{\"text\": \"a\"}\n\xff", "a.jsonl: byte offset 14: not UTF-8"),
-            ("a.jsonl", b"{\"text\": \"a\"}\n\n{\"txt\": \"b\"}", "a.jsonl: line 3: missing field `text`"),
-            ("a.jsonl", b"{\"text\": 5}", "a.jsonl: line 1: invalid type: integer `5`, expected a string"),
+            ("a.jsonl", b"{\"text\": \"a\"}\n\n{\"txt\": \"b\"}", "a.jsonl: line 3: lacks the columns of text, which its file has"),
+            ("a.jsonl", b"{\"text\": 5}", "a.jsonl: line 1: `text` is not a string"),
             ("a.jsonl", b"\n{\"text\": \"a", "a.jsonl: line 2: EOF while parsing a string (column 11)"),
             ("a.txt", b"aaz", "a.txt: token 2 has id 122, outside the vocabulary of 100"),
             ("a.jsonl", b"{\"text\": \"a\"}\n{\"text\": \"az\"}", "a.jsonl: line 2: token 1 has id 122, outside the vocabulary of 100"),
             ("a.jsonl", b"{\"text\": \"a\"}\n[\"text\"]", "a.jsonl: line 2: not an object"),
-            ("a.jsonl", b"[{\"text\": \"a\"}]", "a.jsonl: line 1: not an object; each line is one, with a string `text`"),
+            ("a.jsonl", b"[{\"text\": \"a\"}]", "a.jsonl: line 1: not an object; each record is one"),
             ("a.jsonl", b"5", "a.jsonl: line 1: not an object"),
+            ("a.jsonl", b"{\"txt\": \"a\"}", "a.jsonl: line 1: no column of data (columns: txt; known: text, messages, "),
+            (
+                "a.jsonl",
+                b"{\"text\": \"a\", \"messages\": []}",
+                "line 1: its columns are those of text and of messages: choose by --data-format",
+            ),
+            ("a.jsonl", b"{\"messages\": []}", "a.jsonl: line 1: `messages` is empty"),
+            ("a.jsonl", b"{\"messages\": [{\"role\": \"user\"}]}", "--chat-template FILE names one"),
+            ("a.jsonl", b"{\"prompt\": \"a\", \"completion\": \"\"}", "line 1: no token is trained, as in 1 of 1 records"),
+            ("a.jsonl", b"{\"input_ids\": [1, 2], \"labels\": [1, 3]}", "line 1: token 1 has id 2 and label 3"),
+            ("a.json", b"[{\"text\": \"a\"}, {\"text\": 1}]", "a.json: line 2: `text` is not a string"),
+            ("a.json", b"[{\"text\": \"a\"}, {", "a.json: ends within record 2"),
+            ("a.txt.gz", b"abc", "a.txt.gz: gzip: "),
         ];
         for (name, content, cause) in cases {
             let message = tokens(name, content, false, 100).unwrap_err().to_string();
             assert!(message.contains(cause) && !message.contains('\n'), "{cause:?} is not in {message:?}");
         }
+    }
+
+    #[test]
+    fn masks_come_with_tokens_and_compressed_files_are_read() {
+        use crate::data::documents::UNTRAINED;
+        use flate2::{Compression, write::GzEncoder};
+        use std::io::Write;
+        let gz = |bytes: &[u8]| {
+            let mut encoder = GzEncoder::new(Vec::new(), Compression::best());
+            encoder.write_all(bytes).unwrap();
+            encoder.finish().unwrap()
+        };
+        let json = b"[{\"prompt\": \"a\", \"completion\": \"bc\"}]";
+        let expected = [97 | UNTRAINED, 98, 99];
+        assert_eq!(tokens("a.json", json, false, 256).unwrap(), expected);
+        assert_eq!(tokens("a.json.gz", &gz(json), false, 256).unwrap(), expected);
+        let ids = b"{\"input_ids\": [1, 2, 3], \"labels\": [-100, 2, -100]}";
+        assert_eq!(tokens("a.jsonl", ids, false, 256).unwrap(), [1 | UNTRAINED, 2, 3 | UNTRAINED]);
+        let bomb = gz(&vec![b'a'; 20 << 20]);
+        let refused = tokens("a.txt.gz", &bomb, false, 256).unwrap_err().to_string();
+        assert!(refused.ends_with("expands to more than 16777216 bytes, 200 times its size"), "{refused}");
+        assert!(tokens("a.txt.gz", &gz(b"abc")[..12], false, 256).unwrap_err().to_string().contains("gzip: "));
+    }
+
+    #[test]
+    fn few_records_without_a_trained_token_are_left_out() {
+        let good = "{\"prompt\": \"a\", \"completion\": \"b\"}\n".repeat(100);
+        let bad = "{\"prompt\": \"a\", \"completion\": \"\"}\n";
+        assert_eq!(tokens("a.jsonl", format!("{good}{bad}").as_bytes(), false, 256).unwrap().len(), 200);
+        let refused = tokens("a.jsonl", format!("{good}{bad}{bad}").as_bytes(), false, 256).unwrap_err().to_string();
+        assert!(refused.contains("line 101: no token is trained, as in 2 of 102 records"), "{refused}");
     }
 
     #[test]
@@ -253,7 +313,7 @@ mod tests {
         let names: Vec<_> = found.iter().map(|path| path.file_name().unwrap().to_str().unwrap()).collect();
         assert_eq!(names, ["c.bin", "a.jsonl", "b.txt", "c.bin"]);
         let refusal = |path: &str| find_files(&[dir.path().join(path)]).unwrap_err().to_string();
-        assert!(refusal("d.txt").contains("d.txt: no .txt, .jsonl or .bin file in this directory"));
+        assert!(refusal("d.txt").contains("d.txt: no .txt, .json, .jsonl (each may be .gz) or .bin file in this directory"));
         assert!(refusal("README.md").contains("README.md: not a .txt"));
         assert!(refusal("missing.txt").starts_with("read ") && refusal("missing.txt").contains("missing.txt: No such file"));
     }

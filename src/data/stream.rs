@@ -5,7 +5,7 @@ use crate::error::Result;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A stream of token ids, all below 2^31. Small text is in memory, all else is read where it lies.
+/// A stream of token ids, all below 2^31, and whether each is trained. Small text is in memory, all else is read where it lies.
 #[derive(Default)]
 pub struct TokenStream {
     parts: Vec<Part>,
@@ -49,7 +49,7 @@ impl TokenStream {
         self.push(Arc::new(tokens), range);
     }
 
-    /// Reads tokens `start..start + out.len()` without allocating.
+    /// Reads tokens `start..start + out.len()` without allocating; those that are not trained have their sign bit set.
     ///
     /// # Panics
     /// If the range reaches beyond the stream.

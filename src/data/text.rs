@@ -1,25 +1,25 @@
 //! Text files in blocks: UTF-8 that is checked as it comes, a byte-order mark left out, lines.
 
 use crate::data::checksum::hex;
+use crate::data::gz::ByteReader;
 use crate::disk::{InFile, Stamp};
 use crate::error::{Error, Result};
-use sha2::{Digest, Sha256};
 use std::path::Path;
 
 const BLOCK_BYTES: usize = 256 << 10;
 /// Longest line; it is held in memory.
-const LINE_BYTES_MAX: usize = 64 << 20;
+pub(super) const LINE_BYTES_MAX: usize = 64 << 20;
 
 /// Reads one file from begin to end.
 pub(super) struct TextReader {
-    file: InFile,
+    bytes: ByteReader,
     stamp: Stamp,
     /// The last block, of which `used` bytes are text and the rest up to `filled` begins a character.
     buffer: Vec<u8>,
     used: usize,
     filled: usize,
-    offset: u64,
-    sha256: Sha256,
+    /// Bytes of text so far.
+    made: u64,
 }
 
 impl TextReader {
@@ -31,12 +31,12 @@ impl TextReader {
             return Err(Error::format(path, "the file is empty"));
         }
         let stamp = file.stamp()?;
-        Ok(Self { file, stamp, buffer: vec![0; BLOCK_BYTES + 4], used: 0, filled: 0, offset: 0, sha256: Sha256::new() })
+        Ok(Self { bytes: ByteReader::new(file), stamp, buffer: vec![0; BLOCK_BYTES + 4], used: 0, filled: 0, made: 0 })
     }
 
-    /// Bytes read so far.
+    /// Bytes of the file read so far.
     pub(super) fn offset(&self) -> u64 {
-        self.offset
+        self.bytes.offset()
     }
 
     /// The next text, at most some hundred kilobytes; `None` after the last.
@@ -44,24 +44,21 @@ impl TextReader {
     /// # Errors
     /// `Io`; `Format` that names the byte offset of what is not UTF-8, or says that the file changes.
     pub(super) fn next(&mut self) -> Result<Option<&str>> {
-        let bytes = self.file.bytes();
-        if self.offset == bytes {
-            return if self.file.stamp()? == self.stamp { Ok(None) } else { Err(self.changed()) };
-        }
         self.buffer.copy_within(self.used..self.filled, 0);
         self.filled -= self.used;
-        let (is_first, here) = (self.offset == 0, BLOCK_BYTES.min((bytes - self.offset) as usize));
-        let read = &mut self.buffer[self.filled..self.filled + here];
-        self.file.read_at(self.offset, read)?;
-        self.sha256.update(read);
-        self.filled += here;
-        self.offset += here as u64;
+        let is_first = self.made == 0;
+        let read = self.bytes.fill(&mut self.buffer[self.filled..self.filled + BLOCK_BYTES])?;
+        self.filled += read;
+        self.made += read as u64;
+        if self.filled == 0 {
+            return if self.bytes.file().stamp()? == self.stamp { Ok(None) } else { Err(self.changed()) };
+        }
         self.used = match str::from_utf8(&self.buffer[..self.filled]) {
             Ok(text) => text.len(),
-            Err(e) if e.error_len().is_none() && self.offset < bytes => e.valid_up_to(),
+            Err(e) if e.error_len().is_none() && read > 0 => e.valid_up_to(),
             Err(e) => {
-                let at = self.offset - (self.filled - e.valid_up_to()) as u64;
-                return Err(Error::format(self.file.path(), format_args!("byte offset {at}: not UTF-8")));
+                let at = self.made - (self.filled - e.valid_up_to()) as u64;
+                return Err(Error::format(self.bytes.file().path(), format_args!("byte offset {at}: not UTF-8")));
             }
         };
         let text = str::from_utf8(&self.buffer[..self.used]).unwrap_or_default();
@@ -70,12 +67,27 @@ impl TextReader {
 
     /// SHA-256 of what was read, in hexadecimal.
     pub(super) fn sha256(self) -> String {
-        hex(self.sha256.finalize())
+        hex(self.bytes.digest())
     }
 
     fn changed(&self) -> Error {
-        Error::format(self.file.path(), "the file changed while it was read")
+        Error::format(self.bytes.file().path(), "the file changed while it was read")
     }
+}
+
+/// What puts records together from blocks of text.
+pub(super) trait RecordParts {
+    /// Gives `each` what ends in `block`, with numbers from 1 on.
+    ///
+    /// # Errors
+    /// `Format` for what is too long for memory, or is not what the file should hold; those of `each`.
+    fn push(&mut self, path: &Path, block: &str, each: impl FnMut(u64, &str) -> Result<()>) -> Result<()>;
+
+    /// The file ends.
+    ///
+    /// # Errors
+    /// `Format` when it should not yet; those of `each`.
+    fn finish(self, path: &Path, each: impl FnOnce(u64, &str) -> Result<()>) -> Result<()>;
 }
 
 /// Puts lines together from blocks.
@@ -85,12 +97,9 @@ pub(super) struct Lines {
     number: u64,
 }
 
-impl Lines {
-    /// Gives `each` the lines that end in `block`, without their end, with their numbers from 1 on.
-    ///
-    /// # Errors
-    /// `Format` for a line that is too long for memory; those of `each`.
-    pub(super) fn push(&mut self, path: &Path, block: &str, mut each: impl FnMut(u64, &str) -> Result<()>) -> Result<()> {
+impl RecordParts for Lines {
+    /// Lines come without their end.
+    fn push(&mut self, path: &Path, block: &str, mut each: impl FnMut(u64, &str) -> Result<()>) -> Result<()> {
         for part in block.split_inclusive('\n') {
             if self.begun.len() + part.len() > LINE_BYTES_MAX {
                 let cause = format_args!("line {}: longer than the {LINE_BYTES_MAX} bytes that a line may have", self.number + 1);
@@ -109,7 +118,7 @@ impl Lines {
     }
 
     /// The last line, if no line end follows it.
-    pub(super) fn finish(self, each: impl FnOnce(u64, &str) -> Result<()>) -> Result<()> {
+    fn finish(self, _: &Path, each: impl FnOnce(u64, &str) -> Result<()>) -> Result<()> {
         if self.begun.is_empty() { Ok(()) } else { each(self.number + 1, &self.begun) }
     }
 }
@@ -118,6 +127,7 @@ impl Lines {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+    use sha2::{Digest, Sha256};
 
     fn read(content: &[u8]) -> Result<String> {
         let file = tempfile::NamedTempFile::new().unwrap();
@@ -162,7 +172,7 @@ mod tests {
             for block in [head, tail] {
                 lines.push(Path::new("x"), block, |number, line| { found.push((number, line.to_string())); Ok(()) }).unwrap();
             }
-            lines.finish(|number, line| { found.push((number, line.to_string())); Ok(()) }).unwrap();
+            lines.finish(Path::new("x"), |number, line| { found.push((number, line.to_string())); Ok(()) }).unwrap();
             let found_lines: Vec<&str> = found.iter().map(|(_, line)| line.trim_end_matches('\r')).collect();
             let all_lines: Vec<&str> = text.split_inclusive('\n').map(|line| line.trim_end_matches(['\r', '\n'])).collect();
             prop_assert_eq!(found_lines, all_lines);

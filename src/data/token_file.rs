@@ -9,6 +9,7 @@
 //! by the file's size, time and inode.
 
 use crate::data::checked::{Check, CheckedFiles};
+use crate::data::documents::UNTRAINED;
 use crate::data::preparation::Preparation;
 use crate::data::scan::{BLOCK_BYTES, scan};
 use crate::disk::{self, InFile};
@@ -25,6 +26,8 @@ pub(crate) struct TokenFile {
     width: Width,
     vocab_size: usize,
     tokens: usize,
+    /// Bits that are the id.
+    id_bits: u32,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize)]
@@ -60,7 +63,7 @@ impl TokenFile {
         if !bytes.is_multiple_of(width as usize) {
             return Err(Error::format(path, format!("truncated: {bytes} bytes are no whole number of {}-byte tokens", width as usize)));
         }
-        let opened = Self { file, width, vocab_size, tokens: bytes / width as usize };
+        let opened = Self { file, width, vocab_size, tokens: bytes / width as usize, id_bits: u32::MAX };
         let width_is = if guessed { "surely not more" } else { "told" };
         let claim = format!("ids of {} bits ({width_is}) below {vocab_size}", 8 * width as usize);
         let check = Check { path: path.to_path_buf(), claim, stamp: opened.file.stamp()? };
@@ -68,10 +71,10 @@ impl TokenFile {
         Ok(opened)
     }
 
-    /// A file of 32-bit ids below `vocab_size` that somebody else vouches for.
+    /// A file of 32-bit ids below `vocab_size`, [`UNTRAINED`] or not, that somebody else vouches for.
     pub(super) fn trusted(file: InFile, vocab_size: usize) -> Self {
         let tokens = file.bytes() as usize / Width::U32 as usize;
-        Self { file, width: Width::U32, vocab_size, tokens }
+        Self { file, width: Width::U32, vocab_size, tokens, id_bits: !UNTRAINED }
     }
 
     /// How many tokens the file holds.
@@ -79,7 +82,7 @@ impl TokenFile {
         self.tokens
     }
 
-    /// Reads tokens `start..start + out.len()`.
+    /// Reads tokens `start..start + out.len()`; those that are not trained are negative.
     ///
     /// # Errors
     /// `Io` when the file has become shorter, `Format` when it now holds an id outside the vocabulary.
@@ -129,7 +132,7 @@ impl TokenFile {
 
     fn checked(&self, raw: &[u8], offset: usize) -> Result<i32> {
         let id = raw.iter().rev().fold(0, |id: u32, &byte| id << 8 | u32::from(byte));
-        if (id as usize) < self.vocab_size {
+        if ((id & self.id_bits) as usize) < self.vocab_size {
             return Ok(id as i32);
         }
         Err(Error::format(

@@ -4,6 +4,7 @@ mod special;
 
 pub use special::AddBos;
 
+use crate::data::chat::record::RecordRules;
 use crate::data::checksum;
 use crate::data::contain::contain;
 use crate::disk;
@@ -20,6 +21,7 @@ pub struct Tokenizer {
     vocab_size: usize,
     end_of_text: Option<u32>,
     begin_of_text: Vec<u32>,
+    rules: RecordRules,
 }
 
 enum TokenizerKind {
@@ -40,7 +42,7 @@ struct TokenizerModel {
 impl Tokenizer {
     /// The byte tokenizer: 256 ids, no end-of-text token.
     pub fn bytes() -> Self {
-        Self { kind: TokenizerKind::Bytes, vocab_size: 256, end_of_text: None, begin_of_text: Vec::new() }
+        Self { kind: TokenizerKind::Bytes, vocab_size: 256, end_of_text: None, begin_of_text: Vec::new(), rules: RecordRules::default() }
     }
 
     /// The byte tokenizer with the id `end_of_text` between documents.
@@ -58,7 +60,7 @@ impl Tokenizer {
 
     /// No tokenizer, for data that are token ids.
     pub fn absent() -> Self {
-        Self { kind: TokenizerKind::Absent, vocab_size: 0, end_of_text: None, begin_of_text: Vec::new() }
+        Self { kind: TokenizerKind::Absent, vocab_size: 0, end_of_text: None, begin_of_text: Vec::new(), rules: RecordRules::default() }
     }
 
     /// Reads `tokenizer.json`, if `dir` has one, and what says which tokens stand around documents: the flags `--eos-token` and
@@ -76,7 +78,18 @@ impl Tokenizer {
         let special = Special::new(dir, &tokenizer);
         let (end_of_text, begin_of_text) = (special.end_of_text(end_of_text)?, special.begin_of_text(add_bos, &post_processor)?);
         let model = TokenizerModel { path, sha256: checksum::sha256(&bytes), tokenizer };
-        Ok(Some(Self { kind: TokenizerKind::Model(Box::new(model)), vocab_size, end_of_text, begin_of_text }))
+        let kind = TokenizerKind::Model(Box::new(model));
+        Ok(Some(Self { kind, vocab_size, end_of_text, begin_of_text, rules: RecordRules::default() }))
+    }
+
+    /// This tokenizer, with rules for records.
+    pub(crate) fn with_rules(self, rules: RecordRules) -> Self {
+        Self { rules, ..self }
+    }
+
+    /// How records are read.
+    pub(super) fn rules(&self) -> &RecordRules {
+        &self.rules
     }
 
     /// Whether this is the byte tokenizer.
@@ -111,10 +124,18 @@ impl Tokenizer {
     /// What decides which ids a text becomes, wherever its files lie: two tokenizers with the same identity make the same tokens.
     pub(crate) fn identity(&self) -> serde_json::Value {
         let (end, begin) = (self.end_of_text, &self.begin_of_text);
-        match &self.kind {
+        let tokenizer = match &self.kind {
             TokenizerKind::Absent => "none".into(),
             TokenizerKind::Bytes => end.map_or("bytes".into(), |end| serde_json::json!({"bytes": true, "end_of_text": end})),
             TokenizerKind::Model(model) => serde_json::json!({"tokenizer.json": model.sha256, "end_of_text": end, "begin_of_text": begin}),
+        };
+        match (self.rules.identity(), tokenizer) {
+            (None, tokenizer) => tokenizer,
+            (Some(rules), Value::Object(mut parts)) => {
+                parts.insert("records".into(), rules);
+                parts.into()
+            }
+            (Some(rules), name) => serde_json::json!({"name": name, "records": rules}),
         }
     }
 

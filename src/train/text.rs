@@ -3,6 +3,9 @@
 use crate::config::describe;
 use crate::config::options::TokenizerChoice;
 use crate::config::settings::{OnResume, Settings};
+use crate::data::chat::find::RecordFlags;
+use crate::data::chat::mask::TrainOn;
+use crate::data::chat::record::{DataFormat, RecordRules};
 use crate::data::packing::Dataset;
 use crate::data::source;
 use crate::data::tokenizer::AddBos;
@@ -23,7 +26,10 @@ use serde_json::Value;
 pub(crate) fn tokenizer(settings: &Settings, shape: &ModelShape, saved: Option<&Value>) -> Result<(Tokenizer, Settings)> {
     let mut settings = saved.map_or_else(|| settings.clone(), |saved| as_before(settings, saved));
     saved.map_or(Ok(()), |saved| expect_same(&settings, saved, &["tokenizer"]))?;
-    let tokenizer = find(&settings, shape)?;
+    let flags = record_flags(&settings);
+    let (rules, day) = (rules(&settings, &flags)?, flags.day()?);
+    let tokenizer = find(&settings, shape)?.with_rules(rules);
+    settings.chat_date = Some(day);
     settings.add_bos = if tokenizer.begin_of_text().is_empty() { AddBos::No } else { AddBos::Yes };
     settings.eos_token = tokenizer.end_of_text().map(|id| id.to_string());
     if tokenizer.is_bytes() {
@@ -50,7 +56,19 @@ fn as_before(settings: &Settings, saved: &Value) -> Settings {
         // Before there was a choice there was no such token.
         settings.add_bos = serde_json::from_value(saved["add_bos"].clone()).unwrap_or(AddBos::No);
     }
-    settings.eos_token = settings.eos_token.or_else(|| saved["eos_token"].as_str().map(String::from));
+    if settings.train_on == TrainOn::Auto {
+        settings.train_on = serde_json::from_value(saved["train_on"].clone()).unwrap_or(TrainOn::Auto);
+    }
+    if settings.data_format == DataFormat::Auto {
+        settings.data_format = serde_json::from_value(saved["data_format"].clone()).unwrap_or(DataFormat::Auto);
+    }
+    if settings.columns.is_empty() {
+        settings.columns = serde_json::from_value(saved["columns"].clone()).unwrap_or_default();
+    }
+    let text = |key: &str| saved[key].as_str().map(String::from);
+    settings.eos_token = settings.eos_token.or_else(|| text("eos_token"));
+    settings.chat_template_name = settings.chat_template_name.or_else(|| text("chat_template_name"));
+    settings.chat_date = settings.chat_date.or_else(|| text("chat_date"));
     settings
 }
 
@@ -67,6 +85,22 @@ fn expect_same(settings: &Settings, saved: &Value, keys: &[&str]) -> Result<()> 
         }
     }
     Ok(())
+}
+
+fn record_flags(settings: &Settings) -> RecordFlags<'_> {
+    RecordFlags {
+        format: settings.data_format,
+        columns: &settings.columns,
+        train_on: settings.train_on,
+        template: settings.chat_template.as_deref(),
+        template_name: settings.chat_template_name.as_deref(),
+        date: settings.chat_date.as_deref(),
+    }
+}
+
+fn rules(settings: &Settings, flags: &RecordFlags<'_>) -> Result<RecordRules> {
+    let dir = settings.model.as_deref().map(ModelDir::open).transpose()?;
+    flags.rules(dir.as_ref())
 }
 
 fn find(settings: &Settings, shape: &ModelShape) -> Result<Tokenizer> {

@@ -1,0 +1,153 @@
+//! Chat templates: Jinja as `transformers` renders it, byte for byte, with a limit on work and memory.
+
+use super::date::Day;
+use super::python;
+use crate::data::checksum;
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::{Kwargs, Rest, Serde, ValueKind};
+use minijinja::{Environment, Error, ErrorKind, Value};
+use serde_json::Value as Json;
+use std::ops::Range;
+
+/// Work of one rendering: an instruction costs 1, and so do 64 bytes that are made. So it bounds memory, too.
+const FUEL: u64 = 2_000_000;
+const NAME: &str = "chat template";
+/// What the tags of `{% generation %}` write: private characters, which no tokenizer's text holds.
+const MARKS: [(&str, char); 2] = [("generation", '\u{10fffc}'), ("endgeneration", '\u{10fffd}')];
+
+/// A compiled template, and what it can name besides messages.
+pub(in crate::data) struct ChatTemplate {
+    environment: Environment<'static>,
+    special_tokens: serde_json::Map<String, Json>,
+    has_marks: bool,
+    identity: String,
+}
+
+/// The text of a conversation, and what of it the template marks as generated.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Rendered {
+    pub(super) text: String,
+    pub(super) generated: Vec<Range<usize>>,
+}
+
+impl ChatTemplate {
+    /// Compiles `source`; templates name `special_tokens` (`bos_token`, ...), and `day` when they ask for the date.
+    ///
+    /// # Errors
+    /// What is wrong with the source, in words.
+    pub(in crate::data) fn new(source: &str, special_tokens: serde_json::Map<String, Json>, day: Day) -> Result<Self, String> {
+        let source = source.replace("\r\n", "\n");
+        let date = if source.contains("strftime_now") { day.to_string() } else { String::new() };
+        let tokens = Json::Object(special_tokens.clone());
+        let identity = checksum::sha256(format!("{source}\n{tokens}\n{date}").as_bytes());
+        let (source, has_marks) = with_marks(&source);
+        let mut environment = Environment::new();
+        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
+        environment.set_syntax(syntax.map_err(|e| e.to_string())?);
+        environment.set_fuel(Some(FUEL));
+        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
+        environment.add_filter("tojson", to_json);
+        environment.add_test("iterable", |value: &Value| value.kind() != ValueKind::None && value.try_iter().is_ok());
+        environment.add_function("raise_exception", |message: String| -> Result<Value, Error> { Err(invalid(message)) });
+        environment.add_function("strftime_now", move |format: &str| {
+            day.format(format).ok_or_else(|| invalid(format!("strftime_now: unknown format {format:?}")))
+        });
+        for (tag, mark) in MARKS {
+            environment.add_template_owned(tag, mark.to_string()).map_err(|e| e.to_string())?;
+        }
+        environment.add_template_owned(NAME, source).map_err(|e| cause(&e))?;
+        Ok(Self { environment, special_tokens, has_marks, identity })
+    }
+
+    /// Of all that decides what it writes.
+    pub(super) fn identity(&self) -> &str {
+        &self.identity
+    }
+
+    /// Whether the template says itself what a model generates.
+    pub(super) fn has_marks(&self) -> bool {
+        self.has_marks
+    }
+
+    /// The text of `messages`; with `prompts`, up to where the model begins to answer.
+    ///
+    /// # Errors
+    /// What the template raises, or asks for more than it may, in words.
+    pub(super) fn render(&self, messages: &[Json], tools: Option<&Json>, prompts: bool) -> Result<Rendered, String> {
+        let mut context = self.special_tokens.clone();
+        context.insert("messages".into(), messages.into());
+        context.insert("tools".into(), tools.cloned().unwrap_or(Json::Null));
+        context.insert("documents".into(), Json::Null);
+        context.insert("add_generation_prompt".into(), prompts.into());
+        let template = self.environment.get_template(NAME).map_err(|e| cause(&e))?;
+        let text = template.render(Value::from(Serde(&context))).map_err(|e| cause(&e))?;
+        if !self.has_marks {
+            return Ok(Rendered { text, generated: Vec::new() });
+        }
+        let holds_marks = |json: &Json| MARKS.iter().any(|(_, mark)| json.to_string().contains(*mark));
+        if messages.iter().chain(tools).any(holds_marks) {
+            return Err("holds a private character (U+10FFFC or U+10FFFD) that marks what is trained".into());
+        }
+        Ok(without_marks(&text))
+    }
+}
+
+fn invalid(message: String) -> Error {
+    Error::new(ErrorKind::InvalidOperation, message)
+}
+
+/// The template's error as one line.
+fn cause(error: &Error) -> String {
+    let what = error.detail().map_or_else(|| error.kind().to_string(), String::from).replace('\n', " ");
+    let limit = if error.kind() == ErrorKind::OutOfFuel { " (it loops for ever, or makes too much text)" } else { "" };
+    match error.line() {
+        Some(line) => format!("the chat template, line {line}: {what}{limit}"),
+        None => format!("the chat template: {what}{limit}"),
+    }
+}
+
+fn to_json(value: &Value, indent: Option<Value>, _: Rest<Value>, options: Kwargs) -> Result<Value, Error> {
+    let indent = indent.map_or_else(|| options.get::<Option<usize>>("indent"), |indent| usize::try_from(indent).map(Some))?;
+    let sort_keys = options.get::<Option<bool>>("sort_keys")?.unwrap_or(false);
+    options.get::<Option<bool>>("ensure_ascii")?;
+    options.get::<Option<Value>>("separators")?;
+    options.assert_all_used()?;
+    let json = serde_json::to_value(value).map_err(|e| invalid(format!("tojson: {e}")))?;
+    Ok(Value::from_safe_string(python::dumps(&json, indent, sort_keys)))
+}
+
+/// `source` with an include of a mark in place of each tag of `{% generation %}`, which keeps how the tag trims; and whether it has any.
+fn with_marks(source: &str) -> (String, bool) {
+    let mut out = String::with_capacity(source.len());
+    let (mut rest, mut has_marks) = (source, false);
+    while let Some(at) = rest.find("{%") {
+        out.push_str(&rest[..at]);
+        rest = &rest[at..];
+        let end = rest.find("%}").map_or(rest.len(), |end| end + 2);
+        let (tag, after) = rest.split_at(end);
+        let name = tag.trim_start_matches("{%").trim_start_matches(['-', '+']).trim_end_matches("%}").trim_end_matches(['-', '+']).trim();
+        if MARKS.iter().any(|(mark, _)| *mark == name) {
+            has_marks = true;
+            out.push_str(&tag.replacen(name, &format!("include \"{name}\""), 1));
+            rest = after;
+        } else {
+            out.push_str("{%");
+            rest = &rest[2..];
+        }
+    }
+    out.push_str(rest);
+    (out, has_marks)
+}
+
+fn without_marks(marked: &str) -> Rendered {
+    let (mut text, mut generated, mut begin) = (String::with_capacity(marked.len()), Vec::new(), None);
+    for c in marked.chars() {
+        match MARKS.iter().position(|(_, mark)| *mark == c) {
+            Some(0) => begin = Some(text.len()),
+            Some(_) => generated.extend(begin.take().map(|begin| begin..text.len())),
+            None => text.push(c),
+        }
+    }
+    Rendered { text, generated }
+}

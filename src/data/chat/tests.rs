@@ -1,0 +1,145 @@
+//! Against `transformers` and TRL: see tests/golden/chat/generate.py.
+
+use super::date::Day;
+use super::mask::TrainOn;
+use super::record::{Content, RecordRules};
+use super::template::ChatTemplate;
+use crate::data::documents::UNTRAINED;
+use crate::data::preparation::Preparation;
+use crate::data::source;
+use crate::data::tokenizer::{AddBos, Tokenizer};
+use crate::model_dir::ModelDir;
+use serde_json::{Map, Value, json};
+use std::path::PathBuf;
+
+fn golden(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden/chat").join(name)
+}
+
+fn golden_json(name: &str) -> Map<String, Value> {
+    serde_json::from_str(&std::fs::read_to_string(golden(name)).unwrap()).unwrap()
+}
+
+fn template(source: &str) -> Result<ChatTemplate, String> {
+    let special = json!({"bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "<pad>"});
+    ChatTemplate::new(source, special.as_object().unwrap().clone(), Day::parse("2026-11-23").unwrap())
+}
+
+fn rules(source: &str, train_on: TrainOn) -> RecordRules {
+    RecordRules { train_on, template: template(source), ..RecordRules::default() }
+}
+
+fn messages(conversation: &Value) -> Vec<Value> {
+    conversation["messages"].as_array().unwrap().iter().map(|message| super::record::normal(message).unwrap()).collect()
+}
+
+#[test]
+fn templates_are_rendered_byte_for_byte_as_by_jinja2() {
+    let (conversations, renderings) = (golden_json("conversations.json"), golden_json("renderings.json"));
+    let (mut equal, mut refused, mut wrong) = (0, 0, Vec::new());
+    for (name, expected) in &renderings {
+        let template = template(&std::fs::read_to_string(golden("templates").join(name)).unwrap()).unwrap();
+        for (key, expected) in expected.as_object().unwrap() {
+            let (conversation, prompts) = key.strip_suffix("+prompt").map_or((key.as_str(), false), |key| (key, true));
+            let conversation = &conversations[conversation];
+            match (template.render(&messages(conversation), conversation.get("tools"), prompts), expected.as_str()) {
+                (Ok(rendered), Some(expected)) if rendered.text == expected => equal += 1,
+                (Err(_), None) => refused += 1,
+                (found, expected) => wrong.push(format!("{name} {key}:\n{found:?}\n{expected:?}")),
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{} differ\n{}", wrong.len(), wrong.join("\n"));
+    assert_eq!((equal, refused), (465, 39));
+}
+
+/// Ids and masks of `record` through `template`.
+fn tokens(record: &Value, template_source: &str, train_on: TrainOn) -> crate::error::Result<(Vec<u32>, Vec<u32>)> {
+    let model = ModelDir::open(&golden("model")).unwrap();
+    let tokenizer = Tokenizer::load(&model, None, AddBos::Auto)?.unwrap().with_rules(rules(template_source, train_on));
+    let file = tempfile::Builder::new().suffix(".jsonl").tempfile().unwrap();
+    std::fs::write(file.path(), record.to_string()).unwrap();
+    let (totals, _) = source::tokenize(&[file.path()], &tokenizer, 320, Vec::new(), &mut Preparation::default())?;
+    assert_eq!(totals.untrained, totals.sink.iter().filter(|&token| token & UNTRAINED > 0).count() as u64);
+    Ok(totals.sink.iter().map(|token| (token & !UNTRAINED, 1 - (token >> 31))).unzip())
+}
+
+#[test]
+fn ids_and_masks_are_those_of_trl() {
+    let cases: Vec<Value> = serde_json::from_str(&std::fs::read_to_string(golden("tokens.json")).unwrap()).unwrap();
+    for case in &cases {
+        let name = case["template"].as_str().unwrap();
+        let source = std::fs::read_to_string(golden("templates").join(name)).unwrap();
+        let (ids, trained) = tokens(&case["record"], &source, TrainOn::Auto).unwrap();
+        assert_eq!((json!(ids), json!(trained)), (case["ids"].clone(), case["trained"].clone()), "{name}");
+    }
+    assert_eq!(cases.len(), 10);
+}
+
+/// The trained texts of each sample.
+fn trained(template_source: &str, train_on: TrainOn, record: &Value) -> Result<Vec<Vec<String>>, String> {
+    let rules = rules(template_source, train_on);
+    let record = record.to_string();
+    match rules.read(rules.detect(&record)?, &record)? {
+        Content::Rendered(samples) => {
+            let texts =
+                |sample: &super::mask::ChatSample| sample.trained.iter().map(|span| sample.text[span.clone()].to_string()).collect();
+            Ok(samples.iter().map(texts).collect())
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+const PLAIN: &str = "{% for m in messages %}<{{ m.role }}>{{ m.content }};{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}";
+
+#[test]
+fn answers_are_trained_and_a_message_may_say_no() {
+    let turn = |role: &str, content: &str| json!({"role": role, "content": content});
+    let chat = json!({"messages": [turn("user", "a"), turn("assistant", "b"), turn("user", "c"), turn("assistant", "d")]});
+    assert_eq!(trained(PLAIN, TrainOn::Auto, &chat).unwrap(), [["b;", "d;"]]);
+    assert_eq!(trained(PLAIN, TrainOn::Last, &chat).unwrap(), [["d;"]]);
+    assert_eq!(trained(PLAIN, TrainOn::All, &chat).unwrap(), [["<user>a;<assistant>b;<user>c;<assistant>d;"]]);
+    assert!(trained(PLAIN, TrainOn::Completion, &chat).unwrap_err().contains("--train-on completion"));
+    for no in [("train", json!(false)), ("weight", json!(0))] {
+        let mut chat = chat.clone();
+        chat["messages"][1][no.0] = no.1;
+        assert_eq!(trained(PLAIN, TrainOn::Assistant, &chat).unwrap(), [["d;"]]);
+        let marks = PLAIN
+            .replace("{{ m.content }};", "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}");
+        assert_eq!(trained(&marks, TrainOn::Assistant, &chat).unwrap(), [["d"]]);
+        chat["messages"][3] = turn("user", "e");
+        assert!(trained(PLAIN, TrainOn::Assistant, &chat).unwrap().is_empty());
+    }
+    let shared = json!({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "s"});
+    assert_eq!(trained(PLAIN, TrainOn::All, &shared).unwrap(), [["<system>s;<user>a;<assistant>b;"]]);
+    let alpaca = json!({"instruction": "a", "input": "x", "output": "b"});
+    assert_eq!(trained(PLAIN, TrainOn::All, &alpaca).unwrap(), [["<user>a\nx;<assistant>b;"]]);
+}
+
+#[test]
+fn an_answer_that_is_written_otherwise_later_is_a_sample_of_its_own() {
+    let template = "{% for m in messages %}<{{ m.role }}>{% if loop.last and m.thinking %}({{ m.thinking }}){% endif %}{{ m.content }};\
+        {% endfor %}{% if add_generation_prompt %}<assistant>(){% endif %}";
+    let answer = |content: &str| json!({"role": "assistant", "content": content, "thinking": "hm"});
+    let ask = json!({"role": "user", "content": "a"});
+    let chat = json!({"messages": [ask, answer("b"), ask, answer("d")]});
+    // The prompt opens and closes the block that the answer fills.
+    assert_eq!(trained(template, TrainOn::Auto, &chat).unwrap(), [["hm)b;"], ["hm)d;"]]);
+}
+
+#[test]
+fn templates_that_raise_loop_grow_or_read_files_are_errors_in_a_line() {
+    let chat = json!({"messages": [{"role": "user", "content": "a"}]});
+    for (source, cause) in [
+        ("\n{{ raise_exception('roles must\nalternate') }}", "line 2: roles must alternate"),
+        ("{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}", "loops for ever"),
+        ("{% set n = namespace(s='aaaaaaaa') %}{% for i in range(100) %}{% set n.s = n.s ~ n.s %}{% endfor %}", "too much text"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "the chat template"),
+        ("{% include '/etc/passwd' %}", "the chat template"),
+        ("{{ strftime_now('%Q') }}", "unknown format"),
+        ("{% if %}", "the chat template, line 1"),
+    ] {
+        let refused = trained(source, TrainOn::Auto, &chat).unwrap_err();
+        assert!(refused.contains(cause) && !refused.contains('\n'), "{source}: {refused}");
+    }
+}

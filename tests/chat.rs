@@ -1,0 +1,64 @@
+//! Training on chat data: what is trained, what a resume keeps, and what is refused.
+
+use crate::program::{Workspace, run};
+
+/// Marks of turns, as small as they can be.
+const TEMPLATE: &str = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}";
+
+/// Forty short conversations, and flags that train on them by bytes.
+fn chats(workspace: &Workspace, answer: &str) -> Vec<String> {
+    let chat = |n: usize| {
+        let (question, answer) = (format!("what is {n} plus one?"), format!("{answer} {}", n + 1));
+        serde_json::json!({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}).to_string()
+    };
+    let data = workspace.write("chat.jsonl", (0..40).map(chat).collect::<Vec<_>>().join("\n"));
+    let template = workspace.write("chat.jinja", TEMPLATE);
+    vec![format!("--data={}", data.display()), format!("--chat-template={}", template.display())]
+}
+
+fn train(workspace: &Workspace, out: &str, flags: &[String], more: &[&str]) -> crate::program::Outcome {
+    let flags: Vec<&str> = flags.iter().map(String::as_str).chain(more.iter().copied()).collect();
+    run(&mut workspace.train(out, &flags))
+}
+
+#[test]
+fn chats_are_trained_by_their_answers_and_a_resume_keeps_what_that_means() {
+    let workspace = Workspace::new();
+    let flags = chats(&workspace, "that is");
+    let whole = train(&workspace, "whole", &flags, &[]);
+    let share = whole.stdout.lines().find(|line| line.contains("% trained)")).unwrap_or_else(|| panic!("{whole:?}"));
+    assert!(share.contains("tokens ("), "{share}");
+    let (digest, all) = (whole.digest().to_string(), train(&workspace, "all", &flags, &["--train-on=all"]));
+    assert!(all.digest() != digest && !all.stdout.contains("% trained)"), "{all:?}");
+    workspace.copy_checkpoints("whole", "resumed", &[6]);
+    let resumed = train(&workspace, "resumed", &flags, &["--resume-from-checkpoint=auto"]);
+    assert_eq!(resumed.digest(), digest);
+    workspace.copy_checkpoints("whole", "other", &[6]);
+    let other = train(&workspace, "other", &flags, &["--resume-from-checkpoint=auto", "--train-on=all"]);
+    other.refused(2, &["--train-on", "all"]);
+    workspace.write("chat.jinja", TEMPLATE.replace("<a>", "[a]"));
+    workspace.copy_checkpoints("whole", "changed", &[6]);
+    train(&workspace, "changed", &flags, &["--resume-from-checkpoint=auto"]).refused(2, &["chat_template", "--allow-changed tokenizer"]);
+}
+
+#[test]
+fn several_devices_train_on_chats_to_the_bits_of_one() {
+    let workspace = Workspace::new();
+    let flags = chats(&workspace, "that is");
+    let cut = ["--device=cpu", "--bucket-mib=0.03125", "--gradient-shares=2"];
+    let one = train(&workspace, "1", &flags, &[&cut[..], &["--gradient-accumulation-steps=2"]].concat());
+    let two = train(&workspace, "2", &flags, &[&cut[..], &["--gpus=2", "--gradient-accumulation-steps=1"]].concat());
+    assert_eq!(one.digest(), two.digest());
+}
+
+#[test]
+fn chats_without_an_answer_or_a_template_are_refused() {
+    let workspace = Workspace::new();
+    let flags = chats(&workspace, "that is");
+    let without = &flags[..1];
+    train(&workspace, "out", without, &[]).refused(1, &["chat.jsonl", "line 1", "--chat-template"]);
+    let asked = (0..40).map(|_| "{\"messages\": [{\"role\": \"user\", \"content\": \"hello?\"}]}").collect::<Vec<_>>().join("\n");
+    workspace.write("chat.jsonl", asked);
+    train(&workspace, "out", &flags, &[]).refused(1, &["chat.jsonl", "line 1", "no token is trained", "40 of 40"]);
+    assert!(workspace.names("out", "checkpoint-").is_empty());
+}
