@@ -72,6 +72,8 @@ fn beside<J: Job, T>(topology: &Topology, threads: usize, job: impl Fn(usize) ->
 }
 
 /// The machine as if its caches were small: states that do not fit them are soon filled.
-pub fn small_caches(machine: Topology) -> Topology {
-    Topology { caches: Vec::new(), memory_available_bytes: Some(1 << 28), ..machine }
+pub fn small_caches(mut machine: Topology) -> Topology {
+    machine.caches.clear();
+    machine.memory_available_bytes = Some(1 << 28);
+    machine
 }
