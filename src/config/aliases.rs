@@ -46,7 +46,7 @@ use AliasRule::{Always, Name, ShareOf, Switch, Words};
 
 const NO_SPLIT: &str = "nothing is split off the data: name what to evaluate on by --eval-data";
 const ALL_PARAMETERS: &str = "every parameter is trained here; leave it out";
-const ONE_GPU: &str = "the engine drives one GPU";
+const NO_LAUNCHER: &str = "one process drives all GPUs and divides the states among them: --gpus N";
 
 /// Names in dashes; one that ends with `*` stands for all that begin so. The first that fits counts.
 #[rustfmt::skip]
@@ -103,7 +103,7 @@ const TABLE: &[(&str, AliasRule)] = &[
     ("push-to-hub", Switch { yes: Refused("superoffload export writes a directory that `hf upload` takes"), no: Holds }),
     ("hub-*", Always(Ignored("nothing is uploaded"))),
     ("label-smoothing-factor", Words { known: &[("0", Holds), ("0.0", Holds)], other: Refused("the loss is plain cross-entropy; leave it out") }),
-    ("fsdp*", Always(Refused(ONE_GPU))),
+    ("fsdp*", Always(Refused(NO_LAUNCHER))),
     ("lora-*", Always(Refused(ALL_PARAMETERS))),
     ("use-peft", Switch { yes: Refused(ALL_PARAMETERS), no: Holds }),
     ("load-in-4bit", Switch { yes: Refused(ALL_PARAMETERS), no: Holds }),
@@ -117,8 +117,8 @@ const TABLE: &[(&str, AliasRule)] = &[
     ("group-by-length", Always(Ignored("every sequence has --seq-length tokens"))),
     ("remove-unused-columns", Always(Ignored("other columns are never read"))),
     ("data-seed", Always(Ignored("--seed is the data's, too"))),
-    ("ddp-*", Always(Ignored(ONE_GPU))),
-    ("local-rank", Always(Ignored(ONE_GPU))),
+    ("ddp-*", Always(Ignored(NO_LAUNCHER))),
+    ("local-rank", Always(Ignored(NO_LAUNCHER))),
     ("tf32", Always(Ignored("--dtype is the format of products; float32 is computed in float32"))),
     ("torch-compile*", Always(Ignored("there is no torch here"))),
     ("use-liger-kernel", Always(Ignored("there is no torch here"))),

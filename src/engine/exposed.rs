@@ -57,7 +57,8 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     pub(super) fn count_waits_of_streams(&mut self) {
         let (waited, for_peers) = (self.dev.waited_ns(), self.exchange.waited_ns(&self.dev));
         let [all, peers] = [waited - self.waited_ns, for_peers - self.waited_for_peers_ns];
-        self.exposed.transfer_ns += all - peers;
+        // Both are cut to whole nanoseconds.
+        self.exposed.transfer_ns += all.saturating_sub(peers);
         self.exposed.peer_ns += peers;
         (self.waited_ns, self.waited_for_peers_ns) = (waited, for_peers);
     }
