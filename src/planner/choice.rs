@@ -130,6 +130,8 @@ impl Planner<'_> {
     /// that lacks least.
     fn search(&self, device_bytes: u64, predictor: &Predictor) -> Result<Choice> {
         let modes: &[bool] = match self.request.weights {
+            // What ranks own of the weights lies on their devices.
+            WeightsChoice::Auto if self.workload.ranks > 1 => &[false],
             WeightsChoice::Auto => &[false, true],
             WeightsChoice::Stationary => &[false],
             WeightsChoice::Flow => &[true],

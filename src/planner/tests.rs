@@ -79,6 +79,17 @@ fn each_of_several_gpus_holds_its_own_weights_and_its_part_of_the_states() {
     assert!(offloaded[..3].is_sorted_by(|more, less| more > less) && offloaded[2..] == [0, 0], "{offloaded:?}");
 }
 
+/// Each would stream its own slices alone.
+#[test]
+fn several_gpus_stream_no_weights_and_say_what_is_lacking() {
+    let settings = Settings { gpus: 2, hbm_limit: Some(Bytes(8 << 30)), ..settings() };
+    let plan = Plan::new(&settings, &qwen3_4b(), &of_four(2).limited(&settings), false).unwrap();
+    assert!(plan.weight_ring.is_none() && plan.shortage().is_some(), "{plan}");
+    let alone = Settings { gpus: 1, ..settings };
+    let plan = Plan::new(&alone, &qwen3_4b(), &of_four(1).limited(&alone), false).unwrap();
+    assert!(plan.weight_ring.is_some(), "{plan}");
+}
+
 #[test]
 fn more_gpus_than_a_profile_knows_are_refused_with_one_that_does() {
     let refused = |name: &str, gpus| Machine::of_several(&Profile::load(name).unwrap(), gpus).unwrap_err().to_string();
