@@ -150,6 +150,7 @@ fn batch_sizes_are_completed_and_checked_as_deepspeed_does() {
         (json!({"train_batch_size": 6}), "--gpus=2", 3, 1),
         (json!({"train_batch_size": 12, "gradient_accumulation_steps": 2}), "--gpus=2", 3, 2),
         (json!({"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2}), "--gpus=1", 2, 6),
+        (json!({"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2}), "--gpus=2", 2, 3),
         (json!({"train_batch_size": 12.0, "train_micro_batch_size_per_gpu": "auto"}), "--gradient-accumulation-steps=4", 3, 4),
     ] {
         let (options, table) = read(&base(config), &[upper]).unwrap();
