@@ -62,3 +62,23 @@ fn chats_without_an_answer_or_a_template_are_refused() {
     train(&workspace, "out", &flags, &[]).refused(1, &["chat.jsonl", "line 1", "no token is trained", "40 of 40"]);
     assert!(workspace.names("out", "checkpoint-").is_empty());
 }
+
+/// Plain text never goes through a template, be it broken or changed.
+#[test]
+fn a_chat_template_says_nothing_of_plain_text() {
+    let workspace = Workspace::new();
+    workspace.write("model/chat_template.jinja", "{% for %}");
+    let lines = (0..60).map(|n| format!("{{\"text\": \"line {n} of a document\"}}")).collect::<Vec<_>>().join("\n");
+    let jsonl = format!("--data={}", workspace.write("text.jsonl", lines).display());
+    for flags in [&[][..], &[jsonl.as_str()]] {
+        let digest = run(&mut workspace.train("whole", flags)).digest().to_string();
+        workspace.copy_checkpoints("whole", "resumed", &[6]);
+        workspace.write("model/chat_template.jinja", "{{ 1 }}");
+        let resumed = run(&mut workspace.resume("resumed", flags));
+        assert!(resumed.digest() == digest && resumed.stderr.is_empty(), "{resumed:?}");
+        workspace.write("model/chat_template.jinja", "{% for %}");
+        std::fs::remove_dir_all(workspace.path("resumed")).unwrap();
+    }
+    let chats = &chats(&workspace, "that is")[..1];
+    train(&workspace, "chat", chats, &[]).refused(1, &["chat_template.jinja", "line 1"]);
+}

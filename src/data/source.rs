@@ -3,7 +3,7 @@
 //! `.txt` is one document of UTF-8; `.jsonl` holds one record a line, blank lines aside, and `.json` an array of them (see
 //! [`crate::data::chat::record`] for their columns); `.gz` may follow these three; `.bin` holds token ids (see [`crate::data::token_file`]). A directory stands for the files of these kinds in it, by name.
 
-use crate::data::chat::record::{Content, DataFormat};
+use crate::data::chat::record::{Content, DataFormat, RecordRules};
 use crate::data::demo::DEMO_TEXT;
 use crate::data::documents::{DocumentPosition, DocumentTotals, Documents, Sink};
 use crate::data::elements::Elements;
@@ -53,6 +53,44 @@ pub(crate) fn host_bytes(paths: &[PathBuf], seq_length: usize, shuffle: bool) ->
     let tokens_max = text + bytes_of(&tokens) / 2;
     let in_memory = if text <= IN_MEMORY_BYTES_MAX { size_of::<u32>() as u64 * text } else { 0 };
     in_memory + if shuffle { size_of::<u32>() as u64 * (tokens_max / seq_length.max(1) as u64) } else { 0 }
+}
+
+/// Whether the first record of one of `files` may go through a chat template. One that cannot be read may: whoever reads it says why.
+pub(in crate::data) fn asks_for_template(files: &[PathBuf], rules: &RecordRules) -> bool {
+    let is_plain = |path: &Path| match first_record(path) {
+        Ok(None) => true,
+        Ok(Some(record)) => matches!(rules.detect(&record), Ok(DataFormat::Text | DataFormat::InputIds)),
+        Err(_) => false,
+    };
+    !files.iter().all(|path| is_plain(path))
+}
+
+/// The first record of the file at `path`; `None` where it holds none.
+fn first_record(path: &Path) -> Result<Option<String>> {
+    match kind(path) {
+        Some(SourceKind::JsonLines) => first_of(path, Lines::default()),
+        Some(SourceKind::JsonArray) => first_of(path, Elements::default()),
+        _ => Ok(None),
+    }
+}
+
+fn first_of(path: &Path, mut parts: impl RecordParts) -> Result<Option<String>> {
+    let (mut reader, mut first) = (TextReader::open(path)?, None);
+    let keep = |first: &mut Option<String>, record: &str| {
+        if first.is_none() && !record.trim().is_empty() {
+            *first = Some(record.to_string());
+        }
+        Ok(())
+    };
+    while first.is_none()
+        && let Some(block) = reader.next()?
+    {
+        parts.push(path, block, |_, record| keep(&mut first, record))?;
+    }
+    if first.is_none() {
+        parts.finish(path, |_, record| keep(&mut first, record))?;
+    }
+    Ok(first)
 }
 
 /// Whether the file at `path` holds text, which needs a tokenizer.

@@ -100,7 +100,7 @@ fn record_flags(settings: &Settings) -> RecordFlags<'_> {
 
 fn rules(settings: &Settings, flags: &RecordFlags<'_>) -> Result<RecordRules> {
     let dir = settings.model.as_deref().map(ModelDir::open).transpose()?;
-    flags.rules(dir.as_ref())
+    flags.rules(dir.as_ref(), &source::find_files(&[&settings.data[..], &settings.eval_data].concat())?)
 }
 
 fn find(settings: &Settings, shape: &ModelShape) -> Result<Tokenizer> {

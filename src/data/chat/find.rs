@@ -4,6 +4,7 @@ use super::date::Day;
 use super::mask::TrainOn;
 use super::record::{DataFormat, RecordRules};
 use super::template::ChatTemplate;
+use crate::data::source::asks_for_template;
 use crate::disk;
 use crate::error::{Error, Result};
 use crate::model_dir::ModelDir;
@@ -26,18 +27,21 @@ pub(crate) struct RecordFlags<'a> {
 }
 
 impl RecordFlags<'_> {
-    /// How records are read with a model in `dir`.
+    /// How records of `files` are read with a model in `dir`. A template is looked for only where one is named or asked for: of plain text it
+    /// says nothing.
     ///
     /// # Errors
     /// `Usage` for a flag that makes no sense; `Io` and `Format` for a template that is there and cannot be used.
-    pub(crate) fn rules(&self, dir: Option<&ModelDir>) -> Result<RecordRules> {
+    pub(crate) fn rules(&self, dir: Option<&ModelDir>, files: &[PathBuf]) -> Result<RecordRules> {
         let pair = |pair: &String| {
             let named = pair.split_once('=').filter(|(ours, theirs)| !ours.is_empty() && !theirs.is_empty());
             let named = named.map(|(ours, theirs)| (ours.to_string(), theirs.to_string()));
             named.ok_or_else(|| Error::usage(format!("--columns {pair}: expected OURS=THEIRS, such as messages=chat")))
         };
         let columns = self.columns.iter().map(pair).collect::<Result<_>>()?;
-        Ok(RecordRules { format: self.format, columns, train_on: self.train_on, template: self.template(dir)? })
+        let rules = RecordRules { format: self.format, columns, train_on: self.train_on, ..RecordRules::default() };
+        let needs_template = self.template.is_some() || self.template_name.is_some() || asks_for_template(files, &rules);
+        if needs_template { Ok(RecordRules { template: self.template(dir)?, ..rules }) } else { Ok(rules) }
     }
 
     /// The day of a run, in words: the flag's, or today.
