@@ -269,19 +269,22 @@ fn a_rank_that_fails_leaves_the_last_checkpoint_whole() {
 #[test]
 fn whom_all_wait_for_is_told_where_a_rank_stands_still() {
     let workspace = Workspace::new();
+    let eval_data = format!("--eval-data={}", workspace.path("data.txt").display());
     for (phase, step, waits) in [
         ("backward", 3, "waits for the gradient of bucket 0 of rank 1"),
         ("verdict", 3, "waits for the gradient norm of rank 1"),
         ("read", 3, "waits for what rank 0 asked of rank 1"),
+        // Before the first step there is an evaluation.
+        ("module", 1, "waits for what rank 0 asked of rank 1"),
     ] {
         workspace.settings(&format!("faults = [{{rank = 1, step = {step}, phase = '{phase}', kind = 'hang'}}]"));
-        let flags = gpus(2, &["--stall-limit=1"]);
+        let flags = gpus(2, &["--stall-limit=1", &eval_data, "--eval-on-start"]);
         let train = workspace.train(phase, &flags.iter().map(String::as_str).collect::<Vec<_>>());
         let stalled = run(Command::new("timeout").arg("60").arg(train.get_program()).args(train.get_args()));
         let told: Vec<&str> = stalled.stderr.lines().take(3).collect();
         assert!(stalled.code == 1 && told[0].starts_with("error: no progress for 1s"), "{phase}: {told:?}");
         assert!(told[1].starts_with("  rank 1        ") && told[2] == format!("  rank 0        {waits}"), "{phase}: {told:?}");
-        assert_eq!(workspace.names(phase, "checkpoint-").len(), if phase == "read" { 0 } else { 1 });
+        assert_eq!(workspace.names(phase, "checkpoint-").len(), usize::from(!["read", "module"].contains(&phase)));
     }
 }
 

@@ -39,9 +39,9 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         if targets == 0 {
             return Ok(0.0);
         }
-        self.exchange.lead(Order::Evaluate, [targets as u64, 0, 0, 0, 0, 0])?;
+        self.lead(Order::Evaluate, [targets as u64, 0, 0, 0, 0, 0])?;
         self.run_evaluation(targets)?;
-        self.exchange.await_done()?;
+        self.await_done()?;
         Ok(self.exchange.losses())
     }
 
