@@ -30,13 +30,20 @@ pub(super) enum ByteReader {
     Gz { decoder: Box<MultiGzDecoder<BufReader<InOrder>>>, made: u64 },
 }
 
-impl Read for InOrder {
-    fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
+impl InOrder {
+    /// Fills `out` as far as there are bytes; returns how many.
+    fn fill(&mut self, out: &mut [u8]) -> Result<usize> {
         let here = out.len().min((self.file.bytes() - self.offset) as usize);
-        self.file.read_at(self.offset, &mut out[..here]).map_err(io::Error::other)?;
+        self.file.read_at(self.offset, &mut out[..here])?;
         self.sha256.update(&out[..here]);
         self.offset += here as u64;
         Ok(here)
+    }
+}
+
+impl Read for InOrder {
+    fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
+        self.fill(out).map_err(io::Error::other)
     }
 }
 
@@ -75,13 +82,7 @@ impl ByteReader {
         let mut filled = 0;
         while filled < out.len() {
             let read = match self {
-                Self::Plain(file) => {
-                    let here = (out.len() - filled).min((file.file.bytes() - file.offset) as usize);
-                    file.file.read_at(file.offset, &mut out[filled..filled + here])?;
-                    file.sha256.update(&out[filled..filled + here]);
-                    file.offset += here as u64;
-                    here
-                }
+                Self::Plain(file) => file.fill(&mut out[filled..])?,
                 Self::Gz { decoder, .. } => {
                     decoder.read(&mut out[filled..]).map_err(|e| Error::format(self.file().path(), format_args!("gzip: {e}")))?
                 }

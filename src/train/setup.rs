@@ -85,7 +85,9 @@ pub(super) fn prepare<'a>(
     let saved = comparable.map(|loaded| &loaded.manifest().trainer.settings);
     let (tokenizer, settings) = text::tokenizer(settings, &source.shape, saved)?;
     let (dataset, mut run) = open_data(&settings, &source.shape, &tokenizer, run_dir.path(), stop, observer)?;
-    let eval_dataset = open_eval_data(&settings, &source.shape, &tokenizer, run_dir.path(), stop, observer)?;
+    let Settings { eval_data, seq_length, .. } = &settings;
+    let open_eval = || open_dataset(eval_data, *seq_length, &source.shape, &tokenizer, run_dir.path(), stop, observer);
+    let eval_dataset = (!eval_data.is_empty()).then(open_eval).transpose()?;
     kept::record(&plan, &mut run);
     let resumed = resumed.map(|loaded| resume::accept(loaded, &settings, dataset.sequences(), run.clone(), observer)).transpose()?;
     let run = resumed.as_ref().map_or(run, |accepted| accepted.run.clone());
@@ -173,20 +175,6 @@ fn open_data(
     };
     let run = identity::of(shape, tokenizer, &settings.data, &output_dir.join(CHECKSUMS), &mut progress)?;
     Ok((dataset, run))
-}
-
-/// What the run is evaluated on, if anything is named.
-fn open_eval_data(
-    settings: &Settings,
-    shape: &ModelShape,
-    tokenizer: &Tokenizer,
-    output_dir: &Path,
-    stop: &StopFlag,
-    observer: &mut dyn Observer,
-) -> Result<Option<Dataset>> {
-    let Settings { eval_data, seq_length, .. } = settings;
-    let open = || open_dataset(eval_data, *seq_length, shape, tokenizer, output_dir, stop, observer);
-    (!eval_data.is_empty()).then(open).transpose()
 }
 
 fn open_dataset(
