@@ -306,7 +306,8 @@ fn of_several_ranks_the_one_that_stands_still_is_named_first() {
     assert!((0..3).all(|rank| lines.iter().any(|line| line.starts_with(&format!("rank {rank} ")))), "{lines:#?}");
 }
 
-/// Rank 1 stands still for a second: rank 0 has nothing to compute for as long, and that is told with both names.
+/// Rank 1 stands still for three seconds, longer than all short waits of a busy machine together: rank 0 has nothing to compute for as long,
+/// and that is told with both names.
 #[test]
 fn a_slow_rank_is_told_with_the_time_for_which_others_waited() {
     if emulator().is_some() {
@@ -317,7 +318,7 @@ fn a_slow_rank_is_told_with_the_time_for_which_others_waited() {
     await_line(&mut child, "step      5");
     let slow = threads(&child, "rank-1")[0];
     freeze(slow);
-    std::thread::sleep(Duration::from_secs(1));
+    std::thread::sleep(Duration::from_secs(3));
     waitpid(slow, Some(WaitPidFlag::__WALL)).unwrap();
     nix::sys::ptrace::detach(slow, None).unwrap();
     let ended: Outcome = child.wait_with_output().unwrap().into();
@@ -325,7 +326,7 @@ fn a_slow_rank_is_told_with_the_time_for_which_others_waited() {
     let lines = workspace.metrics("out");
     let most =
         lines.iter().max_by(|a, b| a["exposed_peer_ms"].as_f64().unwrap().total_cmp(&b["exposed_peer_ms"].as_f64().unwrap())).unwrap();
-    assert!(most["exposed_peer_ms"].as_f64() > Some(900.0) && most["exposed_peer_rank"] == 0, "{most}");
+    assert!(most["exposed_peer_ms"].as_f64() > Some(2900.0) && most["exposed_peer_rank"] == 0, "{most}");
     assert!(most["exposed_cpu_ms"].as_f64() < Some(500.0) && most["exposed_transfer_ms"].as_f64() < Some(500.0), "{most}");
     assert!(ended.stdout.contains(" ms for other ranks (rank 0, the longest)\n  slow          rank 1: "), "{ended:?}");
 }
