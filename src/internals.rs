@@ -39,7 +39,7 @@ pub mod device {
     pub use crate::device::{Attention, Device, DeviceKind, DeviceSlice, EventId, Kernel, Kernels, Launch, Stream};
     #[cfg(feature = "cuda")]
     pub mod cuda {
-        pub use crate::device::cuda::{CudaDevice, CudaOptions, free_bytes, probe};
+        pub use crate::device::cuda::{CudaDevice, CudaOptions, free_bytes, probe, visible_gpus};
     }
 }
 
@@ -63,7 +63,7 @@ pub mod facts {
 }
 
 pub mod hardware {
-    pub use crate::hardware::gpu::GpuFacts;
+    pub use crate::hardware::gpu::{GpuFacts, GpuId};
     pub use crate::hardware::topology::Topology;
 }
 

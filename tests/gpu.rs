@@ -145,7 +145,7 @@ fn find_gpu() -> Result<()> {
 fn cuda<W: Write>(report: &mut Report<W>, options: &Options) -> Result<()> {
     use superoffload::internals::device::{
         Attention, DeviceKind,
-        cuda::{CudaDevice, CudaOptions, free_bytes, probe},
+        cuda::{CudaDevice, CudaOptions, free_bytes, probe, visible_gpus},
     };
     use superoffload::internals::memory::DeviceMemory;
     let attention = if options.plain_attention { Attention::Plain } else { Attention::Cudnn { deterministic: true } };
@@ -169,7 +169,7 @@ fn cuda<W: Write>(report: &mut Report<W>, options: &Options) -> Result<()> {
         launch: &|plan, shape, topology, training| on_gpus(plan, shape, topology, training),
         machine: subject.machine.clone(),
         settings,
-        devices: (0..8).take_while(|&ordinal| probe(ordinal).is_ok()).count(),
+        devices: visible_gpus()?.len(),
         overlaps: true,
         disturb: &|rank, disturbance| multiply_now_and_then(&mut *open_at(rank)?, rank, disturbance),
         steps: STEPS,

@@ -6,10 +6,9 @@ mod nvml;
 mod facts;
 mod links;
 
-pub use facts::GpuFacts;
-pub(crate) use facts::GpuId;
 #[cfg(not(feature = "cuda"))]
 pub(crate) use facts::no_cuda;
+pub use facts::{GpuFacts, GpuId};
 pub(crate) use links::{GpuLink, is_same_pci};
 
 use crate::error::{Error, Result};

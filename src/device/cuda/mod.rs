@@ -88,7 +88,7 @@ pub struct CudaDevice {
 ///
 /// # Errors
 /// `Resource` with the driver's or the loader's words when there is none.
-pub(crate) fn visible_gpus() -> Result<Vec<GpuId>> {
+pub fn visible_gpus() -> Result<Vec<GpuId>> {
     visible_gpu(0)?;
     let count = cust::device::Device::num_devices().map_err(cannot_open)?;
     let identify = |index| {

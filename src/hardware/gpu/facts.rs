@@ -27,7 +27,7 @@ pub struct GpuFacts {
 
 /// A GPU that CUDA shows.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
-pub(crate) struct GpuId {
+pub struct GpuId {
     /// Its number, in the order of `CUDA_VISIBLE_DEVICES`.
     pub index: usize,
     /// Address on the PCI bus, as `0000:0F:00.0`.
