@@ -5,23 +5,27 @@ use nix::sys::signal::{Signal, kill};
 
 pub const CAMPAIGN: Campaign = Campaign {
     id: "R9",
-    what: "SIGTERM, SIGINT, SIGHUP, two of them, and SIGTERM before SIGKILL, in each phase: exit 75 with a checkpoint, or the end was near; \
+    what: "SIGTERM, SIGINT, SIGHUP, two of them, and SIGTERM before SIGKILL, in each phase, evaluations among them: exit 75 with a checkpoint, or the end was near; \
            a resume comes to the uninterrupted run's digest",
-    runs: 700,
+    runs: 800,
     smoke: 4,
     start,
 };
 
 type Phase = (&'static str, fn(&Running, &Harness) -> bool);
 
+/// In this phase every step is followed by an evaluation, which takes longer.
+const EVALUATION: &str = "an evaluation";
+
 /// What can be seen from outside. Compiling, waiting for data and the passes of a step are within "a step".
-const PHASES: [Phase; 7] = [
+const PHASES: [Phase; 8] = [
     ("signals are heard", |run, _| listens(run)),
     ("data", |run, _| run.stdout().contains("\ndata ")),
     ("plan", |run, _| run.stdout().contains("\nplan")),
     ("first step", |run, _| run.stdout().contains("\ntraining steps")),
     ("a step", |run, _| run.stdout().contains("\nstep      5")),
     ("save", |_, harness| names(&harness.path("stopped")).iter().any(|name| name.contains(".tmp-"))),
+    (EVALUATION, |run, _| run.stdout().contains("\nstep      5")),
     ("last step", |run, _| run.stdout().contains("\nstep     12")),
 ];
 
@@ -39,10 +43,13 @@ const WAYS: [Way; 5] = [Way::Term, Way::Int, Way::Hup, Way::Twice, Way::ThenKill
 fn start(harness: &Harness) -> Result<Trial, String> {
     let (digest, _) = harness.reference("whole", &[])?;
     Ok(Box::new(move |harness, turn| {
-        let (phase, way) = (PHASES[turn.index as usize % 7], WAYS[turn.index as usize / 7 % 5]);
+        let (phase, way) = (PHASES[turn.index as usize % 8], WAYS[turn.index as usize / 8 % 5]);
         turn.kind = format!("{way:?}: {}", phase.0).to_lowercase();
         harness.remove("stopped");
-        let mut child = harness.spawn(harness.train("stopped", &[]));
+        let eval_data = format!("--eval-data={}", harness.path("data.txt").display());
+        let evaluating = [eval_data.as_str(), "--eval-steps=1"];
+        let flags = if phase.0 == EVALUATION { &evaluating[..] } else { &[] };
+        let mut child = harness.spawn(harness.train("stopped", flags));
         if child.wait_until(|child| phase.1(child, harness)) {
             std::thread::sleep(std::time::Duration::from_micros(turn.pick(3000)));
             send(&mut child, way);

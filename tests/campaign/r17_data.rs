@@ -1,15 +1,18 @@
 //! R17: data that is not what it should be.
 
 use crate::harness::*;
+use flate2::Compression;
+use flate2::write::GzEncoder;
 use std::fs;
+use std::io::Write;
 
 pub const CAMPAIGN: Campaign = Campaign {
     id: "R17",
     what: "generated data: ids outside the vocabulary, files cut within an id, empty documents, broken JSON lines, invalid UTF-8, marks of \
-           byte order, NUL, lines of 10 million characters, a file that is cut or changed while it is trained on: trained on, or refused \
+           byte order, NUL, archives that are cut or damaged, broken arrays, lines of 10 million characters, a file that is cut or changed while it is trained on: trained on, or refused \
            with one line that names the file and, where a place is wrong, the place",
     runs: 5000,
-    smoke: 9,
+    smoke: 11,
     start,
 };
 
@@ -18,7 +21,7 @@ type Case = (&'static str, Vec<u8>, Option<&'static str>);
 
 type Make = fn(&mut Turn) -> Case;
 
-const KINDS: [(&str, Make); 8] = [
+const KINDS: [(&str, Make); 11] = [
     ("id outside the vocabulary", outside),
     ("cut within an id", within_an_id),
     ("empty documents", empty_documents),
@@ -27,12 +30,15 @@ const KINDS: [(&str, Make); 8] = [
     ("byte order mark", byte_order_mark),
     ("NUL and control characters", controls),
     ("random bytes as ids", random_ids),
+    ("archive cut short", cut_archive),
+    ("archive with a damaged byte", damaged_archive),
+    ("broken array of records", broken_array),
 ];
 
 fn start(_: &Harness) -> Result<Trial, String> {
-    Ok(Box::new(|harness, turn| match turn.index % 9 {
-        8 if turn.index.is_multiple_of(500) => long_line(harness, turn),
-        8 => changes_meanwhile(harness, turn),
+    Ok(Box::new(|harness, turn| match turn.index % 12 {
+        11 if turn.index % 500 < 12 => long_line(harness, turn),
+        11 => changes_meanwhile(harness, turn),
         kind => {
             let (name, make) = KINDS[kind as usize];
             turn.kind = name.into();
@@ -112,6 +118,34 @@ fn random_ids(turn: &mut Turn) -> Case {
     let bytes: Vec<u8> = (0..turn.pick(2000)).map(|_| turn.pick(256) as u8).collect();
     let name = turn.one_of(&["ids.bin", "ids.u16.bin", "ids.u32.bin"]);
     (name, bytes, None)
+}
+
+fn archive(turn: &mut Turn) -> Vec<u8> {
+    let lines: String =
+        (0..30 + turn.pick(30)).map(|n| format!("{{\"text\": \"words of document {n}, {}\"}}\n", turn.pick(1000))).collect();
+    let mut encoder = GzEncoder::new(Vec::new(), Compression::default());
+    encoder.write_all(lines.as_bytes()).unwrap();
+    encoder.finish().unwrap()
+}
+
+fn cut_archive(turn: &mut Turn) -> Case {
+    let mut bytes = archive(turn);
+    bytes.truncate(1 + turn.pick(bytes.len() as u64 - 1) as usize);
+    ("documents.jsonl.gz", bytes, Some("gzip"))
+}
+
+/// Behind the header, which has fields that nobody reads.
+fn damaged_archive(turn: &mut Turn) -> Case {
+    let mut bytes = archive(turn);
+    let at = 10 + turn.pick(bytes.len() as u64 - 10) as usize;
+    bytes[at] ^= 1 << turn.pick(8);
+    ("documents.jsonl.gz", bytes, Some("documents"))
+}
+
+fn broken_array(turn: &mut Turn) -> Case {
+    let good = "{\"text\": \"words of a document that is long enough for some sequences\"}, ".repeat(1 + turn.pick(20) as usize);
+    let bad = turn.one_of(&["", "{", "nothing]", "{\"no\": \"text\"}]", "{\"text\": 1}]", "{\"text\": \"a\"}", "{\"text\": \"a\"}] {}"]);
+    ("documents.json", format!("[{good}{bad}").into_bytes(), Some("documents.json"))
 }
 
 fn long_line(harness: &Harness, turn: &mut Turn) -> Result<(), String> {

@@ -19,9 +19,8 @@ const RECORDS: [(&str, ToRow); 6] = [
 ];
 
 /// Of the list of what can go wrong, what nobody tried here, or not in full.
-const NOT_RUN: [(&str, &str); 11] = [
-    ("R6", "states saved by several processes: this trains on one GPU"),
-    ("R9", "during an evaluation: there is none yet"),
+const NOT_RUN: [(&str, &str); 10] = [
+    ("R6", "states saved by several processes: one process drives all GPUs"),
     (
         "R12",
         "device memory that ends at the k-th allocation: the GPU suite asks for memory that no device has, and the plan refuses before; there is no driver that fails on demand",
@@ -32,7 +31,7 @@ const NOT_RUN: [(&str, &str); 11] = [
     ),
     ("R14", "one thread stopped alone, and a panic in a worker: they need the debugger or a hook; what is stopped here is the process"),
     ("R15", "an event that is never signalled: needs a hook in the program; what hangs here is the disk"),
-    ("R16", "death of one of several processes: this trains on one GPU"),
+    ("R16", "death of one of several processes: one process drives all GPUs"),
     ("R24", "Miri on what calls the kernel or vector instructions, and the thread sanitizer"),
     ("R25", "24 hours, and half an hour on a GPU"),
     ("R29", "failures of loggers on the network: there are none"),
