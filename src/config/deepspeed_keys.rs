@@ -152,7 +152,7 @@ pub(super) const KEYS: &[(&str, KeyRule)] = &[
     ("use_node_local_storage", Ignored("checkpoints are of one format")),
     ("load_universal_checkpoint", Off("checkpoints of DeepSpeed are not read: --model takes safetensors")),
     ("aio", Group), ("aio.*", Ignored(NO_NVME)),
-    ("tensorboard", Group), ("tensorboard.*", Ignored(NO_LOGGER)),
+    ("tensorboard", Group), ("tensorboard.*", Ignored("--report-to tensorboard writes event files into the output directory")),
     ("wandb", Group), ("wandb.*", Ignored(NO_LOGGER)),
     ("csv_monitor", Group), ("csv_monitor.*", Ignored(NO_LOGGER)),
     ("comet", Group), ("comet.*", Ignored(NO_LOGGER)),

@@ -1,4 +1,5 @@
-//! What the person asked for: flags and a TOML file ([`mod@file`], other spellings in [`aliases`]), resolved and checked ([`resolve`]).
+//! What the person asked for: flags and a file in TOML, YAML or JSON ([`mod@file`]; other spellings in
+//! [`aliases`], DeepSpeed's in [`deepspeed`]), resolved and checked ([`resolve`]).
 //! The table of all settings is in [`settings`], the types of their values in [`options`].
 
 pub(crate) mod aliases;

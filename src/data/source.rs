@@ -1,7 +1,8 @@
 //! Data files: which there are, and what each holds.
 //!
 //! `.txt` is one document of UTF-8; `.jsonl` holds one record a line, blank lines aside, and `.json` an array of them (see
-//! [`crate::data::chat::record`] for their columns); `.gz` may follow these three; `.bin` holds token ids (see [`crate::data::token_file`]). A directory stands for the files of these kinds in it, by name.
+//! [`crate::data::chat::record`] for their columns); `.gz` may follow these three; `.bin` holds token ids (see
+//! [`crate::data::token_file`]). A directory stands for the files of these kinds in it, by name.
 
 use crate::data::chat::record::{Content, DataFormat, RecordRules};
 use crate::data::demo::DEMO_TEXT;

@@ -21,8 +21,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use timed::{RandomTokens, Steps};
 
-/// Runs `steps` of `plan`, of several ranks the first, on the machine that it was made for: what they were, their timeline with room for `trace_spans` on
-/// each track, and when the timed ones ran on its clock.
+/// Runs `steps` of `plan`, of several ranks the first, on the machine that it was made for: what they were, their timeline with room for
+/// `trace_spans` on each track, and when the timed ones ran on its clock.
 ///
 /// # Errors
 /// `Resource` when not even addresses can be had.

@@ -99,7 +99,8 @@ impl Timed {
         timed
     }
 
-    /// The figures of a record; speed is that of one GPU of several, and what it counted the first one's. `tracks` is the timeline, if one was recorded; `matmul_flops` the device's best product.
+    /// The figures of a record; speed is that of one GPU of several, and what it counted the first one's. `tracks` is the timeline,
+    /// if one was recorded; `matmul_flops` the device's best product.
     pub(crate) fn outcome(self, shape: &ModelShape, plan: &Plan, matmul_flops: Option<f64>, tracks: &[Recorder]) -> Outcome {
         let recomputed_layers = PlanFacts::new(plan).recomputed_layers;
         let flops = StepFlops::new(shape, plan.batch * plan.grad_accum_steps / plan.ranks, plan.seq_length, recomputed_layers);
