@@ -78,21 +78,16 @@ pub fn respell(command: &clap::Command, args: Vec<OsString>, tell: &mut dyn FnMu
 }
 
 /// Chooses how to train a model, a directory, a `config.json` or a shipped name, on the machine that `options` name: does it fit, how
-/// fast, what binds, what else there is. With `tokens_per_step` micro-batches are chosen, too.
+/// fast, what binds, what else there is.
 ///
 /// # Errors
 /// `Usage` that names what makes no sense; `Resource` when nothing fits, with the smallest change that would.
-pub fn plan(
-    model: &Path,
-    tokens_per_step: Option<usize>,
-    options: TrainOptions,
-    tell: &mut dyn FnMut(&dyn Display),
-) -> Result<impl Display + Serialize + use<>> {
+pub fn plan(model: &Path, options: TrainOptions, tell: &mut dyn FnMut(&dyn Display)) -> Result<impl Display + Serialize + use<>> {
     let profile = profile(&options, tell)?;
     let (settings, shape) = (Settings::resolve_over(Settings::default(), options)?, presets::shape("model", model)?);
     check_context(&settings, &shape, model)?.iter().for_each(|line| tell(&format_args!("warning: {line}")));
     let machine = Machine::of_several(&profile, settings.gpus)?;
-    let query = SearchQuery { settings: &settings, tokens_per_step, shape: &shape, machine: &machine };
+    let query = SearchQuery { settings: &settings, shape: &shape, machine: &machine };
     SearchReport::of(query, &model.display().to_string(), &profile)
 }
 

@@ -56,9 +56,6 @@ struct TrainCommand {
 
 #[derive(clap::Args)]
 struct PlanOptions {
-    /// Tokens of an optimizer step; the plan cuts them into micro-batches [default: as the batch flags say].
-    #[arg(long, value_name = "N")]
-    tokens_per_step: Option<usize>,
     /// Print a JSON line instead of tables.
     #[arg(long)]
     json: bool,
@@ -200,10 +197,10 @@ fn bench_step(options: StepOptions) -> Result<()> {
 }
 
 fn run_plan(options: PlanOptions) -> Result<()> {
-    let PlanOptions { tokens_per_step, json: is_json, train } = options;
+    let PlanOptions { json: is_json, train } = options;
     let options = over_file(TrainOptions { model: None, ..train.clone() })?;
     let model = train.model.ok_or_else(|| Error::usage("plan: --model is missing: a model's directory, or a name"))?;
-    let chosen = superoffload::plan(&model, tokens_per_step, options, &mut |line| remark(line))?;
+    let chosen = superoffload::plan(&model, options, &mut |line| remark(line))?;
     if is_json { answer(json(&chosen)?) } else { answer(chosen) }
 }
 

@@ -29,3 +29,4 @@ mod style;
 mod support;
 mod tensorboard;
 mod tokenizers;
+mod tokens_per_step;

@@ -105,7 +105,7 @@ impl Simulation {
             clip: self.steps.clip,
             warmup: self.steps.warmup,
             steps: self.steps.timed,
-            settings: self.settings.clone(),
+            settings: plan.settle(&self.settings),
             plan: PlanFacts::new(&plan),
             device_planned_bytes: plan.bytes_at(MemorySpace::Device),
             host_planned_bytes: plan.bytes_at(MemorySpace::Host),

@@ -75,6 +75,7 @@ impl StepBench {
         chosen.warning.iter().for_each(|line| log(&format_args!("warning: {line}")));
         chosen.rates_from.iter().for_each(|rates_from| log(&format_args!("rates: {rates_from}")));
         let plan = launch.plan(&settings, &self.shape, settings.trace.is_some())?;
+        let settings = plan.settle(&settings);
         log(&plan);
         let matmul_flops = if chosen.is_gpu() { Some(matmul_ceiling(&plan)?) } else { None };
         launch.engine(&plan, &self.shape, Measurement { bench: self, launch: &launch, settings: &settings, plan: &plan, matmul_flops, log })
@@ -186,6 +187,12 @@ mod tests {
         assert_eq!(printed.len(), 2, "the plan and the beginning, no surprise: {printed:?}");
         assert!(printed[0].starts_with("plan") && record.to_string().contains("Gparam/s"), "{record}");
         serde_json::to_value(&record).unwrap()
+    }
+
+    #[test]
+    fn tokens_of_a_step_become_micro_batches_of_the_size_that_was_said() {
+        let line = line("never", TrainOptions { tokens_per_step: Some(96), ..TrainOptions::default() });
+        assert_eq!((&line["tokens_per_step"], &line["settings"]["gradient_accumulation_steps"]), (&96.into(), &3.into()));
     }
 
     #[test]

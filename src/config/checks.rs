@@ -24,7 +24,7 @@ const THREADS_MAX: usize = 4096;
 /// More staging slots than a model has use for.
 const SLOTS_MAX: usize = 4096;
 /// Kernels index tokens with 32 bits.
-const MICRO_BATCH_TOKENS_MAX: usize = i32::MAX as usize;
+pub(super) const MICRO_BATCH_TOKENS_MAX: usize = i32::MAX as usize;
 /// Tokens of an optimizer step: a factor of a thousand above any that was ever trained with.
 pub(crate) const STEP_TOKENS_MAX: usize = 1 << 40;
 
@@ -88,6 +88,17 @@ impl Settings {
         require((1..=THREADS_MAX).contains(&threads), "threads", threads, format!("1 to {THREADS_MAX}"))?;
         let slots = self.slots.unwrap_or(1);
         require((1..=SLOTS_MAX).contains(&slots), "slots", slots, format!("1 to {SLOTS_MAX}"))?;
+        let tokens = self.tokens_per_step.unwrap_or(1);
+        require((1..=STEP_TOKENS_MAX).contains(&tokens), "tokens-per-step", tokens, format!("at least 1, at most {STEP_TOKENS_MAX}"))?;
+        // How many GPUs share them is not known yet.
+        if self.all_gpus && self.tokens_per_step.is_some() {
+            return Ok(());
+        }
+        self.splits()?.iter().try_for_each(Self::check_batch)
+    }
+
+    /// Whether micro-batches and steps are of a size that a run can have.
+    fn check_batch(&self) -> Result<()> {
         let tokens = self.per_device_train_batch_size.checked_mul(self.seq_length);
         let fits = tokens.is_some_and(|tokens| tokens <= MICRO_BATCH_TOKENS_MAX);
         require(

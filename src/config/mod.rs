@@ -12,3 +12,4 @@ pub(crate) mod file;
 pub(crate) mod options;
 pub(crate) mod resolve;
 pub(crate) mod settings;
+mod splits;

@@ -81,6 +81,7 @@ impl Settings {
             Some(GpuCount::Count(count)) => self.gpus = count,
             None => {}
         }
+        self.is_batch_open = options.tokens_per_step.is_some() && options.per_device_train_batch_size.is_none();
         self.take(options);
         self.without.sort_unstable();
         self.without.dedup();

@@ -198,6 +198,9 @@ macro_rules! settings {
             /// Host memory that the data takes while steps run, once its files are known: see [`crate::data::source::host_bytes`].
             #[serde(skip)]
             pub data_bytes: u64,
+            /// The tokens of a step were said, and nothing of how large a micro-batch is.
+            #[serde(skip)]
+            pub is_batch_open: bool,
             /// Whether rows of the data hold several documents, which attention then keeps apart.
             #[serde(skip)]
             pub separates_documents: bool,
@@ -219,6 +222,7 @@ macro_rules! settings {
                         $($($file: $file_default,)*)?
                     )*
                     data_bytes: 0,
+                    is_batch_open: false,
                     separates_documents: false,
                     all_gpus: false,
                     loss_tile: None,
@@ -339,6 +343,9 @@ settings! {
         /// Sequences of a micro-batch.
         #[arg(value_name = "N")]
         per_device_train_batch_size: usize = 8, Told;
+        /// Tokens of an optimizer step, which the plan cuts into micro-batches.
+        #[arg(value_name = "N")]
+        tokens_per_step: usize => "none", Free;
         /// Micro-batches of an optimizer step on each GPU.
         #[arg(value_name = "N")]
         gradient_accumulation_steps: usize => "one for each gradient share", Free;

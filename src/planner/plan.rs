@@ -246,6 +246,15 @@ impl Plan {
         self.batch * self.seq_length * self.grad_accum_steps
     }
 
+    /// `settings` with the micro-batches of this plan, where it was for the plan to choose them.
+    pub(crate) fn settle(&self, settings: &Settings) -> Settings {
+        if settings.tokens_per_step.is_none() {
+            return settings.clone();
+        }
+        let gradient_accumulation_steps = Some(self.grad_accum_steps / self.ranks);
+        Settings { per_device_train_batch_size: self.batch, gradient_accumulation_steps, ..settings.clone() }
+    }
+
     /// Sizes of what its ranks meet at.
     pub fn board_sizes(&self) -> Sizes {
         let batch_words = batch::arrays(self.separates_documents) * self.batch * self.seq_length;

@@ -74,7 +74,15 @@ impl Plan {
             changed
         };
         let halves = |from: usize, least: usize| std::iter::successors(Some(from / 2), |n| Some(n / 2)).take_while(move |&n| n >= least);
-        let batches = halves(self.batch, 1).map(|n| ("per-device-train-batch-size", with(&|s| s.per_device_train_batch_size = n)));
+        let smaller = |batch: usize| {
+            let steps = self.grad_accum_steps / self.ranks * self.batch / batch;
+            with(&|s| {
+                s.per_device_train_batch_size = batch;
+                // Of as many tokens as were asked for.
+                s.gradient_accumulation_steps = s.tokens_per_step.map_or(s.gradient_accumulation_steps, |_| Some(steps));
+            })
+        };
+        let batches = halves(self.batch, 1).map(|batch| ("per-device-train-batch-size", smaller(batch)));
         let lengths = halves(self.seq_length, SEQ_LENGTH_MIN).map(|n| ("seq-length", with(&|s| s.seq_length = n)));
         let mut remedies = vec![
             ("resident-buckets", with(&|s| s.resident_buckets = ResidentBuckets::Auto)),

@@ -70,11 +70,9 @@ pub(crate) struct Ranking {
 /// simulation. On the CPU device, whose rates nobody assumes, the plan of [`Plan::new`].
 pub(crate) fn best_plan(settings: &Settings, shape: &ModelShape, machine: &Machine, trace: bool) -> Result<Plan> {
     if machine.kind == DeviceKind::Cpu {
-        let plan = Plan::new(settings, shape, machine, trace)?;
-        plan.check_fits(settings, shape)?;
-        return Ok(plan);
+        return largest_that_fits(settings, shape, machine, trace);
     }
-    let ranking = SearchQuery { settings, tokens_per_step: None, shape, machine }.rank()?;
+    let ranking = SearchQuery { settings, shape, machine }.rank()?;
     let best = &ranking.candidates[0];
     let plan = Plan::new(&best.settings, shape, machine, trace)?;
     // A timeline takes host memory, too.
@@ -82,12 +80,23 @@ pub(crate) fn best_plan(settings: &Settings, shape: &ModelShape, machine: &Machi
     Ok(Plan { simulated_step_ms: Some(best.outcome.step_ms.median), ..plan })
 }
 
+/// The plan with the largest micro-batches that fit.
+fn largest_that_fits(settings: &Settings, shape: &ModelShape, machine: &Machine, trace: bool) -> Result<Plan> {
+    let plans = settings.splits()?.into_iter().map(|split| (Plan::new(&split, shape, machine, trace), split));
+    let mut last = Err(Error::usage("nothing to choose from"));
+    for (plan, split) in plans {
+        last = plan.and_then(|plan| plan.check_fits(&split, shape).map(|()| plan));
+        if !matches!(last, Err(Error::Resource { .. })) {
+            break;
+        }
+    }
+    last
+}
+
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SearchQuery<'a> {
     /// What every candidate begins from; what is not left at its default stays.
     pub settings: &'a Settings,
-    /// Tokens of a step, if micro-batches are to be chosen, too.
-    pub tokens_per_step: Option<usize>,
     pub shape: &'a ModelShape,
     pub machine: &'a Machine,
 }
@@ -100,7 +109,7 @@ impl SearchQuery<'_> {
     pub(crate) fn rank(&self) -> Result<Ranking> {
         let mut ranking = Ranking { candidates: Vec::new(), unfit: 0 };
         let mut best: Option<Candidate> = None;
-        self.weigh(&self.splits()?, &mut best, &mut ranking)?;
+        self.weigh(&self.settings.splits()?, &mut best, &mut ranking)?;
         if best.is_none() {
             return Err(self.refusal()?);
         }
@@ -176,26 +185,10 @@ impl SearchQuery<'_> {
     }
 
     fn refusal(&self) -> Result<Error> {
-        let settings = self.splits()?.remove(0);
+        // With the smallest micro-batches.
+        let settings = self.settings.splits()?.pop().unwrap_or_else(|| self.settings.clone());
         let plan = Plan::new(&settings, self.shape, self.machine, false)?;
         Ok(plan.check_fits(&settings, self.shape).err().unwrap_or_else(|| Error::usage("nothing to choose from")))
-    }
-
-    /// Micro-batches for the tokens of a step, largest first; as the settings say when nobody asked.
-    fn splits(&self) -> Result<Vec<Settings>> {
-        let Some(tokens) = self.tokens_per_step else { return Ok(vec![self.settings.clone()]) };
-        let (seq_length, gpus) = (self.settings.seq_length, self.settings.gpus);
-        if tokens == 0 || !tokens.is_multiple_of(seq_length * gpus) {
-            let on_each = if gpus > 1 { format!(" times --gpus {gpus}") } else { String::new() };
-            return Err(Error::usage(format!("--tokens-per-step {tokens}: not a multiple of the sequence length, {seq_length}{on_each}")));
-        }
-        let sequences = tokens / seq_length / gpus;
-        let batches = (1..=sequences).rev().filter(|batch| sequences.is_multiple_of(*batch));
-        let split = |batch: usize| {
-            let grad_accum = sequences / batch;
-            Settings { per_device_train_batch_size: batch, gradient_accumulation_steps: Some(grad_accum), ..self.settings.clone() }
-        };
-        Ok(batches.map(split).collect())
     }
 
     /// The activation policies that are open, what was asked for first.

@@ -139,6 +139,7 @@ impl SearchReport {
         let busy = busy(best);
         // What was left open may be chosen anew for larger ones.
         let asked = Settings {
+            tokens_per_step: None,
             per_device_train_batch_size: best.settings.per_device_train_batch_size,
             gradient_accumulation_steps: best.settings.gradient_accumulation_steps,
             ..query.settings.clone()

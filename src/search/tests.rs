@@ -31,7 +31,7 @@ use std::sync::Arc;
 const GIB: u64 = 1 << 30;
 
 fn rank(settings: &Settings, shape: &ModelShape, machine: &Machine) -> crate::error::Result<Ranking> {
-    SearchQuery { settings, tokens_per_step: None, shape, machine }.rank()
+    SearchQuery { settings, shape, machine }.rank()
 }
 
 fn model(name: &str, layers: usize) -> ModelShape {
@@ -91,13 +91,27 @@ fn a_faster_link_is_no_reason_to_look_less_closely() {
 #[test]
 fn tokens_of_a_step_are_cut_into_the_largest_micro_batches_that_pay() {
     let (shape, machine) = (model("llama-8b", 32), h200(139, 125, (*Rates::assumed()).clone()));
-    let settings = Settings { seq_length: 4096, ..Settings::default() };
-    let query = |tokens| SearchQuery { settings: &settings, tokens_per_step: Some(tokens), shape: &shape, machine: &machine };
-    let ranking = query(64 * 4096).rank().unwrap();
+    let asked = |tokens| Settings { seq_length: 4096, tokens_per_step: Some(tokens), is_batch_open: true, ..Settings::default() };
+    let ranking = rank(&asked(64 * 4096), &shape, &machine).unwrap();
     let plan = &ranking.candidates[0].plan;
     assert_eq!(plan.tokens_per_step(), 64 * 4096, "{plan}");
     assert!(ranking.unfit > 0, "64 sequences at once do not fit");
-    assert!(query(4097).rank().unwrap_err().to_string().contains("not a multiple"));
+    assert!(rank(&asked(4097), &shape, &machine).unwrap_err().to_string().contains("not a multiple"));
+}
+
+#[test]
+fn on_cpus_micro_batches_are_as_large_as_fits() {
+    let shape = model("llama-8b", 1);
+    let settings = Settings { seq_length: 1024, tokens_per_step: Some(64 * 1024), is_batch_open: true, ..Settings::default() };
+    let with = |host_bytes| Machine { host_bytes, ..Machine::cpu(4) };
+    let plan = |host_bytes| super::best_plan(&settings, &shape, &with(host_bytes), false);
+    let whole = plan(1 << 40).unwrap();
+    assert_eq!((whole.batch, whole.grad_accum_steps), (64, 1));
+    let needed = whole.balances()[1].needed;
+    let halves = plan(needed - (1 << 20)).unwrap();
+    assert_eq!((halves.batch, halves.grad_accum_steps), (32, 2));
+    let refused = plan(1 << 30).unwrap_err().to_string();
+    assert!(refused.contains("GiB") && !refused.contains("per-device-train-batch-size"), "{refused}");
 }
 
 /// Residency and activations by hand, the rest as it is chosen: at most one part in this many better.
@@ -116,7 +130,7 @@ fn no_residency_by_hand_is_much_better_than_the_search() {
             for sixteenths in 0..=16 {
                 let resident_buckets = ResidentBuckets::Count(buckets * sixteenths / 16);
                 let settings = Settings { activations, resident_buckets, ..settings.clone() };
-                let query = SearchQuery { settings: &settings, tokens_per_step: None, shape: &shape, machine: &machine };
+                let query = SearchQuery { settings: &settings, shape: &shape, machine: &machine };
                 let Some(by_hand) = query.candidate(&settings).unwrap() else { continue };
                 let better = found.mean_s() / by_hand.mean_s() - 1.0;
                 assert!(better < 1.0 / SWEEP_PARTS, "{name} in {hbm} GiB: {activations:?}, {resident_buckets} resident: {better:+.3}");
@@ -140,7 +154,7 @@ fn no_number_of_slots_by_hand_is_much_better_than_the_search() {
     };
     let found = rank(&settings, &shape, &machine).unwrap().candidates[0].clone();
     assert!(found.plan.grad_ring.is_some());
-    let query = SearchQuery { settings: &settings, tokens_per_step: None, shape: &shape, machine: &machine };
+    let query = SearchQuery { settings: &settings, shape: &shape, machine: &machine };
     let by_hand = |slots| query.candidate(&Settings { slots: Some(slots), ..settings.clone() }).unwrap().unwrap();
     for slots in [1, 8, 48, 128] {
         let better = found.mean_s() / by_hand(slots).mean_s() - 1.0;
@@ -227,7 +241,7 @@ fn an_answer_names_what_binds_the_alternatives_and_the_limits() {
     let profile = Profile::load("gh200-96").unwrap();
     let (shape, machine) = (model("llama-8b", 32), Machine::of(&profile));
     let settings = Settings { seq_length: 4096, per_device_train_batch_size: 4, ..Settings::default() };
-    let query = SearchQuery { settings: &settings, tokens_per_step: None, shape: &shape, machine: &machine };
+    let query = SearchQuery { settings: &settings, shape: &shape, machine: &machine };
     let report = SearchReport::of(query, "llama-8b", &profile).unwrap();
     assert!(report.alternatives.len() == 2 && report.what_if.len() == 4 && report.limits.batch >= 4 && report.limits.layers >= 32);
     assert!(report.limits.seq_length >= 2 * 4096, "{:?}", report.limits);

@@ -21,6 +21,9 @@ const STEP: &str = "step";
 /// Key of the loss's tile in the part [`RunPart::Numerics`].
 const LOSS_TILE: &str = "loss_tile";
 
+/// What a person can do whose steps do not fit to the checkpoint's.
+const CUT_ANEW: &str = "say --gradient-accumulation-steps to cut steps otherwise";
+
 /// How a step is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct StepShape {
@@ -50,8 +53,9 @@ pub(super) fn settings(settings: &Settings, loaded: &Loaded, observer: &mut dyn 
     let accumulation = match settings.gradient_accumulation_steps {
         None if !then.micro_batches.is_multiple_of(settings.gpus) => {
             let (micro_batches, gpus) = (then.micro_batches, settings.gpus);
-            let remedy = "say --gradient-accumulation-steps to cut steps otherwise, or use fewer GPUs";
-            return Err(Error::usage(format!("--gpus {gpus}: the checkpoint's steps have {micro_batches} micro-batches; {remedy}")));
+            let refused =
+                format!("--gpus {gpus}: the checkpoint's steps have {micro_batches} micro-batches; {CUT_ANEW}, or use fewer GPUs");
+            return Err(Error::usage(refused));
         }
         said => said.unwrap_or(then.micro_batches / settings.gpus),
     };
@@ -61,6 +65,12 @@ pub(super) fn settings(settings: &Settings, loaded: &Loaded, observer: &mut dyn 
         loss_tile: if settings.allow_changed.contains(&RunPart::Numerics) { None } else { loss_tile(loaded)? },
         ..settings.clone()
     };
+    if settings.gradient_accumulation_steps.is_none() && kept.splits().is_err() {
+        let (tokens, micro_batches) = (kept.tokens_per_step.unwrap_or_default(), then.micro_batches);
+        return Err(Error::usage(format!(
+            "--tokens-per-step {tokens}: the checkpoint's steps have {micro_batches} micro-batches; {CUT_ANEW}"
+        )));
+    }
     kept.check_counts()?;
     let now = StepShape { micro_batches: kept.micro_batches(), gradient_shares: kept.shares() };
     let numbers = [

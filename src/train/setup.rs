@@ -80,6 +80,7 @@ pub(super) fn prepare<'a>(
     let kept = resumed.as_ref().map(|loaded| kept::settings(settings, loaded, observer)).transpose()?;
     let settings = kept.as_ref().unwrap_or(settings);
     let plan = launch.plan(settings, &source.shape, true)?;
+    let settings = &plan.settle(settings);
     let weights = if resumed.is_none() { first_weights(settings, &source.shape)? } else { None };
     let comparable = resumed.as_ref().filter(|_| !settings.allow_changed.contains(&RunPart::Tokenizer));
     let saved = comparable.map(|loaded| &loaded.manifest().trainer.settings);
