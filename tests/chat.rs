@@ -75,7 +75,9 @@ fn a_chat_template_says_nothing_of_plain_text() {
         workspace.copy_checkpoints("whole", "resumed", &[6]);
         workspace.write("model/chat_template.jinja", "{{ 1 }}");
         let resumed = run(&mut workspace.resume("resumed", flags));
-        assert!(resumed.digest() == digest && resumed.stderr.is_empty(), "{resumed:?}");
+        assert_eq!(resumed.digest(), digest);
+        // Documents are joined without a mark between them, which is all that there is to say.
+        assert!(resumed.stderr.lines().all(|line| line.contains("--eos-token TOKEN")), "{resumed:?}");
         workspace.write("model/chat_template.jinja", "{% for %}");
         std::fs::remove_dir_all(workspace.path("resumed")).unwrap();
     }
