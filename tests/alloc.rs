@@ -100,6 +100,9 @@ fn main() {
     }
     steps(STRATEGIES[1], "gradient-shares = 2\n");
     STRATEGIES.iter().for_each(|strategy| _ = steps(strategy, "gpus = 2\n"));
+    if cfg!(feature = "weight-flow") {
+        steps(STRATEGIES[1], "gpus = 2\nweights = \"sharded\"\n");
+    }
     if cfg!(feature = "superchip-cast") {
         steps(STRATEGIES[1], "cast = \"device\"\n");
     }

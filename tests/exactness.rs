@@ -51,6 +51,8 @@ struct Way {
     ranks: usize,
     /// Every step's data is evaluated before the step.
     evaluates: bool,
+    /// Several keep their slices of the weights alone, where that saves memory.
+    sharded: bool,
 }
 
 const STEPS: u64 = 6;
@@ -67,10 +69,16 @@ const REFERENCE: Way = Way {
     adversary: None,
     ranks: 1,
     evaluates: false,
+    sharded: false,
 };
 
 /// Digest, what became of bucket steps, and losses.
 type Run = (String, Counts, Vec<u32>);
+
+thread_local! {
+    /// Runs whose weights were sharded.
+    static SHARDED: Cell<usize> = const { Cell::new(0) };
+}
 
 /// The steps of a case, on an engine of one device or of several.
 struct Steps<'a>(&'a Case, &'a Way);
@@ -111,7 +119,7 @@ fn run(case: &Case, way: &Way) -> Run {
     let cast = if cfg!(feature = "superchip-cast") { way.cast } else { "host" };
     let adversary = way.adversary.map_or(String::new(), |seed| format!("adversary = {seed}\ndevice = \"cpu\""));
     let without = if way.without.is_empty() { String::new() } else { format!("without = [{}]", way.without) };
-    let settings = settings(&format!(
+    let lines = format!(
         "strategy = \"{}\"\nthreads = {}\nbucket-mib = {}\nslots = {}\nresident-buckets = {}\ncast = \"{}\"\n{without}\n{adversary}\n\
          seed = {}\ndtype = \"{}\"\ngradient-accumulation-steps = {}\ngradient-shares = {}\ngpus = {}\nmax-grad-norm = {}\ninject = [{}]\n\
          seq-length = 8\nper-device-train-batch-size = 2\nlearning-rate = 1e-2\nweight-decay = 0.1\nmax-steps = 99",
@@ -128,8 +136,11 @@ fn run(case: &Case, way: &Way) -> Run {
         ranks,
         case.max_norm,
         inject.collect::<Vec<_>>().join(","),
-    ));
-    let plan = Plan::new(&settings, &shape, &Machine::cpu(2), false).unwrap();
+    );
+    let plan = |weights: &str| Plan::new(&settings(&format!("{lines}\nweights = \"{weights}\"")), &shape, &Machine::cpu(2), false);
+    let sharded = if way.sharded && ranks > 1 { plan("sharded").ok() } else { None };
+    let plan = sharded.unwrap_or_else(|| plan("auto").unwrap());
+    SHARDED.with(|runs| runs.set(runs.get() + usize::from(ranks > 1 && plan.weight_ring.is_some())));
     on_cpus(&plan, &shape, &Topology::this_machine(), Steps(case, way)).unwrap_or_else(|error| panic!("{error}: {case:?} {way:?}"))
 }
 
@@ -183,10 +194,9 @@ fn ways() -> impl Strategy<Value = Way> {
         prop::sample::select(without.to_vec()),
         prop::sample::select(vec!["host", "host", "device"]),
         prop::option::weighted(0.8, any::<u32>().prop_map(u64::from)),
-        1usize..5,
-        any::<bool>(),
+        (1usize..5, any::<bool>(), any::<bool>()),
     )
-        .prop_map(|(strategy, threads, bucket_kib, slots, resident, without, cast, adversary, ranks, evaluates)| Way {
+        .prop_map(|(strategy, threads, bucket_kib, slots, resident, without, cast, adversary, (ranks, sharded, evaluates))| Way {
             strategy,
             threads,
             bucket_kib,
@@ -197,6 +207,7 @@ fn ways() -> impl Strategy<Value = Way> {
             adversary,
             ranks,
             evaluates,
+            sharded,
         })
 }
 
@@ -263,6 +274,36 @@ fn any_number_of_ranks_gives_the_bits_of_one() {
     }
 }
 
+/// Weights of which each device keeps its slice: what is pulled too early, or stays in the ring too long, would change bits.
+#[cfg(feature = "weight-flow")]
+#[test]
+fn sharded_weights_change_no_bit() {
+    let mut speculated = 0;
+    for seed in 0..24u64 {
+        let (ranks, max_norm) = ([2, 3, 4][seed as usize % 3], [0.0, 1.7, 1e-3, 1e9][seed as usize / 3 % 4]);
+        // As many shares as devices, or twice as many.
+        let shares = if ranks == 3 { 3 } else { 4 };
+        let faults = vec![(2, 0.3, 1, "\"nan\""), (4, 0.8, 3, "\"inf\""), (5, 0.5, 2, "100.0")];
+        let dtype = ["bfloat16", "float32"][seed as usize % 2];
+        let (layers, vocab, micro_batches, tied) = (12, 300, 1 + seed as usize % 2, seed % 4 < 2);
+        let case = Case { seed, dtype, layers, vocab, tied, micro_batches, max_norm, faults, ..tiny_case(shares) };
+        let want = reference(&case);
+        let strategy = ["superoffload", "superoffload", "zero-offload", "no-offload"][seed as usize / 6];
+        let (cast, without) =
+            (["host", "device"][(strategy == "superoffload" && seed % 5 == 0) as usize], if seed < 6 { "\"adaptive\"" } else { "" });
+        let way =
+            Way { strategy, bucket_kib: 72, resident: seed as usize % 4 * 3, slots: 2, ranks, cast, without, sharded: true, ..REFERENCE };
+        for adversary in [None, Some(seed), Some(seed + 1000)] {
+            let before = SHARDED.get();
+            let have = run(&case, &Way { adversary, ..way.clone() });
+            assert_eq!(SHARDED.get(), before + 1, "weights were not sharded: {way:?}");
+            assert_eq!((&have.0, &have.2), (&want.0, &want.2), "{way:?}, {case:?}, adversary {adversary:?}");
+            speculated += have.1.speculated;
+        }
+    }
+    assert_eq!(speculated > 0, cfg!(feature = "stv"));
+}
+
 /// After one step without clipping m is half of the gradient, exactly: that of four shares against the gradients of each alone.
 #[test]
 fn shares_are_summed_in_order_in_fp32_and_rounded_once() {
@@ -306,6 +347,7 @@ fn speculations_are_kept_redone_and_undone_and_counted() {
         adversary: Some(7),
         ranks: 1,
         evaluates: false,
+        sharded: false,
     };
     let (case, faults) = (tiny_case(1), vec![(3, 0.5, 0, "\"nan\"")]);
     let case = Case { max_norm: 2.21, faults, ..case };

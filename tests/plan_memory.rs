@@ -3,15 +3,16 @@
 
 use crate::planned;
 use crate::support::{settings, tiny_llama};
-use superoffload::Plan;
 use superoffload::internals::bucket::Tier;
-use superoffload::internals::device::DeviceKind;
+use superoffload::internals::device::{DeviceKind, Kernels};
+use superoffload::internals::engine::{Engine, Exchange};
 use superoffload::internals::hardware::Topology;
 use superoffload::internals::host::MemoryPolicy;
-use superoffload::internals::launch::cpu_engine;
+use superoffload::internals::launch::{UseEngine, cpu_engine, on_cpus};
 use superoffload::internals::memory::{Addressing, DeviceMemory};
 use superoffload::internals::model::ModelShape;
 use superoffload::internals::planner::Machine;
+use superoffload::{Plan, Result};
 
 /// Plans for `machine`, takes the memory and compares.
 fn compare(toml: &str, shape: &ModelShape, machine: &Machine) -> Plan {
@@ -68,4 +69,39 @@ fn every_class_of_a_plan_for_a_gpu_is_what_is_taken() {
     assert_eq!((weights > 0, resident > 0), (cfg!(feature = "weight-flow"), cfg!(feature = "repartition")));
     let paged = compare(&format!("{common}memory = \"unified\"\nresident-buckets = 0\n"), &shape, &gpu(8000));
     assert!(!paged.layout.elems_in(Tier::Unified).is_empty(), "{paged}");
+}
+
+/// What one of several ranks takes, on a machine whose devices have memory of their own.
+struct Compared<'a>(&'a str);
+
+impl UseEngine for Compared<'_> {
+    type Output = Plan;
+
+    fn run<D: Kernels, X: Exchange<D>>(self, engine: Engine<D, X>) -> Result<Plan> {
+        planned::check(&engine, DeviceKind::Cpu).unwrap_or_else(|wrong| panic!("{}: {wrong}", self.0));
+        Ok(engine.plan().clone())
+    }
+}
+
+#[test]
+fn every_class_of_a_plan_for_several_gpus_is_what_each_takes() {
+    let device = DeviceMemory::Own { bytes: 4 << 30, addressing: Addressing::Managed };
+    let machine = Machine { kind: DeviceKind::Gpu, device, ..Machine::cpu(8) };
+    // The last bucket has as many blocks for each, too.
+    let shape = tiny_llama(12, 1024, 276, true);
+    let common = "max-steps = 1\nthreads = 4\nseq-length = 64\nper-device-train-batch-size = 1\nbucket-mib = 4\n";
+    for gpus in [2, 4] {
+        for more in ["", "gradient-shares = 8\n", "resident-buckets = 2\n", "weights = \"sharded\"\n", "strategy = \"no-offload\"\n"] {
+            let wanted = cfg!(feature = "weight-flow") || !more.contains("sharded");
+            let wanted = wanted && (cfg!(feature = "repartition") || !more.contains("resident"));
+            if !wanted {
+                continue;
+            }
+            let toml = format!("{common}gpus = {gpus}\n{more}");
+            let plan = Plan::new(&settings(&toml), &shape, &machine, false).unwrap();
+            let plan = Plan { host_memory: MemoryPolicy::unbacked(), ..plan };
+            let plan = on_cpus(&plan, &shape, &Topology::this_machine(), Compared(&toml)).unwrap();
+            assert_eq!(plan.weight_ring.is_some(), more.contains("sharded"), "{plan}");
+        }
+    }
 }

@@ -1,5 +1,7 @@
 //! Several devices of one machine, each a thread of the program: the same bits as one, the same files, and one end when one fails.
 
+#[cfg(feature = "weight-flow")]
+use crate::program::CONFIG;
 use crate::program::{Outcome, Workspace, run};
 use crate::resume::{await_line, send, stop_signals};
 use crate::support::{Noise, load, random_params, resident, settings, tiny_llama};
@@ -102,17 +104,47 @@ fn a_run_goes_on_with_another_number_of_devices() {
     run(&mut workspace.resume("three", &["--device=cpu", "--gpus=3"])).refused(2, &["--gpus 3", "4 micro-batches"]);
 }
 
+/// Where each device keeps its part of the weights: the bits of one device, with evaluation, and after a resume with another number of
+/// devices or another place for the weights.
+#[cfg(feature = "weight-flow")]
+#[test]
+fn devices_that_keep_parts_of_the_weights_train_to_the_same_bits() {
+    let workspace = Workspace::new();
+    workspace.write("model/config.json", CONFIG.replace("\"num_hidden_layers\": 1", "\"num_hidden_layers\": 8"));
+    let eval = format!("--eval-data={}", workspace.path("data.txt").display());
+    let flags = |count, weights: &'static str| gpus(count, &[&eval, "--eval-steps=3", weights]);
+    let digest = train(&workspace, "1", &gpus(1, &[]));
+    for count in [2, 4] {
+        let out = format!("sharded-{count}");
+        let command = flags(count, "--weights=sharded");
+        let sharded = run(&mut workspace.train(&out, &command.iter().map(String::as_str).collect::<Vec<_>>()));
+        assert!(sharded.digest() == digest && sharded.stdout.contains("stream from the slices of all"), "{sharded:?}");
+        assert_eq!(workspace.metrics(&out).last().unwrap()["eval_loss"], workspace.metrics("sharded-2").last().unwrap()["eval_loss"]);
+    }
+    for (resumed, flags) in [
+        ("one", gpus(1, &[])),
+        ("replicated", flags(4, "--weights=replicated")),
+        ("sharded", flags(2, "--weights=sharded")),
+        ("auto", flags(2, "--weights=auto")),
+    ] {
+        workspace.copy_checkpoints("sharded-4", resumed, &[6]);
+        let flags: Vec<_> = flags.iter().map(String::as_str).collect();
+        assert_eq!(run(&mut workspace.resume(resumed, &flags)).digest(), digest, "{resumed}");
+    }
+}
+
 #[test]
 fn what_several_devices_cannot_do_is_refused_with_a_way_out() {
     let workspace = Workspace::new();
     let instead_of_flow: &[&str] =
-        if cfg!(feature = "weight-flow") { &["--weights flow", "--weights stationary"] } else { &["--weights flow"] };
-    let cases: [(&[&str], &[&str]); 7] = [
+        if cfg!(feature = "weight-flow") { &["--weights flow", "--weights sharded"] } else { &["--weights flow"] };
+    let cases: [(&[&str], &[&str]); 8] = [
         (&["--gpus=all"], &["--gpus all", "a number"]),
         (&["--gpus=0"], &["--gpus 0", "at least 1"]),
         (&["--gpus=9"], &["--gpus 9", "at most 8"]),
         (&["--gpus=2", "--gradient-shares=3", "--gradient-accumulation-steps=3"], &["--gradient-shares 3", "multiple of --gpus 2"]),
         (&["--gpus=2", "--weights=flow"], instead_of_flow),
+        (&["--weights=sharded"], &["--weights sharded"]),
         (&["--gpus=4", "--bucket-mib=0.01"], &["--gpus 4", "--bucket-mib"]),
         (&["--gpus=2", "--gradient-shares=0"], &["at least 1"]),
     ];

@@ -54,8 +54,13 @@ impl Slices {
 
     /// The same in local coordinates: all buckets but the last are alike.
     pub fn local(&self, bucket: usize) -> Range<usize> {
-        let start = bucket * self.global(0).len();
-        start..start + self.global(bucket).len()
+        self.local_of(self.rank, bucket)
+    }
+
+    /// The same of another rank.
+    pub fn local_of(&self, rank: usize, bucket: usize) -> Range<usize> {
+        let start = bucket * self.of(rank, 0).len();
+        start..start + self.of(rank, bucket).len()
     }
 
     /// Elements that this rank owns in all.

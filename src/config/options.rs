@@ -162,10 +162,14 @@ impl ActivationsChoice {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum WeightsChoice {
-    /// On the device, unless only streaming makes the model fit.
+    /// On every device, unless another place makes the model fit.
     Auto,
-    /// On the device.
-    Stationary,
+    /// On every device.
+    #[value(alias = "stationary")]
+    #[serde(alias = "stationary")]
+    Replicated,
+    /// Each of several devices keeps its part, and pulls the others' layer by layer, forward and backward.
+    Sharded,
     /// In host memory, from which they come layer by layer, forward and backward.
     Flow,
 }

@@ -12,6 +12,7 @@ use crate::planner::plan::Plan;
 use crate::ranks::board::{ORDER_WORDS, StepOutcome};
 use crate::trace::Recorder;
 use crate::units::NormSq;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// What rank 0 has all ranks do. Its numbers are the board's.
@@ -114,6 +115,16 @@ pub trait Exchange<D: Kernels> {
     /// Whether the others' weights of `bucket` have come, as far as that is enqueued.
     fn is_gathered(&self, _bucket: usize) -> bool {
         true
+    }
+
+    /// Where this rank's weights of `flat` lie, a part of its slice of a bucket that begins at `local` of its own order.
+    fn own_weights(&self, weights: DeviceSlice, flat: &Range<usize>, _local: usize) -> DeviceSlice {
+        weights.slice(flat.start, flat.len())
+    }
+
+    /// Enqueues copies of the weights of `flat` from all ranks that keep their slices alone.
+    fn fetch(&mut self, _dev: &mut D, _weights: DeviceSlice, _flat: Range<usize>) -> Result<()> {
+        Ok(())
     }
 
     /// What is computed from now on finds the others' weights of `bucket`.

@@ -14,7 +14,7 @@ use super::transfers::Transfers;
 use super::verdict::{SpeculationHistory, Verdict};
 use super::vitals::Vitals;
 use super::watchdog::Watched;
-use super::weight_flow::WeightFlow;
+use super::weight_flow::{Source, WeightFlow};
 use crate::device::{EventId, Kernels, PARTS_MAX, ProductAlgorithm};
 use crate::error::Result;
 use crate::host::doorbell::Doorbell;
@@ -101,7 +101,7 @@ fn staging(plan: &Plan) -> Staging {
         ringed_grads: plan.grad_ring.is_some(),
         grad_slots: plan.grad_slots,
         param_slots: plan.param_slots,
-        streamed_weights: plan.weight_ring.is_some(),
+        streamed_weights: plan.streams_from_host(),
     }
 }
 
@@ -139,7 +139,8 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         let activations = ActivationPlan::new(plan.micro_batch(&shape))?.allocate(&mut dev, &mut host)?;
         let exchange = exchange(&mut dev, &plan)?;
         let memory = Memory::new(&plan, exchange.slices(), &table, &mut dev, &mut host)?;
-        let flow = |ring| WeightFlow::new(&mut dev, &table, ring, memory.step.params.memory, weights);
+        let source = if plan.streams_from_host() { Source::Host(memory.step.params.memory) } else { Source::Ranks };
+        let flow = |ring| WeightFlow::new(&mut dev, &table, ring, source, weights);
         let flow = plan.weight_ring.map(flow).transpose()?;
         let slices = exchange.slices();
         let report = Report::new(slices.elems(), plan.shares / slices.ranks(), X::SUMS, &mut dev, &mut host)?;

@@ -119,13 +119,13 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         match (hop, hop.leg().stream, load) {
             (Hop::GradsOut, Some(stream), Load::Slot(slot)) => self.copy_grads(stream, &flat, slot)?,
             (Hop::Optimize, None, Load::Job(work, params)) => self.give_to_pool(bucket, local, work, params),
-            (Hop::ParamsIn, _, Load::Slot(_)) if self.flow.is_some() && self.beside_flow(&flat).is_empty() => {
+            (Hop::ParamsIn, _, Load::Slot(_)) if self.plan.streams_from_host() && self.beside_flow(&flat).is_empty() => {
                 let done = Event::Done { hop, bucket };
                 self.vitals.event(done, self.train_step + 1);
                 self.coordinator.handle(done);
                 return Ok(());
             }
-            (Hop::ParamsIn, Some(stream), Load::Slot(slot)) => self.copy_params(stream, &flat, slot)?,
+            (Hop::ParamsIn, Some(stream), Load::Slot(slot)) => self.copy_params(stream, &flat, &local, slot)?,
             (Hop::PageIn, Some(stream), _) => self.counters.h2d_bytes += self.page(stream, &local, MemorySpace::Device)?,
             (Hop::StepOnDevice, _, Load::Update(update)) => self.step_on_device(&flat, &local, update)?,
             (Hop::PageOut, Some(stream), _) => self.counters.d2h_bytes += self.page(stream, &local, MemorySpace::Host)?,
@@ -147,7 +147,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     }
 
     fn give_to_pool(&mut self, bucket: usize, range: Range<usize>, work: Work, params: Option<Slot>) {
-        if let (Some(flow), Some(_)) = (&mut self.flow, params) {
+        if let (Some(flow), Some(_), true) = (&mut self.flow, params, self.plan.streams_from_host()) {
             flow.forget(&range);
         }
         self.counters.adam_elems += range.len() as u64;
@@ -171,9 +171,10 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         self.dev.copy_d2h(stream, source, target)
     }
 
-    fn copy_params(&mut self, stream: Stream, whole: &Range<usize>, slot: Slot) -> Result<()> {
+    fn copy_params(&mut self, stream: Stream, whole: &Range<usize>, local: &Range<usize>, slot: Slot) -> Result<()> {
         let range = self.beside_flow(whole);
-        let (source, weights) = (self.memory.step.params.part(slot, whole, &range), self.weights(&range));
+        let (source, weights) =
+            (self.memory.step.params.part(slot, whole, &range), self.weights(&range, local.start + range.start - whole.start));
         self.counters.h2d_bytes += source.bytes() as u64;
         if !self.plan.device_casts() {
             return self.dev.copy_h2d(stream, source, weights);
@@ -199,7 +200,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
             let state = self.memory.device_part(&part);
             let consts = AdamConsts::new(&hyper, update.optimizer_step, segment.decay);
             let there = flat.start + part.start - local.start..flat.start + part.end - local.start;
-            let (grads, out) = (self.grads(&there), self.weights(&there));
+            let (grads, out) = (self.grads(&there), self.weights(&there, part.start));
             self.dev.launch(Adam { params: state.params, m: state.m, v: state.v, grads, out, consts, scale: update.scale })?;
         }
         Ok(())
@@ -217,7 +218,8 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         self.model.grads.slice(range.start, range.len())
     }
 
-    fn weights(&self, range: &Range<usize>) -> DeviceSlice {
-        self.model.weights.slice(range.start, range.len())
+    /// This rank's weights of `range`, which begins at `local` of its own order.
+    pub(super) fn weights(&self, range: &Range<usize>, local: usize) -> DeviceSlice {
+        self.exchange.own_weights(self.model.weights, range, local)
     }
 }

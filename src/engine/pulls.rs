@@ -16,6 +16,7 @@ use crate::ranks::Seat;
 use crate::ranks::board::StepOutcome;
 use crate::trace::Recorder;
 use crate::units::NormSq;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// What a rank tells the others of itself, once.
@@ -25,6 +26,8 @@ pub(super) struct Introduction<C> {
     /// Its flat gradients and weights.
     pub(super) grads: DeviceSlice,
     pub(super) weights: DeviceSlice,
+    /// Its slices of the weights that nobody else keeps, in its own order.
+    pub(super) shard: DeviceSlice,
     /// By bucket: its gradient is written.
     pub(super) written: Vec<EventId>,
     /// The gradients of others are pulled, as far as that was enqueued.
@@ -48,6 +51,11 @@ pub(crate) struct Pulls<C> {
     gathered: Vec<EventId>,
     /// The others' parts of one slice.
     staging: DeviceSlice,
+    /// This rank's slices of the weights that nobody else keeps, in its own order: those of the buckets before `sharded`, whose flat
+    /// places up to `ringed_elems` are a ring.
+    shard: DeviceSlice,
+    sharded: usize,
+    ringed_elems: usize,
     /// fp32 sums so far of what this rank owns, where a step has several rounds.
     sums: Option<DeviceSlice>,
     rounds: u64,
@@ -82,7 +90,12 @@ impl<C> Pulls<C> {
         let rounds = plan.shares / ranks;
         let sums = (rounds > 1).then(|| dev.alloc("gradient sums", slices.elems(), Dtype::Float32)).transpose()?;
         let batch_words = batch::arrays(plan.separates_documents) * plan.batch * plan.seq_length;
+        let sharded = plan.sharded().end;
+        let shard_elems = sharded.checked_sub(1).map_or(0, |last| slices.local(last).end);
         Ok(Self {
+            shard: dev.alloc("weight slices", shard_elems, plan.dtype)?,
+            sharded,
+            ringed_elems: plan.weight_ring.map_or(0, |ring| ring.ringed_elems),
             written,
             gathered,
             pulled: dev.event()?,
@@ -116,7 +129,7 @@ impl<C> Pulls<C> {
         stepped: Vec<EventId>,
         vitals: Arc<Vitals>,
     ) -> Introduction<C> {
-        Introduction { card, grads, weights, written: self.written.clone(), pulled: self.pulled, stepped, vitals }
+        Introduction { card, grads, weights, shard: self.shard, written: self.written.clone(), pulled: self.pulled, stepped, vitals }
     }
 
     /// Now all are known, by rank.
@@ -264,18 +277,24 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
     fn gather(&mut self, dev: &mut D, weights: DeviceSlice) -> Result<bool> {
         let before = self.ungathered;
         while let Some(bucket) = self.ungathered.checked_sub(1)
-            && self.others().all(|peer| self.seat.board.settled(peer, bucket) >= self.version)
+            // Its own, too: a slice that it keeps alone is copied to its place like the others'.
+            && (0..self.seat.board.ranks()).all(|rank| self.seat.board.settled(rank, bucket) >= self.version)
         {
-            for peer in self.others() {
-                let (theirs, flat) = (&self.peers[peer], self.slices.of(peer, bucket));
-                dev.wait_for(Stream::Gather, peer, theirs.stepped[bucket])?;
-                let [source, target] = [theirs.weights, weights].map(|whole| whole.slice(flat.start, flat.len()));
-                dev.pull(Stream::Gather, peer, source, target)?;
-            }
+            let whole = self.slices.layout().range(bucket);
+            self.pull_weights(dev, weights, bucket, whole.start.max(self.ringed_elems)..whole.end)?;
             dev.record(self.gathered[bucket], Stream::Gather)?;
             self.ungathered = bucket;
         }
         Ok(self.ungathered < before)
+    }
+
+    fn own_weights(&self, weights: DeviceSlice, flat: &Range<usize>, local: usize) -> DeviceSlice {
+        if local < self.shard.elems() { self.shard.slice(local, flat.len()) } else { weights.slice(flat.start, flat.len()) }
+    }
+
+    fn fetch(&mut self, dev: &mut D, weights: DeviceSlice, flat: Range<usize>) -> Result<()> {
+        let mut buckets = self.slices.layout().overlapping(flat.clone());
+        buckets.try_for_each(|bucket| self.pull_weights(dev, weights, bucket, flat.clone()))
     }
 
     fn is_gathered(&self, bucket: usize) -> bool {
@@ -403,6 +422,32 @@ impl<C> Pulls<C> {
         let out = sum.filter(|_| !last).unwrap_or(own);
         dev.launch(SumSlices::new(Stream::Reduce, &parts[..self.peers.len()], before, out))?;
         dev.record(self.summed, Stream::Reduce)
+    }
+
+    /// Enqueues copies of the part of `bucket` within `flat` from all its owners: from itself, too, where nobody has it in its place.
+    fn pull_weights<D: Kernels + Peers<Card = C>>(
+        &self,
+        dev: &mut D,
+        weights: DeviceSlice,
+        bucket: usize,
+        flat: Range<usize>,
+    ) -> Result<()> {
+        let is_sharded = bucket < self.sharded;
+        for (owner, theirs) in self.peers.iter().enumerate().filter(|(owner, _)| is_sharded || *owner != self.seat.rank) {
+            let slice = self.slices.of(owner, bucket);
+            let part = slice.start.max(flat.start)..slice.end.min(flat.end);
+            if part.is_empty() {
+                continue;
+            }
+            let local = self.slices.local_of(owner, bucket).start + part.start - slice.start;
+            let source = if is_sharded { theirs.shard.slice(local, part.len()) } else { theirs.weights.slice(part.start, part.len()) };
+            match owner == self.seat.rank {
+                true => dev.wait(Stream::Gather, theirs.stepped[bucket])?,
+                false => dev.wait_for(Stream::Gather, owner, theirs.stepped[bucket])?,
+            }
+            dev.pull(Stream::Gather, owner, source, weights.slice(part.start, part.len()))?;
+        }
+        Ok(())
     }
 
     /// Folds what has come of the norm, in flat order: bucket by bucket, and in a bucket rank by rank.

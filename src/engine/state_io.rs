@@ -89,15 +89,14 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         self.lead(Order::Send, Words::default())?;
         for state in &self.memory.device {
             for (flat, local) in self.exchange.slices().pieces(state.local.clone()) {
-                let (src, dst) =
-                    (state.params.slice(local - state.local.start, flat.len()), self.model.weights.slice(flat.start, flat.len()));
+                let (src, dst) = (state.params.slice(local - state.local.start, flat.len()), self.weights(&flat, local));
                 self.dev.launch(Cast { stream: Stream::Compute, src, dst })?;
             }
         }
         (self.plan.layout.offloaded()..self.plan.layout.count()).try_for_each(|bucket| self.issue(Hop::StepOnDevice, bucket, None))?;
         self.coordinator.restore();
         self.run_commands()?;
-        self.exchange.next_version();
+        self.next_version();
         self.wait_for_all_params()
     }
 

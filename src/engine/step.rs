@@ -166,9 +166,9 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     /// which is after the last module of the step that uses them.
     fn fetch_weights(&mut self, module: usize) -> Result<()> {
         let streamed = self.flow.as_ref().map_or(0..0, |flow| flow.streamed(module));
-        self.plan.layout.overlapping(streamed).rev().try_for_each(|bucket| self.wait_until_settled(bucket))?;
+        self.plan.layout.overlapping(streamed).rev().try_for_each(|bucket| self.wait_until_final(bucket))?;
         if let Some(flow) = &mut self.flow {
-            self.counters.h2d_bytes += flow.fetch(&mut self.dev, module)?;
+            self.counters.h2d_bytes += flow.fetch(&mut self.dev, &mut self.exchange, module)?;
         }
         Ok(())
     }
@@ -284,7 +284,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         self.optimizer_step += u64::from(!skipped);
         self.train_step += 1;
         self.run_commands()?;
-        self.exchange.next_version();
+        self.next_version();
         if self.plan.barrier {
             self.wait_for_all_params()?;
         }
@@ -296,6 +296,14 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         self.count_waits_of_streams();
         out.exposed = self.exposed;
         Ok(out)
+    }
+
+    /// From here on the weights of every bucket are others.
+    pub(super) fn next_version(&mut self) {
+        self.exchange.next_version();
+        if let Some(flow) = self.flow.as_mut().filter(|_| !self.plan.streams_from_host()) {
+            flow.forget_all();
+        }
     }
 
     fn judge(&self, learning_rate: f64, outcome: StepOutcome) -> StepReport {
@@ -327,13 +335,19 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     }
 
     fn wait_for_bucket(&mut self, bucket: usize) -> Result<()> {
-        self.wait_until_settled(bucket)?;
+        self.wait_until_final(bucket)?;
         self.dev.wait(Stream::Compute, self.transfers.event(Hop::ParamsIn, bucket))?;
+        self.exchange.arrive(&mut self.dev, bucket)
+    }
+
+    /// Every rank has published its weights of `bucket`, as far as they are of others.
+    fn wait_until_final(&mut self, bucket: usize) -> Result<()> {
+        self.wait_until_settled(bucket)?;
         self.strike(FaultPhase::Gather)?;
         if !self.exchange.is_gathered(bucket) {
             self.wait_for_peers(Doing::Gather, bucket, |engine| Ok(engine.exchange.is_gathered(bucket)))?;
         }
-        self.exchange.arrive(&mut self.dev, bucket)
+        Ok(())
     }
 }
 

@@ -1,7 +1,8 @@
 //! Weight-flow (paper 4.2), for models whose weights do not fit: layers' weights wait in host memory and come to the device
 //! module by module, into a ring that holds at least two neighbours, so that one comes while the other is computed with.
 
-use crate::device::{Device, DeviceSlice, EventId, Stream};
+use super::exchange::Exchange;
+use crate::device::{Device, DeviceSlice, EventId, Kernels, Stream};
 use crate::error::Result;
 use crate::host::pinned::PinnedSlice;
 use crate::memory::RingShape;
@@ -79,12 +80,20 @@ impl Window {
     }
 }
 
+/// Where streamed weights come from.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Source {
+    /// Host memory that holds all of them, in flat order from 0, in the format of the device.
+    Host(PinnedSlice),
+    /// The slices of all ranks.
+    Ranks,
+}
+
 /// The weights that are streamed, and the events that keep copies and kernels apart.
 #[derive(Debug)]
 pub(super) struct WeightFlow {
     window: Window,
-    /// All streamed weights, in flat order from 0, in the format of the device.
-    source: PinnedSlice,
+    source: Source,
     /// The flat weights, whose first part is the ring.
     weights: DeviceSlice,
     /// The compute stream is done with the module's weights.
@@ -94,14 +103,8 @@ pub(super) struct WeightFlow {
 }
 
 impl WeightFlow {
-    /// Streams the part of the flat `weights` that lies in `ring` from `source`, which holds it in flat order.
-    pub(super) fn new<D: Device>(
-        dev: &mut D,
-        table: &TensorTable,
-        ring: RingShape,
-        source: PinnedSlice,
-        weights: DeviceSlice,
-    ) -> Result<Self> {
+    /// Streams the part of the flat `weights` that lies in `ring` from `source`.
+    pub(super) fn new<D: Device>(dev: &mut D, table: &TensorTable, ring: RingShape, source: Source, weights: DeviceSlice) -> Result<Self> {
         let window = Window::new(table, ring);
         let mut events = || window.modules.iter().map(|_| dev.event()).collect::<Result<Vec<_>>>();
         let (used, fetched) = (events()?, events()?);
@@ -113,22 +116,29 @@ impl WeightFlow {
         self.window.modules.get(module).map_or(0..0, |(range, _)| range.clone())
     }
 
-    /// Enqueues the copy of `module`'s weights, unless they lie in the ring; returns its bytes. What is in their way must have
+    /// Enqueues the copy of `module`'s weights, unless they lie in the ring; returns the bytes that cross the host's link. What is in their way must have
     /// been used, as far as it was enqueued to be.
-    pub(super) fn fetch<D: Device>(&mut self, dev: &mut D, module: usize) -> Result<u64> {
+    pub(super) fn fetch<D: Kernels>(&mut self, dev: &mut D, exchange: &mut impl Exchange<D>, module: usize) -> Result<u64> {
         let range = self.streamed(module);
         if range.is_empty() || self.window.has(module) {
             return Ok(0);
         }
+        let stream = if let Source::Host(_) = self.source { Stream::H2d } else { Stream::Gather };
         for other in self.window.in_the_way(module) {
-            dev.wait(Stream::H2d, self.used[other])?;
+            dev.wait(stream, self.used[other])?;
         }
-        let width = self.weights.dtype().bytes();
-        let (source, target) = (self.source.slice(range.start * width, range.len() * width), self.weights.slice(range.start, range.len()));
-        dev.copy_h2d(Stream::H2d, source, target)?;
-        dev.record(self.fetched[module], Stream::H2d)?;
+        let bytes = match self.source {
+            Source::Host(host) => {
+                let bytes = range.len() * self.weights.dtype().bytes();
+                let source = host.slice(range.start * self.weights.dtype().bytes(), bytes);
+                dev.copy_h2d(stream, source, self.weights.slice(range.start, range.len()))?;
+                bytes as u64
+            }
+            Source::Ranks => exchange.fetch(dev, self.weights, range).map(|()| 0)?,
+        };
+        dev.record(self.fetched[module], stream)?;
         self.window.put(module);
-        Ok(source.bytes() as u64)
+        Ok(bytes)
     }
 
     /// What is computed from now on finds the weights of `module`, which was fetched.
@@ -146,8 +156,16 @@ impl WeightFlow {
         self.window.forget(flat);
     }
 
-    /// The part of a flat range that is not streamed and has its own place on the device.
+    /// All weights are about to be others: what lies in the ring was used for the last time.
+    pub(super) fn forget_all(&mut self) {
+        self.window.forget(&(0..usize::MAX));
+    }
+
+    /// The part of a slice that the host sends to its own place on the device.
     pub(super) fn beside(&self, flat: &Range<usize>) -> Range<usize> {
+        if let Source::Ranks = self.source {
+            return flat.clone();
+        }
         flat.start.max(self.window.ring.ringed_elems).min(flat.end)..flat.end
     }
 }

@@ -19,6 +19,7 @@ use crate::optim::simd::Isa;
 use crate::planner::rules::{Policy, Rules};
 use crate::ranks::board::Sizes;
 use crate::trace::Span;
+use std::ops::Range;
 
 /// Buckets that may be on their way to the host while the next module writes.
 const RING_BUCKETS: usize = 8;
@@ -129,7 +130,7 @@ impl Workload<'_> {
 
     /// Host slots for working weights: those that are lent, or a place for each bucket whose weights are streamed from there.
     pub(crate) fn param_slots(&self, layout: &BucketLayout, rings: Rings) -> usize {
-        if rings.weights.is_some() { layout.offloaded() } else { self.slots }
+        if rings.weights.is_some() && self.ranks == 1 { layout.offloaded() } else { self.slots }
     }
 
     /// The ring that gradients of offloaded buckets can share: long enough for the largest module and what is on its way to
@@ -140,22 +141,24 @@ impl Workload<'_> {
             return None;
         }
         let module_elems_max = streamed_modules(table).max().unwrap_or(0);
-        self.ring(layout, table, module_elems_max + RING_BUCKETS * layout.bucket_elems())
+        self.ring(layout.offloaded_elems(), table, module_elems_max + RING_BUCKETS * layout.bucket_elems())
     }
 
-    /// The ring that weights of offloaded buckets can stream through: long enough for a module and the next one. None where it
+    /// The ring that weights can stream through, of offloaded buckets from the host, or of all from other ranks: long enough for a module and the next one. None where it
     /// would save nothing.
     pub(crate) fn weight_ring(&self, layout: &BucketLayout, table: &TensorTable) -> Option<RingShape> {
         let next = streamed_modules(table).skip(1).chain([0]);
         let pair_elems_max = streamed_modules(table).zip(next).map(|(module, next)| module + next).max().unwrap_or(0);
-        self.ring(layout, table, pair_elems_max)
+        // Slices of other ranks lie on their devices, whoever steps them.
+        let limit = if self.ranks == 1 { layout.offloaded_elems() } else { layout.flat_elems() };
+        self.ring(limit, table, pair_elems_max)
     }
 
     /// The embeddings stay outside: tied ones are the head's matrix, too, and hold its gradient during the whole backward pass.
     /// So do paged buckets, which are stepped here: their gradients stay until the verdict.
-    fn ring(&self, layout: &BucketLayout, table: &TensorTable, elems_min: usize) -> Option<RingShape> {
+    fn ring(&self, limit: usize, table: &TensorTable, elems_min: usize) -> Option<RingShape> {
         let grain = self.machine.kind.ring_grain_bytes() / self.dtype.bytes();
-        let end = layout.offloaded_elems().min(table.module_range(Module::Embed).start);
+        let end = limit.min(table.module_range(Module::Embed).start);
         let (ringed_elems, period_elems) = (end / grain * grain, elems_min.next_multiple_of(grain));
         (ringed_elems > period_elems).then_some(RingShape { ringed_elems, period_elems })
     }
@@ -178,19 +181,22 @@ impl Workload<'_> {
         let slots: usize = slices().map(|own| own.slice_elems().min(own.elems_in(Tier::Host).len())).sum();
         let slot_bytes = slots * self.link_dtype.bytes();
         // Devices with memory of their own have as much each: what the one with the longest slices needs.
-        let of_all = |elems: fn(&Slices) -> usize| match self.machine.device {
+        let of_all = |elems: &dyn Fn(&Slices) -> usize| match self.machine.device {
             DeviceMemory::Shared => slices().map(|own| elems(&own)).sum::<usize>(),
             DeviceMemory::Own { .. } => ranks * slices().map(|own| elems(&own)).max().unwrap_or(0),
         };
         let (longest, owned, resident) =
-            (of_all(Slices::slice_elems), of_all(Slices::elems), of_all(|own| own.elems_in(Tier::Device).len()));
+            (of_all(&Slices::slice_elems), of_all(&Slices::elems), of_all(&|own| own.elems_in(Tier::Device).len()));
         let staging = if device_casts(self.dtype, self.link_dtype) && offloaded > 0 { 2 * longest * 4 } else { 0 };
         let class = |name, space, bytes| MemoryClass { name, space, bytes };
         let flat_bytes = |ring| ranks * self.machine.kind.flat_bytes(flat, self.dtype, ring);
-        let params_name = if rings.weights.is_some() { "streamed weights" } else { "parameter slots" };
+        let shards = sharded(layout, rings.weights, ranks);
+        let shard_elems = of_all(&|own| shards.end.checked_sub(1).map_or(0, |last| own.local(last).end));
+        let params_name = if rings.weights.is_some() && ranks == 1 { "streamed weights" } else { "parameter slots" };
         let (rounds, pulled) = (self.shares / ranks, (ranks - 1) * longest * self.dtype.bytes());
         let mut classes = vec![
             class("weights", MemorySpace::Device, flat_bytes(rings.weights)),
+            class("weight slices", MemorySpace::Device, shard_elems * self.dtype.bytes()),
             class("gradients", MemorySpace::Device, flat_bytes(rings.grads)),
             class("gradient sums", MemorySpace::Device, if rounds > 1 { owned * 4 } else { 0 }),
             class("peers' gradients", MemorySpace::Device, pulled),
@@ -249,6 +255,12 @@ impl Workload<'_> {
 /// Tracks of a timeline beside the workers': drivers and their streams, of which those with peers have two more.
 pub(super) fn driver_tracks(ranks: usize) -> usize {
     if ranks == 1 { 4 } else { 6 * ranks }
+}
+
+/// Buckets whose weights each of several ranks keeps its slice of alone: all that lie in the ring, if only in part.
+pub(super) fn sharded(layout: &BucketLayout, ring: Option<RingShape>, ranks: usize) -> Range<usize> {
+    let ringed_elems = ring.filter(|_| ranks > 1).map_or(0, |ring| ring.ringed_elems);
+    layout.overlapping(0..ringed_elems)
 }
 
 /// Sizes of the board at which ranks meet, whose mail takes the micro-batches of a step, or a piece of state.

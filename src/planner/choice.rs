@@ -116,7 +116,7 @@ impl Planner<'_> {
         let chosen = LossTile { rows: self.tokens().min(SHARED_TILE_BYTES_MAX / (vocab * width)).max(1), vocab };
         let tile = self.request.tile.unwrap_or(chosen);
         let policies = self.mixes().remove(0);
-        let use_rings = UseRings { grads: false, weights: self.request.weights == WeightsChoice::Flow };
+        let use_rings = UseRings { grads: false, weights: matches!(self.request.weights, WeightsChoice::Flow | WeightsChoice::Sharded) };
         let layout = match self.request.residency {
             Residency::Exactly(resident) => self.resident(resident),
             Residency::Largest => self.resident((self.layout.count() / SHARED_RESIDENT_ONE_IN).min(self.most_resident(use_rings))),
@@ -130,11 +130,9 @@ impl Planner<'_> {
     /// that lacks least.
     fn search(&self, device_bytes: u64, predictor: &Predictor) -> Result<Choice> {
         let modes: &[bool] = match self.request.weights {
-            // What ranks own of the weights lies on their devices.
-            WeightsChoice::Auto if self.workload.ranks > 1 => &[false],
             WeightsChoice::Auto => &[false, true],
-            WeightsChoice::Stationary => &[false],
-            WeightsChoice::Flow => &[true],
+            WeightsChoice::Replicated => &[false],
+            WeightsChoice::Flow | WeightsChoice::Sharded => &[true],
         };
         let mut best: Option<Scored> = None;
         for &weights in modes {
@@ -212,7 +210,8 @@ impl Planner<'_> {
 
     /// All buckets, or, where weights are streamed, those that lie wholly beyond what is.
     fn most_resident(&self, use_rings: UseRings) -> usize {
-        let streamed = self.rings(self.layout, use_rings).weights.map_or(0, |ring| ring.ringed_elems);
+        let from_host = self.rings(self.layout, use_rings).weights.filter(|_| self.workload.ranks == 1);
+        let streamed = from_host.map_or(0, |ring| ring.ringed_elems);
         self.layout.count() - self.layout.overlapping(0..streamed).end
     }
 

@@ -22,7 +22,7 @@ use crate::optim::PIECE_ELEMS;
 use crate::optim::adam::AdamHyper;
 use crate::optim::norm::BLOCK;
 use crate::optim::simd::Isa;
-use crate::planner::budget::{Balance, Rings, Workload, balances, board_sizes, bytes_at, device_casts, driver_tracks};
+use crate::planner::budget::{Balance, Rings, Workload, balances, board_sizes, bytes_at, device_casts, driver_tracks, sharded};
 use crate::planner::choice::{Request, Residency, choose};
 use crate::planner::machine::Machine;
 use crate::planner::predict::Prediction;
@@ -32,6 +32,7 @@ use crate::trace::spans_per_track;
 use crate::units::Bytes;
 use clap::ValueEnum;
 use std::fmt;
+use std::ops::Range;
 use std::path::PathBuf;
 
 pub(crate) use crate::memory::MemorySpace;
@@ -278,6 +279,16 @@ impl Plan {
         MicroBatch { shape, batch, seq_length, separates_documents, dtype, tile, policies: &self.layer_policies }
     }
 
+    /// Buckets whose weights every rank keeps its slice of alone.
+    pub(crate) fn sharded(&self) -> Range<usize> {
+        sharded(&self.layout, self.weight_ring, self.ranks)
+    }
+
+    /// Weights come from host memory, module by module.
+    pub(crate) fn streams_from_host(&self) -> bool {
+        self.weight_ring.is_some() && self.ranks == 1
+    }
+
     /// See [`device_casts`].
     pub(crate) fn device_casts(&self) -> bool {
         device_casts(self.dtype, self.link_dtype)
@@ -379,20 +390,31 @@ fn residency(settings: &Settings, techniques: Techniques) -> Result<Residency> {
 fn weights(settings: &Settings, techniques: Techniques) -> Result<WeightsChoice> {
     let obstacle = match settings {
         _ if !techniques.weight_flow => Some("needs the technique weight-flow, which is off"),
+        Settings { gpus: 2.., weights: WeightsChoice::Auto | WeightsChoice::Sharded, .. } => None,
         Settings { strategy: Strategy::NoOffload, .. } => Some("needs a strategy that offloads"),
         Settings { cast: CastSide::Device, .. } => Some("cannot be combined with --cast device: weights cross the link in --dtype"),
         Settings { memory: HostMemoryKind::Unified, .. } => Some("cannot be combined with --memory unified: nothing is offloaded"),
         _ => None,
     };
     match (settings.weights, obstacle) {
+        (WeightsChoice::Sharded, _) if settings.gpus == 1 => {
+            Err(Error::usage("--weights sharded needs several devices: use --weights replicated, or a larger --gpus"))
+        }
+        (WeightsChoice::Sharded, Some(obstacle)) => Err(Error::usage(format!("--weights sharded {obstacle}"))),
         (WeightsChoice::Flow, Some(obstacle)) => Err(Error::usage(format!("--weights flow {obstacle}"))),
-        (WeightsChoice::Auto, Some(_)) => Ok(WeightsChoice::Stationary),
+        (WeightsChoice::Auto, Some(_)) => Ok(WeightsChoice::Replicated),
         (choice, _) => Ok(choice),
     }
 }
 
 /// Asked for, but the ring would be no shorter than the weights.
 fn check_streams(settings: &Settings, rings: Rings) -> Result<()> {
+    if settings.weights == WeightsChoice::Sharded && rings.weights.is_none() {
+        return Err(Error::usage(
+            "--weights sharded: nothing would be saved: the model has too few layers beside the two that each device holds, or they are small \
+             beside the device's pages; use --weights replicated",
+        ));
+    }
     if settings.weights == WeightsChoice::Flow && rings.weights.is_none() {
         return Err(Error::usage(
             "--weights flow: nothing would be saved: too few layers are offloaded, or they are small beside the device's pages",
@@ -406,7 +428,7 @@ fn check_ranks(settings: &Settings, layout: &BucketLayout) -> Result<()> {
     let gpus = settings.gpus;
     match settings.weights {
         _ if gpus == 1 => Ok(()),
-        WeightsChoice::Flow => Err(Error::usage(format!("--weights flow cannot be combined with --gpus {gpus}: use --weights stationary"))),
+        WeightsChoice::Flow => Err(Error::usage(format!("--weights flow cannot be combined with --gpus {gpus}: use --weights sharded"))),
         _ if layout.bucket_elems() / BLOCK < gpus => Err(Error::usage(format!(
             "--gpus {gpus}: a bucket of {} elements has too few blocks of {BLOCK} for each to own one; use a larger --bucket-mib",
             layout.bucket_elems()
@@ -516,7 +538,8 @@ impl fmt::Display for Plan {
         }
         if let Some(RingShape { ringed_elems, period_elems }) = self.weight_ring {
             let [streamed, ring] = [ringed_elems, period_elems].map(|elems| Bytes((elems * self.dtype.bytes()) as u64));
-            writeln!(f, "  weights     {streamed} stream from host memory through a ring of {ring}, forward and backward")?;
+            let from = if self.streams_from_host() { "host memory" } else { "the slices of all GPUs" };
+            writeln!(f, "  weights     {streamed} stream from {from} through a ring of {ring}, forward and backward")?;
         }
         let isa = if self.elsewhere && self.isa != Isa::Scalar { "vector code".into() } else { self.isa.to_string() };
         writeln!(f, "  optimizer   AdamW on {} threads, {isa}; clip above {}", self.threads, self.max_grad_norm)?;

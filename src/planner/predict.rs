@@ -77,7 +77,7 @@ impl<'a> Predictor<'a> {
             return Prediction { device_s: passes_s + adam_s, pool_s: 0.0, link_s: kept_s + paged_s, step_s, validated_s: step_s };
         }
         // As much returns as leaves, unless weights are streamed: in the forward and in the backward pass of every micro-batch.
-        let streamed = rings.weights.map_or(0.0, |ring| ring.ringed_elems as f64);
+        let streamed = rings.weights.filter(|_| self.workload.ranks == 1).map_or(0.0, |ring| ring.ringed_elems as f64);
         let crossing_s = |elems: f64| kept_s + elems * self.workload.link_dtype.bytes() as f64 / rates.both_ways_bytes_per_s;
         let (out_s, link_s) = (crossing_s(offloaded), crossing_s(offloaded + (2.0 * accum - 1.0) * streamed));
         let pass_link_s = out_s.max(link_s / 2.0);

@@ -89,6 +89,7 @@ impl Plan {
             ("activations", with(&|s| s.activations = ActivationsChoice::Auto)),
             ("activations", with(&|s| s.activations = ActivationsChoice::RecomputeBlock)),
             ("strategy superoffload", with(&|s| s.strategy = Strategy::Superoffload)),
+            ("weights sharded", with(&|s| s.weights = WeightsChoice::Sharded)),
             ("weights flow", with(&|s| s.weights = WeightsChoice::Flow)),
             ("allow-changed numerics", with(&|s| s.loss_tile = None)),
         ];

@@ -81,13 +81,27 @@ fn each_of_several_gpus_holds_its_own_weights_and_its_part_of_the_states() {
 
 /// Each would stream its own slices alone.
 #[test]
-fn several_gpus_stream_no_weights_and_say_what_is_lacking() {
-    let settings = Settings { gpus: 2, hbm_limit: Some(Bytes(8 << 30)), ..settings() };
-    let plan = Plan::new(&settings, &qwen3_4b(), &of_four(2).limited(&settings), false).unwrap();
-    assert!(plan.weight_ring.is_none() && plan.shortage().is_some(), "{plan}");
-    let alone = Settings { gpus: 1, ..settings };
-    let plan = Plan::new(&alone, &qwen3_4b(), &of_four(1).limited(&alone), false).unwrap();
-    assert!(plan.weight_ring.is_some(), "{plan}");
+fn several_gpus_replicate_their_weights_while_those_fit_and_shard_them_else() {
+    let plan = |gpus, gib| {
+        let settings = Settings { gpus, hbm_limit: Some(Bytes(gib << 30)), ..settings() };
+        Plan::new(&settings, &qwen3_4b(), &of_four(gpus).limited(&settings), false).unwrap()
+    };
+    let class = |plan: &Plan, name| plan.memory.iter().find(|class| class.name == name).map_or(0, |class| class.bytes);
+    let replicated = plan(2, 80);
+    assert!(replicated.weight_ring.is_none() && replicated.shortage().is_none() && class(&replicated, "weight slices") == 0);
+    let sharded = plan(2, 22);
+    assert_eq!((sharded.weight_ring.is_some(), sharded.shortage().is_none()), (FLOW, FLOW), "{sharded}");
+    if FLOW {
+        // Two halves of what streams, and on each device a ring in place of it.
+        let streamed = 2 * sharded.weight_ring.unwrap().ringed_elems;
+        let slices = class(&sharded, "weight slices");
+        assert!((streamed..streamed + (64 << 20)).contains(&slices), "{slices} of {streamed}: {sharded}");
+        assert!(class(&sharded, "weights") + slices < class(&replicated, "weights"), "{sharded}");
+        assert!(sharded.to_string().contains("stream from the slices of all GPUs"), "{sharded}");
+    }
+    let settings = Settings { hbm_limit: Some(Bytes(8 << 30)), ..settings() };
+    let alone = Plan::new(&settings, &qwen3_4b(), &of_four(1).limited(&settings), false).unwrap();
+    assert_eq!(alone.weight_ring.is_some(), FLOW, "{alone}");
 }
 
 #[test]
@@ -305,7 +319,7 @@ fn an_impossible_plan_names_the_memory_both_sizes_and_a_way_out() {
         let message = refusal(shape, &settings);
         words.iter().for_each(|word| assert!(message.contains(word), "`{word}` is not in `{message}`"));
     };
-    let hbm = |gib| Settings { hbm_limit: Some(Bytes(gib * GIB)), weights: WeightsChoice::Stationary, ..settings() };
+    let hbm = |gib| Settings { hbm_limit: Some(Bytes(gib * GIB)), weights: WeightsChoice::Replicated, ..settings() };
     let no_way = "no smaller batch or sequence would fit either";
     says(&llama_8b(), hbm(8), &["of device memory for", "8.0 GiB of device memory are available", "--hbm-limit", no_way]);
     if FLOW {

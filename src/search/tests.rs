@@ -149,7 +149,7 @@ fn no_number_of_slots_by_hand_is_much_better_than_the_search() {
         per_device_train_batch_size: 4,
         resident_buckets: ResidentBuckets::Count(24),
         activations: ActivationsChoice::RecomputeBlock,
-        weights: WeightsChoice::Stationary,
+        weights: WeightsChoice::Replicated,
         ..Settings::default()
     };
     let found = rank(&settings, &shape, &machine).unwrap().candidates[0].clone();
@@ -315,7 +315,7 @@ fn settings_of(line: &Value) -> Settings {
         // Buckets of 16-bit weights.
         bucket_mib: Some((2 * number(&plan["bucket_elems"])) as f64 / f64::from(1 << 20)),
         // The first lines are of a program that could not stream.
-        weights: if plan["streamed_elems"].as_u64().unwrap_or(0) > 0 { WeightsChoice::Flow } else { WeightsChoice::Stationary },
+        weights: if plan["streamed_elems"].as_u64().unwrap_or(0) > 0 { WeightsChoice::Flow } else { WeightsChoice::Replicated },
         hbm_limit: settings["hbm_limit"].as_u64().map(Bytes),
         ..Settings::default()
     }
@@ -494,6 +494,6 @@ fn a_simulation_repeats_to_the_nanosecond_and_streams_weights() {
     let (again, spans_again) = run(WeightsChoice::Flow);
     assert_eq!((flow.step_ms.clone(), spans), (again.step_ms, spans_again));
     assert!(flow.verdicts.clip > 0 && flow.bucket_steps.rolled_back > 0);
-    let (stationary, _) = run(WeightsChoice::Stationary);
+    let (stationary, _) = run(WeightsChoice::Replicated);
     assert!(flow.link.h2d_bytes > 1.5 * stationary.link.h2d_bytes, "weights come in both passes");
 }

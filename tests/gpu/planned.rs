@@ -2,14 +2,16 @@
 
 use std::collections::BTreeMap;
 use superoffload::internals::device::{DeviceKind, Kernels, RING_CHUNK_BYTES};
-use superoffload::internals::engine::Engine;
+use superoffload::internals::engine::{Engine, Exchange};
 use superoffload::internals::model::ActivationPlan;
 
 /// On the device: what an allocation is called, and the class that counts it. Activations have the names of their own plan.
-const ON_DEVICE: [(&str, &str); 15] = [
+const ON_DEVICE: [(&str, &str); 17] = [
     ("weights", "weights"),
     ("gradients", "gradients"),
     ("gradient sums", "gradient sums"),
+    ("weight slices", "weight slices"),
+    ("peers' gradients", "peers' gradients"),
     ("resident parameters", "resident p, m, v"),
     ("resident m", "resident p, m, v"),
     ("resident v", "resident p, m, v"),
@@ -39,15 +41,16 @@ const ON_HOST: [(&str, &str); 11] = [
 ];
 
 /// Classes of what the engine does not allocate: pages that move, and what others take.
-const NOT_TAKEN: [&str; 5] = ["paged states here", "timeline", "data", "context, libraries", "process, driver"];
+const NOT_TAKEN: [&str; 6] = ["paged states here", "exchange", "timeline", "data", "context, libraries", "process, driver"];
 
 /// Compares every class of the engine's plan with what it took on a device of kind `on`. A plan for a GPU may be tried on the CPU device,
-/// which takes nothing for itself and ends a ring with its last byte instead of a whole chunk.
-pub fn check<D: Kernels>(engine: &Engine<D>, on: DeviceKind) -> Result<(), String> {
+/// which takes nothing for itself and ends a ring with its last byte instead of a whole chunk. Of several ranks with slices of equal length
+/// each takes as much as this one.
+pub fn check<D: Kernels, X: Exchange<D>>(engine: &Engine<D, X>, on: DeviceKind) -> Result<(), String> {
     let (plan, shape) = (engine.plan(), engine.shape());
     let activations = ActivationPlan::new(plan.micro_batch(shape)).map_err(|error| error.to_string())?;
     let class_of = |name: &str, classes: &[(&'static str, &'static str)]| match classes.iter().find(|(known, _)| *known == name) {
-        Some((_, "parameter slots")) if plan.weight_ring.is_some() => Ok("streamed weights"),
+        Some((_, "parameter slots")) if plan.weight_ring.is_some() && plan.ranks == 1 => Ok("streamed weights"),
         Some((_, class)) => Ok(*class),
         None if name == "attention workspace" => Ok("attention workspace"),
         None if activations.allocations().iter().any(|known| known.name == name) => Ok("activations"),
@@ -68,8 +71,8 @@ pub fn check<D: Kernels>(engine: &Engine<D>, on: DeviceKind) -> Result<(), Strin
         }
         let ring =
             [("weights", plan.weight_ring), ("gradients", plan.grad_ring)].iter().any(|(name, ring)| *name == class.name && ring.is_some());
-        let rounded = if ring && on != plan.machine.kind { RING_CHUNK_BYTES } else { 1 };
-        let bytes = taken.remove(class.name).unwrap_or(0);
+        let rounded = if ring && on != plan.machine.kind { plan.ranks * RING_CHUNK_BYTES } else { 1 };
+        let bytes = plan.ranks * taken.remove(class.name).unwrap_or(0);
         if !(class.bytes.saturating_sub(rounded - 1)..=class.bytes).contains(&bytes) {
             return Err(format!("{}: {bytes} bytes taken, {} planned\n{plan}", class.name, class.bytes));
         }
