@@ -15,13 +15,13 @@ use crate::doctor::{self, Probes};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::hardware::limits;
-use crate::hardware::profile::Profile;
 use crate::hardware::topology::Topology;
 use crate::launch::context::check_context;
 use crate::model::presets;
 use crate::optim::simd::Isa;
 use crate::planner::machine::Machine;
 use crate::probe::{self, ProbeOptions};
+use crate::report::write_report;
 use crate::search::SearchQuery;
 use crate::search::report::SearchReport;
 use crate::signals;
@@ -120,16 +120,17 @@ pub fn simulate(options: StepOptions, tell: &mut dyn FnMut(&dyn Display)) -> Res
     Ok(record)
 }
 
-/// Measures this machine, and writes its profile where `options` say.
+/// Measures this machine, and writes its profile where `options` say. Returns it as a table for people.
 ///
 /// # Errors
 /// `Usage` and `Io` for a file that cannot be written; whatever cannot be had; `Resource` naming a number that came out as nonsense.
-pub fn probe(options: &ProbeOptions, tell: &mut dyn FnMut(&dyn Display)) -> Result<Profile> {
+pub fn probe(options: &ProbeOptions, tell: &mut dyn FnMut(&dyn Display)) -> Result<impl Display + use<>> {
     let file = options.file()?;
     let profile = probe::run(options, tell)?;
     // What was measured is not lost with its file.
     file.map_or(Ok(()), |file| file.write(&profile)).inspect_err(|_| tell(&profile.table()))?;
-    Ok(profile)
+    profile.unsteady().into_iter().for_each(|line| tell(&line));
+    Ok(profile.table())
 }
 
 /// What this machine is, and what would make it faster: lines for people.
@@ -166,4 +167,14 @@ pub fn export(options: &ExportOptions, tell: &mut dyn FnMut(&dyn Display)) -> Re
     let exported = export_checkpoint(&options.dir, &options.out, Options { dtype, max_shard_bytes })?;
     exported.warnings.iter().for_each(|line| tell(&format_args!("warning: {line}")));
     Ok(format!("exported step {} of {} to {}", exported.step, exported.checkpoint.display(), options.out.display()))
+}
+
+/// Writes one HTML page to `out` about the training runs in the output directories `runs`; what it gives says so in words.
+///
+/// # Errors
+/// `Usage` for too many runs, a directory that is none of a run, or an `out` that is something else than a report; `Io` when a file cannot
+/// be read or written.
+pub fn report(runs: &[PathBuf], out: &Path) -> Result<impl Display + use<>> {
+    write_report(runs, out)?;
+    Ok(format!("report  {}", out.display()))
 }

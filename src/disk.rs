@@ -5,10 +5,12 @@
 mod dir;
 mod lock;
 mod out_file;
+mod result_file;
 
 pub(crate) use dir::{Dir, FileKind, TmpDir};
 pub(crate) use lock::{Lock, try_lock};
 pub(crate) use out_file::OutFile;
+pub(crate) use result_file::{ResultFile, ResultKind};
 
 use crate::error::{Error, Result};
 use out_file::attempt;

@@ -64,6 +64,7 @@ pub mod facts {
 
 pub mod hardware {
     pub use crate::hardware::gpu::{GpuFacts, GpuId};
+    pub use crate::hardware::profile::Profile;
     pub use crate::hardware::topology::Topology;
 }
 

@@ -40,6 +40,15 @@ enum CliCommand {
     Probe(ProbeOptions),
     /// Time steps on a machine that is not here, by its profile (`--hardware`).
     Simulate(Box<SimulateOptions>),
+    /// Write what training runs did as one HTML page: loss, speed, what bound it, memory, settings.
+    Report {
+        /// Output directories of `train`; several are drawn over each other.
+        #[arg(required = true, value_name = "RUN")]
+        runs: Vec<PathBuf>,
+        /// The page to write; an earlier report is replaced, nothing else.
+        #[arg(short, long, value_name = "FILE", default_value = "report.html")]
+        out: PathBuf,
+    },
     /// Measure what this machine does.
     #[command(subcommand)]
     Bench(Bench),
@@ -148,6 +157,7 @@ fn run(command: CliCommand) -> Result<i32> {
         CliCommand::Doctor => answer(superoffload::doctor().trim_end())?,
         CliCommand::Plan(options) => run_plan(*options)?,
         CliCommand::Probe(options) => run_probe(&options)?,
+        CliCommand::Report { runs, out } => answer(superoffload::report(&runs, &out)?)?,
         CliCommand::Simulate(options) => run_simulate(*options)?,
         CliCommand::Bench(Bench::Step(options)) => bench_step(*options)?,
     }
@@ -206,10 +216,7 @@ fn run_plan(options: PlanOptions) -> Result<()> {
 
 /// The table goes to standard output, the profile to a file.
 fn run_probe(options: &ProbeOptions) -> Result<()> {
-    let profile = superoffload::probe(options, &mut |line| remark(line))?;
-    answer(profile.table())?;
-    profile.unsteady().into_iter().for_each(remark);
-    Ok(())
+    answer(superoffload::probe(options, &mut |line| remark(line))?)
 }
 
 fn run_simulate(options: SimulateOptions) -> Result<()> {

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs::{self, OpenOptions};
 use std::process::{Command, Stdio};
-use superoffload::Profile;
+use superoffload::internals::hardware::Profile;
 
 #[test]
 fn flags_that_make_no_sense_are_refused() {

@@ -22,6 +22,7 @@ mod planned;
 mod program;
 mod ranks;
 mod readme;
+mod report;
 mod resume;
 mod resume_compare;
 mod run_dir;

@@ -45,7 +45,7 @@ pub(crate) fn changed(key: &str, then: &Value, now: &Value) -> String {
 }
 
 /// The flag that sets `key`, and its value.
-fn named<'v>(key: &str, value: &'v Value) -> (String, &'v Value) {
+pub(crate) fn named<'v>(key: &str, value: &'v Value) -> (String, &'v Value) {
     match (key, value.get("steps"), value.get("epochs")) {
         ("train_length", Some(steps), _) => ("max-steps".into(), steps),
         ("train_length", _, Some(epochs)) => ("num-train-epochs".into(), epochs),

@@ -252,6 +252,13 @@ macro_rules! settings {
             }
         }
 
+        impl Settings {
+            /// Whether the setting `name` exists only in the file.
+            pub(crate) fn is_file_only(name: &str) -> bool {
+                FILE_ONLY.contains(&name)
+            }
+        }
+
         /// All settings, in the table's order.
         pub(crate) const KEYS: &[SettingKey] = &[$(
             $(SettingKey { name: stringify!($whole), on_resume: OnResume::$whole_resume },)?

@@ -7,7 +7,7 @@ use std::io::{self, BufRead, BufReader, BufWriter, Read, Seek, Write};
 use std::path::PathBuf;
 
 /// Its name in the output directory.
-pub(super) const METRICS: &str = "metrics.jsonl";
+pub(crate) const METRICS: &str = "metrics.jsonl";
 /// Where it is written anew, to be renamed: a run that dies meanwhile must not take the earlier steps with it.
 const BESIDE: &str = "metrics.jsonl.tmp";
 /// A longer line is none of ours.
@@ -72,7 +72,7 @@ impl MetricsFile {
     }
 }
 
-enum MetricsLine {
+pub(crate) enum MetricsLine {
     /// Metrics of this step.
     Step(u64),
     /// Nothing that can be understood.
@@ -96,7 +96,10 @@ fn copy_until(step: u64, from: File, to: &File) -> io::Result<u64> {
 }
 
 /// Reads the next line into `line`, with its end; `None` at the end of the file.
-fn read_line(from: &mut impl BufRead, line: &mut Vec<u8>) -> io::Result<Option<MetricsLine>> {
+///
+/// # Errors
+/// The file's.
+pub(crate) fn read_line(from: &mut impl BufRead, line: &mut Vec<u8>) -> io::Result<Option<MetricsLine>> {
     line.clear();
     if from.take(LINE_BYTES_MAX).read_until(b'\n', line)? == 0 {
         return Ok(None);

@@ -14,7 +14,7 @@ use std::fs;
 use std::path::Path;
 
 /// The timeline, unless another file is named.
-pub(super) const TRACE: &str = "trace.json";
+pub(crate) const TRACE: &str = "trace.json";
 /// Written and removed, to know that files can be.
 const PROBE: &str = ".write-probe";
 

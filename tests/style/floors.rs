@@ -20,7 +20,7 @@ const FLOORS: [&[&str]; 13] = [
     &["simulate"],
     &["search"],
     &["launch"],
-    &["bench", "doctor", "probe", "train"],
+    &["bench", "doctor", "probe", "report", "train"],
     &["commands", "internals", "lib"],
     &["main"],
 ];

@@ -1,0 +1,84 @@
+//! What was asked of runs: the settings that are no defaults, and the command that asks for the same.
+
+use super::past_run::PastRun;
+use crate::config::describe::{self, named, written};
+use crate::config::options::InitChoice;
+use crate::config::settings::Settings;
+use serde_json::{Map, Value};
+use std::collections::BTreeSet;
+
+/// A setting with its default and the value of each run; nothing where that is not known.
+pub(super) struct AskedSetting {
+    pub(super) flag: String,
+    pub(super) default: String,
+    pub(super) values: Vec<Option<String>>,
+}
+
+/// The defaults, for a run that names a model or for the built-in one.
+fn defaults(run: &PastRun) -> Value {
+    let with_model = || Settings { init: InitChoice::Checkpoint, ..Settings::default() };
+    describe::value(&if run.setting("model").is_string() { with_model() } else { Settings::demo() })
+}
+
+fn settings(run: &PastRun) -> Option<&Map<String, Value>> {
+    run.setup.as_ref()?.settings.as_object()
+}
+
+/// Settings that are not as by default in one of `runs`, or not the same in all.
+pub(super) fn unusual(runs: &[PastRun]) -> Vec<AskedSetting> {
+    let defaults: Vec<_> = runs.iter().map(defaults).collect();
+    let keys: BTreeSet<_> = runs.iter().filter_map(settings).flat_map(Map::keys).collect();
+    let is_unusual = |key: &str| {
+        let mut known = runs.iter().zip(&defaults).filter_map(|(run, defaults)| Some((settings(run)?.get(key)?, &defaults[key])));
+        let first = runs.iter().find_map(|run| settings(run)?.get(key));
+        known.any(|(value, default)| value != default || Some(value) != first)
+    };
+    let asked = |key: &str| {
+        let value = |run| settings(run)?.get(key).map(|value| written(named(key, value).1));
+        let sample = runs.iter().find_map(|run| settings(run)?.get(key)).unwrap_or(&Value::Null);
+        let default = defaults.first().map_or(&Value::Null, |all| &all[key]);
+        AskedSetting { flag: named(key, sample).0, default: written(named(key, default).1), values: runs.iter().map(value).collect() }
+    };
+    keys.into_iter().filter(|key| is_unusual(key)).map(|key| asked(key)).collect()
+}
+
+/// The command line that asks for the settings of `run` again, from the directory where it was given.
+pub(super) fn command(run: &PastRun) -> Option<String> {
+    let (settings, defaults) = (settings(run)?, defaults(run));
+    let is_said = |key: &str, value: &Value| defaults.get(key) != Some(value) && !value.is_null() && !Settings::is_file_only(key);
+    let flags = settings.iter().filter(|(key, value)| is_said(key, value)).map(|(key, value)| argument(key, value));
+    Some(std::iter::once("superoffload train".into()).chain(flags).collect::<Vec<_>>().join(" \\\n  "))
+}
+
+fn argument(key: &str, value: &Value) -> String {
+    let (flag, value) = named(key, value);
+    match value {
+        Value::Bool(_) => format!("--{flag}={}", written(value)),
+        // Several values of a flag are separate words where they are paths.
+        Value::Array(all) if ["data", "eval_data"].contains(&key) => {
+            let words: Vec<_> = all.iter().map(|value| quoted(&written(value))).collect();
+            format!("--{flag} {}", words.join(" "))
+        }
+        value => format!("--{flag} {}", quoted(&written(value))),
+    }
+}
+
+/// `word` as a shell reads it.
+fn quoted(word: &str) -> String {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "_-./:,=@+%".contains(c);
+    if !word.is_empty() && word.chars().all(is_plain) { word.into() } else { format!("'{}'", word.replace('\'', r"'\''")) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn arguments_are_those_of_a_shell() {
+        assert_eq!(argument("train_length", &json!({"steps": 40})), "--max-steps 40");
+        assert_eq!(argument("data", &json!(["a b.txt", "it's.txt"])), r"--data 'a b.txt' 'it'\''s.txt'");
+        assert_eq!(argument("no_shuffle", &json!(true)), "--no-shuffle=true");
+        assert_eq!(argument("without", &json!(["stv", "mpam"])), "--without stv,mpam");
+    }
+}

@@ -1,0 +1,274 @@
+//! Curves as SVG that needs no script and fits every width: places are shares of the box, texts and strokes keep their size.
+
+use super::curve::StepCurve;
+use super::html::{escape, number};
+use std::fmt::Write;
+
+/// Side of the square in which curves are drawn before it is stretched over the box.
+const SIDE: f64 = 1000.0;
+/// A value axis is logarithmic from this ratio of its ends on, where that is allowed.
+const LOG_FROM: f64 = 30.0;
+/// Labels at the ends of curves are at least so far apart, in percent of the height.
+const LABEL_GAP: f64 = 7.0;
+
+/// Where a value axis begins.
+#[derive(Clone, Copy, PartialEq)]
+pub(super) enum ValueAxis {
+    /// At zero.
+    FromZero,
+    /// At the lowest value; logarithmic if values differ much.
+    Fitted,
+}
+
+/// What is drawn of one run.
+pub(super) struct ChartRun<'a> {
+    /// Its place among the runs, which is its colour.
+    pub(super) run: usize,
+    pub(super) curve: &'a StepCurve,
+    /// The values are exact: nothing is gained by smoothing them.
+    pub(super) is_exact: bool,
+    /// Points of their own: evaluations.
+    pub(super) dots: Option<&'a StepCurve>,
+    /// Steps marked below the curves: a style and where.
+    pub(super) marks: Vec<(&'static str, &'a StepCurve)>,
+}
+
+/// One box with the curves of all runs.
+pub(super) struct Chart<'a> {
+    pub(super) title: &'a str,
+    /// Unit and meaning of the values.
+    pub(super) caption: &'a str,
+    pub(super) axis: ValueAxis,
+    pub(super) runs: Vec<ChartRun<'a>>,
+}
+
+/// From values to shares of an axis.
+struct Scale {
+    from: f64,
+    to: f64,
+    is_log: bool,
+}
+
+impl Scale {
+    fn new(from: f64, to: f64, is_log: bool) -> Self {
+        // An axis of one value has that in its middle.
+        let margin = if to > from { 0.0 } else { from.abs().max(1e-12) / 2.0 };
+        Self { from: from - margin, to: to + margin, is_log }
+    }
+
+    fn share(&self, value: f64) -> f64 {
+        let along = |x: f64| if self.is_log { x.ln() } else { x };
+        (along(value) - along(self.from)) / (along(self.to) - along(self.from))
+    }
+
+    /// About `count` round values along the axis.
+    fn ticks(&self, count: f64) -> Vec<f64> {
+        if self.is_log {
+            let decades = self.from.log10().floor() as i32..=self.to.log10().ceil() as i32;
+            let steps: &[f64] = if (self.to / self.from).log10() > 2.5 { &[1.0] } else { &[1.0, 3.0] };
+            let all = decades.flat_map(|power| steps.iter().map(move |step| step * 10f64.powi(power)));
+            return all.filter(|tick| (self.from..=self.to).contains(tick)).collect();
+        }
+        let rough = (self.to - self.from) / count;
+        let power = 10f64.powf(rough.log10().floor());
+        let step = [1.0, 2.0, 5.0, 10.0].map(|digit| digit * power).into_iter().find(|&step| step >= rough).unwrap_or(rough);
+        let first = (self.from / step).ceil();
+        let last = ((self.to / step).floor() - first).clamp(0.0, 3.0 * count);
+        (0..=last as u32).map(|at| (first + f64::from(at)) * step).collect()
+    }
+}
+
+impl Chart<'_> {
+    /// The chart as a figure; a sentence in its place if there is nothing to draw.
+    pub(super) fn draw(&self) -> String {
+        let caption = format!("<figcaption><b>{}</b> {}</figcaption>", escape(self.title), escape(self.caption));
+        let Some((x, y)) = self.scales() else {
+            return format!("<figure>{caption}<p class=\"none\">No step says this.</p></figure>\n");
+        };
+        let mut svg = String::new();
+        self.grid(&mut svg, &x, &y);
+        let _ =
+            write!(svg, "<svg class=\"curves\" width=\"100%\" height=\"100%\" viewBox=\"0 0 {SIDE} {SIDE}\" preserveAspectRatio=\"none\">");
+        self.runs.iter().for_each(|run| run.curves(&mut svg, &x, &y));
+        svg.push_str("</svg>\n");
+        self.end_labels(&mut svg, &y);
+        let label = format!("{}: {}", self.title, self.caption);
+        format!(
+            "<figure>{caption}<div class=\"plot\"><svg class=\"chart\" xmlns=\"http://www.w3.org/2000/svg\" role=\"img\" aria-label=\"{}\" \
+             width=\"100%\" height=\"100%\" data-x=\"{} {}\" data-y=\"{} {} {}\">\n{svg}</svg></div></figure>\n",
+            escape(label),
+            x.from,
+            x.to,
+            y.from,
+            y.to,
+            u8::from(y.is_log)
+        )
+    }
+
+    /// The axes of steps and of values.
+    fn scales(&self) -> Option<(Scale, Scale)> {
+        let hull = |a: (f64, f64), b: (f64, f64)| (a.0.min(b.0), a.1.max(b.1));
+        let curves = || self.runs.iter().flat_map(|run| std::iter::once(run.curve).chain(run.dots));
+        let (first, last) = curves().filter_map(StepCurve::steps).reduce(hull)?;
+        let (low, high) = curves().filter_map(StepCurve::range).reduce(hull)?;
+        let is_log = self.axis == ValueAxis::Fitted && low > 0.0 && high / low > LOG_FROM;
+        let low = if self.axis == ValueAxis::FromZero { low.min(0.0) } else { low };
+        let room = if is_log { 0.0 } else { (high - low) * 0.06 };
+        let below = if self.axis == ValueAxis::FromZero { 0.0 } else { room };
+        Some((Scale::new(first, last, false), Scale::new(low - below, high + room, is_log)))
+    }
+
+    fn grid(&self, svg: &mut String, x: &Scale, y: &Scale) {
+        for tick in y.ticks(4.0) {
+            let at = 100.0 * (1.0 - y.share(tick));
+            let _ = writeln!(svg, "<line class=\"grid\" x1=\"0\" x2=\"100%\" y1=\"{at:.2}%\" y2=\"{at:.2}%\"/>");
+            let _ = writeln!(svg, "<text class=\"tick\" x=\"-8\" y=\"{at:.2}%\" dy=\"4\" text-anchor=\"end\">{}</text>", tick_text(tick));
+        }
+        for tick in x.ticks(4.0).into_iter().filter(|tick| tick.fract() == 0.0) {
+            let at = 100.0 * x.share(tick);
+            let _ =
+                writeln!(svg, "<text class=\"tick\" x=\"{at:.2}%\" y=\"100%\" dy=\"18\" text-anchor=\"middle\">{}</text>", tick_text(tick));
+        }
+        svg.push_str("<line class=\"axis\" x1=\"0\" x2=\"100%\" y1=\"100%\" y2=\"100%\"/>\n");
+        svg.push_str("<text class=\"tick\" x=\"-14\" y=\"100%\" dy=\"18\" text-anchor=\"end\">step</text>\n");
+    }
+
+    /// Each curve's last value beside its end, moved where two would meet.
+    fn end_labels(&self, svg: &mut String, y: &Scale) {
+        let end = |run: &ChartRun| run.line().last().map(|&(_, value)| (100.0 * (1.0 - y.share(value)), value, run.run));
+        let mut ends: Vec<_> = self.runs.iter().filter_map(end).collect();
+        ends.sort_by(|a, b| a.0.total_cmp(&b.0));
+        // From the lowest upwards: below the box are the steps.
+        let mut free_to = 98.0;
+        for (at, value, run) in ends.into_iter().rev() {
+            let at = at.min(free_to);
+            free_to = at - LABEL_GAP;
+            let _ = writeln!(svg, "<text class=\"end r{run}\" x=\"100%\" y=\"{at:.2}%\" dx=\"8\" dy=\"4\">{}</text>", number(value));
+        }
+    }
+}
+
+impl ChartRun<'_> {
+    /// The thick line.
+    fn line(&self) -> Vec<(f64, f64)> {
+        if self.is_exact { self.curve.points().collect() } else { self.curve.smoothed() }
+    }
+
+    fn curves(&self, svg: &mut String, x: &Scale, y: &Scale) {
+        for piece in self.curve.pieces() {
+            path(svg, "raw", self.run, &piece, x, y);
+        }
+        path(svg, "smooth", self.run, &self.line(), x, y);
+        self.marks.iter().for_each(|(style, marks)| ticks_below(svg, style, self.run, marks, x));
+        let dots: Vec<_> = self.dots.iter().flat_map(|dots| dots.points()).collect();
+        ["dot", "hole"].into_iter().for_each(|style| points_alone(svg, style, self.run, &dots, x, y));
+    }
+}
+
+/// How SVG writes the place of a point.
+fn place((step, value): (f64, f64), x: &Scale, y: &Scale) -> String {
+    format!("{:.1},{:.1}", SIDE * x.share(step), SIDE * (1.0 - y.share(value)))
+}
+
+/// A curve through `points`; one point has no length and is seen by its round cap.
+fn path(svg: &mut String, style: &str, run: usize, points: &[(f64, f64)], x: &Scale, y: &Scale) {
+    let places: Vec<_> = points.iter().map(|&point| place(point, x, y)).collect();
+    let end = if places.len() == 1 { "h0" } else { "" };
+    element(svg, style, run, &format!("M{}{end}", places.join("L")), places.is_empty());
+}
+
+/// Every point as a stroke without length: its cap is round on every width, which a stretched circle would not be.
+fn points_alone(svg: &mut String, style: &str, run: usize, points: &[(f64, f64)], x: &Scale, y: &Scale) {
+    let strokes: String = points.iter().map(|&point| format!("M{}h0", place(point, x, y))).collect();
+    element(svg, style, run, &strokes, points.is_empty());
+}
+
+/// Short strokes on the axis of steps.
+fn ticks_below(svg: &mut String, style: &str, run: usize, marks: &StepCurve, x: &Scale) {
+    let strokes: String = marks.points().map(|(step, _)| format!("M{:.1},970V1000", SIDE * x.share(step))).collect();
+    element(svg, style, run, &strokes, strokes.is_empty());
+}
+
+fn element(svg: &mut String, style: &str, run: usize, strokes: &str, is_empty: bool) {
+    if !is_empty {
+        let _ = writeln!(svg, "<path class=\"{style} r{run}\" vector-effect=\"non-scaling-stroke\" d=\"{strokes}\"/>");
+    }
+}
+
+/// A tick as short as it can be: `20k`, `0.5`, `3e-5`.
+fn tick_text(tick: f64) -> String {
+    match tick.abs() {
+        0.0 => "0".into(),
+        size if size >= 1e15 => format!("{tick:e}"),
+        size if size >= 1e9 => format!("{}B", round(tick / 1e9)),
+        size if size >= 1e6 => format!("{}M", round(tick / 1e6)),
+        size if size >= 1e4 => format!("{}k", round(tick / 1e3)),
+        size if size < 1e-3 => format!("{:e}", round(tick * 1e12) / 1e12).chars().take(12).collect(),
+        _ => round(tick).to_string(),
+    }
+}
+
+/// Without the noise of binary fractions.
+fn round(x: f64) -> f64 {
+    (x * 1e6).round() / 1e6
+}
+
+/// Bars that lie behind each other and make 100 %: names with values and their words.
+pub(super) fn stacked_bar(label: &str, parts: &[(String, f64, String)]) -> String {
+    let all: f64 = parts.iter().map(|(_, value, _)| value).sum();
+    if !all.is_finite() || all <= 0.0 {
+        return String::new();
+    }
+    let (mut at, mut svg, mut legend) = (0.0, String::new(), String::new());
+    for (idx, (name, value, words)) in parts.iter().enumerate().filter(|(_, (_, value, _))| *value > 0.0) {
+        let (width, style, name) = (100.0 * value / all, idx % 8, escape(name));
+        let _ = writeln!(
+            svg,
+            "<rect class=\"p{style}\" x=\"{at:.3}%\" y=\"0\" width=\"{width:.3}%\" height=\"100%\"><title>{name}: {words}</title></rect>"
+        );
+        let _ = writeln!(legend, "<li class=\"p{style}\"><i></i>{name} <b>{words}</b></li>");
+        at += width;
+    }
+    let label = escape(label);
+    format!(
+        "<figure><figcaption>{label}</figcaption><svg class=\"bar\" xmlns=\"http://www.w3.org/2000/svg\" role=\"img\" aria-label=\"{label}\" \
+         width=\"100%\" height=\"22\">\n{svg}</svg><ul class=\"legend\">\n{legend}</ul></figure>\n"
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ticks_are_round_and_inside() {
+        assert_eq!(Scale::new(0.0, 300.0, false).ticks(4.0), [0.0, 100.0, 200.0, 300.0]);
+        assert_eq!(Scale::new(2.1, 5.6, false).ticks(4.0), [3.0, 4.0, 5.0]);
+        assert_eq!(Scale::new(0.02, 90.0, true).ticks(4.0), [0.1, 1.0, 10.0]);
+        assert_eq!(Scale::new(5.0, 5.0, false).share(5.0), 0.5);
+        assert_eq!([20_000.0, 0.5, 3e-5, 0.0, 1e6].map(tick_text), ["20k", "0.5", "3e-5", "0", "1M"]);
+    }
+
+    #[test]
+    fn nothing_to_draw_is_a_sentence_and_one_point_is_a_point() {
+        let mut curve = StepCurve::default();
+        let draw = |curve: &StepCurve| {
+            let runs = vec![ChartRun { run: 0, curve, is_exact: false, dots: None, marks: vec![] }];
+            Chart { title: "Loss <", caption: "c", axis: ValueAxis::Fitted, runs }.draw()
+        };
+        assert!(draw(&curve).contains("No step says this."));
+        curve.push(1.0, 2.0);
+        let drawn = draw(&curve);
+        assert!(drawn.contains("d=\"M500.0,500.0h0\"") && drawn.contains("Loss &lt;") && !drawn.contains("NaN"), "{drawn}");
+    }
+
+    #[test]
+    fn a_bar_is_whole_and_leaves_out_what_is_nothing() {
+        let bar = stacked_bar("time", &[("a".into(), 3.0, "3 s".into()), ("b".into(), 0.0, "0 s".into()), ("c".into(), 1.0, "1 s".into())]);
+        assert!(
+            bar.contains("width=\"75.000%\"") && bar.contains("x=\"75.000%\" y=\"0\" width=\"25.000%\"") && !bar.contains("0 s"),
+            "{bar}"
+        );
+        assert_eq!(stacked_bar("time", &[]), "");
+    }
+}

@@ -1,0 +1,204 @@
+//! What the lines of `metrics.jsonl` add up to, read once and in bounded memory.
+
+use super::curve::StepCurve;
+use crate::disk::Dir;
+use crate::error::{Error, Result};
+use crate::train::metrics_file::{METRICS, MetricsLine, read_line};
+use serde::Deserialize;
+use std::collections::BTreeMap;
+use std::io::BufReader;
+
+/// A line, of a step or an evaluation, of whatever version: what it lacks is not known.
+#[derive(Deserialize, Default)]
+#[serde(default)]
+struct MetricsRecord {
+    step: u64,
+    epoch: Option<f64>,
+    loss: Option<f64>,
+    grad_norm: Option<f64>,
+    learning_rate: Option<f64>,
+    verdict: Option<String>,
+    step_ms: Option<f64>,
+    tokens_per_second: Option<f64>,
+    speculated: Option<u64>,
+    rolled_back: Option<u64>,
+    committed: Option<u64>,
+    clipped: Option<u64>,
+    skipped: Option<u64>,
+    exposed_cpu_ms: Option<f64>,
+    exposed_transfer_ms: Option<f64>,
+    exposed_peer_ms: Option<f64>,
+    memory: Option<MemoryRecord>,
+    eval_loss: Option<f64>,
+    eval_seconds: Option<f64>,
+}
+
+/// Bytes by class.
+#[derive(Deserialize, Default, Debug)]
+#[serde(default)]
+pub(super) struct MemoryRecord {
+    pub(super) device_bytes: BTreeMap<String, u64>,
+    pub(super) host_bytes: BTreeMap<String, u64>,
+    pub(super) rss_bytes: u64,
+}
+
+/// Bucket steps by what became of them: a name for each, in the order of [`History::bucket_steps`].
+pub(super) const BUCKET_STEPS: [&str; 5] = ["speculated", "rolled back", "committed", "clipped", "skipped"];
+/// What compute waited for, in the order of [`History::exposed_ms`].
+pub(super) const WAITS: [&str; 3] = ["the optimizer", "copies", "other ranks"];
+
+/// All that was measured of a run's steps.
+#[derive(Default, Debug)]
+pub(super) struct History {
+    pub(super) loss: StepCurve,
+    pub(super) eval_loss: StepCurve,
+    pub(super) grad_norm: StepCurve,
+    pub(super) learning_rate: StepCurve,
+    pub(super) tokens_per_second: StepCurve,
+    pub(super) step_ms: StepCurve,
+    /// 1 where a step was clipped or skipped, else no number.
+    pub(super) clips: StepCurve,
+    pub(super) skips: StepCurve,
+    pub(super) steps: u64,
+    pub(super) last_step: u64,
+    pub(super) epoch: Option<f64>,
+    pub(super) clipped_steps: u64,
+    pub(super) skipped_steps: u64,
+    /// Steps whose loss is missing or not a number.
+    pub(super) steps_without_loss: u64,
+    /// Of the first and of the last step; not a number where the file says none.
+    pub(super) first_loss: f64,
+    pub(super) last_loss: f64,
+    pub(super) tokens: f64,
+    pub(super) total_ms: f64,
+    pub(super) exposed_ms: [f64; 3],
+    pub(super) bucket_steps: [u64; 5],
+    pub(super) evaluations: u64,
+    pub(super) eval_seconds: f64,
+    /// Step and loss of the last evaluation, and of the best.
+    pub(super) last_eval: Option<(u64, f64)>,
+    pub(super) best_eval: Option<(u64, f64)>,
+    /// Of the last step that says it.
+    pub(super) memory: Option<MemoryRecord>,
+    pub(super) damaged_lines: u64,
+    /// The last line has no end: the run was writing it, or died.
+    pub(super) is_cut_short: bool,
+}
+
+impl History {
+    /// Reads the metrics in `dir`; `None` if there are none.
+    ///
+    /// # Errors
+    /// `Io` when they cannot be read, `Format` when their name is not a regular file's.
+    pub(super) fn read(dir: &Dir) -> Result<Option<Self>> {
+        let Some(file) = dir.open_file(METRICS)? else { return Ok(None) };
+        let (mut history, mut lines, mut line) = (Self::default(), BufReader::new(file), Vec::new());
+        while let Some(read) = read_line(&mut lines, &mut line).map_err(|e| Error::io("read", dir.join(METRICS), e))? {
+            match (read, serde_json::from_slice(&line)) {
+                (MetricsLine::Step(_), Ok(record)) => history.add(record),
+                (MetricsLine::CutShort, _) => history.is_cut_short = true,
+                _ => history.damaged_lines += 1,
+            }
+        }
+        Ok(Some(history))
+    }
+
+    fn add(&mut self, record: MetricsRecord) {
+        match record.eval_loss {
+            Some(loss) => self.add_evaluation(record.step, loss, record.eval_seconds.unwrap_or(0.0)),
+            // An evaluation whose loss is no number has its seconds.
+            None if record.eval_seconds.is_some() => self.add_evaluation(record.step, f64::NAN, 0.0),
+            None => self.add_step(record),
+        }
+    }
+
+    fn add_evaluation(&mut self, step: u64, loss: f64, seconds: f64) {
+        self.eval_loss.push(step as f64, loss);
+        self.evaluations += 1;
+        self.eval_seconds += seconds;
+        self.last_eval = Some((step, loss));
+        let is_best = self.best_eval.is_none_or(|(_, best)| loss < best || best.is_nan());
+        self.best_eval = if is_best { self.last_eval } else { self.best_eval };
+    }
+
+    fn add_step(&mut self, record: MetricsRecord) {
+        let (x, loss) = (record.step as f64, record.loss.unwrap_or(f64::NAN));
+        let (step_ms, tokens_per_second) = (record.step_ms.unwrap_or(0.0), record.tokens_per_second.unwrap_or(0.0));
+        if self.steps == 0 {
+            self.first_loss = loss;
+        }
+        (self.steps, self.last_step, self.last_loss) = (self.steps + 1, record.step, loss);
+        self.steps_without_loss += u64::from(!loss.is_finite());
+        self.epoch = record.epoch.or(self.epoch);
+        self.tokens += (tokens_per_second * step_ms / 1e3).round();
+        self.total_ms += step_ms;
+        let waited = [record.exposed_cpu_ms, record.exposed_transfer_ms, record.exposed_peer_ms];
+        self.exposed_ms.iter_mut().zip(waited).for_each(|(sum, ms)| *sum += ms.unwrap_or(0.0));
+        let buckets = [record.speculated, record.rolled_back, record.committed, record.clipped, record.skipped];
+        self.bucket_steps.iter_mut().zip(buckets).for_each(|(sum, count)| *sum = sum.saturating_add(count.unwrap_or(0)));
+        self.memory = record.memory.or(self.memory.take());
+        self.draw(x, loss, [record.grad_norm, record.learning_rate, record.tokens_per_second, record.step_ms]);
+        self.mark(x, record.verdict.as_deref());
+    }
+
+    fn draw(&mut self, x: f64, loss: f64, others: [Option<f64>; 4]) {
+        self.loss.push(x, loss);
+        let curves = [&mut self.grad_norm, &mut self.learning_rate, &mut self.tokens_per_second, &mut self.step_ms];
+        curves.into_iter().zip(others).for_each(|(curve, y)| curve.push(x, y.unwrap_or(f64::NAN)));
+    }
+
+    fn mark(&mut self, x: f64, verdict: Option<&str>) {
+        let (is_clip, is_skip) = (verdict == Some("clip"), verdict == Some("skip"));
+        self.clipped_steps += u64::from(is_clip);
+        self.skipped_steps += u64::from(is_skip);
+        self.clips.push(x, if is_clip { 1.0 } else { f64::NAN });
+        self.skips.push(x, if is_skip { 1.0 } else { f64::NAN });
+    }
+
+    /// Milliseconds in which compute waited for nothing.
+    pub(super) fn compute_ms(&self) -> f64 {
+        (self.total_ms - self.exposed_ms.iter().sum::<f64>()).max(0.0)
+    }
+
+    /// Over all steps.
+    pub(super) fn mean_tokens_per_second(&self) -> f64 {
+        if self.total_ms > 0.0 { self.tokens / self.total_ms * 1e3 } else { f64::NAN }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn history(text: &str) -> History {
+        let tmp = tempfile::tempdir().unwrap();
+        std::fs::write(tmp.path().join(METRICS), text).unwrap();
+        History::read(&Dir::open(tmp.path()).unwrap()).unwrap().unwrap()
+    }
+
+    #[test]
+    fn lines_add_up_and_damage_is_counted() {
+        let step = |step: u64, verdict: &str| {
+            format!(
+                r#"{{"step":{step},"loss":{step}.5,"verdict":"{verdict}","step_ms":500.0,"tokens_per_second":64.0,"exposed_cpu_ms":100.0,"clipped":3}}"#
+            )
+        };
+        let eval = r#"{"step":2,"eval_loss":2.25,"eval_seconds":1.5}"#;
+        let lines =
+            [step(1, "commit"), "nonsense".into(), r#"{"step":9,"loss":"x"}"#.into(), step(2, "clip"), eval.into(), step(3, "skip")];
+        let all = history(&(lines.join("\n") + "\n{\"step\":4,\"lo"));
+        assert_eq!((all.steps, all.last_step, all.damaged_lines, all.is_cut_short), (3, 3, 2, true));
+        assert_eq!((all.first_loss, all.last_loss, all.tokens, all.total_ms), (1.5, 3.5, 96.0, 1500.0));
+        assert_eq!((all.exposed_ms, all.compute_ms(), all.mean_tokens_per_second()), ([300.0, 0.0, 0.0], 1200.0, 64.0));
+        assert_eq!((all.bucket_steps, all.clipped_steps, all.skipped_steps), ([0, 0, 0, 9, 0], 1, 1));
+        assert_eq!((all.evaluations, all.last_eval, all.clips.points().collect::<Vec<_>>()), (1, Some((2, 2.25)), vec![(2.0, 1.0)]));
+    }
+
+    #[test]
+    fn lines_of_other_versions_and_losses_that_are_no_numbers_are_steps() {
+        let all = history("{\"step\":1}\n{\"step\":2,\"loss\":null,\"new\":[{}],\"grad_norm\":null}\n");
+        assert_eq!((all.steps, all.steps_without_loss, all.loss.range()), (2, 2, None));
+        assert!(all.last_loss.is_nan() && all.mean_tokens_per_second().is_nan() && all.memory.is_none());
+        assert_eq!(history("").steps, 0);
+    }
+}

@@ -1,0 +1,106 @@
+//! What an output directory holds of its run: metrics, checkpoints, and what the newest of these says about model and settings.
+
+use super::history::History;
+use crate::checkpoint;
+use crate::disk::{Dir, FileKind};
+use crate::error::{Error, Result};
+use crate::train::run_dir::TRACE;
+use serde_json::Value;
+use std::cmp::Reverse;
+use std::path::Path;
+
+/// Checkpoints that are looked into, the newest ones.
+const CHECKPOINTS_READ: usize = 20;
+
+/// What a checkpoint says of the whole run.
+pub(super) struct RunSetup {
+    /// The settings, as JSON.
+    pub(super) settings: Value,
+    /// Model, tokenizer, data and more, as JSON.
+    pub(super) run: Value,
+    pub(super) params: u64,
+    pub(super) max_steps: u64,
+}
+
+/// A checkpoint in the directory.
+pub(super) struct SavedStep {
+    pub(super) step: u64,
+    pub(super) bytes: u64,
+    /// Why it cannot be used, if it cannot.
+    pub(super) damage: Option<String>,
+}
+
+/// A run that was, or still is.
+pub(super) struct PastRun {
+    /// The directory's name.
+    pub(super) name: String,
+    pub(super) history: History,
+    pub(super) setup: Option<RunSetup>,
+    /// Newest first, and how many older ones there are.
+    pub(super) checkpoints: Vec<SavedStep>,
+    pub(super) older_checkpoints: usize,
+    pub(super) has_timeline: bool,
+}
+
+impl PastRun {
+    /// Reads the run in `path`, and changes nothing in it.
+    ///
+    /// # Errors
+    /// `Usage` when it is no output directory of a run; `Io` when it cannot be read.
+    pub(super) fn read(path: &Path) -> Result<Self> {
+        let dir = Dir::open(path)?;
+        let (history, mut steps) = (History::read(&dir)?, checkpoint_steps(&dir)?);
+        if history.is_none() && steps.is_empty() {
+            let cause = "not the output directory of a run: it holds neither metrics.jsonl nor a checkpoint";
+            return Err(Error::usage(format_args!("report {}: {cause}", path.display())));
+        }
+        steps.sort_unstable_by_key(|&step| Reverse(step));
+        let (mut checkpoints, mut setup) = (Vec::new(), None);
+        for &step in steps.iter().take(CHECKPOINTS_READ) {
+            let name = format!("checkpoint-{step}");
+            let found = read_setup(&dir.join(&name));
+            let damage = found.as_ref().err().map(ToString::to_string);
+            setup = setup.or(found.ok());
+            checkpoints.push(SavedStep { step, bytes: dir.tree_bytes(&name).unwrap_or(0), damage });
+        }
+        Ok(Self {
+            name: name_of(path),
+            history: history.unwrap_or_default(),
+            setup,
+            older_checkpoints: steps.len() - checkpoints.len(),
+            checkpoints,
+            has_timeline: matches!(dir.kind(TRACE)?, Some(FileKind::File(_))),
+        })
+    }
+
+    /// A value of the setup's JSON, such as `settings` `model`; null where nothing is known.
+    pub(super) fn setting(&self, key: &str) -> &Value {
+        self.setup.as_ref().map_or(&Value::Null, |setup| &setup.settings[key])
+    }
+
+    /// A part of what the run learned with and from.
+    pub(super) fn part(&self, key: &str) -> &Value {
+        self.setup.as_ref().map_or(&Value::Null, |setup| &setup.run[key])
+    }
+}
+
+fn name_of(path: &Path) -> String {
+    let named = path.canonicalize().ok().and_then(|path| path.file_name().map(|name| name.to_string_lossy().into_owned()));
+    named.unwrap_or_else(|| path.display().to_string())
+}
+
+fn checkpoint_steps(dir: &Dir) -> Result<Vec<u64>> {
+    let names = dir.names()?;
+    Ok(names.iter().filter_map(|name| name.to_str()?.strip_prefix("checkpoint-")?.parse().ok()).collect())
+}
+
+fn read_setup(path: &Path) -> Result<RunSetup> {
+    let loaded = checkpoint::open(path)?;
+    let manifest = loaded.manifest();
+    Ok(RunSetup {
+        settings: manifest.trainer.settings.clone(),
+        run: Value::Object(manifest.run.clone()),
+        params: manifest.tensors.iter().map(|tensor| tensor.elems).sum(),
+        max_steps: manifest.trainer.scheduler.max_steps,
+    })
+}

@@ -1,0 +1,271 @@
+//! What stands on the page, in the order in which people look.
+
+use super::asked::{self, AskedSetting};
+use super::chart::{Chart, ChartRun, ValueAxis, stacked_bar};
+use super::curve::StepCurve;
+use super::history::{BUCKET_STEPS, History};
+use super::html::{self, escape, number, table};
+use super::past_run::{PastRun, SavedStep};
+use super::verdict;
+use crate::facts::BuildFacts;
+use crate::units::Bytes;
+use std::collections::BTreeMap;
+
+/// The one curve that is exact.
+const LEARNING_RATE: &str = "Learning rate";
+
+/// The whole page about `runs`.
+pub(super) fn page(runs: &[PastRun]) -> String {
+    let names: Vec<_> = runs.iter().map(|run| run.name.as_str()).collect();
+    let title = names.join(", ");
+    let parts = [
+        head(runs, &title),
+        section("Loss", &format!("<div class=\"tall\">{}</div>{}", loss(runs), loss_notes(runs))),
+        section("Learning rate and gradient norm", &pair(learning_rate(runs), grad_norm(runs))),
+        section("Speed", &pair(speed(runs), step_time(runs))),
+        section("Where the time of a step goes", &each(runs, step_shares)),
+        section("Memory planned", &each(runs, memory)),
+        section("Speculation", &speculation(runs)),
+        section("Checkpoints", &each(runs, checkpoints)),
+        section("Settings", &settings(runs)),
+        section("Machine and build", &machine(runs)),
+        section("How to reproduce", &each(runs, command)),
+        foot(),
+    ];
+    html::page(&format!("{title} – training report"), &parts.concat())
+}
+
+fn section(title: &str, body: &str) -> String {
+    format!("<section>\n<h2>{title}</h2>\n{body}</section>\n")
+}
+
+fn pair(left: String, right: String) -> String {
+    format!("<div class=\"pair\">{left}{right}</div>\n")
+}
+
+/// What `of` says of each run, under its name if there are several.
+fn each(runs: &[PastRun], of: impl Fn(&PastRun) -> String) -> String {
+    let named = |(idx, run): (usize, &PastRun)| if runs.len() > 1 { format!("<p>{}</p>{}", colour(idx, run), of(run)) } else { of(run) };
+    runs.iter().enumerate().map(named).collect()
+}
+
+/// A run's name in its colour.
+fn colour(idx: usize, run: &PastRun) -> String {
+    format!("<b class=\"r{idx}\"><span>{}</span></b>", escape(&run.name))
+}
+
+fn head(runs: &[PastRun], title: &str) -> String {
+    let (kind, body) = match runs {
+        [run] => ("Training run", one_run(run)),
+        _ => ("Training runs", comparison(runs)),
+    };
+    let wrong: String = runs.iter().flat_map(remarks).map(|line| format!("<p class=\"wrong\">{}</p>\n", escape(line))).collect();
+    format!("<header>\n<p class=\"what\">{kind}</p>\n<h1>{}</h1>\n{body}{wrong}</header>\n", escape(title))
+}
+
+fn one_run(run: &PastRun) -> String {
+    let history = &run.history;
+    let tile =
+        |name: &str, value: String, more: String| format!("<div><dt>{name}</dt><dd>{value} <small>{}</small></dd></div>\n", escape(more));
+    let eval = history.last_eval.map_or("no evaluation".into(), |(step, loss)| format!("evaluation {} after step {step}", number(loss)));
+    let epochs = history.epoch.map_or(String::new(), |epoch| format!("{} passes over the data", number(epoch)));
+    let tiles = [
+        tile("Loss, last step", number(history.last_loss), eval),
+        tile("Tokens trained", number(history.tokens), epochs),
+        tile("Speed, all steps", number(history.mean_tokens_per_second()), "tokens/s".into()),
+        tile("Time in steps", verdict::duration(history.total_ms), format!("{} steps", number(history.steps as f64))),
+    ];
+    let tiles = if history.steps > 0 { format!("<dl class=\"tiles\">\n{}</dl>\n", tiles.concat()) } else { String::new() };
+    format!("<p class=\"what\">{}</p>\n<p class=\"verdict\">{}</p>\n{tiles}", escape(verdict::subject(run)), escape(verdict::sentence(run)))
+}
+
+fn comparison(runs: &[PastRun]) -> String {
+    let row = |(idx, run): (usize, &PastRun)| {
+        let history = &run.history;
+        let best = history.best_eval.map_or("none".into(), |(step, loss)| format!("{} after step {step}", number(loss)));
+        let (speed, bound) = (history.mean_tokens_per_second(), verdict::bound(history).unwrap_or_default());
+        let time = verdict::duration(history.total_ms);
+        let cells = [number(history.last_loss), best, number(history.tokens), number(speed), time, verdict::progress(run), bound];
+        std::iter::once(colour(idx, run)).chain(cells.iter().map(escape)).collect()
+    };
+    let rows: Vec<_> = runs.iter().enumerate().map(row).collect();
+    let about = |run: &PastRun| format!("<p class=\"what\">{}</p>\n", escape(verdict::subject(run)));
+    let head = ["Run", "Loss, last step", "Best evaluation", "Tokens", "Tokens/s", "Time in steps", "Progress", "What bound it"];
+    format!("{}{}", table(&head, &rows), each(runs, about))
+}
+
+/// What of a run could not be read, or is not as it should be.
+fn remarks(run: &PastRun) -> Vec<String> {
+    let (name, history) = (&run.name, &run.history);
+    let counted = |count: u64, what: &str| (count > 0).then(|| format!("{name}: {count} {what}."));
+    let cut = history.is_cut_short.then(|| format!("{name}: the last line of metrics.jsonl has no end and was left out."));
+    [
+        counted(history.damaged_lines, "lines of metrics.jsonl are damaged and were left out"),
+        cut,
+        counted(history.steps_without_loss, "steps have no loss that is a number"),
+        counted(history.skipped_steps, "steps were skipped, since a gradient was not finite"),
+    ]
+    .into_iter()
+    .flatten()
+    .collect()
+}
+
+fn draw(runs: &[PastRun], title: &str, caption: &str, axis: ValueAxis, of: impl Fn(&History) -> &StepCurve) -> String {
+    let curves = runs.iter().map(|run| of(&run.history)).enumerate();
+    let drawn = curves.map(|(run, curve)| ChartRun { run, curve, is_exact: title == LEARNING_RATE, dots: None, marks: vec![] }).collect();
+    format!("<div>{}{}</div>", Chart { title, caption, axis, runs: drawn }.draw(), legend(runs))
+}
+
+fn legend(runs: &[PastRun]) -> String {
+    let name = |(idx, run): (usize, &PastRun)| format!("<li class=\"r{idx}\"><i></i>{}</li>", escape(&run.name));
+    let names: String = runs.iter().enumerate().map(name).collect();
+    if runs.len() > 1 { format!("<ul class=\"names\">{names}</ul>\n") } else { String::new() }
+}
+
+fn loss(runs: &[PastRun]) -> String {
+    let drawn = runs.iter().enumerate().map(|(run, past)| ChartRun {
+        run,
+        curve: &past.history.loss,
+        is_exact: false,
+        dots: Some(&past.history.eval_loss),
+        marks: vec![("clip", &past.history.clips), ("skip", &past.history.skips)],
+    });
+    let caption = "mean over the tokens of a step, in nats. Thin: each step; thick, with its last value: smoothed; points: evaluations; \
+                   strokes below: clipped steps; red: skipped steps";
+    format!("{}{}", Chart { title: "Loss", caption, axis: ValueAxis::Fitted, runs: drawn.collect() }.draw(), legend(runs))
+}
+
+/// Evaluations in numbers.
+fn loss_notes(runs: &[PastRun]) -> String {
+    let row = |(idx, run): (usize, &PastRun)| {
+        let history = &run.history;
+        let eval = |at: Option<(u64, f64)>| {
+            at.map(|(step, loss)| format!("{} (perplexity {}) after step {step}", number(loss), number(loss.exp())))
+        };
+        let seconds = verdict::duration(history.eval_seconds * 1e3);
+        let cells = [Some(history.evaluations.to_string()), eval(history.best_eval), eval(history.last_eval), Some(seconds)];
+        std::iter::once(colour(idx, run)).chain(cells.into_iter().map(|cell| escape(cell.unwrap_or_default()))).collect()
+    };
+    let evaluated: Vec<_> = runs.iter().enumerate().filter(|(_, run)| run.history.evaluations > 0).map(row).collect();
+    if evaluated.is_empty() { String::new() } else { table(&["Evaluation", "Times", "Best loss", "Last loss", "Time"], &evaluated) }
+}
+
+fn learning_rate(runs: &[PastRun]) -> String {
+    draw(runs, LEARNING_RATE, "of each step's update", ValueAxis::FromZero, |history| &history.learning_rate)
+}
+
+fn grad_norm(runs: &[PastRun]) -> String {
+    draw(runs, "Gradient norm", "of all parameters, before clipping", ValueAxis::Fitted, |history| &history.grad_norm)
+}
+
+fn speed(runs: &[PastRun]) -> String {
+    draw(runs, "Tokens per second", "real tokens, without padding", ValueAxis::FromZero, |history| &history.tokens_per_second)
+}
+
+fn step_time(runs: &[PastRun]) -> String {
+    draw(runs, "Step time", "milliseconds, from step to step", ValueAxis::FromZero, |history| &history.step_ms)
+}
+
+fn step_shares(run: &PastRun) -> String {
+    let history = &run.history;
+    let part = |(name, ms): (String, f64)| {
+        let words = format!("{} a step, {:.1} %", verdict::duration(ms / history.steps.max(1) as f64), 100.0 * ms / history.total_ms);
+        (name, ms, words)
+    };
+    let parts: Vec<_> = verdict::time_shares(history).into_iter().map(part).collect();
+    or_none(stacked_bar("Mean over all steps", &parts), "No step says how long it took.")
+}
+
+fn or_none(drawn: String, none: &str) -> String {
+    if drawn.is_empty() { format!("<p class=\"none\">{none}</p>\n") } else { drawn }
+}
+
+fn memory(run: &PastRun) -> String {
+    let Some(memory) = &run.history.memory else { return or_none(String::new(), "No step says how much memory was planned.") };
+    let bar = |place: &str, classes: &BTreeMap<String, u64>| {
+        let mut classes: Vec<_> = classes.iter().collect();
+        classes.sort_by_key(|(_, bytes)| std::cmp::Reverse(**bytes));
+        let part = |(name, &bytes): (&String, &u64)| (name.clone(), bytes as f64, Bytes(bytes).to_string());
+        let all = Bytes(classes.iter().fold(0, |sum, (_, bytes)| sum.saturating_add(**bytes)));
+        stacked_bar(&format!("{place}: {all}"), &classes.into_iter().take(16).map(part).collect::<Vec<_>>())
+    };
+    let bars = bar("Device", &memory.device_bytes) + &bar("Host, pinned", &memory.host_bytes);
+    format!("{bars}<p class=\"note\">Resident set of the process at its last step: {}</p>\n", Bytes(memory.rss_bytes))
+}
+
+fn speculation(runs: &[PastRun]) -> String {
+    let row = |(idx, run): (usize, &PastRun)| {
+        let history = &run.history;
+        let [speculated, rolled_back, ..] = history.bucket_steps;
+        let held = if speculated > 0 { format!("{:.1} %", 100.0 * (1.0 - rolled_back as f64 / speculated as f64)) } else { "none".into() };
+        let counts = history.bucket_steps.iter().map(|&count| number(count as f64));
+        let steps = [number(history.clipped_steps as f64), number(history.skipped_steps as f64)];
+        std::iter::once(colour(idx, run)).chain(counts).chain([held]).chain(steps).collect()
+    };
+    let head: Vec<_> = ["Bucket steps"]
+        .iter()
+        .chain(&BUCKET_STEPS)
+        .chain(&["speculations that held", "steps clipped", "steps skipped"])
+        .copied()
+        .collect();
+    let rows: Vec<_> = runs.iter().enumerate().map(row).collect();
+    let note = "The optimizer steps a bucket of parameters before the gradient norm is known; where that changes the step, it is rolled back \
+                and done again. The weights are the same bits either way.";
+    format!("{}<p class=\"note\">{note}</p>\n", table(&head, &rows))
+}
+
+fn checkpoints(run: &PastRun) -> String {
+    let row = |saved: &SavedStep| {
+        let state = saved.damage.as_ref().map_or("in order".into(), |damage| format!("<span class=\"wrong\">{}</span>", escape(damage)));
+        vec![number(saved.step as f64), Bytes(saved.bytes).to_string(), state]
+    };
+    let rows: Vec<_> = run.checkpoints.iter().map(row).collect();
+    let older =
+        if run.older_checkpoints > 0 { format!("<p class=\"note\">and {} older ones</p>\n", run.older_checkpoints) } else { String::new() };
+    if rows.is_empty() { or_none(String::new(), "There is none.") } else { table(&["Step", "Size", "Manifest and sizes"], &rows) + &older }
+}
+
+fn settings(runs: &[PastRun]) -> String {
+    let row = |asked: AskedSetting| {
+        let values = asked.values.iter().map(|value| value.as_ref().map_or("unknown".into(), |value| code(value)));
+        [code(&asked.flag), code(&asked.default)].into_iter().chain(values).collect::<Vec<_>>()
+    };
+    let rows: Vec<_> = asked::unusual(runs).into_iter().map(row).collect();
+    let names = runs.iter().map(|run| if runs.len() > 1 { run.name.as_str() } else { "This run" });
+    let head: Vec<_> = ["Setting", "Default"].into_iter().chain(names).collect();
+    if rows.is_empty() { or_none(String::new(), "None is known to differ from its default.") } else { table(&head, &rows) }
+}
+
+fn code(text: &str) -> String {
+    format!("<code>{}</code>", escape(if text.is_empty() { "none" } else { text }))
+}
+
+fn machine(runs: &[PastRun]) -> String {
+    let row = |(idx, run): (usize, &PastRun)| {
+        let word = |value: &serde_json::Value| value.as_str().map_or_else(|| value.to_string(), str::to_string);
+        let known = [&run.part("numerics")["computed_on"], run.setting("gpus"), &run.part("numerics")["attention"], run.setting("isa")];
+        let words = known.into_iter().map(|value| if value.is_null() { "unknown".into() } else { escape(word(value)) });
+        let timeline = if run.has_timeline { "trace.json, opens in ui.perfetto.dev" } else { "none" };
+        std::iter::once(colour(idx, run)).chain(words).chain([timeline.into()]).collect()
+    };
+    let rows: Vec<_> = runs.iter().enumerate().map(row).collect();
+    let head = ["Run", "Computed on", "Devices", "Attention", "Instruction set asked for", "Timeline"];
+    let note = "A run does not write down yet which machine and which build it had; this is what its newest checkpoint says.";
+    format!("{}<p class=\"note\">{note}</p>\n", table(&head, &rows))
+}
+
+fn command(run: &PastRun) -> String {
+    let Some(command) = asked::command(run) else { return or_none(String::new(), "No checkpoint says with which settings.") };
+    let note = "Paths are from where the command was given. The same build, data and command give the same bits.";
+    format!("<pre>{}</pre><button hidden>Copy</button>\n<p class=\"note\">{note}</p>\n", html::escape_whole(&command))
+}
+
+fn foot() -> String {
+    let build = BuildFacts::this_program();
+    let commit = build.git_commit.map_or(String::new(), |commit| format!(", commit {commit}"));
+    format!(
+        "<footer>Written by superoffload {}{}. This page loads nothing and holds no training data.</footer>\n",
+        build.version,
+        escape(commit)
+    )
+}

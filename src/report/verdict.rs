@@ -1,0 +1,132 @@
+//! What became of a run, in words.
+
+use super::history::{History, WAITS};
+use super::html::number;
+use super::past_run::PastRun;
+use crate::units::Count;
+use serde_json::Value;
+use std::path::Path;
+
+/// Waiting for less than this share of the time is not worth a word.
+const WORTH_SAYING: f64 = 0.05;
+
+/// The sentence that matters: how far it came, what it learned, how fast, and what bound it.
+pub(super) fn sentence(run: &PastRun) -> String {
+    let history = &run.history;
+    if history.steps == 0 {
+        return "No step has been written yet.".into();
+    }
+    let loss = match (history.first_loss.is_finite(), history.last_loss.is_finite()) {
+        (true, true) => format!("the loss went from {} to {}", number(history.first_loss), number(history.last_loss)),
+        (_, false) => "the loss of its last step is not a number".into(),
+        (false, true) => format!("the loss of its last step is {}", number(history.last_loss)),
+    };
+    format!("{}; {loss}{}{}.", progress(run), tokens(history), bound(history).map_or(String::new(), |bound| format!("; {bound}")))
+}
+
+/// How many of its steps are done.
+pub(super) fn progress(run: &PastRun) -> String {
+    let last = run.history.last_step;
+    match run.setup.as_ref().map(|setup| setup.max_steps) {
+        Some(all) if last >= all => format!("Finished: all {} steps are done", number(all as f64)),
+        Some(all) => format!("{} of {} steps are done", number(last as f64), number(all as f64)),
+        None => format!("{} steps are done, and no checkpoint says of how many", number(last as f64)),
+    }
+}
+
+fn tokens(history: &History) -> String {
+    let speed = history.mean_tokens_per_second();
+    if speed.is_finite() { format!(" over {} tokens, at {} tokens/s", number(history.tokens), number(speed)) } else { String::new() }
+}
+
+/// What the time of the steps went to, in milliseconds: compute first, then waiting.
+pub(super) fn time_shares(history: &History) -> Vec<(String, f64)> {
+    let waits = WAITS.iter().zip(history.exposed_ms).map(|(what, ms)| (format!("waiting for {what}"), ms));
+    std::iter::once(("compute and all else".to_string(), history.compute_ms())).chain(waits).collect()
+}
+
+/// What bound the speed, if the times are known.
+pub(super) fn bound(history: &History) -> Option<String> {
+    let shares = time_shares(history);
+    let percent = |ms: f64| format!("{:.0}\u{a0}%", 100.0 * ms / history.total_ms);
+    let (longest, second) = shares[1..].iter().fold((None, 0.0), |best, (name, ms)| if *ms > best.1 { (Some(name), *ms) } else { best });
+    let compute = shares[0].1;
+    if !history.total_ms.is_finite() || history.total_ms <= 0.0 {
+        return None;
+    }
+    Some(match longest {
+        Some(wait) if second > compute => format!("{wait} was the limit, {} of the time", percent(second)),
+        Some(wait) if second > WORTH_SAYING * history.total_ms => {
+            format!("compute was the limit, {} of the time, before {wait}, {}", percent(compute), percent(second))
+        }
+        _ => format!("compute was the limit, {} of the time", percent(compute)),
+    })
+}
+
+/// What was trained, on what, where: as much as is known.
+pub(super) fn subject(run: &PastRun) -> String {
+    let Some(setup) = &run.setup else { return "No checkpoint can be read, so model, data and settings are not known.".into() };
+    let model = run.setting("model").as_str().map_or("the built-in model".into(), last_name);
+    let (shape, data) = (run.part("model"), &run.part("data")["files"]);
+    let mut parts = vec![format!("{model}, {} parameters", Count(setup.params as usize))];
+    parts.extend(shape["num_hidden_layers"].as_u64().map(|layers| format!("{layers} layers of width {}", shape["hidden_size"])));
+    parts.push(format!("on {}", files(data)));
+    parts.extend(run.part("numerics")["computed_on"].as_str().map(|device| format!("computed on {device}")));
+    parts.extend(run.setting("dtype").as_str().map(|dtype| format!("in {dtype}")));
+    parts.join(" · ")
+}
+
+fn files(data: &Value) -> String {
+    let names: Vec<_> = data.as_array().into_iter().flatten().filter_map(|file| file["name"].as_str()).map(last_name).collect();
+    match names.as_slice() {
+        [] => "unknown data".into(),
+        [one] => one.clone(),
+        [first, rest @ ..] => format!("{first} and {} more", rest.len()),
+    }
+}
+
+fn last_name(path: &str) -> String {
+    Path::new(path).file_name().map_or(path.into(), |name| name.to_string_lossy().into_owned())
+}
+
+/// Milliseconds as people say them.
+pub(super) fn duration(ms: f64) -> String {
+    match ms / 1e3 {
+        s if !s.is_finite() => "unknown".into(),
+        s if s < 1.0 => format!("{} ms", number(ms)),
+        s if s < 120.0 => format!("{s:.1} s"),
+        s if s < 7200.0 => format!("{:.1} min", s / 60.0),
+        s => format!("{:.1} h", s / 3600.0),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(history: History) -> PastRun {
+        PastRun { name: "x".into(), history, setup: None, checkpoints: vec![], older_checkpoints: 0, has_timeline: false }
+    }
+
+    #[test]
+    fn the_sentence_says_what_bound_the_run() {
+        let history = |exposed_ms| History {
+            steps: 4,
+            last_step: 4,
+            first_loss: 5.0,
+            last_loss: 2.0,
+            tokens: 4000.0,
+            total_ms: 2000.0,
+            exposed_ms,
+            ..History::default()
+        };
+        let said = sentence(&run(history([0.0, 300.0, 0.0])));
+        assert!(said.contains("the loss went from 5 to 2 over 4,000 tokens, at 2,000 tokens/s"), "{said}");
+        assert!(said.ends_with("compute was the limit, 85\u{a0}% of the time, before waiting for copies, 15\u{a0}%."), "{said}");
+        assert_eq!(bound(&history([1500.0, 0.0, 0.0])).unwrap(), "waiting for the optimizer was the limit, 75\u{a0}% of the time");
+        assert_eq!(bound(&history([0.0; 3])).unwrap(), "compute was the limit, 100\u{a0}% of the time");
+        assert_eq!(sentence(&run(History::default())), "No step has been written yet.");
+        let without = sentence(&run(History { steps: 1, last_step: 1, first_loss: f64::NAN, last_loss: f64::NAN, ..History::default() }));
+        assert_eq!(without, "1 steps are done, and no checkpoint says of how many; the loss of its last step is not a number.");
+    }
+}

@@ -1,0 +1,194 @@
+//! `superoffload report`: what stands on the page is what the metrics say, text of files stays text, and damage is counted. With
+//! `SUPEROFFLOAD_BROWSER=chromium` (its path) a browser opens the page and must have nothing to complain of.
+
+use crate::program::{Outcome, STEPS, Workspace, program, run};
+use serde_json::Value;
+use std::fs;
+use std::process::Command;
+
+/// Names of the page's sections, in their order.
+const SECTIONS: [&str; 10] = [
+    "Loss",
+    "Learning rate and gradient norm",
+    "Speed",
+    "Where the time of a step goes",
+    "Memory planned",
+    "Speculation",
+    "Checkpoints",
+    "Settings",
+    "Machine and build",
+    "How to reproduce",
+];
+
+/// A page about the runs `names` of `workspace`.
+fn report(workspace: &Workspace, names: &[&str]) -> Outcome {
+    let mut command = program(&["report", "-o"]);
+    command.arg(workspace.path("report.html")).args(names.iter().map(|name| workspace.path(name)));
+    run(&mut command)
+}
+
+fn page(workspace: &Workspace, names: &[&str]) -> String {
+    let outcome = report(workspace, names);
+    assert_eq!(outcome.code, 0, "{outcome:?}");
+    let page = fs::read_to_string(workspace.path("report.html")).unwrap();
+    assert!(page.len() < 2_000_000 && page.starts_with("<!doctype html>\n<!-- superoffload report -->"));
+    page
+}
+
+/// A workspace in which the run `plain` has evaluated.
+fn trained() -> Workspace {
+    let workspace = Workspace::new();
+    let eval = workspace.write("held.txt", "Ideas sleep furiously, and colourless ones are green.\n".repeat(8));
+    let outcome = run(workspace.train("plain", &["--eval-steps", "4", "--eval-data"]).arg(eval));
+    assert_eq!(outcome.code, 0, "{outcome:?}");
+    workspace
+}
+
+/// A number as the page writes those between 1 and 10, of which every other digit is rounded away.
+fn short(x: f64) -> String {
+    assert!((1.0..10.0).contains(&x), "{x}");
+    format!("{x:.3}")
+}
+
+/// Whether every element of every `<svg>` is closed in its order, with quoted attributes and no bare `<` or `&`.
+fn check_svg(page: &str) -> usize {
+    let mut open: Vec<&str> = Vec::new();
+    let mut count = 0;
+    for piece in page.split('<').skip(1) {
+        let (tag, text) = piece.split_once('>').unwrap_or((piece, ""));
+        let name = tag.trim_start_matches('/').split([' ', '\n', '/']).next().unwrap();
+        if open.is_empty() && name != "svg" {
+            continue;
+        }
+        assert!(tag.matches('"').count().is_multiple_of(2) && !text.contains('"'), "{tag}");
+        assert!(text.match_indices('&').all(|(at, _)| text[at..].contains(';')), "{text}");
+        assert!(!tag.contains("NaN") && !tag.contains("inf"), "{tag}");
+        match () {
+            () if tag.starts_with('/') => assert_eq!(open.pop(), Some(name), "{tag}"),
+            () if tag.ends_with('/') => {}
+            () => {
+                open.push(name);
+                count += usize::from(name == "svg");
+            }
+        }
+    }
+    assert!(open.is_empty(), "{open:?}");
+    count
+}
+
+#[test]
+fn every_section_and_number_is_that_of_the_metrics() {
+    let workspace = trained();
+    let page = page(&workspace, &["plain"]);
+    let at: Vec<_> = SECTIONS.iter().map(|name| page.find(&format!("<h2>{name}</h2>")).expect(name)).collect();
+    assert!(at.is_sorted(), "{at:?}");
+    let (steps, evals): (Vec<Value>, Vec<Value>) = workspace.metrics("plain").into_iter().partition(|line| line.get("loss").is_some());
+    assert_eq!((steps.len() as u64, evals.len()), (STEPS, 3));
+    let sum = |key: &str| steps.iter().map(|line| line[key].as_f64().unwrap()).sum::<f64>();
+    let loss = |line: &Value, key: &str| short(line[key].as_f64().unwrap());
+    let said = format!("the loss went from {} to {}", loss(&steps[0], "loss"), loss(&steps[11], "loss"));
+    assert!(page.contains(&format!("Finished: all {STEPS} steps are done; {said}")), "{said}");
+    let tokens: f64 =
+        steps.iter().map(|line| (line["tokens_per_second"].as_f64().unwrap() * line["step_ms"].as_f64().unwrap() / 1e3).round()).sum();
+    let tokens = if tokens >= 1000.0 { format!("{},{:03}", tokens as u64 / 1000, tokens as u64 % 1000) } else { tokens.to_string() };
+    assert!(page.contains(&format!("over {tokens} tokens")), "{tokens}");
+    assert!(page.contains(&format!("evaluation {} after step {STEPS}", loss(&evals[2], "eval_loss"))));
+    for key in ["speculated", "rolled_back", "committed", "clipped"] {
+        assert!(page.contains(&format!("<td>{}</td>", sum(key))), "{key} {}", sum(key));
+    }
+    for class in ["gradients", "weights", "gradient slots"] {
+        assert!(page.contains(&format!("</i>{class} <b>")), "{class}");
+    }
+    let in_order = workspace.names("plain", "checkpoint-").len();
+    assert!(in_order > 0 && page.matches("<td>in order</td>").count() == in_order);
+    assert!(
+        page.contains("--eval-steps 4")
+            && page.contains("<td><code>eval-steps</code></td><td><code>not set</code></td><td><code>4</code></td>")
+    );
+    assert_eq!((page.matches("<div class=\"plot\">").count(), page.matches("class=\"dot ").count()), (5, 1));
+    assert_eq!(check_svg(&page), 5 * 2 + 3);
+}
+
+/// The command on the page trains the same losses.
+#[test]
+fn the_command_on_the_page_repeats_the_run() {
+    let workspace = trained();
+    let page = page(&workspace, &["plain"]);
+    let command = page.split_once("<pre>").unwrap().1.split_once("</pre>").unwrap().0.replace("\\\n", " ").replace("&#39;", "'");
+    let words = command.split_whitespace().skip(1).map(|word| word.trim_matches('\'').replace("/plain", "/again"));
+    let again = run(program(&[]).args(words));
+    assert_eq!(again.code, 0, "{again:?}");
+    let losses = |name: &str| workspace.metrics(name).iter().map(|line| line["loss"].clone()).collect::<Vec<_>>();
+    assert_eq!(losses("again"), losses("plain"));
+}
+
+#[test]
+fn several_runs_are_drawn_over_each_other_and_differences_are_shown() {
+    let workspace = trained();
+    assert_eq!(run(&mut workspace.train("other", &["--learning-rate", "0.5"])).code, 0);
+    let page = page(&workspace, &["plain", "other"]);
+    assert!(page.contains("<h1>plain, other</h1>") && page.contains("<td><code>0.5</code></td>"));
+    assert_eq!(page.matches("<path class=\"smooth r0\"").count(), 5);
+    assert_eq!(page.matches("<path class=\"smooth r1\"").count(), 5);
+    assert_eq!(check_svg(&page), 5 * 2 + 2 * 3);
+}
+
+#[test]
+fn names_from_files_are_text_and_damage_is_counted() {
+    let workspace = Workspace::new();
+    let name = "<script>alert(1)</script>&\"'".replace('/', "|");
+    let lines = "{\"step\":1,\"loss\":null,\"memory\":{\"device_bytes\":{\"<b>\":3},\"host_bytes\":{\"<svg onload=x>\":9}}}\nbroken\n{\"step\":2,\"lo";
+    workspace.write(&format!("{name}/metrics.jsonl"), lines);
+    let page = page(&workspace, &[&name]);
+    assert!(!page.contains("<script>alert") && !page.contains("<svg onload") && page.contains("&lt;script&gt;alert(1)"));
+    assert!(page.contains("1 lines of metrics.jsonl are damaged") && page.contains("has no end") && page.contains("1 steps have no loss"));
+    assert!(page.contains("no checkpoint says of how many") && page.contains("No step says this."));
+    check_svg(&page);
+}
+
+/// Six long runs whose every value jumps, with an evaluation after each step and every other step clipped.
+#[test]
+fn the_largest_page_is_below_two_megabytes() {
+    let workspace = Workspace::new();
+    let line = |step: u64| {
+        let (x, verdict) = ((step * 7919 % 1000) as f64 / 100.0, if step.is_multiple_of(2) { "clip" } else { "skip" });
+        format!(
+            "{{\"step\":{step},\"loss\":{x},\"grad_norm\":{x},\"learning_rate\":{x},\"verdict\":\"{verdict}\",\"step_ms\":{x},\
+             \"tokens_per_second\":{x}}}\n{{\"step\":{step},\"eval_loss\":{x},\"eval_seconds\":1e300}}\n"
+        )
+    };
+    workspace.write("long/metrics.jsonl", (1..=3000).map(line).collect::<String>());
+    let page = page(&workspace, &["long"; 6]);
+    assert!(page.len() > 300_000, "{}", page.len());
+    check_svg(&page);
+}
+
+#[test]
+fn what_is_no_run_and_what_is_no_report_is_refused_in_one_line() {
+    let workspace = Workspace::new();
+    workspace.write("mine.html", "<!doctype html>\n<p>mine");
+    fs::create_dir(workspace.path("empty")).unwrap();
+    report(&workspace, &["empty"]).refused(2, &["empty", "not the output directory of a run"]);
+    report(&workspace, &["missing"]).refused(1, &["missing", "No such file"]);
+    report(&workspace, &["data.txt"]).refused(1, &["data.txt", "Not a directory"]);
+    report(&workspace, &["empty"; 7]).refused(2, &["7 runs, at most 6"]);
+    assert!(!workspace.path("report.html").exists());
+    workspace.write("run/metrics.jsonl", "{\"step\":1,\"loss\":2.5}\n");
+    let onto = |out: &str| run(program(&["report", "-o"]).arg(workspace.path(out)).arg(workspace.path("run")));
+    onto("mine.html").refused(2, &["mine.html", "not a report of this program"]);
+    assert!(fs::read_to_string(workspace.path("mine.html")).unwrap().ends_with("mine"));
+    assert_eq!((onto("new.html").code, onto("new.html").code), (0, 0));
+}
+
+#[test]
+fn a_browser_draws_the_page_and_has_no_complaint() {
+    let Some(browser) = std::env::var_os("SUPEROFFLOAD_BROWSER") else { return };
+    let workspace = trained();
+    page(&workspace, &["plain"]);
+    let flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"];
+    let mut command = Command::new(browser);
+    let shown = run(command.args(flags).arg(format!("file://{}", workspace.path("report.html").display())));
+    assert!(!shown.stderr.contains("CONSOLE"), "{}", shown.stderr);
+    // The script ran, and so its hash is that of the policy: each chart has its readout.
+    assert_eq!(shown.stdout.matches("<output hidden").count(), 5, "{}", shown.stdout);
+}
