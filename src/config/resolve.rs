@@ -3,6 +3,7 @@
 use super::checks::require;
 use super::options::{GpuCount, InitChoice, TrainLength};
 use super::settings::{Settings, TrainOptions};
+use crate::data::rows::Packing;
 use crate::error::{Error, Result};
 use crate::optim::schedule::LrScheduler;
 
@@ -82,6 +83,7 @@ impl Settings {
             None => {}
         }
         self.take(options);
+        self.separates_documents = self.packing == Packing::Bfd;
         self.without.sort_unstable();
         self.without.dedup();
         self.allow_changed.sort_unstable();
