@@ -12,7 +12,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use superoffload::internals::bucket::{BucketLayout, Tier};
-use superoffload::internals::data::{DataPosition, Dataset, Loader, Preparation, Tokenizer};
+use superoffload::internals::data::{DataPosition, Dataset, Loader, Preparation, RowRules, Tokenizer};
 use superoffload::internals::device::Kernels;
 use superoffload::internals::engine::{Counts, Engine, Exchange, Watchdog};
 use superoffload::internals::hardware::Topology;
@@ -160,8 +160,14 @@ impl UseEngine for Watch {
 
 /// Begins so that the epoch ends in the middle of the watched steps.
 fn loader(settings: &Settings, shape: &ModelShape) -> Loader {
-    let dataset =
-        Dataset::open(&settings.data, &Tokenizer::bytes(), shape.vocab, settings.seq_length, &mut Preparation::default()).unwrap();
+    let dataset = Dataset::open(
+        &settings.data,
+        &Tokenizer::bytes(),
+        shape.vocab,
+        RowRules::wrapped(settings.seq_length),
+        &mut Preparation::default(),
+    )
+    .unwrap();
     let sequences = settings.per_device_train_batch_size as u64 * 2 * settings.gpus as u64 * (WARM_UP_STEPS + STEPS / 2);
     let position = DataPosition { epoch: 0, next_sequence: dataset.sequences() as u64 - sequences };
     Loader::new(dataset, settings.per_device_train_batch_size, settings.seed, true, position).unwrap()

@@ -15,6 +15,7 @@ mod fine_tuning;
 mod fuzz_corpus;
 mod memory;
 mod newcomer;
+mod packing;
 mod parity;
 mod plan_memory;
 #[path = "gpu/planned.rs"]

@@ -94,8 +94,12 @@ const TABLE: &[(&str, AliasRule)] = &[
     ("load-best-model-at-end", Switch { yes: Refused("not there yet; metrics.jsonl says which step was best"), no: Holds }),
     ("val-set-size", Words { known: &[("0", Holds), ("0.0", Holds)], other: Refused(NO_SPLIT) }),
     ("per-device-eval-batch-size", Always(Ignored("an evaluation takes the micro-batches of a step"))),
-    ("sample-packing", Switch { yes: Holds, no: Refused("sequences are always packed: documents follow each other, the end-of-text token between them") }),
-    ("packing", Name("sample-packing")),
+    ("sample-packing", Switch { yes: Set("packing", "bfd"), no: Set("packing", "off") }),
+    ("packing", Words { known: &[("true", Set("packing", "bfd")), ("false", Set("packing", "off"))], other: AsWritten }),
+    ("packing-strategy", Words {
+        known: &[("bfd", Ignored("--packing bfd is both switch and strategy"))],
+        other: Refused("say --packing wrapped|bfd|off, and --overlong split where documents are to be split"),
+    }),
     ("do-train", Switch { yes: Holds, no: Refused("train does nothing else") }),
     ("overwrite-output-dir", Switch { yes: Ignored("an earlier run in the output directory is moved aside, never deleted"), no: Holds }),
     ("use-cpu", Switch { yes: Set("device", "cpu"), no: Holds }),
@@ -370,7 +374,7 @@ mod tests {
             (&["--optim", "adamw_8bit"], &["32 bits"]),
             (&["--save_strategy", "epoch"], &["--save-steps"]),
             (&["--val_set_size", "0.1"], &["--eval-data"]),
-            (&["--sample_packing", "false"], &["always packed"]),
+            (&["--packing_strategy", "wrapped"], &["--packing wrapped"]),
             (&["--bf16=maybe"], &["--bf16 maybe: expected true or false"]),
             (&["--lora_r", "8"], &["every parameter"]),
         ] {

@@ -15,6 +15,7 @@ use super::options::{
 };
 use crate::data::chat::mask::TrainOn;
 use crate::data::chat::record::DataFormat;
+use crate::data::rows::{Overlong, Packing, RowRules};
 use crate::data::tokenizer::AddBos;
 use crate::hardware::selected_profile;
 use crate::host::memory_policy::HugePagesChoice;
@@ -231,6 +232,11 @@ macro_rules! settings {
         }
 
         impl Settings {
+            /// How the data becomes rows.
+            pub(crate) fn row_rules(&self) -> RowRules {
+                RowRules { seq_length: self.seq_length, packing: self.packing, overlong: self.overlong }
+            }
+
             /// Takes what was said of each setting that has an option of its own name.
             pub(super) fn take(&mut self, options: TrainOptions) {
                 $(
@@ -308,6 +314,10 @@ settings! {
         /// Chat template to use, a Jinja file.
         #[arg(value_name = "FILE")]
         chat_template: PathBuf => "the model's", Free;
+        /// Rows: of one stream, of whole documents packed best, or one document each.
+        packing: Packing = Packing::Wrapped, Order, unless "is_wrapped";
+        /// What becomes of documents longer than a row; auto splits text, truncates records.
+        overlong: Overlong = Overlong::Auto, Order, unless "is_auto";
         /// Which of the model's chat templates.
         #[arg(value_name = "NAME")]
         chat_template_name: String => "the default one", Tokens;
@@ -513,6 +523,14 @@ settings! {
             faults: Vec<RankFault> = Vec::new(), Free;
         }
     }
+}
+
+fn is_wrapped(packing: &Packing) -> bool {
+    *packing == Packing::Wrapped
+}
+
+fn is_auto(overlong: &Overlong) -> bool {
+    *overlong == Overlong::Auto
 }
 
 fn is_zero(x: &f64) -> bool {

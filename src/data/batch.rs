@@ -18,6 +18,14 @@ pub struct Batch<'a> {
     pub documents: Option<&'a mut [i32]>,
 }
 
+/// A row of a batch: its part of each array.
+pub(crate) struct BatchRow<'a> {
+    pub(crate) tokens: &'a mut [i32],
+    pub(crate) targets: &'a mut [i32],
+    pub(crate) positions: &'a mut [i32],
+    pub(crate) documents: Option<&'a mut [i32]>,
+}
+
 /// Arrays of T numbers that a batch consists of.
 pub(crate) const fn arrays(separates_documents: bool) -> usize {
     if separates_documents { 4 } else { 3 }
@@ -38,6 +46,19 @@ impl<'a> Batch<'a> {
         positions.chunks_exact_mut(seq_length).for_each(|row| (0..).zip(row).for_each(|(column, position)| *position = column));
         documents.fill(0);
         Self { seq_length, tokens, targets, positions, documents: separates_documents.then_some(documents) }
+    }
+
+    /// Its rows, one after another.
+    pub(crate) fn rows(&mut self) -> impl Iterator<Item = BatchRow<'_>> {
+        let length = self.seq_length;
+        let mut documents = self.documents.iter_mut().flat_map(move |documents| documents.chunks_exact_mut(length));
+        let places = self.targets.chunks_exact_mut(length).zip(self.positions.chunks_exact_mut(length));
+        self.tokens.chunks_exact_mut(length).zip(places).map(move |(tokens, (targets, positions))| BatchRow {
+            tokens,
+            targets,
+            positions,
+            documents: documents.next(),
+        })
     }
 
     /// Counts the targets that count, once nothing in the batch makes a kernel reach outside of its tables.

@@ -29,6 +29,24 @@ impl Sink for Vec<u32> {
     }
 }
 
+/// Documents in memory: their tokens, and for each the number of tokens up to its end.
+#[derive(Default)]
+pub(super) struct DocumentsInMemory {
+    pub(super) tokens: Vec<u32>,
+    pub(super) ends: Vec<u64>,
+}
+
+impl Sink for DocumentsInMemory {
+    fn append(&mut self, ids: &[u32]) -> Result<()> {
+        Sink::append(&mut self.tokens, ids)
+    }
+
+    fn end_document(&mut self, tokens: u64) -> Result<()> {
+        self.ends.push(tokens);
+        Ok(())
+    }
+}
+
 /// Where a document stands, for messages.
 #[derive(Clone, Debug)]
 pub(super) struct DocumentPosition {

@@ -66,7 +66,7 @@ impl Loader {
 }
 
 impl Batches for Loader {
-    /// Targets are one token further than the tokens, and all count. Does not allocate.
+    /// Writes what rows of this data say of each token. Does not allocate.
     ///
     /// # Errors
     /// When a token file cannot be read any more or has changed for the worse; the position is then within the batch.
@@ -76,11 +76,10 @@ impl Batches for Loader {
     fn fill(&mut self, batch: &mut Batch<'_>) -> Result<()> {
         let seq_length = self.dataset.seq_length();
         assert_eq!((batch.seq_length, batch.tokens.len()), (seq_length, self.batch_size * seq_length));
-        for (tokens, targets) in batch.tokens.chunks_exact_mut(seq_length).zip(batch.targets.chunks_exact_mut(seq_length)) {
+        batch.rows().try_for_each(|row| {
             let idx = self.next_sequence();
-            self.dataset.read_sequence(idx, tokens, targets)?;
-        }
-        Ok(())
+            self.dataset.read_sequence(idx, row)
+        })
     }
 }
 

@@ -1,9 +1,11 @@
 //! From text and token files to batches: text files ([`source`]) go through a tokenizer ([`tokenizer`]) in pieces, on all CPUs, and lie
 //! in a prepared folder ([`prepared`]) that the next run finds again, or in memory if they are small. With token files
 //! ([`token_file`]) they are one stream of tokens ([`stream`]), which is cut into sequences of equal length ([`packing`]) and dealt in a
-//! seeded order ([`loader`]) as micro-batches ([`batch`]).
+//! seeded order ([`loader`]) as micro-batches ([`batch`]). Where documents stay apart, rows are made of whole ones ([`rows`]).
 
 pub(crate) mod batch;
+mod best_fit;
+mod bounds;
 mod cache;
 pub(crate) mod chat;
 mod checked;
@@ -18,6 +20,7 @@ pub(crate) mod loader;
 pub(crate) mod packing;
 pub(crate) mod preparation;
 pub(crate) mod prepared;
+pub(crate) mod rows;
 mod scan;
 pub(crate) mod source;
 pub(crate) mod stream;

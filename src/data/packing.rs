@@ -1,16 +1,20 @@
-//! The stream cut into sequences: sequence `i` of `S` tokens covers stream tokens `i S ..= i S + S`: `S` inputs, and the `S`
+//! Data in sequences: the stream cut, or whole documents ([`crate::data::rows`]). Of the stream sequence `i` of `S` tokens covers stream tokens `i S ..= i S + S`: `S` inputs, and the `S`
 //! tokens that follow each of them. Consecutive sequences share one token; what is left at the end is less than one.
 
+use crate::data::batch::BatchRow;
+use crate::data::bounds::{Bounds, DocumentEnds};
 use crate::data::cache;
 use crate::data::checked::CheckedFiles;
-use crate::data::documents::DocumentTotals;
+use crate::data::documents::{DocumentTotals, DocumentsInMemory};
 use crate::data::preparation::Preparation;
 use crate::data::prepared::Prepared;
+use crate::data::rows::{Packing, RowRules, RowTable};
 use crate::data::source::{self, SourceKind};
 use crate::data::stream::{TokenStream, Tokens};
 use crate::data::token_file::TokenFile;
 use crate::data::tokenizer::Tokenizer;
 use crate::error::{Error, Result};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -20,8 +24,28 @@ pub struct Dataset {
     documents: u64,
     seq_length: usize,
     sequences: usize,
-    /// Of the sequences in the stream those with a trained target; `None`: all.
-    trained: Option<Vec<u32>>,
+    cut: Cut,
+    untrained: u64,
+}
+
+/// Which tokens of the stream are in which sequence.
+enum Cut {
+    /// One after another.
+    All,
+    /// Those with a trained target, one after another.
+    Trained(Vec<u32>),
+    /// Whole documents.
+    Packed(RowTable),
+}
+
+/// Data as it was opened.
+struct Opened {
+    stream: TokenStream,
+    /// Where its documents are, if anybody needs to know.
+    bounds: Option<Bounds>,
+    /// Of text.
+    documents: u64,
+    /// Tokens that are not trained.
     untrained: u64,
 }
 
@@ -32,20 +56,28 @@ impl Dataset {
     /// # Errors
     /// Those of [`source::find_files`]; what is wrong with a file, and where; `Unsupported` when the vocabulary does not fit 32-bit
     /// signed ids or does not hold the tokenizer's end of text; `Format` (or `Usage`, for the shipped text) when all of it is less
-    /// than one sequence and the token after it; `Interrupted`.
+    /// than one sequence and the token after it; `Usage` for whole documents of a token file, which has none; `Interrupted`.
     ///
     /// # Panics
-    /// If `seq_length` is 0.
+    /// If the sequences have no token.
     pub fn open(
         paths: &[PathBuf],
         tokenizer: &Tokenizer,
         vocab_size: usize,
-        seq_length: usize,
+        rules: RowRules,
         preparation: &mut Preparation<'_>,
     ) -> Result<Self> {
         check_vocabulary(vocab_size, tokenizer)?;
         let files = source::find_files(paths)?;
-        let (stream, documents, untrained) = open_stream(&files, tokenizer, vocab_size, preparation)?;
+        check_bounds(&files, rules.packing)?;
+        let Opened { stream, bounds, documents, untrained } = open_stream(&files, tokenizer, vocab_size, rules.packing, preparation)?;
+        let RowRules { seq_length, .. } = rules;
+        if let Some(bounds) = bounds {
+            let after = (tokenizer.end_of_text(), untrained);
+            let table = RowTable::new(&stream, &bounds, rules, after, preparation)?.ok_or_else(|| nothing_trained(&files, seq_length))?;
+            let sequences = table.rows();
+            return Ok(Self { stream, documents, seq_length, sequences, cut: Cut::Packed(table), untrained });
+        }
         let tokens = stream.tokens();
         let cut = Self::new(stream, seq_length).ok_or_else(|| too_short(&files, tokens, seq_length))?;
         let cut = Self { documents, untrained, ..cut };
@@ -58,7 +90,7 @@ impl Dataset {
     /// If `seq_length` is 0.
     pub fn new(stream: TokenStream, seq_length: usize) -> Option<Self> {
         let sequences = stream.tokens().saturating_sub(1) / seq_length;
-        (sequences > 0).then_some(Self { stream, documents: 0, seq_length, sequences, trained: None, untrained: 0 })
+        (sequences > 0).then_some(Self { stream, documents: 0, seq_length, sequences, cut: Cut::All, untrained: 0 })
     }
 
     /// Leaves out sequences without a trained target: a step of those alone would have no loss.
@@ -67,7 +99,7 @@ impl Dataset {
         let (mut inputs, mut targets) = (vec![0; self.seq_length], vec![0; self.seq_length]);
         let mut trained = Vec::new();
         for idx in 0..all {
-            self.read_sequence(idx as usize, &mut inputs, &mut targets)?;
+            self.read_cut(idx as usize, &mut inputs, &mut targets)?;
             trained.extend(targets.iter().any(|target| *target >= 0).then_some(idx));
             preparation.go_on()?;
         }
@@ -77,7 +109,7 @@ impl Dataset {
             (_, sequences) if sequences == self.sequences => Ok(self),
             (_, sequences) => {
                 preparation.note(format!("{} of {all} sequences have no trained token and are left out", self.sequences - sequences));
-                Ok(Self { sequences, trained: Some(trained), ..self })
+                Ok(Self { sequences, cut: Cut::Trained(trained), ..self })
             }
         }
     }
@@ -107,17 +139,34 @@ impl Dataset {
         self.documents
     }
 
-    /// Writes sequence `idx`: `inputs` and `targets`, `[seq_length]` each, the targets one token further, and -1 where nothing is trained.
+    /// How many documents have which length in tokens, as attention sees them.
+    pub(crate) fn lengths(&self) -> BTreeMap<usize, usize> {
+        match &self.cut {
+            Cut::Packed(table) => table.lengths(),
+            Cut::All | Cut::Trained(_) => [(self.seq_length, self.sequences)].into(),
+        }
+    }
+
+    /// Writes sequence `idx`. Positions and bounds of a row that is one document stay as they are.
     ///
     /// # Errors
     /// When a token file cannot be read any more or has changed for the worse.
     ///
     /// # Panics
-    /// If there is no such sequence or the slices have another length.
-    pub(crate) fn read_sequence(&self, idx: usize, inputs: &mut [i32], targets: &mut [i32]) -> Result<()> {
+    /// If there is no such sequence or the row has another length.
+    pub(crate) fn read_sequence(&self, idx: usize, row: BatchRow<'_>) -> Result<()> {
         assert!(idx < self.sequences, "sequence {idx} of {}", self.sequences);
-        assert_eq!((inputs.len(), targets.len()), (self.seq_length, self.seq_length));
-        let start = self.trained.as_ref().map_or(idx, |trained| trained[idx] as usize) * self.seq_length;
+        assert_eq!((row.tokens.len(), row.targets.len()), (self.seq_length, self.seq_length));
+        match &self.cut {
+            Cut::All => self.read_cut(idx, row.tokens, row.targets),
+            Cut::Trained(trained) => self.read_cut(trained[idx] as usize, row.tokens, row.targets),
+            Cut::Packed(table) => table.read(&self.stream, idx, row),
+        }
+    }
+
+    /// Writes sequence `idx` of the stream: `inputs` and `targets`, the targets one token further, and -1 where nothing is trained.
+    fn read_cut(&self, idx: usize, inputs: &mut [i32], targets: &mut [i32]) -> Result<()> {
+        let start = idx * self.seq_length;
         let (shared, last) = targets.split_at_mut(self.seq_length - 1);
         self.stream.read(start, inputs)?;
         shared.copy_from_slice(&inputs[1..]);
@@ -126,6 +175,16 @@ impl Dataset {
         targets.iter_mut().for_each(|target| *target = (*target).max(-1));
         Ok(())
     }
+}
+
+/// Whole documents are to be had where documents have ends.
+fn check_bounds(files: &[PathBuf], packing: Packing) -> Result<()> {
+    let has_none = |path: &&PathBuf| packing != Packing::Wrapped && source::kind(path) == Some(SourceKind::Tokens);
+    files.iter().find(has_none).map_or(Ok(()), |path| {
+        let file = path.display();
+        let remedy = "use --packing wrapped, or a .jsonl with input_ids";
+        Err(Error::usage(format!("--packing {packing}: {file} does not say where its documents end; {remedy}")))
+    })
 }
 
 fn check_vocabulary(vocab_size: usize, tokenizer: &Tokenizer) -> Result<()> {
@@ -145,18 +204,19 @@ fn check_vocabulary(vocab_size: usize, tokenizer: &Tokenizer) -> Result<()> {
     }
 }
 
-/// All files in their order, the documents of text, and tokens that are not trained. Text is one run of documents, wherever token files stand between them.
+/// All files in their order. Text is one run of documents, wherever token files stand between them.
 fn open_stream(
     files: &[PathBuf],
     tokenizer: &Tokenizer,
     vocab_size: usize,
+    packing: Packing,
     preparation: &mut Preparation<'_>,
-) -> Result<(TokenStream, u64, u64)> {
+) -> Result<Opened> {
     let is_text = |path: &&Path| source::kind(path) != Some(SourceKind::Tokens);
     let texts: Vec<&Path> = files.iter().map(PathBuf::as_path).filter(is_text).collect();
     let mut checked = CheckedFiles::load(preparation.output_dir.as_deref())?;
-    let AllText { tokens: text, ends, documents, untrained } = if texts.is_empty() && !files.is_empty() {
-        AllText { tokens: Arc::new(Tokens::Memory(Vec::new())), ends: Vec::new(), documents: 0, untrained: 0 }
+    let AllText { tokens: text, source_ends, ends, documents, untrained } = if texts.is_empty() && !files.is_empty() {
+        AllText::default()
     } else {
         open_text(&texts, tokenizer, vocab_size, &mut checked, preparation)?
     };
@@ -164,10 +224,10 @@ fn open_stream(
     if files.is_empty() {
         stream.push(text.clone(), 0..text.len());
     }
-    let (mut begin, mut ends) = (0, ends.into_iter());
+    let (mut begin, mut file_ends) = (0, source_ends.iter());
     for path in files {
         if is_text(&path.as_path()) {
-            let end = ends.next().map_or(begin, |end| end as usize);
+            let end = file_ends.next().map_or(begin, |end| *end as usize);
             stream.push(text.clone(), begin..end);
             begin = end;
         } else {
@@ -176,15 +236,31 @@ fn open_stream(
         }
     }
     checked.save()?;
-    Ok((stream, documents, untrained))
+    let (tokens, has_separator) = (stream.tokens() as u64, tokenizer.end_of_text().is_some());
+    let holds_records = || source::hold_records(&texts, tokenizer.rules());
+    let bounds = match packing {
+        Packing::Wrapped => None,
+        Packing::Bfd | Packing::Off => Some(Bounds { ends, source_ends, holds_records: holds_records()?, has_separator, tokens }),
+    };
+    Ok(Opened { stream, bounds, documents, untrained })
 }
 
 struct AllText {
     tokens: Arc<Tokens>,
     /// Tokens up to the end of each file.
-    ends: Vec<u64>,
+    source_ends: Vec<u64>,
+    /// Tokens up to the end of each document.
+    ends: DocumentEnds,
     documents: u64,
     untrained: u64,
+}
+
+impl Default for AllText {
+    /// No text.
+    fn default() -> Self {
+        let (tokens, ends) = (Arc::new(Tokens::Memory(Vec::new())), DocumentEnds::Memory(Vec::new()));
+        Self { tokens, source_ends: Vec::new(), ends, documents: 0, untrained: 0 }
+    }
 }
 
 /// The tokens of `texts`, in memory if they are small.
@@ -196,18 +272,27 @@ fn open_text(
     preparation: &mut Preparation<'_>,
 ) -> Result<AllText> {
     if source::bytes_of(texts) <= preparation.in_memory_bytes_max {
-        let (mut totals, _) = source::tokenize(texts, tokenizer, vocab_size, Vec::new(), preparation)?;
-        totals.sink.shrink_to_fit();
-        let DocumentTotals { sink, source_ends: ends, documents, untrained, .. } = totals;
-        return Ok(AllText { tokens: Arc::new(Tokens::Memory(sink)), ends, documents, untrained });
+        let (mut totals, _) = source::tokenize(texts, tokenizer, vocab_size, DocumentsInMemory::default(), preparation)?;
+        totals.sink.tokens.shrink_to_fit();
+        let DocumentTotals { sink: DocumentsInMemory { tokens, ends }, source_ends, documents, untrained, .. } = totals;
+        let (tokens, ends) = (Arc::new(Tokens::Memory(tokens)), DocumentEnds::Memory(ends));
+        return Ok(AllText { tokens, source_ends, ends, documents, untrained });
     }
-    let Prepared { tokens, source_ends, documents, largest_id, untrained } =
+    let Prepared { tokens, ends, source_ends, documents, largest_id, untrained } =
         cache::find_or_prepare(texts, tokenizer, vocab_size, checked, preparation)?;
     if largest_id as usize >= vocab_size {
         return Err(Error::format(texts[0], format_args!("the text has token {largest_id}, outside the vocabulary of {vocab_size}")));
     }
     let tokens = Arc::new(Tokens::File(TokenFile::trusted(tokens, vocab_size)));
-    Ok(AllText { tokens, ends: source_ends, documents, untrained })
+    Ok(AllText { tokens, source_ends, ends: DocumentEnds::File(ends), documents, untrained })
+}
+
+fn nothing_trained(files: &[PathBuf], seq_length: usize) -> Error {
+    let cause = format!("no document has a trained token in a row of {seq_length}");
+    match files {
+        [] => Error::usage(format!("the built-in text: {cause}")),
+        [file, ..] => Error::format(file, cause),
+    }
 }
 
 fn too_short(files: &[PathBuf], tokens: usize, seq_length: usize) -> Error {
@@ -241,11 +326,13 @@ pub(crate) mod tests {
         let path = dir.path().join("a.jsonl");
         let line = "{\"input_ids\": [1, 2, 3, 4, 5, 6, 7], \"labels\": [1, 2, -100, -100, -100, -100, 7]}";
         std::fs::write(&path, line).unwrap();
-        let dataset = Dataset::open(&[path], &Tokenizer::bytes(), 256, 2, &mut Preparation::default()).unwrap();
+        let dataset = Dataset::open(&[path], &Tokenizer::bytes(), 256, RowRules::wrapped(2), &mut Preparation::default()).unwrap();
         assert_eq!((dataset.sequences(), dataset.untrained()), (2, 4));
         let (mut inputs, mut targets) = ([0; 2], [0; 2]);
         let mut read = |idx| {
-            dataset.read_sequence(idx, &mut inputs, &mut targets).unwrap();
+            let (positions, documents) = (&mut [0; 2], None);
+            let row = BatchRow { tokens: &mut inputs, targets: &mut targets, positions, documents };
+            dataset.read_sequence(idx, row).unwrap();
             (inputs, targets)
         };
         assert_eq!([read(0), read(1)], [([1, 2], [2, -1]), ([5, 6], [-1, 7])]);
@@ -253,10 +340,10 @@ pub(crate) mod tests {
 
     #[test]
     fn the_shipped_text_is_read_when_no_path_is_given() {
-        let dataset = Dataset::open(&[], &Tokenizer::bytes(), 256, 256, &mut Preparation::default()).unwrap();
+        let dataset = Dataset::open(&[], &Tokenizer::bytes(), 256, RowRules::wrapped(256), &mut Preparation::default()).unwrap();
         assert_eq!(dataset.tokens(), DEMO_TEXT.len());
         let (mut inputs, mut targets) = (vec![0; 256], vec![0; 256]);
-        dataset.read_sequence(0, &mut inputs, &mut targets).unwrap();
+        dataset.read_cut(0, &mut inputs, &mut targets).unwrap();
         assert!(inputs.iter().zip(DEMO_TEXT.bytes()).all(|(&token, byte)| token == i32::from(byte)));
         assert!(targets.iter().zip(DEMO_TEXT.bytes().skip(1)).all(|(&token, byte)| token == i32::from(byte)));
     }
@@ -264,7 +351,9 @@ pub(crate) mod tests {
     #[test]
     fn too_little_data_is_refused_with_the_file() {
         let dir = crate::data::tokenizer::tests::model_dir(&[("a.txt", "abcd"), ("b.txt", "ef")]);
-        let open = |paths: &[PathBuf], seq_length| Dataset::open(paths, &Tokenizer::bytes(), 256, seq_length, &mut Preparation::default());
+        let open = |paths: &[PathBuf], seq_length| {
+            Dataset::open(paths, &Tokenizer::bytes(), 256, RowRules::wrapped(seq_length), &mut Preparation::default())
+        };
         let a = dir.path().join("a.txt");
         assert_eq!(open(std::slice::from_ref(&a), 3).unwrap().sequences(), 1);
         let message = open(&[a], 4).err().unwrap().to_string();
@@ -272,7 +361,8 @@ pub(crate) mod tests {
         let message = open(&[dir.path().into()], 6).err().unwrap().to_string();
         assert!(message.contains("a.txt: with 1 more files 6 tokens"), "{message}");
         assert_eq!(open(&[], usize::MAX).err().unwrap().exit_code(), 2);
-        let outside = Dataset::open(&[], &Tokenizer::bytes(), 100, 8, &mut Preparation::default()).err().unwrap().to_string();
+        let outside =
+            Dataset::open(&[], &Tokenizer::bytes(), 100, RowRules::wrapped(8), &mut Preparation::default()).err().unwrap().to_string();
         assert!(outside.contains("the built-in text: token ") && outside.contains("vocabulary of 100"), "{outside}");
     }
 
@@ -300,7 +390,7 @@ pub(crate) mod tests {
         let read = |in_memory_bytes_max| {
             let mut preparation = Preparation::new(&StopFlag::default(), Some(path("cache")), dir.path().into(), |_| ());
             preparation.in_memory_bytes_max = in_memory_bytes_max;
-            let (stream, documents, _) = open_stream(&names, &tokenizer, 8, &mut preparation).unwrap();
+            let Opened { stream, documents, .. } = open_stream(&names, &tokenizer, 8, Packing::Wrapped, &mut preparation).unwrap();
             assert_eq!(documents, 4);
             let mut all = vec![-1; stream.tokens()];
             stream.read(0, &mut all).unwrap();
@@ -322,7 +412,7 @@ pub(crate) mod tests {
             let (mut inputs, mut targets) = (vec![0; seq_length], vec![0; seq_length]);
             let mut next = 0;
             for idx in 0..dataset.sequences() {
-                dataset.read_sequence(idx, &mut inputs, &mut targets).unwrap();
+                dataset.read_cut(idx, &mut inputs, &mut targets).unwrap();
                 for (&input, &target) in inputs.iter().zip(&targets) {
                     prop_assert_eq!((input, target), (next, next + 1));
                     next += 1;

@@ -80,6 +80,8 @@ pub(super) struct PreparedFrom<'a> {
 /// A folder to read.
 pub(super) struct Prepared {
     pub(super) tokens: InFile,
+    /// For each document the tokens up to its end, 64 bits each.
+    pub(super) ends: InFile,
     /// For each text file the tokens up to its end.
     pub(super) source_ends: Vec<u64>,
     pub(super) documents: u64,
@@ -257,7 +259,8 @@ pub(super) fn open(
     }
     let source_ends = manifest.sources.iter().map(|source| source.tokens_end).collect();
     let PreparedManifest { documents, largest_id, untrained, .. } = manifest;
-    Ok(Some(Prepared { tokens: opened.swap_remove(0), source_ends, documents, largest_id, untrained }))
+    let [tokens, ends] = <[InFile; 2]>::try_from(opened).map_err(|_| Error::format(&path, "it does not list two files"))?;
+    Ok(Some(Prepared { tokens, ends, source_ends, documents, largest_id, untrained }))
 }
 
 fn verify(file: &InFile, entry: &PreparedFile, preparation: &mut Preparation<'_>) -> Result<()> {

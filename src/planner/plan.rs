@@ -541,6 +541,12 @@ impl fmt::Display for Plan {
             let from = if self.streams_from_host() { "host memory" } else { "the slices of all GPUs" };
             writeln!(f, "  weights     {streamed} stream from {from} through a ring of {ring}, forward and backward")?;
         }
+        if self.separates_documents && self.machine.kind == DeviceKind::Gpu {
+            writeln!(
+                f,
+                "  attention   plain, which keeps the documents of a row apart and is slow; cuDNN's does not: --packing off or wrapped takes it"
+            )?;
+        }
         let isa = if self.elsewhere && self.isa != Isa::Scalar { "vector code".into() } else { self.isa.to_string() };
         writeln!(f, "  optimizer   AdamW on {} threads, {isa}; clip above {}", self.threads, self.max_grad_norm)?;
         // The quick estimate weighs plans before they are simulated; beside a simulation it would be a second answer.

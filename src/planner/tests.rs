@@ -437,10 +437,12 @@ fn the_cpu_device_refuses_what_needs_a_gpu() {
 fn cudnn_is_neither_chosen_nor_allowed_where_documents_share_a_row() {
     let plan = |attention, separates_documents| {
         let settings = Settings { attention, separates_documents, per_device_train_batch_size: 1, ..settings() };
-        Plan::new(&settings, &llama_8b(), &h200(), false).map(|plan| plan.attention)
+        Plan::new(&settings, &llama_8b(), &h200(), false)
     };
     let cudnn = Attention::Cudnn { deterministic: true };
-    assert_eq!([false, true].map(|several| plan(AttentionChoice::Auto, several).unwrap()), [cudnn, Attention::Plain]);
+    assert_eq!([false, true].map(|several| plan(AttentionChoice::Auto, several).unwrap().attention), [cudnn, Attention::Plain]);
+    let says = |several| plan(AttentionChoice::Auto, several).unwrap().to_string().contains("  attention   plain, ");
+    assert!(says(true) && !says(false));
     let refused = plan(AttentionChoice::Cudnn, true).unwrap_err().to_string();
     assert!(
         refused.starts_with("--attention cudnn") && refused.contains("documents") && refused.contains("--attention plain"),

@@ -70,16 +70,16 @@ impl Once<'_> {
 
 impl Batches for Once<'_> {
     fn fill(&mut self, batch: &mut Batch<'_>) -> Result<()> {
-        for (tokens, targets) in batch.tokens.chunks_exact_mut(batch.seq_length).zip(batch.targets.chunks_exact_mut(batch.seq_length)) {
-            if self.next < self.dataset.sequences() {
-                self.dataset.read_sequence(self.next, tokens, targets)?;
-            } else {
-                tokens.fill(0);
-                targets.fill(-1);
-            }
+        batch.rows().try_for_each(|row| {
+            let idx = self.next;
             self.next += 1;
-        }
-        Ok(())
+            if idx < self.dataset.sequences() {
+                return self.dataset.read_sequence(idx, row);
+            }
+            row.tokens.fill(0);
+            row.targets.fill(-1);
+            Ok(())
+        })
     }
 }
 

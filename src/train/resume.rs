@@ -129,14 +129,18 @@ impl Accepted {
 fn expect_same_order(now: &Value, then: &Value) -> Result<()> {
     for key in OnResume::Order.keys() {
         if then[key] != now[key] {
-            let (then, flag) = (brief(&then[key]), describe::flag_name(key));
+            let (then, now, flag) = (order_word(&then[key]), order_word(&now[key]), describe::flag_name(key));
             return Err(Error::usage(format!(
-                "--{flag}: {key} was {then} when the checkpoint was made and is {} now: its data position would mean other sequences",
-                now[key]
+                "--{flag}: {key} was {then} when the checkpoint was made and is {now} now: its data position would mean other sequences"
             )));
         }
     }
     Ok(())
+}
+
+/// A setting that decides the order; of some a checkpoint says nothing while they are the default.
+fn order_word(value: &Value) -> String {
+    if value.is_null() { "the default".into() } else { brief(value) }
 }
 
 /// Each change is accepted by its flag, with a warning, or ends the run.

@@ -16,6 +16,7 @@ use crate::checkpoint::{SavedLossScale, Scheduler, TrainerState, Writer};
 use crate::config::options::ReportTo;
 use crate::config::settings::Settings;
 use crate::data::loader::{DataPosition, Loader};
+use crate::data::packing::Dataset;
 use crate::device::{Kernels, PARTS_MAX};
 use crate::engine::coordinator::Counts;
 use crate::engine::counters::Exposed;
@@ -26,6 +27,7 @@ use crate::engine::watchdog::Watchdog;
 use crate::error::{Error, Result};
 use crate::host::perf::{WORKER_ROLE, WorkerCounters};
 use crate::metrics::{EvalMetrics, MemoryUse, StepMetrics};
+use crate::model::shape::ModelShape;
 use crate::optim::PIECE_ELEMS;
 use crate::optim::schedule::LrSchedule;
 use crate::signals::StopFlag;
@@ -55,6 +57,23 @@ struct SessionTotals {
     exposed_to_peers_ns: [u64; PARTS_MAX],
 }
 
+/// What a step does, on average over the data: padding is no work.
+#[derive(Clone, Copy, Debug)]
+struct StepWork {
+    tokens: f64,
+    flops: f64,
+}
+
+impl StepWork {
+    /// A step over `rows` of the rows of `dataset`.
+    fn mean(shape: &ModelShape, dataset: &Dataset, rows: usize) -> Self {
+        let documents = dataset.lengths();
+        let tokens: f64 = documents.iter().map(|(length, count)| *length as f64 * *count as f64).sum();
+        let of_a_step = |all: f64| all * rows as f64 / dataset.sequences() as f64;
+        Self { tokens: of_a_step(tokens), flops: of_a_step(shape.flops_of(&documents)) }
+    }
+}
+
 /// What every checkpoint of a run holds besides its state.
 pub(super) struct Companions {
     pub(super) settings: Settings,
@@ -79,7 +98,7 @@ pub(crate) struct Session<D: Kernels, X: Exchange<D>> {
     /// What it is evaluated on, if anything, and what came of it last.
     evaluation: Option<Evaluation>,
     evaluated: Option<EvalMetrics>,
-    flops_per_step: f64,
+    step_work: StepWork,
     totals: SessionTotals,
     last_step_end: Option<Instant>,
     skips: Skips,
@@ -115,7 +134,7 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
         let wanted = (settings.report_to.contains(&ReportTo::Tensorboard)).then(|| EventFile::create(run_dir.dir(), engine.train_step()));
         let events = wanted.and_then(|events| heard(events, observer));
         let plan = engine.plan();
-        let flops_per_step = engine.shape().flops_per_step(plan.batch * plan.grad_accum_steps, plan.seq_length);
+        let step_work = StepWork::mean(engine.shape(), loader.dataset(), plan.batch * plan.grad_accum_steps);
         let totals = SessionTotals::default();
         let perf = settings.perf_counters.then(|| WorkerCounters::start(WORKER_ROLE)).transpose()?;
         Ok(Self {
@@ -129,7 +148,7 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
             events,
             evaluation,
             evaluated: None,
-            flops_per_step,
+            step_work,
             totals,
             last_step_end: None,
             skips: Skips::of(&run),
@@ -252,8 +271,8 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
                 Verdict::SkipNonFinite => "skip",
             },
             step_ms: seconds * 1e3,
-            tokens_per_second: plan.tokens_per_step() as f64 / seconds,
-            model_tflops: self.flops_per_step / seconds / 1e12,
+            tokens_per_second: self.step_work.tokens / seconds,
+            model_tflops: self.step_work.flops / seconds / 1e12,
             counts: report.counts,
             exposed_cpu_ms: report.exposed.cpu_ns as f64 / 1e6,
             exposed_transfer_ms: report.exposed.transfer_ns as f64 / 1e6,

@@ -12,6 +12,7 @@ use crate::data;
 use crate::data::loader::{DataPosition, Loader, steps_for_epochs};
 use crate::data::packing::Dataset;
 use crate::data::preparation::{News, Preparation};
+use crate::data::rows::RowRules;
 use crate::data::source::host_bytes;
 use crate::data::tokenizer::Tokenizer;
 use crate::device::Kernels;
@@ -86,8 +87,8 @@ pub(super) fn prepare<'a>(
     let saved = comparable.map(|loaded| &loaded.manifest().trainer.settings);
     let (tokenizer, settings) = text::tokenizer(settings, &source.shape, saved)?;
     let (dataset, mut run) = open_data(&settings, &source.shape, &tokenizer, run_dir.path(), stop, observer)?;
-    let Settings { eval_data, seq_length, .. } = &settings;
-    let open_eval = || open_dataset(eval_data, *seq_length, &source.shape, &tokenizer, run_dir.path(), stop, observer);
+    let (eval_data, rules) = (&settings.eval_data, settings.row_rules());
+    let open_eval = || open_dataset(eval_data, rules, &source.shape, &tokenizer, run_dir.path(), stop, observer);
     let eval_dataset = (!eval_data.is_empty()).then(open_eval).transpose()?;
     kept::record(&plan, &mut run);
     let resumed = resumed.map(|loaded| resume::accept(loaded, &settings, dataset.sequences(), run.clone(), observer)).transpose()?;
@@ -168,8 +169,8 @@ fn open_data(
     stop: &StopFlag,
     observer: &mut dyn Observer,
 ) -> Result<(Dataset, identity::Run)> {
-    let dataset = open_dataset(&settings.data, settings.seq_length, shape, tokenizer, output_dir, stop, observer)?;
-    text::warning(tokenizer, &dataset).iter().for_each(|line| observer.warn(line));
+    let dataset = open_dataset(&settings.data, settings.row_rules(), shape, tokenizer, output_dir, stop, observer)?;
+    text::warning(settings, tokenizer, &dataset).iter().for_each(|line| observer.warn(line));
     let mut progress = |file: &Path, done| {
         observer.progress("checking data", done, file.metadata().map_or(done, |metadata| metadata.len()));
         if stop.is_set() { Err(Error::Interrupted("the data was checked".into())) } else { Ok(()) }
@@ -180,7 +181,7 @@ fn open_data(
 
 fn open_dataset(
     paths: &[PathBuf],
-    seq_length: usize,
+    rules: RowRules,
     shape: &ModelShape,
     tokenizer: &Tokenizer,
     output_dir: &Path,
@@ -193,14 +194,14 @@ fn open_dataset(
         News::Progress { what, done, all } => observer.progress(what, done, all),
     };
     let mut preparation = Preparation::new(stop, data::preparation::cache(), output_dir.to_path_buf(), emit);
-    Dataset::open(paths, tokenizer, shape.vocab, seq_length, &mut preparation)
+    Dataset::open(paths, tokenizer, shape.vocab, rules, &mut preparation)
 }
 
 /// Host memory that training and evaluation data take while steps run.
 fn data_bytes(settings: &Settings) -> u64 {
-    let Settings { data, eval_data, seq_length, no_shuffle, .. } = settings;
-    let evaluated = if eval_data.is_empty() { 0 } else { host_bytes(eval_data, *seq_length, false) };
-    host_bytes(data, *seq_length, !no_shuffle) + evaluated
+    let Settings { data, eval_data, no_shuffle, .. } = settings;
+    let evaluated = if eval_data.is_empty() { 0 } else { host_bytes(eval_data, settings.row_rules(), false) };
+    host_bytes(data, settings.row_rules(), !no_shuffle) + evaluated
 }
 
 /// `DIR and a.txt`, `DIR and a.txt with 3 more`, `the built-in text`.

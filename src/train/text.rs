@@ -7,6 +7,7 @@ use crate::data::chat::find::RecordFlags;
 use crate::data::chat::mask::TrainOn;
 use crate::data::chat::record::{DataFormat, RecordRules};
 use crate::data::packing::Dataset;
+use crate::data::rows::Packing;
 use crate::data::source;
 use crate::data::tokenizer::AddBos;
 use crate::data::tokenizer::Tokenizer;
@@ -39,11 +40,15 @@ pub(crate) fn tokenizer(settings: &Settings, shape: &ModelShape, saved: Option<&
     Ok((tokenizer, settings))
 }
 
-/// A line for people when documents are joined without a token between them.
-pub(crate) fn warning(tokenizer: &Tokenizer, dataset: &Dataset) -> Option<String> {
-    let joined = dataset.documents() > 1 && tokenizer.end_of_text().is_none();
+/// A line for people when no token says where documents end.
+pub(crate) fn warning(settings: &Settings, tokenizer: &Tokenizer, dataset: &Dataset) -> Option<String> {
+    let unmarked = dataset.documents() > 1 && tokenizer.end_of_text().is_none();
     let documents = dataset.documents();
-    joined.then(|| format!("{documents} documents are joined without a token between them, for none is known; --eos-token TOKEN names one"))
+    let lack = match settings.packing {
+        Packing::Wrapped => "are joined without a token between them",
+        Packing::Bfd | Packing::Off => "have no token after them that would be learned as their end",
+    };
+    unmarked.then(|| format!("{documents} documents {lack}, for none is known; --eos-token TOKEN names one"))
 }
 
 /// `settings`, with the choices of the checkpoint where the flags say nothing.

@@ -4,7 +4,7 @@ use super::planned;
 use super::report::{Missed, Outcome, Report, require};
 use std::io::Write;
 use superoffload::internals::checkpoint::StateDigest;
-use superoffload::internals::data::{Batch, Batches, DataPosition, Dataset, Loader, Preparation, Tokenizer};
+use superoffload::internals::data::{Batch, Batches, DataPosition, Dataset, Loader, Preparation, RowRules, Tokenizer};
 use superoffload::internals::device::{CpuDevice, DeviceKind, Kernels};
 use superoffload::internals::engine::{Counts, Engine, Exchange, StepReport};
 use superoffload::internals::hardware::Topology;
@@ -122,7 +122,8 @@ pub fn run_engine<D: Kernels, X: Exchange<D>>(
         engine.write_state(StatePart::Params, spec.offset_elems, &params)?;
     }
     engine.send_weights()?;
-    let dataset = Dataset::open(&settings.data, &Tokenizer::bytes(), vocab, settings.seq_length, &mut Preparation::default())?;
+    let dataset =
+        Dataset::open(&settings.data, &Tokenizer::bytes(), vocab, RowRules::wrapped(settings.seq_length), &mut Preparation::default())?;
     let loader = Loader::new(dataset, batch, settings.seed, true, DataPosition::default())?;
     let mut batches = Awaited { loader, before_data };
     let (mut reports, mut counts) = (Vec::new(), Counts::default());

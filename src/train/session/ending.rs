@@ -41,7 +41,7 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
         let mut lost: Vec<String> = self.lost_steps().into_iter().chain(self.lost.take()).collect();
         let (step, max_steps, totals) = (self.engine.train_step(), self.schedule.max_steps, self.totals);
         let ranks = self.engine.plan().ranks;
-        let tokens = self.engine.plan().tokens_per_step() as f64 * totals.steps as f64;
+        let tokens = self.step_work.tokens * totals.steps as f64;
         let checkpoint = failures.take(self.saved_path()).flatten().or_else(|| self.last_saved().map(|(_, path)| path));
         let metrics = failures.take(self.metrics.is_in(self.run_dir.dir())) == Some(true);
         let metrics = metrics.then(|| self.run_dir.dir().join(METRICS));

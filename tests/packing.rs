@@ -1,0 +1,155 @@
+//! Training on rows of whole documents: what they teach, what a resume keeps, and what is refused.
+
+use crate::program::{Outcome, Workspace, run};
+use serde_json::json;
+
+/// Twenty-four documents of text, from nothing to three rows of 16 bytes.
+fn texts(workspace: &Workspace) -> String {
+    let text = |n: usize| json!({"text": "a few words of text, then some more of them"[..n * 7 % 44].to_string()}).to_string();
+    let path = workspace.write("texts.jsonl", (0..24).map(text).collect::<Vec<_>>().join("\n"));
+    format!("--data={}", path.display())
+}
+
+/// Records of token ids, of these lengths.
+fn records(workspace: &Workspace, lengths: &[usize]) -> String {
+    let record = |(nth, length): (usize, &usize)| json!({"input_ids": (0..*length).map(|i| (nth * 31 + i * 7) % 256).collect::<Vec<_>>()});
+    let lines: Vec<String> = lengths.iter().enumerate().map(|all| record(all).to_string()).collect();
+    format!("--data={}", workspace.write("records.jsonl", lines.join("\n")).display())
+}
+
+fn train(workspace: &Workspace, out: &str, flags: &[&str]) -> Outcome {
+    run(&mut workspace.train(out, flags))
+}
+
+/// The line that says what became of documents.
+fn told(outcome: &Outcome) -> &str {
+    let line = outcome.stdout.lines().find(|line| line.contains("packing "));
+    line.unwrap_or_else(|| panic!("{outcome:?}"))
+}
+
+#[test]
+fn packed_documents_are_trained_and_a_resume_is_exact() {
+    let workspace = Workspace::new();
+    let data = texts(&workspace);
+    let mut digests = Vec::new();
+    for packing in ["wrapped", "bfd", "off"] {
+        let flags = [data.as_str(), "--packing", packing, "--eos-token=0"];
+        let whole = train(&workspace, packing, &flags);
+        let resumed = format!("{packing}-resumed");
+        workspace.copy_checkpoints(packing, &resumed, &[6]);
+        assert_eq!(run(&mut workspace.resume(&resumed, &flags)).digest(), whole.digest(), "{packing}");
+        digests.push(whole.digest().to_string());
+        if packing != "wrapped" {
+            let line = told(&whole);
+            assert!(line.contains(" documents in ") && line.contains(" % padding") && line.contains("row and split"), "{line}");
+        }
+    }
+    digests.push(train(&workspace, "default", &[&data, "--eos-token=0"]).digest().to_string());
+    assert_eq!(digests[3], digests[0], "text is wrapped unless somebody says otherwise");
+    assert!(digests[0] != digests[1] && digests[1] != digests[2]);
+}
+
+/// No two of these fit in a row of 16.
+#[test]
+fn one_document_a_row_is_the_same_run_whether_others_could_have_joined_it() {
+    let workspace = Workspace::new();
+    for dtype in ["float32", "bfloat16"] {
+        let data = records(&workspace, &[9, 16, 12, 10, 15, 11, 13, 9, 20]);
+        let digest = |packing: &str| {
+            let out = format!("{packing}-{dtype}");
+            train(&workspace, &out, &[&data, "--packing", packing, "--dtype", dtype]).digest().to_string()
+        };
+        assert_eq!(digest("bfd"), digest("off"));
+    }
+}
+
+/// All documents in one step: the mean over the same targets, in rows of their own and packed.
+#[test]
+fn documents_that_share_rows_give_the_loss_and_the_norm_of_each_alone() {
+    let workspace = Workspace::new();
+    let data = records(&workspace, &[9, 3, 7, 16, 4, 12, 2, 5, 6, 16]);
+    let first = |packing: &str, rows: usize, accumulation: usize| {
+        let (rows, accumulation) =
+            (format!("--per-device-train-batch-size={rows}"), format!("--gradient-accumulation-steps={accumulation}"));
+        let out = format!("{packing}{rows}");
+        let outcome = train(&workspace, &out, &[&data, "--packing", packing, &rows, &accumulation, "--dtype=float32", "--max-steps=1"]);
+        assert!(told(&outcome).contains("10 documents in "), "{outcome:?}");
+        let line = workspace.metrics(&out).remove(0);
+        (line["loss"].as_f64().unwrap(), line["grad_norm"].as_f64().unwrap())
+    };
+    let (alone, packed) = (first("off", 10, 1), first("bfd", 5, 1));
+    assert!((packed.0 / alone.0 - 1.0).abs() < 1e-6 && (packed.1 / alone.1 - 1.0).abs() < 1e-5, "{packed:?} and {alone:?}");
+    // However they are spread over micro-batches.
+    let spread = first("bfd", 1, 5);
+    assert!((spread.0 / alone.0 - 1.0).abs() < 1e-6 && (spread.1 / alone.1 - 1.0).abs() < 1e-5, "{spread:?} and {alone:?}");
+}
+
+#[test]
+fn several_devices_train_on_packed_documents_to_the_bits_of_one() {
+    let workspace = Workspace::new();
+    let data = texts(&workspace);
+    for packing in ["bfd", "off"] {
+        let flags = [data.as_str(), "--packing", packing, "--device=cpu", "--bucket-mib=0.03125", "--gradient-shares=2"];
+        let digest = |gpus: &str, accumulation: &str| {
+            let out = format!("{packing}-{gpus}");
+            train(&workspace, &out, &[&flags[..], &["--gpus", gpus, "--gradient-accumulation-steps", accumulation]].concat())
+                .digest()
+                .to_string()
+        };
+        assert_eq!(digest("1", "2"), digest("2", "1"), "{packing}");
+    }
+}
+
+#[test]
+fn evaluation_is_packed_as_training_is_and_counts_every_target() {
+    let workspace = Workspace::new();
+    let data = records(&workspace, &[9, 3, 7, 16, 4, 12, 2, 5, 6, 16]);
+    let evaluated = |packing: &str| {
+        let eval = data.replace("--data", "--eval-data");
+        train(&workspace, packing, &[&data, &eval, "--packing", packing, "--eval-on-start", "--dtype=float32", "--max-steps=2"]).digest();
+        let line = workspace.metrics(packing).into_iter().find(|line| line.get("eval_loss").is_some()).unwrap();
+        (line["eval_loss"].as_f64().unwrap(), line["eval_tokens"].as_u64().unwrap())
+    };
+    let (packed, alone) = (evaluated("bfd"), evaluated("off"));
+    assert_eq!((packed.1, alone.1), (70, 70));
+    assert!((packed.0 / alone.0 - 1.0).abs() < 1e-6, "{packed:?} and {alone:?}");
+}
+
+#[test]
+fn other_rows_than_the_checkpoints_are_refused() {
+    let workspace = Workspace::new();
+    let data = texts(&workspace);
+    train(&workspace, "wrapped", &[&data]).digest();
+    workspace.copy_checkpoints("wrapped", "other", &[6]);
+    run(&mut workspace.resume("other", &[&data, "--packing=bfd"])).refused(2, &["--packing", "the default", "\"bfd\"", "other sequences"]);
+    train(&workspace, "bfd", &[&data, "--packing=bfd"]).digest();
+    workspace.copy_checkpoints("bfd", "others", &[6]);
+    run(&mut workspace.resume("others", &[&data])).refused(2, &["--packing", "\"bfd\"", "the default"]);
+    let cut = run(&mut workspace.resume("others", &[&data, "--packing=bfd", "--overlong=drop"]));
+    cut.refused(2, &["--overlong", "the default", "\"drop\""]);
+}
+
+#[test]
+fn what_cannot_be_packed_is_refused_before_training() {
+    let workspace = Workspace::new();
+    let ids = format!("--data={}", workspace.write("ids.u16.bin", [1, 0].repeat(400)).display());
+    train(&workspace, "out", &[&ids, "--packing=bfd"]).refused(2, &["--packing bfd", "ids.u16.bin", "--packing wrapped"]);
+    let data = texts(&workspace);
+    let eval = ids.replace("--data", "--eval-data");
+    train(&workspace, "out", &[&data, &eval, "--packing=off"]).refused(2, &["--packing off", "ids.u16.bin"]);
+    train(&workspace, "out", &[&data, "--packing=best"]).refused(2, &["--packing", "best"]);
+    let long = records(&workspace, &[40, 50]);
+    train(&workspace, "out", &[&long, "--packing=bfd", "--overlong=drop"]).refused(1, &["records.jsonl", "a row of 16"]);
+    assert!(workspace.names("out", "checkpoint-").is_empty());
+}
+
+#[test]
+fn other_programs_names_are_understood() {
+    let workspace = Workspace::new();
+    let data = records(&workspace, &[9, 3, 7, 16, 4, 12, 2, 5, 6, 16]);
+    let digest = |out: &str, flags: &[&str]| train(&workspace, out, &[&[data.as_str()], flags].concat()).digest().to_string();
+    let (bfd, off) = (digest("bfd", &["--packing=bfd"]), digest("off", &["--packing=off"]));
+    assert_eq!(digest("trl", &["--packing", "true", "--packing_strategy", "bfd"]), bfd);
+    assert_eq!(digest("axolotl", &["--sample_packing", "true"]), bfd);
+    assert_eq!(digest("without", &["--packing", "false"]), off);
+}
