@@ -82,7 +82,7 @@ fn each_of_several_gpus_holds_its_own_weights_and_its_part_of_the_states() {
 /// Each would stream its own slices alone.
 #[test]
 fn several_gpus_replicate_their_weights_while_those_fit_and_shard_them_else() {
-    let plan = |gpus, gib| {
+    let plan = |gpus, gib: u64| {
         let settings = Settings { gpus, hbm_limit: Some(Bytes(gib << 30)), ..settings() };
         Plan::new(&settings, &qwen3_4b(), &of_four(gpus).limited(&settings), false).unwrap()
     };
