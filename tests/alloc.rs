@@ -125,8 +125,8 @@ fn steps(strategy: &str, more: &str) -> Counts {
 
 fn steps_of(strategy: &str, more: &str, change: impl FnOnce(&mut Plan)) -> Counts {
     let settings = settings(&format!("{COMMON}{}{strategy}{more}", resident(strategy)));
-    // Enough layers for a ring of two to save memory.
-    let layers = if more.contains("flow") { 5 } else { 2 };
+    // Enough layers for a ring of two to save memory, with slices of what it covers, too.
+    let layers = if more.contains("weights") { 12 } else { 2 };
     let shape = tiny_llama(layers, 64, 256, true);
     let mut plan = Plan::new(&settings, &shape, &Machine::cpu(2), true).unwrap();
     change(&mut plan);
