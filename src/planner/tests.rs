@@ -76,7 +76,9 @@ fn each_of_several_gpus_holds_its_own_weights_and_its_part_of_the_states() {
         assert!((12 * flat..12 * flat + flat / 100).contains(&states), "{states}: {plan}");
         offloaded.push(class("offloaded p, m, v"));
     }
-    assert!(offloaded[..3].is_sorted_by(|more, less| more > less) && offloaded[2..] == [0, 0], "{offloaded:?}");
+    // Without repartition every state is on the host.
+    let falls = offloaded[..3].is_sorted_by(|more, less| more > less) && offloaded[2..] == [0, 0];
+    assert_eq!(falls, cfg!(feature = "repartition"), "{offloaded:?}");
 }
 
 /// Each would stream its own slices alone.
