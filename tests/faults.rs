@@ -327,7 +327,7 @@ fn a_slow_rank_is_told_with_the_time_for_which_others_waited() {
     let most =
         lines.iter().max_by(|a, b| a["exposed_peer_ms"].as_f64().unwrap().total_cmp(&b["exposed_peer_ms"].as_f64().unwrap())).unwrap();
     assert!(most["exposed_peer_ms"].as_f64() > Some(2900.0) && most["exposed_peer_rank"] == 0, "{most}");
-    assert!(most["exposed_cpu_ms"].as_f64() < Some(500.0) && most["exposed_transfer_ms"].as_f64() < Some(500.0), "{most}");
+    // Nothing is said of the other kinds: rank 1 may have been stopped in a wait for its own optimizer, which then lasts as long.
     assert!(ended.stdout.contains(" ms for other ranks (rank 0, the longest)\n  slow          rank 1: "), "{ended:?}");
 }
 
