@@ -93,8 +93,27 @@ impl Harness {
         Ok(harness)
     }
 
-    /// Runs one campaign and counts.
-    pub fn campaign(&self, campaign: &Campaign, runs: Range<u64>, most: Option<Duration>) -> Record {
+    /// Runs one campaign and counts. Of several `jobs`, each a thread with a directory of its own, the n-th makes every so-manieth run.
+    pub fn campaign(&self, campaign: &Campaign, runs: Range<u64>, most: Option<Duration>, jobs: usize) -> Result<Record, String> {
+        let begin = Instant::now();
+        let others: Vec<Self> =
+            (1..jobs).map(|_| Self::new(Some(self.program.clone()), self.seed, self.is_smoke)).collect::<Result<_, _>>()?;
+        let records: Vec<Record> = std::thread::scope(|scope| {
+            let of_job = |(job, harness): (usize, Self)| {
+                let runs = runs.clone().skip(job + 1).step_by(jobs);
+                scope.spawn(move || harness.runs_of(campaign, runs, most))
+            };
+            let spawned: Vec<_> = others.into_iter().enumerate().map(of_job).collect();
+            let first = self.runs_of(campaign, runs.clone().step_by(jobs), most);
+            std::iter::once(first).chain(spawned.into_iter().map(|job| job.join().expect("panics are caught"))).collect()
+        });
+        let mut record = records.into_iter().reduce(Record::and).expect("at least one job");
+        record.seconds = begin.elapsed().as_secs_f64();
+        Ok(record)
+    }
+
+    /// These of the campaign's runs, one after the other.
+    fn runs_of(&self, campaign: &Campaign, runs: impl Iterator<Item = u64>, most: Option<Duration>) -> Record {
         let begin = Instant::now();
         let mut record = Record::new(self, campaign);
         let started = catch_unwind(AssertUnwindSafe(|| (campaign.start)(self))).unwrap_or_else(|panic| Err(said(&*panic)));
@@ -108,7 +127,6 @@ impl Harness {
                 }
             }
         }
-        record.seconds = begin.elapsed().as_secs_f64();
         record
     }
 
@@ -119,7 +137,7 @@ impl Harness {
         let mut turn = Turn { index, rng, kind: String::new(), tries: 1, over: false };
         let result = catch_unwind(AssertUnwindSafe(|| trial(self, &mut turn)));
         if turn.over {
-            record.complete = record.runs;
+            record.is_over = true;
             return false;
         }
         record.runs += turn.tries;

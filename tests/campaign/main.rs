@@ -3,6 +3,7 @@
 //! - `--list`: what there is, and how many runs make it complete
 //! - `--id R1,R4`: these; `--all`: every one
 //! - `--runs N`: as many of each instead; `--minutes M`: no longer than this for all together
+//! - `--jobs N`: so many runs of a campaign at a time, for a machine with many CPUs; each makes the choices that it makes alone
 //! - `--seed S`: other random choices; `--only I`: the I-th run alone, to see a failure again
 //! - `--program PATH`: this `superoffload` instead of the one that cargo built
 //! - `--out FILE`: appends the lines to it
@@ -59,6 +60,7 @@ struct Options {
     ids: Vec<String>,
     runs: Option<u64>,
     minutes: Option<f64>,
+    jobs: Option<u64>,
     seed: u64,
     only: Option<u64>,
     program: Option<PathBuf>,
@@ -79,6 +81,7 @@ impl Options {
                 "--id" => options.ids = value()?.split(',').map(str::to_string).collect(),
                 "--runs" => options.runs = Some(number(value()?)?),
                 "--minutes" => options.minutes = Some(value()?.parse().map_err(|e| format!("--minutes: {e}"))?),
+                "--jobs" => options.jobs = Some(number(value()?)?.max(1)),
                 "--seed" => options.seed = number(value()?)?,
                 "--only" => options.only = Some(number(value()?)?),
                 "--program" => options.program = Some(value()?.into()),
@@ -134,7 +137,8 @@ fn run_all(options: &Options) -> Result<u64, String> {
         // What one leaves of its share of the time goes to those after it.
         let share = whole.map(|whole| whole.saturating_sub(start.elapsed()) / (wanted.len() - idx) as u32);
         let runs = options.runs.unwrap_or(if options.is_smoke() { campaign.smoke } else { campaign.runs });
-        let record = harness.campaign(campaign, options.only.map_or(0..runs, |only| only..only + 1), share);
+        let record =
+            harness.campaign(campaign, options.only.map_or(0..runs, |only| only..only + 1), share, options.jobs.unwrap_or(1) as usize)?;
         failures += record.failures.len() as u64;
         log(&record, options)?;
     }

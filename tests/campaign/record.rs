@@ -24,8 +24,10 @@ pub struct Failure {
 pub struct Record {
     id: &'static str,
     what: &'static str,
-    /// Runs that there are to make.
-    pub complete: u64,
+    /// Runs that there are to make, unless it `is_over` before.
+    complete: u64,
+    /// There was nothing left to try.
+    pub is_over: bool,
     program: String,
     /// The directory that it lies in: `release` or `debug`, where cargo built it.
     build: String,
@@ -44,7 +46,18 @@ impl Record {
         let (id, what, complete) = (campaign.id, campaign.what, campaign.runs);
         let build = harness.program.parent().and_then(Path::file_name).unwrap_or_default().to_string_lossy().into_owned();
         let (kinds, failures) = (Kinds::new(), vec![]);
-        Self { id, what, complete, program: version, build, seed: harness.seed, runs: 0, kinds, failures, seconds: 0.0, not_run: None }
+        let (program, seed) = (version, harness.seed);
+        Self { id, what, complete, is_over: false, program, build, seed, runs: 0, kinds, failures, seconds: 0.0, not_run: None }
+    }
+
+    /// Both parts of one campaign.
+    pub fn and(mut self, other: Self) -> Self {
+        self.runs += other.runs;
+        self.is_over &= other.is_over;
+        other.kinds.into_iter().for_each(|(kind, runs)| *self.kinds.entry(kind).or_default() += runs);
+        self.failures.extend(other.failures);
+        self.not_run = self.not_run.or(other.not_run);
+        self
     }
 
     /// For a look at the terminal.
@@ -58,9 +71,10 @@ impl Record {
 
     /// For the file.
     pub fn line(&self) -> String {
+        let complete = if self.is_over { self.runs } else { self.complete };
         let failure = |f: &Failure| json!({"run": f.index, "kind": f.kind, "message": f.message});
         let mut line = json!({
-            "id": self.id, "what": self.what, "runs": self.runs, "failures": self.failures.len(), "complete": self.complete,
+            "id": self.id, "what": self.what, "runs": self.runs, "failures": self.failures.len(), "complete": complete,
             "kinds": self.kinds, "failed": self.failures.iter().take(SHOWN).map(failure).collect::<Vec<_>>(),
             "seconds": (self.seconds * 10.0).round() / 10.0, "seed": self.seed,
             "command": self.command(), "program": self.program, "build": self.build,
