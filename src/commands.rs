@@ -16,6 +16,7 @@ use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::hardware::limits;
 use crate::hardware::topology::Topology;
+use crate::host::pages::share_one_heap;
 use crate::launch::context::check_context;
 use crate::model::presets;
 use crate::optim::simd::Isa;
@@ -56,13 +57,16 @@ pub enum ExportDtype {
     Bfloat16,
 }
 
-/// What a process does first: it sees whether its memory limits leave room to start, and lets a write beyond the file size limit fail
-/// instead of ending it.
+/// What a process does first: it sees whether its memory limits leave room to start, takes no more addresses than it needs where they are
+/// limited, and lets a write beyond the file size limit fail instead of ending it.
 ///
 /// # Errors
 /// `Resource` with the limit that is too low, or when the system refuses a signal handler.
 pub fn prepare_process() -> Result<()> {
     signals::outlive_file_size_limit()?;
+    if limits::has_address_limit() {
+        share_one_heap();
+    }
     limits::check_memory_limits()
 }
 

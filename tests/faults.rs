@@ -121,6 +121,20 @@ fn limits_of_memory_too_small_to_start_in_are_named() {
     }
 }
 
+/// Heaps of threads that reserve addresses would leave too few for the memory that this run uses, a third of the limit.
+#[test]
+fn limited_addresses_go_to_memory_that_is_used() {
+    if emulator().is_some() {
+        return;
+    }
+    let workspace = Workspace::new();
+    let whole = run(&mut workspace.train("whole", &["--device=cpu"])).digest().to_string();
+    let train = workspace.train("limited", &["--device=cpu"]);
+    let mut limited = Command::new("sh");
+    limited.args(["-c", "ulimit -v 250000 && exec \"$@\"", "sh"]).arg(train.get_program()).args(train.get_args());
+    assert_eq!(run(&mut limited).digest(), whole);
+}
+
 #[test]
 fn a_full_log_disk_ends_the_run_after_a_save() {
     let workspace = Workspace::new();

@@ -3,7 +3,7 @@
 use super::topology::{Topology, UsableCpus};
 use crate::error::{Error, Result};
 use crate::units::Bytes;
-use nix::sys::resource::{Resource, getrlimit};
+use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 
 /// A GPU's optimizer on less than this part of the machine's CPUs is refused unless the number of threads was said. A GPU of eight
 /// with its share of the CPUs is far from it.
@@ -30,6 +30,11 @@ pub(crate) fn check_memory_limits() -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Whether the address space is limited (`ulimit -v`).
+pub(crate) fn has_address_limit() -> bool {
+    getrlimit(Resource::RLIMIT_AS).is_ok_and(|(soft, _hard)| soft != RLIM_INFINITY)
 }
 
 /// Why not every CPU of the machine can be used, and what would change that: a line a limit.

@@ -7,7 +7,7 @@ pub(crate) mod homes;
 mod interleavings;
 pub(crate) mod memory_policy;
 pub(crate) mod memory_report;
-mod pages;
+pub(crate) mod pages;
 #[cfg(feature = "mpam")]
 pub(crate) mod partition;
 pub(crate) mod perf;

@@ -26,6 +26,16 @@ pub(super) fn base_page_bytes() -> usize {
     usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(4096)
 }
 
+/// From now on all threads allocate from one heap. glibc otherwise reserves 64 MiB of addresses for each of the first threads: where
+/// addresses are limited, little is left for memory that is used.
+pub(crate) fn share_one_heap() {
+    #[cfg(target_env = "gnu")]
+    // SAFETY: it sets a number of the allocator's, under the allocator's own lock. Where it is refused nothing changes.
+    unsafe {
+        libc::mallopt(libc::M_ARENA_MAX, 1);
+    }
+}
+
 fn check(status: i64) -> io::Result<()> {
     if status == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }

@@ -2,15 +2,16 @@
 
 use crate::harness::*;
 use flate2::Compression;
+use flate2::read::GzDecoder;
 use flate2::write::GzEncoder;
 use std::fs;
-use std::io::Write;
+use std::io::{Read, Write};
 
 pub const CAMPAIGN: Campaign = Campaign {
     id: "R17",
     what: "generated data: ids outside the vocabulary, files cut within an id, empty documents, broken JSON lines, invalid UTF-8, marks of \
-           byte order, NUL, archives that are cut or damaged, broken arrays, lines of 10 million characters, a file that is cut or changed while it is trained on: trained on, or refused \
-           with one line that names the file and, where a place is wrong, the place",
+           byte order, NUL, archives that are cut or damaged, broken arrays, lines of 10 million characters, a file that is cut or changed \
+           while it is trained on: trained on, or refused with one line that names the file and, where a place is wrong, the place",
     runs: 5000,
     smoke: 11,
     start,
@@ -134,12 +135,19 @@ fn cut_archive(turn: &mut Turn) -> Case {
     ("documents.jsonl.gz", bytes, Some("gzip"))
 }
 
-/// Behind the header, which has fields that nobody reads.
+/// Behind the header, which has fields that nobody reads. Nobody reads the bits that fill the last byte of what is compressed, either.
 fn damaged_archive(turn: &mut Turn) -> Case {
-    let mut bytes = archive(turn);
+    let good = archive(turn);
+    let mut bytes = good.clone();
     let at = 10 + turn.pick(bytes.len() as u64 - 10) as usize;
     bytes[at] ^= 1 << turn.pick(8);
-    ("documents.jsonl.gz", bytes, Some("documents"))
+    let is_whole = expanded(&bytes).is_some_and(|text| Some(text) == expanded(&good));
+    ("documents.jsonl.gz", bytes, (!is_whole).then_some("documents"))
+}
+
+fn expanded(archive: &[u8]) -> Option<Vec<u8>> {
+    let mut text = Vec::new();
+    GzDecoder::new(archive).read_to_end(&mut text).ok().map(|_| text)
 }
 
 fn broken_array(turn: &mut Turn) -> Case {
