@@ -22,18 +22,18 @@ suite!(
     PARITY,
     "R31",
     1,
-    ["--package", "superoffload", "--test", "main", "parity"],
+    ["--workspace", "--test", "main", "parity"],
     "losses, gradients and states against torch's, by family: tests on committed records of torch"
 );
 suite!(
     EXPORT,
     "R33",
     1,
-    ["--package", "superoffload", "--lib", "weights"],
+    ["--workspace", "--lib", "weights"],
     "weights in and out of Hugging Face directories: tests on committed models of transformers"
 );
 
-/// Runs these tests once; a run is a test.
+/// Runs these tests once; a run is a test. They are named within the workspace: what `cargo test` built is run, and nothing is built anew.
 fn tests(turn: &mut Turn, args: &[&str]) -> Result<(), String> {
     turn.over = turn.index > 0;
     if turn.over {
