@@ -242,6 +242,29 @@ impl Plan {
         })
     }
 
+    /// This plan with what `other` says of places: where buckets, weights and activations lie, and how many slots there are. No bit of a
+    /// result depends on it.
+    ///
+    /// # Panics
+    /// If the other plan cuts buckets or steps otherwise.
+    pub(crate) fn with_places_of(&self, other: Self) -> Self {
+        let cut = |plan: &Self| (plan.layout.with_resident(0), plan.grad_accum_steps, plan.shares, plan.ranks, plan.link_dtype, plan.threads);
+        assert_eq!(cut(self), cut(&other), "another cut is no other place");
+        assert_eq!((self.loss_tile, self.rules), (other.loss_tile, other.rules), "another plan, not other places");
+        Self {
+            layout: other.layout,
+            grad_ring: other.grad_ring,
+            weight_ring: other.weight_ring,
+            grad_slots: other.grad_slots,
+            param_slots: other.param_slots,
+            layer_policies: other.layer_policies,
+            memory: other.memory,
+            predicted: other.predicted,
+            simulated_step_ms: other.simulated_step_ms,
+            ..self.clone()
+        }
+    }
+
     /// Tokens of an optimizer step.
     pub fn tokens_per_step(&self) -> usize {
         self.batch * self.seq_length * self.grad_accum_steps
