@@ -50,7 +50,13 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         let own: &Slices = self.exchange.slices();
         let mut parts = own.owned(start..start + source.len());
         parts.try_for_each(|(flat, local)| {
-            self.memory.states.write((&mut self.dev, &mut self.host), &self.memory.bounce, part, local, &source[flat.start - start..flat.end - start])
+            self.memory.states.write(
+                (&mut self.dev, &mut self.host),
+                &self.memory.bounce,
+                part,
+                local,
+                &source[flat.start - start..flat.end - start],
+            )
         })
     }
 
@@ -75,7 +81,13 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         let own: &Slices = self.exchange.slices();
         let mut parts = own.owned(start..start + out.len());
         parts.try_for_each(|(flat, local)| {
-            self.memory.states.read((&mut self.dev, &mut self.host), &self.memory.bounce, part, local, &mut out[flat.start - start..flat.end - start])
+            self.memory.states.read(
+                (&mut self.dev, &mut self.host),
+                &self.memory.bounce,
+                part,
+                local,
+                &mut out[flat.start - start..flat.end - start],
+            )
         })
     }
 

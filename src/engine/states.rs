@@ -73,7 +73,9 @@ impl States {
     /// # Panics
     /// If the host does not have it.
     pub(super) fn on_host(&self, local: &Range<usize>) -> HostState {
-        self.host.iter().find_map(|state| state.part(local)).filter(|part| part.end() == local.end).expect("a bucket that the pool steps")
+        let piece = self.host.iter().find(|state| state.first <= local.start && local.end <= state.end());
+        // Of a short bucket a rank may have nothing.
+        piece.expect("a bucket that the pool steps").slice(local)
     }
 
     /// The device's state of a local range of one bucket.

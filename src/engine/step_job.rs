@@ -73,9 +73,16 @@ impl HostState {
     /// The part that it has of a flat range, if any.
     pub(super) fn part(&self, range: &Range<usize>) -> Option<Self> {
         let common = range.start.max(self.first)..range.end.min(self.end());
-        let part = |memory: PinnedSlice| memory.slice((common.start - self.first) * 4, common.len() * 4);
-        let [params, m, v] = self.arrays();
-        (!common.is_empty()).then(|| Self { first: common.start, params: part(params), m: part(m), v: part(v) })
+        (!common.is_empty()).then(|| self.slice(&common))
+    }
+
+    /// The part of this flat range.
+    ///
+    /// # Panics
+    /// If it reaches outside.
+    pub(super) fn slice(&self, range: &Range<usize>) -> Self {
+        let [params, m, v] = self.arrays().map(|memory| memory.slice((range.start - self.first) * 4, range.len() * 4));
+        Self { first: range.start, params, m, v }
     }
 }
 
@@ -155,14 +162,7 @@ impl StepJob {
     /// # Safety
     /// Until all pieces are done `state` and `memory` are there, nobody else uses the range's state or the slot `out`, and nobody writes the
     /// gradient slots that `work` names.
-    pub unsafe fn new(
-        bucket: usize,
-        range: Range<usize>,
-        work: Work,
-        out: Option<Slot>,
-        state: HostState,
-        memory: StepMemory,
-    ) -> Self {
+    pub unsafe fn new(bucket: usize, range: Range<usize>, work: Work, out: Option<Slot>, state: HostState, memory: StepMemory) -> Self {
         Self { bucket, range, work, out, state, memory }
     }
 

@@ -33,7 +33,8 @@ impl Transfers {
             events[hop as usize] = many(hop.leg().window.unwrap_or(layout.count()))?;
         }
         let slots = many(param_slots)?;
-        let mut transfers = Self { layout: layout.clone(), events, slots, in_flight: [const { VecDeque::new() }; Stream::WITH_PEERS.len()] };
+        let mut transfers =
+            Self { layout: layout.clone(), events, slots, in_flight: [const { VecDeque::new() }; Stream::WITH_PEERS.len()] };
         transfers.make_room();
         Ok(transfers)
     }
