@@ -2,6 +2,8 @@
 //! cease to stream. Not a bit of its results may change, and no byte of what it took stays behind.
 
 use crate::planned;
+use crate::program::{CONFIG, STEPS as RUN_STEPS, Workspace, run};
+use crate::resume::await_line;
 use crate::support::{Noise, digest, random_params, settings, start, tiny_llama};
 use superoffload::internals::device::{CpuDevice, DeviceKind};
 use superoffload::internals::engine::{Counts, Engine};
@@ -23,13 +25,13 @@ impl Case {
         let pick = |every: u64, count: usize| (seed / every) as usize % count;
         let max_norm = ["0.0", "1e-3", "1.7", "1e9"][pick(1, 4)];
         let (dtype, shares) = (["bfloat16", "float32", "float16"][pick(2, 3)], [1, 2][pick(5, 2)]);
-        let fault = if seed % 3 == 0 { "inject = [{step = 3, element = 5000, value = \"nan\"}]" } else { "" };
+        let fault = if seed.is_multiple_of(3) { "inject = [{step = 3, element = 5000, value = \"nan\"}]" } else { "" };
         let lines = format!(
             "dtype = \"{dtype}\"\nmax-grad-norm = {max_norm}\ngradient-shares = {shares}\ngradient-accumulation-steps = {}\n{fault}\n\
              seed = 5\nseq-length = 8\nper-device-train-batch-size = 2\nlearning-rate = 1e-2\nweight-decay = 0.1\nmax-steps = 99",
             shares * [1, 1, 2][pick(3, 3)],
         );
-        Self { shape: tiny_llama([2, 12][pick(2, 2)], 32, [64, 300][pick(4, 2)], seed % 2 == 0), lines, max_norm }
+        Self { shape: tiny_llama([2, 12][pick(2, 2)], 32, [64, 300][pick(4, 2)], seed.is_multiple_of(2)), lines, max_norm }
     }
 
     fn plan(&self, lines: &str) -> Result<Plan> {
@@ -56,7 +58,8 @@ fn places(noise: &mut Noise, strategy: &str) -> String {
     let mut one_of = |count: i32| (noise.next() % count) as usize;
     let resident = if cfg!(feature = "repartition") && strategy == "superoffload" { [0, 1, 2, 5, 99][one_of(5)] } else { 0 };
     let activations = ["auto", "keep", "recompute-cheap", "recompute-block", "host"][one_of(5)];
-    let weights = if cfg!(feature = "weight-flow") && strategy != "no-offload" && resident < 3 { ["auto", "flow"][one_of(2)] } else { "auto" };
+    let weights =
+        if cfg!(feature = "weight-flow") && strategy != "no-offload" && resident < 3 { ["auto", "flow"][one_of(2)] } else { "auto" };
     format!("resident-buckets = {resident}\nactivations = \"{activations}\"\nslots = {}\nweights = \"{weights}\"", 1 + one_of(6))
 }
 
@@ -124,4 +127,51 @@ fn a_plan_without_memory_for_it_keeps_the_old_one() {
             assert_eq!((have, have_losses), (want.clone(), losses.clone()));
         }
     }
+}
+
+/// Flags of a run that changes its plan to random places at random steps.
+const RANDOM: [&str; 2] = ["--replan", "random"];
+
+/// Its metrics, of which none is missing, and how many of its steps were the first by another plan.
+fn moves(workspace: &Workspace, out: &str) -> usize {
+    let metrics = workspace.metrics(out);
+    assert_eq!(metrics.iter().map(|line| line["step"].as_u64().unwrap()).collect::<Vec<_>>(), Vec::from_iter(1..=RUN_STEPS), "{out}");
+    metrics.iter().filter(|line| line["replan_ms"].as_f64().unwrap() > 0.0).count()
+}
+
+#[test]
+fn a_run_whose_plan_changes_ends_with_the_same_bits_also_after_kill_9() {
+    let workspace = Workspace::new();
+    workspace.write("model/config.json", CONFIG.replace("\"num_hidden_layers\": 1", "\"num_hidden_layers\": 12"));
+    let (mut all, mut resumed) = (0, 0);
+    for (name, flags) in [
+        ("plain", &["--bucket-mib", "0.002"][..]),
+        ("adversary", &["--adversary", "3", "--device", "cpu"]),
+        ("clipped", &["--max-grad-norm", "0.001", "--gradient-accumulation-steps", "2"]),
+        ("zero", &["--strategy", "zero-offload", "--dtype", "float16"]),
+    ] {
+        let kept = run(&mut workspace.train("kept", &[flags, &["--replan", "off"]].concat()));
+        assert_eq!(moves(&workspace, "kept"), 0);
+        let outcome = run(&mut workspace.train(name, &[flags, &RANDOM].concat()));
+        assert_eq!(outcome.digest(), kept.digest(), "{name}: {outcome:?}");
+        let moved = moves(&workspace, name);
+        assert_eq!(outcome.stdout.matches(": another plan in ").count(), moved, "{outcome:?}");
+        let trace = std::fs::read(workspace.path(name).join("trace.json")).unwrap();
+        let trace: serde_json::Value = serde_json::from_slice(&trace).unwrap();
+        let spans = trace["traceEvents"].as_array().unwrap().iter().filter(|span| span["name"] == "replan").count();
+        assert_eq!(spans, moved, "{name}");
+        all += moved;
+        // Ended in the middle, and gone on with: the plan of the start, and then others again.
+        let killed = format!("{name}-killed");
+        let mut child = workspace.train(&killed, &[flags, &RANDOM].concat()).spawn().unwrap();
+        await_line(&mut child, "another plan");
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let outcome = run(&mut workspace.resume(&killed, &[flags, &RANDOM].concat()));
+        assert_eq!(outcome.digest(), kept.digest(), "{name}, killed: {outcome:?}");
+        resumed += usize::from(outcome.stdout.contains("another plan"));
+        moves(&workspace, &killed);
+        std::fs::remove_dir_all(workspace.path("kept")).unwrap();
+    }
+    assert!(all > 8 && resumed > 0, "{all} moves, {resumed} runs with some after a kill");
 }

@@ -9,7 +9,7 @@ use super::loss_scale::LossScale;
 use super::memory::Memory;
 use super::pool::Pool;
 use super::report::Report;
-use super::scratch::Scratch;
+use super::scratch::StepScratch;
 use super::step_job::StepJob;
 use super::transfers::Transfers;
 use super::verdict::{SpeculationHistory, Verdict};
@@ -67,7 +67,7 @@ pub struct Engine<D: Kernels, X: Exchange<D> = Alone> {
     // Threads that use the memory are declared, and so dropped, before it.
     pub(super) host: HostMemory,
     pub(super) memory: Memory,
-    pub(super) scratch: Scratch,
+    pub(super) scratch: StepScratch,
     pub(super) report: Report,
     pub(super) model: Model,
     pub(super) flow: Option<WeightFlow>,
@@ -131,7 +131,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         let exchange = exchange(&mut dev, &plan)?;
         let slices = exchange.slices();
         let memory = Memory::new(&plan, slices, (&mut dev, &mut host))?;
-        let (scratch, model, flow) = Scratch::take(&plan, &shape, slices, (&mut dev, &mut host), &memory.bounce)?;
+        let (scratch, model, flow) = StepScratch::take(&plan, &shape, slices, (&mut dev, &mut host), &memory.bounce)?;
         let report = Report::new(slices.elems(), plan.shares / slices.ranks(), X::SUMS, &mut dev, &mut host)?;
         model.prepare(&mut dev)?;
         Ok(Self {

@@ -1,7 +1,7 @@
 //! Memory that lives as long as the engine: the state of all buckets, and what the driver reads and writes.
 
 use super::bounce::{Bounce, Sides};
-use super::states::{DeviceState, States};
+use super::states::{DeviceState, StateTiers};
 use crate::bucket::slices::Slices;
 use crate::data::batch;
 use crate::device::Device;
@@ -13,7 +13,7 @@ use crate::optim::PIECE_ELEMS;
 use crate::planner::plan::Plan;
 
 pub(super) struct Memory {
-    pub(super) states: States,
+    pub(super) states: StateTiers,
     /// Every micro-batch of a step.
     batches: PinnedSlice,
     pub(super) bounce: Bounce,
@@ -21,7 +21,7 @@ pub(super) struct Memory {
 
 impl Memory {
     pub(super) fn new<D: Device>(plan: &Plan, slices: &Slices, (dev, host): Sides<'_, D>) -> Result<Self> {
-        let states = States::new(slices, (dev, host))?;
+        let states = StateTiers::new(slices, (dev, host))?;
         let batches = host.alloc("batches", plan.grad_accum_steps / slices.ranks() * batch_bytes(plan))?;
         dev.pin(batches)?;
         Ok(Self { states, batches, bounce: Bounce::new((dev, host))? })

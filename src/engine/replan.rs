@@ -4,7 +4,7 @@
 use super::counters::Exposed;
 use super::exchange::Exchange;
 use super::executor::{Engine, staging};
-use super::scratch::Scratch;
+use super::scratch::StepScratch;
 use super::vitals::Doing;
 use crate::device::Kernels;
 use crate::error::{Error, Result};
@@ -50,7 +50,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         states.bring_to_host(slices, (dev, host), bounce)?;
         states.send_to_device(slices, (dev, host), bounce)?;
         let shape = self.model.shape.clone();
-        (self.scratch, self.model, self.flow) = Scratch::take(&plan, &shape, slices, (dev, host), bounce)?;
+        (self.scratch, self.model, self.flow) = StepScratch::take(&plan, &shape, slices, (dev, host), bounce)?;
         self.coordinator.rearrange(&plan.layout, staging(&plan));
         self.transfers.rearrange(dev, &plan.layout, plan.param_slots)?;
         self.plan = plan;

@@ -19,7 +19,7 @@ use crate::planner::plan::Plan;
 use std::sync::Arc;
 
 /// What a plan decides but the model's, and the lease of all.
-pub(super) struct Scratch {
+pub(super) struct StepScratch {
     /// Slots of gradients and of working weights, and what else jobs share.
     pub(super) step: StepMemory,
     /// fp32 room for one bucket on its way out and in, when the device casts.
@@ -28,7 +28,7 @@ pub(super) struct Scratch {
     lease: Lease,
 }
 
-impl Scratch {
+impl StepScratch {
     /// Takes what `plan` says; the model on it, and its weights that stream, if they do.
     ///
     /// # Errors

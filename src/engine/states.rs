@@ -47,14 +47,14 @@ impl DeviceState {
 
 /// The state of all buckets.
 #[derive(Debug)]
-pub(super) struct States {
+pub(super) struct StateTiers {
     /// Pieces of whole buckets, behind each other from the first bucket on: where buckets came from the device, there are several.
     host: Vec<HostState>,
     /// By bucket, behind what the host has.
     pub(super) device: Vec<DeviceState>,
 }
 
-impl States {
+impl StateTiers {
     pub(super) fn new<D: Device>(slices: &Slices, (dev, host): Sides<'_, D>) -> Result<Self> {
         let (layout, on_host) = (slices.layout(), slices.elems_in(Tier::Host));
         let state = |bucket| DeviceState::new(dev, layout.tier(bucket), slices.local(bucket));
