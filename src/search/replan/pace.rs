@@ -22,7 +22,7 @@ const CLIP_EVERY_MAX: f64 = 32.0;
 /// Steps as they were, or as a simulation has them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Pace {
-    /// Seconds of a mean step.
+    /// Seconds of a mean step; of a run without the longest one, which something may have disturbed.
     pub(crate) step_s: f64,
     /// Bytes a second that the optimizer's pool reads and writes while it has a job; none where it never had one.
     pub(crate) adam_bytes_per_s: Option<f64>,
@@ -134,8 +134,10 @@ impl RecentSteps {
         let (bytes, busy_ns) = (sum(|seen| seen.adam_bytes), sum(|seen| seen.adam_busy_ns));
         let mut device_s: [f64; WINDOW] = array::from_fn(|at| self.0[at].device_s);
         device_s.sort_by(f64::total_cmp);
+        let longest_s = self.0.iter().map(|seen| seen.step_s).fold(0.0, f64::max);
+        let others_s = self.0.iter().map(|seen| seen.step_s).sum::<f64>() - longest_s;
         Some(Pace {
-            step_s: self.0.iter().map(|seen| seen.step_s).sum::<f64>() / WINDOW as f64,
+            step_s: others_s / (WINDOW - 1) as f64,
             adam_bytes_per_s: (busy_ns > 0).then(|| bytes as f64 / busy_ns as f64 * 1e9),
             device_s: device_s[WINDOW / 2],
             clipped_share: sum(|seen| u64::from(seen.clipped)) as f64 / WINDOW as f64,
@@ -182,7 +184,7 @@ mod tests {
         window.add(&step(Verdict::SkipNonFinite), 100 * SECOND);
         // The first two are forgotten, and three of all others took long.
         window.add(&step(Verdict::Commit), SECOND);
-        assert_eq!(window.pace(), Some(Pace { clipped_share: 0.1, ..PACE }));
+        assert_eq!(window.pace(), Some(Pace { step_s: 27.0 / 19.0, ..PACE }));
         window.clear();
         (1..WINDOW).for_each(|_| window.add(&step(Verdict::Commit), SECOND));
         assert_eq!(window.pace(), None);
