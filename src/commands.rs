@@ -91,7 +91,7 @@ pub fn plan(model: &Path, options: TrainOptions, tell: &mut dyn FnMut(&dyn Displ
     let (settings, shape) = (Settings::resolve_over(Settings::default(), options)?, presets::shape("model", model)?);
     check_context(&settings, &shape, model)?.iter().for_each(|line| tell(&format_args!("warning: {line}")));
     let machine = Machine::of_several(&profile, settings.gpus)?;
-    let query = SearchQuery { settings: &settings, shape: &shape, machine: &machine };
+    let query = SearchQuery::new(&settings, &shape, &machine);
     SearchReport::of(query, &model.display().to_string(), &profile)
 }
 

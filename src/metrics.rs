@@ -45,6 +45,8 @@ pub struct StepMetrics {
     pub verdict: &'static str,
     /// Wall time of the step.
     pub step_ms: f64,
+    /// Wall time before it in which the run went over to another plan; 0 where it did not.
+    pub replan_ms: f64,
     /// Real tokens (no padding) per second.
     pub tokens_per_second: f64,
     /// Model FLOPs, as [`FLOPS_FORMULA`](crate::model::flops::FLOPS_FORMULA) counts them, over wall time.

@@ -68,6 +68,19 @@ fn one_gpu_waits_for_nobody() {
     assert_eq!(counted(&outcome), [0, 0, 0]);
 }
 
+/// A driver sees to it that nothing is used that was given back, and that nothing stays behind.
+#[test]
+fn a_gpu_whose_plan_changes_uses_nothing_that_it_gave_back() {
+    if is_emulated() {
+        return;
+    }
+    for seed in 1..4 {
+        let outcome = train(&[], &["--replan=random", &format!("--seed={seed}")]);
+        assert_eq!(counted(&outcome), [0, 0, 0]);
+        assert!(outcome.stdout.contains(": another plan in "), "{outcome:?}");
+    }
+}
+
 #[test]
 fn where_there_is_no_link_gradients_pass_through_host_memory_and_a_person_is_told() {
     if is_emulated() {

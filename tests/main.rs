@@ -23,6 +23,7 @@ mod planned;
 mod program;
 mod ranks;
 mod readme;
+mod replan;
 mod report;
 mod resume;
 mod resume_compare;

@@ -174,6 +174,19 @@ pub enum WeightsChoice {
     Flow,
 }
 
+/// Whether a run changes its plan between steps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ReplanChoice {
+    /// Where its steps leave what the plan assumed, and another plan is faster.
+    Auto,
+    /// Never.
+    Off,
+    /// To random places at random steps, to test the engine.
+    #[value(hide = true)]
+    Random,
+}
+
 /// Who computes attention on a GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]

@@ -10,8 +10,8 @@
 use super::describe;
 use super::options::{
     ActivationsChoice, AttentionChoice, CastSide, DeviceChoice, EvalStrategy, GpuCount, HostMemoryKind, InitChoice, Injection, IsaChoice,
-    RankFault, ReportTo, ResidentBuckets, Resume, Rollback, RunPart, Strategy, Technique, TokenizerChoice, TrainDtype, TrainLength,
-    WeightsChoice, one_or_many, some_scalar,
+    RankFault, ReplanChoice, ReportTo, ResidentBuckets, Resume, Rollback, RunPart, Strategy, Technique, TokenizerChoice, TrainDtype,
+    TrainLength, WeightsChoice, one_or_many, some_scalar,
 };
 use crate::data::chat::mask::TrainOn;
 use crate::data::chat::record::DataFormat;
@@ -456,6 +456,8 @@ settings! {
         activations: ActivationsChoice = ActivationsChoice::Auto, Free;
         /// Where layers' weights lie: on the device, or streamed from host memory.
         weights: WeightsChoice = WeightsChoice::Auto, Free;
+        /// Whether a run plans again where its steps leave what the plan assumed; one GPU.
+        replan: ReplanChoice = ReplanChoice::Auto, Free, unless "is_replanned";
     }
 
     Machine {
@@ -531,6 +533,10 @@ fn is_wrapped(packing: &Packing) -> bool {
 
 fn is_auto(overlong: &Overlong) -> bool {
     *overlong == Overlong::Auto
+}
+
+fn is_replanned(replan: &ReplanChoice) -> bool {
+    *replan == ReplanChoice::Auto
 }
 
 fn is_zero(x: &f64) -> bool {

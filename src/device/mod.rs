@@ -10,6 +10,7 @@ pub(crate) mod cuda;
 pub(crate) mod footprint;
 mod kernel;
 mod kernels;
+mod lease;
 pub(crate) mod sim;
 mod slice;
 mod stream;
@@ -35,6 +36,7 @@ pub use kernels::rope::{QkNorm, QkNormBackward, Rope};
 pub(crate) use kernels::transfer::PARTS_MAX;
 pub use kernels::transfer::{Adam, Cast, GradNormPartials, Poke, SumSlices, Zero};
 pub use kernels::{Kernels, Launch};
+pub(crate) use lease::Lease;
 pub use slice::DeviceSlice;
 pub use stream::{EventId, Stream};
 
@@ -56,11 +58,17 @@ pub trait Device {
         Vec::new()
     }
 
-    /// Zeroed device memory, aligned to 256 bytes, for the life of the device. Only before step 0.
+    /// Zeroed device memory, aligned to 256 bytes, until it is given back or the device goes. Only between steps.
     ///
     /// # Errors
     /// `Resource` when it does not fit; `name` is in the message.
     fn alloc(&mut self, name: &str, elems: usize, dtype: Dtype) -> Result<DeviceSlice>;
+
+    /// Gives an allocation back, once all that is enqueued has run.
+    ///
+    /// # Errors
+    /// The device's.
+    fn free(&mut self, memory: DeviceSlice) -> Result<()>;
 
     /// What was taken so far, by the names that were asked for, and what the device took for itself: names and bytes. Nothing where
     /// nothing is taken.
@@ -82,11 +90,17 @@ pub trait Device {
     /// shared, or memory is.
     fn prefetch(&mut self, stream: Stream, memory: DeviceSlice, space: MemorySpace) -> Result<()>;
 
-    /// Prepares host memory for copies that run beside everything else. Only before step 0.
+    /// Prepares host memory for copies that run beside everything else. Only between steps.
     ///
     /// # Errors
     /// `Resource` when the system refuses to lock it.
     fn pin(&mut self, memory: PinnedSlice) -> Result<()>;
+
+    /// Takes that back, once all that is enqueued has run: the memory may then go.
+    ///
+    /// # Errors
+    /// The device's.
+    fn unpin(&mut self, memory: PinnedSlice) -> Result<()>;
 
     /// An error unless this device has allocated `memory`, where addresses lead somewhere.
     ///

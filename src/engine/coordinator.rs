@@ -212,6 +212,16 @@ impl Coordinator {
         }
     }
 
+    /// Goes on with other places of buckets and other slots; what was counted and decided so far stays.
+    ///
+    /// # Panics
+    /// If something is under way or pending, and as [`Coordinator::new`].
+    pub(super) fn rearrange(&mut self, layout: &BucketLayout, staging: Staging) {
+        let is_idle = self.all_settled() && self.returning.is_empty() && self.buckets.iter().all(|b| b.pending.is_none());
+        assert!(is_idle, "flush before buckets change their places");
+        *self = Self { history: self.history, counts: self.counts, ..Self::new(layout.clone(), self.rules, staging) };
+    }
+
     /// Starts a step: its gradients come next. `update.scale` undoes the loss scale.
     ///
     /// # Panics

@@ -309,6 +309,20 @@ fn in_a_step(policy: Policy) -> Coordinator {
     c
 }
 
+#[test]
+fn other_places_keep_what_was_decided_and_none_are_taken_in_a_step() {
+    let (rules, layout) =
+        (Rules { policy: Policy::ValidateFirst, adaptive: true, deadline_order: true }, BucketLayout::new(4 * BLOCK, BLOCK, Tier::Host));
+    let staging = |slots| Staging { ringed_grads: false, grad_slots: slots, param_slots: slots, streamed_weights: false };
+    let mut c = Coordinator::new(layout.clone(), rules, staging(4));
+    c.set_history(SpeculationHistory::of(0b101));
+    c.counts.committed = 7;
+    c.rearrange(&layout.with_resident(3), staging(1));
+    assert_eq!((c.history().bits(), c.counts().committed, c.buckets.len()), (0b101, 7, 1));
+    let mut in_a_step = in_a_step(Policy::ValidateFirst);
+    assert!(panics(|| in_a_step.rearrange(&layout, staging(4))));
+}
+
 fn panics(work: impl FnOnce()) -> bool {
     std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)).is_err()
 }

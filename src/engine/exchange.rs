@@ -3,6 +3,7 @@
 
 use super::vitals::Vitals;
 use super::watchdog::Watched;
+use crate::bucket::layout::BucketLayout;
 use crate::bucket::slices::Slices;
 use crate::device::{DeviceSlice, Kernels, Stream, SumSlices};
 use crate::dtype::Dtype;
@@ -62,6 +63,14 @@ pub trait Exchange<D: Kernels> {
 
     /// What this rank owns.
     fn slices(&self) -> &Slices;
+
+    /// From here on the same buckets lie in the places of `layout`.
+    ///
+    /// # Errors
+    /// `Unsupported` where several ranks would have to agree.
+    fn rearrange(&mut self, _layout: &BucketLayout) -> Result<()> {
+        Err(Error::Unsupported("several GPUs do not change their plan during a run".into()))
+    }
 
     /// The gradient of this round's share is enqueued for `bucket`, in the flat `grads`. True when that of the step is, in the same place.
     fn written(&mut self, dev: &mut D, grads: DeviceSlice, bucket: usize) -> Result<bool>;
@@ -257,6 +266,11 @@ impl<D: Kernels> Exchange<D> for Alone {
 
     fn slices(&self) -> &Slices {
         &self.slices
+    }
+
+    fn rearrange(&mut self, layout: &BucketLayout) -> Result<()> {
+        self.slices = Slices::new(layout.clone(), 0, 1);
+        Ok(())
     }
 
     fn written(&mut self, dev: &mut D, grads: DeviceSlice, bucket: usize) -> Result<bool> {

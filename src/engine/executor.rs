@@ -9,21 +9,19 @@ use super::loss_scale::LossScale;
 use super::memory::Memory;
 use super::pool::Pool;
 use super::report::Report;
+use super::scratch::StepScratch;
 use super::step_job::StepJob;
 use super::transfers::Transfers;
 use super::verdict::{SpeculationHistory, Verdict};
 use super::vitals::Vitals;
 use super::watchdog::Watched;
-use super::weight_flow::{Source, WeightFlow};
+use super::weight_flow::WeightFlow;
 use crate::device::{EventId, Kernels, PARTS_MAX, ProductAlgorithm};
 use crate::error::Result;
 use crate::host::doorbell::Doorbell;
 use crate::host::pinned::HostMemory;
-use crate::memory::RingShape;
 use crate::model::Model;
-use crate::model::activations::ActivationPlan;
-use crate::model::rope::rope_table;
-use crate::model::shape::{ModelShape, Positions};
+use crate::model::shape::ModelShape;
 use crate::model::tensors::TensorTable;
 use crate::planner::plan::Plan;
 use crate::trace::Recorder;
@@ -69,6 +67,7 @@ pub struct Engine<D: Kernels, X: Exchange<D> = Alone> {
     // Threads that use the memory are declared, and so dropped, before it.
     pub(super) host: HostMemory,
     pub(super) memory: Memory,
+    pub(super) scratch: StepScratch,
     pub(super) report: Report,
     pub(super) model: Model,
     pub(super) flow: Option<WeightFlow>,
@@ -96,7 +95,7 @@ pub struct Engine<D: Kernels, X: Exchange<D> = Alone> {
     pub(super) counters_reported: Counters,
 }
 
-fn staging(plan: &Plan) -> Staging {
+pub(super) fn staging(plan: &Plan) -> Staging {
     Staging {
         ringed_grads: plan.grad_ring.is_some(),
         grad_slots: plan.grad_slots,
@@ -129,26 +128,12 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         // Declared before the threads' owners, and so dropped after them, also when something below fails.
         let mut host = HostMemory::new(plan.host_memory.clone());
         let (mut dev, pool) = (dev, pool);
-        let table = TensorTable::new(&shape);
-        let flat = plan.layout.flat_elems();
-        let mut flat_memory = |name: &str, ring: Option<RingShape>| match ring {
-            None => dev.alloc(name, flat, plan.dtype),
-            Some(ring) => dev.alloc_ring(name, flat, plan.dtype, ring),
-        };
-        let (weights, grads) = (flat_memory("weights", plan.weight_ring)?, flat_memory("gradients", plan.grad_ring)?);
-        let activations = ActivationPlan::new(plan.micro_batch(&shape))?.allocate(&mut dev, &mut host)?;
         let exchange = exchange(&mut dev, &plan)?;
-        let memory = Memory::new(&plan, exchange.slices(), &table, &mut dev, &mut host)?;
-        let source = if plan.streams_from_host() { Source::Host(memory.step.params.memory) } else { Source::Ranks };
-        let flow = |ring| WeightFlow::new(&mut dev, &table, ring, source, weights);
-        let flow = plan.weight_ring.map(flow).transpose()?;
         let slices = exchange.slices();
+        let memory = Memory::new(&plan, slices, (&mut dev, &mut host))?;
+        let (scratch, model, flow) = StepScratch::take(&plan, &shape, slices, (&mut dev, &mut host), &memory.bounce)?;
         let report = Report::new(slices.elems(), plan.shares / slices.ranks(), X::SUMS, &mut dev, &mut host)?;
-        let model = Model::new(shape, weights, grads, activations)?;
         model.prepare(&mut dev)?;
-        if let (Positions::Rope(rope), Some(target)) = (model.shape.positions, model.activations.rope_table) {
-            memory.upload((&mut dev, &mut host), &rope_table(&rope, plan.seq_length), target)?;
-        }
         Ok(Self {
             coordinator: Coordinator::new(plan.layout.clone(), plan.rules, staging(&plan)),
             transfers: Transfers::new(&mut dev, &plan.layout, plan.param_slots)?,
@@ -174,6 +159,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
             pool,
             host,
             memory,
+            scratch,
             report,
             model,
             flow,

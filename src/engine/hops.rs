@@ -151,19 +151,20 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
             flow.forget(&range);
         }
         self.counters.adam_elems += range.len() as u64;
+        let state = self.memory.states.on_host(&range);
         // SAFETY: the engine drops host memory after its pool. The coordinator begins `Optimize` when no other bucket runs, with gradients
         // that have come to their slot and a parameter slot whose last copy is done, and gives both to nobody else until the pool is
         // idle again. No copy touches the state of such a bucket, and the driver only when there is no job (`expect_no_job`).
-        let job = unsafe { StepJob::new(bucket, range, work, params, self.memory.step.clone()) };
+        let job = unsafe { StepJob::new(bucket, range, work, params, state, self.scratch.step.clone()) };
         self.counters.adam_bytes += job.traffic_bytes();
         self.pool.submit(job);
         self.in_pool = Some(bucket);
     }
 
     fn copy_grads(&mut self, stream: Stream, range: &Range<usize>, slot: Slot) -> Result<()> {
-        let (mut source, target) = (self.grads(range), self.memory.step.grads.slot(slot, range.len()));
+        let (mut source, target) = (self.grads(range), self.scratch.step.grads.slot(slot, range.len()));
         if self.plan.device_casts() {
-            let staging = self.memory.staging_d2h.slice(0, range.len());
+            let staging = self.scratch.staging_d2h.slice(0, range.len());
             self.dev.launch(Cast { stream, src: source, dst: staging })?;
             source = staging;
         }
@@ -174,12 +175,12 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     fn copy_params(&mut self, stream: Stream, whole: &Range<usize>, local: &Range<usize>, slot: Slot) -> Result<()> {
         let range = self.beside_flow(whole);
         let (source, weights) =
-            (self.memory.step.params.part(slot, whole, &range), self.weights(&range, local.start + range.start - whole.start));
+            (self.scratch.step.params.part(slot, whole, &range), self.weights(&range, local.start + range.start - whole.start));
         self.counters.h2d_bytes += source.bytes() as u64;
         if !self.plan.device_casts() {
             return self.dev.copy_h2d(stream, source, weights);
         }
-        let staging = self.memory.staging_h2d.slice(0, range.len());
+        let staging = self.scratch.staging_h2d.slice(0, range.len());
         self.dev.copy_h2d(stream, source, staging)?;
         self.dev.launch(Cast { stream, src: staging, dst: weights })
     }
@@ -191,13 +192,13 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
 
     fn step_on_device(&mut self, flat: &Range<usize>, local: &Range<usize>, update: Update) -> Result<()> {
         let hyper = AdamHyper { lr: update.learning_rate, ..self.plan.hyper };
-        let segments = self.memory.step.segments.clone();
+        let segments = self.scratch.step.segments.clone();
         for segment in segments.iter() {
             let part = segment.range.start.max(local.start)..segment.range.end.min(local.end);
             if part.is_empty() {
                 continue;
             }
-            let state = self.memory.device_part(&part);
+            let state = self.memory.states.on_device(&part);
             let consts = AdamConsts::new(&hyper, update.optimizer_step, segment.decay);
             let there = flat.start + part.start - local.start..flat.start + part.end - local.start;
             let (grads, out) = (self.grads(&there), self.weights(&there, part.start));
@@ -209,7 +210,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     /// Moves a bucket's state between the two sides; returns its bytes. All of a step is enqueued at once: states that come and states
     /// that go cross the link beside the steps of others.
     fn page(&mut self, stream: Stream, range: &Range<usize>, space: MemorySpace) -> Result<u64> {
-        let arrays = self.memory.device_part(range).arrays();
+        let arrays = self.memory.states.on_device(range).arrays();
         arrays.into_iter().try_for_each(|memory| self.dev.prefetch(stream, memory, space))?;
         Ok(arrays.map(|memory| memory.bytes() as u64).iter().sum())
     }

@@ -3,6 +3,7 @@
 
 mod all_ranks;
 mod awaited;
+mod bounce;
 pub(crate) mod coordinator;
 pub(crate) mod counters;
 pub(crate) mod evaluate;
@@ -17,9 +18,12 @@ mod memory;
 pub(crate) mod orders;
 pub(crate) mod pool;
 mod pulls;
+mod replan;
 mod report;
 mod route;
+mod scratch;
 mod state_io;
+mod states;
 mod step;
 pub(crate) mod step_job;
 mod transfers;

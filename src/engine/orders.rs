@@ -177,7 +177,7 @@ impl<D: Kernels + Peers> RankEngine<D> {
                 for (flat, local) in parts {
                     let mut piece = vec![0.0; flat.len()];
                     self.expect_no_job();
-                    self.memory.read((&mut self.dev, &mut self.host), part(), local, &mut piece)?;
+                    self.memory.states.read((&mut self.dev, &mut self.host), &self.memory.bounce, part(), local, &mut piece)?;
                     Exchange::<D>::post(&self.exchange, flat.start - start, &piece);
                 }
                 Ok(())

@@ -50,7 +50,13 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         let own: &Slices = self.exchange.slices();
         let mut parts = own.owned(start..start + source.len());
         parts.try_for_each(|(flat, local)| {
-            self.memory.write((&mut self.dev, &mut self.host), part, local, &source[flat.start - start..flat.end - start])
+            self.memory.states.write(
+                (&mut self.dev, &mut self.host),
+                &self.memory.bounce,
+                part,
+                local,
+                &source[flat.start - start..flat.end - start],
+            )
         })
     }
 
@@ -75,7 +81,13 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         let own: &Slices = self.exchange.slices();
         let mut parts = own.owned(start..start + out.len());
         parts.try_for_each(|(flat, local)| {
-            self.memory.read((&mut self.dev, &mut self.host), part, local, &mut out[flat.start - start..flat.end - start])
+            self.memory.states.read(
+                (&mut self.dev, &mut self.host),
+                &self.memory.bounce,
+                part,
+                local,
+                &mut out[flat.start - start..flat.end - start],
+            )
         })
     }
 
@@ -87,7 +99,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     /// Derives the device's working weights from the state.
     pub fn send_weights(&mut self) -> Result<()> {
         self.lead(Order::Send, Words::default())?;
-        for state in &self.memory.device {
+        for state in &self.memory.states.device {
             for (flat, local) in self.exchange.slices().pieces(state.local.clone()) {
                 let (src, dst) = (state.params.slice(local - state.local.start, flat.len()), self.weights(&flat, local));
                 self.dev.launch(Cast { stream: Stream::Compute, src, dst })?;
@@ -136,7 +148,7 @@ impl<D: Kernels> Engine<D> {
         self.with_weights(Module::Head, Pass::Forward, |engine| engine.model.logits(&mut engine.dev, out))?;
         self.dev.launch(Cast { stream: Stream::Compute, src: out, dst: wide })?;
         let mut values = vec![0.0; elems];
-        self.memory.download((&mut self.dev, &mut self.host), wide, &mut values)?;
+        self.memory.bounce.download((&mut self.dev, &mut self.host), wide, &mut values)?;
         Ok(values)
     }
 }

@@ -49,9 +49,10 @@ impl SlotMemory {
     }
 }
 
-/// fp32 state in host memory, for the flat range `0..elems`.
+/// fp32 state in host memory, from element `first` of the flat order on.
 #[derive(Clone, Copy, Debug)]
 pub struct HostState {
+    pub first: usize,
     pub params: PinnedSlice,
     /// First moments.
     pub m: PinnedSlice,
@@ -59,11 +60,35 @@ pub struct HostState {
     pub v: PinnedSlice,
 }
 
+impl HostState {
+    /// Behind its last element.
+    pub(super) fn end(&self) -> usize {
+        self.first + self.params.bytes() / 4
+    }
+
+    pub(super) fn arrays(&self) -> [PinnedSlice; 3] {
+        [self.params, self.m, self.v]
+    }
+
+    /// The part that it has of a flat range, if any.
+    pub(super) fn part(&self, range: &Range<usize>) -> Option<Self> {
+        let common = range.start.max(self.first)..range.end.min(self.end());
+        (!common.is_empty()).then(|| self.slice(&common))
+    }
+
+    /// The part of this flat range.
+    ///
+    /// # Panics
+    /// If it reaches outside.
+    pub(super) fn slice(&self, range: &Range<usize>) -> Self {
+        let [params, m, v] = self.arrays().map(|memory| memory.slice((range.start - self.first) * 4, range.len() * 4));
+        Self { first: range.start, params, m, v }
+    }
+}
+
 /// What all jobs of a run share.
 #[derive(Clone, Debug)]
 pub struct StepMemory {
-    /// The state of all offloaded buckets.
-    pub state: HostState,
     pub grads: SlotMemory,
     /// Working-weight slots.
     pub params: SlotMemory,
@@ -80,6 +105,7 @@ pub struct StepJob {
     range: Range<usize>,
     work: Work,
     out: Option<Slot>,
+    state: HostState,
     memory: StepMemory,
 }
 
@@ -131,13 +157,13 @@ unsafe impl Job for StepJob {
 }
 
 impl StepJob {
-    /// `work` on `bucket`, the flat range `range`; its working weights go to the slot `out`.
+    /// `work` on `bucket`, the flat range `range`, whose state is in `state`; its working weights go to the slot `out`.
     ///
     /// # Safety
-    /// Until all pieces are done `memory` is there, nobody else uses the range's state or the slot `out`, and nobody writes the
+    /// Until all pieces are done `state` and `memory` are there, nobody else uses the range's state or the slot `out`, and nobody writes the
     /// gradient slots that `work` names.
-    pub unsafe fn new(bucket: usize, range: Range<usize>, work: Work, out: Option<Slot>, memory: StepMemory) -> Self {
-        Self { bucket, range, work, out, memory }
+    pub unsafe fn new(bucket: usize, range: Range<usize>, work: Work, out: Option<Slot>, state: HostState, memory: StepMemory) -> Self {
+        Self { bucket, range, work, out, state, memory }
     }
 
     fn piece_elems(&self) -> usize {
@@ -149,13 +175,14 @@ impl StepJob {
     /// # Safety
     /// No two threads work on the same part.
     unsafe fn run_part(&self, part: Range<usize>, decay: bool) {
-        let StepMemory { state: HostState { params, m, v }, grads, params: slots, kernels, .. } = self.memory;
+        let StepMemory { grads, params: slots, kernels, .. } = self.memory;
+        let HostState { first, params, m, v } = self.state;
         let step = |update: Update| self.step(update, decay);
         // SAFETY: for gradients, which the job has a right to and which none of its pieces writes.
         let read = |memory: PinnedSlice| unsafe { memory.as_slice::<u8>() };
         // SAFETY: for state and weights, which the job has to itself, and of these for the part that is this thread's; once each.
         let write = |memory: PinnedSlice| unsafe { memory.as_mut_slice::<u8>() };
-        let state = |memory: PinnedSlice| bytemuck::cast_slice_mut(write(memory.slice(part.start * 4, part.len() * 4)));
+        let state = |memory: PinnedSlice| bytemuck::cast_slice_mut(write(memory.slice((part.start - first) * 4, part.len() * 4)));
         let mut state = AdamState { params: state(params), m: state(m), v: state(v) };
         let grads = |g: GradUpdate| Grads::from_bytes(grads.dtype, read(grads.part(g.grads, &self.range, &part)));
         let out = self.out.map(|slot| Weights::from_bytes(slots.dtype, write(slots.part(slot, &self.range, &part))));

@@ -32,8 +32,31 @@ impl Transfers {
         for hop in Hop::ALL.into_iter().filter(|hop| hop.leg().stream.is_some()) {
             events[hop as usize] = many(hop.leg().window.unwrap_or(layout.count()))?;
         }
-        let in_flight = Stream::WITH_PEERS.map(|_| VecDeque::with_capacity(layout.count().max(param_slots)));
-        Ok(Self { layout: layout.clone(), events, slots: many(param_slots)?, in_flight })
+        let slots = many(param_slots)?;
+        let mut transfers =
+            Self { layout: layout.clone(), events, slots, in_flight: [const { VecDeque::new() }; Stream::WITH_PEERS.len()] };
+        transfers.make_room();
+        Ok(transfers)
+    }
+
+    /// Goes on with the same buckets in other places, and with so many parameter slots. Nothing is under way.
+    pub(super) fn rearrange<D: Device>(&mut self, dev: &mut D, layout: &BucketLayout, param_slots: usize) -> Result<()> {
+        self.layout = layout.clone();
+        // Events stay for the life of a device: those of slots that go now wait for slots that come.
+        let more = (self.slots.len()..param_slots).map(|_| dev.event()).collect::<Result<Vec<_>>>()?;
+        self.slots.extend(more);
+        self.make_room();
+        Ok(())
+    }
+
+    fn make_room(&mut self) {
+        let most = self.layout.count().max(self.slots.len());
+        self.in_flight.iter_mut().for_each(|queue| queue.reserve(most));
+    }
+
+    /// Whether nothing is under way that somebody waits for.
+    pub(super) fn are_done(&self) -> bool {
+        self.in_flight.iter().all(VecDeque::is_empty)
     }
 
     /// The end of the last `hop` of `bucket` that was enqueued.

@@ -38,10 +38,12 @@ pub(crate) enum Doing {
     Gather,
     /// Waiting until other ranks have done what they were told.
     Orders,
+    /// Moving states and memory to where another plan has them.
+    Moving,
 }
 
 impl Doing {
-    const ALL: [(Self, &str); 11] = [
+    const ALL: [(Self, &str); 12] = [
         (Self::Else, "is not in a step"),
         (Self::Enqueuing, "enqueues work for the device"),
         (Self::Data, "waits for data"),
@@ -53,6 +55,7 @@ impl Doing {
         (Self::Sums, "waits for the gradients of other ranks"),
         (Self::Gather, "waits for other ranks' parameters of bucket"),
         (Self::Orders, "waits for other ranks to do what they were told"),
+        (Self::Moving, "moves states to where another plan has them"),
     ];
 
     /// In words; a bucket's number follows where one belongs.

@@ -72,6 +72,13 @@ impl Mapping {
         map(bytes, libc::MAP_HUGETLB | ((page_bytes.trailing_zeros() as i32) << libc::MAP_HUGE_SHIFT))
     }
 
+    /// Gives back all behind the first `bytes`, whole pages of its size.
+    pub(super) fn truncate(&mut self, bytes: usize) {
+        let (addr, rest) = self.part(bytes..self.bytes);
+        drop(Self { addr, bytes: rest });
+        self.bytes = bytes;
+    }
+
     /// Address of the first byte.
     pub(super) fn addr(&self) -> usize {
         self.addr
@@ -167,6 +174,19 @@ mod tests {
         mapping.populate(0..3 * align + page).unwrap();
         mapping.touch(0..3 * align + page);
         assert!(Mapping::anonymous(usize::MAX, align).is_err());
+    }
+
+    #[test]
+    fn what_is_given_back_is_gone_and_the_rest_is_as_it_was() {
+        let page = base_page_bytes();
+        let mut mapping = Mapping::anonymous(4 * page, 1).unwrap();
+        mapping.touch(0..4 * page);
+        mapping.truncate(page);
+        assert_eq!(mapping.addresses().len(), page);
+        mapping.populate(0..page).unwrap();
+        let beyond = Mapping { addr: mapping.addr() + page, bytes: page };
+        assert!(beyond.advise_huge(false).is_err(), "still mapped");
+        std::mem::forget(beyond);
     }
 
     #[test]

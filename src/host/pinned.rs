@@ -104,6 +104,8 @@ struct Block {
     mapping: Mapping,
     name: String,
     bytes: usize,
+    /// Its smallest pages.
+    page_bytes: usize,
     /// The same page lies at several addresses: one view of it would be two.
     is_ring: bool,
 }
@@ -141,7 +143,26 @@ impl HostMemory {
             self.check_room(name, &parts, page_bytes)?;
         }
         self.fault_in(name, &block, &parts, page_bytes)?;
-        Ok(self.keep(block, name, bytes, None))
+        Ok(self.keep(block, name, bytes, page_bytes, None))
+    }
+
+    /// Gives the allocation at `addr` back but its first `kept` bytes, and the page in which they end. No job and no copy uses the rest any
+    /// more.
+    ///
+    /// # Panics
+    /// If it is no allocation of this owner.
+    pub(crate) fn give_back(&mut self, addr: usize, kept: usize) {
+        if addr == EMPTY_ADDR {
+            return;
+        }
+        let at = self.blocks.iter().position(|block| block.mapping.addr() == addr).expect("an allocation of this owner");
+        if kept == 0 {
+            self.blocks.remove(at);
+            return;
+        }
+        let block = &mut self.blocks[at];
+        block.mapping.truncate(kept.next_multiple_of(block.page_bytes).min(block.mapping.addresses().len()));
+        block.bytes = kept;
     }
 
     /// `bytes` of zeroed memory; below `ringed_bytes` it repeats every `period_bytes`: the same pages, mapped again and
@@ -152,13 +173,13 @@ impl HostMemory {
     pub(crate) fn alloc_ring(&mut self, name: &str, bytes: usize, ringed_bytes: usize, period_bytes: usize) -> Result<PinnedSlice> {
         assert!([ringed_bytes, period_bytes].iter().all(|b| b.is_multiple_of(RING_GRAIN_BYTES)) && ringed_bytes <= bytes);
         let refused = |operation: &str, cause: io::Error| Error::resource(format!("{operation} for {name}"), cause);
-        let (block, _) = self.map(name, bytes)?;
+        let (block, page_bytes) = self.map(name, bytes)?;
         let file = shared_memory(period_bytes).map_err(|e| refused("make shared memory", e))?;
         for start in (0..ringed_bytes).step_by(period_bytes.max(1)) {
             let end = ringed_bytes.min(start + period_bytes);
             block.overlay(start..end, file.as_fd()).map_err(|e| refused("map shared memory", e))?;
         }
-        Ok(self.keep(block, name, bytes, Some(bytes - ringed_bytes + period_bytes.min(ringed_bytes))))
+        Ok(self.keep(block, name, bytes, page_bytes, Some(bytes - ringed_bytes + period_bytes.min(ringed_bytes))))
     }
 
     /// The bytes of `slice`, to read. No job and no copy writes them meanwhile: see [`PinnedSlice`].
@@ -202,9 +223,10 @@ impl HostMemory {
     }
 
     /// `ring_bytes` of memory are there, if it is a ring.
-    fn keep(&mut self, mapping: Mapping, name: &str, bytes: usize, ring_bytes: Option<usize>) -> PinnedSlice {
+    fn keep(&mut self, mapping: Mapping, name: &str, bytes: usize, page_bytes: usize, ring_bytes: Option<usize>) -> PinnedSlice {
         let slice = PinnedSlice { addr: mapping.addr(), bytes };
-        self.blocks.push(Block { mapping, name: name.into(), bytes: ring_bytes.unwrap_or(bytes), is_ring: ring_bytes.is_some() });
+        let (name, is_ring) = (name.into(), ring_bytes.is_some());
+        self.blocks.push(Block { mapping, name, bytes: ring_bytes.unwrap_or(bytes), page_bytes, is_ring });
         slice
     }
 
@@ -334,6 +356,22 @@ mod tests {
         assert!(host.lend::<f32>(block.slice(3 << 20, 0)).is_empty());
         assert_eq!(host.allocations().collect::<Vec<_>>(), [("test", 3 << 20)]);
         assert!(std::panic::catch_unwind(|| block.slice(1, 3 << 20)).is_err());
+    }
+
+    #[test]
+    fn what_is_given_back_is_lent_to_nobody_and_the_rest_is_as_it_was() {
+        let mut host = HostMemory::default();
+        let [first, second] = ["first", "second"].map(|name| host.alloc(name, 1 << 20).unwrap());
+        host.lend_mut::<u8>(second).fill(7);
+        host.give_back(first.addr, 0);
+        host.give_back(second.addr, 100);
+        assert_eq!(host.allocations().collect::<Vec<_>>(), [("second", 100)]);
+        assert!(host.lend::<u8>(second.slice(0, 100)).iter().all(|&byte| byte == 7));
+        for gone in [first, second.slice(1 << 19, 1)] {
+            assert!(std::panic::catch_unwind(|| host.lend::<u8>(gone)[0]).is_err(), "{gone:?}");
+        }
+        host.give_back(second.addr, 0);
+        assert_eq!(host.allocations().count(), 0);
     }
 
     #[test]

@@ -43,6 +43,13 @@ pub fn run_alone(job: impl Job) {
     (0..job.pieces()).rev().for_each(|piece| unsafe { job.run(piece) });
 }
 
+/// From here on the calling thread runs where no other one wants the CPU.
+pub(crate) fn yield_to_others() {
+    const THIS_THREAD: u32 = 0;
+    // SAFETY: numbers alone. Nobody is refused a lower priority.
+    unsafe { libc::setpriority(libc::PRIO_PROCESS, THIS_THREAD, 19) };
+}
+
 /// A job that needs no memory but what it owns.
 pub struct Call<F> {
     /// Name and index of its span.

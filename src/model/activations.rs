@@ -8,10 +8,10 @@ use super::host_input::{BUFFERS, HostInput, host_inputs, host_slots};
 use super::policy::LayerPolicy;
 use super::shape::{ModelShape, NormKind, Positions};
 use crate::data::batch;
-use crate::device::{Device, DeviceSlice};
+use crate::device::{Device, DeviceSlice, Lease};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
-use crate::host::pinned::HostMemory;
+use crate::host::pinned::{HostMemory, PinnedSlice};
 use crate::memory::MemorySpace;
 use crate::units::Bytes;
 
@@ -126,22 +126,19 @@ impl ActivationPlan {
         Bytes(self.allocations.iter().filter(|a| a.space == space).map(|a| a.bytes() as u64).sum())
     }
 
-    /// Allocates what was planned.
+    /// Allocates what was planned; `lease` holds it, and what there was of it after an error.
     ///
     /// # Errors
     /// The device's or the system's, when something does not fit or cannot be locked.
-    pub(crate) fn allocate<D: Device>(&self, dev: &mut D, host: &mut HostMemory) -> Result<Activations> {
-        let mut activations = self.lay_out(|name, elems, dtype| dev.alloc(name, elems, dtype))?;
-        self.give_host_memory(dev, host, &mut activations.layers)?;
+    pub(crate) fn allocate<D: Device>(&self, dev: &mut D, host: &mut HostMemory, lease: &mut Lease) -> Result<Activations> {
+        let mut activations = self.lay_out(|name, elems, dtype| lease.alloc(dev, name, elems, dtype))?;
+        let slots = self.host_allocation()?;
+        let memory = lease.alloc_pinned((dev, host), slots.name, slots.bytes(), slots.bytes())?;
+        self.give_host_memory(dev, memory, &mut activations.layers)?;
         Ok(activations)
     }
 
-    fn give_host_memory<D: Device>(&self, dev: &mut D, host: &mut HostMemory, layers: &mut [LayerActivations]) -> Result<()> {
-        let slots = self.host_allocation()?;
-        let memory = host.alloc(slots.name, slots.bytes())?;
-        if memory.bytes() > 0 {
-            dev.pin(memory)?;
-        }
+    fn give_host_memory<D: Device>(&self, dev: &mut D, memory: PinnedSlice, layers: &mut [LayerActivations]) -> Result<()> {
         let mut layers: Vec<_> = layers.iter_mut().filter(|layer| layer.policy == LayerPolicy::Host).collect();
         let buffers: Vec<_> = layers.iter().map(|layer| layer.input).collect();
         let inputs = host_inputs(dev, &buffers, memory)?;

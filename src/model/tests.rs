@@ -8,7 +8,7 @@ use super::tensors::{Module, TensorSpec, TensorTable};
 use super::{MicroStep, Model};
 use crate::data::batch::Batch;
 use crate::device::cpu::{CpuDevice, Schedule};
-use crate::device::{Device, DeviceSlice, Stream};
+use crate::device::{Device, DeviceSlice, Lease, Stream};
 use crate::dtype::{Dtype, Element};
 use crate::host::pinned::{HostMemory, PinnedSlice};
 use std::path::Path;
@@ -75,7 +75,7 @@ impl Harness {
         .unwrap();
         let weights = dev.alloc("weights", flat, E::DTYPE).unwrap();
         let grads = dev.alloc("grads", flat, E::DTYPE).unwrap();
-        let activations = plan.allocate(&mut dev, &mut host).unwrap();
+        let activations = plan.allocate(&mut dev, &mut host, &mut Lease::default()).unwrap();
         assert_eq!(host.allocations().map(|(_, bytes)| bytes as u64).sum::<u64>(), plan.host_bytes().0);
         let model = Model::new(shape.clone(), weights, grads, activations).unwrap();
         let crowd_memory = [(); 2].map(|()| (dev.alloc("crowd", 1, Dtype::Float32).unwrap(), host.alloc("crowd", 4).unwrap()));
@@ -409,7 +409,7 @@ fn a_model_refuses_slices_that_do_not_fit() {
         let batch =
             MicroBatch { shape: &shape, batch: 1, seq_length, separates_documents: false, dtype: Dtype::Float32, tile: ONE_TILE, policies };
         let plan = ActivationPlan::new(batch).unwrap();
-        let activations = plan.allocate(&mut dev, &mut HostMemory::default()).unwrap();
+        let activations = plan.allocate(&mut dev, &mut HostMemory::default(), &mut Lease::default()).unwrap();
         let weights = dev.alloc("weights", weights, dtype).unwrap();
         let grads = dev.alloc("grads", flat, Dtype::Float32).unwrap();
         Model::new(shape.clone(), weights, grads, activations).map(|_| ())

@@ -2,7 +2,7 @@
 
 use super::budget::Workload;
 use crate::device::sim::SimDevice;
-use crate::device::{Device, Stream};
+use crate::device::{Device, Lease, Stream};
 use crate::error::Result;
 use crate::host::memory_policy::MemoryPolicy;
 use crate::host::pinned::HostMemory;
@@ -51,7 +51,7 @@ fn micro_step_s(workload: &Workload, policy: LayerPolicy) -> Result<f64> {
     let (mut dev, _) = SimDevice::new("passes", &machine.rates, (machine.kind, machine.device), (1, Isa::Scalar), 0);
     let tile = LossTile { rows: (workload.batch * workload.seq_length).min(TILE_ROWS_MAX), vocab: shape.vocab };
     let plan = workload.activations(&vec![policy; shape.layers], tile)?;
-    let activations = plan.allocate(&mut dev, &mut HostMemory::new(MemoryPolicy::unbacked()))?;
+    let activations = plan.allocate(&mut dev, &mut HostMemory::new(MemoryPolicy::unbacked()), &mut Lease::default())?;
     let mut flat = |name| dev.alloc(name, TensorTable::new(shape).flat_elems(), workload.dtype);
     let model = Model::new(shape.clone(), flat("weights")?, flat("gradients")?, activations)?;
     model.micro_step(&mut dev, |_| Ok(()))?;

@@ -83,19 +83,28 @@ impl Techniques {
         }
     }
 
+    fn all(self) -> [(Technique, bool); 8] {
+        [
+            (Technique::Stv, self.stv),
+            (Technique::Adaptive, self.adaptive),
+            (Technique::DeadlineOrder, self.deadline_order),
+            (Technique::Repartition, self.repartition),
+            (Technique::SuperchipCast, self.superchip_cast),
+            (Technique::GraceAdam, self.grace_adam),
+            (Technique::Mpam, self.mpam),
+            (Technique::WeightFlow, self.weight_flow),
+        ]
+    }
+
+    fn off(self) -> Vec<Technique> {
+        self.all().into_iter().filter(|(_, on)| !on).map(|(technique, _)| technique).collect()
+    }
+
     fn names(self) -> String {
-        let all = [
-            ("stv", self.stv),
-            ("adaptive", self.adaptive),
-            ("deadline-order", self.deadline_order),
-            ("repartition", self.repartition),
-            ("superchip-cast", self.superchip_cast),
-            ("grace-adam", self.grace_adam),
-            ("mpam", self.mpam),
-            ("weight-flow", self.weight_flow),
-        ];
-        let on: Vec<_> = all.iter().filter(|(_, on)| *on).map(|(name, _)| *name).collect();
-        if on.is_empty() { "none".into() } else { on.join(", ") }
+        let on = self.all().into_iter().filter(|(_, on)| *on);
+        let names = on.filter_map(|(technique, _)| Some(technique.to_possible_value()?.get_name().to_string()));
+        let names: Vec<_> = names.collect();
+        if names.is_empty() { "none".into() } else { names.join(", ") }
     }
 }
 
@@ -242,6 +251,30 @@ impl Plan {
         })
     }
 
+    /// This plan with what `other` says of places: where buckets, weights and activations lie, and how many slots there are. No bit of a
+    /// result depends on it.
+    ///
+    /// # Panics
+    /// If the other plan cuts buckets or steps otherwise.
+    pub(crate) fn with_places_of(&self, other: Self) -> Self {
+        let cut =
+            |plan: &Self| (plan.layout.with_resident(0), plan.grad_accum_steps, plan.shares, plan.ranks, plan.link_dtype, plan.threads);
+        assert_eq!(cut(self), cut(&other), "another cut is no other place");
+        assert_eq!((self.loss_tile, self.rules), (other.loss_tile, other.rules), "another plan, not other places");
+        Self {
+            layout: other.layout,
+            grad_ring: other.grad_ring,
+            weight_ring: other.weight_ring,
+            grad_slots: other.grad_slots,
+            param_slots: other.param_slots,
+            layer_policies: other.layer_policies,
+            memory: other.memory,
+            predicted: other.predicted,
+            simulated_step_ms: other.simulated_step_ms,
+            ..self.clone()
+        }
+    }
+
     /// Tokens of an optimizer step.
     pub fn tokens_per_step(&self) -> usize {
         self.batch * self.seq_length * self.grad_accum_steps
@@ -254,6 +287,19 @@ impl Plan {
         }
         let gradient_accumulation_steps = Some(self.grad_accum_steps / self.ranks);
         Settings { per_device_train_batch_size: self.batch, gradient_accumulation_steps, ..settings.clone() }
+    }
+
+    /// `settings` with all that stays while places change: how steps and buckets are cut, who casts, threads.
+    pub(crate) fn fixed(&self, settings: &Settings) -> Settings {
+        let bucket_bytes = self.layout.bucket_elems() * self.dtype.bytes();
+        Settings {
+            bucket_mib: Some(bucket_bytes as f64 / f64::from(1 << 20)),
+            threads: Some(self.threads),
+            cast: if self.device_casts() { CastSide::Device } else { CastSide::Host },
+            without: self.techniques.off(),
+            loss_tile: Some(self.loss_tile),
+            ..self.settle(settings)
+        }
     }
 
     /// Sizes of what its ranks meet at.
@@ -609,7 +655,7 @@ impl Plan {
 }
 
 /// `36 layers: 30 keep, 6 recompute-cheap`.
-fn describe_policies(policies: &[LayerPolicy]) -> String {
+pub(crate) fn describe_policies(policies: &[LayerPolicy]) -> String {
     let count = |policy: &LayerPolicy| policies.iter().filter(|other| *other == policy).count();
     let used = LayerPolicy::value_variants().iter().map(|policy| (count(policy), policy)).filter(|(count, _)| *count > 0);
     let named: Vec<_> = used.map(|(count, policy)| format!("{count} {policy}")).collect();

@@ -29,6 +29,7 @@ const CACHE_BYTES: usize = 32 << 20;
 
 /// Two buckets.
 pub struct States {
+    state: HostState,
     memory: StepMemory,
     params: usize,
 }
@@ -53,18 +54,17 @@ impl States {
             host.lend_mut::<f32>(memory).fill(value);
             Ok(memory)
         };
-        let state = HostState { params: state("parameters", 0.05)?, m: state("m", 1e-3)?, v: state("v", 1e-6)? };
+        let state = HostState { first: 0, params: state("parameters", 0.05)?, m: state("m", 1e-3)?, v: state("v", 1e-6)? };
         // A gradient of zero would be as slow; a bit pattern that is no number might not.
         host.lend_mut(grads.memory).fill(half::bf16::from_f32(1e-3));
         let memory = StepMemory {
-            state,
             grads,
             params: out,
             segments: Arc::new([Segment { range: 0..BUCKETS * params, decay: true }]),
             hyper: AdamHyper { lr: 1e-5, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 },
             kernels: AdamKernels::new(Isa::detect())?,
         };
-        Ok(Self { memory, params })
+        Ok(Self { state, memory, params })
     }
 
     /// The `index`th pass of the optimizer.
@@ -86,11 +86,11 @@ impl States {
         let bucket = index % BUCKETS;
         let range = bucket * self.params..(bucket + 1) * self.params;
         // SAFETY: whoever made the states sees to it that their memory stays and that one job runs at a time.
-        unsafe { StepJob::new(index, range, work, Some(Slot(bucket)), self.memory.clone()) }
+        unsafe { StepJob::new(index, range, work, Some(Slot(bucket)), self.state, self.memory.clone()) }
     }
 
     pub fn triad(&self) -> Triad {
-        let HostState { params, m, v } = self.memory.state;
+        let HostState { params, m, v, .. } = self.state;
         Triad { to: m, from: [params, v] }
     }
 }
@@ -193,7 +193,7 @@ mod tests {
         assert_eq!(run(states.cast(0)), 6 * states.params);
         assert!(host.lend::<u16>(states.memory.params.memory).iter().all(|&weight| weight != 0), "both buckets have weights");
         assert_eq!(run(states.triad()), 24 * states.params);
-        let HostState { params, m, v } = states.memory.state;
+        let HostState { params, m, v, .. } = states.state;
         let [m, p, v] = [m, params, v].map(|array| host.lend::<f32>(array));
         assert!((0..m.len()).all(|i| m[i] == p[i] + 3.0 * v[i]));
     }

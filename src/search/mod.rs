@@ -6,6 +6,7 @@
 
 use crate::planner::machine::Machine;
 pub(crate) mod limits;
+pub(crate) mod replan;
 pub(crate) mod report;
 // Of the whole program: what is measured had every technique.
 #[cfg(all(
@@ -72,7 +73,7 @@ pub(crate) fn best_plan(settings: &Settings, shape: &ModelShape, machine: &Machi
     if machine.kind == DeviceKind::Cpu {
         return largest_that_fits(settings, shape, machine, trace);
     }
-    let ranking = SearchQuery { settings, shape, machine }.rank()?;
+    let ranking = SearchQuery::new(settings, shape, machine).rank()?;
     let best = &ranking.candidates[0];
     let plan = Plan::new(&best.settings, shape, machine, trace)?;
     // A timeline takes host memory, too.
@@ -99,6 +100,32 @@ pub(crate) struct SearchQuery<'a> {
     pub settings: &'a Settings,
     pub shape: &'a ModelShape,
     pub machine: &'a Machine,
+    scope: Scope,
+}
+
+/// What is tried, and how.
+#[derive(Clone, Copy, Debug)]
+struct Scope {
+    settings: &'static [Setting],
+    /// What each candidate is simulated by.
+    steps: Steps,
+    /// Threads that simulate.
+    workers_max: usize,
+}
+
+impl Scope {
+    const ALL: Self = Self { settings: &SETTINGS, steps: STEPS, workers_max: WORKERS_MAX };
+
+    /// What may change while a run steps, which needs the CPUs itself.
+    fn places(steps: Steps) -> Self {
+        Self { settings: &[placement, residency_nearby, slots], steps, workers_max: 1 }
+    }
+}
+
+impl<'a> SearchQuery<'a> {
+    pub(crate) fn new(settings: &'a Settings, shape: &'a ModelShape, machine: &'a Machine) -> Self {
+        Self { settings, shape, machine, scope: Scope::ALL }
+    }
 }
 
 impl SearchQuery<'_> {
@@ -113,7 +140,7 @@ impl SearchQuery<'_> {
         if best.is_none() {
             return Err(self.refusal()?);
         }
-        for setting in SETTINGS {
+        for setting in self.scope.settings {
             let others = best.as_ref().map_or_else(Vec::new, |from| setting(self, from));
             self.weigh(&others, &mut best, &mut ranking)?;
         }
@@ -146,7 +173,7 @@ impl SearchQuery<'_> {
 
     /// In order, on several threads: one candidate knows nothing of the others.
     fn candidates(&self, all: &[Settings]) -> Vec<Result<Option<Candidate>>> {
-        let workers = available_parallelism().map_or(1, usize::from).min(WORKERS_MAX);
+        let workers = available_parallelism().map_or(1, usize::from).min(self.scope.workers_max);
         let share = all.len().div_ceil(workers).max(1);
         thread::scope(|scope| {
             let weigh = |share: &[Settings]| share.iter().map(|settings| self.candidate(settings)).collect::<Vec<_>>();
@@ -165,7 +192,7 @@ impl SearchQuery<'_> {
         if plan.shortage().is_some() {
             return Ok(None);
         }
-        let (outcome, ..) = simulate(&plan, self.shape, &self.machine.rates.profile, STEPS, 0)?;
+        let (outcome, ..) = simulate(&plan, self.shape, &self.machine.rates.profile, self.scope.steps, 0)?;
         let plan = Plan { simulated_step_ms: Some(outcome.step_ms.median), ..plan };
         Ok(Some(Candidate { flags, settings: settings.clone(), plan, outcome }))
     }

@@ -31,7 +31,7 @@ use std::sync::Arc;
 const GIB: u64 = 1 << 30;
 
 fn rank(settings: &Settings, shape: &ModelShape, machine: &Machine) -> crate::error::Result<Ranking> {
-    SearchQuery { settings, shape, machine }.rank()
+    SearchQuery::new(settings, shape, machine).rank()
 }
 
 fn model(name: &str, layers: usize) -> ModelShape {
@@ -130,7 +130,7 @@ fn no_residency_by_hand_is_much_better_than_the_search() {
             for sixteenths in 0..=16 {
                 let resident_buckets = ResidentBuckets::Count(buckets * sixteenths / 16);
                 let settings = Settings { activations, resident_buckets, ..settings.clone() };
-                let query = SearchQuery { settings: &settings, shape: &shape, machine: &machine };
+                let query = SearchQuery::new(&settings, &shape, &machine);
                 let Some(by_hand) = query.candidate(&settings).unwrap() else { continue };
                 let better = found.mean_s() / by_hand.mean_s() - 1.0;
                 assert!(better < 1.0 / SWEEP_PARTS, "{name} in {hbm} GiB: {activations:?}, {resident_buckets} resident: {better:+.3}");
@@ -154,7 +154,7 @@ fn no_number_of_slots_by_hand_is_much_better_than_the_search() {
     };
     let found = rank(&settings, &shape, &machine).unwrap().candidates[0].clone();
     assert!(found.plan.grad_ring.is_some());
-    let query = SearchQuery { settings: &settings, shape: &shape, machine: &machine };
+    let query = SearchQuery::new(&settings, &shape, &machine);
     let by_hand = |slots| query.candidate(&Settings { slots: Some(slots), ..settings.clone() }).unwrap().unwrap();
     for slots in [1, 8, 48, 128] {
         let better = found.mean_s() / by_hand(slots).mean_s() - 1.0;
@@ -241,7 +241,7 @@ fn an_answer_names_what_binds_the_alternatives_and_the_limits() {
     let profile = Profile::load("gh200-96").unwrap();
     let (shape, machine) = (model("llama-8b", 32), Machine::of(&profile));
     let settings = Settings { seq_length: 4096, per_device_train_batch_size: 4, ..Settings::default() };
-    let query = SearchQuery { settings: &settings, shape: &shape, machine: &machine };
+    let query = SearchQuery::new(&settings, &shape, &machine);
     let report = SearchReport::of(query, "llama-8b", &profile).unwrap();
     assert!(report.alternatives.len() == 2 && report.what_if.len() == 4 && report.limits.batch >= 4 && report.limits.layers >= 32);
     assert!(report.limits.seq_length >= 2 * 4096, "{:?}", report.limits);

@@ -12,6 +12,7 @@ pub(crate) mod metrics_file;
 mod observer;
 mod peer_waits;
 mod previous_run;
+mod replanner;
 mod resume;
 pub(crate) mod run_dir;
 mod run_lock;

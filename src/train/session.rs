@@ -8,6 +8,7 @@ use super::feed::Feed;
 use super::identity::Run;
 use super::metrics_file::{METRICS, MetricsFile};
 use super::observer::Observer;
+use super::replanner::{Next, Replanner};
 use super::run_dir::RunDir;
 use super::skips::Skips;
 use super::state::for_each_piece;
@@ -110,6 +111,9 @@ pub(crate) struct Session<D: Kernels, X: Exchange<D>> {
     /// What cannot be had again although the steps are saved.
     lost: Option<String>,
     perf: Option<WorkerCounters>,
+    replanner: Replanner,
+    /// How long it took to go over to the present plan, until a step has told it.
+    replanned: Duration,
 }
 
 impl<D: Kernels, X: Exchange<D>> Session<D, X> {
@@ -136,6 +140,8 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
         let plan = engine.plan();
         let step_work = StepWork::mean(engine.shape(), loader.dataset(), plan.batch * plan.grad_accum_steps);
         let totals = SessionTotals::default();
+        let replanner = Replanner::new(&settings, plan);
+        replanner.note(&settings, plan).iter().for_each(|line| observer.note(line));
         let perf = settings.perf_counters.then(|| WorkerCounters::start(WORKER_ROLE)).transpose()?;
         Ok(Self {
             engine,
@@ -158,6 +164,8 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
             is_sound: true,
             lost: None,
             perf,
+            replanner,
+            replanned: Duration::ZERO,
         })
     }
 
@@ -200,6 +208,37 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
         if self.engine.train_step().is_multiple_of(self.settings.save_steps) {
             self.save_if_new(observer)?;
             self.last_step_end = Some(Instant::now());
+        }
+        self.replan_if_better(&report, end - start, observer)
+    }
+
+    /// Goes over to another plan, if the step before, which took `time`, calls for one.
+    fn replan_if_better(&mut self, report: &StepReport, time: Duration, observer: &mut dyn Observer) -> Result<()> {
+        let steps = (self.engine.train_step(), self.schedule.max_steps);
+        let next = self.replanner.next((self.engine.plan(), self.engine.shape()), steps, report, time);
+        let (plan, words) = match next {
+            Ok(Next::Move(plan, words)) if !self.is_done() => (plan, words),
+            Ok(Next::Move(..) | Next::Stay) => return Ok(()),
+            Ok(Next::Note(words)) => {
+                observer.note(&format!("step {}: {words}", steps.0));
+                return Ok(());
+            }
+            Err(error) => {
+                observer.warn(&format!("no other plan is looked for from here on: {error}"));
+                return Ok(());
+            }
+        };
+        let start = Instant::now();
+        self.engine.flush().inspect_err(|_| self.is_sound = false)?;
+        let kept = self.engine.replan(plan)?;
+        self.replanned = start.elapsed();
+        self.last_step_end = Some(Instant::now());
+        match kept {
+            None => observer.note(&format!("step {}: another plan in {:.1} s: {words}", steps.0, self.replanned.as_secs_f64())),
+            Some(error) => {
+                observer.warn(&format!("step {}: the plan stays, and no other is looked for from here on: {error}", steps.0));
+                self.replanner = Replanner::Off;
+            }
         }
         Ok(())
     }
@@ -271,6 +310,7 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
                 Verdict::SkipNonFinite => "skip",
             },
             step_ms: seconds * 1e3,
+            replan_ms: std::mem::take(&mut self.replanned).as_secs_f64() * 1e3,
             tokens_per_second: self.step_work.tokens / seconds,
             model_tflops: self.step_work.flops / seconds / 1e12,
             counts: report.counts,

@@ -174,6 +174,11 @@ impl CpuDevice {
         Ok(())
     }
 
+    /// Waits until all that is enqueued has run.
+    fn finish_streams(&mut self) -> Result<()> {
+        self.run_until(|shared| shared.queues.iter().all(|queue| queue.done() >= queue.enqueued()))
+    }
+
     fn recorded(&self, event: EventId) -> Point {
         Point::unpack(self.events[event.0 as usize].load(Ordering::Acquire))
     }
@@ -335,6 +340,16 @@ impl Device for CpuDevice {
         self.alloc(name, elems, dtype)
     }
 
+    fn free(&mut self, memory: DeviceSlice) -> Result<()> {
+        if memory.elems() == 0 {
+            return Ok(());
+        }
+        self.finish_streams()?;
+        self.allocated.remove(memory);
+        self.memory.give_back(memory.addr() as usize, 0);
+        Ok(())
+    }
+
     /// Moves nothing, in its turn: a span shows when it would have.
     fn prefetch(&mut self, stream: Stream, memory: DeviceSlice, space: MemorySpace) -> Result<()> {
         self.check_memory(memory)?;
@@ -343,6 +358,10 @@ impl Device for CpuDevice {
 
     fn pin(&mut self, _memory: PinnedSlice) -> Result<()> {
         Ok(())
+    }
+
+    fn unpin(&mut self, _memory: PinnedSlice) -> Result<()> {
+        self.finish_streams()
     }
 
     fn check_memory(&self, memory: DeviceSlice) -> Result<()> {

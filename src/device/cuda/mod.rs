@@ -225,6 +225,13 @@ impl CudaDevice {
         check(unsafe { sys::cuStreamSynchronize(self.streams[Stream::Compute as usize].0) }, operation)
     }
 
+    /// Waits for all streams.
+    fn finish_streams(&self) -> Result<()> {
+        // SAFETY: the streams are live.
+        let finish = |stream: &RawStream| unsafe { sys::cuStreamSynchronize(stream.0) };
+        self.streams.iter().try_for_each(|stream| check(finish(stream), || "run the enqueued kernels and copies".into()))
+    }
+
     /// Fills with zero bytes, on the compute stream.
     fn fill_zero(&mut self, x: DeviceSlice) -> Result<()> {
         if x.bytes() == 0 {
@@ -318,6 +325,20 @@ impl Device for CudaDevice {
         Ok(slice)
     }
 
+    fn free(&mut self, memory: DeviceSlice) -> Result<()> {
+        if memory.elems() == 0 {
+            return Ok(());
+        }
+        self.finish_streams()?;
+        self.allocated.remove(memory);
+        let given: Vec<_> = self.allocations.extract_if(.., |(_, slice)| slice.addr() == memory.addr()).collect();
+        free(&given);
+        if given.is_empty() && self.rings.extract_if(.., |(_, ring)| ring.addr == memory.addr()).count() == 0 {
+            self.system.give_back(memory.addr() as usize, 0);
+        }
+        Ok(())
+    }
+
     fn alloc_unified(&mut self, name: &str, elems: usize, dtype: Dtype) -> Result<DeviceSlice> {
         unified::alloc(self, name, elems, dtype)
     }
@@ -331,6 +352,12 @@ impl Device for CudaDevice {
         if memory.bytes() > 0 {
             self.registered.push(Registered::new(memory)?);
         }
+        Ok(())
+    }
+
+    fn unpin(&mut self, memory: PinnedSlice) -> Result<()> {
+        self.finish_streams()?;
+        self.registered.retain(|registered| !registered.contains(memory));
         Ok(())
     }
 

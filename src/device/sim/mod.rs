@@ -114,6 +114,10 @@ impl Device for SimDevice {
         self.alloc(name, elems, dtype)
     }
 
+    fn free(&mut self, _memory: DeviceSlice) -> Result<()> {
+        Ok(())
+    }
+
     fn prefetch(&mut self, stream: Stream, memory: DeviceSlice, space: MemorySpace) -> Result<()> {
         if let DeviceMemory::Own { addressing: Addressing::Managed | Addressing::Separate, .. } = self.memory {
             let seconds = self.rates.latency_s + memory.bytes() as f64 / self.rates.managed_bytes_per_s;
@@ -123,6 +127,10 @@ impl Device for SimDevice {
     }
 
     fn pin(&mut self, _memory: PinnedSlice) -> Result<()> {
+        Ok(())
+    }
+
+    fn unpin(&mut self, _memory: PinnedSlice) -> Result<()> {
         Ok(())
     }
 

@@ -46,13 +46,13 @@ impl Optimizer {
         // An arm sends the parameters themselves; `m` and `v` never leave the host.
         let params = bench.registered(elems * 4)?;
         let mut moments = || bench.memory.alloc_periodic("optimizer state", elems * 4, elems * 4);
-        let state = HostState { params, m: moments()?, v: moments()? };
+        let state = HostState { first: 0, params, m: moments()?, v: moments()? };
         Ok(Self { state, wide, narrow, weights, kernels: AdamKernels::new(Isa::detect())? })
     }
 
     /// The first `elems` parameters as they begin; their gradients and weights zero.
     pub fn reset(&self, host: &mut HostMemory, elems: usize) {
-        let HostState { params, m, v } = self.state;
+        let HostState { params, m, v, .. } = self.state;
         for (memory, value) in [(params, BEGIN.param), (m, BEGIN.m), (v, BEGIN.v)] {
             fill(host, memory.slice(0, 4 * elems), value);
         }
@@ -80,7 +80,6 @@ impl Optimizer {
     fn job(&self, range: Range<usize>, slot: usize, slot_elems: usize, grads: Dtype, work: Work) -> StepJob {
         let slots = |memory, dtype| SlotMemory { memory, slot_elems, dtype };
         let memory = StepMemory {
-            state: self.state,
             grads: slots(if grads == Dtype::Float32 { self.wide } else { self.narrow }, grads),
             params: slots(self.weights, Dtype::Bfloat16),
             segments: Arc::new([Segment { range: 0..range.end, decay: true }]),
@@ -88,7 +87,7 @@ impl Optimizer {
             kernels: self.kernels,
         };
         // SAFETY: whoever made this sees to it that the memory stays and that one job runs at a time.
-        unsafe { StepJob::new(0, range, work, Some(Slot(slot)), memory) }
+        unsafe { StepJob::new(0, range, work, Some(Slot(slot)), self.state, memory) }
     }
 
     /// The parameter after `steps`, by the specification.

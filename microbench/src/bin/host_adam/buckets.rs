@@ -58,6 +58,7 @@ const PATTERN: usize = 1 << 16;
 
 /// Buckets of equal size, with two gradients each.
 pub struct Buckets {
+    state: HostState,
     memory: StepMemory,
     /// How many.
     pub count: usize,
@@ -82,23 +83,22 @@ impl Buckets {
         };
         let (grads, params) = (slots("gradient slots", 2 * count)?, slots("parameter slots", PARAM_SLOTS)?);
         let mut state = |name: &str| host.alloc_periodic(name, count * elems * 4, elems * 4);
-        let state = HostState { params: state("parameters")?, m: state("m")?, v: state("v")? };
+        let state = HostState { first: 0, params: state("parameters")?, m: state("m")?, v: state("v")? };
         let memory = StepMemory {
-            state,
             grads,
             params,
             segments: Arc::new([Segment { range: 0..count * elems, decay: true }]),
             hyper: AdamHyper { lr: 1e-5, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 },
             kernels: AdamKernels::new(Isa::Scalar)?,
         };
-        let mut buckets = Self { memory, count, elems, host };
+        let mut buckets = Self { state, memory, count, elems, host };
         buckets.fill();
         Ok(buckets)
     }
 
     /// Mid-training values, always the same.
     fn fill(&mut self) {
-        let HostState { params, m, v } = self.memory.state;
+        let HostState { params, m, v, .. } = self.state;
         let pattern = |seed, factor: f32| values(seed, PATTERN).into_iter().map(|x| x * factor).collect::<Vec<_>>();
         let host = &mut self.host;
         fill_from(host, params, &pattern(1, 0.05));
@@ -115,7 +115,7 @@ impl Buckets {
         let out = (!matches!(work, Work::Commit(_))).then_some(Slot(index % PARAM_SLOTS));
         let range = bucket * self.elems..(bucket + 1) * self.elems;
         // SAFETY: whoever made the buckets sees to it that they stay and that one job runs at a time.
-        unsafe { StepJob::new(index, range, work, out, StepMemory { kernels, ..self.memory.clone() }) }
+        unsafe { StepJob::new(index, range, work, out, self.state, StepMemory { kernels, ..self.memory.clone() }) }
     }
 
     /// Sees that `kernels` do to a piece of the first bucket what the scalar specification does.
@@ -123,7 +123,7 @@ impl Buckets {
     /// # Errors
     /// `Resource` naming the pass and the kernels when they do not.
     pub fn verify(&mut self, kernels: AdamKernels, pass: PoolPass) -> Result<()> {
-        let HostState { params, m, v } = self.memory.state;
+        let HostState { params, m, v, .. } = self.state;
         let written = [params, m, v, self.memory.params.memory].map(|memory| memory.slice(0, memory.bytes().min(HEAD_BYTES)));
         let before = written.map(|memory| self.host.lend::<u8>(memory).to_vec());
         let mut outcome = |kernels| {

@@ -1,0 +1,150 @@
+//! Memory whose place and size a plan decides, and which holds nothing between two steps: the model's flat weights (they follow from the
+//! state) and gradients, what layers keep, slots. Another plan takes it anew.
+
+use super::bounce::{Bounce, Sides};
+use super::step_job::{Segment, SlotMemory, StepMemory};
+use super::weight_flow::{Source, WeightFlow};
+use crate::bucket::layout::Tier;
+use crate::bucket::slices::Slices;
+use crate::device::{Device, DeviceSlice, Kernels, Lease};
+use crate::dtype::Dtype;
+use crate::error::Result;
+use crate::model::Model;
+use crate::model::activations::ActivationPlan;
+use crate::model::rope::rope_table;
+use crate::model::shape::{ModelShape, Positions};
+use crate::model::tensors::TensorTable;
+use crate::optim::simd::AdamKernels;
+use crate::planner::plan::Plan;
+use std::sync::Arc;
+
+/// What a plan decides but the model's, and the lease of all.
+pub(super) struct StepScratch {
+    /// Slots of gradients and of working weights, and what else jobs share.
+    pub(super) step: StepMemory,
+    /// fp32 room for one bucket on its way out and in, when the device casts.
+    pub(super) staging_d2h: DeviceSlice,
+    pub(super) staging_h2d: DeviceSlice,
+    lease: Lease,
+}
+
+impl StepScratch {
+    /// Takes what `plan` says; the model on it, and its weights that stream, if they do.
+    ///
+    /// # Errors
+    /// `Resource` when something does not fit or cannot be locked: then nothing is taken.
+    pub(super) fn take<D: Kernels>(
+        plan: &Plan,
+        shape: &ModelShape,
+        slices: &Slices,
+        (dev, host): Sides<'_, D>,
+        bounce: &Bounce,
+    ) -> Result<(Self, Model, Option<WeightFlow>)> {
+        let mut lease = Lease::default();
+        match Self::fill(plan, shape, slices, (dev, host), bounce, &mut lease) {
+            Ok((scratch, model, flow)) => Ok((Self { lease, ..scratch }, model, flow)),
+            Err(error) => lease.give_back(dev, host).and(Err(error)),
+        }
+    }
+
+    fn fill<D: Kernels>(
+        plan: &Plan,
+        shape: &ModelShape,
+        slices: &Slices,
+        (dev, host): Sides<'_, D>,
+        bounce: &Bounce,
+        lease: &mut Lease,
+    ) -> Result<(Self, Model, Option<WeightFlow>)> {
+        let (table, flat) = (TensorTable::new(shape), plan.layout.flat_elems());
+        let weights = lease.alloc_flat(dev, "weights", flat, plan.dtype, plan.weight_ring)?;
+        let grads = lease.alloc_flat(dev, "gradients", flat, plan.dtype, plan.grad_ring)?;
+        let activations = ActivationPlan::new(plan.micro_batch(shape))?.allocate(dev, host, lease)?;
+        if let (Positions::Rope(rope), Some(target)) = (shape.positions, activations.rope_table) {
+            bounce.upload((dev, host), &rope_table(&rope, plan.seq_length), target)?;
+        }
+        let casts = plan.device_casts() && plan.layout.offloaded() > 0;
+        let mut staging = |name| lease.alloc(dev, name, if casts { slices.slice_elems() } else { 0 }, Dtype::Float32);
+        let (staging_d2h, staging_h2d) = (staging("gradient staging")?, staging("parameter staging")?);
+        let step = step_memory(plan, slices, &table, (dev, host), lease)?;
+        let source = if plan.streams_from_host() { Source::Host(step.params.memory) } else { Source::Ranks };
+        let flow = plan.weight_ring.map(|ring| WeightFlow::new(dev, &table, ring, source, weights)).transpose()?;
+        let model = Model::new(shape.clone(), weights, grads, activations)?;
+        Ok((Self { step, staging_d2h, staging_h2d, lease: Lease::default() }, model, flow))
+    }
+
+    /// Gives all of it back: what is left of it is not to be used.
+    ///
+    /// # Errors
+    /// The device's.
+    pub(super) fn give_back<D: Device>(&mut self, (dev, host): Sides<'_, D>) -> Result<()> {
+        self.lease.give_back(dev, host)
+    }
+}
+
+fn step_memory<D: Device>(
+    plan: &Plan,
+    slices: &Slices,
+    table: &TensorTable,
+    (dev, host): Sides<'_, D>,
+    lease: &mut Lease,
+) -> Result<StepMemory> {
+    let offloaded = slices.elems_in(Tier::Host).len();
+    let slot_elems = slices.slice_elems().min(offloaded);
+    let mut slots = |name: &str, count: usize| -> Result<SlotMemory> {
+        let slot_bytes = slot_elems * plan.link_dtype.bytes();
+        let memory = lease.alloc_pinned((dev, host), name, count * slot_bytes, slot_bytes)?;
+        Ok(SlotMemory { memory, slot_elems, dtype: plan.link_dtype })
+    };
+    let (grads, params) = (slots("gradient slots", plan.grad_slots)?, slots("parameter slots", plan.param_slots)?);
+    let (segments, kernels) = (local_segments(&segments(table), slices), AdamKernels::new(plan.isa)?);
+    Ok(StepMemory { grads, params, segments, hyper: plan.hyper, kernels })
+}
+
+/// Neighbouring tensors with the same decay rule, joined; padding goes with the tensor before it.
+fn segments(table: &TensorTable) -> Vec<Segment> {
+    let mut segments: Vec<Segment> = Vec::new();
+    let ends = table.specs().iter().skip(1).map(|next| next.offset_elems).chain([table.flat_elems()]);
+    for (spec, end) in table.specs().iter().zip(ends) {
+        match segments.last_mut() {
+            Some(last) if last.decay == spec.decay => last.range.end = end,
+            _ => segments.push(Segment { range: spec.offset_elems..end, decay: spec.decay }),
+        }
+    }
+    segments
+}
+
+/// The same in the order of one rank's own elements.
+fn local_segments(segments: &[Segment], slices: &Slices) -> Arc<[Segment]> {
+    let mut local: Vec<Segment> = Vec::new();
+    for (flat, start) in slices.pieces(0..slices.elems()) {
+        for segment in segments {
+            let part = segment.range.start.max(flat.start)..segment.range.end.min(flat.end);
+            let range = (start + part.start).saturating_sub(flat.start)..(start + part.end).saturating_sub(flat.start);
+            match local.last_mut() {
+                _ if part.is_empty() => {}
+                Some(last) if last.decay == segment.decay => last.range.end = range.end,
+                _ => local.push(Segment { range, decay: segment.decay }),
+            }
+        }
+    }
+    local.into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::shape::ModelShape;
+
+    #[test]
+    fn segments_cover_the_flat_order_and_alternate() {
+        let table = TensorTable::new(&ModelShape::demo());
+        let segments = segments(&table);
+        assert_eq!((segments[0].range.start, segments[segments.len() - 1].range.end), (0, table.flat_elems()));
+        assert!(segments.windows(2).all(|w| w[0].range.end == w[1].range.start && w[0].decay != w[1].decay));
+        for spec in table.specs() {
+            assert!(
+                segments.iter().any(|s| s.decay == spec.decay && s.range.start <= spec.offset_elems && spec.range().end <= s.range.end)
+            );
+        }
+    }
+}

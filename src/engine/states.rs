@@ -1,0 +1,210 @@
+//! Optimizer state: where each bucket's lies, on which side of the link, and how it moves from one side to the other. Of one rank, in its
+//! own order: the host has the first buckets, the device the last ones.
+
+use super::bounce::{Bounce, Sides};
+use crate::bucket::layout::Tier;
+use crate::bucket::slices::Slices;
+use crate::device::{Device, DeviceSlice};
+use crate::dtype::Dtype;
+use crate::engine::step_job::HostState;
+use crate::error::Result;
+use crate::host::pinned::{HostMemory, PinnedSlice};
+use crate::optim::StatePart;
+use std::ops::Range;
+
+/// State of a bucket that the device steps.
+#[derive(Clone, Debug)]
+pub(super) struct DeviceState {
+    /// What of this rank's own order it is the state of.
+    pub(super) local: Range<usize>,
+    pub(super) params: DeviceSlice,
+    pub(super) m: DeviceSlice,
+    pub(super) v: DeviceSlice,
+}
+
+impl DeviceState {
+    fn new<D: Device>(dev: &mut D, tier: Tier, local: Range<usize>) -> Result<Self> {
+        let mut array = |resident: &str, paged: &str| match tier {
+            Tier::Unified => dev.alloc_unified(paged, local.len(), Dtype::Float32),
+            Tier::Host | Tier::Device => dev.alloc(resident, local.len(), Dtype::Float32),
+        };
+        let params = array("resident parameters", "paged parameters")?;
+        Ok(Self { params, m: array("resident m", "paged m")?, v: array("resident v", "paged v")?, local })
+    }
+
+    /// The part that it has of a local range, if any.
+    fn part(&self, local: &Range<usize>) -> Option<Self> {
+        let common = local.start.max(self.local.start)..local.end.min(self.local.end);
+        let part = |s: DeviceSlice| s.slice(common.start - self.local.start, common.len());
+        let [params, m, v] = self.arrays();
+        (!common.is_empty()).then(|| Self { params: part(params), m: part(m), v: part(v), local: common.clone() })
+    }
+
+    pub(super) fn arrays(&self) -> [DeviceSlice; 3] {
+        [self.params, self.m, self.v]
+    }
+}
+
+/// The state of all buckets.
+#[derive(Debug)]
+pub(super) struct StateTiers {
+    /// Pieces of whole buckets, behind each other from the first bucket on: where buckets came from the device, there are several.
+    host: Vec<HostState>,
+    /// By bucket, behind what the host has.
+    pub(super) device: Vec<DeviceState>,
+}
+
+impl StateTiers {
+    pub(super) fn new<D: Device>(slices: &Slices, (dev, host): Sides<'_, D>) -> Result<Self> {
+        let (layout, on_host) = (slices.layout(), slices.elems_in(Tier::Host));
+        let state = |bucket| DeviceState::new(dev, layout.tier(bucket), slices.local(bucket));
+        let device = (layout.offloaded()..layout.count()).map(state).collect::<Result<_>>()?;
+        let host = if on_host.is_empty() { Vec::new() } else { vec![host_state(host, on_host, slices)?] };
+        Ok(Self { host, device })
+    }
+
+    /// Elements that the host has.
+    pub(super) fn host_elems(&self) -> usize {
+        self.host.last().map_or(0, HostState::end)
+    }
+
+    /// The host's state of a local range of one bucket.
+    ///
+    /// # Panics
+    /// If the host does not have it.
+    pub(super) fn on_host(&self, local: &Range<usize>) -> HostState {
+        let piece = self.host.iter().find(|state| state.first <= local.start && local.end <= state.end());
+        // Of a short bucket a rank may have nothing.
+        piece.expect("a bucket that the pool steps").slice(local)
+    }
+
+    /// The device's state of a local range of one bucket.
+    ///
+    /// # Panics
+    /// If the device does not have it.
+    pub(super) fn on_device(&self, local: &Range<usize>) -> DeviceState {
+        let before = self.device.partition_point(|state| state.local.end <= local.start);
+        self.device.get(before).and_then(|state| state.part(local)).expect("a bucket that the device steps")
+    }
+
+    /// The parts of a local range that the host has.
+    pub(super) fn host_parts(&self, local: &Range<usize>) -> impl Iterator<Item = HostState> {
+        self.host.iter().filter_map(|state| state.part(local))
+    }
+
+    /// Copies state into its place, from local element `start` on. No job may be running.
+    pub(super) fn write<D: Device>(
+        &self,
+        (dev, host): Sides<'_, D>,
+        bounce: &Bounce,
+        part: StatePart,
+        start: usize,
+        source: &[f32],
+    ) -> Result<()> {
+        let local = start..start + source.len();
+        for state in self.host_parts(&local) {
+            host.lend_mut(state.arrays()[part as usize]).copy_from_slice(&source[state.first - start..state.end() - start]);
+        }
+        for state in self.device.iter().filter_map(|state| state.part(&local)) {
+            let memory = state.arrays()[part as usize];
+            bounce.upload((dev, host), &source[state.local.start - start..][..memory.elems()], memory)?;
+        }
+        Ok(())
+    }
+
+    /// Copies state out of its place, from local element `start` on. No job may be running.
+    pub(super) fn read<D: Device>(
+        &self,
+        (dev, host): Sides<'_, D>,
+        bounce: &Bounce,
+        part: StatePart,
+        start: usize,
+        out: &mut [f32],
+    ) -> Result<()> {
+        let local = start..start + out.len();
+        for state in self.host_parts(&local) {
+            out[state.first - start..state.end() - start].copy_from_slice(host.lend(state.arrays()[part as usize]));
+        }
+        for state in self.device.iter().filter_map(|state| state.part(&local)) {
+            let memory = state.arrays()[part as usize];
+            bounce.download((dev, host), memory, &mut out[state.local.start - start..][..memory.elems()])?;
+        }
+        Ok(())
+    }
+
+    /// Brings buckets to the host that lie there by `slices`, and on the device now. No job may be running.
+    ///
+    /// # Errors
+    /// `Resource` when the host has no memory for them; the device's. Each bucket is then where it was.
+    pub(super) fn bring_to_host<D: Device>(&mut self, slices: &Slices, (dev, host): Sides<'_, D>, bounce: &Bounce) -> Result<()> {
+        let coming = self.host_elems()..slices.elems_in(Tier::Host).end;
+        if coming.is_empty() {
+            return Ok(());
+        }
+        let piece = host_state(host, coming.clone(), slices)?;
+        let count = self.device.partition_point(|state| state.local.end <= coming.end);
+        for state in &self.device[..count] {
+            let targets = piece.part(&state.local).expect("a part of what comes").arrays();
+            for (source, target) in state.arrays().into_iter().zip(targets) {
+                bounce.to_host((dev, host), source, target)?;
+            }
+        }
+        self.host.push(piece);
+        self.device.drain(..count).flat_map(|state| state.arrays()).try_for_each(|memory| dev.free(memory))
+    }
+
+    /// Sends buckets to the device that lie there by `slices`, and on the host now. No job may be running.
+    ///
+    /// # Errors
+    /// `Resource` when the device has no memory for them; its own. Each bucket is then where it was.
+    pub(super) fn send_to_device<D: Device>(&mut self, slices: &Slices, (dev, host): Sides<'_, D>, bounce: &Bounce) -> Result<()> {
+        let kept = slices.elems_in(Tier::Host).end;
+        let going = (0..slices.layout().count()).map(|bucket| slices.local(bucket));
+        let going = going.filter(|local| (kept..self.host_elems()).contains(&local.start));
+        let mut sent = Vec::new();
+        let taken = going.into_iter().try_for_each(|local| {
+            sent.push(DeviceState::new(dev, Tier::Device, local)?);
+            Ok(())
+        });
+        let copied = taken.and_then(|()| {
+            let arrays = |state: &DeviceState| self.on_host(&state.local).arrays().into_iter().zip(state.arrays()).collect::<Vec<_>>();
+            let mut copies = sent.iter().flat_map(arrays);
+            copies.try_for_each(|(source, target)| bounce.to_device((dev, host), source, target))
+        });
+        if let Err(error) = copied {
+            sent.iter().flat_map(DeviceState::arrays).try_for_each(|memory| dev.free(memory))?;
+            return Err(error);
+        }
+        self.device.splice(..0, sent);
+        self.keep_on_host(kept, host);
+        Ok(())
+    }
+
+    /// Gives back what the host has behind its first `kept` elements.
+    fn keep_on_host(&mut self, kept: usize, host: &mut HostMemory) {
+        for state in self.host.iter_mut().filter(|state| state.end() > kept) {
+            let left = kept.saturating_sub(state.first);
+            state.arrays().into_iter().for_each(|memory| host.give_back(memory.addr(), left * 4));
+            let short = |memory: PinnedSlice| memory.slice(0, left * 4);
+            *state = HostState { params: short(state.params), m: short(state.m), v: short(state.v), ..*state };
+        }
+        self.host.retain(|state| state.end() > state.first);
+    }
+}
+
+/// Host memory for the state of the local range `local`, whole buckets.
+fn host_state(host: &mut HostMemory, local: Range<usize>, slices: &Slices) -> Result<HostState> {
+    let period_bytes = slices.slice_elems().min(local.len()) * 4;
+    let mut taken = Vec::new();
+    let all = ["parameters", "m", "v"].into_iter().try_for_each(|name| {
+        taken.push(host.alloc_periodic(name, local.len() * 4, period_bytes)?);
+        Ok(())
+    });
+    match taken[..] {
+        [params, m, v] => Ok(HostState { first: local.start, params, m, v }),
+        _ => {
+            taken.iter().for_each(|memory| host.give_back(memory.addr(), 0));
+            all.map(|()| unreachable!("three arrays"))
+        }
+    }
+}

@@ -1,0 +1,157 @@
+//! Another plan for a run that steps already, from how its steps went: other places of buckets, activations and weights, other slots. What
+//! a run is told to keep, and how it cuts steps and buckets, stays.
+
+pub(crate) mod pace;
+#[cfg(all(test, feature = "stv", feature = "deadline-order", feature = "repartition", feature = "weight-flow"))]
+mod tests;
+
+use super::{Candidate, Scope, SearchQuery};
+use crate::config::settings::Settings;
+use crate::device::DeviceKind;
+use crate::error::{Error, Result};
+use crate::memory::MemorySpace;
+use crate::model::shape::ModelShape;
+use crate::planner::machine::Machine;
+use crate::planner::plan::{Plan, describe_policies};
+use crate::simulate::simulate;
+use crate::simulate::timed::Steps;
+use pace::Pace;
+use std::fmt;
+use std::sync::Arc;
+
+/// Another plan must make steps this much shorter: what was measured changes from hour to hour.
+const WORTH: f64 = 0.98;
+/// Within so many steps it must save the time of the move.
+const PAYS_WITHIN: u64 = 200;
+/// Bytes a second of a move: states pass through the driver's buffer, and new slots are page-locked.
+const MOVED_BYTES_PER_S: f64 = 4e9;
+/// Bytes of a parameter's state.
+const STATE_BYTES: f64 = 12.0;
+
+/// What a run asks.
+#[derive(Clone, Debug)]
+pub(crate) struct Question {
+    pub(crate) settings: Settings,
+    pub(crate) shape: ModelShape,
+    /// The plan that it goes by, with the rates that it was made for.
+    pub(crate) plan: Plan,
+    pub(crate) pace: Pace,
+    /// As the plan's steps were to go, where that is known.
+    pub(crate) assumed: Option<Pace>,
+    pub(crate) steps_left: u64,
+}
+
+/// What it is answered.
+#[derive(Clone, Debug)]
+pub(crate) struct Answer {
+    /// As steps will go by the plan that the run then has.
+    pub(crate) assumed: Pace,
+    /// Another plan, where one pays.
+    pub(crate) change: Option<Change>,
+}
+
+/// Another plan, and why.
+#[derive(Clone, Debug)]
+pub(crate) struct Change {
+    pub(crate) plan: Plan,
+    from: Plan,
+    why: String,
+    /// Mean steps by simulation.
+    before_ms: f64,
+    after_ms: f64,
+}
+
+impl Question {
+    /// # Errors
+    /// `Resource` when nothing can be simulated.
+    pub(crate) fn answer(&self) -> Result<Answer> {
+        if self.assumed.is_none() {
+            let assumed = self.simulate(&self.plan.machine, super::STEPS)?;
+            if !self.pace.has_left(&assumed) {
+                return Ok(Answer { assumed, change: None });
+            }
+        }
+        let (machine, steps) = (&self.plan.machine, self.pace.steps());
+        let by_profile = self.simulate(machine, steps)?;
+        let machine = Machine { rates: Arc::new(self.pace.rates(&by_profile, &machine.rates)), ..machine.clone() };
+        let assumed = self.simulate(&machine, steps)?;
+        let settings = self.plan.fixed(&self.settings);
+        let query = SearchQuery { settings: &settings, shape: &self.shape, machine: &machine, scope: Scope::places(steps) };
+        let best = match query.rank() {
+            Ok(ranking) => ranking.candidates.into_iter().next(),
+            Err(Error::Resource { .. }) => None,
+            Err(other) => return Err(other),
+        };
+        let best = best.filter(|best| self.pays(&best.plan, assumed.step_s, best.mean_s()));
+        let Some((best, plan)) = best.and_then(|best| self.planned(best, &machine)) else {
+            return Ok(Answer { assumed, change: None });
+        };
+        let (why, after_s) = (self.why(&by_profile), best.mean_s());
+        let change = Change { from: self.plan.clone(), why, before_ms: assumed.step_s * 1e3, after_ms: after_s * 1e3, plan };
+        Ok(Answer { assumed: Pace::of(&best.outcome), change: Some(change) })
+    }
+
+    /// The candidate and its plan with room for the run's timeline, if it fits with it.
+    fn planned(&self, best: Candidate, machine: &Machine) -> Option<(Candidate, Plan)> {
+        let plan = Plan::new(&best.settings, &self.shape, machine, self.plan.trace_spans > 0).ok()?;
+        let plan = Plan { simulated_step_ms: Some(best.outcome.step_ms.median), ..plan };
+        plan.shortage().is_none().then_some((best, plan))
+    }
+
+    /// How the present plan's steps go on `machine`.
+    fn simulate(&self, machine: &Machine, steps: Steps) -> Result<Pace> {
+        let plan = Plan { machine: machine.clone(), ..self.plan.clone() };
+        let (outcome, ..) = simulate(&plan, &self.shape, &machine.rates.profile, steps, 0)?;
+        Ok(Pace::of(&outcome))
+    }
+
+    fn pays(&self, plan: &Plan, before_s: f64, after_s: f64) -> bool {
+        let saved_s = (before_s - after_s) * self.steps_left.min(PAYS_WITHIN) as f64;
+        after_s < WORTH * before_s && saved_s > move_s(&self.plan, plan)
+    }
+
+    /// What is not as the profile has it, in words.
+    fn why(&self, by_profile: &Pace) -> String {
+        let [adam, device] = self.pace.relative_to(by_profile);
+        let percent = |share: f64| format!("{:.0} %", share * 1e2);
+        format!(
+            "{} of steps are clipped, the optimizer has {} of its assumed rate, the device {}",
+            percent(self.pace.clipped_share),
+            percent(adam),
+            percent(device)
+        )
+    }
+}
+
+/// Seconds from a step by one plan to a step by another.
+fn move_s(from: &Plan, to: &Plan) -> f64 {
+    let states = from.layout.offloaded_elems().abs_diff(to.layout.offloaded_elems()) as f64 * STATE_BYTES;
+    let weights = (to.layout.flat_elems() * to.dtype.bytes()) as f64;
+    let slots = to.memory.iter().filter(|class| class.space == MemorySpace::Host && class.name.ends_with("slots"));
+    (states + weights + slots.map(|class| class.bytes as f64).sum::<f64>()) / MOVED_BYTES_PER_S
+}
+
+impl fmt::Display for Change {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let resident = |plan: &Plan| plan.layout.count() - plan.layout.offloaded();
+        let of = |plan: &Plan| {
+            let weights = if plan.streams_from_host() { "streamed" } else { "on the device" };
+            [
+                format!("{} buckets resident", resident(plan)),
+                describe_policies(&plan.layer_policies),
+                format!("{} gradient slots", plan.grad_slots),
+                format!("{} parameter slots", plan.param_slots),
+                format!("weights {weights}"),
+                format!("gradients in {}", if plan.grad_ring.is_some() { "a ring" } else { "their own places" }),
+            ]
+        };
+        let changed: Vec<_> = of(&self.from).into_iter().zip(of(&self.plan)).filter(|(from, to)| from != to).collect();
+        let changed: Vec<_> = changed.into_iter().map(|(from, to)| format!("{from} -> {to}")).collect();
+        write!(f, "{}, since {}; mean step by simulation {:.0} -> {:.0} ms", changed.join("; "), self.why, self.before_ms, self.after_ms)
+    }
+}
+
+/// Whether a run of `plan` can be planned anew: one GPU, whose rates are known, and states that can change their side.
+pub(crate) fn is_possible(plan: &Plan) -> bool {
+    plan.machine.kind == DeviceKind::Gpu && plan.ranks == 1 && plan.layout.away().is_offloaded()
+}

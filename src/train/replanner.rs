@@ -1,0 +1,256 @@
+//! When a run changes its plan. It watches how its steps go; where they leave what the plan assumed, a thread looks for another plan beside
+//! training, and the run takes it between two steps.
+
+use crate::config::options::{ActivationsChoice, ReplanChoice, ResidentBuckets, WeightsChoice};
+use crate::config::settings::Settings;
+use crate::device::DeviceKind;
+use crate::engine::executor::StepReport;
+use crate::error::{Error, Result};
+use crate::host::pool::yield_to_others;
+use crate::model::shape::ModelShape;
+use crate::planner::plan::Plan;
+use crate::search::replan::pace::{Pace, RecentSteps, WINDOW};
+use crate::search::replan::{Answer, Question, is_possible};
+use clap::ValueEnum;
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{Rng, SeedableRng};
+use std::thread::{Builder, JoinHandle};
+use std::time::Duration;
+
+/// Steps after the start, and after a move, of which nothing is learned.
+const SETTLING_STEPS: u64 = 2;
+/// Steps between two questions at least: twice as many after each, up to a limit, so that no run goes to and fro.
+const REST_STEPS: u64 = WINDOW as u64;
+const REST_STEPS_MAX: u64 = 640;
+
+/// What a run does after a step.
+#[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "one at a time")]
+pub(super) enum Next {
+    Stay,
+    /// It stays, and a person hears of it.
+    Note(String),
+    /// It goes over to this plan; why, in words.
+    Move(Plan, String),
+}
+
+#[expect(clippy::large_enum_variant, reason = "a run has one")]
+pub(super) enum Replanner {
+    Off,
+    /// A test of the engine: random places at random steps.
+    Random(Settings),
+    Watching(PlanWatch),
+}
+
+impl Replanner {
+    pub(super) fn new(settings: &Settings, plan: &Plan) -> Self {
+        match settings.replan {
+            ReplanChoice::Auto if is_possible(plan) => Self::Watching(PlanWatch::new(settings.clone())),
+            ReplanChoice::Random if plan.ranks == 1 => Self::Random(settings.clone()),
+            ReplanChoice::Auto | ReplanChoice::Random | ReplanChoice::Off => Self::Off,
+        }
+    }
+
+    /// What a person should know who expects more.
+    pub(super) fn note(&self, settings: &Settings, plan: &Plan) -> Option<&'static str> {
+        let expected = settings.replan != ReplanChoice::Off && plan.machine.kind == DeviceKind::Gpu && plan.ranks > 1;
+        expected.then_some("--replan has no effect with several GPUs yet: the plan stays as it is")
+    }
+
+    /// How to go on after `step`, which took `time`.
+    ///
+    /// # Errors
+    /// Why no other plan will be looked for any more.
+    pub(super) fn next(
+        &mut self,
+        (plan, shape): (&Plan, &ModelShape),
+        (step, max_steps): (u64, u64),
+        report: &StepReport,
+        time: Duration,
+    ) -> Result<Next> {
+        match self {
+            Self::Random(settings) => Ok(draw(settings, plan, shape, step)),
+            Self::Watching(watch) => {
+                let next = watch.next((plan, shape), (step, max_steps), report, time);
+                if next.is_err() {
+                    *self = Self::Off;
+                }
+                next
+            }
+            Self::Off => Ok(Next::Stay),
+        }
+    }
+}
+
+/// What was seen since the last move, and what is asked.
+pub(super) struct PlanWatch {
+    settings: Settings,
+    window: RecentSteps,
+    settling: u64,
+    /// As steps are to go by the present plan, once that is known.
+    assumed: Option<Pace>,
+    /// The plan before the present one and how its steps went, until it is known which is faster.
+    before: Option<(Plan, Pace)>,
+    rest: u64,
+    /// No question before this step.
+    rests_until: u64,
+    asked: Option<JoinHandle<Result<Answer>>>,
+}
+
+impl PlanWatch {
+    fn new(settings: Settings) -> Self {
+        let (window, settling, rest) = (RecentSteps::default(), SETTLING_STEPS, REST_STEPS);
+        Self { settings, window, settling, assumed: None, before: None, rest, rests_until: 0, asked: None }
+    }
+
+    fn next(
+        &mut self,
+        (plan, shape): (&Plan, &ModelShape),
+        (step, max_steps): (u64, u64),
+        report: &StepReport,
+        time: Duration,
+    ) -> Result<Next> {
+        match self.settling.checked_sub(1) {
+            Some(left) => self.settling = left,
+            None => self.window.add(report, time),
+        }
+        let Some(pace) = self.window.pace() else { return Ok(Next::Stay) };
+        if let Some((plan, before)) = self.before.take() {
+            return Ok(self.weigh((plan, step), &before, &pace));
+        }
+        if let Some(asked) = self.asked.take_if(|asked| asked.is_finished()) {
+            let answer =
+                asked.join().map_err(|_| Error::resource("look for another plan", "the search panicked; see the message above"))??;
+            return Ok(self.heed(answer, step, plan, pace));
+        }
+        let is_asking = self.asked.is_some() || step < self.rests_until || step >= max_steps;
+        if !is_asking && self.assumed.is_none_or(|assumed| pace.has_left(&assumed)) {
+            let (settings, assumed, steps_left) = (self.settings.clone(), self.assumed, max_steps - step);
+            self.asked = Some(ask(Question { settings, shape: shape.clone(), plan: plan.clone(), pace, assumed, steps_left })?);
+        }
+        Ok(Next::Stay)
+    }
+
+    fn heed(&mut self, answer: Answer, step: u64, plan: &Plan, pace: Pace) -> Next {
+        self.assumed = Some(answer.assumed);
+        self.rest = (2 * self.rest).min(REST_STEPS_MAX);
+        self.rests_until = step + self.rest;
+        let Some(change) = answer.change else { return Next::Stay };
+        self.before = Some((plan.clone(), pace));
+        self.move_to(change.to_string(), change.plan)
+    }
+
+    fn move_to(&mut self, words: String, plan: Plan) -> Next {
+        self.window.clear();
+        self.settling = SETTLING_STEPS;
+        Next::Move(plan, words)
+    }
+
+    /// Whether the last move was worth it: if not, back to the plan `before` it.
+    fn weigh(&mut self, (plan, step): (Plan, u64), before: &Pace, now: &Pace) -> Next {
+        let times = format!("{:.0} -> {:.0} ms a step, measured", before.step_s * 1e3, now.step_s * 1e3);
+        if !now.is_clipped_as(before) {
+            return Next::Stay;
+        }
+        if now.step_s <= before.step_s {
+            return Next::Note(format!("the plan gained {:.1} %: {times}", (before.step_s / now.step_s - 1.0) * 1e2));
+        }
+        // What was assumed is wrong: nothing better is to be had from it.
+        self.assumed = Some(*before);
+        (self.rest, self.rests_until) = (REST_STEPS_MAX, step + REST_STEPS_MAX);
+        self.move_to(format!("the one before, since this one gained nothing: {times}"), plan)
+    }
+}
+
+/// Answers `question` on a thread of its own, which gives way to all others.
+fn ask(question: Question) -> Result<JoinHandle<Result<Answer>>> {
+    let answer = move || {
+        yield_to_others();
+        question.answer()
+    };
+    Builder::new().name("replan".into()).spawn(answer).map_err(|e| Error::resource("start a thread that looks for another plan", e))
+}
+
+/// Random places after one step in three, the same for the same seed and step.
+fn draw(settings: &Settings, plan: &Plan, shape: &ModelShape, step: u64) -> Next {
+    let mut rng = ChaCha8Rng::seed_from_u64(settings.seed ^ step.rotate_left(32));
+    let mut one_of = |count: usize| rng.next_u32() as usize % count;
+    if one_of(3) > 0 {
+        return Next::Stay;
+    }
+    let places = |one_of: &mut dyn FnMut(usize) -> usize| Settings {
+        resident_buckets: if plan.techniques.repartition {
+            ResidentBuckets::Count(one_of(plan.layout.count() + 1))
+        } else {
+            settings.resident_buckets
+        },
+        activations: ActivationsChoice::value_variants()[one_of(ActivationsChoice::value_variants().len())],
+        weights: if one_of(2) == 0 { WeightsChoice::Flow } else { WeightsChoice::Auto },
+        slots: Some(1 + one_of(6)),
+        ..plan.fixed(settings)
+    };
+    // Not everything goes with everything: few weights, or none that are offloaded, do not stream.
+    let mut plans = (0..8).map(|_| Plan::new(&places(&mut one_of), shape, &plan.machine, plan.trace_spans > 0));
+    let plan = plans.find_map(|plan| plan.ok().filter(|plan| plan.shortage().is_none()));
+    plan.map_or(Next::Stay, |plan| Next::Move(plan, "places drawn at random".into()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::PARTS_MAX;
+    use crate::engine::coordinator::Counts;
+    use crate::engine::counters::{Counters, Exposed};
+    use crate::engine::verdict::Verdict;
+    use crate::planner::machine::Machine;
+    use crate::units::{ClipScale, Norm};
+
+    fn report(verdict: Verdict) -> StepReport {
+        let (counts, exposed, counters) = (Counts::default(), Exposed::default(), Counters::default());
+        let (loss, learning_rate, loss_scale, grad_norm, exposed_to_peers_ns) = (1.0, 0.1, 1.0, Norm(1.0), [0; PARTS_MAX]);
+        StepReport { loss, grad_norm, learning_rate, loss_scale, verdict, counts, exposed, counters, exposed_to_peers_ns }
+    }
+
+    /// What a run does that has just changed its plan, whose steps took a second and now take `ms`, until it does something.
+    fn after_a_move(ms: u64, verdict: Verdict) -> (Next, u64) {
+        let (settings, shape) = (Settings::demo(), ModelShape::demo());
+        let plan = |slots| Plan::new(&Settings { slots: Some(slots), ..settings.clone() }, &shape, &Machine::cpu(2), false).unwrap();
+        let pace = Pace { step_s: 1.0, adam_bytes_per_s: None, device_s: ms as f64 / 1e3, clipped_share: 0.0 };
+        let mut watch =
+            PlanWatch { assumed: Some(pace), before: Some((plan(3), pace)), rests_until: 1000, ..PlanWatch::new(settings.clone()) };
+        for step in 1..200 {
+            let next = watch.next((&plan(5), &shape), (step, 1000), &report(verdict), Duration::from_millis(ms)).unwrap();
+            if !matches!(next, Next::Stay) {
+                assert!(watch.before.is_none() && watch.asked.is_none());
+                return (next, step);
+            }
+        }
+        (Next::Stay, 200)
+    }
+
+    #[test]
+    fn a_move_that_gained_is_told_and_one_that_did_not_is_taken_back() {
+        let looked = SETTLING_STEPS + WINDOW as u64;
+        let (Next::Note(words), step) = after_a_move(800, Verdict::Commit) else { panic!("it gained") };
+        assert_eq!((words.as_str(), step), ("the plan gained 25.0 %: 1000 -> 800 ms a step, measured", looked));
+        let (Next::Move(plan, words), step) = after_a_move(1100, Verdict::Commit) else { panic!("it lost") };
+        assert_eq!((plan.param_slots, step), (3, looked));
+        assert!(words.contains("1000 -> 1100 ms"), "{words}");
+        let (next, _) = after_a_move(1100, Verdict::Clip(ClipScale(0.5)));
+        assert!(matches!(next, Next::Stay), "steps that are clipped are not those that were not");
+    }
+
+    #[test]
+    fn random_places_are_those_of_the_seed_and_the_step() {
+        let (settings, shape) = (Settings { seed: 3, ..Settings::demo() }, ModelShape::demo());
+        let plan = Plan::new(&settings, &shape, &Machine::cpu(2), false).unwrap();
+        let drawn = |step| match draw(&settings, &plan, &shape, step) {
+            Next::Move(plan, _) => Some((plan.layout.offloaded(), plan.param_slots, plan.layer_policies)),
+            _ => None,
+        };
+        let all: Vec<_> = (1..60).map(drawn).collect();
+        assert_eq!(all, (1..60).map(drawn).collect::<Vec<_>>());
+        let moves: Vec<_> = all.into_iter().flatten().collect();
+        assert!((10..30).contains(&moves.len()) && moves.windows(2).any(|pair| pair[0] != pair[1]), "{}", moves.len());
+    }
+}
