@@ -109,6 +109,7 @@ fn plans_that_change_between_steps_change_no_bit() {
 }
 
 /// Buckets go to the device and come back, and what refused them is said.
+#[cfg(feature = "repartition")]
 #[test]
 fn a_plan_without_memory_for_it_keeps_the_old_one() {
     let case = Case::new(2);

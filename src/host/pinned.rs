@@ -1,5 +1,5 @@
-//! Host memory that copies and worker threads share: mapped once before step 0, where and in the pages that the policy
-//! asks for, faulted in, alive until the end of the run.
+//! Host memory that copies and worker threads share: mapped between steps, nearly all of it before step 0, where and in the pages that the
+//! policy asks for, faulted in, alive until it is given back or the run ends.
 #![allow(unsafe_code)]
 
 use super::affinity::pin_current;

@@ -1,4 +1,4 @@
-//! What the settings mean on this machine: every number that the engine needs, fixed and printed before step 0.
+//! What the settings mean on this machine: every number that the engine needs, printed before step 0; only places change afterwards.
 
 use crate::bucket::layout::{BucketLayout, Tier};
 use crate::config::options::{

@@ -16,6 +16,8 @@ use std::time::Duration;
 pub(crate) const WINDOW: usize = 20;
 /// What lies within this of what was assumed is as assumed: a share of rates, and of steps that are clipped.
 const TOLERANCE: f64 = 0.1;
+/// Rates that are further from what was assumed are not believed.
+const RATIO_MAX: f64 = 10.0;
 /// Clips that are rarer than one in so many steps are none.
 const CLIP_EVERY_MAX: f64 = 32.0;
 
@@ -47,7 +49,7 @@ impl Pace {
     /// How fast the optimizer is and how fast the device is, where `assumed` is 1. What was not seen is as assumed.
     pub(super) fn relative_to(&self, assumed: &Self) -> [f64; 2] {
         let adam = self.adam_bytes_per_s.zip(assumed.adam_bytes_per_s).map_or(1.0, |(seen, assumed)| seen / assumed);
-        [adam, assumed.device_s / self.device_s]
+        [adam, assumed.device_s / self.device_s].map(|ratio| ratio.clamp(1.0 / RATIO_MAX, RATIO_MAX))
     }
 
     /// Whether it has left what was `assumed`.
@@ -213,6 +215,9 @@ mod tests {
         assert_eq!(slower.adam_bytes_per_s(workers, Isa::Avx2), rates.adam_bytes_per_s(workers, Isa::Avx2) / 2.0);
         assert_eq!(slower.matmul_flops(64), rates.matmul_flops(64) / 2.0);
         assert_eq!(slower.to_host_s(1 << 20), rates.to_host_s(1 << 20));
+        // A window in which the device never computed.
+        let idle = Pace { device_s: 0.0, ..PACE }.rates(&PACE, &rates);
+        assert_eq!(idle.matmul_flops(64), RATIO_MAX * rates.matmul_flops(64));
     }
 
     #[test]
