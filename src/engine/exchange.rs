@@ -63,7 +63,7 @@ pub trait Exchange<D: Kernels> {
     /// What this rank owns.
     fn slices(&self) -> &Slices;
 
-    /// The gradient of this round's share is enqueued for `bucket`, in the flat `grads`. True when that of the step is, in the same place.
+    /// The gradient of this round's share is enqueued for `bucket`, in the flat `grads`. True when that of the step is.
     fn written(&mut self, dev: &mut D, grads: DeviceSlice, bucket: usize) -> Result<bool>;
 
     /// Enqueues the sums that can be; a bucket whose gradient of the step is enqueued now.
@@ -76,9 +76,15 @@ pub trait Exchange<D: Kernels> {
         true
     }
 
-    /// Whether the next round may overwrite the gradients of this one; then what is computed from now on waits for who reads them.
-    fn may_overwrite(&mut self, _dev: &mut D) -> Result<bool> {
+    /// Whether what comes next may overwrite the gradient of `bucket`, written in this round, and those before it, as far as ranks pull
+    /// and sum them; then what is computed from now on waits for that.
+    fn may_overwrite(&mut self, _dev: &mut D, _bucket: usize) -> Result<bool> {
         Ok(true)
+    }
+
+    /// Where the step's gradient of `flat` lies, a part of this rank's slice of a bucket that begins at `local` of its own order.
+    fn own_grads(&self, grads: DeviceSlice, flat: &Range<usize>, _local: usize) -> DeviceSlice {
+        grads.slice(flat.start, flat.len())
     }
 
     /// The next partial sums of the norm, in this rank's own order.

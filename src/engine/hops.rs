@@ -117,7 +117,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         }
         self.transfers.wait(&mut self.dev, hop, bucket)?;
         match (hop, hop.leg().stream, load) {
-            (Hop::GradsOut, Some(stream), Load::Slot(slot)) => self.copy_grads(stream, &flat, slot)?,
+            (Hop::GradsOut, Some(stream), Load::Slot(slot)) => self.copy_grads(stream, &flat, &local, slot)?,
             (Hop::Optimize, None, Load::Job(work, params)) => self.give_to_pool(bucket, local, work, params),
             (Hop::ParamsIn, _, Load::Slot(_)) if self.plan.streams_from_host() && self.beside_flow(&flat).is_empty() => {
                 let done = Event::Done { hop, bucket };
@@ -160,8 +160,8 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         self.in_pool = Some(bucket);
     }
 
-    fn copy_grads(&mut self, stream: Stream, range: &Range<usize>, slot: Slot) -> Result<()> {
-        let (mut source, target) = (self.grads(range), self.memory.step.grads.slot(slot, range.len()));
+    fn copy_grads(&mut self, stream: Stream, range: &Range<usize>, local: &Range<usize>, slot: Slot) -> Result<()> {
+        let (mut source, target) = (self.grads(range, local.start), self.memory.step.grads.slot(slot, range.len()));
         if self.plan.device_casts() {
             let staging = self.memory.staging_d2h.slice(0, range.len());
             self.dev.launch(Cast { stream, src: source, dst: staging })?;
@@ -200,7 +200,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
             let state = self.memory.device_part(&part);
             let consts = AdamConsts::new(&hyper, update.optimizer_step, segment.decay);
             let there = flat.start + part.start - local.start..flat.start + part.end - local.start;
-            let (grads, out) = (self.grads(&there), self.weights(&there, part.start));
+            let (grads, out) = (self.grads(&there, part.start), self.weights(&there, part.start));
             self.dev.launch(Adam { params: state.params, m: state.m, v: state.v, grads, out, consts, scale: update.scale })?;
         }
         Ok(())
@@ -214,8 +214,9 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         Ok(arrays.map(|memory| memory.bytes() as u64).iter().sum())
     }
 
-    pub(super) fn grads(&self, range: &Range<usize>) -> DeviceSlice {
-        self.model.grads.slice(range.start, range.len())
+    /// The step's gradient of `range`, which begins at `local` of this rank's own order.
+    pub(super) fn grads(&self, range: &Range<usize>, local: usize) -> DeviceSlice {
+        self.exchange.own_grads(self.model.grads, range, local)
     }
 
     /// This rank's weights of `range`, which begins at `local` of its own order.
