@@ -105,6 +105,11 @@ pub trait Exchange<D: Kernels> {
     /// From here on the weights of every bucket are others: those of the next version.
     fn next_version(&mut self) {}
 
+    /// Whether the others wait to hear of any bucket that its weights are final.
+    fn is_owing(&self) -> bool {
+        false
+    }
+
     /// Whether the others wait to hear that this rank's weights of `bucket` are final.
     fn is_owed(&self, _bucket: usize) -> bool {
         false

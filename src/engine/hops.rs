@@ -84,7 +84,8 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
 
     /// Tells the other ranks whose weights are final.
     fn settle_owed(&mut self) {
-        for bucket in (0..self.plan.layout.count()).rev() {
+        let buckets = if self.exchange.is_owing() { self.plan.layout.count() } else { 0 };
+        for bucket in (0..buckets).rev() {
             if self.exchange.is_owed(bucket) && self.coordinator.is_settled(bucket) {
                 self.exchange.settle(bucket);
             }

@@ -77,9 +77,10 @@ pub(crate) struct Pulls<C> {
     /// Rank 0: what it has folded of this step, up to the slice of a rank in a bucket.
     norm_sq: NormSq,
     folded: (usize, usize),
-    /// The version of the weights, which of its own buckets are published in it, and where the others' have not come: below that bucket.
+    /// The version of the weights, which of its own buckets are published in it, how many are not, and where the others' have not come: below that bucket.
     version: u64,
     settled: Vec<u64>,
+    unsettled: usize,
     ungathered: usize,
 }
 
@@ -120,6 +121,7 @@ impl<C> Pulls<C> {
             folded: (0, 0),
             version: 0,
             settled: vec![0; count],
+            unsettled: 0,
             ungathered: 0,
             slices,
             seat,
@@ -276,7 +278,11 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
     fn next_version(&mut self) {
         assert_eq!(self.ungathered, 0, "weights became others before the last had come");
         self.version += 1;
-        self.ungathered = self.settled.len();
+        (self.unsettled, self.ungathered) = (self.settled.len(), self.settled.len());
+    }
+
+    fn is_owing(&self) -> bool {
+        self.unsettled > 0
     }
 
     fn is_owed(&self, bucket: usize) -> bool {
@@ -285,6 +291,7 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
 
     fn settle(&mut self, bucket: usize) {
         self.settled[bucket] = self.version;
+        self.unsettled -= 1;
         self.seat.board.publish_settled(self.seat.rank, bucket, self.version);
     }
 
@@ -324,8 +331,7 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
     }
 
     fn blame(&self, error: Error) -> Error {
-        self.seat.fail(&error);
-        self.seat.check().err().unwrap_or(error)
+        self.seat.blame(error)
     }
 
     fn watched(&self, _: Arc<Vitals>) -> Watched {

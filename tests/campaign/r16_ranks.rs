@@ -71,8 +71,8 @@ fn start(harness: &Harness) -> Result<Trial, String> {
     }))
 }
 
-/// Four micro-batches a step, each a share, on any number of ranks.
-fn flags(ranks: u64) -> [&'static str; 6] {
+/// Four micro-batches a step, each a share, on any number of ranks, and a bucket that devices step.
+fn flags(ranks: u64) -> [&'static str; 7] {
     let [gpus, accumulation] = if ranks == 2 { ["2", "2"] } else { ["4", "1"] };
-    ["--bucket-mib=0.03125", "--gradient-shares=4", "--gpus", gpus, "--gradient-accumulation-steps", accumulation]
+    ["--bucket-mib=0.03125", "--resident-buckets=1", "--gradient-shares=4", "--gpus", gpus, "--gradient-accumulation-steps", accumulation]
 }
