@@ -48,6 +48,8 @@ fn start(harness: &Harness) -> Result<Trial, String> {
         let kind = if rank == 0 { "error" } else { turn.one_of(&["error", "panic"]) };
         let step = match phase {
             "start" | "write" => 1,
+            // What follows a verdict counts to the next step.
+            "step-on-device" => 2 + turn.pick(MAX_STEPS - 1),
             "flush" | "read" => 1 + SAVE_STEPS * (1 + turn.pick(MAX_STEPS / SAVE_STEPS - 1)),
             _ => 1 + turn.pick(MAX_STEPS),
         };
