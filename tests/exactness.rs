@@ -200,19 +200,8 @@ fn ways() -> impl Strategy<Value = Way> {
         prop::option::weighted(0.8, any::<u32>().prop_map(u64::from)),
         (1usize..5, any::<bool>(), any::<bool>(), any::<bool>()),
     )
-        .prop_map(|(strategy, threads, bucket_kib, slots, resident, without, cast, adversary, (ranks, sharded, ringed, evaluates))| Way {
-            strategy,
-            threads,
-            bucket_kib,
-            slots,
-            resident,
-            without,
-            cast,
-            adversary,
-            ranks,
-            evaluates,
-            sharded,
-            ringed,
+        .prop_map(|(strategy, threads, bucket_kib, slots, resident, without, cast, adversary, (ranks, sharded, ringed, evaluates))| {
+            Way { strategy, threads, bucket_kib, slots, resident, without, cast, adversary, ranks, evaluates, sharded, ringed }
         })
 }
 

@@ -205,7 +205,10 @@ mod tests {
             assert_eq!(selected.profile.name, profile, "{gpus} x {gpu}");
             assert!(selected.to_string().contains(profile), "{selected}");
             let line = selected.unknown_together(gpus);
-            assert!(line.as_deref().map_or(told.is_none(), |line| told.is_some_and(|told| line.contains(told))), "{gpus} x {gpu}: {line:?}");
+            assert!(
+                line.as_deref().map_or(told.is_none(), |line| told.is_some_and(|told| line.contains(told))),
+                "{gpus} x {gpu}: {line:?}"
+            );
         }
     }
 

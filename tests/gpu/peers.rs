@@ -153,7 +153,11 @@ fn same_as_one(ranks: &Ranks<'_>, lines: &str) -> Outcome {
 
 /// Each device pulls every module's weights twice a micro-batch, from the other and from itself.
 fn sharded(ranks: &Ranks<'_>) -> Outcome {
-    if cfg!(feature = "weight-flow") { same_as_one(ranks, "weights = \"sharded\"\n") } else { Err(Missed::Skipped("weight-flow is off".into())) }
+    if cfg!(feature = "weight-flow") {
+        same_as_one(ranks, "weights = \"sharded\"\n")
+    } else {
+        Err(Missed::Skipped("weight-flow is off".into()))
+    }
 }
 
 /// On memory that lacks 32 MiB for a place for each gradient.
@@ -161,7 +165,8 @@ fn ringed(ranks: &Ranks<'_>) -> Outcome {
     if !ranks.overlaps {
         return Err(Missed::Skipped("a device that shares the host's memory has no ring of gradients".into()));
     }
-    let plan = |more: &str| Plan::new(&ranks.settings(2, &format!("{PARTLY}{IN_RINGS}{more}"))?, &many_layers(ranks), &ranks.machine, false);
+    let plan =
+        |more: &str| Plan::new(&ranks.settings(2, &format!("{PARTLY}{IN_RINGS}{more}"))?, &many_layers(ranks), &ranks.machine, false);
     let limit = format!("weights = \"replicated\"\nhbm-limit = \"{}MiB\"\n", (plan("")?.balances()[0].needed >> 20) - 32);
     require(plan(&limit)?.grad_ring.is_some(), || "no ring was planned".into())?;
     same_as_one(ranks, &limit)
