@@ -113,7 +113,7 @@ fn facts(topology: &Topology, isa: &str, probes: &Probes, partitions: &Partition
         Ok(models) => facts.extend(models.iter().map(|model| ("matrix products", model.to_string()))),
         Err(cause) => facts.push(("matrix products", cause.to_string())),
     }
-    let rates_from = gpu.facts.as_ref().map(|gpu| SelectedProfile::of(Path::new(AUTO), Ok(MachineId::of(topology, gpu))));
+    let rates_from = gpu.facts.as_ref().map(|gpu| SelectedProfile::of(Path::new(AUTO), Ok(MachineId::of(topology, gpu)), 1));
     facts.extend(rates_from.ok().map(|rates_from| ("rates", or_error(&rates_from, ToString::to_string))));
     facts.push(("kernel", or_unknown(topology.kernel.as_deref()).to_owned()));
     facts

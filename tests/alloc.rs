@@ -18,10 +18,10 @@ use superoffload::internals::engine::{Counts, Engine, Exchange, Watchdog};
 use superoffload::internals::hardware::Topology;
 use superoffload::internals::launch::{UseEngine, on_cpus};
 use superoffload::internals::metrics::rss_bytes;
-use superoffload::internals::model::ModelShape;
+use superoffload::internals::model::{ModelShape, TensorTable};
 use superoffload::internals::planner::Machine;
 use superoffload::{Plan, Result, Settings};
-use support::{emulator, load, random_params, resident, settings, start, tiny_llama};
+use support::{emulator, grad_ring, load, random_params, resident, settings, start, tiny_llama};
 
 /// The system's allocator, which remembers where the first allocation came from while it is watched.
 struct Watched;
@@ -103,6 +103,10 @@ fn main() {
     if cfg!(feature = "weight-flow") {
         steps(STRATEGIES[1], "gpus = 2\nweights = \"sharded\"\n");
     }
+    steps_of(STRATEGIES[1], "gpus = 2\ngradient-shares = 4\nweights = \"auto\"\n", |plan| {
+        plan.grad_ring = grad_ring(plan, &TensorTable::new(&shape_of("weights")));
+        assert!(plan.grad_ring.is_some(), "{plan}");
+    });
     if cfg!(feature = "superchip-cast") {
         steps(STRATEGIES[1], "cast = \"device\"\n");
     }
@@ -125,13 +129,16 @@ fn steps(strategy: &str, more: &str) -> Counts {
 
 fn steps_of(strategy: &str, more: &str, change: impl FnOnce(&mut Plan)) -> Counts {
     let settings = settings(&format!("{COMMON}{}{strategy}{more}", resident(strategy)));
-    // Enough layers for a ring of two to save memory, with slices of what it covers, too.
-    let layers = if more.contains("weights") { 12 } else { 2 };
-    let shape = tiny_llama(layers, 64, 256, true);
+    let shape = shape_of(more);
     let mut plan = Plan::new(&settings, &shape, &Machine::cpu(2), true).unwrap();
     change(&mut plan);
     let name = format!("{strategy}{more}");
     on_cpus(&plan, &shape, &Topology::this_machine(), Watch { name, loader: loader(&settings, &shape) }).unwrap()
+}
+
+/// With enough layers for a ring of two to save memory where `more` asks for one, with slices of what it covers, too.
+fn shape_of(more: &str) -> ModelShape {
+    tiny_llama(if more.contains("weights") { 12 } else { 2 }, 64, 256, true)
 }
 
 /// Steps that are watched, on one device or several.

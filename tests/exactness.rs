@@ -2,7 +2,7 @@
 //! `superoffload` must be that of `zero-offload` and of `no-offload`, and counters prove that it speculated.
 
 use crate::campaign::record;
-use crate::support::{Noise, digest, engine, load, random_params, settings, start, tiny_llama};
+use crate::support::{Noise, digest, engine, grad_ring, load, random_params, settings, start, tiny_llama};
 use half::bf16;
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
@@ -12,12 +12,10 @@ use superoffload::internals::bucket::{BucketLayout, Tier};
 use superoffload::internals::device::Kernels;
 use superoffload::internals::engine::{Counts, Engine, Exchange};
 use superoffload::internals::hardware::Topology;
-use superoffload::internals::host::RING_GRAIN_BYTES;
 use superoffload::internals::launch::{UseEngine, on_cpus};
-use superoffload::internals::memory::RingShape;
 #[cfg(feature = "weight-flow")]
 use superoffload::internals::model::ModelShape;
-use superoffload::internals::model::{Module, TensorTable};
+use superoffload::internals::model::TensorTable;
 use superoffload::internals::optim::{BLOCK, StatePart};
 use superoffload::internals::planner::Machine;
 use superoffload::{Plan, Result};
@@ -53,6 +51,8 @@ struct Way {
     evaluates: bool,
     /// Several keep their slices of the weights alone, where that saves memory.
     sharded: bool,
+    /// Gradients share memory, where that saves any.
+    ringed: bool,
 }
 
 const STEPS: u64 = 6;
@@ -70,14 +70,16 @@ const REFERENCE: Way = Way {
     ranks: 1,
     evaluates: false,
     sharded: false,
+    ringed: false,
 };
 
 /// Digest, what became of bucket steps, and losses.
 type Run = (String, Counts, Vec<u32>);
 
 thread_local! {
-    /// Runs whose weights were sharded.
+    /// Runs whose weights were sharded, and those whose gradients lay in a ring.
     static SHARDED: Cell<usize> = const { Cell::new(0) };
+    static RINGED: Cell<usize> = const { Cell::new(0) };
 }
 
 /// The steps of a case, on an engine of one device or of several.
@@ -139,7 +141,9 @@ fn run(case: &Case, way: &Way) -> Run {
     );
     let plan = |weights: &str| Plan::new(&settings(&format!("{lines}\nweights = \"{weights}\"")), &shape, &Machine::cpu(2), false);
     let sharded = if way.sharded && ranks > 1 { plan("sharded").ok() } else { None };
-    let plan = sharded.unwrap_or_else(|| plan("auto").unwrap());
+    let mut plan = sharded.unwrap_or_else(|| plan("auto").unwrap());
+    plan.grad_ring = grad_ring(&plan, &table).filter(|_| way.ringed && case.micro_batches == 1);
+    RINGED.with(|runs| runs.set(runs.get() + usize::from(plan.grad_ring.is_some())));
     SHARDED.with(|runs| runs.set(runs.get() + usize::from(ranks > 1 && plan.weight_ring.is_some())));
     on_cpus(&plan, &shape, &Topology::this_machine(), Steps(case, way)).unwrap_or_else(|error| panic!("{error}: {case:?} {way:?}"))
 }
@@ -194,20 +198,10 @@ fn ways() -> impl Strategy<Value = Way> {
         prop::sample::select(without.to_vec()),
         prop::sample::select(vec!["host", "host", "device"]),
         prop::option::weighted(0.8, any::<u32>().prop_map(u64::from)),
-        (1usize..5, any::<bool>(), any::<bool>()),
+        (1usize..5, any::<bool>(), any::<bool>(), any::<bool>()),
     )
-        .prop_map(|(strategy, threads, bucket_kib, slots, resident, without, cast, adversary, (ranks, sharded, evaluates))| Way {
-            strategy,
-            threads,
-            bucket_kib,
-            slots,
-            resident,
-            without,
-            cast,
-            adversary,
-            ranks,
-            evaluates,
-            sharded,
+        .prop_map(|(strategy, threads, bucket_kib, slots, resident, without, cast, adversary, (ranks, sharded, ringed, evaluates))| {
+            Way { strategy, threads, bucket_kib, slots, resident, without, cast, adversary, ranks, evaluates, sharded, ringed }
         })
 }
 
@@ -304,6 +298,35 @@ fn sharded_weights_change_no_bit() {
     assert_eq!(speculated > 0, cfg!(feature = "stv"));
 }
 
+/// Gradients that share memory on several devices: a backward pass that did not wait for what others pull, sum or copy there would
+/// change bits. Rings are of all buckets, whoever steps them.
+#[test]
+fn a_ring_of_gradients_changes_no_bit_on_any_number_of_ranks() {
+    let mut speculated = 0;
+    for seed in 0..12u64 {
+        let (shares, max_norm) = ([4, 4, 3][seed as usize % 3], [0.0, 1.7, 1e-3, 1e9][seed as usize % 4]);
+        let faults = vec![(2, 0.3, 1, "\"nan\""), (4, 0.8, 3, "\"inf\""), (5, 0.5, 2, "100.0")];
+        let dtype = ["bfloat16", "float32"][seed as usize % 2];
+        let case = Case { seed, dtype, layers: 12, vocab: 64, tied: seed % 4 < 2, max_norm, faults, ..tiny_case(shares) };
+        let want = reference(&case);
+        let strategy = ["superoffload", "superoffload", "zero-offload", "no-offload"][seed as usize / 3];
+        let (resident, without) = (seed as usize % 4 * 3, if seed < 3 { "\"adaptive\"" } else { "" });
+        for ranks in (1..=shares).filter(|ranks| shares.is_multiple_of(*ranks)) {
+            let sharded = cfg!(feature = "weight-flow") && seed % 2 == 0;
+            let way = Way { strategy, bucket_kib: 72, resident, slots: 2, ranks, without, sharded, ringed: true, ..REFERENCE };
+            for adversary in [None, Some(seed)] {
+                let before = RINGED.get();
+                let have = run(&case, &Way { adversary, ..way.clone() });
+                // One device rings what it offloads alone.
+                assert!(RINGED.get() > before || ranks == 1, "gradients were not in a ring: {way:?}");
+                assert_eq!((&have.0, &have.2), (&want.0, &want.2), "{way:?}, {case:?}, adversary {adversary:?}");
+                speculated += have.1.speculated;
+            }
+        }
+    }
+    assert_eq!(speculated > 0, cfg!(feature = "stv"));
+}
+
 /// After one step without clipping m is half of the gradient, exactly: that of four shares against the gradients of each alone.
 #[test]
 fn shares_are_summed_in_order_in_fp32_and_rounded_once() {
@@ -348,6 +371,7 @@ fn speculations_are_kept_redone_and_undone_and_counted() {
         ranks: 1,
         evaluates: false,
         sharded: false,
+        ringed: false,
     };
     let (case, faults) = (tiny_case(1), vec![(3, 0.5, 0, "\"nan\"")]);
     let case = Case { max_norm: 2.21, faults, ..case };
@@ -418,16 +442,6 @@ fn a_ring_of_gradients_changes_no_bit() {
         speculated += counts.speculated;
     }
     assert_eq!(speculated > 0, cfg!(feature = "stv"));
-}
-
-/// The shortest ring of gradients that holds any module and a bucket, if that is shorter than them all. The embeddings stay outside.
-fn grad_ring(plan: &Plan, table: &TensorTable) -> Option<RingShape> {
-    let grain = RING_GRAIN_BYTES / plan.dtype.bytes();
-    let module_elems = [Module::Head, Module::Layer(0)].map(|module| table.module_range(module).len());
-    let period_elems = (module_elems[0].max(module_elems[1]) + plan.layout.bucket_elems()).next_multiple_of(grain);
-    let end = table.module_range(Module::Embed).start.min(plan.layout.offloaded_elems());
-    let ringed_elems = end / grain * grain;
-    (ringed_elems > period_elems).then_some(RingShape { ringed_elems, period_elems })
 }
 
 /// Paged states: every optimizer on the device, states in memory that both sides know. Nothing is speculated, and nothing but

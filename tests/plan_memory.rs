@@ -104,4 +104,16 @@ fn every_class_of_a_plan_for_several_gpus_is_what_each_takes() {
             assert_eq!(plan.weight_ring.is_some(), more.contains("sharded"), "{plan}");
         }
     }
+    // Less memory than a place for each gradient takes, with slices of the sums of some, all or none.
+    for (resident, shares) in [("0", 2), ("2", 4), ("all", 2)] {
+        let resident = if cfg!(feature = "repartition") { resident } else { "0" };
+        let toml = format!("{common}gpus = 2\nweights = \"replicated\"\nresident-buckets = \"{resident}\"\ngradient-shares = {shares}\n");
+        let settings = settings(&format!("{toml}gradient-accumulation-steps = {}\nactivations = \"keep\"\n", shares / 2));
+        let plan = |machine: &Machine| Plan::new(&settings, &shape, machine, false).unwrap();
+        let bytes = plan(&machine).balances()[0].needed - (32 << 20);
+        let device = DeviceMemory::Own { bytes, addressing: Addressing::Managed };
+        let plan = Plan { host_memory: MemoryPolicy::unbacked(), ..plan(&Machine { device, ..machine.clone() }) };
+        assert!(plan.grad_ring.is_some(), "{plan}");
+        on_cpus(&plan, &shape, &Topology::this_machine(), Compared(&toml)).unwrap();
+    }
 }

@@ -5,8 +5,10 @@ use superoffload::internals::data::{Batch, Batches};
 use superoffload::internals::device::{CpuDevice, Kernels};
 use superoffload::internals::engine::{Engine, Exchange};
 use superoffload::internals::hardware::Topology;
+use superoffload::internals::host::RING_GRAIN_BYTES;
 use superoffload::internals::launch::cpu_engine;
-use superoffload::internals::model::{ModelShape, TensorSpec, init_tensor};
+use superoffload::internals::memory::RingShape;
+use superoffload::internals::model::{ModelShape, Module, TensorSpec, TensorTable, init_tensor};
 use superoffload::internals::optim::StatePart;
 use superoffload::internals::planner::Machine;
 use superoffload::{Plan, Result, Settings, TrainOptions};
@@ -36,6 +38,17 @@ pub fn resident(strategy: &str) -> &'static str {
 pub fn settings(toml: &str) -> Settings {
     let options: TrainOptions = toml::from_str(toml).unwrap();
     Settings::resolve(options).unwrap()
+}
+
+/// The shortest ring of gradients that holds any module and a bucket, if that is shorter than them all. The embeddings stay outside.
+pub fn grad_ring(plan: &Plan, table: &TensorTable) -> Option<RingShape> {
+    let grain = RING_GRAIN_BYTES / plan.dtype.bytes();
+    let module_elems = [Module::Head, Module::Layer(0)].map(|module| table.module_range(module).len());
+    let period_elems = (module_elems[0].max(module_elems[1]) + plan.layout.bucket_elems()).next_multiple_of(grain);
+    let limit = if plan.ranks == 1 { plan.layout.offloaded_elems() } else { plan.layout.flat_elems() };
+    let end = table.module_range(Module::Embed).start.min(limit);
+    let ringed_elems = end / grain * grain;
+    (ringed_elems > period_elems).then_some(RingShape { ringed_elems, period_elems })
 }
 
 /// An engine with random weights, ready to step.

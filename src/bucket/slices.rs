@@ -63,6 +63,12 @@ impl Slices {
         start..start + self.of(rank, bucket).len()
     }
 
+    /// The local range of neighbouring buckets.
+    pub fn local_buckets(&self, buckets: &Range<usize>) -> Range<usize> {
+        let end = |buckets: usize| buckets.checked_sub(1).map_or(0, |last| self.local(last).end);
+        end(buckets.start)..end(buckets.end)
+    }
+
     /// Elements that this rank owns in all.
     pub fn elems(&self) -> usize {
         self.local(self.layout.count() - 1).end
@@ -70,14 +76,13 @@ impl Slices {
 
     /// Elements of the longest slice that this rank owns.
     pub fn slice_elems(&self) -> usize {
-        (0..self.layout.count()).map(|bucket| self.global(bucket).len()).max().unwrap_or(0)
+        // All buckets but the last are alike.
+        self.global(0).len().max(self.global(self.layout.count() - 1).len())
     }
 
     /// The local range of the buckets of `tier`.
     pub fn elems_in(&self, tier: Tier) -> Range<usize> {
-        let buckets = self.layout.buckets_in(tier);
-        let end = |buckets: usize| buckets.checked_sub(1).map_or(0, |last| self.local(last).end);
-        end(buckets.start)..end(buckets.end)
+        self.local_buckets(&self.layout.buckets_in(tier))
     }
 
     /// The parts of the flat range `flat` that this rank owns, each with the local element at which it begins.

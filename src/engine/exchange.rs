@@ -72,7 +72,7 @@ pub trait Exchange<D: Kernels> {
         Err(Error::Unsupported("several GPUs do not change their plan during a run".into()))
     }
 
-    /// The gradient of this round's share is enqueued for `bucket`, in the flat `grads`. True when that of the step is, in the same place.
+    /// The gradient of this round's share is enqueued for `bucket`, in the flat `grads`. True when that of the step is.
     fn written(&mut self, dev: &mut D, grads: DeviceSlice, bucket: usize) -> Result<bool>;
 
     /// Enqueues the sums that can be; a bucket whose gradient of the step is enqueued now.
@@ -85,9 +85,15 @@ pub trait Exchange<D: Kernels> {
         true
     }
 
-    /// Whether the next round may overwrite the gradients of this one; then what is computed from now on waits for who reads them.
-    fn may_overwrite(&mut self, _dev: &mut D) -> Result<bool> {
+    /// Whether what comes next may overwrite the gradient of `bucket`, written in this round, and those before it, as far as ranks pull
+    /// and sum them; then what is computed from now on waits for that.
+    fn may_overwrite(&mut self, _dev: &mut D, _bucket: usize) -> Result<bool> {
         Ok(true)
+    }
+
+    /// Where the step's gradient of `flat` lies, a part of this rank's slice of a bucket that begins at `local` of its own order.
+    fn own_grads(&self, grads: DeviceSlice, flat: &Range<usize>, _local: usize) -> DeviceSlice {
+        grads.slice(flat.start, flat.len())
     }
 
     /// The next partial sums of the norm, in this rank's own order.
@@ -107,6 +113,11 @@ pub trait Exchange<D: Kernels> {
 
     /// From here on the weights of every bucket are others: those of the next version.
     fn next_version(&mut self) {}
+
+    /// Whether the others wait to hear of any bucket that its weights are final.
+    fn is_owing(&self) -> bool {
+        false
+    }
 
     /// Whether the others wait to hear that this rank's weights of `bucket` are final.
     fn is_owed(&self, _bucket: usize) -> bool {

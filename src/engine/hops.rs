@@ -84,7 +84,8 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
 
     /// Tells the other ranks whose weights are final.
     fn settle_owed(&mut self) {
-        for bucket in (0..self.plan.layout.count()).rev() {
+        let buckets = if self.exchange.is_owing() { self.plan.layout.count() } else { 0 };
+        for bucket in (0..buckets).rev() {
             if self.exchange.is_owed(bucket) && self.coordinator.is_settled(bucket) {
                 self.exchange.settle(bucket);
             }
@@ -117,7 +118,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         }
         self.transfers.wait(&mut self.dev, hop, bucket)?;
         match (hop, hop.leg().stream, load) {
-            (Hop::GradsOut, Some(stream), Load::Slot(slot)) => self.copy_grads(stream, &flat, slot)?,
+            (Hop::GradsOut, Some(stream), Load::Slot(slot)) => self.copy_grads(stream, &flat, &local, slot)?,
             (Hop::Optimize, None, Load::Job(work, params)) => self.give_to_pool(bucket, local, work, params),
             (Hop::ParamsIn, _, Load::Slot(_)) if self.plan.streams_from_host() && self.beside_flow(&flat).is_empty() => {
                 let done = Event::Done { hop, bucket };
@@ -161,8 +162,8 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         self.in_pool = Some(bucket);
     }
 
-    fn copy_grads(&mut self, stream: Stream, range: &Range<usize>, slot: Slot) -> Result<()> {
-        let (mut source, target) = (self.grads(range), self.scratch.step.grads.slot(slot, range.len()));
+    fn copy_grads(&mut self, stream: Stream, range: &Range<usize>, local: &Range<usize>, slot: Slot) -> Result<()> {
+        let (mut source, target) = (self.grads(range, local.start), self.scratch.step.grads.slot(slot, range.len()));
         if self.plan.device_casts() {
             let staging = self.scratch.staging_d2h.slice(0, range.len());
             self.dev.launch(Cast { stream, src: source, dst: staging })?;
@@ -201,7 +202,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
             let state = self.memory.states.on_device(&part);
             let consts = AdamConsts::new(&hyper, update.optimizer_step, segment.decay);
             let there = flat.start + part.start - local.start..flat.start + part.end - local.start;
-            let (grads, out) = (self.grads(&there), self.weights(&there, part.start));
+            let (grads, out) = (self.grads(&there, part.start), self.weights(&there, part.start));
             self.dev.launch(Adam { params: state.params, m: state.m, v: state.v, grads, out, consts, scale: update.scale })?;
         }
         Ok(())
@@ -215,8 +216,9 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         Ok(arrays.map(|memory| memory.bytes() as u64).iter().sum())
     }
 
-    pub(super) fn grads(&self, range: &Range<usize>) -> DeviceSlice {
-        self.model.grads.slice(range.start, range.len())
+    /// The step's gradient of `range`, which begins at `local` of this rank's own order.
+    pub(super) fn grads(&self, range: &Range<usize>, local: usize) -> DeviceSlice {
+        self.exchange.own_grads(self.model.grads, range, local)
     }
 
     /// This rank's weights of `range`, which begins at `local` of its own order.

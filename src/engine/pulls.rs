@@ -56,6 +56,10 @@ pub(crate) struct Pulls<C> {
     shard: DeviceSlice,
     sharded: usize,
     ringed_elems: usize,
+    /// This rank's slices of the step's gradients whose flat places are overwritten before the verdict, and where they begin in its own
+    /// order.
+    kept: DeviceSlice,
+    kept_from: usize,
     /// fp32 sums so far of what this rank owns, where a step has several rounds.
     sums: Option<DeviceSlice>,
     rounds: u64,
@@ -73,9 +77,10 @@ pub(crate) struct Pulls<C> {
     /// Rank 0: what it has folded of this step, up to the slice of a rank in a bucket.
     norm_sq: NormSq,
     folded: (usize, usize),
-    /// The version of the weights, which of its own buckets are published in it, and where the others' have not come: below that bucket.
+    /// The version of the weights, which of its own buckets are published in it, how many are not, and where the others' have not come: below that bucket.
     version: u64,
     settled: Vec<u64>,
+    unsettled: usize,
     ungathered: usize,
 }
 
@@ -90,11 +95,12 @@ impl<C> Pulls<C> {
         let rounds = plan.shares / ranks;
         let sums = (rounds > 1).then(|| dev.alloc("gradient sums", slices.elems(), Dtype::Float32)).transpose()?;
         let batch_words = batch::arrays(plan.separates_documents) * plan.batch * plan.seq_length;
-        let sharded = plan.sharded().end;
-        let shard_elems = sharded.checked_sub(1).map_or(0, |last| slices.local(last).end);
+        let (sharded, kept) = (plan.sharded(), slices.local_buckets(&plan.kept()));
         Ok(Self {
-            shard: dev.alloc("weight slices", shard_elems, plan.dtype)?,
-            sharded,
+            shard: dev.alloc("weight slices", slices.local_buckets(&sharded).len(), plan.dtype)?,
+            sharded: sharded.end,
+            kept: dev.alloc("gradient slices", kept.len(), plan.dtype)?,
+            kept_from: kept.start,
             ringed_elems: plan.weight_ring.map_or(0, |ring| ring.ringed_elems),
             written,
             gathered,
@@ -115,6 +121,7 @@ impl<C> Pulls<C> {
             folded: (0, 0),
             version: 0,
             settled: vec![0; count],
+            unsettled: 0,
             ungathered: 0,
             slices,
             seat,
@@ -211,13 +218,22 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
         self.buckets_summed == self.buckets_written
     }
 
-    fn may_overwrite(&mut self, dev: &mut D) -> Result<bool> {
-        if self.buckets_summed < self.buckets_written || !self.seat.board.all_pulled(self.buckets_written) {
+    fn may_overwrite(&mut self, dev: &mut D, bucket: usize) -> Result<bool> {
+        let before_round = self.buckets_written.saturating_sub(1) / self.buckets() * self.buckets();
+        let needed = before_round + bucket as u64 + 1;
+        if self.buckets_summed < needed || !self.seat.board.all_pulled(needed) {
             return Ok(false);
         }
         dev.wait(Stream::Compute, self.summed)?;
         self.others().try_for_each(|peer| dev.wait_for(Stream::Compute, peer, self.peers[peer].pulled))?;
         Ok(true)
+    }
+
+    fn own_grads(&self, grads: DeviceSlice, flat: &Range<usize>, local: usize) -> DeviceSlice {
+        match local.checked_sub(self.kept_from) {
+            Some(kept) if kept < self.kept.elems() => self.kept.slice(kept, flat.len()),
+            _ => grads.slice(flat.start, flat.len()),
+        }
     }
 
     fn add_partials(&mut self, partials: &[f32]) {
@@ -262,7 +278,11 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
     fn next_version(&mut self) {
         assert_eq!(self.ungathered, 0, "weights became others before the last had come");
         self.version += 1;
-        self.ungathered = self.settled.len();
+        (self.unsettled, self.ungathered) = (self.settled.len(), self.settled.len());
+    }
+
+    fn is_owing(&self) -> bool {
+        self.unsettled > 0
     }
 
     fn is_owed(&self, bucket: usize) -> bool {
@@ -271,6 +291,7 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
 
     fn settle(&mut self, bucket: usize) {
         self.settled[bucket] = self.version;
+        self.unsettled -= 1;
         self.seat.board.publish_settled(self.seat.rank, bucket, self.version);
     }
 
@@ -310,8 +331,7 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
     }
 
     fn blame(&self, error: Error) -> Error {
-        self.seat.fail(&error);
-        self.seat.check().err().unwrap_or(error)
+        self.seat.blame(error)
     }
 
     fn watched(&self, _: Arc<Vitals>) -> Watched {
@@ -419,7 +439,7 @@ impl<C> Pulls<C> {
         self.seat.board.publish_pulled(self.seat.rank);
         let sum = self.sums.map(|sums| sums.slice(local.start, local.len()));
         let (before, last) = (sum.filter(|_| round > 0), round + 1 == self.rounds);
-        let out = sum.filter(|_| !last).unwrap_or(own);
+        let out = sum.filter(|_| !last).unwrap_or_else(|| Exchange::<D>::own_grads(self, grads, &flat, local.start));
         dev.launch(SumSlices::new(Stream::Reduce, &parts[..self.peers.len()], before, out))?;
         dev.record(self.summed, Stream::Reduce)
     }

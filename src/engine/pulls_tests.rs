@@ -107,7 +107,7 @@ impl Rank {
         let (own, count) = (self.pulls.slices.clone(), self.stepped.len());
         for round in 0..case.rounds {
             if round > 0 {
-                self.until(|rank| rank.pulls.may_overwrite(&mut rank.dev))?;
+                self.until(|rank| rank.pulls.may_overwrite(&mut rank.dev, count - 1))?;
             }
             for bucket in 0..count {
                 let value = gradient(step, round * case.ranks + own.rank(), bucket);

@@ -108,10 +108,10 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
                 self.begin_validation(learning_rate)?;
             }
             if first && micro_step > 0 {
-                self.wait_for_peers(Doing::Sums, 0, |engine| engine.exchange.may_overwrite(&mut engine.dev))?;
+                self.wait_for_sums(self.plan.layout.count() - 1)?;
             }
             let micro = MicroStep { first, inv_targets, loss_scale: self.loss_scale.scale() };
-            self.wait_for_ring(Module::Head)?;
+            self.wait_for_ring(Module::Head, whole)?;
             self.with_weights(Module::Head, Pass::Backward, |engine| engine.model.head(&mut engine.dev, micro, true))?;
             self.grads_written(Module::Head, whole)?;
             (0..layers).rev().map(Module::Layer).chain([Module::Embed]).try_for_each(|module| self.backward(module, first, whole))?;
@@ -135,7 +135,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     }
 
     fn backward(&mut self, module: Module, first: bool, whole: Option<usize>) -> Result<()> {
-        self.wait_for_ring(module)?;
+        self.wait_for_ring(module, whole)?;
         self.with_weights(module, Pass::Backward, |engine| engine.model.backward(&mut engine.dev, module, first))?;
         self.grads_written(module, whole)
     }
@@ -178,13 +178,29 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         cfg!(feature = "weight-flow") && self.flow.is_some()
     }
 
-    /// In a ring of gradients `module` writes where earlier buckets' gradients lie until they are copied.
-    fn wait_for_ring(&mut self, module: Module) -> Result<()> {
+    /// What comes next may overwrite this round's gradients of `bucket` and those before it, as far as ranks sum them.
+    fn wait_for_sums(&mut self, bucket: usize) -> Result<()> {
+        self.wait_for_peers(Doing::Sums, bucket, |engine| engine.exchange.may_overwrite(&mut engine.dev, bucket))
+    }
+
+    /// Share `round` of this rank is the last of a step.
+    fn is_last(&self, round: usize) -> bool {
+        (round + 1) * self.exchange.slices().ranks() == self.plan.shares
+    }
+
+    /// In a ring of gradients `module` writes where earlier buckets' gradients lie until they are summed, and in the last round until
+    /// they are copied.
+    fn wait_for_ring(&mut self, module: Module, round: Option<usize>) -> Result<()> {
         let Some(ring) = self.plan.grad_ring else { return Ok(()) };
         let range = self.model.table.module_range(module);
         let end = range.end.min(ring.ringed_elems).saturating_sub(ring.period_elems);
         let before = range.start.saturating_sub(ring.period_elems)..end;
-        for bucket in self.plan.layout.overlapping(before) {
+        let buckets = self.plan.layout.overlapping(before);
+        if let Some(last) = buckets.clone().last().filter(|_| self.exchange.slices().ranks() > 1) {
+            self.wait_for_sums(last)?;
+        }
+        let copied = if round.is_some_and(|round| self.is_last(round)) { self.plan.layout.offloaded() } else { 0 };
+        for bucket in buckets.start..buckets.end.min(copied) {
             self.block_until(Doing::Gradient, bucket, |engine| Ok(engine.coordinator.is_copied(bucket)))?;
             self.dev.wait(Stream::Compute, self.transfers.event(Hop::GradsOut, bucket))?;
         }
@@ -243,7 +259,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     /// The step's gradient is enqueued for this rank's slice of a bucket.
     pub(super) fn bucket_ready(&mut self, bucket: usize) -> Result<()> {
         let (flat, local) = (self.exchange.slices().global(bucket), self.exchange.slices().local(bucket));
-        let grads = self.grads(&flat);
+        let grads = self.grads(&flat, local.start);
         self.report.add(&mut self.dev, grads, &local)?;
         self.issue(Hop::Backward, bucket, None)?;
         self.notify(Event::GradReady(bucket))
@@ -252,7 +268,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     /// What a share of this rank reports; with the last one the report of the step ends.
     fn report_share(&mut self, share: usize) -> Result<()> {
         let loss = self.model.activations.loss;
-        if share + 1 < self.plan.shares / self.exchange.slices().ranks() {
+        if !self.is_last(share) {
             return self.report.add_loss(&mut self.dev, loss, share);
         }
         if !self.exchange.is_summed() {

@@ -359,6 +359,14 @@ impl Profile {
         }
     }
 
+    /// The shipped profiles of several GPUs like that of the shipped profile `name`.
+    pub(crate) fn several(name: &str) -> impl Iterator<Item = Self> {
+        let is_like =
+            move |text: &str| text.parse::<toml::Table>().is_ok_and(|table| table.get("like").and_then(toml::Value::as_str) == Some(name));
+        let alike = SHIPPED.iter().filter(move |(_, text)| is_like(text));
+        alike.filter_map(|(name, _)| Self::load(name).ok()).filter(|profile| profile.gpus() > 1)
+    }
+
     /// GPUs of the machine whose rates are known.
     pub(crate) fn gpus(&self) -> usize {
         self.together.as_ref().map_or(1, |together| together.gpus.value as usize)

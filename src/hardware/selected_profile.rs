@@ -80,12 +80,12 @@ enum Origin {
 }
 
 impl SelectedProfile {
-    /// The profile for a run on the GPU of `machine`; `hardware` is `auto`, a shipped profile's name, or a file.
+    /// The profile for a run on `gpus` GPUs of `machine`; `hardware` is `auto`, a shipped profile's name, or a file.
     ///
     /// # Errors
     /// Those of [`Profile::load`] for what is named; `Usage` if that has no GPU. What keeps `auto` from what was measured is no error:
     /// `Display` tells it.
-    pub(crate) fn of(hardware: &Path, machine: Result<MachineId>) -> Result<Self> {
+    pub(crate) fn of(hardware: &Path, machine: Result<MachineId>, gpus: usize) -> Result<Self> {
         if hardware == Path::new("this") {
             let cause = "--hardware this: plan and simulate measure; for runs `superoffload probe --save` measures once, and keeps it";
             return Err(Error::usage(cause));
@@ -95,12 +95,12 @@ impl SelectedProfile {
         }
         let machine = match machine {
             Ok(machine) => machine,
-            Err(why) => return Self::assumed("", Some(why.to_string())),
+            Err(why) => return Self::assumed("", gpus, Some(why.to_string())),
         };
         match machine.file().and_then(Self::kept) {
-            None => Self::assumed(&machine.gpu, None),
+            None => Self::assumed(&machine.gpu, gpus, None),
             Some(Ok(kept)) => Ok(kept),
-            Some(Err(why)) => Self::assumed(&machine.gpu, Some(why.to_string())),
+            Some(Err(why)) => Self::assumed(&machine.gpu, gpus, Some(why.to_string())),
         }
     }
 
@@ -115,15 +115,21 @@ impl SelectedProfile {
     /// What is assumed, where the profile does not say what `gpus` GPUs do together.
     pub(crate) fn unknown_together(&self, gpus: usize) -> Option<String> {
         let Profile { name, .. } = &self.profile;
-        (gpus > self.profile.gpus()).then(|| {
-            format!("rates of {gpus} GPUs together: {name} does not say; assumed: the optimizer is shared, links are not, GPUs copy as fast as links")
-        })
+        let what = match self.profile.gpus() {
+            known if gpus == 1 || known == gpus => return None,
+            1 => "does not say; assumed: the optimizer is shared, links are not, GPUs copy as fast as links".into(),
+            known => format!("says what each of {known} gets, and that is assumed, with the optimizer shared by {gpus}"),
+        };
+        Some(format!("rates of {gpus} GPUs together: {name} {what}"))
     }
 
-    fn assumed(gpu: &str, because: Option<String>) -> Result<Self> {
+    /// That of the nearest machine, with as many GPUs if there is one, else with more, else with the most.
+    fn assumed(gpu: &str, gpus: usize, because: Option<String>) -> Result<Self> {
         let gpu = gpu.to_ascii_lowercase();
         let nearest = NEAREST.iter().find(|(words, _)| words.iter().all(|word| gpu.contains(word)));
-        let profile = Profile::load(nearest.map_or(ASSUMED, |(_, name)| name))?;
+        let alone = Profile::load(nearest.map_or(ASSUMED, |(_, name)| name))?;
+        let several = Profile::several(&alone.name).filter(|_| gpus > 1);
+        let profile = several.min_by_key(|profile| (profile.gpus() < gpus, profile.gpus().abs_diff(gpus))).unwrap_or(alone);
         Ok(Self { profile, origin: Origin::Assumed { is_near: nearest.is_some(), because } })
     }
 }
@@ -174,19 +180,41 @@ mod tests {
             ("NVIDIA GH200 144G HBM3e", "gh200-144"),
             ("NVIDIA GB200", "gb200"),
         ] {
-            let selected = SelectedProfile::assumed(gpu, None).unwrap();
+            let selected = SelectedProfile::assumed(gpu, 1, None).unwrap();
             assert_eq!(selected.profile.name, profile, "{gpu}");
             assert!(selected.to_string().contains("closest to this machine; `superoffload probe --save`"), "{selected}");
         }
-        let unknown = SelectedProfile::assumed("NVIDIA L40S", None).unwrap();
+        let unknown = SelectedProfile::assumed("NVIDIA L40S", 1, None).unwrap();
         assert!(unknown.to_string().starts_with("assumed, h200-pcie5: no shipped profile is close"), "{unknown}");
-        let nameless = SelectedProfile::of(Path::new(AUTO), Err(Error::usage("no name"))).unwrap();
+        let nameless = SelectedProfile::of(Path::new(AUTO), Err(Error::usage("no name")), 1).unwrap();
         assert!(nameless.to_string().ends_with("(no name)"), "{nameless}");
     }
 
     #[test]
+    fn several_gpus_get_the_profile_of_as_many_or_are_told_whose_it_is() {
+        for (gpu, gpus, profile, told) in [
+            ("NVIDIA H200", 1, "h200-pcie5", None),
+            ("NVIDIA H200", 2, "h200-x2", None),
+            ("NVIDIA H200", 3, "h200-x4", Some("what each of 4 gets")),
+            ("NVIDIA H200", 4, "h200-x4", None),
+            ("NVIDIA H200", 8, "h200-x4", Some("what each of 4 gets")),
+            ("NVIDIA GH200 480GB", 2, "gh200-x4", Some("what each of 4 gets")),
+            ("NVIDIA GB200", 2, "gb200", Some("does not say")),
+        ] {
+            let selected = SelectedProfile::assumed(gpu, gpus, None).unwrap();
+            assert_eq!(selected.profile.name, profile, "{gpus} x {gpu}");
+            assert!(selected.to_string().contains(profile), "{selected}");
+            let line = selected.unknown_together(gpus);
+            assert!(
+                line.as_deref().map_or(told.is_none(), |line| told.is_some_and(|told| line.contains(told))),
+                "{gpus} x {gpu}: {line:?}"
+            );
+        }
+    }
+
+    #[test]
     fn what_is_named_is_taken_if_it_has_a_gpu_and_this_is_not_measured() {
-        let selected = |hardware: &str| SelectedProfile::of(Path::new(hardware), Ok(key("NVIDIA H200")));
+        let selected = |hardware: &str| SelectedProfile::of(Path::new(hardware), Ok(key("NVIDIA H200")), 1);
         let named = selected("gb200").unwrap();
         assert!(named.profile.name == "gb200" && named.to_string().starts_with("gb200: NVIDIA GB200"), "{named}");
         for refused in ["this", "nowhere.toml"] {

@@ -63,7 +63,7 @@ pub fn choose(settings: &Settings, topology: &Topology) -> Result<SelectedDevice
     let warning = warning.or_else(|| gpu::crowded(gpus.len(), cpus));
     let reserved = if settings.huge_pages == HugePagesChoice::Explicit { topology.reserved_free_bytes() } else { 0 };
     let host_bytes = topology.memory_usable_bytes().map_or(u64::MAX, |bytes| bytes.saturating_add(reserved));
-    let rates_from = rates_from(settings, topology, kind)?;
+    let rates_from = rates_from(settings, topology, kind, gpus.len())?;
     let rates =
         rates_from.as_ref().map_or_else(Rates::assumed, |rates_from| Arc::new(Rates::of_each(&rates_from.profile, gpus.len().max(1))));
     let mut detours: Vec<_> = gpu::unlinked(&gpus)?.into_iter().map(gpu::detour).collect();
@@ -86,9 +86,9 @@ fn open_gpus(settings: &Settings) -> Result<Result<(DeviceKind, DeviceMemory, Ve
 }
 
 /// CPUs as the device are planned without rates; what is named must be there all the same.
-fn rates_from(settings: &Settings, topology: &Topology, kind: DeviceKind) -> Result<Option<SelectedProfile>> {
+fn rates_from(settings: &Settings, topology: &Topology, kind: DeviceKind, gpus: usize) -> Result<Option<SelectedProfile>> {
     if kind == DeviceKind::Gpu {
-        return SelectedProfile::of(&settings.hardware, MachineId::new(topology)).map(Some);
+        return SelectedProfile::of(&settings.hardware, MachineId::new(topology), gpus).map(Some);
     }
     if settings.hardware != Path::new(AUTO) {
         Profile::load(&settings.hardware.to_string_lossy())?;

@@ -46,7 +46,7 @@ pub(super) fn run<D: Kernels + Peers, T>(
             let spawned = std::thread::Builder::new().name(format!("rank-{rank}")).spawn_scoped(scope, body);
             followers.push(spawned.map_err(|e| Error::resource(format!("start rank {rank}"), e))?);
         }
-        let outcome = join(&leader.0).and_then(lead);
+        let outcome = join(&leader.0).map_err(|error| leader.0.blame(error)).and_then(lead);
         drop(leader);
         // A panic there has said so itself, and is rank 0's error.
         followers.into_iter().for_each(|follower| _ = follower.join());

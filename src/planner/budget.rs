@@ -133,15 +133,16 @@ impl Workload<'_> {
         if rings.weights.is_some() && self.ranks == 1 { layout.offloaded() } else { self.slots }
     }
 
-    /// The ring that gradients of offloaded buckets can share: long enough for the largest module and what is on its way to
-    /// the host. None where micro-batches add up in place, or where it would save nothing, and none on a device that shares the
-    /// host's memory.
+    /// The ring that gradients can share: those of offloaded buckets, or of all where several ranks keep their slices of the sums.
+    /// Long enough for the largest module and what is on its way to the host. None where micro-batches add up in place, or where it
+    /// would save nothing, and none on a device that shares the host's memory.
     pub(crate) fn grad_ring(&self, layout: &BucketLayout, table: &TensorTable) -> Option<RingShape> {
-        if self.grad_accum_steps > 1 || self.machine.device == DeviceMemory::Shared {
+        if self.grad_accum_steps > self.shares || self.machine.device == DeviceMemory::Shared {
             return None;
         }
         let module_elems_max = streamed_modules(table).max().unwrap_or(0);
-        self.ring(layout.offloaded_elems(), table, module_elems_max + RING_BUCKETS * layout.bucket_elems())
+        let limit = if self.ranks == 1 { layout.offloaded_elems() } else { layout.flat_elems() };
+        self.ring(limit, table, module_elems_max + RING_BUCKETS * layout.bucket_elems())
     }
 
     /// The ring that weights can stream through, of offloaded buckets from the host, or of all from other ranks: long enough for a module and the next one. None where it
@@ -190,14 +191,16 @@ impl Workload<'_> {
         let staging = if device_casts(self.dtype, self.link_dtype) && offloaded > 0 { 2 * longest * 4 } else { 0 };
         let class = |name, space, bytes| MemoryClass { name, space, bytes };
         let flat_bytes = |ring| ranks * self.machine.kind.flat_bytes(flat, self.dtype, ring);
-        let shards = sharded(layout, rings.weights, ranks);
-        let shard_elems = of_all(&|own| shards.end.checked_sub(1).map_or(0, |last| own.local(last).end));
+        let elems_of = |buckets: Range<usize>| of_all(&|own| own.local_buckets(&buckets).len());
+        let shard_elems = elems_of(sharded(layout, rings.weights, ranks));
+        let kept_elems = elems_of(kept(layout, rings.grads, ranks));
         let params_name = if rings.weights.is_some() && ranks == 1 { "streamed weights" } else { "parameter slots" };
         let (rounds, pulled) = (self.shares / ranks, (ranks - 1) * longest * self.dtype.bytes());
         let mut classes = vec![
             class("weights", MemorySpace::Device, flat_bytes(rings.weights)),
             class("weight slices", MemorySpace::Device, shard_elems * self.dtype.bytes()),
             class("gradients", MemorySpace::Device, flat_bytes(rings.grads)),
+            class("gradient slices", MemorySpace::Device, kept_elems * self.dtype.bytes()),
             class("gradient sums", MemorySpace::Device, if rounds > 1 { owned * 4 } else { 0 }),
             class("peers' gradients", MemorySpace::Device, pulled),
             class("resident p, m, v", MemorySpace::Device, STATE_BYTES * resident),
@@ -261,6 +264,12 @@ pub(super) fn driver_tracks(ranks: usize) -> usize {
 pub(super) fn sharded(layout: &BucketLayout, ring: Option<RingShape>, ranks: usize) -> Range<usize> {
     let ringed_elems = ring.filter(|_| ranks > 1).map_or(0, |ring| ring.ringed_elems);
     layout.overlapping(0..ringed_elems)
+}
+
+/// Buckets that devices step and whose gradients lie in a ring, if only in part: each of several ranks keeps the sum of its slice.
+pub(super) fn kept(layout: &BucketLayout, ring: Option<RingShape>, ranks: usize) -> Range<usize> {
+    let ringed = sharded(layout, ring, ranks).end;
+    layout.offloaded().min(ringed)..ringed
 }
 
 /// Sizes of the board at which ranks meet, whose mail takes the micro-batches of a step, or a piece of state.

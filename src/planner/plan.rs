@@ -22,7 +22,7 @@ use crate::optim::PIECE_ELEMS;
 use crate::optim::adam::AdamHyper;
 use crate::optim::norm::BLOCK;
 use crate::optim::simd::Isa;
-use crate::planner::budget::{Balance, Rings, Workload, balances, board_sizes, bytes_at, device_casts, driver_tracks, sharded};
+use crate::planner::budget::{Balance, Rings, Workload, balances, board_sizes, bytes_at, device_casts, driver_tracks, kept, sharded};
 use crate::planner::choice::{Request, Residency, choose};
 use crate::planner::machine::Machine;
 use crate::planner::predict::Prediction;
@@ -328,6 +328,11 @@ impl Plan {
     /// Buckets whose weights every rank keeps its slice of alone.
     pub(crate) fn sharded(&self) -> Range<usize> {
         sharded(&self.layout, self.weight_ring, self.ranks)
+    }
+
+    /// Buckets of whose gradients' sums every rank keeps its slice, because gradients themselves lie in a ring.
+    pub(crate) fn kept(&self) -> Range<usize> {
+        kept(&self.layout, self.grad_ring, self.ranks)
     }
 
     /// Weights come from host memory, module by module.

@@ -47,6 +47,12 @@ impl Seat {
         self.check().map(|()| true)
     }
 
+    /// Tells all ranks that this one cannot go on; returns what ended the first that cannot, and whose it is.
+    pub(crate) fn blame(&self, error: Error) -> Error {
+        self.fail(&error);
+        self.check().err().unwrap_or(error)
+    }
+
     /// Tells all ranks that this one cannot go on.
     pub(crate) fn fail(&self, why: &Error) {
         self.board.fail(self.rank, &why.to_string());

@@ -3,6 +3,7 @@
 use crate::config::options::ResidentBuckets;
 use crate::config::settings::Settings;
 use crate::error::Result;
+use crate::hardware::profile::Profile;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::TensorTable;
 use crate::planner::machine::Machine;
@@ -40,21 +41,52 @@ pub(crate) struct Limits {
 impl Limits {
     /// Those of `settings` for `shape` on `machine`.
     pub(crate) fn of(settings: &Settings, shape: &ModelShape, machine: &Machine) -> Self {
-        let fits = |settings: &Settings, shape: &ModelShape| {
-            Plan::new(settings, shape, machine, false).is_ok_and(|plan| plan.shortage().is_none())
-        };
+        let fits = |settings: &Settings, shape: &ModelShape| fits(settings, shape, machine);
         let with_batch = |batch| Settings { per_device_train_batch_size: batch, ..settings.clone() };
         let batch = largest(BATCH_MAX, |batch| fits(&with_batch(batch), shape));
         let with_length = |seq_length| Settings { seq_length, ..with_batch(1) };
         let seq_length_is_the_models = fits(&with_length(shape.max_positions), shape);
         let grains = || largest(shape.max_positions / SEQ_LENGTH_GRAIN, |grains| fits(&with_length(grains * SEQ_LENGTH_GRAIN), shape));
         let seq_length = if seq_length_is_the_models { shape.max_positions } else { grains() * SEQ_LENGTH_GRAIN };
-        // With fewer layers streaming weights may save nothing, and is refused: that is no limit.
-        let layers_here = if fits(settings, shape) { shape.layers } else { 0 };
-        let layers = largest(LAYERS_MAX, |layers| layers <= layers_here || fits(settings, &with_layers(shape, layers)));
-        let params = if layers > 0 { TensorTable::new(&with_layers(shape, layers)).params() } else { 0 };
+        let LargestModel { layers, params, .. } = LargestModel::of(settings, shape, machine);
         Self { batch, seq_length, seq_length_is_the_models, layers, params }
     }
+}
+
+/// The largest model of one width that fits.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub(crate) struct LargestModel {
+    /// On so many GPUs.
+    pub gpus: usize,
+    pub layers: usize,
+    pub params: usize,
+}
+
+impl LargestModel {
+    /// That of `settings` as wide as `shape` on `machine`.
+    fn of(settings: &Settings, shape: &ModelShape, machine: &Machine) -> Self {
+        let fits = |shape: &ModelShape| fits(settings, shape, machine);
+        // With fewer layers streaming weights may save nothing, and is refused: that is no limit.
+        let layers_here = if fits(shape) { shape.layers } else { 0 };
+        let layers = largest(LAYERS_MAX, |layers| layers <= layers_here || fits(&with_layers(shape, layers)));
+        let params = if layers > 0 { TensorTable::new(&with_layers(shape, layers)).params() } else { 0 };
+        Self { gpus: settings.gpus, layers, params }
+    }
+
+    /// Those on one GPU, two, four and eight, as far as `profile` knows so many together; none where it knows one.
+    pub(crate) fn by_gpus(settings: &Settings, shape: &ModelShape, profile: &Profile) -> Vec<Self> {
+        let known = [1, 2, 4, 8].into_iter().filter(|gpus| profile.gpus() > 1 && *gpus <= profile.gpus());
+        let on = |gpus| {
+            // A micro-batch for each, of which each is a share.
+            let settings = Settings { gpus, gradient_shares: None, gradient_accumulation_steps: None, ..settings.clone() };
+            Machine::of_several(profile, gpus).ok().map(|machine| Self::of(&settings, shape, &machine))
+        };
+        known.filter_map(on).collect()
+    }
+}
+
+fn fits(settings: &Settings, shape: &ModelShape, machine: &Machine) -> bool {
+    Plan::new(settings, shape, machine, false).is_ok_and(|plan| plan.shortage().is_none())
 }
 
 /// The model of the same width with so many layers.

@@ -1,6 +1,6 @@
 //! What `plan` answers: does it fit, how fast, what binds, what else there is, and what would change it.
 
-use super::limits::{BreakEven, Limits};
+use super::limits::{BreakEven, LargestModel, Limits};
 use super::{Candidate, SearchQuery};
 use crate::config::settings::Settings;
 use crate::error::Result;
@@ -41,6 +41,8 @@ pub(crate) struct SearchReport {
     pub(crate) what_if: Vec<WhatIf>,
     /// How far the machine goes.
     pub limits: Limits,
+    /// How far it goes with more or fewer of its GPUs.
+    pub(crate) largest_by_gpus: Vec<LargestModel>,
     /// From how many tokens on the optimizer hides.
     pub(crate) break_even: Option<BreakEven>,
     #[serde(skip)]
@@ -155,6 +157,7 @@ impl SearchReport {
             memory: memory(&best.plan),
             what_if: what_if(query, best)?,
             limits: Limits::of(&asked, query.shape, query.machine),
+            largest_by_gpus: LargestModel::by_gpus(&asked, query.shape, profile),
             break_even: BreakEven::of(&asked, query.shape, query.machine)?,
             plan: Plan { elsewhere: true, ..best.plan.clone() },
             best: Step::of(best),
@@ -252,6 +255,10 @@ impl fmt::Display for SearchReport {
         let why = if seq_length_is_the_models { " (the model has no more positions)" } else { "" };
         writeln!(f, "  batch      {batch} sequences\n  sequence   {seq_length} tokens, batch 1{why}")?;
         writeln!(f, "  model      {layers} layers of this width, {:.2} B parameters", params as f64 / 1e9)?;
+        if !self.largest_by_gpus.is_empty() {
+            let sizes: Vec<_> = self.largest_by_gpus.iter().map(|on| format!("{}: {:.2} B", on.gpus, on.params as f64 / 1e9)).collect();
+            writeln!(f, "  by GPUs    {}", sizes.join(", "))?;
+        }
         self.break_even.iter().try_for_each(|even| writeln!(f, "\n{even}"))?;
         write!(f, "\n{}", self.plan)
     }

@@ -1,8 +1,7 @@
 //! What must hold of every answer, on random machines; and of predictions beside measurements: steps within 15 %, and within 8 % where the
 //! host's memory of that hour is known; device memory within 5 %, host memory within 3 %.
 
-#[cfg(feature = "weight-flow")]
-use super::limits::Limits;
+use super::limits::{LargestModel, Limits};
 use super::report::SearchReport;
 use super::{Ranking, SearchQuery};
 use crate::config::options::{ActivationsChoice, ResidentBuckets, WeightsChoice};
@@ -15,6 +14,7 @@ use crate::memory::{DeviceMemory, MemorySpace};
 use crate::model::policy::LayerPolicy;
 use crate::model::presets;
 use crate::model::shape::ModelShape;
+use crate::model::tensors::TensorTable;
 use crate::planner::machine::Machine;
 use crate::planner::plan::Plan;
 use crate::simulate::clip::Clip;
@@ -478,6 +478,38 @@ fn predictions_are_near_steps_of_the_cpu_device_and_their_memory() {
             assert!(off.abs() < bound, "{:+.1} % off: {row}", off * 1e2);
         }
     }
+}
+
+/// Sums in fp32 of what each GPU owns, and an exchange for every share of it.
+#[test]
+fn more_gradient_shares_than_gpus_take_memory_and_time() {
+    let shape = model("qwen3-4b", 12);
+    let machine = Machine::of_several(&Profile::load("h200-x2").unwrap(), 2).unwrap();
+    let flat = TensorTable::new(&shape).flat_elems();
+    let run = |shares| {
+        let settings = Settings { gpus: 2, gradient_shares: Some(shares), gradient_accumulation_steps: Some(4), ..Settings::default() };
+        let settings = Settings { seq_length: 4096, resident_buckets: ResidentBuckets::All, ..settings };
+        let plan = Plan::new(&settings, &shape, &machine, false).unwrap();
+        let sums = plan.memory.iter().find(|class| class.name == "gradient sums").map_or(0, |class| class.bytes);
+        let (outcome, ..) = simulate(&plan, &shape, "h200-x2", Steps { warmup: 1, timed: 3, clip: Clip::Never }, 0).unwrap();
+        (sums, outcome.step_ms.median, plan.predicted.unwrap().step_s * 1e3)
+    };
+    let (none, two, two_predicted) = run(2);
+    let (sums, eight, eight_predicted) = run(8);
+    assert_eq!((none, sums / (1 << 20)), (0, 4 * flat / (1 << 20)), "4 bytes a parameter over both");
+    assert!((1.0..1.1).contains(&(eight / two)), "{two} ms with two shares, {eight} ms with eight");
+    assert!((1.0..1.1).contains(&(eight_predicted / two_predicted)), "{two_predicted} ms, {eight_predicted} ms");
+}
+
+/// Two H200 with 251 GiB: by bytes alone 31.8 B were expected on both. One that has all of the host streams its weights from there.
+#[test]
+fn the_largest_model_is_told_by_gpus() {
+    let settings = Settings { activations: ActivationsChoice::RecomputeBlock, seq_length: 4096, ..Settings::default() };
+    let settings = Settings { gpus: 2, per_device_train_batch_size: 1, ..settings };
+    let largest = LargestModel::by_gpus(&settings, &model("qwen3-14b", 40), &Profile::load("h200-x2").unwrap());
+    let billions = largest.iter().map(|on| (on.gpus, on.params as f64 / 1e9)).collect::<Vec<_>>();
+    assert!(matches!(billions[..], [(1, one), (2, two)] if (24.0..27.0).contains(&one) && (31.8..34.0).contains(&two)), "{billions:?}");
+    assert!(LargestModel::by_gpus(&settings, &model("qwen3-14b", 40), &Profile::load("h200-pcie5").unwrap()).is_empty());
 }
 
 #[test]

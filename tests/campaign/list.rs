@@ -3,7 +3,7 @@
 use crate::harness::Campaign;
 use crate::*;
 
-pub const CAMPAIGNS: [Campaign; 32] = [
+pub const CAMPAIGNS: [Campaign; 33] = [
     r01_kill::CAMPAIGN,
     r02_power::CAMPAIGN,
     r03_disk::CAMPAIGN,
@@ -16,6 +16,7 @@ pub const CAMPAIGNS: [Campaign; 32] = [
     r11_limits::CAMPAIGN,
     r14_stall::CAMPAIGN,
     r15_hang::CAMPAIGN,
+    r16_ranks::CAMPAIGN,
     r17_data::CAMPAIGN,
     r18_fuzz::SETTINGS,
     r18_fuzz::SETTINGS_YAML,

@@ -30,6 +30,7 @@ mod r10_memory;
 mod r11_limits;
 mod r14_stall;
 mod r15_hang;
+mod r16_ranks;
 mod r17_data;
 mod r18_fuzz;
 mod r21_forged;

@@ -31,7 +31,10 @@ const NOT_RUN: [(&str, &str); 10] = [
     ),
     ("R14", "one thread stopped alone, and a panic in a worker: they need the debugger or a hook; what is stopped here is the process"),
     ("R15", "an event that is never signalled: needs a hook in the program; what hangs here is the disk"),
-    ("R16", "death of one of several processes: one process drives all GPUs"),
+    (
+        "R16",
+        "a GPU that fails among several, and the death of one of several processes: no machine with two GPUs, and one process drives all",
+    ),
     ("R24", "Miri on what calls the kernel or vector instructions, and the thread sanitizer"),
     ("R25", "24 hours, and half an hour on a GPU"),
     ("R29", "failures of loggers on the network: there are none"),

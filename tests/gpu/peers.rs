@@ -2,7 +2,7 @@
 
 use super::random::Random;
 use super::report::{Missed, Outcome, Report, require};
-use super::training::{RECIPE, Run, SPECULATE, median_norm, run_engine, runs_beside, shape, wide_shape};
+use super::training::{RECIPE, Run, SPECULATE, median_norm, narrow_shape, run_engine, runs_beside, shape, wide_shape};
 use std::io::Write;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
@@ -76,10 +76,14 @@ impl UseEngine for Training<'_> {
 const SHARED: &str = "gradient-shares = 2\nbucket-mib = 0.0625\n";
 
 impl Ranks<'_> {
-    fn train(&self, shape: &ModelShape, gpus: usize, lines: &str, trace: bool, before_data: &mut dyn FnMut()) -> Result<Run> {
+    fn settings(&self, gpus: usize, lines: &str) -> Result<Settings> {
         let accumulate = 2 / gpus;
         let toml = format!("{RECIPE}{}gpus = {gpus}\ngradient-accumulation-steps = {accumulate}\n{lines}", self.settings);
-        let settings = Settings::resolve(toml::from_str(&toml).map_err(Error::usage)?)?;
+        Settings::resolve(toml::from_str(&toml).map_err(Error::usage)?)
+    }
+
+    fn train(&self, shape: &ModelShape, gpus: usize, lines: &str, trace: bool, before_data: &mut dyn FnMut()) -> Result<Run> {
+        let settings = self.settings(gpus, lines)?;
         let plan = Plan::new(&settings, shape, &self.machine, trace)?;
         let training = Training { settings: &settings, steps: self.steps, before_data };
         (self.launch)(&plan, shape, &Topology::this_machine(), training)
@@ -99,6 +103,8 @@ pub fn run<W: Write>(report: &mut Report<W>, ranks: &Ranks<'_>) {
     case("two have the digest of one, no state on the host", &|ranks| same_bits(ranks, "strategy = \"no-offload\"\n", false));
     case("two have the digest of one, some states on the host", &|ranks| same_bits(ranks, PARTLY, false));
     case("two have the digest of one, NaN and Inf on one of them", &|ranks| same_bits(ranks, OFFLOADED, true));
+    case("two have the digest of one, each with its part of the weights", &sharded);
+    case("two have the digest of one, gradients in a ring", &ringed);
     case("gradients and weights are pulled while products run", &overlap);
     case("a rank that is late changes nothing", &late);
 }
@@ -127,6 +133,43 @@ fn same_bits(ranks: &Ranks<'_>, lines: &str, is_poisoned: bool) -> Outcome {
     let Counts { committed, clipped, skipped, .. } = two.counts;
     require(committed > 0 && clipped > 0 && (skipped > 0) == is_poisoned, || format!("{:?}", two.counts))?;
     Ok(0.0)
+}
+
+/// Layers enough for a ring to save memory, whose chunks are larger on a GPU.
+fn many_layers(ranks: &Ranks<'_>) -> ModelShape {
+    if ranks.overlaps { wide_shape(6) } else { narrow_shape(12) }
+}
+
+/// Two shares, and what layers keep left to nobody.
+const IN_RINGS: &str = "gradient-shares = 2\nactivations = \"keep\"\nmax-grad-norm = 0.5\n";
+
+fn same_as_one(ranks: &Ranks<'_>, lines: &str) -> Outcome {
+    let shape = many_layers(ranks);
+    let train = |gpus, lines: &str| ranks.train(&shape, gpus, &format!("{PARTLY}{IN_RINGS}{lines}"), false, &mut || ());
+    let (one, two) = (train(1, "")?, train(2, lines)?);
+    require(two.losses() == one.losses() && two.digest == one.digest, || format!("losses {:?}, then {:?}", one.losses(), two.losses()))?;
+    Ok(0.0)
+}
+
+/// Each device pulls every module's weights twice a micro-batch, from the other and from itself.
+fn sharded(ranks: &Ranks<'_>) -> Outcome {
+    if cfg!(feature = "weight-flow") {
+        same_as_one(ranks, "weights = \"sharded\"\n")
+    } else {
+        Err(Missed::Skipped("weight-flow is off".into()))
+    }
+}
+
+/// On memory that lacks 32 MiB for a place for each gradient.
+fn ringed(ranks: &Ranks<'_>) -> Outcome {
+    if !ranks.overlaps {
+        return Err(Missed::Skipped("a device that shares the host's memory has no ring of gradients".into()));
+    }
+    let plan =
+        |more: &str| Plan::new(&ranks.settings(2, &format!("{PARTLY}{IN_RINGS}{more}"))?, &many_layers(ranks), &ranks.machine, false);
+    let limit = format!("weights = \"replicated\"\nhbm-limit = \"{}MiB\"\n", (plan("")?.balances()[0].needed >> 20) - 32);
+    require(plan(&limit)?.grad_ring.is_some(), || "no ring was planned".into())?;
+    same_as_one(ranks, &limit)
 }
 
 /// Spans of the timeline: pulls run while the compute stream computes.

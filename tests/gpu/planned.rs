@@ -6,11 +6,12 @@ use superoffload::internals::engine::{Engine, Exchange};
 use superoffload::internals::model::ActivationPlan;
 
 /// On the device: what an allocation is called, and the class that counts it. Activations have the names of their own plan.
-const ON_DEVICE: [(&str, &str); 17] = [
+const ON_DEVICE: [(&str, &str); 18] = [
     ("weights", "weights"),
     ("gradients", "gradients"),
     ("gradient sums", "gradient sums"),
     ("weight slices", "weight slices"),
+    ("gradient slices", "gradient slices"),
     ("peers' gradients", "peers' gradients"),
     ("resident parameters", "resident p, m, v"),
     ("resident m", "resident p, m, v"),

@@ -47,7 +47,7 @@ pub fn shape() -> ModelShape {
     narrow_shape(2)
 }
 
-fn narrow_shape(layers: usize) -> ModelShape {
+pub fn narrow_shape(layers: usize) -> ModelShape {
     let config = serde_json::json!({
         "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": layers, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128, "vocab_size": 256, "max_position_embeddings": 64,

@@ -87,9 +87,11 @@ impl Peers for SimDevice {
         self.wait(stream, event)
     }
 
-    fn pull(&mut self, stream: Stream, _peer: usize, src: DeviceSlice, dst: DeviceSlice) -> Result<()> {
+    /// It is rank 0 itself: what it pulls from there is read and written in one memory.
+    fn pull(&mut self, stream: Stream, peer: usize, src: DeviceSlice, dst: DeviceSlice) -> Result<()> {
         assert_eq!(src.bytes(), dst.bytes(), "pull");
-        let seconds = self.rates.latency_s + src.bytes() as f64 / self.rates.peer_bytes_per_s;
+        let bytes_per_s = if peer == 0 { self.rates.device_bytes_per_s / 2.0 } else { self.rates.peer_bytes_per_s };
+        let seconds = self.rates.latency_s + src.bytes() as f64 / bytes_per_s;
         self.enqueue(stream, OpKind::FromPeer, "pull", seconds);
         Ok(())
     }
