@@ -7,6 +7,7 @@ use crate::bench::record::RecordFile;
 use crate::bench::simulate::{Simulation, profile};
 use crate::bench::step::StepBench;
 use crate::checkpoint;
+use crate::checkpoint::best::find_best;
 use crate::checkpoint::digest::digest_checkpoint;
 use crate::checkpoint::export::{MAX_SHARD_BYTES, Options, export_checkpoint};
 use crate::config::aliases;
@@ -38,6 +39,10 @@ pub struct ExportOptions {
 
     /// The directory to write; must not exist or be empty.
     pub out: PathBuf,
+
+    /// Take the output directory's checkpoint of the lowest evaluation loss instead of its newest.
+    #[arg(long)]
+    pub best: bool,
 
     /// Largest shard in MB (10^6 bytes) [default: 5000].
     #[arg(long, value_name = "MB")]
@@ -164,8 +169,9 @@ pub fn export(options: &ExportOptions, tell: &mut dyn FnMut(&dyn Display)) -> Re
     };
     let bytes = |mb: u64| mb.checked_mul(1_000_000).filter(|&b| b > 0).ok_or_else(|| Error::usage("--max-shard-mb: expected 1 or more"));
     let max_shard_bytes = options.max_shard_mb.map_or(Ok(MAX_SHARD_BYTES), bytes)?;
-    let exported = export_checkpoint(&options.dir, &options.out, Options { dtype, max_shard_bytes })?;
-    exported.warnings.iter().for_each(|line| tell(&format_args!("warning: {line}")));
+    let (dir, damaged) = if options.best { find_best(&options.dir)? } else { (options.dir.clone(), Vec::new()) };
+    let exported = export_checkpoint(&dir, &options.out, Options { dtype, max_shard_bytes })?;
+    damaged.iter().chain(&exported.warnings).for_each(|line| tell(&format_args!("warning: {line}")));
     Ok(format!("exported step {} of {} to {}", exported.step, exported.checkpoint.display(), options.out.display()))
 }
 

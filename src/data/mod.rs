@@ -16,6 +16,7 @@ mod documents;
 mod elements;
 mod encode;
 mod gz;
+pub(crate) mod hold_out;
 pub(crate) mod loader;
 pub(crate) mod packing;
 pub(crate) mod preparation;

@@ -6,6 +6,7 @@ use crate::data::bounds::{Bounds, DocumentEnds};
 use crate::data::cache;
 use crate::data::checked::CheckedFiles;
 use crate::data::documents::{DocumentTotals, DocumentsInMemory};
+use crate::data::hold_out::{EvalSplit, HeldOut, Side};
 use crate::data::preparation::Preparation;
 use crate::data::prepared::Prepared;
 use crate::data::rows::{Packing, RowRules, RowTable};
@@ -21,6 +22,8 @@ use std::sync::Arc;
 /// A stream of tokens in sequences of equal length.
 pub struct Dataset {
     stream: TokenStream,
+    /// Tokens in it that are this dataset's.
+    tokens: usize,
     documents: u64,
     seq_length: usize,
     sequences: usize,
@@ -40,6 +43,7 @@ enum Cut {
 
 /// Data as it was opened.
 struct Opened {
+    files: Vec<PathBuf>,
     stream: TokenStream,
     /// Where its documents are, if anybody needs to know.
     bounds: Option<Bounds>,
@@ -67,21 +71,27 @@ impl Dataset {
         rules: RowRules,
         preparation: &mut Preparation<'_>,
     ) -> Result<Self> {
-        check_vocabulary(vocab_size, tokenizer)?;
-        let files = source::find_files(paths)?;
-        check_bounds(&files, rules.packing)?;
-        let Opened { stream, bounds, documents, untrained } = open_stream(&files, tokenizer, vocab_size, rules.packing, preparation)?;
-        let RowRules { seq_length, .. } = rules;
-        if let Some(bounds) = bounds {
-            let after = (tokenizer.end_of_text(), untrained);
-            let table = RowTable::new(&stream, &bounds, rules, after, preparation)?.ok_or_else(|| nothing_trained(&files, seq_length))?;
-            let sequences = table.rows();
-            return Ok(Self { stream, documents, seq_length, sequences, cut: Cut::Packed(table), untrained });
-        }
-        let tokens = stream.tokens();
-        let cut = Self::new(stream, seq_length).ok_or_else(|| too_short(&files, tokens, seq_length))?;
-        let cut = Self { documents, untrained, ..cut };
-        if untrained == 0 { Ok(cut) } else { cut.without_untrained(&files, preparation) }
+        let opened = Opened::new(paths, tokenizer, vocab_size, rules.packing, None, preparation)?;
+        opened.dataset(Side::All, rules, tokenizer, preparation)
+    }
+
+    /// As [`Dataset::open`], in two: the documents that are left when `split` has held some out, and those. They depend on what the
+    /// documents hold and on the seed.
+    ///
+    /// # Errors
+    /// Those of [`Dataset::open`]; `Usage` where documents cannot be told apart, or none would be left.
+    pub(crate) fn open_split(
+        paths: &[PathBuf],
+        tokenizer: &Tokenizer,
+        vocab_size: usize,
+        rules: RowRules,
+        (split, seed): (EvalSplit, u64),
+        preparation: &mut Preparation<'_>,
+    ) -> Result<(Self, Self)> {
+        let opened = Opened::new(paths, tokenizer, vocab_size, rules.packing, Some(split), preparation)?;
+        let held_out = opened.held_out(split, seed, preparation)?;
+        let mut side = |side| opened.dataset(side, rules, tokenizer, preparation);
+        Ok((side(Side::Kept(&held_out))?, side(Side::HeldOut(&held_out))?))
     }
 
     /// Cuts `stream`; `None` when it is less than one sequence and the token after it.
@@ -90,7 +100,8 @@ impl Dataset {
     /// If `seq_length` is 0.
     pub fn new(stream: TokenStream, seq_length: usize) -> Option<Self> {
         let sequences = stream.tokens().saturating_sub(1) / seq_length;
-        (sequences > 0).then_some(Self { stream, documents: 0, seq_length, sequences, cut: Cut::All, untrained: 0 })
+        let tokens = stream.tokens();
+        (sequences > 0).then_some(Self { stream, tokens, documents: 0, seq_length, sequences, cut: Cut::All, untrained: 0 })
     }
 
     /// Leaves out sequences without a trained target: a step of those alone would have no loss.
@@ -129,9 +140,9 @@ impl Dataset {
         self.seq_length
     }
 
-    /// Tokens in the stream, those after the last sequence included.
+    /// Tokens of the data, those after the last sequence included.
     pub fn tokens(&self) -> usize {
-        self.stream.tokens()
+        self.tokens
     }
 
     /// Documents of text in the stream; token files are not counted.
@@ -177,13 +188,77 @@ impl Dataset {
     }
 }
 
+impl Opened {
+    /// The tokens of all that `paths` name, and where documents begin and end in them if `packing` or `split` asks for that.
+    fn new(
+        paths: &[PathBuf],
+        tokenizer: &Tokenizer,
+        vocab_size: usize,
+        packing: Packing,
+        split: Option<EvalSplit>,
+        preparation: &mut Preparation<'_>,
+    ) -> Result<Self> {
+        check_vocabulary(vocab_size, tokenizer)?;
+        let files = source::find_files(paths)?;
+        let whole_documents = packing != Packing::Wrapped || split.is_some();
+        if whole_documents {
+            check_bounds(&files, packing, split)?;
+        }
+        open_stream(files, tokenizer, vocab_size, whole_documents, preparation)
+    }
+
+    /// # Errors
+    /// Those of [`HeldOut::choose`].
+    fn held_out(&self, split: EvalSplit, seed: u64, preparation: &mut Preparation<'_>) -> Result<HeldOut> {
+        HeldOut::choose(&self.stream, self.whole(), split, seed, preparation)
+    }
+
+    /// Where its documents are.
+    ///
+    /// # Panics
+    /// If nobody asked for that.
+    fn whole(&self) -> &Bounds {
+        self.bounds.as_ref().expect("bounds were asked for")
+    }
+
+    /// The documents of `side` as `rules` say.
+    fn dataset(&self, side: Side<'_>, rules: RowRules, tokenizer: &Tokenizer, preparation: &mut Preparation<'_>) -> Result<Dataset> {
+        let (files, seq_length) = (&self.files, rules.seq_length);
+        let (documents, untrained) = match side {
+            Side::All => (self.documents, self.untrained),
+            Side::Kept(held_out) => (self.documents - held_out.documents(), self.untrained - held_out.untrained),
+            Side::HeldOut(held_out) => (held_out.documents(), held_out.untrained),
+        };
+        if rules.packing == Packing::Wrapped {
+            let stream = if let Side::All = side { self.stream.clone() } else { side.stream(&self.stream, self.whole(), preparation)? };
+            let tokens = stream.tokens();
+            let cut = Dataset::new(stream, seq_length).ok_or_else(|| too_short(side, files, tokens, seq_length))?;
+            let cut = Dataset { documents, untrained, ..cut };
+            return if untrained == 0 { Ok(cut) } else { cut.without_untrained(files, preparation) };
+        }
+        let (stream, after) = (self.stream.clone(), (tokenizer.end_of_text(), untrained));
+        let table = RowTable::new(&stream, self.whole(), side, rules, after, preparation)?;
+        let table = table.ok_or_else(|| nothing_trained(files, seq_length))?;
+        let tokens = match side {
+            Side::All => stream.tokens(),
+            Side::Kept(held_out) => stream.tokens() - held_out.tokens as usize,
+            Side::HeldOut(held_out) => held_out.tokens as usize,
+        };
+        let sequences = table.rows();
+        Ok(Dataset { stream, tokens, documents, seq_length, sequences, cut: Cut::Packed(table), untrained })
+    }
+}
+
 /// Whole documents are to be had where documents have ends.
-fn check_bounds(files: &[PathBuf], packing: Packing) -> Result<()> {
-    let has_none = |path: &&PathBuf| packing != Packing::Wrapped && source::kind(path) == Some(SourceKind::Tokens);
+fn check_bounds(files: &[PathBuf], packing: Packing, split: Option<EvalSplit>) -> Result<()> {
+    let has_none = |path: &&PathBuf| source::kind(path) == Some(SourceKind::Tokens);
     files.iter().find(has_none).map_or(Ok(()), |path| {
         let file = path.display();
-        let remedy = "use --packing wrapped, or a .jsonl with input_ids";
-        Err(Error::usage(format!("--packing {packing}: {file} does not say where its documents end; {remedy}")))
+        let (flag, remedy) = match split {
+            Some(split) => (format!("--eval-split {split}"), "name what to evaluate on by --eval-data, or use a .jsonl with input_ids"),
+            None => (format!("--packing {packing}"), "use --packing wrapped, or a .jsonl with input_ids"),
+        };
+        Err(Error::usage(format!("{flag}: {file} does not say where its documents end; {remedy}")))
     })
 }
 
@@ -206,10 +281,10 @@ fn check_vocabulary(vocab_size: usize, tokenizer: &Tokenizer) -> Result<()> {
 
 /// All files in their order. Text is one run of documents, wherever token files stand between them.
 fn open_stream(
-    files: &[PathBuf],
+    files: Vec<PathBuf>,
     tokenizer: &Tokenizer,
     vocab_size: usize,
-    packing: Packing,
+    whole_documents: bool,
     preparation: &mut Preparation<'_>,
 ) -> Result<Opened> {
     let is_text = |path: &&Path| source::kind(path) != Some(SourceKind::Tokens);
@@ -225,7 +300,7 @@ fn open_stream(
         stream.push(text.clone(), 0..text.len());
     }
     let (mut begin, mut file_ends) = (0, source_ends.iter());
-    for path in files {
+    for path in &files {
         if is_text(&path.as_path()) {
             let end = file_ends.next().map_or(begin, |end| *end as usize);
             stream.push(text.clone(), begin..end);
@@ -238,11 +313,11 @@ fn open_stream(
     checked.save()?;
     let (tokens, has_separator) = (stream.tokens() as u64, tokenizer.end_of_text().is_some());
     let holds_records = || source::hold_records(&texts, tokenizer.rules());
-    let bounds = match packing {
-        Packing::Wrapped => None,
-        Packing::Bfd | Packing::Off => Some(Bounds { ends, source_ends, holds_records: holds_records()?, has_separator, tokens }),
+    let bounds = match whole_documents {
+        false => None,
+        true => Some(Bounds { ends, source_ends, holds_records: holds_records()?, has_separator, tokens }),
     };
-    Ok(Opened { stream, bounds, documents, untrained })
+    Ok(Opened { stream, bounds, documents, untrained, files })
 }
 
 struct AllText {
@@ -295,12 +370,24 @@ fn nothing_trained(files: &[PathBuf], seq_length: usize) -> Error {
     }
 }
 
-fn too_short(files: &[PathBuf], tokens: usize, seq_length: usize) -> Error {
+fn too_short(side: Side<'_>, files: &[PathBuf], tokens: usize, seq_length: usize) -> Error {
     let need = format!("{tokens} tokens, less than one sequence of {seq_length} and the token after it");
     match files {
+        _ if matches!(side, Side::HeldOut(_)) => Error::usage(format!("--eval-split: the documents held out have {need}; hold out more")),
         [] => Error::usage(format!("--seq-length {seq_length}: the built-in text has {need}")),
         [file] => Error::format(file, need),
         [file, others @ ..] => Error::format(file, format!("with {} more files {need}", others.len())),
+    }
+}
+
+#[cfg(test)]
+impl Dataset {
+    /// The tokens of sequence `idx`.
+    pub(super) fn read_tokens(&self, idx: usize) -> Vec<i32> {
+        let mut memory = vec![0; crate::data::batch::arrays(true) * self.seq_length];
+        let mut batch = crate::data::batch::Batch::new(&mut memory, self.seq_length, true);
+        batch.rows().try_for_each(|row| self.read_sequence(idx, row)).unwrap();
+        batch.tokens.to_vec()
     }
 }
 
@@ -390,7 +477,7 @@ pub(crate) mod tests {
         let read = |in_memory_bytes_max| {
             let mut preparation = Preparation::new(&StopFlag::default(), Some(path("cache")), dir.path().into(), |_| ());
             preparation.in_memory_bytes_max = in_memory_bytes_max;
-            let Opened { stream, documents, .. } = open_stream(&names, &tokenizer, 8, Packing::Wrapped, &mut preparation).unwrap();
+            let Opened { stream, documents, .. } = open_stream(names.to_vec(), &tokenizer, 8, false, &mut preparation).unwrap();
             assert_eq!(documents, 4);
             let mut all = vec![-1; stream.tokens()];
             stream.read(0, &mut all).unwrap();

@@ -6,6 +6,7 @@
 use super::batch::BatchRow;
 use super::best_fit::best_fit_decreasing;
 use super::bounds::{Bounds, DocumentBounds};
+use super::hold_out::Side;
 use super::preparation::Preparation;
 use super::stream::TokenStream;
 use crate::error::{Error, Result};
@@ -198,7 +199,7 @@ fn too_many(packing: Packing) -> Error {
 }
 
 impl RowTable {
-    /// Packs the documents of `stream`, which begin and end at `bounds`; `untrained` tokens of it are not trained. `None` where no row
+    /// Packs the documents of `side` of `stream`, which begin and end at `bounds`; `untrained` tokens of it are not trained. `None` where no row
     /// comes of it. A person hears what became of documents.
     ///
     /// # Errors
@@ -206,6 +207,7 @@ impl RowTable {
     pub(super) fn new(
         stream: &TokenStream,
         bounds: &Bounds,
+        side: Side<'_>,
         rules: RowRules,
         (end_of_text, untrained): (Option<u32>, u64),
         preparation: &mut Preparation<'_>,
@@ -220,7 +222,12 @@ impl RowTable {
             parts: Vec::new(),
             counts: PackingCounts::default(),
         };
-        bounds.for_each(preparation, |document| packer.add(document))?;
+        let mut number = 0;
+        bounds.for_each(preparation, |document| {
+            let is_in = side.has(number);
+            number += 1;
+            if is_in { packer.add(document) } else { Ok(()) }
+        })?;
         let Packer { parts, counts, .. } = packer;
         let table = Self::of(parts, packing, seq_length as u32, end_of_text.map_or(0, |id| id as i32));
         if !table.ends.is_empty() {

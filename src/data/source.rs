@@ -10,6 +10,7 @@ use crate::data::documents::{DocumentPosition, DocumentTotals, Documents, Sink};
 use crate::data::elements::Elements;
 use crate::data::encode::Encoder;
 use crate::data::gz::{EXPANSION_MAX, is_compressed};
+use crate::data::hold_out::EvalSplit;
 use crate::data::preparation::{IN_MEMORY_BYTES_MAX, Preparation};
 use crate::data::rows::RowRules;
 use crate::data::text::{Lines, RecordParts, TextReader};
@@ -46,15 +47,16 @@ pub(crate) fn find_files(paths: &[PathBuf]) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// Host memory that the data which `paths` name takes while steps run, at most: small text, and which documents are in which row, and the
-/// order of the rows. Only sizes are asked for. What cannot be found counts nothing; whoever opens it says so.
-pub(crate) fn host_bytes(paths: &[PathBuf], rules: RowRules, shuffle: bool) -> u64 {
+/// Host memory that the data which `paths` name takes while steps run, at most: small text, which documents are in which row, the order of
+/// the rows, and, where documents are held out, the pieces of the stream. Only sizes are asked for. What cannot be found counts nothing;
+/// whoever opens it says so.
+pub(crate) fn host_bytes(paths: &[PathBuf], rules: RowRules, shuffle: bool, split: Option<EvalSplit>) -> u64 {
     let files = find_files(paths).unwrap_or_default();
     let (tokens, texts): (Vec<_>, Vec<_>) = files.iter().map(PathBuf::as_path).partition(|path| kind(path) == Some(SourceKind::Tokens));
     let text = if paths.is_empty() { DEMO_TEXT.len() as u64 } else { bytes_of(&texts) };
     let in_memory = if text <= IN_MEMORY_BYTES_MAX { size_of::<u32>() as u64 * text } else { 0 };
     let order = if shuffle { size_of::<u32>() as u64 * rules.rows_max(text, bytes_of(&tokens) / 2) } else { 0 };
-    in_memory + rules.table_bytes(text) + order
+    in_memory + rules.table_bytes(text) + order + split.map_or(0, |_| EvalSplit::bytes_max(text))
 }
 
 /// Whether each of `files` holds records that are not text, by its first one.
@@ -384,13 +386,13 @@ mod tests {
     #[test]
     fn what_the_data_takes_is_known_from_its_sizes() {
         let dir = model_dir(&[("a.txt", "12345678"), ("b.bin", "12345678")]);
-        let of = |name: &str, shuffle| host_bytes(&[dir.path().join(name)], RowRules::wrapped(2), shuffle);
+        let of = |name: &str, shuffle| host_bytes(&[dir.path().join(name)], RowRules::wrapped(2), shuffle, None);
         assert_eq!((of("a.txt", false), of("a.txt", true), of("b.bin", false), of("b.bin", true)), (32, 32 + 16, 0, 8));
         assert_eq!((of("missing.txt", true), of("", true)), (0, 32 + 16 + 8));
         let large = std::fs::File::create(dir.path().join("large.txt")).unwrap();
         large.set_len(1 << 30).unwrap();
         assert_eq!((of("large.txt", false), of("large.txt", true)), (0, 2 << 30));
-        assert!(host_bytes(&[], RowRules::wrapped(256), true) > 4 * DEMO_TEXT.len() as u64);
+        assert!(host_bytes(&[], RowRules::wrapped(256), true, None) > 4 * DEMO_TEXT.len() as u64);
     }
 
     proptest! {

@@ -5,6 +5,7 @@
 
 mod evaluation;
 mod event_file;
+mod facts_line;
 mod feed;
 mod identity;
 mod kept;
@@ -63,7 +64,7 @@ fn drive<D: Kernels, X: Exchange<D>>(mut session: Session<D, X>, stop: &StopFlag
     let _watchdog = session.watch(observer)?;
     let mut failure = session.evaluate_on_start(stop, observer).err();
     while failure.is_none() && !session.is_done() && !stop.is_set() {
-        failure = session.step(observer).and_then(|()| session.evaluate_if_due(stop, observer)).err();
+        failure = session.step(observer).and_then(|()| session.evaluate_if_due(stop, observer)).and_then(|()| session.save_if_due(observer)).err();
     }
     Ok(session.end(failure, observer))
 }

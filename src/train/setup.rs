@@ -1,6 +1,7 @@
 //! Everything before step 0: model, data, plan, and, once there is an engine, the state to begin from.
 
 use super::evaluation::Evaluation;
+use super::facts_line::Surroundings;
 use super::observer::{Observer, RunFacts};
 use super::run_dir::RunDir;
 use super::session::{Companions, Session};
@@ -12,13 +13,13 @@ use crate::data;
 use crate::data::loader::{DataPosition, Loader, steps_for_epochs};
 use crate::data::packing::Dataset;
 use crate::data::preparation::{News, Preparation};
-use crate::data::rows::RowRules;
 use crate::data::source::host_bytes;
 use crate::data::tokenizer::Tokenizer;
 use crate::device::Kernels;
 use crate::engine::exchange::Exchange;
 use crate::engine::executor::Engine;
 use crate::error::{Error, Result};
+use crate::facts::MachineFacts;
 use crate::launch::context::check_context;
 use crate::launch::engine::Launcher;
 use crate::model::shape::{DEMO_CONFIG, ModelShape};
@@ -86,10 +87,9 @@ pub(super) fn prepare<'a>(
     let comparable = resumed.as_ref().filter(|_| !settings.allow_changed.contains(&RunPart::Tokenizer));
     let saved = comparable.map(|loaded| &loaded.manifest().trainer.settings);
     let (tokenizer, settings) = text::tokenizer(settings, &source.shape, saved)?;
-    let (dataset, mut run) = open_data(&settings, &source.shape, &tokenizer, run_dir.path(), stop, observer)?;
-    let (eval_data, rules) = (&settings.eval_data, settings.row_rules());
-    let open_eval = || open_dataset(eval_data, rules, &source.shape, &tokenizer, run_dir.path(), stop, observer);
-    let eval_dataset = (!eval_data.is_empty()).then(open_eval).transpose()?;
+    let (dataset, eval_dataset) = open_data(&settings, &source.shape, &tokenizer, run_dir.path(), stop, observer)?;
+    text::warning(&settings, &tokenizer, &dataset).iter().for_each(|line| observer.warn(line));
+    let mut run = identify(&settings, &source.shape, &tokenizer, run_dir.path(), stop, observer)?;
     kept::record(&plan, &mut run);
     let resumed = resumed.map(|loaded| resume::accept(loaded, &settings, dataset.sequences(), run.clone(), observer)).transpose()?;
     let run = resumed.as_ref().map_or(run, |accepted| accepted.run.clone());
@@ -155,12 +155,19 @@ impl PreparedRun<'_> {
             warmup_steps: settings.warmup(max_steps),
             max_steps,
         };
-        let companions = Companions { settings, model_files: source.files, run };
+        let about = Surroundings {
+            machine: MachineFacts::new(&launch.topology),
+            device: facts.device,
+            model: model_place(&settings),
+            data: facts.data,
+            max_steps,
+        };
+        let companions = Companions { settings, model_files: source.files, run, about };
         Session::new(engine, loader, evaluation, schedule, companions, run_dir, observer)
     }
 }
 
-/// The data, read and kept as far as need be, and what the run learns with and from; `observer` hears how far it is.
+/// What the run learns from, and what it is evaluated on, read and kept as far as need be; `observer` hears how far it is.
 fn open_data(
     settings: &Settings,
     shape: &ModelShape,
@@ -168,40 +175,46 @@ fn open_data(
     output_dir: &Path,
     stop: &StopFlag,
     observer: &mut dyn Observer,
-) -> Result<(Dataset, identity::Run)> {
-    let dataset = open_dataset(&settings.data, settings.row_rules(), shape, tokenizer, output_dir, stop, observer)?;
-    text::warning(settings, tokenizer, &dataset).iter().for_each(|line| observer.warn(line));
-    let mut progress = |file: &Path, done| {
-        observer.progress("checking data", done, file.metadata().map_or(done, |metadata| metadata.len()));
-        if stop.is_set() { Err(Error::Interrupted("the data was checked".into())) } else { Ok(()) }
-    };
-    let run = identity::of(shape, tokenizer, &settings.data, &output_dir.join(CHECKSUMS), &mut progress)?;
-    Ok((dataset, run))
-}
-
-fn open_dataset(
-    paths: &[PathBuf],
-    rules: RowRules,
-    shape: &ModelShape,
-    tokenizer: &Tokenizer,
-    output_dir: &Path,
-    stop: &StopFlag,
-    observer: &mut dyn Observer,
-) -> Result<Dataset> {
+) -> Result<(Dataset, Option<Dataset>)> {
     let emit = |news: News<'_>| match news {
         News::Note(line) => observer.note(line),
         News::Warn(line) => observer.warn(line),
         News::Progress { what, done, all } => observer.progress(what, done, all),
     };
     let mut preparation = Preparation::new(stop, data::preparation::cache(), output_dir.to_path_buf(), emit);
-    Dataset::open(paths, tokenizer, shape.vocab, rules, &mut preparation)
+    let rules = settings.row_rules();
+    if let Some(split) = settings.eval_split {
+        let split = (split, settings.seed);
+        let (kept, held_out) = Dataset::open_split(&settings.data, tokenizer, shape.vocab, rules, split, &mut preparation)?;
+        return Ok((kept, Some(held_out)));
+    }
+    let mut open = |paths: &[PathBuf]| Dataset::open(paths, tokenizer, shape.vocab, rules, &mut preparation);
+    let dataset = open(&settings.data)?;
+    let evaluated = (!settings.eval_data.is_empty()).then(|| open(&settings.eval_data)).transpose()?;
+    Ok((dataset, evaluated))
+}
+
+/// What the run learns with and from.
+fn identify(
+    settings: &Settings,
+    shape: &ModelShape,
+    tokenizer: &Tokenizer,
+    output_dir: &Path,
+    stop: &StopFlag,
+    observer: &mut dyn Observer,
+) -> Result<identity::Run> {
+    let mut progress = |file: &Path, done| {
+        observer.progress("checking data", done, file.metadata().map_or(done, |metadata| metadata.len()));
+        if stop.is_set() { Err(Error::Interrupted("the data was checked".into())) } else { Ok(()) }
+    };
+    identity::of(shape, tokenizer, &settings.data, &output_dir.join(CHECKSUMS), &mut progress)
 }
 
 /// Host memory that training and evaluation data take while steps run.
 fn data_bytes(settings: &Settings) -> u64 {
-    let Settings { data, eval_data, no_shuffle, .. } = settings;
-    let evaluated = if eval_data.is_empty() { 0 } else { host_bytes(eval_data, settings.row_rules(), false) };
-    host_bytes(data, settings.row_rules(), !no_shuffle) + evaluated
+    let Settings { data, eval_data, eval_split, no_shuffle, .. } = settings;
+    let evaluated = if eval_data.is_empty() { 0 } else { host_bytes(eval_data, settings.row_rules(), false, None) };
+    host_bytes(data, settings.row_rules(), !no_shuffle, *eval_split) + evaluated
 }
 
 /// `DIR and a.txt`, `DIR and a.txt with 3 more`, `the built-in text`.
@@ -241,8 +254,12 @@ fn describe_device(launch: &Launcher, device: &str) -> String {
     format!("{gpus}{device} on {}{why}", topology.cpu_model.as_deref().unwrap_or("an unnamed processor"))
 }
 
+fn model_place(settings: &Settings) -> String {
+    settings.model.as_ref().map_or("built in".to_string(), |dir| dir.display().to_string())
+}
+
 fn describe_model(settings: &Settings, shape: &ModelShape) -> String {
-    let from = settings.model.as_ref().map_or("built in".to_string(), |dir| dir.display().to_string());
+    let from = model_place(settings);
     let ModelShape { layers, channels, heads, kv_heads, vocab, .. } = shape;
     format!("{from}: {} with {layers} layers of {channels}, {heads} heads ({kv_heads} kv), vocabulary {vocab}", shape.family.architecture())
 }
