@@ -12,6 +12,8 @@ use crate::checkpoint::digest::digest_checkpoint;
 use crate::checkpoint::export::{MAX_SHARD_BYTES, Options, export_checkpoint};
 use crate::config::aliases;
 use crate::config::settings::{Settings, TrainOptions};
+use crate::data::preparation::{self, News, Preparation};
+use crate::data::view::{DataView, ViewRequest};
 use crate::doctor::{self, Probes};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
@@ -19,13 +21,16 @@ use crate::hardware::limits;
 use crate::hardware::topology::Topology;
 use crate::launch::context::check_context;
 use crate::model::presets;
+use crate::model::shape::ModelShape;
+use crate::model_dir::{CONFIG, ModelDir};
 use crate::optim::simd::Isa;
 use crate::planner::machine::Machine;
 use crate::probe::{self, ProbeOptions};
 use crate::report::write_report;
 use crate::search::SearchQuery;
 use crate::search::report::SearchReport;
-use crate::signals;
+use crate::signals::{self, StopFlag};
+use crate::train::text;
 use serde::Serialize;
 use std::ffi::OsString;
 use std::fmt::Display;
@@ -173,6 +178,31 @@ pub fn export(options: &ExportOptions, tell: &mut dyn FnMut(&dyn Display)) -> Re
     let exported = export_checkpoint(&dir, &options.out, Options { dtype, max_shard_bytes })?;
     damaged.iter().chain(&exported.warnings).for_each(|line| tell(&format_args!("warning: {line}")));
     Ok(format!("exported step {} of {} to {}", exported.step, exported.checkpoint.display(), options.out.display()))
+}
+
+/// What training would make of the data that `settings` name, and of the first `shown` documents the text with what is trained.
+///
+/// # Errors
+/// Those that training has with its model, tokenizer and data.
+pub fn view_data(settings: &Settings, shown: usize, in_colour: bool, stop: &StopFlag) -> Result<impl Display + Serialize + use<>> {
+    let model = settings.model.as_deref().map(ModelDir::open).transpose()?;
+    let shape = match &model {
+        Some(dir) => ModelShape::read(&dir.file(CONFIG)?)?,
+        None => ModelShape::demo(),
+    };
+    let (tokenizer, settings) = text::tokenizer(settings, &shape, None)?;
+    let (paths, split) = (&settings.data, settings.eval_split.map(|split| (split, settings.seed)));
+    let request = ViewRequest { paths, rules: settings.row_rules(), split, shown, in_colour };
+    let mut notes = Vec::new();
+    let emit = |news: News<'_>| match news {
+        News::Note(line) => notes.push(line.to_string()),
+        News::Warn(line) => notes.push(format!("warning: {line}")),
+        News::Progress { .. } => {}
+    };
+    let mut preparation = Preparation::new(stop, preparation::cache(), None, emit);
+    let view = DataView::new(&request, &tokenizer, shape.vocab, &mut preparation)?;
+    drop(preparation);
+    Ok(view.with_notes(notes))
 }
 
 /// Writes one HTML page to `out` about the training runs in the output directories `runs`; what it gives says so in words.

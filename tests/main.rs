@@ -6,6 +6,7 @@ mod campaign;
 mod chat;
 mod cli;
 mod data;
+mod data_view;
 mod evaluation;
 mod exactness;
 #[cfg(feature = "cuda")]

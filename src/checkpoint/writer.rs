@@ -70,12 +70,7 @@ impl Writer {
     ///
     /// # Errors
     /// The first operation that failed; checkpoints that were there before are as they were.
-    pub(crate) fn finish(
-        mut self,
-        model_files: &[(String, Vec<u8>)],
-        total_limit: Option<NonZeroUsize>,
-        spared: Spared,
-    ) -> Result<Saved> {
+    pub(crate) fn finish(mut self, model_files: &[(String, Vec<u8>)], total_limit: Option<NonZeroUsize>, spared: Spared) -> Result<Saved> {
         self.flush_chunk()?;
         self.state.sync()?;
         self.write_model(model_files)?;

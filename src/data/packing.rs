@@ -7,6 +7,7 @@ use crate::data::cache;
 use crate::data::checked::CheckedFiles;
 use crate::data::documents::{DocumentTotals, DocumentsInMemory};
 use crate::data::hold_out::{EvalSplit, HeldOut, Side};
+use crate::data::lengths::DocumentLengths;
 use crate::data::preparation::Preparation;
 use crate::data::prepared::Prepared;
 use crate::data::rows::{Packing, RowRules, RowTable};
@@ -41,16 +42,28 @@ enum Cut {
     Packed(RowTable),
 }
 
+/// What is trained on, what is held out, and what all of it was made of.
+pub(super) struct MeasuredData {
+    pub(super) kept: Dataset,
+    pub(super) held_out: Option<Dataset>,
+    /// Of all documents of text; none where token files are among the data.
+    pub(super) lengths: DocumentLengths,
+    /// Records without a trained token.
+    pub(super) skipped: u64,
+}
+
 /// Data as it was opened.
 struct Opened {
     files: Vec<PathBuf>,
     stream: TokenStream,
-    /// Where its documents are, if anybody needs to know.
+    /// Where its documents are; token files do not say.
     bounds: Option<Bounds>,
     /// Of text.
     documents: u64,
     /// Tokens that are not trained.
     untrained: u64,
+    /// Records without a trained token.
+    skipped: u64,
 }
 
 impl Dataset {
@@ -71,8 +84,12 @@ impl Dataset {
         rules: RowRules,
         preparation: &mut Preparation<'_>,
     ) -> Result<Self> {
-        let opened = Opened::new(paths, tokenizer, vocab_size, rules.packing, None, preparation)?;
-        opened.dataset(Side::All, rules, tokenizer, preparation)
+        Opened::new(paths, tokenizer, vocab_size, rules.packing, None, false, preparation)?.dataset(
+            Side::All,
+            rules,
+            tokenizer,
+            preparation,
+        )
     }
 
     /// As [`Dataset::open`], in two: the documents that are left when `split` has held some out, and those. They depend on what the
@@ -88,10 +105,32 @@ impl Dataset {
         (split, seed): (EvalSplit, u64),
         preparation: &mut Preparation<'_>,
     ) -> Result<(Self, Self)> {
-        let opened = Opened::new(paths, tokenizer, vocab_size, rules.packing, Some(split), preparation)?;
-        let held_out = opened.held_out(split, seed, preparation)?;
-        let mut side = |side| opened.dataset(side, rules, tokenizer, preparation);
-        Ok((side(Side::Kept(&held_out))?, side(Side::HeldOut(&held_out))?))
+        let opened = Opened::new(paths, tokenizer, vocab_size, rules.packing, Some(split), false, preparation)?;
+        opened.split(rules, tokenizer, (split, seed), preparation)
+    }
+
+    /// As [`Dataset::open`], or [`Dataset::open_split`] where something is held out, and how long the documents are.
+    ///
+    /// # Errors
+    /// As there.
+    pub(super) fn open_measured(
+        paths: &[PathBuf],
+        tokenizer: &Tokenizer,
+        vocab_size: usize,
+        rules: RowRules,
+        split: Option<(EvalSplit, u64)>,
+        preparation: &mut Preparation<'_>,
+    ) -> Result<MeasuredData> {
+        let opened = Opened::new(paths, tokenizer, vocab_size, rules.packing, split.map(|(split, _)| split), true, preparation)?;
+        let lengths = opened.bounds.as_ref().map(|bounds| DocumentLengths::of(bounds, preparation)).transpose()?;
+        let (kept, held_out) = match split {
+            None => (opened.dataset(Side::All, rules, tokenizer, preparation)?, None),
+            Some(split) => {
+                let (kept, held_out) = opened.split(rules, tokenizer, split, preparation)?;
+                (kept, Some(held_out))
+            }
+        };
+        Ok(MeasuredData { kept, held_out, lengths: lengths.unwrap_or_default(), skipped: opened.skipped })
     }
 
     /// Cuts `stream`; `None` when it is less than one sequence and the token after it.
@@ -189,36 +228,44 @@ impl Dataset {
 }
 
 impl Opened {
-    /// The tokens of all that `paths` name, and where documents begin and end in them if `packing` or `split` asks for that.
+    /// The tokens of all that `paths` name, which have to say where documents end if `packing` or `split` asks for that.
     fn new(
         paths: &[PathBuf],
         tokenizer: &Tokenizer,
         vocab_size: usize,
         packing: Packing,
         split: Option<EvalSplit>,
+        is_measured: bool,
         preparation: &mut Preparation<'_>,
     ) -> Result<Self> {
         check_vocabulary(vocab_size, tokenizer)?;
         let files = source::find_files(paths)?;
-        let whole_documents = packing != Packing::Wrapped || split.is_some();
-        if whole_documents {
+        let needs_bounds = packing != Packing::Wrapped || split.is_some();
+        if needs_bounds {
             check_bounds(&files, packing, split)?;
         }
-        open_stream(files, tokenizer, vocab_size, whole_documents, preparation)
+        open_stream(files, tokenizer, vocab_size, needs_bounds || is_measured, preparation)
     }
 
-    /// # Errors
-    /// Those of [`HeldOut::choose`].
-    fn held_out(&self, split: EvalSplit, seed: u64, preparation: &mut Preparation<'_>) -> Result<HeldOut> {
-        HeldOut::choose(&self.stream, self.whole(), split, seed, preparation)
+    /// What is left, and what is held out.
+    fn split(
+        &self,
+        rules: RowRules,
+        tokenizer: &Tokenizer,
+        (split, seed): (EvalSplit, u64),
+        preparation: &mut Preparation<'_>,
+    ) -> Result<(Dataset, Dataset)> {
+        let held_out = HeldOut::choose(&self.stream, self.whole(), split, seed, preparation)?;
+        let mut side = |side| self.dataset(side, rules, tokenizer, preparation);
+        Ok((side(Side::Kept(&held_out))?, side(Side::HeldOut(&held_out))?))
     }
 
     /// Where its documents are.
     ///
     /// # Panics
-    /// If nobody asked for that.
+    /// If token files are among the data: [`check_bounds`] refuses those.
     fn whole(&self) -> &Bounds {
-        self.bounds.as_ref().expect("bounds were asked for")
+        self.bounds.as_ref().expect("documents with bounds")
     }
 
     /// The documents of `side` as `rules` say.
@@ -279,18 +326,18 @@ fn check_vocabulary(vocab_size: usize, tokenizer: &Tokenizer) -> Result<()> {
     }
 }
 
-/// All files in their order. Text is one run of documents, wherever token files stand between them.
+/// All files in their order, and where documents are if somebody `wants_bounds` and no token file is among them. Text is one run of documents, wherever token files stand between them.
 fn open_stream(
     files: Vec<PathBuf>,
     tokenizer: &Tokenizer,
     vocab_size: usize,
-    whole_documents: bool,
+    wants_bounds: bool,
     preparation: &mut Preparation<'_>,
 ) -> Result<Opened> {
     let is_text = |path: &&Path| source::kind(path) != Some(SourceKind::Tokens);
     let texts: Vec<&Path> = files.iter().map(PathBuf::as_path).filter(is_text).collect();
     let mut checked = CheckedFiles::load(preparation.output_dir.as_deref())?;
-    let AllText { tokens: text, source_ends, ends, documents, untrained } = if texts.is_empty() && !files.is_empty() {
+    let AllText { tokens: text, source_ends, ends, documents, untrained, skipped } = if texts.is_empty() && !files.is_empty() {
         AllText::default()
     } else {
         open_text(&texts, tokenizer, vocab_size, &mut checked, preparation)?
@@ -313,11 +360,11 @@ fn open_stream(
     checked.save()?;
     let (tokens, has_separator) = (stream.tokens() as u64, tokenizer.end_of_text().is_some());
     let holds_records = || source::hold_records(&texts, tokenizer.rules());
-    let bounds = match whole_documents {
+    let bounds = match wants_bounds && texts.len() == files.len() {
         false => None,
         true => Some(Bounds { ends, source_ends, holds_records: holds_records()?, has_separator, tokens }),
     };
-    Ok(Opened { stream, bounds, documents, untrained, files })
+    Ok(Opened { stream, bounds, documents, untrained, skipped, files })
 }
 
 struct AllText {
@@ -328,13 +375,15 @@ struct AllText {
     ends: DocumentEnds,
     documents: u64,
     untrained: u64,
+    /// Records without a trained token.
+    skipped: u64,
 }
 
 impl Default for AllText {
     /// No text.
     fn default() -> Self {
         let (tokens, ends) = (Arc::new(Tokens::Memory(Vec::new())), DocumentEnds::Memory(Vec::new()));
-        Self { tokens, source_ends: Vec::new(), ends, documents: 0, untrained: 0 }
+        Self { tokens, source_ends: Vec::new(), ends, documents: 0, untrained: 0, skipped: 0 }
     }
 }
 
@@ -349,17 +398,17 @@ fn open_text(
     if source::bytes_of(texts) <= preparation.in_memory_bytes_max {
         let (mut totals, _) = source::tokenize(texts, tokenizer, vocab_size, DocumentsInMemory::default(), preparation)?;
         totals.sink.tokens.shrink_to_fit();
-        let DocumentTotals { sink: DocumentsInMemory { tokens, ends }, source_ends, documents, untrained, .. } = totals;
+        let DocumentTotals { sink: DocumentsInMemory { tokens, ends }, source_ends, documents, untrained, skipped, .. } = totals;
         let (tokens, ends) = (Arc::new(Tokens::Memory(tokens)), DocumentEnds::Memory(ends));
-        return Ok(AllText { tokens, source_ends, ends, documents, untrained });
+        return Ok(AllText { tokens, source_ends, ends, documents, untrained, skipped });
     }
-    let Prepared { tokens, ends, source_ends, documents, largest_id, untrained } =
+    let Prepared { tokens, ends, source_ends, documents, largest_id, untrained, skipped } =
         cache::find_or_prepare(texts, tokenizer, vocab_size, checked, preparation)?;
     if largest_id as usize >= vocab_size {
         return Err(Error::format(texts[0], format_args!("the text has token {largest_id}, outside the vocabulary of {vocab_size}")));
     }
     let tokens = Arc::new(Tokens::File(TokenFile::trusted(tokens, vocab_size)));
-    Ok(AllText { tokens, source_ends, ends: DocumentEnds::File(ends), documents, untrained })
+    Ok(AllText { tokens, source_ends, ends: DocumentEnds::File(ends), documents, untrained, skipped })
 }
 
 fn nothing_trained(files: &[PathBuf], seq_length: usize) -> Error {
@@ -475,7 +524,7 @@ pub(crate) mod tests {
         let tokenizer = load_or_bytes(dir.path()).unwrap();
         let names = ["a.txt", "b.bin", "c.jsonl", "d.bin", "e.txt"].map(path);
         let read = |in_memory_bytes_max| {
-            let mut preparation = Preparation::new(&StopFlag::default(), Some(path("cache")), dir.path().into(), |_| ());
+            let mut preparation = Preparation::new(&StopFlag::default(), Some(path("cache")), Some(dir.path().into()), |_| ());
             preparation.in_memory_bytes_max = in_memory_bytes_max;
             let Opened { stream, documents, .. } = open_stream(names.to_vec(), &tokenizer, 8, false, &mut preparation).unwrap();
             assert_eq!(documents, 4);

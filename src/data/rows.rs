@@ -353,7 +353,7 @@ mod tests {
                 heard.push(line.to_string());
             }
         };
-        let mut preparation = Preparation::new(&StopFlag::default(), None, dir.path().into(), hear);
+        let mut preparation = Preparation::new(&StopFlag::default(), None, Some(dir.path().into()), hear);
         let dataset = Dataset::open(paths, &tokenizer, VOCAB, rules, &mut preparation);
         drop(preparation);
         (dataset, heard)
@@ -490,7 +490,7 @@ mod tests {
             let path = records(&dir, &documents.iter().map(|ids| json!({"input_ids": ids})).collect::<Vec<_>>());
             let packing = if is_bfd { Packing::Bfd } else { Packing::Off };
             let rules = RowRules { overlong: Overlong::Split, ..rules(seq_length, packing) };
-            let mut preparation = Preparation::new(&StopFlag::default(), Some(dir.path().join("cache")), dir.path().into(), |_| ());
+            let mut preparation = Preparation::new(&StopFlag::default(), Some(dir.path().join("cache")), Some(dir.path().into()), |_| ());
             preparation.in_memory_bytes_max = if is_prepared { 0 } else { u64::MAX };
             let rows = rows(Dataset::open(&[path], &Tokenizer::bytes(), VOCAB_OF_COUNTING, rules, &mut preparation).unwrap());
             let mut trained: Vec<[i32; 2]> = rows.iter().flatten().filter(|cell| cell[1] >= 0).map(|cell| [cell[0], cell[1]]).collect();

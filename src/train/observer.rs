@@ -62,8 +62,10 @@ impl RunFacts {
 }
 
 /// How a run ended.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Summary {
+    /// Nothing was to be done but to tell what would be.
+    pub is_dry: bool,
     /// Whether a signal ended it early.
     pub interrupted: bool,
     /// Steps done in all, and in this process.
@@ -120,6 +122,9 @@ impl Summary {
 
 impl fmt::Display for Summary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.is_dry {
+            return f.write_str("dry run: no step was done, and nothing is in the output directory that was not there");
+        }
         if self.steps_here == 0 && !self.interrupted && self.failure.is_none() {
             let asked = if self.step == self.max_steps { String::new() } else { format!(", {} were asked for", self.max_steps) };
             return write!(f, "nothing to do: step {} was already done{asked}{}", self.step, self.why_early());

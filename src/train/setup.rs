@@ -56,17 +56,16 @@ pub(super) struct PreparedRun<'a> {
     weights: Option<ModelWeights>,
     max_steps: u64,
     data: String,
-    run_dir: RunDir,
 }
 
-/// Reads, checks and plans what `settings` ask for.
+/// Reads, checks and plans what `settings` ask for; without a `run_dir` nothing is written but tokens into the cache.
 ///
 /// # Errors
 /// Whatever is missing, broken or too large; nothing has been trained yet.
 pub(super) fn prepare<'a>(
     settings: &Settings,
     launch: &'a Launcher,
-    run_dir: RunDir,
+    run_dir: Option<&RunDir>,
     stop: &StopFlag,
     observer: &mut dyn Observer,
 ) -> Result<PreparedRun<'a>> {
@@ -78,7 +77,7 @@ pub(super) fn prepare<'a>(
     check_context(settings, &source.shape, settings.model.as_deref().unwrap_or(Path::new("the built-in model")))?
         .iter()
         .for_each(|line| observer.warn(line));
-    let resumed = resume::find(settings, run_dir.path(), observer)?;
+    let resumed = resume::find(settings, &settings.output_dir, observer)?;
     let kept = resumed.as_ref().map(|loaded| kept::settings(settings, loaded, observer)).transpose()?;
     let settings = kept.as_ref().unwrap_or(settings);
     let plan = launch.plan(settings, &source.shape, true)?;
@@ -87,14 +86,14 @@ pub(super) fn prepare<'a>(
     let comparable = resumed.as_ref().filter(|_| !settings.allow_changed.contains(&RunPart::Tokenizer));
     let saved = comparable.map(|loaded| &loaded.manifest().trainer.settings);
     let (tokenizer, settings) = text::tokenizer(settings, &source.shape, saved)?;
-    let (dataset, eval_dataset) = open_data(&settings, &source.shape, &tokenizer, run_dir.path(), stop, observer)?;
+    let (dataset, eval_dataset) = open_data(&settings, &source.shape, &tokenizer, run_dir.map(RunDir::path), stop, observer)?;
     text::warning(&settings, &tokenizer, &dataset).iter().for_each(|line| observer.warn(line));
-    let mut run = identify(&settings, &source.shape, &tokenizer, run_dir.path(), stop, observer)?;
+    let mut run = identify(&settings, &source.shape, &tokenizer, run_dir.map(RunDir::path), stop, observer)?;
     kept::record(&plan, &mut run);
     let resumed = resumed.map(|loaded| resume::accept(loaded, &settings, dataset.sequences(), run.clone(), observer)).transpose()?;
     let run = resumed.as_ref().map_or(run, |accepted| accepted.run.clone());
     let max_steps = max_steps(&settings, &dataset);
-    if resumed.as_ref().is_none_or(|accepted| accepted.step() < max_steps) {
+    if let Some(run_dir) = run_dir.filter(|_| resumed.as_ref().is_none_or(|accepted| accepted.step() < max_steps)) {
         run_dir.expect_room(checkpoint_bytes(TensorTable::new(&source.shape).params(), &source.files))?;
     }
     let untrained = match dataset.untrained() {
@@ -104,13 +103,29 @@ pub(super) fn prepare<'a>(
     let evaluated = eval_dataset.as_ref().map_or(String::new(), |data| format!("; evaluated on {} sequences", data.sequences()));
     let (tokens, sequences, seq_length) = (dataset.tokens(), dataset.sequences(), settings.seq_length);
     let data = format!("{tokens} tokens{untrained}, {sequences} sequences of {seq_length}; tokenizer {tokenizer}{evaluated}");
-    Ok(PreparedRun { launch, settings, source, plan, dataset, eval_dataset, run, resumed, weights, max_steps, data, run_dir })
+    Ok(PreparedRun { launch, settings, source, plan, dataset, eval_dataset, run, resumed, weights, max_steps, data })
 }
 
 impl PreparedRun<'_> {
     /// Its plan and the model's shape, which the engine is made from.
     pub(super) fn blueprint(&self) -> (Plan, ModelShape) {
         (self.plan.clone(), self.source.shape.clone())
+    }
+
+    /// Tells what would be done.
+    pub(super) fn tell(&self, observer: &mut dyn Observer) {
+        let Self { settings, source, plan, resumed, max_steps, data, .. } = self;
+        let first = resumed.as_ref().map_or(0, resume::Accepted::step) + 1;
+        let step_ms = plan.simulated_step_ms.or(plan.predicted.map(|predicted| predicted.step_s * 1e3));
+        let time = step_ms.map(|ms| ms / 1e3 * (max_steps + 1).saturating_sub(first) as f64);
+        let time = time.map_or(String::new(), |seconds| format!(", in {:.0} minutes by prediction", seconds / 60.0));
+        observer.note(&format!("model   {}", describe_model(settings, &source.shape)));
+        observer.note(&format!("data    {data}"));
+        observer.note(&plan.to_string());
+        observer.note(&match first > *max_steps {
+            true => format!("nothing would be done: step {max_steps} is the last one"),
+            false => format!("steps {first} to {max_steps} would be trained{time}"),
+        });
     }
 
     /// A session with `engine`, ready for its first step.
@@ -120,9 +135,10 @@ impl PreparedRun<'_> {
     pub(super) fn session<D: Kernels, X: Exchange<D>>(
         self,
         mut engine: Engine<D, X>,
+        run_dir: RunDir,
         observer: &mut dyn Observer,
     ) -> Result<Session<D, X>> {
-        let Self { launch, settings, source, plan, dataset, eval_dataset, run, resumed, weights, max_steps, data, run_dir } = self;
+        let Self { launch, settings, source, plan, dataset, eval_dataset, run, resumed, weights, max_steps, data } = self;
         let position = match resumed {
             Some(accepted) => accepted.restore(&mut engine)?,
             None => begin(&mut engine, settings.seed, weights.as_ref())?,
@@ -172,7 +188,7 @@ fn open_data(
     settings: &Settings,
     shape: &ModelShape,
     tokenizer: &Tokenizer,
-    output_dir: &Path,
+    output_dir: Option<&Path>,
     stop: &StopFlag,
     observer: &mut dyn Observer,
 ) -> Result<(Dataset, Option<Dataset>)> {
@@ -181,7 +197,7 @@ fn open_data(
         News::Warn(line) => observer.warn(line),
         News::Progress { what, done, all } => observer.progress(what, done, all),
     };
-    let mut preparation = Preparation::new(stop, data::preparation::cache(), output_dir.to_path_buf(), emit);
+    let mut preparation = Preparation::new(stop, data::preparation::cache(), output_dir.map(Path::to_path_buf), emit);
     let rules = settings.row_rules();
     if let Some(split) = settings.eval_split {
         let split = (split, settings.seed);
@@ -199,7 +215,7 @@ fn identify(
     settings: &Settings,
     shape: &ModelShape,
     tokenizer: &Tokenizer,
-    output_dir: &Path,
+    output_dir: Option<&Path>,
     stop: &StopFlag,
     observer: &mut dyn Observer,
 ) -> Result<identity::Run> {
@@ -207,7 +223,7 @@ fn identify(
         observer.progress("checking data", done, file.metadata().map_or(done, |metadata| metadata.len()));
         if stop.is_set() { Err(Error::Interrupted("the data was checked".into())) } else { Ok(()) }
     };
-    identity::of(shape, tokenizer, &settings.data, &output_dir.join(CHECKSUMS), &mut progress)
+    identity::of(shape, tokenizer, &settings.data, output_dir.map(|dir| dir.join(CHECKSUMS)).as_deref(), &mut progress)
 }
 
 /// Host memory that training and evaluation data take while steps run.

@@ -57,6 +57,7 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
         let trace: Option<PathBuf> = trace.and_then(|trace| trace.exists().is_ok_and(|there| there).then(|| trace.path()));
         let ms = |ns: u64| ns as f64 / 1e6;
         Summary {
+            is_dry: false,
             interrupted: step < max_steps && given_up.is_none(),
             step,
             steps_here: totals.steps,
