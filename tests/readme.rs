@@ -128,9 +128,9 @@ fn the_sample_of_bench_step_is_the_line_of_the_claim() {
         format!("  device busy  {:.1} %", 100.0 * number("/exposed/device_busy_share")),
         format!("  adam         {:.2} Gparam/s, {:.2} GB/s", number("/adam/busy_gparams_per_s"), number("/adam/busy_gb_per_s")),
     ];
-    let guide = text_of("docs/guide.md");
+    let guide = text_of("docs/guide/machine.md");
     for part in sample {
-        assert!(guide.contains(&part), "docs/guide.md does not show {part:?}");
+        assert!(guide.contains(&part), "docs/guide/machine.md does not show {part:?}");
     }
     let claim = format!("reaches {:.0} TFLOP/s", number("/speed/model_tflops"));
     assert!(text_of("README.md").contains(&claim), "README.md does not claim {claim:?}");
