@@ -74,7 +74,7 @@ fn flags() -> String {
         match (flag.starts_with("--") || flag.starts_with("-h"), rows.last_mut()) {
             (true, _) => rows.push((flag.trim_start_matches("-h, ").into(), words.into())),
             (false, Some((_, help))) => match value {
-                Some((word, meaning)) => *help += &format!("<br>`{word}`: {meaning}"),
+                Some((word, meaning)) => *help += &format!("<br>`{word}`: {}", meaning.trim()),
                 None => *help = format!("{help} {line}").trim().trim_end_matches(" Possible values:").to_string(),
             },
             _ => {}
