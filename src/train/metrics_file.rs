@@ -174,7 +174,7 @@ mod tests {
             format!("{}\n{steps}", facts(from))
         };
         assert_eq!(text(&path), part(0, 4));
-        for (from, until) in [(3, 3), (3, 5), (2, 3)] {
+        for (from, until) in [(3, 3), (3, 5), (3, 4), (2, 3)] {
             let (mut metrics, damaged) = MetricsFile::open(&dir, from, &facts(from)).unwrap();
             (from + 1..=until).for_each(|step| metrics.write(&json!({"step": step})).unwrap());
             let whole = if until > from { part(0, from) + &part(from, until) } else { part(0, from) };
