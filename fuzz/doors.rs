@@ -3,19 +3,19 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use superoffload::Settings;
 use superoffload::internals::checkpoint;
 use superoffload::internals::config::file;
 use superoffload::internals::data::{AddBos, Tokenizer};
 use superoffload::internals::model::{ModelShape, ModelWeights, TensorTable};
 use superoffload::internals::model_dir::ModelDir;
 use superoffload::internals::optim::StatePart;
+use superoffload::{Settings, StopFlag, TrainOptions};
 
 /// Reads one input; `dir` is an empty directory of its own, which may be written.
 type Door = fn(input: &[u8], dir: &Path);
 
 /// Name and door; the name is that of the corpus, too.
-pub const DOORS: [(&str, Door); 9] = [
+pub const DOORS: [(&str, Door); 10] = [
     ("config_json", config_json),
     ("settings_toml", settings_toml),
     ("settings_yaml", settings_yaml),
@@ -23,6 +23,7 @@ pub const DOORS: [(&str, Door); 9] = [
     ("safetensors", safetensors),
     ("index", index),
     ("tokenizer", tokenizer),
+    ("chat_template", chat_template),
     ("manifest", manifest),
     ("resctrl_profile", resctrl_profile),
 ];
@@ -137,6 +138,20 @@ fn tokenizer(input: &[u8], dir: &Path) {
         assert!(!tokenizer.to_string().is_empty());
         let _ = tokenizer.encode("The naïve café, 12345 \u{1f600}\n\n  a b </s>");
     }
+}
+
+/// A chat template, a line `=== records`, and records that go through it.
+fn chat_template(input: &[u8], dir: &Path) {
+    let mut parts = split(input, b"\n=== records\n").into_iter();
+    let template = put(dir, "template.jinja", parts.next().unwrap_or_default());
+    let data = put(dir, "records.jsonl", parts.next().unwrap_or_default());
+    let (data, chat_template, seq_length) = (Some(vec![data]), Some(template), Some(1));
+    let options = TrainOptions { data, chat_template, seq_length, ..TrainOptions::default() };
+    let _ = Settings::resolve(options).and_then(|settings| {
+        let view = superoffload::view_data(&settings, 3, false, &StopFlag::default())?;
+        assert!(!view.to_string().contains('\x1b'));
+        Ok(())
+    });
 }
 
 fn split<'a>(mut bytes: &'a [u8], by: &[u8]) -> Vec<&'a [u8]> {

@@ -7,10 +7,13 @@ use crate::bench::record::RecordFile;
 use crate::bench::simulate::{Simulation, profile};
 use crate::bench::step::StepBench;
 use crate::checkpoint;
+use crate::checkpoint::best::find_best;
 use crate::checkpoint::digest::digest_checkpoint;
 use crate::checkpoint::export::{MAX_SHARD_BYTES, Options, export_checkpoint};
 use crate::config::aliases;
 use crate::config::settings::{Settings, TrainOptions};
+use crate::data::preparation::{self, News, Preparation};
+use crate::data::view::{DataView, ViewRequest};
 use crate::doctor::{self, Probes};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
@@ -19,13 +22,16 @@ use crate::hardware::topology::Topology;
 use crate::host::pages::share_one_heap;
 use crate::launch::context::check_context;
 use crate::model::presets;
+use crate::model::shape::ModelShape;
+use crate::model_dir::{CONFIG, ModelDir};
 use crate::optim::simd::Isa;
 use crate::planner::machine::Machine;
 use crate::probe::{self, ProbeOptions};
 use crate::report::write_report;
 use crate::search::SearchQuery;
 use crate::search::report::SearchReport;
-use crate::signals;
+use crate::signals::{self, StopFlag};
+use crate::train::text;
 use serde::Serialize;
 use std::ffi::OsString;
 use std::fmt::Display;
@@ -39,6 +45,10 @@ pub struct ExportOptions {
 
     /// The directory to write; must not exist or be empty.
     pub out: PathBuf,
+
+    /// Take the output directory's checkpoint of the lowest evaluation loss instead of its newest.
+    #[arg(long)]
+    pub best: bool,
 
     /// Largest shard in MB (10^6 bytes) [default: 5000].
     #[arg(long, value_name = "MB")]
@@ -168,9 +178,35 @@ pub fn export(options: &ExportOptions, tell: &mut dyn FnMut(&dyn Display)) -> Re
     };
     let bytes = |mb: u64| mb.checked_mul(1_000_000).filter(|&b| b > 0).ok_or_else(|| Error::usage("--max-shard-mb: expected 1 or more"));
     let max_shard_bytes = options.max_shard_mb.map_or(Ok(MAX_SHARD_BYTES), bytes)?;
-    let exported = export_checkpoint(&options.dir, &options.out, Options { dtype, max_shard_bytes })?;
-    exported.warnings.iter().for_each(|line| tell(&format_args!("warning: {line}")));
+    let (dir, damaged) = if options.best { find_best(&options.dir)? } else { (options.dir.clone(), Vec::new()) };
+    let exported = export_checkpoint(&dir, &options.out, Options { dtype, max_shard_bytes })?;
+    damaged.iter().chain(&exported.warnings).for_each(|line| tell(&format_args!("warning: {line}")));
     Ok(format!("exported step {} of {} to {}", exported.step, exported.checkpoint.display(), options.out.display()))
+}
+
+/// What training would make of the data that `settings` name, and of the first `shown` documents the text with what is trained.
+///
+/// # Errors
+/// Those that training has with its model, tokenizer and data.
+pub fn view_data(settings: &Settings, shown: usize, in_colour: bool, stop: &StopFlag) -> Result<impl Display + Serialize + use<>> {
+    let model = settings.model.as_deref().map(ModelDir::open).transpose()?;
+    let shape = match &model {
+        Some(dir) => ModelShape::read(&dir.file(CONFIG)?)?,
+        None => ModelShape::demo(),
+    };
+    let (tokenizer, settings) = text::tokenizer(settings, &shape, None)?;
+    let (paths, split) = (&settings.data, settings.eval_split.map(|split| (split, settings.seed)));
+    let request = ViewRequest { paths, rules: settings.row_rules(), split, shown, in_colour };
+    let mut notes = Vec::new();
+    let emit = |news: News<'_>| match news {
+        News::Note(line) => notes.push(line.to_string()),
+        News::Warn(line) => notes.push(format!("warning: {line}")),
+        News::Progress { .. } => {}
+    };
+    let mut preparation = Preparation::new(stop, preparation::cache(), None, emit);
+    let view = DataView::new(&request, &tokenizer, shape.vocab, &mut preparation)?;
+    drop(preparation);
+    Ok(view.with_notes(notes))
 }
 
 /// Writes one HTML page to `out` about the training runs in the output directories `runs`; what it gives says so in words.

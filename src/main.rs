@@ -40,6 +40,8 @@ enum CliCommand {
     Probe(ProbeOptions),
     /// Time steps on a machine that is not here, by its profile (`--hardware`).
     Simulate(Box<SimulateOptions>),
+    /// Show what training makes of data: of a few records what is trained, counts, lengths.
+    Data(Box<DataOptions>),
     /// Write what training runs did as one HTML page: loss, speed, what bound it, memory, settings.
     Report {
         /// Output directories of `train`; several are drawn over each other.
@@ -59,6 +61,22 @@ struct TrainCommand {
     /// TOML, YAML or JSON file whose keys are the flags below; the same as --config.
     #[arg(conflicts_with = "config")]
     file: Option<PathBuf>,
+    #[command(flatten)]
+    train: TrainOptions,
+}
+
+#[derive(clap::Args)]
+struct DataOptions {
+    /// Files or directories; the same as --data.
+    #[arg(conflicts_with = "data", value_name = "DATA")]
+    paths: Vec<PathBuf>,
+    /// Documents to show.
+    #[arg(short = 'n', long, value_name = "N", default_value_t = 3)]
+    first: usize,
+    /// Print a JSON line instead of text.
+    #[arg(long)]
+    json: bool,
+    /// As for `train`; what says nothing of data is of no account.
     #[command(flatten)]
     train: TrainOptions,
 }
@@ -157,6 +175,7 @@ fn run(command: CliCommand) -> Result<i32> {
         CliCommand::Doctor => answer(superoffload::doctor().trim_end())?,
         CliCommand::Plan(options) => run_plan(*options)?,
         CliCommand::Probe(options) => run_probe(&options)?,
+        CliCommand::Data(options) => run_data(*options)?,
         CliCommand::Report { runs, out } => answer(superoffload::report(&runs, &out)?)?,
         CliCommand::Simulate(options) => run_simulate(*options)?,
         CliCommand::Bench(Bench::Step(options)) => bench_step(*options)?,
@@ -180,6 +199,9 @@ fn run_train(TrainCommand { file, train }: TrainCommand) -> Result<i32> {
     let options = TrainOptions { config: file.or_else(|| train.config.clone()), ..train };
     let settings = Settings::resolve(over_file(options)?)?;
     let stop = StopFlag::on_signals()?;
+    if settings.dry_run {
+        answer(superoffload::view_data(&settings, DRY_RUN_SHOWS, std::io::stdout().is_terminal(), &stop)?)?;
+    }
     let mut person = Person { bar: ProgressBar::hidden(), facts: None, last_progress: Instant::now() };
     let mut summary = superoffload::train(&settings, &stop, &mut person)?;
     person.bar.finish_and_clear();
@@ -188,6 +210,16 @@ fn run_train(TrainCommand { file, train }: TrainCommand) -> Result<i32> {
         answer(format_args!("digest: {digest}"))?;
     }
     summary.failure.take().map_or(Ok(summary.exit_code()), Err)
+}
+
+/// Documents that a dry run shows.
+const DRY_RUN_SHOWS: usize = 2;
+
+fn run_data(DataOptions { paths, first, json: is_json, train }: DataOptions) -> Result<()> {
+    let data = if paths.is_empty() { train.data.clone() } else { Some(paths) };
+    let settings = Settings::resolve(over_file(TrainOptions { data, ..train })?)?;
+    let view = superoffload::view_data(&settings, first, std::io::stdout().is_terminal(), &StopFlag::on_signals()?)?;
+    if is_json { answer(json(&view)?) } else { answer(view) }
 }
 
 fn run_digest(dir: &Path) -> Result<()> {

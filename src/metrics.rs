@@ -7,20 +7,20 @@ use crate::planner::plan::Plan;
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// Bytes by class.
+/// Bytes by class, of all ranks together.
 #[derive(Clone, Debug, serde::Serialize)]
-pub struct MemoryUse {
+pub(crate) struct MemoryUse {
     /// Planned on the device, by class.
     pub(crate) device_bytes: BTreeMap<&'static str, u64>,
     /// Planned in pinned host memory, by class.
     pub(crate) host_bytes: BTreeMap<&'static str, u64>,
     /// Resident set of the process, as the kernel counts it; 0 when it does not say.
-    pub rss_bytes: u64,
+    pub(crate) rss_bytes: u64,
 }
 
 impl MemoryUse {
     /// What `plan` gives each class, and the process's resident set now.
-    pub fn of(plan: &Plan) -> Self {
+    pub(crate) fn of(plan: &Plan) -> Self {
         let at = |space| plan.memory.iter().filter(|m| m.space == space).map(|m| (m.name, m.bytes as u64)).collect();
         Self { device_bytes: at(MemorySpace::Device), host_bytes: at(MemorySpace::Host), rss_bytes: rss_bytes() }
     }
@@ -66,8 +66,8 @@ pub struct StepMetrics {
     pub d2h_bytes: u64,
     /// Bytes that came from there.
     pub h2d_bytes: u64,
-    /// Memory by class, of all ranks together.
-    pub memory: MemoryUse,
+    /// Resident set of the process, as the kernel counts it; 0 when it does not say.
+    pub rss_bytes: u64,
 }
 
 /// One evaluation.

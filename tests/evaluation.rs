@@ -90,3 +90,78 @@ fn what_makes_no_sense_is_refused_before_training() {
     run(&mut workspace.train("off", &[&data, "--eval-strategy=no"])).digest();
     assert!(evaluations(&workspace, "off").is_empty());
 }
+
+/// Forty documents, each a line.
+fn documents(workspace: &Workspace) -> String {
+    let lines: String = (0..40).map(|n| format!("{{\"text\": \"line {n} has {} words, or about so many\"}}\n", n * n % 97)).collect();
+    format!("--data={}", workspace.write("lines.jsonl", lines).display())
+}
+
+#[test]
+fn a_part_of_the_data_is_held_out_and_a_resume_holds_out_the_same() {
+    let workspace = Workspace::new();
+    let data = documents(&workspace);
+    let flags = [data.as_str(), "--eval-split=0.2", "--eval-steps=4"];
+    let whole = run(&mut workspace.train("whole", &flags));
+    let digest = whole.digest().to_string();
+    assert!(whole.stdout.contains("held out 8 of 40 documents, ") && whole.stdout.contains("evaluated on "), "{whole:?}");
+    assert_eq!(steps(&evaluations(&workspace, "whole")), [4, 8, 12]);
+    assert_eq!(run(&mut workspace.train("silent", &[&data, "--eval-split=0.2", "--eval-strategy=no"])).digest(), digest);
+    assert_ne!(run(&mut workspace.train("all", &[&data])).digest(), digest, "what is held out is not learned");
+    workspace.copy_checkpoints("whole", "resumed", &[6]);
+    run(&mut workspace.resume("resumed", &[&data])).refused(2, &["--eval-split", "was 0.2", "the default now"]);
+    run(&mut workspace.resume("resumed", &[&data, "--eval-split=9"])).refused(2, &["--eval-split", "was 0.2", "is 9 now"]);
+    assert_eq!(run(&mut workspace.resume("resumed", &flags)).digest(), digest);
+    assert_eq!(evaluations(&workspace, "resumed").last().unwrap()["eval_loss"], evaluations(&workspace, "whole")[2]["eval_loss"]);
+}
+
+#[test]
+fn the_best_checkpoint_outlives_the_rotation_and_is_exported() {
+    let workspace = Workspace::new();
+    let data = documents(&workspace);
+    let flags = [&data, "--eval-split=8", "--eval-steps=2", "--save-steps=2", "--save-total-limit=1", "--learning-rate=0.3"];
+    let outcome = run(&mut workspace.train("out", &flags));
+    outcome.digest();
+    let found = evaluations(&workspace, "out");
+    let lowest = found.iter().min_by(|a, b| a["eval_loss"].as_f64().unwrap().total_cmp(&b["eval_loss"].as_f64().unwrap())).unwrap();
+    let (best, loss) = (lowest["step"].as_u64().unwrap(), lowest["eval_loss"].as_f64().unwrap());
+    assert!(best < 12, "a learning rate that is too high makes it worse: {found:?}");
+    let mut kept = vec![format!("checkpoint-{best}"), "checkpoint-12".to_string()];
+    kept.sort();
+    assert_eq!(workspace.names("out", "checkpoint-"), kept);
+    assert!(outcome.stdout.contains(&format!("best          loss {loss:.4}, the checkpoint of step {best}")), "{outcome:?}");
+    let export = |from: &str, to: &str| {
+        let (from, to) = (workspace.path(from), workspace.path(to));
+        run(&mut crate::program::program(&["export", from.to_str().unwrap(), to.to_str().unwrap(), "--best"]))
+    };
+    let exported = export("out", "exported");
+    assert!(exported.code == 0 && exported.stdout.contains(&format!("exported step {best} of ")), "{exported:?}");
+    export("out/checkpoint-12", "x").refused(2, &["--best", "name the output directory"]);
+    std::fs::remove_file(workspace.path("out").join(&kept[usize::from(kept[0] == "checkpoint-12")]).join("state.bin")).unwrap();
+    export("out", "y").refused(1, &["the best checkpoint, of eval loss", "state.bin"]);
+    run(&mut workspace.train("none", &[])).digest();
+    export("none", "z").refused(1, &["no checkpoint here was evaluated"]);
+}
+
+#[test]
+fn a_run_whose_loss_does_not_fall_ends_early_and_knows_it_when_it_is_resumed() {
+    let workspace = Workspace::new();
+    let data = format!("--eval-data={}", eval_text(&workspace));
+    let flags = [&data, "--eval-steps=2", "--save-steps=2", "--early-stopping-patience=2", "--early-stopping-threshold=9"];
+    let whole = run(&mut workspace.train("whole", &flags));
+    let digest = whole.digest().to_string();
+    assert!(whole.stdout.contains("done at step 6 of 12 (6 here); no lower loss in 2 evaluations"), "{whole:?}");
+    assert_eq!(steps(&evaluations(&workspace, "whole")), [2, 4, 6]);
+    workspace.copy_checkpoints("whole", "resumed", &[2, 4]);
+    let resumed = run(&mut workspace.resume("resumed", &flags));
+    assert!(resumed.digest() == digest && resumed.stdout.contains("done at step 6 of 12 (2 here)"), "{resumed:?}");
+    assert_eq!(evaluations(&workspace, "resumed")[2]["eval_loss"], evaluations(&workspace, "whole")[2]["eval_loss"]);
+    let again = run(&mut workspace.resume("resumed", &flags));
+    assert!(again.code == 0 && again.stdout.contains("nothing to do: step 6 was already done, 12 were asked for; no lower"), "{again:?}");
+    let longer = [&flags[..3], &["--early-stopping-patience=3", "--early-stopping-threshold=9"]].concat();
+    let more = run(&mut workspace.resume("resumed", &longer));
+    assert!(more.stdout.contains("done at step 8 of 12 (2 here)"), "{more:?}");
+    run(&mut workspace.train("x", &["--early-stopping-patience=2"])).refused(2, &["--early-stopping-patience 2", "is evaluated"]);
+    run(&mut workspace.train("x", &[&data, "--early-stopping-threshold=1"])).refused(2, &["--early-stopping-threshold 1"]);
+    run(&mut workspace.train("x", &[&data, "--eval-split=0.5"])).refused(2, &["--eval-split 0.5", "only without --eval-data"]);
+}

@@ -135,6 +135,12 @@ fn limited_addresses_go_to_memory_that_is_used() {
     assert_eq!(run(&mut limited).digest(), whole);
 }
 
+/// Bytes of the facts at the beginning of a log, and of a line behind them.
+fn line_bytes(log: &str) -> (u64, u64) {
+    let lengths: Vec<u64> = log.lines().map(|line| line.len() as u64 + 1).collect();
+    (lengths[0], lengths[1])
+}
+
 #[test]
 fn a_full_log_disk_ends_the_run_after_a_save() {
     let workspace = Workspace::new();
@@ -144,8 +150,10 @@ fn a_full_log_disk_ends_the_run_after_a_save() {
     let log = workspace.path("out/metrics.jsonl");
     let state = fs::metadata(workspace.path("out/checkpoint-2/state.bin")).unwrap().len();
     let blocks = (state + 40_000).div_ceil(512);
-    let (lines, per_line) = (fs::read_to_string(&log).unwrap(), fs::metadata(&log).unwrap().len() / 2);
-    let room = (blocks * 512 - 5 * per_line / 2) as usize - lines.len();
+    let lines = fs::read_to_string(&log).unwrap();
+    let (facts, per_line) = line_bytes(&lines);
+    // The resumed run writes facts of its own.
+    let room = (blocks * 512 - 5 * per_line / 2 - facts) as usize - lines.len();
     let filler = format!("{{\"step\":1,\"filler\":\"{}\"}}\n", "x".repeat(room - 25));
     fs::write(&log, filler + &lines).unwrap();
     let full = run(&mut limited(&workspace.resume("out", &["--save-steps", "100"]), blocks));
@@ -161,9 +169,10 @@ fn a_save_that_fails_as_well_is_told_and_so_are_the_steps_that_are_lost() {
     let workspace = Workspace::new();
     run(&mut workspace.train("out", &["--max-steps", "2"]));
     let log = workspace.path("out/metrics.jsonl");
-    let per_line = fs::metadata(&log).unwrap().len() / 2;
-    // Room for five lines in all, and for no state.
-    let both = run(&mut limited(&workspace.resume("out", &["--save-steps", "100"]), (5 * per_line + per_line / 2) / 512));
+    let (facts, per_line) = line_bytes(&fs::read_to_string(&log).unwrap());
+    // Room for five lines in all besides the facts, and for no state.
+    let room = 2 * facts + 5 * per_line + per_line / 2;
+    let both = run(&mut limited(&workspace.resume("out", &["--save-steps", "100"]), room / 512));
     both.refused(1, &["write", "metrics.jsonl", "File too large", "; then write", "state.bin"]);
     let printed = lost(&both);
     assert!(printed[0].starts_with("steps 3 to ") && printed[0].ends_with("all since the checkpoint of the start"), "{printed:?}");

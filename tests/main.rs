@@ -6,13 +6,16 @@ mod campaign;
 mod chat;
 mod cli;
 mod data;
+mod data_view;
 mod evaluation;
 mod exactness;
+mod examples;
 #[cfg(feature = "cuda")]
 mod fake_gpus;
 mod faults;
 mod fine_tuning;
 mod fuzz_corpus;
+mod guide;
 mod memory;
 mod newcomer;
 mod packing;

@@ -81,8 +81,13 @@ impl Workspace {
         names
     }
 
-    /// The objects in `metrics.jsonl` of `out`.
+    /// The objects in `metrics.jsonl` of `out`, one a step or an evaluation.
     pub fn metrics(&self, out: &str) -> Vec<serde_json::Value> {
+        self.metrics_and_facts(out).into_iter().filter(|line| line.get("facts").is_none()).collect()
+    }
+
+    /// All objects in `metrics.jsonl` of `out`.
+    pub fn metrics_and_facts(&self, out: &str) -> Vec<serde_json::Value> {
         let text = fs::read_to_string(self.path(out).join("metrics.jsonl")).unwrap();
         text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
     }

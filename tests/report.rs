@@ -105,6 +105,7 @@ fn every_section_and_number_is_that_of_the_metrics() {
         page.contains("--eval-steps 4")
             && page.contains("<td><code>eval-steps</code></td><td><code>not set</code></td><td><code>4</code></td>")
     );
+    assert!(page.contains("<td>Build</td>") && page.contains(concat!("superoffload ", env!("CARGO_PKG_VERSION"), ", commit ")));
     assert_eq!((page.matches("<div class=\"plot\">").count(), page.matches("class=\"dot ").count()), (5, 1));
     assert_eq!(check_svg(&page), 5 * 2 + 3);
 }

@@ -17,7 +17,9 @@ const FIELDS: [&str; 6] = ["step", "loss", "grad_norm", "verdict", "rolled_back"
 /// When the run left no metrics, no checkpoint with its settings, or no digest.
 pub fn lines(folder: &Path, text: &str) -> Result<Vec<Value>> {
     let wrong = |cause: &str| Error::Format { path: folder.into(), cause: cause.into() };
-    let steps = lines::read(&folder.join("metrics.jsonl"))?;
+    let mut steps = lines::read(&folder.join("metrics.jsonl"))?;
+    // The first line has facts of the run.
+    steps.retain(|line| line.get("step").is_some());
     let last = steps.last().and_then(|line| line["step"].as_u64()).ok_or_else(|| wrong("no steps in metrics.jsonl"))?;
     let state = std::fs::read_to_string(folder.join(format!("checkpoint-{last}/trainer_state.json"))).unwrap_or_default();
     let state: Value =
@@ -90,8 +92,8 @@ mod tests {
                     json!({"step": step, "loss": 1.0, "verdict": verdict, "rolled_back": rolled_back, "step_ms": f64::from(step)})
                 )
             })
-            .collect();
-        std::fs::write(dir.path().join("metrics.jsonl"), steps).unwrap();
+            .collect::<String>();
+        std::fs::write(dir.path().join("metrics.jsonl"), format!("{{\"facts\": {{}}}}\n{steps}")).unwrap();
         assert!(lines(dir.path(), "digest: ab\n").unwrap_err().to_string().contains("trainer_state.json of the last checkpoint"));
         std::fs::create_dir(dir.path().join("checkpoint-20")).unwrap();
         let state = "{\"manifest\":{\"trainer\":{\"settings\":{\"strategy\":\"superoffload\"}}},\n\"crc32c\":\"00\"}\n";

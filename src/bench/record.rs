@@ -71,7 +71,7 @@ pub(crate) struct MemoryPeaks {
     pub(crate) host_planned_bytes: u64,
     /// Planned, by class, and the resident set at the end.
     #[serde(flatten)]
-    pub classes: MemoryUse,
+    pub(crate) classes: MemoryUse,
     /// Largest resident set of the process.
     pub(crate) rss_peak_bytes: Option<u64>,
     /// By how much the machine's available memory fell from before the engine to after the steps: page-locked memory

@@ -10,6 +10,7 @@
 //! A checkpoint is written beside (`.checkpoint-120.tmp-<pid>`), synced and renamed, so that `checkpoint-120` is whole
 //! or absent. Every byte of it is under a CRC32C, and [`verify`] reads all of them before anything is restored.
 
+pub(crate) mod best;
 pub(crate) mod digest;
 pub(crate) mod export;
 mod export_dir;
@@ -27,7 +28,7 @@ pub(crate) use reader::Loaded;
 pub use reader::{open, verify};
 pub(crate) use store::clean;
 use store::is_called_checkpoint;
-pub(crate) use store::{is_checkpoint, newest_good};
+pub(crate) use store::{Spared, is_checkpoint, newest_good};
 pub(crate) use validate::STEPS_MAX;
 pub(crate) use writer::{Writer, checkpoint_bytes};
 

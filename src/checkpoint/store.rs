@@ -14,6 +14,15 @@ use std::io::ErrorKind;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
+/// Checkpoints that are kept beside the newest.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Spared {
+    /// The newest of those before this step.
+    pub(crate) newest_before: Option<u64>,
+    /// The best by evaluation.
+    pub(crate) best: Option<u64>,
+}
+
 /// What a hidden directory is.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum HiddenRole {
@@ -50,7 +59,7 @@ impl StoreEntry {
     }
 }
 
-fn published(step: u64) -> String {
+pub(super) fn published(step: u64) -> String {
     format!("checkpoint-{step}")
 }
 
@@ -140,16 +149,16 @@ pub(super) fn publish(step: u64, tmp: &mut TmpDir, warnings: &mut Vec<String>) -
 }
 
 /// Removes the oldest complete checkpoints until `limit` are left, never `newest_step`, the one just saved.
-/// Incomplete ones are neither counted nor touched, nor is the newest of those before `spared_before`.
-pub(super) fn prune(output_dir: &Dir, newest_step: u64, limit: NonZeroUsize, spared_before: Option<u64>, warnings: &mut Vec<String>) {
+/// Incomplete ones are neither counted nor touched, nor are the spared.
+pub(super) fn prune(output_dir: &Dir, newest_step: u64, limit: NonZeroUsize, spared: Spared, warnings: &mut Vec<String>) {
     let entries = match entries(output_dir) {
         Ok(entries) => entries,
         Err(e) => return warnings.push(e.to_string()),
     };
     let mut complete: Vec<u64> = entries.iter().filter(|e| e.hidden.is_none() && reader::open(&e.path).is_ok()).map(|e| e.step).collect();
     complete.sort_unstable();
-    let spared = complete.iter().copied().filter(|&step| spared_before.is_some_and(|before| step < before)).max();
-    complete.retain(|&step| Some(step) != spared);
+    let before = complete.iter().copied().filter(|&step| spared.newest_before.is_some_and(|before| step < before)).max();
+    complete.retain(|&step| step == newest_step || Some(step) != before && Some(step) != spared.best);
     let excess = complete.len().saturating_sub(limit.get());
     for step in complete.into_iter().filter(|&step| step != newest_step).take(excess) {
         let del = hidden(step, HiddenRole::Del);

@@ -85,7 +85,7 @@ pub(crate) fn save<'a>(
     for tensor in tensors {
         writer.tensor(tensor)?;
     }
-    writer.finish(model_files, total_limit, None)
+    writer.finish(model_files, total_limit, Default::default())
 }
 
 fn sources(tensors: &[Tensor]) -> impl Iterator<Item = TensorSource<'_>> {
@@ -528,7 +528,7 @@ fn a_manifest_keeps_what_a_run_says_of_itself_also_what_is_unknown() {
     let run = json!({"model": {"rope_theta": 1e4}, "of a later version": [1, {"x": null}]});
     let mut writer = Writer::create(&crate::disk::Dir::open(dir.path()).unwrap(), trainer(4), run.as_object().unwrap().clone()).unwrap();
     sources(&small(1)).for_each(|tensor| writer.tensor(tensor).unwrap());
-    let path = writer.finish(&[], None, None).unwrap().path;
+    let path = writer.finish(&[], None, Default::default()).unwrap().path;
     let manifest = verify(&path).unwrap();
     assert_eq!((manifest.format_version, Value::from(manifest.run)), (2, run));
 }

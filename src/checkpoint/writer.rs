@@ -1,7 +1,7 @@
 //! Writing a checkpoint beside, then publishing it.
 
 use super::format::{CHUNK_BYTES, ELEM_BYTES, FileEntry, MANIFEST, MODEL, Manifest, STATE, TensorEntry, TrainerState};
-use super::store::{self, HiddenRole};
+use super::store::{self, HiddenRole, Spared};
 use crate::disk::{Dir, OutFile, TmpDir};
 use crate::error::Result;
 use serde_json::{Map, Value};
@@ -66,16 +66,11 @@ impl Writer {
     }
 
     /// Writes `model/` and the manifest, syncs, and publishes the directory under its final name. Then keeps the
-    /// newest `total_limit` checkpoints, this one always among them, and beside them the newest of those before `spared_before`.
+    /// newest `total_limit` checkpoints, this one always among them, and beside them the `spared`.
     ///
     /// # Errors
     /// The first operation that failed; checkpoints that were there before are as they were.
-    pub(crate) fn finish(
-        mut self,
-        model_files: &[(String, Vec<u8>)],
-        total_limit: Option<NonZeroUsize>,
-        spared_before: Option<u64>,
-    ) -> Result<Saved> {
+    pub(crate) fn finish(mut self, model_files: &[(String, Vec<u8>)], total_limit: Option<NonZeroUsize>, spared: Spared) -> Result<Saved> {
         self.flush_chunk()?;
         self.state.sync()?;
         self.write_model(model_files)?;
@@ -83,7 +78,7 @@ impl Writer {
         let step = self.manifest.trainer.step;
         let path = store::publish(step, &mut self.tmp, &mut self.warnings)?;
         if let Some(limit) = total_limit {
-            store::prune(self.tmp.parent(), step, limit, spared_before, &mut self.warnings);
+            store::prune(self.tmp.parent(), step, limit, spared, &mut self.warnings);
         }
         Ok(Saved { path, warnings: self.warnings })
     }

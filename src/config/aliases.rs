@@ -44,7 +44,7 @@ enum AliasRule {
 
 use AliasRule::{Always, Name, ShareOf, Switch, Words};
 
-const NO_SPLIT: &str = "nothing is split off the data: name what to evaluate on by --eval-data";
+const BEST_IS_KEPT: &str = "the best checkpoint of an evaluation is kept beside the last: superoffload export RUN OUT --best";
 const ALL_PARAMETERS: &str = "every parameter is trained here; leave it out";
 const NO_LAUNCHER: &str = "one process drives all GPUs and divides the states among them: --gpus N";
 
@@ -91,8 +91,13 @@ const TABLE: &[(&str, AliasRule)] = &[
     ("logging-strategy", Words { known: &[("steps", Holds)], other: Refused("say --logging-steps N: log lines are counted in steps") }),
     ("evaluation-strategy", Name("eval-strategy")),
     ("do-eval", Switch { yes: Holds, no: Set("eval-strategy", "no") }),
-    ("load-best-model-at-end", Switch { yes: Refused("not there yet; metrics.jsonl says which step was best"), no: Holds }),
-    ("val-set-size", Words { known: &[("0", Holds), ("0.0", Holds)], other: Refused(NO_SPLIT) }),
+    ("load-best-model-at-end", Switch { yes: Ignored(BEST_IS_KEPT), no: Holds }),
+    ("metric-for-best-model", Words { known: &[("eval-loss", Holds), ("loss", Holds)], other: Refused("the best has the lowest eval_loss") }),
+    ("greater-is-better", Switch { yes: Refused("the best has the lowest eval_loss"), no: Holds }),
+    ("eval-split", Words { known: &[("0", Holds), ("0.0", Holds)], other: AsWritten }),
+    ("val-set-size", Name("eval-split")),
+    ("val-size", Name("eval-split")),
+    ("validation-split", Name("eval-split")),
     ("per-device-eval-batch-size", Always(Ignored("an evaluation takes the micro-batches of a step"))),
     ("sample-packing", Switch { yes: Set("packing", "bfd"), no: Set("packing", "off") }),
     ("packing", Words { known: &[("true", Set("packing", "bfd")), ("false", Set("packing", "off"))], other: AsWritten }),
@@ -354,6 +359,7 @@ mod tests {
         assert_eq!(spelled(&["--warmup_steps", "0.1", "--warmup_steps=20"]), ["--warmup-ratio=0.1", "--warmup-steps=20"]);
         assert_eq!(spelled(&["--lr_scheduler_type", "constant_with_warmup"]), ["--lr-scheduler-type=constant"]);
         assert_eq!(spelled(&["--lr_scheduler=warmup_stable_decay"]), ["--lr-scheduler-type=wsd"]);
+        assert_eq!(spelled(&["--val_set_size", "0.05", "--val_size=0.0", "--validation_split=9"]), ["--eval-split=0.05", "--eval-split=9"]);
         assert_eq!(spelled(&["--max_steps", "-1", "--dtype", "bf16"]), ["--dtype=bfloat16"]);
         assert_eq!(spelled(&["--dataset", "a", "b", "--gradient_clipping=0.5"]), ["--data", "a", "b", "--max-grad-norm=0.5"]);
     }
@@ -373,7 +379,7 @@ mod tests {
             (&["--optim", "adafactor"][..], &["--optim adafactor", "adamw_torch"][..]),
             (&["--optim", "adamw_8bit"], &["32 bits"]),
             (&["--save_strategy", "epoch"], &["--save-steps"]),
-            (&["--val_set_size", "0.1"], &["--eval-data"]),
+            (&["--metric_for_best_model", "accuracy"], &["eval_loss"]),
             (&["--packing_strategy", "wrapped"], &["--packing wrapped"]),
             (&["--bf16=maybe"], &["--bf16 maybe: expected true or false"]),
             (&["--lora_r", "8"], &["every parameter"]),

@@ -77,6 +77,7 @@ impl Settings {
             ("logging-steps", self.logging_steps),
             ("save-steps", self.save_steps),
             ("eval-steps", self.eval_steps.unwrap_or(1)),
+            ("early-stopping-patience", self.early_stopping_patience.unwrap_or(1)),
             ("save-total-limit", self.save_total_limit.unwrap_or(1) as u64),
             ("hbm-limit", self.hbm_limit.map_or(1, |limit| limit.0)),
             ("host-limit", self.host_limit.map_or(1, |limit| limit.0)),
@@ -118,12 +119,20 @@ impl Settings {
     }
 
     fn check_evaluation(&self) -> Result<()> {
-        let evaluates = !self.eval_data.is_empty();
+        let (evaluates, allowed) = (!self.eval_data.is_empty() || self.eval_split.is_some(), "only with --eval-data or --eval-split");
+        if let Some(split) = self.eval_split {
+            require(self.eval_data.is_empty(), "eval-split", split, "only without --eval-data")?;
+        }
         let strategy = self.eval_strategy.filter(|strategy| *strategy != EvalStrategy::No);
         let name = strategy.map_or(String::new(), |strategy| describe::written(&describe::value(&strategy)));
-        require(evaluates || strategy.is_none(), "eval-strategy", name, "only with --eval-data")?;
-        require(evaluates || self.eval_steps.is_none(), "eval-steps", self.eval_steps.unwrap_or_default(), "only with --eval-data")?;
-        require(evaluates || !self.eval_on_start, "eval-on-start", true, "only with --eval-data")
+        require(evaluates || strategy.is_none(), "eval-strategy", name, allowed)?;
+        require(evaluates || self.eval_steps.is_none(), "eval-steps", self.eval_steps.unwrap_or_default(), allowed)?;
+        require(evaluates || !self.eval_on_start, "eval-on-start", true, allowed)?;
+        let (patience, threshold) = (self.early_stopping_patience, self.early_stopping_threshold);
+        let stops = evaluates && self.eval_strategy != Some(EvalStrategy::No);
+        require(stops || patience.is_none(), "early-stopping-patience", patience.unwrap_or_default(), "only where a run is evaluated")?;
+        check(threshold.is_finite() && threshold >= 0.0, "early-stopping-threshold", threshold, "finite and at least 0")?;
+        check(patience.is_some() || threshold == 0.0, "early-stopping-threshold", threshold, "only with --early-stopping-patience")
     }
 
     /// Whether shares are equally many micro-batches, once it is known on how many GPUs.

@@ -15,6 +15,7 @@ use super::options::{
 };
 use crate::data::chat::mask::TrainOn;
 use crate::data::chat::record::DataFormat;
+use crate::data::hold_out::EvalSplit;
 use crate::data::rows::{Overlong, Packing, RowRules};
 use crate::data::tokenizer::AddBos;
 use crate::hardware::selected_profile;
@@ -295,6 +296,10 @@ settings! {
         #[arg(num_args = 1.., value_name = "PATH")]
         #[serde(deserialize_with = "one_or_many")]
         eval_data: Vec<PathBuf> = Vec::new() => "none", Free;
+        /// Share or number of the data's documents to hold out and evaluate on.
+        #[arg(value_name = "SHARE|N")]
+        #[serde(deserialize_with = "some_scalar")]
+        eval_split: EvalSplit => "none", Order;
         /// What turns text into tokens: the model's tokenizer.json, or bytes.
         tokenizer: TokenizerChoice = TokenizerChoice::Auto, Tokens;
         /// The token between documents, as text or id.
@@ -412,18 +417,24 @@ settings! {
         #[arg(value_name = "LOGGER", value_delimiter = ',')]
         #[serde(deserialize_with = "one_or_many")]
         report_to: Vec<ReportTo> = vec![ReportTo::Tensorboard], Free;
-        /// When to evaluate on --eval-data.
-        eval_strategy: EvalStrategy => "steps with --eval-data", Free;
+        /// When to evaluate.
+        eval_strategy: EvalStrategy => "steps with --eval-data or --eval-split", Free;
         /// Steps between evaluations.
         #[arg(value_name = "N")]
         eval_steps: u64 => "as --save-steps", Free;
         /// Evaluate before the first step, too.
         #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
         eval_on_start: bool = false, Free;
+        /// Evaluations in a row without a lower loss after which a run ends.
+        #[arg(value_name = "N")]
+        early_stopping_patience: u64 => "none", Free;
+        /// How much lower a loss must be to count for --early-stopping-patience.
+        #[arg(value_name = "X", allow_hyphen_values = true)]
+        early_stopping_threshold: f64 = 0.0, Free, unless "is_zero";
         /// Steps between checkpoints.
         #[arg(value_name = "N")]
         save_steps: u64 = 500, Free;
-        /// Checkpoints kept, the newest ones.
+        /// Checkpoints kept, the newest ones; the best of evaluations stays beside them.
         #[arg(value_name = "N")]
         save_total_limit: usize => "all", Free;
         /// Steps in a row with gradients that are not finite after which a run ends; 0 is never.
@@ -435,6 +446,9 @@ settings! {
         /// Checkpoint to continue from, `auto` for the newest good one.
         #[arg(value_name = "auto|DIR", value_parser = PathBufValueParser::new().map(Resume::from))]
         resume_from_checkpoint: Resume => "none", Free;
+        /// Show the data and the plan, and end before the first step; nothing is written to the output directory.
+        #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+        dry_run: bool = false, Free;
         /// Parts that may differ from the checkpoint's, separated by commas.
         #[arg(value_name = "PART", value_delimiter = ',')]
         #[serde(deserialize_with = "one_or_many")]

@@ -38,6 +38,13 @@ pub(super) struct DocumentBounds {
 }
 
 impl Bounds {
+    pub(super) fn documents(&self) -> u64 {
+        match &self.ends {
+            DocumentEnds::Memory(ends) => ends.len() as u64,
+            DocumentEnds::File(file) => file.bytes() / size_of::<u64>() as u64,
+        }
+    }
+
     /// Gives `each` every document in order.
     ///
     /// # Errors

@@ -184,7 +184,7 @@ mod tests {
                 News::Note(line) | News::Warn(line) => *self.said.borrow_mut() += &format!("{line}\n"),
                 News::Progress { .. } => {}
             };
-            let mut preparation = Preparation::new(stop, Some(self.path(cache)), self.path("run"), emit);
+            let mut preparation = Preparation::new(stop, Some(self.path(cache)), Some(self.path("run")), emit);
             find_or_prepare(&[&self.path("a.txt")], &Tokenizer::bytes(), 256, &mut CheckedFiles::default(), &mut preparation)
         }
 
@@ -284,7 +284,7 @@ mod tests {
     fn a_stop_removes_what_was_begun() {
         let case = Case::new();
         let stop = StopFlag::default();
-        let mut preparation = Preparation::new(&stop, Some(case.path("cache")), case.path("run"), |news| {
+        let mut preparation = Preparation::new(&stop, Some(case.path("cache")), Some(case.path("run")), |news| {
             if let News::Progress { .. } = news {
                 stop.set();
             }

@@ -61,13 +61,17 @@ impl Fingerprint {
     }
 }
 
-/// Fingerprints of `files`, in order. `kept` is the file with those of earlier starts; it is written again when one is new, also
-/// when `progress` ends the reading. `progress` hears the file and how many of its bytes were read.
+/// Fingerprints of `files`, in order. `kept` is the file with those of earlier starts, if they are kept; it is written again when one is new,
+/// also when `progress` ends the reading. `progress` hears the file and how many of its bytes were read.
 ///
 /// # Errors
 /// As [`Fingerprint::read`]; `Io` when `kept` cannot be written.
-pub(crate) fn fingerprints(files: &[PathBuf], kept: &Path, progress: &mut dyn FnMut(&Path, u64) -> Result<()>) -> Result<Vec<Fingerprint>> {
-    let known = read_kept(kept);
+pub(crate) fn fingerprints(
+    files: &[PathBuf],
+    kept: Option<&Path>,
+    progress: &mut dyn FnMut(&Path, u64) -> Result<()>,
+) -> Result<Vec<Fingerprint>> {
+    let known = kept.map(read_kept).unwrap_or_default();
     let (mut now, mut is_new) = (BTreeMap::new(), false);
     let mut fingerprint = |file: &PathBuf| {
         let name = std::path::absolute(file).unwrap_or(file.clone()).display().to_string();
@@ -82,7 +86,7 @@ pub(crate) fn fingerprints(files: &[PathBuf], kept: &Path, progress: &mut dyn Fn
         Ok(found)
     };
     let all: Result<Vec<Fingerprint>> = files.iter().map(&mut fingerprint).collect();
-    if is_new {
+    if let Some(kept) = kept.filter(|_| is_new) {
         let json = serde_json::to_vec(&now).map_err(|e| Error::format(kept, e))?;
         disk::replace_file(kept, &json)?;
     }
@@ -122,7 +126,7 @@ mod tests {
             pieces += 1;
             Ok(())
         };
-        let all = fingerprints(files, kept, &mut progress).unwrap();
+        let all = fingerprints(files, Some(kept), &mut progress).unwrap();
         (all.into_iter().map(|f| f.sha256).collect(), pieces)
     }
 
@@ -174,7 +178,7 @@ mod tests {
         let dir = model_dir(&[("a", "one"), ("b", "two")]);
         let (files, kept) = ([dir.path().join("a"), dir.path().join("b")], dir.path().join("data.json"));
         let mut stop_at_b = |file: &Path, _| if file.ends_with("b") { Err(Error::usage("stopped")) } else { Ok(()) };
-        assert_eq!(fingerprints(&files, &kept, &mut stop_at_b).unwrap_err().to_string(), "stopped");
+        assert_eq!(fingerprints(&files, Some(&kept), &mut stop_at_b).unwrap_err().to_string(), "stopped");
         assert_eq!(read(&files, &kept).1, 1, "only b was left");
         let message = Fingerprint::read(dir.path(), &mut |_| Ok(())).unwrap_err().to_string();
         assert!(message.ends_with("not a regular file"), "{message}");

@@ -6,6 +6,8 @@ use crate::data::bounds::{Bounds, DocumentEnds};
 use crate::data::cache;
 use crate::data::checked::CheckedFiles;
 use crate::data::documents::{DocumentTotals, DocumentsInMemory};
+use crate::data::hold_out::{EvalSplit, HeldOut, Side};
+use crate::data::lengths::DocumentLengths;
 use crate::data::preparation::Preparation;
 use crate::data::prepared::Prepared;
 use crate::data::rows::{Packing, RowRules, RowTable};
@@ -21,6 +23,8 @@ use std::sync::Arc;
 /// A stream of tokens in sequences of equal length.
 pub struct Dataset {
     stream: TokenStream,
+    /// Tokens in it that are this dataset's.
+    tokens: usize,
     documents: u64,
     seq_length: usize,
     sequences: usize,
@@ -38,15 +42,28 @@ enum Cut {
     Packed(RowTable),
 }
 
+/// What is trained on, what is held out, and what all of it was made of.
+pub(super) struct MeasuredData {
+    pub(super) kept: Dataset,
+    pub(super) held_out: Option<Dataset>,
+    /// Of all documents of text; none where token files are among the data.
+    pub(super) lengths: DocumentLengths,
+    /// Records without a trained token.
+    pub(super) skipped: u64,
+}
+
 /// Data as it was opened.
 struct Opened {
+    files: Vec<PathBuf>,
     stream: TokenStream,
-    /// Where its documents are, if anybody needs to know.
+    /// Where its documents are; token files do not say.
     bounds: Option<Bounds>,
     /// Of text.
     documents: u64,
     /// Tokens that are not trained.
     untrained: u64,
+    /// Records without a trained token.
+    skipped: u64,
 }
 
 impl Dataset {
@@ -67,21 +84,53 @@ impl Dataset {
         rules: RowRules,
         preparation: &mut Preparation<'_>,
     ) -> Result<Self> {
-        check_vocabulary(vocab_size, tokenizer)?;
-        let files = source::find_files(paths)?;
-        check_bounds(&files, rules.packing)?;
-        let Opened { stream, bounds, documents, untrained } = open_stream(&files, tokenizer, vocab_size, rules.packing, preparation)?;
-        let RowRules { seq_length, .. } = rules;
-        if let Some(bounds) = bounds {
-            let after = (tokenizer.end_of_text(), untrained);
-            let table = RowTable::new(&stream, &bounds, rules, after, preparation)?.ok_or_else(|| nothing_trained(&files, seq_length))?;
-            let sequences = table.rows();
-            return Ok(Self { stream, documents, seq_length, sequences, cut: Cut::Packed(table), untrained });
-        }
-        let tokens = stream.tokens();
-        let cut = Self::new(stream, seq_length).ok_or_else(|| too_short(&files, tokens, seq_length))?;
-        let cut = Self { documents, untrained, ..cut };
-        if untrained == 0 { Ok(cut) } else { cut.without_untrained(&files, preparation) }
+        Opened::new(paths, tokenizer, vocab_size, rules.packing, None, false, preparation)?.dataset(
+            Side::All,
+            rules,
+            tokenizer,
+            preparation,
+        )
+    }
+
+    /// As [`Dataset::open`], in two: the documents that are left when `split` has held some out, and those. They depend on what the
+    /// documents hold and on the seed.
+    ///
+    /// # Errors
+    /// Those of [`Dataset::open`]; `Usage` where documents cannot be told apart, or none would be left.
+    pub(crate) fn open_split(
+        paths: &[PathBuf],
+        tokenizer: &Tokenizer,
+        vocab_size: usize,
+        rules: RowRules,
+        (split, seed): (EvalSplit, u64),
+        preparation: &mut Preparation<'_>,
+    ) -> Result<(Self, Self)> {
+        let opened = Opened::new(paths, tokenizer, vocab_size, rules.packing, Some(split), false, preparation)?;
+        opened.split(rules, tokenizer, (split, seed), preparation)
+    }
+
+    /// As [`Dataset::open`], or [`Dataset::open_split`] where something is held out, and how long the documents are.
+    ///
+    /// # Errors
+    /// As there.
+    pub(super) fn open_measured(
+        paths: &[PathBuf],
+        tokenizer: &Tokenizer,
+        vocab_size: usize,
+        rules: RowRules,
+        split: Option<(EvalSplit, u64)>,
+        preparation: &mut Preparation<'_>,
+    ) -> Result<MeasuredData> {
+        let opened = Opened::new(paths, tokenizer, vocab_size, rules.packing, split.map(|(split, _)| split), true, preparation)?;
+        let lengths = opened.bounds.as_ref().map(|bounds| DocumentLengths::of(bounds, preparation)).transpose()?;
+        let (kept, held_out) = match split {
+            None => (opened.dataset(Side::All, rules, tokenizer, preparation)?, None),
+            Some(split) => {
+                let (kept, held_out) = opened.split(rules, tokenizer, split, preparation)?;
+                (kept, Some(held_out))
+            }
+        };
+        Ok(MeasuredData { kept, held_out, lengths: lengths.unwrap_or_default(), skipped: opened.skipped })
     }
 
     /// Cuts `stream`; `None` when it is less than one sequence and the token after it.
@@ -90,7 +139,8 @@ impl Dataset {
     /// If `seq_length` is 0.
     pub fn new(stream: TokenStream, seq_length: usize) -> Option<Self> {
         let sequences = stream.tokens().saturating_sub(1) / seq_length;
-        (sequences > 0).then_some(Self { stream, documents: 0, seq_length, sequences, cut: Cut::All, untrained: 0 })
+        let tokens = stream.tokens();
+        (sequences > 0).then_some(Self { stream, tokens, documents: 0, seq_length, sequences, cut: Cut::All, untrained: 0 })
     }
 
     /// Leaves out sequences without a trained target: a step of those alone would have no loss.
@@ -129,9 +179,9 @@ impl Dataset {
         self.seq_length
     }
 
-    /// Tokens in the stream, those after the last sequence included.
+    /// Tokens of the data, those after the last sequence included.
     pub fn tokens(&self) -> usize {
-        self.stream.tokens()
+        self.tokens
     }
 
     /// Documents of text in the stream; token files are not counted.
@@ -177,13 +227,85 @@ impl Dataset {
     }
 }
 
+impl Opened {
+    /// The tokens of all that `paths` name, which have to say where documents end if `packing` or `split` asks for that.
+    fn new(
+        paths: &[PathBuf],
+        tokenizer: &Tokenizer,
+        vocab_size: usize,
+        packing: Packing,
+        split: Option<EvalSplit>,
+        is_measured: bool,
+        preparation: &mut Preparation<'_>,
+    ) -> Result<Self> {
+        check_vocabulary(vocab_size, tokenizer)?;
+        let files = source::find_files(paths)?;
+        let needs_bounds = packing != Packing::Wrapped || split.is_some();
+        if needs_bounds {
+            check_bounds(&files, packing, split)?;
+        }
+        open_stream(files, tokenizer, vocab_size, needs_bounds || is_measured, preparation)
+    }
+
+    /// What is left, and what is held out.
+    fn split(
+        &self,
+        rules: RowRules,
+        tokenizer: &Tokenizer,
+        (split, seed): (EvalSplit, u64),
+        preparation: &mut Preparation<'_>,
+    ) -> Result<(Dataset, Dataset)> {
+        let held_out = HeldOut::choose(&self.stream, self.whole(), split, seed, preparation)?;
+        let mut side = |side| self.dataset(side, rules, tokenizer, preparation);
+        Ok((side(Side::Kept(&held_out))?, side(Side::HeldOut(&held_out))?))
+    }
+
+    /// Where its documents are.
+    ///
+    /// # Panics
+    /// If token files are among the data: [`check_bounds`] refuses those.
+    fn whole(&self) -> &Bounds {
+        self.bounds.as_ref().expect("documents with bounds")
+    }
+
+    /// The documents of `side` as `rules` say.
+    fn dataset(&self, side: Side<'_>, rules: RowRules, tokenizer: &Tokenizer, preparation: &mut Preparation<'_>) -> Result<Dataset> {
+        let (files, seq_length) = (&self.files, rules.seq_length);
+        let (documents, untrained) = match side {
+            Side::All => (self.documents, self.untrained),
+            Side::Kept(held_out) => (self.documents - held_out.documents(), self.untrained - held_out.untrained),
+            Side::HeldOut(held_out) => (held_out.documents(), held_out.untrained),
+        };
+        if rules.packing == Packing::Wrapped {
+            let stream = if let Side::All = side { self.stream.clone() } else { side.stream(&self.stream, self.whole(), preparation)? };
+            let tokens = stream.tokens();
+            let cut = Dataset::new(stream, seq_length).ok_or_else(|| too_short(side, files, tokens, seq_length))?;
+            let cut = Dataset { documents, untrained, ..cut };
+            return if untrained == 0 { Ok(cut) } else { cut.without_untrained(files, preparation) };
+        }
+        let (stream, after) = (self.stream.clone(), (tokenizer.end_of_text(), untrained));
+        let table = RowTable::new(&stream, self.whole(), side, rules, after, preparation)?;
+        let table = table.ok_or_else(|| nothing_trained(files, seq_length))?;
+        let tokens = match side {
+            Side::All => stream.tokens(),
+            Side::Kept(held_out) => stream.tokens() - held_out.tokens as usize,
+            Side::HeldOut(held_out) => held_out.tokens as usize,
+        };
+        let sequences = table.rows();
+        Ok(Dataset { stream, tokens, documents, seq_length, sequences, cut: Cut::Packed(table), untrained })
+    }
+}
+
 /// Whole documents are to be had where documents have ends.
-fn check_bounds(files: &[PathBuf], packing: Packing) -> Result<()> {
-    let has_none = |path: &&PathBuf| packing != Packing::Wrapped && source::kind(path) == Some(SourceKind::Tokens);
+fn check_bounds(files: &[PathBuf], packing: Packing, split: Option<EvalSplit>) -> Result<()> {
+    let has_none = |path: &&PathBuf| source::kind(path) == Some(SourceKind::Tokens);
     files.iter().find(has_none).map_or(Ok(()), |path| {
         let file = path.display();
-        let remedy = "use --packing wrapped, or a .jsonl with input_ids";
-        Err(Error::usage(format!("--packing {packing}: {file} does not say where its documents end; {remedy}")))
+        let (flag, remedy) = match split {
+            Some(split) => (format!("--eval-split {split}"), "name what to evaluate on by --eval-data, or use a .jsonl with input_ids"),
+            None => (format!("--packing {packing}"), "use --packing wrapped, or a .jsonl with input_ids"),
+        };
+        Err(Error::usage(format!("{flag}: {file} does not say where its documents end; {remedy}")))
     })
 }
 
@@ -204,18 +326,18 @@ fn check_vocabulary(vocab_size: usize, tokenizer: &Tokenizer) -> Result<()> {
     }
 }
 
-/// All files in their order. Text is one run of documents, wherever token files stand between them.
+/// All files in their order, and where documents are if somebody `wants_bounds` and no token file is among them. Text is one run of documents, wherever token files stand between them.
 fn open_stream(
-    files: &[PathBuf],
+    files: Vec<PathBuf>,
     tokenizer: &Tokenizer,
     vocab_size: usize,
-    packing: Packing,
+    wants_bounds: bool,
     preparation: &mut Preparation<'_>,
 ) -> Result<Opened> {
     let is_text = |path: &&Path| source::kind(path) != Some(SourceKind::Tokens);
     let texts: Vec<&Path> = files.iter().map(PathBuf::as_path).filter(is_text).collect();
     let mut checked = CheckedFiles::load(preparation.output_dir.as_deref())?;
-    let AllText { tokens: text, source_ends, ends, documents, untrained } = if texts.is_empty() && !files.is_empty() {
+    let AllText { tokens: text, source_ends, ends, documents, untrained, skipped } = if texts.is_empty() && !files.is_empty() {
         AllText::default()
     } else {
         open_text(&texts, tokenizer, vocab_size, &mut checked, preparation)?
@@ -225,7 +347,7 @@ fn open_stream(
         stream.push(text.clone(), 0..text.len());
     }
     let (mut begin, mut file_ends) = (0, source_ends.iter());
-    for path in files {
+    for path in &files {
         if is_text(&path.as_path()) {
             let end = file_ends.next().map_or(begin, |end| *end as usize);
             stream.push(text.clone(), begin..end);
@@ -238,11 +360,11 @@ fn open_stream(
     checked.save()?;
     let (tokens, has_separator) = (stream.tokens() as u64, tokenizer.end_of_text().is_some());
     let holds_records = || source::hold_records(&texts, tokenizer.rules());
-    let bounds = match packing {
-        Packing::Wrapped => None,
-        Packing::Bfd | Packing::Off => Some(Bounds { ends, source_ends, holds_records: holds_records()?, has_separator, tokens }),
+    let bounds = match wants_bounds && texts.len() == files.len() {
+        false => None,
+        true => Some(Bounds { ends, source_ends, holds_records: holds_records()?, has_separator, tokens }),
     };
-    Ok(Opened { stream, bounds, documents, untrained })
+    Ok(Opened { stream, bounds, documents, untrained, skipped, files })
 }
 
 struct AllText {
@@ -253,13 +375,15 @@ struct AllText {
     ends: DocumentEnds,
     documents: u64,
     untrained: u64,
+    /// Records without a trained token.
+    skipped: u64,
 }
 
 impl Default for AllText {
     /// No text.
     fn default() -> Self {
         let (tokens, ends) = (Arc::new(Tokens::Memory(Vec::new())), DocumentEnds::Memory(Vec::new()));
-        Self { tokens, source_ends: Vec::new(), ends, documents: 0, untrained: 0 }
+        Self { tokens, source_ends: Vec::new(), ends, documents: 0, untrained: 0, skipped: 0 }
     }
 }
 
@@ -274,17 +398,17 @@ fn open_text(
     if source::bytes_of(texts) <= preparation.in_memory_bytes_max {
         let (mut totals, _) = source::tokenize(texts, tokenizer, vocab_size, DocumentsInMemory::default(), preparation)?;
         totals.sink.tokens.shrink_to_fit();
-        let DocumentTotals { sink: DocumentsInMemory { tokens, ends }, source_ends, documents, untrained, .. } = totals;
+        let DocumentTotals { sink: DocumentsInMemory { tokens, ends }, source_ends, documents, untrained, skipped, .. } = totals;
         let (tokens, ends) = (Arc::new(Tokens::Memory(tokens)), DocumentEnds::Memory(ends));
-        return Ok(AllText { tokens, source_ends, ends, documents, untrained });
+        return Ok(AllText { tokens, source_ends, ends, documents, untrained, skipped });
     }
-    let Prepared { tokens, ends, source_ends, documents, largest_id, untrained } =
+    let Prepared { tokens, ends, source_ends, documents, largest_id, untrained, skipped } =
         cache::find_or_prepare(texts, tokenizer, vocab_size, checked, preparation)?;
     if largest_id as usize >= vocab_size {
         return Err(Error::format(texts[0], format_args!("the text has token {largest_id}, outside the vocabulary of {vocab_size}")));
     }
     let tokens = Arc::new(Tokens::File(TokenFile::trusted(tokens, vocab_size)));
-    Ok(AllText { tokens, source_ends, ends: DocumentEnds::File(ends), documents, untrained })
+    Ok(AllText { tokens, source_ends, ends: DocumentEnds::File(ends), documents, untrained, skipped })
 }
 
 fn nothing_trained(files: &[PathBuf], seq_length: usize) -> Error {
@@ -295,12 +419,24 @@ fn nothing_trained(files: &[PathBuf], seq_length: usize) -> Error {
     }
 }
 
-fn too_short(files: &[PathBuf], tokens: usize, seq_length: usize) -> Error {
+fn too_short(side: Side<'_>, files: &[PathBuf], tokens: usize, seq_length: usize) -> Error {
     let need = format!("{tokens} tokens, less than one sequence of {seq_length} and the token after it");
     match files {
+        _ if matches!(side, Side::HeldOut(_)) => Error::usage(format!("--eval-split: the documents held out have {need}; hold out more")),
         [] => Error::usage(format!("--seq-length {seq_length}: the built-in text has {need}")),
         [file] => Error::format(file, need),
         [file, others @ ..] => Error::format(file, format!("with {} more files {need}", others.len())),
+    }
+}
+
+#[cfg(test)]
+impl Dataset {
+    /// The tokens of sequence `idx`.
+    pub(super) fn read_tokens(&self, idx: usize) -> Vec<i32> {
+        let mut memory = vec![0; crate::data::batch::arrays(true) * self.seq_length];
+        let mut batch = crate::data::batch::Batch::new(&mut memory, self.seq_length, true);
+        batch.rows().try_for_each(|row| self.read_sequence(idx, row)).unwrap();
+        batch.tokens.to_vec()
     }
 }
 
@@ -388,9 +524,9 @@ pub(crate) mod tests {
         let tokenizer = load_or_bytes(dir.path()).unwrap();
         let names = ["a.txt", "b.bin", "c.jsonl", "d.bin", "e.txt"].map(path);
         let read = |in_memory_bytes_max| {
-            let mut preparation = Preparation::new(&StopFlag::default(), Some(path("cache")), dir.path().into(), |_| ());
+            let mut preparation = Preparation::new(&StopFlag::default(), Some(path("cache")), Some(dir.path().into()), |_| ());
             preparation.in_memory_bytes_max = in_memory_bytes_max;
-            let Opened { stream, documents, .. } = open_stream(&names, &tokenizer, 8, Packing::Wrapped, &mut preparation).unwrap();
+            let Opened { stream, documents, .. } = open_stream(names.to_vec(), &tokenizer, 8, false, &mut preparation).unwrap();
             assert_eq!(documents, 4);
             let mut all = vec![-1; stream.tokens()];
             stream.read(0, &mut all).unwrap();

@@ -43,9 +43,9 @@ impl Default for Preparation<'_> {
 
 impl<'a> Preparation<'a> {
     /// `tell` hears what goes on until `stop` is set. Prepared text is kept in `cache`, or below `output_dir` where that cannot be
-    /// written; `output_dir` exists and keeps which files were checked.
-    pub fn new(stop: &StopFlag, cache: Option<PathBuf>, output_dir: PathBuf, emit: impl FnMut(News<'_>) + 'a) -> Self {
-        Self { stop: stop.clone(), emit: Box::new(emit), cache, output_dir: Some(output_dir), ..Self::default() }
+    /// written; `output_dir`, if there is one, exists and keeps which files were checked.
+    pub fn new(stop: &StopFlag, cache: Option<PathBuf>, output_dir: Option<PathBuf>, emit: impl FnMut(News<'_>) + 'a) -> Self {
+        Self { stop: stop.clone(), emit: Box::new(emit), cache, output_dir, ..Self::default() }
     }
 
     pub(super) fn note(&mut self, line: impl AsRef<str>) {

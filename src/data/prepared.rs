@@ -19,7 +19,7 @@ use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
-pub(crate) const FORMAT_VERSION: u32 = 2;
+pub(crate) const FORMAT_VERSION: u32 = 3;
 
 const TOKENS: &str = "tokens.u32";
 const ENDS: &str = "ends.u64";
@@ -40,6 +40,8 @@ struct PreparedManifest {
     documents: u64,
     largest_id: u32,
     untrained: u64,
+    /// Records without a trained token, which are not in here.
+    skipped: u64,
     sources: Vec<TextSource>,
     files: Vec<PreparedFile>,
     /// Of this manifest with 0 in this place.
@@ -87,6 +89,7 @@ pub(super) struct Prepared {
     pub(super) documents: u64,
     pub(super) largest_id: u32,
     pub(super) untrained: u64,
+    pub(super) skipped: u64,
 }
 
 /// A file with checksums that is being written.
@@ -163,7 +166,8 @@ impl FolderWriter {
 
     /// Makes `totals` durable and publishes the folder under its key.
     pub(super) fn publish(totals: DocumentTotals<Self>, read: Vec<Read>, origin: &PreparedFrom<'_>) -> Result<()> {
-        let DocumentTotals { sink: Self { mut tmp, tokens, ends }, tokens: count, documents, largest, source_ends, untrained, .. } = totals;
+        let DocumentTotals { sink, tokens: count, documents, largest, source_ends, untrained, skipped, .. } = totals;
+        let Self { mut tmp, tokens, ends } = sink;
         let entry = |((path, Read { bytes, sha256 }), tokens_end): ((&&Path, Read), u64)| TextSource {
             path: path.to_path_buf(),
             bytes,
@@ -179,6 +183,7 @@ impl FolderWriter {
             documents,
             largest_id: largest,
             untrained,
+            skipped,
             sources: origin.sources.iter().zip(read).zip(source_ends).map(entry).collect(),
             files: vec![tokens.finish()?, ends.finish()?],
             crc32c: 0,
@@ -258,9 +263,9 @@ pub(super) fn open(
         opened.push(file);
     }
     let source_ends = manifest.sources.iter().map(|source| source.tokens_end).collect();
-    let PreparedManifest { documents, largest_id, untrained, .. } = manifest;
+    let PreparedManifest { documents, largest_id, untrained, skipped, .. } = manifest;
     let [tokens, ends] = <[InFile; 2]>::try_from(opened).map_err(|_| Error::format(&path, "it does not list two files"))?;
-    Ok(Some(Prepared { tokens, ends, source_ends, documents, largest_id, untrained }))
+    Ok(Some(Prepared { tokens, ends, source_ends, documents, largest_id, untrained, skipped }))
 }
 
 fn verify(file: &InFile, entry: &PreparedFile, preparation: &mut Preparation<'_>) -> Result<()> {
@@ -341,7 +346,7 @@ mod tests {
             std::fs::write(&path, serde_json::to_vec(&manifest).unwrap()).unwrap();
             reopen(&folder, &origin).err().unwrap().to_string()
         };
-        assert!(refusal(PreparedManifest { format_version: 3, ..good.clone() }).contains("format 3, this build reads format 2"));
+        assert!(refusal(PreparedManifest { format_version: 4, ..good.clone() }).contains("format 4, this build reads format 3"));
         assert!(refusal(PreparedManifest { tokens: u64::MAX, ..good.clone() }).contains("contradict"));
         assert!(refusal(PreparedManifest { files: vec![], ..good }).contains("two files"));
     }

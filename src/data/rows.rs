@@ -6,6 +6,7 @@
 use super::batch::BatchRow;
 use super::best_fit::best_fit_decreasing;
 use super::bounds::{Bounds, DocumentBounds};
+use super::hold_out::Side;
 use super::preparation::Preparation;
 use super::stream::TokenStream;
 use crate::error::{Error, Result};
@@ -198,7 +199,7 @@ fn too_many(packing: Packing) -> Error {
 }
 
 impl RowTable {
-    /// Packs the documents of `stream`, which begin and end at `bounds`; `untrained` tokens of it are not trained. `None` where no row
+    /// Packs the documents of `side` of `stream`, which begin and end at `bounds`; `untrained` tokens of it are not trained. `None` where no row
     /// comes of it. A person hears what became of documents.
     ///
     /// # Errors
@@ -206,6 +207,7 @@ impl RowTable {
     pub(super) fn new(
         stream: &TokenStream,
         bounds: &Bounds,
+        side: Side<'_>,
         rules: RowRules,
         (end_of_text, untrained): (Option<u32>, u64),
         preparation: &mut Preparation<'_>,
@@ -220,7 +222,12 @@ impl RowTable {
             parts: Vec::new(),
             counts: PackingCounts::default(),
         };
-        bounds.for_each(preparation, |document| packer.add(document))?;
+        let mut number = 0;
+        bounds.for_each(preparation, |document| {
+            let is_in = side.has(number);
+            number += 1;
+            if is_in { packer.add(document) } else { Ok(()) }
+        })?;
         let Packer { parts, counts, .. } = packer;
         let table = Self::of(parts, packing, seq_length as u32, end_of_text.map_or(0, |id| id as i32));
         if !table.ends.is_empty() {
@@ -346,7 +353,7 @@ mod tests {
                 heard.push(line.to_string());
             }
         };
-        let mut preparation = Preparation::new(&StopFlag::default(), None, dir.path().into(), hear);
+        let mut preparation = Preparation::new(&StopFlag::default(), None, Some(dir.path().into()), hear);
         let dataset = Dataset::open(paths, &tokenizer, VOCAB, rules, &mut preparation);
         drop(preparation);
         (dataset, heard)
@@ -483,7 +490,7 @@ mod tests {
             let path = records(&dir, &documents.iter().map(|ids| json!({"input_ids": ids})).collect::<Vec<_>>());
             let packing = if is_bfd { Packing::Bfd } else { Packing::Off };
             let rules = RowRules { overlong: Overlong::Split, ..rules(seq_length, packing) };
-            let mut preparation = Preparation::new(&StopFlag::default(), Some(dir.path().join("cache")), dir.path().into(), |_| ());
+            let mut preparation = Preparation::new(&StopFlag::default(), Some(dir.path().join("cache")), Some(dir.path().into()), |_| ());
             preparation.in_memory_bytes_max = if is_prepared { 0 } else { u64::MAX };
             let rows = rows(Dataset::open(&[path], &Tokenizer::bytes(), VOCAB_OF_COUNTING, rules, &mut preparation).unwrap());
             let mut trained: Vec<[i32; 2]> = rows.iter().flatten().filter(|cell| cell[1] >= 0).map(|cell| [cell[0], cell[1]]).collect();

@@ -8,10 +8,12 @@ use crate::data::chat::record::{Content, DataFormat, RecordRules};
 use crate::data::demo::DEMO_TEXT;
 use crate::data::documents::{DocumentPosition, DocumentTotals, Documents, Sink};
 use crate::data::elements::Elements;
-use crate::data::encode::Encoder;
+use crate::data::encode::{Encoder, shown};
 use crate::data::gz::{EXPANSION_MAX, is_compressed};
+use crate::data::hold_out::EvalSplit;
 use crate::data::preparation::{IN_MEMORY_BYTES_MAX, Preparation};
 use crate::data::rows::RowRules;
+use crate::data::shown::{ShownDocument, joined};
 use crate::data::text::{Lines, RecordParts, TextReader};
 use crate::data::tokenizer::Tokenizer;
 use crate::error::{Error, Result};
@@ -24,6 +26,9 @@ pub(super) enum SourceKind {
     JsonArray,
     Tokens,
 }
+
+/// Characters of a document that are shown to people.
+const SHOWN_CHARACTERS: usize = 2000;
 
 /// What the extensions of [`SourceKind`] are called in messages.
 const KINDS: &str = ".txt, .json, .jsonl (each may be .gz) or .bin";
@@ -40,21 +45,37 @@ pub(crate) fn find_files(paths: &[PathBuf]) -> Result<Vec<PathBuf>> {
         } else if kind(path).is_some() {
             files.push(path.clone());
         } else {
-            return Err(Error::format(path, format!("not a {KINDS} file")));
+            return Err(Error::format(path, format!("not a {KINDS} file{}", conversion(path))));
         }
     }
     Ok(files)
 }
 
-/// Host memory that the data which `paths` name takes while steps run, at most: small text, and which documents are in which row, and the
-/// order of the rows. Only sizes are asked for. What cannot be found counts nothing; whoever opens it says so.
-pub(crate) fn host_bytes(paths: &[PathBuf], rules: RowRules, shuffle: bool) -> u64 {
+/// What makes JSON lines of a table in another format, or unpacks it.
+fn conversion(path: &Path) -> String {
+    let (name, lines) = (path.display(), path.with_extension("jsonl"));
+    let extension = path.extension().and_then(|extension| extension.to_str()).unwrap_or_default();
+    let read = match extension {
+        "parquet" => "read_parquet",
+        "csv" => "read_csv",
+        "arrow" | "feather" => "read_feather",
+        "zst" => return format!("; unpack it: zstd -d {name}"),
+        _ => return String::new(),
+    };
+    let lines = lines.display();
+    format!("; convert it: python -c \"import pandas; pandas.{read}('{name}').to_json('{lines}', orient='records', lines=True)\"")
+}
+
+/// Host memory that the data which `paths` name takes while steps run, at most: small text, which documents are in which row, the order of
+/// the rows, and, where documents are held out, the pieces of the stream. Only sizes are asked for. What cannot be found counts nothing;
+/// whoever opens it says so.
+pub(crate) fn host_bytes(paths: &[PathBuf], rules: RowRules, shuffle: bool, split: Option<EvalSplit>) -> u64 {
     let files = find_files(paths).unwrap_or_default();
     let (tokens, texts): (Vec<_>, Vec<_>) = files.iter().map(PathBuf::as_path).partition(|path| kind(path) == Some(SourceKind::Tokens));
     let text = if paths.is_empty() { DEMO_TEXT.len() as u64 } else { bytes_of(&texts) };
     let in_memory = if text <= IN_MEMORY_BYTES_MAX { size_of::<u32>() as u64 * text } else { 0 };
     let order = if shuffle { size_of::<u32>() as u64 * rules.rows_max(text, bytes_of(&tokens) / 2) } else { 0 };
-    in_memory + rules.table_bytes(text) + order
+    in_memory + rules.table_bytes(text) + order + split.map_or(0, |_| EvalSplit::bytes_max(text))
 }
 
 /// Whether each of `files` holds records that are not text, by its first one.
@@ -81,30 +102,77 @@ pub(in crate::data) fn asks_for_template(files: &[PathBuf], rules: &RecordRules)
 
 /// The first record of the file at `path`; `None` where it holds none.
 fn first_record(path: &Path) -> Result<Option<String>> {
+    let mut first = None;
+    for_each_record(path, |_, record| {
+        first = Some(record.to_string());
+        Ok(false)
+    })?;
+    Ok(first)
+}
+
+/// Gives `each` the records of the file at `path` with their lines, until it wants no more.
+fn for_each_record(path: &Path, each: impl FnMut(u64, &str) -> Result<bool>) -> Result<()> {
     match kind(path) {
-        Some(SourceKind::JsonLines) => first_of(path, Lines::default()),
-        Some(SourceKind::JsonArray) => first_of(path, Elements::default()),
-        _ => Ok(None),
+        Some(SourceKind::JsonLines) => for_each_of(path, Lines::default(), each),
+        Some(SourceKind::JsonArray) => for_each_of(path, Elements::default(), each),
+        _ => Ok(()),
     }
 }
 
-fn first_of(path: &Path, mut parts: impl RecordParts) -> Result<Option<String>> {
-    let (mut reader, mut first) = (TextReader::open(path)?, None);
-    let keep = |first: &mut Option<String>, record: &str| {
-        if first.is_none() && !record.trim().is_empty() {
-            *first = Some(record.to_string());
-        }
+fn for_each_of(path: &Path, mut parts: impl RecordParts, mut each: impl FnMut(u64, &str) -> Result<bool>) -> Result<()> {
+    let (mut reader, mut goes_on) = (TextReader::open(path)?, true);
+    let mut give = |goes_on: &mut bool, line: u64, record: &str| {
+        *goes_on = *goes_on && (record.trim().is_empty() || each(line, record)?);
         Ok(())
     };
-    while first.is_none()
-        && let Some(block) = reader.next()?
-    {
-        parts.push(path, block, |_, record| keep(&mut first, record))?;
+    while goes_on && let Some(block) = reader.next()? {
+        parts.push(path, block, |line, record| give(&mut goes_on, line, record))?;
     }
-    if first.is_none() {
-        parts.finish(path, |_, record| keep(&mut first, record))?;
+    if goes_on { parts.finish(path, |line, record| give(&mut goes_on, line, record)) } else { Ok(()) }
+}
+
+/// The first `count` documents of the text files among `files`, as a model reads them.
+///
+/// # Errors
+/// What is wrong with one of them, and where.
+pub(super) fn first_documents(files: &[PathBuf], tokenizer: &Tokenizer, count: usize) -> Result<Vec<ShownDocument>> {
+    let mut first = Vec::new();
+    for path in files.iter().filter(|path| is_text(path)) {
+        let (rules, mut format) = (tokenizer.rules(), None);
+        if first.len() >= count {
+            break;
+        }
+        if kind(path) == Some(SourceKind::Text) {
+            first.extend(documents(path, None, Content::Text(beginning(path)?), tokenizer)?);
+        }
+        for_each_record(path, |line, record| {
+            let wrong = |cause| Error::format(path, format_args!("line {line}: {cause}"));
+            let format = match format {
+                Some(format) => format,
+                None => *format.insert(rules.detect(record).map_err(wrong)?),
+            };
+            first.extend(documents(path, Some(line), rules.read(format, record).map_err(wrong)?, tokenizer)?);
+            Ok(first.len() < count)
+        })?;
     }
+    first.truncate(count);
     Ok(first)
+}
+
+/// The documents of a record, or of a file that is one.
+fn documents(path: &Path, line: Option<u64>, content: Content, tokenizer: &Tokenizer) -> Result<Vec<ShownDocument>> {
+    let shown = shown(content, tokenizer)?.into_iter();
+    let document = |(tokens, pieces)| {
+        let pieces = joined(pieces, SHOWN_CHARACTERS);
+        ShownDocument { file: path.display().to_string(), line, tokens: line.map(|_| tokens), pieces }
+    };
+    Ok(shown.map(document).collect())
+}
+
+/// The beginning of a file that is one document, more than is shown.
+fn beginning(path: &Path) -> Result<String> {
+    let mut reader = TextReader::open(path)?;
+    Ok(reader.next()?.unwrap_or_default().chars().take(SHOWN_CHARACTERS + 1).collect())
 }
 
 /// Whether the file at `path` holds text, which needs a tokenizer.
@@ -384,13 +452,13 @@ mod tests {
     #[test]
     fn what_the_data_takes_is_known_from_its_sizes() {
         let dir = model_dir(&[("a.txt", "12345678"), ("b.bin", "12345678")]);
-        let of = |name: &str, shuffle| host_bytes(&[dir.path().join(name)], RowRules::wrapped(2), shuffle);
+        let of = |name: &str, shuffle| host_bytes(&[dir.path().join(name)], RowRules::wrapped(2), shuffle, None);
         assert_eq!((of("a.txt", false), of("a.txt", true), of("b.bin", false), of("b.bin", true)), (32, 32 + 16, 0, 8));
         assert_eq!((of("missing.txt", true), of("", true)), (0, 32 + 16 + 8));
         let large = std::fs::File::create(dir.path().join("large.txt")).unwrap();
         large.set_len(1 << 30).unwrap();
         assert_eq!((of("large.txt", false), of("large.txt", true)), (0, 2 << 30));
-        assert!(host_bytes(&[], RowRules::wrapped(256), true) > 4 * DEMO_TEXT.len() as u64);
+        assert!(host_bytes(&[], RowRules::wrapped(256), true, None) > 4 * DEMO_TEXT.len() as u64);
     }
 
     proptest! {

@@ -6,12 +6,13 @@ use std::ops::Range;
 use std::sync::Arc;
 
 /// A stream of token ids, all below 2^31, and whether each is trained. Small text is in memory, all else is read where it lies.
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub struct TokenStream {
     parts: Vec<Part>,
     tokens: usize,
 }
 
+#[derive(Clone)]
 struct Part {
     /// Position in the stream of the part's first token.
     start: usize,
@@ -47,6 +48,18 @@ impl TokenStream {
     pub(super) fn push_all(&mut self, tokens: Tokens) {
         let range = 0..tokens.len();
         self.push(Arc::new(tokens), range);
+    }
+
+    /// Appends tokens `range` of `other`.
+    pub(super) fn push_part(&mut self, other: &Self, range: Range<usize>) {
+        let first = other.parts.partition_point(|part| part.start <= range.start).saturating_sub(1);
+        for part in &other.parts[first..] {
+            let within = |at: usize| part.range.start + at.saturating_sub(part.start).min(part.range.len());
+            self.push(part.tokens.clone(), within(range.start)..within(range.end));
+            if part.start >= range.end {
+                break;
+            }
+        }
     }
 
     /// Reads tokens `start..start + out.len()` without allocating; those that are not trained have their sign bit set.

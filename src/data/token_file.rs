@@ -232,7 +232,7 @@ mod tests {
         let checks = |vocab_size| {
             let mut checked = CheckedFiles::load(Some(dir.path())).unwrap();
             let read = Cell::new(false);
-            let mut preparation = Preparation::new(&StopFlag::default(), None, dir.path().into(), |_| read.set(true));
+            let mut preparation = Preparation::new(&StopFlag::default(), None, Some(dir.path().into()), |_| read.set(true));
             TokenFile::open(&path, vocab_size, &mut checked, &mut preparation).map(|_| checked.save().unwrap())?;
             drop(preparation);
             Ok::<_, Error>(read.get())
@@ -247,7 +247,7 @@ mod tests {
         let (_dir, path) = written("a.bin", &[1; 4 * BLOCK_BYTES]);
         let stop = StopFlag::default();
         stop.set();
-        let mut preparation = Preparation::new(&stop, None, "/".into(), |_| ());
+        let mut preparation = Preparation::new(&stop, None, Some("/".into()), |_| ());
         let stopped = TokenFile::open(&path, 1 << 20, &mut CheckedFiles::default(), &mut preparation);
         assert_eq!(stopped.err().unwrap().exit_code(), 75);
     }

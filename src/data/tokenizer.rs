@@ -139,6 +139,15 @@ impl Tokenizer {
         }
     }
 
+    /// A token's own text, for people.
+    pub(super) fn name_of(&self, id: u32) -> String {
+        let name = match &self.kind {
+            TokenizerKind::Model(model) => model.tokenizer.id_to_token(id),
+            TokenizerKind::Absent | TokenizerKind::Bytes => None,
+        };
+        name.unwrap_or_else(|| format!("<{id}>"))
+    }
+
     /// The ids of a part of a document, each with the bytes of `text` that it stands for.
     pub(super) fn encode_part(&self, text: &str) -> Result<Vec<Token>> {
         let model = match &self.kind {

@@ -5,6 +5,7 @@ use crate::disk::Dir;
 use crate::error::{Error, Result};
 use crate::train::metrics_file::{METRICS, MetricsLine, read_line};
 use serde::Deserialize;
+use serde_json::Value;
 use std::collections::BTreeMap;
 use std::io::BufReader;
 
@@ -28,9 +29,17 @@ struct MetricsRecord {
     exposed_cpu_ms: Option<f64>,
     exposed_transfer_ms: Option<f64>,
     exposed_peer_ms: Option<f64>,
+    rss_bytes: Option<u64>,
+    /// Before there was a line of facts, each step said it.
     memory: Option<MemoryRecord>,
     eval_loss: Option<f64>,
     eval_seconds: Option<f64>,
+}
+
+/// A line of facts.
+#[derive(Deserialize)]
+struct FactsRecord {
+    facts: Value,
 }
 
 /// Bytes by class.
@@ -39,7 +48,7 @@ struct MetricsRecord {
 pub(super) struct MemoryRecord {
     pub(super) device_bytes: BTreeMap<String, u64>,
     pub(super) host_bytes: BTreeMap<String, u64>,
-    pub(super) rss_bytes: u64,
+    rss_bytes: Option<u64>,
 }
 
 /// Bucket steps by what became of them: a name for each, in the order of [`History::bucket_steps`].
@@ -78,8 +87,12 @@ pub(super) struct History {
     /// Step and loss of the last evaluation, and of the best.
     pub(super) last_eval: Option<(u64, f64)>,
     pub(super) best_eval: Option<(u64, f64)>,
-    /// Of the last step that says it.
+    /// Planned memory, as the last line that tells it says.
     pub(super) memory: Option<MemoryRecord>,
+    /// Of the last step that says it.
+    pub(super) rss_bytes: u64,
+    /// The last line of facts; null in files of before there was one.
+    pub(super) facts: Value,
     pub(super) damaged_lines: u64,
     /// The last line has no end: the run was writing it, or died.
     pub(super) is_cut_short: bool,
@@ -94,13 +107,23 @@ impl History {
         let Some(file) = dir.open_file(METRICS)? else { return Ok(None) };
         let (mut history, mut lines, mut line) = (Self::default(), BufReader::new(file), Vec::new());
         while let Some(read) = read_line(&mut lines, &mut line).map_err(|e| Error::io("read", dir.join(METRICS), e))? {
-            match (read, serde_json::from_slice(&line)) {
-                (MetricsLine::Step(_), Ok(record)) => history.add(record),
-                (MetricsLine::CutShort, _) => history.is_cut_short = true,
-                _ => history.damaged_lines += 1,
+            match read {
+                MetricsLine::Facts(_) => history.add_facts(&line),
+                MetricsLine::CutShort => history.is_cut_short = true,
+                MetricsLine::Damaged => history.damaged_lines += 1,
+                MetricsLine::Step(_) => match serde_json::from_slice(&line) {
+                    Ok(record) => history.add(record),
+                    Err(_) => history.damaged_lines += 1,
+                },
             }
         }
         Ok(Some(history))
+    }
+
+    fn add_facts(&mut self, line: &[u8]) {
+        let Ok(FactsRecord { facts }) = serde_json::from_slice(line) else { return };
+        self.memory = MemoryRecord::deserialize(&facts["memory"]).ok().or(self.memory.take());
+        self.facts = facts;
     }
 
     fn add(&mut self, record: MetricsRecord) {
@@ -136,6 +159,8 @@ impl History {
         self.exposed_ms.iter_mut().zip(waited).for_each(|(sum, ms)| *sum += ms.unwrap_or(0.0));
         let buckets = [record.speculated, record.rolled_back, record.committed, record.clipped, record.skipped];
         self.bucket_steps.iter_mut().zip(buckets).for_each(|(sum, count)| *sum = sum.saturating_add(count.unwrap_or(0)));
+        let rss_bytes = record.rss_bytes.or(record.memory.as_ref().and_then(|memory| memory.rss_bytes));
+        self.rss_bytes = rss_bytes.unwrap_or(self.rss_bytes);
         self.memory = record.memory.or(self.memory.take());
         self.draw(x, loss, [record.grad_norm, record.learning_rate, record.tokens_per_second, record.step_ms]);
         self.mark(x, record.verdict.as_deref());
@@ -192,6 +217,18 @@ mod tests {
         assert_eq!((all.exposed_ms, all.compute_ms(), all.mean_tokens_per_second()), ([300.0, 0.0, 0.0], 1200.0, 64.0));
         assert_eq!((all.bucket_steps, all.clipped_steps, all.skipped_steps), ([0, 0, 0, 9, 0], 1, 1));
         assert_eq!((all.evaluations, all.last_eval, all.clips.points().collect::<Vec<_>>()), (1, Some((2, 2.25)), vec![(2.0, 1.0)]));
+    }
+
+    #[test]
+    fn facts_are_said_once_and_older_lines_say_memory_each() {
+        let facts = r#"{"facts":{"from_step":0,"memory":{"device_bytes":{"weights":7}},"build":{"version":"9"}}}"#;
+        let new = history(&format!("{facts}\n{{\"step\":1,\"loss\":1.0,\"rss_bytes\":5}}\n"));
+        let old = history("{\"step\":1,\"loss\":1.0,\"memory\":{\"device_bytes\":{\"weights\":7},\"rss_bytes\":5}}\n");
+        for history in [&new, &old] {
+            assert_eq!((history.steps, history.damaged_lines, history.rss_bytes), (1, 0, 5));
+            assert_eq!(history.memory.as_ref().unwrap().device_bytes["weights"], 7);
+        }
+        assert_eq!((&new.facts["build"]["version"], &old.facts), (&Value::from("9"), &Value::Null));
     }
 
     #[test]

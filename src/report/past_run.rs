@@ -63,6 +63,7 @@ impl PastRun {
             setup = setup.or(found.ok());
             checkpoints.push(SavedStep { step, bytes: dir.tree_bytes(&name).unwrap_or(0), damage });
         }
+        let setup = setup.or_else(|| history.as_ref().and_then(|history| setup_of(&history.facts)));
         Ok(Self {
             name: name_of(path),
             history: history.unwrap_or_default(),
@@ -92,6 +93,16 @@ fn name_of(path: &Path) -> String {
 fn checkpoint_steps(dir: &Dir) -> Result<Vec<u64>> {
     let names = dir.names()?;
     Ok(names.iter().filter_map(|name| name.to_str()?.strip_prefix("checkpoint-")?.parse().ok()).collect())
+}
+
+/// What a run without a checkpoint says of itself in its metrics.
+fn setup_of(facts: &Value) -> Option<RunSetup> {
+    Some(RunSetup {
+        settings: facts.get("settings").filter(|settings| settings.is_object())?.clone(),
+        run: Value::Null,
+        params: facts["model"]["params"].as_u64()?,
+        max_steps: facts["max_steps"].as_u64()?,
+    })
 }
 
 fn read_setup(path: &Path) -> Result<RunSetup> {

@@ -9,6 +9,7 @@ use super::past_run::{PastRun, SavedStep};
 use super::verdict;
 use crate::facts::BuildFacts;
 use crate::units::Bytes;
+use serde_json::Value;
 use std::collections::BTreeMap;
 
 /// The one curve that is exact.
@@ -181,7 +182,7 @@ fn or_none(drawn: String, none: &str) -> String {
 }
 
 fn memory(run: &PastRun) -> String {
-    let Some(memory) = &run.history.memory else { return or_none(String::new(), "No step says how much memory was planned.") };
+    let Some(memory) = &run.history.memory else { return or_none(String::new(), "Nothing says how much memory was planned.") };
     let bar = |place: &str, classes: &BTreeMap<String, u64>| {
         let mut classes: Vec<_> = classes.iter().collect();
         classes.sort_by_key(|(_, bytes)| std::cmp::Reverse(**bytes));
@@ -190,7 +191,7 @@ fn memory(run: &PastRun) -> String {
         stacked_bar(&format!("{place}: {all}"), &classes.into_iter().take(16).map(part).collect::<Vec<_>>())
     };
     let bars = bar("Device", &memory.device_bytes) + &bar("Host, pinned", &memory.host_bytes);
-    format!("{bars}<p class=\"note\">Resident set of the process at its last step: {}</p>\n", Bytes(memory.rss_bytes))
+    format!("{bars}<p class=\"note\">Resident set of the process at its last step: {}</p>\n", Bytes(run.history.rss_bytes))
 }
 
 fn speculation(runs: &[PastRun]) -> String {
@@ -250,8 +251,26 @@ fn machine(runs: &[PastRun]) -> String {
     };
     let rows: Vec<_> = runs.iter().enumerate().map(row).collect();
     let head = ["Run", "Computed on", "Devices", "Attention", "Instruction set asked for", "Timeline"];
-    let note = "A run does not write down yet which machine and which build it had; this is what its newest checkpoint says.";
-    format!("{}<p class=\"note\">{note}</p>\n", table(&head, &rows))
+    format!("{}{}", table(&head, &rows), each(runs, facts))
+}
+
+/// Machine and build, as the run wrote them down when it began or went on last.
+fn facts(run: &PastRun) -> String {
+    let facts = &run.history.facts;
+    if facts.is_null() {
+        return "<p class=\"note\">This run did not write down which machine and which build it had.</p>\n".into();
+    }
+    let word = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_string);
+    let (build, machine) = (&facts["build"], &facts["machine"]);
+    let memory = machine["memory_bytes"].as_u64().map_or("unknown".into(), |bytes| Bytes(bytes).to_string());
+    let rows = [
+        ("Device", word(&facts["device"])),
+        ("Processor", format!("{}, {} cores, {memory}", word(&machine["cpu"]), machine["cores"])),
+        ("System", format!("Linux {} on {}", word(&machine["kernel"]), word(&machine["arch"]))),
+        ("Build", format!("superoffload {}, commit {}", word(&build["version"]), word(&build["git_commit"]))),
+    ];
+    let rows: Vec<_> = rows.into_iter().map(|(name, value)| vec![name.to_string(), escape(value)]).collect();
+    table(&["Written by the run", ""], &rows)
 }
 
 fn command(run: &PastRun) -> String {

@@ -1,5 +1,7 @@
 //! Evaluation during training: when, on what, and what comes of it.
 
+use super::identity::Run;
+use crate::checkpoint::best::{Best, Evaluations};
 use crate::config::options::EvalStrategy;
 use crate::config::settings::Settings;
 use crate::data::batch::{Batch, Batches};
@@ -55,6 +57,68 @@ fn complete_epochs(position: DataPosition, sequences: usize) -> u64 {
     position.epoch + u64::from(position.next_sequence == sequences as u64)
 }
 
+/// What evaluations came to, and whether that ends the run.
+#[derive(Debug)]
+pub(super) struct Progress {
+    all: Evaluations,
+    /// Step and loss of the last one here.
+    last: Option<(u64, f64)>,
+    patience: Option<u64>,
+    threshold: f64,
+}
+
+impl Progress {
+    /// Of a run that goes on from a checkpoint which keeps `run`.
+    pub(super) fn new(settings: &Settings, run: &Run) -> Self {
+        let (patience, threshold) = (settings.early_stopping_patience, settings.early_stopping_threshold);
+        Self { all: Evaluations::of(run), last: None, patience, threshold }
+    }
+
+    /// An evaluation is due: a checkpoint that is written before it is finished says so.
+    pub(super) fn begin(&mut self) {
+        self.all.is_due = true;
+    }
+
+    /// Whether an evaluation was due where the run goes on.
+    pub(super) fn is_unfinished(&self) -> bool {
+        self.all.is_due
+    }
+
+    /// The evaluation after `step` found `loss`. `is_saved`: this step has a checkpoint already.
+    pub(super) fn record(&mut self, step: u64, loss: f64, is_saved: bool) {
+        let lowest = self.all.lowest.unwrap_or(f64::INFINITY);
+        let improved = loss < lowest - self.threshold;
+        self.all.without_improvement = if improved { 0 } else { self.all.without_improvement + 1 };
+        self.all.lowest = if loss < lowest { Some(loss) } else { self.all.lowest };
+        self.all.is_due = false;
+        self.last = Some((step, loss));
+        if is_saved {
+            self.all = self.with_checkpoint(step);
+        }
+    }
+
+    /// How it stands once `step` has a checkpoint.
+    pub(super) fn with_checkpoint(&self, step: u64) -> Evaluations {
+        let evaluated = self.last.filter(|(of, _)| *of == step).map(|(step, eval_loss)| Best { step, eval_loss });
+        let better = evaluated.filter(|new| new.eval_loss < self.all.best.map_or(f64::INFINITY, |best| best.eval_loss));
+        Evaluations { best: better.or(self.all.best), ..self.all }
+    }
+
+    /// `step` has a checkpoint.
+    pub(super) fn saved(&mut self, step: u64) {
+        self.all = self.with_checkpoint(step);
+    }
+
+    /// After how many evaluations without a lower loss the run ends here, if it does.
+    pub(super) fn given_up(&self) -> Option<u64> {
+        self.patience.filter(|patience| self.all.without_improvement >= *patience)
+    }
+
+    pub(super) fn best(&self) -> Option<Best> {
+        self.all.best
+    }
+}
+
 /// The sequences of a dataset in its order; rows behind the last one count for nothing.
 pub(super) struct Once<'a> {
     dataset: &'a Dataset,
@@ -107,6 +171,47 @@ mod tests {
         assert_eq!(due(EvalStrategy::Steps), [4, 8, 10]);
         // Epochs end with the 5th, 10th, 15th and 20th sequence.
         assert_eq!(due(EvalStrategy::Epoch), [3, 5, 8, 10]);
+    }
+
+    fn progress(patience: u64, threshold: f64, run: &Run) -> Progress {
+        let settings = Settings { early_stopping_patience: Some(patience), early_stopping_threshold: threshold, ..Settings::demo() };
+        Progress::new(&settings, run)
+    }
+
+    #[test]
+    fn patience_ends_after_so_many_losses_that_are_not_lower_by_enough_wherever_the_run_was_stopped() {
+        let losses = [3.0, 2.5, 2.4, f64::NAN, 2.2, 2.1, 2.05];
+        for stopped in 0..losses.len() {
+            let mut given_up = Vec::new();
+            let mut now = progress(2, 0.3, &Run::new());
+            for (step, loss) in (0..).zip(losses) {
+                if step == stopped as u64 {
+                    now = progress(2, 0.3, &now.all.kept_in(Run::new()));
+                }
+                now.record(step, loss, false);
+                given_up.push(now.given_up().is_some());
+            }
+            // 2.5 is lower by 0.5; 2.4 is not by 0.3; of what is not a number none is; 2.2 is not lower than 2.4 by 0.3.
+            assert_eq!(given_up, [false, false, false, true, true, true, true]);
+            assert_eq!(now.all.lowest, Some(2.05));
+        }
+    }
+
+    #[test]
+    fn the_best_is_the_lowest_of_those_that_have_a_checkpoint() {
+        let mut now = progress(9, 0.0, &Run::new());
+        now.record(0, 1.0, false);
+        assert_eq!(now.with_checkpoint(3).best, None, "step 3 was not evaluated");
+        for (step, loss, is_saved) in [(1, 3.0, true), (2, 2.0, false), (3, 2.5, true), (4, 2.5, true), (5, f64::NAN, true)] {
+            now.record(step, loss, false);
+            is_saved.then(|| now.saved(step));
+        }
+        assert_eq!(now.best(), Some(Best { step: 3, eval_loss: 2.5 }));
+        now.begin();
+        let mut resumed = progress(9, 0.0, &now.all.kept_in(Run::new()));
+        assert!(resumed.is_unfinished());
+        resumed.record(5, 2.25, true);
+        assert_eq!((resumed.best().unwrap().step, resumed.is_unfinished()), (5, false));
     }
 
     #[test]

@@ -100,7 +100,7 @@ fn scalars(m: &StepMetrics) -> [(&'static str, Option<f64>); 14] {
         ("offload/exposed_peers_ms", Some(m.exposed_peer_ms).filter(|_| m.exposed_peer_rank.is_some())),
         ("offload/speculated", Some(counts.speculated as f64)),
         ("offload/rolled_back", Some(counts.rolled_back as f64)),
-        ("memory/resident_gib", Some(m.memory.rss_bytes as f64 / (1u64 << 30) as f64)),
+        ("memory/resident_gib", Some(m.rss_bytes as f64 / (1u64 << 30) as f64)),
     ]
 }
 
@@ -155,11 +155,9 @@ impl Message {
 mod tests {
     use super::*;
     use crate::engine::coordinator::Counts;
-    use crate::metrics::MemoryUse;
     use std::fs;
 
     fn metrics(grad_norm: Option<f64>) -> StepMetrics {
-        let memory = MemoryUse { device_bytes: [].into(), host_bytes: [].into(), rss_bytes: 3 << 29 };
         StepMetrics {
             step: 300,
             epoch: 0.25,
@@ -179,7 +177,7 @@ mod tests {
             exposed_peer_rank: None,
             d2h_bytes: 0,
             h2d_bytes: 0,
-            memory,
+            rss_bytes: 3 << 29,
         }
     }
 

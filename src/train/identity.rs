@@ -27,7 +27,7 @@ pub(super) fn of(
     shape: &ModelShape,
     tokenizer: &Tokenizer,
     data: &[PathBuf],
-    kept: &Path,
+    kept: Option<&Path>,
     progress: &mut dyn FnMut(&Path, u64) -> Result<()>,
 ) -> Result<Run> {
     let files = source::find_files(data)?;
@@ -139,7 +139,7 @@ mod tests {
 
     fn run_of(shape: &ModelShape, names: &[&str], dir: &Path) -> Run {
         let data: Vec<PathBuf> = names.iter().map(|name| dir.join(name)).collect();
-        of(shape, &Tokenizer::bytes(), &data, &dir.join("data.json"), &mut |_, _| Ok(())).unwrap()
+        of(shape, &Tokenizer::bytes(), &data, Some(&dir.join("data.json")), &mut |_, _| Ok(())).unwrap()
     }
 
     #[test]

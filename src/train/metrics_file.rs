@@ -1,4 +1,5 @@
-//! `metrics.jsonl`: one line a step, and one an evaluation, kept through resumes, damage and removal.
+//! `metrics.jsonl`: facts of the run in the first line, then one line a step, and one an evaluation; kept through resumes, damage and
+//! removal. A run that goes on writes its facts before its own lines.
 
 use crate::disk::{Dir, OutFile};
 use crate::error::{Error, Result};
@@ -16,17 +17,18 @@ const LINE_BYTES_MAX: u64 = 1 << 20;
 pub(super) struct MetricsFile {
     path: PathBuf,
     file: File,
+    /// Begins with a line of facts until that is written.
     line: Vec<u8>,
 }
 
 impl MetricsFile {
-    /// Opens it in `dir` to go on after `step`: later lines, which a resumed run will write again, are dropped. So are lines that
-    /// are not metrics; how many these were is returned. The last line may have been cut short by the end of the run: it does
-    /// not count.
+    /// Opens it in `dir` to go on after `step`, with `facts` before the first line: a run that never begins leaves none. Later lines, which
+    /// a resumed run will write again, are dropped. So are lines that are not metrics; how many these were is returned. The last line may
+    /// have been cut short by the end of the run: it does not count.
     ///
     /// # Errors
     /// `Io` when the file cannot be read or written, `Format` when the name is not a regular file's.
-    pub(super) fn open(dir: &Dir, step: u64) -> Result<(Self, u64)> {
+    pub(super) fn open(dir: &Dir, step: u64, facts: &impl serde::Serialize) -> Result<(Self, u64)> {
         let (path, earlier, new) = (dir.join(METRICS), dir.open_file(METRICS)?, dir.recreate_file(BESIDE)?);
         let file = new.into_file();
         let damaged = match earlier {
@@ -34,7 +36,9 @@ impl MetricsFile {
             None => 0,
         };
         dir.rename(BESIDE, METRICS)?;
-        Ok((Self { path, file, line: Vec::with_capacity(1024) }, damaged))
+        let mut this = Self { path, file, line: Vec::with_capacity(1024) };
+        this.add_line(facts)?;
+        Ok((this, damaged))
     }
 
     /// Appends one line.
@@ -42,10 +46,16 @@ impl MetricsFile {
     /// # Errors
     /// `Io` when it cannot be written.
     pub(super) fn write(&mut self, metrics: &impl serde::Serialize) -> Result<()> {
+        self.add_line(metrics)?;
+        self.file.write_all(&self.line).map_err(|e| Error::io("write", &self.path, e))?;
         self.line.clear();
-        serde_json::to_writer(&mut self.line, metrics).map_err(|e| Error::format(&self.path, e))?;
+        Ok(())
+    }
+
+    fn add_line(&mut self, value: &impl serde::Serialize) -> Result<()> {
+        serde_json::to_writer(&mut self.line, value).map_err(|e| Error::format(&self.path, e))?;
         self.line.push(b'\n');
-        self.file.write_all(&self.line).map_err(|e| Error::io("write", &self.path, e))
+        Ok(())
     }
 
     /// Makes it again in `dir` if it was removed or replaced, with all its lines; true if it was.
@@ -73,6 +83,8 @@ impl MetricsFile {
 }
 
 pub(crate) enum MetricsLine {
+    /// Facts of a run that goes on after this step.
+    Facts(u64),
     /// Metrics of this step.
     Step(u64),
     /// Nothing that can be understood.
@@ -87,7 +99,8 @@ fn copy_until(step: u64, from: File, to: &File) -> io::Result<u64> {
     while let Some(read) = read_line(&mut from, &mut line)? {
         match read {
             MetricsLine::Step(of) if of <= step => to.write_all(&line)?,
-            MetricsLine::Step(_) | MetricsLine::CutShort => {}
+            MetricsLine::Facts(from) if from < step => to.write_all(&line)?,
+            MetricsLine::Step(_) | MetricsLine::Facts(_) | MetricsLine::CutShort => {}
             MetricsLine::Damaged => damaged += 1,
         }
     }
@@ -105,20 +118,25 @@ pub(crate) fn read_line(from: &mut impl BufRead, line: &mut Vec<u8>) -> io::Resu
         return Ok(None);
     }
     if line.last() == Some(&b'\n') {
-        return Ok(Some(step_of(line).map_or(MetricsLine::Damaged, MetricsLine::Step)));
+        return Ok(Some(meaning(line).unwrap_or(MetricsLine::Damaged)));
     }
     let was_long = line.len() as u64 == LINE_BYTES_MAX;
     from.skip_until(b'\n')?;
     Ok(Some(if was_long { MetricsLine::Damaged } else { MetricsLine::CutShort }))
 }
 
-fn step_of(line: &[u8]) -> Option<u64> {
-    serde_json::from_slice::<serde_json::Value>(line).ok()?.get("step")?.as_u64()
+fn meaning(line: &[u8]) -> Option<MetricsLine> {
+    let line: serde_json::Value = serde_json::from_slice(line).ok()?;
+    match line.get("facts") {
+        Some(facts) => facts.get("from_step")?.as_u64().map(MetricsLine::Facts),
+        None => line.get("step")?.as_u64().map(MetricsLine::Step),
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde_json::{Value, json};
     use std::fs;
     use std::path::Path;
 
@@ -126,6 +144,10 @@ mod tests {
         let tmp = tempfile::tempdir().unwrap();
         let (dir, path) = (Dir::open(tmp.path()).unwrap(), tmp.path().join(METRICS));
         (tmp, dir, path)
+    }
+
+    fn facts(from_step: u64) -> Value {
+        json!({"facts": {"from_step": from_step}})
     }
 
     fn text(path: &Path) -> String {
@@ -136,9 +158,28 @@ mod tests {
     fn reopening_drops_the_lines_that_will_be_written_again() {
         let (tmp, dir, path) = dir();
         fs::write(&path, "{\"step\":1}\n{\"step\":2}\n{\"step\":3}\n{\"step\":4,\"lo").unwrap();
-        let (_, damaged) = MetricsFile::open(&dir, 2).unwrap();
+        let (_, damaged) = MetricsFile::open(&dir, 2, &facts(2)).unwrap();
         assert_eq!((text(&path).as_str(), damaged), ("{\"step\":1}\n{\"step\":2}\n", 0));
         assert_eq!(fs::read_dir(tmp.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn facts_come_with_the_first_line_and_stay_with_the_lines_behind_them() {
+        let (_tmp, dir, path) = dir();
+        let (mut metrics, _) = MetricsFile::open(&dir, 0, &facts(0)).unwrap();
+        assert_eq!(text(&path), "", "a run that never began says nothing");
+        (1..=4).for_each(|step| metrics.write(&json!({"step": step})).unwrap());
+        let part = |from: u64, until: u64| {
+            let steps: String = (from + 1..=until).map(|step| format!("{{\"step\":{step}}}\n")).collect();
+            format!("{}\n{steps}", facts(from))
+        };
+        assert_eq!(text(&path), part(0, 4));
+        for (from, until) in [(3, 3), (3, 5), (3, 4), (2, 3)] {
+            let (mut metrics, damaged) = MetricsFile::open(&dir, from, &facts(from)).unwrap();
+            (from + 1..=until).for_each(|step| metrics.write(&json!({"step": step})).unwrap());
+            let whole = if until > from { part(0, from) + &part(from, until) } else { part(0, from) };
+            assert_eq!((text(&path), damaged), (whole, 0));
+        }
     }
 
     #[test]
@@ -148,7 +189,7 @@ mod tests {
         let damage: [&[u8]; 6] = [b"\xff", b"{\"step\":1,\"x\":\"\xff\"}", b"", b"{\"step\":-1}", b"{\"step\":1", &long];
         let lines = damage.iter().flat_map(|line| [b"{\"step\":1}", *line]).collect::<Vec<_>>();
         fs::write(&path, lines.join(&b'\n')).unwrap();
-        let (_, damaged) = MetricsFile::open(&dir, 9).unwrap();
+        let (_, damaged) = MetricsFile::open(&dir, 9, &facts(9)).unwrap();
         // Of the last line the end is missing, but it is too long to be one that was cut short.
         assert_eq!((text(&path), damaged), ("{\"step\":1}\n".repeat(6), 6));
     }
@@ -157,7 +198,7 @@ mod tests {
     fn a_file_that_was_removed_or_replaced_is_made_again() {
         let (tmp, dir, path) = dir();
         fs::write(&path, "{\"step\":1}\n").unwrap();
-        let (mut metrics, _) = MetricsFile::open(&dir, 1).unwrap();
+        let (mut metrics, _) = MetricsFile::open(&dir, 1, &facts(1)).unwrap();
         assert!(!metrics.keep(&dir).unwrap());
         metrics.file.write_all(b"{\"step\":2}\n").unwrap();
         fs::remove_file(&path).unwrap();
@@ -177,11 +218,11 @@ mod tests {
         let victim = tmp.path().join("victim");
         fs::write(&victim, "mine").unwrap();
         std::os::unix::fs::symlink(&victim, tmp.path().join(BESIDE)).unwrap();
-        MetricsFile::open(&dir, 0).unwrap();
+        MetricsFile::open(&dir, 0, &facts(0)).unwrap();
         assert_eq!(text(&victim), "mine");
         fs::remove_file(&path).unwrap();
         nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
-        let refused = MetricsFile::open(&dir, 0).err().unwrap().to_string();
+        let refused = MetricsFile::open(&dir, 0, &facts(0)).err().unwrap().to_string();
         assert!(refused.ends_with("metrics.jsonl: not a regular file"), "{refused}");
     }
 }

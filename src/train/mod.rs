@@ -5,6 +5,7 @@
 
 mod evaluation;
 mod event_file;
+mod facts_line;
 mod feed;
 mod identity;
 mod kept;
@@ -39,15 +40,20 @@ use setup::PreparedRun;
 /// # Errors
 /// What went wrong before the first step.
 pub fn train(settings: &Settings, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Summary> {
-    let run_dir = RunDir::open(settings, observer)?;
+    let run_dir = (!settings.dry_run).then(|| RunDir::open(settings, observer)).transpose()?;
     let (launch, settings) = Launcher::new(settings)?;
-    let prepared = setup::prepare(&settings, &launch, run_dir, stop, observer)?;
+    let prepared = setup::prepare(&settings, &launch, run_dir.as_ref(), stop, observer)?;
+    let Some(run_dir) = run_dir else {
+        prepared.tell(observer);
+        return Ok(Summary { is_dry: true, ..Summary::default() });
+    };
     let (plan, shape) = prepared.blueprint();
-    launch.engine(&plan, &shape, Training { prepared, stop, observer })
+    launch.engine(&plan, &shape, Training { prepared, run_dir, stop, observer })
 }
 
 struct Training<'a> {
     prepared: PreparedRun<'a>,
+    run_dir: RunDir,
     stop: &'a StopFlag,
     observer: &'a mut dyn Observer,
 }
@@ -56,7 +62,7 @@ impl UseEngine for Training<'_> {
     type Output = Summary;
 
     fn run<D: Kernels, X: Exchange<D>>(self, engine: Engine<D, X>) -> Result<Summary> {
-        drive(self.prepared.session(engine, self.observer)?, self.stop, self.observer)
+        drive(self.prepared.session(engine, self.run_dir, self.observer)?, self.stop, self.observer)
     }
 }
 
@@ -64,7 +70,11 @@ fn drive<D: Kernels, X: Exchange<D>>(mut session: Session<D, X>, stop: &StopFlag
     let _watchdog = session.watch(observer)?;
     let mut failure = session.evaluate_on_start(stop, observer).err();
     while failure.is_none() && !session.is_done() && !stop.is_set() {
-        failure = session.step(observer).and_then(|()| session.evaluate_if_due(stop, observer)).err();
+        failure = session
+            .step(observer)
+            .and_then(|()| session.evaluate_if_due(stop, observer))
+            .and_then(|()| session.save_if_due(observer))
+            .err();
     }
     Ok(session.end(failure, observer))
 }

@@ -62,8 +62,10 @@ impl RunFacts {
 }
 
 /// How a run ended.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Summary {
+    /// Nothing was to be done but to tell what would be.
+    pub is_dry: bool,
     /// Whether a signal ended it early.
     pub interrupted: bool,
     /// Steps done in all, and in this process.
@@ -76,6 +78,10 @@ pub struct Summary {
     pub loss: Option<(f32, f32)>,
     /// The step after which the last evaluation was, and its mean loss.
     pub evaluation: Option<(u64, f64)>,
+    /// Evaluations in a row without a lower loss, if they ended the run.
+    pub given_up: Option<u64>,
+    /// The step whose checkpoint has the lowest loss of an evaluation, and that loss.
+    pub best: Option<(u64, f64)>,
     /// Real tokens per second over all steps of this process.
     pub tokens_per_second: f64,
     /// Bucket steps of this process.
@@ -107,26 +113,37 @@ impl Summary {
     pub fn exit_code(&self) -> i32 {
         if self.interrupted { EXIT_INTERRUPTED } else { 0 }
     }
+
+    fn why_early(&self) -> String {
+        let evaluations = self.given_up.filter(|_| self.step < self.max_steps);
+        evaluations.map_or(String::new(), |count| format!("; no lower loss in {count} evaluations (--early-stopping-patience)"))
+    }
 }
 
 impl fmt::Display for Summary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.is_dry {
+            return f.write_str("dry run: no step was done, and nothing is in the output directory that was not there");
+        }
         if self.steps_here == 0 && !self.interrupted && self.failure.is_none() {
             let asked = if self.step == self.max_steps { String::new() } else { format!(", {} were asked for", self.max_steps) };
-            return write!(f, "nothing to do: step {} was already done{asked}", self.step);
+            return write!(f, "nothing to do: step {} was already done{asked}{}", self.step, self.why_early());
         }
         let state = match (&self.failure, self.interrupted) {
             (Some(_), _) => "failed",
             (None, true) => "interrupted",
             (None, false) => "done",
         };
-        write!(f, "{state} at step {} of {} ({} here)", self.step, self.max_steps, self.steps_here)?;
+        write!(f, "{state} at step {} of {} ({} here){}", self.step, self.max_steps, self.steps_here, self.why_early())?;
         if let Some((first, last)) = self.loss {
             write!(f, "\n  loss          {first:.4} -> {last:.4}")?;
             write!(f, "\n  speed         {:.0} tokens/s", self.tokens_per_second)?;
         }
         if let Some((step, loss)) = self.evaluation {
             write!(f, "\n  evaluation    loss {loss:.4}, perplexity {:.3}, after step {step}", loss.exp())?;
+        }
+        if let Some((step, loss)) = self.best {
+            write!(f, "\n  best          loss {loss:.4}, the checkpoint of step {step}")?;
         }
         let c = self.counts;
         write!(f, "\n  bucket steps  {} committed, {} clipped, {} skipped; ", c.committed, c.clipped, c.skipped)?;

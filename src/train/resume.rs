@@ -227,7 +227,7 @@ mod tests {
         let mut writer = Writer::create(&crate::disk::Dir::open(dir).unwrap(), trainer, run()).unwrap();
         let part = [1.0; 6];
         writer.tensor(TensorSource { name: "w", shape: &[2, 3], params: &part, m: &part, v: &part }).unwrap();
-        writer.finish(&[("config.json".into(), b"{}".to_vec())], None, None).unwrap().path
+        writer.finish(&[("config.json".into(), b"{}".to_vec())], None, Default::default()).unwrap().path
     }
 
     fn resumed(path: &Path, allowed: &[RunPart], sequences: usize, now: Run) -> (Result<Accepted>, Vec<String>) {

@@ -2,8 +2,9 @@
 
 mod ending;
 
-use super::evaluation::Evaluation;
+use super::evaluation::{Evaluation, Progress};
 use super::event_file::EventFile;
+use super::facts_line::{FactsLine, Surroundings};
 use super::feed::Feed;
 use super::identity::Run;
 use super::metrics_file::{METRICS, MetricsFile};
@@ -13,7 +14,7 @@ use super::run_dir::RunDir;
 use super::skips::Skips;
 use super::state::for_each_piece;
 use crate::checkpoint::digest::StateDigest;
-use crate::checkpoint::{SavedLossScale, Scheduler, TrainerState, Writer};
+use crate::checkpoint::{SavedLossScale, Scheduler, Spared, TrainerState, Writer};
 use crate::config::options::ReportTo;
 use crate::config::settings::Settings;
 use crate::data::loader::{DataPosition, Loader};
@@ -27,7 +28,7 @@ use crate::engine::verdict::Verdict;
 use crate::engine::watchdog::Watchdog;
 use crate::error::{Error, Result};
 use crate::host::perf::{WORKER_ROLE, WorkerCounters};
-use crate::metrics::{EvalMetrics, MemoryUse, StepMetrics};
+use crate::metrics::{EvalMetrics, StepMetrics, rss_bytes};
 use crate::model::shape::ModelShape;
 use crate::optim::PIECE_ELEMS;
 use crate::optim::schedule::LrSchedule;
@@ -82,6 +83,8 @@ pub(super) struct Companions {
     pub(super) model_files: Vec<(String, Vec<u8>)>,
     /// What the run learns with and from.
     pub(super) run: Run,
+    /// What its lines do not say of themselves.
+    pub(super) about: Surroundings,
 }
 
 /// A run between two steps.
@@ -99,6 +102,7 @@ pub(crate) struct Session<D: Kernels, X: Exchange<D>> {
     /// What it is evaluated on, if anything, and what came of it last.
     evaluation: Option<Evaluation>,
     evaluated: Option<EvalMetrics>,
+    progress: Progress,
     step_work: StepWork,
     totals: SessionTotals,
     last_step_end: Option<Instant>,
@@ -130,15 +134,16 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
         run_dir: RunDir,
         observer: &mut dyn Observer,
     ) -> Result<Self> {
-        let Companions { settings, model_files, run } = companions;
-        let (metrics, damaged) = MetricsFile::open(run_dir.dir(), engine.train_step())?;
+        let Companions { settings, model_files, run, about } = companions;
+        let (step, plan) = (engine.train_step(), engine.plan());
+        let step_work = StepWork::mean(engine.shape(), loader.dataset(), plan.batch * plan.grad_accum_steps);
+        let facts = FactsLine::new(about, step, &settings, plan, engine.shape(), (step_work.tokens, step_work.flops));
+        let (metrics, damaged) = MetricsFile::open(run_dir.dir(), step, &facts)?;
         if damaged > 0 {
             observer.warn(&format!("{}: {damaged} lines are damaged and were left out", run_dir.dir().join(METRICS).display()));
         }
-        let wanted = (settings.report_to.contains(&ReportTo::Tensorboard)).then(|| EventFile::create(run_dir.dir(), engine.train_step()));
+        let wanted = (settings.report_to.contains(&ReportTo::Tensorboard)).then(|| EventFile::create(run_dir.dir(), step));
         let events = wanted.and_then(|events| heard(events, observer));
-        let plan = engine.plan();
-        let step_work = StepWork::mean(engine.shape(), loader.dataset(), plan.batch * plan.grad_accum_steps);
         let totals = SessionTotals::default();
         let replanner = Replanner::new(&settings, plan);
         replanner.note(&settings, plan).iter().for_each(|line| observer.note(line));
@@ -147,13 +152,14 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
             engine,
             feed: Feed::new(loader),
             schedule,
-            settings,
             run_dir,
             model_files,
             metrics,
             events,
             evaluation,
             evaluated: None,
+            progress: Progress::new(&settings, &run),
+            settings,
             step_work,
             totals,
             last_step_end: None,
@@ -178,12 +184,12 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
         observer.on_alarm().map(|on_alarm| Watchdog::start(self.engine.watched(), limit, on_alarm)).transpose()
     }
 
-    /// Whether the last step is done.
+    /// Whether the last step is done, or no evaluation found a lower loss for long enough.
     pub(crate) fn is_done(&self) -> bool {
-        self.engine.train_step() >= self.schedule.max_steps
+        self.engine.train_step() >= self.schedule.max_steps || self.progress.given_up().is_some()
     }
 
-    /// One step, its metrics, and a checkpoint when one is due.
+    /// One step and its metrics; then another plan, if there is a better one.
     ///
     /// # Errors
     /// The engine's, the data's or the disk's, or too many skipped steps; [`Session::end`] knows what can still be saved.
@@ -205,11 +211,19 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
         self.skips.warning().iter().for_each(|line| observer.warn(line));
         self.metrics.write(&metrics).inspect_err(|_| self.lost = Some(format!("the metrics of step {}", metrics.step)))?;
         self.skips.check(self.settings.max_skipped_steps)?;
+        self.replan_if_better(&report, end - start, observer)
+    }
+
+    /// A checkpoint after a step, when one is due.
+    ///
+    /// # Errors
+    /// As [`Session::save_if_new`].
+    pub(crate) fn save_if_due(&mut self, observer: &mut dyn Observer) -> Result<()> {
         if self.engine.train_step().is_multiple_of(self.settings.save_steps) {
             self.save_if_new(observer)?;
             self.last_step_end = Some(Instant::now());
         }
-        self.replan_if_better(&report, end - start, observer)
+        Ok(())
     }
 
     /// Goes over to another plan, if the step before, which took `time`, calls for one.
@@ -243,13 +257,13 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
         Ok(())
     }
 
-    /// Evaluates before the first step, if that is due.
+    /// Evaluates before the first step, if that is due, or where the run that goes on had no time to.
     ///
     /// # Errors
     /// As [`Session::evaluate_if_due`].
     pub(crate) fn evaluate_on_start(&mut self, stop: &StopFlag, observer: &mut dyn Observer) -> Result<()> {
-        let is_due = self.evaluation.as_ref().is_some_and(|evaluation| evaluation.is_due_on_start(self.engine.train_step()));
-        if is_due { self.evaluate(stop, observer) } else { Ok(()) }
+        let begins = self.evaluation.as_ref().is_some_and(|evaluation| evaluation.is_due_on_start(self.engine.train_step()));
+        if begins || self.progress.is_unfinished() { self.evaluate(stop, observer) } else { Ok(()) }
     }
 
     /// Evaluates after a step, if that is due.
@@ -257,7 +271,8 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
     /// # Errors
     /// The engine's, the data's or the disk's.
     pub(crate) fn evaluate_if_due(&mut self, stop: &StopFlag, observer: &mut dyn Observer) -> Result<()> {
-        let (step, is_last, position, sequences) = (self.engine.train_step(), self.is_done(), self.feed.position(), self.feed.sequences());
+        let (step, position, sequences) = (self.engine.train_step(), self.feed.position(), self.feed.sequences());
+        let is_last = step >= self.schedule.max_steps;
         let is_due = self.evaluation.as_mut().is_some_and(|evaluation| evaluation.is_due(step, is_last, position, sequences));
         if is_due { self.evaluate(stop, observer) } else { Ok(()) }
     }
@@ -265,6 +280,7 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
     /// All of the evaluation's data, unless `stop` is set meanwhile.
     fn evaluate(&mut self, stop: &StopFlag, observer: &mut dyn Observer) -> Result<()> {
         let Some(evaluation) = &self.evaluation else { return Ok(()) };
+        self.progress.begin();
         let (start, mut all, mut loss_sum, mut tokens) = (Instant::now(), evaluation.sequences(), 0.0, 0);
         while !all.is_over() {
             if stop.is_set() {
@@ -280,6 +296,7 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
         let eval_seconds = start.elapsed().as_secs_f64();
         let metrics = EvalMetrics { step: self.engine.train_step(), eval_loss, eval_perplexity, eval_tokens: tokens, eval_seconds };
         self.evaluated = Some(metrics);
+        self.progress.record(metrics.step, eval_loss, self.totals.steps == 0 && metrics.step > 0);
         self.last_step_end = Some(Instant::now());
         observer.note(&metrics.to_string());
         self.events = self.events.take().and_then(|mut events| heard(events.write_evaluation(&metrics).map(|()| events), observer));
@@ -296,7 +313,7 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
         totals.counts += report.counts;
         totals.exposed += report.exposed;
         totals.exposed_to_peers_ns.iter_mut().zip(report.exposed_to_peers_ns).for_each(|(total, ns)| *total += ns);
-        let (plan, seconds, position) = (self.engine.plan(), time.as_secs_f64(), self.feed.position());
+        let (seconds, position) = (time.as_secs_f64(), self.feed.position());
         StepMetrics {
             step: self.engine.train_step(),
             epoch: position.epoch as f64 + position.next_sequence as f64 / self.feed.sequences() as f64,
@@ -320,7 +337,7 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
             exposed_peer_rank: report.most_exposed_to_peers(),
             d2h_bytes: report.counters.d2h_bytes,
             h2d_bytes: report.counters.h2d_bytes,
-            memory: MemoryUse::of(plan),
+            rss_bytes: rss_bytes(),
         }
     }
 
@@ -356,13 +373,17 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
     fn save(&mut self, observer: &mut dyn Observer) -> Result<()> {
         let step = self.engine.train_step();
         self.engine.flush().inspect_err(|_| self.is_sound = false)?;
-        let mut writer = Writer::create(self.run_dir.dir(), self.trainer_state()?, self.skips.kept_in(&self.run))?;
+        let evaluations = self.progress.with_checkpoint(step);
+        let run = evaluations.kept_in(self.skips.kept_in(&self.run));
+        let mut writer = Writer::create(self.run_dir.dir(), self.trainer_state()?, run)?;
         for_each_piece(&mut self.engine, PIECE_ELEMS, |begun, elems| {
             begun.iter().for_each(|spec| writer.begin(&spec.name, &spec.shape));
             writer.elems(elems)
         })?;
         let limit = self.settings.save_total_limit.and_then(NonZeroUsize::new);
-        let saved = writer.finish(&self.model_files, limit, self.skips.since())?;
+        let spared = Spared { newest_before: self.skips.since(), best: evaluations.best.map(|best| best.step) };
+        let saved = writer.finish(&self.model_files, limit, spared)?;
+        self.progress.saved(step);
         saved.warnings.iter().for_each(|line| observer.warn(line));
         observer.note(&format!("checkpoint {}", saved.path.display()));
         self.saved = saved.path.file_name().map(|name| (step, name.to_os_string()));

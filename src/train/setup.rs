@@ -1,6 +1,7 @@
 //! Everything before step 0: model, data, plan, and, once there is an engine, the state to begin from.
 
 use super::evaluation::Evaluation;
+use super::facts_line::Surroundings;
 use super::observer::{Observer, RunFacts};
 use super::run_dir::RunDir;
 use super::session::{Companions, Session};
@@ -12,13 +13,13 @@ use crate::data;
 use crate::data::loader::{DataPosition, Loader, steps_for_epochs};
 use crate::data::packing::Dataset;
 use crate::data::preparation::{News, Preparation};
-use crate::data::rows::RowRules;
 use crate::data::source::host_bytes;
 use crate::data::tokenizer::Tokenizer;
 use crate::device::Kernels;
 use crate::engine::exchange::Exchange;
 use crate::engine::executor::Engine;
 use crate::error::{Error, Result};
+use crate::facts::MachineFacts;
 use crate::launch::context::check_context;
 use crate::launch::engine::Launcher;
 use crate::model::shape::{DEMO_CONFIG, ModelShape};
@@ -55,17 +56,16 @@ pub(super) struct PreparedRun<'a> {
     weights: Option<ModelWeights>,
     max_steps: u64,
     data: String,
-    run_dir: RunDir,
 }
 
-/// Reads, checks and plans what `settings` ask for.
+/// Reads, checks and plans what `settings` ask for; without a `run_dir` nothing is written but tokens into the cache.
 ///
 /// # Errors
 /// Whatever is missing, broken or too large; nothing has been trained yet.
 pub(super) fn prepare<'a>(
     settings: &Settings,
     launch: &'a Launcher,
-    run_dir: RunDir,
+    run_dir: Option<&RunDir>,
     stop: &StopFlag,
     observer: &mut dyn Observer,
 ) -> Result<PreparedRun<'a>> {
@@ -77,7 +77,7 @@ pub(super) fn prepare<'a>(
     check_context(settings, &source.shape, settings.model.as_deref().unwrap_or(Path::new("the built-in model")))?
         .iter()
         .for_each(|line| observer.warn(line));
-    let resumed = resume::find(settings, run_dir.path(), observer)?;
+    let resumed = resume::find(settings, &settings.output_dir, observer)?;
     let kept = resumed.as_ref().map(|loaded| kept::settings(settings, loaded, observer)).transpose()?;
     let settings = kept.as_ref().unwrap_or(settings);
     let plan = launch.plan(settings, &source.shape, true)?;
@@ -86,15 +86,14 @@ pub(super) fn prepare<'a>(
     let comparable = resumed.as_ref().filter(|_| !settings.allow_changed.contains(&RunPart::Tokenizer));
     let saved = comparable.map(|loaded| &loaded.manifest().trainer.settings);
     let (tokenizer, settings) = text::tokenizer(settings, &source.shape, saved)?;
-    let (dataset, mut run) = open_data(&settings, &source.shape, &tokenizer, run_dir.path(), stop, observer)?;
-    let (eval_data, rules) = (&settings.eval_data, settings.row_rules());
-    let open_eval = || open_dataset(eval_data, rules, &source.shape, &tokenizer, run_dir.path(), stop, observer);
-    let eval_dataset = (!eval_data.is_empty()).then(open_eval).transpose()?;
+    let (dataset, eval_dataset) = open_data(&settings, &source.shape, &tokenizer, run_dir.map(RunDir::path), stop, observer)?;
+    text::warning(&settings, &tokenizer, &dataset).iter().for_each(|line| observer.warn(line));
+    let mut run = identify(&settings, &source.shape, &tokenizer, run_dir.map(RunDir::path), stop, observer)?;
     kept::record(&plan, &mut run);
     let resumed = resumed.map(|loaded| resume::accept(loaded, &settings, dataset.sequences(), run.clone(), observer)).transpose()?;
     let run = resumed.as_ref().map_or(run, |accepted| accepted.run.clone());
     let max_steps = max_steps(&settings, &dataset);
-    if resumed.as_ref().is_none_or(|accepted| accepted.step() < max_steps) {
+    if let Some(run_dir) = run_dir.filter(|_| resumed.as_ref().is_none_or(|accepted| accepted.step() < max_steps)) {
         run_dir.expect_room(checkpoint_bytes(TensorTable::new(&source.shape).params(), &source.files))?;
     }
     let untrained = match dataset.untrained() {
@@ -104,13 +103,29 @@ pub(super) fn prepare<'a>(
     let evaluated = eval_dataset.as_ref().map_or(String::new(), |data| format!("; evaluated on {} sequences", data.sequences()));
     let (tokens, sequences, seq_length) = (dataset.tokens(), dataset.sequences(), settings.seq_length);
     let data = format!("{tokens} tokens{untrained}, {sequences} sequences of {seq_length}; tokenizer {tokenizer}{evaluated}");
-    Ok(PreparedRun { launch, settings, source, plan, dataset, eval_dataset, run, resumed, weights, max_steps, data, run_dir })
+    Ok(PreparedRun { launch, settings, source, plan, dataset, eval_dataset, run, resumed, weights, max_steps, data })
 }
 
 impl PreparedRun<'_> {
     /// Its plan and the model's shape, which the engine is made from.
     pub(super) fn blueprint(&self) -> (Plan, ModelShape) {
         (self.plan.clone(), self.source.shape.clone())
+    }
+
+    /// Tells what would be done.
+    pub(super) fn tell(&self, observer: &mut dyn Observer) {
+        let Self { settings, source, plan, resumed, max_steps, data, .. } = self;
+        let first = resumed.as_ref().map_or(0, resume::Accepted::step) + 1;
+        let step_ms = plan.simulated_step_ms.or(plan.predicted.map(|predicted| predicted.step_s * 1e3));
+        let time = step_ms.map(|ms| ms / 1e3 * (max_steps + 1).saturating_sub(first) as f64);
+        let time = time.map_or(String::new(), |seconds| format!(", in {:.0} minutes by prediction", seconds / 60.0));
+        observer.note(&format!("model   {}", describe_model(settings, &source.shape)));
+        observer.note(&format!("data    {data}"));
+        observer.note(&plan.to_string());
+        observer.note(&match first > *max_steps {
+            true => format!("nothing would be done: step {max_steps} is the last one"),
+            false => format!("steps {first} to {max_steps} would be trained{time}"),
+        });
     }
 
     /// A session with `engine`, ready for its first step.
@@ -120,9 +135,10 @@ impl PreparedRun<'_> {
     pub(super) fn session<D: Kernels, X: Exchange<D>>(
         self,
         mut engine: Engine<D, X>,
+        run_dir: RunDir,
         observer: &mut dyn Observer,
     ) -> Result<Session<D, X>> {
-        let Self { launch, settings, source, plan, dataset, eval_dataset, run, resumed, weights, max_steps, data, run_dir } = self;
+        let Self { launch, settings, source, plan, dataset, eval_dataset, run, resumed, weights, max_steps, data } = self;
         let position = match resumed {
             Some(accepted) => accepted.restore(&mut engine)?,
             None => begin(&mut engine, settings.seed, weights.as_ref())?,
@@ -155,53 +171,66 @@ impl PreparedRun<'_> {
             warmup_steps: settings.warmup(max_steps),
             max_steps,
         };
-        let companions = Companions { settings, model_files: source.files, run };
+        let about = Surroundings {
+            machine: MachineFacts::new(&launch.topology),
+            device: facts.device,
+            model: model_place(&settings),
+            data: facts.data,
+            max_steps,
+        };
+        let companions = Companions { settings, model_files: source.files, run, about };
         Session::new(engine, loader, evaluation, schedule, companions, run_dir, observer)
     }
 }
 
-/// The data, read and kept as far as need be, and what the run learns with and from; `observer` hears how far it is.
+/// What the run learns from, and what it is evaluated on, read and kept as far as need be; `observer` hears how far it is.
 fn open_data(
     settings: &Settings,
     shape: &ModelShape,
     tokenizer: &Tokenizer,
-    output_dir: &Path,
+    output_dir: Option<&Path>,
     stop: &StopFlag,
     observer: &mut dyn Observer,
-) -> Result<(Dataset, identity::Run)> {
-    let dataset = open_dataset(&settings.data, settings.row_rules(), shape, tokenizer, output_dir, stop, observer)?;
-    text::warning(settings, tokenizer, &dataset).iter().for_each(|line| observer.warn(line));
-    let mut progress = |file: &Path, done| {
-        observer.progress("checking data", done, file.metadata().map_or(done, |metadata| metadata.len()));
-        if stop.is_set() { Err(Error::Interrupted("the data was checked".into())) } else { Ok(()) }
-    };
-    let run = identity::of(shape, tokenizer, &settings.data, &output_dir.join(CHECKSUMS), &mut progress)?;
-    Ok((dataset, run))
-}
-
-fn open_dataset(
-    paths: &[PathBuf],
-    rules: RowRules,
-    shape: &ModelShape,
-    tokenizer: &Tokenizer,
-    output_dir: &Path,
-    stop: &StopFlag,
-    observer: &mut dyn Observer,
-) -> Result<Dataset> {
+) -> Result<(Dataset, Option<Dataset>)> {
     let emit = |news: News<'_>| match news {
         News::Note(line) => observer.note(line),
         News::Warn(line) => observer.warn(line),
         News::Progress { what, done, all } => observer.progress(what, done, all),
     };
-    let mut preparation = Preparation::new(stop, data::preparation::cache(), output_dir.to_path_buf(), emit);
-    Dataset::open(paths, tokenizer, shape.vocab, rules, &mut preparation)
+    let mut preparation = Preparation::new(stop, data::preparation::cache(), output_dir.map(Path::to_path_buf), emit);
+    let rules = settings.row_rules();
+    if let Some(split) = settings.eval_split {
+        let split = (split, settings.seed);
+        let (kept, held_out) = Dataset::open_split(&settings.data, tokenizer, shape.vocab, rules, split, &mut preparation)?;
+        return Ok((kept, Some(held_out)));
+    }
+    let mut open = |paths: &[PathBuf]| Dataset::open(paths, tokenizer, shape.vocab, rules, &mut preparation);
+    let dataset = open(&settings.data)?;
+    let evaluated = (!settings.eval_data.is_empty()).then(|| open(&settings.eval_data)).transpose()?;
+    Ok((dataset, evaluated))
+}
+
+/// What the run learns with and from.
+fn identify(
+    settings: &Settings,
+    shape: &ModelShape,
+    tokenizer: &Tokenizer,
+    output_dir: Option<&Path>,
+    stop: &StopFlag,
+    observer: &mut dyn Observer,
+) -> Result<identity::Run> {
+    let mut progress = |file: &Path, done| {
+        observer.progress("checking data", done, file.metadata().map_or(done, |metadata| metadata.len()));
+        if stop.is_set() { Err(Error::Interrupted("the data was checked".into())) } else { Ok(()) }
+    };
+    identity::of(shape, tokenizer, &settings.data, output_dir.map(|dir| dir.join(CHECKSUMS)).as_deref(), &mut progress)
 }
 
 /// Host memory that training and evaluation data take while steps run.
 fn data_bytes(settings: &Settings) -> u64 {
-    let Settings { data, eval_data, no_shuffle, .. } = settings;
-    let evaluated = if eval_data.is_empty() { 0 } else { host_bytes(eval_data, settings.row_rules(), false) };
-    host_bytes(data, settings.row_rules(), !no_shuffle) + evaluated
+    let Settings { data, eval_data, eval_split, no_shuffle, .. } = settings;
+    let evaluated = if eval_data.is_empty() { 0 } else { host_bytes(eval_data, settings.row_rules(), false, None) };
+    host_bytes(data, settings.row_rules(), !no_shuffle, *eval_split) + evaluated
 }
 
 /// `DIR and a.txt`, `DIR and a.txt with 3 more`, `the built-in text`.
@@ -241,8 +270,12 @@ fn describe_device(launch: &Launcher, device: &str) -> String {
     format!("{gpus}{device} on {}{why}", topology.cpu_model.as_deref().unwrap_or("an unnamed processor"))
 }
 
+fn model_place(settings: &Settings) -> String {
+    settings.model.as_ref().map_or("built in".to_string(), |dir| dir.display().to_string())
+}
+
 fn describe_model(settings: &Settings, shape: &ModelShape) -> String {
-    let from = settings.model.as_ref().map_or("built in".to_string(), |dir| dir.display().to_string());
+    let from = model_place(settings);
     let ModelShape { layers, channels, heads, kv_heads, vocab, .. } = shape;
     format!("{from}: {} with {layers} layers of {channels}, {heads} heads ({kv_heads} kv), vocabulary {vocab}", shape.family.architecture())
 }

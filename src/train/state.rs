@@ -108,7 +108,7 @@ mod tests {
             writer.elems(elems)
         };
         for_each_piece(engine, piece_elems, write).unwrap();
-        writer.finish(&[], None, None).unwrap().path
+        writer.finish(&[], None, Default::default()).unwrap().path
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use crate::harness::Campaign;
 use crate::*;
 
-pub const CAMPAIGNS: [Campaign; 33] = [
+pub const CAMPAIGNS: [Campaign; 34] = [
     r01_kill::CAMPAIGN,
     r02_power::CAMPAIGN,
     r03_disk::CAMPAIGN,
@@ -25,6 +25,7 @@ pub const CAMPAIGNS: [Campaign; 33] = [
     r18_fuzz::WEIGHTS,
     r18_fuzz::INDEX,
     r18_fuzz::TOKENIZER,
+    r18_fuzz::TEMPLATE,
     r18_fuzz::MANIFEST,
     r21_forged::CAMPAIGN,
     r22_resume::CAMPAIGN,

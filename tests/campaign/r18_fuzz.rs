@@ -35,6 +35,7 @@ fuzz!(CONFIG, "R18b", "config_json", "config.json");
 fuzz!(WEIGHTS, "R19a", "safetensors", "safetensors files and headers");
 fuzz!(INDEX, "R19b", "index", "indices of sharded weights");
 fuzz!(TOKENIZER, "R20", "tokenizer", "tokenizer directories");
+fuzz!(TEMPLATE, "R20b", "chat_template", "chat templates and records");
 fuzz!(MANIFEST, "R21a", "manifest", "checkpoint manifests, sealed with a right checksum");
 fuzz!(PROFILE, "R26a", "resctrl_profile", "profiles of cache and bandwidth");
 

@@ -177,7 +177,7 @@ fn fuzz(line: &Value) -> Row {
     let id = match target.as_str() {
         "settings_toml" | "config_json" => "R18",
         "safetensors" | "index" => "R19",
-        "tokenizer" => "R20",
+        "tokenizer" | "chat_template" => "R20",
         "manifest" => "R21",
         _ => "R26",
     };

@@ -40,7 +40,7 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
         let perf = self.perf.as_mut().map(WorkerCounters::read).and_then(|counts| failures.take(counts));
         let mut lost: Vec<String> = self.lost_steps().into_iter().chain(self.lost.take()).collect();
         let (step, max_steps, totals) = (self.engine.train_step(), self.schedule.max_steps, self.totals);
-        let ranks = self.engine.plan().ranks;
+        let (ranks, given_up) = (self.engine.plan().ranks, self.progress.given_up());
         let tokens = self.step_work.tokens * totals.steps as f64;
         let checkpoint = failures.take(self.saved_path()).flatten().or_else(|| self.last_saved().map(|(_, path)| path));
         let metrics = failures.take(self.metrics.is_in(self.run_dir.dir())) == Some(true);
@@ -57,12 +57,15 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
         let trace: Option<PathBuf> = trace.and_then(|trace| trace.exists().is_ok_and(|there| there).then(|| trace.path()));
         let ms = |ns: u64| ns as f64 / 1e6;
         Summary {
-            interrupted: step < max_steps,
+            is_dry: false,
+            interrupted: step < max_steps && given_up.is_none(),
             step,
             steps_here: totals.steps,
             max_steps,
             loss: totals.first_loss.map(|first| (first, totals.last_loss)),
             evaluation: self.evaluated.map(|last| (last.step, last.eval_loss)),
+            given_up,
+            best: self.progress.best().map(|best| (best.step, best.eval_loss)),
             tokens_per_second: if totals.steps == 0 { 0.0 } else { tokens / totals.time.as_secs_f64() },
             counts: totals.counts,
             exposed_ms: (ms(totals.exposed.cpu_ns), ms(totals.exposed.transfer_ns)),

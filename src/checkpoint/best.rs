@@ -1,0 +1,80 @@
+//! Which checkpoint of a run is best, as its newest one says.
+
+use super::{is_checkpoint, newest_good, store, verify};
+use crate::error::{Error, Result};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use std::path::{Path, PathBuf};
+
+/// Key of the evaluations in what a checkpoint keeps of its run.
+const EVALUATIONS: &str = "evaluations";
+
+/// What the evaluations of a run came to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Evaluations {
+    /// The lowest loss.
+    pub(crate) lowest: Option<f64>,
+    /// Evaluations in a row that did not lower it, or by too little.
+    pub(crate) without_improvement: u64,
+    /// One is due and was not finished.
+    pub(crate) is_due: bool,
+    /// Of the checkpoints that were evaluated the best.
+    pub(crate) best: Option<Best>,
+}
+
+/// A checkpoint and the loss that its evaluation found.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Best {
+    pub(crate) step: u64,
+    pub(crate) eval_loss: f64,
+}
+
+impl Evaluations {
+    /// Those that `run`, a checkpoint's, tells of; none if it tells of none.
+    pub(crate) fn of(run: &Map<String, Value>) -> Self {
+        run.get(EVALUATIONS).and_then(|found| Self::deserialize(found).ok()).unwrap_or_default()
+    }
+
+    /// `run` with these.
+    pub(crate) fn kept_in(&self, mut run: Map<String, Value>) -> Map<String, Value> {
+        if *self != Self::default() {
+            run.insert(EVALUATIONS.into(), serde_json::to_value(self).unwrap_or_default());
+        }
+        run
+    }
+}
+
+/// The checkpoint in the output directory `dir` that its newest good one names as best, every byte checked; with a line for each newer one
+/// that is damaged.
+///
+/// # Errors
+/// `Usage` for a directory that is a checkpoint itself; `Format` where none is named, or it is gone or damaged.
+pub(crate) fn find_best(dir: &Path) -> Result<(PathBuf, Vec<String>)> {
+    if is_checkpoint(dir) {
+        return Err(Error::usage(format!("--best: {} is a checkpoint; name the output directory that it is in", dir.display())));
+    }
+    let newest = newest_good(dir)?;
+    let best = newest.found.and_then(|(_, manifest)| Evaluations::of(&manifest.run).best);
+    let best = best.ok_or_else(|| Error::format(dir, "no checkpoint here was evaluated: --eval-data and --eval-split evaluate"))?;
+    let path = dir.join(store::published(best.step));
+    let (found, loss) = (path.display(), best.eval_loss);
+    verify(&path).map_err(|e| Error::format(dir, format!("the best checkpoint, of eval loss {loss:.4}, was {found}: {e}")))?;
+    Ok((path, newest.warnings))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_checkpoint_keeps_what_evaluations_came_to_and_nonsense_is_none() {
+        let all = Evaluations { lowest: Some(1.25), without_improvement: 2, is_due: true, best: Some(Best { step: 40, eval_loss: 1.25 }) };
+        let run = all.kept_in(Map::from_iter([("other".to_string(), json!(1))]));
+        assert_eq!((Evaluations::of(&run), &run["other"]), (all, &json!(1)));
+        assert!(Evaluations::default().kept_in(Map::new()).is_empty());
+        for nonsense in [json!(5), json!({"lowest": "x"}), json!({"without_improvement": -1}), json!(null)] {
+            assert_eq!(Evaluations::of(&Map::from_iter([(EVALUATIONS.to_string(), nonsense)])), Evaluations::default());
+        }
+    }
+}

@@ -1,0 +1,336 @@
+//! Documents that are held out of training, to be evaluated on.
+//!
+//! What a document says decides: those whose tokens have the smallest digests under the seed are held out. So copies of a document stay
+//! together, and none is both learned and evaluated on.
+
+use super::bounds::Bounds;
+use super::preparation::Preparation;
+use super::stream::TokenStream;
+use crate::error::{Error, Result};
+use sha2::{Digest, Sha256};
+use std::collections::BTreeMap;
+use std::fmt;
+use std::ops::Range;
+use std::str::FromStr;
+
+/// Documents that are held out at most, copies aside: each may cut the stream in two, and the pieces are in memory.
+const HELD_OUT_MAX: u64 = 1 << 16;
+/// Host memory of the pieces that one document leaves behind, in a vector that has grown.
+const BYTES_OF_EACH: u64 = 128;
+/// No text of one document is shorter.
+const DOCUMENT_BYTES_MIN: u64 = 10;
+/// Tokens that are read at once.
+const BLOCK_TOKENS: usize = 16 << 10;
+
+/// How much of the training data is held out.
+#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
+#[serde(untagged)]
+pub enum EvalSplit {
+    /// So many documents.
+    Documents(u64),
+    /// A share of them.
+    Share(f64),
+}
+
+impl fmt::Display for EvalSplit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Documents(documents) => write!(f, "{documents}"),
+            Self::Share(share) => write!(f, "{share}"),
+        }
+    }
+}
+
+impl FromStr for EvalSplit {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        match (text.parse(), text.parse()) {
+            (Ok(documents), _) if documents > 0 => Ok(Self::Documents(documents)),
+            (Err(_), Ok(share)) if share > 0.0 && share < 1.0 => Ok(Self::Share(share)),
+            _ => Err("expected a number of documents, or a share of them above 0 and below 1".into()),
+        }
+    }
+}
+
+impl EvalSplit {
+    /// Host memory that the pieces of `text` bytes of text take at most while steps run.
+    pub(super) fn bytes_max(text: u64) -> u64 {
+        (text / DOCUMENT_BYTES_MIN).min(HELD_OUT_MAX) * BYTES_OF_EACH
+    }
+
+    /// How many of `documents` are held out.
+    fn of(self, documents: u64) -> Result<u64> {
+        let wanted = match self {
+            Self::Documents(wanted) => wanted,
+            Self::Share(share) => ((share * documents as f64).round() as u64).max(1),
+        };
+        let refused = |cause: String| Err(Error::usage(format!("--eval-split {self}: {cause}; --eval-data names files to evaluate on")));
+        match wanted {
+            _ if wanted >= documents => refused(format!("none would be left to train on: documents in the data: {documents}")),
+            _ if wanted > HELD_OUT_MAX => refused(format!("{wanted} documents, and at most {HELD_OUT_MAX} can be held out")),
+            _ => Ok(wanted),
+        }
+    }
+}
+
+/// The documents that are held out.
+#[derive(Debug)]
+pub(super) struct HeldOut {
+    /// Their numbers, ascending.
+    documents: Vec<u64>,
+    pub(super) tokens: u64,
+    pub(super) untrained: u64,
+}
+
+impl HeldOut {
+    /// Chooses as `split` says among the documents of `stream`, which begin and end at `bounds`.
+    ///
+    /// # Errors
+    /// `Usage` for more than there can be; when the tokens cannot be read; `Interrupted`.
+    pub(super) fn choose(
+        stream: &TokenStream,
+        bounds: &Bounds,
+        split: EvalSplit,
+        seed: u64,
+        preparation: &mut Preparation<'_>,
+    ) -> Result<Self> {
+        let (mut smallest, mut number) = (Smallest::new(split.of(bounds.documents())?), 0);
+        bounds.for_each(preparation, |document| {
+            smallest.add(digest(stream, seed, document.tokens)?, number);
+            number += 1;
+            Ok(())
+        })?;
+        let mut held_out = Self { documents: smallest.numbers(), tokens: 0, untrained: 0 };
+        if held_out.documents.len() as u64 == number {
+            return Err(Error::usage(format!("--eval-split {split}: all documents are equal; --eval-data names files to evaluate on")));
+        }
+        held_out.count(stream, bounds, preparation)?;
+        preparation.note(format!("held out {} of {number} documents, {} tokens", held_out.documents.len(), held_out.tokens));
+        Ok(held_out)
+    }
+
+    pub(super) fn documents(&self) -> u64 {
+        self.documents.len() as u64
+    }
+
+    fn has(&self, document: u64) -> bool {
+        self.documents.binary_search(&document).is_ok()
+    }
+
+    fn count(&mut self, stream: &TokenStream, bounds: &Bounds, preparation: &Preparation<'_>) -> Result<()> {
+        let (mut tokens, mut untrained) = (0, 0);
+        Side::HeldOut(self).for_each(bounds, preparation, |_, document| {
+            tokens += document.end - document.start;
+            for_each_block(stream, document, |block| untrained += block.iter().filter(|token| **token < 0).count() as u64)
+        })?;
+        (self.tokens, self.untrained) = (tokens, untrained);
+        Ok(())
+    }
+}
+
+/// Which documents a dataset has.
+#[derive(Clone, Copy)]
+pub(super) enum Side<'a> {
+    All,
+    /// Those that are left.
+    Kept(&'a HeldOut),
+    HeldOut(&'a HeldOut),
+}
+
+impl Side<'_> {
+    pub(super) fn has(self, document: u64) -> bool {
+        match self {
+            Self::All => true,
+            Self::Kept(held_out) => !held_out.has(document),
+            Self::HeldOut(held_out) => held_out.has(document),
+        }
+    }
+
+    /// The documents of this side one after another, as they stand in `stream`: each with the separator before it, but the first.
+    ///
+    /// # Errors
+    /// Those of [`Bounds::for_each`].
+    pub(super) fn stream(self, stream: &TokenStream, bounds: &Bounds, preparation: &Preparation<'_>) -> Result<TokenStream> {
+        let mut side = TokenStream::default();
+        self.for_each(bounds, preparation, |before, document| {
+            let start = if side.tokens() == 0 { document.start } else { before };
+            side.push_part(stream, start as usize..document.end as usize);
+            Ok(())
+        })?;
+        Ok(side)
+    }
+
+    /// Gives `each` the documents of this side, and where the one before in the data ended.
+    fn for_each(self, bounds: &Bounds, preparation: &Preparation<'_>, mut each: impl FnMut(u64, Range<u64>) -> Result<()>) -> Result<()> {
+        let (mut number, mut before) = (0, 0);
+        bounds.for_each(preparation, |document| {
+            let (is_in, end) = (self.has(number), document.tokens.end);
+            number += 1;
+            if is_in {
+                each(before, document.tokens)?;
+            }
+            before = end;
+            Ok(())
+        })
+    }
+}
+
+/// The documents of the smallest digests. Those of equal digests come together or not at all, so that there may be more than `wanted`.
+struct Smallest {
+    wanted: u64,
+    count: u64,
+    by_digest: BTreeMap<u64, Vec<u64>>,
+}
+
+impl Smallest {
+    fn new(wanted: u64) -> Self {
+        Self { wanted, count: 0, by_digest: BTreeMap::new() }
+    }
+
+    fn add(&mut self, digest: u64, document: u64) {
+        if self.count >= self.wanted && self.by_digest.last_key_value().is_some_and(|(largest, _)| digest > *largest) {
+            return;
+        }
+        self.by_digest.entry(digest).or_default().push(document);
+        self.count += 1;
+        while let Some(largest) = self.by_digest.last_entry().filter(|largest| self.count - largest.get().len() as u64 >= self.wanted) {
+            self.count -= largest.remove().len() as u64;
+        }
+    }
+
+    /// Ascending.
+    fn numbers(self) -> Vec<u64> {
+        let mut numbers: Vec<u64> = self.by_digest.into_values().flatten().collect();
+        numbers.sort_unstable();
+        numbers
+    }
+}
+
+fn digest(stream: &TokenStream, seed: u64, document: Range<u64>) -> Result<u64> {
+    let mut digest = Sha256::new_with_prefix(seed.to_le_bytes());
+    for_each_block(stream, document, |block| digest.update(bytemuck::cast_slice::<i32, u8>(block)))?;
+    let bytes: [u8; 32] = digest.finalize().into();
+    Ok(bytes.iter().take(size_of::<u64>()).fold(0, |number, byte| number << 8 | u64::from(*byte)))
+}
+
+fn for_each_block(stream: &TokenStream, document: Range<u64>, mut each: impl FnMut(&[i32])) -> Result<()> {
+    let mut block = [0; BLOCK_TOKENS];
+    for start in document.clone().step_by(BLOCK_TOKENS) {
+        let block = &mut block[..BLOCK_TOKENS.min((document.end - start) as usize)];
+        stream.read(start as usize, block)?;
+        each(block);
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::packing::Dataset;
+    use crate::data::rows::{Packing, RowRules};
+    use crate::data::tokenizer::{AddBos, Tokenizer};
+    use proptest::prelude::*;
+    use std::path::PathBuf;
+
+    const END: i32 = 300;
+
+    /// Lines of text, each a document, in a file.
+    fn lines(dir: &tempfile::TempDir, texts: &[String]) -> PathBuf {
+        let path = dir.path().join("lines.jsonl");
+        let lines: String = texts.iter().map(|text| format!("{}\n", serde_json::json!({"text": text}))).collect();
+        std::fs::write(&path, lines).unwrap();
+        path
+    }
+
+    fn split(path: &PathBuf, rules: RowRules, split: &str, seed: u64, cache: Option<PathBuf>) -> Result<(Dataset, Dataset)> {
+        let tokenizer = Tokenizer::bytes_with(Some(&END.to_string()), AddBos::No).unwrap();
+        let mut preparation = Preparation::default();
+        (preparation.in_memory_bytes_max, preparation.cache) = (if cache.is_some() { 0 } else { u64::MAX }, cache);
+        Dataset::open_split(std::slice::from_ref(path), &tokenizer, 301, rules, (split.parse().unwrap(), seed), &mut preparation)
+    }
+
+    /// The documents of a dataset, by its rows.
+    fn documents(dataset: &Dataset) -> Vec<String> {
+        let text = |tokens: Vec<i32>| {
+            let ended = tokens.split(|token| *token == END).map(|tokens| tokens.iter().map(|token| *token as u8 as char).collect());
+            ended.filter(|text: &String| !text.is_empty()).collect::<Vec<_>>()
+        };
+        let mut found: Vec<String> = (0..dataset.sequences()).flat_map(|row| text(dataset.read_tokens(row))).collect();
+        found.sort();
+        found
+    }
+
+    fn sorted(mut texts: Vec<String>) -> Vec<String> {
+        texts.sort();
+        texts
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(48))]
+        /// Every document is on one side, whole; copies are on the same; the same everywhere and for any place of the tokens.
+        #[test]
+        fn each_document_is_either_learned_or_evaluated_on(
+            mut texts in prop::collection::vec("[a-h]{1,9}", 3..30), copies in 0..4usize, wanted in 1..3u64, seed: u64, wrapped: bool,
+        ) {
+            texts.extend(texts.clone().into_iter().take(copies));
+            texts.push("another one".into());
+            let dir = tempfile::tempdir().unwrap();
+            let path = lines(&dir, &texts);
+            // Of one row of 1 token each, so that nothing is left over at the end; or a document a row.
+            let rules = if wrapped { RowRules::wrapped(1) } else { RowRules { packing: Packing::Off, ..RowRules::wrapped(16) } };
+            let Ok((kept, held_out)) = split(&path, rules, &wanted.to_string(), seed, None) else { return Ok(()) };
+            let cached = split(&path, rules, &wanted.to_string(), seed, Some(dir.path().join("cache"))).unwrap();
+            prop_assert!(held_out.documents() >= wanted && held_out.documents() <= wanted + 2 * copies as u64);
+            prop_assert_eq!(held_out.documents() + kept.documents(), texts.len() as u64);
+            for (one, other) in [(&kept, &cached.0), (&held_out, &cached.1)] {
+                prop_assert_eq!((one.sequences(), one.tokens(), one.untrained()), (other.sequences(), other.tokens(), other.untrained()));
+                prop_assert!((0..one.sequences()).all(|row| one.read_tokens(row) == other.read_tokens(row)));
+            }
+            if !wrapped {
+                let (kept, held_out) = (documents(&kept), documents(&held_out));
+                prop_assert!(held_out.iter().all(|text| !kept.contains(text)));
+                prop_assert_eq!(sorted([kept, held_out].concat()), sorted(texts));
+            }
+        }
+    }
+
+    #[test]
+    fn streams_are_those_of_the_documents_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let texts: Vec<String> = (0..40).map(|n| format!("document {n}, and so on")).collect();
+        let path = lines(&dir, &texts);
+        let packed = split(&path, RowRules { packing: Packing::Off, ..RowRules::wrapped(64) }, "0.2", 7, None).unwrap();
+        let cut = split(&path, RowRules::wrapped(8), "0.2", 7, None).unwrap();
+        for (packed, cut) in [(&packed.0, &cut.0), (&packed.1, &cut.1)] {
+            let chosen: Vec<String> = texts.iter().filter(|text| documents(packed).contains(text)).cloned().collect();
+            let alone = tempfile::tempdir().unwrap();
+            let tokenizer = Tokenizer::bytes_with(Some(&END.to_string()), AddBos::No).unwrap();
+            let of = [lines(&alone, &chosen)];
+            let alone = Dataset::open(&of, &tokenizer, 301, RowRules::wrapped(8), &mut Preparation::default()).unwrap();
+            assert_eq!((cut.sequences(), cut.tokens()), (alone.sequences(), alone.tokens()));
+            assert!((0..cut.sequences()).all(|row| cut.read_tokens(row) == alone.read_tokens(row)));
+        }
+        assert_eq!((packed.1.documents(), cut.1.documents()), (8, 8));
+        let other = split(&path, RowRules { packing: Packing::Off, ..RowRules::wrapped(64) }, "8", 8, None).unwrap();
+        assert_ne!(documents(&other.1), documents(&packed.1), "the seed chooses");
+    }
+
+    #[test]
+    fn what_cannot_be_held_out_is_refused_with_what_to_do() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = lines(&dir, &["one".into(), "two".into(), "two".into()]);
+        let refused = |how: &str, path: &PathBuf| split(path, RowRules::wrapped(1), how, 1, None).err().unwrap().to_string();
+        assert!(refused("3", &path).starts_with("--eval-split 3: none would be left to train on: documents in the data: 3; --eval-data"));
+        let equal = tempfile::tempdir().unwrap();
+        assert!(refused("0.5", &lines(&equal, &vec!["same".into(); 4])).contains("all documents are equal"));
+        let ids = dir.path().join("ids.bin");
+        std::fs::write(&ids, [1, 0, 2, 0]).unwrap();
+        assert!(refused("1", &ids).contains("ids.bin does not say where its documents end"));
+        for word in ["0", "1.0", "-1", "0.0", "nan", "many", "1e3"] {
+            assert!(word.parse::<EvalSplit>().is_err(), "{word}");
+        }
+        assert!(EvalSplit::Documents(HELD_OUT_MAX + 1).of(1 << 40).unwrap_err().to_string().contains("at most 65536"));
+        assert_eq!(EvalSplit::Share(0.001).of(10).unwrap(), 1);
+    }
+}

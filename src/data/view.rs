@@ -1,0 +1,143 @@
+//! What training would make of data: counts, lengths, and of a few records the text with what is trained.
+
+use super::hold_out::EvalSplit;
+use super::lengths::DocumentLengths;
+use super::packing::{Dataset, MeasuredData};
+use super::preparation::Preparation;
+use super::rows::RowRules;
+use super::shown::{ShownDocument, TextPiece};
+use super::source;
+use super::tokenizer::Tokenizer;
+use crate::error::Result;
+use serde::Serialize;
+use std::fmt;
+use std::path::PathBuf;
+
+/// Around trained text where there is no colour.
+const MARKS: [&str; 2] = ["\u{27e6}", "\u{27e7}"];
+/// Trained text in green, and back.
+const COLOURS: [&str; 2] = ["\x1b[32m", "\x1b[0m"];
+
+/// How data is looked at.
+pub(crate) struct ViewRequest<'a> {
+    pub(crate) paths: &'a [PathBuf],
+    pub(crate) rules: RowRules,
+    /// What is held out, and the seed that chooses.
+    pub(crate) split: Option<(EvalSplit, u64)>,
+    /// Documents that are shown.
+    pub(crate) shown: usize,
+    pub(crate) in_colour: bool,
+}
+
+/// Data as training reads it.
+#[derive(Debug, Serialize)]
+pub(crate) struct DataView {
+    tokenizer: String,
+    /// Token files are not counted.
+    documents: u64,
+    /// Of them held out to evaluate on.
+    held_out: u64,
+    /// Of what is trained on.
+    tokens: usize,
+    trained_tokens: u64,
+    /// Records that have no trained token.
+    skipped_records: u64,
+    lengths: DocumentLengths,
+    packing: String,
+    seq_length: usize,
+    sequences: usize,
+    /// What training says on the way.
+    notes: Vec<String>,
+    first: Vec<ShownDocument>,
+    #[serde(skip)]
+    in_colour: bool,
+}
+
+impl DataView {
+    /// Opens the data as training does.
+    ///
+    /// # Errors
+    /// Those of training.
+    pub(crate) fn new(
+        request: &ViewRequest<'_>,
+        tokenizer: &Tokenizer,
+        vocab_size: usize,
+        preparation: &mut Preparation<'_>,
+    ) -> Result<Self> {
+        let ViewRequest { paths, rules, split, shown, in_colour } = *request;
+        let MeasuredData { kept, held_out, lengths, skipped } =
+            Dataset::open_measured(paths, tokenizer, vocab_size, rules, split, preparation)?;
+        Ok(Self {
+            tokenizer: tokenizer.to_string(),
+            documents: lengths.documents,
+            held_out: held_out.map_or(0, |held_out| held_out.documents()),
+            tokens: kept.tokens(),
+            trained_tokens: kept.tokens() as u64 - kept.untrained(),
+            skipped_records: skipped,
+            lengths,
+            packing: rules.packing.to_string(),
+            seq_length: rules.seq_length,
+            sequences: kept.sequences(),
+            notes: Vec::new(),
+            first: source::first_documents(&source::find_files(paths)?, tokenizer, shown)?,
+            in_colour,
+        })
+    }
+
+    /// With what training said on the way.
+    pub(crate) fn with_notes(self, notes: Vec<String>) -> Self {
+        Self { notes, ..self }
+    }
+
+    fn write_document(&self, f: &mut fmt::Formatter<'_>, document: &ShownDocument) -> fmt::Result {
+        let ShownDocument { file, line, tokens, pieces } = document;
+        let line = line.map_or(String::new(), |line| format!(", line {line}"));
+        let tokens = tokens.map_or("the beginning".into(), |tokens| format!("{tokens} tokens"));
+        let legend = if self.in_colour { "in green".into() } else { format!("between {} and {}", MARKS[0], MARKS[1]) };
+        writeln!(f, "--- {}{line}: {tokens}; trained is what stands {legend}", printable(file))?;
+        let [begin, end] = if self.in_colour { COLOURS } else { MARKS };
+        for TextPiece { text, trained } in pieces {
+            let (begin, end) = if *trained { (begin, end) } else { ("", "") };
+            write!(f, "{begin}{}{end}", printable(text))?;
+        }
+        f.write_str("\n\n")
+    }
+}
+
+/// Text as a terminal may have it: what would move its cursor or set its colours is written out.
+fn printable(text: &str) -> String {
+    let mut printable = String::with_capacity(text.len());
+    for c in text.chars() {
+        if c.is_control() && c != '\n' && c != '\t' { printable.extend(c.escape_default()) } else { printable.push(c) }
+    }
+    printable
+}
+
+impl fmt::Display for DataView {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.first.iter().try_for_each(|document| self.write_document(f, document))?;
+        self.notes.iter().try_for_each(|note| writeln!(f, "note       {}", printable(note)))?;
+        let share = 100.0 * self.trained_tokens as f64 / self.tokens.max(1) as f64;
+        writeln!(f, "tokenizer  {}", self.tokenizer)?;
+        write!(f, "documents  {}", self.documents)?;
+        if self.held_out > 0 {
+            write!(f, ", {} of them held out to evaluate on", self.held_out)?;
+        }
+        if self.skipped_records > 0 {
+            write!(f, "; {} records left out, which have no trained token", self.skipped_records)?;
+        }
+        writeln!(f, "\ntokens     {}, of which {} are trained ({share:.1} %)", self.tokens, self.trained_tokens)?;
+        writeln!(f, "rows       {} of {} tokens, --packing {}", self.sequences, self.seq_length, self.packing)?;
+        write!(f, "lengths    {}", self.lengths)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_of_data_does_not_steer_a_terminal() {
+        assert_eq!(printable("a\x1b[31mb\r\u{9b}\n\tc"), "a\\u{1b}[31mb\\r\\u{9b}\n\tc");
+    }
+}

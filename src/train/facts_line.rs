@@ -1,0 +1,108 @@
+//! The first line of `metrics.jsonl`: what is the same in every step. A run that goes on writes another one before its lines.
+
+use crate::config::settings::Settings;
+use crate::facts::{BuildFacts, MachineFacts, ModelFacts, PlanFacts};
+use crate::metrics::MemoryUse;
+use crate::model::flops::FLOPS_FORMULA;
+use crate::model::shape::ModelShape;
+use crate::planner::plan::Plan;
+use serde::Serialize;
+use serde_json::Value;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// Entries of a setting that is a list; data may be very many files, and a line has a limit.
+const ENTRIES_MAX: usize = 100;
+
+#[derive(Serialize)]
+pub(super) struct FactsLine {
+    facts: StartFacts,
+}
+
+/// What a run is about, said once.
+#[derive(Serialize)]
+struct StartFacts {
+    /// Steps that were done before the lines that follow.
+    from_step: u64,
+    /// Steps of the whole run.
+    max_steps: u64,
+    /// Seconds since 1970.
+    started: u64,
+    build: BuildFacts,
+    machine: MachineFacts,
+    /// The device, in words.
+    device: String,
+    model: ModelFacts,
+    /// The data, in words.
+    data: String,
+    plan: PlanFacts,
+    memory: MemoryUse,
+    /// Of a step, on average over the data, without padding.
+    tokens_per_step: f64,
+    flops_per_step: f64,
+    flops_formula: &'static str,
+    settings: Value,
+}
+
+/// What a session does not know of itself.
+pub(super) struct Surroundings {
+    pub(super) machine: MachineFacts,
+    /// The device, the model's place and the data, in words.
+    pub(super) device: String,
+    pub(super) model: String,
+    pub(super) data: String,
+    pub(super) max_steps: u64,
+}
+
+impl FactsLine {
+    /// Of a run that goes on after `from_step`, whose steps are of so many tokens and FLOPs.
+    pub(super) fn new(
+        about: Surroundings,
+        from_step: u64,
+        settings: &Settings,
+        plan: &Plan,
+        shape: &ModelShape,
+        (tokens_per_step, flops_per_step): (f64, f64),
+    ) -> Self {
+        let Surroundings { machine, device, model, data, max_steps } = about;
+        let facts = StartFacts {
+            from_step,
+            max_steps,
+            started: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
+            build: BuildFacts::this_program(),
+            machine,
+            device,
+            model: ModelFacts::new(model, shape),
+            data,
+            plan: PlanFacts::new(plan),
+            memory: MemoryUse::of(plan),
+            tokens_per_step,
+            flops_per_step,
+            flops_formula: FLOPS_FORMULA,
+            settings: shortened(settings),
+        };
+        Self { facts }
+    }
+}
+
+/// The settings as JSON, of long lists the beginning.
+fn shortened(settings: &Settings) -> Value {
+    let mut settings = serde_json::to_value(settings).unwrap_or_default();
+    let values = settings.as_object_mut().into_iter().flat_map(|settings| settings.values_mut());
+    values.filter_map(Value::as_array_mut).for_each(|list| list.truncate(ENTRIES_MAX));
+    settings
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_lists_are_shortened_and_nothing_else() {
+        let data = (0..1000).map(|n| format!("{n}.txt").into()).collect();
+        let settings = Settings { data, ..Settings::demo() };
+        let (whole, short) = (serde_json::to_value(&settings).unwrap(), shortened(&settings));
+        assert_eq!(short["data"].as_array().unwrap()[..], whole["data"].as_array().unwrap()[..ENTRIES_MAX]);
+        let without = |mut value: Value| value.as_object_mut().unwrap().remove("data").map(|_| value);
+        assert_eq!(without(short), without(whole));
+    }
+}

@@ -1,0 +1,66 @@
+//! The runs in `examples/`: small enough to read, and their losses are what their README says.
+
+use crate::program::{program, run};
+use serde_json::Value;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+const EXAMPLES: [&str; 3] = ["plain-text", "chat", "resume"];
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+fn example(name: &str) -> PathBuf {
+    root().join("examples").join(name)
+}
+
+/// The example's run into `out`; it names its files as somebody in the repository's directory does.
+fn train(name: &str, out: &Path, more: &[&str]) -> crate::program::Outcome {
+    let config = format!("examples/{name}/config.yaml");
+    run(program(&["train", &config, "--device=cpu", "--output-dir"]).arg(out).args(more).current_dir(root()))
+}
+
+fn losses(out: &Path) -> Vec<Value> {
+    let text = fs::read_to_string(out.join("metrics.jsonl")).unwrap();
+    let lines = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    lines.filter_map(|line| line.get("loss").cloned()).collect()
+}
+
+/// A loss as the table of the README has it.
+fn short(loss: &Value) -> String {
+    format!("{:.4}", loss.as_f64().unwrap())
+}
+
+#[test]
+fn examples_train_to_the_losses_that_are_told() {
+    let told = fs::read_to_string(example("README.md")).unwrap();
+    for name in EXAMPLES {
+        let dir = tempfile::tempdir().unwrap();
+        let outcome = train(name, dir.path(), &[]);
+        assert_eq!(outcome.code, 0, "{name}: {outcome:?}");
+        let losses = losses(dir.path());
+        let (first, last) = (short(&losses[0]), short(losses.last().unwrap()));
+        let row = format!("| [{name}]({name}/config.yaml) | {} | {first} | {last} |", losses.len());
+        assert!(told.contains(&row), "examples/README.md does not have the row {row}");
+    }
+}
+
+#[test]
+fn a_stopped_example_ends_with_the_bits_of_a_whole_one() {
+    let (whole, parts) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let digest = train("resume", whole.path(), &[]).digest().to_string();
+    assert_ne!(train("resume", parts.path(), &["--max-steps=8"]).digest(), digest);
+    assert_eq!(train("resume", parts.path(), &[]).digest(), digest);
+}
+
+#[test]
+fn data_of_examples_is_read_at_a_glance() {
+    for name in EXAMPLES {
+        let config = fs::read_to_string(example(name).join("config.yaml")).unwrap();
+        let data = config.lines().find_map(|line| line.strip_prefix("data: ")).unwrap();
+        let rows = fs::read_to_string(root().join(data)).unwrap().lines().count();
+        assert!((1..=20).contains(&rows), "{data}: {rows} rows");
+        assert!(config.lines().next().unwrap().contains(&format!("superoffload train examples/{name}/config.yaml")), "{name}");
+    }
+}
