@@ -281,7 +281,9 @@ mod tests {
             let rules = if wrapped { RowRules::wrapped(1) } else { RowRules { packing: Packing::Off, ..RowRules::wrapped(16) } };
             let Ok((kept, held_out)) = split(&path, rules, &wanted.to_string(), seed, None) else { return Ok(()) };
             let cached = split(&path, rules, &wanted.to_string(), seed, Some(dir.path().join("cache"))).unwrap();
-            prop_assert!(held_out.documents() >= wanted && held_out.documents() <= wanted + 2 * copies as u64);
+            // Without the copies of one text it would be too few.
+            let most_equal = texts.iter().map(|text| texts.iter().filter(|other| *other == text).count()).max().unwrap() as u64;
+            prop_assert!(held_out.documents() >= wanted && held_out.documents() < wanted + most_equal);
             prop_assert_eq!(held_out.documents() + kept.documents(), texts.len() as u64);
             for (one, other) in [(&kept, &cached.0), (&held_out, &cached.1)] {
                 prop_assert_eq!((one.sequences(), one.tokens(), one.untrained()), (other.sequences(), other.tokens(), other.untrained()));
