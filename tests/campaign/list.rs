@@ -3,7 +3,7 @@
 use crate::harness::Campaign;
 use crate::*;
 
-pub const CAMPAIGNS: [Campaign; 34] = [
+pub const CAMPAIGNS: [Campaign; 36] = [
     r01_kill::CAMPAIGN,
     r02_power::CAMPAIGN,
     r03_disk::CAMPAIGN,
@@ -14,6 +14,8 @@ pub const CAMPAIGNS: [Campaign; 34] = [
     r09_signals::CAMPAIGN,
     r10_memory::CAMPAIGN,
     r11_limits::CAMPAIGN,
+    r13_driver::MEMORY,
+    r13_driver::CALLS,
     r14_stall::CAMPAIGN,
     r15_hang::CAMPAIGN,
     r16_ranks::CAMPAIGN,

@@ -28,6 +28,7 @@ mod r08b_rollbacks;
 mod r09_signals;
 mod r10_memory;
 mod r11_limits;
+mod r13_driver;
 mod r14_stall;
 mod r15_hang;
 mod r16_ranks;

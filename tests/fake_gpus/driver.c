@@ -4,7 +4,8 @@
 // that goes while its memory is in use. At the end it counts.
 //
 // FAKE_GPUS: how many (2). FAKE_MODELS: each is a model of its own. FAKE_NO_LINK: none reaches another. FAKE_ALGORITHMS: cuBLASLt chooses
-// otherwise on each. FAKE_FAULT: GPU 1 is lost after so many pulls.
+// otherwise on each. FAKE_FAULT: GPU 1 is lost after so many pulls. FAKE_FAIL=CALL,CODE: that call of the driver, counted from 0, answers with
+// CODE, and so does every later one, as a driver does whose context is lost. FAKE_OUT_OF_MEMORY=CALL: that call for memory fails.
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdint.h>
@@ -20,7 +21,7 @@ typedef struct { int is_live; Context *context; } Stream;
 typedef struct { int is_live, is_recorded, pending; Context *context; double ms; } Event;
 typedef struct { int is_live; u64 start, bytes; Context *context; } Memory;
 
-enum { INVALID_DEVICE = 101, NOT_READY = 600, NO_LINK = 217, ILLEGAL_ADDRESS = 700, ALREADY_ENABLED = 704 };
+enum { OUT_OF_MEMORY = 2, INVALID_DEVICE = 101, NOT_READY = 600, NO_LINK = 217, ILLEGAL_ADDRESS = 700, ALREADY_ENABLED = 704 };
 
 static Context contexts[GPUS_MAX];
 static __thread Context *stack[16];
@@ -33,6 +34,19 @@ static void refuse(const char *why) {
   fprintf(stderr, "fake driver: %s\n", why);
   _exit(99);
 }
+
+static int called, asked_for_memory;
+
+// What this call answers instead of being carried out; 0: it is carried out.
+static int fails(int takes_memory) {
+  const char *fail = getenv("FAKE_FAIL"), *full = getenv("FAKE_OUT_OF_MEMORY");
+  int call = __atomic_fetch_add(&called, 1, __ATOMIC_RELAXED);
+  if (fail && call >= atoi(fail)) return atoi(strchr(fail, ',') + 1);
+  if (takes_memory && __atomic_fetch_add(&asked_for_memory, 1, __ATOMIC_RELAXED) == (full ? atoi(full) : -1)) return OUT_OF_MEMORY;
+  return 0;
+}
+#define FALLIBLE { int code = fails(0); if (code) return code; }
+#define TAKES_MEMORY { int code = fails(1); if (code) return code; }
 
 static int gpus(void) { return getenv("FAKE_GPUS") ? atoi(getenv("FAKE_GPUS")) : 2; }
 
@@ -66,21 +80,21 @@ __attribute__((destructor)) static void count(void) {
   int left = 0, retained = 0;
   for (int i = 0; i < allocated; i++) left += memories[i].is_live;
   for (int i = 0; i < GPUS_MAX; i++) retained += contexts[i].retained;
-  printf("fake driver: %d pulls, %d staged, %d waits for others, %d allocations left, %d contexts left\n", direct, staged, waits, left, retained);
+  printf("fake driver: %d pulls, %d staged, %d waits for others, %d allocations left, %d contexts left, %d calls, %d of them for memory\n", direct, staged, waits, left, retained, called, asked_for_memory);
 }
 
-int cuInit(unsigned flags) { return 0; }
-int cuDriverGetVersion(int *version) { *version = 13000; return 0; }
+int cuInit(unsigned flags) { FALLIBLE return 0; }
+int cuDriverGetVersion(int *version) { FALLIBLE *version = 13000; return 0; }
 int cuGetErrorString(int code, const char **text) { *text = "as the fake driver says"; return 0; }
 
-int cuDeviceGetCount(int *count) { *count = gpus(); return 0; }
-int cuDeviceGet(int *gpu, int ordinal) { *gpu = ordinal; return ordinal < gpus() ? 0 : INVALID_DEVICE; }
-int cuDeviceGetAttribute(int *value, int attribute, int gpu) { *value = 0; return 0; }
-int cuDeviceGetName(char *name, int bytes, int gpu) { snprintf(name, bytes, "Fake %d", getenv("FAKE_MODELS") ? gpu : 0); return 0; }
-int cuDeviceGetPCIBusId(char *text, int bytes, int gpu) { snprintf(text, bytes, "0000:%dF:00.0", gpu); return 0; }
-int cuDeviceCanAccessPeer(int *can, int gpu, int other) { *can = gpu != other && !getenv("FAKE_NO_LINK"); return 0; }
+int cuDeviceGetCount(int *count) { FALLIBLE *count = gpus(); return 0; }
+int cuDeviceGet(int *gpu, int ordinal) { FALLIBLE *gpu = ordinal; return ordinal < gpus() ? 0 : INVALID_DEVICE; }
+int cuDeviceGetAttribute(int *value, int attribute, int gpu) { FALLIBLE *value = 0; return 0; }
+int cuDeviceGetName(char *name, int bytes, int gpu) { FALLIBLE snprintf(name, bytes, "Fake %d", getenv("FAKE_MODELS") ? gpu : 0); return 0; }
+int cuDeviceGetPCIBusId(char *text, int bytes, int gpu) { FALLIBLE snprintf(text, bytes, "0000:%dF:00.0", gpu); return 0; }
+int cuDeviceCanAccessPeer(int *can, int gpu, int other) { FALLIBLE *can = gpu != other && !getenv("FAKE_NO_LINK"); return 0; }
 
-int cuDevicePrimaryCtxRetain(Context **context, int gpu) {
+int cuDevicePrimaryCtxRetain(Context **context, int gpu) { FALLIBLE
   pthread_mutex_lock(&lock);
   contexts[gpu].gpu = gpu;
   contexts[gpu].retained++;
@@ -89,7 +103,7 @@ int cuDevicePrimaryCtxRetain(Context **context, int gpu) {
   return 0;
 }
 
-int cuDevicePrimaryCtxRelease_v2(int gpu) {
+int cuDevicePrimaryCtxRelease_v2(int gpu) { FALLIBLE
   pthread_mutex_lock(&lock);
   if (contexts[gpu].retained-- <= 0) refuse("a context is released that nobody has");
   for (int i = 0; i < allocated && !contexts[gpu].retained; i++)
@@ -99,12 +113,12 @@ int cuDevicePrimaryCtxRelease_v2(int gpu) {
   return 0;
 }
 
-int cuCtxSetCurrent(Context *context) { if (!depth) depth = 1; stack[depth - 1] = context; return 0; }
-int cuCtxPushCurrent_v2(Context *context) { stack[depth++] = context; current(); return 0; }
-int cuCtxPopCurrent_v2(Context **context) { *context = stack[--depth]; return 0; }
-int cuCtxGetStreamPriorityRange(int *least, int *most) { current(); *least = 0; *most = -5; return 0; }
+int cuCtxSetCurrent(Context *context) { FALLIBLE if (!depth) depth = 1; stack[depth - 1] = context; return 0; }
+int cuCtxPushCurrent_v2(Context *context) { FALLIBLE stack[depth++] = context; current(); return 0; }
+int cuCtxPopCurrent_v2(Context **context) { FALLIBLE *context = stack[--depth]; return 0; }
+int cuCtxGetStreamPriorityRange(int *least, int *most) { FALLIBLE current(); *least = 0; *most = -5; return 0; }
 
-int cuCtxEnablePeerAccess(Context *other, unsigned flags) {
+int cuCtxEnablePeerAccess(Context *other, unsigned flags) { FALLIBLE
   if (!other->retained) refuse("a peer whose context is gone");
   if (other == current() || getenv("FAKE_NO_LINK")) return NO_LINK;
   if (current()->reaches[other->gpu]) return ALREADY_ENABLED;
@@ -112,26 +126,26 @@ int cuCtxEnablePeerAccess(Context *other, unsigned flags) {
   return 0;
 }
 
-int cuStreamCreateWithPriority(Stream **stream, unsigned flags, int priority) {
+int cuStreamCreateWithPriority(Stream **stream, unsigned flags, int priority) { FALLIBLE
   *stream = malloc(sizeof **stream);
   **stream = (Stream){1, current()};
   return 0;
 }
-int cuStreamSynchronize(Stream *stream) { live_stream(stream); return 0; }
-int cuStreamDestroy_v2(Stream *stream) { live_stream(stream)->is_live = 0; return 0; }
+int cuStreamSynchronize(Stream *stream) { FALLIBLE live_stream(stream); return 0; }
+int cuStreamDestroy_v2(Stream *stream) { FALLIBLE live_stream(stream)->is_live = 0; return 0; }
 
-int cuStreamWaitEvent(Stream *stream, Event *event, unsigned flags) {
+int cuStreamWaitEvent(Stream *stream, Event *event, unsigned flags) { FALLIBLE
   if (!live_event(event)->is_recorded) refuse("a wait for an event that was not recorded is none");
   waits += live_stream(stream)->context != event->context;
   return 0;
 }
 
-int cuEventCreate(Event **event, unsigned flags) {
+int cuEventCreate(Event **event, unsigned flags) { FALLIBLE
   *event = malloc(sizeof **event);
   **event = (Event){1, 0, 0, current(), 0};
   return 0;
 }
-int cuEventRecord(Event *event, Stream *stream) {
+int cuEventRecord(Event *event, Stream *stream) { FALLIBLE
   if (live_event(event)->context != live_stream(stream)->context) refuse("an event is recorded in another context");
   struct timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);
@@ -139,20 +153,20 @@ int cuEventRecord(Event *event, Stream *stream) {
   return 0;
 }
 // Not done at first, so that somebody waits.
-int cuEventQuery(Event *event) {
+int cuEventQuery(Event *event) { FALLIBLE
   if (!live_event(event)->is_recorded && event->context != current()) refuse("an event of another GPU that was not recorded counts as done");
   return event->pending-- > 0 ? NOT_READY : 0;
 }
-int cuEventSynchronize(Event *event) { live_event(event)->pending = 0; return 0; }
-int cuEventElapsedTime(float *ms, Event *start, Event *end) { *ms = live_event(end)->ms - live_event(start)->ms; return 0; }
-int cuEventDestroy_v2(Event *event) {
+int cuEventSynchronize(Event *event) { FALLIBLE live_event(event)->pending = 0; return 0; }
+int cuEventElapsedTime(float *ms, Event *start, Event *end) { FALLIBLE *ms = live_event(end)->ms - live_event(start)->ms; return 0; }
+int cuEventDestroy_v2(Event *event) { FALLIBLE
   if (live_event(event)->context != current()) refuse("an event ends in another context");
   event->is_live = 0;
   return 0;
 }
 
-int cuMemGetInfo_v2(size_t *free, size_t *total) { current(); *free = *total = 8ull << 30; return 0; }
-int cuMemAlloc_v2(u64 *address, size_t bytes) {
+int cuMemGetInfo_v2(size_t *free, size_t *total) { FALLIBLE current(); *free = *total = 8ull << 30; return 0; }
+int cuMemAlloc_v2(u64 *address, size_t bytes) { TAKES_MEMORY
   *address = (u64)aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
   memset((void *)*address, 0xff, bytes);
   pthread_mutex_lock(&lock);
@@ -160,19 +174,19 @@ int cuMemAlloc_v2(u64 *address, size_t bytes) {
   pthread_mutex_unlock(&lock);
   return 0;
 }
-int cuMemFree_v2(u64 address) {
+int cuMemFree_v2(u64 address) { FALLIBLE
   Memory *memory = memory_of(address, 1);
   if (memory->start != address || memory->context != current()) refuse("memory is freed in another context");
   memory->is_live = 0;
   return 0;
 }
-int cuMemHostRegister_v2(void *address, size_t bytes, unsigned flags) { current(); return 0; }
-int cuMemHostUnregister(void *address) { current(); return 0; }
+int cuMemHostRegister_v2(void *address, size_t bytes, unsigned flags) { TAKES_MEMORY current(); return 0; }
+int cuMemHostUnregister(void *address) { FALLIBLE current(); return 0; }
 
-int cuMemsetD8Async(u64 to, unsigned char byte, size_t bytes, Stream *stream) { own_memory(to, bytes, stream); memset((void *)to, byte, bytes); return 0; }
-int cuMemcpyHtoDAsync_v2(u64 to, void *from, size_t bytes, Stream *stream) { own_memory(to, bytes, stream); memcpy((void *)to, from, bytes); return 0; }
-int cuMemcpyDtoHAsync_v2(void *to, u64 from, size_t bytes, Stream *stream) { own_memory(from, bytes, stream); memcpy(to, (void *)from, bytes); return 0; }
-int cuMemcpyDtoDAsync_v2(u64 to, u64 from, size_t bytes, Stream *stream) {
+int cuMemsetD8Async(u64 to, unsigned char byte, size_t bytes, Stream *stream) { FALLIBLE own_memory(to, bytes, stream); memset((void *)to, byte, bytes); return 0; }
+int cuMemcpyHtoDAsync_v2(u64 to, void *from, size_t bytes, Stream *stream) { FALLIBLE own_memory(to, bytes, stream); memcpy((void *)to, from, bytes); return 0; }
+int cuMemcpyDtoHAsync_v2(void *to, u64 from, size_t bytes, Stream *stream) { FALLIBLE own_memory(from, bytes, stream); memcpy(to, (void *)from, bytes); return 0; }
+int cuMemcpyDtoDAsync_v2(u64 to, u64 from, size_t bytes, Stream *stream) { FALLIBLE
   own_memory(to, bytes, stream);
   Context *theirs = memory_of(from, bytes)->context;
   if (theirs != stream->context && !stream->context->reaches[theirs->gpu]) refuse("a copy from a GPU that is out of reach");
@@ -181,7 +195,7 @@ int cuMemcpyDtoDAsync_v2(u64 to, u64 from, size_t bytes, Stream *stream) {
   memmove((void *)to, (void *)from, bytes);
   return 0;
 }
-int cuMemcpyPeerAsync(u64 to, Context *here, u64 from, Context *there, size_t bytes, Stream *stream) {
+int cuMemcpyPeerAsync(u64 to, Context *here, u64 from, Context *there, size_t bytes, Stream *stream) { FALLIBLE
   own_memory(to, bytes, stream);
   if (here != stream->context || there != memory_of(from, bytes)->context) refuse("a copy that names other contexts than its memory's");
   staged++;
@@ -189,12 +203,12 @@ int cuMemcpyPeerAsync(u64 to, Context *here, u64 from, Context *there, size_t by
   return 0;
 }
 
-int cuModuleLoadDataEx(void **module, const char *ptx, unsigned count, void *options, void *values) { current(); *module = malloc(1); return 0; }
-int cuModuleUnload(void *module) { current(); return 0; }
-int cuModuleGetFunction(const char **function, void *module, const char *name) { *function = strdup(name); return 0; }
+int cuModuleLoadDataEx(void **module, const char *ptx, unsigned count, void *options, void *values) { FALLIBLE current(); *module = malloc(1); return 0; }
+int cuModuleUnload(void *module) { FALLIBLE current(); return 0; }
+int cuModuleGetFunction(const char **function, void *module, const char *name) { FALLIBLE *function = strdup(name); return 0; }
 
 static void *argument(void **arguments, int nth) { return (void *)*(u64 *)arguments[nth]; }
-int cuLaunchKernel(const char *name, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, Stream *stream, void **arguments, void **extra) {
+int cuLaunchKernel(const char *name, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, Stream *stream, void **arguments, void **extra) { FALLIBLE
   live_stream(stream);
   // Its numbers come to the host.
   if (!strcmp(name, "copy_words")) memcpy(argument(arguments, 1), argument(arguments, 0), 4 * (u64)argument(arguments, 2));

@@ -1,0 +1,99 @@
+//! R12 and R13: a driver that runs out of memory, or loses its GPU, at any of its calls. It is the one of `tests/fake_gpus`, which computes
+//! nothing and ends a run that uses what is gone.
+
+use crate::harness::*;
+use std::process::Command;
+
+pub const MEMORY: Campaign = Campaign {
+    id: "R12",
+    what: "memory of the device, or pinned memory of the host, that ends at the k-th call for it, for every k, under a driver that is none: one \
+           line that names it, checkpoints stay, and a resume comes to the uninterrupted run's state",
+    runs: 1000,
+    smoke: 3,
+    start: |harness| start(harness, "for memory", |call| (format!("FAKE_OUT_OF_MEMORY={call}"), 2)),
+};
+
+pub const CALLS: Campaign = Campaign {
+    id: "R13",
+    what: "an error from a random call of the driver on, with the codes 2, 46, 700, 719 and 999, under a driver that is none: one line that \
+           names it, checkpoints stay, and a resume comes to the uninterrupted run's state",
+    runs: 2000,
+    smoke: 5,
+    start: |harness| {
+        start(harness, "calls", |call| {
+            let code = CODES[call as usize % CODES.len()];
+            (format!("FAKE_FAIL={call},{code}"), code)
+        })
+    },
+};
+
+const CODES: [u32; 5] = [2, 46, 700, 719, 999];
+
+const FLAGS: [&str; 5] =
+    ["--device=cuda", "--attention=plain", "--hardware=h200-pcie5", "--bucket-mib=0.03125", "--resume-from-checkpoint=auto"];
+
+/// `calls` is the word behind the number of calls that may fail in what the driver counts; `fault` makes one of them fail, with a code.
+fn start(harness: &Harness, calls: &'static str, fault: impl Fn(u64) -> (String, u32) + 'static) -> Result<Trial, String> {
+    build(harness)?;
+    harness.remove("whole");
+    let whole = harness.run(train(harness, "whole"));
+    expect(whole.code == 0, || format!("the run without faults: {whole}"))?;
+    let calls = counted(&whole, calls)?;
+    let digest = harness.digest_of(&harness.path("whole/checkpoint-12"))?;
+    Ok(Box::new(move |harness, turn| {
+        // Every call of few, any of many.
+        let call = if calls <= 500 || turn.index < 60 { turn.index } else { turn.pick(calls) };
+        turn.over = call >= calls;
+        if turn.over {
+            return Ok(());
+        }
+        let (variable, code) = fault(call);
+        let (name, value) = variable.split_once('=').unwrap();
+        harness.remove("failing");
+        let mut failing = train(harness, "failing");
+        let outcome = harness.run({
+            failing.env(name, value);
+            failing
+        });
+        turn.kind = format!("error {code}: exit {}", outcome.code);
+        outcome.expect_orderly(&[0, 1]).map_err(|e| format!("{variable}: {e}"))?;
+        let is_named = outcome.code == 0 || outcome.stderr.contains(&format!("error {code}"));
+        expect(is_named, || format!("{variable}: does not name the code: {outcome}"))?;
+        for step in checkpoints(&harness.path("failing")) {
+            harness
+                .digest_of(&harness.path(&format!("failing/checkpoint-{step}")))
+                .map_err(|e| format!("{variable}: then checkpoint-{step}: {e}"))?;
+        }
+        let resumed = harness.run(train(harness, "failing"));
+        expect(resumed.code == 0, || format!("{variable}: then resumed: {resumed}"))?;
+        let found = harness.digest_of(&harness.path("failing/checkpoint-12"))?;
+        expect(found == digest, || format!("{variable}: then resumed: digest {found} instead of {digest}"))?;
+        harness.expect_tidy("failing")
+    }))
+}
+
+/// The driver, and the library of products beside it.
+fn build(harness: &Harness) -> Result<(), String> {
+    let source = harness.write("driver.c", include_str!("../fake_gpus/driver.c"));
+    let library = harness.write("libraries/libcuda.so.1", "");
+    let built = Command::new("cc").args(["-O1", "-w", "-shared", "-fPIC", "-o"]).arg(&library).arg(source).arg("-lpthread").output();
+    let built = built.map_err(|e| format!("cc: {e}; a C compiler is needed"))?;
+    expect(built.status.success(), || String::from_utf8_lossy(&built.stderr).into_owned())?;
+    let products = library.with_file_name("libcublasLt.so.13");
+    let _ = std::fs::remove_file(&products);
+    std::fs::hard_link(&library, products).map_err(|e| e.to_string())
+}
+
+fn train(harness: &Harness, out: &str) -> Command {
+    let mut train = harness.train(out, &FLAGS);
+    let libraries = harness.path("libraries");
+    train.arg(format!("--cuda-libraries={}", libraries.display())).env("LD_LIBRARY_PATH", libraries);
+    train
+}
+
+/// The number before `word` in the driver's last line.
+fn counted(outcome: &Outcome, word: &str) -> Result<u64, String> {
+    let line = outcome.stdout.lines().find(|line| line.starts_with("fake driver: "));
+    let number = line.and_then(|line| line.split(", ").find(|part| part.ends_with(word))?.split(' ').next()?.parse().ok());
+    number.ok_or_else(|| format!("the driver counts no {word:?}: {outcome}"))
+}
