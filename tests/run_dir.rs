@@ -2,13 +2,14 @@
 
 use crate::program::{CONFIG, Outcome, STEPS, Workspace, program, run};
 use crate::resume::{await_line, await_write};
+use crate::support::emulator;
 use nix::sys::signal::{Signal, kill};
 use nix::sys::stat::Mode;
 use nix::unistd::{Pid, mkfifo};
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::Path;
-use std::process::Child;
+use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
 /// A run that stands still after its third step, until it is told to go on.
@@ -261,4 +262,25 @@ fn a_killed_export_leaves_nothing_for_long_and_a_link_is_refused() {
     fs::create_dir(workspace.path("empty")).unwrap();
     symlink("empty", workspace.path("link")).unwrap();
     export("link").refused(2, &["link", "is a link"]);
+}
+
+/// As on a network's file system without a lock service.
+#[test]
+fn a_file_system_without_locks_is_told_of_once_and_trains_the_same() {
+    if emulator().is_some() {
+        return;
+    }
+    let workspace = Workspace::new();
+    let source = workspace.write("nolocks.c", "#include <errno.h>\nint flock(int fd, int how) { errno = ENOLCK; return -1; }\n");
+    let library = workspace.path("nolocks.so");
+    let built = Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(&library).arg(source).output();
+    assert!(built.unwrap_or_else(|e| panic!("cc: {e}; a C compiler is needed")).status.success());
+    let alone = run(&mut workspace.train("alone", &[]));
+    let unlocked = run(workspace.train("unlocked", &[]).env("LD_PRELOAD", &library));
+    let told = format!(
+        "warning: {}: this file system has no locks; two runs in it would destroy each other",
+        workspace.path("unlocked").display()
+    );
+    assert_eq!(unlocked.stderr.lines().filter(|line| *line == told).count(), 1, "{unlocked:?}");
+    assert_eq!(unlocked.digest(), alone.digest());
 }
