@@ -2,7 +2,7 @@
 //! names key, value and file; nothing is guessed that `transformers` would read from the file.
 //!
 //! Two things of training differ by design: there is no dropout (see [`ModelShape::ignored_dropout`]), and
-//! `pad_token_id` does not freeze its embedding: packed sequences hold no padding.
+//! `pad_token_id` does not freeze its embedding: nothing here is padded with it.
 
 use super::family::{Family, FamilySpec, Missing, Presence, WindowRule};
 use super::shape::{DEMO_CONFIG, Mlp, ModelShape, NormKind, Positions, RopeConfig, RopeScaling};
