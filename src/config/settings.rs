@@ -446,7 +446,7 @@ settings! {
         /// Checkpoint to continue from, `auto` for the newest good one.
         #[arg(value_name = "auto|DIR", value_parser = PathBufValueParser::new().map(Resume::from))]
         resume_from_checkpoint: Resume => "none", Free;
-        /// Show the data and the plan, and end before the first step; nothing is written to the output directory.
+        /// Show the data and the plan, then end, without a step or a file.
         #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
         dry_run: bool = false, Free;
         /// Parts that may differ from the checkpoint's, separated by commas.
