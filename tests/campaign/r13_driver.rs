@@ -21,13 +21,17 @@ pub const CALLS: Campaign = Campaign {
     smoke: 5,
     start: |harness| {
         start(harness, "calls", |call| {
-            let code = CODES[call as usize % CODES.len()];
+            let codes = if call < OPENING { &CODES[..] } else { &CODES[1..] };
+            let code = codes[call as usize % codes.len()];
             (format!("FAKE_FAIL={call},{code}"), code)
         })
     },
 };
 
-const CODES: [u32; 5] = [2, 46, 700, 719, 999];
+/// The first is what a driver answers to whoever opens a GPU that another process has for itself.
+const CODES: [u32; 5] = [46, 2, 700, 719, 999];
+/// Calls by which a GPU is found and opened.
+const OPENING: u64 = 12;
 
 const FLAGS: [&str; 5] =
     ["--device=cuda", "--attention=plain", "--hardware=h200-pcie5", "--bucket-mib=0.03125", "--resume-from-checkpoint=auto"];

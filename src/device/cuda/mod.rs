@@ -13,6 +13,7 @@ mod launch;
 mod lent;
 mod libraries;
 mod modules;
+mod open;
 mod peers;
 mod record;
 mod ring;
@@ -39,9 +40,9 @@ use graph::GraphExec;
 use lent::{Peering, free};
 use libraries::Libraries;
 use modules::Modules;
+use open::{count, name, open, pci_address, visible_gpu};
 use ring::Ring;
 use sdpa::Sdpa;
-use std::ffi::CStr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use timeline::{StreamWait, Timeline};
@@ -90,12 +91,11 @@ pub struct CudaDevice {
 /// `Resource` with the driver's or the loader's words when there is none.
 pub fn visible_gpus() -> Result<Vec<GpuId>> {
     visible_gpu(0)?;
-    let count = cust::device::Device::num_devices().map_err(cannot_open)?;
     let identify = |index| {
-        let gpu = visible_gpu(index)?;
-        Ok(GpuId { index, pci: pci_address(gpu.as_raw())?, model: gpu.name().map_err(cannot_open)? })
+        let gpu = visible_gpu(index)?.as_raw();
+        Ok(GpuId { index, pci: pci_address(gpu)?, model: name(gpu)? })
     };
-    (0..count as usize).map(identify).collect()
+    (0..count()?).map(identify).collect()
 }
 
 /// Whether kernels and copies of the visible GPU `ordinal` can reach memory of the other.
@@ -106,21 +106,12 @@ pub(crate) fn has_direct_link(ordinal: usize, other: usize) -> Result<bool> {
     lent::may_read(visible_gpu(ordinal)?.as_raw(), visible_gpu(other)?.as_raw())
 }
 
-/// As `0000:0F:00.0`.
-fn pci_address(gpu: sys::CUdevice) -> Result<String> {
-    let mut text = [0; 32];
-    // SAFETY: writes a string that ends in NUL, within this length.
-    let status = unsafe { sys::cuDeviceGetPCIBusId(text.as_mut_ptr().cast(), text.len() as i32, gpu) };
-    check(status, || format!("ask for the PCI address of GPU {gpu}"))?;
-    Ok(CStr::from_bytes_until_nul(&text).unwrap_or_default().to_string_lossy().into_owned())
-}
-
 /// Bytes of memory that are free on the visible GPU `ordinal`, counted from 0.
 ///
 /// # Errors
 /// `Resource` with the driver's or the loader's words when there is no such GPU.
 pub fn free_bytes(ordinal: usize) -> Result<u64> {
-    let _context = Context::new(visible_gpu(ordinal)?).map_err(cannot_open)?;
+    let _context = open(visible_gpu(ordinal)?)?;
     let (mut free, mut total) = (0, 0);
     // SAFETY: writes two numbers.
     check(unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) }, || "ask for free GPU memory".into())?;
@@ -146,22 +137,9 @@ pub(crate) fn libraries() -> Vec<(&'static str, Result<PathBuf>)> {
 /// # Errors
 /// `Resource` when there is no GPU, cuBLASLt is missing, or has no algorithm.
 pub(crate) fn product_algorithms(shapes: &[MatmulShape], dtype: Dtype) -> Result<Vec<ProductAlgorithm>> {
-    let _context = Context::new(visible_gpu(0)?).map_err(cannot_open)?;
+    let _context = open(visible_gpu(0)?)?;
     let mut gemm = Gemm::new(&Libraries::new(&[]))?;
     shapes.iter().map(|&shape| gemm.algorithm_of(shape, dtype)).collect()
-}
-
-fn cannot_open(e: cust::error::CudaError) -> Error {
-    error::failed(e as u32, "open the GPU".into())
-}
-
-/// The GPU `ordinal` of those that CUDA shows, which are as many, and in the order, as `CUDA_VISIBLE_DEVICES` says.
-fn visible_gpu(ordinal: usize) -> Result<cust::device::Device> {
-    let none = |cause: String| Error::resource("find an NVIDIA GPU", cause);
-    cuda_driver_shim::load().map_err(none)?;
-    let number = |e: cust::error::CudaError| none(format!("CUDA error {}", e as u32));
-    cust::init(cust::CudaFlags::empty()).map_err(number)?;
-    cust::device::Device::get_device(ordinal as u32).map_err(number)
 }
 
 impl CudaDevice {
@@ -175,8 +153,8 @@ impl CudaDevice {
     /// `Resource` when there is no driver, no such GPU, or a library is missing.
     pub unsafe fn new(ordinal: usize, options: &CudaOptions) -> Result<Self> {
         let gpu = visible_gpu(ordinal)?;
-        let context = Context::new(gpu).map_err(cannot_open)?;
-        let name = gpu.name().map_err(cannot_open)?;
+        let context = open(gpu)?;
+        let name = name(gpu.as_raw())?;
         let modules = Modules::load(kernels::sources())?;
         let libraries = Libraries::new(&options.libraries);
         let gemm = Gemm::new(&libraries)?;

@@ -1,0 +1,57 @@
+//! Finding and opening GPUs. The driver is asked itself before cust is: cust calls every code that it does not know 999.
+
+use super::error::check;
+use crate::error::{Error, Result};
+use cust::context::Context;
+use cust::device::Device;
+use cust::sys;
+use std::ffi::{CStr, c_char};
+
+/// The GPU `ordinal` of those that CUDA shows, which are as many, and in the order, as `CUDA_VISIBLE_DEVICES` says.
+pub(super) fn visible_gpu(ordinal: usize) -> Result<Device> {
+    let find = || "find an NVIDIA GPU".to_string();
+    cuda_driver_shim::load().map_err(|cause| Error::resource(find(), cause))?;
+    // SAFETY: takes no flags today.
+    check(unsafe { sys::cuInit(0) }, find)?;
+    let mut gpu = 0;
+    // SAFETY: writes one number.
+    check(unsafe { sys::cuDeviceGet(&mut gpu, ordinal as i32) }, find)?;
+    Device::get_device(ordinal as u32).map_err(|e| super::error::failed(e as u32, find()))
+}
+
+pub(super) fn count() -> Result<usize> {
+    let mut gpus = 0;
+    // SAFETY: writes one number.
+    check(unsafe { sys::cuDeviceGetCount(&mut gpus) }, || "count the GPUs".into())?;
+    Ok(gpus as usize)
+}
+
+/// As NVIDIA sells it.
+pub(super) fn name(gpu: sys::CUdevice) -> Result<String> {
+    // SAFETY: writes within this length.
+    text::<256>(|to, length| unsafe { sys::cuDeviceGetName(to, length, gpu) }, || format!("ask for the name of GPU {gpu}"))
+}
+
+/// As `0000:0F:00.0`.
+pub(super) fn pci_address(gpu: sys::CUdevice) -> Result<String> {
+    // SAFETY: writes within this length.
+    text::<32>(|to, length| unsafe { sys::cuDeviceGetPCIBusId(to, length, gpu) }, || format!("ask for the PCI address of GPU {gpu}"))
+}
+
+/// What `write` puts where it is told, a string that ends in NUL.
+fn text<const N: usize>(write: impl FnOnce(*mut c_char, i32) -> sys::CUresult, operation: impl FnOnce() -> String) -> Result<String> {
+    let mut text = [0; N];
+    check(write(text.as_mut_ptr().cast(), N as i32), operation)?;
+    Ok(CStr::from_bytes_until_nul(&text).unwrap_or_default().to_string_lossy().into_owned())
+}
+
+/// The GPU's primary context, current on this thread from now on.
+pub(super) fn open(gpu: Device) -> Result<Context> {
+    let mut context = std::ptr::null_mut();
+    // SAFETY: writes one handle.
+    check(unsafe { sys::cuDevicePrimaryCtxRetain(&mut context, gpu.as_raw()) }, || "open the GPU".into())?;
+    let opened = Context::new(gpu).map_err(|e| super::error::failed(e as u32, "open the GPU".into()));
+    // SAFETY: retained above; `opened` has retained it itself.
+    unsafe { sys::cuDevicePrimaryCtxRelease_v2(gpu.as_raw()) };
+    opened
+}
