@@ -2,8 +2,8 @@
 //! a branch adds its part when it joins, which is at the norm that it started with.
 
 use super::Model;
+use super::layer_shape::{Act, Mlp};
 use super::params::{LinearParams, NormParams};
-use super::shape::Mlp;
 use super::tensors::Module;
 use crate::device::{
     AttentionBackward, BiasBackward, DeviceSlice, EmbedBackward, GeluBackward, Kernels, LayerNormBackward, Matmul, MatmulLayout,
@@ -57,9 +57,10 @@ impl Model {
         let dact = all.dinner.slice(0, act.mlp_act.elems());
         let dmlp_in = all.dfused.slice(0, act.mlp_in.elems());
         linear_backward(dev, &params.mlp_out, act.mlp_act, all.dresidual, dact, first)?;
-        match self.shape.mlp {
-            Mlp::Swiglu => dev.launch(SwigluBackward { dout: dact, gate_up: act.mlp_in, dgate_up: dmlp_in, cols: self.shape.ffn })?,
-            Mlp::GeluTanh => dev.launch(GeluBackward { dout: dact, x: act.mlp_in, dx: dmlp_in })?,
+        let Mlp::Dense(ffn) = self.shape.layers[layer].mlp;
+        match ffn.act {
+            Act::Swiglu => dev.launch(SwigluBackward { dout: dact, gate_up: act.mlp_in, dgate_up: dmlp_in, cols: ffn.width })?,
+            Act::GeluTanh => dev.launch(GeluBackward { dout: dact, x: act.mlp_in, dx: dmlp_in })?,
         }
         linear_backward(dev, &params.mlp_in, act.mlp_norm_out, dmlp_in, all.dnorm, first)?;
         self.norm_backward(dev, &params.mlp_norm, act.mid, act.mlp_norm_stats, first)

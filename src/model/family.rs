@@ -1,5 +1,7 @@
 //! What tells the supported families apart, as one table.
 
+use super::layer_shape::{Act, NormKind, QkSpan};
+
 /// A family of decoders: how Hugging Face names it and what its layers hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Family {
@@ -46,12 +48,25 @@ pub(crate) enum Missing {
     Derive,
 }
 
+/// Where the factor on attention's scores comes from.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum ScaleRule {
+    /// `head_dim^-1/2`.
+    HeadDim,
+    /// The same, or 1 where this key is false.
+    Unless(&'static str),
+}
+
 /// The keys of `config.json` that hold the sizes.
 #[derive(Debug)]
 pub(crate) struct SizeKeys {
     pub channels: &'static str,
     pub layers: &'static str,
     pub heads: &'static str,
+    /// `None`: as many as query heads.
+    pub(crate) kv_heads: Option<&'static str>,
+    /// `None`: the heads share the channels.
+    pub(crate) head_dim: Option<&'static str>,
     pub(crate) ffn: &'static str,
     pub(crate) max_positions: &'static str,
     pub eps: &'static str,
@@ -82,23 +97,30 @@ pub(crate) struct FamilySpec {
     pub(crate) architecture: &'static str,
     pub keys: &'static SizeKeys,
     pub names: &'static Names,
-    /// LayerNorm, GELU and learned positions; otherwise RMSNorm, SwiGLU and rope.
-    pub(crate) gpt: bool,
+    pub(crate) norm: NormKind,
+    pub(crate) act: Act,
+    /// Positions are learned; otherwise queries and keys rotate.
+    pub(crate) learned_positions: bool,
     pub(crate) qkv_bias: Presence,
     pub(crate) out_bias: Presence,
     pub(crate) mlp_bias: Presence,
-    pub qk_norm: bool,
+    pub qk_norm: Option<QkSpan>,
     pub tied: bool,
-    pub kv_heads: Missing,
-    pub head_dim: Missing,
+    pub(crate) kv_heads: Missing,
+    pub(crate) head_dim: Missing,
+    /// Width of the MLP in channels where its key is missing; `None`: an error.
+    pub(crate) ffn_ratio: Option<usize>,
     pub window: WindowRule,
     pub(crate) partial_rotary: bool,
+    pub(crate) scale: ScaleRule,
 }
 
 const LLAMA_KEYS: SizeKeys = SizeKeys {
     channels: "hidden_size",
     layers: "num_hidden_layers",
     heads: "num_attention_heads",
+    kv_heads: Some("num_key_value_heads"),
+    head_dim: Some("head_dim"),
     ffn: "intermediate_size",
     max_positions: "max_position_embeddings",
     eps: "rms_norm_eps",
@@ -109,6 +131,8 @@ const GPT2_KEYS: SizeKeys = SizeKeys {
     channels: "n_embd",
     layers: "n_layer",
     heads: "n_head",
+    kv_heads: None,
+    head_dim: None,
     ffn: "n_inner",
     max_positions: "n_positions",
     eps: "layer_norm_epsilon",
@@ -150,16 +174,20 @@ const LLAMA: FamilySpec = FamilySpec {
     architecture: "LlamaForCausalLM",
     keys: &LLAMA_KEYS,
     names: &LLAMA_NAMES,
-    gpt: false,
+    norm: NormKind::Rms,
+    act: Act::Swiglu,
+    learned_positions: false,
     qkv_bias: Presence::Key("attention_bias", false),
     out_bias: Presence::Key("attention_bias", false),
     mlp_bias: Presence::Key("mlp_bias", false),
-    qk_norm: false,
+    qk_norm: None,
     tied: false,
     kv_heads: Missing::Derive,
     head_dim: Missing::Derive,
+    ffn_ratio: None,
     window: WindowRule::Never,
     partial_rotary: false,
+    scale: ScaleRule::HeadDim,
 };
 
 static FAMILIES: [FamilySpec; 7] = [
@@ -168,11 +196,15 @@ static FAMILIES: [FamilySpec; 7] = [
         architecture: "GPT2LMHeadModel",
         keys: &GPT2_KEYS,
         names: &GPT2_NAMES,
-        gpt: true,
+        norm: NormKind::Layer,
+        act: Act::GeluTanh,
+        learned_positions: true,
         qkv_bias: Presence::Always,
         out_bias: Presence::Always,
         mlp_bias: Presence::Always,
         tied: true,
+        ffn_ratio: Some(4),
+        scale: ScaleRule::Unless("scale_attn_weights"),
         ..LLAMA
     },
     LLAMA,
@@ -200,7 +232,7 @@ static FAMILIES: [FamilySpec; 7] = [
         family: Family::Qwen3,
         architecture: "Qwen3ForCausalLM",
         mlp_bias: Presence::Never,
-        qk_norm: true,
+        qk_norm: Some(QkSpan::Head),
         kv_heads: Missing::Refuse,
         head_dim: Missing::Refuse,
         window: WindowRule::PerLayer,

@@ -14,6 +14,7 @@ mod forward;
 mod head;
 mod host_input;
 pub(crate) mod init;
+pub(crate) mod layer_shape;
 mod micro_batch;
 mod params;
 pub(crate) mod policy;
@@ -72,7 +73,7 @@ impl Model {
         }
         let flat = params::Flat { table: &table, weights, grads };
         let embed = flat.embed();
-        let layers = (0..shape.layers).map(|layer| flat.layer(layer)).collect();
+        let layers = (0..shape.layers.len()).map(|layer| flat.layer(layer)).collect();
         let head = flat.head();
         Ok(Self { shape, table, weights, grads, activations, embed, layers, head })
     }

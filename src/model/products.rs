@@ -36,10 +36,7 @@ mod tests {
         let wide = |m, n, k| MatmulShape { layout: MatmulLayout::Tn, m, n, k };
         assert!(products.contains(&wide(151_936, 2560, 16_384)) && products.contains(&wide(2560, 9728, 16_384)), "{products:?}");
         // One layer's, and the output matrix's, are the FLOPs of the step without attention.
-        let flops = |layers: usize| {
-            let one = ModelShape { layers, windows: vec![None; layers], ..shape.clone() };
-            6.0 * 16_384.0 * TensorTable::new(&one).matmul_params() as f64
-        };
+        let flops = |layers: usize| 6.0 * 16_384.0 * TensorTable::new(&shape.with_layers(layers)).matmul_params() as f64;
         let listed: f64 = products.iter().map(|p| 2.0 * p.m as f64 * p.n as f64 * p.k as f64).sum();
         assert_eq!(listed, flops(1));
     }

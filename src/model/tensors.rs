@@ -5,7 +5,8 @@
 //! [`Module::Embed`].
 
 use super::family::Names;
-use super::shape::{Mlp, ModelShape, NormKind, Positions};
+use super::layer_shape::{Attn, LayerShape, Mlp, NormKind, NormSpec, QkSpan};
+use super::shape::ModelShape;
 use std::ops::Range;
 
 /// Every tensor starts at a multiple of this many elements; the padding between is zero and stays zero.
@@ -64,8 +65,8 @@ pub enum Role {
 }
 
 impl Role {
-    fn name(self, mlp: Mlp) -> &'static str {
-        match (self, mlp) {
+    fn name(self, gated: bool) -> &'static str {
+        match (self, gated) {
             (Self::Wte, _) => "wte",
             (Self::Wpe, _) => "wpe",
             (Self::AttnNorm, _) => "attn_norm",
@@ -78,10 +79,10 @@ impl Role {
             (Self::AttnOutBias, _) => "attn.out.bias",
             (Self::MlpNorm, _) => "mlp_norm",
             (Self::MlpNormBias, _) => "mlp_norm.bias",
-            (Self::MlpIn, Mlp::Swiglu) => "mlp.gate_up",
-            (Self::MlpIn, Mlp::GeluTanh) => "mlp.up",
-            (Self::MlpInBias, Mlp::Swiglu) => "mlp.gate_up.bias",
-            (Self::MlpInBias, Mlp::GeluTanh) => "mlp.up.bias",
+            (Self::MlpIn, true) => "mlp.gate_up",
+            (Self::MlpIn, false) => "mlp.up",
+            (Self::MlpInBias, true) => "mlp.gate_up.bias",
+            (Self::MlpInBias, false) => "mlp.up.bias",
             (Self::MlpOut, _) => "mlp.down",
             (Self::MlpOutBias, _) => "mlp.down.bias",
             (Self::FinalNorm, _) => "final_norm",
@@ -178,7 +179,7 @@ impl TensorTable {
         let mut module_starts = vec![0];
         builder.head();
         module_starts.push(builder.end);
-        for layer in (0..shape.layers).rev() {
+        for layer in (0..shape.layers.len()).rev() {
             builder.layer(layer);
             module_starts.push(builder.end);
         }
@@ -271,8 +272,8 @@ struct TableBuilder<'a> {
 impl TableBuilder<'_> {
     fn push(&mut self, module: Module, role: Role, shape: Vec<usize>, init: Init, parts: Vec<HfPart>) {
         let name = match module {
-            Module::Layer(layer) => format!("layers.{layer}.{}", role.name(self.shape.mlp)),
-            _ => role.name(self.shape.mlp).to_string(),
+            Module::Layer(layer) => format!("layers.{layer}.{}", role.name(self.gated(layer))),
+            _ => role.name(false).to_string(),
         };
         let decay = shape.len() == 2;
         let spec = TensorSpec { index: self.specs.len(), name, role, module, shape, offset_elems: self.end, decay, init, parts };
@@ -292,14 +293,19 @@ impl TableBuilder<'_> {
 
     /// GPT-2 shrinks the matrices that write to the residual stream: two per layer.
     fn residual_init(&self) -> Init {
-        let depth = if self.names.transposed { (2.0 * self.shape.layers as f32).sqrt() } else { 1.0 };
+        let depth = if self.names.transposed { (2.0 * self.shape.layers.len() as f32).sqrt() } else { 1.0 };
         Init::Normal { std: self.shape.init_std / depth }
     }
 
-    fn norm(&mut self, module: Module, weight: Role, bias: Role, path: &str) {
+    fn gated(&self, layer: usize) -> bool {
+        let Mlp::Dense(ffn) = self.shape.layers[layer].mlp;
+        ffn.gated()
+    }
+
+    fn norm(&mut self, module: Module, norm: NormSpec, (weight, bias): (Role, Role), path: &str) {
         let channels = self.shape.channels;
         self.whole(module, weight, vec![channels], Init::Ones, format!("{path}.weight"));
-        if self.shape.norm == NormKind::Layer {
+        if norm.kind == NormKind::Layer {
             self.whole(module, bias, vec![channels], Init::Zeros, format!("{path}.bias"));
         }
     }
@@ -324,57 +330,53 @@ impl TableBuilder<'_> {
 
     fn head(&mut self) {
         let Names { prefix, final_norm, .. } = *self.names;
-        let ModelShape { vocab, channels, tied, .. } = *self.shape;
+        let ModelShape { vocab, channels, tied, final_norm: norm, .. } = *self.shape;
         if !tied {
             self.whole(Module::Head, Role::LmHead, vec![vocab, channels], self.matrix_init(), "lm_head.weight".into());
         }
-        self.norm(Module::Head, Role::FinalNorm, Role::FinalNormBias, &format!("{prefix}{final_norm}"));
+        self.norm(Module::Head, norm, (Role::FinalNorm, Role::FinalNormBias), &format!("{prefix}{final_norm}"));
     }
 
     fn layer(&mut self, layer: usize) {
         let path = format!("{}{}.{layer}.", self.names.prefix, self.names.layers);
         let at = |name: &str| format!("{path}{name}");
-        self.mlp(Module::Layer(layer), at);
-        self.attention(Module::Layer(layer), at);
+        let shape = self.shape.layers[layer];
+        self.mlp(Module::Layer(layer), shape, at);
+        self.attention(Module::Layer(layer), shape, at);
     }
 
-    fn mlp(&mut self, module: Module, at: impl Fn(&str) -> String) {
-        let Names { mlp_norm, mlp_in, mlp_out, .. } = *self.names;
-        let ModelShape { channels, ffn, mlp, mlp_bias, .. } = *self.shape;
-        let in_rows: &[usize] = match (mlp, mlp_in.len()) {
-            (Mlp::Swiglu, 1) => &[2 * ffn],
-            (Mlp::Swiglu, _) => &[ffn, ffn],
-            (Mlp::GeluTanh, _) => &[ffn],
-        };
+    fn mlp(&mut self, module: Module, LayerShape { mlp: Mlp::Dense(ffn), norm, .. }: LayerShape, at: impl Fn(&str) -> String) {
+        let (&Names { mlp_norm, mlp_in, mlp_out, .. }, channels) = (self.names, self.shape.channels);
+        let in_rows = vec![ffn.in_cols() / mlp_in.len(); mlp_in.len()];
         let paths: Vec<String> = mlp_in.iter().map(|name| at(name)).collect();
-        let bias = |role| mlp_bias.then_some(role);
-        self.linear(module, (Role::MlpOut, bias(Role::MlpOutBias)), &[at(mlp_out)], &[channels], ffn, self.residual_init());
-        self.linear(module, (Role::MlpIn, bias(Role::MlpInBias)), &paths, in_rows, channels, self.matrix_init());
-        self.norm(module, Role::MlpNorm, Role::MlpNormBias, &at(mlp_norm));
+        let bias = |role| ffn.bias.then_some(role);
+        self.linear(module, (Role::MlpOut, bias(Role::MlpOutBias)), &[at(mlp_out)], &[channels], ffn.width, self.residual_init());
+        self.linear(module, (Role::MlpIn, bias(Role::MlpInBias)), &paths, &in_rows, channels, self.matrix_init());
+        self.norm(module, norm, (Role::MlpNorm, Role::MlpNormBias), &at(mlp_norm));
     }
 
-    fn attention(&mut self, module: Module, at: impl Fn(&str) -> String) {
-        let Names { attn_norm, qkv, attn_out, .. } = *self.names;
-        let ModelShape { channels, heads, kv_heads, head_dim, qk_norm, qkv_bias, out_bias, .. } = *self.shape;
+    fn attention(&mut self, module: Module, LayerShape { attn, norm, .. }: LayerShape, at: impl Fn(&str) -> String) {
+        let (&Names { attn_norm, qkv, attn_out, .. }, channels) = (self.names, self.shape.channels);
+        let Attn { heads, kv_heads, head_dim, qk_norm, qkv_bias, out_bias, .. } = attn;
         let (q_rows, kv_rows) = (heads * head_dim, kv_heads * head_dim);
         let qkv_rows: &[usize] = if qkv.len() == 1 { &[q_rows + 2 * kv_rows] } else { &[q_rows, kv_rows, kv_rows] };
         let paths: Vec<String> = qkv.iter().map(|name| at(name)).collect();
         let out_roles = (Role::AttnOut, out_bias.then_some(Role::AttnOutBias));
         self.linear(module, out_roles, &[at(attn_out)], &[channels], q_rows, self.residual_init());
-        if qk_norm {
+        if let Some(QkSpan::Head) = qk_norm {
             self.whole(module, Role::QNorm, vec![head_dim], Init::Ones, at("self_attn.q_norm.weight"));
             self.whole(module, Role::KNorm, vec![head_dim], Init::Ones, at("self_attn.k_norm.weight"));
         }
         let qkv_roles = (Role::Qkv, qkv_bias.then_some(Role::QkvBias));
         self.linear(module, qkv_roles, &paths, qkv_rows, channels, self.matrix_init());
-        self.norm(module, Role::AttnNorm, Role::AttnNormBias, &at(attn_norm));
+        self.norm(module, norm, (Role::AttnNorm, Role::AttnNormBias), &at(attn_norm));
     }
 
     fn embed(&mut self) {
         let Names { prefix, wte, .. } = *self.names;
-        let ModelShape { vocab, channels, max_positions, positions, .. } = *self.shape;
+        let ModelShape { vocab, channels, max_positions, learned_positions, .. } = *self.shape;
         self.whole(Module::Embed, Role::Wte, vec![vocab, channels], self.matrix_init(), format!("{prefix}{wte}.weight"));
-        if positions == Positions::Learned {
+        if learned_positions {
             self.whole(Module::Embed, Role::Wpe, vec![max_positions, channels], self.matrix_init(), format!("{prefix}wpe.weight"));
         }
     }
@@ -476,7 +478,8 @@ mod tests {
         let attention = 6.0 * 2.0 * 32.0 * 16.0 * 48.0;
         assert_eq!(tied.flops_per_step(3, 16), 6.0 * (2 * layer + embed) as f64 * 48.0 + attention);
         // A window of 8 in 16 tokens: 8*9/2 + 8*8 scores of 16*17/2, counted without the diagonal's half as 3/4.
-        let windowed = ModelShape { windows: vec![Some(8); 2], ..tied };
+        let mut windowed = tied;
+        windowed.layers.iter_mut().for_each(|layer| layer.attn.window = Some(8));
         assert_eq!(windowed.flops_per_step(3, 16), 6.0 * (2 * layer + embed) as f64 * 48.0 + 0.75 * attention);
     }
 

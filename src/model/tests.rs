@@ -1,9 +1,10 @@
 //! The passes as a whole on the CPU device: gradients against finite differences, and the ways to cut a batch.
 
 use super::activations::{ActivationPlan, LossTile, MicroBatch};
+use super::layer_shape::{LayerShape, Mlp};
 use super::policy::LayerPolicy::{self, Host, Keep, RecomputeBlock, RecomputeCheap};
 use super::rope::rope_table;
-use super::shape::{ModelShape, Positions};
+use super::shape::ModelShape;
 use super::tensors::{Module, TensorSpec, TensorTable};
 use super::{MicroStep, Model};
 use crate::data::batch::Batch;
@@ -47,7 +48,7 @@ impl Harness {
     }
 
     fn narrow<E: Element>(shape: &ModelShape, batch: usize, tile: LossTile) -> Self {
-        Self::with_policies::<E>(shape, batch, tile, &vec![Keep; shape.layers], Schedule::Adversary { seed: 1 })
+        Self::with_policies::<E>(shape, batch, tile, &vec![Keep; shape.layers.len()], Schedule::Adversary { seed: 1 })
     }
 
     fn with_policies<E: Element>(shape: &ModelShape, batch: usize, tile: LossTile, policies: &[LayerPolicy], schedule: Schedule) -> Self {
@@ -80,8 +81,8 @@ impl Harness {
         let model = Model::new(shape.clone(), weights, grads, activations).unwrap();
         let crowd_memory = [(); 2].map(|()| (dev.alloc("crowd", 1, Dtype::Float32).unwrap(), host.alloc("crowd", 4).unwrap()));
         let mut harness = Self { dev, host, model, crowd: 0, crowd_memory };
-        if let (Positions::Rope(rope), Some(table)) = (shape.positions, harness.model.activations.rope_table) {
-            harness.upload(&rope_table(&rope, SEQ_LENGTH), table);
+        for (rope, table) in shape.ropes.iter().zip(harness.model.activations.rope_tables.clone()) {
+            harness.upload(&rope_table(rope, SEQ_LENGTH), table);
         }
         let narrowed: Vec<E> = random_weights(&harness.model.table).into_iter().map(E::from_f32).collect();
         harness.upload(&narrowed, weights);
@@ -197,9 +198,11 @@ fn golden_shape(family: &str) -> ModelShape {
 fn shapes() -> Vec<(String, ModelShape)> {
     let both = |family: &str| {
         let shape = golden_shape(family);
-        let windows = shape.windows.iter().map(|w| if w.is_some() { None } else { Some(3) }).collect();
-        let (tied, qkv_bias, out_bias) = (!shape.tied, !shape.qkv_bias, !shape.out_bias);
-        let other = ModelShape { tied, qkv_bias, out_bias, mlp_bias: !shape.mlp_bias, windows, kv_heads: 1, ..shape.clone() };
+        let mut other = ModelShape { tied: !shape.tied, ..shape.clone() };
+        for LayerShape { attn, mlp: Mlp::Dense(ffn), .. } in &mut other.layers {
+            (attn.qkv_bias, attn.out_bias, ffn.bias) = (!attn.qkv_bias, !attn.out_bias, !ffn.bias);
+            (attn.window, attn.kv_heads) = (attn.window.xor(Some(3)), 1);
+        }
         [(family.to_string(), shape), (format!("{family} inverted"), other)]
     };
     FAMILIES.iter().flat_map(|family| both(family)).collect()
@@ -240,7 +243,7 @@ fn gradients_are_the_slopes_of_the_loss() {
     // Each kind of position, and a window.
     let apart = |name: &str| ["gpt2", "llama", "mistral"].contains(&name.split(',').next().unwrap_or(name));
     for (name, shape, documents) in shapes().into_iter().flat_map(documents).filter(|(name, _, documents)| !documents || apart(name)) {
-        let (tile, policies) = (LossTile { rows: 10, vocab: 24 }, vec![Keep; shape.layers]);
+        let (tile, policies) = (LossTile { rows: 10, vocab: 24 }, vec![Keep; shape.layers.len()]);
         let mut harness = Harness::with_documents::<f32>(&shape, (2, documents), tile, &policies, Schedule::Adversary { seed: 1 });
         let weights = random_weights(&harness.model.table);
         let (_, grads) = harness.loss_and_grads();
@@ -359,9 +362,7 @@ const POLICIES: [[LayerPolicy; 7]; 7] = [
 ];
 
 fn deep(family: &str) -> ModelShape {
-    let shape = golden_shape(family);
-    let layers = POLICIES[0].len();
-    ModelShape { layers, windows: shape.windows.iter().copied().cycle().take(layers).collect(), ..shape }
+    golden_shape(family).with_layers(POLICIES[0].len())
 }
 
 /// Norms with and without bias, with and without a norm of queries and keys. Copies come as early as events allow, or so
@@ -405,7 +406,7 @@ fn a_model_refuses_slices_that_do_not_fit() {
     let flat = TensorTable::new(&shape).flat_elems();
     let build = |weights: usize, dtype: Dtype| {
         let mut dev = crate::launch::open::cpu(1, Schedule::Adversary { seed: 1 }, Default::default(), 0).unwrap();
-        let (seq_length, policies) = (SEQ_LENGTH, &vec![Keep; shape.layers]);
+        let (seq_length, policies) = (SEQ_LENGTH, &vec![Keep; shape.layers.len()]);
         let batch =
             MicroBatch { shape: &shape, batch: 1, seq_length, separates_documents: false, dtype: Dtype::Float32, tile: ONE_TILE, policies };
         let plan = ActivationPlan::new(batch).unwrap();
