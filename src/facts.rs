@@ -9,6 +9,7 @@ use crate::model::layer_shape::Attn;
 use crate::model::policy::LayerPolicy;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::TensorTable;
+use crate::optim::moments::Moments;
 use crate::planner::plan::{Plan, Techniques};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -148,6 +149,8 @@ pub(crate) struct PlanFacts {
     /// Format of weights, activations and gradients on the device.
     pub dtype: String,
     pub link_dtype: String,
+    /// Format of the optimizer's moments.
+    pub(crate) moments: Moments,
     /// Instruction set of the optimizer.
     pub isa: String,
     /// Optimizer threads.
@@ -191,6 +194,7 @@ impl PlanFacts {
             policy: format!("{:?}", plan.rules.policy),
             dtype: plan.dtype.to_string(),
             link_dtype: plan.link_dtype.to_string(),
+            moments: plan.moments,
             isa: plan.isa.to_string(),
             threads: plan.threads,
             buckets: layout.count(),

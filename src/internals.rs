@@ -115,6 +115,7 @@ pub mod model_dir {
 pub mod optim {
     pub use crate::optim::StatePart;
     pub use crate::optim::adam::{AdamConsts, AdamElement, AdamHyper, AdamState, AdamStep};
+    pub use crate::optim::moments::{Moment, Moments};
     pub use crate::optim::norm::{BLOCK, fold};
     pub use crate::optim::simd::{AdamKernels, Grads, Isa, Stores, Weights};
 }

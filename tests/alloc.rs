@@ -98,6 +98,7 @@ fn main() {
         let skipped = steps(strategy, "dtype = \"float16\"\ninject = [{step = 5, element = 7, value = \"nan\"}]\n");
         assert!(skipped.skipped > 0 && skipped.skipped < skipped.committed + skipped.clipped, "{strategy}{skipped:?}");
     }
+    STRATEGIES.iter().for_each(|strategy| _ = steps(strategy, "moments = \"bfloat16\"\n"));
     steps(STRATEGIES[1], "gradient-shares = 2\n");
     STRATEGIES.iter().for_each(|strategy| _ = steps(strategy, "gpus = 2\n"));
     if cfg!(feature = "weight-flow") {

@@ -28,6 +28,7 @@ struct Case {
     vocab: usize,
     tied: bool,
     dtype: &'static str,
+    moments: &'static str,
     shares: usize,
     micro_batches: usize,
     max_norm: f64,
@@ -56,6 +57,14 @@ struct Way {
 }
 
 const STEPS: u64 = 6;
+
+/// Formats of the optimizer's moments.
+const MOMENTS: [&str; 2] = ["float32", "bfloat16"];
+
+/// One of them for each pair of seeds.
+fn moments(seed: u64) -> &'static str {
+    MOMENTS[seed as usize / 2 % 2]
+}
 
 /// The synchronous step on one device.
 const REFERENCE: Way = Way {
@@ -123,7 +132,7 @@ fn run(case: &Case, way: &Way) -> Run {
     let without = if way.without.is_empty() { String::new() } else { format!("without = [{}]", way.without) };
     let lines = format!(
         "strategy = \"{}\"\nthreads = {}\nbucket-mib = {}\nslots = {}\nresident-buckets = {}\ncast = \"{}\"\n{without}\n{adversary}\n\
-         seed = {}\ndtype = \"{}\"\ngradient-accumulation-steps = {}\ngradient-shares = {}\ngpus = {}\nmax-grad-norm = {}\ninject = [{}]\n\
+         seed = {}\ndtype = \"{}\"\nmoments = \"{}\"\ngradient-accumulation-steps = {}\ngradient-shares = {}\ngpus = {}\nmax-grad-norm = {}\ninject = [{}]\n\
          seq-length = 8\nper-device-train-batch-size = 2\nlearning-rate = 1e-2\nweight-decay = 0.1\nmax-steps = 99",
         way.strategy,
         way.threads,
@@ -133,6 +142,7 @@ fn run(case: &Case, way: &Way) -> Run {
         cast,
         case.seed,
         case.dtype,
+        case.moments,
         case.shares * case.micro_batches / ranks,
         case.shares,
         ranks,
@@ -159,19 +169,20 @@ fn cases() -> impl Strategy<Value = Case> {
         1usize..4,
         prop::sample::select(vec![17usize, 64, 300]),
         any::<bool>(),
-        prop::sample::select(vec!["bfloat16", "float16", "float32"]),
+        (prop::sample::select(vec!["bfloat16", "float16", "float32"]), prop::sample::select(MOMENTS.to_vec())),
         // Shares of a step, and micro-batches of a share.
         prop::sample::select(vec![(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 1), (4, 1)]),
         // The norm of these models is mostly between 1.2 and 3: never, sometimes, often, always clipped.
         prop::sample::select(vec![0.0, 1e-3, 1.3, 1.7, 2.2, 1e9]),
         prop::collection::vec(fault, 0..3),
     )
-        .prop_map(|(seed, layers, vocab, tied, dtype, (shares, micro_batches), max_norm, faults)| Case {
+        .prop_map(|(seed, layers, vocab, tied, (dtype, moments), (shares, micro_batches), max_norm, faults)| Case {
             seed: u64::from(seed),
             layers,
             vocab,
             tied,
             dtype,
+            moments,
             shares,
             micro_batches,
             max_norm,
@@ -244,8 +255,8 @@ fn every_way_gives_the_bits_of_the_synchronous_step() {
 
 /// A small model without faults, its step cut into `shares` micro-batches.
 fn tiny_case(shares: usize) -> Case {
-    let (dtype, max_norm) = ("bfloat16", 0.0);
-    Case { seed: 3, layers: 2, vocab: 64, tied: true, dtype, shares, micro_batches: 1, max_norm, faults: vec![] }
+    let (dtype, moments, max_norm) = ("bfloat16", "float32", 0.0);
+    Case { seed: 3, layers: 2, vocab: 64, tied: true, dtype, moments, shares, micro_batches: 1, max_norm, faults: vec![] }
 }
 
 /// Four shares on one, two and four devices, three on three, whatever the order of events and the cut of the buckets.
@@ -255,7 +266,16 @@ fn any_number_of_ranks_gives_the_bits_of_one() {
         let (shares, max_norm) = ([4, 4, 3][seed as usize % 3], [0.0, 1.7, 1e-3, 1e9][seed as usize / 3]);
         let faults = vec![(2, 0.3, 1, "\"nan\""), (4, 0.8, 3, "\"inf\""), (5, 0.5, 2, "100.0")];
         let dtype = ["bfloat16", "float32"][seed as usize % 2];
-        let case = Case { seed, dtype, vocab: 300, micro_batches: 1 + seed as usize % 2, max_norm, faults, ..tiny_case(shares) };
+        let case = Case {
+            seed,
+            dtype,
+            moments: moments(seed),
+            vocab: 300,
+            micro_batches: 1 + seed as usize % 2,
+            max_norm,
+            faults,
+            ..tiny_case(shares)
+        };
         let want = reference(&case);
         for ranks in [1, 2, 3, 4] {
             let way = Way { strategy: "superoffload", bucket_kib: 72, resident: 1, slots: 2, ranks, ..REFERENCE };
@@ -280,7 +300,7 @@ fn sharded_weights_change_no_bit() {
         let faults = vec![(2, 0.3, 1, "\"nan\""), (4, 0.8, 3, "\"inf\""), (5, 0.5, 2, "100.0")];
         let dtype = ["bfloat16", "float32"][seed as usize % 2];
         let (layers, vocab, micro_batches, tied) = (12, 300, 1 + seed as usize % 2, seed % 4 < 2);
-        let case = Case { seed, dtype, layers, vocab, tied, micro_batches, max_norm, faults, ..tiny_case(shares) };
+        let case = Case { seed, dtype, moments: moments(seed), layers, vocab, tied, micro_batches, max_norm, faults, ..tiny_case(shares) };
         let want = reference(&case);
         let strategy = ["superoffload", "superoffload", "zero-offload", "no-offload"][seed as usize / 6];
         let (cast, without) =
@@ -307,7 +327,8 @@ fn a_ring_of_gradients_changes_no_bit_on_any_number_of_ranks() {
         let (shares, max_norm) = ([4, 4, 3][seed as usize % 3], [0.0, 1.7, 1e-3, 1e9][seed as usize % 4]);
         let faults = vec![(2, 0.3, 1, "\"nan\""), (4, 0.8, 3, "\"inf\""), (5, 0.5, 2, "100.0")];
         let dtype = ["bfloat16", "float32"][seed as usize % 2];
-        let case = Case { seed, dtype, layers: 12, vocab: 64, tied: seed % 4 < 2, max_norm, faults, ..tiny_case(shares) };
+        let case =
+            Case { seed, dtype, moments: moments(seed), layers: 12, vocab: 64, tied: seed % 4 < 2, max_norm, faults, ..tiny_case(shares) };
         let want = reference(&case);
         let strategy = ["superoffload", "superoffload", "zero-offload", "no-offload"][seed as usize / 3];
         let (resident, without) = (seed as usize % 4 * 3, if seed < 3 { "\"adaptive\"" } else { "" });
@@ -432,7 +453,7 @@ fn a_ring_of_gradients_changes_no_bit() {
     for seed in 0..24u64 {
         let clip = ["0.0", "1e-3", "1.7", "1e9"][seed as usize % 4];
         let fault = if seed % 3 == 0 { "inject = [{step = 3, element = 5000, value = \"nan\"}]" } else { "" };
-        let common = format!("max-grad-norm = {clip}\n{fault}");
+        let common = format!("max-grad-norm = {clip}\nmoments = \"{}\"\n{fault}", moments(seed));
         let (want, _) = run(&format!("strategy = \"no-offload\"\nthreads = 1\n{common}"), false);
         let way = format!("bucket-mib = 0.0156\nslots = {}\ndevice = \"cpu\"\nadversary = {seed}\n{common}", 1 + seed % 3);
         let (have, counts) = run(&format!("strategy = \"superoffload\"\n{way}\nresident-buckets = 0"), true);
@@ -463,12 +484,14 @@ fn paged_states_change_no_bit() {
             counts += report.counts;
             moved.push((report.counters.h2d_bytes, report.counters.d2h_bytes, report.counters.adam_elems));
         }
-        (digest(&mut engine), counts, moved, 12 * plan.layout.elems_in(Tier::Unified).len() as u64)
+        let paged_bytes = plan.moments.state_bytes() * plan.layout.elems_in(Tier::Unified).len();
+        (digest(&mut engine), counts, moved, paged_bytes as u64)
     };
     for seed in 0..24u64 {
         let clip = ["0.0", "1e-3", "1.7", "1e9"][seed as usize % 4];
         let fault = if seed % 3 == 0 { "inject = [{step = 3, element = 5000, value = \"nan\"}]" } else { "" };
-        let common = format!("max-grad-norm = {clip}\ngradient-accumulation-steps = {}\n{fault}", 1 + seed % 2);
+        let accum = 1 + seed % 2;
+        let common = format!("max-grad-norm = {clip}\nmoments = \"{}\"\ngradient-accumulation-steps = {accum}\n{fault}", moments(seed));
         let pinned = format!("strategy = \"superoffload\"\nbucket-mib = 0.0156\nslots = 2\nthreads = 2\n{common}");
         let (want, ..) = run(&pinned, None);
         let way =
@@ -496,8 +519,9 @@ fn streamed_weights_change_no_bit_and_come_once_a_pass() {
         let dtype = ["bfloat16", "float32", "float16"][pick(6, 3)];
         let fault = if faults { "inject = [{step = 3, element = 5000, value = \"nan\"}]" } else { "" };
         let common = format!(
-            "dtype = \"{dtype}\"\nmax-grad-norm = {clip}\ngradient-accumulation-steps = {accum}\n{fault}\nseed = 5\nseq-length = 8\n\
-             per-device-train-batch-size = 2\nlearning-rate = 1e-2\nweight-decay = 0.1\nmax-steps = 99"
+            "dtype = \"{dtype}\"\nmoments = \"{}\"\nmax-grad-norm = {clip}\ngradient-accumulation-steps = {accum}\n{fault}\nseed = 5\n\
+             seq-length = 8\nper-device-train-batch-size = 2\nlearning-rate = 1e-2\nweight-decay = 0.1\nmax-steps = 99",
+            moments(seed),
         );
         let run = |lines: &str| {
             let mut plan = Plan::new(&settings(&format!("{common}\n{lines}")), &shape, &Machine::cpu(2), false).unwrap();

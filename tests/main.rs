@@ -17,6 +17,7 @@ mod fine_tuning;
 mod fuzz_corpus;
 mod guide;
 mod memory;
+mod moments;
 mod newcomer;
 mod packing;
 mod parity;

@@ -34,6 +34,7 @@ fn every_class_of_a_plan_for_cpus_is_what_is_taken() {
                 "",
                 "gradient-shares = 3\n",
                 "dtype = \"float32\"\nslots = 3\n",
+                "moments = \"bfloat16\"\n",
                 "gradient-accumulation-steps = 2\nactivations = \"recompute-block\"\n",
             ] {
                 compare(&format!("{strategy}{more}"), shape, &Machine::cpu(2));
@@ -67,8 +68,12 @@ fn every_class_of_a_plan_for_a_gpu_is_what_is_taken() {
     }
     assert!(grads > 0, "no ring of gradients was tried");
     assert_eq!((weights > 0, resident > 0), (cfg!(feature = "weight-flow"), cfg!(feature = "repartition")));
-    let paged = compare(&format!("{common}memory = \"unified\"\nresident-buckets = 0\n"), &shape, &gpu(8000));
-    assert!(!paged.layout.elems_in(Tier::Unified).is_empty(), "{paged}");
+    for moments in ["float32", "bfloat16"] {
+        let lines = format!("{common}moments = \"{moments}\"\nmemory = \"unified\"\nresident-buckets = 0\n");
+        let paged = compare(&lines, &shape, &gpu(8000));
+        assert!(!paged.layout.elems_in(Tier::Unified).is_empty(), "{paged}");
+    }
+    compare(&format!("{common}moments = \"bfloat16\"\n"), &shape, &gpu(2000));
 }
 
 /// What one of several ranks takes, on a machine whose devices have memory of their own.
@@ -91,7 +96,14 @@ fn every_class_of_a_plan_for_several_gpus_is_what_each_takes() {
     let shape = tiny_llama(12, 1024, 276, true);
     let common = "max-steps = 1\nthreads = 4\nseq-length = 64\nper-device-train-batch-size = 1\nbucket-mib = 4\n";
     for gpus in [2, 4] {
-        for more in ["", "gradient-shares = 8\n", "resident-buckets = 2\n", "weights = \"sharded\"\n", "strategy = \"no-offload\"\n"] {
+        for more in [
+            "",
+            "gradient-shares = 8\n",
+            "moments = \"bfloat16\"\n",
+            "resident-buckets = 2\n",
+            "weights = \"sharded\"\n",
+            "strategy = \"no-offload\"\n",
+        ] {
             let wanted = cfg!(feature = "weight-flow") || !more.contains("sharded");
             let wanted = wanted && (cfg!(feature = "repartition") || !more.contains("resident"));
             if !wanted {

@@ -27,8 +27,9 @@ impl Case {
         let (dtype, shares) = (["bfloat16", "float32", "float16"][pick(2, 3)], [1, 2][pick(5, 2)]);
         let fault = if seed.is_multiple_of(3) { "inject = [{step = 3, element = 5000, value = \"nan\"}]" } else { "" };
         let lines = format!(
-            "dtype = \"{dtype}\"\nmax-grad-norm = {max_norm}\ngradient-shares = {shares}\ngradient-accumulation-steps = {}\n{fault}\n\
+            "dtype = \"{dtype}\"\nmoments = \"{}\"\nmax-grad-norm = {max_norm}\ngradient-shares = {shares}\ngradient-accumulation-steps = {}\n{fault}\n\
              seed = 5\nseq-length = 8\nper-device-train-batch-size = 2\nlearning-rate = 1e-2\nweight-decay = 0.1\nmax-steps = 99",
+            ["float32", "bfloat16"][pick(7, 2)],
             shares * [1, 1, 2][pick(3, 3)],
         );
         Self { shape: tiny_llama([2, 12][pick(2, 2)], 32, [64, 300][pick(4, 2)], seed.is_multiple_of(2)), lines, max_norm }

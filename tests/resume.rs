@@ -190,6 +190,27 @@ fn a_run_whose_weights_stream_is_resumed() {
     }
 }
 
+/// Moments in bfloat16 lie in checkpoints as they do in memory, and a resumed run may be laid out anew all the same.
+#[test]
+fn packed_moments_are_resumed() {
+    let (workspace, packed) = (Workspace::new(), ["--moments", "bfloat16"]);
+    let (digest, wide) = (reference(&workspace, &packed), run(&mut workspace.train("wide", &[])).digest().to_string());
+    assert_ne!(digest, wide);
+    let of = |out: &str| run(program(&["digest"]).arg(workspace.path(&format!("{out}/checkpoint-12")))).digest().to_string();
+    let bytes = |out: &str| fs::metadata(workspace.path(&format!("{out}/checkpoint-12/state.bin"))).unwrap().len();
+    assert_eq!((of("whole"), of("wide"), 3 * bytes("whole")), (digest.clone(), wide, 2 * bytes("wide")));
+    die_after_checkpoint(&workspace, "killed", 6, &packed);
+    assert_eq!(run(&mut workspace.resume("killed", &packed)).digest(), digest);
+    assert_whole(&workspace, "killed");
+    for (idx, flags) in
+        [&["--strategy", "no-offload"][..], &["--isa", "scalar", "--threads", "1"], &["--resident-buckets", "0"]].iter().enumerate()
+    {
+        let out = format!("layout-{idx}");
+        workspace.copy_checkpoints("whole", &out, &[6]);
+        assert_eq!(run(&mut workspace.resume(&out, &[&packed, *flags].concat())).digest(), digest, "{flags:?}");
+    }
+}
+
 #[test]
 fn gradient_accumulation_and_loss_scale_are_resumed() {
     let workspace = Workspace::new();

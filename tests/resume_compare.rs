@@ -152,6 +152,31 @@ fn another_model_is_refused_unless_it_is_allowed() {
     assert_compared(&workspace, "model", change, &["rope_theta was 10000.0 and is 7.0", "norm_eps was 0.00001 and is 0.5"]);
 }
 
+/// Moments of another format are converted, if somebody says so: to bfloat16 rounded, to float32 as they are.
+#[test]
+fn moments_of_another_format_are_refused_unless_they_may_be_converted() {
+    let (workspace, packed) = (Workspace::new(), ["--moments", "bfloat16"]);
+    run(&mut workspace.train("wide", &["--max-steps", "4"])).digest();
+    let refusal = "they were float32 and are bfloat16";
+    run(&mut workspace.resume("wide", &packed)).refused(2, &[refusal, "--moments as it was", "--allow-changed moments"]);
+    let allowed = ["--max-steps", "6", "--allow-changed", "moments"];
+    let converted = run(&mut workspace.resume("wide", &[&packed[..], &allowed].concat()));
+    converted.digest();
+    assert!(warnings(&converted)[0].contains(&format!("{refusal}: rounded as the checkpoint's last step rounds")), "{converted:?}");
+    let saved = manifest(&workspace.path("wide/checkpoint-6"));
+    assert_eq!((&saved["format_version"], &saved["run"]["moments"]), (&json!(3), &json!("bfloat16")));
+    assert_eq!(saved["run"]["changed"][0]["part"], "moments");
+    run(&mut workspace.resume("wide", &["--max-steps", "6"])).refused(2, &["they were bfloat16 and are float32"]);
+    let bytes = |step: u64| fs::metadata(workspace.path(&format!("wide/checkpoint-{step}/state.bin"))).unwrap().len();
+    assert_eq!(3 * bytes(6), 2 * bytes(4));
+    let back = run(&mut workspace.resume("wide", &["--max-steps", "8", "--allow-changed", "moments"]));
+    assert!(warnings(&back)[0].contains("they were bfloat16 and are float32: no value changes"), "{back:?}");
+    let saved = manifest(&workspace.path("wide/checkpoint-8"));
+    assert_eq!((&saved["format_version"], &saved["run"]["moments"], bytes(8)), (&json!(2), &json!("float32"), bytes(4)));
+    let further = run(&mut workspace.resume("wide", &["--max-steps", "8"]));
+    assert!(further.code == 0 && further.stderr.is_empty(), "the changed one is the run's now: {further:?}");
+}
+
 #[test]
 fn another_tokenizer_is_refused_unless_it_is_allowed() {
     let workspace = Workspace::new();

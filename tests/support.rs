@@ -84,8 +84,8 @@ pub fn load<D: Kernels, X: Exchange<D>>(engine: &mut Engine<D, X>, params: impl 
 /// Digest of an engine's flushed state, as `train --digest` prints it.
 pub fn digest<D: Kernels, X: Exchange<D>>(engine: &mut Engine<D, X>) -> String {
     engine.flush().unwrap();
-    let mut digest = StateDigest::new(engine.optimizer_step());
-    for_each_state(engine, |_, state| state.iter().for_each(|part| digest.update(part)));
+    let mut digest = StateDigest::new(engine.optimizer_step(), engine.plan().moments);
+    for_each_state(engine, |_, state| StatePart::ALL.into_iter().for_each(|part| digest.update(part, &state[part as usize])));
     digest.finish()
 }
 

@@ -114,7 +114,7 @@ impl BucketArrays {
     pub fn run(&mut self, kernels: AdamKernels, pass: Pass) {
         let step = mid_training();
         let grads = self.grads.grads();
-        let state = &mut AdamState { params: &mut self.params, m: &mut self.m, v: &mut self.v };
+        let state = &mut AdamState { first: 0, params: &mut self.params, m: &mut self.m, v: &mut self.v };
         let out = self.out.weights();
         match pass {
             Pass::Step => kernels.step(step, state, grads, out),

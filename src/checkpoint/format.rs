@@ -1,18 +1,19 @@
 //! The manifest, `trainer_state.json`: what it holds, how it is sealed, what is checked before it is believed.
 
+use crate::config::options::RunPart;
 use crate::disk;
 use crate::error::{Error, Result};
+use crate::optim::moments::Moments;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::fmt::Display;
 use std::path::Path;
 
-/// Version of the layout. Version 1 had no `run`; a newer one is refused.
-const FORMAT_VERSION: u32 = 2;
+/// Versions of the layout: 1 had no `run`; 3 has moments in another format than float32, whose readers before would take it for damage.
+/// A newer one is refused.
+const FORMAT_VERSIONS: [u32; 3] = [1, 2, 3];
 /// Bytes of `state.bin` under one checksum.
 pub(super) const CHUNK_BYTES: usize = 1 << 20;
-/// Bytes that one parameter takes in `state.bin`: the parameter, m and v.
-pub(super) const ELEM_BYTES: u64 = 12;
 /// No manifest is larger: a terabyte of state has a million chunks of at most eleven characters each.
 const MANIFEST_BYTES_MAX: u64 = 64 << 20;
 
@@ -63,7 +64,7 @@ pub(crate) struct Scheduler {
     pub max_steps: u64,
 }
 
-/// One tensor in `state.bin`: `elems` fp32 parameters, then as many m, then as many v.
+/// One tensor in `state.bin`: `elems` fp32 parameters, then as many m, then as many v, in the format of [`Manifest::moments`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TensorEntry {
@@ -119,9 +120,10 @@ fn seal(body: &[u8]) -> String {
 }
 
 impl Manifest {
-    /// A manifest of this version without checksums yet.
+    /// A manifest without checksums yet, of the first version that can say what it holds.
     pub(super) fn new(trainer: TrainerState, run: Map<String, Value>) -> Self {
-        Self { format_version: FORMAT_VERSION, trainer, run, tensors: vec![], state_bytes: 0, state_crc32c: vec![], files: vec![] }
+        let format_version = if moments_of(&run) == Some(Moments::Float32) { 2 } else { 3 };
+        Self { format_version, trainer, run, tensors: vec![], state_bytes: 0, state_crc32c: vec![], files: vec![] }
     }
 
     /// The bytes of the file, sealed.
@@ -148,14 +150,21 @@ impl Manifest {
         }
         let json = body.strip_prefix(HEAD).ok_or_else(|| wrong("not a checkpoint's manifest"))?;
         let ManifestVersion { format_version } = serde_json::from_slice(json).map_err(|e| Error::format(path, printable(&e)))?;
-        if format_version > FORMAT_VERSION {
+        let [oldest, .., newest] = FORMAT_VERSIONS;
+        if format_version > newest {
             // No damage: whoever looks for a good checkpoint must not pass over it.
             let path = path.display();
-            return Err(Error::Unsupported(format!("{path}: format {format_version}, this build reads formats 1 to {FORMAT_VERSION}")));
+            return Err(Error::Unsupported(format!("{path}: format {format_version}, this build reads formats {oldest} to {newest}")));
         }
         let manifest: Self = serde_json::from_slice(json).map_err(|e| Error::format(path, printable(&e)))?;
         manifest.validate().map_err(|cause| Error::format(path, cause))?;
         Ok(manifest)
+    }
+
+    /// Format of m and v in `state.bin`.
+    pub(crate) fn moments(&self) -> Moments {
+        // What was read was validated; what is written says one.
+        moments_of(&self.run).unwrap_or_default()
     }
 
     /// Reads and checks the manifest of checkpoint `dir`.
@@ -163,6 +172,11 @@ impl Manifest {
         let path = dir.join(MANIFEST);
         Self::decode(&path, &disk::read_small(&path, MANIFEST_BYTES_MAX)?)
     }
+}
+
+/// The format of moments that `run` names: float32 where it names none, as before there were others; `None` for one that is not known.
+pub(super) fn moments_of(run: &Map<String, Value>) -> Option<Moments> {
+    run.get(RunPart::Moments.name()).map_or(Some(Moments::Float32), |named| Moments::deserialize(named).ok())
 }
 
 /// A message in one line, whatever a file made it say.

@@ -3,7 +3,7 @@
 //! ```text
 //! checkpoint-120/
 //!   trainer_state.json   the manifest: step, scheduler, data position, tensor list, checksums; sealed by a checksum of its own
-//!   state.bin            fp32 parameters, m and v, tensor after tensor in the model's order, little endian
+//!   state.bin            fp32 parameters, m and v (in fp32 or bf16), tensor after tensor in the model's order, little endian
 //!   model/               config.json, the tokenizer's files: what an export needs besides the weights
 //! ```
 //!

@@ -105,8 +105,11 @@ impl Loaded {
         if end > elems {
             return Err(Error::format(self.file.path(), format_args!("tensor {name} has {elems} elements, wanted {end}")));
         }
-        let first = part as u64 * elems + start as u64;
-        self.read_at(offset + 4 * first, bytemuck::cast_slice_mut(out))
+        let moments = self.manifest.moments();
+        let width = |part| moments.dtype(part).bytes() as u64;
+        let before: u64 = StatePart::ALL.into_iter().take(part as usize).map(|before| elems * width(before)).sum();
+        let at = offset + before + start as u64 * width(part);
+        moments.load(part, out, |bytes| self.read_at(at, bytes))
     }
 
     fn entry(&self, name: &str) -> Result<&TensorEntry> {

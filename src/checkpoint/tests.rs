@@ -4,8 +4,11 @@ use super::writer::Saved;
 use super::*;
 use crate::disk::Dir;
 use crate::disk::faults::{self, Mode};
+use crate::dtype::Element;
 use crate::error::{Error, Result};
 use crate::optim::StatePart;
+use crate::optim::moments::Moments;
+use half::bf16;
 use proptest::prelude::*;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -65,9 +68,9 @@ impl Writer {
     pub(crate) fn tensor(&mut self, tensor: TensorSource<'_>) -> Result<()> {
         let TensorSource { name, shape, params, m, v } = tensor;
         self.begin(name, shape);
-        for part in [params, m, v] {
-            assert_eq!(part.len(), shape.iter().product::<usize>(), "tensor {name} of shape {shape:?}");
-            self.elems(part)?;
+        for (part, elems) in StatePart::ALL.into_iter().zip([params, m, v]) {
+            assert_eq!(elems.len(), shape.iter().product::<usize>(), "tensor {name} of shape {shape:?}");
+            self.elems(part, elems)?;
         }
         Ok(())
     }
@@ -424,7 +427,7 @@ fn its_size_is_known_before_it_is_written() {
     let path = save_step(dir.path(), 1, &tensors, None).unwrap().path;
     let params = tensors.iter().map(|(_, _, [params, ..])| params.len()).sum();
     let bytes: u64 = files_of(&path).iter().filter(|file| !file.ends_with(MANIFEST)).map(|file| file.metadata().unwrap().len()).sum();
-    assert_eq!(checkpoint_bytes(params, &model_files()), bytes);
+    assert_eq!(checkpoint_bytes(params, Moments::Float32, &model_files()), bytes);
 }
 
 #[test]
@@ -432,14 +435,14 @@ fn the_digest_of_a_checkpoint_is_the_digest_of_the_state() {
     let dir = tempfile::tempdir().unwrap();
     let tensors = tensors(5);
     let path = save_step(dir.path(), 3, &tensors, None).unwrap().path;
-    let mut digest = digest::StateDigest::new(3);
-    tensors.iter().for_each(|(_, _, parts)| parts.iter().for_each(|part| digest.update(part)));
+    let mut digest = digest::StateDigest::new(3, Moments::Float32);
+    tensors.iter().for_each(|(_, _, parts)| StatePart::ALL.into_iter().zip(parts).for_each(|(part, elems)| digest.update(part, elems)));
     let hex = digest.finish();
     assert_eq!(digest::digest_checkpoint(&path).unwrap(), hex);
     assert!(hex.len() == 64 && hex.bytes().all(|b| b.is_ascii_hexdigit()));
     // sha256 of eight zero bytes.
     let zero = "af5570f5a1810b7af78caf4bc70a660f0df51e42baf91d4de5b2328de0e83dfc";
-    assert_eq!(digest::StateDigest::new(0).finish(), zero);
+    assert_eq!(digest::StateDigest::new(0, Moments::Float32).finish(), zero);
 }
 
 #[test]
@@ -483,7 +486,7 @@ fn a_sealed_manifest_that_lies_is_refused() {
         ("/files/0/name", json!("../config.json")),
         ("/files/0/name", json!(checkpoint.join("config.json"))),
         ("/format_version", json!(0)),
-        ("/format_version", json!(3)),
+        ("/format_version", json!(4)),
         ("/files/0/name", json!("..")),
         ("/files/0/name", json!("tokenizer.json")),
         ("/tensors/1/offset", json!(12)),
@@ -511,6 +514,8 @@ fn a_sealed_manifest_that_lies_is_refused() {
         ("/trainer/scheduler/base_lr", json!(-1e-3)),
         ("/trainer/scheduler/base_lr", json!(null)),
         ("/run", json!([])),
+        ("/run", json!({"moments": "int8"})),
+        ("/run", json!({"moments": "bfloat16"})),
     ];
     forge(&checkpoint, &honest);
     verify(&checkpoint).unwrap();
@@ -520,6 +525,30 @@ fn a_sealed_manifest_that_lies_is_refused() {
         forge(&checkpoint, &manifest);
         assert!(verify(&checkpoint).is_err(), "{place} = {lie}");
     }
+}
+
+/// Moments in bfloat16 are two bytes each in the file, and in the digest; a reader of before refuses the format as one that it does not know.
+#[test]
+fn packed_moments_are_stored_as_they_are_and_have_a_format_of_their_own() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = json!({"moments": "bfloat16"}).as_object().unwrap().clone();
+    let mut tensors = tensors(9);
+    // What bfloat16 holds: state comes from an engine that has rounded it.
+    let short = |x: &mut f32| *x = <bf16 as Element>::from_f32(*x).to_f32();
+    tensors.iter_mut().for_each(|(_, _, [_, m, v])| [m, v].into_iter().flatten().for_each(short));
+    let mut writer = Writer::create(&crate::disk::Dir::open(dir.path()).unwrap(), trainer(3), run.clone()).unwrap();
+    sources(&tensors).try_for_each(|tensor| writer.tensor(tensor)).unwrap();
+    let path = writer.finish(&model_files(), None, Default::default()).unwrap().path;
+    assert!(read_back(&path, &tensors).unwrap());
+    let (manifest, params) = (verify(&path).unwrap(), tensors.iter().map(|(_, _, [params, ..])| params.len()).sum::<usize>());
+    assert_eq!((manifest.format_version, manifest.state_bytes, manifest.moments()), (3, 8 * params as u64, Moments::Bfloat16));
+    let mut digest = digest::StateDigest::new(3, Moments::Bfloat16);
+    tensors.iter().for_each(|(_, _, parts)| StatePart::ALL.into_iter().zip(parts).for_each(|(part, elems)| digest.update(part, elems)));
+    assert_eq!(digest::digest_checkpoint(&path).unwrap(), digest.finish());
+    let mut older = true_manifest(&path);
+    older["format_version"] = json!(2);
+    forge(&path, &older);
+    assert!(verify(&path).unwrap_err().to_string().contains("moments in bfloat16, which format 2 does not have"));
 }
 
 #[test]
@@ -548,12 +577,12 @@ fn a_newer_format_is_named_and_not_passed_over() {
     save_step(dir.path(), 1, &small(1), None).unwrap();
     let newer = save_step(dir.path(), 2, &small(1), None).unwrap().path;
     let mut manifest = true_manifest(&newer);
-    manifest["format_version"] = json!(3);
+    manifest["format_version"] = json!(4);
     manifest["of a later version"] = json!(true);
     forge(&newer, &manifest);
     for error in [verify(&newer).unwrap_err(), newest_good(dir.path()).unwrap_err()] {
         let message = error.to_string();
-        assert!(message.contains("checkpoint-2/trainer_state.json: format 3, this build reads formats 1 to 2"), "{message}");
+        assert!(message.contains("checkpoint-2/trainer_state.json: format 4, this build reads formats 1 to 3"), "{message}");
     }
 }
 

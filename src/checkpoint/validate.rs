@@ -1,9 +1,10 @@
 //! What a manifest may claim. A right checksum says that it is as it was written, not that it makes sense.
 
-use super::format::{CHUNK_BYTES, ELEM_BYTES, Manifest, STATE, TrainerState};
+use super::format::{CHUNK_BYTES, Manifest, STATE, TrainerState, moments_of};
 use crate::disk::is_plain_file_name;
 use crate::engine::loss_scale;
 use crate::model::weights::COMPANION_BYTES_MAX;
+use crate::optim::moments::Moments;
 use std::collections::HashSet;
 
 /// More steps than any run has. Up to here a float64 counts exactly, and sums of a few such numbers fit an u64.
@@ -19,12 +20,17 @@ impl Manifest {
         if self.format_version == 0 {
             return Err("format 0 does not exist".into());
         }
+        let moments = moments_of(&self.run).ok_or_else(|| format!("moments in a format that is not known: {}", self.run["moments"]))?;
+        if self.format_version < 3 && moments != Moments::Float32 {
+            return Err(format!("moments in {moments}, which format {} does not have", self.format_version));
+        }
         self.trainer.validate()?;
-        self.validate_tensors()?;
+        self.validate_tensors(moments.state_bytes() as u64)?;
         self.validate_files()
     }
 
-    fn validate_tensors(&self) -> Verified {
+    /// `elem_bytes` of state for each parameter.
+    fn validate_tensors(&self, elem_bytes: u64) -> Verified {
         let mut names = HashSet::new();
         let mut end = 0;
         for t in &self.tensors {
@@ -32,7 +38,7 @@ impl Manifest {
             if elems != Some(t.elems) || t.offset != end || !names.insert(&t.name) {
                 return Err(format!("tensor {:?}: shape, size, offset or name is wrong", t.name));
             }
-            let bytes = t.elems.checked_mul(ELEM_BYTES).and_then(|bytes| bytes.checked_add(end));
+            let bytes = t.elems.checked_mul(elem_bytes).and_then(|bytes| bytes.checked_add(end));
             end = bytes.ok_or_else(|| format!("tensor {:?}: its size overflows", t.name))?;
         }
         if end != self.state_bytes || self.state_bytes.div_ceil(CHUNK_BYTES as u64) != self.state_crc32c.len() as u64 {

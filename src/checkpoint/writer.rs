@@ -1,9 +1,11 @@
 //! Writing a checkpoint beside, then publishing it.
 
-use super::format::{CHUNK_BYTES, ELEM_BYTES, FileEntry, MANIFEST, MODEL, Manifest, STATE, TensorEntry, TrainerState};
+use super::format::{CHUNK_BYTES, FileEntry, MANIFEST, MODEL, Manifest, STATE, TensorEntry, TrainerState};
 use super::store::{self, HiddenRole, Spared};
 use crate::disk::{Dir, OutFile, TmpDir};
 use crate::error::Result;
+use crate::optim::StatePart;
+use crate::optim::moments::Moments;
 use serde_json::{Map, Value};
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
@@ -31,8 +33,8 @@ pub(crate) struct Writer {
 }
 
 /// Bytes that a checkpoint of so many parameters takes on disk, but for its manifest, which is small.
-pub(crate) fn checkpoint_bytes(params: usize, model_files: &[(String, Vec<u8>)]) -> u64 {
-    params as u64 * ELEM_BYTES + model_files.iter().map(|(_, bytes)| bytes.len() as u64).sum::<u64>()
+pub(crate) fn checkpoint_bytes(params: usize, moments: Moments, model_files: &[(String, Vec<u8>)]) -> u64 {
+    (params * moments.state_bytes()) as u64 + model_files.iter().map(|(_, bytes)| bytes.len() as u64).sum::<u64>()
 }
 
 impl Writer {
@@ -56,13 +58,13 @@ impl Writer {
         self.manifest.tensors.push(TensorEntry { name: name.into(), shape: shape.into(), offset, elems });
     }
 
-    /// Appends the next elements of the tensor that was begun last. A tensor that does not get all of its own, and no more, is an error
+    /// Appends the next elements of `part` of the tensor that was begun last. A tensor that does not get all of its own, and no more, is an error
     /// when the checkpoint is finished.
     ///
     /// # Errors
     /// The file cannot be written.
-    pub(crate) fn elems(&mut self, elems: &[f32]) -> Result<()> {
-        self.append(bytemuck::cast_slice(elems))
+    pub(crate) fn elems(&mut self, part: StatePart, elems: &[f32]) -> Result<()> {
+        self.manifest.moments().stored(part, elems, |bytes| self.append(bytes))
     }
 
     /// Writes `model/` and the manifest, syncs, and publishes the directory under its final name. Then keeps the

@@ -260,11 +260,13 @@ pub enum RunPart {
     Data,
     /// What the plan decides that changes bits.
     Numerics,
+    /// Format of the optimizer's moments, which are converted.
+    Moments,
 }
 
 impl RunPart {
     /// All, in the order of messages.
-    pub const ALL: [Self; 4] = [Self::Model, Self::Tokenizer, Self::Data, Self::Numerics];
+    pub const ALL: [Self; 5] = [Self::Model, Self::Tokenizer, Self::Data, Self::Numerics, Self::Moments];
 
     /// As the flag spells it, and as checkpoints do.
     pub fn name(self) -> &'static str {
@@ -273,6 +275,7 @@ impl RunPart {
             Self::Tokenizer => "tokenizer",
             Self::Data => "data",
             Self::Numerics => "numerics",
+            Self::Moments => "moments",
         }
     }
 }

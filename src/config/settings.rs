@@ -22,6 +22,7 @@ use crate::hardware::selected_profile;
 use crate::host::memory_policy::HugePagesChoice;
 use crate::host::resctrl_group::ResctrlGroup;
 use crate::model::activations::LossTile;
+use crate::optim::moments::Moments;
 use crate::optim::schedule::LrScheduler;
 use crate::units::Bytes;
 use clap::builder::{PathBufValueParser, StringValueParser, TypedValueParser};
@@ -350,6 +351,8 @@ settings! {
         rollback: Rollback = Rollback::Deferred, Told;
         /// Format of weights and gradients on the device.
         dtype: TrainDtype = TrainDtype::Bfloat16, Told;
+        /// Format of AdamW's moments between steps.
+        moments: Moments = Moments::Float32, Free;
     }
 
     Schedule {

@@ -1,10 +1,11 @@
-//! A small pinned buffer through which driver and device pass fp32 values to each other, between steps.
+//! A small pinned buffer through which driver and device pass values to each other, between steps.
 
 use crate::device::{Device, DeviceSlice, EventId, Stream};
 use crate::error::Result;
 use crate::host::pinned::{HostMemory, PinnedSlice};
 use crate::optim::PIECE_ELEMS;
 use crate::planner::budget::BOUNCE_ELEMS;
+use std::ops::Range;
 
 /// Both sides of the link: the device, and the owner of the host's memory.
 pub(super) type Sides<'a, D> = (&'a mut D, &'a mut HostMemory);
@@ -21,22 +22,34 @@ impl Bounce {
         Ok(Self { buffer, bounced: dev.event()? })
     }
 
-    /// Copies values to the device.
-    pub(super) fn upload<D: Device>(&self, (dev, host): Sides<'_, D>, source: &[f32], target: DeviceSlice) -> Result<()> {
-        for (i, part) in source.chunks(BOUNCE_ELEMS).enumerate() {
-            let buffer = self.buffer.slice(0, part.len() * 4);
-            host.lend_mut(buffer).copy_from_slice(part);
-            dev.copy_h2d(Stream::Compute, buffer, target.slice(i * BOUNCE_ELEMS, part.len()))?;
+    /// Copies fp32 values to the device.
+    pub(super) fn upload<D: Device>(&self, sides: Sides<'_, D>, source: &[f32], target: DeviceSlice) -> Result<()> {
+        self.fill(sides, target.slice(0, source.len()), |elems, bytes| bytes.copy_from_slice(bytemuck::cast_slice(&source[elems])))
+    }
+
+    /// Fills memory of the device: `write` is given elements of it, and room for them in its format.
+    pub(super) fn fill<D: Device>(
+        &self,
+        (dev, host): Sides<'_, D>,
+        target: DeviceSlice,
+        mut write: impl FnMut(Range<usize>, &mut [u8]),
+    ) -> Result<()> {
+        for start in (0..target.elems()).step_by(BOUNCE_ELEMS) {
+            let part = target.slice(start, BOUNCE_ELEMS.min(target.elems() - start));
+            let buffer = self.buffer.slice(0, part.bytes());
+            write(start..start + part.elems(), host.lend_mut(buffer));
+            dev.copy_h2d(Stream::Compute, buffer, part)?;
             self.settle(dev)?;
         }
         Ok(())
     }
 
-    /// Copies values from the device.
-    pub(super) fn download<D: Device>(&self, (dev, host): Sides<'_, D>, source: DeviceSlice, target: &mut [f32]) -> Result<()> {
-        for (i, part) in target.chunks_mut(BOUNCE_ELEMS).enumerate() {
-            let buffer = self.buffer.slice(0, part.len() * 4);
-            dev.copy_d2h(Stream::Compute, source.slice(i * BOUNCE_ELEMS, part.len()), buffer)?;
+    /// Copies values from the device, in their format.
+    pub(super) fn download<D: Device>(&self, (dev, host): Sides<'_, D>, source: DeviceSlice, target: &mut [u8]) -> Result<()> {
+        let width = source.dtype().bytes();
+        for (i, part) in target.chunks_mut(BOUNCE_ELEMS * width).enumerate() {
+            let buffer = self.buffer.slice(0, part.len());
+            dev.copy_d2h(Stream::Compute, source.slice(i * BOUNCE_ELEMS, part.len() / width), buffer)?;
             self.settle(dev)?;
             part.copy_from_slice(host.lend(buffer));
         }
@@ -45,22 +58,27 @@ impl Bounce {
 
     /// Copies as many values from the device to the host's state.
     pub(super) fn to_host<D: Device>(&self, (dev, host): Sides<'_, D>, source: DeviceSlice, target: PinnedSlice) -> Result<()> {
-        let mut room = vec![0.0; PIECE_ELEMS.min(source.elems())];
+        let width = source.dtype().bytes();
+        let mut room = vec![0; PIECE_ELEMS.min(source.elems()) * width];
         for start in (0..source.elems()).step_by(PIECE_ELEMS) {
-            let piece = &mut room[..PIECE_ELEMS.min(source.elems() - start)];
-            self.download((dev, host), source.slice(start, piece.len()), piece)?;
-            host.lend_mut(target.slice(start * 4, piece.len() * 4)).copy_from_slice(piece);
+            let elems = PIECE_ELEMS.min(source.elems() - start);
+            let piece = &mut room[..elems * width];
+            self.download((dev, host), source.slice(start, elems), piece)?;
+            host.lend_mut(target.slice(start * width, piece.len())).copy_from_slice(piece);
         }
         Ok(())
     }
 
     /// Copies as many values from the host's state to the device.
     pub(super) fn to_device<D: Device>(&self, (dev, host): Sides<'_, D>, source: PinnedSlice, target: DeviceSlice) -> Result<()> {
-        let mut room = vec![0.0; PIECE_ELEMS.min(target.elems())];
+        let width = target.dtype().bytes();
+        let mut room = vec![0; PIECE_ELEMS.min(target.elems()) * width];
         for start in (0..target.elems()).step_by(PIECE_ELEMS) {
-            let piece = &mut room[..PIECE_ELEMS.min(target.elems() - start)];
-            piece.copy_from_slice(host.lend(source.slice(start * 4, piece.len() * 4)));
-            self.upload((dev, host), piece, target.slice(start, piece.len()))?;
+            let elems = PIECE_ELEMS.min(target.elems() - start);
+            let piece = &mut room[..elems * width];
+            piece.copy_from_slice(host.lend(source.slice(start * width, piece.len())));
+            let part = |elems: Range<usize>| elems.start * width..elems.end * width;
+            self.fill((dev, host), target.slice(start, elems), |elems, bytes| bytes.copy_from_slice(&piece[part(elems)]))?;
         }
         Ok(())
     }

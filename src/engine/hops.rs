@@ -119,7 +119,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         self.transfers.wait(&mut self.dev, hop, bucket)?;
         match (hop, hop.leg().stream, load) {
             (Hop::GradsOut, Some(stream), Load::Slot(slot)) => self.copy_grads(stream, &flat, &local, slot)?,
-            (Hop::Optimize, None, Load::Job(work, params)) => self.give_to_pool(bucket, local, work, params),
+            (Hop::Optimize, None, Load::Job(work, params)) => self.give_to_pool(bucket, (local, flat.start), work, params),
             (Hop::ParamsIn, _, Load::Slot(_)) if self.plan.streams_from_host() && self.beside_flow(&flat).is_empty() => {
                 let done = Event::Done { hop, bucket };
                 self.vitals.event(done, self.train_step + 1);
@@ -147,7 +147,8 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         Ok(())
     }
 
-    fn give_to_pool(&mut self, bucket: usize, range: Range<usize>, work: Work, params: Option<Slot>) {
+    /// `work` on a bucket, a range of this rank's order and where that begins in the flat one.
+    fn give_to_pool(&mut self, bucket: usize, (range, flat): (Range<usize>, usize), work: Work, params: Option<Slot>) {
         if let (Some(flow), Some(_), true) = (&mut self.flow, params, self.plan.streams_from_host()) {
             flow.forget(&range);
         }
@@ -156,7 +157,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         // SAFETY: the engine drops host memory after its pool. The coordinator begins `Optimize` when no other bucket runs, with gradients
         // that have come to their slot and a parameter slot whose last copy is done, and gives both to nobody else until the pool is
         // idle again. No copy touches the state of such a bucket, and the driver only when there is no job (`expect_no_job`).
-        let job = unsafe { StepJob::new(bucket, range, work, params, state, self.scratch.step.clone()) };
+        let job = unsafe { StepJob::new(bucket, (range, flat), work, params, state, self.scratch.step.clone()) };
         self.counters.adam_bytes += job.traffic_bytes();
         self.pool.submit(job);
         self.in_pool = Some(bucket);
@@ -203,7 +204,8 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
             let consts = AdamConsts::new(&hyper, update.optimizer_step, segment.decay);
             let there = flat.start + part.start - local.start..flat.start + part.end - local.start;
             let (grads, out) = (self.grads(&there, part.start), self.weights(&there, part.start));
-            self.dev.launch(Adam { params: state.params, m: state.m, v: state.v, grads, out, consts, scale: update.scale })?;
+            let first = there.start;
+            self.dev.launch(Adam { first, params: state.params, m: state.m, v: state.v, grads, out, consts, scale: update.scale })?;
         }
         Ok(())
     }

@@ -21,7 +21,7 @@ pub(super) struct Memory {
 
 impl Memory {
     pub(super) fn new<D: Device>(plan: &Plan, slices: &Slices, (dev, host): Sides<'_, D>) -> Result<Self> {
-        let states = StateTiers::new(slices, (dev, host))?;
+        let states = StateTiers::new(plan.moments, slices, (dev, host))?;
         let batches = host.alloc("batches", plan.grad_accum_steps / slices.ranks() * batch_bytes(plan))?;
         dev.pin(batches)?;
         Ok(Self { states, batches, bounce: Bounce::new((dev, host))? })

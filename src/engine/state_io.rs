@@ -13,6 +13,7 @@ use crate::dtype::Dtype;
 use crate::error::Result;
 use crate::model::tensors::Module;
 use crate::optim::StatePart;
+use crate::optim::moments::{Rounding, rounding_key};
 
 impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     /// Sets all parameters to random values that depend on `seed` alone; the moments stay as they are: zero in an engine that
@@ -29,7 +30,8 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         self.memory.init_params((&mut self.dev, &mut self.host), self.exchange.slices(), &self.model.table, seed, threads)
     }
 
-    /// Sets parameters or moments from element `start` of the flat range on. Call [`Engine::send_weights`] after the last.
+    /// Sets parameters or moments from element `start` of the flat range on. Moments that the plan's format does not hold are rounded as the
+    /// engine's last step rounds: call [`Engine::resume`] before it, and [`Engine::send_weights`] after the last.
     ///
     /// # Panics
     /// If they reach beyond the flat range, or an update is under way: see [`Engine::flush`].
@@ -49,6 +51,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         self.expect_no_job();
         let own: &Slices = self.exchange.slices();
         let mut parts = own.owned(start..start + source.len());
+        let key = rounding_key(self.optimizer_step);
         parts.try_for_each(|(flat, local)| {
             self.memory.states.write(
                 (&mut self.dev, &mut self.host),
@@ -56,6 +59,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
                 part,
                 local,
                 &source[flat.start - start..flat.end - start],
+                Rounding { key, first: flat.start },
             )
         })
     }
@@ -148,7 +152,7 @@ impl<D: Kernels> Engine<D> {
         self.with_weights(Module::Head, Pass::Forward, |engine| engine.model.logits(&mut engine.dev, out))?;
         self.dev.launch(Cast { stream: Stream::Compute, src: out, dst: wide })?;
         let mut values = vec![0.0; elems];
-        self.memory.bounce.download((&mut self.dev, &mut self.host), wide, &mut values)?;
+        self.memory.bounce.download((&mut self.dev, &mut self.host), wide, bytemuck::cast_slice_mut(&mut values))?;
         Ok(values)
     }
 }

@@ -5,11 +5,11 @@ use super::bounce::{Bounce, Sides};
 use crate::bucket::layout::Tier;
 use crate::bucket::slices::Slices;
 use crate::device::{Device, DeviceSlice};
-use crate::dtype::Dtype;
 use crate::engine::step_job::HostState;
 use crate::error::Result;
-use crate::host::pinned::{HostMemory, PinnedSlice};
+use crate::host::pinned::HostMemory;
 use crate::optim::StatePart;
+use crate::optim::moments::{Moments, Rounding};
 use std::ops::Range;
 
 /// State of a bucket that the device steps.
@@ -23,13 +23,14 @@ pub(super) struct DeviceState {
 }
 
 impl DeviceState {
-    fn new<D: Device>(dev: &mut D, tier: Tier, local: Range<usize>) -> Result<Self> {
-        let mut array = |resident: &str, paged: &str| match tier {
-            Tier::Unified => dev.alloc_unified(paged, local.len(), Dtype::Float32),
-            Tier::Host | Tier::Device => dev.alloc(resident, local.len(), Dtype::Float32),
+    fn new<D: Device>(dev: &mut D, moments: Moments, tier: Tier, local: Range<usize>) -> Result<Self> {
+        let mut array = |part, resident: &str, paged: &str| match tier {
+            Tier::Unified => dev.alloc_unified(paged, local.len(), moments.dtype(part)),
+            Tier::Host | Tier::Device => dev.alloc(resident, local.len(), moments.dtype(part)),
         };
-        let params = array("resident parameters", "paged parameters")?;
-        Ok(Self { params, m: array("resident m", "paged m")?, v: array("resident v", "paged v")?, local })
+        let params = array(StatePart::Params, "resident parameters", "paged parameters")?;
+        let (m, v) = (array(StatePart::M, "resident m", "paged m")?, array(StatePart::V, "resident v", "paged v")?);
+        Ok(Self { params, m, v, local })
     }
 
     /// The part that it has of a local range, if any.
@@ -48,6 +49,7 @@ impl DeviceState {
 /// The state of all buckets.
 #[derive(Debug)]
 pub(super) struct StateTiers {
+    moments: Moments,
     /// Pieces of whole buckets, behind each other from the first bucket on: where buckets came from the device, there are several.
     host: Vec<HostState>,
     /// By bucket, behind what the host has.
@@ -55,12 +57,12 @@ pub(super) struct StateTiers {
 }
 
 impl StateTiers {
-    pub(super) fn new<D: Device>(slices: &Slices, (dev, host): Sides<'_, D>) -> Result<Self> {
+    pub(super) fn new<D: Device>(moments: Moments, slices: &Slices, (dev, host): Sides<'_, D>) -> Result<Self> {
         let (layout, on_host) = (slices.layout(), slices.elems_in(Tier::Host));
-        let state = |bucket| DeviceState::new(dev, layout.tier(bucket), slices.local(bucket));
+        let state = |bucket| DeviceState::new(dev, moments, layout.tier(bucket), slices.local(bucket));
         let device = (layout.offloaded()..layout.count()).map(state).collect::<Result<_>>()?;
-        let host = if on_host.is_empty() { Vec::new() } else { vec![host_state(host, on_host, slices)?] };
-        Ok(Self { host, device })
+        let host = if on_host.is_empty() { Vec::new() } else { vec![host_state(host, moments, on_host, slices)?] };
+        Ok(Self { moments, host, device })
     }
 
     /// Elements that the host has.
@@ -92,7 +94,7 @@ impl StateTiers {
         self.host.iter().filter_map(|state| state.part(local))
     }
 
-    /// Copies state into its place, from local element `start` on. No job may be running.
+    /// Stores values in their place, from local element `start` on, rounded as `rounding` says. No job may be running.
     pub(super) fn write<D: Device>(
         &self,
         (dev, host): Sides<'_, D>,
@@ -100,14 +102,19 @@ impl StateTiers {
         part: StatePart,
         start: usize,
         source: &[f32],
+        rounding: Rounding,
     ) -> Result<()> {
         let local = start..start + source.len();
+        let store = |from: usize, to: &mut [u8]| {
+            let values = &source[from..][..to.len() / self.moments.dtype(part).bytes()];
+            self.moments.store(part, values, rounding.behind(from), to);
+        };
         for state in self.host_parts(&local) {
-            host.lend_mut(state.arrays()[part as usize]).copy_from_slice(&source[state.first - start..state.end() - start]);
+            store(state.first - start, host.lend_mut(state.arrays()[part as usize]));
         }
         for state in self.device.iter().filter_map(|state| state.part(&local)) {
-            let memory = state.arrays()[part as usize];
-            bounce.upload((dev, host), &source[state.local.start - start..][..memory.elems()], memory)?;
+            let from = state.local.start - start;
+            bounce.fill((dev, host), state.arrays()[part as usize], |elems, to| store(from + elems.start, to))?;
         }
         Ok(())
     }
@@ -123,11 +130,16 @@ impl StateTiers {
     ) -> Result<()> {
         let local = start..start + out.len();
         for state in self.host_parts(&local) {
-            out[state.first - start..state.end() - start].copy_from_slice(host.lend(state.arrays()[part as usize]));
+            let memory = state.arrays()[part as usize];
+            self.moments.load(part, &mut out[state.first - start..state.end() - start], |bytes| {
+                bytes.copy_from_slice(host.lend(memory));
+                Ok(())
+            })?;
         }
         for state in self.device.iter().filter_map(|state| state.part(&local)) {
             let memory = state.arrays()[part as usize];
-            bounce.download((dev, host), memory, &mut out[state.local.start - start..][..memory.elems()])?;
+            let out = &mut out[state.local.start - start..][..memory.elems()];
+            self.moments.load(part, out, |bytes| bounce.download((dev, host), memory, bytes))?;
         }
         Ok(())
     }
@@ -141,7 +153,7 @@ impl StateTiers {
         if coming.is_empty() {
             return Ok(());
         }
-        let piece = host_state(host, coming.clone(), slices)?;
+        let piece = host_state(host, self.moments, coming.clone(), slices)?;
         let count = self.device.partition_point(|state| state.local.end <= coming.end);
         for state in &self.device[..count] {
             let targets = piece.part(&state.local).expect("a part of what comes").arrays();
@@ -163,7 +175,7 @@ impl StateTiers {
         let going = going.filter(|local| (kept..self.host_elems()).contains(&local.start));
         let mut sent = Vec::new();
         let taken = going.into_iter().try_for_each(|local| {
-            sent.push(DeviceState::new(dev, Tier::Device, local)?);
+            sent.push(DeviceState::new(dev, self.moments, Tier::Device, local)?);
             Ok(())
         });
         let copied = taken.and_then(|()| {
@@ -183,25 +195,25 @@ impl StateTiers {
     /// Gives back what the host has behind its first `kept` elements.
     fn keep_on_host(&mut self, kept: usize, host: &mut HostMemory) {
         for state in self.host.iter_mut().filter(|state| state.end() > kept) {
-            let left = kept.saturating_sub(state.first);
-            state.arrays().into_iter().for_each(|memory| host.give_back(memory.addr(), left * 4));
-            let short = |memory: PinnedSlice| memory.slice(0, left * 4);
-            *state = HostState { params: short(state.params), m: short(state.m), v: short(state.v), ..*state };
+            let left = state.slice(&(state.first..kept.max(state.first)));
+            state.arrays().iter().zip(left.arrays()).for_each(|(memory, left)| host.give_back(memory.addr(), left.bytes()));
+            *state = left;
         }
         self.host.retain(|state| state.end() > state.first);
     }
 }
 
 /// Host memory for the state of the local range `local`, whole buckets.
-fn host_state(host: &mut HostMemory, local: Range<usize>, slices: &Slices) -> Result<HostState> {
-    let period_bytes = slices.slice_elems().min(local.len()) * 4;
+fn host_state(host: &mut HostMemory, moments: Moments, local: Range<usize>, slices: &Slices) -> Result<HostState> {
+    let period_elems = slices.slice_elems().min(local.len());
     let mut taken = Vec::new();
-    let all = ["parameters", "m", "v"].into_iter().try_for_each(|name| {
-        taken.push(host.alloc_periodic(name, local.len() * 4, period_bytes)?);
+    let all = ["parameters", "m", "v"].into_iter().zip(StatePart::ALL).try_for_each(|(name, part)| {
+        let width = moments.dtype(part).bytes();
+        taken.push(host.alloc_periodic(name, local.len() * width, period_elems * width)?);
         Ok(())
     });
     match taken[..] {
-        [params, m, v] => Ok(HostState { first: local.start, params, m, v }),
+        [params, m, v] => Ok(HostState { first: local.start, moments, params, m, v }),
         _ => {
             taken.iter().for_each(|memory| host.give_back(memory.addr(), 0));
             all.map(|()| unreachable!("three arrays"))

@@ -6,16 +6,19 @@ use crate::dtype::Dtype;
 use crate::engine::coordinator::{GradUpdate, Update, Work};
 use crate::host::pinned::PinnedSlice;
 use crate::host::pool::Job;
+use crate::optim::StatePart;
 use crate::optim::adam::{AdamConsts, AdamHyper, AdamState, AdamStep};
+use crate::optim::moments::{Moment, Moments};
 use crate::optim::simd::{AdamKernels, Grads, Weights};
+use half::bf16;
 use std::ops::Range;
 use std::sync::Arc;
 
 /// Elements that a worker takes at once, at most: some tenths of a millisecond, so that all end together, and streams that
-/// are long enough. Small buckets are cut, too, into whole pages of fp32 state: no two workers write one page.
+/// are long enough. Small buckets are cut, too, into whole pages of state: no two workers write one page.
 const PIECE_ELEMS_MAX: usize = 32 << 10;
 const PIECES_MIN: usize = 16;
-const PAGE_ELEMS: usize = 1024;
+const PAGE_BYTES: usize = 4096;
 
 /// A flat range with one weight-decay rule.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -49,10 +52,12 @@ impl SlotMemory {
     }
 }
 
-/// fp32 state in host memory, from element `first` of the flat order on.
+/// State in host memory, from element `first` of the rank's order on.
 #[derive(Clone, Copy, Debug)]
 pub struct HostState {
     pub first: usize,
+    /// Format of `m` and `v`.
+    pub moments: Moments,
     pub params: PinnedSlice,
     /// First moments.
     pub m: PinnedSlice,
@@ -81,8 +86,11 @@ impl HostState {
     /// # Panics
     /// If it reaches outside.
     pub(super) fn slice(&self, range: &Range<usize>) -> Self {
-        let [params, m, v] = self.arrays().map(|memory| memory.slice((range.start - self.first) * 4, range.len() * 4));
-        Self { first: range.start, params, m, v }
+        let [params, m, v] = StatePart::ALL.map(|part| {
+            let width = self.moments.dtype(part).bytes();
+            self.arrays()[part as usize].slice((range.start - self.first) * width, range.len() * width)
+        });
+        Self { first: range.start, params, m, v, ..*self }
     }
 }
 
@@ -103,6 +111,8 @@ pub struct StepMemory {
 pub struct StepJob {
     bucket: usize,
     range: Range<usize>,
+    /// Place of the range's first element in the flat order.
+    flat: usize,
     work: Work,
     out: Option<Slot>,
     state: HostState,
@@ -124,17 +134,17 @@ unsafe impl Job for StepJob {
         (name, self.bucket as u32)
     }
 
-    /// fp32 state, and gradients and weights in the format of their slots.
+    /// State in its formats, and gradients and weights in that of their slots.
     fn traffic_bytes(&self) -> u64 {
-        const STATE: usize = 3 * 4;
+        let state = self.state.moments.state_bytes();
         let (grads, weights) = (self.memory.grads.dtype.bytes(), self.memory.params.dtype.bytes());
-        let inverse = |undo: Option<GradUpdate>| if undo.is_some() { 2 * STATE + grads } else { 0 };
+        let inverse = |undo: Option<GradUpdate>| if undo.is_some() { 2 * state + grads } else { 0 };
         let bytes_per_elem = match self.work {
-            Work::CommitThenSpeculate { pending: None, .. } => STATE + grads + weights,
-            Work::CommitThenSpeculate { .. } => 2 * STATE + 2 * grads + weights,
-            Work::Step { undo, .. } => inverse(undo) + 2 * STATE + grads + weights,
+            Work::CommitThenSpeculate { pending: None, .. } => state + grads + weights,
+            Work::CommitThenSpeculate { .. } => 2 * state + 2 * grads + weights,
+            Work::Step { undo, .. } => inverse(undo) + 2 * state + grads + weights,
             Work::Restore { undo } => inverse(undo) + 4 + weights,
-            Work::Commit(_) => 2 * STATE + grads,
+            Work::Commit(_) => 2 * state + grads,
         };
         (self.range.len() * bytes_per_elem) as u64
     }
@@ -149,41 +159,55 @@ unsafe impl Job for StepJob {
         for segment in self.memory.segments.iter() {
             let part = segment.range.start.max(start)..segment.range.end.min(end);
             if !part.is_empty() {
-                // SAFETY: a part of this piece, which the caller lets nobody else do.
-                unsafe { self.run_part(part, segment.decay) };
+                match self.state.moments {
+                    // SAFETY: a part of this piece, which the caller lets nobody else do.
+                    Moments::Float32 => unsafe { self.run_part::<f32>(part, segment.decay) },
+                    // SAFETY: as above.
+                    Moments::Bfloat16 => unsafe { self.run_part::<bf16>(part, segment.decay) },
+                }
             }
         }
     }
 }
 
 impl StepJob {
-    /// `work` on `bucket`, the flat range `range`, whose state is in `state`; its working weights go to the slot `out`.
+    /// `work` on `bucket`, the range `range` of the rank's order, which begins at `flat` of the flat one and whose state is in `state`; its
+    /// working weights go to the slot `out`.
     ///
     /// # Safety
     /// Until all pieces are done `state` and `memory` are there, nobody else uses the range's state or the slot `out`, and nobody writes the
     /// gradient slots that `work` names.
-    pub unsafe fn new(bucket: usize, range: Range<usize>, work: Work, out: Option<Slot>, state: HostState, memory: StepMemory) -> Self {
-        Self { bucket, range, work, out, state, memory }
+    pub unsafe fn new(
+        bucket: usize,
+        (range, flat): (Range<usize>, usize),
+        work: Work,
+        out: Option<Slot>,
+        state: HostState,
+        memory: StepMemory,
+    ) -> Self {
+        Self { bucket, range, flat, work, out, state, memory }
     }
 
     fn piece_elems(&self) -> usize {
-        self.range.len().div_ceil(PIECES_MIN).max(1).next_multiple_of(PAGE_ELEMS).min(PIECE_ELEMS_MAX)
+        let page_elems = PAGE_BYTES / self.state.moments.dtype(StatePart::M).bytes();
+        self.range.len().div_ceil(PIECES_MIN).max(1).next_multiple_of(page_elems).min(PIECE_ELEMS_MAX)
     }
 
     /// Does the work on a part of the bucket with one decay rule.
     ///
     /// # Safety
     /// No two threads work on the same part.
-    unsafe fn run_part(&self, part: Range<usize>, decay: bool) {
+    unsafe fn run_part<M: Moment>(&self, part: Range<usize>, decay: bool) {
         let StepMemory { grads, params: slots, kernels, .. } = self.memory;
-        let HostState { first, params, m, v } = self.state;
+        let HostState { params, m, v, .. } = self.state.slice(&part);
         let step = |update: Update| self.step(update, decay);
         // SAFETY: for gradients, which the job has a right to and which none of its pieces writes.
         let read = |memory: PinnedSlice| unsafe { memory.as_slice::<u8>() };
         // SAFETY: for state and weights, which the job has to itself, and of these for the part that is this thread's; once each.
         let write = |memory: PinnedSlice| unsafe { memory.as_mut_slice::<u8>() };
-        let state = |memory: PinnedSlice| bytemuck::cast_slice_mut(write(memory.slice((part.start - first) * 4, part.len() * 4)));
-        let mut state = AdamState { params: state(params), m: state(m), v: state(v) };
+        let moments = |memory| bytemuck::cast_slice_mut::<u8, M>(write(memory));
+        let (first, params) = (self.flat + part.start - self.range.start, bytemuck::cast_slice_mut(write(params)));
+        let mut state = AdamState { first, params, m: moments(m), v: moments(v) };
         let grads = |g: GradUpdate| Grads::from_bytes(grads.dtype, read(grads.part(g.grads, &self.range, &part)));
         let out = self.out.map(|slot| Weights::from_bytes(slots.dtype, write(slots.part(slot, &self.range, &part))));
         match (self.work, out) {
@@ -216,7 +240,7 @@ impl StepJob {
 }
 
 /// The paper's rollback; a build without speculation has nothing to take back.
-fn invert(kernels: AdamKernels, step: AdamStep, state: &mut AdamState<'_>, grads: Grads<'_>) {
+fn invert<M: Moment>(kernels: AdamKernels, step: AdamStep, state: &mut AdamState<'_, M>, grads: Grads<'_>) {
     if cfg!(feature = "stv") {
         kernels.inverse(step, state, grads);
     }

@@ -4,10 +4,11 @@
 //! is written as `mul_add` and every other one rounds by itself, so that a compiler has no freedom: any instruction set
 //! and any device produces the same bits (NaN payloads excepted).
 //!
-//! Formats: state is fp32, gradients `G` and working weights `O` are any [`Element`]. `scale` multiplies every gradient:
-//! clip scale over loss scale.
+//! Formats: parameters are fp32, moments `M` any [`Moment`], gradients `G` and working weights `O` any [`Element`]. A step takes
+//! parameters from moments in fp32 and then stores these rounded. `scale` multiplies every gradient: clip scale over loss scale.
 
 use crate::dtype::Element;
+use crate::optim::moments::{Moment, Rounding, rounding_key};
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamHyper {
@@ -41,6 +42,8 @@ pub struct AdamConsts {
     pub(crate) inv_sqrt_bias2: f32,
     /// `epsilon`.
     pub eps: f32,
+    /// What decides how second moments are rounded: see [`Rounding`].
+    pub(crate) rounding: u32,
 }
 
 impl AdamConsts {
@@ -63,44 +66,51 @@ impl AdamConsts {
             neg_step_size: (-hyper.lr / bias(hyper.beta1)) as f32,
             inv_sqrt_bias2: (1.0 / bias(hyper.beta2).sqrt()) as f32,
             eps: hyper.eps as f32,
+            rounding: rounding_key(step),
         }
     }
 }
 
-/// The fp32 state of a range of parameters: three slices of equal length.
+/// The state of a range of parameters: three slices of equal length.
 #[derive(Debug)]
-pub struct AdamState<'a> {
+pub struct AdamState<'a, M = f32> {
+    /// Place of the first element in the flat order.
+    pub first: usize,
     /// Master weights.
     pub params: &'a mut [f32],
     /// First moments.
-    pub m: &'a mut [f32],
+    pub m: &'a mut [M],
     /// Second moments.
-    pub v: &'a mut [f32],
+    pub v: &'a mut [M],
 }
 
-impl AdamState<'_> {
+impl<M: Moment> AdamState<'_, M> {
     /// The same state, known to hold `elems` elements: the loops below then need no further bounds checks.
     #[inline(always)]
-    pub(super) fn sized(&mut self, elems: usize) -> AdamState<'_> {
+    pub(super) fn sized(&mut self, elems: usize) -> AdamState<'_, M> {
         self.check_len(elems);
-        AdamState { params: &mut self.params[..elems], m: &mut self.m[..elems], v: &mut self.v[..elems] }
+        AdamState { first: self.first, params: &mut self.params[..elems], m: &mut self.m[..elems], v: &mut self.v[..elems] }
     }
 
     /// Three plain comparisons: those of arrays are not always folded away where the lengths are constants.
     #[inline(always)]
-    fn check_len(&self, elems: usize) {
+    pub(super) fn check_len(&self, elems: usize) {
         let whole = self.params.len() == elems && self.m.len() == elems && self.v.len() == elems;
         assert!(whole, "params, m and v must each have {elems} elements, as the gradients");
     }
 
     #[inline(always)]
     fn get(&self, i: usize) -> AdamElement {
-        AdamElement { param: self.params[i], m: self.m[i], v: self.v[i] }
+        AdamElement { param: self.params[i], m: self.m[i].to_f32(), v: self.v[i].to_f32() }
     }
 
+    /// Stores what `step` made of element `i`, its moments rounded, and returns what the next step reads.
     #[inline(always)]
-    fn set(&mut self, i: usize, new: AdamElement) {
-        (self.params[i], self.m[i], self.v[i]) = (new.param, new.m, new.v);
+    fn set(&mut self, i: usize, new: AdamElement, step: AdamStep) -> AdamElement {
+        let rounding = Rounding { key: step.consts.rounding, first: self.first };
+        let (m, v) = (M::from_f32(new.m), M::second(new.v, rounding.bits(i)));
+        (self.params[i], self.m[i], self.v[i]) = (new.param, m, v);
+        AdamElement { param: new.param, m: m.to_f32(), v: v.to_f32() }
     }
 }
 
@@ -159,48 +169,49 @@ impl AdamStep {
 /// # Panics
 /// If lengths differ; so do all passes below.
 #[inline(always)]
-pub(crate) fn step<G: Element, O: Element>(step: AdamStep, state: &mut AdamState<'_>, grads: &[G], out: &mut [O]) {
+pub(crate) fn step<M: Moment, G: Element, O: Element>(step: AdamStep, state: &mut AdamState<'_, M>, grads: &[G], out: &mut [O]) {
     let elems = grads.len();
     assert_eq!(out.len(), elems, "working weights against gradients");
     let mut state = state.sized(elems);
     for i in 0..elems {
         let new = step.apply(state.get(i), grads[i].to_f32());
-        state.set(i, new);
+        state.set(i, new, step);
         out[i] = O::from_f32(new.param);
     }
 }
 
 /// Writes the working weights that [`step`] would write and leaves the state alone.
 #[inline(always)]
-pub(crate) fn speculate<G: Element, O: Element>(step: AdamStep, state: &AdamState<'_>, grads: &[G], out: &mut [O]) {
+pub(crate) fn speculate<M: Moment, G: Element, O: Element>(step: AdamStep, state: &AdamState<'_, M>, grads: &[G], out: &mut [O]) {
     let elems = grads.len();
     assert_eq!(out.len(), elems, "working weights against gradients");
     state.check_len(elems);
     // Plain slices: behind the struct the compiler fears that `out` might overlap them, and gives up on vectors.
     let (params, m, v) = (&state.params[..elems], &state.m[..elems], &state.v[..elems]);
     for i in 0..elems {
-        let old = AdamElement { param: params[i], m: m[i], v: v[i] };
+        let old = AdamElement { param: params[i], m: m[i].to_f32(), v: v[i].to_f32() };
         out[i] = O::from_f32(step.apply(old, grads[i].to_f32()).param);
     }
 }
 
 /// [`step`] without working weights.
 #[inline(always)]
-pub(crate) fn commit<G: Element>(step: AdamStep, state: &mut AdamState<'_>, grads: &[G]) {
+pub(crate) fn commit<M: Moment, G: Element>(step: AdamStep, state: &mut AdamState<'_, M>, grads: &[G]) {
     let mut state = state.sized(grads.len());
     for (i, grad) in grads.iter().enumerate() {
-        state.set(i, step.apply(state.get(i), grad.to_f32()));
+        state.set(i, step.apply(state.get(i), grad.to_f32()), step);
     }
 }
 
-/// [`commit`] of the pending step, then [`speculate`] of the next, in one pass over memory: the deferred commit.
+/// [`commit`] of the pending step, then [`speculate`] of the next, in one pass over memory: the deferred commit. The next step reads
+/// moments as they were stored.
 #[inline(always)]
-pub(crate) fn commit_then_speculate<G: Element, O: Element>(
+pub(crate) fn commit_then_speculate<M: Moment, G: Element, O: Element>(
     pending: AdamStep,
     pending_grads: &[G],
     next: AdamStep,
     grads: &[G],
-    state: &mut AdamState<'_>,
+    state: &mut AdamState<'_, M>,
     out: &mut [O],
 ) {
     let elems = grads.len();
@@ -209,8 +220,8 @@ pub(crate) fn commit_then_speculate<G: Element, O: Element>(
     let mut state = state.sized(elems);
     for i in 0..elems {
         let committed = pending.apply(state.get(i), pending_grads[i].to_f32());
-        state.set(i, committed);
-        out[i] = O::from_f32(next.apply(committed, grads[i].to_f32()).param);
+        let stored = state.set(i, committed, pending);
+        out[i] = O::from_f32(next.apply(stored, grads[i].to_f32()).param);
     }
 }
 
@@ -221,10 +232,10 @@ pub(crate) fn commit_then_speculate<G: Element, O: Element>(
 /// step already rounded the old value away. A still larger one leaves second moments negative; the next step makes their
 /// params NaN, and its rollback turns those into 0, as the released systems do. A beta or decay of 0 cannot be undone.
 #[inline(always)]
-pub(crate) fn inverse<G: Element>(step: AdamStep, state: &mut AdamState<'_>, grads: &[G]) {
+pub(crate) fn inverse<M: Moment, G: Element>(step: AdamStep, state: &mut AdamState<'_, M>, grads: &[G]) {
     let mut state = state.sized(grads.len());
     for (i, grad) in grads.iter().enumerate() {
-        state.set(i, step.undo(state.get(i), grad.to_f32()));
+        state.set(i, step.undo(state.get(i), grad.to_f32()), step);
     }
 }
 
@@ -247,24 +258,24 @@ mod tests {
     /// Half a unit in the last place of 1: the relative error of one rounding.
     const U: f64 = 1.0 / (1u32 << 24) as f64;
 
-    struct Owned {
+    struct Owned<M = f32> {
         params: Vec<f32>,
-        m: Vec<f32>,
-        v: Vec<f32>,
+        m: Vec<M>,
+        v: Vec<M>,
     }
 
-    impl Owned {
+    impl<M: Moment> Owned<M> {
         fn new(params: Vec<f32>) -> Self {
-            let zeros = vec![0.0; params.len()];
+            let zeros = vec![M::from_f32(0.0); params.len()];
             Self { params, m: zeros.clone(), v: zeros }
         }
 
-        fn state(&mut self) -> AdamState<'_> {
-            AdamState { params: &mut self.params, m: &mut self.m, v: &mut self.v }
+        fn state(&mut self) -> AdamState<'_, M> {
+            AdamState { first: 1000, params: &mut self.params, m: &mut self.m, v: &mut self.v }
         }
 
         fn element(&self, i: usize) -> AdamElement {
-            AdamElement { param: self.params[i], m: self.m[i], v: self.v[i] }
+            AdamElement { param: self.params[i], m: self.m[i].to_f32(), v: self.v[i].to_f32() }
         }
     }
 
@@ -293,7 +304,7 @@ mod tests {
         let golden_v: [f32; 8] =
             [0.530_341_86, 0.008_061_07, 1.255_650_6e-4, 2.220_334_6e-6, 0.574_297_5, 0.008_216_771, 1.298_446_4e-4, 1.993_958e-6];
         let grad = |i: i32, t: i32| (((i * 37 + t * 101 + 11) % 257) - 128) as f32 / 64.0 * 2f32.powi(i % 4 * -3);
-        let mut owned = Owned::new((0..8).map(|i| (i as f32 - 3.5) / 4.0).collect());
+        let mut owned = Owned::<f32>::new((0..8).map(|i| (i as f32 - 3.5) / 4.0).collect());
         for t in 0..10 {
             let grads: Vec<f32> = (0..8).map(|i| grad(i, t)).collect();
             commit(at(t as u64 + 1, 1.0), &mut owned.state(), &grads);
@@ -332,10 +343,10 @@ mod tests {
     }
 
     /// One run of 40 steps both ways; some are clipped, some skipped. State and working weights must agree after each.
-    fn deferred_equals_synchronous<G: Element, O: Element>() {
+    fn deferred_equals_synchronous<M: Moment, G: Element, O: Element>() {
         let n = 333;
         let params: Vec<f32> = ordinary(1, n);
-        let (mut sync, mut deferred) = (Owned::new(params.clone()), Owned::new(params));
+        let (mut sync, mut deferred) = (Owned::<M>::new(params.clone()), Owned::<M>::new(params));
         let (mut sync_out, mut out) = (vec![O::from_f32(0.0); n], vec![O::from_f32(0.0); n]);
         let mut pending: Option<(AdamStep, Vec<G>)> = None;
         let mut taken = 0;
@@ -371,17 +382,38 @@ mod tests {
 
     #[test]
     fn deferred_commit_gives_the_bits_of_the_synchronous_step() {
-        deferred_equals_synchronous::<bf16, bf16>();
-        deferred_equals_synchronous::<f32, bf16>();
-        deferred_equals_synchronous::<f16, f16>();
-        deferred_equals_synchronous::<f32, f32>();
+        deferred_equals_synchronous::<f32, bf16, bf16>();
+        deferred_equals_synchronous::<f32, f32, bf16>();
+        deferred_equals_synchronous::<f32, f16, f16>();
+        deferred_equals_synchronous::<f32, f32, f32>();
+        deferred_equals_synchronous::<bf16, bf16, bf16>();
+        deferred_equals_synchronous::<bf16, f32, f32>();
+    }
+
+    /// Moments that are stored in 16 bits: the first step's parameters are those of fp32, and the state is what `apply` gives, rounded.
+    #[test]
+    fn packed_moments_are_rounded_after_the_parameters_were_taken_from_them() {
+        let (n, step) = (4096, at(1, 0.7));
+        let (mut wide, mut packed) = (Owned::<f32>::new(ordinary(1, n)), Owned::<bf16>::new(ordinary(1, n)));
+        let grads: Vec<f32> = ordinary(2, n);
+        commit(step, &mut wide.state(), &grads);
+        commit(step, &mut packed.state(), &grads);
+        assert_same(&packed.params, &wide.params, "params");
+        let mut rose = 0;
+        for i in 0..n {
+            let (element, down) = (wide.element(i), f32::from_bits(wide.v[i].to_bits() & 0xffff_0000));
+            assert_eq!(packed.m[i], bf16::from_f32(element.m));
+            assert_eq!(packed.v[i], bf16::second(element.v, Rounding { key: rounding_key(1), first: 1000 }.bits(i)));
+            rose += usize::from(packed.v[i].to_f32() > down);
+        }
+        assert!((n * 2 / 5..n * 3 / 5).contains(&rose), "{rose} of {n} second moments rose");
     }
 
     /// State in its 51st step, before and after one more step with `grads_factor` times the usual gradients was undone.
     fn stepped_and_undone(grads_factor: f32) -> (Owned, Owned) {
         let n = 20_000;
         let run = |steps| {
-            let mut owned = Owned::new(ordinary(1, n));
+            let mut owned = Owned::<f32>::new(ordinary(1, n));
             for t in 1..=steps {
                 commit(at(t, 1.0), &mut owned.state(), &ordinary::<f32>(t, n));
             }

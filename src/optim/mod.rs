@@ -4,13 +4,14 @@
 //! the same code for each instruction set and picks one at run time; it adds no arithmetic of its own.
 
 pub(crate) mod adam;
+pub(crate) mod moments;
 pub(crate) mod norm;
 #[cfg(test)]
 pub(crate) mod samples;
 pub(crate) mod schedule;
 pub(crate) mod simd;
 
-/// One of the three fp32 arrays of AdamW's state.
+/// One of the three arrays of AdamW's state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StatePart {
     /// The parameters.

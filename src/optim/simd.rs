@@ -8,6 +8,7 @@
 use crate::dtype::{Dtype, Element};
 use crate::error::{Error, Result};
 use crate::optim::adam::{self, AdamState, AdamStep};
+use crate::optim::moments::Moment;
 use crate::optim::norm;
 use half::{bf16, f16};
 use std::fmt;
@@ -201,15 +202,15 @@ impl AdamKernels {
     }
 
     /// See [`adam::step`].
-    pub fn step(self, step: AdamStep, state: &mut AdamState<'_>, grads: Grads<'_>, out: Weights<'_>) {
+    pub fn step<M: Moment>(self, step: AdamStep, state: &mut AdamState<'_, M>, grads: Grads<'_>, out: Weights<'_>) {
         typed!(Grads(g) = grads => typed!(Weights(o) = out => {
             if shells::WHOLE {
                 return self.run(#[inline(always)] |_| adam::step(step, state, g, o));
             }
             let mut state = state.sized(g.len());
-            let [p, m, v] = arrays(&state).map(ArraySpan::of);
+            let [p, m, v] = spans(&state);
             self.run_blocks(g.len(), [p, m, v, ArraySpan::of(o)], #[inline(always)] move |access, at| {
-                let mut block = AdamBlock::load(access, arrays(&state), &at);
+                let mut block = AdamBlock::load(access, &state, &at);
                 let (mut new, narrow) = block.room(at.len());
                 adam::step(step, &mut new, access.read(g, &at), narrow);
                 block.store_state(access, &mut state, &at);
@@ -219,13 +220,12 @@ impl AdamKernels {
     }
 
     /// See [`adam::speculate`].
-    pub fn speculate(self, step: AdamStep, state: &AdamState<'_>, grads: Grads<'_>, out: Weights<'_>) {
+    pub fn speculate<M: Moment>(self, step: AdamStep, state: &AdamState<'_, M>, grads: Grads<'_>, out: Weights<'_>) {
         typed!(Grads(g) = grads => typed!(Weights(o) = out => {
             if shells::WHOLE {
                 return self.run(#[inline(always)] |_| adam::speculate(step, state, g, o));
             }
-            let state = arrays(state);
-            assert_eq!(state.map(<[f32]>::len), [g.len(); 3], "params, m, v against gradients");
+            state.check_len(g.len());
             self.run_blocks(g.len(), [ArraySpan::of(o)], #[inline(always)] move |access, at| {
                 let mut block = AdamBlock::load(access, state, &at);
                 let (old, narrow) = block.room(at.len());
@@ -236,15 +236,14 @@ impl AdamKernels {
     }
 
     /// See [`adam::commit`].
-    pub fn commit(self, step: AdamStep, state: &mut AdamState<'_>, grads: Grads<'_>) {
+    pub fn commit<M: Moment>(self, step: AdamStep, state: &mut AdamState<'_, M>, grads: Grads<'_>) {
         typed!(Grads(g) = grads => {
             if shells::WHOLE {
                 return self.run(#[inline(always)] |_| adam::commit(step, state, g));
             }
             let mut state = state.sized(g.len());
-            let [p, m, v] = arrays(&state).map(ArraySpan::of);
-            self.run_blocks(g.len(), [p, m, v], #[inline(always)] move |access, at| {
-                let mut block = AdamBlock::<f32>::load(access, arrays(&state), &at);
+            self.run_blocks(g.len(), spans(&state), #[inline(always)] move |access, at| {
+                let mut block = AdamBlock::<M, f32>::load(access, &state, &at);
                 adam::commit(step, &mut block.room(at.len()).0, access.read(g, &at));
                 block.store_state(access, &mut state, &at);
             });
@@ -255,13 +254,13 @@ impl AdamKernels {
     ///
     /// # Panics
     /// Also if the two gradients differ in format.
-    pub fn commit_then_speculate(
+    pub fn commit_then_speculate<M: Moment>(
         self,
         pending: AdamStep,
         pending_grads: Grads<'_>,
         next: AdamStep,
         grads: Grads<'_>,
-        state: &mut AdamState<'_>,
+        state: &mut AdamState<'_, M>,
         out: Weights<'_>,
     ) {
         use Grads::{Bf16, F16, F32};
@@ -273,16 +272,24 @@ impl AdamKernels {
         }
     }
 
-    fn fused<G: Element>(self, pending: AdamStep, h: &[G], next: AdamStep, g: &[G], state: &mut AdamState<'_>, out: Weights<'_>) {
+    fn fused<M: Moment, G: Element>(
+        self,
+        pending: AdamStep,
+        h: &[G],
+        next: AdamStep,
+        g: &[G],
+        state: &mut AdamState<'_, M>,
+        out: Weights<'_>,
+    ) {
         typed!(Weights(o) = out => {
             if shells::WHOLE {
                 return self.run(#[inline(always)] |_| adam::commit_then_speculate(pending, h, next, g, state, o));
             }
             let mut state = state.sized(g.len());
-            let [p, m, v] = arrays(&state).map(ArraySpan::of);
+            let [p, m, v] = spans(&state);
             assert_eq!(h.len(), g.len(), "pending gradients against gradients");
             self.run_blocks(g.len(), [p, m, v, ArraySpan::of(o)], #[inline(always)] move |access, at| {
-                let mut block = AdamBlock::load(access, arrays(&state), &at);
+                let mut block = AdamBlock::load(access, &state, &at);
                 let (mut new, narrow) = block.room(at.len());
                 adam::commit_then_speculate(pending, access.read(h, &at), next, access.read(g, &at), &mut new, narrow);
                 block.store_state(access, &mut state, &at);
@@ -292,7 +299,7 @@ impl AdamKernels {
     }
 
     /// See [`adam::inverse`].
-    pub fn inverse(self, step: AdamStep, state: &mut AdamState<'_>, grads: Grads<'_>) {
+    pub fn inverse<M: Moment>(self, step: AdamStep, state: &mut AdamState<'_, M>, grads: Grads<'_>) {
         typed!(Grads(g) = grads => self.run(#[inline(always)] |_| adam::inverse(step, state, g)));
     }
 
@@ -376,36 +383,37 @@ impl ArraySpan {
 }
 
 #[inline(always)]
-fn arrays<'a>(state: &'a AdamState<'_>) -> [&'a [f32]; 3] {
-    [state.params, state.m, state.v]
+fn spans<M: Moment>(state: &AdamState<'_, M>) -> [ArraySpan; 3] {
+    [ArraySpan::of(state.params), ArraySpan::of(state.m), ArraySpan::of(state.v)]
 }
 
 /// What a pass works on, in registers when the compiler has enough of them: results leave it a line at a time.
 #[repr(align(64))]
-struct AdamBlock<O> {
+struct AdamBlock<M, O> {
+    first: usize,
     params: [f32; BLOCK],
-    m: [f32; BLOCK],
-    v: [f32; BLOCK],
+    m: [M; BLOCK],
+    v: [M; BLOCK],
     out: [O; BLOCK],
 }
 
-impl<O: Element> AdamBlock<O> {
+impl<M: Moment, O: Element> AdamBlock<M, O> {
     /// The elements `at` of the state, at most a block.
     #[inline(always)]
-    fn load(access: PassAccess, state: [&[f32]; 3], at: &Range<usize>) -> Self {
-        let [params, m, v] = state;
-        Self { params: access.head(params, at), m: access.head(m, at), v: access.head(v, at), out: [O::from_f32(0.0); BLOCK] }
+    fn load(access: PassAccess, state: &AdamState<'_, M>, at: &Range<usize>) -> Self {
+        let (params, m, v) = (access.head(state.params, at), access.head(state.m, at), access.head(state.v, at));
+        Self { first: state.first.wrapping_add(at.start), params, m, v, out: [O::from_f32(0.0); BLOCK] }
     }
 
     /// The first `elems` elements and room for their working weights.
     #[inline(always)]
-    fn room(&mut self, elems: usize) -> (AdamState<'_>, &mut [O]) {
-        let state = AdamState { params: &mut self.params[..elems], m: &mut self.m[..elems], v: &mut self.v[..elems] };
-        (state, &mut self.out[..elems])
+    fn room(&mut self, elems: usize) -> (AdamState<'_, M>, &mut [O]) {
+        let Self { first, params, m, v, out } = self;
+        (AdamState { first: *first, params: &mut params[..elems], m: &mut m[..elems], v: &mut v[..elems] }, &mut out[..elems])
     }
 
     #[inline(always)]
-    fn store_state(&self, access: PassAccess, state: &mut AdamState<'_>, at: &Range<usize>) {
+    fn store_state(&self, access: PassAccess, state: &mut AdamState<'_, M>, at: &Range<usize>) {
         access.write(access.stream_state, &mut state.params[at.clone()], &self.params);
         access.write(access.stream_state, &mut state.m[at.clone()], &self.m);
         access.write(access.stream_state, &mut state.v[at.clone()], &self.v);
@@ -444,8 +452,8 @@ impl PassAccess {
 
     /// A block that begins with the elements `at`.
     #[inline(always)]
-    fn head(self, array: &[f32], at: &Range<usize>) -> [f32; BLOCK] {
-        let mut block = [0.0; BLOCK];
+    fn head<T: Element>(self, array: &[T], at: &Range<usize>) -> [T; BLOCK] {
+        let mut block = [T::from_f32(0.0); BLOCK];
         block[..at.len()].copy_from_slice(self.read(array, at));
         block
     }
@@ -502,10 +510,12 @@ mod tests {
 
     /// One pass's inputs, and its outputs in the same place.
     #[derive(Clone)]
-    struct Case<G, O> {
+    struct Case<M, G, O> {
+        /// Place in the flat order.
+        first: usize,
         params: Vec<f32>,
-        m: Vec<f32>,
-        v: Vec<f32>,
+        m: Vec<M>,
+        v: Vec<M>,
         grads: Vec<G>,
         pending_grads: Vec<G>,
         out: Vec<O>,
@@ -530,11 +540,11 @@ mod tests {
     }
 
     /// Runs `pass` of the pending step, or of the pending and the next one, over formats known at run time.
-    fn run<G: Element, O: Element>(
+    fn run<M: Moment, G: Element, O: Element>(
         kernels: AdamKernels,
         pass: Pass,
         (pending, next): (AdamStep, AdamStep),
-        mut state: AdamState<'_>,
+        mut state: AdamState<'_, M>,
         grads: [&[G]; 2],
         out: &mut [O],
     ) {
@@ -550,21 +560,24 @@ mod tests {
         }
     }
 
-    impl<G: Element, O: Element> Case<G, O> {
+    /// So that places in the flat order pass 2^32 in a case.
+    const FIRST: usize = (1 << 32) - 50;
+
+    impl<M: Moment, G: Element, O: Element> Case<M, G, O> {
         fn ordinary(len: usize) -> Self {
-            let v = ordinary(3, len).into_iter().map(f32::abs).collect();
+            let v = ordinary(3, len).into_iter().map(|v: f32| M::from_f32(v.abs())).collect();
             let (grads, pending_grads) = (ordinary(4, len), ordinary(5, len));
-            Self { params: ordinary(1, len), m: ordinary(2, len), v, grads, pending_grads, out: ordinary(6, len) }
+            Self { first: FIRST, params: ordinary(1, len), m: ordinary(2, len), v, grads, pending_grads, out: ordinary(6, len) }
         }
 
         fn wild(len: usize) -> Self {
             let (grads, pending_grads) = (wild(4, len), wild(5, len));
-            Self { params: wild(1, len), m: wild(2, len), v: wild(3, len), grads, pending_grads, out: ordinary(6, len) }
+            Self { first: FIRST, params: wild(1, len), m: wild(2, len), v: wild(3, len), grads, pending_grads, out: ordinary(6, len) }
         }
 
         fn by_specification(&mut self, pass: Pass, (pending, next): (AdamStep, AdamStep)) {
-            let Self { params, m, v, grads, pending_grads, out } = self;
-            let state = &mut AdamState { params, m, v };
+            let Self { first, params, m, v, grads, pending_grads, out } = self;
+            let state = &mut AdamState { first: *first, params, m, v };
             match pass {
                 Pass::Step => adam::step(pending, state, grads, out),
                 Pass::Speculate => adam::speculate(pending, state, grads, out),
@@ -578,12 +591,14 @@ mod tests {
         /// Runs `pass` on copies of the arrays that begin `offsets` (state, weights) elements after a line, and sees that
         /// nothing around them changes.
         fn by_kernels(&mut self, kernels: AdamKernels, pass: Pass, steps: (AdamStep, AdamStep), offsets: [usize; 2]) {
-            let Self { params, m, v, grads, pending_grads, out } = self;
-            let mut state = [params, m, v].map(|array| (Placed::new(array, offsets[0]), array));
-            let mut weights = Placed::new(out, offsets[1]);
-            let [params, m, v] = state.each_mut().map(|(placed, _)| placed.inner());
-            run(kernels, pass, steps, AdamState { params, m, v }, [pending_grads, grads], weights.inner());
-            state.iter_mut().for_each(|(placed, array)| placed.take_back(array));
+            let Self { first, params, m, v, grads, pending_grads, out } = self;
+            let (mut masters, mut weights) = (Placed::new(params, offsets[0]), Placed::new(out, offsets[1]));
+            let mut moments = [m, v].map(|array| (Placed::new(array, offsets[0]), array));
+            let [m, v] = moments.each_mut().map(|(placed, _)| placed.inner());
+            let state = AdamState { first: *first, params: masters.inner(), m, v };
+            run(kernels, pass, steps, state, [pending_grads, grads], weights.inner());
+            moments.iter_mut().for_each(|(placed, array)| placed.take_back(array));
+            masters.take_back(params);
             weights.take_back(out);
         }
 
@@ -594,7 +609,7 @@ mod tests {
                 for &stores in stores {
                     let (mut got, kernels) = (self.clone(), AdamKernels::new(isa).unwrap().with_stores(stores));
                     got.by_kernels(kernels, pass, steps(), offsets);
-                    let formats = format!("{} to {}", G::DTYPE, O::DTYPE);
+                    let formats = format!("{} to {}, moments {}", G::DTYPE, O::DTYPE, M::DTYPE);
                     let what = |field| format!("{kernels} {pass:?} {formats}, {} elements at {offsets:?}: {field}", self.grads.len());
                     assert_same(&got.params, &golden.params, &what("params"));
                     assert_same(&got.m, &golden.m, &what("m"));
@@ -635,11 +650,11 @@ mod tests {
     const STORES: [Stores; 3] = [Stores::Temporal, Stores::StreamWeights, Stores::Streaming];
 
     /// Lengths and offsets around the boundaries of lines and blocks; offsets with and without a common boundary.
-    fn check_places<G: Element, O: Element>() {
+    fn check_places<M: Moment, G: Element, O: Element>() {
         let offsets = [[0, 0], [1, 1], [15, 15], [16, 16], [31, 31], [17, 1], [0, 1], [5, 4]];
         for pass in PASSES {
             for len in (0..4).chain(14..19).chain(30..35).chain(46..50).chain(62..67).chain(94..99).chain([4096 + 13]) {
-                let case = Case::<G, O>::wild(len);
+                let case = Case::<M, G, O>::wild(len);
                 offsets.iter().for_each(|&offsets| case.check(pass, &STORES, offsets));
             }
         }
@@ -647,39 +662,49 @@ mod tests {
 
     #[test]
     fn every_kind_of_store_agrees_with_the_specification_at_every_place() {
-        check_places::<f32, f32>();
-        check_places::<bf16, bf16>();
-        check_places::<f32, f16>();
+        check_places::<f32, f32, f32>();
+        check_places::<f32, bf16, bf16>();
+        check_places::<f32, f32, f16>();
+        check_places::<bf16, f32, f32>();
+        check_places::<bf16, bf16, bf16>();
     }
 
-    fn check_formats<G: Element, O: Element>() {
+    fn check_formats<M: Moment, G: Element, O: Element>() {
         for pass in PASSES {
             for len in (0..=200).chain([4096 + 13]) {
-                Case::<G, O>::ordinary(len).check(pass, &[Stores::Streaming], [0, 0]);
-                Case::<G, O>::wild(len).check(pass, &[Stores::Streaming], [0, 0]);
+                Case::<M, G, O>::ordinary(len).check(pass, &[Stores::Streaming], [0, 0]);
+                Case::<M, G, O>::wild(len).check(pass, &[Stores::Streaming], [0, 0]);
             }
         }
     }
 
     #[test]
     fn all_instruction_sets_agree_with_the_specification_f32() {
-        check_formats::<f32, f32>();
-        check_formats::<f32, bf16>();
-        check_formats::<f32, f16>();
+        check_formats::<f32, f32, f32>();
+        check_formats::<f32, f32, bf16>();
+        check_formats::<f32, f32, f16>();
     }
 
     #[test]
     fn all_instruction_sets_agree_with_the_specification_bf16() {
-        check_formats::<bf16, f32>();
-        check_formats::<bf16, bf16>();
-        check_formats::<bf16, f16>();
+        check_formats::<f32, bf16, f32>();
+        check_formats::<f32, bf16, bf16>();
+        check_formats::<f32, bf16, f16>();
     }
 
     #[test]
     fn all_instruction_sets_agree_with_the_specification_f16() {
-        check_formats::<f16, f32>();
-        check_formats::<f16, bf16>();
-        check_formats::<f16, f16>();
+        check_formats::<f32, f16, f32>();
+        check_formats::<f32, f16, bf16>();
+        check_formats::<f32, f16, f16>();
+    }
+
+    #[test]
+    fn all_instruction_sets_agree_with_the_specification_of_packed_moments() {
+        check_formats::<bf16, f32, f32>();
+        check_formats::<bf16, f32, bf16>();
+        check_formats::<bf16, bf16, bf16>();
+        check_formats::<bf16, f16, f16>();
     }
 
     fn check_partials<G: Element>(grads: &[G]) {

@@ -14,6 +14,7 @@ use crate::model::policy::LayerPolicy;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::{Module, TensorTable};
 use crate::optim::PIECE_ELEMS;
+use crate::optim::moments::Moments;
 use crate::optim::norm::BLOCK;
 use crate::optim::simd::Isa;
 use crate::planner::rules::{Policy, Rules};
@@ -28,8 +29,6 @@ const RING_BUCKETS: usize = 8;
 pub(crate) const PAGED_WINDOW: usize = 4;
 /// Elements that pass at once between the device and the host's side of its state: a pinned buffer.
 pub(crate) const BOUNCE_ELEMS: usize = 1 << 18;
-/// Optimizer state of a parameter: fp32 parameter, m and v.
-pub(super) const STATE_BYTES: usize = 12;
 
 /// The bytes of `classes` at `space`.
 pub(crate) fn bytes_at(classes: &[MemoryClass], space: MemorySpace) -> u64 {
@@ -103,6 +102,8 @@ pub(crate) struct Workload<'a> {
     /// Format on the device.
     pub dtype: Dtype,
     pub link_dtype: Dtype,
+    /// Format of the optimizer's moments.
+    pub moments: Moments,
     /// What the coordinator may do.
     pub(crate) rules: Rules,
     /// Slots that are lent, of each kind.
@@ -175,7 +176,7 @@ impl Workload<'_> {
 
     /// Every class that is not empty.
     pub(crate) fn classes(&self, layout: &BucketLayout, rings: Rings, activations: &ActivationPlan) -> Vec<MemoryClass> {
-        let (flat, ranks) = (layout.flat_elems(), self.ranks);
+        let (flat, ranks, state_bytes) = (layout.flat_elems(), self.ranks, self.moments.state_bytes());
         // Of a paged bucket nothing crosses the link but the state.
         let [offloaded, paged] = [Tier::Host, Tier::Unified].map(|tier| layout.elems_in(tier).len());
         let slices = || (0..ranks).map(|rank| Slices::new(layout.clone(), rank, ranks));
@@ -203,13 +204,13 @@ impl Workload<'_> {
             class("gradient slices", MemorySpace::Device, kept_elems * self.dtype.bytes()),
             class("gradient sums", MemorySpace::Device, if rounds > 1 { owned * 4 } else { 0 }),
             class("peers' gradients", MemorySpace::Device, pulled),
-            class("resident p, m, v", MemorySpace::Device, STATE_BYTES * resident),
+            class("resident p, m, v", MemorySpace::Device, state_bytes * resident),
             class("paged states here", MemorySpace::Device, self.paged_window_bytes(layout)),
             class("cast staging", MemorySpace::Device, staging),
             class("activations", MemorySpace::Device, ranks * activations.device_bytes().0 as usize),
             class("norm partials", MemorySpace::Device, owned / BLOCK * 4 + ranks * 4),
-            class("offloaded p, m, v", MemorySpace::Host, STATE_BYTES * offloaded),
-            class("paged p, m, v", MemorySpace::Host, STATE_BYTES * paged),
+            class("offloaded p, m, v", MemorySpace::Host, state_bytes * offloaded),
+            class("paged p, m, v", MemorySpace::Host, state_bytes * paged),
             class("gradient slots", MemorySpace::Host, self.grad_slots(layout) * slot_bytes),
             class(params_name, MemorySpace::Host, self.param_slots(layout, rings) * slot_bytes),
             class("kept activations", MemorySpace::Host, ranks * activations.host_bytes().0 as usize),
@@ -251,7 +252,7 @@ impl Workload<'_> {
     /// A bucket shares its arrays' first and last pages with its neighbours.
     fn paged_window_bytes(&self, layout: &BucketLayout) -> usize {
         let DeviceMemory::Own { addressing: Addressing::Managed, .. } = self.machine.device else { return 0 };
-        PAGED_WINDOW.min(layout.buckets_in(Tier::Unified).len()) * (STATE_BYTES * layout.bucket_elems() + 3 * PAGE_BYTES)
+        PAGED_WINDOW.min(layout.buckets_in(Tier::Unified).len()) * (self.moments.state_bytes() * layout.bucket_elems() + 3 * PAGE_BYTES)
     }
 }
 

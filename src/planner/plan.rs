@@ -20,6 +20,7 @@ use crate::model::shape::ModelShape;
 use crate::model::tensors::TensorTable;
 use crate::optim::PIECE_ELEMS;
 use crate::optim::adam::AdamHyper;
+use crate::optim::moments::Moments;
 use crate::optim::norm::BLOCK;
 use crate::optim::simd::Isa;
 use crate::planner::budget::{Balance, Rings, Workload, balances, board_sizes, bytes_at, device_casts, driver_tracks, kept, sharded};
@@ -123,6 +124,8 @@ pub struct Plan {
     pub dtype: Dtype,
     /// Format of gradients and parameters on the link; fp32 when the device casts.
     pub link_dtype: Dtype,
+    /// Format of the optimizer's moments.
+    pub moments: Moments,
     /// Instruction set of the optimizer.
     pub isa: Isa,
     /// Threads that compute, and as many optimizer workers.
@@ -217,6 +220,7 @@ impl Plan {
             barrier: settings.strategy == Strategy::ZeroOffload,
             dtype: workload.dtype,
             link_dtype: workload.link_dtype,
+            moments: workload.moments,
             isa: workload.isa,
             threads: workload.workers,
             grad_ring: choice.rings.grads,
@@ -260,7 +264,8 @@ impl Plan {
         let cut =
             |plan: &Self| (plan.layout.with_resident(0), plan.grad_accum_steps, plan.shares, plan.ranks, plan.link_dtype, plan.threads);
         assert_eq!(cut(self), cut(&other), "another cut is no other place");
-        assert_eq!((self.loss_tile, self.rules), (other.loss_tile, other.rules), "another plan, not other places");
+        let bits = |plan: &Self| (plan.loss_tile, plan.rules, plan.moments);
+        assert_eq!(bits(self), bits(&other), "another plan, not other places");
         Self {
             layout: other.layout,
             grad_ring: other.grad_ring,
@@ -368,6 +373,7 @@ fn workload<'a>(
         ranks: settings.gpus,
         dtype,
         link_dtype,
+        moments: settings.moments,
         rules: Rules { policy, adaptive: techniques.adaptive, deadline_order: techniques.deadline_order },
         slots: settings.slots.unwrap_or(SLOTS),
         trace_spans: if trace { spans_per_track(workers + 1 + driver_tracks(settings.gpus)) } else { 0 },
@@ -599,7 +605,8 @@ impl fmt::Display for Plan {
             )?;
         }
         let isa = if self.elsewhere && self.isa != Isa::Scalar { "vector code".into() } else { self.isa.to_string() };
-        writeln!(f, "  optimizer   AdamW on {} threads, {isa}; clip above {}", self.threads, self.max_grad_norm)?;
+        let moments = if self.moments == Moments::Float32 { String::new() } else { format!(", moments in {}", self.moments) };
+        writeln!(f, "  optimizer   AdamW on {} threads, {isa}{moments}; clip above {}", self.threads, self.max_grad_norm)?;
         // The quick estimate weighs plans before they are simulated; beside a simulation it would be a second answer.
         match (self.simulated_step_ms, &self.predicted) {
             (Some(ms), _) => writeln!(f, "  simulated   {ms:.1} ms a step, at the rates of {}", self.machine.rates.profile)?,
@@ -692,14 +699,20 @@ mod tests {
     }
 
     #[test]
-    fn offloaded_state_takes_14_bytes_a_parameter_and_what_is_lent() {
-        let plan = plan(Settings { without: vec![Technique::Repartition], ..Settings::demo() }).unwrap();
+    fn offloaded_state_takes_14_bytes_a_parameter_or_10_and_what_is_lent() {
+        for (moments, bytes) in [(Moments::Float32, 14), (Moments::Bfloat16, 10)] {
+            expect_offloaded_bytes(moments, bytes);
+        }
+    }
+
+    fn expect_offloaded_bytes(moments: Moments, bytes: usize) {
+        let plan = plan(Settings { moments, without: vec![Technique::Repartition], ..Settings::demo() }).unwrap();
         let lent = 2 * plan.param_slots * plan.layout.bucket_elems() * 2;
         let classes = plan.memory.iter().filter(|class| class.space == MemorySpace::Host && class.name != "batches, norm");
         let state = classes.map(|class| class.bytes).sum::<usize>() - if plan.rules.policy == Policy::Deferred { lent } else { lent / 2 };
         // A slot is as long as a whole bucket, also for the last one.
         let last_slot_excess = 2 * (plan.layout.count() * plan.layout.bucket_elems() - plan.layout.flat_elems());
-        assert_eq!(state, 14 * plan.layout.flat_elems() + last_slot_excess);
+        assert_eq!(state, bytes * plan.layout.flat_elems() + last_slot_excess);
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! How long a step will take, from a machine's rates and as if everything overlapped: quick enough to compare hundreds of plans.
 //! What a plan really does on such a machine is for the simulated device to say.
 
-use super::budget::{Rings, STATE_BYTES, Workload};
+use super::budget::{Rings, Workload};
 use super::passes::PassTimes;
 use super::rules::Policy;
 use crate::bucket::layout::{BucketLayout, Tier};
@@ -65,14 +65,15 @@ impl<'a> Predictor<'a> {
         let offloaded = layout.offloaded_elems() as f64 / ranks;
         let stepped_here = layout.flat_elems() as f64 / ranks - offloaded;
         // State is read and written, a gradient read, a weight written.
-        let adam_bytes = 2 * STATE_BYTES + 2 * self.workload.dtype.bytes();
+        let state_bytes = self.workload.moments.state_bytes();
+        let adam_bytes = 2 * state_bytes + 2 * self.workload.dtype.bytes();
         let passes_s = accum * self.passes.micro_step_s(policies) + self.sums_s(layout.flat_elems());
         let adam_s = stepped_here * adam_bytes as f64 / rates.device_bytes_per_s;
         let kept_s = accum * activations.host_bytes().0 as f64 / rates.both_ways_bytes_per_s;
         if layout.away() == Tier::Unified {
             // States come and go while the optimizer runs, when nothing else does.
             let paged = layout.elems_in(Tier::Unified).len() as f64 / ranks;
-            let paged_s = paged * STATE_BYTES as f64 / self.paging_bytes_per_s();
+            let paged_s = paged * state_bytes as f64 / self.paging_bytes_per_s();
             let step_s = passes_s.max(kept_s) + adam_s.max(paged_s);
             return Prediction { device_s: passes_s + adam_s, pool_s: 0.0, link_s: kept_s + paged_s, step_s, validated_s: step_s };
         }
@@ -126,7 +127,7 @@ impl<'a> Predictor<'a> {
 
     /// Bytes of a parameter whose verdict is known: state read and written, gradient read, weight written.
     fn stepped_bytes(&self) -> usize {
-        2 * STATE_BYTES + 2 * self.workload.link_dtype.bytes()
+        2 * self.workload.moments.state_bytes() + 2 * self.workload.link_dtype.bytes()
     }
 
     /// And of one that is committed and speculated on: two gradients.
@@ -135,7 +136,7 @@ impl<'a> Predictor<'a> {
     }
 
     fn adam_bytes_per_s(&self) -> f64 {
-        self.workload.machine.rates.adam_bytes_per_s(self.workload.workers, self.workload.isa)
+        self.workload.machine.rates.adam_bytes_per_s(self.workload.workers, self.workload.isa, self.workload.moments)
     }
 
     /// Bytes of paged states a second, each way.

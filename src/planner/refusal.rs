@@ -3,11 +3,12 @@
 use super::budget::Balance;
 use super::machine::Machine;
 use crate::bucket::layout::Tier;
-use crate::config::options::{ActivationsChoice, ResidentBuckets, Strategy, WeightsChoice};
+use crate::config::options::{ActivationsChoice, ResidentBuckets, Rollback, Strategy, WeightsChoice};
 use crate::config::settings::Settings;
 use crate::error::{Error, Result};
 use crate::memory::MemorySpace;
 use crate::model::shape::ModelShape;
+use crate::optim::moments::Moments;
 use crate::planner::plan::Plan;
 use crate::units::Bytes;
 
@@ -94,6 +95,9 @@ impl Plan {
             ("allow-changed numerics", with(&|s| s.loss_tile = None)),
         ];
         remedies.extend(batches);
+        if settings.rollback == Rollback::Deferred {
+            remedies.push(("moments bfloat16", with(&|s| s.moments = Moments::Bfloat16)));
+        }
         remedies.push(("nondeterministic", with(&|s| s.nondeterministic = true)));
         remedies.extend(lengths);
         remedies.retain(|(_, changed)| changed != settings);

@@ -3,7 +3,7 @@
 use super::machine::Machine;
 use crate::bucket::layout::Tier;
 use crate::config::options::{
-    ActivationsChoice, AttentionChoice, CastSide, HostMemoryKind, ResidentBuckets, Strategy, Technique, TrainDtype, WeightsChoice,
+    ActivationsChoice, AttentionChoice, CastSide, HostMemoryKind, ResidentBuckets, Rollback, Strategy, Technique, TrainDtype, WeightsChoice,
 };
 use crate::config::settings::Settings;
 use crate::device::{Attention, DeviceKind};
@@ -13,6 +13,7 @@ use crate::memory::{Addressing, DeviceMemory, MemorySpace};
 use crate::model::policy::LayerPolicy;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::{Module, TensorTable};
+use crate::optim::moments::Moments;
 use crate::planner::plan::Plan;
 use crate::units::Bytes;
 use proptest::prelude::*;
@@ -345,6 +346,24 @@ fn an_impossible_plan_names_the_memory_both_sizes_and_a_way_out() {
     let on_cpu = Plan::new(&demo, &ModelShape::demo(), &Machine::cpu(2), false).unwrap();
     let message = on_cpu.check_fits(&demo, &ModelShape::demo()).unwrap_err().to_string();
     assert!(message.contains("140.0 MiB of host memory") && message.contains("--activations recompute-block would fit"), "{message}");
+}
+
+/// 19 billion parameters on one H200: 16 bytes of each are more than both memories, 12 are not.
+#[test]
+fn a_model_whose_states_fit_in_16_bits_alone_is_advised_so() {
+    if !REPARTITION {
+        return;
+    }
+    let shape = model("LlamaForCausalLM", (44, 6144, 48, 8, 16_384, 151_936, false));
+    assert!(refusal(&shape, &settings()).contains("; --moments bfloat16 would fit"), "{}", refusal(&shape, &settings()));
+    let packed = fitting(&shape, &Settings { moments: Moments::Bfloat16, ..settings() });
+    let class = |name: &str| packed.memory.iter().find(|class| class.name == name).unwrap().bytes;
+    let offloaded = packed.layout.offloaded_elems();
+    assert_eq!(class("offloaded p, m, v") + class("resident p, m, v"), 8 * packed.layout.flat_elems());
+    assert_eq!(class("offloaded p, m, v"), 8 * offloaded);
+    assert!(packed.to_string().contains(", moments in bfloat16; clip above"), "{packed}");
+    let inverse = Settings { rollback: Rollback::Inverse, ..settings() };
+    assert!(cfg!(not(feature = "stv")) || !refusal(&shape, &inverse).contains("--moments"), "what is refused is no advice");
 }
 
 #[test]

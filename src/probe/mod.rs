@@ -353,8 +353,13 @@ mod tests {
         let machine = Machine::of(&profile);
         let (mut memory, topology) = (HostMemory::new(MemoryPolicy::unbacked()), small_caches());
         let states = States::leaked(&topology);
-        let (mut dev, pool) =
-            SimDevice::new("h200", &Rates::of(&profile), (machine.kind, machine.device), (15, crate::optim::simd::Isa::Avx2), 0);
+        let (mut dev, pool) = SimDevice::new(
+            "h200",
+            &Rates::of(&profile),
+            (machine.kind, machine.device),
+            (15, crate::optim::simd::Isa::Avx2, crate::optim::moments::Moments::Float32),
+            0,
+        );
         let pool = Pool::Simulated(pool);
         let context = ProbeContext { free_bytes: 1, addressing: Addressing::Managed, memory: &mut memory, states: &states, pool };
         let (gpu, link, contention) = measure_device(&mut dev, ProbeSizes::GPU, context, 2.0, &mut |_| ()).unwrap();

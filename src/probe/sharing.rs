@@ -110,6 +110,7 @@ mod tests {
     use crate::hardware::rates::tests::round_rates;
     use crate::hardware::topology::Topology;
     use crate::memory::DeviceMemory;
+    use crate::optim::moments::Moments;
     use crate::optim::simd::Isa;
     use crate::probe::workers::Workers;
 
@@ -122,7 +123,8 @@ mod tests {
         let mut rates = round_rates();
         (rates.cpu_device_under_adam, rates.adam_under_cpu_device, rates.kernel_s) = (0.3, 0.6, 1e-6);
         let states = States::leaked(&topology());
-        let (mut dev, pool) = SimDevice::new("cpus", &rates, (DeviceKind::Cpu, DeviceMemory::Shared), (1, Isa::Scalar), 0);
+        let (mut dev, pool) =
+            SimDevice::new("cpus", &rates, (DeviceKind::Cpu, DeviceMemory::Shared), (1, Isa::Scalar, Moments::Float32), 0);
         let product = Product::new(&mut dev, Dtype::Bfloat16, 2048).unwrap();
         let mut sharers = Sharers { product, states: &states, pool: Pool::Simulated(pool), bell: Arc::default() };
         let Sharing { matmul, adam } = sharers.measure(&mut Timer::new(&mut dev).unwrap(), 1.0).unwrap();

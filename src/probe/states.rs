@@ -10,6 +10,7 @@ use crate::hardware::topology::Topology;
 use crate::host::pinned::{HostMemory, PinnedSlice};
 use crate::host::pool::Job;
 use crate::optim::adam::AdamHyper;
+use crate::optim::moments::Moments;
 use crate::optim::simd::{AdamKernels, Isa};
 use std::sync::Arc;
 
@@ -54,7 +55,13 @@ impl States {
             host.lend_mut::<f32>(memory).fill(value);
             Ok(memory)
         };
-        let state = HostState { first: 0, params: state("parameters", 0.05)?, m: state("m", 1e-3)?, v: state("v", 1e-6)? };
+        let state = HostState {
+            first: 0,
+            moments: Moments::Float32,
+            params: state("parameters", 0.05)?,
+            m: state("m", 1e-3)?,
+            v: state("v", 1e-6)?,
+        };
         // A gradient of zero would be as slow; a bit pattern that is no number might not.
         host.lend_mut(grads.memory).fill(half::bf16::from_f32(1e-3));
         let memory = StepMemory {
@@ -86,7 +93,7 @@ impl States {
         let bucket = index % BUCKETS;
         let range = bucket * self.params..(bucket + 1) * self.params;
         // SAFETY: whoever made the states sees to it that their memory stays and that one job runs at a time.
-        unsafe { StepJob::new(index, range, work, Some(Slot(bucket)), self.state, self.memory.clone()) }
+        unsafe { StepJob::new(index, (range.clone(), range.start), work, Some(Slot(bucket)), self.state, self.memory.clone()) }
     }
 
     pub fn triad(&self) -> Triad {

@@ -359,7 +359,9 @@ fn longer(line: &Value, shape: &ModelShape, plan: &Plan) -> f64 {
 
 /// How fast the host's memory was under the optimizer when the line was measured, as a part of what `rates` say.
 fn host_gain(line: &Value, rates: &Rates, plan: &Plan) -> f64 {
-    line["adam"]["busy_gb_per_s"].as_f64().map_or(1.0, |gb_per_s| gb_per_s * 1e9 / rates.adam_bytes_per_s(plan.threads, plan.isa))
+    line["adam"]["busy_gb_per_s"]
+        .as_f64()
+        .map_or(1.0, |gb_per_s| gb_per_s * 1e9 / rates.adam_bytes_per_s(plan.threads, plan.isa, plan.moments))
 }
 
 /// By how much `planned` is more than what was used.

@@ -35,7 +35,7 @@ pub(crate) fn simulate(
 ) -> Result<(Outcome, Vec<Recorder>, Range<u64>)> {
     let plan = Plan { host_memory: MemoryPolicy::unbacked(), trace_spans, ..plan.clone() };
     let on = (plan.machine.kind, plan.machine.device);
-    let (dev, pool) = SimDevice::new(name, &plan.machine.rates, on, (plan.threads, plan.isa), trace_spans);
+    let (dev, pool) = SimDevice::new(name, &plan.machine.rates, on, (plan.threads, plan.isa, plan.moments), trace_spans);
     let (shape, pool) = (shape.clone(), Pool::Simulated(pool));
     if plan.ranks == 1 {
         run(Engine::new(plan, shape, dev, pool, Arc::new(Doorbell::default()))?, steps)

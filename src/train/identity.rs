@@ -8,6 +8,7 @@ use crate::data::source;
 use crate::data::tokenizer::Tokenizer;
 use crate::error::Result;
 use crate::model::shape::ModelShape;
+use crate::optim::moments::Moments;
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 
@@ -54,6 +55,13 @@ fn data_identity(mut files: Vec<Value>) -> Value {
     json!({"sha256": checksum::sha256(all.as_bytes()), "files": files})
 }
 
+/// `then`, and what it means where it says nothing: before there was a choice moments were in float32.
+pub(super) fn completed(then: &Run) -> Run {
+    let mut then = then.clone();
+    then.entry(RunPart::Moments.name()).or_insert(json!(Moments::Float32));
+    then
+}
+
 /// Parts that `then` says nothing of, so that they cannot be compared.
 pub(super) fn unknown(then: &Run) -> Vec<&'static str> {
     RunPart::ALL.into_iter().map(RunPart::name).filter(|name| !then.contains_key(*name)).collect()
@@ -63,7 +71,11 @@ pub(super) fn unknown(then: &Run) -> Vec<&'static str> {
 pub(super) fn changes(then: &Run, now: &Run) -> Vec<(RunPart, String)> {
     let changed = |part: RunPart| {
         let (then, now) = (then.get(part.name())?, now.get(part.name())?);
-        let differences = if part == RunPart::Data { data_differences(then, now) } else { differences(part.name(), then, now) };
+        let differences = match part {
+            RunPart::Data => data_differences(then, now),
+            RunPart::Moments => moments_differences(then, now),
+            _ => differences(part.name(), then, now),
+        };
         (!differences.is_empty()).then(|| (part, differences.join(", ")))
     };
     RunPart::ALL.into_iter().filter_map(changed).collect()
@@ -96,6 +108,14 @@ fn differences(name: &str, then: &Value, now: &Value) -> Vec<String> {
         }
         _ => vec![format!("{} was {} and is {}", brief_text(name), brief(then), brief(now))],
     }
+}
+
+/// With what a conversion does to them.
+fn moments_differences(then: &Value, now: &Value) -> Vec<String> {
+    let widens = *now == json!(Moments::Float32);
+    let converted = if widens { "no value changes" } else { "rounded as the checkpoint's last step rounds" };
+    let name = |value: &Value| value.as_str().map_or(brief(value), brief_text);
+    if then == now { vec![] } else { vec![format!("they were {} and are {}: {converted}", name(then), name(now))] }
 }
 
 /// The first file that differs; files may have other names.
@@ -180,10 +200,19 @@ mod tests {
     }
 
     #[test]
+    fn moments_are_float32_where_nothing_is_said_of_them() {
+        let then = completed(&Run::new());
+        let now = |moments: Moments| Run::from_iter([("moments".to_string(), json!(moments))]);
+        assert_eq!(changes(&then, &now(Moments::Float32)), []);
+        let words = "they were float32 and are bfloat16: rounded as the checkpoint's last step rounds";
+        assert_eq!(changes(&then, &now(Moments::Bfloat16)), [(RunPart::Moments, words.to_string())]);
+    }
+
+    #[test]
     fn unknown_entries_stay_and_accepted_changes_add_up() {
         let parse = |text: &str| serde_json::from_str::<Run>(text).unwrap();
         let then = parse(r#"{"shares": [1, 2], "tokenizer": "bytes", "changed": [{"step": 3}]}"#);
-        assert_eq!(unknown(&then), ["model", "data", "numerics"]);
+        assert_eq!(unknown(&completed(&then)), ["model", "data", "numerics"]);
         let now = parse(r#"{"tokenizer": "other", "data": 5}"#);
         let accepted = changes(&then, &now);
         let run = continued(&then, now, 8, &accepted);

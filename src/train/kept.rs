@@ -41,6 +41,7 @@ pub(super) fn record(plan: &Plan, run: &mut Run) {
     let computed_on = if plan.machine.kind == DeviceKind::Cpu { "cpu" } else { "gpu" };
     let numerics = json!({LOSS_TILE: plan.loss_tile, "attention": attention, "computed_on": computed_on});
     run.insert(RunPart::Numerics.name().into(), numerics);
+    run.insert(RunPart::Moments.name().into(), json!(plan.moments));
     run.insert(STEP.into(), json!(StepShape { micro_batches: plan.grad_accum_steps, gradient_shares: plan.shares }));
 }
 

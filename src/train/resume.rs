@@ -79,7 +79,8 @@ pub(super) struct Accepted {
 /// `Usage` with both values for a difference that nobody accepted; `Format` for a manifest that makes no sense.
 pub(super) fn accept(loaded: Loaded, settings: &Settings, sequences: usize, now: Run, observer: &mut dyn Observer) -> Result<Accepted> {
     let path = loaded.manifest_path();
-    let (trainer, then) = (&loaded.manifest().trainer, &loaded.manifest().run);
+    let (trainer, recorded) = (&loaded.manifest().trainer, &loaded.manifest().run);
+    let then = &identity::completed(recorded);
     let wrong = |cause: &dyn std::fmt::Display| Error::format(&path, cause);
     let saved = SavedPosition::deserialize(&trainer.data_position).map_err(|e| wrong(&format_args!("data position: {e}")))?;
     let history = SpeculationHistory::deserialize(&trainer.speculation).map_err(|e| wrong(&format_args!("speculation: {e}")))?;
@@ -100,7 +101,7 @@ pub(super) fn accept(loaded: Loaded, settings: &Settings, sequences: usize, now:
     accept_changes(settings, &changes, observer)?;
     let position = position_in(settings, saved, sequences, observer)?;
     tell_changed_settings(&settings_now, &trainer.settings, observer);
-    let run = identity::continued(then, now, trainer.step, &changes);
+    let run = identity::continued(recorded, now, trainer.step, &changes);
     Ok(Accepted { position, history, run, loaded })
 }
 
@@ -115,11 +116,12 @@ impl Accepted {
     /// # Errors
     /// A tensor that the model does not have or that cannot be read; the device's.
     pub(super) fn restore<D: Kernels, X: Exchange<D>>(mut self, engine: &mut Engine<D, X>) -> Result<DataPosition> {
-        state::restore(engine, &mut self.loaded, PIECE_ELEMS)?;
         let trainer = &self.loaded.manifest().trainer;
         let mut loss_scale = LossScale::new(engine.plan().dtype);
         loss_scale.restore(trainer.loss_scale.scale, trainer.loss_scale.good_steps);
+        // Before the state: moments of another format are rounded as that step rounds.
         engine.resume(trainer.step, trainer.optimizer_step, loss_scale, self.history)?;
+        state::restore(engine, &mut self.loaded, PIECE_ELEMS)?;
         engine.send_weights()?;
         Ok(self.position)
     }
@@ -147,11 +149,15 @@ fn order_word(value: &Value) -> String {
 fn accept_changes(settings: &Settings, changes: &[(RunPart, String)], observer: &mut dyn Observer) -> Result<()> {
     for (part, change) in changes {
         let part_name = part.name();
+        let are_not = if *part == RunPart::Moments { "are not" } else { "is not" };
         if !settings.allow_changed.contains(part) {
-            let remedy = format!("--allow-changed {part_name} goes on nevertheless");
-            return Err(Error::usage(format!("the {part_name} is not the checkpoint's: {change}; {remedy}")));
+            let remedy = match part {
+                RunPart::Moments => "say --moments as it was, or --allow-changed moments, which converts them".into(),
+                _ => format!("--allow-changed {part_name} goes on nevertheless"),
+            };
+            return Err(Error::usage(format!("the {part_name} {are_not} the checkpoint's: {change}; {remedy}")));
         }
-        observer.warn(&format!("the {part_name} is not the checkpoint's, as --allow-changed allows: {change}"));
+        observer.warn(&format!("the {part_name} {are_not} the checkpoint's, as --allow-changed allows: {change}"));
     }
     Ok(())
 }

@@ -376,9 +376,9 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
         let evaluations = self.progress.with_checkpoint(step);
         let run = evaluations.kept_in(self.skips.kept_in(&self.run));
         let mut writer = Writer::create(self.run_dir.dir(), self.trainer_state()?, run)?;
-        for_each_piece(&mut self.engine, PIECE_ELEMS, |begun, elems| {
+        for_each_piece(&mut self.engine, PIECE_ELEMS, |begun, part, elems| {
             begun.iter().for_each(|spec| writer.begin(&spec.name, &spec.shape));
-            writer.elems(elems)
+            writer.elems(part, elems)
         })?;
         let limit = self.settings.save_total_limit.and_then(NonZeroUsize::new);
         let spared = Spared { newest_before: self.skips.since(), best: evaluations.best.map(|best| best.step) };
@@ -414,9 +414,9 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
     /// The digest of the state, flushed: optimizer step, then parameters, m and v of every tensor.
     pub(crate) fn digest(&mut self) -> Result<String> {
         self.engine.flush()?;
-        let mut digest = StateDigest::new(self.engine.optimizer_step());
-        for_each_piece(&mut self.engine, PIECE_ELEMS, |_, elems| {
-            digest.update(elems);
+        let mut digest = StateDigest::new(self.engine.optimizer_step(), self.engine.plan().moments);
+        for_each_piece(&mut self.engine, PIECE_ELEMS, |_, part, elems| {
+            digest.update(part, elems);
             Ok(())
         })?;
         Ok(digest.finish())

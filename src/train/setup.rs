@@ -95,7 +95,7 @@ pub(super) fn prepare<'a>(
     let run = resumed.as_ref().map_or(run, |accepted| accepted.run.clone());
     let max_steps = max_steps(&settings, &dataset);
     if let Some(run_dir) = run_dir.filter(|_| resumed.as_ref().is_none_or(|accepted| accepted.step() < max_steps)) {
-        run_dir.expect_room(checkpoint_bytes(TensorTable::new(&source.shape).params(), &source.files))?;
+        run_dir.expect_room(checkpoint_bytes(TensorTable::new(&source.shape).params(), plan.moments, &source.files))?;
     }
     let untrained = match dataset.untrained() {
         0 => String::new(),

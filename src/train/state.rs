@@ -16,7 +16,7 @@ use std::ops::Range;
 pub(super) fn for_each_piece<D: Kernels, X: Exchange<D>>(
     engine: &mut Engine<D, X>,
     piece_elems: usize,
-    mut each: impl FnMut(Option<&TensorSpec>, &[f32]) -> Result<()>,
+    mut each: impl FnMut(Option<&TensorSpec>, StatePart, &[f32]) -> Result<()>,
 ) -> Result<()> {
     let (specs, mut buffer) = (engine.table().specs().to_vec(), Vec::new());
     for spec in &specs {
@@ -24,13 +24,13 @@ pub(super) fn for_each_piece<D: Kernels, X: Exchange<D>>(
         for (part, piece) in pieces(spec.elems(), piece_elems) {
             buffer.resize(piece.len(), 0.0);
             engine.read_state(part, spec.offset_elems + piece.start, &mut buffer)?;
-            each(begun.take(), &buffer)?;
+            each(begun.take(), part, &buffer)?;
         }
     }
     Ok(())
 }
 
-/// Puts the state of a checkpoint into the engine, at most `piece_elems` elements at a time.
+/// Puts the state of a checkpoint into the engine, which has its counters, at most `piece_elems` elements at a time.
 ///
 /// # Errors
 /// A tensor that the model does not have, cannot be read, or holds what no training goes on from; the device's.
@@ -65,26 +65,27 @@ mod tests {
     use crate::hardware::topology::Topology;
     use crate::launch::engine::cpu_engine;
     use crate::model::shape::ModelShape;
+    use crate::optim::moments::Moments;
     use crate::planner::machine::Machine;
     use crate::planner::plan::Plan;
     use serde_json::Value;
     use std::path::{Path, PathBuf};
 
     /// The built-in model with one layer and its last buckets on the device, where the technique is there, so that tensors lie on both sides.
-    fn engine() -> Engine<CpuDevice> {
+    fn engine(moments: Moments) -> Engine<CpuDevice> {
         let shape = ModelShape::demo().with_layers(1);
         let resident = if cfg!(feature = "repartition") { 2 } else { 0 };
         let settings =
-            Settings { resident_buckets: ResidentBuckets::Count(resident), seq_length: 16, threads: Some(1), ..Settings::demo() };
+            Settings { moments, resident_buckets: ResidentBuckets::Count(resident), seq_length: 16, threads: Some(1), ..Settings::demo() };
         let plan = Plan::new(&settings, &shape, &Machine::cpu(1), false).unwrap();
         assert!(plan.layout.offloaded() > 0 && plan.layout.count() - plan.layout.offloaded() == resident);
         cpu_engine(&plan, &shape, &Topology::this_machine()).unwrap()
     }
 
     fn digest(engine: &mut Engine<CpuDevice>, piece_elems: usize) -> String {
-        let mut digest = StateDigest::new(3);
-        let update = |_: Option<&TensorSpec>, elems: &[f32]| {
-            digest.update(elems);
+        let mut digest = StateDigest::new(3, engine.plan().moments);
+        let update = |_: Option<&TensorSpec>, part, elems: &[f32]| {
+            digest.update(part, elems);
             Ok(())
         };
         for_each_piece(engine, piece_elems, update).unwrap();
@@ -102,10 +103,11 @@ mod tests {
             speculation: Value::Null,
             settings: Value::Null,
         };
-        let mut writer = Writer::create(&Dir::open(dir).unwrap(), trainer, serde_json::Map::new()).unwrap();
-        let write = |begun: Option<&TensorSpec>, elems: &[f32]| {
+        let run = serde_json::json!({"moments": engine.plan().moments}).as_object().unwrap().clone();
+        let mut writer = Writer::create(&Dir::open(dir).unwrap(), trainer, run).unwrap();
+        let write = |begun: Option<&TensorSpec>, part, elems: &[f32]| {
             begun.iter().for_each(|spec| writer.begin(&spec.name, &spec.shape));
-            writer.elems(elems)
+            writer.elems(part, elems)
         };
         for_each_piece(engine, piece_elems, write).unwrap();
         writer.finish(&[], None, Default::default()).unwrap().path
@@ -113,7 +115,12 @@ mod tests {
 
     #[test]
     fn state_is_the_same_in_pieces_of_any_size() {
-        let (mut first, dir) = (engine(), tempfile::tempdir().unwrap());
+        expect_same_in_pieces(Moments::Float32);
+        expect_same_in_pieces(Moments::Bfloat16);
+    }
+
+    fn expect_same_in_pieces(moments: Moments) {
+        let (mut first, dir) = (engine(moments), tempfile::tempdir().unwrap());
         for spec in first.table().specs().to_vec() {
             for (scale, part) in (1..).zip(StatePart::ALL) {
                 // Every element of all parts is another number, none of them below zero.
@@ -126,7 +133,7 @@ mod tests {
             assert_eq!(digest(&mut first, piece_elems), whole, "read in pieces of {piece_elems}");
             let path = save(&mut first, dir.path(), piece_elems);
             assert_eq!(digest_checkpoint(&path).unwrap(), whole, "saved in pieces of {piece_elems}");
-            let mut second = engine();
+            let mut second = engine(moments);
             restore(&mut second, &mut checkpoint::open(&path).unwrap(), piece_elems).unwrap();
             assert_eq!(digest(&mut second, usize::MAX), whole, "restored in pieces of {piece_elems}");
         }

@@ -105,7 +105,7 @@ fn step_unified(bench: &mut Bench, random: &mut Random) -> Outcome {
             harness.dev.wait(Stream::Compute, arrived)?;
             let hyper = AdamHyper { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
             let ([params, m, v], consts) = (arrays, AdamConsts::new(&hyper, 3, true));
-            harness.dev.launch(Adam { params, m, v, grads: grads_here, out, consts, scale: 0.37 })?;
+            harness.dev.launch(Adam { first: 0, params, m, v, grads: grads_here, out, consts, scale: 0.37 })?;
             harness.dev.record(stepped, Stream::Compute)?;
             harness.dev.wait(Stream::D2h, stepped)?;
             arrays.iter().try_for_each(|memory| harness.dev.prefetch(Stream::D2h, *memory, MemorySpace::Host))?;

@@ -198,6 +198,6 @@ const WRONG_CALLS: [(&str, WrongCall); 30] = [
     ("adam_step of another size", |dev, room| {
         let at = |index, elems| part(room, index, elems, FP32);
         let consts = AdamConsts::new(&AdamHyper { lr: 1e-3, beta1: 0.9, beta2: 0.9, eps: 1e-8, weight_decay: 0.0 }, 1, true);
-        dev.launch(Adam { params: at(0, 8), m: at(1, 8), v: at(2, 7), grads: at(3, 8), out: at(4, 8), consts, scale: 1.0 })
+        dev.launch(Adam { first: 0, params: at(0, 8), m: at(1, 8), v: at(2, 7), grads: at(3, 8), out: at(4, 8), consts, scale: 1.0 })
     }),
 ];

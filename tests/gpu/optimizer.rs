@@ -20,7 +20,7 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
     for grads in FLOATS {
         let full = suite.full(grads);
         for elems in LENGTHS.into_iter().chain(full.then_some(FULL)) {
-            for kind in [Grads::Ordinary, Grads::Wild, Grads::Large, Grads::Zero] {
+            for kind in KINDS {
                 let name = format!("grad_norm_partials {grads} {elems} {kind:?}");
                 suite.case(&name, |bench, random| norm(bench, &kind.draw(random, grads, elems), grads));
             }
@@ -38,15 +38,19 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
         for elems in LENGTHS {
             suite.case(&format!("sum_slices {grads} {elems}"), |bench, random| sums(bench, random, grads, elems));
         }
-        for kind in [Grads::Ordinary, Grads::Wild, Grads::Large, Grads::Zero] {
-            suite.case(&format!("adam_step {grads}, {kind:?}"), |bench, random| {
+        for (moments, kind) in MOMENTS.into_iter().flat_map(|moments| KINDS.map(|kind| (moments, kind))) {
+            suite.case(&format!("adam_step {grads}, {kind:?}, moments {moments}"), |bench, random| {
                 let lengths = [1, 7, 1000, 4 * BLOCK + 5];
-                lengths.into_iter().chain(full.then_some(FULL)).try_for_each(|n| adam(bench, random, grads, kind, n).map(drop))?;
+                let mut step = |elems| adam(bench, random, (grads, moments), kind, elems).map(drop);
+                lengths.into_iter().chain(full.then_some(FULL)).try_for_each(&mut step)?;
                 Ok(0.0)
             });
         }
     }
 }
+
+const KINDS: [Grads; 4] = [Grads::Ordinary, Grads::Wild, Grads::Large, Grads::Zero];
+const MOMENTS: [Dtype; 2] = [FP32, Dtype::Bfloat16];
 
 /// What gradients a range holds.
 #[derive(Clone, Copy, Debug)]
@@ -102,22 +106,25 @@ fn norm(bench: &mut Bench, values: &[f32], dtype: Dtype) -> Outcome {
 }
 
 /// Early and late steps, with and without decay, clipped or not; state that is ordinary, and state that is wild with the gradients.
-fn adam(bench: &mut Bench, random: &mut Random, dtype: Dtype, kind: Grads, elems: usize) -> Outcome {
+fn adam(bench: &mut Bench, random: &mut Random, (dtype, moments): (Dtype, Dtype), kind: Grads, elems: usize) -> Outcome {
     let hyper = AdamHyper { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
     for (step, decay, scale) in [(1, true, 1.0), (2, false, 0.37), (1000, true, 1.0 / 65536.0)] {
         let wild = matches!(kind, Grads::Wild);
-        let mut state = || if wild { random.wild(FP32, elems) } else { random.uniform(FP32, elems) };
-        let (params, m, v) = (state(), state(), state());
+        let mut state = |dtype| if wild { random.wild(dtype, elems) } else { random.uniform(dtype, elems) };
+        let (params, m, v) = (state(FP32), state(moments), state(moments));
         // Second moments are never negative, except after what no step does.
         let v: Vec<f32> = v.iter().map(|v| v.abs()).collect();
         let grads = kind.draw(random, dtype, elems);
         let consts = AdamConsts::new(&hyper, step, decay);
         let mut case = Case::default();
-        let [params, m, v] = [("params", &params), ("m", &m), ("v", &v)].map(|(name, x)| case.updated(name, FP32, x, Want::Same));
+        let params = case.updated("params", FP32, &params, Want::Same);
+        let [m, v] = [("m", &m), ("v", &v)].map(|(name, x)| case.updated(name, moments, x, Want::Same));
         let grads = case.input("grads", dtype, &grads);
         let out = case.output("out", dtype, elems, Want::Same);
         case.check(bench, &|dev, at| {
-            dev.launch(Adam { params: at[params], m: at[m], v: at[v], grads: at[grads], out: at[out], consts, scale })
+            // So that places in the flat order pass 2^32.
+            let first = (1 << 32) - 500;
+            dev.launch(Adam { first, params: at[params], m: at[m], v: at[v], grads: at[grads], out: at[out], consts, scale })
         })?;
     }
     Ok(0.0)

@@ -133,12 +133,12 @@ pub fn run_engine<D: Kernels, X: Exchange<D>>(
         reports.push(report);
     }
     engine.flush()?;
-    let mut digest = StateDigest::new(engine.optimizer_step());
+    let mut digest = StateDigest::new(engine.optimizer_step(), engine.plan().moments);
     for spec in &specs {
         for part in StatePart::ALL {
             let mut elems = vec![0.0; spec.elems()];
             engine.read_state(part, spec.offset_elems, &mut elems)?;
-            digest.update(&elems);
+            digest.update(part, &elems);
         }
     }
     Ok(Run { reports, counts, digest: digest.finish(), tracks: engine.finish()? })
@@ -235,7 +235,7 @@ const RESIDENT_AND_CAST: &str = match (cfg!(feature = "repartition"), cfg!(featu
     (false, false) => "bucket-mib = 0.0625\nslots = 3\n",
 };
 
-fn variants() -> [Variant; 9] {
+fn variants() -> [Variant; 10] {
     let plain = Variant {
         name: "",
         common: "",
@@ -263,6 +263,13 @@ fn variants() -> [Variant; 9] {
         },
         Variant { name: "one bucket", speculating: "bucket-mib = 64\nresident-buckets = 0\n", clip: Clip::Sometimes, ..plain },
         Variant { name: "a resident tail, cast on the device", speculating: RESIDENT_AND_CAST, clip: Clip::Sometimes, ..plain },
+        Variant {
+            name: "moments in bfloat16, a resident tail, cast on the device",
+            common: "moments = \"bfloat16\"\n",
+            speculating: RESIDENT_AND_CAST,
+            clip: Clip::Sometimes,
+            ..plain
+        },
         Variant {
             name: "float16, NaN injected",
             common: "dtype = \"float16\"\ninject = [{step = 9, element = 20, value = \"nan\"}]\n",

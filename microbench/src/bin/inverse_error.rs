@@ -58,7 +58,7 @@ impl State {
 
     fn adam(&mut self) -> AdamState<'_> {
         let [params, m, v] = &mut self.0;
-        AdamState { params, m, v }
+        AdamState { first: 0, params, m, v }
     }
 }
 

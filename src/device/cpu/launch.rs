@@ -335,7 +335,7 @@ mod tests {
             1,
             true,
         );
-        harness.0.launch(Adam { params, m, v, grads, out, consts, scale: 0.5 }).unwrap();
+        harness.0.launch(Adam { first: 0, params, m, v, grads, out, consts, scale: 0.5 }).unwrap();
         // The first step of Adam moves by the learning rate.
         assert_eq!(harness.read::<f16>(out), vec![f16::from_f32(0.75); n]);
         assert_eq!((harness.read::<f32>(params)[n - 1], harness.read::<f32>(m)[0], harness.read::<f32>(v)[0]), (0.75, 0.5, 0.5));

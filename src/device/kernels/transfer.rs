@@ -134,11 +134,13 @@ impl Kernel for GradNormPartials {
 /// The optimizer's step on equally long parts of a resident bucket; to the bit what [`crate::optim::adam`] specifies.
 #[derive(Clone, Copy, Debug)]
 pub struct Adam {
+    /// Place of the first element in the flat order.
+    pub first: usize,
     /// fp32 parameters, updated.
     pub params: DeviceSlice,
-    /// First moments, fp32, updated.
+    /// First moments, fp32 or bf16, updated.
     pub m: DeviceSlice,
-    /// Second moments, fp32, updated.
+    /// Second moments, in the same format, updated.
     pub v: DeviceSlice,
     pub grads: DeviceSlice,
     /// Working weights, written.
@@ -153,7 +155,16 @@ impl Kernel for Adam {
 
     fn operands(&self) -> impl AsRef<[Operand]> {
         let n = self.params.elems();
-        operands![self; Update params[n] Float32, Update m[n] Float32, Update v[n] Float32, Read grads[n], Write out[n]]
+        let mut all = operands![self; Update params[n] Float32, Update m[n], Update v[n], Read grads[n], Write out[n]];
+        [1, 2].into_iter().for_each(|moment: usize| all[moment].dtype = Some(self.m.dtype()));
+        all
+    }
+
+    fn check_shape(&self) -> Result<()> {
+        match self.m.dtype() {
+            Dtype::Float32 | Dtype::Bfloat16 => Ok(()),
+            other => Err(refused(Self::NAME, format!("moments of {other}"))),
+        }
     }
 }
 

@@ -14,6 +14,7 @@ use crate::hardware::rates::Rates;
 use crate::host::pinned::PinnedSlice;
 use crate::memory::DeviceMemory;
 use crate::memory::{Addressing, MemorySpace, RingShape};
+use crate::optim::moments::Moments;
 use crate::optim::simd::Isa;
 use crate::ranks::Seat;
 use crate::trace::Recorder;
@@ -35,17 +36,17 @@ pub(crate) struct SimDevice {
 }
 
 impl SimDevice {
-    /// A device of this kind and memory at these `rates`, and its optimizer's pool: workers, and their instruction set. `name` is for people.
+    /// A device of this kind and memory at these `rates`, and its optimizer's pool: workers, their instruction set, and the format of moments. `name` is for people.
     pub(crate) fn new(
         name: &str,
         rates: &Rates,
         on: (DeviceKind, DeviceMemory),
-        workers: (usize, Isa),
+        workers: (usize, Isa, Moments),
         trace_spans: usize,
     ) -> (Self, SimPool) {
         let shares_cores = on.0 == DeviceKind::Cpu;
         let world = Rc::new(RefCell::new(World::new(rates, shares_cores, trace_spans)));
-        let (bytes_per_s, wake_up_s) = (rates.adam_bytes_per_s(workers.0, workers.1), rates.wake_up_s);
+        let (bytes_per_s, wake_up_s) = (rates.adam_bytes_per_s(workers.0, workers.1, workers.2), rates.wake_up_s);
         let pool = SimPool { world: world.clone(), bytes_per_s, wake_up_s };
         let device = Self { name: name.into(), rates: rates.clone(), memory: on.1, world, next_addr: ALIGN_BYTES };
         (device, pool)

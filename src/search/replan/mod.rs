@@ -25,8 +25,6 @@ const WORTH: f64 = 0.98;
 const PAYS_WITHIN: u64 = 200;
 /// Bytes a second of a move: states pass through the driver's buffer, and new slots are page-locked.
 const MOVED_BYTES_PER_S: f64 = 4e9;
-/// Bytes of a parameter's state.
-const STATE_BYTES: f64 = 12.0;
 
 /// What a run asks.
 #[derive(Clone, Debug)]
@@ -125,7 +123,7 @@ impl Question {
 
 /// Seconds from a step by one plan to a step by another.
 fn move_s(from: &Plan, to: &Plan) -> f64 {
-    let states = from.layout.offloaded_elems().abs_diff(to.layout.offloaded_elems()) as f64 * STATE_BYTES;
+    let states = from.layout.offloaded_elems().abs_diff(to.layout.offloaded_elems()) as f64 * from.moments.state_bytes() as f64;
     let weights = (to.layout.flat_elems() * to.dtype.bytes()) as f64;
     let slots = to.memory.iter().filter(|class| class.space == MemorySpace::Host && class.name.ends_with("slots"));
     (states + weights + slots.map(|class| class.bytes as f64).sum::<f64>()) / MOVED_BYTES_PER_S

@@ -154,6 +154,7 @@ mod tests {
     use crate::engine::coordinator::Counts;
     use crate::engine::counters::Counters;
     use crate::hardware::rates::tests::round_rates;
+    use crate::optim::moments::Moments;
     use crate::optim::simd::Isa;
     use crate::units::{ClipScale, Norm};
 
@@ -212,7 +213,10 @@ mod tests {
         let (rates, workers) = (round_rates(), 1);
         let seen = Pace { adam_bytes_per_s: Some(4e9), device_s: 1.5, ..PACE };
         let slower = seen.rates(&PACE, &rates);
-        assert_eq!(slower.adam_bytes_per_s(workers, Isa::Avx2), rates.adam_bytes_per_s(workers, Isa::Avx2) / 2.0);
+        assert_eq!(
+            slower.adam_bytes_per_s(workers, Isa::Avx2, Moments::Float32),
+            rates.adam_bytes_per_s(workers, Isa::Avx2, Moments::Float32) / 2.0
+        );
         assert_eq!(slower.matmul_flops(64), rates.matmul_flops(64) / 2.0);
         assert_eq!(slower.to_host_s(1 << 20), rates.to_host_s(1 << 20));
         // A window in which the device never computed.

@@ -47,7 +47,7 @@ impl Run {
     fn start(&self, plan: &Plan, rates: &Rates) -> Engine<SimDevice> {
         let plan = Plan { host_memory: MemoryPolicy::unbacked(), ..plan.clone() };
         let on = (plan.machine.kind, plan.machine.device);
-        let (dev, pool) = SimDevice::new("replay", rates, on, (plan.threads, plan.isa), 0);
+        let (dev, pool) = SimDevice::new("replay", rates, on, (plan.threads, plan.isa, plan.moments), 0);
         let mut engine = Engine::new(plan, self.shape.clone(), dev, Pool::Simulated(pool), Arc::new(Doorbell::default())).unwrap();
         engine.pretend_norm();
         engine.send_weights().unwrap();

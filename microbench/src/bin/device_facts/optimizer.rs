@@ -11,7 +11,7 @@ use superoffload::internals::device::Kernels;
 use superoffload::internals::dtype::Dtype;
 use superoffload::internals::engine::{GradUpdate, HostState, Segment, SlotMemory, StepJob, StepMemory, Update, Work};
 use superoffload::internals::host::{HostMemory, Job, PinnedSlice};
-use superoffload::internals::optim::{AdamConsts, AdamElement, AdamHyper, AdamKernels, AdamStep, Isa};
+use superoffload::internals::optim::{AdamConsts, AdamElement, AdamHyper, AdamKernels, AdamStep, Isa, Moments};
 
 /// The gradient of every parameter: the same in bf16.
 pub const GRAD: f32 = 1.0 / 64.0;
@@ -46,7 +46,7 @@ impl Optimizer {
         // An arm sends the parameters themselves; `m` and `v` never leave the host.
         let params = bench.registered(elems * 4)?;
         let mut moments = || bench.memory.alloc_periodic("optimizer state", elems * 4, elems * 4);
-        let state = HostState { first: 0, params, m: moments()?, v: moments()? };
+        let state = HostState { first: 0, moments: Moments::Float32, params, m: moments()?, v: moments()? };
         Ok(Self { state, wide, narrow, weights, kernels: AdamKernels::new(Isa::detect())? })
     }
 
@@ -87,7 +87,7 @@ impl Optimizer {
             kernels: self.kernels,
         };
         // SAFETY: whoever made this sees to it that the memory stays and that one job runs at a time.
-        unsafe { StepJob::new(0, range, work, Some(Slot(slot)), self.state, memory) }
+        unsafe { StepJob::new(0, (range.clone(), range.start), work, Some(Slot(slot)), self.state, memory) }
     }
 
     /// The parameter after `steps`, by the specification.

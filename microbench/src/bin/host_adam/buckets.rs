@@ -8,7 +8,7 @@ use superoffload::internals::bucket::Slot;
 use superoffload::internals::dtype::Dtype;
 use superoffload::internals::engine::{GradUpdate, HostState, Segment, SlotMemory, StepJob, StepMemory, Update, Work};
 use superoffload::internals::host::{HostMemory, Job};
-use superoffload::internals::optim::{AdamHyper, AdamKernels, Isa};
+use superoffload::internals::optim::{AdamHyper, AdamKernels, Isa, Moments, StatePart};
 use superoffload::{Error, Result};
 
 /// A pass of the pool.
@@ -75,15 +75,20 @@ impl Buckets {
     ///
     /// # Safety
     /// The buckets outlive all jobs over them, and one of them runs at a time.
-    pub unsafe fn new(params: usize, elems: usize, mut host: HostMemory) -> Result<Self> {
+    pub unsafe fn new(params: usize, elems: usize, moments: Moments, mut host: HostMemory) -> Result<Self> {
         let count = (params / elems).max(1);
         let mut slots = |name: &str, slots: usize| -> Result<SlotMemory> {
             let memory = host.alloc_periodic(name, slots * elems * 2, elems * 2)?;
             Ok(SlotMemory { memory, slot_elems: elems, dtype: Dtype::Bfloat16 })
         };
         let (grads, params) = (slots("gradient slots", 2 * count)?, slots("parameter slots", PARAM_SLOTS)?);
-        let mut state = |name: &str| host.alloc_periodic(name, count * elems * 4, elems * 4);
-        let state = HostState { first: 0, params: state("parameters")?, m: state("m")?, v: state("v")? };
+        let mut state = |name: &str, part| {
+            let width = moments.dtype(part).bytes();
+            host.alloc_periodic(name, count * elems * width, elems * width)
+        };
+        let params_state = state("parameters", StatePart::Params)?;
+        let (m, v) = (state("m", StatePart::M)?, state("v", StatePart::V)?);
+        let state = HostState { first: 0, moments, params: params_state, m, v };
         let memory = StepMemory {
             grads,
             params,
@@ -98,12 +103,16 @@ impl Buckets {
 
     /// Mid-training values, always the same.
     fn fill(&mut self) {
-        let HostState { params, m, v, .. } = self.state;
+        let HostState { moments, params, m, v, .. } = self.state;
         let pattern = |seed, factor: f32| values(seed, PATTERN).into_iter().map(|x| x * factor).collect::<Vec<_>>();
         let host = &mut self.host;
         fill_from(host, params, &pattern(1, 0.05));
-        fill_from(host, m, &pattern(2, 1e-3));
-        fill_from(host, v, &pattern(3, 1e-3).into_iter().map(|x| x * x).collect::<Vec<_>>());
+        for (memory, values) in [(m, pattern(2, 1e-3)), (v, pattern(3, 1e-3).into_iter().map(|x| x * x).collect())] {
+            match moments {
+                Moments::Float32 => fill_from(host, memory, &values),
+                Moments::Bfloat16 => fill_from(host, memory, &values.into_iter().map(bf16::from_f32).collect::<Vec<_>>()),
+            }
+        }
         fill_from(host, self.memory.grads.memory, &pattern(4, 1e-2).into_iter().map(bf16::from_f32).collect::<Vec<_>>());
         fill_from(host, self.memory.params.memory, &[bf16::ZERO]);
     }
@@ -115,7 +124,7 @@ impl Buckets {
         let out = (!matches!(work, Work::Commit(_))).then_some(Slot(index % PARAM_SLOTS));
         let range = bucket * self.elems..(bucket + 1) * self.elems;
         // SAFETY: whoever made the buckets sees to it that they stay and that one job runs at a time.
-        unsafe { StepJob::new(index, range, work, out, self.state, StepMemory { kernels, ..self.memory.clone() }) }
+        unsafe { StepJob::new(index, (range.clone(), range.start), work, out, self.state, StepMemory { kernels, ..self.memory.clone() }) }
     }
 
     /// Sees that `kernels` do to a piece of the first bucket what the scalar specification does.

@@ -22,7 +22,7 @@ use microbench::stream::{ArrayKernel, Arrays};
 use row::{HEADER, Row};
 use superoffload::internals::hardware::Topology;
 use superoffload::internals::host::{HostMemory, HugePagesChoice, Job, ResctrlGroup};
-use superoffload::internals::optim::{AdamKernels, Isa, Stores};
+use superoffload::internals::optim::{AdamKernels, Isa, Moments, Stores};
 use superoffload::{Error, Result};
 
 /// Measures the optimizer's pool.
@@ -44,6 +44,9 @@ struct Options {
     /// Memory's own speed to measure.
     #[arg(long, value_name = "KERNEL,...", value_delimiter = ',', default_value = "copy-past,triad")]
     memory: Vec<ArrayKernel>,
+    /// Format of the optimizer's moments.
+    #[arg(long, value_name = "float32|bfloat16", default_value = "float32")]
+    moments: Moments,
     /// Time for each row.
     #[arg(long, value_name = "SECONDS", default_value_t = 0.4)]
     seconds: f64,
@@ -173,7 +176,7 @@ fn start(options: &Options) -> Result<()> {
     let (facts, mut all) = (Facts::new("host_adam", &Topology::this_machine(), options), Vec::new());
     for &elems in &options.bucket_params {
         // SAFETY: `run` waits for each job and ends its threads; the buckets are dropped after the last.
-        let mut buckets = unsafe { Buckets::new(options.params, elems, host_memory(options.huge_pages)?) }?;
+        let mut buckets = unsafe { Buckets::new(options.params, elems, options.moments, host_memory(options.huge_pages)?) }?;
         for (&threads, &hogs) in options.threads.iter().flat_map(|threads| options.hogs.iter().map(move |hogs| (threads, hogs))) {
             for &pin in pins {
                 let rows = measure(

@@ -80,25 +80,25 @@ impl Level {
 
 /// Compiles a function for every instruction set; the caller passes the [`KernelIsa`] as a new first argument.
 macro_rules! vectorised {
-    ($(#[$meta:meta])* $vis:vis fn $name:ident $(<$($t:ident),+>)? ($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
+    ($(#[$meta:meta])* $vis:vis fn $name:ident $(<$($t:ident $(: $bound:path)?),+>)? ($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
         $(#[$meta])*
         #[allow(clippy::too_many_arguments)]
-        $vis fn $name $(<$($t: $crate::dtype::Element),+>)? (
+        $vis fn $name $(<$($t: $crate::dtype::Element $(+ $bound)?),+>)? (
             isa: $crate::device::cpu::kernels::isa::KernelIsa, $($arg: $ty),*) $(-> $ret)? {
             use $crate::device::cpu::kernels::isa::Level;
             #[allow(clippy::too_many_arguments)]
             #[inline(always)]
-            fn body $(<$($t: $crate::dtype::Element),+>)? ($($arg: $ty),*) $(-> $ret)? $body
+            fn body $(<$($t: $crate::dtype::Element $(+ $bound)?),+>)? ($($arg: $ty),*) $(-> $ret)? $body
             #[cfg(target_arch = "x86_64")]
             #[allow(clippy::too_many_arguments)]
             #[target_feature(enable = "avx2,fma")]
-            fn avx2 $(<$($t: $crate::dtype::Element),+>)? ($($arg: $ty),*) $(-> $ret)? {
+            fn avx2 $(<$($t: $crate::dtype::Element $(+ $bound)?),+>)? ($($arg: $ty),*) $(-> $ret)? {
                 body($($arg),*)
             }
             #[cfg(target_arch = "x86_64")]
             #[allow(clippy::too_many_arguments)]
             #[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")]
-            fn avx512 $(<$($t: $crate::dtype::Element),+>)? ($($arg: $ty),*) $(-> $ret)? {
+            fn avx512 $(<$($t: $crate::dtype::Element $(+ $bound)?),+>)? ($($arg: $ty),*) $(-> $ret)? {
                 body($($arg),*)
             }
             match isa.level() {

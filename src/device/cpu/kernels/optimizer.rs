@@ -4,12 +4,14 @@ use super::Compute;
 use super::isa::vectorised;
 use super::split::Chunks;
 use crate::device::cpu::CpuDevice;
-use crate::device::cpu::launch::by_float;
+use crate::device::cpu::launch::{TaskMemory, by_float};
 use crate::device::{Adam, Checked, GradNormPartials, Launch, Stream};
-use crate::dtype::Element;
+use crate::dtype::{Dtype, Element};
 use crate::error::Result;
 use crate::optim::adam::{self, AdamState, AdamStep};
+use crate::optim::moments::Moment;
 use crate::optim::norm::{self, BLOCK};
+use half::bf16;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Partial sums of one block of work.
@@ -50,24 +52,37 @@ pub(crate) fn grad_norm_partials<T: Element>(cx: &mut Compute, grads: &[T], part
     }
 }
 
-/// Gradients and working weights may be of two formats.
+/// Moments, gradients and working weights may be of three formats.
 impl Launch<Adam> for CpuDevice {
     fn accept(&mut self, kernel: Checked<Adam>) -> Result<()> {
-        by_float!(kernel.grads.dtype(), G => by_float!(kernel.out.dtype(), O => self.compute(kernel, |adam, cx, memory| {
-            let state = AdamState { params: memory.write(adam.params), m: memory.write(adam.m), v: memory.write(adam.v) };
-            let step = AdamStep { consts: adam.consts, scale: adam.scale };
-            adam_step::<G, O>(cx, step, state, memory.read(adam.grads), memory.write(adam.out));
-        })))
+        let packed = kernel.m.dtype() == Dtype::Bfloat16;
+        by_float!(kernel.grads.dtype(), G => by_float!(kernel.out.dtype(), O => match packed {
+            false => self.compute(kernel, resident_step::<f32, G, O>),
+            true => self.compute(kernel, resident_step::<bf16, G, O>),
+        }))
     }
 }
 
+fn resident_step<M: Moment, G: Element, O: Element>(adam: Adam, cx: &mut Compute, memory: &TaskMemory<'_>) {
+    let Adam { first, params, m, v, grads, out, consts, scale } = adam;
+    let state = AdamState { first, params: memory.write(params), m: memory.write::<M>(m), v: memory.write(v) };
+    adam_step::<M, G, O>(cx, AdamStep { consts, scale }, state, memory.read(grads), memory.write(out));
+}
+
 /// See [`Adam`].
-pub(crate) fn adam_step<G: Element, O: Element>(cx: &mut Compute, step: AdamStep, state: AdamState<'_>, grads: &[G], out: &mut [O]) {
-    let isa = cx.isa;
+pub(crate) fn adam_step<M: Moment, G: Element, O: Element>(
+    cx: &mut Compute,
+    step: AdamStep,
+    state: AdamState<'_, M>,
+    grads: &[G],
+    out: &mut [O],
+) {
+    let (isa, first) = (cx.isa, state.first);
     let moments = (Chunks::new(state.m, PARAMS), Chunks::new(state.v, PARAMS));
     let parts = (Chunks::new(state.params, PARAMS), (moments, Chunks::new(out, PARAMS)));
     cx.team.for_each(parts, |block, (params, ((m, v), out))| {
-        adam_elems(isa, step, params, m, v, &grads[block * PARAMS..][..out.len()], out);
+        let start = block * PARAMS;
+        adam_elems(isa, step, first + start, params, m, v, &grads[start..][..out.len()], out);
     });
 }
 
@@ -78,8 +93,8 @@ vectorised! {
 }
 
 vectorised! {
-    fn adam_elems<G, O>(step: AdamStep, params: &mut [f32], m: &mut [f32], v: &mut [f32], grads: &[G], out: &mut [O]) {
-        adam::step(step, &mut AdamState { params, m, v }, grads, out);
+    fn adam_elems<M: Moment, G, O>(step: AdamStep, first: usize, params: &mut [f32], m: &mut [M], v: &mut [M], grads: &[G], out: &mut [O]) {
+        adam::step(step, &mut AdamState { first, params, m, v }, grads, out);
     }
 }
 
@@ -88,7 +103,6 @@ mod tests {
     use super::super::testing::{assert_same_everywhere, bits, fastest, values};
     use super::*;
     use crate::optim::adam::{AdamConsts, AdamHyper};
-    use half::bf16;
 
     const ELEMS: usize = 3 * PARAMS + 77;
 
@@ -109,15 +123,15 @@ mod tests {
         }
     }
 
-    #[test]
-    fn adam_is_the_specification_to_the_bit() {
+    fn adam_matches<M: Moment>() {
         let hyper = AdamHyper { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
         let step = AdamStep { consts: AdamConsts::new(&hyper, 3, true), scale: 0.7 };
-        let (grads, positive) = (values::<bf16>(1, ELEMS), |seed| values::<f32>(seed, ELEMS).iter().map(|x| x.abs()).collect());
-        let run = |pass: &mut dyn FnMut(AdamState<'_>, &mut [bf16])| {
-            let (mut params, mut m, mut v): (_, _, Vec<f32>) = (values::<f32>(2, ELEMS), values::<f32>(3, ELEMS), positive(4));
+        let (grads, positive) = (values::<bf16>(1, ELEMS), |x: &f32| M::from_f32(x.abs()));
+        let run = |pass: &mut dyn FnMut(AdamState<'_, M>, &mut [bf16])| {
+            let (mut params, mut m) = (values::<f32>(2, ELEMS), values::<M>(3, ELEMS));
+            let mut v: Vec<M> = values::<f32>(4, ELEMS).iter().map(positive).collect();
             let mut out = vec![bf16::ZERO; ELEMS];
-            pass(AdamState { params: &mut params, m: &mut m, v: &mut v }, &mut out);
+            pass(AdamState { first: 99, params: &mut params, m: &mut m, v: &mut v }, &mut out);
             [bits(&params), bits(&m), bits(&v), bits(&out)].concat()
         };
         let want = run(&mut |mut state, out| adam::step(step, &mut state, &grads, out));
@@ -126,5 +140,11 @@ mod tests {
             assert!(got == want);
             got
         });
+    }
+
+    #[test]
+    fn adam_is_the_specification_to_the_bit() {
+        adam_matches::<f32>();
+        adam_matches::<bf16>();
     }
 }

@@ -299,22 +299,24 @@ impl<'a> Thread<'a> {
         let int = |i: usize| self.value(&inputs[i]);
         let float = |i: usize| self.float(&inputs[i]);
         match op {
-            ["cvta", "to", "global", "u64"] | ["cvt", "u64", "u32"] => int(0),
+            ["cvta", "to", "global", "u64"] | ["cvt", "u64", "u32"] | ["cvt", "u32", "u64"] => int(0),
             ["cvt", "f32", "f16"] => canonical(f16::from_bits(int(0) as u16).to_f32()),
             ["cvt", "rn", format, "f32"] => match format.strip_suffix("x2") {
                 Some(format) => narrow(format, float(0)) << 16 | narrow(format, float(1)),
                 None => narrow(format, float(0)),
             },
             ["mul", "wide", "u32"] => int(0) * int(1),
+            ["mul", "lo", "u32"] => int(0).wrapping_mul(int(1)),
             ["mad", "lo", "u64"] => int(0).wrapping_mul(int(1)).wrapping_add(int(2)),
-            ["add", "u64"] => int(0).wrapping_add(int(1)),
+            ["add", "u64" | "u32"] => int(0).wrapping_add(int(1)),
             ["sub", "s64" | "u32"] => int(0).wrapping_sub(int(1)),
             ["shl", "b32" | "b64"] => int(0) << int(1),
             ["shr", "u32"] => int(0) >> int(1),
             ["shr", "s32"] => (int(0) as i32 >> int(1)) as u64,
             ["and", "b32" | "pred"] => int(0) & int(1),
             ["or", "b32"] => int(0) | int(1),
-            ["selp", "b64"] => int(if int(2) == 1 { 0 } else { 1 }),
+            ["xor", "b32"] => int(0) ^ int(1),
+            ["selp", "b32" | "b64"] => int(if int(2) == 1 { 0 } else { 1 }),
             ["setp", "nan", "f32"] => u64::from(float(0).is_nan() || float(1).is_nan()),
             ["setp", "ge", "f32"] => u64::from(float(0) >= float(1)),
             ["setp", "eq", "u32"] => u64::from(int(0) == int(1)),

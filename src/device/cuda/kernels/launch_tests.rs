@@ -146,7 +146,9 @@ fn transfer(list: &mut List, r: &mut Room, elems: usize) -> Result<()> {
         .enqueue(list)?;
     let consts = AdamConsts::new(&AdamHyper { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 }, 3, true);
     let (params, m, v, grads, out) = (r.f(elems), r.f(elems), r.f(elems), r.x(elems), r.x(elems));
-    Adam { params, m, v, grads, out, consts, scale: 0.7 }.enqueue(list)?;
+    Adam { first: 77, params, m, v, grads, out, consts, scale: 0.7 }.enqueue(list)?;
+    let [m, v] = [m, v].map(|wide| DeviceSlice::at(wide.addr(), elems, Dtype::Bfloat16));
+    Adam { first: 77, params, m, v, grads, out, consts, scale: 0.7 }.enqueue(list)?;
     Poke { x: r.x(elems), index: elems / 2, value: 7.0 }.enqueue(list)
 }
 

@@ -7,7 +7,7 @@
 #[path = "transfer_tests.rs"]
 mod tests;
 
-use crate::device::cuda::launch::{GpuKernel, LaunchConfig, Queue, args, size};
+use crate::device::cuda::launch::{Arg, GpuKernel, LaunchConfig, Queue, args, size};
 use crate::device::cuda::modules::PtxSource;
 use crate::device::{Adam, Cast, DeviceSlice, GradNormPartials, Kernel, Poke, Stream, SumSlices, Zero};
 use crate::dtype::Dtype;
@@ -24,7 +24,7 @@ pub(super) const SOURCES: [PtxSource; 6] = [
     PtxSource { file: "copy.ptx", ptx: include_str!("../../../../ptx/copy.ptx"), typed: &[], plain: &["copy_words"] },
     PtxSource { file: "grad_norm.ptx", ptx: include_str!("../../../../ptx/grad_norm.ptx"), typed: &["grad_norm"], plain: &[] },
     PtxSource { file: "sum_slices.ptx", ptx: include_str!("../../../../ptx/sum_slices.ptx"), typed: &["sum_slices"], plain: &[] },
-    PtxSource { file: "adam.ptx", ptx: include_str!("../../../../ptx/adam.ptx"), typed: &["adam_step"], plain: &[] },
+    PtxSource { file: "adam.ptx", ptx: include_str!("../../../../ptx/adam.ptx"), typed: &["adam_step", "adam_step_packed"], plain: &[] },
     PtxSource { file: "poke.ptx", ptx: include_str!("../../../../ptx/poke.ptx"), typed: &["poke"], plain: &[] },
 ];
 
@@ -92,12 +92,12 @@ impl GpuKernel for GradNormPartials {
 /// Working weights have the format of the gradients.
 impl GpuKernel for Adam {
     fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
-        let Self { params, m, v, grads, out, consts: c, scale } = self;
+        let Self { first, params, m, v, grads, out, consts: c, scale } = self;
         let elems = params.elems();
         let vectors = vectors(elems, VECTOR, &[params, m, v, grads, out]);
         // A thread each for vectors and for the elements behind them.
         let blocks = grid(elems - (VECTOR - 1) * vectors as usize, THREADS)?;
-        let args = args![
+        let step = args![
             params,
             m,
             v,
@@ -115,7 +115,14 @@ impl GpuKernel for Adam {
             c.eps,
             scale
         ];
-        queue.launch(Stream::Compute, Self::NAME, Some(self.float_format()?), blocks, args)
+        let format = Some(self.float_format()?);
+        if m.dtype() == Dtype::Float32 {
+            return queue.launch(Stream::Compute, Self::NAME, format, blocks, step);
+        }
+        // Bits come from the place in the flat order modulo 2^32.
+        let rounding = args![first as u32, c.rounding];
+        let args: [Arg; 18] = std::array::from_fn(|i| if i < step.len() { step[i] } else { rounding[i - step.len()] });
+        queue.launch(Stream::Compute, "adam_step_packed", format, blocks, args)
     }
 }
 

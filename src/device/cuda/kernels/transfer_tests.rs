@@ -5,6 +5,7 @@ use super::*;
 use crate::device::cuda::launch::Arg;
 use crate::dtype::Element;
 use crate::optim::adam::{self, AdamConsts, AdamHyper, AdamState, AdamStep};
+use crate::optim::moments::Moment;
 use crate::optim::norm;
 use crate::optim::samples::{assert_same, ordinary, wild};
 use half::{bf16, f16};
@@ -157,23 +158,24 @@ fn norms_keep_the_specified_order() {
 }
 
 /// `offset` moves every argument off its alignment.
-fn adam_matches<T: Element>(elems: usize, offset: usize) {
+fn adam_matches<M: Moment, T: Element>(elems: usize, offset: usize) {
     let hyper = AdamHyper { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
     let (consts, scale) = (AdamConsts::new(&hyper, 3, true), 0.7);
     // Rare magnitudes too: zeros, subnormals, infinities.
     let mixed = |seed| [ordinary::<f32>(seed, elems - elems / 3), wild(seed, elems / 3)].concat();
-    let (mut params, mut m) = (mixed(1), mixed(2));
-    let mut v: Vec<f32> = mixed(3).iter().map(|x| x.abs()).collect();
+    let (mut params, first) = (mixed(1), (1 << 32) - 700);
+    let mut m: Vec<M> = mixed(2).into_iter().map(M::from_f32).collect();
+    let mut v: Vec<M> = mixed(3).iter().map(|x| M::from_f32(x.abs())).collect();
     let grads: Vec<T> = mixed(4).into_iter().map(T::from_f32).collect();
     let mut out = vec![T::from_f32(7.0); elems];
     let mut memory = EmulatedMemory::default();
-    let [p, mm, vv] = [&params, &m, &v].map(|x| memory.with(Dtype::Float32, offset, x));
+    let (p, [mm, vv]) = (memory.with(Dtype::Float32, offset, &params), [&m, &v].map(|x| memory.with(M::DTYPE, offset, x)));
     let [g, o] = [&grads, &out].map(|x| memory.with(T::DTYPE, offset, x));
-    Adam { params: p, m: mm, v: vv, grads: g, out: o, consts, scale }.enqueue(&mut memory).unwrap();
-    adam::step(AdamStep { consts, scale }, &mut AdamState { params: &mut params, m: &mut m, v: &mut v }, &grads, &mut out);
+    Adam { first, params: p, m: mm, v: vv, grads: g, out: o, consts, scale }.enqueue(&mut memory).unwrap();
+    adam::step(AdamStep { consts, scale }, &mut AdamState { first, params: &mut params, m: &mut m, v: &mut v }, &grads, &mut out);
     assert_same(&memory.read::<f32>(p), &params, "params");
-    assert_same(&memory.read::<f32>(mm), &m, "m");
-    assert_same(&memory.read::<f32>(vv), &v, "v");
+    assert_same(&memory.read::<M>(mm), &m, "m");
+    assert_same(&memory.read::<M>(vv), &v, "v");
     assert_same(&memory.read::<T>(o), &out, "out");
 }
 
@@ -181,9 +183,12 @@ fn adam_matches<T: Element>(elems: usize, offset: usize) {
 fn adam_is_the_specification() {
     for elems in [1, 2, 4, 7, 1024, 1500] {
         for offset in [0, 1, 4] {
-            adam_matches::<bf16>(elems, offset);
-            adam_matches::<f16>(elems, offset);
-            adam_matches::<f32>(elems, offset);
+            adam_matches::<f32, bf16>(elems, offset);
+            adam_matches::<f32, f16>(elems, offset);
+            adam_matches::<f32, f32>(elems, offset);
+            adam_matches::<bf16, bf16>(elems, offset);
+            adam_matches::<bf16, f16>(elems, offset);
+            adam_matches::<bf16, f32>(elems, offset);
         }
     }
 }

@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 #[path = "../../../../tests/campaign.rs"]
 mod results;
 
-impl<G: Element, O: Element> Case<G, O> {
+impl<M: Moment, G: Element, O: Element> Case<M, G, O> {
     /// Mostly short, for the tails are where vector code errs; half of them wild, the rest of ordinary sizes, which round.
     fn random(rng: &mut ChaCha8Rng) -> Self {
         let longest = if rng.next_u32().is_multiple_of(32) { 300 } else { 48 };
@@ -24,8 +24,8 @@ impl<G: Element, O: Element> Case<G, O> {
         };
         let [params, m, grads, pending_grads, out] = [(); 5].map(|()| values(|x| x));
         let v = values(f32::abs);
-        let [grads, pending_grads] = [grads, pending_grads].map(narrowed);
-        Self { params, m, v, grads, pending_grads, out: narrowed(out) }
+        let ([m, v], [grads, pending_grads]) = ([m, v].map(narrowed), [grads, pending_grads].map(narrowed));
+        Self { first: rng.next_u64() as usize, params, m, v, grads, pending_grads, out: narrowed(out) }
     }
 
     /// Bits in which each of `isas` differs from the specification after `pass`.
@@ -37,8 +37,8 @@ impl<G: Element, O: Element> Case<G, O> {
         let differing = |&isa: &Isa| {
             let mut got = self.clone();
             got.by_kernels(AdamKernels::new(isa).unwrap().with_stores(stores), pass, steps, [offset, offset]);
-            let states = [(&got.params, &golden.params), (&got.m, &golden.m), (&got.v, &golden.v)];
-            states.iter().map(|(got, golden)| differing_bits(got, golden)).sum::<u64>() + differing_bits(&got.out, &golden.out)
+            let moments = differing_bits(&got.m, &golden.m) + differing_bits(&got.v, &golden.v);
+            differing_bits(&got.params, &golden.params) + moments + differing_bits(&got.out, &golden.out)
         };
         isas.iter().map(differing).collect()
     }
@@ -74,20 +74,29 @@ type Compare = fn(&[Isa], &mut Mismatches, &mut ChaCha8Rng) -> usize;
 /// By pass and instruction set.
 type Mismatches = [Vec<u64>; PASSES.len()];
 
-const COMPARE: [Compare; 9] = [
-    compare_one::<f32, f32>,
-    compare_one::<f32, bf16>,
-    compare_one::<f32, f16>,
-    compare_one::<bf16, f32>,
-    compare_one::<bf16, bf16>,
-    compare_one::<bf16, f16>,
-    compare_one::<f16, f32>,
-    compare_one::<f16, bf16>,
-    compare_one::<f16, f16>,
+const COMPARE: [Compare; 18] = [
+    compare_one::<f32, f32, f32>,
+    compare_one::<f32, f32, bf16>,
+    compare_one::<f32, f32, f16>,
+    compare_one::<f32, bf16, f32>,
+    compare_one::<f32, bf16, bf16>,
+    compare_one::<f32, bf16, f16>,
+    compare_one::<f32, f16, f32>,
+    compare_one::<f32, f16, bf16>,
+    compare_one::<f32, f16, f16>,
+    compare_one::<bf16, f32, f32>,
+    compare_one::<bf16, f32, bf16>,
+    compare_one::<bf16, f32, f16>,
+    compare_one::<bf16, bf16, f32>,
+    compare_one::<bf16, bf16, bf16>,
+    compare_one::<bf16, bf16, f16>,
+    compare_one::<bf16, f16, f32>,
+    compare_one::<bf16, f16, bf16>,
+    compare_one::<bf16, f16, f16>,
 ];
 
-fn compare_one<G: Element, O: Element>(isas: &[Isa], mismatches: &mut Mismatches, rng: &mut ChaCha8Rng) -> usize {
-    let (steps, case) = (random_steps(rng), Case::<G, O>::random(rng));
+fn compare_one<M: Moment, G: Element, O: Element>(isas: &[Isa], mismatches: &mut Mismatches, rng: &mut ChaCha8Rng) -> usize {
+    let (steps, case) = (random_steps(rng), Case::<M, G, O>::random(rng));
     for (pass, sums) in PASSES.into_iter().zip(mismatches) {
         let bits = case.mismatched_bits(pass, steps, isas, rng);
         sums.iter_mut().zip(bits).for_each(|(sum, bits)| *sum += bits);

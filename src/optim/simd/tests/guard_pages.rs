@@ -57,18 +57,18 @@ impl<T> Drop for Guarded<T> {
     }
 }
 
-fn check<G: Element, O: Element>(touching: Touching) {
+fn check<M: Moment, G: Element, O: Element>(touching: Touching) {
     for len in (0..=67).chain([128, 1000, 4099]) {
-        let Case { params, m, v, grads, pending_grads, out } = Case::<G, O>::ordinary(len);
-        let mut arrays = [params, m, v].map(|values| Guarded::new(&values, touching));
+        let Case { first, params, m, v, grads, pending_grads, out } = Case::<M, G, O>::ordinary(len);
+        let (mut params, mut moments) = (Guarded::new(&params, touching), [m, v].map(|values| Guarded::new(&values, touching)));
         let [mut grads, mut pending_grads] = [grads, pending_grads].map(|values| Guarded::new(&values, touching));
         let mut out = Guarded::new(&out, touching);
         for isa in Isa::available() {
             for (pass, stores) in PASSES.into_iter().flat_map(|pass| STORES.map(|stores| (pass, stores))) {
                 let kernels = AdamKernels::new(isa).unwrap().with_stores(stores);
-                let [params, m, v] = arrays.each_mut().map(Guarded::slice);
+                let [m, v] = moments.each_mut().map(Guarded::slice);
                 let grads = [&*pending_grads.slice(), grads.slice()];
-                run(kernels, pass, steps(), AdamState { params, m, v }, grads, out.slice());
+                run(kernels, pass, steps(), AdamState { first, params: params.slice(), m, v }, grads, out.slice());
             }
             let read = Grads::from_bytes(G::DTYPE, bytemuck::cast_slice(grads.slice()));
             AdamKernels::new(isa).unwrap().partials(read, &mut vec![0.0; len.div_ceil(norm::BLOCK)]);
@@ -79,8 +79,10 @@ fn check<G: Element, O: Element>(touching: Touching) {
 #[test]
 fn no_pass_reaches_beyond_its_slices() {
     for touching in [Touching::First, Touching::Last] {
-        check::<f32, f32>(touching);
-        check::<bf16, bf16>(touching);
-        check::<f16, f16>(touching);
+        check::<f32, f32, f32>(touching);
+        check::<f32, bf16, bf16>(touching);
+        check::<f32, f16, f16>(touching);
+        check::<bf16, f32, f32>(touching);
+        check::<bf16, bf16, bf16>(touching);
     }
 }

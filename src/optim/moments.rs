@@ -1,0 +1,271 @@
+//! How AdamW's moments are stored: as they are computed, or in 16 bits.
+//!
+//! A step computes in fp32 whatever the format is, and takes its parameters from moments that are not yet rounded; what is stored is
+//! what the next step reads. bfloat16 keeps 8 bits of significand, and a value moves by half a unit of its last place at least, 0.2 to
+//! 0.4 %, or not at all. A first moment moves by a tenth of the way to the gradient, and takes the nearest value. A second moment moves
+//! by a thousandth: to the nearest value it would stay where it is. It is rounded up as often as it is far from the value below, so
+//! that its mean is right.
+//!
+//! What decides is a hash of the step and of the element's place in the flat order, of which no thread, instruction set, bucket or
+//! device knows more than another. A value that bfloat16 holds stays as it is, whatever decides.
+
+use crate::dtype::{Dtype, Element};
+use crate::error::Result;
+use crate::optim::StatePart;
+use half::bf16;
+use std::fmt;
+
+/// Format of stored moments.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Moments {
+    /// 32 bits: a parameter's state takes 12 bytes.
+    #[default]
+    Float32,
+    /// 16 bits, second moments rounded at random: 8 bytes.
+    Bfloat16,
+}
+
+impl Moments {
+    /// Format of one of the state's arrays.
+    pub const fn dtype(self, part: StatePart) -> Dtype {
+        match (self, part) {
+            (Self::Bfloat16, StatePart::M | StatePart::V) => Dtype::Bfloat16,
+            _ => Dtype::Float32,
+        }
+    }
+
+    /// Bytes of a parameter's state: the parameter, m and v.
+    pub const fn state_bytes(self) -> usize {
+        self.dtype(StatePart::Params).bytes() + self.dtype(StatePart::M).bytes() + self.dtype(StatePart::V).bytes()
+    }
+
+    /// Fills `to` with fp32 `values` of an array as they are stored. A second moment that the format does not hold is rounded as
+    /// `rounding` says.
+    ///
+    /// # Panics
+    /// If `to` has another size.
+    pub(crate) fn store(self, part: StatePart, values: &[f32], rounding: Rounding, to: &mut [u8]) {
+        match (self.dtype(part), part) {
+            (Dtype::Bfloat16, StatePart::V) => narrow(values, to, |i, v| bf16::second(v, rounding.bits(i))),
+            (Dtype::Bfloat16, _) => narrow(values, to, |_, x| bf16::from_f32(x)),
+            _ => to.copy_from_slice(bytemuck::cast_slice(values)),
+        }
+    }
+
+    /// Gives `each` the bytes in which fp32 `values` of an array are stored, which the format holds, a few at a time.
+    ///
+    /// # Errors
+    /// Those of `each`.
+    pub(crate) fn stored(self, part: StatePart, values: &[f32], mut each: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
+        if self.dtype(part) == Dtype::Float32 {
+            return each(bytemuck::cast_slice(values));
+        }
+        let mut room = [0; 2 * 4096];
+        values.chunks(room.len() / 2).try_for_each(|values| {
+            let bytes = &mut room[..2 * values.len()];
+            narrow(values, bytes, |_, x| bf16::from_f32(x));
+            each(bytes)
+        })
+    }
+
+    /// Sets `values` of an array to what `read` gives in the format in which it is stored.
+    ///
+    /// # Errors
+    /// Those of `read`.
+    pub(crate) fn load(self, part: StatePart, values: &mut [f32], read: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<()> {
+        let bytes: &mut [u8] = bytemuck::cast_slice_mut(values);
+        // Behind the place of each value in fp32, so that no other memory is needed.
+        let start = bytes.len() - bytes.len() / 4 * self.dtype(part).bytes();
+        read(&mut bytes[start..])?;
+        for (to, from) in (0..start).step_by(2).map(|at| (2 * at, start + at)) {
+            let value = bf16::from_le_bytes([bytes[from], bytes[from + 1]]).to_f32();
+            bytes[to..to + 4].copy_from_slice(&value.to_le_bytes());
+        }
+        Ok(())
+    }
+}
+
+fn narrow(values: &[f32], to: &mut [u8], stored: impl Fn(usize, f32) -> bf16) {
+    assert_eq!(to.len(), 2 * values.len(), "room for what is stored");
+    for (i, (to, &value)) in to.chunks_exact_mut(2).zip(values).enumerate() {
+        to.copy_from_slice(&stored(i, value).to_le_bytes());
+    }
+}
+
+impl fmt::Display for Moments {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.dtype(StatePart::M).fmt(f)
+    }
+}
+
+/// A format of stored moments.
+pub trait Moment: Element {
+    /// A second moment as it is stored; `bits` decide between its neighbours.
+    fn second(v: f32, bits: u32) -> Self;
+}
+
+impl Moment for f32 {
+    #[inline(always)]
+    fn second(v: f32, _: u32) -> Self {
+        v
+    }
+}
+
+impl Moment for bf16 {
+    /// Away from zero where the 16 bits that are lost and 16 random ones carry. As in rounding to the nearest, what lies behind the
+    /// largest value may become infinite, and every NaN becomes one.
+    #[inline(always)]
+    fn second(v: f32, bits: u32) -> Self {
+        let rounded = (v.to_bits().wrapping_add(bits >> 16) >> 16) as u16;
+        bf16::from_bits(if v.is_nan() { 0x7fff } else { rounded })
+    }
+}
+
+/// What optimizer step `step` hashes elements with.
+pub(crate) fn rounding_key(step: u64) -> u32 {
+    mixed(step as u32 ^ mixed((step >> 32) as u32 ^ 0x9e37_79b9))
+}
+
+/// What decides how neighbouring elements are rounded in a step.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Rounding {
+    /// See [`rounding_key`].
+    pub key: u32,
+    /// Place of the first element in the flat order.
+    pub first: usize,
+}
+
+impl Rounding {
+    /// The random bits of the `i`th element. Elements 2^32 apart in the flat order have the same ones.
+    #[inline(always)]
+    pub(crate) fn bits(self, i: usize) -> u32 {
+        mixed(self.first.wrapping_add(i) as u32 ^ self.key)
+    }
+
+    /// The same from the `i`th element on.
+    pub(crate) fn behind(self, i: usize) -> Self {
+        Self { first: self.first + i, ..self }
+    }
+}
+
+/// A permutation of 32-bit numbers in which each bit depends on all: `lowbias32` of Chris Wellons' hash prospector.
+#[inline(always)]
+fn mixed(mut x: u32) -> u32 {
+    x = (x ^ x >> 16).wrapping_mul(0x7feb_352d);
+    x = (x ^ x >> 15).wrapping_mul(0x846c_a68b);
+    x ^ x >> 16
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::optim::adam::{self, AdamConsts, AdamHyper, AdamState, AdamStep};
+    use crate::optim::samples::{assert_same, ordinary, wild};
+
+    /// Bits that round up as rarely, as often as not, and as often as bits can.
+    const BITS: [u32; 3] = [0, 0x8000_0000, u32::MAX];
+
+    #[test]
+    fn what_bfloat16_holds_stays_and_everything_else_has_two_neighbours() {
+        for held in 0..=u16::MAX {
+            let held = bf16::from_bits(held);
+            let same = |bits| bf16::second(held.to_f32(), bits).to_bits() == if held.is_nan() { 0x7fff } else { held.to_bits() };
+            assert!(BITS.into_iter().all(same), "{held:?}");
+        }
+        for v in wild::<f32>(1, 100_000).into_iter().filter(|v| v.is_finite()) {
+            let [down, _, up] = BITS.map(|bits| bf16::second(v, bits));
+            let exact = v.to_bits() & 0xffff == 0;
+            let apart = if exact { 0 } else { 1 };
+            assert_eq!((down.to_bits(), up.to_bits()), ((v.to_bits() >> 16) as u16, down.to_bits() + apart), "{v:e}");
+        }
+        assert!(bf16::second(f32::MAX, u32::MAX).is_infinite() && bf16::second(f32::MAX, 0).is_finite());
+    }
+
+    /// The mean over 2^16 elements of a step, and over 2^16 steps of an element, is the value within four standard deviations.
+    #[test]
+    fn rounding_of_second_moments_is_unbiased_over_elements_and_over_steps() {
+        const DRAWS: usize = 1 << 16;
+        for v in ordinary::<f32>(2, 50).into_iter().map(|v| v.abs() * 1e-3).chain([1e-40, 3.0f32.next_up(), 7.0f32.next_down()]) {
+            let (down, lost) = (f64::from(bf16::second(v, 0).to_f32()), f64::from(v.to_bits() & 0xffff) / 65536.0);
+            let unit = f64::from(bf16::second(v, u32::MAX).to_f32()) - down;
+            let mean = |bits: &dyn Fn(usize) -> u32| {
+                let up = |at: &usize| f64::from(bf16::second(v, bits(*at)).to_f32()) > down;
+                (0..DRAWS).filter(up).count() as f64 / DRAWS as f64
+            };
+            let deviation = (lost * (1.0 - lost) / DRAWS as f64).sqrt();
+            for (over, share) in [
+                ("elements", mean(&|at| Rounding { key: rounding_key(7), first: 0 }.bits(at))),
+                ("elements behind 2^32", mean(&|at| Rounding { key: rounding_key(1 << 33), first: 5 << 32 }.bits(3 * at))),
+                ("steps", mean(&|at| Rounding { key: rounding_key(at as u64), first: 12_345 }.bits(0))),
+            ] {
+                assert!(unit > 0.0 && (share - lost).abs() <= 4.0 * deviation + 1e-4, "{v:e} over {over}: {share} rise, not {lost}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_stored_is_read_back_and_a_second_moment_falls_to_either_side() {
+        let (values, rounding) = (wild::<f32>(4, 999), Rounding { key: rounding_key(5), first: 77 });
+        for moments in [Moments::Float32, Moments::Bfloat16] {
+            for part in StatePart::ALL {
+                let mut stored = vec![0; values.len() * moments.dtype(part).bytes()];
+                moments.store(part, &values, rounding, &mut stored);
+                let mut read = vec![0.0; values.len()];
+                let copy = |bytes: &mut [u8]| {
+                    bytes.copy_from_slice(&stored);
+                    Ok(())
+                };
+                moments.load(part, &mut read, copy).unwrap();
+                let want = |i: usize| match (moments, part) {
+                    (Moments::Bfloat16, StatePart::M) => <bf16 as Element>::from_f32(values[i]).to_f32(),
+                    (Moments::Bfloat16, StatePart::V) => bf16::second(values[i], rounding.bits(i)).to_f32(),
+                    _ => values[i],
+                };
+                assert_same(&read, &(0..values.len()).map(want).collect::<Vec<_>>(), &format!("{part:?} in {moments}"));
+                let mut again = vec![0; stored.len()];
+                moments.store(part, &read, rounding.behind(3), &mut again);
+                assert!(again == stored || values.iter().any(|x| x.is_nan()), "{part:?} in {moments}: what is held stays");
+            }
+        }
+    }
+
+    /// sqrt(v) after 3000 steps, of which the later half has gradients ten times smaller, over that of fp32: mean, and root of the mean
+    /// square of its distance from 1.
+    fn after_gradients_fell<M: Moment>(beta2: f64, nearest: bool) -> (f64, f64) {
+        const ELEMS: usize = 500;
+        let hyper = AdamHyper { lr: 0.0, beta1: 0.9, beta2, eps: 1e-8, weight_decay: 0.0 };
+        let zeros = || vec![M::from_f32(0.0); ELEMS];
+        let (mut exact, mut stored, mut params) = ([vec![0.0f32; ELEMS], vec![0.0f32; ELEMS]], [zeros(), zeros()], vec![0.0; ELEMS]);
+        for t in 1..=3000u64 {
+            let size = if t <= 1500 { 1.0 } else { 0.1 };
+            let grads: Vec<f32> = ordinary::<f32>(t, ELEMS).into_iter().map(|g| g * size).collect();
+            let step = AdamStep { consts: AdamConsts::new(&hyper, t, false), scale: 1.0 };
+            let [m, v] = &mut exact;
+            adam::commit(step, &mut AdamState { first: 0, params: &mut params, m, v }, &grads);
+            let [m, v] = &mut stored;
+            if nearest {
+                for i in 0..ELEMS {
+                    let old = adam::AdamElement { param: 0.0, m: m[i].to_f32(), v: v[i].to_f32() };
+                    v[i] = M::from_f32(step.apply(old, grads[i]).v);
+                }
+            } else {
+                adam::commit(step, &mut AdamState { first: 0, params: &mut params, m, v }, &grads);
+            }
+        }
+        let ratio = |i: usize| f64::from(stored[1][i].to_f32().sqrt()) / f64::from(exact[1][i].sqrt());
+        let mean = |of: &dyn Fn(usize) -> f64| (0..ELEMS).map(of).sum::<f64>() / ELEMS as f64;
+        (mean(&ratio), mean(&|i| (ratio(i) - 1.0).powi(2)).sqrt())
+    }
+
+    #[test]
+    fn second_moments_follow_falling_gradients_as_in_float32() {
+        assert_eq!(after_gradients_fell::<f32>(0.999, false), (1.0, 0.0));
+        for beta2 in [0.999, 0.95] {
+            let (mean, rms) = after_gradients_fell::<bf16>(beta2, false);
+            assert!((mean - 1.0).abs() < 0.01 && rms < 0.06, "beta2 {beta2}: {mean} of fp32, {rms} apart");
+        }
+        let (mean, _) = after_gradients_fell::<bf16>(0.999, true);
+        assert!(mean > 2.0, "to the nearest: {mean} of fp32");
+    }
+}
