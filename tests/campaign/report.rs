@@ -23,7 +23,7 @@ const NOT_RUN: [(&str, &str); 10] = [
     ("R6", "states saved by several processes: one process drives all GPUs"),
     (
         "R12",
-        "device memory that ends at the k-th allocation: the GPU suite asks for memory that no device has, and the plan refuses before; there is no driver that fails on demand",
+        "device memory that ends at the k-th allocation, on a GPU: a driver that fails on demand is none (tests/fake_gpus.rs); on a GPU the suite asks for memory that no device has",
     ),
     (
         "R13",

@@ -4,7 +4,8 @@
 // that goes while its memory is in use. At the end it counts.
 //
 // FAKE_GPUS: how many (2). FAKE_MODELS: each is a model of its own. FAKE_NO_LINK: none reaches another. FAKE_ALGORITHMS: cuBLASLt chooses
-// otherwise on each. FAKE_FAULT: GPU 1 is lost after so many pulls.
+// otherwise on each. FAKE_FAULT: GPU 1 is lost after so many pulls. FAKE_NO_MEMORY and FAKE_NO_PINS: the n-th allocation of a GPU's memory,
+// or the n-th host memory that is to be page-locked, cannot be had; with a + behind the number none from there on.
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdint.h>
@@ -20,13 +21,13 @@ typedef struct { int is_live; Context *context; } Stream;
 typedef struct { int is_live, is_recorded, pending; Context *context; double ms; } Event;
 typedef struct { int is_live; u64 start, bytes; Context *context; } Memory;
 
-enum { INVALID_DEVICE = 101, NOT_READY = 600, NO_LINK = 217, ILLEGAL_ADDRESS = 700, ALREADY_ENABLED = 704 };
+enum { OUT_OF_MEMORY = 2, INVALID_DEVICE = 101, NOT_READY = 600, NO_LINK = 217, ILLEGAL_ADDRESS = 700, ALREADY_ENABLED = 704 };
 
 static Context contexts[GPUS_MAX];
 static __thread Context *stack[16];
 static __thread int depth;
 static Memory memories[1 << 16];
-static int allocated, direct, staged, waits;
+static int allocated, direct, staged, waits, pinned;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 static void refuse(const char *why) {
@@ -62,11 +63,20 @@ static void own_memory(u64 start, u64 bytes, Stream *stream) {
   if (memory_of(start, bytes)->context != live_stream(stream)->context) refuse("memory of another GPU");
 }
 
+// Whether the n-th call is one that fails.
+static int fails(const char *variable, int nth) {
+  char *at = getenv(variable), *end;
+  if (!at) return 0;
+  int first = strtol(at, &end, 10);
+  return nth == first || (*end == '+' && nth > first);
+}
+
 __attribute__((destructor)) static void count(void) {
   int left = 0, retained = 0;
   for (int i = 0; i < allocated; i++) left += memories[i].is_live;
   for (int i = 0; i < GPUS_MAX; i++) retained += contexts[i].retained;
   printf("fake driver: %d pulls, %d staged, %d waits for others, %d allocations left, %d contexts left\n", direct, staged, waits, left, retained);
+  printf("fake driver took: %d allocations, %d page locks\n", allocated, pinned);
 }
 
 int cuInit(unsigned flags) { return 0; }
@@ -156,9 +166,10 @@ int cuMemAlloc_v2(u64 *address, size_t bytes) {
   *address = (u64)aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
   memset((void *)*address, 0xff, bytes);
   pthread_mutex_lock(&lock);
-  memories[allocated++] = (Memory){1, *address, bytes, current()};
+  int is_live = !fails("FAKE_NO_MEMORY", allocated + 1);
+  memories[allocated++] = (Memory){is_live, *address, bytes, current()};
   pthread_mutex_unlock(&lock);
-  return 0;
+  return is_live ? 0 : OUT_OF_MEMORY;
 }
 int cuMemFree_v2(u64 address) {
   Memory *memory = memory_of(address, 1);
@@ -166,7 +177,10 @@ int cuMemFree_v2(u64 address) {
   memory->is_live = 0;
   return 0;
 }
-int cuMemHostRegister_v2(void *address, size_t bytes, unsigned flags) { current(); return 0; }
+int cuMemHostRegister_v2(void *address, size_t bytes, unsigned flags) {
+  current();
+  return fails("FAKE_NO_PINS", __atomic_add_fetch(&pinned, 1, __ATOMIC_RELAXED)) ? OUT_OF_MEMORY : 0;
+}
 int cuMemHostUnregister(void *address) { current(); return 0; }
 
 int cuMemsetD8Async(u64 to, unsigned char byte, size_t bytes, Stream *stream) { own_memory(to, bytes, stream); memset((void *)to, byte, bytes); return 0; }
