@@ -75,9 +75,85 @@ fn a_gpu_whose_plan_changes_uses_nothing_that_it_gave_back() {
         return;
     }
     for seed in 1..4 {
-        let outcome = train(&[], &["--replan=random", &format!("--seed={seed}")]);
+        let flags = ["--replan=random", &format!("--seed={seed}")];
+        let outcome = train(&[], &flags);
         assert_eq!(counted(&outcome), [0, 0, 0]);
         assert!(outcome.stdout.contains(": another plan in "), "{outcome:?}");
+        // Two, which let go of each other's memory before.
+        let outcome = train(&[], &[&flags[..], &["--gpus=2"]].concat());
+        let [direct, staged, waits] = counted(&outcome);
+        assert!(direct > 0 && staged == 0 && waits > 0 && outcome.stdout.contains(": another plan in "), "{outcome:?}");
+    }
+}
+
+/// Allocations and page locks of a run.
+fn taken(outcome: &Outcome) -> [usize; 2] {
+    let line = outcome.stdout.lines().find(|line| line.starts_with("fake driver took: ")).unwrap_or_else(|| panic!("{outcome:?}"));
+    let numbers: Vec<usize> = line.split(|c: char| !c.is_ascii_digit()).filter_map(|number| number.parse().ok()).collect();
+    numbers.try_into().unwrap_or_else(|_| panic!("{line}"))
+}
+
+/// The digest, which is the last line but the driver's.
+fn digest(outcome: &Outcome) -> &str {
+    assert_eq!(outcome.code, 0, "{outcome:?}");
+    outcome.stdout.lines().find_map(|line| line.strip_prefix("digest: ")).unwrap_or_else(|| panic!("no digest: {outcome:?}"))
+}
+
+#[test]
+fn a_gpu_without_memory_before_the_first_step_is_refused_and_leaves_nothing() {
+    if is_emulated() {
+        return;
+    }
+    let at_start = taken(&train(&[], &["--replan=off"]));
+    for (variable, calls) in ["FAKE_NO_MEMORY", "FAKE_NO_PINS"].into_iter().zip(at_start) {
+        for nth in 1..=calls {
+            let outcome = train(&[(variable, &nth.to_string())], &["--replan=off"]);
+            outcome.refused(1, &["CUDA error 2"]);
+            counted(&outcome);
+        }
+    }
+}
+
+#[test]
+fn a_gpu_that_gets_no_memory_for_another_plan_goes_on_with_the_old_one() {
+    if !is_emulated() {
+        keeps_the_old_plan_without_memory("--gpus=1");
+    }
+}
+
+/// It is one of them that gets none, and all that go on as before.
+#[test]
+fn gpus_of_which_one_gets_no_memory_for_another_plan_go_on_with_the_old_one() {
+    if !is_emulated() {
+        keeps_the_old_plan_without_memory("--gpus=2");
+    }
+}
+
+/// The first plan that a run would go over to lacks a piece of memory, each of them once: the old plan stays, and so do the bits.
+fn keeps_the_old_plan_without_memory(gpus: &str) {
+    let flags = |replan| ["--seed=1", replan, gpus];
+    let kept = train(&[], &flags("--replan=off"));
+    let at_start = taken(&kept);
+    for (which, variable) in ["FAKE_NO_MEMORY", "FAKE_NO_PINS"].into_iter().enumerate() {
+        let mut refused = 0;
+        for nth in at_start[which] + 1.. {
+            let outcome = train(&[(variable, &nth.to_string())], &flags("--replan=random"));
+            counted(&outcome);
+            if outcome.stdout.contains(": another plan in ") {
+                // All of the first plan's were tried.
+                break;
+            }
+            let why = outcome.stderr.lines().find(|line| line.contains("the plan stays, and no other is looked for from here on: "));
+            assert!(why.is_some_and(|why| why.contains("CUDA error 2")), "{variable} {nth}: {outcome:?}");
+            assert_eq!(digest(&outcome), digest(&kept), "{variable} {nth}");
+            refused += 1;
+        }
+        assert!(refused > 1, "{variable}: only {refused} pieces of memory");
+        // Where the old plan's memory cannot be had again either, the run ends, and what it has saved stays.
+        let outcome = train(&[(variable, &format!("{}+", at_start[which] + 1))], &flags("--replan=random"));
+        outcome.refused(1, &["CUDA error 2"]);
+        assert!(outcome.stdout.contains("checkpoint"), "{outcome:?}");
+        counted(&outcome);
     }
 }
 

@@ -4,10 +4,13 @@
 use crate::planned;
 use crate::program::{CONFIG, STEPS as RUN_STEPS, Workspace, run};
 use crate::resume::await_line;
-use crate::support::{Noise, digest, random_params, settings, start, tiny_llama};
-use superoffload::internals::device::{CpuDevice, DeviceKind};
-use superoffload::internals::engine::{Counts, Engine};
-use superoffload::internals::model::ModelShape;
+use crate::support::{Noise, digest, grad_ring, load, random_params, settings, tiny_llama};
+use superoffload::internals::device::{DeviceKind, Kernels};
+use superoffload::internals::engine::{Counts, Engine, Exchange};
+use superoffload::internals::hardware::Topology;
+use superoffload::internals::launch::{UseEngine, on_cpus};
+use superoffload::internals::model::{ModelShape, TensorTable};
+use superoffload::internals::optim::BLOCK;
 use superoffload::internals::planner::Machine;
 use superoffload::{Plan, Result};
 
@@ -18,58 +21,125 @@ struct Case {
     shape: ModelShape,
     lines: String,
     max_norm: &'static str,
+    micro_batches: usize,
+}
+
+/// Digest, losses, and what became of bucket steps.
+type Run = (String, Vec<u32>, Counts);
+
+/// The steps of a run, with a plan to go over to before some of them; how many ranks refuse it is for the caller to know.
+struct Steps<'a> {
+    next: &'a mut dyn FnMut(&Plan) -> Option<Plan>,
+    /// What a refusal says, where all are to be refused.
+    refusal: Option<&'a str>,
+}
+
+impl UseEngine for Steps<'_> {
+    type Output = Run;
+
+    fn run<D: Kernels, X: Exchange<D>>(self, mut engine: Engine<D, X>) -> Result<Run> {
+        load(&mut engine, random_params(5));
+        let (mut batches, mut counts, mut losses) = (Noise::new(5, 64), Counts::default(), Vec::new());
+        for step in 0..STEPS {
+            if let Some(plan) = (self.next)(engine.plan()) {
+                self.go_over(&mut engine, plan)?;
+            }
+            let report = engine.step(1e-2 / (1.0 + step as f64), &mut batches)?;
+            counts += report.counts;
+            losses.push(report.loss.to_bits());
+        }
+        assert_eq!((engine.train_step(), engine.optimizer_step() < STEPS), (STEPS, counts.skipped > 0));
+        Ok((digest(&mut engine), losses, counts))
+    }
+}
+
+impl Steps<'_> {
+    fn go_over<D: Kernels, X: Exchange<D>>(&self, engine: &mut Engine<D, X>, plan: Plan) -> Result<()> {
+        let before = engine.plan().clone();
+        let kept = engine.replan(plan.clone())?;
+        assert_eq!(kept.is_some(), self.refusal.is_some(), "{kept:?}");
+        if let (Some(kept), Some(refusal)) = (kept, self.refusal) {
+            let why = kept.to_string();
+            assert!(why.contains(refusal), "{why}");
+            assert_eq!(engine.plan().layout, before.layout);
+        }
+        // Of ranks whose slices are of one length, each has taken as much.
+        let blocks = |bucket| plan.layout.range(bucket).len() / BLOCK;
+        if (0..plan.layout.count()).all(|bucket| blocks(bucket).is_multiple_of(plan.ranks)) && engine.plan().grad_ring.is_none() {
+            planned::check(engine, DeviceKind::Cpu).unwrap_or_else(|wrong| panic!("{wrong}, after\n{before}"));
+        }
+        Ok(())
+    }
 }
 
 impl Case {
     fn new(seed: u64) -> Self {
         let pick = |every: u64, count: usize| (seed / every) as usize % count;
         let max_norm = ["0.0", "1e-3", "1.7", "1e9"][pick(1, 4)];
+        let shape = tiny_llama([2, 12][pick(2, 2)], 32, [64, 300][pick(4, 2)], seed.is_multiple_of(2));
         let (dtype, shares) = (["bfloat16", "float32", "float16"][pick(2, 3)], [1, 2][pick(5, 2)]);
+        Self::of(seed, shape, (max_norm, dtype), (shares, [1, 1, 2][pick(3, 3)]))
+    }
+
+    /// One whose steps are cut into so many shares of so many micro-batches each.
+    fn of(seed: u64, shape: ModelShape, (max_norm, dtype): (&'static str, &str), (shares, of_a_share): (usize, usize)) -> Self {
         let fault = if seed.is_multiple_of(3) { "inject = [{step = 3, element = 5000, value = \"nan\"}]" } else { "" };
         let lines = format!(
-            "dtype = \"{dtype}\"\nmoments = \"{}\"\nmax-grad-norm = {max_norm}\ngradient-shares = {shares}\ngradient-accumulation-steps = {}\n{fault}\n\
+            "dtype = \"{dtype}\"\nmoments = \"{}\"\nmax-grad-norm = {max_norm}\ngradient-shares = {shares}\n{fault}\n\
              seed = 5\nseq-length = 8\nper-device-train-batch-size = 2\nlearning-rate = 1e-2\nweight-decay = 0.1\nmax-steps = 99",
-            ["float32", "bfloat16"][pick(7, 2)],
-            shares * [1, 1, 2][pick(3, 3)],
+            ["float32", "bfloat16"][(seed / 7) as usize % 2],
         );
-        Self { shape: tiny_llama([2, 12][pick(2, 2)], 32, [64, 300][pick(4, 2)], seed.is_multiple_of(2)), lines, max_norm }
+        Self { shape, lines, max_norm, micro_batches: shares * of_a_share }
     }
 
     fn plan(&self, lines: &str) -> Result<Plan> {
-        Plan::new(&settings(&format!("{}\n{lines}", self.lines)), &self.shape, &Machine::cpu(2), false)
+        self.plan_on(1, lines)
     }
 
-    /// The digest and the losses of a run whose plan is `plan`, and before each step what `next` makes of it.
-    fn run(&self, plan: &Plan, mut next: impl FnMut(&mut Engine<CpuDevice>)) -> (String, Vec<u32>, Counts) {
-        let mut engine = start(plan, &self.shape, random_params(5));
-        let (mut batches, mut counts, mut losses) = (Noise::new(5, 64), Counts::default(), Vec::new());
-        for step in 0..STEPS {
-            next(&mut engine);
-            let report = engine.step(1e-2 / (1.0 + step as f64), &mut batches).unwrap();
-            counts += report.counts;
-            losses.push(report.loss.to_bits());
-        }
-        assert_eq!((engine.train_step(), engine.optimizer_step() < STEPS), (STEPS, counts.skipped > 0));
-        (digest(&mut engine), losses, counts)
+    fn plan_on(&self, ranks: usize, lines: &str) -> Result<Plan> {
+        let devices = format!("gpus = {ranks}\ngradient-accumulation-steps = {}", self.micro_batches / ranks);
+        Plan::new(&settings(&format!("{}\n{devices}\n{lines}", self.lines)), &self.shape, &Machine::cpu(2), false)
+    }
+
+    /// A run whose first plan is `plan`, and before each step the one that `next` makes of it.
+    fn run(&self, plan: &Plan, mut next: impl FnMut(&Plan) -> Option<Plan>) -> Run {
+        let steps = Steps { next: &mut next, refusal: None };
+        on_cpus(plan, &self.shape, &Topology::this_machine(), steps).unwrap_or_else(|error| panic!("{error}: {}", self.lines))
+    }
+
+    /// Every step on one device, one after the other.
+    fn reference(&self) -> Run {
+        self.run(&self.plan("strategy = \"no-offload\"\nthreads = 1").unwrap(), |_| None)
     }
 }
 
+/// What two plans may differ in: buckets that are offloaded, policies, slots, rings of weights and of gradients.
+fn differences(a: &Plan, b: &Plan) -> [usize; 5] {
+    let of = |plan: &Plan| {
+        let policies = plan.layer_policies.iter().map(|policy| *policy as usize).sum::<usize>();
+        let rings = [plan.weight_ring, plan.grad_ring].map(|ring| usize::from(ring.is_some()));
+        [plan.layout.offloaded(), policies, plan.param_slots, rings[0], rings[1]]
+    };
+    let (a, b) = (of(a), of(b));
+    std::array::from_fn(|what| usize::from(a[what] != b[what]))
+}
+
 /// Settings that may change between two steps, drawn from `noise`.
-fn places(noise: &mut Noise, strategy: &str) -> String {
+fn places(noise: &mut Noise, strategy: &str, streamed: &str) -> String {
     let mut one_of = |count: i32| (noise.next() % count) as usize;
     let resident = if cfg!(feature = "repartition") && strategy == "superoffload" { [0, 1, 2, 5, 99][one_of(5)] } else { 0 };
     let activations = ["auto", "keep", "recompute-cheap", "recompute-block", "host"][one_of(5)];
     let weights =
-        if cfg!(feature = "weight-flow") && strategy != "no-offload" && resident < 3 { ["auto", "flow"][one_of(2)] } else { "auto" };
+        if cfg!(feature = "weight-flow") && strategy != "no-offload" && resident < 3 { ["auto", streamed][one_of(2)] } else { "auto" };
     format!("resident-buckets = {resident}\nactivations = \"{activations}\"\nslots = {}\nweights = \"{weights}\"", 1 + one_of(6))
 }
 
 #[test]
 fn plans_that_change_between_steps_change_no_bit() {
-    let (mut moved, mut speculated, mut skipped) = ([0; 4], 0, 0);
+    let (mut moved, mut speculated, mut skipped) = ([0; 5], 0, 0);
     for seed in 0..60u64 {
         let case = Case::new(seed);
-        let (want, losses, _) = case.run(&case.plan("strategy = \"no-offload\"\nthreads = 1").unwrap(), |_| ());
+        let (want, losses, _) = case.reference();
         let strategy = ["superoffload", "superoffload", "zero-offload", "superoffload", "no-offload"][seed as usize % 5];
         let without = ["", "\"adaptive\"", "\"stv\"", "\"adaptive\", \"deadline-order\""][seed as usize / 3 % 4];
         let cast = if cfg!(feature = "superchip-cast") && seed % 7 == 0 { "device" } else { "host" };
@@ -82,51 +152,80 @@ fn plans_that_change_between_steps_change_no_bit() {
         let mut noise = Noise::new(seed, 1 << 30);
         // Streamed weights and casts on the device exclude each other, and few layers need no ring.
         let mut draw = || loop {
-            if let Ok(plan) = case.plan(&format!("{fixed}\n{}", places(&mut noise, strategy))) {
+            if let Ok(plan) = case.plan(&format!("{fixed}\n{}", places(&mut noise, strategy, "flow"))) {
                 return plan;
             }
         };
         let (first, mut steps) = (draw(), Noise::new(seed + 7, 4));
-        let (have, have_losses, counts) = case.run(&first, |engine| {
-            if steps.next() < 2 {
-                let (plan, before) = (draw(), engine.plan().clone());
-                assert!(engine.replan(plan.clone()).unwrap().is_none());
-                planned::check(engine, DeviceKind::Cpu).unwrap_or_else(|wrong| panic!("{wrong}, after\n{before}"));
-                let of = |plan: &Plan| {
-                    let policies = plan.layer_policies.iter().map(|policy| *policy as usize).sum::<usize>();
-                    [plan.layout.offloaded(), policies, plan.param_slots, usize::from(plan.weight_ring.is_some())]
-                };
-                let (before, after) = (of(&before), of(&plan));
-                (0..4).for_each(|what| moved[what] += usize::from(before[what] != after[what]));
-            }
+        let (have, have_losses, counts) = case.run(&first, |before| {
+            let plan = (steps.next() < 2).then(&mut draw)?;
+            moved.iter_mut().zip(differences(before, &plan)).for_each(|(moved, differs)| *moved += differs);
+            Some(plan)
         });
         assert_eq!((&have, &have_losses), (&want, &losses), "seed {seed}, clip above {}: {fixed}", case.max_norm);
         (speculated, skipped) = (speculated + counts.speculated, skipped + counts.skipped);
     }
-    let [resident, policies, slots, streamed] = moved;
+    let [resident, policies, slots, streamed, _] = moved;
     assert!(policies > 20 && slots > 20 && skipped > 0, "{moved:?}");
     assert_eq!((resident > 20, streamed > 20), (cfg!(feature = "repartition"), cfg!(feature = "weight-flow")), "{moved:?}");
     assert_eq!(speculated > 0, cfg!(feature = "stv"));
 }
 
-/// Buckets go to the device and come back, and what refused them is said.
+/// Two, three and four ranks, each of which another may go on before or after: rings, slices and slots of all change at one step. What one
+/// reads of another where it was before, or too early, would be other bits.
+#[test]
+fn ranks_go_over_to_another_plan_at_one_step_and_change_no_bit() {
+    let (mut moved, mut speculated, mut skipped) = ([0; 5], 0, 0);
+    for seed in 0..36u64 {
+        let pick = |every: u64, count: usize| (seed / every) as usize % count;
+        let (ranks, rounds, of_a_share) = ([2, 3, 4][pick(1, 3)], [1, 2][pick(3, 2)], [1, 2][pick(6, 2)]);
+        let kind = (["0.0", "1e-3", "1.7", "1e9"][pick(1, 4)], ["bfloat16", "float32"][pick(2, 2)]);
+        let case = Case::of(seed, tiny_llama(12, 32, 64, seed.is_multiple_of(2)), kind, (ranks * rounds, of_a_share));
+        let (want, losses, _) = case.reference();
+        let strategy = ["superoffload", "superoffload", "zero-offload", "superoffload", "no-offload"][pick(1, 5)];
+        let without = ["", "\"adaptive\"", "\"stv\""][pick(3, 3)];
+        let adversary = if seed % 4 < 3 { format!("adversary = {seed}\ndevice = \"cpu\"") } else { String::new() };
+        let fixed = format!("strategy = \"{strategy}\"\nthreads = 4\nbucket-mib = 0.0703125\nwithout = [{without}]\n{adversary}");
+        let (mut noise, table) = (Noise::new(seed, 1 << 30), TensorTable::new(&case.shape));
+        let mut draw = || loop {
+            let places = places(&mut noise, strategy, "sharded");
+            let is_ringed = of_a_share == 1 && noise.next() % 2 == 0;
+            if let Ok(plan) = case.plan_on(ranks, &format!("{fixed}\n{places}")) {
+                return Plan { grad_ring: grad_ring(&plan, &table).filter(|_| is_ringed), ..plan };
+            }
+        };
+        let (first, mut steps) = (draw(), Noise::new(seed + 7, 4));
+        let (have, have_losses, counts) = case.run(&first, |before| {
+            let plan = (steps.next() < 2).then(&mut draw)?;
+            moved.iter_mut().zip(differences(before, &plan)).for_each(|(moved, differs)| *moved += differs);
+            Some(plan)
+        });
+        assert_eq!((&have, &have_losses), (&want, &losses), "seed {seed}, {ranks} ranks, clip above {}: {fixed}", case.max_norm);
+        (speculated, skipped) = (speculated + counts.speculated, skipped + counts.skipped);
+    }
+    let [resident, policies, slots, sharded, ringed] = moved;
+    assert!(policies > 20 && slots > 20 && ringed > 10 && skipped > 0, "{moved:?}");
+    assert_eq!((resident > 10, sharded > 10), (cfg!(feature = "repartition"), cfg!(feature = "weight-flow")), "{moved:?}");
+    assert_eq!(speculated > 0, cfg!(feature = "stv"));
+}
+
+/// Buckets go to the device and come back, and what refused them is said, on one rank and on two.
 #[cfg(feature = "repartition")]
 #[test]
 fn a_plan_without_memory_for_it_keeps_the_old_one() {
-    let case = Case::new(2);
-    let plan = |places: &str| case.plan(&format!("bucket-mib = 0.0156\nthreads = 2\n{places}")).unwrap();
-    let (small, large) = (plan("resident-buckets = 1\nslots = 2"), plan("resident-buckets = 5\nslots = 3"));
-    let (want, losses, _) = case.run(&small, |_| ());
-    for (from, to) in [(&small, &large), (&large, &small)] {
-        let too_many = (1 << 58) / to.layout.bucket_elems();
-        for refused in [Plan { grad_slots: too_many, ..to.clone() }, Plan { param_slots: too_many, ..to.clone() }] {
-            let (have, have_losses, _) = case.run(from, |engine| {
-                let why = engine.replan(refused.clone()).unwrap().expect("more memory than there is").to_string();
-                assert!(why.contains("slots") && why.contains("TiB"), "{why}");
-                assert_eq!(engine.plan().layout, from.layout);
-                planned::check(engine, DeviceKind::Cpu).unwrap();
-            });
-            assert_eq!((have, have_losses), (want.clone(), losses.clone()));
+    let case = Case::of(2, tiny_llama(12, 32, 64, true), ("1.7", "bfloat16"), (2, 1));
+    let (want, losses, _) = case.reference();
+    for ranks in [1, 2] {
+        let plan = |places: &str| case.plan_on(ranks, &format!("bucket-mib = 0.0156\nthreads = 2\n{places}")).unwrap();
+        let (small, large) = (plan("resident-buckets = 1\nslots = 2"), plan("resident-buckets = 5\nslots = 3"));
+        for (from, to) in [(&small, &large), (&large, &small)] {
+            let too_many = (1 << 58) / to.layout.bucket_elems();
+            for refused in [Plan { grad_slots: too_many, ..to.clone() }, Plan { param_slots: too_many, ..to.clone() }] {
+                let mut next = |_: &Plan| Some(refused.clone());
+                let steps = Steps { next: &mut next, refusal: Some("TiB of host memory for ") };
+                let (have, have_losses, _) = on_cpus(from, &case.shape, &Topology::this_machine(), steps).unwrap();
+                assert_eq!((&have, &have_losses), (&want, &losses));
+            }
         }
     }
 }
@@ -151,6 +250,8 @@ fn a_run_whose_plan_changes_ends_with_the_same_bits_also_after_kill_9() {
         ("adversary", &["--adversary", "3", "--device", "cpu"]),
         ("clipped", &["--max-grad-norm", "0.001", "--gradient-accumulation-steps", "2"]),
         ("zero", &["--strategy", "zero-offload", "--dtype", "float16"]),
+        ("ranks", &["--gpus", "2", "--gradient-shares", "2", "--bucket-mib", "0.0703125"]),
+        ("ranks-adversary", &["--gpus", "3", "--gradient-shares", "3", "--bucket-mib", "0.0703125", "--adversary", "5", "--device", "cpu"]),
     ] {
         let kept = run(&mut workspace.train("kept", &[flags, &["--replan", "off"]].concat()));
         assert_eq!(moves(&workspace, "kept"), 0);
@@ -176,4 +277,24 @@ fn a_run_whose_plan_changes_ends_with_the_same_bits_also_after_kill_9() {
         std::fs::remove_dir_all(workspace.path("kept")).unwrap();
     }
     assert!(all > 8 && resumed > 0, "{all} moves, {resumed} runs with some after a kill");
+}
+
+/// One of two fails, or panics, where both have left each other's memory: all end at once, and the run goes on from its last checkpoint.
+#[test]
+fn a_rank_that_fails_in_a_move_ends_all_and_loses_no_step_that_was_saved() {
+    let workspace = Workspace::new();
+    workspace.write("model/config.json", CONFIG.replace("\"num_hidden_layers\": 1", "\"num_hidden_layers\": 12"));
+    let flags = ["--gpus", "2", "--gradient-shares", "2", "--bucket-mib", "0.0703125"];
+    let kept = run(&mut workspace.train("kept", &[&flags[..], &["--replan", "off"]].concat()));
+    for (rank, kind) in [(0, "error"), (1, "error"), (1, "panic")] {
+        let faults: Vec<_> =
+            (4..=RUN_STEPS + 1).map(|step| format!("{{rank = {rank}, step = {step}, phase = 'move', kind = '{kind}'}}")).collect();
+        workspace.settings(&format!("faults = [{}]", faults.join(", ")));
+        let out = format!("rank-{rank}-{kind}");
+        let outcome = run(&mut workspace.train(&out, &[&flags[..], &RANDOM].concat()));
+        assert!(outcome.code == 1 && outcome.stderr.contains(&format!("error: rank {rank}: ")), "{outcome:?}");
+        workspace.settings("");
+        let outcome = run(&mut workspace.resume(&out, &[&flags[..], &RANDOM].concat()));
+        assert_eq!(outcome.digest(), kept.digest(), "rank {rank}, {kind}: {outcome:?}");
+    }
 }

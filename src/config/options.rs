@@ -395,6 +395,8 @@ pub enum FaultPhase {
     Read,
     /// State from a checkpoint is taken over, by a rank behind 0.
     Write,
+    /// Memory lies as another plan says, and the others do not know it yet.
+    Move,
 }
 
 /// How a rank can go wrong on purpose.

@@ -473,7 +473,7 @@ settings! {
         activations: ActivationsChoice = ActivationsChoice::Auto, Free;
         /// Where layers' weights lie: on the device, or streamed from host memory.
         weights: WeightsChoice = WeightsChoice::Auto, Free;
-        /// Whether a run plans again where its steps leave what the plan assumed; one GPU.
+        /// Whether a run plans again where its steps leave what the plan assumed.
         replan: ReplanChoice = ReplanChoice::Auto, Free, unless "is_replanned";
     }
 

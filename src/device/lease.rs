@@ -53,12 +53,20 @@ impl Lease {
         Ok(memory)
     }
 
+    /// Gives back what lies on the device, once all that is enqueued has run.
+    ///
+    /// # Errors
+    /// The device's.
+    pub(crate) fn give_back_device<D: Device>(&mut self, dev: &mut D) -> Result<()> {
+        self.device.drain(..).try_for_each(|memory| dev.free(memory))
+    }
+
     /// Gives all of it back, once all that is enqueued has run.
     ///
     /// # Errors
     /// The device's.
     pub(crate) fn give_back<D: Device>(&mut self, dev: &mut D, host: &mut HostMemory) -> Result<()> {
-        self.device.drain(..).try_for_each(|memory| dev.free(memory))?;
+        self.give_back_device(dev)?;
         self.pinned.drain(..).try_for_each(|memory| {
             dev.unpin(memory)?;
             host.give_back(memory.addr(), 0);

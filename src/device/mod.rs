@@ -16,7 +16,7 @@ mod slice;
 mod stream;
 
 use crate::dtype::Dtype;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::host::pinned::PinnedSlice;
 use crate::memory::{MemorySpace, RingShape};
 use crate::ranks::Seat;
@@ -46,6 +46,11 @@ fn prefetch_span(space: MemorySpace) -> &'static str {
         MemorySpace::Device => "page_in",
         MemorySpace::Host => "page_out",
     }
+}
+
+/// Why a device's memory is not its own again.
+fn still_lent() -> Error {
+    Error::resource("take device memory back from the other ranks", "one of them still has its card")
 }
 
 /// Memory, streams, events and copies. No arithmetic.
@@ -166,8 +171,20 @@ pub(crate) trait Peers: Device {
     /// Its card, for the others. What is allocated later they do not reach.
     fn card(&mut self) -> Self::Card;
 
-    /// Takes its seat among the devices of all ranks, whose cards these are, by rank: its own streams beyond [`Stream::ALL`] begin. From
-    /// here on its waits fail when another rank has.
+    /// Waits until all that is enqueued has run, and forgets the others' cards.
+    ///
+    /// # Errors
+    /// The device's.
+    fn leave(&mut self) -> Result<()>;
+
+    /// Has the memory that others reached by its card to itself again, once all of them have left, so that it can be given back.
+    ///
+    /// # Errors
+    /// `Resource` when one of them has not.
+    fn take_back(&mut self) -> Result<()>;
+
+    /// Takes its seat among the devices of all ranks, whose cards these are, by rank: its own streams beyond [`Stream::ALL`] begin, unless
+    /// they have. From here on its waits fail when another rank has.
     ///
     /// # Errors
     /// `Resource` when a stream cannot begin.

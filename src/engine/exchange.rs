@@ -5,7 +5,7 @@ use super::vitals::Vitals;
 use super::watchdog::Watched;
 use crate::bucket::layout::BucketLayout;
 use crate::bucket::slices::Slices;
-use crate::device::{DeviceSlice, Kernels, Stream, SumSlices};
+use crate::device::{DeviceSlice, EventId, Kernels, Stream, SumSlices};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::optim::norm;
@@ -38,11 +38,23 @@ pub enum Order {
     Resume,
     /// End all threads, and hand over the tracks of the timeline.
     Finish,
+    /// Go over to the plan in the hall.
+    Replan,
 }
 
 impl Order {
-    const ALL: [Self; 9] =
-        [Self::Step, Self::Flush, Self::Init, Self::Write, Self::Read, Self::Send, Self::Evaluate, Self::Resume, Self::Finish];
+    const ALL: [Self; 10] = [
+        Self::Step,
+        Self::Flush,
+        Self::Init,
+        Self::Write,
+        Self::Read,
+        Self::Send,
+        Self::Evaluate,
+        Self::Resume,
+        Self::Finish,
+        Self::Replan,
+    ];
 
     /// The order of this number.
     ///
@@ -64,12 +76,46 @@ pub trait Exchange<D: Kernels> {
     /// What this rank owns.
     fn slices(&self) -> &Slices;
 
-    /// From here on the same buckets lie in the places of `layout`.
+    /// Rank 0 tells the others which plan the next [`Order::Replan`] is about.
+    fn announce(&mut self, _plan: &Plan) {}
+
+    /// Lets the other ranks have their memory to themselves, and waits until this one has its own: nothing may be under way.
     ///
     /// # Errors
-    /// `Unsupported` where several ranks would have to agree.
-    fn rearrange(&mut self, _layout: &BucketLayout) -> Result<()> {
-        Err(Error::Unsupported("several GPUs do not change their plan during a run".into()))
+    /// The device's; what ended another rank.
+    fn leave(&mut self, _dev: &mut D) -> Result<()> {
+        Ok(())
+    }
+
+    /// From here on the same buckets lie in the places of `layout`. Memory that a plan decides is given back.
+    ///
+    /// # Errors
+    /// The device's.
+    fn rearrange(&mut self, dev: &mut D, layout: &BucketLayout) -> Result<()>;
+
+    /// Takes the memory that `plan` decides.
+    ///
+    /// # Errors
+    /// `Resource` when the device has none.
+    fn take(&mut self, _dev: &mut D, _plan: &Plan) -> Result<()> {
+        Ok(())
+    }
+
+    /// Why not all ranks have their memory, of which this one may have met a `refusal`; nothing when they have.
+    ///
+    /// # Errors
+    /// What ended another rank.
+    fn agree(&mut self, refusal: Option<Error>) -> Result<Option<Error>> {
+        Ok(refusal)
+    }
+
+    /// Tells the others where the flat gradients and weights now lie, and by bucket what ends a step of its weights; finds out the same of
+    /// them.
+    ///
+    /// # Errors
+    /// The device's; what ended another rank.
+    fn meet_again(&mut self, _dev: &mut D, _flat: [DeviceSlice; 2], _stepped: Vec<EventId>, _vitals: &Arc<Vitals>) -> Result<()> {
+        Ok(())
     }
 
     /// The gradient of this round's share is enqueued for `bucket`, in the flat `grads`. True when that of the step is.
@@ -279,7 +325,7 @@ impl<D: Kernels> Exchange<D> for Alone {
         &self.slices
     }
 
-    fn rearrange(&mut self, layout: &BucketLayout) -> Result<()> {
+    fn rearrange(&mut self, _dev: &mut D, layout: &BucketLayout) -> Result<()> {
         self.slices = Slices::new(layout.clone(), 0, 1);
         Ok(())
     }

@@ -11,10 +11,10 @@ pub(crate) mod exchange;
 pub(crate) mod executor;
 mod exposed;
 mod fault_injector;
+pub(crate) mod hall;
 mod hops;
 pub(crate) mod loss_scale;
 mod memory;
-
 pub(crate) mod orders;
 pub(crate) mod pool;
 mod pulls;

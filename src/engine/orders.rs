@@ -2,52 +2,24 @@
 
 use super::exchange::{Exchange, Order, Words};
 use super::executor::{Engine, StepData};
+use super::hall::Hall;
 use super::loss_scale::LossScale;
 use super::pool::Pool;
-use super::pulls::{Introduction, Pulls};
+use super::pulls::Pulls;
 use super::route::Hop;
 use super::step_job::StepJob;
 use super::verdict::SpeculationHistory;
 use super::vitals::Doing;
 use crate::bucket::layout::Tier;
 use crate::config::options::FaultPhase;
-use crate::device::{Kernels, Peers, ProductAlgorithm};
-use crate::error::{Error, Result};
+use crate::device::{EventId, Kernels, Peers};
+use crate::error::Result;
 use crate::model::shape::ModelShape;
 use crate::optim::StatePart;
 use crate::planner::plan::Plan;
 use crate::ranks::Seat;
 use crate::ranks::board::Board;
-use std::sync::{Arc, OnceLock};
-
-/// Where ranks introduce themselves before step 0, with the algorithms of their products: a place for each.
-pub(crate) struct Hall<C>(Vec<OnceLock<(Introduction<C>, Vec<ProductAlgorithm>)>>);
-
-impl<C> Hall<C> {
-    /// A hall for so many ranks.
-    pub(crate) fn new(ranks: usize) -> Self {
-        Self((0..ranks).map(|_| OnceLock::new()).collect())
-    }
-}
-
-/// Whether this rank, which multiplies matrices by the algorithms `own`, computes the bits of rank 0.
-///
-/// # Errors
-/// `Unsupported` that names a product, both algorithms and a remedy.
-fn check_same_bits(own: &[ProductAlgorithm], of_first: &[ProductAlgorithm]) -> Result<()> {
-    let differ = own.iter().zip(of_first).find(|(own, first)| own != first);
-    let remedy = "use GPUs of one model under one driver, or --gpus 1";
-    match differ {
-        Some((own, first)) => {
-            Err(Error::Unsupported(format!("other bits than rank 0's: its products are by {first}, here by {own}; {remedy}")))
-        }
-        None if own.len() == of_first.len() => Ok(()),
-        None => {
-            let [own, first] = [own, of_first].map(<[_]>::len);
-            Err(Error::Unsupported(format!("other bits than rank 0's: it prepared {first} products, this one {own}; {remedy}")))
-        }
-    }
-}
+use std::sync::Arc;
 
 /// The engine of a rank among others.
 pub(crate) type RankEngine<D> = Engine<D, Pulls<<D as Peers>::Card>>;
@@ -61,6 +33,15 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     /// Rank 0 waits until the others have done what they were told.
     pub(super) fn await_done(&mut self) -> Result<()> {
         self.while_ordering(|exchange| exchange.await_done())
+    }
+
+    /// By bucket what ends a step of this rank's slice of its weights.
+    pub(super) fn stepped(&self) -> Vec<EventId> {
+        let written_by = |bucket: usize| match self.plan.layout.tier(bucket) {
+            Tier::Host => Hop::ParamsIn,
+            Tier::Unified | Tier::Device => Hop::StepOnDevice,
+        };
+        (0..self.plan.layout.count()).map(|bucket| self.transfers.event(written_by(bucket), bucket)).collect()
     }
 
     fn while_ordering(&mut self, wait: impl FnOnce(&mut X) -> Result<()>) -> Result<()> {
@@ -77,21 +58,16 @@ impl<D: Kernels + Peers> RankEngine<D> {
     ///
     /// # Errors
     /// As there; what ended another rank.
-    pub(crate) fn join(plan: Plan, shape: ModelShape, dev: D, pool: Pool<StepJob>, seat: &Seat, hall: &Hall<D::Card>) -> Result<Self> {
+    pub(crate) fn join(plan: Plan, shape: ModelShape, dev: D, pool: Pool<StepJob>, seat: &Seat, hall: &Arc<Hall<D::Card>>) -> Result<Self> {
         let bell = seat.board.bell(seat.rank);
-        let mut engine = Self::assemble(plan, shape, dev, pool, bell.clone(), |dev, plan| Pulls::new(dev, plan, seat.clone()))?;
+        let exchange = |dev: &mut D, plan: &Plan| Pulls::new(dev, plan, seat.clone(), hall.clone());
+        let mut engine = Self::assemble(plan, shape, dev, pool, bell.clone(), exchange)?;
         engine.strike(FaultPhase::Start)?;
-        let introduction = engine.introduce();
-        // Nobody else has this place.
-        let _ = hall.0[seat.rank].set((introduction, engine.dev.product_algorithms()));
-        (0..hall.0.len()).for_each(|rank| seat.board.bell(rank).ring());
-        let all_are_there = || hall.0.iter().all(|place| place.get().is_some());
-        bell.wait_until(|| all_are_there() || seat.board.has_failed());
+        engine.introduce();
+        (0..seat.board.ranks()).for_each(|rank| seat.board.bell(rank).ring());
+        bell.wait_until(|| hall.is_full() || seat.board.has_failed());
         seat.check()?;
-        let (peers, products): (Vec<_>, Vec<_>) = hall.0.iter().filter_map(OnceLock::get).cloned().unzip();
-        check_same_bits(&products[seat.rank], &products[0])?;
-        engine.dev.admit(seat.clone(), peers.iter().map(|peer| peer.card.clone()).collect())?;
-        engine.exchange.meet(peers);
+        engine.exchange.greet(&mut engine.dev)?;
         if let Some(baton) = seat.board.baton() {
             baton.take(seat.rank);
         }
@@ -103,23 +79,18 @@ impl<D: Kernels + Peers> RankEngine<D> {
     /// # Errors
     /// As there.
     pub(crate) fn mirrored(plan: Plan, shape: ModelShape, dev: D, pool: Pool<StepJob>) -> Result<Self> {
-        let (ranks, seat) = (plan.ranks, Seat { board: Arc::new(Board::mirrored(plan.board_sizes())), rank: 0 });
-        let bell = seat.board.bell(0);
-        let mut engine = Self::assemble(plan, shape, dev, pool, bell, |dev, plan| Pulls::new(dev, plan, seat))?;
-        let introduction = engine.introduce();
-        engine.exchange.meet(vec![introduction; ranks]);
+        let seat = Seat { board: Arc::new(Board::mirrored(plan.board_sizes())), rank: 0 };
+        let (bell, hall) = (seat.board.bell(0), Arc::new(Hall::new(1)));
+        let mut engine = Self::assemble(plan, shape, dev, pool, bell, |dev, plan| Pulls::new(dev, plan, seat, hall))?;
+        engine.introduce();
+        engine.exchange.greet(&mut engine.dev)?;
         Ok(engine)
     }
 
     /// What the other ranks need to know of this one.
-    fn introduce(&mut self) -> Introduction<D::Card> {
-        let written_by = |bucket: usize| match self.plan.layout.tier(bucket) {
-            Tier::Host => Hop::ParamsIn,
-            Tier::Unified | Tier::Device => Hop::StepOnDevice,
-        };
-        let stepped = (0..self.plan.layout.count()).map(|bucket| self.transfers.event(written_by(bucket), bucket)).collect();
-        let card = self.dev.card();
-        self.exchange.introduce(card, [self.model.grads, self.model.weights], stepped, self.vitals.clone())
+    fn introduce(&mut self) {
+        let stepped = self.stepped();
+        self.exchange.introduce(&mut self.dev, [self.model.grads, self.model.weights], stepped, &self.vitals);
     }
 
     /// Does what rank 0 says, until a rank ends; before the first step, once the state is there, `settle_down`.
@@ -158,6 +129,7 @@ impl<D: Kernels + Peers> RankEngine<D> {
                 Exchange::<D>::publish_tracks(&self.exchange, tracks);
                 Ok(())
             }
+            Order::Replan => self.exchange.announced().map_or(Ok(()), |plan| self.change_places(plan).map(drop)),
             Order::Init => self.init_state(words[0], words[1] as usize),
             Order::Send => self.send_weights(),
             Order::Resume => {
@@ -192,26 +164,5 @@ impl<D: Kernels + Peers> RankEngine<D> {
             let memory = self.host.lend_mut(self.memory.batch(&self.plan, place));
             Exchange::<D>::sent_batch(&self.exchange, place, memory);
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::device::{MatmulLayout, MatmulShape};
-    use crate::dtype::Dtype;
-
-    #[test]
-    fn ranks_that_would_compute_other_bits_are_refused_by_product() {
-        let shape = MatmulShape { layout: MatmulLayout::Tn, m: 8, n: 16, k: 32 };
-        let by = |algorithm, split_k| ProductAlgorithm { shape, dtype: Dtype::Bfloat16, algorithm, split_k, passed_over: 0 };
-        check_same_bits(&[], &[]).unwrap();
-        check_same_bits(&[by(66, 1), by(71, 4)], &[by(66, 1), by(71, 4)]).unwrap();
-        let refused = |own: &[_], first: &[_]| check_same_bits(own, first).unwrap_err().to_string();
-        let other = refused(&[by(66, 1), by(71, 2)], &[by(66, 1), by(71, 4)]);
-        for part in ["algorithm 71 in 4 parts", "algorithm 71 in 2 parts", "8 x 16 x 32", "--gpus 1"] {
-            assert!(other.contains(part), "{other}");
-        }
-        assert!(refused(&[by(66, 1)], &[]).contains("it prepared 0 products, this one 1"));
     }
 }

@@ -3,11 +3,13 @@
 //! *Record, then publish, then others may enqueue a wait*: a wait for an event that was not yet recorded is no wait.
 
 use super::exchange::{Exchange, Order, Words};
+use super::hall::{Hall, Introduction, check_same_bits};
 use super::vitals::Vitals;
 use super::watchdog::Watched;
+use crate::bucket::layout::BucketLayout;
 use crate::bucket::slices::Slices;
 use crate::data::batch;
-use crate::device::{DeviceSlice, EventId, Kernels, PARTS_MAX, Peers, Stream, SumSlices};
+use crate::device::{Device, DeviceSlice, EventId, Kernels, Lease, PARTS_MAX, Peers, Stream, SumSlices};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::optim::norm::{self, BLOCK};
@@ -19,27 +21,12 @@ use crate::units::NormSq;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// What a rank tells the others of itself, once.
-#[derive(Clone)]
-pub(super) struct Introduction<C> {
-    pub(super) card: C,
-    /// Its flat gradients and weights.
-    pub(super) grads: DeviceSlice,
-    pub(super) weights: DeviceSlice,
-    /// Its slices of the weights that nobody else keeps, in its own order.
-    pub(super) shard: DeviceSlice,
-    /// By bucket: its gradient is written.
-    pub(super) written: Vec<EventId>,
-    /// The gradients of others are pulled, as far as that was enqueued.
-    pub(super) pulled: EventId,
-    /// By bucket: its own slice of the weights is written.
-    pub(super) stepped: Vec<EventId>,
-    pub(super) vitals: Arc<Vitals>,
-}
-
 /// A rank among others.
 pub(crate) struct Pulls<C> {
     seat: Seat,
+    hall: Arc<Hall<C>>,
+    /// How often it has met the others between two steps.
+    meetings: u64,
     slices: Slices,
     /// By rank, once all are known.
     peers: Vec<Introduction<C>>,
@@ -51,15 +38,8 @@ pub(crate) struct Pulls<C> {
     gathered: Vec<EventId>,
     /// The others' parts of one slice.
     staging: DeviceSlice,
-    /// This rank's slices of the weights that nobody else keeps, in its own order: those of the buckets before `sharded`, whose flat
-    /// places up to `ringed_elems` are a ring.
-    shard: DeviceSlice,
-    sharded: usize,
-    ringed_elems: usize,
-    /// This rank's slices of the step's gradients whose flat places are overwritten before the verdict, and where they begin in its own
-    /// order.
-    kept: DeviceSlice,
-    kept_from: usize,
+    own: SliceMemory,
+    lease: Lease,
     /// fp32 sums so far of what this rank owns, where a step has several rounds.
     sums: Option<DeviceSlice>,
     rounds: u64,
@@ -84,10 +64,36 @@ pub(crate) struct Pulls<C> {
     ungathered: usize,
 }
 
+/// Memory that a plan decides, and that holds nothing between two steps.
+struct SliceMemory {
+    /// This rank's slices of the weights that nobody else keeps, in its own order: those of the buckets before `sharded`, whose flat
+    /// places up to `ringed_elems` are a ring.
+    shard: DeviceSlice,
+    sharded: usize,
+    ringed_elems: usize,
+    /// This rank's slices of the step's gradients whose flat places are overwritten before the verdict, and where they begin in its own
+    /// order.
+    kept: DeviceSlice,
+    kept_from: usize,
+}
+
+impl SliceMemory {
+    fn take<D: Device>(lease: &mut Lease, dev: &mut D, plan: &Plan, slices: &Slices) -> Result<Self> {
+        let (sharded, kept) = (plan.sharded(), slices.local_buckets(&plan.kept()));
+        Ok(Self {
+            shard: lease.alloc(dev, "weight slices", slices.local_buckets(&sharded).len(), plan.dtype)?,
+            sharded: sharded.end,
+            ringed_elems: plan.weight_ring.map_or(0, |ring| ring.ringed_elems),
+            kept: lease.alloc(dev, "gradient slices", kept.len(), plan.dtype)?,
+            kept_from: kept.start,
+        })
+    }
+}
+
 impl<C> Pulls<C> {
     /// # Errors
     /// The device's.
-    pub(super) fn new<D: Kernels>(dev: &mut D, plan: &Plan, seat: Seat) -> Result<Self> {
+    pub(super) fn new<D: Kernels>(dev: &mut D, plan: &Plan, seat: Seat, hall: Arc<Hall<C>>) -> Result<Self> {
         let (count, ranks) = (plan.layout.count(), seat.board.ranks());
         let slices = Slices::new(plan.layout.clone(), seat.rank, ranks);
         let mut events = || (0..count).map(|_| dev.event()).collect::<Result<Vec<_>>>();
@@ -95,13 +101,10 @@ impl<C> Pulls<C> {
         let rounds = plan.shares / ranks;
         let sums = (rounds > 1).then(|| dev.alloc("gradient sums", slices.elems(), Dtype::Float32)).transpose()?;
         let batch_words = batch::arrays(plan.separates_documents) * plan.batch * plan.seq_length;
-        let (sharded, kept) = (plan.sharded(), slices.local_buckets(&plan.kept()));
+        let mut lease = Lease::default();
         Ok(Self {
-            shard: dev.alloc("weight slices", slices.local_buckets(&sharded).len(), plan.dtype)?,
-            sharded: sharded.end,
-            kept: dev.alloc("gradient slices", kept.len(), plan.dtype)?,
-            kept_from: kept.start,
-            ringed_elems: plan.weight_ring.map_or(0, |ring| ring.ringed_elems),
+            own: SliceMemory::take(&mut lease, dev, plan, &slices)?,
+            lease,
             written,
             gathered,
             pulled: dev.event()?,
@@ -125,23 +128,9 @@ impl<C> Pulls<C> {
             ungathered: 0,
             slices,
             seat,
+            hall,
+            meetings: 0,
         })
-    }
-
-    /// What the others need to know, beside what the engine knows.
-    pub(super) fn introduce(
-        &self,
-        card: C,
-        [grads, weights]: [DeviceSlice; 2],
-        stepped: Vec<EventId>,
-        vitals: Arc<Vitals>,
-    ) -> Introduction<C> {
-        Introduction { card, grads, weights, shard: self.shard, written: self.written.clone(), pulled: self.pulled, stepped, vitals }
-    }
-
-    /// Now all are known, by rank.
-    pub(super) fn meet(&mut self, peers: Vec<Introduction<C>>) {
-        self.peers = peers;
     }
 
     /// Its place at the board.
@@ -176,6 +165,18 @@ impl<C> Pulls<C> {
         self.seat.check()
     }
 
+    /// Waits until all ranks have come as far, between two steps.
+    fn meet_others(&mut self) -> Result<()> {
+        self.meetings += 1;
+        self.seat.board.publish_met(self.seat.rank);
+        self.wait_until(|| self.seat.board.all_met(self.meetings))
+    }
+
+    /// The plan that all go over to.
+    pub(super) fn announced(&self) -> Option<Plan> {
+        self.hall.announced()
+    }
+
     /// The order after `seen` others.
     pub(super) fn next_order(&self, seen: u64) -> Result<(Order, Words)> {
         let order = || self.seat.board.next_order(seen);
@@ -185,11 +186,73 @@ impl<C> Pulls<C> {
     }
 }
 
+impl<C: Clone> Pulls<C> {
+    /// Leaves in the hall what the others need to know: its card, where the flat gradients and weights lie, and by bucket what ends a
+    /// step of its own slice of the weights.
+    pub(super) fn introduce<D: Kernels + Peers<Card = C>>(
+        &self,
+        dev: &mut D,
+        [grads, weights]: [DeviceSlice; 2],
+        stepped: Vec<EventId>,
+        vitals: &Arc<Vitals>,
+    ) {
+        let (card, products) = (dev.card(), dev.product_algorithms());
+        let (shard, written, pulled, vitals) = (self.own.shard, self.written.clone(), self.pulled, vitals.clone());
+        self.hall.enter(self.seat.rank, Introduction { card, grads, weights, shard, written, pulled, stepped, vitals, products });
+    }
+
+    /// All ranks are in the hall: finds out what they have left there.
+    ///
+    /// # Errors
+    /// `Unsupported` when this rank would compute other bits than the first; the device's.
+    pub(super) fn greet<D: Kernels + Peers<Card = C>>(&mut self, dev: &mut D) -> Result<()> {
+        self.peers = self.hall.introductions(self.seat.board.ranks());
+        check_same_bits(&self.peers[self.seat.rank].products, &self.peers[0].products)?;
+        dev.admit(self.seat.clone(), self.peers.iter().map(|peer| peer.card.clone()).collect())
+    }
+}
+
 impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
     const SUMS: Stream = Stream::Reduce;
 
     fn slices(&self) -> &Slices {
         &self.slices
+    }
+
+    fn announce(&mut self, plan: &Plan) {
+        if self.seat.rank == 0 {
+            self.hall.announce(plan.clone());
+        }
+    }
+
+    fn leave(&mut self, dev: &mut D) -> Result<()> {
+        self.hall.leave(self.seat.rank);
+        self.peers.clear();
+        dev.leave()?;
+        self.meet_others()?;
+        dev.take_back()
+    }
+
+    fn rearrange(&mut self, dev: &mut D, layout: &BucketLayout) -> Result<()> {
+        self.slices = Slices::new(layout.clone(), self.seat.rank, self.seat.board.ranks());
+        self.lease.give_back_device(dev)
+    }
+
+    fn take(&mut self, dev: &mut D, plan: &Plan) -> Result<()> {
+        self.own = SliceMemory::take(&mut self.lease, dev, plan, &self.slices)?;
+        Ok(())
+    }
+
+    fn agree(&mut self, refusal: Option<Error>) -> Result<Option<Error>> {
+        refusal.iter().for_each(|why| self.hall.refuse(self.seat.rank, why.to_string()));
+        self.meet_others()?;
+        Ok(self.hall.refusal().map(|(rank, why)| self.seat.board.error_of(rank, why)))
+    }
+
+    fn meet_again(&mut self, dev: &mut D, flat: [DeviceSlice; 2], stepped: Vec<EventId>, vitals: &Arc<Vitals>) -> Result<()> {
+        self.introduce(dev, flat, stepped, vitals);
+        self.meet_others()?;
+        self.greet(dev)
     }
 
     fn written(&mut self, dev: &mut D, _grads: DeviceSlice, bucket: usize) -> Result<bool> {
@@ -230,8 +293,8 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
     }
 
     fn own_grads(&self, grads: DeviceSlice, flat: &Range<usize>, local: usize) -> DeviceSlice {
-        match local.checked_sub(self.kept_from) {
-            Some(kept) if kept < self.kept.elems() => self.kept.slice(kept, flat.len()),
+        match local.checked_sub(self.own.kept_from) {
+            Some(kept) if kept < self.own.kept.elems() => self.own.kept.slice(kept, flat.len()),
             _ => grads.slice(flat.start, flat.len()),
         }
     }
@@ -302,7 +365,7 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
             && (0..self.seat.board.ranks()).all(|rank| self.seat.board.settled(rank, bucket) >= self.version)
         {
             let whole = self.slices.layout().range(bucket);
-            self.pull_weights(dev, weights, bucket, whole.start.max(self.ringed_elems)..whole.end)?;
+            self.pull_weights(dev, weights, bucket, whole.start.max(self.own.ringed_elems)..whole.end)?;
             dev.record(self.gathered[bucket], Stream::Gather)?;
             self.ungathered = bucket;
         }
@@ -310,7 +373,7 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
     }
 
     fn own_weights(&self, weights: DeviceSlice, flat: &Range<usize>, local: usize) -> DeviceSlice {
-        if local < self.shard.elems() { self.shard.slice(local, flat.len()) } else { weights.slice(flat.start, flat.len()) }
+        if local < self.own.shard.elems() { self.own.shard.slice(local, flat.len()) } else { weights.slice(flat.start, flat.len()) }
     }
 
     fn fetch(&mut self, dev: &mut D, weights: DeviceSlice, flat: Range<usize>) -> Result<()> {
@@ -452,7 +515,7 @@ impl<C> Pulls<C> {
         bucket: usize,
         flat: Range<usize>,
     ) -> Result<()> {
-        let is_sharded = bucket < self.sharded;
+        let is_sharded = bucket < self.own.sharded;
         for (owner, theirs) in self.peers.iter().enumerate().filter(|(owner, _)| is_sharded || *owner != self.seat.rank) {
             let slice = self.slices.of(owner, bucket);
             let part = slice.start.max(flat.start)..slice.end.min(flat.end);

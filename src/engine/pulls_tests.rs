@@ -13,7 +13,6 @@ use crate::planner::machine::Machine;
 use crate::ranks::board::{Board, Sizes};
 use proptest::prelude::*;
 use std::panic::AssertUnwindSafe;
-use std::sync::OnceLock;
 
 #[derive(Clone, Copy, Debug)]
 struct Case {
@@ -66,24 +65,21 @@ struct Rank {
 }
 
 impl Rank {
-    fn join(case: Case, seat: &Seat, hall: &[OnceLock<Introduction<Card>>]) -> Result<Self> {
+    fn join(case: Case, seat: &Seat, hall: &Arc<Hall<Card>>) -> Result<Self> {
         let plan = plan(case);
         let schedule = Schedule::Adversary { seed: case.seed + seat.rank as u64 };
         let mut dev = open::cpu(1, schedule, seat.board.bell(seat.rank), 0)?;
-        let pulls = Pulls::new(&mut dev, &plan, seat.clone())?;
+        let pulls = Pulls::new(&mut dev, &plan, seat.clone(), hall.clone())?;
         let mut flat = || dev.alloc("flat", plan.layout.flat_elems(), Dtype::Float32);
         let (grads, weights) = (flat()?, flat()?);
         let stepped = (0..plan.layout.count()).map(|_| dev.event()).collect::<Result<Vec<_>>>()?;
         let mut host = HostMemory::default();
         let seen = host.alloc("seen", 4 * plan.layout.count() * case.ranks)?;
-        let introduction = pulls.introduce(dev.card(), [grads, weights], stepped.clone(), vitals(seat));
-        assert!(hall[seat.rank].set(introduction).is_ok());
-        hall.iter().enumerate().for_each(|(rank, _)| seat.board.bell(rank).ring());
-        seat.board.bell(seat.rank).wait_until(|| hall.iter().all(|place| place.get().is_some()));
+        pulls.introduce(&mut dev, [grads, weights], stepped.clone(), &vitals(seat));
+        (0..case.ranks).for_each(|rank| seat.board.bell(rank).ring());
+        seat.board.bell(seat.rank).wait_until(|| hall.is_full());
         let mut rank = Self { dev, pulls, grads, weights, stepped, host, seen, sums: Vec::new() };
-        let peers: Vec<_> = hall.iter().filter_map(OnceLock::get).cloned().collect();
-        rank.dev.admit(seat.clone(), peers.iter().map(|peer| peer.card.clone()).collect())?;
-        rank.pulls.meet(peers);
+        rank.pulls.greet(&mut rank.dev)?;
         seat.board.baton().unwrap().take(seat.rank);
         Ok(rank)
     }
@@ -182,7 +178,7 @@ fn run(case: Case) {
     let (partials, shares) = (layout.flat_elems() / BLOCK, case.ranks * case.rounds);
     let sizes = Sizes { ranks: case.ranks, buckets: layout.count(), partials, shares, ..Sizes::default() };
     let board = Arc::new(Board::new(sizes, Some(case.seed)));
-    let hall: Vec<_> = (0..case.ranks).map(|_| OnceLock::new()).collect();
+    let hall = Arc::new(Hall::new(case.ranks));
     let outcomes: Vec<Result<()>> = std::thread::scope(|scope| {
         let spawn = |rank: usize| {
             let (seat, hall) = (Seat { board: board.clone(), rank }, &hall);
@@ -219,7 +215,7 @@ fn after_a_failure_nobody_waits_for_what_ranks_publish() {
     let board = Arc::new(Board::new(Sizes { ranks: 2, buckets: 1, partials: 2, shares: 2, ..Sizes::default() }, None));
     let seat = Seat { board: board.clone(), rank: 0 };
     let mut dev = open::cpu(1, Schedule::Threads, board.bell(0), 0).unwrap();
-    let mut pulls: Pulls<Card> = Pulls::new(&mut dev, &plan(case), seat).unwrap();
+    let mut pulls: Pulls<Card> = Pulls::new(&mut dev, &plan(case), seat, Arc::new(Hall::new(2))).unwrap();
     let grads = dev.alloc("flat", 2 * BLOCK, Dtype::Float32).unwrap();
     pulls.written(&mut dev, grads, 0).unwrap();
     assert_eq!(pulls.poll(&mut dev, grads).unwrap(), None, "rank 1 has written nothing");

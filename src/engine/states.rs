@@ -155,7 +155,8 @@ impl StateTiers {
         }
         let piece = host_state(host, self.moments, coming.clone(), slices)?;
         let count = self.device.partition_point(|state| state.local.end <= coming.end);
-        for state in &self.device[..count] {
+        // Of a short bucket a rank may have nothing.
+        for state in self.device[..count].iter().filter(|state| !state.local.is_empty()) {
             let targets = piece.part(&state.local).expect("a part of what comes").arrays();
             for (source, target) in state.arrays().into_iter().zip(targets) {
                 bounce.to_host((dev, host), source, target)?;

@@ -165,6 +165,11 @@ impl HostMemory {
         block.bytes = kept;
     }
 
+    /// Has all of `other`, too.
+    pub(crate) fn take_over(&mut self, other: Self) {
+        self.blocks.extend(other.blocks);
+    }
+
     /// `bytes` of zeroed memory; below `ringed_bytes` it repeats every `period_bytes`: the same pages, mapped again and
     /// again. Both are multiples of [`RING_GRAIN_BYTES`].
     ///

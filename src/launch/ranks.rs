@@ -2,7 +2,8 @@
 
 use super::share::Share;
 use crate::device::{Kernels, Peers};
-use crate::engine::orders::{Hall, RankEngine};
+use crate::engine::hall::Hall;
+use crate::engine::orders::RankEngine;
 use crate::engine::pool::Pool;
 use crate::engine::step_job::StepJob;
 use crate::error::{Error, Result};
@@ -26,7 +27,7 @@ pub(super) fn run<D: Kernels + Peers, T>(
     lead: impl FnOnce(RankEngine<D>) -> Result<T>,
     follow: impl Fn(&mut RankEngine<D>, &Seat) -> Result<()> + Sync,
 ) -> Result<T> {
-    let (board, hall) = (Arc::new(Board::new(plan.board_sizes(), plan.adversary)), Hall::new(plan.ranks));
+    let (board, hall) = (Arc::new(Board::new(plan.board_sizes(), plan.adversary)), Arc::new(Hall::new(plan.ranks)));
     let join = |seat: &Seat| -> Result<RankEngine<D>> {
         let share = &shares[seat.rank];
         let (dev, pool) = make(share, &board.bell(seat.rank), seat.rank)?;

@@ -261,8 +261,7 @@ impl Plan {
     /// # Panics
     /// If the other plan cuts buckets or steps otherwise.
     pub(crate) fn with_places_of(&self, other: Self) -> Self {
-        let cut =
-            |plan: &Self| (plan.layout.with_resident(0), plan.grad_accum_steps, plan.shares, plan.ranks, plan.link_dtype, plan.threads);
+        let cut = |plan: &Self| (plan.layout.with_resident(0), plan.grad_accum_steps, plan.shares, plan.ranks, plan.link_dtype);
         assert_eq!(cut(self), cut(&other), "another cut is no other place");
         let bits = |plan: &Self| (plan.loss_tile, plan.rules, plan.moments);
         assert_eq!(bits(self), bits(&other), "another plan, not other places");

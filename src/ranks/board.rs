@@ -45,6 +45,8 @@ struct Entry {
     amounts: [AtomicU64; AMOUNTS],
     /// Orders that it has carried out.
     done: AtomicU64,
+    /// How often it has come to where all ranks meet, between two steps.
+    met: AtomicU64,
     /// Its tracks of the timeline, when it has ended.
     tracks: OnceLock<Vec<Recorder>>,
 }
@@ -121,6 +123,7 @@ impl Board {
             nonfinite: AtomicBool::new(false),
             amounts: Default::default(),
             done: AtomicU64::new(0),
+            met: AtomicU64::new(0),
             tracks: OnceLock::new(),
         };
         Self {
@@ -334,6 +337,17 @@ impl Board {
         (0..self.ranks()).all(|rank| self.is_done(rank))
     }
 
+    /// `rank` has come to where all meet.
+    pub(crate) fn publish_met(&self, rank: usize) {
+        self.entry(rank).met.fetch_add(1, Ordering::Release);
+        self.ring_others(rank);
+    }
+
+    /// Whether all ranks have come there at least `count` times.
+    pub(crate) fn all_met(&self, count: u64) -> bool {
+        (0..self.ranks()).all(|rank| self.entry(rank).met.load(Ordering::Acquire) >= count)
+    }
+
     /// Puts words into the mail from `start` on. An order tells of them.
     pub(crate) fn post(&self, start: usize, words: impl IntoIterator<Item = u32>) {
         self.mail[start..].iter().zip(words).for_each(|(place, word)| place.store(word, Ordering::Relaxed));
@@ -358,7 +372,12 @@ impl Board {
 
     /// What ended all ranks, if something did.
     pub(crate) fn failure(&self) -> Option<Error> {
-        self.failure.get().map(|(rank, why)| Error::Rank { name: self.name(*rank), cause: why.clone() })
+        self.failure.get().map(|(rank, why)| self.error_of(*rank, why.clone()))
+    }
+
+    /// What `rank` says, as an error.
+    pub(crate) fn error_of(&self, rank: usize, cause: String) -> Error {
+        Error::Rank { name: self.name(rank), cause }
     }
 
     fn name(&self, rank: usize) -> String {
@@ -385,15 +404,17 @@ mod tests {
         for rank in [2, 0] {
             board.publish_written(rank);
             board.publish_pulled(rank);
+            board.publish_met(rank);
             board.publish_report(rank, rank == 2, 7);
         }
-        assert!(!board.all_written(0) && !board.all_pulled(1) && board.all_pulled(0) && board.reports(7).is_none());
+        assert!(!board.all_met(1) && !board.all_written(0) && !board.all_pulled(1) && board.all_pulled(0) && board.reports(7).is_none());
         board.publish_written(1);
         board.publish_pulled(1);
+        board.publish_met(1);
         board.write_loss(1, 0.5);
         board.write_loss(0, 1.0);
         board.publish_report(1, false, 7);
-        assert!(board.all_written(0) && !board.all_written(1) && board.all_pulled(1));
+        assert!(board.all_written(0) && !board.all_written(1) && board.all_pulled(1) && board.all_met(1) && !board.all_met(2));
         assert_eq!((board.reports(7), board.reports(8)), (Some((true, 1.5)), None));
     }
 

@@ -3,7 +3,6 @@
 
 use crate::config::options::{ActivationsChoice, ReplanChoice, ResidentBuckets, WeightsChoice};
 use crate::config::settings::Settings;
-use crate::device::DeviceKind;
 use crate::engine::executor::StepReport;
 use crate::error::{Error, Result};
 use crate::host::pool::yield_to_others;
@@ -46,15 +45,9 @@ impl Replanner {
     pub(super) fn new(settings: &Settings, plan: &Plan) -> Self {
         match settings.replan {
             ReplanChoice::Auto if is_possible(plan) => Self::Watching(PlanWatch::new(settings.clone())),
-            ReplanChoice::Random if plan.ranks == 1 => Self::Random(settings.clone()),
-            ReplanChoice::Auto | ReplanChoice::Random | ReplanChoice::Off => Self::Off,
+            ReplanChoice::Random => Self::Random(settings.clone()),
+            ReplanChoice::Auto | ReplanChoice::Off => Self::Off,
         }
-    }
-
-    /// What a person should know who expects more.
-    pub(super) fn note(&self, settings: &Settings, plan: &Plan) -> Option<&'static str> {
-        let expected = settings.replan != ReplanChoice::Off && plan.machine.kind == DeviceKind::Gpu && plan.ranks > 1;
-        expected.then_some("--replan has no effect with several GPUs yet: the plan stays as it is")
     }
 
     /// How to go on after `step`, which took `time`.
@@ -150,7 +143,10 @@ impl PlanWatch {
     fn weigh(&mut self, (plan, step): (Plan, u64), before: &Pace, now: &Pace) -> Next {
         let times = format!("{:.0} -> {:.0} ms a step, measured", before.step_s * 1e3, now.step_s * 1e3);
         if !now.is_clipped_as(before) {
-            return Next::Stay;
+            let [before, now] = [before, now].map(|pace| pace.clipped_share * 1e2);
+            return Next::Note(format!(
+                "what the plan gained cannot be told: {before:.0} % of steps were clipped before, {now:.0} % since; {times}"
+            ));
         }
         if now.step_s <= before.step_s {
             return Next::Note(format!("the plan gained {:.1} %: {times}", (before.step_s / now.step_s - 1.0) * 1e2));
@@ -185,7 +181,7 @@ fn draw(settings: &Settings, plan: &Plan, shape: &ModelShape, step: u64) -> Next
             settings.resident_buckets
         },
         activations: ActivationsChoice::value_variants()[one_of(ActivationsChoice::value_variants().len())],
-        weights: if one_of(2) == 0 { WeightsChoice::Flow } else { WeightsChoice::Auto },
+        weights: [if plan.ranks > 1 { WeightsChoice::Sharded } else { WeightsChoice::Flow }, WeightsChoice::Auto][one_of(2)],
         slots: Some(1 + one_of(6)),
         ..plan.fixed(settings)
     };
@@ -194,6 +190,9 @@ fn draw(settings: &Settings, plan: &Plan, shape: &ModelShape, step: u64) -> Next
     let plan = plans.find_map(|plan| plan.ok().filter(|plan| plan.shortage().is_none()));
     plan.map_or(Next::Stay, |plan| Next::Move(plan, "places drawn at random".into()))
 }
+
+#[cfg(all(test, feature = "stv", feature = "deadline-order", feature = "repartition", feature = "weight-flow"))]
+mod simulated;
 
 #[cfg(test)]
 mod tests {
@@ -236,8 +235,10 @@ mod tests {
         let (Next::Move(plan, words), step) = after_a_move(1100, Verdict::Commit) else { panic!("it lost") };
         assert_eq!((plan.param_slots, step), (3, looked));
         assert!(words.contains("1000 -> 1100 ms"), "{words}");
-        let (next, _) = after_a_move(1100, Verdict::Clip(ClipScale(0.5)));
-        assert!(matches!(next, Next::Stay), "steps that are clipped are not those that were not");
+        let (Next::Note(words), _) = after_a_move(1100, Verdict::Clip(ClipScale(0.5))) else {
+            panic!("steps that are clipped are not those that were not")
+        };
+        assert!(words.contains("0 % of steps were clipped before, 100 % since; 1000 -> 1100 ms"), "{words}");
     }
 
     #[test]

@@ -32,6 +32,7 @@ use crate::metrics::{EvalMetrics, StepMetrics, rss_bytes};
 use crate::model::shape::ModelShape;
 use crate::optim::PIECE_ELEMS;
 use crate::optim::schedule::LrSchedule;
+use crate::planner::plan::Plan;
 use crate::signals::StopFlag;
 use std::ffi::OsString;
 use std::num::NonZeroUsize;
@@ -83,6 +84,8 @@ pub(super) struct Companions {
     pub(super) model_files: Vec<(String, Vec<u8>)>,
     /// What the run learns with and from.
     pub(super) run: Run,
+    /// Of all ranks.
+    pub(super) plan: Plan,
     /// What its lines do not say of themselves.
     pub(super) about: Surroundings,
 }
@@ -115,6 +118,8 @@ pub(crate) struct Session<D: Kernels, X: Exchange<D>> {
     /// What cannot be had again although the steps are saved.
     lost: Option<String>,
     perf: Option<WorkerCounters>,
+    /// What all ranks go by.
+    plan: Plan,
     replanner: Replanner,
     /// How long it took to go over to the present plan, until a step has told it.
     replanned: Duration,
@@ -134,10 +139,10 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
         run_dir: RunDir,
         observer: &mut dyn Observer,
     ) -> Result<Self> {
-        let Companions { settings, model_files, run, about } = companions;
-        let (step, plan) = (engine.train_step(), engine.plan());
+        let Companions { settings, model_files, run, plan, about } = companions;
+        let step = engine.train_step();
         let step_work = StepWork::mean(engine.shape(), loader.dataset(), plan.batch * plan.grad_accum_steps);
-        let facts = FactsLine::new(about, step, &settings, plan, engine.shape(), (step_work.tokens, step_work.flops));
+        let facts = FactsLine::new(about, step, &settings, engine.plan(), engine.shape(), (step_work.tokens, step_work.flops));
         let (metrics, damaged) = MetricsFile::open(run_dir.dir(), step, &facts)?;
         if damaged > 0 {
             observer.warn(&format!("{}: {damaged} lines are damaged and were left out", run_dir.dir().join(METRICS).display()));
@@ -145,8 +150,7 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
         let wanted = (settings.report_to.contains(&ReportTo::Tensorboard)).then(|| EventFile::create(run_dir.dir(), step));
         let events = wanted.and_then(|events| heard(events, observer));
         let totals = SessionTotals::default();
-        let replanner = Replanner::new(&settings, plan);
-        replanner.note(&settings, plan).iter().for_each(|line| observer.note(line));
+        let replanner = Replanner::new(&settings, &plan);
         let perf = settings.perf_counters.then(|| WorkerCounters::start(WORKER_ROLE)).transpose()?;
         Ok(Self {
             engine,
@@ -170,6 +174,7 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
             is_sound: true,
             lost: None,
             perf,
+            plan,
             replanner,
             replanned: Duration::ZERO,
         })
@@ -229,7 +234,7 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
     /// Goes over to another plan, if the step before, which took `time`, calls for one.
     fn replan_if_better(&mut self, report: &StepReport, time: Duration, observer: &mut dyn Observer) -> Result<()> {
         let steps = (self.engine.train_step(), self.schedule.max_steps);
-        let next = self.replanner.next((self.engine.plan(), self.engine.shape()), steps, report, time);
+        let next = self.replanner.next((&self.plan, self.engine.shape()), steps, report, time);
         let (plan, words) = match next {
             Ok(Next::Move(plan, words)) if !self.is_done() => (plan, words),
             Ok(Next::Move(..) | Next::Stay) => return Ok(()),
@@ -244,11 +249,14 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
         };
         let start = Instant::now();
         self.engine.flush().inspect_err(|_| self.is_sound = false)?;
-        let kept = self.engine.replan(plan)?;
+        let kept = self.engine.replan(plan.clone())?;
         self.replanned = start.elapsed();
         self.last_step_end = Some(Instant::now());
         match kept {
-            None => observer.note(&format!("step {}: another plan in {:.1} s: {words}", steps.0, self.replanned.as_secs_f64())),
+            None => {
+                observer.note(&format!("step {}: another plan in {:.1} s: {words}", steps.0, self.replanned.as_secs_f64()));
+                self.plan = self.plan.with_places_of(plan);
+            }
             Some(error) => {
                 observer.warn(&format!("step {}: the plan stays, and no other is looked for from here on: {error}", steps.0));
                 self.replanner = Replanner::Off;

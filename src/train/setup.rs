@@ -179,7 +179,7 @@ impl PreparedRun<'_> {
             data: facts.data,
             max_steps,
         };
-        let companions = Companions { settings, model_files: source.files, run, about };
+        let companions = Companions { settings, model_files: source.files, run, plan, about };
         Session::new(engine, loader, evaluation, schedule, companions, run_dir, observer)
     }
 }

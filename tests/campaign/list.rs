@@ -3,7 +3,7 @@
 use crate::harness::Campaign;
 use crate::*;
 
-pub const CAMPAIGNS: [Campaign; 36] = [
+pub const CAMPAIGNS: [Campaign; 37] = [
     r01_kill::CAMPAIGN,
     r02_power::CAMPAIGN,
     r03_disk::CAMPAIGN,
@@ -32,6 +32,7 @@ pub const CAMPAIGNS: [Campaign; 36] = [
     r21_forged::CAMPAIGN,
     r22_resume::CAMPAIGN,
     r23_determinism::CAMPAIGN,
+    r23b_replans::CAMPAIGN,
     r25_soak::CAMPAIGN,
     r18_fuzz::PROFILE,
     suites::RESCTRL,

@@ -37,6 +37,7 @@ mod r18_fuzz;
 mod r21_forged;
 mod r22_resume;
 mod r23_determinism;
+mod r23b_replans;
 mod r25_soak;
 mod r27_starved;
 mod r28_clock;

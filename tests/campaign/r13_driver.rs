@@ -10,7 +10,15 @@ pub const MEMORY: Campaign = Campaign {
            line that names it, checkpoints stay, and a resume comes to the uninterrupted run's state",
     runs: 1000,
     smoke: 3,
-    start: |harness| start(harness, "for memory", |call| (format!("FAKE_OUT_OF_MEMORY={call}"), 2)),
+    start: |harness| {
+        let whole = whole(harness)?;
+        let [allocations, locks] = [counted(&whole, "allocations")?, counted(&whole, "page locks")?];
+        let fault = move |call| match call < allocations {
+            true => (format!("FAKE_NO_MEMORY={}", call + 1), 2),
+            false => (format!("FAKE_NO_PINS={}", call - allocations + 1), 2),
+        };
+        start(harness, allocations + locks, fault)
+    },
 };
 
 pub const CALLS: Campaign = Campaign {
@@ -20,7 +28,8 @@ pub const CALLS: Campaign = Campaign {
     runs: 2000,
     smoke: 5,
     start: |harness| {
-        start(harness, "calls", |call| {
+        let calls = counted(&whole(harness)?, "calls")?;
+        start(harness, calls, |call| {
             let codes = if call < OPENING { &CODES[..] } else { &CODES[1..] };
             let code = codes[call as usize % codes.len()];
             (format!("FAKE_FAIL={call},{code}"), code)
@@ -36,13 +45,16 @@ const OPENING: u64 = 12;
 const FLAGS: [&str; 5] =
     ["--device=cuda", "--attention=plain", "--hardware=h200-pcie5", "--bucket-mib=0.03125", "--resume-from-checkpoint=auto"];
 
-/// `calls` is the word behind the number of calls that may fail in what the driver counts; `fault` makes one of them fail, with a code.
-fn start(harness: &Harness, calls: &'static str, fault: impl Fn(u64) -> (String, u32) + 'static) -> Result<Trial, String> {
+/// A run without faults.
+fn whole(harness: &Harness) -> Result<Outcome, String> {
     build(harness)?;
     harness.remove("whole");
     let whole = harness.run(train(harness, "whole"));
-    expect(whole.code == 0, || format!("the run without faults: {whole}"))?;
-    let calls = counted(&whole, calls)?;
+    expect(whole.code == 0, || format!("the run without faults: {whole}")).map(|()| whole)
+}
+
+/// `fault` makes one of so many calls fail, with a code.
+fn start(harness: &Harness, calls: u64, fault: impl Fn(u64) -> (String, u32) + 'static) -> Result<Trial, String> {
     let digest = harness.digest_of(&harness.path("whole/checkpoint-12"))?;
     Ok(Box::new(move |harness, turn| {
         // Every call of few, any of many.
@@ -95,9 +107,10 @@ fn train(harness: &Harness, out: &str) -> Command {
     train
 }
 
-/// The number before `word` in the driver's last line.
+/// The number before `word` in what the driver counted.
 fn counted(outcome: &Outcome, word: &str) -> Result<u64, String> {
-    let line = outcome.stdout.lines().find(|line| line.starts_with("fake driver: "));
-    let number = line.and_then(|line| line.split(", ").find(|part| part.ends_with(word))?.split(' ').next()?.parse().ok());
-    number.ok_or_else(|| format!("the driver counts no {word:?}: {outcome}"))
+    let lines = outcome.stdout.lines().filter_map(|line| line.strip_prefix("fake driver")?.split_once(": "));
+    let mut parts = lines.flat_map(|(_, counts)| counts.split(", "));
+    let number = parts.find_map(|part| part.strip_suffix(word)?.trim_end().parse().ok());
+    number.ok_or_else(|| format!("the driver counts no {word}: {outcome}"))
 }

@@ -4,8 +4,9 @@
 // that goes while its memory is in use. At the end it counts.
 //
 // FAKE_GPUS: how many (2). FAKE_MODELS: each is a model of its own. FAKE_NO_LINK: none reaches another. FAKE_ALGORITHMS: cuBLASLt chooses
-// otherwise on each. FAKE_FAULT: GPU 1 is lost after so many pulls. FAKE_FAIL=CALL,CODE: that call of the driver, counted from 0, answers with
-// CODE, and so does every later one, as a driver does whose context is lost. FAKE_OUT_OF_MEMORY=CALL: that call for memory fails.
+// otherwise on each. FAKE_FAULT: GPU 1 is lost after so many pulls. FAKE_NO_MEMORY and FAKE_NO_PINS: the n-th allocation of a GPU's memory,
+// or the n-th host memory that is to be page-locked, cannot be had; with a + behind the number none from there on. FAKE_FAIL=CALL,CODE: that
+// call of the driver, counted from 0, answers with CODE, and so does every later one, as a driver does whose context is lost.
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdint.h>
@@ -27,7 +28,7 @@ static Context contexts[GPUS_MAX];
 static __thread Context *stack[16];
 static __thread int depth;
 static Memory memories[1 << 16];
-static int allocated, direct, staged, waits;
+static int allocated, direct, staged, waits, pinned;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 static void refuse(const char *why) {
@@ -35,18 +36,15 @@ static void refuse(const char *why) {
   _exit(99);
 }
 
-static int called, asked_for_memory;
+static int called;
 
 // What this call answers instead of being carried out; 0: it is carried out.
-static int fails(int takes_memory) {
-  const char *fail = getenv("FAKE_FAIL"), *full = getenv("FAKE_OUT_OF_MEMORY");
+static int lost(void) {
+  const char *fail = getenv("FAKE_FAIL");
   int call = __atomic_fetch_add(&called, 1, __ATOMIC_RELAXED);
-  if (fail && call >= atoi(fail)) return atoi(strchr(fail, ',') + 1);
-  if (takes_memory && __atomic_fetch_add(&asked_for_memory, 1, __ATOMIC_RELAXED) == (full ? atoi(full) : -1)) return OUT_OF_MEMORY;
-  return 0;
+  return fail && call >= atoi(fail) ? atoi(strchr(fail, ',') + 1) : 0;
 }
-#define FALLIBLE { int code = fails(0); if (code) return code; }
-#define TAKES_MEMORY { int code = fails(1); if (code) return code; }
+#define FALLIBLE { int code = lost(); if (code) return code; }
 
 static int gpus(void) { return getenv("FAKE_GPUS") ? atoi(getenv("FAKE_GPUS")) : 2; }
 
@@ -76,11 +74,20 @@ static void own_memory(u64 start, u64 bytes, Stream *stream) {
   if (memory_of(start, bytes)->context != live_stream(stream)->context) refuse("memory of another GPU");
 }
 
+// Whether the n-th call is one that fails.
+static int fails(const char *variable, int nth) {
+  char *at = getenv(variable), *end;
+  if (!at) return 0;
+  int first = strtol(at, &end, 10);
+  return nth == first || (*end == '+' && nth > first);
+}
+
 __attribute__((destructor)) static void count(void) {
   int left = 0, retained = 0;
   for (int i = 0; i < allocated; i++) left += memories[i].is_live;
   for (int i = 0; i < GPUS_MAX; i++) retained += contexts[i].retained;
-  printf("fake driver: %d pulls, %d staged, %d waits for others, %d allocations left, %d contexts left, %d calls, %d of them for memory\n", direct, staged, waits, left, retained, called, asked_for_memory);
+  printf("fake driver: %d pulls, %d staged, %d waits for others, %d allocations left, %d contexts left, %d calls\n", direct, staged, waits, left, retained, called);
+  printf("fake driver took: %d allocations, %d page locks\n", allocated, pinned);
 }
 
 int cuInit(unsigned flags) { FALLIBLE return 0; }
@@ -166,13 +173,14 @@ int cuEventDestroy_v2(Event *event) { FALLIBLE
 }
 
 int cuMemGetInfo_v2(size_t *free, size_t *total) { FALLIBLE current(); *free = *total = 8ull << 30; return 0; }
-int cuMemAlloc_v2(u64 *address, size_t bytes) { TAKES_MEMORY
+int cuMemAlloc_v2(u64 *address, size_t bytes) { FALLIBLE
   *address = (u64)aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
   memset((void *)*address, 0xff, bytes);
   pthread_mutex_lock(&lock);
-  memories[allocated++] = (Memory){1, *address, bytes, current()};
+  int is_live = !fails("FAKE_NO_MEMORY", allocated + 1);
+  memories[allocated++] = (Memory){is_live, *address, bytes, current()};
   pthread_mutex_unlock(&lock);
-  return 0;
+  return is_live ? 0 : OUT_OF_MEMORY;
 }
 int cuMemFree_v2(u64 address) { FALLIBLE
   Memory *memory = memory_of(address, 1);
@@ -180,7 +188,10 @@ int cuMemFree_v2(u64 address) { FALLIBLE
   memory->is_live = 0;
   return 0;
 }
-int cuMemHostRegister_v2(void *address, size_t bytes, unsigned flags) { TAKES_MEMORY current(); return 0; }
+int cuMemHostRegister_v2(void *address, size_t bytes, unsigned flags) { FALLIBLE
+  current();
+  return fails("FAKE_NO_PINS", __atomic_add_fetch(&pinned, 1, __ATOMIC_RELAXED)) ? OUT_OF_MEMORY : 0;
+}
 int cuMemHostUnregister(void *address) { FALLIBLE current(); return 0; }
 
 int cuMemsetD8Async(u64 to, unsigned char byte, size_t bytes, Stream *stream) { FALLIBLE own_memory(to, bytes, stream); memset((void *)to, byte, bytes); return 0; }

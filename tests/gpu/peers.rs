@@ -2,7 +2,7 @@
 
 use super::random::Random;
 use super::report::{Missed, Outcome, Report, require};
-use super::training::{RECIPE, Run, SPECULATE, median_norm, narrow_shape, run_engine, runs_beside, shape, wide_shape};
+use super::training::{Course, RECIPE, Run, SPECULATE, median_norm, narrow_shape, places, run_engine, runs_beside, shape, wide_shape};
 use std::io::Write;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
@@ -60,15 +60,14 @@ impl Disturbance {
 /// A training run on any device.
 pub struct Training<'a> {
     settings: &'a Settings,
-    steps: usize,
-    before_data: &'a mut dyn FnMut(),
+    course: Course<'a>,
 }
 
 impl UseEngine for Training<'_> {
     type Output = Run;
 
     fn run<D: Kernels, X: Exchange<D>>(self, engine: Engine<D, X>) -> Result<Run> {
-        run_engine(engine, self.settings, self.steps, self.before_data)
+        run_engine(engine, self.settings, self.course)
     }
 }
 
@@ -85,7 +84,8 @@ impl Ranks<'_> {
     fn train(&self, shape: &ModelShape, gpus: usize, lines: &str, trace: bool, before_data: &mut dyn FnMut()) -> Result<Run> {
         let settings = self.settings(gpus, lines)?;
         let plan = Plan::new(&settings, shape, &self.machine, trace)?;
-        let training = Training { settings: &settings, steps: self.steps, before_data };
+        let course = Course { steps: self.steps, before_data, moves: &|_| Ok(None) };
+        let training = Training { settings: &settings, course };
         (self.launch)(&plan, shape, &Topology::this_machine(), training)
     }
 
@@ -105,6 +105,7 @@ pub fn run<W: Write>(report: &mut Report<W>, ranks: &Ranks<'_>) {
     case("two have the digest of one, NaN and Inf on one of them", &|ranks| same_bits(ranks, OFFLOADED, true));
     case("two have the digest of one, each with its part of the weights", &sharded);
     case("two have the digest of one, gradients in a ring", &ringed);
+    case("two whose plan changes between steps have the digest of one", &replanned);
     case("gradients and weights are pulled while products run", &overlap);
     case("a rank that is late changes nothing", &late);
 }
@@ -170,6 +171,28 @@ fn ringed(ranks: &Ranks<'_>) -> Outcome {
     let limit = format!("weights = \"replicated\"\nhbm-limit = \"{}MiB\"\n", (plan("")?.balances()[0].needed >> 20) - 32);
     require(plan(&limit)?.grad_ring.is_some(), || "no ring was planned".into())?;
     same_as_one(ranks, &limit)
+}
+
+/// Before every second step both go over to other places, at the same step.
+fn replanned(ranks: &Ranks<'_>) -> Outcome {
+    let shape = many_layers(ranks);
+    let settings = |gpus, places: &str| {
+        let places = places.replace("\"flow\"", "\"sharded\"");
+        ranks.settings(gpus, &format!("{SPECULATE}gradient-shares = 2\nmax-grad-norm = 0.5\n{places}"))
+    };
+    let train = |gpus, moves: &dyn Fn(usize) -> Result<Option<Plan>>| -> Result<Run> {
+        let settings = settings(gpus, &places()[0])?;
+        let plan = Plan::new(&settings, &shape, &ranks.machine, false)?;
+        let course = Course { steps: 10, before_data: &mut || (), moves };
+        (ranks.launch)(&plan, &shape, &Topology::this_machine(), Training { settings: &settings, course })
+    };
+    let moves = |step: usize| {
+        let plan = || Plan::new(&settings(2, &places()[step / 2 % 4])?, &shape, &ranks.machine, false);
+        if step > 0 && step.is_multiple_of(2) { plan().map(Some) } else { Ok(None) }
+    };
+    let (one, two) = (train(1, &|_| Ok(None))?, train(2, &moves)?);
+    require(two.losses() == one.losses() && two.digest == one.digest, || format!("losses {:?}, then {:?}", one.losses(), two.losses()))?;
+    Ok(0.0)
 }
 
 /// Spans of the timeline: pulls run while the compute stream computes.

@@ -104,16 +104,21 @@ fn train_shape<D: Kernels>(on: &Subject<'_, D>, shape: &ModelShape, toml: &str, 
     let plan = Plan::new(&settings, shape, &on.machine, trace)?;
     let engine = (on.engine)(&plan, shape, &topology)?;
     planned::check(&engine, on.machine.kind).map_err(|wrong| Error::resource("take what was planned", wrong))?;
-    run_engine(engine, &settings, steps, &mut || ())
+    run_engine(engine, &settings, Course { steps, before_data: &mut || (), moves: &|_| Ok(None) })
 }
 
-/// Trains on the text that ships with the program; `before_data` is called before each micro-batch.
-pub fn run_engine<D: Kernels, X: Exchange<D>>(
-    mut engine: Engine<D, X>,
-    settings: &Settings,
-    steps: usize,
-    before_data: &mut dyn FnMut(),
-) -> Result<Run> {
+/// The steps of a run, and what comes between them.
+pub struct Course<'a> {
+    pub steps: usize,
+    /// Called before each micro-batch.
+    pub before_data: &'a mut dyn FnMut(),
+    /// By step, counted from 0: the plan to go over to before it.
+    pub moves: &'a dyn Fn(usize) -> Result<Option<Plan>>,
+}
+
+/// Trains on the text that ships with the program.
+pub fn run_engine<D: Kernels, X: Exchange<D>>(mut engine: Engine<D, X>, settings: &Settings, course: Course<'_>) -> Result<Run> {
+    let Course { steps, before_data, moves } = course;
     let (batch, vocab) = (engine.plan().batch, engine.shape().vocab);
     let specs = engine.table().specs().to_vec();
     for spec in &specs {
@@ -127,7 +132,10 @@ pub fn run_engine<D: Kernels, X: Exchange<D>>(
     let loader = Loader::new(dataset, batch, settings.seed, true, DataPosition::default())?;
     let mut batches = Awaited { loader, before_data };
     let (mut reports, mut counts) = (Vec::new(), Counts::default());
-    for _ in 0..steps {
+    for step in 0..steps {
+        if let Some(plan) = moves(step)? {
+            move_to(&mut engine, plan)?;
+        }
         let report = engine.step(LEARNING_RATE, &mut batches)?;
         counts += report.counts;
         reports.push(report);
@@ -144,6 +152,16 @@ pub fn run_engine<D: Kernels, X: Exchange<D>>(
     Ok(Run { reports, counts, digest: digest.finish(), tracks: engine.finish()? })
 }
 
+/// Goes over to `plan`, which must have its memory; one device takes nothing else then.
+fn move_to<D: Kernels, X: Exchange<D>>(engine: &mut Engine<D, X>, plan: Plan) -> Result<()> {
+    let kind = plan.machine.kind;
+    engine.replan(plan)?.map_or(Ok(()), Err)?;
+    if engine.plan().ranks > 1 {
+        return Ok(());
+    }
+    planned::check(engine, kind).map_err(|wrong| Error::resource("take what another plan says", wrong))
+}
+
 /// All training cases.
 pub fn run<D: Kernels, W: Write>(report: &mut Report<W>, subject: &Subject<'_, D>) {
     for dtype in ["float32", "bfloat16"] {
@@ -154,6 +172,7 @@ pub fn run<D: Kernels, W: Write>(report: &mut Report<W>, subject: &Subject<'_, D
     }
     report.case("training/unified memory gives the digest of pinned memory", || unified(subject));
     report.case("training/weights that stream give the digest of weights that stay", || streamed(subject));
+    report.case("training/plans that change between steps give the digest of one that stays", || replanned(subject));
     report.case("training/copies and optimizer run beside the compute stream", || overlap(subject));
 }
 
@@ -374,6 +393,43 @@ fn streamed<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
             require(runs_beside(&have, "h2d", "copy_h2d")?, || "weights never came while the device computed".into())?;
         }
     }
+    Ok(0.0)
+}
+
+/// Places to go over to, in turns: few buckets on the device and many, layers that keep all and nothing, weights that stay and that stream.
+pub fn places() -> [String; 4] {
+    let resident = |count: usize| if cfg!(feature = "repartition") { count } else { 0 };
+    let flow = if cfg!(feature = "weight-flow") { "weights = \"flow\"\n" } else { "" };
+    let places =
+        |count, activations, slots| format!("resident-buckets = {}\nactivations = \"{activations}\"\nslots = {slots}\n", resident(count));
+    [places(0, "keep", 2), places(99, "recompute-block", 4), places(0, "host", 1) + flow, places(3, "recompute-cheap", 3)]
+}
+
+/// Before every third step all that may change its place does so, under clips of about half of the steps and a skipped one.
+fn replanned<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
+    // Enough layers for weights to stream in the device's chunks.
+    let shape = if subject.machine.kind == DeviceKind::Gpu { wide_shape(6) } else { narrow_shape(8) };
+    let nan = "inject = [{step = 4, element = 20, value = \"nan\"}]\n";
+    let common = format!("{}{SPECULATE}{nan}max-grad-norm = ", subject.settings);
+    let train = |max_norm: f64, moves: &dyn Fn(usize) -> Result<Option<Plan>>| {
+        let settings = Settings::resolve(toml::from_str(&format!("{RECIPE}{common}{max_norm}\n{}", places()[0])).map_err(Error::usage)?)?;
+        let plan = Plan::new(&settings, &shape, &subject.machine, false)?;
+        let engine = (subject.engine)(&plan, &shape, &Topology::this_machine())?;
+        run_engine(engine, &settings, Course { steps: 12, before_data: &mut || (), moves })
+    };
+    let max_norm = median_norm(&train(0.0, &|_| Ok(None))?)?;
+    let moves = |step: usize| {
+        let toml = format!("{RECIPE}{common}{max_norm}\n{}", places()[step / 3 % 4]);
+        let plan =
+            |toml: &str| Plan::new(&Settings::resolve(toml::from_str(toml).map_err(Error::usage)?)?, &shape, &subject.machine, false);
+        if step > 0 && step.is_multiple_of(3) { plan(&toml).map(Some) } else { Ok(None) }
+    };
+    let (want, have) = (train(max_norm, &|_| Ok(None))?, train(max_norm, &moves)?);
+    require(have.losses() == want.losses() && have.digest == want.digest, || {
+        format!("losses {:?}, then {:?}", want.losses(), have.losses())
+    })?;
+    let Counts { committed, clipped, skipped, .. } = have.counts;
+    require(committed > 0 && clipped > 0 && skipped > 0, || format!("{:?}", have.counts))?;
     Ok(0.0)
 }
 

@@ -61,8 +61,8 @@ pub struct CpuDevice {
 /// What a device has to do with others.
 struct Company {
     seat: Seat,
-    /// What others may read of its memory. All of them hold it, so that it is there as long as one of them may.
-    lent: Arc<HostMemory>,
+    /// What others may read of its memory, unless they have left. All of them hold it, so that it is there as long as one of them may.
+    lent: Option<Arc<HostMemory>>,
     cards: Vec<Card>,
 }
 
@@ -326,7 +326,7 @@ impl Device for CpuDevice {
     }
 
     fn allocations(&self) -> Vec<(&str, usize)> {
-        let lent = self.company.iter().flat_map(|company| company.lent.allocations());
+        let lent = self.company.iter().filter_map(|company| company.lent.as_ref()).flat_map(|lent| lent.allocations());
         lent.chain(self.memory.allocations()).collect()
     }
 

@@ -3,7 +3,7 @@
 
 use super::stream::{Op, Point};
 use super::{Card, Company, CpuDevice, Runner, StreamsShared, start_streams};
-use crate::device::{Device, DeviceSlice, EventId, Peers, Stream};
+use crate::device::{Device, DeviceSlice, EventId, Peers, Stream, still_lent};
 use crate::error::Result;
 use crate::ranks::Seat;
 use crate::trace::Recorder;
@@ -34,13 +34,27 @@ impl Peers for CpuDevice {
         Card { shared: Arc::downgrade(&self.shared), events: self.events.clone(), memory, allocated }
     }
 
+    fn leave(&mut self) -> Result<()> {
+        self.finish_streams()?;
+        self.company.iter_mut().for_each(|company| company.cards.clear());
+        Ok(())
+    }
+
+    fn take_back(&mut self) -> Result<()> {
+        let Some(lent) = self.company.as_mut().and_then(|company| company.lent.take()) else { return Ok(()) };
+        self.memory.take_over(Arc::into_inner(lent).ok_or_else(still_lent)?);
+        Ok(())
+    }
+
     fn admit(&mut self, seat: Seat, cards: Vec<Card>) -> Result<()> {
-        let own = seat.rank;
-        // A second call would find the same devices.
-        self.shared.peers.get_or_init(|| {
-            let stranger = |(rank, card): (usize, &Card)| if rank == own { Weak::new() } else { card.shared.clone() };
-            cards.iter().enumerate().map(stranger).collect()
-        });
+        let (own, lent) = (seat.rank, Some(cards[seat.rank].memory.clone()));
+        if let Some(company) = &mut self.company {
+            *company = Company { seat, lent, cards };
+            return Ok(());
+        }
+        let stranger = |(rank, card): (usize, &Card)| if rank == own { Weak::new() } else { card.shared.clone() };
+        // Nobody else has set it.
+        let _ = self.shared.peers.set(cards.iter().enumerate().map(stranger).collect());
         let more = Stream::WITH_PEERS[Stream::COUNT..].iter().map(|stream| Recorder::new(stream.name(), self.trace_spans));
         match &mut self.runner {
             Runner::Threads(handles) => {
@@ -48,7 +62,7 @@ impl Peers for CpuDevice {
             }
             Runner::Adversary { recorders, .. } => recorders.extend(more),
         }
-        self.company = Some(Company { seat, lent: cards[own].memory.clone(), cards });
+        self.company = Some(Company { seat, lent, cards });
         Ok(())
     }
 

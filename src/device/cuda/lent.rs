@@ -17,6 +17,8 @@ use std::sync::Arc;
 /// What a GPU has to do with others.
 pub(super) struct Peering {
     pub(super) seat: Seat,
+    /// What this GPU has lent, unless the others have left.
+    pub(super) own: Option<Arc<Lent>>,
     /// By rank.
     pub(super) gpus: Vec<PeerGpu>,
 }
@@ -58,13 +60,6 @@ impl Drop for Lent {
         free(&self.allocations);
         // SAFETY: pops what was pushed.
         unsafe { sys::cuCtxPopCurrent_v2(&mut pushed) };
-    }
-}
-
-impl Peering {
-    /// What this GPU has lent.
-    pub(super) fn own(&self) -> &Lent {
-        &self.gpus[self.seat.rank].lent
     }
 }
 

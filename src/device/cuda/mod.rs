@@ -288,7 +288,7 @@ impl Device for CudaDevice {
         let own = [("matrix workspace", gpu::MATMUL_WORKSPACE_BYTES), ("attention workspace", attention)];
         let slices = self.allocations.iter().map(|(name, slice)| (name.as_str(), slice.bytes()));
         let rings = self.rings.iter().map(|(name, ring)| (name.as_str(), ring.bytes()));
-        let lent = self.peering.iter().flat_map(|peering| peering.own().allocations());
+        let lent = self.peering.iter().filter_map(|peering| peering.own.as_ref()).flat_map(|own| own.allocations());
         own.into_iter().chain(lent).chain(slices).chain(rings).chain(self.system.allocations()).collect()
     }
 

@@ -5,7 +5,7 @@ use super::driver::{RawStream, priorities};
 use super::error::check;
 use super::lent::{Lent, PeerGpu, Peering, may_read, open_link};
 use super::timeline::StreamWait;
-use crate::device::{Device, DeviceSlice, EventId, Peers, Stream};
+use crate::device::{Device, DeviceSlice, EventId, Peers, Stream, still_lent};
 use crate::error::Result;
 use crate::ranks::Seat;
 use crate::units::Bytes;
@@ -27,6 +27,20 @@ impl Peers for CudaDevice {
         })
     }
 
+    fn leave(&mut self) -> Result<()> {
+        self.finish_streams()?;
+        self.peering.iter_mut().for_each(|peering| peering.gpus.clear());
+        Ok(())
+    }
+
+    fn take_back(&mut self) -> Result<()> {
+        let Some(mut lent) = self.peering.as_mut().and_then(|peering| peering.own.take()) else { return Ok(()) };
+        let lent = Arc::get_mut(&mut lent).ok_or_else(still_lent)?;
+        self.allocations.append(&mut lent.allocations);
+        self.rings.append(&mut lent.rings);
+        Ok(())
+    }
+
     fn admit(&mut self, seat: Seat, cards: Vec<Arc<Lent>>) -> Result<()> {
         let own = seat.rank;
         let meet = |(rank, lent): (usize, Arc<Lent>)| {
@@ -42,7 +56,7 @@ impl Peers for CudaDevice {
             self.streams.push(RawStream::new(most_urgent)?);
             self.timeline.add(stream);
         }
-        self.peering = Some(Peering { seat, gpus });
+        self.peering = Some(Peering { own: Some(cards[own].clone()), seat, gpus });
         Ok(())
     }
 

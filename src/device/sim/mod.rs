@@ -76,6 +76,14 @@ impl Peers for SimDevice {
 
     fn card(&mut self) {}
 
+    fn leave(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    fn take_back(&mut self) -> Result<()> {
+        Ok(())
+    }
+
     fn admit(&mut self, _seat: Seat, _cards: Vec<()>) -> Result<()> {
         Ok(())
     }

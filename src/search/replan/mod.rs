@@ -3,7 +3,7 @@
 
 pub(crate) mod pace;
 #[cfg(all(test, feature = "stv", feature = "deadline-order", feature = "repartition", feature = "weight-flow"))]
-mod tests;
+pub(crate) mod tests;
 
 use super::{Candidate, Scope, SearchQuery};
 use crate::config::settings::Settings;
@@ -121,12 +121,13 @@ impl Question {
     }
 }
 
-/// Seconds from a step by one plan to a step by another.
+/// Seconds from a step by one plan to a step by another. Ranks move their parts at the same time, and each sends all weights.
 fn move_s(from: &Plan, to: &Plan) -> f64 {
     let states = from.layout.offloaded_elems().abs_diff(to.layout.offloaded_elems()) as f64 * from.moments.state_bytes() as f64;
     let weights = (to.layout.flat_elems() * to.dtype.bytes()) as f64;
     let slots = to.memory.iter().filter(|class| class.space == MemorySpace::Host && class.name.ends_with("slots"));
-    (states + weights + slots.map(|class| class.bytes as f64).sum::<f64>()) / MOVED_BYTES_PER_S
+    let parts = states + slots.map(|class| class.bytes as f64).sum::<f64>();
+    (parts / to.ranks as f64 + weights) / MOVED_BYTES_PER_S
 }
 
 impl fmt::Display for Change {
@@ -149,7 +150,7 @@ impl fmt::Display for Change {
     }
 }
 
-/// Whether a run of `plan` can be planned anew: one GPU, whose rates are known, and states that can change their side.
+/// Whether a run of `plan` can be planned anew: on GPUs, whose rates are known, and with states that can change their side.
 pub(crate) fn is_possible(plan: &Plan) -> bool {
-    plan.machine.kind == DeviceKind::Gpu && plan.ranks == 1 && plan.layout.away().is_offloaded()
+    plan.machine.kind == DeviceKind::Gpu && plan.layout.away().is_offloaded()
 }

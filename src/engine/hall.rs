@@ -1,0 +1,143 @@
+//! Where ranks come to know each other: before step 0, and again where a plan has moved their memory. Nobody comes here within a step.
+
+use super::vitals::Vitals;
+use crate::device::{DeviceSlice, EventId, ProductAlgorithm};
+use crate::error::{Error, Result};
+use crate::planner::plan::Plan;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// What a rank tells the others of itself.
+#[derive(Clone)]
+pub(super) struct Introduction<C> {
+    pub(super) card: C,
+    /// Its flat gradients and weights.
+    pub(super) grads: DeviceSlice,
+    pub(super) weights: DeviceSlice,
+    /// Its slices of the weights that nobody else keeps, in its own order.
+    pub(super) shard: DeviceSlice,
+    /// By bucket: its gradient is written.
+    pub(super) written: Vec<EventId>,
+    /// The gradients of others are pulled, as far as that was enqueued.
+    pub(super) pulled: EventId,
+    /// By bucket: its own slice of the weights is written.
+    pub(super) stepped: Vec<EventId>,
+    pub(super) vitals: Arc<Vitals>,
+    /// The algorithms of its products so far.
+    pub(super) products: Vec<ProductAlgorithm>,
+}
+
+/// What lies there, by rank; of ranks that are mirror images rank 0's alone.
+pub(crate) struct Hall<C> {
+    introductions: Vec<Mutex<Option<Introduction<C>>>>,
+    /// The plan that all go over to.
+    plan: Mutex<Option<Plan>>,
+    /// Whoever found no memory for it first, and why.
+    refusal: Mutex<Option<(usize, String)>>,
+}
+
+/// A rank that panicked has said so on the board, which all look at.
+fn open<T>(place: &Mutex<T>) -> MutexGuard<'_, T> {
+    place.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl<C> Hall<C> {
+    /// A hall for so many ranks.
+    pub(crate) fn new(ranks: usize) -> Self {
+        Self { introductions: (0..ranks).map(|_| Mutex::default()).collect(), plan: Mutex::default(), refusal: Mutex::default() }
+    }
+
+    fn place(&self, rank: usize) -> &Mutex<Option<Introduction<C>>> {
+        self.introductions.get(rank).unwrap_or(&self.introductions[0])
+    }
+
+    pub(super) fn enter(&self, rank: usize, introduction: Introduction<C>) {
+        *open(self.place(rank)) = Some(introduction);
+    }
+
+    pub(super) fn leave(&self, rank: usize) {
+        *open(self.place(rank)) = None;
+    }
+
+    /// Whether all ranks are there.
+    pub(super) fn is_full(&self) -> bool {
+        self.introductions.iter().all(|place| open(place).is_some())
+    }
+
+    /// Rank 0 says what comes next; nobody has refused it yet.
+    pub(super) fn announce(&self, plan: Plan) {
+        (*open(&self.plan), *open(&self.refusal)) = (Some(plan), None);
+    }
+
+    /// What was announced last.
+    pub(super) fn announced(&self) -> Option<Plan> {
+        open(&self.plan).clone()
+    }
+
+    pub(super) fn refuse(&self, rank: usize, why: String) {
+        open(&self.refusal).get_or_insert((rank, why));
+    }
+
+    pub(super) fn refusal(&self) -> Option<(usize, String)> {
+        open(&self.refusal).clone()
+    }
+}
+
+impl<C: Clone> Hall<C> {
+    /// Those of `ranks`, who are all there.
+    pub(super) fn introductions(&self, ranks: usize) -> Vec<Introduction<C>> {
+        (0..ranks).filter_map(|rank| open(self.place(rank)).clone()).collect()
+    }
+}
+
+/// Whether this rank, which multiplies matrices by the algorithms `own`, computes the bits of rank 0.
+///
+/// # Errors
+/// `Unsupported` that names a product, both algorithms and a remedy.
+pub(super) fn check_same_bits(own: &[ProductAlgorithm], of_first: &[ProductAlgorithm]) -> Result<()> {
+    let differ = own.iter().zip(of_first).find(|(own, first)| own != first);
+    let remedy = "use GPUs of one model under one driver, or --gpus 1";
+    match differ {
+        Some((own, first)) => {
+            Err(Error::Unsupported(format!("other bits than rank 0's: its products are by {first}, here by {own}; {remedy}")))
+        }
+        None if own.len() == of_first.len() => Ok(()),
+        None => {
+            let [own, first] = [own, of_first].map(<[_]>::len);
+            Err(Error::Unsupported(format!("other bits than rank 0's: it prepared {first} products, this one {own}; {remedy}")))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::{MatmulLayout, MatmulShape};
+    use crate::dtype::Dtype;
+
+    #[test]
+    fn ranks_that_would_compute_other_bits_are_refused_by_product() {
+        let shape = MatmulShape { layout: MatmulLayout::Tn, m: 8, n: 16, k: 32 };
+        let by = |algorithm, split_k| ProductAlgorithm { shape, dtype: Dtype::Bfloat16, algorithm, split_k, passed_over: 0 };
+        check_same_bits(&[], &[]).unwrap();
+        check_same_bits(&[by(66, 1), by(71, 4)], &[by(66, 1), by(71, 4)]).unwrap();
+        let refused = |own: &[_], first: &[_]| check_same_bits(own, first).unwrap_err().to_string();
+        let other = refused(&[by(66, 1), by(71, 2)], &[by(66, 1), by(71, 4)]);
+        for part in ["algorithm 71 in 4 parts", "algorithm 71 in 2 parts", "8 x 16 x 32", "--gpus 1"] {
+            assert!(other.contains(part), "{other}");
+        }
+        assert!(refused(&[by(66, 1)], &[]).contains("it prepared 0 products, this one 1"));
+    }
+
+    #[test]
+    fn the_first_refusal_is_told_until_another_plan_is_announced() {
+        let hall: Hall<()> = Hall::new(2);
+        assert!(hall.refusal().is_none() && !hall.is_full());
+        hall.refuse(1, "no memory".into());
+        hall.refuse(0, "none here either".into());
+        assert_eq!(hall.refusal(), Some((1, "no memory".into())));
+        let settings = crate::config::settings::Settings::demo();
+        let machine = crate::planner::machine::Machine::cpu(1);
+        hall.announce(Plan::new(&settings, &crate::model::shape::ModelShape::demo(), &machine, false).unwrap());
+        assert!(hall.refusal().is_none() && hall.announced().is_some());
+    }
+}
