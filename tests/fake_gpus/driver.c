@@ -4,7 +4,7 @@
 // that goes while its memory is in use. At the end it counts.
 //
 // FAKE_GPUS: how many (2). FAKE_MODELS: each is a model of its own. FAKE_NO_LINK: none reaches another. FAKE_ALGORITHMS: cuBLASLt chooses
-// otherwise on each. FAKE_FAULT: GPU 1 is lost after so many pulls.
+// otherwise on each. FAKE_FAULT: GPU 1 is lost after so many pulls. FAKE_CUBLASLT: its version.
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdint.h>
@@ -205,7 +205,7 @@ int cuLaunchKernel(const char *name, unsigned gx, unsigned gy, unsigned gz, unsi
 
 typedef struct { u64 algorithm[8]; size_t workspace; int status; float waves; int reserved[4]; } Suggestion;
 static int make(void **made) { *made = malloc(1); return 0; }
-size_t cublasLtGetVersion(void) { return 130100; }
+size_t cublasLtGetVersion(void) { return getenv("FAKE_CUBLASLT") ? atoi(getenv("FAKE_CUBLASLT")) : 130100; }
 const char *cublasLtGetStatusName(int status) { return "FAKE"; }
 int cublasLtCreate(void **handle) { current(); return make(handle); }
 int cublasLtDestroy(void *handle) { current(); return 0; }
