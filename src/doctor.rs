@@ -103,7 +103,7 @@ fn facts(topology: &Topology, isa: &str, probes: &Probes, partitions: &Partition
     match &gpu.several {
         Ok(several) => {
             facts.extend(several.ranks(topology).into_iter().map(|rank| ("gpu of a rank", rank)));
-            facts.extend(several.pairs().into_iter().map(|pair| ("gpu link", pair)));
+            facts.extend(several.links.pairs().into_iter().map(|pair| ("gpu link", pair)));
         }
         Err(cause) => facts.push(("gpu links", cause.to_string())),
     }

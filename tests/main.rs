@@ -26,6 +26,7 @@ mod plan_memory;
 mod planned;
 mod program;
 mod ranks;
+mod ranks_mutants;
 mod readme;
 mod replan;
 mod report;

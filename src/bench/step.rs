@@ -71,7 +71,7 @@ impl StepBench {
         let (launch, settings) = Launcher::new(&self.settings)?;
         let chosen = &launch.chosen;
         chosen.note.iter().for_each(|why| log(&format_args!("no GPU: {why}")));
-        chosen.detours.iter().for_each(|line| log(line));
+        chosen.peers.iter().for_each(|line| log(line));
         chosen.warning.iter().for_each(|line| log(&format_args!("warning: {line}")));
         chosen.rates_from.iter().for_each(|rates_from| log(&format_args!("rates: {rates_from}")));
         let plan = launch.plan(&settings, &self.shape, settings.trace.is_some())?;

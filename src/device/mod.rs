@@ -58,6 +58,11 @@ pub trait Device {
     /// What this device is, for people: `cpu (AMD EPYC 9B45, 2 threads, avx512)`.
     fn describe(&self) -> String;
 
+    /// What its bits depend on besides this program: names, and which they are. Nothing where this program alone computes.
+    fn versions(&self) -> Vec<(&'static str, String)> {
+        Vec::new()
+    }
+
     /// The algorithms of all products so far, where a library chooses among several.
     fn product_algorithms(&self) -> Vec<ProductAlgorithm> {
         Vec::new()

@@ -1,9 +1,10 @@
 //! What this program can do with the GPU that is here.
 
 use crate::error::Result;
-use crate::hardware::gpu::{self, GpuFacts, GpuId, GpuLink};
+use crate::hardware::gpu::{GpuFacts, GpuId};
 use crate::hardware::topology::Topology;
 use crate::launch::gpu as devices;
+use crate::launch::peer_links::PeerLinks;
 use crate::memory::Addressing;
 use std::path::PathBuf;
 
@@ -24,11 +25,7 @@ pub(crate) struct GpuReport {
 #[derive(Debug, Default)]
 pub(crate) struct SeveralGpus {
     gpus: Vec<GpuId>,
-    links: Vec<([usize; 2], GpuLink)>,
-    /// Why the management library tells none.
-    no_links: Option<String>,
-    /// Pairs that do not reach each other's memory.
-    unlinked: Vec<[usize; 2]>,
+    pub(super) links: PeerLinks,
 }
 
 impl SeveralGpus {
@@ -37,8 +34,7 @@ impl SeveralGpus {
         if gpus.len() < 2 {
             return Ok(Self::default());
         }
-        let (links, no_links) = gpu::links(&gpus).map_or_else(|why| (Vec::new(), Some(why.to_string())), |links| (links, None));
-        Ok(Self { links, no_links, unlinked: devices::unlinked(&gpus)?, gpus })
+        Ok(Self { links: PeerLinks::between(&gpus)?, gpus })
     }
 
     /// A line for each rank of `--gpus all` on the machine of `topology`: its GPU, memory node and CPUs.
@@ -51,16 +47,6 @@ impl SeveralGpus {
             format!("{gpu}: {}, {node}, CPUs {cpus} of --gpus all", gpu.model)
         };
         self.gpus.iter().enumerate().map(rank).collect()
-    }
-
-    /// A line for each two, or why there is none.
-    pub(super) fn pairs(&self) -> Vec<String> {
-        let pair = |&(pair, link): &([usize; 2], GpuLink)| {
-            let [one, other] = pair.map(|place| self.gpus[place].index);
-            let access = if self.unlinked.contains(&pair) { "gradients pass through host memory" } else { "direct" };
-            format!("GPU {one} and GPU {other}: {link}; {access}")
-        };
-        self.links.iter().map(pair).chain(self.no_links.clone()).collect()
     }
 }
 
@@ -83,10 +69,9 @@ mod tests {
     use crate::hardware::topology::tests::two_sockets;
 
     #[test]
-    fn several_gpus_have_a_line_each_and_one_for_each_two() {
+    fn several_gpus_have_a_line_each() {
         let gpu = |index: usize| GpuId { index, pci: format!("0000:{index}F:00.0"), model: "NVIDIA H200".into() };
-        let links = vec![([0, 1], GpuLink::NvSwitch(18)), ([0, 2], GpuLink::Pcie("across memory nodes"))];
-        let several = SeveralGpus { gpus: (0..3).map(gpu).collect(), links, no_links: None, unlinked: vec![[0, 2]] };
+        let several = SeveralGpus { gpus: (0..3).map(gpu).collect(), links: PeerLinks::default() };
         let mut topology = Topology::read(two_sockets().path(), Process::default());
         assert_eq!(several.ranks(&topology)[1], "GPU 1 (0000:1F:00.0): NVIDIA H200, unknown memory node, CPUs 1,5 of --gpus all");
         topology.place_gpus(&[("0000:0f:00.0", 0), ("0000:1f:00.0", 1), ("0000:2f:00.0", 0)]);
@@ -95,12 +80,5 @@ mod tests {
         assert_eq!(ranks[1], "GPU 1 (0000:1F:00.0): NVIDIA H200, memory node 1, CPUs 2-3,6 of --gpus all");
         topology.process.affinity = crate::hardware::cpu_list::CpuList::parse("0-1");
         assert!(several.ranks(&topology)[2].ends_with("CPUs shared with all of --gpus all"));
-        assert_eq!(
-            several.pairs(),
-            [
-                "GPU 0 and GPU 1: 18 NVLinks through switches; direct",
-                "GPU 0 and GPU 2: PCIe, across memory nodes; gradients pass through host memory",
-            ]
-        );
     }
 }

@@ -3,23 +3,31 @@
 
 use super::exchange::Exchange;
 use super::executor::{Engine, StepReport};
+use super::verdict::Verdict;
 use crate::device::Kernels;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     /// The report of all ranks on rank 0, once each has told its own; on another rank its own.
+    ///
+    /// # Errors
+    /// What ended another rank; `Resource` when one of them ended the step otherwise than rank 0: from there on weights would differ.
     pub(super) fn of_all_ranks(&mut self, own: StepReport) -> Result<StepReport> {
         let (rank, ranks) = (self.exchange.slices().rank(), self.exchange.slices().ranks());
         let mut all = own;
         all.exposed_to_peers_ns[rank] = own.exposed.peer_ns;
-        self.exchange.publish_amounts(all.amounts().map(|amount| *amount));
+        let mut ended = own.ended();
+        self.exchange.publish_amounts(all.amounts().chain([&mut ended]).map(|amount| *amount));
         if rank > 0 {
             return Ok(all);
         }
         self.await_done()?;
         for other in 1..ranks {
             let mut theirs = own;
-            self.exchange.amounts_of(other, theirs.amounts());
+            self.exchange.amounts_of(other, theirs.amounts().chain([&mut ended]));
+            if ended != own.ended() {
+                return Err(Error::resource("end a step", format!("rank {other} has another norm, verdict or loss scale than rank 0")));
+            }
             all.add(other, &theirs);
         }
         Ok(all)
@@ -30,6 +38,17 @@ impl StepReport {
     /// What each rank tells of itself.
     fn amounts(&mut self) -> impl Iterator<Item = &mut u64> {
         self.counts.each().chain(self.counters.each()).chain(self.exposed.each())
+    }
+
+    /// What the step came to, as one number: all ranks compute it of the same outcome.
+    fn ended(&self) -> u64 {
+        let verdict = match self.verdict {
+            Verdict::Commit => 0,
+            Verdict::SkipNonFinite => 1,
+            Verdict::Clip(scale) => scale.0.to_bits().into(),
+        };
+        let words = [verdict, self.grad_norm.0.to_bits(), self.loss.to_bits().into(), self.loss_scale.to_bits().into()];
+        words.into_iter().fold(0, |hash: u64, word| (hash.rotate_left(7) ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15))
     }
 
     fn add(&mut self, rank: usize, other: &Self) {
@@ -76,7 +95,7 @@ mod tests {
     #[test]
     fn amounts_are_added_and_of_times_the_longest_is_told_with_its_rank() {
         let (mut all, mut theirs) = (report(100), report(1000));
-        assert_eq!(theirs.amounts().count(), AMOUNTS, "the board has a place for each");
+        assert_eq!(theirs.amounts().count() + 1, AMOUNTS, "the board has a place for each, and for what the step came to");
         theirs.exposed.cpu_ns = 7;
         all.exposed_to_peers_ns[0] = all.exposed.peer_ns;
         all.add(2, &theirs);
@@ -87,5 +106,20 @@ mod tests {
         assert_eq!([all.exposed.cpu_ns, all.exposed.transfer_ns, all.exposed.peer_ns], [110, 1011, 1012]);
         assert_eq!((&all.exposed_to_peers_ns[..4], all.most_exposed_to_peers()), (&[112, 0, 1012, 0][..], Some(2)));
         assert_eq!(report(0).most_exposed_to_peers(), None);
+    }
+
+    #[test]
+    fn steps_that_came_to_something_else_differ_in_a_number() {
+        let (one, mut other) = (report(1), report(2));
+        assert_eq!(one.ended(), other.ended(), "what each rank did is its own");
+        let others = [
+            StepReport { verdict: Verdict::SkipNonFinite, ..one },
+            StepReport { grad_norm: Norm(1.5), ..one },
+            StepReport { loss: 2.0, ..one },
+            StepReport { loss_scale: 0.5, ..one },
+        ];
+        assert!(others.iter().all(|report| report.ended() != one.ended()));
+        other.learning_rate = 0.2;
+        assert_eq!(one.ended(), other.ended(), "it is told to all");
     }
 }

@@ -176,6 +176,11 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         self.dev.describe()
     }
 
+    /// What the device's bits depend on besides this program.
+    pub(crate) fn versions(&self) -> Vec<(&'static str, String)> {
+        self.dev.versions()
+    }
+
     /// The algorithms of the device's matrix products so far.
     pub(crate) fn product_algorithms(&self) -> Vec<ProductAlgorithm> {
         self.dev.product_algorithms()

@@ -27,8 +27,9 @@ const STEPS: u64 = 3;
 
 type Card = <CpuDevice as Peers>::Card;
 
+/// No integers, so that the order of a sum shows.
 fn gradient(step: u64, share: usize, bucket: usize) -> f32 {
-    (step * 4096 + share as u64 * 256 + bucket as u64) as f32
+    (step * 4096 + share as u64 * 256 + bucket as u64) as f32 * 0.1
 }
 
 fn weight(step: u64, owner: usize, bucket: usize) -> f32 {

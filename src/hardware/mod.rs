@@ -5,6 +5,7 @@ pub(crate) mod cpu_list;
 pub(crate) mod gpu;
 pub(crate) mod limits;
 pub(crate) mod parse;
+pub(crate) mod peer_route;
 pub(crate) mod profile;
 pub(crate) mod rates;
 pub(crate) mod selected_profile;

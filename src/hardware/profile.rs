@@ -5,6 +5,7 @@
 
 mod table;
 
+use super::peer_route::PeerRoute;
 use super::sourced::{Curve, Number, quoted};
 use crate::disk;
 use crate::error::{Error, Result};
@@ -20,7 +21,7 @@ const BYTES_MAX: u64 = 1 << 20;
 pub(crate) const ASSUMED: &str = "h200-pcie5";
 
 /// The profiles that ship with the program.
-const SHIPPED: [(&str, &str); 9] = [
+const SHIPPED: [(&str, &str); 10] = [
     ("h200-pcie5", include_str!("profiles/h200-pcie5.toml")),
     ("gh200-96", include_str!("profiles/gh200-96.toml")),
     ("gh200-144", include_str!("profiles/gh200-144.toml")),
@@ -29,6 +30,7 @@ const SHIPPED: [(&str, &str); 9] = [
     ("mi300a", include_str!("profiles/mi300a.toml")),
     ("h200-x2", include_str!("profiles/h200-x2.toml")),
     ("h200-x4", include_str!("profiles/h200-x4.toml")),
+    ("h100-x2", include_str!("profiles/h100-x2.toml")),
     ("gh200-x4", include_str!("profiles/gh200-x4.toml")),
 ];
 
@@ -143,6 +145,18 @@ impl Field for Addressing {
             Self::Coherent => "shared",
         };
         Some(quoted(word))
+    }
+    fn rows(&self, name: &str) -> Vec<table::Row> {
+        vec![(name.into(), String::new(), self.to_string())]
+    }
+}
+
+impl Field for PeerRoute {
+    fn nonsense(&self) -> Option<String> {
+        None
+    }
+    fn toml(&self) -> Option<String> {
+        (*self != Self::Own).then(|| quoted(self.word()))
     }
     fn rows(&self, name: &str) -> Vec<table::Row> {
         vec![(name.into(), String::new(), self.to_string())]
@@ -284,6 +298,9 @@ section! {
         gpus: Number,
         /// Bytes a second that a GPU's copy engines pull out of other GPUs' memory, while all pull.
         peer_bytes_per_s: Number,
+        /// What these copies pass.
+        #[serde(default)]
+        peer_route: PeerRoute,
         /// As [`Link::to_host_bytes_per_s`], on every link at once.
         to_host_bytes_per_s: Number,
         /// As [`Link::to_device_bytes_per_s`], on every link at once.
@@ -323,14 +340,10 @@ impl Profile {
     /// `Format` naming the field that lacks, that nobody knows, or whose number makes no sense; or what is wrong with `like`.
     pub fn parse(text: &str, file: &Path) -> Result<Self> {
         let wrong = |e: &toml::de::Error| Error::format(file, one_line(text, e));
-        let mut table: toml::Table = toml::from_str(text).map_err(|e| wrong(&e))?;
-        let profile: Self = match table.remove("like") {
-            None => toml::from_str(text).map_err(|e| wrong(&e))?,
-            Some(like) => {
-                let like = like.as_str().and_then(|like| SHIPPED.iter().find(|(name, _)| *name == like));
-                let (_, of) = like.ok_or_else(|| Error::format(file, format!("like: not one of {}", Self::names().join(", "))))?;
-                over(toml::from_str(of).map_err(|e| wrong(&e))?, table).try_into().map_err(|e| wrong(&e))?
-            }
+        let table: toml::Table = toml::from_str(text).map_err(|e| wrong(&e))?;
+        let profile: Self = match table.contains_key("like") {
+            false => toml::from_str(text).map_err(|e| wrong(&e))?,
+            true => whole(table).map_err(|cause| Error::format(file, cause))?.try_into().map_err(|e| wrong(&e))?,
         };
         profile.check().map_err(|cause| Error::format(file, cause))?;
         Ok(profile)
@@ -359,12 +372,12 @@ impl Profile {
         }
     }
 
-    /// The shipped profiles of several GPUs like that of the shipped profile `name`.
+    /// The shipped profiles of several GPUs that are like the shipped profile `name`, or like one that is.
     pub(crate) fn several(name: &str) -> impl Iterator<Item = Self> {
+        let base = |text: &str| like(&text.parse().ok()?).ok();
         let is_like =
-            move |text: &str| text.parse::<toml::Table>().is_ok_and(|table| table.get("like").and_then(toml::Value::as_str) == Some(name));
-        let alike = SHIPPED.iter().filter(move |(_, text)| is_like(text));
-        alike.filter_map(|(name, _)| Self::load(name).ok()).filter(|profile| profile.gpus() > 1)
+            move |shipped: &&(&str, &str)| std::iter::successors(base(shipped.1), |(_, text)| base(text)).any(|(like, _)| *like == name);
+        SHIPPED.iter().filter(is_like).filter_map(|(name, _)| Self::load(name).ok()).filter(|profile| profile.gpus() > 1)
     }
 
     /// GPUs of the machine whose rates are known.
@@ -424,6 +437,23 @@ impl Profile {
         let together = self.together.as_ref().map(|together| ("together", together.fields()));
         [gpu, link, Some(("host", self.host.fields())), cpu_device, contention, together].into_iter().flatten()
     }
+}
+
+/// The shipped profile that `table` is like.
+fn like(table: &toml::Table) -> std::result::Result<&'static (&'static str, &'static str), String> {
+    let name = table.get("like").and_then(toml::Value::as_str);
+    let shipped = SHIPPED.iter().find(|(shipped, _)| Some(*shipped) == name);
+    shipped.ok_or_else(|| format!("like: not one of {}", Profile::names().join(", ")))
+}
+
+/// `table` with what it leaves to the profile that it is like, and that one to another.
+fn whole(mut table: toml::Table) -> std::result::Result<toml::Table, String> {
+    if !table.contains_key("like") {
+        return Ok(table);
+    }
+    let (_, of) = like(&table)?;
+    table.remove("like");
+    Ok(over(whole(of.parse().map_err(|e: toml::de::Error| e.message().to_string())?)?, table))
 }
 
 /// `table` and what it leaves out of `base`, field by field of each section.
@@ -594,6 +624,11 @@ mod tests {
         assert_eq!((&two.gpu, &two.link, &two.contention), (&one.gpu, &one.link, &one.contention));
         assert!(two.host.cpus.value == 32.0 && two.host.wake_up_s == one.host.wake_up_s);
         assert_eq!([one.gpus(), two.gpus()], [1, 2]);
+        let h100 = Profile::load("h100-x2").unwrap();
+        assert_eq!((&h100.host, &h100.together, &h100.link), (&two.host, &two.together, &one.link), "like one that is like another");
+        let names = |of: &str| Profile::several(of).map(|profile| profile.name).collect::<Vec<_>>();
+        assert_eq!(names("h200-pcie5"), ["h200-x2", "h200-x4", "h100-x2"]);
+        assert_eq!([names("gh200-96"), names("gb200")], [vec!["gh200-x4".to_string()], vec![]]);
         let text = SHIPPED.iter().find(|(name, _)| *name == "h200-x2").unwrap().1;
         let with = |from: &str, to: &str| {
             assert!(text.contains(from), "{from}");

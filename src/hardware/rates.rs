@@ -1,5 +1,6 @@
 //! What a machine does in a second, out of its profile: what predictions are made from and the simulated device obeys.
 
+use crate::hardware::peer_route::PeerRoute;
 use crate::hardware::profile::{ASSUMED, Contention, CpuDevice, Link, Profile};
 use crate::hardware::sourced::{Number, Points};
 use crate::optim::moments::Moments;
@@ -38,6 +39,8 @@ pub struct Rates {
     pub(crate) latency_s: f64,
     /// Bytes a second pulled out of other GPUs' memory.
     pub(crate) peer_bytes_per_s: f64,
+    /// What they pass on the way.
+    pub(crate) peer_route: PeerRoute,
     /// Bytes of managed memory a second, each way, while pages come and go.
     pub(crate) managed_bytes_per_s: f64,
     adam_bytes_per_s_by_threads: Points,
@@ -79,6 +82,7 @@ macro_rules! computing {
             to_device_share_by_bytes: whole,
             latency_s: host.wake_up_s.value,
             peer_bytes_per_s: memory / 4.0,
+            peer_route: PeerRoute::Own,
             managed_bytes_per_s: memory / 2.0,
             adam_bytes_per_s_by_threads: host.adam_bytes_per_s_by_threads.value.clone(),
             adam_scalar_bytes_per_s_by_threads: scalar.value.clone(),
@@ -126,6 +130,20 @@ impl Rates {
             peer_bytes_per_s: together.peer_bytes_per_s.value,
             ..each
         }
+        .with_peers(together.peer_route)
+    }
+
+    /// GPUs whose copies from each other pass this, or worse: the slowest of those links and memories limits them. Each GPU pulls and is
+    /// pulled from, so that its link is busy both ways. Through host memory one hop follows the other: two RTX 5090 whose links carry 28 GB/s
+    /// pulled 15 GB/s each so.
+    pub(crate) fn with_peers(self, route: PeerRoute) -> Self {
+        let peer_route = self.peer_route.max(route);
+        let most = match peer_route {
+            PeerRoute::Own => f64::INFINITY,
+            PeerRoute::Links => self.both_ways_bytes_per_s,
+            PeerRoute::Host => self.both_ways_bytes_per_s / 2.0,
+        };
+        Self { peer_bytes_per_s: self.peer_bytes_per_s.min(most), peer_route, ..self }
     }
 
     /// Those of the profile that is assumed where nobody says better.
@@ -251,6 +269,7 @@ pub(crate) mod tests {
             to_device_share_by_bytes: whole,
             latency_s: 0.0,
             peer_bytes_per_s: 1e11,
+            peer_route: PeerRoute::Own,
             managed_bytes_per_s: 1e10,
             adam_bytes_per_s_by_threads: Points(vec![(1.0, 1e11)]),
             adam_scalar_bytes_per_s_by_threads: Points(vec![(1.0, 1e10)]),
@@ -278,6 +297,16 @@ pub(crate) mod tests {
             alone.adam_bytes_per_s(16, Isa::Avx512, Moments::Float32)
         );
         assert_eq!((each.peer_bytes_per_s, each.to_host_bytes_per_s), (alone.both_ways_bytes_per_s, alone.to_host_bytes_per_s));
+    }
+
+    #[test]
+    fn copies_between_gpus_are_no_faster_than_what_they_pass() {
+        let each = Rates::of_each(&Profile::load("h200-x2").unwrap(), 2);
+        let over = |route| each.clone().with_peers(route).peer_bytes_per_s;
+        assert_eq!([PeerRoute::Own, PeerRoute::Links, PeerRoute::Host].map(over), [348e9, 44.6e9, 22.3e9]);
+        // What was measured slower stays so, and what a profile knows to be a detour stays one.
+        let slow = Rates { peer_bytes_per_s: 9e9, ..each.clone().with_peers(PeerRoute::Host) };
+        assert_eq!(slow.clone().with_peers(PeerRoute::Own), slow);
     }
 
     #[test]

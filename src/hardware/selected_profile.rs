@@ -123,13 +123,16 @@ impl SelectedProfile {
         Some(format!("rates of {gpus} GPUs together: {name} {what}"))
     }
 
-    /// That of the nearest machine, with as many GPUs if there is one, else with more, else with the most.
+    /// That of the nearest machine, with as many GPUs if there is one, else with more, else with the most. What joins GPUs that nobody knows
+    /// is not taken to be what joins others.
     fn assumed(gpu: &str, gpus: usize, because: Option<String>) -> Result<Self> {
         let gpu = gpu.to_ascii_lowercase();
         let nearest = NEAREST.iter().find(|(words, _)| words.iter().all(|word| gpu.contains(word)));
         let alone = Profile::load(nearest.map_or(ASSUMED, |(_, name)| name))?;
-        let several = Profile::several(&alone.name).filter(|_| gpus > 1);
-        let profile = several.min_by_key(|profile| (profile.gpus() < gpus, profile.gpus().abs_diff(gpus))).unwrap_or(alone);
+        let several = Profile::several(&alone.name).filter(|_| gpus > 1 && nearest.is_some());
+        let is_named = |profile: &Profile| profile.name.split_once('-').is_some_and(|(word, _)| gpu.contains(word));
+        let distance = |profile: &Profile| (profile.gpus() < gpus, profile.gpus().abs_diff(gpus), !is_named(profile));
+        let profile = several.min_by_key(distance).unwrap_or(alone);
         Ok(Self { profile, origin: Origin::Assumed { is_near: nearest.is_some(), because } })
     }
 }
@@ -198,8 +201,11 @@ mod tests {
             ("NVIDIA H200", 3, "h200-x4", Some("what each of 4 gets")),
             ("NVIDIA H200", 4, "h200-x4", None),
             ("NVIDIA H200", 8, "h200-x4", Some("what each of 4 gets")),
+            ("NVIDIA H100 80GB HBM3", 2, "h100-x2", None),
+            ("NVIDIA H100 80GB HBM3", 4, "h200-x4", None),
             ("NVIDIA GH200 480GB", 2, "gh200-x4", Some("what each of 4 gets")),
             ("NVIDIA GB200", 2, "gb200", Some("does not say")),
+            ("NVIDIA GeForce RTX 4090", 2, "h200-pcie5", Some("does not say")),
         ] {
             let selected = SelectedProfile::assumed(gpu, gpus, None).unwrap();
             assert_eq!(selected.profile.name, profile, "{gpus} x {gpu}");
@@ -234,6 +240,11 @@ mod tests {
         assert!(selected.profile == profile && selected.to_string().starts_with("measured on this machine on 20"), "{selected}");
         std::fs::write(&file, include_str!("../../paper-figures/results/h200-probe-3-quiet.toml")).unwrap();
         assert!(!kept().unwrap().unwrap().to_string().contains("samples differ"));
+        let of_two = Profile::load("h200-x2").unwrap();
+        std::fs::write(&file, of_two.to_string()).unwrap();
+        let selected = kept().unwrap().unwrap();
+        assert_eq!((selected.unknown_together(2), &selected.profile.together), (None, &of_two.together));
+        assert!(selected.unknown_together(4).unwrap().contains("what each of 2 gets"));
         std::fs::write(&file, include_str!("../../paper-figures/results/h200-probe-3-busy.toml")).unwrap();
         let busy = "samples differ in host.adam_bytes_per_s_by_threads by 35 %, host.cast_bytes_per_s_by_threads by 68 %; measure again";
         let selected = kept().unwrap().unwrap().to_string();

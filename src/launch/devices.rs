@@ -1,6 +1,7 @@
 //! Which device a run gets, and what the planner may use of the machine.
 
 use super::gpu;
+use super::peer_links::PeerLinks;
 use crate::config::options::{DeviceChoice, HostMemoryKind};
 use crate::config::settings::Settings;
 use crate::device::DeviceKind;
@@ -23,8 +24,8 @@ pub struct SelectedDevice {
     pub machine: Machine,
     /// The GPUs of all ranks, by rank; none on CPUs.
     pub(crate) gpus: Vec<GpuId>,
-    /// Lines about GPUs without a direct link between them, or without known rates of their work together.
-    pub(crate) detours: Vec<String>,
+    /// Lines about what lies between several GPUs, and about rates of their work together that nobody knows.
+    pub(crate) peers: Vec<String>,
     /// Why it is not a GPU although that was open; nothing when there is nothing to say.
     pub note: Option<String>,
     /// What makes it much slower than the machine.
@@ -64,11 +65,12 @@ pub fn choose(settings: &Settings, topology: &Topology) -> Result<SelectedDevice
     let reserved = if settings.huge_pages == HugePagesChoice::Explicit { topology.reserved_free_bytes() } else { 0 };
     let host_bytes = topology.memory_usable_bytes().map_or(u64::MAX, |bytes| bytes.saturating_add(reserved));
     let rates_from = rates_from(settings, topology, kind, gpus.len())?;
-    let rates =
-        rates_from.as_ref().map_or_else(Rates::assumed, |rates_from| Arc::new(Rates::of_each(&rates_from.profile, gpus.len().max(1))));
-    let mut detours: Vec<_> = gpu::unlinked(&gpus)?.into_iter().map(gpu::detour).collect();
-    detours.extend(rates_from.as_ref().and_then(|rates_from| rates_from.unknown_together(gpus.len())));
-    Ok(SelectedDevice { machine: Machine { cpus, host_bytes, kind, device, rates }, gpus, detours, note, warning, rates_from })
+    let links = PeerLinks::between(&gpus)?;
+    let of_each = |profile| Arc::new(Rates::of_each(profile, gpus.len().max(1)).with_peers(links.route()));
+    let rates = rates_from.as_ref().map_or_else(Rates::assumed, |rates_from| of_each(&rates_from.profile));
+    let mut peers = links.lines();
+    peers.extend(rates_from.as_ref().and_then(|rates_from| rates_from.unknown_together(gpus.len())));
+    Ok(SelectedDevice { machine: Machine { cpus, host_bytes, kind, device, rates }, gpus, peers, note, warning, rates_from })
 }
 
 /// The GPUs that are asked for and what is free on each, or why there is no GPU to open.

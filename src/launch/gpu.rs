@@ -92,7 +92,7 @@ pub(crate) fn homes(gpus: &[GpuId], topology: &Topology) -> Vec<Option<usize>> {
 ///
 /// # Errors
 /// Those of the driver.
-pub(crate) fn unlinked(gpus: &[GpuId]) -> Result<Vec<[usize; 2]>> {
+pub(super) fn unlinked(gpus: &[GpuId]) -> Result<Vec<[usize; 2]>> {
     #[cfg(feature = "cuda")]
     return pairs_without(gpus.len(), |one, other| cuda::has_direct_link(gpus[one].index, gpus[other].index));
     #[cfg(not(feature = "cuda"))]
@@ -108,11 +108,6 @@ fn pairs_without(count: usize, reaches: impl Fn(usize, usize) -> Result<bool>) -
         }
     }
     Ok(pairs)
-}
-
-/// What a person is told of such a pair.
-pub(crate) fn detour([one, other]: [usize; 2]) -> String {
-    format!("GPU {one} and GPU {other} have no direct link: gradients pass through host memory")
 }
 
 /// What a person is told where GPUs outnumber the CPUs whose threads feed them.
@@ -153,7 +148,6 @@ mod tests {
         let reaches = |one: usize, other: usize| Ok((one, other) != (2, 0) && (one, other) != (1, 2));
         assert_eq!(pairs_without(3, reaches).unwrap(), [[0, 2], [1, 2]]);
         assert_eq!(pairs_without(1, |_, _| panic!("one needs no link")).unwrap(), Vec::<[usize; 2]>::new());
-        assert_eq!(detour([0, 2]), "GPU 0 and GPU 2 have no direct link: gradients pass through host memory");
     }
 
     #[test]

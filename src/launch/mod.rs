@@ -1,10 +1,12 @@
 //! Engines on this machine, for train, bench and probe: [`devices`] chooses, [`engine`] makes the engine on what was chosen, [`gpu`] is
-//! the GPU of builds that have one, [`open`] makes devices, [`context`] checks a sequence length against the model.
+//! the GPU of builds that have one, [`open`] makes devices, [`context`] checks a sequence length against the model, [`peer_links`]
+//! says what lies between GPUs.
 
 pub(crate) mod context;
 pub(crate) mod devices;
 pub(crate) mod engine;
 pub(crate) mod gpu;
 pub(crate) mod open;
+pub(crate) mod peer_links;
 mod ranks;
 mod share;

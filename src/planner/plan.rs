@@ -580,6 +580,10 @@ impl fmt::Display for Plan {
             self.loss_tile.rows,
             self.loss_tile.vocab
         )?;
+        if self.ranks > 1 && self.machine.kind == DeviceKind::Gpu {
+            let rates = &self.machine.rates;
+            writeln!(f, "  peers       {:.1} GB/s from each other, {}", rates.peer_bytes_per_s / 1e9, rates.peer_route)?;
+        }
         let (count, offloaded) = (layout.count(), layout.offloaded());
         match offloaded {
             0 if !layout.buckets_in(Tier::Unified).is_empty() => self.write_paged(f, bucket)?,

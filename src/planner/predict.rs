@@ -6,6 +6,7 @@ use super::passes::PassTimes;
 use super::rules::Policy;
 use crate::bucket::layout::{BucketLayout, Tier};
 use crate::error::Result;
+use crate::hardware::peer_route::PeerRoute;
 use crate::memory::{Addressing, DeviceMemory};
 use crate::model::activations::ActivationPlan;
 use crate::model::policy::LayerPolicy;
@@ -79,15 +80,17 @@ impl<'a> Predictor<'a> {
         }
         // As much returns as leaves, unless weights are streamed: in the forward and in the backward pass of every micro-batch.
         let streamed = rings.weights.filter(|_| self.workload.ranks == 1).map_or(0.0, |ring| ring.ringed_elems as f64);
+        let peers_s = self.peers_s(layout.flat_elems());
         let crossing_s = |elems: f64| kept_s + elems * self.workload.link_dtype.bytes() as f64 / rates.both_ways_bytes_per_s;
-        let (out_s, link_s) = (crossing_s(offloaded), crossing_s(offloaded + (2.0 * accum - 1.0) * streamed));
+        let beside_peers_s = if rates.peer_route == PeerRoute::Own { 0.0 } else { peers_s };
+        let (out_s, link_s) = (crossing_s(offloaded), crossing_s(offloaded + (2.0 * accum - 1.0) * streamed) + beside_peers_s);
         let pass_link_s = out_s.max(link_s / 2.0);
         // While copies run both ways, all else is slower.
         let beside_copies = |alone_s: f64, share: f64| alone_s + link_s.min(alone_s) * (1.0 / share - 1.0);
         let device_s = beside_copies(passes_s + adam_s, rates.matmul_under_copies);
         let pool_s = |bytes: usize| beside_copies(offloaded * bytes as f64 / self.adam_bytes_per_s(), rates.adam_under_copies);
         let (stepped_s, deferred_s) = (pool_s(self.stepped_bytes()), pool_s(self.deferred_bytes()));
-        let (start_up_s, peers_s) = (self.start_up_s(layout), self.peers_s(layout.flat_elems()));
+        let start_up_s = self.start_up_s(layout);
         // Forward is a third of the device's work. Before the verdict the pool rests, so that only forward hides it.
         let (forward_s, backward_s) = (device_s / 3.0, device_s / 1.5);
         let validated_s = (backward_s.max(pass_link_s) + forward_s.max(stepped_s).max(pass_link_s)).max(peers_s) + start_up_s;

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 /// Numbers that a rank tells of a step when it is over.
-pub(crate) const AMOUNTS: usize = 13;
+pub(crate) const AMOUNTS: usize = 14;
 
 /// Numbers that go with an order.
 pub(crate) const ORDER_WORDS: usize = 6;

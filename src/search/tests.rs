@@ -7,6 +7,7 @@ use super::{Ranking, Scope, SearchQuery};
 use crate::config::options::{ActivationsChoice, ResidentBuckets, WeightsChoice};
 use crate::config::settings::Settings;
 use crate::device::DeviceKind;
+use crate::hardware::peer_route::PeerRoute;
 use crate::hardware::profile::Profile;
 use crate::hardware::rates::Rates;
 use crate::memory::Addressing;
@@ -234,6 +235,18 @@ fn pulls_between_gpus_take_their_time() {
     let [fast, slow] = [1.0, 0.01].map(with_peers_at);
     // Half of 8 GB of gradients and of as many weights at 3.48 GB/s.
     assert!(slow > fast + 1000.0 && slow < fast + 2400.0, "{fast} ms, slow peers {slow} ms");
+}
+
+/// Two GPUs that a plan would let exchange 16 GB a step each at NVLink's rate, and no NVLink between them.
+#[test]
+fn copies_between_gpus_over_the_links_to_the_host_are_in_the_way() {
+    let over = |route| {
+        step_of_several(("llama-8b", 2), ActivationsChoice::RecomputeCheap, ResidentBuckets::Count(0), |machine| {
+            machine.rates = Arc::new((*machine.rates).clone().with_peers(route));
+        })
+    };
+    let [own, links, host] = [PeerRoute::Own, PeerRoute::Links, PeerRoute::Host].map(over);
+    assert!(own < links && links < host, "{own}, {links}, {host} ms");
 }
 
 /// Eight billion parameters at 4 x 4096 tokens on an H200: the fastest common step is that of a plan whose clipped steps take 38 %

@@ -95,7 +95,7 @@ pub(super) fn continued(then: &Run, now: Run, step: u64, accepted: &[(RunPart, S
 }
 
 /// Fields that both sides have and that differ: `rope_theta was 10000.0 and is 7.0`.
-fn differences(name: &str, then: &Value, now: &Value) -> Vec<String> {
+pub(super) fn differences(name: &str, then: &Value, now: &Value) -> Vec<String> {
     match (then, now) {
         _ if then == now => vec![],
         (Value::Object(then), Value::Object(now)) => {

@@ -1,7 +1,7 @@
 //! What a run that goes on keeps of its checkpoint: how a step is cut into micro-batches and shares, unless somebody says otherwise, and
-//! what a plan decides that changes bits, unless another is allowed.
+//! what a plan decides that changes bits, unless another is allowed. And what it cannot keep but tells: GPU, driver and libraries.
 
-use super::identity::Run;
+use super::identity::{Run, differences};
 use super::observer::Observer;
 use crate::checkpoint::Loaded;
 use crate::config::checks::STEP_TOKENS_MAX;
@@ -13,11 +13,13 @@ use crate::error::{Error, Result};
 use crate::model::activations::LossTile;
 use crate::planner::plan::Plan;
 use serde::{Deserialize, Serialize};
-use serde_json::json;
+use serde_json::{Value, json};
 use std::fmt::Display;
 
 /// Key of [`StepShape`] in a checkpoint's `run`.
 const STEP: &str = "step";
+/// Key of what the device's bits depend on besides the program and the plan.
+const COMPUTED_WITH: &str = "computed_with";
 /// Key of the loss's tile in the part [`RunPart::Numerics`].
 const LOSS_TILE: &str = "loss_tile";
 
@@ -43,6 +45,18 @@ pub(super) fn record(plan: &Plan, run: &mut Run) {
     run.insert(RunPart::Numerics.name().into(), numerics);
     run.insert(RunPart::Moments.name().into(), json!(plan.moments));
     run.insert(STEP.into(), json!(StepShape { micro_batches: plan.grad_accum_steps, gradient_shares: plan.shares }));
+}
+
+/// Writes `versions`, those of the device, into the record of its run; a person hears which of them are not the checkpoint's. A machine
+/// gets another driver without being asked, and a run is not to end for it.
+pub(super) fn record_versions(versions: Vec<(&'static str, String)>, run: &mut Run, observer: &mut dyn Observer) {
+    let now: Value = versions.into_iter().map(|(name, version)| (name.to_string(), version.into())).collect::<Run>().into();
+    let then = run.get(COMPUTED_WITH).unwrap_or(&Value::Null);
+    let changes = if then.is_null() { Vec::new() } else { differences(COMPUTED_WITH, then, &now) };
+    if !changes.is_empty() {
+        observer.warn(&format!("{}: from here on bits may differ from those of a run without the change", changes.join(", ")));
+    }
+    run.insert(COMPUTED_WITH.into(), now);
 }
 
 /// `settings`, and what the checkpoint says where they say nothing; a person is told where they say something else.
@@ -107,4 +121,26 @@ fn loss_tile(loaded: &Loaded) -> Result<Option<LossTile>> {
     let wrong = |cause: &dyn Display| Error::format(loaded.manifest_path(), format_args!("{LOSS_TILE}: {cause}"));
     let LossTile { rows, vocab } = LossTile::deserialize(tile).map_err(|e| wrong(&e))?;
     if rows == 0 || vocab == 0 { Err(wrong(&format_args!("{rows} rows of {vocab}"))) } else { Ok(Some(LossTile { rows, vocab })) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::train::tests::Heard;
+
+    #[test]
+    fn another_driver_is_told_and_kept_and_no_change_is_not() {
+        let (mut run, mut heard) = (Run::new(), Heard::default());
+        let on = |driver: &str, cudnn: Option<&str>| {
+            let cudnn = cudnn.map(|version| ("cuDNN", version.to_string()));
+            [("GPU", "NVIDIA H200".to_string()), ("driver", driver.to_string())].into_iter().chain(cudnn).collect::<Vec<_>>()
+        };
+        // A checkpoint of before says nothing; plain attention needs no cuDNN.
+        for versions in [on("580.65", None), on("580.65", Some("91600")), on("580.82", Some("91700")), on("580.82", None), Vec::new()] {
+            record_versions(versions, &mut run, &mut heard);
+        }
+        let told = "driver was \"580.65\" and is \"580.82\", cuDNN was \"91600\" and is \"91700\": from here on bits may differ";
+        assert!(heard.0.len() == 1 && heard.0[0].starts_with(told), "{:?}", heard.0);
+        assert_eq!(run[COMPUTED_WITH], json!({}));
+    }
 }

@@ -72,7 +72,7 @@ pub(super) fn prepare<'a>(
 ) -> Result<PreparedRun<'a>> {
     observer.note(&format!("reading {}", describe_sources(settings)));
     let settings = &Settings { data_bytes: data_bytes(settings), ..settings.clone() };
-    launch.chosen.detours.iter().for_each(|line| observer.note(line));
+    launch.chosen.peers.iter().for_each(|line| observer.note(line));
     launch.chosen.warning.iter().for_each(|line| observer.warn(line));
     let source = find_model(settings)?;
     check_context(settings, &source.shape, settings.model.as_deref().unwrap_or(Path::new("the built-in model")))?
@@ -139,7 +139,8 @@ impl PreparedRun<'_> {
         run_dir: RunDir,
         observer: &mut dyn Observer,
     ) -> Result<Session<D, X>> {
-        let Self { launch, settings, source, plan, dataset, eval_dataset, run, resumed, weights, max_steps, data } = self;
+        let Self { launch, settings, source, plan, dataset, eval_dataset, mut run, resumed, weights, max_steps, data } = self;
+        kept::record_versions(engine.versions(), &mut run, observer);
         let position = match resumed {
             Some(accepted) => accepted.restore(&mut engine)?,
             None => begin(&mut engine, settings.seed, weights.as_ref())?,

@@ -26,11 +26,12 @@ use super::slice::Allocated;
 use super::{Attention, AttentionShape, Device, DeviceSlice, EventId, MatmulShape, ProductAlgorithm, Stream};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
-use crate::hardware::gpu::GpuId;
+use crate::hardware::gpu::{GpuFacts, GpuId};
 use crate::host::pinned::{HostMemory, PinnedSlice};
 use crate::memory::{Addressing, MemorySpace, RingShape};
 use crate::trace::Recorder;
 use crate::units::Bytes;
+use cust::CudaApiVersion;
 use cust::context::Context;
 use cust::sys;
 use driver::{RawEvent, RawStream, Registered, priorities};
@@ -104,6 +105,13 @@ pub fn visible_gpus() -> Result<Vec<GpuId>> {
 /// `Resource` when there is no such GPU.
 pub(crate) fn has_direct_link(ordinal: usize, other: usize) -> Result<bool> {
     lent::may_read(visible_gpu(ordinal)?.as_raw(), visible_gpu(other)?.as_raw())
+}
+
+/// The driver's release, or the newest CUDA that it serves where no library tells.
+fn driver_version() -> String {
+    let release = GpuFacts::read().ok().and_then(|facts| facts.driver);
+    let cuda = || CudaApiVersion::get().map_or("unknown".into(), |cuda| format!("of CUDA {}.{}", cuda.major(), cuda.minor()));
+    release.unwrap_or_else(cuda)
 }
 
 /// Bytes of memory that are free on the visible GPU `ordinal`, counted from 0.
@@ -258,6 +266,12 @@ impl Device for CudaDevice {
     fn describe(&self) -> String {
         let cudnn = self.sdpa.as_ref().map_or("plain attention".into(), |sdpa| format!("cuDNN {}", sdpa.version()));
         format!("{} (cuBLASLt {}, {cudnn})", self.name, self.gemm.version())
+    }
+
+    fn versions(&self) -> Vec<(&'static str, String)> {
+        let cudnn = self.sdpa.as_ref().map(|sdpa| ("cuDNN", sdpa.version().to_string()));
+        let own = [("GPU", self.name.clone()), ("driver", driver_version()), ("cuBLASLt", self.gemm.version().to_string())];
+        own.into_iter().chain(cudnn).collect()
     }
 
     fn product_algorithms(&self) -> Vec<ProductAlgorithm> {

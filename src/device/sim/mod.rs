@@ -33,6 +33,8 @@ pub(crate) struct SimDevice {
     memory: DeviceMemory,
     world: Rc<RefCell<World>>,
     next_addr: u64,
+    /// Its own, among its peers.
+    rank: usize,
 }
 
 impl SimDevice {
@@ -48,7 +50,7 @@ impl SimDevice {
         let world = Rc::new(RefCell::new(World::new(rates, shares_cores, trace_spans)));
         let (bytes_per_s, wake_up_s) = (rates.adam_bytes_per_s(workers.0, workers.1, workers.2), rates.wake_up_s);
         let pool = SimPool { world: world.clone(), bytes_per_s, wake_up_s };
-        let device = Self { name: name.into(), rates: rates.clone(), memory: on.1, world, next_addr: ALIGN_BYTES };
+        let device = Self { name: name.into(), rates: rates.clone(), memory: on.1, world, next_addr: ALIGN_BYTES, rank: 0 };
         (device, pool)
     }
 
@@ -84,7 +86,8 @@ impl Peers for SimDevice {
         Ok(())
     }
 
-    fn admit(&mut self, _seat: Seat, _cards: Vec<()>) -> Result<()> {
+    fn admit(&mut self, seat: Seat, _cards: Vec<()>) -> Result<()> {
+        self.rank = seat.rank;
         Ok(())
     }
 
@@ -96,10 +99,10 @@ impl Peers for SimDevice {
         self.wait(stream, event)
     }
 
-    /// It is rank 0 itself: what it pulls from there is read and written in one memory.
+    /// What it pulls from itself, rank 0 where it was not admitted, is read and written in one memory.
     fn pull(&mut self, stream: Stream, peer: usize, src: DeviceSlice, dst: DeviceSlice) -> Result<()> {
         assert_eq!(src.bytes(), dst.bytes(), "pull");
-        let bytes_per_s = if peer == 0 { self.rates.device_bytes_per_s / 2.0 } else { self.rates.peer_bytes_per_s };
+        let bytes_per_s = if peer == self.rank { self.rates.device_bytes_per_s / 2.0 } else { self.rates.peer_bytes_per_s };
         let seconds = self.rates.latency_s + src.bytes() as f64 / bytes_per_s;
         self.enqueue(stream, OpKind::FromPeer, "pull", seconds);
         Ok(())

@@ -5,6 +5,7 @@
 //! whenever another one begins or ends.
 
 use crate::device::Stream;
+use crate::hardware::peer_route::PeerRoute;
 use crate::hardware::rates::Rates;
 use crate::trace::Recorder;
 use std::array;
@@ -28,7 +29,7 @@ pub(super) enum OpKind {
     ToDevice,
     /// Managed pages on their way; measured both ways at once.
     Paging,
-    /// Links between devices: their copies slow nobody.
+    /// Links between devices, whose copies slow nobody; or what else such copies pass.
     FromPeer,
     /// The CPUs and their memory.
     Adam,
@@ -99,6 +100,7 @@ struct Contention {
     /// Of kernels and of the optimizer: alone on their cores they keep all.
     compute_under_adam: f64,
     adam_under_compute: f64,
+    peers: PeerRoute,
 }
 
 impl Contention {
@@ -111,23 +113,33 @@ impl Contention {
             adam_under_copies: rates.adam_under_copies,
             compute_under_adam: when(shares_cores, rates.cpu_device_under_adam),
             adam_under_compute: when(shares_cores, rates.adam_under_cpu_device),
+            peers: rates.peer_route,
         }
     }
 
     /// Progress of work of this kind, where 1 is alone, beside what `active` says is under way.
     fn speed(&self, kind: OpKind, active: impl Fn(OpKind) -> bool) -> f64 {
+        let from_peers = |passed: PeerRoute| self.peers >= passed && active(OpKind::FromPeer);
+        let [out, back] = [OpKind::ToHost, OpKind::ToDevice].map(&active);
         // What was measured with copies both ways counts half for one.
-        let under_copies = |factor: f64| match (active(OpKind::ToHost), active(OpKind::ToDevice)) {
-            (true, true) => factor,
-            (false, false) => 1.0,
+        let under_copies = |factor: f64, passed: PeerRoute| match (out, back, from_peers(passed)) {
+            (true, true, _) | (_, _, true) => factor,
+            (false, false, false) => 1.0,
             _ => f64::midpoint(1.0, factor),
         };
+        let by_adam = |is_slowed: bool| when(is_slowed && active(OpKind::Adam), self.copies_under_adam);
+        // A GPU's link carries what it pulls and what is pulled from it: both ways are shared with its own copies.
+        let beside_peers = from_peers(PeerRoute::Links);
+        let copy = |is_both_ways: bool, both_ways: f64| when(is_both_ways, both_ways) * when(beside_peers, 0.5) * by_adam(true);
         match kind {
-            OpKind::Compute => under_copies(self.compute_under_copies) * when(active(OpKind::Adam), self.compute_under_adam),
-            OpKind::Adam => under_copies(self.adam_under_copies) * when(active(OpKind::Compute), self.adam_under_compute),
-            OpKind::Paging | OpKind::FromPeer => 1.0,
-            OpKind::ToHost => when(active(OpKind::ToDevice), self.copies_both_ways[0]) * when(active(OpKind::Adam), self.copies_under_adam),
-            OpKind::ToDevice => when(active(OpKind::ToHost), self.copies_both_ways[1]) * when(active(OpKind::Adam), self.copies_under_adam),
+            OpKind::Compute => {
+                under_copies(self.compute_under_copies, PeerRoute::Links) * when(active(OpKind::Adam), self.compute_under_adam)
+            }
+            OpKind::Adam => under_copies(self.adam_under_copies, PeerRoute::Host) * when(active(OpKind::Compute), self.adam_under_compute),
+            OpKind::Paging => 1.0,
+            OpKind::FromPeer => when(self.peers >= PeerRoute::Links && (out || back), 0.5) * by_adam(self.peers == PeerRoute::Host),
+            OpKind::ToHost => copy(back || beside_peers, self.copies_both_ways[0]),
+            OpKind::ToDevice => copy(out || beside_peers, self.copies_both_ways[1]),
         }
     }
 }
@@ -359,6 +371,26 @@ mod tests {
         while world.advance() {}
         // Adam is at 0.75 beside one copy: 80 ns, in which the copy makes 40 of its 100.
         assert_eq!((world.now_ns(), world.pool_busy_ns()), (340, 80));
+    }
+
+    #[test]
+    fn copies_from_peers_are_in_the_way_of_what_they_pass() {
+        use OpKind::{Adam, FromPeer, ToHost};
+        // A copy to the host of 100 ns beside a pull that takes as long; and the optimizer beside one.
+        let ends = |peer_route, beside| {
+            let mut rates = round_rates();
+            rates.peer_route = peer_route;
+            let mut world = World::new(&rates, false, 0);
+            world.enqueue(Stream::Reduce, work(FromPeer, 100.0));
+            match beside {
+                Adam => world.submit(work(Adam, 100.0)),
+                kind => world.enqueue(Stream::D2h, work(kind, 100.0)),
+            }
+            while world.advance() {}
+            world.now_ns()
+        };
+        assert_eq!([PeerRoute::Own, PeerRoute::Links, PeerRoute::Host].map(|route| ends(route, ToHost)), [100, 250, 250]);
+        assert_eq!([PeerRoute::Own, PeerRoute::Links, PeerRoute::Host].map(|route| ends(route, Adam)), [100, 100, 200]);
     }
 
     #[test]

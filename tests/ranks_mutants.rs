@@ -1,0 +1,167 @@
+//! Mistakes that the protocol of ranks could make. Each is made on a copy of the sources, where the exchange's tests must then fail:
+//! `SUPEROFFLOAD_MUTANTS=1 cargo test --test main ranks_mutants` does that for all in turn, in a target folder of their own, and records it.
+
+use crate::campaign::record;
+use crate::support::emulator;
+use serde_json::json;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// All of them are mistakes of this file.
+const FILE: &str = "src/engine/pulls.rs";
+
+/// What must notice them.
+const TESTS: [&str; 4] = ["test", "--lib", "--", "engine::pulls::"];
+
+/// A mistake: what stands in place of what.
+struct Mutant {
+    name: &'static str,
+    changes: &'static [(&'static str, &'static str)],
+}
+
+const MUTANTS: [Mutant; 8] = [
+    Mutant {
+        name: "no wait before a pull",
+        changes: &[("            dev.wait_for(Stream::Reduce, peer, theirs.written[bucket])?;\n", "")],
+    },
+    Mutant {
+        name: "publish before record",
+        changes: &[(
+            "        dev.record(self.written[bucket], Stream::Compute)?;
+        self.buckets_written += 1;
+        self.seat.board.publish_written(self.seat.rank);
+        self.seat.pass()?;
+",
+            "        self.buckets_written += 1;
+        self.seat.board.publish_written(self.seat.rank);
+        self.seat.pass()?;
+        dev.record(self.written[bucket], Stream::Compute)?;
+",
+        )],
+    },
+    Mutant {
+        name: "staging is overwritten before its sum",
+        changes: &[
+            ("dev.wait_for(Stream::Reduce, peer, theirs.written[bucket])?", "dev.wait_for(Stream::Gather, peer, theirs.written[bucket])?"),
+            ("dev.pull(Stream::Reduce, peer, theirs.grads", "dev.pull(Stream::Gather, peer, theirs.grads"),
+            (
+                "        dev.record(self.pulled, Stream::Reduce)?;\n",
+                "        dev.record(self.pulled, Stream::Gather)?;\n        dev.wait(Stream::Reduce, self.pulled)?;\n",
+            ),
+        ],
+    },
+    Mutant {
+        name: "weights are gathered that are not settled",
+        changes: &[(
+            "self.seat.board.settled(rank, bucket) >= self.version)",
+            "self.seat.board.settled(rank, bucket) + 1 >= self.version)",
+        )],
+    },
+    Mutant {
+        name: "the norm is folded rank by rank",
+        changes: &[
+            (
+                "            let (bucket, rank) = self.folded;\n",
+                "            let nth = self.folded.0 * ranks + self.folded.1;\n            let (bucket, rank) = (nth % buckets, nth / buckets);\n",
+            ),
+            (
+                "self.folded = if rank + 1 == ranks { (bucket + 1, 0) } else { (bucket, rank + 1) };",
+                "self.folded = ((nth + 1) / ranks, (nth + 1) % ranks);",
+            ),
+        ],
+    },
+    Mutant {
+        name: "no wait before gradients are overwritten",
+        changes: &[
+            (
+                "        if self.buckets_summed < needed || !self.seat.board.all_pulled(needed) {\n",
+                "        if self.buckets_summed < needed {\n",
+            ),
+            ("        self.others().try_for_each(|peer| dev.wait_for(Stream::Compute, peer, self.peers[peer].pulled))?;\n", ""),
+        ],
+    },
+    Mutant {
+        name: "sums begin with the own part",
+        changes: &[(
+            "        dev.launch(SumSlices::new(Stream::Reduce, &parts[..self.peers.len()], before, out))?;\n",
+            "        parts[..self.peers.len()].rotate_left(self.seat.rank);
+        dev.launch(SumSlices::new(Stream::Reduce, &parts[..self.peers.len()], before, out))?;
+",
+        )],
+    },
+    Mutant {
+        name: "ranks see two verdicts",
+        changes: &[(
+            "        let outcome = self.seat.board.outcome(step)?;\n",
+            "        let mut outcome = self.seat.board.outcome(step)?;\n        outcome.norm_sq *= 1.0 + self.seat.rank as f64;\n",
+        )],
+    },
+];
+
+impl Mutant {
+    /// The sources with the mistake.
+    ///
+    /// # Panics
+    /// If they are not as they were when it was described.
+    fn of(&self, text: &str) -> String {
+        self.changes.iter().fold(text.to_string(), |text, (from, to)| {
+            assert_eq!(text.matches(from).count(), 1, "{}: {FILE} does not have this once: {from}", self.name);
+            text.replace(from, to)
+        })
+    }
+}
+
+fn sources() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+#[test]
+fn every_mutant_is_a_mistake_of_the_sources_as_they_are() {
+    let text = fs::read_to_string(sources().join(FILE)).unwrap();
+    assert!(MUTANTS.iter().all(|mutant| mutant.of(&text) != text));
+}
+
+/// Takes minutes, a build for each: only when it is asked for.
+#[test]
+fn every_mutant_is_noticed() {
+    if emulator().is_some() || std::env::var_os("SUPEROFFLOAD_MUTANTS").is_none() {
+        return;
+    }
+    let copy = copy_of_the_sources();
+    let text = fs::read_to_string(copy.join(FILE)).unwrap();
+    assert_eq!(passed(&copy), Some(true), "the sources as they are");
+    let is_red = |mutant: &Mutant| {
+        fs::write(copy.join(FILE), mutant.of(&text)).unwrap();
+        let is_red = passed(&copy) == Some(false);
+        record("ranks_mutants", json!({"mutant": mutant.name, "tests": TESTS[3], "red": is_red}));
+        is_red
+    };
+    let unnoticed: Vec<_> = MUTANTS.iter().filter(|mutant| !is_red(mutant)).map(|mutant| mutant.name).collect();
+    assert_eq!(unnoticed, [""; 0], "green, or they do not compile");
+}
+
+/// What git knows or would know, below this build's target folder, so that one mutant builds upon the last.
+fn copy_of_the_sources() -> PathBuf {
+    let copy = Path::new(env!("CARGO_TARGET_TMPDIR")).join("ranks-mutants");
+    let listed = Command::new("git").args(["ls-files", "-coz", "--exclude-standard"]).current_dir(sources()).output().unwrap();
+    for file in String::from_utf8(listed.stdout).unwrap().split('\0').filter(|file| !file.is_empty()) {
+        let (from, to) = (sources().join(file), copy.join(file));
+        let Ok(bytes) = fs::read(&from) else { continue };
+        if fs::read(&to).ok().as_ref() != Some(&bytes) {
+            fs::create_dir_all(to.parent().unwrap()).unwrap();
+            fs::write(to, bytes).unwrap();
+        }
+    }
+    copy
+}
+
+/// Whether the tests pass there; nothing where they do not compile.
+fn passed(copy: &Path) -> Option<bool> {
+    let cargo = |args: &[&str]| {
+        let mut command = Command::new(env!("CARGO"));
+        command.args(args).current_dir(copy).env("CARGO_TARGET_DIR", copy.join("target"));
+        command.output().unwrap().status.success()
+    };
+    cargo(&["test", "--lib", "--no-run"]).then(|| cargo(&TESTS))
+}
