@@ -20,6 +20,7 @@ use crate::error::{Error, Result};
 use crate::hardware::limits;
 use crate::hardware::topology::Topology;
 use crate::host::pages::share_one_heap;
+use crate::hub;
 use crate::launch::context::check_context;
 use crate::model::presets;
 use crate::model::shape::ModelShape;
@@ -91,13 +92,13 @@ pub fn respell(command: &clap::Command, args: Vec<OsString>, tell: &mut dyn FnMu
     Ok(rewritten.args)
 }
 
-/// Chooses how to train a model, a directory, a `config.json` or a shipped name, on the machine that `options` name: does it fit, how
+/// Chooses how to train a model, a directory, a `config.json`, a name on the hub or a shipped one, on the machine that `options` name: does it fit, how
 /// fast, what binds, what else there is.
 ///
 /// # Errors
 /// `Usage` that names what makes no sense; `Resource` when nothing fits, with the smallest change that would.
 pub fn plan(model: &Path, options: TrainOptions, tell: &mut dyn FnMut(&dyn Display)) -> Result<impl Display + Serialize + use<>> {
-    let profile = profile(&options, tell)?;
+    let (profile, model) = (profile(&options, tell)?, &hub::find_model(model)?);
     let (settings, shape) = (Settings::resolve_over(Settings::default(), options)?, presets::shape("model", model)?);
     check_context(&settings, &shape, model)?.iter().for_each(|line| tell(&format_args!("warning: {line}")));
     let machine = Machine::of_several(&profile, settings.gpus)?;
@@ -189,6 +190,7 @@ pub fn export(options: &ExportOptions, tell: &mut dyn FnMut(&dyn Display)) -> Re
 /// # Errors
 /// Those that training has with its model, tokenizer and data.
 pub fn view_data(settings: &Settings, shown: usize, in_colour: bool, stop: &StopFlag) -> Result<impl Display + Serialize + use<>> {
+    let settings = &Settings { model: settings.model.as_deref().map(hub::find_model).transpose()?, ..settings.clone() };
     let model = settings.model.as_deref().map(ModelDir::open).transpose()?;
     let shape = match &model {
         Some(dir) => ModelShape::read(&dir.file(CONFIG)?)?,

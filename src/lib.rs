@@ -75,6 +75,7 @@ mod error;
 mod facts;
 mod hardware;
 mod host;
+mod hub;
 #[doc(hidden)]
 pub mod internals;
 mod launch;

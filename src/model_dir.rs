@@ -21,13 +21,8 @@ impl ModelDir {
     /// The directory at `path`, which may be a link itself.
     ///
     /// # Errors
-    /// `Usage` for a model's name on the hub, with the command that downloads it; `Io` for anything else that is no directory.
+    /// `Io` for what is no directory.
     pub fn open(path: &Path) -> Result<Self> {
-        if !path.exists() && is_hub_name(path) {
-            let name = path.display();
-            let command = format!("hf download {name} --local-dir DIR");
-            return Err(Error::usage(format!("--model {name}: no such directory; download the model with: {command}, then name DIR")));
-        }
         let read = |e| Error::io("read", path, e);
         let root = path.canonicalize().map_err(read)?;
         if !root.is_dir() {
@@ -71,16 +66,6 @@ impl ModelDir {
         names.sort();
         Ok(names)
     }
-}
-
-/// `organisation/model`, as the hub names models.
-fn is_hub_name(path: &Path) -> bool {
-    let is_word = |word: &str| {
-        let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
-        word.starts_with(|c: char| c.is_ascii_alphanumeric()) && word.chars().all(is_plain)
-    };
-    let parts = path.to_str().and_then(|name| name.split_once('/'));
-    parts.is_some_and(|(organisation, model)| is_word(organisation) && is_word(model))
 }
 
 #[cfg(test)]
@@ -130,10 +115,8 @@ mod tests {
     }
 
     #[test]
-    fn a_name_on_the_hub_is_answered_with_the_download() {
-        let refused = ModelDir::open(Path::new("meta-llama/Llama-3.1-8B")).unwrap_err();
-        assert!(refused.exit_code() == 2 && refused.to_string().contains("hf download meta-llama/Llama-3.1-8B --local-dir"), "{refused}");
-        for path in ["/no/where", "../model", "nowhere", "a/b/c"] {
+    fn what_is_no_directory_is_refused() {
+        for path in ["/no/where", "../model", "org/name", "a/b/c"] {
             assert!(matches!(ModelDir::open(Path::new(path)), Err(Error::Io { .. })), "{path}");
         }
         let file = tempfile::NamedTempFile::new().unwrap();

@@ -119,7 +119,8 @@ fn words(count: u32, post_processor: Value) -> String {
 fn models_that_are_not_there_or_not_ready_are_answered_with_the_way_to_get_them() {
     let workspace = Workspace::new();
     run(&mut program(&["train", "--model", "x"])).refused(2, &["--model", "--data"]);
-    run(&mut workspace.train("out", &["--model", "owner/name-7B"])).refused(2, &["hf download owner/name-7B --local-dir"]);
+    let unknown = ["owner/name-7B: no such directory, and not in the Hugging Face cache", "hf download owner/name-7B"];
+    run(workspace.train("out", &["--model", "owner/name-7B"]).env("HF_HUB_OFFLINE", "1")).refused(2, &unknown);
     run(&mut workspace.train("out", &["--model", "/nowhere"])).refused(1, &["read /nowhere: No such file"]);
     workspace.write("model/pytorch_model.bin", "");
     run(&mut workspace.train("out", &["--init", "checkpoint"])).refused(1, &["pytorch_model.bin", "only safetensors", "save_pretrained"]);

@@ -16,6 +16,7 @@ mod faults;
 mod fine_tuning;
 mod fuzz_corpus;
 mod guide;
+mod hub;
 mod memory;
 mod moments;
 mod newcomer;

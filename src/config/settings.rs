@@ -281,8 +281,8 @@ macro_rules! settings {
 
 settings! {
     Model {
-        /// Hugging Face model directory.
-        #[arg(value_name = "DIR")]
+        /// Hugging Face model directory, or a name on the hub, as org/name[@revision].
+        #[arg(value_name = "DIR|NAME")]
         model: PathBuf => "a small built-in model", Free;
         /// Where the first weights come from.
         init: InitChoice = InitChoice::Random => "checkpoint with --model, else random", Free;

@@ -7,6 +7,7 @@ use crate::data::demo::DEMO_TEXT;
 use crate::data::source;
 use crate::data::tokenizer::Tokenizer;
 use crate::error::Result;
+use crate::hub::cache::Snapshot;
 use crate::model::shape::ModelShape;
 use crate::optim::moments::Moments;
 use serde_json::{Map, Value, json};
@@ -38,6 +39,11 @@ pub(super) fn of(
     };
     let values = [shape.arithmetic().into(), tokenizer.identity(), data_identity(files)];
     Ok(RunPart::ALL.into_iter().zip(values).map(|(part, value)| (part.name().to_string(), value)).collect())
+}
+
+/// Says of a run whose model came from the hub which one it was. Nothing compares it: the parts say what is the same.
+pub(super) fn record_model(run: &mut Run, Snapshot { repo, commit }: &Snapshot) {
+    run.insert("hub_model".into(), json!({"repo": repo, "commit": commit}));
 }
 
 fn described(name: &str, kind: &str, bytes: u64, sha256: &str) -> Value {

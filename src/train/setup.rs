@@ -20,6 +20,8 @@ use crate::engine::exchange::Exchange;
 use crate::engine::executor::Engine;
 use crate::error::{Error, Result};
 use crate::facts::MachineFacts;
+use crate::hub;
+use crate::hub::cache::Snapshot;
 use crate::launch::context::check_context;
 use crate::launch::engine::Launcher;
 use crate::model::layer_shape::Attn;
@@ -59,6 +61,15 @@ pub(super) struct PreparedRun<'a> {
     data: String,
 }
 
+/// `settings` with a path in place of each name on the hub.
+///
+/// # Errors
+/// `Usage` for a name that is nowhere.
+pub(super) fn find_sources(settings: &Settings) -> Result<Settings> {
+    let model = settings.model.as_deref().map(hub::find_model).transpose()?;
+    Ok(Settings { model, ..settings.clone() })
+}
+
 /// Reads, checks and plans what `settings` ask for; without a `run_dir` nothing is written but tokens into the cache.
 ///
 /// # Errors
@@ -91,6 +102,7 @@ pub(super) fn prepare<'a>(
     text::warning(&settings, &tokenizer, &dataset).iter().for_each(|line| observer.warn(line));
     let mut run = identify(&settings, &source.shape, &tokenizer, run_dir.map(RunDir::path), stop, observer)?;
     kept::record(&plan, &mut run);
+    settings.model.as_deref().and_then(Snapshot::at).iter().for_each(|snapshot| identity::record_model(&mut run, snapshot));
     let resumed = resumed.map(|loaded| resume::accept(loaded, &settings, dataset.sequences(), run.clone(), observer)).transpose()?;
     let run = resumed.as_ref().map_or(run, |accepted| accepted.run.clone());
     let max_steps = max_steps(&settings, &dataset);
@@ -237,7 +249,7 @@ fn data_bytes(settings: &Settings) -> u64 {
 
 /// `DIR and a.txt`, `DIR and a.txt with 3 more`, `the built-in text`.
 fn describe_sources(settings: &Settings) -> String {
-    let model = settings.model.as_ref().map_or(String::new(), |dir| format!("{} and ", dir.display()));
+    let model = settings.model.as_ref().map_or(String::new(), |_| format!("{} and ", model_place(settings)));
     match &settings.data[..] {
         [] => format!("{model}the built-in text"),
         [path] => format!("{model}{}", path.display()),
@@ -272,8 +284,10 @@ fn describe_device(launch: &Launcher, device: &str) -> String {
     format!("{gpus}{device} on {}{why}", topology.cpu_model.as_deref().unwrap_or("an unnamed processor"))
 }
 
+/// The model's directory, or its name on the hub with the commit.
 fn model_place(settings: &Settings) -> String {
-    settings.model.as_ref().map_or("built in".to_string(), |dir| dir.display().to_string())
+    let Some(dir) = &settings.model else { return "built in".into() };
+    Snapshot::at(dir).map_or(dir.display().to_string(), |Snapshot { repo, commit }| format!("{repo}@{commit}"))
 }
 
 fn describe_model(settings: &Settings, shape: &ModelShape) -> String {

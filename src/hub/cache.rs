@@ -1,0 +1,138 @@
+//! The cache of the hub's files that Python's `huggingface_hub` keeps: for each repository a folder such as `models--org--name`, in which
+//! `refs/REVISION` holds a commit, `snapshots/COMMIT` the files by name, as links into `blobs`.
+
+use super::name::HubName;
+use crate::disk;
+use crate::error::{Error, Result};
+use std::path::{Path, PathBuf};
+
+/// How the folder of a model's repository begins.
+const MODELS: &str = "models--";
+const SNAPSHOTS: &str = "snapshots";
+/// No file with a commit is larger.
+const REF_BYTES_MAX: u64 = 1024;
+
+/// The files of a repository at one commit, on this machine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Snapshot {
+    pub(crate) repo: String,
+    pub(crate) commit: String,
+}
+
+/// The cache's directory.
+pub(super) struct HubCache {
+    pub(super) root: PathBuf,
+}
+
+impl HubCache {
+    /// Where the environment says: `HF_HUB_CACHE`, else `HF_HOME`, else the user's cache. `None` where it names no home.
+    pub(super) fn of(variable: impl Fn(&str) -> Option<PathBuf>) -> Option<Self> {
+        let home = || variable("HF_HOME").or_else(|| user_cache(&variable).map(|cache| cache.join("huggingface")));
+        let root = variable("HF_HUB_CACHE").or_else(|| variable("HUGGINGFACE_HUB_CACHE")).or_else(|| home().map(|home| home.join("hub")));
+        root.map(|root| Self { root })
+    }
+
+    /// The directory with the files of `name`; `None` if its revision is not here.
+    ///
+    /// # Errors
+    /// `Io`, and `Format` for a revision that is no commit.
+    pub(super) fn find(&self, name: &HubName) -> Result<Option<PathBuf>> {
+        let repo = self.root.join(folder(&name.repo));
+        let Some(commit) = commit(&repo, &name.revision)? else { return Ok(None) };
+        let snapshot = repo.join(SNAPSHOTS).join(commit);
+        Ok(snapshot.is_dir().then_some(snapshot))
+    }
+
+    /// Whether anything of the repository is here.
+    pub(super) fn holds(&self, name: &HubName) -> bool {
+        self.root.join(folder(&name.repo)).join(SNAPSHOTS).is_dir()
+    }
+}
+
+impl Snapshot {
+    /// The snapshot that lies at `path`, as the layout tells.
+    pub(crate) fn at(path: &Path) -> Option<Self> {
+        let commit = path.file_name()?.to_str().filter(|name| is_commit(name))?;
+        let snapshots = path.parent().filter(|parent| parent.ends_with(SNAPSHOTS))?;
+        let repo = snapshots.parent()?.file_name()?.to_str()?.strip_prefix(MODELS)?;
+        Some(Self { repo: repo.replace("--", "/"), commit: commit.into() })
+    }
+}
+
+fn user_cache(variable: &impl Fn(&str) -> Option<PathBuf>) -> Option<PathBuf> {
+    variable("XDG_CACHE_HOME").or_else(|| variable("HOME").map(|home| home.join(".cache")))
+}
+
+fn folder(repo: &str) -> String {
+    format!("{MODELS}{}", repo.replace('/', "--"))
+}
+
+/// The commit that a revision is in `repo`; a commit is its own name.
+fn commit(repo: &Path, revision: &str) -> Result<Option<String>> {
+    let path = repo.join("refs").join(revision);
+    // Revisions may be folders of others.
+    let named = if path.is_dir() { None } else { disk::read_if_present(&path, REF_BYTES_MAX)? };
+    let Some(bytes) = named else { return Ok(is_commit(revision).then(|| revision.into())) };
+    let text = String::from_utf8_lossy(&bytes);
+    let commit = text.trim();
+    if is_commit(commit) { Ok(Some(commit.into())) } else { Err(Error::format(path, format_args!("no commit: {commit:?}"))) }
+}
+
+pub(super) fn is_commit(text: &str) -> bool {
+    text.len() == 40 && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
+
+    #[test]
+    fn the_environment_names_the_cache_as_for_python() {
+        let root = |set: &[(&str, &str)]| {
+            let variable = |name: &str| set.iter().find(|(key, _)| *key == name).map(|(_, value)| PathBuf::from(value));
+            HubCache::of(variable).map(|cache| cache.root.display().to_string())
+        };
+        assert_eq!(root(&[]), None);
+        let mut set = vec![("HOME", "/home/me")];
+        for (variable, value, expected) in [
+            ("HOME", "/home/me", "/home/me/.cache/huggingface/hub"),
+            ("XDG_CACHE_HOME", "/c", "/c/huggingface/hub"),
+            ("HF_HOME", "/h", "/h/hub"),
+            ("HUGGINGFACE_HUB_CACHE", "/old", "/old"),
+            ("HF_HUB_CACHE", "/new", "/new"),
+        ] {
+            set.push((variable, value));
+            assert_eq!(root(&set).as_deref(), Some(expected));
+        }
+    }
+
+    #[test]
+    fn revisions_lead_to_commits_and_commits_to_snapshots() {
+        let dir = tempfile::tempdir().unwrap();
+        let (cache, repo) = (HubCache { root: dir.path().into() }, dir.path().join("models--org--name"));
+        let find = |text: &str| cache.find(&HubName::parse(text).unwrap());
+        assert_eq!((find("org/name").unwrap(), cache.holds(&HubName::parse("org/name").unwrap())), (None, false));
+        let snapshot = repo.join("snapshots").join(COMMIT);
+        fs::create_dir_all(&snapshot).unwrap();
+        fs::create_dir_all(repo.join("refs/refs/pr")).unwrap();
+        for (revision, commit) in [("main", COMMIT.to_string()), ("refs/pr/1", format!("{COMMIT}\n")), ("gone", "f".repeat(40))] {
+            fs::write(repo.join("refs").join(revision), commit).unwrap();
+        }
+        let by_commit = format!("org/name@{COMMIT}");
+        for text in ["org/name", "org/name@main", "org/name@refs/pr/1", &by_commit] {
+            assert_eq!(find(text).unwrap().as_ref(), Some(&snapshot), "{text}");
+        }
+        for text in ["org/name@dev", "org/name@refs", "org/name@gone", "org/other", "org/name@ffffffffffffffffffffffffffffffffffffffff"] {
+            assert_eq!(find(text).unwrap(), None, "{text}");
+        }
+        fs::write(repo.join("refs/bad"), "../../elsewhere").unwrap();
+        assert!(find("org/name@bad").unwrap_err().to_string().contains("refs/bad: no commit: \"../../elsewhere\""));
+        assert_eq!(Snapshot::at(&snapshot), Some(Snapshot { repo: "org/name".into(), commit: COMMIT.into() }));
+        for path in [dir.path(), &repo, Path::new("/models--a--b/snapshots/main"), Path::new("/a/snapshots").join(COMMIT).as_path()] {
+            assert_eq!(Snapshot::at(path), None, "{}", path.display());
+        }
+    }
+}
