@@ -7,7 +7,7 @@
 use super::harness::Bench;
 use super::random::Random;
 use super::report::{Outcome, Report};
-use super::{attention, casts, copies, cross_entropy, embed, heads, matmul, norms, optimizer, pointwise, products};
+use super::{attention, casts, copies, cross_entropy, embed, experts, heads, matmul, norms, optimizer, pointwise, products, route, sinks};
 use std::io::Write;
 use superoffload::internals::dtype::Dtype;
 
@@ -53,6 +53,9 @@ pub fn run<W: Write>(suite: &mut Suite<'_, W>) {
     matmul::cases(suite);
     attention::cases(suite);
     products::cases(suite);
+    route::cases(suite);
+    experts::cases(suite);
+    sinks::cases(suite);
 }
 
 /// `work(i)` for all `i` below `count`, in order, on all cores.

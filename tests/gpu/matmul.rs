@@ -100,7 +100,7 @@ fn intermediate(product: f64, added: [Option<f64>; 2]) -> f64 {
 }
 
 /// The product in f64; `error` is relative to the sum of magnitudes.
-fn multiply(shape: MatmulShape, a: &[f32], b: &[f32], error: f64) -> Vec<Near> {
+pub fn multiply(shape: MatmulShape, a: &[f32], b: &[f32], error: f64) -> Vec<Near> {
     let MatmulShape { layout, m, n, k } = shape;
     // Both by rows of k.
     let a = if layout == MatmulLayout::Tn { transposed(a, k, m) } else { a.to_vec() };

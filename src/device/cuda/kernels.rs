@@ -6,20 +6,34 @@ mod cross_entropy;
 mod embed;
 #[cfg(test)]
 mod emulator;
+mod experts;
 mod grid;
+mod grouped;
 #[cfg(test)]
 mod launch_tests;
 mod norm;
 mod pointwise;
 mod product;
 mod rope;
+mod route;
+mod sinks;
 pub(super) mod transfer;
 
 use super::modules::PtxSource;
 
-/// Every PTX file, with what it exports.
+/// The PTX files that every model needs, with what they export.
 pub(super) fn sources() -> impl Iterator<Item = &'static PtxSource> {
-    let transformer =
-        [&attention::SOURCE, &bias::SOURCE, &cross_entropy::SOURCE, &embed::SOURCE, &norm::SOURCE, &pointwise::SOURCE, &rope::SOURCE];
+    let transformer = [
+        &attention::SOURCE,
+        &bias::SOURCE,
+        &cross_entropy::SOURCE,
+        &embed::SOURCE,
+        &norm::SOURCE,
+        &pointwise::SOURCE,
+        &rope::SOURCE,
+    ];
     transfer::SOURCES.iter().chain(transformer)
 }
+
+/// Those of mixtures of experts and of sinks: a megabyte, loaded when it is first needed.
+pub(super) static LATER: [&PtxSource; 4] = [&experts::SOURCE, &grouped::SOURCE, &route::SOURCE, &sinks::SOURCE];

@@ -25,7 +25,7 @@ use super::footprint::gpu;
 use super::slice::Allocated;
 use super::{Attention, AttentionShape, Device, DeviceSlice, EventId, MatmulShape, ProductAlgorithm, Stream};
 use crate::dtype::Dtype;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::hardware::gpu::{GpuFacts, GpuId};
 use crate::host::pinned::{HostMemory, PinnedSlice};
 use crate::memory::{Addressing, MemorySpace, RingShape};
@@ -163,7 +163,7 @@ impl CudaDevice {
         let gpu = visible_gpu(ordinal)?;
         let context = open(gpu)?;
         let name = name(gpu.as_raw())?;
-        let modules = Modules::load(kernels::sources())?;
+        let modules = Modules::load(kernels::sources(), &kernels::LATER)?;
         let libraries = Libraries::new(&options.libraries);
         let gemm = Gemm::new(&libraries)?;
         let (least, most) = priorities()?;

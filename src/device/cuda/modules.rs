@@ -1,4 +1,4 @@
-//! The kernels of `ptx/`, loaded once; the driver compiles them for the GPU it finds.
+//! The kernels of `ptx/`, each loaded once; the driver compiles them for the GPU it finds, which takes time where it has not done so before.
 
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
@@ -16,34 +16,51 @@ pub(super) struct PtxSource {
     pub(super) plain: &'static [&'static str],
 }
 
-/// All loaded kernels by name and format.
+impl PtxSource {
+    fn has(&self, name: &str) -> bool {
+        self.typed.iter().chain(self.plain).any(|kernel| *kernel == name)
+    }
+}
+
+/// Loaded kernels by name and format.
 pub(super) struct Modules {
     functions: HashMap<(&'static str, Option<Dtype>), CUfunction>,
     /// Functions live as long as their modules.
-    _modules: Vec<Module>,
+    modules: Vec<Module>,
+    /// Loaded when one of their kernels is first launched.
+    later: &'static [&'static PtxSource],
 }
 
 impl Modules {
-    pub(super) fn load(sources: impl Iterator<Item = &'static PtxSource>) -> Result<Self> {
-        let mut functions = HashMap::new();
-        let mut modules = Vec::new();
+    /// Loads all of `sources`, and those of `later` when a kernel of theirs is asked for.
+    pub(super) fn load(sources: impl Iterator<Item = &'static PtxSource>, later: &'static [&'static PtxSource]) -> Result<Self> {
+        let mut modules = Self { functions: HashMap::new(), modules: Vec::new(), later };
         for source in sources {
-            let module = Module::from_ptx(source.ptx, &[])
-                .map_err(|e| Error::resource(format!("load ptx/{}", source.file), format!("CUDA error {}", e as u32)))?;
-            for name in source.plain {
-                functions.insert((*name, None), find(&module, source, name)?);
-            }
-            for (name, dtype) in source.typed.iter().flat_map(|name| FORMATS.map(|dtype| (*name, dtype))) {
-                functions.insert((name, Some(dtype)), find(&module, source, &format!("{name}_{}", suffix(dtype)))?);
-            }
-            modules.push(module);
+            modules.add(source)?;
         }
-        Ok(Self { functions, _modules: modules })
+        Ok(modules)
+    }
+
+    fn add(&mut self, source: &'static PtxSource) -> Result<()> {
+        let module = Module::from_ptx(source.ptx, &[])
+            .map_err(|e| Error::resource(format!("load ptx/{}", source.file), format!("CUDA error {}", e as u32)))?;
+        for name in source.plain {
+            self.functions.insert((*name, None), find(&module, source, name)?);
+        }
+        for (name, dtype) in source.typed.iter().flat_map(|name| FORMATS.map(|dtype| (*name, dtype))) {
+            self.functions.insert((name, Some(dtype)), find(&module, source, &format!("{name}_{}", suffix(dtype)))?);
+        }
+        self.modules.push(module);
+        Ok(())
     }
 
     /// The kernel `name`, in the form for `dtype` if it has several.
-    pub(super) fn get(&self, name: &'static str, dtype: Option<Dtype>) -> Result<CUfunction> {
+    pub(super) fn get(&mut self, name: &'static str, dtype: Option<Dtype>) -> Result<CUfunction> {
         let unknown = || Error::Unsupported(format!("kernel {name} on {}", dtype.map_or("one format".into(), |d| d.to_string())));
+        if let Some(function) = self.functions.get(&(name, dtype)) {
+            return Ok(*function);
+        }
+        self.add(self.later.iter().find(|source| source.has(name)).ok_or_else(unknown)?)?;
         self.functions.get(&(name, dtype)).copied().ok_or_else(unknown)
     }
 }

@@ -3,10 +3,14 @@
 pub(super) mod attention;
 pub(super) mod cross_entropy;
 pub(super) mod embed;
+pub(super) mod experts;
+pub(super) mod grouped;
 pub(super) mod norm;
 pub(super) mod pointwise;
 pub(super) mod product;
 pub(super) mod rope;
+pub(super) mod route;
+pub(super) mod sinks;
 pub(super) mod transfer;
 
 use super::Device;
@@ -47,9 +51,13 @@ sum! {
         attention::{AttentionForward, AttentionBackward},
         cross_entropy::{CrossEntropyStats, CrossEntropyGrad, CrossEntropyLoss},
         embed::{Embed, EmbedBackward},
+        experts::{ClampedSwiglu, ExpertBias, ExpertBackward, ExpertBiasDot},
+        grouped::{GroupedMatmul, SegmentSums},
         norm::{RmsNorm, RmsNormBackward, LayerNorm, LayerNormBackward},
         pointwise::{Swiglu, SwigluBackward, Gelu, GeluBackward},
         product::{Matmul, BiasBackward},
         rope::{QkNorm, QkNormBackward, Rope},
+        route::{RouterLogits, Route, Segments, Combine, RouterBackward},
+        sinks::{Sinks, SinksBackward},
         transfer::{Zero, Cast, SumSlices, GradNormPartials, Adam, Poke}
 }

@@ -191,7 +191,7 @@ const FUSED_BYTES: f64 = 30.0;
 fn w2_in_80_gib_beside_an_adam_of_4_gparam_a_second_gains_more_than_a_tenth() {
     let run = SimulatedRun::on_h200("llama-8b", 80, Settings { per_device_train_batch_size: 4, ..Settings::default() });
     let plan = run.plan();
-    let alone = run.machine.rates.adam_bytes_per_s(plan.threads, plan.isa) / FUSED_BYTES;
+    let alone = run.machine.rates.adam_bytes_per_s(plan.threads, plan.isa, plan.moments) / FUSED_BYTES;
     let (before_s, after_s, change) = replanned(&run, &run.machine.rates.with_faster_host(4e9 / alone), EVERY_TENTH);
     assert!(before_s > 1.1 * after_s, "{before_s:.3} -> {after_s:.3} s: {change}");
     let step_ms = [before_s, after_s].map(|seconds| (seconds * 1e4).round() / 10.0);

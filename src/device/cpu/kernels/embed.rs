@@ -3,13 +3,10 @@
 use super::isa::vectorised;
 use super::pointwise::add_elems;
 use super::split::Chunks;
-use super::{Compute, ROW_BLOCK};
+use super::{Compute, ROW_BLOCK, SUMS};
 use crate::device::cpu::launch::{CpuArithmetic, TaskMemory};
 use crate::device::{Embed, EmbedBackward};
 use crate::dtype::Element;
-
-/// Channels summed at a time.
-const SUMS: usize = 64;
 
 impl CpuArithmetic for Embed {
     fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {

@@ -22,7 +22,7 @@ impl CpuArithmetic for Matmul {
         if let Some(base) = self.base_apart() {
             copy(cx, memory.read(base), c);
         }
-        matmul(cx, self.shape, memory.read(self.a), memory.read(self.b), bias, c, self.base.is_some());
+        matmul::<T, T>(cx, self.shape, memory.read(self.a), memory.read(self.b), bias, c, self.base.is_some());
     }
 }
 
@@ -30,19 +30,19 @@ impl CpuArithmetic for Matmul {
 ///
 /// # Panics
 /// If a slice is shorter than `shape` says.
-pub(crate) fn matmul<T: Element>(
+pub(crate) fn matmul<T: Element, C: Element>(
     cx: &mut Compute,
     shape: MatmulShape,
     a: &[T],
     b: &[T],
     bias: Option<&[T]>,
-    c: &mut [T],
+    c: &mut [C],
     accumulate: bool,
 ) {
     let MatmulShape { layout, m, n, k } = shape;
     let a = if layout == MatmulLayout::Tn { PanelOperand::by_k(a, m) } else { PanelOperand::by_rows(a, k) };
     let b = if layout == MatmulLayout::Nt { PanelOperand::by_rows(b, k) } else { PanelOperand::by_k(b, n) };
-    let rows_max = (PACKED_ELEMS_MAX / k.max(1) / TILE_COLS * TILE_COLS).max(TILE_COLS);
+    let rows_max = rows_max(k);
     for (row, c) in c[..m * n].chunks_mut(rows_max * n).enumerate().map(|(slab, c)| (slab * rows_max, c)) {
         for col in (0..n).step_by(rows_max) {
             let size = (c.len() / n, rows_max.min(n - col));
@@ -52,14 +52,27 @@ pub(crate) fn matmul<T: Element>(
     }
 }
 
+/// Rows and columns of a slab.
+fn rows_max(k: usize) -> usize {
+    (PACKED_ELEMS_MAX / k.max(1) / TILE_COLS * TILE_COLS).max(TILE_COLS)
+}
+
+/// Takes the memory for a product of this shape, and for any of a shape that is nowhere larger.
+pub(crate) fn reserve(cx: &mut Compute, shape: MatmulShape) {
+    let MatmulShape { m, n, k, .. } = shape;
+    let slab_max = PACKED_ELEMS_MAX.max(TILE_COLS * k);
+    cx.shared.get(packed_elems::<A_PANEL>(m, k).min(slab_max) + packed_elems::<B_PANEL>(n, k).min(slab_max));
+    cx.local.get(cx.team.threads() * TILE_ROWS * TILE_COLS);
+}
+
 /// The part of `c` that starts at row and column `first` of the operands.
-fn slab<T: Element>(
+fn slab<T: Element, C: Element>(
     cx: &mut Compute,
     (a, a_first): (PanelOperand<'_, T>, usize),
     (b, b_first): (PanelOperand<'_, T>, usize),
     k: usize,
     bias: Option<&[T]>,
-    c: MatMut<'_, T>,
+    c: MatMut<'_, C>,
     accumulate: bool,
 ) {
     let (m, n, isa) = (c.rows(), c.cols(), cx.isa);
@@ -106,7 +119,7 @@ mod tests {
     fn run<T: Element>(cx: &mut Compute, shape: MatmulShape, bias: bool, accumulate: bool) -> Vec<T> {
         let MatmulShape { m, n, k, .. } = shape;
         let (a, b, bias_values, mut c) = (values(1, m * k), values(2, n * k), values(3, n), values(4, m * n));
-        matmul::<T>(cx, shape, &a, &b, bias.then_some(&bias_values), &mut c, accumulate);
+        matmul::<T, T>(cx, shape, &a, &b, bias.then_some(&bias_values), &mut c, accumulate);
         c
     }
 

@@ -7,6 +7,8 @@ pub(crate) mod attention;
 pub(crate) mod attention_backward;
 pub(crate) mod cross_entropy;
 pub(crate) mod embed;
+pub(crate) mod experts;
+pub(crate) mod grouped;
 pub(crate) mod isa;
 pub(crate) mod math;
 pub(crate) mod matmul;
@@ -17,6 +19,8 @@ pub(crate) mod pointwise;
 pub(crate) mod qk_norm;
 pub(crate) mod reduce;
 pub(crate) mod rope;
+pub(crate) mod route;
+pub(crate) mod sinks;
 pub(crate) mod split;
 mod sum;
 mod transfer;
@@ -27,6 +31,8 @@ use isa::KernelIsa;
 
 /// Rows of one block of the kernels that go by rows.
 const ROW_BLOCK: usize = 64;
+/// Columns that are summed at a time, over rows that lie apart.
+const SUMS: usize = 64;
 
 /// What kernels run on: threads, the instruction set, and scratch memory that grows when a shape first needs it.
 pub(crate) struct Compute {

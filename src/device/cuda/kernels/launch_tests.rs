@@ -157,6 +157,45 @@ fn sums(list: &mut List, r: &mut Room, elems: usize) -> Result<()> {
     SumSlices::new(Stream::D2h, &[r.x(elems)], None, r.x(elems)).enqueue(list)
 }
 
+/// A layer of experts over `tokens` of `cols` channels.
+fn experts(list: &mut List, r: &mut Room, tokens: usize, cols: usize) -> Result<()> {
+    let shape = RouteShape { tokens, experts: 10, top_k: 3, rule: RouterRule::All };
+    let (rows, n, width) = (shape.rows(), shape.rows() * cols, cols + 8);
+    RouterLogits { x: r.x(tokens * cols), weight: r.x(10 * cols), bias: None, logits: r.f(tokens * 10), channels: cols }.enqueue(list)?;
+    let (logits, chosen, weights) = (r.f(tokens * 10), r.i(rows), r.f(rows));
+    Route { logits, experts: chosen, weights, shape }.enqueue(list)?;
+    let (bounds, slots, row_tokens, entries) = (r.i(11), r.i(rows), r.i(rows), r.i(rows));
+    Segments { experts: chosen, bounds, slots, row_tokens, entries, shape }.enqueue(list)?;
+    let mut product = |layout, a, b, c, accumulate| {
+        let shape = GroupedShape { layout, experts: 10, rows, outs: width, ins: cols };
+        GroupedMatmul { shape, a, b, bounds, c, accumulate }.enqueue(list)
+    };
+    let (x, y, w) = (r.x(n), r.x(rows * width), r.x(10 * cols * width));
+    product(MatmulLayout::Nt, x, w, y, false)?;
+    product(MatmulLayout::Nn, y, w, x, false)?;
+    product(MatmulLayout::Tn, y, x, w, true)?;
+    let (base, out) = (Some(r.x(tokens * cols)), r.x(tokens * cols));
+    Combine { x, slots, weights: Some(weights), base, out, cols }.enqueue(list)?;
+    Combine { x, slots, weights: None, base: None, out, cols }.enqueue(list)?;
+    SegmentSums { x, weights: Some(weights), entries, bounds, out: r.x(10 * cols), accumulate: true, cols }.enqueue(list)?;
+    ExpertBias { x, bias: r.x(10 * cols), experts: chosen, entries, cols }.enqueue(list)?;
+    ClampedSwiglu { gate_up: r.x(2 * n), out: r.x(n), alpha: 1.5, limit: 7.0 }.enqueue(list)?;
+    for activation in [ExpertActivation::Swiglu, ExpertActivation::Clamped { alpha: 1.5, limit: 7.0 }] {
+        let (gate_up, dgate_up, weighted, dweights) = (r.x(2 * n), r.x(2 * n), r.x(n), r.f(rows));
+        ExpertBackward { da: x, gate_up, weights, entries, dgate_up, weighted, dweights, activation, cols }.enqueue(list)?;
+    }
+    ExpertBiasDot { dout: x, bias: r.x(10 * cols), experts: chosen, entries, dweights: r.f(rows), cols }.enqueue(list)?;
+    let (dweights, dlogits) = (r.f(rows), r.x(tokens * 10));
+    RouterBackward { logits, experts: chosen, weights, slots, dweights, dlogits, shape }.enqueue(list)
+}
+
+fn sinks(list: &mut List, r: &mut Room, shape: AttentionShape) -> Result<()> {
+    let (n, rows, heads) = (shape.tokens() * shape.out_cols(), shape.tokens() * shape.heads, shape.heads);
+    Sinks { sinks: r.x(heads), out: r.x(n), lse: r.f(rows), shape }.enqueue(list)?;
+    let (dout, out, lse) = (r.x(n), r.x(n), r.f(rows));
+    SinksBackward { dout, out, lse, sinks: r.x(heads), dsinks: r.x(heads), accumulate: true, shape }.enqueue(list)
+}
+
 fn listing() -> Result<String> {
     let shape = AttentionShape { batch: 2, seq_length: 300, heads: 8, kv_heads: 2, head_dim: 128, scale: 0.088, window: None };
     let odd = AttentionShape { batch: 1, seq_length: 67, heads: 3, kv_heads: 1, head_dim: 7, scale: 0.4, window: Some(40) };
@@ -170,6 +209,12 @@ fn listing() -> Result<String> {
     }
     for (dtype, skew) in [(Dtype::Bfloat16, 0), (Dtype::Float16, 1), (Dtype::Float32, 0)] {
         sums(&mut list, &mut Room { dtype, skew, given: 0 }, 4097)?;
+    }
+    for (dtype, skew) in [(Dtype::Bfloat16, 0), (Dtype::Float16, 1), (Dtype::Float32, 0)] {
+        let mut room = Room { dtype, skew, given: 0 };
+        experts(&mut list, &mut room, 600, 2560)?;
+        experts(&mut list, &mut room, 67, 515)?;
+        sinks(&mut list, &mut room, odd)?;
     }
     Ok(list.0)
 }

@@ -1,0 +1,356 @@
+//! The router: choices, their order by expert, and the way back.
+
+use super::isa::vectorised;
+use super::math::exp;
+use super::matmul::matmul;
+use super::split::Chunks;
+use super::{Compute, ROW_BLOCK, SUMS};
+use crate::device::cpu::launch::{CpuArithmetic, TaskMemory};
+use crate::device::{Combine, Route, RouteShape, RouterBackward, RouterLogits, RouterRule, Segments};
+use crate::dtype::Element;
+
+/// Lanes of a sum over all experts, a warp's: with them a GPU gives the same bits.
+const LANES: usize = 32;
+
+impl CpuArithmetic for RouterLogits {
+    fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
+        let bias = self.bias.map(|bias| memory.read::<T>(bias));
+        matmul::<T, f32>(cx, self.product(), memory.read(self.x), memory.read(self.weight), bias, memory.write(self.logits), false);
+    }
+}
+
+impl CpuArithmetic for Route {
+    fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
+        route(cx, self.shape, memory.read(self.logits), memory.write(self.experts), memory.write(self.weights));
+    }
+}
+
+/// See [`Route`].
+pub(crate) fn route(cx: &mut Compute, shape: RouteShape, logits: &[f32], experts: &mut [i32], weights: &mut [f32]) {
+    let RouteShape { experts: count, top_k, rule, .. } = shape;
+    let parts = (Chunks::new(experts, ROW_BLOCK * top_k), Chunks::new(weights, ROW_BLOCK * top_k));
+    cx.team.for_each(parts, |block, (experts, weights)| {
+        let logits = logits[block * ROW_BLOCK * count..].chunks_exact(count);
+        let rows = experts.chunks_exact_mut(top_k).zip(weights.chunks_exact_mut(top_k));
+        for (logits, (experts, weights)) in logits.zip(rows) {
+            choose(logits, experts);
+            weigh(rule, logits, experts, weights);
+        }
+    });
+}
+
+/// The experts of the largest logits. NaN is below all numbers: whatever the logits are, these are different experts.
+fn choose(logits: &[f32], experts: &mut [i32]) {
+    let mut last = u64::MAX;
+    for expert in experts {
+        let places = logits.iter().zip(0u32..).map(|(&logit, index)| u64::from(order(logit)) << 32 | u64::from(!index));
+        last = places.filter(|place| *place < last).max().unwrap_or(0);
+        *expert = !(last as u32) as i32;
+    }
+}
+
+/// Orders like the numbers: both zeros are one, and NaN is the least.
+fn order(x: f32) -> u32 {
+    let bits = (x + 0.0).to_bits();
+    match (x.is_nan(), bits >> 31) {
+        (true, _) => 0,
+        (_, 0) => bits | 1 << 31,
+        _ => !bits,
+    }
+}
+
+fn weigh(rule: RouterRule, logits: &[f32], experts: &[i32], weights: &mut [f32]) {
+    let largest = logits[experts[0] as usize];
+    weights.iter_mut().zip(experts).for_each(|(weight, &expert)| *weight = exp(logits[expert as usize] - largest));
+    let sum = match rule {
+        RouterRule::Chosen => weights.iter().fold(0.0, |sum, weight| sum + weight),
+        RouterRule::All => exp_sum(logits, largest),
+    };
+    weights.iter_mut().for_each(|weight| *weight /= sum);
+}
+
+/// The sum of `exp(logit - largest)`.
+fn exp_sum(logits: &[f32], largest: f32) -> f32 {
+    let mut lanes = [0.0f32; LANES];
+    for (i, logit) in logits.iter().enumerate() {
+        lanes[i % LANES] += exp(logit - largest);
+    }
+    for half in [16, 8, 4, 2, 1] {
+        (0..half).for_each(|lane| lanes[lane] += lanes[lane + half]);
+    }
+    lanes[0]
+}
+
+impl CpuArithmetic for Segments {
+    fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
+        let rows = (memory.write(self.row_tokens), memory.write(self.entries));
+        segments(cx, self.shape.top_k, memory.read(self.experts), memory.write(self.bounds), memory.write(self.slots), rows);
+    }
+}
+
+/// See [`Segments`]: a stable counting sort.
+pub(crate) fn segments(
+    cx: &mut Compute,
+    top_k: usize,
+    experts: &[i32],
+    bounds: &mut [i32],
+    slots: &mut [i32],
+    (row_tokens, entries): (&mut [i32], &mut [i32]),
+) {
+    bounds.fill(0);
+    experts.iter().for_each(|&expert| bounds[expert as usize + 1] += 1);
+    (1..bounds.len()).for_each(|end| bounds[end] += bounds[end - 1]);
+    let next = &mut cx.sorted;
+    next.clear();
+    next.extend(bounds.iter().map(|&start| start as u64));
+    for (entry, (&expert, slot)) in experts.iter().zip(slots).enumerate() {
+        let row = next[expert as usize] as usize;
+        next[expert as usize] += 1;
+        (*slot, row_tokens[row], entries[row]) = (row as i32, (entry / top_k) as i32, entry as i32);
+    }
+}
+
+impl CpuArithmetic for Combine {
+    fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
+        let (weights, base) = (self.weights.map(|weights| memory.read(weights)), self.base.map(|base| memory.read::<T>(base)));
+        combine(cx, memory.read(self.x), memory.read(self.slots), weights, base, memory.write(self.out), self.cols);
+    }
+}
+
+/// See [`Combine`].
+pub(crate) fn combine<T: Element>(
+    cx: &mut Compute,
+    x: &[T],
+    slots: &[i32],
+    weights: Option<&[f32]>,
+    base: Option<&[T]>,
+    out: &mut [T],
+    cols: usize,
+) {
+    let (isa, top_k) = (cx.isa, slots.len() * cols / out.len());
+    cx.team.for_each(Chunks::new(out, cols), |token, out| {
+        let choices = token * top_k..(token + 1) * top_k;
+        let base = base.map(|base| &base[token * cols..][..cols]);
+        combine_row(isa, x, &slots[choices.clone()], weights.map(|weights| &weights[choices]), base, out);
+    });
+}
+
+vectorised! {
+    fn combine_row<T>(x: &[T], slots: &[i32], weights: Option<&[f32]>, base: Option<&[T]>, out: &mut [T]) {
+        let cols = out.len();
+        for (group, out) in out.chunks_mut(SUMS).enumerate() {
+            let mut sums = [0.0f32; SUMS];
+            for (j, &slot) in slots.iter().enumerate() {
+                // Times 1 changes nothing.
+                let weight = weights.map_or(1.0, |weights| weights[j]);
+                let x = &x[slot as usize * cols + group * SUMS..][..out.len()];
+                sums.iter_mut().zip(x).for_each(|(sum, x)| *sum = weight.mul_add(x.to_f32(), *sum));
+            }
+            if let Some(base) = base {
+                sums.iter_mut().zip(&base[group * SUMS..]).for_each(|(sum, base)| *sum += base.to_f32());
+            }
+            out.iter_mut().zip(sums).for_each(|(out, sum)| *out = T::from_f32(sum));
+        }
+    }
+}
+
+impl CpuArithmetic for RouterBackward {
+    fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
+        let choices = Choices {
+            logits: memory.read(self.logits),
+            experts: memory.read(self.experts),
+            weights: memory.read(self.weights),
+            slots: memory.read(self.slots),
+        };
+        router_backward::<T>(cx, self.shape, choices, memory.read(self.dweights), memory.write(self.dlogits));
+    }
+}
+
+/// What a forward pass has chosen, as [`RouterBackward`] has it.
+#[derive(Clone, Copy)]
+pub(crate) struct Choices<'a> {
+    pub(crate) logits: &'a [f32],
+    pub(crate) experts: &'a [i32],
+    pub(crate) weights: &'a [f32],
+    pub(crate) slots: &'a [i32],
+}
+
+/// See [`RouterBackward`].
+pub(crate) fn router_backward<T: Element>(cx: &mut Compute, shape: RouteShape, choices: Choices<'_>, dweights: &[f32], dlogits: &mut [T]) {
+    let RouteShape { experts: count, top_k, rule, .. } = shape;
+    cx.team.for_each(Chunks::new(dlogits, ROW_BLOCK * count), |block, dlogits| {
+        for (row, dlogits) in dlogits.chunks_exact_mut(count).enumerate() {
+            let token = block * ROW_BLOCK + row;
+            let (first, own) = (token * top_k, token * top_k..(token + 1) * top_k);
+            let (experts, weights) = (&choices.experts[own.clone()], &choices.weights[own]);
+            let gradient = |j: usize| dweights[choices.slots[first + j] as usize];
+            let mean = (0..top_k).fold(0.0f32, |sum, j| weights[j].mul_add(gradient(j), sum));
+            match rule {
+                RouterRule::Chosen => dlogits.fill(T::from_f32(0.0)),
+                RouterRule::All => {
+                    let logits = &choices.logits[token * count..][..count];
+                    let largest = logits[experts[0] as usize];
+                    let sum = exp_sum(logits, largest);
+                    dlogits.iter_mut().zip(logits).for_each(|(d, l)| *d = T::from_f32(-(exp(l - largest) / sum * mean)));
+                }
+            }
+            for (j, &expert) in experts.iter().enumerate() {
+                dlogits[expert as usize] = T::from_f32(weights[j] * (gradient(j) - mean));
+            }
+        }
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{assert_close, assert_rounded, assert_same_everywhere, bits, dot, fastest, slopes, values, wide, widened};
+    use super::*;
+    use RouterRule::{All, Chosen};
+    use half::bf16;
+
+    const TOKENS: usize = 67;
+    const COUNT: usize = 41;
+
+    fn shape(tokens: usize, experts: usize, top_k: usize, rule: RouterRule) -> RouteShape {
+        RouteShape { tokens, experts, top_k, rule }
+    }
+
+    fn run(cx: &mut Compute, shape: RouteShape, logits: &[f32]) -> (Vec<i32>, Vec<f32>) {
+        let (mut experts, mut weights) = (vec![-1; shape.rows()], vec![f32::NAN; shape.rows()]);
+        route(cx, shape, logits, &mut experts, &mut weights);
+        (experts, weights)
+    }
+
+    /// Weights of the chosen experts in f64.
+    fn reference(shape: RouteShape, logits: &[f64], experts: &[i32]) -> Vec<f64> {
+        let of = |token: usize| {
+            let logits = &logits[token * shape.experts..][..shape.experts];
+            let chosen: Vec<f64> = experts[token * shape.top_k..][..shape.top_k].iter().map(|&e| logits[e as usize].exp()).collect();
+            let sum: f64 = if shape.rule == Chosen { chosen.iter().sum() } else { logits.iter().map(|l| l.exp()).sum() };
+            chosen.into_iter().map(move |chosen| chosen / sum).collect::<Vec<_>>()
+        };
+        (0..shape.tokens).flat_map(of).collect()
+    }
+
+    #[test]
+    fn the_largest_logits_are_chosen_in_their_order_and_weighed() {
+        for (tokens, experts, top_k) in [(1, 1, 1), (1, 8, 2), (TOKENS, COUNT, 5), (3, COUNT, COUNT), (65, 128, 8)] {
+            for rule in [Chosen, All] {
+                let shape = shape(tokens, experts, top_k, rule);
+                let logits: Vec<f32> = values::<f32>(1, tokens * experts).iter().map(|x| 5.0 * x).collect();
+                let (chosen, weights) = run(&mut fastest(), shape, &logits);
+                for (logits, chosen) in logits.chunks(experts).zip(chosen.chunks(top_k)) {
+                    let mut sorted: Vec<i32> = (0..experts as i32).collect();
+                    sorted.sort_by(|&a, &b| logits[b as usize].total_cmp(&logits[a as usize]));
+                    assert_eq!(chosen, &sorted[..top_k]);
+                }
+                assert_close("weights", &weights, &reference(shape, &wide(&logits), &chosen), 1e-6);
+            }
+        }
+    }
+
+    #[test]
+    fn of_equal_logits_the_first_is_chosen_and_nan_last() {
+        let chosen = |logits: &[f32]| run(&mut fastest(), shape(1, logits.len(), 3, Chosen), logits).0;
+        assert_eq!(chosen(&[1.0, 2.0, 2.0, 1.0, 2.0]), [1, 2, 4]);
+        assert_eq!(chosen(&[0.0; 4]), [0, 1, 2]);
+        assert_eq!(chosen(&[-0.0, 0.0, -1.0, -0.0]), [0, 1, 3]);
+        assert_eq!(chosen(&[f32::NAN; 4]), [0, 1, 2]);
+        assert_eq!(chosen(&[f32::NAN, -1.0, f32::NEG_INFINITY, f32::INFINITY]), [3, 1, 2]);
+        assert_eq!(chosen(&[f32::NAN, -f32::NAN, f32::NEG_INFINITY, 1.0]), [3, 2, 0]);
+    }
+
+    fn sort(cx: &mut Compute, experts: &[i32], count: usize, top_k: usize) -> [Vec<i32>; 4] {
+        let rows = experts.len();
+        let (mut bounds, [mut slots, mut tokens, mut entries]) = (vec![-1; count + 1], [(); 3].map(|()| vec![-1; rows]));
+        segments(cx, top_k, experts, &mut bounds, &mut slots, (&mut tokens, &mut entries));
+        [bounds, slots, tokens, entries]
+    }
+
+    #[test]
+    fn rows_of_an_expert_lie_together_in_the_order_of_tokens() {
+        let routed = run(&mut fastest(), shape(TOKENS, COUNT, 3, Chosen), &values(1, TOKENS * COUNT)).0;
+        let one: Vec<i32> = (0..TOKENS as i32).flat_map(|_| [7, 0, 40]).collect();
+        for experts in [routed, one, vec![5, 6, 7]] {
+            let [bounds, slots, tokens, entries] = sort(&mut fastest(), &experts, COUNT, 3);
+            let mut want: Vec<i32> = (0..experts.len() as i32).collect();
+            want.sort_by_key(|&entry| experts[entry as usize]);
+            assert_eq!(entries, want);
+            assert_eq!(tokens, want.iter().map(|entry| entry / 3).collect::<Vec<_>>());
+            for (row, &entry) in entries.iter().enumerate() {
+                assert_eq!(slots[entry as usize], row as i32);
+                let expert = experts[entry as usize] as usize;
+                assert!((bounds[expert]..bounds[expert + 1]).contains(&(row as i32)));
+            }
+            assert_eq!((bounds[0], bounds[COUNT]), (0, experts.len() as i32));
+        }
+    }
+
+    #[test]
+    fn a_token_is_the_weighted_sum_of_its_rows() {
+        let (tokens, top_k, cols) = (19, 3, 133);
+        let experts = run(&mut fastest(), shape(tokens, 7, top_k, Chosen), &values(1, tokens * 7)).0;
+        let [_, slots, ..] = sort(&mut fastest(), &experts, 7, top_k);
+        let (x, weights, base) =
+            (values::<f32>(2, tokens * top_k * cols), values::<f32>(3, tokens * top_k), values::<f32>(4, tokens * cols));
+        for (weighted, based) in [(false, false), (true, false), (false, true), (true, true)] {
+            let (weights, base) = (weighted.then_some(&weights[..]), based.then_some(&base[..]));
+            let mut out = vec![f32::NAN; tokens * cols];
+            combine(&mut fastest(), &x, &slots, weights, base, &mut out, cols);
+            let want = |i: usize| {
+                let (token, col) = (i / cols, i % cols);
+                let term = |j: usize| {
+                    let entry = token * top_k + j;
+                    f64::from(x[slots[entry] as usize * cols + col]) * weights.map_or(1.0, |w| f64::from(w[entry]))
+                };
+                (0..top_k).map(term).sum::<f64>() + base.map_or(0.0, |base| f64::from(base[i]))
+            };
+            assert_close("out", &out, &(0..tokens * cols).map(want).collect::<Vec<_>>(), 1e-6);
+        }
+    }
+
+    fn backward<T: Element>(cx: &mut Compute, shape: RouteShape, logits: &[f32]) -> Vec<T> {
+        let (experts, weights) = run(cx, shape, logits);
+        let [_, slots, ..] = sort(cx, &experts, shape.experts, shape.top_k);
+        let mut dlogits = vec![T::from_f32(f32::NAN); logits.len()];
+        let choices = Choices { logits, experts: &experts, weights: &weights, slots: &slots };
+        router_backward(cx, shape, choices, &values(2, shape.rows()), &mut dlogits);
+        dlogits
+    }
+
+    #[test]
+    fn the_gradient_of_logits_is_the_slope() {
+        for (experts, top_k) in [(1, 1), (7, 3), (7, 7), (COUNT, 4)] {
+            for rule in [Chosen, All] {
+                let one = shape(1, experts, top_k, rule);
+                let logits: Vec<f32> = values::<f32>(5, experts).iter().map(|x| 3.0 * x).collect();
+                let (chosen, _) = run(&mut fastest(), one, &logits);
+                let [_, slots, ..] = sort(&mut fastest(), &chosen, experts, top_k);
+                let by_row = values::<f32>(2, top_k);
+                let by_choice: Vec<f64> = slots.iter().map(|&slot| f64::from(by_row[slot as usize])).collect();
+                let want = slopes(&wide(&logits), |logits| dot(&reference(one, logits, &chosen), &by_choice));
+                assert_close("dlogits", &backward::<f32>(&mut fastest(), one, &logits), &want, 1e-6);
+            }
+        }
+    }
+
+    #[test]
+    fn threads_and_instruction_sets_change_no_bit_and_bf16_rounds_once() {
+        let logits = values::<f32>(1, TOKENS * COUNT);
+        for rule in [Chosen, All] {
+            let shape = shape(TOKENS, COUNT, 5, rule);
+            assert_same_everywhere(|cx| bits(&backward::<bf16>(cx, shape, &logits)));
+            assert_rounded("dlogits", &backward::<bf16>(&mut fastest(), shape, &logits), &backward::<f32>(&mut fastest(), shape, &logits));
+        }
+        let (x, slots) = (values::<bf16>(1, 12 * 70), [3, 5, 0, 1, 11, 2, 4, 7, 6, 8, 10, 9]);
+        let sum = |cx: &mut Compute| {
+            let mut out = vec![bf16::ZERO; 4 * 70];
+            combine(cx, &x, &slots, Some(&values(3, 12)), Some(&x[..280]), &mut out, 70);
+            out
+        };
+        assert_same_everywhere(|cx| bits(&sum(cx)));
+        let mut exact = vec![0.0f32; 280];
+        combine(&mut fastest(), &widened(&x), &slots, Some(&values(3, 12)), Some(&widened(&x[..280])), &mut exact, 70);
+        assert_rounded("out", &sum(&mut fastest()), &exact);
+    }
+}

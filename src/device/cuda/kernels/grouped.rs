@@ -1,0 +1,99 @@
+//! Products of experts, whose segments only the GPU knows: grids follow from sizes alone.
+
+use super::super::launch::{GpuKernel, LaunchConfig, Queue, args, size};
+use super::super::modules::PtxSource;
+use super::grid::{WARP, whole_vectors};
+use crate::device::{GroupedMatmul, GroupedShape, Kernel, MatmulLayout, MatmulShape, RouterLogits, SegmentSums, Stream};
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
+
+pub(super) const SOURCE: PtxSource = PtxSource {
+    file: "transformer/grouped.ptx",
+    ptx: include_str!("../../../../ptx/transformer/grouped.ptx"),
+    typed: &[
+        "grouped_nt",
+        "grouped_nt_any",
+        "grouped_nn",
+        "grouped_nn_any",
+        "grouped_tn",
+        "grouped_tn_any",
+        "router_logits",
+        "router_logits_any",
+        "segment_sums",
+    ],
+    plain: &[],
+};
+
+/// Threads of every block, as in `grouped.cu`.
+const THREADS: u32 = 256;
+
+impl GpuKernel for GroupedMatmul {
+    fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+        let Self { shape: GroupedShape { layout, experts, rows, outs, ins }, a, b, bounds, c, accumulate } = self;
+        let dtype = self.float_format()?;
+        let vectors = [outs, ins].into_iter().all(|cols| whole_vectors(cols, &[a, b]));
+        let tile = tile(dtype);
+        let row_tiles = rows / tile + experts;
+        let (name, any, across, down, deep) = match layout {
+            MatmulLayout::Nt => ("grouped_nt", "grouped_nt_any", outs, row_tiles, 1),
+            MatmulLayout::Nn => ("grouped_nn", "grouped_nn_any", ins, row_tiles, 1),
+            MatmulLayout::Tn => ("grouped_tn", "grouped_tn_any", ins, outs.div_ceil(tile), experts),
+        };
+        let (name, blocks) = (if vectors { name } else { any }, blocks([across.div_ceil(tile), down, deep])?);
+        let (outs, ins) = (size(outs)?, size(ins)?);
+        match layout {
+            MatmulLayout::Tn => queue.launch(Stream::Compute, name, Some(dtype), blocks, args![a, b, bounds, c, outs, ins, accumulate]),
+            _ => {
+                let args = args![a, b, bounds, c, size(experts)?, size(rows)?, outs, ins];
+                queue.launch(Stream::Compute, name, Some(dtype), blocks, args)
+            }
+        }
+    }
+}
+
+impl GpuKernel for RouterLogits {
+    fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+        let Self { x, weight, bias, logits, channels } = self;
+        let MatmulShape { m, n, .. } = self.product();
+        let dtype = self.float_format()?;
+        let (name, tile) = (if whole_vectors(channels, &[x, weight]) { "router_logits" } else { "router_logits_any" }, tile(dtype));
+        let blocks = blocks([n.div_ceil(tile), m.div_ceil(tile), 1])?;
+        let args = args![x, weight, bias, logits, size(m)?, size(n)?, size(channels)?];
+        queue.launch(Stream::Compute, name, Some(dtype), blocks, args)
+    }
+}
+
+impl GpuKernel for SegmentSums {
+    fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+        let Self { x, weights, entries, bounds, out, accumulate, cols } = self;
+        let blocks = blocks([cols.div_ceil(WARP), bounds.elems() - 1, 1])?;
+        let args = args![x, weights, entries, bounds, out, size(cols)?, accumulate];
+        queue.launch(Stream::Compute, Self::NAME, Some(self.float_format()?), blocks, args)
+    }
+}
+
+/// Rows and columns of a tile.
+fn tile(dtype: Dtype) -> usize {
+    if dtype == Dtype::Float32 { 64 } else { 128 }
+}
+
+/// # Errors
+/// `Unsupported` where a GPU has no grid of this size.
+fn blocks(grid: [usize; 3]) -> Result<LaunchConfig> {
+    if grid[1..].iter().any(|&blocks| blocks > usize::from(u16::MAX)) {
+        return Err(Error::Unsupported(format!("a grid of {grid:?} blocks: use smaller micro-batches")));
+    }
+    let [x, y, z] = grid;
+    Ok(LaunchConfig { grid: [size(x)?, size(y)?, size(z)?], block: [THREADS, 1, 1], shared_bytes: 0 })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_grid_that_no_gpu_has_is_refused() {
+        assert_eq!(blocks([1 << 20, 65535, 1]).unwrap().grid, [1 << 20, 65535, 1]);
+        assert!(blocks([1, 65536, 1]).unwrap_err().to_string().contains("smaller micro-batches"));
+    }
+}

@@ -1,0 +1,77 @@
+//! The router.
+
+use super::super::launch::{GpuKernel, LaunchConfig, Queue, args, size};
+use super::super::modules::PtxSource;
+use super::grid::{WARP, threads, whole_vectors, wide};
+use crate::device::kernel::rows;
+use crate::device::{Combine, Kernel, Route, RouteShape, RouterBackward, RouterRule, Segments, Stream};
+use crate::error::Result;
+
+pub(super) const SOURCE: PtxSource = PtxSource {
+    file: "transformer/route.ptx",
+    ptx: include_str!("../../../../ptx/transformer/route.ptx"),
+    typed: &["combine", "combine_any", "router_backward"],
+    plain: &["route", "segment_counts", "segment_starts", "segment_rows"],
+};
+
+/// As in `route.cu`: threads of a block, of the one block that adds up the counts, choices of a block of the sort.
+const THREADS: usize = 256;
+const STARTS_THREADS: u32 = 1024;
+const CHUNK: usize = 1024;
+
+impl GpuKernel for Route {
+    fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+        let Self { logits, experts, weights, shape } = self;
+        let [tokens, count, top_k] = sizes(&shape)?;
+        let args = args![logits, experts, weights, tokens, count, top_k, shape.rule == RouterRule::All];
+        queue.launch(Stream::Compute, Self::NAME, None, a_warp_each(&shape)?, args)
+    }
+}
+
+impl GpuKernel for Segments {
+    fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+        let Self { experts, bounds, slots, row_tokens, entries, shape } = self;
+        let [_, count, top_k] = sizes(&shape)?;
+        let (rows, chunks) = (size(shape.rows())?, size(shape.rows().div_ceil(CHUNK))?);
+        // fp32 numbers and counts have one size.
+        let counts = queue.scratch(chunks as usize * shape.experts)?;
+        let blocks = LaunchConfig::new(chunks, THREADS as u32);
+        queue.launch(Stream::Compute, "segment_counts", None, blocks, args![experts, counts, rows, count])?;
+        let one = LaunchConfig::new(1, STARTS_THREADS);
+        queue.launch(Stream::Compute, "segment_starts", None, one, args![counts, bounds, chunks, count])?;
+        let args = args![experts, counts, slots, row_tokens, entries, rows, count, top_k];
+        queue.launch(Stream::Compute, "segment_rows", None, blocks, args)
+    }
+}
+
+impl GpuKernel for Combine {
+    fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+        let Self { x, slots, weights, base, out, cols } = self;
+        let (dtype, tokens) = (self.float_format()?, rows(out, cols));
+        let vectors = whole_vectors(cols, &[x, base.unwrap_or(x), out]);
+        let (name, items) = if vectors { ("combine", cols / wide(dtype)) } else { ("combine_any", cols) };
+        let threads = threads(items, 1).min(THREADS);
+        let grid = [size(tokens)?, size(items.div_ceil(threads))?, 1];
+        let blocks = LaunchConfig { grid, block: [size(threads)?, 1, 1], shared_bytes: 0 };
+        let args = args![x, slots, weights, base, out, size(cols)?, size(slots.elems() / tokens)?];
+        queue.launch(Stream::Compute, name, Some(dtype), blocks, args)
+    }
+}
+
+impl GpuKernel for RouterBackward {
+    fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+        let Self { logits, experts, weights, slots, dweights, dlogits, shape } = self;
+        let ([tokens, count, top_k], all) = (sizes(&shape)?, shape.rule == RouterRule::All);
+        let args = args![logits, experts, weights, slots, dweights, dlogits, tokens, count, top_k, all];
+        queue.launch(Stream::Compute, Self::NAME, Some(self.float_format()?), a_warp_each(&shape)?, args)
+    }
+}
+
+fn sizes(shape: &RouteShape) -> Result<[u32; 3]> {
+    Ok([size(shape.tokens)?, size(shape.experts)?, size(shape.top_k)?])
+}
+
+/// Blocks with a warp for each token.
+fn a_warp_each(shape: &RouteShape) -> Result<LaunchConfig> {
+    Ok(LaunchConfig::new(size(shape.tokens.div_ceil(THREADS / WARP))?, THREADS as u32))
+}

@@ -1,0 +1,214 @@
+//! Who computes a token: the router's choice of experts, the order that brings an expert's rows together, and the way back.
+
+use super::grouped::check_experts;
+use super::product::{MatmulLayout, MatmulShape};
+use crate::device::kernel::{Kernel, Operand, operands, refused, rows};
+use crate::device::slice::DeviceSlice;
+use crate::error::Result;
+use crate::hardware::rates::Rates;
+
+/// `logits = x * weight^T (+ bias)` in fp32, whatever the format of the others: in a narrow format logits of many experts would tie.
+#[derive(Clone, Copy, Debug)]
+pub struct RouterLogits {
+    /// `[T, channels]`
+    pub x: DeviceSlice,
+    /// `[experts, channels]`
+    pub weight: DeviceSlice,
+    /// `[experts]`
+    pub bias: Option<DeviceSlice>,
+    /// fp32 `[T, experts]`
+    pub logits: DeviceSlice,
+    pub channels: usize,
+}
+
+impl RouterLogits {
+    /// The product that it is.
+    pub(crate) fn product(&self) -> MatmulShape {
+        let (m, n) = (rows(self.x, self.channels), rows(self.weight, self.channels));
+        MatmulShape { layout: MatmulLayout::Nt, m, n, k: self.channels }
+    }
+}
+
+impl Kernel for RouterLogits {
+    const NAME: &'static str = "router_logits";
+
+    fn operands(&self) -> impl AsRef<[Operand]> {
+        let MatmulShape { m, n, k, .. } = self.product();
+        operands![self; Read x[m * k], Read weight[n * k], Read bias[n], Write logits[m * n] Float32]
+    }
+
+    fn flops(&self) -> f64 {
+        self.product().flops()
+    }
+
+    fn flops_per_s(&self, rates: &Rates) -> f64 {
+        let MatmulShape { m, n, k, .. } = self.product();
+        rates.matmul_flops(m.min(n).min(k))
+    }
+}
+
+/// How the weights of a token's experts follow from its logits. The experts are those of the largest logits either way, and of equal ones
+/// those that come first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RouterRule {
+    /// The softmax of the chosen logits: the same as that of all, divided by the sum of what was chosen.
+    Chosen,
+    /// What the softmax of all logits gives the chosen ones.
+    All,
+}
+
+/// Sizes of a routing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RouteShape {
+    pub tokens: usize,
+    pub experts: usize,
+    /// Experts of a token.
+    pub top_k: usize,
+    pub rule: RouterRule,
+}
+
+impl RouteShape {
+    /// Choices of all tokens, which are the rows that experts compute.
+    pub fn rows(&self) -> usize {
+        self.tokens * self.top_k
+    }
+
+    fn check(&self, kernel: &'static str) -> Result<()> {
+        check_experts(kernel, self.experts)?;
+        let Self { top_k, experts, .. } = *self;
+        if (1..=experts).contains(&top_k) && i32::try_from(self.rows()).is_ok() {
+            return Ok(());
+        }
+        Err(refused(kernel, format!("{self:?} makes no sense")))
+    }
+}
+
+/// Chooses `top_k` experts for every token, the largest logit first.
+#[derive(Clone, Copy, Debug)]
+pub struct Route {
+    /// fp32 `[T, experts]`
+    pub logits: DeviceSlice,
+    /// int32 `[T, k]`
+    pub experts: DeviceSlice,
+    /// fp32 `[T, k]`
+    pub weights: DeviceSlice,
+    pub shape: RouteShape,
+}
+
+impl Kernel for Route {
+    const NAME: &'static str = "route";
+
+    fn check_shape(&self) -> Result<()> {
+        self.shape.check(Self::NAME)
+    }
+
+    fn operands(&self) -> impl AsRef<[Operand]> {
+        let (n, rows) = (self.shape.tokens * self.shape.experts, self.shape.rows());
+        operands![self; Read logits[n] Float32, Write experts[rows] Int32, Write weights[rows] Float32]
+    }
+}
+
+/// Orders the choices by expert, then by token: an expert's rows lie together, in the order of their tokens.
+#[derive(Clone, Copy, Debug)]
+pub struct Segments {
+    /// int32 `[T, k]`
+    pub experts: DeviceSlice,
+    /// Where the experts' segments begin, and the end of the last one: int32 `[experts + 1]`.
+    pub bounds: DeviceSlice,
+    /// The row of each choice: int32 `[T, k]`.
+    pub slots: DeviceSlice,
+    /// The token of each row: int32 `[rows]`.
+    pub row_tokens: DeviceSlice,
+    /// Which choice each row is, `t * k + j`: int32 `[rows]`.
+    pub entries: DeviceSlice,
+    pub shape: RouteShape,
+}
+
+impl Kernel for Segments {
+    const NAME: &'static str = "segments";
+
+    fn check_shape(&self) -> Result<()> {
+        self.shape.check(Self::NAME)
+    }
+
+    fn operands(&self) -> impl AsRef<[Operand]> {
+        let rows = self.shape.rows();
+        operands![
+            self;
+            Read experts[rows] Int32, Write slots[rows] Int32, Write row_tokens[rows] Int32, Write entries[rows] Int32;
+            Write bounds[self.shape.experts + 1] Int32,
+        ]
+    }
+}
+
+/// `out[t] =` the sum over the choices `j` of token `t`, in ascending order, of `weights[t,j] * x[slots[t,j]]`, plus `base[t]`; rounded once.
+#[derive(Clone, Copy, Debug)]
+pub struct Combine {
+    /// `[rows, cols]`
+    pub x: DeviceSlice,
+    /// int32 `[T, k]`
+    pub slots: DeviceSlice,
+    /// fp32 `[T, k]`; `None`: all are 1.
+    pub weights: Option<DeviceSlice>,
+    /// `[T, cols]`: what a residual branch joins.
+    pub base: Option<DeviceSlice>,
+    /// `[T, cols]`
+    pub out: DeviceSlice,
+    pub cols: usize,
+}
+
+impl Kernel for Combine {
+    const NAME: &'static str = "combine";
+
+    fn check_shape(&self) -> Result<()> {
+        let (tokens, rows) = (rows(self.out, self.cols), self.slots.elems());
+        if tokens > 0 && rows.is_multiple_of(tokens) {
+            return Ok(());
+        }
+        Err(refused(Self::NAME, format!("{rows} rows cannot be shared out among {tokens} tokens")))
+    }
+
+    fn operands(&self) -> impl AsRef<[Operand]> {
+        let (rows, n) = (self.slots.elems(), rows(self.out, self.cols) * self.cols);
+        operands![
+            self;
+            Read x[rows * self.cols], Read base[n], Write out[n];
+            Read slots[rows] Int32, Read weights[rows] Float32,
+        ]
+    }
+}
+
+/// The gradient of a router's logits, from that of the weights.
+#[derive(Clone, Copy, Debug)]
+pub struct RouterBackward {
+    /// fp32 `[T, experts]`
+    pub logits: DeviceSlice,
+    /// int32 `[T, k]`
+    pub experts: DeviceSlice,
+    /// fp32 `[T, k]`
+    pub weights: DeviceSlice,
+    /// int32 `[T, k]`
+    pub slots: DeviceSlice,
+    /// The gradient of each row's weight: fp32 `[rows]`.
+    pub dweights: DeviceSlice,
+    /// `[T, experts]`
+    pub dlogits: DeviceSlice,
+    pub shape: RouteShape,
+}
+
+impl Kernel for RouterBackward {
+    const NAME: &'static str = "router_backward";
+
+    fn check_shape(&self) -> Result<()> {
+        self.shape.check(Self::NAME)
+    }
+
+    fn operands(&self) -> impl AsRef<[Operand]> {
+        let (n, rows) = (self.shape.tokens * self.shape.experts, self.shape.rows());
+        operands![
+            self;
+            Read logits[n] Float32, Read experts[rows] Int32, Read weights[rows] Float32, Read slots[rows] Int32,
+            Read dweights[rows] Float32, Write dlogits[n],
+        ]
+    }
+}
