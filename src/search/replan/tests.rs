@@ -7,9 +7,7 @@ use crate::config::options::{ActivationsChoice, ResidentBuckets};
 use crate::config::settings::Settings;
 use crate::device::DeviceKind;
 use crate::device::sim::SimDevice;
-use crate::engine::exchange::Exchange;
 use crate::engine::executor::Engine;
-use crate::engine::orders::RankEngine;
 use crate::engine::pool::Pool;
 use crate::engine::step_job::StepJob;
 use crate::hardware::profile::Profile;
@@ -64,12 +62,6 @@ impl SimulatedRun {
         ready(Engine::new(plan, self.shape.clone(), dev, pool, Arc::new(Doorbell::default())).unwrap())
     }
 
-    /// The same of the first of several ranks.
-    fn start_first(&self, plan: &Plan, rates: &Rates) -> RankEngine<SimDevice> {
-        let (plan, dev, pool) = self.device(plan, rates);
-        ready(RankEngine::mirrored(plan, self.shape.clone(), dev, pool).unwrap())
-    }
-
     fn device(&self, plan: &Plan, rates: &Rates) -> (Plan, SimDevice, Pool<StepJob>) {
         let plan = Plan { host_memory: MemoryPolicy::unbacked(), ..plan.clone() };
         let on = (plan.machine.kind, plan.machine.device);
@@ -84,14 +76,14 @@ impl SimulatedRun {
 }
 
 /// An engine with its weights.
-fn ready<X: Exchange<SimDevice>>(mut engine: Engine<SimDevice, X>) -> Engine<SimDevice, X> {
+fn ready(mut engine: Engine<SimDevice>) -> Engine<SimDevice> {
     engine.pretend_norm();
     engine.send_weights().unwrap();
     engine
 }
 
 /// How the next steps go.
-fn watch<X: Exchange<SimDevice>>(engine: &mut Engine<SimDevice, X>, clip: Clip) -> Pace {
+fn watch(engine: &mut Engine<SimDevice>, clip: Clip) -> Pace {
     let (mut window, mut tokens) = (RecentSteps::default(), RandomTokens::new(0, engine.shape().vocab));
     let first = engine.train_step();
     // The first ones are not as the others: what is deferred is not there yet.
@@ -111,12 +103,8 @@ const EVERY_TENTH: &str = "every-10";
 
 /// What becomes of a run that sees the machine as it is: its mean step before and after.
 fn replanned(run: &SimulatedRun, rates: &Rates, clip: &str) -> (f64, f64, Change) {
-    let plan = run.plan();
-    if plan.ranks == 1 { goes_over(run, run.start(&plan, rates), clip) } else { goes_over(run, run.start_first(&plan, rates), clip) }
-}
-
-fn goes_over<X: Exchange<SimDevice>>(run: &SimulatedRun, mut engine: Engine<SimDevice, X>, clip: &str) -> (f64, f64, Change) {
-    let (plan, clip) = (engine.plan().clone(), clip.parse().unwrap());
+    let (plan, clip) = (run.plan(), clip.parse().unwrap());
+    let mut engine = run.start(&plan, rates);
     let pace = watch(&mut engine, clip);
     let before_s = pace.step_s;
     let answer = run.question(&plan, pace, None, 1000).answer().unwrap();
@@ -141,18 +129,6 @@ fn a_run_whose_host_is_slow_moves_states_to_the_device() {
     assert!(change.plan.layout.offloaded() < change.from.layout.offloaded(), "{change}");
     let words = change.to_string();
     assert!((48..=52).any(|percent| words.contains(&format!("the optimizer has {percent} % of its assumed rate"))), "{words}");
-}
-
-/// Two with less memory, whose states and sums are cut in two.
-#[test]
-fn gpus_whose_host_is_slow_move_states_to_the_devices() {
-    let run = SimulatedRun::new(Settings { gpus: 2, ..Settings::default() });
-    let machine = Machine::of_several(&Profile::load("h200-x2").unwrap(), 2).unwrap();
-    let DeviceMemory::Own { addressing, .. } = machine.device else { panic!("GPUs have memory of their own") };
-    let run = SimulatedRun { machine: Machine { device: DeviceMemory::Own { bytes: 26 << 30, addressing }, ..machine }, ..run };
-    let (before_s, after_s, change) = replanned(&run, &run.machine.rates.with_faster_host(0.5), EVERY_TENTH);
-    assert!(after_s < 0.97 * before_s && change.plan.ranks == 2, "{before_s:.3} -> {after_s:.3} s: {change}");
-    assert!(change.plan.layout.offloaded() < change.from.layout.offloaded(), "{change}");
 }
 
 #[test]
