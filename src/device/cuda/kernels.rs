@@ -23,15 +23,8 @@ use super::modules::PtxSource;
 
 /// The PTX files that every model needs, with what they export.
 pub(super) fn sources() -> impl Iterator<Item = &'static PtxSource> {
-    let transformer = [
-        &attention::SOURCE,
-        &bias::SOURCE,
-        &cross_entropy::SOURCE,
-        &embed::SOURCE,
-        &norm::SOURCE,
-        &pointwise::SOURCE,
-        &rope::SOURCE,
-    ];
+    let transformer =
+        [&attention::SOURCE, &bias::SOURCE, &cross_entropy::SOURCE, &embed::SOURCE, &norm::SOURCE, &pointwise::SOURCE, &rope::SOURCE];
     transfer::SOURCES.iter().chain(transformer)
 }
 
