@@ -89,8 +89,6 @@ fn fits(settings: &Settings, shape: &ModelShape, machine: &Machine) -> bool {
     Plan::new(settings, shape, machine, false).is_ok_and(|plan| plan.shortage().is_none())
 }
 
-/// The model of the same width with so many layers.
-
 /// The largest of `1..=max` that `fits`, 0 if none does; what fits must fit when it is smaller.
 fn largest(max: usize, fits: impl Fn(usize) -> bool) -> usize {
     // By doubling first: large ones are costly to try.
