@@ -73,10 +73,9 @@ const ANSWERED: u64 = SETTLING_STEPS + WINDOW as u64 + 1;
 /// Steps from a move to its weighing.
 const WEIGHED: u64 = SETTLING_STEPS + WINDOW as u64;
 
-/// The run on an H200 whose every step was clipped (`h200-replan.jsonl`), at the rates that it saw, beside the one that kept its plan; and
-/// then as it would have gone on had its clip rate fallen.
+/// The run on an H200 whose every step was clipped (`h200-replan.jsonl`), at the rates that it saw, beside the one that kept its plan.
 #[test]
-fn a_recorded_run_goes_as_it_went_and_comes_back_when_its_clip_rate_falls() {
+fn a_recorded_run_goes_as_it_went() {
     let text = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/paper-figures/results/h200-replan.jsonl")).unwrap();
     let lines: Vec<serde_json::Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     let mean = |line: usize, steps: std::ops::Range<usize>| {
@@ -99,8 +98,6 @@ fn a_recorded_run_goes_as_it_went_and_comes_back_when_its_clip_rate_falls() {
     {
         assert!((0.9..1.1).contains(&(simulated / measured)), "{name}: {simulated:.0} ms simulated, {measured:.0} measured");
     }
-    watched.go(ANSWERED + 5 * REST_STEPS, "never");
-    assert!(watched.told[2..].iter().any(|(_, words)| words.starts_with("moved: ")), "{:?}", watched.told);
 }
 
 #[test]
