@@ -34,10 +34,10 @@ pub mod device {
     pub use crate::device::footprint::gpu::RING_CHUNK_BYTES;
     pub use crate::device::{
         Adam, AttentionBackward, AttentionForward, AttentionShape, BiasBackward, Cast, ClampedSwiglu, Combine, CrossEntropyGrad,
-        CrossEntropyLoss, CrossEntropyStats, Embed, EmbedBackward, ExpertActivation, ExpertBackward, ExpertBias, ExpertBiasDot, Gelu,
-        GeluBackward, GradNormPartials, GroupedMatmul, GroupedShape, LayerNorm, LayerNormBackward, Matmul, MatmulLayout, MatmulShape, Poke,
-        QkNorm, QkNormBackward, RmsNorm, RmsNormBackward, Rope, Route, RouteShape, RouterBackward, RouterLogits, RouterRule, SegmentSums,
-        Segments, Sinks, SinksBackward, SumSlices, Swiglu, SwigluBackward, Zero,
+        CrossEntropyLoss, CrossEntropyStats, Embed, EmbedBackward, ExpertActivation, ExpertBackward, ExpertBias, ExpertBiasDot, Geglu,
+        GegluBackward, Gelu, GeluBackward, GradNormPartials, GroupedMatmul, GroupedShape, LayerNorm, LayerNormBackward, Matmul,
+        MatmulLayout, MatmulShape, Poke, QkNorm, QkNormBackward, RmsNorm, RmsNormBackward, Rope, Route, RouteShape, RouterBackward,
+        RouterLogits, RouterRule, ScaleAdd, SegmentSums, Segments, Sinks, SinksBackward, SumSlices, Swiglu, SwigluBackward, Zero,
     };
     pub use crate::device::{Attention, Device, DeviceKind, DeviceSlice, EventId, Kernel, Kernels, Launch, Stream};
     #[cfg(feature = "cuda")]

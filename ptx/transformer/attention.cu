@@ -283,8 +283,8 @@ struct Softmax {
 };
 
 // Blocks: tiles of queries, those with the most keys first; heads and slices; sequences.
-template <typename T>
-__device__ __forceinline__ void attention(const T* qkv, T* out, float* lse, const Shape s) {
+template <typename T, typename Cap>
+__device__ __forceinline__ void attention(const T* qkv, T* out, float* lse, const Shape s, Cap cap) {
     __shared__ Shared shared;
     const unsigned start = (gridDim.x - 1 - blockIdx.x) * TILE, head = blockIdx.y % s.heads, slice = blockIdx.y / s.heads;
     const Inputs<T> in(qkv, s, blockIdx.z, head);
@@ -298,7 +298,7 @@ __device__ __forceinline__ void attention(const T* qkv, T* out, float* lse, cons
 #pragma unroll
             for (unsigned j = 0; j < COLS; j++) {
                 const bool seen = s.sees(start + row() + i, shared.first[row() + i], key + column() + j);
-                p.x[i][j] = seen ? p.x[i][j] * s.scale : -INFINITY;
+                p.x[i][j] = seen ? cap(p.x[i][j] * s.scale).value : -INFINITY;
             }
         }
         softmax.extend(p, result);
@@ -334,15 +334,17 @@ __device__ __forceinline__ void attention_delta(
 }
 
 // Turns scores `p` into probabilities and gradients `ds` of probabilities into gradients of raw scores.
-__device__ __forceinline__ void score_gradient(float& p, float& ds, bool seen, float scale, float lse, float delta) {
-    p = seen ? exp_exact(p * scale - lse) : 0.0f;
-    ds = seen ? p * (ds - delta) * scale : 0.0f;
+template <typename Cap>
+__device__ __forceinline__ void score_gradient(float& p, float& ds, bool seen, float scale, float lse, float delta, Cap cap) {
+    const Capped score = cap(p * scale);
+    p = seen ? exp_exact(score.value - lse) : 0.0f;
+    ds = seen ? p * (ds - delta) * score.slope * scale : 0.0f;
 }
 
 // Blocks as those of `attention`.
-template <typename T>
+template <typename T, typename Cap>
 __device__ __forceinline__ void attention_backward_q(
-    const T* dout, const T* qkv, const float* lse, const float* delta, T* dqkv, const Shape s) {
+    const T* dout, const T* qkv, const float* lse, const float* delta, T* dqkv, const Shape s, Cap cap) {
     __shared__ Shared shared;
     const unsigned start = (gridDim.x - 1 - blockIdx.x) * TILE, head = blockIdx.y % s.heads, slice = blockIdx.y / s.heads;
     const Inputs<T> in(qkv, s, blockIdx.z, head);
@@ -362,7 +364,7 @@ __device__ __forceinline__ void attention_backward_q(
 #pragma unroll
             for (unsigned j = 0; j < COLS; j++) {
                 const bool seen = s.sees(start + row() + i, shared.first[row() + i], key + column() + j);
-                score_gradient(p.x[i][j], ds.x[i][j], seen, s.scale, row_lse[row() + i], row_delta[row() + i]);
+                score_gradient(p.x[i][j], ds.x[i][j], seen, s.scale, row_lse[row() + i], row_delta[row() + i], cap);
             }
         }
         ds.share(shared);
@@ -372,9 +374,9 @@ __device__ __forceinline__ void attention_backward_q(
 }
 
 // Blocks: tiles of keys, those that most queries see first; key heads and slices; sequences. Rows of a tile are keys here.
-template <typename T>
+template <typename T, typename Cap>
 __device__ __forceinline__ void attention_backward_kv(
-    const T* dout, const T* qkv, const float* lse, const float* delta, T* dqkv, const Shape s) {
+    const T* dout, const T* qkv, const float* lse, const float* delta, T* dqkv, const Shape s, Cap cap) {
     __shared__ Shared shared;
     const unsigned start = blockIdx.x * TILE, kv_head = blockIdx.y % s.kv_heads, slice = blockIdx.y / s.kv_heads;
     const unsigned group = s.heads / s.kv_heads;
@@ -393,7 +395,7 @@ __device__ __forceinline__ void attention_backward_kv(
                 const unsigned first = s.first(blockIdx.z, inside);
 #pragma unroll
                 for (unsigned i = 0; i < ROWS; i++) {
-                    score_gradient(p.x[i][j], ds.x[i][j], s.sees(at, first, start + row() + i), s.scale, query_lse, query_delta);
+                    score_gradient(p.x[i][j], ds.x[i][j], s.sees(at, first, start + row() + i), s.scale, query_lse, query_delta, cap);
                 }
             }
             p.share(shared);
@@ -409,22 +411,30 @@ __device__ __forceinline__ void attention_backward_kv(
 #define KERNEL(blocks) extern "C" __global__ void __launch_bounds__(THREADS, blocks)
 #define SIZES unsigned seq_length, unsigned heads, unsigned kv_heads, unsigned head_dim, unsigned window, float scale, unsigned wide
 #define SHAPE Shape{seq_length, heads, kv_heads, head_dim, window, scale, wide, documents}
-// The number of blocks that share a multiprocessor keeps registers in bounds; two sums for keys and values take more.
-#define KERNELS(dtype, T)                                                                                            \
-    KERNEL(2) attention_##dtype(const T* qkv, const int* documents, T* out, float* lse, SIZES) {                     \
-        attention(qkv, out, lse, SHAPE);                                                                             \
+// The number of blocks that share a multiprocessor keeps registers in bounds; two sums for keys and values take more, and so do soft
+// caps.
+#define KERNELS_OF(blocks, name, T, MORE, CAP)                                                                       \
+    KERNEL(blocks) attention##name(const T* qkv, const int* documents, T* out, float* lse, SIZES MORE) {             \
+        attention(qkv, out, lse, SHAPE, CAP);                                                                        \
     }                                                                                                                \
+    KERNEL(blocks) attention_backward_q##name(                                                                       \
+        const T* dout, const T* qkv, const int* documents, const float* lse, const float* delta, T* dqkv,            \
+        SIZES MORE) {                                                                                                \
+        attention_backward_q(dout, qkv, lse, delta, dqkv, SHAPE, CAP);                                               \
+    }                                                                                                                \
+    KERNEL(1) attention_backward_kv##name(                                                                           \
+        const T* dout, const T* qkv, const int* documents, const float* lse, const float* delta, T* dqkv,            \
+        SIZES MORE) {                                                                                                \
+        attention_backward_kv(dout, qkv, lse, delta, dqkv, SHAPE, CAP);                                              \
+    }
+#define NO_MORE
+#define AND_CAP , float cap
+#define KERNELS(dtype, T)                                                                                            \
+    KERNELS_OF(2, _##dtype, T, NO_MORE, AsItIs{})                                                                    \
+    KERNELS_OF(1, _capped_##dtype, T, AND_CAP, SoftCap{cap})                                                         \
     KERNEL(2) attention_delta_##dtype(                                                                               \
         const T* dout, const T* out, float* delta, unsigned rows, unsigned seq_length, unsigned heads, unsigned head_dim) { \
         attention_delta(dout, out, delta, rows, seq_length, heads, head_dim);                                        \
-    }                                                                                                                \
-    KERNEL(2) attention_backward_q_##dtype(                                                                          \
-        const T* dout, const T* qkv, const int* documents, const float* lse, const float* delta, T* dqkv, SIZES) {   \
-        attention_backward_q(dout, qkv, lse, delta, dqkv, SHAPE);                                                    \
-    }                                                                                                                \
-    KERNEL(1) attention_backward_kv_##dtype(                                                                         \
-        const T* dout, const T* qkv, const int* documents, const float* lse, const float* delta, T* dqkv, SIZES) {   \
-        attention_backward_kv(dout, qkv, lse, delta, dqkv, SHAPE);                                                   \
     }
 
 FOR_EACH_FORMAT(KERNELS)

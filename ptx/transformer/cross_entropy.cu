@@ -55,15 +55,18 @@ struct Softmax {
     float max = -INFINITY;
     float sum = 0.0f;
 
-    template <typename V, int COUNT>
-    __device__ __forceinline__ void extend(const V (&batch)[COUNT]) {
+    template <typename V, int COUNT, typename Cap>
+    __device__ __forceinline__ void extend(const V (&batch)[COUNT], Cap cap) {
         float x[COUNT][V::N];
         float top = max;
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
             batch[i].widen(x[i]);
 #pragma unroll
-            for (int lane = 0; lane < V::N; lane++) top = larger(top, x[i][lane]);
+            for (int lane = 0; lane < V::N; lane++) {
+                x[i][lane] = cap(x[i][lane]).value;
+                top = larger(top, x[i][lane]);
+            }
         }
         // As long as all are minus infinity their exponentials are as good as 0, not those of NaN.
         const float base = top == -INFINITY ? 0.0f : top;
@@ -77,28 +80,28 @@ struct Softmax {
     }
 };
 
-template <typename T>
-__device__ __forceinline__ Softmax softmax_of_thread(const T* logits, const Row<T>& row) {
+template <typename T, typename Cap>
+__device__ __forceinline__ Softmax softmax_of_thread(const T* logits, const Row<T>& row, Cap cap) {
     Softmax softmax;
     unsigned v = threadIdx.x;
     for (; v + (BATCH - 1) * THREADS < row.vectors; v += BATCH * THREADS) {
         Vec<T> batch[BATCH];
 #pragma unroll
         for (int i = 0; i < BATCH; i++) batch[i] = Vec<T>::load(logits + row.column(v + i * THREADS));
-        softmax.extend(batch);
+        softmax.extend(batch, cap);
     }
-    for (; v < row.vectors; v += THREADS) softmax.extend({Vec<T>::load(logits + row.column(v))});
-    if (threadIdx.x < row.singles()) softmax.extend({Vec<T, 1>::load(logits + row.single(threadIdx.x))});
+    for (; v < row.vectors; v += THREADS) softmax.extend({Vec<T>::load(logits + row.column(v))}, cap);
+    if (threadIdx.x < row.singles()) softmax.extend({Vec<T, 1>::load(logits + row.single(threadIdx.x))}, cap);
     return softmax;
 }
 
 // One block takes one row.
-template <typename T>
+template <typename T, typename Cap>
 __device__ __forceinline__ void cross_entropy_stats(
-    const T* logits, const int* targets, float* stats, unsigned vocab_start, unsigned cols, unsigned first) {
+    const T* logits, const int* targets, float* stats, unsigned vocab_start, unsigned cols, unsigned first, Cap cap) {
     logits += (size_t)blockIdx.x * cols;
     stats += (size_t)blockIdx.x * 3;
-    const Softmax part = softmax_of_thread(logits, Row<T>(logits, cols));
+    const Softmax part = softmax_of_thread(logits, Row<T>(logits, cols), cap);
     const float old_max = first ? -INFINITY : stats[0];
     const float max = larger(reduce_block<THREADS>(part.max, larger), old_max);
     const float sum = reduce_block<THREADS>(part.sum * exp_exact(part.max - max), [](float a, float b) { return a + b; });
@@ -111,7 +114,7 @@ __device__ __forceinline__ void cross_entropy_stats(
     const bool counts = token >= 0;
     stats[0] = counts ? max : 0.0f;
     stats[1] = counts ? fmaf(old_sum, exp_exact(old_max - max), sum) : 1.0f;
-    stats[2] = !counts ? 0.0f : target < cols ? widen(logits[target]) : old_target;
+    stats[2] = !counts ? 0.0f : target < cols ? cap(widen(logits[target])).value : old_target;
 }
 
 // What turns one row's logits into gradients.
@@ -120,26 +123,27 @@ struct Gradient {
     unsigned target;
 
     // `x` holds the logits from column `start` on.
-    template <int N>
-    __device__ __forceinline__ void apply(float (&x)[N], unsigned start) const {
+    template <int N, typename Cap>
+    __device__ __forceinline__ void apply(float (&x)[N], unsigned start, Cap cap) const {
         const unsigned hit = target - start;
-        float logit = 0.0f;
+        Capped at_target = {0.0f, 0.0f};
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            if (hit == i) logit = x[i];
-            x[i] = exp_exact(x[i] - max) * inv_sum * scale;
+            const Capped logit = cap(x[i]);
+            if (hit == i) at_target = logit;
+            x[i] = exp_exact(logit.value - max) * inv_sum * logit.slope * scale;
         }
         if (hit >= N) return;
-        const float gradient = (exp_exact(logit - max) / sum - 1.0f) * scale;
+        const float gradient = (exp_exact(at_target.value - max) / sum - 1.0f) * at_target.slope * scale;
 #pragma unroll
         for (int i = 0; i < N; i++) x[i] = hit == i ? gradient : x[i];
     }
 };
 
 // The blocks of one `blockIdx.x` take one row.
-template <typename T>
+template <typename T, typename Cap>
 __device__ __forceinline__ void cross_entropy_grad(
-    T* logits, const int* targets, const float* stats, unsigned vocab_start, unsigned cols, float scale) {
+    T* logits, const int* targets, const float* stats, unsigned vocab_start, unsigned cols, float scale, Cap cap) {
     constexpr int N = WIDE<T>;
     logits += (size_t)blockIdx.x * cols;
     stats += (size_t)blockIdx.x * 3;
@@ -153,13 +157,13 @@ __device__ __forceinline__ void cross_entropy_grad(
         T* at = logits + row.column(v);
         float x[N];
         Vec<T>::load(at).widen(x);
-        gradient.apply(x, row.column(v));
+        gradient.apply(x, row.column(v), cap);
         (counts ? Vec<T>::narrow(x) : Vec<T>{}).store(at);
     }
     if (thread < row.singles()) {
         const unsigned column = row.single(thread);
         float x[1] = {widen(logits[column])};
-        gradient.apply(x, column);
+        gradient.apply(x, column, cap);
         logits[column] = narrow<T>(counts ? x[0] : 0.0f);
     }
 }
@@ -183,11 +187,21 @@ extern "C" __global__ void __launch_bounds__(LOSS_THREADS)
 #define KERNELS(dtype, T)                                                                                            \
     KERNEL cross_entropy_stats_##dtype(                                                                              \
         const T* logits, const int* targets, float* stats, unsigned vocab_start, unsigned cols, unsigned first) {    \
-        cross_entropy_stats(logits, targets, stats, vocab_start, cols, first);                                       \
+        cross_entropy_stats(logits, targets, stats, vocab_start, cols, first, AsItIs{});                              \
     }                                                                                                                \
     KERNEL cross_entropy_grad_##dtype(                                                                               \
         T* logits, const int* targets, const float* stats, unsigned vocab_start, unsigned cols, float scale) {       \
-        cross_entropy_grad(logits, targets, stats, vocab_start, cols, scale);                                        \
+        cross_entropy_grad(logits, targets, stats, vocab_start, cols, scale, AsItIs{});                              \
+    }                                                                                                                \
+    KERNEL cross_entropy_stats_capped_##dtype(                                                                       \
+        const T* logits, const int* targets, float* stats, unsigned vocab_start, unsigned cols, unsigned first,      \
+        float cap) {                                                                                                 \
+        cross_entropy_stats(logits, targets, stats, vocab_start, cols, first, SoftCap{cap});                         \
+    }                                                                                                                \
+    KERNEL cross_entropy_grad_capped_##dtype(                                                                        \
+        T* logits, const int* targets, const float* stats, unsigned vocab_start, unsigned cols, float scale,         \
+        float cap) {                                                                                                 \
+        cross_entropy_grad(logits, targets, stats, vocab_start, cols, scale, SoftCap{cap});                          \
     }
 
 FOR_EACH_FORMAT(KERNELS)

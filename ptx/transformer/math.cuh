@@ -22,8 +22,8 @@ __device__ __forceinline__ float max_nan(float a, float b) {
     return c;
 }
 
-// `x` must lie in -104..89 or be NaN.
-__device__ __forceinline__ Exponential reduce_exp(float x) {
+// `x` must lie in -104..89 or be NaN; p is less by 1 here, and precise near 0.
+__device__ __forceinline__ Exponential reduce_exp_m1(float x) {
     const float round = 12582912.0f;
     float shifted = fmaf(x, 1.44269504f, round);
     float n = shifted - round;
@@ -33,7 +33,12 @@ __device__ __forceinline__ Exponential reduce_exp(float x) {
     p = fmaf(p, r, 0.041666556f);
     p = fmaf(p, r, 0.16666576f);
     p = fmaf(p, r, 0.5f);
-    return {fmaf(r * r, p, r) + 1.0f, __float_as_uint(shifted)};
+    return {fmaf(r * r, p, r), __float_as_uint(shifted)};
+}
+
+__device__ __forceinline__ Exponential reduce_exp(float x) {
+    Exponential e = reduce_exp_m1(x);
+    return {e.p + 1.0f, e.shifted};
 }
 
 // e^x; 0 and infinity beyond the range; NaN stays NaN.
@@ -58,6 +63,34 @@ __device__ __forceinline__ float exp_nonpositive(float x) {
     Exponential e = reduce_exp(max_nan(x, -86.0f));
     return e.p * __uint_as_float((e.shifted << 23) + (127u << 23));
 }
+
+// tanh(x); beyond 10 it is 1 to the last bit.
+__device__ __forceinline__ float tanh_exact(float x) {
+    const Exponential reduced = reduce_exp_m1(2.0f * max_nan(min_nan(x, 10.0f), -10.0f));
+    const float power = __uint_as_float((reduced.shifted << 23) + (127u << 23));
+    const float e = fmaf(reduced.p, power, power - 1.0f);
+    return e / (e + 2.0f);
+}
+
+// `x` bent so that it stays between `-cap` and `cap`, and its slope.
+struct Capped {
+    float value, slope;
+};
+
+__device__ __forceinline__ Capped soft_capped(float x, float cap) {
+    const float t = tanh_exact(x / cap);
+    return {cap * t, fmaf(t, -t, 1.0f)};
+}
+
+// Ways to take a number before anything else is done with it.
+struct AsItIs {
+    __device__ __forceinline__ Capped operator()(float x) const { return {x, 1.0f}; }
+};
+
+struct SoftCap {
+    float cap;
+    __device__ __forceinline__ Capped operator()(float x) const { return soft_capped(x, cap); }
+};
 
 // 1 / (1 + e^-x).
 __device__ __forceinline__ float sigmoid(float x) {

@@ -18,6 +18,18 @@ struct Stats {
     float mean, rstd;
 };
 
+// What a stored weight stands for.
+template <bool PLUS_ONE>
+__device__ __forceinline__ float factor(float weight) {
+    return PLUS_ONE ? 1.0f + weight : weight;
+}
+
+template <bool PLUS_ONE, int N>
+__device__ __forceinline__ void to_factors(float (&weights)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) weights[i] = factor<PLUS_ONE>(weights[i]);
+}
+
 template <bool CENTRED>
 __device__ __forceinline__ Stats load_stats(const float* stats, unsigned row) {
     return CENTRED ? Stats{stats[2 * (size_t)row], stats[2 * (size_t)row + 1]} : Stats{0.0f, stats[row]};
@@ -66,7 +78,7 @@ struct RowSums {
     }
 };
 
-template <typename T, bool CENTRED>
+template <typename T, bool CENTRED, bool PLUS_ONE = false>
 __device__ __forceinline__ void norm(
     const T* x, const T* weight, const T* bias, float eps, T* out, float* stats, unsigned cols) {
     constexpr int N = WIDE<T>;
@@ -122,6 +134,7 @@ __device__ __forceinline__ void norm(
         float v[N], w[N], b[N];
         held[k].widen(v);
         held_w[k].widen(w);
+        to_factors<PLUS_ONE>(w);
         if (CENTRED) held_b[k].widen(b);
 #pragma unroll
         for (int i = 0; i < N; i++) v[i] = scaled<CENTRED>(normalised<CENTRED>(v[i], s), w[i], CENTRED ? b[i] : 0.0f);
@@ -130,7 +143,7 @@ __device__ __forceinline__ void norm(
     store_stats<CENTRED>(s, stats, row);
 }
 
-template <typename T, bool CENTRED>
+template <typename T, bool CENTRED, bool PLUS_ONE = false>
 __device__ __forceinline__ void norm_any(
     const T* x, const T* weight, const T* bias, float eps, T* out, float* stats, unsigned cols) {
     __shared__ float shared[2][1][WARP];
@@ -153,14 +166,14 @@ __device__ __forceinline__ void norm_any(
     s.rstd = 1.0f / sqrtf(sum[0] / cols + eps);
     for (unsigned c = threadIdx.x; c < cols; c += blockDim.x) {
         const float b = CENTRED ? widen(bias[c]) : 0.0f;
-        out[c] = narrow<T>(scaled<CENTRED>(normalised<CENTRED>(widen(x[c]), s), widen(weight[c]), b));
+        out[c] = narrow<T>(scaled<CENTRED>(normalised<CENTRED>(widen(x[c]), s), factor<PLUS_ONE>(widen(weight[c])), b));
     }
     store_stats<CENTRED>(s, stats, row);
 }
 
 // Adds the input's gradient to dx. A block takes the rows b, b + gridDim.x, ... and sums the parameters' gradients over
 // them, in that order, into its row of `partials`: [gridDim.x, cols] for the weight, then the same for a bias.
-template <typename T, bool CENTRED>
+template <typename T, bool CENTRED, bool PLUS_ONE = false>
 __device__ __forceinline__ void norm_backward(
     const T* dout, const T* x, const T* weight, const float* stats, T* dx, float* partials, unsigned rows, unsigned cols) {
     constexpr int N = WIDE<T>, VECS = BACKWARD_VECS;
@@ -193,6 +206,7 @@ __device__ __forceinline__ void norm_backward(
             held_d[k].widen(d);
             held_x[k].widen(xhat);
             held_w[k][threadIdx.x].widen(w);
+            to_factors<PLUS_ONE>(w);
 #pragma unroll
             for (int i = 0; i < N; i++) means.add(d[i], w[i], normalised<CENTRED>(xhat[i], s));
         }
@@ -204,6 +218,7 @@ __device__ __forceinline__ void norm_backward(
             held_d[k].widen(d);
             held_x[k].widen(xhat);
             held_w[k][threadIdx.x].widen(w);
+            to_factors<PLUS_ONE>(w);
             held_dx[k].widen(sum);
 #pragma unroll
             for (int i = 0; i < N; i++) {
@@ -233,7 +248,7 @@ __device__ __forceinline__ void norm_backward(
 }
 
 // As above; a thread keeps its columns' sums in `partials` itself.
-template <typename T, bool CENTRED>
+template <typename T, bool CENTRED, bool PLUS_ONE = false>
 __device__ __forceinline__ void norm_backward_any(
     const T* dout, const T* x, const T* weight, const float* stats, T* dx, float* partials, unsigned rows, unsigned cols) {
     __shared__ float shared[2][RowSums<CENTRED>::N][WARP];
@@ -246,14 +261,14 @@ __device__ __forceinline__ void norm_backward_any(
         const Stats s = load_stats<CENTRED>(stats, row);
         RowSums<CENTRED> means;
         for (unsigned c = threadIdx.x; c < cols; c += blockDim.x) {
-            means.add(widen(dout[start + c]), widen(weight[c]), normalised<CENTRED>(widen(x[start + c]), s));
+            means.add(widen(dout[start + c]), factor<PLUS_ONE>(widen(weight[c])), normalised<CENTRED>(widen(x[start + c]), s));
         }
         means.to_means(shared[turn], cols);
         for (unsigned c = threadIdx.x; c < cols; c += blockDim.x) {
             const float d = widen(dout[start + c]), xhat = normalised<CENTRED>(widen(x[start + c]), s);
             weight_sums[c] = fmaf(d, xhat, first ? 0.0f : weight_sums[c]);
             if (CENTRED) bias_sums[c] = (first ? 0.0f : bias_sums[c]) + d;
-            dx[start + c] = narrow<T>(widen(dx[start + c]) + means.gradient(d, widen(weight[c]), xhat, s.rstd));
+            dx[start + c] = narrow<T>(widen(dx[start + c]) + means.gradient(d, factor<PLUS_ONE>(widen(weight[c])), xhat, s.rstd));
         }
     }
 }
@@ -278,5 +293,15 @@ __device__ __forceinline__ void norm_backward_any(
         unsigned cols) {                                                                                                \
         norm_backward##ANY<T, true>(dout, x, weight, stats, dx, partials, rows, cols);                                  \
     }
-#define NORM(NAME, T) NORM_OF(NAME, T, ) NORM_OF(NAME, T, _any)
+#define PLUS_ONE_OF(NAME, T, ANY)                                                                                       \
+    extern "C" __global__ void __launch_bounds__(FORWARD_THREADS) rms_norm_plus_one##ANY##_##NAME(                      \
+        const T* x, const T* weight, float eps, T* out, float* rstd, unsigned cols) {                                   \
+        norm##ANY<T, false, true>(x, weight, nullptr, eps, out, rstd, cols);                                            \
+    }                                                                                                                   \
+    extern "C" __global__ void __launch_bounds__(BACKWARD_THREADS) rms_norm_plus_one_backward##ANY##_##NAME(            \
+        const T* dout, const T* x, const T* weight, const float* rstd, T* dx, float* partials, unsigned rows,           \
+        unsigned cols) {                                                                                                \
+        norm_backward##ANY<T, false, true>(dout, x, weight, rstd, dx, partials, rows, cols);                            \
+    }
+#define NORM(NAME, T) NORM_OF(NAME, T, ) NORM_OF(NAME, T, _any) PLUS_ONE_OF(NAME, T, ) PLUS_ONE_OF(NAME, T, _any)
 FOR_EACH_FORMAT(NORM)

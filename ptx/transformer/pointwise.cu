@@ -82,6 +82,40 @@ __device__ __forceinline__ void swiglu_backward(
 }
 
 template <typename T>
+__device__ __forceinline__ void geglu(const T* gate_up, T* out, unsigned groups, unsigned cols, unsigned wide) {
+    for_each<T>(groups, wide, [=](auto group) {
+        constexpr int N = decltype(group)::N;
+        const T* at = gate_up + group.gate(cols);
+        float gate[N], up[N];
+        load(at, gate);
+        load(at + cols, up);
+#pragma unroll
+        for (int i = 0; i < N; i++) gate[i] = gelu(gate[i]) * up[i];
+        store(out + group.start(), gate);
+    });
+}
+
+template <typename T>
+__device__ __forceinline__ void geglu_backward(
+    const T* dout, const T* gate_up, T* dgate_up, unsigned groups, unsigned cols, unsigned wide) {
+    for_each<T>(groups, wide, [=](auto group) {
+        constexpr int N = decltype(group)::N;
+        const size_t at = group.gate(cols);
+        float dy[N], gate[N], up[N], dgate[N], dup[N];
+        load(dout + group.start(), dy);
+        load(gate_up + at, gate);
+        load(gate_up + at + cols, up);
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            dgate[i] = dy[i] * up[i] * gelu_slope(gate[i]);
+            dup[i] = dy[i] * gelu(gate[i]);
+        }
+        store(dgate_up + at, dgate);
+        store(dgate_up + at + cols, dup);
+    });
+}
+
+template <typename T>
 __device__ __forceinline__ void gelu(const T* in, T* out, unsigned groups, unsigned wide) {
     for_each<T>(groups, wide, [=](auto group) {
         constexpr int N = decltype(group)::N;
@@ -106,6 +140,19 @@ __device__ __forceinline__ void gelu_backward(const T* dout, const T* in, T* din
     });
 }
 
+template <typename T>
+__device__ __forceinline__ void scale_add(const T* in, const T* base, T* out, unsigned groups, float scale, unsigned wide) {
+    for_each<T>(groups, wide, [=](auto group) {
+        constexpr int N = decltype(group)::N;
+        float x[N], sum[N];
+        load(in + group.start(), x);
+        if (base != nullptr) load(base + group.start(), sum);
+#pragma unroll
+        for (int i = 0; i < N; i++) x[i] = base != nullptr ? fmaf(x[i], scale, sum[i]) : x[i] * scale;
+        store(out + group.start(), x);
+    });
+}
+
 #define KERNEL extern "C" __global__ void __launch_bounds__(THREADS)
 #define KERNELS(dtype, T)                                                                                   \
     KERNEL swiglu_##dtype(const T* gate_up, T* out, unsigned groups, unsigned cols, unsigned wide) {        \
@@ -115,9 +162,20 @@ __device__ __forceinline__ void gelu_backward(const T* dout, const T* in, T* din
         const T* dout, const T* gate_up, T* dgate_up, unsigned groups, unsigned cols, unsigned wide) {      \
         swiglu_backward(dout, gate_up, dgate_up, groups, cols, wide);                                       \
     }                                                                                                       \
+    KERNEL geglu_##dtype(const T* gate_up, T* out, unsigned groups, unsigned cols, unsigned wide) {         \
+        geglu(gate_up, out, groups, cols, wide);                                                            \
+    }                                                                                                       \
+    KERNEL geglu_backward_##dtype(                                                                          \
+        const T* dout, const T* gate_up, T* dgate_up, unsigned groups, unsigned cols, unsigned wide) {      \
+        geglu_backward(dout, gate_up, dgate_up, groups, cols, wide);                                        \
+    }                                                                                                       \
     KERNEL gelu_##dtype(const T* in, T* out, unsigned groups, unsigned wide) { gelu(in, out, groups, wide); } \
     KERNEL gelu_backward_##dtype(const T* dout, const T* in, T* din, unsigned groups, unsigned wide) {      \
         gelu_backward(dout, in, din, groups, wide);                                                         \
+    }                                                                                                       \
+    KERNEL scale_add_##dtype(                                                                               \
+        const T* in, const T* base, T* out, unsigned groups, float scale, unsigned wide) {                  \
+        scale_add(in, base, out, groups, scale, wide);                                                      \
     }
 
 FOR_EACH_FORMAT(KERNELS)

@@ -11,13 +11,19 @@ constexpr int ROPE_HEADS = 4;
 // Longest head in registers, and so in a warp's vectors.
 constexpr unsigned HEAD_MAX = HEAD_VECS * WARP * WIDE<bf16>;
 
+// What a stored weight stands for.
+template <bool PLUS_ONE>
+__device__ __forceinline__ float factor(float weight) {
+    return PLUS_ONE ? 1.0f + weight : weight;
+}
+
 __device__ __forceinline__ float rms_gradient(float dweighted, float xhat, float rstd, float mean) {
     return rstd * fmaf(xhat, -mean, dweighted);
 }
 
 // 2^lanes_log2 lanes take a head, HEAD_VECS vectors each, lane l the vectors l, l + lanes, ...
 // Reads and writes qkv once: 16384 tokens of 48 heads of 128 in bf16 are 403 MB, 94 us at 4.3 TB/s.
-template <typename T>
+template <typename T, bool PLUS_ONE>
 __device__ __forceinline__ void qk_norm(
     const T* qkv, const T* q_weight, const T* k_weight, float eps, T* out, float* rstd, unsigned all_heads, unsigned heads,
     unsigned normed, unsigned per_token, unsigned head_dim, unsigned lanes_log2) {
@@ -53,7 +59,7 @@ __device__ __forceinline__ void qk_norm(
             held[k].widen(x);
             Vec<T>::load(weight + col(k)).widen(w);
 #pragma unroll
-            for (int i = 0; i < N; i++) x[i] = x[i] * scale * w[i];
+            for (int i = 0; i < N; i++) x[i] = x[i] * scale * factor<PLUS_ONE>(w[i]);
             held[k] = Vec<T>::narrow(x);
         }
         held[k].store(out + start + col(k));
@@ -62,7 +68,7 @@ __device__ __forceinline__ void qk_norm(
 }
 
 // A warp takes a head.
-template <typename T>
+template <typename T, bool PLUS_ONE>
 __device__ __forceinline__ void qk_norm_any(
     const T* qkv, const T* q_weight, const T* k_weight, float eps, T* out, float* rstd, unsigned all_heads, unsigned heads,
     unsigned normed, unsigned per_token, unsigned head_dim) {
@@ -79,7 +85,7 @@ __device__ __forceinline__ void qk_norm_any(
     for (unsigned c = lane; c < head_dim; c += WARP) sum = fmaf(widen(qkv[c]), widen(qkv[c]), sum);
     const float scale = 1.0f / sqrtf(warp_sum(sum) / head_dim + eps);
     const T* weight = head < heads ? q_weight : k_weight;
-    for (unsigned c = lane; c < head_dim; c += WARP) out[c] = narrow<T>(widen(qkv[c]) * scale * widen(weight[c]));
+    for (unsigned c = lane; c < head_dim; c += WARP) out[c] = narrow<T>(widen(qkv[c]) * scale * factor<PLUS_ONE>(widen(weight[c])));
     if (lane == 0) rstd[(size_t)token * normed + head] = scale;
 }
 
@@ -87,7 +93,7 @@ __device__ __forceinline__ void qk_norm_any(
 // a block's sums of the weight's gradient go to its row of partials [gridDim.x, head_dim]. Lanes as in qk_norm; a block's
 // groups of lanes take the heads in turn. Reads dqkv and qkv and writes dqkv once: 32 heads of 128 and 16384 tokens in
 // bf16 are 403 MB, 94 us at 4.3 TB/s.
-template <typename T>
+template <typename T, bool PLUS_ONE>
 __device__ __forceinline__ void qk_norm_backward(
     T* dqkv, const T* qkv, const T* weight, const float* rstd, float* partials, unsigned tokens, unsigned first, unsigned count,
     unsigned normed, unsigned per_token, unsigned head_dim, unsigned lanes_log2) {
@@ -118,7 +124,7 @@ __device__ __forceinline__ void qk_norm_backward(
             held_x[k].widen(x);
             Vec<T>::load(weight + col(k)).widen(w);
 #pragma unroll
-            for (int i = 0; i < N; i++) sum = fmaf(d[i] * w[i], x[i] * scale, sum);
+            for (int i = 0; i < N; i++) sum = fmaf(d[i] * factor<PLUS_ONE>(w[i]), x[i] * scale, sum);
         }
         const float mean = warp_sum(sum, lanes) / head_dim;
 #pragma unroll
@@ -132,7 +138,7 @@ __device__ __forceinline__ void qk_norm_backward(
             for (int i = 0; i < N; i++) {
                 const float xhat = x[i] * scale;
                 sums[k][i] = fmaf(d[i], xhat, sums[k][i]);
-                d[i] = rms_gradient(d[i] * w[i], xhat, scale, mean);
+                d[i] = rms_gradient(d[i] * factor<PLUS_ONE>(w[i]), xhat, scale, mean);
             }
             Vec<T>::narrow(d).store(dqkv + start + col(k));
         }
@@ -159,7 +165,7 @@ __device__ __forceinline__ void qk_norm_backward(
 }
 
 // As above; a warp takes a head and keeps its sums in its own row of partials [gridDim.x * HEAD_WARPS, head_dim].
-template <typename T>
+template <typename T, bool PLUS_ONE>
 __device__ __forceinline__ void qk_norm_backward_any(
     T* dqkv, const T* qkv, const T* weight, const float* rstd, float* partials, unsigned tokens, unsigned first, unsigned count,
     unsigned normed, unsigned per_token, unsigned head_dim) {
@@ -173,13 +179,13 @@ __device__ __forceinline__ void qk_norm_backward_any(
         const float scale = rstd[(size_t)token * normed + head];
         float sum = 0.0f;
         for (unsigned c = lane; c < head_dim; c += WARP) {
-            sum = fmaf(widen(dqkv[start + c]) * widen(weight[c]), widen(qkv[start + c]) * scale, sum);
+            sum = fmaf(widen(dqkv[start + c]) * factor<PLUS_ONE>(widen(weight[c])), widen(qkv[start + c]) * scale, sum);
         }
         const float mean = warp_sum(sum) / head_dim;
         for (unsigned c = lane; c < head_dim; c += WARP) {
             const float d = widen(dqkv[start + c]), xhat = widen(qkv[start + c]) * scale;
             sums[c] = fmaf(d, xhat, sums[c]);
-            dqkv[start + c] = narrow<T>(rms_gradient(d * widen(weight[c]), xhat, scale, mean));
+            dqkv[start + c] = narrow<T>(rms_gradient(d * factor<PLUS_ONE>(widen(weight[c])), xhat, scale, mean));
         }
     }
 }
@@ -242,34 +248,128 @@ __device__ __forceinline__ void rope(
     }
 }
 
+// As `rope`, for pairs of neighbouring channels: a thread rotates one pair in ROPE_HEADS heads, and a pair may lie at any address.
+template <typename T>
+__device__ __forceinline__ void rope_neighbours(
+    T* qkv, const int* positions, const float* table, unsigned tokens, unsigned heads, unsigned per_token, unsigned head_dim,
+    unsigned half, unsigned groups, bool inverse) {
+    const unsigned index = blockIdx.x * blockDim.x + threadIdx.x, slot = index / half, pair = index - slot * half;
+    const unsigned token = slot / groups, group = slot - token * groups;
+    if (token >= tokens) return;
+    float angle[2];
+    load_angles<1>(table + ((size_t)positions[token] * half + pair) * 2, angle);
+    const float cos = angle[0], sin = inverse ? -angle[1] : angle[1];
+    T* row = qkv + (size_t)token * per_token * head_dim + 2 * pair;
+#pragma unroll
+    for (int k = 0; k < ROPE_HEADS; k++) {
+        const unsigned head = group + k * groups;
+        if (head >= heads) break;
+        T* at = row + head * head_dim;
+        const float x = widen(at[0]), y = widen(at[1]);
+        at[0] = narrow<T>(fmaf(x, cos, -(y * sin)));
+        at[1] = narrow<T>(fmaf(y, cos, x * sin));
+    }
+}
+
+// Norms whose span is all queries of a token, or all its keys: block (token, 0) takes the queries, (token, 1) the keys, and (token, 2)
+// copies the values.
+template <typename T, bool PLUS_ONE>
+__device__ __forceinline__ void qk_norm_whole(
+    const T* qkv, const T* q_weight, const T* k_weight, float eps, T* out, float* rstd, unsigned q_cols, unsigned k_cols) {
+    __shared__ float shared[1][WARP];
+    const unsigned token = blockIdx.x, part = blockIdx.y, cols = part == 0 ? q_cols : k_cols;
+    const size_t start = (size_t)token * (q_cols + 2 * k_cols) + (part > 0 ? q_cols : 0) + (part > 1 ? k_cols : 0);
+    qkv += start;
+    out += start;
+    if (part == 2) {
+        for (unsigned c = threadIdx.x; c < cols; c += blockDim.x) out[c] = qkv[c];
+        return;
+    }
+    float sum[1] = {0.0f};
+    for (unsigned c = threadIdx.x; c < cols; c += blockDim.x) sum[0] = fmaf(widen(qkv[c]), widen(qkv[c]), sum[0]);
+    block_sum(sum, shared);
+    const float scale = 1.0f / sqrtf(sum[0] / cols + eps);
+    const T* weight = part == 0 ? q_weight : k_weight;
+    for (unsigned c = threadIdx.x; c < cols; c += blockDim.x) out[c] = narrow<T>(widen(qkv[c]) * scale * factor<PLUS_ONE>(widen(weight[c])));
+    if (threadIdx.x == 0) rstd[2 * (size_t)token + part] = scale;
+}
+
+// Columns [first, first + cols) of every token, the span `part` of it: dqkv becomes the gradient of the norm's input. A block takes the
+// tokens b, b + gridDim.x, ... and sums the weight's gradient over them, in that order, into its row of partials [gridDim.x, cols].
+template <typename T, bool PLUS_ONE>
+__device__ __forceinline__ void qk_norm_whole_backward(
+    T* dqkv, const T* qkv, const T* weight, const float* rstd, float* partials, unsigned tokens, unsigned first, unsigned cols,
+    unsigned per_token, unsigned part) {
+    __shared__ float shared[2][1][WARP];
+    float* sums = partials + (size_t)blockIdx.x * cols;
+    unsigned turn = 0;
+    for (unsigned token = blockIdx.x; token < tokens; token += gridDim.x, turn ^= 1) {
+        T* d = dqkv + (size_t)token * per_token + first;
+        const T* x = qkv + (size_t)token * per_token + first;
+        const float scale = rstd[2 * (size_t)token + part];
+        float sum[1] = {0.0f};
+        for (unsigned c = threadIdx.x; c < cols; c += blockDim.x) {
+            sum[0] = fmaf(widen(d[c]) * factor<PLUS_ONE>(widen(weight[c])), widen(x[c]) * scale, sum[0]);
+        }
+        block_sum(sum, shared[turn]);
+        const float mean = sum[0] / cols;
+        for (unsigned c = threadIdx.x; c < cols; c += blockDim.x) {
+            const float dout = widen(d[c]), xhat = widen(x[c]) * scale;
+            sums[c] = fmaf(dout, xhat, token == blockIdx.x ? 0.0f : sums[c]);
+            d[c] = narrow<T>(rms_gradient(dout * factor<PLUS_ONE>(widen(weight[c])), xhat, scale, mean));
+        }
+    }
+}
+
 #define ROPE_OF(NAME, T, N)                                                                                             \
     extern "C" __global__ void __launch_bounds__(256) rope##NAME(                                                       \
         T* qkv, const int* positions, const float* table, unsigned tokens, unsigned heads, unsigned per_token,          \
         unsigned head_dim, unsigned half, unsigned groups, unsigned inverse) {                                          \
         rope<T, N>(qkv, positions, table, tokens, heads, per_token, head_dim, half, groups, inverse != 0);              \
     }
+#define QK_NORM_OF(KIND, NAME, T, PLUS_ONE)                                                                             \
+    extern "C" __global__ void __launch_bounds__(WARP * HEAD_WARPS) qk_norm##KIND##_##NAME(                             \
+        const T* qkv, const T* q_weight, const T* k_weight, float eps, T* out, float* rstd, unsigned all_heads,         \
+        unsigned heads, unsigned normed, unsigned per_token, unsigned head_dim, unsigned lanes_log2) {                  \
+        qk_norm<T, PLUS_ONE>(                                                                                           \
+            qkv, q_weight, k_weight, eps, out, rstd, all_heads, heads, normed, per_token, head_dim, lanes_log2);        \
+    }                                                                                                                   \
+    extern "C" __global__ void __launch_bounds__(WARP * HEAD_WARPS) qk_norm##KIND##_any_##NAME(                         \
+        const T* qkv, const T* q_weight, const T* k_weight, float eps, T* out, float* rstd, unsigned all_heads,         \
+        unsigned heads, unsigned normed, unsigned per_token, unsigned head_dim) {                                       \
+        qk_norm_any<T, PLUS_ONE>(                                                                                       \
+            qkv, q_weight, k_weight, eps, out, rstd, all_heads, heads, normed, per_token, head_dim);                    \
+    }                                                                                                                   \
+    extern "C" __global__ void __launch_bounds__(WARP * HEAD_WARPS) qk_norm##KIND##_backward_##NAME(                    \
+        T* dqkv, const T* qkv, const T* weight, const float* rstd, float* partials, unsigned tokens, unsigned first,    \
+        unsigned count, unsigned normed, unsigned per_token, unsigned head_dim, unsigned lanes_log2) {                  \
+        qk_norm_backward<T, PLUS_ONE>(                                                                                  \
+            dqkv, qkv, weight, rstd, partials, tokens, first, count, normed, per_token, head_dim, lanes_log2);          \
+    }                                                                                                                   \
+    extern "C" __global__ void __launch_bounds__(WARP * HEAD_WARPS) qk_norm##KIND##_backward_any_##NAME(                \
+        T* dqkv, const T* qkv, const T* weight, const float* rstd, float* partials, unsigned tokens, unsigned first,    \
+        unsigned count, unsigned normed, unsigned per_token, unsigned head_dim) {                                       \
+        qk_norm_backward_any<T, PLUS_ONE>(                                                                              \
+            dqkv, qkv, weight, rstd, partials, tokens, first, count, normed, per_token, head_dim);                      \
+    }                                                                                                                   \
+    extern "C" __global__ void __launch_bounds__(256) qk_norm##KIND##_whole_##NAME(                                     \
+        const T* qkv, const T* q_weight, const T* k_weight, float eps, T* out, float* rstd, unsigned q_cols,            \
+        unsigned k_cols) {                                                                                              \
+        qk_norm_whole<T, PLUS_ONE>(qkv, q_weight, k_weight, eps, out, rstd, q_cols, k_cols);                            \
+    }                                                                                                                   \
+    extern "C" __global__ void __launch_bounds__(256) qk_norm##KIND##_whole_backward_##NAME(                            \
+        T* dqkv, const T* qkv, const T* weight, const float* rstd, float* partials, unsigned tokens, unsigned first,    \
+        unsigned cols, unsigned per_token, unsigned part) {                                                             \
+        qk_norm_whole_backward<T, PLUS_ONE>(dqkv, qkv, weight, rstd, partials, tokens, first, cols, per_token, part);   \
+    }
 #define ROPE(NAME, T)                                                                                                   \
     ROPE_OF(_##NAME, T, WIDE<T>)                                                                                        \
     ROPE_OF(_any_##NAME, T, 1)                                                                                          \
-    extern "C" __global__ void __launch_bounds__(WARP * HEAD_WARPS) qk_norm_##NAME(                                     \
-        const T* qkv, const T* q_weight, const T* k_weight, float eps, T* out, float* rstd, unsigned all_heads,         \
-        unsigned heads, unsigned normed, unsigned per_token, unsigned head_dim, unsigned lanes_log2) {                  \
-        qk_norm<T>(qkv, q_weight, k_weight, eps, out, rstd, all_heads, heads, normed, per_token, head_dim, lanes_log2); \
-    }                                                                                                                   \
-    extern "C" __global__ void __launch_bounds__(WARP * HEAD_WARPS) qk_norm_any_##NAME(                                 \
-        const T* qkv, const T* q_weight, const T* k_weight, float eps, T* out, float* rstd, unsigned all_heads,         \
-        unsigned heads, unsigned normed, unsigned per_token, unsigned head_dim) {                                       \
-        qk_norm_any<T>(qkv, q_weight, k_weight, eps, out, rstd, all_heads, heads, normed, per_token, head_dim);         \
-    }                                                                                                                   \
-    extern "C" __global__ void __launch_bounds__(WARP * HEAD_WARPS) qk_norm_backward_##NAME(                            \
-        T* dqkv, const T* qkv, const T* weight, const float* rstd, float* partials, unsigned tokens, unsigned first,    \
-        unsigned count, unsigned normed, unsigned per_token, unsigned head_dim, unsigned lanes_log2) {                  \
-        qk_norm_backward<T>(                                                                                            \
-            dqkv, qkv, weight, rstd, partials, tokens, first, count, normed, per_token, head_dim, lanes_log2);          \
-    }                                                                                                                   \
-    extern "C" __global__ void __launch_bounds__(WARP * HEAD_WARPS) qk_norm_backward_any_##NAME(                        \
-        T* dqkv, const T* qkv, const T* weight, const float* rstd, float* partials, unsigned tokens, unsigned first,    \
-        unsigned count, unsigned normed, unsigned per_token, unsigned head_dim) {                                       \
-        qk_norm_backward_any<T>(dqkv, qkv, weight, rstd, partials, tokens, first, count, normed, per_token, head_dim);  \
+    QK_NORM_OF(, NAME, T, false)                                                                                        \
+    QK_NORM_OF(_plus_one, NAME, T, true)                                                                                \
+    extern "C" __global__ void __launch_bounds__(256) rope_neighbours_##NAME(                                           \
+        T* qkv, const int* positions, const float* table, unsigned tokens, unsigned heads, unsigned per_token,          \
+        unsigned head_dim, unsigned half, unsigned groups, unsigned inverse) {                                          \
+        rope_neighbours<T>(qkv, positions, table, tokens, heads, per_token, head_dim, half, groups, inverse != 0);      \
     }
 FOR_EACH_FORMAT(ROPE)

@@ -31,7 +31,7 @@ pub use kernels::embed::{Embed, EmbedBackward};
 pub use kernels::experts::{ClampedSwiglu, ExpertActivation, ExpertBackward, ExpertBias, ExpertBiasDot};
 pub use kernels::grouped::{GroupedMatmul, GroupedShape, SegmentSums};
 pub use kernels::norm::{LayerNorm, LayerNormBackward, RmsNorm, RmsNormBackward};
-pub use kernels::pointwise::{Gelu, GeluBackward, Swiglu, SwigluBackward};
+pub use kernels::pointwise::{Geglu, GegluBackward, Gelu, GeluBackward, ScaleAdd, Swiglu, SwigluBackward};
 pub(crate) use kernels::product::ProductAlgorithm;
 pub use kernels::product::{BiasBackward, Matmul, MatmulLayout, MatmulShape};
 pub use kernels::rope::{QkNorm, QkNormBackward, Rope};

@@ -153,6 +153,9 @@ impl<D: Kernels> Engine<D> {
         self.dev.launch(Cast { stream: Stream::Compute, src: out, dst: wide })?;
         let mut values = vec![0.0; elems];
         self.memory.bounce.download((&mut self.dev, &mut self.host), wide, bytemuck::cast_slice_mut(&mut values))?;
+        if let Some(cap) = self.model.shape.logit_softcap {
+            values.iter_mut().for_each(|x| *x = cap * libm::tanhf(*x / cap));
+        }
         Ok(values)
     }
 }

@@ -192,7 +192,11 @@ impl ActivationPlan {
         A: FnMut(&'static str, usize, Dtype) -> Result<DeviceSlice>,
     {
         let (channels, qk_norm) = (|_: &LayerShape| self.shape.channels, self.shape.widest(|layer| layer.attn.qk_stats_cols()) > 0);
-        let norm_stats = |layer: &LayerShape| stats_cols(layer.norm);
+        let when = |present: bool, cols: usize| if present { cols } else { 0 };
+        let normed = |layer: &LayerShape| when(layer.pre_norm, self.shape.channels);
+        let normed_stats = |layer: &LayerShape| when(layer.pre_norm, stats_cols(layer.norm));
+        let raw = |layer: &LayerShape| when(layer.post_norm(), self.shape.channels);
+        let raw_stats = |layer: &LayerShape| when(layer.post_norm(), stats_cols(layer.norm));
         let (inputs, costly, cheap) = (self.input_parts(), self.parts(LayerPolicy::keeps_costly), self.parts(LayerPolicy::keeps_cheap));
         let mut each = |name, parts, cols: &dyn Fn(&LayerShape) -> usize, dtype| {
             let cols = self.shape.layers.iter().map(cols).collect();
@@ -200,35 +204,39 @@ impl ActivationPlan {
         };
         let (dtype, fp32) = (self.dtype, Dtype::Float32);
         let input = each("layers.input", &inputs, &channels, dtype)?;
-        let attn_norm_out = each("layers.attn_norm_out", &cheap, &channels, dtype)?;
-        let attn_norm_stats = each("layers.attn_norm_stats", &costly, &norm_stats, fp32)?;
+        let attn_norm_out = each("layers.attn_norm_out", &cheap, &normed, dtype)?;
+        let attn_norm_stats = each("layers.attn_norm_stats", &costly, &normed_stats, fp32)?;
         let qkv_raw = each("layers.qkv_raw", &costly, &|layer| layer.attn.qk_norm.map_or(0, |_| layer.attn.qkv_cols()), dtype)?;
         let qk_rstd = each("layers.qk_rstd", &costly, &|layer| layer.attn.qk_stats_cols(), fp32)?;
         let qkv = each("layers.qkv", if qk_norm { &cheap } else { &costly }, &|layer| layer.attn.qkv_cols(), dtype)?;
         let attn_out = each("layers.attn_out", &costly, &|layer| layer.attn.out_cols(), dtype)?;
         let lse = each("layers.lse", &costly, &|layer| layer.attn.heads, fp32)?;
+        let attn_raw = each("layers.attn_raw", &costly, &raw, dtype)?;
+        let attn_raw_stats = each("layers.attn_raw_stats", &costly, &raw_stats, fp32)?;
         let mid = each("layers.mid", &costly, &channels, dtype)?;
-        let mlp_norm_out = each("layers.mlp_norm_out", &cheap, &channels, dtype)?;
-        let mlp_norm_stats = each("layers.mlp_norm_stats", &costly, &norm_stats, fp32)?;
+        let mlp_norm_out = each("layers.mlp_norm_out", &cheap, &normed, dtype)?;
+        let mlp_norm_stats = each("layers.mlp_norm_stats", &costly, &normed_stats, fp32)?;
         let mlp_in = each("layers.mlp_in", &costly, &|layer| layer.mlp_cols().0, dtype)?;
         let mlp_act = each("layers.mlp_act", &cheap, &|layer| layer.mlp_cols().1, dtype)?;
+        let mlp_raw = each("layers.mlp_raw", &costly, &raw, dtype)?;
+        let mlp_raw_stats = each("layers.mlp_raw_stats", &costly, &raw_stats, fp32)?;
         let last_sharing = self.policies.iter().rposition(|policy| *policy != LayerPolicy::Keep);
         let layer = |l: usize, policy: LayerPolicy| LayerActivations {
             policy,
             intact: Some(l) == last_sharing,
             input: input.at(l),
             host_input: None,
-            attn_norm_out: attn_norm_out.at(l),
-            attn_norm_stats: attn_norm_stats.at(l),
+            attn_norm: NormActivations { out: attn_norm_out.at(l), stats: attn_norm_stats.at(l) },
             qk_norm: self.shape.layers[l].attn.qk_norm.map(|_| QkNormActivations { raw: qkv_raw.at(l), rstd: qk_rstd.at(l) }),
             qkv: qkv.at(l),
             attn_out: attn_out.at(l),
             lse: lse.at(l),
+            post_attn: RawActivations { raw: attn_raw.at(l), stats: attn_raw_stats.at(l) },
             mid: mid.at(l),
-            mlp_norm_out: mlp_norm_out.at(l),
-            mlp_norm_stats: mlp_norm_stats.at(l),
+            mlp_norm: NormActivations { out: mlp_norm_out.at(l), stats: mlp_norm_stats.at(l) },
             mlp_in: mlp_in.at(l),
             mlp_act: mlp_act.at(l),
+            post_mlp: RawActivations { raw: mlp_raw.at(l), stats: mlp_raw_stats.at(l) },
         };
         Ok(self.policies.iter().enumerate().map(|(l, policy)| layer(l, *policy)).collect())
     }
@@ -308,20 +316,34 @@ pub(super) struct LayerActivations {
     pub input: DeviceSlice,
     /// How the input leaves and returns, for [`LayerPolicy::Host`].
     pub(crate) host_input: Option<HostInput>,
-    pub(crate) attn_norm_out: DeviceSlice,
-    pub(crate) attn_norm_stats: DeviceSlice,
+    pub(crate) attn_norm: NormActivations,
     pub qk_norm: Option<QkNormActivations>,
     /// Normalised and rotated.
     pub qkv: DeviceSlice,
     pub(crate) attn_out: DeviceSlice,
     /// `[batch, heads, seq_length]`
     pub lse: DeviceSlice,
+    pub(crate) post_attn: RawActivations,
     /// Residual stream after attention.
     pub(crate) mid: DeviceSlice,
-    pub(crate) mlp_norm_out: DeviceSlice,
-    pub(crate) mlp_norm_stats: DeviceSlice,
+    pub(crate) mlp_norm: NormActivations,
     pub(crate) mlp_in: DeviceSlice,
     pub(crate) mlp_act: DeviceSlice,
+    pub(crate) post_mlp: RawActivations,
+}
+
+/// What the norm before attention or an MLP makes; without elements where there is none.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct NormActivations {
+    pub out: DeviceSlice,
+    pub stats: DeviceSlice,
+}
+
+/// What enters the norm behind attention or an MLP, and its statistics; without elements where there is none.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct RawActivations {
+    pub raw: DeviceSlice,
+    pub stats: DeviceSlice,
 }
 
 /// The projections before the norm of queries and keys, and its statistics.

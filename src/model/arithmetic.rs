@@ -1,6 +1,6 @@
 //! What of a shape decides how numbers come about: recorded in checkpoints, so that nobody goes on under another model unawares.
 
-use super::layer_shape::{Act, Attn, Ffn, LayerShape, Mlp, NormKind, NormSpec, QkSpan};
+use super::layer_shape::{Act, Attn, Ffn, Join, LayerShape, Mlp, NormKind, NormSpec, QkSpan};
 use super::shape::{ModelShape, RopeScaling};
 use serde_json::{Map, Value, json};
 
@@ -15,6 +15,9 @@ impl ModelShape {
             channels,
             max_positions,
             learned_positions,
+            embed_scale,
+            logit_scale,
+            logit_softcap,
             ropes: _,
             layers,
             final_norm: _,
@@ -28,6 +31,10 @@ impl ModelShape {
             ("num_hidden_layers", json!(layers.len())),
             ("learned_positions", json!(learned_positions.then_some(max_positions))),
             ("tie_word_embeddings", json!(tied)),
+            ("embedding_scale", shortest(embed_scale.factor)),
+            ("embedding_scale_rounded", json!(embed_scale.rounded)),
+            ("logit_scale", shortest(*logit_scale)),
+            ("logit_softcap", json!(logit_softcap.map(shortest))),
         ];
         let mut record: Map<String, Value> = fields.into_iter().map(|(name, value)| (name.to_string(), value)).collect();
         record.extend(joined(&layers.iter().map(|layer| self.layer_arithmetic(layer)).collect::<Vec<_>>()));
@@ -36,9 +43,9 @@ impl ModelShape {
     }
 
     fn layer_arithmetic(&self, layer: &LayerShape) -> Vec<(&'static str, Value)> {
-        let LayerShape { attn, mlp: Mlp::Dense(Ffn { width, act, bias }), norm: NormSpec { kind, eps } } = *layer;
-        let Attn { heads, kv_heads, head_dim, qkv_bias, out_bias, qk_norm, rope, window: _, scale } = attn;
-        let rope = rope.map(|rope| self.ropes[rope]);
+        let LayerShape { attn, mlp: Mlp::Dense(Ffn { width, act, bias }), norm: NormSpec { kind, plus_one, eps }, pre_norm, join } = *layer;
+        let Attn { heads, kv_heads, head_dim, qkv_bias, out_bias, qk_norm, rope, window: _, scale, softcap } = attn;
+        let rope = rope.map(|rope| &self.ropes[rope]);
         vec![
             ("num_attention_heads", json!(heads)),
             ("num_key_value_heads", json!(kv_heads)),
@@ -46,15 +53,21 @@ impl ModelShape {
             ("intermediate_size", json!(width)),
             ("norm", norm_name(kind).into()),
             ("norm_eps", shortest(eps)),
+            ("norm_plus_one", json!(plus_one)),
+            ("pre_norm", json!(pre_norm)),
+            ("join", join_name(join)),
             ("mlp", act_name(act).into()),
             ("rope_theta", json!(rope.map(|rope| rope.theta))),
             ("rotary_dim", json!(rope.map(|rope| rope.rotary_dim))),
-            ("rope_scaling", rope.map_or(Value::Null, |rope| scaling(rope.scaling))),
+            ("rope_interleaved", json!(rope.map(|rope| rope.interleaved))),
+            ("rope_scaling", rope.map_or(Value::Null, |rope| scaling(&rope.scaling))),
+            ("rope_attention_factor", rope.map_or(Value::Null, |rope| shortest(rope.attention_factor))),
             ("qkv_bias", json!(qkv_bias)),
             ("attention_out_bias", json!(out_bias)),
             ("mlp_bias", json!(bias)),
             ("qk_norm", span(qk_norm)),
             ("attention_scale", shortest(scale)),
+            ("attention_softcap", json!(softcap.map(shortest))),
         ]
     }
 }
@@ -74,9 +87,18 @@ fn norm_name(norm: NormKind) -> &'static str {
     }
 }
 
+fn join_name(join: Join) -> Value {
+    match join {
+        Join::Add => json!("add"),
+        Join::Scale(factor) => json!({"scale": shortest(factor)}),
+        Join::Norm => json!("norm"),
+    }
+}
+
 fn act_name(act: Act) -> &'static str {
     match act {
         Act::Swiglu => "swiglu",
+        Act::Geglu => "geglu",
         Act::GeluTanh => "gelu_tanh",
     }
 }
@@ -86,16 +108,22 @@ fn span(qk_norm: Option<QkSpan>) -> Value {
     match qk_norm {
         None => json!(false),
         Some(QkSpan::Head) => json!(true),
+        Some(QkSpan::Whole) => json!("whole"),
     }
 }
 
-fn scaling(scaling: RopeScaling) -> Value {
+fn scaling(scaling: &RopeScaling) -> Value {
     match scaling {
         RopeScaling::Default => json!("none"),
         RopeScaling::Linear { factor } => json!({"linear": factor}),
         RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_positions } => {
             json!({"llama3": [factor, low_freq_factor, high_freq_factor, original_max_positions]})
         }
+        RopeScaling::Yarn { factor, beta_fast, beta_slow, truncate, original_max_positions } => {
+            json!({"yarn": [factor, beta_fast, beta_slow, truncate, original_max_positions]})
+        }
+        RopeScaling::Long { short, long, original_max_positions } => json!({"longrope": [short, long, original_max_positions]}),
+        RopeScaling::Dynamic { factor, max_positions } => json!({"dynamic": [factor, max_positions]}),
     }
 }
 
@@ -132,8 +160,17 @@ mod tests {
         assert_eq!(all(|l| l.norm.kind = NormKind::Layer), ["norm"]);
         assert_eq!(all(|LayerShape { mlp: Mlp::Dense(ffn), .. }| ffn.act = Act::GeluTanh), ["mlp"]);
         assert_eq!(all(|l| l.attn.qk_norm = Some(QkSpan::Head)), ["qk_norm"]);
+        assert_eq!(all(|l| l.attn.qk_norm = Some(QkSpan::Whole)), ["qk_norm"]);
+        assert_eq!(all(|l| l.join = Join::Scale(0.5)), ["join"]);
+        assert_eq!(all(|l| l.pre_norm = false), ["pre_norm"]);
+        assert_eq!(changed(|s| s.logit_scale = 0.5), ["logit_scale"]);
+        assert_eq!(changed(|s| s.embed_scale.factor = 0.5), ["embedding_scale"]);
+        assert_eq!(changed(|s| s.ropes[0].interleaved = true), ["rope_interleaved"]);
+        assert_eq!(changed(|s| s.logit_softcap = Some(30.0)), ["logit_softcap"]);
+        assert_eq!(all(|l| l.attn.softcap = Some(50.0)), ["attention_softcap"]);
+        assert_eq!(all(|l| l.norm.plus_one = true), ["norm_plus_one"]);
         assert_eq!(changed(|s| s.tied = false), ["tie_word_embeddings"]);
-        assert_eq!(all(|l| l.attn.rope = None), ["rope_theta", "rotary_dim", "rope_scaling"]);
+        assert_eq!(all(|l| l.attn.rope = None), ["rope_theta", "rotary_dim", "rope_interleaved", "rope_scaling", "rope_attention_factor"]);
         assert_eq!(changed(|s| s.learned_positions = true), ["learned_positions"]);
         assert_eq!(changed(|s| s.init_std = 1.0), [""; 0]);
         assert_eq!(changed(|s| s.max_positions = 9), [""; 0], "only a limit where positions rotate");

@@ -2,12 +2,14 @@
 //! a branch adds its part when it joins, which is at the norm that it started with.
 
 use super::Model;
-use super::layer_shape::{Act, Mlp};
+use super::activations::{Activations, NormActivations, RawActivations};
+use super::forward::scale;
+use super::layer_shape::{Act, Join, Mlp, NormSpec};
 use super::params::{LinearParams, NormParams};
 use super::tensors::Module;
 use crate::device::{
-    AttentionBackward, BiasBackward, DeviceSlice, EmbedBackward, GeluBackward, Kernels, LayerNormBackward, Matmul, MatmulLayout,
-    MatmulShape, QkNormBackward, RmsNormBackward, SwigluBackward, Zero,
+    AttentionBackward, BiasBackward, DeviceSlice, EmbedBackward, GegluBackward, GeluBackward, Kernels, LayerNormBackward, Matmul,
+    MatmulLayout, MatmulShape, QkNormBackward, RmsNormBackward, ScaleAdd, SwigluBackward, Zero,
 };
 use crate::error::Result;
 
@@ -24,8 +26,16 @@ impl Model {
             Module::Embed => self.backward_embed(dev, first),
             Module::Layer(layer) => self.backward_layer(dev, layer, first),
             Module::Head => {
+                scale(dev, act.dnorm, self.shape.logit_scale)?;
                 dev.launch(Zero { x: act.dresidual })?;
-                self.norm_backward(dev, &self.head.norm, act.final_norm_in, act.final_norm_stats, first)
+                norm_backward(
+                    dev,
+                    self.shape.final_norm,
+                    &self.head.norm,
+                    (act.final_norm_in, act.final_norm_stats),
+                    (act.dnorm, act.dresidual),
+                    first,
+                )
             }
         }
     }
@@ -33,6 +43,7 @@ impl Model {
     /// A tied embedding already holds the head's gradient, also in the first micro-step.
     fn backward_embed<D: Kernels>(&self, dev: &mut D, first: bool) -> Result<()> {
         let act = &self.activations;
+        scale(dev, act.dresidual, self.shape.embed_scale.on(act.dresidual.dtype()))?;
         dev.launch(EmbedBackward {
             tokens: act.tokens,
             positions: act.positions,
@@ -56,14 +67,50 @@ impl Model {
         let (params, act, all) = (&self.layers[layer], &self.activations.layers[layer], &self.activations);
         let dact = all.dinner.slice(0, act.mlp_act.elems());
         let dmlp_in = all.dfused.slice(0, act.mlp_in.elems());
-        linear_backward(dev, &params.mlp_out, act.mlp_act, all.dresidual, dact, first)?;
+        let dout = self.branch_gradient(dev, layer, params.post_mlp_norm.map(|norm| (norm, act.post_mlp)), first)?;
+        linear_backward(dev, &params.mlp_out, act.mlp_act, dout, Input::New(dact), first)?;
         let Mlp::Dense(ffn) = self.shape.layers[layer].mlp;
         match ffn.act {
             Act::Swiglu => dev.launch(SwigluBackward { dout: dact, gate_up: act.mlp_in, dgate_up: dmlp_in, cols: ffn.width })?,
+            Act::Geglu => dev.launch(GegluBackward { dout: dact, gate_up: act.mlp_in, dgate_up: dmlp_in, cols: ffn.width })?,
             Act::GeluTanh => dev.launch(GeluBackward { dout: dact, x: act.mlp_in, dx: dmlp_in })?,
         }
-        linear_backward(dev, &params.mlp_in, act.mlp_norm_out, dmlp_in, all.dnorm, first)?;
-        self.norm_backward(dev, &params.mlp_norm, act.mid, act.mlp_norm_stats, first)
+        self.leave(dev, layer, (&params.mlp_in, dmlp_in), params.mlp_norm.map(|norm| (norm, act.mlp_norm)), act.mid, first)
+    }
+
+    /// The gradient of what the last matrix of a branch makes, from that of the residual stream that it joined.
+    fn branch_gradient<D: Kernels>(
+        &self,
+        dev: &mut D,
+        layer: usize,
+        post: Option<(NormParams, RawActivations)>,
+        first: bool,
+    ) -> Result<DeviceSlice> {
+        let Activations { dresidual, dnorm, .. } = self.activations;
+        if let Join::Scale(scale) = self.shape.layers[layer].join {
+            dev.launch(ScaleAdd { x: dresidual, scale, base: None, out: dnorm })?;
+            return Ok(dnorm);
+        }
+        let Some((params, act)) = post else { return Ok(dresidual) };
+        dev.launch(Zero { x: dnorm })?;
+        norm_backward(dev, self.shape.layers[layer].norm, &params, (act.raw, act.stats), (dresidual, dnorm), first)?;
+        Ok(dnorm)
+    }
+
+    /// From the gradient of what a branch's first matrix makes to that of the residual stream `x`, through the norm that it started with.
+    fn leave<D: Kernels>(
+        &self,
+        dev: &mut D,
+        layer: usize,
+        (params, dout): (&LinearParams, DeviceSlice),
+        norm: Option<(NormParams, NormActivations)>,
+        x: DeviceSlice,
+        first: bool,
+    ) -> Result<()> {
+        let Activations { dresidual, dnorm, .. } = self.activations;
+        let Some((norm, act)) = norm else { return linear_backward(dev, params, x, dout, Input::Added(dresidual), first) };
+        linear_backward(dev, params, act.out, dout, Input::New(dnorm), first)?;
+        norm_backward(dev, self.shape.layers[layer].norm, &norm, (x, act.stats), (dnorm, dresidual), first)
     }
 
     fn backward_attention<D: Kernels>(&self, dev: &mut D, layer: usize, first: bool) -> Result<()> {
@@ -71,7 +118,8 @@ impl Model {
         let (documents, shape) = (all.documents, self.attention_shape(layer));
         let dattn_out = all.dinner.slice(0, act.attn_out.elems());
         let dqkv = all.dfused.slice(0, act.qkv.elems());
-        linear_backward(dev, &params.attn_out, act.attn_out, all.dresidual, dattn_out, first)?;
+        let dbranch = self.branch_gradient(dev, layer, params.post_attn_norm.map(|norm| (norm, act.post_attn)), first)?;
+        linear_backward(dev, &params.attn_out, act.attn_out, dbranch, Input::New(dattn_out), first)?;
         dev.launch(AttentionBackward { dout: dattn_out, qkv: act.qkv, documents, out: act.attn_out, lse: act.lse, dqkv, shape })?;
         self.rotate(dev, layer, dqkv, true)?;
         if let (Some((q, k)), Some(kept)) = (params.qk_norm, act.qk_norm) {
@@ -80,6 +128,7 @@ impl Model {
                 qkv: kept.raw,
                 q_weight: q.value,
                 k_weight: k.value,
+                plus_one: self.shape.layers[layer].norm.plus_one,
                 rstd: kept.rstd,
                 dq_weight: q.grad,
                 dk_weight: k.grad,
@@ -87,34 +136,52 @@ impl Model {
                 shape,
             })?;
         }
-        linear_backward(dev, &params.qkv, act.attn_norm_out, dqkv, all.dnorm, first)?;
-        self.norm_backward(dev, &params.attn_norm, act.input, act.attn_norm_stats, first)
-    }
-
-    /// From `dnorm` to the norm's parameters, and on into the gradient of the residual stream.
-    fn norm_backward<D: Kernels>(&self, dev: &mut D, params: &NormParams, x: DeviceSlice, stats: DeviceSlice, first: bool) -> Result<()> {
-        let (dout, dx) = (self.activations.dnorm, self.activations.dresidual);
-        let (weight, dweight, accumulate) = (params.weight.value, params.weight.grad, !first);
-        match params.bias {
-            None => dev.launch(RmsNormBackward { dout, x, weight, rstd: stats, dx, dweight, accumulate }),
-            Some(bias) => dev.launch(LayerNormBackward { dout, x, weight, stats, dx, dweight, dbias: bias.grad, accumulate }),
-        }
+        self.leave(dev, layer, (&params.qkv, dqkv), params.attn_norm.map(|norm| (norm, act.attn_norm)), act.input, first)
     }
 }
 
-/// Gradients of [`super::forward::linear`]: `dx` is overwritten, the parameters' follow `first`.
+/// From the gradient of a norm's output to that of its input, which is added, and to those of its parameters.
+fn norm_backward<D: Kernels>(
+    dev: &mut D,
+    norm: NormSpec,
+    params: &NormParams,
+    (x, stats): (DeviceSlice, DeviceSlice),
+    (dout, dx): (DeviceSlice, DeviceSlice),
+    first: bool,
+) -> Result<()> {
+    let (weight, dweight, accumulate, plus_one) = (params.weight.value, params.weight.grad, !first, norm.plus_one);
+    match params.bias {
+        None => dev.launch(RmsNormBackward { dout, x, weight, plus_one, rstd: stats, dx, dweight, accumulate }),
+        Some(bias) => dev.launch(LayerNormBackward { dout, x, weight, stats, dx, dweight, dbias: bias.grad, accumulate }),
+    }
+}
+
+/// Where the gradient of a linear layer's input goes.
+#[derive(Clone, Copy)]
+enum Input {
+    /// Overwrites this.
+    New(DeviceSlice),
+    /// Is added to this.
+    Added(DeviceSlice),
+}
+
+/// Gradients of [`super::forward::linear`]; the parameters' follow `first`.
 fn linear_backward<D: Kernels>(
     dev: &mut D,
     params: &LinearParams,
     x: DeviceSlice,
     dout: DeviceSlice,
-    dx: DeviceSlice,
+    input: Input,
     first: bool,
 ) -> Result<()> {
     let (rows, out_cols, in_cols) = (x.elems() / params.in_cols, params.out_cols, params.in_cols);
     let to_input = MatmulShape { layout: MatmulLayout::Nn, m: rows, n: in_cols, k: out_cols };
     let to_weight = MatmulShape { layout: MatmulLayout::Tn, m: out_cols, n: in_cols, k: rows };
-    dev.launch(Matmul::plain(to_input, [dout, params.weight.value, dx]))?;
+    let (dx, add) = match input {
+        Input::New(dx) => (dx, false),
+        Input::Added(dx) => (dx, true),
+    };
+    dev.launch(Matmul::plain(to_input, [dout, params.weight.value, dx]).onto_itself(add))?;
     dev.launch(Matmul::plain(to_weight, [dout, x, params.weight.grad]).onto_itself(!first))?;
     params.bias.map_or(Ok(()), |bias| dev.launch(BiasBackward { dout, dbias: bias.grad, accumulate: !first }))
 }

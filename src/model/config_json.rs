@@ -8,10 +8,11 @@ mod keys;
 mod rope;
 #[cfg(test)]
 mod tests;
+mod windows;
 
-use super::family::{Family, FamilySpec, Missing, ScaleRule, WindowRule};
-use super::layer_shape::{Act, Attn, Ffn, LayerShape, Mlp, NormSpec};
-use super::shape::{DEMO_CONFIG, ModelShape};
+use super::family::{Family, FamilySpec, Missing, Multipliers, Rotates, ScaleRule};
+use super::layer_shape::{Act, Attn, Ffn, Join, LayerShape, Mlp, NormSpec};
+use super::shape::{DEMO_CONFIG, EmbedScale, ModelShape};
 use super::tensors::TensorTable;
 use crate::disk;
 use crate::error::{Error, Result};
@@ -55,7 +56,7 @@ fn parse(text: &str, path: &Path) -> Result<ModelShape> {
     let Value::Object(map) = value else { return Err(Error::format(path, "expected a JSON object")) };
     let keys = Keys { map: &map, path, within: "" };
     keys.refuse_unsupported()?;
-    let shape = read_shape(&keys, architecture(&keys)?)?;
+    let shape = read_shape(&keys, family(&keys)?)?;
     let params = TensorTable::new(&shape).params();
     if params > PARAMS_MAX {
         return Err(Error::format(path, format_args!("these sizes make {params} parameters, more than {PARAMS_MAX}")));
@@ -63,34 +64,51 @@ fn parse(text: &str, path: &Path) -> Result<ModelShape> {
     Ok(shape)
 }
 
-fn architecture(keys: &Keys) -> Result<&'static FamilySpec> {
+fn family(keys: &Keys) -> Result<Family> {
     let name = keys.get("architectures").and_then(|v| v.get(0)).and_then(Value::as_str);
     let name = name.ok_or_else(|| keys.missing("architectures", "a list that names the model class"))?;
     Family::find(name).ok_or_else(|| {
-        let known = Family::architectures();
-        keys.unsupported("architectures", &Value::from(name), &format!("known: {known}"))
+        let known = Family::architectures().collect::<Vec<_>>().join(", ");
+        let why = Family::lacking(name).map_or(String::new(), |lacking| format!("it needs {lacking}, which this decoder lacks; "));
+        keys.unsupported("architectures", &Value::from(name), &format!("{why}known: {known}"))
     })
 }
 
-fn read_shape(keys: &Keys, spec: &FamilySpec) -> Result<ModelShape> {
-    let names = spec.keys;
+fn read_shape(keys: &Keys, family: Family) -> Result<ModelShape> {
+    let (spec, names) = (family.spec(), family.spec().keys);
     let channels = keys.count(names.channels, SIZE_MAX)?;
     let layers = keys.count(names.layers, LAYERS_MAX)?;
     let attn = attention(keys, spec, channels)?;
     let max_positions = keys.count(names.max_positions, INDEX_MAX)?;
-    let norm = NormSpec { kind: spec.norm, eps: keys.number(names.eps, None, 1e-30, 1.0)? as f32 };
-    let ropes = if spec.learned_positions { vec![] } else { vec![rope::rope(keys, spec, attn.head_dim, max_positions)?] };
-    let attn = Attn { rope: (!ropes.is_empty()).then_some(0), ..attn };
-    let layer = LayerShape { attn, mlp: Mlp::Dense(ffn(keys, spec, channels)?), norm };
-    let sliding = |window| LayerShape { attn: Attn { window, ..attn }, ..layer };
+    let norm = NormSpec { kind: spec.norm, plus_one: spec.plus_one, eps: keys.number(names.eps, None, 1e-30, 1.0)? as f32 };
+    let windows = windows::windows(keys, spec, layers)?;
+    let slides: Vec<bool> = windows.iter().map(Option::is_some).collect();
+    let heads = rope::RotatedHeads { head_dim: attn.head_dim, max_positions };
+    let (ropes, rope_of) = rope::ropes(keys, spec, &heads, &slides)?;
+    let mlp = Mlp::Dense(ffn(keys, spec, channels)?);
+    let factor =
+        |key: fn(&Multipliers) -> &'static str| spec.multipliers.as_ref().map_or(Ok(1.0), |multipliers| keys.factor(key(multipliers)));
+    let join = match factor(|multipliers| multipliers.residual)? {
+        _ if spec.names.post_attn_norm.is_some() => Join::Norm,
+        1.0 => Join::Add,
+        factor => Join::Scale(factor),
+    };
+    let pre_norm = spec.names.attn_norm.is_some();
+    let layer = |(window, rope)| LayerShape { attn: Attn { window, rope, ..attn }, mlp, norm, pre_norm, join };
     Ok(ModelShape {
-        family: spec.family,
+        family,
         vocab: keys.count("vocab_size", INDEX_MAX)?,
         channels,
         max_positions,
-        learned_positions: spec.learned_positions,
+        learned_positions: matches!(spec.rotates, Rotates::Never),
+        embed_scale: match spec.root_embed_scale {
+            true => EmbedScale { factor: (channels as f64).sqrt() as f32, rounded: true },
+            false => EmbedScale { factor: factor(|multipliers| multipliers.embed)?, rounded: false },
+        },
+        logit_softcap: keys.softcap("final_logit_softcapping", spec.softcaps.as_ref().map(|caps| caps.logits))?,
+        logit_scale: 1.0 / factor(|multipliers| multipliers.logits)?,
         ropes,
-        layers: windows(keys, spec, layers)?.into_iter().map(sliding).collect(),
+        layers: windows.into_iter().zip(rope_of).map(layer).collect(),
         final_norm: norm,
         tied: keys.flag("tie_word_embeddings", spec.tied)?,
         init_std: keys.number("initializer_range", Some(0.02), 0.0, 100.0)? as f32,
@@ -117,6 +135,7 @@ fn attention(keys: &Keys, spec: &FamilySpec, channels: usize) -> Result<Attn> {
         rope: None,
         window: None,
         scale: scale(keys, spec, head_dim)?,
+        softcap: keys.softcap("attn_logit_softcapping", spec.softcaps.as_ref().map(|caps| caps.scores))?,
     })
 }
 
@@ -124,6 +143,8 @@ fn scale(keys: &Keys, spec: &FamilySpec, head_dim: usize) -> Result<f32> {
     let scaled = match spec.scale {
         ScaleRule::HeadDim => true,
         ScaleRule::Unless(key) => keys.flag(key, true)?,
+        ScaleRule::Key(key) => return keys.factor(key),
+        ScaleRule::Root(key, default) => return Ok(keys.number(key, Some(default), 1e-9, 1e9)?.sqrt().recip() as f32),
     };
     Ok(if scaled { (head_dim as f64).sqrt().recip() as f32 } else { 1.0 })
 }
@@ -157,7 +178,7 @@ fn ffn(keys: &Keys, spec: &FamilySpec, channels: usize) -> Result<Ffn> {
 fn check_activation(keys: &Keys, spec: &FamilySpec) -> Result<()> {
     let key = spec.keys.activation;
     let accepted: &[&str] = match spec.act {
-        Act::GeluTanh => &["gelu_new", "gelu_pytorch_tanh"],
+        Act::GeluTanh | Act::Geglu => &["gelu_new", "gelu_pytorch_tanh"],
         Act::Swiglu => &["silu", "swish"],
     };
     match keys.get(key) {
@@ -165,40 +186,4 @@ fn check_activation(keys: &Keys, spec: &FamilySpec) -> Result<()> {
         Some(Value::String(name)) if accepted.contains(&name.as_str()) => Ok(()),
         Some(other) => Err(keys.unsupported(key, other, &format!("known for {}: {}", spec.architecture, accepted.join(", ")))),
     }
-}
-
-fn windows(keys: &Keys, spec: &FamilySpec, layers: usize) -> Result<Vec<Option<usize>>> {
-    match spec.window {
-        WindowRule::Never => Ok(vec![None; layers]),
-        WindowRule::All(missing) => {
-            let window = if keys.map.contains_key("sliding_window") { keys.optional_count("sliding_window")? } else { missing };
-            Ok(vec![window; layers])
-        }
-        WindowRule::PerLayer => {
-            let slides = sliding_layers(keys, layers)?;
-            if !slides.contains(&true) {
-                return Ok(vec![None; layers]);
-            }
-            let window = keys.count("sliding_window", INDEX_MAX)?;
-            Ok(slides.into_iter().map(|slides| slides.then_some(window)).collect())
-        }
-    }
-}
-
-/// Which layers slide: those that `layer_types` names, or those from `max_window_layers` on.
-fn sliding_layers(keys: &Keys, layers: usize) -> Result<Vec<bool>> {
-    let enabled = keys.flag("use_sliding_window", false)?;
-    let Some(types) = keys.get("layer_types") else {
-        let full = if enabled { keys.whole("max_window_layers")? } else { layers };
-        return Ok((0..layers).map(|layer| layer >= full).collect());
-    };
-    let types = types.as_array().filter(|types| types.len() == layers);
-    let types = types.ok_or_else(|| keys.bad("layer_types", format_args!("expected a list of {layers} layer types")))?;
-    let slides = |kind: &Value| match kind.as_str() {
-        Some("full_attention") => Ok(false),
-        Some("sliding_attention") if enabled => Ok(true),
-        Some("sliding_attention") => Err(keys.bad("layer_types", "sliding_attention needs use_sliding_window")),
-        _ => Err(keys.unsupported("layer_types", kind, "known: full_attention, sliding_attention")),
-    };
-    types.iter().map(slides).collect()
 }

@@ -1,25 +1,11 @@
 //! What tells the supported families apart, as one table.
 
 use super::layer_shape::{Act, NormKind, QkSpan};
+use std::fmt;
 
-/// A family of decoders: how Hugging Face names it and what its layers hold.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Family {
-    /// `GPT2LMHeadModel`
-    Gpt2,
-    /// `LlamaForCausalLM`
-    Llama,
-    /// `MistralForCausalLM`
-    Mistral,
-    /// `Qwen2ForCausalLM`
-    Qwen2,
-    /// `Qwen3ForCausalLM`
-    Qwen3,
-    /// `Phi3ForCausalLM`
-    Phi3,
-    /// `SeedOssForCausalLM`
-    SeedOss,
-}
+/// A family of decoders, by its row of the table.
+#[derive(Clone, Copy)]
+pub struct Family(&'static FamilySpec);
 
 /// Whether a family's layers have something: fixed, or a key of `config.json` with its default.
 #[derive(Clone, Copy, Debug)]
@@ -30,13 +16,45 @@ pub(crate) enum Presence {
 }
 
 /// Which layers see only a sliding window.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 pub(crate) enum WindowRule {
     Never,
     /// All, when `sliding_window` is set; the value is the default of a missing key.
     All(Option<usize>),
-    /// Those that `layer_types` or `max_window_layers` name, when `use_sliding_window` is true.
-    PerLayer,
+    /// Those that `layer_types` names.
+    ByType(TypeRule),
+}
+
+/// What holds where `config.json` names no types of layers.
+#[derive(Debug)]
+pub(crate) struct TypeRule {
+    /// None slides unless `use_sliding_window` is true.
+    pub(crate) switch: bool,
+    /// Which slide where `layer_types` is missing.
+    pub(crate) missing_types: Pattern,
+    /// The window where `sliding_window` is missing; `None`: an error.
+    pub(crate) missing_window: Option<usize>,
+}
+
+/// Layers by their place.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Pattern {
+    /// From the one on whose index this key holds.
+    From(&'static str),
+    /// All but the n-th, 2n-th and so on; `sliding_window_pattern` may hold another n.
+    NotEvery(usize),
+    /// Those that do not rotate, with the interval of [`Rotates::NotEvery`].
+    WithoutRope(usize),
+}
+
+/// Which layers rotate queries and keys.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Rotates {
+    /// None: positions are learned.
+    Never,
+    All,
+    /// Those that `no_rope_layers` marks with 1; where that is missing, all but the n-th, 2n-th and so on.
+    NotEvery(usize),
 }
 
 /// What a key of `config.json` means when it is missing.
@@ -55,6 +73,28 @@ pub(crate) enum ScaleRule {
     HeadDim,
     /// The same, or 1 where this key is false.
     Unless(&'static str),
+    /// The value of this key, or 1.
+    Key(&'static str),
+    /// The value of this key, or its default, to the power of -1/2.
+    Root(&'static str, f64),
+}
+
+/// `attn_logit_softcapping` and `final_logit_softcapping` where they are missing; `null` is none.
+#[derive(Debug)]
+pub(crate) struct Softcaps {
+    pub(crate) scores: Option<f64>,
+    pub(crate) logits: Option<f64>,
+}
+
+/// Keys of factors that are 1 where they are missing.
+#[derive(Debug)]
+pub(crate) struct Multipliers {
+    /// On what the embedding makes.
+    pub(crate) embed: &'static str,
+    /// On what joins the residual stream.
+    pub(crate) residual: &'static str,
+    /// Divides logits.
+    pub(crate) logits: &'static str,
 }
 
 /// The keys of `config.json` that hold the sizes.
@@ -80,10 +120,16 @@ pub(crate) struct Names {
     pub wte: &'static str,
     pub layers: &'static str,
     pub(crate) final_norm: &'static str,
-    pub(crate) attn_norm: &'static str,
+    /// Before attention.
+    pub(crate) attn_norm: Option<&'static str>,
+    /// Behind attention.
+    pub(crate) post_attn_norm: Option<&'static str>,
     pub qkv: &'static [&'static str],
     pub(crate) attn_out: &'static str,
-    pub(crate) mlp_norm: &'static str,
+    /// Before the MLP.
+    pub(crate) mlp_norm: Option<&'static str>,
+    /// Behind the MLP.
+    pub(crate) post_mlp_norm: Option<&'static str>,
     pub(crate) mlp_in: &'static [&'static str],
     pub(crate) mlp_out: &'static str,
     /// Linear weights are stored `[in, out]`.
@@ -93,14 +139,13 @@ pub(crate) struct Names {
 /// Everything that distinguishes one family.
 #[derive(Debug)]
 pub(crate) struct FamilySpec {
-    pub family: Family,
     pub(crate) architecture: &'static str,
     pub keys: &'static SizeKeys,
     pub names: &'static Names,
     pub(crate) norm: NormKind,
+    /// Norms multiply by their weight plus one.
+    pub(crate) plus_one: bool,
     pub(crate) act: Act,
-    /// Positions are learned; otherwise queries and keys rotate.
-    pub(crate) learned_positions: bool,
     pub(crate) qkv_bias: Presence,
     pub(crate) out_bias: Presence,
     pub(crate) mlp_bias: Presence,
@@ -111,8 +156,18 @@ pub(crate) struct FamilySpec {
     /// Width of the MLP in channels where its key is missing; `None`: an error.
     pub(crate) ffn_ratio: Option<usize>,
     pub window: WindowRule,
-    pub(crate) partial_rotary: bool,
+    pub(crate) rotates: Rotates,
+    /// Base of the frequencies where `rope_theta` is missing.
+    pub(crate) rope_theta: f64,
+    /// `partial_rotary_factor` where it is missing; `None`: it can only be 1.
+    pub(crate) partial_rotary: Option<f64>,
     pub(crate) scale: ScaleRule,
+    pub(crate) multipliers: Option<Multipliers>,
+    /// Embeddings times the root of the channels, rounded to the format of the weights.
+    pub(crate) root_embed_scale: bool,
+    pub(crate) softcaps: Option<Softcaps>,
+    /// Neighbouring channels rotate as a pair.
+    pub(crate) interleaved: bool,
 }
 
 const LLAMA_KEYS: SizeKeys = SizeKeys {
@@ -139,15 +194,21 @@ const GPT2_KEYS: SizeKeys = SizeKeys {
     activation: "activation_function",
 };
 
+const STARCODER2_KEYS: SizeKeys = SizeKeys { eps: "norm_epsilon", ..LLAMA_KEYS };
+
+const GEMMA_KEYS: SizeKeys = SizeKeys { activation: "hidden_activation", ..LLAMA_KEYS };
+
 const LLAMA_NAMES: Names = Names {
     prefix: "model.",
     wte: "embed_tokens",
     layers: "layers",
     final_norm: "norm",
-    attn_norm: "input_layernorm",
+    attn_norm: Some("input_layernorm"),
+    post_attn_norm: None,
     qkv: &["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
     attn_out: "self_attn.o_proj",
-    mlp_norm: "post_attention_layernorm",
+    mlp_norm: Some("post_attention_layernorm"),
+    post_mlp_norm: None,
     mlp_in: &["mlp.gate_proj", "mlp.up_proj"],
     mlp_out: "mlp.down_proj",
     transposed: false,
@@ -155,28 +216,56 @@ const LLAMA_NAMES: Names = Names {
 
 const PHI3_NAMES: Names = Names { qkv: &["self_attn.qkv_proj"], mlp_in: &["mlp.gate_up_proj"], ..LLAMA_NAMES };
 
+const STARCODER2_NAMES: Names = Names { mlp_in: &["mlp.c_fc"], mlp_out: "mlp.c_proj", ..LLAMA_NAMES };
+
+/// Norms stand behind attention and MLP alone.
+const OLMO_NAMES: Names = Names {
+    attn_norm: None,
+    post_attn_norm: Some("post_attention_layernorm"),
+    mlp_norm: None,
+    post_mlp_norm: Some("post_feedforward_layernorm"),
+    ..LLAMA_NAMES
+};
+
+const GEMMA_NAMES: Names = Names {
+    post_attn_norm: Some("post_attention_layernorm"),
+    mlp_norm: Some("pre_feedforward_layernorm"),
+    post_mlp_norm: Some("post_feedforward_layernorm"),
+    ..LLAMA_NAMES
+};
+
+const GLM4_NAMES: Names = Names {
+    post_attn_norm: Some("post_self_attn_layernorm"),
+    post_mlp_norm: Some("post_mlp_layernorm"),
+    mlp_in: &["mlp.gate_up_proj"],
+    ..LLAMA_NAMES
+};
+
 const GPT2_NAMES: Names = Names {
     prefix: "transformer.",
     wte: "wte",
     layers: "h",
     final_norm: "ln_f",
-    attn_norm: "ln_1",
+    attn_norm: Some("ln_1"),
+    post_attn_norm: None,
     qkv: &["attn.c_attn"],
     attn_out: "attn.c_proj",
-    mlp_norm: "ln_2",
+    mlp_norm: Some("ln_2"),
+    post_mlp_norm: None,
     mlp_in: &["mlp.c_fc"],
     mlp_out: "mlp.c_proj",
     transposed: true,
 };
 
+const QWEN_TYPES: TypeRule = TypeRule { switch: true, missing_types: Pattern::From("max_window_layers"), missing_window: None };
+
 const LLAMA: FamilySpec = FamilySpec {
-    family: Family::Llama,
     architecture: "LlamaForCausalLM",
     keys: &LLAMA_KEYS,
     names: &LLAMA_NAMES,
     norm: NormKind::Rms,
+    plus_one: false,
     act: Act::Swiglu,
-    learned_positions: false,
     qkv_bias: Presence::Key("attention_bias", false),
     out_bias: Presence::Key("attention_bias", false),
     mlp_bias: Presence::Key("mlp_bias", false),
@@ -186,19 +275,44 @@ const LLAMA: FamilySpec = FamilySpec {
     head_dim: Missing::Derive,
     ffn_ratio: None,
     window: WindowRule::Never,
-    partial_rotary: false,
+    rotates: Rotates::All,
+    rope_theta: 10_000.0,
+    partial_rotary: None,
     scale: ScaleRule::HeadDim,
+    multipliers: None,
+    root_embed_scale: false,
+    softcaps: None,
+    interleaved: false,
 };
 
-static FAMILIES: [FamilySpec; 7] = [
+const OLMO2: FamilySpec =
+    FamilySpec { architecture: "Olmo2ForCausalLM", names: &OLMO_NAMES, mlp_bias: Presence::Never, qk_norm: Some(QkSpan::Whole), ..LLAMA };
+
+const GEMMA2: FamilySpec = FamilySpec {
+    architecture: "Gemma2ForCausalLM",
+    keys: &GEMMA_KEYS,
+    names: &GEMMA_NAMES,
+    plus_one: true,
+    act: Act::Geglu,
+    mlp_bias: Presence::Never,
+    tied: true,
+    kv_heads: Missing::Refuse,
+    head_dim: Missing::Refuse,
+    window: WindowRule::ByType(TypeRule { switch: false, missing_types: Pattern::NotEvery(2), missing_window: Some(4096) }),
+    scale: ScaleRule::Root("query_pre_attn_scalar", 256.0),
+    root_embed_scale: true,
+    softcaps: Some(Softcaps { scores: Some(50.0), logits: Some(30.0) }),
+    ..LLAMA
+};
+
+static FAMILIES: &[FamilySpec] = &[
     FamilySpec {
-        family: Family::Gpt2,
         architecture: "GPT2LMHeadModel",
         keys: &GPT2_KEYS,
         names: &GPT2_NAMES,
         norm: NormKind::Layer,
         act: Act::GeluTanh,
-        learned_positions: true,
+        rotates: Rotates::Never,
         qkv_bias: Presence::Always,
         out_bias: Presence::Always,
         mlp_bias: Presence::Always,
@@ -209,7 +323,6 @@ static FAMILIES: [FamilySpec; 7] = [
     },
     LLAMA,
     FamilySpec {
-        family: Family::Mistral,
         architecture: "MistralForCausalLM",
         qkv_bias: Presence::Never,
         out_bias: Presence::Never,
@@ -219,38 +332,34 @@ static FAMILIES: [FamilySpec; 7] = [
         ..LLAMA
     },
     FamilySpec {
-        family: Family::Qwen2,
         architecture: "Qwen2ForCausalLM",
         qkv_bias: Presence::Always,
         out_bias: Presence::Never,
         mlp_bias: Presence::Never,
         kv_heads: Missing::Refuse,
-        window: WindowRule::PerLayer,
+        window: WindowRule::ByType(QWEN_TYPES),
         ..LLAMA
     },
     FamilySpec {
-        family: Family::Qwen3,
         architecture: "Qwen3ForCausalLM",
         mlp_bias: Presence::Never,
         qk_norm: Some(QkSpan::Head),
         kv_heads: Missing::Refuse,
         head_dim: Missing::Refuse,
-        window: WindowRule::PerLayer,
+        window: WindowRule::ByType(QWEN_TYPES),
         ..LLAMA
     },
     FamilySpec {
-        family: Family::Phi3,
         architecture: "Phi3ForCausalLM",
         names: &PHI3_NAMES,
         qkv_bias: Presence::Never,
         out_bias: Presence::Never,
         mlp_bias: Presence::Never,
         window: WindowRule::All(None),
-        partial_rotary: true,
+        partial_rotary: Some(1.0),
         ..LLAMA
     },
     FamilySpec {
-        family: Family::SeedOss,
         architecture: "SeedOssForCausalLM",
         qkv_bias: Presence::Key("attention_bias", true),
         out_bias: Presence::Key("attention_out_bias", false),
@@ -258,37 +367,101 @@ static FAMILIES: [FamilySpec; 7] = [
         head_dim: Missing::Refuse,
         ..LLAMA
     },
+    FamilySpec {
+        architecture: "SmolLM3ForCausalLM",
+        tied: true,
+        kv_heads: Missing::Refuse,
+        window: WindowRule::ByType(TypeRule { missing_types: Pattern::WithoutRope(4), ..QWEN_TYPES }),
+        rotates: Rotates::NotEvery(4),
+        rope_theta: 2_000_000.0,
+        ..LLAMA
+    },
+    FamilySpec {
+        architecture: "Starcoder2ForCausalLM",
+        keys: &STARCODER2_KEYS,
+        names: &STARCODER2_NAMES,
+        norm: NormKind::Layer,
+        act: Act::GeluTanh,
+        qkv_bias: Presence::Key("use_bias", true),
+        out_bias: Presence::Key("use_bias", true),
+        mlp_bias: Presence::Key("use_bias", true),
+        tied: true,
+        kv_heads: Missing::Refuse,
+        window: WindowRule::All(None),
+        ..LLAMA
+    },
+    FamilySpec {
+        architecture: "GraniteForCausalLM",
+        scale: ScaleRule::Key("attention_multiplier"),
+        multipliers: Some(Multipliers { embed: "embedding_multiplier", residual: "residual_multiplier", logits: "logits_scaling" }),
+        ..LLAMA
+    },
+    OLMO2,
+    FamilySpec {
+        architecture: "Glm4ForCausalLM",
+        names: &GLM4_NAMES,
+        qkv_bias: Presence::Key("attention_bias", true),
+        out_bias: Presence::Never,
+        mlp_bias: Presence::Never,
+        kv_heads: Missing::Refuse,
+        head_dim: Missing::Refuse,
+        partial_rotary: Some(0.5),
+        interleaved: true,
+        ..LLAMA
+    },
+    GEMMA2,
+];
+
+/// Families that people may ask for, and what they need that this decoder lacks.
+const INEXPRESSIBLE: &[(&str, &str)] = &[
+    ("CohereForCausalLM", "attention and MLP side by side"),
+    ("Cohere2ForCausalLM", "attention and MLP side by side"),
+    ("PhiForCausalLM", "attention and MLP side by side"),
+    ("FalconForCausalLM", "attention and MLP side by side"),
+    ("GPTNeoXForCausalLM", "attention and MLP side by side"),
+    ("DeepseekV2ForCausalLM", "latent attention"),
+    ("DeepseekV3ForCausalLM", "latent attention"),
+    ("Llama4ForCausalLM", "chunked attention and scaled queries"),
+    ("Llama4ForConditionalGeneration", "images"),
+    ("Gemma3ForConditionalGeneration", "images"),
+    ("Mistral3ForConditionalGeneration", "images"),
+    ("Qwen3NextForCausalLM", "linear attention"),
+    ("JambaForCausalLM", "state space layers"),
 ];
 
 impl Family {
     /// The `architectures` entry of this family's `config.json`.
     pub(crate) fn architecture(self) -> &'static str {
-        self.spec().architecture
+        self.0.architecture
     }
 
     pub(crate) fn spec(self) -> &'static FamilySpec {
-        &FAMILIES[self as usize]
+        self.0
     }
 
-    pub(crate) fn find(architecture: &str) -> Option<&'static FamilySpec> {
-        FAMILIES.iter().find(|spec| spec.architecture == architecture)
+    pub(crate) fn find(architecture: &str) -> Option<Self> {
+        FAMILIES.iter().find(|spec| spec.architecture == architecture).map(Self)
     }
 
-    /// All supported architectures, for messages.
-    pub(crate) fn architectures() -> String {
-        FAMILIES.iter().map(|spec| spec.architecture).collect::<Vec<_>>().join(", ")
+    /// What the decoder lacks for `architecture`, if that is known.
+    pub(crate) fn lacking(architecture: &str) -> Option<&'static str> {
+        INEXPRESSIBLE.iter().find(|(name, _)| *name == architecture).map(|(_, lacking)| *lacking)
+    }
+
+    /// All supported architectures.
+    pub(crate) fn architectures() -> impl Iterator<Item = &'static str> {
+        FAMILIES.iter().map(|spec| spec.architecture)
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+impl PartialEq for Family {
+    fn eq(&self, other: &Self) -> bool {
+        self.architecture() == other.architecture()
+    }
+}
 
-    #[test]
-    fn the_table_is_in_the_order_of_the_enum() {
-        for (i, spec) in FAMILIES.iter().enumerate() {
-            assert_eq!(spec.family as usize, i, "{}", spec.architecture);
-            assert_eq!(Family::find(spec.architecture).map(|s| s.family), Some(spec.family));
-        }
+impl fmt::Debug for Family {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.architecture())
     }
 }

@@ -1,13 +1,15 @@
 //! The forward pass, module by module.
 
 use super::Model;
-use super::activations::{LayerActivations, QkNormActivations};
-use super::layer_shape::{Act, LayerShape, Mlp, NormSpec};
+use super::activations::{LayerActivations, NormActivations, QkNormActivations, RawActivations};
+use super::layer_shape::{Act, Join, LayerShape, Mlp, NormSpec};
 use super::params::{LinearParams, NormParams};
 use super::policy::LayerPolicy;
+use super::shape::RopeConfig;
 use super::tensors::Module;
 use crate::device::{
-    AttentionForward, DeviceSlice, Embed, Gelu, Kernels, LayerNorm, Matmul, MatmulLayout, MatmulShape, QkNorm, RmsNorm, Rope, Swiglu,
+    AttentionForward, DeviceSlice, Embed, Geglu, Gelu, Kernels, LayerNorm, Matmul, MatmulLayout, MatmulShape, QkNorm, RmsNorm, Rope,
+    ScaleAdd, Swiglu,
 };
 use crate::error::Result;
 
@@ -22,10 +24,15 @@ impl Model {
             Module::Embed => {
                 let (wte, wpe) = (self.embed.wte.value, self.embed.wpe.map(|p| p.value));
                 let out = self.acquire_residual(dev, 0)?;
-                dev.launch(Embed { tokens: act.tokens, positions: act.positions, wte, wpe, out, channels: self.shape.channels })
+                dev.launch(Embed { tokens: act.tokens, positions: act.positions, wte, wpe, out, channels: self.shape.channels })?;
+                scale(dev, out, self.shape.embed_scale.on(out.dtype()))
             }
             Module::Layer(layer) => self.forward_layer(dev, layer),
-            Module::Head => norm(dev, self.shape.final_norm, &self.head.norm, act.final_norm_in, act.final_norm_out, act.final_norm_stats),
+            Module::Head => {
+                norm(dev, self.shape.final_norm, &self.head.norm, act.final_norm_in, act.final_norm_out, act.final_norm_stats)?;
+                // As good as a factor on logits.
+                scale(dev, act.final_norm_out, self.shape.logit_scale)
+            }
         }
     }
 
@@ -45,7 +52,27 @@ impl Model {
         self.forward_attention(dev, layer, act)?;
         self.forward_mlp(dev, layer, act)?;
         let out = self.acquire_residual(dev, layer + 1)?;
-        linear(dev, &params.mlp_out, act.mlp_act, Some(act.mid), out)
+        self.join(dev, layer, (&params.mlp_out, act.mlp_act), params.post_mlp_norm.map(|norm| (norm, act.post_mlp)), (act.mid, out))
+    }
+
+    /// Adds what the last matrix of a branch makes of its input to the residual stream `base`, as `out`; `post` is the norm between.
+    fn join<D: Kernels>(
+        &self,
+        dev: &mut D,
+        layer: usize,
+        (params, x): (&LinearParams, DeviceSlice),
+        post: Option<(NormParams, RawActivations)>,
+        (base, out): (DeviceSlice, DeviceSlice),
+    ) -> Result<()> {
+        let (LayerShape { join, norm: kind, .. }, base) = (self.shape.layers[layer], Some(base));
+        if let Some((post, act)) = post {
+            linear(dev, params, x, None, act.raw)?;
+            norm(dev, kind, &post, act.raw, out, act.stats)?;
+            return dev.launch(ScaleAdd { x: out, scale: 1.0, base, out });
+        }
+        let Join::Scale(scale) = join else { return linear(dev, params, x, base, out) };
+        linear(dev, params, x, None, out)?;
+        dev.launch(ScaleAdd { x: out, scale, base, out })
     }
 
     /// Where the residual stream that enters `layer`, or leaves the last one, is written, once no copy reads it.
@@ -65,48 +92,72 @@ impl Model {
             LayerPolicy::RecomputeCheap => self.recompute_cheap(dev, layer, act),
             LayerPolicy::RecomputeBlock | LayerPolicy::Host => {
                 self.forward_attention(dev, layer, act)?;
-                self.forward_mlp(dev, layer, act)
+                self.forward_mlp(dev, layer, act)?;
+                self.recompute_post_mlp(dev, layer, act)
             }
         }
     }
 
+    /// What enters the norm behind the MLP, if there is one; its result, which the residual stream of the next layer has, goes nowhere.
+    fn recompute_post_mlp<D: Kernels>(&self, dev: &mut D, layer: usize, act: &LayerActivations) -> Result<()> {
+        let (params, LayerShape { norm: kind, .. }) = (&self.layers[layer], self.shape.layers[layer]);
+        let Some(post) = &params.post_mlp_norm else { return Ok(()) };
+        linear(dev, &params.mlp_out, act.mlp_act, None, act.post_mlp.raw)?;
+        norm(dev, kind, post, act.post_mlp.raw, self.activations.dnorm, act.post_mlp.stats)
+    }
+
     /// Everything into which no matrix product enters.
     fn recompute_cheap<D: Kernels>(&self, dev: &mut D, layer: usize, act: &LayerActivations) -> Result<()> {
-        let (params, LayerShape { norm: kind, .. }) = (&self.layers[layer], self.shape.layers[layer]);
-        norm(dev, kind, &params.attn_norm, act.input, act.attn_norm_out, act.attn_norm_stats)?;
+        let params = &self.layers[layer];
+        self.enter(dev, layer, params.attn_norm, act.input, act.attn_norm)?;
         if act.qk_norm.is_some() {
             self.norm_and_rotate(dev, layer, act)?;
         }
-        norm(dev, kind, &params.mlp_norm, act.mid, act.mlp_norm_out, act.mlp_norm_stats)?;
+        self.enter(dev, layer, params.mlp_norm, act.mid, act.mlp_norm)?;
         self.activate(dev, layer, act)
+    }
+
+    /// What enters a branch of the residual stream `x`: its norm, if the layer has one here.
+    fn enter<D: Kernels>(
+        &self,
+        dev: &mut D,
+        layer: usize,
+        params: Option<NormParams>,
+        x: DeviceSlice,
+        act: NormActivations,
+    ) -> Result<DeviceSlice> {
+        let Some(params) = params else { return Ok(x) };
+        norm(dev, self.shape.layers[layer].norm, &params, x, act.out, act.stats)?;
+        Ok(act.out)
     }
 
     /// From the layer's input to the residual stream between attention and MLP, into `act`.
     fn forward_attention<D: Kernels>(&self, dev: &mut D, layer: usize, act: &LayerActivations) -> Result<()> {
         let params = &self.layers[layer];
-        norm(dev, self.shape.layers[layer].norm, &params.attn_norm, act.input, act.attn_norm_out, act.attn_norm_stats)?;
+        let x = self.enter(dev, layer, params.attn_norm, act.input, act.attn_norm)?;
         let projected = act.qk_norm.map_or(act.qkv, |kept| kept.raw);
-        linear(dev, &params.qkv, act.attn_norm_out, None, projected)?;
+        linear(dev, &params.qkv, x, None, projected)?;
         self.norm_and_rotate(dev, layer, act)?;
         let (documents, shape) = (self.activations.documents, self.attention_shape(layer));
         dev.launch(AttentionForward { qkv: act.qkv, documents, out: act.attn_out, lse: act.lse, shape })?;
-        linear(dev, &params.attn_out, act.attn_out, Some(act.input), act.mid)
+        let post = params.post_attn_norm.map(|norm| (norm, act.post_attn));
+        self.join(dev, layer, (&params.attn_out, act.attn_out), post, (act.input, act.mid))
     }
 
     /// From the residual stream between attention and MLP to what enters the MLP's last matrix, into `act`.
     fn forward_mlp<D: Kernels>(&self, dev: &mut D, layer: usize, act: &LayerActivations) -> Result<()> {
         let params = &self.layers[layer];
-        norm(dev, self.shape.layers[layer].norm, &params.mlp_norm, act.mid, act.mlp_norm_out, act.mlp_norm_stats)?;
-        linear(dev, &params.mlp_in, act.mlp_norm_out, None, act.mlp_in)?;
+        let x = self.enter(dev, layer, params.mlp_norm, act.mid, act.mlp_norm)?;
+        linear(dev, &params.mlp_in, x, None, act.mlp_in)?;
         self.activate(dev, layer, act)
     }
 
     /// Queries and keys as attention sees them, in `act.qkv`: normalised from the raw projections, if the model does that, and rotated.
     fn norm_and_rotate<D: Kernels>(&self, dev: &mut D, layer: usize, act: &LayerActivations) -> Result<()> {
         if let (Some((q, k)), Some(kept)) = (self.layers[layer].qk_norm, act.qk_norm) {
-            let (eps, shape) = (self.shape.layers[layer].norm.eps, self.attention_shape(layer));
+            let (NormSpec { eps, plus_one, .. }, shape) = (self.shape.layers[layer].norm, self.attention_shape(layer));
             let QkNormActivations { raw: qkv, rstd } = kept;
-            dev.launch(QkNorm { qkv, q_weight: q.value, k_weight: k.value, eps, out: act.qkv, rstd, shape })?;
+            dev.launch(QkNorm { qkv, q_weight: q.value, k_weight: k.value, plus_one, eps, out: act.qkv, rstd, shape })?;
         }
         self.rotate(dev, layer, act.qkv, false)
     }
@@ -115,6 +166,7 @@ impl Model {
         let (Mlp::Dense(ffn), x, out) = (self.shape.layers[layer].mlp, act.mlp_in, act.mlp_act);
         match ffn.act {
             Act::Swiglu => dev.launch(Swiglu { gate_up: x, out, cols: ffn.width }),
+            Act::Geglu => dev.launch(Geglu { gate_up: x, out, cols: ffn.width }),
             Act::GeluTanh => dev.launch(Gelu { x, out }),
         }
     }
@@ -123,16 +175,22 @@ impl Model {
     pub(super) fn rotate<D: Kernels>(&self, dev: &mut D, layer: usize, qkv: DeviceSlice, inverse: bool) -> Result<()> {
         let Some(rope) = self.shape.layers[layer].attn.rope else { return Ok(()) };
         let (positions, table, shape) = (self.activations.positions, self.activations.rope_tables[rope], self.attention_shape(layer));
-        dev.launch(Rope { qkv, positions, table, rotary_dim: self.shape.ropes[rope].rotary_dim, inverse, shape })
+        let RopeConfig { rotary_dim, interleaved, .. } = self.shape.ropes[rope];
+        dev.launch(Rope { qkv, positions, table, rotary_dim, interleaved, inverse, shape })
     }
 }
 
 fn norm<D: Kernels>(dev: &mut D, norm: NormSpec, params: &NormParams, x: DeviceSlice, out: DeviceSlice, stats: DeviceSlice) -> Result<()> {
-    let (weight, eps) = (params.weight.value, norm.eps);
+    let (weight, NormSpec { eps, plus_one, .. }) = (params.weight.value, norm);
     match params.bias {
-        None => dev.launch(RmsNorm { x, weight, eps, out, rstd: stats }),
+        None => dev.launch(RmsNorm { x, weight, plus_one, eps, out, rstd: stats }),
         Some(bias) => dev.launch(LayerNorm { x, weight, bias: bias.value, eps, out, stats }),
     }
+}
+
+/// Multiplies `x` by `factor`.
+pub(super) fn scale<D: Kernels>(dev: &mut D, x: DeviceSlice, factor: f32) -> Result<()> {
+    if factor == 1.0 { Ok(()) } else { dev.launch(ScaleAdd { x, scale: factor, base: None, out: x }) }
 }
 
 /// `out = x * weight^T + bias (+ base)`.

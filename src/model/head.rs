@@ -64,9 +64,9 @@ impl Model {
     fn loss<D: Kernels>(&self, dev: &mut D, rows: Rows, micro: MicroStep) -> Result<()> {
         let Rows { targets, stats, .. } = rows;
         for tile in self.tiles() {
-            let (vocab_start, cols) = (tile.start, tile.len());
+            let (vocab_start, cols, softcap) = (tile.start, tile.len(), self.shape.logit_softcap);
             let logits = self.logits_tile(dev, rows, &tile)?;
-            dev.launch(CrossEntropyStats { logits, targets, stats, vocab_start, cols, first: vocab_start == 0 })?;
+            dev.launch(CrossEntropyStats { logits, targets, stats, vocab_start, cols, softcap, first: vocab_start == 0 })?;
         }
         let (loss, accumulate) = (self.activations.loss, !(micro.first && rows.first));
         dev.launch(CrossEntropyLoss { stats, loss, scale: micro.inv_targets, accumulate })
@@ -80,7 +80,8 @@ impl Model {
                 false => self.logits_tile(dev, rows, &tile)?,
             };
             let (Rows { targets, stats, .. }, scale) = (rows, micro.inv_targets * micro.loss_scale);
-            dev.launch(CrossEntropyGrad { logits, targets, stats, vocab_start: tile.start, cols: tile.len(), scale })?;
+            let (vocab_start, cols, softcap) = (tile.start, tile.len(), self.shape.logit_softcap);
+            dev.launch(CrossEntropyGrad { logits, targets, stats, vocab_start, cols, softcap, scale })?;
             self.tile_backward(dev, rows, logits, &tile, !(micro.first && rows.first))?;
         }
         Ok(())

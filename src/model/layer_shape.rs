@@ -12,6 +12,8 @@ pub enum NormKind {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct NormSpec {
     pub kind: NormKind,
+    /// The factor is the weight plus one.
+    pub(crate) plus_one: bool,
     /// Added to the variance.
     pub eps: f32,
 }
@@ -21,6 +23,8 @@ pub struct NormSpec {
 pub(crate) enum Act {
     /// `silu(gate) * up`.
     Swiglu,
+    /// `gelu(gate) * up` with the tanh form of GELU.
+    Geglu,
     /// `gelu(up)` with the tanh form of GELU.
     GeluTanh,
 }
@@ -44,7 +48,7 @@ impl Ffn {
     /// The first matrix makes a gate beside what it gates.
     pub(crate) fn gated(&self) -> bool {
         match self.act {
-            Act::Swiglu => true,
+            Act::Swiglu | Act::Geglu => true,
             Act::GeluTanh => false,
         }
     }
@@ -62,6 +66,8 @@ pub enum Mlp {
 pub enum QkSpan {
     /// Each head alone.
     Head,
+    /// All query heads of a token, and all its key heads.
+    Whole,
 }
 
 /// Attention of one layer.
@@ -85,6 +91,8 @@ pub struct Attn {
     pub window: Option<usize>,
     /// Factor on scores.
     pub scale: f32,
+    /// What scaled scores are bent to stay below.
+    pub(crate) softcap: Option<f32>,
 }
 
 impl Attn {
@@ -103,8 +111,19 @@ impl Attn {
         match self.qk_norm {
             None => 0,
             Some(QkSpan::Head) => self.heads + self.kv_heads,
+            Some(QkSpan::Whole) => 2,
         }
     }
+}
+
+/// How what attention or an MLP makes joins the residual stream.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Join {
+    Add,
+    /// Times this factor.
+    Scale(f32),
+    /// Normalised.
+    Norm,
 }
 
 /// One decoder layer: attention, then an MLP, each added to the residual stream.
@@ -112,8 +131,11 @@ impl Attn {
 pub struct LayerShape {
     pub attn: Attn,
     pub mlp: Mlp,
-    /// Of what enters attention, and of what enters the MLP.
+    /// Of every norm of the residual stream here.
     pub norm: NormSpec,
+    /// What enters attention, and what enters the MLP, is normalised.
+    pub(crate) pre_norm: bool,
+    pub(crate) join: Join,
 }
 
 impl LayerShape {
@@ -121,5 +143,10 @@ impl LayerShape {
     pub(crate) fn mlp_cols(&self) -> (usize, usize) {
         let Mlp::Dense(ffn) = self.mlp;
         (ffn.in_cols(), ffn.width)
+    }
+
+    /// What leaves attention, and what leaves the MLP, is normalised.
+    pub(crate) fn post_norm(&self) -> bool {
+        self.join == Join::Norm
     }
 }

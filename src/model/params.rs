@@ -33,12 +33,14 @@ pub(super) struct EmbedParams {
 
 #[derive(Debug)]
 pub(super) struct LayerParams {
-    pub(crate) attn_norm: NormParams,
+    pub(crate) attn_norm: Option<NormParams>,
+    pub(crate) post_attn_norm: Option<NormParams>,
     pub qkv: LinearParams,
     /// Query and key.
     pub qk_norm: Option<(Param, Param)>,
     pub(crate) attn_out: LinearParams,
-    pub(crate) mlp_norm: NormParams,
+    pub(crate) mlp_norm: Option<NormParams>,
+    pub(crate) post_mlp_norm: Option<NormParams>,
     pub(crate) mlp_in: LinearParams,
     pub(crate) mlp_out: LinearParams,
 }
@@ -66,10 +68,12 @@ impl Flat<'_> {
         let module = Module::Layer(layer);
         LayerParams {
             attn_norm: self.norm(module, Role::AttnNorm, Role::AttnNormBias),
+            post_attn_norm: self.norm(module, Role::PostAttnNorm, Role::PostAttnNormBias),
             qkv: self.linear(module, Role::Qkv, Some(Role::QkvBias)),
             qk_norm: self.find(module, Role::QNorm).zip(self.find(module, Role::KNorm)),
             attn_out: self.linear(module, Role::AttnOut, Some(Role::AttnOutBias)),
             mlp_norm: self.norm(module, Role::MlpNorm, Role::MlpNormBias),
+            post_mlp_norm: self.norm(module, Role::PostMlpNorm, Role::PostMlpNormBias),
             mlp_in: self.linear(module, Role::MlpIn, Some(Role::MlpInBias)),
             mlp_out: self.linear(module, Role::MlpOut, Some(Role::MlpOutBias)),
         }
@@ -78,7 +82,8 @@ impl Flat<'_> {
     pub(super) fn head(&self) -> HeadParams {
         let tied = self.table.find(Module::Head, Role::LmHead).is_none();
         let (module, role) = if tied { (Module::Embed, Role::Wte) } else { (Module::Head, Role::LmHead) };
-        HeadParams { norm: self.norm(Module::Head, Role::FinalNorm, Role::FinalNormBias), output: self.linear(module, role, None) }
+        let norm = NormParams { weight: self.expect(Module::Head, Role::FinalNorm), bias: self.find(Module::Head, Role::FinalNormBias) };
+        HeadParams { norm, output: self.linear(module, role, None) }
     }
 
     fn linear(&self, module: Module, weight: Role, bias: Option<Role>) -> LinearParams {
@@ -91,8 +96,8 @@ impl Flat<'_> {
         }
     }
 
-    fn norm(&self, module: Module, weight: Role, bias: Role) -> NormParams {
-        NormParams { weight: self.expect(module, weight), bias: self.find(module, bias) }
+    fn norm(&self, module: Module, weight: Role, bias: Role) -> Option<NormParams> {
+        self.find(module, weight).map(|weight| NormParams { weight, bias: self.find(module, bias) })
     }
 
     fn find(&self, module: Module, role: Role) -> Option<Param> {

@@ -4,45 +4,71 @@ use super::shape::{RopeConfig, RopeScaling};
 
 /// The table of [`crate::device::Kernels::rope`]: (cos, sin) fp32 `[seq_length, rotary_dim / 2, 2]`.
 pub(crate) fn rope_table(rope: &RopeConfig, seq_length: usize) -> Vec<f32> {
-    let frequencies = inverse_frequencies(rope);
+    let frequencies = inverse_frequencies(rope, seq_length);
     let mut table = Vec::with_capacity(seq_length * rope.rotary_dim);
     for position in 0..seq_length {
         for frequency in &frequencies {
             let angle = f64::from(position as f32 * frequency);
-            table.extend([libm::cos(angle) as f32, libm::sin(angle) as f32]);
+            table.extend([libm::cos(angle) as f32, libm::sin(angle) as f32].map(|x| x * rope.attention_factor));
         }
     }
     table
 }
 
-/// Radians per position for each rotating pair of channels, `[rotary_dim / 2]`.
-fn inverse_frequencies(rope: &RopeConfig) -> Vec<f32> {
-    let theta = f64::from(rope.theta as f32);
-    let plain = |pair: usize| {
-        let exponent = (2 * pair) as f32 / rope.rotary_dim as f32;
-        1.0 / libm::pow(theta, f64::from(exponent)) as f32
+/// Radians per position for each rotating pair of channels, `[rotary_dim / 2]`, in sequences of `seq_length`.
+fn inverse_frequencies(rope: &RopeConfig, seq_length: usize) -> Vec<f32> {
+    let (theta, dim) = (f64::from(rope.theta as f32), rope.rotary_dim);
+    let power = |theta: f64, pair: usize| libm::pow(theta, f64::from((2 * pair) as f32 / dim as f32)) as f32;
+    let plain = |pair: usize| 1.0 / power(theta, pair);
+    let frequency: &dyn Fn(usize) -> f32 = match rope.scaling {
+        RopeScaling::Default => &plain,
+        RopeScaling::Linear { factor } => &move |pair| plain(pair) / factor as f32,
+        RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_positions } => {
+            let bends = (low_freq_factor, high_freq_factor);
+            &move |pair| llama3(plain(pair), factor as f32, bends, original_max_positions as f32)
+        }
+        RopeScaling::Yarn { factor, beta_fast, beta_slow, truncate, original_max_positions } => {
+            let [low, high] = [beta_fast, beta_slow].map(|beta| turning_pair(rope, original_max_positions as f64 / beta));
+            let (low, high) = blend(if truncate { (low.floor(), high.ceil()) } else { (low, high) }, dim as f64);
+            let divided = move |pair| 1.0 / (factor as f32 * power(theta, pair));
+            let kept = move |pair: usize| 1.0 - ((pair as f32 - low) / (high - low)).clamp(0.0, 1.0);
+            &move |pair| divided(pair) * (1.0 - kept(pair)) + plain(pair) * kept(pair)
+        }
+        RopeScaling::Long { ref short, ref long, original_max_positions } => {
+            let divisors = if seq_length > original_max_positions { long } else { short };
+            &move |pair| 1.0 / (divisors[pair] * power(theta, pair))
+        }
+        RopeScaling::Dynamic { factor, max_positions } => {
+            let length = seq_length.max(max_positions) as f64 / max_positions as f64;
+            let growth = libm::pow(factor * length - (factor - 1.0), dim as f64 / (dim as f64 - 2.0));
+            &move |pair| 1.0 / power(f64::from((rope.theta * growth) as f32), pair)
+        }
     };
-    (0..rope.rotary_dim / 2).map(|pair| stretch(plain(pair), rope.scaling)).collect()
+    (0..dim / 2).map(frequency).collect()
 }
 
-fn stretch(frequency: f32, scaling: RopeScaling) -> f32 {
-    match scaling {
-        RopeScaling::Default => frequency,
-        RopeScaling::Linear { factor } => frequency / factor as f32,
-        RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_positions } => {
-            let (factor, context) = (factor as f32, original_max_positions as f32);
-            let wavelength = std::f32::consts::TAU / frequency;
-            let (longest, shortest) = (context / low_freq_factor as f32, context / high_freq_factor as f32);
-            if wavelength < shortest {
-                return frequency;
-            }
-            if wavelength > longest {
-                return frequency / factor;
-            }
-            let smooth = (context / wavelength - low_freq_factor as f32) / (high_freq_factor - low_freq_factor) as f32;
-            (1.0 - smooth) * frequency / factor + smooth * frequency
-        }
+fn llama3(frequency: f32, factor: f32, (low_freq_factor, high_freq_factor): (f64, f64), context: f32) -> f32 {
+    let wavelength = std::f32::consts::TAU / frequency;
+    let (longest, shortest) = (context / low_freq_factor as f32, context / high_freq_factor as f32);
+    if wavelength < shortest {
+        return frequency;
     }
+    if wavelength > longest {
+        return frequency / factor;
+    }
+    let smooth = (context / wavelength - low_freq_factor as f32) / (high_freq_factor - low_freq_factor) as f32;
+    (1.0 - smooth) * frequency / factor + smooth * frequency
+}
+
+/// The pair of channels, as a fraction, that turns once in `positions`.
+fn turning_pair(rope: &RopeConfig, positions: f64) -> f64 {
+    rope.rotary_dim as f64 * libm::log(positions / std::f64::consts::TAU) / (2.0 * libm::log(rope.theta))
+}
+
+/// Where a blend from `low` to `high` begins and ends among pairs, apart even where both are one.
+fn blend((low, high): (f64, f64), dim: f64) -> (f32, f32) {
+    let (low, high) = (low.max(0.0), high.min(dim - 1.0));
+    (low as f32, if low == high { high + 0.001 } else { high } as f32)
 }
 
 #[cfg(test)]
@@ -52,6 +78,8 @@ mod tests {
     const LLAMA3: RopeConfig = RopeConfig {
         theta: 500_000.0,
         rotary_dim: 64,
+        interleaved: false,
+        attention_factor: 1.0,
         scaling: RopeScaling::Llama3 { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_max_positions: 8192 },
     };
 
@@ -65,19 +93,59 @@ mod tests {
     #[test]
     fn llama3_frequencies_are_those_of_transformers() {
         // Its power function is off by up to one unit in the last place, the blend of two such frequencies by two more.
-        for (pair, (ours, theirs)) in inverse_frequencies(&LLAMA3).iter().zip(LLAMA3_FREQUENCIES).enumerate() {
+        for (pair, (ours, theirs)) in inverse_frequencies(&LLAMA3, 16).iter().zip(LLAMA3_FREQUENCIES).enumerate() {
             assert!(ours.to_bits().abs_diff(theirs) <= 3, "pair {pair}: {ours} and {}", f32::from_bits(theirs));
         }
     }
 
     #[test]
     fn the_table_holds_cosines_and_sines_by_position() {
-        let rope = RopeConfig { theta: 10_000.0, rotary_dim: 4, scaling: RopeScaling::Linear { factor: 2.0 } };
+        let rope = plain(4, RopeScaling::Linear { factor: 2.0 });
         let table = rope_table(&rope, 3);
         assert_eq!(table.len(), 3 * 2 * 2);
         assert_eq!(table[..4], [1.0, 0.0, 1.0, 0.0]);
         // Position 2, frequencies 1/2 and 1/200.
         let want = [1.0f64.cos(), 1.0f64.sin(), 0.01f64.cos(), 0.01f64.sin()];
         assert!(table[8..].iter().zip(want).all(|(a, b)| (f64::from(*a) - b).abs() < 1e-7), "{table:?}");
+    }
+
+    fn plain(rotary_dim: usize, scaling: RopeScaling) -> RopeConfig {
+        RopeConfig { theta: 10_000.0, rotary_dim, interleaved: false, scaling, attention_factor: 1.0 }
+    }
+
+    #[test]
+    fn a_dynamic_base_grows_beyond_the_model_s_positions_alone() {
+        let dynamic = plain(8, RopeScaling::Dynamic { factor: 2.0, max_positions: 64 });
+        let default = inverse_frequencies(&plain(8, RopeScaling::Default), 64);
+        assert_eq!(inverse_frequencies(&dynamic, 64), default);
+        // Twice the positions: the base times 3^(8/6).
+        let grown = inverse_frequencies(&RopeConfig { theta: 10_000.0 * 3f64.powf(8.0 / 6.0), ..plain(8, RopeScaling::Default) }, 1);
+        assert!(inverse_frequencies(&dynamic, 128).iter().zip(&grown).all(|(a, b)| (a / b - 1.0).abs() < 1e-6));
+    }
+
+    #[test]
+    fn longrope_chooses_its_divisors_by_the_sequence() {
+        let (short, long) = (vec![1.0, 2.0], vec![4.0, 8.0]);
+        let rope = plain(4, RopeScaling::Long { short, long, original_max_positions: 16 });
+        assert_eq!(inverse_frequencies(&rope, 16), [1.0, 1.0 / 200.0]);
+        assert_eq!(inverse_frequencies(&rope, 17), [0.25, 1.0 / 800.0]);
+    }
+
+    #[test]
+    fn yarn_keeps_what_turns_often_and_divides_what_does_not() {
+        let yarn = |truncate| RopeScaling::Yarn { factor: 8.0, beta_fast: 32.0, beta_slow: 1.0, truncate, original_max_positions: 4096 };
+        let default = inverse_frequencies(&plain(64, RopeScaling::Default), 1);
+        for truncate in [false, true] {
+            let stretched = inverse_frequencies(&plain(64, yarn(truncate)), 1);
+            let divisors: Vec<f32> = default.iter().zip(&stretched).map(|(plain, stretched)| plain / stretched).collect();
+            assert!(divisors[0] == 1.0 && (divisors[31] - 8.0).abs() < 1e-5 && divisors.is_sorted(), "{divisors:?}");
+        }
+        assert_ne!(inverse_frequencies(&plain(64, yarn(false)), 1), inverse_frequencies(&plain(64, yarn(true)), 1));
+    }
+
+    #[test]
+    fn the_attention_factor_is_on_cosines_and_sines() {
+        let rope = RopeConfig { attention_factor: 1.5, ..plain(2, RopeScaling::Default) };
+        assert_eq!(rope_table(&rope, 1), [1.5, 0.0]);
     }
 }

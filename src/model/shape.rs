@@ -3,17 +3,43 @@
 use super::family::Family;
 use super::layer_shape::{Attn, LayerShape, NormSpec};
 use crate::device::AttentionShape;
+use crate::dtype::Dtype;
 
+/// Factor on what the embedding makes.
 #[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct EmbedScale {
+    pub(crate) factor: f32,
+    /// It is rounded to the format of the weights first.
+    pub(crate) rounded: bool,
+}
+
+impl EmbedScale {
+    /// The factor on embeddings of `dtype`.
+    pub(crate) fn on(self, dtype: Dtype) -> f32 {
+        match dtype {
+            Dtype::Bfloat16 if self.rounded => half::bf16::from_f32(self.factor).to_f32(),
+            Dtype::Float16 if self.rounded => half::f16::from_f32(self.factor).to_f32(),
+            _ => self.factor,
+        }
+    }
+}
+
+/// How queries and keys rotate.
+#[derive(Clone, Debug, PartialEq)]
 pub struct RopeConfig {
     /// Base of the frequencies.
     pub(crate) theta: f64,
     /// Leading channels of a head that rotate; even.
     pub rotary_dim: usize,
+    /// Neighbouring channels are a pair; otherwise those half of `rotary_dim` apart.
+    pub(crate) interleaved: bool,
     pub(crate) scaling: RopeScaling,
+    /// Factor on cosines and sines.
+    pub(crate) attention_factor: f32,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq)]
+/// What stretches a rotation to longer contexts than the model first had.
+#[derive(Clone, Debug, PartialEq)]
 pub(crate) enum RopeScaling {
     /// None.
     Default,
@@ -33,6 +59,35 @@ pub(crate) enum RopeScaling {
         /// Context length before stretching.
         original_max_positions: usize,
     },
+    /// YaRN: frequencies of the first pairs of channels kept, those of the last ones divided by `factor`, those between blended.
+    Yarn {
+        /// The divisor.
+        factor: f64,
+        /// Rotations over the original context of the last pair that is kept.
+        beta_fast: f64,
+        /// Rotations over the original context of the first pair that is divided.
+        beta_slow: f64,
+        /// The blend begins and ends at whole pairs.
+        truncate: bool,
+        /// Context length before stretching.
+        original_max_positions: usize,
+    },
+    /// LongRoPE: each pair of channels has a divisor, of two sets.
+    Long {
+        /// For sequences up to the original context.
+        short: Vec<f32>,
+        /// For longer ones.
+        long: Vec<f32>,
+        /// Context length before stretching.
+        original_max_positions: usize,
+    },
+    /// A base that grows with sequences beyond the model's positions.
+    Dynamic {
+        /// Of the length over `max_positions`.
+        factor: f64,
+        /// Sequences up to here have the plain frequencies.
+        max_positions: usize,
+    },
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -47,6 +102,11 @@ pub struct ModelShape {
     pub(crate) max_positions: usize,
     /// Positions are a learned table beside the token embedding.
     pub(crate) learned_positions: bool,
+    pub(crate) embed_scale: EmbedScale,
+    /// Factor on logits.
+    pub(crate) logit_scale: f32,
+    /// What logits are bent to stay below.
+    pub(crate) logit_softcap: Option<f32>,
     /// The rotations that layers choose from.
     pub ropes: Vec<RopeConfig>,
     /// Decoder layers from the first on; at least one.
@@ -72,8 +132,13 @@ impl ModelShape {
     /// # Panics
     /// If the model has no such layer.
     pub fn attention(&self, batch: usize, seq_length: usize, layer: usize) -> AttentionShape {
-        let Attn { heads, kv_heads, head_dim, scale, window, .. } = self.layers[layer].attn;
-        AttentionShape { batch, seq_length, heads, kv_heads, head_dim, scale, window }
+        let Attn { heads, kv_heads, head_dim, scale, window, softcap, .. } = self.layers[layer].attn;
+        AttentionShape { batch, seq_length, heads, kv_heads, head_dim, scale, window, softcap }
+    }
+
+    /// Some layer bends attention's scores.
+    pub(crate) fn caps_scores(&self) -> bool {
+        self.layers.iter().any(|layer| layer.attn.softcap.is_some())
     }
 
     /// The most columns that any layer has of something.

@@ -34,12 +34,16 @@ pub enum Role {
     AttnNorm,
     /// Its bias `[channels]`.
     AttnNormBias,
+    /// Weight of the norm behind attention `[channels]`.
+    PostAttnNorm,
+    /// Its bias `[channels]`.
+    PostAttnNormBias,
     /// Fused query, key and value rows `[(heads + 2 kv_heads) head_dim, channels]`.
     Qkv,
     QkvBias,
-    /// Norm of every query head `[head_dim]`.
+    /// Norm of queries `[head_dim]` or `[heads head_dim]`.
     QNorm,
-    /// Norm of every key head `[head_dim]`.
+    /// Norm of keys `[head_dim]` or `[kv_heads head_dim]`.
     KNorm,
     /// Output projection of attention `[channels, heads head_dim]`.
     AttnOut,
@@ -49,6 +53,10 @@ pub enum Role {
     MlpNorm,
     /// Its bias `[channels]`.
     MlpNormBias,
+    /// Weight of the norm behind the MLP `[channels]`.
+    PostMlpNorm,
+    /// Its bias `[channels]`.
+    PostMlpNormBias,
     /// First matrix of the MLP: fused gate and up rows `[2 ffn, channels]`, or `[ffn, channels]`.
     MlpIn,
     MlpInBias,
@@ -71,6 +79,8 @@ impl Role {
             (Self::Wpe, _) => "wpe",
             (Self::AttnNorm, _) => "attn_norm",
             (Self::AttnNormBias, _) => "attn_norm.bias",
+            (Self::PostAttnNorm, _) => "post_attn_norm",
+            (Self::PostAttnNormBias, _) => "post_attn_norm.bias",
             (Self::Qkv, _) => "attn.qkv",
             (Self::QkvBias, _) => "attn.qkv.bias",
             (Self::QNorm, _) => "attn.q_norm",
@@ -79,6 +89,8 @@ impl Role {
             (Self::AttnOutBias, _) => "attn.out.bias",
             (Self::MlpNorm, _) => "mlp_norm",
             (Self::MlpNormBias, _) => "mlp_norm.bias",
+            (Self::PostMlpNorm, _) => "post_mlp_norm",
+            (Self::PostMlpNormBias, _) => "post_mlp_norm.bias",
             (Self::MlpIn, true) => "mlp.gate_up",
             (Self::MlpIn, false) => "mlp.up",
             (Self::MlpInBias, true) => "mlp.gate_up.bias",
@@ -302,9 +314,9 @@ impl TableBuilder<'_> {
         ffn.gated()
     }
 
-    fn norm(&mut self, module: Module, norm: NormSpec, (weight, bias): (Role, Role), path: &str) {
-        let channels = self.shape.channels;
-        self.whole(module, weight, vec![channels], Init::Ones, format!("{path}.weight"));
+    fn norm(&mut self, module: Module, norm: NormSpec, (weight, bias): (Role, Role), path: Option<String>) {
+        let (Some(path), channels) = (path, self.shape.channels) else { return };
+        self.whole(module, weight, vec![channels], norm_init(norm), format!("{path}.weight"));
         if norm.kind == NormKind::Layer {
             self.whole(module, bias, vec![channels], Init::Zeros, format!("{path}.bias"));
         }
@@ -334,7 +346,7 @@ impl TableBuilder<'_> {
         if !tied {
             self.whole(Module::Head, Role::LmHead, vec![vocab, channels], self.matrix_init(), "lm_head.weight".into());
         }
-        self.norm(Module::Head, norm, (Role::FinalNorm, Role::FinalNormBias), &format!("{prefix}{final_norm}"));
+        self.norm(Module::Head, norm, (Role::FinalNorm, Role::FinalNormBias), Some(format!("{prefix}{final_norm}")));
     }
 
     fn layer(&mut self, layer: usize) {
@@ -346,30 +358,33 @@ impl TableBuilder<'_> {
     }
 
     fn mlp(&mut self, module: Module, LayerShape { mlp: Mlp::Dense(ffn), norm, .. }: LayerShape, at: impl Fn(&str) -> String) {
-        let (&Names { mlp_norm, mlp_in, mlp_out, .. }, channels) = (self.names, self.shape.channels);
+        let (&Names { mlp_norm, post_mlp_norm, mlp_in, mlp_out, .. }, channels) = (self.names, self.shape.channels);
+        self.norm(module, norm, (Role::PostMlpNorm, Role::PostMlpNormBias), post_mlp_norm.map(&at));
         let in_rows = vec![ffn.in_cols() / mlp_in.len(); mlp_in.len()];
         let paths: Vec<String> = mlp_in.iter().map(|name| at(name)).collect();
         let bias = |role| ffn.bias.then_some(role);
         self.linear(module, (Role::MlpOut, bias(Role::MlpOutBias)), &[at(mlp_out)], &[channels], ffn.width, self.residual_init());
         self.linear(module, (Role::MlpIn, bias(Role::MlpInBias)), &paths, &in_rows, channels, self.matrix_init());
-        self.norm(module, norm, (Role::MlpNorm, Role::MlpNormBias), &at(mlp_norm));
+        self.norm(module, norm, (Role::MlpNorm, Role::MlpNormBias), mlp_norm.map(&at));
     }
 
     fn attention(&mut self, module: Module, LayerShape { attn, norm, .. }: LayerShape, at: impl Fn(&str) -> String) {
-        let (&Names { attn_norm, qkv, attn_out, .. }, channels) = (self.names, self.shape.channels);
+        let (&Names { attn_norm, post_attn_norm, qkv, attn_out, .. }, channels) = (self.names, self.shape.channels);
+        self.norm(module, norm, (Role::PostAttnNorm, Role::PostAttnNormBias), post_attn_norm.map(&at));
         let Attn { heads, kv_heads, head_dim, qk_norm, qkv_bias, out_bias, .. } = attn;
         let (q_rows, kv_rows) = (heads * head_dim, kv_heads * head_dim);
         let qkv_rows: &[usize] = if qkv.len() == 1 { &[q_rows + 2 * kv_rows] } else { &[q_rows, kv_rows, kv_rows] };
         let paths: Vec<String> = qkv.iter().map(|name| at(name)).collect();
         let out_roles = (Role::AttnOut, out_bias.then_some(Role::AttnOutBias));
         self.linear(module, out_roles, &[at(attn_out)], &[channels], q_rows, self.residual_init());
-        if let Some(QkSpan::Head) = qk_norm {
-            self.whole(module, Role::QNorm, vec![head_dim], Init::Ones, at("self_attn.q_norm.weight"));
-            self.whole(module, Role::KNorm, vec![head_dim], Init::Ones, at("self_attn.k_norm.weight"));
+        if let Some(span) = qk_norm {
+            let (q, k) = if span == QkSpan::Head { (head_dim, head_dim) } else { (q_rows, kv_rows) };
+            self.whole(module, Role::QNorm, vec![q], norm_init(norm), at("self_attn.q_norm.weight"));
+            self.whole(module, Role::KNorm, vec![k], norm_init(norm), at("self_attn.k_norm.weight"));
         }
         let qkv_roles = (Role::Qkv, qkv_bias.then_some(Role::QkvBias));
         self.linear(module, qkv_roles, &paths, qkv_rows, channels, self.matrix_init());
-        self.norm(module, norm, (Role::AttnNorm, Role::AttnNormBias), &at(attn_norm));
+        self.norm(module, norm, (Role::AttnNorm, Role::AttnNormBias), attn_norm.map(&at));
     }
 
     fn embed(&mut self) {
@@ -382,8 +397,14 @@ impl TableBuilder<'_> {
     }
 }
 
+/// A new norm multiplies by one.
+fn norm_init(norm: NormSpec) -> Init {
+    if norm.plus_one { Init::Zeros } else { Init::Ones }
+}
+
 #[cfg(test)]
 mod tests {
+    use super::super::family::Family;
     use super::*;
     use std::path::Path;
 
@@ -391,24 +412,14 @@ mod tests {
         let text = format!(
             r#"{{"architectures": ["{architecture}"], "vocab_size": 60, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2,
             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "rms_norm_eps": 1e-6,
-            "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 24, "layer_norm_epsilon": 1e-5}}"#
+            "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 24, "layer_norm_epsilon": 1e-5, "norm_epsilon": 1e-5}}"#
         );
         ModelShape::parse(&text, Path::new("config.json")).unwrap()
     }
 
-    const ALL: [&str; 7] = [
-        "GPT2LMHeadModel",
-        "LlamaForCausalLM",
-        "MistralForCausalLM",
-        "Qwen2ForCausalLM",
-        "Qwen3ForCausalLM",
-        "Phi3ForCausalLM",
-        "SeedOssForCausalLM",
-    ];
-
     #[test]
     fn modules_tile_the_flat_range_in_backward_order() {
-        for architecture in ALL {
+        for architecture in Family::architectures() {
             let table = TensorTable::new(&shape(architecture));
             let modules: Vec<Module> = table.modules().collect();
             assert_eq!(modules, [Module::Head, Module::Layer(1), Module::Layer(0), Module::Embed]);
@@ -426,7 +437,7 @@ mod tests {
 
     #[test]
     fn tensors_are_aligned_apart_and_covered_by_their_parts() {
-        for architecture in ALL {
+        for architecture in Family::architectures() {
             let table = TensorTable::new(&shape(architecture));
             let mut end = 0;
             for (i, spec) in table.specs().iter().enumerate() {

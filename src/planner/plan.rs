@@ -156,6 +156,8 @@ pub struct Plan {
     pub loss_tile: LossTile,
     /// What each layer keeps for its backward pass.
     pub layer_policies: Vec<LayerPolicy>,
+    /// The model has soft caps on attention's scores.
+    pub caps_scores: bool,
     /// How attention is computed on a GPU.
     pub attention: Attention,
     /// Where NVIDIA's libraries are looked for first.
@@ -236,6 +238,7 @@ impl Plan {
             ranks: workload.ranks,
             loss_tile: choice.tile,
             layer_policies: choice.policies,
+            caps_scores: workload.shape.caps_scores(),
             attention: workload.attention,
             cuda_libraries: settings.cuda_libraries.iter().cloned().collect(),
             hyper: hyper(settings),
@@ -377,7 +380,7 @@ fn workload<'a>(
         slots: settings.slots.unwrap_or(SLOTS),
         trace_spans: if trace { spans_per_track(workers + 1 + driver_tracks(settings.gpus)) } else { 0 },
         data_bytes: settings.data_bytes as usize,
-        attention: attention(settings, dtype, machine.kind)?,
+        attention: attention(settings, shape, dtype, machine.kind)?,
         workers,
         isa: isa(settings, techniques)?,
         machine: machine.limited(settings),
@@ -493,10 +496,11 @@ fn check_ranks(settings: &Settings, layout: &BucketLayout) -> Result<()> {
     }
 }
 
-/// cuDNN's has no float32 and no bounds between documents, and is on GPUs only.
-fn attention(settings: &Settings, dtype: Dtype, kind: DeviceKind) -> Result<Attention> {
+/// cuDNN's has no float32, no bounds between documents and no soft caps, and is on GPUs only.
+fn attention(settings: &Settings, shape: &ModelShape, dtype: Dtype, kind: DeviceKind) -> Result<Attention> {
     let obstacle = match settings {
         _ if dtype == Dtype::Float32 => Some("cuDNN has 16-bit formats only; use --dtype bfloat16 or --attention plain"),
+        _ if shape.caps_scores() => Some("cuDNN's graph has no soft caps on scores, which this model has; use --attention plain"),
         Settings { separates_documents: true, .. } => Some("cuDNN does not keep a row's documents apart; use --attention plain"),
         _ => None,
     };
@@ -601,7 +605,9 @@ impl fmt::Display for Plan {
             let from = if self.streams_from_host() { "host memory" } else { "the slices of all GPUs" };
             writeln!(f, "  weights     {streamed} stream from {from} through a ring of {ring}, forward and backward")?;
         }
-        if self.separates_documents && self.machine.kind == DeviceKind::Gpu {
+        if self.caps_scores && self.machine.kind == DeviceKind::Gpu {
+            writeln!(f, "  attention   plain, which has the soft caps of this model and is slow; cuDNN's has none")?;
+        } else if self.separates_documents && self.machine.kind == DeviceKind::Gpu {
             writeln!(
                 f,
                 "  attention   plain, which keeps the documents of a row apart and is slow; cuDNN's does not: --packing off or wrapped takes it"

@@ -42,5 +42,5 @@ pub(crate) fn measure<D: Kernels>(timer: &mut Timer<'_, D>, seq_limit: usize, ma
 
 /// A layer of a model of some billion parameters.
 fn shape(seq_length: usize) -> AttentionShape {
-    AttentionShape { batch: 4, seq_length, heads: 32, kv_heads: 8, head_dim: 128, scale: 128f32.powf(-0.5), window: None }
+    AttentionShape { batch: 4, seq_length, heads: 32, kv_heads: 8, head_dim: 128, scale: 128f32.powf(-0.5), window: None, softcap: None }
 }

@@ -58,6 +58,6 @@ fn pointwise<D: Kernels>(timer: &mut Timer<'_, D>, bytes: usize, time_s: f64) ->
     let (x, out) = (dev.alloc("rows", rows * COLS, bf16)?, dev.alloc("normalised rows", rows * COLS, bf16)?);
     let (weight, rstd) = (dev.alloc("a norm's weight", COLS, bf16)?, dev.alloc("a norm's statistics", rows, Dtype::Float32)?);
     fill(dev, &[x, weight])?;
-    let norm = RmsNorm { x, weight, eps: 1e-5, out, rstd };
+    let norm = RmsNorm { x, weight, plus_one: false, eps: 1e-5, out, rstd };
     timer.rates(time_s, norm.bytes(), |dev| dev.launch(norm))
 }

@@ -38,6 +38,17 @@ def plain_rope(theta):
     return dict(rope_type="default", rope_theta=theta)
 
 
+def phi3_longrope(original):
+    """Sequences of 16 take the short factors up to 16 original positions, else the long ones."""
+    factors = dict(short_factor=[1.0, 1.25, 1.5, 2.0], long_factor=[1.5, 3.0, 4.5, 6.0])
+    return transformers.Phi3Config(
+        **SIZES, **COMMON, num_key_value_heads=2, resid_pdrop=0.0, embd_pdrop=0.0, original_max_position_embeddings=original,
+        rope_parameters=dict(
+            rope_type="longrope", rope_theta=100.0, original_max_position_embeddings=original, **factors
+        ),
+    )
+
+
 FAMILIES = {
     "gpt2": transformers.GPT2Config(
         vocab_size=64, n_positions=24, n_embd=32, n_layer=2, n_head=4, n_inner=80, embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0,
@@ -63,6 +74,32 @@ FAMILIES = {
     "seed_oss": transformers.SeedOssConfig(
         **SIZES, **COMMON, num_key_value_heads=2, head_dim=12, residual_dropout=0.0,
         rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=2.0),
+    ),
+    "qwen3_yarn": transformers.Qwen3Config(
+        **SIZES, **COMMON, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True,
+        rope_parameters=dict(rope_type="yarn", rope_theta=1000.0, factor=4.0, original_max_position_embeddings=64, beta_fast=8.0),
+    ),
+    "phi3_short": phi3_longrope(16),
+    "phi3_long": phi3_longrope(8),
+    "smollm3": transformers.SmolLM3Config(
+        **(SIZES | dict(num_hidden_layers=4)), **COMMON, num_key_value_heads=2, rope_parameters=plain_rope(100.0)
+    ),
+    "starcoder2": transformers.Starcoder2Config(
+        **SIZES, **COMMON, num_key_value_heads=2, sliding_window=6, residual_dropout=0.0, embedding_dropout=0.0,
+        tie_word_embeddings=False, rope_parameters=plain_rope(100.0),
+    ),
+    "granite": transformers.GraniteConfig(
+        **SIZES, **COMMON, num_key_value_heads=2, embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.7,
+        logits_scaling=1.5, rope_parameters=plain_rope(100.0),
+    ),
+    "olmo2": transformers.Olmo2Config(**SIZES, **COMMON, num_key_value_heads=2, rope_parameters=plain_rope(100.0)),
+    "glm4": transformers.Glm4Config(
+        **SIZES, **COMMON, num_key_value_heads=2, head_dim=12,
+        rope_parameters=dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5),
+    ),
+    "gemma2": transformers.Gemma2Config(
+        **SIZES, **COMMON, num_key_value_heads=2, head_dim=12, query_pre_attn_scalar=20, sliding_window=5,
+        attn_logit_softcapping=2.0, final_logit_softcapping=3.0, rope_parameters=plain_rope(100.0),
     ),
 }
 

@@ -27,8 +27,9 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
     for dtype in FLOATS {
         let full = if suite.full(dtype) { &full[..] } else { &[] };
         for &shape in shapes().iter().chain(full) {
-            let AttentionShape { batch, seq_length, heads, kv_heads, head_dim, window, .. } = shape;
+            let AttentionShape { batch, seq_length, heads, kv_heads, head_dim, window, softcap, .. } = shape;
             let window = window.map_or(String::new(), |window| format!(", window {window}"));
+            let window = window + if softcap.is_some() { ", capped" } else { "" };
             let name = |kernel: &str| format!("{kernel} {dtype} {batch}x{seq_length} tokens, ({heads}+2x{kv_heads})x{head_dim}{window}");
             suite.case(&name("attention"), |bench, random| forward(bench, random, dtype, shape, false));
             suite.case(&name("attention_backward"), |bench, random| backward(bench, random, dtype, shape, false));
@@ -40,7 +41,7 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
 }
 
 /// Every ratio of heads, sequences around the sizes of tiles, odd heads, those of real models, windows.
-fn shapes() -> [AttentionShape; 13] {
+fn shapes() -> [AttentionShape; 15] {
     [
         shape(1, 1, (1, 1), 1, None),
         shape(2, 5, (2, 1), 4, None),
@@ -55,16 +56,18 @@ fn shapes() -> [AttentionShape; 13] {
         shape(1, 129, (8, 2), 128, None),
         shape(1, 50, (32, 8), 128, None),
         shape(1, 257, (2, 1), 128, Some(128)),
+        AttentionShape { softcap: Some(2.0), ..shape(2, 70, (4, 2), 64, Some(20)) },
+        AttentionShape { softcap: Some(50.0), ..shape(1, 67, (2, 1), 7, None) },
     ]
 }
 
 fn shape(batch: usize, seq_length: usize, (heads, kv_heads): (usize, usize), head_dim: usize, window: Option<usize>) -> AttentionShape {
-    AttentionShape { batch, seq_length, heads, kv_heads, head_dim, scale: 1.0 / (head_dim as f32).sqrt(), window }
+    AttentionShape { batch, seq_length, heads, kv_heads, head_dim, scale: 1.0 / (head_dim as f32).sqrt(), window, softcap: None }
 }
 
 /// cuDNN has this for narrow formats, heads of whole 16 bytes and rows of one document.
 fn may_be_unsupported(dtype: Dtype, shape: &AttentionShape, several: bool) -> bool {
-    dtype == FP32 || !shape.head_dim.is_multiple_of(8) || several
+    dtype == FP32 || !shape.head_dim.is_multiple_of(8) || several || shape.softcap.is_some()
 }
 
 /// Where each token's document begins in its row: all at 0, or `several` a row, from one token to some tiles long.
@@ -130,7 +133,22 @@ fn norm(a: &[f64]) -> f64 {
 fn scores(shape: &AttentionShape, dtype: Dtype, q: &[f64], k: &Rows<'_>, keys: Range<usize>) -> Vec<Near> {
     let (scale, growth) = (f64::from(shape.scale), product_growth(dtype, shape.head_dim));
     let q_norm = norm(q);
-    keys.map(|key| Near { want: scale * dot(q, k.row(key)), error: scale.abs() * U * growth * q_norm * norm(k.row(key)) }).collect()
+    let score = |key| Near { want: scale * dot(q, k.row(key)), error: scale.abs() * U * growth * q_norm * norm(k.row(key)) };
+    keys.map(|key| capped(shape, score(key))).collect()
+}
+
+/// A score below the cap, if there is one: `cap * tanh(s / cap)` is no steeper than 1 and takes up to 8 roundings.
+fn capped(shape: &AttentionShape, score: Near) -> Near {
+    let Some(cap) = shape.softcap.map(f64::from) else { return score };
+    let want = cap * (score.want / cap).tanh();
+    Near { want, error: score.error + 8.0 * U * want.abs() }
+}
+
+/// The slope of the cap at what it made of a score.
+fn slope(shape: &AttentionShape, score: &Near) -> Near {
+    let Some(cap) = shape.softcap.map(f64::from) else { return Near::exact(1.0) };
+    let t = score.want / cap;
+    Near { want: 1.0 - t * t, error: 2.0 * t.abs() * score.error / cap + 8.0 * U }
 }
 
 /// A sum of products with narrow operands: exact value, error of the operands before they are rounded, squares and sizes for the roundings.
@@ -293,9 +311,11 @@ fn backward_query_head(
             let (p, relative) = ((s.want - lse).exp(), s.error + U * (4.0 * (s.want.abs() + lse.abs()) + 4.0));
             let dp = dot(dout, v);
             let dp_error = U * product_growth(dtype, d) * dout_norm * norm(v);
-            // p (dp - delta) scale: the errors of all three, and four roundings.
-            let ds = p * (dp - delta) * scale;
-            let ds_error = ds.abs() * (relative + 4.0 * U) + p * scale * (dp_error + delta_error + U * (dp.abs() + delta.abs()));
+            // p (dp - delta) scale, times the cap's slope: the errors of all, and five roundings.
+            let (slope, before_cap) = (slope(shape, s), p * (dp - delta) * scale);
+            let ds = before_cap * slope.want;
+            let parts = p * scale * slope.want * (dp_error + delta_error + U * (dp.abs() + delta.abs()));
+            let ds_error = ds.abs() * (relative + 5.0 * U) + parts + before_cap.abs() * slope.error;
             let (p, ds) = (Near { want: p, error: p * relative }, Near { want: ds, error: ds_error });
             for c in 0..d {
                 sums[c].add(ds, k[c]);

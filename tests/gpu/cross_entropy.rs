@@ -38,8 +38,10 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
         for tile in TILES.into_iter().chain(full.then_some(FULL)) {
             let Tile { rows, cols, start, vocab } = tile;
             let name = |kernel: &str| format!("{kernel} {dtype} {rows} rows, tokens {start}..{} of {vocab}", start + cols);
-            suite.case(&name("cross_entropy_stats"), |bench, random| stats(bench, random, dtype, tile));
-            suite.case(&name("cross_entropy_grad"), |bench, random| grad(bench, random, dtype, tile));
+            for (kind, softcap) in [("", None), (" capped", Some(4.0))] {
+                suite.case(&name(&format!("cross_entropy_stats{kind}")), |bench, random| stats(bench, random, dtype, tile, softcap));
+                suite.case(&name(&format!("cross_entropy_grad{kind}")), |bench, random| grad(bench, random, dtype, tile, softcap));
+            }
         }
     }
     for rows in [1, 2, 31, 257, 4096] {
@@ -60,10 +62,13 @@ fn targets(random: &mut Random, tile: Tile) -> Vec<i32> {
 /// The largest logit and the target's are exact. An exponential is within 2 ulp (the CPU 1.1, the GPU 2), and the rounding of its
 /// argument, at most `u` times the largest argument for each time that the maximum moves (at most twice on the way to the final
 /// one), is a relative error: `4 u |x - max|` with the old sum's rescaling. The sum of positive terms adds `growth`.
-fn stats(bench: &mut Bench, random: &mut Random, dtype: Dtype, tile: Tile) -> Outcome {
+fn stats(bench: &mut Bench, random: &mut Random, dtype: Dtype, tile: Tile, softcap: Option<f32>) -> Outcome {
     let Tile { rows, cols, start, .. } = tile;
     let (logits, targets) = (random.scaled(dtype, rows * cols, 6.0), targets(random, tile));
-    let logits_wide = wide(&logits);
+    let bend = |x: f64| softcap.map(f64::from).map_or(x, |cap| cap * (x / cap).tanh());
+    let logits_wide: Vec<f64> = wide(&logits).into_iter().map(bend).collect();
+    // A soft cap takes up to 8 roundings.
+    let bent = |x: f64| if softcap.is_some() { 8.0 * U * x.abs() } else { 0.0 };
     let mut worst = 0f64;
     for first in [true, false] {
         // Some rows go on from a larger maximum, some from a smaller one.
@@ -79,12 +84,14 @@ fn stats(bench: &mut Bench, random: &mut Random, dtype: Dtype, tile: Tile) -> Ou
             let max = logits.iter().copied().fold(old_max, f64::max);
             let term = |x: f64, count: f64| {
                 let e = count * (x - max).exp();
-                (e, e * U * (growth(cols + 1) + 4.0 + 4.0 * (x - max).abs()))
+                (e, e * (U * (growth(cols + 1) + 4.0 + 4.0 * (x - max).abs()) + bent(x) + bent(max)))
             };
             let old = if first { (0.0, 0.0) } else { term(old_max, old_sum) };
             let (sum, error) = logits.iter().map(|&x| term(x, 1.0)).fold(old, |(a, b), (c, d)| (a + c, b + d));
             let target = usize::try_from(targets[row]).ok().and_then(|t| t.checked_sub(start)).filter(|&col| col < cols);
-            want.extend([Near::exact(max), Near { want: sum, error }, Near::exact(target.map_or(old_target, |col| logits[col]))]);
+            let near = |x: f64| Near { want: x, error: bent(x) };
+            let target = target.map_or(Near::exact(old_target), |col| near(logits[col]));
+            want.extend([near(max), Near { want: sum, error }, target]);
         }
         let mut case = Case::default();
         let (logits, targets) = (case.input("logits", dtype, &logits), case.ints("targets", &targets));
@@ -94,7 +101,7 @@ fn stats(bench: &mut Bench, random: &mut Random, dtype: Dtype, tile: Tile) -> Ou
         };
         let outcome = case.check(bench, &|dev, at| {
             let (logits, targets, stats) = (at[logits], at[targets], at[stats]);
-            dev.launch(CrossEntropyStats { logits, targets, stats, vocab_start: start, cols, first })
+            dev.launch(CrossEntropyStats { logits, targets, stats, vocab_start: start, cols, softcap, first })
         });
         worst = worst.max(outcome?);
     }
@@ -102,7 +109,7 @@ fn stats(bench: &mut Bench, random: &mut Random, dtype: Dtype, tile: Tile) -> Ou
 }
 
 /// Element by element from given statistics: the CPU's bits. Where a row has no loss its logits may be anything.
-fn grad(bench: &mut Bench, random: &mut Random, dtype: Dtype, tile: Tile) -> Outcome {
+fn grad(bench: &mut Bench, random: &mut Random, dtype: Dtype, tile: Tile, softcap: Option<f32>) -> Outcome {
     let Tile { rows, cols, start, .. } = tile;
     let (mut logits, targets) = (random.scaled(dtype, rows * cols, 6.0), targets(random, tile));
     let masked = logits.chunks_exact_mut(cols).zip(&targets).filter(|(_, target)| **target < 0);
@@ -115,7 +122,7 @@ fn grad(bench: &mut Bench, random: &mut Random, dtype: Dtype, tile: Tile) -> Out
         let (targets, stats) = (case.ints("targets", &targets), case.input("stats", FP32, &stats));
         case.check(bench, &|dev, at| {
             let (logits, targets, stats) = (at[logits], at[targets], at[stats]);
-            dev.launch(CrossEntropyGrad { logits, targets, stats, vocab_start: start, cols, scale })
+            dev.launch(CrossEntropyGrad { logits, targets, stats, vocab_start: start, cols, softcap, scale })
         })?;
     }
     Ok(0.0)

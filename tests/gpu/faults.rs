@@ -85,10 +85,15 @@ fn tokens(room: DeviceSlice, elems: usize) -> DeviceSlice {
     part(room, 7, elems, Dtype::Int32)
 }
 
-const HEADS: AttentionShape = AttentionShape { batch: 1, seq_length: 2, heads: 2, kv_heads: 1, head_dim: 8, scale: 1.0, window: None };
+const HEADS: AttentionShape =
+    AttentionShape { batch: 1, seq_length: 2, heads: 2, kv_heads: 1, head_dim: 8, scale: 1.0, window: None, softcap: None };
 
 #[rustfmt::skip]
-const WRONG_CALLS: [(&str, WrongCall); 30] = [
+const WRONG_CALLS: [(&str, WrongCall); 31] = [
+    ("scale_add onto its base", |dev, room| {
+        let base = part(room, 1, 6, FP32);
+        dev.launch(ScaleAdd { x: part(room, 0, 6, FP32), scale: 1.0, base: Some(base), out: base })
+    }),
     ("gelu of another size", |dev, room| dev.launch(Gelu { x: part(room, 0, 6, FP32), out: part(room, 1, 5, FP32) })),
     ("gelu of another format", |dev, room| dev.launch(Gelu { x: part(room, 0, 6, FP32), out: part(room, 1, 6, Dtype::Bfloat16) })),
     ("gelu of integers", |dev, room| dev.launch(Gelu { x: part(room, 0, 6, Dtype::Int32), out: part(room, 1, 6, Dtype::Int32) })),
@@ -138,12 +143,12 @@ const WRONG_CALLS: [(&str, WrongCall); 30] = [
     ("bias_backward of half a row", |dev, room| dev.launch(BiasBackward { dout: part(room, 0, 10, FP32), dbias: part(room, 1, 4, FP32), accumulate: false })),
     ("rms_norm with too few statistics", |dev, room| {
         let at = |index, elems| part(room, index, elems, FP32);
-        dev.launch(RmsNorm { x: at(0, 12), weight: at(1, 4), eps: 1e-5, out: at(2, 12), rstd: at(3, 2) })
+        dev.launch(RmsNorm { x: at(0, 12), weight: at(1, 4), plus_one: false, eps: 1e-5, out: at(2, 12), rstd: at(3, 2) })
     }),
     ("rms_norm_backward with too few statistics", |dev, room| {
         let at = |index, elems| part(room, index, elems, FP32);
         let (dout, x, weight, rstd) = (at(0, 12), at(1, 12), at(2, 4), at(3, 2));
-        dev.launch(RmsNormBackward { dout, x, weight, rstd, dx: at(4, 12), dweight: at(5, 4), accumulate: false })
+        dev.launch(RmsNormBackward { dout, x, weight, plus_one: false, rstd, dx: at(4, 12), dweight: at(5, 4), accumulate: false })
     }),
     ("layer_norm with statistics of the wrong format", |dev, room| {
         let at = |index, elems| part(room, index, elems, FP32);
@@ -158,21 +163,21 @@ const WRONG_CALLS: [(&str, WrongCall); 30] = [
     ("qk_norm onto its input", |dev, room| {
         let at = |index, elems| part(room, index, elems, FP32);
         let (qkv, q_weight, k_weight) = (at(0, 64), at(1, 8), at(2, 8));
-        dev.launch(QkNorm { qkv, q_weight, k_weight, eps: 1e-5, out: qkv, rstd: at(3, 6), shape: HEADS })
+        dev.launch(QkNorm { qkv, q_weight, k_weight, plus_one: false, eps: 1e-5, out: qkv, rstd: at(3, 6), shape: HEADS })
     }),
     ("qk_norm_backward with too few statistics", |dev, room| {
         let at = |index, elems| part(room, index, elems, FP32);
         let (dqkv, qkv, q_weight, k_weight) = (at(0, 64), at(1, 64), at(2, 8), at(3, 8));
         let (rstd, dq_weight, dk_weight) = (at(4, 5), at(5, 8), at(6, 8));
-        dev.launch(QkNormBackward { dqkv, qkv, q_weight, k_weight, rstd, dq_weight, dk_weight, accumulate: false, shape: HEADS })
+        dev.launch(QkNormBackward { dqkv, qkv, q_weight, k_weight, plus_one: false, rstd, dq_weight, dk_weight, accumulate: false, shape: HEADS })
     }),
     ("rope of more channels than a head has", |dev, room| {
         let (qkv, positions, table) = (part(room, 0, 64, FP32), tokens(room, 2), part(room, 1, 24, FP32));
-        dev.launch(Rope { qkv, positions, table, rotary_dim: 12, inverse: false, shape: HEADS })
+        dev.launch(Rope { qkv, positions, table, rotary_dim: 12, interleaved: false, inverse: false, shape: HEADS })
     }),
     ("rope of too few positions", |dev, room| {
         let (qkv, positions, table) = (part(room, 0, 64, FP32), tokens(room, 1), part(room, 1, 16, FP32));
-        dev.launch(Rope { qkv, positions, table, rotary_dim: 8, inverse: false, shape: HEADS })
+        dev.launch(Rope { qkv, positions, table, rotary_dim: 8, interleaved: true, inverse: false, shape: HEADS })
     }),
     ("attention of heads that do not divide", |dev, room| {
         let shape = AttentionShape { heads: 3, kv_heads: 2, ..HEADS };
@@ -186,7 +191,7 @@ const WRONG_CALLS: [(&str, WrongCall); 30] = [
     }),
     ("cross_entropy_stats of another size", |dev, room| {
         let (logits, targets, stats) = (part(room, 0, 11, FP32), part(room, 1, 3, Dtype::Int32), part(room, 2, 9, FP32));
-        dev.launch(CrossEntropyStats { logits, targets, stats, vocab_start: 0, cols: 4, first: true })
+        dev.launch(CrossEntropyStats { logits, targets, stats, vocab_start: 0, cols: 4, softcap: None, first: true })
     }),
     ("cast onto its source", |dev, room| {
         dev.launch(Cast { stream: Stream::Compute, src: part(room, 0, 8, FP32), dst: part(room, 0, 8, Dtype::Bfloat16) })

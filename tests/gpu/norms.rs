@@ -24,8 +24,10 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
         let full = suite.full(dtype);
         for (rows, cols) in MATRICES.into_iter().chain(full.then_some(FULL)) {
             let name = |kernel: &str| format!("{kernel} {dtype} {rows}x{cols}");
-            suite.case(&name("rms_norm"), |bench, random| rms(bench, random, dtype, rows, cols));
-            suite.case(&name("rms_norm_backward"), |bench, random| rms_backward(bench, random, dtype, rows, cols));
+            for (kind, plus_one) in [("rms_norm", false), ("rms_norm plus one", true)] {
+                suite.case(&name(kind), |bench, random| rms(bench, random, dtype, (rows, cols), plus_one));
+                suite.case(&name(&format!("{kind}, backward")), |bench, random| rms_backward(bench, random, dtype, (rows, cols), plus_one));
+            }
             suite.case(&name("layer_norm"), |bench, random| layer(bench, random, dtype, rows, cols));
             suite.case(&name("layer_norm_backward"), |bench, random| layer_backward(bench, random, dtype, rows, cols));
         }
@@ -66,22 +68,27 @@ pub fn rms_row_backward(dout: &[f64], x: &[f64], weight: &[f64], rstd: f64) -> V
     (0..x.len()).map(gradient).collect()
 }
 
-fn rms(bench: &mut Bench, random: &mut Random, dtype: Dtype, rows: usize, cols: usize) -> Outcome {
+/// What stored weights stand for: themselves, or that plus one, rounded.
+pub fn factors(weights: &[f32], plus_one: bool) -> Vec<f64> {
+    weights.iter().map(|w| f64::from(if plus_one { 1.0 + w } else { *w })).collect()
+}
+
+fn rms(bench: &mut Bench, random: &mut Random, dtype: Dtype, (rows, cols): (usize, usize), plus_one: bool) -> Outcome {
     let (x, weight) = (random.scaled(dtype, rows * cols, 3.0), random.uniform(dtype, cols));
-    let (x_wide, weight_wide) = (wide(&x), wide(&weight));
+    let (x_wide, weight_wide) = (wide(&x), factors(&weight, plus_one));
     let rstd: Vec<Near> = x_wide.chunks_exact(cols).map(rms_rstd).collect();
     let out = x_wide.chunks_exact(cols).zip(&rstd).flat_map(|(x, &rstd)| rms_row(x, &weight_wide, rstd)).collect();
     let mut case = Case::default();
     let (x, weight) = (case.input("x", dtype, &x), case.input("weight", dtype, &weight));
     let (out, rstd) = (case.output("out", dtype, rows * cols, Want::Near(out)), case.output("rstd", FP32, rows, Want::Near(rstd)));
-    case.check(bench, &|dev, at| dev.launch(RmsNorm { x: at[x], weight: at[weight], eps: EPS, out: at[out], rstd: at[rstd] }))
+    case.check(bench, &|dev, at| dev.launch(RmsNorm { x: at[x], weight: at[weight], plus_one, eps: EPS, out: at[out], rstd: at[rstd] }))
 }
 
-fn rms_backward(bench: &mut Bench, random: &mut Random, dtype: Dtype, rows: usize, cols: usize) -> Outcome {
+fn rms_backward(bench: &mut Bench, random: &mut Random, dtype: Dtype, (rows, cols): (usize, usize), plus_one: bool) -> Outcome {
     let (dout, x, before) =
         (random.uniform(dtype, rows * cols), random.scaled(dtype, rows * cols, 3.0), random.uniform(dtype, rows * cols));
     let (weight, dweight_before, rstd) = (random.uniform(dtype, cols), random.uniform(dtype, cols), random.positive(rows));
-    let (dout_wide, x_wide, weight_wide) = (wide(&dout), wide(&x), wide(&weight));
+    let (dout_wide, x_wide, weight_wide) = (wide(&dout), wide(&x), factors(&weight, plus_one));
     let dx = parallel(rows, |row| {
         let row_of = |all| row_of(all, row, cols);
         rms_row_backward(row_of(&dout_wide), row_of(&x_wide), &weight_wide, f64::from(rstd[row]))
@@ -99,7 +106,7 @@ fn rms_backward(bench: &mut Bench, random: &mut Random, dtype: Dtype, rows: usiz
         let dweight = case.gradient("dweight", dtype, accumulate.then_some(&dweight_before), dweight.clone());
         let outcome = case.check(bench, &|dev, at| {
             let (dout, x, weight, rstd) = (at[dout], at[x], at[weight], at[rstd]);
-            dev.launch(RmsNormBackward { dout, x, weight, rstd, dx: at[dx], dweight: at[dweight], accumulate })
+            dev.launch(RmsNormBackward { dout, x, weight, plus_one, rstd, dx: at[dx], dweight: at[dweight], accumulate })
         });
         worst = worst.max(outcome?);
     }

@@ -6,7 +6,7 @@ use super::kernels::Suite;
 use super::random::Random;
 use super::report::Outcome;
 use std::io::Write;
-use superoffload::internals::device::{AttentionShape, Gelu, GeluBackward, Rope, Swiglu, SwigluBackward};
+use superoffload::internals::device::{AttentionShape, Geglu, GegluBackward, Gelu, GeluBackward, Rope, ScaleAdd, Swiglu, SwigluBackward};
 use superoffload::internals::dtype::Dtype;
 
 /// Rows and columns: one element, odd tails, the widths of real models.
@@ -27,6 +27,19 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
                     let (x, dout) = (values(random, dtype, 2 * rows * cols), values(random, dtype, rows * cols));
                     swiglu_backward(bench, dtype, cols, &x, &dout)
                 });
+                suite.case(&name("geglu"), |bench, random| {
+                    let mut case = Case::default();
+                    let x = case.input("gate_up", dtype, &values(random, dtype, 2 * rows * cols));
+                    let out = case.output("out", dtype, rows * cols, Want::Same);
+                    case.check(bench, &|dev, at| dev.launch(Geglu { gate_up: at[x], out: at[out], cols }))
+                });
+                suite.case(&name("geglu_backward"), |bench, random| {
+                    let (x, dout) = (values(random, dtype, 2 * rows * cols), values(random, dtype, rows * cols));
+                    let mut case = Case::default();
+                    let (dout, x) = (case.input("dout", dtype, &dout), case.input("gate_up", dtype, &x));
+                    let dx = case.output("dgate_up", dtype, 2 * rows * cols, Want::Same);
+                    case.check(bench, &|dev, at| dev.launch(GegluBackward { dout: at[dout], gate_up: at[x], dgate_up: at[dx], cols }))
+                });
                 suite.case(&name("gelu"), |bench, random| {
                     let mut case = Case::default();
                     let x = case.input("x", dtype, &values(random, dtype, rows * cols));
@@ -36,6 +49,10 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
                 suite.case(&name("gelu_backward"), |bench, random| {
                     let (x, dout) = (values(random, dtype, rows * cols), values(random, dtype, rows * cols));
                     gelu_backward(bench, dtype, &x, &dout)
+                });
+                suite.case(&name("scale_add"), |bench, random| {
+                    let (x, base) = (values(random, dtype, rows * cols), values(random, dtype, rows * cols));
+                    scale_add(bench, dtype, &x, &base)
                 });
             }
         }
@@ -47,13 +64,13 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
                     let qkv = values(random, dtype, shape.tokens() * shape.qkv_cols());
                     let table = random.uniform(Dtype::Float32, seq_length * rotary_dim);
                     let positions: Vec<i32> = (0..shape.tokens()).map(|_| random.below(seq_length) as i32).collect();
-                    for inverse in [false, true] {
+                    for (interleaved, inverse) in [(false, false), (false, true), (true, false), (true, true)] {
                         let mut case = Case::default();
                         let (qkv, positions) = (case.updated("qkv", dtype, &qkv, Want::Same), case.ints("positions", &positions));
                         let table = case.input("table", Dtype::Float32, &table);
                         case.check(bench, &|dev, at| {
                             let (qkv, positions, table) = (at[qkv], at[positions], at[table]);
-                            dev.launch(Rope { qkv, positions, table, rotary_dim, inverse, shape })
+                            dev.launch(Rope { qkv, positions, table, rotary_dim, interleaved, inverse, shape })
                         })?;
                     }
                     Ok(0.0)
@@ -91,6 +108,16 @@ fn gelu_backward(bench: &mut Bench, dtype: Dtype, x: &[f32], dout: &[f32]) -> Ou
     in_place.check(bench, &|dev, at| dev.launch(GeluBackward { dout: at[dx], x: at[x], dx: at[dx] }))
 }
 
+/// With a base, and in place without one.
+fn scale_add(bench: &mut Bench, dtype: Dtype, x: &[f32], base: &[f32]) -> Outcome {
+    let mut apart = Case::default();
+    let (x_in, base, out) = (apart.input("x", dtype, x), apart.input("base", dtype, base), apart.output("out", dtype, x.len(), Want::Same));
+    apart.check(bench, &|dev, at| dev.launch(ScaleAdd { x: at[x_in], scale: 0.3, base: Some(at[base]), out: at[out] }))?;
+    let mut in_place = Case::default();
+    let x = in_place.updated("x", dtype, x, Want::Same);
+    in_place.check(bench, &|dev, at| dev.launch(ScaleAdd { x: at[x], scale: 0.3, base: None, out: at[x] }))
+}
+
 /// Whole and partial rotations, odd heads, the heads of real models.
 fn rotations() -> [(AttentionShape, usize); 7] {
     let shape = |batch, seq_length, heads, kv_heads, head_dim| AttentionShape {
@@ -101,6 +128,7 @@ fn rotations() -> [(AttentionShape, usize); 7] {
         head_dim,
         scale: 1.0,
         window: None,
+        softcap: None,
     };
     [
         (shape(1, 1, 1, 1, 2), 2),

@@ -17,7 +17,7 @@ const LSE_ROUNDINGS: f64 = 8.0;
 pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
     for dtype in FLOATS {
         for (batch, seq_length, heads, head_dim) in [(1, 1, 1, 1), (2, 35, 3, 10), (1, 130, 8, 64), (3, 7, 64, 64)] {
-            let shape = AttentionShape { batch, seq_length, heads, kv_heads: 1, head_dim, scale: 1.0, window: None };
+            let shape = AttentionShape { batch, seq_length, heads, kv_heads: 1, head_dim, scale: 1.0, window: None, softcap: None };
             let name = |kernel: &str| format!("{kernel} {dtype} {batch}x{seq_length} tokens, {heads}x{head_dim}");
             suite.case(&name("sinks"), |bench, random| forward(bench, random, dtype, shape));
             suite.case(&(name("sinks") + " without a sink"), |bench, random| none(bench, random, dtype, shape));

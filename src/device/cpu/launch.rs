@@ -174,13 +174,13 @@ mod tests {
         assert_eq!(message(harness.0.launch(loss)), "launch cross_entropy_loss: loss overlaps stats");
         assert_eq!(message(harness.0.launch(Poke { x: tokens, index: 0, value: 1.0 })), "unsupported: arithmetic on int32");
         assert_eq!(message(harness.0.launch(Poke { x, index: 6, value: 1.0 })), "launch poke: element 6 of 6");
-        let shape = AttentionShape { batch: 1, seq_length: 1, heads: 3, kv_heads: 2, head_dim: 1, scale: 1.0, window: None };
+        let shape = AttentionShape { batch: 1, seq_length: 1, heads: 3, kv_heads: 2, head_dim: 1, scale: 1.0, window: None, softcap: None };
         assert!(
             message(harness.0.launch(AttentionForward { qkv: x, documents: None, out, lse: small, shape })).ends_with("makes no sense")
         );
         let shape = AttentionShape { kv_heads: 1, ..shape };
         let (qkv, table) = (x.slice(0, 5), out.slice(0, 2));
-        let rope = Rope { qkv, positions: tokens.slice(0, 1), table, rotary_dim: 2, inverse: false, shape };
+        let rope = Rope { qkv, positions: tokens.slice(0, 1), table, rotary_dim: 2, interleaved: false, inverse: false, shape };
         assert_eq!(message(harness.0.launch(rope)), "launch rope: cannot rotate 2 of 1 channels");
         assert_eq!(harness.read::<f32>(out), [0.0; 6]);
     }

@@ -26,6 +26,8 @@ pub struct AttentionShape {
     pub scale: f32,
     /// A token sees this many tokens, itself included (sliding window); `None`: all before it.
     pub window: Option<usize>,
+    /// Scaled scores `s` become `cap * tanh(s / cap)`.
+    pub softcap: Option<f32>,
 }
 
 impl AttentionShape {
@@ -57,7 +59,7 @@ impl AttentionShape {
     /// An error of `kernel` if the heads do not fit together or the sequences are empty.
     pub(crate) fn check(&self, kernel: &'static str) -> Result<()> {
         let whole = self.kv_heads > 0 && self.heads.is_multiple_of(self.kv_heads);
-        if whole && self.heads * self.head_dim * self.tokens() > 0 && self.window != Some(0) {
+        if whole && self.heads * self.head_dim * self.tokens() > 0 && self.window != Some(0) && self.softcap.is_none_or(|cap| cap > 0.0) {
             return Ok(());
         }
         Err(refused(kernel, format!("{self:?} makes no sense")))
@@ -67,7 +69,7 @@ impl AttentionShape {
 /// Causal attention.
 ///
 /// # Errors
-/// `Unsupported` for documents where a library computes attention and has no bounds for them.
+/// `Unsupported` for documents and soft caps where a library computes attention and has neither.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionForward {
     /// `[T, (heads + 2 kv_heads) * head_dim]`

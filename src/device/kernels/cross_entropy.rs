@@ -16,6 +16,8 @@ pub struct CrossEntropyStats {
     pub vocab_start: usize,
     /// Columns of the tile.
     pub cols: usize,
+    /// Logits `x` count as `cap * tanh(x / cap)`.
+    pub softcap: Option<f32>,
     /// Starts anew.
     pub first: bool,
 }
@@ -42,6 +44,8 @@ pub struct CrossEntropyGrad {
     pub vocab_start: usize,
     /// Columns of the tile.
     pub cols: usize,
+    /// See [`CrossEntropyStats::softcap`]; the gradient is that of the logits before the cap.
+    pub softcap: Option<f32>,
     /// Factor on the gradient.
     pub scale: f32,
 }

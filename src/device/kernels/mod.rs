@@ -54,7 +54,7 @@ sum! {
         experts::{ClampedSwiglu, ExpertBias, ExpertBackward, ExpertBiasDot},
         grouped::{GroupedMatmul, SegmentSums},
         norm::{RmsNorm, RmsNormBackward, LayerNorm, LayerNormBackward},
-        pointwise::{Swiglu, SwigluBackward, Gelu, GeluBackward},
+        pointwise::{Swiglu, SwigluBackward, Geglu, GegluBackward, Gelu, GeluBackward, ScaleAdd},
         product::{Matmul, BiasBackward},
         rope::{QkNorm, QkNormBackward, Rope},
         route::{RouterLogits, Route, Segments, Combine, RouterBackward},

@@ -3,13 +3,15 @@
 use crate::device::kernel::{Kernel, Operand, operands, rows};
 use crate::device::slice::DeviceSlice;
 
-/// `out = x * rstd * weight` by rows of the weight's length.
+/// `out = x * rstd * weight` by rows of the weight's length; or with `1 + weight`.
 #[derive(Clone, Copy, Debug)]
 pub struct RmsNorm {
     /// `[rows, cols]`
     pub x: DeviceSlice,
     /// `[cols]`
     pub weight: DeviceSlice,
+    /// The factor is `1 + weight`.
+    pub plus_one: bool,
     /// Added to the mean of squares.
     pub eps: f32,
     /// `[rows, cols]`
@@ -36,6 +38,8 @@ pub struct RmsNormBackward {
     pub x: DeviceSlice,
     /// `[cols]`
     pub weight: DeviceSlice,
+    /// The factor is `1 + weight`.
+    pub plus_one: bool,
     /// Of the forward pass, fp32 `[rows]`.
     pub rstd: DeviceSlice,
     /// `[rows, cols]`

@@ -45,6 +45,48 @@ impl Kernel for SwigluBackward {
     }
 }
 
+/// `out[r,c] = gelu(gate_up[r,c]) * gate_up[r, c + cols]`, with the tanh form of GELU.
+#[derive(Clone, Copy, Debug)]
+pub struct Geglu {
+    /// `[rows, 2 cols]`: gate, then up.
+    pub gate_up: DeviceSlice,
+    /// `[rows, cols]`
+    pub out: DeviceSlice,
+    /// Columns of the output.
+    pub cols: usize,
+}
+
+impl Kernel for Geglu {
+    const NAME: &'static str = "geglu";
+
+    fn operands(&self) -> impl AsRef<[Operand]> {
+        let n = rows(self.out, self.cols) * self.cols;
+        operands![self; Read gate_up[2 * n], Write out[n]]
+    }
+}
+
+/// Overwrites `dgate_up` with the gradient of [`Geglu`]'s input.
+#[derive(Clone, Copy, Debug)]
+pub struct GegluBackward {
+    /// Gradient of the output, `[rows, cols]`.
+    pub dout: DeviceSlice,
+    /// `[rows, 2 cols]`
+    pub gate_up: DeviceSlice,
+    /// `[rows, 2 cols]`
+    pub dgate_up: DeviceSlice,
+    /// Columns of the output.
+    pub cols: usize,
+}
+
+impl Kernel for GegluBackward {
+    const NAME: &'static str = "geglu_backward";
+
+    fn operands(&self) -> impl AsRef<[Operand]> {
+        let n = rows(self.dout, self.cols) * self.cols;
+        operands![self; Read dout[n], Read gate_up[2 * n], Write dgate_up[2 * n]]
+    }
+}
+
 /// GELU, tanh form (`gelu_new`, `gelu_pytorch_tanh`).
 #[derive(Clone, Copy, Debug)]
 pub struct Gelu {
@@ -76,5 +118,26 @@ impl Kernel for GeluBackward {
 
     fn operands(&self) -> impl AsRef<[Operand]> {
         operands![self; Read x[self.dx.elems()], Write dx[self.x.elems()], ReadInPlace dout[self.x.elems()]]
+    }
+}
+
+/// `out = scale * x (+ base)`.
+#[derive(Clone, Copy, Debug)]
+pub struct ScaleAdd {
+    /// Any size.
+    pub x: DeviceSlice,
+    pub scale: f32,
+    /// As large as `x`; `None`: nothing is added.
+    pub base: Option<DeviceSlice>,
+    /// As large as `x`; may be `x`.
+    pub out: DeviceSlice,
+}
+
+impl Kernel for ScaleAdd {
+    const NAME: &'static str = "scale_add";
+
+    fn operands(&self) -> impl AsRef<[Operand]> {
+        let n = self.out.elems();
+        operands![self; ReadInPlace x[n], Read base[n], Write out[self.x.elems()]]
     }
 }

@@ -1,24 +1,27 @@
-//! Query and key heads: their RMS normalisation, as Qwen3 has it, and their rotation.
+//! Query and key heads: their RMS normalisation, each alone or all queries and all keys of a token together, and their rotation.
 
 use super::attention::AttentionShape;
 use crate::device::kernel::{Kernel, Operand, bytes, operands, refused};
 use crate::device::slice::DeviceSlice;
 use crate::error::Result;
 
-/// RMS-normalises every query head with `q_weight` and every key head with `k_weight`, and copies the values.
+/// RMS-normalises every query head with `q_weight` and every key head with `k_weight`, and copies the values. Weights that are longer than
+/// a head span all query heads of a token, and all its key heads: such a span has one root mean square.
 #[derive(Clone, Copy, Debug)]
 pub struct QkNorm {
     /// `[T, (heads + 2 kv_heads) * head_dim]`
     pub qkv: DeviceSlice,
-    /// `[head_dim]`
+    /// `[head_dim]` or `[heads * head_dim]`
     pub q_weight: DeviceSlice,
-    /// `[head_dim]`
+    /// `[head_dim]` or `[kv_heads * head_dim]`
     pub k_weight: DeviceSlice,
+    /// The factors are `1 + weight`.
+    pub plus_one: bool,
     /// Added to the mean of squares.
     pub eps: f32,
     /// As large as `qkv`, and not the same.
     pub out: DeviceSlice,
-    /// fp32 `[T, heads + kv_heads]`, kept for the backward pass.
+    /// One for each span, fp32 `[T, heads + kv_heads]` or `[T, 2]`, kept for the backward pass.
     pub rstd: DeviceSlice,
     /// Sizes of all of them.
     pub shape: AttentionShape,
@@ -32,8 +35,8 @@ impl Kernel for QkNorm {
     }
 
     fn operands(&self) -> impl AsRef<[Operand]> {
-        let (n, normed, d) = sizes(&self.shape);
-        operands![self; Read qkv[n], Write out[n]; Read q_weight[d], Read k_weight[d], Write rstd[normed] Float32]
+        let (n, spans) = (self.shape.tokens() * self.shape.qkv_cols(), Spans::of(&self.shape, self.q_weight));
+        operands![self; Read qkv[n], Write out[n]; Read q_weight[spans.q], Read k_weight[spans.k], Write rstd[spans.all] Float32]
     }
 }
 
@@ -44,15 +47,17 @@ pub struct QkNormBackward {
     pub dqkv: DeviceSlice,
     /// The input of the forward pass, like all that follow.
     pub qkv: DeviceSlice,
-    /// `[head_dim]`
+    /// See [`QkNorm::q_weight`].
     pub q_weight: DeviceSlice,
-    /// `[head_dim]`
+    /// See [`QkNorm::k_weight`].
     pub k_weight: DeviceSlice,
+    /// See [`QkNorm::plus_one`].
+    pub plus_one: bool,
     /// See [`QkNorm::rstd`].
     pub rstd: DeviceSlice,
-    /// `[head_dim]`
+    /// As long as `q_weight`.
     pub dq_weight: DeviceSlice,
-    /// `[head_dim]`
+    /// As long as `k_weight`.
     pub dk_weight: DeviceSlice,
     /// Adds to the gradients of the weights.
     pub accumulate: bool,
@@ -68,16 +73,17 @@ impl Kernel for QkNormBackward {
     }
 
     fn operands(&self) -> impl AsRef<[Operand]> {
-        let (n, normed, d) = sizes(&self.shape);
+        let (n, Spans { q, k, all }) = (self.shape.tokens() * self.shape.qkv_cols(), Spans::of(&self.shape, self.q_weight));
         operands![
             self;
             Update dqkv[n], Read qkv[n];
-            Read q_weight[d], Read k_weight[d], Write dq_weight[d], Write dk_weight[d], Read rstd[normed] Float32,
+            Read q_weight[q], Read k_weight[k], Write dq_weight[q], Write dk_weight[k], Read rstd[all] Float32,
         ]
     }
 }
 
-/// Rotates queries and keys in place. Channel `i` pairs with `i + rotary_dim / 2`; channels from `rotary_dim` on pass.
+/// Rotates queries and keys in place. Channel `i` pairs with `i + rotary_dim / 2`, or channel `2 i` with its neighbour where pairs are
+/// `interleaved`; channels from `rotary_dim` on pass.
 #[derive(Clone, Copy, Debug)]
 pub struct Rope {
     /// `[T, (heads + 2 kv_heads) * head_dim]`
@@ -88,6 +94,8 @@ pub struct Rope {
     pub table: DeviceSlice,
     /// Channels that are rotated, an even number.
     pub rotary_dim: usize,
+    /// Pairs are neighbours.
+    pub interleaved: bool,
     /// Rotates back: the backward pass.
     pub inverse: bool,
     /// Sizes of all of them.
@@ -118,7 +126,23 @@ impl Kernel for Rope {
     }
 }
 
-/// Elements of `qkv`, heads that are normalised, channels of a head.
-fn sizes(shape: &AttentionShape) -> (usize, usize, usize) {
-    (shape.tokens() * shape.qkv_cols(), shape.tokens() * (shape.heads + shape.kv_heads), shape.head_dim)
+/// What is normalised together.
+pub(crate) struct Spans {
+    /// Channels of a span of queries.
+    pub(crate) q: usize,
+    /// Channels of a span of keys.
+    pub(crate) k: usize,
+    /// Spans of all tokens.
+    all: usize,
+}
+
+impl Spans {
+    /// As the weight of the queries says.
+    pub(crate) fn of(shape: &AttentionShape, q_weight: DeviceSlice) -> Self {
+        let (d, tokens) = (shape.head_dim, shape.tokens());
+        match q_weight.elems() == d {
+            true => Self { q: d, k: d, all: tokens * (shape.heads + shape.kv_heads) },
+            false => Self { q: shape.heads * d, k: shape.kv_heads * d, all: tokens * 2 },
+        }
+    }
 }

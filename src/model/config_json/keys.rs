@@ -88,6 +88,29 @@ impl<'a> Keys<'a> {
         Ok(number)
     }
 
+    /// A soft cap, `null` for none; `missing` is what a missing key means to a family that has any, and others do not read it.
+    pub(super) fn softcap(&self, key: &str, missing: Option<Option<f64>>) -> Result<Option<f32>> {
+        match (missing, self.map.get(key)) {
+            (None, _) | (_, Some(Value::Null)) => Ok(None),
+            (Some(missing), None) => Ok(missing.map(|cap| cap as f32)),
+            (Some(_), Some(_)) => Ok(Some(self.number(key, None, 1e-3, 1e9)? as f32)),
+        }
+    }
+
+    /// A factor, 1 where it is missing.
+    pub(super) fn factor(&self, key: &str) -> Result<f32> {
+        Ok(self.number(key, Some(1.0), 1e-9, 1e9)? as f32)
+    }
+
+    /// A list of `count` numbers from `min` to `max`.
+    pub(super) fn numbers(&self, key: &str, count: usize, min: f64, max: f64) -> Result<Vec<f32>> {
+        let list = self.get(key).and_then(Value::as_array).filter(|list| list.len() == count);
+        let numbers: Option<Vec<f64>> = list.and_then(|list| list.iter().map(Value::as_f64).collect());
+        let numbers = numbers.filter(|numbers| numbers.iter().all(|number| (min..=max).contains(number)));
+        let numbers = numbers.ok_or_else(|| self.missing(key, &format!("a list of {count} numbers from {min} to {max}")))?;
+        Ok(numbers.into_iter().map(|number| number as f32).collect())
+    }
+
     pub(super) fn flag(&self, key: &str, default: bool) -> Result<bool> {
         match self.get(key) {
             None => Ok(default),
@@ -103,14 +126,20 @@ impl<'a> Keys<'a> {
         }
     }
 
+    /// The object at `key`; `None` where there is none, or an empty one.
+    fn object(&self, key: &str) -> Result<Option<&'a Map<String, Value>>> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(Value::Object(map)) => Ok(Some(map).filter(|map| !map.is_empty())),
+            Some(other) => Err(self.wrong(key, other, "an object")),
+        }
+    }
+
     /// The dictionary of rope parameters in its old or its new spelling.
     pub(super) fn rope_parameters(&self, empty: &'a Map<String, Value>) -> Result<(&'static str, &'a Map<String, Value>)> {
         for (key, within) in [("rope_scaling", "rope_scaling."), ("rope_parameters", "rope_parameters.")] {
-            match self.get(key) {
-                None => {}
-                Some(Value::Object(map)) if map.is_empty() => {}
-                Some(Value::Object(map)) => return Ok((within, map)),
-                Some(other) => return Err(self.wrong(key, other, "an object")),
+            if let Some(map) = self.object(key)? {
+                return Ok((within, map));
             }
         }
         Ok(("", empty))
@@ -125,6 +154,7 @@ impl<'a> Keys<'a> {
             "add_cross_attention",
             "scale_attn_by_inverse_layer_idx",
             "is_encoder_decoder",
+            "use_bidirectional_attention",
         ];
         let on = |value: &Value| *value != false && *value != 0;
         if let Some((key, value)) = features.iter().find_map(|key| self.get(key).filter(|v| on(v)).map(|v| (key, v))) {
@@ -137,7 +167,7 @@ impl<'a> Keys<'a> {
     }
 
     pub(super) fn dropout(&self) -> Result<Vec<String>> {
-        let keys = ["attention_dropout", "residual_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop"];
+        let keys = ["attention_dropout", "residual_dropout", "embedding_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop"];
         let mut ignored = Vec::new();
         for key in keys {
             let probability = self.number(key, Some(0.0), 0.0, 1.0)?;

@@ -2,48 +2,124 @@
 
 use super::keys::{INDEX_MAX, Keys};
 use crate::error::Result;
-use crate::model::family::FamilySpec;
+use crate::model::family::{FamilySpec, Rotates};
 use crate::model::shape::{RopeConfig, RopeScaling};
 use serde_json::{Map, Value};
 
-pub(super) fn rope(keys: &Keys, spec: &FamilySpec, head_dim: usize, max_positions: usize) -> Result<RopeConfig> {
-    let empty = Map::new();
-    let (within, map) = keys.rope_parameters(&empty)?;
-    let inner = Keys { map, path: keys.path, within };
-    let theta_keys = if inner.get("rope_theta").is_some() { &inner } else { keys };
-    let theta = theta_keys.number("rope_theta", Some(10000.0), 1.0, 1e30)?;
-    let fraction_keys = if inner.get("partial_rotary_factor").is_some() { &inner } else { keys };
-    let fraction = fraction_keys.number("partial_rotary_factor", Some(1.0), 0.0, 1.0)?;
-    if fraction != 1.0 && !spec.partial_rotary {
-        return Err(fraction_keys.unsupported("partial_rotary_factor", &Value::from(fraction), spec.architecture));
-    }
-    let rotary_dim = (head_dim as f64 * fraction) as usize;
-    if rotary_dim == 0 || !rotary_dim.is_multiple_of(2) {
-        return Err(keys.bad("head_dim", format_args!("{rotary_dim} rotating channels of {head_dim}: rope needs an even number")));
-    }
-    Ok(RopeConfig { theta, rotary_dim, scaling: rope_scaling(keys, &inner, max_positions)? })
+const ORIGINAL: &str = "original_max_position_embeddings";
+
+/// What every rotation of a model shares.
+pub(super) struct RotatedHeads {
+    pub(super) head_dim: usize,
+    pub(super) max_positions: usize,
 }
 
-fn rope_scaling(keys: &Keys, inner: &Keys, max_positions: usize) -> Result<RopeScaling> {
-    let key = if inner.get("rope_type").is_some() { "rope_type" } else { "type" };
-    let factor = |key| inner.number(key, None, 1e-6, 1e9);
-    match inner.get(key) {
-        None => Ok(RopeScaling::Default),
-        Some(Value::String(kind)) if kind == "default" => Ok(RopeScaling::Default),
-        Some(Value::String(kind)) if kind == "linear" => Ok(RopeScaling::Linear { factor: factor("factor")? }),
-        Some(Value::String(kind)) if kind == "llama3" => {
-            let (low_freq_factor, high_freq_factor) = (factor("low_freq_factor")?, factor("high_freq_factor")?);
-            if high_freq_factor <= low_freq_factor {
-                return Err(
-                    inner.bad("high_freq_factor", format_args!("{high_freq_factor} must be above low_freq_factor {low_freq_factor}"))
-                );
-            }
-            // transformers gives the key beside the dictionary precedence over the one inside.
-            let original = "original_max_position_embeddings";
-            let original_keys = if keys.get(original).is_some() { keys } else { inner };
-            let original_max_positions = original_keys.count_or(original, max_positions, INDEX_MAX)?;
-            Ok(RopeScaling::Llama3 { factor: factor("factor")?, low_freq_factor, high_freq_factor, original_max_positions })
+/// The rotations of a model, and which of them each layer has; `slides` says of each layer whether it sees a window.
+pub(super) fn ropes(
+    keys: &Keys,
+    spec: &FamilySpec,
+    heads: &RotatedHeads,
+    slides: &[bool],
+) -> Result<(Vec<RopeConfig>, Vec<Option<usize>>)> {
+    let empty = Map::new();
+    let one = || -> Result<Vec<RopeConfig>> {
+        let (within, map) = keys.rope_parameters(&empty)?;
+        Ok(vec![rope(keys, &Keys { map, within, ..*keys }, spec, heads)?])
+    };
+    match spec.rotates {
+        Rotates::Never => Ok((vec![], vec![None; slides.len()])),
+        Rotates::All => Ok((one()?, vec![Some(0); slides.len()])),
+        Rotates::NotEvery(interval) => {
+            let rotates = rotating_layers(keys, interval, slides.len())?;
+            Ok((one()?, rotates.into_iter().map(|rotates| rotates.then_some(0)).collect()))
         }
-        Some(other) => Err(inner.unsupported(key, other, "known: default, linear, llama3")),
     }
+}
+
+/// Layers that `no_rope_layers` marks with 1, or all but every n-th.
+pub(super) fn rotating_layers(keys: &Keys, interval: usize, layers: usize) -> Result<Vec<bool>> {
+    let (key, interval) = ("no_rope_layers", keys.count_or("no_rope_layer_interval", interval, INDEX_MAX)?);
+    let Some(marks) = keys.get(key) else { return Ok((1..=layers).map(|number| !number.is_multiple_of(interval)).collect()) };
+    let marks = marks.as_array().filter(|marks| marks.len() == layers);
+    let marks: Option<Vec<u64>> = marks.and_then(|marks| marks.iter().map(Value::as_u64).collect());
+    let marks = marks.filter(|marks| marks.iter().all(|mark| *mark <= 1));
+    let marks = marks.ok_or_else(|| keys.bad(key, format_args!("expected a list of {layers} times 0 or 1")))?;
+    Ok(marks.into_iter().map(|mark| mark == 1).collect())
+}
+
+/// One rotation: of `inner`, the object of its parameters; what that lacks is beside it, or the default.
+fn rope(keys: &Keys, inner: &Keys, spec: &FamilySpec, heads: &RotatedHeads) -> Result<RopeConfig> {
+    let nearest = |key| if inner.get(key).is_some() { inner } else { keys };
+    let theta = nearest("rope_theta").number("rope_theta", Some(spec.rope_theta), 1.0, 1e30)?;
+    let fraction_keys = nearest("partial_rotary_factor");
+    let fraction = fraction_keys.number("partial_rotary_factor", Some(spec.partial_rotary.unwrap_or(1.0)), 0.0, 1.0)?;
+    if fraction != 1.0 && spec.partial_rotary.is_none() {
+        return Err(fraction_keys.unsupported("partial_rotary_factor", &Value::from(fraction), spec.architecture));
+    }
+    let rotary_dim = (heads.head_dim as f64 * fraction) as usize;
+    if rotary_dim == 0 || !rotary_dim.is_multiple_of(2) {
+        return Err(keys.bad("head_dim", format_args!("{rotary_dim} rotating channels of {}: rope needs an even number", heads.head_dim)));
+    }
+    let (scaling, attention_factor) = scaling(keys, inner, heads.max_positions, rotary_dim)?;
+    Ok(RopeConfig { theta, rotary_dim, interleaved: spec.interleaved, scaling, attention_factor: attention_factor as f32 })
+}
+
+/// What stretches it, and the factor on cosines and sines.
+fn scaling(keys: &Keys, inner: &Keys, max_positions: usize, rotary_dim: usize) -> Result<(RopeScaling, f64)> {
+    let key = if inner.get("rope_type").is_some() { "rope_type" } else { "type" };
+    let factor = || inner.number("factor", None, 1e-6, 1e9);
+    let original = || original_keys(keys, inner).count_or(ORIGINAL, max_positions, INDEX_MAX);
+    let Some(kind) = inner.get(key) else { return Ok((RopeScaling::Default, 1.0)) };
+    match kind.as_str() {
+        Some("default") => Ok((RopeScaling::Default, 1.0)),
+        Some("linear") => Ok((RopeScaling::Linear { factor: factor()? }, 1.0)),
+        Some("dynamic") => Ok((RopeScaling::Dynamic { factor: inner.number("factor", None, 1.0, 1e9)?, max_positions }, 1.0)),
+        Some("llama3") => Ok((llama3(inner, factor()?, original()?)?, 1.0)),
+        // The first files of Phi-3 call it `su`, and later ones `yarn`.
+        Some("longrope" | "su") => longrope(keys, inner, max_positions, rotary_dim),
+        Some("yarn") if inner.get("short_factor").is_some() => longrope(keys, inner, max_positions, rotary_dim),
+        Some("yarn") => yarn(inner, factor()?, original()?),
+        _ => Err(inner.unsupported(key, kind, "known: default, linear, dynamic, llama3, yarn, longrope")),
+    }
+}
+
+/// transformers gives the key beside the dictionary precedence over the one inside.
+fn original_keys<'a>(keys: &'a Keys<'a>, inner: &'a Keys<'a>) -> &'a Keys<'a> {
+    if keys.get(ORIGINAL).is_some() { keys } else { inner }
+}
+
+fn llama3(inner: &Keys, factor: f64, original_max_positions: usize) -> Result<RopeScaling> {
+    let [low_freq_factor, high_freq_factor] = ["low_freq_factor", "high_freq_factor"].map(|key| inner.number(key, None, 1e-6, 1e9));
+    let (low_freq_factor, high_freq_factor) = (low_freq_factor?, high_freq_factor?);
+    if high_freq_factor <= low_freq_factor {
+        let cause = format_args!("{high_freq_factor} must be above low_freq_factor {low_freq_factor}");
+        return Err(inner.bad("high_freq_factor", cause));
+    }
+    Ok(RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_positions })
+}
+
+fn yarn(inner: &Keys, factor: f64, original_max_positions: usize) -> Result<(RopeScaling, f64)> {
+    let [beta_fast, beta_slow] =
+        [("beta_fast", 32.0), ("beta_slow", 1.0)].map(|(key, default)| inner.number(key, Some(default), 1e-6, 1e9));
+    let (beta_fast, beta_slow, truncate) = (beta_fast?, beta_slow?, inner.flag("truncate", true)?);
+    let [scale, scale_all] = ["mscale", "mscale_all_dim"].map(|key| inner.number(key, Some(0.0), 0.0, 1e9));
+    let growth = |scale: f64| if factor <= 1.0 { 1.0 } else { 0.1 * scale * libm::log(factor) + 1.0 };
+    let usual = match (scale?, scale_all?) {
+        (scale, scale_all) if scale > 0.0 && scale_all > 0.0 => growth(scale) / growth(scale_all),
+        _ => growth(1.0),
+    };
+    let scaling = RopeScaling::Yarn { factor, beta_fast, beta_slow, truncate, original_max_positions };
+    Ok((scaling, inner.number("attention_factor", Some(usual), 0.0, 1e9)?))
+}
+
+fn longrope(keys: &Keys, inner: &Keys, max_positions: usize, rotary_dim: usize) -> Result<(RopeScaling, f64)> {
+    let divisors = |key| inner.numbers(key, rotary_dim / 2, 1e-6, 1e9);
+    let (short, long) = (divisors("short_factor")?, divisors("long_factor")?);
+    let original_max_positions = original_keys(keys, inner).count(ORIGINAL, INDEX_MAX)?;
+    let stretch = max_positions as f64 / original_max_positions as f64;
+    let factor = inner.number("factor", Some(stretch), 1e-6, 1e9)?;
+    let usual = if factor <= 1.0 { 1.0 } else { (1.0 + libm::log(factor) / libm::log(original_max_positions as f64)).sqrt() };
+    // One original position has no logarithm to divide by.
+    let usual = if usual.is_finite() { usual } else { 1.0 };
+    Ok((RopeScaling::Long { short, long, original_max_positions }, inner.number("attention_factor", Some(usual), 0.0, 1e9)?))
 }

@@ -3,7 +3,7 @@
 //! probability 0 if they lie in its group: only a value that is not finite can be seen that way.
 
 use super::isa::vectorised;
-use super::math::exp;
+use super::math::{exp, soft_capped};
 use super::panels::{A_PANEL, B_PANEL, PanelOperand, Panels, multiply, packed_elems};
 use super::reduce::{fold, max};
 use super::split::{Chunks, MatMut};
@@ -124,7 +124,7 @@ fn forward_head<T: Element>(
         for (row, query) in queries.clone().enumerate() {
             let seen = input.visible(shape, query);
             let seen = seen.start - visible_keys.start..seen.end - visible_keys.start;
-            let (max, sum) = softmax(isa, &mut scores[row * width..][..n], seen, shape.scale);
+            let (max, sum) = softmax(isa, &mut scores[row * width..][..n], seen, shape.scale, shape.softcap);
             lse[query] = max + libm::logf(sum);
             inv_sums[row] = 1.0 / sum;
         }
@@ -142,12 +142,15 @@ fn forward_head<T: Element>(
 }
 
 vectorised! {
-    /// Turns raw scores into `exp(scale * score - max)` where `seen`, 0 elsewhere; gives the maximum and the sum.
-    fn softmax(scores: &mut [f32], seen: std::ops::Range<usize>, scale: f32) -> (f32, f32) {
+    /// Turns raw scores into `exp(score - max)`, scaled and capped before, where `seen`, 0 elsewhere; gives the maximum and the sum.
+    fn softmax(scores: &mut [f32], seen: std::ops::Range<usize>, scale: f32, softcap: Option<f32>) -> (f32, f32) {
         scores[..seen.start].fill(0.0);
         scores[seen.end..].fill(0.0);
         let scores = &mut scores[seen];
         scores.iter_mut().for_each(|s| *s *= scale);
+        if let Some(cap) = softcap {
+            scores.iter_mut().for_each(|s| *s = soft_capped(*s, cap).0);
+        }
         let max = max(scores);
         scores.iter_mut().for_each(|s| *s = exp(*s - max));
         (max, fold(scores, |sum, e| sum + e))
@@ -167,7 +170,7 @@ pub(super) mod tests {
     use half::{bf16, f16};
 
     /// Every ratio of heads, sequences around the sizes of panels and groups, odd head sizes, windows.
-    pub(in super::super) const SHAPES: [AttentionShape; 8] = [
+    pub(in super::super) const SHAPES: [AttentionShape; 9] = [
         shape(1, 1, (1, 1), 1, None),
         shape(2, 5, (2, 1), 4, None),
         shape(1, 33, (3, 3), 17, None),
@@ -176,10 +179,11 @@ pub(super) mod tests {
         shape(1, 130, (4, 1), 16, Some(40)),
         shape(1, 150, (2, 1), 64, Some(1000)),
         shape(3, 70, (6, 3), 8, Some(7)),
+        AttentionShape { softcap: Some(2.5), ..shape(2, 70, (4, 2), 16, Some(30)) },
     ];
 
     const fn shape(batch: usize, seq_length: usize, heads: (usize, usize), head_dim: usize, window: Option<usize>) -> AttentionShape {
-        AttentionShape { batch, seq_length, heads: heads.0, kv_heads: heads.1, head_dim, scale: 0.7, window }
+        AttentionShape { batch, seq_length, heads: heads.0, kv_heads: heads.1, head_dim, scale: 0.7, window, softcap: None }
     }
 
     /// Where documents of 1, 2, 3, ... tokens begin, in each row from the first token on.
@@ -218,7 +222,8 @@ pub(super) mod tests {
         let start = documents.map_or(0, |documents| documents[sequence * shape.seq_length + query] as usize);
         let sees = |key: usize| start <= key && key <= query && shape.window.is_none_or(|w| query - key < w);
         let product = |key: usize, c: usize| qkv[at(shape, (sequence, query), head, c)] * qkv[at(shape, (sequence, key), key_head, c)];
-        let score = |key: usize| (0..shape.head_dim).map(|c| product(key, c)).sum::<f64>() * f64::from(shape.scale);
+        let raw = |key: usize| (0..shape.head_dim).map(|c| product(key, c)).sum::<f64>() * f64::from(shape.scale);
+        let score = |key: usize| shape.softcap.map(f64::from).map_or(raw(key), |cap| cap * (raw(key) / cap).tanh());
         let e: Vec<f64> = (0..shape.seq_length).map(|key| if sees(key) { score(key).exp() } else { 0.0 }).collect();
         let sum: f64 = e.iter().sum();
         (e.iter().map(|e| e / sum).collect(), sum.ln())
@@ -266,7 +271,7 @@ pub(super) mod tests {
 
     #[test]
     fn threads_and_instruction_sets_change_no_bit() {
-        for shape in [SHAPES[3], SHAPES[5]] {
+        for shape in [SHAPES[3], SHAPES[5], SHAPES[8]] {
             same_bits::<f32>(&shape);
             same_bits::<bf16>(&shape);
         }

@@ -5,7 +5,7 @@
 
 use super::attention::{HeadInput, QUERIES, query_groups};
 use super::isa::vectorised;
-use super::math::exp;
+use super::math::{exp, soft_capped};
 use super::panels::{A_PANEL, B_PANEL, PanelOperand, Panels, multiply};
 use super::reduce::{fold2, store};
 use super::split::{Chunks, MatMut};
@@ -142,7 +142,7 @@ fn backward_head<T: Element>(
             let seen = seen.start - keys.start..seen.end - keys.start;
             let (p, ds) = (&mut scratch.p[row * width..][..width], &mut scratch.ds[row * width..][..width]);
             let delta = dot(isa, &dout[query * pitch..][..d], &out[query * pitch..][..d]);
-            score_gradients(isa, p, ds, seen, shape.scale, lse[query], delta);
+            score_gradients(isa, p, ds, seen, shape.scale, shape.softcap, lse[query], delta);
         }
         input_gradients(isa, scratch, &keys, rows, (t, d));
         for (row, query) in queries.enumerate() {
@@ -191,14 +191,24 @@ vectorised! {
 
 vectorised! {
     /// Turns scores `p` into probabilities and gradients `ds` of probabilities into gradients of raw scores; 0 where not `seen`.
-    fn score_gradients(p: &mut [f32], ds: &mut [f32], seen: std::ops::Range<usize>, scale: f32, lse: f32, delta: f32) {
+    fn score_gradients(
+        p: &mut [f32], ds: &mut [f32], seen: std::ops::Range<usize>, scale: f32, softcap: Option<f32>, lse: f32, delta: f32,
+    ) {
         for row in [&mut *p, &mut *ds] {
             row[..seen.start].fill(0.0);
             row[seen.end..].fill(0.0);
         }
-        for (p, ds) in p[seen.clone()].iter_mut().zip(&mut ds[seen]) {
-            *p = exp(*p * scale - lse);
-            *ds = *p * (*ds - delta) * scale;
+        let pairs = p[seen.clone()].iter_mut().zip(&mut ds[seen]);
+        match softcap {
+            None => pairs.for_each(|(p, ds)| {
+                *p = exp(*p * scale - lse);
+                *ds = *p * (*ds - delta) * scale;
+            }),
+            Some(cap) => pairs.for_each(|(p, ds)| {
+                let (score, slope) = soft_capped(*p * scale, cap);
+                *p = exp(score - lse);
+                *ds = *p * (*ds - delta) * slope * scale;
+            }),
         }
     }
 }
@@ -224,14 +234,15 @@ mod tests {
             let key_head = shape.heads + head / (shape.heads / shape.kv_heads);
             let value_head = key_head + shape.kv_heads;
             for query in 0..shape.seq_length {
-                let (p, _) = probabilities(shape, (qkv, documents), sequence, query, head);
+                let (p, lse) = probabilities(shape, (qkv, documents), sequence, query, head);
                 let dout = &dout[(sequence * shape.seq_length + query) * shape.out_cols() + head * shape.head_dim..];
                 let row = |key: usize, head: usize| at(shape, (sequence, key), head, 0);
                 let dp: Vec<f64> =
                     (0..=query).map(|key| (0..shape.head_dim).map(|c| dout[c] * qkv[row(key, value_head) + c]).sum()).collect();
                 let mean: f64 = dp.iter().zip(&p).map(|(dp, p)| dp * p).sum();
                 for key in 0..=query {
-                    let ds = p[key] * (dp[key] - mean) * f64::from(shape.scale);
+                    let capped = shape.softcap.filter(|_| p[key] > 0.0).map_or(0.0, |cap| (p[key].ln() + lse) / f64::from(cap));
+                    let ds = p[key] * (dp[key] - mean) * f64::from(shape.scale) * (1.0 - capped * capped);
                     for c in 0..shape.head_dim {
                         dqkv[row(query, head) + c] += ds * qkv[row(key, key_head) + c];
                         dqkv[row(key, key_head) + c] += ds * qkv[row(query, head) + c];
@@ -259,18 +270,20 @@ mod tests {
 
     #[test]
     fn the_reference_is_the_slope_of_the_forward() {
-        let shape = SHAPES[1];
-        let qkv = wide(&forward::<f32>(&mut fastest(), &shape, None).0);
-        let dout = wide(&values::<f32>(2, shape.tokens() * shape.out_cols()));
-        let want = slopes(&qkv, |qkv| dot(&forward_reference(&shape, qkv, None).0, &dout));
-        for (i, (got, want)) in reference(&shape, &qkv, None, &dout).iter().zip(want).enumerate() {
-            assert!((got - want).abs() < 1e-7 * (1.0 + want.abs()), "{i}: {got} for {want}");
+        for softcap in [None, Some(2.5)] {
+            let shape = AttentionShape { softcap, ..SHAPES[1] };
+            let qkv = wide(&forward::<f32>(&mut fastest(), &shape, None).0);
+            let dout = wide(&values::<f32>(2, shape.tokens() * shape.out_cols()));
+            let want = slopes(&qkv, |qkv| dot(&forward_reference(&shape, qkv, None).0, &dout));
+            for (i, (got, want)) in reference(&shape, &qkv, None, &dout).iter().zip(want).enumerate() {
+                assert!((got - want).abs() < 1e-7 * (1.0 + want.abs()), "{i}: {got} for {want}");
+            }
         }
     }
 
     #[test]
     fn threads_and_instruction_sets_change_no_bit() {
-        for shape in [SHAPES[3], SHAPES[5]] {
+        for shape in [SHAPES[3], SHAPES[5], SHAPES[8]] {
             assert_same_everywhere(|cx| bits(&run::<f32>(cx, &shape, Some(&documents(&shape)))));
             assert_same_everywhere(|cx| bits(&run::<bf16>(cx, &shape, Some(&documents(&shape)))));
         }

@@ -2,7 +2,7 @@
 
 use super::Compute;
 use super::isa::vectorised;
-use super::math::exp;
+use super::math::{exp, soft_capped};
 use super::reduce::{fold, max};
 use super::split::Chunks;
 use crate::device::cpu::launch::{CpuArithmetic, TaskMemory};
@@ -21,10 +21,18 @@ pub(crate) struct Tile<'a> {
     pub(crate) vocab_start: usize,
     /// Columns.
     pub(crate) cols: usize,
+    /// Bends logits.
+    pub(crate) softcap: Option<f32>,
 }
 
 /// Statistics of a row without a loss: `0 + ln 1 - 0`.
 const NO_LOSS: [f32; 3] = [0.0, 1.0, 0.0];
+
+/// A logit as it counts, and its slope.
+#[inline(always)]
+fn capped(x: f32, softcap: Option<f32>) -> (f32, f32) {
+    softcap.map_or((x, 1.0), |cap| soft_capped(x, cap))
+}
 
 impl Tile<'_> {
     fn has_loss(&self, row: usize) -> bool {
@@ -40,7 +48,7 @@ impl Tile<'_> {
 
 impl CpuArithmetic for CrossEntropyStats {
     fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
-        let tile = Tile { targets: memory.read(self.targets), vocab_start: self.vocab_start, cols: self.cols };
+        let tile = Tile { targets: memory.read(self.targets), vocab_start: self.vocab_start, cols: self.cols, softcap: self.softcap };
         stats::<T>(cx, tile, memory.read(self.logits), memory.write(self.stats), self.first);
     }
 }
@@ -57,15 +65,15 @@ pub(crate) fn stats<T: Element>(cx: &mut Compute, tile: Tile<'_>, logits: &[T], 
             }
             let logits = &logits[row * tile.cols..][..tile.cols];
             let [max, sum, target] = if first { [f32::NEG_INFINITY, 0.0, 0.0] } else { *stats };
-            let (max, sum) = extend(isa, logits, max, sum);
-            *stats = [max, sum, tile.target(row).map_or(target, |col| logits[col].to_f32())];
+            let (max, sum) = extend(isa, logits, tile.softcap, max, sum);
+            *stats = [max, sum, tile.target(row).map_or(target, |col| capped(logits[col].to_f32(), tile.softcap).0)];
         }
     });
 }
 
 impl CpuArithmetic for CrossEntropyGrad {
     fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
-        let tile = Tile { targets: memory.read(self.targets), vocab_start: self.vocab_start, cols: self.cols };
+        let tile = Tile { targets: memory.read(self.targets), vocab_start: self.vocab_start, cols: self.cols, softcap: self.softcap };
         grad::<T>(cx, tile, memory.write(self.logits), memory.read(self.stats), self.scale);
     }
 }
@@ -82,8 +90,11 @@ pub(crate) fn grad<T: Element>(cx: &mut Compute, tile: Tile<'_>, logits: &mut [T
                 continue;
             }
             let [max, sum, _] = stats[row];
-            let target = tile.target(row).map(|col| (col, exp(logits[col].to_f32() - max) / sum - 1.0));
-            softmax(isa, logits, max, 1.0 / sum, scale);
+            let target = tile.target(row).map(|col| {
+                let (logit, slope) = capped(logits[col].to_f32(), tile.softcap);
+                (col, (exp(logit - max) / sum - 1.0) * slope)
+            });
+            softmax(isa, logits, tile.softcap, max, 1.0 / sum, scale);
             if let Some((col, gradient)) = target {
                 logits[col] = T::from_f32(gradient * scale);
             }
@@ -107,17 +118,26 @@ pub(crate) fn loss(stats: &[f32], loss: &mut f32, scale: f32, accumulate: bool) 
 
 vectorised! {
     /// The maximum and the sum of exponentials below it, extended by one row of logits.
-    fn extend<T>(logits: &[T], old_max: f32, old_sum: f32) -> (f32, f32) {
-        let tile_max = max(logits);
+    fn extend<T>(logits: &[T], softcap: Option<f32>, old_max: f32, old_sum: f32) -> (f32, f32) {
+        let tile_max = capped(max(logits), softcap).0;
         let max = if tile_max > old_max { tile_max } else { old_max };
-        let sum = fold(logits, |sum, x| sum + exp(x - max));
+        let sum = match softcap {
+            None => fold(logits, |sum, x| sum + exp(x - max)),
+            Some(cap) => fold(logits, |sum, x| sum + exp(soft_capped(x, cap).0 - max)),
+        };
         (max, old_sum.mul_add(exp(old_max - max), sum))
     }
 }
 
 vectorised! {
-    fn softmax<T>(logits: &mut [T], max: f32, inv_sum: f32, scale: f32) {
-        logits.iter_mut().for_each(|x| *x = T::from_f32(exp(x.to_f32() - max) * inv_sum * scale));
+    fn softmax<T>(logits: &mut [T], softcap: Option<f32>, max: f32, inv_sum: f32, scale: f32) {
+        match softcap {
+            None => logits.iter_mut().for_each(|x| *x = T::from_f32(exp(x.to_f32() - max) * inv_sum * scale)),
+            Some(cap) => logits.iter_mut().for_each(|x| {
+                let (logit, slope) = soft_capped(x.to_f32(), cap);
+                *x = T::from_f32(exp(logit - max) * inv_sum * slope * scale);
+            }),
+        }
     }
 }
 
@@ -138,13 +158,23 @@ mod tests {
 
     /// Statistics, loss and gradient with the vocabulary in tiles of `tile_cols`.
     fn run<T: Element>(cx: &mut Compute, logits: &[T], targets: &[i32], tile_cols: usize) -> (Vec<f32>, f32, Vec<T>) {
+        run_capped(cx, logits, targets, tile_cols, None)
+    }
+
+    fn run_capped<T: Element>(
+        cx: &mut Compute,
+        logits: &[T],
+        targets: &[i32],
+        tile_cols: usize,
+        softcap: Option<f32>,
+    ) -> (Vec<f32>, f32, Vec<T>) {
         let mut row_stats = vec![f32::NAN; 3 * ROWS];
         let columns = |start: usize, cols: usize| -> Vec<T> {
             logits.chunks_exact(VOCAB).flat_map(|row| row[start..start + cols].to_vec()).collect()
         };
         let mut tiles = Vec::new();
         for start in (0..VOCAB).step_by(tile_cols) {
-            let tile = Tile { targets, vocab_start: start, cols: tile_cols.min(VOCAB - start) };
+            let tile = Tile { targets, vocab_start: start, cols: tile_cols.min(VOCAB - start), softcap };
             let logits = columns(start, tile.cols);
             stats(cx, tile, &logits, &mut row_stats, start == 0);
             tiles.push((tile, logits));
@@ -182,6 +212,19 @@ mod tests {
         let (want_loss, want_gradient) = reference(&wide(&logits), &targets);
         for tile_cols in [1, 7, 16, 49, 50] {
             let (_, loss, gradient) = run(&mut fastest(), &logits, &targets, tile_cols);
+            assert_close("loss", &[loss], &[want_loss], 1e-6);
+            assert_close("gradient", &gradient, &want_gradient, 3e-7);
+        }
+    }
+
+    #[test]
+    fn capped_logits_agree_with_f64() {
+        let ((logits, targets), cap) = (inputs::<f32>(), 5.0);
+        let bent: Vec<f64> = wide(&logits).iter().map(|x| cap * (x / cap).tanh()).collect();
+        let (want_loss, mut want_gradient) = reference(&bent, &targets);
+        want_gradient.iter_mut().zip(&bent).for_each(|(gradient, bent)| *gradient *= 1.0 - (bent / cap).powi(2));
+        for tile_cols in [7, 50] {
+            let (_, loss, gradient) = run_capped(&mut fastest(), &logits, &targets, tile_cols, Some(cap as f32));
             assert_close("loss", &[loss], &[want_loss], 1e-6);
             assert_close("gradient", &gradient, &want_gradient, 3e-7);
         }
@@ -230,8 +273,8 @@ mod tests {
     fn threads_and_instruction_sets_change_no_bit() {
         let (logits, targets) = inputs::<bf16>();
         assert_same_everywhere(|cx| {
-            let (stats, loss, gradient) = run(cx, &logits, &targets, 20);
-            [bits(&stats), bits(&[loss]), bits(&gradient)].concat()
+            let runs = [None, Some(5.0)].map(|softcap| run_capped(cx, &logits, &targets, 20, softcap));
+            runs.iter().flat_map(|(stats, loss, gradient)| [bits(stats), bits(&[*loss]), bits(gradient)].concat()).collect()
         });
     }
 

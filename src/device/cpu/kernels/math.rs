@@ -39,6 +39,37 @@ pub(crate) fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 
+/// `e^x - 1` for `|x| < 88`, precise near 0, too.
+#[inline(always)]
+fn exp_m1(x: f32) -> f32 {
+    let shifted = x.mul_add(std::f32::consts::LOG2_E, ROUND);
+    let n = shifted - ROUND;
+    let r = n.mul_add(-LN2_LOW, n.mul_add(-LN2_HIGH, x));
+    let mut p = EXP[4];
+    for c in [EXP[3], EXP[2], EXP[1], EXP[0]] {
+        p = p.mul_add(r, c);
+    }
+    let power = pow2((shifted.to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32));
+    (r * r).mul_add(p, r).mul_add(power, power - 1.0)
+}
+
+/// `tanh x` within 3 ulp.
+#[inline(always)]
+fn tanh(x: f32) -> f32 {
+    // Beyond 10 it is 1 to the last bit.
+    let x = if x > 10.0 { 10.0 } else { x };
+    let x = if x < -10.0 { -10.0 } else { x };
+    let e = exp_m1(2.0 * x);
+    e / (e + 2.0)
+}
+
+/// `x` bent so that it stays between `-cap` and `cap`: `cap * tanh(x / cap)`; and its slope.
+#[inline(always)]
+pub(crate) fn soft_capped(x: f32, cap: f32) -> (f32, f32) {
+    let t = tanh(x / cap);
+    (cap * t, t.mul_add(-t, 1.0))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -67,6 +98,17 @@ mod tests {
         assert_eq!((exp(f32::NEG_INFINITY), exp(-104.0), exp(-1e30)), (0.0, 0.0, 0.0));
         assert!(exp(88.722_83).is_finite() && exp(-103.9) > 0.0);
         assert!(exp(f32::NAN).is_nan() && exp(-f32::NAN).is_nan());
+    }
+
+    #[test]
+    fn a_soft_cap_is_within_four_ulp_and_keeps_the_edges() {
+        let reference = |x: f32| 30.0 * (f64::from(x) / 30.0).tanh();
+        let worst = sweep(-400.0, 400.0).chain(sweep(-0.01, 0.01)).map(|x| ulps(soft_capped(x, 30.0).0, reference(x))).fold(0.0, f64::max);
+        assert!(worst < 5.0, "{worst} ulp");
+        let slope = |x: f32| 1.0 - (f64::from(x) / 30.0).tanh().powi(2);
+        assert!(sweep(-100.0, 100.0).all(|x| (f64::from(soft_capped(x, 30.0).1) - slope(x)).abs() < 4e-7));
+        assert_eq!([f32::INFINITY, f32::NEG_INFINITY, 1e30, 0.0].map(|x| soft_capped(x, 30.0).0), [30.0, -30.0, 30.0, 0.0]);
+        assert!(soft_capped(f32::NAN, 30.0).0.is_nan());
     }
 
     #[test]

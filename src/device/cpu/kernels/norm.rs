@@ -11,13 +11,14 @@ use crate::dtype::Element;
 
 impl CpuArithmetic for RmsNorm {
     fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
-        rms_norm::<T>(cx, memory.read(self.x), memory.read(self.weight), self.eps, memory.write(self.out), memory.write(self.rstd));
+        let weight = (memory.read(self.weight), self.plus_one);
+        rms_norm::<T>(cx, memory.read(self.x), weight, self.eps, memory.write(self.out), memory.write(self.rstd));
     }
 }
 
 /// See [`RmsNorm`].
-pub(crate) fn rms_norm<T: Element>(cx: &mut Compute, x: &[T], weight: &[T], eps: f32, out: &mut [T], rstd: &mut [f32]) {
-    let (isa, block_elems) = (cx.isa, ROW_BLOCK * weight.len());
+pub(crate) fn rms_norm<T: Element>(cx: &mut Compute, x: &[T], weight: (&[T], bool), eps: f32, out: &mut [T], rstd: &mut [f32]) {
+    let (isa, block_elems) = (cx.isa, ROW_BLOCK * weight.0.len());
     cx.team.for_each((Chunks::new(out, block_elems), Chunks::new(rstd, ROW_BLOCK)), |block, (out, rstd)| {
         rms_norm_rows(isa, &x[block * block_elems..], weight, eps, out, rstd);
     });
@@ -30,7 +31,7 @@ impl CpuArithmetic for RmsNormBackward {
             cx,
             dout,
             x,
-            weight,
+            (weight, self.plus_one),
             memory.read(self.rstd),
             memory.write(self.dx),
             (memory.write(self.dweight), self.accumulate),
@@ -43,12 +44,12 @@ pub(crate) fn rms_norm_backward<T: Element>(
     cx: &mut Compute,
     dout: &[T],
     x: &[T],
-    weight: &[T],
+    weight: (&[T], bool),
     rstd: &[f32],
     dx: &mut [T],
     (dweight, accumulate): (&mut [T], bool),
 ) {
-    let (isa, block_elems) = (cx.isa, ROW_BLOCK * weight.len());
+    let (isa, block_elems) = (cx.isa, ROW_BLOCK * weight.0.len());
     row_blocks(cx, Chunks::new(dx, block_elems), &mut [(dweight, accumulate)], |block, dx, sums| {
         let start = block * block_elems;
         rms_norm_backward_rows(isa, &dout[start..], &x[start..], weight, &rstd[block * ROW_BLOCK..], dx, sums);
@@ -95,21 +96,27 @@ pub(crate) fn layer_norm_backward<T: Element>(
     });
 }
 
+/// What a stored weight stands for.
+#[inline(always)]
+pub(super) fn factor(weight: f32, plus_one: bool) -> f32 {
+    if plus_one { 1.0 + weight } else { weight }
+}
+
 /// `out = x * rstd * weight`; the result is `rstd`.
 #[inline(always)]
-pub(super) fn rms_norm_row<T: Element>(x: &[T], weight: &[T], eps: f32, out: &mut [T]) -> f32 {
+pub(super) fn rms_norm_row<T: Element>(x: &[T], (weight, plus_one): (&[T], bool), eps: f32, out: &mut [T]) -> f32 {
     let mean_sq = fold(x, |sum, x| x.mul_add(x, sum)) / x.len() as f32;
     let rstd = 1.0 / (mean_sq + eps).sqrt();
     for ((out, x), w) in out.iter_mut().zip(x).zip(weight) {
-        *out = T::from_f32(x.to_f32() * rstd * w.to_f32());
+        *out = T::from_f32(x.to_f32() * rstd * factor(w.to_f32(), plus_one));
     }
     rstd
 }
 
 /// The mean over a row of `dout * weight * xhat`, where `xhat = x * rstd`.
 #[inline(always)]
-pub(super) fn rms_norm_mean<T: Element>(dout: &[T], x: &[T], weight: &[T], rstd: f32) -> f32 {
-    fold3(dout, x, weight, |sum, d, x, w| (d * w).mul_add(x * rstd, sum)) / x.len() as f32
+pub(super) fn rms_norm_mean<T: Element>(dout: &[T], x: &[T], (weight, plus_one): (&[T], bool), rstd: f32) -> f32 {
+    fold3(dout, x, weight, |sum, d, x, w| (d * factor(w, plus_one)).mul_add(x * rstd, sum)) / x.len() as f32
 }
 
 /// The gradient of one input, from the row's mean and from `dweighted = dout * weight`.
@@ -119,8 +126,8 @@ pub(super) fn rms_norm_gradient(dweighted: f32, xhat: f32, rstd: f32, mean: f32)
 }
 
 vectorised! {
-    fn rms_norm_rows<T>(x: &[T], weight: &[T], eps: f32, out: &mut [T], rstd: &mut [f32]) {
-        let cols = weight.len();
+    fn rms_norm_rows<T>(x: &[T], weight: (&[T], bool), eps: f32, out: &mut [T], rstd: &mut [f32]) {
+        let cols = weight.0.len();
         for ((x, out), rstd) in x.chunks_exact(cols).zip(out.chunks_exact_mut(cols)).zip(rstd) {
             *rstd = rms_norm_row(x, weight, eps, out);
         }
@@ -128,14 +135,14 @@ vectorised! {
 }
 
 vectorised! {
-    fn rms_norm_backward_rows<T>(dout: &[T], x: &[T], weight: &[T], rstd: &[f32], dx: &mut [T], sums: &mut [f32]) {
-        let cols = weight.len();
+    fn rms_norm_backward_rows<T>(dout: &[T], x: &[T], weight: (&[T], bool), rstd: &[f32], dx: &mut [T], sums: &mut [f32]) {
+        let cols = weight.0.len();
         for (((dout, x), dx), rstd) in dout.chunks_exact(cols).zip(x.chunks_exact(cols)).zip(dx.chunks_exact_mut(cols)).zip(rstd) {
             let mean = rms_norm_mean(dout, x, weight, *rstd);
-            for ((((dx, d), x), w), sum) in dx.iter_mut().zip(dout).zip(x).zip(weight).zip(sums.iter_mut()) {
+            for ((((dx, d), x), w), sum) in dx.iter_mut().zip(dout).zip(x).zip(weight.0).zip(sums.iter_mut()) {
                 let (d, xhat) = (d.to_f32(), x.to_f32() * rstd);
                 *sum = d.mul_add(xhat, *sum);
-                *dx = T::from_f32(dx.to_f32() + rms_norm_gradient(d * w.to_f32(), xhat, *rstd, mean));
+                *dx = T::from_f32(dx.to_f32() + rms_norm_gradient(d * factor(w.to_f32(), weight.1), xhat, *rstd, mean));
             }
         }
     }
@@ -207,15 +214,24 @@ mod tests {
         std::array::from_fn(|i| values(i as u64 + 1, elems[i]))
     }
 
-    fn rms<T: Element>(
+    fn rms<T: Element>(cx: &mut Compute, size: (usize, usize), inputs: [Vec<T>; 7], accumulate: bool) -> Run<T> {
+        either_rms(cx, size, inputs, accumulate, false)
+    }
+
+    fn rms_plus_one<T: Element>(cx: &mut Compute, size: (usize, usize), inputs: [Vec<T>; 7], accumulate: bool) -> Run<T> {
+        either_rms(cx, size, inputs, accumulate, true)
+    }
+
+    fn either_rms<T: Element>(
         cx: &mut Compute,
         size: (usize, usize),
         [x, dout, weight, _, mut dx, mut dweight, _]: [Vec<T>; 7],
         accumulate: bool,
+        plus_one: bool,
     ) -> Run<T> {
         let (mut out, mut stats) = (x.clone(), vec![0.0; size.0]);
-        rms_norm(cx, &x, &weight, EPS, &mut out, &mut stats);
-        rms_norm_backward(cx, &dout, &x, &weight, &stats, &mut dx, (&mut dweight, accumulate));
+        rms_norm(cx, &x, (&weight, plus_one), EPS, &mut out, &mut stats);
+        rms_norm_backward(cx, &dout, &x, (&weight, plus_one), &stats, &mut dx, (&mut dweight, accumulate));
         Run { out, stats, dx, dweight, dbias: Vec::new() }
     }
 
@@ -269,8 +285,20 @@ mod tests {
     }
 
     #[test]
+    fn a_weight_plus_one_is_that_weight() {
+        for size in SIZES {
+            let inputs = inputs::<f32>(size);
+            let mut added = inputs.clone();
+            added[2].iter_mut().for_each(|w| *w += 1.0);
+            let (stored, plus) = (rms(&mut fastest(), size, added, true), rms_plus_one(&mut fastest(), size, inputs, true));
+            assert!(stored.bits() == plus.bits(), "{size:?}");
+        }
+    }
+
+    #[test]
     fn threads_and_instruction_sets_change_no_bit() {
         let size = (200, 45);
+        assert_same_everywhere(|cx| rms_plus_one(cx, size, inputs::<bf16>(size), true).bits());
         assert_same_everywhere(|cx| {
             [rms(cx, size, inputs::<f32>(size), true).bits(), layer(cx, size, inputs::<f32>(size), true).bits()].concat()
         });
@@ -282,7 +310,11 @@ mod tests {
     fn rounds_once<T: Element>() {
         let (mut cx, size) = (fastest(), (70, 21));
         let inputs = inputs::<T>(size);
-        for norm in [(rms::<T> as fn(&mut _, _, _, _) -> _, rms::<f32> as fn(&mut _, _, _, _) -> _), (layer::<T>, layer::<f32>)] {
+        for norm in [
+            (rms::<T> as fn(&mut _, _, _, _) -> _, rms::<f32> as fn(&mut _, _, _, _) -> _),
+            (rms_plus_one::<T>, rms_plus_one::<f32>),
+            (layer::<T>, layer::<f32>),
+        ] {
             let narrow: Run<T> = norm.0(&mut cx, size, inputs.clone(), true);
             let wide: Run<f32> = norm.1(&mut cx, size, inputs.each_ref().map(|x| widened(x)), true);
             assert_eq!(narrow.stats, wide.stats);

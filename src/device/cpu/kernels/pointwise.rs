@@ -5,7 +5,7 @@ use super::math::sigmoid;
 use super::split::Chunks;
 use super::{Compute, ROW_BLOCK};
 use crate::device::cpu::launch::{CpuArithmetic, TaskMemory};
-use crate::device::{Gelu, GeluBackward, Swiglu, SwigluBackward};
+use crate::device::{Geglu, GegluBackward, Gelu, GeluBackward, ScaleAdd, Swiglu, SwigluBackward};
 use crate::dtype::Element;
 
 /// Elements of one block.
@@ -51,6 +51,42 @@ pub(crate) fn swiglu_backward<T: Element>(cx: &mut Compute, dout: &[T], gate_up:
     });
 }
 
+impl CpuArithmetic for Geglu {
+    fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
+        geglu::<T>(cx, memory.read(self.gate_up), memory.write(self.out), self.cols);
+    }
+}
+
+/// See [`Geglu`].
+pub(crate) fn geglu<T: Element>(cx: &mut Compute, gate_up: &[T], out: &mut [T], cols: usize) {
+    let isa = cx.isa;
+    cx.team.for_each(Chunks::new(out, ROW_BLOCK * cols), |block, out| {
+        let gate_up = gate_up[2 * block * ROW_BLOCK * cols..].chunks_exact(2 * cols);
+        for (gate_up, out) in gate_up.zip(out.chunks_exact_mut(cols)) {
+            geglu_row(isa, &gate_up[..cols], &gate_up[cols..], out);
+        }
+    });
+}
+
+impl CpuArithmetic for GegluBackward {
+    fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
+        geglu_backward::<T>(cx, memory.read(self.dout), memory.read(self.gate_up), memory.write(self.dgate_up), self.cols);
+    }
+}
+
+/// See [`GegluBackward`].
+pub(crate) fn geglu_backward<T: Element>(cx: &mut Compute, dout: &[T], gate_up: &[T], dgate_up: &mut [T], cols: usize) {
+    let isa = cx.isa;
+    cx.team.for_each(Chunks::new(dgate_up, 2 * ROW_BLOCK * cols), |block, dgate_up| {
+        let start = block * ROW_BLOCK * cols;
+        let rows = dout[start..].chunks_exact(cols).zip(gate_up[2 * start..].chunks_exact(2 * cols));
+        for (dgate_up, (dout, gate_up)) in dgate_up.chunks_exact_mut(2 * cols).zip(rows) {
+            let (dgate, dup) = dgate_up.split_at_mut(cols);
+            geglu_backward_row(isa, dout, &gate_up[..cols], &gate_up[cols..], dgate, dup);
+        }
+    });
+}
+
 impl CpuArithmetic for Gelu {
     fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
         gelu::<T>(cx, memory.read(self.x), memory.write(self.out));
@@ -77,6 +113,25 @@ impl CpuArithmetic for GeluBackward {
 pub(crate) fn gelu_backward<T: Element>(cx: &mut Compute, x: &[T], dx: &mut [T]) {
     let isa = cx.isa;
     cx.team.for_each(Chunks::new(dx, BLOCK_ELEMS), |block, dx| gelu_backward_elems(isa, &x[block * BLOCK_ELEMS..], dx));
+}
+
+impl CpuArithmetic for ScaleAdd {
+    fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
+        let out = memory.write::<T>(self.out);
+        if self.x != self.out {
+            copy(cx, memory.read(self.x), out);
+        }
+        scale_add(cx, self.scale, self.base.map(|base| memory.read(base)), out);
+    }
+}
+
+/// See [`ScaleAdd`]; `out` holds `x`.
+pub(crate) fn scale_add<T: Element>(cx: &mut Compute, scale: f32, base: Option<&[T]>, out: &mut [T]) {
+    let isa = cx.isa;
+    cx.team.for_each(Chunks::new(out, BLOCK_ELEMS), |block, out| match base {
+        Some(base) => scale_add_elems(isa, scale, &base[block * BLOCK_ELEMS..], out),
+        None => scale_elems(isa, scale, out),
+    });
 }
 
 /// Copies `src` to `dst`.
@@ -132,26 +187,59 @@ vectorised! {
     }
 }
 
+vectorised! {
+    fn scale_add_elems<T>(scale: f32, base: &[T], out: &mut [T]) {
+        out.iter_mut().zip(base).for_each(|(x, base)| *x = T::from_f32(x.to_f32().mul_add(scale, base.to_f32())));
+    }
+}
+
+vectorised! {
+    fn scale_elems<T>(scale: f32, out: &mut [T]) {
+        out.iter_mut().for_each(|x| *x = T::from_f32(x.to_f32() * scale));
+    }
+}
+
 // 0.5 x (1 + tanh u) is x sigmoid(2u), which keeps its precision where tanh u nears -1.
+#[inline(always)]
+fn gelu_of(x: f32) -> f32 {
+    let u = GELU_SCALE * (x * x * GELU_CUBIC).mul_add(x, x);
+    x * sigmoid(2.0 * u)
+}
+
+#[inline(always)]
+fn gelu_slope(x: f32) -> f32 {
+    let u = GELU_SCALE * (x * x * GELU_CUBIC).mul_add(x, x);
+    let du = GELU_SCALE * (x * x).mul_add(3.0 * GELU_CUBIC, 1.0);
+    let s = sigmoid(2.0 * u);
+    (2.0 * x * s * (1.0 - s)).mul_add(du, s)
+}
+
 vectorised! {
     fn gelu_elems<T>(x: &[T], out: &mut [T]) {
-        for (out, x) in out.iter_mut().zip(x) {
-            let x = x.to_f32();
-            let u = GELU_SCALE * (x * x * GELU_CUBIC).mul_add(x, x);
-            *out = T::from_f32(x * sigmoid(2.0 * u));
-        }
+        out.iter_mut().zip(x).for_each(|(out, x)| *out = T::from_f32(gelu_of(x.to_f32())));
     }
 }
 
 vectorised! {
     fn gelu_backward_elems<T>(x: &[T], dx: &mut [T]) {
-        for (dx, x) in dx.iter_mut().zip(x) {
-            let x = x.to_f32();
-            let u = GELU_SCALE * (x * x * GELU_CUBIC).mul_add(x, x);
-            let du = GELU_SCALE * (x * x).mul_add(3.0 * GELU_CUBIC, 1.0);
-            let s = sigmoid(2.0 * u);
-            let slope = (2.0 * x * s * (1.0 - s)).mul_add(du, s);
-            *dx = T::from_f32(dx.to_f32() * slope);
+        dx.iter_mut().zip(x).for_each(|(dx, x)| *dx = T::from_f32(dx.to_f32() * gelu_slope(x.to_f32())));
+    }
+}
+
+vectorised! {
+    fn geglu_row<T>(gate: &[T], up: &[T], out: &mut [T]) {
+        for ((out, gate), up) in out.iter_mut().zip(gate).zip(up) {
+            *out = T::from_f32(gelu_of(gate.to_f32()) * up.to_f32());
+        }
+    }
+}
+
+vectorised! {
+    fn geglu_backward_row<T>(dout: &[T], gate: &[T], up: &[T], dgate: &mut [T], dup: &mut [T]) {
+        for ((((dgate, dup), dout), gate), up) in dgate.iter_mut().zip(dup).zip(dout).zip(gate).zip(up) {
+            let (dout, gate) = (dout.to_f32(), gate.to_f32());
+            *dgate = T::from_f32(dout * up.to_f32() * gelu_slope(gate));
+            *dup = T::from_f32(dout * gelu_of(gate));
         }
     }
 }
@@ -187,6 +275,19 @@ mod tests {
         (out, dx)
     }
 
+    fn reference_geglu(x: &[f64]) -> Vec<f64> {
+        x.chunks_exact(2 * COLS)
+            .flat_map(|x| reference_gelu(&x[..COLS]).into_iter().zip(&x[COLS..]).map(|(g, up)| g * up).collect::<Vec<_>>())
+            .collect()
+    }
+
+    fn run_geglu<T: Element>(cx: &mut Compute, x: &[T], dout: &[T]) -> (Vec<T>, Vec<T>) {
+        let (mut out, mut dx) = (dout.to_vec(), x.to_vec());
+        geglu(cx, x, &mut out, COLS);
+        geglu_backward(cx, dout, x, &mut dx, COLS);
+        (out, dx)
+    }
+
     fn run_gelu<T: Element>(cx: &mut Compute, x: &[T], dout: &[T]) -> (Vec<T>, Vec<T>) {
         let (mut out, mut dx) = (x.to_vec(), dout.to_vec());
         gelu(cx, x, &mut out);
@@ -213,6 +314,34 @@ mod tests {
     }
 
     #[test]
+    fn geglu_agrees_with_f64() {
+        let (x, dout) = (inputs::<f32>(1, 2 * ROWS * COLS), inputs::<f32>(2, ROWS * COLS));
+        let (out, dx) = run_geglu(&mut fastest(), &x, &dout);
+        assert_close("geglu", &out, &reference_geglu(&wide(&x)), 1e-6);
+        for row in 0..ROWS {
+            let (x, dout) = (wide(&x[2 * row * COLS..][..2 * COLS]), wide(&dout[row * COLS..][..COLS]));
+            // As for gelu's own gradient, times the gate's partner, up to 6.
+            assert_close("geglu dx", &dx[2 * row * COLS..][..2 * COLS], &slopes(&x, |x| dot(&reference_geglu(x), &dout)), 2e-5);
+        }
+    }
+
+    #[test]
+    fn scale_add_agrees_with_f64_and_rounds_once() {
+        let (x, base) = (inputs::<f32>(5, 1000), inputs::<f32>(6, 1000));
+        for base in [None, Some(&base[..])] {
+            let mut out = x.clone();
+            scale_add(&mut fastest(), 0.3, base, &mut out);
+            let want = |(i, x): (usize, &f32)| f64::from(0.3f32) * f64::from(*x) + base.map_or(0.0, |base| f64::from(base[i]));
+            assert_close("scale_add", &out, &x.iter().enumerate().map(want).collect::<Vec<_>>(), 1e-7);
+        }
+        let (mut x, base) = (inputs::<bf16>(5, 1000), inputs::<bf16>(6, 1000));
+        let mut wide = widened(&x);
+        scale_add(&mut fastest(), 0.3, Some(&widened(&base)), &mut wide);
+        scale_add(&mut fastest(), 0.3, Some(&base), &mut x);
+        assert_rounded("scale_add", &x, &wide);
+    }
+
+    #[test]
     fn gelu_keeps_its_ends() {
         let x = [-1e30f32, -20.0, 0.0, 20.0, 1e30, f32::INFINITY, f32::NAN];
         let (out, _) = run_gelu(&mut fastest(), &x, &x);
@@ -224,15 +353,17 @@ mod tests {
     fn threads_and_instruction_sets_change_no_bit() {
         let (x, dout) = (inputs::<bf16>(1, 2 * ROWS * COLS), inputs::<bf16>(2, ROWS * COLS));
         assert_same_everywhere(|cx| {
-            let (out, dx) = run_swiglu(cx, &x, &dout);
-            [bits(&out), bits(&dx)].concat()
+            let ((out, dx), (gelu_out, gelu_dx)) = (run_swiglu(cx, &x, &dout), run_geglu(cx, &x, &dout));
+            [bits(&out), bits(&dx), bits(&gelu_out), bits(&gelu_dx)].concat()
         });
         let (x, dout) = (inputs::<f32>(1, 3 * BLOCK_ELEMS + 5), inputs::<f32>(2, 3 * BLOCK_ELEMS + 5));
         assert_same_everywhere(|cx| {
             let (out, dx) = run_gelu(cx, &x, &dout);
             let mut narrow = vec![f16::ZERO; out.len()];
             cast(cx, &out, &mut narrow);
-            [bits(&out), bits(&dx), bits(&narrow)].concat()
+            let mut sum = out.clone();
+            scale_add(cx, 0.7, Some(&dx), &mut sum);
+            [bits(&out), bits(&dx), bits(&narrow), bits(&sum)].concat()
         });
     }
 
@@ -244,6 +375,9 @@ mod tests {
         let (narrow, wide) = (run_swiglu(&mut cx, &x, &dout[..half]), run_swiglu(&mut cx, &wide_x, &wide_dout[..half]));
         assert_rounded("swiglu", &narrow.0, &wide.0);
         assert_rounded("swiglu dx", &narrow.1, &wide.1);
+        let (narrow, wide) = (run_geglu(&mut cx, &x, &dout[..half]), run_geglu(&mut cx, &wide_x, &wide_dout[..half]));
+        assert_rounded("geglu", &narrow.0, &wide.0);
+        assert_rounded("geglu dx", &narrow.1, &wide.1);
         let (narrow, wide) = (run_gelu(&mut cx, &x, &dout), run_gelu(&mut cx, &wide_x, &wide_dout));
         assert_rounded("gelu", &narrow.0, &wide.0);
         assert_rounded("gelu dx", &narrow.1, &wide.1);

@@ -1,7 +1,7 @@
-//! RMS normalisation of every query and key head, as Qwen3 has it before the rotation.
+//! RMS normalisation of queries and keys before the rotation, by heads or all of a token together.
 
 use super::isa::vectorised;
-use super::norm::{rms_norm_gradient, rms_norm_mean, rms_norm_row};
+use super::norm::{factor, rms_norm_gradient, rms_norm_mean, rms_norm_row};
 use super::reduce::row_blocks;
 use super::split::Chunks;
 use super::{Compute, ROW_BLOCK};
@@ -11,7 +11,7 @@ use crate::dtype::Element;
 
 impl CpuArithmetic for QkNorm {
     fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
-        let weights = (memory.read::<T>(self.q_weight), memory.read(self.k_weight));
+        let weights = [self.q_weight, self.k_weight].map(|weight| (memory.read::<T>(weight), self.plus_one));
         qk_norm(cx, &self.shape, memory.read(self.qkv), weights, self.eps, memory.write(self.out), memory.write(self.rstd));
     }
 }
@@ -21,24 +21,34 @@ pub(crate) fn qk_norm<T: Element>(
     cx: &mut Compute,
     shape: &AttentionShape,
     qkv: &[T],
-    (q_weight, k_weight): (&[T], &[T]),
+    weights: [(&[T], bool); 2],
     eps: f32,
     out: &mut [T],
     rstd: &mut [f32],
 ) {
-    let (isa, heads) = (cx.isa, shape.heads);
-    let (cols, normed) = (shape.qkv_cols(), heads + shape.kv_heads);
-    cx.team.for_each((Chunks::new(out, ROW_BLOCK * cols), Chunks::new(rstd, ROW_BLOCK * normed)), |block, (out, rstd)| {
+    let (isa, cols, parts) = (cx.isa, shape.qkv_cols(), parts(shape));
+    let spans = spans(parts, weights);
+    cx.team.for_each((Chunks::new(out, ROW_BLOCK * cols), Chunks::new(rstd, ROW_BLOCK * spans)), |block, (out, rstd)| {
         let qkv = qkv[block * ROW_BLOCK * cols..].chunks_exact(cols);
-        for ((qkv, out), rstd) in qkv.zip(out.chunks_exact_mut(cols)).zip(rstd.chunks_exact_mut(normed)) {
-            norm_heads(isa, qkv, q_weight, k_weight, heads, eps, out, rstd);
+        for ((qkv, out), rstd) in qkv.zip(out.chunks_exact_mut(cols)).zip(rstd.chunks_exact_mut(spans)) {
+            norm_spans(isa, qkv, weights, parts, eps, out, rstd);
         }
     });
 }
 
+/// Columns of queries and of keys.
+fn parts(shape: &AttentionShape) -> [usize; 2] {
+    [shape.heads, shape.kv_heads].map(|heads| heads * shape.head_dim)
+}
+
+/// How often the weights span their parts of a token.
+fn spans<T>([q_cols, k_cols]: [usize; 2], [(q_weight, _), (k_weight, _)]: [(&[T], bool); 2]) -> usize {
+    q_cols / q_weight.len() + k_cols / k_weight.len()
+}
+
 impl CpuArithmetic for QkNormBackward {
     fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
-        let weights = (memory.read::<T>(self.q_weight), memory.read(self.k_weight));
+        let weights = [self.q_weight, self.k_weight].map(|weight| (memory.read::<T>(weight), self.plus_one));
         let gradients = (memory.write(self.dq_weight), memory.write(self.dk_weight), self.accumulate);
         let (dqkv, qkv, rstd) = (memory.write(self.dqkv), memory.read(self.qkv), memory.read(self.rstd));
         qk_norm_backward(cx, &self.shape, dqkv, qkv, weights, rstd, gradients);
@@ -51,49 +61,53 @@ pub(crate) fn qk_norm_backward<T: Element>(
     shape: &AttentionShape,
     dqkv: &mut [T],
     qkv: &[T],
-    (q_weight, k_weight): (&[T], &[T]),
+    weights: [(&[T], bool); 2],
     rstd: &[f32],
     (dq_weight, dk_weight, accumulate): (&mut [T], &mut [T], bool),
 ) {
-    let (isa, heads) = (cx.isa, shape.heads);
-    let (cols, normed) = (shape.qkv_cols(), heads + shape.kv_heads);
-    let parts = Chunks::new(dqkv, ROW_BLOCK * cols);
-    row_blocks(cx, parts, &mut [(dq_weight, accumulate), (dk_weight, accumulate)], |block, dqkv, sums| {
+    let (isa, cols, parts) = (cx.isa, shape.qkv_cols(), parts(shape));
+    let spans = spans(parts, weights);
+    let chunks = Chunks::new(dqkv, ROW_BLOCK * cols);
+    row_blocks(cx, chunks, &mut [(dq_weight, accumulate), (dk_weight, accumulate)], |block, dqkv, sums| {
         let qkv = qkv[block * ROW_BLOCK * cols..].chunks_exact(cols);
-        let rstd = rstd[block * ROW_BLOCK * normed..].chunks_exact(normed);
+        let rstd = rstd[block * ROW_BLOCK * spans..].chunks_exact(spans);
         for ((dqkv, qkv), rstd) in dqkv.chunks_exact_mut(cols).zip(qkv).zip(rstd) {
-            norm_heads_backward(isa, dqkv, qkv, q_weight, k_weight, heads, rstd, sums);
+            norm_spans_backward(isa, dqkv, qkv, weights, parts, rstd, sums);
         }
     });
 }
 
 vectorised! {
-    /// One token: normalises `rstd.len()` heads, the first `heads` of them queries, and copies the rest.
-    fn norm_heads<T>(qkv: &[T], q_weight: &[T], k_weight: &[T], heads: usize, eps: f32, out: &mut [T], rstd: &mut [f32]) {
-        let head_dim = q_weight.len();
-        let values = rstd.len() * head_dim;
-        out[values..].copy_from_slice(&qkv[values..]);
-        for (h, ((qkv, out), rstd)) in qkv.chunks_exact(head_dim).zip(out.chunks_exact_mut(head_dim)).zip(rstd).enumerate() {
-            *rstd = rms_norm_row(qkv, if h < heads { q_weight } else { k_weight }, eps, out);
+    /// One token: normalises the spans of queries and of keys, and copies the values.
+    fn norm_spans<T>(qkv: &[T], weights: [(&[T], bool); 2], parts: [usize; 2], eps: f32, out: &mut [T], rstd: &mut [f32]) {
+        let (mut start, mut rstd) = (0, rstd.iter_mut());
+        for (weight, cols) in weights.into_iter().zip(parts) {
+            let (x, out) = (&qkv[start..start + cols], &mut out[start..start + cols]);
+            for ((x, out), rstd) in x.chunks_exact(weight.0.len()).zip(out.chunks_exact_mut(weight.0.len())).zip(rstd.by_ref()) {
+                *rstd = rms_norm_row(x, weight, eps, out);
+            }
+            start += cols;
         }
+        out[start..].copy_from_slice(&qkv[start..]);
     }
 }
 
 vectorised! {
     /// One token; `sums` holds the query weight's gradient, then the key weight's.
-    fn norm_heads_backward<T>(
-        dqkv: &mut [T], qkv: &[T], q_weight: &[T], k_weight: &[T], heads: usize, rstd: &[f32], sums: &mut [f32],
-    ) {
-        let head_dim = q_weight.len();
-        let (q_sums, k_sums) = sums.split_at_mut(head_dim);
-        for (h, ((dqkv, qkv), rstd)) in dqkv.chunks_exact_mut(head_dim).zip(qkv.chunks_exact(head_dim)).zip(rstd).enumerate() {
-            let (weight, sums) = if h < heads { (q_weight, &mut *q_sums) } else { (k_weight, &mut *k_sums) };
-            let mean = rms_norm_mean(dqkv, qkv, weight, *rstd);
-            for (((d, x), w), sum) in dqkv.iter_mut().zip(qkv).zip(weight).zip(sums) {
-                let (dout, xhat) = (d.to_f32(), x.to_f32() * rstd);
-                *sum = dout.mul_add(xhat, *sum);
-                *d = T::from_f32(rms_norm_gradient(dout * w.to_f32(), xhat, *rstd, mean));
+    fn norm_spans_backward<T>(dqkv: &mut [T], qkv: &[T], weights: [(&[T], bool); 2], parts: [usize; 2], rstd: &[f32], sums: &mut [f32]) {
+        let (q_sums, k_sums) = sums.split_at_mut(weights[0].0.len());
+        let (mut start, mut rstd) = (0, rstd.iter());
+        for ((weight, sums), cols) in weights.into_iter().zip([q_sums, k_sums]).zip(parts) {
+            let (x, d) = (&qkv[start..start + cols], &mut dqkv[start..start + cols]);
+            for ((dqkv, qkv), rstd) in d.chunks_exact_mut(weight.0.len()).zip(x.chunks_exact(weight.0.len())).zip(rstd.by_ref()) {
+                let mean = rms_norm_mean(dqkv, qkv, weight, *rstd);
+                for (((d, x), w), sum) in dqkv.iter_mut().zip(qkv).zip(weight.0).zip(&mut *sums) {
+                    let (dout, xhat) = (d.to_f32(), x.to_f32() * rstd);
+                    *sum = dout.mul_add(xhat, *sum);
+                    *d = T::from_f32(rms_norm_gradient(dout * factor(w.to_f32(), weight.1), xhat, *rstd, mean));
+                }
             }
+            start += cols;
         }
     }
 }
@@ -105,8 +119,11 @@ mod tests {
     use half::{bf16, f16};
 
     const EPS: f32 = 1e-2;
-    const SHAPE: AttentionShape = AttentionShape { batch: 2, seq_length: 33, heads: 4, kv_heads: 2, head_dim: 6, scale: 1.0, window: None };
+    const SHAPE: AttentionShape =
+        AttentionShape { batch: 2, seq_length: 33, heads: 4, kv_heads: 2, head_dim: 6, scale: 1.0, window: None, softcap: None };
     const ELEMS: usize = 2 * 33 * 8 * 6;
+    /// Lengths of the weights: a head each, or all heads.
+    const SPANS: [[usize; 2]; 2] = [[6, 6], [24, 12]];
 
     struct Run<T> {
         out: Vec<T>,
@@ -117,38 +134,45 @@ mod tests {
     }
 
     /// `qkv`, the weights, the output's gradient, and what the weights' gradients hold before.
-    fn inputs<T: Element>() -> [Vec<T>; 6] {
-        let elems = [ELEMS, 6, 6, ELEMS, 6, 6];
+    fn inputs<T: Element>([q, k]: [usize; 2]) -> [Vec<T>; 6] {
+        let elems = [ELEMS, q, k, ELEMS, q, k];
         std::array::from_fn(|i| values(i as u64 + 1, elems[i]))
     }
 
     fn run<T: Element>(cx: &mut Compute, inputs: [Vec<T>; 6], accumulate: bool) -> Run<T> {
+        run_with(cx, inputs, accumulate, false)
+    }
+
+    fn run_with<T: Element>(cx: &mut Compute, inputs: [Vec<T>; 6], accumulate: bool, plus_one: bool) -> Run<T> {
         let [qkv, q_weight, k_weight, mut dqkv, mut dq_weight, mut dk_weight] = inputs;
-        let (mut out, mut rstd) = (vec![T::from_f32(f32::NAN); ELEMS], vec![0.0; SHAPE.tokens() * 6]);
-        qk_norm(cx, &SHAPE, &qkv, (&q_weight, &k_weight), EPS, &mut out, &mut rstd);
+        let (mut out, mut rstd) = (
+            vec![T::from_f32(f32::NAN); ELEMS],
+            vec![0.0; SHAPE.tokens() * spans(parts(&SHAPE), [(&q_weight[..], plus_one), (&k_weight, plus_one)])],
+        );
+        qk_norm(cx, &SHAPE, &qkv, [(&q_weight, plus_one), (&k_weight, plus_one)], EPS, &mut out, &mut rstd);
         let gradients = (&mut dq_weight[..], &mut dk_weight[..], accumulate);
-        qk_norm_backward(cx, &SHAPE, &mut dqkv, &qkv, (&q_weight, &k_weight), &rstd, gradients);
+        qk_norm_backward(cx, &SHAPE, &mut dqkv, &qkv, [(&q_weight, plus_one), (&k_weight, plus_one)], &rstd, gradients);
         Run { out, rstd, dqkv, dq_weight, dk_weight }
     }
 
     fn reference(qkv: &[f64], q_weight: &[f64], k_weight: &[f64]) -> Vec<f64> {
-        let head = |(index, x): (usize, &[f64])| -> Vec<f64> {
-            let weight = match index % 8 {
-                0..4 => q_weight,
-                4..6 => k_weight,
-                _ => return x.to_vec(),
-            };
-            let rstd = 1.0 / (x.iter().map(|x| x * x).sum::<f64>() / 6.0 + f64::from(EPS)).sqrt();
+        let span = |x: &[f64], weight: &[f64]| -> Vec<f64> {
+            let rstd = 1.0 / (x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64 + f64::from(EPS)).sqrt();
             x.iter().zip(weight).map(|(x, w)| x * rstd * w).collect()
         };
-        qkv.chunks_exact(6).enumerate().flat_map(head).collect()
+        let token = |x: &[f64]| -> Vec<f64> {
+            let q = x[..24].chunks_exact(q_weight.len()).flat_map(|x| span(x, q_weight));
+            let k = x[24..36].chunks_exact(k_weight.len()).flat_map(|x| span(x, k_weight));
+            q.chain(k).chain(x[36..].iter().copied()).collect()
+        };
+        qkv.chunks_exact(48).flat_map(token).collect()
     }
 
     #[test]
     fn heads_and_gradients_agree_with_f64() {
-        let [qkv, q_weight, k_weight, dout, dq_weight, dk_weight] = inputs::<f32>().map(|x| wide(&x));
-        for accumulate in [false, true] {
-            let run = run(&mut fastest(), inputs::<f32>(), accumulate);
+        for (spans, accumulate) in SPANS.into_iter().flat_map(|spans| [(spans, false), (spans, true)]) {
+            let [qkv, q_weight, k_weight, dout, dq_weight, dk_weight] = inputs::<f32>(spans).map(|x| wide(&x));
+            let run = run(&mut fastest(), inputs::<f32>(spans), accumulate);
             let kept = |old: &[f64], new: Vec<f64>| -> Vec<f64> {
                 old.iter().zip(new).map(|(old, new)| if accumulate { old + new } else { new }).collect()
             };
@@ -163,15 +187,28 @@ mod tests {
 
     #[test]
     fn threads_and_instruction_sets_change_no_bit() {
-        assert_same_everywhere(|cx| {
-            let run = run(cx, inputs::<bf16>(), true);
-            [bits(&run.out), bits(&run.rstd), bits(&run.dqkv), bits(&run.dq_weight), bits(&run.dk_weight)].concat()
-        });
+        for spans in SPANS {
+            assert_same_everywhere(|cx| {
+                let run = run(cx, inputs::<bf16>(spans), true);
+                [bits(&run.out), bits(&run.rstd), bits(&run.dqkv), bits(&run.dq_weight), bits(&run.dk_weight)].concat()
+            });
+        }
     }
 
-    fn rounds_once<T: Element>() {
-        let narrow = run(&mut fastest(), inputs::<T>(), true);
-        let wide = run(&mut fastest(), inputs::<T>().map(|x| widened(&x)), true);
+    #[test]
+    fn a_weight_plus_one_is_that_weight() {
+        for spans in SPANS {
+            let mut added = inputs::<f32>(spans);
+            added[1..3].iter_mut().flatten().for_each(|w| *w += 1.0);
+            let [stored, plus] = [run(&mut fastest(), added, true), run_with(&mut fastest(), inputs::<f32>(spans), true, true)];
+            assert_eq!((stored.out, stored.rstd, stored.dqkv), (plus.out, plus.rstd, plus.dqkv));
+            assert_eq!((stored.dq_weight, stored.dk_weight), (plus.dq_weight, plus.dk_weight));
+        }
+    }
+
+    fn rounds_once<T: Element>(spans: [usize; 2]) {
+        let narrow = run(&mut fastest(), inputs::<T>(spans), true);
+        let wide = run(&mut fastest(), inputs::<T>(spans).map(|x| widened(&x)), true);
         assert_rounded("out", &narrow.out, &wide.out);
         assert_rounded("dqkv", &narrow.dqkv, &wide.dqkv);
         assert_rounded("dq_weight", &narrow.dq_weight, &wide.dq_weight);
@@ -180,7 +217,7 @@ mod tests {
 
     #[test]
     fn narrow_formats_are_the_f32_result_rounded_once() {
-        rounds_once::<bf16>();
-        rounds_once::<f16>();
+        SPANS.into_iter().for_each(rounds_once::<bf16>);
+        SPANS.into_iter().for_each(rounds_once::<f16>);
     }
 }

@@ -79,7 +79,7 @@ mod tests {
     use half::bf16;
 
     const SHAPE: AttentionShape =
-        AttentionShape { batch: 2, seq_length: 35, heads: 4, kv_heads: 2, head_dim: 10, scale: 0.3, window: Some(7) };
+        AttentionShape { batch: 2, seq_length: 35, heads: 4, kv_heads: 2, head_dim: 10, scale: 0.3, window: Some(7), softcap: None };
 
     fn qkv<T: Element>() -> Vec<T> {
         values(1, SHAPE.tokens() * SHAPE.qkv_cols())

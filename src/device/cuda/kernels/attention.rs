@@ -10,7 +10,15 @@ use crate::error::{Error, Result};
 pub(super) const SOURCE: PtxSource = PtxSource {
     file: "transformer/attention.ptx",
     ptx: include_str!("../../../../ptx/transformer/attention.ptx"),
-    typed: &["attention", "attention_delta", "attention_backward_q", "attention_backward_kv"],
+    typed: &[
+        "attention",
+        "attention_delta",
+        "attention_backward_q",
+        "attention_backward_kv",
+        "attention_capped",
+        "attention_backward_q_capped",
+        "attention_backward_kv_capped",
+    ],
     plain: &[],
 };
 
@@ -44,8 +52,17 @@ pub(super) fn plain(kernel: AttentionForward, queue: &mut impl Queue) -> Result<
     let AttentionForward { qkv, documents, out, lse, shape } = kernel;
     let KernelShape { seq_length, heads, kv_heads, head_dim, window } = KernelShape::new(&shape)?;
     let wide = whole_vectors(shape.head_dim, &[qkv]);
-    let args = args![qkv, documents, out, lse, seq_length, heads, kv_heads, head_dim, window, shape.scale, wide];
-    queue.launch(Stream::Compute, "attention", Some(kernel.float_format()?), tiles(&shape, shape.heads)?, args)
+    let (dtype, blocks) = (Some(kernel.float_format()?), tiles(&shape, shape.heads)?);
+    match shape.softcap {
+        None => {
+            let args = args![qkv, documents, out, lse, seq_length, heads, kv_heads, head_dim, window, shape.scale, wide];
+            queue.launch(Stream::Compute, "attention", dtype, blocks, args)
+        }
+        Some(cap) => {
+            let args = args![qkv, documents, out, lse, seq_length, heads, kv_heads, head_dim, window, shape.scale, wide, cap];
+            queue.launch(Stream::Compute, "attention_capped", dtype, blocks, args)
+        }
+    }
 }
 
 /// The engine's own kernels: queries' gradients, then those of keys and values.
@@ -58,9 +75,19 @@ pub(super) fn plain_backward(kernel: AttentionBackward, queue: &mut impl Queue) 
     let blocks = LaunchConfig::new(size(rows.div_ceil(THREADS / WARP))?, THREADS as u32);
     queue.launch(Stream::Compute, "attention_delta", dtype, blocks, args![dout, out, delta, size(rows)?, seq_length, heads, head_dim])?;
     let wide = whole_vectors(shape.head_dim, &[dout, qkv]);
-    let args = args![dout, qkv, documents, lse, delta, dqkv, seq_length, heads, kv_heads, head_dim, window, shape.scale, wide];
-    queue.launch(Stream::Compute, "attention_backward_q", dtype, tiles(&shape, shape.heads)?, args)?;
-    queue.launch(Stream::Compute, "attention_backward_kv", dtype, tiles(&shape, shape.kv_heads)?, args)
+    let (queries, keys) = (tiles(&shape, shape.heads)?, tiles(&shape, shape.kv_heads)?);
+    match shape.softcap {
+        None => {
+            let args = args![dout, qkv, documents, lse, delta, dqkv, seq_length, heads, kv_heads, head_dim, window, shape.scale, wide];
+            queue.launch(Stream::Compute, "attention_backward_q", dtype, queries, args)?;
+            queue.launch(Stream::Compute, "attention_backward_kv", dtype, keys, args)
+        }
+        Some(cap) => {
+            let args = args![dout, qkv, documents, lse, delta, dqkv, seq_length, heads, kv_heads, head_dim, window, shape.scale, wide, cap];
+            queue.launch(Stream::Compute, "attention_backward_q_capped", dtype, queries, args)?;
+            queue.launch(Stream::Compute, "attention_backward_kv_capped", dtype, keys, args)
+        }
+    }
 }
 
 struct KernelShape {

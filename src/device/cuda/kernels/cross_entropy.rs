@@ -9,7 +9,7 @@ use crate::error::Result;
 pub(super) const SOURCE: PtxSource = PtxSource {
     file: "transformer/cross_entropy.ptx",
     ptx: include_str!("../../../../ptx/transformer/cross_entropy.ptx"),
-    typed: &["cross_entropy_stats", "cross_entropy_grad"],
+    typed: &["cross_entropy_stats", "cross_entropy_grad", "cross_entropy_stats_capped", "cross_entropy_grad_capped"],
     plain: &["cross_entropy_loss"],
 };
 
@@ -21,19 +21,38 @@ const GRAD_COLS: usize = 16384;
 
 impl GpuKernel for CrossEntropyStats {
     fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
-        let Self { logits, targets, stats, vocab_start, cols, first } = self;
-        let args = args![logits, targets, stats, size(vocab_start)?, size(cols)?, first];
-        queue.launch(Stream::Compute, Self::NAME, Some(self.float_format()?), LaunchConfig::new(size(targets.elems())?, THREADS), args)
+        let Self { logits, targets, stats, vocab_start, cols, softcap, first } = self;
+        let (vocab_start, cols, dtype) = (size(vocab_start)?, size(cols)?, Some(self.float_format()?));
+        let blocks = LaunchConfig::new(size(targets.elems())?, THREADS);
+        match softcap {
+            None => {
+                let args = args![logits, targets, stats, vocab_start, cols, first];
+                queue.launch(Stream::Compute, Self::NAME, dtype, blocks, args)
+            }
+            Some(cap) => {
+                let args = args![logits, targets, stats, vocab_start, cols, first, cap];
+                queue.launch(Stream::Compute, "cross_entropy_stats_capped", dtype, blocks, args)
+            }
+        }
     }
 }
 
 impl GpuKernel for CrossEntropyGrad {
     fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
-        let Self { logits, targets, stats, vocab_start, cols, scale } = self;
+        let Self { logits, targets, stats, vocab_start, cols, softcap, scale } = self;
         let grid = [size(targets.elems())?, size(cols.div_ceil(GRAD_COLS))?, 1];
-        let args = args![logits, targets, stats, size(vocab_start)?, size(cols)?, scale];
         let blocks = LaunchConfig { grid, block: [THREADS, 1, 1], shared_bytes: 0 };
-        queue.launch(Stream::Compute, Self::NAME, Some(self.float_format()?), blocks, args)
+        let (vocab_start, cols, dtype) = (size(vocab_start)?, size(cols)?, Some(self.float_format()?));
+        match softcap {
+            None => {
+                let args = args![logits, targets, stats, vocab_start, cols, scale];
+                queue.launch(Stream::Compute, Self::NAME, dtype, blocks, args)
+            }
+            Some(cap) => {
+                let args = args![logits, targets, stats, vocab_start, cols, scale, cap];
+                queue.launch(Stream::Compute, "cross_entropy_grad_capped", dtype, blocks, args)
+            }
+        }
     }
 }
 

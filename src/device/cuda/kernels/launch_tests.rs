@@ -101,9 +101,9 @@ fn rows(list: &mut List, r: &mut Room, rows: usize, cols: usize) -> Result<()> {
     embed_backward(r, false, true, true)?;
     BiasBackward { dout: r.x(n), dbias: r.x(cols), accumulate: false }.enqueue(list)?;
     BiasBackward { dout: r.x(n), dbias: r.x(cols), accumulate: true }.enqueue(list)?;
-    RmsNorm { x: r.x(n), weight: r.x(cols), eps: 1e-5, out: r.x(n), rstd: r.f(rows) }.enqueue(list)?;
+    RmsNorm { x: r.x(n), weight: r.x(cols), plus_one: false, eps: 1e-5, out: r.x(n), rstd: r.f(rows) }.enqueue(list)?;
     let (dout, x, weight, rstd, dx, dweight) = (r.x(n), r.x(n), r.x(cols), r.f(rows), r.x(n), r.x(cols));
-    RmsNormBackward { dout, x, weight, rstd, dx, dweight, accumulate: true }.enqueue(list)?;
+    RmsNormBackward { dout, x, weight, plus_one: false, rstd, dx, dweight, accumulate: true }.enqueue(list)?;
     LayerNorm { x: r.x(n), weight: r.x(cols), bias: r.x(cols), eps: 1e-6, out: r.x(n), stats: r.f(2 * rows) }.enqueue(list)?;
     let (dout, x, weight, stats, dx) = (r.x(n), r.x(n), r.x(cols), r.f(2 * rows), r.x(n));
     LayerNormBackward { dout, x, weight, stats, dx, dweight: r.x(cols), dbias: r.x(cols), accumulate: false }.enqueue(list)?;
@@ -114,9 +114,9 @@ fn rows(list: &mut List, r: &mut Room, rows: usize, cols: usize) -> Result<()> {
     let dx = r.x(n);
     GeluBackward { dout: dx, x: r.x(n), dx }.enqueue(list)?;
     let (logits, targets, stats) = (r.x(n), r.i(rows), r.f(3 * rows));
-    CrossEntropyStats { logits, targets, stats, vocab_start: 17, cols, first: true }.enqueue(list)?;
+    CrossEntropyStats { logits, targets, stats, vocab_start: 17, cols, softcap: None, first: true }.enqueue(list)?;
     let (logits, targets, stats) = (r.x(n), r.i(rows), r.f(3 * rows));
-    CrossEntropyGrad { logits, targets, stats, vocab_start: 18, cols, scale: 0.25 }.enqueue(list)?;
+    CrossEntropyGrad { logits, targets, stats, vocab_start: 18, cols, softcap: None, scale: 0.25 }.enqueue(list)?;
     CrossEntropyLoss { stats: r.f(3 * rows), loss: r.f(1), scale: 0.5, accumulate: true }.enqueue(list)
 }
 
@@ -124,17 +124,52 @@ fn heads(list: &mut List, r: &mut Room, shape: AttentionShape, rotary_dim: usize
     let (n, out, d) = (shape.tokens() * shape.qkv_cols(), shape.tokens() * shape.out_cols(), shape.head_dim);
     let (normed, lse) = (shape.tokens() * (shape.heads + shape.kv_heads), shape.tokens() * shape.heads);
     let (qkv, q_weight, k_weight) = (r.x(n), r.x(d), r.x(d));
-    QkNorm { qkv, q_weight, k_weight, eps: 1e-5, out: r.x(n), rstd: r.f(normed), shape }.enqueue(list)?;
+    QkNorm { qkv, q_weight, k_weight, plus_one: false, eps: 1e-5, out: r.x(n), rstd: r.f(normed), shape }.enqueue(list)?;
     let (dqkv, qkv, q_weight, k_weight, rstd) = (r.x(n), r.x(n), r.x(d), r.x(d), r.f(normed));
     let (dq_weight, dk_weight) = (r.x(d), r.x(d));
-    QkNormBackward { dqkv, qkv, q_weight, k_weight, rstd, dq_weight, dk_weight, accumulate: true, shape }.enqueue(list)?;
+    QkNormBackward { dqkv, qkv, q_weight, k_weight, plus_one: false, rstd, dq_weight, dk_weight, accumulate: true, shape }.enqueue(list)?;
     for inverse in [false, true] {
         let (qkv, positions, table) = (r.x(n), r.i(shape.tokens()), r.f(shape.seq_length * rotary_dim));
-        Rope { qkv, positions, table, rotary_dim, inverse, shape }.enqueue(list)?;
+        Rope { qkv, positions, table, rotary_dim, interleaved: false, inverse, shape }.enqueue(list)?;
     }
     plain(AttentionForward { qkv: r.x(n), documents: None, out: r.x(out), lse: r.f(lse), shape }, list)?;
     let (dout, qkv, documents) = (r.x(out), r.x(n), Some(r.i(shape.tokens())));
     plain_backward(AttentionBackward { dout, qkv, documents, out: r.x(out), lse: r.f(lse), dqkv: r.x(n), shape }, list)
+}
+
+/// What only some families have: factors, gates by GELU, weights plus one, soft caps.
+fn family_rows(list: &mut List, r: &mut Room, rows: usize, cols: usize) -> Result<()> {
+    let n = rows * cols;
+    let x = r.x(n);
+    ScaleAdd { x, scale: 0.5, base: None, out: x }.enqueue(list)?;
+    ScaleAdd { x: r.x(n), scale: 1.0, base: Some(r.x(n)), out: r.x(n) }.enqueue(list)?;
+    Geglu { gate_up: r.x(2 * n), out: r.x(n), cols }.enqueue(list)?;
+    GegluBackward { dout: r.x(n), gate_up: r.x(2 * n), dgate_up: r.x(2 * n), cols }.enqueue(list)?;
+    RmsNorm { x: r.x(n), weight: r.x(cols), plus_one: true, eps: 1e-5, out: r.x(n), rstd: r.f(rows) }.enqueue(list)?;
+    let (dout, x, weight, rstd, dx, dweight) = (r.x(n), r.x(n), r.x(cols), r.f(rows), r.x(n), r.x(cols));
+    RmsNormBackward { dout, x, weight, plus_one: true, rstd, dx, dweight, accumulate: true }.enqueue(list)?;
+    let (logits, targets, stats, softcap) = (r.x(n), r.i(rows), r.f(3 * rows), Some(30.0));
+    CrossEntropyStats { logits, targets, stats, vocab_start: 17, cols, softcap, first: true }.enqueue(list)?;
+    CrossEntropyGrad { logits, targets, stats, vocab_start: 18, cols, softcap, scale: 0.25 }.enqueue(list)
+}
+
+/// Weights plus one, spans of a head and of all heads, neighbours that rotate, soft caps.
+fn family_heads(list: &mut List, r: &mut Room, shape: AttentionShape, rotary_dim: usize) -> Result<()> {
+    let (n, out, d) = (shape.tokens() * shape.qkv_cols(), shape.tokens() * shape.out_cols(), shape.head_dim);
+    let all = shape.tokens() * (shape.heads + shape.kv_heads);
+    let whole = (shape.heads * d, shape.kv_heads * d, 2 * shape.tokens());
+    for ((q, k, stats), plus_one) in [((d, d, all), true), (whole, false), (whole, true)] {
+        let (qkv, q_weight, k_weight, rstd) = (r.x(n), r.x(q), r.x(k), r.f(stats));
+        QkNorm { qkv, q_weight, k_weight, plus_one, eps: 1e-5, out: r.x(n), rstd, shape }.enqueue(list)?;
+        let (dqkv, dq_weight, dk_weight, accumulate) = (r.x(n), r.x(q), r.x(k), plus_one);
+        QkNormBackward { dqkv, qkv, q_weight, k_weight, plus_one, rstd, dq_weight, dk_weight, accumulate, shape }.enqueue(list)?;
+    }
+    let (qkv, positions, table) = (r.x(n), r.i(shape.tokens()), r.f(shape.seq_length * rotary_dim));
+    Rope { qkv, positions, table, rotary_dim, interleaved: true, inverse: true, shape }.enqueue(list)?;
+    let shape = AttentionShape { softcap: Some(50.0), ..shape };
+    let (attended, lse) = (r.x(out), r.f(shape.tokens() * shape.heads));
+    plain(AttentionForward { qkv, documents: None, out: attended, lse, shape }, list)?;
+    plain_backward(AttentionBackward { dout: r.x(out), qkv, documents: None, out: attended, lse, dqkv: r.x(n), shape }, list)
 }
 
 fn transfer(list: &mut List, r: &mut Room, elems: usize) -> Result<()> {
@@ -197,8 +232,9 @@ fn sinks(list: &mut List, r: &mut Room, shape: AttentionShape) -> Result<()> {
 }
 
 fn listing() -> Result<String> {
-    let shape = AttentionShape { batch: 2, seq_length: 300, heads: 8, kv_heads: 2, head_dim: 128, scale: 0.088, window: None };
-    let odd = AttentionShape { batch: 1, seq_length: 67, heads: 3, kv_heads: 1, head_dim: 7, scale: 0.4, window: Some(40) };
+    let shape =
+        AttentionShape { batch: 2, seq_length: 300, heads: 8, kv_heads: 2, head_dim: 128, scale: 0.088, window: None, softcap: None };
+    let odd = AttentionShape { batch: 1, seq_length: 67, heads: 3, kv_heads: 1, head_dim: 7, scale: 0.4, window: Some(40), softcap: None };
     let mut list = List::default();
     for (dtype, skew) in [(Dtype::Bfloat16, 0), (Dtype::Float16, 1), (Dtype::Float32, 0)] {
         let mut room = Room { dtype, skew, given: 0 };
@@ -215,6 +251,9 @@ fn listing() -> Result<String> {
         experts(&mut list, &mut room, 600, 2560)?;
         experts(&mut list, &mut room, 67, 515)?;
         sinks(&mut list, &mut room, odd)?;
+        [(600, 2560), (67, 515), (1, 1)].into_iter().try_for_each(|(m, n)| family_rows(&mut list, &mut room, m, n))?;
+        family_heads(&mut list, &mut room, shape, 128)?;
+        family_heads(&mut list, &mut room, odd, 4)?;
     }
     Ok(list.0)
 }

@@ -17,6 +17,10 @@ pub(super) const SOURCE: PtxSource = PtxSource {
         "rms_norm_any",
         "rms_norm_backward",
         "rms_norm_backward_any",
+        "rms_norm_plus_one",
+        "rms_norm_plus_one_any",
+        "rms_norm_plus_one_backward",
+        "rms_norm_plus_one_backward_any",
         "layer_norm",
         "layer_norm_any",
         "layer_norm_backward",
@@ -43,9 +47,12 @@ struct RowPass {
 }
 
 const RMS_NORM: RowPass = RowPass { name: "rms_norm", any: "rms_norm_any", vecs: 4, threads_max: 1024, resident_threads: 1024 };
+const RMS_NORM_PLUS_ONE: RowPass = RowPass { name: "rms_norm_plus_one", any: "rms_norm_plus_one_any", ..RMS_NORM };
 const LAYER_NORM: RowPass = RowPass { name: "layer_norm", any: "layer_norm_any", ..RMS_NORM };
 const RMS_NORM_BACKWARD: RowPass =
     RowPass { name: "rms_norm_backward", any: "rms_norm_backward_any", vecs: 2, threads_max: 512, resident_threads: 1024 };
+const RMS_NORM_PLUS_ONE_BACKWARD: RowPass =
+    RowPass { name: "rms_norm_plus_one_backward", any: "rms_norm_plus_one_backward_any", ..RMS_NORM_BACKWARD };
 const LAYER_NORM_BACKWARD: RowPass =
     RowPass { name: "layer_norm_backward", any: "layer_norm_backward_any", resident_threads: 640, ..RMS_NORM_BACKWARD };
 
@@ -64,9 +71,9 @@ impl RowPass {
 
 impl GpuKernel for RmsNorm {
     fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
-        let Self { x, weight, eps, out, rstd } = self;
+        let Self { x, weight, plus_one, eps, out, rstd } = self;
         let (cols, rows) = (weight.elems(), rstd.elems());
-        let (name, threads) = RMS_NORM.choose(cols, &[x, weight, out]);
+        let (name, threads) = if plus_one { RMS_NORM_PLUS_ONE } else { RMS_NORM }.choose(cols, &[x, weight, out]);
         let args = args![x, weight, eps, out, rstd, size(cols)?];
         queue.launch(Stream::Compute, name, Some(self.float_format()?), LaunchConfig::new(size(rows)?, size(threads)?), args)
     }
@@ -84,9 +91,10 @@ impl GpuKernel for LayerNorm {
 
 impl GpuKernel for RmsNormBackward {
     fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
-        let Self { dout, x, weight, rstd, dx, dweight, accumulate } = self;
+        let Self { dout, x, weight, plus_one, rstd, dx, dweight, accumulate } = self;
+        let pass = if plus_one { RMS_NORM_PLUS_ONE_BACKWARD } else { RMS_NORM_BACKWARD };
         let both = Backward { dout, x, weight, stats: rstd, dx, dweight, dbias: None, accumulate };
-        both.enqueue(queue, self.float_format()?, &RMS_NORM_BACKWARD)
+        both.enqueue(queue, self.float_format()?, &pass)
     }
 }
 

@@ -3,13 +3,13 @@
 use super::super::launch::{Arg, GpuKernel, LaunchConfig, Queue, args, size};
 use super::super::modules::PtxSource;
 use super::grid::{whole_vectors, wide};
-use crate::device::{DeviceSlice, Gelu, GeluBackward, Kernel, Stream, Swiglu, SwigluBackward};
+use crate::device::{DeviceSlice, Geglu, GegluBackward, Gelu, GeluBackward, Kernel, ScaleAdd, Stream, Swiglu, SwigluBackward};
 use crate::error::Result;
 
 pub(super) const SOURCE: PtxSource = PtxSource {
     file: "transformer/pointwise.ptx",
     ptx: include_str!("../../../../ptx/transformer/pointwise.ptx"),
-    typed: &["swiglu", "swiglu_backward", "gelu", "gelu_backward"],
+    typed: &["swiglu", "swiglu_backward", "geglu", "geglu_backward", "gelu", "gelu_backward", "scale_add"],
     plain: &[],
 };
 
@@ -32,6 +32,22 @@ impl GpuKernel for SwigluBackward {
     }
 }
 
+impl GpuKernel for Geglu {
+    fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+        let Self { gate_up, out, cols } = self;
+        let groups = Groups::new(out, cols, &[gate_up, out])?;
+        launch(queue, &self, groups, args![gate_up, out, groups.count, size(cols)?, groups.wide])
+    }
+}
+
+impl GpuKernel for GegluBackward {
+    fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+        let Self { dout, gate_up, dgate_up, cols } = self;
+        let groups = Groups::new(dout, cols, &[dout, gate_up, dgate_up])?;
+        launch(queue, &self, groups, args![dout, gate_up, dgate_up, groups.count, size(cols)?, groups.wide])
+    }
+}
+
 impl GpuKernel for Gelu {
     fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
         let Self { x, out } = self;
@@ -45,6 +61,14 @@ impl GpuKernel for GeluBackward {
         let Self { dout, x, dx } = self;
         let groups = Groups::new(dx, dx.elems(), &[dout, x, dx])?;
         launch(queue, &self, groups, args![dout, x, dx, groups.count, groups.wide])
+    }
+}
+
+impl GpuKernel for ScaleAdd {
+    fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+        let Self { x, scale, base, out } = self;
+        let groups = Groups::new(out, out.elems(), &[x, base.unwrap_or(x), out])?;
+        launch(queue, &self, groups, args![x, base, out, groups.count, scale, groups.wide])
     }
 }
 

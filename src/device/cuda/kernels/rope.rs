@@ -4,13 +4,30 @@ use super::super::launch::{GpuKernel, LaunchConfig, Queue, args, size};
 use super::super::modules::PtxSource;
 use super::bias::fold_columns;
 use super::grid::{MULTIPROCESSORS, WARP, whole_vectors, wide};
-use crate::device::{DeviceSlice, Kernel, QkNorm, QkNormBackward, Rope, Stream};
+use crate::device::kernels::rope::Spans;
+use crate::device::{AttentionShape, DeviceSlice, Kernel, QkNorm, QkNormBackward, Rope, Stream};
 use crate::error::Result;
 
 pub(super) const SOURCE: PtxSource = PtxSource {
     file: "transformer/rope.ptx",
     ptx: include_str!("../../../../ptx/transformer/rope.ptx"),
-    typed: &["qk_norm", "qk_norm_any", "qk_norm_backward", "qk_norm_backward_any", "rope", "rope_any"],
+    typed: &[
+        "qk_norm",
+        "qk_norm_any",
+        "qk_norm_whole",
+        "qk_norm_backward",
+        "qk_norm_backward_any",
+        "qk_norm_whole_backward",
+        "qk_norm_plus_one",
+        "qk_norm_plus_one_any",
+        "qk_norm_plus_one_whole",
+        "qk_norm_plus_one_backward",
+        "qk_norm_plus_one_backward_any",
+        "qk_norm_plus_one_whole_backward",
+        "rope",
+        "rope_any",
+        "rope_neighbours",
+    ],
     plain: &[],
 };
 
@@ -23,6 +40,23 @@ const BACKWARD_BLOCKS: usize = 4 * MULTIPROCESSORS;
 /// Heads that a thread of `rope` rotates.
 const ROPE_HEADS: usize = 4;
 
+/// The kernels of a norm of queries and keys: for heads of whole vectors, for any, and for a token's heads together.
+struct QkNormNames {
+    vectors: &'static str,
+    any: &'static str,
+    whole: &'static str,
+}
+
+/// Those of a pass, and those whose factors are the weights plus one.
+const FORWARD: [QkNormNames; 2] = [
+    QkNormNames { vectors: "qk_norm", any: "qk_norm_any", whole: "qk_norm_whole" },
+    QkNormNames { vectors: "qk_norm_plus_one", any: "qk_norm_plus_one_any", whole: "qk_norm_plus_one_whole" },
+];
+const BACKWARD: [QkNormNames; 2] = [
+    QkNormNames { vectors: "qk_norm_backward", any: "qk_norm_backward_any", whole: "qk_norm_whole_backward" },
+    QkNormNames { vectors: "qk_norm_plus_one_backward", any: "qk_norm_plus_one_backward_any", whole: "qk_norm_plus_one_whole_backward" },
+];
+
 /// The base-2 logarithm of the lanes that keep a head in registers, if its rows in `slices` are whole vectors and few enough.
 fn lanes_log2(head_dim: usize, slices: &[DeviceSlice]) -> Option<u32> {
     let lanes = head_dim.div_ceil(HEAD_VECS * wide(slices[0].dtype())).next_power_of_two();
@@ -31,14 +65,20 @@ fn lanes_log2(head_dim: usize, slices: &[DeviceSlice]) -> Option<u32> {
 
 impl GpuKernel for QkNorm {
     fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
-        let Self { qkv, q_weight, k_weight, eps, out, rstd, shape } = self;
+        let Self { qkv, q_weight, k_weight, plus_one, eps, out, rstd, shape } = self;
+        let names = &FORWARD[usize::from(plus_one)];
+        if let Some([q, k]) = whole(&shape, q_weight) {
+            let blocks = LaunchConfig { grid: [size(shape.tokens())?, 3, 1], block: [THREADS as u32, 1, 1], shared_bytes: 0 };
+            let args = args![qkv, q_weight, k_weight, eps, out, rstd, size(q)?, size(k)?];
+            return queue.launch(Stream::Compute, names.whole, Some(self.float_format()?), blocks, args);
+        }
         let (normed, d) = (shape.heads + shape.kv_heads, shape.head_dim);
         let per_token = normed + shape.kv_heads;
         let all_heads = shape.tokens() * per_token;
         let lanes = lanes_log2(d, &[qkv, q_weight, k_weight, out]);
         let (name, heads_per_block) = match lanes {
-            Some(lanes) => ("qk_norm", THREADS >> lanes),
-            None => ("qk_norm_any", THREADS / WARP),
+            Some(lanes) => (names.vectors, THREADS >> lanes),
+            None => (names.any, THREADS / WARP),
         };
         let blocks = LaunchConfig::new(size(all_heads.div_ceil(heads_per_block))?, THREADS as u32);
         let (all_heads, heads, normed, per_token) = (size(all_heads)?, size(shape.heads)?, size(normed)?, size(per_token)?);
@@ -51,11 +91,38 @@ impl GpuKernel for QkNorm {
 impl GpuKernel for QkNormBackward {
     fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
         let Self { q_weight, k_weight, dq_weight, dk_weight, shape, .. } = self;
+        if let Some([q, k]) = whole(&shape, q_weight) {
+            whole_backward(queue, &self, (0, q, 0), (q_weight, dq_weight))?;
+            return whole_backward(queue, &self, (q, k, 1), (k_weight, dk_weight));
+        }
         let queries = Heads { first: 0, count: shape.heads, weight: q_weight, dweight: dq_weight };
         let keys = Heads { first: shape.heads, count: shape.kv_heads, weight: k_weight, dweight: dk_weight };
         queries.enqueue(queue, &self)?;
         keys.enqueue(queue, &self)
     }
+}
+
+/// Columns of queries and of keys, where each of these is one span.
+fn whole(shape: &AttentionShape, q_weight: DeviceSlice) -> Option<[usize; 2]> {
+    let Spans { q, k, .. } = Spans::of(shape, q_weight);
+    (q != shape.head_dim).then_some([q, k])
+}
+
+/// The span `part` of every token, `cols` columns from `first` on.
+fn whole_backward(
+    queue: &mut impl Queue,
+    kernel: &QkNormBackward,
+    (first, cols, part): (usize, usize, usize),
+    (weight, dweight): (DeviceSlice, DeviceSlice),
+) -> Result<()> {
+    let QkNormBackward { dqkv, qkv, plus_one, rstd, accumulate, shape, .. } = *kernel;
+    let (tokens, per_token) = (shape.tokens(), shape.qkv_cols());
+    let blocks = tokens.min(BACKWARD_BLOCKS);
+    let partials = queue.scratch(blocks * cols)?;
+    let args = args![dqkv, qkv, weight, rstd, partials, size(tokens)?, size(first)?, size(cols)?, size(per_token)?, size(part)?];
+    let config = LaunchConfig::new(size(blocks)?, THREADS as u32);
+    queue.launch(Stream::Compute, BACKWARD[usize::from(plus_one)].whole, Some(kernel.float_format()?), config, args)?;
+    fold_columns(queue, partials, blocks, (dweight, None), accumulate)
 }
 
 /// Heads of every token that share a weight.
@@ -69,13 +136,14 @@ struct Heads {
 impl Heads {
     fn enqueue(self, queue: &mut impl Queue, kernel: &QkNormBackward) -> Result<()> {
         let Self { first, count, weight, dweight } = self;
-        let QkNormBackward { dqkv, qkv, rstd, accumulate, shape, .. } = *kernel;
+        let QkNormBackward { dqkv, qkv, plus_one, rstd, accumulate, shape, .. } = *kernel;
         let (tokens, d, normed) = (shape.tokens(), shape.head_dim, shape.heads + shape.kv_heads);
         let lanes = lanes_log2(d, &[dqkv, qkv, weight]);
+        let names = &BACKWARD[usize::from(plus_one)];
         // The kernel named `any` sums by warps, the other by blocks.
         let (name, heads_per_block, sums_per_block) = match lanes {
-            Some(lanes) => ("qk_norm_backward", THREADS >> lanes, 1),
-            None => ("qk_norm_backward_any", THREADS / WARP, THREADS / WARP),
+            Some(lanes) => (names.vectors, THREADS >> lanes, 1),
+            None => (names.any, THREADS / WARP, THREADS / WARP),
         };
         let blocks = (tokens * count).div_ceil(heads_per_block).min(BACKWARD_BLOCKS);
         let partials = queue.scratch(blocks * sums_per_block * d)?;
@@ -90,11 +158,15 @@ impl Heads {
 
 impl GpuKernel for Rope {
     fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
-        let Self { qkv, positions, table, rotary_dim, inverse, shape } = self;
+        let Self { qkv, positions, table, rotary_dim, interleaved, inverse, shape } = self;
         let dtype = self.float_format()?;
         let (half, heads) = (rotary_dim / 2, shape.heads + shape.kv_heads);
         let vectors = whole_vectors(half, &[qkv, table]) && whole_vectors(shape.head_dim, &[qkv]);
-        let (name, lanes) = if vectors { ("rope", wide(dtype)) } else { ("rope_any", 1) };
+        let (name, lanes) = match interleaved {
+            true => ("rope_neighbours", 1),
+            false if vectors => ("rope", wide(dtype)),
+            false => ("rope_any", 1),
+        };
         let groups = heads.div_ceil(ROPE_HEADS);
         let threads = shape.tokens() * groups * (half / lanes);
         size(threads + THREADS)?;

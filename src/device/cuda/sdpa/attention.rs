@@ -26,7 +26,7 @@ struct Shape(Extent, Extent);
 
 impl GraphBuilder {
     fn new(shape: &AttentionShape, dtype: DataType) -> Self {
-        let AttentionShape { batch, seq_length, heads, kv_heads, head_dim, scale, window } = *shape;
+        let AttentionShape { batch, seq_length, heads, kv_heads, head_dim, scale, window, softcap: _ } = *shape;
         let [batch, seq, heads, kv_heads, width] = [batch, seq_length, heads, kv_heads, head_dim].map(|size| size as i64);
         // A window that reaches the first token from the last hides nothing.
         let window = window.filter(|window| *window < seq_length);
@@ -246,8 +246,16 @@ impl GraphBuilder {
 mod tests {
     use super::*;
 
-    const SHAPE: AttentionShape =
-        AttentionShape { batch: 4, seq_length: 4096, heads: 32, kv_heads: 8, head_dim: 128, scale: 0.088_388_346, window: None };
+    const SHAPE: AttentionShape = AttentionShape {
+        batch: 4,
+        seq_length: 4096,
+        heads: 32,
+        kv_heads: 8,
+        head_dim: 128,
+        scale: 0.088_388_346,
+        window: None,
+        softcap: None,
+    };
 
     fn nodes(shape: AttentionShape, deterministic: bool) -> [usize; 2] {
         [forward(&shape, DataType::Bf16), backward(&shape, DataType::Bf16, deterministic)].map(|graph| graph.nodes.len())

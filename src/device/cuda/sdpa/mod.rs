@@ -138,6 +138,9 @@ impl Plans {
 
 /// cuDNN's format, if its kernels take the shape.
 fn supported(shape: &AttentionShape, dtype: Dtype) -> Result<DataType> {
+    if shape.softcap.is_some() {
+        return Err(unsupported(shape, dtype, "its graph has no soft caps on scores"));
+    }
     let fits = shape.head_dim.is_multiple_of(8) && shape.head_dim <= HEAD_DIM_MAX;
     match dtype {
         Dtype::Bfloat16 if fits => Ok(DataType::Bf16),

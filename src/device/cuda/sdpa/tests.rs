@@ -7,7 +7,7 @@ use sys::{Attribute, Descriptor, DescriptorKind};
 const H200: &str = include_str!("h200.json");
 
 const SHAPE: AttentionShape =
-    AttentionShape { batch: 2, seq_length: 512, heads: 8, kv_heads: 2, head_dim: 128, scale: 0.088_388_346, window: None };
+    AttentionShape { batch: 2, seq_length: 512, heads: 8, kv_heads: 2, head_dim: 128, scale: 0.088_388_346, window: None, softcap: None };
 
 #[test]
 fn shapes_that_cudnn_does_not_take_name_the_other_attention() {
