@@ -5,6 +5,7 @@ use crate::config::options::Strategy;
 use crate::hardware::gpu::GpuFacts;
 use crate::hardware::profile::Profile;
 use crate::hardware::topology::Topology;
+use crate::model::layer_shape::Attn;
 use crate::model::policy::LayerPolicy;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::TensorTable;
@@ -127,7 +128,9 @@ impl ModelFacts {
     /// Those of `shape`, which came from `config`.
     pub(crate) fn new(config: String, shape: &ModelShape) -> Self {
         let table = TensorTable::new(shape);
-        let ModelShape { layers, channels, heads, kv_heads, head_dim, ffn, vocab, tied, .. } = *shape;
+        let ModelShape { channels, vocab, tied, ref layers, .. } = *shape;
+        let Attn { heads, kv_heads, head_dim, .. } = layers[0].attn;
+        let (layers, ffn) = (layers.len(), layers[0].mlp_cols().1);
         let (architecture, params, matmul_params) = (shape.family.architecture(), table.params(), table.matmul_params());
         Self { config, architecture, layers, channels, heads, kv_heads, head_dim, ffn, vocab, tied, params, matmul_params }
     }

@@ -33,11 +33,7 @@ pub mod device {
     pub use crate::device::cpu::{CpuDevice, Schedule};
     pub use crate::device::footprint::gpu::RING_CHUNK_BYTES;
     pub use crate::device::{
-        Adam, AttentionBackward, AttentionForward, AttentionShape, BiasBackward, Cast, ClampedSwiglu, Combine, CrossEntropyGrad,
-        CrossEntropyLoss, CrossEntropyStats, Embed, EmbedBackward, ExpertActivation, ExpertBackward, ExpertBias, ExpertBiasDot, Gelu,
-        GeluBackward, GradNormPartials, GroupedMatmul, GroupedShape, LayerNorm, LayerNormBackward, Matmul, MatmulLayout, MatmulShape, Poke,
-        QkNorm, QkNormBackward, RmsNorm, RmsNormBackward, Rope, Route, RouteShape, RouterBackward, RouterLogits, RouterRule, SegmentSums,
-        Segments, Sinks, SinksBackward, SumSlices, Swiglu, SwigluBackward, Zero,
+        Adam, AttentionBackward, AttentionForward, AttentionShape, BiasBackward, Cast, ClampedSwiglu, Combine, CrossEntropyGrad, CrossEntropyLoss, CrossEntropyStats, Embed, EmbedBackward, ExpertActivation, ExpertBackward, ExpertBias, ExpertBiasDot, Gelu, GeluBackward, GradNormPartials, GroupedMatmul, GroupedShape, LayerNorm, LayerNormBackward, Matmul, MatmulLayout, MatmulShape, Poke, QkNorm, QkNormBackward, RmsNorm, RmsNormBackward, Rope, Route, RouteShape, RouterBackward, RouterLogits, RouterRule, SegmentSums, Segments, Sinks, SinksBackward, SumSlices, Swiglu, SwigluBackward, Zero,
     };
     pub use crate::device::{Attention, Device, DeviceKind, DeviceSlice, EventId, Kernel, Kernels, Launch, Stream};
     #[cfg(feature = "cuda")]

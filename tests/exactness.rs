@@ -2,7 +2,7 @@
 //! `superoffload` must be that of `zero-offload` and of `no-offload`, and counters prove that it speculated.
 
 use crate::campaign::record;
-use crate::support::{Noise, digest, engine, grad_ring, load, random_params, settings, start, tiny_llama};
+use crate::support::{Noise, digest, engine, grad_ring, load, random_params, settings, start, tiny_llama, tiny_moe};
 use half::bf16;
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
@@ -25,6 +25,7 @@ use superoffload::{Plan, Result};
 struct Case {
     seed: u64,
     layers: usize,
+    experts: bool,
     vocab: usize,
     tied: bool,
     dtype: &'static str,
@@ -105,7 +106,8 @@ impl UseEngine for Steps<'_> {
 }
 
 fn run(case: &Case, way: &Way) -> Run {
-    let (shape, blocks) = (tiny_llama(case.layers, 32, case.vocab, case.tied), |shape| TensorTable::new(shape).flat_elems() / BLOCK);
+    let model = if case.experts { tiny_moe } else { tiny_llama };
+    let (shape, blocks) = (model(case.layers, 32, case.vocab, case.tied), |shape| TensorTable::new(shape).flat_elems() / BLOCK);
     let ranks = (1..=way.ranks.min(blocks(&shape))).rfind(|ranks| case.shares.is_multiple_of(*ranks)).unwrap();
     // Each rank owns a block of every bucket at least.
     let bucket_kib = if ranks > 1 { way.bucket_kib.max(16 * ranks) } else { way.bucket_kib };
@@ -156,7 +158,7 @@ fn cases() -> impl Strategy<Value = Case> {
     let fault = (1..=STEPS, 0.0..1.0f64, 0usize..4, prop::sample::select(vec!["\"nan\"", "\"inf\"", "\"-inf\"", "1e3"]));
     (
         any::<u32>(),
-        1usize..4,
+        (1usize..4, any::<bool>()),
         prop::sample::select(vec![17usize, 64, 300]),
         any::<bool>(),
         prop::sample::select(vec!["bfloat16", "float16", "float32"]),
@@ -166,9 +168,10 @@ fn cases() -> impl Strategy<Value = Case> {
         prop::sample::select(vec![0.0, 1e-3, 1.3, 1.7, 2.2, 1e9]),
         prop::collection::vec(fault, 0..3),
     )
-        .prop_map(|(seed, layers, vocab, tied, dtype, (shares, micro_batches), max_norm, faults)| Case {
+        .prop_map(|(seed, (layers, experts), vocab, tied, dtype, (shares, micro_batches), max_norm, faults)| Case {
             seed: u64::from(seed),
             layers,
+            experts,
             vocab,
             tied,
             dtype,
@@ -245,7 +248,7 @@ fn every_way_gives_the_bits_of_the_synchronous_step() {
 /// A small model without faults, its step cut into `shares` micro-batches.
 fn tiny_case(shares: usize) -> Case {
     let (dtype, max_norm) = ("bfloat16", 0.0);
-    Case { seed: 3, layers: 2, vocab: 64, tied: true, dtype, shares, micro_batches: 1, max_norm, faults: vec![] }
+    Case { seed: 3, layers: 2, experts: false, vocab: 64, tied: true, dtype, shares, micro_batches: 1, max_norm, faults: vec![] }
 }
 
 /// Four shares on one, two and four devices, three on three, whatever the order of events and the cut of the buckets.

@@ -11,7 +11,8 @@ use superoffload::internals::model::{LossTile, ModelShape, ModelWeights, TensorT
 use superoffload::internals::planner::Machine;
 use superoffload::{Plan, Result};
 
-const FAMILIES: [&str; 7] = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "phi3", "seed_oss"];
+const FAMILIES: [&str; 10] =
+    ["gpt2", "llama", "mistral", "qwen2", "qwen3", "phi3", "seed_oss", "qwen3_moe", "olmoe", "mixtral"];
 
 // What golden/generate.py used.
 const STEPS: usize = 10;

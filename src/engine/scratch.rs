@@ -12,7 +12,7 @@ use crate::error::Result;
 use crate::model::Model;
 use crate::model::activations::ActivationPlan;
 use crate::model::rope::rope_table;
-use crate::model::shape::{ModelShape, Positions};
+use crate::model::shape::ModelShape;
 use crate::model::tensors::TensorTable;
 use crate::optim::simd::AdamKernels;
 use crate::planner::plan::Plan;
@@ -59,8 +59,8 @@ impl StepScratch {
         let weights = lease.alloc_flat(dev, "weights", flat, plan.dtype, plan.weight_ring)?;
         let grads = lease.alloc_flat(dev, "gradients", flat, plan.dtype, plan.grad_ring)?;
         let activations = ActivationPlan::new(plan.micro_batch(shape))?.allocate(dev, host, lease)?;
-        if let (Positions::Rope(rope), Some(target)) = (shape.positions, activations.rope_table) {
-            bounce.upload((dev, host), &rope_table(&rope, plan.seq_length), target)?;
+        for (rope, target) in shape.ropes.iter().zip(&activations.rope_tables) {
+            bounce.upload((dev, host), &rope_table(rope, plan.seq_length), *target)?;
         }
         let casts = plan.device_casts() && plan.layout.offloaded() > 0;
         let mut staging = |name| lease.alloc(dev, name, if casts { slices.slice_elems() } else { 0 }, Dtype::Float32);

@@ -94,7 +94,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     fn pass_and_validate(&mut self, learning_rate: f64, data: StepData) -> Result<StepReport> {
         self.exposed = Exposed::default();
         let inv_targets = 1.0 / data.targets as f32;
-        let layers = self.model.shape.layers;
+        let layers = self.model.shape.layers.len();
         let per_share = self.plan.grad_accum_steps / self.plan.shares;
         // This rank's, of which a share a round.
         let accum = self.plan.grad_accum_steps / self.exchange.slices().ranks();
@@ -124,7 +124,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
 
     /// All modules but the head.
     pub(super) fn forward_modules(&mut self) -> Result<()> {
-        let layers = (0..self.model.shape.layers).map(Module::Layer);
+        let layers = (0..self.model.shape.layers.len()).map(Module::Layer);
         [Module::Embed].into_iter().chain(layers).try_for_each(|module| self.forward(module))
     }
 

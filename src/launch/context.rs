@@ -2,7 +2,7 @@
 
 use crate::config::settings::Settings;
 use crate::error::{Error, Result};
-use crate::model::shape::{ModelShape, Positions};
+use crate::model::shape::ModelShape;
 use std::path::Path;
 
 /// Refuses sequences longer than the positions that a model has learned. `config` is where it was found. Rotary positions do not end:
@@ -16,7 +16,7 @@ pub(crate) fn check_context(settings: &Settings, shape: &ModelShape, config: &Pa
         return Ok(None);
     }
     let key = shape.family.spec().keys.max_positions;
-    if shape.positions == Positions::Learned {
+    if shape.learned_positions {
         let remedy = format!("use --seq-length {positions} or less");
         return Err(Error::usage(format!(
             "--seq-length {seq_length}: {config} has {positions} positions ({key} in its config.json); {remedy}"

@@ -105,7 +105,7 @@ mod tests {
     /// Rank 1 fails at any moment, in any phase of a step: everybody ends at once, and its words are what is told.
     #[test]
     fn the_failure_of_a_rank_ends_all_and_names_it() {
-        let shape = ModelShape { layers: 1, windows: vec![None], ..ModelShape::demo() };
+        let shape = ModelShape::demo().with_layers(1);
         for nth in 0..50u64 {
             let adversary = (nth % 2 == 1).then_some(nth);
             let settings = Settings { gpus: 3, seq_length: 16, threads: Some(3), adversary, ..Settings::demo() };

@@ -5,8 +5,10 @@
 //! run one after another, on one stream.
 
 use super::host_input::{BUFFERS, HostInput, host_inputs, host_slots};
+use super::layer_shape::{LayerShape, Moe, NormKind, NormSpec};
+use super::moe::ExpertWork;
 use super::policy::LayerPolicy;
-use super::shape::{ModelShape, NormKind, Positions};
+use super::shape::ModelShape;
 use crate::data::batch;
 use crate::device::{Device, DeviceSlice, Lease};
 use crate::dtype::Dtype;
@@ -86,11 +88,12 @@ impl ActivationPlan {
         if batch == 0 || seq_length == 0 || tile.rows == 0 || tile.vocab == 0 {
             return Err(Error::usage("batch size, sequence length and loss tile must be at least 1"));
         }
-        if shape.positions == Positions::Learned && seq_length > shape.max_positions {
+        if shape.learned_positions && seq_length > shape.max_positions {
             return Err(Error::usage(format_args!("sequence length {seq_length}: the model has {} positions", shape.max_positions)));
         }
-        if policies.len() != shape.layers {
-            return Err(Error::usage(format_args!("{} activation policies: the model has {} layers", policies.len(), shape.layers)));
+        let layers = shape.layers.len();
+        if policies.len() != layers {
+            return Err(Error::usage(format_args!("{} activation policies: the model has {layers} layers", policies.len())));
         }
         let rows = batch.checked_mul(seq_length).ok_or_else(too_large)?.min(tile.rows);
         let tile = LossTile { rows, vocab: tile.vocab.min(shape.vocab) };
@@ -156,11 +159,9 @@ impl ActivationPlan {
     fn lay_out(&self, alloc: impl FnMut(&'static str, usize, Dtype) -> Result<DeviceSlice>) -> Result<Activations> {
         let tokens = self.batch * self.seq_length;
         let mut memory = SizedAllocator { alloc, tokens, dtype: self.dtype };
-        let ModelShape { channels, ffn, .. } = self.shape;
-        let rope = match self.shape.positions {
-            Positions::Learned => None,
-            Positions::Rope(rope) => Some(memory.matrix("rope_table", &[self.seq_length, rope.rotary_dim], Dtype::Float32)?),
-        };
+        let ModelShape { channels, final_norm, ref ropes, .. } = self.shape;
+        let mut rope_table = |rotary_dim| memory.matrix("rope_table", &[self.seq_length, rotary_dim], Dtype::Float32);
+        let rope_tables = ropes.iter().map(|rope| rope_table(rope.rotary_dim)).collect::<Result<_>>()?;
         let inputs = memory.matrix("inputs", &[batch::arrays(self.separates_documents), tokens], Dtype::Int32)?;
         let input = |index: usize| inputs.slice(index * tokens, tokens);
         Ok(Activations {
@@ -172,18 +173,19 @@ impl ActivationPlan {
             targets: input(1),
             positions: input(2),
             documents: self.separates_documents.then(|| input(3)),
-            rope_table: rope,
+            rope_tables,
             layers: self.layers(&mut memory)?,
             final_norm_in: memory.rows("final_norm_in", channels)?,
             final_norm_out: memory.rows("final_norm_out", channels)?,
-            final_norm_stats: memory.matrix("final_norm_stats", &[tokens, self.stats_cols()], Dtype::Float32)?,
+            final_norm_stats: memory.matrix("final_norm_stats", &[tokens, stats_cols(final_norm)], Dtype::Float32)?,
             logits: memory.matrix("logits_tile", &[self.tile.rows, self.tile.vocab], self.dtype)?,
             loss_stats: memory.matrix("loss_stats", &[self.tile.rows, 3], Dtype::Float32)?,
             loss: memory.matrix("loss", &[1], Dtype::Float32)?,
             dresidual: memory.rows("dresidual", channels)?,
             dnorm: memory.rows("dnorm", channels)?,
-            dinner: memory.rows("dinner", ffn.max(self.shape.attn_cols()))?,
-            dfused: memory.rows("dfused", self.shape.mlp_in_cols().max(self.shape.qkv_cols()))?,
+            experts: self.expert_work(&mut memory)?,
+            dinner: memory.rows("dinner", self.shape.widest(|layer| layer.mlp_cols().1.max(layer.attn.out_cols())))?,
+            dfused: memory.rows("dfused", self.shape.widest(|layer| layer.mlp_cols().0.max(layer.attn.qkv_cols())))?,
         })
     }
 
@@ -191,24 +193,29 @@ impl ActivationPlan {
     where
         A: FnMut(&'static str, usize, Dtype) -> Result<DeviceSlice>,
     {
-        let ModelShape { channels, ffn, heads, kv_heads, qk_norm, .. } = self.shape;
-        let (qkv_cols, stats_cols) = (self.shape.qkv_cols(), self.stats_cols());
+        let (channels, qk_norm) = (|_: &LayerShape| self.shape.channels, self.shape.widest(|layer| layer.attn.qk_stats_cols()) > 0);
+        let norm_stats = |layer: &LayerShape| stats_cols(layer.norm);
         let (inputs, costly, cheap) = (self.input_parts(), self.parts(LayerPolicy::keeps_costly), self.parts(LayerPolicy::keeps_cheap));
-        let mut each = |name, parts, cols, dtype| memory.by_layer(name, parts, cols, dtype);
+        let mut each = |name, parts, cols: &dyn Fn(&LayerShape) -> usize, dtype| {
+            let cols = self.shape.layers.iter().map(cols).collect();
+            memory.by_layer(name, parts, cols, dtype)
+        };
         let (dtype, fp32) = (self.dtype, Dtype::Float32);
-        let input = each("layers.input", &inputs, channels, dtype)?;
-        let attn_norm_out = each("layers.attn_norm_out", &cheap, channels, dtype)?;
-        let attn_norm_stats = each("layers.attn_norm_stats", &costly, stats_cols, fp32)?;
-        let qkv_raw = if qk_norm { Some(each("layers.qkv_raw", &costly, qkv_cols, dtype)?) } else { None };
-        let qk_rstd = if qk_norm { Some(each("layers.qk_rstd", &costly, heads + kv_heads, fp32)?) } else { None };
-        let qkv = each("layers.qkv", if qk_norm { &cheap } else { &costly }, qkv_cols, dtype)?;
-        let attn_out = each("layers.attn_out", &costly, self.shape.attn_cols(), dtype)?;
-        let lse = each("layers.lse", &costly, heads, fp32)?;
-        let mid = each("layers.mid", &costly, channels, dtype)?;
-        let mlp_norm_out = each("layers.mlp_norm_out", &cheap, channels, dtype)?;
-        let mlp_norm_stats = each("layers.mlp_norm_stats", &costly, stats_cols, fp32)?;
-        let mlp_in = each("layers.mlp_in", &costly, self.shape.mlp_in_cols(), dtype)?;
-        let mlp_act = each("layers.mlp_act", &cheap, ffn, dtype)?;
+        let input = each("layers.input", &inputs, &channels, dtype)?;
+        let attn_norm_out = each("layers.attn_norm_out", &cheap, &channels, dtype)?;
+        let attn_norm_stats = each("layers.attn_norm_stats", &costly, &norm_stats, fp32)?;
+        let qkv_raw = each("layers.qkv_raw", &costly, &|layer| layer.attn.qk_norm.map_or(0, |_| layer.attn.qkv_cols()), dtype)?;
+        let qk_rstd = each("layers.qk_rstd", &costly, &|layer| layer.attn.qk_stats_cols(), fp32)?;
+        let qkv = each("layers.qkv", if qk_norm { &cheap } else { &costly }, &|layer| layer.attn.qkv_cols(), dtype)?;
+        let attn_out = each("layers.attn_out", &costly, &|layer| layer.attn.out_cols(), dtype)?;
+        let lse = each("layers.lse", &costly, &|layer| layer.attn.heads, fp32)?;
+        let mid = each("layers.mid", &costly, &channels, dtype)?;
+        let mlp_norm_out = each("layers.mlp_norm_out", &cheap, &channels, dtype)?;
+        let mlp_norm_stats = each("layers.mlp_norm_stats", &costly, &norm_stats, fp32)?;
+        let mlp_in = each("layers.mlp_in", &costly, &|layer| layer.mlp_cols().0, dtype)?;
+        // What experts make of it is made again: a workspace of all layers holds it.
+        let mlp_act = each("layers.mlp_act", &cheap, &|layer| layer.mlp.moe().map_or(layer.mlp_cols().1, |_| 0), dtype)?;
+        let routed = self.routed(memory)?;
         let last_sharing = self.policies.iter().rposition(|policy| *policy != LayerPolicy::Keep);
         let layer = |l: usize, policy: LayerPolicy| LayerActivations {
             policy,
@@ -217,7 +224,7 @@ impl ActivationPlan {
             host_input: None,
             attn_norm_out: attn_norm_out.at(l),
             attn_norm_stats: attn_norm_stats.at(l),
-            qk_norm: qkv_raw.zip(qk_rstd).map(|(raw, rstd)| QkNormActivations { raw: raw.at(l), rstd: rstd.at(l) }),
+            qk_norm: self.shape.layers[l].attn.qk_norm.map(|_| QkNormActivations { raw: qkv_raw.at(l), rstd: qk_rstd.at(l) }),
             qkv: qkv.at(l),
             attn_out: attn_out.at(l),
             lse: lse.at(l),
@@ -226,8 +233,56 @@ impl ActivationPlan {
             mlp_norm_stats: mlp_norm_stats.at(l),
             mlp_in: mlp_in.at(l),
             mlp_act: mlp_act.at(l),
+            routed: routed[l],
         };
         Ok(self.policies.iter().enumerate().map(|(l, policy)| layer(l, *policy)).collect())
+    }
+
+    /// What each layer with experts keeps of its routing, whatever its policy.
+    fn routed<A>(&self, memory: &mut SizedAllocator<A>) -> Result<Vec<Option<RoutedActivations>>>
+    where
+        A: FnMut(&'static str, usize, Dtype) -> Result<DeviceSlice>,
+    {
+        let (layers, tokens) = (&self.shape.layers, memory.tokens);
+        let mut own = 0..;
+        let parts: Vec<usize> = layers.iter().map(|layer| layer.mlp.moe().and_then(|_| own.next()).unwrap_or(0)).collect();
+        let mut each = |name, cols: &dyn Fn(Moe) -> usize, dtype| {
+            let cols = layers.iter().map(|layer| layer.mlp.moe().map_or(0, cols)).collect();
+            memory.by_layer(name, &parts, cols, dtype)
+        };
+        let logits = each("layers.router_logits", &|moe| moe.experts, Dtype::Float32)?;
+        let weights = each("layers.expert_weights", &|moe| moe.top_k, Dtype::Float32)?;
+        let choices = each("layers.choices", &|moe| CHOICE_ARRAYS * moe.top_k, Dtype::Int32)?;
+        let bounds_elems = |moe: Moe| (moe.experts + 1).next_multiple_of(PART_ALIGN_ELEMS);
+        let total = layers.iter().filter_map(|layer| layer.mlp.moe()).map(bounds_elems).sum();
+        let bounds = if total == 0 { None } else { Some(memory.matrix("layers.expert_bounds", &[total], Dtype::Int32)?) };
+        let mut start = 0;
+        let layer = |(l, layer): (usize, &LayerShape)| {
+            let (moe, bounds) = (layer.mlp.moe()?, bounds?.slice(start, layer.mlp.moe()?.experts + 1));
+            start += bounds_elems(moe);
+            let choice = |array: usize| choices.at(l).slice(array * tokens * moe.top_k, tokens * moe.top_k);
+            let [experts, slots, row_tokens, entries] = [0, 1, 2, 3].map(choice);
+            Some(RoutedActivations { logits: logits.at(l), experts, weights: weights.at(l), bounds, slots, row_tokens, entries })
+        };
+        Ok(layers.iter().enumerate().map(layer).collect())
+    }
+
+    /// Nothing where no layer has experts.
+    fn expert_work<A>(&self, memory: &mut SizedAllocator<A>) -> Result<Option<ExpertWork>>
+    where
+        A: FnMut(&'static str, usize, Dtype) -> Result<DeviceSlice>,
+    {
+        let widest = |cols: &dyn Fn(Moe) -> usize| self.shape.widest(|layer| layer.mlp.moe().map_or(0, cols));
+        let (taken, tokens) = (widest(&|moe| moe.top_k), memory.tokens);
+        if taken == 0 {
+            return Ok(None);
+        }
+        Ok(Some(ExpertWork {
+            rows: memory.rows("expert_rows", taken * self.shape.channels)?,
+            act: memory.rows("expert_act", widest(&|moe| moe.top_k * moe.ffn.width))?,
+            dweights: memory.matrix("dexpert_weights", &[tokens, taken], Dtype::Float32)?,
+            dlogits: memory.rows("drouter_logits", widest(&|moe| moe.experts))?,
+        }))
     }
 
     /// Layers that keep have a part of their own, the others share the last one.
@@ -248,11 +303,11 @@ impl ActivationPlan {
     fn host_layers(&self) -> usize {
         self.policies.iter().filter(|policy| **policy == LayerPolicy::Host).count()
     }
+}
 
-    /// LayerNorm keeps mean and rstd, RMSNorm only rstd.
-    fn stats_cols(&self) -> usize {
-        if self.shape.norm == NormKind::Layer { 2 } else { 1 }
-    }
+/// LayerNorm keeps mean and rstd, RMSNorm only rstd.
+fn stats_cols(norm: NormSpec) -> usize {
+    if norm.kind == NormKind::Layer { 2 } else { 1 }
 }
 
 /// Device memory of one micro-batch of T = `batch * seq_length` tokens. The compute format unless said otherwise.
@@ -274,8 +329,8 @@ pub(crate) struct Activations {
     pub(super) positions: DeviceSlice,
     /// Where in its row each token's document begins; `None`: every row is one document.
     pub(super) documents: Option<DeviceSlice>,
-    /// fp32 `[seq_length, rotary_dim / 2, 2]`; filled by the caller with [`super::rope::rope_table`].
-    pub(crate) rope_table: Option<DeviceSlice>,
+    /// Of each of [`ModelShape::ropes`], fp32 `[seq_length, rotary_dim / 2, 2]`; filled by the caller with [`super::rope::rope_table`].
+    pub(crate) rope_tables: Vec<DeviceSlice>,
     /// Mean loss of the optimizer step, fp32 `[1]`; without the loss scale.
     pub loss: DeviceSlice,
     pub(super) layers: Vec<LayerActivations>,
@@ -289,6 +344,8 @@ pub(crate) struct Activations {
     pub(super) dresidual: DeviceSlice,
     /// Gradient of a norm's output, `[T, channels]`.
     pub(super) dnorm: DeviceSlice,
+    /// Workspaces of experts.
+    pub(super) experts: Option<ExpertWork>,
     /// Gradient of what enters a second matrix: attention's output or the activation, `[T, max]`.
     pub(super) dinner: DeviceSlice,
     /// Gradient of what leaves a first matrix: qkv or gate and up, `[T, max]`.
@@ -319,6 +376,23 @@ pub(super) struct LayerActivations {
     pub(crate) mlp_norm_stats: DeviceSlice,
     pub(crate) mlp_in: DeviceSlice,
     pub(crate) mlp_act: DeviceSlice,
+    /// Where the layer has experts.
+    pub(crate) routed: Option<RoutedActivations>,
+}
+
+/// Of `layers.choices`: the experts, and three orders of them.
+const CHOICE_ARRAYS: usize = 4;
+
+/// What a router chose, as [`crate::device::Route`] and [`crate::device::Segments`] leave it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct RoutedActivations {
+    pub logits: DeviceSlice,
+    pub experts: DeviceSlice,
+    pub weights: DeviceSlice,
+    pub bounds: DeviceSlice,
+    pub slots: DeviceSlice,
+    pub(crate) row_tokens: DeviceSlice,
+    pub entries: DeviceSlice,
 }
 
 /// The projections before the norm of queries and keys, and its statistics.
@@ -344,27 +418,29 @@ impl<A: FnMut(&'static str, usize, Dtype) -> Result<DeviceSlice>> SizedAllocator
         self.matrix(name, &[self.tokens, cols], self.dtype)
     }
 
-    /// One allocation for all layers; `parts` says by layer which part is its.
-    fn by_layer<'a>(&mut self, name: &'static str, parts: &'a [usize], cols: usize, dtype: Dtype) -> Result<ByLayer<'a>> {
-        let elems = self.tokens.checked_mul(cols).ok_or_else(too_large)?;
-        let stride = elems.checked_next_multiple_of(PART_ALIGN_ELEMS).ok_or_else(too_large)?;
+    /// One allocation for all layers, none if no layer has `cols`; `parts` says by layer which part is its.
+    fn by_layer<'a>(&mut self, name: &'static str, parts: &'a [usize], cols: Vec<usize>, dtype: Dtype) -> Result<ByLayer<'a>> {
+        let elems: Option<Vec<usize>> = cols.iter().map(|cols| self.tokens.checked_mul(*cols)).collect();
+        let elems = elems.ok_or_else(too_large)?;
+        let longest = elems.iter().max().copied().unwrap_or(0);
+        let stride = longest.checked_next_multiple_of(PART_ALIGN_ELEMS).ok_or_else(too_large)?;
         let count = parts.iter().max().map_or(0, |last| last + 1);
-        Ok(ByLayer { all: self.matrix(name, &[count, stride], dtype)?, elems, stride, parts })
+        let all = if stride == 0 { DeviceSlice::at(0, 0, dtype) } else { self.matrix(name, &[count, stride], dtype)? };
+        Ok(ByLayer { all, elems, stride, parts })
     }
 }
 
-/// One allocation cut into equal parts, each of one layer or shared by several.
-#[derive(Clone, Copy)]
+/// One allocation cut into parts of one size, each of one layer or shared by several.
 struct ByLayer<'a> {
     all: DeviceSlice,
-    elems: usize,
+    elems: Vec<usize>,
     stride: usize,
     parts: &'a [usize],
 }
 
 impl ByLayer<'_> {
-    fn at(self, layer: usize) -> DeviceSlice {
-        self.all.slice(self.parts[layer] * self.stride, self.elems)
+    fn at(&self, layer: usize) -> DeviceSlice {
+        self.all.slice(self.parts[layer] * self.stride, self.elems[layer])
     }
 }
 
@@ -380,6 +456,7 @@ fn too_large() -> Error {
 
 #[cfg(test)]
 mod tests {
+    use super::super::layer_shape::QkSpan;
     use super::*;
 
     const TILE: LossTile = LossTile { rows: 64, vocab: 100 };
@@ -475,7 +552,8 @@ mod tests {
 
     #[test]
     fn a_qk_norm_keeps_raw_projections_and_shares_the_rotated() {
-        let shape = ModelShape { qk_norm: true, ..ModelShape::demo() };
+        let mut shape = ModelShape::demo();
+        shape.layers.iter_mut().for_each(|layer| layer.attn.qk_norm = Some(QkSpan::Head));
         let bytes = |policies: &[LayerPolicy]| {
             ActivationPlan::new(MicroBatch { batch: 1, seq_length: 128, ..pair(&shape, policies) }).unwrap().device_bytes().0
         };

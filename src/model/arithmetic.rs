@@ -1,6 +1,8 @@
 //! What of a shape decides how numbers come about: recorded in checkpoints, so that nobody goes on under another model unawares.
 
-use super::shape::{Mlp, ModelShape, NormKind, Positions, RopeScaling};
+use super::layer_shape::{Act, Attn, Ffn, LayerShape, Moe, NormKind, NormSpec, QkSpan};
+use super::shape::{ModelShape, RopeScaling};
+use crate::device::{ExpertActivation, RouterRule};
 use serde_json::{Map, Value, json};
 
 impl ModelShape {
@@ -12,55 +14,61 @@ impl ModelShape {
             family: _,
             vocab,
             channels,
-            layers,
-            heads,
-            kv_heads,
-            head_dim,
-            ffn,
             max_positions,
-            norm,
-            eps,
-            mlp,
-            positions,
-            qkv_bias,
-            out_bias,
-            mlp_bias,
-            qk_norm,
+            learned_positions,
+            ropes: _,
+            layers,
+            final_norm: _,
             tied,
-            windows,
-            scale,
             init_std: _,
             ignored_dropout: _,
         } = self;
-        let (learned, rope) = match positions {
-            Positions::Learned => (Some(max_positions), None),
-            Positions::Rope(rope) => (None, Some(rope)),
-        };
         let fields = [
             ("vocab_size", json!(vocab)),
             ("hidden_size", json!(channels)),
-            ("num_hidden_layers", json!(layers)),
+            ("num_hidden_layers", json!(layers.len())),
+            ("learned_positions", json!(learned_positions.then_some(max_positions))),
+            ("tie_word_embeddings", json!(tied)),
+        ];
+        let mut record: Map<String, Value> = fields.into_iter().map(|(name, value)| (name.to_string(), value)).collect();
+        record.extend(joined(&layers.iter().map(|layer| self.layer_arithmetic(layer)).collect::<Vec<_>>()));
+        record.insert("sliding_windows".into(), layers.iter().map(|layer| json!(layer.attn.window)).collect());
+        record
+    }
+
+    fn layer_arithmetic(&self, layer: &LayerShape) -> Vec<(&'static str, Value)> {
+        let LayerShape { attn, mlp, norm: NormSpec { kind, eps } } = *layer;
+        let Ffn { width, act, bias } = mlp.ffn();
+        let Attn { heads, kv_heads, head_dim, qkv_bias, out_bias, qk_norm, rope, window: _, scale, sinks } = attn;
+        let rope = rope.map(|rope| self.ropes[rope]);
+        vec![
             ("num_attention_heads", json!(heads)),
             ("num_key_value_heads", json!(kv_heads)),
             ("head_dim", json!(head_dim)),
-            ("intermediate_size", json!(ffn)),
-            ("norm", norm_name(*norm).into()),
-            ("norm_eps", shortest(*eps)),
-            ("mlp", mlp_name(*mlp).into()),
-            ("learned_positions", json!(learned)),
+            ("intermediate_size", json!(width)),
+            ("norm", norm_name(kind).into()),
+            ("norm_eps", shortest(eps)),
+            ("mlp", act_name(act).into()),
             ("rope_theta", json!(rope.map(|rope| rope.theta))),
             ("rotary_dim", json!(rope.map(|rope| rope.rotary_dim))),
             ("rope_scaling", rope.map_or(Value::Null, |rope| scaling(rope.scaling))),
             ("qkv_bias", json!(qkv_bias)),
             ("attention_out_bias", json!(out_bias)),
-            ("mlp_bias", json!(mlp_bias)),
-            ("qk_norm", json!(qk_norm)),
-            ("tie_word_embeddings", json!(tied)),
-            ("sliding_windows", json!(windows)),
-            ("attention_scale", shortest(*scale)),
-        ];
-        fields.into_iter().map(|(name, value)| (name.to_string(), value)).collect()
+            ("mlp_bias", json!(bias)),
+            ("qk_norm", span(qk_norm)),
+            ("experts", mlp.moe().map_or(Value::Null, experts)),
+            ("attention_scale", shortest(scale)),
+            ("attention_sinks", json!(sinks)),
+        ]
     }
+}
+
+/// The fields of all layers: one value where they agree, and a list where they do not.
+fn joined(layers: &[Vec<(&'static str, Value)>]) -> impl Iterator<Item = (String, Value)> {
+    let values = |field: usize| layers.iter().map(move |layer| layer[field].1.clone());
+    let one =
+        move |field: usize, first: &Value| if values(field).all(|value| value == *first) { first.clone() } else { values(field).collect() };
+    layers[0].iter().enumerate().map(move |(field, (name, first))| (name.to_string(), one(field, first)))
 }
 
 fn norm_name(norm: NormKind) -> &'static str {
@@ -70,11 +78,32 @@ fn norm_name(norm: NormKind) -> &'static str {
     }
 }
 
-fn mlp_name(mlp: Mlp) -> &'static str {
-    match mlp {
-        Mlp::Swiglu => "swiglu",
-        Mlp::GeluTanh => "gelu_tanh",
+fn act_name(act: Act) -> &'static str {
+    match act {
+        Act::Swiglu => "swiglu",
+        Act::GeluTanh => "gelu_tanh",
     }
+}
+
+/// A flag, as checkpoints had it before there were several spans.
+fn span(qk_norm: Option<QkSpan>) -> Value {
+    match qk_norm {
+        None => json!(false),
+        Some(QkSpan::Head) => json!(true),
+        Some(QkSpan::Whole) => json!("whole"),
+    }
+}
+
+fn experts(Moe { experts, top_k, ffn: _, activation, rule, router_bias }: Moe) -> Value {
+    let rule = match rule {
+        RouterRule::Chosen => "softmax of the chosen",
+        RouterRule::All => "softmax of all",
+    };
+    let clamped = match activation {
+        ExpertActivation::Swiglu => Value::Null,
+        ExpertActivation::Clamped { alpha, limit } => json!({"alpha": shortest(alpha), "limit": shortest(limit)}),
+    };
+    json!({"count": experts, "per_token": top_k, "weights": rule, "clamped": clamped, "router_bias": router_bias})
 }
 
 fn scaling(scaling: RopeScaling) -> Value {
@@ -83,6 +112,9 @@ fn scaling(scaling: RopeScaling) -> Value {
         RopeScaling::Linear { factor } => json!({"linear": factor}),
         RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_positions } => {
             json!({"llama3": [factor, low_freq_factor, high_freq_factor, original_max_positions]})
+        }
+        RopeScaling::Yarn { factor, beta_fast, beta_slow, original_max_positions, truncate, attention_factor } => {
+            json!({"yarn": [factor, beta_fast, beta_slow, original_max_positions, truncate, attention_factor]})
         }
     }
 }
@@ -94,8 +126,8 @@ fn shortest(x: f32) -> Value {
 
 #[cfg(test)]
 mod tests {
+    use super::super::layer_shape::Mlp;
     use super::*;
-    use crate::model::shape::RopeConfig;
 
     fn changed(change: impl FnOnce(&mut ModelShape)) -> Vec<String> {
         let (before, mut shape) = (ModelShape::demo().arithmetic(), ModelShape::demo());
@@ -105,23 +137,56 @@ mod tests {
         before.into_iter().filter(|(key, value)| after[key] != *value).map(|(key, _)| key).collect()
     }
 
+    fn all(change: impl Fn(&mut LayerShape)) -> Vec<String> {
+        changed(|shape| shape.layers.iter_mut().for_each(&change))
+    }
+
     #[test]
     fn what_changes_arithmetic_changes_the_record_and_nothing_else_does() {
-        let rope = |scaling| Positions::Rope(RopeConfig { theta: 10000.0, rotary_dim: 32, scaling });
         let llama3 = |factor| RopeScaling::Llama3 { factor, low_freq_factor: 1.0, high_freq_factor: 4.0, original_max_positions: 64 };
-        assert_eq!(changed(|s| s.eps = 0.5), ["norm_eps"]);
-        assert_eq!(changed(|s| s.eps = f32::from_bits(s.eps.to_bits() + 1)), ["norm_eps"]);
-        assert_eq!(changed(|s| s.scale *= 2.0), ["attention_scale"]);
-        assert_eq!(changed(|s| s.windows[2] = Some(7)), ["sliding_windows"]);
-        assert_eq!(changed(|s| s.positions = rope(RopeScaling::Linear { factor: 2.0 })), ["rope_scaling"]);
-        assert_eq!(changed(|s| s.positions = rope(llama3(8.0))), ["rope_scaling"]);
-        assert_eq!(changed(|s| s.norm = NormKind::Layer), ["norm"]);
-        assert_eq!(changed(|s| s.mlp = Mlp::GeluTanh), ["mlp"]);
+        assert_eq!(all(|l| l.norm.eps = 0.5), ["norm_eps"]);
+        assert_eq!(changed(|s| s.layers[1].norm.eps = f32::from_bits(s.layers[1].norm.eps.to_bits() + 1)), ["norm_eps"]);
+        assert_eq!(all(|l| l.attn.scale *= 2.0), ["attention_scale"]);
+        assert_eq!(changed(|s| s.layers[2].attn.window = Some(7)), ["sliding_windows"]);
+        assert_eq!(changed(|s| s.ropes[0].scaling = RopeScaling::Linear { factor: 2.0 }), ["rope_scaling"]);
+        assert_eq!(changed(|s| s.ropes[0].scaling = llama3(8.0)), ["rope_scaling"]);
+        assert_eq!(all(|l| l.norm.kind = NormKind::Layer), ["norm"]);
+        let dense = |l: &LayerShape| l.mlp.ffn();
+        assert_eq!(all(|l| l.mlp = Mlp::Dense(Ffn { act: Act::GeluTanh, ..dense(l) })), ["mlp"]);
+        let plain = |rule, l: &LayerShape| Moe {
+            experts: 4,
+            top_k: 2,
+            ffn: dense(l),
+            activation: ExpertActivation::Swiglu,
+            rule,
+            router_bias: false,
+        };
+        assert_eq!(all(|l| l.mlp = Mlp::Moe(plain(RouterRule::All, l))), ["experts"]);
+        assert_eq!(all(|l| l.attn.sinks = true), ["attention_sinks"]);
+        let moe = plain(RouterRule::All, &ModelShape::demo().layers[0]);
+        let clamped = ExpertActivation::Clamped { alpha: 1.0, limit: 2.0 };
+        let others = [
+            Moe { rule: RouterRule::Chosen, ..moe },
+            Moe { activation: clamped, ..moe },
+            Moe { router_bias: true, ..moe },
+            Moe { top_k: 3, ..moe },
+            Moe { experts: 5, ..moe },
+        ];
+        assert!(others.into_iter().all(|other| experts(other) != experts(moe)));
+        assert_eq!(all(|l| l.attn.qk_norm = Some(QkSpan::Head)), ["qk_norm"]);
         assert_eq!(changed(|s| s.tied = false), ["tie_word_embeddings"]);
-        assert_eq!(changed(|s| s.positions = Positions::Learned), ["learned_positions", "rope_theta", "rotary_dim", "rope_scaling"]);
+        assert_eq!(all(|l| l.attn.rope = None), ["rope_theta", "rotary_dim", "rope_scaling"]);
+        assert_eq!(changed(|s| s.learned_positions = true), ["learned_positions"]);
         assert_eq!(changed(|s| s.init_std = 1.0), [""; 0]);
         assert_eq!(changed(|s| s.max_positions = 9), [""; 0], "only a limit where positions rotate");
         assert_eq!(changed(|s| s.ignored_dropout.push("attention_dropout = 0.1".into())), [""; 0]);
+    }
+
+    #[test]
+    fn layers_that_differ_are_listed() {
+        let mut shape = ModelShape::demo().with_layers(2);
+        shape.layers[1].attn.rope = None;
+        assert_eq!(shape.arithmetic()["rotary_dim"], json!([32, null]));
     }
 
     #[test]

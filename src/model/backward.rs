@@ -2,12 +2,13 @@
 //! a branch adds its part when it joins, which is at the norm that it started with.
 
 use super::Model;
-use super::params::{LinearParams, NormParams};
-use super::shape::Mlp;
+use super::layer_shape::{Act, Ffn};
+use super::activations::LayerActivations;
+use super::params::{LinearParams, NormParams, Param};
 use super::tensors::Module;
 use crate::device::{
     AttentionBackward, BiasBackward, DeviceSlice, EmbedBackward, GeluBackward, Kernels, LayerNormBackward, Matmul, MatmulLayout,
-    MatmulShape, QkNormBackward, RmsNormBackward, SwigluBackward, Zero,
+    MatmulShape, QkNormBackward, RmsNormBackward, SinksBackward, SwigluBackward, Zero,
 };
 use crate::error::Result;
 
@@ -53,16 +54,24 @@ impl Model {
     }
 
     fn backward_mlp<D: Kernels>(&self, dev: &mut D, layer: usize, first: bool) -> Result<()> {
+        let (params, act) = (&self.layers[layer], &self.activations.layers[layer]);
+        match (self.experts(layer), self.shape.layers[layer].mlp) {
+            (Some(experts), _) => experts.backward(dev, &self.activations, first)?,
+            (None, mlp) => self.backward_dense(dev, layer, mlp.ffn(), first)?,
+        }
+        self.norm_backward(dev, &params.mlp_norm, act.mid, act.mlp_norm_stats, first)
+    }
+
+    fn backward_dense<D: Kernels>(&self, dev: &mut D, layer: usize, ffn: Ffn, first: bool) -> Result<()> {
         let (params, act, all) = (&self.layers[layer], &self.activations.layers[layer], &self.activations);
         let dact = all.dinner.slice(0, act.mlp_act.elems());
         let dmlp_in = all.dfused.slice(0, act.mlp_in.elems());
         linear_backward(dev, &params.mlp_out, act.mlp_act, all.dresidual, dact, first)?;
-        match self.shape.mlp {
-            Mlp::Swiglu => dev.launch(SwigluBackward { dout: dact, gate_up: act.mlp_in, dgate_up: dmlp_in, cols: self.shape.ffn })?,
-            Mlp::GeluTanh => dev.launch(GeluBackward { dout: dact, x: act.mlp_in, dx: dmlp_in })?,
+        match ffn.act {
+            Act::Swiglu => dev.launch(SwigluBackward { dout: dact, gate_up: act.mlp_in, dgate_up: dmlp_in, cols: ffn.width })?,
+            Act::GeluTanh => dev.launch(GeluBackward { dout: dact, x: act.mlp_in, dx: dmlp_in })?,
         }
-        linear_backward(dev, &params.mlp_in, act.mlp_norm_out, dmlp_in, all.dnorm, first)?;
-        self.norm_backward(dev, &params.mlp_norm, act.mid, act.mlp_norm_stats, first)
+        linear_backward(dev, &params.mlp_in, act.mlp_norm_out, dmlp_in, all.dnorm, first)
     }
 
     fn backward_attention<D: Kernels>(&self, dev: &mut D, layer: usize, first: bool) -> Result<()> {
@@ -71,7 +80,11 @@ impl Model {
         let dattn_out = all.dinner.slice(0, act.attn_out.elems());
         let dqkv = all.dfused.slice(0, act.qkv.elems());
         linear_backward(dev, &params.attn_out, act.attn_out, all.dresidual, dattn_out, first)?;
-        dev.launch(AttentionBackward { dout: dattn_out, qkv: act.qkv, documents, out: act.attn_out, lse: act.lse, dqkv, shape })?;
+        let LayerActivations { qkv, attn_out: out, lse, .. } = *act;
+        if let Some(Param { value: sinks, grad: dsinks }) = params.sinks {
+            dev.launch(SinksBackward { dout: dattn_out, out, lse, sinks, dsinks, accumulate: !first, shape })?;
+        }
+        dev.launch(AttentionBackward { dout: dattn_out, qkv, documents, out, lse, dqkv, shape })?;
         self.rotate(dev, layer, dqkv, true)?;
         if let (Some((q, k)), Some(kept)) = (params.qk_norm, act.qk_norm) {
             dev.launch(QkNormBackward {
@@ -83,7 +96,7 @@ impl Model {
                 dq_weight: q.grad,
                 dk_weight: k.grad,
                 accumulate: !first,
-                shape,
+                shape: self.qk_norm_shape(layer),
             })?;
         }
         linear_backward(dev, &params.qkv, act.attn_norm_out, dqkv, all.dnorm, first)?;

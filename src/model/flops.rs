@@ -17,13 +17,13 @@ impl ModelShape {
     /// As [`Self::flops_per_step`], over documents of several lengths in tokens, so many of each, whose attention ends where they do.
     pub(crate) fn flops_of(&self, documents: &BTreeMap<usize, usize>) -> f64 {
         let matmul_params = TensorTable::new(self).matmul_params() as f64;
-        let attended = |window: &Option<usize>, s: f64| match window.map(|w| w as f64) {
+        let attended = |window: Option<usize>, s: f64| match window.map(|w| w as f64) {
             Some(w) if w < s => 2.0 * w - w * w / s,
             _ => s,
         };
         let flops = |(&length, &count): (&usize, &usize)| {
             let (tokens, s) = (count as f64 * length as f64, length as f64);
-            let attention: f64 = self.windows.iter().map(|window| attended(window, s)).sum::<f64>() * self.attn_cols() as f64;
+            let attention: f64 = self.layers.iter().map(|layer| attended(layer.attn.window, s) * layer.attn.out_cols() as f64).sum();
             6.0 * tokens * (matmul_params + attention)
         };
         documents.iter().map(flops).sum()

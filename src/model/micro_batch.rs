@@ -10,7 +10,7 @@ impl Model {
     /// Lets the device get ready for every layer's attention, and, where it only learns by doing, for all else: by a micro-batch of zeros.
     /// What that leaves behind a step's first micro-batch overwrites.
     pub(crate) fn prepare<D: Kernels>(&self, dev: &mut D) -> Result<()> {
-        (0..self.shape.layers).try_for_each(|layer| dev.prepare_attention(self.attention_shape(layer), self.weights.dtype()))?;
+        (0..self.shape.layers.len()).try_for_each(|layer| dev.prepare_attention(self.attention_shape(layer), self.weights.dtype()))?;
         if !dev.learns_by_doing() {
             return Ok(());
         }
@@ -25,7 +25,7 @@ impl Model {
 
     /// Enqueues forward and backward of a micro-batch on what lies in memory; `after` each module.
     pub(crate) fn micro_step<D: Kernels>(&self, dev: &mut D, mut after: impl FnMut(&mut D) -> Result<()>) -> Result<()> {
-        let layers = || (0..self.shape.layers).map(Module::Layer);
+        let layers = || (0..self.shape.layers.len()).map(Module::Layer);
         for module in [Module::Embed].into_iter().chain(layers()) {
             self.forward(dev, module)?;
             after(dev)?;

@@ -14,7 +14,9 @@ mod forward;
 mod head;
 mod host_input;
 pub(crate) mod init;
+pub(crate) mod layer_shape;
 mod micro_batch;
+mod moe;
 mod params;
 pub(crate) mod policy;
 pub(crate) mod presets;
@@ -29,6 +31,7 @@ pub(crate) mod weights;
 use crate::device::{AttentionShape, DeviceSlice};
 use crate::error::{Error, Result};
 use activations::Activations;
+use layer_shape::QkSpan;
 use params::{EmbedParams, HeadParams, LayerParams};
 use shape::ModelShape;
 use tensors::TensorTable;
@@ -72,12 +75,21 @@ impl Model {
         }
         let flat = params::Flat { table: &table, weights, grads };
         let embed = flat.embed();
-        let layers = (0..shape.layers).map(|layer| flat.layer(layer)).collect();
+        let layers = (0..shape.layers.len()).map(|layer| flat.layer(layer)).collect();
         let head = flat.head();
         Ok(Self { shape, table, weights, grads, activations, embed, layers, head })
     }
 
     fn attention_shape(&self, layer: usize) -> AttentionShape {
         self.shape.attention(self.activations.batch, self.activations.seq_length, layer)
+    }
+
+    /// What one norm of queries, and one of keys, takes for a head.
+    fn qk_norm_shape(&self, layer: usize) -> AttentionShape {
+        let shape = self.attention_shape(layer);
+        match self.shape.layers[layer].attn.qk_norm {
+            Some(QkSpan::Whole) => AttentionShape { heads: 1, kv_heads: 1, head_dim: shape.out_cols(), ..shape },
+            _ => shape,
+        }
     }
 }

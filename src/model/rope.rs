@@ -5,11 +5,15 @@ use super::shape::{RopeConfig, RopeScaling};
 /// The table of [`crate::device::Kernels::rope`]: (cos, sin) fp32 `[seq_length, rotary_dim / 2, 2]`.
 pub(crate) fn rope_table(rope: &RopeConfig, seq_length: usize) -> Vec<f32> {
     let frequencies = inverse_frequencies(rope);
+    let growth = match rope.scaling {
+        RopeScaling::Yarn { attention_factor, .. } => attention_factor as f32,
+        _ => 1.0,
+    };
     let mut table = Vec::with_capacity(seq_length * rope.rotary_dim);
     for position in 0..seq_length {
         for frequency in &frequencies {
             let angle = f64::from(position as f32 * frequency);
-            table.extend([libm::cos(angle) as f32, libm::sin(angle) as f32]);
+            table.extend([libm::cos(angle) as f32 * growth, libm::sin(angle) as f32 * growth]);
         }
     }
     table
@@ -22,11 +26,11 @@ fn inverse_frequencies(rope: &RopeConfig) -> Vec<f32> {
         let exponent = (2 * pair) as f32 / rope.rotary_dim as f32;
         1.0 / libm::pow(theta, f64::from(exponent)) as f32
     };
-    (0..rope.rotary_dim / 2).map(|pair| stretch(plain(pair), rope.scaling)).collect()
+    (0..rope.rotary_dim / 2).map(|pair| stretch(rope, pair, plain(pair))).collect()
 }
 
-fn stretch(frequency: f32, scaling: RopeScaling) -> f32 {
-    match scaling {
+fn stretch(rope: &RopeConfig, pair: usize, frequency: f32) -> f32 {
+    match rope.scaling {
         RopeScaling::Default => frequency,
         RopeScaling::Linear { factor } => frequency / factor as f32,
         RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_positions } => {
@@ -42,7 +46,22 @@ fn stretch(frequency: f32, scaling: RopeScaling) -> f32 {
             let smooth = (context / wavelength - low_freq_factor as f32) / (high_freq_factor - low_freq_factor) as f32;
             (1.0 - smooth) * frequency / factor + smooth * frequency
         }
+        RopeScaling::Yarn { factor, beta_fast, beta_slow, original_max_positions, truncate, .. } => {
+            let bounds = [beta_fast, beta_slow].map(|turns| turning_pair(rope, turns, original_max_positions));
+            let [low, high] = if truncate { [bounds[0].floor(), bounds[1].ceil()] } else { bounds };
+            let (low, high) = (low.max(0.0), high.min(rope.rotary_dim as f64 - 1.0));
+            let high = if low == high { high + 0.001 } else { high };
+            let divided = ((pair as f32 - low as f32) / (high - low) as f32).clamp(0.0, 1.0);
+            let kept = 1.0 - divided;
+            frequency / factor as f32 * (1.0 - kept) + frequency * kept
+        }
     }
+}
+
+/// The pair, as if there were some between them, that turns so often within `positions`.
+fn turning_pair(rope: &RopeConfig, turns: f64, positions: usize) -> f64 {
+    let wavelengths = positions as f64 / (turns * std::f64::consts::TAU);
+    rope.rotary_dim as f64 * libm::log(wavelengths) / (2.0 * libm::log(rope.theta))
 }
 
 #[cfg(test)]

@@ -1,31 +1,8 @@
 //! What a `config.json` says about a model: the one description that every other part of the model reads.
 
 use super::family::Family;
+use super::layer_shape::{Attn, LayerShape, NormSpec};
 use crate::device::AttentionShape;
-
-/// Normalisation of the residual stream.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum NormKind {
-    /// By root mean square, with a weight.
-    Rms,
-    /// By mean and variance, with weight and bias.
-    Layer,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Mlp {
-    /// `down(silu(gate(x)) * up(x))`.
-    Swiglu,
-    /// `down(gelu(up(x)))` with the tanh form of GELU.
-    GeluTanh,
-}
-
-/// How tokens know where they are.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Positions {
-    Learned,
-    Rope(RopeConfig),
-}
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RopeConfig {
@@ -56,6 +33,21 @@ pub(crate) enum RopeScaling {
         /// Context length before stretching.
         original_max_positions: usize,
     },
+    /// YaRN: pairs that turn slowly divided by `factor`, fast ones kept, those between blended; queries and keys grow.
+    Yarn {
+        /// The divisor.
+        factor: f64,
+        /// Pairs that turn more often than this within the original context are kept.
+        beta_fast: f64,
+        /// Pairs that turn less often are divided.
+        beta_slow: f64,
+        /// Context length before stretching.
+        original_max_positions: usize,
+        /// The bounds between them are whole pairs.
+        truncate: bool,
+        /// What cosines and sines are multiplied by.
+        attention_factor: f64,
+    },
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -66,36 +58,18 @@ pub struct ModelShape {
     pub vocab: usize,
     /// Width of the residual stream, C.
     pub channels: usize,
-    /// Decoder layers, L.
-    pub layers: usize,
-    /// Query heads, NH.
-    pub heads: usize,
-    /// Key and value heads, NKV; divides `heads`.
-    pub kv_heads: usize,
-    /// Channels of a head.
-    pub head_dim: usize,
-    /// Inner width of the MLP.
-    pub(crate) ffn: usize,
     /// Longest sequence.
     pub(crate) max_positions: usize,
-    pub norm: NormKind,
-    /// Added to the variance in every norm.
-    pub eps: f32,
-    pub(crate) mlp: Mlp,
-    pub positions: Positions,
-    /// Query, key and value projections have biases.
-    pub(crate) qkv_bias: bool,
-    /// The output projection of attention has a bias.
-    pub(crate) out_bias: bool,
-    pub(crate) mlp_bias: bool,
-    /// Queries and keys are RMS-normalised per head.
-    pub qk_norm: bool,
+    /// Positions are a learned table beside the token embedding.
+    pub(crate) learned_positions: bool,
+    /// The rotations that layers choose from.
+    pub ropes: Vec<RopeConfig>,
+    /// Decoder layers from the first on; at least one.
+    pub layers: Vec<LayerShape>,
+    /// Of what leaves the last layer.
+    pub(crate) final_norm: NormSpec,
     /// The output matrix is the token embedding.
     pub tied: bool,
-    /// Per layer: how many tokens a token sees, itself included; `None`: all before it.
-    pub windows: Vec<Option<usize>>,
-    /// Factor on attention scores.
-    pub scale: f32,
     /// Standard deviation of randomly initialised matrices.
     pub(crate) init_std: f32,
     /// Dropout probabilities of the file that are not 0, as `key = value`: this engine trains without dropout.
@@ -113,26 +87,18 @@ impl ModelShape {
     /// # Panics
     /// If the model has no such layer.
     pub fn attention(&self, batch: usize, seq_length: usize, layer: usize) -> AttentionShape {
-        let Self { heads, kv_heads, head_dim, scale, .. } = *self;
-        AttentionShape { batch, seq_length, heads, kv_heads, head_dim, scale, window: self.windows[layer] }
+        let Attn { heads, kv_heads, head_dim, scale, window, .. } = self.layers[layer].attn;
+        AttentionShape { batch, seq_length, heads, kv_heads, head_dim, scale, window }
     }
 
-    /// Columns of the fused query, key and value: `(heads + 2 kv_heads) head_dim`.
-    pub fn qkv_cols(&self) -> usize {
-        (self.heads + 2 * self.kv_heads) * self.head_dim
+    /// The most columns that any layer has of something.
+    pub(crate) fn widest(&self, cols: impl Fn(&LayerShape) -> usize) -> usize {
+        self.layers.iter().map(cols).max().unwrap_or(0)
     }
 
-    /// Columns of attention's output: `heads head_dim`.
-    pub(crate) fn attn_cols(&self) -> usize {
-        self.heads * self.head_dim
-    }
-
-    /// Columns of the first MLP matrix's output: gate and up together.
-    pub(crate) fn mlp_in_cols(&self) -> usize {
-        match self.mlp {
-            Mlp::Swiglu => 2 * self.ffn,
-            Mlp::GeluTanh => self.ffn,
-        }
+    /// The same model with so many layers: its first ones, or all of them again and again.
+    pub fn with_layers(&self, layers: usize) -> Self {
+        Self { layers: self.layers.iter().copied().cycle().take(layers).collect(), ..self.clone() }
     }
 }
 

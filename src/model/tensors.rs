@@ -4,8 +4,9 @@
 //! become final, so that a contiguous bucket is complete early: [`Module::Head`], the last layer down to layer 0,
 //! [`Module::Embed`].
 
-use super::family::Names;
-use super::shape::{Mlp, ModelShape, NormKind, Positions};
+use super::family::{ExpertFiles, MoeNames, Names};
+use super::layer_shape::{Attn, Ffn, LayerShape, Mlp, Moe, NormKind, NormSpec, QkSpan};
+use super::shape::ModelShape;
 use std::ops::Range;
 
 /// Every tensor starts at a multiple of this many elements; the padding between is zero and stays zero.
@@ -36,10 +37,12 @@ pub enum Role {
     /// Fused query, key and value rows `[(heads + 2 kv_heads) head_dim, channels]`.
     Qkv,
     QkvBias,
-    /// Norm of every query head `[head_dim]`.
+    /// Norm of every query head `[head_dim]`, or of all of them `[heads head_dim]`.
     QNorm,
-    /// Norm of every key head `[head_dim]`.
+    /// Norm of every key head `[head_dim]`, or of all of them.
     KNorm,
+    /// A score of each query head that no token has `[heads]`.
+    Sinks,
     /// Output projection of attention `[channels, heads head_dim]`.
     AttnOut,
     /// Its bias `[channels]`.
@@ -48,10 +51,14 @@ pub enum Role {
     MlpNorm,
     /// Its bias `[channels]`.
     MlpNormBias,
-    /// First matrix of the MLP: fused gate and up rows `[2 ffn, channels]`, or `[ffn, channels]`.
+    /// What chooses experts `[experts, channels]`.
+    Router,
+    /// Its bias `[experts]`.
+    RouterBias,
+    /// First matrix of the MLP: fused gate and up rows `[2 ffn, channels]`, or `[ffn, channels]`; with experts, one's rows below the other's.
     MlpIn,
     MlpInBias,
-    /// Second matrix of the MLP `[channels, ffn]`.
+    /// Second matrix of the MLP `[channels, ffn]`; with experts, one's rows below the other's.
     MlpOut,
     /// Its bias `[channels]`.
     MlpOutBias,
@@ -64,8 +71,8 @@ pub enum Role {
 }
 
 impl Role {
-    fn name(self, mlp: Mlp) -> &'static str {
-        match (self, mlp) {
+    fn name(self, gated: bool) -> &'static str {
+        match (self, gated) {
             (Self::Wte, _) => "wte",
             (Self::Wpe, _) => "wpe",
             (Self::AttnNorm, _) => "attn_norm",
@@ -78,10 +85,13 @@ impl Role {
             (Self::AttnOutBias, _) => "attn.out.bias",
             (Self::MlpNorm, _) => "mlp_norm",
             (Self::MlpNormBias, _) => "mlp_norm.bias",
-            (Self::MlpIn, Mlp::Swiglu) => "mlp.gate_up",
-            (Self::MlpIn, Mlp::GeluTanh) => "mlp.up",
-            (Self::MlpInBias, Mlp::Swiglu) => "mlp.gate_up.bias",
-            (Self::MlpInBias, Mlp::GeluTanh) => "mlp.up.bias",
+            (Self::Router, _) => "mlp.router",
+            (Self::RouterBias, _) => "mlp.router.bias",
+            (Self::Sinks, _) => "attn.sinks",
+            (Self::MlpIn, true) => "mlp.gate_up",
+            (Self::MlpIn, false) => "mlp.up",
+            (Self::MlpInBias, true) => "mlp.gate_up.bias",
+            (Self::MlpInBias, false) => "mlp.up.bias",
             (Self::MlpOut, _) => "mlp.down",
             (Self::MlpOutBias, _) => "mlp.down.bias",
             (Self::FinalNorm, _) => "final_norm",
@@ -114,6 +124,21 @@ pub struct HfPart {
     pub rows: usize,
     /// Stored `[in, out]` (GPT-2's Conv1D): column `c` of the file is row `row_start + c` here.
     pub transposed: bool,
+    /// The file has so many matrices, or vectors, in one tensor: its first dimension.
+    pub(crate) stacked: Option<usize>,
+}
+
+impl HfPart {
+    /// How many matrices it holds, and the rows of one.
+    pub(crate) fn matrices(&self) -> (usize, usize) {
+        let count = self.stacked.unwrap_or(1);
+        (count, self.rows / count)
+    }
+
+    /// Whether files may have it in MXFP4 instead.
+    pub(crate) fn may_be_packed(&self) -> bool {
+        self.stacked.is_some() && self.transposed
+    }
 }
 
 /// One tensor of the flat range.
@@ -130,7 +155,9 @@ pub struct TensorSpec {
     pub shape: Vec<usize>,
     /// First element in the flat range; a multiple of [`TENSOR_ALIGN_ELEMS`].
     pub offset_elems: usize,
-    /// Whether weight decay applies: matrices and embeddings, not norms and biases.
+    /// How many experts it holds, and how many of them a token takes; 1 and 1 where there are none.
+    pub(crate) experts: (usize, usize),
+    /// Whether weight decay applies: matrices, embeddings and, as in the Hugging Face Trainer, sinks; not norms and biases.
     pub decay: bool,
     pub(crate) init: Init,
     /// The Hugging Face tensors that it is made of, by ascending rows, covering all of them.
@@ -155,11 +182,13 @@ impl TensorSpec {
 
     /// The shape of `part` in its file.
     pub fn part_shape(&self, part: &HfPart) -> Vec<usize> {
-        match (self.shape.get(1), part.transposed) {
-            (None, _) => vec![part.rows],
-            (Some(&cols), false) => vec![part.rows, cols],
-            (Some(&cols), true) => vec![cols, part.rows],
-        }
+        let rows = part.matrices().1;
+        let one = match (self.shape.get(1), part.transposed) {
+            (None, _) => vec![rows],
+            (Some(&cols), false) => vec![rows, cols],
+            (Some(&cols), true) => vec![cols, rows],
+        };
+        part.stacked.into_iter().chain(one).collect()
     }
 }
 
@@ -178,7 +207,7 @@ impl TensorTable {
         let mut module_starts = vec![0];
         builder.head();
         module_starts.push(builder.end);
-        for layer in (0..shape.layers).rev() {
+        for layer in (0..shape.layers.len()).rev() {
             builder.layer(layer);
             module_starts.push(builder.end);
         }
@@ -248,9 +277,9 @@ impl TensorTable {
     }
 
     /// Parameters of the matrix products: every matrix, the output matrix also when it is the token embedding, which
-    /// as an embedding does not count.
+    /// as an embedding does not count, and of experts as many as a token takes.
     pub(crate) fn matmul_params(&self) -> usize {
-        self.product_matrices().map(TensorSpec::elems).sum()
+        self.product_matrices().map(|spec| spec.elems() / spec.experts.0 * spec.experts.1).sum()
     }
 
     /// The matrices `[out, in]` of the matrix products: see [`TensorTable::matmul_params`].
@@ -271,18 +300,19 @@ struct TableBuilder<'a> {
 impl TableBuilder<'_> {
     fn push(&mut self, module: Module, role: Role, shape: Vec<usize>, init: Init, parts: Vec<HfPart>) {
         let name = match module {
-            Module::Layer(layer) => format!("layers.{layer}.{}", role.name(self.shape.mlp)),
-            _ => role.name(self.shape.mlp).to_string(),
+            Module::Layer(layer) => format!("layers.{layer}.{}", role.name(self.gated(layer))),
+            _ => role.name(false).to_string(),
         };
-        let decay = shape.len() == 2;
-        let spec = TensorSpec { index: self.specs.len(), name, role, module, shape, offset_elems: self.end, decay, init, parts };
+        let decay = shape.len() == 2 || role == Role::Sinks;
+        let (index, offset_elems, experts) = (self.specs.len(), self.end, (1, 1));
+        let spec = TensorSpec { index, name, role, module, shape, offset_elems, experts, decay, init, parts };
         self.end = (self.end + spec.elems()).next_multiple_of(TENSOR_ALIGN_ELEMS);
         self.specs.push(spec);
     }
 
     /// A tensor that one Hugging Face tensor holds as it is.
     fn whole(&mut self, module: Module, role: Role, shape: Vec<usize>, init: Init, name: String) {
-        let part = HfPart { name, row_start: 0, rows: shape[0], transposed: false };
+        let part = HfPart { name, row_start: 0, rows: shape[0], transposed: false, stacked: None };
         self.push(module, role, shape, init, vec![part]);
     }
 
@@ -292,14 +322,18 @@ impl TableBuilder<'_> {
 
     /// GPT-2 shrinks the matrices that write to the residual stream: two per layer.
     fn residual_init(&self) -> Init {
-        let depth = if self.names.transposed { (2.0 * self.shape.layers as f32).sqrt() } else { 1.0 };
+        let depth = if self.names.transposed { (2.0 * self.shape.layers.len() as f32).sqrt() } else { 1.0 };
         Init::Normal { std: self.shape.init_std / depth }
     }
 
-    fn norm(&mut self, module: Module, weight: Role, bias: Role, path: &str) {
+    fn gated(&self, layer: usize) -> bool {
+        self.shape.layers[layer].mlp.ffn().gated()
+    }
+
+    fn norm(&mut self, module: Module, norm: NormSpec, (weight, bias): (Role, Role), path: &str) {
         let channels = self.shape.channels;
         self.whole(module, weight, vec![channels], Init::Ones, format!("{path}.weight"));
-        if self.shape.norm == NormKind::Layer {
+        if norm.kind == NormKind::Layer {
             self.whole(module, bias, vec![channels], Init::Zeros, format!("{path}.bias"));
         }
     }
@@ -309,7 +343,7 @@ impl TableBuilder<'_> {
         let parts = |suffix: &str, transposed: bool| {
             let mut row_start = 0;
             let part = |(path, &rows): (&String, &usize)| {
-                let part = HfPart { name: format!("{path}.{suffix}"), row_start, rows, transposed };
+                let part = HfPart { name: format!("{path}.{suffix}"), row_start, rows, transposed, stacked: None };
                 row_start += rows;
                 part
             };
@@ -324,57 +358,97 @@ impl TableBuilder<'_> {
 
     fn head(&mut self) {
         let Names { prefix, final_norm, .. } = *self.names;
-        let ModelShape { vocab, channels, tied, .. } = *self.shape;
+        let ModelShape { vocab, channels, tied, final_norm: norm, .. } = *self.shape;
         if !tied {
             self.whole(Module::Head, Role::LmHead, vec![vocab, channels], self.matrix_init(), "lm_head.weight".into());
         }
-        self.norm(Module::Head, Role::FinalNorm, Role::FinalNormBias, &format!("{prefix}{final_norm}"));
+        self.norm(Module::Head, norm, (Role::FinalNorm, Role::FinalNormBias), &format!("{prefix}{final_norm}"));
     }
 
     fn layer(&mut self, layer: usize) {
         let path = format!("{}{}.{layer}.", self.names.prefix, self.names.layers);
         let at = |name: &str| format!("{path}{name}");
-        self.mlp(Module::Layer(layer), at);
-        self.attention(Module::Layer(layer), at);
+        let shape = self.shape.layers[layer];
+        self.mlp(Module::Layer(layer), shape, at);
+        self.attention(Module::Layer(layer), shape, at);
     }
 
-    fn mlp(&mut self, module: Module, at: impl Fn(&str) -> String) {
-        let Names { mlp_norm, mlp_in, mlp_out, .. } = *self.names;
-        let ModelShape { channels, ffn, mlp, mlp_bias, .. } = *self.shape;
-        let in_rows: &[usize] = match (mlp, mlp_in.len()) {
-            (Mlp::Swiglu, 1) => &[2 * ffn],
-            (Mlp::Swiglu, _) => &[ffn, ffn],
-            (Mlp::GeluTanh, _) => &[ffn],
-        };
+    fn mlp(&mut self, module: Module, LayerShape { mlp, norm, .. }: LayerShape, at: impl Fn(&str) -> String) {
+        match (mlp, &self.shape.family.spec().moe) {
+            (Mlp::Moe(moe), Some(spec)) => self.experts(module, moe, &spec.names, &at),
+            _ => self.dense(module, mlp.ffn(), &at),
+        }
+        self.norm(module, norm, (Role::MlpNorm, Role::MlpNormBias), &at(self.names.mlp_norm));
+    }
+
+    fn dense(&mut self, module: Module, ffn: Ffn, at: impl Fn(&str) -> String) {
+        let (&Names { mlp_in, mlp_out, .. }, channels) = (self.names, self.shape.channels);
+        let in_rows = vec![ffn.in_cols() / mlp_in.len(); mlp_in.len()];
         let paths: Vec<String> = mlp_in.iter().map(|name| at(name)).collect();
-        let bias = |role| mlp_bias.then_some(role);
-        self.linear(module, (Role::MlpOut, bias(Role::MlpOutBias)), &[at(mlp_out)], &[channels], ffn, self.residual_init());
-        self.linear(module, (Role::MlpIn, bias(Role::MlpInBias)), &paths, in_rows, channels, self.matrix_init());
-        self.norm(module, Role::MlpNorm, Role::MlpNormBias, &at(mlp_norm));
+        let bias = |role| ffn.bias.then_some(role);
+        self.linear(module, (Role::MlpOut, bias(Role::MlpOutBias)), &[at(mlp_out)], &[channels], ffn.width, self.residual_init());
+        self.linear(module, (Role::MlpIn, bias(Role::MlpInBias)), &paths, &in_rows, channels, self.matrix_init());
     }
 
-    fn attention(&mut self, module: Module, at: impl Fn(&str) -> String) {
-        let Names { attn_norm, qkv, attn_out, .. } = *self.names;
-        let ModelShape { channels, heads, kv_heads, head_dim, qk_norm, qkv_bias, out_bias, .. } = *self.shape;
+    /// Experts and their router.
+    fn experts(&mut self, module: Module, moe: Moe, names: &MoeNames, at: impl Fn(&str) -> String) {
+        let from = self.specs.len();
+        match names.files {
+            ExpertFiles::Each(files) => self.experts_apart(module, moe, files, |name| at(&format!("{}.{name}", names.experts))),
+            ExpertFiles::Stacked(files) => self.experts_stacked(module, moe, files, |name| at(&format!("{}.{name}", names.experts))),
+        }
+        self.specs[from..].iter_mut().for_each(|spec| spec.experts = (moe.experts, moe.top_k));
+        let roles = (Role::Router, moe.router_bias.then_some(Role::RouterBias));
+        self.linear(module, roles, &[at(names.router)], &[moe.experts], self.shape.channels, self.matrix_init());
+    }
+
+    fn experts_apart(&mut self, module: Module, moe: Moe, [gate, up, down]: [&str; 3], at: impl Fn(&str) -> String) {
+        let (Moe { experts, ffn, .. }, channels) = (moe, self.shape.channels);
+        let each = |matrices: &[&str]| -> Vec<String> {
+            (0..experts).flat_map(|expert| matrices.iter().map(move |matrix| format!("{expert}.{matrix}"))).map(|name| at(&name)).collect()
+        };
+        let (paths_out, paths_in) = (each(&[down]), each(&[gate, up]));
+        self.linear(module, (Role::MlpOut, None), &paths_out, &vec![channels; experts], ffn.width, self.residual_init());
+        self.linear(module, (Role::MlpIn, None), &paths_in, &vec![ffn.width; paths_in.len()], channels, self.matrix_init());
+    }
+
+    fn experts_stacked(&mut self, module: Module, moe: Moe, [into, out]: [&str; 2], at: impl Fn(&str) -> String) {
+        let (Moe { experts, ffn, .. }, channels, init) = (moe, self.shape.channels, self.matrix_init());
+        let mut stack = |roles: (Role, Role), name: &str, rows: usize, cols: usize| {
+            let part = |name, transposed| vec![HfPart { name, row_start: 0, rows: experts * rows, transposed, stacked: Some(experts) }];
+            self.push(module, roles.0, vec![experts * rows, cols], init, part(at(name), true));
+            self.push(module, roles.1, vec![experts * rows], Init::Zeros, part(at(&format!("{name}_bias")), false));
+        };
+        stack((Role::MlpOut, Role::MlpOutBias), out, channels, ffn.width);
+        stack((Role::MlpIn, Role::MlpInBias), into, ffn.in_cols(), channels);
+    }
+
+    fn attention(&mut self, module: Module, LayerShape { attn, norm, .. }: LayerShape, at: impl Fn(&str) -> String) {
+        let (&Names { attn_norm, qkv, attn_out, .. }, channels) = (self.names, self.shape.channels);
+        let Attn { heads, kv_heads, head_dim, qk_norm, qkv_bias, out_bias, sinks, .. } = attn;
         let (q_rows, kv_rows) = (heads * head_dim, kv_heads * head_dim);
         let qkv_rows: &[usize] = if qkv.len() == 1 { &[q_rows + 2 * kv_rows] } else { &[q_rows, kv_rows, kv_rows] };
         let paths: Vec<String> = qkv.iter().map(|name| at(name)).collect();
         let out_roles = (Role::AttnOut, out_bias.then_some(Role::AttnOutBias));
         self.linear(module, out_roles, &[at(attn_out)], &[channels], q_rows, self.residual_init());
-        if qk_norm {
-            self.whole(module, Role::QNorm, vec![head_dim], Init::Ones, at("self_attn.q_norm.weight"));
-            self.whole(module, Role::KNorm, vec![head_dim], Init::Ones, at("self_attn.k_norm.weight"));
+        if let Some(span) = qk_norm {
+            let (q, k) = if span == QkSpan::Whole { (q_rows, kv_rows) } else { (head_dim, head_dim) };
+            self.whole(module, Role::QNorm, vec![q], Init::Ones, at("self_attn.q_norm.weight"));
+            self.whole(module, Role::KNorm, vec![k], Init::Ones, at("self_attn.k_norm.weight"));
+        }
+        if sinks {
+            self.whole(module, Role::Sinks, vec![heads], self.matrix_init(), at("self_attn.sinks"));
         }
         let qkv_roles = (Role::Qkv, qkv_bias.then_some(Role::QkvBias));
         self.linear(module, qkv_roles, &paths, qkv_rows, channels, self.matrix_init());
-        self.norm(module, Role::AttnNorm, Role::AttnNormBias, &at(attn_norm));
+        self.norm(module, norm, (Role::AttnNorm, Role::AttnNormBias), &at(attn_norm));
     }
 
     fn embed(&mut self) {
         let Names { prefix, wte, .. } = *self.names;
-        let ModelShape { vocab, channels, max_positions, positions, .. } = *self.shape;
+        let ModelShape { vocab, channels, max_positions, learned_positions, .. } = *self.shape;
         self.whole(Module::Embed, Role::Wte, vec![vocab, channels], self.matrix_init(), format!("{prefix}{wte}.weight"));
-        if positions == Positions::Learned {
+        if learned_positions {
             self.whole(Module::Embed, Role::Wpe, vec![max_positions, channels], self.matrix_init(), format!("{prefix}wpe.weight"));
         }
     }
@@ -476,7 +550,8 @@ mod tests {
         let attention = 6.0 * 2.0 * 32.0 * 16.0 * 48.0;
         assert_eq!(tied.flops_per_step(3, 16), 6.0 * (2 * layer + embed) as f64 * 48.0 + attention);
         // A window of 8 in 16 tokens: 8*9/2 + 8*8 scores of 16*17/2, counted without the diagonal's half as 3/4.
-        let windowed = ModelShape { windows: vec![Some(8); 2], ..tied };
+        let mut windowed = tied;
+        windowed.layers.iter_mut().for_each(|layer| layer.attn.window = Some(8));
         assert_eq!(windowed.flops_per_step(3, 16), 6.0 * (2 * layer + embed) as f64 * 48.0 + 0.75 * attention);
     }
 

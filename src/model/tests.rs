@@ -1,21 +1,23 @@
 //! The passes as a whole on the CPU device: gradients against finite differences, and the ways to cut a batch.
 
 use super::activations::{ActivationPlan, LossTile, MicroBatch};
+use super::layer_shape::{Ffn, LayerShape, Mlp, Moe, QkSpan};
 use super::policy::LayerPolicy::{self, Host, Keep, RecomputeBlock, RecomputeCheap};
 use super::rope::rope_table;
-use super::shape::{ModelShape, Positions};
+use super::shape::ModelShape;
 use super::tensors::{Module, TensorSpec, TensorTable};
 use super::{MicroStep, Model};
 use crate::data::batch::Batch;
 use crate::device::cpu::{CpuDevice, Schedule};
-use crate::device::{Device, DeviceSlice, Lease, Stream};
+use crate::device::{Device, DeviceSlice, Lease, RouterRule, Stream};
 use crate::dtype::{Dtype, Element};
 use crate::host::pinned::{HostMemory, PinnedSlice};
 use std::path::Path;
 
 const SEQ_LENGTH: usize = 12;
 const ONE_TILE: LossTile = LossTile { rows: usize::MAX, vocab: usize::MAX };
-const FAMILIES: [&str; 7] = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "phi3", "seed_oss"];
+const FAMILIES: [&str; 10] =
+    ["gpt2", "llama", "mistral", "qwen2", "qwen3", "phi3", "seed_oss", "qwen3_moe", "olmoe", "mixtral"];
 
 /// Numbers between -1 and 1 that look random.
 struct Noise(u64);
@@ -47,7 +49,7 @@ impl Harness {
     }
 
     fn narrow<E: Element>(shape: &ModelShape, batch: usize, tile: LossTile) -> Self {
-        Self::with_policies::<E>(shape, batch, tile, &vec![Keep; shape.layers], Schedule::Adversary { seed: 1 })
+        Self::with_policies::<E>(shape, batch, tile, &vec![Keep; shape.layers.len()], Schedule::Adversary { seed: 1 })
     }
 
     fn with_policies<E: Element>(shape: &ModelShape, batch: usize, tile: LossTile, policies: &[LayerPolicy], schedule: Schedule) -> Self {
@@ -80,8 +82,8 @@ impl Harness {
         let model = Model::new(shape.clone(), weights, grads, activations).unwrap();
         let crowd_memory = [(); 2].map(|()| (dev.alloc("crowd", 1, Dtype::Float32).unwrap(), host.alloc("crowd", 4).unwrap()));
         let mut harness = Self { dev, host, model, crowd: 0, crowd_memory };
-        if let (Positions::Rope(rope), Some(table)) = (shape.positions, harness.model.activations.rope_table) {
-            harness.upload(&rope_table(&rope, SEQ_LENGTH), table);
+        for (rope, table) in shape.ropes.iter().zip(harness.model.activations.rope_tables.clone()) {
+            harness.upload(&rope_table(rope, SEQ_LENGTH), table);
         }
         let narrowed: Vec<E> = random_weights(&harness.model.table).into_iter().map(E::from_f32).collect();
         harness.upload(&narrowed, weights);
@@ -197,12 +199,24 @@ fn golden_shape(family: &str) -> ModelShape {
 fn shapes() -> Vec<(String, ModelShape)> {
     let both = |family: &str| {
         let shape = golden_shape(family);
-        let windows = shape.windows.iter().map(|w| if w.is_some() { None } else { Some(3) }).collect();
-        let (tied, qkv_bias, out_bias) = (!shape.tied, !shape.qkv_bias, !shape.out_bias);
-        let other = ModelShape { tied, qkv_bias, out_bias, mlp_bias: !shape.mlp_bias, windows, kv_heads: 1, ..shape.clone() };
+        let mut other = ModelShape { tied: !shape.tied, ..shape.clone() };
+        for LayerShape { attn, mlp, .. } in &mut other.layers {
+            (attn.qkv_bias, attn.out_bias, attn.window) = (!attn.qkv_bias, !attn.out_bias, attn.window.xor(Some(3)));
+            if attn.qk_norm != Some(QkSpan::Whole) {
+                attn.kv_heads = 1;
+            }
+            *mlp = match *mlp {
+                Mlp::Dense(ffn) => Mlp::Dense(Ffn { bias: !ffn.bias, ..ffn }),
+                Mlp::Moe(moe) => Mlp::Moe(Moe { rule: other_rule(moe.rule), top_k: moe.experts, ..moe }),
+            };
+        }
         [(family.to_string(), shape), (format!("{family} inverted"), other)]
     };
     FAMILIES.iter().flat_map(|family| both(family)).collect()
+}
+
+fn other_rule(rule: RouterRule) -> RouterRule {
+    if rule == RouterRule::All { RouterRule::Chosen } else { RouterRule::All }
 }
 
 fn norm(x: &[f32]) -> f64 {
@@ -239,8 +253,11 @@ fn gradients_are_the_slopes_of_the_loss() {
     let documents = |(name, shape): (String, ModelShape)| [(format!("{name}, documents"), shape.clone(), true), (name, shape, false)];
     // Each kind of position, and a window.
     let apart = |name: &str| ["gpt2", "llama", "mistral"].contains(&name.split(',').next().unwrap_or(name));
-    for (name, shape, documents) in shapes().into_iter().flat_map(documents).filter(|(name, _, documents)| !documents || apart(name)) {
-        let (tile, policies) = (LossTile { rows: 10, vocab: 24 }, vec![Keep; shape.layers]);
+    // A step could change what a router chooses, where it has a choice.
+    let is_smooth = |shape: &ModelShape| shape.layers.iter().all(|layer| layer.mlp.moe().is_none_or(|moe| moe.top_k == moe.experts));
+    let wanted = |(name, shape, documents): &(String, ModelShape, bool)| is_smooth(shape) && (!documents || apart(name));
+    for (name, shape, documents) in shapes().into_iter().flat_map(documents).filter(wanted) {
+        let (tile, policies) = (LossTile { rows: 10, vocab: 24 }, vec![Keep; shape.layers.len()]);
         let mut harness = Harness::with_documents::<f32>(&shape, (2, documents), tile, &policies, Schedule::Adversary { seed: 1 });
         let weights = random_weights(&harness.model.table);
         let (_, grads) = harness.loss_and_grads();
@@ -359,16 +376,14 @@ const POLICIES: [[LayerPolicy; 7]; 7] = [
 ];
 
 fn deep(family: &str) -> ModelShape {
-    let shape = golden_shape(family);
-    let layers = POLICIES[0].len();
-    ModelShape { layers, windows: shape.windows.iter().copied().cycle().take(layers).collect(), ..shape }
+    golden_shape(family).with_layers(POLICIES[0].len())
 }
 
-/// Norms with and without bias, with and without a norm of queries and keys. Copies come as early as events allow, or so
+/// Norms with and without bias, with and without a norm of queries and keys, with experts in some layers. Copies come as early as events allow, or so
 /// late, behind a crowd of others, that a pass which does not wait for them runs ahead.
 #[test]
 fn what_a_layer_keeps_changes_no_bit() {
-    for family in ["gpt2", "llama", "qwen3"] {
+    for family in ["gpt2", "llama", "qwen3", "qwen3_moe"] {
         let shape = deep(family);
         let kept = two_steps::<f32>(&shape, &[Keep; 7], Schedule::Threads, 0);
         let schedules = || (0..8).map(|seed| Schedule::Adversary { seed }).chain([Schedule::Threads]);
@@ -383,10 +398,12 @@ fn what_a_layer_keeps_changes_no_bit() {
 
 #[test]
 fn what_a_layer_keeps_changes_no_bit_of_a_narrow_format() {
-    let shape = deep("qwen3");
-    let kept = two_steps::<half::bf16>(&shape, &[Keep; 7], Schedule::Threads, 0);
-    for policies in POLICIES {
-        assert!(two_steps::<half::bf16>(&shape, &policies, Schedule::Adversary { seed: 3 }, 0) == kept, "{policies:?}");
+    for family in ["qwen3", "mixtral"] {
+        let shape = deep(family);
+        let kept = two_steps::<half::bf16>(&shape, &[Keep; 7], Schedule::Threads, 0);
+        for policies in POLICIES {
+            assert!(two_steps::<half::bf16>(&shape, &policies, Schedule::Adversary { seed: 3 }, 0) == kept, "{family} {policies:?}");
+        }
     }
 }
 
@@ -405,7 +422,7 @@ fn a_model_refuses_slices_that_do_not_fit() {
     let flat = TensorTable::new(&shape).flat_elems();
     let build = |weights: usize, dtype: Dtype| {
         let mut dev = crate::launch::open::cpu(1, Schedule::Adversary { seed: 1 }, Default::default(), 0).unwrap();
-        let (seq_length, policies) = (SEQ_LENGTH, &vec![Keep; shape.layers]);
+        let (seq_length, policies) = (SEQ_LENGTH, &vec![Keep; shape.layers.len()]);
         let batch =
             MicroBatch { shape: &shape, batch: 1, seq_length, separates_documents: false, dtype: Dtype::Float32, tile: ONE_TILE, policies };
         let plan = ActivationPlan::new(batch).unwrap();

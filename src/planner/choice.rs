@@ -228,7 +228,7 @@ impl Planner<'_> {
     /// the host.
     fn mixes(&self) -> Vec<Vec<LayerPolicy>> {
         use LayerPolicy::{Host, Keep, RecomputeBlock, RecomputeCheap};
-        let layers = self.workload.shape.layers;
+        let layers = self.workload.shape.layers.len();
         if let Some(policy) = self.request.activations.policy() {
             return vec![vec![policy; layers]];
         }

@@ -31,7 +31,7 @@ impl PassTimes {
         let of = |policy| micro_step_s(workload, policy);
         let keep_s = of(LayerPolicy::Keep)?;
         // The last layer that shares its buffers still has its values.
-        let layers = (workload.shape.layers - 1).max(1) as f64;
+        let layers = (workload.shape.layers.len() - 1).max(1) as f64;
         let added_s = |policy| of(policy).map(|s| (s - keep_s) / layers);
         Ok(Self { keep_s, cheap_s: added_s(LayerPolicy::RecomputeCheap)?, block_s: added_s(LayerPolicy::RecomputeBlock)? })
     }
@@ -50,7 +50,7 @@ fn micro_step_s(workload: &Workload, policy: LayerPolicy) -> Result<f64> {
     let (shape, machine) = (workload.shape, &workload.machine);
     let (mut dev, _) = SimDevice::new("passes", &machine.rates, (machine.kind, machine.device), (1, Isa::Scalar), 0);
     let tile = LossTile { rows: (workload.batch * workload.seq_length).min(TILE_ROWS_MAX), vocab: shape.vocab };
-    let plan = workload.activations(&vec![policy; shape.layers], tile)?;
+    let plan = workload.activations(&vec![policy; shape.layers.len()], tile)?;
     let activations = plan.allocate(&mut dev, &mut HostMemory::new(MemoryPolicy::unbacked()), &mut Lease::default())?;
     let mut flat = |name| dev.alloc(name, TensorTable::new(shape).flat_elems(), workload.dtype);
     let model = Model::new(shape.clone(), flat("weights")?, flat("gradients")?, activations)?;

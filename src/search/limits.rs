@@ -67,9 +67,9 @@ impl LargestModel {
     fn of(settings: &Settings, shape: &ModelShape, machine: &Machine) -> Self {
         let fits = |shape: &ModelShape| fits(settings, shape, machine);
         // With fewer layers streaming weights may save nothing, and is refused: that is no limit.
-        let layers_here = if fits(shape) { shape.layers } else { 0 };
-        let layers = largest(LAYERS_MAX, |layers| layers <= layers_here || fits(&with_layers(shape, layers)));
-        let params = if layers > 0 { TensorTable::new(&with_layers(shape, layers)).params() } else { 0 };
+        let layers_here = if fits(shape) { shape.layers.len() } else { 0 };
+        let layers = largest(LAYERS_MAX, |layers| layers <= layers_here || fits(&shape.with_layers(layers)));
+        let params = if layers > 0 { TensorTable::new(&shape.with_layers(layers)).params() } else { 0 };
         Self { gpus: settings.gpus, layers, params }
     }
 
@@ -90,10 +90,6 @@ fn fits(settings: &Settings, shape: &ModelShape, machine: &Machine) -> bool {
 }
 
 /// The model of the same width with so many layers.
-pub(crate) fn with_layers(shape: &ModelShape, layers: usize) -> ModelShape {
-    let windows = shape.windows.iter().copied().cycle().take(layers).collect();
-    ModelShape { layers, windows, ..shape.clone() }
-}
 
 /// The largest of `1..=max` that `fits`, 0 if none does; what fits must fit when it is smaller.
 fn largest(max: usize, fits: impl Fn(usize) -> bool) -> usize {

@@ -35,7 +35,7 @@ fn rank(settings: &Settings, shape: &ModelShape, machine: &Machine) -> crate::er
 }
 
 fn model(name: &str, layers: usize) -> ModelShape {
-    super::limits::with_layers(&presets::shape("model", Path::new(name)).unwrap(), layers)
+    presets::shape("model", Path::new(name)).unwrap().with_layers(layers)
 }
 
 fn h200(hbm: u64, host: u64, rates: Rates) -> Machine {

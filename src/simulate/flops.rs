@@ -17,7 +17,7 @@ impl StepFlops {
         let output_matrix = 6.0 * (shape.vocab * shape.channels) as f64 * (sequences * seq_length) as f64;
         // Of three equal parts, one is the forward pass; layers count alike, though their windows may differ.
         let forward = (model - output_matrix) / 3.0;
-        Self { model, hardware: model + forward * recomputed_layers as f64 / shape.layers as f64 }
+        Self { model, hardware: model + forward * recomputed_layers as f64 / shape.layers.len() as f64 }
     }
 }
 
@@ -39,7 +39,7 @@ mod tests {
         for (name, batch, seq_length, model, recomputed) in cases {
             let shape = presets::shape("model-config", Path::new(name)).unwrap();
             let kept = StepFlops::new(&shape, batch, seq_length, 0);
-            let again = StepFlops::new(&shape, batch, seq_length, shape.layers);
+            let again = StepFlops::new(&shape, batch, seq_length, shape.layers.len());
             assert_eq!(kept.model, kept.hardware);
             assert_eq!(kept.model, again.model);
             assert!((kept.model / 1e15 - model).abs() < 6e-4, "{name}: {} PFLOP", kept.model / 1e15);

@@ -172,8 +172,8 @@ mod tests {
     fn fields_of_the_model_are_named_with_both_values() {
         let dir = tempfile::tempdir().unwrap();
         let (then, mut shape) = (run_of(&ModelShape::demo(), &[], dir.path()), ModelShape::demo());
-        shape.eps = 0.5;
-        shape.windows[3] = Some(9);
+        shape.layers.iter_mut().for_each(|layer| layer.norm.eps = 0.5);
+        shape.layers[3].attn.window = Some(9);
         let changed = changes(&then, &run_of(&shape, &[], dir.path()));
         let words = "norm_eps was 0.00001 and is 0.5, sliding_windows[3] was null and is 9";
         assert_eq!(changed, [(RunPart::Model, words.to_string())]);

@@ -22,6 +22,7 @@ use crate::error::{Error, Result};
 use crate::facts::MachineFacts;
 use crate::launch::context::check_context;
 use crate::launch::engine::Launcher;
+use crate::model::layer_shape::Attn;
 use crate::model::shape::{DEMO_CONFIG, ModelShape};
 use crate::model::tensors::TensorTable;
 use crate::model::weights::{self, ModelWeights};
@@ -276,8 +277,9 @@ fn model_place(settings: &Settings) -> String {
 
 fn describe_model(settings: &Settings, shape: &ModelShape) -> String {
     let from = model_place(settings);
-    let ModelShape { layers, channels, heads, kv_heads, vocab, .. } = shape;
-    format!("{from}: {} with {layers} layers of {channels}, {heads} heads ({kv_heads} kv), vocabulary {vocab}", shape.family.architecture())
+    let (ModelShape { channels, vocab, layers, .. }, Attn { heads, kv_heads, .. }) = (shape, shape.layers[0].attn);
+    let (architecture, layers) = (shape.family.architecture(), layers.len());
+    format!("{from}: {architecture} with {layers} layers of {channels}, {heads} heads ({kv_heads} kv), vocabulary {vocab}")
 }
 
 /// The model's own weights to begin with, checked as far as can be without reading them; `None`: random ones.

@@ -72,7 +72,7 @@ mod tests {
 
     /// The built-in model with one layer and its last buckets on the device, where the technique is there, so that tensors lie on both sides.
     fn engine() -> Engine<CpuDevice> {
-        let shape = ModelShape { layers: 1, windows: vec![None], ..ModelShape::demo() };
+        let shape = ModelShape::demo().with_layers(1);
         let resident = if cfg!(feature = "repartition") { 2 } else { 0 };
         let settings =
             Settings { resident_buckets: ResidentBuckets::Count(resident), seq_length: 16, threads: Some(1), ..Settings::demo() };

@@ -120,10 +120,9 @@ fn product(
         let before = random.uniform(dtype, exact.len());
         let (a, b, bounds) = (case.input("a", dtype, &a), case.input("b", dtype, &b), case.ints("bounds", bounds));
         let c = case.gradient("c", dtype, accumulate.then_some(&before[..]), exact.clone());
-        worst =
-            worst.max(case.check(bench, &|dev, at| {
-                dev.launch(GroupedMatmul { shape, a: at[a], b: at[b], bounds: at[bounds], c: at[c], accumulate })
-            })?);
+        worst = worst.max(case.check(bench, &|dev, at| {
+            dev.launch(GroupedMatmul { shape, a: at[a], b: at[b], bounds: at[bounds], c: at[c], accumulate })
+        })?);
     }
     Ok(worst)
 }
@@ -158,7 +157,9 @@ fn biases(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: RouteShap
     let mut case = Case::default();
     let (x, bias) = (case.updated("x", dtype, &rows, Want::Same), case.input("bias", dtype, &table));
     let (experts, of_rows) = (case.ints("experts", choices), case.ints("entries", &entries));
-    case.check(bench, &|dev, at| dev.launch(ExpertBias { x: at[x], bias: at[bias], experts: at[experts], entries: at[of_rows], cols }))?;
+    case.check(bench, &|dev, at| {
+        dev.launch(ExpertBias { x: at[x], bias: at[bias], experts: at[experts], entries: at[of_rows], cols })
+    })?;
     let before = random.uniform(FP32, shape.rows());
     let near = |row: usize| {
         let expert = choices[entries[row] as usize] as usize;
@@ -189,7 +190,14 @@ fn activation_of(activation: ExpertActivation, row: &[f32], c: usize) -> f64 {
     }
 }
 
-fn backward(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: RouteShape, activation: ExpertActivation, cols: usize) -> Outcome {
+fn backward(
+    bench: &mut Bench,
+    random: &mut Random,
+    dtype: Dtype,
+    shape: RouteShape,
+    activation: ExpertActivation,
+    cols: usize,
+) -> Outcome {
     let choices = spread(random, shape);
     let [.., entries] = sorted(shape, &choices);
     let (da, gate_up) = (random.uniform(dtype, shape.rows() * cols), random.scaled(dtype, 2 * shape.rows() * cols, 6.0));

@@ -95,7 +95,9 @@ fn segments(bench: &mut Bench, shape: RouteShape, choices: &[i32]) -> Outcome {
     let mut case = Case::default();
     let experts = case.ints("experts", choices);
     let [bounds, slots, row_tokens, entries] = sorted(shape, choices);
-    let mut output = |name, want: Vec<i32>| case.output(name, Dtype::Int32, want.len(), Want::Bits(bytemuck::cast_slice(&want).to_vec()));
+    let mut output = |name, want: Vec<i32>| {
+        case.output(name, Dtype::Int32, want.len(), Want::Bits(bytemuck::cast_slice(&want).to_vec()))
+    };
     let (bounds, slots) = (output("bounds", bounds), output("slots", slots));
     let (row_tokens, entries) = (output("row_tokens", row_tokens), output("entries", entries));
     case.check(bench, &|dev, at| {

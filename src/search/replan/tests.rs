@@ -33,7 +33,7 @@ struct Run {
 
 impl Run {
     fn new(settings: Settings) -> Self {
-        let shape = crate::search::limits::with_layers(&presets::shape("model", Path::new("llama-8b")).unwrap(), 12);
+        let shape = presets::shape("model", Path::new("llama-8b")).unwrap().with_layers(12);
         let device = DeviceMemory::Own { bytes: 30 << 30, addressing: Addressing::Managed };
         let machine = Machine { cpus: 16, host_bytes: 200 << 30, kind: DeviceKind::Gpu, device, rates: Rates::assumed() };
         Self { settings: Settings { per_device_train_batch_size: 4, seq_length: 4096, ..settings }, shape, machine }

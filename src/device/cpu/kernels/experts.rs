@@ -130,7 +130,9 @@ pub(crate) fn expert_backward<T: Element>(
             let weight = weight(first + row);
             *dweight = match activation {
                 ExpertActivation::Swiglu => swiglu_row(isa, da, gate_up, weight, dgate_up, weighted),
-                ExpertActivation::Clamped { alpha, limit } => clamped_row(isa, da, gate_up, alpha, limit, weight, dgate_up, weighted),
+                ExpertActivation::Clamped { alpha, limit } => {
+                    clamped_row(isa, da, gate_up, alpha, limit, weight, dgate_up, weighted)
+                }
             };
         }
     });

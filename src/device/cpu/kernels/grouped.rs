@@ -63,14 +63,7 @@ impl CpuArithmetic for SegmentSums {
     fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
         let weights = self.weights.map(|weights| memory.read(weights));
         let (entries, bounds) = (memory.read(self.entries), memory.read(self.bounds));
-        segment_sums::<T>(
-            cx,
-            memory.read(self.x),
-            weights.map(|weights| (weights, entries)),
-            bounds,
-            memory.write(self.out),
-            self.accumulate,
-        );
+        segment_sums::<T>(cx, memory.read(self.x), weights.map(|weights| (weights, entries)), bounds, memory.write(self.out), self.accumulate);
     }
 }
 

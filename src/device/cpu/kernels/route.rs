@@ -176,7 +176,13 @@ pub(crate) struct Choices<'a> {
 }
 
 /// See [`RouterBackward`].
-pub(crate) fn router_backward<T: Element>(cx: &mut Compute, shape: RouteShape, choices: Choices<'_>, dweights: &[f32], dlogits: &mut [T]) {
+pub(crate) fn router_backward<T: Element>(
+    cx: &mut Compute,
+    shape: RouteShape,
+    choices: Choices<'_>,
+    dweights: &[f32],
+    dlogits: &mut [T],
+) {
     let RouteShape { experts: count, top_k, rule, .. } = shape;
     cx.team.for_each(Chunks::new(dlogits, ROW_BLOCK * count), |block, dlogits| {
         for (row, dlogits) in dlogits.chunks_exact_mut(count).enumerate() {
@@ -205,8 +211,8 @@ pub(crate) fn router_backward<T: Element>(cx: &mut Compute, shape: RouteShape, c
 mod tests {
     use super::super::testing::{assert_close, assert_rounded, assert_same_everywhere, bits, dot, fastest, slopes, values, wide, widened};
     use super::*;
-    use RouterRule::{All, Chosen};
     use half::bf16;
+    use RouterRule::{All, Chosen};
 
     const TOKENS: usize = 67;
     const COUNT: usize = 41;
@@ -291,8 +297,7 @@ mod tests {
         let (tokens, top_k, cols) = (19, 3, 133);
         let experts = run(&mut fastest(), shape(tokens, 7, top_k, Chosen), &values(1, tokens * 7)).0;
         let [_, slots, ..] = sort(&mut fastest(), &experts, 7, top_k);
-        let (x, weights, base) =
-            (values::<f32>(2, tokens * top_k * cols), values::<f32>(3, tokens * top_k), values::<f32>(4, tokens * cols));
+        let (x, weights, base) = (values::<f32>(2, tokens * top_k * cols), values::<f32>(3, tokens * top_k), values::<f32>(4, tokens * cols));
         for (weighted, based) in [(false, false), (true, false), (false, true), (true, true)] {
             let (weights, base) = (weighted.then_some(&weights[..]), based.then_some(&base[..]));
             let mut out = vec![f32::NAN; tokens * cols];

@@ -99,8 +99,7 @@ mod tests {
         let one = |token: usize, head: usize| {
             let (start, key_head) = (token / seq_length * seq_length, heads + head / (heads / kv_heads));
             let keys = start.max((token + 1).saturating_sub(7))..token + 1;
-            let weights: Vec<f64> =
-                keys.clone().map(|key| (f64::from(SHAPE.scale) * dot(at(token, head), at(key, key_head))).exp()).collect();
+            let weights: Vec<f64> = keys.clone().map(|key| (f64::from(SHAPE.scale) * dot(at(token, head), at(key, key_head))).exp()).collect();
             let sum = weights.iter().sum::<f64>() + sinks[head].exp();
             let mut out = vec![0.0; head_dim];
             for (key, weight) in keys.zip(weights) {

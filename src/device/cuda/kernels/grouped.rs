@@ -56,7 +56,8 @@ impl GpuKernel for RouterLogits {
         let Self { x, weight, bias, logits, channels } = self;
         let MatmulShape { m, n, .. } = self.product();
         let dtype = self.float_format()?;
-        let (name, tile) = (if whole_vectors(channels, &[x, weight]) { "router_logits" } else { "router_logits_any" }, tile(dtype));
+        let (name, tile) =
+            (if whole_vectors(channels, &[x, weight]) { "router_logits" } else { "router_logits_any" }, tile(dtype));
         let blocks = blocks([n.div_ceil(tile), m.div_ceil(tile), 1])?;
         let args = args![x, weight, bias, logits, size(m)?, size(n)?, size(channels)?];
         queue.launch(Stream::Compute, name, Some(dtype), blocks, args)

@@ -1,0 +1,160 @@
+//! The values of a JSON object by their keys, each an error that names it where it makes no sense.
+
+use crate::error::{Error, Result};
+use crate::model::family::{Family, FamilySpec, Missing, Presence};
+use serde_json::{Map, Value};
+use std::path::Path;
+
+/// A width or count above this is a mistake; it also keeps every product of sizes inside 64 bits.
+pub(super) const SIZE_MAX: usize = 1 << 24;
+/// Token ids and positions are int32.
+pub(super) const INDEX_MAX: usize = i32::MAX as usize;
+
+/// An object of the file, read key by key; `null` counts as absent.
+pub(super) struct Keys<'a> {
+    pub(super) map: &'a Map<String, Value>,
+    pub(super) path: &'a Path,
+    /// Name of the object inside the file with a dot, for messages.
+    pub(super) within: &'static str,
+}
+
+impl<'a> Keys<'a> {
+    pub(super) fn get(&self, key: &str) -> Option<&'a Value> {
+        self.map.get(key).filter(|value| !value.is_null())
+    }
+
+    pub(super) fn bad(&self, key: &str, cause: impl std::fmt::Display) -> Error {
+        Error::format(self.path, format_args!("{}{key}: {cause}", self.within))
+    }
+
+    pub(super) fn missing(&self, key: &str, expected: &str) -> Error {
+        match self.map.get(key) {
+            None => self.bad(key, format_args!("missing; expected {expected}")),
+            Some(value) => self.wrong(key, value, expected),
+        }
+    }
+
+    pub(super) fn wrong(&self, key: &str, value: &Value, expected: &str) -> Error {
+        self.bad(key, format_args!("expected {expected}, found {}", brief(value)))
+    }
+
+    pub(super) fn unsupported(&self, key: &str, value: &Value, note: &str) -> Error {
+        Error::Unsupported(format!("{}: {}{key} = {} ({note})", self.path.display(), self.within, brief(value)))
+    }
+
+    /// A whole number that may be 0.
+    pub(super) fn whole(&self, key: &str) -> Result<usize> {
+        let expected = "a whole number";
+        let value = self.get(key).ok_or_else(|| self.missing(key, expected))?;
+        let number = value.as_u64().and_then(|n| usize::try_from(n).ok());
+        number.ok_or_else(|| self.wrong(key, value, expected))
+    }
+
+    /// A size: at least 1 and at most `max`.
+    pub(super) fn count(&self, key: &str, max: usize) -> Result<usize> {
+        let number = self.whole(key)?;
+        if number == 0 || number > max {
+            return Err(self.bad(key, format_args!("{number} is outside 1 to {max}")));
+        }
+        Ok(number)
+    }
+
+    pub(super) fn optional_count(&self, key: &str) -> Result<Option<usize>> {
+        self.get(key).map(|_| self.count(key, INDEX_MAX)).transpose()
+    }
+
+    pub(super) fn count_or(&self, key: &str, default: usize, max: usize) -> Result<usize> {
+        if self.get(key).is_none() { Ok(default) } else { self.count(key, max) }
+    }
+
+    /// A size that `null`, or where allowed a missing key, derives from others.
+    pub(super) fn derived(&self, key: &str, missing: Missing, default: usize) -> Result<usize> {
+        match (self.map.get(key), missing) {
+            (None, Missing::Derive) | (Some(Value::Null), _) => Ok(default),
+            _ => self.count(key, SIZE_MAX),
+        }
+    }
+
+    /// A number from `min` to `max`.
+    pub(super) fn number(&self, key: &str, default: Option<f64>, min: f64, max: f64) -> Result<f64> {
+        let number = match (self.get(key), default) {
+            (None, Some(default)) => default,
+            (None, None) => return Err(self.missing(key, "a number")),
+            (Some(value), _) => value.as_f64().ok_or_else(|| self.wrong(key, value, "a number"))?,
+        };
+        if !(min..=max).contains(&number) {
+            return Err(self.bad(key, format_args!("{number} is outside {min} to {max}")));
+        }
+        Ok(number)
+    }
+
+    pub(super) fn flag(&self, key: &str, default: bool) -> Result<bool> {
+        match self.get(key) {
+            None => Ok(default),
+            Some(value) => value.as_bool().ok_or_else(|| self.wrong(key, value, "true or false")),
+        }
+    }
+
+    pub(super) fn rule(&self, rule: Presence) -> Result<bool> {
+        match rule {
+            Presence::Never => Ok(false),
+            Presence::Always => Ok(true),
+            Presence::Key(key, default) => self.flag(key, default),
+        }
+    }
+
+    /// The dictionary of rope parameters in its old or its new spelling.
+    pub(super) fn rope_parameters(&self, empty: &'a Map<String, Value>) -> Result<(&'static str, &'a Map<String, Value>)> {
+        for (key, within) in [("rope_scaling", "rope_scaling."), ("rope_parameters", "rope_parameters.")] {
+            match self.get(key) {
+                None => {}
+                Some(Value::Object(map)) if map.is_empty() => {}
+                Some(Value::Object(map)) => return Ok((within, map)),
+                Some(other) => return Err(self.wrong(key, other, "an object")),
+            }
+        }
+        Ok(("", empty))
+    }
+
+    /// Features that would change the arithmetic without changing the architecture's name.
+    pub(super) fn refuse_unsupported(&self, spec: &FamilySpec) -> Result<()> {
+        let experts: &[&str] = if spec.moe.is_some() { &[] } else { &["num_local_experts", "num_experts"] };
+        let quantized = self.get("quantization_config").and_then(|config| config.get("quant_method"));
+        let is_read = spec.family == Family::GptOss && quantized.is_some_and(|method| method == "mxfp4");
+        let features = [
+            if is_read { "" } else { "quantization_config" },
+            "add_cross_attention",
+            "scale_attn_by_inverse_layer_idx",
+            "is_encoder_decoder",
+        ];
+        let on = |value: &Value| *value != false && *value != 0;
+        if let Some((key, value)) = features.iter().chain(experts).find_map(|key| self.get(key).filter(|v| on(v)).map(|v| (key, v))) {
+            return Err(self.unsupported(key, value, "not one of this engine's features"));
+        }
+        match self.flag("is_causal", true)? {
+            true => Ok(()),
+            false => Err(self.unsupported("is_causal", &Value::from(false), "attention is causal here")),
+        }
+    }
+
+    pub(super) fn dropout(&self) -> Result<Vec<String>> {
+        let keys = ["attention_dropout", "residual_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop"];
+        let mut ignored = Vec::new();
+        for key in keys {
+            let probability = self.number(key, Some(0.0), 0.0, 1.0)?;
+            if probability != 0.0 {
+                ignored.push(format!("{key} = {probability}"));
+            }
+        }
+        Ok(ignored)
+    }
+}
+
+/// The value for a message, cut to a readable length.
+fn brief(value: &Value) -> String {
+    let text = value.to_string();
+    match text.char_indices().nth(60) {
+        Some((end, _)) => format!("{}...", &text[..end]),
+        None => text,
+    }
+}

@@ -1,0 +1,242 @@
+//! What is read, and what is refused.
+
+use super::*;
+use crate::device::RouterRule;
+use crate::model::layer_shape::{NormKind, QkSpan};
+use crate::model::shape::{RopeConfig, RopeScaling};
+use proptest::prelude::*;
+use serde_json::json;
+
+fn base(architecture: &str) -> Value {
+    json!({
+        "architectures": [architecture], "vocab_size": 64, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "hidden_act": "silu", "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-6, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 24, "layer_norm_epsilon": 1e-5
+    })
+}
+
+fn with(architecture: &str, changes: Value) -> Result<ModelShape> {
+    let mut config = base(architecture);
+    for (key, value) in changes.as_object().into_iter().flatten() {
+        config[key] = value.clone();
+    }
+    parse(&config.to_string(), Path::new("m/config.json"))
+}
+
+fn without(architecture: &str, key: &str) -> Result<ModelShape> {
+    let mut config = base(architecture);
+    config.as_object_mut().map(|map| map.remove(key));
+    parse(&config.to_string(), Path::new("m/config.json"))
+}
+
+fn error(shape: Result<ModelShape>) -> String {
+    shape.expect_err("must be refused").to_string()
+}
+
+fn windows_of(shape: Result<ModelShape>) -> Vec<Option<usize>> {
+    shape.unwrap().layers.iter().map(|layer| layer.attn.window).collect()
+}
+
+#[test]
+fn families_differ_where_transformers_says() {
+    let biases = |s: &ModelShape| {
+        let LayerShape { attn, mlp, .. } = s.layers[0];
+        (attn.qkv_bias, attn.out_bias, mlp.ffn().bias)
+    };
+    let get = |architecture| with(architecture, json!({})).unwrap();
+    let gpt2 = get("GPT2LMHeadModel");
+    let (LayerShape { attn, norm, .. }, ffn) = (gpt2.layers[0], gpt2.layers[0].mlp.ffn());
+    assert_eq!((norm.kind, ffn.act, gpt2.learned_positions, &gpt2.ropes), (NormKind::Layer, Act::GeluTanh, true, &vec![]));
+    assert_eq!((ffn.width, attn.kv_heads, gpt2.max_positions, gpt2.tied), (128, 4, 24, true));
+    assert_eq!(biases(&gpt2), (true, true, true));
+    assert_eq!(biases(&get("LlamaForCausalLM")), (false, false, false));
+    assert_eq!(biases(&get("Qwen2ForCausalLM")), (true, false, false));
+    assert_eq!(biases(&get("SeedOssForCausalLM")), (true, false, false));
+    assert_eq!(biases(&with("LlamaForCausalLM", json!({"attention_bias": true})).unwrap()), (true, true, false));
+    assert_eq!(biases(&with("MistralForCausalLM", json!({"attention_bias": true})).unwrap()), (false, false, false));
+    assert_eq!(get("Qwen3ForCausalLM").layers[2].attn.qk_norm, Some(QkSpan::Head));
+    assert_eq!(windows_of(Ok(get("MistralForCausalLM"))), [Some(4096); 3]);
+    assert_eq!(windows_of(Ok(get("Phi3ForCausalLM"))), [None; 3]);
+    assert_eq!(windows_of(with("MistralForCausalLM", json!({"sliding_window": null}))), [None; 3]);
+}
+
+/// A model of three layers with eight experts each, of which a token takes two.
+fn experts(architecture: &str, changes: Value) -> Result<ModelShape> {
+    let mut all = json!({"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12});
+    changes.as_object().into_iter().flatten().for_each(|(key, value)| all[key] = value.clone());
+    with(architecture, all)
+}
+
+#[test]
+fn experts_are_what_the_family_says() {
+    let moe = |shape: Result<ModelShape>| shape.unwrap().layers[1].mlp.moe().unwrap();
+    let qwen3 = moe(experts("Qwen3MoeForCausalLM", json!({})));
+    assert_eq!((qwen3.experts, qwen3.top_k, qwen3.ffn.width, qwen3.rule), (8, 2, 12, RouterRule::All));
+    assert_eq!(moe(experts("Qwen3MoeForCausalLM", json!({"norm_topk_prob": true}))).rule, RouterRule::Chosen);
+    assert_eq!(moe(experts("Qwen3MoeForCausalLM", json!({"num_experts": null, "num_local_experts": 4}))).experts, 4);
+    let mixtral = moe(experts("MixtralForCausalLM", json!({})));
+    assert_eq!((mixtral.ffn.width, mixtral.rule), (40, RouterRule::Chosen));
+    let olmoe = experts("OlmoeForCausalLM", json!({"num_key_value_heads": 4})).unwrap();
+    assert_eq!(olmoe.layers[0].attn.qk_norm, Some(QkSpan::Whole));
+    let sparse = |changes| -> Vec<bool> {
+        experts("Qwen3MoeForCausalLM", changes).unwrap().layers.iter().map(|layer| layer.mlp.moe().is_some()).collect()
+    };
+    assert_eq!(sparse(json!({"decoder_sparse_step": 2})), [false, true, false]);
+    assert_eq!(sparse(json!({"mlp_only_layers": [0, 7]})), [false, true, true]);
+    assert_eq!(windows_of(experts("Qwen3MoeForCausalLM", json!({"use_sliding_window": true}))), [Some(4096); 3]);
+    assert_eq!(windows_of(experts("Qwen3MoeForCausalLM", json!({"sliding_window": 5}))), [None; 3]);
+    for (key, value) in [
+        ("num_experts", json!(0)),
+        ("num_experts", json!(1025)),
+        ("num_experts_per_tok", json!(9)),
+        ("num_experts_per_tok", json!(null)),
+        ("moe_intermediate_size", json!(0)),
+        ("norm_topk_prob", json!(1)),
+        ("decoder_sparse_step", json!(4)),
+        ("decoder_sparse_step", json!(0)),
+        ("mlp_only_layers", json!(["0"])),
+        ("mlp_only_layers", json!(1)),
+    ] {
+        let message = error(experts("Qwen3MoeForCausalLM", json!({key: value})));
+        assert!(message.contains(key), "{key} = {value}: {message}");
+    }
+    let many = json!({"num_hidden_layers": 100, "num_experts": 1000});
+    assert!(error(experts("Qwen3MoeForCausalLM", many)).contains("65536"));
+}
+
+#[test]
+fn windows_of_single_layers() {
+    let by_depth = json!({"use_sliding_window": true, "sliding_window": 5, "max_window_layers": 1});
+    assert_eq!(windows_of(with("Qwen2ForCausalLM", by_depth)), [None, Some(5), Some(5)]);
+    let types = json!(["sliding_attention", "full_attention", "full_attention"]);
+    let by_type = json!({"use_sliding_window": true, "sliding_window": 5, "max_window_layers": 0, "layer_types": types});
+    assert_eq!(windows_of(with("Qwen3ForCausalLM", by_type)), [Some(5), None, None]);
+    let off = json!({"use_sliding_window": false, "sliding_window": 5, "max_window_layers": 0});
+    assert_eq!(windows_of(with("Qwen2ForCausalLM", off)), [None; 3]);
+    let contradiction = json!({"sliding_window": 5, "layer_types": types});
+    assert!(error(with("Qwen3ForCausalLM", contradiction)).contains("use_sliding_window"));
+}
+
+#[test]
+fn old_and_new_rope_spellings_agree() {
+    let llama3 = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64});
+    let old = with("LlamaForCausalLM", json!({"rope_theta": 5e5, "rope_scaling": llama3})).unwrap();
+    let mut inner = llama3.clone();
+    inner["rope_theta"] = json!(5e5);
+    let new = with("LlamaForCausalLM", json!({"rope_parameters": inner})).unwrap();
+    assert_eq!(old, new);
+    let scaling = RopeScaling::Llama3 { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_max_positions: 64 };
+    assert_eq!(old.ropes[0], RopeConfig { theta: 5e5, rotary_dim: 8, scaling });
+    let linear = with("LlamaForCausalLM", json!({"rope_scaling": {"type": "linear", "factor": 2.0}})).unwrap();
+    assert_eq!(linear.ropes[0], RopeConfig { theta: 1e4, rotary_dim: 8, scaling: RopeScaling::Linear { factor: 2.0 } });
+    let partial = with("Phi3ForCausalLM", json!({"partial_rotary_factor": 0.5})).unwrap();
+    assert_eq!(partial.ropes[0].rotary_dim, 4);
+}
+
+#[test]
+fn what_cannot_be_trained_is_named() {
+    let cases = [
+        (with("DeepseekV3ForCausalLM", json!({})), "DeepseekV3ForCausalLM"),
+        (with("LlamaForCausalLM", json!({"num_experts": 4})), "num_experts = 4"),
+        (experts("MixtralForCausalLM", json!({"router_jitter_noise": 0.1})), "router_jitter_noise = 0.1"),
+        (experts("OlmoeForCausalLM", json!({"clip_qkv": 8.0})), "clip_qkv = 8.0"),
+        (experts("OlmoeForCausalLM", json!({})), "num_key_value_heads = 2"),
+        (experts("Qwen3MoeForCausalLM", json!({"n_group": 2})), "n_group = 2"),
+        (with("LlamaForCausalLM", json!({"hidden_act": "relu"})), "hidden_act = \"relu\""),
+        (with("LlamaForCausalLM", json!({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}})), "rope_scaling.rope_type = \"dynamic\""),
+        (with("LlamaForCausalLM", json!({"partial_rotary_factor": 0.5})), "partial_rotary_factor = 0.5"),
+        (with("LlamaForCausalLM", json!({"quantization_config": {"bits": 4}})), "quantization_config"),
+        (with("LlamaForCausalLM", json!({"is_causal": false})), "is_causal = false"),
+        (with("GPT2LMHeadModel", json!({"scale_attn_by_inverse_layer_idx": true})), "scale_attn_by_inverse_layer_idx = true"),
+        (with("Qwen3ForCausalLM", json!({"layer_types": ["linear_attention", "full_attention", "full_attention"]})), "linear_attention"),
+    ];
+    for (shape, needle) in cases {
+        assert!(matches!(&shape, Err(Error::Unsupported(_))), "{needle}: {shape:?}");
+        let message = error(shape);
+        assert!(message.contains(needle) && message.contains("m/config.json"), "{message}");
+    }
+}
+
+#[test]
+fn senseless_values_name_their_key() {
+    let sizes = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"];
+    for key in sizes.into_iter().chain(["num_key_value_heads", "head_dim"]) {
+        for value in [json!(0), json!(-1), json!(1.5), json!("64"), json!([]), json!(u64::MAX)] {
+            assert!(error(with("Qwen3ForCausalLM", json!({key: value}))).contains(key), "{key} = {value}");
+        }
+        assert!(error(without("Qwen3ForCausalLM", key)).contains(key), "{key} missing");
+    }
+    for (key, value) in [
+        ("num_attention_heads", json!(5)),
+        ("num_key_value_heads", json!(3)),
+        ("head_dim", json!(7)),
+        ("rms_norm_eps", json!(0)),
+        ("rms_norm_eps", json!(-1e-5)),
+        ("rms_norm_eps", json!(null)),
+        ("rope_theta", json!(0.0)),
+        ("rope_scaling", json!([1])),
+        ("rope_scaling", json!({"type": "linear", "factor": 0.0})),
+        ("tie_word_embeddings", json!("yes")),
+        ("architectures", json!([])),
+        ("architectures", json!("LlamaForCausalLM")),
+    ] {
+        assert!(error(with("LlamaForCausalLM", json!({key: value}))).contains(key), "{key} = {value}");
+    }
+}
+
+#[test]
+fn the_largest_sizes_do_not_overflow() {
+    let huge = json!({"hidden_size": SIZE_MAX, "intermediate_size": SIZE_MAX, "num_hidden_layers": LAYERS_MAX, "vocab_size": INDEX_MAX,
+        "num_attention_heads": 1 << 12, "num_key_value_heads": 1 << 12, "head_dim": 1 << 12});
+    assert!(error(with("LlamaForCausalLM", huge)).contains("parameters"));
+    let gpt2 = json!({"n_embd": SIZE_MAX, "n_inner": SIZE_MAX, "n_layer": LAYERS_MAX, "n_positions": INDEX_MAX, "vocab_size": INDEX_MAX});
+    assert!(error(with("GPT2LMHeadModel", gpt2)).contains("parameters"));
+}
+
+#[test]
+fn numbers_that_are_not_json_are_refused() {
+    for number in ["NaN", "Infinity", "1e999", "-"] {
+        let text = base("LlamaForCausalLM").to_string().replace("1e-6", number);
+        assert!(text.contains(number));
+        assert!(error(parse(&text, Path::new("m/config.json"))).starts_with("m/config.json: "), "{number}");
+    }
+}
+
+/// Any JSON value, small.
+fn any_json() -> impl Strategy<Value = Value> {
+    let number = prop_oneof![any::<i64>().prop_map(Value::from), any::<f64>().prop_map(Value::from), (0u64..300).prop_map(Value::from)];
+    let text = prop_oneof!["[a-z_0-9]{0,12}", Just("sliding_attention".to_string()), Just("llama3".to_string()), Just("é".repeat(90))];
+    let leaf = prop_oneof![Just(Value::Null), any::<bool>().prop_map(Value::from), number, text.prop_map(Value::from)];
+    leaf.prop_recursive(2, 8, 4, |inner| {
+        prop_oneof![
+            prop::collection::vec(inner.clone(), 0..4).prop_map(Value::from),
+            prop::collection::vec(("[a-z_]{1,8}|rope_type|factor|rope_theta", inner), 0..4)
+                .prop_map(|pairs| Value::Object(pairs.into_iter().collect())),
+        ]
+    })
+}
+
+proptest! {
+    #[test]
+    fn arbitrary_text_never_panics(text in ".{0,200}") {
+        let _ = parse(&text, Path::new("m/config.json"));
+    }
+
+    #[test]
+    fn arbitrary_values_never_panic(family in 0usize..7, changes in prop::collection::vec((0usize..40, any_json()), 1..4)) {
+        let known = ["GPT2LMHeadModel", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
+            "Phi3ForCausalLM", "SeedOssForCausalLM"];
+        let mut config = base(known[family]);
+        let extra = ["rope_scaling", "rope_parameters", "rope_theta", "sliding_window", "layer_types", "use_sliding_window",
+            "max_window_layers", "partial_rotary_factor", "tie_word_embeddings", "attention_bias", "n_inner", "initializer_range"];
+        let mut keys: Vec<String> = config.as_object().into_iter().flat_map(|map| map.keys().cloned()).collect();
+        keys.extend(extra.map(String::from));
+        for (key, value) in changes {
+            config[&keys[key % keys.len()]] = value;
+        }
+        if let Ok(shape) = parse(&config.to_string(), Path::new("m/config.json")) {
+            let table = TensorTable::new(&shape);
+            prop_assert!(table.flat_elems() >= table.params());
+        }
+    }
+}
