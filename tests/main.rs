@@ -17,10 +17,14 @@ mod fine_tuning;
 mod fuzz_corpus;
 mod guide;
 mod hub;
+#[cfg(feature = "hub")]
+mod hub_server;
 mod memory;
 mod newcomer;
 mod packing;
 mod parity;
+#[cfg(feature = "parquet")]
+mod parquet;
 mod plan_memory;
 #[path = "gpu/planned.rs"]
 mod planned;
@@ -37,3 +41,4 @@ mod support;
 mod tensorboard;
 mod tokenizers;
 mod tokens_per_step;
+mod trl;

@@ -24,6 +24,7 @@ pub const CAMPAIGNS: [Campaign; 34] = [
     r18_fuzz::CONFIG,
     r18_fuzz::WEIGHTS,
     r18_fuzz::INDEX,
+    r18_fuzz::PARQUET,
     r18_fuzz::TOKENIZER,
     r18_fuzz::TEMPLATE,
     r18_fuzz::MANIFEST,
