@@ -281,7 +281,7 @@ macro_rules! settings {
 
 settings! {
     Model {
-        /// Hugging Face directory, or a name on the hub: org/model[@revision].
+        /// Hugging Face directory, or a name on the hub: org/model(@revision).
         #[arg(value_name = "DIR|NAME")]
         model: PathBuf => "a small built-in model", Free;
         /// Where the first weights come from.
