@@ -47,7 +47,9 @@ fn start(harness: &Harness) -> Result<Trial, String> {
         let rank = if ["write", "read"].contains(&phase) { 1 + turn.pick(ranks - 1) } else { turn.pick(ranks) };
         let kind = if rank == 0 { "error" } else { turn.one_of(&["error", "panic"]) };
         let step = match phase {
-            "start" | "write" => 1,
+            "start" => 1,
+            // The state is taken over at the step that the run goes on from.
+            "write" => MAX_STEPS - SAVE_STEPS + 1,
             // What follows a verdict counts to the next step.
             "step-on-device" => 2 + turn.pick(MAX_STEPS - 1),
             "flush" | "read" => 1 + SAVE_STEPS * (1 + turn.pick(MAX_STEPS / SAVE_STEPS - 1)),
