@@ -131,6 +131,8 @@ impl Fake {
                 Self::monitors(&control).iter().for_each(|monitor| drop_task(monitor, tid));
             }
             drop_task(group, tid);
+            // As the kernel: it has the control group's own monitoring id from now on.
+            Self::monitors(group).iter().for_each(|monitor| drop_task(monitor, tid));
         }
         write_tasks(group, [tasks(group), vec![tid.into()]].concat());
         self.say("ok", Errno::EINVAL)
