@@ -14,6 +14,15 @@ const EXP: [f32; 5] = [0.5, 0.166_665_76, 0.041_666_556, 0.008_363_179, 0.001_39
 pub(crate) fn exp(x: f32) -> f32 {
     let x = if x > 89.0 { 89.0 } else { x };
     let x = if x < -104.0 { -104.0 } else { x };
+    let (n, r, p) = powers(x);
+    let p = (r * r).mul_add(p, r) + 1.0;
+    // In two halves, because 2^n leaves the range of floats before the product does.
+    p * pow2(n >> 1) * pow2(n.wrapping_sub(n >> 1))
+}
+
+/// `n`, `r` and `(e^r - 1 - r) / r^2` with `e^x = 2^n e^r` and `|r| <= ln(2) / 2`.
+#[inline(always)]
+fn powers(x: f32) -> (i32, f32, f32) {
     let shifted = x.mul_add(std::f32::consts::LOG2_E, ROUND);
     let n = shifted - ROUND;
     let r = n.mul_add(-LN2_LOW, n.mul_add(-LN2_HIGH, x));
@@ -21,10 +30,7 @@ pub(crate) fn exp(x: f32) -> f32 {
     for c in [EXP[3], EXP[2], EXP[1], EXP[0]] {
         p = p.mul_add(r, c);
     }
-    let p = (r * r).mul_add(p, r) + 1.0;
-    // In two halves, because 2^n leaves the range of floats before the product does.
-    let n = (shifted.to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32);
-    p * pow2(n >> 1) * pow2(n.wrapping_sub(n >> 1))
+    ((shifted.to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32), r, p)
 }
 
 /// `2^n` for normal results.
@@ -42,14 +48,8 @@ pub(crate) fn sigmoid(x: f32) -> f32 {
 /// `e^x - 1` for `|x| < 88`, precise near 0, too.
 #[inline(always)]
 fn exp_m1(x: f32) -> f32 {
-    let shifted = x.mul_add(std::f32::consts::LOG2_E, ROUND);
-    let n = shifted - ROUND;
-    let r = n.mul_add(-LN2_LOW, n.mul_add(-LN2_HIGH, x));
-    let mut p = EXP[4];
-    for c in [EXP[3], EXP[2], EXP[1], EXP[0]] {
-        p = p.mul_add(r, c);
-    }
-    let power = pow2((shifted.to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32));
+    let (n, r, p) = powers(x);
+    let power = pow2(n);
     (r * r).mul_add(p, r).mul_add(power, power - 1.0)
 }
 

@@ -1,6 +1,6 @@
 //! Kernels that treat every element alone.
 
-use super::isa::vectorised;
+use super::isa::{KernelIsa, vectorised};
 use super::math::sigmoid;
 use super::split::Chunks;
 use super::{Compute, ROW_BLOCK};
@@ -23,13 +23,7 @@ impl CpuArithmetic for Swiglu {
 
 /// See [`Swiglu`].
 pub(crate) fn swiglu<T: Element>(cx: &mut Compute, gate_up: &[T], out: &mut [T], cols: usize) {
-    let isa = cx.isa;
-    cx.team.for_each(Chunks::new(out, ROW_BLOCK * cols), |block, out| {
-        let gate_up = gate_up[2 * block * ROW_BLOCK * cols..].chunks_exact(2 * cols);
-        for (gate_up, out) in gate_up.zip(out.chunks_exact_mut(cols)) {
-            swiglu_row(isa, &gate_up[..cols], &gate_up[cols..], out);
-        }
-    });
+    gated(cx, gate_up, out, cols, swiglu_row);
 }
 
 impl CpuArithmetic for SwigluBackward {
@@ -40,15 +34,7 @@ impl CpuArithmetic for SwigluBackward {
 
 /// See [`SwigluBackward`].
 pub(crate) fn swiglu_backward<T: Element>(cx: &mut Compute, dout: &[T], gate_up: &[T], dgate_up: &mut [T], cols: usize) {
-    let isa = cx.isa;
-    cx.team.for_each(Chunks::new(dgate_up, 2 * ROW_BLOCK * cols), |block, dgate_up| {
-        let start = block * ROW_BLOCK * cols;
-        let rows = dout[start..].chunks_exact(cols).zip(gate_up[2 * start..].chunks_exact(2 * cols));
-        for (dgate_up, (dout, gate_up)) in dgate_up.chunks_exact_mut(2 * cols).zip(rows) {
-            let (dgate, dup) = dgate_up.split_at_mut(cols);
-            swiglu_backward_row(isa, dout, &gate_up[..cols], &gate_up[cols..], dgate, dup);
-        }
-    });
+    gated_backward(cx, [dout, gate_up], dgate_up, cols, swiglu_backward_row);
 }
 
 impl CpuArithmetic for Geglu {
@@ -59,13 +45,7 @@ impl CpuArithmetic for Geglu {
 
 /// See [`Geglu`].
 pub(crate) fn geglu<T: Element>(cx: &mut Compute, gate_up: &[T], out: &mut [T], cols: usize) {
-    let isa = cx.isa;
-    cx.team.for_each(Chunks::new(out, ROW_BLOCK * cols), |block, out| {
-        let gate_up = gate_up[2 * block * ROW_BLOCK * cols..].chunks_exact(2 * cols);
-        for (gate_up, out) in gate_up.zip(out.chunks_exact_mut(cols)) {
-            geglu_row(isa, &gate_up[..cols], &gate_up[cols..], out);
-        }
-    });
+    gated(cx, gate_up, out, cols, geglu_row);
 }
 
 impl CpuArithmetic for GegluBackward {
@@ -76,13 +56,32 @@ impl CpuArithmetic for GegluBackward {
 
 /// See [`GegluBackward`].
 pub(crate) fn geglu_backward<T: Element>(cx: &mut Compute, dout: &[T], gate_up: &[T], dgate_up: &mut [T], cols: usize) {
+    gated_backward(cx, [dout, gate_up], dgate_up, cols, geglu_backward_row);
+}
+
+/// What a gated unit makes of one row: of gates and of what they let pass.
+type GatedRow<T> = fn(KernelIsa, &[T], &[T], &mut [T]);
+/// The gradients of both, of the output's.
+type GatedBackwardRow<T> = fn(KernelIsa, &[T], &[T], &[T], &mut [T], &mut [T]);
+
+fn gated<T: Element>(cx: &mut Compute, gate_up: &[T], out: &mut [T], cols: usize, row: GatedRow<T>) {
+    let isa = cx.isa;
+    cx.team.for_each(Chunks::new(out, ROW_BLOCK * cols), |block, out| {
+        let gate_up = gate_up[2 * block * ROW_BLOCK * cols..].chunks_exact(2 * cols);
+        for (gate_up, out) in gate_up.zip(out.chunks_exact_mut(cols)) {
+            row(isa, &gate_up[..cols], &gate_up[cols..], out);
+        }
+    });
+}
+
+fn gated_backward<T: Element>(cx: &mut Compute, [dout, gate_up]: [&[T]; 2], dgate_up: &mut [T], cols: usize, row: GatedBackwardRow<T>) {
     let isa = cx.isa;
     cx.team.for_each(Chunks::new(dgate_up, 2 * ROW_BLOCK * cols), |block, dgate_up| {
         let start = block * ROW_BLOCK * cols;
         let rows = dout[start..].chunks_exact(cols).zip(gate_up[2 * start..].chunks_exact(2 * cols));
         for (dgate_up, (dout, gate_up)) in dgate_up.chunks_exact_mut(2 * cols).zip(rows) {
             let (dgate, dup) = dgate_up.split_at_mut(cols);
-            geglu_backward_row(isa, dout, &gate_up[..cols], &gate_up[cols..], dgate, dup);
+            row(isa, dout, &gate_up[..cols], &gate_up[cols..], dgate, dup);
         }
     });
 }
