@@ -16,6 +16,7 @@ use crate::model::policy::LayerPolicy;
 use crate::model::presets;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::TensorTable;
+use crate::optim::moments::Moments;
 use crate::planner::machine::Machine;
 use crate::planner::plan::Plan;
 use crate::simulate::clip::Clip;
@@ -344,6 +345,8 @@ fn settings_of(line: &Value) -> Settings {
     Settings {
         seq_length: number(&settings["seq_length"]),
         per_device_train_batch_size: number(&settings["per_device_train_batch_size"]),
+        // Before 2026-11-24 there was one format.
+        moments: plan["moments"].as_str().map_or_else(Moments::default, |moments| Moments::from_str(moments, false).unwrap()),
         threads: Some(number(&plan["threads"])),
         // Each offloaded bucket keeps one for a step more.
         slots: Some(number(&plan["grad_slots"]) + number(&plan["resident_buckets"]) - number(&plan["buckets"])),
@@ -458,6 +461,16 @@ fn predictions_are_near_every_point_of_the_sweeps() {
         }
     }
     assert!(compared >= 90, "{compared}");
+}
+
+#[test]
+fn predictions_are_near_steps_with_moments_of_either_format() {
+    let lines: Vec<_> = lines("h200-moments.jsonl").collect();
+    assert!(lines.iter().filter(|line| line["settings"]["moments"] == "bfloat16").count() >= 3);
+    for line in lines {
+        let (shape, plan) = planned(&line, &measured_h200());
+        assert_predicted(&line, &shape, &plan);
+    }
 }
 
 /// The profile was measured by `probe --save` just before the lines, on their machine.
