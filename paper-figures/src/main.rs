@@ -24,6 +24,7 @@ use error::{Error, Result};
 use figure::Figure;
 use program::Programs;
 use run::Choice;
+use serde_json::Value;
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -72,6 +73,11 @@ enum Command {
     Plot {
         /// `fig-06`.
         id: String,
+    },
+    /// Print the last two steps of each plan of a run, out of the trace that it wrote: a JSON array, one timeline a plan.
+    Timelines {
+        /// What `superoffload train --trace` wrote.
+        trace: PathBuf,
     },
     /// Check lines, pictures and claims of every figure; exit 1 if something is wrong.
     Check,
@@ -132,6 +138,7 @@ fn run(args: &Args) -> Result<Output> {
         }
         Command::Plot { id } if id == "all" => figures.iter().try_for_each(plot::write).map(|()| Output::good("")),
         Command::Plot { id } => plot::write(find(&figures, id)?).map(|()| Output::good("")),
+        Command::Timelines { trace } => timeline::of_each_plan(trace).map(|plans| Output::good(format!("{}\n", Value::Array(plans)))),
         Command::Check => check(args, &figures),
         Command::Table => table(args, &figures),
         Command::All { kick_the_tires: true, out, with, .. } => kick_the_tires(args, figures, out.as_deref(), with),

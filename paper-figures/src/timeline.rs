@@ -9,6 +9,8 @@ use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
 
+/// What the driver's track calls a change of plan.
+const REPLAN: &str = "replan";
 /// First kernel of a step and of its backward pass.
 const STEP: &str = "embed";
 const BACKWARD: &str = "cross_entropy_grad";
@@ -25,7 +27,7 @@ struct Trace {
     events: Vec<TraceEvent>,
 }
 
-#[derive(Deserialize)]
+#[derive(Clone, Deserialize)]
 struct TraceEvent {
     ph: String,
     name: String,
@@ -38,7 +40,7 @@ struct TraceEvent {
     args: TraceArgs,
 }
 
-#[derive(Default, Deserialize)]
+#[derive(Clone, Default, Deserialize)]
 struct TraceArgs {
     name: Option<String>,
 }
@@ -59,9 +61,30 @@ pub struct LaneSpan {
 /// # Errors
 /// When the file is no trace, or holds too few steps.
 pub fn read(path: &Path) -> Result<Value> {
+    of(&events(path)?).map_err(|cause| Error::Format { path: path.into(), cause })
+}
+
+/// The last whole steps of each plan of a run, which changes its plan between two steps, in the order of the plans.
+///
+/// # Errors
+/// As [`read`]'s; each plan needs as many steps.
+pub fn of_each_plan(path: &Path) -> Result<Vec<Value>> {
+    let timelines = each_plan(events(path)?).into_iter().map(|events| of(&events));
+    timelines.collect::<std::result::Result<_, _>>().map_err(|cause| Error::Format { path: path.into(), cause })
+}
+
+fn events(path: &Path) -> Result<Vec<TraceEvent>> {
     let text = std::fs::read_to_string(path).map_err(|source| Error::Io { path: path.into(), source })?;
     let trace: Trace = serde_json::from_str(&text).map_err(|error| Error::Format { path: path.into(), cause: error.to_string() })?;
-    of(&trace.events).map_err(|cause| Error::Format { path: path.into(), cause })
+    Ok(trace.events)
+}
+
+/// What began before each change of plan, and after the last; each with the names of all tracks.
+fn each_plan(mut events: Vec<TraceEvent>) -> Vec<Vec<TraceEvent>> {
+    events.sort_by(|a, b| a.ts.total_cmp(&b.ts));
+    let (names, spans): (Vec<_>, Vec<_>) = events.into_iter().partition(|event| event.ph == "M");
+    let plans = spans.split(|event| event.name == REPLAN);
+    plans.map(|spans| [&names[..], spans].concat()).collect()
 }
 
 fn of(events: &[TraceEvent]) -> std::result::Result<Value, String> {
@@ -199,6 +222,15 @@ mod tests {
         assert!(lanes[1].1.is_empty(), "waiting is not copying");
         assert_eq!(timeline["optimizer_share_in_backward"], 0.5);
         assert_eq!(of(&trace(4, 8e3)).unwrap()["optimizer_share_in_backward"], 0.0);
+    }
+
+    #[test]
+    fn each_plan_has_its_own_steps() {
+        let change = event(0, REPLAN, 40e3, 5e3);
+        let later = trace(3, 8e3).into_iter().skip(3).map(|event| TraceEvent { ts: event.ts + 45e3, ..event });
+        let plans = each_plan(trace(4, 7e3).into_iter().chain([change]).chain(later).collect());
+        let shares: Vec<_> = plans.iter().map(|events| of(events).unwrap()["optimizer_share_in_backward"].clone()).collect();
+        assert_eq!(shares, [0.5, 0.0]);
     }
 
     #[test]
