@@ -385,6 +385,34 @@ fn deep(family: &str) -> ModelShape {
     golden_shape(family).with_layers(POLICIES[0].len())
 }
 
+/// By hand, for two sequences: three layers of which two have eight experts of 12 columns, three of them a token's, in 32 channels.
+#[test]
+fn memory_of_experts_is_that_of_the_rows_of_all_tokens() {
+    let (shape, policies) = (golden_shape("qwen3_moe"), [RecomputeBlock; 3]);
+    let (batch, seq_length, tile) = (2, SEQ_LENGTH, LossTile { rows: 10, vocab: 24 });
+    let micro_batch =
+        MicroBatch { shape: &shape, batch, seq_length, separates_documents: false, dtype: Dtype::Float32, tile, policies: &policies };
+    let plan = ActivationPlan::new(micro_batch).unwrap();
+    let tokens = batch * seq_length;
+    let aligned = |elems: usize| elems.next_multiple_of(128);
+    for (name, elems) in [
+        ("layers.router_logits", 2 * aligned(tokens * 8)),
+        ("layers.expert_weights", 2 * aligned(tokens * 3)),
+        ("layers.choices", 2 * aligned(tokens * 3 * 4)),
+        ("layers.expert_bounds", 2 * 128),
+        // Of the one that is computed again: gate and up, 72 columns; the dense layer has more.
+        ("layers.mlp_in", aligned(tokens * 2 * 40)),
+        ("layers.mlp_act", aligned(tokens * 40)),
+        ("expert_rows", tokens * 3 * 32),
+        ("expert_act", tokens * 3 * 12),
+        ("dexpert_weights", tokens * 3),
+        ("drouter_logits", tokens * 8),
+    ] {
+        let found = plan.allocations().iter().find(|allocation| allocation.name == name).map(|allocation| allocation.elems);
+        assert_eq!(found, Some(elems), "{name}");
+    }
+}
+
 /// Norms with and without bias, with and without a norm of queries and keys, with experts in some layers. Copies come as early as events allow, or so
 /// late, behind a crowd of others, that a pass which does not wait for them runs ahead.
 #[test]

@@ -50,9 +50,12 @@ fn refuse_unsupported(keys: &Keys) -> Result<()> {
     let groups = keys.get("n_group").filter(|value| value.as_u64() != Some(1));
     let clip = keys.get("clip_qkv");
     let found = [("router_jitter_noise", jitter), ("n_group", groups), ("clip_qkv", clip)];
-    match found.into_iter().find_map(|(key, value)| Some((key, value?))) {
-        None => Ok(()),
-        Some((key, value)) => Err(keys.unsupported(key, value, "not one of this engine's features")),
+    if let Some((key, value)) = found.into_iter().find_map(|(key, value)| Some((key, value?))) {
+        return Err(keys.unsupported(key, value, "not one of this engine's features"));
+    }
+    match keys.flag("output_router_logits", false)? {
+        false => Ok(()),
+        true => Err(keys.unsupported("output_router_logits", &Value::from(true), "no auxiliary loss is added here; false leaves it out")),
     }
 }
 
