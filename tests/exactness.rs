@@ -343,8 +343,18 @@ fn a_ring_of_gradients_changes_no_bit_on_any_number_of_ranks() {
         let (shares, max_norm) = ([4, 4, 3][seed as usize % 3], [0.0, 1.7, 1e-3, 1e9][seed as usize % 4]);
         let faults = vec![(2, 0.3, 1, "\"nan\""), (4, 0.8, 3, "\"inf\""), (5, 0.5, 2, "100.0")];
         let dtype = ["bfloat16", "float32"][seed as usize % 2];
-        let case =
-            Case { seed, dtype, moments: moments(seed), layers: 12, vocab: 64, tied: seed % 4 < 2, max_norm, faults, ..tiny_case(shares) };
+        let case = Case {
+            seed,
+            dtype,
+            moments: moments(seed),
+            layers: 12,
+            experts: seed / 3 % 2 == 1,
+            vocab: 64,
+            tied: seed % 4 < 2,
+            max_norm,
+            faults,
+            ..tiny_case(shares)
+        };
         let want = reference(&case);
         let strategy = ["superoffload", "superoffload", "zero-offload", "no-offload"][seed as usize / 3];
         let (resident, without) = (seed as usize % 4 * 3, if seed < 3 { "\"adaptive\"" } else { "" });
