@@ -21,7 +21,7 @@ use superoffload::internals::metrics::rss_bytes;
 use superoffload::internals::model::{ModelShape, TensorTable};
 use superoffload::internals::planner::Machine;
 use superoffload::{Plan, Result, Settings};
-use support::{emulator, grad_ring, load, random_params, resident, settings, start, tiny_llama};
+use support::{emulator, grad_ring, load, random_params, resident, settings, start, tiny_llama, tiny_moe};
 
 /// The system's allocator, which remembers where the first allocation came from while it is watched.
 struct Watched;
@@ -99,6 +99,8 @@ fn main() {
         assert!(skipped.skipped > 0 && skipped.skipped < skipped.committed + skipped.clipped, "{strategy}{skipped:?}");
     }
     STRATEGIES.iter().for_each(|strategy| _ = steps(strategy, "moments = \"bfloat16\"\n"));
+    // Experts get other rows in every step.
+    steps(STRATEGIES[1], "# experts\n");
     steps(STRATEGIES[1], "gradient-shares = 2\n");
     STRATEGIES.iter().for_each(|strategy| _ = steps(strategy, "gpus = 2\n"));
     if cfg!(feature = "weight-flow") {
@@ -137,9 +139,10 @@ fn steps_of(strategy: &str, more: &str, change: impl FnOnce(&mut Plan)) -> Count
     on_cpus(&plan, &shape, &Topology::this_machine(), Watch { name, loader: loader(&settings, &shape) }).unwrap()
 }
 
-/// With enough layers for a ring of two to save memory where `more` asks for one, with slices of what it covers, too.
+/// With experts where `more` says so in a comment, and with enough layers for a ring of two to save memory where `more` asks for one, with slices of what it covers, too.
 fn shape_of(more: &str) -> ModelShape {
-    tiny_llama(if more.contains("weights") { 12 } else { 2 }, 64, 256, true)
+    let model = if more.contains("experts") { tiny_moe } else { tiny_llama };
+    model(if more.contains("weights") { 12 } else { 2 }, 64, 256, true)
 }
 
 /// Steps that are watched, on one device or several.

@@ -2,7 +2,7 @@
 //! `superoffload` must be that of `zero-offload` and of `no-offload`, and counters prove that it speculated.
 
 use crate::campaign::record;
-use crate::support::{Noise, digest, engine, grad_ring, load, random_params, settings, start, tiny_llama};
+use crate::support::{Noise, digest, engine, grad_ring, load, random_params, settings, start, tiny_llama, tiny_moe};
 use half::bf16;
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
@@ -25,6 +25,7 @@ use superoffload::{Plan, Result};
 struct Case {
     seed: u64,
     layers: usize,
+    experts: bool,
     vocab: usize,
     tied: bool,
     dtype: &'static str,
@@ -114,7 +115,8 @@ impl UseEngine for Steps<'_> {
 }
 
 fn run(case: &Case, way: &Way) -> Run {
-    let (shape, blocks) = (tiny_llama(case.layers, 32, case.vocab, case.tied), |shape| TensorTable::new(shape).flat_elems() / BLOCK);
+    let model = if case.experts { tiny_moe } else { tiny_llama };
+    let (shape, blocks) = (model(case.layers, 32, case.vocab, case.tied), |shape| TensorTable::new(shape).flat_elems() / BLOCK);
     let ranks = (1..=way.ranks.min(blocks(&shape))).rfind(|ranks| case.shares.is_multiple_of(*ranks)).unwrap();
     // Each rank owns a block of every bucket at least.
     let bucket_kib = if ranks > 1 { way.bucket_kib.max(16 * ranks) } else { way.bucket_kib };
@@ -166,7 +168,7 @@ fn cases() -> impl Strategy<Value = Case> {
     let fault = (1..=STEPS, 0.0..1.0f64, 0usize..4, prop::sample::select(vec!["\"nan\"", "\"inf\"", "\"-inf\"", "1e3"]));
     (
         any::<u32>(),
-        1usize..4,
+        (1usize..4, any::<bool>()),
         prop::sample::select(vec![17usize, 64, 300]),
         any::<bool>(),
         (prop::sample::select(vec!["bfloat16", "float16", "float32"]), prop::sample::select(MOMENTS.to_vec())),
@@ -176,9 +178,10 @@ fn cases() -> impl Strategy<Value = Case> {
         prop::sample::select(vec![0.0, 1e-3, 1.3, 1.7, 2.2, 1e9]),
         prop::collection::vec(fault, 0..3),
     )
-        .prop_map(|(seed, layers, vocab, tied, (dtype, moments), (shares, micro_batches), max_norm, faults)| Case {
+        .prop_map(|(seed, (layers, experts), vocab, tied, (dtype, moments), (shares, micro_batches), max_norm, faults)| Case {
             seed: u64::from(seed),
             layers,
+            experts,
             vocab,
             tied,
             dtype,
@@ -256,7 +259,7 @@ fn every_way_gives_the_bits_of_the_synchronous_step() {
 /// A small model without faults, its step cut into `shares` micro-batches.
 fn tiny_case(shares: usize) -> Case {
     let (dtype, moments, max_norm) = ("bfloat16", "float32", 0.0);
-    Case { seed: 3, layers: 2, vocab: 64, tied: true, dtype, moments, shares, micro_batches: 1, max_norm, faults: vec![] }
+    Case { seed: 3, layers: 2, experts: false, vocab: 64, tied: true, dtype, moments, shares, micro_batches: 1, max_norm, faults: vec![] }
 }
 
 /// Four shares on one, two and four devices, three on three, whatever the order of events and the cut of the buckets.
@@ -271,6 +274,7 @@ fn any_number_of_ranks_gives_the_bits_of_one() {
             dtype,
             moments: moments(seed),
             vocab: 300,
+            experts: seed / 2 % 2 == 1,
             micro_batches: 1 + seed as usize % 2,
             max_norm,
             faults,
@@ -300,7 +304,19 @@ fn sharded_weights_change_no_bit() {
         let faults = vec![(2, 0.3, 1, "\"nan\""), (4, 0.8, 3, "\"inf\""), (5, 0.5, 2, "100.0")];
         let dtype = ["bfloat16", "float32"][seed as usize % 2];
         let (layers, vocab, micro_batches, tied) = (12, 300, 1 + seed as usize % 2, seed % 4 < 2);
-        let case = Case { seed, dtype, moments: moments(seed), layers, vocab, tied, micro_batches, max_norm, faults, ..tiny_case(shares) };
+        let case = Case {
+            seed,
+            dtype,
+            moments: moments(seed),
+            layers,
+            experts: seed / 2 % 2 == 1,
+            vocab,
+            tied,
+            micro_batches,
+            max_norm,
+            faults,
+            ..tiny_case(shares)
+        };
         let want = reference(&case);
         let strategy = ["superoffload", "superoffload", "zero-offload", "no-offload"][seed as usize / 6];
         let (cast, without) =
@@ -327,8 +343,18 @@ fn a_ring_of_gradients_changes_no_bit_on_any_number_of_ranks() {
         let (shares, max_norm) = ([4, 4, 3][seed as usize % 3], [0.0, 1.7, 1e-3, 1e9][seed as usize % 4]);
         let faults = vec![(2, 0.3, 1, "\"nan\""), (4, 0.8, 3, "\"inf\""), (5, 0.5, 2, "100.0")];
         let dtype = ["bfloat16", "float32"][seed as usize % 2];
-        let case =
-            Case { seed, dtype, moments: moments(seed), layers: 12, vocab: 64, tied: seed % 4 < 2, max_norm, faults, ..tiny_case(shares) };
+        let case = Case {
+            seed,
+            dtype,
+            moments: moments(seed),
+            layers: 12,
+            experts: seed / 3 % 2 == 1,
+            vocab: 64,
+            tied: seed % 4 < 2,
+            max_norm,
+            faults,
+            ..tiny_case(shares)
+        };
         let want = reference(&case);
         let strategy = ["superoffload", "superoffload", "zero-offload", "no-offload"][seed as usize / 3];
         let (resident, without) = (seed as usize % 4 * 3, if seed < 3 { "\"adaptive\"" } else { "" });

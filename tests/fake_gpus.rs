@@ -79,6 +79,30 @@ fn one_gpu_waits_for_nobody() {
     assert_eq!(counted(&outcome), [0, 0, 0]);
 }
 
+/// Kernels of experts are loaded where a model has some, and their launches are ones that a driver takes.
+#[test]
+fn models_with_experts_start_and_end_on_gpus() {
+    if is_emulated() {
+        return;
+    }
+    for architecture in ["Qwen3MoeForCausalLM", "OlmoeForCausalLM", "MixtralForCausalLM", "GptOssForCausalLM"] {
+        let config = serde_json::json!({
+            "architectures": [architecture], "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "head_dim": 8, "intermediate_size": 32, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2,
+            "mlp_only_layers": [1], "vocab_size": 256, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+            "rope_scaling": {"rope_type": "default"}, "tie_word_embeddings": false,
+        });
+        for gpus in ["--gpus=1", "--gpus=2"] {
+            let workspace = Workspace::new();
+            let model = workspace.write("model/config.json", &config.to_string());
+            let model = format!("--model={}", model.parent().unwrap().display());
+            let outcome = train_in(&workspace, &[], &[&model, "--init=random", "--tokenizer=bytes", gpus]);
+            assert_eq!(outcome.code, 0, "{architecture} {gpus}: {outcome:?}");
+            assert_eq!(counted(&outcome)[0] > 0, gpus == "--gpus=2", "{architecture}: {outcome:?}");
+        }
+    }
+}
+
 #[test]
 fn a_run_that_goes_on_under_another_library_says_so() {
     if is_emulated() {

@@ -29,6 +29,17 @@ pub fn tiny_llama(layers: usize, channels: usize, vocab: usize, tied: bool) -> M
     ModelShape::parse(&config.to_string(), std::path::Path::new("config.json")).unwrap()
 }
 
+/// As [`tiny_llama`], with four experts in every layer but the second, of which a token takes two.
+pub fn tiny_moe(layers: usize, channels: usize, vocab: usize, tied: bool) -> ModelShape {
+    let config = serde_json::json!({
+        "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": channels, "num_hidden_layers": layers, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": channels, "moe_intermediate_size": channels / 2, "num_experts": 4,
+        "num_experts_per_tok": 2, "norm_topk_prob": true, "mlp_only_layers": [1], "vocab_size": vocab, "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": tied,
+    });
+    ModelShape::parse(&config.to_string(), std::path::Path::new("config.json")).unwrap()
+}
+
 /// One bucket with a resident optimizer, where the strategy and the build have the technique.
 pub fn resident(strategy: &str) -> &'static str {
     if cfg!(feature = "repartition") && strategy.contains("superoffload") { "resident-buckets = 1\n" } else { "" }

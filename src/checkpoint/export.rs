@@ -102,7 +102,9 @@ impl Config {
         let file = model_files.iter().find(|(name, _)| name == CONFIG).ok_or_else(|| wrong("missing".into()))?;
         let text = std::str::from_utf8(&file.1).map_err(|e| wrong(e.to_string()))?;
         let shape = ModelShape::parse(text, path)?;
-        let map = serde_json::from_str(text).map_err(|e| wrong(e.to_string()))?;
+        let mut map: Map<String, Value> = serde_json::from_str(text).map_err(|e| wrong(e.to_string()))?;
+        // What was packed when it was read leaves as plain numbers.
+        map.remove("quantization_config");
         Ok(Self { path: path.to_path_buf(), map, shape })
     }
 

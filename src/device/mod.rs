@@ -29,6 +29,7 @@ pub use kernels::attention::{AttentionBackward, AttentionForward, AttentionShape
 pub use kernels::cross_entropy::{CrossEntropyGrad, CrossEntropyLoss, CrossEntropyStats};
 pub use kernels::embed::{Embed, EmbedBackward};
 pub use kernels::experts::{ClampedSwiglu, ExpertActivation, ExpertBackward, ExpertBias, ExpertBiasDot};
+pub(crate) use kernels::grouped::EXPERTS_MAX;
 pub use kernels::grouped::{GroupedMatmul, GroupedShape, SegmentSums};
 pub use kernels::norm::{LayerNorm, LayerNormBackward, RmsNorm, RmsNormBackward};
 pub use kernels::pointwise::{Geglu, GegluBackward, Gelu, GeluBackward, ScaleAdd, Swiglu, SwigluBackward};

@@ -5,7 +5,7 @@
 //! run one after another, on one stream.
 
 use super::host_input::{BUFFERS, HostInput, host_inputs, host_slots};
-use super::layer_shape::{LayerShape, NormKind, NormSpec};
+use super::layer_shape::{LayerShape, Moe, NormKind, NormSpec};
 use super::policy::LayerPolicy;
 use super::shape::ModelShape;
 use crate::data::batch;
@@ -182,6 +182,7 @@ impl ActivationPlan {
             loss: memory.matrix("loss", &[1], Dtype::Float32)?,
             dresidual: memory.rows("dresidual", channels)?,
             dnorm: memory.rows("dnorm", channels)?,
+            experts: self.expert_work(&mut memory)?,
             dinner: memory.rows("dinner", self.shape.widest(|layer| layer.mlp_cols().1.max(layer.attn.out_cols())))?,
             dfused: memory.rows("dfused", self.shape.widest(|layer| layer.mlp_cols().0.max(layer.attn.qkv_cols())))?,
         })
@@ -217,9 +218,11 @@ impl ActivationPlan {
         let mlp_norm_out = each("layers.mlp_norm_out", &cheap, &normed, dtype)?;
         let mlp_norm_stats = each("layers.mlp_norm_stats", &costly, &normed_stats, fp32)?;
         let mlp_in = each("layers.mlp_in", &costly, &|layer| layer.mlp_cols().0, dtype)?;
-        let mlp_act = each("layers.mlp_act", &cheap, &|layer| layer.mlp_cols().1, dtype)?;
+        // What experts make of it is made again: a workspace of all layers holds it.
+        let mlp_act = each("layers.mlp_act", &cheap, &|layer| layer.mlp.moe().map_or(layer.mlp_cols().1, |_| 0), dtype)?;
         let mlp_raw = each("layers.mlp_raw", &costly, &raw, dtype)?;
         let mlp_raw_stats = each("layers.mlp_raw_stats", &costly, &raw_stats, fp32)?;
+        let routed = self.routed(memory)?;
         let last_sharing = self.policies.iter().rposition(|policy| *policy != LayerPolicy::Keep);
         let layer = |l: usize, policy: LayerPolicy| LayerActivations {
             policy,
@@ -237,8 +240,56 @@ impl ActivationPlan {
             mlp_in: mlp_in.at(l),
             mlp_act: mlp_act.at(l),
             post_mlp: RawActivations { raw: mlp_raw.at(l), stats: mlp_raw_stats.at(l) },
+            routed: routed[l],
         };
         Ok(self.policies.iter().enumerate().map(|(l, policy)| layer(l, *policy)).collect())
+    }
+
+    /// What each layer with experts keeps of its routing, whatever its policy.
+    fn routed<A>(&self, memory: &mut SizedAllocator<A>) -> Result<Vec<Option<RoutedActivations>>>
+    where
+        A: FnMut(&'static str, usize, Dtype) -> Result<DeviceSlice>,
+    {
+        let (layers, tokens) = (&self.shape.layers, memory.tokens);
+        let mut own = 0..;
+        let parts: Vec<usize> = layers.iter().map(|layer| layer.mlp.moe().and_then(|_| own.next()).unwrap_or(0)).collect();
+        let mut each = |name, cols: &dyn Fn(Moe) -> usize, dtype| {
+            let cols = layers.iter().map(|layer| layer.mlp.moe().map_or(0, cols)).collect();
+            memory.by_layer(name, &parts, cols, dtype)
+        };
+        let logits = each("layers.router_logits", &|moe| moe.experts, Dtype::Float32)?;
+        let weights = each("layers.expert_weights", &|moe| moe.top_k, Dtype::Float32)?;
+        let choices = each("layers.choices", &|moe| CHOICE_ARRAYS * moe.top_k, Dtype::Int32)?;
+        let bounds_elems = |moe: Moe| (moe.experts + 1).next_multiple_of(PART_ALIGN_ELEMS);
+        let total = layers.iter().filter_map(|layer| layer.mlp.moe()).map(bounds_elems).sum();
+        let bounds = if total == 0 { None } else { Some(memory.matrix("layers.expert_bounds", &[total], Dtype::Int32)?) };
+        let mut start = 0;
+        let layer = |(l, layer): (usize, &LayerShape)| {
+            let (moe, bounds) = (layer.mlp.moe()?, bounds?.slice(start, layer.mlp.moe()?.experts + 1));
+            start += bounds_elems(moe);
+            let choice = |array: usize| choices.at(l).slice(array * tokens * moe.top_k, tokens * moe.top_k);
+            let [experts, slots, row_tokens, entries] = [0, 1, 2, 3].map(choice);
+            Some(RoutedActivations { logits: logits.at(l), experts, weights: weights.at(l), bounds, slots, row_tokens, entries })
+        };
+        Ok(layers.iter().enumerate().map(layer).collect())
+    }
+
+    /// Nothing where no layer has experts.
+    fn expert_work<A>(&self, memory: &mut SizedAllocator<A>) -> Result<Option<ExpertWork>>
+    where
+        A: FnMut(&'static str, usize, Dtype) -> Result<DeviceSlice>,
+    {
+        let widest = |cols: &dyn Fn(Moe) -> usize| self.shape.widest(|layer| layer.mlp.moe().map_or(0, cols));
+        let (taken, tokens) = (widest(&|moe| moe.top_k), memory.tokens);
+        if taken == 0 {
+            return Ok(None);
+        }
+        Ok(Some(ExpertWork {
+            rows: memory.rows("expert_rows", taken * self.shape.channels)?,
+            act: memory.rows("expert_act", widest(&|moe| moe.top_k * moe.ffn.width))?,
+            dweights: memory.matrix("dexpert_weights", &[tokens, taken], Dtype::Float32)?,
+            dlogits: memory.rows("drouter_logits", widest(&|moe| moe.experts))?,
+        }))
     }
 
     /// Layers that keep have a part of their own, the others share the last one.
@@ -300,6 +351,8 @@ pub(crate) struct Activations {
     pub(super) dresidual: DeviceSlice,
     /// Gradient of a norm's output, `[T, channels]`.
     pub(super) dnorm: DeviceSlice,
+    /// Workspaces of experts.
+    pub(super) experts: Option<ExpertWork>,
     /// Gradient of what enters a second matrix: attention's output or the activation, `[T, max]`.
     pub(super) dinner: DeviceSlice,
     /// Gradient of what leaves a first matrix: qkv or gate and up, `[T, max]`.
@@ -330,6 +383,8 @@ pub(super) struct LayerActivations {
     pub(crate) mlp_in: DeviceSlice,
     pub(crate) mlp_act: DeviceSlice,
     pub(crate) post_mlp: RawActivations,
+    /// Where the layer has experts.
+    pub(crate) routed: Option<RoutedActivations>,
 }
 
 /// What the norm before attention or an MLP makes; without elements where there is none.
@@ -344,6 +399,34 @@ pub(super) struct NormActivations {
 pub(super) struct RawActivations {
     pub raw: DeviceSlice,
     pub stats: DeviceSlice,
+}
+
+/// Of `layers.choices`: the experts, and three orders of them.
+const CHOICE_ARRAYS: usize = 4;
+
+/// What a router chose, as [`crate::device::Route`] and [`crate::device::Segments`] leave it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct RoutedActivations {
+    pub logits: DeviceSlice,
+    pub experts: DeviceSlice,
+    pub weights: DeviceSlice,
+    pub bounds: DeviceSlice,
+    pub slots: DeviceSlice,
+    pub(crate) row_tokens: DeviceSlice,
+    pub entries: DeviceSlice,
+}
+
+/// Workspaces of experts, for the R = `T * k` rows of all tokens.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ExpertWork {
+    /// What enters or leaves the experts, `[R, channels]`.
+    pub rows: DeviceSlice,
+    /// Their activation, `[R, width]`.
+    pub act: DeviceSlice,
+    /// Gradients of the rows' weights, fp32 `[R]`.
+    pub(crate) dweights: DeviceSlice,
+    /// Gradients of logits, `[T, experts]`.
+    pub(crate) dlogits: DeviceSlice,
 }
 
 /// The projections before the norm of queries and keys, and its statistics.

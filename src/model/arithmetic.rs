@@ -1,7 +1,8 @@
 //! What of a shape decides how numbers come about: recorded in checkpoints, so that nobody goes on under another model unawares.
 
-use super::layer_shape::{Act, Attn, Ffn, Join, LayerShape, Mlp, NormKind, NormSpec, QkSpan};
+use super::layer_shape::{Act, Attn, Ffn, Join, LayerShape, Moe, NormKind, NormSpec, QkSpan};
 use super::shape::{ModelShape, RopeScaling};
+use crate::device::{ExpertActivation, RouterRule};
 use serde_json::{Map, Value, json};
 
 impl ModelShape {
@@ -43,8 +44,9 @@ impl ModelShape {
     }
 
     fn layer_arithmetic(&self, layer: &LayerShape) -> Vec<(&'static str, Value)> {
-        let LayerShape { attn, mlp: Mlp::Dense(Ffn { width, act, bias }), norm: NormSpec { kind, plus_one, eps }, pre_norm, join } = *layer;
-        let Attn { heads, kv_heads, head_dim, qkv_bias, out_bias, qk_norm, rope, window: _, scale, softcap } = attn;
+        let LayerShape { attn, mlp, norm: NormSpec { kind, plus_one, eps }, pre_norm, join } = *layer;
+        let Ffn { width, act, bias } = mlp.ffn();
+        let Attn { heads, kv_heads, head_dim, qkv_bias, out_bias, qk_norm, rope, window: _, scale, softcap, sinks } = attn;
         let rope = rope.map(|rope| &self.ropes[rope]);
         vec![
             ("num_attention_heads", json!(heads)),
@@ -66,8 +68,10 @@ impl ModelShape {
             ("attention_out_bias", json!(out_bias)),
             ("mlp_bias", json!(bias)),
             ("qk_norm", span(qk_norm)),
+            ("experts", mlp.moe().map_or(Value::Null, experts)),
             ("attention_scale", shortest(scale)),
             ("attention_softcap", json!(softcap.map(shortest))),
+            ("attention_sinks", json!(sinks)),
         ]
     }
 }
@@ -112,6 +116,18 @@ fn span(qk_norm: Option<QkSpan>) -> Value {
     }
 }
 
+fn experts(Moe { experts, top_k, ffn: _, activation, rule, router_bias }: Moe) -> Value {
+    let rule = match rule {
+        RouterRule::Chosen => "softmax of the chosen",
+        RouterRule::All => "softmax of all",
+    };
+    let clamped = match activation {
+        ExpertActivation::Swiglu => Value::Null,
+        ExpertActivation::Clamped { alpha, limit } => json!({"alpha": shortest(alpha), "limit": shortest(limit)}),
+    };
+    json!({"count": experts, "per_token": top_k, "weights": rule, "clamped": clamped, "router_bias": router_bias})
+}
+
 fn scaling(scaling: &RopeScaling) -> Value {
     match scaling {
         RopeScaling::Default => json!("none"),
@@ -134,6 +150,7 @@ fn shortest(x: f32) -> Value {
 
 #[cfg(test)]
 mod tests {
+    use super::super::layer_shape::Mlp;
     use super::*;
 
     fn changed(change: impl FnOnce(&mut ModelShape)) -> Vec<String> {
@@ -158,7 +175,28 @@ mod tests {
         assert_eq!(changed(|s| s.ropes[0].scaling = RopeScaling::Linear { factor: 2.0 }), ["rope_scaling"]);
         assert_eq!(changed(|s| s.ropes[0].scaling = llama3(8.0)), ["rope_scaling"]);
         assert_eq!(all(|l| l.norm.kind = NormKind::Layer), ["norm"]);
-        assert_eq!(all(|LayerShape { mlp: Mlp::Dense(ffn), .. }| ffn.act = Act::GeluTanh), ["mlp"]);
+        let dense = |l: &LayerShape| l.mlp.ffn();
+        assert_eq!(all(|l| l.mlp = Mlp::Dense(Ffn { act: Act::GeluTanh, ..dense(l) })), ["mlp"]);
+        let plain = |rule, l: &LayerShape| Moe {
+            experts: 4,
+            top_k: 2,
+            ffn: dense(l),
+            activation: ExpertActivation::Swiglu,
+            rule,
+            router_bias: false,
+        };
+        assert_eq!(all(|l| l.mlp = Mlp::Moe(plain(RouterRule::All, l))), ["experts"]);
+        assert_eq!(all(|l| l.attn.sinks = true), ["attention_sinks"]);
+        let moe = plain(RouterRule::All, &ModelShape::demo().layers[0]);
+        let clamped = ExpertActivation::Clamped { alpha: 1.0, limit: 2.0 };
+        let others = [
+            Moe { rule: RouterRule::Chosen, ..moe },
+            Moe { activation: clamped, ..moe },
+            Moe { router_bias: true, ..moe },
+            Moe { top_k: 3, ..moe },
+            Moe { experts: 5, ..moe },
+        ];
+        assert!(others.into_iter().all(|other| experts(other) != experts(moe)));
         assert_eq!(all(|l| l.attn.qk_norm = Some(QkSpan::Head)), ["qk_norm"]);
         assert_eq!(all(|l| l.attn.qk_norm = Some(QkSpan::Whole)), ["qk_norm"]);
         assert_eq!(all(|l| l.join = Join::Scale(0.5)), ["join"]);

@@ -2,14 +2,14 @@
 //! a branch adds its part when it joins, which is at the norm that it started with.
 
 use super::Model;
-use super::activations::{Activations, NormActivations, RawActivations};
+use super::activations::{Activations, LayerActivations, NormActivations, RawActivations};
 use super::forward::scale;
-use super::layer_shape::{Act, Join, Mlp, NormSpec};
-use super::params::{LinearParams, NormParams};
+use super::layer_shape::{Act, Join, NormSpec};
+use super::params::{LinearParams, NormParams, Param};
 use super::tensors::Module;
 use crate::device::{
     AttentionBackward, BiasBackward, DeviceSlice, EmbedBackward, GegluBackward, GeluBackward, Kernels, LayerNormBackward, Matmul,
-    MatmulLayout, MatmulShape, QkNormBackward, RmsNormBackward, ScaleAdd, SwigluBackward, Zero,
+    MatmulLayout, MatmulShape, QkNormBackward, RmsNormBackward, ScaleAdd, SinksBackward, SwigluBackward, Zero,
 };
 use crate::error::Result;
 
@@ -64,12 +64,21 @@ impl Model {
     }
 
     fn backward_mlp<D: Kernels>(&self, dev: &mut D, layer: usize, first: bool) -> Result<()> {
+        let Some(experts) = self.experts(layer) else { return self.backward_dense(dev, layer, first) };
         let (params, act, all) = (&self.layers[layer], &self.activations.layers[layer], &self.activations);
+        experts.backward(dev, all, first)?;
+        let Some(norm) = &params.mlp_norm else { return Ok(()) };
+        let (kind, input) = (self.shape.layers[layer].norm, (act.mid, act.mlp_norm.stats));
+        norm_backward(dev, kind, norm, input, (all.dnorm, all.dresidual), first)
+    }
+
+    fn backward_dense<D: Kernels>(&self, dev: &mut D, layer: usize, first: bool) -> Result<()> {
+        let (params, act, all) = (&self.layers[layer], &self.activations.layers[layer], &self.activations);
+        let ffn = self.shape.layers[layer].mlp.ffn();
         let dact = all.dinner.slice(0, act.mlp_act.elems());
         let dmlp_in = all.dfused.slice(0, act.mlp_in.elems());
         let dout = self.branch_gradient(dev, layer, params.post_mlp_norm.map(|norm| (norm, act.post_mlp)), first)?;
         linear_backward(dev, &params.mlp_out, act.mlp_act, dout, Input::New(dact), first)?;
-        let Mlp::Dense(ffn) = self.shape.layers[layer].mlp;
         match ffn.act {
             Act::Swiglu => dev.launch(SwigluBackward { dout: dact, gate_up: act.mlp_in, dgate_up: dmlp_in, cols: ffn.width })?,
             Act::Geglu => dev.launch(GegluBackward { dout: dact, gate_up: act.mlp_in, dgate_up: dmlp_in, cols: ffn.width })?,
@@ -120,7 +129,11 @@ impl Model {
         let dqkv = all.dfused.slice(0, act.qkv.elems());
         let dbranch = self.branch_gradient(dev, layer, params.post_attn_norm.map(|norm| (norm, act.post_attn)), first)?;
         linear_backward(dev, &params.attn_out, act.attn_out, dbranch, Input::New(dattn_out), first)?;
-        dev.launch(AttentionBackward { dout: dattn_out, qkv: act.qkv, documents, out: act.attn_out, lse: act.lse, dqkv, shape })?;
+        let LayerActivations { qkv, attn_out: out, lse, .. } = *act;
+        if let Some(Param { value: sinks, grad: dsinks }) = params.sinks {
+            dev.launch(SinksBackward { dout: dattn_out, out, lse, sinks, dsinks, accumulate: !first, shape })?;
+        }
+        dev.launch(AttentionBackward { dout: dattn_out, qkv, documents, out, lse, dqkv, shape })?;
         self.rotate(dev, layer, dqkv, true)?;
         if let (Some((q, k)), Some(kept)) = (params.qk_norm, act.qk_norm) {
             dev.launch(QkNormBackward {
@@ -133,7 +146,7 @@ impl Model {
                 dq_weight: q.grad,
                 dk_weight: k.grad,
                 accumulate: !first,
-                shape,
+                shape: self.attention_shape(layer),
             })?;
         }
         self.leave(dev, layer, (&params.qkv, dqkv), params.attn_norm.map(|norm| (norm, act.attn_norm)), act.input, first)

@@ -4,6 +4,7 @@
 //! Two things of training differ by design: there is no dropout (see [`ModelShape::ignored_dropout`]), and
 //! `pad_token_id` does not freeze its embedding: nothing here is padded with it.
 
+mod experts;
 mod keys;
 mod rope;
 #[cfg(test)]
@@ -11,7 +12,7 @@ mod tests;
 mod windows;
 
 use super::family::{Family, FamilySpec, Missing, Multipliers, Rotates, ScaleRule};
-use super::layer_shape::{Act, Attn, Ffn, Join, LayerShape, Mlp, NormSpec};
+use super::layer_shape::{Act, Attn, Ffn, Join, LayerShape, NormSpec};
 use super::shape::{DEMO_CONFIG, EmbedScale, ModelShape};
 use super::tensors::TensorTable;
 use crate::disk;
@@ -55,8 +56,9 @@ fn parse(text: &str, path: &Path) -> Result<ModelShape> {
     let value: Value = serde_json::from_str(text).map_err(|e| Error::format(path, e))?;
     let Value::Object(map) = value else { return Err(Error::format(path, "expected a JSON object")) };
     let keys = Keys { map: &map, path, within: "" };
-    keys.refuse_unsupported()?;
-    let shape = read_shape(&keys, family(&keys)?)?;
+    let family = family(&keys)?;
+    keys.refuse_unsupported(family.spec())?;
+    let shape = read_shape(&keys, family)?;
     let params = TensorTable::new(&shape).params();
     if params > PARAMS_MAX {
         return Err(Error::format(path, format_args!("these sizes make {params} parameters, more than {PARAMS_MAX}")));
@@ -85,7 +87,7 @@ fn read_shape(keys: &Keys, family: Family) -> Result<ModelShape> {
     let slides: Vec<bool> = windows.iter().map(Option::is_some).collect();
     let heads = rope::RotatedHeads { head_dim: attn.head_dim, max_positions };
     let (ropes, rope_of) = rope::ropes(keys, spec, &heads, &slides)?;
-    let mlp = Mlp::Dense(ffn(keys, spec, channels)?);
+    let mlps = experts::mlps(keys, spec, layers, || ffn(keys, spec, channels))?;
     let factor =
         |key: fn(&Multipliers) -> &'static str| spec.multipliers.as_ref().map_or(Ok(1.0), |multipliers| keys.factor(key(multipliers)));
     let join = match factor(|multipliers| multipliers.residual)? {
@@ -94,7 +96,7 @@ fn read_shape(keys: &Keys, family: Family) -> Result<ModelShape> {
         factor => Join::Scale(factor),
     };
     let pre_norm = spec.names.attn_norm.is_some();
-    let layer = |(window, rope)| LayerShape { attn: Attn { window, rope, ..attn }, mlp, norm, pre_norm, join };
+    let layer = |((window, rope), mlp)| LayerShape { attn: Attn { window, rope, ..attn }, mlp, norm, pre_norm, join };
     Ok(ModelShape {
         family,
         vocab: keys.count("vocab_size", INDEX_MAX)?,
@@ -108,7 +110,7 @@ fn read_shape(keys: &Keys, family: Family) -> Result<ModelShape> {
         logit_softcap: keys.softcap("final_logit_softcapping", spec.softcaps.as_ref().map(|caps| caps.logits))?,
         logit_scale: 1.0 / factor(|multipliers| multipliers.logits)?,
         ropes,
-        layers: windows.into_iter().zip(rope_of).map(layer).collect(),
+        layers: windows.into_iter().zip(rope_of).zip(mlps).map(layer).collect(),
         final_norm: norm,
         tied: keys.flag("tie_word_embeddings", spec.tied)?,
         init_std: keys.number("initializer_range", Some(0.02), 0.0, 100.0)? as f32,
@@ -136,6 +138,7 @@ fn attention(keys: &Keys, spec: &FamilySpec, channels: usize) -> Result<Attn> {
         window: None,
         scale: scale(keys, spec, head_dim)?,
         softcap: keys.softcap("attn_logit_softcapping", spec.softcaps.as_ref().map(|caps| caps.scores))?,
+        sinks: spec.sinks,
     })
 }
 

@@ -21,6 +21,8 @@ pub(crate) enum WindowRule {
     Never,
     /// All, when `sliding_window` is set; the value is the default of a missing key.
     All(Option<usize>),
+    /// All, when this key is true; the value is the default of a missing `sliding_window`.
+    AllIf(&'static str, usize),
     /// Those that `layer_types` names.
     ByType(TypeRule),
 }
@@ -136,6 +138,37 @@ pub(crate) struct Names {
     pub transposed: bool,
 }
 
+/// How a family names its experts.
+#[derive(Debug)]
+pub(crate) struct MoeNames {
+    pub(crate) router: &'static str,
+    pub(crate) experts: &'static str,
+    pub(crate) files: ExpertFiles,
+}
+
+/// What files have for the experts of a layer.
+#[derive(Debug)]
+pub(crate) enum ExpertFiles {
+    /// A tensor for each matrix of each expert, by its number: gate, up and down.
+    Each([&'static str; 3]),
+    /// One for all first and one for all second matrices, `[experts, in, out]`, with biases.
+    Stacked([&'static str; 2]),
+}
+
+/// What the layers of experts of a family are like.
+#[derive(Debug)]
+pub(crate) struct MoeSpec {
+    pub names: MoeNames,
+    /// The key of an expert's width.
+    pub(crate) width: &'static str,
+    /// A token's weights sum to 1.
+    pub(crate) renormalised: Presence,
+    /// Some layers may have none.
+    pub(crate) mixes_layers: bool,
+    /// Router and experts have biases, and gate and up, which lie in turns, are clamped.
+    pub(crate) is_gpt_oss: bool,
+}
+
 /// Everything that distinguishes one family.
 #[derive(Debug)]
 pub(crate) struct FamilySpec {
@@ -159,6 +192,8 @@ pub(crate) struct FamilySpec {
     pub(crate) rotates: Rotates,
     /// Base of the frequencies where `rope_theta` is missing.
     pub(crate) rope_theta: f64,
+    /// The file has to say how it rotates: `transformers` has no plain default.
+    pub(crate) names_rope: bool,
     /// `partial_rotary_factor` where it is missing; `None`: it can only be 1.
     pub(crate) partial_rotary: Option<f64>,
     pub(crate) scale: ScaleRule,
@@ -168,6 +203,9 @@ pub(crate) struct FamilySpec {
     pub(crate) softcaps: Option<Softcaps>,
     /// Neighbouring channels rotate as a pair.
     pub(crate) interleaved: bool,
+    /// Attention has sinks.
+    pub(crate) sinks: bool,
+    pub(crate) moe: Option<MoeSpec>,
 }
 
 const LLAMA_KEYS: SizeKeys = SizeKeys {
@@ -258,6 +296,8 @@ const GPT2_NAMES: Names = Names {
 };
 
 const QWEN_TYPES: TypeRule = TypeRule { switch: true, missing_types: Pattern::From("max_window_layers"), missing_window: None };
+const LLAMA_EXPERTS: MoeNames =
+    MoeNames { router: "mlp.gate", experts: "mlp.experts", files: ExpertFiles::Each(["gate_proj", "up_proj", "down_proj"]) };
 
 const LLAMA: FamilySpec = FamilySpec {
     architecture: "LlamaForCausalLM",
@@ -277,12 +317,15 @@ const LLAMA: FamilySpec = FamilySpec {
     window: WindowRule::Never,
     rotates: Rotates::All,
     rope_theta: 10_000.0,
+    names_rope: false,
     partial_rotary: None,
     scale: ScaleRule::HeadDim,
     multipliers: None,
     root_embed_scale: false,
     softcaps: None,
     interleaved: false,
+    sinks: false,
+    moe: None,
 };
 
 const OLMO2: FamilySpec =
@@ -410,6 +453,75 @@ static FAMILIES: &[FamilySpec] = &[
         ..LLAMA
     },
     GEMMA2,
+    FamilySpec {
+        architecture: "Qwen3MoeForCausalLM",
+        mlp_bias: Presence::Never,
+        qk_norm: Some(QkSpan::Head),
+        kv_heads: Missing::Refuse,
+        window: WindowRule::AllIf("use_sliding_window", 4096),
+        moe: Some(MoeSpec {
+            names: LLAMA_EXPERTS,
+            width: "moe_intermediate_size",
+            renormalised: Presence::Key("norm_topk_prob", false),
+            mixes_layers: true,
+            is_gpt_oss: false,
+        }),
+        ..LLAMA
+    },
+    FamilySpec {
+        architecture: "OlmoeForCausalLM",
+        mlp_bias: Presence::Never,
+        qk_norm: Some(QkSpan::Whole),
+        moe: Some(MoeSpec {
+            names: LLAMA_EXPERTS,
+            width: "intermediate_size",
+            renormalised: Presence::Key("norm_topk_prob", false),
+            mixes_layers: false,
+            is_gpt_oss: false,
+        }),
+        ..LLAMA
+    },
+    FamilySpec {
+        architecture: "MixtralForCausalLM",
+        qkv_bias: Presence::Never,
+        out_bias: Presence::Never,
+        mlp_bias: Presence::Never,
+        kv_heads: Missing::Refuse,
+        window: WindowRule::All(None),
+        rope_theta: 1_000_000.0,
+        moe: Some(MoeSpec {
+            names: MoeNames {
+                router: "block_sparse_moe.gate",
+                experts: "block_sparse_moe.experts",
+                files: ExpertFiles::Each(["w1", "w3", "w2"]),
+            },
+            width: "intermediate_size",
+            renormalised: Presence::Always,
+            mixes_layers: false,
+            is_gpt_oss: false,
+        }),
+        ..LLAMA
+    },
+    FamilySpec {
+        architecture: "GptOssForCausalLM",
+        qkv_bias: Presence::Key("attention_bias", true),
+        out_bias: Presence::Key("attention_bias", true),
+        mlp_bias: Presence::Never,
+        kv_heads: Missing::Refuse,
+        head_dim: Missing::Refuse,
+        window: WindowRule::ByType(TypeRule { switch: false, missing_types: Pattern::NotEvery(2), missing_window: Some(128) }),
+        rope_theta: 150_000.0,
+        names_rope: true,
+        sinks: true,
+        moe: Some(MoeSpec {
+            names: MoeNames { router: "mlp.router", experts: "mlp.experts", files: ExpertFiles::Stacked(["gate_up_proj", "down_proj"]) },
+            width: "intermediate_size",
+            renormalised: Presence::Always,
+            mixes_layers: false,
+            is_gpt_oss: true,
+        }),
+        ..LLAMA
+    },
 ];
 
 /// Families that people may ask for, and what they need that this decoder lacks.

@@ -9,9 +9,16 @@ use super::shape::RopeConfig;
 use super::tensors::Module;
 use crate::device::{
     AttentionForward, DeviceSlice, Embed, Geglu, Gelu, Kernels, LayerNorm, Matmul, MatmulLayout, MatmulShape, QkNorm, RmsNorm, Rope,
-    ScaleAdd, Swiglu,
+    ScaleAdd, Sinks, Swiglu,
 };
 use crate::error::Result;
+
+/// Whether a router chooses, or what it chose is still there.
+#[derive(Clone, Copy, PartialEq)]
+enum Routing {
+    New,
+    Kept,
+}
 
 impl Model {
     /// Runs the forward pass of `module`: the embedding of `activations.tokens`, a layer, or (for the head) the final norm.
@@ -50,8 +57,11 @@ impl Model {
         let (params, act) = (&self.layers[layer], &self.activations.layers[layer]);
         act.host_input.map_or(Ok(()), |input| input.send(dev))?;
         self.forward_attention(dev, layer, act)?;
-        self.forward_mlp(dev, layer, act)?;
+        self.forward_mlp(dev, layer, act, Routing::New)?;
         let out = self.acquire_residual(dev, layer + 1)?;
+        if let Some(experts) = self.experts(layer) {
+            return experts.leave(dev, out);
+        }
         self.join(dev, layer, (&params.mlp_out, act.mlp_act), params.post_mlp_norm.map(|norm| (norm, act.post_mlp)), (act.mid, out))
     }
 
@@ -92,7 +102,7 @@ impl Model {
             LayerPolicy::RecomputeCheap => self.recompute_cheap(dev, layer, act),
             LayerPolicy::RecomputeBlock | LayerPolicy::Host => {
                 self.forward_attention(dev, layer, act)?;
-                self.forward_mlp(dev, layer, act)?;
+                self.forward_mlp(dev, layer, act, Routing::Kept)?;
                 self.recompute_post_mlp(dev, layer, act)
             }
         }
@@ -139,15 +149,24 @@ impl Model {
         linear(dev, &params.qkv, x, None, projected)?;
         self.norm_and_rotate(dev, layer, act)?;
         let (documents, shape) = (self.activations.documents, self.attention_shape(layer));
-        dev.launch(AttentionForward { qkv: act.qkv, documents, out: act.attn_out, lse: act.lse, shape })?;
+        let LayerActivations { qkv, attn_out: out, lse, .. } = *act;
+        dev.launch(AttentionForward { qkv, documents, out, lse, shape })?;
+        params.sinks.map_or(Ok(()), |sinks| dev.launch(Sinks { sinks: sinks.value, out, lse, shape }))?;
         let post = params.post_attn_norm.map(|norm| (norm, act.post_attn));
         self.join(dev, layer, (&params.attn_out, act.attn_out), post, (act.input, act.mid))
     }
 
-    /// From the residual stream between attention and MLP to what enters the MLP's last matrix, into `act`.
-    fn forward_mlp<D: Kernels>(&self, dev: &mut D, layer: usize, act: &LayerActivations) -> Result<()> {
+    /// From the residual stream between attention and MLP to what enters the MLP's last matrix, into `act`; of experts to what leaves their
+    /// first.
+    fn forward_mlp<D: Kernels>(&self, dev: &mut D, layer: usize, act: &LayerActivations, routing: Routing) -> Result<()> {
         let params = &self.layers[layer];
         let x = self.enter(dev, layer, params.mlp_norm, act.mid, act.mlp_norm)?;
+        if let Some(experts) = self.experts(layer) {
+            if routing == Routing::New {
+                experts.route(dev)?;
+            }
+            return experts.enter(dev);
+        }
         linear(dev, &params.mlp_in, x, None, act.mlp_in)?;
         self.activate(dev, layer, act)
     }
@@ -162,8 +181,10 @@ impl Model {
         self.rotate(dev, layer, act.qkv, false)
     }
 
+    /// Experts do this on their way out.
     fn activate<D: Kernels>(&self, dev: &mut D, layer: usize, act: &LayerActivations) -> Result<()> {
-        let (Mlp::Dense(ffn), x, out) = (self.shape.layers[layer].mlp, act.mlp_in, act.mlp_act);
+        let Mlp::Dense(ffn) = self.shape.layers[layer].mlp else { return Ok(()) };
+        let (x, out) = (act.mlp_in, act.mlp_act);
         match ffn.act {
             Act::Swiglu => dev.launch(Swiglu { gate_up: x, out, cols: ffn.width }),
             Act::Geglu => dev.launch(Geglu { gate_up: x, out, cols: ffn.width }),

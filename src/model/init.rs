@@ -88,7 +88,7 @@ fn fill_normal(rng: &mut ChaCha8Rng, std: f32, out: &mut [f32]) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::layer_shape::{LayerShape, Mlp};
+    use super::super::layer_shape::{Ffn, LayerShape, Mlp};
     use super::super::shape::ModelShape;
     use super::super::tensors::{Module, Role, TensorTable};
     use super::*;
@@ -118,7 +118,7 @@ mod tests {
     fn threads_and_parts_make_the_same_bits() {
         // Odd sizes leave padding between tensors, and pairs cut in half at their ends.
         let mut shape = ModelShape { vocab: 259, channels: 255, ..ModelShape::demo() };
-        shape.layers.iter_mut().for_each(|LayerShape { mlp: Mlp::Dense(ffn), .. }| ffn.width = 501);
+        shape.layers.iter_mut().for_each(|LayerShape { mlp, .. }| *mlp = Mlp::Dense(Ffn { width: 501, ..mlp.ffn() }));
         let table = TensorTable::new(&shape);
         let mut whole = vec![0.0; table.flat_elems()];
         for spec in table.specs() {

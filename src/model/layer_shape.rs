@@ -1,5 +1,7 @@
 //! What one decoder layer is made of.
 
+use crate::device::{ExpertActivation, RouterRule};
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NormKind {
     /// By root mean square, with a weight.
@@ -59,6 +61,43 @@ impl Ffn {
 pub enum Mlp {
     /// Every token takes the same pair of matrices.
     Dense(Ffn),
+    /// A router chooses some of several such pairs for each token.
+    Moe(Moe),
+}
+
+impl Mlp {
+    /// A pair of matrices: all are alike.
+    pub(crate) fn ffn(&self) -> Ffn {
+        match *self {
+            Self::Dense(ffn) | Self::Moe(Moe { ffn, .. }) => ffn,
+        }
+    }
+
+    pub(crate) fn moe(&self) -> Option<Moe> {
+        match *self {
+            Self::Dense(_) => None,
+            Self::Moe(moe) => Some(moe),
+        }
+    }
+
+    /// Pairs that one token takes.
+    fn taken(&self) -> usize {
+        self.moe().map_or(1, |moe| moe.top_k)
+    }
+}
+
+/// Experts, and who chooses among them.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Moe {
+    pub experts: usize,
+    /// Experts of a token.
+    pub(crate) top_k: usize,
+    /// One expert.
+    pub(crate) ffn: Ffn,
+    /// What an expert does between its matrices.
+    pub(crate) activation: ExpertActivation,
+    pub(crate) rule: RouterRule,
+    pub(crate) router_bias: bool,
 }
 
 /// What one norm of queries and keys spans.
@@ -93,6 +132,8 @@ pub struct Attn {
     pub scale: f32,
     /// What scaled scores are bent to stay below.
     pub(crate) softcap: Option<f32>,
+    /// The softmax of each query head has a learned score that no token has.
+    pub(crate) sinks: bool,
 }
 
 impl Attn {
@@ -139,10 +180,10 @@ pub struct LayerShape {
 }
 
 impl LayerShape {
-    /// Columns that leave the first matrix of the MLP, and that enter the second one.
+    /// Columns that leave the first matrix of the MLP, and that enter the second one, for all experts of a token together.
     pub(crate) fn mlp_cols(&self) -> (usize, usize) {
-        let Mlp::Dense(ffn) = self.mlp;
-        (ffn.in_cols(), ffn.width)
+        let (ffn, taken) = (self.mlp.ffn(), self.mlp.taken());
+        (taken * ffn.in_cols(), taken * ffn.width)
     }
 
     /// What leaves attention, and what leaves the MLP, is normalised.

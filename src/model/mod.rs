@@ -16,6 +16,7 @@ mod host_input;
 pub(crate) mod init;
 pub(crate) mod layer_shape;
 mod micro_batch;
+mod moe;
 mod params;
 pub(crate) mod policy;
 pub(crate) mod presets;

@@ -39,8 +39,11 @@ pub(super) struct LayerParams {
     /// Query and key.
     pub qk_norm: Option<(Param, Param)>,
     pub(crate) attn_out: LinearParams,
+    pub(crate) sinks: Option<Param>,
     pub(crate) mlp_norm: Option<NormParams>,
     pub(crate) post_mlp_norm: Option<NormParams>,
+    /// What chooses experts.
+    pub(crate) router: Option<LinearParams>,
     pub(crate) mlp_in: LinearParams,
     pub(crate) mlp_out: LinearParams,
 }
@@ -72,8 +75,10 @@ impl Flat<'_> {
             qkv: self.linear(module, Role::Qkv, Some(Role::QkvBias)),
             qk_norm: self.find(module, Role::QNorm).zip(self.find(module, Role::KNorm)),
             attn_out: self.linear(module, Role::AttnOut, Some(Role::AttnOutBias)),
+            sinks: self.find(module, Role::Sinks),
             mlp_norm: self.norm(module, Role::MlpNorm, Role::MlpNormBias),
             post_mlp_norm: self.norm(module, Role::PostMlpNorm, Role::PostMlpNormBias),
+            router: self.table.find(module, Role::Router).map(|_| self.linear(module, Role::Router, Some(Role::RouterBias))),
             mlp_in: self.linear(module, Role::MlpIn, Some(Role::MlpInBias)),
             mlp_out: self.linear(module, Role::MlpOut, Some(Role::MlpOutBias)),
         }

@@ -6,12 +6,16 @@ use crate::model_dir::{CONFIG, ModelDir};
 use std::path::Path;
 
 /// Name and `config.json` of every preset.
-pub(crate) const PRESETS: [(&str, &str); 4] = [
+pub(crate) const PRESETS: [(&str, &str); 8] = [
     ("qwen3-4b", include_str!("presets/qwen3-4b.json")),
     ("llama-8b", include_str!("presets/llama-8b.json")),
     ("qwen3-14b", include_str!("presets/qwen3-14b.json")),
     // The vocabulary is GPT-2's 50257, padded to a multiple of 128 as every trainer does.
     ("gpt-5b", include_str!("presets/gpt-5b.json")),
+    ("olmoe-1b-7b", include_str!("presets/olmoe-1b-7b.json")),
+    ("gpt-oss-20b", include_str!("presets/gpt-oss-20b.json")),
+    ("qwen3-30b-a3b", include_str!("presets/qwen3-30b-a3b.json")),
+    ("mixtral-8x7b", include_str!("presets/mixtral-8x7b.json")),
 ];
 
 /// The shape of the preset that `config` names, or of the `config.json`, or a model's directory, that it is the path of. `flag` is where it
@@ -40,6 +44,20 @@ mod tests {
         let billions = |name: &str| TensorTable::new(&shape("model", Path::new(name)).unwrap()).params() as f64 / 1e9;
         for (name, expected) in [("qwen3-4b", 4.022), ("llama-8b", 8.030), ("qwen3-14b", 14.77), ("gpt-5b", 5.143)] {
             assert!((billions(name) - expected).abs() < 5e-4 * expected, "{name}: {} B", billions(name));
+        }
+    }
+
+    /// What transformers counts in these configurations, and what a token takes of it, without the embedding.
+    #[test]
+    fn presets_with_experts_have_their_models_parameters_and_work() {
+        for (name, params, taken) in [
+            ("olmoe-1b-7b", 6_919_161_856, 1_178_861_568),
+            ("gpt-oss-20b", 20_914_757_184, 3_607_142_400),
+            ("qwen3-30b-a3b", 30_532_122_624, 3_041_656_832),
+            ("mixtral-8x7b", 46_702_792_704, 12_748_587_008),
+        ] {
+            let table = TensorTable::new(&shape("model", Path::new(name)).unwrap());
+            assert_eq!((table.params(), table.matmul_params()), (params, taken), "{name}");
         }
     }
 

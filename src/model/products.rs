@@ -5,10 +5,11 @@ use super::tensors::TensorTable;
 use crate::device::{MatmulLayout, MatmulShape};
 
 /// The products of a step on `tokens` tokens whose loss is computed in one tile, each shape once: a linear layer has one
-/// forward, one for the gradient of its input, and one for that of its weight.
+/// forward, one for the gradient of its input, and one for that of its weight. Experts' products
+/// are not among them: no library computes those.
 pub fn products(shape: &ModelShape, tokens: usize) -> Vec<MatmulShape> {
     let mut all = Vec::new();
-    for spec in TensorTable::new(shape).product_matrices() {
+    for spec in TensorTable::new(shape).product_matrices().filter(|spec| spec.experts.0 == 1) {
         let [out, cols] = [spec.shape[0], spec.shape[1]];
         let forward = MatmulShape { layout: MatmulLayout::Nt, m: tokens, n: out, k: cols };
         let to_input = MatmulShape { layout: MatmulLayout::Nn, m: tokens, n: cols, k: out };

@@ -4,8 +4,8 @@
 //! become final, so that a contiguous bucket is complete early: [`Module::Head`], the last layer down to layer 0,
 //! [`Module::Embed`].
 
-use super::family::Names;
-use super::layer_shape::{Attn, LayerShape, Mlp, NormKind, NormSpec, QkSpan};
+use super::family::{ExpertFiles, MoeNames, Names};
+use super::layer_shape::{Attn, Ffn, LayerShape, Mlp, Moe, NormKind, NormSpec, QkSpan};
 use super::shape::ModelShape;
 use std::ops::Range;
 
@@ -45,6 +45,8 @@ pub enum Role {
     QNorm,
     /// Norm of keys `[head_dim]` or `[kv_heads head_dim]`.
     KNorm,
+    /// A score of each query head that no token has `[heads]`.
+    Sinks,
     /// Output projection of attention `[channels, heads head_dim]`.
     AttnOut,
     /// Its bias `[channels]`.
@@ -57,10 +59,14 @@ pub enum Role {
     PostMlpNorm,
     /// Its bias `[channels]`.
     PostMlpNormBias,
-    /// First matrix of the MLP: fused gate and up rows `[2 ffn, channels]`, or `[ffn, channels]`.
+    /// What chooses experts `[experts, channels]`.
+    Router,
+    /// Its bias `[experts]`.
+    RouterBias,
+    /// First matrix of the MLP: fused gate and up rows `[2 ffn, channels]`, or `[ffn, channels]`; with experts, one's rows below the other's.
     MlpIn,
     MlpInBias,
-    /// Second matrix of the MLP `[channels, ffn]`.
+    /// Second matrix of the MLP `[channels, ffn]`; with experts, one's rows below the other's.
     MlpOut,
     /// Its bias `[channels]`.
     MlpOutBias,
@@ -91,6 +97,9 @@ impl Role {
             (Self::MlpNormBias, _) => "mlp_norm.bias",
             (Self::PostMlpNorm, _) => "post_mlp_norm",
             (Self::PostMlpNormBias, _) => "post_mlp_norm.bias",
+            (Self::Router, _) => "mlp.router",
+            (Self::RouterBias, _) => "mlp.router.bias",
+            (Self::Sinks, _) => "attn.sinks",
             (Self::MlpIn, true) => "mlp.gate_up",
             (Self::MlpIn, false) => "mlp.up",
             (Self::MlpInBias, true) => "mlp.gate_up.bias",
@@ -127,6 +136,21 @@ pub struct HfPart {
     pub rows: usize,
     /// Stored `[in, out]` (GPT-2's Conv1D): column `c` of the file is row `row_start + c` here.
     pub transposed: bool,
+    /// The file has so many matrices, or vectors, in one tensor: its first dimension.
+    pub(crate) stacked: Option<usize>,
+}
+
+impl HfPart {
+    /// How many matrices it holds, and the rows of one.
+    pub(crate) fn matrices(&self) -> (usize, usize) {
+        let count = self.stacked.unwrap_or(1);
+        (count, self.rows / count)
+    }
+
+    /// Whether files may have it in MXFP4 instead.
+    pub(crate) fn may_be_packed(&self) -> bool {
+        self.stacked.is_some() && self.transposed
+    }
 }
 
 /// One tensor of the flat range.
@@ -143,7 +167,9 @@ pub struct TensorSpec {
     pub shape: Vec<usize>,
     /// First element in the flat range; a multiple of [`TENSOR_ALIGN_ELEMS`].
     pub offset_elems: usize,
-    /// Whether weight decay applies: matrices and embeddings, not norms and biases.
+    /// How many experts it holds, and how many of them a token takes; 1 and 1 where there are none.
+    pub(crate) experts: (usize, usize),
+    /// Whether weight decay applies: matrices, embeddings and, as in the Hugging Face Trainer, sinks; not norms and biases.
     pub decay: bool,
     pub(crate) init: Init,
     /// The Hugging Face tensors that it is made of, by ascending rows, covering all of them.
@@ -168,11 +194,13 @@ impl TensorSpec {
 
     /// The shape of `part` in its file.
     pub fn part_shape(&self, part: &HfPart) -> Vec<usize> {
-        match (self.shape.get(1), part.transposed) {
-            (None, _) => vec![part.rows],
-            (Some(&cols), false) => vec![part.rows, cols],
-            (Some(&cols), true) => vec![cols, part.rows],
-        }
+        let rows = part.matrices().1;
+        let one = match (self.shape.get(1), part.transposed) {
+            (None, _) => vec![rows],
+            (Some(&cols), false) => vec![rows, cols],
+            (Some(&cols), true) => vec![cols, rows],
+        };
+        part.stacked.into_iter().chain(one).collect()
     }
 }
 
@@ -261,9 +289,9 @@ impl TensorTable {
     }
 
     /// Parameters of the matrix products: every matrix, the output matrix also when it is the token embedding, which
-    /// as an embedding does not count.
+    /// as an embedding does not count, and of experts as many as a token takes.
     pub(crate) fn matmul_params(&self) -> usize {
-        self.product_matrices().map(TensorSpec::elems).sum()
+        self.product_matrices().map(|spec| spec.elems() / spec.experts.0 * spec.experts.1).sum()
     }
 
     /// The matrices `[out, in]` of the matrix products: see [`TensorTable::matmul_params`].
@@ -287,15 +315,16 @@ impl TableBuilder<'_> {
             Module::Layer(layer) => format!("layers.{layer}.{}", role.name(self.gated(layer))),
             _ => role.name(false).to_string(),
         };
-        let decay = shape.len() == 2;
-        let spec = TensorSpec { index: self.specs.len(), name, role, module, shape, offset_elems: self.end, decay, init, parts };
+        let decay = shape.len() == 2 || role == Role::Sinks;
+        let (index, offset_elems, experts) = (self.specs.len(), self.end, (1, 1));
+        let spec = TensorSpec { index, name, role, module, shape, offset_elems, experts, decay, init, parts };
         self.end = (self.end + spec.elems()).next_multiple_of(TENSOR_ALIGN_ELEMS);
         self.specs.push(spec);
     }
 
     /// A tensor that one Hugging Face tensor holds as it is.
     fn whole(&mut self, module: Module, role: Role, shape: Vec<usize>, init: Init, name: String) {
-        let part = HfPart { name, row_start: 0, rows: shape[0], transposed: false };
+        let part = HfPart { name, row_start: 0, rows: shape[0], transposed: false, stacked: None };
         self.push(module, role, shape, init, vec![part]);
     }
 
@@ -310,8 +339,7 @@ impl TableBuilder<'_> {
     }
 
     fn gated(&self, layer: usize) -> bool {
-        let Mlp::Dense(ffn) = self.shape.layers[layer].mlp;
-        ffn.gated()
+        self.shape.layers[layer].mlp.ffn().gated()
     }
 
     fn norm(&mut self, module: Module, norm: NormSpec, (weight, bias): (Role, Role), path: Option<String>) {
@@ -327,7 +355,7 @@ impl TableBuilder<'_> {
         let parts = |suffix: &str, transposed: bool| {
             let mut row_start = 0;
             let part = |(path, &rows): (&String, &usize)| {
-                let part = HfPart { name: format!("{path}.{suffix}"), row_start, rows, transposed };
+                let part = HfPart { name: format!("{path}.{suffix}"), row_start, rows, transposed, stacked: None };
                 row_start += rows;
                 part
             };
@@ -357,21 +385,62 @@ impl TableBuilder<'_> {
         self.attention(Module::Layer(layer), shape, at);
     }
 
-    fn mlp(&mut self, module: Module, LayerShape { mlp: Mlp::Dense(ffn), norm, .. }: LayerShape, at: impl Fn(&str) -> String) {
-        let (&Names { mlp_norm, post_mlp_norm, mlp_in, mlp_out, .. }, channels) = (self.names, self.shape.channels);
+    fn mlp(&mut self, module: Module, LayerShape { mlp, norm, .. }: LayerShape, at: impl Fn(&str) -> String) {
+        let Names { mlp_norm, post_mlp_norm, .. } = *self.names;
         self.norm(module, norm, (Role::PostMlpNorm, Role::PostMlpNormBias), post_mlp_norm.map(&at));
+        match (mlp, &self.shape.family.spec().moe) {
+            (Mlp::Moe(moe), Some(spec)) => self.experts(module, moe, &spec.names, &at),
+            _ => self.dense(module, mlp.ffn(), &at),
+        }
+        self.norm(module, norm, (Role::MlpNorm, Role::MlpNormBias), mlp_norm.map(&at));
+    }
+
+    fn dense(&mut self, module: Module, ffn: Ffn, at: impl Fn(&str) -> String) {
+        let (&Names { mlp_in, mlp_out, .. }, channels) = (self.names, self.shape.channels);
         let in_rows = vec![ffn.in_cols() / mlp_in.len(); mlp_in.len()];
         let paths: Vec<String> = mlp_in.iter().map(|name| at(name)).collect();
         let bias = |role| ffn.bias.then_some(role);
         self.linear(module, (Role::MlpOut, bias(Role::MlpOutBias)), &[at(mlp_out)], &[channels], ffn.width, self.residual_init());
         self.linear(module, (Role::MlpIn, bias(Role::MlpInBias)), &paths, &in_rows, channels, self.matrix_init());
-        self.norm(module, norm, (Role::MlpNorm, Role::MlpNormBias), mlp_norm.map(&at));
+    }
+
+    /// Experts and their router.
+    fn experts(&mut self, module: Module, moe: Moe, names: &MoeNames, at: impl Fn(&str) -> String) {
+        let from = self.specs.len();
+        match names.files {
+            ExpertFiles::Each(files) => self.experts_apart(module, moe, files, |name| at(&format!("{}.{name}", names.experts))),
+            ExpertFiles::Stacked(files) => self.experts_stacked(module, moe, files, |name| at(&format!("{}.{name}", names.experts))),
+        }
+        self.specs[from..].iter_mut().for_each(|spec| spec.experts = (moe.experts, moe.top_k));
+        let roles = (Role::Router, moe.router_bias.then_some(Role::RouterBias));
+        self.linear(module, roles, &[at(names.router)], &[moe.experts], self.shape.channels, self.matrix_init());
+    }
+
+    fn experts_apart(&mut self, module: Module, moe: Moe, [gate, up, down]: [&str; 3], at: impl Fn(&str) -> String) {
+        let (Moe { experts, ffn, .. }, channels) = (moe, self.shape.channels);
+        let each = |matrices: &[&str]| -> Vec<String> {
+            (0..experts).flat_map(|expert| matrices.iter().map(move |matrix| format!("{expert}.{matrix}"))).map(|name| at(&name)).collect()
+        };
+        let (paths_out, paths_in) = (each(&[down]), each(&[gate, up]));
+        self.linear(module, (Role::MlpOut, None), &paths_out, &vec![channels; experts], ffn.width, self.residual_init());
+        self.linear(module, (Role::MlpIn, None), &paths_in, &vec![ffn.width; paths_in.len()], channels, self.matrix_init());
+    }
+
+    fn experts_stacked(&mut self, module: Module, moe: Moe, [into, out]: [&str; 2], at: impl Fn(&str) -> String) {
+        let (Moe { experts, ffn, .. }, channels, init) = (moe, self.shape.channels, self.matrix_init());
+        let mut stack = |roles: (Role, Role), name: &str, rows: usize, cols: usize| {
+            let part = |name, transposed| vec![HfPart { name, row_start: 0, rows: experts * rows, transposed, stacked: Some(experts) }];
+            self.push(module, roles.0, vec![experts * rows, cols], init, part(at(name), true));
+            self.push(module, roles.1, vec![experts * rows], Init::Zeros, part(at(&format!("{name}_bias")), false));
+        };
+        stack((Role::MlpOut, Role::MlpOutBias), out, channels, ffn.width);
+        stack((Role::MlpIn, Role::MlpInBias), into, ffn.in_cols(), channels);
     }
 
     fn attention(&mut self, module: Module, LayerShape { attn, norm, .. }: LayerShape, at: impl Fn(&str) -> String) {
         let (&Names { attn_norm, post_attn_norm, qkv, attn_out, .. }, channels) = (self.names, self.shape.channels);
         self.norm(module, norm, (Role::PostAttnNorm, Role::PostAttnNormBias), post_attn_norm.map(&at));
-        let Attn { heads, kv_heads, head_dim, qk_norm, qkv_bias, out_bias, .. } = attn;
+        let Attn { heads, kv_heads, head_dim, qk_norm, qkv_bias, out_bias, sinks, .. } = attn;
         let (q_rows, kv_rows) = (heads * head_dim, kv_heads * head_dim);
         let qkv_rows: &[usize] = if qkv.len() == 1 { &[q_rows + 2 * kv_rows] } else { &[q_rows, kv_rows, kv_rows] };
         let paths: Vec<String> = qkv.iter().map(|name| at(name)).collect();
@@ -381,6 +450,9 @@ impl TableBuilder<'_> {
             let (q, k) = if span == QkSpan::Head { (head_dim, head_dim) } else { (q_rows, kv_rows) };
             self.whole(module, Role::QNorm, vec![q], norm_init(norm), at("self_attn.q_norm.weight"));
             self.whole(module, Role::KNorm, vec![k], norm_init(norm), at("self_attn.k_norm.weight"));
+        }
+        if sinks {
+            self.whole(module, Role::Sinks, vec![heads], self.matrix_init(), at("self_attn.sinks"));
         }
         let qkv_roles = (Role::Qkv, qkv_bias.then_some(Role::QkvBias));
         self.linear(module, qkv_roles, &paths, qkv_rows, channels, self.matrix_init());
@@ -409,10 +481,16 @@ mod tests {
     use std::path::Path;
 
     fn shape(architecture: &str) -> ModelShape {
+        let experts = match Family::find(architecture).unwrap().spec().moe {
+            None => "",
+            Some(_) => {
+                r#", "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "rope_scaling": {"rope_type": "default"}"#
+            }
+        };
         let text = format!(
             r#"{{"architectures": ["{architecture}"], "vocab_size": 60, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2,
             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "rms_norm_eps": 1e-6,
-            "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 24, "layer_norm_epsilon": 1e-5, "norm_epsilon": 1e-5}}"#
+            "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 24, "layer_norm_epsilon": 1e-5, "norm_epsilon": 1e-5{experts}}}"#
         );
         ModelShape::parse(&text, Path::new("config.json")).unwrap()
     }

@@ -4,6 +4,7 @@
 //! shrinks while it is read is an error and not a signal.
 
 mod load;
+mod mxfp4;
 pub(crate) mod safetensors;
 
 pub use load::ModelWeights;
@@ -79,10 +80,11 @@ fn named_code(auto_map: &Value, names: &mut BTreeSet<String>) {
 
 /// Where element `i` of the file's tensor `part` lies in ours.
 pub(crate) fn position(spec: &TensorSpec, part: &HfPart, i: usize) -> usize {
-    let cols = spec.row_elems();
+    let (cols, (_, rows)) = (spec.row_elems(), part.matrices());
+    let (matrix, i) = (i / (rows * cols) * rows, i % (rows * cols));
     match part.transposed {
-        false => part.row_start * cols + i,
-        true => (part.row_start + i % part.rows) * cols + i / part.rows,
+        false => (part.row_start + matrix) * cols + i,
+        true => (part.row_start + matrix + i % rows) * cols + i / rows,
     }
 }
 

@@ -11,6 +11,7 @@ use crate::hardware::profile::Profile;
 use crate::hardware::rates::Rates;
 use crate::memory::{Addressing, DeviceMemory, MemorySpace};
 use crate::model::policy::LayerPolicy;
+use crate::model::presets;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::{Module, TensorTable};
 use crate::optim::moments::Moments;
@@ -364,6 +365,24 @@ fn a_model_whose_states_fit_in_16_bits_alone_is_advised_so() {
     assert!(packed.to_string().contains(", moments in bfloat16; clip above"), "{packed}");
     let inverse = Settings { rollback: Rollback::Inverse, ..settings() };
     assert!(cfg!(not(feature = "stv")) || !refusal(&shape, &inverse).contains("--moments"), "what is refused is no advice");
+}
+
+/// Most of their parameters are experts'. Wholly trained, 16 bytes of each are more than both memories of one GPU.
+#[test]
+fn models_with_experts_are_planned_and_advised() {
+    if !REPARTITION {
+        return;
+    }
+    let one = Settings { per_device_train_batch_size: 1, ..settings() };
+    let preset = |name: &str| presets::shape("model", Path::new(name)).unwrap();
+    let (gpt_oss, qwen3) = (preset("gpt-oss-20b"), preset("qwen3-30b-a3b"));
+    assert!(refusal(&gpt_oss, &one).contains("; --moments bfloat16 would fit"), "{}", refusal(&gpt_oss, &one));
+    let packed = Settings { moments: Moments::Bfloat16, ..one.clone() };
+    fitting(&gpt_oss, &packed);
+    fitting(&preset("olmoe-1b-7b"), &one);
+    assert!(refusal(&qwen3, &packed).contains("30532122624 parameters"));
+    let two = Settings { gpus: 2, ..packed };
+    Plan::new(&two, &qwen3, &of_four(2), false).unwrap().check_fits(&two, &qwen3).unwrap();
 }
 
 #[test]

@@ -15,10 +15,11 @@ golden.safetensors:
 import json
 import pathlib
 import sys
+import tempfile
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers.trainer_pt_utils import get_parameter_names
 
 STEPS, BATCH, SEQUENCE = 10, 2, 16
@@ -31,6 +32,11 @@ SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=40, num_hidden_lay
 COMMON = dict(initializer_range=0.2, attention_dropout=0.0, pad_token_id=None, bos_token_id=None, eos_token_id=None, use_cache=False)
 LLAMA3_ROPE = dict(
     rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=128
+)
+
+
+YARN = dict(
+    rope_type="yarn", rope_theta=150.0, factor=8.0, beta_fast=4.0, beta_slow=1.0, original_max_position_embeddings=32, truncate=False
 )
 
 
@@ -101,6 +107,22 @@ FAMILIES = {
         **SIZES, **COMMON, num_key_value_heads=2, head_dim=12, query_pre_attn_scalar=20, sliding_window=5,
         attn_logit_softcapping=2.0, final_logit_softcapping=3.0, rope_parameters=plain_rope(100.0),
     ),
+    # The first of three layers has no experts.
+    "qwen3_moe": transformers.Qwen3MoeConfig(
+        **dict(SIZES, num_hidden_layers=3), **COMMON, num_key_value_heads=2, head_dim=16, moe_intermediate_size=12, num_experts=8,
+        num_experts_per_tok=3, norm_topk_prob=True, mlp_only_layers=[0], rope_parameters=plain_rope(1000000.0),
+    ),
+    "olmoe": transformers.OlmoeConfig(
+        **SIZES, **COMMON, num_key_value_heads=4, num_experts=8, num_experts_per_tok=3, rope_parameters=plain_rope(10000.0)
+    ),
+    "mixtral": transformers.MixtralConfig(
+        **SIZES, **COMMON, num_key_value_heads=2, sliding_window=7, num_local_experts=4, num_experts_per_tok=2,
+        rope_parameters=plain_rope(1000000.0),
+    ),
+    "gpt_oss": transformers.GptOssConfig(
+        **dict(SIZES, intermediate_size=24), **COMMON, num_key_value_heads=2, head_dim=8, num_local_experts=6, num_experts_per_tok=3,
+        sliding_window=5, swiglu_limit=1.5, rope_parameters=YARN,
+    ),
 }
 
 
@@ -109,7 +131,7 @@ def randomize(model, generator):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() == 2:
+            if parameter.dim() > 1 and not name.endswith("bias"):
                 parameter.copy_(0.2 * noise)
             else:
                 parameter.copy_((0.0 if name.endswith("bias") else 1.0) + 0.2 * noise)
@@ -142,7 +164,28 @@ def save(model, family, directory):
         old_spelling(directory / "config.json")
 
 
+def watch_routers(model):
+    """Fails where rounding could choose other experts: where the last chosen logit nearly ties with the first that was not."""
+
+    def check(module, _, output):
+        logits = output[0].detach().sort(dim=-1, descending=True).values
+        margin = (logits[:, module.top_k - 1] - logits[:, module.top_k]).min()
+        assert margin > 1e-4, f"two experts nearly tie: {margin}"
+
+    for module in model.modules():
+        if type(module).__name__.endswith("TopKRouter"):
+            module.register_forward_hook(check)
+
+
+def saved(model):
+    """The parameters by the names that files have: experts are one tensor in memory, and one each in files."""
+    with tempfile.TemporaryDirectory() as directory:
+        model.save_pretrained(directory)
+        return load_file(pathlib.Path(directory) / "model.safetensors")
+
+
 def train(model, tokens, targets):
+    watch_routers(model)
     optimizer = torch.optim.AdamW(decay_groups(model), lr=LEARNING_RATE, betas=(0.9, 0.999), eps=EPSILON, foreach=False)
     losses, norms, first_logits = [], [], None
     for step in range(STEPS):
@@ -175,7 +218,7 @@ def generate(family, root):
     logits, losses, norms = train(model, tokens, targets)
     golden = dict(tokens=tokens, targets=targets, logits=logits)
     golden |= dict(loss=torch.tensor(losses, dtype=torch.float64), grad_norm=torch.tensor(norms, dtype=torch.float64))
-    golden |= {f"final.{name}": parameter.detach().clone() for name, parameter in model.named_parameters()}
+    golden |= {f"final.{name}": tensor for name, tensor in saved(model).items()}
     save_file(golden, directory / "golden.safetensors")
     print(f"{family}: loss {losses[0]:.4f} to {losses[-1]:.4f}, gradient norm {min(norms):.2f} to {max(norms):.2f}")
 

@@ -56,6 +56,28 @@ pub fn narrow_shape(layers: usize) -> ModelShape {
     ModelShape::parse(&config.to_string(), "config.json".as_ref()).expect("the suite's own model")
 }
 
+/// Families whose layers are made of experts.
+#[derive(Clone, Copy, Debug)]
+enum Experts {
+    Qwen3Moe,
+    /// With sinks, biases and a clamped activation, too.
+    GptOss,
+}
+
+impl Experts {
+    /// A model with four experts in a layer, of which a token takes `top_k`: with all four, no rounding chooses others.
+    fn shape(self, top_k: usize) -> ModelShape {
+        let architecture = format!("{self:?}ForCausalLM");
+        let config = serde_json::json!({
+            "architectures": [architecture], "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "head_dim": 16, "intermediate_size": 64, "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": top_k,
+            "norm_topk_prob": true, "sliding_window": 9, "vocab_size": 256, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+            "rope_scaling": {"rope_type": "default"}, "hidden_act": "silu", "tie_word_embeddings": true,
+        });
+        ModelShape::parse(&config.to_string(), "config.json".as_ref()).expect("the suite's own model")
+    }
+}
+
 /// Layers that keep a GPU busy.
 pub fn wide_shape(layers: usize) -> ModelShape {
     let config = serde_json::json!({
@@ -165,10 +187,17 @@ fn move_to<D: Kernels, X: Exchange<D>>(engine: &mut Engine<D, X>, plan: Plan) ->
 /// All training cases.
 pub fn run<D: Kernels, W: Write>(report: &mut Report<W>, subject: &Subject<'_, D>) {
     for dtype in ["float32", "bfloat16"] {
-        report.case(&format!("training/losses in {dtype}"), || losses(subject, dtype));
+        report.case(&format!("training/losses in {dtype}"), || losses(subject, &shape(), dtype));
+        for family in [Experts::Qwen3Moe, Experts::GptOss] {
+            report.case(&format!("training/losses of {family:?} in {dtype}"), || losses(subject, &family.shape(4), dtype));
+        }
     }
     for variant in variants() {
-        report.case(&format!("training/digests {}", variant.name), || digests(subject, &variant));
+        report.case(&format!("training/digests {}", variant.name), || digests(subject, &shape(), &variant));
+    }
+    for family in [Experts::Qwen3Moe, Experts::GptOss] {
+        let variant = Variant { name: "", common: "", speculating: RESIDENT_AND_CAST, clip: Clip::Sometimes, skips: false };
+        report.case(&format!("training/digests of {family:?}"), || digests(subject, &family.shape(2), &variant));
     }
     report.case("training/unified memory gives the digest of pinned memory", || unified(subject));
     report.case("training/weights that stream give the digest of weights that stay", || streamed(subject));
@@ -177,7 +206,7 @@ pub fn run<D: Kernels, W: Write>(report: &mut Report<W>, subject: &Subject<'_, D
 }
 
 /// Losses against the CPU device's.
-fn losses<D: Kernels>(subject: &Subject<'_, D>, dtype: &str) -> Outcome {
+fn losses<D: Kernels>(subject: &Subject<'_, D>, shape: &ModelShape, dtype: &str) -> Outcome {
     let toml = |dtype: &str| format!("{SPECULATE}bucket-mib = 0.0625\nresident-buckets = 0\ndtype = \"{dtype}\"\nmax-grad-norm = 1\n");
     let reference: Subject<'_, CpuDevice> = Subject {
         engine: &cpu_engine,
@@ -187,12 +216,12 @@ fn losses<D: Kernels>(subject: &Subject<'_, D>, dtype: &str) -> Outcome {
         overlaps: true,
         steps: subject.steps,
     };
-    let on_cpu = |dtype| train(&reference, &format!("{REFERENCE}{}", toml(dtype)), false);
-    let have = train(subject, &format!("{}{}", subject.settings, toml(dtype)), false)?;
+    let on_cpu = |dtype| train_shape(&reference, shape, &format!("{REFERENCE}{}", toml(dtype)), reference.steps, false);
+    let have = train_shape(subject, shape, &format!("{}{}", subject.settings, toml(dtype)), subject.steps, false)?;
     let want = on_cpu(dtype)?;
     require(!subject.same_bits || have.digest == want.digest, || "another digest than the reference's".into())?;
     require(want.reports[subject.steps - 1].loss < want.reports[0].loss - 0.5, || "the reference learned nothing".into())?;
-    let bounds = if dtype == "float32" { float32_bounds(&want) } else { bfloat16_bounds(&want, &on_cpu("float32")?) };
+    let bounds = if dtype == "float32" { float32_bounds(&want, shape) } else { bfloat16_bounds(&want, &on_cpu("float32")?) };
     let mut worst = 0f64;
     for (step, ((have, want), bound)) in have.losses().into_iter().zip(want.losses()).zip(bounds).enumerate() {
         let off = f64::from((have - want).abs());
@@ -204,8 +233,8 @@ fn losses<D: Kernels>(subject: &Subject<'_, D>, dtype: &str) -> Outcome {
 
 /// The bounds of `tests/golden/README.md`: the loss of given parameters within 2e-6 relative; parameters after `n` steps within
 /// `1e-5 n lr + 2 n ulp(p)` each, which moves the loss by at most its gradient times their distance (Cauchy and Schwarz).
-fn float32_bounds(reference: &Run) -> Vec<f64> {
-    let params = TensorTable::new(&shape()).params() as f64;
+fn float32_bounds(reference: &Run, shape: &ModelShape) -> Vec<f64> {
+    let params = TensorTable::new(shape).params() as f64;
     let per_step = params.sqrt() * (1e-5 * LEARNING_RATE + 2.0 * f64::from(f32::EPSILON) * TYPICAL_PARAM);
     let bound = |(n, report): (usize, &StepReport)| 2e-6 * f64::from(report.loss) + report.grad_norm.0 * n as f64 * per_step;
     reference.reports.iter().enumerate().map(bound).collect()
@@ -300,9 +329,9 @@ fn variants() -> [Variant; 10] {
 }
 
 /// The same state from every strategy, and counters that show what happened on the way.
-fn digests<D: Kernels>(subject: &Subject<'_, D>, variant: &Variant) -> Outcome {
+fn digests<D: Kernels>(subject: &Subject<'_, D>, shape: &ModelShape, variant: &Variant) -> Outcome {
     let common = format!("{}{}", subject.settings, variant.common);
-    let train = |more: &str| train(subject, &format!("{common}{more}"), false);
+    let train = |more: &str| train_shape(subject, shape, &format!("{common}{more}"), subject.steps, false);
     let max_norm = match variant.clip {
         Clip::Never => 0.0,
         Clip::Always => 1e-3,

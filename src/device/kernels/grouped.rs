@@ -7,7 +7,7 @@ use crate::error::Result;
 use crate::hardware::rates::Rates;
 
 /// Experts that a layer may have: kernels keep a number for each.
-const EXPERTS_MAX: usize = 1024;
+pub(crate) const EXPERTS_MAX: usize = 1024;
 
 /// Sizes of a [`GroupedMatmul`], in the words of a linear layer: its weights, one expert's below the other's, are `[experts * outs, ins]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,7 +1,7 @@
 //! The values of a JSON object by their keys, each an error that names it where it makes no sense.
 
 use crate::error::{Error, Result};
-use crate::model::family::{Missing, Presence};
+use crate::model::family::{FamilySpec, Missing, Presence};
 use serde_json::{Map, Value};
 use std::path::Path;
 
@@ -146,18 +146,19 @@ impl<'a> Keys<'a> {
     }
 
     /// Features that would change the arithmetic without changing the architecture's name.
-    pub(super) fn refuse_unsupported(&self) -> Result<()> {
+    pub(super) fn refuse_unsupported(&self, spec: &FamilySpec) -> Result<()> {
+        let experts: &[&str] = if spec.moe.is_some() { &[] } else { &["num_local_experts", "num_experts"] };
+        let quantized = self.get("quantization_config").and_then(|config| config.get("quant_method"));
+        let is_read = spec.moe.as_ref().is_some_and(|moe| moe.is_gpt_oss) && quantized.is_some_and(|method| method == "mxfp4");
         let features = [
-            "quantization_config",
-            "num_local_experts",
-            "num_experts",
+            if is_read { "" } else { "quantization_config" },
             "add_cross_attention",
             "scale_attn_by_inverse_layer_idx",
             "is_encoder_decoder",
             "use_bidirectional_attention",
         ];
         let on = |value: &Value| *value != false && *value != 0;
-        if let Some((key, value)) = features.iter().find_map(|key| self.get(key).filter(|v| on(v)).map(|v| (key, v))) {
+        if let Some((key, value)) = features.iter().chain(experts).find_map(|key| self.get(key).filter(|v| on(v)).map(|v| (key, v))) {
             return Err(self.unsupported(key, value, "not one of this engine's features"));
         }
         match self.flag("is_causal", true)? {

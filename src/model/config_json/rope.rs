@@ -60,6 +60,9 @@ fn rope(keys: &Keys, inner: &Keys, spec: &FamilySpec, heads: &RotatedHeads) -> R
     if rotary_dim == 0 || !rotary_dim.is_multiple_of(2) {
         return Err(keys.bad("head_dim", format_args!("{rotary_dim} rotating channels of {}: rope needs an even number", heads.head_dim)));
     }
+    if spec.names_rope && inner.map.is_empty() {
+        return Err(keys.missing("rope_scaling", "an object that says how this family rotates"));
+    }
     let (scaling, attention_factor) = scaling(keys, inner, heads.max_positions, rotary_dim)?;
     Ok(RopeConfig { theta, rotary_dim, interleaved: spec.interleaved, scaling, attention_factor: attention_factor as f32 })
 }

@@ -1,6 +1,7 @@
 //! What is read, and what is refused.
 
 use super::*;
+use crate::device::RouterRule;
 use crate::model::layer_shape::{NormKind, QkSpan};
 use crate::model::shape::{RopeConfig, RopeScaling};
 use proptest::prelude::*;
@@ -40,12 +41,12 @@ fn windows_of(shape: Result<ModelShape>) -> Vec<Option<usize>> {
 #[test]
 fn families_differ_where_transformers_says() {
     let biases = |s: &ModelShape| {
-        let LayerShape { attn, mlp: Mlp::Dense(ffn), .. } = s.layers[0];
-        (attn.qkv_bias, attn.out_bias, ffn.bias)
+        let LayerShape { attn, mlp, .. } = s.layers[0];
+        (attn.qkv_bias, attn.out_bias, mlp.ffn().bias)
     };
     let get = |architecture| with(architecture, json!({})).unwrap();
     let gpt2 = get("GPT2LMHeadModel");
-    let LayerShape { attn, mlp: Mlp::Dense(ffn), norm, .. } = gpt2.layers[0];
+    let (LayerShape { attn, norm, .. }, ffn) = (gpt2.layers[0], gpt2.layers[0].mlp.ffn());
     assert_eq!((norm.kind, ffn.act, gpt2.learned_positions, &gpt2.ropes), (NormKind::Layer, Act::GeluTanh, true, &vec![]));
     assert_eq!((ffn.width, attn.kv_heads, gpt2.max_positions, gpt2.tied), (128, 4, 24, true));
     assert_eq!(biases(&gpt2), (true, true, true));
@@ -58,6 +59,51 @@ fn families_differ_where_transformers_says() {
     assert_eq!(windows_of(Ok(get("MistralForCausalLM"))), [Some(4096); 3]);
     assert_eq!(windows_of(Ok(get("Phi3ForCausalLM"))), [None; 3]);
     assert_eq!(windows_of(with("MistralForCausalLM", json!({"sliding_window": null}))), [None; 3]);
+}
+
+/// A model of three layers with eight experts each, of which a token takes two.
+fn experts(architecture: &str, changes: Value) -> Result<ModelShape> {
+    let mut all = json!({"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12});
+    changes.as_object().into_iter().flatten().for_each(|(key, value)| all[key] = value.clone());
+    with(architecture, all)
+}
+
+#[test]
+fn experts_are_what_the_family_says() {
+    let moe = |shape: Result<ModelShape>| shape.unwrap().layers[1].mlp.moe().unwrap();
+    let qwen3 = moe(experts("Qwen3MoeForCausalLM", json!({})));
+    assert_eq!((qwen3.experts, qwen3.top_k, qwen3.ffn.width, qwen3.rule), (8, 2, 12, RouterRule::All));
+    assert_eq!(moe(experts("Qwen3MoeForCausalLM", json!({"norm_topk_prob": true}))).rule, RouterRule::Chosen);
+    assert_eq!(moe(experts("Qwen3MoeForCausalLM", json!({"num_experts": null, "num_local_experts": 4}))).experts, 4);
+    let mixtral = moe(experts("MixtralForCausalLM", json!({})));
+    assert_eq!((mixtral.ffn.width, mixtral.rule), (40, RouterRule::Chosen));
+    let olmoe = experts("OlmoeForCausalLM", json!({"num_key_value_heads": 4})).unwrap();
+    assert_eq!(olmoe.layers[0].attn.qk_norm, Some(QkSpan::Whole));
+    let sparse = |changes| -> Vec<bool> {
+        experts("Qwen3MoeForCausalLM", changes).unwrap().layers.iter().map(|layer| layer.mlp.moe().is_some()).collect()
+    };
+    assert_eq!(sparse(json!({"decoder_sparse_step": 2})), [false, true, false]);
+    assert_eq!(sparse(json!({"mlp_only_layers": [0, 7]})), [false, true, true]);
+    assert_eq!(windows_of(experts("Qwen3MoeForCausalLM", json!({"use_sliding_window": true}))), [Some(4096); 3]);
+    assert_eq!(windows_of(experts("Qwen3MoeForCausalLM", json!({"sliding_window": 5}))), [None; 3]);
+    for (key, value) in [
+        ("num_experts", json!(0)),
+        ("num_experts", json!(1025)),
+        ("num_experts_per_tok", json!(9)),
+        ("num_experts_per_tok", json!(null)),
+        ("moe_intermediate_size", json!(0)),
+        ("norm_topk_prob", json!(1)),
+        ("decoder_sparse_step", json!(4)),
+        ("decoder_sparse_step", json!(0)),
+        ("mlp_only_layers", json!(["0"])),
+        ("mlp_only_layers", json!(1)),
+    ] {
+        let message = error(experts("Qwen3MoeForCausalLM", json!({key: value})));
+        assert!(message.contains(key), "{key} = {value}: {message}");
+    }
+    assert!(error(experts("GptOssForCausalLM", json!({}))).contains("rope_scaling: missing"));
+    let many = json!({"num_hidden_layers": 100, "num_experts": 1000});
+    assert!(error(experts("Qwen3MoeForCausalLM", many)).contains("65536"));
 }
 
 #[test]
@@ -140,7 +186,13 @@ fn layers_without_rope() {
 #[test]
 fn what_cannot_be_trained_is_named() {
     let cases = [
-        (with("MixtralForCausalLM", json!({})), "MixtralForCausalLM"),
+        (with("DeepseekV3ForCausalLM", json!({})), "DeepseekV3ForCausalLM"),
+        (with("LlamaForCausalLM", json!({"num_experts": 4})), "num_experts = 4"),
+        (experts("MixtralForCausalLM", json!({"router_jitter_noise": 0.1})), "router_jitter_noise = 0.1"),
+        (experts("MixtralForCausalLM", json!({"hidden_act": "gelu_new"})), "hidden_act = \"gelu_new\""),
+        (experts("OlmoeForCausalLM", json!({"clip_qkv": 8.0})), "clip_qkv = 8.0"),
+        (experts("Qwen3MoeForCausalLM", json!({"n_group": 2})), "n_group = 2"),
+        (experts("Qwen3MoeForCausalLM", json!({"output_router_logits": true})), "output_router_logits = true (no auxiliary loss"),
         (with("CohereForCausalLM", json!({})), "side by side, which this decoder lacks; known: GPT2LMHeadModel, LlamaForCausalLM"),
         (with("LlamaForCausalLM", json!({"hidden_act": "relu"})), "hidden_act = \"relu\""),
         (with("LlamaForCausalLM", json!({"rope_scaling": {"rope_type": "mrope", "factor": 2.0}})), "rope_scaling.rope_type = \"mrope\""),

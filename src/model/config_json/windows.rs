@@ -15,6 +15,7 @@ pub(super) fn windows(keys: &Keys, spec: &FamilySpec, layers: usize) -> Result<V
     match &spec.window {
         WindowRule::Never => Ok(vec![None; layers]),
         WindowRule::All(missing) => Ok(vec![window(*missing)?; layers]),
+        WindowRule::AllIf(key, missing) => Ok(vec![if keys.flag(key, false)? { window(Some(*missing))? } else { None }; layers]),
         WindowRule::ByType(rule) => {
             let slides = sliding_layers(keys, rule, layers)?;
             if !slides.contains(&true) {

@@ -1,5 +1,6 @@
 //! From a directory's safetensors to the flat fp32 range, a block at a time: neither the model nor a tensor is held whole.
 
+use super::mxfp4;
 use super::safetensors::{TensorFile, UniqueMap};
 use super::{INDEX, SINGLE};
 use crate::disk::{self, is_plain_file_name};
@@ -16,7 +17,8 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 
 /// Elements handed over at once; few in tests, so that small tensors have many blocks. With them, a column or a second copy is held.
-const BLOCK_ELEMS: usize = if cfg!(test) { 100 } else { 1 << 20 };
+const BLOCK_ELEMS: usize = if cfg!(test) { 96 } else { 1 << 20 };
+const _: () = assert!(BLOCK_ELEMS.is_multiple_of(mxfp4::BLOCK_ELEMS));
 /// Two blocks are no more than what the plan counts for a piece of state.
 const _: () = assert!(2 * BLOCK_ELEMS <= PIECE_ELEMS);
 /// Bytes read at once, a multiple of every element: what was read is widened while the cache still holds it.
@@ -25,6 +27,8 @@ const READ_BYTES: usize = if cfg!(test) { 64 } else { 256 << 10 };
 const INDEX_BYTES_MAX: u64 = 64 << 20;
 /// The output matrix; a tied model may hold it a second time.
 const LM_HEAD: &str = "lm_head.weight";
+/// What follows the name of a tensor in MXFP4: its numbers, and their scales.
+const PACKED_SUFFIXES: [&str; 2] = ["_blocks", "_scales"];
 /// Buffers that old versions of `transformers` saved with the weights.
 const IGNORED_SUFFIXES: [&str; 3] = [".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq"];
 
@@ -43,6 +47,17 @@ struct LocatedTensor<'a> {
     name: &'a str,
     file: &'a TensorFile,
     info: &'a TensorInfo,
+}
+
+/// Where the elements of a part come from.
+#[derive(Clone, Copy)]
+enum PartSource<'a> {
+    Plain(LocatedTensor<'a>),
+    /// Blocks and scales, in our order of elements.
+    Mxfp4 {
+        blocks: LocatedTensor<'a>,
+        scales: LocatedTensor<'a>,
+    },
 }
 
 #[derive(Deserialize)]
@@ -72,15 +87,18 @@ impl ModelWeights {
     pub fn read(&self, mut write: impl FnMut(usize, &[f32]) -> Result<()>) -> Result<()> {
         let parts = self.parts()?;
         if let Some(copy) = self.find(LM_HEAD).filter(|_| self.shape.tied) {
-            let embedding = parts.iter().find(|(spec, ..)| spec.role == Role::Wte);
-            embedding.map_or(Ok(()), |(.., embedding)| expect_same(*embedding, copy))?;
+            let embedding = parts.iter().find_map(|(spec, _, source)| match source {
+                PartSource::Plain(tensor) if spec.role == Role::Wte => Some(*tensor),
+                _ => None,
+            });
+            embedding.map_or(Ok(()), |embedding| expect_same(embedding, copy))?;
         }
         let mut reader = Reader::default();
         parts.into_iter().try_for_each(|(spec, part, source)| reader.read_part(spec, part, source, &mut write))
     }
 
     /// Names, shapes and formats of everything, checked: which file's tensor goes into which part of which of ours.
-    fn parts(&self) -> Result<Vec<(&TensorSpec, &HfPart, LocatedTensor<'_>)>> {
+    fn parts(&self) -> Result<Vec<(&TensorSpec, &HfPart, PartSource<'_>)>> {
         let (mut parts, mut missing) = (vec![], vec![]);
         let mut unexpected: BTreeSet<&str> = self.place.keys().map(String::as_str).filter(|name| !is_ignored(name)).collect();
         if let (true, Some(copy)) = (self.shape.tied && unexpected.remove(LM_HEAD), self.find(LM_HEAD)) {
@@ -89,13 +107,20 @@ impl ModelWeights {
         for (spec, part) in self.table.specs().iter().flat_map(|spec| spec.parts.iter().map(move |part| (spec, part))) {
             // A bare model, saved without its head, has names without the prefix.
             let names = [Some(part.name.as_str()), part.name.strip_prefix(self.shape.base_prefix())];
-            let Some(name) = names.into_iter().flatten().find(|name| unexpected.remove(name)) else {
-                missing.push(part.name.as_str());
-                continue;
-            };
-            if let Some(source) = self.find(name) {
-                check(name, source, &spec.part_shape(part))?;
-                parts.push((spec, part, source));
+            let mut take = |name: &str| unexpected.remove(name).then(|| self.find(name)).flatten();
+            let plain = names.into_iter().flatten().find_map(&mut take);
+            let packed = PACKED_SUFFIXES.map(|suffix| format!("{}{suffix}", part.name));
+            let [blocks, scales] = packed.each_ref().map(|name| if plain.is_none() && part.may_be_packed() { take(name) } else { None });
+            match (plain, blocks.zip(scales)) {
+                (Some(tensor), _) => {
+                    check(tensor.name, tensor, &spec.part_shape(part))?;
+                    parts.push((spec, part, PartSource::Plain(tensor)));
+                }
+                (None, Some((blocks, scales))) => {
+                    check_packed(blocks, scales, spec, part)?;
+                    parts.push((spec, part, PartSource::Mxfp4 { blocks, scales }));
+                }
+                (None, None) => missing.push(part.name.as_str()),
             }
         }
         let path = if self.files.len() == 1 { self.files[0].path() } else { &self.dir };
@@ -171,6 +196,7 @@ fn no_weights(dir: &Path) -> Error {
 #[derive(Default)]
 struct Reader {
     raw: Vec<u8>,
+    scales: Vec<u8>,
     block: Vec<f32>,
     column: Vec<f32>,
 }
@@ -181,30 +207,73 @@ impl Reader {
         &mut self,
         spec: &TensorSpec,
         part: &HfPart,
-        source: LocatedTensor<'_>,
+        source: PartSource<'_>,
         write: &mut impl FnMut(usize, &[f32]) -> Result<()>,
     ) -> Result<()> {
         let (cols, first) = (spec.row_elems(), spec.offset_elems + part.row_start * spec.row_elems());
         let elems = part.rows * cols;
-        // Of a transposed tensor every row of ours has an element in each row of the file: as many rows as a block holds are gathered.
-        let step = if part.transposed { (BLOCK_ELEMS / cols).max(1) * cols } else { BLOCK_ELEMS };
-        for start in (0..elems).step_by(step) {
-            self.block.resize(step.min(elems - start), 0.0);
-            if part.transposed {
-                self.gather(source, part.rows, start / cols, cols)?;
-            } else {
-                source.read(start, &mut self.raw, &mut self.block)?;
+        match source {
+            PartSource::Plain(tensor) if part.transposed => self.read_transposed(part, tensor, (first, cols), write),
+            PartSource::Plain(tensor) => {
+                self.read_in_order(first, elems, write, |reader, start| tensor.read(start, &mut reader.raw, &mut reader.block))
             }
+            PartSource::Mxfp4 { blocks, scales } => {
+                self.read_in_order(first, elems, write, |reader, start| reader.unpack(blocks, scales, start))
+            }
+        }
+    }
+
+    /// What has our order of elements; `fill` fills the block with those from an element on.
+    fn read_in_order(
+        &mut self,
+        first: usize,
+        elems: usize,
+        write: &mut impl FnMut(usize, &[f32]) -> Result<()>,
+        fill: impl Fn(&mut Self, usize) -> Result<()>,
+    ) -> Result<()> {
+        for start in (0..elems).step_by(BLOCK_ELEMS) {
+            self.block.resize(BLOCK_ELEMS.min(elems - start), 0.0);
+            fill(self, start)?;
             write(first + start, &self.block)?;
         }
         Ok(())
     }
 
-    /// Fills the block with rows of ours from `row` on, of `cols` elements; the file has them as columns of its rows of `file_cols`.
-    fn gather(&mut self, source: LocatedTensor<'_>, file_cols: usize, row: usize, cols: usize) -> Result<()> {
+    /// Of a transposed matrix every row of ours has an element in each row of the file: as many rows as a block holds are gathered. They
+    /// begin at element `first`, and have `cols`.
+    fn read_transposed(
+        &mut self,
+        part: &HfPart,
+        source: LocatedTensor<'_>,
+        (first, cols): (usize, usize),
+        write: &mut impl FnMut(usize, &[f32]) -> Result<()>,
+    ) -> Result<()> {
+        let (matrices, rows) = part.matrices();
+        let step = (BLOCK_ELEMS / cols).max(1);
+        for (matrix, row) in (0..matrices).flat_map(|matrix| (0..rows).step_by(step).map(move |row| (matrix * rows, row))) {
+            self.block.resize(step.min(rows - row) * cols, 0.0);
+            self.gather(source, matrix * cols + row, rows, cols)?;
+            write(first + (matrix + row) * cols, &self.block)?;
+        }
+        Ok(())
+    }
+
+    /// Fills the block with the numbers from element `start` on, which begins an MXFP4 block.
+    fn unpack(&mut self, blocks: LocatedTensor<'_>, scales: LocatedTensor<'_>, start: usize) -> Result<()> {
+        self.raw.resize(self.block.len() / 2, 0);
+        blocks.file.read(blocks.info, start / 2, &mut self.raw)?;
+        self.scales.resize(self.block.len() / mxfp4::BLOCK_ELEMS, 0);
+        scales.file.read(scales.info, start / mxfp4::BLOCK_ELEMS, &mut self.scales)?;
+        mxfp4::widen(&self.raw, &self.scales, &mut self.block);
+        blocks.expect_finite(start, &self.block)
+    }
+
+    /// Fills the block with rows of ours of `cols` elements; the file has them as columns of its rows of `file_cols`, of which the first begins
+    /// at element `start`.
+    fn gather(&mut self, source: LocatedTensor<'_>, start: usize, file_cols: usize, cols: usize) -> Result<()> {
         self.column.resize(self.block.len() / cols, 0.0);
         for col in 0..cols {
-            source.read(col * file_cols + row, &mut self.raw, &mut self.column)?;
+            source.read(start + col * file_cols, &mut self.raw, &mut self.column)?;
             let ours = self.block[col..].iter_mut().step_by(cols);
             ours.zip(&self.column).for_each(|(ours, file)| *ours = *file);
         }
@@ -270,6 +339,22 @@ fn check(name: &str, source: LocatedTensor<'_>, shape: &[usize]) -> Result<()> {
         Dtype::F32 | Dtype::BF16 | Dtype::F16 => Ok(()),
         _ => Err(Error::format(source.file.path(), format_args!("tensor {name} is {dtype}; only F32, BF16 and F16 are read"))),
     }
+}
+
+/// MXFP4 has our order of elements: blocks of 16 bytes along each row of each matrix, a scale for each.
+fn check_packed(blocks: LocatedTensor<'_>, scales: LocatedTensor<'_>, spec: &TensorSpec, part: &HfPart) -> Result<()> {
+    let (matrices, rows) = part.matrices();
+    let of_row = spec.row_elems() / mxfp4::BLOCK_ELEMS;
+    let shapes = [vec![matrices, rows, of_row, mxfp4::BLOCK_BYTES], vec![matrices, rows, of_row]];
+    for (tensor, shape) in [blocks, scales].into_iter().zip(shapes) {
+        let TensorInfo { dtype, shape: found, .. } = tensor.info;
+        if !spec.row_elems().is_multiple_of(mxfp4::BLOCK_ELEMS) || *found != shape || *dtype != Dtype::U8 {
+            let cause =
+                format_args!("tensor {} is {dtype} {found:?}, config.json says U8 {shape:?} for rows of {}", tensor.name, spec.row_elems());
+            return Err(Error::format(tensor.file.path(), cause));
+        }
+    }
+    Ok(())
 }
 
 fn is_ignored(name: &str) -> bool {

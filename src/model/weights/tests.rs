@@ -24,6 +24,11 @@ fn config(architecture: &str) -> Value {
             "architectures": [architecture], "model_type": "gpt2", "vocab_size": 37, "n_embd": 24, "n_layer": 2, "n_head": 4,
             "n_positions": 16, "layer_norm_epsilon": 1e-5,
         }),
+        _ if Family::find(architecture).unwrap().spec().moe.is_some() => json!({
+            "architectures": [architecture], "vocab_size": 37, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 32, "rms_norm_eps": 1e-6,
+            "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 10, "rope_scaling": {"rope_type": "default"},
+        }),
         _ => json!({
             "architectures": [architecture], "vocab_size": 37, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 32, "rms_norm_eps": 1e-6,
@@ -149,6 +154,60 @@ fn weights_come_in_blocks_that_cover_every_tensor_once() {
         // Transposed tensors come in whole rows.
         assert!((73..=100).contains(&largest) && blocks > 2 * specs.len(), "{architecture}: {largest} of {blocks}");
     }
+}
+
+fn gpt_oss_golden() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/gpt_oss_mxfp4")
+}
+
+/// A copy of the tiny GPT-OSS whose experts are packed, after a change to its tensors, and what is read of it.
+fn packed(change: impl FnOnce(&mut Vec<Tensor>)) -> Result<Vec<f32>> {
+    let (dir, golden) = (tempfile::tempdir().unwrap(), gpt_oss_golden());
+    fs::copy(golden.join(SINGLE), dir.path().join(SINGLE)).unwrap();
+    edit(dir.path(), change);
+    let config: Value = serde_json::from_slice(&fs::read(golden.join(CONFIG)).unwrap()).unwrap();
+    model(&config).load(dir.path())
+}
+
+#[test]
+fn mxfp4_is_read_as_transformers_widens_it() {
+    let have = packed(|_| ()).unwrap();
+    let want = packed(|tensors| {
+        let bytes = fs::read(gpt_oss_golden().join("unpacked.safetensors")).unwrap();
+        let file = SafeTensors::deserialize(&bytes).unwrap();
+        *tensors = file.iter().map(|(n, t)| (n.into(), t.dtype(), t.shape().into(), t.data().into())).collect();
+    });
+    assert_eq!(bits(&have), bits(&want.unwrap()));
+}
+
+#[test]
+fn mxfp4_that_does_not_fit_is_named() {
+    const GATE_UP: &str = "model.layers.0.mlp.experts.gate_up_proj";
+    let (blocks, scales) = (format!("{GATE_UP}_blocks"), format!("{GATE_UP}_scales"));
+    assert_error(packed(|tensors| find(tensors, &blocks).1 = FileDtype::I8), &[SINGLE, &blocks, "U8"]);
+    assert_error(packed(|tensors| find(tensors, &scales).2.swap(0, 1)), &[SINGLE, &scales, "[3, 64, 2]"]);
+    assert_error(packed(|tensors| tensors.retain(|tensor| tensor.0 != scales)), &[SINGLE, GATE_UP]);
+    assert_error(packed(|tensors| find(tensors, &scales).3[7] = 255), &[SINGLE, &blocks, "element 224"]);
+}
+
+#[test]
+fn packed_weights_leave_as_plain_ones() {
+    let (dir, golden) = (tempfile::tempdir().unwrap(), gpt_oss_golden());
+    let config: Value = serde_json::from_slice(&fs::read(golden.join(CONFIG)).unwrap()).unwrap();
+    let (model, out) = (model(&config), dir.path().join("out"));
+    let flat = model.load(&golden).unwrap();
+    Model { flat: flat.clone(), ..model }.export(&out, Options::default()).unwrap();
+    let written: Value = serde_json::from_slice(&fs::read(out.join(CONFIG)).unwrap()).unwrap();
+    assert_eq!((written.get("quantization_config"), &written["dtype"]), (None, &json!("bfloat16")));
+    let unpacked = fs::read(golden.join("unpacked.safetensors")).unwrap();
+    edit(&out, |tensors| {
+        let want = SafeTensors::deserialize(&unpacked).unwrap();
+        assert_eq!(tensors.len(), want.len());
+        for (name, _, shape, data) in tensors {
+            let want = want.tensor(name).unwrap();
+            assert_eq!((&shape[..], &data[..]), (want.shape(), want.data()), "{name}");
+        }
+    });
 }
 
 #[test]

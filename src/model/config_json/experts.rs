@@ -1,0 +1,82 @@
+//! Which layers are made of experts, and what the router's rule is.
+
+use super::check_activation;
+use super::keys::{Keys, SIZE_MAX};
+use crate::device::{EXPERTS_MAX, ExpertActivation, RouterRule};
+use crate::error::Result;
+use crate::model::family::{FamilySpec, MoeSpec};
+use crate::model::layer_shape::{Ffn, Mlp, Moe};
+use serde_json::Value;
+
+/// Experts of all layers together: each has names in the files.
+const ALL_EXPERTS_MAX: usize = 1 << 16;
+
+/// The MLP of every layer; `dense` reads one that has no experts.
+pub(super) fn mlps(keys: &Keys, spec: &FamilySpec, layers: usize, dense: impl Fn() -> Result<Ffn>) -> Result<Vec<Mlp>> {
+    let Some(moe_spec) = &spec.moe else { return Ok(vec![Mlp::Dense(dense()?); layers]) };
+    let sparse = sparse_layers(keys, moe_spec, layers)?;
+    let mlp = Mlp::Moe(moe(keys, spec, moe_spec, sparse.iter().filter(|sparse| **sparse).count())?);
+    let dense = if sparse.contains(&false) { Mlp::Dense(dense()?) } else { mlp };
+    Ok(sparse.into_iter().map(|sparse| if sparse { mlp } else { dense }).collect())
+}
+
+fn moe(keys: &Keys, spec: &FamilySpec, moe_spec: &MoeSpec, layers: usize) -> Result<Moe> {
+    refuse_unsupported(keys)?;
+    check_activation(keys, spec)?;
+    let key = if keys.get("num_experts").is_some() { "num_experts" } else { "num_local_experts" };
+    let experts = keys.count(key, EXPERTS_MAX)?;
+    if experts * layers > ALL_EXPERTS_MAX {
+        return Err(keys.bad(key, format_args!("{experts} in each of {layers} layers are more than {ALL_EXPERTS_MAX}")));
+    }
+    let top_k = keys.count("num_experts_per_tok", SIZE_MAX)?;
+    if top_k > experts {
+        return Err(keys.bad("num_experts_per_tok", format_args!("{top_k} of {experts} experts")));
+    }
+    let biased = moe_spec.is_gpt_oss;
+    let ffn = Ffn { width: keys.count(moe_spec.width, SIZE_MAX)?, act: spec.act, bias: biased };
+    let rule = if keys.rule(moe_spec.renormalised)? { RouterRule::Chosen } else { RouterRule::All };
+    let activation = if moe_spec.is_gpt_oss { clamped(keys)? } else { ExpertActivation::Swiglu };
+    Ok(Moe { experts, top_k, ffn, activation, rule, router_bias: biased })
+}
+
+fn clamped(keys: &Keys) -> Result<ExpertActivation> {
+    let alpha = keys.number("swiglu_alpha", Some(1.702), 0.0, 1e3)? as f32;
+    Ok(ExpertActivation::Clamped { alpha, limit: keys.number("swiglu_limit", Some(7.0), 1e-3, 1e6)? as f32 })
+}
+
+/// What would change the arithmetic of a router.
+fn refuse_unsupported(keys: &Keys) -> Result<()> {
+    let jitter = keys.get("router_jitter_noise").filter(|value| value.as_f64() != Some(0.0));
+    let groups = keys.get("n_group").filter(|value| value.as_u64() != Some(1));
+    let clip = keys.get("clip_qkv");
+    let found = [("router_jitter_noise", jitter), ("n_group", groups), ("clip_qkv", clip)];
+    if let Some((key, value)) = found.into_iter().find_map(|(key, value)| Some((key, value?))) {
+        return Err(keys.unsupported(key, value, "not one of this engine's features"));
+    }
+    match keys.flag("output_router_logits", false)? {
+        false => Ok(()),
+        true => Err(keys.unsupported("output_router_logits", &Value::from(true), "no auxiliary loss is added here; false leaves it out")),
+    }
+}
+
+/// All layers have experts, or every so many do, less those that a list names.
+fn sparse_layers(keys: &Keys, spec: &MoeSpec, layers: usize) -> Result<Vec<bool>> {
+    if !spec.mixes_layers {
+        return Ok(vec![true; layers]);
+    }
+    let step = keys.count_or("decoder_sparse_step", 1, SIZE_MAX)?;
+    let mut sparse: Vec<bool> = (0..layers).map(|layer| (layer + 1).is_multiple_of(step)).collect();
+    let expected = "a list of layers";
+    let none = Value::Array(Vec::new());
+    let named = keys.get("mlp_only_layers").unwrap_or(&none);
+    for layer in named.as_array().ok_or_else(|| keys.wrong("mlp_only_layers", named, expected))? {
+        let index = layer.as_u64().and_then(|layer| usize::try_from(layer).ok());
+        let index = index.ok_or_else(|| keys.wrong("mlp_only_layers", named, expected))?;
+        // transformers passes over layers that the model does not have.
+        sparse.iter_mut().skip(index).take(1).for_each(|sparse| *sparse = false);
+    }
+    if !sparse.contains(&true) {
+        return Err(keys.bad("decoder_sparse_step", "no layer has experts"));
+    }
+    Ok(sparse)
+}

@@ -1,0 +1,169 @@
+//! A layer of experts: a router chooses some of them for every token, and each computes its rows alone.
+//!
+//! Everything is a gather: a row of an expert is a copy of its token, and a token is the sum of its rows in the order of its choices. So no
+//! sum depends on timing, no token is left out, and nothing of it is known to the host. What the router has chosen is always kept, so that
+//! what is computed again goes the same way.
+
+use super::Model;
+use super::activations::{Activations, ExpertWork, LayerActivations, RoutedActivations};
+use super::layer_shape::Moe;
+use super::params::{LayerParams, LinearParams, Param};
+use crate::device::{
+    BiasBackward, ClampedSwiglu, Combine, DeviceSlice, Embed, ExpertActivation, ExpertBackward, ExpertBias, ExpertBiasDot, GroupedMatmul,
+    GroupedShape, Kernels, Matmul, MatmulLayout, MatmulShape, Route, RouteShape, RouterBackward, RouterLogits, SegmentSums, Segments,
+    Swiglu,
+};
+use crate::error::Result;
+
+/// A layer whose MLP is made of experts.
+pub(super) struct MoeLayer<'a> {
+    moe: Moe,
+    params: &'a LayerParams,
+    router: LinearParams,
+    act: &'a LayerActivations,
+    /// What it keeps of the routing.
+    kept: RoutedActivations,
+    /// What all such layers share.
+    work: ExpertWork,
+}
+
+impl Model {
+    /// The MLP of `layer`, if it is made of experts.
+    pub(super) fn experts(&self, layer: usize) -> Option<MoeLayer<'_>> {
+        let (params, act) = (&self.layers[layer], &self.activations.layers[layer]);
+        let moe = self.shape.layers[layer].mlp.moe()?;
+        let (router, kept, work) = (params.router?, act.routed?, self.activations.experts?);
+        let tokens = self.activations.tokens.elems();
+        let rows = tokens * moe.top_k;
+        let work = ExpertWork {
+            rows: work.rows.slice(0, rows * self.shape.channels),
+            act: work.act.slice(0, rows * moe.ffn.width),
+            dweights: work.dweights.slice(0, rows),
+            dlogits: work.dlogits.slice(0, tokens * moe.experts),
+        };
+        Some(MoeLayer { moe, params, router, act, kept, work })
+    }
+}
+
+impl MoeLayer<'_> {
+    fn shape(&self) -> RouteShape {
+        let Moe { experts, top_k, rule, .. } = self.moe;
+        RouteShape { tokens: self.kept.slots.elems() / top_k, experts, top_k, rule }
+    }
+
+    /// Chooses the experts of every token.
+    pub(super) fn route<D: Kernels>(&self, dev: &mut D) -> Result<()> {
+        let RoutedActivations { logits, experts, weights, bounds, slots, row_tokens, entries } = self.kept;
+        let LinearParams { weight, bias, in_cols, .. } = self.router;
+        let bias = bias.map(|bias| bias.value);
+        dev.launch(RouterLogits { x: self.act.mlp_norm.out, weight: weight.value, bias, logits, channels: in_cols })?;
+        dev.launch(Route { logits, experts, weights, shape: self.shape() })?;
+        dev.launch(Segments { experts, bounds, slots, row_tokens, entries, shape: self.shape() })
+    }
+
+    /// From what the router saw to what leaves the experts' first matrix.
+    pub(super) fn enter<D: Kernels>(&self, dev: &mut D) -> Result<()> {
+        self.gather(dev, self.act.mlp_norm.out)?;
+        let (mlp_in, out) = (&self.params.mlp_in, self.act.mlp_in);
+        self.product(dev, MatmulLayout::Nt, mlp_in, [self.work.rows, mlp_in.weight.value, out], false)?;
+        self.add_bias(dev, mlp_in, out)
+    }
+
+    fn add_bias<D: Kernels>(&self, dev: &mut D, params: &LinearParams, x: DeviceSlice) -> Result<()> {
+        let RoutedActivations { experts, entries, .. } = self.kept;
+        let cols = params.out_cols / self.moe.experts;
+        params.bias.map_or(Ok(()), |bias| dev.launch(ExpertBias { x, bias: bias.value, experts, entries, cols }))
+    }
+
+    /// From there to the residual stream `out`.
+    pub(super) fn leave<D: Kernels>(&self, dev: &mut D, out: DeviceSlice) -> Result<()> {
+        let (ExpertWork { rows, act, .. }, mlp_out) = (self.work, &self.params.mlp_out);
+        let gate_up = self.act.mlp_in;
+        match self.moe.activation {
+            ExpertActivation::Swiglu => dev.launch(Swiglu { gate_up, out: act, cols: self.moe.ffn.width })?,
+            ExpertActivation::Clamped { alpha, limit } => dev.launch(ClampedSwiglu { gate_up, out: act, alpha, limit })?,
+        }
+        self.product(dev, MatmulLayout::Nt, mlp_out, [act, mlp_out.weight.value, rows], false)?;
+        self.add_bias(dev, mlp_out, rows)?;
+        let RoutedActivations { slots, weights, .. } = self.kept;
+        dev.launch(Combine {
+            x: rows,
+            slots,
+            weights: Some(weights),
+            base: Some(self.act.mid),
+            out,
+            cols: mlp_out.out_cols / self.moe.experts,
+        })
+    }
+
+    /// The gradients of the experts and of the router; in `all`, `dresidual` is that of what leaves, `dnorm` becomes that of what entered.
+    pub(super) fn backward<D: Kernels>(&self, dev: &mut D, all: &Activations, first: bool) -> Result<()> {
+        let (ExpertWork { rows, act, .. }, LayerParams { mlp_in, mlp_out, .. }) = (self.work, self.params);
+        let Activations { dresidual, dnorm, .. } = *all;
+        let (dinner, dfused) = (all.dinner.slice(0, act.elems()), all.dfused.slice(0, 2 * act.elems()));
+        self.gather(dev, dresidual)?;
+        self.product(dev, MatmulLayout::Nn, mlp_out, [rows, mlp_out.weight.value, dinner], false)?;
+        self.activation_backward(dev, dinner, dfused)?;
+        self.bias_out_backward(dev, rows, first)?;
+        self.product(dev, MatmulLayout::Tn, mlp_out, [rows, act, mlp_out.weight.grad], !first)?;
+        self.gather(dev, self.act.mlp_norm.out)?;
+        self.product(dev, MatmulLayout::Tn, mlp_in, [dfused, rows, mlp_in.weight.grad], !first)?;
+        let (RoutedActivations { entries, bounds, .. }, accumulate, cols) = (self.kept, !first, 2 * self.moe.ffn.width);
+        mlp_in.bias.map_or(Ok(()), |Param { grad: out, .. }| {
+            dev.launch(SegmentSums { x: dfused, weights: None, entries, bounds, out, accumulate, cols })
+        })?;
+        self.product(dev, MatmulLayout::Nn, mlp_in, [dfused, mlp_in.weight.value, rows], false)?;
+        let slots = self.kept.slots;
+        dev.launch(Combine { x: rows, slots, weights: None, base: None, out: dnorm, cols: mlp_in.in_cols })?;
+        self.router_backward(dev, dnorm, first)
+    }
+
+    fn activation_backward<D: Kernels>(&self, dev: &mut D, da: DeviceSlice, dgate_up: DeviceSlice) -> Result<()> {
+        let RoutedActivations { weights, entries, .. } = self.kept;
+        let ExpertWork { act: weighted, dweights, .. } = self.work;
+        let (Moe { activation, ffn, .. }, gate_up) = (self.moe, self.act.mlp_in);
+        let cols = ffn.width;
+        dev.launch(ExpertBackward { da, gate_up, weights, entries, dgate_up, weighted, dweights, activation, cols })
+    }
+
+    /// The second bias: its gradient, and its part in that of the rows' weights; `dout` has the gradient of each row's token.
+    fn bias_out_backward<D: Kernels>(&self, dev: &mut D, dout: DeviceSlice, first: bool) -> Result<()> {
+        let Some(Param { value: bias, grad: out }) = self.params.mlp_out.bias else { return Ok(()) };
+        let RoutedActivations { experts, weights, entries, bounds, .. } = self.kept;
+        let (dweights, cols) = (self.work.dweights, self.params.mlp_out.out_cols / self.moe.experts);
+        dev.launch(ExpertBiasDot { dout, bias, experts, entries, dweights, cols })?;
+        dev.launch(SegmentSums { x: dout, weights: Some(weights), entries, bounds, out, accumulate: !first, cols })
+    }
+
+    /// Adds the router's part to `dnorm`.
+    fn router_backward<D: Kernels>(&self, dev: &mut D, dnorm: DeviceSlice, first: bool) -> Result<()> {
+        let RoutedActivations { logits, experts, weights, slots, .. } = self.kept;
+        let (ExpertWork { dweights, dlogits, .. }, shape) = (self.work, self.shape());
+        dev.launch(RouterBackward { logits, experts, weights, slots, dweights, dlogits, shape })?;
+        let LinearParams { weight, bias, out_cols, in_cols } = self.router;
+        let to_input = MatmulShape { layout: MatmulLayout::Nn, m: shape.tokens, n: in_cols, k: out_cols };
+        let to_weight = MatmulShape { layout: MatmulLayout::Tn, m: out_cols, n: in_cols, k: shape.tokens };
+        dev.launch(Matmul::plain(to_input, [dlogits, weight.value, dnorm]).onto_itself(true))?;
+        dev.launch(Matmul::plain(to_weight, [dlogits, self.act.mlp_norm.out, weight.grad]).onto_itself(!first))?;
+        bias.map_or(Ok(()), |bias| dev.launch(BiasBackward { dout: dlogits, dbias: bias.grad, accumulate: !first }))
+    }
+
+    /// A copy of its token for each row.
+    fn gather<D: Kernels>(&self, dev: &mut D, x: DeviceSlice) -> Result<()> {
+        let (tokens, channels) = (self.kept.row_tokens, self.params.mlp_in.in_cols);
+        dev.launch(Embed { tokens, positions: tokens, wte: x, wpe: None, out: self.work.rows, channels })
+    }
+
+    fn product<D: Kernels>(
+        &self,
+        dev: &mut D,
+        layout: MatmulLayout,
+        params: &LinearParams,
+        [a, b, c]: [DeviceSlice; 3],
+        accumulate: bool,
+    ) -> Result<()> {
+        let (experts, rows) = (self.moe.experts, self.shape().rows());
+        let shape = GroupedShape { layout, experts, rows, outs: params.out_cols / experts, ins: params.in_cols };
+        dev.launch(GroupedMatmul { shape, a, b, bounds: self.kept.bounds, c, accumulate })
+    }
+}

@@ -1,0 +1,52 @@
+//! MXFP4, in which GPT-OSS's experts are distributed: four bits a number, and a power of two for each 32 of them. Every product of the two
+//! is a bfloat16 number, so that what is read is what the checkpoint says.
+
+/// Numbers that share a scale.
+pub(super) const BLOCK_ELEMS: usize = 32;
+pub(super) const BLOCK_BYTES: usize = BLOCK_ELEMS / 2;
+
+/// What the codes mean: a sign, two bits of exponent, one of fraction.
+const VALUES: [f32; 16] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
+
+/// Widens whole blocks: of each byte the low half comes first. A scale that is no number, 255, makes NaN.
+pub(super) fn widen(blocks: &[u8], scales: &[u8], out: &mut [f32]) {
+    let blocks = blocks.as_chunks::<BLOCK_BYTES>().0;
+    for ((block, &scale), out) in blocks.iter().zip(scales).zip(out.as_chunks_mut::<BLOCK_ELEMS>().0) {
+        let scale = power_of_two(scale);
+        for (pair, byte) in out.as_chunks_mut::<2>().0.iter_mut().zip(block) {
+            *pair = [byte & 15, byte >> 4].map(|code| VALUES[usize::from(code)] * scale);
+        }
+    }
+}
+
+/// `2^(scale - 127)`, of which the smallest is subnormal.
+fn power_of_two(scale: u8) -> f32 {
+    match scale {
+        0 => f32::from_bits(1 << 22),
+        255 => f32::NAN,
+        _ => f32::from_bits(u32::from(scale) << 23),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_code_times_every_scale_is_exact_and_a_bfloat16() {
+        let block: Vec<u8> = (0..8).map(|i| (i * 2) | ((i * 2 + 1) << 4)).cycle().take(BLOCK_BYTES).collect();
+        for scale in 0..255u8 {
+            let mut out = [f32::NAN; BLOCK_ELEMS];
+            widen(&block, &[scale], &mut out);
+            for (i, x) in out.into_iter().enumerate() {
+                let exact = f64::from(VALUES[i % 16]) * 2f64.powi(i32::from(scale) - 127);
+                // The largest scale is beyond what the format can hold for the larger codes.
+                assert!(f64::from(x) == exact || x.is_infinite() && exact.abs() > f64::from(f32::MAX), "{scale} {i}: {x} for {exact}");
+                assert!(x.is_infinite() || half::bf16::from_f32(x).to_f32() == x);
+            }
+        }
+        let mut out = [0.0; BLOCK_ELEMS];
+        widen(&block, &[255], &mut out);
+        assert!(out.iter().all(|x| x.is_nan()));
+    }
+}
