@@ -39,3 +39,4 @@ mod support;
 mod tensorboard;
 mod tokenizers;
 mod tokens_per_step;
+mod trl;
