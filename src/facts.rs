@@ -28,6 +28,7 @@ impl BuildFacts {
     pub fn this_program() -> Self {
         let features = [
             ("cuda", cfg!(feature = "cuda")),
+            ("parquet", cfg!(feature = "parquet")),
             ("stv", cfg!(feature = "stv")),
             ("deadline-order", cfg!(feature = "deadline-order")),
             ("repartition", cfg!(feature = "repartition")),

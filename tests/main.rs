@@ -22,6 +22,8 @@ mod moments;
 mod newcomer;
 mod packing;
 mod parity;
+#[cfg(feature = "parquet")]
+mod parquet;
 mod plan_memory;
 #[path = "gpu/planned.rs"]
 mod planned;

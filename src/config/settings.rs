@@ -289,7 +289,7 @@ settings! {
     }
 
     Data {
-        /// Files or directories: .txt, .json, .jsonl, .bin.
+        /// Files or directories: .txt, .json, .jsonl, .parquet, .bin.
         #[arg(num_args = 1.., value_name = "PATH")]
         #[serde(deserialize_with = "one_or_many")]
         data: Vec<PathBuf> = Vec::new() => "the text that ships with the program", Free;

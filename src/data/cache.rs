@@ -9,7 +9,7 @@ use super::checked::CheckedFiles;
 use super::checksum::hex;
 use super::preparation::Preparation;
 use super::prepared::{FORMAT_VERSION, FolderWriter, Prepared, PreparedFrom, open};
-use super::source::{bytes_of, kind, tokenize};
+use super::source::{kind, tokenize, usual_bytes_of};
 use super::tokenizer::Tokenizer;
 use crate::disk::{self, InFile};
 use crate::error::{Error, Result};
@@ -60,7 +60,7 @@ pub(super) fn find_or_prepare(
     remove_leftovers(&root, &key);
     check_room(&root, texts, tokenizer)?;
     let writer = FolderWriter::create(&root, &tmp_name(&key))?;
-    preparation.note(format!("preparing {} of text in {}", Bytes(bytes_of(texts)), folder.display()));
+    preparation.note(format!("preparing {} of text in {}", Bytes(usual_bytes_of(texts)), folder.display()));
     let (totals, read) = tokenize(texts, tokenizer, vocab_size, writer, preparation)?;
     FolderWriter::publish(totals, read, &origin)?;
     let prepared = open(&folder, &origin, true, checked, preparation)?;
@@ -139,7 +139,7 @@ fn remove_leftovers(root: &Path, key: &str) {
 
 /// Bytes become ids of four bytes; other tokenizers make about one id of four bytes.
 fn check_room(root: &Path, texts: &[&Path], tokenizer: &Tokenizer) -> Result<()> {
-    let needed = bytes_of(texts) * if tokenizer.is_bytes() { 4 } else { 1 };
+    let needed = usual_bytes_of(texts) * if tokenizer.is_bytes() { 4 } else { 1 };
     let stat = nix::sys::statvfs::statvfs(root).map_err(|e| Error::io("read the free space of", root, e.into()))?;
     let free = stat.blocks_available() as u64 * stat.fragment_size() as u64;
     if free >= needed {
