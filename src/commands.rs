@@ -12,7 +12,7 @@ use crate::checkpoint::digest::digest_checkpoint;
 use crate::checkpoint::export::{MAX_SHARD_BYTES, Options, export_checkpoint};
 use crate::config::aliases;
 use crate::config::settings::{Settings, TrainOptions};
-use crate::data::preparation::{self, News, Preparation};
+use crate::data::preparation::{self, Preparation};
 use crate::data::view::{DataView, ViewRequest};
 use crate::doctor::{self, Probes};
 use crate::dtype::Dtype;
@@ -20,11 +20,12 @@ use crate::error::{Error, Result};
 use crate::hardware::limits;
 use crate::hardware::topology::Topology;
 use crate::host::pages::share_one_heap;
-use crate::hub;
+use crate::hub::HubQuery;
 use crate::launch::context::check_context;
 use crate::model::presets;
 use crate::model::shape::ModelShape;
 use crate::model_dir::{CONFIG, ModelDir};
+use crate::news::News;
 use crate::optim::simd::Isa;
 use crate::planner::machine::Machine;
 use crate::probe::{self, ProbeOptions};
@@ -98,7 +99,12 @@ pub fn respell(command: &clap::Command, args: Vec<OsString>, tell: &mut dyn FnMu
 /// # Errors
 /// `Usage` that names what makes no sense; `Resource` when nothing fits, with the smallest change that would.
 pub fn plan(model: &Path, options: TrainOptions, tell: &mut dyn FnMut(&dyn Display)) -> Result<impl Display + Serialize + use<>> {
-    let (profile, model) = (profile(&options, tell)?, &hub::find_model(model)?);
+    let profile = profile(&options, tell)?;
+    let mut emit = |news: News<'_>| match news {
+        News::Note(line) | News::Warn(line) => tell(&line),
+        News::Progress { .. } => {}
+    };
+    let model = &HubQuery { with_weights: false, stop: &StopFlag::default(), emit: &mut emit }.model(model)?;
     let (settings, shape) = (Settings::resolve_over(Settings::default(), options)?, presets::shape("model", model)?);
     check_context(&settings, &shape, model)?.iter().for_each(|line| tell(&format_args!("warning: {line}")));
     let machine = Machine::of_several(&profile, settings.gpus)?;
@@ -190,7 +196,13 @@ pub fn export(options: &ExportOptions, tell: &mut dyn FnMut(&dyn Display)) -> Re
 /// # Errors
 /// Those that training has with its model, tokenizer and data.
 pub fn view_data(settings: &Settings, shown: usize, in_colour: bool, stop: &StopFlag) -> Result<impl Display + Serialize + use<>> {
-    let settings = &Settings { model: settings.model.as_deref().map(hub::find_model).transpose()?, ..settings.clone() };
+    let mut notes = Vec::new();
+    let mut emit = |news: News<'_>| match news {
+        News::Note(line) => notes.push(line.to_string()),
+        News::Warn(line) => notes.push(format!("warning: {line}")),
+        News::Progress { .. } => {}
+    };
+    let settings = &text::find_sources(settings, false, stop, &mut emit)?;
     let model = settings.model.as_deref().map(ModelDir::open).transpose()?;
     let shape = match &model {
         Some(dir) => ModelShape::read(&dir.file(CONFIG)?)?,
@@ -199,12 +211,6 @@ pub fn view_data(settings: &Settings, shown: usize, in_colour: bool, stop: &Stop
     let (tokenizer, settings) = text::tokenizer(settings, &shape, None)?;
     let (paths, split) = (&settings.data, settings.eval_split.map(|split| (split, settings.seed)));
     let request = ViewRequest { paths, rules: settings.row_rules(), split, shown, in_colour };
-    let mut notes = Vec::new();
-    let emit = |news: News<'_>| match news {
-        News::Note(line) => notes.push(line.to_string()),
-        News::Warn(line) => notes.push(format!("warning: {line}")),
-        News::Progress { .. } => {}
-    };
     let mut preparation = Preparation::new(stop, preparation::cache(), None, emit);
     let view = DataView::new(&request, &tokenizer, shape.vocab, &mut preparation)?;
     drop(preparation);

@@ -83,6 +83,7 @@ mod memory;
 mod metrics;
 mod model;
 mod model_dir;
+mod news;
 mod optim;
 mod planner;
 mod probe;

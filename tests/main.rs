@@ -17,6 +17,9 @@ mod fine_tuning;
 mod fuzz_corpus;
 mod guide;
 mod hub;
+#[cfg(feature = "hub")]
+#[expect(dead_code, reason = "shared with the tests beside the code")]
+mod hub_server;
 mod memory;
 mod moments;
 mod newcomer;

@@ -156,7 +156,7 @@ fn check_room(root: &Path, texts: &[&Path], tokenizer: &Tokenizer) -> Result<()>
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::preparation::News;
+    use crate::news::News;
     use crate::signals::StopFlag;
     use std::cell::RefCell;
 

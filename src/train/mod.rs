@@ -40,7 +40,7 @@ use setup::PreparedRun;
 /// # Errors
 /// What went wrong before the first step.
 pub fn train(settings: &Settings, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Summary> {
-    let settings = &setup::find_sources(settings)?;
+    let settings = &setup::find_sources(settings, stop, observer)?;
     let run_dir = (!settings.dry_run).then(|| RunDir::open(settings, observer)).transpose()?;
     let (launch, settings) = Launcher::new(settings)?;
     let prepared = setup::prepare(&settings, &launch, run_dir.as_ref(), stop, observer)?;

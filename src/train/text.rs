@@ -12,9 +12,29 @@ use crate::data::source;
 use crate::data::tokenizer::AddBos;
 use crate::data::tokenizer::Tokenizer;
 use crate::error::{Error, Result};
+use crate::hub::HubQuery;
 use crate::model::shape::ModelShape;
 use crate::model_dir::ModelDir;
+use crate::news::News;
+use crate::signals::StopFlag;
 use serde_json::Value;
+use std::path::PathBuf;
+
+/// `settings` with a path in place of each name on the hub, whose files are here now.
+///
+/// # Errors
+/// Those of [`HubQuery::model`].
+pub(crate) fn find_sources(settings: &Settings, with_weights: bool, stop: &StopFlag, emit: &mut dyn FnMut(News<'_>)) -> Result<Settings> {
+    let mut model = None;
+    if let Some(path) = &settings.model {
+        model = Some(HubQuery { with_weights, stop, emit }.model(path)?);
+    }
+    let mut data = |paths: &[PathBuf]| -> Result<Vec<PathBuf>> {
+        paths.iter().map(|path| HubQuery { with_weights, stop, emit: &mut *emit }.data(path)).collect()
+    };
+    let (data, eval_data) = (data(&settings.data)?, data(&settings.eval_data)?);
+    Ok(Settings { model, data, eval_data, ..settings.clone() })
+}
 
 /// The tokenizer of a run, and its settings with what was found in place of `auto`: a checkpoint keeps those.
 ///
