@@ -23,8 +23,6 @@ use crate::host::pages::share_one_heap;
 use crate::hub::HubQuery;
 use crate::launch::context::check_context;
 use crate::model::presets;
-use crate::model::shape::ModelShape;
-use crate::model_dir::{CONFIG, ModelDir};
 use crate::news::News;
 use crate::optim::simd::Isa;
 use crate::planner::machine::Machine;
@@ -33,7 +31,7 @@ use crate::report::write_report;
 use crate::search::SearchQuery;
 use crate::search::report::SearchReport;
 use crate::signals::{self, StopFlag};
-use crate::train::text;
+use crate::train::{Observer, ahead, text};
 use serde::Serialize;
 use std::ffi::OsString;
 use std::fmt::Display;
@@ -203,18 +201,23 @@ pub fn view_data(settings: &Settings, shown: usize, in_colour: bool, stop: &Stop
         News::Progress { .. } => {}
     };
     let settings = &text::find_sources(settings, false, stop, &mut emit)?;
-    let model = settings.model.as_deref().map(ModelDir::open).transpose()?;
-    let shape = match &model {
-        Some(dir) => ModelShape::read(&dir.file(CONFIG)?)?,
-        None => ModelShape::demo(),
-    };
-    let (tokenizer, settings) = text::tokenizer(settings, &shape, None)?;
+    let (shape, tokenizer, settings) = text::reader(settings)?;
     let (paths, split) = (&settings.data, settings.eval_split.map(|split| (split, settings.seed)));
     let request = ViewRequest { paths, rules: settings.row_rules(), split, shown, in_colour };
     let mut preparation = Preparation::new(stop, preparation::cache(), None, emit);
     let view = DataView::new(&request, &tokenizer, shape.vocab, &mut preparation)?;
     drop(preparation);
     Ok(view.with_notes(notes))
+}
+
+/// Tokenizes the text that `settings` name into the folder where training finds it; `observer` hears how far it is. What it gives says in
+/// words what was prepared.
+///
+/// # Errors
+/// Those that training has with its model, tokenizer and data.
+pub fn prepare(settings: &Settings, stop: &StopFlag, observer: &mut dyn Observer) -> Result<impl Display + use<>> {
+    let prepared = ahead::prepare(settings, stop, observer)?;
+    Ok(prepared.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n"))
 }
 
 /// Writes one HTML page to `out` about the training runs in the output directories `runs`; what it gives says so in words.

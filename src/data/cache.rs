@@ -34,6 +34,22 @@ pub(super) fn find_or_prepare(
     checked: &mut CheckedFiles,
     preparation: &mut Preparation<'_>,
 ) -> Result<Prepared> {
+    let prepared = find_or_make(texts, tokenizer, vocab_size, checked, preparation)?;
+    match prepared.largest_id {
+        id if id as usize >= vocab_size => {
+            Err(Error::format(texts[0], format_args!("the text has token {id}, outside the vocabulary of {vocab_size}")))
+        }
+        _ => Ok(prepared),
+    }
+}
+
+fn find_or_make(
+    texts: &[&Path],
+    tokenizer: &Tokenizer,
+    vocab_size: usize,
+    checked: &mut CheckedFiles,
+    preparation: &mut Preparation<'_>,
+) -> Result<Prepared> {
     let key = key(texts, tokenizer)?;
     let origin =
         PreparedFrom { key: &key, tokenizer: tokenizer.identity().to_string(), separator: tokenizer.end_of_text(), sources: texts };
@@ -89,6 +105,7 @@ fn place(key: &str, beside: Option<PathBuf>, preparation: &mut Preparation<'_>) 
         match lock(&root, key, preparation) {
             Ok(lock) => return Ok((root, Some(lock))),
             Err(error @ Error::Interrupted(_)) => return Err(error),
+            Err(error) if beside.is_none() => return Err(error),
             Err(error) => preparation.warn(format!("{error}: prepared text is kept beside the run")),
         }
     }

@@ -23,6 +23,7 @@ pub(crate) mod packing;
 #[cfg(feature = "parquet")]
 mod parquet_rows;
 pub(crate) mod preparation;
+pub(crate) mod prepare;
 pub(crate) mod prepared;
 pub(crate) mod rows;
 mod scan;

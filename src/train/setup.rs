@@ -65,11 +65,11 @@ pub(super) struct PreparedRun<'a> {
 ///
 /// # Errors
 /// Those of [`text::find_sources`].
-pub(super) fn find_sources(settings: &Settings, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Settings> {
-    text::find_sources(settings, settings.init == InitChoice::Checkpoint, stop, &mut |news| hear(observer, news))
+pub(super) fn find_sources(settings: &Settings, with_weights: bool, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Settings> {
+    text::find_sources(settings, with_weights, stop, &mut |news| hear(observer, news))
 }
 
-fn hear(observer: &mut dyn Observer, news: News<'_>) {
+pub(super) fn hear(observer: &mut dyn Observer, news: News<'_>) {
     match news {
         News::Note(line) => observer.note(line),
         News::Warn(line) => observer.warn(line),
