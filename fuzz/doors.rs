@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use superoffload::internals::checkpoint;
 use superoffload::internals::config::file;
-use superoffload::internals::data::{AddBos, Tokenizer};
+use superoffload::internals::data::{AddBos, Dataset, Preparation, RowRules, Tokenizer};
 use superoffload::internals::model::{ModelShape, ModelWeights, TensorTable};
 use superoffload::internals::model_dir::ModelDir;
 use superoffload::internals::optim::StatePart;
@@ -15,7 +15,7 @@ use superoffload::{Settings, StopFlag, TrainOptions};
 type Door = fn(input: &[u8], dir: &Path);
 
 /// Name and door; the name is that of the corpus, too.
-pub const DOORS: [(&str, Door); 10] = [
+pub const DOORS: [(&str, Door); 11] = [
     ("config_json", config_json),
     ("settings_toml", settings_toml),
     ("settings_yaml", settings_yaml),
@@ -25,6 +25,7 @@ pub const DOORS: [(&str, Door); 10] = [
     ("tokenizer", tokenizer),
     ("chat_template", chat_template),
     ("manifest", manifest),
+    ("parquet", parquet),
     ("resctrl_profile", resctrl_profile),
 ];
 
@@ -105,6 +106,12 @@ fn safetensors(input: &[u8], dir: &Path) {
 fn last_offset(header: &[u8]) -> Option<usize> {
     let numbers = header.split(|byte| !byte.is_ascii_digit()).filter_map(|digits| str::from_utf8(digits).ok()?.parse::<usize>().ok());
     numbers.filter(|&n| n < 1 << 16).max()
+}
+
+/// Rows as documents of bytes.
+fn parquet(input: &[u8], dir: &Path) {
+    let path = put(dir, "data.parquet", input);
+    let _ = Dataset::open(&[path], &Tokenizer::bytes(), 256, RowRules::wrapped(4), &mut Preparation::default());
 }
 
 /// An index over two shards, of which one is empty and one holds a tensor.

@@ -12,7 +12,7 @@ use crate::checkpoint::digest::digest_checkpoint;
 use crate::checkpoint::export::{MAX_SHARD_BYTES, Options, export_checkpoint};
 use crate::config::aliases;
 use crate::config::settings::{Settings, TrainOptions};
-use crate::data::preparation::{self, News, Preparation};
+use crate::data::preparation::{self, Preparation};
 use crate::data::view::{DataView, ViewRequest};
 use crate::doctor::{self, Probes};
 use crate::dtype::Dtype;
@@ -20,11 +20,10 @@ use crate::error::{Error, Result};
 use crate::hardware::limits;
 use crate::hardware::topology::Topology;
 use crate::host::pages::share_one_heap;
-use crate::hub;
+use crate::hub::HubQuery;
 use crate::launch::context::check_context;
 use crate::model::presets;
-use crate::model::shape::ModelShape;
-use crate::model_dir::{CONFIG, ModelDir};
+use crate::news::News;
 use crate::optim::simd::Isa;
 use crate::planner::machine::Machine;
 use crate::probe::{self, ProbeOptions};
@@ -32,7 +31,7 @@ use crate::report::write_report;
 use crate::search::SearchQuery;
 use crate::search::report::SearchReport;
 use crate::signals::{self, StopFlag};
-use crate::train::text;
+use crate::train::{Observer, ahead, text};
 use serde::Serialize;
 use std::ffi::OsString;
 use std::fmt::Display;
@@ -98,7 +97,12 @@ pub fn respell(command: &clap::Command, args: Vec<OsString>, tell: &mut dyn FnMu
 /// # Errors
 /// `Usage` that names what makes no sense; `Resource` when nothing fits, with the smallest change that would.
 pub fn plan(model: &Path, options: TrainOptions, tell: &mut dyn FnMut(&dyn Display)) -> Result<impl Display + Serialize + use<>> {
-    let (profile, model) = (profile(&options, tell)?, &hub::find_model(model)?);
+    let profile = profile(&options, tell)?;
+    let mut emit = |news: News<'_>| match news {
+        News::Note(line) | News::Warn(line) => tell(&line),
+        News::Progress { .. } => {}
+    };
+    let model = &HubQuery { with_weights: false, stop: &StopFlag::default(), emit: &mut emit }.model(model)?;
     let (settings, shape) = (Settings::resolve_over(Settings::default(), options)?, presets::shape("model", model)?);
     check_context(&settings, &shape, model)?.iter().for_each(|line| tell(&format_args!("warning: {line}")));
     let machine = Machine::of_several(&profile, settings.gpus)?;
@@ -190,25 +194,30 @@ pub fn export(options: &ExportOptions, tell: &mut dyn FnMut(&dyn Display)) -> Re
 /// # Errors
 /// Those that training has with its model, tokenizer and data.
 pub fn view_data(settings: &Settings, shown: usize, in_colour: bool, stop: &StopFlag) -> Result<impl Display + Serialize + use<>> {
-    let settings = &Settings { model: settings.model.as_deref().map(hub::find_model).transpose()?, ..settings.clone() };
-    let model = settings.model.as_deref().map(ModelDir::open).transpose()?;
-    let shape = match &model {
-        Some(dir) => ModelShape::read(&dir.file(CONFIG)?)?,
-        None => ModelShape::demo(),
-    };
-    let (tokenizer, settings) = text::tokenizer(settings, &shape, None)?;
-    let (paths, split) = (&settings.data, settings.eval_split.map(|split| (split, settings.seed)));
-    let request = ViewRequest { paths, rules: settings.row_rules(), split, shown, in_colour };
     let mut notes = Vec::new();
-    let emit = |news: News<'_>| match news {
+    let mut emit = |news: News<'_>| match news {
         News::Note(line) => notes.push(line.to_string()),
         News::Warn(line) => notes.push(format!("warning: {line}")),
         News::Progress { .. } => {}
     };
+    let settings = &text::find_sources(settings, false, stop, &mut emit)?;
+    let (shape, tokenizer, settings) = text::reader(settings)?;
+    let (paths, split) = (&settings.data, settings.eval_split.map(|split| (split, settings.seed)));
+    let request = ViewRequest { paths, rules: settings.row_rules(), split, shown, in_colour };
     let mut preparation = Preparation::new(stop, preparation::cache(), None, emit);
     let view = DataView::new(&request, &tokenizer, shape.vocab, &mut preparation)?;
     drop(preparation);
     Ok(view.with_notes(notes))
+}
+
+/// Tokenizes the text that `settings` name into the folder where training finds it; `observer` hears how far it is. What it gives says in
+/// words what was prepared.
+///
+/// # Errors
+/// Those that training has with its model, tokenizer and data.
+pub fn prepare(settings: &Settings, stop: &StopFlag, observer: &mut dyn Observer) -> Result<impl Display + use<>> {
+    let prepared = ahead::prepare(settings, stop, observer)?;
+    Ok(prepared.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n"))
 }
 
 /// Writes one HTML page to `out` about the training runs in the output directories `runs`; what it gives says so in words.

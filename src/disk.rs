@@ -102,6 +102,12 @@ impl InFile {
         self.file.metadata().map(|metadata| Stamp::of(&metadata)).map_err(|e| Error::io("read", &self.path, e))
     }
 
+    /// The file once more, for a reader of its own; both move together.
+    #[cfg(feature = "parquet")]
+    pub(crate) fn clone_file(&self) -> Result<File> {
+        self.file.try_clone().map_err(|e| Error::io("read", &self.path, e))
+    }
+
     /// Fills `out` from byte `offset`.
     pub(crate) fn read_at(&self, offset: u64, out: &mut [u8]) -> Result<()> {
         self.file.read_exact_at(out, offset).map_err(|e| Error::io("read", &self.path, e))

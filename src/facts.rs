@@ -28,6 +28,8 @@ impl BuildFacts {
     pub fn this_program() -> Self {
         let features = [
             ("cuda", cfg!(feature = "cuda")),
+            ("hub", cfg!(feature = "hub")),
+            ("parquet", cfg!(feature = "parquet")),
             ("stv", cfg!(feature = "stv")),
             ("deadline-order", cfg!(feature = "deadline-order")),
             ("repartition", cfg!(feature = "repartition")),

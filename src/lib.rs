@@ -7,7 +7,7 @@
 //! # The face
 //!
 //! Each command of the program is a function: [`train()`], [`plan()`], [`bench_step`], [`simulate`], [`probe`], [`doctor`], [`digest`],
-//! [`export`], [`report`] and [`view_data()`]. [`TrainOptions`] is what can be asked of a run, and [`Settings`] what that means; [`StepOptions`], [`ProbeOptions`] and
+//! [`export`], [`report`], [`view_data()`] and [`prepare()`]. [`TrainOptions`] is what can be asked of a run, and [`Settings`] what that means; [`StepOptions`], [`ProbeOptions`] and
 //! [`ExportOptions`] are the other commands'. An [`Observer`] of a run hears its [`Plan`] and [`RunFacts`], the [`StepMetrics`] of every
 //! step and an [`Alarm`] when threads stand still; a [`StopFlag`] ends it early, and a [`Summary`] says how it ended. All fail with an [`Error`] in a [`Result`]. A program calls [`prepare_process`] first, and [`respell`] before it parses
 //! flags that are named as in other programs.
@@ -83,6 +83,7 @@ mod memory;
 mod metrics;
 mod model;
 mod model_dir;
+mod news;
 mod optim;
 mod planner;
 mod probe;
@@ -97,7 +98,9 @@ mod train;
 mod units;
 
 pub use bench::options::StepOptions;
-pub use commands::{ExportOptions, bench_step, digest, doctor, export, plan, prepare_process, probe, report, respell, simulate, view_data};
+pub use commands::{
+    ExportOptions, bench_step, digest, doctor, export, plan, prepare, prepare_process, probe, report, respell, simulate, view_data,
+};
 pub use config::settings::{Settings, TrainOptions};
 pub use engine::watchdog::Alarm;
 pub use error::{Error, Result};

@@ -42,6 +42,8 @@ enum CliCommand {
     Simulate(Box<SimulateOptions>),
     /// Show what training makes of data: of a few records what is trained, counts, lengths.
     Data(Box<DataOptions>),
+    /// Tokenize text ahead of training, into the folder where `train` finds it.
+    Prepare(Box<PrepareOptions>),
     /// Write what training runs did as one HTML page: loss, speed, what bound it, memory, settings.
     Report {
         /// Output directories of `train`; several are drawn over each other.
@@ -67,7 +69,7 @@ struct TrainCommand {
 
 #[derive(clap::Args)]
 struct DataOptions {
-    /// Files or directories; the same as --data.
+    /// Files, directories or names on the hub; the same as --data.
     #[arg(conflicts_with = "data", value_name = "DATA")]
     paths: Vec<PathBuf>,
     /// Documents to show.
@@ -76,6 +78,16 @@ struct DataOptions {
     /// Print a JSON line instead of text.
     #[arg(long)]
     json: bool,
+    /// As for `train`; what says nothing of data is of no account.
+    #[command(flatten)]
+    train: TrainOptions,
+}
+
+#[derive(clap::Args)]
+struct PrepareOptions {
+    /// Files, directories or names on the hub; the same as --data.
+    #[arg(conflicts_with = "data", value_name = "DATA")]
+    paths: Vec<PathBuf>,
     /// As for `train`; what says nothing of data is of no account.
     #[command(flatten)]
     train: TrainOptions,
@@ -176,6 +188,7 @@ fn run(command: CliCommand) -> Result<i32> {
         CliCommand::Plan(options) => run_plan(*options)?,
         CliCommand::Probe(options) => run_probe(&options)?,
         CliCommand::Data(options) => run_data(*options)?,
+        CliCommand::Prepare(options) => run_prepare(*options)?,
         CliCommand::Report { runs, out } => answer(superoffload::report(&runs, &out)?)?,
         CliCommand::Simulate(options) => run_simulate(*options)?,
         CliCommand::Bench(Bench::Step(options)) => bench_step(*options)?,
@@ -202,7 +215,7 @@ fn run_train(TrainCommand { file, train }: TrainCommand) -> Result<i32> {
     if settings.dry_run {
         answer(superoffload::view_data(&settings, DRY_RUN_SHOWS, std::io::stdout().is_terminal(), &stop)?)?;
     }
-    let mut person = Person { bar: ProgressBar::hidden(), facts: None, last_progress: Instant::now() };
+    let mut person = Person::new();
     let mut summary = superoffload::train(&settings, &stop, &mut person)?;
     person.bar.finish_and_clear();
     announce(format_args!("\n{summary}"));
@@ -220,6 +233,15 @@ fn run_data(DataOptions { paths, first, json: is_json, train }: DataOptions) -> 
     let settings = Settings::resolve(over_file(TrainOptions { data, ..train })?)?;
     let view = superoffload::view_data(&settings, first, std::io::stdout().is_terminal(), &StopFlag::on_signals()?)?;
     if is_json { answer(json(&view)?) } else { answer(view) }
+}
+
+fn run_prepare(PrepareOptions { paths, train }: PrepareOptions) -> Result<()> {
+    let data = if paths.is_empty() { train.data.clone() } else { Some(paths) };
+    let settings = Settings::resolve(over_file(TrainOptions { data, ..train })?)?;
+    let mut person = Person::new();
+    let prepared = superoffload::prepare(&settings, &StopFlag::on_signals()?, &mut person)?;
+    person.bar.finish_and_clear();
+    answer(prepared)
 }
 
 fn run_digest(dir: &Path) -> Result<()> {
@@ -271,6 +293,10 @@ struct Person {
 }
 
 impl Person {
+    fn new() -> Self {
+        Self { bar: ProgressBar::hidden(), facts: None, last_progress: Instant::now() }
+    }
+
     fn line(&self, line: &str) {
         self.bar.suspend(|| log(line));
     }

@@ -8,6 +8,11 @@ use std::path::{Path, PathBuf};
 
 /// What describes the model.
 pub(crate) const CONFIG: &str = "config.json";
+/// All weights in one file; it wins over shards.
+pub(crate) const SINGLE: &str = "model.safetensors";
+/// Which tensor is in which shard.
+pub(crate) const INDEX: &str = "model.safetensors.index.json";
+pub(crate) const INDEX_BYTES_MAX: u64 = 64 << 20;
 
 /// A directory whose files are opened by name.
 #[derive(Debug)]

@@ -1,6 +1,6 @@
 //! Data that is too large for memory, run by the program: prepared once, in bounded memory, seen on its way, ended by a signal.
 
-use crate::program::{Outcome, Workspace, run};
+use crate::program::{Outcome, Workspace, program, run};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use std::fs;
@@ -98,6 +98,37 @@ fn large_text_is_prepared_once_and_trains_to_the_bits_of_its_token_file() {
     assert!(!second.stdout.contains("preparing "), "{second:?}");
     assert_eq!(workspace.names("cache", "").len(), 2, "a folder and its lock");
     assert!(workspace.path("first/data-checked.json").exists());
+}
+
+#[test]
+fn text_that_was_prepared_ahead_is_found_by_training() {
+    let workspace = Workspace::new();
+    let large = write_text(&workspace, "large.txt", TOO_LARGE);
+    let config = workspace.path("run.toml");
+    let prepare = |data: &Path, cache: &str| {
+        let mut command = program(&["prepare", "--config"]);
+        run(command.arg(&config).arg(data).env("SUPEROFFLOAD_CACHE", workspace.path(cache)))
+    };
+    let first = prepare(&large, "cache");
+    let [folder, _] = workspace.names("cache", "").try_into().unwrap();
+    let bytes = fs::metadata(&large).unwrap().len();
+    for words in
+        [format!("prepared  {bytes} tokens of 1 documents, 100.0 % trained\n"), " M tokens/s (".into(), format!("/cache/{folder}\n")]
+    {
+        assert!(first.stdout.contains(&words), "{words:?} is not in {first:?}");
+    }
+    let trained = run(&mut train(&workspace, "out", &["--data", large.to_str().unwrap()]));
+    assert!(!trained.stdout.contains("preparing "), "{trained:?}");
+    let again = prepare(&large, "cache");
+    assert!(again.stdout.starts_with(&format!("found  {bytes} tokens")) && !again.stdout.contains("tokens/s"), "{again:?}");
+    let small = prepare(&workspace.write("small.txt", "a few words"), "cache");
+    assert_eq!(small.stdout, "nothing to prepare: 11 B of text, at most, are tokenized at every start\n");
+    let ids = prepare(&workspace.write("ids.bin", [1, 0]), "cache");
+    assert_eq!(ids.stdout, "nothing to prepare: token files are read where they are\n");
+    workspace.write("file", "");
+    prepare(&large, "file/cache").refused(1, &["create ", "/file/cache: "]);
+    prepare(&workspace.path("none.txt"), "cache").refused(1, &["none.txt: No such file"]);
+    run(&mut program(&["prepare"])).refused(2, &["prepare: --data is missing"]);
 }
 
 #[test]

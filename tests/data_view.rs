@@ -60,9 +60,9 @@ fn data_of_every_kind_is_shown_or_refused_as_training_would() {
     assert!(pairs.stdout.contains("p\u{27e6}cc<0>\u{27e7}") && pairs.stdout.contains("4 tokens"), "{pairs:?}");
     let tokens = shown("ids.bin", &[1, 0, 2, 0, 3, 0], &[]);
     assert!(tokens.code == 0 && tokens.stdout.contains("token files do not say where documents end"), "{tokens:?}");
-    let parquet = workspace.write("a.parquet", b"PAR1");
-    let refused = run(&mut program(&["data", parquet.to_str().unwrap()]));
-    refused.refused(1, &["a.parquet: not a .txt, ", "convert it: python -c", "read_parquet", "a.jsonl"]);
+    let table = workspace.write("a.csv", b"text\na");
+    let refused = run(&mut program(&["data", table.to_str().unwrap()]));
+    refused.refused(1, &["a.csv: not a .txt, ", "convert it: python -c", "read_csv", "a.jsonl"]);
     shown("bad.jsonl", b"{\"text\": 5}", &[]).refused(1, &["bad.jsonl: line 1: `text` is not a string"]);
     shown("chat.jsonl", b"{\"messages\": [{\"role\": \"user\", \"content\": \"\"}]}", &[]).refused(1, &["--chat-template FILE"]);
 }

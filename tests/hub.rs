@@ -1,4 +1,4 @@
-//! Models by their name on the hub.
+//! Models by their name on the hub: from its cache, or downloaded.
 
 use crate::program::{CONFIG, Outcome, Workspace, program, run};
 use serde_json::Value;
@@ -16,8 +16,9 @@ fn cache(workspace: &Workspace) {
     symlink("../../blobs/c0ffee", config).unwrap();
 }
 
+/// Runs with this cache and no hub.
 fn with_cache(workspace: &Workspace, command: &mut Command) -> Outcome {
-    run(command.env("HF_HUB_CACHE", workspace.path("cache")))
+    run(command.env("HF_HUB_CACHE", workspace.path("cache")).env("HF_HUB_OFFLINE", "1"))
 }
 
 #[test]
@@ -49,11 +50,87 @@ fn data_and_plan_take_the_name_and_a_directory_wins_over_the_cache() {
     let found = with_cache(&workspace, &mut program(&view));
     assert_eq!(found.code, 0, "{found:?}");
     for args in [&view[..], &["plan", "--model=org/tiny", "--hardware=h200-pcie5"]] {
-        run(program(args).env("HF_HUB_CACHE", "/no/where"))
+        run(program(args).env("HF_HUB_CACHE", "/no/where").env("HF_HUB_OFFLINE", "1"))
             .refused(2, &["--model org/tiny: no such directory, and not in the", "/no/where"]);
         workspace.write("org/tiny/config.json", "no JSON");
         let own = with_cache(&workspace, program(args).current_dir(workspace.path("")));
         own.refused(1, &["org/tiny/config.json: "]);
         std::fs::remove_dir_all(workspace.path("org")).unwrap();
+    }
+}
+
+#[cfg(feature = "hub")]
+mod download {
+    use super::*;
+    use crate::hub_server::{Asked, HubRepo, HubServer, Reply};
+    use nix::sys::signal::{Signal, kill};
+    use nix::unistd::Pid;
+    use std::time::{Duration, Instant};
+
+    /// A run of `model` that has the hub at `endpoint`.
+    fn train(workspace: &Workspace, endpoint: &str, model: &str) -> Command {
+        let mut command = workspace.train("out", &[&format!("--model={model}"), "--init=random"]);
+        command.envs([("HF_ENDPOINT", endpoint), ("HF_TOKEN", "hf_secret")]).env("HF_HUB_CACHE", workspace.path("cache"));
+        command.env_remove("HF_HUB_OFFLINE").env_remove("http_proxy").env_remove("HTTP_PROXY").env_remove("ALL_PROXY");
+        command
+    }
+
+    #[test]
+    fn a_model_is_downloaded_once_and_trained() {
+        let workspace = Workspace::new();
+        let repo = HubRepo::new(vec![("config.json", CONFIG.as_bytes().to_vec()), ("evil.py", b"import os".to_vec())]);
+        let server = HubServer::start(move |asked, _| repo.answer(asked));
+        let trained = run(&mut train(&workspace, &server.endpoint(), "org/tiny"));
+        assert_eq!(trained.digest(), run(&mut workspace.train("by-path", &[])).digest());
+        assert!(trained.stdout.contains(&format!("downloading org/tiny at commit {COMMIT}: 1 files of ")), "{trained:?}");
+        assert!(!format!("{trained:?}").contains("hf_secret"), "{trained:?}");
+        let again = run(&mut train(&workspace, "http://127.0.0.1:1", "org/tiny"));
+        assert_eq!((again.digest(), server.asked().len()), (trained.digest(), 2), "the second run asks nobody");
+        run(&mut train(&workspace, "http://127.0.0.1:1", "org/other"))
+            .refused(1, &["download org/other, which is not here, from http://127.0.0.1:1: "]);
+    }
+
+    #[cfg(feature = "parquet")]
+    #[test]
+    fn data_is_downloaded_once_and_trained_as_its_file() {
+        let workspace = Workspace::new();
+        let file = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/parquet/labels.parquet");
+        let bytes = std::fs::read(&file).unwrap();
+        let repo = HubRepo::new(vec![("default/train/0000.parquet", bytes.clone()), ("default/test/0000.parquet", bytes)]);
+        let server = HubServer::start(move |asked, _| {
+            repo.answer(&Asked { path: asked.path.replace("/datasets/", "/").replace("/api/", "/api/models/"), ..asked.clone() })
+        });
+        let by_name = |endpoint: &str, name: &str| {
+            let mut command = workspace.train("out", &[&format!("--data={name}"), "--tokenizer=bytes"]);
+            run(command.env("HF_ENDPOINT", endpoint).env("HF_HUB_CACHE", workspace.path("cache")).env_remove("HF_HUB_OFFLINE"))
+        };
+        let trained = by_name(&server.endpoint(), "org/tiny");
+        let data = format!("--data={}", file.display());
+        assert_eq!(trained.digest(), run(&mut workspace.train("by-path", &[&data, "--tokenizer=bytes"])).digest());
+        assert!(trained.stdout.contains(&format!("downloading org/tiny at commit {COMMIT}: 1 files of ")), "{trained:?}");
+        let again = by_name("http://127.0.0.1:1", "org/tiny:default:train");
+        assert_eq!((again.digest(), server.asked().len()), (trained.digest(), 2), "the second run asks nobody");
+        by_name("http://127.0.0.1:1", "org/tiny:default:test").refused(1, &["download org/tiny:default:test, which is not here, from "]);
+        by_name("http://127.0.0.1:1", "org/tiny.jsonl").refused(1, &["read org/tiny.jsonl: No such file"]);
+    }
+
+    #[test]
+    fn a_signal_ends_a_download_that_stands_still() {
+        let workspace = Workspace::new();
+        let repo = HubRepo::new(vec![("config.json", CONFIG.as_bytes().to_vec())]);
+        let server = HubServer::start(move |asked, before| match before {
+            0 => repo.answer(asked),
+            _ => Reply { silence: Duration::from_secs(60), ..repo.answer(asked).cut(10) },
+        });
+        let began = Instant::now();
+        let child = train(&workspace, &server.endpoint(), "org/tiny").spawn().unwrap();
+        let partial = workspace.path("cache/models--org--tiny/blobs");
+        while !std::fs::read_dir(&partial).into_iter().flatten().flatten().any(|file| file.metadata().is_ok_and(|file| file.len() == 10)) {
+            assert!(began.elapsed() < Duration::from_secs(60), "nothing came");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        kill(Pid::from_raw(child.id() as i32), Signal::SIGTERM).unwrap();
+        let ended: Outcome = child.wait_with_output().unwrap().into();
+        assert!(ended.code == 75 && ended.stdout.contains("interrupted while files were being downloaded"), "{ended:?}");
     }
 }

@@ -17,11 +17,16 @@ mod fine_tuning;
 mod fuzz_corpus;
 mod guide;
 mod hub;
+#[cfg(feature = "hub")]
+#[expect(dead_code, reason = "shared with the tests beside the code")]
+mod hub_server;
 mod memory;
 mod moments;
 mod newcomer;
 mod packing;
 mod parity;
+#[cfg(feature = "parquet")]
+mod parquet;
 mod plan_memory;
 #[path = "gpu/planned.rs"]
 mod planned;
@@ -39,3 +44,4 @@ mod support;
 mod tensorboard;
 mod tokenizers;
 mod tokens_per_step;
+mod trl;

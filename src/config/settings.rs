@@ -289,12 +289,12 @@ settings! {
     }
 
     Data {
-        /// Files or directories: .txt, .json, .jsonl, .bin.
-        #[arg(num_args = 1.., value_name = "PATH")]
+        /// Files or directories (.txt, .json, .jsonl, .parquet, .bin), or names on the hub, as org/name(@revision)(:config(:split)).
+        #[arg(num_args = 1.., value_name = "PATH|NAME")]
         #[serde(deserialize_with = "one_or_many")]
         data: Vec<PathBuf> = Vec::new() => "the text that ships with the program", Free;
-        /// Files or directories to evaluate on; nothing is learned from them.
-        #[arg(num_args = 1.., value_name = "PATH")]
+        /// Files, directories or names to evaluate on; nothing is learned from them.
+        #[arg(num_args = 1.., value_name = "PATH|NAME")]
         #[serde(deserialize_with = "one_or_many")]
         eval_data: Vec<PathBuf> = Vec::new() => "none", Free;
         /// Share or number of the data's documents to hold out and evaluate on.

@@ -9,7 +9,7 @@ use super::checked::CheckedFiles;
 use super::checksum::hex;
 use super::preparation::Preparation;
 use super::prepared::{FORMAT_VERSION, FolderWriter, Prepared, PreparedFrom, open};
-use super::source::{bytes_of, kind, tokenize};
+use super::source::{kind, tokenize, usual_bytes_of};
 use super::tokenizer::Tokenizer;
 use crate::disk::{self, InFile};
 use crate::error::{Error, Result};
@@ -28,6 +28,22 @@ const BESIDE_THE_RUN: &str = ".data";
 /// # Errors
 /// Those of [`tokenize`]; `Io` and `Resource` when there is no place or no room to keep them.
 pub(super) fn find_or_prepare(
+    texts: &[&Path],
+    tokenizer: &Tokenizer,
+    vocab_size: usize,
+    checked: &mut CheckedFiles,
+    preparation: &mut Preparation<'_>,
+) -> Result<Prepared> {
+    let prepared = find_or_make(texts, tokenizer, vocab_size, checked, preparation)?;
+    match prepared.largest_id {
+        id if id as usize >= vocab_size => {
+            Err(Error::format(texts[0], format_args!("the text has token {id}, outside the vocabulary of {vocab_size}")))
+        }
+        _ => Ok(prepared),
+    }
+}
+
+fn find_or_make(
     texts: &[&Path],
     tokenizer: &Tokenizer,
     vocab_size: usize,
@@ -60,7 +76,7 @@ pub(super) fn find_or_prepare(
     remove_leftovers(&root, &key);
     check_room(&root, texts, tokenizer)?;
     let writer = FolderWriter::create(&root, &tmp_name(&key))?;
-    preparation.note(format!("preparing {} of text in {}", Bytes(bytes_of(texts)), folder.display()));
+    preparation.note(format!("preparing {} of text in {}", Bytes(usual_bytes_of(texts)), folder.display()));
     let (totals, read) = tokenize(texts, tokenizer, vocab_size, writer, preparation)?;
     FolderWriter::publish(totals, read, &origin)?;
     let prepared = open(&folder, &origin, true, checked, preparation)?;
@@ -89,6 +105,7 @@ fn place(key: &str, beside: Option<PathBuf>, preparation: &mut Preparation<'_>) 
         match lock(&root, key, preparation) {
             Ok(lock) => return Ok((root, Some(lock))),
             Err(error @ Error::Interrupted(_)) => return Err(error),
+            Err(error) if beside.is_none() => return Err(error),
             Err(error) => preparation.warn(format!("{error}: prepared text is kept beside the run")),
         }
     }
@@ -139,7 +156,7 @@ fn remove_leftovers(root: &Path, key: &str) {
 
 /// Bytes become ids of four bytes; other tokenizers make about one id of four bytes.
 fn check_room(root: &Path, texts: &[&Path], tokenizer: &Tokenizer) -> Result<()> {
-    let needed = bytes_of(texts) * if tokenizer.is_bytes() { 4 } else { 1 };
+    let needed = usual_bytes_of(texts) * if tokenizer.is_bytes() { 4 } else { 1 };
     let stat = nix::sys::statvfs::statvfs(root).map_err(|e| Error::io("read the free space of", root, e.into()))?;
     let free = stat.blocks_available() as u64 * stat.fragment_size() as u64;
     if free >= needed {
@@ -156,7 +173,7 @@ fn check_room(root: &Path, texts: &[&Path], tokenizer: &Tokenizer) -> Result<()>
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::preparation::News;
+    use crate::news::News;
     use crate::signals::StopFlag;
     use std::cell::RefCell;
 

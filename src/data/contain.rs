@@ -1,6 +1,6 @@
 //! Keeps the panics of a foreign library from reaching the person: they become errors.
 //!
-//! The tokenizer library reads files that anybody may have written and panics on some of them, for instance on
+//! The libraries of tokenizers and of parquet read files that anybody may have written and panic on some of them, for instance on
 //! a normaliser that prepends nothing.
 
 use std::cell::Cell;
@@ -11,11 +11,11 @@ thread_local! {
     static IS_CONTAINED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs `call`, which must leave nothing half done that is used after a panic.
+/// Runs `call` of `library`, which must leave nothing half done that is used after a panic.
 ///
 /// # Errors
 /// The message of a panic in it, on one line. The panic is not reported otherwise; those of other threads are.
-pub(crate) fn contain<T>(call: impl FnOnce() -> T) -> Result<T, String> {
+pub(crate) fn contain<T>(library: &str, call: impl FnOnce() -> T) -> Result<T, String> {
     static QUIET: Once = Once::new();
     QUIET.call_once(|| {
         let report = panic::take_hook();
@@ -31,7 +31,7 @@ pub(crate) fn contain<T>(call: impl FnOnce() -> T) -> Result<T, String> {
     outcome.map_err(|payload| {
         let literal = payload.downcast_ref::<&str>().copied();
         let message = literal.or(payload.downcast_ref::<String>().map(String::as_str)).unwrap_or("unknown");
-        format!("the tokenizer library panicked: {}", message.replace('\n', " "))
+        format!("the {library} library panicked: {}", message.replace('\n', " "))
     })
 }
 
@@ -41,8 +41,8 @@ mod tests {
 
     #[test]
     fn a_panic_becomes_its_message_and_a_value_passes() {
-        assert_eq!(contain(|| 5), Ok(5));
-        assert_eq!(contain(|| panic!("bad\n{}", 7)), Err::<(), _>("the tokenizer library panicked: bad 7".to_string()));
+        assert_eq!(contain("tokenizer", || 5), Ok(5));
+        assert_eq!(contain("tokenizer", || panic!("bad\n{}", 7)), Err::<(), _>("the tokenizer library panicked: bad 7".to_string()));
         assert!(!IS_CONTAINED.get());
     }
 }

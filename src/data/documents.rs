@@ -60,10 +60,15 @@ pub(super) struct DocumentPosition {
 impl DocumentPosition {
     pub(super) fn error(&self, cause: impl Display) -> Error {
         match self.line {
-            Some(line) => Error::format(&self.path, format_args!("line {line}: {cause}")),
+            Some(line) => Error::format(&self.path, format_args!("{} {line}: {cause}", place_word(&self.path))),
             None => Error::format(&self.path, cause),
         }
     }
+}
+
+/// What a record of the file at `path` stands in.
+pub(super) fn place_word(path: &Path) -> &'static str {
+    if path.extension().is_some_and(|extension| extension == "parquet") { "row" } else { "line" }
 }
 
 /// Hands documents on to a sink. The separator goes before each but the first, and each begins with the ids `begin`.

@@ -10,7 +10,7 @@ use std::path::Path;
 /// Text of a compressed file is at most so many times its size: real text is below 50.
 pub(super) const EXPANSION_MAX: u64 = 200;
 /// What a small file may expand to in any case.
-const SMALL_BYTES: u64 = 16 << 20;
+pub(super) const SMALL_BYTES: u64 = 16 << 20;
 
 /// Whether the file at `path` is compressed, by its name.
 pub(super) fn is_compressed(path: &Path) -> bool {

@@ -20,7 +20,10 @@ pub(crate) mod hold_out;
 mod lengths;
 pub(crate) mod loader;
 pub(crate) mod packing;
+#[cfg(feature = "parquet")]
+mod parquet_rows;
 pub(crate) mod preparation;
+pub(crate) mod prepare;
 pub(crate) mod prepared;
 pub(crate) mod rows;
 mod scan;

@@ -309,7 +309,7 @@ fn check_bounds(files: &[PathBuf], packing: Packing, split: Option<EvalSplit>) -
     })
 }
 
-fn check_vocabulary(vocab_size: usize, tokenizer: &Tokenizer) -> Result<()> {
+pub(super) fn check_vocabulary(vocab_size: usize, tokenizer: &Tokenizer) -> Result<()> {
     if vocab_size > 1 << 31 {
         return Err(Error::Unsupported(format!("a vocabulary of {vocab_size} ids")));
     }
@@ -402,11 +402,8 @@ fn open_text(
         let (tokens, ends) = (Arc::new(Tokens::Memory(tokens)), DocumentEnds::Memory(ends));
         return Ok(AllText { tokens, source_ends, ends, documents, untrained, skipped });
     }
-    let Prepared { tokens, ends, source_ends, documents, largest_id, untrained, skipped } =
+    let Prepared { tokens, ends, source_ends, documents, untrained, skipped, .. } =
         cache::find_or_prepare(texts, tokenizer, vocab_size, checked, preparation)?;
-    if largest_id as usize >= vocab_size {
-        return Err(Error::format(texts[0], format_args!("the text has token {largest_id}, outside the vocabulary of {vocab_size}")));
-    }
     let tokens = Arc::new(Tokens::File(TokenFile::trusted(tokens, vocab_size)));
     Ok(AllText { tokens, source_ends, ends: DocumentEnds::File(ends), documents, untrained, skipped })
 }

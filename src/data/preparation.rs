@@ -2,28 +2,12 @@
 
 use crate::disk;
 use crate::error::{Error, Result};
+use crate::news::News;
 use crate::signals::StopFlag;
 use std::path::PathBuf;
 
 /// Text of at most so many bytes in all is tokenized into memory, at every start. Its tokens take four times that.
 pub(crate) const IN_MEMORY_BYTES_MAX: u64 = 4 << 20;
-
-/// Something to tell while data is opened.
-pub enum News<'a> {
-    /// A line for people.
-    Note(&'a str),
-    /// A line for people: something is not as it should be.
-    Warn(&'a str),
-    /// Of `all` bytes `done` are read; `what` is done with them, in words.
-    Progress {
-        /// Verb and object.
-        what: &'a str,
-        /// Bytes read.
-        done: u64,
-        /// Bytes to read.
-        all: u64,
-    },
-}
 
 /// The circumstances in which data is opened.
 pub struct Preparation<'a> {

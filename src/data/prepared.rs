@@ -81,6 +81,9 @@ pub(super) struct PreparedFrom<'a> {
 
 /// A folder to read.
 pub(super) struct Prepared {
+    pub(super) folder: PathBuf,
+    /// Whether this process has just made it.
+    pub(super) is_fresh: bool,
     pub(super) tokens: InFile,
     /// For each document the tokens up to its end, 64 bits each.
     pub(super) ends: InFile,
@@ -265,7 +268,7 @@ pub(super) fn open(
     let source_ends = manifest.sources.iter().map(|source| source.tokens_end).collect();
     let PreparedManifest { documents, largest_id, untrained, skipped, .. } = manifest;
     let [tokens, ends] = <[InFile; 2]>::try_from(opened).map_err(|_| Error::format(&path, "it does not list two files"))?;
-    Ok(Some(Prepared { tokens, ends, source_ends, documents, largest_id, untrained, skipped }))
+    Ok(Some(Prepared { folder: dir.into(), is_fresh, tokens, ends, source_ends, documents, largest_id, untrained, skipped }))
 }
 
 fn verify(file: &InFile, entry: &PreparedFile, preparation: &mut Preparation<'_>) -> Result<()> {

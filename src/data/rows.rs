@@ -314,8 +314,8 @@ mod tests {
     use crate::data::batch::{Batch, Batches, arrays};
     use crate::data::loader::{DataPosition, Loader};
     use crate::data::packing::Dataset;
-    use crate::data::preparation::News;
     use crate::data::tokenizer::{AddBos, Tokenizer};
+    use crate::news::News;
     use crate::signals::StopFlag;
     use proptest::prelude::*;
     use serde_json::json;

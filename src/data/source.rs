@@ -1,16 +1,19 @@
 //! Data files: which there are, and what each holds.
 //!
 //! `.txt` is one document of UTF-8; `.jsonl` holds one record a line, blank lines aside, and `.json` an array of them (see
-//! [`crate::data::chat::record`] for their columns); `.gz` may follow these three; `.bin` holds token ids (see
+//! [`crate::data::chat::record`] for their columns); `.gz` may follow these three; `.parquet` holds a record a row; `.bin` holds token ids (see
 //! [`crate::data::token_file`]). A directory stands for the files of these kinds in it, by name.
 
 use crate::data::chat::record::{Content, DataFormat, RecordRules};
+use crate::data::checksum::Fingerprint;
 use crate::data::demo::DEMO_TEXT;
-use crate::data::documents::{DocumentPosition, DocumentTotals, Documents, Sink};
+use crate::data::documents::{DocumentPosition, DocumentTotals, Documents, Sink, place_word};
 use crate::data::elements::Elements;
 use crate::data::encode::{Encoder, shown};
 use crate::data::gz::{EXPANSION_MAX, is_compressed};
 use crate::data::hold_out::EvalSplit;
+#[cfg(feature = "parquet")]
+use crate::data::parquet_rows::ParquetRows;
 use crate::data::preparation::{IN_MEMORY_BYTES_MAX, Preparation};
 use crate::data::rows::RowRules;
 use crate::data::shown::{ShownDocument, joined};
@@ -24,14 +27,17 @@ pub(super) enum SourceKind {
     Text,
     JsonLines,
     JsonArray,
+    Parquet,
     Tokens,
 }
 
+/// Text is so many times as long as its compressed file, seldom more.
+const EXPANSION_USUAL: u64 = 8;
 /// Characters of a document that are shown to people.
 const SHOWN_CHARACTERS: usize = 2000;
 
 /// What the extensions of [`SourceKind`] are called in messages.
-const KINDS: &str = ".txt, .json, .jsonl (each may be .gz) or .bin";
+const KINDS: &str = ".txt, .json, .jsonl (each may be .gz), .parquet or .bin";
 
 /// The data files that `paths` name, directories replaced by what they hold, in order.
 ///
@@ -56,7 +62,6 @@ fn conversion(path: &Path) -> String {
     let (name, lines) = (path.display(), path.with_extension("jsonl"));
     let extension = path.extension().and_then(|extension| extension.to_str()).unwrap_or_default();
     let read = match extension {
-        "parquet" => "read_parquet",
         "csv" => "read_csv",
         "arrow" | "feather" => "read_feather",
         "zst" => return format!("; unpack it: zstd -d {name}"),
@@ -83,7 +88,7 @@ pub(crate) fn host_bytes(paths: &[PathBuf], rules: RowRules, shuffle: bool, spli
 /// # Errors
 /// When one cannot be read, or its first record says nothing.
 pub(super) fn hold_records(files: &[&Path], rules: &RecordRules) -> Result<Vec<bool>> {
-    let holds_records = |path: &&Path| match first_record(path)? {
+    let holds_records = |path: &&Path| match first_record(path, rules)? {
         Some(record) => Ok(rules.detect(&record).map_err(|cause| Error::format(path, cause))? != DataFormat::Text),
         None => Ok(false),
     };
@@ -92,7 +97,7 @@ pub(super) fn hold_records(files: &[&Path], rules: &RecordRules) -> Result<Vec<b
 
 /// Whether the first record of one of `files` may go through a chat template. One that cannot be read may: whoever reads it says why.
 pub(in crate::data) fn asks_for_template(files: &[PathBuf], rules: &RecordRules) -> bool {
-    let is_plain = |path: &Path| match first_record(path) {
+    let is_plain = |path: &Path| match first_record(path, rules) {
         Ok(None) => true,
         Ok(Some(record)) => matches!(rules.detect(&record), Ok(DataFormat::Text | DataFormat::InputIds)),
         Err(_) => false,
@@ -101,9 +106,9 @@ pub(in crate::data) fn asks_for_template(files: &[PathBuf], rules: &RecordRules)
 }
 
 /// The first record of the file at `path`; `None` where it holds none.
-fn first_record(path: &Path) -> Result<Option<String>> {
+fn first_record(path: &Path, rules: &RecordRules) -> Result<Option<String>> {
     let mut first = None;
-    for_each_record(path, |_, record| {
+    for_each_record(path, rules, |_, record| {
         first = Some(record.to_string());
         Ok(false)
     })?;
@@ -111,12 +116,24 @@ fn first_record(path: &Path) -> Result<Option<String>> {
 }
 
 /// Gives `each` the records of the file at `path` with their lines, until it wants no more.
-fn for_each_record(path: &Path, each: impl FnMut(u64, &str) -> Result<bool>) -> Result<()> {
+fn for_each_record(path: &Path, rules: &RecordRules, mut each: impl FnMut(u64, &str) -> Result<bool>) -> Result<()> {
     match kind(path) {
         Some(SourceKind::JsonLines) => for_each_of(path, Lines::default(), each),
         Some(SourceKind::JsonArray) => for_each_of(path, Elements::default(), each),
+        Some(SourceKind::Parquet) => for_each_row(path, rules, &mut |row, record, _| each(row, record)),
         _ => Ok(()),
     }
+}
+
+/// Gives `each` the rows of a parquet file, with how many bytes are read.
+#[cfg(feature = "parquet")]
+fn for_each_row(path: &Path, rules: &RecordRules, each: &mut dyn FnMut(u64, &str, u64) -> Result<bool>) -> Result<()> {
+    ParquetRows::open(path)?.for_each(|column| rules.reads(column), each)
+}
+
+#[cfg(not(feature = "parquet"))]
+fn for_each_row(path: &Path, _: &RecordRules, _: &mut dyn FnMut(u64, &str, u64) -> Result<bool>) -> Result<()> {
+    Err(Error::Unsupported(format!("{}: this program was built without the feature `parquet`", path.display())))
 }
 
 fn for_each_of(path: &Path, mut parts: impl RecordParts, mut each: impl FnMut(u64, &str) -> Result<bool>) -> Result<()> {
@@ -145,8 +162,8 @@ pub(super) fn first_documents(files: &[PathBuf], tokenizer: &Tokenizer, count: u
         if kind(path) == Some(SourceKind::Text) {
             first.extend(documents(path, None, Content::Text(beginning(path)?), tokenizer)?);
         }
-        for_each_record(path, |line, record| {
-            let wrong = |cause| Error::format(path, format_args!("line {line}: {cause}"));
+        for_each_record(path, rules, |line, record| {
+            let wrong = |cause| Error::format(path, format_args!("{} {line}: {cause}", place_word(path)));
             let format = match format {
                 Some(format) => format,
                 None => *format.insert(rules.detect(record).map_err(wrong)?),
@@ -182,7 +199,17 @@ pub(crate) fn is_text(path: &Path) -> bool {
 
 /// Size of all of `texts`, what compressed ones may become; what cannot be found counts nothing.
 pub(super) fn bytes_of(texts: &[&Path]) -> u64 {
-    let size = |path: &&Path| Some(path.metadata().ok()?.len() * if is_compressed(path) { EXPANSION_MAX } else { 1 });
+    sum_of(texts, EXPANSION_MAX)
+}
+
+/// As [`bytes_of`], what compressed ones usually become.
+pub(super) fn usual_bytes_of(texts: &[&Path]) -> u64 {
+    sum_of(texts, EXPANSION_USUAL)
+}
+
+fn sum_of(texts: &[&Path], expansion: u64) -> u64 {
+    let expands = |path: &Path| is_compressed(path) || kind(path) == Some(SourceKind::Parquet);
+    let size = |path: &&Path| Some(path.metadata().ok()?.len() * if expands(path) { expansion } else { 1 });
     texts.iter().filter_map(size).sum()
 }
 
@@ -215,12 +242,18 @@ pub(super) fn tokenize<S: Sink>(
         encoder.end()?;
     }
     for (source, path) in texts.iter().enumerate() {
-        let mut reader = TextReader::open(path)?;
         let place = DocumentPosition { path: (*path).into(), source, line: None };
         let mut progress = |offset| {
             preparation.progress("reading text", done + offset, all);
             preparation.go_on()
         };
+        if kind(path) == Some(SourceKind::Parquet) {
+            let file = read_rows(&mut encoder, &place, &mut progress)?;
+            done += file.bytes;
+            read.push(file);
+            continue;
+        }
+        let mut reader = TextReader::open(path)?;
         match kind(path) {
             Some(SourceKind::JsonLines) => read_records(&mut encoder, &mut reader, &place, Lines::default(), &mut progress)?,
             Some(SourceKind::JsonArray) => read_records(&mut encoder, &mut reader, &place, Elements::default(), &mut progress)?,
@@ -271,30 +304,56 @@ fn read_records<S: Sink>(
     progress: &mut impl FnMut(u64) -> Result<()>,
 ) -> Result<()> {
     let mut format = None;
-    let mut push = |number: u64, record: &str| {
-        if record.trim().is_empty() {
-            return Ok(());
-        }
-        let place = DocumentPosition { line: Some(number), ..place.clone() };
-        let rules = encoder.rules();
-        let format = match format {
-            Some(format) => format,
-            None => *format.insert(rules.detect(record).map_err(|cause| place.error(cause))?),
-        };
-        if format != DataFormat::Text {
-            return encoder.record(place, format, record);
-        }
-        let Content::Text(text) = rules.read(format, record).map_err(|cause| place.error(cause))? else { return Ok(()) };
-        encoder.begin(place);
-        encoder.push(&text)?;
-        encoder.end()
-    };
     while let Some(block) = reader.next()? {
-        parts.push(&place.path, block, &mut push)?;
+        parts.push(&place.path, block, |number, record| read_record(encoder, place, &mut format, number, record))?;
         progress(reader.offset())?;
     }
-    parts.finish(&place.path, &mut push)?;
+    parts.finish(&place.path, |number, record| read_record(encoder, place, &mut format, number, record))?;
     if format.is_none() { Err(Error::format(&place.path, "no line holds a document")) } else { Ok(()) }
+}
+
+/// A parquet file; what was read of it.
+fn read_rows<S: Sink>(
+    encoder: &mut Encoder<'_, S>,
+    place: &DocumentPosition,
+    progress: &mut impl FnMut(u64) -> Result<()>,
+) -> Result<Read> {
+    let (mut format, rules) = (None, encoder.rules());
+    for_each_row(&place.path, rules, &mut |row, record, offset| {
+        read_record(encoder, place, &mut format, row, record)?;
+        progress(offset).map(|()| true)
+    })?;
+    if format.is_none() {
+        return Err(Error::format(&place.path, "no row holds a document"));
+    }
+    let Fingerprint { bytes, sha256, .. } = Fingerprint::read(&place.path, &mut |_| progress(0))?;
+    Ok(Read { bytes, sha256 })
+}
+
+/// One record of a file of `format`, which its first one tells.
+fn read_record<S: Sink>(
+    encoder: &mut Encoder<'_, S>,
+    place: &DocumentPosition,
+    format: &mut Option<DataFormat>,
+    number: u64,
+    record: &str,
+) -> Result<()> {
+    if record.trim().is_empty() {
+        return Ok(());
+    }
+    let place = DocumentPosition { line: Some(number), ..place.clone() };
+    let rules = encoder.rules();
+    let format = match *format {
+        Some(format) => format,
+        None => *format.insert(rules.detect(record).map_err(|cause| place.error(cause))?),
+    };
+    if format != DataFormat::Text {
+        return encoder.record(place, format, record);
+    }
+    let Content::Text(text) = rules.read(format, record).map_err(|cause| place.error(cause))? else { return Ok(()) };
+    encoder.begin(place);
+    encoder.push(&text)?;
+    encoder.end()
 }
 
 pub(super) fn kind(path: &Path) -> Option<SourceKind> {
@@ -304,6 +363,7 @@ pub(super) fn kind(path: &Path) -> Option<SourceKind> {
         "txt" => Some(SourceKind::Text),
         "jsonl" => Some(SourceKind::JsonLines),
         "json" => Some(SourceKind::JsonArray),
+        "parquet" if !is_compressed => Some(SourceKind::Parquet),
         "bin" if !is_compressed => Some(SourceKind::Tokens),
         _ => None,
     }
@@ -433,7 +493,7 @@ mod tests {
         let names: Vec<_> = found.iter().map(|path| path.file_name().unwrap().to_str().unwrap()).collect();
         assert_eq!(names, ["c.bin", "a.jsonl", "b.txt", "c.bin"]);
         let refusal = |path: &str| find_files(&[dir.path().join(path)]).unwrap_err().to_string();
-        assert!(refusal("d.txt").contains("d.txt: no .txt, .json, .jsonl (each may be .gz) or .bin file in this directory"));
+        assert!(refusal("d.txt").contains("d.txt: no .txt, .json, .jsonl (each may be .gz), .parquet or .bin file in this directory"));
         assert!(refusal("README.md").contains("README.md: not a .txt"));
         assert!(refusal("missing.txt").starts_with("read ") && refusal("missing.txt").contains("missing.txt: No such file"));
     }

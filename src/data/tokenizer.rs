@@ -72,7 +72,7 @@ impl Tokenizer {
     pub fn load(dir: &ModelDir, end_of_text: Option<&str>, add_bos: AddBos) -> Result<Option<Self>> {
         let path = dir.file("tokenizer.json")?;
         let Some(bytes) = disk::read_if_present(&path, BYTES_MAX)? else { return Ok(None) };
-        let parsed = contain(|| parse(&bytes)).map_err(|e| Error::format(&path, e))?;
+        let parsed = contain("tokenizer", || parse(&bytes)).map_err(|e| Error::format(&path, e))?;
         let (tokenizer, post_processor) = parsed.map_err(|e| Error::format(&path, e))?;
         let vocab_size = tokenizer.get_vocab(true).into_values().max().map_or(0, |id| id as usize + 1);
         let special = Special::new(dir, &tokenizer);
@@ -117,7 +117,8 @@ impl Tokenizer {
             TokenizerKind::Bytes => return Ok(text.bytes().map(u32::from).collect()),
             TokenizerKind::Model(model) => model,
         };
-        let encoding = contain(|| model.tokenizer.encode_fast(text, false)).and_then(|encoding| encoding.map_err(|e| e.to_string()));
+        let encoding =
+            contain("tokenizer", || model.tokenizer.encode_fast(text, false)).and_then(|encoding| encoding.map_err(|e| e.to_string()));
         encoding.map(|encoding| encoding.get_ids().to_vec()).map_err(|e| Error::format(&model.path, format!("cannot encode: {e}")))
     }
 
@@ -157,7 +158,8 @@ impl Tokenizer {
                 return Ok((0..).zip(ids).map(|(at, id)| Token { id, start: at, end: at + 1 }).collect());
             }
         };
-        let encoding = contain(|| model.tokenizer.encode(text, false)).and_then(|encoding| encoding.map_err(|e| e.to_string()));
+        let encoding =
+            contain("tokenizer", || model.tokenizer.encode(text, false)).and_then(|encoding| encoding.map_err(|e| e.to_string()));
         let encoding = encoding.map_err(|e| Error::format(&model.path, format!("cannot encode: {e}")))?;
         let tokens = encoding.get_ids().iter().zip(encoding.get_offsets());
         Ok(tokens.map(|(&id, &(start, end))| Token { id, start: start as u32, end: end as u32 }).collect())

@@ -1,5 +1,6 @@
 //! What training would make of data: counts, lengths, and of a few records the text with what is trained.
 
+use super::documents::place_word;
 use super::hold_out::EvalSplit;
 use super::lengths::DocumentLengths;
 use super::packing::{Dataset, MeasuredData};
@@ -11,7 +12,7 @@ use super::tokenizer::Tokenizer;
 use crate::error::Result;
 use serde::Serialize;
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Around trained text where there is no colour.
 const MARKS: [&str; 2] = ["\u{27e6}", "\u{27e7}"];
@@ -91,7 +92,7 @@ impl DataView {
 
     fn write_document(&self, f: &mut fmt::Formatter<'_>, document: &ShownDocument) -> fmt::Result {
         let ShownDocument { file, line, tokens, pieces } = document;
-        let line = line.map_or(String::new(), |line| format!(", line {line}"));
+        let line = line.map_or(String::new(), |line| format!(", {} {line}", place_word(Path::new(file))));
         let tokens = tokens.map_or("the beginning".into(), |tokens| format!("{tokens} tokens"));
         let legend = if self.in_colour { "in green".into() } else { format!("between {} and {}", MARKS[0], MARKS[1]) };
         writeln!(f, "--- {}{line}: {tokens}; trained is what stands {legend}", printable(file))?;

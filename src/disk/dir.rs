@@ -143,6 +143,22 @@ impl Dir {
         }
     }
 
+    /// Opens the file `name` to write behind what it holds, and creates it where there is none.
+    #[cfg(feature = "hub")]
+    pub(crate) fn append_file(&self, name: impl AsRef<Path>) -> Result<OutFile> {
+        let path = self.join(&name);
+        let file = attempt("create", &path, || self.open_at(name, OFlag::O_RDWR | OFlag::O_CREAT | OFlag::O_APPEND))?;
+        Ok(OutFile::new(file, path))
+    }
+
+    /// Creates the link `name` to `target`; one that leads there already is left.
+    #[cfg(feature = "hub")]
+    pub(crate) fn link(&self, name: impl AsRef<Path>, target: &Path) -> Result<()> {
+        let is_there = nix::fcntl::readlinkat(&self.file, name.as_ref()).is_ok_and(|there| Path::new(&there) == target);
+        let link = || Ok(nix::unistd::symlinkat(target, &self.file, name.as_ref())?);
+        if is_there { Ok(()) } else { attempt("link", &self.join(&name), link) }
+    }
+
     /// Creates a file, writes `bytes` and syncs it.
     pub(crate) fn write_file(&self, name: impl AsRef<Path>, bytes: &[u8]) -> Result<()> {
         let mut file = self.create_file(name)?;

@@ -1,14 +1,12 @@
 //! The cache of the hub's files that Python's `huggingface_hub` keeps: for each repository a folder such as `models--org--name`, in which
 //! `refs/REVISION` holds a commit, `snapshots/COMMIT` the files by name, as links into `blobs`.
 
-use super::name::HubName;
+use super::name::{DataPart, HubName, RepoKind};
 use crate::disk;
 use crate::error::{Error, Result};
 use std::path::{Path, PathBuf};
 
-/// How the folder of a model's repository begins.
-const MODELS: &str = "models--";
-const SNAPSHOTS: &str = "snapshots";
+pub(super) const SNAPSHOTS: &str = "snapshots";
 /// No file with a commit is larger.
 const REF_BYTES_MAX: u64 = 1024;
 
@@ -26,9 +24,9 @@ pub(super) struct HubCache {
 
 impl HubCache {
     /// Where the environment says: `HF_HUB_CACHE`, else `HF_HOME`, else the user's cache. `None` where it names no home.
-    pub(super) fn of(variable: impl Fn(&str) -> Option<PathBuf>) -> Option<Self> {
-        let home = || variable("HF_HOME").or_else(|| user_cache(&variable).map(|cache| cache.join("huggingface")));
-        let root = variable("HF_HUB_CACHE").or_else(|| variable("HUGGINGFACE_HUB_CACHE")).or_else(|| home().map(|home| home.join("hub")));
+    pub(super) fn of(variable: &dyn Fn(&str) -> Option<PathBuf>) -> Option<Self> {
+        let beside = || home(variable).map(|home| home.join("hub"));
+        let root = variable("HF_HUB_CACHE").or_else(|| variable("HUGGINGFACE_HUB_CACHE")).or_else(beside);
         root.map(|root| Self { root })
     }
 
@@ -37,7 +35,7 @@ impl HubCache {
     /// # Errors
     /// `Io`, and `Format` for a revision that is no commit.
     pub(super) fn find(&self, name: &HubName) -> Result<Option<PathBuf>> {
-        let repo = self.root.join(folder(&name.repo));
+        let repo = self.repo(name);
         let Some(commit) = commit(&repo, &name.revision)? else { return Ok(None) };
         let snapshot = repo.join(SNAPSHOTS).join(commit);
         Ok(snapshot.is_dir().then_some(snapshot))
@@ -45,7 +43,12 @@ impl HubCache {
 
     /// Whether anything of the repository is here.
     pub(super) fn holds(&self, name: &HubName) -> bool {
-        self.root.join(folder(&name.repo)).join(SNAPSHOTS).is_dir()
+        self.repo(name).join(SNAPSHOTS).is_dir()
+    }
+
+    /// The repository's folder.
+    pub(super) fn repo(&self, name: &HubName) -> PathBuf {
+        self.root.join(folder(name))
     }
 }
 
@@ -54,17 +57,32 @@ impl Snapshot {
     pub(crate) fn at(path: &Path) -> Option<Self> {
         let commit = path.file_name()?.to_str().filter(|name| is_commit(name))?;
         let snapshots = path.parent().filter(|parent| parent.ends_with(SNAPSHOTS))?;
-        let repo = snapshots.parent()?.file_name()?.to_str()?.strip_prefix(MODELS)?;
+        let repo = snapshots.parent()?.file_name()?.to_str()?.strip_prefix(RepoKind::Model.plural())?.strip_prefix("--")?;
         Some(Self { repo: repo.replace("--", "/"), commit: commit.into() })
     }
 }
 
-fn user_cache(variable: &impl Fn(&str) -> Option<PathBuf>) -> Option<PathBuf> {
-    variable("XDG_CACHE_HOME").or_else(|| variable("HOME").map(|home| home.join(".cache")))
+/// Where Hugging Face's programs keep what is theirs.
+pub(super) fn home(variable: &dyn Fn(&str) -> Option<PathBuf>) -> Option<PathBuf> {
+    let cache = || variable("XDG_CACHE_HOME").or_else(|| variable("HOME").map(|home| home.join(".cache")));
+    variable("HF_HOME").or_else(|| cache().map(|cache| cache.join("huggingface")))
 }
 
-fn folder(repo: &str) -> String {
-    format!("{MODELS}{}", repo.replace('/', "--"))
+pub(super) fn folder(name: &HubName) -> String {
+    format!("{}--{}", name.kind.plural(), name.repo.replace('/', "--"))
+}
+
+/// The directory of a part of the data in `snapshot`; `None` if it is not here. What is there is whole: it got its name last.
+pub(super) fn part_dir(snapshot: &Path, DataPart { config, split }: &DataPart) -> Option<PathBuf> {
+    let configs = || std::fs::read_dir(snapshot).into_iter().flatten().flatten().filter_map(|entry| entry.file_name().into_string().ok());
+    let config = config.clone().or_else(|| one_of(configs().filter(|name| !name.starts_with('.'))))?;
+    Some(snapshot.join(config).join(split)).filter(|dir| dir.is_dir())
+}
+
+/// The only one of `configs`, or the one that is called so.
+pub(super) fn one_of(configs: impl Iterator<Item = String>) -> Option<String> {
+    let mut configs: Vec<String> = configs.collect();
+    if configs.len() == 1 { configs.pop() } else { configs.into_iter().find(|config| config == "default") }
 }
 
 /// The commit that a revision is in `repo`; a commit is its own name.
@@ -93,7 +111,7 @@ mod tests {
     fn the_environment_names_the_cache_as_for_python() {
         let root = |set: &[(&str, &str)]| {
             let variable = |name: &str| set.iter().find(|(key, _)| *key == name).map(|(_, value)| PathBuf::from(value));
-            HubCache::of(variable).map(|cache| cache.root.display().to_string())
+            HubCache::of(&variable).map(|cache| cache.root.display().to_string())
         };
         assert_eq!(root(&[]), None);
         let mut set = vec![("HOME", "/home/me")];
@@ -113,8 +131,8 @@ mod tests {
     fn revisions_lead_to_commits_and_commits_to_snapshots() {
         let dir = tempfile::tempdir().unwrap();
         let (cache, repo) = (HubCache { root: dir.path().into() }, dir.path().join("models--org--name"));
-        let find = |text: &str| cache.find(&HubName::parse(text).unwrap());
-        assert_eq!((find("org/name").unwrap(), cache.holds(&HubName::parse("org/name").unwrap())), (None, false));
+        let find = |text: &str| cache.find(&HubName::model(text).unwrap());
+        assert_eq!((find("org/name").unwrap(), cache.holds(&HubName::model("org/name").unwrap())), (None, false));
         let snapshot = repo.join("snapshots").join(COMMIT);
         fs::create_dir_all(&snapshot).unwrap();
         fs::create_dir_all(repo.join("refs/refs/pr")).unwrap();

@@ -1,48 +1,132 @@
-//! Models by their name on the Hugging Face hub: [`name`] is what they are called, [`cache`] where their files lie on this machine.
+//! Models and data by their name on the Hugging Face hub: [`name`] is what they are called, [`cache`] where their files lie on this machine, and
+//! `download` brings them there, where the build has the feature `hub`.
 
 pub(crate) mod cache;
+#[cfg(feature = "hub")]
+mod client;
+#[cfg(feature = "hub")]
+mod download;
+#[cfg(all(test, feature = "hub"))]
+mod download_tests;
+#[cfg(feature = "hub")]
+mod fetch;
+#[cfg(feature = "hub")]
+mod listing;
 mod name;
 
+use crate::disk;
 use crate::error::{Error, Result};
-use cache::HubCache;
-use name::HubName;
+use crate::model_dir::{CONFIG, INDEX, INDEX_BYTES_MAX, SINGLE};
+use crate::news::News;
+use crate::signals::StopFlag;
+use cache::{HubCache, part_dir};
+use name::{HubName, RepoKind};
+use serde_json::Value;
 use std::path::{Path, PathBuf};
 
-/// The directory that `--model` means: what lies at that path, else what the cache has of that name. Anything else is left to whoever
-/// opens it.
-///
-/// # Errors
-/// `Usage` for a name that is neither.
-pub(crate) fn find_model(model: &Path) -> Result<PathBuf> {
-    find_in(HubCache::of(variable), model)
+/// What is looked for, and who hears of it.
+pub(crate) struct HubQuery<'a> {
+    /// Whether the model's weights will be read.
+    pub(crate) with_weights: bool,
+    #[cfg_attr(not(feature = "hub"), expect(dead_code, reason = "only a download takes time"))]
+    pub(crate) stop: &'a StopFlag,
+    #[cfg_attr(not(feature = "hub"), expect(dead_code, reason = "only a download takes time"))]
+    pub(crate) emit: &'a mut dyn FnMut(News<'_>),
 }
+
+impl HubQuery<'_> {
+    /// The directory that `--model` means: what lies at that path, else what the cache has of that name, else what is downloaded. Anything
+    /// else is left to whoever opens it.
+    ///
+    /// # Errors
+    /// `Usage` for a name that is nowhere and cannot be downloaded; what goes wrong while it is.
+    pub(crate) fn model(self, model: &Path) -> Result<PathBuf> {
+        self.find(&variable, model, HubName::model)
+    }
+
+    /// As [`Self::model`], of a path that `--data` names.
+    ///
+    /// # Errors
+    /// As [`Self::model`].
+    pub(crate) fn data(self, data: &Path) -> Result<PathBuf> {
+        self.find(&variable, data, HubName::data)
+    }
+
+    fn find(self, variable: &Variable<'_>, path: &Path, parse: fn(&str) -> Option<HubName>) -> Result<PathBuf> {
+        let is_there = path.symlink_metadata().is_ok();
+        let Some(name) = path.to_str().filter(|_| !is_there).and_then(parse) else { return Ok(path.into()) };
+        let Some(cache) = HubCache::of(variable) else {
+            return Err(refusal(&name, "neither HF_HOME nor HOME says where the Hugging Face cache is".into()));
+        };
+        let snapshot = cache.find(&name)?;
+        let whole = snapshot.as_ref().and_then(|snapshot| whole(&name, snapshot, self.with_weights));
+        match (whole, snapshot) {
+            (Some(whole), _) => Ok(whole),
+            #[cfg(feature = "hub")]
+            _ if !is_offline(variable) => self.download(variable, &cache, &name),
+            // What weights are missing says whoever reads them.
+            (_, Some(snapshot)) if snapshot.join(CONFIG).exists() => Ok(snapshot),
+            (_, snapshot) => Err(refusal(&name, absence(&cache, &name, snapshot.as_deref(), variable))),
+        }
+    }
+
+    #[cfg(feature = "hub")]
+    fn download(self, variable: &Variable<'_>, cache: &HubCache, name: &HubName) -> Result<PathBuf> {
+        use crate::hub::client::HubClient;
+        use crate::hub::download::{Download, FIRST_PAUSE};
+        let Self { with_weights, stop, emit } = self;
+        Download { cache, name, with_weights, stop, emit, pause: FIRST_PAUSE }.run(HubClient::of(variable)?)
+    }
+}
+
+/// What the environment says.
+type Variable<'a> = dyn Fn(&str) -> Option<PathBuf> + 'a;
 
 fn variable(name: &str) -> Option<PathBuf> {
     std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from)
 }
 
-fn find_in(cache: Option<HubCache>, model: &Path) -> Result<PathBuf> {
-    let is_there = model.symlink_metadata().is_ok();
-    let Some(name) = model.to_str().filter(|_| !is_there).and_then(HubName::parse) else { return Ok(model.into()) };
-    let fetch = format!("hf download {}", fetched(&name));
-    let refused = |why: String| Err(Error::usage(format!("--model {name}: no such directory, and {why}")));
-    let Some(cache) = cache else { return refused("neither HF_HOME nor HOME says where the Hugging Face cache is".into()) };
-    let root = cache.root.display();
-    match cache.find(&name)? {
-        Some(snapshot) if snapshot.join(crate::model_dir::CONFIG).exists() => Ok(snapshot),
-        Some(snapshot) => refused(format!("its files in the cache, {}, lack config.json; complete them: {fetch}", snapshot.display())),
-        None if cache.holds(&name) => refused(format!("the Hugging Face cache {root} has other revisions of it; {fetch}")),
-        None => refused(format!("not in the Hugging Face cache {root}; download it: {fetch}")),
+/// The directory in `snapshot` that a run may go by; programs fetch single files, too.
+fn whole(name: &HubName, snapshot: &Path, with_weights: bool) -> Option<PathBuf> {
+    let is_model = || snapshot.join(CONFIG).exists() && (!with_weights || holds_weights(snapshot));
+    match name.kind {
+        RepoKind::Model => is_model().then(|| snapshot.to_path_buf()),
+        RepoKind::Dataset => part_dir(snapshot, &name.part),
     }
 }
 
-/// The arguments of the command that downloads `name`.
-fn fetched(HubName { repo, revision }: &HubName) -> String {
-    if HubName::parse(repo).is_some_and(|plain| plain.revision == *revision) {
-        repo.clone()
-    } else {
-        format!("{repo} --revision {revision}")
+/// Whether all weights are in `snapshot`: in one file, or in every shard that the index names.
+fn holds_weights(snapshot: &Path) -> bool {
+    let index = || disk::read_if_present(&snapshot.join(INDEX), INDEX_BYTES_MAX).ok().flatten();
+    let places = || serde_json::from_slice::<Value>(&index()?).ok()?["weight_map"].as_object().cloned();
+    let is_here = |shard: &Value| shard.as_str().is_some_and(|shard| snapshot.join(shard).exists());
+    snapshot.join(SINGLE).exists() || places().is_some_and(|places| places.values().all(is_here))
+}
+
+fn refusal(name: &HubName, cause: String) -> Error {
+    Error::usage(format!("{} {name}: no such directory, and {cause}", name.kind.flag()))
+}
+
+/// Why the cache does not help, and what would.
+fn absence(cache: &HubCache, name: &HubName, found: Option<&Path>, variable: &Variable<'_>) -> String {
+    let (root, fetch) = (cache.root.display(), format!("hf download {}", name.arguments()));
+    let offline = if is_offline(variable) { " (HF_HUB_OFFLINE is set)" } else { "" };
+    match found {
+        Some(snapshot) => {
+            let lack = if name.kind == RepoKind::Model { CONFIG.into() } else { format!("config/{}/*.parquet", name.part.split) };
+            format!("its files in the cache, {}, lack {lack}; complete them: {fetch}{offline}", snapshot.display())
+        }
+        None if cache.holds(name) => {
+            format!("the Hugging Face cache {root} has other revisions of it; download this one: {fetch}{offline}")
+        }
+        None => format!("not in the Hugging Face cache {root}; download it: {fetch}{offline}"),
     }
+}
+
+/// As `huggingface_hub` reads it.
+fn is_offline(variable: &Variable<'_>) -> bool {
+    let value = variable("HF_HUB_OFFLINE").and_then(|value| value.into_os_string().into_string().ok());
+    value.is_some_and(|value| ["1", "on", "yes", "true"].contains(&value.to_ascii_lowercase().as_str()))
 }
 
 #[cfg(test)]
@@ -53,26 +137,48 @@ mod tests {
     #[test]
     fn a_directory_wins_then_the_cache_and_what_is_neither_is_told() {
         let dir = tempfile::tempdir().unwrap();
-        let find = |model: &str| find_in(Some(HubCache { root: dir.path().into() }), Path::new(model));
+        let offline = |name: &str| match name {
+            "HF_HUB_CACHE" => Some(dir.path().into()),
+            "HF_HUB_OFFLINE" => Some("1".into()),
+            _ => None,
+        };
+        let find = |model: &str, with_weights| {
+            HubQuery { with_weights, stop: &StopFlag::default(), emit: &mut |_| panic!("nothing is downloaded") }.find(
+                &offline,
+                Path::new(model),
+                HubName::model,
+            )
+        };
         let refused = |model: &str| {
-            let error = find(model).unwrap_err();
+            let error = find(model, false).unwrap_err();
             assert_eq!(error.exit_code(), 2);
             error.to_string()
         };
         let cause = format!("no such directory, and not in the Hugging Face cache {}; ", dir.path().display());
-        let whole = refused("meta-llama/Llama-3.1-8B");
-        assert_eq!(whole, format!("--model meta-llama/Llama-3.1-8B: {cause}download it: hf download meta-llama/Llama-3.1-8B"));
-        assert!(refused("a/b@v1").ends_with("download it: hf download a/b --revision v1"));
+        let told =
+            format!("--model meta-llama/Llama-3.1-8B: {cause}download it: hf download meta-llama/Llama-3.1-8B (HF_HUB_OFFLINE is set)");
+        assert_eq!(refused("meta-llama/Llama-3.1-8B"), told);
+        assert!(refused("a/b@v1").contains("download it: hf download a/b --revision v1"));
         let commit = "a".repeat(40);
-        let snapshot = dir.path().join("models--a--b/snapshots").join(&commit);
+        let (snapshot, by_commit) = (dir.path().join("models--a--b/snapshots").join(&commit), format!("a/b@{commit}"));
         fs::create_dir_all(&snapshot).unwrap();
-        assert!(refused(&format!("a/b@{commit}")).contains("lack config.json; complete them: hf download a/b --revision aaaa"));
-        assert!(refused("a/b").contains("has other revisions of it; hf download a/b"), "{}", refused("a/b"));
+        assert!(refused(&by_commit).contains("lack config.json; complete them: hf download a/b --revision aaaa"));
+        assert!(refused("a/b").contains("has other revisions of it; download this one: hf download a/b"));
         fs::write(snapshot.join("config.json"), "{}").unwrap();
-        assert_eq!(find(&format!("a/b@{commit}")).unwrap(), snapshot);
-        for path in ["/no/where", "../model", "nowhere", "a/b/c", "src/hub"] {
-            assert_eq!(find(path).unwrap(), Path::new(path), "a path, which its reader judges");
+        for with_weights in [false, true] {
+            assert_eq!(find(&by_commit, with_weights).unwrap(), snapshot);
         }
-        assert!(find_in(None, Path::new("a/b")).unwrap_err().to_string().contains("neither HF_HOME nor HOME"));
+        let find_whole = || whole(&HubName::model(&by_commit).unwrap(), &snapshot, true);
+        assert_eq!(find_whole(), None);
+        fs::write(snapshot.join(INDEX), r#"{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}"#).unwrap();
+        for (shard, expected) in [("model-1.safetensors", None), ("model-2.safetensors", Some(snapshot.clone()))] {
+            fs::write(snapshot.join(shard), "").unwrap();
+            assert_eq!(find_whole(), expected, "{shard}");
+        }
+        for path in ["/no/where", "../model", "nowhere", "a/b/c", "src/hub"] {
+            assert_eq!(find(path, false).unwrap(), Path::new(path), "a path, which its reader judges");
+        }
+        let query = HubQuery { with_weights: false, stop: &StopFlag::default(), emit: &mut |_| () };
+        assert!(query.find(&|_| None, Path::new("a/b"), HubName::model).unwrap_err().to_string().contains("neither HF_HOME nor HOME"));
     }
 }

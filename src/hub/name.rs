@@ -1,32 +1,101 @@
-//! What a repository on the hub is called: `org/name`, or `org/name@revision`.
+//! What a repository on the hub is called: `org/name` or `org/name@revision`; data may end in `:config` or `:config:split`.
 
 use crate::disk::is_plain_file_name;
 use std::fmt;
 
-/// The revision where none is named.
-const DEFAULT_REVISION: &str = "main";
+/// The revision of a model where none is named.
+const MODEL_REVISION: &str = "main";
+/// That of data: where the hub keeps what it made of it, `config/split/*.parquet`.
+const DATA_REVISION: &str = "refs/convert/parquet";
+const SPLIT: &str = "train";
+/// How files of data end, which are no names.
+const EXTENSIONS: [&str; 10] = ["txt", "json", "jsonl", "parquet", "bin", "gz", "zst", "csv", "arrow", "feather"];
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum RepoKind {
+    Model,
+    Dataset,
+}
+
+/// A part of a data set.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct DataPart {
+    /// The only one, or `default`, where none is named.
+    pub(super) config: Option<String>,
+    pub(super) split: String,
+}
 
 /// A repository, and a branch, tag or commit of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct HubName {
+    pub(super) kind: RepoKind,
     pub(super) repo: String,
     pub(super) revision: String,
+    /// Of data; a model is taken whole.
+    pub(super) part: DataPart,
+    text: String,
 }
 
 impl HubName {
-    /// The repository that `text` names, if it has the form of a name.
-    pub(super) fn parse(text: &str) -> Option<Self> {
-        let (repo, revision) = text.split_once('@').unwrap_or((text, DEFAULT_REVISION));
+    /// The model that `text` names, if it has the form of a name.
+    pub(super) fn model(text: &str) -> Option<Self> {
+        Self::parse(text, text, RepoKind::Model, DataPart { config: None, split: SPLIT.into() })
+    }
+
+    /// The data that `text` names, if it has the form of a name.
+    pub(super) fn data(text: &str) -> Option<Self> {
+        let mut parts = text.split(':');
+        let (repo, config) = (parts.next()?, parts.next());
+        let part = DataPart { config: config.map(String::from), split: parts.next().unwrap_or(SPLIT).into() };
+        let is_valid = parts.next().is_none() && part.config.iter().chain([&part.split]).all(|word| is_word(word));
+        let is_file = EXTENSIONS.iter().any(|extension| repo.rsplit_once('.').is_some_and(|(_, end)| end == *extension));
+        if is_valid && !is_file { Self::parse(text, repo, RepoKind::Dataset, part) } else { None }
+    }
+
+    fn parse(text: &str, name: &str, kind: RepoKind, part: DataPart) -> Option<Self> {
+        let (repo, revision) = name.split_once('@').unwrap_or((name, kind.revision()));
         let (organisation, name) = repo.split_once('/')?;
         let is_valid = is_word(organisation) && is_word(name) && revision.split('/').all(is_plain_file_name);
-        is_valid.then(|| Self { repo: repo.into(), revision: revision.into() })
+        is_valid.then(|| Self { kind, repo: repo.into(), revision: revision.into(), part, text: text.into() })
+    }
+
+    /// What `hf download` is told.
+    pub(super) fn arguments(&self) -> String {
+        let Self { kind, repo, revision, .. } = self;
+        let of = if *kind == RepoKind::Dataset { " --repo-type dataset" } else { "" };
+        if revision == MODEL_REVISION { format!("{repo}{of}") } else { format!("{repo}{of} --revision {revision}") }
     }
 }
 
+impl RepoKind {
+    fn revision(self) -> &'static str {
+        match self {
+            Self::Model => MODEL_REVISION,
+            Self::Dataset => DATA_REVISION,
+        }
+    }
+
+    /// The flag by which such a repository is named.
+    pub(super) fn flag(self) -> &'static str {
+        match self {
+            Self::Model => "--model",
+            Self::Dataset => "--data",
+        }
+    }
+
+    /// As folders of the cache and paths of the hub call them.
+    pub(super) fn plural(self) -> &'static str {
+        match self {
+            Self::Model => "models",
+            Self::Dataset => "datasets",
+        }
+    }
+}
+
+/// As it was written.
 impl fmt::Display for HubName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { repo, revision } = self;
-        if revision == DEFAULT_REVISION { f.write_str(repo) } else { write!(f, "{repo}@{revision}") }
+        f.write_str(&self.text)
     }
 }
 
@@ -40,19 +109,36 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_has_two_words_and_may_have_a_revision() {
+    fn a_model_has_two_words_and_may_have_a_revision() {
         for (text, repo, revision) in [
             ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B", "main"),
             ("meta-llama/Llama-3.1-8B@v1.0", "meta-llama/Llama-3.1-8B", "v1.0"),
             ("a/b@refs/pr/1", "a/b", "refs/pr/1"),
             ("a/b@main", "a/b", "main"),
         ] {
-            let name = HubName::parse(text).unwrap();
-            assert_eq!((name.repo.as_str(), name.revision.as_str()), (repo, revision));
-            assert_eq!(name.to_string(), text.trim_end_matches("@main"));
+            let name = HubName::model(text).unwrap();
+            assert_eq!((name.repo.as_str(), name.revision.as_str(), name.to_string().as_str()), (repo, revision, text));
         }
-        for text in ["/a", "../a", "a", "a/b/c", "a/..", ".a/b", "a/b@", "a/b@../c", "a/b@c//d", "a/b c", "a/", "a b/c", "llama-8b"] {
-            assert_eq!(HubName::parse(text), None, "{text}");
+        for text in
+            ["/a", "../a", "a", "a/b/c", "a/..", ".a/b", "a/b@", "a/b@../c", "a/b@c//d", "a/b c", "a/", "a b/c", "llama-8b", "a/b:c"]
+        {
+            assert_eq!(HubName::model(text), None, "{text}");
+        }
+    }
+
+    #[test]
+    fn data_may_name_a_part() {
+        for (text, revision, config, split) in [
+            ("a/b", DATA_REVISION, None, "train"),
+            ("a/b:en", DATA_REVISION, Some("en"), "train"),
+            ("a/b-2.1@v1:en:test", "v1", Some("en"), "test"),
+        ] {
+            let name = HubName::data(text).unwrap();
+            let part = DataPart { config: config.map(String::from), split: split.into() };
+            assert_eq!((name.revision.as_str(), name.part, name.kind), (revision, part, RepoKind::Dataset));
+        }
+        for text in ["data/a.jsonl", "data/a.txt.gz", "a/b:", "a/b::test", "a/b:c:../d", "a/b:c:d:e", "a", "./a", "/a/b"] {
+            assert_eq!(HubName::data(text), None, "{text}");
         }
     }
 }

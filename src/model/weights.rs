@@ -17,9 +17,6 @@ use serde_json::Value;
 use std::collections::BTreeSet;
 use std::path::Path;
 
-pub(crate) const SINGLE: &str = "model.safetensors";
-/// Which tensor is in which shard.
-pub(crate) const INDEX: &str = "model.safetensors.index.json";
 /// What says how text becomes tokens, apart from the tokenizer.
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 

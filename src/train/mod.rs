@@ -3,6 +3,7 @@
 //! [`setup`] builds the engine and the data, [`text`] finds what turns text into tokens, `identity` says what a run learns with and
 //! from, `resume` compares that with a checkpoint's and goes on from it, [`session`] runs steps and saves, this file ties them together.
 
+pub(crate) mod ahead;
 mod evaluation;
 mod event_file;
 mod facts_line;
@@ -23,6 +24,7 @@ mod skips;
 mod state;
 pub(crate) mod text;
 
+use crate::config::options::InitChoice;
 use crate::config::settings::Settings;
 use crate::device::Kernels;
 use crate::engine::exchange::Exchange;
@@ -40,7 +42,7 @@ use setup::PreparedRun;
 /// # Errors
 /// What went wrong before the first step.
 pub fn train(settings: &Settings, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Summary> {
-    let settings = &setup::find_sources(settings)?;
+    let settings = &setup::find_sources(settings, settings.init == InitChoice::Checkpoint, stop, observer)?;
     let run_dir = (!settings.dry_run).then(|| RunDir::open(settings, observer)).transpose()?;
     let (launch, settings) = Launcher::new(settings)?;
     let prepared = setup::prepare(&settings, &launch, run_dir.as_ref(), stop, observer)?;

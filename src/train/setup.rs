@@ -12,7 +12,7 @@ use crate::config::settings::Settings;
 use crate::data;
 use crate::data::loader::{DataPosition, Loader, steps_for_epochs};
 use crate::data::packing::Dataset;
-use crate::data::preparation::{News, Preparation};
+use crate::data::preparation::Preparation;
 use crate::data::source::host_bytes;
 use crate::data::tokenizer::Tokenizer;
 use crate::device::Kernels;
@@ -20,7 +20,6 @@ use crate::engine::exchange::Exchange;
 use crate::engine::executor::Engine;
 use crate::error::{Error, Result};
 use crate::facts::MachineFacts;
-use crate::hub;
 use crate::hub::cache::Snapshot;
 use crate::launch::context::check_context;
 use crate::launch::engine::Launcher;
@@ -29,6 +28,7 @@ use crate::model::shape::{DEMO_CONFIG, ModelShape};
 use crate::model::tensors::TensorTable;
 use crate::model::weights::{self, ModelWeights};
 use crate::model_dir::{CONFIG, ModelDir};
+use crate::news::News;
 use crate::optim::StatePart;
 use crate::optim::schedule::LrSchedule;
 use crate::planner::plan::Plan;
@@ -61,13 +61,20 @@ pub(super) struct PreparedRun<'a> {
     data: String,
 }
 
-/// `settings` with a path in place of each name on the hub.
+/// `settings` with a path in place of each name on the hub, whose files are here now.
 ///
 /// # Errors
-/// `Usage` for a name that is nowhere.
-pub(super) fn find_sources(settings: &Settings) -> Result<Settings> {
-    let model = settings.model.as_deref().map(hub::find_model).transpose()?;
-    Ok(Settings { model, ..settings.clone() })
+/// Those of [`text::find_sources`].
+pub(super) fn find_sources(settings: &Settings, with_weights: bool, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Settings> {
+    text::find_sources(settings, with_weights, stop, &mut |news| hear(observer, news))
+}
+
+pub(super) fn hear(observer: &mut dyn Observer, news: News<'_>) {
+    match news {
+        News::Note(line) => observer.note(line),
+        News::Warn(line) => observer.warn(line),
+        News::Progress { what, done, all } => observer.progress(what, done, all),
+    }
 }
 
 /// Reads, checks and plans what `settings` ask for; without a `run_dir` nothing is written but tokens into the cache.
@@ -206,11 +213,7 @@ fn open_data(
     stop: &StopFlag,
     observer: &mut dyn Observer,
 ) -> Result<(Dataset, Option<Dataset>)> {
-    let emit = |news: News<'_>| match news {
-        News::Note(line) => observer.note(line),
-        News::Warn(line) => observer.warn(line),
-        News::Progress { what, done, all } => observer.progress(what, done, all),
-    };
+    let emit = |news: News<'_>| hear(observer, news);
     let mut preparation = Preparation::new(stop, data::preparation::cache(), output_dir.map(Path::to_path_buf), emit);
     let rules = settings.row_rules();
     if let Some(split) = settings.eval_split {

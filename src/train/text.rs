@@ -12,9 +12,42 @@ use crate::data::source;
 use crate::data::tokenizer::AddBos;
 use crate::data::tokenizer::Tokenizer;
 use crate::error::{Error, Result};
+use crate::hub::HubQuery;
 use crate::model::shape::ModelShape;
-use crate::model_dir::ModelDir;
+use crate::model_dir::{CONFIG, ModelDir};
+use crate::news::News;
+use crate::signals::StopFlag;
 use serde_json::Value;
+use std::path::PathBuf;
+
+/// `settings` with a path in place of each name on the hub, whose files are here now.
+///
+/// # Errors
+/// Those of [`HubQuery::model`].
+pub(crate) fn find_sources(settings: &Settings, with_weights: bool, stop: &StopFlag, emit: &mut dyn FnMut(News<'_>)) -> Result<Settings> {
+    let mut model = None;
+    if let Some(path) = &settings.model {
+        model = Some(HubQuery { with_weights, stop, emit }.model(path)?);
+    }
+    let mut data = |paths: &[PathBuf]| -> Result<Vec<PathBuf>> {
+        paths.iter().map(|path| HubQuery { with_weights, stop, emit: &mut *emit }.data(path)).collect()
+    };
+    let (data, eval_data) = (data(&settings.data)?, data(&settings.eval_data)?);
+    Ok(Settings { model, data, eval_data, ..settings.clone() })
+}
+
+/// What reads the data of `settings` where there is no run: the model's shape and the tokenizer, and the settings as [`tokenizer`] gives them.
+///
+/// # Errors
+/// Those of the model's configuration and of [`tokenizer`].
+pub(crate) fn reader(settings: &Settings) -> Result<(ModelShape, Tokenizer, Settings)> {
+    let shape = match settings.model.as_deref().map(ModelDir::open).transpose()? {
+        Some(dir) => ModelShape::read(&dir.file(CONFIG)?)?,
+        None => ModelShape::demo(),
+    };
+    let (tokenizer, settings) = tokenizer(settings, &shape, None)?;
+    Ok((shape, tokenizer, settings))
+}
 
 /// The tokenizer of a run, and its settings with what was found in place of `auto`: a checkpoint keeps those.
 ///

@@ -3,7 +3,7 @@
 use crate::harness::Campaign;
 use crate::*;
 
-pub const CAMPAIGNS: [Campaign; 37] = [
+pub const CAMPAIGNS: [Campaign; 38] = [
     r01_kill::CAMPAIGN,
     r02_power::CAMPAIGN,
     r03_disk::CAMPAIGN,
@@ -26,6 +26,7 @@ pub const CAMPAIGNS: [Campaign; 37] = [
     r18_fuzz::CONFIG,
     r18_fuzz::WEIGHTS,
     r18_fuzz::INDEX,
+    r18_fuzz::PARQUET,
     r18_fuzz::TOKENIZER,
     r18_fuzz::TEMPLATE,
     r18_fuzz::MANIFEST,

@@ -10,10 +10,10 @@ use std::io::{Read, Write};
 pub const CAMPAIGN: Campaign = Campaign {
     id: "R17",
     what: "generated data: ids outside the vocabulary, files cut within an id, empty documents, broken JSON lines, invalid UTF-8, marks of \
-           byte order, NUL, archives that are cut or damaged, broken arrays, lines of 10 million characters, a file that is cut or changed \
+           byte order, NUL, archives that are cut or damaged, broken arrays, parquet files that are cut or damaged, lines of 10 million characters, a file that is cut or changed \
            while it is trained on: trained on, or refused with one line that names the file and, where a place is wrong, the place",
     runs: 5000,
-    smoke: 11,
+    smoke: 13,
     start,
 };
 
@@ -22,7 +22,7 @@ type Case = (&'static str, Vec<u8>, Option<&'static str>);
 
 type Make = fn(&mut Turn) -> Case;
 
-const KINDS: [(&str, Make); 11] = [
+const KINDS: [(&str, Make); 13] = [
     ("id outside the vocabulary", outside),
     ("cut within an id", within_an_id),
     ("empty documents", empty_documents),
@@ -34,12 +34,14 @@ const KINDS: [(&str, Make); 11] = [
     ("archive cut short", cut_archive),
     ("archive with a damaged byte", damaged_archive),
     ("broken array of records", broken_array),
+    ("parquet file cut short", cut_parquet),
+    ("parquet file with damaged bytes", damaged_parquet),
 ];
 
 fn start(_: &Harness) -> Result<Trial, String> {
-    Ok(Box::new(|harness, turn| match turn.index % 12 {
-        11 if turn.index % 500 < 12 => long_line(harness, turn),
-        11 => changes_meanwhile(harness, turn),
+    Ok(Box::new(|harness, turn| match turn.index % 14 {
+        13 if turn.index % 500 < 14 => long_line(harness, turn),
+        13 => changes_meanwhile(harness, turn),
         kind => {
             let (name, make) = KINDS[kind as usize];
             turn.kind = name.into();
@@ -154,6 +156,22 @@ fn broken_array(turn: &mut Turn) -> Case {
     let good = "{\"text\": \"words of a document that is long enough for some sequences\"}, ".repeat(1 + turn.pick(20) as usize);
     let bad = turn.one_of(&["", "{", "nothing]", "{\"no\": \"text\"}]", "{\"text\": 1}]", "{\"text\": \"a\"}", "{\"text\": \"a\"}] {}"]);
     ("documents.json", format!("[{good}{bad}").into_bytes(), Some("documents.json"))
+}
+
+/// Forty short texts.
+const PARQUET: &[u8] = include_bytes!("../golden/parquet/binary.parquet");
+
+fn cut_parquet(turn: &mut Turn) -> Case {
+    ("documents.parquet", PARQUET[..turn.pick(PARQUET.len() as u64) as usize].to_vec(), Some("documents.parquet"))
+}
+
+fn damaged_parquet(turn: &mut Turn) -> Case {
+    let mut bytes = PARQUET.to_vec();
+    for _ in 0..1 + turn.pick(3) {
+        let at = turn.pick(bytes.len() as u64) as usize;
+        bytes[at] ^= 1 << turn.pick(8);
+    }
+    ("documents.parquet", bytes, None)
 }
 
 fn long_line(harness: &Harness, turn: &mut Turn) -> Result<(), String> {

@@ -34,6 +34,7 @@ fuzz!(SETTINGS_JSON, "R18d", "settings_json", "configuration files in JSON");
 fuzz!(CONFIG, "R18b", "config_json", "config.json");
 fuzz!(WEIGHTS, "R19a", "safetensors", "safetensors files and headers");
 fuzz!(INDEX, "R19b", "index", "indices of sharded weights");
+fuzz!(PARQUET, "R19c", "parquet", "parquet files");
 fuzz!(TOKENIZER, "R20", "tokenizer", "tokenizer directories");
 fuzz!(TEMPLATE, "R20b", "chat_template", "chat templates and records");
 fuzz!(MANIFEST, "R21a", "manifest", "checkpoint manifests, sealed with a right checksum");

@@ -105,6 +105,14 @@ impl RecordRules {
         }
     }
 
+    /// Whether the data's column `name` can say something.
+    #[cfg(feature = "parquet")]
+    pub(in crate::data) fn reads(&self, name: &str) -> bool {
+        let beside = ["tools", "system", "input", "labels"];
+        let known = || DataFormat::COLUMNS.iter().flat_map(|(_, columns)| columns.iter()).chain(&beside).any(|column| *column == name);
+        self.columns.values().any(|theirs| theirs == name) || known()
+    }
+
     /// What the record `line` of a file of `format` says.
     ///
     /// # Errors

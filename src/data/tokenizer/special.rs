@@ -59,7 +59,7 @@ impl<'a> Special<'a> {
         if add == AddBos::No {
             return Ok(vec![]);
         }
-        let begin = contain(|| before_text(post_processor)).and_then(|begin| begin);
+        let begin = contain("tokenizer", || before_text(post_processor)).and_then(|begin| begin);
         let begin = begin.map_err(|e| Error::format(self.dir.path().join("tokenizer.json"), format!("post_processor: {e}")))?;
         match add {
             AddBos::Yes if begin.is_empty() => self.named("bos")?.map(|id| vec![id]).ok_or_else(|| {

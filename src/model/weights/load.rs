@@ -2,13 +2,12 @@
 
 use super::mxfp4;
 use super::safetensors::{TensorFile, UniqueMap};
-use super::{INDEX, SINGLE};
 use crate::disk::{self, is_plain_file_name};
 use crate::dtype::{Element, first_nonfinite};
 use crate::error::{Error, Result};
 use crate::model::shape::ModelShape;
 use crate::model::tensors::{HfPart, Role, TensorSpec, TensorTable};
-use crate::model_dir::ModelDir;
+use crate::model_dir::{INDEX, INDEX_BYTES_MAX, ModelDir, SINGLE};
 use crate::optim::PIECE_ELEMS;
 use ::safetensors::tensor::{Dtype, TensorInfo};
 use half::{bf16, f16};
@@ -24,7 +23,6 @@ const _: () = assert!(2 * BLOCK_ELEMS <= PIECE_ELEMS);
 /// Bytes read at once, a multiple of every element: what was read is widened while the cache still holds it.
 const READ_BYTES: usize = if cfg!(test) { 64 } else { 256 << 10 };
 /// No index is larger: half a million tensors.
-const INDEX_BYTES_MAX: u64 = 64 << 20;
 /// The output matrix; a tied model may hold it a second time.
 const LM_HEAD: &str = "lm_head.weight";
 /// What follows the name of a tensor in MXFP4: its numbers, and their scales.

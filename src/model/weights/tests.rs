@@ -8,6 +8,7 @@ use crate::dtype::{Dtype, Element};
 use crate::model::family::Family;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::{Module, Role, TensorTable};
+use crate::model_dir::{INDEX, SINGLE};
 use ::safetensors::SafeTensors;
 use ::safetensors::tensor::{Dtype as FileDtype, TensorView, serialize};
 use half::{bf16, f16};

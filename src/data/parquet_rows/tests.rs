@@ -1,0 +1,117 @@
+use super::*;
+use proptest::prelude::*;
+use serde_json::json;
+use std::fs;
+use std::path::PathBuf;
+
+fn golden(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
+}
+
+/// The records of a file, of its columns all but `image`.
+fn records(path: &Path) -> Result<Vec<Value>> {
+    let mut records = Vec::new();
+    ParquetRows::open(path)?.for_each(|column| column != "image", &mut |number, record, offset| {
+        records.push(serde_json::from_str(record).unwrap());
+        assert_eq!(number, records.len() as u64);
+        assert!(offset <= fs::metadata(path).unwrap().len());
+        Ok(true)
+    })?;
+    Ok(records)
+}
+
+/// The error of a file that holds `bytes`.
+fn refused(bytes: &[u8]) -> String {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    fs::write(file.path(), bytes).unwrap();
+    let message = records(file.path()).unwrap_err().to_string();
+    assert!(!message.contains('\n') && message.starts_with(file.path().to_str().unwrap()), "{message}");
+    message
+}
+
+/// Without keys that are null, as tables have them.
+fn without_nulls(value: &Value) -> Value {
+    match value {
+        Value::Object(map) => {
+            map.iter().filter(|(_, value)| !value.is_null()).map(|(key, value)| (key.clone(), without_nulls(value))).collect()
+        }
+        Value::Array(list) => list.iter().map(without_nulls).collect(),
+        other => other.clone(),
+    }
+}
+
+#[test]
+fn rows_are_the_lines_that_they_were_made_of() {
+    for case in ["marks", "plain", "reasoning"] {
+        let lines = fs::read_to_string(golden("trl").join(case).with_extension("jsonl")).unwrap();
+        let lines: Vec<Value> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        let rows: Vec<_> = records(&golden("parquet").join(case).with_extension("parquet")).unwrap().iter().map(without_nulls).collect();
+        assert_eq!(rows, lines, "{case}");
+    }
+    let labels = records(&golden("parquet/labels.parquet")).unwrap();
+    assert_eq!(labels[3], json!({"id": 3, "input_ids": [3, 4, 7], "labels": [-100, 4, 7]}));
+    let binary = records(&golden("parquet/binary.parquet")).unwrap();
+    assert_eq!((binary.len(), &binary[39]), (40, &json!({"text": "text 39 é"})));
+}
+
+#[test]
+fn reading_ends_when_nobody_wants_more_and_no_column_is_all_names() {
+    let rows = ParquetRows::open(&golden("parquet/binary.parquet")).unwrap();
+    let (mut count, mut seen) = (0, Vec::new());
+    let two = &mut |_, _: &str, _| {
+        count += 1;
+        Ok(count < 2)
+    };
+    rows.for_each(|_| false, &mut |_, record, _| {
+        seen.push(record.to_string());
+        Ok(true)
+    })
+    .unwrap();
+    rows.for_each(|column| column == "text", two).unwrap();
+    assert_eq!((count, seen), (2, vec!["{\"text\":null,\"image\":null}".to_string()]));
+    let wrong = rows.for_each(|_| true, &mut |_, _, _| Ok(true)).unwrap_err().to_string();
+    assert!(wrong.ends_with("binary.parquet: row group 0: row 1: column image: bytes that are not UTF-8"), "{wrong}");
+}
+
+#[test]
+fn what_expands_without_end_is_refused() {
+    let rows = records(&golden("parquet/rows_bomb.parquet")).unwrap_err().to_string();
+    assert!(rows.contains("rows_bomb.parquet: row group 0: the file expands to more than 16777216 bytes, 200 times its size"), "{rows}");
+    let page = records(&golden("parquet/page_bomb.parquet")).unwrap_err().to_string();
+    assert!(page.contains("page_bomb.parquet: row group 0: column text: the page at byte 4 would take 67108"), "{page}");
+    assert!(page.ends_with(": at most 16777216 are read"), "{page}");
+}
+
+#[test]
+fn what_is_no_parquet_file_is_refused() {
+    let good = fs::read(golden("parquet/plain.parquet")).unwrap();
+    assert!(refused(b"").ends_with("no parquet file: shorter than its marks"));
+    assert!(refused(b"{\"text\": \"a line\"}").contains("it does not end with PAR1"));
+    assert!(refused(&good[..good.len() - 1]).contains("it does not end with PAR1"));
+    assert!(refused(b"PAR1\xff\xff\xff\x7fPAR1").contains("its footer is longer than the file"));
+    assert!(refused(b"PAR1\0\0\0\0\x04\0\0\0PAR1").contains("its footer cannot be read"));
+    // A schema of columns in columns in columns.
+    let schema = [&[0x29, 0xfc, 0xe8, 0x07][..], &[0x55, 0x02, 0x00].repeat(1000), &[0x00]].concat();
+    let footer = [b"PAR1", &schema[..], &(schema.len() as u32).to_le_bytes(), b"PAR1"].concat();
+    assert!(refused(&footer).contains("nested too deeply"), "{}", refused(&footer));
+    // The pages are gone, and the footer speaks of them.
+    let footer_bytes = u32::from_le_bytes(good[good.len() - 8..][..4].try_into().unwrap()) as usize;
+    let cut = [&b"PAR1"[..], &good[good.len() - 8 - footer_bytes..]].concat();
+    assert!(refused(&cut).contains("row group 0: column "), "{}", refused(&cut));
+}
+
+proptest! {
+    /// Damage is an error or other records, and neither a panic nor a wait.
+    #[test]
+    fn damaged_files_are_read_or_refused(case in 0..4usize, damages in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6)) {
+        let name = ["marks", "plain", "reasoning", "labels"][case];
+        let mut bytes = fs::read(golden("parquet").join(name).with_extension("parquet")).unwrap();
+        for (at, byte) in damages {
+            let at = at.index(bytes.len());
+            bytes[at] = byte;
+        }
+        let file = tempfile::NamedTempFile::new().unwrap();
+        fs::write(file.path(), bytes).unwrap();
+        let _ = records(file.path());
+    }
+}

@@ -1,0 +1,182 @@
+//! Requests to the hub: who is asked, with which token, and where its answers lead.
+
+use super::name::{HubName, RepoKind};
+use crate::disk;
+use crate::error::{Error, Result};
+use std::path::PathBuf;
+use std::time::Duration;
+use ureq::Agent;
+use ureq::http::Response;
+
+const PUBLIC_HUB: &str = "https://huggingface.co";
+const REDIRECTS_MAX: usize = 8;
+/// Attempts in a row that may bring nothing.
+pub(super) const ATTEMPTS: u32 = 5;
+const TOKEN_BYTES_MAX: u64 = 4096;
+/// The longest that nothing may come.
+const SILENCE_MAX: Duration = Duration::from_secs(10);
+
+pub(super) type HubAnswer = Response<ureq::Body>;
+
+/// A hub, and who asks it.
+pub(super) struct HubClient {
+    agent: Agent,
+    /// Without a slash at its end.
+    endpoint: String,
+    token: Option<HubToken>,
+}
+
+/// It has no way to be printed.
+struct HubToken(String);
+
+/// Why there is no answer that helps.
+#[derive(Debug)]
+pub(super) enum HttpFailure {
+    /// It may help to ask again.
+    Passing(String),
+    /// It will not.
+    Lasting(String),
+}
+
+impl HubClient {
+    /// The hub that the environment names (`HF_ENDPOINT`), with its token (`HF_TOKEN`, else a file's).
+    ///
+    /// # Errors
+    /// `Usage` for an endpoint that is no address, and for a token of other characters than tokens have; `Io` for a token file.
+    pub(super) fn of(variable: &dyn Fn(&str) -> Option<PathBuf>) -> Result<Self> {
+        let text = |name| variable(name).and_then(|value| value.into_os_string().into_string().ok());
+        let endpoint = text("HF_ENDPOINT").unwrap_or_else(|| PUBLIC_HUB.into());
+        Self::new(&endpoint, token(variable)?, SILENCE_MAX)
+    }
+
+    pub(super) fn new(endpoint: &str, token: Option<String>, silence_max: Duration) -> Result<Self> {
+        let endpoint = endpoint.trim_end_matches('/');
+        if origin(endpoint).is_none() {
+            return Err(Error::usage(format!("HF_ENDPOINT {endpoint}: expected an address such as {PUBLIC_HUB}")));
+        }
+        if token.as_ref().is_some_and(|token| token.is_empty() || !token.bytes().all(|byte| byte.is_ascii_graphic())) {
+            return Err(Error::usage("the Hugging Face token: empty, or with characters that no token has"));
+        }
+        let config = Agent::config_builder()
+            .http_status_as_error(false)
+            // Redirects are followed here: a token goes to one host.
+            .max_redirects(0)
+            .max_redirects_will_error(false)
+            .user_agent(concat!("superoffload/", env!("CARGO_PKG_VERSION")))
+            .timeout_resolve(Some(silence_max))
+            .timeout_connect(Some(silence_max))
+            .timeout_recv_response(Some(silence_max))
+            .timeout_per_read(Some(silence_max));
+        Ok(Self { agent: config.build().new_agent(), endpoint: endpoint.into(), token: token.map(HubToken) })
+    }
+
+    pub(super) fn endpoint(&self) -> &str {
+        &self.endpoint
+    }
+
+    /// What lies at `path`, from byte `from` on.
+    pub(super) fn get(&self, path: &str, from: u64) -> std::result::Result<HubAnswer, HttpFailure> {
+        let mut url = format!("{}{path}", self.endpoint);
+        for _ in 0..REDIRECTS_MAX {
+            let answer = self.ask(&url, from)?;
+            url = match answer.status().as_u16() {
+                200 | 206 => return Ok(answer),
+                301 | 302 | 303 | 307 | 308 => next_url(&url, &answer).map_err(HttpFailure::Lasting)?,
+                status => return Err(self.refusal(&url, status)),
+            };
+        }
+        Err(HttpFailure::Lasting(format!("more than {REDIRECTS_MAX} redirections")))
+    }
+
+    /// What lies at `path`, at most `bytes_max` of it.
+    pub(super) fn get_bytes(&self, path: &str, bytes_max: u64) -> std::result::Result<Vec<u8>, HttpFailure> {
+        let read = self.get(path, 0)?.body_mut().with_config().limit(bytes_max).read_to_vec();
+        read.map_err(|e| HttpFailure::Passing(e.to_string()))
+    }
+
+    fn ask(&self, url: &str, from: u64) -> std::result::Result<HubAnswer, HttpFailure> {
+        let mut request = self.agent.get(url);
+        if from > 0 {
+            request = request.header("Range", format!("bytes={from}-"));
+        }
+        if let Some(HubToken(token)) = self.token.as_ref().filter(|_| self.is_hub(url)) {
+            request = request.header("Authorization", format!("Bearer {token}"));
+        }
+        request.call().map_err(|e| match e {
+            // The address may hold a signature.
+            ureq::Error::BadUri(_) | ureq::Error::Http(_) => HttpFailure::Lasting("redirected to what is no address".into()),
+            e => HttpFailure::Passing(e.to_string()),
+        })
+    }
+
+    fn is_hub(&self, url: &str) -> bool {
+        origin(url) == origin(&self.endpoint)
+    }
+
+    fn refusal(&self, url: &str, status: u16) -> HttpFailure {
+        match status {
+            // Elsewhere it is a signature that has run out.
+            401 | 403 if self.is_hub(url) => HttpFailure::Lasting(self.forbidden(status)),
+            404 | 410 => HttpFailure::Lasting(format!("status {status}: no such repository, revision or file")),
+            401 | 403 | 408 | 416 | 429 | 500.. => HttpFailure::Passing(format!("status {status}")),
+            _ => HttpFailure::Lasting(format!("status {status}")),
+        }
+    }
+
+    fn forbidden(&self, status: u16) -> String {
+        let token = if self.token.is_some() { "the token that is set has no access" } else { "no token is set" };
+        let advice = "check the name; if it is right, accept the licence on the page of the repository, then set HF_TOKEN";
+        format!("status {status}, and {token}: {advice}")
+    }
+}
+
+/// The path of a repository's list of files.
+pub(super) fn listing_path(HubName { kind, repo, revision, .. }: &HubName) -> String {
+    format!("/api/{}/{repo}/revision/{}?blobs=true", kind.plural(), escaped(revision))
+}
+
+/// The path of a repository's file at a commit.
+pub(super) fn file_path(HubName { kind, repo, .. }: &HubName, commit: &str, file: &str) -> String {
+    let folder = if *kind == RepoKind::Model { "" } else { "/datasets" };
+    let file: Vec<_> = file.split('/').map(escaped).collect();
+    format!("{folder}/{repo}/resolve/{commit}/{}", file.join("/"))
+}
+
+fn escaped(text: &str) -> String {
+    let is_plain = |byte: &u8| byte.is_ascii_alphanumeric() || b"-_.~".contains(byte);
+    text.bytes().map(|byte| if is_plain(&byte) { char::from(byte).to_string() } else { format!("%{byte:02X}") }).collect()
+}
+
+/// Scheme, host and port of an address; `None` for what is none.
+fn origin(url: &str) -> Option<String> {
+    let (scheme, rest) = url.split_once("://").filter(|(scheme, _)| ["http", "https"].contains(scheme))?;
+    let host = rest.split(['/', '?', '#', '\\']).next().filter(|host| !host.is_empty())?;
+    Some(format!("{scheme}://{}", host.to_ascii_lowercase()))
+}
+
+fn next_url(url: &str, answer: &HubAnswer) -> std::result::Result<String, String> {
+    let location = answer.headers().get("Location").and_then(|location| location.to_str().ok()).unwrap_or_default();
+    let here = origin(url).unwrap_or_default();
+    let next = match location {
+        _ if location.starts_with("//") => format!("{}:{location}", here.split(':').next().unwrap_or_default()),
+        _ if location.starts_with('/') => format!("{here}{location}"),
+        _ => location.into(),
+    };
+    match origin(&next) {
+        None => Err("redirected to what is no address".into()),
+        Some(there) if here.starts_with("https:") && there.starts_with("http:") => {
+            Err(format!("redirected to {there}, without encryption"))
+        }
+        Some(_) => Ok(next),
+    }
+}
+
+fn token(variable: &dyn Fn(&str) -> Option<PathBuf>) -> Result<Option<String>> {
+    let trimmed = |text: String| text.trim().to_string();
+    if let Some(token) = variable("HF_TOKEN").or_else(|| variable("HUGGING_FACE_HUB_TOKEN")) {
+        return Ok(Some(trimmed(token.to_string_lossy().into())));
+    }
+    let file = variable("HF_TOKEN_PATH").or_else(|| super::cache::home(variable).map(|home| home.join("token")));
+    let Some(file) = file.filter(|file| file.exists()) else { return Ok(None) };
+    disk::read_small_text(&file, TOKEN_BYTES_MAX).map(|text| Some(trimmed(text)))
+}

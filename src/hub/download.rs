@@ -1,0 +1,183 @@
+//! A repository's files from the hub into the cache: their list, the room for them, several at a time, and at last their names.
+
+use super::cache::{HubCache, SNAPSHOTS, folder};
+use super::client::{ATTEMPTS, HttpFailure, HubClient, file_path, listing_path};
+use super::fetch::{Fetcher, interrupted, partial_name, sleep};
+use super::listing::{HubListing, RemoteFile};
+use super::name::{HubName, RepoKind};
+use crate::disk::{self, Dir, FileKind, TmpDir};
+use crate::error::{Error, Result};
+use crate::model_dir::CONFIG;
+use crate::news::News;
+use crate::signals::StopFlag;
+use crate::units::Bytes;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+/// Files that come at a time.
+const THREADS: usize = 4;
+/// Before the second attempt at a file.
+pub(super) const FIRST_PAUSE: Duration = Duration::from_secs(1);
+const LISTING_BYTES_MAX: u64 = 64 << 20;
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
+
+/// What is downloaded, and who hears of it.
+pub(super) struct Download<'a> {
+    pub(super) cache: &'a HubCache,
+    pub(super) name: &'a HubName,
+    pub(super) with_weights: bool,
+    pub(super) stop: &'a StopFlag,
+    pub(super) emit: &'a mut dyn FnMut(News<'_>),
+    /// Before a second attempt; longer before later ones.
+    pub(super) pause: Duration,
+}
+
+/// Files with their paths on the hub, and the next that a thread takes.
+struct DownloadQueue {
+    files: Vec<(RemoteFile, String)>,
+    next: AtomicUsize,
+}
+
+impl Download<'_> {
+    /// Downloads what the cache lacks; returns the directory with the files.
+    ///
+    /// # Errors
+    /// `Resource` for what the hub answers, and for a full disk; `Io`; `Interrupted`.
+    pub(super) fn run(self, client: HubClient) -> Result<PathBuf> {
+        let Self { cache, name, .. } = &self;
+        let (repo, endpoint) = (cache.repo(name), client.endpoint().to_string());
+        let refused = |cause| Error::resource(format_args!("download {name}, which is not here, from {endpoint}"), cause);
+        let listing = self.listing(&client, &refused)?;
+        let snapshot = repo.join(SNAPSHOTS).join(&listing.commit);
+        let (files, dir) = match name.kind {
+            RepoKind::Model => (listing.model(self.with_weights).map_err(refused)?, snapshot.clone()),
+            RepoKind::Dataset => listing.data(&name.part).map(|(files, folder)| (files, snapshot.join(folder))).map_err(refused)?,
+        };
+        let locks = cache.root.join(".locks").join(folder(name));
+        for dir in [&repo.join("blobs"), &snapshot, &locks] {
+            fs::create_dir_all(dir).map_err(|e| Error::io("create", dir, e))?;
+        }
+        let (blobs, locks) = (Dir::open(&repo.join("blobs"))?, Dir::open(&locks)?);
+        let fetcher = Fetcher { client, blobs, locks, stop: self.stop.clone(), done: AtomicU64::new(0), pause: self.pause };
+        let (fetcher, name) = (Arc::new(fetcher), *name);
+        self.fetch_all(&fetcher, &files, &listing.commit)?;
+        let _lock = fetcher.lock(&format!("{}.lock", listing.commit))?;
+        match name.kind {
+            RepoKind::Model => publish(&snapshot, files)?,
+            RepoKind::Dataset => publish_part(&dir, &files)?,
+        }
+        record_revision(&repo, &name.revision, &listing.commit)?;
+        Ok(dir)
+    }
+
+    fn listing(&self, client: &HubClient, refused: &impl Fn(String) -> Error) -> Result<HubListing> {
+        let (path, mut attempt) = (listing_path(self.name), 1);
+        loop {
+            match client.get_bytes(&path, LISTING_BYTES_MAX) {
+                Ok(json) => return HubListing::parse(&json).map_err(refused),
+                Err(HttpFailure::Passing(_)) if attempt < ATTEMPTS => sleep(self.stop, self.pause * attempt)?,
+                Err(HttpFailure::Passing(cause)) => return Err(refused(format!("{cause}, {ATTEMPTS} times in a row"))),
+                Err(HttpFailure::Lasting(cause)) => return Err(refused(cause)),
+            }
+            attempt += 1;
+        }
+    }
+
+    fn fetch_all(self, fetcher: &Arc<Fetcher>, files: &[RemoteFile], commit: &str) -> Result<()> {
+        let Self { name, stop, emit, .. } = self;
+        let (all, into) = (files.iter().map(|file| file.bytes).sum(), &fetcher.blobs);
+        expect_room(into, files)?;
+        let what = format!("{} files of {} into {}", files.len(), Bytes(all), into.path().display());
+        emit(News::Note(&format!("downloading {name} at commit {commit}: {what}")));
+        let paths = files.iter().map(|file| (file.clone(), file_path(name, commit, &file.name))).collect();
+        let queue = Arc::new(DownloadQueue { files: paths, next: AtomicUsize::new(0) });
+        let spawn = |_| {
+            let (queue, fetcher) = (queue.clone(), fetcher.clone());
+            thread::Builder::new().spawn(move || queue.work(&fetcher)).map_err(|e| Error::resource("start a thread that downloads", e))
+        };
+        let threads: Vec<JoinHandle<Result<()>>> = (0..THREADS.min(files.len())).map(spawn).collect::<Result<_>>()?;
+        while !threads.iter().all(JoinHandle::is_finished) {
+            // Nobody waits for a thread whose server is silent: it ends soon, and what it has is kept.
+            if stop.is_set() {
+                return Err(interrupted());
+            }
+            emit(News::Progress { what: "downloading", done: fetcher.done.load(Ordering::Relaxed), all });
+            thread::sleep(PROGRESS_INTERVAL);
+        }
+        threads.into_iter().try_for_each(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+    }
+}
+
+impl DownloadQueue {
+    /// Takes files until there are none; after a failure nobody takes another one.
+    fn work(&self, fetcher: &Fetcher) -> Result<()> {
+        while let Some((file, path)) = self.files.get(self.next.fetch_add(1, Ordering::Relaxed)) {
+            fetcher.fetch(file, path).inspect_err(|_| self.next.store(self.files.len(), Ordering::Relaxed))?;
+        }
+        Ok(())
+    }
+}
+
+/// Whether the disk has room for what is not here yet.
+fn expect_room(blobs: &Dir, files: &[RemoteFile]) -> Result<()> {
+    let missing = |file: &RemoteFile| {
+        let held =
+            |name: &str| Ok::<_, Error>(blobs.kind(name)?.map_or(0, |kind| if let FileKind::File(bytes) = kind { bytes } else { 0 }));
+        Ok(file.bytes.saturating_sub(held(file.checksum.hex())?.max(held(&partial_name(file))?)))
+    };
+    let needed: u64 = files.iter().map(missing).sum::<Result<_>>()?;
+    match blobs.free_bytes()? {
+        Some(free) if free < needed => {
+            let cause = format!(
+                "{} free, {} needed ({needed} bytes): make room, or name another place by HF_HUB_CACHE",
+                Bytes(free),
+                Bytes(needed)
+            );
+            Err(Error::resource(format_args!("download into {}", blobs.path().display()), cause))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Gives the blobs their names; `config.json`, by which a snapshot is found, comes last.
+fn publish(snapshot: &Path, mut files: Vec<RemoteFile>) -> Result<()> {
+    let dir = Dir::open(snapshot)?;
+    files.sort_by_key(|file| file.name == CONFIG);
+    files.iter().try_for_each(|file| dir.link(&file.name, &Path::new("../../blobs").join(file.checksum.hex())))?;
+    dir.sync()
+}
+
+/// Gives the blobs of a part of data their names, all at once: whoever finds some of them takes them for all.
+fn publish_part(dir: &Path, files: &[RemoteFile]) -> Result<()> {
+    if dir.is_dir() {
+        return Ok(());
+    }
+    let (parent, name) = (dir.parent().unwrap_or(dir), dir.file_name().unwrap_or_default());
+    fs::create_dir_all(parent).map_err(|e| Error::io("create", parent, e))?;
+    let parent = Dir::open(parent)?;
+    let tmp_name = format!(".{}.tmp", name.to_string_lossy());
+    if parent.kind(&tmp_name)?.is_some() {
+        parent.remove(&tmp_name)?;
+    }
+    let mut tmp = TmpDir::create(&parent, &tmp_name)?;
+    for RemoteFile { name, checksum, .. } in files {
+        tmp.dir().link(name.rsplit('/').next().unwrap_or(name), &Path::new("../../../../blobs").join(checksum.hex()))?;
+    }
+    tmp.dir().sync()?;
+    tmp.publish(name)
+}
+
+/// Says which commit a branch or tag is.
+fn record_revision(repo: &Path, revision: &str, commit: &str) -> Result<()> {
+    if revision == commit {
+        return Ok(());
+    }
+    let path = repo.join("refs").join(revision);
+    let parent = path.parent().unwrap_or(repo);
+    fs::create_dir_all(parent).map_err(|e| Error::io("create", parent, e))?;
+    disk::replace_file(&path, commit.as_bytes())
+}

@@ -1,0 +1,356 @@
+//! Downloads from a hub on this machine that is slow, broken, forbidding or hostile.
+
+#[expect(unreachable_pub, reason = "shared with the tests of the program")]
+#[path = "../../tests/hub_server.rs"]
+mod hub_server;
+
+use super::cache::HubCache;
+use super::client::HubClient;
+use super::download::Download;
+use super::name::HubName;
+use crate::error::Result;
+use crate::signals::StopFlag;
+use hub_server::{Asked, COMMIT, HubRepo, HubServer, Reply};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use std::thread;
+use std::time::Duration;
+
+const WEIGHTS: &str = "model.safetensors";
+const TOKEN: &str = "hf_secret";
+const SILENCE_MAX: Duration = Duration::from_millis(200);
+
+fn repo() -> &'static HubRepo {
+    static REPO: OnceLock<HubRepo> = OnceLock::new();
+    REPO.get_or_init(new_repo)
+}
+
+fn new_repo() -> HubRepo {
+    let weights = (0..900_000u32).map(|n| (n * 7 % 251) as u8).collect();
+    let code = || b"print('hello')".to_vec();
+    HubRepo::new(vec![
+        ("config.json", b"{\"a\": 1}".to_vec()),
+        ("tokenizer.json", b"{}".to_vec()),
+        ("chat_template.jinja", b"{{ 1 }}".to_vec()),
+        ("tokenizer_code.py", code()),
+        ("modeling.py", code()),
+        ("pytorch_model.bin", code()),
+        ("onnx/model.onnx", code()),
+        ("consolidated.safetensors", b"once more".to_vec()),
+        (WEIGHTS, weights),
+    ])
+}
+
+struct Case {
+    dir: tempfile::TempDir,
+    stop: StopFlag,
+    with_weights: bool,
+    name: HubName,
+}
+
+impl Case {
+    fn new() -> Self {
+        let name = HubName::model("org/tiny@refs/pr/1").unwrap();
+        Self { dir: tempfile::tempdir().unwrap(), stop: StopFlag::default(), with_weights: true, name }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join("models--org--tiny").join(name)
+    }
+
+    fn partial(&self) -> PathBuf {
+        self.path("blobs").join(format!("{}.incomplete", repo().blob(WEIGHTS)))
+    }
+
+    fn run(&self, endpoint: &str) -> Result<PathBuf> {
+        let (cache, name) = (HubCache { root: self.dir.path().into() }, self.name.clone());
+        let download = Download {
+            cache: &cache,
+            name: &name,
+            with_weights: self.with_weights,
+            stop: &self.stop,
+            emit: &mut |_| (),
+            pause: Duration::from_millis(1),
+        };
+        download.run(HubClient::new(endpoint, Some(TOKEN.into()), SILENCE_MAX)?)
+    }
+
+    /// Downloads from a hub that answers so, which must succeed; tells the requests for the weights.
+    fn good(&self, answer: impl Fn(&Asked, usize) -> Reply + Send + 'static) -> Vec<Asked> {
+        let server = HubServer::start(answer);
+        let snapshot = self.run(&server.endpoint()).unwrap();
+        assert_eq!(fs::read(snapshot.join(WEIGHTS)).unwrap(), repo().bytes(WEIGHTS));
+        assert!(!self.partial().exists());
+        server.asked().into_iter().filter(|asked| asked.path.ends_with(WEIGHTS)).collect()
+    }
+
+    /// The error of a download from a hub that answers so; nothing can be taken for a whole model afterwards.
+    fn refused(&self, answer: impl Fn(&Asked, usize) -> Reply + Send + 'static) -> String {
+        let server = HubServer::start(answer);
+        let message = self.run(&server.endpoint()).unwrap_err().to_string();
+        server.asked();
+        assert!(!message.contains(TOKEN) && !message.contains('\n'), "{message}");
+        assert!(!self.path("snapshots").join(COMMIT).join("config.json").exists() && !self.path("refs").exists(), "{message}");
+        assert!(!self.path("blobs").join(repo().blob(WEIGHTS)).exists(), "{message}");
+        message
+    }
+}
+
+/// A hub as it should be, but for answers about the weights: `wrong` makes them.
+fn but(wrong: impl Fn(&Asked, Reply, usize) -> Reply + Send + 'static) -> impl Fn(&Asked, usize) -> Reply + Send + 'static {
+    move |asked, before| {
+        let reply = repo().answer(asked);
+        if asked.path.ends_with(WEIGHTS) { wrong(asked, reply, before) } else { reply }
+    }
+}
+
+#[test]
+fn what_is_wanted_lies_in_the_cache_as_python_has_it() {
+    let case = Case::new();
+    let asked = case.good(|asked, _| repo().answer(asked));
+    assert_eq!((asked.len(), asked[0].authorization.as_deref()), (1, Some("Bearer hf_secret")));
+    let snapshot = case.path("snapshots").join(COMMIT);
+    let mut names: Vec<_> = fs::read_dir(&snapshot).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    assert_eq!(names, ["chat_template.jinja", "config.json", WEIGHTS, "tokenizer.json"]);
+    assert_eq!(fs::read_link(snapshot.join(WEIGHTS)).unwrap(), Path::new("../../blobs").join(repo().blob(WEIGHTS)));
+    assert_eq!(fs::read_to_string(case.path("refs/refs/pr/1")).unwrap(), COMMIT);
+    assert_eq!(crate::model_dir::ModelDir::open(&snapshot).unwrap().file(WEIGHTS).unwrap(), snapshot.join(WEIGHTS));
+    assert_eq!(case.good(|asked, _| repo().answer(asked)).len(), 0, "what is here is not asked for again");
+    let small = Case { with_weights: false, ..Case::new() };
+    let server = HubServer::start(|asked, _| repo().answer(asked));
+    assert!(!small.run(&server.endpoint()).unwrap().join(WEIGHTS).exists());
+}
+
+#[test]
+fn what_breaks_off_is_resumed_where_it_stopped() {
+    let asked = Case::new().good(but(|asked, reply, _| if asked.range.is_none() { reply.cut(500_000) } else { reply }));
+    assert_eq!(asked.last().unwrap().range.as_deref(), Some("bytes=500000-"));
+    // In as many pieces as it takes.
+    let asked = Case::new().good(but(|_, reply, _| reply.cut(70_000)));
+    assert_eq!(asked.len(), 13);
+    let case = Case::new();
+    let message = case.refused(but(|asked, reply, _| if asked.range.is_none() { reply.cut(500_000) } else { Reply::status(500) }));
+    assert!(message.contains("status 500, 5 times in a row; 500000 of 900000 bytes are kept for the next run"), "{message}");
+    let asked = case.good(|asked, _| repo().answer(asked));
+    assert_eq!(asked[0].range.as_deref(), Some("bytes=500000-"));
+    let asked = Case::new().good(but(|asked, reply, _| match asked.range {
+        None => reply.cut(300_000),
+        Some(_) => Reply::ok(repo().bytes(WEIGHTS).to_vec()),
+    }));
+    assert_eq!(asked.len(), 2, "a hub that knows no ranges");
+}
+
+#[test]
+fn what_was_left_and_is_not_of_the_file_is_begun_anew() {
+    for left in [b"something else".to_vec(), vec![0; 900_000], vec![0; 1_000_000]] {
+        let case = Case::new();
+        fs::create_dir_all(case.path("blobs")).unwrap();
+        fs::write(case.partial(), left).unwrap();
+        case.good(|asked, _| repo().answer(asked));
+    }
+}
+
+#[test]
+fn wrong_bytes_and_lengths_are_refused() {
+    let message = Case::new().refused(but(|_, mut reply, _| {
+        reply.body[600_000] ^= 1;
+        reply
+    }));
+    assert!(message.contains("download model.safetensors from http://127.0.0.1:") && message.contains("its checksum is "), "{message}");
+    let lies = |head: &'static str, body: usize| Case::new().refused(but(move |_, _, _| Reply::ok(vec![7; body]).with_head(head)));
+    assert!(lies("HTTP/1.1 200 OK\r\nContent-Length: 9", 9).contains("9 bytes come, 900000 were expected"));
+    assert!(lies("HTTP/1.1 200 OK", 1_000_000).contains("it is longer than its 900000 bytes"));
+    assert!(lies("HTTP/1.1 200 OK", 900_000).contains("its checksum is "));
+    let range = "HTTP/1.1 206 P\r\nContent-Range: bytes 0-899999/900000";
+    let message =
+        Case::new().refused(but(move |asked, reply, _| if asked.range.is_none() { reply.cut(10) } else { reply.with_head(range) }));
+    assert!(message.contains("it answers \"bytes 0-899999/900000\" where \"bytes 10-899999/900000\" was asked for"), "{message}");
+}
+
+#[test]
+fn a_token_goes_to_the_hub_and_to_nobody_else() {
+    let elsewhere =
+        HubServer::start(|asked, _| repo().answer(&Asked { path: format!("/org/tiny/resolve/{COMMIT}/{WEIGHTS}"), ..asked.clone() }));
+    let place = format!("{}/signed?{WEIGHTS}", elsewhere.endpoint());
+    let asked = Case::new().good(but(move |asked, _, _| match asked.path.as_str() {
+        path if path.starts_with("/moved") => Reply::redirect(&place),
+        _ => Reply::redirect(&format!("/moved/{WEIGHTS}")),
+    }));
+    assert!(asked.len() == 2 && asked.iter().all(|asked| asked.authorization.is_some()), "{asked:?}");
+    let there = elsewhere.asked();
+    assert!(there.len() == 1 && there[0].authorization.is_none(), "{there:?}");
+    for (to, cause) in
+        [("ftp://x/y", "what is no address"), ("", "what is no address"), (&format!("/{WEIGHTS}"), "more than 8 redirections")]
+    {
+        let to = to.to_string();
+        let message = Case::new().refused(but(move |_, _, _| Reply::redirect(&to)));
+        assert!(message.contains(cause), "{message}");
+    }
+}
+
+#[test]
+fn silence_is_waited_out_and_not_for_ever() {
+    let silent = |reply: Reply, bytes| Reply { silence: SILENCE_MAX * 2, ..reply.cut(bytes) };
+    Case::new().good(but(move |asked, reply, _| if asked.range.is_none() { silent(reply, 100_000) } else { reply }));
+    let message = Case::new().refused(but(move |_, reply, _| silent(reply, 0)));
+    assert!(message.contains("5 times in a row; 0 of 900000 bytes"), "{message}");
+}
+
+#[test]
+fn refusals_say_what_helps() {
+    for (status, words) in [
+        (401, "accept the licence on the page of the repository, then set HF_TOKEN"),
+        (403, "status 403, and the token that is set has no access"),
+        (404, "no such repository, revision or file"),
+        (500, "status 500"),
+        (418, "status 418"),
+    ] {
+        let listing = Case::new().refused(move |_, _| Reply::status(status));
+        assert!(
+            listing.starts_with("download org/tiny@refs/pr/1, which is not here, from http://127.0.0.1:") && listing.contains(words),
+            "{listing}"
+        );
+        let file = Case::new().refused(but(move |_, _, _| Reply::status(status)));
+        assert!(file.starts_with("download model.safetensors from") && file.contains(words), "{file}");
+    }
+    let silent = Case::new();
+    assert!(
+        silent
+            .run("http://127.0.0.1:1")
+            .unwrap_err()
+            .to_string()
+            .contains("download org/tiny@refs/pr/1, which is not here, from http://127.0.0.1:1: ")
+    );
+    for endpoint in ["huggingface.co", "file:///etc", "http://"] {
+        assert_eq!(silent.run(endpoint).unwrap_err().exit_code(), 2, "{endpoint}");
+    }
+}
+
+#[test]
+fn lists_that_are_none_or_hostile_are_refused_before_anything_is_written() {
+    let listed = |change: fn(&mut serde_json::Value)| {
+        let case = Case::new();
+        let message = case.refused(move |asked, _| {
+            let mut listing = repo().listing.clone();
+            change(&mut listing);
+            if asked.path.starts_with("/api/") { Reply::ok(listing.to_string().into_bytes()) } else { repo().answer(asked) }
+        });
+        assert!(!case.path("").exists() || fs::read_dir(case.path("blobs")).unwrap().count() == 0, "{message}");
+        message
+    };
+    assert!(listed(|listing| *listing = "text".into()).contains("its list of files: "));
+    assert!(listed(|listing| listing["sha"] = "../../x".into()).contains("no commit: \"../../x\""));
+    for name in ["../../../evil.safetensors", "/etc/passwd", "a/../b", "a\\b", "", "."] {
+        let message = Case::new().refused(move |_, _| {
+            let mut listing = repo().listing.clone();
+            listing["siblings"][2]["rfilename"] = name.into();
+            Reply::ok(listing.to_string().into_bytes())
+        });
+        assert!(message.contains(&format!("{name:?} is no safe name")), "{message}");
+    }
+    assert!(
+        listed(|listing| listing["siblings"][8]["lfs"]["sha256"] = "../x".into()).contains("model.safetensors has no size or checksum")
+    );
+    assert!(listed(|listing| listing["siblings"][0]["blobId"] = "../x".into()).contains("config.json has no size or checksum"));
+    assert!(listed(|listing| listing["siblings"][8]["lfs"]["size"] = (1u64 << 60).into()).contains("1048576.0 TiB needed"));
+    assert!(listed(|listing| listing["siblings"][0]["rfilename"] = "x.json".into()).contains("it has no config.json"));
+    let pickles = listed(|listing| listing["siblings"].as_array_mut().unwrap().truncate(8));
+    assert!(
+        pickles.contains("it has neither model.safetensors nor model.safetensors.index.json, and other weights are not read"),
+        "{pickles}"
+    );
+}
+
+#[test]
+fn a_stop_is_heard_and_what_came_is_kept() {
+    let case = Case::new();
+    let stop = case.stop.clone();
+    let answer = but(move |_, reply, _| {
+        stop.set();
+        Reply { silence: SILENCE_MAX, ..reply.cut(400_000) }
+    });
+    let server = HubServer::start(answer);
+    assert_eq!(case.run(&server.endpoint()).unwrap_err().exit_code(), 75);
+    server.asked();
+    assert!(!case.path("snapshots").join(COMMIT).join("config.json").exists());
+    let again = Case { stop: StopFlag::default(), ..case };
+    again.good(|asked, _| repo().answer(asked));
+}
+
+#[test]
+fn two_at_a_time_download_a_file_once() {
+    let case = Case::new();
+    let server = HubServer::start(|asked, _| Reply { silence: Duration::from_millis(20), ..repo().answer(asked) });
+    let endpoint = server.endpoint();
+    thread::scope(|scope| {
+        let runs: Vec<_> = (0..3).map(|_| scope.spawn(|| case.run(&endpoint).unwrap())).collect();
+        runs.into_iter().for_each(|run| assert!(run.join().unwrap().join("config.json").exists()));
+    });
+    let asked = server.asked();
+    assert_eq!(asked.iter().filter(|asked| asked.path.ends_with(WEIGHTS)).count(), 1, "{asked:?}");
+}
+
+#[test]
+fn the_token_is_the_environments_or_a_files() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("token"), "hf_file\n").unwrap();
+    let sent = |set: &[(&str, &str)]| {
+        let server = HubServer::start(|_, _| Reply::status(404));
+        let endpoint = server.endpoint();
+        let variable = |name: &str| {
+            let value = set.iter().find(|(key, _)| *key == name).map(|(_, value)| *value);
+            value.or((name == "HF_ENDPOINT").then_some(&endpoint)).map(PathBuf::from)
+        };
+        HubClient::of(&variable).unwrap().get("/", 0).unwrap_err();
+        server.asked().remove(0).authorization
+    };
+    let (home, file) = (dir.path().to_str().unwrap(), dir.path().join("token"));
+    assert_eq!(sent(&[]), None);
+    assert_eq!(sent(&[("HF_HOME", home)]).as_deref(), Some("Bearer hf_file"));
+    assert_eq!(sent(&[("HF_TOKEN_PATH", file.to_str().unwrap())]).as_deref(), Some("Bearer hf_file"));
+    assert_eq!(sent(&[("HF_HOME", home), ("HF_TOKEN", " hf_own ")]).as_deref(), Some("Bearer hf_own"));
+    let wrong = |token: &str| HubClient::of(&|name: &str| (name == "HF_TOKEN").then(|| token.into())).err().unwrap().to_string();
+    let message = wrong("hf_a\r\nX: y");
+    assert!(message.contains("characters that no token has") && !message.contains("hf_a"), "{message}");
+}
+
+#[test]
+fn a_part_of_data_comes_whole_and_alone() {
+    let parquet = |text: &str| text.as_bytes().to_vec();
+    let new_repo = || {
+        HubRepo::new(vec![
+            ("en/train/0000.parquet", parquet("a")),
+            ("en/train/0001.parquet", parquet("b")),
+            ("en/test/0000.parquet", parquet("c")),
+            ("fr/train/0000.parquet", parquet("d")),
+            ("README.md", parquet("e")),
+        ])
+    };
+    let run = |name: &str| {
+        let case = Case { name: HubName::data(name).unwrap(), ..Case::new() };
+        let repo = new_repo();
+        let server = HubServer::start(move |asked, _| {
+            assert!(
+                asked.path.starts_with("/api/datasets/org/tiny/revision/refs%2Fconvert%2Fparquet")
+                    || asked.path.starts_with("/datasets/org/tiny/resolve/")
+            );
+            repo.answer(&Asked { path: asked.path.replace("/datasets/", "/").replace("/api/", "/api/models/"), ..asked.clone() })
+        });
+        let found = case.run(&server.endpoint());
+        server.asked();
+        (case, found)
+    };
+    let (case, found) = run("org/tiny:en");
+    let dir = found.unwrap();
+    let snapshot = case.dir.path().join("datasets--org--tiny/snapshots").join(COMMIT);
+    assert_eq!(dir, snapshot.join("en/train"));
+    assert_eq!(["0000", "0001"].map(|name| fs::read_to_string(dir.join(name).with_extension("parquet")).unwrap()), ["a", "b"]);
+    assert_eq!((fs::read_dir(&snapshot).unwrap().count(), fs::read_dir(snapshot.join("en")).unwrap().count()), (1, 1));
+    let cached = HubCache { root: case.dir.path().into() }.find(&case.name).unwrap().unwrap();
+    assert_eq!(super::cache::part_dir(&cached, &case.name.part), Some(dir));
+    let refused = |name: &str| run(name).1.unwrap_err().to_string();
+    assert!(refused("org/tiny").ends_with("which configuration? it has :en:test, :en:train, :fr:train"));
+    assert!(refused("org/tiny:fr:test").ends_with("it has no fr/test, but :en:test, :en:train, :fr:train"));
+}

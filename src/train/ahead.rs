@@ -1,0 +1,26 @@
+//! What can be done of a run ahead of it: its text is prepared.
+
+use super::observer::Observer;
+use super::setup::{find_sources, hear};
+use super::text;
+use crate::config::settings::Settings;
+use crate::data::preparation::{self, Preparation};
+use crate::data::prepare::PreparedText;
+use crate::error::{Error, Result};
+use crate::news::News;
+use crate::signals::StopFlag;
+
+/// Prepares the text of `settings`, that to learn from and that to evaluate on, where training will find it.
+///
+/// # Errors
+/// Those that training has with its model, tokenizer and data.
+pub(crate) fn prepare(settings: &Settings, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Vec<PreparedText>> {
+    if settings.data.is_empty() {
+        return Err(Error::usage("prepare: --data is missing: files, directories or a name on the hub"));
+    }
+    let settings = &find_sources(settings, false, stop, observer)?;
+    let (shape, tokenizer, settings) = text::reader(settings)?;
+    let mut preparation = Preparation::new(stop, preparation::cache(), None, |news: News<'_>| hear(observer, news));
+    let parts = [&settings.data, &settings.eval_data].into_iter().filter(|paths| !paths.is_empty());
+    parts.map(|paths| PreparedText::new(paths, &tokenizer, shape.vocab, &mut preparation)).collect()
+}

@@ -1,0 +1,45 @@
+"""Parquet files as Python writes them, of the conversations in ../trl, and two that expand without end.
+
+    python generate.py        # datasets 5.2.0, pyarrow as it brings it
+
+marks.parquet       as `datasets` writes it: Snappy, a list of structures
+plain.parquet       Zstandard, pages of version 2, no dictionaries, several row groups
+reasoning.parquet   not compressed, a page for every few values, null where a message lacks a key
+labels.parquet      token ids and labels
+binary.parquet      text without the mark that says so
+rows_bomb.parquet   a text of 1 KiB, a million times in a dictionary
+page_bomb.parquet   one text of 64 MiB, compressed
+"""
+
+import json
+import pathlib
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+HERE = pathlib.Path(__file__).parent
+
+
+def records(case):
+    return [json.loads(line) for line in (HERE.parent / "trl" / f"{case}.jsonl").read_text().splitlines()]
+
+
+def main():
+    datasets.Dataset.from_list(records("marks")).to_parquet(HERE / "marks.parquet")
+    plain = pa.Table.from_pylist(records("plain"))
+    pq.write_table(plain, HERE / "plain.parquet", compression="zstd", data_page_version="2.0", use_dictionary=False, row_group_size=5)
+    reasoning = pa.Table.from_pylist(records("reasoning"))
+    pq.write_table(reasoning, HERE / "reasoning.parquet", compression="none", data_page_size=64, write_batch_size=2)
+    labels = [{"id": n, "input_ids": [n, n + 1, 7], "labels": [-100, n + 1, 7]} for n in range(40)]
+    pq.write_table(pa.Table.from_pylist(labels), HERE / "labels.parquet")
+    binary = pa.table({"text": pa.array([f"text {n} é".encode() for n in range(40)], pa.binary()), "image": pa.array([b"\xff\xd8"] * 40)})
+    pq.write_table(binary, HERE / "binary.parquet")
+    texts = pa.DictionaryArray.from_arrays(pa.array([0] * 1_000_000, pa.int32()), ["x" * 1024])
+    pq.write_table(pa.table({"text": texts}), HERE / "rows_bomb.parquet", compression="zstd", store_schema=False, write_statistics=False)
+    page = pa.table({"text": ["x" * (64 << 20)]})
+    pq.write_table(page, HERE / "page_bomb.parquet", compression="zstd", compression_level=19, use_dictionary=False, write_statistics=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+//! A hub on this machine, for tests: it has a few files, and misbehaves as it is told.
+
+use serde_json::json;
+use sha1::Sha1;
+use sha2::{Digest, Sha256};
+use std::io::{BufRead, BufReader, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
+
+/// What a client asked for.
+#[derive(Clone, Debug, Default)]
+pub struct Asked {
+    pub path: String,
+    pub authorization: Option<String>,
+    pub range: Option<String>,
+}
+
+/// What it is answered: a head without its last empty line, bytes, and silence after them.
+#[derive(Clone)]
+pub struct Reply {
+    pub head: String,
+    pub body: Vec<u8>,
+    pub silence: Duration,
+}
+
+/// Answers one request after the other until it is asked what it was asked.
+pub struct HubServer {
+    pub address: SocketAddr,
+    is_over: Arc<AtomicBool>,
+    thread: JoinHandle<Vec<Asked>>,
+}
+
+/// Files of `org/tiny`, and their list as a hub tells it.
+pub struct HubRepo {
+    files: Vec<(&'static str, Vec<u8>)>,
+    pub listing: serde_json::Value,
+}
+
+impl Reply {
+    pub fn status(status: u16) -> Self {
+        Self::ok(Vec::new()).with_head(&format!("HTTP/1.1 {status} X\r\nContent-Length: 0"))
+    }
+
+    pub fn ok(body: Vec<u8>) -> Self {
+        Self { head: format!("HTTP/1.1 200 OK\r\nContent-Length: {}", body.len()), body, silence: Duration::ZERO }
+    }
+
+    pub fn redirect(to: &str) -> Self {
+        Self::status(302).with_head(&format!("HTTP/1.1 302 Found\r\nLocation: {to}\r\nContent-Length: 0"))
+    }
+
+    pub fn with_head(mut self, head: &str) -> Self {
+        self.head = head.into();
+        self
+    }
+
+    /// Ends after `bytes`.
+    pub fn cut(mut self, bytes: usize) -> Self {
+        self.body.truncate(bytes);
+        self
+    }
+}
+
+impl HubServer {
+    /// `answer` is given each request, and how many came before it.
+    pub fn start(answer: impl Fn(&Asked, usize) -> Reply + Send + 'static) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        listener.set_nonblocking(true).unwrap();
+        let (address, is_over) = (listener.local_addr().unwrap(), Arc::new(AtomicBool::new(false)));
+        let over = is_over.clone();
+        let thread = thread::spawn(move || {
+            let mut asked = Vec::new();
+            while !over.load(Ordering::Relaxed) {
+                match listener.accept() {
+                    Ok((stream, _)) => asked.extend(serve(stream, |request| answer(request, asked.len()))),
+                    Err(_) => thread::sleep(Duration::from_millis(2)),
+                }
+            }
+            asked
+        });
+        Self { address, is_over, thread }
+    }
+
+    pub fn endpoint(&self) -> String {
+        format!("http://{}", self.address)
+    }
+
+    /// Ends, and tells what was asked.
+    pub fn asked(self) -> Vec<Asked> {
+        self.is_over.store(true, Ordering::Relaxed);
+        self.thread.join().unwrap()
+    }
+}
+
+/// One request, and its answer; the connection is closed behind it.
+fn serve(stream: TcpStream, answer: impl FnOnce(&Asked) -> Reply) -> Option<Asked> {
+    stream.set_nonblocking(false).ok()?;
+    stream.set_read_timeout(Some(Duration::from_secs(5))).ok()?;
+    let mut lines = BufReader::new(&stream).lines();
+    let mut asked = Asked { path: lines.next()?.ok()?.split(' ').nth(1)?.into(), ..Asked::default() };
+    for line in lines.map_while(Result::ok).take_while(|line| !line.is_empty()) {
+        let (name, value) = line.split_once(": ")?;
+        match name.to_ascii_lowercase().as_str() {
+            "authorization" => asked.authorization = Some(value.into()),
+            "range" => asked.range = Some(value.into()),
+            _ => {}
+        }
+    }
+    let Reply { head, body, silence } = answer(&asked);
+    // A client that has gone has its reasons.
+    let _ = (&stream).write_all(format!("{head}\r\nConnection: close\r\n\r\n").as_bytes()).and_then(|()| (&stream).write_all(&body));
+    if !silence.is_zero() {
+        thread::spawn(move || {
+            thread::sleep(silence);
+            drop(stream);
+        });
+    }
+    Some(asked)
+}
+
+impl HubRepo {
+    /// Weights are large files to the hub, all others lie in git.
+    pub fn new(files: Vec<(&'static str, Vec<u8>)>) -> Self {
+        let hex = |digest: &[u8]| digest.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+        let sibling = |(name, bytes): &(&str, Vec<u8>)| {
+            let size = bytes.len();
+            let git = hex(&Sha1::new_with_prefix(format!("blob {size}\0")).chain_update(bytes).finalize());
+            match name.ends_with(".safetensors") {
+                true => json!({"rfilename": name, "size": size, "lfs": {"sha256": hex(&Sha256::digest(bytes)), "size": size}}),
+                false => json!({"rfilename": name, "size": size, "blobId": git}),
+            }
+        };
+        let siblings: Vec<_> = files.iter().map(sibling).collect();
+        Self { listing: json!({"id": "org/tiny", "sha": COMMIT, "siblings": siblings}), files }
+    }
+
+    pub fn bytes(&self, name: &str) -> &[u8] {
+        self.files.iter().find(|(file, _)| *file == name).map(|(_, bytes)| bytes.as_slice()).unwrap()
+    }
+
+    /// The name of the file's blob, which is its checksum.
+    pub fn blob(&self, name: &str) -> &str {
+        let sibling = self.listing["siblings"].as_array().unwrap().iter().find(|sibling| sibling["rfilename"] == name).unwrap();
+        sibling["lfs"]["sha256"].as_str().or(sibling["blobId"].as_str()).unwrap()
+    }
+
+    /// As a hub should.
+    pub fn answer(&self, asked: &Asked) -> Reply {
+        if asked.path.starts_with("/api/models/org/tiny/revision/") {
+            return Reply::ok(self.listing.to_string().into_bytes());
+        }
+        let name = asked.path.strip_prefix(&format!("/org/tiny/resolve/{COMMIT}/"));
+        let Some((_, bytes)) = self.files.iter().find(|(file, _)| Some(*file) == name) else { return Reply::status(404) };
+        let from = asked.range.as_ref().map(|range| range.trim_start_matches("bytes=").trim_end_matches('-').parse::<usize>().unwrap());
+        let Some(from) = from else { return Reply::ok(bytes.clone()) };
+        let (rest, all) = (bytes[from..].to_vec(), bytes.len());
+        let head = format!("HTTP/1.1 206 Partial\r\nContent-Length: {}\r\nContent-Range: bytes {from}-{}/{all}", rest.len(), all - 1);
+        Reply::ok(rest).with_head(&head)
+    }
+}
