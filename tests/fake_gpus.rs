@@ -94,7 +94,7 @@ fn models_with_experts_start_and_end_on_gpus() {
         });
         for gpus in ["--gpus=1", "--gpus=2"] {
             let workspace = Workspace::new();
-            let model = workspace.write("model/config.json", &config.to_string());
+            let model = workspace.write("model/config.json", config.to_string());
             let model = format!("--model={}", model.parent().unwrap().display());
             let outcome = train_in(&workspace, &[], &[&model, "--init=random", "--tokenizer=bytes", gpus]);
             assert_eq!(outcome.code, 0, "{architecture} {gpus}: {outcome:?}");
