@@ -151,7 +151,9 @@ fn run(case: &Case, way: &Way) -> Run {
         case.max_norm,
         inject.collect::<Vec<_>>().join(","),
     );
-    let plan = |weights: &str| Plan::new(&settings(&format!("{lines}\nweights = \"{weights}\"")), &shape, &Machine::cpu(2), false);
+    let balance = if case.experts { "router-aux-loss-coef = 0.5" } else { "" };
+    let plan =
+        |weights: &str| Plan::new(&settings(&format!("{lines}\n{balance}\nweights = \"{weights}\"")), &shape, &Machine::cpu(2), false);
     let sharded = if way.sharded && ranks > 1 { plan("sharded").ok() } else { None };
     let mut plan = sharded.unwrap_or_else(|| plan("auto").unwrap());
     plan.grad_ring = grad_ring(&plan, &table).filter(|_| way.ringed && case.micro_batches == 1);

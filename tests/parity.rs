@@ -82,8 +82,16 @@ impl Golden {
         flat
     }
 
+    /// The factor on the loss that balances experts, where there is one.
+    fn balance(&self) -> String {
+        let has = SafeTensors::deserialize(&self.bytes).unwrap().tensor("balance").is_ok();
+        if has { format!("router-aux-loss-coef = {}\n", self.values::<f64>("balance")[0]) } else { String::new() }
+    }
+
     fn engine(&self, way: &str) -> Engine<CpuDevice> {
-        let mut plan = Plan::new(&settings(&format!("{RECIPE}{}{way}", resident(way))), &self.shape, &Machine::cpu(2), false).unwrap();
+        let mut plan =
+            Plan::new(&settings(&format!("{RECIPE}{}{}{way}", self.balance(), resident(way))), &self.shape, &Machine::cpu(2), false)
+                .unwrap();
         // Tiles that divide nothing.
         plan.loss_tile = LossTile { rows: 20, vocab: 40 };
         let first = self.first_params();

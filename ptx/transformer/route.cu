@@ -165,6 +165,35 @@ __device__ __forceinline__ void router_backward(
     for (unsigned j = lane; j < top_k; j += WARP) dlogits[chosen[j]] = narrow<T>(weights[j] * (dweights[slots[j]] - mean));
 }
 
+// Adds the gradient of the loss that balances experts; one warp a token. Every block counts the choices of all layers for itself: 48 layers of
+// 128 experts are 25 kB, from the cache.
+template <typename T>
+__device__ __forceinline__ void router_balance(
+    const float* logits, const int* chosen, const int* bounds, T* dlogits, unsigned tokens, unsigned experts, unsigned top_k, unsigned layers,
+    unsigned stride, float factor) {
+    __shared__ float counts[EXPERTS_MAX];
+    for (unsigned expert = threadIdx.x; expert < experts; expert += THREADS) {
+        int count = 0;
+        for (unsigned layer = 0; layer < layers; layer++) {
+            const int* const own = bounds + (size_t)layer * stride + expert;
+            count += own[1] - own[0];
+        }
+        counts[expert] = (float)count;
+    }
+    __syncthreads();
+    const unsigned lane = threadIdx.x % WARP, token = blockIdx.x * WARPS + threadIdx.x / WARP;
+    if (token >= tokens) return;
+    logits += (size_t)token * experts, dlogits += (size_t)token * experts;
+    const float largest = logits[chosen[(size_t)token * top_k]], sum = exp_sum(logits, experts, largest);
+    float mean = 0.0f;
+    for (unsigned i = lane; i < experts; i += WARP) mean = fmaf(counts[i], __fdiv_rn(exp_exact(logits[i] - largest), sum), mean);
+    mean = warp_sum(mean);
+    for (unsigned i = lane; i < experts; i += WARP) {
+        const float slope = __fdiv_rn(exp_exact(logits[i] - largest), sum) * (counts[i] - mean);
+        dlogits[i] = narrow<T>(fmaf(factor, slope, widen(dlogits[i])));
+    }
+}
+
 #define ROUTE(NAME, T)                                                                                                        \
     extern "C" __global__ void __launch_bounds__(THREADS) combine_##NAME(const T* x, const int* slots, const float* weights,  \
         const T* base, T* out, unsigned cols, unsigned top_k) {                                                               \
@@ -178,5 +207,10 @@ __device__ __forceinline__ void router_backward(
         const float* weights, const int* slots, const float* dweights, T* dlogits, unsigned tokens, unsigned experts,         \
         unsigned top_k, unsigned all) {                                                                                       \
         router_backward(logits, chosen, weights, slots, dweights, dlogits, tokens, experts, top_k, all != 0);                 \
+    }                                                                                                                         \
+    extern "C" __global__ void __launch_bounds__(THREADS) router_balance_##NAME(const float* logits, const int* chosen,       \
+        const int* bounds, T* dlogits, unsigned tokens, unsigned experts, unsigned top_k, unsigned layers, unsigned stride,   \
+        float factor) {                                                                                                       \
+        router_balance(logits, chosen, bounds, dlogits, tokens, experts, top_k, layers, stride, factor);                      \
     }
 FOR_EACH_FORMAT(ROUTE)

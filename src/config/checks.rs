@@ -196,6 +196,8 @@ impl Settings {
         self.check_update()?;
         let norm = self.max_grad_norm;
         check(norm.is_finite() && norm >= 0.0, "max-grad-norm", norm, "finite and at least 0")?;
+        let balance = self.router_aux_loss_coef;
+        check(balance.is_finite() && balance >= 0.0, "router-aux-loss-coef", balance, "finite and at least 0")?;
         check((0.0..=1.0).contains(&self.warmup_ratio), "warmup-ratio", self.warmup_ratio, "0 to 1")?;
         let mib = self.bucket_mib.unwrap_or(1.0);
         check(mib > 0.0 && mib <= BUCKET_MIB_MAX, "bucket-mib", mib, &format!("above 0, at most {BUCKET_MIB_MAX}"))?;

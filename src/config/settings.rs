@@ -407,6 +407,9 @@ settings! {
         /// Gradient norm above which gradients are clipped; 0 is never.
         #[arg(value_name = "X", allow_hyphen_values = true)]
         max_grad_norm: f64 = 1.0, Told;
+        /// Factor on the loss that balances a router's experts; 0 adds none.
+        #[arg(value_name = "X", allow_hyphen_values = true)]
+        router_aux_loss_coef: f64 = 0.0, Told, unless "is_zero";
         /// Seed of random weights and of the data order.
         #[arg(value_name = "N")]
         seed: u64 = 42, Order;

@@ -36,7 +36,7 @@ pub use kernels::pointwise::{Geglu, GegluBackward, Gelu, GeluBackward, ScaleAdd,
 pub(crate) use kernels::product::ProductAlgorithm;
 pub use kernels::product::{BiasBackward, Matmul, MatmulLayout, MatmulShape};
 pub use kernels::rope::{QkNorm, QkNormBackward, Rope};
-pub use kernels::route::{Combine, Route, RouteShape, RouterBackward, RouterLogits, RouterRule, Segments};
+pub use kernels::route::{Combine, Route, RouteShape, RouterBackward, RouterBalance, RouterLogits, RouterRule, Segments};
 pub use kernels::sinks::{Sinks, SinksBackward};
 pub(crate) use kernels::transfer::PARTS_MAX;
 pub use kernels::transfer::{Adam, Cast, GradNormPartials, Poke, SumSlices, Zero};

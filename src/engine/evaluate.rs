@@ -54,7 +54,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
             self.upload_batch(micro_step)?;
             self.forward_modules()?;
             self.wait_for_params(Module::Head)?;
-            let micro = MicroStep { first: micro_step % per_share == 0, inv_targets: 1.0 / targets as f32, loss_scale: 1.0 };
+            let micro = MicroStep { first: micro_step % per_share == 0, inv_targets: 1.0 / targets as f32, loss_scale: 1.0, balance: 0.0 };
             self.with_weights(Module::Head, Pass::Forward, |engine| engine.model.head(&mut engine.dev, micro, false))?;
             self.module_enqueued()?;
             if (micro_step + 1).is_multiple_of(per_share) {

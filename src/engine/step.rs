@@ -94,6 +94,8 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     fn pass_and_validate(&mut self, learning_rate: f64, data: StepData) -> Result<StepReport> {
         self.exposed = Exposed::default();
         let inv_targets = 1.0 / data.targets as f32;
+        // A mean over micro-batches, each of which balances its own choices.
+        let balance = (self.plan.router_aux_loss_coef / self.plan.grad_accum_steps as f64) as f32;
         let layers = self.model.shape.layers.len();
         let per_share = self.plan.grad_accum_steps / self.plan.shares;
         // This rank's, of which a share a round.
@@ -110,11 +112,11 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
             if first && micro_step > 0 {
                 self.wait_for_sums(self.plan.layout.count() - 1)?;
             }
-            let micro = MicroStep { first, inv_targets, loss_scale: self.loss_scale.scale() };
+            let micro = MicroStep { first, inv_targets, loss_scale: self.loss_scale.scale(), balance };
             self.wait_for_ring(Module::Head, whole)?;
             self.with_weights(Module::Head, Pass::Backward, |engine| engine.model.head(&mut engine.dev, micro, true))?;
             self.grads_written(Module::Head, whole)?;
-            (0..layers).rev().map(Module::Layer).chain([Module::Embed]).try_for_each(|module| self.backward(module, first, whole))?;
+            (0..layers).rev().map(Module::Layer).chain([Module::Embed]).try_for_each(|module| self.backward(module, micro, whole))?;
             if let Some(share) = whole {
                 self.report_share(share)?;
             }
@@ -134,9 +136,9 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         self.module_enqueued()
     }
 
-    fn backward(&mut self, module: Module, first: bool, whole: Option<usize>) -> Result<()> {
+    fn backward(&mut self, module: Module, micro: MicroStep, whole: Option<usize>) -> Result<()> {
         self.wait_for_ring(module, whole)?;
-        self.with_weights(module, Pass::Backward, |engine| engine.model.backward(&mut engine.dev, module, first))?;
+        self.with_weights(module, Pass::Backward, |engine| engine.model.backward(&mut engine.dev, module, micro))?;
         self.grads_written(module, whole)
     }
 

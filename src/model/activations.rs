@@ -265,11 +265,21 @@ impl ActivationPlan {
         let bounds = if total == 0 { None } else { Some(memory.matrix("layers.expert_bounds", &[total], Dtype::Int32)?) };
         let mut start = 0;
         let layer = |(l, layer): (usize, &LayerShape)| {
-            let (moe, bounds) = (layer.mlp.moe()?, bounds?.slice(start, layer.mlp.moe()?.experts + 1));
+            let (moe, all) = (layer.mlp.moe()?, bounds?);
+            let (bounds, all_bounds) = (all.slice(start, moe.experts + 1), (all, bounds_elems(moe)));
             start += bounds_elems(moe);
             let choice = |array: usize| choices.at(l).slice(array * tokens * moe.top_k, tokens * moe.top_k);
             let [experts, slots, row_tokens, entries] = [0, 1, 2, 3].map(choice);
-            Some(RoutedActivations { logits: logits.at(l), experts, weights: weights.at(l), bounds, slots, row_tokens, entries })
+            Some(RoutedActivations {
+                logits: logits.at(l),
+                experts,
+                weights: weights.at(l),
+                bounds,
+                all_bounds,
+                slots,
+                row_tokens,
+                entries,
+            })
         };
         Ok(layers.iter().enumerate().map(layer).collect())
     }
@@ -411,6 +421,8 @@ pub(super) struct RoutedActivations {
     pub experts: DeviceSlice,
     pub weights: DeviceSlice,
     pub bounds: DeviceSlice,
+    /// Of every layer with experts, so many elements apart.
+    pub(crate) all_bounds: (DeviceSlice, usize),
     pub slots: DeviceSlice,
     pub(crate) row_tokens: DeviceSlice,
     pub entries: DeviceSlice,

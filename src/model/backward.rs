@@ -4,6 +4,7 @@
 use super::Model;
 use super::activations::{Activations, LayerActivations, NormActivations, RawActivations};
 use super::forward::scale;
+use super::head::MicroStep;
 use super::layer_shape::{Act, Join, NormSpec};
 use super::params::{LinearParams, NormParams, Param};
 use super::tensors::Module;
@@ -15,16 +16,16 @@ use crate::error::Result;
 
 impl Model {
     /// Runs the backward pass of `module` after all modules above it; then the module's gradients are complete for this
-    /// micro-step. The `first` micro-step overwrites gradients, later ones add to them. The head's own backward is part of
+    /// micro-step. The first micro-step overwrites gradients, later ones add to them. The head's own backward is part of
     /// [`Model::head`]; here it stands for the final norm.
     ///
     /// # Panics
     /// If the model has no such layer.
-    pub(crate) fn backward<D: Kernels>(&self, dev: &mut D, module: Module, first: bool) -> Result<()> {
-        let act = &self.activations;
+    pub(crate) fn backward<D: Kernels>(&self, dev: &mut D, module: Module, micro: MicroStep) -> Result<()> {
+        let (act, first) = (&self.activations, micro.first);
         match module {
             Module::Embed => self.backward_embed(dev, first),
-            Module::Layer(layer) => self.backward_layer(dev, layer, first),
+            Module::Layer(layer) => self.backward_layer(dev, layer, micro),
             Module::Head => {
                 scale(dev, act.dnorm, self.shape.logit_scale)?;
                 dev.launch(Zero { x: act.dresidual })?;
@@ -56,20 +57,20 @@ impl Model {
         })
     }
 
-    fn backward_layer<D: Kernels>(&self, dev: &mut D, layer: usize, first: bool) -> Result<()> {
+    fn backward_layer<D: Kernels>(&self, dev: &mut D, layer: usize, micro: MicroStep) -> Result<()> {
         self.recompute(dev, layer)?;
-        self.backward_mlp(dev, layer, first)?;
-        self.backward_attention(dev, layer, first)?;
+        self.backward_mlp(dev, layer, micro)?;
+        self.backward_attention(dev, layer, micro.first)?;
         self.activations.layers[layer].host_input.map_or(Ok(()), |input| input.fetch_next(dev))
     }
 
-    fn backward_mlp<D: Kernels>(&self, dev: &mut D, layer: usize, first: bool) -> Result<()> {
-        let Some(experts) = self.experts(layer) else { return self.backward_dense(dev, layer, first) };
+    fn backward_mlp<D: Kernels>(&self, dev: &mut D, layer: usize, micro: MicroStep) -> Result<()> {
+        let Some(experts) = self.experts(layer) else { return self.backward_dense(dev, layer, micro.first) };
         let (params, act, all) = (&self.layers[layer], &self.activations.layers[layer], &self.activations);
-        experts.backward(dev, all, first)?;
+        experts.backward(dev, all, micro)?;
         let Some(norm) = &params.mlp_norm else { return Ok(()) };
         let (kind, input) = (self.shape.layers[layer].norm, (act.mid, act.mlp_norm.stats));
-        norm_backward(dev, kind, norm, input, (all.dnorm, all.dresidual), first)
+        norm_backward(dev, kind, norm, input, (all.dnorm, all.dresidual), micro.first)
     }
 
     fn backward_dense<D: Kernels>(&self, dev: &mut D, layer: usize, first: bool) -> Result<()> {

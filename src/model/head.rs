@@ -20,6 +20,8 @@ pub(crate) struct MicroStep {
     pub(crate) inv_targets: f32,
     /// Factor on all gradients, not on the loss (fp16).
     pub(crate) loss_scale: f32,
+    /// Factor on the loss that balances experts, which adds to gradients alone; 0 is none.
+    pub(crate) balance: f32,
 }
 
 /// Rows (tokens) whose loss is computed together.
@@ -46,7 +48,7 @@ impl Model {
                 self.loss_backward(dev, rows, micro)?;
             }
         }
-        if train { self.backward(dev, Module::Head, micro.first) } else { Ok(()) }
+        if train { self.backward(dev, Module::Head, micro) } else { Ok(()) }
     }
 
     fn rows(&self, start: usize, count: usize) -> Rows {

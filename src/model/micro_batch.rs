@@ -30,10 +30,11 @@ impl Model {
             self.forward(dev, module)?;
             after(dev)?;
         }
-        self.head(dev, MicroStep { first: true, inv_targets: 1.0, loss_scale: 1.0 }, true)?;
+        let micro = MicroStep { first: true, inv_targets: 1.0, loss_scale: 1.0, balance: 0.0 };
+        self.head(dev, micro, true)?;
         for module in layers().rev().chain([Module::Embed]) {
             after(dev)?;
-            self.backward(dev, module, true)?;
+            self.backward(dev, module, micro)?;
         }
         after(dev)
     }

@@ -6,12 +6,13 @@
 
 use super::Model;
 use super::activations::{Activations, ExpertWork, LayerActivations, RoutedActivations};
+use super::head::MicroStep;
 use super::layer_shape::Moe;
 use super::params::{LayerParams, LinearParams, Param};
 use crate::device::{
     BiasBackward, ClampedSwiglu, Combine, DeviceSlice, Embed, ExpertActivation, ExpertBackward, ExpertBias, ExpertBiasDot, GroupedMatmul,
-    GroupedShape, Kernels, Matmul, MatmulLayout, MatmulShape, Route, RouteShape, RouterBackward, RouterLogits, SegmentSums, Segments,
-    Swiglu,
+    GroupedShape, Kernels, Matmul, MatmulLayout, MatmulShape, Route, RouteShape, RouterBackward, RouterBalance, RouterLogits, SegmentSums,
+    Segments, Swiglu,
 };
 use crate::error::Result;
 
@@ -53,7 +54,7 @@ impl MoeLayer<'_> {
 
     /// Chooses the experts of every token.
     pub(super) fn route<D: Kernels>(&self, dev: &mut D) -> Result<()> {
-        let RoutedActivations { logits, experts, weights, bounds, slots, row_tokens, entries } = self.kept;
+        let RoutedActivations { logits, experts, weights, bounds, slots, row_tokens, entries, .. } = self.kept;
         let LinearParams { weight, bias, in_cols, .. } = self.router;
         let bias = bias.map(|bias| bias.value);
         dev.launch(RouterLogits { x: self.act.mlp_norm.out, weight: weight.value, bias, logits, channels: in_cols })?;
@@ -97,7 +98,8 @@ impl MoeLayer<'_> {
     }
 
     /// The gradients of the experts and of the router; in `all`, `dresidual` is that of what leaves, `dnorm` becomes that of what entered.
-    pub(super) fn backward<D: Kernels>(&self, dev: &mut D, all: &Activations, first: bool) -> Result<()> {
+    pub(super) fn backward<D: Kernels>(&self, dev: &mut D, all: &Activations, micro: MicroStep) -> Result<()> {
+        let first = micro.first;
         let (ExpertWork { rows, act, .. }, LayerParams { mlp_in, mlp_out, .. }) = (self.work, self.params);
         let Activations { dresidual, dnorm, .. } = *all;
         let (dinner, dfused) = (all.dinner.slice(0, act.elems()), all.dfused.slice(0, 2 * act.elems()));
@@ -115,7 +117,7 @@ impl MoeLayer<'_> {
         self.product(dev, MatmulLayout::Nn, mlp_in, [dfused, mlp_in.weight.value, rows], false)?;
         let slots = self.kept.slots;
         dev.launch(Combine { x: rows, slots, weights: None, base: None, out: dnorm, cols: mlp_in.in_cols })?;
-        self.router_backward(dev, dnorm, first)
+        self.router_backward(dev, dnorm, micro)
     }
 
     fn activation_backward<D: Kernels>(&self, dev: &mut D, da: DeviceSlice, dgate_up: DeviceSlice) -> Result<()> {
@@ -136,16 +138,30 @@ impl MoeLayer<'_> {
     }
 
     /// Adds the router's part to `dnorm`.
-    fn router_backward<D: Kernels>(&self, dev: &mut D, dnorm: DeviceSlice, first: bool) -> Result<()> {
+    fn router_backward<D: Kernels>(&self, dev: &mut D, dnorm: DeviceSlice, micro: MicroStep) -> Result<()> {
         let RoutedActivations { logits, experts, weights, slots, .. } = self.kept;
         let (ExpertWork { dweights, dlogits, .. }, shape) = (self.work, self.shape());
         dev.launch(RouterBackward { logits, experts, weights, slots, dweights, dlogits, shape })?;
+        self.balance(dev, micro)?;
+        let first = micro.first;
         let LinearParams { weight, bias, out_cols, in_cols } = self.router;
         let to_input = MatmulShape { layout: MatmulLayout::Nn, m: shape.tokens, n: in_cols, k: out_cols };
         let to_weight = MatmulShape { layout: MatmulLayout::Tn, m: out_cols, n: in_cols, k: shape.tokens };
         dev.launch(Matmul::plain(to_input, [dlogits, weight.value, dnorm]).onto_itself(true))?;
         dev.launch(Matmul::plain(to_weight, [dlogits, self.act.mlp_norm.out, weight.grad]).onto_itself(!first))?;
         bias.map_or(Ok(()), |bias| dev.launch(BiasBackward { dout: dlogits, dbias: bias.grad, accumulate: !first }))
+    }
+
+    /// Adds the gradient of the loss that balances experts to that of the logits, if there is such a loss. Its means are over all layers.
+    fn balance<D: Kernels>(&self, dev: &mut D, micro: MicroStep) -> Result<()> {
+        if micro.balance == 0.0 {
+            return Ok(());
+        }
+        let RoutedActivations { logits, experts, all_bounds: (bounds, stride), .. } = self.kept;
+        let (dlogits, shape) = (self.work.dlogits, self.shape());
+        let rows = (bounds.elems() / stride * shape.tokens) as f64;
+        let factor = f64::from(micro.loss_scale) * f64::from(micro.balance) * shape.experts as f64 / (rows * rows);
+        dev.launch(RouterBalance { logits, experts, bounds, stride, dlogits, factor: factor as f32, shape })
     }
 
     /// A copy of its token for each row.

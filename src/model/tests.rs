@@ -144,7 +144,7 @@ impl Harness {
         self.model.head(&mut self.dev, micro, true).unwrap();
         for module in self.model.table.modules().filter(|module| *module != Module::Head) {
             self.crowd();
-            self.model.backward(&mut self.dev, module, micro.first).unwrap();
+            self.model.backward(&mut self.dev, module, micro).unwrap();
         }
     }
 
@@ -174,7 +174,7 @@ fn set_documents(batch: &mut Batch<'_>) {
 }
 
 fn whole(model: &Model) -> MicroStep {
-    MicroStep { first: true, inv_targets: 1.0 / model.activations.tokens.elems() as f32, loss_scale: 1.0 }
+    MicroStep { first: true, inv_targets: 1.0 / model.activations.tokens.elems() as f32, loss_scale: 1.0, balance: 0.0 }
 }
 
 /// Norms near one, everything else around zero; padding zero.
@@ -297,7 +297,7 @@ fn two_micro_steps_are_one_batch_of_twice_the_size() {
         let inv_targets = 1.0 / (4 * SEQ_LENGTH) as f32;
         for (first, sequence) in [(true, 0), (false, 2)] {
             half.feed(sequence);
-            half.train(MicroStep { first, inv_targets, loss_scale: 1.0 });
+            half.train(MicroStep { first, inv_targets, loss_scale: 1.0, balance: 0.0 });
         }
         let (loss_slice, grads_slice) = (half.model.activations.loss, half.model.grads);
         assert!((half.download::<f32>(loss_slice)[0] - loss).abs() < 2e-6 * loss, "{name}");
@@ -361,7 +361,7 @@ fn two_steps<E: Element>(shape: &ModelShape, policies: &[LayerPolicy], schedule:
     let mut results = Vec::new();
     for sequence in 0..4 {
         harness.feed(sequence);
-        harness.train(MicroStep { first: sequence % 2 == 0, inv_targets: 1.0 / (2 * SEQ_LENGTH) as f32, loss_scale: 1.0 });
+        harness.train(MicroStep { first: sequence % 2 == 0, inv_targets: 1.0 / (2 * SEQ_LENGTH) as f32, loss_scale: 1.0, balance: 0.0 });
         if sequence % 2 == 1 {
             let (loss, grads) = (harness.model.activations.loss, harness.model.grads);
             results.extend([loss, grads].map(|slice| harness.download::<u8>(slice)));

@@ -166,6 +166,8 @@ pub struct Plan {
     pub hyper: AdamHyper,
     /// Clip above this norm; 0 never clips.
     pub max_grad_norm: f64,
+    /// Factor on the loss that balances experts; 0 is none.
+    pub router_aux_loss_coef: f64,
     /// Faults to inject.
     pub inject: Vec<Injection>,
     /// Ranks that go wrong on purpose.
@@ -204,6 +206,7 @@ impl Plan {
         }
         let (techniques, table) = (Techniques::new(settings), TensorTable::new(shape));
         check_inject(settings, &table)?;
+        check_balance(settings, shape)?;
         let workload = workload(settings, techniques, (shape, &table), machine, trace)?;
         let request = Request {
             residency: residency(settings, techniques)?,
@@ -243,6 +246,7 @@ impl Plan {
             cuda_libraries: settings.cuda_libraries.iter().cloned().collect(),
             hyper: hyper(settings),
             max_grad_norm: settings.max_grad_norm,
+            router_aux_loss_coef: settings.router_aux_loss_coef,
             inject: settings.inject.clone(),
             rank_faults: settings.faults.clone(),
             adversary: settings.adversary,
@@ -483,6 +487,14 @@ fn check_streams(settings: &Settings, rings: Rings) -> Result<()> {
 }
 
 /// What several devices cannot do yet.
+fn check_balance(settings: &Settings, shape: &ModelShape) -> Result<()> {
+    let coefficient = settings.router_aux_loss_coef;
+    if coefficient == 0.0 || shape.layers.iter().any(|layer| layer.mlp.moe().is_some()) {
+        return Ok(());
+    }
+    Err(Error::usage(format!("--router-aux-loss-coef {coefficient}: the model has no experts to balance; leave it out")))
+}
+
 fn check_ranks(settings: &Settings, layout: &BucketLayout) -> Result<()> {
     let gpus = settings.gpus;
     match settings.weights {

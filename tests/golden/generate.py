@@ -112,6 +112,10 @@ FAMILIES = {
         **dict(SIZES, num_hidden_layers=3), **COMMON, num_key_value_heads=2, head_dim=16, moe_intermediate_size=12, num_experts=8,
         num_experts_per_tok=3, norm_topk_prob=True, mlp_only_layers=[0], rope_parameters=plain_rope(1000000.0),
     ),
+    "qwen3_moe_balanced": transformers.Qwen3MoeConfig(
+        **dict(SIZES, num_hidden_layers=3), **COMMON, num_key_value_heads=2, head_dim=16, moe_intermediate_size=12, num_experts=8,
+        num_experts_per_tok=3, norm_topk_prob=True, mlp_only_layers=[1], rope_parameters=plain_rope(10000.0),
+    ),
     "olmoe": transformers.OlmoeConfig(
         **SIZES, **COMMON, num_key_value_heads=4, num_experts=8, num_experts_per_tok=3, rope_parameters=plain_rope(10000.0)
     ),
@@ -124,6 +128,10 @@ FAMILIES = {
         sliding_window=5, swiglu_limit=1.5, rope_parameters=YARN,
     ),
 }
+
+
+# The factor on the loss that balances experts.
+BALANCE = {"qwen3_moe_balanced": 2.0}
 
 
 def randomize(model, generator):
@@ -184,16 +192,19 @@ def saved(model):
         return load_file(pathlib.Path(directory) / "model.safetensors")
 
 
-def train(model, tokens, targets):
+def train(model, tokens, targets, balance):
+    """With the loss that balances experts, times this factor, in the gradients but not in the losses."""
     watch_routers(model)
     optimizer = torch.optim.AdamW(decay_groups(model), lr=LEARNING_RATE, betas=(0.9, 0.999), eps=EPSILON, foreach=False)
     losses, norms, first_logits = [], [], None
     for step in range(STEPS):
-        logits = model(input_ids=tokens[step].long()).logits
+        output = model(input_ids=tokens[step].long(), **(dict(output_router_logits=True) if balance else {}))
+        logits = output.logits
         first_logits = logits.detach().clone() if first_logits is None else first_logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets[step].long().flatten())
         optimizer.zero_grad()
-        loss.backward()
+        aux = output.aux_loss if balance else 0.0
+        (loss + balance * aux).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         assert norm > MAX_NORM, f"step {step}: norm {norm} does not clip"
         optimizer.step()
@@ -215,9 +226,12 @@ def generate(family, root):
     tokens, targets = text[..., :-1].contiguous(), text[..., 1:].contiguous()
     # The saved directory is what gets trained: it must hold everything.
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32).eval()
-    logits, losses, norms = train(model, tokens, targets)
+    balance = BALANCE.get(family, 0.0)
+    logits, losses, norms = train(model, tokens, targets, balance)
     golden = dict(tokens=tokens, targets=targets, logits=logits)
     golden |= dict(loss=torch.tensor(losses, dtype=torch.float64), grad_norm=torch.tensor(norms, dtype=torch.float64))
+    if balance:
+        golden["balance"] = torch.tensor([balance], dtype=torch.float64)
     golden |= {f"final.{name}": tensor for name, tensor in saved(model).items()}
     save_file(golden, directory / "golden.safetensors")
     print(f"{family}: loss {losses[0]:.4f} to {losses[-1]:.4f}, gradient norm {min(norms):.2f} to {max(norms):.2f}")

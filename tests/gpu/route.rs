@@ -9,7 +9,7 @@ use super::random::Random;
 use super::report::Outcome;
 use std::io::Write;
 use superoffload::internals::device::{
-    Combine, MatmulLayout, MatmulShape, Route, RouteShape, RouterBackward, RouterLogits, RouterRule, Segments,
+    Combine, MatmulLayout, MatmulShape, Route, RouteShape, RouterBackward, RouterBalance, RouterLogits, RouterRule, Segments,
 };
 use superoffload::internals::dtype::Dtype;
 
@@ -31,6 +31,7 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
             }
             for dtype in FLOATS {
                 suite.case(&format!("{} {dtype}", name("router_backward")), |bench, random| backward(bench, random, dtype, shape));
+                suite.case(&format!("{} {dtype}", name("router_balance")), |bench, random| balance(bench, random, dtype, shape));
             }
         }
         let shape = RouteShape { tokens, experts, top_k, rule: RouterRule::Chosen };
@@ -151,5 +152,25 @@ fn backward(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: RouteSh
     case.check(bench, &|dev, at| {
         let (logits, experts, weights, slots) = (at[logits], at[experts], at[weights], at[slots]);
         dev.launch(RouterBackward { logits, experts, weights, slots, dweights: at[dweights], dlogits: at[dlogits], shape })
+    })
+}
+
+/// Three layers' choices, apart as activations have them.
+fn balance(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: RouteShape) -> Outcome {
+    let (stride, mut choices) = ((shape.experts + 1).next_multiple_of(128), Vec::new());
+    let mut all = Vec::new();
+    for _ in 0..3 {
+        choices = spread(random, shape);
+        let [bounds, ..] = sorted(shape, &choices);
+        all.extend(bounds);
+        all.resize(all.len().next_multiple_of(stride), -1);
+    }
+    let mut case = Case::default();
+    let logits = case.input("logits", FP32, &random.scaled(FP32, shape.tokens * shape.experts, 4.0));
+    let (experts, bounds) = (case.ints("experts", &choices), case.ints("bounds", &all));
+    let dlogits = case.updated("dlogits", dtype, &random.uniform(dtype, shape.tokens * shape.experts), Want::Same);
+    case.check(bench, &|dev, at| {
+        let (logits, experts, bounds, dlogits) = (at[logits], at[experts], at[bounds], at[dlogits]);
+        dev.launch(RouterBalance { logits, experts, bounds, stride, dlogits, factor: 1e-3, shape })
     })
 }

@@ -57,7 +57,7 @@ sum! {
         pointwise::{Swiglu, SwigluBackward, Geglu, GegluBackward, Gelu, GeluBackward, ScaleAdd},
         product::{Matmul, BiasBackward},
         rope::{QkNorm, QkNormBackward, Rope},
-        route::{RouterLogits, Route, Segments, Combine, RouterBackward},
+        route::{RouterLogits, Route, Segments, Combine, RouterBackward, RouterBalance},
         sinks::{Sinks, SinksBackward},
         transfer::{Zero, Cast, SumSlices, GradNormPartials, Adam, Poke}
 }

@@ -212,3 +212,47 @@ impl Kernel for RouterBackward {
         ]
     }
 }
+
+/// Adds to a router's gradient that of the loss which balances experts, over every layer and token of a micro-batch:
+/// `experts * sum_e f_e P_e`, where `f_e` is how many choices of a token fall on expert `e` and `P_e` its mean softmax. Only the softmax has a
+/// gradient.
+#[derive(Clone, Copy, Debug)]
+pub struct RouterBalance {
+    /// fp32 `[T, experts]`
+    pub logits: DeviceSlice,
+    /// int32 `[T, k]`
+    pub experts: DeviceSlice,
+    /// Of every layer, as of [`Segments`], `stride` apart: int32.
+    pub bounds: DeviceSlice,
+    pub stride: usize,
+    /// `[T, experts]`
+    pub dlogits: DeviceSlice,
+    /// On `p_e (n_e - sum_j n_j p_j)`, where `n_e` counts the choices of all layers and `p` is a token's softmax.
+    pub factor: f32,
+    pub shape: RouteShape,
+}
+
+impl RouterBalance {
+    pub(crate) fn layers(&self) -> usize {
+        self.bounds.elems() / self.stride.max(1)
+    }
+}
+
+impl Kernel for RouterBalance {
+    const NAME: &'static str = "router_balance";
+
+    fn check_shape(&self) -> Result<()> {
+        if self.stride <= self.shape.experts {
+            return Err(refused(Self::NAME, format!("bounds of {} experts every {}", self.shape.experts, self.stride)));
+        }
+        self.shape.check(Self::NAME)
+    }
+
+    fn operands(&self) -> impl AsRef<[Operand]> {
+        let (n, bounds) = (self.shape.tokens * self.shape.experts, self.layers() * self.stride);
+        operands![
+            self;
+            Read logits[n] Float32, Read experts[self.shape.rows()] Int32, Read bounds[bounds] Int32, Update dlogits[n],
+        ]
+    }
+}

@@ -55,7 +55,11 @@ fn refuse_unsupported(keys: &Keys) -> Result<()> {
     }
     match keys.flag("output_router_logits", false)? {
         false => Ok(()),
-        true => Err(keys.unsupported("output_router_logits", &Value::from(true), "no auxiliary loss is added here; false leaves it out")),
+        true => Err(keys.unsupported(
+            "output_router_logits",
+            &Value::from(true),
+            "set it to false, and add the loss with --router-aux-loss-coef",
+        )),
     }
 }
 

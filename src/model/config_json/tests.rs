@@ -192,7 +192,7 @@ fn what_cannot_be_trained_is_named() {
         (experts("MixtralForCausalLM", json!({"hidden_act": "gelu_new"})), "hidden_act = \"gelu_new\""),
         (experts("OlmoeForCausalLM", json!({"clip_qkv": 8.0})), "clip_qkv = 8.0"),
         (experts("Qwen3MoeForCausalLM", json!({"n_group": 2})), "n_group = 2"),
-        (experts("Qwen3MoeForCausalLM", json!({"output_router_logits": true})), "output_router_logits = true (no auxiliary loss"),
+        (experts("Qwen3MoeForCausalLM", json!({"output_router_logits": true})), "output_router_logits = true (set it to false"),
         (with("CohereForCausalLM", json!({})), "side by side, which this decoder lacks; known: GPT2LMHeadModel, LlamaForCausalLM"),
         (with("LlamaForCausalLM", json!({"hidden_act": "relu"})), "hidden_act = \"relu\""),
         (with("LlamaForCausalLM", json!({"rope_scaling": {"rope_type": "mrope", "factor": 2.0}})), "rope_scaling.rope_type = \"mrope\""),

@@ -6,7 +6,7 @@ use super::matmul::matmul;
 use super::split::Chunks;
 use super::{Compute, ROW_BLOCK, SUMS};
 use crate::device::cpu::launch::{CpuArithmetic, TaskMemory};
-use crate::device::{Combine, Route, RouteShape, RouterBackward, RouterLogits, RouterRule, Segments};
+use crate::device::{Combine, Route, RouteShape, RouterBackward, RouterBalance, RouterLogits, RouterRule, Segments};
 use crate::dtype::Element;
 
 /// Lanes of a sum over all experts, a warp's: with them a GPU gives the same bits.
@@ -71,9 +71,14 @@ fn weigh(rule: RouterRule, logits: &[f32], experts: &[i32], weights: &mut [f32])
 
 /// The sum of `exp(logit - largest)`.
 fn exp_sum(logits: &[f32], largest: f32) -> f32 {
+    lane_sum(logits.len(), |i, sum| sum + exp(logits[i] - largest))
+}
+
+/// A sum over `count` numbers, of which every lane adds its own in order.
+fn lane_sum(count: usize, add: impl Fn(usize, f32) -> f32) -> f32 {
     let mut lanes = [0.0f32; LANES];
-    for (i, logit) in logits.iter().enumerate() {
-        lanes[i % LANES] += exp(logit - largest);
+    for i in 0..count {
+        lanes[i % LANES] = add(i, lanes[i % LANES]);
     }
     for half in [16, 8, 4, 2, 1] {
         (0..half).for_each(|lane| lanes[lane] += lanes[lane + half]);
@@ -196,6 +201,40 @@ pub(crate) fn router_backward<T: Element>(cx: &mut Compute, shape: RouteShape, c
             }
             for (j, &expert) in experts.iter().enumerate() {
                 dlogits[expert as usize] = T::from_f32(weights[j] * (gradient(j) - mean));
+            }
+        }
+    });
+}
+
+impl CpuArithmetic for RouterBalance {
+    fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
+        let bounds = memory.read::<i32>(self.bounds).chunks_exact(self.stride);
+        let count = |expert: usize| bounds.clone().map(|bounds| bounds[expert + 1] - bounds[expert]).sum::<i32>() as f32;
+        let (logits, experts) = (memory.read(self.logits), memory.read(self.experts));
+        router_balance::<T>(cx, self.shape, (logits, experts), count, self.factor, memory.write(self.dlogits));
+    }
+}
+
+/// See [`RouterBalance`]; `count` has the choices of an expert.
+pub(crate) fn router_balance<T: Element>(
+    cx: &mut Compute,
+    shape: RouteShape,
+    (logits, experts): (&[f32], &[i32]),
+    count: impl Fn(usize) -> f32 + Sync,
+    factor: f32,
+    dlogits: &mut [T],
+) {
+    let RouteShape { experts: all, top_k, .. } = shape;
+    cx.team.for_each(Chunks::new(dlogits, ROW_BLOCK * all), |block, dlogits| {
+        for (row, dlogits) in dlogits.chunks_exact_mut(all).enumerate() {
+            let token = block * ROW_BLOCK + row;
+            let logits = &logits[token * all..][..all];
+            let largest = logits[experts[token * top_k] as usize];
+            let sum = exp_sum(logits, largest);
+            let p = |expert: usize| exp(logits[expert] - largest) / sum;
+            let mean = lane_sum(all, |expert, sum| count(expert).mul_add(p(expert), sum));
+            for (expert, d) in dlogits.iter_mut().enumerate() {
+                *d = T::from_f32(factor.mul_add(p(expert) * (count(expert) - mean), d.to_f32()));
             }
         }
     });
@@ -352,5 +391,34 @@ mod tests {
         let mut exact = vec![0.0f32; 280];
         combine(&mut fastest(), &widened(&x), &slots, Some(&values(3, 12)), Some(&widened(&x[..280])), &mut exact, 70);
         assert_rounded("out", &sum(&mut fastest()), &exact);
+    }
+
+    /// The loss as transformers has it, in f64, over two layers of which the second one's logits are varied.
+    #[test]
+    fn the_balance_is_the_slope_of_its_loss() {
+        for (tokens, experts, top_k) in [(1, 1, 1), (7, 5, 2), (TOKENS, COUNT, 5), (9, 64, 64)] {
+            let (shape, coefficient) = (shape(tokens, experts, top_k, Chosen), 0.7);
+            let layers = [1, 2].map(|seed| values::<f32>(seed, tokens * experts).iter().map(|x| 3.0 * x).collect::<Vec<f32>>());
+            let chosen = layers.each_ref().map(|logits| run(&mut fastest(), shape, logits).0);
+            let count = |expert: usize| chosen.iter().flatten().filter(|chosen| **chosen == expert as i32).count() as f64;
+            let rows = 2.0 * tokens as f64;
+            let loss = |logits: &[f64]| {
+                let softmax = |token: &[f64]| {
+                    let sum: f64 = token.iter().map(|l| l.exp()).sum();
+                    token.iter().map(|l| l.exp() / sum).enumerate().map(|(expert, p)| count(expert) / rows * p / rows).sum::<f64>()
+                };
+                coefficient * experts as f64 * logits.chunks_exact(experts).map(softmax).sum::<f64>()
+            };
+            let before = values::<f32>(3, tokens * experts);
+            let (mut have, factor) = (before.clone(), (coefficient * experts as f64 / (rows * rows)) as f32);
+            router_balance(&mut fastest(), shape, (&layers[1], &chosen[1]), |expert| count(expert) as f32, factor, &mut have);
+            let want: Vec<f64> = slopes(&wide(&layers[1]), loss).iter().zip(&before).map(|(slope, d)| slope + f64::from(*d)).collect();
+            assert_close("balance", &have, &want, 2e-6);
+            assert_same_everywhere(|cx| {
+                let mut narrow: Vec<bf16> = values(3, tokens * experts);
+                router_balance(cx, shape, (&layers[1], &chosen[1]), |expert| count(expert) as f32, factor, &mut narrow);
+                bits(&narrow)
+            });
+        }
     }
 }

@@ -221,7 +221,8 @@ fn experts(list: &mut List, r: &mut Room, tokens: usize, cols: usize) -> Result<
     }
     ExpertBiasDot { dout: x, bias: r.x(10 * cols), experts: chosen, entries, dweights: r.f(rows), cols }.enqueue(list)?;
     let (dweights, dlogits) = (r.f(rows), r.x(tokens * 10));
-    RouterBackward { logits, experts: chosen, weights, slots, dweights, dlogits, shape }.enqueue(list)
+    RouterBackward { logits, experts: chosen, weights, slots, dweights, dlogits, shape }.enqueue(list)?;
+    RouterBalance { logits, experts: chosen, bounds, stride: 11, dlogits, factor: 0.5, shape }.enqueue(list)
 }
 
 fn sinks(list: &mut List, r: &mut Room, shape: AttentionShape) -> Result<()> {

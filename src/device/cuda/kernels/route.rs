@@ -4,13 +4,13 @@ use super::super::launch::{GpuKernel, LaunchConfig, Queue, args, size};
 use super::super::modules::PtxSource;
 use super::grid::{WARP, threads, whole_vectors, wide};
 use crate::device::kernel::rows;
-use crate::device::{Combine, Kernel, Route, RouteShape, RouterBackward, RouterRule, Segments, Stream};
+use crate::device::{Combine, Kernel, Route, RouteShape, RouterBackward, RouterBalance, RouterRule, Segments, Stream};
 use crate::error::Result;
 
 pub(super) const SOURCE: PtxSource = PtxSource {
     file: "transformer/route.ptx",
     ptx: include_str!("../../../../ptx/transformer/route.ptx"),
-    typed: &["combine", "combine_any", "router_backward"],
+    typed: &["combine", "combine_any", "router_backward", "router_balance"],
     plain: &["route", "segment_counts", "segment_starts", "segment_rows"],
 };
 
@@ -63,6 +63,15 @@ impl GpuKernel for RouterBackward {
         let Self { logits, experts, weights, slots, dweights, dlogits, shape } = self;
         let ([tokens, count, top_k], all) = (sizes(&shape)?, shape.rule == RouterRule::All);
         let args = args![logits, experts, weights, slots, dweights, dlogits, tokens, count, top_k, all];
+        queue.launch(Stream::Compute, Self::NAME, Some(self.float_format()?), a_warp_each(&shape)?, args)
+    }
+}
+
+impl GpuKernel for RouterBalance {
+    fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+        let ([tokens, count, top_k], layers) = (sizes(&self.shape)?, size(self.layers())?);
+        let Self { logits, experts, bounds, stride, dlogits, factor, shape } = self;
+        let args = args![logits, experts, bounds, dlogits, tokens, count, top_k, layers, size(stride)?, factor];
         queue.launch(Stream::Compute, Self::NAME, Some(self.float_format()?), a_warp_each(&shape)?, args)
     }
 }
