@@ -6,8 +6,8 @@
 mod bounds;
 mod thrift;
 
+use super::compression::{EXPANSION_MAX, SMALL_BYTES};
 use super::contain::contain;
-use super::gz::{EXPANSION_MAX, SMALL_BYTES};
 use crate::disk::InFile;
 use crate::error::{Error, Result};
 use parquet::errors::Result as ParquetResult;

@@ -1,16 +1,16 @@
 //! Data files: which there are, and what each holds.
 //!
 //! `.txt` is one document of UTF-8; `.jsonl` holds one record a line, blank lines aside, and `.json` an array of them (see
-//! [`crate::data::chat::record`] for their columns); `.gz` may follow these three; `.parquet` holds a record a row; `.bin` holds token ids (see
+//! [`crate::data::chat::record`] for their columns); `.gz` or `.zst` may follow these three; `.parquet` holds a record a row; `.bin` holds token ids (see
 //! [`crate::data::token_file`]). A directory stands for the files of these kinds in it, by name.
 
 use crate::data::chat::record::{Content, DataFormat, RecordRules};
 use crate::data::checksum::Fingerprint;
+use crate::data::compression::{EXPANSION_MAX, is_compressed};
 use crate::data::demo::DEMO_TEXT;
 use crate::data::documents::{DocumentPosition, DocumentTotals, Documents, Sink, place_word};
 use crate::data::elements::Elements;
 use crate::data::encode::{Encoder, shown};
-use crate::data::gz::{EXPANSION_MAX, is_compressed};
 use crate::data::hold_out::EvalSplit;
 #[cfg(feature = "parquet")]
 use crate::data::parquet_rows::ParquetRows;
@@ -37,7 +37,7 @@ const EXPANSION_USUAL: u64 = 8;
 const SHOWN_CHARACTERS: usize = 2000;
 
 /// What the extensions of [`SourceKind`] are called in messages.
-const KINDS: &str = ".txt, .json, .jsonl (each may be .gz), .parquet or .bin";
+const KINDS: &str = ".txt, .json, .jsonl (each may be .gz or .zst), .parquet or .bin";
 
 /// The data files that `paths` name, directories replaced by what they hold, in order.
 ///
@@ -57,14 +57,13 @@ pub(crate) fn find_files(paths: &[PathBuf]) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// What makes JSON lines of a table in another format, or unpacks it.
+/// What makes JSON lines of a table in another format.
 fn conversion(path: &Path) -> String {
     let (name, lines) = (path.display(), path.with_extension("jsonl"));
     let extension = path.extension().and_then(|extension| extension.to_str()).unwrap_or_default();
     let read = match extension {
         "csv" => "read_csv",
         "arrow" | "feather" => "read_feather",
-        "zst" => return format!("; unpack it: zstd -d {name}"),
         _ => return String::new(),
     };
     let lines = lines.display();
@@ -447,6 +446,7 @@ mod tests {
             ("a.json", b"[{\"text\": \"a\"}, {\"text\": 1}]", "a.json: line 2: `text` is not a string"),
             ("a.json", b"[{\"text\": \"a\"}, {", "a.json: ends within record 2"),
             ("a.txt.gz", b"abc", "a.txt.gz: gzip: "),
+            ("a.txt.zst", b"abc", "a.txt.zst: zstd: "),
         ];
         for (name, content, cause) in cases {
             let message = tokens(name, content, false, 100).unwrap_err().to_string();
@@ -467,13 +467,25 @@ mod tests {
         let json = b"[{\"prompt\": \"a\", \"completion\": \"bc\"}]";
         let expected = [97 | UNTRAINED, 98, 99];
         assert_eq!(tokens("a.json", json, false, 256).unwrap(), expected);
+        let zst = |bytes: &[u8]| zstd::encode_all(bytes, 1).unwrap();
         assert_eq!(tokens("a.json.gz", &gz(json), false, 256).unwrap(), expected);
+        let [begin, end] = [&json[..9], &json[9..]];
+        assert_eq!(tokens("a.json.zst", &[zst(begin), zst(end)].concat(), false, 256).unwrap(), expected, "frame after frame");
         let ids = b"{\"input_ids\": [1, 2, 3], \"labels\": [-100, 2, -100]}";
         assert_eq!(tokens("a.jsonl", ids, false, 256).unwrap(), [1 | UNTRAINED, 2, 3 | UNTRAINED]);
-        let bomb = gz(&vec![b'a'; 20 << 20]);
-        let refused = tokens("a.txt.gz", &bomb, false, 256).unwrap_err().to_string();
-        assert!(refused.ends_with("expands to more than 16777216 bytes, 200 times its size"), "{refused}");
-        assert!(tokens("a.txt.gz", &gz(b"abc")[..12], false, 256).unwrap_err().to_string().contains("gzip: "));
+        let much = vec![b'a'; 20 << 20];
+        for (name, bomb) in [("a.txt.gz", gz(&much)), ("a.txt.zst", zst(&much))] {
+            let refused = tokens(name, &bomb, false, 256).unwrap_err().to_string();
+            assert!(refused.ends_with("expands to more than 16777216 bytes, 200 times its size"), "{refused}");
+        }
+        for (name, whole, cause) in [("a.txt.gz", gz(b"abc"), "gzip: "), ("a.txt.zst", zst(b"abc"), "zstd: ")] {
+            let refused = tokens(name, &whole[..whole.len() - 2], false, 256).unwrap_err().to_string();
+            assert!(refused.contains(cause), "{refused}");
+        }
+        // Nobody needs a window of 2 GiB; who would decode it keeps that much.
+        let wide = [0x28, 0xb5, 0x2f, 0xfd, 0, 0xa8, 1, 0, 0];
+        let refused = tokens("a.txt.zst", &wide, false, 256).unwrap_err().to_string();
+        assert!(refused.contains("zstd: ") && refused.contains("memory"), "{refused}");
     }
 
     #[test]
@@ -493,7 +505,9 @@ mod tests {
         let names: Vec<_> = found.iter().map(|path| path.file_name().unwrap().to_str().unwrap()).collect();
         assert_eq!(names, ["c.bin", "a.jsonl", "b.txt", "c.bin"]);
         let refusal = |path: &str| find_files(&[dir.path().join(path)]).unwrap_err().to_string();
-        assert!(refusal("d.txt").contains("d.txt: no .txt, .json, .jsonl (each may be .gz), .parquet or .bin file in this directory"));
+        assert!(
+            refusal("d.txt").contains("d.txt: no .txt, .json, .jsonl (each may be .gz or .zst), .parquet or .bin file in this directory")
+        );
         assert!(refusal("README.md").contains("README.md: not a .txt"));
         assert!(refusal("missing.txt").starts_with("read ") && refusal("missing.txt").contains("missing.txt: No such file"));
     }
@@ -523,8 +537,16 @@ mod tests {
 
     proptest! {
         #[test]
-        fn arbitrary_bytes_never_panic(content: Vec<u8>, lines: bool) {
-            let _ = tokens(if lines { "a.jsonl" } else { "a.txt" }, &content, false, 256);
+        fn arbitrary_bytes_never_panic(content: Vec<u8>, kind in 0..4usize) {
+            let _ = tokens(["a.jsonl", "a.txt", "a.txt.gz", "a.txt.zst"][kind], &content, false, 256);
+        }
+
+        #[test]
+        fn damaged_archives_never_panic(text in ".{0,200}", at: prop::sample::Index, byte: u8) {
+            let mut bytes = zstd::encode_all(text.as_bytes(), 1).unwrap();
+            let at = at.index(bytes.len());
+            bytes[at] = byte;
+            let _ = tokens("a.txt.zst", &bytes, false, 256);
         }
 
         #[test]

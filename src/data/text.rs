@@ -1,7 +1,7 @@
 //! Text files in blocks: UTF-8 that is checked as it comes, a byte-order mark left out, lines.
 
 use crate::data::checksum::hex;
-use crate::data::gz::ByteReader;
+use crate::data::compression::ByteReader;
 use crate::disk::{InFile, Stamp};
 use crate::error::{Error, Result};
 use std::path::Path;
@@ -31,7 +31,7 @@ impl TextReader {
             return Err(Error::format(path, "the file is empty"));
         }
         let stamp = file.stamp()?;
-        Ok(Self { bytes: ByteReader::new(file), stamp, buffer: vec![0; BLOCK_BYTES + 4], used: 0, filled: 0, made: 0 })
+        Ok(Self { bytes: ByteReader::new(file)?, stamp, buffer: vec![0; BLOCK_BYTES + 4], used: 0, filled: 0, made: 0 })
     }
 
     /// Bytes of the file read so far.

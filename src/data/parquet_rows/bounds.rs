@@ -2,7 +2,7 @@
 //! that expand to more than data does.
 
 use super::thrift::{ThriftKind, ThriftReader};
-use crate::data::gz::{EXPANSION_MAX, SMALL_BYTES};
+use crate::data::compression::{EXPANSION_MAX, SMALL_BYTES};
 use crate::disk::InFile;
 use crate::error::{Error, Result};
 use parquet::file::metadata::{ColumnChunkMetaData, RowGroupMetaData};
