@@ -381,6 +381,10 @@ fn models_with_experts_are_planned_and_advised() {
     fitting(&gpt_oss, &packed);
     fitting(&preset("olmoe-1b-7b"), &one);
     assert!(refusal(&qwen3, &packed).contains("30532122624 parameters"));
+    let balanced = Settings { router_aux_loss_coef: 0.01, ..one.clone() };
+    Plan::new(&balanced, &gpt_oss, &h200(), false).unwrap();
+    let refused = Plan::new(&balanced, &llama_8b(), &h200(), false).unwrap_err().to_string();
+    assert!(refused.starts_with("--router-aux-loss-coef 0.01: the model has no experts"), "{refused}");
     let two = Settings { gpus: 2, ..packed };
     Plan::new(&two, &qwen3, &of_four(2), false).unwrap().check_fits(&two, &qwen3).unwrap();
 }
