@@ -289,7 +289,7 @@ settings! {
     }
 
     Data {
-        /// Files or directories (.txt, .json, .jsonl, .parquet, .bin), or names on the hub, as org/name(@revision)(:config(:split)).
+        /// Files, directories, or names on the hub: org/data.
         #[arg(num_args = 1.., value_name = "PATH|NAME")]
         #[serde(deserialize_with = "one_or_many")]
         data: Vec<PathBuf> = Vec::new() => "the text that ships with the program", Free;
