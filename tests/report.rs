@@ -126,8 +126,10 @@ fn the_command_on_the_page_repeats_the_run() {
 #[test]
 fn several_runs_are_drawn_over_each_other_and_differences_are_shown() {
     let workspace = trained();
-    assert_eq!(run(&mut workspace.train("other", &["--learning-rate", "0.5"])).code, 0);
+    assert_eq!(run(&mut workspace.train("other", &["--learning-rate", "0.5", "--replan", "off"])).code, 0);
     let page = page(&workspace, &["plain", "other"]);
+    let replan = ["replan", "default", "default", "off"].map(|word| format!("<td><code>{word}</code></td>")).concat();
+    assert!(page.contains(&replan), "a default that records leave out is not unknown: {page}");
     assert!(page.contains("<h1>plain, other</h1>") && page.contains("<td><code>0.5</code></td>"));
     assert_eq!(page.matches("<path class=\"smooth r0\"").count(), 5);
     assert_eq!(page.matches("<path class=\"smooth r1\"").count(), 5);

@@ -7,6 +7,9 @@ use crate::config::settings::Settings;
 use serde_json::{Map, Value};
 use std::collections::BTreeSet;
 
+/// What stands for a default that records leave out.
+const LEFT_OUT: &str = "default";
+
 /// A setting with its default and the value of each run; nothing where that is not known.
 pub(super) struct AskedSetting {
     pub(super) flag: String,
@@ -34,10 +37,13 @@ pub(super) fn unusual(runs: &[PastRun]) -> Vec<AskedSetting> {
         known.any(|(value, default)| value != default || Some(value) != first)
     };
     let asked = |key: &str| {
-        let value = |run| settings(run)?.get(key).map(|value| written(named(key, value).1));
+        let words = |value: &Value| written(named(key, value).1);
+        let default = defaults.first().and_then(|all| all.get(key)).map(words);
+        let left_out = || default.is_none().then(|| LEFT_OUT.into());
+        let value = |run| settings(run)?.get(key).map(words).or_else(left_out);
         let sample = runs.iter().find_map(|run| settings(run)?.get(key)).unwrap_or(&Value::Null);
-        let default = defaults.first().map_or(&Value::Null, |all| &all[key]);
-        AskedSetting { flag: named(key, sample).0, default: written(named(key, default).1), values: runs.iter().map(value).collect() }
+        let values = runs.iter().map(value).collect();
+        AskedSetting { flag: named(key, sample).0, default: default.unwrap_or_else(|| LEFT_OUT.into()), values }
     };
     keys.into_iter().filter(|key| is_unusual(key)).map(|key| asked(key)).collect()
 }
