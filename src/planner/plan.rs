@@ -486,7 +486,7 @@ fn check_streams(settings: &Settings, rings: Rings) -> Result<()> {
     Ok(())
 }
 
-/// What several devices cannot do yet.
+/// A loss that balances experts needs some.
 fn check_balance(settings: &Settings, shape: &ModelShape) -> Result<()> {
     let coefficient = settings.router_aux_loss_coef;
     if coefficient == 0.0 || shape.layers.iter().any(|layer| layer.mlp.moe().is_some()) {
@@ -495,6 +495,7 @@ fn check_balance(settings: &Settings, shape: &ModelShape) -> Result<()> {
     Err(Error::usage(format!("--router-aux-loss-coef {coefficient}: the model has no experts to balance; leave it out")))
 }
 
+/// What several devices cannot do yet.
 fn check_ranks(settings: &Settings, layout: &BucketLayout) -> Result<()> {
     let gpus = settings.gpus;
     match settings.weights {
