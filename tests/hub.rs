@@ -71,8 +71,13 @@ mod download {
     fn train(workspace: &Workspace, endpoint: &str, model: &str) -> Command {
         let mut command = workspace.train("out", &[&format!("--model={model}"), "--init=random"]);
         command.envs([("HF_ENDPOINT", endpoint), ("HF_TOKEN", "hf_secret")]).env("HF_HUB_CACHE", workspace.path("cache"));
-        command.env_remove("HF_HUB_OFFLINE").env_remove("http_proxy").env_remove("HTTP_PROXY").env_remove("ALL_PROXY");
+        without_proxy(&mut command);
         command
+    }
+
+    /// The server is on this machine.
+    fn without_proxy(command: &mut Command) -> &mut Command {
+        command.env_remove("HF_HUB_OFFLINE").env_remove("http_proxy").env_remove("HTTP_PROXY").env_remove("ALL_PROXY")
     }
 
     #[test]
@@ -102,7 +107,7 @@ mod download {
         });
         let by_name = |endpoint: &str, name: &str| {
             let mut command = workspace.train("out", &[&format!("--data={name}"), "--tokenizer=bytes"]);
-            run(command.env("HF_ENDPOINT", endpoint).env("HF_HUB_CACHE", workspace.path("cache")).env_remove("HF_HUB_OFFLINE"))
+            run(without_proxy(command.env("HF_ENDPOINT", endpoint).env("HF_HUB_CACHE", workspace.path("cache"))))
         };
         let trained = by_name(&server.endpoint(), "org/tiny");
         let data = format!("--data={}", file.display());
