@@ -18,6 +18,9 @@ struct GraphBuilder {
     heads: i64,
     kv_heads: i64,
     width: i64,
+    /// Columns of the packed queries, keys and values, and of the output: of all heads.
+    qkv_columns: i64,
+    out_columns: i64,
 }
 
 /// A virtual tensor's dims and strides; cuDNN reads the dims.
@@ -25,12 +28,14 @@ struct GraphBuilder {
 struct Shape(Extent, Extent);
 
 impl GraphBuilder {
-    fn new(shape: &AttentionShape, dtype: DataType) -> Self {
-        let AttentionShape { batch, seq_length, heads, kv_heads, head_dim, scale, window, softcap: _ } = *shape;
+    /// For `part` of what `shape` says.
+    fn new(shape: &AttentionShape, part: &AttentionShape, dtype: DataType) -> Self {
+        let AttentionShape { batch, seq_length, heads, kv_heads, head_dim, scale, window, softcap: _ } = *part;
+        let [qkv_columns, out_columns] = [shape.qkv_cols(), shape.out_cols()].map(|cols| cols as i64);
         let [batch, seq, heads, kv_heads, width] = [batch, seq_length, heads, kv_heads, head_dim].map(|size| size as i64);
         // A window that reaches the first token from the last hides nothing.
         let window = window.filter(|window| *window < seq_length);
-        Self { graph: Graph::default(), dtype, scale, window, batch, seq, heads, kv_heads, width }
+        Self { graph: Graph::default(), dtype, scale, window, batch, seq, heads, kv_heads, width, qkv_columns, out_columns }
     }
 
     /// Scores of every query and key.
@@ -73,15 +78,6 @@ impl GraphBuilder {
     fn transposed(&mut self, role: AttentionTensor, heads: i64, columns: i64) -> Id {
         let dims = [self.batch, heads, self.width, self.seq];
         self.tensor(self.dtype, Shape(dims, [self.seq * columns, self.width, 1, columns]), Storage::Caller(role))
-    }
-
-    /// Columns of the packed queries, keys and values, and of the output.
-    fn qkv_columns(&self) -> i64 {
-        (self.heads + 2 * self.kv_heads) * self.width
-    }
-
-    fn out_columns(&self) -> i64 {
-        self.heads * self.width
     }
 
     fn lse(&mut self) -> Id {
@@ -149,12 +145,12 @@ fn dense(dims: Extent) -> Shape {
 
 /// The output and the log-sum-exp from the packed queries, keys and values.
 pub(super) fn forward(shape: &AttentionShape, dtype: DataType) -> Graph {
-    let mut b = GraphBuilder::new(shape, dtype);
-    let (heads, kv_heads, columns) = (b.heads, b.kv_heads, b.qkv_columns());
+    let mut b = GraphBuilder::new(shape, shape, dtype);
+    let (heads, kv_heads, columns) = (b.heads, b.kv_heads, b.qkv_columns);
     let q = b.caller(AttentionTensor::Q, heads, columns);
     let k = b.transposed(AttentionTensor::K, kv_heads, columns);
     let v = b.caller(AttentionTensor::V, kv_heads, columns);
-    let out = b.caller(AttentionTensor::Out, heads, b.out_columns());
+    let out = b.caller(AttentionTensor::Out, heads, b.out_columns);
     let lse = b.lse();
 
     let scale = b.value(b.scale);
@@ -172,16 +168,16 @@ pub(super) fn forward(shape: &AttentionShape, dtype: DataType) -> Graph {
     b.graph
 }
 
-/// The gradients of queries, keys and values, packed as they are. `deterministic` sums dq in a fixed order, which takes
+/// The gradients of queries, keys and values, packed as they are, of `part` of the sequences and heads. `deterministic` sums dq in a fixed order, which takes
 /// memory for every score of dq's product; otherwise dq is added up in fp32 as thread blocks finish.
-pub(super) fn backward(shape: &AttentionShape, dtype: DataType, deterministic: bool) -> Graph {
-    let mut b = GraphBuilder::new(shape, dtype);
-    let (heads, kv_heads, columns) = (b.heads, b.kv_heads, b.qkv_columns());
+pub(super) fn backward(shape: &AttentionShape, part: &AttentionShape, dtype: DataType, deterministic: bool) -> Graph {
+    let mut b = GraphBuilder::new(shape, part, dtype);
+    let (heads, kv_heads, columns) = (b.heads, b.kv_heads, b.qkv_columns);
     let q = b.caller(AttentionTensor::Q, heads, columns);
     let k_t = b.transposed(AttentionTensor::K, kv_heads, columns);
     let v_t = b.transposed(AttentionTensor::V, kv_heads, columns);
-    let out = b.caller(AttentionTensor::Out, heads, b.out_columns());
-    let dout = b.caller(AttentionTensor::Dout, heads, b.out_columns());
+    let out = b.caller(AttentionTensor::Out, heads, b.out_columns);
+    let dout = b.caller(AttentionTensor::Dout, heads, b.out_columns);
     let lse = b.lse();
     let dq = b.caller(AttentionTensor::Dq, heads, columns);
 
@@ -231,7 +227,7 @@ impl GraphBuilder {
     fn gradient_of_keys(&mut self, x: Id, y: Id, role: AttentionTensor) {
         let x_t = self.tensor(self.dtype, self.turned(), Storage::Virtual);
         self.graph.node(Operation::Reshape, x, x_t);
-        let gradient = self.caller(role, self.kv_heads, self.qkv_columns());
+        let gradient = self.caller(role, self.kv_heads, self.qkv_columns);
         if self.heads == self.kv_heads {
             self.product(x_t, y, gradient);
         } else {
@@ -258,7 +254,7 @@ mod tests {
     };
 
     fn nodes(shape: AttentionShape, deterministic: bool) -> [usize; 2] {
-        [forward(&shape, DataType::Bf16), backward(&shape, DataType::Bf16, deterministic)].map(|graph| graph.nodes.len())
+        [forward(&shape, DataType::Bf16), backward(&shape, &shape, DataType::Bf16, deterministic)].map(|graph| graph.nodes.len())
     }
 
     #[test]
@@ -275,12 +271,24 @@ mod tests {
 
     #[test]
     fn every_role_is_bound_once_and_packed_rows_are_strided() {
-        let graph = backward(&SHAPE, DataType::F16, true);
+        let graph = backward(&SHAPE, &SHAPE, DataType::F16, true);
         let callers: Vec<_> = graph.tensors.iter().filter(|tensor| matches!(tensor.place, Storage::Caller(_))).collect();
         assert_eq!(callers.len(), AttentionTensor::COUNT);
         let q = callers.iter().find(|tensor| tensor.place == Storage::Caller(AttentionTensor::Q)).unwrap();
         assert_eq!((q.dims, q.strides), ([4, 32, 4096, 128], [4096 * 6144, 128, 6144, 1]));
         let k = callers.iter().find(|tensor| tensor.place == Storage::Caller(AttentionTensor::K)).unwrap();
         assert_eq!((k.dims, k.strides), ([4, 8, 128, 4096], [4096 * 6144, 128, 1, 6144]));
+    }
+
+    #[test]
+    fn a_part_has_the_rows_of_the_whole() {
+        let part = AttentionShape { batch: 1, heads: 8, kv_heads: 2, ..SHAPE };
+        let graph = backward(&SHAPE, &part, DataType::Bf16, true);
+        let [q, out] = [AttentionTensor::Q, AttentionTensor::Out].map(|role| {
+            let tensor = graph.tensors.iter().find(|tensor| tensor.place == Storage::Caller(role)).unwrap();
+            (tensor.dims, tensor.strides)
+        });
+        assert_eq!(q, ([1, 8, 4096, 128], [4096 * 6144, 128, 6144, 1]));
+        assert_eq!(out, ([1, 8, 4096, 128], [4096 * 4096, 128, 4096, 1]));
     }
 }

@@ -21,7 +21,8 @@ pub(super) enum AttentionTensor {
 }
 
 impl AttentionTensor {
-    pub(super) const COUNT: usize = AttentionTensor::Dv as usize + 1;
+    pub(super) const ALL: [Self; 9] = [Self::Q, Self::K, Self::V, Self::Out, Self::Lse, Self::Dout, Self::Dq, Self::Dk, Self::Dv];
+    pub(super) const COUNT: usize = Self::ALL.len();
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -8,6 +8,7 @@ mod sys;
 
 use super::error::{check, failed};
 use super::libraries::Libraries;
+use crate::device::footprint::gpu::attention_part;
 use crate::device::{AttentionBackward, AttentionForward, AttentionShape, DeviceSlice, Kernel};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
@@ -36,6 +37,8 @@ struct Plans {
     shape: AttentionShape,
     dtype: Dtype,
     forward: ExecutionPlan,
+    /// What `backward` computes at a time.
+    part: AttentionShape,
     backward: ExecutionPlan,
 }
 
@@ -114,8 +117,17 @@ impl Sdpa {
         self.prepare(&call.shape, call.dtype)?;
         let workspace = self.workspace.as_device_ptr().as_raw();
         let plans = self.plans(&call.shape, call.dtype)?;
-        // SAFETY: the slices of a call have been checked against its shape; the workspace is large enough for every plan made.
-        unsafe { (call.direction)(plans).execute(handle, &call.addresses, workspace) }
+        // SAFETY: the slices of a call have been checked against its shape, which its parts are of; the workspace is large enough for every
+        // plan made.
+        unsafe {
+            match call.direction {
+                Direction::Forward => plans.forward.execute(handle, &call.addresses, workspace),
+                Direction::Backward => parts_of(&call.shape, &plans.part).try_for_each(|place| {
+                    let addresses = call.addresses_of(&plans.part, place);
+                    plans.backward.execute(handle, &addresses, workspace)
+                }),
+            }
+        }
     }
 }
 
@@ -123,12 +135,13 @@ impl Plans {
     fn build(cudnn: Cudnn, target: &Target, shape: &AttentionShape, dtype: Dtype, deterministic: bool) -> Result<Self> {
         let format = supported(shape, dtype)?;
         let forward = ExecutionPlan::build(cudnn, &attention::forward(shape, format), target);
-        let backward = ExecutionPlan::build(cudnn, &attention::backward(shape, format, deterministic), target);
+        let part = attention_part(shape, deterministic);
+        let backward = ExecutionPlan::build(cudnn, &attention::backward(shape, &part, format, deterministic), target);
         let refused = |error: Error| match error {
             Error::Resource { operation, cause } => unsupported(shape, dtype, &format!("{operation}: {cause}")),
             other => other,
         };
-        Ok(Self { shape: *shape, dtype, forward: forward.map_err(refused)?, backward: backward.map_err(refused)? })
+        Ok(Self { shape: *shape, dtype, forward: forward.map_err(refused)?, part, backward: backward.map_err(refused)? })
     }
 
     fn workspace_bytes(&self) -> usize {
@@ -169,8 +182,21 @@ fn allocate(bytes: usize) -> Result<DeviceBuffer<u8>> {
         .map_err(|e| failed(e as u32, format!("allocate {} of GPU memory for cuDNN's attention", Bytes(bytes as u64))))
 }
 
+/// Where a part begins: its first sequence, and which of the groups of heads it has.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct PartPlace {
+    sequence: usize,
+    group: usize,
+}
+
+/// The parts of `shape` that are as large as `part`.
+fn parts_of(shape: &AttentionShape, part: &AttentionShape) -> impl Iterator<Item = PartPlace> + use<> {
+    let (sequences, at_a_time, groups) = (shape.batch, part.batch, shape.kv_heads / part.kv_heads);
+    (0..sequences).step_by(at_a_time).flat_map(move |sequence| (0..groups).map(move |group| PartPlace { sequence, group }))
+}
+
 /// Addresses of queries, keys and values in a packed buffer.
-fn parts(packed: DeviceSlice, shape: &AttentionShape) -> [u64; 3] {
+fn qkv_addresses(packed: DeviceSlice, shape: &AttentionShape) -> [u64; 3] {
     let bytes = (shape.head_dim * packed.dtype().bytes()) as u64;
     [0, shape.heads, shape.heads + shape.kv_heads].map(|head| packed.addr() + head as u64 * bytes)
 }
@@ -180,8 +206,14 @@ pub(super) struct AttentionCall {
     pub(super) name: &'static str,
     dtype: Dtype,
     shape: AttentionShape,
-    direction: fn(&mut Plans) -> &mut ExecutionPlan,
+    direction: Direction,
     addresses: Addresses,
+}
+
+#[derive(Clone, Copy)]
+enum Direction {
+    Forward,
+    Backward,
 }
 
 impl AttentionCall {
@@ -193,22 +225,41 @@ impl AttentionCall {
         let AttentionForward { qkv, documents, out, lse, shape } = *kernel;
         no_documents(documents)?;
         let mut addresses = [0; AttentionTensor::COUNT];
-        addresses[AttentionTensor::Q as usize..=AttentionTensor::V as usize].copy_from_slice(&parts(qkv, &shape));
+        addresses[AttentionTensor::Q as usize..=AttentionTensor::V as usize].copy_from_slice(&qkv_addresses(qkv, &shape));
         addresses[AttentionTensor::Out as usize] = out.addr();
         addresses[AttentionTensor::Lse as usize] = lse.addr();
         let dtype = kernel.float_format()?;
-        Ok(Self { name: AttentionForward::NAME, dtype, shape, direction: |plans| &mut plans.forward, addresses })
+        Ok(Self { name: AttentionForward::NAME, dtype, shape, direction: Direction::Forward, addresses })
     }
 
     /// The gradient of [`AttentionCall::forward`].
     pub(super) fn backward(kernel: &AttentionBackward) -> Result<Self> {
         let AttentionBackward { dout, qkv, documents, out, lse, dqkv, shape } = *kernel;
         no_documents(documents)?;
-        let [q, k, v] = parts(qkv, &shape);
-        let [dq, dk, dv] = parts(dqkv, &shape);
+        let [q, k, v] = qkv_addresses(qkv, &shape);
+        let [dq, dk, dv] = qkv_addresses(dqkv, &shape);
         let addresses = [q, k, v, out.addr(), lse.addr(), dout.addr(), dq, dk, dv];
         let dtype = kernel.float_format()?;
-        Ok(Self { name: AttentionBackward::NAME, dtype, shape, direction: |plans| &mut plans.backward, addresses })
+        Ok(Self { name: AttentionBackward::NAME, dtype, shape, direction: Direction::Backward, addresses })
+    }
+
+    /// Those of the part at `place`, as large as `part`.
+    fn addresses_of(&self, part: &AttentionShape, place: PartPlace) -> Addresses {
+        let shape = &self.shape;
+        let row = place.sequence * shape.seq_length;
+        let column = |heads: usize| place.group * heads * shape.head_dim;
+        let mut addresses = self.addresses;
+        for role in AttentionTensor::ALL {
+            use AttentionTensor::{Dk, Dout, Dq, Dv, K, Lse, Out, Q, V};
+            let bytes = match role {
+                Q | Dq => (row * shape.qkv_cols() + column(part.heads)) * self.dtype.bytes(),
+                K | V | Dk | Dv => (row * shape.qkv_cols() + column(part.kv_heads)) * self.dtype.bytes(),
+                Out | Dout => (row * shape.out_cols() + column(part.heads)) * self.dtype.bytes(),
+                Lse => (row * shape.heads + place.group * part.heads * shape.seq_length) * Dtype::Float32.bytes(),
+            };
+            addresses[role as usize] += bytes as u64;
+        }
+        addresses
     }
 }
 

@@ -23,7 +23,28 @@ fn shapes_that_cudnn_does_not_take_name_the_other_attention() {
 #[test]
 fn keys_and_values_follow_the_queries_of_a_row() {
     let qkv = DeviceSlice::at(4096, SHAPE.tokens() * SHAPE.qkv_cols(), Dtype::Bfloat16);
-    assert_eq!(parts(qkv, &SHAPE), [4096, 4096 + 8 * 128 * 2, 4096 + 10 * 128 * 2]);
+    assert_eq!(qkv_addresses(qkv, &SHAPE), [4096, 4096 + 8 * 128 * 2, 4096 + 10 * 128 * 2]);
+}
+
+#[test]
+fn parts_of_the_backward_pass_cover_it_once() {
+    let part = AttentionShape { batch: 1, heads: 4, kv_heads: 1, ..SHAPE };
+    let slice = |first: u64, elems: usize, dtype| DeviceSlice::at(first << 32, elems, dtype);
+    let (tokens, bf16) = (SHAPE.tokens(), Dtype::Bfloat16);
+    let [qkv, dqkv] = [1, 2].map(|first| slice(first, tokens * SHAPE.qkv_cols(), bf16));
+    let [out, dout] = [3, 4].map(|first| slice(first, tokens * SHAPE.out_cols(), bf16));
+    let lse = slice(5, tokens * SHAPE.heads, Dtype::Float32);
+    let call = AttentionCall::backward(&AttentionBackward { dout, qkv, documents: None, out, lse, dqkv, shape: SHAPE }).unwrap();
+    let places: Vec<_> = parts_of(&SHAPE, &part).map(|place| (place.sequence, place.group)).collect();
+    assert_eq!(places, [(0, 0), (0, 1), (1, 0), (1, 1)]);
+    let last = call.addresses_of(&part, PartPlace { sequence: 1, group: 1 });
+    let of = |role: AttentionTensor| last[role as usize];
+    // Sequence 1 begins at row 512; the second group has heads 4 to 7, and key head 1 behind eight of queries.
+    assert_eq!(of(AttentionTensor::Q), qkv.addr() + (512 * 12 * 128 + 4 * 128) * 2);
+    assert_eq!(of(AttentionTensor::Dk), dqkv.addr() + (512 * 12 * 128 + (8 + 1) * 128) * 2);
+    assert_eq!(of(AttentionTensor::V), qkv.addr() + (512 * 12 * 128 + (10 + 1) * 128) * 2);
+    assert_eq!(of(AttentionTensor::Dout), dout.addr() + (512 * 8 * 128 + 4 * 128) * 2);
+    assert_eq!(of(AttentionTensor::Lse), lse.addr() + (8 * 512 + 4 * 512) * 4);
 }
 
 /// Needs cuDNN and NVRTC (see `Libraries`), and a `libcuda.so.1` that says that it has loaded what cuDNN compiled: the
