@@ -13,9 +13,9 @@ if [ "${1-}" = --check ]; then check=1; shift; fi
 nvcc=${1-$(command -v nvcc || true)}
 [ -n "$nvcc" ] || nvcc=$("$here/install-tools.sh")/nvcc
 
-# Plain compute_80: every GPU since Ampere compiles it. No contraction: every fused operation is written as one, so that results
+# Plain compute_80: every GPU since Ampere compiles it; what is called *_sm90a is for Hopper alone. No contraction: every fused operation is written as one, so that results
 # are those of the CPU.
-flags=(-ptx -std=c++17 -O3 -arch=compute_80 -fmad=false --restrict)
+flags=(-ptx -std=c++17 -O3 -fmad=false --restrict)
 
 made=$(mktemp -d)
 trap 'rm -rf "$made"' EXIT
@@ -24,7 +24,9 @@ cd "$here/transformer"
 status=0
 for source in *.cu; do
   ptx=${source%.cu}.ptx
-  "$nvcc" "${flags[@]}" "$source" -o "$made/raw"
+  arch=compute_80
+  [[ $source != *_sm90a.cu ]] || arch=compute_90a
+  "$nvcc" "${flags[@]}" -arch=$arch "$source" -o "$made/raw"
   # Builds of one release differ by host in the build's ID only. nvcc names its own version of PTX; that of the kernels by hand
   # is enough, and check.sh fails where it is not.
   sed -e '/^\/\/ Compiler Build ID/d' -e 's/^\.version .*/.version 8.0/' "$made/raw" >"$made/$ptx"

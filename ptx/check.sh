@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Assembles every kernel for every generation since Ampere, prints what each needs and compares it with resources.golden. Fails on
+# Assembles every kernel for every generation since Ampere, and those called *_sm90a for Hopper, prints what each needs and compares it with
+# resources.golden. Fails on
 # a difference, on a register that spills, on a stack, and on arithmetic that leaves its rounding or fusing to the assembler.
 #
 #   ptx/check.sh [--update] [PTXAS]
@@ -27,7 +28,7 @@ resources() {
   local file=$1 arch=$2 log
   log=$("$ptxas" -arch="$arch" -v "$file" -o /dev/null 2>&1) || { echo "$log" >&2; echo "ptx/$file does not assemble for $arch" >&2; return 1; }
   awk -v file="$file" '
-    /Compiling entry function/ { kernel = $7; arch = $9; gsub("\047", "", kernel); gsub("\047", "", arch) }
+    /Compiling entry function/ { kernel = $7; arch = $9; gsub("\047", "", kernel); gsub("\047", "", arch); sub("90a", "90", arch) }
     /bytes stack frame/ { stack = $1; spills = $5 + $9 }
     /Used [0-9]+ registers/ {
       shared = 0
@@ -41,22 +42,24 @@ export -f resources
 made=$(mktemp)
 trap 'rm -f "$made"*' EXIT
 for file in *.ptx transformer/*.ptx; do
+  if [[ $file = *_sm90a.ptx ]]; then echo "$file sm_90a"; continue; fi
   for arch in $generations; do echo "$file $arch"; done
 done | xargs -P "$(nproc)" -L 1 bash -c 'resources "$@"' resources >"$made"
 if awk '$6 + $7 > 0 { print "spills, or has a stack: " $2 " on " $3; found = 1 } END { exit !found }' "$made" >&2; then exit 1; fi
 
 # One line a kernel: shared memory, and registers by generation.
 LC_ALL=C sort "$made" | awk -v generations="$generations" '
-  function line(file, kernel, shared, registers) {
+  function line(file, kernel, shared) {
     printf "%-30s %-34s %6s", file, kernel, shared
-    for (i = 1; i <= n; i++) printf " %6s", registers[names[i]]
+    for (i = 1; i <= n; i++) printf " %6s", names[i] in registers ? registers[names[i]] : "-"
     print ""
+    delete registers
   }
-  BEGIN { shared = 0; n = split(generations, names); for (i in names) title[names[i]] = names[i]; line("file", "kernel", "shared", title) }
+  BEGIN { shared = 0; n = split(generations, names); for (i in names) title[names[i]] = names[i]; for (i in title) registers[i] = title[i]; line("file", "kernel", "shared") }
   { id = $1 " " $2 }
-  NR > 1 && id != last { line(file, kernel, shared, registers); shared = 0 }
+  NR > 1 && id != last { line(file, kernel, shared); shared = 0 }
   { last = id; file = $1; kernel = $2; registers[$3] = $4; if ($5 > shared) shared = $5 }
-  END { line(file, kernel, shared, registers) }
+  END { line(file, kernel, shared) }
 ' | tee "$made.table"
 if [ -n "$update" ]; then
   cp "$made.table" resources.golden

@@ -7,6 +7,7 @@
 //! - `--skip TEXT`: no case whose name holds it; can be given again
 //! - `--device cpu|cuda`: only this one
 //! - `--attention cudnn|plain`: who computes it on the GPU
+//! - `--portable`: only kernels that every GPU since Ampere takes
 //! - `--require-gpu`: no GPU is an error
 //! - `--full`: the sizes of real workloads and 200 steps of training, which the GPU gets anyway, on the CPU device, too
 //! - `--small`: neither on the GPU, as for a tool that slows every kernel down
@@ -55,6 +56,7 @@ struct Options {
     skips: Vec<String>,
     device: Option<String>,
     plain_attention: bool,
+    portable: bool,
     require_gpu: bool,
     full: bool,
     small: bool,
@@ -75,6 +77,7 @@ impl Options {
                 "--attention" => options.plain_attention = value()? == "plain",
                 "--seed" => options.seed = value()?.parse().map_err(|e| Error::usage(format!("--seed: {e}")))?,
                 "--json" => options.json = Some(value()?.into()),
+                "--portable" => options.portable = true,
                 "--require-gpu" => options.require_gpu = true,
                 "--full" => options.full = true,
                 "--small" => options.small = true,
@@ -160,9 +163,10 @@ fn cuda<W: Write>(report: &mut Report<W>, options: &Options) -> Result<()> {
         overlaps: true,
         steps: if options.small { STEPS } else { FULL_STEPS },
     };
+    let options_of_gpu = &CudaOptions { libraries: Vec::new(), attention, trace_spans: 0, portable: options.portable };
     let open_at = |ordinal| -> Result<Box<dyn Kernels>> {
         // SAFETY: as for the CPU, and tokens lie inside of their tables.
-        Ok(Box::new(unsafe { CudaDevice::new(ordinal, &CudaOptions { libraries: Vec::new(), attention, trace_spans: 0 }) }?))
+        Ok(Box::new(unsafe { CudaDevice::new(ordinal, options_of_gpu) }?))
     };
     conform(report, options, &|| open_at(0), &subject, !options.small)?;
     let ranks = Ranks {
@@ -198,7 +202,8 @@ fn multiply_now_and_then(dev: &mut dyn Kernels, rank: usize, disturbance: &Distu
 #[cfg(feature = "cuda")]
 fn lose_gpu() -> Result<()> {
     use superoffload::internals::device::cuda::{CudaDevice, CudaOptions};
-    let options = CudaOptions { libraries: Vec::new(), attention: superoffload::internals::device::Attention::Plain, trace_spans: 0 };
+    let attention = superoffload::internals::device::Attention::Plain;
+    let options = CudaOptions { libraries: Vec::new(), attention, trace_spans: 0, portable: false };
     // SAFETY: what is read outside of its table is read by the GPU, which refuses; this process has no other use for it.
     let gpu = unsafe { CudaDevice::new(0, &options) }?;
     suite::faults::read_nowhere(&mut Harness::new(Box::new(gpu), 1 << 20)?)

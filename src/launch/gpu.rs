@@ -23,7 +23,7 @@ pub(crate) type GpuDevice = crate::device::cpu::CpuDevice;
 /// `Resource` when there is no such GPU or a library is missing; `Unsupported` in a build without the feature `cuda`.
 #[cfg(feature = "cuda")]
 pub(crate) fn open(ordinal: usize, libraries: Vec<PathBuf>, attention: Attention, trace_spans: usize) -> Result<GpuDevice> {
-    super::open::gpu(ordinal, &CudaOptions { libraries, attention, trace_spans })
+    super::open::gpu(ordinal, &CudaOptions { libraries, attention, trace_spans, portable: false })
 }
 
 /// As in a build with the feature `cuda`.

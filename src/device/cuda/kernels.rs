@@ -29,4 +29,4 @@ pub(super) fn sources() -> impl Iterator<Item = &'static PtxSource> {
 }
 
 /// Those of mixtures of experts and of sinks: a megabyte, loaded when it is first needed.
-pub(super) static LATER: [&PtxSource; 4] = [&experts::SOURCE, &grouped::SOURCE, &route::SOURCE, &sinks::SOURCE];
+pub(super) static LATER: [&PtxSource; 5] = [&experts::SOURCE, &grouped::SOURCE, &grouped::HOPPER_SOURCE, &route::SOURCE, &sinks::SOURCE];

@@ -77,8 +77,14 @@ impl LaunchConfig {
     }
 }
 
+/// Dynamic shared memory that a kernel may have unasked, in bytes.
+const SHARED_BYTES_UNASKED: u32 = 48 << 10;
+
 /// Where launches go: to the GPU, or into a list of a test.
 pub(super) trait Queue {
+    /// Whether kernels for Hopper alone (`sm_90a`) may be launched.
+    fn is_hopper(&self) -> bool;
+
     /// Enqueues the kernel `name` on `stream`: `name_bf16` and so on when there is a `dtype`. Nothing to do is no launch.
     fn launch<const N: usize>(
         &mut self,
@@ -112,6 +118,10 @@ impl<K: GpuKernel> Launch<K> for CudaDevice {
 }
 
 impl Queue for CudaDevice {
+    fn is_hopper(&self) -> bool {
+        self.hopper
+    }
+
     fn launch<const N: usize>(
         &mut self,
         stream: Stream,
@@ -125,6 +135,11 @@ impl Queue for CudaDevice {
             return Ok(());
         }
         let function = self.modules.get(name, dtype)?;
+        if shared_bytes > SHARED_BYTES_UNASKED {
+            let most = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            // SAFETY: the function is loaded.
+            check(unsafe { sys::cuFuncSetAttribute(function, most, shared_bytes as i32) }, || format!("give {name} shared memory"))?;
+        }
         let mut pointers = args.each_ref().map(|arg| std::ptr::from_ref(&arg.0).cast_mut().cast());
         let raw = self.streams[stream as usize].0;
         self.timed(stream, name, |_| {

@@ -55,6 +55,8 @@ pub struct CudaOptions {
     pub attention: Attention,
     /// Room for spans on each stream's track; 0 records none.
     pub trace_spans: usize,
+    /// Only kernels that every GPU since Ampere takes, so that these can be tested on a newer one.
+    pub portable: bool,
 }
 
 /// A GPU. Belongs to the thread that made it.
@@ -79,6 +81,8 @@ pub struct CudaDevice {
     /// What it has to do with others, if it has.
     peering: Option<Peering>,
     modules: Modules,
+    /// Whether kernels for Hopper alone run on it.
+    hopper: bool,
     /// Memory that the compute stream's kernels share for partial sums; each leaves in it what it likes.
     scratch: DeviceSlice,
     name: String,
@@ -190,6 +194,7 @@ impl CudaDevice {
             streams,
             peering: None,
             modules,
+            hopper: !options.portable && open::capability(gpu.as_raw())? == (9, 0),
             scratch: DeviceSlice::at(0, 0, Dtype::Float32),
             name,
             gpu: gpu.as_raw(),

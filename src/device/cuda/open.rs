@@ -45,6 +45,22 @@ fn text<const N: usize>(write: impl FnOnce(*mut c_char, i32) -> sys::CUresult, o
     Ok(CStr::from_bytes_until_nul(&text).unwrap_or_default().to_string_lossy().into_owned())
 }
 
+/// Its compute capability: (9, 0) for Hopper.
+pub(super) fn capability(gpu: sys::CUdevice) -> Result<(i32, i32)> {
+    use sys::CUdevice_attribute::{
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR as MAJOR, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR as MINOR,
+    };
+    Ok((attribute(gpu, MAJOR)?, attribute(gpu, MINOR)?))
+}
+
+/// What the driver says of the GPU.
+pub(super) fn attribute(gpu: sys::CUdevice, attribute: sys::CUdevice_attribute) -> Result<i32> {
+    let mut value = 0;
+    // SAFETY: writes one integer.
+    check(unsafe { sys::cuDeviceGetAttribute(&mut value, attribute, gpu) }, || format!("ask the GPU for {attribute:?}"))?;
+    Ok(value)
+}
+
 /// The GPU's primary context, current on this thread from now on.
 pub(super) fn open(gpu: Device) -> Result<Context> {
     let mut context = std::ptr::null_mut();

@@ -18,12 +18,7 @@ pub(super) fn addressing(gpu: sys::CUdevice) -> Result<Addressing> {
         CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS as CONCURRENT_MANAGED_ACCESS,
         CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES as USES_HOST_PAGE_TABLES,
     };
-    let has = |attribute: sys::CUdevice_attribute| -> Result<bool> {
-        let mut value = 0;
-        // SAFETY: writes one integer.
-        check(unsafe { sys::cuDeviceGetAttribute(&mut value, attribute, gpu) }, || "ask what the GPU addresses".into())?;
-        Ok(value != 0)
-    };
+    let has = |attribute| super::open::attribute(gpu, attribute).map(|value| value != 0);
     Ok(match (has(USES_HOST_PAGE_TABLES)?, has(CONCURRENT_MANAGED_ACCESS)?) {
         (true, _) => Addressing::Coherent,
         (false, true) => Addressing::Managed,

@@ -93,7 +93,8 @@ fn start(options: &Options) -> Result<()> {
         DeviceMemory::Own { addressing, .. } => {
             let libraries = options.cuda_libraries.iter().cloned().collect();
             // SAFETY: as above; no kernel here reads an index.
-            let mut dev = unsafe { CudaDevice::new(0, &CudaOptions { libraries, attention: Attention::Plain, trace_spans: 0 }) }?;
+            let mut dev =
+                unsafe { CudaDevice::new(0, &CudaOptions { libraries, attention: Attention::Plain, trace_spans: 0, portable: false }) }?;
             measure(options, (&mut dev, graph::measure), Some(addressing), &topology, &mut memory, &states)
         }
     }

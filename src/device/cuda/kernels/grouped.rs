@@ -2,7 +2,7 @@
 
 use super::super::launch::{GpuKernel, LaunchConfig, Queue, args, size};
 use super::super::modules::PtxSource;
-use super::grid::{WARP, whole_vectors};
+use super::grid::{MULTIPROCESSORS, WARP, whole_vectors};
 use crate::device::{GroupedMatmul, GroupedShape, Kernel, MatmulLayout, MatmulShape, RouterLogits, SegmentSums, Stream};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
@@ -24,6 +24,21 @@ pub(super) const SOURCE: PtxSource = PtxSource {
     plain: &[],
 };
 
+/// The same products by instructions that only Hopper has.
+pub(super) const HOPPER_SOURCE: PtxSource = PtxSource {
+    file: "transformer/grouped_sm90a.ptx",
+    ptx: include_str!("../../../../ptx/transformer/grouped_sm90a.ptx"),
+    typed: &[],
+    plain: &[
+        "grouped_nt_sm90a_bf16",
+        "grouped_nt_sm90a_f16",
+        "grouped_nn_sm90a_bf16",
+        "grouped_nn_sm90a_f16",
+        "grouped_tn_sm90a_bf16",
+        "grouped_tn_sm90a_f16",
+    ],
+};
+
 /// Threads of every block, as in `grouped.cu`.
 const THREADS: u32 = 256;
 
@@ -32,6 +47,9 @@ impl GpuKernel for GroupedMatmul {
         let Self { shape: GroupedShape { layout, experts, rows, outs, ins }, a, b, bounds, c, accumulate } = self;
         let dtype = self.float_format()?;
         let vectors = [outs, ins].into_iter().all(|cols| whole_vectors(cols, &[a, b]));
+        if vectors && whole_vectors(ins, &[c]) && queue.is_hopper() && dtype != Dtype::Float32 {
+            return self.enqueue_on_hopper(queue, dtype);
+        }
         let tile = tile(dtype);
         let row_tiles = rows / tile + experts;
         let (name, any, across, down, deep) = match layout {
@@ -48,6 +66,49 @@ impl GpuKernel for GroupedMatmul {
                 queue.launch(Stream::Compute, name, Some(dtype), blocks, args)
             }
         }
+    }
+}
+
+impl GroupedMatmul {
+    /// As many blocks as a GPU has multiprocessors, or as there are tiles: each takes one after the other.
+    fn enqueue_on_hopper(self, queue: &mut impl Queue, dtype: Dtype) -> Result<()> {
+        let Self { shape: GroupedShape { layout, experts, rows, outs, ins }, a, b, bounds, c, accumulate } = self;
+        let half = dtype == Dtype::Float16;
+        let (name, tiles) = match layout {
+            MatmulLayout::Nt => {
+                (if half { "grouped_nt_sm90a_f16" } else { "grouped_nt_sm90a_bf16" }, hopper::row_tiles(rows, experts, outs))
+            }
+            MatmulLayout::Nn => {
+                (if half { "grouped_nn_sm90a_f16" } else { "grouped_nn_sm90a_bf16" }, hopper::row_tiles(rows, experts, ins))
+            }
+            MatmulLayout::Tn => (if half { "grouped_tn_sm90a_f16" } else { "grouped_tn_sm90a_bf16" }, hopper::tiles(outs, ins) * experts),
+        };
+        let grid = [size(tiles.min(MULTIPROCESSORS))?, 1, 1];
+        let blocks = LaunchConfig { grid, block: [hopper::THREADS, 1, 1], shared_bytes: hopper::SHARED_BYTES };
+        let [experts, rows, outs, ins] = [experts, rows, outs, ins].map(size);
+        let (experts, rows, outs, ins) = (experts?, rows?, outs?, ins?);
+        match layout {
+            MatmulLayout::Tn => queue.launch(Stream::Compute, name, None, blocks, args![a, b, bounds, c, experts, outs, ins, accumulate]),
+            _ => queue.launch(Stream::Compute, name, None, blocks, args![a, b, bounds, c, experts, rows, outs, ins]),
+        }
+    }
+}
+
+/// As in `grouped_sm90a.cu`.
+mod hopper {
+    pub(super) const THREADS: u32 = 384;
+    const TILE_ROWS: usize = 128;
+    const TILE_COLS: usize = 256;
+    /// Four slots of both factors, and what aligns them.
+    pub(super) const SHARED_BYTES: u32 = (4 * (TILE_ROWS + TILE_COLS) * 128 + 1024) as u32;
+
+    /// Tiles that segments of `rows` rows have at most.
+    pub(super) fn row_tiles(rows: usize, experts: usize, cols: usize) -> usize {
+        (rows / TILE_ROWS + experts) * cols.div_ceil(TILE_COLS)
+    }
+
+    pub(super) fn tiles(rows: usize, cols: usize) -> usize {
+        rows.div_ceil(TILE_ROWS) * cols.div_ceil(TILE_COLS)
     }
 }
 

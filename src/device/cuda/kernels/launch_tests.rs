@@ -14,18 +14,25 @@ const LISTED: &str = include_str!("launches.txt");
 
 /// A list instead of a GPU.
 #[derive(Default)]
-struct List(String);
+struct List {
+    lines: String,
+    is_hopper: bool,
+}
 
 impl List {
     fn add(&mut self, stream: Stream, what: &str, args: &[u64]) -> Result<()> {
-        self.0 += &format!("{} {what}:", stream.name());
-        args.iter().for_each(|arg| self.0 += &format!(" {arg:x}"));
-        self.0 += "\n";
+        self.lines += &format!("{} {what}:", stream.name());
+        args.iter().for_each(|arg| self.lines += &format!(" {arg:x}"));
+        self.lines += "\n";
         Ok(())
     }
 }
 
 impl Queue for List {
+    fn is_hopper(&self) -> bool {
+        self.is_hopper
+    }
+
     fn launch<const N: usize>(
         &mut self,
         stream: Stream,
@@ -35,9 +42,9 @@ impl Queue for List {
         args: [Arg; N],
     ) -> Result<()> {
         let LaunchConfig { grid, block, shared_bytes } = blocks;
-        assert_eq!(shared_bytes, 0);
+        let shared = if shared_bytes > 0 { format!(" {shared_bytes} shared bytes") } else { String::new() };
         let name = dtype.map_or(name.into(), |dtype| format!("{name} {dtype}"));
-        self.add(stream, &format!("{name} {grid:?} {block:?}"), &args.map(|arg| arg.0))
+        self.add(stream, &format!("{name} {grid:?} {block:?}{shared}"), &args.map(|arg| arg.0))
     }
 
     fn scratch(&mut self, elems: usize) -> Result<DeviceSlice> {
@@ -256,7 +263,13 @@ fn listing() -> Result<String> {
         family_heads(&mut list, &mut room, shape, 128)?;
         family_heads(&mut list, &mut room, odd, 4)?;
     }
-    Ok(list.0)
+    list.is_hopper = true;
+    for dtype in [Dtype::Bfloat16, Dtype::Float16, Dtype::Float32] {
+        let mut room = Room { dtype, skew: 0, given: 0 };
+        experts(&mut list, &mut room, 600, 2560)?;
+        experts(&mut list, &mut room, 67, 515)?;
+    }
+    Ok(list.lines)
 }
 
 #[test]

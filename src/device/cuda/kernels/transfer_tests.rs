@@ -11,6 +11,10 @@ use crate::optim::samples::{assert_same, ordinary, wild};
 use half::{bf16, f16};
 
 impl Queue for EmulatedMemory {
+    fn is_hopper(&self) -> bool {
+        false
+    }
+
     fn launch<const N: usize>(
         &mut self,
         _: Stream,
