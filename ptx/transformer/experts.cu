@@ -39,13 +39,14 @@ __device__ __forceinline__ void clamped_swiglu(const T* gate_up, T* out, size_t 
     if (i < count) out[i] = narrow<T>(activation.clamped(widen(gate_up[2 * i]), widen(gate_up[2 * i + 1])).out);
 }
 
-// x[row] += the bias of the row's expert; block (row, y) has a part of the columns.
-template <typename T>
+// x[row] += the bias of the row's expert; block (row, y) has a part of the columns, N a thread.
+template <typename T, int N>
 __device__ __forceinline__ void expert_bias(const T* bias, const int* experts, const int* entries, T* x, unsigned cols) {
-    const unsigned row = blockIdx.x, col = blockIdx.y * THREADS + threadIdx.x;
+    const unsigned row = blockIdx.x, col = (blockIdx.y * THREADS + threadIdx.x) * N;
     if (col >= cols) return;
-    T* const own = x + (size_t)row * cols + col;
-    *own = narrow<T>(widen(*own) + widen(bias[(size_t)experts[entries[row]] * cols + col]));
+    float sums[N];
+    Vec<T, N>::load(bias + (size_t)experts[entries[row]] * cols + col).widen(sums);
+    store_sums<T, N>(sums, x + (size_t)row * cols + col, true);
 }
 
 // One block a row. Reads three values and writes three for each of `cols`.
@@ -91,7 +92,10 @@ __device__ __forceinline__ void expert_bias_dot(
         clamped_swiglu(gate_up, out, count, {alpha, limit});                                                                  \
     }                                                                                                                         \
     KERNEL expert_bias_##NAME(const T* bias, const int* experts, const int* entries, T* x, unsigned cols) {                   \
-        expert_bias(bias, experts, entries, x, cols);                                                                         \
+        expert_bias<T, WIDE<T>>(bias, experts, entries, x, cols);                                                             \
+    }                                                                                                                         \
+    KERNEL expert_bias_any_##NAME(const T* bias, const int* experts, const int* entries, T* x, unsigned cols) {               \
+        expert_bias<T, 1>(bias, experts, entries, x, cols);                                                                   \
     }                                                                                                                         \
     KERNEL expert_backward_##NAME(const T* da, const T* gate_up, const float* weights, const int* entries, T* dgate_up,       \
         T* weighted, float* dweights, unsigned cols, float alpha, float limit) {                                              \

@@ -2,13 +2,14 @@
 
 use super::super::launch::{GpuKernel, LaunchConfig, Queue, args, size};
 use super::super::modules::PtxSource;
+use super::grid::{whole_vectors, wide};
 use crate::device::{ClampedSwiglu, ExpertActivation, ExpertBackward, ExpertBias, ExpertBiasDot, Kernel, Stream};
 use crate::error::Result;
 
 pub(super) const SOURCE: PtxSource = PtxSource {
     file: "transformer/experts.ptx",
     ptx: include_str!("../../../../ptx/transformer/experts.ptx"),
-    typed: &["clamped_swiglu", "expert_bias", "expert_backward", "expert_bias_dot"],
+    typed: &["clamped_swiglu", "expert_bias", "expert_bias_any", "expert_backward", "expert_bias_dot"],
     plain: &[],
 };
 
@@ -26,9 +27,11 @@ impl GpuKernel for ClampedSwiglu {
 impl GpuKernel for ExpertBias {
     fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
         let Self { x, bias, experts, entries, cols } = self;
-        let grid = [size(entries.elems())?, size(cols.div_ceil(THREADS))?, 1];
+        let vectors = whole_vectors(cols, &[x, bias]);
+        let (name, each) = if vectors { (Self::NAME, wide(x.dtype())) } else { ("expert_bias_any", 1) };
+        let grid = [size(entries.elems())?, size(cols.div_ceil(THREADS * each))?, 1];
         let blocks = LaunchConfig { grid, block: [THREADS as u32, 1, 1], shared_bytes: 0 };
-        queue.launch(Stream::Compute, Self::NAME, Some(self.float_format()?), blocks, args![bias, experts, entries, x, size(cols)?])
+        queue.launch(Stream::Compute, name, Some(self.float_format()?), blocks, args![bias, experts, entries, x, size(cols)?])
     }
 }
 
