@@ -61,6 +61,14 @@ def gpt(layers, hidden):
                       embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
 
 
+def olmoe():
+    from transformers import OlmoeConfig
+
+    return OlmoeConfig(num_hidden_layers=16, hidden_size=2048, intermediate_size=1024, num_attention_heads=16, num_key_value_heads=16,
+                       num_experts=64, num_experts_per_tok=8, vocab_size=50304, tie_word_embeddings=False,
+                       max_position_embeddings=4096, use_cache=False, experts_implementation="grouped_mm")
+
+
 # Name: configuration, sequences of a batch, tokens of a sequence.
 WORKLOADS = {
     "W1": (lambda: qwen3(36, 2560, 9728, 32, 8, 151936), 4, 4096),
@@ -68,6 +76,7 @@ WORKLOADS = {
     "W2c": (lambda: llama(24), 4, 4096),
     "W3": (lambda: gpt(44, 3072), 8, 1024),
     "W4": (lambda: qwen3(40, 5120, 17408, 40, 8, 151936, tied=False), 4, 4096),
+    "OLMoE": (olmoe, 8, 4096),
     "tiny": (lambda: qwen3(2, 256, 512, 2, 1, 512), 2, 64),
 }
 
@@ -77,13 +86,15 @@ def layers_of(model):
 
 
 def flops(config, model, batch, seq_length, is_checkpointed):
-    """(model, hardware) FLOPs of a step: causal attention; hardware adds one more forward pass of every layer."""
+    """(model, hardware) FLOPs of a step: causal attention; hardware adds one more forward pass of every layer. Experts count that a token takes."""
     layers, heads = config.num_hidden_layers, config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     tokens = batch * seq_length
     embedding = config.vocab_size * config.hidden_size
     positions = config.n_positions * config.hidden_size if config.model_type == "gpt2" else 0
-    matrices = sum(p.numel() for p in model.parameters()) - positions - (0 if config.tie_word_embeddings else embedding)
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    idle = experts - experts * config.num_experts_per_tok // config.num_experts if experts else 0
+    matrices = sum(p.numel() for p in model.parameters()) - idle - positions - (0 if config.tie_word_embeddings else embedding)
     attention = 6 * layers * heads * head_dim * seq_length * tokens
     once = 6 * matrices * tokens + attention
     again = 2 * (matrices - embedding) * tokens + attention // 3
