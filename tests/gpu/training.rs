@@ -241,15 +241,12 @@ fn float32_bounds(reference: &Run, shape: &ModelShape) -> Vec<f64> {
 }
 
 /// The bound of `tests/golden/README.md` for the rounding of one loss and ten steps, 0.01; and for where 200 steps lead, twice the
-/// reference's own distance from float32 so far: the device's roundings are as large as the reference's, and independent of them.
+/// reference's own distance from float32 so far, and in half as many steps again: the device's roundings are as large as the reference's, and
+/// independent of them, so that a passage where roundings matter may come earlier. (Qwen3-MoE's comes at step 68 on an H200, at 76 here.)
 fn bfloat16_bounds(reference: &Run, in_float32: &Run) -> Vec<f64> {
-    let gaps = reference.losses().into_iter().zip(in_float32.losses()).map(|(a, b)| f64::from((a - b).abs()));
-    let mut largest = 0f64;
-    let bound = |gap: f64| {
-        largest = largest.max(gap);
-        0.01 + 2.0 * largest
-    };
-    gaps.map(bound).collect()
+    let gaps: Vec<f64> = reference.losses().into_iter().zip(in_float32.losses()).map(|(a, b)| f64::from((a - b).abs())).collect();
+    let largest = |steps: usize| gaps.iter().take(steps).copied().fold(0.0, f64::max);
+    (1..=gaps.len()).map(|step| 0.01 + 2.0 * largest(step + step / 2)).collect()
 }
 
 /// Parameters are about as large as a fresh model's matrices; norms' weights are 1, but few.
