@@ -129,7 +129,8 @@ pub mod planner {
 
 pub mod probe {
     pub use crate::probe::copies::Way;
-    pub use crate::probe::product::Product;
+    pub use crate::probe::grouped::upload_bounds;
+    pub use crate::probe::product::{Product, fill};
     pub use crate::probe::samples::Samples;
     pub use crate::probe::states::{States, Triad};
     pub use crate::probe::timer::Timer;

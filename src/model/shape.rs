@@ -136,6 +136,11 @@ impl ModelShape {
         AttentionShape { batch, seq_length, heads, kv_heads, head_dim, scale, window, softcap }
     }
 
+    /// Some layer has a router.
+    pub(crate) fn has_experts(&self) -> bool {
+        self.layers.iter().any(|layer| layer.mlp.moe().is_some())
+    }
+
     /// Some layer bends attention's scores.
     pub(crate) fn caps_scores(&self) -> bool {
         self.layers.iter().any(|layer| layer.attn.softcap.is_some())
