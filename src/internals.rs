@@ -56,6 +56,7 @@ pub mod engine {
     pub use crate::engine::evaluate::Evaluated;
     pub use crate::engine::exchange::Exchange;
     pub use crate::engine::executor::{Engine, StepReport};
+    pub use crate::engine::expert_rows::ExpertLoad;
     pub use crate::engine::pool::Pool;
     pub use crate::engine::step_job::{HostState, Segment, SlotMemory, StepJob, StepMemory};
     pub use crate::engine::verdict::Verdict;

@@ -136,9 +136,9 @@ impl ModelShape {
         AttentionShape { batch, seq_length, heads, kv_heads, head_dim, scale, window, softcap }
     }
 
-    /// Some layer has a router.
-    pub(crate) fn has_experts(&self) -> bool {
-        self.layers.iter().any(|layer| layer.mlp.moe().is_some())
+    /// Experts of all layers.
+    pub(crate) fn experts(&self) -> usize {
+        self.layers.iter().filter_map(|layer| layer.mlp.moe()).map(|moe| moe.experts).sum()
     }
 
     /// Some layer bends attention's scores.
