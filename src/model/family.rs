@@ -472,6 +472,15 @@ static FAMILIES: &[FamilySpec] = &[
     },
     GEMMA2,
     FamilySpec {
+        architecture: "Gemma3ForCausalLM",
+        qk_norm: Some(QkSpan::Head),
+        window: WindowRule::ByType(TypeRule { switch: false, missing_types: Pattern::NotEvery(6), missing_window: Some(4096) }),
+        rotates: Rotates::ByType(LocalRope { key: Some("rope_local_base_freq"), theta: 10_000.0 }),
+        rope_theta: 1_000_000.0,
+        softcaps: Some(Softcaps { scores: None, logits: None }),
+        ..GEMMA2
+    },
+    FamilySpec {
         architecture: "Qwen3MoeForCausalLM",
         mlp_bias: Presence::Never,
         qk_norm: Some(QkSpan::Head),
