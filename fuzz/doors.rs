@@ -9,18 +9,19 @@ use superoffload::internals::data::{AddBos, Dataset, Preparation, RowRules, Toke
 use superoffload::internals::model::{ModelShape, ModelWeights, TensorTable};
 use superoffload::internals::model_dir::ModelDir;
 use superoffload::internals::optim::StatePart;
-use superoffload::{Settings, StopFlag, TrainOptions};
+use superoffload::{Result, Settings, StopFlag, TrainOptions};
 
 /// Reads one input; `dir` is an empty directory of its own, which may be written.
 type Door = fn(input: &[u8], dir: &Path);
 
 /// Name and door; the name is that of the corpus, too.
-pub const DOORS: [(&str, Door); 11] = [
+pub const DOORS: [(&str, Door); 12] = [
     ("config_json", config_json),
     ("settings_toml", settings_toml),
     ("settings_yaml", settings_yaml),
     ("settings_json", settings_json),
     ("safetensors", safetensors),
+    ("mxfp4", mxfp4),
     ("index", index),
     ("tokenizer", tokenizer),
     ("chat_template", chat_template),
@@ -55,6 +56,13 @@ const CONFIG: &str = r#"{"architectures": ["LlamaForCausalLM"], "hidden_size": 4
     "num_key_value_heads": 1, "intermediate_size": 6, "vocab_size": 5, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": true}"#;
 
+/// A model whose experts are packed: there is one, whose rows are a block each.
+pub const PACKED_CONFIG: &str = r#"{"architectures": ["GptOssForCausalLM"], "hidden_size": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 2, "intermediate_size": 32, "num_local_experts": 1,
+    "num_experts_per_tok": 1, "vocab_size": 5, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "tie_word_embeddings": false,
+    "quantization_config": {"quant_method": "mxfp4"}}"#;
+
 fn config_json(input: &[u8], _: &Path) {
     let Ok(text) = str::from_utf8(input) else { return };
     if let Ok(shape) = ModelShape::parse(text, Path::new("config.json")) {
@@ -81,25 +89,34 @@ fn settings(path: &Path) {
     }
 }
 
-fn load_weights(dir: &Path) {
-    let shape = ModelShape::parse(CONFIG, Path::new("config.json")).expect("the door's model");
+/// The weights in `dir` of a model that `config` describes.
+pub fn load_weights(config: &str, dir: &Path) -> Result<Vec<f32>> {
+    let shape = ModelShape::parse(config, Path::new("config.json")).expect("the door's model");
     let mut flat = vec![0.0; TensorTable::new(&shape).flat_elems()];
-    let _ = ModelWeights::open(dir, &shape).and_then(|weights| {
-        weights.read(|start, block| {
-            flat[start..start + block.len()].copy_from_slice(block);
-            Ok(())
-        })
-    });
+    ModelWeights::open(dir, &shape)?.read(|start, block| {
+        flat[start..start + block.len()].copy_from_slice(block);
+        Ok(())
+    })?;
+    Ok(flat)
 }
 
 /// As a whole file, and as a header whose length is told rightly, before as much data as it asks for, within reason.
 fn safetensors(input: &[u8], dir: &Path) {
+    file_and_header(CONFIG, input, dir);
+}
+
+/// In the same two ways, for a model with packed experts.
+fn mxfp4(input: &[u8], dir: &Path) {
+    file_and_header(PACKED_CONFIG, input, dir);
+}
+
+fn file_and_header(config: &str, input: &[u8], dir: &Path) {
     let path = put(dir, "model.safetensors", input);
-    load_weights(dir);
+    let _ = load_weights(config, dir);
     let Some(last) = last_offset(input) else { return };
     let data = vec![0x3c; last];
     fs::write(path, [&(input.len() as u64).to_le_bytes()[..], input, &data].concat()).expect("the scratch directory is ours");
-    load_weights(dir);
+    let _ = load_weights(config, dir);
 }
 
 /// The largest number in a header that could be the end of its data.
@@ -120,7 +137,7 @@ fn index(input: &[u8], dir: &Path) {
     put(dir, "a.safetensors", &[&(header.len() as u64).to_le_bytes()[..], header, &[0; 16]].concat());
     put(dir, "b.safetensors", &[&2u64.to_le_bytes()[..], b"{}"].concat());
     put(dir, "model.safetensors.index.json", input);
-    load_weights(dir);
+    let _ = load_weights(CONFIG, dir);
 }
 
 /// What stands between the files of a tokenizer directory in one input; `tokenizer.json` comes first.

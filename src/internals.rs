@@ -56,6 +56,7 @@ pub mod engine {
     pub use crate::engine::evaluate::Evaluated;
     pub use crate::engine::exchange::Exchange;
     pub use crate::engine::executor::{Engine, StepReport};
+    pub use crate::engine::expert_rows::ExpertLoad;
     pub use crate::engine::pool::Pool;
     pub use crate::engine::step_job::{HostState, Segment, SlotMemory, StepJob, StepMemory};
     pub use crate::engine::verdict::Verdict;
@@ -129,7 +130,8 @@ pub mod planner {
 
 pub mod probe {
     pub use crate::probe::copies::Way;
-    pub use crate::probe::product::Product;
+    pub use crate::probe::grouped::upload_bounds;
+    pub use crate::probe::product::{Product, fill};
     pub use crate::probe::samples::Samples;
     pub use crate::probe::states::{States, Triad};
     pub use crate::probe::timer::Timer;

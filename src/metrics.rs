@@ -1,6 +1,7 @@
 //! What a run says about itself, one JSON object a step, and the memory behind it.
 
 use crate::engine::coordinator::Counts;
+use crate::engine::expert_rows::ExpertLoad;
 use crate::hardware::parse::meminfo_bytes;
 use crate::memory::MemorySpace;
 use crate::planner::plan::Plan;
@@ -66,6 +67,9 @@ pub struct StepMetrics {
     pub d2h_bytes: u64,
     /// Bytes that came from there.
     pub h2d_bytes: u64,
+    /// How evenly the step's rows fell to experts; left out where the model has none.
+    #[serde(flatten)]
+    pub expert_load: Option<ExpertLoad>,
     /// Resident set of the process, as the kernel counts it; 0 when it does not say.
     pub rss_bytes: u64,
 }

@@ -10,7 +10,7 @@ use serde_json::json;
 use std::cell::Cell;
 use superoffload::internals::bucket::{BucketLayout, Tier};
 use superoffload::internals::device::Kernels;
-use superoffload::internals::engine::{Counts, Engine, Exchange};
+use superoffload::internals::engine::{Counts, Engine, Exchange, ExpertLoad};
 use superoffload::internals::hardware::Topology;
 use superoffload::internals::launch::{UseEngine, on_cpus};
 #[cfg(feature = "weight-flow")]
@@ -83,8 +83,8 @@ const REFERENCE: Way = Way {
     ringed: false,
 };
 
-/// Digest, what became of bucket steps, and losses.
-type Run = (String, Counts, Vec<u32>);
+/// Digest, what became of bucket steps, and of each step the loss and how evenly experts were loaded.
+type Run = (String, Counts, Vec<(u32, Option<ExpertLoad>)>);
 
 thread_local! {
     /// Runs whose weights were sharded, and those whose gradients lay in a ring.
@@ -108,7 +108,8 @@ impl UseEngine for Steps<'_> {
             let report = engine.step(1e-2 / (1.0 + step as f64), &mut batches)?;
             assert!(before.is_none_or(|before| before.loss as f32 == report.loss), "{before:?}, then {report:?}");
             counts += report.counts;
-            losses.push(report.loss.to_bits());
+            assert_eq!(report.expert_load.is_some(), case.experts, "{report:?}");
+            losses.push((report.loss.to_bits(), report.expert_load));
         }
         Ok((digest(&mut engine), counts, losses))
     }

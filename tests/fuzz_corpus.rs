@@ -59,3 +59,18 @@ fn valid_files_get_through_the_doors() {
         assert!(loaded.is_ok(), "{loaded:?}");
     }
 }
+
+/// Packed experts get through, and what is no number is refused where it stands.
+#[test]
+fn packed_experts_are_read_and_scales_that_are_no_numbers_refused() {
+    let load = |name: &str| {
+        let (corpus, dir) = (Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus/mxfp4"), tempfile::tempdir().unwrap());
+        fs::copy(corpus.join(name), dir.path().join("model.safetensors")).unwrap();
+        doors::load_weights(doors::PACKED_CONFIG, dir.path())
+    };
+    assert!(load("file-right").unwrap().iter().any(|x| x.abs() > 1.0) && load("file-plain").is_ok() && load("file-scale-0").is_ok());
+    for (name, words) in [("file-scale-255", "proj_blocks holds NaN at element 0"), ("file-both-forms", "that the model does not have")] {
+        let refused = load(name).unwrap_err().to_string();
+        assert!(refused.contains(words), "{name}: {refused}");
+    }
+}

@@ -195,3 +195,35 @@ fn a_browser_draws_the_page_and_has_no_complaint() {
     // The script ran, and so its hash is that of the policy: each chart has its readout.
     assert_eq!(shown.stdout.matches("<output hidden").count(), 5, "{}", shown.stdout);
 }
+
+/// Routers whose logits tie take the first experts. Weights that differ tell experts apart.
+#[test]
+fn the_load_of_experts_is_told_of_models_that_have_some() {
+    let workspace = Workspace::new();
+    let train = |name: &str, std: f64, flags: &[&str]| {
+        let config = serde_json::json!({
+            "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 32, "moe_intermediate_size": 16, "num_experts": 8,
+            "num_experts_per_tok": 3, "mlp_only_layers": [1], "vocab_size": 256, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": false, "initializer_range": std,
+        });
+        let file = workspace.write(&format!("model-{name}/config.json"), config.to_string());
+        let model = format!("--model={}", file.parent().unwrap().display());
+        let outcome =
+            run(&mut workspace.train(name, &[&["--init=random", "--tokenizer=bytes", "--gradient-shares=2", &model], flags].concat()));
+        assert_eq!(outcome.code, 0, "{outcome:?}");
+        let metrics = workspace.metrics(name);
+        metrics.iter().map(|line| ["expert_largest_over_mean", "expert_unused_share"].map(|key| line[key].as_f64().unwrap())).collect()
+    };
+    let ties: Vec<[f64; 2]> = train("ties", 0.0, &["--gradient-accumulation-steps=4"]);
+    assert_eq!(ties[0], [8.0 / 3.0, 5.0 / 8.0]);
+    let (one, two): (Vec<[f64; 2]>, Vec<_>) =
+        (train("one", 0.5, &["--gradient-accumulation-steps=4"]), train("two", 0.5, &["--gradient-accumulation-steps=2", "--gpus=2"]));
+    assert!(one == two && one.iter().all(|[largest, unused]| (1.0..8.0 / 3.0).contains(largest) && *unused < 0.6), "{one:?} {two:?}");
+    let drawn = page(&workspace, &["one"]);
+    assert!(drawn.contains("<h2>Load of experts</h2>") && check_svg(&drawn) > 6);
+    assert_eq!(run(&mut workspace.train("dense", &[])).code, 0);
+    assert!(
+        !page(&workspace, &["dense"]).contains("Load of experts") && workspace.metrics("dense")[0].get("expert_unused_share").is_none()
+    );
+}

@@ -20,7 +20,7 @@ fn is_positive(line: &Value, name: &str) -> bool {
 
 #[test]
 fn every_case_leaves_a_line() {
-    let lines = lines(&[]);
+    let lines = lines(&["--parts", "link,cast,latency,pipeline,grouped"]);
     assert_eq!(values(&lines, "link", "memory"), ["pageable", "registered"].into());
     assert_eq!(values(&lines, "link", "way"), ["to the device", "to the host"].into());
     assert_eq!(values(&lines, "link", "load").len(), 4);
@@ -28,12 +28,15 @@ fn every_case_leaves_a_line() {
     assert_eq!(values(&lines, "cast and copy", "arm").len(), 3);
     assert_eq!(values(&lines, "cast and copy", "direction").len(), 2);
     assert_eq!(values(&lines, "latency", "what").len(), 7);
+    let counts = ["model", "load", "product"].map(|name| values(&lines, "grouped", name).len());
+    assert_eq!((counts, lines.iter().filter(|line| line["case"] == "grouped").count()), ([3, 2, 3], 36));
     for line in &lines {
         assert!(line["verified"] == true && line["machine"].is_object() && line["settings"]["device"] == "cpu", "{line}");
         let wanted = match line["case"].as_str().unwrap() {
             "link" | "cast alone" => &["gb_per_s", "share_of_limit", "limit_gb_per_s"][..],
             "cast and copy" => &["ms", "limit_ms", "fp32_megabytes"],
             "latency" => &["us"],
+            "grouped" => &["tflops", "gb_per_s", "loop_tflops", "share_of_loop", "largest_over_mean"],
             "pipeline" => &["gparams_per_s", "share_of_limit", "bucket_params"],
             other => panic!("unknown case {other}"),
         };

@@ -11,7 +11,7 @@ use std::path::PathBuf;
 #[derive(clap::Args, Clone, Debug)]
 #[command(mut_args(hide_meaningless))]
 pub struct StepOptions {
-    /// The model's shape: qwen3-4b, llama-8b, qwen3-14b, gpt-5b, olmoe-1b-7b, gpt-oss-20b, qwen3-30b-a3b, mixtral-8x7b, or a config.json.
+    /// The model's shape: a config.json, or a name as qwen3-4b; an unknown name is answered with all that are known.
     #[arg(long, value_name = "NAME|FILE")]
     pub model_config: PathBuf,
 

@@ -17,6 +17,8 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         let mut all = own;
         all.exposed_to_peers_ns[rank] = own.exposed.peer_ns;
         let mut ended = own.ended();
+        self.expert_rows.count(&self.host);
+        self.exchange.publish_expert_rows(&self.expert_rows.rows);
         self.exchange.publish_amounts(all.amounts().chain([&mut ended]).map(|amount| *amount));
         if rank > 0 {
             return Ok(all);
@@ -29,7 +31,9 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
                 return Err(Error::resource("end a step", format!("rank {other} has another norm, verdict or loss scale than rank 0")));
             }
             all.add(other, &theirs);
+            self.exchange.add_expert_rows(other, &mut self.expert_rows.rows);
         }
+        all.expert_load = self.expert_rows.load();
         Ok(all)
     }
 }
@@ -87,6 +91,7 @@ mod tests {
             exposed,
             counters,
             exposed_to_peers_ns,
+            expert_load: None,
         };
         report.amounts().zip(first..).for_each(|(amount, value)| *amount = value);
         report

@@ -227,6 +227,12 @@ pub trait Exchange<D: Kernels> {
     /// What `rank` has told of its last step.
     fn amounts_of<'a>(&self, _rank: usize, _amounts: impl Iterator<Item = &'a mut u64>) {}
 
+    /// Tells rank 0 how many rows each expert had on this one in a step.
+    fn publish_expert_rows(&self, _rows: &[u64]) {}
+
+    /// Adds what `rank` has told of them.
+    fn add_expert_rows(&self, _rank: usize, _rows: &mut [u64]) {}
+
     /// Hands the tracks of the timeline over to rank 0.
     fn publish_tracks(&self, _tracks: Vec<Recorder>) {}
 

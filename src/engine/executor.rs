@@ -4,6 +4,7 @@
 use super::coordinator::{Coordinator, Counts, Staging};
 use super::counters::{Counters, Exposed};
 use super::exchange::{Alone, Exchange, Order, Words};
+use super::expert_rows::{ExpertLoad, ExpertRows};
 use super::fault_injector::FaultInjector;
 use super::loss_scale::LossScale;
 use super::memory::Memory;
@@ -53,6 +54,8 @@ pub struct StepReport {
     pub counters: Counters,
     /// What each rank was exposed to its peers, in nanoseconds.
     pub(crate) exposed_to_peers_ns: [u64; PARTS_MAX],
+    /// Over all ranks, where the model has experts.
+    pub expert_load: Option<ExpertLoad>,
 }
 
 /// Modules (a layer's forward or backward) that the driver enqueues ahead of the device: enough that the device never
@@ -69,6 +72,7 @@ pub struct Engine<D: Kernels, X: Exchange<D> = Alone> {
     pub(super) memory: Memory,
     pub(super) scratch: StepScratch,
     pub(super) report: Report,
+    pub(super) expert_rows: ExpertRows,
     pub(super) model: Model,
     pub(super) flow: Option<WeightFlow>,
     pub(super) coordinator: Coordinator,
@@ -133,6 +137,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         let memory = Memory::new(&plan, slices, (&mut dev, &mut host))?;
         let (scratch, model, flow) = StepScratch::take(&plan, &shape, slices, (&mut dev, &mut host), &memory.bounce)?;
         let report = Report::new(slices.elems(), plan.shares / slices.ranks(), X::SUMS, &mut dev, &mut host)?;
+        let expert_rows = ExpertRows::new(&shape, plan.grad_accum_steps / slices.ranks(), (&mut dev, &mut host))?;
         model.prepare(&mut dev)?;
         Ok(Self {
             coordinator: Coordinator::new(plan.layout.clone(), plan.rules, staging(&plan)),
@@ -161,6 +166,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
             memory,
             scratch,
             report,
+            expert_rows,
             model,
             flow,
             bell,

@@ -9,6 +9,7 @@ pub(crate) mod counters;
 pub(crate) mod evaluate;
 pub(crate) mod exchange;
 pub(crate) mod executor;
+pub(crate) mod expert_rows;
 mod exposed;
 mod fault_injector;
 pub(crate) mod hall;

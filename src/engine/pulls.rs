@@ -413,6 +413,14 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
         amounts.zip(self.seat.board.amounts(rank)).for_each(|(place, amount)| *place = amount);
     }
 
+    fn publish_expert_rows(&self, rows: &[u64]) {
+        self.seat.board.write_expert_rows(self.seat.rank, rows);
+    }
+
+    fn add_expert_rows(&self, rank: usize, rows: &mut [u64]) {
+        rows.iter_mut().zip(self.seat.board.expert_rows(rank)).for_each(|(rows, others)| *rows += others);
+    }
+
     fn publish_tracks(&self, tracks: Vec<Recorder>) {
         self.seat.board.publish_tracks(self.seat.rank, self.named(tracks));
     }

@@ -105,6 +105,9 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
             let whole = (micro_step + 1).is_multiple_of(per_share).then_some(micro_step / per_share);
             self.upload_batch(micro_step)?;
             self.forward_modules()?;
+            if let Some(bounds) = self.model.expert_bounds() {
+                self.expert_rows.copy(&mut self.dev, bounds, micro_step)?;
+            }
             self.wait_for_params(Module::Head)?;
             if micro_step + 1 == accum {
                 self.begin_validation(learning_rate)?;
@@ -339,6 +342,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
             exposed,
             counters: Counters::default(),
             exposed_to_peers_ns: [0; PARTS_MAX],
+            expert_load: None,
         }
     }
 

@@ -202,6 +202,8 @@ section! {
         matmul_burst_flops: Number,
         /// The share of [`Gpu::matmul_flops`] that a product gets whose smallest dimension is so many elements.
         matmul_share_by_least_dim: Curve,
+        /// FLOPs a second of products of experts, by the mean rows of an expert; absent: a share of single products is assumed.
+        grouped_flops_by_rows: Option<Curve>,
         /// FLOPs a second of causal attention's forward pass, counted as [`crate::model::flops::FLOPS_FORMULA`] does:
         /// `2 heads head_dim S T`, half of the full matrix.
         attention_forward_flops: Number,
@@ -264,6 +266,8 @@ section! {
         matmul_flops: Number,
         /// As [`Gpu::matmul_share_by_least_dim`].
         matmul_share_by_least_dim: Curve,
+        /// As [`Gpu::grouped_flops_by_rows`]; absent: as single products.
+        grouped_flops_by_rows: Option<Curve>,
         /// As [`Gpu::attention_forward_flops`].
         attention_forward_flops: Number,
         /// As [`Gpu::attention_backward_flops`].

@@ -2,7 +2,7 @@
 
 use crate::hardware::peer_route::PeerRoute;
 use crate::hardware::profile::{ASSUMED, Contention, CpuDevice, Link, Profile};
-use crate::hardware::sourced::{Number, Points};
+use crate::hardware::sourced::{Curve, Number, Points};
 use crate::optim::moments::Moments;
 use crate::optim::simd::Isa;
 use std::sync::{Arc, OnceLock};
@@ -11,12 +11,47 @@ use std::sync::{Arc, OnceLock};
 /// memory does not hide. Three workloads on an H200's host had 0.91, 0.94 and 0.96 (`paper-figures/results/h200-moments.jsonl`).
 const PACKED_SHARE: f64 = 0.93;
 
+/// Share of a GPU's single products that its products of experts are taken to reach until a profile says it. Their kernel multiplies with
+/// `mma.sync`, which on Hopper reaches about 62 % of what `wgmma` does for the library's single ones (arXiv 2402.13499).
+const GROUPED_SHARE: f64 = 0.55;
+/// On CPUs they are single products, one after the other.
+const GROUPED_SHARE_OF_CPUS: f64 = 1.0;
+
+/// How fast products of experts are.
+#[derive(Clone, Debug, PartialEq)]
+enum GroupedRate {
+    /// FLOPs a second by the mean rows of an expert.
+    Measured(Points),
+    /// A share of what single products of an expert's size get.
+    Assumed(f64),
+}
+
+impl GroupedRate {
+    /// What was measured, else the share that is assumed.
+    fn new(measured: Option<&Curve>, assumed: f64) -> Self {
+        measured.map_or(Self::Assumed(assumed), |curve| Self::Measured(curve.value.clone()))
+    }
+
+    fn faster(&self, factor: f64) -> Self {
+        match self {
+            Self::Measured(curve) => Self::Measured(faster(curve, factor)),
+            Self::Assumed(share) => Self::Assumed(*share),
+        }
+    }
+}
+
+/// `curve` with `factor` times its rates.
+fn faster(Points(points): &Points, factor: f64) -> Points {
+    Points(points.iter().map(|(x, rate)| (*x, rate * factor)).collect())
+}
+
 /// Rates of kernels, copies and the optimizer; alone, unless a name says otherwise.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rates {
     pub profile: String,
     large_matmul_flops: f64,
     matmul_share_by_least_dim: Points,
+    grouped: GroupedRate,
     /// FLOPs a second of attention's forward pass.
     pub(crate) attention_forward_flops: f64,
     /// FLOPs a second of attention's backward pass, counted as twice the forward pass.
@@ -62,7 +97,7 @@ pub struct Rates {
 /// Rates of a host and of the device that computes, which are figures of the same names for a GPU and for CPUs. Copies are those of a
 /// machine without a link: they read and write the host's memory.
 macro_rules! computing {
-    ($profile:expr, $device:expr) => {{
+    ($profile:expr, $device:expr, $grouped_share:expr) => {{
         let (host, device, whole) = (&$profile.host, $device, Points(vec![(1.0, 1.0)]));
         let memory = host.memory_bytes_per_s.value;
         let scalar = host.adam_scalar_bytes_per_s_by_threads.as_ref().unwrap_or(&host.adam_bytes_per_s_by_threads);
@@ -70,6 +105,7 @@ macro_rules! computing {
             profile: $profile.name.clone(),
             large_matmul_flops: device.matmul_flops.value,
             matmul_share_by_least_dim: device.matmul_share_by_least_dim.value.clone(),
+            grouped: GroupedRate::new(device.grouped_flops_by_rows.as_ref(), $grouped_share),
             attention_forward_flops: device.attention_forward_flops.value,
             attention_backward_flops: device.attention_backward_flops.value,
             device_bytes_per_s: device.memory_bytes_per_s.value,
@@ -103,8 +139,8 @@ impl Rates {
     /// If nothing in it computes; [`Profile::parse`] refuses that.
     pub fn of(profile: &Profile) -> Self {
         let computing = match (&profile.gpu, &profile.cpu_device) {
-            (Some(gpu), _) => computing!(profile, gpu),
-            (None, Some(cpus)) => computing!(profile, cpus).with_sharing(cpus),
+            (Some(gpu), _) => computing!(profile, gpu, GROUPED_SHARE),
+            (None, Some(cpus)) => computing!(profile, cpus, GROUPED_SHARE_OF_CPUS).with_sharing(cpus),
             (None, None) => panic!("{}: neither GPU nor CPUs compute", profile.name),
         };
         let linked = profile.link.as_ref().map_or(computing.clone(), |link| computing.with_link(link));
@@ -188,10 +224,9 @@ impl Rates {
 
     /// A machine whose host memory, and so its optimizer, is `factor` times as fast.
     pub(crate) fn with_faster_host(&self, factor: f64) -> Self {
-        let faster = |curve: &Points| Points(curve.0.iter().map(|(threads, rate)| (*threads, rate * factor)).collect());
         Self {
-            adam_bytes_per_s_by_threads: faster(&self.adam_bytes_per_s_by_threads),
-            adam_scalar_bytes_per_s_by_threads: faster(&self.adam_scalar_bytes_per_s_by_threads),
+            adam_bytes_per_s_by_threads: faster(&self.adam_bytes_per_s_by_threads, factor),
+            adam_scalar_bytes_per_s_by_threads: faster(&self.adam_scalar_bytes_per_s_by_threads, factor),
             ..self.clone()
         }
     }
@@ -211,6 +246,7 @@ impl Rates {
     pub(crate) fn with_faster_device(&self, factor: f64) -> Self {
         Self {
             large_matmul_flops: self.large_matmul_flops * factor,
+            grouped: self.grouped.faster(factor),
             attention_forward_flops: self.attention_forward_flops * factor,
             attention_backward_flops: self.attention_backward_flops * factor,
             device_bytes_per_s: self.device_bytes_per_s * factor,
@@ -221,6 +257,26 @@ impl Rates {
     /// FLOPs a second of a product whose smallest dimension is `least_dim`.
     pub fn matmul_flops(&self, least_dim: usize) -> f64 {
         self.large_matmul_flops * self.matmul_share_by_least_dim.at(least_dim as f64)
+    }
+
+    /// FLOPs a second of products of experts with `rows` each on average, whose weights' smaller dimension is `width`.
+    pub(crate) fn grouped_flops(&self, rows: usize, width: usize) -> f64 {
+        match &self.grouped {
+            GroupedRate::Measured(by_rows) => by_rows.at(rows as f64),
+            GroupedRate::Assumed(share) => share * self.matmul_flops(rows.min(width)),
+        }
+    }
+
+    /// What is assumed of products of experts, where nobody measured them.
+    pub(crate) fn unknown_grouped(&self) -> Option<String> {
+        match self.grouped {
+            GroupedRate::Measured(_) => None,
+            GroupedRate::Assumed(share) => Some(format!(
+                "products of experts at {:.0} % of the rate of single ones, assumed: {} does not say",
+                100.0 * share,
+                self.profile
+            )),
+        }
     }
 
     /// Seconds of a copy of `bytes` to the host, alone.
@@ -248,6 +304,7 @@ impl Rates {
 pub(crate) mod tests {
     use super::*;
     use crate::hardware::profile::Gpu;
+    use std::path::Path;
 
     /// A machine that is easy to reckon with: 1e12 FLOPs and 1e12 bytes a second on the device, 1e11 bytes a second alone on the
     /// link and for the optimizer, half of that when both ways are busy.
@@ -257,6 +314,7 @@ pub(crate) mod tests {
             profile: "round".into(),
             large_matmul_flops: 1e12,
             matmul_share_by_least_dim: whole.clone(),
+            grouped: GroupedRate::Assumed(1.0),
             attention_forward_flops: 1e12,
             attention_backward_flops: 1e12,
             device_bytes_per_s: 1e12,
@@ -310,6 +368,25 @@ pub(crate) mod tests {
     }
 
     #[test]
+    fn products_of_experts_are_as_fast_as_measured_or_as_is_said_to_be_assumed() {
+        let mut profile = Profile::load(ASSUMED).unwrap();
+        profile.gpu.as_mut().unwrap().grouped_flops_by_rows = None;
+        let assumed = Rates::of(&profile);
+        assert_eq!(assumed.grouped_flops(2048, 512), GROUPED_SHARE * assumed.matmul_flops(512));
+        assert_eq!(assumed.grouped_flops(64, 512), GROUPED_SHARE * assumed.matmul_flops(64));
+        let said = "products of experts at 55 % of the rate of single ones, assumed: h200-pcie5 does not say";
+        assert_eq!(assumed.unknown_grouped().as_deref(), Some(said));
+        let curve = Points(vec![(128.0, 1e14), (2048.0, 3e14)]);
+        let measured = Curve { value: curve, source: String::new(), spread: None, others: Vec::new() };
+        profile.gpu.as_mut().unwrap().grouped_flops_by_rows = Some(measured);
+        let measured = Rates::of(&Profile::parse(&profile.to_string(), Path::new("x")).unwrap());
+        assert_eq!([128, 512, 4096].map(|rows| measured.grouped_flops(rows, 512)), [1e14, 2e14, 3e14]);
+        assert_eq!(measured.unknown_grouped(), None);
+        assert_eq!(measured.with_faster_device(2.0).grouped_flops(128, 512), 2e14);
+        assert_eq!(assumed.with_faster_device(2.0).grouped_flops(2048, 512), 2.0 * assumed.grouped_flops(2048, 512));
+    }
+
+    #[test]
     fn a_machine_without_a_gpu_copies_through_its_memory() {
         let mut profile = Profile::load(ASSUMED).unwrap();
         let gpu = Rates::of(&profile);
@@ -324,6 +401,7 @@ pub(crate) mod tests {
             matmul_flops: tenth(&matmul_flops),
             memory_bytes_per_s,
             matmul_share_by_least_dim,
+            grouped_flops_by_rows: None,
             matmul_under_adam: None,
             adam_under_matmul: Some(tenth(&matmul_flops)),
         });

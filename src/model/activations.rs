@@ -15,6 +15,7 @@ use crate::error::{Error, Result};
 use crate::host::pinned::{HostMemory, PinnedSlice};
 use crate::memory::MemorySpace;
 use crate::units::Bytes;
+use std::ops::Range;
 
 /// Each part of an allocation for layers starts at a multiple of this many elements.
 const PART_ALIGN_ELEMS: usize = 128;
@@ -260,14 +261,13 @@ impl ActivationPlan {
         let logits = each("layers.router_logits", &|moe| moe.experts, Dtype::Float32)?;
         let weights = each("layers.expert_weights", &|moe| moe.top_k, Dtype::Float32)?;
         let choices = each("layers.choices", &|moe| CHOICE_ARRAYS * moe.top_k, Dtype::Int32)?;
-        let bounds_elems = |moe: Moe| (moe.experts + 1).next_multiple_of(PART_ALIGN_ELEMS);
-        let total = layers.iter().filter_map(|layer| layer.mlp.moe()).map(bounds_elems).sum();
+        let total = bounds_elems(&self.shape);
         let bounds = if total == 0 { None } else { Some(memory.matrix("layers.expert_bounds", &[total], Dtype::Int32)?) };
-        let mut start = 0;
+        let mut bounds_of = expert_bounds(&self.shape);
         let layer = |(l, layer): (usize, &LayerShape)| {
             let (moe, all) = (layer.mlp.moe()?, bounds?);
-            let (bounds, all_bounds) = (all.slice(start, moe.experts + 1), (all, bounds_elems(moe)));
-            start += bounds_elems(moe);
+            let (range, stride) = (bounds_of.next()?, bounds_stride(moe));
+            let (bounds, all_bounds) = (all.slice(range.start, range.len()), (all, stride));
             let choice = |array: usize| choices.at(l).slice(array * tokens * moe.top_k, tokens * moe.top_k);
             let [experts, slots, row_tokens, entries] = [0, 1, 2, 3].map(choice);
             Some(RoutedActivations {
@@ -320,6 +320,25 @@ impl ActivationPlan {
     fn host_layers(&self) -> usize {
         self.policies.iter().filter(|policy| **policy == LayerPolicy::Host).count()
     }
+}
+
+/// Elements from the bounds of a layer's experts to those of the next one.
+fn bounds_stride(moe: Moe) -> usize {
+    (moe.experts + 1).next_multiple_of(PART_ALIGN_ELEMS)
+}
+
+/// Elements of the bounds of all layers' experts.
+pub(crate) fn bounds_elems(shape: &ModelShape) -> usize {
+    shape.layers.iter().filter_map(|layer| layer.mlp.moe()).map(bounds_stride).sum()
+}
+
+/// Of each layer with experts, where in these its own lie.
+pub(crate) fn expert_bounds(shape: &ModelShape) -> impl Iterator<Item = Range<usize>> + '_ {
+    shape.layers.iter().filter_map(|layer| layer.mlp.moe()).scan(0, |end, moe| {
+        let start = *end;
+        *end += bounds_stride(moe);
+        Some(start..start + moe.experts + 1)
+    })
 }
 
 /// LayerNorm keeps mean and rstd, RMSNorm only rstd.

@@ -57,6 +57,17 @@ pub(crate) enum Rotates {
     All,
     /// Those that `no_rope_layers` marks with 1; where that is missing, all but the n-th, 2n-th and so on.
     NotEvery(usize),
+    /// All, and those that slide have a rotation of their own.
+    ByType(LocalRope),
+}
+
+/// The base of the frequencies of layers that slide, where the file does not say it of them.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LocalRope {
+    /// A key that may hold it.
+    pub(crate) key: Option<&'static str>,
+    /// Where that is missing, too.
+    pub(crate) theta: f64,
 }
 
 /// What a key of `config.json` means when it is missing.
@@ -441,6 +452,13 @@ static FAMILIES: &[FamilySpec] = &[
     },
     OLMO2,
     FamilySpec {
+        architecture: "Olmo3ForCausalLM",
+        window: WindowRule::ByType(TypeRule { switch: false, missing_types: Pattern::NotEvery(4), missing_window: Some(4096) }),
+        rotates: Rotates::ByType(LocalRope { key: None, theta: 500_000.0 }),
+        rope_theta: 500_000.0,
+        ..OLMO2
+    },
+    FamilySpec {
         architecture: "Glm4ForCausalLM",
         names: &GLM4_NAMES,
         qkv_bias: Presence::Key("attention_bias", true),
@@ -453,6 +471,15 @@ static FAMILIES: &[FamilySpec] = &[
         ..LLAMA
     },
     GEMMA2,
+    FamilySpec {
+        architecture: "Gemma3ForCausalLM",
+        qk_norm: Some(QkSpan::Head),
+        window: WindowRule::ByType(TypeRule { switch: false, missing_types: Pattern::NotEvery(6), missing_window: Some(4096) }),
+        rotates: Rotates::ByType(LocalRope { key: Some("rope_local_base_freq"), theta: 10_000.0 }),
+        rope_theta: 1_000_000.0,
+        softcaps: Some(Softcaps { scores: None, logits: None }),
+        ..GEMMA2
+    },
     FamilySpec {
         architecture: "Qwen3MoeForCausalLM",
         mlp_bias: Presence::Never,

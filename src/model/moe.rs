@@ -29,6 +29,11 @@ pub(super) struct MoeLayer<'a> {
 }
 
 impl Model {
+    /// What the routers of all layers chose of the last micro-batch, as [`super::activations::expert_bounds`] says; nothing without experts.
+    pub(crate) fn expert_bounds(&self) -> Option<DeviceSlice> {
+        self.activations.layers.iter().find_map(|layer| layer.routed).map(|routed| routed.all_bounds.0)
+    }
+
     /// The MLP of `layer`, if it is made of experts.
     pub(super) fn experts(&self, layer: usize) -> Option<MoeLayer<'_>> {
         let (params, act) = (&self.layers[layer], &self.activations.layers[layer]);

@@ -5,8 +5,9 @@ use crate::error::{Error, Result};
 use crate::model_dir::{CONFIG, ModelDir};
 use std::path::Path;
 
-/// Name and `config.json` of every preset.
-pub(crate) const PRESETS: [(&str, &str); 8] = [
+/// Name and `config.json` of every preset: its sizes are those of the file that was published as `google/gemma-2-2b`, `google/gemma-2-9b`,
+/// `google/gemma-2-27b`, `microsoft/phi-4`, `ByteDance-Seed/Seed-OSS-36B-Base`, `meta-llama/Llama-3.1-70B`, and of the others under their names.
+pub(crate) const PRESETS: [(&str, &str); 14] = [
     ("qwen3-4b", include_str!("presets/qwen3-4b.json")),
     ("llama-8b", include_str!("presets/llama-8b.json")),
     ("qwen3-14b", include_str!("presets/qwen3-14b.json")),
@@ -16,6 +17,12 @@ pub(crate) const PRESETS: [(&str, &str); 8] = [
     ("gpt-oss-20b", include_str!("presets/gpt-oss-20b.json")),
     ("qwen3-30b-a3b", include_str!("presets/qwen3-30b-a3b.json")),
     ("mixtral-8x7b", include_str!("presets/mixtral-8x7b.json")),
+    ("gemma-2-2b", include_str!("presets/gemma-2-2b.json")),
+    ("gemma-2-9b", include_str!("presets/gemma-2-9b.json")),
+    ("gemma-2-27b", include_str!("presets/gemma-2-27b.json")),
+    ("phi-4", include_str!("presets/phi-4.json")),
+    ("seed-oss-36b", include_str!("presets/seed-oss-36b.json")),
+    ("llama-70b", include_str!("presets/llama-70b.json")),
 ];
 
 /// The shape of the preset that `config` names, or of the `config.json`, or a model's directory, that it is the path of. `flag` is where it
@@ -45,6 +52,27 @@ mod tests {
         for (name, expected) in [("qwen3-4b", 4.022), ("llama-8b", 8.030), ("qwen3-14b", 14.77), ("gpt-5b", 5.143)] {
             assert!((billions(name) - expected).abs() < 5e-4 * expected, "{name}: {} B", billions(name));
         }
+    }
+
+    /// What the published files hold, to the parameter.
+    #[test]
+    fn dense_presets_have_every_parameter_of_the_published_files() {
+        for (name, params) in [
+            ("gemma-2-2b", 2_614_341_888),
+            ("gemma-2-9b", 9_241_705_984),
+            ("gemma-2-27b", 27_227_128_320),
+            ("phi-4", 14_659_507_200),
+            ("seed-oss-36b", 36_151_104_512),
+            ("llama-70b", 70_553_706_496),
+        ] {
+            assert_eq!(TensorTable::new(&shape("model", Path::new(name)).unwrap()).params(), params, "{name}");
+        }
+        let (phi, seed) = (shape("model", Path::new("phi-4")).unwrap(), shape("model", Path::new("seed-oss-36b")).unwrap());
+        assert!(phi.layers.iter().all(|layer| layer.attn.window.is_none() && !layer.attn.qkv_bias));
+        assert!(seed.layers.iter().all(|layer| layer.attn.qkv_bias && !layer.attn.out_bias));
+        let gemma = shape("model", Path::new("gemma-2-27b")).unwrap();
+        assert_eq!([0, 1].map(|layer| gemma.layers[layer].attn.window), [Some(4096), None]);
+        assert_eq!((gemma.layers[0].attn.scale, gemma.logit_softcap), (1.0 / 12.0, Some(30.0)));
     }
 
     /// What transformers counts in these configurations, and what a token takes of it, without the embedding.

@@ -136,6 +136,11 @@ impl ModelShape {
         AttentionShape { batch, seq_length, heads, kv_heads, head_dim, scale, window, softcap }
     }
 
+    /// Experts of all layers.
+    pub(crate) fn experts(&self) -> usize {
+        self.layers.iter().filter_map(|layer| layer.mlp.moe()).map(|moe| moe.experts).sum()
+    }
+
     /// Some layer bends attention's scores.
     pub(crate) fn caps_scores(&self) -> bool {
         self.layers.iter().any(|layer| layer.attn.softcap.is_some())

@@ -9,7 +9,7 @@ use crate::device::footprint::{MemoryClass, gpu::PAGE_BYTES};
 use crate::dtype::Dtype;
 use crate::error::Result;
 use crate::memory::{Addressing, DeviceMemory, MemorySpace, RingShape};
-use crate::model::activations::{ActivationPlan, LossTile, MicroBatch};
+use crate::model::activations::{ActivationPlan, LossTile, MicroBatch, bounds_elems};
 use crate::model::policy::LayerPolicy;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::{Module, TensorTable};
@@ -234,9 +234,10 @@ impl Workload<'_> {
     }
 
     /// What the driver reads and writes: every micro-batch of a step, since all are read before the first one runs; the partial sums of
-    /// the norm, a flag and the loss of each share; and state that it moves.
+    /// the norm, a flag and the loss of each share; the rows of experts in each micro-batch; and state that it moves.
     fn driver_bytes(&self, flat_elems: usize) -> usize {
-        4 * (self.batch_words() + flat_elems / BLOCK + self.shares + self.ranks * (1 + BOUNCE_ELEMS))
+        let expert_words = self.grad_accum_steps * bounds_elems(self.shape);
+        4 * (self.batch_words() + flat_elems / BLOCK + self.shares + expert_words + self.ranks * (1 + BOUNCE_ELEMS))
     }
 
     /// Words of all micro-batches of a step.
@@ -246,7 +247,8 @@ impl Workload<'_> {
 
     /// What ranks tell each other; nothing where there is one.
     fn board_bytes(&self, layout: &BucketLayout) -> usize {
-        if self.ranks == 1 { 0 } else { board_sizes(layout, self.ranks, self.shares, self.batch_words()).bytes() }
+        let steps = (self.shares, self.batch_words(), self.shape.experts());
+        if self.ranks == 1 { 0 } else { board_sizes(layout, self.ranks, steps).bytes() }
     }
 
     /// A bucket shares its arrays' first and last pages with its neighbours.
@@ -273,14 +275,16 @@ pub(super) fn kept(layout: &BucketLayout, ring: Option<RingShape>, ranks: usize)
     layout.offloaded().min(ringed)..ringed
 }
 
-/// Sizes of the board at which ranks meet, whose mail takes the micro-batches of a step, or a piece of state.
-pub(super) fn board_sizes(layout: &BucketLayout, ranks: usize, shares: usize, batch_words: usize) -> Sizes {
+/// Sizes of the board at which ranks meet, whose mail takes the micro-batches of a step, or a piece of state. Of a step: its shares, words of
+/// its micro-batches, experts of all layers.
+pub(super) fn board_sizes(layout: &BucketLayout, ranks: usize, (shares, batch_words, experts): (usize, usize, usize)) -> Sizes {
     let flat = layout.flat_elems();
     Sizes {
         ranks,
         buckets: layout.count(),
         partials: flat / BLOCK,
         shares,
+        experts,
         mail_words: batch_words.max(PIECE_ELEMS.min(flat)),
         on_gpus: false,
     }

@@ -158,6 +158,8 @@ pub struct Plan {
     pub layer_policies: Vec<LayerPolicy>,
     /// The model has soft caps on attention's scores.
     pub caps_scores: bool,
+    /// Experts of all layers.
+    pub experts: usize,
     /// How attention is computed on a GPU.
     pub attention: Attention,
     /// Where NVIDIA's libraries are looked for first.
@@ -242,6 +244,7 @@ impl Plan {
             loss_tile: choice.tile,
             layer_policies: choice.policies,
             caps_scores: workload.shape.caps_scores(),
+            experts: workload.shape.experts(),
             attention: workload.attention,
             cuda_libraries: settings.cuda_libraries.iter().cloned().collect(),
             hyper: hyper(settings),
@@ -316,7 +319,7 @@ impl Plan {
     /// Sizes of what its ranks meet at.
     pub fn board_sizes(&self) -> Sizes {
         let batch_words = batch::arrays(self.separates_documents) * self.batch * self.seq_length;
-        let sizes = board_sizes(&self.layout, self.ranks, self.shares, self.grad_accum_steps * batch_words);
+        let sizes = board_sizes(&self.layout, self.ranks, (self.shares, self.grad_accum_steps * batch_words, self.experts));
         Sizes { on_gpus: self.machine.kind == DeviceKind::Gpu, ..sizes }
     }
 
@@ -489,7 +492,7 @@ fn check_streams(settings: &Settings, rings: Rings) -> Result<()> {
 /// A loss that balances experts needs some.
 fn check_balance(settings: &Settings, shape: &ModelShape) -> Result<()> {
     let coefficient = settings.router_aux_loss_coef;
-    if coefficient == 0.0 || shape.layers.iter().any(|layer| layer.mlp.moe().is_some()) {
+    if coefficient == 0.0 || shape.experts() > 0 {
         return Ok(());
     }
     Err(Error::usage(format!("--router-aux-loss-coef {coefficient}: the model has no experts to balance; leave it out")))
@@ -626,6 +629,9 @@ impl fmt::Display for Plan {
                 "  attention   plain, which keeps the documents of a row apart and is slow; cuDNN's does not: --packing off or wrapped takes it"
             )?;
         }
+        if let Some(assumed) = self.unknown_grouped() {
+            writeln!(f, "  experts     {assumed}")?;
+        }
         let isa = if self.elsewhere && self.isa != Isa::Scalar { "vector code".into() } else { self.isa.to_string() };
         let moments = if self.moments == Moments::Float32 { String::new() } else { format!(", moments in {}", self.moments) };
         writeln!(f, "  optimizer   AdamW on {} threads, {isa}{moments}; clip above {}", self.threads, self.max_grad_norm)?;
@@ -640,6 +646,12 @@ impl fmt::Display for Plan {
 }
 
 impl Plan {
+    /// What the step's time takes for granted of products of experts.
+    fn unknown_grouped(&self) -> Option<String> {
+        let is_timed = self.experts > 0 && self.machine.kind == DeviceKind::Gpu;
+        self.machine.rates.unknown_grouped().filter(|_| is_timed)
+    }
+
     fn write_paged(&self, f: &mut fmt::Formatter<'_>, bucket: Bytes) -> fmt::Result {
         let how = match self.machine.device {
             DeviceMemory::Shared => Addressing::Coherent,

@@ -1,6 +1,7 @@
 //! What a device computes: products, attention, and kernels that only move bytes.
 
 use super::attention::{self, PassRates};
+use super::grouped;
 use super::kernels::{self, Small};
 use super::product::{self, Products};
 use super::sharing::Sharing;
@@ -10,11 +11,14 @@ use crate::device::Kernels;
 use crate::dtype::Dtype;
 use crate::error::Result;
 use crate::hardware::profile::CpuDevice;
+use crate::hardware::sourced::Curve;
 
 /// Rates in bf16.
 #[derive(Clone, Debug)]
 pub(crate) struct Arithmetic {
     pub products: Products,
+    /// FLOP/s of products of experts by the rows of each.
+    pub(crate) grouped_by_rows: Curve,
     pub attention: PassRates,
     pub small: Small,
 }
@@ -22,19 +26,21 @@ pub(crate) struct Arithmetic {
 impl Arithmetic {
     /// Measures for about `time_s`. Begin with a device that has rested.
     pub(crate) fn measure<D: Kernels>(timer: &mut Timer<'_, D>, sizes: ProbeSizes, time_s: f64) -> Result<Self> {
-        let products = product::measure(timer, Dtype::Bfloat16, sizes.product, 0.72 * time_s)?;
+        let products = product::measure(timer, Dtype::Bfloat16, sizes.product, 0.62 * time_s)?;
+        let grouped_by_rows = grouped::measure(timer, products.large, 0.1 * time_s)?;
         let attention = attention::measure(timer, sizes.seq_length, products.sustained.median(), 0.18 * time_s)?;
         let small = kernels::measure(timer, sizes.copy_bytes, products.large, 0.1 * time_s)?;
-        Ok(Self { products, attention, small })
+        Ok(Self { products, grouped_by_rows, attention, small })
     }
 
     /// As a profile says it of CPUs, whose cores the optimizer has, too.
     pub(crate) fn cpu_device(self, sharing: Sharing) -> CpuDevice {
-        let Self { products, attention, small } = self;
+        let Self { products, grouped_by_rows, attention, small } = self;
         CpuDevice {
             memory_bytes_per_s: small.memory_bytes_per_s.sourced(),
             matmul_flops: products.sustained.sourced(),
             matmul_share_by_least_dim: products.share_by_least_dim,
+            grouped_flops_by_rows: Some(grouped_by_rows),
             attention_forward_flops: attention.forward.sourced(),
             attention_backward_flops: attention.backward.sourced(),
             launch_s: small.launch_s.sourced(),

@@ -3,7 +3,7 @@
 //! Everything on the device is timed by the device's own clock and between events, as a step sees it, so that a simulated device
 //! can be measured like a real one. What one file measures:
 //!
-//! - [`arithmetic`] of [`product`], [`attention`], [`kernels`]: what the device computes, its memory, launches
+//! - [`arithmetic`] of [`product`], [`grouped`], [`attention`], [`kernels`]: what the device computes, its memory, launches
 //! - [`copies`]: the link, by size and way, alone and both ways; managed memory
 //! - [`host`]: memory, the optimizer's pass and casts by threads, waking; over [`states`], by [`workers`]
 //! - [`contention`]: all of them beside each other; [`sharing`]: on CPUs that are the device, too
@@ -16,6 +16,7 @@ pub(crate) mod attention;
 pub(crate) mod contention;
 pub(crate) mod copies;
 mod facts;
+pub(crate) mod grouped;
 pub(crate) mod host;
 pub(crate) mod kernels;
 pub(crate) mod product;
@@ -181,7 +182,7 @@ pub(crate) fn measure_device<D: Kernels>(
     let ProbeContext { free_bytes, addressing, memory, states, pool } = context;
     let mut timer = Timer::new(dev)?;
     log(&format_args!("gpu: matrix products, attention, memory, launches"));
-    let Arithmetic { products, attention, small } = Arithmetic::measure(&mut timer, sizes, 0.56 * time_s)?;
+    let Arithmetic { products, grouped_by_rows, attention, small } = Arithmetic::measure(&mut timer, sizes, 0.56 * time_s)?;
     log(&format_args!("link: copies by size and way"));
     let copies = Copies::new(timer.dev, memory, sizes.copy_bytes)?;
     let link = copies.measure(&mut timer, addressing, 0.24 * time_s)?;
@@ -196,6 +197,7 @@ pub(crate) fn measure_device<D: Kernels>(
         matmul_flops: products.sustained.sourced(),
         matmul_burst_flops: products.burst.sourced(),
         matmul_share_by_least_dim: products.share_by_least_dim,
+        grouped_flops_by_rows: Some(grouped_by_rows),
         attention_forward_flops: attention.forward.sourced(),
         attention_backward_flops: attention.backward.sourced(),
         launch_s: small.launch_s.sourced(),
@@ -289,6 +291,7 @@ mod tests {
     use super::*;
     use crate::device::sim::SimDevice;
     use crate::hardware::rates::Rates;
+    use crate::hardware::sourced::Points;
     use crate::host::memory_policy::MemoryPolicy;
     use crate::planner::machine::Machine;
 
@@ -311,6 +314,8 @@ mod tests {
         let dims: Vec<_> = gpu.matmul_share_by_least_dim.value.0.iter().map(|point| point.0).collect();
         // As far as half a second goes.
         assert!([32.0, 64.0, 128.0].starts_with(&dims) && !dims.is_empty(), "{dims:?}");
+        let rows: Vec<_> = gpu.grouped_flops_by_rows.as_ref().unwrap().value.0.iter().map(|point| point.0 as usize).collect();
+        assert!(rows == [8] || rows == [16] || rows == [32], "a fourth of a product's columns: {rows:?}");
         let sizes: Vec<_> = link.to_host_share_by_bytes.value.0.iter().map(|point| point.0 as usize).collect();
         assert_eq!(sizes, [64 << 10, 256 << 10, 1 << 20]);
         assert!(link.managed_bytes_per_s.is_some() && contention.adam_under_copies.value <= 1.0);
@@ -324,7 +329,7 @@ mod tests {
     }
 
     /// Numbers of a section by what they are, curves point by point.
-    fn numbers(gpu: &Gpu, link: &Link, contention: &Contention) -> Vec<(&'static str, f64)> {
+    fn numbers(rates: &Rates, gpu: &Gpu, link: &Link, contention: &Contention) -> Vec<(&'static str, f64)> {
         let mut numbers = vec![
             ("memory_bytes_per_s", gpu.memory_bytes_per_s.value),
             ("matmul_flops", gpu.matmul_flops.value),
@@ -341,6 +346,9 @@ mod tests {
             ("copies_under_adam", contention.copies_under_adam.value),
             ("adam_under_copies", contention.adam_under_copies.value),
         ];
+        let grouped = gpu.grouped_flops_by_rows.as_ref().map(|curve| curve.value.clone());
+        let grouped = grouped.unwrap_or(Points([512.0, 2048.0].map(|rows| (rows, rates.grouped_flops(rows as usize, 2048))).into()));
+        numbers.extend([512.0, 2048.0].map(|rows| ("grouped_flops", grouped.at(rows))));
         numbers.extend([128.0, 1024.0, 8192.0].map(|dim| ("matmul_share", gpu.matmul_share_by_least_dim.value.at(dim))));
         numbers.extend([65_536.0, 1_048_576.0, 67_108_864.0].map(|size| ("to_host_share", link.to_host_share_by_bytes.value.at(size))));
         numbers.extend([65_536.0, 1_048_576.0, 67_108_864.0].map(|size| ("to_device_share", link.to_device_share_by_bytes.value.at(size))));
@@ -350,12 +358,12 @@ mod tests {
     #[test]
     fn a_simulated_machine_is_measured_as_its_profile_says() {
         let profile = Profile::load("h200-pcie5").unwrap();
-        let machine = Machine::of(&profile);
+        let (machine, rates) = (Machine::of(&profile), Rates::of(&profile));
         let (mut memory, topology) = (HostMemory::new(MemoryPolicy::unbacked()), small_caches());
         let states = States::leaked(&topology);
         let (mut dev, pool) = SimDevice::new(
             "h200",
-            &Rates::of(&profile),
+            &rates,
             (machine.kind, machine.device),
             (15, crate::optim::simd::Isa::Avx2, crate::optim::moments::Moments::Float32),
             0,
@@ -363,8 +371,8 @@ mod tests {
         let pool = Pool::Simulated(pool);
         let context = ProbeContext { free_bytes: 1, addressing: Addressing::Managed, memory: &mut memory, states: &states, pool };
         let (gpu, link, contention) = measure_device(&mut dev, ProbeSizes::GPU, context, 2.0, &mut |_| ()).unwrap();
-        let wanted = numbers(profile.gpu.as_ref().unwrap(), profile.link.as_ref().unwrap(), profile.contention.as_ref().unwrap());
-        let pairs = numbers(&gpu, &link, &contention).into_iter().zip(wanted);
+        let wanted = numbers(&rates, profile.gpu.as_ref().unwrap(), profile.link.as_ref().unwrap(), profile.contention.as_ref().unwrap());
+        let pairs = numbers(&rates, &gpu, &link, &contention).into_iter().zip(wanted);
         // A small product takes a kernel's least time besides.
         let off: Vec<_> = pairs.filter(|((_, measured), (_, wanted))| (measured / wanted - 1.0).abs() > 0.05).collect();
         assert!(off.is_empty(), "{off:?}");

@@ -22,9 +22,9 @@ const ROUNDS: usize = 4;
 /// Three square matrices of random numbers, and products in them.
 #[derive(Clone, Copy, Debug)]
 pub struct Product {
-    a: DeviceSlice,
-    b: DeviceSlice,
-    c: DeviceSlice,
+    pub(super) a: DeviceSlice,
+    pub(super) b: DeviceSlice,
+    pub(super) c: DeviceSlice,
     /// Rows and columns.
     pub n: usize,
 }
@@ -69,7 +69,10 @@ impl Product {
 }
 
 /// Uniform numbers between -1 and 1 in all of `memory`, which is of float formats.
-pub(crate) fn fill<D: Kernels>(dev: &mut D, memory: &[DeviceSlice]) -> Result<()> {
+///
+/// # Errors
+/// The device's.
+pub fn fill<D: Kernels>(dev: &mut D, memory: &[DeviceSlice]) -> Result<()> {
     let elems = memory.iter().map(|part| part.elems()).max().unwrap_or(0).min(RANDOM_ELEMS);
     let (mut host, mut rng) = (HostMemory::default(), ChaCha8Rng::seed_from_u64(1));
     let (source, wide) = (host.alloc("random numbers", elems * 4)?, dev.alloc("random numbers", elems, Dtype::Float32)?);

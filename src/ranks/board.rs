@@ -43,6 +43,8 @@ struct Entry {
     nonfinite: AtomicBool,
     /// What it did in its last step.
     amounts: [AtomicU64; AMOUNTS],
+    /// Rows of each expert of each layer in its last step.
+    expert_rows: Box<[AtomicU64]>,
     /// Orders that it has carried out.
     done: AtomicU64,
     /// How often it has come to where all ranks meet, between two steps.
@@ -84,6 +86,8 @@ pub struct Sizes {
     pub partials: usize,
     /// Shares of a step.
     pub shares: usize,
+    /// Experts of all layers.
+    pub experts: usize,
     /// Words of the mail.
     pub mail_words: usize,
     /// Whether each rank is a GPU, and known by it.
@@ -93,7 +97,7 @@ pub struct Sizes {
 impl Sizes {
     /// Bytes that the board takes for numbers whose count depends on the model.
     pub fn bytes(&self) -> usize {
-        4 * (self.partials + self.shares + self.mail_words) + 8 * self.ranks * self.buckets
+        4 * (self.partials + self.shares + self.mail_words) + 8 * self.ranks * (self.buckets + self.experts)
     }
 }
 
@@ -122,6 +126,7 @@ impl Board {
             reported: AtomicU64::new(0),
             nonfinite: AtomicBool::new(false),
             amounts: Default::default(),
+            expert_rows: zeros(sizes.experts),
             done: AtomicU64::new(0),
             met: AtomicU64::new(0),
             tracks: OnceLock::new(),
@@ -309,6 +314,16 @@ impl Board {
         self.entry(rank).amounts.iter().map(|amount| amount.load(Ordering::Relaxed))
     }
 
+    /// How many rows each expert had on `rank` in a step, told as [`Board::write_amounts`] tells.
+    pub(crate) fn write_expert_rows(&self, rank: usize, rows: &[u64]) {
+        self.entry(rank).expert_rows.iter().zip(rows).for_each(|(place, rows)| place.store(*rows, Ordering::Relaxed));
+    }
+
+    /// And in its last step.
+    pub(crate) fn expert_rows(&self, rank: usize) -> impl Iterator<Item = u64> + '_ {
+        self.entry(rank).expert_rows.iter().map(|rows| rows.load(Ordering::Relaxed))
+    }
+
     /// `rank` has ended, and these are its tracks of the timeline.
     pub(crate) fn publish_tracks(&self, rank: usize, tracks: Vec<Recorder>) {
         // It ends once.
@@ -395,7 +410,7 @@ mod tests {
     use super::*;
 
     fn board(ranks: usize) -> Board {
-        Board::new(Sizes { ranks, buckets: 3, partials: 4, shares: 2, mail_words: 5, on_gpus: ranks == 3 }, None)
+        Board::new(Sizes { ranks, buckets: 3, partials: 4, shares: 2, mail_words: 5, on_gpus: ranks == 3, ..Sizes::default() }, None)
     }
 
     #[test]
@@ -420,7 +435,7 @@ mod tests {
 
     #[test]
     fn mirror_images_have_published_what_rank_0_has() {
-        let board = Board::mirrored(Sizes { ranks: 3, buckets: 3, partials: 4, shares: 3, mail_words: 5, on_gpus: false });
+        let board = Board::mirrored(Sizes { ranks: 3, buckets: 3, partials: 4, shares: 3, mail_words: 5, ..Sizes::default() });
         assert!(board.ranks() == 3 && !board.all_written(0) && !board.all_pulled(1) && board.settled(2, 1) == 0);
         board.publish_written(0);
         board.publish_pulled(0);

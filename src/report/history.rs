@@ -29,6 +29,8 @@ struct MetricsRecord {
     exposed_cpu_ms: Option<f64>,
     exposed_transfer_ms: Option<f64>,
     exposed_peer_ms: Option<f64>,
+    expert_largest_over_mean: Option<f64>,
+    expert_unused_share: Option<f64>,
     rss_bytes: Option<u64>,
     /// Before there was a line of facts, each step said it.
     memory: Option<MemoryRecord>,
@@ -65,6 +67,8 @@ pub(super) struct History {
     pub(super) learning_rate: StepCurve,
     pub(super) tokens_per_second: StepCurve,
     pub(super) step_ms: StepCurve,
+    pub(super) expert_largest: StepCurve,
+    pub(super) expert_unused: StepCurve,
     /// 1 where a step was clipped or skipped, else no number.
     pub(super) clips: StepCurve,
     pub(super) skips: StepCurve,
@@ -163,6 +167,8 @@ impl History {
         self.rss_bytes = rss_bytes.unwrap_or(self.rss_bytes);
         self.memory = record.memory.or(self.memory.take());
         self.draw(x, loss, [record.grad_norm, record.learning_rate, record.tokens_per_second, record.step_ms]);
+        self.expert_largest.push(x, record.expert_largest_over_mean.unwrap_or(f64::NAN));
+        self.expert_unused.push(x, record.expert_unused_share.map_or(f64::NAN, |share| 100.0 * share));
         self.mark(x, record.verdict.as_deref());
     }
 
@@ -217,6 +223,13 @@ mod tests {
         assert_eq!((all.exposed_ms, all.compute_ms(), all.mean_tokens_per_second()), ([300.0, 0.0, 0.0], 1200.0, 64.0));
         assert_eq!((all.bucket_steps, all.clipped_steps, all.skipped_steps), ([0, 0, 0, 9, 0], 1, 1));
         assert_eq!((all.evaluations, all.last_eval, all.clips.points().collect::<Vec<_>>()), (1, Some((2, 2.25)), vec![(2.0, 1.0)]));
+    }
+
+    #[test]
+    fn loads_of_experts_are_drawn_where_a_line_has_them() {
+        let all = history("{\"step\":1}\n{\"step\":2,\"expert_largest_over_mean\":2.5,\"expert_unused_share\":0.25}\n");
+        let points = |curve: &StepCurve| curve.points().collect::<Vec<_>>();
+        assert_eq!((points(&all.expert_largest), points(&all.expert_unused)), (vec![(2.0, 2.5)], vec![(2.0, 25.0)]));
     }
 
     #[test]

@@ -24,6 +24,7 @@ pub(super) fn page(runs: &[PastRun]) -> String {
         section("Loss", &format!("<div class=\"tall\">{}</div>{}", loss(runs), loss_notes(runs))),
         section("Learning rate and gradient norm", &pair(learning_rate(runs), grad_norm(runs))),
         section("Speed", &pair(speed(runs), step_time(runs))),
+        experts(runs),
         section("Where the time of a step goes", &each(runs, step_shares)),
         section("Memory planned", &each(runs, memory)),
         section("Speculation", &speculation(runs)),
@@ -165,6 +166,17 @@ fn speed(runs: &[PastRun]) -> String {
 
 fn step_time(runs: &[PastRun]) -> String {
     draw(runs, "Step time", "milliseconds, from step to step", ValueAxis::FromZero, |history| &history.step_ms)
+}
+
+/// Nothing where no run has experts.
+fn experts(runs: &[PastRun]) -> String {
+    if runs.iter().all(|run| run.history.expert_largest.range().is_none()) {
+        return String::new();
+    }
+    let caption = "rows of the expert that had most over the mean of its layer, in the worst layer; 1 is even";
+    let largest = draw(runs, "Largest load over mean", caption, ValueAxis::Fitted, |history| &history.expert_largest);
+    let caption = "percent of all layers' experts that had no row in a step";
+    section("Load of experts", &pair(largest, draw(runs, "Unused experts", caption, ValueAxis::FromZero, |history| &history.expert_unused)))
 }
 
 fn step_shares(run: &PastRun) -> String {

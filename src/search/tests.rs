@@ -10,6 +10,7 @@ use crate::device::DeviceKind;
 use crate::hardware::peer_route::PeerRoute;
 use crate::hardware::profile::Profile;
 use crate::hardware::rates::Rates;
+use crate::hardware::sourced::{Curve, Points};
 use crate::memory::Addressing;
 use crate::memory::{DeviceMemory, MemorySpace};
 use crate::model::policy::LayerPolicy;
@@ -204,6 +205,35 @@ fn step_of_several(
     assert!(plan.shortage().is_none(), "{plan}");
     let steps = Steps { warmup: 2, timed: 2, clip: Clip::Never };
     simulate(&plan, &shape, "several", steps, 0).unwrap().0.step_ms.median
+}
+
+/// A profile says how fast products of experts are, or the plan tells what it assumes; models without experts do not ask.
+#[test]
+fn products_of_experts_take_their_own_rate() {
+    let with_grouped = |rate: Option<f64>| {
+        let mut profile = Profile::load("h200-pcie5").unwrap();
+        let curve = |rate| Curve { value: Points(vec![(1.0, rate)]), source: String::new(), spread: None, others: Vec::new() };
+        profile.gpu.as_mut().unwrap().grouped_flops_by_rows = rate.map(curve);
+        Machine::of(&profile)
+    };
+    let steps = Steps { warmup: 1, timed: 1, clip: Clip::Never };
+    let step = |shape: &ModelShape, rate| {
+        let settings = Settings { seq_length: 4096, per_device_train_batch_size: 4, ..Settings::default() };
+        let plan = Plan::new(&settings, shape, &with_grouped(rate), false).unwrap();
+        (simulate(&plan, shape, "grouped", steps, 0).unwrap().0.step_ms.median, plan.to_string())
+    };
+    let [(fast, said), (slow, _), (assumed, told)] = [Some(4e14), Some(2e14), None].map(|rate| step(&model("olmoe-1b-7b", 8), rate));
+    // Of eight layers: 16,384 tokens, eight experts each, three weights of 2048 x 1024, forward and twice backward.
+    let grouped_ms = |rate: f64| 1e3 * 6.0 * 8.0 * 16_384.0 * 8.0 * 3.0 * 2048.0 * 1024.0 / rate;
+    let longer = slow - fast - (grouped_ms(2e14) - grouped_ms(4e14));
+    assert!(longer.abs() < 0.03 * (slow - fast), "{fast} {slow} ms: {longer}");
+    assert!(fast < assumed && assumed < slow && !said.contains("experts"), "{fast} {assumed} {slow}");
+    assert!(
+        told.contains("  experts     products of experts at 55 % of the rate of single ones, assumed: h200-pcie5 does not say"),
+        "{told}"
+    );
+    let [(fast, _), (assumed, told)] = [Some(2e14), None].map(|rate| step(&model("llama-8b", 4), rate));
+    assert!(fast == assumed && !told.contains("experts"), "{fast} {assumed}");
 }
 
 /// Beside the same steps by arithmetic on busy times (GPU, Adam of all, links, pulls), the optimizer at 6.5e9 parameters a second in all. The

@@ -84,7 +84,7 @@ fn event(now: Duration, step: u64, scalars: &[(&str, Option<f64>)]) -> Message {
 }
 
 /// What is shown of a step.
-fn scalars(m: &StepMetrics) -> [(&'static str, Option<f64>); 14] {
+fn scalars(m: &StepMetrics) -> [(&'static str, Option<f64>); 16] {
     let counts = &m.counts;
     [
         ("train/loss", Some(f64::from(m.loss))),
@@ -100,6 +100,8 @@ fn scalars(m: &StepMetrics) -> [(&'static str, Option<f64>); 14] {
         ("offload/exposed_peers_ms", Some(m.exposed_peer_ms).filter(|_| m.exposed_peer_rank.is_some())),
         ("offload/speculated", Some(counts.speculated as f64)),
         ("offload/rolled_back", Some(counts.rolled_back as f64)),
+        ("experts/largest_over_mean", m.expert_load.map(|load| load.largest_over_mean)),
+        ("experts/unused_share", m.expert_load.map(|load| load.unused_share)),
         ("memory/resident_gib", Some(m.rss_bytes as f64 / (1u64 << 30) as f64)),
     ]
 }
@@ -177,6 +179,7 @@ mod tests {
             exposed_peer_rank: None,
             d2h_bytes: 0,
             h2d_bytes: 0,
+            expert_load: None,
             rss_bytes: 3 << 29,
         }
     }

@@ -207,7 +207,18 @@ mod tests {
     fn report(verdict: Verdict) -> StepReport {
         let (counts, exposed, counters) = (Counts::default(), Exposed::default(), Counters::default());
         let (loss, learning_rate, loss_scale, grad_norm, exposed_to_peers_ns) = (1.0, 0.1, 1.0, Norm(1.0), [0; PARTS_MAX]);
-        StepReport { loss, grad_norm, learning_rate, loss_scale, verdict, counts, exposed, counters, exposed_to_peers_ns }
+        StepReport {
+            loss,
+            grad_norm,
+            learning_rate,
+            loss_scale,
+            verdict,
+            counts,
+            exposed,
+            counters,
+            exposed_to_peers_ns,
+            expert_load: None,
+        }
     }
 
     /// What a run does that has just changed its plan, whose steps took a second and now take `ms`, until it does something.

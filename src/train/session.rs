@@ -345,6 +345,7 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
             exposed_peer_rank: report.most_exposed_to_peers(),
             d2h_bytes: report.counters.d2h_bytes,
             h2d_bytes: report.counters.h2d_bytes,
+            expert_load: report.expert_load,
             rss_bytes: rss_bytes(),
         }
     }

@@ -107,6 +107,16 @@ FAMILIES = {
         **SIZES, **COMMON, num_key_value_heads=2, head_dim=12, query_pre_attn_scalar=20, sliding_window=5,
         attn_logit_softcapping=2.0, final_logit_softcapping=3.0, rope_parameters=plain_rope(100.0),
     ),
+    # The first layer slides, and only the other stretches its rotation; transformers reads `truncate` beside the types of layers alone.
+    "olmo3": transformers.Olmo3Config(
+        **SIZES, **COMMON, num_key_value_heads=2, sliding_window=5, layer_types=["sliding_attention", "full_attention"],
+        rope_parameters=dict(full_attention=YARN | dict(truncate=True), sliding_attention=plain_rope(100.0)),
+    ),
+    "gemma3": transformers.Gemma3TextConfig(
+        **(SIZES | dict(num_hidden_layers=3)), **COMMON, num_key_value_heads=2, head_dim=12, query_pre_attn_scalar=20, sliding_window=5,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        rope_parameters=dict(full_attention=dict(rope_type="linear", rope_theta=1000.0, factor=8.0), sliding_attention=plain_rope(100.0)),
+    ),
     # The first of three layers has no experts.
     "qwen3_moe": transformers.Qwen3MoeConfig(
         **dict(SIZES, num_hidden_layers=3), **COMMON, num_key_value_heads=2, head_dim=16, moe_intermediate_size=12, num_experts=8,

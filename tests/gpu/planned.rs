@@ -27,7 +27,7 @@ const ON_DEVICE: [(&str, &str); 18] = [
     ("matrix workspace", "matrix workspace"),
 ];
 
-const ON_HOST: [(&str, &str); 11] = [
+const ON_HOST: [(&str, &str); 12] = [
     ("parameters", "offloaded p, m, v"),
     ("m", "offloaded p, m, v"),
     ("v", "offloaded p, m, v"),
@@ -38,6 +38,7 @@ const ON_HOST: [(&str, &str); 11] = [
     ("norm partials", "batches, norm"),
     ("non-finite flag", "batches, norm"),
     ("losses", "batches, norm"),
+    ("rows of experts", "batches, norm"),
     ("bounce buffer", "batches, norm"),
 ];
 

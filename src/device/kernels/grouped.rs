@@ -76,7 +76,7 @@ impl Kernel for GroupedMatmul {
 
     fn flops_per_s(&self, rates: &Rates) -> f64 {
         let GroupedShape { experts, rows, outs, ins, .. } = self.shape;
-        rates.matmul_flops(rows.div_ceil(experts.max(1)).min(outs).min(ins))
+        rates.grouped_flops(rows.div_ceil(experts.max(1)), outs.min(ins))
     }
 }
 

@@ -127,7 +127,7 @@ impl<'a> Keys<'a> {
     }
 
     /// The object at `key`; `None` where there is none, or an empty one.
-    fn object(&self, key: &str) -> Result<Option<&'a Map<String, Value>>> {
+    pub(super) fn object(&self, key: &str) -> Result<Option<&'a Map<String, Value>>> {
         match self.get(key) {
             None => Ok(None),
             Some(Value::Object(map)) => Ok(Some(map).filter(|map| !map.is_empty())),

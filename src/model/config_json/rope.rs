@@ -2,7 +2,7 @@
 
 use super::keys::{INDEX_MAX, Keys};
 use crate::error::Result;
-use crate::model::family::{FamilySpec, Rotates};
+use crate::model::family::{FamilySpec, LocalRope, Rotates};
 use crate::model::shape::{RopeConfig, RopeScaling};
 use serde_json::{Map, Value};
 
@@ -33,7 +33,33 @@ pub(super) fn ropes(
             let rotates = rotating_layers(keys, interval, slides.len())?;
             Ok((one()?, rotates.into_iter().map(|rotates| rotates.then_some(0)).collect()))
         }
+        Rotates::ByType(local) => {
+            Ok((by_type(keys, spec, local, heads)?.into(), slides.iter().map(|&slides| Some(usize::from(slides))).collect()))
+        }
     }
+}
+
+/// The rotation of layers that see all, and that of layers that slide. Old files stretch the first alone, and have no object for the other.
+fn by_type(keys: &Keys, spec: &FamilySpec, local: LocalRope, heads: &RotatedHeads) -> Result<[RopeConfig; 2]> {
+    let (key, within, empty) = ("rope_parameters", "rope_parameters.", Map::new());
+    let types = keys.object(key)?.map(|map| Keys { map, within, ..*keys });
+    let kinds = ["full_attention", "sliding_attention"];
+    let is_flat = |types: &Keys| kinds.iter().all(|kind| types.get(kind).is_none());
+    if types.as_ref().is_some_and(|types| is_flat(types) || keys.get("rope_scaling").is_some()) {
+        let cause = "expected objects full_attention and sliding_attention, and no rope_scaling beside";
+        return Err(keys.bad(key, cause));
+    }
+    let of_type = |kind, within| -> Result<Keys> {
+        let map = types.as_ref().map_or(Ok(None), |types| types.object(kind))?.unwrap_or(&empty);
+        Ok(Keys { map, within, ..*keys })
+    };
+    let (full, sliding) = (of_type(kinds[0], "rope_parameters.full_attention.")?, of_type(kinds[1], "rope_parameters.sliding_attention.")?);
+    let old = keys.object("rope_scaling")?.map(|map| Keys { map, within: "rope_scaling.", ..*keys });
+    let (full, mut rotation) = (rope(keys, &old.unwrap_or(full), spec, heads)?, rope(keys, &sliding, spec, heads)?);
+    if sliding.get("rope_theta").is_none() {
+        rotation.theta = local.key.map_or(Ok(local.theta), |key| keys.number(key, Some(local.theta), 1.0, 1e30))?;
+    }
+    Ok([full, rotation])
 }
 
 /// Layers that `no_rope_layers` marks with 1, or all but every n-th.

@@ -172,6 +172,34 @@ fn longrope_stretches_by_what_the_file_says() {
 }
 
 #[test]
+fn layers_that_slide_have_a_rotation_of_their_own() {
+    let read = |changes| with("Olmo3ForCausalLM", changes);
+    let [full, sliding] =
+        [json!({"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}), json!({"rope_type": "default", "rope_theta": 1e3})];
+    let shape = read(json!({"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 5,
+        "rope_parameters": {"full_attention": full, "sliding_attention": sliding}}))
+    .unwrap();
+    assert_eq!(shape.layers.iter().map(|layer| layer.attn.rope).collect::<Vec<_>>(), [Some(1), Some(0), Some(1)]);
+    let rope = |theta, scaling| RopeConfig { theta, rotary_dim: 8, interleaved: false, scaling, attention_factor: 1.0 };
+    assert_eq!(shape.ropes, [rope(1e6, RopeScaling::Linear { factor: 2.0 }), rope(1e3, RopeScaling::Default)]);
+    // The old spelling stretches layers that see everything, and says nothing of the others.
+    let old = read(json!({"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 1e6})).unwrap();
+    assert_eq!(old.ropes, [rope(1e6, RopeScaling::Linear { factor: 2.0 }), rope(5e5, RopeScaling::Default)]);
+    assert_eq!(read(json!({})).unwrap().ropes, [rope(5e5, RopeScaling::Default), rope(5e5, RopeScaling::Default)]);
+    assert_eq!(read(json!({"rope_parameters": {"sliding_attention": sliding}})).unwrap().ropes[1].theta, 1e3);
+    let both = json!({"rope_parameters": {"full_attention": full}, "rope_scaling": {"rope_type": "linear", "factor": 2.0}});
+    for (changes, words) in [
+        (json!({"rope_parameters": full}), "rope_parameters: expected objects full_attention and sliding_attention"),
+        (both, "no rope_scaling beside"),
+        (json!({"rope_parameters": {"full_attention": 1}}), "rope_parameters.full_attention: expected an object"),
+        (json!({"rope_parameters": {"sliding_attention": {"rope_theta": -1.0}}}), "rope_parameters.sliding_attention.rope_theta"),
+    ] {
+        let message = error(read(changes));
+        assert!(message.contains(words), "{message}");
+    }
+}
+
+#[test]
 fn layers_without_rope() {
     let rotates = |changes| with("SmolLM3ForCausalLM", changes).map(|shape| shape.layers.iter().map(|l| l.attn.rope).collect::<Vec<_>>());
     assert_eq!(rotates(json!({"no_rope_layer_interval": 2})).unwrap(), [Some(0), None, Some(0)]);

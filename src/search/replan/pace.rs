@@ -172,6 +172,7 @@ mod tests {
             exposed,
             counters,
             exposed_to_peers_ns: [0; PARTS_MAX],
+            expert_load: None,
         }
     }
 

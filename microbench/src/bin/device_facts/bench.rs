@@ -21,14 +21,17 @@ pub struct Sizes {
     pub pipeline_params: usize,
     /// Rows of the product that keeps the device busy.
     pub product: usize,
+    /// Models are so many times as small.
+    pub shrink: usize,
 }
 
 impl Sizes {
     /// Those of a run, or small ones; what was asked for wins.
     pub fn new(is_quick: bool, max_bytes: Option<usize>, seconds: Option<f64>) -> Self {
-        let (bytes, time_s, pipeline_params, product) =
-            if is_quick { (1 << 20, 0.002, 1 << 18, 128) } else { (1 << 30, 0.2, 1 << 27, 4096) };
-        Self { max_bytes: max_bytes.unwrap_or(bytes).max(SMALLEST_BYTES), seconds: seconds.unwrap_or(time_s), pipeline_params, product }
+        let (bytes, time_s, pipeline_params, product, shrink) =
+            if is_quick { (1 << 20, 0.002, 1 << 18, 128, 64) } else { (1 << 30, 0.2, 1 << 27, 4096, 1) };
+        let (max_bytes, seconds) = (max_bytes.unwrap_or(bytes).max(SMALLEST_BYTES), seconds.unwrap_or(time_s));
+        Self { max_bytes, seconds, pipeline_params, product, shrink }
     }
 
     /// `first`, and four times as many again and again, up to the largest.

@@ -1,10 +1,11 @@
-//! What this machine's device, its link and the host's side of a step do together: copies, casts, latencies, and buckets on their
-//! way through the optimizer. One JSON line a case, with the physical limit beside it. Every case checks its data.
+//! What this machine's device, its link and the host's side of a step do together: copies, casts, latencies, buckets on their
+//! way through the optimizer, products of experts. One JSON line a case, with the physical limit beside it. Every case checks its data.
 #![allow(unsafe_code)]
 
 mod bench;
 mod cast;
 mod graph;
+mod grouped;
 mod latency;
 mod limits;
 mod link;
@@ -42,6 +43,8 @@ enum Part {
     Latency,
     /// Gradients out, the optimizer's pass, weights back, by the size of a bucket.
     Pipeline,
+    /// Products of experts at the shapes of models, beside a loop of single products.
+    Grouped,
 }
 
 /// Measures the device.
@@ -54,7 +57,7 @@ struct Options {
     /// Small sizes and little time: whether it works.
     #[arg(long)]
     quick: bool,
-    /// What is measured [default: all].
+    /// What is measured [default: all but grouped, which takes a GPU a minute and CPUs hours].
     #[arg(long, value_name = "PART,...", value_delimiter = ',', default_values = ["link", "cast", "latency", "pipeline"], hide_default_value = true)]
     parts: Vec<Part>,
     /// Largest copy, and largest tensor that is cast, in bytes [default: 1 GiB; 1 MiB with --quick].
@@ -122,6 +125,7 @@ fn measure<D: Kernels>(
             Part::Cast => cast::measure(&mut bench)?,
             Part::Latency => latency::measure(&mut bench).and_then(|()| graphs(&mut bench))?,
             Part::Pipeline => pipeline::measure(&mut bench)?,
+            Part::Grouped => grouped::measure(&mut bench)?,
         }
     }
     Ok(())
