@@ -14,7 +14,7 @@ use crate::config::aliases;
 use crate::config::settings::{Settings, TrainOptions};
 use crate::data::preparation::{self, Preparation};
 use crate::data::view::{DataView, ViewRequest};
-use crate::doctor::{self, Probes};
+use crate::doctor::{DoctorReport, Probes};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::hardware::limits;
@@ -152,11 +152,11 @@ pub fn probe(options: &ProbeOptions, tell: &mut dyn FnMut(&dyn Display)) -> Resu
     Ok(profile.table())
 }
 
-/// What this machine is, and what would make it faster: lines for people.
-pub fn doctor() -> String {
+/// What this machine is, and what would make it faster.
+pub fn doctor() -> impl Display + Serialize {
     let topology = Topology::this_machine();
     let probes = Probes::this_machine(&topology);
-    doctor::report(&topology, &Isa::detect().to_string(), &probes, Path::new("/sys/fs/resctrl"))
+    DoctorReport::new(&topology, &Isa::detect().to_string(), &probes, Path::new("/sys/fs/resctrl"))
 }
 
 /// The digest of a checkpoint, and its directory: the same digest, the same bits. `dir` is a checkpoint, or an output directory whose

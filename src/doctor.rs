@@ -4,6 +4,7 @@ pub(crate) mod gpu;
 pub(crate) mod products;
 
 use crate::error::Result;
+use crate::facts::{BuildFacts, MachineFacts};
 use crate::hardware::cpu_list::CpuList;
 use crate::hardware::limits;
 use crate::hardware::selected_profile::{AUTO, MachineId, SelectedProfile};
@@ -16,6 +17,8 @@ use crate::host::wakeup::WakeUp;
 use crate::units::Bytes;
 use gpu::GpuReport;
 use products::ModelProducts;
+use serde::Serialize;
+use std::fmt::{self, Display};
 use std::path::Path;
 
 /// Width of the names: the longest is `transparent huge pages`.
@@ -50,24 +53,45 @@ fn workers(topology: &Topology) -> usize {
     workers_beside_others(topology.usable_cpus().map_or(1, |usable| usable.count()))
 }
 
-/// The report on `topology`, lines of `name: value` and a last section of advice. `isa` is what the optimizer's kernels
-/// run on (`avx512`, `avx2`, `scalar`); `probes` is what was tried; `resctrl_root` is where to look for partitions, normally
-/// `/sys/fs/resctrl`.
-pub(crate) fn report(topology: &Topology, isa: &str, probes: &Probes, resctrl_root: &Path) -> String {
-    let partitions = Partitions::discover(topology, resctrl_root);
-    let mut lines: Vec<String> = facts(topology, isa, probes, &partitions).into_iter().map(|(name, value)| line(name, &value)).collect();
-    lines.push("\nwould make it faster:".into());
-    let mut advice = advice(topology, isa, &partitions);
-    advice.extend(gpu_advice(&probes.gpu));
-    lines.extend(advice.iter().map(|text| format!("  - {text}")));
-    if advice.is_empty() {
-        lines.push("  nothing found".into());
-    }
-    lines.join("\n") + "\n"
+/// What was found: facts in the order in which they are printed, and what would make it faster.
+#[derive(Debug, Serialize)]
+pub(crate) struct DoctorReport {
+    program: BuildFacts,
+    machine: MachineFacts,
+    facts: Vec<NamedFact>,
+    advice: Vec<String>,
 }
 
-fn line(name: &str, value: &str) -> String {
-    format!("{:<NAME_CHARS$}{value}", format!("{name}:"))
+/// Several may have one name, as memory nodes do.
+#[derive(Debug, Serialize)]
+struct NamedFact {
+    name: &'static str,
+    value: String,
+}
+
+impl DoctorReport {
+    /// The report on `topology`. `isa` is what the optimizer's kernels run on (`avx512`, `avx2`, `scalar`); `probes` is what was tried;
+    /// `resctrl_root` is where to look for partitions, normally `/sys/fs/resctrl`.
+    pub(crate) fn new(topology: &Topology, isa: &str, probes: &Probes, resctrl_root: &Path) -> Self {
+        let partitions = Partitions::discover(topology, resctrl_root);
+        let facts = facts(topology, isa, probes, &partitions).into_iter().map(|(name, value)| NamedFact { name, value }).collect();
+        let mut advice = advice(topology, isa, &partitions);
+        advice.extend(gpu_advice(&probes.gpu));
+        Self { program: BuildFacts::this_program(), machine: MachineFacts::new(topology), facts, advice }
+    }
+}
+
+impl Display for DoctorReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for NamedFact { name, value } in &self.facts {
+            writeln!(f, "{:<NAME_CHARS$}{value}", format!("{name}:"))?;
+        }
+        write!(f, "\nwould make it faster:")?;
+        if self.advice.is_empty() {
+            write!(f, "\n  nothing found")?;
+        }
+        self.advice.iter().try_for_each(|text| write!(f, "\n  - {text}"))
+    }
 }
 
 fn facts(topology: &Topology, isa: &str, probes: &Probes, partitions: &Partitions) -> Vec<(&'static str, String)> {
@@ -405,7 +429,7 @@ mod tests {
     }
 
     fn facts_of(topology: &Topology) -> Vec<String> {
-        let report = report(topology, "scalar", &probes(), Path::new("/nowhere"));
+        let report = DoctorReport::new(topology, "scalar", &probes(), Path::new("/nowhere")).to_string();
         report.lines().map(|line| line.split_whitespace().collect::<Vec<_>>().join(" ")).collect()
     }
 
@@ -419,7 +443,7 @@ mod tests {
 
     #[test]
     fn prints_one_fact_a_line_and_advice() {
-        let report = report(&server(), "avx2", &probes(), Path::new("/nowhere"));
+        let report = DoctorReport::new(&server(), "avx2", &probes(), Path::new("/nowhere")).to_string();
         let facts: Vec<_> = report.lines().take_while(|line| !line.is_empty()).collect();
         let expected = [
             "cpu:                    Example CPU @ 2.00GHz (x86_64)",
@@ -469,7 +493,7 @@ mod tests {
             several: Ok(SeveralGpus::default()),
         };
         assert_eq!(gpu_advice(&missing), ["open libcublasLt.so.13: not found"], "what is missing is not `nothing found`");
-        let report = report(&server(), "avx2", &Probes { gpu: found, ..probes() }, Path::new("/nowhere"));
+        let report = DoctorReport::new(&server(), "avx2", &Probes { gpu: found, ..probes() }, Path::new("/nowhere")).to_string();
         assert!(report.contains("\naddressing:             managed memory, whose pages move\n"), "{report}");
         let driver = Topology { nvidia_driver: Some("580.1".into()), nvidia_devices: 2, ..server() };
         assert_eq!(gpu_name(&driver, &no_gpu()), "NVIDIA driver 580.1, 2 GPUs; find an NVIDIA GPU: no driver");
@@ -524,10 +548,10 @@ mod tests {
             libraries: Vec::new(),
             several: Ok(SeveralGpus::default()),
         };
-        let report = report(&unknown, "scalar", &Probes { gpu: found, ..probes() }, Path::new("/nowhere"));
+        let report = DoctorReport::new(&unknown, "scalar", &Probes { gpu: found, ..probes() }, Path::new("/nowhere")).to_string();
         assert!(report.contains("cpu:                    unknown"));
         assert!(report.contains("perf:                   not in this kernel"));
-        assert!(report.ends_with("would make it faster:\n  nothing found\n"), "{report}");
+        assert!(report.ends_with("would make it faster:\n  nothing found"), "{report}");
     }
 
     #[test]

@@ -1,8 +1,14 @@
 //! The command line: the only place that prints to a person or exits.
 
+/// Cases by which a device shows that it computes what the CPU device does.
+#[path = "../tests/gpu/mod.rs"]
+mod selftest;
+
 use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser, Subcommand};
+use clap_complete::Shell;
 use indicatif::{BinaryBytes, ProgressBar, ProgressDrawTarget, ProgressStyle};
+use selftest::run::{Request, conduct};
 use serde::Serialize;
 use std::fmt::Display;
 use std::io::{IsTerminal, Write};
@@ -33,7 +39,19 @@ enum CliCommand {
         dir: PathBuf,
     },
     /// Say what this machine is, and what would make it faster.
-    Doctor,
+    Doctor {
+        /// Print a JSON line instead of text.
+        #[arg(long)]
+        json: bool,
+    },
+    /// Test every kernel, training and failures on the devices of this machine: what to send from a GPU that nobody has measured yet.
+    Selftest {
+        /// Print a JSON line with every case; lines for people go to standard error then.
+        #[arg(long)]
+        json: bool,
+        #[command(flatten)]
+        request: Request,
+    },
     /// Choose how to train a model on a machine, here (`--hardware this`) or not: does it fit, how fast, what binds, what else there is.
     Plan(Box<PlanOptions>),
     /// Measure this machine in less than a minute: a profile for the planner, every number with its source.
@@ -56,6 +74,13 @@ enum CliCommand {
     /// Measure what this machine does.
     #[command(subcommand)]
     Bench(Bench),
+    /// Print what a shell completes this program's commands and flags by.
+    Completions { shell: Shell },
+    /// Write this program's manual pages.
+    Man {
+        /// An existing directory, as ~/.local/share/man/man1.
+        dir: PathBuf,
+    },
 }
 
 #[derive(clap::Args)]
@@ -184,7 +209,11 @@ fn run(command: CliCommand) -> Result<i32> {
         CliCommand::Train(options) => return run_train(*options),
         CliCommand::Export(options) => answer(superoffload::export(&options, &mut |line| remark(line))?)?,
         CliCommand::Digest { dir } => run_digest(&dir)?,
-        CliCommand::Doctor => answer(superoffload::doctor().trim_end())?,
+        CliCommand::Doctor { json: is_json } => {
+            let found = superoffload::doctor();
+            if is_json { answer(json(&found)?)? } else { answer(found)? }
+        }
+        CliCommand::Selftest { json: is_json, request } => return run_selftest(is_json, &request),
         CliCommand::Plan(options) => run_plan(*options)?,
         CliCommand::Probe(options) => run_probe(&options)?,
         CliCommand::Data(options) => run_data(*options)?,
@@ -192,6 +221,10 @@ fn run(command: CliCommand) -> Result<i32> {
         CliCommand::Report { runs, out } => answer(superoffload::report(&runs, &out)?)?,
         CliCommand::Simulate(options) => run_simulate(*options)?,
         CliCommand::Bench(Bench::Step(options)) => bench_step(*options)?,
+        CliCommand::Completions { shell } => answer(completions(shell))?,
+        CliCommand::Man { dir } => {
+            clap_mangen::generate_to(Cli::command(), &dir).map_err(|e| Error::io("write manual pages in", dir, e))?
+        }
     }
     Ok(0)
 }
@@ -223,6 +256,23 @@ fn run_train(TrainCommand { file, train }: TrainCommand) -> Result<i32> {
         answer(format_args!("digest: {digest}"))?;
     }
     summary.failure.take().map_or(Ok(summary.exit_code()), Err)
+}
+
+/// Exits 1 if a case failed.
+fn run_selftest(is_json: bool, request: &Request) -> Result<i32> {
+    let out: Box<dyn Write> = if is_json { Box::new(std::io::stderr()) } else { Box::new(std::io::stdout()) };
+    let report = conduct(request, out, &["selftest"])?;
+    if is_json {
+        answer(report.json())?;
+    }
+    Ok(i32::from(report.has_failed()))
+}
+
+/// The script for `shell`, without its last line's end.
+fn completions(shell: Shell) -> String {
+    let mut script = Vec::new();
+    clap_complete::generate(shell, &mut Cli::command(), "superoffload", &mut script);
+    String::from_utf8_lossy(&script).trim_end().to_owned()
 }
 
 /// Documents that a dry run shows.

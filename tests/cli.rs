@@ -375,6 +375,7 @@ fn the_other_commands_and_every_help_answer() {
         &["export", "--help"],
         &["digest", "--help"],
         &["doctor", "--help"],
+        &["selftest", "--help"],
         &["bench", "step", "--help"],
         &["probe", "--help"],
         &["--version"],
@@ -382,6 +383,59 @@ fn the_other_commands_and_every_help_answer() {
         let help = run(&mut program(args));
         assert!(help.code == 0 && help.stderr.is_empty() && help.stdout.contains("superoffload"), "{args:?}: {help:?}");
     }
+}
+
+#[test]
+fn doctor_says_the_same_in_json() {
+    let found: Value = serde_json::from_str(&run(&mut program(&["doctor", "--json"])).stdout).unwrap();
+    assert_eq!(found["program"]["version"], env!("CARGO_PKG_VERSION"));
+    let facts: Vec<_> = found["facts"].as_array().unwrap().iter().map(|fact| fact["name"].as_str().unwrap()).collect();
+    assert!(["isa", "cpus usable", "cuda device", "kernel"].iter().all(|name| facts.contains(name)), "{facts:?}");
+    let text = run(&mut program(&["doctor"])).stdout;
+    assert!(facts.iter().all(|name| text.contains(&format!("\n{name}:")) || text.starts_with(name)), "{text}");
+    assert!(found["advice"].is_array() && found["machine"]["usable_cpus"].is_u64(), "{found}");
+}
+
+#[test]
+fn a_person_tests_devices_with_the_program_alone() {
+    let selftest = |args: &[&str]| run(program(&["selftest"]).args(args).env("CUDA_VISIBLE_DEVICES", ""));
+    let done = selftest(&["--json", "--device", "cpu", "--seed", "3", "kernels/swiglu", "training/losses in float32"]);
+    let result: Value = serde_json::from_str(&done.stdout).unwrap();
+    let cases = result["cases"].as_array().unwrap();
+    let has = |words: &str| cases.iter().any(|case| case["case"].as_str().unwrap().contains(words) && case["outcome"] == "ok");
+    assert!(done.code == 0 && has("kernels/swiglu") && has("training/losses"), "{done:?}");
+    assert_eq!((&result["passed"], &result["failed"], &result["seed"]), (&json!(cases.len()), &json!(0), &json!(3)), "{result}");
+    assert!(done.stderr.contains(" passed, 0 failed"), "{done:?}");
+    let told = selftest(&["--device", "cpu", "--verbose", "kernels/swiglu"]);
+    assert!(told.code == 0 && told.stdout.contains("ok kernels/swiglu") && told.stderr.is_empty(), "{told:?}");
+    let gpu = selftest(&["--device", "cuda", "--require-gpu"]);
+    gpu.refused(1, &["GPU"]);
+    selftest(&["--device", "tpu"]).refused(2, &["tpu", "cpu, cuda"]);
+}
+
+#[test]
+fn shells_and_manuals_know_every_flag() {
+    let workspace = Workspace::new();
+    for (shell, flag) in [("bash", "--learning-rate"), ("zsh", "--learning-rate="), ("fish", "-l learning-rate")] {
+        let script = run(&mut program(&["completions", shell]));
+        assert!(script.code == 0 && script.stdout.contains(flag) && script.stdout.contains("selftest"), "{shell}: {script:?}");
+        if shell == "bash" {
+            let file = workspace.write("superoffload.bash", &script.stdout);
+            let complete = "source \"$1\"; COMP_WORDS=(superoffload train --learning-r); COMP_CWORD=2; \
+                            _superoffload superoffload --learning-r train; echo \"${COMPREPLY[@]}\"";
+            let found = run(Command::new("bash").args(["-c", complete, "bash"]).arg(file));
+            assert_eq!(found.stdout, "--learning-rate\n", "{found:?}");
+        }
+    }
+    run(&mut program(&["completions", "cmd.exe"])).refused(2, &["cmd.exe", "bash"]);
+    let pages = workspace.path("man1");
+    run(program(&["man"]).arg(&pages)).refused(1, &["write manual pages in", "man1", "No such file"]);
+    fs::create_dir(&pages).unwrap();
+    assert_eq!(run(program(&["man"]).arg(&pages)).code, 0);
+    let page = fs::read_to_string(pages.join("superoffload-train.1")).unwrap();
+    assert!(page.contains(r"\-\-learning\-rate") && page.contains("Peak learning rate"), "{page}");
+    let names: Vec<_> = fs::read_dir(&pages).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    assert!(["superoffload.1", "superoffload-doctor.1", "superoffload-bench-step.1"].iter().all(|name| names.contains(&name.to_string())));
 }
 
 /// Writing to it fails: the disk is full.

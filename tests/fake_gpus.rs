@@ -3,7 +3,7 @@
 
 use crate::program::{Outcome, Workspace, run};
 use crate::support::emulator;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -77,6 +77,46 @@ fn one_gpu_waits_for_nobody() {
     }
     let outcome = train(&[], &["--gradient-shares=2", "--gradient-accumulation-steps=2"]);
     assert_eq!(counted(&outcome), [0, 0, 0]);
+}
+
+/// Nobody activates the environment of a program that is started by its path, as by a service.
+#[test]
+fn a_program_finds_the_libraries_of_the_environment_that_it_is_installed_in() {
+    if is_emulated() {
+        return;
+    }
+    let workspace = Workspace::new();
+    let libraries = driver(&workspace);
+    let train = |program: &Path, cuda: &str| {
+        let mut command = Command::new(program);
+        command.args(["train", "--config"]).arg(workspace.path("run.toml")).arg("--output-dir").arg(workspace.path(cuda));
+        command.args(["--device=cuda", "--attention=plain", "--hardware=h200-pcie5", "--max-steps=1"]);
+        run(command
+            .env("LD_LIBRARY_PATH", &libraries)
+            .env("FAKE_CUDA", cuda)
+            .env("PATH", "")
+            .env("HOME", "/nowhere")
+            .env_remove("VIRTUAL_ENV"))
+    };
+    let program = workspace.write("venv/bin/superoffload", "");
+    std::fs::copy(env!("CARGO_BIN_EXE_superoffload"), &program).unwrap();
+    std::fs::remove_file(libraries.join("libcublasLt.so.13")).unwrap();
+    // The driver's own file: a copy would be a library with a state of its own.
+    let install = |folder: &str, name: &str| {
+        let folder = workspace.path("venv/lib/python3.12/site-packages/nvidia").join(folder).join("lib");
+        std::fs::create_dir_all(&folder).unwrap();
+        std::fs::hard_link(libraries.join("libcuda.so.1"), folder.join(name)).unwrap();
+    };
+    for (cuda, package) in [("13000", "'nvidia-cublas==13.*'"), ("12080", "'nvidia-cublas-cu12==12.*'")] {
+        train(&program, cuda).refused(1, &["open libcublasLt.so.", package]);
+    }
+    install("cublas", "libcublasLt.so.12");
+    assert_eq!([train(&program, "13000").code, train(&program, "12080").code], [0, 0], "any driver serves what is of an older CUDA");
+    train(&program, "11080").refused(1, &["driver for CUDA 11", "driver 525"]);
+    std::fs::remove_dir_all(workspace.path("venv/lib/python3.12/site-packages/nvidia/cublas")).unwrap();
+    install("cu13", "libcublasLt.so.13");
+    assert_eq!(train(&program, "13010").code, 0);
+    train(&program, "12000").refused(1, &["open libcublasLt.so.12", "'nvidia-cublas-cu12==12.*'"]);
 }
 
 /// Kernels of experts are loaded where a model has some, and their launches are ones that a driver takes.

@@ -31,6 +31,7 @@ mod plan_memory;
 #[path = "gpu/planned.rs"]
 mod planned;
 mod program;
+mod python;
 mod ranks;
 mod ranks_mutants;
 mod readme;

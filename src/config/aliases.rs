@@ -294,7 +294,8 @@ impl Rewritten {
 /// The next argument, where it is this flag's value and has to be looked at.
 fn value_after(arg: Option<&Arg>, rule: Option<&AliasRule>, rest: &mut Rest) -> Option<String> {
     let is_switch = arg.is_some_and(Arg::is_require_equals_set) || matches!(rule, Some(Switch { .. }));
-    let has_choices = arg.is_some_and(|arg| !arg.get_possible_values().is_empty());
+    // Of a flag that takes no value clap says that it may be true or false.
+    let has_choices = arg.is_some_and(|arg| arg.get_action().takes_values() && !arg.get_possible_values().is_empty());
     let is_value = |next: &OsString| match next.to_str() {
         Some(text) if is_switch => truth(text).is_some(),
         Some(text) => (rule.is_some() || has_choices) && !text.starts_with("--"),
@@ -340,6 +341,7 @@ mod tests {
         assert_eq!(spelled(&["--no_shuffle", "True", "--digest"]), ["--no-shuffle=true", "--digest"]);
         assert_eq!(spelled(&["--output_dir", "my_run", "--", "--a_b"]), ["--output-dir", "my_run", "--", "--a_b"]);
         assert_eq!(spelled(&["--learning_rate", "-1"]), ["--learning-rate", "-1"]);
+        assert_eq!(spelled(&["--dry-run", "run.toml"]), ["--dry-run", "run.toml"], "a switch of ours takes no value");
         let other = rewrite(&train(), ["superoffload", "other", "--tf32", "--a_b=c_d"].map(OsString::from).into()).unwrap();
         assert_eq!(other.args[2..], ["--tf32", "--a-b=c_d"], "what does not train has no aliases");
     }

@@ -21,13 +21,20 @@ const BYTES_MAX: u64 = 1 << 20;
 pub(crate) const ASSUMED: &str = "h200-pcie5";
 
 /// The profiles that ship with the program.
-const SHIPPED: [(&str, &str); 10] = [
+const SHIPPED: [(&str, &str); 17] = [
     ("h200-pcie5", include_str!("profiles/h200-pcie5.toml")),
     ("gh200-96", include_str!("profiles/gh200-96.toml")),
     ("gh200-144", include_str!("profiles/gh200-144.toml")),
     ("gb200", include_str!("profiles/gb200.toml")),
     ("h100-pcie", include_str!("profiles/h100-pcie.toml")),
     ("mi300a", include_str!("profiles/mi300a.toml")),
+    ("a100-80", include_str!("profiles/a100-80.toml")),
+    ("a100-40", include_str!("profiles/a100-40.toml")),
+    ("l40s", include_str!("profiles/l40s.toml")),
+    ("rtx-3090", include_str!("profiles/rtx-3090.toml")),
+    ("rtx-4090", include_str!("profiles/rtx-4090.toml")),
+    ("rtx-5090", include_str!("profiles/rtx-5090.toml")),
+    ("rtx-6000-ada", include_str!("profiles/rtx-6000-ada.toml")),
     ("h200-x2", include_str!("profiles/h200-x2.toml")),
     ("h200-x4", include_str!("profiles/h200-x4.toml")),
     ("h100-x2", include_str!("profiles/h100-x2.toml")),

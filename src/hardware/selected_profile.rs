@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 pub(crate) const AUTO: &str = "auto";
 
 /// Words of a GPU's name, and the profile of the nearest machine; the first row whose words are all there counts.
-const NEAREST: [(&[&str], &str); 7] = [
+const NEAREST: [(&[&str], &str); 14] = [
     (&["gh200", "144"], "gh200-144"),
     (&["gh200"], "gh200-96"),
     (&["gb200"], "gb200"),
@@ -22,6 +22,13 @@ const NEAREST: [(&[&str], &str); 7] = [
     (&["h100", "nvl"], "h100-pcie"),
     // The same chip under the same power limit as an H200, with slower memory.
     (&["h100"], "h200-pcie5"),
+    (&["a100", "40gb"], "a100-40"),
+    (&["a100"], "a100-80"),
+    (&["l40"], "l40s"),
+    (&["rtx 6000 ada"], "rtx-6000-ada"),
+    (&["rtx 3090"], "rtx-3090"),
+    (&["rtx 4090"], "rtx-4090"),
+    (&["rtx 5090"], "rtx-5090"),
 ];
 
 /// A machine with a GPU, as far as its rates depend on it.
@@ -182,12 +189,19 @@ mod tests {
             ("NVIDIA GH200 480GB", "gh200-96"),
             ("NVIDIA GH200 144G HBM3e", "gh200-144"),
             ("NVIDIA GB200", "gb200"),
+            ("NVIDIA A100-SXM4-40GB", "a100-40"),
+            ("NVIDIA A100 80GB PCIe", "a100-80"),
+            ("NVIDIA L40S", "l40s"),
+            ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
+            ("NVIDIA GeForce RTX 3090", "rtx-3090"),
+            ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+            ("NVIDIA GeForce RTX 5090", "rtx-5090"),
         ] {
             let selected = SelectedProfile::assumed(gpu, 1, None).unwrap();
             assert_eq!(selected.profile.name, profile, "{gpu}");
             assert!(selected.to_string().contains("closest to this machine; `superoffload probe --save`"), "{selected}");
         }
-        let unknown = SelectedProfile::assumed("NVIDIA L40S", 1, None).unwrap();
+        let unknown = SelectedProfile::assumed("NVIDIA A30", 1, None).unwrap();
         assert!(unknown.to_string().starts_with("assumed, h200-pcie5: no shipped profile is close"), "{unknown}");
         let nameless = SelectedProfile::of(Path::new(AUTO), Err(Error::usage("no name")), 1).unwrap();
         assert!(nameless.to_string().ends_with("(no name)"), "{nameless}");
@@ -205,7 +219,8 @@ mod tests {
             ("NVIDIA H100 80GB HBM3", 4, "h200-x4", None),
             ("NVIDIA GH200 480GB", 2, "gh200-x4", Some("what each of 4 gets")),
             ("NVIDIA GB200", 2, "gb200", Some("does not say")),
-            ("NVIDIA GeForce RTX 4090", 2, "h200-pcie5", Some("does not say")),
+            ("NVIDIA GeForce RTX 4090", 2, "rtx-4090", Some("does not say")),
+            ("NVIDIA RTX A6000", 2, "h200-pcie5", Some("does not say")),
         ] {
             let selected = SelectedProfile::assumed(gpu, gpus, None).unwrap();
             assert_eq!(selected.profile.name, profile, "{gpus} x {gpu}");

@@ -7,7 +7,7 @@
 // otherwise on each. FAKE_FAULT: GPU 1 is lost after so many pulls. FAKE_NO_MEMORY and FAKE_NO_PINS: the n-th allocation of a GPU's memory,
 // or the n-th host memory that is to be page-locked, cannot be had; with a + behind the number none from there on. FAKE_FAIL=CALL,CODE: that
 // call of the driver, counted from 0, answers with CODE, and so does every later one, as a driver does whose context is lost. FAKE_CUBLASLT:
-// its version.
+// its version. FAKE_CUDA: the newest release of CUDA that the driver serves (13000).
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdint.h>
@@ -23,7 +23,7 @@ typedef struct { int is_live; Context *context; } Stream;
 typedef struct { int is_live, is_recorded, pending; Context *context; double ms; } Event;
 typedef struct { int is_live; u64 start, bytes; Context *context; } Memory;
 
-enum { OUT_OF_MEMORY = 2, INVALID_DEVICE = 101, NOT_READY = 600, NO_LINK = 217, ILLEGAL_ADDRESS = 700, ALREADY_ENABLED = 704 };
+enum { OUT_OF_MEMORY = 2, INVALID_DEVICE = 101, NOT_READY = 600, NO_LINK = 217, ILLEGAL_ADDRESS = 700, ALREADY_ENABLED = 704, COMPUTE_CAPABILITY_MAJOR = 75 };
 
 static Context contexts[GPUS_MAX];
 static __thread Context *stack[16];
@@ -92,12 +92,13 @@ __attribute__((destructor)) static void count(void) {
 }
 
 int cuInit(unsigned flags) { FALLIBLE return 0; }
-int cuDriverGetVersion(int *version) { FALLIBLE *version = 13000; return 0; }
+int cuDriverGetVersion(int *version) { FALLIBLE *version = getenv("FAKE_CUDA") ? atoi(getenv("FAKE_CUDA")) : 13000; return 0; }
 int cuGetErrorString(int code, const char **text) { *text = "as the fake driver says"; return 0; }
 
 int cuDeviceGetCount(int *count) { FALLIBLE *count = gpus(); return 0; }
 int cuDeviceGet(int *gpu, int ordinal) { FALLIBLE *gpu = ordinal; return ordinal < gpus() ? 0 : INVALID_DEVICE; }
-int cuDeviceGetAttribute(int *value, int attribute, int gpu) { FALLIBLE *value = 0; return 0; }
+// Of Hopper's generation, and unable in all else.
+int cuDeviceGetAttribute(int *value, int attribute, int gpu) { FALLIBLE *value = attribute == COMPUTE_CAPABILITY_MAJOR ? 9 : 0; return 0; }
 int cuDeviceGetName(char *name, int bytes, int gpu) { FALLIBLE snprintf(name, bytes, "Fake %d", getenv("FAKE_MODELS") ? gpu : 0); return 0; }
 int cuDeviceGetPCIBusId(char *text, int bytes, int gpu) { FALLIBLE snprintf(text, bytes, "0000:%dF:00.0", gpu); return 0; }
 int cuDeviceCanAccessPeer(int *can, int gpu, int other) { FALLIBLE *can = gpu != other && !getenv("FAKE_NO_LINK"); return 0; }

@@ -1,4 +1,4 @@
-//! The conformance suite's parts; `tests/gpu.rs` says how to run it.
+//! The conformance suite of devices, which the program (`selftest`) and `tests/gpu.rs` share: `run.rs` has what can be asked.
 
 mod attention;
 mod bounds;
@@ -7,20 +7,21 @@ mod copies;
 mod cross_entropy;
 mod embed;
 mod experts;
-pub mod faults;
+mod faults;
 mod formats;
-pub mod harness;
+mod harness;
 mod heads;
-pub mod kernels;
+mod kernels;
 mod matmul;
 mod norms;
 mod optimizer;
-pub mod peers;
+mod peers;
 mod planned;
 mod pointwise;
 mod products;
 mod random;
-pub mod report;
+mod report;
 mod route;
+pub mod run;
 mod sinks;
-pub mod training;
+mod training;

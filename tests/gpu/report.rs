@@ -2,9 +2,10 @@
 
 use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::Path;
 use std::time::Instant;
 use superoffload::Error;
+use superoffload::internals::facts::{BuildFacts, MachineFacts};
+use superoffload::internals::hardware::Topology;
 
 /// What a case gives when it passes: its largest error as a part of the bound, 0 where bits are compared.
 pub type Outcome = Result<f64, Missed>;
@@ -34,6 +35,7 @@ pub struct Report<W: Write> {
     filters: Vec<String>,
     skips: Vec<String>,
     verbose: bool,
+    seed: u64,
     device: String,
     passed: usize,
     failed: usize,
@@ -43,9 +45,9 @@ pub struct Report<W: Write> {
 
 impl<W: Write> Report<W> {
     /// Cases run if their name holds one of `filters`, or if there are none, and none of `skips`. Those that pass are told one by one if
-    /// `verbose`.
-    pub fn new(out: W, filters: Vec<String>, skips: Vec<String>, verbose: bool) -> Self {
-        Self { out, filters, skips, verbose, device: String::new(), passed: 0, failed: 0, skipped: 0, cases: Vec::new() }
+    /// `verbose`. Inputs come of `seed`.
+    pub fn new(out: W, [filters, skips]: [Vec<String>; 2], verbose: bool, seed: u64) -> Self {
+        Self { out, filters, skips, verbose, seed, device: String::new(), passed: 0, failed: 0, skipped: 0, cases: Vec::new() }
     }
 
     /// What follows runs on `device`.
@@ -105,11 +107,13 @@ impl<W: Write> Report<W> {
         self.failed > 0
     }
 
-    /// Writes everything as JSON.
-    pub fn write(&self, path: &Path, seed: u64) -> Result<(), Error> {
-        let Self { passed, failed, skipped, cases, .. } = self;
-        let report = serde_json::json!({"seed": seed, "passed": passed, "failed": failed, "skipped": skipped, "cases": cases});
-        std::fs::write(path, format!("{report:#}\n")).map_err(|e| Error::io("write", path, e))
+    /// Everything: program, machine, and cases.
+    pub fn json(&self) -> serde_json::Value {
+        let Self { seed, passed, failed, skipped, cases, .. } = self;
+        let (program, machine) = (BuildFacts::this_program(), MachineFacts::new(&Topology::this_machine()));
+        serde_json::json!({
+            "program": program, "machine": machine, "seed": seed, "passed": passed, "failed": failed, "skipped": skipped, "cases": cases,
+        })
     }
 }
 

@@ -9,15 +9,28 @@ use std::ffi::{CStr, CString, OsStr, c_void};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// A library under its names, best first, and the package that brings it.
-pub(super) struct Name {
-    pub(super) sonames: &'static [&'static str],
-    pub(super) package: &'static str,
+/// A library for one release of CUDA: its name, and the package that brings it.
+pub(super) struct Build {
+    cuda: u32,
+    soname: &'static str,
+    package: &'static str,
 }
 
-pub(super) const CUBLASLT: Name = Name { sonames: &["libcublasLt.so.13", "libcublasLt.so.12"], package: "nvidia-cublas==13.*" };
-pub(super) const NVRTC: Name = Name { sonames: &["libnvrtc.so.13", "libnvrtc.so.12"], package: "nvidia-cuda-nvrtc==13.*" };
-pub(super) const CUDNN: Name = Name { sonames: &["libcudnn.so.9"], package: "nvidia-cudnn-cu13==9.*" };
+/// A library's builds, best first.
+pub(super) type Builds = [Build; 2];
+
+pub(super) const CUBLASLT: Builds = [
+    Build { cuda: 13, soname: "libcublasLt.so.13", package: "nvidia-cublas==13.*" },
+    Build { cuda: 12, soname: "libcublasLt.so.12", package: "nvidia-cublas-cu12==12.*" },
+];
+pub(super) const NVRTC: Builds = [
+    Build { cuda: 13, soname: "libnvrtc.so.13", package: "nvidia-cuda-nvrtc==13.*" },
+    Build { cuda: 12, soname: "libnvrtc.so.12", package: "nvidia-cuda-nvrtc-cu12==12.*" },
+];
+pub(super) const CUDNN: Builds = [
+    Build { cuda: 13, soname: "libcudnn.so.9", package: "nvidia-cudnn-cu13==9.*" },
+    Build { cuda: 12, soname: "libcudnn.so.9", package: "nvidia-cudnn-cu12==9.*" },
+];
 
 /// NVRTC opens this by a name that holds its own minor version.
 const NVRTC_BUILTINS: &str = "libnvrtc-builtins.so.*";
@@ -29,9 +42,10 @@ const WHEELS: [&str; 2] = ["lib/python3*/site-packages/nvidia/*/lib", "lib/pytho
 const PREFIXES: [&str; 3] = ["usr/local", "opt/*", "opt/*/.venv"];
 const TOOLKIT: [&str; 2] = ["usr/local/cuda/lib64", "usr/local/cuda/targets/*/lib"];
 
-/// The folders to look into, in order.
+/// The folders to look into, in order, and the newest release of CUDA that the driver serves.
 pub(super) struct Libraries {
     folders: Vec<PathBuf>,
+    cuda: u32,
 }
 
 /// An open library. It stays open: threads and exit handlers of its own may outlive any owner.
@@ -42,19 +56,22 @@ pub(super) struct Library {
 }
 
 impl Libraries {
-    /// Folders `named` by the person come first, then the Python in use, other Pythons and the CUDA toolkit. Only
-    /// looks at folders: runs nothing.
-    pub(super) fn new(named: &[PathBuf]) -> Self {
+    /// Folders `named` by the person come first, then the environment that this program was installed in, active or not, the Python in use,
+    /// other Pythons and the CUDA toolkit. Only looks at folders: runs nothing. `cuda` is the newest release that the driver serves.
+    pub(super) fn new(named: &[PathBuf], cuda: u32) -> Self {
         let path = std::env::var_os("PATH").unwrap_or_default();
         let python = std::env::split_paths(&path).find(|folder| folder.join("python3").is_file());
-        let prefix = python.as_deref().and_then(Path::parent).map(Path::to_path_buf);
-        let environment = std::env::var_os("VIRTUAL_ENV").map(PathBuf::from);
+        let own = std::env::current_exe().ok();
+        let prefix_of = |program: Option<&Path>| program.and_then(Path::parent).map(Path::to_path_buf);
+        let variable = |name| std::env::var_os(name).map(PathBuf::from);
         // Where pip installs for a person who may not write elsewhere.
         let personal = std::env::home_dir().map(|home| home.join(".local"));
-        Self::below(Path::new("/"), named, &[prefix, environment, personal].into_iter().flatten().collect::<Vec<_>>())
+        let own = prefix_of(own.as_deref().and_then(Path::parent));
+        let pythons = [own, prefix_of(python.as_deref()), variable("VIRTUAL_ENV"), variable("CONDA_PREFIX"), personal];
+        Self::below(Path::new("/"), named, &pythons.into_iter().flatten().collect::<Vec<_>>(), cuda)
     }
 
-    fn below(root: &Path, named: &[PathBuf], pythons: &[PathBuf]) -> Self {
+    fn below(root: &Path, named: &[PathBuf], pythons: &[PathBuf], cuda: u32) -> Self {
         let mut folders = named.to_vec();
         let others = PREFIXES.iter().flat_map(|prefix| matching(root, prefix));
         let prefixes = pythons.iter().cloned().chain(others);
@@ -64,40 +81,45 @@ impl Libraries {
                 folders.push(folder);
             }
         }
-        Self { folders }
+        Self { folders, cuda }
     }
 
-    /// Opens the first library of that name.
+    /// Opens the first library that the driver serves.
     ///
     /// # Errors
     /// `Resource` names the library, every place looked at and the package that has it.
-    pub(super) fn open(&self, name: &Name) -> Result<Library> {
+    pub(super) fn open(&self, builds: &Builds) -> Result<Library> {
         let mut refusals = Vec::new();
-        let in_folder = |folder: &PathBuf| name.sonames.iter().map(|soname| folder.join(soname)).collect::<Vec<_>>();
+        let mut sonames: Vec<_> = builds.iter().filter(|build| build.cuda <= self.cuda).map(|build| build.soname).collect();
+        sonames.dedup();
+        let in_folder = |folder: &PathBuf| sonames.iter().map(|soname| folder.join(soname)).collect::<Vec<_>>();
         let paths = self.folders.iter().flat_map(in_folder).filter(|path| path.is_file());
-        for path in paths.chain(name.sonames.iter().map(PathBuf::from)) {
+        for path in paths.chain(sonames.iter().map(PathBuf::from)) {
             match open(&path) {
                 Ok(library) => return Ok(library),
                 Err(why) => refusals.push(why),
             }
         }
-        Err(self.missing(name, &refusals))
+        Err(self.missing(builds, &refusals))
     }
 
-    fn missing(&self, name: &Name, refusals: &[String]) -> Error {
+    fn missing(&self, builds: &Builds, refusals: &[String]) -> Error {
         let folders: Vec<_> = self.folders.iter().map(|folder| folder.display().to_string()).collect();
+        let [newest, oldest] = builds;
+        let Build { soname, package, .. } = if newest.cuda <= self.cuda { newest } else { oldest };
         let cause = format!(
-            "not in [{}]; the loader says: {}; install it with `pip install '{}'` or name its folder with --cuda-libraries",
+            "not in [{}]; the loader says: {}; install it with `pip install '{package}'` or name its folder with --cuda-libraries",
             folders.join(", "),
             refusals.join("; "),
-            name.package
         );
-        Error::resource(format!("open {}", name.sonames[0]), cause)
+        Error::resource(format!("open {soname}"), cause)
     }
 
     /// The libraries that a run needs: name, and its path or why it cannot be opened.
     pub(super) fn all(&self) -> Vec<(&'static str, Result<PathBuf>)> {
-        [("cuBLASLt", &CUBLASLT), ("NVRTC", &NVRTC), ("cuDNN", &CUDNN)].map(|(what, name)| (what, self.open(name).map(|l| l.path))).into()
+        [("cuBLASLt", &CUBLASLT), ("NVRTC", &NVRTC), ("cuDNN", &CUDNN)]
+            .map(|(what, builds)| (what, self.open(builds).map(|l| l.path)))
+            .into()
     }
 
     /// Opens NVRTC with its builtins, which lie beside it, for libraries that will look for both by name.
@@ -182,7 +204,10 @@ mod tests {
     use super::*;
     use tempfile::TempDir;
 
-    const NOWHERE: Name = Name { sonames: &["libsuperoffload-test.so.2", "libsuperoffload-test.so.1"], package: "a-package==2.*" };
+    const NOWHERE: Builds = [
+        Build { cuda: 13, soname: "libsuperoffload-test.so.2", package: "a-package==2.*" },
+        Build { cuda: 12, soname: "libsuperoffload-test.so.1", package: "a-package-cu12==1.*" },
+    ];
 
     fn with_folders(folders: &[&str]) -> TempDir {
         let root = TempDir::new().unwrap();
@@ -204,7 +229,7 @@ mod tests {
         let root = with_folders(&expected);
         let named = PathBuf::from("/named");
         let pythons = [root.path().join("home/venv"), root.path().join("usr/local"), root.path().join("absent")];
-        let libraries = Libraries::below(root.path(), std::slice::from_ref(&named), &pythons);
+        let libraries = Libraries::below(root.path(), std::slice::from_ref(&named), &pythons, 13);
         let expected = expected.map(|folder| root.path().join(folder));
         assert_eq!(libraries.folders[0], named);
         assert_eq!(libraries.folders[1..], expected);
@@ -213,9 +238,9 @@ mod tests {
     #[test]
     fn a_missing_library_names_places_reasons_and_the_package() {
         let root = with_folders(&["a"]);
-        let file = root.path().join("a").join(NOWHERE.sonames[1]);
+        let file = root.path().join("a").join(NOWHERE[1].soname);
         fs::write(&file, "no library").unwrap();
-        let libraries = Libraries { folders: vec![root.path().join("a"), root.path().join("b")] };
+        let libraries = Libraries { folders: vec![root.path().join("a"), root.path().join("b")], cuda: 13 };
         let message = libraries.open(&NOWHERE).err().unwrap().to_string();
         for part in
             ["open libsuperoffload-test.so.2", "/a, ", "/b]", file.to_str().unwrap(), "pip install 'a-package==2.*'", "--cuda-libraries"]
@@ -225,8 +250,25 @@ mod tests {
     }
 
     #[test]
+    fn a_driver_gets_libraries_that_it_serves() {
+        let root = with_folders(&["a"]);
+        fs::write(root.path().join("a").join(NOWHERE[0].soname), "no library").unwrap();
+        let message = |cuda| Libraries { folders: vec![root.path().join("a")], cuda }.open(&NOWHERE).err().unwrap().to_string();
+        assert!(
+            message(14).contains("test.so.2: file too short") && message(14).contains("pip install 'a-package==2.*'"),
+            "{}",
+            message(14)
+        );
+        let old = message(12);
+        assert!(old.contains("open libsuperoffload-test.so.1") && old.contains("pip install 'a-package-cu12==1.*'"), "{old}");
+        assert!(!old.contains("so.2"), "a library of CUDA 13 was tried: {old}");
+    }
+
+    const LIBC: Builds = [const { Build { cuda: 13, soname: "libc.so.6", package: "" } }; 2];
+
+    #[test]
     fn a_library_is_found_by_path_and_by_the_loader() {
-        let by_name = Libraries { folders: Vec::new() }.open(&Name { sonames: &["libc.so.6"], package: "" }).unwrap();
+        let by_name = Libraries { folders: Vec::new(), cuda: 13 }.open(&LIBC).unwrap();
         assert_eq!(by_name.path, Path::new("libc.so.6"));
         assert!(by_name.symbol(c"malloc").is_ok());
         let message = by_name.symbol(c"no_such_function").unwrap_err().to_string();

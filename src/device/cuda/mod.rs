@@ -41,7 +41,7 @@ use graph::GraphExec;
 use lent::{Peering, free};
 use libraries::Libraries;
 use modules::Modules;
-use open::{count, name, open, pci_address, visible_gpu};
+use open::{count, generation, name, newest_cuda, open, pci_address, visible_gpu};
 use ring::Ring;
 use sdpa::Sdpa;
 use std::path::PathBuf;
@@ -141,7 +141,7 @@ pub fn probe(ordinal: usize) -> Result<Addressing> {
 
 /// NVIDIA's libraries that a run needs: name, and the path or why it cannot be opened. Opens them.
 pub(crate) fn libraries() -> Vec<(&'static str, Result<PathBuf>)> {
-    libraries::Libraries::new(&[]).all()
+    newest_cuda().map_or(Vec::new(), |cuda| Libraries::new(&[], cuda).all())
 }
 
 /// The algorithms that cuBLASLt would compute these products by, on the first visible GPU. Runs none of them.
@@ -150,7 +150,7 @@ pub(crate) fn libraries() -> Vec<(&'static str, Result<PathBuf>)> {
 /// `Resource` when there is no GPU, cuBLASLt is missing, or has no algorithm.
 pub(crate) fn product_algorithms(shapes: &[MatmulShape], dtype: Dtype) -> Result<Vec<ProductAlgorithm>> {
     let _context = open(visible_gpu(0)?)?;
-    let mut gemm = Gemm::new(&Libraries::new(&[]))?;
+    let mut gemm = Gemm::new(&Libraries::new(&[], newest_cuda()?))?;
     shapes.iter().map(|&shape| gemm.algorithm_of(shape, dtype)).collect()
 }
 
@@ -168,13 +168,16 @@ impl CudaDevice {
         let context = open(gpu)?;
         let name = name(gpu.as_raw())?;
         let modules = Modules::load(kernels::sources(), &kernels::LATER)?;
-        let libraries = Libraries::new(&options.libraries);
+        let libraries = Libraries::new(&options.libraries, newest_cuda()?);
         let gemm = Gemm::new(&libraries)?;
         let (least, most) = priorities()?;
         let open = |stream: Stream| RawStream::new(if stream.is_urgent() { most } else { least });
         let streams = Stream::ALL.into_iter().map(open).collect::<Result<Vec<_>>>()?;
         let sdpa = match options.attention {
-            Attention::Cudnn { deterministic } => Some(Sdpa::new(&libraries, streams[Stream::Compute as usize].0, deterministic)?),
+            Attention::Cudnn { deterministic } => {
+                let on = (streams[Stream::Compute as usize].0, generation(gpu.as_raw())?);
+                Some(Sdpa::new(&libraries, on, deterministic)?)
+            }
             Attention::Plain => None,
         };
         let timeline = Timeline::new(&streams, options.trace_spans)?;

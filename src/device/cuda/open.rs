@@ -7,6 +7,12 @@ use cust::device::Device;
 use cust::sys;
 use std::ffi::{CStr, c_char};
 
+/// Releases of CUDA whose drivers take the kernels, whose PTX is of CUDA 12.0.
+const OLDEST_CUDA: u32 = 12;
+
+/// The oldest generation that the kernels are made for: Ampere.
+const OLDEST_GENERATION: i32 = 8;
+
 /// The GPU `ordinal` of those that CUDA shows, which are as many, and in the order, as `CUDA_VISIBLE_DEVICES` says.
 pub(super) fn visible_gpu(ordinal: usize) -> Result<Device> {
     let find = || "find an NVIDIA GPU".to_string();
@@ -16,7 +22,38 @@ pub(super) fn visible_gpu(ordinal: usize) -> Result<Device> {
     let mut gpu = 0;
     // SAFETY: writes one number.
     check(unsafe { sys::cuDeviceGet(&mut gpu, ordinal as i32) }, find)?;
+    is_served(newest_cuda()?, generation(gpu)?)?;
     Device::get_device(ordinal as u32).map_err(|e| super::error::failed(e as u32, find()))
+}
+
+/// The newest release of CUDA that the driver serves, as 13.
+pub(super) fn newest_cuda() -> Result<u32> {
+    let mut version = 0;
+    // SAFETY: writes one number.
+    check(unsafe { sys::cuDriverGetVersion(&mut version) }, || "ask for the driver's version".into())?;
+    Ok(version as u32 / 1000)
+}
+
+/// Major number of the compute capability: 8 for Ampere and Ada, 9 for Hopper, 10 and 12 for Blackwell.
+pub(super) fn generation(gpu: sys::CUdevice) -> Result<i32> {
+    let mut major = 0;
+    let attribute = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR;
+    // SAFETY: writes one number.
+    check(unsafe { sys::cuDeviceGetAttribute(&mut major, attribute, gpu) }, || format!("ask for the generation of GPU {gpu}"))?;
+    Ok(major)
+}
+
+/// # Errors
+/// `Unsupported` for a driver or a GPU that is too old, with what is needed.
+fn is_served(cuda: u32, generation: i32) -> Result<()> {
+    if cuda < OLDEST_CUDA {
+        return Err(Error::Unsupported(format!("a driver for CUDA {cuda}: the kernels need driver 525 or newer (CUDA {OLDEST_CUDA})")));
+    }
+    if generation < OLDEST_GENERATION {
+        let needed = "the kernels need Ampere or newer (8.0), as A100, RTX 30, RTX 40, L40S, H100";
+        return Err(Error::Unsupported(format!("a GPU of compute capability {generation}: {needed}")));
+    }
+    Ok(())
 }
 
 pub(super) fn count() -> Result<usize> {
@@ -70,4 +107,17 @@ pub(super) fn open(gpu: Device) -> Result<Context> {
     // SAFETY: retained above; `opened` has retained it itself.
     unsafe { sys::cuDevicePrimaryCtxRelease_v2(gpu.as_raw()) };
     opened
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn old_drivers_and_gpus_are_told_what_is_needed() {
+        assert!(is_served(12, 8).is_ok() && is_served(13, 12).is_ok());
+        let refused = |cuda, generation| is_served(cuda, generation).unwrap_err().to_string();
+        assert!(refused(11, 9).contains("driver for CUDA 11") && refused(11, 9).contains("driver 525"));
+        assert!(refused(13, 7).contains("compute capability 7") && refused(13, 7).contains("Ampere or newer"));
+    }
 }

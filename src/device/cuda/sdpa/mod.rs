@@ -19,8 +19,43 @@ use graph::AttentionTensor;
 use plan::{Addresses, ExecutionPlan, Target};
 use sys::{Connection, Cudnn, DataType};
 
-/// The widest head that the kernels take.
-const HEAD_DIM_MAX: usize = 256;
+/// What cuDNN's kernels take on the GPUs of a generation, by its table (documentation of 9.18.1, "Support Matrix").
+struct AttentionLimits {
+    /// The first generation that these are of; they hold up to the next one.
+    from: i32,
+    /// Channels of the widest head whose backward pass there is.
+    head_dim: usize,
+    /// The first version whose backward pass can repeat its bits, as 91900 for 9.19.0.
+    deterministic: usize,
+}
+
+const LIMITS: [AttentionLimits; 3] = [
+    // Ampere and Ada.
+    AttentionLimits { from: 8, head_dim: 128, deterministic: 0 },
+    // Hopper.
+    AttentionLimits { from: 9, head_dim: 256, deterministic: 0 },
+    // Blackwell; its deterministic backward pass came with 9.18.1 (Transformer Engine, pull request 2584).
+    AttentionLimits { from: 10, head_dim: 128, deterministic: 91_801 },
+];
+
+impl AttentionLimits {
+    fn of(generation: i32) -> &'static Self {
+        LIMITS.iter().rev().find(|limits| limits.from <= generation).unwrap_or(&LIMITS[0])
+    }
+
+    /// # Errors
+    /// `Unsupported` for a version whose backward pass would give other bits each time.
+    fn check_version(&self, version: usize, deterministic: bool) -> Result<()> {
+        if deterministic && version < self.deterministic {
+            let needed = self.deterministic;
+            let helps = "a newer one, `--attention plain`, or `--nondeterministic` does";
+            return Err(Error::Unsupported(format!(
+                "cuDNN {version} for a repeatable backward pass on this GPU, which needs {needed}: {helps}"
+            )));
+        }
+        Ok(())
+    }
+}
 
 /// cuDNN, the plans made so far, and the workspace that they share.
 pub(super) struct Sdpa {
@@ -29,6 +64,7 @@ pub(super) struct Sdpa {
     workspace: DeviceBuffer<u8>,
     connection: Connection,
     stream: CUstream,
+    limits: &'static AttentionLimits,
     deterministic: bool,
 }
 
@@ -43,14 +79,16 @@ struct Plans {
 }
 
 impl Sdpa {
-    /// Opens cuDNN for the current context; it will run on `stream`. Unless `deterministic`, repeated backward passes
+    /// Opens cuDNN for the current context; it will run on the stream, on a GPU of the generation. Unless `deterministic`, repeated backward passes
     /// differ in the last bits of dq; with it, they take 8 % more time and 2 bytes of workspace for every score.
     ///
     /// # Errors
     /// `Resource` when a library is missing; `Unsupported` when cuDNN is too old.
-    pub(super) fn new(libraries: &Libraries, stream: CUstream, deterministic: bool) -> Result<Self> {
-        let connection = Connection::new(Cudnn::open(libraries)?, stream)?;
-        Ok(Self { plans: Vec::new(), workspace: allocate(0)?, connection, stream, deterministic })
+    pub(super) fn new(libraries: &Libraries, (stream, generation): (CUstream, i32), deterministic: bool) -> Result<Self> {
+        let (cudnn, limits) = (Cudnn::open(libraries)?, AttentionLimits::of(generation));
+        limits.check_version(cudnn.version(), deterministic)?;
+        let connection = Connection::new(cudnn, stream)?;
+        Ok(Self { plans: Vec::new(), workspace: allocate(0)?, connection, stream, limits, deterministic })
     }
 
     /// Bytes of the workspace.
@@ -78,7 +116,8 @@ impl Sdpa {
             Some(index) => index,
             None => {
                 let target = Target::Gpu(self.connection.handle);
-                let plans = Plans::build(self.connection.cudnn, &target, shape, dtype, self.deterministic)?;
+                let format = supported(shape, dtype, self.limits)?;
+                let plans = Plans::build(self.connection.cudnn, &target, shape, (dtype, format), self.deterministic)?;
                 self.reserve(plans.workspace_bytes())?;
                 self.plans.push(plans);
                 self.plans.len() - 1
@@ -132,8 +171,13 @@ impl Sdpa {
 }
 
 impl Plans {
-    fn build(cudnn: Cudnn, target: &Target, shape: &AttentionShape, dtype: Dtype, deterministic: bool) -> Result<Self> {
-        let format = supported(shape, dtype)?;
+    fn build(
+        cudnn: Cudnn,
+        target: &Target,
+        shape: &AttentionShape,
+        (dtype, format): (Dtype, DataType),
+        deterministic: bool,
+    ) -> Result<Self> {
         let forward = ExecutionPlan::build(cudnn, &attention::forward(shape, format), target);
         let part = attention_part(shape, deterministic);
         let backward = ExecutionPlan::build(cudnn, &attention::backward(shape, &part, format, deterministic), target);
@@ -150,15 +194,19 @@ impl Plans {
 }
 
 /// cuDNN's format, if its kernels take the shape.
-fn supported(shape: &AttentionShape, dtype: Dtype) -> Result<DataType> {
+fn supported(shape: &AttentionShape, dtype: Dtype, limits: &AttentionLimits) -> Result<DataType> {
     if shape.softcap.is_some() {
         return Err(unsupported(shape, dtype, "its graph has no soft caps on scores"));
     }
-    let fits = shape.head_dim.is_multiple_of(8) && shape.head_dim <= HEAD_DIM_MAX;
+    let fits = shape.head_dim.is_multiple_of(8) && shape.head_dim <= limits.head_dim;
     match dtype {
         Dtype::Bfloat16 if fits => Ok(DataType::Bf16),
         Dtype::Float16 if fits => Ok(DataType::F16),
-        _ => Err(unsupported(shape, dtype, &format!("it takes bfloat16 and float16, and multiples of 8 up to {HEAD_DIM_MAX}"))),
+        _ => Err(unsupported(
+            shape,
+            dtype,
+            &format!("on this GPU it takes bfloat16 and float16, and multiples of 8 up to {}", limits.head_dim),
+        )),
     }
 }
 

@@ -13,11 +13,31 @@ const SHAPE: AttentionShape =
 fn shapes_that_cudnn_does_not_take_name_the_other_attention() {
     let odd = AttentionShape { head_dim: 100, ..SHAPE };
     let wide = AttentionShape { head_dim: 264, ..SHAPE };
+    let hopper = AttentionLimits::of(9);
     for (shape, dtype) in [(SHAPE, Dtype::Float32), (odd, Dtype::Bfloat16), (wide, Dtype::Float16)] {
-        let message = supported(&shape, dtype).unwrap_err().to_string();
+        let message = supported(&shape, dtype, hopper).unwrap_err().to_string();
         assert!(message.contains("--attention plain"), "{message}");
     }
-    assert_eq!(supported(&SHAPE, Dtype::Float16).unwrap(), DataType::F16);
+    assert_eq!(supported(&SHAPE, Dtype::Float16, hopper).unwrap(), DataType::F16);
+}
+
+#[test]
+fn each_generation_has_limits_of_its_own() {
+    let wide = AttentionShape { head_dim: 256, ..SHAPE };
+    assert!(supported(&wide, Dtype::Bfloat16, AttentionLimits::of(9)).is_ok());
+    for generation in [8, 10, 12] {
+        let limits = AttentionLimits::of(generation);
+        assert!(supported(&SHAPE, Dtype::Bfloat16, limits).is_ok(), "{generation}");
+        let message = supported(&wide, Dtype::Bfloat16, limits).unwrap_err().to_string();
+        assert!(message.contains("multiples of 8 up to 128") && message.contains("--attention plain"), "{generation}: {message}");
+    }
+    for (generation, version, deterministic, is_taken) in
+        [(8, 91_000, true, true), (9, 91_000, true, true), (10, 91_800, true, false), (12, 91_801, true, true), (12, 91_000, false, true)]
+    {
+        let checked = AttentionLimits::of(generation).check_version(version, deterministic);
+        assert_eq!(checked.is_ok(), is_taken, "{generation} {version} {deterministic}");
+        assert!(is_taken || checked.unwrap_err().to_string().contains("needs 91801"));
+    }
 }
 
 #[test]
@@ -54,7 +74,7 @@ fn parts_of_the_backward_pass_cover_it_once() {
 #[test]
 #[ignore = "needs cuDNN, and a driver or a stand-in for one"]
 fn cudnn_compiles_its_fused_kernels_for_every_kind_of_graph() {
-    let cudnn = Cudnn::open(&Libraries::new(&[])).unwrap();
+    let cudnn = Cudnn::open(&Libraries::new(&[], 13)).unwrap();
     let device =
         Descriptor::build(cudnn, DescriptorKind::DeviceProperties, |device| device.set(Attribute::DeviceJson, H200.trim().as_bytes()));
     let target = Target::Described(device.unwrap());
@@ -64,7 +84,9 @@ fn cudnn_compiles_its_fused_kernels_for_every_kind_of_graph() {
     for (shape, name) in [(SHAPE, "gqa"), (mha, "mha"), (windowed, "window"), (odd, "odd")] {
         for (dtype, deterministic) in [(Dtype::Bfloat16, true), (Dtype::Bfloat16, false), (Dtype::Float16, true)] {
             let case = format!("{name} {dtype} deterministic: {deterministic}");
-            let plans = Plans::build(cudnn, &target, &shape, dtype, deterministic).unwrap_or_else(|e| panic!("{case}: {e}"));
+            let plans =
+                Plans::build(cudnn, &target, &shape, (dtype, supported(&shape, dtype, AttentionLimits::of(9)).unwrap()), deterministic)
+                    .unwrap_or_else(|e| panic!("{case}: {e}"));
             assert!(plans.forward.json().contains("\"finalizeMode\":\"SDPA_FWD\""), "{case}");
             assert!(plans.backward.json().contains("\"finalizeMode\":\"SDPA_BWD\""), "{case}");
             assert_eq!(plans.workspace_bytes(), attention_workspace_bytes(&shape, deterministic), "{case}");

@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Builds what is released, into a folder: the wheel, a tarball (program, manual pages, completions, licences), the list of what is in them (SBOM, CycloneDX) and checksums.
+#
+#   packaging/build.sh OUT [x86_64|aarch64]
+#
+# The program needs no symbol of a C library newer than 2.17 (2014). Needs Rust and python3 with venv; maturin and zig, its linker, are
+# installed below target/.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+usage() { echo "usage: packaging/build.sh OUT [x86_64|aarch64]" >&2; exit 2; }
+[ $# -ge 1 ] || usage
+out=$1 arch=${2-$(uname -m)}
+case $arch in x86_64 | aarch64) ;; *) usage ;; esac
+mkdir -p "$out"
+out=$(cd "$out" && pwd)
+target=$arch-unknown-linux-gnu
+built=$(realpath -m "${CARGO_TARGET_DIR:-target}")
+
+tools=$PWD/target/packaging-tools
+if [ ! -x "$tools/bin/maturin" ]; then
+  python3 -m venv "$tools"
+  "$tools/bin/pip" install --quiet --disable-pip-version-check 'maturin==1.16.*' 'ziglang==0.17.*' 'auditwheel==6.*'
+fi
+export PATH=$tools/bin:$PATH
+version=$(sed -n 's/^version = "\(.*\)"$/\1/p' Cargo.toml | head -n 1)
+
+stage=$(mktemp -d)
+trap 'rm -rf "$stage"' EXIT
+
+# The package's page is the README, and the licences travel with it: they are put beside its description here, so that nothing is written twice.
+mkdir "$stage/wheel"
+cp -r packaging/python README.md LICENSE-MIT LICENSE-APACHE "$stage/wheel/"
+sed "s|^manifest-path = .*|manifest-path = \"$PWD/Cargo.toml\"|" packaging/pyproject.toml >"$stage/wheel/pyproject.toml"
+(cd "$stage/wheel" && CARGO_TARGET_DIR=$built \
+  maturin build --zig --compatibility manylinux_2_17 --profile dist --locked --target "$target" --out "$out")
+
+name=superoffload-$version-$target
+mkdir -p "$stage/$name"/{bin,share/man/man1,share/completions}
+program=$stage/$name/bin/superoffload
+cp "$built/$target/dist/superoffload" "$program"
+cp LICENSE-MIT LICENSE-APACHE README.md CHANGELOG.md "$stage/$name/"
+# Pages and completions are of the flags and not of the machine: one that runs here writes them.
+writes=$program
+[ "$arch" = "$(uname -m)" ] || writes=${SUPEROFFLOAD_PROGRAM:?name a program of this version that runs here}
+"$writes" man "$stage/$name/share/man/man1"
+for shell in bash zsh fish; do "$writes" completions $shell >"$stage/$name/share/completions/superoffload.$shell"; done
+tar --sort=name --owner=0 --group=0 --numeric-owner --mtime="@${SOURCE_DATE_EPOCH:-0}" -C "$stage" -cf - "$name" | gzip -n9 >"$out/$name.tar.gz"
+
+python3 packaging/sbom.py "$target" >"$out/$name.cdx.json"
+(cd "$out" && sha256sum -- *.whl *.tar.gz *.cdx.json >SHA256SUMS)
+ls -l "$out"

@@ -1,0 +1,60 @@
+"""Trains language models whose optimizer does not fit the GPU, by the program `superoffload` as a child process.
+
+    import superoffload
+
+    run = superoffload.train(model="Qwen/Qwen3-0.6B", data="corpus.jsonl", max_steps=100, output_dir="runs/mine")
+    run.metrics[-1]["loss"], run.checkpoint
+
+Keywords are the program's flags, with underscores: `superoffload train --help` lists them. A crash of the program is an exception here.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ._data import as_paths
+from ._metrics import Metrics
+from ._program import Interrupted, TrainError, UsageError, ask, ask_json, flags
+from ._run import Run
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ._settings import Settings
+
+__all__ = ["Interrupted", "Metrics", "Run", "TrainError", "UsageError", "doctor", "export", "plan", "start", "train"]
+
+OUTPUT_DIR = "runs/train"
+
+
+def start(model: Any = None, data: Any = None, **settings: Unpack[Settings]) -> Run:
+    """Starts a run and returns at once. `data` may be a path, a name on the hub, a `datasets.Dataset`, or records as dicts."""
+    output_dir = settings.pop("output_dir", None) or OUTPUT_DIR
+    eval_data = as_paths(settings.pop("eval_data", None))
+    said = {"model": model, "data": as_paths(data), "eval_data": eval_data, **settings, "output_dir": output_dir}
+    return Run(["train", *flags(said)], output_dir)
+
+
+def train(model: Any = None, data: Any = None, *, quiet: bool = False, **settings: Unpack[Settings]) -> Run:
+    """Trains, and returns the run when it is done; shows it meanwhile unless `quiet`. A run that fails raises `TrainError`."""
+    run = start(model, data, **settings)
+    return run.wait() if quiet else run._show()
+
+
+def plan(model: Any, **settings: Unpack[Settings]) -> dict[str, Any]:
+    """Whether and how the model trains on a machine (`hardware`), how fast, and what binds."""
+    return ask_json("plan", "--json", *flags({"model": model, **settings}))
+
+
+def doctor() -> dict[str, Any]:
+    """What this machine is, and what would make it faster."""
+    return ask_json("doctor", "--json")
+
+
+def export(run: Run | str | os.PathLike[str], out: str | os.PathLike[str], *, best: bool = False, dtype: str | None = None) -> Path:
+    """Writes a run's newest checkpoint, or its best, as a Hugging Face model directory, and returns that."""
+    source = run.output_dir if isinstance(run, Run) else run
+    ask("export", os.fspath(source), os.fspath(out), *(["--best"] if best else []), *flags({"dtype": dtype}))
+    return Path(out)

@@ -1,0 +1,185 @@
+"""A training run: the program as a child process, and what it writes."""
+
+from __future__ import annotations
+
+import html
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ._metrics import Metrics, MetricsFile
+from ._program import INTERRUPTED, failure, program
+
+POLL_S = 0.1
+"""How often a run's files are looked at."""
+
+
+class Run:
+    """A run of the program, started by `superoffload.train` or `superoffload.start`.
+
+    It goes on when nobody looks at it, and ends by itself. In a notebook it draws its loss and how far it is.
+    """
+
+    def __init__(self, arguments: list[str], output_dir: str | os.PathLike[str]) -> None:
+        self.output_dir = Path(output_dir)
+        self._metrics = Metrics()
+        self._file = MetricsFile(self.output_dir, is_new=True)
+        self._is_stopped = False
+        # A file and no pipe: nobody has to read it for the run to go on.
+        self._log = tempfile.TemporaryFile()
+        # A session of its own: Ctrl-C reaches it once, by `stop`.
+        self._process = subprocess.Popen(
+            [program(), *arguments], stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, start_new_session=True
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit code of the program, negative for a signal; `None` while it runs. 75: it was ended, and can be resumed."""
+        return self._process.poll()
+
+    @property
+    def log(self) -> str:
+        """All that the program has said."""
+        return self._said(0)
+
+    def _said(self, offset: int) -> str:
+        size = os.fstat(self._log.fileno()).st_size
+        return os.pread(self._log.fileno(), max(size - offset, 0), offset).decode(errors="replace")
+
+    @property
+    def metrics(self) -> Metrics:
+        """The steps so far, each a dict."""
+        self._metrics.extend(self._file.read())
+        return self._metrics
+
+    @property
+    def max_steps(self) -> int | None:
+        """Steps of the whole run, once it has begun."""
+        return self._file.facts.get("max_steps")
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The newest checkpoint."""
+        found = [path for path in self.output_dir.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
+        return max(found, key=lambda path: int(path.name.removeprefix("checkpoint-")), default=None)
+
+    def steps(self) -> Iterator[dict[str, Any]]:
+        """The steps, each as soon as it is done; raises what `wait` does."""
+        told = 0
+        while True:
+            has_ended = self.returncode is not None
+            metrics = self.metrics
+            yield from metrics[told:]
+            told = len(metrics)
+            if has_ended:
+                break
+            time.sleep(POLL_S)
+        self._check()
+
+    def wait(self, timeout: float | None = None) -> Run:
+        """Waits for the end. A run that failed raises `TrainError` with the program's message, one that somebody else ended `Interrupted`;
+        one that takes longer than `timeout` seconds goes on, and `TimeoutError` is raised. Ctrl-C ends the run after a checkpoint."""
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"the run still goes on after {timeout} seconds") from None
+        except KeyboardInterrupt:
+            self.stop()
+            raise
+        self._check()
+        return self
+
+    def stop(self, timeout: float | None = None) -> Run:
+        """Asks the run to write a checkpoint and end, and waits until it has."""
+        self._is_stopped = True
+        self._process.send_signal(signal.SIGTERM)
+        return self.wait(timeout)
+
+    terminate = stop
+
+    def _check(self) -> None:
+        code = self._process.wait()
+        if code != 0 and not (code == INTERRUPTED and self._is_stopped):
+            raise failure(code, self.log)
+
+    def _show(self) -> Run:
+        """Waits, and shows the run meanwhile: as a picture in a notebook, else its lines."""
+        display = _notebook_display()
+        handle, told = (display(self, display_id=True), 0) if display else (None, 0)
+        try:
+            while True:
+                has_ended = self.returncode is not None
+                if handle is not None:
+                    handle.update(self)
+                else:
+                    told += self._print_from(told)
+                if has_ended:
+                    break
+                time.sleep(1.0 if handle is not None else POLL_S)
+        except KeyboardInterrupt:
+            self.stop()
+            raise
+        return self.wait()
+
+    def _print_from(self, offset: int) -> int:
+        said = os.pread(self._log.fileno(), 1 << 20, offset)
+        sys.stdout.write(said.decode(errors="replace"))
+        sys.stdout.flush()
+        return len(said)
+
+    def __repr__(self) -> str:
+        return f"<superoffload.Run {self._state()} {self.output_dir}>"
+
+    def _state(self) -> str:
+        code, metrics = self.returncode, self.metrics
+        ended = "running" if code is None else "done" if code == 0 else "interrupted" if code == INTERRUPTED else "failed"
+        step = metrics[-1].get("step", 0) if metrics else 0
+        return f"{ended}, step {step} of {self.max_steps or '?'}"
+
+    def _repr_html_(self) -> str:
+        steps = [line for line in self.metrics if "loss" in line]
+        step, last = (steps[-1]["step"], steps[-1]) if steps else (0, {})
+        speed = f", loss {last['loss']:.4f}, {last.get('tokens_per_second', 0):.0f} tokens/s" if last else ""
+        bar = f'<progress value="{step}" max="{self.max_steps or max(step, 1)}" style="width:100%"></progress>'
+        failed = ""
+        if self.returncode not in (None, 0, INTERRUPTED):
+            failed = f"<pre>{html.escape(str(failure(self.returncode or 1, self.log)))}</pre>"
+        return f"<div>{html.escape(self._state() + speed)}{bar}{_curve(steps)}{failed}</div>"
+
+
+def _curve(steps: list[dict[str, Any]], width: int = 640, height: int = 160) -> str:
+    """The losses as a line, at most one point a pixel."""
+    points = [(line["step"], line["loss"]) for line in steps if line["loss"] is not None]
+    if len(points) < 2:
+        return ""
+    points = points[:: max(len(points) // width, 1)]
+    (first, last), losses = (points[0][0], points[-1][0]), [loss for _, loss in points]
+    low, high = min(losses), max(losses)
+    across = lambda step: (step - first) / max(last - first, 1) * width  # noqa: E731
+    down = lambda loss: (high - loss) / ((high - low) or 1) * (height - 20) + 10  # noqa: E731
+    line = " ".join(f"{across(step):.1f},{down(loss):.1f}" for step, loss in points)
+    return (
+        f'<svg viewBox="0 0 {width} {height}" style="width:100%;max-width:{width}px" role="img" aria-label="loss by step">'
+        f'<polyline points="{line}" fill="none" stroke="currentColor" stroke-width="1.5"/>'
+        f'<text x="2" y="10" font-size="10">{high:.4f}</text><text x="2" y="{height - 2}" font-size="10">{low:.4f}</text></svg>'
+    )
+
+
+def _notebook_display() -> Any:
+    """IPython's `display`, in a notebook."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if shell is None or "IPKernelApp" not in getattr(shell, "config", {}):
+        return None
+    from IPython.display import display
+
+    return display

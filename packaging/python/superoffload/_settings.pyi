@@ -1,0 +1,164 @@
+# Written by SUPEROFFLOAD_WRITE_FLAGS=1 cargo test --test main python::
+from collections.abc import Sequence
+from os import PathLike
+from typing import Literal, TypedDict
+
+class Settings(TypedDict, total=False):
+    """What a run can be told."""
+
+    config: str | PathLike[str]
+    """TOML, YAML or JSON file whose keys are these flags; flags win [default: none]."""
+    deepspeed: str | PathLike[str]
+    """Configuration of DeepSpeed; flags and the other file win [default: none]."""
+    init: Literal["random", "checkpoint"]
+    """Where the first weights come from [default: checkpoint with --model, else random]."""
+    eval_data: str | PathLike[str] | Sequence[str | PathLike[str]]
+    """Files, directories or names to evaluate on; nothing is learned from them [default: none]."""
+    eval_split: str | int | float
+    """Share or number of the data's documents to hold out and evaluate on [default: none]."""
+    tokenizer: Literal["auto", "bytes"]
+    """What turns text into tokens: the model's tokenizer.json, or bytes [default: auto]."""
+    eos_token: str | int | float
+    """The token between documents, as text or id [default: the one that the model's files name]."""
+    add_bos: Literal["auto", "yes", "no"]
+    """Begin each document with a token; auto is as the tokenizer does [default: auto]."""
+    data_format: Literal["auto", "text", "messages", "prompt-completion", "alpaca", "input-ids"]
+    """What the columns of records mean; auto is by their names [default: auto]."""
+    columns: str | int | float | Sequence[str | int | float]
+    """The data's names of columns, as OURS=THEIRS, separated by commas [default: none]."""
+    train_on: Literal["auto", "all", "completion", "assistant", "last"]
+    """What is trained of a record; auto: text whole, completions, answers of a chat [default: auto]."""
+    chat_template: str | PathLike[str]
+    """Chat template to use, a Jinja file [default: the model's]."""
+    packing: Literal["wrapped", "bfd", "off"]
+    """Rows: of one stream, of whole documents packed best, or one document each [default: wrapped]."""
+    overlong: Literal["auto", "truncate", "split", "drop"]
+    """What becomes of documents longer than a row; auto splits text, truncates records [default: auto]."""
+    chat_template_name: str | int | float
+    """Which of the model's chat templates [default: the default one]."""
+    chat_date: str | int | float
+    """The day that chat templates are told [default: today, or the checkpoint's]."""
+    output_dir: str | PathLike[str]
+    """Where checkpoints and metrics go [default: runs/train]."""
+    gpus: str | int | float
+    """GPUs that train together [default: 1]."""
+    device: Literal["auto", "cpu", "cuda"]
+    """Machine that runs forward and backward [default: auto]."""
+    strategy: Literal["superoffload", "zero-offload", "no-offload"]
+    """Set of offloading techniques [default: superoffload]."""
+    rollback: Literal["deferred", "inverse"]
+    """How a failed speculation is undone [default: deferred]."""
+    dtype: Literal["bfloat16", "float16", "float32"]
+    """Format of weights and gradients on the device [default: bfloat16]."""
+    moments: Literal["float32", "bfloat16"]
+    """Format of AdamW's moments between steps [default: float32]."""
+    max_steps: int
+    """Optimizer steps; wins over --num-train-epochs [default: none]."""
+    num_train_epochs: float
+    """Passes over the data, fractions allowed [default: 3]."""
+    per_device_train_batch_size: int
+    """Sequences of a micro-batch [default: 8]."""
+    tokens_per_step: int
+    """Tokens of an optimizer step, which the plan cuts into micro-batches [default: none]."""
+    gradient_accumulation_steps: int
+    """Micro-batches of an optimizer step on each GPU [default: one for each gradient share]."""
+    gradient_shares: int
+    """Shares of a step, whose gradients are summed in float32 [default: the GPUs, or the checkpoint's]."""
+    seq_length: int
+    """Tokens of a sequence [default: 1024]."""
+    learning_rate: float
+    """Peak learning rate [default: 5e-5]."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine", "wsd"]
+    """Shape of the learning rate over the steps [default: linear]."""
+    warmup_steps: int
+    """Steps of linear warm-up [default: 0]."""
+    warmup_ratio: float
+    """Share of all steps that warms up, rounded up, where --warmup-steps is 0 [default: 0]."""
+    weight_decay: float
+    """Decoupled weight decay; norms and biases have none [default: 0]."""
+    adam_beta1: float
+    """Decay of Adam's first moment [default: 0.9]."""
+    adam_beta2: float
+    """Decay of Adam's second moment [default: 0.999]."""
+    adam_epsilon: float
+    """Adam's epsilon [default: 1e-8]."""
+    max_grad_norm: float
+    """Gradient norm above which gradients are clipped; 0 is never [default: 1]."""
+    router_aux_loss_coef: float
+    """Factor on the loss that balances a router's experts; 0 adds none [default: 0]."""
+    seed: int
+    """Seed of random weights and of the data order [default: 42]."""
+    logging_steps: int
+    """Steps between log lines [default: 10]."""
+    report_to: Literal["jsonl", "tensorboard", "none"] | Sequence[Literal["jsonl", "tensorboard", "none"]]
+    """Where steps are shown besides metrics.jsonl, separated by commas [default: tensorboard]."""
+    eval_strategy: Literal["no", "steps", "epoch"]
+    """When to evaluate [default: steps with --eval-data or --eval-split]."""
+    eval_steps: int
+    """Steps between evaluations [default: as --save-steps]."""
+    eval_on_start: bool
+    """Evaluate before the first step, too [default: false]."""
+    early_stopping_patience: int
+    """Evaluations in a row without a lower loss after which a run ends [default: none]."""
+    early_stopping_threshold: float
+    """How much lower a loss must be to count for --early-stopping-patience [default: 0]."""
+    save_steps: int
+    """Steps between checkpoints [default: 500]."""
+    save_total_limit: int
+    """Checkpoints kept, the newest ones; the best of evaluations stays beside them [default: all]."""
+    max_skipped_steps: int
+    """Steps in a row with gradients that are not finite after which a run ends; 0 is never [default: 100]."""
+    stall_limit: int
+    """Seconds without progress after which a run tells why and ends; 0 is never [default: 300]."""
+    resume_from_checkpoint: str | int | float
+    """Checkpoint to continue from, `auto` for the newest good one [default: none]."""
+    dry_run: bool
+    """Show the data and the plan, then end, without a step or a file [default: false]."""
+    allow_changed: Literal["model", "tokenizer", "data", "numerics", "moments"] | Sequence[Literal["model", "tokenizer", "data", "numerics", "moments"]]
+    """Parts that may differ from the checkpoint's, separated by commas [default: none]."""
+    threads: int
+    """Compute threads, and as many optimizer threads [default: one for each core]."""
+    bucket_mib: float
+    """Size of a bucket in MiB of 16-bit parameters [default: the plan decides]."""
+    resident_buckets: str | int | float
+    """Tail buckets whose optimizer stays on the device [default: auto]."""
+    activations: Literal["auto", "keep", "recompute-cheap", "recompute-block", "host"]
+    """What layers keep for their backward pass [default: auto]."""
+    weights: Literal["auto", "replicated", "sharded", "flow"]
+    """Where layers' weights lie: on the device, or streamed from host memory [default: auto]."""
+    replan: Literal["auto", "off", "random"]
+    """Whether a run plans again where its steps leave what the plan assumed [default: auto]."""
+    hardware: str | PathLike[str]
+    """Machine whose rates a GPU's plan rests on: auto, a profile's name or file [default: auto]."""
+    hbm_limit: str | int | float
+    """Use no more GPU memory than this, for example 80GiB [default: all that is free]."""
+    host_limit: str | int | float
+    """Use no more host memory than this, for example 1.5TiB [default: all that is free]."""
+    memory: Literal["pinned", "unified"]
+    """Host memory of offloaded states; unified needs a GPU [default: pinned]."""
+    huge_pages: Literal["auto", "explicit", "off"]
+    """Page sizes of host memory [default: auto]."""
+    attention: Literal["auto", "cudnn", "plain"]
+    """Who computes attention on a GPU [default: auto]."""
+    nondeterministic: bool
+    """Allow GPU kernels whose results may differ between runs in the last bit [default: false]."""
+    cuda_libraries: str | PathLike[str]
+    """Look for NVIDIA's libraries here first [default: where the system looks]."""
+    no_shuffle: bool
+    """Take the sequences in file order [default: false]."""
+    trace: str | PathLike[str]
+    """Write the timeline for Perfetto here, not to trace.json in the output directory [default: none]."""
+    perf_counters: bool
+    """Count cycles, cache misses and page faults of the optimizer's threads [default: false]."""
+    digest: bool
+    """Print a digest of the final state as the last line [default: false]."""
+    isa: Literal["auto", "scalar", "avx2", "avx512", "neon", "sve2"]
+    """Instruction set of the CPU optimizer [default: auto]."""
+    resctrl_group: str | int | float
+    """Partition of cache and bandwidth that the optimizer's threads join [default: auto]."""
+    slots: int
+    """Staging slots for gradients and as many for parameters [default: chosen with the plan]."""
+    without: Literal["stv", "deadline-order", "repartition", "superchip-cast", "grace-adam", "mpam", "weight-flow", "adaptive"] | Sequence[Literal["stv", "deadline-order", "repartition", "superchip-cast", "grace-adam", "mpam", "weight-flow", "adaptive"]]
+    """Techniques to turn off, separated by commas [default: none]."""
+    cast: Literal["auto", "device", "host"]
+    """Side that converts gradients [default: auto]."""

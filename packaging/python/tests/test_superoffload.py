@@ -1,0 +1,228 @@
+"""The package against the program: `SUPEROFFLOAD_PROGRAM` names it, or it is the installed one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import types
+import unittest
+from pathlib import Path
+from unittest import mock
+
+import superoffload
+from superoffload import _data, _metrics, _program, _run, follow
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 64, "vocab_size": 256, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "hidden_act": "silu", "tie_word_embeddings": True,
+}  # fmt: skip
+TEXT = "Colourless green ideas sleep furiously. " * 40
+
+
+class Runs(unittest.TestCase):
+    def setUp(self):
+        self.folder = Path(self.enterContext(tempfile.TemporaryDirectory())) if hasattr(self, "enterContext") else self._folder()
+        (self.folder / "model").mkdir()
+        (self.folder / "model/config.json").write_text(json.dumps(TINY))
+        os.environ["XDG_CACHE_HOME"] = str(self.folder / "cache")
+
+    def _folder(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        return Path(folder.name)
+
+    def start(self, out="out", data=({"text": TEXT},), **settings):
+        common = {"init": "random", "tokenizer": "bytes", "device": "cpu", "threads": 1, "seq_length": 16, "max_steps": 5}
+        common |= {"per_device_train_batch_size": 1, "save_steps": 100, "output_dir": self.folder / out, "report_to": "none"}
+        return superoffload.start(self.folder / "model", list(data) if isinstance(data, tuple) else data, **common | settings)
+
+    def endless(self):
+        run = self.start(max_steps=1_000_000)
+        next(run.steps())
+        return run
+
+    def test_a_run_is_waited_for_and_tells_its_steps(self):
+        run = self.start()
+        steps = [step["step"] for step in run.steps()]
+        self.assertEqual((steps, run.returncode, run.max_steps), ([1, 2, 3, 4, 5], 0, 5))
+        self.assertEqual(run.wait().checkpoint, self.folder / "out/checkpoint-5")
+        self.assertEqual(run.metrics[4]["step"], 5)
+        self.assertIn("done at step 5 of 5", run.log)
+        self.assertIn("done, step 5 of 5", repr(run))
+        out = superoffload.export(run, self.folder / "exported", dtype="float32")
+        self.assertTrue((out / "model.safetensors").is_file())
+
+    def test_a_second_run_in_a_directory_tells_only_its_own_steps(self):
+        self.start(max_steps=3).wait()
+        run = self.start(max_steps=4, resume_from_checkpoint="auto").wait()
+        self.assertEqual([step["step"] for step in run.metrics], [4])
+
+    def test_what_makes_no_sense_is_an_error_with_the_programs_words(self):
+        for settings, words in [
+            ({"learning_rate": -1}, "learning-rate"),
+            ({"lerning_rate": 1}, "--learning-rate"),
+            ({"dtype": "int8"}, "bfloat16"),
+        ]:
+            run = self.start(**settings)
+            with self.assertRaisesRegex(superoffload.UsageError, words) as raised:
+                run.wait()
+            self.assertEqual(raised.exception.returncode, 2)
+            self.assertIsInstance(raised.exception, ValueError)
+            self.assertEqual(run.metrics, [])
+        with self.assertRaisesRegex(superoffload.TrainError, "no-such-model"):
+            superoffload.plan("no-such-model", hardware="h200-pcie5")
+
+    def test_a_killed_run_is_an_exception(self):
+        run = self.endless()
+        os.kill(run.pid, signal.SIGKILL)
+        with self.assertRaisesRegex(superoffload.TrainError, "signal 9") as raised:
+            list(run.steps())
+        self.assertEqual(raised.exception.returncode, -9)
+        self.assertIn("failed", repr(run))
+
+    def test_a_run_that_is_stopped_can_be_resumed(self):
+        run = self.endless().stop()
+        self.assertEqual(run.returncode, 75)
+        step = run.metrics[-1]["step"]
+        self.assertEqual(run.checkpoint.name, f"checkpoint-{step}")
+        other = self.endless()
+        os.kill(other.pid, signal.SIGTERM)
+        with self.assertRaises(superoffload.Interrupted):
+            other.wait()
+
+    def test_ctrl_c_ends_the_run_after_a_checkpoint(self):
+        run = self.endless()
+        with mock.patch.object(run._process, "wait", side_effect=[KeyboardInterrupt, 75, 75]), self.assertRaises(KeyboardInterrupt):
+            run.wait()
+        run._process.wait()
+        self.assertEqual((run.returncode, run.checkpoint is not None), (75, True))
+
+    def test_a_run_that_takes_too_long_goes_on(self):
+        run = self.endless()
+        with self.assertRaises(TimeoutError):
+            run.wait(timeout=0.01)
+        self.assertIsNone(run.returncode)
+        run.stop()
+
+    def test_a_full_disk_is_the_programs_error(self):
+        # No file may grow beyond this: a checkpoint does not fit, and says so.
+        limited = f'ulimit -f 16; exec "{_program.program()}" "$@"'
+        script = self.folder / "limited"
+        script.write_text(f"#!/usr/bin/env bash\n{limited}\n")
+        script.chmod(0o755)
+        with mock.patch.dict(os.environ, {"SUPEROFFLOAD_PROGRAM": str(script)}):
+            run = self.start(max_steps=3)
+        with self.assertRaisesRegex(superoffload.TrainError, "write .*checkpoint.*large") as raised:
+            run.wait()
+        self.assertEqual(raised.exception.returncode, 1)
+
+    def test_a_notebook_draws_loss_and_progress(self):
+        run = self.start()
+        run.wait()
+        page = run._repr_html_()
+        for part in ['<progress value="5" max="5"', "<polyline points=", "done, step 5 of 5, loss "]:
+            self.assertIn(part, page)
+        failed = self.start(out="bad", learning_rate=-1)
+        with self.assertRaises(superoffload.UsageError):
+            failed.wait()
+        self.assertIn("<pre>", failed._repr_html_())
+
+    def test_train_shows_the_run(self):
+        script = "import superoffload, sys; superoffload.train(device='cpu', threads=1, max_steps=1, seq_length=8, report_to='none', "
+        script += f"per_device_train_batch_size=1, output_dir={str(self.folder / 'demo')!r})"
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+        self.assertIn("done at step 1 of 1", done.stdout)
+
+    def test_records_and_data_sets_become_files_that_a_resumed_run_finds(self):
+        first, second = (_data.as_paths([{"text": "a"}, {"text": "ä"}]) for _ in range(2))
+        self.assertEqual((first, first.read_text()), (second, '{"text": "a"}\n{"text": "ä"}\n'))
+        table = types.SimpleNamespace(to_parquet=lambda path: Path(path).write_bytes(b"PAR1"))
+        self.assertEqual(_data.as_paths(table).suffix, ".parquet")
+        self.assertEqual(_data.as_paths("org/data"), "org/data")
+        self.assertEqual(_data.as_paths(["a.txt", "b.txt"]), ["a.txt", "b.txt"])
+        for nonsense in ([], [1, 2]):
+            with self.assertRaises(TypeError):
+                _data.as_paths(nonsense)
+        self.assertFalse([path for path in first.parent.iterdir() if path.name.startswith(".")])
+
+    def test_the_machine_and_plans_are_dicts(self):
+        self.assertIn("advice", superoffload.doctor())
+        chosen = superoffload.plan(self.folder / "model", hardware="h200-pcie5", seq_length=16, per_device_train_batch_size=1)
+        self.assertGreater(chosen["best"]["tokens_per_second"], 0)
+
+    def test_the_program_is_found_beside_the_package_or_missed_in_words(self):
+        with mock.patch.dict(os.environ, {"PATH": ""}):
+            os.environ.pop("SUPEROFFLOAD_PROGRAM", None)
+            with mock.patch.object(_program, "NAME", "no-such-program"), self.assertRaisesRegex(FileNotFoundError, "no-such-program"):
+                _program.program()
+
+    def test_half_a_line_is_not_a_step(self):
+        path = self.folder / _metrics.FILE
+        path.write_text('{"facts":{"started":10,"max_steps":2}}\n{"step":1,"lo')
+        file = _metrics.MetricsFile(self.folder)
+        self.assertEqual(file.read(), [])
+        path.write_text('{"facts":{"started":10,"max_steps":2}}\n{"step":1,"loss":2}\n')
+        self.assertEqual(file.read(), [{"step": 1, "loss": 2}])
+        os.replace(_write(self.folder / "new", '{"facts":{"started":11,"max_steps":2}}\n{"step":7}\n'), path)
+        self.assertEqual(file.read(), [{"step": 7}])
+        self.assertEqual(_metrics.MetricsFile(self.folder, is_new=True).read(), [], "an earlier run's")
+
+    def test_a_run_is_followed_to_its_end(self):
+        for name in follow.TRACKERS:
+            tracker = Tracker()
+            with mock.patch.dict(sys.modules, {name: tracker}):
+                run = self.start(out=name, max_steps=30)
+                next(run.steps())
+                logged = follow.follow(run.output_dir, name, poll_s=0.05)
+                run.wait()
+            self.assertEqual((logged, tracker.steps), (30, list(range(1, 31))), name)
+            self.assertTrue(tracker.is_finished and "train/loss" in tracker.values and tracker.facts["max_steps"] == 30, name)
+        self.assertEqual(follow.numbers({"step": 1, "eval_loss": 2.0, "verdict": "clip", "x": None}), {"eval/loss": 2.0})
+
+    def test_what_cannot_be_followed_is_said(self):
+        self.assertEqual(follow.main([str(self.folder / "nowhere"), "--to", "wandb"]), 2)
+        with mock.patch.dict(sys.modules, {"trackio": None}), self.assertRaisesRegex(SystemExit, "pip install trackio"):
+            follow.main([str(self.folder), "--to", "trackio"])
+        with mock.patch.dict(sys.modules, {"wandb": Tracker()}):
+            self.assertEqual(follow.main([str(self.folder), "--to", "wandb"]), 1, "no step")
+
+
+class Tracker(types.ModuleType):
+    """The functions of W&B, trackio and MLflow that are called."""
+
+    def __init__(self):
+        super().__init__("tracker")
+        self.steps, self.values, self.facts, self.is_finished = [], {}, {}, False
+
+    def init(self, project, name, config):
+        self.facts = config
+
+    def log(self, values, step):
+        self.steps.append(step)
+        self.values = values
+
+    def finish(self):
+        self.is_finished = True
+
+    def set_experiment(self, name):
+        pass
+
+    def start_run(self, run_name):
+        pass
+
+    def log_dict(self, facts, file):
+        self.facts = facts
+
+    log_metrics, end_run = log, finish
+
+
+def _write(path, text):
+    path.write_text(text)
+    return path
+
+
+if __name__ == "__main__":
+    unittest.main()

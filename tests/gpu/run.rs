@@ -1,0 +1,275 @@
+//! What is asked for, and the devices that it is asked of.
+
+#![allow(unsafe_code)]
+
+use super::faults;
+use super::harness::{Bench, Harness};
+use super::kernels::{self, Suite};
+#[cfg(feature = "cuda")]
+use super::peers::Disturbance;
+use super::peers::{self, Ranks};
+use super::report::Report;
+use super::training::{self, Subject};
+use std::io::Write;
+use std::sync::Arc;
+use superoffload::internals::device::{CpuDevice, Kernels, Schedule};
+#[cfg(feature = "cuda")]
+use superoffload::internals::device::{Matmul, MatmulLayout, MatmulShape, Stream};
+#[cfg(feature = "cuda")]
+use superoffload::internals::dtype::Dtype;
+#[cfg(feature = "cuda")]
+use superoffload::internals::launch::on_gpus;
+use superoffload::internals::launch::{cpu_engine, on_cpus};
+use superoffload::internals::planner::Machine;
+use superoffload::{Error, Result};
+
+/// Steps of a training run.
+const STEPS: usize = 30;
+const FULL_STEPS: usize = 200;
+/// Room for one case: as much as a CPU run needs, and as the sizes of real workloads need.
+const CASE_BYTES: usize = 64 << 20;
+const FULL_CASE_BYTES: usize = 1 << 30;
+
+/// Cases to run, and on what: the CPU device with other settings than the reference has, and the GPU if there is one.
+#[derive(clap::Args, Debug)]
+pub struct Request {
+    /// Only cases whose name holds one of these: kernels, training, "kernels/matmul Tn bfloat16".
+    #[arg(value_name = "CASE")]
+    cases: Vec<String>,
+
+    /// No case whose name holds this; can be given again.
+    #[arg(long, value_name = "CASE")]
+    skip: Vec<String>,
+
+    /// Only this device.
+    #[arg(long, value_enum)]
+    device: Option<Tested>,
+
+    /// Who computes attention on the GPU.
+    #[arg(long, value_enum, default_value_t = GpuAttention::Cudnn)]
+    attention: GpuAttention,
+
+    /// Only kernels that every GPU since Ampere takes.
+    #[arg(long)]
+    portable: bool,
+
+    /// No GPU is an error.
+    #[arg(long)]
+    require_gpu: bool,
+
+    /// The sizes of real workloads and 200 steps of training, which a GPU gets anyway, on the CPU device, too.
+    #[arg(long)]
+    full: bool,
+
+    /// Neither on the GPU, as for a tool that slows every kernel down.
+    #[arg(long)]
+    small: bool,
+
+    /// Other inputs.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+
+    /// A line for every case that passes, too.
+    #[arg(long)]
+    verbose: bool,
+
+    /// Let a kernel read where no memory is, and end with that error: what one case starts.
+    #[arg(long, hide = true)]
+    lose_gpu: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, clap::ValueEnum)]
+enum Tested {
+    Cpu,
+    Cuda,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, clap::ValueEnum)]
+enum GpuAttention {
+    Cudnn,
+    Plain,
+}
+
+impl Request {
+    fn wants(&self, device: Tested) -> bool {
+        self.device.is_none_or(|wanted| wanted == device)
+    }
+}
+
+/// Runs what is asked for; lines go to `out`. `again` are the arguments by which this program is asked for cases.
+///
+/// # Errors
+/// `Resource` or `Unsupported` without a GPU that is required, `Usage` where no case is called so.
+pub fn conduct<W: Write>(request: &Request, out: W, again: &[&str]) -> Result<Report<W>> {
+    let mut report = Report::new(out, [request.cases.clone(), request.skip.clone()], request.verbose, request.seed);
+    if request.lose_gpu {
+        return lose_gpu().map(|()| report);
+    }
+    if request.wants(Tested::Cpu) {
+        // More threads than cores and than the reference has; then streams that run in any order that their events allow.
+        cpu(&mut report, request, 5, Schedule::Threads)?;
+        cpu(&mut report, request, 3, Schedule::Adversary { seed: 3 })?;
+    }
+    let gpu = if request.wants(Tested::Cuda) { find_gpu() } else { Ok(()) };
+    match gpu {
+        Ok(()) if request.wants(Tested::Cuda) => cuda(&mut report, request, again)?,
+        Ok(()) => {}
+        Err(why) if request.require_gpu => return Err(why),
+        Err(why) => report.say(&format!("cuda: skipped ({why})")),
+    }
+    report.finish();
+    // With cargo's filters, which are of other tests, too, there may be none.
+    if request.require_gpu && !report.has_run() {
+        return Err(Error::usage("no case is called so; `--verbose` names all"));
+    }
+    Ok(report)
+}
+
+#[cfg(feature = "cuda")]
+fn find_gpu() -> Result<()> {
+    superoffload::internals::device::cuda::probe(0).map(drop)
+}
+
+#[cfg(feature = "cuda")]
+fn cuda<W: Write>(report: &mut Report<W>, request: &Request, again: &[&str]) -> Result<()> {
+    use superoffload::internals::device::{
+        Attention, DeviceKind,
+        cuda::{CudaDevice, CudaOptions, free_bytes, probe, visible_gpus},
+    };
+    use superoffload::internals::memory::DeviceMemory;
+    let is_plain = request.attention == GpuAttention::Plain;
+    let attention = if is_plain { Attention::Plain } else { Attention::Cudnn { deterministic: true } };
+    let settings = if is_plain { "device = \"cuda\"\nattention = \"plain\"\n" } else { "device = \"cuda\"\n" };
+    let machine =
+        Machine { kind: DeviceKind::Gpu, device: DeviceMemory::Own { bytes: free_bytes(0)?, addressing: probe(0)? }, ..Machine::cpu(4) };
+    let subject = Subject {
+        engine: &superoffload::internals::launch::gpu_engine,
+        machine,
+        settings,
+        same_bits: false,
+        overlaps: true,
+        steps: if request.small { STEPS } else { FULL_STEPS },
+    };
+    let options = CudaOptions { libraries: Vec::new(), attention, trace_spans: 0, portable: request.portable };
+    let open_at = |ordinal| -> Result<Box<dyn Kernels>> {
+        // SAFETY: as for the CPU, and tokens lie inside of their tables.
+        Ok(Box::new(unsafe { CudaDevice::new(ordinal, &options) }?))
+    };
+    conform(report, request, &|| open_at(0), &subject, !request.small)?;
+    let ranks = Ranks {
+        launch: &|plan, shape, topology, training| on_gpus(plan, shape, topology, training),
+        machine: subject.machine.clone(),
+        settings,
+        devices: visible_gpus()?.len(),
+        overlaps: true,
+        disturb: &|rank, disturbance| multiply_now_and_then(&mut *open_at(rank)?, rank, disturbance),
+        steps: STEPS,
+        late_runs: if request.small { 5 } else { 100 },
+    };
+    peers::run(report, &ranks);
+    report.case("faults/a lost GPU", || faults::lost_gpu(again));
+    Ok(())
+}
+
+/// Products on a stream of its own keep the GPU's multiprocessors from the rank that trains there, for some milliseconds each time.
+#[cfg(feature = "cuda")]
+fn multiply_now_and_then(dev: &mut dyn Kernels, rank: usize, disturbance: &Disturbance) -> Result<()> {
+    const ELEMS: usize = 4096;
+    let shape = MatmulShape { layout: MatmulLayout::Nn, m: ELEMS, n: ELEMS, k: ELEMS };
+    let mut matrix = |name| dev.alloc(name, ELEMS * ELEMS, Dtype::Bfloat16);
+    let (matrices, done) = ([matrix("a")?, matrix("b")?, matrix("c")?], dev.event()?);
+    disturbance.while_late(rank, || {
+        (0..8).try_for_each(|_| dev.launch(Matmul::plain(shape, matrices)))?;
+        dev.record(done, Stream::Compute)?;
+        dev.synchronize(done)
+    })
+}
+
+/// A sticky fault takes the whole context with it, so that this needs a process of its own.
+#[cfg(feature = "cuda")]
+fn lose_gpu() -> Result<()> {
+    use superoffload::internals::device::cuda::{CudaDevice, CudaOptions};
+    let attention = superoffload::internals::device::Attention::Plain;
+    let options = CudaOptions { libraries: Vec::new(), attention, trace_spans: 0, portable: false };
+    // SAFETY: what is read outside of its table is read by the GPU, which refuses; this process has no other use for it.
+    let gpu = unsafe { CudaDevice::new(0, &options) }?;
+    faults::read_nowhere(&mut Harness::new(Box::new(gpu), 1 << 20)?)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn lose_gpu() -> Result<()> {
+    find_gpu()
+}
+
+#[cfg(not(feature = "cuda"))]
+fn cuda<W: Write>(_: &mut Report<W>, _: &Request, _: &[&str]) -> Result<()> {
+    find_gpu()
+}
+
+#[cfg(not(feature = "cuda"))]
+fn find_gpu() -> Result<()> {
+    Err(Error::Unsupported("this build has no CUDA device".into()))
+}
+
+fn cpu<W: Write>(report: &mut Report<W>, request: &Request, threads: usize, schedule: Schedule) -> Result<()> {
+    let lines = format!("device = \"cpu\"\nthreads = {threads}\n");
+    let settings = match schedule {
+        Schedule::Threads => lines,
+        Schedule::Adversary { seed } => format!("{lines}adversary = {seed}\n"),
+    };
+    let subject = Subject {
+        engine: &cpu_engine,
+        machine: Machine::cpu(2),
+        settings: &settings,
+        same_bits: true,
+        // Whether threads of a busy machine ran side by side is the scheduler's affair.
+        overlaps: false,
+        steps: if request.full { FULL_STEPS } else { STEPS },
+    };
+    let open = || cpu_device(threads, schedule);
+    conform(report, request, &open, &subject, request.full)?;
+    if schedule != Schedule::Threads {
+        // tests/exactness.rs has the adversary meet up to four devices.
+        return Ok(());
+    }
+    let ranks = Ranks {
+        launch: &|plan, shape, topology, training| on_cpus(plan, shape, topology, training),
+        machine: subject.machine.clone(),
+        settings: subject.settings,
+        devices: 2,
+        overlaps: false,
+        // Cores are crowded as it is.
+        disturb: &|_, _| Ok(()),
+        steps: 8,
+        late_runs: 3,
+    };
+    peers::run(report, &ranks);
+    Ok(())
+}
+
+fn cpu_device(threads: usize, schedule: Schedule) -> Result<Box<dyn Kernels>> {
+    // SAFETY: the cases wait for what they have enqueued, and a harness drops its device before the memory that it copies.
+    Ok(Box::new(unsafe { CpuDevice::new(threads, schedule, Arc::default(), 0) }?))
+}
+
+/// Everything that is asked for, on the device that `open` opens. The engines of `subject` open their own.
+fn conform<D: Kernels, W: Write>(
+    report: &mut Report<W>,
+    request: &Request,
+    open: &dyn Fn() -> Result<Box<dyn Kernels>>,
+    subject: &Subject<'_, D>,
+    full: bool,
+) -> Result<()> {
+    let bytes = if full { FULL_CASE_BYTES } else { CASE_BYTES };
+    // The sizes of real workloads take the reference a while.
+    let threads = if full { std::thread::available_parallelism().map_or(2, |cpus| cpus.get()) } else { 2 };
+    let reference = Harness::new(cpu_device(threads, Schedule::Threads)?, bytes)?;
+    let mut bench = Bench { subject: Harness::new(open()?, bytes)?, reference, same_bits: subject.same_bits, full };
+    report.begin(&format!("{}: {}", bench.subject.dev.describe(), subject.settings.trim_end().replace('\n', ", ")));
+    kernels::run(&mut Suite { bench: &mut bench, report, seed: request.seed, lost: false });
+    faults::run(report, &mut bench.subject);
+    // A GPU has no room for two who take what they find.
+    drop(bench);
+    training::run(report, subject);
+    Ok(())
+}
