@@ -197,7 +197,7 @@ impl CudaDevice {
             streams,
             peering: None,
             modules,
-            hopper: !options.portable && open::capability(gpu.as_raw())? == (9, 0),
+            hopper: !options.portable && open::generation(gpu.as_raw())? == open::HOPPER,
             scratch: DeviceSlice::at(0, 0, Dtype::Float32),
             name,
             gpu: gpu.as_raw(),

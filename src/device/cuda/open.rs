@@ -13,6 +13,9 @@ const OLDEST_CUDA: u32 = 12;
 /// The oldest generation that the kernels are made for: Ampere.
 const OLDEST_GENERATION: i32 = 8;
 
+/// The generation that kernels called `sm90a` are made for.
+pub(super) const HOPPER: i32 = 9;
+
 /// The GPU `ordinal` of those that CUDA shows, which are as many, and in the order, as `CUDA_VISIBLE_DEVICES` says.
 pub(super) fn visible_gpu(ordinal: usize) -> Result<Device> {
     let find = || "find an NVIDIA GPU".to_string();
@@ -36,11 +39,7 @@ pub(super) fn newest_cuda() -> Result<u32> {
 
 /// Major number of the compute capability: 8 for Ampere and Ada, 9 for Hopper, 10 and 12 for Blackwell.
 pub(super) fn generation(gpu: sys::CUdevice) -> Result<i32> {
-    let mut major = 0;
-    let attribute = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR;
-    // SAFETY: writes one number.
-    check(unsafe { sys::cuDeviceGetAttribute(&mut major, attribute, gpu) }, || format!("ask for the generation of GPU {gpu}"))?;
-    Ok(major)
+    attribute(gpu, sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
 }
 
 /// # Errors
@@ -80,14 +79,6 @@ fn text<const N: usize>(write: impl FnOnce(*mut c_char, i32) -> sys::CUresult, o
     let mut text = [0; N];
     check(write(text.as_mut_ptr().cast(), N as i32), operation)?;
     Ok(CStr::from_bytes_until_nul(&text).unwrap_or_default().to_string_lossy().into_owned())
-}
-
-/// Its compute capability: (9, 0) for Hopper.
-pub(super) fn capability(gpu: sys::CUdevice) -> Result<(i32, i32)> {
-    use sys::CUdevice_attribute::{
-        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR as MAJOR, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR as MINOR,
-    };
-    Ok((attribute(gpu, MAJOR)?, attribute(gpu, MINOR)?))
 }
 
 /// What the driver says of the GPU.
