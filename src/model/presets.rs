@@ -6,8 +6,8 @@ use crate::model_dir::{CONFIG, ModelDir};
 use std::path::Path;
 
 /// Name and `config.json` of every preset: its sizes are those of the file that was published as `google/gemma-2-2b`, `google/gemma-2-9b`,
-/// `google/gemma-2-27b`, `microsoft/phi-4`, `ByteDance-Seed/Seed-OSS-36B-Base`, `meta-llama/Llama-3.1-70B`, and of the others under their names.
-pub(crate) const PRESETS: [(&str, &str); 14] = [
+/// `google/gemma-2-27b`, `google/gemma-3-1b-pt`, `microsoft/phi-4`, `ByteDance-Seed/Seed-OSS-36B-Base`, `meta-llama/Llama-3.1-70B`, and of the others under their names.
+pub(crate) const PRESETS: [(&str, &str); 15] = [
     ("qwen3-4b", include_str!("presets/qwen3-4b.json")),
     ("llama-8b", include_str!("presets/llama-8b.json")),
     ("qwen3-14b", include_str!("presets/qwen3-14b.json")),
@@ -20,6 +20,7 @@ pub(crate) const PRESETS: [(&str, &str); 14] = [
     ("gemma-2-2b", include_str!("presets/gemma-2-2b.json")),
     ("gemma-2-9b", include_str!("presets/gemma-2-9b.json")),
     ("gemma-2-27b", include_str!("presets/gemma-2-27b.json")),
+    ("gemma-3-1b", include_str!("presets/gemma-3-1b.json")),
     ("phi-4", include_str!("presets/phi-4.json")),
     ("seed-oss-36b", include_str!("presets/seed-oss-36b.json")),
     ("llama-70b", include_str!("presets/llama-70b.json")),
@@ -61,6 +62,7 @@ mod tests {
             ("gemma-2-2b", 2_614_341_888),
             ("gemma-2-9b", 9_241_705_984),
             ("gemma-2-27b", 27_227_128_320),
+            ("gemma-3-1b", 999_885_952),
             ("phi-4", 14_659_507_200),
             ("seed-oss-36b", 36_151_104_512),
             ("llama-70b", 70_553_706_496),
@@ -73,6 +75,8 @@ mod tests {
         let gemma = shape("model", Path::new("gemma-2-27b")).unwrap();
         assert_eq!([0, 1].map(|layer| gemma.layers[layer].attn.window), [Some(4096), None]);
         assert_eq!((gemma.layers[0].attn.scale, gemma.logit_softcap), (1.0 / 12.0, Some(30.0)));
+        let gemma = shape("model", Path::new("gemma-3-1b")).unwrap();
+        assert_eq!([0, 5].map(|layer| gemma.layers[layer].attn.window), [Some(512), None]);
     }
 
     /// What transformers counts in these configurations, and what a token takes of it, without the embedding.
