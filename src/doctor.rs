@@ -269,8 +269,14 @@ fn gpu_name(topology: &Topology, gpu: &GpuReport) -> String {
     }
 }
 
+/// What GPUs are called on which this program was measured.
+const MEASURED: [&str; 1] = ["NVIDIA H200"];
+
 fn cuda_device(gpu: &GpuReport) -> String {
-    gpu.usable.as_ref().map_or_else(ToString::to_string, |_| "ready (--device cuda)".into())
+    let name = gpu.facts.as_ref().ok().and_then(|facts| facts.name.as_deref()).unwrap_or_default();
+    let is_measured = MEASURED.iter().any(|measured| name.starts_with(measured));
+    let state = if is_measured { "" } else { "; supported, not yet measured: `superoffload selftest --json` is what to send" };
+    gpu.usable.as_ref().map_or_else(ToString::to_string, |_| format!("ready (--device cuda){state}"))
 }
 
 /// What can be partitioned, in words, and what to do about it.
@@ -486,6 +492,12 @@ mod tests {
             GpuReport { facts: Ok(facts), usable: Ok(Addressing::Managed), libraries: Vec::new(), several: Ok(SeveralGpus::default()) };
         assert_eq!(gpu_name(&server(), &found), "NVIDIA H200");
         assert_eq!(cuda_device(&found), "ready (--device cuda)");
+        for name in ["NVIDIA GeForce RTX 4090", "NVIDIA GH200 480GB"] {
+            let facts = GpuFacts { name: Some(name.into()), ..GpuFacts::default() };
+            let other =
+                GpuReport { facts: Ok(facts), usable: Ok(Addressing::Managed), libraries: Vec::new(), several: Ok(SeveralGpus::default()) };
+            assert!(cuda_device(&other).starts_with("ready (--device cuda); supported, not yet measured"), "{name}");
+        }
         let missing = GpuReport {
             facts: Ok(GpuFacts::default()),
             usable: Ok(Addressing::Managed),
