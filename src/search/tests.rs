@@ -95,10 +95,10 @@ fn a_faster_link_is_no_reason_to_look_less_closely() {
 fn tokens_of_a_step_are_cut_into_the_largest_micro_batches_that_pay() {
     let (shape, machine) = (model("llama-8b", 32), h200(139, 125, (*Rates::assumed()).clone()));
     let asked = |tokens| Settings { seq_length: 4096, tokens_per_step: Some(tokens), is_batch_open: true, ..Settings::default() };
-    let ranking = rank(&asked(64 * 4096), &shape, &machine).unwrap();
+    let ranking = rank(&asked(256 * 4096), &shape, &machine).unwrap();
     let plan = &ranking.candidates[0].plan;
-    assert_eq!(plan.tokens_per_step(), 64 * 4096, "{plan}");
-    assert!(ranking.unfit > 0, "64 sequences at once do not fit");
+    assert_eq!(plan.tokens_per_step(), 256 * 4096, "{plan}");
+    assert!(ranking.unfit > 0, "256 sequences at once do not fit");
     assert!(rank(&asked(4097), &shape, &machine).unwrap_err().to_string().contains("not a multiple"));
 }
 
