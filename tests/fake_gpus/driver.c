@@ -218,6 +218,7 @@ int cuMemcpyPeerAsync(u64 to, Context *here, u64 from, Context *there, size_t by
 
 int cuModuleLoadDataEx(void **module, const char *ptx, unsigned count, void *options, void *values) { FALLIBLE current(); *module = malloc(1); return 0; }
 int cuModuleUnload(void *module) { FALLIBLE current(); return 0; }
+int cuFuncSetAttribute(const char *function, int attribute, int value) { FALLIBLE return 0; }
 int cuModuleGetFunction(const char **function, void *module, const char *name) { FALLIBLE *function = strdup(name); return 0; }
 
 static void *argument(void **arguments, int nth) { return (void *)*(u64 *)arguments[nth]; }
