@@ -503,6 +503,14 @@ fn predictions_are_near_steps_with_moments_of_either_format() {
     }
 }
 
+/// The first line is of kernels that are gone for Hopper, and those behind the second of biases of experts that took three times as long.
+#[test]
+fn a_prediction_is_near_the_step_of_a_model_with_experts() {
+    let line = lines("h200-experts.jsonl").nth(1).unwrap();
+    let (shape, plan) = planned(&line, &measured_h200());
+    assert_predicted(&line, &shape, &plan);
+}
+
 /// The profile was measured by `probe --save` just before the lines, on their machine.
 #[test]
 fn predictions_by_a_measured_profile_are_near_at_once() {
