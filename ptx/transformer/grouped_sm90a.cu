@@ -10,7 +10,7 @@ constexpr unsigned GROUP = 128;
 constexpr unsigned BLOCK = 3 * GROUP;
 constexpr unsigned TILE_ROWS = 128, TILE_COLS = 256, STEP = 64;
 constexpr unsigned SLOTS = 4;
-// Steps that are on their way while the producer waits for the one before them: with two, products wait (8 % slower on an H200).
+// Steps that are on their way while the producer waits for the one before them: with two, products wait longer.
 constexpr unsigned IN_FLIGHT = 1;
 
 // A factor in shared memory: rows of 64 elements, 128 bytes, whose 16-byte vectors are exchanged within groups of eight rows so that

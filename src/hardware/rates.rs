@@ -11,8 +11,8 @@ use std::sync::{Arc, OnceLock};
 /// memory does not hide. Three workloads on an H200's host had 0.91, 0.94 and 0.96 (`paper-figures/results/h200-moments.jsonl`).
 const PACKED_SHARE: f64 = 0.93;
 
-/// Share of a GPU's single products that its products of experts are taken to reach until a profile says it. On an H200 the kernels for Hopper
-/// reach 0.75 where experts have a thousand rows, and the portable ones a third, beside a library that has Hopper's instructions.
+/// Share of a GPU's single products that its products of experts are taken to reach until a profile says it. Assumed: on an H200, whose kernels
+/// are Hopper's own, it is 0.74 where experts have a thousand rows; the portable kernels are slower beside a library that has those instructions.
 const GROUPED_SHARE: f64 = 0.55;
 /// On CPUs they are single products, one after the other.
 const GROUPED_SHARE_OF_CPUS: f64 = 1.0;
