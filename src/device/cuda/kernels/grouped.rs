@@ -42,6 +42,10 @@ pub(super) const HOPPER_SOURCE: PtxSource = PtxSource {
 /// Threads of every block, as in `grouped.cu`.
 const THREADS: u32 = 256;
 
+/// As in `grouped_sm90a.cu`: threads of a block; four slots of 128 and 256 rows of 128 bytes, and what aligns them.
+const HOPPER_THREADS: u32 = 384;
+const HOPPER_SHARED_BYTES: u32 = 4 * (128 + 256) * 128 + 1024;
+
 impl GpuKernel for GroupedMatmul {
     fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
         let Self { shape: GroupedShape { layout, experts, rows, outs, ins }, a, b, bounds, c, accumulate } = self;
@@ -70,45 +74,24 @@ impl GpuKernel for GroupedMatmul {
 }
 
 impl GroupedMatmul {
-    /// As many blocks as a GPU has multiprocessors, or as there are tiles: each takes one after the other.
+    /// A block for each multiprocessor: it takes tile after tile, or none.
     fn enqueue_on_hopper(self, queue: &mut impl Queue, dtype: Dtype) -> Result<()> {
         let Self { shape: GroupedShape { layout, experts, rows, outs, ins }, a, b, bounds, c, accumulate } = self;
-        let half = dtype == Dtype::Float16;
-        let (name, tiles) = match layout {
-            MatmulLayout::Nt => {
-                (if half { "grouped_nt_sm90a_f16" } else { "grouped_nt_sm90a_bf16" }, hopper::row_tiles(rows, experts, outs))
-            }
-            MatmulLayout::Nn => {
-                (if half { "grouped_nn_sm90a_f16" } else { "grouped_nn_sm90a_bf16" }, hopper::row_tiles(rows, experts, ins))
-            }
-            MatmulLayout::Tn => (if half { "grouped_tn_sm90a_f16" } else { "grouped_tn_sm90a_bf16" }, hopper::tiles(outs, ins) * experts),
+        let name = match (layout, dtype) {
+            (MatmulLayout::Nt, Dtype::Float16) => "grouped_nt_sm90a_f16",
+            (MatmulLayout::Nt, _) => "grouped_nt_sm90a_bf16",
+            (MatmulLayout::Nn, Dtype::Float16) => "grouped_nn_sm90a_f16",
+            (MatmulLayout::Nn, _) => "grouped_nn_sm90a_bf16",
+            (MatmulLayout::Tn, Dtype::Float16) => "grouped_tn_sm90a_f16",
+            (MatmulLayout::Tn, _) => "grouped_tn_sm90a_bf16",
         };
-        let grid = [size(tiles.min(MULTIPROCESSORS))?, 1, 1];
-        let blocks = LaunchConfig { grid, block: [hopper::THREADS, 1, 1], shared_bytes: hopper::SHARED_BYTES };
-        let [experts, rows, outs, ins] = [experts, rows, outs, ins].map(size);
-        let (experts, rows, outs, ins) = (experts?, rows?, outs?, ins?);
+        let grid = [size(MULTIPROCESSORS)?, 1, 1];
+        let blocks = LaunchConfig { grid, block: [HOPPER_THREADS, 1, 1], shared_bytes: HOPPER_SHARED_BYTES };
+        let (experts, rows, outs, ins) = (size(experts)?, size(rows)?, size(outs)?, size(ins)?);
         match layout {
             MatmulLayout::Tn => queue.launch(Stream::Compute, name, None, blocks, args![a, b, bounds, c, experts, outs, ins, accumulate]),
             _ => queue.launch(Stream::Compute, name, None, blocks, args![a, b, bounds, c, experts, rows, outs, ins]),
         }
-    }
-}
-
-/// As in `grouped_sm90a.cu`.
-mod hopper {
-    pub(super) const THREADS: u32 = 384;
-    const TILE_ROWS: usize = 128;
-    const TILE_COLS: usize = 256;
-    /// Four slots of both factors, and what aligns them.
-    pub(super) const SHARED_BYTES: u32 = (4 * (TILE_ROWS + TILE_COLS) * 128 + 1024) as u32;
-
-    /// Tiles that segments of `rows` rows have at most.
-    pub(super) fn row_tiles(rows: usize, experts: usize, cols: usize) -> usize {
-        (rows / TILE_ROWS + experts) * cols.div_ceil(TILE_COLS)
-    }
-
-    pub(super) fn tiles(rows: usize, cols: usize) -> usize {
-        rows.div_ceil(TILE_ROWS) * cols.div_ceil(TILE_COLS)
     }
 }
 
