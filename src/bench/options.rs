@@ -2,8 +2,10 @@
 
 use crate::config::describe::flag_name;
 use crate::config::settings::TrainOptions;
+use crate::data::rows::Packing;
 use crate::error::{Error, Result};
 use crate::simulate::clip::Clip;
+use crate::simulate::random_tokens::DocumentLengths;
 use clap::Arg;
 use std::path::PathBuf;
 
@@ -27,6 +29,10 @@ pub struct StepOptions {
     #[arg(long, value_name = "never|always|every-N", default_value = "never")]
     pub clip: Clip,
 
+    /// With --packing bfd: tokens of the documents that fill the rows, each drawn from these with equal chances.
+    #[arg(long, value_name = "LEAST-MOST")]
+    pub documents: Option<DocumentLengths>,
+
     /// Append the JSON line to this file instead of printing it.
     #[arg(long, value_name = "FILE")]
     pub out: Option<PathBuf>,
@@ -42,6 +48,9 @@ impl StepOptions {
     /// # Errors
     /// `Usage` that names the first one.
     pub fn check(&self) -> Result<()> {
+        if self.documents.is_some() && self.train.packing != Some(Packing::Bfd) {
+            return Err(Error::usage("--documents: only rows of --packing bfd hold documents that are kept apart"));
+        }
         match self.train.said().into_iter().find(|said| MEANINGLESS.contains(said)) {
             None => Ok(()),
             Some("max_grad_norm") => Err(Error::usage("--max-grad-norm: bench step sets it itself, as --clip says")),

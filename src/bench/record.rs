@@ -12,6 +12,7 @@ use crate::host::perf::WorkerCounts;
 use crate::metrics::MemoryUse;
 use crate::simulate::clip::Clip;
 use crate::simulate::outcome::Outcome;
+use crate::simulate::random_tokens::DocumentLengths;
 use crate::units::{Bytes, Count};
 use serde::Serialize;
 use std::fmt;
@@ -35,6 +36,9 @@ pub(crate) struct StepRecord {
     pub model: ModelFacts,
     /// Which steps were to be clipped; wins over `settings.max_grad_norm`.
     pub clip: Clip,
+    /// Tokens of the documents in a row, least and most, where rows hold several.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub documents: Option<DocumentLengths>,
     /// Steps before the clock.
     pub(crate) warmup: u64,
     pub steps: u64,

@@ -76,7 +76,10 @@ impl Simulation {
     /// `Usage` that names what makes no sense; what is wrong with the model's configuration.
     pub(crate) fn new(options: StepOptions, profile: Profile) -> Result<Self> {
         options.check()?;
-        let StepOptions { model_config, warmup, steps, clip, train, .. } = options;
+        let StepOptions { model_config, warmup, steps, clip, documents, train, .. } = options;
+        if documents.is_some() {
+            return Err(Error::usage("--documents: a simulated step takes the time of whole rows; bench step measures documents"));
+        }
         let settings = Settings::resolve_over(Settings::default(), train)?;
         let shape = presets::shape("model-config", &model_config)?;
         check_context(&settings, &shape, &model_config)?;

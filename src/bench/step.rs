@@ -19,7 +19,8 @@ use crate::metrics::MemoryUse;
 use crate::model::presets;
 use crate::model::shape::ModelShape;
 use crate::planner::plan::Plan;
-use crate::simulate::timed::{RandomTokens, Steps};
+use crate::simulate::random_tokens::{DocumentLengths, RandomTokens};
+use crate::simulate::timed::Steps;
 use crate::trace::file::TraceFile;
 use std::fmt::Display;
 use std::path::Path;
@@ -35,6 +36,7 @@ pub(crate) struct StepBench {
     config: String,
     shape: ModelShape,
     steps: Steps,
+    documents: Option<DocumentLengths>,
 }
 
 struct Measurement<'a> {
@@ -56,11 +58,12 @@ impl StepBench {
     /// `Usage` that names what makes no sense; what is wrong with the model's configuration.
     pub(crate) fn new(options: StepOptions) -> Result<Self> {
         options.check()?;
-        let StepOptions { model_config, warmup, steps, clip, train, .. } = options;
+        let StepOptions { model_config, warmup, steps, clip, documents, train, .. } = options;
         let settings = Settings::resolve_over(Settings::default(), train)?;
         let shape = presets::shape("model-config", &model_config)?;
         check_context(&settings, &shape, &model_config)?;
-        Ok(Self { settings, config: model_config.display().to_string(), shape, steps: Steps { warmup, timed: steps, clip } })
+        let steps = Steps { warmup, timed: steps, clip };
+        Ok(Self { settings, config: model_config.display().to_string(), shape, steps, documents })
     }
 
     /// Runs it; `tell` is given lines for people on the way.
@@ -97,7 +100,7 @@ impl UseEngine for Measurement<'_> {
         let partition = launch.divide_cpus(settings, plan, warn)?;
         let Steps { warmup, timed: steps, clip } = bench.steps;
         log(&format_args!("random weights in {init_seconds:.1} s; {warmup} steps of warm-up, then {steps}, clipping {clip}"));
-        let mut tokens = RandomTokens::new(settings.seed, bench.shape.vocab);
+        let mut tokens = RandomTokens::new(settings.seed, bench.shape.vocab).in_documents(bench.documents.clone());
         bench.steps.warm_up(&mut engine, &mut tokens)?;
         let mut counters = WorkerCounters::start(WORKER_ROLE)?;
         let sampler = launch.chosen.is_gpu().then(Sampler::start);
@@ -120,6 +123,7 @@ impl UseEngine for Measurement<'_> {
             gpus: launch.chosen.gpus.clone(),
             model: ModelFacts::new(bench.config.clone(), &bench.shape),
             clip: bench.steps.clip,
+            documents: bench.documents.clone(),
             warmup: bench.steps.warmup,
             steps: bench.steps.timed,
             settings: settings.clone(),
@@ -181,7 +185,8 @@ mod tests {
         std::fs::write(&path, DEMO_CONFIG.replace("\"num_hidden_layers\": 6", "\"num_hidden_layers\": 2")).unwrap();
         let (device, threads) = (Some(DeviceChoice::Cpu), Some(2));
         let train = TrainOptions { device, threads, seq_length: Some(16), per_device_train_batch_size: Some(2), ..train };
-        let options = StepOptions { model_config: path, warmup: 1, steps: 5, clip: clip.parse().unwrap(), out: None, train };
+        let options =
+            StepOptions { model_config: path, warmup: 1, steps: 5, clip: clip.parse().unwrap(), documents: None, out: None, train };
         let mut printed = Vec::new();
         let record = StepBench::new(options).unwrap().run(&mut |line| printed.push(line.to_string())).unwrap();
         assert_eq!(printed.len(), 2, "the plan and the beginning, no surprise: {printed:?}");

@@ -31,6 +31,12 @@ pub(crate) const fn arrays(separates_documents: bool) -> usize {
     if separates_documents { 4 } else { 3 }
 }
 
+/// Where documents begin, in memory of a batch that separates them.
+pub(crate) fn documents(memory: &[i32]) -> &[i32] {
+    let arrays = arrays(true);
+    &memory[memory.len() / arrays * (arrays - 1)..]
+}
+
 impl<'a> Batch<'a> {
     /// A batch in `memory`, int32 `[arrays, T]`, whose rows are one document each until somebody says otherwise. Tokens and targets are
     /// what the memory holds.

@@ -1,6 +1,7 @@
 //! What a device takes for itself, beside the memory that it is asked for. No device is needed to know it: the planner adds it up, and the
 //! devices take their sizes from here.
 
+use super::documents::{batch_shapes, most_tokens};
 use super::{Attention, AttentionShape};
 use crate::dtype::Dtype;
 use crate::host::pinned;
@@ -38,19 +39,25 @@ impl DeviceKind {
         whole - (ringed_elems - period_elems) * dtype.bytes()
     }
 
-    /// What it takes for itself, where layers attend to tokens as `shape` says.
-    pub fn own_memory(self, attention: Attention, shape: &AttentionShape) -> Vec<MemoryClass> {
+    /// What it takes for itself, where layers attend to tokens as `shape` says, and rows may hold several documents.
+    pub fn own_memory(self, attention: Attention, shape: &AttentionShape, separates_documents: bool) -> Vec<MemoryClass> {
         if self == Self::Cpu {
             return Vec::new();
         }
         let class = |name, space, bytes| MemoryClass { name, space, bytes };
-        let workspace = match attention {
-            Attention::Cudnn { deterministic } => gpu::attention_workspace_bytes(&gpu::attention_part(shape, deterministic), deterministic),
-            Attention::Plain => 0,
+        let of_parts = |shape: &_, deterministic| gpu::attention_workspace_bytes(&gpu::attention_part(shape, deterministic), deterministic);
+        let (workspace, packed) = match attention {
+            Attention::Cudnn { deterministic } if separates_documents => {
+                let largest = batch_shapes(shape).map(|shape| of_parts(&shape, deterministic)).max();
+                (largest.unwrap_or(0), gpu::document_scratch(shape).total() + gpu::document_table_bytes(shape))
+            }
+            Attention::Cudnn { deterministic } => (of_parts(shape, deterministic), 0),
+            Attention::Plain => (0, 0),
         };
         vec![
             class("matrix workspace", MemorySpace::Device, gpu::MATMUL_WORKSPACE_BYTES),
             class("attention workspace", MemorySpace::Device, workspace),
+            class("packed documents", MemorySpace::Device, packed),
             class("kernel scratch", MemorySpace::Device, gpu::SCRATCH_BYTES),
             class("context, libraries", MemorySpace::Device, gpu::CONTEXT_BYTES),
             class("process, driver", MemorySpace::Host, gpu::PROCESS_BYTES),
@@ -60,7 +67,8 @@ impl DeviceKind {
 
 /// An NVIDIA GPU's sizes.
 pub(crate) mod gpu {
-    use super::AttentionShape;
+    use super::{AttentionShape, most_tokens};
+    use crate::dtype::Dtype;
 
     /// Device memory that no class names (0.6 GiB on an H200): the CUDA context, the code of cuBLASLt and cuDNN, which is loaded
     /// kernel by kernel, and what the driver loses by rounding each allocation up to 2 MiB.
@@ -94,6 +102,33 @@ pub(crate) mod gpu {
         let parts: Vec<_> = sequences.chain(heads).filter(aligned).collect();
         let fits = |part: &&AttentionShape| attention_workspace_bytes(part, deterministic) <= ATTENTION_PART_BYTES;
         *parts.iter().find(fits).unwrap_or(&parts[parts.len() - 1])
+    }
+
+    /// Bytes of what documents are gathered to, each array from a multiple of 256 on: queries, keys and values, and their gradients;
+    /// attention's output, and its gradient; the log-sum-exp.
+    pub(crate) struct DocumentScratch {
+        pub(crate) qkv: usize,
+        pub(crate) out: usize,
+        pub(crate) lse: usize,
+    }
+
+    impl DocumentScratch {
+        pub(crate) fn total(&self) -> usize {
+            2 * (self.qkv + self.out) + self.lse
+        }
+    }
+
+    pub(crate) fn document_scratch(shape: &AttentionShape) -> DocumentScratch {
+        let (tokens, narrow) = (most_tokens(shape), Dtype::Bfloat16.bytes());
+        let [qkv, out, lse] =
+            [tokens * shape.qkv_cols() * narrow, tokens * shape.out_cols() * narrow, tokens * shape.heads * Dtype::Float32.bytes()]
+                .map(|bytes| bytes.next_multiple_of(256));
+        DocumentScratch { qkv, out, lse }
+    }
+
+    /// The first token of each document and its number of tokens: as many as there are tokens.
+    pub(crate) fn document_table_bytes(shape: &AttentionShape) -> usize {
+        2 * shape.tokens() * Dtype::Int32.bytes()
     }
 
     /// Bytes that cuDNN 9.19 wants for the backward pass of a shape, and so for both: delta; dq in fp32, or tiles of scores

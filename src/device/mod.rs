@@ -7,6 +7,7 @@
 pub(crate) mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
+mod documents;
 pub(crate) mod footprint;
 mod kernel;
 mod kernels;
@@ -123,11 +124,21 @@ pub trait Device {
     /// `Resource` with the address.
     fn check_memory(&self, memory: DeviceSlice) -> Result<()>;
 
-    /// Gets ready for attention of this shape and format: what has to be compiled or allocated for it. Only before step 0.
+    /// Gets ready for attention of this shape and format, over rows that may hold several documents if it separates them: what has to be
+    /// compiled or allocated for it. Only before step 0.
     ///
     /// # Errors
     /// `Unsupported` when no kernel takes them.
-    fn prepare_attention(&mut self, _shape: AttentionShape, _dtype: Dtype) -> Result<()> {
+    fn prepare_attention(&mut self, _shape: AttentionShape, _dtype: Dtype, _separates_documents: bool) -> Result<()> {
+        Ok(())
+    }
+
+    /// Announces what the `documents` of attention hold in the kernels that are launched from now on: where in its row of `seq_length` each
+    /// token's document begins. A device may have to know it before a kernel runs.
+    ///
+    /// # Errors
+    /// The device's.
+    fn set_documents(&mut self, _starts: &[i32], _seq_length: usize) -> Result<()> {
         Ok(())
     }
 

@@ -8,7 +8,7 @@ use super::route::Hop;
 use super::verdict::Verdict;
 use super::vitals::{Doing, Mark};
 use crate::config::options::FaultPhase;
-use crate::data::batch::{Batch, Batches};
+use crate::data::batch::{self, Batch, Batches};
 use crate::device::{Kernels, PARTS_MAX, Stream, Zero};
 use crate::error::{Error, Result};
 use crate::model::MicroStep;
@@ -215,7 +215,12 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     }
 
     pub(super) fn upload_batch(&mut self, micro_step: usize) -> Result<()> {
-        self.dev.copy_h2d(Stream::Compute, self.memory.batch(&self.plan, micro_step), self.model.activations.inputs)
+        let inputs = self.memory.batch(&self.plan, micro_step);
+        if self.plan.separates_documents {
+            let starts = batch::documents(self.host.lend(inputs));
+            self.dev.set_documents(starts, self.plan.seq_length)?;
+        }
+        self.dev.copy_h2d(Stream::Compute, inputs, self.model.activations.inputs)
     }
 
     fn begin_validation(&mut self, learning_rate: f64) -> Result<()> {

@@ -10,7 +10,13 @@ impl Model {
     /// Lets the device get ready for every layer's attention, and, where it only learns by doing, for all else: by a micro-batch of zeros.
     /// What that leaves behind a step's first micro-batch overwrites.
     pub(crate) fn prepare<D: Kernels>(&self, dev: &mut D) -> Result<()> {
-        (0..self.shape.layers.len()).try_for_each(|layer| dev.prepare_attention(self.attention_shape(layer), self.weights.dtype()))?;
+        let (activations, dtype) = (&self.activations, self.weights.dtype());
+        let documents = activations.documents;
+        (0..self.shape.layers.len())
+            .try_for_each(|layer| dev.prepare_attention(self.attention_shape(layer), dtype, documents.is_some()))?;
+        if let Some(documents) = documents {
+            dev.set_documents(&vec![0; documents.elems()], activations.seq_length)?;
+        }
         if !dev.learns_by_doing() {
             return Ok(());
         }

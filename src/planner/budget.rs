@@ -219,7 +219,8 @@ impl Workload<'_> {
             class("timeline", MemorySpace::Host, (self.workers + driver_tracks(ranks)) * self.trace_spans * size_of::<Span>()),
             class("data", MemorySpace::Host, self.data_bytes),
         ];
-        let own = self.machine.kind.own_memory(self.attention, &self.shape.attention(self.batch, self.seq_length, 0));
+        let own =
+            self.machine.kind.own_memory(self.attention, &self.shape.attention(self.batch, self.seq_length, 0), self.separates_documents);
         // A context each, in one process.
         let count = |space| if space == MemorySpace::Device { ranks } else { 1 };
         classes.extend(own.into_iter().map(|own| class(own.name, own.space, count(own.space) * own.bytes)));

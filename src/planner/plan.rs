@@ -512,13 +512,12 @@ fn check_ranks(settings: &Settings, layout: &BucketLayout) -> Result<()> {
     }
 }
 
-/// cuDNN's has no float32, no bounds between documents and no soft caps, and is on GPUs only.
+/// cuDNN's has no float32 and no soft caps, and is on GPUs only.
 fn attention(settings: &Settings, shape: &ModelShape, dtype: Dtype, kind: DeviceKind) -> Result<Attention> {
-    let obstacle = match settings {
-        _ if dtype == Dtype::Float32 => Some("cuDNN has 16-bit formats only; use --dtype bfloat16 or --attention plain"),
-        _ if shape.caps_scores() => Some("cuDNN's graph has no soft caps on scores, which this model has; use --attention plain"),
-        Settings { separates_documents: true, .. } => Some("cuDNN does not keep a row's documents apart; use --attention plain"),
-        _ => None,
+    let obstacle = if dtype == Dtype::Float32 {
+        Some("cuDNN has 16-bit formats only; use --dtype bfloat16 or --attention plain")
+    } else {
+        shape.caps_scores().then_some("cuDNN's graph has no soft caps on scores, which this model has; use --attention plain")
     };
     match (settings.attention, obstacle) {
         _ if kind == DeviceKind::Cpu => Ok(Attention::Plain),
@@ -623,11 +622,6 @@ impl fmt::Display for Plan {
         }
         if self.caps_scores && self.machine.kind == DeviceKind::Gpu {
             writeln!(f, "  attention   plain, which has the soft caps of this model and is slow; cuDNN's has none")?;
-        } else if self.separates_documents && self.machine.kind == DeviceKind::Gpu {
-            writeln!(
-                f,
-                "  attention   plain, which keeps the documents of a row apart and is slow; cuDNN's does not: --packing off or wrapped takes it"
-            )?;
         }
         if let Some(assumed) = self.unknown_grouped() {
             writeln!(f, "  experts     {assumed}")?;

@@ -476,22 +476,21 @@ fn the_cpu_device_refuses_what_needs_a_gpu() {
     assert!(Plan::new(&wide, &llama_8b(), &h200(), false).unwrap_err().to_string().contains("--attention plain"));
 }
 
-/// Data whose rows hold several documents: automatic is what keeps these apart.
+/// cuDNN computes them document by document, for which the plan has room; its own workspace is the smaller for it.
 #[test]
-fn cudnn_is_neither_chosen_nor_allowed_where_documents_share_a_row() {
-    let plan = |attention, separates_documents| {
-        let settings = Settings { attention, separates_documents, per_device_train_batch_size: 1, ..settings() };
-        Plan::new(&settings, &llama_8b(), &h200(), false)
+fn cudnn_keeps_documents_of_a_row_apart_in_memory_that_is_planned() {
+    let plan = |separates_documents| {
+        let settings = Settings { separates_documents, per_device_train_batch_size: 4, ..settings() };
+        Plan::new(&settings, &llama_8b(), &h200(), false).unwrap()
     };
-    let cudnn = Attention::Cudnn { deterministic: true };
-    assert_eq!([false, true].map(|several| plan(AttentionChoice::Auto, several).unwrap().attention), [cudnn, Attention::Plain]);
-    let says = |several| plan(AttentionChoice::Auto, several).unwrap().to_string().contains("  attention   plain, ");
-    assert!(says(true) && !says(false));
-    let refused = plan(AttentionChoice::Cudnn, true).unwrap_err().to_string();
-    assert!(
-        refused.starts_with("--attention cudnn") && refused.contains("documents") && refused.contains("--attention plain"),
-        "{refused}"
-    );
+    let bytes = |plan: &Plan, name| plan.memory.iter().find(|class| class.name == name).map_or(0, |class| class.bytes);
+    let [whole, packed] = [false, true].map(plan);
+    assert_eq!([whole.attention, packed.attention], [Attention::Cudnn { deterministic: true }; 2]);
+    // 4096 tokens at a time: queries, keys and values of 6144 channels and outputs of 4096, with gradients, in 2 bytes; the log-sum-exp of 32
+    // heads; and a table of 16384 tokens.
+    assert_eq!(bytes(&packed, "packed documents"), 4096 * (2 * (6144 + 4096) * 2 + 32 * 4) + 16384 * 2 * 4);
+    assert_eq!(bytes(&whole, "packed documents"), 0);
+    assert!(2 * bytes(&packed, "attention workspace") < bytes(&whole, "attention workspace"));
 }
 
 #[test]

@@ -31,7 +31,7 @@ pub(crate) fn measure<D: Kernels>(timer: &mut Timer<'_, D>, seq_limit: usize, ma
     let (qkv, dqkv) = (dev.alloc("queries, keys, values", qkv_elems, bf16)?, dev.alloc("their gradients", qkv_elems, bf16)?);
     let (out, dout) = (dev.alloc("attention's output", out_elems, bf16)?, dev.alloc("its gradient", out_elems, bf16)?);
     let lse = dev.alloc("log-sum-exp", shape.tokens() * shape.heads, Dtype::Float32)?;
-    dev.prepare_attention(shape, bf16)?;
+    dev.prepare_attention(shape, bf16, false)?;
     fill(dev, &[qkv, dout])?;
     let forward = AttentionForward { qkv, documents: None, out, lse, shape };
     let backward = AttentionBackward { dout, qkv, documents: None, out, lse, dqkv, shape };

@@ -1,6 +1,7 @@
 //! The arithmetic of a step: what the model needs, and what the device does for it.
 
 use crate::model::shape::ModelShape;
+use std::collections::BTreeMap;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct StepFlops {
@@ -11,13 +12,19 @@ pub(crate) struct StepFlops {
 }
 
 impl StepFlops {
-    /// A step over `sequences` sequences of `seq_length` tokens, in which `recomputed_layers` layers run their forward pass twice.
-    pub(crate) fn new(shape: &ModelShape, sequences: usize, seq_length: usize, recomputed_layers: usize) -> Self {
-        let model = shape.flops_per_step(sequences, seq_length);
-        let output_matrix = 6.0 * (shape.vocab * shape.channels) as f64 * (sequences * seq_length) as f64;
+    /// A pass over so many documents of each length in tokens, in which `recomputed_layers` layers run their forward pass twice.
+    pub(crate) fn of(shape: &ModelShape, documents: &BTreeMap<usize, usize>, recomputed_layers: usize) -> Self {
+        let model = shape.flops_of(documents);
+        let tokens: usize = documents.iter().map(|(length, count)| length * count).sum();
+        let output_matrix = 6.0 * (shape.vocab * shape.channels) as f64 * tokens as f64;
         // Of three equal parts, one is the forward pass; layers count alike, though their windows may differ.
         let forward = (model - output_matrix) / 3.0;
         Self { model, hardware: model + forward * recomputed_layers as f64 / shape.layers.len() as f64 }
+    }
+
+    /// One of so many equal shares.
+    pub(crate) fn shared(self, shares: usize) -> Self {
+        Self { model: self.model / shares as f64, hardware: self.hardware / shares as f64 }
     }
 }
 
@@ -38,10 +45,10 @@ mod tests {
         ];
         for (name, batch, seq_length, model, recomputed) in cases {
             let shape = presets::shape("model-config", Path::new(name)).unwrap();
-            let kept = StepFlops::new(&shape, batch, seq_length, 0);
-            let again = StepFlops::new(&shape, batch, seq_length, shape.layers.len());
+            let kept = StepFlops::of(&shape, &[(seq_length, 10 * batch)].into(), 0).shared(10);
+            let again = StepFlops::of(&shape, &[(seq_length, batch)].into(), shape.layers.len());
             assert_eq!(kept.model, kept.hardware);
-            assert_eq!(kept.model, again.model);
+            assert!((kept.model / again.model - 1.0).abs() < 1e-12);
             assert!((kept.model / 1e15 - model).abs() < 6e-4, "{name}: {} PFLOP", kept.model / 1e15);
             assert!((again.hardware / 1e15 - recomputed).abs() < 2e-3 * recomputed, "{name}: {} PFLOP", again.hardware / 1e15);
         }

@@ -3,6 +3,7 @@
 pub(crate) mod clip;
 pub(crate) mod flops;
 pub(crate) mod outcome;
+pub(crate) mod random_tokens;
 pub(crate) mod timed;
 
 use crate::device::sim::SimDevice;
@@ -17,9 +18,10 @@ use crate::model::shape::ModelShape;
 use crate::planner::plan::Plan;
 use crate::trace::Recorder;
 use outcome::Outcome;
+use random_tokens::RandomTokens;
 use std::ops::Range;
 use std::sync::Arc;
-use timed::{RandomTokens, Steps};
+use timed::Steps;
 
 /// Runs `steps` of `plan`, of several ranks the first, on the machine that it was made for: what they were, their timeline with room for
 /// `trace_spans` on each track, and when the timed ones ran on its clock.

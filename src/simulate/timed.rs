@@ -3,7 +3,7 @@
 use super::clip::Clip;
 use super::flops::StepFlops;
 use super::outcome::{AdamOutcome, Ends, ExposedTime, Link, Outcome, Speed, Spread, Verdicts};
-use crate::data::batch::{Batch, Batches};
+use super::random_tokens::RandomTokens;
 use crate::device::{Kernels, PARTS_MAX};
 use crate::engine::coordinator::Counts;
 use crate::engine::counters::{Counters, Exposed};
@@ -15,9 +15,8 @@ use crate::facts::PlanFacts;
 use crate::model::shape::ModelShape;
 use crate::planner::plan::Plan;
 use crate::trace::Recorder;
-use rand_chacha::ChaCha8Rng;
-use rand_chacha::rand_core::{Rng, SeedableRng};
 use std::cmp::Reverse;
+use std::collections::BTreeMap;
 use std::fmt::Display;
 use std::ops::Range;
 
@@ -49,6 +48,7 @@ impl Steps {
         log: &mut dyn FnMut(&dyn Display),
     ) -> Result<Timed> {
         let (mut reports, mut samples) = (Vec::with_capacity(self.timed as usize), Vec::with_capacity(self.timed as usize));
+        tokens.forget();
         let from_ns = engine.now_ns();
         let mut start_ns = from_ns;
         for step in self.warmup + 1..=self.warmup + self.timed {
@@ -62,13 +62,15 @@ impl Steps {
             }
             reports.push(report);
         }
-        Ok(Timed::new(Spread::new(samples), from_ns..start_ns, &reports))
+        Ok(Timed { documents: tokens.documents().clone(), ..Timed::new(Spread::new(samples), from_ns..start_ns, &reports) })
     }
 }
 
 /// What the timed steps were in all.
 pub(crate) struct Timed {
     step_ms: Spread,
+    /// How many documents of each length they went over.
+    documents: BTreeMap<usize, usize>,
     /// When they ran, on the device's clock.
     pub(crate) window_ns: Range<u64>,
     exposed: Exposed,
@@ -83,8 +85,8 @@ pub(crate) struct Timed {
 impl Timed {
     fn new(step_ms: Spread, window_ns: Range<u64>, reports: &[StepReport]) -> Self {
         let loss = Ends { first: reports[0].loss, last: reports[reports.len() - 1].loss };
-        let (exposed, exposed_to_peers_ns, counters, bucket_steps, verdicts) = Default::default();
-        let mut timed = Self { step_ms, window_ns, exposed, exposed_to_peers_ns, counters, bucket_steps, verdicts, loss };
+        let (documents, exposed, exposed_to_peers_ns, counters, bucket_steps, verdicts) = Default::default();
+        let mut timed = Self { step_ms, documents, window_ns, exposed, exposed_to_peers_ns, counters, bucket_steps, verdicts, loss };
         for report in reports {
             timed.exposed += report.exposed;
             timed.exposed_to_peers_ns.iter_mut().zip(report.exposed_to_peers_ns).for_each(|(total, ns)| *total += ns);
@@ -103,7 +105,7 @@ impl Timed {
     /// if one was recorded; `matmul_flops` the device's best product.
     pub(crate) fn outcome(self, shape: &ModelShape, plan: &Plan, matmul_flops: Option<f64>, tracks: &[Recorder]) -> Outcome {
         let recomputed_layers = PlanFacts::new(plan).recomputed_layers;
-        let flops = StepFlops::new(shape, plan.batch * plan.grad_accum_steps / plan.ranks, plan.seq_length, recomputed_layers);
+        let flops = StepFlops::of(shape, &self.documents, recomputed_layers).shared(self.step_ms.samples.len() * plan.ranks);
         let seconds = self.step_ms.median / 1e3;
         Outcome {
             tokens_per_step: plan.tokens_per_step(),
@@ -166,37 +168,4 @@ impl Timed {
 /// 10^9 a second; `None` when no time was spent.
 fn per_ns(amount: u64, ns: u64) -> Option<f64> {
     (ns > 0).then(|| amount as f64 / ns as f64)
-}
-
-/// An endless text of random tokens.
-pub(crate) struct RandomTokens {
-    rng: ChaCha8Rng,
-    vocab: usize,
-    next: i32,
-}
-
-impl RandomTokens {
-    /// A text that depends on `seed` alone.
-    pub(crate) fn new(seed: u64, vocab: usize) -> Self {
-        let mut tokens = Self { rng: ChaCha8Rng::seed_from_u64(seed), vocab, next: 0 };
-        tokens.advance();
-        tokens
-    }
-
-    /// The present token; the next one takes its place.
-    fn advance(&mut self) -> i32 {
-        // Ids are int32 and a vocabulary fits; a product of 32 bits each needs no division.
-        let next = (u64::from(self.rng.next_u32()) * self.vocab as u64) >> 32;
-        std::mem::replace(&mut self.next, next as i32)
-    }
-}
-
-impl Batches for RandomTokens {
-    fn fill(&mut self, batch: &mut Batch<'_>) -> Result<()> {
-        for (token, target) in batch.tokens.iter_mut().zip(&mut *batch.targets) {
-            *token = self.advance();
-            *target = self.next;
-        }
-        Ok(())
-    }
 }

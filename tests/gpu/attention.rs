@@ -65,9 +65,9 @@ fn shape(batch: usize, seq_length: usize, (heads, kv_heads): (usize, usize), hea
     AttentionShape { batch, seq_length, heads, kv_heads, head_dim, scale: 1.0 / (head_dim as f32).sqrt(), window, softcap: None }
 }
 
-/// cuDNN has this for narrow formats, heads of whole 16 bytes and rows of one document.
-fn may_be_unsupported(dtype: Dtype, shape: &AttentionShape, several: bool) -> bool {
-    dtype == FP32 || !shape.head_dim.is_multiple_of(8) || several || shape.softcap.is_some()
+/// cuDNN has this for narrow formats and heads of whole 16 bytes.
+fn may_be_unsupported(dtype: Dtype, shape: &AttentionShape) -> bool {
+    dtype == FP32 || !shape.head_dim.is_multiple_of(8) || shape.softcap.is_some()
 }
 
 /// Where each token's document begins in its row: all at 0, or `several` a row, from one token to some tiles long.
@@ -234,13 +234,14 @@ fn forward(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: Attentio
     let starts = documents(random, &shape, several);
     let Forward { out, lse } = exact_forward(&shape, dtype, &wide(&qkv), &starts);
     let mut case = Case::default();
-    case.optional(may_be_unsupported(dtype, &shape, several));
+    case.optional(may_be_unsupported(dtype, &shape));
     case.aligned();
-    let (qkv, starts) = (case.input("qkv", dtype, &qkv), case.ints("documents", &starts));
+    let (qkv, documents) = (case.input("qkv", dtype, &qkv), case.ints("documents", &starts));
     let (out_elems, lse_elems) = (out.len(), lse.len());
     let (out, lse) = (case.output("out", dtype, out_elems, Want::Near(out)), case.output("lse", FP32, lse_elems, Want::Near(lse)));
     case.check(bench, &|dev, at| {
-        dev.launch(AttentionForward { qkv: at[qkv], documents: several.then(|| at[starts]), out: at[out], lse: at[lse], shape })
+        dev.set_documents(&starts, shape.seq_length)?;
+        dev.launch(AttentionForward { qkv: at[qkv], documents: several.then(|| at[documents]), out: at[out], lse: at[lse], shape })
     })
 }
 
@@ -365,14 +366,15 @@ fn backward(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: Attenti
     let kept = Kept { dout: &wide_dout, qkv: &wide_qkv, starts: &starts, out: &wide_out, lse: &wide_lse };
     let want = exact_backward(&shape, dtype, &kept);
     let mut case = Case::default();
-    case.optional(may_be_unsupported(dtype, &shape, several));
+    case.optional(may_be_unsupported(dtype, &shape));
     case.aligned();
     let (dout, qkv) = (case.input("dout", dtype, &dout), case.input("qkv", dtype, &qkv));
-    let (out, lse, starts) = (case.input("out", dtype, &out), case.input("lse", FP32, &lse), case.ints("documents", &starts));
+    let (out, lse, documents) = (case.input("out", dtype, &out), case.input("lse", FP32, &lse), case.ints("documents", &starts));
     let elems = want.len();
     let dqkv = case.output("dqkv", dtype, elems, Want::Near(want));
     case.check(bench, &|dev, at| {
-        let (documents, out, lse) = (several.then(|| at[starts]), at[out], at[lse]);
+        dev.set_documents(&starts, shape.seq_length)?;
+        let (documents, out, lse) = (several.then(|| at[documents]), at[out], at[lse]);
         dev.launch(AttentionBackward { dout: at[dout], qkv: at[qkv], documents, out, lse, dqkv: at[dqkv], shape })
     })
 }

@@ -66,7 +66,8 @@ pub fn check<D: Kernels, X: Exchange<D>>(engine: &Engine<D, X>, on: DeviceKind) 
         *taken.entry(class_of(name, &ON_HOST)?).or_default() += bytes;
     }
     let attention = shape.attention(plan.batch, plan.seq_length, 0);
-    let own: Vec<_> = if on == plan.machine.kind { vec![] } else { plan.machine.kind.own_memory(plan.attention, &attention) };
+    let own: Vec<_> =
+        if on == plan.machine.kind { vec![] } else { plan.machine.kind.own_memory(plan.attention, &attention, plan.separates_documents) };
     for class in &plan.memory {
         if NOT_TAKEN.contains(&class.name) || own.iter().any(|own| own.name == class.name) {
             continue;

@@ -368,7 +368,7 @@ impl Device for CpuDevice {
         self.allocated.check(memory)
     }
 
-    fn prepare_attention(&mut self, shape: AttentionShape, _dtype: Dtype) -> Result<()> {
+    fn prepare_attention(&mut self, shape: AttentionShape, _dtype: Dtype, _separates_documents: bool) -> Result<()> {
         shape.check("attention")
     }
 

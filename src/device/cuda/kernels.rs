@@ -3,6 +3,7 @@
 mod attention;
 mod bias;
 mod cross_entropy;
+pub(super) mod documents;
 mod embed;
 #[cfg(test)]
 mod emulator;
@@ -19,6 +20,8 @@ mod route;
 mod sinks;
 pub(super) mod transfer;
 
+pub(super) use attention::fused;
+
 use super::modules::PtxSource;
 
 /// The PTX files that every model needs, with what they export.
@@ -28,5 +31,6 @@ pub(super) fn sources() -> impl Iterator<Item = &'static PtxSource> {
     transfer::SOURCES.iter().chain(transformer)
 }
 
-/// Those of mixtures of experts and of sinks: a megabyte, loaded when it is first needed.
-pub(super) static LATER: [&PtxSource; 5] = [&experts::SOURCE, &grouped::SOURCE, &grouped::HOPPER_SOURCE, &route::SOURCE, &sinks::SOURCE];
+/// Those of documents, of mixtures of experts and of sinks: a megabyte, loaded when it is first needed.
+pub(super) static LATER: [&PtxSource; 6] =
+    [&documents::SOURCE, &experts::SOURCE, &grouped::SOURCE, &grouped::HOPPER_SOURCE, &route::SOURCE, &sinks::SOURCE];

@@ -14,6 +14,7 @@ mod lent;
 mod libraries;
 mod modules;
 mod open;
+mod packed;
 mod peers;
 mod record;
 mod ring;
@@ -21,6 +22,7 @@ mod sdpa;
 mod timeline;
 mod unified;
 
+use super::documents::DocumentTable;
 use super::footprint::gpu;
 use super::slice::Allocated;
 use super::{Attention, AttentionShape, Device, DeviceSlice, EventId, MatmulShape, ProductAlgorithm, Stream};
@@ -42,6 +44,7 @@ use lent::{Peering, free};
 use libraries::Libraries;
 use modules::Modules;
 use open::{count, generation, name, newest_cuda, open, pci_address, visible_gpu};
+use packed::Packed;
 use ring::Ring;
 use sdpa::Sdpa;
 use std::path::PathBuf;
@@ -63,6 +66,7 @@ pub struct CudaOptions {
 pub struct CudaDevice {
     // Dropped in this order: libraries before the streams that they were given, what is lent and borrowed after them, the context last.
     sdpa: Option<Sdpa>,
+    packed: Packed,
     gemm: Gemm,
     graphs: Vec<GraphExec>,
     timeline: Timeline,
@@ -183,6 +187,7 @@ impl CudaDevice {
         let timeline = Timeline::new(&streams, options.trace_spans)?;
         let mut dev = Self {
             sdpa,
+            packed: Packed::new(),
             gemm,
             graphs: Vec::new(),
             timeline,
@@ -365,8 +370,16 @@ impl Device for CudaDevice {
         self.allocated.check(memory)
     }
 
-    fn prepare_attention(&mut self, shape: AttentionShape, dtype: Dtype) -> Result<()> {
-        self.sdpa.as_mut().map_or(Ok(()), |sdpa| sdpa.prepare(&shape, dtype))
+    fn prepare_attention(&mut self, shape: AttentionShape, dtype: Dtype, separates_documents: bool) -> Result<()> {
+        match &mut self.sdpa {
+            Some(_) if separates_documents => self.prepare_documents(&shape, dtype),
+            Some(sdpa) => sdpa.prepare(&shape, dtype),
+            None => Ok(()),
+        }
+    }
+
+    fn set_documents(&mut self, starts: &[i32], seq_length: usize) -> Result<()> {
+        if self.sdpa.is_none() { Ok(()) } else { self.send_documents(DocumentTable::new(starts, seq_length)) }
     }
 
     fn learns_by_doing(&self) -> bool {

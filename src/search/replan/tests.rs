@@ -21,7 +21,7 @@ use crate::planner::machine::Machine;
 use crate::planner::plan::Plan;
 use crate::search::best_plan;
 use crate::simulate::clip::Clip;
-use crate::simulate::timed::RandomTokens;
+use crate::simulate::random_tokens::RandomTokens;
 use crate::units::Bytes;
 use serde_json::{Value, json};
 use std::fs;

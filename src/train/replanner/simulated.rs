@@ -7,7 +7,7 @@ use crate::engine::executor::Engine;
 use crate::hardware::rates::Rates;
 use crate::search::replan::tests::SimulatedRun;
 use crate::simulate::clip::Clip;
-use crate::simulate::timed::RandomTokens;
+use crate::simulate::random_tokens::RandomTokens;
 use std::thread::sleep;
 
 /// A run, its watch, and what a person has heard of it.

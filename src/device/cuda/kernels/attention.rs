@@ -29,18 +29,26 @@ const SLICE: usize = 128;
 
 impl Launch<AttentionForward> for CudaDevice {
     fn accept(&mut self, kernel: Checked<AttentionForward>) -> Result<()> {
-        if self.sdpa.is_some() { fused(self, sdpa::AttentionCall::forward(&kernel)?) } else { plain(*kernel, self) }
+        match (&self.sdpa, kernel.documents) {
+            (None, _) => plain(*kernel, self),
+            (Some(_), None) => fused(self, sdpa::AttentionCall::forward(&kernel)?),
+            (Some(_), Some(_)) => self.attend_packed(&kernel),
+        }
     }
 }
 
 impl Launch<AttentionBackward> for CudaDevice {
     fn accept(&mut self, kernel: Checked<AttentionBackward>) -> Result<()> {
-        if self.sdpa.is_some() { fused(self, sdpa::AttentionCall::backward(&kernel)?) } else { plain_backward(*kernel, self) }
+        match (&self.sdpa, kernel.documents) {
+            (None, _) => plain_backward(*kernel, self),
+            (Some(_), None) => fused(self, sdpa::AttentionCall::backward(&kernel)?),
+            (Some(_), Some(_)) => self.attend_packed_backward(&kernel),
+        }
     }
 }
 
 /// Enqueues `call` by cuDNN.
-fn fused(dev: &mut CudaDevice, call: sdpa::AttentionCall) -> Result<()> {
+pub(in super::super) fn fused(dev: &mut CudaDevice, call: sdpa::AttentionCall) -> Result<()> {
     // Taken out while it runs: the span around it needs the device.
     let mut sdpa = dev.sdpa.take().ok_or_else(|| Error::Unsupported("fused attention on a device opened without cuDNN".into()))?;
     let result = dev.timed(Stream::Compute, call.name, |_| sdpa.enqueue(&call));

@@ -210,12 +210,6 @@ fn supported(shape: &AttentionShape, dtype: Dtype, limits: &AttentionLimits) -> 
     }
 }
 
-/// The graph has no bounds for documents.
-fn no_documents(documents: Option<DeviceSlice>) -> Result<()> {
-    let refused = "rows of several documents with cuDNN's attention, which does not keep them apart; `--attention plain` does";
-    documents.map_or(Ok(()), |_| Err(Error::Unsupported(refused.into())))
-}
-
 fn unsupported(shape: &AttentionShape, dtype: Dtype, why: &str) -> Error {
     let AttentionShape { seq_length, heads, kv_heads, head_dim, .. } = shape;
     Error::Unsupported(format!(
@@ -265,13 +259,12 @@ enum Direction {
 }
 
 impl AttentionCall {
-    /// The output and the log-sum-exp.
+    /// The output and the log-sum-exp, where every row is one document.
     ///
     /// # Errors
-    /// `Unsupported` for rows of several documents, and for operands of several formats.
+    /// `Unsupported` for operands of several formats.
     pub(super) fn forward(kernel: &AttentionForward) -> Result<Self> {
-        let AttentionForward { qkv, documents, out, lse, shape } = *kernel;
-        no_documents(documents)?;
+        let AttentionForward { qkv, documents: _, out, lse, shape } = *kernel;
         let mut addresses = [0; AttentionTensor::COUNT];
         addresses[AttentionTensor::Q as usize..=AttentionTensor::V as usize].copy_from_slice(&qkv_addresses(qkv, &shape));
         addresses[AttentionTensor::Out as usize] = out.addr();
@@ -282,8 +275,7 @@ impl AttentionCall {
 
     /// The gradient of [`AttentionCall::forward`].
     pub(super) fn backward(kernel: &AttentionBackward) -> Result<Self> {
-        let AttentionBackward { dout, qkv, documents, out, lse, dqkv, shape } = *kernel;
-        no_documents(documents)?;
+        let AttentionBackward { dout, qkv, documents: _, out, lse, dqkv, shape } = *kernel;
         let [q, k, v] = qkv_addresses(qkv, &shape);
         let [dq, dk, dv] = qkv_addresses(dqkv, &shape);
         let addresses = [q, k, v, out.addr(), lse.addr(), dout.addr(), dq, dk, dv];

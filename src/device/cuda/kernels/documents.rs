@@ -1,0 +1,76 @@
+//! Documents out of their rows, to where cuDNN's attention finds one a sequence, and back.
+
+use super::super::launch::{LaunchConfig, Queue, args, size};
+use super::super::modules::PtxSource;
+use super::grid::{threads, whole_vectors, wide};
+use crate::device::documents::DocumentBatch;
+use crate::device::{AttentionShape, DeviceSlice, Stream};
+use crate::error::{Error, Result};
+
+pub(super) const SOURCE: PtxSource = PtxSource {
+    file: "transformer/documents.ptx",
+    ptx: include_str!("../../../../ptx/transformer/documents.ptx"),
+    typed: &[],
+    plain: &["gather_documents", "scatter_documents", "gather_lse", "scatter_lse"],
+};
+
+/// As in `documents.cu`.
+const THREADS: usize = 256;
+
+/// Copies of one batch of documents: `shape` is that of the batch, `seq_length` a row's, and `table` says where its documents lie.
+pub(in super::super) struct DocumentCopies {
+    table: DeviceSlice,
+    count: u32,
+    shape: AttentionShape,
+    seq_length: usize,
+}
+
+impl DocumentCopies {
+    /// `table` is that of the micro-batch.
+    pub(in super::super) fn new(table: DeviceSlice, batch: &DocumentBatch, shape: AttentionShape, seq_length: usize) -> Result<Self> {
+        let documents = &batch.documents;
+        let table = table.slice(2 * documents.start, 2 * documents.len());
+        Ok(Self { table, count: size(documents.len())?, shape, seq_length })
+    }
+
+    /// `padded`, `[documents, length, cols]`, from the rows of `rows`, `[T, cols]`; zeros where no token is.
+    pub(in super::super) fn gather(&self, queue: &mut impl Queue, rows: DeviceSlice, padded: DeviceSlice) -> Result<()> {
+        self.copy(queue, "gather_documents", [rows, padded])
+    }
+
+    /// The rows of `rows` that the batch's tokens have, from `padded`.
+    pub(in super::super) fn scatter(&self, queue: &mut impl Queue, padded: DeviceSlice, rows: DeviceSlice) -> Result<()> {
+        self.copy(queue, "scatter_documents", [padded, rows])
+    }
+
+    fn copy(&self, queue: &mut impl Queue, name: &'static str, [from, to]: [DeviceSlice; 2]) -> Result<()> {
+        let padded = if name == "gather_documents" { to } else { from };
+        let cols = padded.elems() / self.shape.tokens();
+        if !whole_vectors(cols, &[from, to]) {
+            let addresses = format!("rows of {cols} elements at {:#x} and {:#x} are not aligned to 16 bytes", from.addr(), to.addr());
+            return Err(Error::resource("run cuDNN's attention", addresses));
+        }
+        let vectors = cols / wide(padded.dtype());
+        let blocks = LaunchConfig::new(size(self.shape.tokens())?, threads(vectors, 1).min(THREADS) as u32);
+        let args = args![from, self.table, to, self.count, size(self.shape.seq_length)?, size(vectors)?];
+        queue.launch(Stream::Compute, name, None, blocks, args)
+    }
+
+    /// `padded`, `[documents, heads, length]`, from `rows`, `[batch, heads, seq_length]`; zeros where no token is.
+    pub(in super::super) fn gather_lse(&self, queue: &mut impl Queue, rows: DeviceSlice, padded: DeviceSlice) -> Result<()> {
+        self.copy_lse(queue, "gather_lse", [rows, padded])
+    }
+
+    /// Those of the batch's tokens in `rows`, from `padded`.
+    pub(in super::super) fn scatter_lse(&self, queue: &mut impl Queue, padded: DeviceSlice, rows: DeviceSlice) -> Result<()> {
+        self.copy_lse(queue, "scatter_lse", [padded, rows])
+    }
+
+    fn copy_lse(&self, queue: &mut impl Queue, name: &'static str, [from, to]: [DeviceSlice; 2]) -> Result<()> {
+        let AttentionShape { batch, seq_length: length, heads, .. } = self.shape;
+        let grid = [size(length.div_ceil(THREADS))?, size(heads)?, size(batch)?];
+        let blocks = LaunchConfig { grid, block: [THREADS as u32, 1, 1], shared_bytes: 0 };
+        let args = args![from, self.table, to, self.count, size(length)?, size(heads)?, size(self.seq_length)?];
+        queue.launch(Stream::Compute, name, None, blocks, args)
+    }
+}

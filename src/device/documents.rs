@@ -1,0 +1,149 @@
+//! Rows of several documents, for an attention that knows one document a sequence: each document is padded to one of a few lengths, and
+//! documents of one such length are computed together. Causal attention sees nothing behind a token, so that padding behind a document changes no
+//! bit of it; nor do the documents beside it, for a batch has as many of a length whatever the data are.
+
+use super::AttentionShape;
+
+/// Padded lengths are multiples of this many tokens, at least half and above 1024 at least two thirds of which are a document's.
+const UNIT: usize = 128;
+/// Tokens of a batch, unless one document has more: enough to fill a GPU, few enough for its memory beside everything else.
+const TOGETHER: usize = 4096;
+
+/// A document of a micro-batch: its first token, counted over all rows, and how many it has. As the GPU's kernels read it.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
+pub(crate) struct PackedDocument {
+    pub(crate) first: i32,
+    pub(crate) tokens: i32,
+}
+
+/// Documents of a micro-batch that are computed at once.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct DocumentBatch {
+    /// Tokens of each, with padding.
+    pub(crate) length: usize,
+    /// Places in the table.
+    pub(crate) documents: std::ops::Range<usize>,
+}
+
+/// The documents of a micro-batch, short ones first.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct DocumentTable {
+    pub(crate) documents: Vec<PackedDocument>,
+    /// Tokens of all.
+    pub(crate) tokens: usize,
+}
+
+impl DocumentTable {
+    /// From where in its row of `seq_length` each token's document begins.
+    pub(crate) fn new(starts: &[i32], seq_length: usize) -> Self {
+        let mut documents: Vec<PackedDocument> = Vec::new();
+        for (token, start) in starts.iter().enumerate() {
+            match documents.last_mut() {
+                Some(document) if *start as usize != token % seq_length => document.tokens += 1,
+                _ => documents.push(PackedDocument { first: token as i32, tokens: 1 }),
+            }
+        }
+        documents.sort_by_key(|document| padded_length(document.tokens as usize));
+        Self { documents, tokens: starts.len() }
+    }
+
+    /// All documents, those of one padded length together as far as they are computed together.
+    pub(crate) fn batches(&self) -> Vec<DocumentBatch> {
+        let mut batches: Vec<DocumentBatch> = Vec::new();
+        for (place, document) in self.documents.iter().enumerate() {
+            let length = padded_length(document.tokens as usize);
+            match batches.last_mut() {
+                Some(batch) if batch.length == length && batch.documents.len() < together(length) => batch.documents.end += 1,
+                _ => batches.push(DocumentBatch { length, documents: place..place + 1 }),
+            }
+        }
+        batches
+    }
+}
+
+/// The next of 1, 2, 4, 8, 12, 16, 24, 32, 48, ... units.
+fn padded_length(tokens: usize) -> usize {
+    let units = tokens.div_ceil(UNIT);
+    let power = units.next_power_of_two();
+    let between = power / 4 * 3;
+    UNIT * if power > 8 && units <= between { between } else { power }
+}
+
+/// Documents of a padded length that are computed at once.
+fn together(length: usize) -> usize {
+    (TOGETHER / length).max(1)
+}
+
+/// What is computed at once of documents of a padded `length`, by layers that attend as `shape` says.
+pub(crate) fn batch_shape(shape: &AttentionShape, length: usize) -> AttentionShape {
+    AttentionShape { batch: together(length), seq_length: length, ..*shape }
+}
+
+/// Everything that may be computed at once, from short documents to those that fill a row.
+pub(crate) fn batch_shapes(shape: &AttentionShape) -> impl Iterator<Item = AttentionShape> + use<> {
+    let (shape, longest) = (*shape, padded_length(shape.seq_length));
+    let next = |length: &usize| Some(padded_length(length + 1));
+    std::iter::successors(Some(UNIT), next).take_while(move |length| *length <= longest).map(move |length| batch_shape(&shape, length))
+}
+
+/// Most tokens that are computed at once, with padding.
+pub(crate) fn most_tokens(shape: &AttentionShape) -> usize {
+    TOGETHER.max(padded_length(shape.seq_length))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SHAPE: AttentionShape =
+        AttentionShape { batch: 2, seq_length: 3000, heads: 4, kv_heads: 2, head_dim: 64, scale: 1.0, window: None, softcap: None };
+
+    /// Starts of documents of these lengths, which fill rows of `seq_length`.
+    fn starts(lengths: &[usize], seq_length: usize) -> Vec<i32> {
+        let mut starts = Vec::new();
+        lengths.iter().for_each(|length| starts.extend(vec![(starts.len() % seq_length) as i32; *length]));
+        starts
+    }
+
+    #[test]
+    fn lengths_are_padded_by_less_than_half() {
+        assert_eq!([1, 128, 129, 256, 257, 1024].map(padded_length), [128, 128, 256, 256, 512, 1024]);
+        assert_eq!([1025, 1537, 2049, 3073, 4097, 6145].map(padded_length), [1536, 2048, 3072, 4096, 6144, 8192]);
+        for tokens in 1..20_000 {
+            let padded = padded_length(tokens);
+            assert!(tokens <= padded && (padded <= UNIT || 2 * tokens > padded), "{tokens}: {padded}");
+            assert_eq!(padded_length(padded), padded);
+        }
+    }
+
+    #[test]
+    fn every_document_is_in_one_batch_whose_size_depends_on_its_length_alone() {
+        // Two rows; the first document of the second begins where that of the first does.
+        let lengths = [100, 1, 700, 90, 109, 200, 800];
+        let table = DocumentTable::new(&starts(&lengths, 1000), 1000);
+        assert_eq!(table.tokens, 2000);
+        let mut seen: Vec<_> = table.documents.iter().map(|document| (document.first, document.tokens)).collect();
+        assert!(table.documents.is_sorted_by_key(|document| padded_length(document.tokens as usize)));
+        seen.sort_unstable();
+        assert_eq!(seen, [(0, 100), (100, 1), (101, 700), (801, 90), (891, 109), (1000, 200), (1200, 800)]);
+        let batches: Vec<_> = table.batches().into_iter().map(|batch| (batch.length, batch.documents)).collect();
+        assert_eq!(batches, [(128, 0..4), (256, 4..5), (1024, 5..7)]);
+    }
+
+    #[test]
+    fn a_batch_takes_as_many_as_there_is_room_for() {
+        let table = DocumentTable::new(&starts(&[1500; 4], 3000), 3000);
+        let batches: Vec<_> = table.batches().into_iter().map(|batch| batch.documents).collect();
+        assert_eq!(batches, [0..2, 2..4]);
+        assert_eq!(batch_shape(&SHAPE, 1536), AttentionShape { batch: 2, seq_length: 1536, ..SHAPE });
+    }
+
+    #[test]
+    fn shapes_are_known_before_the_data_are() {
+        let shapes: Vec<_> = batch_shapes(&SHAPE).map(|shape| (shape.batch, shape.seq_length)).collect();
+        assert_eq!(shapes, [(32, 128), (16, 256), (8, 512), (4, 1024), (2, 1536), (2, 2048), (1, 3072)]);
+        assert!(batch_shapes(&SHAPE).all(|shape| shape.tokens() <= most_tokens(&SHAPE)));
+        assert_eq!(most_tokens(&AttentionShape { seq_length: 5000, ..SHAPE }), 6144);
+    }
+}

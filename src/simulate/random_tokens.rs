@@ -1,0 +1,141 @@
+//! The data of a benchmark: random tokens, as one text or as documents of random lengths.
+
+use crate::data::batch::{Batch, Batches};
+use crate::error::Result;
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{Rng, SeedableRng};
+use std::collections::BTreeMap;
+use std::ops::RangeInclusive;
+use std::str::FromStr;
+
+/// Least and most tokens of a document.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct DocumentLengths(RangeInclusive<usize>);
+
+impl FromStr for DocumentLengths {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        let bounds = text.split_once('-').and_then(|(least, most)| Some((least.parse().ok()?, most.parse().ok()?)));
+        let lengths = bounds.map(|(least, most)| Self(least..=most)).filter(|Self(lengths)| *lengths.start() > 0 && !lengths.is_empty());
+        lengths.ok_or_else(|| "expected LEAST-MOST, numbers of tokens from 1, as 200-4096".into())
+    }
+}
+
+/// An endless text of random tokens.
+pub(crate) struct RandomTokens {
+    rng: ChaCha8Rng,
+    vocab: usize,
+    next: i32,
+    /// Of the documents that fill rows which separate them; without, a row is one.
+    lengths: Option<DocumentLengths>,
+    /// How many of each length there were.
+    documents: BTreeMap<usize, usize>,
+}
+
+impl RandomTokens {
+    /// A text that depends on `seed` alone.
+    pub(crate) fn new(seed: u64, vocab: usize) -> Self {
+        let mut tokens = Self { rng: ChaCha8Rng::seed_from_u64(seed), vocab, next: 0, lengths: None, documents: BTreeMap::new() };
+        tokens.advance();
+        tokens
+    }
+
+    /// The same as documents of these lengths; the last of a row is cut where the row ends.
+    pub(crate) fn in_documents(self, lengths: Option<DocumentLengths>) -> Self {
+        Self { lengths, ..self }
+    }
+
+    /// How many documents of each length there were since they were last forgotten.
+    pub(crate) fn documents(&self) -> &BTreeMap<usize, usize> {
+        &self.documents
+    }
+
+    pub(crate) fn forget(&mut self) {
+        self.documents.clear();
+    }
+
+    /// Below `end`, which fits into 32 bits: a product of 32 bits each needs no division.
+    fn below(&mut self, end: usize) -> usize {
+        ((u64::from(self.rng.next_u32()) * end as u64) >> 32) as usize
+    }
+
+    /// The present token; the next one takes its place.
+    fn advance(&mut self) -> i32 {
+        let next = self.below(self.vocab);
+        std::mem::replace(&mut self.next, next as i32)
+    }
+
+    /// Tokens of the next document, of which `left` have room.
+    fn length(&mut self, left: usize) -> usize {
+        let drawn = match &self.lengths {
+            None => left,
+            Some(DocumentLengths(lengths)) => {
+                let (least, count) = (*lengths.start(), lengths.end() - lengths.start() + 1);
+                least + self.below(count)
+            }
+        };
+        drawn.min(left)
+    }
+
+    /// Fills a row with documents: where each token's begins, and its place in it.
+    fn separate(&mut self, starts: &mut [i32], positions: &mut [i32]) {
+        let mut start = 0;
+        while start < starts.len() {
+            let length = self.length(starts.len() - start);
+            starts[start..][..length].fill(start as i32);
+            (0..).zip(&mut positions[start..][..length]).for_each(|(place, position)| *position = place);
+            *self.documents.entry(length).or_default() += 1;
+            start += length;
+        }
+    }
+}
+
+impl Batches for RandomTokens {
+    fn fill(&mut self, batch: &mut Batch<'_>) -> Result<()> {
+        for (token, target) in batch.tokens.iter_mut().zip(&mut *batch.targets) {
+            *token = self.advance();
+            *target = self.next;
+        }
+        let length = batch.seq_length;
+        for row in batch.rows() {
+            match row.documents {
+                Some(starts) => self.separate(starts, row.positions),
+                None => *self.documents.entry(length).or_default() += 1,
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn documents_fill_rows_with_the_lengths_that_were_asked_for() {
+        let mut memory = vec![0; 4 * 300];
+        let mut tokens = RandomTokens::new(3, 50).in_documents(Some("10-20".parse().unwrap()));
+        let mut batch = Batch::new(&mut memory, 100, true);
+        tokens.fill(&mut batch).unwrap();
+        assert_eq!(batch.count_targets(50), Ok(300));
+        let (starts, positions) = (batch.documents.as_deref().unwrap(), &batch.positions);
+        assert!((0..300).all(|at| starts[at] + positions[at] == at as i32 % 100));
+        let begins = |at: &usize| positions[*at] == 0;
+        let begun: Vec<usize> = (0..300).filter(begins).chain([300]).collect();
+        let cut = |end: usize| end % 100 == 0;
+        assert!(begun.windows(2).all(|ends| (10..=20).contains(&(ends[1] - ends[0])) || cut(ends[1])), "{begun:?}");
+        assert!(begun.len() > 15 && tokens.documents().values().sum::<usize>() == begun.len() - 1);
+        assert_eq!(tokens.documents().iter().map(|(length, count)| length * count).sum::<usize>(), 300);
+        tokens.forget();
+        assert!(tokens.documents().is_empty());
+    }
+
+    #[test]
+    fn lengths_are_two_numbers_of_which_the_second_is_no_less() {
+        assert_eq!("7-7".parse(), Ok(DocumentLengths(7..=7)));
+        for text in ["", "7", "0-4", "5-4", "a-b", "1-2-3"] {
+            assert!(text.parse::<DocumentLengths>().unwrap_err().contains("200-4096"), "{text}");
+        }
+    }
+}
