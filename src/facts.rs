@@ -174,6 +174,8 @@ pub(crate) struct PlanFacts {
     pub streamed_elems: usize,
     /// Parameters that the ring has room for.
     pub(crate) weight_ring_elems: usize,
+    /// Sums of the shares' gradients lie on the host, and pass through the device.
+    pub(crate) sums_on_host: bool,
     /// Layers by what they keep for the backward pass.
     pub(crate) layer_policies: BTreeMap<String, usize>,
     /// Layers whose forward pass runs again in the backward pass.
@@ -208,6 +210,7 @@ impl PlanFacts {
             param_slots: plan.param_slots,
             streamed_elems: plan.weight_ring.map_or(0, |ring| ring.ringed_elems),
             weight_ring_elems: plan.weight_ring.map_or(0, |ring| ring.period_elems),
+            sums_on_host: plan.sums_on_host,
             layer_policies,
             recomputed_layers: plan.layer_policies.iter().filter(is_recomputed).count(),
             attention: format!("{:?}", plan.attention),

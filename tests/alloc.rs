@@ -102,6 +102,7 @@ fn main() {
     // Experts get other rows in every step.
     steps(STRATEGIES[1], "# experts\n");
     steps(STRATEGIES[1], "gradient-shares = 2\n");
+    steps_of(STRATEGIES[1], "gradient-shares = 2\n", |plan| plan.sums_on_host = true);
     STRATEGIES.iter().for_each(|strategy| _ = steps(strategy, "gpus = 2\n"));
     if cfg!(feature = "weight-flow") {
         steps(STRATEGIES[1], "gpus = 2\nweights = \"sharded\"\n");

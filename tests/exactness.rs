@@ -55,6 +55,8 @@ struct Way {
     sharded: bool,
     /// Gradients share memory, where that saves any.
     ringed: bool,
+    /// Sums of shares lie on the host, as far as optimizer states do.
+    sums_on_host: bool,
 }
 
 const STEPS: u64 = 6;
@@ -81,6 +83,7 @@ const REFERENCE: Way = Way {
     evaluates: false,
     sharded: false,
     ringed: false,
+    sums_on_host: false,
 };
 
 /// Digest, what became of bucket steps, and of each step the loss and how evenly experts were loaded.
@@ -90,6 +93,8 @@ thread_local! {
     /// Runs whose weights were sharded, and those whose gradients lay in a ring.
     static SHARDED: Cell<usize> = const { Cell::new(0) };
     static RINGED: Cell<usize> = const { Cell::new(0) };
+    /// And those whose sums lay on the host.
+    static SUMMED_THERE: Cell<usize> = const { Cell::new(0) };
 }
 
 /// The steps of a case, on an engine of one device or of several.
@@ -159,6 +164,8 @@ fn run(case: &Case, way: &Way) -> Run {
     let mut plan = sharded.unwrap_or_else(|| plan("auto").unwrap());
     plan.grad_ring = grad_ring(&plan, &table).filter(|_| way.ringed && case.micro_batches == 1);
     RINGED.with(|runs| runs.set(runs.get() + usize::from(plan.grad_ring.is_some())));
+    plan.sums_on_host = way.sums_on_host && ranks == 1 && case.shares > 1 && plan.layout.offloaded() > 0;
+    SUMMED_THERE.with(|runs| runs.set(runs.get() + usize::from(plan.sums_on_host)));
     SHARDED.with(|runs| runs.set(runs.get() + usize::from(ranks > 1 && plan.weight_ring.is_some())));
     on_cpus(&plan, &shape, &Topology::this_machine(), Steps(case, way)).unwrap_or_else(|error| panic!("{error}: {case:?} {way:?}"))
 }
@@ -215,10 +222,26 @@ fn ways() -> impl Strategy<Value = Way> {
         prop::sample::select(without.to_vec()),
         prop::sample::select(vec!["host", "host", "device"]),
         prop::option::weighted(0.8, any::<u32>().prop_map(u64::from)),
-        (1usize..5, any::<bool>(), any::<bool>(), any::<bool>()),
+        (1usize..5, any::<[bool; 4]>()),
     )
-        .prop_map(|(strategy, threads, bucket_kib, slots, resident, without, cast, adversary, (ranks, sharded, ringed, evaluates))| {
-            Way { strategy, threads, bucket_kib, slots, resident, without, cast, adversary, ranks, evaluates, sharded, ringed }
+        .prop_map(|(strategy, threads, bucket_kib, slots, resident, without, cast, adversary, (ranks, more))| {
+            let [sharded, ringed, sums_on_host, evaluates] = more;
+            let ranks = if sums_on_host { 1 } else { ranks };
+            Way {
+                strategy,
+                threads,
+                bucket_kib,
+                slots,
+                resident,
+                without,
+                cast,
+                adversary,
+                ranks,
+                evaluates,
+                sharded,
+                ringed,
+                sums_on_host,
+            }
         })
 }
 
@@ -293,6 +316,37 @@ fn any_number_of_ranks_gives_the_bits_of_one() {
             }
         }
     }
+}
+
+/// Sums that pass through the device: one that comes before it has gone, or is added to a gradient that is not there yet, would change bits,
+/// and so would a gradient that is overwritten before it is added.
+#[test]
+fn sums_on_the_host_change_no_bit() {
+    let mut counts = Counts::default();
+    let (summed, ringed) = (SUMMED_THERE.get(), RINGED.get());
+    for seed in 0..24u64 {
+        let (shares, max_norm) = ([2, 3, 4][seed as usize % 3], [0.0, 1.7, 1e-3, 1e9][seed as usize / 3 % 4]);
+        let faults = vec![(2, 0.3, 0, "\"nan\""), (4, 0.8, 1, "\"inf\""), (5, 0.5, 0, "100.0")];
+        let dtype = ["bfloat16", "float32", "float16"][seed as usize % 3];
+        let experts = seed / 2 % 2 == 1;
+        let (layers, vocab, micro_batches) = (8, 300, 1 + seed as usize / 12);
+        let case =
+            Case { seed, dtype, moments: moments(seed), layers, experts, vocab, micro_batches, max_norm, faults, ..tiny_case(shares) };
+        let want = reference(&case);
+        let strategy = ["superoffload", "superoffload", "zero-offload"][seed as usize % 3];
+        // From less than a module to more than the model.
+        let bucket_kib = [8, 24, 72, 4096][seed as usize % 4];
+        let (resident, slots, ringed) = (seed as usize % 3, 1 + seed as usize % 2, seed % 2 == 0);
+        let way = Way { strategy, bucket_kib, resident, slots, ringed, sums_on_host: true, ..REFERENCE };
+        for adversary in [None, Some(seed), Some(seed + 1000)] {
+            let have = run(&case, &Way { adversary, ..way.clone() });
+            assert_eq!((&have.0, &have.2), (&want.0, &want.2), "{case:?}, {way:?}, adversary {adversary:?}");
+            assert_eq!((have.1.skipped > 0, have.1.committed > 0), (want.1.skipped > 0, want.1.committed > 0));
+            counts += have.1;
+        }
+    }
+    assert!(SUMMED_THERE.get() - summed > 60 && RINGED.get() > ringed, "{} runs, {} in a ring", SUMMED_THERE.get(), RINGED.get());
+    assert!(!cfg!(feature = "stv") || counts.speculated > 0 && counts.rolled_back > 0, "{counts:?}");
 }
 
 /// Weights of which each device keeps its slice: what is pulled too early, or stays in the ring too long, would change bits.
@@ -422,6 +476,7 @@ fn speculations_are_kept_redone_and_undone_and_counted() {
         evaluates: false,
         sharded: false,
         ringed: false,
+        sums_on_host: false,
     };
     let (case, faults) = (tiny_case(1), vec![(3, 0.5, 0, "\"nan\"")]);
     let case = Case { max_norm: 2.21, faults, ..case };

@@ -65,7 +65,10 @@ impl Steps<'_> {
         }
         // Of ranks whose slices are of one length, each has taken as much.
         let blocks = |bucket| plan.layout.range(bucket).len() / BLOCK;
-        if (0..plan.layout.count()).all(|bucket| blocks(bucket).is_multiple_of(plan.ranks)) && engine.plan().grad_ring.is_none() {
+        if (0..plan.layout.count()).all(|bucket| blocks(bucket).is_multiple_of(plan.ranks))
+            && engine.plan().grad_ring.is_none()
+            && !engine.plan().sums_on_host
+        {
             planned::check(engine, DeviceKind::Cpu).unwrap_or_else(|wrong| panic!("{wrong}, after\n{before}"));
         }
         Ok(())
@@ -153,7 +156,7 @@ fn plans_that_change_between_steps_change_no_bit() {
         // Streamed weights and casts on the device exclude each other, and few layers need no ring.
         let mut draw = || loop {
             if let Ok(plan) = case.plan(&format!("{fixed}\n{}", places(&mut noise, strategy, "flow"))) {
-                return plan;
+                return Plan { sums_on_host: plan.shares > 1 && plan.layout.offloaded() > 0 && noise.next() % 2 == 0, ..plan };
             }
         };
         let (first, mut steps) = (draw(), Noise::new(seed + 7, 4));

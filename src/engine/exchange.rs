@@ -1,12 +1,13 @@
 //! How a rank's slices meet those of the others: gradients are summed over the shares of a step, and new weights come from their owners.
 //! The driver calls it at points of its loop and from `pump`; nothing here blocks. [`Alone`] is one device; `pulls.rs` is several.
 
+use super::bounce::Sides;
+use super::sums::{ShareSums, WhichShare};
 use super::vitals::Vitals;
 use super::watchdog::Watched;
 use crate::bucket::layout::BucketLayout;
 use crate::bucket::slices::Slices;
-use crate::device::{DeviceSlice, EventId, Kernels, Stream, SumSlices};
-use crate::dtype::Dtype;
+use crate::device::{DeviceSlice, EventId, Kernels, Stream};
 use crate::error::{Error, Result};
 use crate::optim::norm;
 use crate::planner::plan::Plan;
@@ -91,15 +92,13 @@ pub trait Exchange<D: Kernels> {
     ///
     /// # Errors
     /// The device's.
-    fn rearrange(&mut self, dev: &mut D, layout: &BucketLayout) -> Result<()>;
+    fn rearrange(&mut self, sides: Sides<'_, D>, layout: &BucketLayout) -> Result<()>;
 
     /// Takes the memory that `plan` decides.
     ///
     /// # Errors
-    /// `Resource` when the device has none.
-    fn take(&mut self, _dev: &mut D, _plan: &Plan) -> Result<()> {
-        Ok(())
-    }
+    /// `Resource` when there is none.
+    fn take(&mut self, sides: Sides<'_, D>, plan: &Plan) -> Result<()>;
 
     /// Why not all ranks have their memory, of which this one may have met a `refusal`; nothing when they have.
     ///
@@ -140,6 +139,11 @@ pub trait Exchange<D: Kernels> {
     /// Where the step's gradient of `flat` lies, a part of this rank's slice of a bucket that begins at `local` of its own order.
     fn own_grads(&self, grads: DeviceSlice, flat: &Range<usize>, _local: usize) -> DeviceSlice {
         grads.slice(flat.start, flat.len())
+    }
+
+    /// Bytes of sums that crossed the link since the last call: to the device, and to the host.
+    fn crossed(&mut self) -> [u64; 2] {
+        [0; 2]
     }
 
     /// The next partial sums of the norm, in this rank's own order.
@@ -296,8 +300,8 @@ pub trait Exchange<D: Kernels> {
 #[derive(Debug)]
 pub struct Alone {
     slices: Slices,
-    /// fp32 sums of the shares' gradients so far, where a step has several shares.
-    sums: Option<DeviceSlice>,
+    /// Of the shares' gradients so far, where a step has several shares.
+    sums: Option<ShareSums>,
     shares: usize,
     /// Shares that are whole; of the last bucket that was written.
     share: usize,
@@ -309,9 +313,9 @@ pub struct Alone {
 
 impl Alone {
     /// # Errors
-    /// The device's, where memory for sums is needed.
-    pub(super) fn new<D: Kernels>(dev: &mut D, plan: &Plan) -> Result<Self> {
-        let sums = (plan.shares > 1).then(|| dev.alloc("gradient sums", plan.layout.flat_elems(), Dtype::Float32));
+    /// `Resource` when memory for sums is needed and there is none.
+    pub(super) fn new<D: Kernels>(sides: Sides<'_, D>, plan: &Plan) -> Result<Self> {
+        let sums = (plan.shares > 1).then(|| ShareSums::new(plan, sides));
         Ok(Self {
             slices: Slices::new(plan.layout.clone(), 0, 1),
             sums: sums.transpose()?,
@@ -331,23 +335,34 @@ impl<D: Kernels> Exchange<D> for Alone {
         &self.slices
     }
 
-    fn rearrange(&mut self, _dev: &mut D, layout: &BucketLayout) -> Result<()> {
+    fn rearrange(&mut self, sides: Sides<'_, D>, layout: &BucketLayout) -> Result<()> {
         self.slices = Slices::new(layout.clone(), 0, 1);
-        Ok(())
+        self.sums.as_mut().map_or(Ok(()), |sums| sums.give_back(sides))
+    }
+
+    fn take(&mut self, sides: Sides<'_, D>, plan: &Plan) -> Result<()> {
+        self.sums.as_mut().map_or(Ok(()), |sums| sums.take(plan, sides))
     }
 
     fn written(&mut self, dev: &mut D, grads: DeviceSlice, bucket: usize) -> Result<bool> {
         let (range, share) = (self.slices.global(bucket), self.share);
         let last = share + 1 == self.shares;
-        if let Some(sums) = self.sums {
-            let [grads, sum] = [grads, sums].map(|flat| flat.slice(range.start, range.len()));
-            let out = if last { grads } else { sum };
-            dev.launch(SumSlices::new(Stream::Compute, &[grads], (share > 0).then_some(sum), out))?;
+        if let Some(sums) = &mut self.sums {
+            let share = WhichShare { is_first: share == 0, is_last: last };
+            sums.add(dev, grads.slice(range.start, range.len()), bucket, &range, share)?;
         }
         if range.end == self.slices.elems() {
             self.share = (share + 1) % self.shares;
         }
         Ok(last)
+    }
+
+    fn may_overwrite(&mut self, dev: &mut D, bucket: usize) -> Result<bool> {
+        self.sums.as_ref().map_or(Ok(()), |sums| sums.wait_for(dev, bucket)).map(|()| true)
+    }
+
+    fn crossed(&mut self) -> [u64; 2] {
+        self.sums.as_mut().map_or([0; 2], ShareSums::crossed)
     }
 
     fn add_partials(&mut self, partials: &[f32]) {

@@ -1,6 +1,7 @@
 //! The engine: what it owns, and how it begins and ends. One thread, the driver, runs all of it. What it does stands in rooms of
 //! their own: `step.rs`, `hops.rs`, `exposed.rs`, `state_io.rs`.
 
+use super::bounce::Sides;
 use super::coordinator::{Coordinator, Counts, Staging};
 use super::counters::{Counters, Exposed};
 use super::exchange::{Alone, Exchange, Order, Words};
@@ -127,12 +128,12 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         dev: D,
         pool: Pool<StepJob>,
         bell: Arc<Doorbell>,
-        exchange: impl FnOnce(&mut D, &Plan) -> Result<X>,
+        exchange: impl FnOnce(Sides<'_, D>, &Plan) -> Result<X>,
     ) -> Result<Self> {
         // Declared before the threads' owners, and so dropped after them, also when something below fails.
         let mut host = HostMemory::new(plan.host_memory.clone());
         let (mut dev, pool) = (dev, pool);
-        let exchange = exchange(&mut dev, &plan)?;
+        let exchange = exchange((&mut dev, &mut host), &plan)?;
         let slices = exchange.slices();
         let memory = Memory::new(&plan, slices, (&mut dev, &mut host))?;
         let (scratch, model, flow) = StepScratch::take(&plan, &shape, slices, (&mut dev, &mut host), &memory.bounce)?;

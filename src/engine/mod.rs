@@ -27,6 +27,7 @@ mod state_io;
 mod states;
 mod step;
 pub(crate) mod step_job;
+mod sums;
 mod transfers;
 pub(crate) mod verdict;
 pub(crate) mod vitals;

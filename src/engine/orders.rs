@@ -1,5 +1,6 @@
 //! Ranks of one process: how they come to know each other, and what those behind rank 0 do.
 
+use super::bounce::Sides;
 use super::exchange::{Exchange, Order, Words};
 use super::executor::{Engine, StepData};
 use super::hall::Hall;
@@ -60,7 +61,7 @@ impl<D: Kernels + Peers> RankEngine<D> {
     /// As there; what ended another rank.
     pub(crate) fn join(plan: Plan, shape: ModelShape, dev: D, pool: Pool<StepJob>, seat: &Seat, hall: &Arc<Hall<D::Card>>) -> Result<Self> {
         let bell = seat.board.bell(seat.rank);
-        let exchange = |dev: &mut D, plan: &Plan| Pulls::new(dev, plan, seat.clone(), hall.clone());
+        let exchange = |(dev, _): Sides<'_, D>, plan: &Plan| Pulls::new(dev, plan, seat.clone(), hall.clone());
         let mut engine = Self::assemble(plan, shape, dev, pool, bell.clone(), exchange)?;
         engine.strike(FaultPhase::Start)?;
         engine.introduce();
@@ -81,7 +82,7 @@ impl<D: Kernels + Peers> RankEngine<D> {
     pub(crate) fn mirrored(plan: Plan, shape: ModelShape, dev: D, pool: Pool<StepJob>) -> Result<Self> {
         let seat = Seat { board: Arc::new(Board::mirrored(plan.board_sizes())), rank: 0 };
         let (bell, hall) = (seat.board.bell(0), Arc::new(Hall::new(1)));
-        let mut engine = Self::assemble(plan, shape, dev, pool, bell, |dev, plan| Pulls::new(dev, plan, seat, hall))?;
+        let mut engine = Self::assemble(plan, shape, dev, pool, bell, |(dev, _), plan| Pulls::new(dev, plan, seat, hall))?;
         engine.introduce();
         engine.exchange.greet(&mut engine.dev)?;
         Ok(engine)

@@ -2,6 +2,7 @@
 //!
 //! *Record, then publish, then others may enqueue a wait*: a wait for an event that was not yet recorded is no wait.
 
+use super::bounce::Sides;
 use super::exchange::{Exchange, Order, Words};
 use super::hall::{Hall, Introduction, check_same_bits};
 use super::vitals::Vitals;
@@ -233,12 +234,12 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
         dev.take_back()
     }
 
-    fn rearrange(&mut self, dev: &mut D, layout: &BucketLayout) -> Result<()> {
+    fn rearrange(&mut self, (dev, _): Sides<'_, D>, layout: &BucketLayout) -> Result<()> {
         self.slices = Slices::new(layout.clone(), self.seat.rank, self.seat.board.ranks());
         self.lease.give_back_device(dev)
     }
 
-    fn take(&mut self, dev: &mut D, plan: &Plan) -> Result<()> {
+    fn take(&mut self, (dev, _): Sides<'_, D>, plan: &Plan) -> Result<()> {
         self.own = SliceMemory::take(&mut self.lease, dev, plan, &self.slices)?;
         Ok(())
     }

@@ -66,12 +66,12 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     /// Has memory lie as `plan` says, whatever there is of it and wherever buckets are. After an error the scratch is missing.
     fn arrange(&mut self, plan: Plan) -> Result<()> {
         let (exchange, (dev, host), bounce) = (&mut self.exchange, (&mut self.dev, &mut self.host), &self.memory.bounce);
-        exchange.rearrange(dev, &plan.layout)?;
+        exchange.rearrange((dev, host), &plan.layout)?;
         self.scratch.give_back((dev, host))?;
         let (slices, states) = (exchange.slices(), &mut self.memory.states);
         states.bring_to_host(slices, (dev, host), bounce)?;
         states.send_to_device(slices, (dev, host), bounce)?;
-        exchange.take(dev, &plan)?;
+        exchange.take((dev, host), &plan)?;
         let shape = self.model.shape.clone();
         (self.scratch, self.model, self.flow) = StepScratch::take(&plan, &shape, exchange.slices(), (dev, host), bounce)?;
         self.coordinator.rearrange(&plan.layout, staging(&plan));

@@ -201,7 +201,8 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         let end = range.end.min(ring.ringed_elems).saturating_sub(ring.period_elems);
         let before = range.start.saturating_sub(ring.period_elems)..end;
         let buckets = self.plan.layout.overlapping(before);
-        if let Some(last) = buckets.clone().last().filter(|_| self.exchange.slices().ranks() > 1) {
+        let sums_wait = self.plan.sums_on_host || self.exchange.slices().ranks() > 1;
+        if let Some(last) = buckets.clone().last().filter(|_| sums_wait) {
             self.wait_for_sums(last)?;
         }
         let copied = if round.is_some_and(|round| self.is_last(round)) { self.plan.layout.offloaded() } else { 0 };
@@ -263,7 +264,10 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         if let Some(fault_injector) = &self.fault_injector {
             fault_injector.spoil(&mut self.dev, self.model.grads, &range, self.train_step + 1, share)?;
         }
-        if self.exchange.written(&mut self.dev, self.model.grads, bucket)? { self.bucket_ready(bucket) } else { Ok(()) }
+        let is_whole = self.exchange.written(&mut self.dev, self.model.grads, bucket)?;
+        let [to_device, to_host] = self.exchange.crossed();
+        (self.counters.h2d_bytes, self.counters.d2h_bytes) = (self.counters.h2d_bytes + to_device, self.counters.d2h_bytes + to_host);
+        if is_whole { self.bucket_ready(bucket) } else { Ok(()) }
     }
 
     /// The step's gradient is enqueued for this rank's slice of a bucket.

@@ -27,6 +27,8 @@ const RING_BUCKETS: usize = 8;
 /// Buckets whose paged states may be on the device at once: one comes, one is stepped, one goes, and one for when they do not
 /// take equally long.
 pub(crate) const PAGED_WINDOW: usize = 4;
+/// Places on the device that sums of gradients on the host pass through: one comes, one is added to, and one goes.
+pub(crate) const SUM_PLACES: usize = 3;
 /// Elements that pass at once between the device and the host's side of its state: a pinned buffer.
 pub(crate) const BOUNCE_ELEMS: usize = 1 << 18;
 
@@ -74,13 +76,15 @@ pub(crate) fn device_casts(dtype: Dtype, link_dtype: Dtype) -> bool {
     cfg!(feature = "superchip-cast") && link_dtype != dtype
 }
 
-/// What of the device's flat memory repeats.
+/// What of the device's flat memory repeats, or lies elsewhere.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Rings {
     /// The gradients' ring, if they share memory.
     pub grads: Option<RingShape>,
     /// The ring that weights stream through; `None`: they stay.
     pub weights: Option<RingShape>,
+    /// Sums of gradients lie beside the optimizer states of their buckets, and pass through the device.
+    pub(crate) sums_on_host: bool,
 }
 
 /// Everything that memory and time depend on but the planner's choice.
@@ -146,6 +150,11 @@ impl Workload<'_> {
         self.ring(limit, table, module_elems_max + RING_BUCKETS * layout.bucket_elems())
     }
 
+    /// Whether sums of gradients can lie on the host: there are some, all on one device, with memory of its own.
+    pub(super) fn may_sum_on_host(&self) -> bool {
+        self.shares > 1 && self.ranks == 1 && self.machine.device != DeviceMemory::Shared
+    }
+
     /// The ring that weights can stream through, of offloaded buckets from the host, or of all from other ranks: long enough for a module and the next one. None where it
     /// would save nothing.
     pub(crate) fn weight_ring(&self, layout: &BucketLayout, table: &TensorTable) -> Option<RingShape> {
@@ -196,13 +205,15 @@ impl Workload<'_> {
         let shard_elems = elems_of(sharded(layout, rings.weights, ranks));
         let kept_elems = elems_of(kept(layout, rings.grads, ranks));
         let params_name = if rings.weights.is_some() && ranks == 1 { "streamed weights" } else { "parameter slots" };
+        let [summed_there, passing] = host_sums(layout, rings.sums_on_host);
         let (rounds, pulled) = (self.shares / ranks, (ranks - 1) * longest * self.dtype.bytes());
         let mut classes = vec![
             class("weights", MemorySpace::Device, flat_bytes(rings.weights)),
             class("weight slices", MemorySpace::Device, shard_elems * self.dtype.bytes()),
             class("gradients", MemorySpace::Device, flat_bytes(rings.grads)),
             class("gradient slices", MemorySpace::Device, kept_elems * self.dtype.bytes()),
-            class("gradient sums", MemorySpace::Device, if rounds > 1 { owned * 4 } else { 0 }),
+            class("gradient sums", MemorySpace::Device, if rounds > 1 { (owned - summed_there) * 4 } else { 0 }),
+            class("passing sums", MemorySpace::Device, passing * 4),
             class("peers' gradients", MemorySpace::Device, pulled),
             class("resident p, m, v", MemorySpace::Device, state_bytes * resident),
             class("paged states here", MemorySpace::Device, self.paged_window_bytes(layout)),
@@ -212,6 +223,7 @@ impl Workload<'_> {
             class("offloaded p, m, v", MemorySpace::Host, state_bytes * offloaded),
             class("paged p, m, v", MemorySpace::Host, state_bytes * paged),
             class("gradient slots", MemorySpace::Host, self.grad_slots(layout) * slot_bytes),
+            class("gradients' sums", MemorySpace::Host, summed_there * 4),
             class(params_name, MemorySpace::Host, self.param_slots(layout, rings) * slot_bytes),
             class("kept activations", MemorySpace::Host, ranks * activations.host_bytes().0 as usize),
             class("batches, norm", MemorySpace::Host, self.driver_bytes(flat)),
@@ -274,6 +286,12 @@ pub(super) fn sharded(layout: &BucketLayout, ring: Option<RingShape>, ranks: usi
 pub(super) fn kept(layout: &BucketLayout, ring: Option<RingShape>, ranks: usize) -> Range<usize> {
     let ringed = sharded(layout, ring, ranks).end;
     layout.offloaded().min(ringed)..ringed
+}
+
+/// Elements of gradients' sums that lie on the host, and of the places on the device that they pass through.
+pub(crate) fn host_sums(layout: &BucketLayout, sums_on_host: bool) -> [usize; 2] {
+    let elems = if sums_on_host { layout.offloaded_elems() } else { 0 };
+    [elems, SUM_PLACES.min(elems.div_ceil(layout.bucket_elems())) * layout.bucket_elems()]
 }
 
 /// Sizes of the board at which ranks meet, whose mail takes the micro-batches of a step, or a piece of state. Of a step: its shares, words of

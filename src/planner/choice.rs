@@ -94,11 +94,12 @@ impl Scored {
     }
 }
 
-/// What of the device's flat memory is to repeat, where that saves memory.
+/// What of the device's flat memory is to repeat or to lie elsewhere, where that saves memory.
 #[derive(Clone, Copy)]
 struct UseRings {
     grads: bool,
     weights: bool,
+    sums_on_host: bool,
 }
 
 struct Planner<'a> {
@@ -116,7 +117,8 @@ impl Planner<'_> {
         let chosen = LossTile { rows: self.tokens().min(SHARED_TILE_BYTES_MAX / (vocab * width)).max(1), vocab };
         let tile = self.request.tile.unwrap_or(chosen);
         let policies = self.mixes().remove(0);
-        let use_rings = UseRings { grads: false, weights: matches!(self.request.weights, WeightsChoice::Flow | WeightsChoice::Sharded) };
+        let weights = matches!(self.request.weights, WeightsChoice::Flow | WeightsChoice::Sharded);
+        let use_rings = UseRings { grads: false, weights, sums_on_host: false };
         let layout = match self.request.residency {
             Residency::Exactly(resident) => self.resident(resident),
             Residency::Largest => self.resident((self.layout.count() / SHARED_RESIDENT_ONE_IN).min(self.most_resident(use_rings))),
@@ -134,10 +136,14 @@ impl Planner<'_> {
             WeightsChoice::Replicated => &[false],
             WeightsChoice::Flow | WeightsChoice::Sharded => &[true],
         };
+        // Sums that pass over the link with every share are the last resort.
+        let sums: &[bool] = if self.workload.may_sum_on_host() { &[false, true] } else { &[false] };
+        let modes = sums.iter().flat_map(|&sums| modes.iter().map(move |&weights| (weights, sums)));
         let mut best: Option<Scored> = None;
-        for &weights in modes {
-            for tile in self.tiles(device_bytes, weights)? {
-                let found = self.search_with(tile, weights, predictor)?;
+        for (weights, sums_on_host) in modes {
+            let place = UseRings { grads: false, weights, sums_on_host };
+            for tile in self.tiles(device_bytes, place)? {
+                let found = self.search_with(tile, place, predictor)?;
                 if best.as_ref().is_none_or(|best| found.is_before(best, SMALLER_TILE_WORTH)) {
                     best = Some(found);
                 }
@@ -150,8 +156,8 @@ impl Planner<'_> {
     }
 
     /// The best candidate with this tile.
-    fn search_with(&self, tile: LossTile, weights: bool, predictor: &Predictor) -> Result<Scored> {
-        let use_rings = |grads| UseRings { grads, weights };
+    fn search_with(&self, tile: LossTile, place: UseRings, predictor: &Predictor) -> Result<Scored> {
+        let use_rings = |grads| UseRings { grads, ..place };
         let mixes = self.mixes().into_iter().flat_map(|policies| [(use_rings(false), policies.clone()), (use_rings(true), policies)]);
         let mut best: Option<Scored> = None;
         for (use_rings, policies) in mixes {
@@ -183,6 +189,7 @@ impl Planner<'_> {
         Rings {
             grads: self.workload.grad_ring(layout, self.table).filter(|_| use_rings.grads),
             weights: self.workload.weight_ring(layout, self.table).filter(|_| use_rings.weights),
+            sums_on_host: use_rings.sums_on_host && layout.offloaded() > 0,
         }
     }
 
@@ -241,11 +248,10 @@ impl Planner<'_> {
 
     /// Tiles of the loss for a device of `device_bytes`, the largest first: the whole vocabulary and as many rows as its share
     /// of the free memory holds, then half as many, and so on.
-    fn tiles(&self, device_bytes: u64, weights: bool) -> Result<Vec<LossTile>> {
+    fn tiles(&self, device_bytes: u64, use_rings: UseRings) -> Result<Vec<LossTile>> {
         if let Some(tile) = self.request.tile {
             return Ok(vec![tile]);
         }
-        let use_rings = UseRings { grads: false, weights };
         let vocab = self.workload.shape.vocab;
         let smallest = LossTile { rows: 1, vocab };
         let activations = self.workload.activations(&self.mixes()[0], smallest)?;

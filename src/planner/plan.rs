@@ -136,6 +136,8 @@ pub struct Plan {
     pub grad_ring: Option<RingShape>,
     /// The ring through which weights stream; `None`: they stay on the device.
     pub weight_ring: Option<RingShape>,
+    /// Sums of the shares' gradients lie beside the optimizer states of their buckets, and pass through the device.
+    pub sums_on_host: bool,
     /// Host slots for gradients: one retained per offloaded bucket, and those that are lent.
     pub grad_slots: usize,
     /// Host slots for working weights: where they are streamed, one for each offloaded bucket, which holds them for good.
@@ -232,6 +234,7 @@ impl Plan {
             threads: workload.workers,
             grad_ring: choice.rings.grads,
             weight_ring: choice.rings.weights,
+            sums_on_host: choice.rings.sums_on_host,
             grad_slots: workload.grad_slots(&choice.layout),
             param_slots: workload.param_slots(&choice.layout, choice.rings),
             layout: choice.layout,
@@ -279,6 +282,7 @@ impl Plan {
             layout: other.layout,
             grad_ring: other.grad_ring,
             weight_ring: other.weight_ring,
+            sums_on_host: other.sums_on_host,
             grad_slots: other.grad_slots,
             param_slots: other.param_slots,
             layer_policies: other.layer_policies,
@@ -619,6 +623,11 @@ impl fmt::Display for Plan {
             let [streamed, ring] = [ringed_elems, period_elems].map(|elems| Bytes((elems * self.dtype.bytes()) as u64));
             let from = if self.streams_from_host() { "host memory" } else { "the slices of all GPUs" };
             writeln!(f, "  weights     {streamed} stream from {from} through a ring of {ring}, forward and backward")?;
+        }
+        if self.sums_on_host {
+            let summed = Bytes((4 * layout.offloaded_elems()) as u64);
+            let why = "the device has no room for them";
+            writeln!(f, "  sums        {summed} of gradients add up on their way through the device and lie on the host: {why}")?;
         }
         if self.caps_scores && self.machine.kind == DeviceKind::Gpu {
             writeln!(f, "  attention   plain, which has the soft caps of this model and is slow; cuDNN's has none")?;

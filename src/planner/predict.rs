@@ -1,7 +1,7 @@
 //! How long a step will take, from a machine's rates and as if everything overlapped: quick enough to compare hundreds of plans.
 //! What a plan really does on such a machine is for the simulated device to say.
 
-use super::budget::{Rings, Workload};
+use super::budget::{Rings, Workload, host_sums};
 use super::passes::PassTimes;
 use super::rules::Policy;
 use crate::bucket::layout::{BucketLayout, Tier};
@@ -81,7 +81,8 @@ impl<'a> Predictor<'a> {
         // As much returns as leaves, unless weights are streamed: in the forward and in the backward pass of every micro-batch.
         let streamed = rings.weights.filter(|_| self.workload.ranks == 1).map_or(0.0, |ring| ring.ringed_elems as f64);
         let peers_s = self.peers_s(layout.flat_elems());
-        let crossing_s = |elems: f64| kept_s + elems * self.workload.link_dtype.bytes() as f64 / rates.both_ways_bytes_per_s;
+        let sums_s = self.passing_sums_s(layout, rings);
+        let crossing_s = |elems: f64| kept_s + sums_s + elems * self.workload.link_dtype.bytes() as f64 / rates.both_ways_bytes_per_s;
         let beside_peers_s = if rates.peer_route == PeerRoute::Own { 0.0 } else { peers_s };
         let (out_s, link_s) = (crossing_s(offloaded), crossing_s(offloaded + (2.0 * accum - 1.0) * streamed) + beside_peers_s);
         let pass_link_s = out_s.max(link_s / 2.0);
@@ -98,7 +99,7 @@ impl<'a> Predictor<'a> {
             return Prediction { device_s, pool_s: stepped_s, link_s, step_s: validated_s, validated_s };
         }
         // In a ring the backward pass waits for the pool: nothing is left for the next forward.
-        let stalled_s = if rings.grads.is_some() { (POOL_DOUBT * deferred_s - backward_s).max(0.0) } else { 0.0 };
+        let stalled_s = if rings.grads.is_some() { (POOL_DOUBT * deferred_s - backward_s).max(sums_s - backward_s).max(0.0) } else { 0.0 };
         let step_s = (device_s + stalled_s).max(deferred_s).max(link_s).max(peers_s) + start_up_s;
         Prediction { device_s, pool_s: deferred_s, link_s, step_s, validated_s }
     }
@@ -112,6 +113,12 @@ impl<'a> Predictor<'a> {
         let copied = elems * self.workload.link_dtype.bytes();
         let stepped_s = (elems * self.stepped_bytes()) as f64 / self.adam_bytes_per_s();
         rates.to_host_s(copied) + rates.wake_up_s + stepped_s + rates.to_device_s(copied)
+    }
+
+    /// Each way, sums that lie on the host pass with every share but one.
+    fn passing_sums_s(&self, layout: &BucketLayout, rings: Rings) -> f64 {
+        let [elems, _] = host_sums(layout, rings.sums_on_host);
+        (elems * 4 * (self.workload.shares - 1)) as f64 / self.workload.machine.rates.both_ways_bytes_per_s
     }
 
     /// Each share's gradient of what a rank owns is read, and in each round a sum in fp32 read and written.

@@ -60,6 +60,7 @@ impl Plan {
                 "activations" if changed.activations == ActivationsChoice::Auto => " auto".into(),
                 "activations" => " recompute-block".into(),
                 "per-device-train-batch-size" => format!(" {}", plan.batch),
+                "gradient-shares" | "moments bfloat16 --gradient-shares" => format!(" {}", plan.shares),
                 "seq-length" => format!(" {}", plan.seq_length),
                 _ => String::new(),
             };
@@ -95,8 +96,14 @@ impl Plan {
             ("allow-changed numerics", with(&|s| s.loss_tile = None)),
         ];
         remedies.extend(batches);
+        // Sums in fp32 may lie on the host; those of one share add up in its place.
+        let is_alone = self.ranks == 1 && self.grad_accum_steps > 1 && self.shares == 1;
+        let shares = settings.gradient_shares.or(is_alone.then_some(self.grad_accum_steps));
+        remedies.push(("gradient-shares", with(&|s| s.gradient_shares = shares)));
         if settings.rollback == Rollback::Deferred {
             remedies.push(("moments bfloat16", with(&|s| s.moments = Moments::Bfloat16)));
+            let both = with(&|s| (s.gradient_shares, s.moments) = (shares, Moments::Bfloat16));
+            remedies.extend(is_alone.then_some(("moments bfloat16 --gradient-shares", both)));
         }
         remedies.push(("nondeterministic", with(&|s| s.nondeterministic = true)));
         remedies.extend(lengths);

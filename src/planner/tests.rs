@@ -426,6 +426,56 @@ fn weights_that_do_not_fit_are_streamed() {
     assert!(text.contains("stream from host memory through a ring of 1.4 GiB, forward and backward"), "{text}");
 }
 
+/// 131,072 tokens a step on small cards: the sums of 32 shares in fp32 are on the host, and pass through three buckets of the device.
+#[test]
+fn sums_that_do_not_fit_the_device_lie_on_the_host() {
+    if !(FLOW && REPARTITION) {
+        return;
+    }
+    let shares =
+        Settings { per_device_train_batch_size: 1, gradient_accumulation_steps: Some(32), gradient_shares: Some(32), ..settings() };
+    let packed = Settings { moments: Moments::Bfloat16, ..shares.clone() };
+    for (shape, gpu, host) in [(llama_8b(), 23, 120), (qwen3_4b(), 8, 64)] {
+        let limited =
+            |settings: &Settings| Settings { hbm_limit: Some(Bytes(gpu * GIB)), host_limit: Some(Bytes(host * GIB)), ..settings.clone() };
+        let plan = fitting(&shape, &limited(&packed));
+        let class = |name: &str| plan.memory.iter().find(|class| class.name == name).map_or(0, |class| class.bytes);
+        let (flat, offloaded, bucket) = (plan.layout.flat_elems(), plan.layout.offloaded_elems(), plan.layout.bucket_elems());
+        assert!(plan.sums_on_host && plan.grad_ring.is_some(), "{plan}");
+        assert_eq!((class("gradients' sums"), class("gradient sums")), (4 * offloaded, 4 * (flat - offloaded)), "{plan}");
+        assert_eq!(class("passing sums"), 3 * 4 * bucket, "{plan}");
+        // Each way, 31 times.
+        let predicted = plan.predicted.unwrap();
+        assert!(predicted.link_s > 31.0 * (4 * offloaded) as f64 / 51e9 && predicted.step_s >= predicted.link_s, "{plan}");
+        assert!(plan.to_string().contains(" of gradients add up on their way through the device and lie on the host"), "{plan}");
+        // Two moments in fp32 are too many beside them, and so is one share that adds up on the device.
+        let too_much = refusal(&shape, &limited(&shares));
+        assert!(too_much.contains("; --moments bfloat16 would fit"), "{too_much}");
+    }
+    let one = Settings { gradient_shares: None, hbm_limit: Some(Bytes(8 * GIB)), host_limit: Some(Bytes(64 * GIB)), ..packed };
+    let advice = refusal(&qwen3_4b(), &one);
+    assert!(advice.contains("; --gradient-shares 32 would fit"), "{advice}");
+    let advice = refusal(&qwen3_4b(), &Settings { moments: Moments::Float32, ..one });
+    assert!(advice.contains("; --moments bfloat16 --gradient-shares 32 would fit"), "{advice}");
+}
+
+/// Who has room keeps the sums on the device, down to where weights stream and every state is on the host.
+#[test]
+fn sums_stay_on_the_device_while_they_fit() {
+    let shares = Settings { gradient_shares: Some(4), ..settings() };
+    let plan = |gib| plan(&llama_8b(), &Settings { hbm_limit: Some(Bytes(gib * GIB)), ..shares.clone() });
+    let plans: Vec<_> = [139, 100, 70, 60, 50, 40, 30].map(plan).into_iter().collect();
+    for plan in &plans {
+        let there = plan.memory.iter().find(|class| class.name == "gradient sums").map_or(0, |class| class.bytes);
+        assert_eq!(plan.sums_on_host, there < 4 * plan.layout.flat_elems(), "{plan}");
+    }
+    assert!(!plans[..4].iter().any(|plan| plan.sums_on_host) && plans.is_sorted_by_key(|plan| plan.sums_on_host), "{plans:?}");
+    let several = Settings { gpus: 2, gradient_shares: Some(8), ..settings() };
+    assert!(!Plan::new(&several, &llama_8b(), &of_four(2), false).unwrap().sums_on_host);
+    let on_cpus = Settings { gradient_shares: Some(8), ..Settings::demo() };
+    assert!(!Plan::new(&on_cpus, &ModelShape::demo(), &Machine::cpu(2), false).unwrap().sums_on_host);
+}
+
 #[test]
 fn streaming_can_be_asked_for_and_refused() {
     let flow = |more: Settings| Settings { weights: WeightsChoice::Flow, ..more };

@@ -591,6 +591,23 @@ fn more_gradient_shares_than_gpus_take_memory_and_time() {
     assert!((1.0..1.1).contains(&(eight_predicted / two_predicted)), "{two_predicted} ms, {eight_predicted} ms");
 }
 
+/// Llama-8B in 32 micro-batches of one sequence, as on a card of 24 GB: 30 GiB of sums pass each way with every share, which takes longer
+/// than a backward pass of 4096 tokens.
+#[test]
+fn sums_on_the_host_are_simulated_at_the_rate_of_the_link() {
+    let (shape, machine) = (model("llama-8b", 32), Machine::of_several(&Profile::load("h200-pcie5").unwrap(), 1).unwrap());
+    let settings = Settings { gradient_shares: Some(8), per_device_train_batch_size: 1, seq_length: 4096, ..Settings::default() };
+    let settings =
+        Settings { moments: Moments::Bfloat16, hbm_limit: Some(Bytes(23 * GIB)), host_limit: Some(Bytes(120 * GIB)), ..settings };
+    let plan = Plan::new(&settings, &shape, &machine, false).unwrap();
+    assert!(plan.sums_on_host && plan.shortage().is_none(), "{plan}");
+    let (outcome, ..) = simulate(&plan, &shape, "h200-pcie5", Steps { warmup: 1, timed: 2, clip: Clip::Never }, 0).unwrap();
+    let (step_s, predicted) = (outcome.step_ms.median / 1e3, plan.predicted.unwrap());
+    let passing_s = 7.0 * (4 * plan.layout.offloaded_elems()) as f64 / 50.5e9;
+    assert!((1.0..1.7).contains(&(step_s / passing_s)), "{step_s} s, sums {passing_s} s: {plan}");
+    assert!((0.8..1.2).contains(&(predicted.step_s / step_s)), "{predicted}, simulated {step_s} s");
+}
+
 /// Two H200 with 251 GiB: by bytes alone 31.8 B were expected on both. One that has all of the host streams its weights from there.
 #[test]
 fn the_largest_model_is_told_by_gpus() {

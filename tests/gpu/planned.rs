@@ -6,10 +6,11 @@ use superoffload::internals::engine::{Engine, Exchange};
 use superoffload::internals::model::ActivationPlan;
 
 /// On the device: what an allocation is called, and the class that counts it. Activations have the names of their own plan.
-const ON_DEVICE: [(&str, &str); 18] = [
+const ON_DEVICE: [(&str, &str); 19] = [
     ("weights", "weights"),
     ("gradients", "gradients"),
     ("gradient sums", "gradient sums"),
+    ("passing sums", "passing sums"),
     ("weight slices", "weight slices"),
     ("gradient slices", "gradient slices"),
     ("peers' gradients", "peers' gradients"),
@@ -27,11 +28,12 @@ const ON_DEVICE: [(&str, &str); 18] = [
     ("matrix workspace", "matrix workspace"),
 ];
 
-const ON_HOST: [(&str, &str); 12] = [
+const ON_HOST: [(&str, &str); 13] = [
     ("parameters", "offloaded p, m, v"),
     ("m", "offloaded p, m, v"),
     ("v", "offloaded p, m, v"),
     ("gradient slots", "gradient slots"),
+    ("gradient sums", "gradients' sums"),
     ("parameter slots", "parameter slots"),
     ("layers.input", "kept activations"),
     ("batches", "batches, norm"),

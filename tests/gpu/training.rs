@@ -201,6 +201,7 @@ pub fn run<D: Kernels, W: Write>(report: &mut Report<W>, subject: &Subject<'_, D
     }
     report.case("training/unified memory gives the digest of pinned memory", || unified(subject));
     report.case("training/weights that stream give the digest of weights that stay", || streamed(subject));
+    report.case("training/sums on the host give the digest of sums on the device", || summed_on_the_host(subject));
     report.case("training/plans that change between steps give the digest of one that stays", || replanned(subject));
     report.case("training/copies and optimizer run beside the compute stream", || overlap(subject));
 }
@@ -418,6 +419,35 @@ fn streamed<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
         if subject.overlaps {
             require(runs_beside(&have, "h2d", "copy_h2d")?, || "weights never came while the device computed".into())?;
         }
+    }
+    Ok(0.0)
+}
+
+/// Sums in fp32 that pass through the device with every share, under clips and a skipped step: the bits of sums that stay, and each sum
+/// crosses the link once less than there are shares, each way.
+fn summed_on_the_host<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
+    let nan = "inject = [{step = 3, element = 20, share = 1, value = \"nan\"}]\n";
+    let common = format!("{}{nan}bucket-mib = 0.0625\nresident-buckets = 0\ngradient-shares = 3\n", subject.settings);
+    let train = |lines: &str, sums_on_host: bool| {
+        let settings = Settings::resolve(toml::from_str(&format!("{RECIPE}{common}{lines}")).map_err(Error::usage)?)?;
+        let plan = Plan { sums_on_host, ..Plan::new(&settings, &shape(), &subject.machine, false)? };
+        let elems = plan.layout.offloaded_elems() as u64;
+        let engine = (subject.engine)(&plan, &shape(), &Topology::this_machine())?;
+        let run = run_engine(engine, &settings, Course { steps: 8, before_data: &mut || (), moves: &|_| Ok(None) })?;
+        Ok::<_, Error>((run, elems))
+    };
+    let max_norm = median_norm(&train("strategy = \"zero-offload\"\nmax-grad-norm = 0\n", false)?.0)?;
+    let clip = format!("max-grad-norm = {max_norm}\n");
+    let (want, _) = train(&format!("strategy = \"zero-offload\"\n{clip}"), false)?;
+    for strategy in [SPECULATE, "strategy = \"zero-offload\"\n"] {
+        let [there, here] = [true, false].map(|sums_on_host| train(&format!("{strategy}{clip}"), sums_on_host));
+        let ((have, elems), (on_device, _)) = (there?, here?);
+        require(have.losses() == want.losses() && have.digest == want.digest, || format!("other bits, {strategy}"))?;
+        let Counts { committed, clipped, skipped, .. } = have.counts;
+        require(committed > 0 && clipped > 0 && skipped > 0, || format!("{:?}", have.counts))?;
+        let moved = |run: &Run| run.reports.iter().map(|report| report.counters.d2h_bytes).sum::<u64>();
+        let passed = moved(&have) - moved(&on_device);
+        require(passed == 8 * 2 * 4 * elems, || format!("{passed} bytes of sums of {elems} parameters left"))?;
     }
     Ok(0.0)
 }

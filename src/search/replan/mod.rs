@@ -125,7 +125,10 @@ impl Question {
 fn move_s(from: &Plan, to: &Plan) -> f64 {
     let states = from.layout.offloaded_elems().abs_diff(to.layout.offloaded_elems()) as f64 * from.moments.state_bytes() as f64;
     let weights = (to.layout.flat_elems() * to.dtype.bytes()) as f64;
-    let slots = to.memory.iter().filter(|class| class.space == MemorySpace::Host && class.name.ends_with("slots"));
+    let slots = to
+        .memory
+        .iter()
+        .filter(|class| class.space == MemorySpace::Host && (class.name.ends_with("slots") || class.name.ends_with("sums")));
     let parts = states + slots.map(|class| class.bytes as f64).sum::<f64>();
     (parts / to.ranks as f64 + weights) / MOVED_BYTES_PER_S
 }
@@ -141,6 +144,7 @@ impl fmt::Display for Change {
                 format!("{} gradient slots", plan.grad_slots),
                 format!("{} parameter slots", plan.param_slots),
                 format!("weights {weights}"),
+                format!("sums of gradients on the {}", if plan.sums_on_host { "host" } else { "device" }),
                 format!("gradients in {}", if plan.grad_ring.is_some() { "a ring" } else { "their own places" }),
             ]
         };
