@@ -60,7 +60,11 @@ impl CudaDevice {
     }
 
     /// The copies of each batch of documents, and what these are gathered to.
-    fn document_batches(&mut self, shape: &AttentionShape) -> Result<Vec<(DocumentCopies, AttentionShape)>> {
+    ///
+    /// # Errors
+    /// `Unsupported` for shapes and formats that cuDNN's kernels do not take; `Resource` for other documents than were announced.
+    fn document_batches(&mut self, shape: &AttentionShape, dtype: Dtype) -> Result<Vec<(DocumentCopies, AttentionShape)>> {
+        self.prepare_documents(shape, dtype)?;
         let Packed { documents, table, .. } = &self.packed;
         if documents.tokens != shape.tokens() {
             let cause = format!("documents of {} tokens were announced, and attention goes over {}", documents.tokens, shape.tokens());
@@ -73,8 +77,7 @@ impl CudaDevice {
     pub(super) fn attend_packed(&mut self, kernel: &AttentionForward) -> Result<()> {
         let AttentionForward { qkv, out, lse, shape, .. } = *kernel;
         let dtype = kernel.float_format()?;
-        self.reserve_documents(&shape)?;
-        for (copies, part) in self.document_batches(&shape)? {
+        for (copies, part) in self.document_batches(&shape, dtype)? {
             let room = GatheredDocuments::new(self.packed.scratch, &shape, &part, dtype);
             copies.gather(self, qkv, room.qkv)?;
             fused(
@@ -90,8 +93,7 @@ impl CudaDevice {
     pub(super) fn attend_packed_backward(&mut self, kernel: &AttentionBackward) -> Result<()> {
         let AttentionBackward { dout, qkv, out, lse, dqkv, shape, .. } = *kernel;
         let dtype = kernel.float_format()?;
-        self.reserve_documents(&shape)?;
-        for (copies, part) in self.document_batches(&shape)? {
+        for (copies, part) in self.document_batches(&shape, dtype)? {
             let room = GatheredDocuments::new(self.packed.scratch, &shape, &part, dtype);
             for (rows, padded) in [(dout, room.dout), (qkv, room.qkv), (out, room.out)] {
                 copies.gather(self, rows, padded)?;
