@@ -31,6 +31,11 @@ pub(crate) const fn arrays(separates_documents: bool) -> usize {
     if separates_documents { 4 } else { 3 }
 }
 
+/// Most different ids that `tokens` tokens of a vocabulary have.
+pub(crate) fn distinct(tokens: usize, vocab: usize) -> usize {
+    tokens.min(vocab)
+}
+
 impl<'a> Batch<'a> {
     /// A batch in `memory`, int32 `[arrays, T]`, whose rows are one document each until somebody says otherwise. Tokens and targets are
     /// what the memory holds.

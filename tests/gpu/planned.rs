@@ -27,7 +27,7 @@ const ON_DEVICE: [(&str, &str); 18] = [
     ("matrix workspace", "matrix workspace"),
 ];
 
-const ON_HOST: [(&str, &str); 12] = [
+const ON_HOST: [(&str, &str); 13] = [
     ("parameters", "offloaded p, m, v"),
     ("m", "offloaded p, m, v"),
     ("v", "offloaded p, m, v"),
@@ -39,6 +39,7 @@ const ON_HOST: [(&str, &str); 12] = [
     ("non-finite flag", "batches, norm"),
     ("losses", "batches, norm"),
     ("rows of experts", "batches, norm"),
+    ("embedding rows", "batches, norm"),
     ("bounce buffer", "batches, norm"),
 ];
 
