@@ -16,8 +16,7 @@ use super::verdict::{SpeculationHistory, Verdict};
 use crate::bucket::layout::BucketLayout;
 use crate::bucket::slot::{FreeList, Slot};
 use crate::planner::rules::{Policy, Rules};
-use early::Late;
-use law::{Phase, Queued};
+use law::{Late, Phase, Queued};
 use std::collections::VecDeque;
 
 /// The step's memory, as far as it bears on what may happen when.

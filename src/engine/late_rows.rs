@@ -16,14 +16,14 @@ use std::ops::Range;
 
 /// Where rows of a table of `channels` columns, which begins at `start` of the flat order, lie in that and in the packed one.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Packing<'a> {
+pub(super) struct PackedRows<'a> {
     /// Each once, in ascending order.
     pub rows: &'a [i32],
     pub channels: usize,
     pub start: usize,
 }
 
-impl Packing<'_> {
+impl PackedRows<'_> {
     /// What of the packed order lies in `flat`.
     pub(super) fn packed(&self, flat: &Range<usize>) -> Range<usize> {
         self.before(flat.start)..self.before(flat.end)
@@ -97,8 +97,8 @@ impl LateRows {
         self.ids.slice(0, self.count * 4)
     }
 
-    pub(super) fn packing<'a>(&self, host: &'a HostMemory) -> Packing<'a> {
-        Packing { rows: host.lend(self.ids()), channels: self.channels, start: self.start }
+    pub(super) fn packing<'a>(&self, host: &'a HostMemory) -> PackedRows<'a> {
+        PackedRows { rows: host.lend(self.ids()), channels: self.channels, start: self.start }
     }
 
     /// Those in a flat range.
@@ -150,7 +150,7 @@ mod tests {
             rows in prop::collection::btree_set(0i32..40, 0..40), channels in 1usize..30, start in 0usize..50, bucket in 1usize..200, step in 1usize..40,
         ) {
             let rows: Vec<i32> = rows.into_iter().collect();
-            let packing = Packing { rows: &rows, channels, start };
+            let packing = PackedRows { rows: &rows, channels, start };
             let want: Vec<usize> = rows.iter().flat_map(|&row| (0..channels).map(move |c| start + row as usize * channels + c)).collect();
             let (mut have, mut end) = (Vec::new(), 0);
             for first in (0..start + 40 * channels + bucket).step_by(bucket) {

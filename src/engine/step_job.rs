@@ -4,7 +4,7 @@
 use crate::bucket::slot::Slot;
 use crate::dtype::Dtype;
 use crate::engine::coordinator::{GradUpdate, Update, Work};
-use crate::engine::late_rows::{Packing, RowPart};
+use crate::engine::late_rows::{PackedRows, RowPart};
 use crate::host::pinned::PinnedSlice;
 use crate::host::pool::Job;
 use crate::optim::StatePart;
@@ -218,7 +218,7 @@ impl StepJob {
             return self.by_decay(&range, |part, decay| unsafe { self.run_part::<M>(part, decay) });
         };
         // SAFETY: nobody writes the numbers of rows while a job has them.
-        let packing = Packing { rows: unsafe { rows.ids.as_slice() }, channels: rows.channels, start: rows.start };
+        let packing = PackedRows { rows: unsafe { rows.ids.as_slice() }, channels: rows.channels, start: rows.start };
         for (flat, at) in packing.pieces(rows.packed.start + piece.start..rows.packed.start + piece.end) {
             let slot = at - rows.packed.start;
             // SAFETY: the caller's promise; pieces of the packed order are other elements of the flat one.

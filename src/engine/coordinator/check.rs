@@ -1,6 +1,6 @@
 //! What must hold between any two events, looked at in tests and debug builds.
 
-use super::early::Late;
+use super::law::Late;
 use super::law::Phase::{self, Arrived, Copying, CopyingRows, LacksRows, Ready, RowsArrived, Running, Settled, Speculated};
 use super::law::Queued::{Commit, Redo, Restore};
 use super::{Coordinator, JobKind, Policy, Verdict};

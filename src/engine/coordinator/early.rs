@@ -3,19 +3,9 @@
 //! brings their gradient and takes their weights back. A speculation writes no state, so that one with a wrong gradient of some rows costs
 //! nothing but these rows; and once a verdict overturns it, the bucket goes the way of all others.
 
-use super::law::{Phase, Queued};
+use super::law::{Late, Phase, Queued};
 use super::{Coordinator, Load};
 use crate::engine::route::Hop;
-
-/// What of a bucket's gradient its slot, or the copy into it, lacks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Late {
-    Nothing,
-    /// The batch's rows.
-    Rows,
-    /// The batch's rows, which by now are enqueued on the device.
-    EnqueuedRows,
-}
 
 impl Coordinator {
     /// A bucket that has not begun to leave waits for all of its gradient.

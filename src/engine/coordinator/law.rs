@@ -37,6 +37,16 @@ pub(super) enum Queued {
     Commit,
 }
 
+/// What of a bucket's gradient its slot, or the copy into it, lacks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Late {
+    Nothing,
+    /// The batch's rows.
+    Rows,
+    /// The batch's rows, which by now are enqueued on the device.
+    EnqueuedRows,
+}
+
 /// What may follow what; everything else is a bug.
 const LAW: [(Phase, &[Phase]); 12] = [
     (Settled, &[Ready, Phase::Queued(Restore), Phase::Queued(Commit)]),
