@@ -162,6 +162,8 @@ pub(crate) struct PlanFacts {
     pub(crate) resident_buckets: usize,
     /// Buckets whose states lie in unified memory and come to the device to be stepped.
     pub(crate) paged_buckets: usize,
+    /// Buckets of a tied embedding that leave early.
+    pub(crate) early_buckets: usize,
     /// Parameters of a bucket.
     pub bucket_elems: usize,
     /// Parameters whose state is in host memory, padding included.
@@ -204,6 +206,7 @@ impl PlanFacts {
             buckets: layout.count(),
             resident_buckets: layout.buckets_in(Tier::Device).len(),
             paged_buckets: layout.buckets_in(Tier::Unified).len(),
+            early_buckets: layout.early().len(),
             bucket_elems: layout.bucket_elems(),
             offloaded_elems: layout.offloaded_elems(),
             grad_slots: plan.grad_slots,

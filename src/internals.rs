@@ -37,8 +37,8 @@ pub mod device {
         CrossEntropyLoss, CrossEntropyStats, Embed, EmbedBackward, ExpertActivation, ExpertBackward, ExpertBias, ExpertBiasDot, Geglu,
         GegluBackward, Gelu, GeluBackward, GradNormPartials, GroupedMatmul, GroupedShape, LayerNorm, LayerNormBackward, Matmul,
         MatmulLayout, MatmulShape, Poke, QkNorm, QkNormBackward, RmsNorm, RmsNormBackward, Rope, Route, RouteShape, RouterBackward,
-        RouterBalance, RouterLogits, RouterRule, ScaleAdd, SegmentSums, Segments, Sinks, SinksBackward, SumSlices, Swiglu, SwigluBackward,
-        Zero,
+        RouterBalance, RouterLogits, RouterRule, ScaleAdd, ScatterRows, SegmentSums, Segments, Sinks, SinksBackward, SumSlices, Swiglu,
+        SwigluBackward, Zero,
     };
     pub use crate::device::{Attention, Device, DeviceKind, DeviceSlice, EventId, Kernel, Kernels, Launch, Stream};
     #[cfg(feature = "cuda")]

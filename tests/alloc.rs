@@ -103,6 +103,10 @@ fn main() {
     steps(STRATEGIES[1], "# experts\n");
     steps(STRATEGIES[1], "gradient-shares = 2\n");
     steps_of(STRATEGIES[1], "gradient-shares = 2\n", |plan| plan.sums_on_host = true);
+    if cfg!(feature = "stv") {
+        let late_rows = |plan: &mut Plan| assert!(!plan.layout.early().is_empty(), "{plan}");
+        steps_of(STRATEGIES[1], "early-rows = \"on\"\n", late_rows);
+    }
     STRATEGIES.iter().for_each(|strategy| _ = steps(strategy, "gpus = 2\n"));
     if cfg!(feature = "weight-flow") {
         steps(STRATEGIES[1], "gpus = 2\nweights = \"sharded\"\n");
@@ -140,10 +144,11 @@ fn steps_of(strategy: &str, more: &str, change: impl FnOnce(&mut Plan)) -> Count
     on_cpus(&plan, &shape, &Topology::this_machine(), Watch { name, loader: loader(&settings, &shape) }).unwrap()
 }
 
-/// With experts where `more` says so in a comment, and with enough layers for a ring of two to save memory where `more` asks for one, with slices of what it covers, too.
+/// With experts where `more` says so in a comment, and with enough layers for a ring of two to save memory where `more` asks for one, with
+/// slices of what it covers, too, and with buckets that lie in the embedding where some are to leave early.
 fn shape_of(more: &str) -> ModelShape {
     let model = if more.contains("experts") { tiny_moe } else { tiny_llama };
-    model(if more.contains("weights") { 12 } else { 2 }, 64, 256, true)
+    model(if more.contains("weights") { 12 } else { 2 }, 64, if more.contains("early") { 1024 } else { 256 }, true)
 }
 
 /// Steps that are watched, on one device or several.

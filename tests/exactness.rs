@@ -9,6 +9,7 @@ use proptest::test_runner::TestRunner;
 use serde_json::json;
 use std::cell::Cell;
 use superoffload::internals::bucket::{BucketLayout, Tier};
+use superoffload::internals::data::{Batch, Batches};
 use superoffload::internals::device::Kernels;
 use superoffload::internals::engine::{Counts, Engine, Exchange, ExpertLoad};
 use superoffload::internals::hardware::Topology;
@@ -57,6 +58,8 @@ struct Way {
     ringed: bool,
     /// Sums of shares lie on the host, as far as optimizer states do.
     sums_on_host: bool,
+    /// Rows of a tied embedding leave early, where they can.
+    early: bool,
 }
 
 const STEPS: u64 = 6;
@@ -84,14 +87,16 @@ const REFERENCE: Way = Way {
     sharded: false,
     ringed: false,
     sums_on_host: false,
+    early: false,
 };
 
 /// Digest, what became of bucket steps, and of each step the loss and how evenly experts were loaded.
 type Run = (String, Counts, Vec<(u32, Option<ExpertLoad>)>);
 
 thread_local! {
-    /// Runs whose weights were sharded, and those whose gradients lay in a ring.
+    /// Runs whose weights were sharded, those whose gradients lay in a ring, and those of which buckets left early.
     static SHARDED: Cell<usize> = const { Cell::new(0) };
+    static EARLY: Cell<usize> = const { Cell::new(0) };
     static RINGED: Cell<usize> = const { Cell::new(0) };
     /// And those whose sums lay on the host.
     static SUMMED_THERE: Cell<usize> = const { Cell::new(0) };
@@ -158,10 +163,14 @@ fn run(case: &Case, way: &Way) -> Run {
         inject.collect::<Vec<_>>().join(","),
     );
     let balance = if case.experts { "router-aux-loss-coef = 0.5" } else { "" };
-    let plan =
-        |weights: &str| Plan::new(&settings(&format!("{lines}\n{balance}\nweights = \"{weights}\"")), &shape, &Machine::cpu(2), false);
-    let sharded = if way.sharded && ranks > 1 { plan("sharded").ok() } else { None };
-    let mut plan = sharded.unwrap_or_else(|| plan("auto").unwrap());
+    let plan = |weights: &str, early: &str| {
+        let more = format!("weights = \"{weights}\"\nearly-rows = \"{early}\"");
+        Plan::new(&settings(&format!("{lines}\n{balance}\n{more}")), &shape, &Machine::cpu(2), false)
+    };
+    let sharded = if way.sharded && ranks > 1 { plan("sharded", "off").ok() } else { None };
+    let early = if way.early { plan("auto", "on").ok() } else { None };
+    let mut plan = sharded.or(early).unwrap_or_else(|| plan("auto", "off").unwrap());
+    EARLY.with(|runs| runs.set(runs.get() + usize::from(!plan.layout.early().is_empty())));
     plan.grad_ring = grad_ring(&plan, &table).filter(|_| way.ringed && case.micro_batches == 1);
     RINGED.with(|runs| runs.set(runs.get() + usize::from(plan.grad_ring.is_some())));
     plan.sums_on_host = way.sums_on_host && ranks == 1 && case.shares > 1 && plan.layout.offloaded() > 0;
@@ -179,7 +188,7 @@ fn cases() -> impl Strategy<Value = Case> {
     (
         any::<u32>(),
         (1usize..4, any::<bool>()),
-        prop::sample::select(vec![17usize, 64, 300]),
+        prop::sample::select(vec![17usize, 64, 300, 900]),
         any::<bool>(),
         (prop::sample::select(vec!["bfloat16", "float16", "float32"]), prop::sample::select(MOMENTS.to_vec())),
         // Shares of a step, and micro-batches of a share.
@@ -222,10 +231,10 @@ fn ways() -> impl Strategy<Value = Way> {
         prop::sample::select(without.to_vec()),
         prop::sample::select(vec!["host", "host", "device"]),
         prop::option::weighted(0.8, any::<u32>().prop_map(u64::from)),
-        (1usize..5, any::<[bool; 4]>()),
+        (prop_oneof![Just(1usize), 1usize..5], any::<[bool; 5]>()),
     )
         .prop_map(|(strategy, threads, bucket_kib, slots, resident, without, cast, adversary, (ranks, more))| {
-            let [sharded, ringed, sums_on_host, evaluates] = more;
+            let [sharded, ringed, sums_on_host, evaluates, early] = more;
             let ranks = if sums_on_host { 1 } else { ranks };
             Way {
                 strategy,
@@ -241,6 +250,7 @@ fn ways() -> impl Strategy<Value = Way> {
                 sharded,
                 ringed,
                 sums_on_host,
+                early,
             }
         })
 }
@@ -280,6 +290,61 @@ fn every_way_gives_the_bits_of_the_synchronous_step() {
         );
     }
     outcome.unwrap();
+    assert!(cases_run < CASES || !cfg!(feature = "stv") || EARLY.get() > 0, "no bucket left early");
+}
+
+/// A micro-batch of one token, of all, or of random ones, each often and in any order.
+struct Rows(Noise, usize);
+
+impl Batches for Rows {
+    fn fill(&mut self, batch: &mut Batch<'_>) -> Result<()> {
+        let (vocab, kind) = (self.1 as i32, self.0.next() % 3);
+        for (nth, token) in (0..).zip(&mut *batch.tokens) {
+            *token = [vocab - 1, nth * 7 % vocab, self.0.next()][kind as usize];
+        }
+        batch.targets.iter_mut().for_each(|target| *target = self.0.next());
+        Ok(())
+    }
+}
+
+/// Micro-batches that use one row of a tied embedding, all of them, or some: buckets begin and end inside of rows of 40 elements. The
+/// same steps with rows that leave with the others have the same digest, and the timeline shows that late rows were stepped alone.
+#[cfg(feature = "stv")]
+#[test]
+fn rows_that_leave_early_change_no_bit() {
+    const VOCAB: usize = 600;
+    let (shape, mut stepped_alone) = (tiny_llama(2, 40, VOCAB, true), 0);
+    let wte = TensorTable::new(&shape).specs().last().unwrap().range().start;
+    let common = format!(
+        "bucket-mib = 0.0078125\nper-device-train-batch-size = 20\nseq-length = 32\nlearning-rate = 1e-2\nmax-steps = 99\n\
+                  device = \"cpu\"\ninject = [{{step = 3, element = {}, value = 1e3}}, {{step = 5, element = {}, value = \"nan\"}}]",
+        wte + 9000,
+        wte + 17000
+    );
+    for seed in 0..24u64 {
+        let run = |early: &str| {
+            let (dtype, moments) = (["bfloat16", "float16", "float32"][seed as usize % 3], moments(seed));
+            let (max_norm, accum, slots) = ([0.0, 1.7, 1e-3][seed as usize / 3 % 3], 1 + seed % 2, 1 + seed % 3);
+            let (resident, without) = (if cfg!(feature = "repartition") { seed % 4 } else { 0 }, ["\"adaptive\"", "\"deadline-order\""]);
+            let lines = format!(
+                "dtype = \"{dtype}\"\nmoments = \"{moments}\"\nmax-grad-norm = {max_norm}\ngradient-accumulation-steps = {accum}\n\
+                 slots = {slots}\nresident-buckets = {resident}\nwithout = [{}]\nadversary = {seed}\nearly-rows = \"{early}\"",
+                without[seed as usize / 12]
+            );
+            let plan = Plan::new(&settings(&format!("{common}\n{lines}")), &shape, &Machine::cpu(2), true).unwrap();
+            assert_eq!(early == "off", plan.layout.early().is_empty(), "{plan}");
+            let mut engine = start(&plan, &shape, random_params(seed));
+            let mut batches = Rows(Noise::new(seed, VOCAB), VOCAB);
+            let norms: Vec<_> = (0..8).map(|_| engine.step(1e-2, &mut batches).unwrap().grad_norm.0.to_bits()).collect();
+            let digest = digest(&mut engine);
+            let spans: Vec<_> = engine.finish().unwrap().iter().flat_map(|track| track.spans().to_vec()).collect();
+            (digest, norms, spans.iter().filter(|span| span.name == "speculate_rows").count())
+        };
+        let (early, late) = (run("on"), run("off"));
+        assert_eq!((&early.0, &early.1, 0), (&late.0, &late.1, late.2), "seed {seed}");
+        stepped_alone += early.2;
+    }
+    assert!(stepped_alone > 200, "{stepped_alone}");
 }
 
 /// A small model without faults, its step cut into `shares` micro-batches.
@@ -477,6 +542,7 @@ fn speculations_are_kept_redone_and_undone_and_counted() {
         sharded: false,
         ringed: false,
         sums_on_host: false,
+        early: false,
     };
     let (case, faults) = (tiny_case(1), vec![(3, 0.5, 0, "\"nan\"")]);
     let case = Case { max_norm: 2.21, faults, ..case };

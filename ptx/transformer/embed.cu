@@ -115,6 +115,18 @@ __device__ __forceinline__ void embed_backward(
     store_sums<T, N>(sums, dtable + (size_t)entry * cols + c, accumulate);
 }
 
+// table[rows[b] * cols + c - below] = packed[b * cols + c - skipped]: `packed` are rows behind each other, of which the first lacks its first
+// `skipped` elements and the last may end early; `table` lacks its first `below`. One block per row.
+template <typename T, int N>
+__device__ __forceinline__ void scatter_rows(
+    const int* rows, const T* packed, T* table, size_t elems, size_t below, unsigned skipped, unsigned cols) {
+    const size_t row = (size_t)rows[blockIdx.x] * cols, from = (size_t)blockIdx.x * cols;
+    for (unsigned c = threadIdx.x * N; c < cols; c += blockDim.x * N) {
+        const size_t at = from + c;
+        if (at >= skipped && at - skipped < elems) Vec<T, N>::load(packed + (at - skipped)).store(table + (row + c - below));
+    }
+}
+
 #define EMBED_OF(NAME, T, N)                                                                                            \
     extern "C" __global__ void __launch_bounds__(256) embed##NAME(                                                      \
         const int* tokens, const int* positions, const T* wte, const T* wpe, T* out, unsigned cols) {                   \
@@ -123,6 +135,10 @@ __device__ __forceinline__ void embed_backward(
     extern "C" __global__ void __launch_bounds__(128) embed_backward##NAME(                                             \
         const int2* sorted, const T* dout, T* dtable, unsigned count, unsigned cols, unsigned accumulate) {             \
         embed_backward<T, N>(sorted, dout, dtable, count, cols, accumulate != 0);                                       \
+    }                                                                                                                   \
+    extern "C" __global__ void __launch_bounds__(256) scatter_rows##NAME(                                               \
+        const int* rows, const T* packed, T* table, size_t elems, size_t below, unsigned skipped, unsigned cols) {      \
+        scatter_rows<T, N>(rows, packed, table, elems, below, skipped, cols);                                           \
     }
 #define EMBED(NAME, T) EMBED_OF(_##NAME, T, WIDE<T>) EMBED_OF(_any_##NAME, T, 1)
 FOR_EACH_FORMAT(EMBED)

@@ -31,6 +31,7 @@ pub struct BucketLayout {
     bucket_elems: usize,
     away: Tier,
     resident: usize,
+    early: Range<usize>,
 }
 
 impl BucketLayout {
@@ -41,12 +42,25 @@ impl BucketLayout {
     pub fn new(flat_elems: usize, bucket_elems: usize, away: Tier) -> Self {
         assert!(flat_elems > 0 && flat_elems.is_multiple_of(BLOCK));
         let bucket_elems = bucket_elems.max(1).next_multiple_of(BLOCK).min(flat_elems);
-        Self { flat_elems, bucket_elems, away, resident: 0 }
+        Self { flat_elems, bucket_elems, away, resident: 0, early: 0..0 }
     }
 
     /// The same buckets with the last `resident` of them (at most all) on the device.
     pub fn with_resident(&self, resident: usize) -> Self {
-        Self { resident: resident.min(self.count()), ..*self }
+        Self { resident: resident.min(self.count()), ..self.clone() }
+    }
+
+    /// The same buckets, of which those that lie in the flat range `table` leave early, as far as they are offloaded: nearly all of their
+    /// gradient is final long before the rest.
+    pub(crate) fn with_early(&self, table: Range<usize>) -> Self {
+        let early = table.start.div_ceil(self.bucket_elems)..self.complete(table.end);
+        Self { early, ..self.clone() }
+    }
+
+    /// The buckets that leave early.
+    pub fn early(&self) -> Range<usize> {
+        let end = self.early.end.min(self.offloaded());
+        self.early.start.min(end)..end
     }
 
     /// The tier of the buckets that are not on the device, if there are any.
@@ -148,6 +162,12 @@ mod tests {
             prop_assert_eq!(end, flat);
             prop_assert_eq!(layout.offloaded_elems() > 0, away == Tier::Host && resident < layout.count());
             prop_assert_eq!(layout.overlapping(0..flat), 0..layout.count());
+            let table = bucket.min(flat)..(bucket + resident * bucket).min(flat);
+            let early = layout.with_early(table.clone()).early();
+            for b in 0..layout.count() {
+                let (range, leaves) = (layout.range(b), layout.tier(b).is_offloaded());
+                prop_assert_eq!(early.contains(&b), leaves && table.start <= range.start && range.end <= table.end);
+            }
         }
     }
 }

@@ -129,6 +129,18 @@ pub enum CastSide {
     Host,
 }
 
+/// Whether rows of a tied embedding leave early: those that the batch does not use have their gradient when the output matrix has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum EarlyRows {
+    /// On one device that speculates, where a micro-batch uses at most half of the rows.
+    Auto,
+    /// Also where it uses more.
+    On,
+    /// They leave with the others.
+    Off,
+}
+
 /// What a layer keeps of its forward pass for its backward pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]

@@ -9,9 +9,9 @@
 
 use super::describe;
 use super::options::{
-    ActivationsChoice, AttentionChoice, CastSide, DeviceChoice, EvalStrategy, GpuCount, HostMemoryKind, InitChoice, Injection, IsaChoice,
-    RankFault, ReplanChoice, ReportTo, ResidentBuckets, Resume, Rollback, RunPart, Strategy, Technique, TokenizerChoice, TrainDtype,
-    TrainLength, WeightsChoice, one_or_many, some_scalar,
+    ActivationsChoice, AttentionChoice, CastSide, DeviceChoice, EarlyRows, EvalStrategy, GpuCount, HostMemoryKind, InitChoice, Injection,
+    IsaChoice, RankFault, ReplanChoice, ReportTo, ResidentBuckets, Resume, Rollback, RunPart, Strategy, Technique, TokenizerChoice,
+    TrainDtype, TrainLength, WeightsChoice, one_or_many, some_scalar,
 };
 use crate::data::chat::mask::TrainOn;
 use crate::data::chat::record::DataFormat;
@@ -534,6 +534,8 @@ settings! {
         without: Vec<Technique> = Vec::new() => "none", Free;
         /// Side that converts gradients.
         cast: CastSide = CastSide::Auto, Free;
+        /// Whether rows of a tied embedding that the batch does not use are stepped first.
+        early_rows: EarlyRows = EarlyRows::Auto, Free;
         /// Seed of legal reorderings of events, to test the engine on --device cpu.
         #[arg(hide = true, value_name = "SEED")]
         adversary: u64 => "none", Free;

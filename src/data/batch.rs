@@ -37,6 +37,11 @@ pub(crate) fn documents(memory: &[i32]) -> &[i32] {
     &memory[memory.len() / arrays * (arrays - 1)..]
 }
 
+/// Most different ids that `tokens` tokens of a vocabulary have.
+pub(crate) fn distinct(tokens: usize, vocab: usize) -> usize {
+    tokens.min(vocab)
+}
+
 impl<'a> Batch<'a> {
     /// A batch in `memory`, int32 `[arrays, T]`, whose rows are one document each until somebody says otherwise. Tokens and targets are
     /// what the memory holds.

@@ -28,7 +28,7 @@ pub use kernel::Kernel;
 pub(crate) use kernel::{Checked, Operand};
 pub use kernels::attention::{AttentionBackward, AttentionForward, AttentionShape};
 pub use kernels::cross_entropy::{CrossEntropyGrad, CrossEntropyLoss, CrossEntropyStats};
-pub use kernels::embed::{Embed, EmbedBackward};
+pub use kernels::embed::{Embed, EmbedBackward, ScatterRows};
 pub use kernels::experts::{ClampedSwiglu, ExpertActivation, ExpertBackward, ExpertBias, ExpertBiasDot};
 pub(crate) use kernels::grouped::EXPERTS_MAX;
 pub use kernels::grouped::{GroupedMatmul, GroupedShape, SegmentSums};

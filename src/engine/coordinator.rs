@@ -7,6 +7,7 @@
 
 #[cfg(any(test, debug_assertions))]
 mod check;
+mod early;
 mod law;
 
 use super::counters::amounts;
@@ -15,7 +16,7 @@ use super::verdict::{SpeculationHistory, Verdict};
 use crate::bucket::layout::BucketLayout;
 use crate::bucket::slot::{FreeList, Slot};
 use crate::planner::rules::{Policy, Rules};
-use law::{Phase, Queued};
+use law::{Late, Phase, Queued};
 use std::collections::VecDeque;
 
 /// The step's memory, as far as it bears on what may happen when.
@@ -81,10 +82,17 @@ pub enum Work {
     },
     /// Apply the gradient to the state; no weights are written.
     Commit(GradUpdate),
+    /// The gradient of the batch's rows has come to where their weights go: put it into its place among the others, and compute the working
+    /// weights of these rows after it, without writing the state.
+    SpeculateRows(GradUpdate),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Event {
+    /// All gradients but those of the batch's rows are enqueued for a bucket that leaves early: its [`Hop::HeadBackward`] has begun.
+    HeadGradReady(usize),
+    /// What is enqueued next writes the gradient of the rows of such a bucket.
+    RowsBegin(usize),
     /// All gradients of the bucket are enqueued on the device: its [`Hop::Backward`] has begun.
     GradReady(usize),
     /// A hop of an offloaded bucket is done. Where it was begun twice, the first is done first.
@@ -133,6 +141,10 @@ struct Bucket {
     /// The device has computed this step's gradient.
     computed: bool,
     grads: Option<Slot>,
+    /// What `grads` lacks.
+    late: Late,
+    /// Through which the late rows go, as long as no job has it.
+    rows: Option<Slot>,
     /// Decided but not yet written into the state ([`Policy::Deferred`]).
     pending: Option<GradUpdate>,
     /// Written into the state before the verdict ([`Policy::Inverse`]).
@@ -160,6 +172,8 @@ enum JobKind {
     Flush,
     /// Only the pending update, while the bucket's step goes on: its gradient's slot is needed, and the pool is idle.
     Commit,
+    /// New weights of late rows; the state gets the bucket's update later.
+    Rows,
 }
 
 pub(super) struct Coordinator {
@@ -192,7 +206,15 @@ impl Coordinator {
         let retained = if rules.policy == Policy::Deferred { offloaded } else { 0 };
         let least_params = if staging.streams() { offloaded } else { 1 };
         assert!(offloaded == 0 || (grad_slots > retained && param_slots >= least_params), "too few slots for {offloaded} buckets");
-        let bucket = Bucket { phase: Phase::Settled, computed: false, grads: None, pending: None, speculated_in_place: false };
+        let bucket = Bucket {
+            phase: Phase::Settled,
+            computed: false,
+            grads: None,
+            late: Late::Nothing,
+            rows: None,
+            pending: None,
+            speculated_in_place: false,
+        };
         let update = Update { optimizer_step: 0, learning_rate: 0.0, scale: 1.0 };
         Self {
             buckets: vec![bucket; offloaded],
@@ -243,19 +265,23 @@ impl Coordinator {
     /// If the event cannot happen now: a bug of the driver.
     pub(super) fn handle(&mut self, event: Event) {
         match event {
-            Event::GradReady(bucket) if self.is_offloaded(bucket) => {
-                self.transition(bucket, Phase::Settled, Phase::Ready);
-                self.buckets[bucket].computed = false;
+            Event::HeadGradReady(bucket) => self.grads_enqueued(bucket, Late::Rows),
+            Event::RowsBegin(bucket) => self.rows_begin(bucket),
+            Event::GradReady(bucket) if self.is_offloaded(bucket) && self.buckets[bucket].late == Late::Rows => {
+                (self.buckets[bucket].computed, self.buckets[bucket].late) = (false, Late::EnqueuedRows);
             }
+            Event::GradReady(bucket) if self.is_offloaded(bucket) => self.grads_enqueued(bucket, Late::Nothing),
             Event::GradReady(_) => {}
-            Event::Done { hop: Hop::Backward, bucket } => self.buckets[bucket].computed = true,
+            Event::Done { hop: Hop::Backward | Hop::HeadBackward, bucket } => self.buckets[bucket].computed = true,
             Event::Done { hop: Hop::GradsOut, bucket } => self.grad_arrived(bucket),
             Event::Done { hop: Hop::Optimize, bucket } => self.job_done(bucket),
-            Event::Done { hop: Hop::ParamsIn, bucket } => self.params_arrived(bucket),
+            Event::Done { hop: Hop::RowsOut, bucket } => self.rows_arrived(bucket),
+            Event::Done { hop: Hop::ParamsIn | Hop::RowsIn, bucket } => self.params_arrived(bucket),
             Event::Done { hop, bucket } => panic!("nobody waits for {hop:?} of bucket {bucket}"),
             Event::Validated(verdict) => self.validated(verdict),
         }
         self.copy_ready_grads();
+        self.copy_late_rows();
         self.run_next();
         #[cfg(any(test, debug_assertions))]
         self.check();
@@ -287,7 +313,7 @@ impl Coordinator {
 
     /// Whether the bucket waits for a copy rather than for the optimizer, which also keeps slots occupied.
     pub(crate) fn waits_for_link(&self, bucket: usize) -> bool {
-        self.buckets[bucket].phase == Phase::Copying
+        matches!(self.buckets[bucket].phase, Phase::Copying | Phase::CopyingRows)
     }
 
     /// Whether this step's buckets are stepped before its verdict.
@@ -346,16 +372,25 @@ impl Coordinator {
         *phase = to;
     }
 
+    /// A bucket's gradient is enqueued on the device, but for what is `late`.
+    fn grads_enqueued(&mut self, bucket: usize, late: Late) {
+        self.transition(bucket, Phase::Settled, Phase::Ready);
+        (self.buckets[bucket].computed, self.buckets[bucket].late) = (false, late);
+    }
+
     fn grad_arrived(&mut self, bucket: usize) {
         self.transition(bucket, Phase::Copying, Phase::Arrived);
-        if self.verdict == Some(Verdict::SkipNonFinite) {
-            self.drop_grads(bucket, Phase::Arrived);
-        }
+        self.meet_verdict(bucket);
     }
 
     /// The bucket's step ends without an update, and the device's weights were never touched.
     fn drop_grads(&mut self, bucket: usize, from: Phase) {
         self.transition(bucket, from, Phase::Settled);
+        self.give_grads_back(bucket);
+    }
+
+    fn give_grads_back(&mut self, bucket: usize) {
+        self.buckets[bucket].late = Late::Nothing;
         if let Some(slot) = self.buckets[bucket].grads.take() {
             self.grad_slots.give(slot);
         }
@@ -402,25 +437,30 @@ impl Coordinator {
         }
         if verdict != Verdict::Commit {
             let running = self.running.as_ref().is_some_and(|r| r.speculative);
-            let speculated = self.buckets.iter().filter(|b| b.phase == Phase::Speculated).count();
+            let speculated = self.buckets.iter().filter(|b| b.phase.is_speculated()).count();
             self.counts.rolled_back += speculated as u64 + u64::from(running);
         }
         if verdict != Verdict::SkipNonFinite {
             let update = self.final_update();
             for bucket in (self.layout.offloaded()..self.layout.count()).rev() {
-                let after_backward = &route(self.layout.tier(bucket))[1..];
+                let after_backward = &route(self.layout.tier(bucket), false)[1..];
                 after_backward.iter().for_each(|&hop| self.start(hop, bucket, Load::Update(update)));
             }
         }
-        (0..self.buckets.len()).for_each(|bucket| self.apply_verdict(bucket, verdict));
+        (0..self.buckets.len()).for_each(|bucket| self.meet_verdict(bucket));
     }
 
-    fn apply_verdict(&mut self, bucket: usize, verdict: Verdict) {
+    /// What the verdict means to a bucket, if it is known.
+    fn meet_verdict(&mut self, bucket: usize) {
+        let Some(verdict) = self.verdict else { return };
         match (self.buckets[bucket].phase, verdict) {
             (from @ Phase::Speculated, Verdict::Commit) => self.settle(bucket, from),
             (from @ Phase::Speculated, Verdict::Clip(_)) => self.transition(bucket, from, Phase::Queued(Queued::Redo)),
             (from @ Phase::Speculated, Verdict::SkipNonFinite) => self.transition(bucket, from, Phase::Queued(Queued::Restore)),
             (from @ (Phase::Ready | Phase::Arrived), Verdict::SkipNonFinite) => self.drop_grads(bucket, from),
+            (from @ (Phase::LacksRows | Phase::RowsArrived), Verdict::SkipNonFinite) => self.drop_rows(bucket, from),
+            (from @ (Phase::LacksRows | Phase::RowsArrived), Verdict::Clip(_)) => self.copy_again(bucket, from),
+            (from @ Phase::Arrived, _) if self.buckets[bucket].late != Late::Nothing => self.copy_again(bucket, from),
             // Everything else meets the verdict when its copy or its job is done.
             _ => {}
         }
@@ -461,14 +501,16 @@ impl Coordinator {
             return;
         }
         match self.next_bucket(|b| self.is_runnable(b)) {
-            Some(bucket) => self.run(bucket),
+            // Rows that have come hold the slot that another bucket may wait for.
+            Some(bucket) if self.run(bucket) => {}
+            Some(_) => _ = self.next_bucket(|b| b.phase == Phase::RowsArrived).is_some_and(|bucket| self.run(bucket)),
             None => self.commit_early(),
         }
     }
 
     fn is_runnable(&self, b: &Bucket) -> bool {
         let may_step = self.speculating || self.verdict.is_some();
-        matches!(b.phase, Phase::Queued(_)) || (b.phase == Phase::Arrived && may_step)
+        matches!(b.phase, Phase::Queued(_) | Phase::RowsArrived) || (b.phase == Phase::Arrived && may_step)
     }
 
     /// While nothing is speculated the pool waits for the verdict: time to write pending updates into the state. It must
@@ -484,20 +526,24 @@ impl Coordinator {
         }
     }
 
-    fn run(&mut self, bucket: usize) {
+    /// Gives the pool a bucket, unless a slot is missing: then it is false.
+    fn run(&mut self, bucket: usize) -> bool {
         let phase = self.buckets[bucket].phase;
-        let params = if phase == Phase::Queued(Queued::Commit) {
-            None
-        } else {
-            let Some(slot) = self.take_param_slot(bucket) else { return };
-            Some(slot)
+        let params = match phase {
+            Phase::Queued(Queued::Commit) => None,
+            Phase::RowsArrived => self.buckets[bucket].rows.take(),
+            _ => {
+                let Some(slot) = self.take_param_slot(bucket) else { return false };
+                Some(slot)
+            }
         };
-        let speculative = phase == Phase::Arrived && self.verdict.is_none();
-        self.counts.speculated += u64::from(speculative);
+        let speculative = matches!(phase, Phase::Arrived | Phase::RowsArrived) && self.verdict.is_none();
+        self.counts.speculated += u64::from(speculative && phase == Phase::Arrived);
         let (kind, work) = self.work(bucket, phase);
         self.transition(bucket, phase, Phase::Running);
         self.running = Some(RunningJob { bucket, params, speculative, kind });
         self.start(Hop::Optimize, bucket, Load::Job(work, params));
+        true
     }
 
     /// A slot from which weights are still being copied is not written.
@@ -514,6 +560,7 @@ impl Coordinator {
         match phase {
             Phase::Queued(Queued::Commit) => (JobKind::Flush, Work::Commit(b.pending.expect("only pending updates are committed"))),
             Phase::Queued(Queued::Restore) => (JobKind::Restore, Work::Restore { undo }),
+            Phase::RowsArrived => (JobKind::Rows, Work::SpeculateRows(with(self.final_update()))),
             _ if defer => (JobKind::Speculate, Work::CommitThenSpeculate { pending: b.pending, next: with(self.final_update()) }),
             _ => (JobKind::Step, Work::Step { undo, next: with(self.final_update()) }),
         }
@@ -527,48 +574,54 @@ impl Coordinator {
         {
             self.grad_slots.give(done.grads);
         }
-        if speculative {
-            return self.speculation_done(bucket, params);
+        if kind == JobKind::Rows {
+            self.buckets[bucket].late = Late::Nothing;
         }
-        self.send(bucket, params);
+        if speculative {
+            return self.speculation_done(bucket, params, kind);
+        }
+        self.send(bucket, params, kind);
         match kind {
             JobKind::Commit => {}
             JobKind::Flush => self.transition(bucket, Phase::Running, Phase::Settled),
             JobKind::Restore | JobKind::Step => self.settle_written(bucket, Phase::Running),
-            JobKind::Speculate => self.settle_pending(bucket, Phase::Running),
+            JobKind::Speculate | JobKind::Rows => self.settle_pending(bucket, Phase::Running),
         }
     }
 
-    fn speculation_done(&mut self, bucket: usize, params: Option<Slot>) {
+    fn speculation_done(&mut self, bucket: usize, params: Option<Slot>, kind: JobKind) {
         let in_place = self.rules.policy == Policy::Inverse;
         self.buckets[bucket].speculated_in_place = in_place;
+        let lacks_rows = self.buckets[bucket].late != Late::Nothing;
         match self.verdict {
-            None => {
-                self.send(bucket, params);
-                self.transition(bucket, Phase::Running, Phase::Speculated);
-            }
-            Some(Verdict::Commit) => {
-                self.send(bucket, params);
-                self.settle(bucket, Phase::Running);
+            None | Some(Verdict::Commit) => {
+                self.send(bucket, params, kind);
+                match self.verdict {
+                    _ if lacks_rows => self.transition(bucket, Phase::Running, Phase::LacksRows),
+                    None => self.transition(bucket, Phase::Running, Phase::Speculated),
+                    Some(_) => self.settle(bucket, Phase::Running),
+                }
             }
             Some(verdict) => {
                 // Overturned before the weights were sent: the device still holds the last step's, unless it fetches them
-                // from where the speculation wrote.
+                // from where the speculation wrote, or has all but the rows of this speculation.
                 params.into_iter().for_each(|slot| self.param_slots.give(slot));
-                let why = match verdict {
-                    Verdict::SkipNonFinite if !in_place && !self.staging.streams() => return self.drop_grads(bucket, Phase::Running),
-                    Verdict::SkipNonFinite => Queued::Restore,
-                    _ => Queued::Redo,
-                };
-                self.transition(bucket, Phase::Running, Phase::Queued(why));
+                let is_changed = in_place || self.staging.streams() || kind == JobKind::Rows;
+                match verdict {
+                    Verdict::SkipNonFinite if !is_changed => self.drop_grads(bucket, Phase::Running),
+                    Verdict::SkipNonFinite => self.drop_rows(bucket, Phase::Running),
+                    _ if lacks_rows => self.copy_again(bucket, Phase::Running),
+                    _ => self.transition(bucket, Phase::Running, Phase::Queued(Queued::Redo)),
+                }
             }
         }
     }
 
-    fn send(&mut self, bucket: usize, params: Option<Slot>) {
+    fn send(&mut self, bucket: usize, params: Option<Slot>, kind: JobKind) {
         if let Some(slot) = params {
             self.returning.push_back((bucket, slot));
-            self.start(Hop::ParamsIn, bucket, Load::Slot(slot));
+            let hop = if kind == JobKind::Rows { Hop::RowsIn } else { Hop::ParamsIn };
+            self.start(hop, bucket, Load::Slot(slot));
         }
     }
 

@@ -17,15 +17,18 @@ struct World {
     rng: ChaCha8Rng,
     coordinator: Coordinator,
     streamed_weights: bool,
-    /// What the slot holds: the step whose gradient it is.
-    grads: Vec<Option<(usize, u64)>>,
+    /// What the slot holds: the step whose gradient it is, and that of its late rows.
+    grads: Vec<Option<(usize, [u64; 2])>>,
     state: Vec<Seen>,
-    params: Vec<Seen>,
-    device: Vec<Seen>,
+    /// Of late rows, and of all others, where buckets leave early; elsewhere both are alike.
+    params: Vec<[Seen; 2]>,
+    device: Vec<[Seen; 2]>,
+    /// What is on the device: the steps of the last gradients.
+    computed: Vec<[u64; 2]>,
     /// Enqueued on the device, in that order.
-    computing: VecDeque<usize>,
-    copying: VecDeque<(usize, Slot)>,
-    returning: VecDeque<(usize, Slot)>,
+    computing: VecDeque<(Hop, usize)>,
+    copying: VecDeque<(Hop, usize, Slot)>,
+    returning: VecDeque<(Hop, usize, Slot)>,
     job: Option<(usize, Work, Option<Slot>)>,
     step: u64,
 }
@@ -33,7 +36,10 @@ struct World {
 impl World {
     /// With a seed that is even weights are streamed, if the build can.
     fn new(seed: u64, rules: Rules, buckets: usize, resident: usize, slots: usize) -> Self {
+        // Of every number of buckets, none to all, with whole ones between.
+        let early = if rules.policy == Policy::Deferred { buckets * (seed / 6 % 4) as usize / 3 } else { 0 };
         let layout = BucketLayout::new(buckets * BLOCK, BLOCK, Tier::Host).with_resident(resident);
+        let layout = layout.with_early((buckets - early) * BLOCK..buckets * BLOCK);
         let offloaded = layout.offloaded();
         let grad_slots = if rules.policy == Policy::Deferred { offloaded + slots } else { slots };
         let streamed_weights = cfg!(feature = "weight-flow") && seed.is_multiple_of(2);
@@ -45,8 +51,9 @@ impl World {
             streamed_weights,
             grads: vec![None; grad_slots],
             state: vec![vec![]; offloaded],
-            params: vec![vec![]; param_slots],
-            device: vec![vec![]; buckets],
+            params: vec![[vec![], vec![]]; param_slots],
+            device: vec![[vec![], vec![]]; buckets],
+            computed: vec![[0; 2]; buckets],
             computing: VecDeque::new(),
             copying: VecDeque::new(),
             returning: VecDeque::new(),
@@ -59,10 +66,12 @@ impl World {
         while let Some(command) = self.coordinator.next_command() {
             let Command::Start { hop, bucket, load } = command;
             match (hop, load) {
-                (Hop::GradsOut, Load::Slot(slot)) => self.copying.push_back((bucket, slot)),
+                (Hop::GradsOut | Hop::RowsOut, Load::Slot(slot)) => self.copying.push_back((hop, bucket, slot)),
                 (Hop::Optimize, Load::Job(work, params)) => assert!(self.job.replace((bucket, work, params)).is_none()),
-                (Hop::ParamsIn, Load::Slot(slot)) => self.returning.push_back((bucket, slot)),
-                (Hop::StepOnDevice, Load::Update(update)) => self.device[bucket].push((update.optimizer_step, update.scale.to_bits())),
+                (Hop::ParamsIn | Hop::RowsIn, Load::Slot(slot)) => self.returning.push_back((hop, bucket, slot)),
+                (Hop::StepOnDevice, Load::Update(update)) => {
+                    self.device[bucket].iter_mut().for_each(|seen| seen.push((update.optimizer_step, update.scale.to_bits())));
+                }
                 other => panic!("{other:?}"),
             }
         }
@@ -74,16 +83,22 @@ impl World {
 
     /// Completes one thing that is under way; false when nothing is.
     fn advance(&mut self) -> bool {
-        let is_computed = |bucket: &usize| !self.computing.contains(bucket);
-        let can_copy = self.copying.front().is_some_and(|(bucket, _)| is_computed(bucket));
+        // A stream waits for what was enqueued on the device before its copy.
+        let can_copy = self.copying.front().is_some_and(|(hop, bucket, _)| {
+            let waits_for = |enqueued: &(Hop, usize)| enqueued.1 == *bucket && (*hop == Hop::GradsOut || enqueued.0 == Hop::Backward);
+            !self.computing.iter().any(waits_for)
+        });
         let choices = [can_copy, self.job.is_some(), !self.returning.is_empty(), !self.computing.is_empty()];
         let first = self.rng.next_u32() as usize % 4;
         let Some(choice) = (0..4).map(|i| (first + i) % 4).find(|&c| choices[c]) else { return false };
         match choice {
             0 => {
-                let (bucket, slot) = self.copying.pop_front().unwrap();
-                self.grads[slot.0] = Some((bucket, self.step));
-                self.done(Hop::GradsOut, bucket);
+                let (hop, bucket, slot) = self.copying.pop_front().unwrap();
+                match hop {
+                    Hop::RowsOut => self.params[slot.0] = [vec![(self.computed[bucket][0], 0)], vec![]],
+                    _ => self.grads[slot.0] = Some((bucket, self.computed[bucket])),
+                }
+                self.done(hop, bucket);
             }
             1 => {
                 let (bucket, work, params) = self.job.take().unwrap();
@@ -91,13 +106,21 @@ impl World {
                 self.done(Hop::Optimize, bucket);
             }
             2 => {
-                let (bucket, slot) = self.returning.pop_front().unwrap();
-                self.device[bucket] = self.params[slot.0].clone();
-                self.done(Hop::ParamsIn, bucket);
+                let (hop, bucket, slot) = self.returning.pop_front().unwrap();
+                let weights = self.params[slot.0].clone();
+                match hop {
+                    Hop::RowsIn => self.device[bucket][0].clone_from(&weights[0]),
+                    _ => self.device[bucket] = weights,
+                }
+                self.done(hop, bucket);
             }
             _ => {
-                let bucket = self.computing.pop_front().unwrap();
-                self.done(Hop::Backward, bucket);
+                let (hop, bucket) = self.computing.pop_front().unwrap();
+                match hop {
+                    Hop::HeadBackward => self.computed[bucket][1] = self.step,
+                    _ => self.computed[bucket] = [self.step; 2],
+                }
+                self.done(hop, bucket);
             }
         }
         self.run_commands();
@@ -106,9 +129,9 @@ impl World {
 
     fn work(&mut self, bucket: usize, work: Work, params: Option<Slot>) {
         let grads = self.grads.clone();
+        let held = |g: GradUpdate| grads[g.grads.0].filter(|held| held.0 == bucket).expect("the slot holds another gradient").1;
         let apply = |seen: &mut Seen, g: GradUpdate| {
-            let held = grads[g.grads.0];
-            assert_eq!(held, Some((bucket, g.update.optimizer_step)), "the slot holds another gradient");
+            assert_eq!(held(g), [g.update.optimizer_step; 2], "the slot holds another gradient");
             seen.push((g.update.optimizer_step, g.update.scale.to_bits()));
         };
         let state = &mut self.state[bucket];
@@ -121,24 +144,29 @@ impl World {
         match work {
             Work::CommitThenSpeculate { pending, next } => {
                 pending.into_iter().for_each(|p| apply(state, p));
-                let mut ahead = state.clone();
-                apply(&mut ahead, next);
-                weights = Some(ahead);
+                // Without a state, so that late rows may be missing.
+                weights = Some(held(next).map(|step| [&state[..], &[(step, next.update.scale.to_bits())]].concat()));
             }
             Work::Step { undo: u, next } => {
                 undo(state, u);
                 apply(state, next);
-                weights = Some(state.clone());
+                weights = Some([state.clone(), state.clone()]);
             }
             Work::Restore { undo: u } => {
                 undo(state, u);
-                weights = Some(state.clone());
+                weights = Some([state.clone(), state.clone()]);
+            }
+            Work::SpeculateRows(next) => {
+                let [gradient, _] = &self.params[params.expect("rows come through a slot").0];
+                assert_eq!(gradient[..], [(next.update.optimizer_step, 0)], "the slot holds other rows");
+                self.grads[next.grads.0] = Some((bucket, [gradient[0].0, held(next)[1]]));
+                weights = Some([[&state[..], &[(gradient[0].0, next.update.scale.to_bits())]].concat(), vec![]]);
             }
             Work::Commit(g) => apply(state, g),
         }
         assert_eq!(weights.is_some(), params.is_some());
         if let (Some(weights), Some(slot)) = (weights, params) {
-            assert!(self.returning.iter().all(|(_, copied)| *copied != slot), "a slot is written while it is copied");
+            assert!(self.returning.iter().all(|(.., copied)| *copied != slot), "a slot is written while it is copied");
             self.params[slot.0] = weights;
         }
     }
@@ -155,26 +183,40 @@ impl World {
                 assert!(self.advance(), "stuck: bucket {bucket} never settles");
             }
             // The forward waits for the copies in order; then it must see exactly the decided history.
-            while self.returning.iter().any(|(b, _)| *b == bucket) {
+            while self.returning.iter().any(|(_, b, _)| *b == bucket) {
                 assert!(self.advance());
             }
-            assert_eq!(&self.device[bucket], expected, "bucket {bucket} before step {}", self.step + 1);
-            if self.streamed_weights && bucket < self.params.len() {
-                assert_eq!(&self.params[bucket], expected, "what is streamed of bucket {bucket} before step {}", self.step + 1);
+            let want = [expected.clone(), expected.clone()];
+            assert_eq!(self.device[bucket], want, "bucket {bucket} before step {}", self.step + 1);
+            // Embeddings do not stream.
+            if self.streamed_weights && bucket < self.params.len() && !self.coordinator.layout.early().contains(&bucket) {
+                assert_eq!(self.params[bucket], want, "what is streamed of bucket {bucket} before step {}", self.step + 1);
             }
             self.dawdle();
         }
         self.step = expected.len() as u64 + 1;
         self.coordinator.begin_step(Update { optimizer_step: self.step, learning_rate: 0.1, scale: 1.0 });
+        let early = if self.coordinator.is_speculating() { self.coordinator.layout.early() } else { 0..0 };
+        for bucket in early.clone().rev() {
+            self.computing.push_back((Hop::HeadBackward, bucket));
+            self.tell(Event::HeadGradReady(bucket));
+        }
         for bucket in 0..buckets {
-            if self.coordinator.is_offloaded(bucket) {
-                self.computing.push_back(bucket);
+            if bucket == early.start {
+                early.clone().for_each(|bucket| self.tell(Event::RowsBegin(bucket)));
             }
-            self.coordinator.handle(Event::GradReady(bucket));
-            self.run_commands();
-            self.dawdle();
+            if self.coordinator.is_offloaded(bucket) {
+                self.computing.push_back((Hop::Backward, bucket));
+            }
+            self.tell(Event::GradReady(bucket));
         }
         self.coordinator.handle(Event::Validated(verdict));
+        self.run_commands();
+        self.dawdle();
+    }
+
+    fn tell(&mut self, event: Event) {
+        self.coordinator.handle(event);
         self.run_commands();
         self.dawdle();
     }
@@ -217,7 +259,7 @@ fn run(seed: u64, rules: Rules, buckets: usize, resident: usize, slots: usize, v
     }
     world.flush();
     assert!(world.state.iter().all(|s| *s == expected), "the flushed state");
-    assert!(world.device.iter().all(|s| *s == expected), "the device's weights");
+    assert!(world.device.iter().flatten().all(|s| *s == expected), "the device's weights");
     world.coordinator.counts()
 }
 
@@ -309,6 +351,66 @@ fn in_a_step(policy: Policy) -> Coordinator {
     c
 }
 
+/// In the middle of a step: of four buckets two left early, the last of which gets its rows now; the others are enqueued.
+#[cfg(feature = "stv")]
+fn with_late_rows() -> Coordinator {
+    let rules = Rules { policy: Policy::Deferred, adaptive: false, deadline_order: true };
+    let staging = Staging { ringed_grads: false, grad_slots: 5, param_slots: 2, streamed_weights: false };
+    let layout = BucketLayout::new(4 * BLOCK, BLOCK, Tier::Host).with_early(2 * BLOCK..4 * BLOCK);
+    let mut c = Coordinator::new(layout, rules, staging);
+    c.begin_step(Update { optimizer_step: 1, learning_rate: 0.1, scale: 1.0 });
+    [3, 2].into_iter().for_each(|b| c.handle(Event::HeadGradReady(b)));
+    [3, 2].into_iter().for_each(|b| c.handle(done(Hop::GradsOut, b)));
+    [3, 2].into_iter().for_each(|b| c.handle(done(Hop::Optimize, b)));
+    c.handle(done(Hop::ParamsIn, 3));
+    [2, 3].into_iter().for_each(|b| c.handle(Event::RowsBegin(b)));
+    (0..4).for_each(|b| c.handle(Event::GradReady(b)));
+    c
+}
+
+#[cfg(all(feature = "stv", feature = "deadline-order"))]
+#[test]
+fn rows_follow_when_they_are_computed_and_after_a_clip_the_whole_gradient_does() {
+    let mut c = with_late_rows();
+    assert!(!started(&mut c, Hop::RowsOut).contains(&3), "the stream of copies would wait for them");
+    (0..4).rev().for_each(|b| c.handle(done(Hop::Backward, b)));
+    assert_eq!(started(&mut c, Hop::RowsOut), [3], "the other one's weights are still in the second slot");
+    c.handle(done(Hop::ParamsIn, 2));
+    c.handle(done(Hop::RowsOut, 3));
+    assert_eq!(started(&mut c, Hop::Optimize), [3]);
+    c.handle(done(Hop::RowsOut, 2));
+    c.handle(Event::Validated(Verdict::Clip(ClipScale(0.5))));
+    assert_eq!(started(&mut c, Hop::GradsOut), [2], "its rows never met the others");
+    c.handle(done(Hop::Optimize, 3));
+    let next = std::iter::from_fn(|| c.next_command()).find(|Command::Start { hop, .. }| *hop == Hop::Optimize);
+    let redone = matches!(next, Some(Command::Start { bucket: 3, load: Load::Job(Work::Step { .. }, _), .. }));
+    assert!(redone, "its gradient is whole, and its step is done again: {next:?}");
+}
+
+/// What has not left when the rows begin is one gradient as ever.
+#[cfg(feature = "stv")]
+#[test]
+fn what_no_slot_has_taken_leaves_with_its_rows() {
+    let rules = Rules { policy: Policy::Deferred, adaptive: false, deadline_order: true };
+    let staging = Staging { ringed_grads: false, grad_slots: 3, param_slots: 1, streamed_weights: false };
+    let layout = BucketLayout::new(2 * BLOCK, BLOCK, Tier::Host).with_early(0..2 * BLOCK);
+    let mut c = Coordinator::new(layout, rules, staging);
+    // A step whose updates stay pending, each with its slot.
+    c.begin_step(Update { optimizer_step: 1, learning_rate: 0.1, scale: 1.0 });
+    for b in [0, 1] {
+        let events = [Event::GradReady(b), done(Hop::GradsOut, b), done(Hop::Optimize, b), done(Hop::ParamsIn, b)];
+        events.into_iter().for_each(|event| c.handle(event));
+    }
+    c.handle(Event::Validated(Verdict::Commit));
+    c.begin_step(Update { optimizer_step: 2, learning_rate: 0.1, scale: 1.0 });
+    [1, 0].into_iter().for_each(|b| c.handle(Event::HeadGradReady(b)));
+    [0, 1].into_iter().for_each(|b| c.handle(Event::RowsBegin(b)));
+    let phases = |c: &Coordinator| [0, 1].map(|b| (c.buckets[b].phase, c.buckets[b].late));
+    assert_eq!(phases(&c), [(Phase::Settled, Late::Nothing), (Phase::Copying, Late::Rows)]);
+    [0, 1].into_iter().for_each(|b| c.handle(Event::GradReady(b)));
+    assert_eq!(phases(&c), [(Phase::Ready, Late::Nothing), (Phase::Copying, Late::EnqueuedRows)]);
+}
+
 #[test]
 fn other_places_keep_what_was_decided_and_none_are_taken_in_a_step() {
     let (rules, layout) =
@@ -353,6 +455,20 @@ fn every_invariant_is_missed_when_it_is_broken() {
         c.check();
         spoil(&mut c);
         assert!(panics(|| c.check()), "nobody misses {nth}");
+    }
+    let spoils: [&dyn Fn(&mut Coordinator); 5] = [
+        &|c| c.buckets[3].rows = None,
+        &|c| c.buckets[3].late = Late::Nothing,
+        &|c| c.buckets[2].late = Late::Nothing,
+        &|c| c.buckets[1].late = Late::Rows,
+        &|c| c.speculating = false,
+    ];
+    for (nth, spoil) in spoils.into_iter().enumerate() {
+        let mut c = with_late_rows();
+        (0..4).rev().for_each(|b| c.handle(done(Hop::Backward, b)));
+        c.check();
+        spoil(&mut c);
+        assert!(panics(|| c.check()), "nobody misses {nth} of late rows");
     }
     let mut c = in_a_step(Policy::ValidateFirst);
     c.check();

@@ -12,6 +12,7 @@ use crate::bucket::slot::Slot;
 use crate::config::options::FaultPhase;
 use crate::device::{Adam, Cast, DeviceSlice, Kernels, Stream};
 use crate::error::Result;
+use crate::host::pinned::PinnedSlice;
 use crate::host::pool::Job;
 use crate::memory::MemorySpace;
 use crate::optim::adam::{AdamConsts, AdamHyper};
@@ -110,11 +111,11 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     fn start(&mut self, hop: Hop, bucket: usize, load: Load) -> Result<()> {
         let (flat, local) = (self.exchange.slices().global(bucket), self.exchange.slices().local(bucket));
         match hop {
-            Hop::GradsOut => self.strike(FaultPhase::GradsOut)?,
+            Hop::GradsOut | Hop::RowsOut => self.strike(FaultPhase::GradsOut)?,
             Hop::Optimize => self.strike(FaultPhase::Optimize)?,
-            Hop::ParamsIn => self.strike(FaultPhase::ParamsIn)?,
+            Hop::ParamsIn | Hop::RowsIn => self.strike(FaultPhase::ParamsIn)?,
             Hop::StepOnDevice => self.strike(FaultPhase::StepOnDevice)?,
-            Hop::Backward | Hop::PageIn | Hop::PageOut => {}
+            Hop::Backward | Hop::HeadBackward | Hop::PageIn | Hop::PageOut => {}
         }
         self.transfers.wait(&mut self.dev, hop, bucket)?;
         match (hop, hop.leg().stream, load) {
@@ -127,6 +128,8 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
                 return Ok(());
             }
             (Hop::ParamsIn, Some(stream), Load::Slot(slot)) => self.copy_params(stream, &flat, &local, slot)?,
+            (Hop::RowsOut, Some(stream), Load::Slot(slot)) => self.copy_rows_out(stream, &flat, slot)?,
+            (Hop::RowsIn, Some(stream), Load::Slot(slot)) => self.copy_rows_in(stream, &flat, slot)?,
             (Hop::PageIn, Some(stream), _) => self.counters.h2d_bytes += self.page(stream, &local, MemorySpace::Device)?,
             (Hop::StepOnDevice, _, Load::Update(update)) => self.step_on_device(&flat, &local, update)?,
             (Hop::PageOut, Some(stream), _) => self.counters.d2h_bytes += self.page(stream, &local, MemorySpace::Host)?,
@@ -152,21 +155,29 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         if let (Some(flow), Some(_), true) = (&mut self.flow, params, self.plan.streams_from_host()) {
             flow.forget(&range);
         }
-        self.counters.adam_elems += range.len() as u64;
         let state = self.memory.states.on_host(&range);
         // SAFETY: the engine drops host memory after its pool. The coordinator begins `Optimize` when no other bucket runs, with gradients
         // that have come to their slot and a parameter slot whose last copy is done, and gives both to nobody else until the pool is
         // idle again. No copy touches the state of such a bucket, and the driver only when there is no job (`expect_no_job`).
-        let job = unsafe { StepJob::new(bucket, (range, flat), work, params, state, self.scratch.step.clone()) };
+        let mut job = unsafe { StepJob::new(bucket, (range.clone(), flat), work, params, state, self.scratch.step.clone()) };
+        if let Work::SpeculateRows(_) = work {
+            let rows = self.late_rows().part(&self.host, &range);
+            // SAFETY: the next rows are collected in the next step, which begins when all buckets are settled.
+            job = unsafe { job.with_rows(rows) };
+        }
+        self.counters.adam_elems += job.elems() as u64;
         self.counters.adam_bytes += job.traffic_bytes();
         self.pool.submit(job);
         self.in_pool = Some(bucket);
     }
 
     fn copy_grads(&mut self, stream: Stream, range: &Range<usize>, local: &Range<usize>, slot: Slot) -> Result<()> {
-        let (mut source, target) = (self.grads(range, local.start), self.scratch.step.grads.slot(slot, range.len()));
+        self.copy_out(stream, self.grads(range, local.start), self.scratch.step.grads.slot(slot, range.len()))
+    }
+
+    pub(super) fn copy_out(&mut self, stream: Stream, mut source: DeviceSlice, target: PinnedSlice) -> Result<()> {
         if self.plan.device_casts() {
-            let staging = self.scratch.staging_d2h.slice(0, range.len());
+            let staging = self.scratch.staging_d2h.slice(0, source.elems());
             self.dev.launch(Cast { stream, src: source, dst: staging })?;
             source = staging;
         }
@@ -178,13 +189,17 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         let range = self.beside_flow(whole);
         let (source, weights) =
             (self.scratch.step.params.part(slot, whole, &range), self.weights(&range, local.start + range.start - whole.start));
+        self.copy_in(stream, source, weights)
+    }
+
+    pub(super) fn copy_in(&mut self, stream: Stream, source: PinnedSlice, target: DeviceSlice) -> Result<()> {
         self.counters.h2d_bytes += source.bytes() as u64;
         if !self.plan.device_casts() {
-            return self.dev.copy_h2d(stream, source, weights);
+            return self.dev.copy_h2d(stream, source, target);
         }
-        let staging = self.scratch.staging_h2d.slice(0, range.len());
+        let staging = self.scratch.staging_h2d.slice(0, target.elems());
         self.dev.copy_h2d(stream, source, staging)?;
-        self.dev.launch(Cast { stream, src: staging, dst: weights })
+        self.dev.launch(Cast { stream, src: staging, dst: target })
     }
 
     /// The part of a bucket that has its own place on the device: all that does not stream.

@@ -24,13 +24,19 @@ pub(super) enum Hop {
     StepOnDevice,
     /// The state goes back.
     PageOut,
+    /// The device computes the output matrix's gradient, which is a tied embedding's but for the rows of the batch.
+    HeadBackward,
+    /// The gradient of these rows is copied to a parameter slot.
+    RowsOut,
+    /// The new weights of these rows are copied to the device, and put into their places there.
+    RowsIn,
 }
 
 pub(super) struct Leg {
     /// The stream that does it; `None` is the optimizer's pool.
     pub stream: Option<Stream>,
-    /// On its stream it waits for this hop, if the bucket takes it.
-    pub after: Option<Hop>,
+    /// On its stream it waits for these hops, as far as the bucket takes them.
+    pub after: &'static [Hop],
     /// Buckets that may be in it at once; they take turns. `None` is all.
     pub window: Option<usize>,
     /// A bucket may be in it twice at once; its slots tell the two apart.
@@ -43,10 +49,10 @@ pub(super) struct Leg {
     pub done: [&'static str; 2],
 }
 
-const LEG: Leg = Leg { stream: None, after: None, window: None, by_slot: false, what: "", begun: ["", ""], done: ["", ""] };
+const LEG: Leg = Leg { stream: None, after: &[], window: None, by_slot: false, what: "", begun: ["", ""], done: ["", ""] };
 
 /// Every hop, in the order of [`Hop`].
-const LEGS: [Leg; 7] = [
+const LEGS: [Leg; 10] = [
     Leg {
         stream: Some(Stream::Compute),
         what: "the gradient",
@@ -56,7 +62,7 @@ const LEGS: [Leg; 7] = [
     },
     Leg {
         stream: Some(Stream::D2h),
-        after: Some(Hop::Backward),
+        after: &[Hop::Backward, Hop::HeadBackward],
         what: "the gradient's copy",
         begun: ["copy gradient: bucket", "waits for its gradient's copy to the host"],
         done: ["gradient arrived: bucket", "waits for the optimizer's workers, or for the verdict"],
@@ -77,41 +83,77 @@ const LEGS: [Leg; 7] = [
     },
     Leg {
         stream: Some(Stream::H2d),
-        after: Some(Hop::PageOut),
+        after: &[Hop::PageOut],
         window: Some(PAGED_WINDOW),
         begun: ["page in: bucket", "waits for its state to come to the device"],
         ..LEG
     },
     Leg {
         stream: Some(Stream::Compute),
-        after: Some(Hop::PageIn),
+        after: &[Hop::PageIn],
         window: Some(PAGED_WINDOW),
         begun: ["step on the device: bucket", "is stepped by the device"],
         ..LEG
     },
     Leg {
         stream: Some(Stream::D2h),
-        after: Some(Hop::StepOnDevice),
+        after: &[Hop::StepOnDevice],
         window: Some(PAGED_WINDOW),
         begun: ["page out: bucket", "is stepped by the device"],
+        ..LEG
+    },
+    Leg {
+        stream: Some(Stream::Compute),
+        what: "the output matrix's gradient",
+        begun: ["output matrix's gradient enqueued: bucket", "waits for the device to compute the output matrix's gradient"],
+        done: ["output matrix's gradient computed: bucket", "waits for a staging slot for its gradient"],
+        ..LEG
+    },
+    Leg {
+        stream: Some(Stream::D2h),
+        after: &[Hop::Backward],
+        what: "the copy of its rows' gradient",
+        begun: ["copy gradient of rows: bucket", "waits for the copy of its rows' gradient to the host"],
+        done: ["gradient of rows arrived: bucket", "waits for the optimizer's workers"],
+        ..LEG
+    },
+    Leg {
+        stream: Some(Stream::H2d),
+        by_slot: true,
+        what: "the copy of its rows' parameters",
+        begun: ["copy parameters of rows: bucket", "waits for the copy of its rows' parameters to the device"],
+        done: ["parameters of rows copied: bucket", "nothing is pending"],
         ..LEG
     },
 ];
 
 impl Hop {
     /// All hops, in the order of their numbers.
-    pub(super) const ALL: [Self; LEGS.len()] =
-        [Self::Backward, Self::GradsOut, Self::Optimize, Self::ParamsIn, Self::PageIn, Self::StepOnDevice, Self::PageOut];
+    pub(super) const ALL: [Self; LEGS.len()] = [
+        Self::Backward,
+        Self::GradsOut,
+        Self::Optimize,
+        Self::ParamsIn,
+        Self::PageIn,
+        Self::StepOnDevice,
+        Self::PageOut,
+        Self::HeadBackward,
+        Self::RowsOut,
+        Self::RowsIn,
+    ];
 
     pub(crate) fn leg(self) -> &'static Leg {
         &LEGS[self as usize]
     }
 }
 
-/// The hops of a bucket of `tier`, in order. The coordinator leads an offloaded one from hop to hop, and is told when each is done;
-/// of another it begins all that follow the verdict at once.
-pub(super) fn route(tier: Tier) -> &'static [Hop] {
+/// The hops of a bucket of `tier`, in order; those of one that leaves `early`. The coordinator leads an offloaded one from hop to hop, and
+/// is told when each is done; of another it begins all that follow the verdict at once.
+pub(super) fn route(tier: Tier, early: bool) -> &'static [Hop] {
     match tier {
+        Tier::Host if early => {
+            &[Hop::HeadBackward, Hop::GradsOut, Hop::Optimize, Hop::ParamsIn, Hop::Backward, Hop::RowsOut, Hop::Optimize, Hop::RowsIn]
+        }
         Tier::Host => &[Hop::Backward, Hop::GradsOut, Hop::Optimize, Hop::ParamsIn],
         Tier::Unified => &[Hop::Backward, Hop::PageIn, Hop::StepOnDevice, Hop::PageOut],
         Tier::Device => &[Hop::Backward, Hop::StepOnDevice],
@@ -125,15 +167,15 @@ mod tests {
     #[test]
     fn every_hop_has_a_row_and_what_it_waits_for_takes_turns_as_it_does() {
         assert!(Hop::ALL.iter().enumerate().all(|(row, hop)| *hop as usize == row && !hop.leg().begun[0].is_empty()));
-        let waits = Hop::ALL.into_iter().filter_map(|hop| Some((hop, hop.leg().after?)));
-        assert!(waits.into_iter().all(|(hop, after)| after.leg().window == hop.leg().window && after.leg().stream != hop.leg().stream));
+        let mut waits = Hop::ALL.into_iter().flat_map(|hop| hop.leg().after.iter().map(move |after| (hop.leg(), after.leg())));
+        assert!(waits.all(|(hop, after)| after.window == hop.window && after.stream != hop.stream));
     }
 
     /// What the coordinator is told of has words; what is only enqueued has none, and ends with no event.
     #[test]
     fn the_hops_of_a_route_are_told_of_or_enqueued() {
-        for tier in [Tier::Host, Tier::Unified, Tier::Device] {
-            for hop in route(tier) {
+        for (tier, early) in [(Tier::Host, false), (Tier::Host, true), (Tier::Unified, false), (Tier::Device, false)] {
+            for hop in route(tier, early) {
                 let Leg { stream, what, done, .. } = hop.leg();
                 let is_told = tier.is_offloaded() || *hop == Hop::Backward;
                 assert_eq!((is_told, is_told && stream.is_some()), (!done[0].is_empty(), !what.is_empty()), "{hop:?} of {tier:?}");

@@ -2,6 +2,7 @@
 //! state) and gradients, what layers keep, slots. Another plan takes it anew.
 
 use super::bounce::{Bounce, Sides};
+use super::late_rows::LateRows;
 use super::step_job::{Segment, SlotMemory, StepMemory};
 use super::weight_flow::{Source, WeightFlow};
 use crate::bucket::layout::Tier;
@@ -25,6 +26,8 @@ pub(super) struct StepScratch {
     /// fp32 room for one bucket on its way out and in, when the device casts.
     pub(super) staging_d2h: DeviceSlice,
     pub(super) staging_h2d: DeviceSlice,
+    /// Where buckets leave early.
+    pub(super) rows: Option<LateRows>,
     lease: Lease,
 }
 
@@ -68,8 +71,10 @@ impl StepScratch {
         let step = step_memory(plan, slices, &table, (dev, host), lease)?;
         let source = if plan.streams_from_host() { Source::Host(step.params.memory) } else { Source::Ranks };
         let flow = plan.weight_ring.map(|ring| WeightFlow::new(dev, &table, ring, source, weights)).transpose()?;
+        let tokens = plan.batch * plan.seq_length;
+        let rows = LateRows::take(&plan.layout, (shape, &table), tokens, (dev, host), lease)?;
         let model = Model::new(shape.clone(), weights, grads, activations)?;
-        Ok((Self { step, staging_d2h, staging_h2d, lease: Lease::default() }, model, flow))
+        Ok((Self { step, staging_d2h, staging_h2d, rows, lease: Lease::default() }, model, flow))
     }
 
     /// Gives all of it back: what is left of it is not to be used.

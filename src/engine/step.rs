@@ -119,6 +119,9 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
             self.wait_for_ring(Module::Head, whole)?;
             self.with_weights(Module::Head, Pass::Backward, |engine| engine.model.head(&mut engine.dev, micro, true))?;
             self.grads_written(Module::Head, whole)?;
+            if micro_step + 1 == accum {
+                self.head_grads_ready(micro_step)?;
+            }
             (0..layers).rev().map(Module::Layer).chain([Module::Embed]).try_for_each(|module| self.backward(module, micro, whole))?;
             if let Some(share) = whole {
                 self.report_share(share)?;
@@ -141,7 +144,14 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
 
     fn backward(&mut self, module: Module, micro: MicroStep, whole: Option<usize>) -> Result<()> {
         self.wait_for_ring(module, whole)?;
+        let ends = module == Module::Embed && whole.is_some_and(|share| self.is_last(share));
+        if ends {
+            self.rows_begin()?;
+        }
         self.with_weights(module, Pass::Backward, |engine| engine.model.backward(&mut engine.dev, module, micro))?;
+        if ends {
+            self.pack_rows()?;
+        }
         self.grads_written(module, whole)
     }
 
@@ -258,16 +268,20 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
 
     /// The gradient of one of this rank's shares is enqueued.
     fn bucket_written(&mut self, bucket: usize, round: usize) -> Result<()> {
-        let (range, slices) = (self.plan.layout.range(bucket), self.exchange.slices());
-        let share = round * slices.ranks() + slices.rank();
         self.strike(FaultPhase::Backward)?;
-        if let Some(fault_injector) = &self.fault_injector {
-            fault_injector.spoil(&mut self.dev, self.model.grads, &range, self.train_step + 1, share)?;
-        }
+        self.spoil(bucket, round)?;
         let is_whole = self.exchange.written(&mut self.dev, self.model.grads, bucket)?;
         let [to_device, to_host] = self.exchange.crossed();
         (self.counters.h2d_bytes, self.counters.d2h_bytes) = (self.counters.h2d_bytes + to_device, self.counters.d2h_bytes + to_host);
         if is_whole { self.bucket_ready(bucket) } else { Ok(()) }
+    }
+
+    /// Writes over the gradient of a bucket what a test asks for.
+    pub(super) fn spoil(&mut self, bucket: usize, round: usize) -> Result<()> {
+        let (range, slices) = (self.plan.layout.range(bucket), self.exchange.slices());
+        let share = round * slices.ranks() + slices.rank();
+        let Some(fault_injector) = &self.fault_injector else { return Ok(()) };
+        fault_injector.spoil(&mut self.dev, self.model.grads, &range, self.train_step + 1, share)
     }
 
     /// The step's gradient is enqueued for this rank's slice of a bucket.
@@ -368,6 +382,9 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     fn wait_for_bucket(&mut self, bucket: usize) -> Result<()> {
         self.wait_until_final(bucket)?;
         self.dev.wait(Stream::Compute, self.transfers.event(Hop::ParamsIn, bucket))?;
+        if self.plan.layout.early().contains(&bucket) {
+            self.dev.wait(Stream::Compute, self.transfers.event(Hop::RowsIn, bucket))?;
+        }
         self.exchange.arrive(&mut self.dev, bucket)
     }
 

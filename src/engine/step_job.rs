@@ -4,6 +4,7 @@
 use crate::bucket::slot::Slot;
 use crate::dtype::Dtype;
 use crate::engine::coordinator::{GradUpdate, Update, Work};
+use crate::engine::late_rows::{PackedRows, RowPart};
 use crate::host::pinned::PinnedSlice;
 use crate::host::pool::Job;
 use crate::optim::StatePart;
@@ -117,10 +118,12 @@ pub struct StepJob {
     out: Option<Slot>,
     state: HostState,
     memory: StepMemory,
+    /// The late rows, where the work is theirs.
+    rows: Option<RowPart>,
 }
 
 // SAFETY: the right to the memory is what `StepJob::new` asks for. A piece writes its own part of the range alone: of the state, and of
-// the parameter slot.
+// the slots.
 unsafe impl Job for StepJob {
     fn label(&self) -> (&'static str, u32) {
         let name = match self.work {
@@ -130,6 +133,7 @@ unsafe impl Job for StepJob {
             Work::Step { .. } => "inverse_then_step",
             Work::Restore { .. } => "restore",
             Work::Commit(_) => "commit",
+            Work::SpeculateRows(_) => "speculate_rows",
         };
         (name, self.bucket as u32)
     }
@@ -145,27 +149,24 @@ unsafe impl Job for StepJob {
             Work::Step { undo, .. } => inverse(undo) + 2 * state + grads + weights,
             Work::Restore { undo } => inverse(undo) + 4 + weights,
             Work::Commit(_) => 2 * state + grads,
+            // A gradient goes from one place to another.
+            Work::SpeculateRows(_) => state + 2 * grads + weights,
         };
-        (self.range.len() * bytes_per_elem) as u64
+        (self.elems() * bytes_per_elem) as u64
     }
 
     fn pieces(&self) -> usize {
-        self.range.len().div_ceil(self.piece_elems())
+        self.elems().div_ceil(self.piece_elems())
     }
 
     unsafe fn run(&self, piece: usize) {
-        let start = self.range.start + piece * self.piece_elems();
-        let end = (start + self.piece_elems()).min(self.range.end);
-        for segment in self.memory.segments.iter() {
-            let part = segment.range.start.max(start)..segment.range.end.min(end);
-            if !part.is_empty() {
-                match self.state.moments {
-                    // SAFETY: a part of this piece, which the caller lets nobody else do.
-                    Moments::Float32 => unsafe { self.run_part::<f32>(part, segment.decay) },
-                    // SAFETY: as above.
-                    Moments::Bfloat16 => unsafe { self.run_part::<bf16>(part, segment.decay) },
-                }
-            }
+        let start = piece * self.piece_elems();
+        let end = (start + self.piece_elems()).min(self.elems());
+        match self.state.moments {
+            // SAFETY: a part of this piece, which the caller lets nobody else do.
+            Moments::Float32 => unsafe { self.run_piece::<f32>(start..end) },
+            // SAFETY: as above.
+            Moments::Bfloat16 => unsafe { self.run_piece::<bf16>(start..end) },
         }
     }
 }
@@ -185,12 +186,86 @@ impl StepJob {
         state: HostState,
         memory: StepMemory,
     ) -> Self {
-        Self { bucket, range, flat, work, out, state, memory }
+        Self { bucket, range, flat, work, out, state, memory, rows: None }
+    }
+
+    /// The same on `rows` alone, which lie behind each other in the slot `out`; of these it writes the gradient slot.
+    ///
+    /// # Safety
+    /// As [`StepJob::new`], of the gradient slot nobody else uses these rows, and nobody writes their numbers.
+    pub(super) unsafe fn with_rows(self, rows: RowPart) -> Self {
+        Self { rows: Some(rows), ..self }
+    }
+
+    /// Elements that are stepped.
+    pub(super) fn elems(&self) -> usize {
+        self.rows.as_ref().map_or(self.range.len(), |rows| rows.packed.len())
     }
 
     fn piece_elems(&self) -> usize {
         let page_elems = PAGE_BYTES / self.state.moments.dtype(StatePart::M).bytes();
-        self.range.len().div_ceil(PIECES_MIN).max(1).next_multiple_of(page_elems).min(PIECE_ELEMS_MAX)
+        self.elems().div_ceil(PIECES_MIN).max(1).next_multiple_of(page_elems).min(PIECE_ELEMS_MAX)
+    }
+
+    /// Does the work on so many of its elements.
+    ///
+    /// # Safety
+    /// No two threads work on the same ones.
+    unsafe fn run_piece<M: Moment>(&self, piece: Range<usize>) {
+        let Some(rows) = &self.rows else {
+            let range = self.range.start + piece.start..self.range.start + piece.end;
+            // SAFETY: the caller's promise.
+            return self.by_decay(&range, |part, decay| unsafe { self.run_part::<M>(part, decay) });
+        };
+        // SAFETY: nobody writes the numbers of rows while a job has them.
+        let packing = PackedRows { rows: unsafe { rows.ids.as_slice() }, channels: rows.channels, start: rows.start };
+        for (flat, at) in packing.pieces(rows.packed.start + piece.start..rows.packed.start + piece.end) {
+            let slot = at - rows.packed.start;
+            // SAFETY: the caller's promise; pieces of the packed order are other elements of the flat one.
+            self.by_decay(&flat, |part, decay| unsafe { self.run_rows::<M>(part.clone(), slot + part.start - flat.start, decay) });
+        }
+    }
+
+    /// The parts of `range` with one decay rule each.
+    fn by_decay(&self, range: &Range<usize>, mut run: impl FnMut(Range<usize>, bool)) {
+        for segment in self.memory.segments.iter() {
+            let part = segment.range.start.max(range.start)..segment.range.end.min(range.end);
+            if !part.is_empty() {
+                run(part, segment.decay);
+            }
+        }
+    }
+
+    /// Puts the gradient of `part`, some elements of one row, from place `at` of the parameter slot into its own, and their weights there.
+    ///
+    /// # Safety
+    /// No two threads work on the same part.
+    unsafe fn run_rows<M: Moment>(&self, part: Range<usize>, at: usize, decay: bool) {
+        let StepMemory { grads, params: slots, kernels, .. } = self.memory;
+        let (Work::SpeculateRows(next), Some(slot)) = (self.work, self.out) else {
+            unreachable!("rows are speculated on: {:?}", self.work)
+        };
+        let width = slots.dtype.bytes();
+        // SAFETY: for both slots, of which this part is this thread's; once each.
+        let write = |memory: PinnedSlice| unsafe { memory.as_mut_slice::<u8>() };
+        let place = write(grads.part(next.grads, &self.range, &part));
+        let packed = write(slots.slot(slot, self.elems()).slice(at * width, part.len() * width));
+        place.copy_from_slice(packed);
+        // SAFETY: the state of a part that is this thread's.
+        let state = unsafe { self.state_of::<M>(&part) };
+        let (grads, out) = (Grads::from_bytes(grads.dtype, place), Weights::from_bytes(slots.dtype, packed));
+        kernels.speculate(self.step(next.update, decay), &state, grads, out);
+    }
+
+    /// # Safety
+    /// Nobody else uses the part's state, and the caller this alone.
+    unsafe fn state_of<M: Moment>(&self, part: &Range<usize>) -> AdamState<'_, M> {
+        let HostState { params, m, v, .. } = self.state.slice(part);
+        // SAFETY: the caller's promise.
+        let write = |memory: PinnedSlice| unsafe { memory.as_mut_slice::<u8>() };
+        let moments = |memory| bytemuck::cast_slice_mut::<u8, M>(write(memory));
+        let (first, params) = (self.flat + part.start - self.range.start, bytemuck::cast_slice_mut(write(params)));
+        AdamState { first, params, m: moments(m), v: moments(v) }
     }
 
     /// Does the work on a part of the bucket with one decay rule.
@@ -199,15 +274,13 @@ impl StepJob {
     /// No two threads work on the same part.
     unsafe fn run_part<M: Moment>(&self, part: Range<usize>, decay: bool) {
         let StepMemory { grads, params: slots, kernels, .. } = self.memory;
-        let HostState { params, m, v, .. } = self.state.slice(&part);
         let step = |update: Update| self.step(update, decay);
         // SAFETY: for gradients, which the job has a right to and which none of its pieces writes.
         let read = |memory: PinnedSlice| unsafe { memory.as_slice::<u8>() };
-        // SAFETY: for state and weights, which the job has to itself, and of these for the part that is this thread's; once each.
+        // SAFETY: for weights, which the job has to itself, and of these for the part that is this thread's; once.
         let write = |memory: PinnedSlice| unsafe { memory.as_mut_slice::<u8>() };
-        let moments = |memory| bytemuck::cast_slice_mut::<u8, M>(write(memory));
-        let (first, params) = (self.flat + part.start - self.range.start, bytemuck::cast_slice_mut(write(params)));
-        let mut state = AdamState { first, params, m: moments(m), v: moments(v) };
+        // SAFETY: as above, of the state.
+        let mut state = unsafe { self.state_of::<M>(&part) };
         let grads = |g: GradUpdate| Grads::from_bytes(grads.dtype, read(grads.part(g.grads, &self.range, &part)));
         let out = self.out.map(|slot| Weights::from_bytes(slots.dtype, write(slots.part(slot, &self.range, &part))));
         match (self.work, out) {

@@ -1,6 +1,6 @@
 //! The hops that streams do: one event for each hop and bucket, and for each stream one queue of what the coordinator waits for.
 
-use super::route::{Hop, route};
+use super::route::{Hop, Leg, route};
 use crate::bucket::layout::BucketLayout;
 use crate::bucket::slot::Slot;
 use crate::device::{Device, EventId, Stream};
@@ -50,7 +50,7 @@ impl Transfers {
     }
 
     fn make_room(&mut self) {
-        let most = self.layout.count().max(self.slots.len());
+        let most = (self.layout.count() + self.layout.early().len()).max(self.slots.len());
         self.in_flight.iter_mut().for_each(|queue| queue.reserve(most));
     }
 
@@ -68,12 +68,11 @@ impl Transfers {
         events[bucket % events.len()]
     }
 
-    /// What is enqueued next for `hop` of `bucket` runs behind the hop that comes before it.
+    /// What is enqueued next for `hop` of `bucket` runs behind the hops that come before it.
     pub(super) fn wait<D: Device>(&self, dev: &mut D, hop: Hop, bucket: usize) -> Result<()> {
-        match (hop.leg().stream, hop.leg().after) {
-            (Some(stream), Some(after)) if route(self.layout.tier(bucket)).contains(&after) => dev.wait(stream, self.event(after, bucket)),
-            _ => Ok(()),
-        }
+        let Leg { stream: Some(stream), after, .. } = *hop.leg() else { return Ok(()) };
+        let taken = route(self.layout.tier(bucket), self.layout.early().contains(&bucket));
+        after.iter().filter(|after| taken.contains(after)).try_for_each(|after| dev.wait(stream, self.event(*after, bucket)))
     }
 
     /// `hop` of `bucket`, with `slot`, is what was enqueued last on `stream`; of an offloaded bucket [`Transfers::poll`] tells its end.

@@ -187,8 +187,13 @@ impl Vitals {
         if let Mark::Begun(_) | Mark::Done(_) = mark {
             let last = &self.buckets[number as usize];
             // A gradient may be on its way before the device has computed it: that says more.
-            let enqueued = pack(Mark::Begun(Hop::Backward).code(), number);
-            if mark != Mark::Done(Hop::Backward) || last.load(Ordering::Relaxed) == enqueued {
+            let says_more = match mark {
+                Mark::Done(hop @ (Hop::Backward | Hop::HeadBackward)) => {
+                    last.load(Ordering::Relaxed) == pack(Mark::Begun(hop).code(), number)
+                }
+                _ => true,
+            };
+            if says_more {
                 last.store(what, Ordering::Relaxed);
             }
         }
@@ -197,6 +202,8 @@ impl Vitals {
     /// The coordinator is told this in step `step`.
     pub(super) fn event(&self, event: Event, step: u64) {
         match event {
+            Event::HeadGradReady(bucket) => self.record(Mark::Begun(Hop::HeadBackward), bucket as u64),
+            Event::RowsBegin(_) => {}
             Event::GradReady(bucket) => self.record(Mark::Begun(Hop::Backward), bucket as u64),
             Event::Done { hop, bucket } => self.record(Mark::Done(hop), bucket as u64),
             Event::Validated(Verdict::Commit) => self.record(Mark::Commit, step),

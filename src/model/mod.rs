@@ -28,11 +28,14 @@ pub(crate) mod tensors;
 mod tests;
 pub(crate) mod weights;
 
-use crate::device::{AttentionShape, DeviceSlice};
+use crate::device::{AttentionShape, DeviceSlice, Embed, Kernels, Stream};
+use crate::dtype::Dtype;
 use crate::error::{Error, Result};
+use crate::host::pinned::PinnedSlice;
 use activations::Activations;
 use params::{EmbedParams, HeadParams, LayerParams};
 use shape::ModelShape;
+use std::ops::Range;
 use tensors::TensorTable;
 
 pub(crate) use head::MicroStep;
@@ -77,6 +80,25 @@ impl Model {
         let layers = (0..shape.layers.len()).map(|layer| flat.layer(layer)).collect();
         let head = flat.head();
         Ok(Self { shape, table, weights, grads, activations, embed, layers, head })
+    }
+
+    /// Gathers rows `ids` (int32) of the embedding's gradient behind each other. They and their numbers stay until the next forward pass, in
+    /// memory that nothing uses before: of the norm before the output matrix, and of a norm's gradient.
+    pub(crate) fn pack_rows<D: Kernels>(&self, dev: &mut D, ids: PinnedSlice) -> Result<()> {
+        let (count, channels) = (ids.bytes() / 4, self.shape.channels);
+        let (rows, out) = (self.row_ids(0..count), self.packed_rows(&(0..count * channels)));
+        dev.copy_h2d(Stream::Compute, ids, rows)?;
+        dev.launch(Embed { tokens: rows, positions: rows, wte: self.embed.wte.grad, wpe: None, out, channels })
+    }
+
+    /// A part of the packed rows.
+    pub(crate) fn packed_rows(&self, packed: &Range<usize>) -> DeviceSlice {
+        self.activations.final_norm_out.slice(packed.start, packed.len())
+    }
+
+    /// Numbers of rows that are packed.
+    pub(crate) fn row_ids(&self, rows: Range<usize>) -> DeviceSlice {
+        self.activations.dnorm.view(rows.start * 4, rows.len(), Dtype::Int32)
     }
 
     fn attention_shape(&self, layer: usize) -> AttentionShape {

@@ -226,7 +226,7 @@ impl Workload<'_> {
             class("gradients' sums", MemorySpace::Host, summed_there * 4),
             class(params_name, MemorySpace::Host, self.param_slots(layout, rings) * slot_bytes),
             class("kept activations", MemorySpace::Host, ranks * activations.host_bytes().0 as usize),
-            class("batches, norm", MemorySpace::Host, self.driver_bytes(flat)),
+            class("batches, norm", MemorySpace::Host, self.driver_bytes(layout)),
             class("exchange", MemorySpace::Host, self.board_bytes(layout)),
             class("timeline", MemorySpace::Host, (self.workers + driver_tracks(ranks)) * self.trace_spans * size_of::<Span>()),
             class("data", MemorySpace::Host, self.data_bytes),
@@ -247,10 +247,12 @@ impl Workload<'_> {
     }
 
     /// What the driver reads and writes: every micro-batch of a step, since all are read before the first one runs; the partial sums of
-    /// the norm, a flag and the loss of each share; the rows of experts in each micro-batch; and state that it moves.
-    fn driver_bytes(&self, flat_elems: usize) -> usize {
-        let expert_words = self.grad_accum_steps * bounds_elems(self.shape);
-        4 * (self.batch_words() + flat_elems / BLOCK + self.shares + expert_words + self.ranks * (1 + BOUNCE_ELEMS))
+    /// the norm, a flag and the loss of each share; the rows of experts in each micro-batch; those of an embedding that come last; and state
+    /// that it moves.
+    fn driver_bytes(&self, layout: &BucketLayout) -> usize {
+        let (partials, expert_words) = (layout.flat_elems() / BLOCK, self.grad_accum_steps * bounds_elems(self.shape));
+        let rows = if layout.early().is_empty() { 0 } else { batch::distinct(self.batch * self.seq_length, self.shape.vocab) };
+        4 * (self.batch_words() + partials + self.shares + expert_words + rows + self.ranks * (1 + BOUNCE_ELEMS))
     }
 
     /// Words of all micro-batches of a step.

@@ -4,6 +4,7 @@
 
 pub(crate) mod budget;
 pub(crate) mod choice;
+mod early;
 pub(crate) mod machine;
 mod passes;
 pub(crate) mod plan;

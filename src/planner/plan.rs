@@ -25,6 +25,7 @@ use crate::optim::norm::BLOCK;
 use crate::optim::simd::Isa;
 use crate::planner::budget::{Balance, Rings, Workload, balances, board_sizes, bytes_at, device_casts, driver_tracks, kept, sharded};
 use crate::planner::choice::{Request, Residency, choose};
+use crate::planner::early::{check_early, early_table};
 use crate::planner::machine::Machine;
 use crate::planner::predict::Prediction;
 use crate::planner::rules::{Policy, Rules};
@@ -218,10 +219,11 @@ impl Plan {
             weights: weights(settings, techniques)?,
             tile: settings.loss_tile,
         };
-        let cut = cut(settings, &table, workload.dtype);
+        let cut = cut(settings, &table, workload.dtype).with_early(early_table(settings.early_rows, &workload, &table)?);
         check_ranks(settings, &cut)?;
         let choice = choose(&workload, &table, &cut, request)?;
         check_streams(settings, choice.rings)?;
+        check_early(settings.early_rows, &choice.layout)?;
         Ok(Self {
             strategy: settings.strategy,
             techniques,
@@ -618,6 +620,13 @@ impl fmt::Display for Plan {
                 self.grad_slots,
                 self.param_slots
             )?,
+        }
+        if !layout.early().is_empty() {
+            let early = layout.early().len();
+            writeln!(
+                f,
+                "  early       {early} buckets of the embedding leave behind the output matrix's gradient; rows of the batch follow"
+            )?;
         }
         if let Some(RingShape { ringed_elems, period_elems }) = self.weight_ring {
             let [streamed, ring] = [ringed_elems, period_elems].map(|elems| Bytes((elems * self.dtype.bytes()) as u64));

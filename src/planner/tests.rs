@@ -3,7 +3,8 @@
 use super::machine::Machine;
 use crate::bucket::layout::Tier;
 use crate::config::options::{
-    ActivationsChoice, AttentionChoice, CastSide, HostMemoryKind, ResidentBuckets, Rollback, Strategy, Technique, TrainDtype, WeightsChoice,
+    ActivationsChoice, AttentionChoice, CastSide, EarlyRows, HostMemoryKind, ResidentBuckets, Rollback, Strategy, Technique, TrainDtype,
+    WeightsChoice,
 };
 use crate::config::settings::Settings;
 use crate::device::{Attention, DeviceKind};
@@ -510,6 +511,33 @@ fn streaming_can_be_asked_for_and_refused() {
     // On the CPU, where chunks are small.
     let demo = |weights| Plan::new(&Settings { weights, ..Settings::demo() }, &ModelShape::demo(), &Machine::cpu(2), false).unwrap();
     assert!(demo(WeightsChoice::Flow).weight_ring.is_some() && demo(WeightsChoice::Auto).weight_ring.is_none());
+}
+
+#[cfg(feature = "stv")]
+#[test]
+fn a_tied_embedding_leaves_early_where_few_of_its_rows_can_be_of_a_batch() {
+    let none = ResidentBuckets::Count(0);
+    let plan = |shape: &ModelShape, more: Settings| Plan::new(&Settings { resident_buckets: none, ..more }, shape, &h200(), false);
+    let early = |shape: &ModelShape, more: Settings| plan(shape, more).unwrap().layout.early();
+    let many = Settings { per_device_train_batch_size: 24, ..settings() };
+    let with = |early_rows, more: Settings| Settings { early_rows, ..more };
+    assert_eq!(early(&qwen3_4b(), settings()), 109..120, "not the one that begins in a layer");
+    assert_eq!(early(&qwen3_4b(), with(EarlyRows::Off, settings())).len(), 0);
+    assert_eq!(early(&qwen3_4b(), many.clone()).len(), 0, "98,304 tokens may use more than half of 151,936 rows");
+    assert_eq!(early(&qwen3_4b(), with(EarlyRows::On, many)).len(), 11);
+    assert_eq!(early(&llama_8b(), settings()).len(), 0);
+    for (shape, more, why) in [
+        (llama_8b(), settings(), "the model's output matrix is not its embedding"),
+        (qwen3_4b(), Settings { without: vec![Technique::Stv], ..settings() }, "the technique stv"),
+        (qwen3_4b(), Settings { rollback: Rollback::Inverse, ..settings() }, "--rollback deferred"),
+        (qwen3_4b(), Settings { bucket_mib: Some(2048.0), ..settings() }, "use a smaller --bucket-mib"),
+    ] {
+        assert_eq!(early(&shape, more.clone()).len(), 0, "{why}");
+        let message = plan(&shape, with(EarlyRows::On, more)).unwrap_err().to_string();
+        assert!(message.starts_with("--early-rows on: ") && message.contains(why), "{message}");
+    }
+    let layout = plan(&qwen3_4b(), settings()).unwrap().layout;
+    assert_eq!((layout.with_resident(4).early(), layout.with_resident(100).early().len()), (109..116, 0), "as far as the pool steps them");
 }
 
 #[test]

@@ -7,7 +7,7 @@ use super::kernels::Suite;
 use super::random::Random;
 use super::report::Outcome;
 use std::io::Write;
-use superoffload::internals::device::{BiasBackward, Embed, EmbedBackward};
+use superoffload::internals::device::{BiasBackward, Embed, EmbedBackward, ScatterRows, Stream};
 use superoffload::internals::dtype::Dtype;
 
 /// Sequences, their length, channels, vocabulary.
@@ -41,6 +41,7 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
             let name = |kernel: &str| format!("{kernel} {dtype} {batch}x{seq_length} tokens of {vocab}, {channels} channels");
             suite.case(&name("embed"), |bench, random| forward(bench, random, dtype, shape));
             suite.case(&name("embed_backward"), |bench, random| backward(bench, random, dtype, shape));
+            suite.case(&name("scatter_rows"), |bench, random| scatter(bench, random, dtype, shape));
         }
         for (rows, cols) in MATRICES.into_iter().chain(full.then_some((4096, 2560))) {
             suite.case(&format!("bias_backward {dtype} {rows}x{cols}"), |bench, random| column_sums(bench, random, dtype, rows, cols));
@@ -97,6 +98,27 @@ fn backward(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: Shape) 
         worst = worst.max(outcome?);
     }
     Ok(worst)
+}
+
+/// Every element keeps its bits: of whole rows into a whole table, and of rows that are cut into a table without its first elements.
+fn scatter(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: Shape) -> Outcome {
+    let Shape { batch, seq_length, channels, vocab } = shape;
+    let mut rows = random.tokens(batch * seq_length, vocab);
+    rows.sort_unstable();
+    rows.dedup();
+    // What the first row lacks before and the last one behind, in whole vectors and in parts of one.
+    let vectors = if channels > 16 { (8, 16) } else { (0, 0) };
+    for (skipped, missing) in [(0, 0), vectors, (channels / 3, channels / 2)] {
+        let (below, elems) = (rows[0] as usize * channels + skipped, (rows.len() * channels).saturating_sub(skipped + missing));
+        let mut case = Case::on(Stream::H2d);
+        let (places, packed) = (case.ints("rows", &rows), case.input("packed", dtype, &random.uniform(dtype, elems)));
+        let table = case.updated("table", dtype, &random.uniform(dtype, vocab * channels - below), Want::Same);
+        case.check(bench, &|dev, at| {
+            let (rows, packed, table) = (at[places], at[packed], at[table]);
+            dev.launch(ScatterRows { stream: Stream::H2d, rows, packed, table, below, skipped, channels })
+        })?;
+    }
+    Ok(0.0)
 }
 
 /// Rows of one document, and rows that a second one begins in: from 0 on.

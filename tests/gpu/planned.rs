@@ -6,7 +6,7 @@ use superoffload::internals::engine::{Engine, Exchange};
 use superoffload::internals::model::ActivationPlan;
 
 /// On the device: what an allocation is called, and the class that counts it. Activations have the names of their own plan.
-const ON_DEVICE: [(&str, &str); 19] = [
+const ON_DEVICE: [(&str, &str); 21] = [
     ("weights", "weights"),
     ("gradients", "gradients"),
     ("gradient sums", "gradient sums"),
@@ -25,10 +25,12 @@ const ON_DEVICE: [(&str, &str); 19] = [
     ("norm partials", "norm partials"),
     ("non-finite flag", "norm partials"),
     ("kernels' scratch", "kernel scratch"),
+    ("packed documents", "packed documents"),
+    ("documents", "packed documents"),
     ("matrix workspace", "matrix workspace"),
 ];
 
-const ON_HOST: [(&str, &str); 13] = [
+const ON_HOST: [(&str, &str); 14] = [
     ("parameters", "offloaded p, m, v"),
     ("m", "offloaded p, m, v"),
     ("v", "offloaded p, m, v"),
@@ -41,6 +43,7 @@ const ON_HOST: [(&str, &str); 13] = [
     ("non-finite flag", "batches, norm"),
     ("losses", "batches, norm"),
     ("rows of experts", "batches, norm"),
+    ("embedding rows", "batches, norm"),
     ("bounce buffer", "batches, norm"),
 ];
 

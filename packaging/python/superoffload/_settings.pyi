@@ -162,3 +162,5 @@ class Settings(TypedDict, total=False):
     """Techniques to turn off, separated by commas [default: none]."""
     cast: Literal["auto", "device", "host"]
     """Side that converts gradients [default: auto]."""
+    early_rows: Literal["auto", "on", "off"]
+    """Whether rows of a tied embedding that the batch does not use are stepped first [default: auto]."""

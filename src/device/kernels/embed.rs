@@ -1,7 +1,9 @@
 //! Token and position embeddings. Tokens and positions are already known to be inside of their tables.
 
-use crate::device::kernel::{Kernel, Operand, bytes, operands, rows};
+use crate::device::kernel::{Kernel, Operand, bytes, operands, refused, rows};
 use crate::device::slice::DeviceSlice;
+use crate::device::stream::Stream;
+use crate::error::Result;
 
 /// `out[t,:] = wte[tokens[t],:] + wpe[positions[t],:]`
 #[derive(Clone, Copy, Debug)]
@@ -72,6 +74,48 @@ impl Kernel for EmbedBackward {
     fn bytes(&self) -> f64 {
         let zeroed = if self.accumulate_wte { 0.0 } else { bytes([self.dwte]) };
         bytes([self.tokens, self.dout, self.dout]) + zeroed
+    }
+}
+
+/// Puts elements of some rows of a table into their places: `table[rows[r] * channels + c - below] = packed[r * channels + c - skipped]`,
+/// for all elements of `packed`. Rows ascend, each is there once, and all that is written lies inside.
+#[derive(Clone, Copy, Debug)]
+pub struct ScatterRows {
+    pub stream: Stream,
+    /// int32 `[R]`
+    pub rows: DeviceSlice,
+    /// Rows behind each other, of which the first lacks its first `skipped` elements; the last may end early.
+    pub packed: DeviceSlice,
+    /// A part of a table.
+    pub table: DeviceSlice,
+    /// Elements of the table before that part.
+    pub below: usize,
+    pub skipped: usize,
+    /// Columns of the table.
+    pub channels: usize,
+}
+
+impl Kernel for ScatterRows {
+    const NAME: &'static str = "scatter_rows";
+
+    fn check_shape(&self) -> Result<()> {
+        let (elems, rows) = (self.skipped + self.packed.elems(), self.rows.elems());
+        let fits = self.skipped < self.channels.max(1) && elems.div_ceil(self.channels.max(1)) == rows;
+        let cause = || format!("{} elements of {rows} rows of {}, after {}", self.packed.elems(), self.channels, self.skipped);
+        if fits { Ok(()) } else { Err(refused(Self::NAME, cause())) }
+    }
+
+    fn operands(&self) -> impl AsRef<[Operand]> {
+        let [packed, table, rows] = [self.packed, self.table, self.rows].map(DeviceSlice::elems);
+        operands![self; Read packed[packed], Write table[table], Read rows[rows] Int32]
+    }
+
+    fn bytes(&self) -> f64 {
+        bytes([self.rows, self.packed, self.packed])
+    }
+
+    fn stream(&self) -> Stream {
+        self.stream
     }
 }
 

@@ -50,7 +50,7 @@ sum! {
     Kernels =
         attention::{AttentionForward, AttentionBackward},
         cross_entropy::{CrossEntropyStats, CrossEntropyGrad, CrossEntropyLoss},
-        embed::{Embed, EmbedBackward},
+        embed::{Embed, EmbedBackward, ScatterRows},
         experts::{ClampedSwiglu, ExpertBias, ExpertBackward, ExpertBiasDot},
         grouped::{GroupedMatmul, SegmentSums},
         norm::{RmsNorm, RmsNormBackward, LayerNorm, LayerNormBackward},

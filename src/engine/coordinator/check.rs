@@ -1,6 +1,7 @@
 //! What must hold between any two events, looked at in tests and debug builds.
 
-use super::law::Phase::{self, Arrived, Copying, Ready, Running, Settled, Speculated};
+use super::law::Late;
+use super::law::Phase::{self, Arrived, Copying, CopyingRows, LacksRows, Ready, RowsArrived, Running, Settled, Speculated};
 use super::law::Queued::{Commit, Redo, Restore};
 use super::{Coordinator, JobKind, Policy, Verdict};
 
@@ -18,7 +19,7 @@ impl Coordinator {
         let (b, policy) = (&self.buckets[bucket], self.rules.policy);
         let has_gradient = match b.phase {
             Settled | Ready | Phase::Queued(Commit) => Some(false),
-            Copying | Arrived | Speculated | Phase::Queued(Redo) => Some(true),
+            Copying | Arrived | Speculated | LacksRows | CopyingRows | RowsArrived | Phase::Queued(Redo) => Some(true),
             // Fresh state is sent without a gradient, and a flush has only the pending one.
             Running | Phase::Queued(Restore) => None,
         };
@@ -27,6 +28,17 @@ impl Coordinator {
         assert!(b.phase != Phase::Queued(Commit) || b.pending.is_some(), "bucket {bucket}: nothing to flush");
         assert!(!b.speculated_in_place || policy == Policy::Inverse, "bucket {bucket}: {policy:?} does not speculate in place");
         assert!(b.phase != Speculated || self.speculating && self.verdict.is_none(), "bucket {bucket}: speculated after the verdict");
+        let has_rows = matches!(b.phase, CopyingRows | RowsArrived);
+        assert_eq!(has_rows, b.rows.is_some(), "bucket {bucket}: {b:?} and the slot of its rows");
+        let may_lack = match b.phase {
+            LacksRows => b.late != Late::Nothing,
+            CopyingRows | RowsArrived => b.late == Late::EnqueuedRows,
+            Ready | Copying | Arrived | Running => true,
+            Settled | Speculated | Phase::Queued(_) => b.late == Late::Nothing,
+        };
+        assert!(may_lack && (b.late != Late::Rows || self.verdict.is_none()), "bucket {bucket}: {b:?} and its late rows");
+        let may_be_early = self.speculating && self.layout.early().contains(&bucket);
+        assert!(b.late == Late::Nothing || may_be_early, "bucket {bucket}: {b:?} left early");
         let dropped = self.verdict == Some(Verdict::SkipNonFinite) && matches!(b.phase, Ready | Arrived);
         assert!(!dropped, "bucket {bucket}: {:?} in a step that is skipped", b.phase);
     }
@@ -38,7 +50,8 @@ impl Coordinator {
         let waits = self.buckets.iter().any(|b| b.phase == Ready);
         assert!(!waits || held == self.grad_slots.count(), "a gradient waits while a slot is free");
         let written = self.running.as_ref().and_then(|running| running.params);
-        let sent = self.returning.len() + usize::from(written.is_some());
+        let rows = self.buckets.iter().filter(|b| b.rows.is_some()).count();
+        let sent = self.returning.len() + usize::from(written.is_some()) + rows;
         assert_eq!(self.param_slots.lent(), sent, "parameter slots lent, and written or on their way");
     }
 
@@ -49,7 +62,8 @@ impl Coordinator {
         assert!(running.eq(pool), "the pool has bucket {pool:?} and others run");
         let Some(running) = &self.running else {
             let has_room = !self.staging.streams() && self.param_slots.lent() < self.param_slots.count();
-            return assert!(!has_room || !self.buckets.iter().any(|b| self.is_runnable(b)), "a bucket waits for an idle pool");
+            let waits = |b| self.is_runnable(b) && (has_room || b.phase == RowsArrived);
+            return assert!(!self.buckets.iter().any(waits), "a bucket waits for an idle pool");
         };
         assert!(!running.speculative || self.rules.may_speculate(), "the pool speculates under {:?}", self.rules.policy);
         assert_eq!(running.params.is_none(), matches!(running.kind, JobKind::Flush | JobKind::Commit), "new weights need a slot");

@@ -1,6 +1,6 @@
 //! The law of a bucket's step as a table: which phases there are, and what may follow what.
 
-use Phase::{Arrived, Copying, Ready, Running, Settled, Speculated};
+use Phase::{Arrived, Copying, CopyingRows, LacksRows, Ready, RowsArrived, Running, Settled, Speculated};
 use Queued::{Commit, Redo, Restore};
 
 /// Where a bucket is in its step.
@@ -12,7 +12,18 @@ pub(super) enum Phase {
     Arrived,
     Running,
     Speculated,
+    /// Speculated but for the batch's rows.
+    LacksRows,
+    CopyingRows,
+    RowsArrived,
     Queued(Queued),
+}
+
+impl Phase {
+    /// The device holds, or will hold, weights that a verdict may overturn.
+    pub(super) fn is_speculated(self) -> bool {
+        matches!(self, Speculated | LacksRows | CopyingRows | RowsArrived)
+    }
 }
 
 /// Why a bucket waits for the pool though its gradient is not new.
@@ -26,14 +37,27 @@ pub(super) enum Queued {
     Commit,
 }
 
+/// What of a bucket's gradient its slot, or the copy into it, lacks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Late {
+    Nothing,
+    /// The batch's rows.
+    Rows,
+    /// The batch's rows, which by now are enqueued on the device.
+    EnqueuedRows,
+}
+
 /// What may follow what; everything else is a bug.
-const LAW: [(Phase, &[Phase]); 9] = [
+const LAW: [(Phase, &[Phase]); 12] = [
     (Settled, &[Ready, Phase::Queued(Restore), Phase::Queued(Commit)]),
     (Ready, &[Copying, Settled]),
     (Copying, &[Arrived]),
-    (Arrived, &[Running, Settled]),
-    (Running, &[Speculated, Settled, Phase::Queued(Redo), Phase::Queued(Restore)]),
+    (Arrived, &[Running, Settled, Ready]),
+    (Running, &[Speculated, LacksRows, Settled, Ready, Phase::Queued(Redo), Phase::Queued(Restore)]),
     (Speculated, &[Settled, Phase::Queued(Redo), Phase::Queued(Restore)]),
+    (LacksRows, &[CopyingRows, Ready, Phase::Queued(Restore)]),
+    (CopyingRows, &[RowsArrived]),
+    (RowsArrived, &[Running, Ready, Phase::Queued(Restore)]),
     (Phase::Queued(Redo), &[Running]),
     (Phase::Queued(Restore), &[Running]),
     (Phase::Queued(Commit), &[Running]),

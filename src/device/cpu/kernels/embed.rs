@@ -4,9 +4,11 @@ use super::isa::vectorised;
 use super::pointwise::add_elems;
 use super::split::Chunks;
 use super::{Compute, ROW_BLOCK, SUMS};
-use crate::device::cpu::launch::{CpuArithmetic, TaskMemory};
-use crate::device::{Embed, EmbedBackward};
+use crate::device::cpu::CpuDevice;
+use crate::device::cpu::launch::{CpuArithmetic, TaskMemory, by_float};
+use crate::device::{Checked, Embed, EmbedBackward, Kernel, Launch, ScatterRows};
 use crate::dtype::Element;
+use crate::error::Result;
 
 impl CpuArithmetic for Embed {
     fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
@@ -69,6 +71,10 @@ pub(crate) fn embed_backward<T: Element>(
         for (entry, dtable) in (first..).zip(dtable.chunks_exact_mut(channels)) {
             let (rows, later) = rest.split_at(rest.partition_point(|key| key >> 32 == entry));
             rest = later;
+            if accumulate && rows.is_empty() {
+                // Nobody who reads it already needs to know.
+                continue;
+            }
             sum_rows(isa, dout, rows, accumulate, dtable);
         }
     });
@@ -90,10 +96,32 @@ vectorised! {
     }
 }
 
+/// On the stream of the copy before it, whose thread does it.
+impl Launch<ScatterRows> for CpuDevice {
+    fn accept(&mut self, kernel: Checked<ScatterRows>) -> Result<()> {
+        by_float!(kernel.float_format()?, T => self.beside(kernel, |kernel, memory| {
+            let table = memory.write::<T>(kernel.table);
+            scatter_rows(kernel, memory.read(kernel.rows), memory.read(kernel.packed), table);
+        }))
+    }
+}
+
+fn scatter_rows<T: Element>(kernel: ScatterRows, rows: &[i32], mut packed: &[T], table: &mut [T]) {
+    let ScatterRows { below, skipped, channels, .. } = kernel;
+    for (nth, row) in rows.iter().enumerate() {
+        let column = if nth == 0 { skipped } else { 0 };
+        let (values, later) = packed.split_at((channels - column).min(packed.len()));
+        table[*row as usize * channels + column - below..][..values.len()].copy_from_slice(values);
+        packed = later;
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::testing::{assert_close, assert_rounded, assert_same_everywhere, bits, fastest, values, wide, widened};
     use super::*;
+    use crate::device::{DeviceSlice, Stream};
+    use crate::dtype::Dtype;
     use half::bf16;
 
     const VOCAB: usize = 140;
@@ -136,6 +164,34 @@ mod tests {
                 want[token as usize * CHANNELS..].iter_mut().zip(row).for_each(|(want, x)| *want += x);
             }
             assert_close("dwte", &backward(&mut fastest(), &dout, accumulate), &want, 1e-6);
+        }
+    }
+
+    /// Rows 1, 4 and 7 of a table of ten: the first lacks its first element, the last its last two.
+    #[test]
+    fn rows_go_to_their_places_and_all_else_stays() {
+        let (rows, channels) = ([1, 4, 7], 5);
+        let mut table: Vec<f32> = (0..50).map(|i| i as f32).collect();
+        let packed: Vec<f32> = (0..12).map(|i| 100.0 + i as f32).collect();
+        let at = |elems, dtype| DeviceSlice::at(0, elems, dtype);
+        let [ids, float] = [Dtype::Int32, Dtype::Float32];
+        let (stream, below, skipped) = (Stream::H2d, 6, 1);
+        let kernel = ScatterRows { stream, rows: at(3, ids), packed: at(12, float), table: at(44, float), below, skipped, channels };
+        scatter_rows(kernel, &rows, &packed, &mut table[below..]);
+        let written: Vec<_> = (0..50).filter(|&i| table[i] != i as f32).collect();
+        assert_eq!(written, [6, 7, 8, 9, 20, 21, 22, 23, 24, 35, 36, 37]);
+        assert!(written.iter().zip(&packed).all(|(&i, &value)| table[i] == value));
+        let fits = |rows, skipped| ScatterRows { rows: at(rows, ids), skipped, ..kernel }.check_shape().is_ok();
+        assert!(fits(3, 1) && fits(3, 3) && !fits(2, 1) && !fits(3, 4) && !fits(4, 5));
+    }
+
+    /// Where gradients accumulate, those of rows that no token used keep their bits, the sign of a zero, too.
+    #[test]
+    fn rows_that_no_token_uses_are_not_touched() {
+        let (dout, mut dwte) = (vec![1.0f32; tokens().len() * CHANNELS], vec![-0.0f32; VOCAB * CHANNELS]);
+        embed_backward(&mut fastest(), &tokens(), &dout, &mut dwte, true, CHANNELS);
+        for (row, values) in (0..).zip(dwte.chunks_exact(CHANNELS)) {
+            assert!(tokens().contains(&row) || values.iter().all(|x| x.to_bits() == (-0.0f32).to_bits()), "row {row}");
         }
     }
 

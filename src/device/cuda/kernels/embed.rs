@@ -3,20 +3,22 @@
 use super::super::launch::{GpuKernel, LaunchConfig, Queue, args, size};
 use super::super::modules::PtxSource;
 use super::grid::{WARP, threads, whole_vectors, wide};
-use crate::device::{DeviceSlice, Embed, EmbedBackward, Kernel, Stream};
+use crate::device::{DeviceSlice, Embed, EmbedBackward, Kernel, ScatterRows, Stream};
 use crate::dtype::Dtype;
 use crate::error::Result;
 
 pub(super) const SOURCE: PtxSource = PtxSource {
     file: "transformer/embed.ptx",
     ptx: include_str!("../../../../ptx/transformer/embed.ptx"),
-    typed: &["embed", "embed_any", "embed_backward", "embed_backward_any"],
+    typed: &["embed", "embed_any", "embed_backward", "embed_backward_any", "scatter_rows", "scatter_rows_any"],
     plain: &["sort_entries"],
 };
 
 /// Most threads of a block of `embed`, and the vectors of a row that each has at a time.
 const EMBED_THREADS: usize = 256;
 const EMBED_VECS: usize = 2;
+/// Most threads of a block of `scatter_rows`, which has a row.
+const SCATTER_THREADS: usize = 256;
 /// Most threads of a block of the gradients.
 const BACKWARD_THREADS: usize = 128;
 /// Threads of a block of `sort_entries`, which ranks a warp's rows.
@@ -41,6 +43,19 @@ impl GpuKernel for EmbedBackward {
         let table = |entries, dtable, accumulate| Table { entries, dout, dtable, accumulate, channels };
         table(tokens, dwte, accumulate_wte).enqueue(queue, dtype)?;
         dwpe.map_or(Ok(()), |dwpe| table(positions, dwpe, accumulate_wpe).enqueue(queue, dtype))
+    }
+}
+
+impl GpuKernel for ScatterRows {
+    fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+        let Self { stream, rows, packed, table, below, skipped, channels } = self;
+        let dtype = self.float_format()?;
+        let lanes = wide(dtype);
+        let vectors = whole_vectors(channels, &[packed, table]) && below.is_multiple_of(lanes) && skipped.is_multiple_of(lanes);
+        let (name, lanes) = if vectors { ("scatter_rows", lanes) } else { ("scatter_rows_any", 1) };
+        let blocks = LaunchConfig::new(size(rows.elems())?, size(threads(channels, lanes).min(SCATTER_THREADS))?);
+        let args = args![rows, packed, table, packed.elems() as u64, below as u64, size(skipped)?, size(channels)?];
+        queue.launch(stream, name, Some(dtype), blocks, args)
     }
 }
 

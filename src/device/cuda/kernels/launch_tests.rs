@@ -130,6 +130,14 @@ fn rows(list: &mut List, r: &mut Room, rows: usize, cols: usize) -> Result<()> {
     CrossEntropyLoss { stats: r.f(3 * rows), loss: r.f(1), scale: 0.5, accumulate: true }.enqueue(list)
 }
 
+fn scatter(list: &mut List, r: &mut Room, rows: usize, channels: usize) -> Result<()> {
+    for (stream, below, skipped) in [(Stream::H2d, 128, 0), (Stream::Compute, 1024, 8.min(channels - 1)), (Stream::H2d, 1025, 0)] {
+        let (rows, packed, table) = (r.i(rows), r.x(rows * channels - skipped), r.x(50 * channels));
+        ScatterRows { stream, rows, packed, table, below, skipped, channels }.enqueue(list)?;
+    }
+    Ok(())
+}
+
 fn heads(list: &mut List, r: &mut Room, shape: AttentionShape, rotary_dim: usize) -> Result<()> {
     let (n, out, d) = (shape.tokens() * shape.qkv_cols(), shape.tokens() * shape.out_cols(), shape.head_dim);
     let (normed, lse) = (shape.tokens() * (shape.heads + shape.kv_heads), shape.tokens() * shape.heads);
@@ -287,6 +295,10 @@ fn listing() -> Result<String> {
         let mut room = Room { dtype, skew: 0, given: 0 };
         experts(&mut list, &mut room, 600, 2560)?;
         experts(&mut list, &mut room, 67, 515)?;
+    }
+    for (dtype, skew) in [(Dtype::Bfloat16, 0), (Dtype::Float16, 1), (Dtype::Float32, 0)] {
+        let mut room = Room { dtype, skew, given: 0 };
+        [(600, 2560), (67, 515), (1, 1)].into_iter().try_for_each(|(m, n)| scatter(&mut list, &mut room, m, n))?;
     }
     Ok(list.lines)
 }

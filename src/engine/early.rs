@@ -1,0 +1,81 @@
+//! What the driver does for buckets of a tied embedding that leave early: the coordinator is told when the output matrix's gradient is
+//! enqueued, and the rows of the batch, which come last, go packed. The protocol is in `coordinator/early.rs`.
+
+use super::coordinator::Event;
+use super::exchange::Exchange;
+use super::executor::Engine;
+use super::late_rows::LateRows;
+use super::route::Hop;
+use crate::bucket::slot::Slot;
+use crate::device::{Kernels, ScatterRows, Stream};
+use crate::error::Result;
+use std::ops::Range;
+
+impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
+    /// The buckets that leave early in this step: none where nothing is speculated, since rows are late for a speculation alone.
+    fn early(&self) -> Range<usize> {
+        if self.coordinator.is_speculating() { self.plan.layout.early() } else { 0..0 }
+    }
+
+    /// # Panics
+    /// If no bucket of the plan leaves early.
+    pub(super) fn late_rows(&self) -> &LateRows {
+        self.scratch.rows.as_ref().expect("a plan with buckets that leave early")
+    }
+
+    /// The output matrix's gradient of the step's last micro-batch is enqueued.
+    pub(super) fn head_grads_ready(&mut self, micro_step: usize) -> Result<()> {
+        let early = self.early();
+        let Some(rows) = self.scratch.rows.as_mut().filter(|_| !early.is_empty()) else { return Ok(()) };
+        let tokens = self.plan.batch * self.plan.seq_length;
+        rows.collect(&mut self.host, self.memory.batch(&self.plan, micro_step).slice(0, tokens * 4));
+        for bucket in early.rev() {
+            // What a test writes over a gradient is written over all of it.
+            self.spoil(bucket, 0)?;
+            self.issue(Hop::HeadBackward, bucket, None)?;
+            self.notify(Event::HeadGradReady(bucket))?;
+        }
+        Ok(())
+    }
+
+    /// What is enqueued next writes rows of the embedding's gradient, behind what copies them.
+    pub(super) fn rows_begin(&mut self) -> Result<()> {
+        self.early().try_for_each(|bucket| {
+            self.notify(Event::RowsBegin(bucket))?;
+            self.dev.wait(Stream::Compute, self.transfers.event(Hop::GradsOut, bucket))
+        })
+    }
+
+    /// The embedding's gradient is enqueued: packs its late rows.
+    pub(super) fn pack_rows(&mut self) -> Result<()> {
+        let mut early = self.early();
+        if early.is_empty() {
+            return Ok(());
+        }
+        early.try_for_each(|bucket| self.spoil(bucket, 0))?;
+        let ids = self.late_rows().ids();
+        self.model.pack_rows(&mut self.dev, ids)
+    }
+
+    /// The gradient of a bucket's late rows; it may have none.
+    pub(super) fn copy_rows_out(&mut self, stream: Stream, flat: &Range<usize>, slot: Slot) -> Result<()> {
+        let packed = self.late_rows().packing(&self.host).packed(flat);
+        if packed.is_empty() {
+            return Ok(());
+        }
+        self.copy_out(stream, self.model.packed_rows(&packed), self.scratch.step.params.slot(slot, packed.len()))
+    }
+
+    /// Their new weights.
+    pub(super) fn copy_rows_in(&mut self, stream: Stream, flat: &Range<usize>, slot: Slot) -> Result<()> {
+        let packing = self.late_rows().packing(&self.host);
+        let packed = packing.packed(flat);
+        if packed.is_empty() {
+            return Ok(());
+        }
+        let ((rows, skipped), below, channels) = (packing.rows_of(&packed), flat.start - packing.start, packing.channels);
+        let (values, table) = (self.model.packed_rows(&packed), self.weights(flat, flat.start));
+        self.copy_in(stream, self.scratch.step.params.slot(slot, packed.len()), values)?;
+        self.dev.launch(ScatterRows { stream, rows: self.model.row_ids(rows), packed: values, table, below, skipped, channels })
+    }
+}
