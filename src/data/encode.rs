@@ -503,7 +503,7 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(96))]
+        #![proptest_config(ProptestConfig::with_cases(32))]
         #[test]
         fn pieces_threads_and_blocks_change_no_id(
             texts in prop::collection::vec("([ab]{1,6}| {1,9}|é|\n|<s>|𝄞){0,300}", 1..4), threads in 1..5usize, step in 1..200usize,

@@ -111,7 +111,21 @@ struct Awaited<'a> {
 impl Batches for Awaited<'_> {
     fn fill(&mut self, batch: &mut Batch<'_>) -> Result<()> {
         (self.before_data)();
-        self.loader.fill(batch)
+        self.loader.fill(batch)?;
+        cut(batch);
+        Ok(())
+    }
+}
+
+/// Makes three documents of each row, where rows may hold several.
+fn cut(batch: &mut Batch<'_>) {
+    let Some(documents) = &mut batch.documents else { return };
+    let length = batch.seq_length;
+    for (starts, positions) in documents.chunks_exact_mut(length).zip(batch.positions.chunks_exact_mut(length)) {
+        for (column, (start, position)) in starts.iter_mut().zip(positions).enumerate() {
+            let begin = [length / 2, length / 5].into_iter().find(|begin| *begin <= column).unwrap_or(0);
+            (*start, *position) = (begin as i32, (column - begin) as i32);
+        }
     }
 }
 
@@ -187,9 +201,10 @@ fn move_to<D: Kernels, X: Exchange<D>>(engine: &mut Engine<D, X>, plan: Plan) ->
 /// All training cases.
 pub fn run<D: Kernels, W: Write>(report: &mut Report<W>, subject: &Subject<'_, D>) {
     for dtype in ["float32", "bfloat16"] {
-        report.case(&format!("training/losses in {dtype}"), || losses(subject, &shape(), dtype));
+        report.case(&format!("training/losses in {dtype}"), || losses(subject, &shape(), dtype, ""));
+        report.case(&format!("training/losses in {dtype}, several documents a row"), || losses(subject, &shape(), dtype, PACKED));
         for family in [Experts::Qwen3Moe, Experts::GptOss] {
-            report.case(&format!("training/losses of {family:?} in {dtype}"), || losses(subject, &family.shape(4), dtype));
+            report.case(&format!("training/losses of {family:?} in {dtype}"), || losses(subject, &family.shape(4), dtype, ""));
         }
     }
     for variant in variants() {
@@ -206,9 +221,12 @@ pub fn run<D: Kernels, W: Write>(report: &mut Report<W>, subject: &Subject<'_, D
     report.case("training/copies and optimizer run beside the compute stream", || overlap(subject));
 }
 
-/// Losses against the CPU device's.
-fn losses<D: Kernels>(subject: &Subject<'_, D>, shape: &ModelShape, dtype: &str) -> Outcome {
-    let toml = |dtype: &str| format!("{SPECULATE}bucket-mib = 0.0625\nresident-buckets = 0\ndtype = \"{dtype}\"\nmax-grad-norm = 1\n");
+const PACKED: &str = "packing = \"bfd\"\n";
+
+/// Losses against the CPU device's; `more` are settings of both.
+fn losses<D: Kernels>(subject: &Subject<'_, D>, shape: &ModelShape, dtype: &str, more: &str) -> Outcome {
+    let toml =
+        |dtype: &str| format!("{SPECULATE}{more}bucket-mib = 0.0625\nresident-buckets = 0\ndtype = \"{dtype}\"\nmax-grad-norm = 1\n");
     let reference: Subject<'_, CpuDevice> = Subject {
         engine: &cpu_engine,
         machine: Machine::cpu(2),
