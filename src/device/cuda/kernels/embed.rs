@@ -51,7 +51,9 @@ impl GpuKernel for ScatterRows {
         let Self { stream, rows, packed, table, below, skipped, channels } = self;
         let dtype = self.float_format()?;
         let lanes = wide(dtype);
-        let vectors = whole_vectors(channels, &[packed, table]) && below.is_multiple_of(lanes) && skipped.is_multiple_of(lanes);
+        // The last row, too, may only end where a vector does.
+        let is_whole = [below, skipped, packed.elems()].iter().all(|elems| elems.is_multiple_of(lanes));
+        let vectors = is_whole && whole_vectors(channels, &[packed, table]);
         let (name, lanes) = if vectors { ("scatter_rows", lanes) } else { ("scatter_rows_any", 1) };
         let blocks = LaunchConfig::new(size(rows.elems())?, size(threads(channels, lanes).min(SCATTER_THREADS))?);
         let args = args![rows, packed, table, packed.elems() as u64, below as u64, size(skipped)?, size(channels)?];

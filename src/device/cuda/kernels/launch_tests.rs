@@ -131,8 +131,11 @@ fn rows(list: &mut List, r: &mut Room, rows: usize, cols: usize) -> Result<()> {
 }
 
 fn scatter(list: &mut List, r: &mut Room, rows: usize, channels: usize) -> Result<()> {
-    for (stream, below, skipped) in [(Stream::H2d, 128, 0), (Stream::Compute, 1024, 8.min(channels - 1)), (Stream::H2d, 1025, 0)] {
-        let (rows, packed, table) = (r.i(rows), r.x(rows * channels - skipped), r.x(50 * channels));
+    let short = 4.min(channels - 1);
+    for (stream, below, skipped, missing) in
+        [(Stream::H2d, 128, 0, 0), (Stream::Compute, 1024, 8.min(channels - 1), 0), (Stream::H2d, 1025, 0, 0), (Stream::H2d, 128, 0, short)]
+    {
+        let (rows, packed, table) = (r.i(rows), r.x(rows * channels - skipped - missing), r.x(50 * channels));
         ScatterRows { stream, rows, packed, table, below, skipped, channels }.enqueue(list)?;
     }
     Ok(())
