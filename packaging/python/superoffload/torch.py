@@ -98,16 +98,18 @@ class CPUAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        given, hyper, stepped, held = [], [], [], []
+        given, hyper, stepped, steps, held = [], [], [], [], []
         index = first = 0
         for number, group in enumerate(self.param_groups):
             hyper.append(_hyper(group))
             for param in group["params"]:
                 if param.grad is not None:
-                    arrays = self._arrays(index, param)
-                    given.append(_given(index, param, arrays, first, int(self.state[param]["step"]) + 1, number))
+                    state = self.state[param]
+                    arrays = self._arrays(index, param, state)
+                    given.append(_given(index, param, arrays, first, int(state["step"].item()) + 1, number))
                     held.append(arrays)
                     stepped.append(param)
+                    steps.append(state["step"])
                 first += param.numel()
                 index += 1
         if not given:
@@ -116,9 +118,8 @@ class CPUAdamW(torch.optim.Optimizer):
         norm, scale = _cpu_adam.step(given, hyper, threads, self.isa, self.max_grad_norm)
         self.last = LastStep(norm, scale or 0.0, scale is None)
         if scale is not None:
-            for param in stepped:
-                self.state[param]["step"] += 1
-                torch.autograd.graph.increment_version(param)
+            torch._foreach_add_(steps, 1)
+            torch.autograd.graph.increment_version(stepped)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -154,10 +155,9 @@ class CPUAdamW(torch.optim.Optimizer):
         arrays = {key: torch.empty(param.shape, dtype=dtype).copy_(saved[key]) for key, dtype in formats.items()}
         return {"step": torch.tensor(float(saved["step"])), **arrays}
 
-    def _arrays(self, index: int, param: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _arrays(self, index: int, param: torch.Tensor, state: dict[str, Any]) -> tuple[torch.Tensor, ...]:
         """Weights that are stepped, moments and gradient; state that is not there yet is made."""
         _check_param(index, param)
-        state = self.state[param]
         if "step" not in state:
             state["step"] = torch.tensor(0.0)
         for key in ("exp_avg", "exp_avg_sq"):
@@ -181,10 +181,11 @@ class CPUAdamW(torch.optim.Optimizer):
 
 
 def _given(index: int, param: torch.Tensor, arrays: tuple[torch.Tensor, ...], first: int, step: int, group: int) -> tuple[Any, ...]:
-    weights, exp_avg, _, grad = arrays
+    weights, exp_avg, exp_avg_sq, grad = arrays
     narrow = 0 if weights is param else param.data_ptr()
+    addresses = (weights.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr(), grad.data_ptr(), narrow)
     formats = (FORMATS[exp_avg.dtype], FORMATS[grad.dtype], FORMATS[param.dtype])
-    return index, (*(array.data_ptr() for array in arrays), narrow), formats, param.numel(), first, step, group
+    return index, addresses, formats, param.numel(), first, step, group
 
 
 def _hyper(group: dict[str, Any]) -> tuple[float, ...]:
