@@ -28,9 +28,15 @@ stage=$(mktemp -d)
 trap 'rm -rf "$stage"' EXIT
 
 # The package's page is the README, and the licences travel with it: they are put beside its description here, so that nothing is written twice.
-mkdir "$stage/wheel"
+mkdir "$stage/wheel" "$stage/extension"
 cp -r packaging/python README.md LICENSE-MIT LICENSE-APACHE "$stage/wheel/"
 sed "s|^manifest-path = .*|manifest-path = \"$PWD/Cargo.toml\"|" packaging/pyproject.toml >"$stage/wheel/pyproject.toml"
+# The extension module of superoffload.torch: the stable ABI makes one serve every Python, so that it travels in the program's wheel.
+CARGO_TARGET_DIR=$built maturin build --quiet --zig --compatibility manylinux_2_17 --profile dist --locked --target "$target" \
+  --manifest-path packaging/torch/Cargo.toml --out "$stage/extension"
+python3 -m zipfile -e "$stage"/extension/*.whl "$stage/extension"
+find "$stage/extension" -name '_cpu_adam.abi3.so' -exec cp {} "$stage/wheel/python/superoffload/" \;
+[ -s "$stage/wheel/python/superoffload/_cpu_adam.abi3.so" ] || { echo "build: maturin made no extension module" >&2; exit 1; }
 (cd "$stage/wheel" && CARGO_TARGET_DIR=$built \
   maturin build --zig --compatibility manylinux_2_17 --profile dist --locked --target "$target" --out "$out")
 

@@ -1,4 +1,5 @@
-"""What a release is made of, as CycloneDX JSON: the crates that Cargo.lock pins, as far as the program has them on a target.
+"""What a release is made of, as CycloneDX JSON: the crates that the lock files pin, as far as the program and the extension
+module have them on a target.
 
     packaging/sbom.py TARGET > superoffload.cdx.json
 """
@@ -12,12 +13,16 @@ from pathlib import Path
 def main() -> None:
     target = sys.argv[1]
     root = Path(__file__).resolve().parent.parent
-    command = ["cargo", "metadata", "--format-version", "1", "--locked", "--filter-platform", target]
-    metadata = json.loads(subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout)
-    packages = {package["id"]: package for package in metadata["packages"]}
-    uses = {node["id"]: [d["pkg"] for d in node["deps"] if any(k["kind"] is None for k in d["dep_kinds"])] for node in metadata["resolve"]["nodes"]}
+    packages, uses = {}, {}
+    for manifest in ("Cargo.toml", "packaging/torch/Cargo.toml"):
+        command = ["cargo", "metadata", "--format-version", "1", "--locked", "--filter-platform", target, "--manifest-path", manifest]
+        metadata = json.loads(subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout)
+        packages |= {package["id"]: package for package in metadata["packages"]}
+        for node in metadata["resolve"]["nodes"]:
+            uses.setdefault(node["id"], set()).update(d["pkg"] for d in node["deps"] if any(k["kind"] is None for k in d["dep_kinds"]))
     own = next(package for package in packages.values() if package["name"] == "superoffload")
-    reached, pending = set(), [own["id"]]
+    extension = next(package for package in packages.values() if package["name"] == "superoffload-torch")
+    reached, pending = set(), [own["id"], extension["id"]]
     while pending:
         package = pending.pop()
         if package not in reached:
@@ -30,7 +35,7 @@ def main() -> None:
         "version": 1,
         "metadata": {"component": component(own, "application")},
         "components": [component(package, "library") for package in parts],
-        "dependencies": [{"ref": purl(packages[p]), "dependsOn": sorted(purl(packages[d]) for d in set(uses[p]))} for p in sorted(reached)],
+        "dependencies": [{"ref": purl(packages[p]), "dependsOn": sorted(purl(packages[d]) for d in uses[p])} for p in sorted(reached)],
     }
     print(json.dumps(document, indent=1))
 

@@ -47,6 +47,17 @@ grep -q '^digest: ' <<<"$said" || give_up "the demo says no digest: $said"
 "${clean[@]}" "$work/bare/bin/superoffload" selftest --device cpu kernels/swiglu kernels/adam
 "${clean[@]}" "$work/bare/bin/python" -W ignore -m unittest discover -s packaging/python/tests
 
+# superoffload.torch, where a Python has torch: the wheel lies beside that Python's packages. Lints, since the workspace's do not reach the crate.
+torch_python=${SUPEROFFLOAD_TORCH_PYTHON:-python3}
+if "$torch_python" -c 'import torch' 2>/dev/null; then
+  "$torch_python" -m pip install --quiet --disable-pip-version-check --no-index --no-deps --target "$work/beside-torch" "$wheel"
+  PYTHONPATH=$work/beside-torch "$torch_python" -W ignore -m unittest discover -s packaging/python/tests -p 'test_torch.py'
+else
+  echo "packages: LEFT OUT: superoffload.torch is not tested, $torch_python has no torch; name one that has in SUPEROFFLOAD_TORCH_PYTHON" >&2
+fi
+CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$PWD/target} cargo clippy --quiet --locked --manifest-path packaging/torch/Cargo.toml -- -D warnings
+cargo fmt --check --manifest-path packaging/torch/Cargo.toml
+
 # The job of a cluster: it is told that its time is over, and queues itself again.
 printf 'device: cpu\nseq-length: 16\nper-device-train-batch-size: 1\nmax-steps: 1000000\noutput-dir: %s\n' "$work/job" >"$work/job.yaml"
 SUPEROFFLOAD=$work/bare/bin/superoffload REQUEUE='echo requeued' bash packaging/deploy/train.slurm "$work/job.yaml" >"$work/job.log" 2>&1 &

@@ -76,6 +76,7 @@ pub mod hardware {
 pub mod host {
     pub use crate::host::affinity::{Placement, name_and_pin, workers_beside_others};
     pub use crate::host::doorbell::Doorbell;
+    pub use crate::host::homes::Homes;
     pub use crate::host::memory_policy::{HugePagesChoice, MemoryPolicy};
     #[cfg(feature = "mpam")]
     pub use crate::host::partition::join_optimizer;
@@ -146,5 +147,5 @@ pub mod trace {
 }
 
 pub mod units {
-    pub use crate::units::NormSq;
+    pub use crate::units::{Norm, NormSq};
 }

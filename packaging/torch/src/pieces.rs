@@ -1,0 +1,133 @@
+//! A step as a job of the pool: all tensors, one behind the other, in pieces of about equal size. Small tensors share a piece, so that they cost
+//! no hand-over each.
+
+use crate::tensor::Tensor;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use superoffload::internals::host::Job;
+use superoffload::internals::optim::{AdamKernels, BLOCK, fold};
+use superoffload::internals::units::{Norm, NormSq};
+
+/// Elements of a piece, a whole number of the norm's blocks: 1.8 MB of fp32 state and gradients, some hundred microseconds of a core.
+const PIECE_ELEMS: usize = 16 * BLOCK;
+
+/// A part of one tensor.
+struct Part {
+    tensor: usize,
+    elems: Range<usize>,
+    /// Index of its first partial sum of squares.
+    first_partial: usize,
+}
+
+/// What a step is about.
+pub(crate) struct Request {
+    tensors: Vec<Tensor>,
+    kernels: AdamKernels,
+    parts: Vec<Part>,
+    /// Of `parts`.
+    pieces: Vec<Range<usize>>,
+    /// Bits of the partial sums.
+    partials: Vec<AtomicU32>,
+    nonfinite: AtomicBool,
+}
+
+impl Request {
+    pub(crate) fn new(tensors: Vec<Tensor>, kernels: AdamKernels) -> Self {
+        let (mut parts, mut pieces, mut partials, mut room) = (Vec::new(), Vec::new(), 0, 0);
+        for (tensor, elems) in tensors.iter().map(|tensor| tensor.elems).enumerate() {
+            for start in (0..elems).step_by(PIECE_ELEMS) {
+                let elems = start..elems.min(start + PIECE_ELEMS);
+                if elems.len() > room {
+                    pieces.push(parts.len()..parts.len());
+                    room = PIECE_ELEMS;
+                }
+                room -= elems.len();
+                let blocks = elems.len().div_ceil(BLOCK);
+                parts.push(Part { tensor, elems, first_partial: partials });
+                partials += blocks;
+                if let Some(piece) = pieces.last_mut() {
+                    piece.end = parts.len();
+                }
+            }
+        }
+        let partials = (0..partials).map(|_| AtomicU32::new(0)).collect();
+        Self { tensors, kernels, parts, pieces, partials, nonfinite: AtomicBool::new(false) }
+    }
+
+    /// The norm of all gradients, once the pass that sums their squares is done.
+    pub(crate) fn norm(&self) -> Norm {
+        let partials: Vec<f32> = self.partials.iter().map(|bits| f32::from_bits(bits.load(Ordering::Relaxed))).collect();
+        fold(NormSq(0.0), &partials).norm(1.0)
+    }
+
+    pub(crate) fn saw_nonfinite(&self) -> bool {
+        self.nonfinite.load(Ordering::Relaxed)
+    }
+
+    /// # Safety
+    /// The gradient of `part` is there and nobody writes it.
+    unsafe fn sum_squares(&self, part: &Part) {
+        let mut sums = [0.0; PIECE_ELEMS / BLOCK];
+        let sums = &mut sums[..part.elems.len().div_ceil(BLOCK)];
+        // SAFETY: the caller's promise.
+        let grads = unsafe { self.tensors[part.tensor].grads(&part.elems) };
+        self.nonfinite.fetch_or(self.kernels.partials(grads, sums), Ordering::Relaxed);
+        for (place, sum) in self.partials[part.first_partial..].iter().zip(sums) {
+            place.store(sum.to_bits(), Ordering::Relaxed);
+        }
+    }
+}
+
+#[derive(Clone, Copy)]
+enum PassKind {
+    Norm,
+    Step { scale: f32 },
+}
+
+/// One pass over all gradients.
+pub(crate) struct Pass {
+    request: Arc<Request>,
+    kind: PassKind,
+}
+
+impl Pass {
+    /// Sums of squares of all gradients.
+    pub(crate) fn norm(request: &Arc<Request>) -> Self {
+        Self { request: request.clone(), kind: PassKind::Norm }
+    }
+
+    /// A step whose gradients are taken times `scale`.
+    pub(crate) fn step(request: &Arc<Request>, scale: f32) -> Self {
+        Self { request: request.clone(), kind: PassKind::Step { scale } }
+    }
+}
+
+// SAFETY: the Python side holds all tensors of a request until its passes are done, `overlap` saw that nothing written is shared, and the
+// parts of different pieces are disjoint.
+unsafe impl Job for Pass {
+    fn label(&self) -> (&'static str, u32) {
+        ("cpu_adam", 0)
+    }
+
+    fn traffic_bytes(&self) -> u64 {
+        0
+    }
+
+    fn pieces(&self) -> usize {
+        self.request.pieces.len()
+    }
+
+    unsafe fn run(&self, piece: usize) {
+        let request = &*self.request;
+        for part in &request.parts[request.pieces[piece].clone()] {
+            // SAFETY: the right to this memory is the job's, as above, and the caller gives this piece to nobody else.
+            unsafe {
+                match self.kind {
+                    PassKind::Norm => request.sum_squares(part),
+                    PassKind::Step { scale } => request.tensors[part.tensor].step(request.kernels, scale, &part.elems),
+                }
+            }
+        }
+    }
+}

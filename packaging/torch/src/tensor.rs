@@ -1,0 +1,175 @@
+//! Addresses of tensors, and what a step does to a part of one: the only place that trusts an address.
+
+use crate::Given;
+use half::bf16;
+use std::ops::Range;
+use superoffload::internals::optim::{AdamConsts, AdamHyper, AdamKernels, AdamState, AdamStep, Grads, Moment, Weights};
+
+/// Addresses of fp32 weights, both moments, gradient and 16-bit weights; the last is 0 where the parameter is the fp32 weights.
+pub(crate) type Addresses = (usize, usize, usize, usize, usize);
+/// Formats of moments, gradient and 16-bit weights.
+pub(crate) type Formats = (Format, Format, Format);
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Format {
+    F32,
+    Bf16,
+    F16,
+}
+
+impl Format {
+    fn bytes(self) -> usize {
+        if self == Self::F32 { 4 } else { 2 }
+    }
+}
+
+impl pyo3::FromPyObject<'_, '_> for Format {
+    type Error = pyo3::PyErr;
+
+    fn extract(name: pyo3::Borrowed<'_, '_, pyo3::PyAny>) -> pyo3::PyResult<Self> {
+        match name.extract()? {
+            "float32" => Ok(Self::F32),
+            "bfloat16" => Ok(Self::Bf16),
+            "float16" => Ok(Self::F16),
+            other => Err(pyo3::exceptions::PyValueError::new_err(format!("no format of a tensor here: {other}"))),
+        }
+    }
+}
+
+/// A parameter in a step.
+pub(crate) struct Tensor {
+    /// Of the parameter.
+    index: usize,
+    addresses: Addresses,
+    formats: Formats,
+    pub elems: usize,
+    /// Place of its first element in the flat order.
+    first: usize,
+    consts: AdamConsts,
+}
+
+/// Memory of the parameter `owner`.
+#[derive(Clone, Copy)]
+pub(crate) struct Span {
+    pub start: usize,
+    pub bytes: usize,
+    pub owner: usize,
+    pub written: bool,
+}
+
+/// Two owners of which one writes what the other has, too.
+pub(crate) fn overlap(mut spans: Vec<Span>) -> Option<(usize, usize)> {
+    spans.sort_unstable_by_key(|span| span.start);
+    // Of what began so far: what reaches furthest, and what of it is written.
+    let (mut furthest, mut written): (Option<Span>, Option<Span>) = (None, None);
+    let end = |span: Span| span.start + span.bytes;
+    for span in spans.into_iter().filter(|span| span.bytes > 0) {
+        let before = if span.written { furthest } else { written };
+        if let Some(before) = before.filter(|&before| end(before) > span.start) {
+            return Some((before.owner.min(span.owner), before.owner.max(span.owner)));
+        }
+        let further = |of: Option<Span>| of.is_none_or(|of| end(of) < end(span));
+        furthest = if further(furthest) { Some(span) } else { furthest };
+        written = if span.written && further(written) { Some(span) } else { written };
+    }
+    None
+}
+
+impl Tensor {
+    pub(crate) fn new((index, addresses, formats, elems, first, step, group): Given, groups: &[AdamHyper]) -> Result<Self, String> {
+        let hyper = groups.get(group).ok_or_else(|| format!("there is no group {group}"))?;
+        if step == 0 {
+            return Err("steps are counted from 1".into());
+        }
+        let (p, m, v, g, out) = addresses;
+        let is_good = |address: usize, format: Format| elems == 0 || address != 0 && address.is_multiple_of(format.bytes());
+        let weights_good = out == 0 || is_good(out, formats.2) && formats.2 != Format::F32;
+        if !(is_good(p, Format::F32) && is_good(m, formats.0) && is_good(v, formats.0) && is_good(g, formats.1) && weights_good) {
+            return Err(format!("an address of parameter {index} is 0 or not a multiple of its format's bytes"));
+        }
+        Ok(Self { index, addresses, formats, elems, first, consts: AdamConsts::new(hyper, step, true) })
+    }
+
+    pub(crate) fn spans(&self) -> [Span; 5] {
+        let ((p, m, v, g, out), (moments, grads, weights)) = (self.addresses, self.formats);
+        let span = |start: usize, format: Format, written| {
+            let bytes = if start == 0 { 0 } else { self.elems * format.bytes() };
+            Span { start, bytes, owner: self.index, written }
+        };
+        [span(p, Format::F32, true), span(m, moments, true), span(v, moments, true), span(g, grads, false), span(out, weights, true)]
+    }
+
+    /// The gradient's elements `at`.
+    ///
+    /// # Safety
+    /// The gradient is there and nobody writes it while the result lives.
+    pub(crate) unsafe fn grads(&self, at: &Range<usize>) -> Grads<'_> {
+        let address = self.addresses.3;
+        // SAFETY: the caller's promise.
+        unsafe {
+            match self.formats.1 {
+                Format::F32 => Grads::F32(read(address, at)),
+                Format::Bf16 => Grads::Bf16(read(address, at)),
+                Format::F16 => Grads::F16(read(address, at)),
+            }
+        }
+    }
+
+    /// Steps the elements `at`, their gradients times `scale`.
+    ///
+    /// # Safety
+    /// All addresses are good, and nobody else uses what lies there.
+    pub(crate) unsafe fn step(&self, kernels: AdamKernels, scale: f32, at: &Range<usize>) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match self.formats.0 {
+                Format::F32 => self.step_moments::<f32>(kernels, scale, at),
+                Format::Bf16 => self.step_moments::<bf16>(kernels, scale, at),
+                Format::F16 => unreachable!("Python offers no such moments"),
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`Tensor::step`]; `M` is the moments' format.
+    unsafe fn step_moments<M: Moment>(&self, kernels: AdamKernels, scale: f32, at: &Range<usize>) {
+        let (p, m, v, _, out) = self.addresses;
+        let step = AdamStep { consts: self.consts, scale };
+        // SAFETY: the caller's promise, for each array.
+        let (mut state, grads) = unsafe {
+            let (params, m, v) = (write(p, at), write::<M>(m, at), write::<M>(v, at));
+            (AdamState { first: self.first + at.start, params, m, v }, self.grads(at))
+        };
+        // SAFETY: as above.
+        match unsafe { self.weights(out, at) } {
+            Some(out) => kernels.step(step, &mut state, grads, out),
+            None => kernels.commit(step, &mut state, grads),
+        }
+    }
+
+    /// # Safety
+    /// As [`Tensor::step`].
+    unsafe fn weights(&self, address: usize, at: &Range<usize>) -> Option<Weights<'_>> {
+        // SAFETY: the caller's promise.
+        (address != 0).then(|| unsafe {
+            match self.formats.2 {
+                Format::F16 => Weights::F16(write(address, at)),
+                _ => Weights::Bf16(write(address, at)),
+            }
+        })
+    }
+}
+
+/// # Safety
+/// `address` is that of an array that has the elements `at`, and nobody writes them meanwhile.
+unsafe fn read<'a, T>(address: usize, at: &Range<usize>) -> &'a [T] {
+    // SAFETY: the caller's promise.
+    unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance::<T>(address).add(at.start), at.len()) }
+}
+
+/// # Safety
+/// As [`read`], and nobody else reads them either.
+unsafe fn write<'a, T>(address: usize, at: &Range<usize>) -> &'a mut [T] {
+    // SAFETY: the caller's promise.
+    unsafe { std::slice::from_raw_parts_mut(std::ptr::with_exposed_provenance_mut::<T>(address).add(at.start), at.len()) }
+}
