@@ -17,7 +17,8 @@ import torch
 try:
     from . import _cpu_adam
 except ImportError as error:
-    raise ImportError(f"superoffload.torch needs its extension module, which the wheel for Linux has ({error}): install superoffload from a wheel") from error
+    why = f"superoffload.torch lacks its extension module ({error}): install superoffload from a wheel, which has it"
+    raise ImportError(why) from error
 
 __all__ = ["CPUAdamW", "LastStep"]
 
