@@ -5,7 +5,7 @@ use crate::config::settings::TrainOptions;
 use crate::data::rows::Packing;
 use crate::error::{Error, Result};
 use crate::simulate::clip::Clip;
-use crate::simulate::random_tokens::DocumentLengths;
+use crate::simulate::random_tokens::LengthRange;
 use clap::Arg;
 use std::path::PathBuf;
 
@@ -31,7 +31,7 @@ pub struct StepOptions {
 
     /// With --packing bfd: tokens of the documents that fill the rows, each drawn from these with equal chances.
     #[arg(long, value_name = "LEAST-MOST")]
-    pub documents: Option<DocumentLengths>,
+    pub documents: Option<LengthRange>,
 
     /// Append the JSON line to this file instead of printing it.
     #[arg(long, value_name = "FILE")]

@@ -12,7 +12,7 @@ use crate::host::perf::WorkerCounts;
 use crate::metrics::MemoryUse;
 use crate::simulate::clip::Clip;
 use crate::simulate::outcome::Outcome;
-use crate::simulate::random_tokens::DocumentLengths;
+use crate::simulate::random_tokens::LengthRange;
 use crate::units::{Bytes, Count};
 use serde::Serialize;
 use std::fmt;
@@ -38,7 +38,7 @@ pub(crate) struct StepRecord {
     pub clip: Clip,
     /// Tokens of the documents in a row, least and most, where rows hold several.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub documents: Option<DocumentLengths>,
+    pub documents: Option<LengthRange>,
     /// Steps before the clock.
     pub(crate) warmup: u64,
     pub steps: u64,

@@ -19,7 +19,7 @@ use crate::metrics::MemoryUse;
 use crate::model::presets;
 use crate::model::shape::ModelShape;
 use crate::planner::plan::Plan;
-use crate::simulate::random_tokens::{DocumentLengths, RandomTokens};
+use crate::simulate::random_tokens::{LengthRange, RandomTokens};
 use crate::simulate::timed::Steps;
 use crate::trace::file::TraceFile;
 use std::fmt::Display;
@@ -36,7 +36,7 @@ pub(crate) struct StepBench {
     config: String,
     shape: ModelShape,
     steps: Steps,
-    documents: Option<DocumentLengths>,
+    documents: Option<LengthRange>,
 }
 
 struct Measurement<'a> {

@@ -10,6 +10,7 @@ const UNIT: usize = 128;
 const TOGETHER: usize = 4096;
 
 /// A document of a micro-batch: its first token, counted over all rows, and how many it has. As the GPU's kernels read it.
+#[cfg(any(test, feature = "cuda"))]
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
 pub(crate) struct PackedDocument {
@@ -18,6 +19,7 @@ pub(crate) struct PackedDocument {
 }
 
 /// Documents of a micro-batch that are computed at once.
+#[cfg(any(test, feature = "cuda"))]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct DocumentBatch {
     /// Tokens of each, with padding.
@@ -27,6 +29,7 @@ pub(crate) struct DocumentBatch {
 }
 
 /// The documents of a micro-batch, short ones first.
+#[cfg(any(test, feature = "cuda"))]
 #[derive(Clone, Debug, Default)]
 pub(crate) struct DocumentTable {
     pub(crate) documents: Vec<PackedDocument>,
@@ -34,6 +37,7 @@ pub(crate) struct DocumentTable {
     pub(crate) tokens: usize,
 }
 
+#[cfg(any(test, feature = "cuda"))]
 impl DocumentTable {
     /// From where in its row of `seq_length` each token's document begins.
     pub(crate) fn new(starts: &[i32], seq_length: usize) -> Self {

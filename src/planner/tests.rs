@@ -2,9 +2,10 @@
 
 use super::machine::Machine;
 use crate::bucket::layout::Tier;
+#[cfg(feature = "stv")]
+use crate::config::options::EarlyRows;
 use crate::config::options::{
-    ActivationsChoice, AttentionChoice, CastSide, EarlyRows, HostMemoryKind, ResidentBuckets, Rollback, Strategy, Technique, TrainDtype,
-    WeightsChoice,
+    ActivationsChoice, AttentionChoice, CastSide, HostMemoryKind, ResidentBuckets, Rollback, Strategy, Technique, TrainDtype, WeightsChoice,
 };
 use crate::config::settings::Settings;
 use crate::device::{Attention, DeviceKind};

@@ -10,9 +10,9 @@ use std::str::FromStr;
 
 /// Least and most tokens of a document.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
-pub struct DocumentLengths(RangeInclusive<usize>);
+pub struct LengthRange(RangeInclusive<usize>);
 
-impl FromStr for DocumentLengths {
+impl FromStr for LengthRange {
     type Err = String;
 
     fn from_str(text: &str) -> std::result::Result<Self, String> {
@@ -28,7 +28,7 @@ pub(crate) struct RandomTokens {
     vocab: usize,
     next: i32,
     /// Of the documents that fill rows which separate them; without, a row is one.
-    lengths: Option<DocumentLengths>,
+    lengths: Option<LengthRange>,
     /// How many of each length there were.
     documents: BTreeMap<usize, usize>,
 }
@@ -42,7 +42,7 @@ impl RandomTokens {
     }
 
     /// The same as documents of these lengths; the last of a row is cut where the row ends.
-    pub(crate) fn in_documents(self, lengths: Option<DocumentLengths>) -> Self {
+    pub(crate) fn in_documents(self, lengths: Option<LengthRange>) -> Self {
         Self { lengths, ..self }
     }
 
@@ -70,7 +70,7 @@ impl RandomTokens {
     fn length(&mut self, left: usize) -> usize {
         let drawn = match &self.lengths {
             None => left,
-            Some(DocumentLengths(lengths)) => {
+            Some(LengthRange(lengths)) => {
                 let (least, count) = (*lengths.start(), lengths.end() - lengths.start() + 1);
                 least + self.below(count)
             }
@@ -123,7 +123,7 @@ mod tests {
         assert!((0..300).all(|at| starts[at] + positions[at] == at as i32 % 100));
         let begins = |at: &usize| positions[*at] == 0;
         let begun: Vec<usize> = (0..300).filter(begins).chain([300]).collect();
-        let cut = |end: usize| end % 100 == 0;
+        let cut = |end: usize| end.is_multiple_of(100);
         assert!(begun.windows(2).all(|ends| (10..=20).contains(&(ends[1] - ends[0])) || cut(ends[1])), "{begun:?}");
         assert!(begun.len() > 15 && tokens.documents().values().sum::<usize>() == begun.len() - 1);
         assert_eq!(tokens.documents().iter().map(|(length, count)| length * count).sum::<usize>(), 300);
@@ -133,9 +133,9 @@ mod tests {
 
     #[test]
     fn lengths_are_two_numbers_of_which_the_second_is_no_less() {
-        assert_eq!("7-7".parse(), Ok(DocumentLengths(7..=7)));
+        assert_eq!("7-7".parse(), Ok(LengthRange(7..=7)));
         for text in ["", "7", "0-4", "5-4", "a-b", "1-2-3"] {
-            assert!(text.parse::<DocumentLengths>().unwrap_err().contains("200-4096"), "{text}");
+            assert!(text.parse::<LengthRange>().unwrap_err().contains("200-4096"), "{text}");
         }
     }
 }

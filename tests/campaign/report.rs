@@ -31,7 +31,7 @@ const NOT_RUN: [(&str, &str); 12] = [
         "a GPU that fails among several, and the death of one of several processes: no machine with two GPUs, and one process drives all",
     ),
     ("R18", "an hour of fuzzing by coverage for each target of R18 to R21: each was fuzzed for as long as its row says"),
-    ("R24", "synccheck, Miri on what calls the kernel or vector instructions, and the thread sanitizer"),
+    ("R24", "Miri on what calls the kernel or vector instructions, and the thread sanitizer"),
     ("R25", "24 hours, and half an hour on a GPU"),
     ("R29", "failures of loggers on the network: there are none"),
     ("R30", "states on an NVMe disk: there is no such tier"),

@@ -3,7 +3,7 @@
 mod attention;
 mod bias;
 mod cross_entropy;
-pub(super) mod documents;
+mod documents;
 mod embed;
 #[cfg(test)]
 mod emulator;
@@ -13,14 +13,13 @@ mod grouped;
 #[cfg(test)]
 mod launch_tests;
 mod norm;
+mod packed;
 mod pointwise;
 mod product;
 mod rope;
 mod route;
 mod sinks;
 pub(super) mod transfer;
-
-pub(super) use attention::fused;
 
 use super::modules::PtxSource;
 

@@ -48,7 +48,7 @@ impl Launch<AttentionBackward> for CudaDevice {
 }
 
 /// Enqueues `call` by cuDNN.
-pub(in super::super) fn fused(dev: &mut CudaDevice, call: sdpa::AttentionCall) -> Result<()> {
+pub(super) fn fused(dev: &mut CudaDevice, call: sdpa::AttentionCall) -> Result<()> {
     // Taken out while it runs: the span around it needs the device.
     let mut sdpa = dev.sdpa.take().ok_or_else(|| Error::Unsupported("fused attention on a device opened without cuDNN".into()))?;
     let result = dev.timed(Stream::Compute, call.name, |_| sdpa.enqueue(&call));

@@ -18,7 +18,7 @@ pub(super) const SOURCE: PtxSource = PtxSource {
 const THREADS: usize = 256;
 
 /// Copies of one batch of documents: `shape` is that of the batch, `seq_length` a row's, and `table` says where its documents lie.
-pub(in super::super) struct DocumentCopies {
+pub(super) struct DocumentCopies {
     table: DeviceSlice,
     count: u32,
     shape: AttentionShape,
@@ -27,19 +27,19 @@ pub(in super::super) struct DocumentCopies {
 
 impl DocumentCopies {
     /// `table` is that of the micro-batch.
-    pub(in super::super) fn new(table: DeviceSlice, batch: &DocumentBatch, shape: AttentionShape, seq_length: usize) -> Result<Self> {
+    pub(super) fn new(table: DeviceSlice, batch: &DocumentBatch, shape: AttentionShape, seq_length: usize) -> Result<Self> {
         let documents = &batch.documents;
         let table = table.slice(2 * documents.start, 2 * documents.len());
         Ok(Self { table, count: size(documents.len())?, shape, seq_length })
     }
 
     /// `padded`, `[documents, length, cols]`, from the rows of `rows`, `[T, cols]`; zeros where no token is.
-    pub(in super::super) fn gather(&self, queue: &mut impl Queue, rows: DeviceSlice, padded: DeviceSlice) -> Result<()> {
+    pub(super) fn gather(&self, queue: &mut impl Queue, rows: DeviceSlice, padded: DeviceSlice) -> Result<()> {
         self.copy(queue, "gather_documents", [rows, padded])
     }
 
     /// The rows of `rows` that the batch's tokens have, from `padded`.
-    pub(in super::super) fn scatter(&self, queue: &mut impl Queue, padded: DeviceSlice, rows: DeviceSlice) -> Result<()> {
+    pub(super) fn scatter(&self, queue: &mut impl Queue, padded: DeviceSlice, rows: DeviceSlice) -> Result<()> {
         self.copy(queue, "scatter_documents", [padded, rows])
     }
 
@@ -57,12 +57,12 @@ impl DocumentCopies {
     }
 
     /// `padded`, `[documents, heads, length]`, from `rows`, `[batch, heads, seq_length]`; zeros where no token is.
-    pub(in super::super) fn gather_lse(&self, queue: &mut impl Queue, rows: DeviceSlice, padded: DeviceSlice) -> Result<()> {
+    pub(super) fn gather_lse(&self, queue: &mut impl Queue, rows: DeviceSlice, padded: DeviceSlice) -> Result<()> {
         self.copy_lse(queue, "gather_lse", [rows, padded])
     }
 
     /// Those of the batch's tokens in `rows`, from `padded`.
-    pub(in super::super) fn scatter_lse(&self, queue: &mut impl Queue, padded: DeviceSlice, rows: DeviceSlice) -> Result<()> {
+    pub(super) fn scatter_lse(&self, queue: &mut impl Queue, padded: DeviceSlice, rows: DeviceSlice) -> Result<()> {
         self.copy_lse(queue, "scatter_lse", [padded, rows])
     }
 

@@ -131,11 +131,8 @@ fn rows(list: &mut List, r: &mut Room, rows: usize, cols: usize) -> Result<()> {
 }
 
 fn scatter(list: &mut List, r: &mut Room, rows: usize, channels: usize) -> Result<()> {
-    let short = 4.min(channels - 1);
-    for (stream, below, skipped, missing) in
-        [(Stream::H2d, 128, 0, 0), (Stream::Compute, 1024, 8.min(channels - 1), 0), (Stream::H2d, 1025, 0, 0), (Stream::H2d, 128, 0, short)]
-    {
-        let (rows, packed, table) = (r.i(rows), r.x(rows * channels - skipped - missing), r.x(50 * channels));
+    for (stream, below, skipped) in [(Stream::H2d, 128, 0), (Stream::Compute, 1024, 8.min(channels - 1)), (Stream::H2d, 1025, 0)] {
+        let (rows, packed, table) = (r.i(rows), r.x(rows * channels - skipped), r.x(50 * channels));
         ScatterRows { stream, rows, packed, table, below, skipped, channels }.enqueue(list)?;
     }
     Ok(())
@@ -317,4 +314,15 @@ fn launches_are_those_that_are_listed() {
         assert_eq!(now, listed, "launches.txt:{}", line + 1);
     }
     assert_eq!(now.lines().count(), LISTED.lines().count());
+}
+
+#[test]
+fn a_last_row_that_ends_within_a_vector_is_scattered_by_element() {
+    let name = |missing: usize| {
+        let (mut list, mut r) = (List::default(), Room { dtype: Dtype::Bfloat16, skew: 0, given: 0 });
+        let (rows, packed, table) = (r.i(5), r.x(5 * 24 - missing), r.x(50 * 24));
+        ScatterRows { stream: Stream::H2d, rows, packed, table, below: 0, skipped: 0, channels: 24 }.enqueue(&mut list).unwrap();
+        list.lines.split(' ').nth(1).unwrap().to_string()
+    };
+    assert_eq!([0, 8, 12].map(name), ["scatter_rows", "scatter_rows", "scatter_rows_any"]);
 }

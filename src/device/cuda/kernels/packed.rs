@@ -1,0 +1,118 @@
+//! cuDNN's attention over rows of several documents: these are gathered by length, computed as sequences of their own, and put back. See
+//! [`documents`](crate::device::documents).
+
+use super::super::CudaDevice;
+use super::super::error::check;
+use super::super::packed::Packed;
+use super::super::sdpa::AttentionCall;
+use super::attention::fused;
+use super::documents::DocumentCopies;
+use crate::device::documents::{DocumentTable, batch_shape, batch_shapes};
+use crate::device::footprint::gpu::{DocumentScratch, document_scratch};
+use crate::device::{AttentionBackward, AttentionForward, AttentionShape, Device, DeviceSlice, Kernel, Stream};
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
+use cust::sys;
+
+impl CudaDevice {
+    /// Compiles what documents of any length may need, and makes room for them.
+    pub(in super::super) fn prepare_documents(&mut self, shape: &AttentionShape, dtype: Dtype) -> Result<()> {
+        self.reserve_documents(shape)?;
+        self.sdpa.as_mut().map_or(Ok(()), |sdpa| batch_shapes(shape).try_for_each(|shape| sdpa.prepare(&shape, dtype)))
+    }
+
+    fn reserve_documents(&mut self, shape: &AttentionShape) -> Result<()> {
+        let elems = document_scratch(shape).total() / Dtype::Float32.bytes();
+        if self.packed.scratch.elems() < elems {
+            self.free(self.packed.scratch)?;
+            self.packed.scratch = self.alloc("packed documents", elems, Dtype::Float32)?;
+        }
+        Ok(())
+    }
+
+    /// The kernels enqueued from now on find these documents.
+    pub(in super::super) fn send_documents(&mut self, documents: DocumentTable) -> Result<()> {
+        if self.packed.table.elems() < 2 * documents.tokens {
+            self.free(self.packed.table)?;
+            self.packed.table = self.alloc("documents", 2 * documents.tokens, Dtype::Int32)?;
+        }
+        let bytes: &[u8] = bytemuck::cast_slice(&documents.documents);
+        let (to, raw) = (self.packed.table.addr(), &self.streams[Stream::Compute as usize]);
+        // SAFETY: the table has room for a document a token. The driver has read pageable memory when the call returns.
+        let status = unsafe { sys::cuMemcpyHtoDAsync_v2(to, bytes.as_ptr().cast(), bytes.len(), raw.0) };
+        check(status, || "send a table of documents".into())?;
+        self.packed.documents = documents;
+        Ok(())
+    }
+
+    /// The copies of each batch of documents, and what these are gathered to.
+    ///
+    /// # Errors
+    /// `Unsupported` for shapes and formats that cuDNN's kernels do not take; `Resource` for other documents than were announced.
+    fn document_batches(&mut self, shape: &AttentionShape, dtype: Dtype) -> Result<Vec<(DocumentCopies, AttentionShape)>> {
+        self.prepare_documents(shape, dtype)?;
+        let Packed { documents, table, .. } = &self.packed;
+        if documents.tokens != shape.tokens() {
+            let cause = format!("documents of {} tokens were announced, and attention goes over {}", documents.tokens, shape.tokens());
+            return Err(Error::resource("run cuDNN's attention", cause));
+        }
+        let copies = |batch: &_, part| Ok((DocumentCopies::new(*table, batch, part, shape.seq_length)?, part));
+        documents.batches().iter().map(|batch| copies(batch, batch_shape(shape, batch.length))).collect()
+    }
+
+    pub(in super::super) fn attend_packed(&mut self, kernel: &AttentionForward) -> Result<()> {
+        let AttentionForward { qkv, out, lse, shape, .. } = *kernel;
+        let dtype = kernel.float_format()?;
+        for (copies, part) in self.document_batches(&shape, dtype)? {
+            let room = GatheredDocuments::new(self.packed.scratch, &shape, &part, dtype);
+            copies.gather(self, qkv, room.qkv)?;
+            fused(
+                self,
+                AttentionCall::forward(&AttentionForward { qkv: room.qkv, documents: None, out: room.out, lse: room.lse, shape: part })?,
+            )?;
+            copies.scatter(self, room.out, out)?;
+            copies.scatter_lse(self, room.lse, lse)?;
+        }
+        Ok(())
+    }
+
+    pub(in super::super) fn attend_packed_backward(&mut self, kernel: &AttentionBackward) -> Result<()> {
+        let AttentionBackward { dout, qkv, out, lse, dqkv, shape, .. } = *kernel;
+        let dtype = kernel.float_format()?;
+        for (copies, part) in self.document_batches(&shape, dtype)? {
+            let room = GatheredDocuments::new(self.packed.scratch, &shape, &part, dtype);
+            for (rows, padded) in [(dout, room.dout), (qkv, room.qkv), (out, room.out)] {
+                copies.gather(self, rows, padded)?;
+            }
+            copies.gather_lse(self, lse, room.lse)?;
+            let GatheredDocuments { dout, qkv, out, lse, dqkv: padded } = room;
+            fused(self, AttentionCall::backward(&AttentionBackward { dout, qkv, documents: None, out, lse, dqkv: padded, shape: part })?)?;
+            copies.scatter(self, padded, dqkv)?;
+        }
+        Ok(())
+    }
+}
+
+/// Where one batch of documents has what.
+struct GatheredDocuments {
+    qkv: DeviceSlice,
+    dqkv: DeviceSlice,
+    out: DeviceSlice,
+    dout: DeviceSlice,
+    lse: DeviceSlice,
+}
+
+impl GatheredDocuments {
+    fn new(scratch: DeviceSlice, shape: &AttentionShape, part: &AttentionShape, dtype: Dtype) -> Self {
+        let DocumentScratch { qkv, out, .. } = document_scratch(shape);
+        let (qkv_elems, out_elems) = (part.tokens() * part.qkv_cols(), part.tokens() * part.out_cols());
+        let at = |bytes: usize, elems, dtype| DeviceSlice::at(scratch.addr() + bytes as u64, elems, dtype);
+        Self {
+            qkv: at(0, qkv_elems, dtype),
+            dqkv: at(qkv, qkv_elems, dtype),
+            out: at(2 * qkv, out_elems, dtype),
+            dout: at(2 * qkv + out, out_elems, dtype),
+            lse: at(2 * (qkv + out), part.tokens() * part.heads, Dtype::Float32),
+        }
+    }
+}
