@@ -389,6 +389,7 @@ fn settings_of(line: &Value) -> Settings {
         // The first lines are of a program that could not stream.
         weights: if plan["streamed_elems"].as_u64().unwrap_or(0) > 0 { WeightsChoice::Flow } else { WeightsChoice::Replicated },
         hbm_limit: settings["hbm_limit"].as_u64().map(Bytes),
+        gradient_shares: settings["gradient_shares"].as_u64().map(|shares| shares as usize),
         ..Settings::default()
     }
 }
