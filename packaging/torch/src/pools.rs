@@ -3,6 +3,7 @@
 use crate::pieces::Pass;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use superoffload::Result;
@@ -59,10 +60,11 @@ pub(crate) fn run(pass: Pass, threads: usize) -> Result<()> {
     }
     POOLS.with_borrow_mut(|pools| {
         pools.retain(|_, pool| pool.is_here());
-        if !pools.contains_key(&threads) {
-            pools.insert(threads, OwnPool::start(threads)?);
-        }
-        let outcome = pools.get_mut(&threads).map_or(Ok(()), |pool| pool.run(pass));
+        let pool = match pools.entry(threads) {
+            Entry::Occupied(pool) => pool.into_mut(),
+            Entry::Vacant(place) => place.insert(OwnPool::start(threads)?),
+        };
+        let outcome = pool.run(pass);
         if outcome.is_err() {
             // A worker is gone.
             pools.remove(&threads);
