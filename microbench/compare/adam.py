@@ -19,15 +19,15 @@ BYTES_PER_PARAM = 28
 HYPER = dict(lr=1e-5, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 
 
-def torch_fused(torch, param):
-    return torch.optim.AdamW([param], fused=True, **HYPER)
+def torch_fused(torch, params):
+    return torch.optim.AdamW(params, fused=True, **HYPER)
 
 
-def deepspeed(torch, param):
+def deepspeed(torch, params):
     os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    return DeepSpeedCPUAdam([param], **HYPER)
+    return DeepSpeedCPUAdam(params, **HYPER)
 
 
 def machine():
@@ -41,7 +41,7 @@ def verify(torch, make):
     start, grad = torch.linspace(-1, 1, 4096), torch.linspace(-3, 5, 4096)
     param = torch.nn.Parameter(start.clone())
     param.grad = grad.clone()
-    make(torch, param).step()
+    make(torch, [param]).step()
     wide = start.double() * (1 - HYPER["lr"] * HYPER["weight_decay"]) - HYPER["lr"] * grad.double() / (grad.double().abs() + HYPER["eps"])
     assert torch.allclose(param.detach().double(), wide, rtol=0, atol=2e-7), "the step is not AdamW's"
 
@@ -50,7 +50,7 @@ def measure(torch, name, make, params, seconds):
     verify(torch, make)
     param = torch.nn.Parameter(torch.full((params,), 0.01))
     param.grad = torch.full((params,), 1e-3)
-    optimizer = make(torch, param)
+    optimizer = make(torch, [param])
     optimizer.step()
     times, started = [], time.perf_counter()
     while not times or time.perf_counter() - started < seconds:
@@ -67,18 +67,23 @@ def measure(torch, name, make, params, seconds):
     }
 
 
+def import_torch(threads):
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    try:
+        import torch
+    except ImportError as error:
+        sys.exit(f"{error}: pip install torch")
+    torch.set_num_threads(threads)
+    return torch
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--params", type=int, default=1 << 30)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--seconds", type=float, default=2.0)
     options = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = str(options.threads)
-    try:
-        import torch
-    except ImportError as error:
-        sys.exit(f"{error}: pip install torch")
-    torch.set_num_threads(options.threads)
+    torch = import_torch(options.threads)
     for name, make in (("torch " + torch.__version__ + " fused", torch_fused), ("deepspeed", deepspeed)):
         try:
             print(json.dumps(measure(torch, name, make, options.params, options.seconds)), flush=True)

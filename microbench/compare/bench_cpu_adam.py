@@ -15,38 +15,24 @@ import statistics
 import sys
 import time
 
-HYPER = dict(lr=1e-5, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+import adam
 
 
 def ours(torch, params):
     from superoffload.torch import CPUAdamW
 
-    return CPUAdamW(params, **HYPER)
-
-
-def torch_fused(torch, params):
-    return torch.optim.AdamW(params, fused=True, **HYPER)
+    return CPUAdamW(params, **adam.HYPER)
 
 
 def torch_foreach(torch, params):
-    return torch.optim.AdamW(params, foreach=True, **HYPER)
+    return torch.optim.AdamW(params, foreach=True, **adam.HYPER)
 
 
-def deepspeed(torch, params):
-    os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    return DeepSpeedCPUAdam(params, **HYPER)
-
-
-MAKERS = {"superoffload": ours, "torch fused": torch_fused, "torch foreach": torch_foreach, "deepspeed": deepspeed}
+MAKERS = {"superoffload": ours, "torch fused": adam.torch_fused, "torch foreach": torch_foreach, "deepspeed": adam.deepspeed}
 
 
 def machine(torch):
-    with open("/proc/cpuinfo") as lines:
-        cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), None)
-    facts = {"cpu": cpu, "arch": platform.machine(), "usable_cpus": len(os.sched_getaffinity(0)), "kernel": platform.release()}
-    return {**facts, "python": platform.python_version(), "torch": torch.__version__}
+    return {**adam.machine(), "python": platform.python_version(), "torch": torch.__version__}
 
 
 def shapes(params):
@@ -118,12 +104,7 @@ def main():
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = str(options.threads)
-    try:
-        import torch
-    except ImportError as error:
-        sys.exit(f"{error}: pip install torch")
-    torch.set_num_threads(options.threads)
+    torch = adam.import_torch(options.threads)
     names = []
     for name, make in MAKERS.items():
         try:

@@ -69,7 +69,7 @@ impl AttentionShape {
 /// Causal attention.
 ///
 /// # Errors
-/// `Unsupported` for documents and soft caps where a library computes attention and has neither.
+/// `Unsupported` for soft caps where a library computes attention, which has none.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionForward {
     /// `[T, (heads + 2 kv_heads) * head_dim]`

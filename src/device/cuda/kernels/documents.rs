@@ -35,16 +35,16 @@ impl DocumentCopies {
 
     /// `padded`, `[documents, length, cols]`, from the rows of `rows`, `[T, cols]`; zeros where no token is.
     pub(super) fn gather(&self, queue: &mut impl Queue, rows: DeviceSlice, padded: DeviceSlice) -> Result<()> {
-        self.copy(queue, "gather_documents", [rows, padded])
+        self.copy(queue, "gather_documents", [rows, padded], padded)
     }
 
     /// The rows of `rows` that the batch's tokens have, from `padded`.
     pub(super) fn scatter(&self, queue: &mut impl Queue, padded: DeviceSlice, rows: DeviceSlice) -> Result<()> {
-        self.copy(queue, "scatter_documents", [padded, rows])
+        self.copy(queue, "scatter_documents", [padded, rows], padded)
     }
 
-    fn copy(&self, queue: &mut impl Queue, name: &'static str, [from, to]: [DeviceSlice; 2]) -> Result<()> {
-        let padded = if name == "gather_documents" { to } else { from };
+    /// `padded` is one of the two.
+    fn copy(&self, queue: &mut impl Queue, name: &'static str, [from, to]: [DeviceSlice; 2], padded: DeviceSlice) -> Result<()> {
         let cols = padded.elems() / self.shape.tokens();
         if !whole_vectors(cols, &[from, to]) {
             let addresses = format!("rows of {cols} elements at {:#x} and {:#x} are not aligned to 16 bytes", from.addr(), to.addr());

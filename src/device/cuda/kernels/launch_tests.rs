@@ -250,7 +250,7 @@ fn sinks(list: &mut List, r: &mut Room, shape: AttentionShape) -> Result<()> {
     SinksBackward { dout, out, lse, sinks: r.x(heads), dsinks: r.x(heads), accumulate: true, shape }.enqueue(list)
 }
 
-/// A batch of documents out of two rows and back: one more than it has places is another's.
+/// Two rows of two documents each, the four of one padded length: out of the rows and back.
 fn documents(list: &mut List, r: &mut Room, shape: AttentionShape) -> Result<()> {
     let starts: Vec<i32> = (0..2 * 700).map(|token| if token % 700 < 300 { 0 } else { 300 }).collect();
     let table = DocumentTable::new(&starts, 700);
