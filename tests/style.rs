@@ -41,6 +41,7 @@ const RULES: [Rule; 7] = [
             "src/optim/simd",
             "src/probe/mod.rs",
             "src/probe/states.rs",
+            "src/probe/together.rs",
             "microbench/src/bin",
             "microbench/src/stream.rs",
             // Memory of torch's tensors, of which it knows addresses.

@@ -144,7 +144,7 @@ pub(crate) fn profile(options: &TrainOptions, log: &mut dyn FnMut(&dyn fmt::Disp
         }
         Some(name) if name == Path::new("this") => {
             let (device, cuda_libraries) = (options.device.unwrap_or(DeviceChoice::Auto), options.cuda_libraries.clone());
-            probe::run(&ProbeOptions { device, seconds: PROBE_S, out: None, save: false, cuda_libraries }, log)
+            probe::run(&ProbeOptions { device, gpus: None, seconds: PROBE_S, out: None, save: false, cuda_libraries }, log)
         }
         Some(name) if name == Path::new(AUTO) => {
             let kept = MachineId::new(&Topology::this_machine())?.file().and_then(SelectedProfile::kept);

@@ -127,7 +127,8 @@ impl SelectedProfile {
             1 => "does not say; assumed: the optimizer is shared, links are not, GPUs copy as fast as links".into(),
             known => format!("says what each of {known} gets, and that is assumed, with the optimizer shared by {gpus}"),
         };
-        Some(format!("rates of {gpus} GPUs together: {name} {what}"))
+        let remedy = format!("`superoffload probe --save --gpus {gpus}` measures them");
+        Some(format!("rates of {gpus} GPUs together: {name} {what}; {remedy}"))
     }
 
     /// That of the nearest machine, with as many GPUs if there is one, else with more, else with the most. What joins GPUs that nobody knows
@@ -259,7 +260,7 @@ mod tests {
         std::fs::write(&file, of_two.to_string()).unwrap();
         let selected = kept().unwrap().unwrap();
         assert_eq!((selected.unknown_together(2), &selected.profile.together), (None, &of_two.together));
-        assert!(selected.unknown_together(4).unwrap().contains("what each of 2 gets"));
+        assert!(selected.unknown_together(4).unwrap().ends_with("; `superoffload probe --save --gpus 4` measures them"));
         std::fs::write(&file, include_str!("../../paper-figures/results/h200-probe-3-busy.toml")).unwrap();
         let busy = "samples differ in host.adam_bytes_per_s_by_threads by 35 %, host.cast_bytes_per_s_by_threads by 68 %; measure again";
         let selected = kept().unwrap().unwrap().to_string();

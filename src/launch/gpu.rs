@@ -50,7 +50,7 @@ pub(crate) fn visible() -> Result<Vec<GpuId>> {
 ///
 /// # Errors
 /// `Usage` when there are fewer; `Unsupported` when they are of several models: they would not compute the same bits, nor in the same time.
-pub(super) fn first(visible: Vec<GpuId>, count: usize) -> Result<Vec<GpuId>> {
+pub(crate) fn first(visible: Vec<GpuId>, count: usize) -> Result<Vec<GpuId>> {
     let all = visible.len();
     if count > all {
         let are = if all == 1 { "is 1 GPU".into() } else { format!("are {all} GPUs") };

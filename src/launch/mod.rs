@@ -8,5 +8,5 @@ pub(crate) mod engine;
 pub(crate) mod gpu;
 pub(crate) mod open;
 pub(crate) mod peer_links;
-mod ranks;
+pub(crate) mod ranks;
 mod share;

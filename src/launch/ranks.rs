@@ -56,7 +56,7 @@ pub(super) fn run<D: Kernels + Peers, T>(
 }
 
 /// Leaves the board when it is dropped, however that comes: nobody can go on without a rank.
-struct Leave(Seat);
+pub(crate) struct Leave(pub(crate) Seat);
 
 impl Drop for Leave {
     fn drop(&mut self) {

@@ -7,6 +7,7 @@
 //! - [`copies`]: the link, by size and way, alone and both ways; managed memory
 //! - [`host`]: memory, the optimizer's pass and casts by threads, waking; over [`states`], by [`workers`]
 //! - [`contention`]: all of them beside each other; [`sharing`]: on CPUs that are the device, too
+//! - [`together`]: several GPUs, all of them busy
 //!
 //! The host is measured first: a GPU that has rested shows its burst.
 #![allow(unsafe_code)]
@@ -25,22 +26,25 @@ pub(crate) mod sharing;
 mod sizes;
 pub(crate) mod states;
 pub(crate) mod timer;
+pub(crate) mod together;
 mod work_done;
 pub(crate) mod workers;
 
-use crate::config::options::DeviceChoice;
+use crate::config::options::{DeviceChoice, GpuCount};
 use crate::config::settings::Settings;
 use crate::device::cpu::Schedule;
 use crate::device::{Attention, Kernels};
 use crate::engine::pool::Pool;
 use crate::engine::step_job::StepJob;
 use crate::error::{Error, Result};
-use crate::hardware::profile::{Contention, CpuDevice as CpuRates, Gpu, Host, Link, Profile, VERSION};
+use crate::hardware::gpu::GpuId;
+use crate::hardware::profile::{Contention, CpuDevice as CpuRates, Gpu, Host, Link, Profile, Together, VERSION};
 use crate::hardware::selected_profile::MachineId;
 use crate::hardware::topology::Topology;
 use crate::host::affinity::workers_beside_others;
 use crate::host::doorbell::Doorbell;
 use crate::host::pinned::HostMemory;
+use crate::launch::peer_links::PeerLinks;
 use crate::launch::{devices, gpu, open};
 use crate::memory::{Addressing, DeviceMemory};
 use arithmetic::Arithmetic;
@@ -55,6 +59,7 @@ use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use timer::Timer;
+use together::{JointProbe, RankPart};
 use workers::{Workers, memory_policy};
 
 /// What `probe` can be told.
@@ -63,6 +68,10 @@ pub struct ProbeOptions {
     /// What computes: auto, cpu or cuda.
     #[arg(long, value_name = "auto|cpu|cuda", default_value = "auto")]
     pub device: DeviceChoice,
+
+    /// GPUs that are measured all at once besides, a number or all; all, unless they are of several models.
+    #[arg(long, value_name = "N|all")]
+    pub gpus: Option<GpuCount>,
 
     /// About how long measurements take; starting and filling memory take some seconds more.
     #[arg(long, value_name = "N", default_value_t = 40, value_parser = clap::value_parser!(u64).range(1..=3600))]
@@ -85,6 +94,26 @@ impl ProbeOptions {
     /// What is measured: rates are kept of GPUs alone, and never of the CPUs in place of one that does not open.
     fn device(&self) -> DeviceChoice {
         if self.save { DeviceChoice::Cuda } else { self.device }
+    }
+
+    fn libraries(&self) -> Vec<PathBuf> {
+        self.cuda_libraries.iter().cloned().collect()
+    }
+
+    /// The GPUs of `visible` that are measured all at once, if there are several; `log` hears why not.
+    ///
+    /// # Errors
+    /// Those of [`gpu::first`] for GPUs that were asked for.
+    fn company(&self, visible: Vec<GpuId>, log: &mut dyn FnMut(&dyn Display)) -> Result<Vec<GpuId>> {
+        let all = visible.len();
+        match self.gpus {
+            Some(GpuCount::Count(count)) => gpu::first(visible, count),
+            Some(GpuCount::All) => gpu::first(visible, all),
+            None => Ok(gpu::first(visible, all).unwrap_or_else(|why| {
+                log(&format_args!("not measured together: {why}"));
+                Vec::new()
+            })),
+        }
     }
 
     /// The file to write the profile to, if one is asked for.
@@ -120,6 +149,10 @@ pub(crate) fn run(options: &ProbeOptions, log: &mut dyn FnMut(&dyn Display)) -> 
     log(&format_args!("host: memory, optimizer and casts by threads"));
     // SAFETY: what measures does one job at a time, and waits for it before `memory` is dropped.
     let states = unsafe { States::new(&topology, &mut memory) }?;
+    let gpus = if chosen.is_gpu() { options.company(gpu::visible()?, log)? } else { Vec::new() };
+    if options.gpus.is_some() && !chosen.is_gpu() {
+        return Err(Error::usage("--gpus: only rates of GPUs are measured together"));
+    }
     let host_share = if chosen.is_gpu() { 0.3 } else { 0.4 };
     let host = host::measure(&topology, cpus, &states, host_share * time_s)?;
     let (device, sections) = match chosen.machine.device {
@@ -137,12 +170,14 @@ pub(crate) fn run(options: &ProbeOptions, log: &mut dyn FnMut(&dyn Display)) -> 
         }
         DeviceMemory::Own { bytes, addressing } => {
             let pool = Workers::new(&topology, workers_beside_others(cpus))?.pool;
-            let libraries = options.cuda_libraries.iter().cloned().collect();
-            let mut dev = gpu::open(0, libraries, Attention::Cudnn { deterministic: true }, 0)?;
+            let mut dev = gpu::open(0, options.libraries(), Attention::Cudnn { deterministic: true }, 0)?;
             let context = ProbeContext { free_bytes: bytes, addressing, memory: &mut memory, states: &states, pool };
-            let (gpu, link, contention) = measure_device(&mut dev, ProbeSizes::GPU, context, 0.7 * time_s, log)?;
-            let sections = Sections { gpu: Some(gpu), link: Some(link), contention: Some(contention), cpu_device: None };
-            (crate::device::Device::describe(&dev), sections)
+            let share = if gpus.len() > 1 { 0.5 } else { 0.7 };
+            let (gpu, link, contention) = measure_device(&mut dev, ProbeSizes::GPU, context, share * time_s, log)?;
+            let device = crate::device::Device::describe(&dev);
+            drop(dev);
+            let together = if gpus.len() > 1 { Some(measure_together(options, &topology, &gpus, 0.2 * time_s, log)?) } else { None };
+            (device, Sections { gpu: Some(gpu), link: Some(link), contention: Some(contention), cpu_device: None, together })
         }
     };
     profile(options, ProfileFacts::new(&topology, &device), host, sections)
@@ -155,6 +190,7 @@ struct Sections {
     link: Option<Link>,
     cpu_device: Option<CpuRates>,
     contention: Option<Contention>,
+    together: Option<Together>,
 }
 
 /// What a device is measured beside.
@@ -206,12 +242,32 @@ pub(crate) fn measure_device<D: Kernels>(
     Ok((gpu, link, contention))
 }
 
+/// Measures `gpus` of the machine of `topology`, all busy at once, for about `time_s`.
+fn measure_together(
+    options: &ProbeOptions,
+    topology: &Topology,
+    gpus: &[GpuId],
+    time_s: f64,
+    log: &mut dyn FnMut(&dyn Display),
+) -> Result<Together> {
+    let (links, homes) = (PeerLinks::between(gpus)?, gpu::homes(gpus, topology));
+    links.lines().iter().for_each(|line| log(line));
+    log(&format_args!("{} GPUs at once: links, pulls from each other, optimizers", gpus.len()));
+    let company =
+        JointProbe { topology, homes: &homes, route: links.route(), are_gpus: true, copy_bytes: ProbeSizes::GPU.copy_bytes, time_s };
+    let make = |part: &RankPart| {
+        let dev = gpu::open(part.rank, options.libraries(), Attention::Plain, 0)?;
+        Ok((dev, Workers::ringing(part.bell.clone(), &part.topology, part.threads)?.pool))
+    };
+    together::measure(&company, make)
+}
+
 /// Puts it together, and looks for nonsense.
 fn profile(options: &ProbeOptions, facts: ProfileFacts, host: Host, sections: Sections) -> Result<Profile> {
     let ProfileFacts { machine, facts, date } = facts;
-    let Sections { gpu, link, cpu_device, contention } = sections;
+    let Sections { gpu, link, cpu_device, contention, together } = sections;
     let name = options.out.as_deref().and_then(Path::file_stem).map_or("this-machine".into(), |stem| stem.to_string_lossy().into_owned());
-    let profile = Profile { version: VERSION, name, machine, date, facts, gpu, link, host, cpu_device, contention, together: None };
+    let profile = Profile { version: VERSION, name, machine, date, facts, gpu, link, host, cpu_device, contention, together };
     profile.check().map_err(|why| Error::resource("probe this machine", why))?;
     Ok(profile)
 }
@@ -300,6 +356,23 @@ mod tests {
         Topology { caches: Vec::new(), memory_available_bytes: Some(1 << 28), ..Topology::this_machine() }
     }
 
+    fn of_the_cpu() -> ProbeOptions {
+        ProbeOptions { device: DeviceChoice::Cpu, gpus: None, seconds: 1, out: None, save: false, cuda_libraries: None }
+    }
+
+    #[test]
+    fn gpus_of_several_models_are_measured_alone_unless_they_are_asked_for() {
+        let gpu = |index: usize, model: &str| GpuId { index, pci: String::new(), model: model.into() };
+        let mixed = || vec![gpu(0, "H200"), gpu(1, "H200"), gpu(2, "H100")];
+        let (mut heard, mut company) = (Vec::new(), Vec::new());
+        for gpus in [None, Some(GpuCount::Count(2)), Some(GpuCount::All)] {
+            let options = ProbeOptions { gpus, ..of_the_cpu() };
+            company.push(options.company(mixed(), &mut |line| heard.push(line.to_string())).map(|gpus| gpus.len()).ok());
+        }
+        assert_eq!(company, [Some(0), Some(2), None]);
+        assert!(heard.len() == 1 && heard[0].contains("GPU 2 () is a H100"), "{heard:?}");
+    }
+
     #[test]
     fn a_device_with_its_own_memory_is_measured_whole() {
         let topology = small_caches();
@@ -320,9 +393,8 @@ mod tests {
         assert_eq!(sizes, [64 << 10, 256 << 10, 1 << 20]);
         assert!(link.managed_bytes_per_s.is_some() && contention.adam_under_copies.value <= 1.0);
         let host = Profile::load("h200-pcie5").unwrap().host;
-        let options =
-            ProbeOptions { device: DeviceChoice::Cpu, seconds: 1, out: Some("here/my-box.toml".into()), save: false, cuda_libraries: None };
-        let sections = Sections { gpu: Some(gpu), link: Some(link), contention: Some(contention), cpu_device: None };
+        let options = ProbeOptions { out: Some("here/my-box.toml".into()), ..of_the_cpu() };
+        let sections = Sections { gpu: Some(gpu), link: Some(link), contention: Some(contention), ..Sections::default() };
         let profile = profile(&options, ProfileFacts::new(&topology, "cpu"), host, sections).unwrap();
         assert_eq!(profile.name, "my-box");
         assert_eq!(Profile::parse(&profile.to_string(), Path::new("x")).unwrap(), profile);
@@ -411,7 +483,7 @@ mod tests {
 
     #[test]
     fn a_number_that_makes_no_sense_is_named() {
-        let options = ProbeOptions { device: DeviceChoice::Cpu, seconds: 1, out: None, save: false, cuda_libraries: None };
+        let options = of_the_cpu();
         let mut host = Profile::load("h200-pcie5").unwrap().host;
         host.memory_bytes.value = 0.0;
         let error =
