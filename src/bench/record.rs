@@ -52,6 +52,9 @@ pub(crate) struct StepRecord {
     pub(crate) init_seconds: f64,
     #[serde(flatten)]
     pub outcome: Outcome,
+    /// Of the state after the last step, as `train --digest` prints it, where it was asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) digest: Option<String>,
     /// The algorithms of the matrix products, where a library chose them.
     pub products: Vec<ProductAlgorithm>,
     /// Memory, planned and used.
@@ -101,6 +104,7 @@ impl fmt::Display for StepRecord {
         )?;
         write!(f, "\n  host memory  {}", self.host_memory)?;
         write!(f, "\n  counters     {}", self.perf)?;
+        self.digest.iter().try_for_each(|digest| write!(f, "\n  digest       {digest}"))?;
         let Some(gpu) = self.gpu else { return Ok(()) };
         let mean = |value: Option<f64>, unit: &str| value.map_or("unknown".into(), |value| format!("{value:.0} {unit}"));
         write!(f, "\n  gpu          {}, {}, {} in use", mean(gpu.power_w, "W"), mean(gpu.sm_clock_mhz, "MHz"), bytes(gpu.memory_used_bytes))

@@ -80,6 +80,9 @@ impl Simulation {
         if documents.is_some() {
             return Err(Error::usage("--documents: a simulated step takes the time of whole rows; bench step measures documents"));
         }
+        if train.digest == Some(true) {
+            return Err(Error::usage("--digest: a simulated step computes no state; bench step does"));
+        }
         let settings = Settings::resolve_over(Settings::default(), train)?;
         let shape = presets::shape("model-config", &model_config)?;
         check_context(&settings, &shape, &model_config)?;

@@ -2,6 +2,7 @@
 
 use super::options::StepOptions;
 use super::record::{MemoryPeaks, StepRecord};
+use crate::checkpoint::engine_state;
 use crate::config::settings::Settings;
 use crate::device::{Attention, Kernels};
 use crate::engine::exchange::Exchange;
@@ -110,6 +111,7 @@ impl UseEngine for Measurement<'_> {
         let products = engine.product_algorithms();
         let (device, host_memory) = (engine.describe(), engine.host_memory().report(Path::new("/")));
         let memory = memory_peaks(plan, launch.topology.memory_available_bytes);
+        let digest = settings.digest.then(|| engine_state::digest(&mut engine)).transpose()?;
         engine.flush()?;
         let tracks = engine.finish()?;
         trace.map(|trace| trace.write(&tracks)).transpose()?;
@@ -132,6 +134,7 @@ impl UseEngine for Measurement<'_> {
             partition,
             init_seconds,
             outcome,
+            digest,
             products,
             memory,
             host_memory,
@@ -236,6 +239,19 @@ mod tests {
         assert_eq!((&two["settings"]["gpus"], &one["tokens_per_step"], &two["tokens_per_step"]), (&2.into(), &32.into(), &64.into()));
         assert_eq!(two["verdicts"], one["verdicts"]);
         assert_eq!(two["speed"]["model_flops"], one["speed"]["model_flops"], "each device's");
+        assert!(one.get("digest").is_none(), "nobody asked for it");
+    }
+
+    #[test]
+    fn one_and_two_devices_end_with_one_digest() {
+        let digest = |gpus, accumulate, seed| {
+            let gpus = Some(GpuCount::Count(gpus));
+            let (digest, seed, gradient_shares, gradient_accumulation_steps) = (Some(true), Some(seed), Some(2), Some(accumulate));
+            let train = TrainOptions { gpus, digest, seed, gradient_shares, gradient_accumulation_steps, ..TrainOptions::default() };
+            line("every-2", train)["digest"].as_str().unwrap().to_owned()
+        };
+        assert_eq!(digest(2, 1, 7), digest(1, 2, 7));
+        assert_ne!(digest(2, 1, 7), digest(2, 1, 8));
     }
 
     #[test]

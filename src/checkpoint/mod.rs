@@ -12,6 +12,7 @@
 
 pub(crate) mod best;
 pub(crate) mod digest;
+pub(crate) mod engine_state;
 pub(crate) mod export;
 mod export_dir;
 mod find;

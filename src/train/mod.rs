@@ -21,7 +21,6 @@ mod run_lock;
 pub(crate) mod session;
 pub(crate) mod setup;
 mod skips;
-mod state;
 pub(crate) mod text;
 
 use crate::config::options::InitChoice;

@@ -3,8 +3,7 @@
 use super::identity::{self, Run, brief};
 use super::observer::Observer;
 use super::session::SavedPosition;
-use super::state;
-use crate::checkpoint::{self, Loaded, STEPS_MAX};
+use crate::checkpoint::{self, Loaded, STEPS_MAX, engine_state};
 use crate::config::describe;
 use crate::config::options::{Resume, RunPart};
 use crate::config::settings::{OnResume, Settings};
@@ -121,7 +120,7 @@ impl Accepted {
         loss_scale.restore(trainer.loss_scale.scale, trainer.loss_scale.good_steps);
         // Before the state: moments of another format are rounded as that step rounds.
         engine.resume(trainer.step, trainer.optimizer_step, loss_scale, self.history)?;
-        state::restore(engine, &mut self.loaded, PIECE_ELEMS)?;
+        engine_state::restore(engine, &mut self.loaded, PIECE_ELEMS)?;
         engine.send_weights()?;
         Ok(self.position)
     }

@@ -12,8 +12,7 @@ use super::observer::Observer;
 use super::replanner::{Next, Replanner};
 use super::run_dir::RunDir;
 use super::skips::Skips;
-use super::state::for_each_piece;
-use crate::checkpoint::digest::StateDigest;
+use crate::checkpoint::engine_state::{self, for_each_piece};
 use crate::checkpoint::{SavedLossScale, Scheduler, Spared, TrainerState, Writer};
 use crate::config::options::ReportTo;
 use crate::config::settings::Settings;
@@ -420,15 +419,9 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
         })
     }
 
-    /// The digest of the state, flushed: optimizer step, then parameters, m and v of every tensor.
+    /// See [`engine_state::digest`].
     pub(crate) fn digest(&mut self) -> Result<String> {
-        self.engine.flush()?;
-        let mut digest = StateDigest::new(self.engine.optimizer_step(), self.engine.plan().moments);
-        for_each_piece(&mut self.engine, PIECE_ELEMS, |_, part, elems| {
-            digest.update(part, elems);
-            Ok(())
-        })?;
-        Ok(digest.finish())
+        engine_state::digest(&mut self.engine)
     }
 }
 

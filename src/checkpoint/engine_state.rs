@@ -1,19 +1,34 @@
 //! State between the engine, checkpoints and digests, a piece of a tensor at a time: no tensor is ever held whole beside it.
 
-use crate::checkpoint::Loaded;
+use super::digest::StateDigest;
+use super::reader::Loaded;
 use crate::device::Kernels;
 use crate::engine::exchange::Exchange;
 use crate::engine::executor::Engine;
 use crate::error::Result;
 use crate::model::tensors::TensorSpec;
-use crate::optim::StatePart;
+use crate::optim::{PIECE_ELEMS, StatePart};
 use std::ops::Range;
+
+/// The digest of the state, flushed: optimizer step, then parameters, m and v of every tensor.
+///
+/// # Errors
+/// The device's.
+pub(crate) fn digest<D: Kernels, X: Exchange<D>>(engine: &mut Engine<D, X>) -> Result<String> {
+    engine.flush()?;
+    let mut digest = StateDigest::new(engine.optimizer_step(), engine.plan().moments);
+    for_each_piece(engine, PIECE_ELEMS, |_, part, elems| {
+        digest.update(part, elems);
+        Ok(())
+    })?;
+    Ok(digest.finish())
+}
 
 /// Reads all state in canonical order, at most `piece_elems` elements at a time; the first piece of a tensor comes with its spec.
 ///
 /// # Errors
 /// The device's; those of `each`.
-pub(super) fn for_each_piece<D: Kernels, X: Exchange<D>>(
+pub(crate) fn for_each_piece<D: Kernels, X: Exchange<D>>(
     engine: &mut Engine<D, X>,
     piece_elems: usize,
     mut each: impl FnMut(Option<&TensorSpec>, StatePart, &[f32]) -> Result<()>,
@@ -34,7 +49,7 @@ pub(super) fn for_each_piece<D: Kernels, X: Exchange<D>>(
 ///
 /// # Errors
 /// A tensor that the model does not have, cannot be read, or holds what no training goes on from; the device's.
-pub(super) fn restore<D: Kernels, X: Exchange<D>>(engine: &mut Engine<D, X>, loaded: &mut Loaded, piece_elems: usize) -> Result<()> {
+pub(crate) fn restore<D: Kernels, X: Exchange<D>>(engine: &mut Engine<D, X>, loaded: &mut Loaded, piece_elems: usize) -> Result<()> {
     let (specs, mut buffer) = (engine.table().specs().to_vec(), Vec::new());
     loaded.expect_tensors(specs.iter().map(|spec| (spec.name.as_str(), spec.shape.as_slice())))?;
     for spec in &specs {
@@ -56,7 +71,7 @@ fn pieces(elems: usize, piece_elems: usize) -> impl Iterator<Item = (StatePart, 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::checkpoint::digest::{StateDigest, digest_checkpoint};
+    use crate::checkpoint::digest::digest_checkpoint;
     use crate::checkpoint::{self, SavedLossScale, Scheduler, TrainerState, Writer};
     use crate::config::options::ResidentBuckets;
     use crate::config::settings::Settings;
@@ -82,7 +97,7 @@ mod tests {
         cpu_engine(&plan, &shape, &Topology::this_machine()).unwrap()
     }
 
-    fn digest(engine: &mut Engine<CpuDevice>, piece_elems: usize) -> String {
+    fn digest_by(engine: &mut Engine<CpuDevice>, piece_elems: usize) -> String {
         let mut digest = StateDigest::new(3, engine.plan().moments);
         let update = |_: Option<&TensorSpec>, part, elems: &[f32]| {
             digest.update(part, elems);
@@ -128,14 +143,14 @@ mod tests {
                 first.write_state(part, spec.offset_elems, &elems).unwrap();
             }
         }
-        let whole = digest(&mut first, usize::MAX);
+        let whole = digest_by(&mut first, usize::MAX);
         for piece_elems in [1000, 65_537] {
-            assert_eq!(digest(&mut first, piece_elems), whole, "read in pieces of {piece_elems}");
+            assert_eq!(digest_by(&mut first, piece_elems), whole, "read in pieces of {piece_elems}");
             let path = save(&mut first, dir.path(), piece_elems);
             assert_eq!(digest_checkpoint(&path).unwrap(), whole, "saved in pieces of {piece_elems}");
             let mut second = engine(moments);
             restore(&mut second, &mut checkpoint::open(&path).unwrap(), piece_elems).unwrap();
-            assert_eq!(digest(&mut second, usize::MAX), whole, "restored in pieces of {piece_elems}");
+            assert_eq!(digest_by(&mut second, usize::MAX), whole, "restored in pieces of {piece_elems}");
         }
     }
 }
