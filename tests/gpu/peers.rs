@@ -203,7 +203,7 @@ fn overlap(ranks: &Ranks<'_>) -> Outcome {
     let lines = format!("gradient-shares = 2\n{SPECULATE}resident-buckets = 0\nmax-grad-norm = 0\n");
     let run = ranks.train(&wide_shape(4), 2, &lines, true, &mut || ())?;
     for track in ["reduce", "gather"] {
-        require(runs_beside(&run, track, "pull")?, || format!("{track} never pulled beside the compute stream"))?;
+        require(runs_beside(&run, "rank 0 ", track, "pull")?, || format!("{track} never pulled beside the compute stream"))?;
     }
     Ok(0.0)
 }
