@@ -28,7 +28,7 @@ const NOT_RUN: [(&str, &str); 12] = [
     ("R15", "as a campaign, an event that is never signalled, which `tests/faults.rs` does once"),
     (
         "R16",
-        "a GPU that fails among several, and the death of one of several processes: no machine with two GPUs, and one process drives all",
+        "as a campaign, a GPU that fails among several; the death of one of several processes, since one process drives all",
     ),
     ("R18", "an hour of fuzzing by coverage for each target of R18 to R21: each was fuzzed for as long as its row says"),
     ("R24", "Miri on what calls the kernel or vector instructions, and the thread sanitizer"),
