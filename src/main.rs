@@ -261,7 +261,7 @@ fn run_train(TrainCommand { file, train }: TrainCommand) -> Result<i32> {
 /// Exits 1 if a case failed.
 fn run_selftest(is_json: bool, request: &Request) -> Result<i32> {
     let out: Box<dyn Write> = if is_json { Box::new(std::io::stderr()) } else { Box::new(std::io::stdout()) };
-    let report = conduct(request, out, &["selftest"])?;
+    let report = conduct(request, out)?;
     if is_json {
         answer(report.json())?;
     }
