@@ -1,4 +1,4 @@
-//! The hidden door: what this repository's tests, microbenchmarks and fuzzers need of the library besides its face.
+//! The hidden door: what this repository's program, tests, microbenchmarks and fuzzers need of the library besides its face.
 //!
 //! Nothing here is promised: names come and go with the code behind them. An item stands here by name, so that the compiler says when
 //! nobody reaches it any more.
@@ -11,6 +11,13 @@ pub mod bucket {
 pub mod checkpoint {
     pub use crate::checkpoint::digest::{StateDigest, digest_checkpoint};
     pub use crate::checkpoint::{open, verify};
+}
+
+/// What the program does besides training.
+pub mod commands {
+    pub use crate::bench::options::StepOptions;
+    pub use crate::commands::{bench_step, doctor, prepare_process, probe, respell, simulate};
+    pub use crate::probe::ProbeOptions;
 }
 
 pub mod config {

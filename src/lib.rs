@@ -6,11 +6,11 @@
 //!
 //! # The face
 //!
-//! Each command of the program is a function: [`train()`], [`plan()`], [`bench_step`], [`simulate`], [`probe`], [`doctor`], [`digest`],
-//! [`export`], [`report`], [`view_data()`] and [`prepare()`]. [`TrainOptions`] is what can be asked of a run, and [`Settings`] what that means; [`StepOptions`], [`ProbeOptions`] and
-//! [`ExportOptions`] are the other commands'. An [`Observer`] of a run hears its [`Plan`] and [`RunFacts`], the [`StepMetrics`] of every
-//! step and an [`Alarm`] when threads stand still; a [`StopFlag`] ends it early, and a [`Summary`] says how it ended. All fail with an [`Error`] in a [`Result`]. A program calls [`prepare_process`] first, and [`respell`] before it parses
-//! flags that are named as in other programs.
+//! Training from data to a finished model, each command as a function: [`view_data()`] and [`prepare()`] before a run, [`plan()`] without
+//! one, [`train()`], and [`digest`], [`export`] and [`report`] of what it wrote. [`TrainOptions`] is what can be asked of a run, and
+//! [`Settings`] what that means; [`ExportOptions`] are those of an export. An [`Observer`] of a run hears its [`Plan`] and [`RunFacts`],
+//! the [`StepMetrics`] of every step and an [`Alarm`] when threads stand still; a [`StopFlag`] ends it early, and a [`Summary`] says how
+//! it ended. All fail with an [`Error`] in a [`Result`]. What measures machines and steps is the program's alone.
 //!
 //! ```no_run
 //! use superoffload::{Observer, Plan, Result, RunFacts, Settings, StepMetrics, StopFlag, TrainOptions};
@@ -97,15 +97,11 @@ mod trace;
 mod train;
 mod units;
 
-pub use bench::options::StepOptions;
-pub use commands::{
-    ExportOptions, bench_step, digest, doctor, export, plan, prepare, prepare_process, probe, report, respell, simulate, view_data,
-};
+pub use commands::{ExportOptions, digest, export, plan, prepare, report, view_data};
 pub use config::settings::{Settings, TrainOptions};
 pub use engine::watchdog::Alarm;
 pub use error::{Error, Result};
 pub use metrics::StepMetrics;
 pub use planner::plan::Plan;
-pub use probe::ProbeOptions;
 pub use signals::StopFlag;
 pub use train::{Observer, RunFacts, Summary, train};

@@ -14,9 +14,8 @@ use std::fmt::Display;
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
-use superoffload::{
-    Alarm, Error, ExportOptions, Observer, Plan, ProbeOptions, Result, RunFacts, Settings, StepMetrics, StepOptions, StopFlag, TrainOptions,
-};
+use superoffload::internals::commands::{self, ProbeOptions, StepOptions};
+use superoffload::{Alarm, Error, ExportOptions, Observer, Plan, Result, RunFacts, Settings, StepMetrics, StopFlag, TrainOptions};
 
 /// Trains language models with the optimizer on the CPU: exact speculative offload.
 #[derive(Parser)]
@@ -144,7 +143,7 @@ enum Bench {
 }
 
 fn main() {
-    let code = match superoffload::prepare_process().and_then(|()| parse()).and_then(run) {
+    let code = match commands::prepare_process().and_then(|()| parse()).and_then(run) {
         Ok(code) => code,
         Err(error) => {
             match error {
@@ -159,7 +158,7 @@ fn main() {
 
 /// The command that was asked for, in whatever spelling; a request for help or the version is answered here.
 fn parse() -> Result<CliCommand> {
-    let args = superoffload::respell(&Cli::command(), std::env::args_os().collect(), &mut |line| remark(line))?;
+    let args = commands::respell(&Cli::command(), std::env::args_os().collect(), &mut |line| remark(line))?;
     match Cli::try_parse_from(args) {
         Ok(cli) => Ok(cli.command),
         Err(e) => match e.kind() {
@@ -210,7 +209,7 @@ fn run(command: CliCommand) -> Result<i32> {
         CliCommand::Export(options) => answer(superoffload::export(&options, &mut |line| remark(line))?)?,
         CliCommand::Digest { dir } => run_digest(&dir)?,
         CliCommand::Doctor { json: is_json } => {
-            let found = superoffload::doctor();
+            let found = commands::doctor();
             if is_json { answer(json(&found)?)? } else { answer(found)? }
         }
         CliCommand::Selftest { json: is_json, request } => return run_selftest(is_json, &request),
@@ -261,7 +260,7 @@ fn run_train(TrainCommand { file, train }: TrainCommand) -> Result<i32> {
 /// Exits 1 if a case failed.
 fn run_selftest(is_json: bool, request: &Request) -> Result<i32> {
     let out: Box<dyn Write> = if is_json { Box::new(std::io::stderr()) } else { Box::new(std::io::stdout()) };
-    let report = conduct(request, out, &["selftest"])?;
+    let report = conduct(request, out)?;
     if is_json {
         answer(report.json())?;
     }
@@ -306,7 +305,7 @@ fn run_digest(dir: &Path) -> Result<()> {
 fn bench_step(options: StepOptions) -> Result<()> {
     let is_printed = options.out.is_none();
     let options = StepOptions { train: over_file(options.train)?, ..options };
-    let record = superoffload::bench_step(options, &mut |line| remark(line))?;
+    let record = commands::bench_step(options, &mut |line| remark(line))?;
     if is_printed { answer(json(&record)?) } else { Ok(()) }
 }
 
@@ -320,13 +319,13 @@ fn run_plan(options: PlanOptions) -> Result<()> {
 
 /// The table goes to standard output, the profile to a file.
 fn run_probe(options: &ProbeOptions) -> Result<()> {
-    answer(superoffload::probe(options, &mut |line| remark(line))?)
+    answer(commands::probe(options, &mut |line| remark(line))?)
 }
 
 fn run_simulate(options: SimulateOptions) -> Result<()> {
     let SimulateOptions { json: is_json, step } = options;
     let options = StepOptions { train: over_file(step.train)?, ..step };
-    let record = superoffload::simulate(options, &mut |line| remark(line))?;
+    let record = commands::simulate(options, &mut |line| remark(line))?;
     if is_json { answer(json(&record)?) } else { answer(record) }
 }
 

@@ -410,6 +410,7 @@ fn a_person_tests_devices_with_the_program_alone() {
     assert!(told.code == 0 && told.stdout.contains("ok kernels/swiglu") && told.stderr.is_empty(), "{told:?}");
     let gpu = selftest(&["--device", "cuda", "--require-gpu"]);
     gpu.refused(1, &["GPU"]);
+    selftest(&["--device", "cpu", "kernels/no such"]).refused(2, &["no case"]);
     selftest(&["--device", "tpu"]).refused(2, &["tpu", "cpu, cuda"]);
 }
 

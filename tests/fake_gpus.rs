@@ -5,6 +5,7 @@ use crate::program::{Outcome, Workspace, run};
 use crate::support::emulator;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 /// Another machine's programs do not open libraries that were made here.
@@ -12,13 +13,20 @@ fn is_emulated() -> bool {
     emulator().is_some()
 }
 
-/// A directory with the driver and the library of products.
-fn driver(workspace: &Workspace) -> PathBuf {
-    let source = workspace.write("driver.c", include_str!("fake_gpus/driver.c"));
-    let library = workspace.write("libraries/libcuda.so.1", "");
+/// The driver, from its source.
+fn build() -> Vec<u8> {
+    let workspace = Workspace::new();
+    let (source, library) = (workspace.write("driver.c", include_str!("fake_gpus/driver.c")), workspace.path("driver.so"));
     let built = Command::new("cc").args(["-O1", "-w", "-shared", "-fPIC", "-o"]).arg(&library).arg(source).arg("-lpthread").output();
     let built = built.unwrap_or_else(|e| panic!("cc: {e}; a C compiler is needed"));
     assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
+    std::fs::read(library).unwrap()
+}
+
+/// A directory with the driver and the library of products.
+fn driver(workspace: &Workspace) -> PathBuf {
+    static BUILT: OnceLock<Vec<u8>> = OnceLock::new();
+    let library = workspace.write("libraries/libcuda.so.1", BUILT.get_or_init(build));
     let products = library.with_file_name("libcublasLt.so.13");
     if !products.exists() {
         std::fs::hard_link(&library, products).unwrap();

@@ -40,6 +40,7 @@ mod report;
 mod resume;
 mod resume_compare;
 mod run_dir;
+mod selftest;
 mod style;
 mod support;
 mod tensorboard;

@@ -92,13 +92,20 @@ impl Watchdog {
         let thread = thread.map_err(|e| Error::resource("start the watchdog", e))?;
         Ok(Self { stop, thread: Some(thread) })
     }
+
+    /// Has it look now, besides the looks at their time.
+    pub fn look(&self) {
+        if let Some(thread) = &self.thread {
+            thread.thread().unpark();
+        }
+    }
 }
 
 impl Drop for Watchdog {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
+        self.look();
         if let Some(thread) = self.thread.take() {
-            thread.thread().unpark();
             // A panic there has said so itself, and ends no training.
             let _ = thread.join();
         }

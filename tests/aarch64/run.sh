@@ -60,7 +60,7 @@ here=$(digest_of "$target/debug/superoffload" "${demo[@]}" "$runs/here")
 step $cargo test --quiet --workspace --lib -- host:: bucket:: engine:: units:: "${skip[@]}"
 # Tests that start the program: those of cli and resume follow below, the others say nothing of a processor.
 starting=(cli:: resume:: resume_compare:: ranks:: run_dir:: faults:: data:: aliases:: newcomer:: readme:: chat:: evaluation:: tensorboard::
-  fake_gpus:: packing:: report:: tokens_per_step:: the_program_shows_a_tree each_condition)
+  fake_gpus:: packing:: report:: selftest:: tokens_per_step:: the_program_shows_a_tree each_condition)
 # Fewer random models and kills than on a fast machine.
 step env SUPEROFFLOAD_CASES=10 $cargo test --quiet --workspace --test main --test alloc --test recorded -- "${skip[@]}" \
   "${starting[@]/#/--skip=}"

@@ -44,10 +44,10 @@ pub fn read_nowhere(harness: &mut Harness) -> Result<()> {
     harness.synchronize(Stream::Compute)
 }
 
-/// This program, asked for cases by `args`, loses its GPU: it ends by itself, and says what is lost and what helps.
+/// This program, started again, loses its GPU: it ends by itself, and says what is lost and what helps.
 #[cfg(feature = "cuda")]
-pub fn lost_gpu(args: &[&str]) -> Outcome {
-    let run = std::env::current_exe().and_then(|this| std::process::Command::new(this).args(args).arg("--lose-gpu").output());
+pub fn lost_gpu() -> Outcome {
+    let run = std::env::current_exe().and_then(|this| std::process::Command::new(this).args(["selftest", "--lose-gpu"]).output());
     let output = run.map_err(|e| Missed::Failed(format!("start this program again: {e}")))?;
     let says = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
     let clear = ["CUDA error 7", "resume from the last checkpoint"].iter().all(|words| says.contains(words));

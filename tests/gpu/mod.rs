@@ -1,4 +1,4 @@
-//! The conformance suite of devices, which the program (`selftest`) and `tests/gpu.rs` share: `run.rs` has what can be asked.
+//! The conformance suite of devices, a part of the program (`selftest`): `run.rs` has what can be asked.
 
 mod attention;
 mod bounds;

@@ -23,8 +23,9 @@ use superoffload::internals::launch::{cpu_engine, on_cpus};
 use superoffload::internals::planner::Machine;
 use superoffload::{Error, Result};
 
-/// Steps of a training run.
+/// Steps of a training run, and of one on the CPU device, of which tests/exactness.rs has many more.
 const STEPS: usize = 30;
+const CPU_STEPS: usize = 12;
 const FULL_STEPS: usize = 200;
 /// Room for one case: as much as a CPU run needs, and as the sizes of real workloads need.
 const CASE_BYTES: usize = 64 << 20;
@@ -96,11 +97,11 @@ impl Request {
     }
 }
 
-/// Runs what is asked for; lines go to `out`. `again` are the arguments by which this program is asked for cases.
+/// Runs what is asked for; lines go to `out`.
 ///
 /// # Errors
 /// `Resource` or `Unsupported` without a GPU that is required, `Usage` where no case is called so.
-pub fn conduct<W: Write>(request: &Request, out: W, again: &[&str]) -> Result<Report<W>> {
+pub fn conduct<W: Write>(request: &Request, out: W) -> Result<Report<W>> {
     let mut report = Report::new(out, [request.cases.clone(), request.skip.clone()], request.verbose, request.seed);
     if request.lose_gpu {
         return lose_gpu().map(|()| report);
@@ -112,14 +113,14 @@ pub fn conduct<W: Write>(request: &Request, out: W, again: &[&str]) -> Result<Re
     }
     let gpu = if request.wants(Tested::Cuda) { find_gpu() } else { Ok(()) };
     match gpu {
-        Ok(()) if request.wants(Tested::Cuda) => cuda(&mut report, request, again)?,
+        Ok(()) if request.wants(Tested::Cuda) => cuda(&mut report, request)?,
         Ok(()) => {}
         Err(why) if request.require_gpu => return Err(why),
         Err(why) => report.say(&format!("cuda: skipped ({why})")),
     }
     report.finish();
-    // With cargo's filters, which are of other tests, too, there may be none.
-    if request.require_gpu && !report.has_run() {
+    let has_tried = request.wants(Tested::Cpu) || request.require_gpu;
+    if has_tried && !report.has_run() {
         return Err(Error::usage("no case is called so; `--verbose` names all"));
     }
     Ok(report)
@@ -131,7 +132,7 @@ fn find_gpu() -> Result<()> {
 }
 
 #[cfg(feature = "cuda")]
-fn cuda<W: Write>(report: &mut Report<W>, request: &Request, again: &[&str]) -> Result<()> {
+fn cuda<W: Write>(report: &mut Report<W>, request: &Request) -> Result<()> {
     use superoffload::internals::device::{
         Attention, DeviceKind,
         cuda::{CudaDevice, CudaOptions, free_bytes, probe, visible_gpus},
@@ -167,7 +168,7 @@ fn cuda<W: Write>(report: &mut Report<W>, request: &Request, again: &[&str]) -> 
         late_runs: if request.small { 5 } else { 100 },
     };
     peers::run(report, &ranks);
-    report.case("faults/a lost GPU", || faults::lost_gpu(again));
+    report.case("faults/a lost GPU", faults::lost_gpu);
     Ok(())
 }
 
@@ -202,7 +203,7 @@ fn lose_gpu() -> Result<()> {
 }
 
 #[cfg(not(feature = "cuda"))]
-fn cuda<W: Write>(_: &mut Report<W>, _: &Request, _: &[&str]) -> Result<()> {
+fn cuda<W: Write>(_: &mut Report<W>, _: &Request) -> Result<()> {
     find_gpu()
 }
 
@@ -224,7 +225,7 @@ fn cpu<W: Write>(report: &mut Report<W>, request: &Request, threads: usize, sche
         same_bits: true,
         // Whether threads of a busy machine ran side by side is the scheduler's affair.
         overlaps: false,
-        steps: if request.full { FULL_STEPS } else { STEPS },
+        steps: if request.full { FULL_STEPS } else { CPU_STEPS },
     };
     let open = || cpu_device(threads, schedule);
     conform(report, request, &open, &subject, request.full)?;

@@ -3,7 +3,7 @@
 #
 #   tests/gpu/verify.sh DIR [CHECK...]
 #
-# DIR holds the program `superoffload` and the test binaries `gpu` and `main`, whose paths `cargo test --release --no-run` prints. Runs the
+# DIR holds the program `superoffload` and the test binary `main`, whose path `cargo test --release --no-run` prints. Runs the program's
 # conformance suite, and that of several GPUs, which says how much it skipped where there is one; kernels in small sizes, and two GPUs, under
 # tools of compute-sanitizer; and trainings on the GPU that are killed and go on to the same bits. Prints a line for each; exits 1 if one failed
 # or could not be run. CHECK: only those of conformance, peers, memcheck, memcheck-peers, initcheck, racecheck, racecheck-attention, killed-runs.
@@ -35,13 +35,14 @@ check() {
   fi
 }
 
-check conformance "$dir/gpu" --device cuda --require-gpu --skip peers/
-check peers "$dir/gpu" --device cuda --require-gpu peers/
+suite=("$dir/superoffload" selftest --device cuda --require-gpu)
+check conformance "${suite[@]}" --skip peers/
+check peers "${suite[@]}" peers/
 
 # Where it is neither on the PATH nor in the usual place, running it fails and says so.
 sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
 # sanitize CHECK ARGUMENT...: a tool, or a tool and what it gets.
-sanitize() { check "$1" "$sanitizer" --tool "${1%%-*}" --error-exitcode 1 "$dir/gpu" --device cuda --require-gpu --small "${@:2}"; }
+sanitize() { check "$1" "$sanitizer" --tool "${1%%-*}" --error-exitcode 1 "${suite[@]}" --small "${@:2}"; }
 sanitize memcheck kernels
 sanitize memcheck-peers peers/two
 sanitize initcheck kernels

@@ -1,0 +1,19 @@
+//! The conformance suite of devices, in the program that has it: each case on the CPU device with other settings than the reference has.
+
+use crate::program::{program, run};
+
+/// Every case that `choice` asks for passes on the CPU device.
+fn conforms(choice: &[&str]) {
+    let done = run(program(&["selftest", "--device", "cpu"]).args(choice));
+    assert!(done.code == 0 && done.stdout.contains(" passed, 0 failed"), "{choice:?}: {}{}", done.stdout, done.stderr);
+}
+
+#[test]
+fn kernels_compute_what_the_reference_does() {
+    conforms(&["kernels/"]);
+}
+
+#[test]
+fn trainings_on_one_device_and_two_and_what_fails_there_conform() {
+    conforms(&["--skip", "kernels/"]);
+}
