@@ -22,6 +22,7 @@ pub(crate) mod loader;
 pub(crate) mod packing;
 #[cfg(feature = "parquet")]
 mod parquet_rows;
+mod pattern;
 pub(crate) mod preparation;
 pub(crate) mod prepare;
 pub(crate) mod prepared;

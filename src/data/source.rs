@@ -2,7 +2,7 @@
 //!
 //! `.txt` is one document of UTF-8; `.jsonl` holds one record a line, blank lines aside, and `.json` an array of them (see
 //! [`crate::data::chat::record`] for their columns); `.gz` or `.zst` may follow these three; `.parquet` holds a record a row; `.bin` holds token ids (see
-//! [`crate::data::token_file`]). A directory stands for the files of these kinds in it, by name.
+//! [`crate::data::token_file`]). A directory stands for the files of these kinds in it, by name, and a pattern for those that match it.
 
 use crate::data::chat::record::{Content, DataFormat, RecordRules};
 use crate::data::checksum::Fingerprint;
@@ -14,6 +14,7 @@ use crate::data::encode::{Encoder, shown};
 use crate::data::hold_out::EvalSplit;
 #[cfg(feature = "parquet")]
 use crate::data::parquet_rows::ParquetRows;
+use crate::data::pattern::matching;
 use crate::data::preparation::{IN_MEMORY_BYTES_MAX, Preparation};
 use crate::data::rows::RowRules;
 use crate::data::shown::{ShownDocument, joined};
@@ -39,22 +40,37 @@ const SHOWN_CHARACTERS: usize = 2000;
 /// What the extensions of [`SourceKind`] are called in messages.
 const KINDS: &str = ".txt, .json, .jsonl (each may be .gz or .zst), .parquet or .bin";
 
-/// The data files that `paths` name, directories replaced by what they hold, in order.
+/// The data files that `paths` name, directories and patterns replaced by what they hold, in order. A path that is there is no pattern.
 ///
 /// # Errors
-/// `Io` for what cannot be read; `Format` for a file of another kind and for a directory without data.
+/// `Io` for what cannot be read; `Format` for a file of another kind, for a directory without data and a pattern that nothing matches.
 pub(crate) fn find_files(paths: &[PathBuf]) -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     for path in paths {
-        if path.metadata().map_err(|e| Error::io("read", path, e))?.is_dir() {
-            files.extend(files_in(path)?);
-        } else if kind(path).is_some() {
-            files.push(path.clone());
-        } else {
-            return Err(Error::format(path, format!("not a {KINDS} file{}", conversion(path))));
+        match path.metadata() {
+            Ok(metadata) if metadata.is_dir() => files.extend(files_in(path)?),
+            Ok(_) => files.push(known(path.clone())?),
+            Err(e) => match matching(path)? {
+                Some(found) => files.extend(data_among(found)?),
+                None => return Err(Error::io("read", path, e)),
+            },
         }
     }
     Ok(files)
+}
+
+/// Those of `found` that hold data.
+fn data_among(found: Vec<PathBuf>) -> Result<Vec<PathBuf>> {
+    let first = found.first().cloned();
+    let data: Vec<_> = found.into_iter().filter(|path| kind(path).is_some() && !is_sidecar(path)).collect();
+    match first {
+        Some(other) if data.is_empty() => known(other).map(|file| vec![file]),
+        _ => Ok(data),
+    }
+}
+
+fn known(path: PathBuf) -> Result<PathBuf> {
+    if kind(&path).is_some() { Ok(path) } else { Err(Error::format(&path, format!("not a {KINDS} file{}", conversion(&path)))) }
 }
 
 /// What makes JSON lines of a table in another format.
@@ -509,6 +525,12 @@ mod tests {
             refusal("d.txt").contains("d.txt: no .txt, .json, .jsonl (each may be .gz or .zst), .parquet or .bin file in this directory")
         );
         assert!(refusal("README.md").contains("README.md: not a .txt"));
+        let matching = find_files(&[dir.path().join("*"), dir.path().join("[ab].*")]).unwrap();
+        let names: Vec<_> = matching.iter().map(|path| path.file_name().unwrap().to_str().unwrap()).collect();
+        assert_eq!(names, ["a.jsonl", "b.txt", "c.bin", "a.jsonl", "b.txt"], "of what matches the data files are taken");
+        assert!(refusal("*.md").contains("README.md: not a .txt") && refusal("*.csv").ends_with("*.csv: no file matches this pattern"));
+        std::fs::write(dir.path().join("x*.txt"), "a file of this name").unwrap();
+        assert_eq!(find_files(&[dir.path().join("x*.txt")]).unwrap(), [dir.path().join("x*.txt")]);
         assert!(refusal("missing.txt").starts_with("read ") && refusal("missing.txt").contains("missing.txt: No such file"));
     }
 
