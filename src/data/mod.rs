@@ -23,10 +23,13 @@ pub(crate) mod packing;
 #[cfg(feature = "parquet")]
 mod parquet_rows;
 mod pattern;
+mod pieces;
+mod pipeline;
 pub(crate) mod preparation;
 pub(crate) mod prepare;
 pub(crate) mod prepared;
 pub(crate) mod rows;
+mod samples;
 mod scan;
 mod shown;
 pub(crate) mod source;

@@ -10,13 +10,14 @@ use crate::data::compression::{EXPANSION_MAX, is_compressed};
 use crate::data::demo::DEMO_TEXT;
 use crate::data::documents::{DocumentPosition, DocumentTotals, Documents, Sink, place_word};
 use crate::data::elements::Elements;
-use crate::data::encode::{Encoder, shown};
+use crate::data::encode::{Encoder, encode};
 use crate::data::hold_out::EvalSplit;
 #[cfg(feature = "parquet")]
 use crate::data::parquet_rows::ParquetRows;
 use crate::data::pattern::matching;
 use crate::data::preparation::{IN_MEMORY_BYTES_MAX, Preparation};
 use crate::data::rows::RowRules;
+use crate::data::samples::shown;
 use crate::data::shown::{ShownDocument, joined};
 use crate::data::text::{Lines, RecordParts, TextReader};
 use crate::data::tokenizer::Tokenizer;
@@ -240,7 +241,7 @@ pub(super) struct Read {
 /// # Errors
 /// `Io` when one cannot be read; `Format` that names the place of whatever is wrong: an empty file, bytes that are not UTF-8, a line
 /// without `text`, an id outside the vocabulary; `Interrupted`.
-pub(super) fn tokenize<S: Sink>(
+pub(super) fn tokenize<S: Sink + Send>(
     texts: &[&Path],
     tokenizer: &Tokenizer,
     vocab_size: usize,
@@ -248,36 +249,27 @@ pub(super) fn tokenize<S: Sink>(
     preparation: &mut Preparation<'_>,
 ) -> Result<(DocumentTotals<S>, Vec<Read>)> {
     let all = texts.iter().filter_map(|path| path.metadata().ok()).map(|metadata| metadata.len()).sum();
-    let mut encoder =
-        Encoder::new(tokenizer, Documents::new(sink, vocab_size, tokenizer.end_of_text(), tokenizer.begin_of_text()), preparation.stop());
-    let (mut read, mut done) = (Vec::new(), 0);
-    if texts.is_empty() {
-        encoder.begin(DocumentPosition { path: Path::new("the built-in text").into(), source: 0, line: None });
-        encoder.push(DEMO_TEXT)?;
-        encoder.end()?;
-    }
-    for (source, path) in texts.iter().enumerate() {
-        let place = DocumentPosition { path: (*path).into(), source, line: None };
-        let mut progress = |offset| {
-            preparation.progress("reading text", done + offset, all);
-            preparation.go_on()
-        };
-        if kind(path) == Some(SourceKind::Parquet) {
-            let file = read_rows(&mut encoder, &place, &mut progress)?;
+    let (mut read, stop) = (Vec::new(), preparation.stop().clone());
+    let documents = Documents::new(sink, vocab_size, tokenizer.end_of_text(), tokenizer.begin_of_text());
+    let totals = encode(tokenizer, documents, &stop, |encoder| {
+        if texts.is_empty() {
+            encoder.begin(DocumentPosition { path: Path::new("the built-in text").into(), source: 0, line: None });
+            encoder.push(DEMO_TEXT)?;
+            return encoder.end();
+        }
+        let mut done = 0;
+        for (source, path) in texts.iter().enumerate() {
+            let place = DocumentPosition { path: (*path).into(), source, line: None };
+            let mut progress = |offset| {
+                preparation.progress("reading text", done + offset, all);
+                preparation.go_on()
+            };
+            let file = read_file(encoder, place, &mut progress)?;
             done += file.bytes;
             read.push(file);
-            continue;
         }
-        let mut reader = TextReader::open(path)?;
-        match kind(path) {
-            Some(SourceKind::JsonLines) => read_records(&mut encoder, &mut reader, &place, Lines::default(), &mut progress)?,
-            Some(SourceKind::JsonArray) => read_records(&mut encoder, &mut reader, &place, Elements::default(), &mut progress)?,
-            _ => read_document(&mut encoder, &mut reader, place, &mut progress)?,
-        }
-        done += reader.offset();
-        read.push(Read { bytes: reader.offset(), sha256: reader.sha256() });
-    }
-    let totals = encoder.finish()?;
+        Ok(())
+    })?;
     tell_skipped(&totals, preparation)?;
     Ok((totals, read))
 }
@@ -297,8 +289,22 @@ fn tell_skipped<S>(totals: &DocumentTotals<S>, preparation: &mut Preparation<'_>
     Ok(())
 }
 
-fn read_document<S: Sink>(
-    encoder: &mut Encoder<'_, S>,
+/// The text file at `place`; what was read of it.
+fn read_file(encoder: &mut Encoder<'_>, place: DocumentPosition, progress: &mut impl FnMut(u64) -> Result<()>) -> Result<Read> {
+    if kind(&place.path) == Some(SourceKind::Parquet) {
+        return read_rows(encoder, &place, progress);
+    }
+    let mut reader = TextReader::open(&place.path)?;
+    match kind(&place.path) {
+        Some(SourceKind::JsonLines) => read_records(encoder, &mut reader, &place, Lines::default(), progress)?,
+        Some(SourceKind::JsonArray) => read_records(encoder, &mut reader, &place, Elements::default(), progress)?,
+        _ => read_document(encoder, &mut reader, place, progress)?,
+    }
+    Ok(Read { bytes: reader.offset(), sha256: reader.sha256() })
+}
+
+fn read_document(
+    encoder: &mut Encoder<'_>,
     reader: &mut TextReader,
     place: DocumentPosition,
     progress: &mut impl FnMut(u64) -> Result<()>,
@@ -311,8 +317,8 @@ fn read_document<S: Sink>(
     encoder.end()
 }
 
-fn read_records<S: Sink>(
-    encoder: &mut Encoder<'_, S>,
+fn read_records(
+    encoder: &mut Encoder<'_>,
     reader: &mut TextReader,
     place: &DocumentPosition,
     mut parts: impl RecordParts,
@@ -328,11 +334,7 @@ fn read_records<S: Sink>(
 }
 
 /// A parquet file; what was read of it.
-fn read_rows<S: Sink>(
-    encoder: &mut Encoder<'_, S>,
-    place: &DocumentPosition,
-    progress: &mut impl FnMut(u64) -> Result<()>,
-) -> Result<Read> {
+fn read_rows(encoder: &mut Encoder<'_>, place: &DocumentPosition, progress: &mut impl FnMut(u64) -> Result<()>) -> Result<Read> {
     let (mut format, rules) = (None, encoder.rules());
     for_each_row(&place.path, rules, &mut |row, record, offset| {
         read_record(encoder, place, &mut format, row, record)?;
@@ -346,8 +348,8 @@ fn read_rows<S: Sink>(
 }
 
 /// One record of a file of `format`, which its first one tells.
-fn read_record<S: Sink>(
-    encoder: &mut Encoder<'_, S>,
+fn read_record(
+    encoder: &mut Encoder<'_>,
     place: &DocumentPosition,
     format: &mut Option<DataFormat>,
     number: u64,
@@ -362,13 +364,7 @@ fn read_record<S: Sink>(
         Some(format) => format,
         None => *format.insert(rules.detect(record).map_err(|cause| place.error(cause))?),
     };
-    if format != DataFormat::Text {
-        return encoder.record(place, format, record);
-    }
-    let Content::Text(text) = rules.read(format, record).map_err(|cause| place.error(cause))? else { return Ok(()) };
-    encoder.begin(place);
-    encoder.push(&text)?;
-    encoder.end()
+    encoder.record(place, format, record)
 }
 
 pub(super) fn kind(path: &Path) -> Option<SourceKind> {
