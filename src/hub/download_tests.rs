@@ -2,12 +2,13 @@
 
 #[expect(unreachable_pub, reason = "shared with the tests of the program")]
 #[path = "../../tests/hub_server.rs"]
-mod hub_server;
+pub(super) mod hub_server;
 
 use super::cache::HubCache;
 use super::client::HubClient;
 use super::download::Download;
 use super::name::HubName;
+use super::roots::Trusted;
 use crate::error::Result;
 use crate::signals::StopFlag;
 use hub_server::{Asked, COMMIT, HubRepo, HubServer, Reply};
@@ -73,7 +74,7 @@ impl Case {
             emit: &mut |_| (),
             pause: Duration::from_millis(1),
         };
-        download.run(HubClient::new(endpoint, Some(TOKEN.into()), SILENCE_MAX)?)
+        download.run(HubClient::new(endpoint, Some(TOKEN.into()), Trusted::built_in(), SILENCE_MAX)?)
     }
 
     /// Downloads from a hub that answers so, which must succeed; tells the requests for the weights.

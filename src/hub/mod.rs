@@ -13,6 +13,8 @@ mod fetch;
 #[cfg(feature = "hub")]
 mod listing;
 mod name;
+#[cfg(feature = "hub")]
+mod roots;
 
 use crate::disk;
 use crate::error::{Error, Result};
