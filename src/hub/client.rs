@@ -81,11 +81,11 @@ impl HubClient {
         &self.endpoint
     }
 
-    /// What lies at `path`, from byte `from` on.
-    pub(super) fn get(&self, path: &str, from: u64) -> std::result::Result<HubAnswer, HttpFailure> {
+    /// What lies at `path`, from byte `from` on, up to `end` where there is one.
+    pub(super) fn get(&self, path: &str, from: u64, end: Option<u64>) -> std::result::Result<HubAnswer, HttpFailure> {
         let mut url = format!("{}{path}", self.endpoint);
         for _ in 0..REDIRECTS_MAX {
-            let answer = self.ask(&url, from)?;
+            let answer = self.ask(&url, from, end)?;
             url = match answer.status().as_u16() {
                 200 | 206 => return Ok(answer),
                 301 | 302 | 303 | 307 | 308 => next_url(&url, &answer).map_err(HttpFailure::Lasting)?,
@@ -97,14 +97,15 @@ impl HubClient {
 
     /// What lies at `path`, at most `bytes_max` of it.
     pub(super) fn get_bytes(&self, path: &str, bytes_max: u64) -> std::result::Result<Vec<u8>, HttpFailure> {
-        let read = self.get(path, 0)?.body_mut().with_config().limit(bytes_max).read_to_vec();
+        let read = self.get(path, 0, None)?.body_mut().with_config().limit(bytes_max).read_to_vec();
         read.map_err(|e| HttpFailure::Passing(e.to_string()))
     }
 
-    fn ask(&self, url: &str, from: u64) -> std::result::Result<HubAnswer, HttpFailure> {
+    fn ask(&self, url: &str, from: u64, end: Option<u64>) -> std::result::Result<HubAnswer, HttpFailure> {
         let mut request = self.agent.get(url);
-        if from > 0 {
-            request = request.header("Range", format!("bytes={from}-"));
+        if from > 0 || end.is_some() {
+            let last = end.map_or(String::new(), |end| (end - 1).to_string());
+            request = request.header("Range", format!("bytes={from}-{last}"));
         }
         if let Some(HubToken(token)) = self.token.as_ref().filter(|_| self.is_hub(url)) {
             request = request.header("Authorization", format!("Bearer {token}"));
