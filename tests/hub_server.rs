@@ -156,10 +156,12 @@ impl HubRepo {
         }
         let name = asked.path.strip_prefix(&format!("/org/tiny/resolve/{COMMIT}/"));
         let Some((_, bytes)) = self.files.iter().find(|(file, _)| Some(*file) == name) else { return Reply::status(404) };
-        let from = asked.range.as_ref().map(|range| range.trim_start_matches("bytes=").trim_end_matches('-').parse::<usize>().unwrap());
-        let Some(from) = from else { return Reply::ok(bytes.clone()) };
-        let (rest, all) = (bytes[from..].to_vec(), bytes.len());
-        let head = format!("HTTP/1.1 206 Partial\r\nContent-Length: {}\r\nContent-Range: bytes {from}-{}/{all}", rest.len(), all - 1);
+        let Some(range) = &asked.range else { return Reply::ok(bytes.clone()) };
+        let (from, last) = range.trim_start_matches("bytes=").split_once('-').unwrap();
+        let (from, all): (usize, _) = (from.parse().unwrap(), bytes.len());
+        let end = last.parse().map_or(all, |last: usize| last + 1);
+        let rest = bytes[from..end].to_vec();
+        let head = format!("HTTP/1.1 206 Partial\r\nContent-Length: {}\r\nContent-Range: bytes {from}-{}/{all}", rest.len(), end - 1);
         Reply::ok(rest).with_head(&head)
     }
 }

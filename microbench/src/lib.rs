@@ -4,6 +4,7 @@
 //! - `cargo bench -p microbench`: every pass and cast on every instruction set, one thread; `-- avx512/step`: a part
 //! - `host_adam`: the pool stepping buckets, beside what the same threads get out of the same memory
 //! - `host_facts`: memory's speed by threads, the pool's wake-up, norms and casts
+//! - `prepare`: text to tokens by CPUs, and the memory that it takes
 //! - `device_facts`: a GPU or the CPU device: the link, casts, latencies, buckets through the optimizer, products of experts
 
 pub mod facts;

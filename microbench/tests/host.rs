@@ -33,3 +33,16 @@ fn rollback_by_algebra_loses_bits() {
     assert_eq!(lines.len(), 6);
     assert!(lines.iter().all(|line| line["loss"]["m"]["differing_share"].as_f64() > Some(0.0)));
 }
+
+#[test]
+fn preparing_text_is_timed_by_cpus_with_its_memory() {
+    // The program of this workspace, which this crate does not build.
+    let Some(program) = std::path::Path::new(env!("CARGO_BIN_EXE_prepare")).parent().map(|dir| dir.join("superoffload")) else { return };
+    if !program.exists() {
+        return eprintln!("skipped: {} is not built", program.display());
+    }
+    let lines = lines(env!("CARGO_BIN_EXE_prepare"), "--cpus 1 --text-mib 5 --vocab-size 2000");
+    let number = |name: &str| lines[0][name].as_f64().unwrap();
+    assert_eq!((lines.len(), number("cpus"), number("times_first")), (1, 1.0, 1.0));
+    assert!(number("text_bytes") >= (5 << 20) as f64 && number("tokens") > 1e6 && number("peak_bytes") > number("tokenizer_bytes"));
+}

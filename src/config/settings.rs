@@ -289,11 +289,11 @@ settings! {
     }
 
     Data {
-        /// Files, directories, or names on the hub: org/data.
+        /// Files, directories, patterns such as data/**/*.jsonl, or names on the hub: org/data.
         #[arg(num_args = 1.., value_name = "PATH|NAME")]
         #[serde(deserialize_with = "one_or_many")]
         data: Vec<PathBuf> = Vec::new() => "the text that ships with the program", Free;
-        /// Files, directories or names to evaluate on; nothing is learned from them.
+        /// Files, directories, patterns or names to evaluate on; nothing is learned from them.
         #[arg(num_args = 1.., value_name = "PATH|NAME")]
         #[serde(deserialize_with = "one_or_many")]
         eval_data: Vec<PathBuf> = Vec::new() => "none", Free;

@@ -22,10 +22,14 @@ pub(crate) mod loader;
 pub(crate) mod packing;
 #[cfg(feature = "parquet")]
 mod parquet_rows;
+mod pattern;
+mod pieces;
+mod pipeline;
 pub(crate) mod preparation;
 pub(crate) mod prepare;
 pub(crate) mod prepared;
 pub(crate) mod rows;
+mod samples;
 mod scan;
 mod shown;
 pub(crate) mod source;

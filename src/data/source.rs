@@ -2,7 +2,7 @@
 //!
 //! `.txt` is one document of UTF-8; `.jsonl` holds one record a line, blank lines aside, and `.json` an array of them (see
 //! [`crate::data::chat::record`] for their columns); `.gz` or `.zst` may follow these three; `.parquet` holds a record a row; `.bin` holds token ids (see
-//! [`crate::data::token_file`]). A directory stands for the files of these kinds in it, by name.
+//! [`crate::data::token_file`]). A directory stands for the files of these kinds in it, by name, and a pattern for those that match it.
 
 use crate::data::chat::record::{Content, DataFormat, RecordRules};
 use crate::data::checksum::Fingerprint;
@@ -10,12 +10,14 @@ use crate::data::compression::{EXPANSION_MAX, is_compressed};
 use crate::data::demo::DEMO_TEXT;
 use crate::data::documents::{DocumentPosition, DocumentTotals, Documents, Sink, place_word};
 use crate::data::elements::Elements;
-use crate::data::encode::{Encoder, shown};
+use crate::data::encode::{Encoder, encode};
 use crate::data::hold_out::EvalSplit;
 #[cfg(feature = "parquet")]
 use crate::data::parquet_rows::ParquetRows;
+use crate::data::pattern::matching;
 use crate::data::preparation::{IN_MEMORY_BYTES_MAX, Preparation};
 use crate::data::rows::RowRules;
+use crate::data::samples::shown;
 use crate::data::shown::{ShownDocument, joined};
 use crate::data::text::{Lines, RecordParts, TextReader};
 use crate::data::tokenizer::Tokenizer;
@@ -39,22 +41,37 @@ const SHOWN_CHARACTERS: usize = 2000;
 /// What the extensions of [`SourceKind`] are called in messages.
 const KINDS: &str = ".txt, .json, .jsonl (each may be .gz or .zst), .parquet or .bin";
 
-/// The data files that `paths` name, directories replaced by what they hold, in order.
+/// The data files that `paths` name, directories and patterns replaced by what they hold, in order. A path that is there is no pattern.
 ///
 /// # Errors
-/// `Io` for what cannot be read; `Format` for a file of another kind and for a directory without data.
+/// `Io` for what cannot be read; `Format` for a file of another kind, for a directory without data and a pattern that nothing matches.
 pub(crate) fn find_files(paths: &[PathBuf]) -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     for path in paths {
-        if path.metadata().map_err(|e| Error::io("read", path, e))?.is_dir() {
-            files.extend(files_in(path)?);
-        } else if kind(path).is_some() {
-            files.push(path.clone());
-        } else {
-            return Err(Error::format(path, format!("not a {KINDS} file{}", conversion(path))));
+        match path.metadata() {
+            Ok(metadata) if metadata.is_dir() => files.extend(files_in(path)?),
+            Ok(_) => files.push(known(path.clone())?),
+            Err(e) => match matching(path)? {
+                Some(found) => files.extend(data_among(found)?),
+                None => return Err(Error::io("read", path, e)),
+            },
         }
     }
     Ok(files)
+}
+
+/// Those of `found` that hold data.
+fn data_among(found: Vec<PathBuf>) -> Result<Vec<PathBuf>> {
+    let first = found.first().cloned();
+    let data: Vec<_> = found.into_iter().filter(|path| kind(path).is_some() && !is_sidecar(path)).collect();
+    match first {
+        Some(other) if data.is_empty() => known(other).map(|file| vec![file]),
+        _ => Ok(data),
+    }
+}
+
+fn known(path: PathBuf) -> Result<PathBuf> {
+    if kind(&path).is_some() { Ok(path) } else { Err(Error::format(&path, format!("not a {KINDS} file{}", conversion(&path)))) }
 }
 
 /// What makes JSON lines of a table in another format.
@@ -224,7 +241,7 @@ pub(super) struct Read {
 /// # Errors
 /// `Io` when one cannot be read; `Format` that names the place of whatever is wrong: an empty file, bytes that are not UTF-8, a line
 /// without `text`, an id outside the vocabulary; `Interrupted`.
-pub(super) fn tokenize<S: Sink>(
+pub(super) fn tokenize<S: Sink + Send>(
     texts: &[&Path],
     tokenizer: &Tokenizer,
     vocab_size: usize,
@@ -232,36 +249,27 @@ pub(super) fn tokenize<S: Sink>(
     preparation: &mut Preparation<'_>,
 ) -> Result<(DocumentTotals<S>, Vec<Read>)> {
     let all = texts.iter().filter_map(|path| path.metadata().ok()).map(|metadata| metadata.len()).sum();
-    let mut encoder =
-        Encoder::new(tokenizer, Documents::new(sink, vocab_size, tokenizer.end_of_text(), tokenizer.begin_of_text()), preparation.stop());
-    let (mut read, mut done) = (Vec::new(), 0);
-    if texts.is_empty() {
-        encoder.begin(DocumentPosition { path: Path::new("the built-in text").into(), source: 0, line: None });
-        encoder.push(DEMO_TEXT)?;
-        encoder.end()?;
-    }
-    for (source, path) in texts.iter().enumerate() {
-        let place = DocumentPosition { path: (*path).into(), source, line: None };
-        let mut progress = |offset| {
-            preparation.progress("reading text", done + offset, all);
-            preparation.go_on()
-        };
-        if kind(path) == Some(SourceKind::Parquet) {
-            let file = read_rows(&mut encoder, &place, &mut progress)?;
+    let (mut read, stop) = (Vec::new(), preparation.stop().clone());
+    let documents = Documents::new(sink, vocab_size, tokenizer.end_of_text(), tokenizer.begin_of_text());
+    let totals = encode(tokenizer, documents, &stop, |encoder| {
+        if texts.is_empty() {
+            encoder.begin(DocumentPosition { path: Path::new("the built-in text").into(), source: 0, line: None });
+            encoder.push(DEMO_TEXT)?;
+            return encoder.end();
+        }
+        let mut done = 0;
+        for (source, path) in texts.iter().enumerate() {
+            let place = DocumentPosition { path: (*path).into(), source, line: None };
+            let mut progress = |offset| {
+                preparation.progress("reading text", done + offset, all);
+                preparation.go_on()
+            };
+            let file = read_file(encoder, place, &mut progress)?;
             done += file.bytes;
             read.push(file);
-            continue;
         }
-        let mut reader = TextReader::open(path)?;
-        match kind(path) {
-            Some(SourceKind::JsonLines) => read_records(&mut encoder, &mut reader, &place, Lines::default(), &mut progress)?,
-            Some(SourceKind::JsonArray) => read_records(&mut encoder, &mut reader, &place, Elements::default(), &mut progress)?,
-            _ => read_document(&mut encoder, &mut reader, place, &mut progress)?,
-        }
-        done += reader.offset();
-        read.push(Read { bytes: reader.offset(), sha256: reader.sha256() });
-    }
-    let totals = encoder.finish()?;
+        Ok(())
+    })?;
     tell_skipped(&totals, preparation)?;
     Ok((totals, read))
 }
@@ -281,8 +289,22 @@ fn tell_skipped<S>(totals: &DocumentTotals<S>, preparation: &mut Preparation<'_>
     Ok(())
 }
 
-fn read_document<S: Sink>(
-    encoder: &mut Encoder<'_, S>,
+/// The text file at `place`; what was read of it.
+fn read_file(encoder: &mut Encoder<'_>, place: DocumentPosition, progress: &mut impl FnMut(u64) -> Result<()>) -> Result<Read> {
+    if kind(&place.path) == Some(SourceKind::Parquet) {
+        return read_rows(encoder, &place, progress);
+    }
+    let mut reader = TextReader::open(&place.path)?;
+    match kind(&place.path) {
+        Some(SourceKind::JsonLines) => read_records(encoder, &mut reader, &place, Lines::default(), progress)?,
+        Some(SourceKind::JsonArray) => read_records(encoder, &mut reader, &place, Elements::default(), progress)?,
+        _ => read_document(encoder, &mut reader, place, progress)?,
+    }
+    Ok(Read { bytes: reader.offset(), sha256: reader.sha256() })
+}
+
+fn read_document(
+    encoder: &mut Encoder<'_>,
     reader: &mut TextReader,
     place: DocumentPosition,
     progress: &mut impl FnMut(u64) -> Result<()>,
@@ -295,8 +317,8 @@ fn read_document<S: Sink>(
     encoder.end()
 }
 
-fn read_records<S: Sink>(
-    encoder: &mut Encoder<'_, S>,
+fn read_records(
+    encoder: &mut Encoder<'_>,
     reader: &mut TextReader,
     place: &DocumentPosition,
     mut parts: impl RecordParts,
@@ -312,11 +334,7 @@ fn read_records<S: Sink>(
 }
 
 /// A parquet file; what was read of it.
-fn read_rows<S: Sink>(
-    encoder: &mut Encoder<'_, S>,
-    place: &DocumentPosition,
-    progress: &mut impl FnMut(u64) -> Result<()>,
-) -> Result<Read> {
+fn read_rows(encoder: &mut Encoder<'_>, place: &DocumentPosition, progress: &mut impl FnMut(u64) -> Result<()>) -> Result<Read> {
     let (mut format, rules) = (None, encoder.rules());
     for_each_row(&place.path, rules, &mut |row, record, offset| {
         read_record(encoder, place, &mut format, row, record)?;
@@ -330,8 +348,8 @@ fn read_rows<S: Sink>(
 }
 
 /// One record of a file of `format`, which its first one tells.
-fn read_record<S: Sink>(
-    encoder: &mut Encoder<'_, S>,
+fn read_record(
+    encoder: &mut Encoder<'_>,
     place: &DocumentPosition,
     format: &mut Option<DataFormat>,
     number: u64,
@@ -346,13 +364,7 @@ fn read_record<S: Sink>(
         Some(format) => format,
         None => *format.insert(rules.detect(record).map_err(|cause| place.error(cause))?),
     };
-    if format != DataFormat::Text {
-        return encoder.record(place, format, record);
-    }
-    let Content::Text(text) = rules.read(format, record).map_err(|cause| place.error(cause))? else { return Ok(()) };
-    encoder.begin(place);
-    encoder.push(&text)?;
-    encoder.end()
+    encoder.record(place, format, record)
 }
 
 pub(super) fn kind(path: &Path) -> Option<SourceKind> {
@@ -509,6 +521,12 @@ mod tests {
             refusal("d.txt").contains("d.txt: no .txt, .json, .jsonl (each may be .gz or .zst), .parquet or .bin file in this directory")
         );
         assert!(refusal("README.md").contains("README.md: not a .txt"));
+        let matching = find_files(&[dir.path().join("*"), dir.path().join("[ab].*")]).unwrap();
+        let names: Vec<_> = matching.iter().map(|path| path.file_name().unwrap().to_str().unwrap()).collect();
+        assert_eq!(names, ["a.jsonl", "b.txt", "c.bin", "a.jsonl", "b.txt"], "of what matches the data files are taken");
+        assert!(refusal("*.md").contains("README.md: not a .txt") && refusal("*.csv").ends_with("*.csv: no file matches this pattern"));
+        std::fs::write(dir.path().join("x*.txt"), "a file of this name").unwrap();
+        assert_eq!(find_files(&[dir.path().join("x*.txt")]).unwrap(), [dir.path().join("x*.txt")]);
         assert!(refusal("missing.txt").starts_with("read ") && refusal("missing.txt").contains("missing.txt: No such file"));
     }
 

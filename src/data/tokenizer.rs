@@ -1,8 +1,11 @@
 //! Text to token ids: a model's `tokenizer.json`, or bytes.
 
+mod byte_level;
 mod special;
+mod token;
 
 pub use special::AddBos;
+pub(super) use token::{Token, floor_boundary};
 
 use crate::data::chat::record::RecordRules;
 use crate::data::checksum;
@@ -10,6 +13,7 @@ use crate::data::contain::contain;
 use crate::disk;
 use crate::error::{Error, Result};
 use crate::model_dir::ModelDir;
+use byte_level::ByteLevelBpe;
 use serde_json::Value;
 use special::{BYTES_MAX, Special};
 use std::fmt;
@@ -37,6 +41,8 @@ struct TokenizerModel {
     /// Of the file's bytes.
     sha256: String,
     tokenizer: tokenizers::Tokenizer,
+    /// The faster way, if there is one.
+    byte_level: Option<ByteLevelBpe>,
 }
 
 impl Tokenizer {
@@ -77,7 +83,8 @@ impl Tokenizer {
         let vocab_size = tokenizer.get_vocab(true).into_values().max().map_or(0, |id| id as usize + 1);
         let special = Special::new(dir, &tokenizer);
         let (end_of_text, begin_of_text) = (special.end_of_text(end_of_text)?, special.begin_of_text(add_bos, &post_processor)?);
-        let model = TokenizerModel { path, sha256: checksum::sha256(&bytes), tokenizer };
+        let byte_level = ByteLevelBpe::new(&tokenizer);
+        let model = TokenizerModel { path, sha256: checksum::sha256(&bytes), tokenizer, byte_level };
         let kind = TokenizerKind::Model(Box::new(model));
         Ok(Some(Self { kind, vocab_size, end_of_text, begin_of_text, rules: RecordRules::default() }))
     }
@@ -117,9 +124,7 @@ impl Tokenizer {
             TokenizerKind::Bytes => return Ok(text.bytes().map(u32::from).collect()),
             TokenizerKind::Model(model) => model,
         };
-        let encoding =
-            contain("tokenizer", || model.tokenizer.encode_fast(text, false)).and_then(|encoding| encoding.map_err(|e| e.to_string()));
-        encoding.map(|encoding| encoding.get_ids().to_vec()).map_err(|e| Error::format(&model.path, format!("cannot encode: {e}")))
+        model.encode(text)
     }
 
     /// What decides which ids a text becomes, wherever its files lie: two tokenizers with the same identity make the same tokens.
@@ -158,20 +163,41 @@ impl Tokenizer {
                 return Ok((0..).zip(ids).map(|(at, id)| Token { id, start: at, end: at + 1 }).collect());
             }
         };
-        let encoding =
-            contain("tokenizer", || model.tokenizer.encode(text, false)).and_then(|encoding| encoding.map_err(|e| e.to_string()));
-        let encoding = encoding.map_err(|e| Error::format(&model.path, format!("cannot encode: {e}")))?;
-        let tokens = encoding.get_ids().iter().zip(encoding.get_offsets());
-        Ok(tokens.map(|(&id, &(start, end))| Token { id, start: start as u32, end: end as u32 }).collect())
+        model.encode_part(text)
     }
 }
 
-/// An id and the range of bytes in the text that it stands for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Token {
-    pub(super) id: u32,
-    pub(super) start: u32,
-    pub(super) end: u32,
+impl TokenizerModel {
+    fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        let mut ids = Vec::with_capacity(text.len() / 3);
+        let fast = |model: &ByteLevelBpe| model.encode(&self.tokenizer, text, |tokens, _| ids.extend(tokens.iter().map(|token| token.id)));
+        if self.contained(|| self.byte_level.as_ref().and_then(fast))?.is_some() {
+            return Ok(ids);
+        }
+        let encoding = self.contained(|| self.tokenizer.encode_fast(text, false))?.map_err(|e| self.error(e))?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
+    fn encode_part(&self, text: &str) -> Result<Vec<Token>> {
+        let mut placed = Vec::with_capacity(text.len() / 3);
+        let fast = |model: &ByteLevelBpe| {
+            model.encode(&self.tokenizer, text, |tokens, at| placed.extend(tokens.iter().map(|token| token.after(at))))
+        };
+        if self.contained(|| self.byte_level.as_ref().and_then(fast))?.is_some() {
+            return Ok(placed);
+        }
+        let encoding = self.contained(|| self.tokenizer.encode(text, false))?.map_err(|e| self.error(e))?;
+        let tokens = encoding.get_ids().iter().zip(encoding.get_offsets());
+        Ok(tokens.map(|(&id, &(start, end))| Token { id, start: start as u32, end: end as u32 }).collect())
+    }
+
+    fn contained<T>(&self, call: impl FnOnce() -> T) -> Result<T> {
+        contain("tokenizer", call).map_err(|e| self.error(e))
+    }
+
+    fn error(&self, cause: impl fmt::Display) -> Error {
+        Error::format(&self.path, format!("cannot encode: {cause}"))
+    }
 }
 
 impl fmt::Display for Tokenizer {

@@ -1,12 +1,14 @@
 //! Requests to the hub: who is asked, with which token, and where its answers lead.
 
 use super::name::{HubName, RepoKind};
+use super::roots::{Trusted, VARIABLES};
 use crate::disk;
 use crate::error::{Error, Result};
 use std::path::PathBuf;
 use std::time::Duration;
 use ureq::Agent;
 use ureq::http::Response;
+use ureq::tls::TlsConfig;
 
 const PUBLIC_HUB: &str = "https://huggingface.co";
 const REDIRECTS_MAX: usize = 8;
@@ -21,6 +23,8 @@ pub(super) type HubAnswer = Response<ureq::Body>;
 /// A hub, and who asks it.
 pub(super) struct HubClient {
     agent: Agent,
+    /// Where it is written who is trusted, for people.
+    trusted: String,
     /// Without a slash at its end.
     endpoint: String,
     token: Option<HubToken>,
@@ -42,14 +46,15 @@ impl HubClient {
     /// The hub that the environment names (`HF_ENDPOINT`), with its token (`HF_TOKEN`, else a file's).
     ///
     /// # Errors
-    /// `Usage` for an endpoint that is no address, and for a token of other characters than tokens have; `Io` for a token file.
+    /// `Usage` for an endpoint that is no address, and for a token of other characters than tokens have; `Io` for a token file; those of
+    /// [`Trusted::of`].
     pub(super) fn of(variable: &dyn Fn(&str) -> Option<PathBuf>) -> Result<Self> {
         let text = |name| variable(name).and_then(|value| value.into_os_string().into_string().ok());
         let endpoint = text("HF_ENDPOINT").unwrap_or_else(|| PUBLIC_HUB.into());
-        Self::new(&endpoint, token(variable)?, SILENCE_MAX)
+        Self::new(&endpoint, token(variable)?, Trusted::of(variable)?, SILENCE_MAX)
     }
 
-    pub(super) fn new(endpoint: &str, token: Option<String>, silence_max: Duration) -> Result<Self> {
+    pub(super) fn new(endpoint: &str, token: Option<String>, trusted: Trusted, silence_max: Duration) -> Result<Self> {
         let endpoint = endpoint.trim_end_matches('/');
         if origin(endpoint).is_none() {
             return Err(Error::usage(format!("HF_ENDPOINT {endpoint}: expected an address such as {PUBLIC_HUB}")));
@@ -57,7 +62,9 @@ impl HubClient {
         if token.as_ref().is_some_and(|token| token.is_empty() || !token.bytes().all(|byte| byte.is_ascii_graphic())) {
             return Err(Error::usage("the Hugging Face token: empty, or with characters that no token has"));
         }
+        let Trusted { roots, origin } = trusted;
         let config = Agent::config_builder()
+            .tls_config(TlsConfig::builder().root_certs(roots).build())
             .http_status_as_error(false)
             // Redirects are followed here: a token goes to one host.
             .max_redirects(0)
@@ -67,18 +74,18 @@ impl HubClient {
             .timeout_connect(Some(silence_max))
             .timeout_recv_response(Some(silence_max))
             .timeout_per_read(Some(silence_max));
-        Ok(Self { agent: config.build().new_agent(), endpoint: endpoint.into(), token: token.map(HubToken) })
+        Ok(Self { agent: config.build().new_agent(), trusted: origin, endpoint: endpoint.into(), token: token.map(HubToken) })
     }
 
     pub(super) fn endpoint(&self) -> &str {
         &self.endpoint
     }
 
-    /// What lies at `path`, from byte `from` on.
-    pub(super) fn get(&self, path: &str, from: u64) -> std::result::Result<HubAnswer, HttpFailure> {
+    /// What lies at `path`, from byte `from` on, up to `end` where there is one.
+    pub(super) fn get(&self, path: &str, from: u64, end: Option<u64>) -> std::result::Result<HubAnswer, HttpFailure> {
         let mut url = format!("{}{path}", self.endpoint);
         for _ in 0..REDIRECTS_MAX {
-            let answer = self.ask(&url, from)?;
+            let answer = self.ask(&url, from, end)?;
             url = match answer.status().as_u16() {
                 200 | 206 => return Ok(answer),
                 301 | 302 | 303 | 307 | 308 => next_url(&url, &answer).map_err(HttpFailure::Lasting)?,
@@ -90,14 +97,15 @@ impl HubClient {
 
     /// What lies at `path`, at most `bytes_max` of it.
     pub(super) fn get_bytes(&self, path: &str, bytes_max: u64) -> std::result::Result<Vec<u8>, HttpFailure> {
-        let read = self.get(path, 0)?.body_mut().with_config().limit(bytes_max).read_to_vec();
+        let read = self.get(path, 0, None)?.body_mut().with_config().limit(bytes_max).read_to_vec();
         read.map_err(|e| HttpFailure::Passing(e.to_string()))
     }
 
-    fn ask(&self, url: &str, from: u64) -> std::result::Result<HubAnswer, HttpFailure> {
+    fn ask(&self, url: &str, from: u64, end: Option<u64>) -> std::result::Result<HubAnswer, HttpFailure> {
         let mut request = self.agent.get(url);
-        if from > 0 {
-            request = request.header("Range", format!("bytes={from}-"));
+        if from > 0 || end.is_some() {
+            let last = end.map_or(String::new(), |end| (end - 1).to_string());
+            request = request.header("Range", format!("bytes={from}-{last}"));
         }
         if let Some(HubToken(token)) = self.token.as_ref().filter(|_| self.is_hub(url)) {
             request = request.header("Authorization", format!("Bearer {token}"));
@@ -105,6 +113,7 @@ impl HubClient {
         request.call().map_err(|e| match e {
             // The address may hold a signature.
             ureq::Error::BadUri(_) | ureq::Error::Http(_) => HttpFailure::Lasting("redirected to what is no address".into()),
+            e if e.to_string().contains("invalid peer certificate") => HttpFailure::Lasting(self.distrust(url, &e)),
             e => HttpFailure::Passing(e.to_string()),
         })
     }
@@ -121,6 +130,12 @@ impl HubClient {
             401 | 403 | 408 | 416 | 429 | 500.. => HttpFailure::Passing(format!("status {status}")),
             _ => HttpFailure::Lasting(format!("status {status}")),
         }
+    }
+
+    fn distrust(&self, url: &str, cause: &ureq::Error) -> String {
+        let (host, trusted, [name, ..]) = (origin(url).unwrap_or_default(), &self.trusted, VARIABLES);
+        let advice = "names a file with your company's certificate authority, where it has one of its own";
+        format!("{cause}: the certificate of {host} is from nobody in {trusted}; {name} {advice}")
     }
 
     fn forbidden(&self, status: u16) -> String {

@@ -2,9 +2,10 @@
 
 use super::cache::{HubCache, SNAPSHOTS, folder};
 use super::client::{ATTEMPTS, HttpFailure, HubClient, file_path, listing_path};
-use super::fetch::{Fetcher, interrupted, partial_name, sleep};
+use super::fetch::{Fetcher, interrupted, sleep};
 use super::listing::{HubListing, RemoteFile};
 use super::name::{HubName, RepoKind};
+use super::parts::FileInParts;
 use crate::disk::{self, Dir, FileKind, TmpDir};
 use crate::error::{Error, Result};
 use crate::model_dir::CONFIG;
@@ -13,12 +14,12 @@ use crate::signals::StopFlag;
 use crate::units::Bytes;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-/// Files that come at a time.
+/// Files, or parts of them, that come at a time.
 const THREADS: usize = 4;
 /// Before the second attempt at a file.
 pub(super) const FIRST_PAUSE: Duration = Duration::from_secs(1);
@@ -34,11 +35,15 @@ pub(super) struct Download<'a> {
     pub(super) emit: &'a mut dyn FnMut(News<'_>),
     /// Before a second attempt; longer before later ones.
     pub(super) pause: Duration,
+    /// Files of so many bytes come in parts.
+    pub(super) large_bytes: u64,
 }
 
-/// Files with their paths on the hub, and the next that a thread takes.
+/// Files, their parts, and the next part that a thread takes.
 struct DownloadQueue {
-    files: Vec<(RemoteFile, String)>,
+    files: Vec<FileInParts>,
+    /// Each the file's index and its own.
+    parts: Vec<(usize, usize)>,
     next: AtomicUsize,
 }
 
@@ -62,7 +67,8 @@ impl Download<'_> {
             fs::create_dir_all(dir).map_err(|e| Error::io("create", dir, e))?;
         }
         let (blobs, locks) = (Dir::open(&repo.join("blobs"))?, Dir::open(&locks)?);
-        let fetcher = Fetcher { client, blobs, locks, stop: self.stop.clone(), done: AtomicU64::new(0), pause: self.pause };
+        let fetcher =
+            Fetcher { client, blobs, locks, stop: self.stop.clone(), done: AtomicU64::new(0), pause: self.pause, said: Mutex::default() };
         let (fetcher, name) = (Arc::new(fetcher), *name);
         self.fetch_all(&fetcher, &files, &listing.commit)?;
         let _lock = fetcher.lock(&format!("{}.lock", listing.commit))?;
@@ -88,48 +94,61 @@ impl Download<'_> {
     }
 
     fn fetch_all(self, fetcher: &Arc<Fetcher>, files: &[RemoteFile], commit: &str) -> Result<()> {
-        let Self { name, stop, emit, .. } = self;
+        let Self { name, stop, emit, large_bytes, .. } = self;
         let (all, into) = (files.iter().map(|file| file.bytes).sum(), &fetcher.blobs);
-        expect_room(into, files)?;
+        let in_parts = |file: &RemoteFile| FileInParts::new(file.clone(), file_path(name, commit, &file.name), large_bytes);
+        let queue = Arc::new(DownloadQueue::new(files.iter().map(in_parts).collect()));
+        expect_room(into, &queue.files)?;
         let what = format!("{} files of {} into {}", files.len(), Bytes(all), into.path().display());
         emit(News::Note(&format!("downloading {name} at commit {commit}: {what}")));
-        let paths = files.iter().map(|file| (file.clone(), file_path(name, commit, &file.name))).collect();
-        let queue = Arc::new(DownloadQueue { files: paths, next: AtomicUsize::new(0) });
         let spawn = |_| {
             let (queue, fetcher) = (queue.clone(), fetcher.clone());
             thread::Builder::new().spawn(move || queue.work(&fetcher)).map_err(|e| Error::resource("start a thread that downloads", e))
         };
-        let threads: Vec<JoinHandle<Result<()>>> = (0..THREADS.min(files.len())).map(spawn).collect::<Result<_>>()?;
-        while !threads.iter().all(JoinHandle::is_finished) {
+        let threads: Vec<JoinHandle<Result<()>>> = (0..THREADS.min(queue.parts.len())).map(spawn).collect::<Result<_>>()?;
+        let mut is_done = false;
+        while !is_done {
             // Nobody waits for a thread whose server is silent: it ends soon, and what it has is kept.
             if stop.is_set() {
                 return Err(interrupted());
             }
-            emit(News::Progress { what: "downloading", done: fetcher.done.load(Ordering::Relaxed), all });
             thread::sleep(PROGRESS_INTERVAL);
+            is_done = threads.iter().all(JoinHandle::is_finished);
+            let said = std::mem::take(&mut *fetcher.said.lock().unwrap_or_else(PoisonError::into_inner));
+            said.iter().for_each(|line| emit(News::Note(line)));
+            emit(News::Progress { what: "downloading", done: fetcher.done.load(Ordering::Relaxed), all });
         }
         threads.into_iter().try_for_each(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
     }
 }
 
 impl DownloadQueue {
-    /// Takes files until there are none; after a failure nobody takes another one.
+    fn new(files: Vec<FileInParts>) -> Self {
+        let parts = files.iter().enumerate().flat_map(|(file, of)| (0..of.parts().len()).map(move |part| (file, part))).collect();
+        Self { files, parts, next: AtomicUsize::new(0) }
+    }
+
+    /// Takes parts until there are none; after a failure nobody takes another one.
     fn work(&self, fetcher: &Fetcher) -> Result<()> {
-        while let Some((file, path)) = self.files.get(self.next.fetch_add(1, Ordering::Relaxed)) {
-            fetcher.fetch(file, path).inspect_err(|_| self.next.store(self.files.len(), Ordering::Relaxed))?;
+        while let Some(&(file, part)) = self.parts.get(self.next.fetch_add(1, Ordering::Relaxed)) {
+            fetcher.fetch(&self.files[file], part).inspect_err(|_| self.next.store(self.parts.len(), Ordering::Relaxed))?;
         }
         Ok(())
     }
 }
 
 /// Whether the disk has room for what is not here yet.
-fn expect_room(blobs: &Dir, files: &[RemoteFile]) -> Result<()> {
-    let missing = |file: &RemoteFile| {
-        let held =
-            |name: &str| Ok::<_, Error>(blobs.kind(name)?.map_or(0, |kind| if let FileKind::File(bytes) = kind { bytes } else { 0 }));
-        Ok(file.bytes.saturating_sub(held(file.checksum.hex())?.max(held(&partial_name(file))?)))
+fn expect_room(blobs: &Dir, files: &[FileInParts]) -> Result<()> {
+    let held = |name: &str| Ok::<_, Error>(blobs.kind(name)?.map_or(0, |kind| if let FileKind::File(bytes) = kind { bytes } else { 0 }));
+    let missing = |whole: &FileInParts| {
+        let parts = (0..whole.parts().len()).map(|part| held(&whole.name(part))).sum::<Result<u64>>()?;
+        Ok(whole.file.bytes.saturating_sub(held(whole.file.checksum.hex())?.max(parts)))
     };
-    let needed: u64 = files.iter().map(missing).sum::<Result<_>>()?;
+    // While parts are joined one of them is there twice.
+    let mut joined: Vec<u64> = files.iter().filter(|whole| whole.parts().len() > 1).map(|whole| whole.parts()[0].end).collect();
+    joined.sort_unstable_by(|a, b| b.cmp(a));
+    let missing = files.iter().map(missing).sum::<Result<u64>>()?;
+    let needed = if missing == 0 { 0 } else { missing + joined.iter().take(THREADS).sum::<u64>() };
     match blobs.free_bytes()? {
         Some(free) if free < needed => {
             let cause = format!(

@@ -2,18 +2,21 @@
 
 #[expect(unreachable_pub, reason = "shared with the tests of the program")]
 #[path = "../../tests/hub_server.rs"]
-mod hub_server;
+pub(super) mod hub_server;
 
 use super::cache::HubCache;
 use super::client::HubClient;
 use super::download::Download;
 use super::name::HubName;
+use super::parts::LARGE_BYTES;
+use super::roots::Trusted;
 use crate::error::Result;
+use crate::news::News;
 use crate::signals::StopFlag;
 use hub_server::{Asked, COMMIT, HubRepo, HubServer, Reply};
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
+use std::sync::{Mutex, OnceLock};
 use std::thread;
 use std::time::Duration;
 
@@ -46,13 +49,22 @@ struct Case {
     dir: tempfile::TempDir,
     stop: StopFlag,
     with_weights: bool,
+    large_bytes: u64,
     name: HubName,
+    said: Mutex<String>,
 }
 
 impl Case {
     fn new() -> Self {
         let name = HubName::model("org/tiny@refs/pr/1").unwrap();
-        Self { dir: tempfile::tempdir().unwrap(), stop: StopFlag::default(), with_weights: true, name }
+        Self {
+            dir: tempfile::tempdir().unwrap(),
+            stop: StopFlag::default(),
+            with_weights: true,
+            large_bytes: LARGE_BYTES,
+            name,
+            said: Mutex::default(),
+        }
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -63,6 +75,17 @@ impl Case {
         self.path("blobs").join(format!("{}.incomplete", repo().blob(WEIGHTS)))
     }
 
+    /// One whose weights come in parts.
+    fn in_parts() -> Self {
+        Self { large_bytes: 400_000, ..Self::new() }
+    }
+
+    /// Bytes of the weights' parts that are kept.
+    fn parts(&self) -> Vec<u64> {
+        let name = |part: u64| if part == 0 { self.partial() } else { self.partial().with_extension(format!("incomplete-{part}")) };
+        (0..4).map(|part| fs::metadata(name(part)).map_or(0, |file| file.len())).collect()
+    }
+
     fn run(&self, endpoint: &str) -> Result<PathBuf> {
         let (cache, name) = (HubCache { root: self.dir.path().into() }, self.name.clone());
         let download = Download {
@@ -70,10 +93,15 @@ impl Case {
             name: &name,
             with_weights: self.with_weights,
             stop: &self.stop,
-            emit: &mut |_| (),
+            emit: &mut |news| {
+                if let News::Note(line) = news {
+                    *self.said.lock().unwrap() += &format!("{line}\n");
+                }
+            },
             pause: Duration::from_millis(1),
+            large_bytes: self.large_bytes,
         };
-        download.run(HubClient::new(endpoint, Some(TOKEN.into()), SILENCE_MAX)?)
+        download.run(HubClient::new(endpoint, Some(TOKEN.into()), Trusted::built_in(), SILENCE_MAX)?)
     }
 
     /// Downloads from a hub that answers so, which must succeed; tells the requests for the weights.
@@ -81,7 +109,7 @@ impl Case {
         let server = HubServer::start(answer);
         let snapshot = self.run(&server.endpoint()).unwrap();
         assert_eq!(fs::read(snapshot.join(WEIGHTS)).unwrap(), repo().bytes(WEIGHTS));
-        assert!(!self.partial().exists());
+        assert_eq!(self.parts(), [0; 4]);
         server.asked().into_iter().filter(|asked| asked.path.ends_with(WEIGHTS)).collect()
     }
 
@@ -140,6 +168,100 @@ fn what_breaks_off_is_resumed_where_it_stopped() {
         Some(_) => Reply::ok(repo().bytes(WEIGHTS).to_vec()),
     }));
     assert_eq!(asked.len(), 2, "a hub that knows no ranges");
+}
+
+/// The ranges that were asked for, in order of their bytes.
+fn ranges(asked: &[Asked]) -> Vec<&str> {
+    let mut ranges: Vec<_> = asked.iter().map(|asked| asked.range.as_deref().unwrap_or("all")).collect();
+    ranges.sort();
+    ranges
+}
+
+const QUARTERS: [&str; 4] = ["bytes=0-224999", "bytes=225000-449999", "bytes=450000-674999", "bytes=675000-"];
+
+#[test]
+fn a_large_file_comes_in_four_ranges() {
+    let case = Case::in_parts();
+    let asked = case.good(|asked, _| repo().answer(asked));
+    assert_eq!(ranges(&asked), QUARTERS);
+    assert!(!case.said.lock().unwrap().contains("one stream"), "{}", case.said.lock().unwrap());
+    // Each of them in as many pieces as it takes.
+    assert_eq!(Case::in_parts().good(but(|_, reply, _| reply.cut(70_000))).len(), 16);
+    let just = Case { large_bytes: 900_001, ..Case::new() };
+    assert_eq!(ranges(&just.good(|asked, _| repo().answer(asked))), ["all"]);
+}
+
+#[test]
+fn what_a_download_in_ranges_leaves_is_gone_on_with() {
+    let case = Case::in_parts();
+    let message = case.refused(but(|asked, reply, _| match asked.range.as_deref() {
+        Some("bytes=675000-") => reply,
+        Some(range) if QUARTERS.contains(&range) => reply.cut(100_000),
+        _ => Reply::status(500),
+    }));
+    assert!(message.contains("status 500, 5 times in a row; 100000 of 225000 bytes are kept for the next run"), "{message}");
+    assert_eq!(case.parts(), [100_000, 100_000, 100_000, 225_000]);
+    let asked = case.good(|asked, _| repo().answer(asked));
+    assert_eq!(ranges(&asked), ["bytes=100000-224999", "bytes=325000-449999", "bytes=550000-674999"]);
+}
+
+#[test]
+fn a_beginning_that_another_program_left_is_gone_on_with() {
+    for (left, expected) in
+        [(200_000, vec!["bytes=200000-224999", QUARTERS[1], QUARTERS[2], QUARTERS[3]]), (300_000, vec!["bytes=300000-"])]
+    {
+        let case = Case::in_parts();
+        fs::create_dir_all(case.path("blobs")).unwrap();
+        fs::write(case.partial(), &repo().bytes(WEIGHTS)[..left]).unwrap();
+        assert_eq!(ranges(&case.good(|asked, _| repo().answer(asked))), expected);
+    }
+}
+
+#[test]
+fn a_hub_without_ranges_sends_a_large_file_as_one_and_that_is_said() {
+    let whole = || Reply::ok(repo().bytes(WEIGHTS).to_vec());
+    let case = Case::in_parts();
+    case.good(but(move |_, _, _| whole()));
+    assert!(
+        case.said.lock().unwrap().ends_with("model.safetensors comes in one stream: the server has no ranges\n"),
+        "{}",
+        case.said.lock().unwrap()
+    );
+    // It forgets how to in the middle: other parts may be here already.
+    for part in QUARTERS {
+        let case = Case::in_parts();
+        case.good(but(move |asked, reply, _| if asked.range.as_deref() == Some(part) { whole() } else { reply }));
+        assert_eq!(case.said.lock().unwrap().matches("in one stream").count(), 1);
+    }
+}
+
+#[test]
+fn ranges_that_lie_are_refused() {
+    let lies = |lie: fn(Reply) -> Reply| {
+        let case = Case::in_parts();
+        let message =
+            case.refused(but(move |asked, reply, _| if asked.range.as_deref() == Some(QUARTERS[2]) { lie(reply) } else { reply }));
+        assert!(message.contains("download model.safetensors from http://127.0.0.1:"), "{message}");
+        message
+    };
+    let other = |reply: Reply| reply.with_head("HTTP/1.1 206 P\r\nContent-Range: bytes 0-224999/900000");
+    assert!(lies(other).contains("it answers \"bytes 0-224999/900000\" where \"bytes 450000-674999/900000\" was asked for"));
+    let long =
+        |reply: Reply| Reply { body: vec![1; 300_000], ..reply }.with_head("HTTP/1.1 206 P\r\nContent-Range: bytes 450000-674999/900000");
+    assert!(lies(long).contains("it is longer than its 225000 bytes"));
+    let length = |reply: Reply| reply.with_head("HTTP/1.1 206 P\r\nContent-Length: 9\r\nContent-Range: bytes 450000-674999/900000");
+    assert!(lies(length).contains("9 bytes come, 225000 were expected"));
+    let wrong = |mut reply: Reply| {
+        reply.body[7] ^= 1;
+        reply
+    };
+    assert!(lies(wrong).contains("its checksum is "));
+    // What was left of a part and is wrong: once more, from the beginning.
+    let case = Case::in_parts();
+    fs::create_dir_all(case.path("blobs")).unwrap();
+    fs::write(case.partial().with_extension("incomplete-2"), vec![0; 225_000]).unwrap();
+    let asked = case.good(|asked, _| repo().answer(asked));
+    assert_eq!(ranges(&asked), ["all", QUARTERS[0], QUARTERS[1], QUARTERS[3]]);
 }
 
 #[test]
@@ -254,7 +376,7 @@ fn lists_that_are_none_or_hostile_are_refused_before_anything_is_written() {
         listed(|listing| listing["siblings"][8]["lfs"]["sha256"] = "../x".into()).contains("model.safetensors has no size or checksum")
     );
     assert!(listed(|listing| listing["siblings"][0]["blobId"] = "../x".into()).contains("config.json has no size or checksum"));
-    assert!(listed(|listing| listing["siblings"][8]["lfs"]["size"] = (1u64 << 60).into()).contains("1048576.0 TiB needed"));
+    assert!(listed(|listing| listing["siblings"][8]["lfs"]["size"] = (1u64 << 60).into()).contains("1310720.0 TiB needed"));
     assert!(listed(|listing| listing["siblings"][0]["rfilename"] = "x.json".into()).contains("it has no config.json"));
     let pickles = listed(|listing| listing["siblings"].as_array_mut().unwrap().truncate(8));
     assert!(
@@ -303,7 +425,7 @@ fn the_token_is_the_environments_or_a_files() {
             let value = set.iter().find(|(key, _)| *key == name).map(|(_, value)| *value);
             value.or((name == "HF_ENDPOINT").then_some(&endpoint)).map(PathBuf::from)
         };
-        HubClient::of(&variable).unwrap().get("/", 0).unwrap_err();
+        HubClient::of(&variable).unwrap().get("/", 0, None).unwrap_err();
         server.asked().remove(0).authorization
     };
     let (home, file) = (dir.path().to_str().unwrap(), dir.path().join("token"));

@@ -2,13 +2,16 @@
 
 use super::client::{ATTEMPTS, HttpFailure, HubAnswer, HubClient};
 use super::listing::{ChecksumSoFar, RemoteFile};
-use crate::disk::{Dir, FileKind, Lock, OutFile, try_lock};
+use super::parts::{FileInParts, PartialFile, PartsState, partial_name};
+use crate::disk::{Dir, FileKind, Lock, try_lock};
 use crate::error::{Error, Result};
 use crate::signals::StopFlag;
 use nix::fcntl::OFlag;
 use std::fs::File;
 use std::io::Read;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -27,45 +30,100 @@ pub(super) struct Fetcher {
     pub(super) done: AtomicU64,
     /// Grows with each attempt that brought nothing.
     pub(super) pause: Duration,
-}
-
-/// A file that is not whole yet.
-struct PartialFile {
-    out: OutFile,
-    bytes: u64,
-    checksum: ChecksumSoFar,
-    /// Whether it holds bytes of an earlier download.
-    is_resumed: bool,
+    /// What people are to hear.
+    pub(super) said: Mutex<Vec<String>>,
 }
 
 impl Fetcher {
-    /// Sees to it that the blob of `file`, which lies at `path` on the hub, is here.
+    /// Brings a part of `whole`; with the last one the blob is here.
     ///
     /// # Errors
     /// `Resource` for what the hub answers, for a wrong length or checksum; `Io`; `Interrupted`.
-    pub(super) fn fetch(&self, file: &RemoteFile, path: &str) -> Result<()> {
-        let blob = file.checksum.hex();
-        let _lock = self.lock(&format!("{blob}.lock"))?;
-        if self.blobs.kind(blob)? == Some(FileKind::File(file.bytes)) {
-            self.done.fetch_add(file.bytes, Ordering::Relaxed);
+    pub(super) fn fetch(&self, whole: &FileInParts, part: usize) -> Result<()> {
+        if self.is_here(whole)? {
             return Ok(());
         }
+        if part == 0 || !whole.state().is_as_one {
+            let mut partial = self.open_partial(whole, part)?;
+            self.complete(whole, &mut partial)?;
+            let mut state = whole.state();
+            state.is_resumed |= partial.is_resumed;
+            if part == 0 {
+                state.first = Some(partial);
+            }
+        }
+        let mut state = whole.state();
+        state.come += 1;
+        if state.come == whole.parts().len() { self.finish(whole, &mut state) } else { Ok(()) }
+    }
+
+    /// Whether the blob is here already, which its first part asks: nobody else brings it from then on.
+    fn is_here(&self, whole: &FileInParts) -> Result<bool> {
+        let (file, mut state) = (&whole.file, whole.state());
+        if !state.is_begun {
+            let lock = self.lock(&format!("{}.lock", file.checksum.hex()))?;
+            state.is_begun = true;
+            state.is_here = self.blobs.kind(file.checksum.hex())? == Some(FileKind::File(file.bytes));
+            if state.is_here {
+                self.done.fetch_add(file.bytes, Ordering::Relaxed);
+                return Ok(true);
+            }
+            state.lock = Some(lock);
+            // Another program brought more of its beginning.
+            state.is_as_one = self.held(&whole.name(0))? > whole.parts()[0].end;
+        }
+        Ok(state.is_here)
+    }
+
+    /// Makes the blob of parts that are all here.
+    fn finish(&self, whole: &FileInParts, state: &mut PartsState) -> Result<()> {
+        let (file, blob) = (&whole.file, whole.file.checksum.hex());
+        let Some(mut partial) = state.first.take() else { return Ok(()) };
+        partial.range.end = file.bytes;
+        for part in 1..whole.parts().len() {
+            if !state.is_as_one {
+                self.join(&mut partial, &whole.name(part))?;
+            } else if self.blobs.kind(whole.name(part))?.is_some() {
+                self.blobs.remove(whole.name(part))?;
+            }
+        }
+        let mut is_resumed = state.is_resumed;
         loop {
-            let mut partial = self.open_partial(file)?;
-            self.complete(file, path, &mut partial)?;
-            let PartialFile { out, checksum, is_resumed, .. } = partial;
-            let found = checksum.finish();
+            self.complete_alone(whole, &mut partial)?;
+            let found = partial.checksum.take().map(ChecksumSoFar::finish).unwrap_or_default();
             if found == blob {
-                out.sync()?;
-                return self.blobs.rename(partial_name(file), blob);
+                partial.out.sync()?;
+                self.blobs.rename(partial_name(file), blob)?;
+                state.lock = None;
+                return Ok(());
             }
             self.blobs.remove(partial_name(file))?;
-            self.done.fetch_sub(file.bytes, Ordering::Relaxed);
             // What lay there may have been of another file: once more, without it.
             if !is_resumed {
                 return Err(self.error(file, format!("its checksum is {found} instead of {blob}")));
             }
+            is_resumed = false;
+            partial = self.begin(whole, 0, 0..file.bytes)?;
         }
+    }
+
+    /// Puts the part that lies in the file `name` behind the file's beginning.
+    fn join(&self, partial: &mut PartialFile, name: &str) -> Result<()> {
+        let (mut part, mut block) = (self.blobs.open_file(name)?, vec![0; BLOCK_BYTES]);
+        while let Some(part) = &mut part {
+            self.go_on()?;
+            let read = part.read(&mut block).map_err(|e| Error::io("read", self.blobs.join(name), e))?;
+            if read == 0 {
+                break;
+            }
+            partial.put(&block[..read])?;
+        }
+        self.blobs.remove(name)
+    }
+
+    /// Bytes of the file `name`.
+    fn held(&self, name: &str) -> Result<u64> {
+        Ok(if let Some(FileKind::File(bytes)) = self.blobs.kind(name)? { bytes } else { 0 })
     }
 
     fn error(&self, file: &RemoteFile, cause: String) -> Error {
@@ -87,50 +145,71 @@ impl Fetcher {
         Ok(file)
     }
 
-    /// What an earlier download left, added up.
-    fn open_partial(&self, file: &RemoteFile) -> Result<PartialFile> {
-        let name = partial_name(file);
-        if !matches!(self.blobs.kind(&name)?, Some(FileKind::File(bytes)) if bytes <= file.bytes) {
-            return self.begin(file);
+    /// What an earlier download left of a part, added up.
+    fn open_partial(&self, whole: &FileInParts, part: usize) -> Result<PartialFile> {
+        let (name, mut range) = (whole.name(part), whole.parts()[part].clone());
+        if part == 0 && whole.state().is_as_one {
+            range.end = whole.file.bytes;
         }
-        let (out, mut left) = (self.blobs.append_file(&name)?, self.blobs.open_file(&name)?);
-        let mut partial = PartialFile { out, bytes: 0, checksum: file.checksum.begin(file.bytes), is_resumed: true };
-        let mut block = vec![0; BLOCK_BYTES];
-        while let Some(left) = &mut left {
-            self.go_on()?;
-            let read = left.read(&mut block).map_err(|e| Error::io("read", self.blobs.join(&name), e))?;
-            if read == 0 {
-                break;
-            }
-            partial.bytes += read as u64;
-            partial.checksum.update(&block[..read]);
+        let held = self.blobs.kind(&name)?;
+        if !matches!(held, Some(FileKind::File(bytes)) if bytes <= range.end - range.start) {
+            return self.begin(whole, part, range);
         }
-        self.done.fetch_add(partial.bytes, Ordering::Relaxed);
+        let (out, left) = (self.blobs.append_file(&name)?, self.held(&name)?);
+        let checksum = (part == 0).then(|| whole.file.checksum.begin(whole.file.bytes));
+        let mut partial = PartialFile { out, at: range.start, range, checksum, is_resumed: true };
+        match part {
+            0 => self.add_up(&mut partial, &name)?,
+            _ => partial.at += left,
+        }
+        self.done.fetch_add(partial.at - partial.range.start, Ordering::Relaxed);
         Ok(partial)
     }
 
-    /// Nothing of the file; what is there goes.
-    fn begin(&self, file: &RemoteFile) -> Result<PartialFile> {
-        let out = self.blobs.recreate_file(partial_name(file))?;
-        Ok(PartialFile { out, bytes: 0, checksum: file.checksum.begin(file.bytes), is_resumed: false })
+    fn add_up(&self, partial: &mut PartialFile, name: &str) -> Result<()> {
+        let (mut left, mut block) = (self.blobs.open_file(name)?, vec![0; BLOCK_BYTES]);
+        while let Some(left) = &mut left {
+            self.go_on()?;
+            let read = left.read(&mut block).map_err(|e| Error::io("read", self.blobs.join(name), e))?;
+            if read == 0 {
+                break;
+            }
+            partial.count(&block[..read]);
+        }
+        Ok(())
     }
 
-    /// Brings what is missing, in as many attempts as it takes while each brings something.
-    fn complete(&self, file: &RemoteFile, path: &str, partial: &mut PartialFile) -> Result<()> {
-        let mut in_vain = 0;
-        while partial.bytes < file.bytes {
+    /// Nothing of a part; what is there goes.
+    fn begin(&self, whole: &FileInParts, part: usize, range: Range<u64>) -> Result<PartialFile> {
+        let out = self.blobs.recreate_file(whole.name(part))?;
+        let checksum = (part == 0).then(|| whole.file.checksum.begin(whole.file.bytes));
+        Ok(PartialFile { out, at: range.start, range, checksum, is_resumed: false })
+    }
+
+    /// Brings what is missing of a part, unless the file comes as one.
+    fn complete(&self, whole: &FileInParts, partial: &mut PartialFile) -> Result<()> {
+        self.bring(whole, partial, &|partial| partial.range.start > 0 && whole.state().is_as_one)
+    }
+
+    /// Brings what is missing of the whole file.
+    fn complete_alone(&self, whole: &FileInParts, partial: &mut PartialFile) -> Result<()> {
+        self.bring(whole, partial, &|_| false)
+    }
+
+    /// Brings what is missing until `ends`, in as many attempts as it takes while each brings something.
+    fn bring(&self, whole: &FileInParts, partial: &mut PartialFile, ends: &dyn Fn(&PartialFile) -> bool) -> Result<()> {
+        let (file, mut in_vain) = (&whole.file, 0);
+        while partial.at < partial.range.end && !ends(partial) {
             self.go_on()?;
-            let before = partial.bytes;
-            match self.attempt(file, path, partial)? {
+            let before = partial.at;
+            match self.attempt(whole, partial)? {
                 Ok(()) => {}
                 Err(HttpFailure::Lasting(cause)) => return Err(self.error(file, cause)),
                 Err(HttpFailure::Passing(cause)) => {
-                    in_vain = if partial.bytes > before { 1 } else { in_vain + 1 };
+                    in_vain = if partial.at > before { 1 } else { in_vain + 1 };
                     if in_vain == ATTEMPTS {
-                        let cause = format!(
-                            "{cause}, {ATTEMPTS} times in a row; {} of {} bytes are kept for the next run",
-                            partial.bytes, file.bytes
-                        );
+                        let (come, bytes) = (partial.at - partial.range.start, partial.range.end - partial.range.start);
+                        let cause = format!("{cause}, {ATTEMPTS} times in a row; {come} of {bytes} bytes are kept for the next run");
                         return Err(self.error(file, cause));
                     }
                     sleep(&self.stop, self.pause * in_vain)?;
@@ -141,36 +220,53 @@ impl Fetcher {
     }
 
     /// One request, and what it brings. The outer error is this machine's, the inner one the hub's.
-    fn attempt(&self, file: &RemoteFile, path: &str, partial: &mut PartialFile) -> Result<std::result::Result<(), HttpFailure>> {
-        let mut answer = match self.client.get(path, partial.bytes) {
+    fn attempt(&self, whole: &FileInParts, partial: &mut PartialFile) -> Result<std::result::Result<(), HttpFailure>> {
+        let file = &whole.file;
+        let asked = partial.at..partial.range.end;
+        let mut answer = match self.client.get(&whole.path, asked.start, (asked.end < file.bytes).then_some(asked.end)) {
             Ok(answer) => answer,
             Err(failure) => return Ok(Err(failure)),
         };
-        if partial.bytes > 0 && answer.status() == 200 {
+        if asked != (0..file.bytes) && answer.status() == 200 {
+            if whole.parts().len() > 1 {
+                self.take_as_one(whole);
+            }
+            if partial.range.start > 0 {
+                return Ok(Ok(()));
+            }
             // The whole file comes.
-            self.done.fetch_sub(partial.bytes, Ordering::Relaxed);
-            *partial = self.begin(file)?;
+            self.done.fetch_sub(partial.at, Ordering::Relaxed);
+            *partial = self.begin(whole, 0, 0..file.bytes)?;
         }
-        if let Err(cause) = expect_rest(file, partial.bytes, &answer) {
+        if let Err(cause) = expect_range(file, partial.at..partial.range.end, &answer) {
             return Ok(Err(HttpFailure::Lasting(cause)));
         }
         let (mut reader, mut block) = (answer.body_mut().as_reader(), vec![0; BLOCK_BYTES]);
-        while partial.bytes < file.bytes {
+        while partial.at < partial.range.end {
             self.go_on()?;
+            let (come, bytes) = (partial.at - partial.range.start, partial.range.end - partial.range.start);
             let read = match reader.read(&mut block) {
-                Ok(0) => return Ok(Err(HttpFailure::Passing(format!("it ends after {} of {} bytes", partial.bytes, file.bytes)))),
+                Ok(0) => return Ok(Err(HttpFailure::Passing(format!("it ends after {come} of {bytes} bytes")))),
                 Ok(read) => read,
                 Err(e) => return Ok(Err(HttpFailure::Passing(e.to_string()))),
             };
-            if read as u64 > file.bytes - partial.bytes {
-                return Ok(Err(HttpFailure::Lasting(format!("it is longer than its {} bytes", file.bytes))));
+            if read as u64 > bytes - come {
+                return Ok(Err(HttpFailure::Lasting(format!("it is longer than its {bytes} bytes"))));
             }
-            partial.out.write(&block[..read])?;
-            partial.checksum.update(&block[..read]);
-            partial.bytes += read as u64;
+            partial.put(&block[..read])?;
             self.done.fetch_add(read as u64, Ordering::Relaxed);
         }
         Ok(Ok(()))
+    }
+
+    /// The hub answers with the whole file where a part was asked for: it comes as one.
+    fn take_as_one(&self, whole: &FileInParts) {
+        let mut state = whole.state();
+        if !state.is_as_one {
+            let said = format!("{} comes in one stream: the server has no ranges", whole.file.name);
+            self.said.lock().unwrap_or_else(PoisonError::into_inner).push(said);
+        }
+        state.is_as_one = true;
     }
 }
 
@@ -194,23 +290,19 @@ pub(super) fn interrupted() -> Error {
     Error::Interrupted("files were being downloaded; the next run goes on with them".into())
 }
 
-/// As `huggingface_hub` calls it.
-pub(super) fn partial_name(file: &RemoteFile) -> String {
-    format!("{}.incomplete", file.checksum.hex())
-}
-
-/// Whether `answer` is the rest of `file` from byte `from` on, as far as it says.
-fn expect_rest(file: &RemoteFile, from: u64, answer: &HubAnswer) -> std::result::Result<(), String> {
+/// Whether `answer` is these bytes of `file`, as far as it says.
+fn expect_range(file: &RemoteFile, asked: Range<u64>, answer: &HubAnswer) -> std::result::Result<(), String> {
     let header = |name| answer.headers().get(name).and_then(|value| value.to_str().ok());
-    if from > 0 {
+    if asked != (0..file.bytes) {
         let range = header("Content-Range").unwrap_or_default();
-        let expected = format!("bytes {from}-{}/{}", file.bytes - 1, file.bytes);
+        let expected = format!("bytes {}-{}/{}", asked.start, asked.end - 1, file.bytes);
         if range != expected {
             return Err(format!("it answers {range:?} where {expected:?} was asked for"));
         }
     }
+    let expected = asked.end - asked.start;
     match header("Content-Length").and_then(|length| length.parse::<u64>().ok()) {
-        Some(length) if length != file.bytes - from => Err(format!("{length} bytes come, {} were expected", file.bytes - from)),
+        Some(length) if length != expected => Err(format!("{length} bytes come, {expected} were expected")),
         _ => Ok(()),
     }
 }

@@ -13,6 +13,10 @@ mod fetch;
 #[cfg(feature = "hub")]
 mod listing;
 mod name;
+#[cfg(feature = "hub")]
+mod parts;
+#[cfg(feature = "hub")]
+mod roots;
 
 use crate::disk;
 use crate::error::{Error, Result};
@@ -74,8 +78,9 @@ impl HubQuery<'_> {
     fn download(self, variable: &Variable<'_>, cache: &HubCache, name: &HubName) -> Result<PathBuf> {
         use crate::hub::client::HubClient;
         use crate::hub::download::{Download, FIRST_PAUSE};
+        use crate::hub::parts::LARGE_BYTES;
         let Self { with_weights, stop, emit } = self;
-        Download { cache, name, with_weights, stop, emit, pause: FIRST_PAUSE }.run(HubClient::of(variable)?)
+        Download { cache, name, with_weights, stop, emit, pause: FIRST_PAUSE, large_bytes: LARGE_BYTES }.run(HubClient::of(variable)?)
     }
 }
 

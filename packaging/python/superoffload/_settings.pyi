@@ -13,7 +13,7 @@ class Settings(TypedDict, total=False):
     init: Literal["random", "checkpoint"]
     """Where the first weights come from [default: checkpoint with --model, else random]."""
     eval_data: str | PathLike[str] | Sequence[str | PathLike[str]]
-    """Files, directories or names to evaluate on; nothing is learned from them [default: none]."""
+    """Files, directories, patterns or names to evaluate on; nothing is learned from them [default: none]."""
     eval_split: str | int | float
     """Share or number of the data's documents to hold out and evaluate on [default: none]."""
     tokenizer: Literal["auto", "bytes"]

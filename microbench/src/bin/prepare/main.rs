@@ -1,0 +1,168 @@
+//! How fast `superoffload prepare` tokenizes by the number of CPUs, and how much memory it takes: the program itself, kept to so many CPUs.
+//! Text and tokenizer are made here, always the same, unless they are named. One JSON line a number of CPUs on stdout, a table on stderr.
+
+mod text;
+
+use clap::Parser;
+use microbench::facts::Facts;
+use serde_json::json;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::Duration;
+use superoffload::internals::hardware::Topology;
+use superoffload::internals::host::Placement;
+use superoffload::{Error, Result};
+
+/// So little text is not prepared: what the program takes then is the tokenizer's.
+const SMALL_BYTES: u64 = 1 << 20;
+
+/// Measures `superoffload prepare`.
+#[derive(Parser, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct Options {
+    /// CPUs; by default 1, 2, 4, ... and all.
+    #[arg(long, value_name = "N,...", value_delimiter = ',')]
+    cpus: Vec<usize>,
+    /// Text that is made, in MiB.
+    #[arg(long, value_name = "N", default_value_t = 256)]
+    text_mib: u64,
+    /// Ids of the tokenizer that is made.
+    #[arg(long, value_name = "N", default_value_t = 128_000)]
+    vocab_size: usize,
+    /// A model's directory, whose tokenizer is taken instead.
+    #[arg(long, value_name = "DIR")]
+    model: Option<PathBuf>,
+    /// Data that is taken instead.
+    #[arg(long, value_name = "FILE")]
+    data: Option<PathBuf>,
+    /// Where everything is made, in a folder that is removed at the end.
+    #[arg(long, value_name = "DIR", default_value_os_t = std::env::temp_dir())]
+    work_dir: PathBuf,
+    /// The program; by default the one beside this one.
+    #[arg(long, value_name = "FILE")]
+    program: Option<PathBuf>,
+}
+
+/// What one run of the program took and said.
+#[derive(Default)]
+struct Prepared {
+    peak_bytes: u64,
+    user_s: f64,
+    tokens: u64,
+    seconds: f64,
+}
+
+struct Runs<'a> {
+    program: &'a Path,
+    model: &'a Path,
+    cache: PathBuf,
+}
+
+impl Runs<'_> {
+    /// The program on `cpus`, with nothing prepared before.
+    fn prepare(&self, data: &Path, cpus: &[usize]) -> Result<Prepared> {
+        if self.cache.exists() {
+            fs::remove_dir_all(&self.cache).map_err(|e| Error::io("remove", &self.cache, e))?;
+        }
+        let list: Vec<String> = cpus.iter().map(ToString::to_string).collect();
+        let mut command = Command::new("taskset");
+        command
+            .args(["--cpu-list", &list.join(",")])
+            .arg(self.program)
+            .arg("prepare")
+            .arg("--model")
+            .arg(self.model)
+            .arg("--data")
+            .arg(data);
+        let child = command.env("SUPEROFFLOAD_CACHE", &self.cache).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
+        let mut child = child.map_err(|e| Error::io("start", "taskset", e))?;
+        let (peak_bytes, user_s) = watch(&mut child);
+        let output = child.wait_with_output().map_err(|e| Error::io("wait for", self.program, e))?;
+        if !output.status.success() {
+            return Err(Error::resource(format_args!("run {}", self.program.display()), String::from_utf8_lossy(&output.stderr).trim()));
+        }
+        let said = String::from_utf8_lossy(&output.stdout);
+        let tokens = number_after(&said, "prepared ").unwrap_or(0.0) as u64;
+        let seconds = number_after(&said, "tokens/s (").unwrap_or(0.0);
+        Ok(Prepared { peak_bytes, user_s, tokens, seconds })
+    }
+}
+
+/// The most memory that `child` took until it ended, and its time on CPUs, as far as it was seen.
+fn watch(child: &mut Child) -> (u64, f64) {
+    let (mut peak_kib, mut ticks) = (0.0, 0.0);
+    while matches!(child.try_wait(), Ok(None)) {
+        let read = |name: &str| fs::read_to_string(format!("/proc/{}/{name}", child.id())).unwrap_or_default();
+        peak_kib = number_after(&read("status"), "VmHWM:").unwrap_or(0.0).max(peak_kib);
+        // Behind the name, which may hold spaces, the twelfth.
+        let after_name = read("stat").rsplit(')').next().map(String::from).unwrap_or_default();
+        ticks = after_name.split_whitespace().nth(11).and_then(|field| field.parse().ok()).unwrap_or(0.0f64).max(ticks);
+        thread::sleep(Duration::from_millis(5));
+    }
+    // A hundred ticks a second, on every Linux that there is.
+    (peak_kib as u64 * 1024, ticks / 100.0)
+}
+
+fn number_after(text: &str, mark: &str) -> Option<f64> {
+    let rest = text.split_once(mark)?.1.trim_start();
+    rest[..rest.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(rest.len())].parse().ok()
+}
+
+/// 1, 2, 4, ... and all.
+fn doubling(all: usize) -> Vec<usize> {
+    let powers = (0..).map(|power| 1 << power).take_while(|&cpus| cpus < all);
+    powers.chain([all]).collect()
+}
+
+fn start(options: &Options) -> Result<()> {
+    let topology = Topology::this_machine();
+    let facts = Facts::new("prepare", &topology, options);
+    let all = facts.machine.usable_cpus.unwrap_or(1);
+    let cpus = if options.cpus.is_empty() { doubling(all) } else { options.cpus.clone() };
+    if let Some(many) = cpus.iter().find(|&&cpus| cpus == 0 || cpus > all) {
+        return Err(Error::usage(format!("--cpus {many}: this process may use {all}")));
+    }
+    let beside = || std::env::current_exe().map(|path| path.with_file_name("superoffload"));
+    let program = options.program.clone().map_or_else(beside, Ok).map_err(|e| Error::resource("find this program", e))?;
+    let dir = options.work_dir.join(format!("superoffload-prepare-{}", std::process::id()));
+    fs::create_dir_all(&dir).map_err(|e| Error::io("create", &dir, e))?;
+    let outcome = measure(options, &facts, &cpus, &program, &dir, &topology);
+    fs::remove_dir_all(&dir).map_err(|e| Error::io("remove", &dir, e))?;
+    outcome
+}
+
+fn measure(options: &Options, facts: &Facts, cpus: &[usize], program: &Path, dir: &Path, topology: &Topology) -> Result<()> {
+    if options.model.is_none() {
+        text::write_model(dir, options.vocab_size)?;
+    }
+    let (small, made) = (dir.join("small.jsonl"), dir.join("text.jsonl"));
+    text::write_lines(&small, SMALL_BYTES)?;
+    if options.data.is_none() {
+        text::write_lines(&made, options.text_mib << 20)?;
+    }
+    let data = options.data.as_ref().unwrap_or(&made);
+    let runs = Runs { program, model: options.model.as_deref().unwrap_or(dir), cache: dir.join("cache") };
+    let text_bytes = data.metadata().map_err(|e| Error::io("read", data, e))?.len();
+    let tokenizer_bytes = runs.prepare(&small, &[0])?.peak_bytes;
+    eprintln!("{facts}\n{:>4} {:>12} {:>9} {:>9} {:>8} {:>14}", "cpus", "M tokens/s", "times", "user s", "s", "MB beside");
+    let mut first = None;
+    for &cpus in cpus {
+        let unknown = || Error::resource("choose CPUs", "the machine does not say which there are");
+        let placement = Placement::on(topology, cpus).ok_or_else(unknown)?;
+        let Prepared { peak_bytes, user_s, tokens, seconds } = runs.prepare(data, &placement.workers)?;
+        let tokens_per_s = tokens as f64 / seconds;
+        let times = tokens_per_s / *first.get_or_insert(tokens_per_s);
+        let beside_bytes = peak_bytes.saturating_sub(tokenizer_bytes);
+        eprintln!("{cpus:>4} {:>12.2} {times:>9.2} {user_s:>9.1} {seconds:>8.1} {:>14.0}", tokens_per_s * 1e-6, beside_bytes as f64 * 1e-6);
+        let line = json!({ "cpus": cpus, "tokens_per_s": tokens_per_s, "times_first": times, "seconds": seconds, "user_s": user_s, "tokens": tokens,
+            "text_bytes": text_bytes, "peak_bytes": peak_bytes, "tokenizer_bytes": tokenizer_bytes, "beside_bytes": beside_bytes });
+        println!("{}", facts.line(line));
+    }
+    Ok(())
+}
+
+fn main() -> std::process::ExitCode {
+    microbench::exit_code(start(&Options::parse()))
+}

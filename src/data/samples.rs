@@ -1,0 +1,77 @@
+//! The samples of a record: their tokens, and what of them is trained.
+
+use super::chat::mask::ChatSample;
+use super::chat::record::Content;
+use super::documents::UNTRAINED;
+use super::shown::TextPiece;
+use super::tokenizer::{Token, Tokenizer, floor_boundary};
+use crate::error::Result;
+
+/// The tokens of those samples of a record that are trained.
+///
+/// # Errors
+/// The tokenizer's.
+pub(super) fn trained_samples(content: Content, tokenizer: &Tokenizer) -> Result<Vec<Vec<u32>>> {
+    let is_trained = |sample: &Vec<u32>| sample.iter().skip(1).any(|token| token & UNTRAINED == 0);
+    Ok(samples(content, tokenizer)?.into_iter().filter(is_trained).collect())
+}
+
+/// The tokens of a record's samples. The first token of a sample is nobody's target, whether it is trained or not.
+fn samples(content: Content, tokenizer: &Tokenizer) -> Result<Vec<Vec<u32>>> {
+    let marked = |id: u32, is_trained: bool| if is_trained { id } else { id | UNTRAINED };
+    let begin = tokenizer.begin_of_text().iter().map(|&id| marked(id, false));
+    match content {
+        Content::Rendered(samples) => samples.iter().map(|sample| masked(sample, tokenizer)).collect(),
+        Content::Completed(sample) => Ok(vec![begin.chain(masked(&sample, tokenizer)?).chain(tokenizer.end_of_text()).collect()]),
+        Content::Text(text) => Ok(vec![begin.chain(tokenizer.encode(&text)?).chain(tokenizer.end_of_text()).collect()]),
+        Content::Ids(ids) => Ok(vec![ids.into_iter().map(|(id, is_trained)| marked(id, is_trained)).collect()]),
+    }
+}
+
+fn masked(sample: &ChatSample, tokenizer: &Tokenizer) -> Result<Vec<u32>> {
+    let tokens = tokens_of(sample, tokenizer)?.into_iter();
+    Ok(tokens.map(|(Token { id, .. }, is_trained)| if is_trained { id } else { id | UNTRAINED }).collect())
+}
+
+/// One encoding of the whole text; a token is trained if its first character is.
+fn tokens_of(sample: &ChatSample, tokenizer: &Tokenizer) -> Result<Vec<(Token, bool)>> {
+    let mut spans = sample.trained.iter().peekable();
+    let is_trained = |token: Token| {
+        let start = token.start as usize;
+        while spans.next_if(|span| span.end <= start).is_some() {}
+        (token, spans.peek().is_some_and(|span| span.contains(&start)))
+    };
+    Ok(tokenizer.encode_part(&sample.text)?.into_iter().map(is_trained).collect())
+}
+
+/// The samples of a record in text: for each the number of its tokens, and which text is trained.
+///
+/// # Errors
+/// The tokenizer's.
+pub(super) fn shown(content: Content, tokenizer: &Tokenizer) -> Result<Vec<(usize, Vec<TextPiece>)>> {
+    let named = |id: u32, trained| TextPiece { text: tokenizer.name_of(id), trained };
+    let around = |sample: &ChatSample| {
+        let (tokens, pieces) = text_pieces(sample, tokenizer)?;
+        let (begin, end) = (tokenizer.begin_of_text(), tokenizer.end_of_text());
+        let all = begin.iter().map(|id| named(*id, false)).chain(pieces).chain(end.map(|id| named(id, true)));
+        Ok((tokens + begin.len() + usize::from(end.is_some()), all.collect()))
+    };
+    match content {
+        Content::Rendered(samples) => samples.iter().map(|sample| text_pieces(sample, tokenizer)).collect(),
+        Content::Completed(sample) => Ok(vec![around(&sample)?]),
+        Content::Text(text) => Ok(vec![around(&ChatSample { trained: std::iter::once(0..text.len()).collect(), text })?]),
+        Content::Ids(ids) => Ok(vec![(ids.len(), ids.into_iter().map(|(id, is_trained)| named(id, is_trained)).collect())]),
+    }
+}
+
+/// A sample's text, token by token; what no token stands for goes with the next one.
+fn text_pieces(sample: &ChatSample, tokenizer: &Tokenizer) -> Result<(usize, Vec<TextPiece>)> {
+    let (tokens, text, mut done) = (tokens_of(sample, tokenizer)?, &sample.text, 0);
+    let mut pieces = Vec::with_capacity(tokens.len());
+    for (Token { end, .. }, trained) in &tokens {
+        let end = floor_boundary(text, *end as usize).max(done);
+        pieces.push(TextPiece { text: text[done..end].into(), trained: *trained });
+        done = end;
+    }
+    Ok((tokens.len(), pieces))
+}

@@ -1,0 +1,100 @@
+//! A file that comes in parts: large ones in several requests at once, others in one.
+//!
+//! The first part lies where the whole file will, so that what is there is always the file's beginning, for Python, too; each other one
+//! in a file of its own, until all are here.
+
+use super::listing::{ChecksumSoFar, RemoteFile};
+use crate::disk::OutFile;
+use crate::error::Result;
+use std::fs::File;
+use std::ops::Range;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Parts of a large file.
+const PARTS: u64 = 4;
+/// What is large.
+pub(super) const LARGE_BYTES: u64 = 64 << 20;
+
+/// A file on its way here.
+pub(super) struct FileInParts {
+    pub(super) file: RemoteFile,
+    /// On the hub.
+    pub(super) path: String,
+    parts: Vec<Range<u64>>,
+    state: Mutex<PartsState>,
+}
+
+/// What those who bring its parts have to know of one another.
+#[derive(Default)]
+pub(super) struct PartsState {
+    pub(super) is_begun: bool,
+    /// Held from the first part to the last.
+    pub(super) lock: Option<File>,
+    /// The blob was here before.
+    pub(super) is_here: bool,
+    /// It comes as one after all.
+    pub(super) is_as_one: bool,
+    /// Whether a part holds bytes of an earlier download.
+    pub(super) is_resumed: bool,
+    /// The first part, when it is here.
+    pub(super) first: Option<PartialFile>,
+    /// Parts that have come.
+    pub(super) come: usize,
+}
+
+/// A part of a file, or all of it, that is not whole yet.
+pub(super) struct PartialFile {
+    pub(super) out: OutFile,
+    /// Which bytes of the file it shall hold.
+    pub(super) range: Range<u64>,
+    /// The next one that it lacks.
+    pub(super) at: u64,
+    /// Of the file's beginning; other parts are added up when they are joined to it.
+    pub(super) checksum: Option<ChecksumSoFar>,
+    /// Whether it holds bytes of an earlier download.
+    pub(super) is_resumed: bool,
+}
+
+impl FileInParts {
+    /// `file`, in parts if it has `large_bytes`.
+    pub(super) fn new(file: RemoteFile, path: String, large_bytes: u64) -> Self {
+        let size = if file.bytes >= large_bytes { file.bytes.div_ceil(PARTS).max(1) } else { file.bytes.max(1) };
+        let starts = (0..file.bytes.max(1)).step_by(size as usize);
+        let parts = starts.map(|start| start..(start + size).min(file.bytes)).collect();
+        Self { file, path, parts, state: Mutex::default() }
+    }
+
+    pub(super) fn parts(&self) -> &[Range<u64>] {
+        &self.parts
+    }
+
+    pub(super) fn state(&self) -> MutexGuard<'_, PartsState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The name of the part's own file.
+    pub(super) fn name(&self, part: usize) -> String {
+        match part {
+            0 => partial_name(&self.file),
+            part => format!("{}-{part}", partial_name(&self.file)),
+        }
+    }
+}
+
+impl PartialFile {
+    pub(super) fn put(&mut self, bytes: &[u8]) -> Result<()> {
+        self.out.write(bytes)?;
+        self.count(bytes);
+        Ok(())
+    }
+
+    pub(super) fn count(&mut self, bytes: &[u8]) {
+        self.at += bytes.len() as u64;
+        self.checksum.iter_mut().for_each(|checksum| checksum.update(bytes));
+    }
+}
+
+/// As `huggingface_hub` calls it.
+pub(super) fn partial_name(file: &RemoteFile) -> String {
+    format!("{}.incomplete", file.checksum.hex())
+}

@@ -1,0 +1,146 @@
+//! Which certificate authorities are trusted: those of the file that the environment names, as a company's machine does, else those of the
+//! system, else those that the program has.
+
+use crate::disk;
+use crate::error::{Error, Result};
+use std::path::{Path, PathBuf};
+use ureq::tls::{Certificate, PemItem, RootCerts, parse_pem};
+
+/// What names such a file to OpenSSL, to Python's `requests` and to curl; the first that is set counts.
+pub(super) const VARIABLES: [&str; 3] = ["SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"];
+/// Where systems keep theirs: Debian and Alpine, Red Hat, SUSE, others.
+const SYSTEM: [&str; 5] = [
+    "/etc/ssl/certs/ca-certificates.crt",
+    "/etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem",
+    "/etc/pki/tls/certs/ca-bundle.crt",
+    "/etc/ssl/ca-bundle.pem",
+    "/etc/ssl/cert.pem",
+];
+const BYTES_MAX: u64 = 64 << 20;
+
+/// Who is trusted, and where that is written, for people.
+pub(super) struct Trusted {
+    pub(super) roots: RootCerts,
+    pub(super) origin: String,
+}
+
+impl Trusted {
+    /// What the environment says.
+    ///
+    /// # Errors
+    /// `Io` and `Format`, by name, for a file that cannot be read or holds no certificate.
+    pub(super) fn of(variable: &dyn Fn(&str) -> Option<PathBuf>) -> Result<Self> {
+        let named = VARIABLES.iter().find_map(|name| Some((format!("{name} "), variable(name)?)));
+        let system = || SYSTEM.iter().map(PathBuf::from).find(|path| path.exists()).map(|path| (String::new(), path));
+        match named.or_else(system) {
+            Some((name, path)) => Ok(Self { roots: read(&path)?, origin: format!("{name}{}", path.display()) }),
+            None => Ok(Self::built_in()),
+        }
+    }
+
+    /// Mozilla's authorities.
+    pub(super) fn built_in() -> Self {
+        Self { roots: RootCerts::WebPki, origin: "this program's own list".into() }
+    }
+}
+
+fn read(path: &Path) -> Result<RootCerts> {
+    let text = disk::read_small(path, BYTES_MAX)?;
+    let mut certificates: Vec<Certificate<'static>> = Vec::new();
+    for item in parse_pem(&text) {
+        if let PemItem::Certificate(certificate) = item.map_err(|e| Error::format(path, e))? {
+            certificates.push(certificate);
+        }
+    }
+    if certificates.is_empty() {
+        return Err(Error::format(path, "no certificate in PEM format (-----BEGIN CERTIFICATE-----)"));
+    }
+    Ok(RootCerts::new_with_certs(&certificates))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::hub::client::{HttpFailure, HubClient};
+    use crate::hub::download_tests::hub_server::{HubServer, Reply};
+    use rustls::pki_types::pem::PemObject;
+    use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+    use rustls::{ServerConfig, ServerConnection, StreamOwned};
+    use std::io::{self, Read, Write};
+    use std::net::{SocketAddr, TcpListener, TcpStream};
+    use std::sync::Arc;
+    use std::thread;
+    use std::time::Duration;
+
+    fn golden(name: &str) -> PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/tls").join(name)
+    }
+
+    /// The endpoint of the hub at `plain` behind TLS, whose certificate is from `authority.pem`, until the tests end.
+    fn behind_tls(plain: SocketAddr) -> String {
+        let certificate = CertificateDer::from_pem_file(golden("server.pem")).unwrap();
+        let key = PrivateKeyDer::from_pem_file(golden("server-key.pem")).unwrap();
+        let provider = rustls::crypto::ring::default_provider();
+        let config = ServerConfig::builder_with_provider(provider.into()).with_safe_default_protocol_versions().unwrap();
+        let config = Arc::new(config.with_no_client_auth().with_single_cert(vec![certificate], key).unwrap());
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let endpoint = format!("https://{}", listener.local_addr().unwrap());
+        thread::spawn(move || {
+            for stream in listener.incoming().flatten() {
+                let connection = ServerConnection::new(config.clone()).unwrap();
+                // Who does not trust the certificate hangs up.
+                let _ = forward(StreamOwned::new(connection, stream), plain);
+            }
+        });
+        endpoint
+    }
+
+    /// One request, and the whole answer.
+    fn forward(mut client: impl Read + Write, plain: SocketAddr) -> io::Result<()> {
+        let (mut asked, mut answer, mut byte) = (Vec::new(), Vec::new(), [0]);
+        while !asked.ends_with(b"\r\n\r\n") {
+            client.read_exact(&mut byte)?;
+            asked.extend(byte);
+        }
+        let mut hub = TcpStream::connect(plain)?;
+        hub.write_all(&asked)?;
+        hub.read_to_end(&mut answer)?;
+        client.write_all(&answer)?;
+        client.flush()
+    }
+
+    fn trusted(set: &[(&str, &Path)]) -> Result<Trusted> {
+        Trusted::of(&|name| set.iter().find(|(variable, _)| *variable == name).map(|(_, path)| path.to_path_buf()))
+    }
+
+    #[test]
+    fn a_hub_of_a_companys_authority_is_trusted_where_a_variable_names_it() {
+        let (authority, server) = (golden("authority.pem"), HubServer::start(|_, _| Reply::ok(b"here".to_vec())));
+        let endpoint = behind_tls(server.address);
+        let ask = |trusted: Trusted| HubClient::new(&endpoint, None, trusted, Duration::from_secs(5)).unwrap().get_bytes("/", 99);
+        for name in VARIABLES {
+            assert_eq!(ask(trusted(&[(name, &authority)]).unwrap()).unwrap(), b"here", "{name}");
+        }
+        let first = [(VARIABLES[2], golden("none.pem")), (VARIABLES[0], authority)];
+        assert!(ask(trusted(&[(first[0].0, &first[0].1), (first[1].0, &first[1].1)]).unwrap()).is_ok());
+        for trusted in [trusted(&[]).unwrap(), Trusted::built_in()] {
+            let from = trusted.origin.clone();
+            let Err(HttpFailure::Lasting(cause)) = ask(trusted) else { panic!("nobody may trust it") };
+            let told = format!("the certificate of {endpoint} is from nobody in {from}; SSL_CERT_FILE names a file");
+            assert!(cause.contains(&told) && cause.contains("invalid peer certificate: UnknownIssuer"), "{cause}");
+        }
+    }
+
+    #[test]
+    fn a_file_that_is_none_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let refused = |path: &Path| trusted(&[("SSL_CERT_FILE", path)]).err().unwrap().to_string();
+        assert!(refused(&golden("none.pem")).contains("none.pem: No such file"));
+        assert!(refused(&golden("server-key.pem")).ends_with("server-key.pem: no certificate in PEM format (-----BEGIN CERTIFICATE-----)"));
+        let broken = dir.path().join("broken.pem");
+        std::fs::write(&broken, "-----BEGIN CERTIFICATE-----\n!\n-----END CERTIFICATE-----\n").unwrap();
+        assert!(refused(&broken).contains("broken.pem: "), "{}", refused(&broken));
+        let words = trusted(&[("CURL_CA_BUNDLE", &golden("authority.pem"))]).unwrap().origin;
+        assert!(words.starts_with("CURL_CA_BUNDLE ") && words.ends_with("authority.pem"), "{words}");
+    }
+}
