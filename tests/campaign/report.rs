@@ -26,10 +26,7 @@ const NOT_RUN: [(&str, &str); 12] = [
     ("R13", "on a real GPU: the GPU suite loses its GPU in a child process once, by a kernel that reads nowhere"),
     ("R14", "as a campaign, a panic in a worker, and one thread stopped alone, which `tests/faults.rs` does once by a debugger's call"),
     ("R15", "as a campaign, an event that is never signalled, which `tests/faults.rs` does once"),
-    (
-        "R16",
-        "as a campaign, a GPU that fails among several; the death of one of several processes, since one process drives all",
-    ),
+    ("R16", "as a campaign, a GPU that fails among several; the death of one of several processes, since one process drives all"),
     ("R18", "an hour of fuzzing by coverage for each target of R18 to R21: each was fuzzed for as long as its row says"),
     ("R24", "Miri on what calls the kernel or vector instructions, and the thread sanitizer"),
     ("R25", "24 hours, and half an hour on a GPU"),
