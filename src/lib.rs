@@ -92,6 +92,8 @@ mod report;
 mod search;
 mod signals;
 mod simulate;
+#[cfg(test)]
+mod sweep;
 mod sync;
 mod trace;
 mod train;

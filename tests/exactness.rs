@@ -3,6 +3,7 @@
 
 use crate::campaign::record;
 use crate::support::{Noise, digest, engine, grad_ring, load, random_params, settings, start, tiny_llama, tiny_moe};
+use crate::sweep::sweep;
 use half::bf16;
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
@@ -356,6 +357,16 @@ fn tiny_case(shares: usize) -> Case {
     Case { seed: 3, layers: 2, experts: false, vocab: 64, tied: true, dtype, moments, shares, micro_batches: 1, max_norm, faults: vec![] }
 }
 
+/// Real threads and two orders of an adversary.
+fn schedules(seed: u64) -> [Option<u64>; 3] {
+    [None, Some(seed), Some(seed + 1000)]
+}
+
+/// Of `schedules` the one whose turn it is; all where `SUPEROFFLOAD_SWEEP=all` asks for them.
+fn tried(schedules: &[Option<u64>], turn: usize) -> &[Option<u64>] {
+    sweep(&schedules[turn % schedules.len()..][..1], schedules)
+}
+
 /// Four shares on one, two and four devices, three on three, whatever the order of events and the cut of the buckets.
 #[test]
 fn any_number_of_ranks_gives_the_bits_of_one() {
@@ -377,7 +388,7 @@ fn any_number_of_ranks_gives_the_bits_of_one() {
         let want = reference(&case);
         for ranks in [1, 2, 3, 4] {
             let way = Way { strategy: "superoffload", bucket_kib: 72, resident: 1, slots: 2, ranks, ..REFERENCE };
-            for adversary in [None, Some(seed), Some(seed + 1000)] {
+            for &adversary in tried(&schedules(seed), seed as usize / 3 + ranks) {
                 let have = run(&case, &Way { adversary, ..way.clone() });
                 assert_eq!((&have.0, &have.2), (&want.0, &want.2), "{ranks} ranks, {case:?}, adversary {adversary:?}");
                 assert_eq!((have.1.skipped > 0, have.1.committed > 0), (want.1.skipped > 0, want.1.committed > 0));
@@ -406,14 +417,19 @@ fn sums_on_the_host_change_no_bit() {
         let bucket_kib = [8, 24, 72, 4096][seed as usize % 4];
         let (resident, slots, ringed) = (seed as usize % 3, 1 + seed as usize % 2, seed % 2 == 0);
         let way = Way { strategy, bucket_kib, resident, slots, ringed, sums_on_host: true, ..REFERENCE };
-        for adversary in [None, Some(seed), Some(seed + 1000)] {
+        for &adversary in tried(&schedules(seed), seed as usize / 3) {
             let have = run(&case, &Way { adversary, ..way.clone() });
             assert_eq!((&have.0, &have.2), (&want.0, &want.2), "{case:?}, {way:?}, adversary {adversary:?}");
             assert_eq!((have.1.skipped > 0, have.1.committed > 0), (want.1.skipped > 0, want.1.committed > 0));
             counts += have.1;
         }
     }
-    assert!(SUMMED_THERE.get() - summed > 60 && RINGED.get() > ringed, "{} runs, {} in a ring", SUMMED_THERE.get(), RINGED.get());
+    assert!(
+        SUMMED_THERE.get() - summed > sweep(20, 60) && RINGED.get() > ringed,
+        "{} runs, {} in a ring",
+        SUMMED_THERE.get(),
+        RINGED.get()
+    );
     assert!(!cfg!(feature = "stv") || counts.speculated > 0 && counts.rolled_back > 0, "{counts:?}");
 }
 
@@ -448,11 +464,7 @@ fn sharded_weights_change_no_bit() {
             (["host", "device"][(strategy == "superoffload" && seed % 5 == 0) as usize], if seed < 6 { "\"adaptive\"" } else { "" });
         let way =
             Way { strategy, bucket_kib: 72, resident: seed as usize % 4 * 3, slots: 2, ranks, cast, without, sharded: true, ..REFERENCE };
-        // With real threads and in two orders of an adversary by turns; a campaign tries all.
-        let schedules = [None, Some(seed), Some(seed + 1000)];
-        let is_campaign = std::env::var_os("SUPEROFFLOAD_CASES").is_some();
-        let tried = if is_campaign { &schedules[..] } else { &schedules[seed as usize / 3 % 3..][..1] };
-        for &adversary in tried {
+        for &adversary in tried(&schedules(seed), seed as usize / 3) {
             let before = SHARDED.get();
             let have = run(&case, &Way { adversary, ..way.clone() });
             assert_eq!(SHARDED.get(), before + 1, "weights were not sharded: {way:?}");
@@ -490,7 +502,7 @@ fn a_ring_of_gradients_changes_no_bit_on_any_number_of_ranks() {
         for ranks in (1..=shares).filter(|ranks| shares.is_multiple_of(*ranks)) {
             let sharded = cfg!(feature = "weight-flow") && seed % 2 == 0;
             let way = Way { strategy, bucket_kib: 72, resident, slots: 2, ranks, without, sharded, ringed: true, ..REFERENCE };
-            for adversary in [None, Some(seed)] {
+            for &adversary in tried(&schedules(seed)[..2], seed as usize / 2 + ranks / 2) {
                 let before = RINGED.get();
                 let have = run(&case, &Way { adversary, ..way.clone() });
                 // One device rings what it offloads alone.

@@ -43,6 +43,8 @@ mod run_dir;
 mod selftest;
 mod style;
 mod support;
+#[path = "../src/sweep.rs"]
+mod sweep;
 mod tensorboard;
 mod tokenizers;
 mod tokens_per_step;

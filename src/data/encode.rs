@@ -220,6 +220,7 @@ impl Reading {
 mod tests {
     use super::*;
     use crate::data::tokenizer::tests::{load_or_bytes, model_dir};
+    use crate::sweep::sweep;
     use proptest::prelude::*;
     use std::path::Path;
 
@@ -298,7 +299,7 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(32))]
+        #![proptest_config(ProptestConfig::with_cases(sweep(32, 96)))]
         #[test]
         fn pieces_threads_and_blocks_change_no_id(
             texts in prop::collection::vec("([ab]{1,6}| {1,9}|é|\n|<s>|𝄞){0,300}", 1..4), threads in 1..5usize, step in 1..200usize,

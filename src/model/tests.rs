@@ -12,6 +12,7 @@ use crate::device::cpu::{CpuDevice, Schedule};
 use crate::device::{Device, DeviceSlice, Lease, RouterRule, Stream};
 use crate::dtype::{Dtype, Element};
 use crate::host::pinned::{HostMemory, PinnedSlice};
+use crate::sweep::sweep;
 use std::path::{Path, PathBuf};
 
 const SEQ_LENGTH: usize = 12;
@@ -420,7 +421,7 @@ fn what_a_layer_keeps_changes_no_bit() {
     for family in ["gpt2", "llama", "qwen3", "qwen3_moe"] {
         let shape = deep(family);
         let kept = two_steps::<f32>(&shape, &[Keep; 7], Schedule::Threads, 0);
-        let schedules = || (0..3).map(|seed| Schedule::Adversary { seed }).chain([Schedule::Threads]);
+        let schedules = || (0..sweep(3, 8)).map(|seed| Schedule::Adversary { seed }).chain([Schedule::Threads]);
         for (policies, crowd) in POLICIES.into_iter().flat_map(|policies| [(policies, 0), (policies, 100)]) {
             for schedule in schedules() {
                 let same = two_steps::<f32>(&shape, &policies, schedule, crowd) == kept;

@@ -23,6 +23,7 @@ use crate::planner::plan::Plan;
 use crate::simulate::clip::Clip;
 use crate::simulate::simulate;
 use crate::simulate::timed::Steps;
+use crate::sweep::sweep;
 use crate::units::Bytes;
 use clap::ValueEnum;
 use proptest::prelude::*;
@@ -51,7 +52,7 @@ fn h200(hbm: u64, host: u64, rates: Rates) -> Machine {
 const ANOMALY: f64 = 1.02;
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(12))]
+    #![proptest_config(ProptestConfig::with_cases(sweep(4, 12)))]
 
     #[test]
     fn answers_fit_repeat_and_improve_with_the_machine(
@@ -95,10 +96,11 @@ fn a_faster_link_is_no_reason_to_look_less_closely() {
 fn tokens_of_a_step_are_cut_into_the_largest_micro_batches_that_pay() {
     let (shape, machine) = (model("llama-8b", 32), h200(139, 125, (*Rates::assumed()).clone()));
     let asked = |tokens| Settings { seq_length: 4096, tokens_per_step: Some(tokens), is_batch_open: true, ..Settings::default() };
-    let ranking = rank(&asked(128 * 4096), &shape, &machine).unwrap();
+    let sequences = sweep(128, 256);
+    let ranking = rank(&asked(sequences * 4096), &shape, &machine).unwrap();
     let plan = &ranking.candidates[0].plan;
-    assert_eq!(plan.tokens_per_step(), 128 * 4096, "{plan}");
-    assert!(ranking.unfit > 0, "128 sequences at once do not fit");
+    assert_eq!(plan.tokens_per_step(), sequences * 4096, "{plan}");
+    assert!(ranking.unfit > 0, "{sequences} sequences at once do not fit");
     assert!(rank(&asked(4097), &shape, &machine).unwrap_err().to_string().contains("not a multiple"));
 }
 
@@ -147,7 +149,6 @@ const SWEEP_PARTS: f64 = 50.0;
 /// Five places in each; `SUPEROFFLOAD_SWEEP=all` tries 17.
 #[test]
 fn no_residency_by_hand_is_much_better_than_the_search() {
-    let every = if std::env::var_os("SUPEROFFLOAD_SWEEP").is_some() { 1 } else { 4 };
     for (name, layers, batch, seq_length, hbm) in
         [("qwen3-4b", 36, 4, 4096, 48), ("qwen3-4b", 36, 4, 4096, 64), ("llama-8b", 32, 4, 4096, 96), ("gpt-5b", 44, 8, 1024, 48)]
     {
@@ -156,7 +157,7 @@ fn no_residency_by_hand_is_much_better_than_the_search() {
         let found = rank(&settings, &shape, &machine).unwrap().candidates[0].clone();
         let buckets = found.plan.layout.count();
         for activations in ActivationsChoice::value_variants().iter().copied() {
-            for sixteenths in (0..=16).step_by(every) {
+            for sixteenths in (0..=16).step_by(sweep(4, 1)) {
                 let resident_buckets = ResidentBuckets::Count(buckets * sixteenths / 16);
                 let settings = Settings { activations, resident_buckets, ..settings.clone() };
                 let query = SearchQuery::new(&settings, &shape, &machine);
@@ -310,7 +311,8 @@ fn a_question_that_nothing_answers_is_refused_with_what_would_fit() {
 fn an_answer_names_what_binds_the_alternatives_and_the_limits() {
     let profile = Profile::load("gh200-96").unwrap();
     let (shape, machine) = (model("llama-8b", 32), Machine::of(&profile));
-    let settings = Settings { seq_length: 4096, per_device_train_batch_size: 4, ..Settings::default() };
+    let settings =
+        Settings { seq_length: 4096, per_device_train_batch_size: 4, bucket_mib: sweep(Some(256.0), None), ..Settings::default() };
     let query = SearchQuery::new(&settings, &shape, &machine);
     let report = SearchReport::of(query, "llama-8b", &profile).unwrap();
     assert!(report.alternatives.len() == 2 && report.what_if.len() == 4 && report.limits.batch >= 4 && report.limits.layers >= 32);

@@ -20,9 +20,9 @@ struct WatchedRun {
 }
 
 impl WatchedRun {
-    /// At the first step of the plan that `run` gets, on a machine of these `rates`.
-    fn new(run: &SimulatedRun, rates: &Rates) -> Self {
-        let engine = run.start(&run.plan(), rates);
+    /// At the first step of `plan`, that of `run`, on a machine of these `rates`.
+    fn new(run: &SimulatedRun, plan: &Plan, rates: &Rates) -> Self {
+        let engine = run.start(plan, rates);
         let tokens = RandomTokens::new(0, engine.shape().vocab);
         Self { engine, watch: PlanWatch::new(run.settings.clone()), tokens, told: Vec::new(), step_ms: Vec::new() }
     }
@@ -87,7 +87,7 @@ fn a_recorded_run_goes_as_it_went() {
     let [adam, device] = ["the optimizer has ", "the device "].map(percent);
     let run = SimulatedRun::on_h200("qwen3-4b", 48, Settings { per_device_train_batch_size: 4, ..Settings::default() });
     let rates = run.machine.rates.with_faster_host(adam).with_faster_device(device);
-    let mut watched = WatchedRun::new(&run, &rates);
+    let mut watched = WatchedRun::new(&run, &run.plan(), &rates);
     watched.go(ANSWERED + WEIGHED, "always");
     let [(moved, _), (_, gained)] = &watched.told[..] else { panic!("{:?}", watched.told) };
     assert_eq!((*moved, gained.starts_with("the plan gained ")), (ANSWERED, true), "{:?}", watched.told);
@@ -102,8 +102,8 @@ fn a_recorded_run_goes_as_it_went() {
 
 #[test]
 fn a_run_whose_clip_rate_falls_goes_to_another_plan_and_back() {
-    let run = SimulatedRun::new(Settings::default());
-    let mut watched = WatchedRun::new(&run, &run.machine.rates);
+    let (run, plan) = SimulatedRun::plain();
+    let mut watched = WatchedRun::new(&run, &plan, &run.machine.rates);
     let planned = watched.places();
     watched.go(ANSWERED + WEIGHED, "always");
     let there = watched.places();
@@ -116,7 +116,7 @@ fn a_run_whose_clip_rate_falls_goes_to_another_plan_and_back() {
     assert!(back.1.starts_with("moved: ") && rest.iter().all(|(_, words)| !words.starts_with("moved")), "{:?}", watched.told);
     // Not before its rest is over, and then to the plan that it began with, or one that is as fast.
     assert!(back.0 > ANSWERED + 2 * REST_STEPS, "{:?}", watched.told);
-    let mut fresh = WatchedRun::new(&run, &run.machine.rates);
+    let mut fresh = WatchedRun::new(&run, &plan, &run.machine.rates);
     fresh.go(40, "every-10");
     assert!(fresh.told.is_empty(), "{:?}", fresh.told);
     let [now, at_first] = [watched.mean_ms(ANSWERED + 5 * REST_STEPS - 19..=ANSWERED + 5 * REST_STEPS), fresh.mean_ms(21..=40)];
@@ -125,8 +125,8 @@ fn a_run_whose_clip_rate_falls_goes_to_another_plan_and_back() {
 
 #[test]
 fn a_move_whose_steps_are_clipped_otherwise_than_those_before_is_told_without_a_gain() {
-    let run = SimulatedRun::new(Settings::default());
-    let mut watched = WatchedRun::new(&run, &run.machine.rates);
+    let (run, plan) = SimulatedRun::plain();
+    let mut watched = WatchedRun::new(&run, &plan, &run.machine.rates);
     watched.go(ANSWERED, "always");
     watched.go(ANSWERED + WEIGHED, "every-10");
     let [_, (weighed, words)] = &watched.told[..] else { panic!("{:?}", watched.told) };

@@ -244,6 +244,7 @@ pub(crate) fn router_balance<T: Element>(
 mod tests {
     use super::super::testing::{assert_close, assert_rounded, assert_same_everywhere, bits, dot, fastest, slopes, values, wide, widened};
     use super::*;
+    use crate::sweep::sweep;
     use RouterRule::{All, Chosen};
     use half::bf16;
 
@@ -396,7 +397,7 @@ mod tests {
     /// The loss as transformers has it, in f64, over two layers of which the second one's logits are varied.
     #[test]
     fn the_balance_is_the_slope_of_its_loss() {
-        for (tokens, experts, top_k) in [(1, 1, 1), (7, 5, 2), (17, COUNT, 5), (9, 64, 64)] {
+        for (tokens, experts, top_k) in [(1, 1, 1), (7, 5, 2), (sweep(17, TOKENS), COUNT, 5), (9, 64, 64)] {
             let (shape, coefficient) = (shape(tokens, experts, top_k, Chosen), 0.7);
             let layers = [1, 2].map(|seed| values::<f32>(seed, tokens * experts).iter().map(|x| 3.0 * x).collect::<Vec<f32>>());
             let chosen = layers.each_ref().map(|logits| run(&mut fastest(), shape, logits).0);
