@@ -22,7 +22,7 @@ const SYLLABLES: [&str; 48] = [
 /// Syllables from here on are of other alphabets, and seldom.
 const OTHERS: usize = 36;
 const LEXICON: f64 = 1.5e6;
-/// Texts that the tokenizer is trained on.
+/// Texts that the tokenizer is trained on, at most.
 const TRAINED_ON: usize = 10_000;
 const END_OF_TEXT: &str = "<|end_of_text|>";
 
@@ -115,7 +115,9 @@ pub fn write_model(dir: &Path, vocab_size: usize) -> Result<()> {
         .special_tokens(vec![AddedToken::from(END_OF_TEXT, true)])
         .build();
     let mut numbers = Numbers(1);
-    tokenizer.train(&mut TrainerWrapper::from(trainer), (0..TRAINED_ON).map(|_| text(&mut numbers))).map_err(failed)?;
+    tokenizer
+        .train(&mut TrainerWrapper::from(trainer), (0..TRAINED_ON.min(vocab_size / 10)).map(|_| text(&mut numbers)))
+        .map_err(failed)?;
     let found = tokenizer.get_vocab_size(true);
     if found < vocab_size {
         return Err(Error::usage(format!("--vocab-size {vocab_size}: the text has no more than {found} tokens")));
