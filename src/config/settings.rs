@@ -289,7 +289,7 @@ settings! {
     }
 
     Data {
-        /// Files, directories, patterns such as data/**/*.jsonl, or names on the hub: org/data.
+        /// Files, directories, patterns, or hub names: org/data.
         #[arg(num_args = 1.., value_name = "PATH|NAME")]
         #[serde(deserialize_with = "one_or_many")]
         data: Vec<PathBuf> = Vec::new() => "the text that ships with the program", Free;
