@@ -53,7 +53,7 @@ enum CliCommand {
     },
     /// Choose how to train a model on a machine, here (`--hardware this`) or not: does it fit, how fast, what binds, what else there is.
     Plan(Box<PlanOptions>),
-    /// Measure this machine in less than a minute: a profile for the planner, every number with its source.
+    /// Measure this machine in about a minute: a profile for the planner, every number with its source.
     Probe(ProbeOptions),
     /// Time steps on a machine that is not here, by its profile (`--hardware`).
     Simulate(Box<SimulateOptions>),

@@ -109,16 +109,20 @@ impl Fetcher {
 
     /// Puts the part that lies in the file `name` behind the file's beginning.
     fn join(&self, partial: &mut PartialFile, name: &str) -> Result<()> {
-        let (mut part, mut block) = (self.blobs.open_file(name)?, vec![0; BLOCK_BYTES]);
-        while let Some(part) = &mut part {
-            self.go_on()?;
-            let read = part.read(&mut block).map_err(|e| Error::io("read", self.blobs.join(name), e))?;
-            if read == 0 {
-                break;
-            }
-            partial.put(&block[..read])?;
-        }
+        self.each_block(name, |block| partial.put(block))?;
         self.blobs.remove(name)
+    }
+
+    /// Reads the file `name`, if it is there.
+    fn each_block(&self, name: &str, mut each: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
+        let (Some(mut file), mut block) = (self.blobs.open_file(name)?, vec![0; BLOCK_BYTES]) else { return Ok(()) };
+        loop {
+            self.go_on()?;
+            match file.read(&mut block).map_err(|e| Error::io("read", self.blobs.join(name), e))? {
+                0 => return Ok(()),
+                read => each(&block[..read])?,
+            }
+        }
     }
 
     /// Bytes of the file `name`.
@@ -159,24 +163,14 @@ impl Fetcher {
         let checksum = (part == 0).then(|| whole.file.checksum.begin(whole.file.bytes));
         let mut partial = PartialFile { out, at: range.start, range, checksum, is_resumed: true };
         match part {
-            0 => self.add_up(&mut partial, &name)?,
+            0 => self.each_block(&name, |block| {
+                partial.count(block);
+                Ok(())
+            })?,
             _ => partial.at += left,
         }
         self.done.fetch_add(partial.at - partial.range.start, Ordering::Relaxed);
         Ok(partial)
-    }
-
-    fn add_up(&self, partial: &mut PartialFile, name: &str) -> Result<()> {
-        let (mut left, mut block) = (self.blobs.open_file(name)?, vec![0; BLOCK_BYTES]);
-        while let Some(left) = &mut left {
-            self.go_on()?;
-            let read = left.read(&mut block).map_err(|e| Error::io("read", self.blobs.join(name), e))?;
-            if read == 0 {
-                break;
-            }
-            partial.count(&block[..read]);
-        }
-        Ok(())
     }
 
     /// Nothing of a part; what is there goes.

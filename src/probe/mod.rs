@@ -1,4 +1,4 @@
-//! `probe`: measures a machine in less than a minute and writes a [`Profile`] of it.
+//! `probe`: measures a machine in about a minute and writes a [`Profile`] of it.
 //!
 //! Everything on the device is timed by the device's own clock and between events, as a step sees it, so that a simulated device
 //! can be measured like a real one. What one file measures:
@@ -142,6 +142,10 @@ pub(crate) fn run(options: &ProbeOptions, log: &mut dyn FnMut(&dyn Display)) -> 
     let topology = Topology::this_machine();
     let settings = Settings { device: options.device(), cuda_libraries: options.cuda_libraries.clone(), ..Settings::default() };
     let chosen = devices::choose(&settings, &topology)?;
+    if options.gpus.is_some() && !chosen.is_gpu() {
+        return Err(Error::usage("--gpus: only rates of GPUs are measured together"));
+    }
+    let gpus = if chosen.is_gpu() { options.company(gpu::visible()?, log)? } else { Vec::new() };
     chosen.note.iter().for_each(|why| log(&format_args!("no GPU, and no link to it: {why}")));
     let (cpus, time_s) = (chosen.machine.cpus, options.seconds as f64);
     // What uses memory is declared, and so dropped, after it.
@@ -149,10 +153,6 @@ pub(crate) fn run(options: &ProbeOptions, log: &mut dyn FnMut(&dyn Display)) -> 
     log(&format_args!("host: memory, optimizer and casts by threads"));
     // SAFETY: what measures does one job at a time, and waits for it before `memory` is dropped.
     let states = unsafe { States::new(&topology, &mut memory) }?;
-    let gpus = if chosen.is_gpu() { options.company(gpu::visible()?, log)? } else { Vec::new() };
-    if options.gpus.is_some() && !chosen.is_gpu() {
-        return Err(Error::usage("--gpus: only rates of GPUs are measured together"));
-    }
     let host_share = if chosen.is_gpu() { 0.3 } else { 0.4 };
     let host = host::measure(&topology, cpus, &states, host_share * time_s)?;
     let (device, sections) = match chosen.machine.device {
@@ -371,6 +371,13 @@ mod tests {
         }
         assert_eq!(company, [Some(0), Some(2), None]);
         assert!(heard.len() == 1 && heard[0].contains("GPU 2 () is a H100"), "{heard:?}");
+    }
+
+    #[test]
+    fn gpus_are_refused_for_the_cpu_before_anything_is_measured() {
+        let options = ProbeOptions { gpus: Some(GpuCount::All), ..of_the_cpu() };
+        let refused = run(&options, &mut |line| panic!("{line}")).unwrap_err().to_string();
+        assert!(refused.contains("--gpus: only rates of GPUs"), "{refused}");
     }
 
     #[test]
