@@ -5,33 +5,53 @@ use super::reader::Loaded;
 use crate::device::Kernels;
 use crate::engine::exchange::Exchange;
 use crate::engine::executor::Engine;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::model::tensors::TensorSpec;
 use crate::optim::{PIECE_ELEMS, StatePart};
 use std::ops::Range;
+use std::sync::mpsc;
+use std::{mem, thread};
 
-/// The digest of the state, flushed: optimizer step, then parameters, m and v of every tensor.
+/// The digest of the state, flushed: optimizer step, then parameters, m and v of every tensor. A second thread adds up a piece while the
+/// next is read.
 ///
 /// # Errors
-/// The device's.
+/// The device's; no thread to be had.
 pub(crate) fn digest<D: Kernels, X: Exchange<D>>(engine: &mut Engine<D, X>) -> Result<String> {
     engine.flush()?;
     let mut digest = StateDigest::new(engine.optimizer_step(), engine.plan().moments);
-    for_each_piece(engine, PIECE_ELEMS, |_, part, elems| {
-        digest.update(part, elems);
+    // Nothing waits in between, so that at most three pieces are held.
+    let (read, pieces) = mpsc::sync_channel::<(StatePart, Vec<f32>)>(0);
+    let (used, spare) = mpsc::channel();
+    let add_up = move || {
+        for (part, elems) in pieces {
+            digest.update(part, &elems);
+            // Nobody reads any more after the last piece.
+            let _ = used.send(elems);
+        }
+        digest.finish()
+    };
+    let adder =
+        thread::Builder::new().name("digest".into()).spawn(add_up).map_err(|e| Error::resource("start a thread that adds up", e))?;
+    let done = for_each_piece(engine, PIECE_ELEMS, |_, part, elems| {
+        let piece = mem::replace(elems, spare.try_recv().unwrap_or_default());
+        read.send((part, piece)).expect("it takes pieces until there are no more");
         Ok(())
-    })?;
-    Ok(digest.finish())
+    });
+    drop(read);
+    let digest = adder.join().expect("adding up does not fail");
+    done.map(|()| digest)
 }
 
-/// Reads all state in canonical order, at most `piece_elems` elements at a time; the first piece of a tensor comes with its spec.
+/// Reads all state in canonical order, at most `piece_elems` elements at a time; the first piece of a tensor comes with its spec. `each`
+/// may keep a piece and leave another vector in its place.
 ///
 /// # Errors
 /// The device's; those of `each`.
 pub(crate) fn for_each_piece<D: Kernels, X: Exchange<D>>(
     engine: &mut Engine<D, X>,
     piece_elems: usize,
-    mut each: impl FnMut(Option<&TensorSpec>, StatePart, &[f32]) -> Result<()>,
+    mut each: impl FnMut(Option<&TensorSpec>, StatePart, &mut Vec<f32>) -> Result<()>,
 ) -> Result<()> {
     let (specs, mut buffer) = (engine.table().specs().to_vec(), Vec::new());
     for spec in &specs {
@@ -39,7 +59,7 @@ pub(crate) fn for_each_piece<D: Kernels, X: Exchange<D>>(
         for (part, piece) in pieces(spec.elems(), piece_elems) {
             buffer.resize(piece.len(), 0.0);
             engine.read_state(part, spec.offset_elems + piece.start, &mut buffer)?;
-            each(begun.take(), part, &buffer)?;
+            each(begun.take(), part, &mut buffer)?;
         }
     }
     Ok(())
@@ -99,7 +119,7 @@ mod tests {
 
     fn digest_by(engine: &mut Engine<CpuDevice>, piece_elems: usize) -> String {
         let mut digest = StateDigest::new(3, engine.plan().moments);
-        let update = |_: Option<&TensorSpec>, part, elems: &[f32]| {
+        let update = |_: Option<&TensorSpec>, part, elems: &mut Vec<f32>| {
             digest.update(part, elems);
             Ok(())
         };
@@ -120,7 +140,7 @@ mod tests {
         };
         let run = serde_json::json!({"moments": engine.plan().moments}).as_object().unwrap().clone();
         let mut writer = Writer::create(&Dir::open(dir).unwrap(), trainer, run).unwrap();
-        let write = |begun: Option<&TensorSpec>, part, elems: &[f32]| {
+        let write = |begun: Option<&TensorSpec>, part, elems: &mut Vec<f32>| {
             begun.iter().for_each(|spec| writer.begin(&spec.name, &spec.shape));
             writer.elems(part, elems)
         };
