@@ -39,6 +39,11 @@ impl DeviceKind {
         whole - (ringed_elems - period_elems) * dtype.bytes()
     }
 
+    /// Host memory in which a GPU's driver lists the pages of `pinned` bytes of host memory.
+    pub(crate) fn page_list_bytes(self, pinned: usize) -> usize {
+        if self == Self::Gpu { pinned / gpu::PINNED_PER_LISTED } else { 0 }
+    }
+
     /// What it takes for itself, where layers attend to tokens as `shape` says, and rows may hold several documents.
     pub fn own_memory(self, attention: Attention, shape: &AttentionShape, separates_documents: bool) -> Vec<MemoryClass> {
         if self == Self::Cpu {
@@ -75,6 +80,9 @@ pub(crate) mod gpu {
     pub(super) const CONTEXT_BYTES: usize = 1 << 30;
     /// Host memory that no class names: the driver's, the libraries' and this program's own.
     pub(super) const PROCESS_BYTES: usize = 1 << 30;
+    /// Of pinned host memory, one part in this many is what the driver writes down for each GPU: 32 bytes a page of 4 KiB (two H200, 182 GiB
+    /// pinned: 2.6 GiB).
+    pub(super) const PINNED_PER_LISTED: usize = 4096 / 32;
     /// Chunks that a ring is made of: a multiple of the 2 MiB pages of the GPU, and few maps for many gigabytes.
     pub const RING_CHUNK_BYTES: usize = 32 << 20;
     /// Pages of managed memory.

@@ -233,6 +233,8 @@ impl Workload<'_> {
         ];
         let own =
             self.machine.kind.own_memory(self.attention, &self.shape.attention(self.batch, self.seq_length, 0), self.separates_documents);
+        let pinned = bytes_at(&classes, MemorySpace::Host) as usize;
+        classes.push(class("lists of pinned pages", MemorySpace::Host, ranks * self.machine.kind.page_list_bytes(pinned)));
         // A context each, in one process.
         let count = |space| if space == MemorySpace::Device { ranks } else { 1 };
         classes.extend(own.into_iter().map(|own| class(own.name, own.space, count(own.space) * own.bytes)));

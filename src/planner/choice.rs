@@ -4,14 +4,13 @@
 //! twice to the most frugal one; each gets as many resident buckets as still fit, and the fastest prediction wins. Weights
 //! are streamed only where no other candidate fits.
 
-use super::budget::{Rings, Workload, bytes_at};
+use super::budget::{Rings, Workload};
 use super::predict::{Prediction, Predictor};
 use crate::bucket::layout::BucketLayout;
 use crate::config::options::{ActivationsChoice, WeightsChoice};
 use crate::device::DeviceKind;
 use crate::device::footprint::MemoryClass;
 use crate::error::Result;
-use crate::memory::MemorySpace;
 use crate::model::activations::{ActivationPlan, LossTile};
 use crate::model::policy::LayerPolicy;
 use crate::model::tensors::TensorTable;
@@ -19,14 +18,10 @@ use crate::model::tensors::TensorTable;
 /// Logits of one tile on a device that shares the host's memory: columns at most, and bytes at most.
 const SHARED_TILE_VOCAB_MAX: usize = 32_768;
 const SHARED_TILE_BYTES_MAX: usize = 64 << 20;
-/// Logits of one tile on a GPU, at most: 16 k tokens of a vocabulary of 160 k. Several tiles of the vocabulary would cost a
-/// second product with the output matrix, several tiles of rows round its gradient once more each.
-const TILE_BYTES_MAX: usize = 5 << 30;
-/// And of the memory that is free before activations at most one part in this many.
-const TILE_FREE_PARTS: u64 = 8;
-/// Smaller products are slower, and each tile adds to the output matrix' gradient once more: what a smaller tile leaves free must make
-/// a step this much shorter.
-const SMALLER_TILE_WORTH: f64 = 0.99;
+/// Logits of one tile on a GPU: 2048 tokens of a vocabulary of 152 k. Several tiles of the vocabulary would cost a second product with the
+/// output matrix, several tiles of rows add to its gradient once more each. It depends on no memory and on no number of GPUs, since the
+/// tile decides about bits.
+const TILE_BYTES: usize = 640 << 20;
 /// A product with fewer rows would not fill a GPU.
 const TILE_ROWS_MIN: usize = 1024;
 /// Rows of a tile are a multiple of this many, so that every tile fills the product's tiles.
@@ -59,6 +54,8 @@ pub(crate) struct Choice {
     pub layout: BucketLayout,
     pub(crate) policies: Vec<LayerPolicy>,
     pub tile: LossTile,
+    /// The tile that it would be where memory is no matter.
+    pub(crate) usual_tile: LossTile,
     /// What of the device's flat memory repeats.
     pub(crate) rings: Rings,
     pub memory: Vec<MemoryClass>,
@@ -75,7 +72,7 @@ pub(crate) fn choose(workload: &Workload, table: &TensorTable, layout: &BucketLa
     let planner = Planner { workload, table, layout, request };
     match workload.machine.kind {
         DeviceKind::Cpu => planner.on_cpus(),
-        DeviceKind::Gpu => planner.search(workload.machine.device_bytes(), &Predictor::new(workload)?),
+        DeviceKind::Gpu => planner.search(&Predictor::new(workload)?),
     }
 }
 
@@ -88,9 +85,9 @@ struct Scored {
 }
 
 impl Scored {
-    /// Whether it lacks less than `other`, or as little and takes less than `worth` of its time.
-    fn is_before(&self, other: &Scored, worth: f64) -> bool {
-        self.lacking < other.lacking || self.lacking == other.lacking && self.step_s < worth * other.step_s
+    /// Whether it lacks less than `other`, or as little and takes less time.
+    fn is_before(&self, other: &Scored) -> bool {
+        self.lacking < other.lacking || self.lacking == other.lacking && self.step_s < other.step_s
     }
 }
 
@@ -125,12 +122,12 @@ impl Planner<'_> {
         };
         let rings = self.rings(&layout, use_rings);
         let memory = self.workload.classes(&layout, rings, &self.workload.activations(&policies, tile)?);
-        Ok(Choice { layout, policies, tile, rings, memory, predicted: None })
+        Ok(Choice { layout, policies, tile, usual_tile: tile, rings, memory, predicted: None })
     }
 
-    /// The fastest candidate that fits a device of `device_bytes`, with weights that stay if one fits so; or, when none does, the one
-    /// that lacks least.
-    fn search(&self, device_bytes: u64, predictor: &Predictor) -> Result<Choice> {
+    /// The fastest candidate that fits, with weights that stay if one fits so; or, when none does, the one that lacks least. Whatever costs
+    /// time comes before a smaller tile, which changes bits.
+    fn search(&self, predictor: &Predictor) -> Result<Choice> {
         let modes: &[bool] = match self.request.weights {
             WeightsChoice::Auto => &[false, true],
             WeightsChoice::Replicated => &[false],
@@ -138,15 +135,13 @@ impl Planner<'_> {
         };
         // Sums that pass over the link with every share are the last resort.
         let sums: &[bool] = if self.workload.may_sum_on_host() { &[false, true] } else { &[false] };
-        let modes = sums.iter().flat_map(|&sums| modes.iter().map(move |&weights| (weights, sums)));
+        let places =
+            || sums.iter().flat_map(|&sums_on_host| modes.iter().map(move |&weights| UseRings { grads: false, weights, sums_on_host }));
         let mut best: Option<Scored> = None;
-        for (weights, sums_on_host) in modes {
-            let place = UseRings { grads: false, weights, sums_on_host };
-            for tile in self.tiles(device_bytes, place)? {
-                let found = self.search_with(tile, place, predictor)?;
-                if best.as_ref().is_none_or(|best| found.is_before(best, SMALLER_TILE_WORTH)) {
-                    best = Some(found);
-                }
+        for (tile, place) in self.tiles().into_iter().flat_map(|tile| places().map(move |place| (tile, place))) {
+            let found = self.search_with(tile, place, predictor)?;
+            if best.as_ref().is_none_or(|best| found.lacking < best.lacking) {
+                best = Some(found);
             }
             if best.as_ref().is_some_and(|best| best.lacking == 0) {
                 break;
@@ -166,7 +161,7 @@ impl Planner<'_> {
             let step_s = choice.predicted.map_or(0.0, |predicted| predicted.mean_s());
             let found = Scored { lacking: device + host, step_s, choice };
             // The first of equals computes least twice.
-            if best.as_ref().is_none_or(|best| found.is_before(best, 1.0)) {
+            if best.as_ref().is_none_or(|best| found.is_before(best)) {
                 best = Some(found);
             }
         }
@@ -182,7 +177,7 @@ impl Planner<'_> {
         let rings = self.rings(&layout, use_rings);
         let memory = self.workload.classes(&layout, rings, &activations);
         let predicted = Some(predictor.predict(&layout, rings, &policies, &activations));
-        Ok(Choice { layout, policies, tile, rings, memory, predicted })
+        Ok(Choice { layout, policies, tile, usual_tile: self.tiles()[0], rings, memory, predicted })
     }
 
     fn rings(&self, layout: &BucketLayout, use_rings: UseRings) -> Rings {
@@ -246,26 +241,15 @@ impl Planner<'_> {
         cheap.chain(block).chain(host).collect()
     }
 
-    /// Tiles of the loss for a device of `device_bytes`, the largest first: the whole vocabulary and as many rows as its share
-    /// of the free memory holds, then half as many, and so on.
-    fn tiles(&self, device_bytes: u64, use_rings: UseRings) -> Result<Vec<LossTile>> {
+    /// Tiles of the loss: the usual one, and smaller ones for where nothing else fits.
+    fn tiles(&self) -> Vec<LossTile> {
         if let Some(tile) = self.request.tile {
-            return Ok(vec![tile]);
+            return vec![tile];
         }
         let vocab = self.workload.shape.vocab;
-        let smallest = LossTile { rows: 1, vocab };
-        let activations = self.workload.activations(&self.mixes()[0], smallest)?;
-        let resident = match self.request.residency {
-            Residency::Exactly(resident) => resident,
-            Residency::Largest => self.least_residency(&activations, use_rings),
-        };
-        let layout = self.resident(resident);
-        let classes = self.workload.classes(&layout, self.rings(&layout, use_rings), &activations);
-        let fixed = bytes_at(&classes, MemorySpace::Device) - activations.device_bytes().0;
-        let share = device_bytes.saturating_sub(fixed) / TILE_FREE_PARTS;
-        let rows = rows_within(self.tokens(), (share as usize).min(TILE_BYTES_MAX) / (vocab * self.workload.dtype.bytes()));
+        let rows = rows_within(self.tokens(), TILE_BYTES / (vocab * self.workload.dtype.bytes()));
         let halves = std::iter::successors(Some(rows), |&rows| (rows > TILE_ROWS_MIN).then(|| rows_within(self.tokens(), rows / 2)));
-        Ok(halves.map(|rows| LossTile { rows, vocab }).collect())
+        halves.map(|rows| LossTile { rows, vocab }).collect()
     }
 }
 

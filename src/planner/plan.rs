@@ -155,8 +155,10 @@ pub struct Plan {
     pub shares: usize,
     /// Devices that train together: each computes its shares and owns its slice of every bucket.
     pub ranks: usize,
-    /// Tile of the loss.
+    /// Tile of the loss, which decides about bits; a smaller one than usual where that one does not fit.
     pub loss_tile: LossTile,
+    /// What [`Plan::loss_tile`] is where memory is no matter: a function of the model and the micro-batch.
+    pub usual_tile: LossTile,
     /// What each layer keeps for its backward pass.
     pub layer_policies: Vec<LayerPolicy>,
     /// The model has soft caps on attention's scores.
@@ -247,6 +249,7 @@ impl Plan {
             shares: workload.shares,
             ranks: workload.ranks,
             loss_tile: choice.tile,
+            usual_tile: choice.usual_tile,
             layer_policies: choice.policies,
             caps_scores: workload.shape.caps_scores(),
             experts: workload.shape.experts(),
@@ -605,6 +608,10 @@ impl fmt::Display for Plan {
             self.loss_tile.rows,
             self.loss_tile.vocab
         )?;
+        if self.loss_tile != self.usual_tile {
+            let rows = self.usual_tile.rows;
+            writeln!(f, "  bits        other than where tiles of {rows} rows fit: here they do not")?;
+        }
         if self.ranks > 1 && self.machine.kind == DeviceKind::Gpu {
             let rates = &self.machine.rates;
             writeln!(f, "  peers       {:.1} GB/s from each other, {}", rates.peer_bytes_per_s / 1e9, rates.peer_route)?;

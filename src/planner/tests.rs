@@ -163,7 +163,7 @@ fn a_4b_model_stays_on_the_device_and_the_plan_says_so() {
     let plan = fitting(&qwen3_4b(), &settings());
     assert_eq!((plan.layout.offloaded() == 0, kept(&plan)), (REPARTITION, 36), "{plan}");
     assert_eq!(plan.to_string().contains("fits without offload: every optimizer state stays on the device"), REPARTITION, "{plan}");
-    assert_eq!((plan.loss_tile.rows, plan.loss_tile.vocab), (4 * 4096, 151_936), "{plan}");
+    assert_eq!((plan.loss_tile.rows, plan.loss_tile.vocab), (2048, 151_936), "{plan}");
     assert!(plan.to_string().contains("36 layers: 36 keep"), "{plan}");
     let offloaded = fitting(&qwen3_4b(), &Settings { resident_buckets: ResidentBuckets::Count(0), ..settings() });
     assert_eq!(offloaded.layout.offloaded(), offloaded.layout.count());
@@ -173,7 +173,6 @@ fn a_4b_model_stays_on_the_device_and_the_plan_says_so() {
 fn an_8b_model_computes_cheap_parts_again_for_more_resident_states() {
     let plan = fitting(&llama_8b(), &settings());
     assert!(plan.layer_policies.iter().all(|policy| matches!(policy, LayerPolicy::Keep | LayerPolicy::RecomputeCheap)), "{plan}");
-    assert_eq!(plan.loss_tile.rows, 4 * 4096, "{plan}");
     if REPARTITION {
         assert!((0.2..0.8).contains(&(resident(&plan) as f64 / plan.layout.count() as f64)), "{plan}");
         let free = 139.8 - plan.bytes_at(MemorySpace::Device) as f64 / GIB as f64;
@@ -203,10 +202,10 @@ fn a_limit_makes_a_smaller_machine() {
     }
     assert!(plans[3].bytes_at(MemorySpace::Device) <= 80 * GIB && kept(&plans[3]) < 32, "{}", plans[3]);
     if REPARTITION {
-        let host_limit = Some(Bytes(40 * GIB));
+        let host_limit = Some(Bytes(30 * GIB));
         let small_host = fitting(&llama_8b(), &Settings { host_limit, ..settings() });
         assert!(resident(&small_host) > resident(&plans[0]), "{small_host}");
-        assert!(small_host.bytes_at(MemorySpace::Host) <= 40 * GIB);
+        assert!(small_host.bytes_at(MemorySpace::Host) <= 30 * GIB);
     }
 }
 
@@ -592,6 +591,21 @@ fn the_plan_prints_a_table_for_each_place() {
     assert!(!text.ends_with('\n') && text.lines().all(|line| line == line.trim_end()), "{text}");
 }
 
+/// A run leaves the same bits on one GPU and on several, which leave one another more memory.
+#[test]
+fn the_tile_of_the_loss_is_the_same_on_any_machine_that_holds_it() {
+    const MACHINES: [(&str, usize); 6] =
+        [("h200-x4", 4), ("h200-x2", 2), ("h200-pcie5", 1), ("gh200-96", 1), ("h100-x2", 2), ("h100-x2", 1)];
+    for (shape, batch) in [(qwen3_4b(), 4), (llama_8b(), 1), (llama_8b(), 4), (qwen3_14b(), 4)] {
+        let plan = |(profile, gpus)| {
+            let machine = Machine::of_several(&Profile::load(profile).unwrap(), gpus).unwrap();
+            Plan::new(&Settings { per_device_train_batch_size: batch, gpus, ..settings() }, &shape, &machine, false).unwrap()
+        };
+        let plans: Vec<_> = MACHINES.map(plan).into_iter().filter(|plan| plan.shortage().is_none()).collect();
+        assert!(plans.len() >= 4 && plans.iter().all(|other| other.loss_tile == plans[0].loss_tile), "{plans:?}");
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
@@ -609,6 +623,8 @@ proptest! {
         let (small, large) = (plan_with(hbm), plan_with(hbm + more));
         let tokens = batch * tokens * 512;
         prop_assert!(small.loss_tile.rows <= tokens && (small.loss_tile.rows >= tokens.min(512)), "{}", small);
+        let is_smaller = small.loss_tile != large.loss_tile;
+        prop_assert!(!is_smaller || small.to_string().contains("bits        other than where tiles of"), "{}", small);
         if small.shortage().is_none() {
             prop_assert!(small.bytes_at(MemorySpace::Device) <= hbm * GIB && small.bytes_at(MemorySpace::Host) <= host * GIB);
             prop_assert!(large.shortage().is_none(), "{}\n{}", small, large);
