@@ -24,7 +24,8 @@ chmod +x "$there"
 
 demo=(train --device cpu --max-steps 2 --seq-length 16 --per-device-train-batch-size 1 --digest --output-dir)
 digest_of() { "$@" | tee /dev/stderr | sed -n 's/^digest: //p'; }
-tests/aarch64/emulate.sh "$there" --version
+version=$(tests/aarch64/emulate.sh "$there" --version)
+[[ $version = *"$(git rev-parse HEAD)"* ]] || give_up "the program is of another commit: $version"
 expected=$(digest_of "$here" "${demo[@]}" "$work/here")
 trained=$(digest_of tests/aarch64/emulate.sh "$there" "${demo[@]}" "$work/there")
 [ -n "$expected" ] && [ "$trained" = "$expected" ] || give_up "the demo's digest is $trained, not $expected"

@@ -33,7 +33,9 @@ step_1() { "${clean[@]}" "$work/bare/bin/superoffload" train --device cpu --max-
 said=$(step_1) || give_up "the demo does not train"
 ended=$(date +%s.%N)
 grep -q '^digest: ' <<<"$said" || give_up "the demo says no digest: $said"
-"${clean[@]}" "$work/bare/bin/superoffload" --version
+# The commit that provenance names is the one that the program tells.
+version=$("${clean[@]}" "$work/bare/bin/superoffload" --version)
+[[ $version = *"$(git rev-parse HEAD)"* ]] || give_up "the program is of another commit: $version"
 "${clean[@]}" "$work/bare/bin/superoffload" selftest --device cpu kernels/swiglu kernels/adam
 "${clean[@]}" "$work/bare/bin/python" -W ignore -m unittest discover -s packaging/python/tests
 
