@@ -23,7 +23,7 @@ there=$(ls "$work"/wheel/superoffload-*.data/scripts/superoffload)
 chmod +x "$there"
 
 demo=(train --device cpu --max-steps 2 --seq-length 16 --per-device-train-batch-size 1 --digest --output-dir)
-digest_of() { "$@" | tee /dev/stderr | sed -n 's/^digest: //p'; }
+digest_of() { "$@" | tee >(cat >&2) | sed -n 's/^digest: //p'; }
 version=$(tests/aarch64/emulate.sh "$there" --version)
 [[ $version = *"$(git rev-parse HEAD)"* ]] || give_up "the program is of another commit: $version"
 expected=$(digest_of "$here" "${demo[@]}" "$work/here")
