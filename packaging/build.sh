@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Builds what is released, into a folder: the wheel, a tarball (program, manual pages, completions, licences), the list of what is in them (SBOM, CycloneDX) and checksums.
+# Builds what is released, into a folder: the wheel, a tarball (program, manual pages, completions, licences), the list of what is in them (SBOM,
+# CycloneDX), where they come from (provenance, SLSA) and checksums.
 #
 #   packaging/build.sh OUT [x86_64|aarch64]
 #
-# The program needs no symbol of a C library newer than 2.17 (2014). Needs Rust and python3 with venv; maturin and zig, its linker, are
-# installed below target/.
+# The program needs no symbol of a C library newer than 2.17 (2014). Needs Rust and python3 with venv; maturin and zig, its C compiler and
+# linker for either machine, are installed below target/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 usage() { echo "usage: packaging/build.sh OUT [x86_64|aarch64]" >&2; exit 2; }
@@ -24,6 +25,13 @@ fi
 export PATH=$tools/bin:$PATH
 version=$(sed -n 's/^version = "\(.*\)"$/\1/p' Cargo.toml | head -n 1)
 
+if [ "$arch" != "$(uname -m)" ]; then
+  [ -d "tests/$arch" ] || { echo "build: no emulator is known here for programs of $arch, which write their manual: build there" >&2; exit 1; }
+  # Rust's library for that machine, and its emulator; zig is the C compiler and linker.
+  eval "$("tests/$arch/install-tools.sh")"
+  unset CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER CC_aarch64_unknown_linux_gnu
+fi
+
 stage=$(mktemp -d)
 trap 'rm -rf "$stage"' EXIT
 
@@ -38,20 +46,21 @@ python3 -m zipfile -e "$stage"/extension/*.whl "$stage/extension"
 find "$stage/extension" -name '_cpu_adam.abi3.so' -exec cp {} "$stage/wheel/python/superoffload/" \;
 [ -s "$stage/wheel/python/superoffload/_cpu_adam.abi3.so" ] || { echo "build: maturin made no extension module" >&2; exit 1; }
 (cd "$stage/wheel" && CARGO_TARGET_DIR=$built \
-  maturin build --zig --compatibility manylinux_2_17 --profile dist --locked --target "$target" --out "$out")
+  maturin build --zig --compatibility manylinux_2_17 --profile dist --locked --target "$target" --compression-level 9 --out "$out")
 
 name=superoffload-$version-$target
 mkdir -p "$stage/$name"/{bin,share/man/man1,share/completions}
 program=$stage/$name/bin/superoffload
 cp "$built/$target/dist/superoffload" "$program"
 cp LICENSE-MIT LICENSE-APACHE README.md CHANGELOG.md "$stage/$name/"
-# Pages and completions are of the flags and not of the machine: one that runs here writes them.
-writes=$program
-[ "$arch" = "$(uname -m)" ] || writes=${SUPEROFFLOAD_PROGRAM:?name a program of this version that runs here}
-"$writes" man "$stage/$name/share/man/man1"
-for shell in bash zsh fish; do "$writes" completions $shell >"$stage/$name/share/completions/superoffload.$shell"; done
+run=("$program")
+[ "$arch" = "$(uname -m)" ] || run=("tests/$arch/emulate.sh" "$program")
+"${run[@]}" man "$stage/$name/share/man/man1"
+for shell in bash zsh fish; do "${run[@]}" completions $shell >"$stage/$name/share/completions/superoffload.$shell"; done
 tar --sort=name --owner=0 --group=0 --numeric-owner --mtime="@${SOURCE_DATE_EPOCH:-0}" -C "$stage" -cf - "$name" | gzip -n9 >"$out/$name.tar.gz"
 
 python3 packaging/sbom.py "$target" >"$out/$name.cdx.json"
-(cd "$out" && sha256sum -- *.whl *.tar.gz *.cdx.json >SHA256SUMS)
+wheel=superoffload-$version-py3-none-manylinux2014_$arch.manylinux_2_17_$arch.whl
+python3 packaging/provenance.py write "packaging/build.sh OUT $arch" "$out/$wheel" "$out/$name".{tar.gz,cdx.json} >"$out/$name.provenance.json"
+(cd "$out" && sha256sum -- *.whl *.tar.gz *.json >SHA256SUMS)
 ls -l "$out"

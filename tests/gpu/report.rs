@@ -76,8 +76,13 @@ impl<W: Write> Report<W> {
         let start = Instant::now();
         let outcome = catch_unwind(AssertUnwindSafe(body));
         let outcome = outcome.unwrap_or_else(|panic| Err(Missed::Failed(format!("panicked: {}", message(&*panic)))));
-        let ms = start.elapsed().as_secs_f64() * 1e3;
-        let (word, detail, count) = match &outcome {
+        self.tell(name, &outcome, start.elapsed().as_secs_f64() * 1e3);
+        matches!(outcome, Err(Missed::Failed(_)))
+    }
+
+    /// Counts a case and says what became of it.
+    fn tell(&mut self, name: &str, outcome: &Outcome, ms: f64) {
+        let (word, detail, count) = match outcome {
             Ok(worst) => ("ok", if *worst > 0.0 { format!("{worst:.3} of the bound") } else { String::new() }, &mut self.passed),
             Err(Missed::Failed(why)) => ("FAILED", why.clone(), &mut self.failed),
             Err(Missed::Skipped(why)) => ("skipped", why.clone(), &mut self.skipped),
@@ -89,7 +94,6 @@ impl<W: Write> Report<W> {
         let worst = outcome.as_ref().ok();
         let case = serde_json::json!({"device": self.device, "case": name, "outcome": word, "detail": detail, "worst": worst, "ms": ms});
         self.cases.push(case);
-        matches!(outcome, Err(Missed::Failed(_)))
     }
 
     /// The closing line.

@@ -38,7 +38,7 @@ def program() -> Path:
     named = os.environ.get("SUPEROFFLOAD_PROGRAM")
     if named:
         return Path(named)
-    beside = [sysconfig.get_path("scripts"), Path(sys.prefix) / "bin", Path(site.getuserbase()) / "bin"]
+    beside: list[str | Path] = [sysconfig.get_path("scripts"), Path(sys.prefix) / "bin", Path(site.getuserbase()) / "bin"]
     installed_with_target = Path(__file__).parent.parent / "bin"
     for folder in [*beside, installed_with_target]:
         candidate = Path(folder) / NAME

@@ -19,6 +19,9 @@ from ._program import INTERRUPTED, failure, program
 POLL_S = 0.1
 """How often a run's files are looked at."""
 
+DRAW_S = 1.0
+"""How often a notebook's picture is drawn."""
+
 
 class Run:
     """A run of the program, started by `superoffload.train` or `superoffload.start`.
@@ -125,7 +128,7 @@ class Run:
                     told += self._print_from(told)
                 if has_ended:
                     break
-                time.sleep(1.0 if handle is not None else POLL_S)
+                time.sleep(DRAW_S if handle is not None else POLL_S)
         except KeyboardInterrupt:
             self.stop()
             raise

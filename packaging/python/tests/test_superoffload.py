@@ -19,6 +19,8 @@ TINY = {
     "intermediate_size": 64, "vocab_size": 256, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
     "hidden_act": "silu", "tie_word_embeddings": True,
 }  # fmt: skip
+# A file system of one's own, whoever one is.
+MOUNTING = ["unshare", "--user", "--map-root-user", "--mount"]
 TEXT = "Colourless green ideas sleep furiously. " * 40
 
 
@@ -107,17 +109,30 @@ class Runs(unittest.TestCase):
         self.assertIsNone(run.returncode)
         run.stop()
 
-    def test_a_full_disk_is_the_programs_error(self):
-        # No file may grow beyond this: a checkpoint does not fit, and says so.
-        limited = f'ulimit -f 16; exec "{_program.program()}" "$@"'
-        script = self.folder / "limited"
-        script.write_text(f"#!/usr/bin/env bash\n{limited}\n")
+    def start_after(self, *commands):
+        """A run of the program by a shell that gives these commands first."""
+        script = self.folder / "prepared"
+        script.write_text("\n".join(["#!/usr/bin/env bash", "set -e", *commands, f'exec "{_program.program()}" "$@"']))
         script.chmod(0o755)
         with mock.patch.dict(os.environ, {"SUPEROFFLOAD_PROGRAM": str(script)}):
-            run = self.start(max_steps=3)
+            return self.start(max_steps=3)
+
+    def test_a_limit_on_files_is_the_programs_error(self):
+        run = self.start_after("ulimit -f 16")
         with self.assertRaisesRegex(superoffload.TrainError, "write .*checkpoint.*large") as raised:
             run.wait()
         self.assertEqual(raised.exception.returncode, 1)
+
+    @unittest.skipUnless(subprocess.run([*MOUNTING, "true"], capture_output=True, check=False).returncode == 0, "nobody may mount here")
+    def test_a_full_disk_is_the_programs_error(self):
+        out = self.folder / "out"
+        out.mkdir()
+        # Only what is started sees the disk, which has room for metrics and none for a checkpoint.
+        inner = f'mount -t tmpfs -o size=64k tmpfs "{out}" && exec "$0" "$@"'
+        run = self.start_after(f"""[ -n "$IS_MOUNTED" ] || IS_MOUNTED=1 exec {" ".join(MOUNTING)} bash -c '{inner}' "$0" "$@\"""")
+        with self.assertRaisesRegex(superoffload.TrainError, "find room for a checkpoint.* are free; make room") as raised:
+            run.wait()
+        self.assertEqual((raised.exception.returncode, run.checkpoint), (1, None))
 
     def test_a_notebook_draws_loss_and_progress(self):
         run = self.start()
@@ -129,6 +144,19 @@ class Runs(unittest.TestCase):
         with self.assertRaises(superoffload.UsageError):
             failed.wait()
         self.assertIn("<pre>", failed._repr_html_())
+
+    def test_train_draws_the_run_in_a_notebook_while_it_trains(self):
+        pages = []
+        handle = types.SimpleNamespace(update=lambda run: pages.append(run._repr_html_()))
+        kernel = types.SimpleNamespace(config={"IPKernelApp": {}})
+        display = types.SimpleNamespace(display=lambda run, display_id: pages.append(run._repr_html_()) or handle)
+        notebook = {"IPython": types.SimpleNamespace(get_ipython=lambda: kernel), "IPython.display": display}
+        with mock.patch.dict(sys.modules, notebook), mock.patch.object(_run, "DRAW_S", 0.02):
+            run = self.start(max_steps=300)._show()
+        self.assertEqual((run.returncode, len(run.metrics)), (0, 300))
+        self.assertIn("running, step 0 of ?", pages[0])
+        self.assertIn("done, step 300 of 300, loss ", pages[-1])
+        self.assertTrue(any("running, step" in page and "<polyline" in page for page in pages), "never drawn while it trained")
 
     def test_train_shows_the_run(self):
         script = "import superoffload, sys; superoffload.train(device='cpu', threads=1, max_steps=1, seq_length=8, report_to='none', "

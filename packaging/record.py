@@ -1,0 +1,28 @@
+#!/usr/bin/env python3
+"""One JSON line about packages: record.py COMMAND ARCH WHEEL PROGRAM [NAME=SECONDS...]"""
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+
+
+def git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], check=True, capture_output=True, text=True).stdout.strip()
+
+
+command, arch, wheel, program, *times = sys.argv[1:]
+line = {
+    "date": datetime.date.today().isoformat(),
+    "commit": git("rev-parse", "HEAD"),
+    "changed": git("status", "--porcelain", "--untracked-files=no") != "",
+    "command": command,
+    "arch": arch,
+    "cpus": len(os.sched_getaffinity(0)),
+    "python": platform.python_version(),
+    "wheel_bytes": os.path.getsize(wheel),
+    "program_bytes": os.path.getsize(program),
+}
+print(json.dumps(line | {name: round(float(seconds), 2) for name, seconds in (time.split("=") for time in times)}))
