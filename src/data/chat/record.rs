@@ -36,6 +36,11 @@ impl DataFormat {
         (Self::InputIds, &["input_ids"]),
     ];
 
+    /// Whether its records hold answers to prompts, not running text.
+    pub(in crate::data) fn has_answers(self) -> bool {
+        matches!(self, Self::Messages | Self::PromptCompletion | Self::Alpaca)
+    }
+
     fn name(self) -> String {
         serde_json::to_value(self).ok().and_then(|name| name.as_str().map(String::from)).unwrap_or_default()
     }
