@@ -286,7 +286,8 @@ fn tell_skipped<S>(totals: &DocumentTotals<S>, preparation: &mut Preparation<'_>
     let Some(first) = first_skipped else { return Ok(()) };
     let cause = format!("no token is trained, as in {skipped} of {} records", skipped + documents);
     if 100 * skipped > skipped + documents {
-        return Err(first.error(format_args!("{cause}: --train-on says which are")));
+        let whose = "answers are those of the role assistant, and --train-on says which are trained";
+        return Err(first.error(format_args!("{cause}: {whose}")));
     }
     preparation.warn(format!("{}; they are left out", first.error(cause)));
     Ok(())
