@@ -197,6 +197,11 @@ impl Dataset {
         }
     }
 
+    /// What became of documents that are kept whole, in words.
+    pub(crate) fn became(&self) -> Option<&str> {
+        if let Cut::Packed(table) = &self.cut { Some(table.became()) } else { None }
+    }
+
     /// Writes sequence `idx`. Positions and bounds of a row that is one document stay as they are.
     ///
     /// # Errors

@@ -79,6 +79,8 @@ pub(super) struct RowTable {
     ends: Vec<u32>,
     /// The id of what no document fills.
     padding: i32,
+    /// What became of documents, in words.
+    became: String,
 }
 
 /// What became of documents.
@@ -246,21 +248,21 @@ impl RowTable {
             if is_in { packer.add(document) } else { Ok(()) }
         })?;
         let Packer { parts, counts, .. } = packer;
-        let table = Self::of(parts, packing, seq_length as u32, end_of_text.map_or(0, |id| id as i32));
+        let mut table = Self::of(parts, packing, seq_length as u32, end_of_text.map_or(0, |id| id as i32));
         if table.ends.is_empty() {
             return Ok(None);
         }
-        let became = table.describe(rules, counts);
+        table.became = table.describe(rules, counts);
         match rules.overlong == Overlong::Auto && counts.loses_much() {
-            true => preparation.warn(format!("{became}; a larger --seq-length keeps more of them")),
-            false => preparation.note(became),
+            true => preparation.warn(format!("{}; a larger --seq-length keeps more of them", table.became)),
+            false => preparation.note(table.became.clone()),
         }
         Ok(Some(table))
     }
 
     fn of(parts: Vec<DocumentPart>, packing: Packing, seq_length: u32, padding: i32) -> Self {
         if packing != Packing::Bfd {
-            return Self { ends: (1..=parts.len() as u32).collect(), parts, padding };
+            return Self { ends: (1..=parts.len() as u32).collect(), parts, padding, became: String::new() };
         }
         let lengths: Vec<u32> = parts.iter().map(|part| part.tokens).collect();
         let rows = best_fit_decreasing(&lengths, seq_length);
@@ -268,7 +270,11 @@ impl RowTable {
         order.sort_by_key(|idx| rows[*idx as usize]);
         let mut ends = vec![0; rows.iter().max().map_or(0, |last| *last as usize + 1)];
         (1..).zip(&order).for_each(|(end, idx)| ends[rows[*idx as usize] as usize] = end);
-        Self { parts: order.into_iter().map(|idx| parts[idx as usize]).collect(), ends, padding }
+        Self { parts: order.into_iter().map(|idx| parts[idx as usize]).collect(), ends, padding, became: String::new() }
+    }
+
+    pub(super) fn became(&self) -> &str {
+        &self.became
     }
 
     pub(super) fn rows(&self) -> usize {

@@ -19,7 +19,7 @@ use crate::device::Kernels;
 use crate::engine::exchange::Exchange;
 use crate::engine::executor::Engine;
 use crate::error::{Error, Result};
-use crate::facts::MachineFacts;
+use crate::facts::{DataFacts, MachineFacts};
 use crate::hub::cache::Snapshot;
 use crate::launch::context::check_context;
 use crate::launch::engine::Launcher;
@@ -198,6 +198,7 @@ impl PreparedRun<'_> {
             device: facts.device,
             model: model_place(&settings),
             data: facts.data,
+            data_counts: DataFacts::new(loader.dataset()),
             max_steps,
         };
         let companions = Companions { settings, model_files: source.files, run, plan, about };
