@@ -7,6 +7,7 @@ mod chat;
 mod cli;
 mod data;
 mod data_view;
+mod documented;
 mod evaluation;
 mod exactness;
 mod examples;
