@@ -1,6 +1,7 @@
 //! Integration tests that need no GPU, in one binary. See each module for what it proves.
 
 mod aliases;
+mod bad_records;
 mod batch;
 mod campaign;
 mod chat;
