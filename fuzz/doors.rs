@@ -15,11 +15,12 @@ use superoffload::{Result, Settings, StopFlag, TrainOptions};
 type Door = fn(input: &[u8], dir: &Path);
 
 /// Name and door; the name is that of the corpus, too.
-pub const DOORS: [(&str, Door); 12] = [
+pub const DOORS: [(&str, Door); 13] = [
     ("config_json", config_json),
     ("settings_toml", settings_toml),
     ("settings_yaml", settings_yaml),
     ("settings_json", settings_json),
+    ("deepspeed", deepspeed),
     ("safetensors", safetensors),
     ("mxfp4", mxfp4),
     ("index", index),
@@ -81,6 +82,13 @@ fn settings_yaml(input: &[u8], dir: &Path) {
 
 fn settings_json(input: &[u8], dir: &Path) {
     settings(&put(dir, "run.json", input));
+}
+
+fn deepspeed(input: &[u8], dir: &Path) {
+    let options = TrainOptions { deepspeed: Some(put(dir, "ds.json", input)), ..TrainOptions::default() };
+    if let Ok(options) = options.over_config_file() {
+        let _ = Settings::resolve(options);
+    }
 }
 
 fn settings(path: &Path) {

@@ -31,7 +31,7 @@ use crate::report::write_report;
 use crate::search::SearchQuery;
 use crate::search::report::SearchReport;
 use crate::signals::{self, StopFlag};
-use crate::train::{Observer, ahead, text};
+use crate::train::{Observer, ahead, packing, text};
 use serde::Serialize;
 use std::ffi::OsString;
 use std::fmt::Display;
@@ -105,6 +105,7 @@ pub fn plan(model: &Path, options: TrainOptions, tell: &mut dyn FnMut(&dyn Displ
     let model = &HubQuery { with_weights: false, stop: &StopFlag::default(), emit: &mut emit }.model(model)?;
     let (settings, shape) = (Settings::resolve_over(Settings::default(), options)?, presets::shape("model", model)?);
     check_context(&settings, &shape, model)?.iter().for_each(|line| tell(&format_args!("warning: {line}")));
+    let settings = packing::settle_for_plan(&settings, &mut |line| tell(&line));
     let machine = Machine::of_several(&profile, settings.gpus)?;
     let query = SearchQuery::new(&settings, &shape, &machine);
     SearchReport::of(query, &model.display().to_string(), &profile)
@@ -201,6 +202,7 @@ pub fn view_data(settings: &Settings, shown: usize, in_colour: bool, stop: &Stop
         News::Progress { .. } => {}
     };
     let settings = &text::find_sources(settings, false, stop, &mut emit)?;
+    let settings = &packing::settle(settings, None, &mut |line| emit(News::Note(line)))?;
     let (shape, tokenizer, settings) = text::reader(settings)?;
     let (paths, split) = (&settings.data, settings.eval_split.map(|split| (split, settings.seed)));
     let request = ViewRequest { paths, rules: settings.row_rules(), split, shown, in_colour };

@@ -2,6 +2,7 @@
 
 use crate::bucket::layout::Tier;
 use crate::config::options::Strategy;
+use crate::data::packing::Dataset;
 use crate::hardware::gpu::GpuFacts;
 use crate::hardware::profile::Profile;
 use crate::hardware::topology::Topology;
@@ -43,6 +44,42 @@ impl BuildFacts {
             git_commit: option_env!("SUPEROFFLOAD_COMMIT"),
             features: features.into_iter().filter(|(_, on)| *on).map(|(name, _)| name).collect(),
             release: !cfg!(debug_assertions),
+        }
+    }
+}
+
+/// What is trained on.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct DataFacts {
+    /// Of text; token files do not say.
+    documents: u64,
+    tokens: usize,
+    trained_tokens: u64,
+    rows: usize,
+    row_tokens: usize,
+    /// Tokens of rows that no document fills.
+    padding: usize,
+    /// How many documents, as attention sees them, have so many tokens at most and more than half of that: powers of two.
+    up_to: BTreeMap<usize, usize>,
+    /// What became of documents that are kept whole, in words.
+    packing: Option<String>,
+}
+
+impl DataFacts {
+    pub(crate) fn new(dataset: &Dataset) -> Self {
+        let (rows, row_tokens, lengths) = (dataset.sequences(), dataset.seq_length(), dataset.lengths());
+        let mut up_to = BTreeMap::new();
+        lengths.iter().for_each(|(length, count)| *up_to.entry(length.next_power_of_two()).or_default() += count);
+        let filled: usize = lengths.iter().map(|(length, count)| length * count).sum();
+        Self {
+            documents: dataset.documents(),
+            tokens: dataset.tokens(),
+            trained_tokens: dataset.tokens() as u64 - dataset.untrained(),
+            rows,
+            row_tokens,
+            padding: rows * row_tokens - filled,
+            up_to,
+            packing: dataset.became().map(String::from),
         }
     }
 }

@@ -9,7 +9,7 @@ use superoffload::internals::device::CpuDevice;
 use superoffload::internals::engine::{Engine, StepReport};
 use superoffload::internals::model::ModelShape;
 use superoffload::internals::planner::Machine;
-use superoffload::{Plan, Result, Settings};
+use superoffload::{Plan, Result};
 
 const VOCAB: usize = 64;
 const NO_TARGET: i32 = -1;
@@ -73,7 +73,8 @@ const COMMON: &str = "learning-rate = 1e-2\nweight-decay = 0.1\nadam-epsilon = 1
 
 fn plan(shape: &ModelShape, (rows, seq_length, accum): (usize, usize, usize), separates_documents: bool, lines: &str) -> Plan {
     let sizes = format!("per-device-train-batch-size = {rows}\nseq-length = {seq_length}\ngradient-accumulation-steps = {accum}");
-    let settings = Settings { separates_documents, ..settings(&format!("{COMMON}{sizes}\n{lines}")) };
+    let packing = if separates_documents { "bfd" } else { "wrapped" };
+    let settings = settings(&format!("{COMMON}{sizes}\npacking = '{packing}'\n{lines}"));
     Plan::new(&settings, shape, &Machine::cpu(2), false).unwrap()
 }
 

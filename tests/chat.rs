@@ -13,7 +13,7 @@ fn chats(workspace: &Workspace, answer: &str) -> Vec<String> {
     };
     let data = workspace.write("chat.jsonl", (0..40).map(chat).collect::<Vec<_>>().join("\n"));
     let template = workspace.write("chat.jinja", TEMPLATE);
-    vec![format!("--data={}", data.display()), format!("--chat-template={}", template.display())]
+    vec![format!("--data={}", data.display()), format!("--chat-template={}", template.display()), "--seq-length=48".into()]
 }
 
 fn train(workspace: &Workspace, out: &str, flags: &[String], more: &[&str]) -> crate::program::Outcome {

@@ -58,6 +58,9 @@ fn valid_files_get_through_the_doors() {
         let loaded = superoffload::internals::config::file::load(&path);
         assert!(loaded.is_ok(), "{loaded:?}");
     }
+    let deepspeed = Some(Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus/deepspeed/full.json"));
+    let understood = superoffload::TrainOptions { deepspeed, ..Default::default() }.over_config_file();
+    assert!(understood.is_ok(), "{understood:?}");
 }
 
 /// Packed experts get through, and what is no number is refused where it stands.

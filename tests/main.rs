@@ -1,12 +1,14 @@
 //! Integration tests that need no GPU, in one binary. See each module for what it proves.
 
 mod aliases;
+mod bad_records;
 mod batch;
 mod campaign;
 mod chat;
 mod cli;
 mod data;
 mod data_view;
+mod documented;
 mod evaluation;
 mod exactness;
 mod examples;

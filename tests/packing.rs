@@ -1,6 +1,6 @@
 //! Training on rows of whole documents: what they teach, what a resume keeps, and what is refused.
 
-use crate::program::{Outcome, Workspace, run};
+use crate::program::{Outcome, Workspace, program, run};
 use serde_json::json;
 
 /// Twenty-four documents of text, from nothing to three rows of 16 bytes.
@@ -44,9 +44,82 @@ fn packed_documents_are_trained_and_a_resume_is_exact() {
             assert!(line.contains(" documents in ") && line.contains(" % padding") && line.contains("row and split"), "{line}");
         }
     }
-    digests.push(train(&workspace, "default", &[&data, "--eos-token=0"]).digest().to_string());
-    assert_eq!(digests[3], digests[0], "text is wrapped unless somebody says otherwise");
     assert!(digests[0] != digests[1] && digests[1] != digests[2]);
+}
+
+/// Forty of a kind of record, with the columns that `record` fills.
+fn of_kind(workspace: &Workspace, name: &str, record: impl Fn(String, String) -> serde_json::Value) -> String {
+    let lines = (0..40).map(|n| record(format!("what is {n}?"), format!("it is {}", n % 7)).to_string());
+    format!("--data={}", workspace.write(name, lines.collect::<Vec<_>>().join("\n")).display())
+}
+
+#[test]
+fn what_answers_a_prompt_stays_whole_and_text_is_cut_unless_somebody_says_otherwise() {
+    let workspace = Workspace::new();
+    let template = "{% for m in messages %}{{ m.content }}{% endfor %}";
+    let template = format!("--chat-template={}", workspace.write("chat.jinja", template).display());
+    let turn = |role: &str, content: &str| json!({"role": role, "content": content});
+    let whole = [
+        of_kind(&workspace, "chat.jsonl", |q, a| json!({"messages": [turn("user", &q), turn("assistant", &a)]})),
+        of_kind(&workspace, "shared.jsonl", |q, a| json!({"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]})),
+        of_kind(&workspace, "pairs.jsonl", |q, a| json!({"prompt": q, "completion": a})),
+        of_kind(&workspace, "alpaca.jsonl", |q, a| json!({"instruction": q, "output": a})),
+    ];
+    let cut = [texts(&workspace), of_kind(&workspace, "ids.jsonl", |q, a| json!({"input_ids": (q + &a).into_bytes()}))];
+    let cases = whole.iter().map(|data| (data, "bfd")).chain(cut.iter().map(|data| (data, "wrapped")));
+    for (nth, (data, packing)) in cases.enumerate() {
+        let of = |kind: &str, flags: &[&str]| {
+            let flags = [&[data.as_str(), &template, "--eos-token=0", "--max-steps=3"], flags].concat();
+            train(&workspace, &format!("{kind}-{nth}"), &flags)
+        };
+        let (asked, auto) = (of("asked", &["--packing", packing]), of("auto", &[]));
+        let said = format!("--packing auto is {packing}: ");
+        assert!(auto.stdout.contains(&said) && !asked.stdout.contains("--packing auto"), "{data}: {said:?} is not in {auto:?}");
+        assert_eq!(auto.digest(), asked.digest(), "{data}");
+        assert_eq!(workspace.metrics_and_facts(&format!("auto-{nth}"))[0]["facts"]["settings"]["packing"], packing, "{data}");
+    }
+    let ids = format!("--data={}", workspace.write("ids.u16.bin", [1, 0].repeat(400)).display());
+    let beside = train(&workspace, "beside", &[&whole[0], &ids, &template, "--max-steps=1"]);
+    assert!(
+        beside.stdout.contains("--packing auto is wrapped: ") && beside.stdout.contains("ids.u16.bin does not say where"),
+        "{beside:?}"
+    );
+    let eval = ids.replace("--data", "--eval-data");
+    let evaluated = train(&workspace, "evaluated", &[&whole[0], &eval, &template, "--max-steps=1"]);
+    assert!(evaluated.stdout.contains("--packing auto is wrapped: "), "{evaluated:?}");
+}
+
+#[test]
+fn a_resume_keeps_the_rows_of_its_checkpoint_where_nobody_says_more() {
+    let workspace = Workspace::new();
+    let data = of_kind(&workspace, "pairs.jsonl", |q, a| json!({"prompt": q, "completion": a}));
+    for packing in ["wrapped", "off", "auto"] {
+        let digest = train(&workspace, packing, &[&data, "--packing", packing]).digest().to_string();
+        let resumed = format!("{packing}-resumed");
+        workspace.copy_checkpoints(packing, &resumed, &[6]);
+        let resumed = run(&mut workspace.resume(&resumed, &[&data]));
+        assert_eq!(resumed.digest(), digest, "{packing}");
+        let kept = if packing == "auto" { "bfd" } else { packing };
+        assert!(resumed.stdout.contains(&format!("--packing auto is {kept}: as the checkpoint's rows are")), "{resumed:?}");
+    }
+}
+
+#[test]
+fn a_plan_is_of_the_rows_that_training_would_choose() {
+    let workspace = Workspace::new();
+    let plan = |data: &str, more: &[&str]| {
+        let flags = ["plan", "--hardware=h200-pcie5", "--seq-length=16", "--json", "--data", data, "--model"];
+        let outcome = run(program(&flags).arg(workspace.path("model")).args(more));
+        assert_eq!(outcome.code, 0, "{outcome:?}");
+        outcome
+    };
+    let pairs = of_kind(&workspace, "pairs.jsonl", |q, a| json!({"prompt": q, "completion": a})).replace("--data=", "");
+    let (whole, [bfd, cut]) = (plan(&pairs, &[]), ["bfd", "wrapped"].map(|packing| plan(&pairs, &["--packing", packing])));
+    assert!(whole.stdout == bfd.stdout && whole.stdout != cut.stdout, "rows of documents need memory of their own: {whole:?}");
+    assert!(whole.stderr.contains("--packing auto is bfd: "), "{whole:?}");
+    let missing = plan("org/not-here", &[]);
+    assert_eq!(missing.stdout, cut.stdout);
+    assert!(missing.stderr.contains("--packing auto is planned as wrapped: ") && missing.stderr.contains("org/not-here"), "{missing:?}");
 }
 
 /// No two of these fit in a row of 16.
@@ -121,10 +194,10 @@ fn other_rows_than_the_checkpoints_are_refused() {
     let data = texts(&workspace);
     train(&workspace, "wrapped", &[&data]).digest();
     workspace.copy_checkpoints("wrapped", "other", &[6]);
-    run(&mut workspace.resume("other", &[&data, "--packing=bfd"])).refused(2, &["--packing", "the default", "\"bfd\"", "other sequences"]);
+    run(&mut workspace.resume("other", &[&data, "--packing=bfd"])).refused(2, &["--packing", "\"wrapped\"", "\"bfd\"", "other sequences"]);
     train(&workspace, "bfd", &[&data, "--packing=bfd"]).digest();
     workspace.copy_checkpoints("bfd", "others", &[6]);
-    run(&mut workspace.resume("others", &[&data])).refused(2, &["--packing", "\"bfd\"", "the default"]);
+    run(&mut workspace.resume("others", &[&data, "--packing=wrapped"])).refused(2, &["--packing", "\"bfd\"", "\"wrapped\""]);
     let cut = run(&mut workspace.resume("others", &[&data, "--packing=bfd", "--overlong=drop"]));
     cut.refused(2, &["--overlong", "the default", "\"drop\""]);
 }

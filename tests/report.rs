@@ -7,13 +7,14 @@ use std::fs;
 use std::process::Command;
 
 /// Names of the page's sections, in their order.
-const SECTIONS: [&str; 10] = [
+const SECTIONS: [&str; 11] = [
     "Loss",
     "Learning rate and gradient norm",
     "Speed",
     "Where the time of a step goes",
     "Memory planned",
     "Speculation",
+    "Data",
     "Checkpoints",
     "Settings",
     "Machine and build",
@@ -107,7 +108,10 @@ fn every_section_and_number_is_that_of_the_metrics() {
     );
     assert!(page.contains("<td>Build</td>") && page.contains(concat!("superoffload ", env!("CARGO_PKG_VERSION"), ", commit ")));
     assert_eq!((page.matches("<div class=\"plot\">").count(), page.matches("class=\"dot ").count()), (5, 1));
-    assert_eq!(check_svg(&page), 5 * 2 + 3);
+    assert_eq!(check_svg(&page), 5 * 2 + 4);
+    let counts = &workspace.metrics_and_facts("plain")[0]["facts"]["data_counts"];
+    let rows = format!("<td>{} of 16 tokens</td>", counts["rows"]);
+    assert!(page.contains(&rows) && page.contains("<td>0 (0.0 %)</td>") && counts["padding"] == 0, "{counts}");
 }
 
 /// The command on the page trains the same losses.
@@ -133,7 +137,7 @@ fn several_runs_are_drawn_over_each_other_and_differences_are_shown() {
     assert!(page.contains("<h1>plain, other</h1>") && page.contains("<td><code>0.5</code></td>"));
     assert_eq!(page.matches("<path class=\"smooth r0\"").count(), 5);
     assert_eq!(page.matches("<path class=\"smooth r1\"").count(), 5);
-    assert_eq!(check_svg(&page), 5 * 2 + 2 * 3);
+    assert_eq!(check_svg(&page), 5 * 2 + 2 * 4);
 }
 
 #[test]

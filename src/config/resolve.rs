@@ -3,7 +3,6 @@
 use super::checks::require;
 use super::options::{GpuCount, InitChoice, TrainLength};
 use super::settings::{Settings, TrainOptions};
-use crate::data::rows::Packing;
 use crate::error::{Error, Result};
 use crate::optim::schedule::LrScheduler;
 
@@ -84,7 +83,6 @@ impl Settings {
         }
         self.is_batch_open = options.tokens_per_step.is_some() && options.per_device_train_batch_size.is_none();
         self.take(options);
-        self.separates_documents = self.packing == Packing::Bfd;
         self.without.sort_unstable();
         self.without.dedup();
         self.allow_changed.sort_unstable();

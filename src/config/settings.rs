@@ -204,9 +204,6 @@ macro_rules! settings {
             /// The tokens of a step were said, and nothing of how large a micro-batch is.
             #[serde(skip)]
             pub is_batch_open: bool,
-            /// Whether rows of the data hold several documents, which attention then keeps apart.
-            #[serde(skip)]
-            pub separates_documents: bool,
             /// All GPUs were asked for, and nobody has counted them yet: see [`Settings::on_gpus`].
             #[serde(skip)]
             pub all_gpus: bool,
@@ -226,7 +223,6 @@ macro_rules! settings {
                     )*
                     data_bytes: 0,
                     is_batch_open: false,
-                    separates_documents: false,
                     all_gpus: false,
                     loss_tile: None,
                 }
@@ -234,6 +230,11 @@ macro_rules! settings {
         }
 
         impl Settings {
+            /// Whether rows of the data hold several documents, which attention then keeps apart.
+            pub(crate) fn separates_documents(&self) -> bool {
+                self.packing == Packing::Bfd
+            }
+
             /// How the data becomes rows.
             pub(crate) fn row_rules(&self) -> RowRules {
                 RowRules { seq_length: self.seq_length, packing: self.packing, overlong: self.overlong }
@@ -321,7 +322,7 @@ settings! {
         #[arg(value_name = "FILE")]
         chat_template: PathBuf => "the model's", Free;
         /// Rows: of one stream, of whole documents packed best, or one document each.
-        packing: Packing = Packing::Wrapped, Order, unless "is_wrapped";
+        packing: Packing = Packing::Auto, Order;
         /// What becomes of documents longer than a row; auto splits text, truncates records.
         overlong: Overlong = Overlong::Auto, Order, unless "is_auto";
         /// Which of the model's chat templates.
@@ -547,10 +548,6 @@ settings! {
             faults: Vec<RankFault> = Vec::new(), Free;
         }
     }
-}
-
-fn is_wrapped(packing: &Packing) -> bool {
-    *packing == Packing::Wrapped
 }
 
 fn is_auto(overlong: &Overlong) -> bool {

@@ -197,6 +197,11 @@ impl Dataset {
         }
     }
 
+    /// What became of documents that are kept whole, in words.
+    pub(crate) fn became(&self) -> Option<&str> {
+        if let Cut::Packed(table) = &self.cut { Some(table.became()) } else { None }
+    }
+
     /// Writes sequence `idx`. Positions and bounds of a row that is one document stay as they are.
     ///
     /// # Errors
@@ -240,7 +245,7 @@ impl Opened {
     ) -> Result<Self> {
         check_vocabulary(vocab_size, tokenizer)?;
         let files = source::find_files(paths)?;
-        let needs_bounds = packing != Packing::Wrapped || split.is_some();
+        let needs_bounds = !packing.is_cut() || split.is_some();
         if needs_bounds {
             check_bounds(&files, packing, split)?;
         }
@@ -276,7 +281,7 @@ impl Opened {
             Side::Kept(held_out) => (self.documents - held_out.documents(), self.untrained - held_out.untrained),
             Side::HeldOut(held_out) => (held_out.documents(), held_out.untrained),
         };
-        if rules.packing == Packing::Wrapped {
+        if rules.packing.is_cut() {
             let stream = if let Side::All = side { self.stream.clone() } else { side.stream(&self.stream, self.whole(), preparation)? };
             let tokens = stream.tokens();
             let cut = Dataset::new(stream, seq_length).ok_or_else(|| too_short(side, files, tokens, seq_length))?;
@@ -409,7 +414,7 @@ fn open_text(
 }
 
 fn nothing_trained(files: &[PathBuf], seq_length: usize) -> Error {
-    let cause = format!("no document has a trained token in a row of {seq_length}");
+    let cause = format!("no document has a trained token in a row of {seq_length}; a larger --seq-length holds more of each");
     match files {
         [] => Error::usage(format!("the built-in text: {cause}")),
         [file, ..] => Error::format(file, cause),

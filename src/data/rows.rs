@@ -25,6 +25,8 @@ const NO_TARGET: i32 = -1;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Packing {
+    /// `bfd` for chats, prompts with completions and instructions, else `wrapped`.
+    Auto,
     /// One stream, cut into rows: a row may begin and end within a document, and attention goes on from one to the next.
     Wrapped,
     /// Whole documents, each for itself, as many in a row as fit: best-fit decreasing.
@@ -77,6 +79,8 @@ pub(super) struct RowTable {
     ends: Vec<u32>,
     /// The id of what no document fills.
     padding: i32,
+    /// What became of documents, in words.
+    became: String,
 }
 
 /// What became of documents.
@@ -89,13 +93,28 @@ struct PackingCounts {
     untrained: u64,
 }
 
+impl PackingCounts {
+    /// Whether more than one in a hundred documents lacks something.
+    fn loses_much(self) -> bool {
+        100 * (self.truncated + self.untrained) > self.documents + self.untrained
+    }
+}
+
 impl fmt::Display for Packing {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
+            Self::Auto => "auto",
             Self::Wrapped => "wrapped",
             Self::Bfd => "bfd",
             Self::Off => "off",
         })
+    }
+}
+
+impl Packing {
+    /// Whether rows are cut from one stream. So they are where nobody has looked at the data yet.
+    pub(crate) fn is_cut(self) -> bool {
+        matches!(self, Self::Auto | Self::Wrapped)
     }
 }
 
@@ -108,13 +127,13 @@ impl RowRules {
     /// Host memory that the table of rows takes at most, of `text` bytes of text.
     pub(super) fn table_bytes(self, text: u64) -> u64 {
         let parts = (text / DOCUMENT_BYTES_MIN + text / self.seq_length.max(1) as u64).min(PARTS_MAX);
-        if self.packing == Packing::Wrapped { 0 } else { parts * (size_of::<DocumentPart>() + size_of::<u32>()) as u64 }
+        if self.packing.is_cut() { 0 } else { parts * (size_of::<DocumentPart>() + size_of::<u32>()) as u64 }
     }
 
     /// Rows of `text` bytes of text and `ids` token ids, at most.
     pub(super) fn rows_max(self, text: u64, ids: u64) -> u64 {
         let cut = (text + ids) / self.seq_length.max(1) as u64;
-        if self.packing == Packing::Wrapped { cut } else { (cut + text / DOCUMENT_BYTES_MIN).min(PARTS_MAX) }
+        if self.packing.is_cut() { cut } else { (cut + text / DOCUMENT_BYTES_MIN).min(PARTS_MAX) }
     }
 }
 
@@ -229,16 +248,21 @@ impl RowTable {
             if is_in { packer.add(document) } else { Ok(()) }
         })?;
         let Packer { parts, counts, .. } = packer;
-        let table = Self::of(parts, packing, seq_length as u32, end_of_text.map_or(0, |id| id as i32));
-        if !table.ends.is_empty() {
-            preparation.note(table.describe(rules, counts));
+        let mut table = Self::of(parts, packing, seq_length as u32, end_of_text.map_or(0, |id| id as i32));
+        if table.ends.is_empty() {
+            return Ok(None);
         }
-        Ok((!table.ends.is_empty()).then_some(table))
+        table.became = table.describe(rules, counts);
+        match rules.overlong == Overlong::Auto && counts.loses_much() {
+            true => preparation.warn(format!("{}; a larger --seq-length keeps more of them", table.became)),
+            false => preparation.note(table.became.clone()),
+        }
+        Ok(Some(table))
     }
 
     fn of(parts: Vec<DocumentPart>, packing: Packing, seq_length: u32, padding: i32) -> Self {
         if packing != Packing::Bfd {
-            return Self { ends: (1..=parts.len() as u32).collect(), parts, padding };
+            return Self { ends: (1..=parts.len() as u32).collect(), parts, padding, became: String::new() };
         }
         let lengths: Vec<u32> = parts.iter().map(|part| part.tokens).collect();
         let rows = best_fit_decreasing(&lengths, seq_length);
@@ -246,7 +270,11 @@ impl RowTable {
         order.sort_by_key(|idx| rows[*idx as usize]);
         let mut ends = vec![0; rows.iter().max().map_or(0, |last| *last as usize + 1)];
         (1..).zip(&order).for_each(|(end, idx)| ends[rows[*idx as usize] as usize] = end);
-        Self { parts: order.into_iter().map(|idx| parts[idx as usize]).collect(), ends, padding }
+        Self { parts: order.into_iter().map(|idx| parts[idx as usize]).collect(), ends, padding, became: String::new() }
+    }
+
+    pub(super) fn became(&self) -> &str {
+        &self.became
     }
 
     pub(super) fn rows(&self) -> usize {
@@ -411,7 +439,8 @@ mod tests {
         let pairs: Vec<Vec<[i32; 2]>> = rows.iter().map(|row| row.iter().map(|cell| [cell[0], cell[1]]).collect()).collect();
         assert_eq!(pairs, [[[1, -1], [2, 3], [3, -1], [END, -1]], [[6, 7], [7, -1], [8, -1], [9, -1]]]);
         let odd = "; 1 longer than a row and truncated; 1 without a trained token in it and left out";
-        assert_eq!(heard, [format!("packing off: 2 documents in 2 rows, 12.5 % padding{odd}")]);
+        let remedy = "; a larger --seq-length keeps more of them";
+        assert_eq!(heard, [format!("packing off: 2 documents in 2 rows, 12.5 % padding{odd}{remedy}")]);
     }
 
     /// Ids and targets of the documents in one row each.
@@ -445,7 +474,11 @@ mod tests {
         assert_eq!(cut(std::slice::from_ref(&record), Overlong::Split).0[1], [[5, 6], [6, -1]]);
         // Each file by what it holds.
         let (rows, heard) = cut(&[text, record], Overlong::Auto);
-        assert!(rows[..4] == split && rows[5] == last && heard.contains("1 longer than a row and split; 1 longer than a row and trunc"));
+        assert!(
+            rows[..4] == split
+                && rows[5] == last
+                && heard.contains("row and split; 1 longer than a row and truncated; a larger --seq-length")
+        );
     }
 
     #[test]
@@ -458,7 +491,7 @@ mod tests {
         assert!(refused.exit_code() == 2 && message.contains("ids.u16.bin") && message.contains("--packing wrapped"), "{message}");
         let long = RowRules { overlong: Overlong::Drop, ..rules(2, Packing::Bfd) };
         let nothing = open(&[texts(&dir, &["abc"])], long).0.err().unwrap().to_string();
-        assert!(nothing.ends_with("texts.jsonl: no document has a trained token in a row of 2"), "{nothing}");
+        assert!(nothing.contains("texts.jsonl: no document has a trained token in a row of 2; a larger --seq-length"), "{nothing}");
         assert!(open(&[], rules(64, Packing::Off)).0.is_ok(), "the text that ships");
     }
 

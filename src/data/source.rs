@@ -104,21 +104,24 @@ pub(crate) fn host_bytes(paths: &[PathBuf], rules: RowRules, shuffle: bool, spli
 /// # Errors
 /// When one cannot be read, or its first record says nothing.
 pub(super) fn hold_records(files: &[&Path], rules: &RecordRules) -> Result<Vec<bool>> {
-    let holds_records = |path: &&Path| match first_record(path, rules)? {
-        Some(record) => Ok(rules.detect(&record).map_err(|cause| Error::format(path, cause))? != DataFormat::Text),
-        None => Ok(false),
-    };
-    files.iter().map(holds_records).collect()
+    files.iter().map(|path| Ok(!matches!(format(path, rules)?, None | Some(DataFormat::Text)))).collect()
 }
 
 /// Whether the first record of one of `files` may go through a chat template. One that cannot be read may: whoever reads it says why.
 pub(in crate::data) fn asks_for_template(files: &[PathBuf], rules: &RecordRules) -> bool {
-    let is_plain = |path: &Path| match first_record(path, rules) {
-        Ok(None) => true,
-        Ok(Some(record)) => matches!(rules.detect(&record), Ok(DataFormat::Text | DataFormat::InputIds)),
-        Err(_) => false,
-    };
-    !files.iter().all(|path| is_plain(path))
+    files.iter().any(|path| format(path, rules).map_or(true, |format| format.is_some_and(DataFormat::has_answers)))
+}
+
+/// The first of `files` whose records hold answers: of chats, of prompts or of instructions. One that cannot be read holds none; whoever reads it says why.
+pub(crate) fn with_answers<'a>(files: &'a [PathBuf], rules: &RecordRules) -> Option<&'a Path> {
+    let has_answers = |path: &&PathBuf| matches!(format(path, rules), Ok(Some(format)) if format.has_answers());
+    files.iter().find(has_answers).map(PathBuf::as_path)
+}
+
+/// The format of the file at `path`, as its first record tells it; `None` where it holds no record.
+fn format(path: &Path, rules: &RecordRules) -> Result<Option<DataFormat>> {
+    let detect = |record: String| rules.detect(&record).map_err(|cause| Error::format(path, cause));
+    first_record(path, rules)?.map(detect).transpose()
 }
 
 /// The first record of the file at `path`; `None` where it holds none.
@@ -283,7 +286,8 @@ fn tell_skipped<S>(totals: &DocumentTotals<S>, preparation: &mut Preparation<'_>
     let Some(first) = first_skipped else { return Ok(()) };
     let cause = format!("no token is trained, as in {skipped} of {} records", skipped + documents);
     if 100 * skipped > skipped + documents {
-        return Err(first.error(format_args!("{cause}: --train-on says which are")));
+        let whose = "answers are those of the role assistant, and --train-on says which are trained";
+        return Err(first.error(format_args!("{cause}: {whose}")));
     }
     preparation.warn(format!("{}; they are left out", first.error(cause)));
     Ok(())

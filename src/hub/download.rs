@@ -14,7 +14,7 @@ use crate::signals::StopFlag;
 use crate::units::Bytes;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
@@ -67,8 +67,7 @@ impl Download<'_> {
             fs::create_dir_all(dir).map_err(|e| Error::io("create", dir, e))?;
         }
         let (blobs, locks) = (Dir::open(&repo.join("blobs"))?, Dir::open(&locks)?);
-        let fetcher =
-            Fetcher { client, blobs, locks, stop: self.stop.clone(), done: AtomicU64::new(0), pause: self.pause, said: Mutex::default() };
+        let fetcher = Fetcher { client, blobs, locks, stop: self.stop.clone(), pause: self.pause, said: Mutex::default() };
         let (fetcher, name) = (Arc::new(fetcher), *name);
         self.fetch_all(&fetcher, &files, &listing.commit)?;
         let _lock = fetcher.lock(&format!("{}.lock", listing.commit))?;
@@ -116,7 +115,7 @@ impl Download<'_> {
             is_done = threads.iter().all(JoinHandle::is_finished);
             let said = std::mem::take(&mut *fetcher.said.lock().unwrap_or_else(PoisonError::into_inner));
             said.iter().for_each(|line| emit(News::Note(line)));
-            emit(News::Progress { what: "downloading", done: fetcher.done.load(Ordering::Relaxed), all });
+            emit(News::Progress { what: "downloading", done: queue.here(), all });
         }
         threads.into_iter().try_for_each(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
     }
@@ -126,6 +125,11 @@ impl DownloadQueue {
     fn new(files: Vec<FileInParts>) -> Self {
         let parts = files.iter().enumerate().flat_map(|(file, of)| (0..of.parts().len()).map(move |part| (file, part))).collect();
         Self { files, parts, next: AtomicUsize::new(0) }
+    }
+
+    /// Bytes that are here.
+    fn here(&self) -> u64 {
+        self.files.iter().map(FileInParts::here).sum()
     }
 
     /// Takes parts until there are none; after a failure nobody takes another one.

@@ -52,6 +52,8 @@ struct Case {
     large_bytes: u64,
     name: HubName,
     said: Mutex<String>,
+    /// How far it was last, the most that was told, and how far it goes.
+    told: Mutex<[u64; 3]>,
 }
 
 impl Case {
@@ -64,6 +66,7 @@ impl Case {
             large_bytes: LARGE_BYTES,
             name,
             said: Mutex::default(),
+            told: Mutex::default(),
         }
     }
 
@@ -93,10 +96,13 @@ impl Case {
             name: &name,
             with_weights: self.with_weights,
             stop: &self.stop,
-            emit: &mut |news| {
-                if let News::Note(line) = news {
-                    *self.said.lock().unwrap() += &format!("{line}\n");
+            emit: &mut |news| match news {
+                News::Note(line) => *self.said.lock().unwrap() += &format!("{line}\n"),
+                News::Progress { done, all, .. } => {
+                    let mut told = self.told.lock().unwrap();
+                    *told = [done, told[1].max(done), all];
                 }
+                News::Warn(_) => {}
             },
             pause: Duration::from_millis(1),
             large_bytes: self.large_bytes,
@@ -110,6 +116,8 @@ impl Case {
         let snapshot = self.run(&server.endpoint()).unwrap();
         assert_eq!(fs::read(snapshot.join(WEIGHTS)).unwrap(), repo().bytes(WEIGHTS));
         assert_eq!(self.parts(), [0; 4]);
+        let [last, most, all] = *self.told.lock().unwrap();
+        assert!(last == all && most == all, "{last} and {most} of {all} bytes were told");
         server.asked().into_iter().filter(|asked| asked.path.ends_with(WEIGHTS)).collect()
     }
 

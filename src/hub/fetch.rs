@@ -10,7 +10,6 @@ use nix::fcntl::OFlag;
 use std::fs::File;
 use std::io::Read;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
@@ -26,8 +25,6 @@ pub(super) struct Fetcher {
     /// Of all that use the cache: a file is downloaded once.
     pub(super) locks: Dir,
     pub(super) stop: StopFlag,
-    /// Bytes that are here.
-    pub(super) done: AtomicU64,
     /// Grows with each attempt that brought nothing.
     pub(super) pause: Duration,
     /// What people are to hear.
@@ -43,7 +40,7 @@ impl Fetcher {
         if self.is_here(whole)? {
             return Ok(());
         }
-        if part == 0 || !whole.state().is_as_one {
+        if part == 0 || !whole.is_as_one() {
             let mut partial = self.open_partial(whole, part)?;
             self.complete(whole, &mut partial)?;
             let mut state = whole.state();
@@ -65,12 +62,14 @@ impl Fetcher {
             state.is_begun = true;
             state.is_here = self.blobs.kind(file.checksum.hex())? == Some(FileKind::File(file.bytes));
             if state.is_here {
-                self.done.fetch_add(file.bytes, Ordering::Relaxed);
+                whole.count(0, file.bytes);
                 return Ok(true);
             }
             state.lock = Some(lock);
             // Another program brought more of its beginning.
-            state.is_as_one = self.held(&whole.name(0))? > whole.parts()[0].end;
+            if self.held(&whole.name(0))? > whole.parts()[0].end {
+                whole.take_as_one();
+            }
         }
         Ok(state.is_here)
     }
@@ -81,7 +80,7 @@ impl Fetcher {
         let Some(mut partial) = state.first.take() else { return Ok(()) };
         partial.range.end = file.bytes;
         for part in 1..whole.parts().len() {
-            if !state.is_as_one {
+            if !whole.is_as_one() {
                 self.join(&mut partial, &whole.name(part))?;
             } else if self.blobs.kind(whole.name(part))?.is_some() {
                 self.blobs.remove(whole.name(part))?;
@@ -103,6 +102,7 @@ impl Fetcher {
                 return Err(self.error(file, format!("its checksum is {found} instead of {blob}")));
             }
             is_resumed = false;
+            whole.take_as_one();
             partial = self.begin(whole, 0, 0..file.bytes)?;
         }
     }
@@ -152,7 +152,7 @@ impl Fetcher {
     /// What an earlier download left of a part, added up.
     fn open_partial(&self, whole: &FileInParts, part: usize) -> Result<PartialFile> {
         let (name, mut range) = (whole.name(part), whole.parts()[part].clone());
-        if part == 0 && whole.state().is_as_one {
+        if part == 0 && whole.is_as_one() {
             range.end = whole.file.bytes;
         }
         let held = self.blobs.kind(&name)?;
@@ -169,20 +169,23 @@ impl Fetcher {
             })?,
             _ => partial.at += left,
         }
-        self.done.fetch_add(partial.at - partial.range.start, Ordering::Relaxed);
+        whole.count(partial.range.start, partial.at - partial.range.start);
         Ok(partial)
     }
 
     /// Nothing of a part; what is there goes.
     fn begin(&self, whole: &FileInParts, part: usize, range: Range<u64>) -> Result<PartialFile> {
         let out = self.blobs.recreate_file(whole.name(part))?;
+        if part == 0 {
+            whole.forget();
+        }
         let checksum = (part == 0).then(|| whole.file.checksum.begin(whole.file.bytes));
         Ok(PartialFile { out, at: range.start, range, checksum, is_resumed: false })
     }
 
     /// Brings what is missing of a part, unless the file comes as one.
     fn complete(&self, whole: &FileInParts, partial: &mut PartialFile) -> Result<()> {
-        self.bring(whole, partial, &|partial| partial.range.start > 0 && whole.state().is_as_one)
+        self.bring(whole, partial, &|partial| partial.range.start > 0 && whole.is_as_one())
     }
 
     /// Brings what is missing of the whole file.
@@ -229,7 +232,6 @@ impl Fetcher {
                 return Ok(Ok(()));
             }
             // The whole file comes.
-            self.done.fetch_sub(partial.at, Ordering::Relaxed);
             *partial = self.begin(whole, 0, 0..file.bytes)?;
         }
         if let Err(cause) = expect_range(file, partial.at..partial.range.end, &answer) {
@@ -248,19 +250,17 @@ impl Fetcher {
                 return Ok(Err(HttpFailure::Lasting(format!("it is longer than its {bytes} bytes"))));
             }
             partial.put(&block[..read])?;
-            self.done.fetch_add(read as u64, Ordering::Relaxed);
+            whole.count(partial.range.start, read as u64);
         }
         Ok(Ok(()))
     }
 
     /// The hub answers with the whole file where a part was asked for: it comes as one.
     fn take_as_one(&self, whole: &FileInParts) {
-        let mut state = whole.state();
-        if !state.is_as_one {
+        if !whole.take_as_one() {
             let said = format!("{} comes in one stream: the server has no ranges", whole.file.name);
             self.said.lock().unwrap_or_else(PoisonError::into_inner).push(said);
         }
-        state.is_as_one = true;
     }
 }
 

@@ -8,6 +8,7 @@ use crate::disk::OutFile;
 use crate::error::Result;
 use std::fs::File;
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Parts of a large file.
@@ -22,6 +23,10 @@ pub(super) struct FileInParts {
     pub(super) path: String,
     parts: Vec<Range<u64>>,
     state: Mutex<PartsState>,
+    /// It comes as one after all.
+    is_as_one: AtomicBool,
+    /// Bytes of its first part that are here, and of the others together: whoever tells how far it is does not wait for the state.
+    here: [AtomicU64; 2],
 }
 
 /// What those who bring its parts have to know of one another.
@@ -32,8 +37,6 @@ pub(super) struct PartsState {
     pub(super) lock: Option<File>,
     /// The blob was here before.
     pub(super) is_here: bool,
-    /// It comes as one after all.
-    pub(super) is_as_one: bool,
     /// Whether a part holds bytes of an earlier download.
     pub(super) is_resumed: bool,
     /// The first part, when it is here.
@@ -61,7 +64,7 @@ impl FileInParts {
         let size = if file.bytes >= large_bytes { file.bytes.div_ceil(PARTS).max(1) } else { file.bytes.max(1) };
         let starts = (0..file.bytes.max(1)).step_by(size as usize);
         let parts = starts.map(|start| start..(start + size).min(file.bytes)).collect();
-        Self { file, path, parts, state: Mutex::default() }
+        Self { file, path, parts, state: Mutex::default(), is_as_one: AtomicBool::new(false), here: Default::default() }
     }
 
     pub(super) fn parts(&self) -> &[Range<u64>] {
@@ -70,6 +73,31 @@ impl FileInParts {
 
     pub(super) fn state(&self) -> MutexGuard<'_, PartsState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn is_as_one(&self) -> bool {
+        self.is_as_one.load(Ordering::Relaxed)
+    }
+
+    /// Takes it as one from here on: what is here of other parts counts no more. Returns whether it was so before.
+    pub(super) fn take_as_one(&self) -> bool {
+        self.is_as_one.swap(true, Ordering::Relaxed)
+    }
+
+    /// Bytes that are here.
+    pub(super) fn here(&self) -> u64 {
+        let [first, others] = &self.here;
+        first.load(Ordering::Relaxed) + if self.is_as_one() { 0 } else { others.load(Ordering::Relaxed) }
+    }
+
+    /// Counts `bytes` more of the part that begins at `start`.
+    pub(super) fn count(&self, start: u64, bytes: u64) {
+        self.here[usize::from(start > 0)].fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Its first byte is awaited once more.
+    pub(super) fn forget(&self) {
+        self.here[0].store(0, Ordering::Relaxed);
     }
 
     /// The name of the part's own file.

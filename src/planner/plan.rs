@@ -385,7 +385,7 @@ fn workload<'a>(
         shape,
         batch: settings.per_device_train_batch_size,
         seq_length: settings.seq_length,
-        separates_documents: settings.separates_documents,
+        separates_documents: settings.separates_documents(),
         grad_accum_steps: settings.micro_batches(),
         shares: settings.shares(),
         ranks: settings.gpus,

@@ -8,6 +8,7 @@ use crate::config::options::{
     ActivationsChoice, AttentionChoice, CastSide, HostMemoryKind, ResidentBuckets, Rollback, Strategy, Technique, TrainDtype, WeightsChoice,
 };
 use crate::config::settings::Settings;
+use crate::data::rows::Packing;
 use crate::device::{Attention, DeviceKind};
 use crate::hardware::profile::Profile;
 use crate::hardware::rates::Rates;
@@ -557,12 +558,12 @@ fn the_cpu_device_refuses_what_needs_a_gpu() {
 /// cuDNN computes them document by document, for which the plan has room; its own workspace is the smaller for it.
 #[test]
 fn cudnn_keeps_documents_of_a_row_apart_in_memory_that_is_planned() {
-    let plan = |separates_documents| {
-        let settings = Settings { separates_documents, per_device_train_batch_size: 4, ..settings() };
+    let plan = |packing| {
+        let settings = Settings { packing, per_device_train_batch_size: 4, ..settings() };
         Plan::new(&settings, &llama_8b(), &h200(), false).unwrap()
     };
     let bytes = |plan: &Plan, name| plan.memory.iter().find(|class| class.name == name).map_or(0, |class| class.bytes);
-    let [whole, packed] = [false, true].map(plan);
+    let [whole, packed] = [Packing::Auto, Packing::Bfd].map(plan);
     assert_eq!([whole.attention, packed.attention], [Attention::Cudnn { deterministic: true }; 2]);
     // 4096 tokens at a time: queries, keys and values of 6144 channels and outputs of 4096, with gradients, in 2 bytes; the log-sum-exp of 32
     // heads; and a table of 16384 tokens.

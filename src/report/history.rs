@@ -58,6 +58,19 @@ pub(super) const BUCKET_STEPS: [&str; 5] = ["speculated", "rolled back", "commit
 /// What compute waited for, in the order of [`History::exposed_ms`].
 pub(super) const WAITS: [&str; 3] = ["the optimizer", "copies", "other ranks"];
 
+/// What was trained on.
+#[derive(Deserialize, Debug)]
+pub(super) struct DataRecord {
+    pub(super) documents: u64,
+    pub(super) tokens: u64,
+    pub(super) trained_tokens: u64,
+    pub(super) rows: u64,
+    pub(super) row_tokens: u64,
+    pub(super) padding: u64,
+    pub(super) up_to: BTreeMap<u64, u64>,
+    pub(super) packing: Option<String>,
+}
+
 /// All that was measured of a run's steps.
 #[derive(Default, Debug)]
 pub(super) struct History {
@@ -103,6 +116,11 @@ pub(super) struct History {
 }
 
 impl History {
+    /// What was trained on, where the file says it.
+    pub(super) fn data(&self) -> Option<DataRecord> {
+        DataRecord::deserialize(&self.facts["data_counts"]).ok()
+    }
+
     /// Reads the metrics in `dir`; `None` if there are none.
     ///
     /// # Errors

@@ -28,6 +28,7 @@ pub(super) fn page(runs: &[PastRun]) -> String {
         section("Where the time of a step goes", &each(runs, step_shares)),
         section("Memory planned", &each(runs, memory)),
         section("Speculation", &speculation(runs)),
+        section("Data", &each(runs, data)),
         section("Checkpoints", &each(runs, checkpoints)),
         section("Settings", &settings(runs)),
         section("Machine and build", &machine(runs)),
@@ -225,6 +226,24 @@ fn speculation(runs: &[PastRun]) -> String {
     let note = "The optimizer steps a bucket of parameters before the gradient norm is known; where that changes the step, it is rolled back \
                 and done again. The weights are the same bits either way.";
     format!("{}<p class=\"note\">{note}</p>\n", table(&head, &rows))
+}
+
+fn data(run: &PastRun) -> String {
+    let Some(data) = run.history.data() else { return or_none(String::new(), "Nothing says what the data was.") };
+    let share = |part: u64, all: f64| format!("{} ({:.1} %)", number(part as f64), 100.0 * part as f64 / all.max(1.0));
+    let (rows, row_tokens) = (data.rows as f64, data.row_tokens as f64);
+    let counts = [
+        ("Documents", if data.documents > 0 { number(data.documents as f64) } else { "token files do not say".into() }),
+        ("Tokens", number(data.tokens as f64)),
+        ("Trained tokens", share(data.trained_tokens, data.tokens as f64)),
+        ("Rows", format!("{} of {} tokens", number(rows), number(row_tokens))),
+        ("Padding", share(data.padding, rows * row_tokens)),
+    ];
+    let became = data.packing.map_or(String::new(), |packing| format!("<p class=\"note\">{}</p>\n", escape(packing)));
+    let part = |(limit, &count): (&u64, &u64)| (format!("up to {limit}"), count as f64, number(count as f64));
+    let lengths: Vec<_> = data.up_to.iter().take(16).map(part).collect();
+    let counts: Vec<_> = counts.into_iter().map(|(name, value)| vec![name.into(), value]).collect();
+    table(&["Of the data", ""], &counts) + &became + &stacked_bar("Documents by their length in tokens", &lengths)
 }
 
 fn checkpoints(run: &PastRun) -> String {

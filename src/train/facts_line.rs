@@ -1,7 +1,7 @@
 //! The first line of `metrics.jsonl`: what is the same in every step. A run that goes on writes another one before its lines.
 
 use crate::config::settings::Settings;
-use crate::facts::{BuildFacts, MachineFacts, ModelFacts, PlanFacts};
+use crate::facts::{BuildFacts, DataFacts, MachineFacts, ModelFacts, PlanFacts};
 use crate::metrics::MemoryUse;
 use crate::model::flops::FLOPS_FORMULA;
 use crate::model::shape::ModelShape;
@@ -34,6 +34,7 @@ struct StartFacts {
     model: ModelFacts,
     /// The data, in words.
     data: String,
+    data_counts: DataFacts,
     plan: PlanFacts,
     memory: MemoryUse,
     /// Of a step, on average over the data, without padding.
@@ -50,6 +51,7 @@ pub(super) struct Surroundings {
     pub(super) device: String,
     pub(super) model: String,
     pub(super) data: String,
+    pub(super) data_counts: DataFacts,
     pub(super) max_steps: u64,
 }
 
@@ -63,7 +65,7 @@ impl FactsLine {
         shape: &ModelShape,
         (tokens_per_step, flops_per_step): (f64, f64),
     ) -> Self {
-        let Surroundings { machine, device, model, data, max_steps } = about;
+        let Surroundings { machine, device, model, data, data_counts, max_steps } = about;
         let facts = StartFacts {
             from_step,
             max_steps,
@@ -73,6 +75,7 @@ impl FactsLine {
             device,
             model: ModelFacts::new(model, shape),
             data,
+            data_counts,
             plan: PlanFacts::new(plan),
             memory: MemoryUse::of(plan),
             tokens_per_step,

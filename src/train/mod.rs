@@ -12,6 +12,7 @@ mod identity;
 mod kept;
 pub(crate) mod metrics_file;
 mod observer;
+pub(crate) mod packing;
 mod peer_waits;
 mod previous_run;
 mod replanner;

@@ -2,6 +2,7 @@
 
 use super::identity::{self, Run, brief};
 use super::observer::Observer;
+use super::packing;
 use super::session::SavedPosition;
 use crate::checkpoint::{self, Loaded, STEPS_MAX, engine_state};
 use crate::config::describe;
@@ -91,7 +92,7 @@ pub(super) fn accept(loaded: Loaded, settings: &Settings, sequences: usize, now:
         return Err(wrong(&"speculation: more verdicts than are kept"));
     }
     let settings_now = serde_json::to_value(settings).map_err(|e| Error::usage(format!("settings: {e}")))?;
-    expect_same_order(&settings_now, &trainer.settings)?;
+    expect_same_order(&settings_now, &packing::completed(&trainer.settings))?;
     if let missing @ [_, ..] = identity::unknown(then).as_slice() {
         let (dir, format, missing) = (loaded.dir().display(), loaded.manifest().format_version, missing.join(", "));
         observer.warn(&format!("{dir}: this checkpoint (format {format}) does not say what it was made with; not compared: {missing}"));
@@ -194,6 +195,7 @@ mod tests {
     use crate::data::batch::{Batch, Batches, arrays};
     use crate::data::loader::Loader;
     use crate::data::packing::tests::counting;
+    use crate::data::rows::Packing;
     use crate::engine::verdict::Verdict;
     use crate::train::tests::Heard;
     use proptest::prelude::*;
@@ -299,6 +301,21 @@ mod tests {
                 OnResume::Free | OnResume::Tokens => assert_eq!((refused, heard), (None, vec![]), "{flag}"),
             }
         }
+    }
+
+    #[test]
+    fn a_checkpoint_that_says_nothing_of_packing_has_rows_of_one_stream() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = checkpoint(dir.path());
+        let mut older = true_manifest(&path);
+        older["trainer"]["settings"].as_object_mut().unwrap().remove("packing").unwrap();
+        forge(&path, &older);
+        let saved = checkpoint::open(&path).unwrap().manifest().trainer.settings.clone();
+        let settled = |packing| packing::settle(&Settings { packing, ..settings(&[]) }, Some(&saved), &mut |_| ()).unwrap();
+        let goes_on = |packing| accept(checkpoint::open(&path).unwrap(), &settled(packing), SEQUENCES, run(), &mut Heard::default());
+        assert!(goes_on(Packing::Auto).is_ok() && goes_on(Packing::Wrapped).is_ok());
+        let refused = goes_on(Packing::Bfd).err().unwrap().to_string();
+        assert!(refused.starts_with("--packing: packing was \"wrapped\"") && refused.contains("is \"bfd\" now"), "{refused}");
     }
 
     #[test]

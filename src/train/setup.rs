@@ -5,7 +5,7 @@ use super::facts_line::Surroundings;
 use super::observer::{Observer, RunFacts};
 use super::run_dir::RunDir;
 use super::session::{Companions, Session};
-use super::{identity, kept, previous_run, resume, text};
+use super::{identity, kept, packing, previous_run, resume, text};
 use crate::checkpoint::checkpoint_bytes;
 use crate::config::options::{InitChoice, RunPart, TrainLength};
 use crate::config::settings::Settings;
@@ -19,7 +19,7 @@ use crate::device::Kernels;
 use crate::engine::exchange::Exchange;
 use crate::engine::executor::Engine;
 use crate::error::{Error, Result};
-use crate::facts::MachineFacts;
+use crate::facts::{DataFacts, MachineFacts};
 use crate::hub::cache::Snapshot;
 use crate::launch::context::check_context;
 use crate::launch::engine::Launcher;
@@ -89,7 +89,6 @@ pub(super) fn prepare<'a>(
     observer: &mut dyn Observer,
 ) -> Result<PreparedRun<'a>> {
     observer.note(&format!("reading {}", describe_sources(settings)));
-    let settings = &Settings { data_bytes: data_bytes(settings), ..settings.clone() };
     launch.chosen.peers.iter().for_each(|line| observer.note(line));
     launch.chosen.warning.iter().for_each(|line| observer.warn(line));
     let source = find_model(settings)?;
@@ -98,7 +97,9 @@ pub(super) fn prepare<'a>(
         .for_each(|line| observer.warn(line));
     let resumed = resume::find(settings, &settings.output_dir, observer)?;
     let kept = resumed.as_ref().map(|loaded| kept::settings(settings, loaded, observer)).transpose()?;
-    let settings = kept.as_ref().unwrap_or(settings);
+    let saved = resumed.as_ref().map(|loaded| &loaded.manifest().trainer.settings);
+    let settings = &packing::settle(kept.as_ref().unwrap_or(settings), saved, &mut |line| observer.note(line))?;
+    let settings = &Settings { data_bytes: data_bytes(settings), ..settings.clone() };
     let plan = launch.plan(settings, &source.shape, true)?;
     let settings = &plan.settle(settings);
     let weights = if resumed.is_none() { first_weights(settings, &source.shape)? } else { None };
@@ -197,6 +198,7 @@ impl PreparedRun<'_> {
             device: facts.device,
             model: model_place(&settings),
             data: facts.data,
+            data_counts: DataFacts::new(loader.dataset()),
             max_steps,
         };
         let companions = Companions { settings, model_files: source.files, run, plan, about };

@@ -78,7 +78,7 @@ pub(crate) fn warning(settings: &Settings, tokenizer: &Tokenizer, dataset: &Data
     let unmarked = dataset.documents() > 1 && tokenizer.end_of_text().is_none();
     let documents = dataset.documents();
     let lack = match settings.packing {
-        Packing::Wrapped => "are joined without a token between them",
+        Packing::Auto | Packing::Wrapped => "are joined without a token between them",
         Packing::Bfd | Packing::Off => "have no token after them that would be learned as their end",
     };
     unmarked.then(|| format!("{documents} documents {lack}, for none is known; --eos-token TOKEN names one"))
@@ -125,7 +125,7 @@ fn expect_same(settings: &Settings, saved: &Value, keys: &[&str]) -> Result<()> 
     Ok(())
 }
 
-fn record_flags(settings: &Settings) -> RecordFlags<'_> {
+pub(super) fn record_flags(settings: &Settings) -> RecordFlags<'_> {
     RecordFlags {
         format: settings.data_format,
         columns: &settings.columns,

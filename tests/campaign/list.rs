@@ -3,7 +3,7 @@
 use crate::harness::Campaign;
 use crate::*;
 
-pub const CAMPAIGNS: [Campaign; 38] = [
+pub const CAMPAIGNS: [Campaign; 39] = [
     r01_kill::CAMPAIGN,
     r02_power::CAMPAIGN,
     r03_disk::CAMPAIGN,
@@ -23,6 +23,7 @@ pub const CAMPAIGNS: [Campaign; 38] = [
     r18_fuzz::SETTINGS,
     r18_fuzz::SETTINGS_YAML,
     r18_fuzz::SETTINGS_JSON,
+    r18_fuzz::DEEPSPEED,
     r18_fuzz::CONFIG,
     r18_fuzz::WEIGHTS,
     r18_fuzz::INDEX,

@@ -31,6 +31,7 @@ macro_rules! fuzz {
 fuzz!(SETTINGS, "R18a", "settings_toml", "configuration files");
 fuzz!(SETTINGS_YAML, "R18c", "settings_yaml", "configuration files in YAML");
 fuzz!(SETTINGS_JSON, "R18d", "settings_json", "configuration files in JSON");
+fuzz!(DEEPSPEED, "R18e", "deepspeed", "configurations of DeepSpeed");
 fuzz!(CONFIG, "R18b", "config_json", "config.json");
 fuzz!(WEIGHTS, "R19a", "safetensors", "safetensors files and headers");
 fuzz!(INDEX, "R19b", "index", "indices of sharded weights");

@@ -171,7 +171,7 @@ fn campaign(line: &Value) -> Row {
 fn fuzz(line: &Value) -> Row {
     let target = text(&line["target"]);
     let id = match target.as_str() {
-        "settings_toml" | "settings_yaml" | "settings_json" | "config_json" => "R18",
+        "settings_toml" | "settings_yaml" | "settings_json" | "deepspeed" | "config_json" => "R18",
         "safetensors" | "index" => "R19",
         "tokenizer" | "chat_template" => "R20",
         "manifest" => "R21",

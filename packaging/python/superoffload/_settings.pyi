@@ -30,8 +30,8 @@ class Settings(TypedDict, total=False):
     """What is trained of a record; auto: text whole, completions, answers of a chat [default: auto]."""
     chat_template: str | PathLike[str]
     """Chat template to use, a Jinja file [default: the model's]."""
-    packing: Literal["wrapped", "bfd", "off"]
-    """Rows: of one stream, of whole documents packed best, or one document each [default: wrapped]."""
+    packing: Literal["auto", "wrapped", "bfd", "off"]
+    """Rows: of one stream, of whole documents packed best, or one document each [default: auto]."""
     overlong: Literal["auto", "truncate", "split", "drop"]
     """What becomes of documents longer than a row; auto splits text, truncates records [default: auto]."""
     chat_template_name: str | int | float

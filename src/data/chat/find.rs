@@ -33,15 +33,23 @@ impl RecordFlags<'_> {
     /// # Errors
     /// `Usage` for a flag that makes no sense; `Io` and `Format` for a template that is there and cannot be used.
     pub(crate) fn rules(&self, dir: Option<&ModelDir>, files: &[PathBuf]) -> Result<RecordRules> {
+        let rules = self.plain_rules()?;
+        let needs_template = self.template.is_some() || self.template_name.is_some() || asks_for_template(files, &rules);
+        if needs_template { Ok(RecordRules { template: self.template(dir)?, ..rules }) } else { Ok(rules) }
+    }
+
+    /// As [`RecordFlags::rules`], without a template: what tells formats apart.
+    ///
+    /// # Errors
+    /// `Usage` for a flag that makes no sense.
+    pub(crate) fn plain_rules(&self) -> Result<RecordRules> {
         let pair = |pair: &String| {
             let named = pair.split_once('=').filter(|(ours, theirs)| !ours.is_empty() && !theirs.is_empty());
             let named = named.map(|(ours, theirs)| (ours.to_string(), theirs.to_string()));
             named.ok_or_else(|| Error::usage(format!("--columns {pair}: expected OURS=THEIRS, such as messages=chat")))
         };
         let columns = self.columns.iter().map(pair).collect::<Result<_>>()?;
-        let rules = RecordRules { format: self.format, columns, train_on: self.train_on, ..RecordRules::default() };
-        let needs_template = self.template.is_some() || self.template_name.is_some() || asks_for_template(files, &rules);
-        if needs_template { Ok(RecordRules { template: self.template(dir)?, ..rules }) } else { Ok(rules) }
+        Ok(RecordRules { format: self.format, columns, train_on: self.train_on, ..RecordRules::default() })
     }
 
     /// The day of a run, in words: the flag's, or today.

@@ -69,7 +69,8 @@ fn string(text: &str) -> String {
 }
 
 /// As `repr` writes a float: the shortest digits, an exponent of two digits below 1e-4 and from 1e16 on.
-fn number_text(number: &Number) -> String {
+/// A number as `repr` writes it.
+pub(super) fn number_text(number: &Number) -> String {
     let Some(x) = number.as_f64().filter(|_| number.is_f64()) else { return number.to_string() };
     if x == 0.0 || (1e-4..1e16).contains(&x.abs()) {
         return format!("{x:?}");

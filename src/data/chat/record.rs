@@ -1,6 +1,7 @@
 //! Which columns a record has, and what they mean.
 
 use super::mask::{ChatSample, Conversation, TrainOn};
+use super::message;
 use super::template::ChatTemplate;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
@@ -35,6 +36,11 @@ impl DataFormat {
         (Self::Alpaca, &["instruction", "output"]),
         (Self::InputIds, &["input_ids"]),
     ];
+
+    /// Whether its records hold answers to prompts, not running text.
+    pub(in crate::data) fn has_answers(self) -> bool {
+        matches!(self, Self::Messages | Self::PromptCompletion | Self::Alpaca)
+    }
 
     fn name(self) -> String {
         serde_json::to_value(self).ok().and_then(|name| name.as_str().map(String::from)).unwrap_or_default()
@@ -183,13 +189,17 @@ impl RecordRules {
 
     fn parse(&self, line: &str) -> Result<ReadRecord<'_>, String> {
         if !line.trim_start().starts_with('{') {
-            return Err("not an object; each record is one, such as {\"text\": \"...\"}".into());
+            let array = if line.trim_start().starts_with('[') { "; an array of records is a .json" } else { "" };
+            return Err(format!("not an object; each record is one, such as {{\"text\": \"...\"}}{array}"));
         }
         let mut columns: Map<String, Value> = serde_json::from_str(line).map_err(|e| json_cause(&e))?;
-        for (ours, theirs) in &self.columns {
+        // All are taken before the first is put down: two may have each other's name.
+        let mut take = |(ours, theirs): (&String, &String)| {
             let value = columns.remove(theirs).ok_or_else(|| format!("no column {theirs:?}, which --columns names"))?;
-            columns.insert(ours.clone(), value);
-        }
+            Ok::<_, String>((ours.clone(), value))
+        };
+        let renamed: Vec<_> = self.columns.iter().map(&mut take).collect::<Result<_, _>>()?;
+        columns.extend(renamed);
         Ok(ReadRecord { rules: self, columns })
     }
 }
@@ -215,9 +225,8 @@ impl ReadRecord<'_> {
         if list.is_empty() {
             return Err(format!("`{theirs}` is empty"));
         }
-        let wrong = |idx| format!("message {idx} of `{theirs}` has neither role and content nor from and value");
-        let mut messages: Vec<Value> =
-            list.iter().enumerate().map(|(idx, message)| normal(message).ok_or_else(|| wrong(idx))).collect::<Result<_, _>>()?;
+        let message = |(idx, message)| message::read(message).map_err(|cause| format!("message {idx} of `{theirs}` {cause}"));
+        let mut messages: Vec<Value> = list.iter().enumerate().map(message).collect::<Result<_, _>>()?;
         if name != "completion" && self.has("system") && messages[0]["role"] != "system" {
             messages.insert(0, json!({"role": "system", "content": self.text("system")?}));
         }
@@ -274,36 +283,6 @@ impl ReadRecord<'_> {
         };
         ids.iter().zip(&labels).enumerate().map(token).collect()
     }
-}
-
-/// A message with `role` and `content`, whatever keys it came with.
-pub(super) fn normal(message: &Value) -> Option<Value> {
-    let map = message.as_object()?;
-    if map.get("role").is_some_and(Value::is_string) {
-        return Some(with_reasoning(map.clone()));
-    }
-    let role = match map.get("from")?.as_str()? {
-        "human" => "user",
-        "gpt" => "assistant",
-        "observation" => "tool",
-        other => other,
-    };
-    let mut normal = map.clone();
-    normal.remove("from");
-    let content = normal.remove("value")?;
-    normal.insert("role".into(), role.into());
-    normal.insert("content".into(), content);
-    Some(with_reasoning(normal))
-}
-
-/// Fills the names that templates have for a message's reasoning, as `transformers` does.
-fn with_reasoning(mut message: Map<String, Value>) -> Value {
-    let names = ["reasoning_content", "thinking", "reasoning"];
-    if let Some(reasoning) = names.iter().find_map(|name| message.get(*name).filter(|value| !value.is_null())).cloned() {
-        message.entry("thinking").or_insert_with(|| reasoning.clone());
-        message.insert("reasoning_content".into(), reasoning);
-    }
-    message.into()
 }
 
 /// The parser's message with the column, but not with its line, which is always 1.

@@ -5,8 +5,8 @@ use super::python;
 use crate::data::checksum;
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Rest, Serde, ValueKind};
-use minijinja::{Environment, Error, ErrorKind, Value};
-use serde_json::Value as Json;
+use minijinja::{Environment, Error, ErrorKind, Output, State, Value, escape_formatter};
+use serde_json::{Number, Value as Json};
 use std::ops::Range;
 
 /// Work of one rendering: an instruction costs 1, and so do 64 bytes that are made. So it bounds memory, too.
@@ -47,6 +47,7 @@ impl ChatTemplate {
         environment.set_fuel(Some(FUEL));
         environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
         environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
+        environment.set_formatter(write_value);
         environment.add_filter("tojson", to_json);
         environment.add_test("iterable", |value: &Value| value.kind() != ValueKind::None && value.try_iter().is_ok());
         environment.add_function("raise_exception", |message: String| -> Result<Value, Error> { Err(invalid(message)) });
@@ -104,6 +105,16 @@ fn cause(error: &Error) -> String {
     match error.line() {
         Some(line) => format!("the chat template, line {line}: {what}{limit}"),
         None => format!("the chat template: {what}{limit}"),
+    }
+}
+
+/// Writes `value` as Python does: small and large numbers with an exponent.
+fn write_value(out: &mut Output, state: &mut State, value: &Value) -> Result<(), Error> {
+    let is_float = value.kind() == ValueKind::Number && !value.is_integer();
+    let float = if is_float { f64::try_from(value.clone()).ok().and_then(Number::from_f64) } else { None };
+    match float {
+        Some(number) => Ok(out.write_str(&python::number_text(&number))?),
+        None => escape_formatter(out, state, value),
     }
 }
 

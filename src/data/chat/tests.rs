@@ -30,27 +30,29 @@ fn rules(source: &str, train_on: TrainOn) -> RecordRules {
 }
 
 fn messages(conversation: &Value) -> Vec<Value> {
-    conversation["messages"].as_array().unwrap().iter().map(|message| super::record::normal(message).unwrap()).collect()
+    conversation["messages"].as_array().unwrap().iter().map(|message| super::message::normal(message).unwrap()).collect()
 }
 
 #[test]
 fn templates_are_rendered_byte_for_byte_as_by_jinja2() {
     let (conversations, renderings) = (golden_json("conversations.json"), golden_json("renderings.json"));
-    let (mut equal, mut refused, mut wrong) = (0, 0, Vec::new());
+    let (mut equal, mut refused, mut lenient, mut wrong) = (0, 0, 0, Vec::new());
     for (name, expected) in &renderings {
         let template = template(&std::fs::read_to_string(golden("templates").join(name)).unwrap()).unwrap();
         for (key, expected) in expected.as_object().unwrap() {
-            let (conversation, prompts) = key.strip_suffix("+prompt").map_or((key.as_str(), false), |key| (key, true));
-            let conversation = &conversations[conversation];
+            let (conversation_name, prompts) = key.strip_suffix("+prompt").map_or((key.as_str(), false), |key| (key, true));
+            let conversation = &conversations[conversation_name];
             match (template.render(&messages(conversation), conversation.get("tools"), prompts), expected.as_str()) {
                 (Ok(rendered), Some(expected)) if rendered.text == expected => equal += 1,
                 (Err(_), None) => refused += 1,
+                // Seven templates go through content that is null as through an empty list, which is an error in Python. Nothing is lost.
+                (Ok(_), None) if ["null", "nothing"].contains(&conversation_name) => lenient += 1,
                 (found, expected) => wrong.push(format!("{name} {key}:\n{found:?}\n{expected:?}")),
             }
         }
     }
     assert!(wrong.is_empty(), "{} differ\n{}", wrong.len(), wrong.join("\n"));
-    assert_eq!((equal, refused), (465, 39));
+    assert_eq!((equal, refused, lenient), (820, 176, 12));
 }
 
 /// Ids and masks of `record` through `template`.
@@ -114,8 +116,37 @@ fn answers_are_trained_and_a_message_may_say_no() {
     }
     let shared = json!({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "s"});
     assert_eq!(trained(PLAIN, TrainOn::All, &shared).unwrap(), [["<system>s;<user>a;<assistant>b;"]]);
+    let call = |value: &str| {
+        json!({"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": value},
+        {"from": "observation", "value": "o"}, {"from": "gpt", "value": "b"}]})
+    };
+    let calls = PLAIN.replace(
+        "{{ m.content }}",
+        "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}",
+    );
+    let one = call(r#"{"name": "f", "arguments": {"x": 1}}"#);
+    assert_eq!(trained(&calls, TrainOn::Auto, &one).unwrap(), [["f({\"x\": 1});", "b;"]]);
+    let two = call(r#"[{"name": "f", "arguments": {}}, {"name": "g", "arguments": "y"}]"#);
+    assert_eq!(trained(&calls, TrainOn::Last, &two).unwrap(), [["b;"]]);
+    assert_eq!(trained(&calls, TrainOn::Auto, &two).unwrap(), [["f({})g(\"y\");", "b;"]]);
+    for odd in ["", "f(x)", "{}", "[]", "[1]", r#"{"name": "f"}"#] {
+        let refused = trained(&calls, TrainOn::Auto, &call(odd)).unwrap_err();
+        assert_eq!(refused, "message 1 of `conversations` is a function_call without the JSON of a name and arguments", "{odd}");
+    }
+    let part = |text: &str| json!({"type": "text", "text": text});
+    let parts = json!({"messages": [turn("user", "a"), {"role": "assistant", "content": [part("b"), part("c")]}]});
+    assert_eq!(trained(PLAIN, TrainOn::Auto, &parts).unwrap(), [["bc;"]]);
     let alpaca = json!({"instruction": "a", "input": "x", "output": "b"});
     assert_eq!(trained(PLAIN, TrainOn::All, &alpaca).unwrap(), [["<user>a\nx;<assistant>b;"]]);
+}
+
+#[test]
+fn columns_may_have_each_others_names() {
+    let columns = [("prompt", "completion"), ("completion", "prompt")].map(|(ours, theirs)| (ours.into(), theirs.into()));
+    let rules = RecordRules { columns: columns.into(), ..RecordRules::default() };
+    let record = json!({"prompt": "bc", "completion": "a"}).to_string();
+    let Ok(Content::Completed(sample)) = rules.read(rules.detect(&record).unwrap(), &record) else { panic!("{record}") };
+    assert_eq!((sample.text.as_str(), sample.trained.len(), sample.trained[0].clone()), ("abc", 1, 1..3));
 }
 
 #[test]

@@ -1,9 +1,9 @@
 """Golden renderings, token ids and masks of chat templates, as transformers makes them.
 
-    python generate.py        # transformers 5.23.0, jinja2 3.1.6, tokenizers 0.23; no torch
+    python generate.py        # transformers 5.24.0, jinja2 3.1.6, tokenizers 0.23; no torch
 
 templates/         the chat templates of TRL 1.16.0 (trl/chat_templates in its wheel), Apache License 2.0: templates/LICENSE
-renderings.json    what jinja2 makes of CONVERSATIONS with each, or null where it refuses
+renderings.json    what jinja2 makes of ALL conversations with each, or null where it refuses
 tokens.json        ids and masks of three templates as TRL has them: `assistant_masks` of the training templates, and the prompt's
                    length for prompt and completion
 model/             a tiny tokenizer for these
@@ -73,6 +73,40 @@ CONVERSATIONS = {
     },
     "order": {"messages": [turn("assistant", "First!"), turn("assistant", "Second!"), turn("user", "?")]},
 }
+# What data sets hold and few templates were made for.
+STRANGE = {
+    "null": {"tools": [WEATHER], "messages": [turn("user", "And?"), turn("assistant", None, tool_calls=[CALL]), turn("tool", "7")]},
+    "nothing": {"messages": [turn("user", "Say nothing."), turn("assistant", None)]},
+    "empty": {"messages": [turn("system", ""), turn("user", ""), turn("assistant", "", tool_calls=[])], "tools": []},
+    "parts": {
+        "messages": [
+            turn("user", [{"type": "text", "text": "One 'part'"}, {"type": "text", "text": "and\n\"another\""}]),
+            turn("assistant", [{"type": "text", "text": "Both."}]),
+        ]
+    },
+    "calls": {
+        "tools": [WEATHER, {**WEATHER, "function": {**WEATHER["function"], "name": "other", "strict": True, "returns": None}}],
+        "messages": [
+            turn("user", "Both?"),
+            turn(
+                "assistant",
+                "",
+                tool_calls=[
+                    CALL,
+                    {"type": "function", "function": {"name": "other", "arguments": '{"place": "Rom"}'}},
+                    {
+                        "id": "x",
+                        "type": "function",
+                        "function": {"name": "odd", "arguments": {"yes": True, "none": None, "x": 1.0, "y": 1e-7, "z": [1, {"é": "'"}]}},
+                    },
+                ],
+            ),
+        ],
+    },
+    "system": {"messages": [turn("system", "Alone.")]},
+    "developer": {"messages": [turn("developer", "Be kind."), turn("user", "Hi", name="Ada"), turn("assistant", "Hi, Ada")]},
+}
+ALL = CONVERSATIONS | STRANGE
 
 
 class Fixed(datetime.datetime):
@@ -100,7 +134,7 @@ def renderings():
     return {
         name: {
             key + ("+prompt" if prompts else ""): render(template, conversation, prompts)
-            for key, conversation in CONVERSATIONS.items()
+            for key, conversation in ALL.items()
             for prompts in ([False, True] if key in ("plain", "reasoning") else [False])
         }
         for name, template in templates.items()
@@ -155,7 +189,7 @@ def write(name, value):
 
 
 def main():
-    write("conversations.json", CONVERSATIONS)
+    write("conversations.json", ALL)
     write("renderings.json", renderings())
     write("tokens.json", tokens())
 

@@ -5,7 +5,8 @@
 model/        a tiny Qwen3 with random weights, and the tokenizer of ../chat
 CASE.jsonl    conversations of each of three templates, which lie in ../chat/templates
 records.json  ids and mask that TRL makes of each record, before it packs them
-losses.json   for each template and packing the settings, and the loss of every step: the mean over the trained tokens of the step
+losses.json   for each template and packing the settings, the loss of every step: the mean over the trained tokens of the step; and that of all
+              rows before the first step, as its evaluation says it
 
 Where TRL and this program differ, data and order are such that both mean the same:
 
@@ -105,6 +106,8 @@ def trainer(case, data, packing, length, directory):
         max_steps=STEPS, learning_rate=2e-3, lr_scheduler_type="linear", warmup_steps=2, weight_decay=0.1, max_grad_norm=1.0,
         train_sampling_strategy="sequential", gradient_checkpointing=False, bf16=False, use_cpu=True, report_to="none",
         save_strategy="no", disable_tqdm=True, logging_steps=1, seed=1,
+        # All rows in one batch: the mean over batches of other sizes is not the mean over tokens.
+        per_device_eval_batch_size=RECORDS_MAX,
     )
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(HERE / "model")
     tokenizer.chat_template = (CHAT / "templates" / f"{template}.jinja").read_text()
@@ -159,11 +162,15 @@ def losses(case, data, packing, documents):
         rows = run.train_dataset
         run.train_dataset = rows.select(range(count)) if packing == "wrapped" else in_our_order(rows, documents)
         count = len(run.train_dataset)
+        # Of packed rows it keeps documents apart in training alone: they are evaluated one in a row.
+        evaluator = run if packing == "wrapped" else trainer(case, data, None, length, directory)
+        evaluated = evaluator.evaluate(eval_dataset=evaluator.train_dataset)["eval_loss"]
         Trainer.losses = []
         run.train()
     steps = [sum(micro) for micro in Trainer.losses]
     assert len(steps) == STEPS and all(len(micro) == MICRO_BATCHES for micro in Trainer.losses)
-    return {"case": case, "template": CASES[case][0], "packing": packing, "seq_length": length, "rows": count, "losses": steps}
+    found = {"eval_loss": evaluated, "losses": steps}
+    return {"case": case, "template": CASES[case][0], "packing": packing, "seq_length": length, "rows": count, **found}
 
 
 def main():

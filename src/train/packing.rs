@@ -1,0 +1,65 @@
+//! How a run's data becomes rows where nobody says: what answers a prompt stays whole, running text is one stream, and a run that goes on
+//! keeps the rows of its checkpoint. Rows decide kernels and memory, so that this comes before the plan, by the first record of each file.
+
+use super::text::record_flags;
+use crate::config::settings::Settings;
+use crate::data::rows::Packing;
+use crate::data::source;
+use crate::error::Result;
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+/// Key of the setting in a checkpoint.
+const PACKING: &str = "packing";
+
+/// `settings` with a choice in place of `auto`, which `tell` hears. `saved` are the settings in the checkpoint that the run goes on from.
+///
+/// # Errors
+/// Those of [`source::find_files`]; `Usage` for a flag of records that makes no sense.
+pub(crate) fn settle(settings: &Settings, saved: Option<&Value>, tell: &mut dyn FnMut(&str)) -> Result<Settings> {
+    if settings.packing != Packing::Auto {
+        return Ok(settings.clone());
+    }
+    let (packing, why) = match saved {
+        Some(saved) => (of_checkpoint(saved), "as the checkpoint's rows are".into()),
+        None => of_data(settings)?,
+    };
+    tell(&format!("--packing auto is {packing}: {why}"));
+    Ok(Settings { packing, ..settings.clone() })
+}
+
+/// As [`settle`] for a plan, whose data need not be here; without any there is nothing to look at.
+pub(crate) fn settle_for_plan(settings: &Settings, tell: &mut dyn FnMut(&str)) -> Settings {
+    let settled = if settings.data.is_empty() { Ok(settings.clone()) } else { settle(settings, None, tell) };
+    settled.unwrap_or_else(|unseen| {
+        tell(&format!("--packing auto is planned as wrapped: {unseen}"));
+        settings.clone()
+    })
+}
+
+/// The settings of a checkpoint and what it leaves out: rows were cut from one stream before it told them.
+pub(super) fn completed(saved: &Value) -> Value {
+    let mut saved = saved.clone();
+    if let Some(settings) = saved.as_object_mut() {
+        settings.entry(PACKING).or_insert(json!(Packing::Wrapped));
+    }
+    saved
+}
+
+/// What makes no sense is refused where it is compared.
+fn of_checkpoint(saved: &Value) -> Packing {
+    Packing::deserialize(&completed(saved)[PACKING]).unwrap_or(Packing::Wrapped)
+}
+
+/// The rows of data, and why.
+fn of_data(settings: &Settings) -> Result<(Packing, String)> {
+    let files = source::find_files(&settings.data)?;
+    let Some(answers) = source::with_answers(&files, &record_flags(settings).plain_rules()?) else {
+        return Ok((Packing::Wrapped, "the data is one stream of text".into()));
+    };
+    let all = [files.as_slice(), &source::find_files(&settings.eval_data)?].concat();
+    Ok(match all.iter().find(|path| !source::is_text(path)) {
+        Some(ids) => (Packing::Wrapped, format!("{} does not say where its documents end", ids.display())),
+        None => (Packing::Bfd, format!("the records of {} stay whole", answers.display())),
+    })
+}

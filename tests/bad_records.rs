@@ -1,0 +1,88 @@
+//! Records that cannot be trained on: a run ends with one line that names file and record, and leaves nothing half-written, whether text is
+//! read into memory or prepared in a folder. What is wrong with whole files (archives, tables, bytes) is tested beside `src/data/source.rs`.
+
+use crate::program::{Outcome, Workspace, run};
+use serde_json::{Value, json};
+
+/// Refuses two turns of one role, and does strange things when a question asks for them.
+const TEMPLATE: &str = "{% for m in messages %}\
+    {% if loop.previtem and loop.previtem.role == m.role %}{{ raise_exception('roles must alternate') }}{% endif %}\
+    {% if m.content == 'loop' %}{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}{% endif %}\
+    {% if m.content == 'grow' %}{% set n = namespace(s='aaaaaaaa') %}{% for i in range(99) %}{% set n.s = n.s ~ n.s %}{% endfor %}{% endif %}\
+    {% if m.content == 'read' %}{% include '/etc/passwd' %}{% endif %}\
+    <{{ m.role[0] }}>{{ m.content + '' }}\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}";
+
+/// Good conversations before and behind the bad record.
+const BEFORE: usize = 150;
+
+fn turn(role: &str, content: &str) -> Value {
+    json!({"role": role, "content": content})
+}
+
+fn asked(question: &str) -> Value {
+    json!({"messages": [turn("user", question), turn("assistant", "yes.")]})
+}
+
+/// Trains on good conversations with `bad` among them, padded to more than is kept in memory where they are `large`.
+fn train(workspace: &Workspace, bad: &str, large: bool) -> Outcome {
+    let answer = "so. ".repeat(if large { 8000 } else { 1 });
+    let good = json!({"messages": [turn("user", "why?"), turn("assistant", &answer)]}).to_string();
+    let lines: Vec<&str> =
+        std::iter::repeat_n(good.as_str(), BEFORE).chain([bad]).chain(std::iter::repeat_n(good.as_str(), BEFORE)).collect();
+    let data = format!("--data={}", workspace.write("chat.jsonl", lines.join("\n")).display());
+    let template = format!("--chat-template={}", workspace.write("chat.jinja", TEMPLATE).display());
+    run(workspace.train("out", &[&data, &template, "--max-steps=1"]).env("SUPEROFFLOAD_CACHE", workspace.path("cache")))
+}
+
+#[test]
+fn a_bad_record_ends_a_run_with_its_place_and_leaves_nothing() {
+    let workspace = Workspace::new();
+    let long = "x".repeat(10 << 20);
+    let said = |messages: Value| json!({"messages": messages}).to_string();
+    let cases = [
+        (said(json!([turn("user", "a"), turn("user", "b")])), "roles must alternate"),
+        (said(json!([])), "`messages` is empty"),
+        (said(json!([turn("user", "a"), "b"])), "message 1 of `messages` has neither role and content nor from and value"),
+        (
+            said(json!([turn("user", "a"), {"role": "assistant", "content": 4}])),
+            "message 1 of `messages` has content that is neither text nor parts",
+        ),
+        (said(json!([{"role": "user", "content": {"text": "a"}}])), "message 0 of `messages` has content that is neither text nor parts"),
+        (said(json!("[]")), "`messages` is not a list of messages"),
+        (said(json!([turn("user", "a"), {"role": "assistant", "content": null}])), "the chat template"),
+        (
+            said(json!([{"role": "user", "content": [{"type": "image"}]}])),
+            "message 0 of `messages` has a part of type \"image\": only text",
+        ),
+        (asked("loop").to_string(), "loops for ever"),
+        (asked("grow").to_string(), "makes too much text"),
+        (asked("read").to_string(), "the chat template"),
+        (asked(&long).to_string(), "at most 4194304 go through a chat template"),
+        (json!({"text": "a"}).to_string(), "lacks the columns of messages, which its file has"),
+        ("{\"messages\": [".into(), "EOF while parsing"),
+    ];
+    let place = format!("chat.jsonl: line {}: ", BEFORE + 1);
+    for (bad, cause) in &cases {
+        train(&workspace, bad, false).refused(1, &[&place, cause]);
+    }
+    // Text that is prepared in a folder.
+    for (bad, cause) in &cases[..2] {
+        train(&workspace, bad, true).refused(1, &[&place, cause]);
+        assert!(workspace.names("cache", "").iter().all(|name| name.ends_with(".lock")), "{:?}", workspace.names("cache", ""));
+    }
+    assert_eq!(workspace.names("out", "checkpoint-"), [""; 0]);
+    assert!(!workspace.path("out/metrics.jsonl").exists());
+}
+
+#[test]
+fn a_record_without_an_answer_is_counted_and_left_out() {
+    let workspace = Workspace::new();
+    let unanswered = json!({"messages": [turn("system", "Be brief."), turn("user", "hello?")]}).to_string();
+    for large in [false, true] {
+        let outcome = train(&workspace, &unanswered, large);
+        outcome.digest();
+        let told =
+            format!("chat.jsonl: line {}: no token is trained, as in 1 of {} records; they are left out", BEFORE + 1, 2 * BEFORE + 1);
+        assert!(outcome.stderr.contains(&told), "{told:?} is not in {outcome:?}");
+    }
+}

@@ -1,0 +1,100 @@
+//! A newcomer's path: every command that README and the guide show is given as it stands there, in their order, with a small model and a few
+//! steps. What a command needs, an earlier one has made.
+
+use crate::program::{Outcome, Workspace, program, run};
+use serde_json::json;
+use std::fs;
+use std::path::Path;
+
+/// What is shown and runs elsewhere, since it takes minutes, a large model or a GPU: tests/selftest.rs, tests/readme.rs and the tests of `src/probe`
+/// and `src/search` have these.
+const ELSEWHERE: [&str; 5] = [
+    "superoffload selftest",
+    "superoffload bench step --model-config qwen3-4b",
+    "superoffload probe",
+    "superoffload plan",
+    "superoffload train --gpus 2",
+];
+
+/// Marks of turns, as small as they can be.
+const TEMPLATE: &str = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}";
+
+fn read(document: &str) -> String {
+    fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(document)).unwrap()
+}
+
+/// README, then the chapters as the guide lists them.
+fn documents() -> Vec<String> {
+    let summary = read("docs/guide/SUMMARY.md");
+    let chapters = summary.lines().filter_map(|line| line.split_once("](")?.1.strip_suffix(')'));
+    std::iter::once("README.md".into()).chain(chapters.map(|chapter| format!("docs/guide/{chapter}"))).collect()
+}
+
+/// Its lines that call the program, those of a sentence aside.
+fn commands(document: &str) -> Vec<String> {
+    let text = read(document).replace("\\\n", " ");
+    let words = |line: &str| line.split(['#', '>']).next().unwrap_or_default().split_whitespace().collect::<Vec<_>>().join(" ");
+    text.lines().filter(|line| line.trim_start().starts_with("superoffload ")).map(words).collect()
+}
+
+/// A directory with what the documents name: a model, a corpus, conversations, a configuration of DeepSpeed.
+fn newcomer() -> Workspace {
+    let workspace = Workspace::new();
+    run(&mut workspace.train("first", &["--max-steps=1"])).digest();
+    let exported = run(program(&["export"]).arg(workspace.path("first")).arg(workspace.path("DIR")));
+    assert_eq!(exported.code, 0, "{exported:?}");
+    workspace.write("DIR/chat_template.jinja", TEMPLATE);
+    let turn = |role: &str, content: String| json!({"role": role, "content": content});
+    let chat = |n: usize| json!({"messages": [turn("user", format!("{n}?")), turn("assistant", format!("{}!", n + 1))]}).to_string();
+    workspace.write("chat.jsonl", (0..60).map(chat).collect::<Vec<_>>().join("\n"));
+    let text = |n: usize| json!({"text": format!("document {n} has a few words of its own")}).to_string();
+    workspace.write("corpus.jsonl", (0..60).map(text).collect::<Vec<_>>().join("\n"));
+    fs::create_dir_all(workspace.path("home/.local/share/man/man1")).unwrap();
+    workspace.write("ds.json", json!({"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": true}}).to_string());
+    workspace
+}
+
+/// Gives `command`, but with few steps of short rows, on CPUs.
+fn give(workspace: &Workspace, command: &str) -> Outcome {
+    let short = command.replace("--max-steps 1000", "--max-steps 2").replace("2048", "32").replace('~', "home");
+    let mut words: Vec<&str> = short.split_whitespace().skip(1).collect();
+    if words[0] == "train" {
+        for (names, flag) in [
+            (&["--max-steps"][..], "--max-steps=2"),
+            (&["--device"], "--device=cpu"),
+            (&["--max-length", "--sequence-len", "--cutoff-len"], "--seq-length=16"),
+        ] {
+            words.extend((!names.iter().any(|name| words.contains(name))).then_some(flag));
+        }
+    }
+    if words[0] == "export" {
+        let _ = fs::remove_dir_all(workspace.path("OUT"));
+    }
+    run(program(&words).current_dir(workspace.path("")))
+}
+
+#[test]
+fn every_command_that_is_shown_ends_well() {
+    let workspace = newcomer();
+    let (mut given, mut digests) = (0, Vec::new());
+    for document in documents() {
+        for command in commands(&document).iter().filter(|command| !ELSEWHERE.iter().any(|elsewhere| command.starts_with(elsewhere))) {
+            let outcome = give(&workspace, command);
+            assert_eq!(outcome.code, 0, "{document}: {command}: {outcome:?}");
+            digests.extend(command.contains("--digest").then(|| outcome.digest().to_string()));
+            given += 1;
+        }
+    }
+    assert!(given >= 20, "{given} commands");
+    assert!(digests.len() == 2 && digests[0] == digests[1], "several GPUs have the digest of one: {digests:?}");
+    for made in ["runs/mine/checkpoint-2", "runs/chat/checkpoint-2", "OUT/config.json", "report.html"] {
+        assert!(workspace.path(made).exists(), "{made}");
+    }
+}
+
+#[test]
+fn what_runs_elsewhere_is_shown() {
+    let all: Vec<String> = documents().iter().flat_map(|document| commands(document)).collect();
+    let unshown = ELSEWHERE.iter().find(|elsewhere| !all.iter().any(|command| command.starts_with(**elsewhere)));
+    assert_eq!(unshown, None);
+}
