@@ -24,6 +24,7 @@ use superoffload::internals::planner::Machine;
 use superoffload::{Error, Result};
 
 /// Steps of a training run, and of one on the CPU device, of which tests/exactness.rs has many more.
+#[cfg(feature = "cuda")]
 const STEPS: usize = 30;
 const CPU_STEPS: usize = 12;
 const FULL_STEPS: usize = 200;
