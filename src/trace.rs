@@ -23,6 +23,9 @@ pub(crate) fn now_ns() -> u64 {
     START.get_or_init(Instant::now).elapsed().as_nanos() as u64
 }
 
+/// What a driver's track calls a step.
+pub(crate) const STEP_SPAN: &str = "step";
+
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Span {
     /// What ran: a kernel's or a protocol step's name.

@@ -7,12 +7,13 @@ use std::fs;
 use std::process::Command;
 
 /// Names of the page's sections, in their order.
-const SECTIONS: [&str; 11] = [
+const SECTIONS: [&str; 12] = [
     "Loss",
     "Learning rate and gradient norm",
     "Speed",
     "Where the time of a step goes",
     "Memory planned",
+    "Two steps",
     "Speculation",
     "Data",
     "Checkpoints",
@@ -20,6 +21,9 @@ const SECTIONS: [&str; 11] = [
     "Machine and build",
     "How to reproduce",
 ];
+
+/// Of two steps of a run.
+const LANES: usize = 2 * 3;
 
 /// A page about the runs `names` of `workspace`.
 fn report(workspace: &Workspace, names: &[&str]) -> Outcome {
@@ -108,7 +112,11 @@ fn every_section_and_number_is_that_of_the_metrics() {
     );
     assert!(page.contains("<td>Build</td>") && page.contains(concat!("superoffload ", env!("CARGO_PKG_VERSION"), ", commit ")));
     assert_eq!((page.matches("<div class=\"plot\">").count(), page.matches("class=\"dot ").count()), (5, 1));
-    assert_eq!(check_svg(&page), 5 * 2 + 4);
+    assert_eq!(check_svg(&page), 5 * 2 + 4 + LANES);
+    for what in ["Typical: step ", "Slowest: step "] {
+        let step = page.split_once(what).unwrap().1.split_once(", ").unwrap().0.parse::<u64>().unwrap();
+        assert!((2..=STEPS).contains(&step), "{what}{step}");
+    }
     let counts = &workspace.metrics_and_facts("plain")[0]["facts"]["data_counts"];
     let rows = format!("<td>{} of 16 tokens</td>", counts["rows"]);
     assert!(page.contains(&rows) && page.contains("<td>0 (0.0 %)</td>") && counts["padding"] == 0, "{counts}");
@@ -137,7 +145,7 @@ fn several_runs_are_drawn_over_each_other_and_differences_are_shown() {
     assert!(page.contains("<h1>plain, other</h1>") && page.contains("<td><code>0.5</code></td>"));
     assert_eq!(page.matches("<path class=\"smooth r0\"").count(), 5);
     assert_eq!(page.matches("<path class=\"smooth r1\"").count(), 5);
-    assert_eq!(check_svg(&page), 5 * 2 + 2 * 4);
+    assert_eq!(check_svg(&page), 5 * 2 + 2 * (4 + LANES));
 }
 
 #[test]

@@ -15,6 +15,7 @@ use crate::model::MicroStep;
 use crate::model::tensors::Module;
 use crate::planner::plan::Plan;
 use crate::ranks::board::StepOutcome;
+use crate::trace::STEP_SPAN;
 use crate::units::NormSq;
 
 /// Which way the modules go.
@@ -86,7 +87,9 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     pub(crate) fn run_step(&mut self, learning_rate: f64, data: StepData) -> Result<StepReport> {
         self.lead(Order::Step, [learning_rate.to_bits(), data.targets as u64, self.plan.max_grad_norm.to_bits(), 0, 0, 0])?;
         self.vitals.now(Doing::Enqueuing, 0);
+        let start = self.dev.now_ns();
         let stepped = self.pass_and_validate(learning_rate, data);
+        self.driver_span(STEP_SPAN, self.train_step as u32, start);
         self.vitals.now(Doing::Else, 0);
         self.of_all_ranks(stepped.map_err(|error| self.exchange.blame(error))?)
     }

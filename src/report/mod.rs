@@ -1,7 +1,7 @@
 //! One HTML page about training runs: what `superoffload report` writes. It reads output directories and changes nothing in them.
 //!
 //! [`past_run`] reads a directory, `history` adds up its metrics, `curve` keeps what is drawn of them; `sections` says what stands on the
-//! page in which order, in the words of `verdict` and `asked`; `chart` and `html` draw and write it.
+//! page in which order, in the words of `verdict` and `asked`; `chart`, `timeline` and `html` draw and write it.
 
 mod asked;
 mod chart;
@@ -10,6 +10,7 @@ mod history;
 mod html;
 mod past_run;
 mod sections;
+mod timeline;
 mod verdict;
 
 use crate::disk::{ResultFile, ResultKind};

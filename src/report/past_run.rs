@@ -1,6 +1,7 @@
 //! What an output directory holds of its run: metrics, checkpoints, and what the newest of these says about model and settings.
 
 use super::history::History;
+use super::timeline::DrawnStep;
 use crate::checkpoint;
 use crate::disk::{Dir, FileKind};
 use crate::error::{Error, Result};
@@ -40,6 +41,8 @@ pub(super) struct PastRun {
     pub(super) checkpoints: Vec<SavedStep>,
     pub(super) older_checkpoints: usize,
     pub(super) has_timeline: bool,
+    /// A typical step and the slowest one, where the timeline tells.
+    pub(super) drawn_steps: Vec<DrawnStep>,
 }
 
 impl PastRun {
@@ -71,6 +74,7 @@ impl PastRun {
             older_checkpoints: steps.len() - checkpoints.len(),
             checkpoints,
             has_timeline: matches!(dir.kind(TRACE)?, Some(FileKind::File(_))),
+            drawn_steps: DrawnStep::of_run(&dir)?,
         })
     }
 

@@ -27,6 +27,7 @@ pub(super) fn page(runs: &[PastRun]) -> String {
         experts(runs),
         section("Where the time of a step goes", &each(runs, step_shares)),
         section("Memory planned", &each(runs, memory)),
+        section("Two steps", &each(runs, two_steps)),
         section("Speculation", &speculation(runs)),
         section("Data", &each(runs, data)),
         section("Checkpoints", &each(runs, checkpoints)),
@@ -205,6 +206,11 @@ fn memory(run: &PastRun) -> String {
     };
     let bars = bar("Device", &memory.device_bytes) + &bar("Host, pinned", &memory.host_bytes);
     format!("{bars}<p class=\"note\">Resident set of the process at its last step: {}</p>\n", Bytes(run.history.rss_bytes))
+}
+
+fn two_steps(run: &PastRun) -> String {
+    let drawn = run.drawn_steps.iter().zip(["Typical", "Slowest"]).map(|(step, what)| step.draw(what));
+    or_none(drawn.collect(), "There is no timeline of three steps: --trace writes one.")
 }
 
 fn speculation(runs: &[PastRun]) -> String {

@@ -105,7 +105,15 @@ mod tests {
     use super::*;
 
     fn run(history: History) -> PastRun {
-        PastRun { name: "x".into(), history, setup: None, checkpoints: vec![], older_checkpoints: 0, has_timeline: false }
+        PastRun {
+            name: "x".into(),
+            history,
+            setup: None,
+            checkpoints: vec![],
+            older_checkpoints: 0,
+            has_timeline: false,
+            drawn_steps: vec![],
+        }
     }
 
     #[test]
