@@ -81,7 +81,7 @@ pub(crate) mod gpu {
     /// Host memory that no class names: the driver's, the libraries' and this program's own.
     pub(super) const PROCESS_BYTES: usize = 1 << 30;
     /// Of pinned host memory, one part in this many is what the driver writes down for each GPU: 32 bytes a page of 4 KiB (two H200, 182 GiB
-    /// pinned: 2.6 GiB).
+    /// pinned: 2.5 GiB).
     pub(super) const PINNED_PER_LISTED: usize = 4096 / 32;
     /// Chunks that a ring is made of: a multiple of the 2 MiB pages of the GPU, and few maps for many gigabytes.
     pub const RING_CHUNK_BYTES: usize = 32 << 20;

@@ -72,14 +72,6 @@ impl Machine {
         }
     }
 
-    /// Bytes that the device may use.
-    pub(crate) fn device_bytes(&self) -> u64 {
-        match self.device {
-            DeviceMemory::Shared => self.host_bytes,
-            DeviceMemory::Own { bytes, .. } => bytes,
-        }
-    }
-
     /// The smaller machine that `--hbm-limit` and `--host-limit` make of this one.
     pub fn limited(&self, settings: &Settings) -> Self {
         let at_most = |bytes: u64, limit: Option<Bytes>| limit.map_or(bytes, |limit| bytes.min(limit.0));
