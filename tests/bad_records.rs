@@ -9,7 +9,6 @@ const TEMPLATE: &str = "{% for m in messages %}\
     {% if loop.previtem and loop.previtem.role == m.role %}{{ raise_exception('roles must alternate') }}{% endif %}\
     {% if m.content == 'loop' %}{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}{% endif %}\
     {% if m.content == 'grow' %}{% set n = namespace(s='aaaaaaaa') %}{% for i in range(99) %}{% set n.s = n.s ~ n.s %}{% endfor %}{% endif %}\
-    {% if m.content == 'read' %}{% include '/etc/passwd' %}{% endif %}\
     <{{ m.role[0] }}>{{ m.content + '' }}\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}";
 
 /// Good conversations before and behind the bad record.
@@ -56,7 +55,6 @@ fn a_bad_record_ends_a_run_with_its_place_and_leaves_nothing() {
         ),
         (asked("loop").to_string(), "loops for ever"),
         (asked("grow").to_string(), "makes too much text"),
-        (asked("read").to_string(), "the chat template"),
         (asked(&long).to_string(), "at most 4194304 go through a chat template"),
         (json!({"text": "a"}).to_string(), "lacks the columns of messages, which its file has"),
         ("{\"messages\": [".into(), "EOF while parsing"),
@@ -72,6 +70,17 @@ fn a_bad_record_ends_a_run_with_its_place_and_leaves_nothing() {
     }
     assert_eq!(workspace.names("out", "checkpoint-"), [""; 0]);
     assert!(!workspace.path("out/metrics.jsonl").exists());
+}
+
+/// Templates know no other files: whoever names one is refused before a record is read.
+#[test]
+fn a_template_that_names_a_file_is_refused() {
+    let workspace = Workspace::new();
+    let data = format!("--data={}", workspace.write("chat.jsonl", asked("why?").to_string()).display());
+    for (tag, cause) in [("include '/etc/passwd'", "unknown statement include"), ("import 'x' as 1", "unknown statement import")] {
+        let template = format!("--chat-template={}", workspace.write("chat.jinja", format!("{{% {tag} %}}")).display());
+        run(&mut workspace.train("out", &[&data, &template])).refused(1, &["chat.jinja", cause]);
+    }
 }
 
 #[test]

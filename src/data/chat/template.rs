@@ -55,7 +55,7 @@ impl ChatTemplate {
             day.format(format).ok_or_else(|| invalid(format!("strftime_now: unknown format {format:?}")))
         });
         for (tag, mark) in MARKS {
-            environment.add_template_owned(tag, mark.to_string()).map_err(|e| e.to_string())?;
+            environment.add_function(format!("_{tag}"), move |_: Kwargs| mark.to_string());
         }
         environment.add_template_owned(NAME, source).map_err(|e| cause(&e))?;
         Ok(Self { environment, special_tokens, has_marks, identity })
@@ -128,7 +128,7 @@ fn to_json(value: &Value, indent: Option<Value>, _: Rest<Value>, options: Kwargs
     Ok(Value::from_safe_string(python::dumps(&json, indent, sort_keys)))
 }
 
-/// `source` with an include of a mark in place of each tag of `{% generation %}`, which keeps how the tag trims; and whether it has any.
+/// `source` with a call of what writes a mark in place of each tag of `{% generation %}`, which keeps how the tag trims; and whether it has any.
 fn with_marks(source: &str) -> (String, bool) {
     let mut out = String::with_capacity(source.len());
     let (mut rest, mut has_marks) = (source, false);
@@ -140,7 +140,7 @@ fn with_marks(source: &str) -> (String, bool) {
         let name = tag.trim_start_matches("{%").trim_start_matches(['-', '+']).trim_end_matches("%}").trim_end_matches(['-', '+']).trim();
         if MARKS.iter().any(|(mark, _)| *mark == name) {
             has_marks = true;
-            out.push_str(&tag.replacen(name, &format!("include \"{name}\""), 1));
+            out.push_str(&tag.replacen(name, &format!("call _{name}() %}}{{% endcall"), 1));
             rest = after;
         } else {
             out.push_str("{%");
