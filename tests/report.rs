@@ -149,6 +149,17 @@ fn several_runs_are_drawn_over_each_other_and_differences_are_shown() {
 }
 
 #[test]
+fn a_timeline_that_is_none_is_told_and_keeps_nothing_else_back() {
+    let workspace = trained();
+    let trace = workspace.path("plain/trace.json");
+    fs::remove_file(&trace).unwrap();
+    std::os::unix::fs::symlink(workspace.path("held.txt"), &trace).unwrap();
+    let page = page(&workspace, &["plain"]);
+    assert!(page.contains("No trace.json in the output directory tells of three whole steps.") && !page.contains("Typical: step"));
+    assert_eq!(check_svg(&page), 5 * 2 + 4);
+}
+
+#[test]
 fn names_from_files_are_text_and_damage_is_counted() {
     let workspace = Workspace::new();
     let name = "<script>alert(1)</script>&\"'".replace('/', "|");

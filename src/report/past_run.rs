@@ -67,14 +67,15 @@ impl PastRun {
             checkpoints.push(SavedStep { step, bytes: dir.tree_bytes(&name).unwrap_or(0), damage });
         }
         let setup = setup.or_else(|| history.as_ref().and_then(|history| setup_of(&history.facts)));
+        let has_timeline = matches!(dir.kind(TRACE)?, Some(FileKind::File(_)));
         Ok(Self {
             name: name_of(path),
             history: history.unwrap_or_default(),
             setup,
             older_checkpoints: steps.len() - checkpoints.len(),
             checkpoints,
-            has_timeline: matches!(dir.kind(TRACE)?, Some(FileKind::File(_))),
-            drawn_steps: DrawnStep::of_run(&dir)?,
+            has_timeline,
+            drawn_steps: if has_timeline { DrawnStep::of_run(&dir)? } else { Vec::new() },
         })
     }
 

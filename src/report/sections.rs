@@ -210,7 +210,7 @@ fn memory(run: &PastRun) -> String {
 
 fn two_steps(run: &PastRun) -> String {
     let drawn = run.drawn_steps.iter().zip(["Typical", "Slowest"]).map(|(step, what)| step.draw(what));
-    or_none(drawn.collect(), "There is no timeline of three steps: --trace writes one.")
+    or_none(drawn.collect(), "No trace.json in the output directory tells of three whole steps.")
 }
 
 fn speculation(runs: &[PastRun]) -> String {
