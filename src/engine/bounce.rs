@@ -64,7 +64,9 @@ impl Bounce {
             let elems = PIECE_ELEMS.min(source.elems() - start);
             let piece = &mut room[..elems * width];
             self.download((dev, host), source.slice(start, elems), piece)?;
-            host.lend_mut(target.slice(start * width, piece.len())).copy_from_slice(piece);
+            if host.is_backed() {
+                host.lend_mut(target.slice(start * width, piece.len())).copy_from_slice(piece);
+            }
         }
         Ok(())
     }
@@ -76,7 +78,9 @@ impl Bounce {
         for start in (0..target.elems()).step_by(PIECE_ELEMS) {
             let elems = PIECE_ELEMS.min(target.elems() - start);
             let piece = &mut room[..elems * width];
-            piece.copy_from_slice(host.lend(source.slice(start * width, piece.len())));
+            if host.is_backed() {
+                piece.copy_from_slice(host.lend(source.slice(start * width, piece.len())));
+            }
             let part = |elems: Range<usize>| elems.start * width..elems.end * width;
             self.fill((dev, host), target.slice(start, elems), |elems, bytes| bytes.copy_from_slice(&piece[part(elems)]))?;
         }

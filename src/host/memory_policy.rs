@@ -108,6 +108,10 @@ impl MemoryPolicy {
         Self { pages: PageSizes::Unbacked, ..Self::default() }
     }
 
+    pub(super) fn is_backed(&self) -> bool {
+        !matches!(self.pages, PageSizes::Unbacked)
+    }
+
     /// Where the workers are at home; they are as many as the touchers.
     pub fn homes(&self) -> Homes {
         Homes { nodes: self.nodes.len().max(1), of_worker: self.touchers.iter().map(|toucher| toucher.node).collect() }

@@ -122,6 +122,11 @@ impl HostMemory {
         Self { policy, root: "/".into(), ..Self::default() }
     }
 
+    /// Whether there are pages behind all of it; a simulation has addresses alone, and states in them are not worth a copy.
+    pub(crate) fn is_backed(&self) -> bool {
+        self.policy.is_backed()
+    }
+
     /// Zeroed memory, page-aligned.
     ///
     /// # Errors
