@@ -193,6 +193,8 @@ pub(super) struct Coordinator {
     history: SpeculationHistory,
     counts: Counts,
     commands: VecDeque<Command>,
+    #[cfg(any(test, debug_assertions))]
+    unchecked: check::Unchecked,
 }
 
 impl Coordinator {
@@ -229,6 +231,8 @@ impl Coordinator {
             verdict: None,
             history: SpeculationHistory::default(),
             counts: Counts::default(),
+            #[cfg(any(test, debug_assertions))]
+            unchecked: check::Unchecked::default(),
             layout,
             rules,
         }
@@ -256,7 +260,7 @@ impl Coordinator {
         self.speculating = self.rules.may_speculate() && (!self.rules.adaptive || self.history.pays());
         self.run_next();
         #[cfg(any(test, debug_assertions))]
-        self.check();
+        self.check_when_due();
     }
 
     /// Takes an event; the commands it causes wait in [`Coordinator::next_command`].
@@ -284,7 +288,7 @@ impl Coordinator {
         self.copy_late_rows();
         self.run_next();
         #[cfg(any(test, debug_assertions))]
-        self.check();
+        self.check_when_due();
     }
 
     /// What to do next, oldest first.
@@ -362,7 +366,7 @@ impl Coordinator {
         }
         self.run_next();
         #[cfg(any(test, debug_assertions))]
-        self.check();
+        self.check_when_due();
     }
 
     /// The only way from one phase to another.
