@@ -350,9 +350,12 @@ fn a_slow_rank_is_told_with_the_time_for_which_others_waited() {
     let lines = workspace.metrics("out");
     let most =
         lines.iter().max_by(|a, b| a["exposed_peer_ms"].as_f64().unwrap().total_cmp(&b["exposed_peer_ms"].as_f64().unwrap())).unwrap();
-    assert!(most["exposed_peer_ms"].as_f64() > Some(2900.0) && most["exposed_peer_rank"] == 0, "{most}");
+    // Rank 1 may have been stopped while it waited for rank 0: then both have waited as long.
+    let waited = most["exposed_peer_rank"].as_u64().filter(|rank| *rank < 2).expect("a rank that waited");
+    assert!(most["exposed_peer_ms"].as_f64() > Some(2900.0), "{most}");
     // Nothing is said of the other kinds: rank 1 may have been stopped in a wait for its own optimizer, which then lasts as long.
-    assert!(ended.stdout.contains(" ms for other ranks (rank 0, the longest)\n  slow          rank 1: "), "{ended:?}");
+    assert!(ended.stdout.contains(&format!(" ms for other ranks (rank {waited}, the longest)\n  slow          rank ")), "{ended:?}");
+    assert!(waited == 1 || ended.stdout.contains("  slow          rank 1: "), "{ended:?}");
 }
 
 /// Whether a frozen thread has ended. A thread that is traced is gone when its tracer has seen it go.
