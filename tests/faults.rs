@@ -337,6 +337,13 @@ fn a_slow_rank_is_told_with_the_time_for_which_others_waited() {
     if emulator().is_some() {
         return;
     }
+    // Rank 1 may be stopped while it waits for rank 0 itself: then both have waited as long, and none is slow.
+    let told = (0..8).any(|_| with_rank_1_stopped().contains(" ms for other ranks (rank 0, the longest)\n  slow          rank 1: "));
+    assert!(told, "in none of 8 runs");
+}
+
+/// What a run of two ranks prints whose rank 1 stands still for 3 s.
+fn with_rank_1_stopped() -> String {
     let workspace = Workspace::new();
     let mut child = workspace.train("out", &["--device=cpu", "--gpus=2", "--max-steps=40", "--save-steps=100"]).spawn().unwrap();
     await_line(&mut child, "step      5");
@@ -347,15 +354,9 @@ fn a_slow_rank_is_told_with_the_time_for_which_others_waited() {
     nix::sys::ptrace::detach(slow, None).unwrap();
     let ended: Outcome = child.wait_with_output().unwrap().into();
     assert_eq!(ended.code, 0, "{ended:?}");
-    let lines = workspace.metrics("out");
-    let most =
-        lines.iter().max_by(|a, b| a["exposed_peer_ms"].as_f64().unwrap().total_cmp(&b["exposed_peer_ms"].as_f64().unwrap())).unwrap();
-    // Rank 1 may have been stopped while it waited for rank 0: then both have waited as long.
-    let waited = most["exposed_peer_rank"].as_u64().filter(|rank| *rank < 2).expect("a rank that waited");
-    assert!(most["exposed_peer_ms"].as_f64() > Some(2900.0), "{most}");
-    // Nothing is said of the other kinds: rank 1 may have been stopped in a wait for its own optimizer, which then lasts as long.
-    assert!(ended.stdout.contains(&format!(" ms for other ranks (rank {waited}, the longest)\n  slow          rank ")), "{ended:?}");
-    assert!(waited == 1 || ended.stdout.contains("  slow          rank 1: "), "{ended:?}");
+    let waits = workspace.metrics("out").iter().filter_map(|line| line["exposed_peer_ms"].as_f64()).fold(0.0, f64::max);
+    assert!(waits > 2900.0, "{ended:?}");
+    ended.stdout
 }
 
 /// Whether a frozen thread has ended. A thread that is traced is gone when its tracer has seen it go.
