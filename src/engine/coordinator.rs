@@ -193,8 +193,6 @@ pub(super) struct Coordinator {
     history: SpeculationHistory,
     counts: Counts,
     commands: VecDeque<Command>,
-    #[cfg(any(test, debug_assertions))]
-    unchecked: check::Unchecked,
 }
 
 impl Coordinator {
@@ -231,8 +229,6 @@ impl Coordinator {
             verdict: None,
             history: SpeculationHistory::default(),
             counts: Counts::default(),
-            #[cfg(any(test, debug_assertions))]
-            unchecked: check::Unchecked::default(),
             layout,
             rules,
         }
@@ -260,7 +256,7 @@ impl Coordinator {
         self.speculating = self.rules.may_speculate() && (!self.rules.adaptive || self.history.pays());
         self.run_next();
         #[cfg(any(test, debug_assertions))]
-        self.check_when_due();
+        self.check();
     }
 
     /// Takes an event; the commands it causes wait in [`Coordinator::next_command`].
@@ -288,7 +284,7 @@ impl Coordinator {
         self.copy_late_rows();
         self.run_next();
         #[cfg(any(test, debug_assertions))]
-        self.check_when_due();
+        self.check();
     }
 
     /// What to do next, oldest first.
@@ -366,7 +362,7 @@ impl Coordinator {
         }
         self.run_next();
         #[cfg(any(test, debug_assertions))]
-        self.check_when_due();
+        self.check();
     }
 
     /// The only way from one phase to another.

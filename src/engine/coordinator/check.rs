@@ -5,26 +5,7 @@ use super::law::Phase::{self, Arrived, Copying, CopyingRows, LacksRows, Ready, R
 use super::law::Queued::{Commit, Redo, Restore};
 use super::{Coordinator, JobKind, Policy, Verdict};
 
-/// Buckets that are looked at for one event, on average. Simulated models have hundreds, and would take half their time to look at all.
-const BUCKETS_PER_EVENT: usize = 32;
-
-/// How many buckets could have been looked at since they were.
-#[derive(Default)]
-pub(super) struct Unchecked(usize);
-
 impl Coordinator {
-    /// Looks at everything after each event of few buckets, and after every tenth of ten times as many.
-    ///
-    /// # Panics
-    /// As [`Coordinator::check`].
-    pub(super) fn check_when_due(&mut self) {
-        self.unchecked.0 += BUCKETS_PER_EVENT;
-        if self.unchecked.0 >= self.buckets.len() {
-            self.unchecked.0 = 0;
-            self.check();
-        }
-    }
-
     /// # Panics
     /// If something does not hold.
     pub(super) fn check(&self) {
