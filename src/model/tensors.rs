@@ -234,8 +234,18 @@ impl TensorTable {
     }
 
     /// The tensor of `module` with `role`, if the model has one.
+    ///
+    /// # Panics
+    /// If the model has no such layer.
     pub fn find(&self, module: Module, role: Role) -> Option<&TensorSpec> {
-        self.specs.iter().find(|spec| spec.module == module && spec.role == role)
+        self.of(module).iter().find(|spec| spec.role == role)
+    }
+
+    /// Those of `module`.
+    fn of(&self, module: Module) -> &[TensorSpec] {
+        let Range { start, end } = self.module_range(module);
+        let before = |offset| self.specs.partition_point(|spec| spec.offset_elems < offset);
+        &self.specs[before(start)..before(end)]
     }
 
     /// Modules in backward order: head, last layer to first, embeddings.
@@ -271,11 +281,9 @@ impl TensorTable {
 
     /// The elements of `module` that belong to no tensor.
     pub fn padding(&self, module: Module) -> impl Iterator<Item = Range<usize>> {
-        let range = self.module_range(module);
-        let first = self.specs.partition_point(|spec| spec.offset_elems < range.start);
-        let specs = self.specs[first..].iter().take_while(move |spec| spec.offset_elems < range.end);
-        let ends = self.specs[first + 1..].iter().map(|next| next.offset_elems).chain([self.flat_elems()]);
-        specs.zip(ends).map(|(spec, end)| spec.range().end..end).filter(|pad| !pad.is_empty())
+        let specs = self.of(module);
+        let ends = specs.iter().skip(1).map(|next| next.offset_elems).chain([self.module_range(module).end]);
+        specs.iter().zip(ends).map(|(spec, end)| spec.range().end..end).filter(|pad| !pad.is_empty())
     }
 
     /// Length of the flat range, padding included: a multiple of [`FLAT_ALIGN_ELEMS`].

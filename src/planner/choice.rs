@@ -26,6 +26,9 @@ const TILE_BYTES: usize = 640 << 20;
 const TILE_ROWS_MIN: usize = 1024;
 /// Rows of a tile are a multiple of this many, so that every tile fills the product's tiles.
 const TILE_ROWS_ALIGN: usize = 128;
+/// Two policies meet at one of so many places: behind each layer of any model that is published. Of deeper ones, which the search for the
+/// largest model tries, every second layer or fewer: what each costs grows with its depth, and so would their number.
+const SPLITS_MAX: usize = 256;
 /// One bucket in this many keeps its optimizer on a device that shares the host's memory, to exercise the path.
 const SHARED_RESIDENT_ONE_IN: usize = 8;
 
@@ -235,9 +238,11 @@ impl Planner<'_> {
             return vec![vec![policy; layers]];
         }
         let split = |first, last| move |at: usize| [vec![first; at], vec![last; layers - at]].concat();
-        let cheap = (0..=layers).rev().map(split(Keep, RecomputeCheap));
-        let block = (0..layers).rev().map(split(RecomputeCheap, RecomputeBlock));
-        let host = (1..=layers).map(split(Host, RecomputeBlock));
+        let places = layers.min(SPLITS_MAX);
+        let at = |place: usize| place * layers / places;
+        let cheap = (0..=places).rev().map(at).map(split(Keep, RecomputeCheap));
+        let block = (0..places).rev().map(at).map(split(RecomputeCheap, RecomputeBlock));
+        let host = (1..=places).map(at).map(split(Host, RecomputeBlock));
         cheap.chain(block).chain(host).collect()
     }
 
