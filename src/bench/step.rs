@@ -147,7 +147,7 @@ impl UseEngine for Measurement<'_> {
 
 /// FLOP/s of large matrix products in the plan's format, over seconds: what the GPU sustains under its power limit.
 fn matmul_ceiling(plan: &Plan) -> Result<f64> {
-    let mut dev = gpu::open(0, plan.cuda_libraries.clone(), Attention::Plain, 0)?;
+    let mut dev = gpu::open(0, plan.cuda_libraries.clone(), Attention::Plain, 0, false)?;
     super::ceiling::matmul_flops(&mut dev, plan.dtype, CEILING_ELEMS, CEILING_TIME)
 }
 

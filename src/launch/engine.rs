@@ -73,7 +73,7 @@ impl Launcher {
     pub(crate) fn engine<U: UseEngine>(&self, plan: &Plan, shape: &ModelShape, user: U) -> Result<U::Output> {
         match self.chosen.machine.kind {
             DeviceKind::Cpu => on_cpus(plan, shape, &self.topology, user),
-            DeviceKind::Gpu => on_gpus(plan, shape, &self.topology, user),
+            DeviceKind::Gpu => on_gpus(plan, shape, &self.topology, false, user),
         }
     }
 
@@ -125,34 +125,35 @@ pub(super) fn cpu_pool(share: &Share, bell: &Arc<Doorbell>) -> Result<Pool<StepJ
     if share.plan.adversary.is_some() { Ok(Pool::stepped(share.plan.trace_spans)) } else { worker_threads(share, bell) }
 }
 
-/// The engine on this machine's first GPU.
+/// The engine on this machine's first GPU, by kernels that every GPU since Ampere takes where it is to be `portable`.
 ///
 /// # Errors
 /// `Resource` when there is none, one of NVIDIA's libraries is missing, or memory or threads cannot be had.
-pub fn gpu_engine(plan: &Plan, shape: &ModelShape, topology: &Topology) -> Result<Engine<GpuDevice>> {
+pub fn gpu_engine(plan: &Plan, shape: &ModelShape, topology: &Topology, portable: bool) -> Result<Engine<GpuDevice>> {
     let (share, bell) = (share::whole(plan, topology), Arc::new(Doorbell::default()));
-    let (dev, pool) = (gpu_device(&share.plan, 0)?, worker_threads(&share, &bell)?);
+    let (dev, pool) = (gpu_device(&share.plan, 0, portable)?, worker_threads(&share, &bell)?);
     Engine::new(share.plan, shape.clone(), dev, pool, bell)
 }
 
-/// The engines of `plan` on this machine's first GPUs, one for each rank, and what `user` makes of the first one.
+/// The engines of `plan` on this machine's first GPUs, one for each rank, and what `user` makes of the first one. `portable`: see
+/// [`gpu_engine`].
 ///
 /// # Errors
 /// As [`gpu_engine`]; `Usage` and `Unsupported` when there are fewer GPUs, or several models; those of `user`; `Rank` when another rank has
 /// failed.
-pub fn on_gpus<U: UseEngine>(plan: &Plan, shape: &ModelShape, topology: &Topology, user: U) -> Result<U::Output> {
+pub fn on_gpus<U: UseEngine>(plan: &Plan, shape: &ModelShape, topology: &Topology, portable: bool, user: U) -> Result<U::Output> {
     if plan.ranks == 1 {
-        return user.run(gpu_engine(plan, shape, topology)?);
+        return user.run(gpu_engine(plan, shape, topology, portable)?);
     }
     let shares = share::of(plan, topology, &gpu::homes(&gpu::first(gpu::visible()?, plan.ranks)?, topology));
-    let make = |share: &Share, bell: &Arc<Doorbell>, rank| Ok((gpu_device(&share.plan, rank)?, worker_threads(share, bell)?));
+    let make = |share: &Share, bell: &Arc<Doorbell>, rank| Ok((gpu_device(&share.plan, rank, portable)?, worker_threads(share, bell)?));
     let follow = |engine: &mut RankEngine<GpuDevice>, seat: &Seat| engine.follow(|| shares[seat.rank].keep_off_workers());
     ranks::run(plan, shape, &shares, make, |engine| user.run(engine), follow)
 }
 
 /// The GPU of a rank.
-fn gpu_device(plan: &Plan, rank: usize) -> Result<GpuDevice> {
-    gpu::open(rank, plan.cuda_libraries.clone(), plan.attention, plan.trace_spans)
+fn gpu_device(plan: &Plan, rank: usize, portable: bool) -> Result<GpuDevice> {
+    gpu::open(rank, plan.cuda_libraries.clone(), plan.attention, plan.trace_spans, portable)
 }
 
 /// The optimizer's threads join their partition; what is in force, in words. `warn` hears why they could not.

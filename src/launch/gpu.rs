@@ -17,13 +17,13 @@ pub(crate) type GpuDevice = crate::device::cuda::CudaDevice;
 pub(crate) type GpuDevice = crate::device::cpu::CpuDevice;
 
 /// Opens the visible GPU `ordinal`, with room for `trace_spans` on each stream's track. `libraries` are folders to search for NVIDIA's
-/// libraries before the usual ones.
+/// libraries before the usual ones. `portable`: see [`CudaOptions::portable`].
 ///
 /// # Errors
 /// `Resource` when there is no such GPU or a library is missing; `Unsupported` in a build without the feature `cuda`.
 #[cfg(feature = "cuda")]
-pub(crate) fn open(ordinal: usize, libraries: Vec<PathBuf>, attention: Attention, trace_spans: usize) -> Result<GpuDevice> {
-    super::open::gpu(ordinal, &CudaOptions { libraries, attention, trace_spans, portable: false })
+pub(crate) fn open(ordinal: usize, libraries: Vec<PathBuf>, attention: Attention, trace_spans: usize, portable: bool) -> Result<GpuDevice> {
+    super::open::gpu(ordinal, &CudaOptions { libraries, attention, trace_spans, portable })
 }
 
 /// As in a build with the feature `cuda`.
@@ -31,7 +31,7 @@ pub(crate) fn open(ordinal: usize, libraries: Vec<PathBuf>, attention: Attention
 /// # Errors
 /// Always: this build lacks the feature.
 #[cfg(not(feature = "cuda"))]
-pub(crate) fn open(_: usize, _: Vec<PathBuf>, _: Attention, _: usize) -> Result<GpuDevice> {
+pub(crate) fn open(_: usize, _: Vec<PathBuf>, _: Attention, _: usize, _: bool) -> Result<GpuDevice> {
     Err(no_cuda())
 }
 

@@ -17,9 +17,9 @@ use superoffload::internals::device::{CpuDevice, Kernels, Schedule};
 use superoffload::internals::device::{Matmul, MatmulLayout, MatmulShape, Stream};
 #[cfg(feature = "cuda")]
 use superoffload::internals::dtype::Dtype;
-#[cfg(feature = "cuda")]
-use superoffload::internals::launch::on_gpus;
 use superoffload::internals::launch::{cpu_engine, on_cpus};
+#[cfg(feature = "cuda")]
+use superoffload::internals::launch::{gpu_engine, on_gpus};
 use superoffload::internals::planner::Machine;
 use superoffload::{Error, Result};
 
@@ -145,7 +145,7 @@ fn cuda<W: Write>(report: &mut Report<W>, request: &Request) -> Result<()> {
     let machine =
         Machine { kind: DeviceKind::Gpu, device: DeviceMemory::Own { bytes: free_bytes(0)?, addressing: probe(0)? }, ..Machine::cpu(4) };
     let subject = Subject {
-        engine: &superoffload::internals::launch::gpu_engine,
+        engine: &|plan, shape, topology| gpu_engine(plan, shape, topology, request.portable),
         machine,
         settings,
         same_bits: false,
@@ -159,7 +159,7 @@ fn cuda<W: Write>(report: &mut Report<W>, request: &Request) -> Result<()> {
     };
     conform(report, request, &|| open_at(0), &subject, !request.small)?;
     let ranks = Ranks {
-        launch: &|plan, shape, topology, training| on_gpus(plan, shape, topology, training),
+        launch: &|plan, shape, topology, training| on_gpus(plan, shape, topology, request.portable, training),
         machine: subject.machine.clone(),
         settings,
         devices: visible_gpus()?.len(),
