@@ -33,7 +33,7 @@ pub(crate) mod workers;
 use crate::config::options::{DeviceChoice, GpuCount};
 use crate::config::settings::Settings;
 use crate::device::cpu::Schedule;
-use crate::device::{Attention, Kernels};
+use crate::device::{Attention, DeviceKind, Kernels};
 use crate::engine::pool::Pool;
 use crate::engine::step_job::StepJob;
 use crate::error::{Error, Result};
@@ -155,8 +155,8 @@ pub(crate) fn run(options: &ProbeOptions, log: &mut dyn FnMut(&dyn Display)) -> 
     let states = unsafe { States::new(&topology, &mut memory) }?;
     let host_share = if chosen.is_gpu() { 0.3 } else { 0.4 };
     let host = host::measure(&topology, cpus, &states, host_share * time_s)?;
-    let (device, sections) = match chosen.machine.device {
-        DeviceMemory::Shared => {
+    let (device, sections) = match (chosen.machine.kind, chosen.machine.device) {
+        (DeviceKind::Cpu, _) => {
             let bell = Arc::new(Doorbell::default());
             let mut dev = open::cpu(cpus, Schedule::Threads, bell.clone(), 0)?;
             log(&format_args!("cpus: matrix products, attention, memory, launches"));
@@ -168,9 +168,12 @@ pub(crate) fn run(options: &ProbeOptions, log: &mut dyn FnMut(&dyn Display)) -> 
             let sharing = sharers.measure(&mut timer, 0.2 * time_s)?;
             (crate::device::Device::describe(&dev), Sections { cpu_device: Some(arithmetic.cpu_device(sharing)), ..Sections::default() })
         }
-        DeviceMemory::Own { bytes, addressing } => {
+        (DeviceKind::Gpu, DeviceMemory::Shared) => {
+            return Err(Error::Unsupported("probe: a GPU that shares the host's memory is not measured yet; use a shipped profile".into()));
+        }
+        (DeviceKind::Gpu, DeviceMemory::Own { bytes, addressing }) => {
             let pool = Workers::new(&topology, workers_beside_others(cpus))?.pool;
-            let mut dev = gpu::open(0, options.libraries(), Attention::Cudnn { deterministic: true }, 0)?;
+            let mut dev = gpu::open(0, options.libraries(), Attention::Cudnn { deterministic: true }, 0, false)?;
             let context = ProbeContext { free_bytes: bytes, addressing, memory: &mut memory, states: &states, pool };
             let share = if gpus.len() > 1 { 0.5 } else { 0.7 };
             let (gpu, link, contention) = measure_device(&mut dev, ProbeSizes::GPU, context, share * time_s, log)?;
@@ -256,7 +259,7 @@ fn measure_together(
     let company =
         JointProbe { topology, homes: &homes, route: links.route(), are_gpus: true, copy_bytes: ProbeSizes::GPU.copy_bytes, time_s };
     let make = |part: &RankPart| {
-        let dev = gpu::open(part.rank, options.libraries(), Attention::Plain, 0)?;
+        let dev = gpu::open(part.rank, options.libraries(), Attention::Plain, 0, false)?;
         Ok((dev, Workers::ringing(part.bell.clone(), &part.topology, part.threads)?.pool))
     };
     together::measure(&company, make)
