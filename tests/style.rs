@@ -10,6 +10,9 @@ use std::path::{Path, PathBuf};
 /// Longest file of the engine, in lines.
 const LINES_MAX: usize = 800;
 
+/// Longest function, in lines.
+const FUNCTION_LINES_MAX: usize = 70;
+
 /// Folders with Rust sources.
 const SOURCES: [&str; 7] = ["src", "resctrl", "microbench", "packaging/torch/src", "paper-figures", "tests", "third_party"];
 
@@ -166,7 +169,33 @@ fn complaints(root: &Path, file: &Path) -> Vec<String> {
     if count > LINES_MAX && name.starts_with("src/") {
         complaints.push(format!("{name}: {count} lines, at most {LINES_MAX}"));
     }
+    let too_long = functions(&text).into_iter().filter(|(_, lines)| *lines > FUNCTION_LINES_MAX);
+    complaints.extend(too_long.map(|(line, lines)| format!("{name}: `{}` has {lines} lines, at most {FUNCTION_LINES_MAX}", line.trim())));
     complaints
+}
+
+/// The functions in `text`, which rustfmt has formatted: the line that each begins with, and how many it has.
+fn functions(text: &str) -> Vec<(&str, usize)> {
+    let indent = |line: &str| line.len() - line.trim_start().len();
+    let begins = |line: &str| line.trim_start().split(' ').take_while(|word| *word != "fn").all(is_qualifier) && line.contains("fn ");
+    let lines: Vec<&str> = text.lines().collect();
+    let starts = (0..lines.len()).filter(|&at| begins(lines[at]));
+    let length = |at: usize| {
+        let ends = |line: &&str| indent(line) == indent(lines[at]) && (line.ends_with('}') || line.ends_with(';'));
+        lines[at..].iter().position(ends).map_or(1, |behind| behind + 1)
+    };
+    starts.map(|at| (lines[at], length(at))).collect()
+}
+
+fn is_qualifier(word: &str) -> bool {
+    word.starts_with("pub") || ["const", "unsafe", "async", "extern", "\"C\""].contains(&word)
+}
+
+#[test]
+fn functions_are_measured_from_their_first_line_to_their_last() {
+    let text =
+        "impl A {\n    pub(crate) fn a(\n        x: u8,\n    ) -> u8 {\n        x\n    }\n\n    fn b(self);\n}\nfn c() {}\nlet fn_d = 1;\n";
+    assert_eq!(functions(text), [("    pub(crate) fn a(", 5), ("    fn b(self);", 1), ("fn c() {}", 1)]);
 }
 
 /// Why `line` of the file `name` is against the rules.

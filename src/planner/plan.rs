@@ -12,8 +12,7 @@ use crate::device::{Attention, DeviceKind};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::host::memory_policy::MemoryPolicy;
-use crate::memory::DeviceMemory;
-use crate::memory::{Addressing, RingShape};
+use crate::memory::RingShape;
 use crate::model::activations::{LossTile, MicroBatch};
 use crate::model::policy::LayerPolicy;
 use crate::model::shape::ModelShape;
@@ -31,9 +30,7 @@ use crate::planner::predict::Prediction;
 use crate::planner::rules::{Policy, Rules};
 use crate::ranks::board::Sizes;
 use crate::trace::spans_per_track;
-use crate::units::Bytes;
 use clap::ValueEnum;
-use std::fmt;
 use std::ops::Range;
 use std::path::PathBuf;
 
@@ -102,7 +99,7 @@ impl Techniques {
         self.all().into_iter().filter(|(_, on)| !on).map(|(technique, _)| technique).collect()
     }
 
-    fn names(self) -> String {
+    pub(super) fn names(self) -> String {
         let on = self.all().into_iter().filter(|(_, on)| *on);
         let names = on.filter_map(|(technique, _)| Some(technique.to_possible_value()?.get_name().to_string()));
         let names: Vec<_> = names.collect();
@@ -582,149 +579,6 @@ fn check_inject(settings: &Settings, table: &TensorTable) -> Result<()> {
             Err(Error::usage(format!("inject: element {} of the flat order of {} belongs to no tensor", i.element, table.flat_elems())))
         }
     }
-}
-
-impl fmt::Display for Plan {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let layout = &self.layout;
-        let bucket = Bytes((layout.bucket_elems() * self.dtype.bytes()) as u64);
-        writeln!(f, "plan")?;
-        writeln!(f, "  strategy    {:?}, {:?}; techniques: {}", self.strategy, self.rules.policy, self.techniques.names())?;
-        writeln!(
-            f,
-            "  model       {:.2} M parameters, {} on the device, {} on the link",
-            self.params as f64 / 1e6,
-            self.dtype,
-            self.link_dtype
-        )?;
-        let (batch, seq, accum) = (self.batch, self.seq_length, self.grad_accum_steps / self.ranks);
-        let devices = if self.machine.kind == DeviceKind::Gpu { "GPUs" } else { "ranks" };
-        let ranks = if self.ranks > 1 { format!("{} {devices} x ", self.ranks) } else { String::new() };
-        let shares = if self.shares > 1 { format!(" in {} gradient shares", self.shares) } else { String::new() };
-        writeln!(
-            f,
-            "  step        {ranks}{accum} x {batch} x {seq} = {} tokens{shares}; loss in tiles of {} x {}",
-            self.tokens_per_step(),
-            self.loss_tile.rows,
-            self.loss_tile.vocab
-        )?;
-        if self.loss_tile != self.usual_tile {
-            let rows = self.usual_tile.rows;
-            writeln!(f, "  bits        other than where tiles of {rows} rows fit: here they do not")?;
-        }
-        if self.ranks > 1 && self.machine.kind == DeviceKind::Gpu {
-            let rates = &self.machine.rates;
-            writeln!(f, "  peers       {:.1} GB/s from each other, {}", rates.peer_bytes_per_s / 1e9, rates.peer_route)?;
-        }
-        let (count, offloaded) = (layout.count(), layout.offloaded());
-        match offloaded {
-            0 if !layout.buckets_in(Tier::Unified).is_empty() => self.write_paged(f, bucket)?,
-            0 => writeln!(f, "  buckets     {count} of {bucket}; fits without offload: every optimizer state stays on the device")?,
-            _ => writeln!(
-                f,
-                "  buckets     {count} of {bucket}, {} with a resident optimizer; {} gradient slots, {} parameter slots",
-                count - offloaded,
-                self.grad_slots,
-                self.param_slots
-            )?,
-        }
-        if !layout.early().is_empty() {
-            let early = layout.early().len();
-            writeln!(
-                f,
-                "  early       {early} buckets of the embedding leave behind the output matrix's gradient; rows of the batch follow"
-            )?;
-        }
-        if let Some(RingShape { ringed_elems, period_elems }) = self.weight_ring {
-            let [streamed, ring] = [ringed_elems, period_elems].map(|elems| Bytes((elems * self.dtype.bytes()) as u64));
-            let from = if self.streams_from_host() { "host memory" } else { "the slices of all GPUs" };
-            writeln!(f, "  weights     {streamed} stream from {from} through a ring of {ring}, forward and backward")?;
-        }
-        if self.sums_on_host {
-            let summed = Bytes((4 * layout.offloaded_elems()) as u64);
-            let why = "the device has no room for them";
-            writeln!(f, "  sums        {summed} of gradients add up on their way through the device and lie on the host: {why}")?;
-        }
-        if self.caps_scores && self.machine.kind == DeviceKind::Gpu {
-            writeln!(f, "  attention   plain, which has the soft caps of this model and is slow; cuDNN's has none")?;
-        }
-        if let Some(assumed) = self.unknown_grouped() {
-            writeln!(f, "  experts     {assumed}")?;
-        }
-        let isa = if self.elsewhere && self.isa != Isa::Scalar { "vector code".into() } else { self.isa.to_string() };
-        let moments = if self.moments == Moments::Float32 { String::new() } else { format!(", moments in {}", self.moments) };
-        writeln!(f, "  optimizer   AdamW on {} threads, {isa}{moments}; clip above {}", self.threads, self.max_grad_norm)?;
-        // The quick estimate weighs plans before they are simulated; beside a simulation it would be a second answer.
-        match (self.simulated_step_ms, &self.predicted) {
-            (Some(ms), _) => writeln!(f, "  simulated   {ms:.1} ms a step, at the rates of {}", self.machine.rates.profile)?,
-            (None, Some(predicted)) => writeln!(f, "  predicted   {predicted}, at the rates of {}", self.machine.rates.profile)?,
-            (None, None) => {}
-        }
-        self.write_memory(f)
-    }
-}
-
-impl Plan {
-    /// What the step's time takes for granted of products of experts.
-    fn unknown_grouped(&self) -> Option<String> {
-        let is_timed = self.experts > 0 && self.machine.kind == DeviceKind::Gpu;
-        self.machine.rates.unknown_grouped().filter(|_| is_timed)
-    }
-
-    fn write_paged(&self, f: &mut fmt::Formatter<'_>, bucket: Bytes) -> fmt::Result {
-        let how = match self.machine.device {
-            DeviceMemory::Shared => Addressing::Coherent,
-            DeviceMemory::Own { addressing, .. } => addressing,
-        };
-        writeln!(
-            f,
-            "  buckets     {} of {bucket}, all stepped on the device; states of {} are unified: {how}",
-            self.layout.count(),
-            self.layout.buckets_in(Tier::Unified).len()
-        )
-    }
-
-    /// A table for each place, and what stays free there; a device without memory of its own takes from the host's.
-    fn write_memory(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let [device_free, host_free] = self.balances().map(|balance| balance.free());
-        let titles = match self.machine.device {
-            DeviceMemory::Shared => ["host memory, compute", "host memory, optimizer"],
-            DeviceMemory::Own { .. } if self.ranks > 1 => ["memory of each GPU", "host memory, in all"],
-            DeviceMemory::Own { .. } => ["device memory", "host memory"],
-        };
-        let on_device = self.bytes_at(MemorySpace::Device).div_ceil(self.devices());
-        self.write_space(f, MemorySpace::Device, titles[0], on_device, device_free)?;
-        writeln!(f)?;
-        self.write_space(f, MemorySpace::Host, titles[1], self.bytes_at(MemorySpace::Host) + self.transient_bytes, host_free)
-    }
-
-    /// Devices of which each has memory of its own.
-    fn devices(&self) -> u64 {
-        if self.machine.device == DeviceMemory::Shared { 1 } else { self.ranks as u64 }
-    }
-
-    fn write_space(&self, f: &mut fmt::Formatter<'_>, space: MemorySpace, title: &str, planned: u64, free: Option<u64>) -> fmt::Result {
-        let (transient, parts) = if space == MemorySpace::Host { (self.transient_bytes, 1) } else { (0, self.devices()) };
-        let classes = self.memory.iter().filter(|class| class.space == space);
-        let classes = classes.map(|class| (class.name, (class.bytes as u64).div_ceil(parts)));
-        let rows = classes.chain(Some(("loading, saving", transient)).filter(|row| row.1 > 0)).chain(free.map(|free| ("free", free)));
-        write!(f, "  {title:<22}{:>10}", Bytes(planned).to_string())?;
-        for (name, bytes) in rows {
-            write!(f, "\n    {name:<20}{:>10}", Bytes(bytes).to_string())?;
-            if name == "activations" {
-                write!(f, "  {}", describe_policies(&self.layer_policies))?;
-            }
-        }
-        Ok(())
-    }
-}
-
-/// `36 layers: 30 keep, 6 recompute-cheap`.
-pub(crate) fn describe_policies(policies: &[LayerPolicy]) -> String {
-    let count = |policy: &LayerPolicy| policies.iter().filter(|other| *other == policy).count();
-    let used = LayerPolicy::value_variants().iter().map(|policy| (count(policy), policy)).filter(|(count, _)| *count > 0);
-    let named: Vec<_> = used.map(|(count, policy)| format!("{count} {policy}")).collect();
-    format!("{} layers: {}", policies.len(), named.join(", "))
 }
 
 #[cfg(test)]
