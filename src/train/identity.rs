@@ -100,17 +100,17 @@ pub(super) fn continued(then: &Run, now: Run, step: u64, accepted: &[(RunPart, S
     run
 }
 
-/// Fields that both sides have and that differ: `rope_theta was 10000.0 and is 7.0`.
+/// Fields that both sides have and that differ: `rope_theta was 10000.0 and is 7.0`. What has no field in common is another kind.
 pub(super) fn differences(name: &str, then: &Value, now: &Value) -> Vec<String> {
     match (then, now) {
         _ if then == now => vec![],
-        (Value::Object(then), Value::Object(now)) => {
+        (Value::Object(then), Value::Object(now)) if then.keys().any(|key| now.contains_key(key)) => {
             let both = then.iter().filter_map(|(key, value)| Some((key, value, now.get(key)?)));
             both.flat_map(|(key, then, now)| differences(key, then, now)).collect()
         }
         (Value::Array(then), Value::Array(now)) if then.len() == now.len() => {
-            let place = then.iter().zip(now).position(|(then, now)| then != now);
-            place.map_or(vec![], |at| differences(&format!("{name}[{at}]"), &then[at], &now[at]))
+            let mut at_places = then.iter().zip(now).enumerate().map(|(at, (then, now))| differences(&format!("{name}[{at}]"), then, now));
+            at_places.find(|found| !found.is_empty()).unwrap_or_default()
         }
         _ => vec![format!("{} was {} and is {}", brief_text(name), brief(then), brief(now))],
     }
@@ -203,6 +203,17 @@ mod tests {
         let changed = changes(&then, &run_of(&shape, &[], dir.path()));
         let words = "norm_eps was 0.00001 and is 0.5, sliding_windows[3] was null and is 9";
         assert_eq!(changed, [(RunPart::Model, words.to_string())]);
+    }
+
+    #[test]
+    fn another_kind_of_a_field_is_a_difference() {
+        let of = |text: &str| serde_json::from_str::<Value>(text).unwrap();
+        let between = |then: &str, now: &str| differences("ropes", &of(then), &of(now)).join(", ");
+        let scaled = |scaling: &str| format!(r#"[{{"theta": 1}}, {{"theta": 1, "scaling": {scaling}}}]"#);
+        let words = r#"scaling was {"llama3":[8]} and is {"linear":2}"#;
+        assert_eq!(between(&scaled(r#"{"llama3": [8]}"#), &scaled(r#"{"linear": 2}"#)), words);
+        // What an older program did not write is not compared, and hides nothing behind it.
+        assert_eq!(between(r#"[{"a": 1}, {"a": 2}]"#, r#"[{"a": 1, "b": 3}, {"a": 4}]"#), "a was 2 and is 4");
     }
 
     #[test]
