@@ -190,21 +190,32 @@ pub(crate) struct Newest {
 /// Looks through `output_dir`, highest step first. Reads only; changes nothing.
 ///
 /// # Errors
-/// `output_dir` exists and cannot be read; a checkpoint that may be good cannot be read, or is of a newer format. Only damage is
-/// passed over: what a disk or a network denies now, it may give later.
+/// `output_dir` exists and cannot be read; a checkpoint that may be good cannot be read, or is of a newer format: each is named, and each that
+/// is damaged. Only damage is passed over: what a disk or a network denies now, it may give later.
 pub(crate) fn newest_good(output_dir: &Path) -> Result<Newest> {
     let mut entries = list(output_dir)?;
     entries.retain(|e| e.hidden.is_none_or(|(role, _)| role == HiddenRole::Old));
     entries.sort_by_key(|e| (Reverse(e.step), e.hidden.is_some()));
-    let mut warnings = vec![];
+    let (mut denied, mut warnings) = (vec![], vec![]);
     for entry in entries {
         match verify_step(&entry) {
-            Ok(manifest) => return Ok(Newest { found: Some((entry.path, manifest)), warnings }),
+            Ok(manifest) if denied.is_empty() => return Ok(Newest { found: Some((entry.path, manifest)), warnings }),
+            Ok(_) => break,
             Err(e) if is_damage(&e) => warnings.push(e.to_string()),
-            Err(e) => return Err(e),
+            Err(e) => denied.push(e),
         }
     }
-    Ok(Newest { found: None, warnings })
+    match denied.len() {
+        0 => Ok(Newest { found: None, warnings }),
+        1 if warnings.is_empty() => Err(denied.remove(0)),
+        _ => Err(none_is_sure(output_dir, &denied, &warnings)),
+    }
+}
+
+/// Some could not be read, and more than one has a cause.
+fn none_is_sure(output_dir: &Path, denied: &[Error], damaged: &[String]) -> Error {
+    let causes: Vec<_> = denied.iter().map(Error::to_string).chain(damaged.iter().cloned()).collect();
+    Error::resource(format!("find the newest good checkpoint in {}", output_dir.display()), causes.join("; "))
 }
 
 /// Whether `error` tells of content that is wrong, cut short or missing, not of a system that failed to read it.

@@ -607,6 +607,16 @@ fn what_cannot_be_read_is_no_damage() {
         assert!(message.contains("checkpoint-2/state.bin: "), "{message}");
         fs::remove_file(newest.join(STATE)).unwrap();
     }
+    let older = dir.path().join("checkpoint-1").join(STATE);
+    fs::rename(&older, dir.path().join("kept")).unwrap();
+    [&older, &newest.join(STATE)].into_iter().for_each(|state| link("/nowhere", state));
+    fs::create_dir(dir.path().join("checkpoint-4")).unwrap();
+    let message = newest_good(dir.path()).unwrap_err().to_string();
+    let causes = ["checkpoint-2/state.bin: ", "checkpoint-1/state.bin: ", "checkpoint-4/trainer_state.json: "];
+    assert!(message.starts_with("find the newest good checkpoint in ") && causes.iter().all(|cause| message.contains(cause)), "{message}");
+    fs::remove_dir(dir.path().join("checkpoint-4")).unwrap();
+    fs::rename(dir.path().join("kept"), &older).unwrap();
+    fs::remove_file(newest.join(STATE)).unwrap();
     link("/nowhere", &dir.path().join("checkpoint-3"));
     let message = newest_good(dir.path()).unwrap_err().to_string();
     assert!(message.contains("checkpoint-3: No such file"), "{message}");
