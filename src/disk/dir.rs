@@ -4,6 +4,7 @@
 use super::lock::{Lock, try_lock};
 use super::out_file::{OutFile, attempt};
 use crate::error::{Error, Result};
+use crate::units::Bytes;
 use nix::errno::Errno;
 use nix::fcntl::{AtFlags, OFlag, openat, renameat};
 use nix::sys::stat::{FileStat, Mode, SFlag, fstatat, mkdirat};
@@ -16,6 +17,9 @@ use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+
+/// A log of a hundred million steps is smaller.
+const LOG_BYTES_MAX: u64 = 64 << 30;
 
 /// What a name in a directory is; a link is a link, whatever it leads to.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -103,6 +107,17 @@ impl Dir {
             None => Ok(None),
             Some(FileKind::File(_)) => self.open_at(name, OFlag::O_RDONLY).map(Some).map_err(|e| Error::io("read", path, e)),
             Some(_) => Err(Error::format(path, "not a regular file")),
+        }
+    }
+
+    /// As [`Dir::open_file`], for a log or a timeline, which is read whole: one that is larger than any, as a file of holes may be, is refused.
+    pub(crate) fn open_log(&self, name: impl AsRef<Path>) -> Result<Option<File>> {
+        match self.kind(&name)? {
+            Some(FileKind::File(bytes)) if bytes > LOG_BYTES_MAX => {
+                let cause = format!("{} are more than any log has; move the file away", Bytes(bytes));
+                Err(Error::format(self.join(&name), cause))
+            }
+            _ => self.open_file(name),
         }
     }
 
@@ -315,6 +330,17 @@ mod tests {
         let tmp = tempfile::tempdir().unwrap();
         let dir = Dir::open(tmp.path()).unwrap();
         (tmp, dir)
+    }
+
+    #[test]
+    fn a_log_of_holes_is_refused_before_it_is_read() {
+        let (tmp, dir) = dir();
+        let file = File::create(tmp.path().join("metrics.jsonl")).unwrap();
+        file.set_len(LOG_BYTES_MAX).unwrap();
+        assert!(dir.open_log("metrics.jsonl").unwrap().is_some() && dir.open_log("none").unwrap().is_none());
+        file.set_len(LOG_BYTES_MAX + 1).unwrap();
+        let refusal = dir.open_log("metrics.jsonl").unwrap_err().to_string();
+        assert!(refusal.ends_with("metrics.jsonl: 64.0 GiB are more than any log has; move the file away"), "{refusal}");
     }
 
     #[test]

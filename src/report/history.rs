@@ -126,7 +126,7 @@ impl History {
     /// # Errors
     /// `Io` when they cannot be read, `Format` when their name is not a regular file's.
     pub(super) fn read(dir: &Dir) -> Result<Option<Self>> {
-        let Some(file) = dir.open_file(METRICS)? else { return Ok(None) };
+        let Some(file) = dir.open_log(METRICS)? else { return Ok(None) };
         let (mut history, mut lines, mut line) = (Self::default(), BufReader::new(file), Vec::new());
         while let Some(read) = read_line(&mut lines, &mut line).map_err(|e| Error::io("read", dir.join(METRICS), e))? {
             match read {

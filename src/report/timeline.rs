@@ -148,7 +148,7 @@ impl Outline {
 
 /// Hands every event of the timeline to `each`; what is no event of ours is passed over.
 fn each_event(dir: &Dir, mut each: impl FnMut(TraceEvent)) -> Result<()> {
-    let Some(file) = dir.open_file(TRACE)? else { return Ok(()) };
+    let Some(file) = dir.open_log(TRACE)? else { return Ok(()) };
     let (mut lines, mut line) = (BufReader::new(file), Vec::new());
     let failed = |e| Error::io("read", dir.join(TRACE), e);
     loop {

@@ -29,7 +29,7 @@ impl MetricsFile {
     /// # Errors
     /// `Io` when the file cannot be read or written, `Format` when the name is not a regular file's.
     pub(super) fn open(dir: &Dir, step: u64, facts: &impl serde::Serialize) -> Result<(Self, u64)> {
-        let (path, earlier, new) = (dir.join(METRICS), dir.open_file(METRICS)?, dir.recreate_file(BESIDE)?);
+        let (path, earlier, new) = (dir.join(METRICS), dir.open_log(METRICS)?, dir.recreate_file(BESIDE)?);
         let file = new.into_file();
         let damaged = match earlier {
             Some(earlier) => copy_until(step, earlier, &file).map_err(|e| Error::io("copy", &path, e))?,
