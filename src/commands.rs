@@ -92,12 +92,14 @@ pub fn respell(command: &clap::Command, args: Vec<OsString>, tell: &mut dyn FnMu
 }
 
 /// Chooses how to train a model, a directory, a `config.json`, a name on the hub or a shipped one, on the machine that `options` name: does it fit, how
-/// fast, what binds, what else there is.
+/// fast, what limits the speed, what else there is.
 ///
 /// # Errors
 /// `Usage` that names what makes no sense; `Resource` when nothing fits, with the smallest change that would.
 pub fn plan(model: &Path, options: TrainOptions, tell: &mut dyn FnMut(&dyn Display)) -> Result<impl Display + Serialize + use<>> {
     let profile = profile(&options, tell)?;
+    // Weights of a checkpoint take no more memory than random ones.
+    let options = TrainOptions { init: None, ..options };
     let mut emit = |news: News<'_>| match news {
         News::Note(line) | News::Warn(line) => tell(&line),
         News::Progress { .. } => {}

@@ -51,7 +51,7 @@ enum CliCommand {
         #[command(flatten)]
         request: Request,
     },
-    /// Choose how to train a model on a machine, here (`--hardware this`) or not: does it fit, how fast, what binds, what else there is.
+    /// Choose how to train a model on a machine, here (`--hardware this`) or not: does it fit, how fast, what limits that.
     Plan(Box<PlanOptions>),
     /// Measure this machine in about a minute: a profile for the planner, every number with its source.
     Probe(ProbeOptions),

@@ -1,7 +1,7 @@
-//! What `plan` answers: does it fit, how fast, what binds, what else there is, and what would change it.
+//! What `plan` answers: does it fit, how fast, what limits the speed, what else there is, and what would change it.
 
 use super::limits::{BreakEven, LargestModel, Limits};
-use super::{Candidate, SearchQuery};
+use super::{Candidate, SearchQuery, WORTH};
 use crate::config::settings::Settings;
 use crate::error::Result;
 use crate::facts::HardwareFacts;
@@ -236,8 +236,11 @@ impl fmt::Display for SearchReport {
             "  step       {:.1} ms, {:.0} tokens/s, {:.1} model TFLOP/s, {:.1} with what is recomputed",
             best.step_ms, best.tokens_per_second, best.model_tflops, best.hardware_tflops
         )?;
-        writeln!(f, "  mean       {:.1} ms if one step in ten is clipped; plans are compared by this", best.mean_step_ms)?;
-        writeln!(f, "  exposed    {:.1} ms to the optimizer, {:.1} ms to copies", best.exposed_cpu_ms, best.exposed_transfer_ms)?;
+        let hardly = (1.0 - WORTH) * 1e2;
+        let how = format!("plans are compared by this, and {hardly:.1} % less is worth no flag");
+        writeln!(f, "  mean       {:.1} ms if one step in ten is clipped; {how}", best.mean_step_ms)?;
+        let (cpu_ms, transfer_ms) = (best.exposed_cpu_ms, best.exposed_transfer_ms);
+        writeln!(f, "  exposed    of the mean {cpu_ms:.1} ms to the optimizer, {transfer_ms:.1} ms to copies")?;
         let shares: Vec<_> = self.busy.iter().map(|busy| format!("{} {:.0} %", busy.what, busy.share * 1e2)).collect();
         writeln!(f, "  busy       {}", shares.join(", "))?;
         self.alternatives.iter().enumerate().try_for_each(|(i, other)| {

@@ -44,7 +44,7 @@ def train(model: Any = None, data: Any = None, *, quiet: bool = False, **setting
 
 
 def plan(model: Any, **settings: Unpack[Settings]) -> dict[str, Any]:
-    """Whether and how the model trains on a machine (`hardware`), how fast, and what binds."""
+    """Whether and how the model trains on a machine (`hardware`), how fast, and what limits that."""
     return ask_json("plan", "--json", *flags({"model": model, **settings}))
 
 

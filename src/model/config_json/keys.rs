@@ -83,7 +83,7 @@ impl<'a> Keys<'a> {
             (Some(value), _) => value.as_f64().ok_or_else(|| self.wrong(key, value, "a number"))?,
         };
         if !(min..=max).contains(&number) {
-            return Err(self.bad(key, format_args!("{number} is outside {min} to {max}")));
+            return Err(self.bad(key, format_args!("{number:?} is outside {min:?} to {max:?}")));
         }
         Ok(number)
     }
