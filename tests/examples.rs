@@ -46,6 +46,21 @@ fn examples_train_to_the_losses_that_are_told() {
     }
 }
 
+/// The run on a GPU is not repeated here: its log is in the folder.
+#[test]
+fn the_run_on_a_gpu_is_told_as_its_log_has_it() {
+    let [told, log] = ["README.md", "metrics.jsonl"].map(|name| fs::read_to_string(example("gpu-chat").join(name)).unwrap());
+    let lines = log.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    let evaluated: Vec<_> = lines.filter(|line| line.get("eval_loss").is_some()).collect();
+    assert!(evaluated.windows(2).all(|two| two[1]["eval_loss"].as_f64() < two[0]["eval_loss"].as_f64()), "it falls at every evaluation");
+    let of = |key: &str| {
+        let is_told = |line: &&Value| [50, 100, 200, 300, 400, 500].contains(&line["step"].as_u64().unwrap());
+        let cells = evaluated.iter().filter(is_told).map(|line| if key == "step" { line[key].to_string() } else { short(&line[key]) });
+        cells.collect::<Vec<_>>().join(" | ")
+    };
+    assert!(told.contains(&format!("step | {} |", of("step"))) && told.contains(&format!("conversations | {} |", of("eval_loss"))), "{told}");
+}
+
 #[test]
 fn a_stopped_example_ends_with_the_bits_of_a_whole_one() {
     let (whole, parts) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
