@@ -205,7 +205,7 @@ pub fn view_data(settings: &Settings, shown: usize, in_colour: bool, stop: &Stop
     };
     let settings = &text::find_sources(settings, false, stop, &mut emit)?;
     let settings = &packing::settle(settings, None, &mut |line| emit(News::Note(line)))?;
-    let (shape, tokenizer, settings) = text::reader(settings)?;
+    let (shape, tokenizer, settings) = text::reader(settings, None)?;
     let (paths, split) = (&settings.data, settings.eval_split.map(|split| (split, settings.seed)));
     let request = ViewRequest { paths, rules: settings.row_rules(), split, shown, in_colour };
     let mut preparation = Preparation::new(stop, preparation::cache(), None, emit);
@@ -224,12 +224,13 @@ pub fn prepare(settings: &Settings, stop: &StopFlag, observer: &mut dyn Observer
     Ok(prepared.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n"))
 }
 
-/// Writes one HTML page to `out` about the training runs in the output directories `runs`; what it gives says so in words.
+/// Writes one HTML page to `out` about the training runs in the output directories `runs`; what it gives says so in words. Text of the
+/// data is in it only `with_samples`.
 ///
 /// # Errors
 /// `Usage` for too many runs, a directory that is none of a run, or an `out` that is something else than a report; `Io` when a file cannot
 /// be read or written.
-pub fn report(runs: &[PathBuf], out: &Path) -> Result<impl Display + use<>> {
-    write_report(runs, out)?;
+pub fn report(runs: &[PathBuf], out: &Path, with_samples: bool) -> Result<impl Display + use<>> {
+    write_report(runs, out, with_samples)?;
     Ok(format!("report  {}", out.display()))
 }

@@ -69,6 +69,9 @@ enum CliCommand {
         /// The page to write; an earlier report is replaced, nothing else.
         #[arg(short, long, value_name = "FILE", default_value = "report.html")]
         out: PathBuf,
+        /// Show five documents of each run's data and what of them is trained; else no text of it.
+        #[arg(long)]
+        with_samples: bool,
     },
     /// Measure what this machine does.
     #[command(subcommand)]
@@ -217,7 +220,7 @@ fn run(command: CliCommand) -> Result<i32> {
         CliCommand::Probe(options) => run_probe(&options)?,
         CliCommand::Data(options) => run_data(*options)?,
         CliCommand::Prepare(options) => run_prepare(*options)?,
-        CliCommand::Report { runs, out } => answer(superoffload::report(&runs, &out)?)?,
+        CliCommand::Report { runs, out, with_samples } => answer(superoffload::report(&runs, &out, with_samples)?)?,
         CliCommand::Simulate(options) => run_simulate(*options)?,
         CliCommand::Bench(Bench::Step(options)) => bench_step(*options)?,
         CliCommand::Completions { shell } => answer(completions(shell))?,

@@ -1,8 +1,8 @@
 //! `superoffload report`: what stands on the page is what the metrics say, text of files stays text, and damage is counted. With
 //! `SUPEROFFLOAD_BROWSER=chromium` (its path) a browser opens the page and must have nothing to complain of.
 
-use crate::program::{Outcome, STEPS, Workspace, program, run};
-use serde_json::Value;
+use crate::program::{Outcome, STEPS, Workspace, copy_dir, program, run};
+use serde_json::{Value, json};
 use std::fs;
 use std::process::Command;
 
@@ -25,15 +25,22 @@ const SECTIONS: [&str; 12] = [
 /// Of two steps of a run.
 const LANES: usize = 2 * 3;
 
+/// Asks for text of the data.
+const WITH_SAMPLES: &[&str] = &["--with-samples"];
+
 /// A page about the runs `names` of `workspace`.
-fn report(workspace: &Workspace, names: &[&str]) -> Outcome {
+fn report(workspace: &Workspace, names: &[&str], flags: &[&str]) -> Outcome {
     let mut command = program(&["report", "-o"]);
-    command.arg(workspace.path("report.html")).args(names.iter().map(|name| workspace.path(name)));
+    command.arg(workspace.path("report.html")).args(names.iter().map(|name| workspace.path(name))).args(flags);
     run(&mut command)
 }
 
 fn page(workspace: &Workspace, names: &[&str]) -> String {
-    let outcome = report(workspace, names);
+    page_with(workspace, names, &[])
+}
+
+fn page_with(workspace: &Workspace, names: &[&str], flags: &[&str]) -> String {
+    let outcome = report(workspace, names, flags);
     assert_eq!(outcome.code, 0, "{outcome:?}");
     let page = fs::read_to_string(workspace.path("report.html")).unwrap();
     assert!(page.len() < 2_000_000 && page.starts_with("<!doctype html>\n<!-- superoffload report -->"));
@@ -189,15 +196,78 @@ fn the_largest_page_is_below_two_megabytes() {
     check_svg(&page);
 }
 
+/// Seven conversations in `chat.jsonl`, on which the run `chat` has trained two steps.
+fn chatted() -> Workspace {
+    let workspace = Workspace::new();
+    let said = |role: &str, content: String| json!({"role": role, "content": content});
+    let line = |n: usize| json!({"messages": [said("user", format!("<b>quagga{n}</b> &\t?")), said("assistant", format!("okapi{n}"))]});
+    let lines: Vec<String> = (0..7).map(|n| line(n).to_string()).collect();
+    let data = format!("--data={}", workspace.write("chat.jsonl", lines.join("\n")).display());
+    let template = "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[a]{% endif %}";
+    let template = format!("--chat-template={}", workspace.write("chat.jinja", template).display());
+    assert_eq!(run(&mut workspace.train("chat", &[&data, &template, "--max-steps=2", "--seq-length=64"])).code, 0);
+    workspace
+}
+
+#[test]
+fn text_of_the_data_is_on_the_page_where_somebody_asked_for_it_and_never_else() {
+    let workspace = chatted();
+    let without = page(&workspace, &["chat"]);
+    assert!(!["quagga", "okapi", "No samples"].iter().any(|word| without.contains(word)) && without.contains("holds no training data"));
+    let with = page_with(&workspace, &["chat"], WITH_SAMPLES);
+    let sample = "[u]&lt;b&gt;quagga4&lt;/b&gt; &amp;\t?\n[a]<mark>okapi4\n</mark></pre>";
+    assert!(with.contains(sample) && with.contains("<figcaption>chat.jsonl, record 5: 32 tokens</figcaption>"), "{with}");
+    assert!(!with.contains("okapi5") && !with.contains("<b>quagga") && with.contains("holds samples of the training data"));
+    assert_eq!(with.matches("<pre class=\"sample\"").count(), 5);
+    assert_eq!(page_with(&workspace, &["chat"; 2], WITH_SAMPLES).matches("<pre class=\"sample\"").count(), 10);
+}
+
+#[test]
+fn samples_that_cannot_be_had_are_told_in_a_line_and_keep_nothing_back() {
+    let workspace = chatted();
+    // As somebody else's machine has it: another place, and no model directory.
+    copy_dir(&workspace.path("chat"), &workspace.path("elsewhere"));
+    fs::remove_dir_all(workspace.path("model")).unwrap();
+    assert!(page_with(&workspace, &["elsewhere"], WITH_SAMPLES).contains("<mark>okapi0"), "the checkpoint has the tokenizer");
+    let none = |name: &str, words: &str| {
+        let page = page_with(&workspace, &[name], WITH_SAMPLES);
+        let line = page.split_once("<p class=\"none\">No samples of the data: ").expect(&page).1.split_once("</p>").unwrap().0;
+        assert!(line.contains(words) && !page.contains("okapi"), "{line}");
+        assert!(SECTIONS.iter().all(|section| page.contains(&format!("<h2>{section}</h2>"))) && page.contains("holds no training data"));
+    };
+    let data = workspace.path("chat.jsonl");
+    let all = fs::read_to_string(&data).unwrap();
+    fs::write(&data, all.replace("okapi", "okapis")).unwrap();
+    none("elsewhere", "chat.jsonl: changed since: ");
+    fs::write(&data, all).unwrap();
+    fs::remove_file(workspace.path("chat.jinja")).unwrap();
+    none("elsewhere", "chat.jinja: ");
+    fs::remove_file(&data).unwrap();
+    none("elsewhere", "chat.jsonl: No such file");
+    let metrics =
+        |settings: Value| format!("{}\n", json!({"facts": {"from_step": 0, "settings": settings, "model": {"params": 1}, "max_steps": 1}}));
+    let ids = workspace.write("ids.bin", [0; 8]);
+    for (name, settings, words) in [
+        ("plain", json!({"data": []}), "it is the text that ships with the program."),
+        ("ids", json!({"data": [ids]}), "it is token ids."),
+        ("odd", json!({"data": 5, "model": [], "eos_token": {}}), "settings: invalid type"),
+    ] {
+        workspace.write(&format!("{name}/metrics.jsonl"), metrics(settings));
+        none(name, words);
+    }
+    workspace.write("bare/metrics.jsonl", "{\"step\":1}\n");
+    none("bare", "nothing says with which settings it was read.");
+}
+
 #[test]
 fn what_is_no_run_and_what_is_no_report_is_refused_in_one_line() {
     let workspace = Workspace::new();
     workspace.write("mine.html", "<!doctype html>\n<p>mine");
     fs::create_dir(workspace.path("empty")).unwrap();
-    report(&workspace, &["empty"]).refused(2, &["empty", "not the output directory of a run"]);
-    report(&workspace, &["missing"]).refused(1, &["missing", "No such file"]);
-    report(&workspace, &["data.txt"]).refused(1, &["data.txt", "Not a directory"]);
-    report(&workspace, &["empty"; 7]).refused(2, &["7 runs, at most 6"]);
+    report(&workspace, &["empty"], &[]).refused(2, &["empty", "not the output directory of a run"]);
+    report(&workspace, &["missing"], &[]).refused(1, &["missing", "No such file"]);
+    report(&workspace, &["data.txt"], &[]).refused(1, &["data.txt", "Not a directory"]);
+    report(&workspace, &["empty"; 7], &[]).refused(2, &["7 runs, at most 6"]);
     assert!(!workspace.path("report.html").exists());
     workspace.write("run/metrics.jsonl", "{\"step\":1,\"loss\":2.5}\n");
     let onto = |out: &str| run(program(&["report", "-o"]).arg(workspace.path(out)).arg(workspace.path("run")));

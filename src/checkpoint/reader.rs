@@ -45,6 +45,11 @@ impl Loaded {
         &self.dir
     }
 
+    /// The directory of the model's files: configuration, tokenizer, templates.
+    pub(crate) fn model_dir(&self) -> PathBuf {
+        self.dir.join(MODEL)
+    }
+
     /// The file that [`Loaded::manifest`] was read from, for messages.
     pub(crate) fn manifest_path(&self) -> PathBuf {
         self.dir.join(MANIFEST)

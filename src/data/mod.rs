@@ -31,7 +31,7 @@ pub(crate) mod prepared;
 pub(crate) mod rows;
 mod samples;
 mod scan;
-mod shown;
+pub(crate) mod shown;
 pub(crate) mod source;
 pub(crate) mod stream;
 mod text;

@@ -4,20 +4,20 @@ use serde::Serialize;
 
 /// Text that is trained, or not, as a whole.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub(super) struct TextPiece {
-    pub(super) text: String,
-    pub(super) trained: bool,
+pub(crate) struct TextPiece {
+    pub(crate) text: String,
+    pub(crate) trained: bool,
 }
 
 /// A document as the model reads it.
 #[derive(Debug, PartialEq, Eq, Serialize)]
-pub(super) struct ShownDocument {
-    pub(super) file: String,
+pub(crate) struct ShownDocument {
+    pub(crate) file: String,
     /// From 1; nothing where the file is one document.
-    pub(super) line: Option<u64>,
+    pub(crate) line: Option<u64>,
     /// Nothing where only its beginning was read.
-    pub(super) tokens: Option<usize>,
-    pub(super) pieces: Vec<TextPiece>,
+    pub(crate) tokens: Option<usize>,
+    pub(crate) pieces: Vec<TextPiece>,
 }
 
 /// `pieces`, neighbours of one kind joined, at most `characters` in all.

@@ -171,7 +171,7 @@ fn for_each_of(path: &Path, mut parts: impl RecordParts, mut each: impl FnMut(u6
 ///
 /// # Errors
 /// What is wrong with one of them, and where.
-pub(super) fn first_documents(files: &[PathBuf], tokenizer: &Tokenizer, count: usize) -> Result<Vec<ShownDocument>> {
+pub(crate) fn first_documents(files: &[PathBuf], tokenizer: &Tokenizer, count: usize) -> Result<Vec<ShownDocument>> {
     let mut first = Vec::new();
     for path in files.iter().filter(|path| is_text(path)) {
         let (rules, mut format) = (tokenizer.rules(), None);

@@ -3,6 +3,7 @@
 use crate::units::compact;
 use sha2::{Digest, Sha256};
 use std::fmt::Display;
+use std::path::Path;
 
 /// How every page begins; what begins otherwise is not replaced.
 pub(super) const HEAD: &str = "<!doctype html>\n<!-- superoffload report -->\n";
@@ -18,12 +19,12 @@ pub(super) fn escape(text: impl Display) -> String {
     escape_whole(&text[..end.unwrap_or(text.len())]) + if end.is_some() { "…" } else { "" }
 }
 
-/// As [`escape`], whatever its length; lines stay lines.
+/// As [`escape`], whatever its length; lines stay lines, and tabs tabs.
 pub(super) fn escape_whole(text: &str) -> String {
     let mut safe = String::with_capacity(text.len());
     for c in text.chars() {
         match c {
-            '\n' => safe.push('\n'),
+            '\n' | '\t' => safe.push(c),
             '&' => safe.push_str("&amp;"),
             '<' => safe.push_str("&lt;"),
             '>' => safe.push_str("&gt;"),
@@ -37,6 +38,11 @@ pub(super) fn escape_whole(text: &str) -> String {
         }
     }
     safe
+}
+
+/// The last part of a path, which may be that of another machine.
+pub(super) fn last_name(path: &str) -> String {
+    Path::new(path).file_name().map_or(path.into(), |name| name.to_string_lossy().into_owned())
 }
 
 /// A table; cells are HTML.

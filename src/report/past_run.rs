@@ -1,8 +1,9 @@
 //! What an output directory holds of its run: metrics, checkpoints, and what the newest of these says about model and settings.
 
 use super::history::History;
+use super::run_setup::RunSetup;
+use super::samples::DataSamples;
 use super::timeline::DrawnStep;
-use crate::checkpoint;
 use crate::disk::{Dir, FileKind};
 use crate::error::{Error, Result};
 use crate::train::run_dir::TRACE;
@@ -12,16 +13,6 @@ use std::path::Path;
 
 /// Checkpoints that are looked into, the newest ones.
 const CHECKPOINTS_READ: usize = 20;
-
-/// What a checkpoint says of the whole run.
-pub(super) struct RunSetup {
-    /// The settings, as JSON.
-    pub(super) settings: Value,
-    /// Model, tokenizer, data and more, as JSON.
-    pub(super) run: Value,
-    pub(super) params: u64,
-    pub(super) max_steps: u64,
-}
 
 /// A checkpoint in the directory.
 pub(super) struct SavedStep {
@@ -43,6 +34,8 @@ pub(super) struct PastRun {
     pub(super) has_timeline: bool,
     /// A typical step and the slowest one, where the timeline tells.
     pub(super) drawn_steps: Vec<DrawnStep>,
+    /// Documents of its data, where somebody asked for them.
+    pub(super) samples: Option<DataSamples>,
 }
 
 impl PastRun {
@@ -61,12 +54,12 @@ impl PastRun {
         let (mut checkpoints, mut setup) = (Vec::new(), None);
         for &step in steps.iter().take(CHECKPOINTS_READ) {
             let name = format!("checkpoint-{step}");
-            let found = read_setup(&dir.join(&name));
+            let found = RunSetup::of_checkpoint(&dir.join(&name));
             let damage = found.as_ref().err().map(ToString::to_string);
             setup = setup.or(found.ok());
             checkpoints.push(SavedStep { step, bytes: dir.tree_bytes(&name).unwrap_or(0), damage });
         }
-        let setup = setup.or_else(|| history.as_ref().and_then(|history| setup_of(&history.facts)));
+        let setup = setup.or_else(|| history.as_ref().and_then(|history| RunSetup::of_facts(&history.facts)));
         let has_timeline = matches!(dir.kind(TRACE)?, Some(FileKind::File(_)));
         Ok(Self {
             name: name_of(path),
@@ -76,6 +69,7 @@ impl PastRun {
             checkpoints,
             has_timeline,
             drawn_steps: if has_timeline { DrawnStep::of_run(&dir)? } else { Vec::new() },
+            samples: None,
         })
     }
 
@@ -98,25 +92,4 @@ fn name_of(path: &Path) -> String {
 fn checkpoint_steps(dir: &Dir) -> Result<Vec<u64>> {
     let names = dir.names()?;
     Ok(names.iter().filter_map(|name| name.to_str()?.strip_prefix("checkpoint-")?.parse().ok()).collect())
-}
-
-/// What a run without a checkpoint says of itself in its metrics.
-fn setup_of(facts: &Value) -> Option<RunSetup> {
-    Some(RunSetup {
-        settings: facts.get("settings").filter(|settings| settings.is_object())?.clone(),
-        run: Value::Null,
-        params: facts["model"]["params"].as_u64()?,
-        max_steps: facts["max_steps"].as_u64()?,
-    })
-}
-
-fn read_setup(path: &Path) -> Result<RunSetup> {
-    let loaded = checkpoint::open(path)?;
-    let manifest = loaded.manifest();
-    Ok(RunSetup {
-        settings: manifest.trainer.settings.clone(),
-        run: Value::Object(manifest.run.clone()),
-        params: manifest.tensors.iter().map(|tensor| tensor.elems).sum(),
-        max_steps: manifest.trainer.scheduler.max_steps,
-    })
 }

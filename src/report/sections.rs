@@ -3,9 +3,10 @@
 use super::asked::{self, AskedSetting};
 use super::chart::{Chart, ChartRun, ValueAxis, stacked_bar};
 use super::curve::StepCurve;
-use super::history::{BUCKET_STEPS, History};
+use super::history::{BUCKET_STEPS, DataRecord, History};
 use super::html::{self, escape, number, table};
 use super::past_run::{PastRun, SavedStep};
+use super::samples::DataSamples;
 use super::verdict;
 use crate::facts::BuildFacts;
 use crate::units::Bytes;
@@ -34,7 +35,7 @@ pub(super) fn page(runs: &[PastRun]) -> String {
         section("Settings", &settings(runs)),
         section("Machine and build", &machine(runs)),
         section("How to reproduce", &each(runs, command)),
-        foot(),
+        foot(runs),
     ];
     html::page(&format!("{title} – training report"), &parts.concat())
 }
@@ -235,7 +236,12 @@ fn speculation(runs: &[PastRun]) -> String {
 }
 
 fn data(run: &PastRun) -> String {
-    let Some(data) = run.history.data() else { return or_none(String::new(), "Nothing says what the data was.") };
+    let samples = run.samples.as_ref().map_or(String::new(), |samples| samples.draw(run.setting("seq_length").as_u64()));
+    let counts = run.history.data().map_or(String::new(), data_counts);
+    or_none(counts, "Nothing says what the data was.") + &samples
+}
+
+fn data_counts(data: DataRecord) -> String {
     let share = |part: u64, all: f64| format!("{} ({:.1} %)", number(part as f64), 100.0 * part as f64 / all.max(1.0));
     let (rows, row_tokens) = (data.rows as f64, data.row_tokens as f64);
     let counts = [
@@ -316,12 +322,10 @@ fn command(run: &PastRun) -> String {
     format!("<pre>{}</pre><button hidden>Copy</button>\n<p class=\"note\">{note}</p>\n", html::escape_whole(&command))
 }
 
-fn foot() -> String {
+fn foot(runs: &[PastRun]) -> String {
     let build = BuildFacts::this_program();
     let commit = build.git_commit.map_or(String::new(), |commit| format!(", commit {commit}"));
-    format!(
-        "<footer>Written by superoffload {}{}. This page loads nothing and holds no training data.</footer>\n",
-        build.version,
-        escape(commit)
-    )
+    let has_text = runs.iter().filter_map(|run| run.samples.as_ref()).any(DataSamples::hold_text);
+    let held = if has_text { "samples of the training data" } else { "no training data" };
+    format!("<footer>Written by superoffload {}{}. This page loads nothing and holds {held}.</footer>\n", build.version, escape(commit))
 }

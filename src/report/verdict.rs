@@ -85,7 +85,7 @@ fn files(data: &Value) -> String {
     }
 }
 
-fn last_name(path: &str) -> String {
+pub(super) fn last_name(path: &str) -> String {
     Path::new(path).file_name().map_or(path.into(), |name| name.to_string_lossy().into_owned())
 }
 
@@ -113,6 +113,7 @@ mod tests {
             older_checkpoints: 0,
             has_timeline: false,
             drawn_steps: vec![],
+            samples: None,
         }
     }
 

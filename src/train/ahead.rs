@@ -19,7 +19,7 @@ pub(crate) fn prepare(settings: &Settings, stop: &StopFlag, observer: &mut dyn O
         return Err(Error::usage("prepare: --data is missing: files, directories or a name on the hub"));
     }
     let settings = &find_sources(settings, false, stop, observer)?;
-    let (shape, tokenizer, settings) = text::reader(settings)?;
+    let (shape, tokenizer, settings) = text::reader(settings, None)?;
     let mut preparation = Preparation::new(stop, preparation::cache(), None, |news: News<'_>| hear(observer, news));
     let parts = [&settings.data, &settings.eval_data].into_iter().filter(|paths| !paths.is_empty());
     parts.map(|paths| PreparedText::new(paths, &tokenizer, shape.vocab, &mut preparation)).collect()

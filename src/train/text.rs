@@ -36,16 +36,16 @@ pub(crate) fn find_sources(settings: &Settings, with_weights: bool, stop: &StopF
     Ok(Settings { model, data, eval_data, ..settings.clone() })
 }
 
-/// What reads the data of `settings` where there is no run: the model's shape and the tokenizer, and the settings as [`tokenizer`] gives them.
+/// What reads the data of `settings` where no run is made: the model's shape and the tokenizer, and the settings as [`tokenizer`] gives them.
 ///
 /// # Errors
 /// Those of the model's configuration and of [`tokenizer`].
-pub(crate) fn reader(settings: &Settings) -> Result<(ModelShape, Tokenizer, Settings)> {
+pub(crate) fn reader(settings: &Settings, saved: Option<&Value>) -> Result<(ModelShape, Tokenizer, Settings)> {
     let shape = match settings.model.as_deref().map(ModelDir::open).transpose()? {
         Some(dir) => ModelShape::read(&dir.file(CONFIG)?)?,
         None => ModelShape::demo(),
     };
-    let (tokenizer, settings) = tokenizer(settings, &shape, None)?;
+    let (tokenizer, settings) = tokenizer(settings, &shape, saved)?;
     Ok((shape, tokenizer, settings))
 }
 
