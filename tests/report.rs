@@ -120,6 +120,14 @@ fn every_section_and_number_is_that_of_the_metrics() {
     assert!(page.contains("<td>Build</td>") && page.contains(concat!("superoffload ", env!("CARGO_PKG_VERSION"), ", commit ")));
     assert_eq!((page.matches("<div class=\"plot\">").count(), page.matches("class=\"dot ").count()), (5, 1));
     assert_eq!(check_svg(&page), 5 * 2 + 4 + LANES);
+    let strokes = |class: &str| page.split_once(&format!("<path class=\"{class} r0\"")).unwrap().1.split('"').nth(3).unwrap().to_string();
+    let best = evals.iter().min_by(|a, b| a["eval_loss"].as_f64().unwrap().total_cmp(&b["eval_loss"].as_f64().unwrap())).unwrap();
+    let at = |place: &str| place.trim_end_matches("h0").split(',').map(|x| x.parse::<f64>().unwrap()).collect::<Vec<_>>();
+    let dots: Vec<_> = strokes("dot").split('M').skip(1).map(at).collect();
+    let place = at(strokes("best").trim_start_matches('M'));
+    assert!(dots.len() == 3 && dots.contains(&place) && dots.iter().all(|dot| dot[1] <= place[1]), "{dots:?} {place:?}");
+    assert!(page.contains(&format!("\">best {}</text>", loss(best, "eval_loss"))), "{best}");
+    assert_eq!(page.matches("href=\"https://ui.perfetto.dev\"").count(), 1);
     for what in ["Typical: step ", "Slowest: step "] {
         let step = page.split_once(what).unwrap().1.split_once(", ").unwrap().0.parse::<u64>().unwrap();
         assert!((2..=STEPS).contains(&step), "{what}{step}");
@@ -163,6 +171,7 @@ fn a_timeline_that_is_none_is_told_and_keeps_nothing_else_back() {
     std::os::unix::fs::symlink(workspace.path("held.txt"), &trace).unwrap();
     let page = page(&workspace, &["plain"]);
     assert!(page.contains("No trace.json in the output directory tells of three whole steps.") && !page.contains("Typical: step"));
+    assert!(!page.contains("perfetto"));
     assert_eq!(check_svg(&page), 5 * 2 + 4);
 }
 

@@ -92,6 +92,7 @@ impl Chart<'_> {
         self.runs.iter().for_each(|run| run.curves(&mut svg, &x, &y));
         svg.push_str("</svg>\n");
         self.end_labels(&mut svg, &y);
+        self.best_label(&mut svg, &x, &y);
         let label = format!("{}: {}", self.title, self.caption);
         format!(
             "<figure>{caption}<div class=\"plot\"><svg class=\"chart\" xmlns=\"http://www.w3.org/2000/svg\" role=\"img\" aria-label=\"{}\" \
@@ -148,7 +149,28 @@ impl Chart<'_> {
     }
 }
 
+impl Chart<'_> {
+    /// A word above the best point of one run. Those of several runs would lie over each other; tables have the numbers.
+    fn best_label(&self, svg: &mut String, x: &Scale, y: &Scale) {
+        let [run] = self.runs.as_slice() else { return };
+        let Some((step, value)) = run.best() else { return };
+        let (across, down) = (100.0 * x.share(step), 100.0 * (1.0 - y.share(value)));
+        let anchor = ["start", "middle", "end"][usize::from(across > 12.0) + usize::from(across > 88.0)];
+        let _ = writeln!(
+            svg,
+            "<text class=\"mark r{}\" x=\"{across:.2}%\" y=\"{down:.2}%\" dy=\"-12\" text-anchor=\"{anchor}\">best {}</text>",
+            run.run,
+            number(value)
+        );
+    }
+}
+
 impl ChartRun<'_> {
+    /// The lowest of the points of its own, the first of equals.
+    fn best(&self) -> Option<(f64, f64)> {
+        self.dots.iter().flat_map(|dots| dots.points()).min_by(|a, b| a.1.total_cmp(&b.1))
+    }
+
     /// The thick line.
     fn line(&self) -> Vec<(f64, f64)> {
         if self.is_exact { self.curve.points().collect() } else { self.curve.smoothed() }
@@ -162,6 +184,7 @@ impl ChartRun<'_> {
         self.marks.iter().for_each(|(style, marks)| ticks_below(svg, style, self.run, marks, x));
         let dots: Vec<_> = self.dots.iter().flat_map(|dots| dots.points()).collect();
         ["dot", "hole"].into_iter().for_each(|style| points_alone(svg, style, self.run, &dots, x, y));
+        points_alone(svg, "best", self.run, self.best().as_slice(), x, y);
     }
 }
 

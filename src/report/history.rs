@@ -21,6 +21,7 @@ struct MetricsRecord {
     verdict: Option<String>,
     step_ms: Option<f64>,
     tokens_per_second: Option<f64>,
+    model_tflops: Option<f64>,
     speculated: Option<u64>,
     rolled_back: Option<u64>,
     committed: Option<u64>,
@@ -97,6 +98,8 @@ pub(super) struct History {
     pub(super) last_loss: f64,
     pub(super) tokens: f64,
     pub(super) total_ms: f64,
+    /// The model's FLOPs of all steps, in 10^9.
+    pub(super) gflop: f64,
     pub(super) exposed_ms: [f64; 3],
     pub(super) bucket_steps: [u64; 5],
     pub(super) evaluations: u64,
@@ -177,6 +180,7 @@ impl History {
         self.epoch = record.epoch.or(self.epoch);
         self.tokens += (tokens_per_second * step_ms / 1e3).round();
         self.total_ms += step_ms;
+        self.gflop += record.model_tflops.unwrap_or(0.0) * step_ms;
         let waited = [record.exposed_cpu_ms, record.exposed_transfer_ms, record.exposed_peer_ms];
         self.exposed_ms.iter_mut().zip(waited).for_each(|(sum, ms)| *sum += ms.unwrap_or(0.0));
         let buckets = [record.speculated, record.rolled_back, record.committed, record.clipped, record.skipped];
@@ -213,6 +217,12 @@ impl History {
     pub(super) fn mean_tokens_per_second(&self) -> f64 {
         if self.total_ms > 0.0 { self.tokens / self.total_ms * 1e3 } else { f64::NAN }
     }
+
+    /// The model's TFLOP/s over all steps, and their share of what large matrix products reach, where the run's profile knows it.
+    pub(super) fn mean_tflops_and_share(&self) -> Option<(f64, f64)> {
+        let (tflops, peak) = (self.gflop / self.total_ms, self.facts["matmul_flops"].as_f64()? / 1e12);
+        Some((tflops, tflops / peak)).filter(|(_, share)| share.is_finite() && *share > 0.0)
+    }
 }
 
 #[cfg(test)]
@@ -229,7 +239,7 @@ mod tests {
     fn lines_add_up_and_damage_is_counted() {
         let step = |step: u64, verdict: &str| {
             format!(
-                r#"{{"step":{step},"loss":{step}.5,"verdict":"{verdict}","step_ms":500.0,"tokens_per_second":64.0,"exposed_cpu_ms":100.0,"clipped":3}}"#
+                r#"{{"step":{step},"loss":{step}.5,"verdict":"{verdict}","step_ms":500.0,"tokens_per_second":64.0,"model_tflops":2.0,"exposed_cpu_ms":100.0,"clipped":3}}"#
             )
         };
         let eval = r#"{"step":2,"eval_loss":2.25,"eval_seconds":1.5}"#;
@@ -238,6 +248,7 @@ mod tests {
         let all = history(&(lines.join("\n") + "\n{\"step\":4,\"lo"));
         assert_eq!((all.steps, all.last_step, all.damaged_lines, all.is_cut_short), (3, 3, 2, true));
         assert_eq!((all.first_loss, all.last_loss, all.tokens, all.total_ms), (1.5, 3.5, 96.0, 1500.0));
+        assert_eq!(all.gflop, 3000.0);
         assert_eq!((all.exposed_ms, all.compute_ms(), all.mean_tokens_per_second()), ([300.0, 0.0, 0.0], 1200.0, 64.0));
         assert_eq!((all.bucket_steps, all.clipped_steps, all.skipped_steps), ([0, 0, 0, 9, 0], 1, 1));
         assert_eq!((all.evaluations, all.last_eval, all.clips.points().collect::<Vec<_>>()), (1, Some((2, 2.25)), vec![(2.0, 1.0)]));

@@ -9,12 +9,17 @@ use super::past_run::{PastRun, SavedStep};
 use super::samples::DataSamples;
 use super::verdict;
 use crate::facts::BuildFacts;
+use crate::simulate::outcome::of_a_large_product;
 use crate::units::Bytes;
 use serde_json::Value;
 use std::collections::BTreeMap;
 
 /// The one curve that is exact.
 const LEARNING_RATE: &str = "Learning rate";
+
+/// Where the rest of a timeline is seen.
+const WHOLE_TIMELINE: &str = "<p class=\"note\">All steps, every stream and thread: open the run's <code>trace.json</code> in \
+    <a href=\"https://ui.perfetto.dev\" rel=\"noreferrer\">ui.perfetto.dev</a>, which reads it on your machine.</p>\n";
 
 /// The whole page about `runs`.
 pub(super) fn page(runs: &[PastRun]) -> String {
@@ -77,11 +82,16 @@ fn one_run(run: &PastRun) -> String {
     let tiles = [
         tile("Loss, last step", number(history.last_loss), eval),
         tile("Tokens trained", number(history.tokens), epochs),
-        tile("Speed, all steps", number(history.mean_tokens_per_second()), "tokens/s".into()),
+        tile("Speed, all steps", number(history.mean_tokens_per_second()), format!("tokens/s{}", of_peak(history))),
         tile("Time in steps", verdict::duration(history.total_ms), format!("{} steps", number(history.steps as f64))),
     ];
     let tiles = if history.steps > 0 { format!("<dl class=\"tiles\">\n{}</dl>\n", tiles.concat()) } else { String::new() };
     format!("<p class=\"what\">{}</p>\n<p class=\"verdict\">{}</p>\n{tiles}", escape(verdict::subject(run)), escape(verdict::sentence(run)))
+}
+
+/// ` (76 % of a large product)`, where that is known.
+fn of_peak(history: &History) -> String {
+    of_a_large_product(history.mean_tflops_and_share().map(|(_, share)| share))
 }
 
 fn comparison(runs: &[PastRun]) -> String {
@@ -90,7 +100,8 @@ fn comparison(runs: &[PastRun]) -> String {
         let best = history.best_eval.map_or("none".into(), |(step, loss)| format!("{} after step {step}", number(loss)));
         let (speed, bound) = (history.mean_tokens_per_second(), verdict::bound(history).unwrap_or_default());
         let time = verdict::duration(history.total_ms);
-        let cells = [number(history.last_loss), best, number(history.tokens), number(speed), time, verdict::progress(run), bound];
+        let speed = number(speed) + &of_peak(history);
+        let cells = [number(history.last_loss), best, number(history.tokens), speed, time, verdict::progress(run), bound];
         std::iter::once(colour(idx, run)).chain(cells.iter().map(escape)).collect()
     };
     let rows: Vec<_> = runs.iter().enumerate().map(row).collect();
@@ -135,8 +146,8 @@ fn loss(runs: &[PastRun]) -> String {
         dots: Some(&past.history.eval_loss),
         marks: vec![("clip", &past.history.clips), ("skip", &past.history.skips)],
     });
-    let caption = "mean over the tokens of a step, in nats. Thin: each step; thick, with its last value: smoothed; points: evaluations; \
-                   strokes below: clipped steps; red: skipped steps";
+    let caption = "mean over the tokens of a step, in nats. Thin: each step; thick, with its last value: smoothed; points: evaluations, \
+                   the best one filled; strokes below: clipped steps; red: skipped steps";
     format!("{}{}", Chart { title: "Loss", caption, axis: ValueAxis::Fitted, runs: drawn.collect() }.draw(), legend(runs))
 }
 
@@ -211,7 +222,8 @@ fn memory(run: &PastRun) -> String {
 
 fn two_steps(run: &PastRun) -> String {
     let drawn = run.drawn_steps.iter().zip(["Typical", "Slowest"]).map(|(step, what)| step.draw(what));
-    or_none(drawn.collect(), "No trace.json in the output directory tells of three whole steps.")
+    let drawn = or_none(drawn.collect(), "No trace.json in the output directory tells of three whole steps.");
+    drawn + if run.has_timeline { WHOLE_TIMELINE } else { "" }
 }
 
 fn speculation(runs: &[PastRun]) -> String {
@@ -289,7 +301,7 @@ fn machine(runs: &[PastRun]) -> String {
         let word = |value: &serde_json::Value| value.as_str().map_or_else(|| value.to_string(), str::to_string);
         let known = [&run.part("numerics")["computed_on"], run.setting("gpus"), &run.part("numerics")["attention"], run.setting("isa")];
         let words = known.into_iter().map(|value| if value.is_null() { "unknown".into() } else { escape(word(value)) });
-        let timeline = if run.has_timeline { "trace.json, opens in ui.perfetto.dev" } else { "none" };
+        let timeline = if run.has_timeline { "trace.json" } else { "none" };
         std::iter::once(colour(idx, run)).chain(words).chain([timeline.into()]).collect()
     };
     let rows: Vec<_> = runs.iter().enumerate().map(row).collect();

@@ -1,11 +1,11 @@
 //! What became of a run, in words.
 
 use super::history::{History, WAITS};
-use super::html::number;
+use super::html::{last_name, number};
 use super::past_run::PastRun;
+use crate::simulate::outcome::of_a_large_product;
 use crate::units::Count;
 use serde_json::Value;
-use std::path::Path;
 
 /// Waiting for less than this share of the time is not worth a word.
 const WORTH_SAYING: f64 = 0.05;
@@ -36,7 +36,10 @@ pub(super) fn progress(run: &PastRun) -> String {
 
 fn tokens(history: &History) -> String {
     let speed = history.mean_tokens_per_second();
-    if speed.is_finite() { format!(" over {} tokens, at {} tokens/s", number(history.tokens), number(speed)) } else { String::new() }
+    let work = history
+        .mean_tflops_and_share()
+        .map_or(String::new(), |(tflops, share)| format!(" and {} TFLOP/s{}", number(tflops), of_a_large_product(Some(share))));
+    if speed.is_finite() { format!(" over {} tokens, at {} tokens/s{work}", number(history.tokens), number(speed)) } else { String::new() }
 }
 
 /// What the time of the steps went to, in milliseconds: compute first, then waiting.
@@ -85,10 +88,6 @@ fn files(data: &Value) -> String {
     }
 }
 
-pub(super) fn last_name(path: &str) -> String {
-    Path::new(path).file_name().map_or(path.into(), |name| name.to_string_lossy().into_owned())
-}
-
 /// Milliseconds as people say them.
 pub(super) fn duration(ms: f64) -> String {
     match ms / 1e3 {
@@ -132,6 +131,9 @@ mod tests {
         let said = sentence(&run(history([0.0, 300.0, 0.0])));
         assert!(said.contains("the loss went from 5 to 2 over 4,000 tokens, at 2,000 tokens/s"), "{said}");
         assert!(said.ends_with("compute was the limit, 85\u{a0}% of the time, before waiting for copies, 15\u{a0}%."), "{said}");
+        let facts = serde_json::json!({"matmul_flops": 8e14});
+        let on_a_gpu = sentence(&run(History { gflop: 4e5, facts, ..history([0.0; 3]) }));
+        assert!(on_a_gpu.contains("at 2,000 tokens/s and 200 TFLOP/s (25 % of a large product); compute"), "{on_a_gpu}");
         assert_eq!(bound(&history([1500.0, 0.0, 0.0])).unwrap(), "waiting for the optimizer was the limit, 75\u{a0}% of the time");
         assert_eq!(bound(&history([0.0; 3])).unwrap(), "compute was the limit, 100\u{a0}% of the time");
         assert_eq!(sentence(&run(History::default())), "No step has been written yet.");

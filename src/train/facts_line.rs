@@ -25,6 +25,8 @@ struct StartFacts {
     from_step: u64,
     /// Steps of the whole run.
     max_steps: u64,
+    /// FLOPs a second of large matrix products on all devices, by the profile of a GPU.
+    matmul_flops: Option<f64>,
     /// Seconds since 1970.
     started: u64,
     build: BuildFacts,
@@ -53,6 +55,7 @@ pub(super) struct Surroundings {
     pub(super) data: String,
     pub(super) data_counts: DataFacts,
     pub(super) max_steps: u64,
+    pub(super) matmul_flops: Option<f64>,
 }
 
 impl FactsLine {
@@ -65,10 +68,11 @@ impl FactsLine {
         shape: &ModelShape,
         (tokens_per_step, flops_per_step): (f64, f64),
     ) -> Self {
-        let Surroundings { machine, device, model, data, data_counts, max_steps } = about;
+        let Surroundings { machine, device, model, data, data_counts, max_steps, matmul_flops } = about;
         let facts = StartFacts {
             from_step,
             max_steps,
+            matmul_flops,
             started: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
             build: BuildFacts::this_program(),
             machine,

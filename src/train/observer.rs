@@ -36,7 +36,7 @@ pub struct RunFacts {
     pub device: String,
     /// What the plan of a GPU rests on, in words.
     pub rates: Option<String>,
-    /// FLOPs a second of a large matrix product, by the profile of a GPU.
+    /// FLOPs a second of large matrix products on all devices, by the profile of a GPU.
     pub matmul_flops: Option<f64>,
     /// The model, in words.
     pub model: String,
@@ -55,7 +55,7 @@ pub struct RunFacts {
 }
 
 impl RunFacts {
-    /// How the step's `model_tflops` compare with a large product on the GPU, in words; empty where that is not known.
+    /// How the step's `model_tflops` compare with a large product on each GPU, in words; empty where that is not known.
     pub fn share(&self, step: &StepMetrics) -> String {
         of_a_large_product(self.matmul_flops.map(|peak| step.model_tflops * 1e12 / peak))
     }

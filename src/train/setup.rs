@@ -172,11 +172,10 @@ impl PreparedRun<'_> {
         let facts = RunFacts {
             device: describe_device(launch, &engine.describe()),
             rates: launch.chosen.rates_from.as_ref().map(ToString::to_string),
-            matmul_flops: launch
-                .chosen
-                .rates_from
-                .as_ref()
-                .and_then(|rates_from| Some(rates_from.profile.gpu.as_ref()?.matmul_flops.value)),
+            matmul_flops: launch.chosen.rates_from.as_ref().and_then(|rates_from| {
+                let of_one = rates_from.profile.gpu.as_ref()?.matmul_flops.value;
+                Some(of_one * settings.gpus as f64)
+            }),
             model: describe_model(&settings, &source.shape),
             data,
             host: engine.host_memory().report(Path::new("/")).to_string(),
@@ -200,6 +199,7 @@ impl PreparedRun<'_> {
             data: facts.data,
             data_counts: DataFacts::new(loader.dataset()),
             max_steps,
+            matmul_flops: facts.matmul_flops,
         };
         let companions = Companions { settings, model_files: source.files, run, plan, about };
         Session::new(engine, loader, evaluation, schedule, companions, run_dir, observer)
