@@ -100,9 +100,13 @@ fn every_section_and_number_is_that_of_the_metrics() {
     let loss = |line: &Value, key: &str| short(line[key].as_f64().unwrap());
     let said = format!("the loss went from {} to {}", loss(&steps[0], "loss"), loss(&steps[11], "loss"));
     assert!(page.contains(&format!("Finished: all {STEPS} steps are done; {said}")), "{said}");
-    let tokens: f64 =
+    let tokens_trained: f64 =
         steps.iter().map(|line| (line["tokens_per_second"].as_f64().unwrap() * line["step_ms"].as_f64().unwrap() / 1e3).round()).sum();
-    let tokens = if tokens >= 1000.0 { format!("{},{:03}", tokens as u64 / 1000, tokens as u64 % 1000) } else { tokens.to_string() };
+    let tokens = if tokens_trained >= 1000.0 {
+        format!("{},{:03}", tokens_trained as u64 / 1000, tokens_trained as u64 % 1000)
+    } else {
+        tokens_trained.to_string()
+    };
     assert!(page.contains(&format!("over {tokens} tokens")), "{tokens}");
     assert!(page.contains(&format!("evaluation {} after step {STEPS}", loss(&evals[2], "eval_loss"))));
     for key in ["speculated", "rolled_back", "committed", "clipped"] {
@@ -132,6 +136,15 @@ fn every_section_and_number_is_that_of_the_metrics() {
         let step = page.split_once(what).unwrap().1.split_once(", ").unwrap().0.parse::<u64>().unwrap();
         assert!((2..=STEPS).contains(&step), "{what}{step}");
     }
+    let said = |attribute: &str| -> Vec<f64> {
+        let text = page.split_once(&format!(" {attribute}=\"")).unwrap().1.split_once('"').unwrap().0;
+        text.split(' ').map(|number| number.parse().unwrap()).collect()
+    };
+    let (by_step, ms_by_step, means) = (said("data-tokens"), said("data-ms"), said("data-means"));
+    assert_eq!(by_step.last().unwrap().to_string(), tokens_trained.to_string());
+    assert!((ms_by_step.last().unwrap() - sum("step_ms")).abs() < 0.1 && ms_by_step.len() == 2 * steps.len(), "{ms_by_step:?}");
+    let expected = steps.iter().flat_map(|line| [line["step"].as_f64().unwrap(), line["loss"].as_f64().unwrap(), 1.0]);
+    assert!(means.iter().zip(expected).all(|(said, is)| (said / is - 1.0).abs() < 1e-4) && means.len() == 3 * steps.len(), "{means:?}");
     let counts = &workspace.metrics_and_facts("plain")[0]["facts"]["data_counts"];
     let rows = format!("<td>{} of 16 tokens</td>", counts["rows"]);
     assert!(page.contains(&rows) && page.contains("<td>0 (0.0 %)</td>") && counts["padding"] == 0, "{counts}");

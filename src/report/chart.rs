@@ -127,11 +127,14 @@ impl Chart<'_> {
         }
         for tick in x.ticks(4.0).into_iter().filter(|tick| tick.fract() == 0.0) {
             let at = 100.0 * x.share(tick);
-            let _ =
-                writeln!(svg, "<text class=\"tick\" x=\"{at:.2}%\" y=\"100%\" dy=\"18\" text-anchor=\"middle\">{}</text>", tick_text(tick));
+            let _ = writeln!(
+                svg,
+                "<text class=\"tick x\" x=\"{at:.2}%\" y=\"100%\" dy=\"18\" text-anchor=\"middle\">{}</text>",
+                tick_text(tick)
+            );
         }
         svg.push_str("<line class=\"axis\" x1=\"0\" x2=\"100%\" y1=\"100%\" y2=\"100%\"/>\n");
-        svg.push_str("<text class=\"tick\" x=\"-14\" y=\"100%\" dy=\"18\" text-anchor=\"end\">step</text>\n");
+        svg.push_str("<text class=\"tick unit\" x=\"-14\" y=\"100%\" dy=\"18\" text-anchor=\"end\">step</text>\n");
     }
 
     /// Each curve's last value beside its end, moved where two would meet.
@@ -158,7 +161,7 @@ impl Chart<'_> {
         let anchor = ["start", "middle", "end"][usize::from(across > 12.0) + usize::from(across > 88.0)];
         let _ = writeln!(
             svg,
-            "<text class=\"mark r{}\" x=\"{across:.2}%\" y=\"{down:.2}%\" dy=\"-12\" text-anchor=\"{anchor}\">best {}</text>",
+            "<text class=\"mark r{}\" data-step=\"{step}\" x=\"{across:.2}%\" y=\"{down:.2}%\" dy=\"-12\" text-anchor=\"{anchor}\">best {}</text>",
             run.run,
             number(value)
         );
@@ -176,11 +179,18 @@ impl ChartRun<'_> {
         if self.is_exact { self.curve.points().collect() } else { self.curve.smoothed() }
     }
 
+    /// What the page's script smooths anew; nothing of an exact curve.
+    fn means(&self) -> String {
+        let mean = |(step, mean, count)| format!("{step} {mean:.4e} {count}");
+        let means: Vec<_> = self.curve.means().into_iter().map(mean).collect();
+        if self.is_exact || means.is_empty() { String::new() } else { format!(" data-means=\"{}\"", means.join(" ")) }
+    }
+
     fn curves(&self, svg: &mut String, x: &Scale, y: &Scale) {
         for piece in self.curve.pieces() {
-            path(svg, "raw", self.run, &piece, x, y);
+            path(svg, "raw", self.run, &piece, "", x, y);
         }
-        path(svg, "smooth", self.run, &self.line(), x, y);
+        path(svg, "smooth", self.run, &self.line(), &self.means(), x, y);
         self.marks.iter().for_each(|(style, marks)| ticks_below(svg, style, self.run, marks, x));
         let dots: Vec<_> = self.dots.iter().flat_map(|dots| dots.points()).collect();
         ["dot", "hole"].into_iter().for_each(|style| points_alone(svg, style, self.run, &dots, x, y));
@@ -193,28 +203,28 @@ fn place((step, value): (f64, f64), x: &Scale, y: &Scale) -> String {
     format!("{:.1},{:.1}", SIDE * x.share(step), SIDE * (1.0 - y.share(value)))
 }
 
-/// A curve through `points`; one point has no length and is seen by its round cap.
-fn path(svg: &mut String, style: &str, run: usize, points: &[(f64, f64)], x: &Scale, y: &Scale) {
+/// A curve through `points`, with attributes; one point has no length and is seen by its round cap.
+fn path(svg: &mut String, style: &str, run: usize, points: &[(f64, f64)], attributes: &str, x: &Scale, y: &Scale) {
     let places: Vec<_> = points.iter().map(|&point| place(point, x, y)).collect();
     let end = if places.len() == 1 { "h0" } else { "" };
-    element(svg, style, run, &format!("M{}{end}", places.join("L")), places.is_empty());
+    element(svg, style, run, &format!("M{}{end}", places.join("L")), attributes, places.is_empty());
 }
 
 /// Every point as a stroke without length: its cap is round on every width, which a stretched circle would not be.
 fn points_alone(svg: &mut String, style: &str, run: usize, points: &[(f64, f64)], x: &Scale, y: &Scale) {
     let strokes: String = points.iter().map(|&point| format!("M{}h0", place(point, x, y))).collect();
-    element(svg, style, run, &strokes, points.is_empty());
+    element(svg, style, run, &strokes, "", points.is_empty());
 }
 
 /// Short strokes on the axis of steps.
 fn ticks_below(svg: &mut String, style: &str, run: usize, marks: &StepCurve, x: &Scale) {
     let strokes: String = marks.points().map(|(step, _)| format!("M{:.1},970V1000", SIDE * x.share(step))).collect();
-    element(svg, style, run, &strokes, strokes.is_empty());
+    element(svg, style, run, &strokes, "", strokes.is_empty());
 }
 
-fn element(svg: &mut String, style: &str, run: usize, strokes: &str, is_empty: bool) {
+fn element(svg: &mut String, style: &str, run: usize, strokes: &str, attributes: &str, is_empty: bool) {
     if !is_empty {
-        let _ = writeln!(svg, "<path class=\"{style} r{run}\" vector-effect=\"non-scaling-stroke\" d=\"{strokes}\"/>");
+        let _ = writeln!(svg, "<path class=\"{style} r{run}\" vector-effect=\"non-scaling-stroke\" d=\"{strokes}\"{attributes}/>");
     }
 }
 

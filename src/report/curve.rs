@@ -88,15 +88,22 @@ impl StepCurve {
         self.pieces().into_iter().flatten()
     }
 
-    /// The mean over a window of a twentieth of the steps, at most that.
+    /// Of each stretch the middle, the mean, and of how many points that is.
+    pub(super) fn means(&self) -> Vec<(f64, f64, u64)> {
+        let known = self.stretches.iter().filter(|stretch| stretch.count > 0);
+        known.map(|stretch| ((stretch.first_x + stretch.last_x) / 2.0, stretch.sum / stretch.count as f64, stretch.count)).collect()
+    }
+
+    /// The mean over a window of a twentieth of the steps, at most that. The page's script has windows of other widths.
     pub(super) fn smoothed(&self) -> Vec<(f64, f64)> {
-        let reach = self.stretches.len() / 40;
-        let known = |all: &[Stretch]| all.iter().fold((0.0, 0), |(sum, count), s| (sum + s.sum, count + s.count));
-        let mean = |at: usize| {
-            let (sum, count) = known(&self.stretches[at.saturating_sub(reach)..(at + reach + 1).min(self.stretches.len())]);
-            (count > 0).then(|| ((self.stretches[at].first_x + self.stretches[at].last_x) / 2.0, sum / count as f64))
+        let means = self.means();
+        let reach = means.len() / 40;
+        let smooth = |at: usize| {
+            let window = &means[at.saturating_sub(reach)..(at + reach + 1).min(means.len())];
+            let (sum, count) = window.iter().fold((0.0, 0), |(sum, all), &(_, mean, count)| (sum + mean * count as f64, all + count));
+            (means[at].0, sum / count as f64)
         };
-        (0..self.stretches.len()).filter_map(mean).collect()
+        (0..means.len()).map(smooth).collect()
     }
 
     /// The lowest and highest `y`; `None` of nothing.

@@ -81,6 +81,9 @@ pub(super) struct History {
     pub(super) learning_rate: StepCurve,
     pub(super) tokens_per_second: StepCurve,
     pub(super) step_ms: StepCurve,
+    /// What was done after each step: tokens trained, and milliseconds in steps.
+    pub(super) tokens_by_step: StepCurve,
+    pub(super) ms_by_step: StepCurve,
     pub(super) expert_largest: StepCurve,
     pub(super) expert_unused: StepCurve,
     /// 1 where a step was clipped or skipped, else no number.
@@ -189,6 +192,8 @@ impl History {
         self.rss_bytes = rss_bytes.unwrap_or(self.rss_bytes);
         self.memory = record.memory.or(self.memory.take());
         self.draw(x, loss, [record.grad_norm, record.learning_rate, record.tokens_per_second, record.step_ms]);
+        self.tokens_by_step.push(x, self.tokens);
+        self.ms_by_step.push(x, self.total_ms);
         self.expert_largest.push(x, record.expert_largest_over_mean.unwrap_or(f64::NAN));
         self.expert_unused.push(x, record.expert_unused_share.map_or(f64::NAN, |share| 100.0 * share));
         self.mark(x, record.verdict.as_deref());

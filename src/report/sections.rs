@@ -27,7 +27,7 @@ pub(super) fn page(runs: &[PastRun]) -> String {
     let title = names.join(", ");
     let parts = [
         head(runs, &title),
-        section("Loss", &format!("<div class=\"tall\">{}</div>{}", loss(runs), loss_notes(runs))),
+        section("Loss", &format!("{}<div class=\"tall\">{}</div>{}", controls(runs), loss(runs), loss_notes(runs))),
         section("Learning rate and gradient norm", &pair(learning_rate(runs), grad_norm(runs))),
         section("Speed", &pair(speed(runs), step_time(runs))),
         experts(runs),
@@ -149,6 +149,25 @@ fn loss(runs: &[PastRun]) -> String {
     let caption = "mean over the tokens of a step, in nats. Thin: each step; thick, with its last value: smoothed; points: evaluations, \
                    the best one filled; strokes below: clipped steps; red: skipped steps";
     format!("{}{}", Chart { title: "Loss", caption, axis: ValueAxis::Fitted, runs: drawn.collect() }.draw(), legend(runs))
+}
+
+/// What the page's script turns: the axis below all charts, and how smooth they are.
+fn controls(runs: &[PastRun]) -> String {
+    let axis = |name: &str| {
+        let checked = if name == "steps" { " checked" } else { "" };
+        format!("<label><input type=\"radio\" name=\"axis\" value=\"{name}\"{checked}>{name}</label>")
+    };
+    let clock = |run: &PastRun| {
+        let listed = |curve: &StepCurve| curve.points().map(|(step, done)| format!("{step} {done:.1}")).collect::<Vec<_>>().join(" ");
+        let (tokens, ms) = (listed(&run.history.tokens_by_step), listed(&run.history.ms_by_step));
+        format!("<data class=\"clock\" hidden value=\"\" data-tokens=\"{tokens}\" data-ms=\"{ms}\"></data>\n")
+    };
+    format!(
+        "<form class=\"controls\" hidden>\n<fieldset><legend>All charts over</legend>{}</fieldset>\n<label>Smoothing \
+         <input type=\"range\" name=\"smooth\" min=\"0\" max=\"50\" value=\"5\"> <output>5 %</output></label>\n{}</form>\n",
+        ["steps", "tokens", "time"].map(axis).concat(),
+        runs.iter().map(clock).collect::<String>()
+    )
 }
 
 /// Evaluations in numbers.
