@@ -12,7 +12,7 @@ const SECTIONS: [&str; 12] = [
     "Learning rate and gradient norm",
     "Speed",
     "Where the time of a step goes",
-    "Memory planned",
+    "Memory",
     "Two steps",
     "Speculation",
     "Data",
@@ -186,6 +186,20 @@ fn a_timeline_that_is_none_is_told_and_keeps_nothing_else_back() {
     assert!(page.contains("No trace.json in the output directory tells of three whole steps.") && !page.contains("Typical: step"));
     assert!(!page.contains("perfetto"));
     assert_eq!(check_svg(&page), 5 * 2 + 4);
+}
+
+#[test]
+fn memory_is_told_as_planned_and_as_seen() {
+    let workspace = Workspace::new();
+    let (memory, machine) = (json!({"device_bytes": {"weights": 3_u64 << 30}}), json!({"gpu": {"memory_used_bytes": 5_u64 << 30}}));
+    let facts = json!({"facts": {"from_step": 0, "memory": memory, "machine": machine}});
+    workspace.write("gpu/metrics.jsonl", format!("{facts}\n{{\"step\":1,\"rss_bytes\":{}}}\n", 7_u64 << 30));
+    let page = page(&workspace, &["gpu"]);
+    for words in ["Planned, device: 3.0 GiB", "all processes</td><td>5.0 GiB</td>", "last step</td><td>7.0 GiB</td>"] {
+        assert!(page.contains(words), "{words} {page}");
+    }
+    workspace.write("none/metrics.jsonl", "{\"step\":1,\"memory\":{\"host_bytes\":{\"weights\":3}}}\n");
+    assert!(!self::page(&workspace, &["none"]).contains("Measured"));
 }
 
 #[test]

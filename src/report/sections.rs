@@ -32,7 +32,7 @@ pub(super) fn page(runs: &[PastRun]) -> String {
         section("Speed", &pair(speed(runs), step_time(runs))),
         experts(runs),
         section("Where the time of a step goes", &each(runs, step_shares)),
-        section("Memory planned", &each(runs, memory)),
+        section("Memory", &each(runs, memory)),
         section("Two steps", &each(runs, two_steps)),
         section("Speculation", &speculation(runs)),
         section("Data", &each(runs, data)),
@@ -233,10 +233,22 @@ fn memory(run: &PastRun) -> String {
         classes.sort_by_key(|(_, bytes)| std::cmp::Reverse(**bytes));
         let part = |(name, &bytes): (&String, &u64)| (name.clone(), bytes as f64, Bytes(bytes).to_string());
         let all = Bytes(classes.iter().fold(0, |sum, (_, bytes)| sum.saturating_add(**bytes)));
-        stacked_bar(&format!("{place}: {all}"), &classes.into_iter().take(16).map(part).collect::<Vec<_>>())
+        stacked_bar(&format!("Planned, {place}: {all}"), &classes.into_iter().take(16).map(part).collect::<Vec<_>>())
     };
-    let bars = bar("Device", &memory.device_bytes) + &bar("Host, pinned", &memory.host_bytes);
-    format!("{bars}<p class=\"note\">Resident set of the process at its last step: {}</p>\n", Bytes(run.history.rss_bytes))
+    let bars = bar("device", &memory.device_bytes) + &bar("host, pinned", &memory.host_bytes);
+    bars + &measured_memory(run)
+}
+
+/// What was seen in use, beside what was planned.
+fn measured_memory(run: &PastRun) -> String {
+    let of_device = run.history.facts["machine"]["gpu"]["memory_used_bytes"].as_u64();
+    let seen = [
+        ("The first GPU when steps began, all processes", of_device),
+        ("Resident set of this process after its last step", Some(run.history.rss_bytes).filter(|bytes| *bytes > 0)),
+    ];
+    let row = |(what, bytes): (&str, Option<u64>)| Some(vec![what.into(), Bytes(bytes?).to_string()]);
+    let rows: Vec<_> = seen.into_iter().filter_map(row).collect();
+    if rows.is_empty() { String::new() } else { table(&["Measured", ""], &rows) }
 }
 
 fn two_steps(run: &PastRun) -> String {

@@ -15,6 +15,8 @@ pub struct GpuFacts {
     /// Newest CUDA that the driver serves: `13.0`.
     pub cuda: Option<String>,
     pub memory_bytes: Option<u64>,
+    /// In use now, by all processes.
+    pub memory_used_bytes: Option<u64>,
     /// Generation of the PCIe link now; an idle GPU may have slowed it down.
     pub pcie_generation: Option<u32>,
     /// Lanes of the PCIe link now.

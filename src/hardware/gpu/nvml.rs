@@ -101,12 +101,13 @@ impl VisibleGpu {
 
     pub(super) fn facts(&self) -> GpuFacts {
         let Ok(device) = self.device() else { return GpuFacts::default() };
-        let cuda = self.nvml.sys_cuda_driver_version().ok();
+        let (cuda, memory) = (self.nvml.sys_cuda_driver_version().ok(), device.memory_info().ok());
         GpuFacts {
             name: device.name().ok(),
             driver: self.nvml.sys_driver_version().ok(),
             cuda: cuda.map(|version| format!("{}.{}", cuda_driver_version_major(version), cuda_driver_version_minor(version))),
-            memory_bytes: device.memory_info().ok().map(|memory| memory.total),
+            memory_bytes: memory.as_ref().map(|memory| memory.total),
+            memory_used_bytes: memory.map(|memory| memory.used),
             pcie_generation: device.current_pcie_link_gen().ok(),
             pcie_lanes: device.current_pcie_link_width().ok(),
             power_limit_w: device.enforced_power_limit().ok().map(watts),
