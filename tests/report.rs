@@ -121,6 +121,9 @@ fn every_section_and_number_is_that_of_the_metrics() {
         page.contains("--eval-steps 4")
             && page.contains("<td><code>eval-steps</code></td><td><code>not set</code></td><td><code>4</code></td>")
     );
+    let plan = &workspace.metrics_and_facts("plain")[0]["facts"]["plan"];
+    let states = format!("<td>Plan</td><td>states of {} of {} buckets on the device, ", plan["resident_buckets"], plan["buckets"]);
+    assert!(page.contains(&states) && page.contains("layers: 1 "), "{states}");
     assert!(page.contains("<td>Build</td>") && page.contains(concat!("superoffload ", env!("CARGO_PKG_VERSION"), ", commit ")));
     assert_eq!((page.matches("<div class=\"plot\">").count(), page.matches("class=\"dot ").count()), (5, 1));
     assert_eq!(check_svg(&page), 5 * 2 + 4 + LANES);

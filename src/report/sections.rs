@@ -350,6 +350,7 @@ fn facts(run: &PastRun) -> String {
     let (build, machine) = (&facts["build"], &facts["machine"]);
     let memory = machine["memory_bytes"].as_u64().map_or("unknown".into(), |bytes| Bytes(bytes).to_string());
     let rows = [
+        ("Plan", plan(&facts["plan"])),
         ("Device", word(&facts["device"])),
         ("Processor", format!("{}, {} cores, {memory}", word(&machine["cpu"]), machine["cores"])),
         ("System", format!("Linux {} on {}", word(&machine["kernel"]), word(&machine["arch"]))),
@@ -357,6 +358,23 @@ fn facts(run: &PastRun) -> String {
     ];
     let rows: Vec<_> = rows.into_iter().map(|(name, value)| vec![name.to_string(), escape(value)]).collect();
     table(&["Written by the run", ""], &rows)
+}
+
+/// Where things lay, and what a step was predicted to take.
+fn plan(plan: &Value) -> String {
+    if !plan.is_object() {
+        return "unknown".into();
+    }
+    let layers = plan["layer_policies"].as_object().into_iter().flatten();
+    let layers: Vec<_> = layers.map(|(policy, count)| format!("{count} {policy}")).collect();
+    let predicted = plan["predicted_step_ms"].as_f64().map_or(String::new(), |ms| format!("; {} a step predicted", verdict::duration(ms)));
+    format!(
+        "states of {} of {} buckets on the device, {} optimizer threads; layers: {}{predicted}",
+        plan["resident_buckets"],
+        plan["buckets"],
+        plan["threads"],
+        layers.join(", ")
+    )
 }
 
 fn command(run: &PastRun) -> String {
