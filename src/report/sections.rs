@@ -55,7 +55,8 @@ fn pair(left: String, right: String) -> String {
 
 /// What `of` says of each run, under its name if there are several.
 fn each(runs: &[PastRun], of: impl Fn(&PastRun) -> String) -> String {
-    let named = |(idx, run): (usize, &PastRun)| if runs.len() > 1 { format!("<p>{}</p>{}", colour(idx, run), of(run)) } else { of(run) };
+    let named =
+        |(idx, run): (usize, &PastRun)| if runs.len() > 1 { format!("<h3>{}</h3>\n{}", colour(idx, run), of(run)) } else { of(run) };
     runs.iter().enumerate().map(named).collect()
 }
 
