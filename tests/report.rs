@@ -1,6 +1,7 @@
 //! `superoffload report`: what stands on the page is what the metrics say, text of files stays text, and damage is counted. With
 //! `SUPEROFFLOAD_BROWSER=chromium` (its path) a browser opens the page and must have nothing to complain of.
 
+use crate::campaign::record;
 use crate::program::{Outcome, STEPS, Workspace, copy_dir, program, run};
 use serde_json::{Value, json};
 use std::fs;
@@ -315,17 +316,92 @@ fn what_is_no_run_and_what_is_no_report_is_refused_in_one_line() {
     assert_eq!((onto("new.html").code, onto("new.html").code), (0, 0));
 }
 
+/// A page in a browser; without one nothing is tried.
+struct Browser<'a> {
+    program: std::ffi::OsString,
+    workspace: &'a Workspace,
+}
+
+impl Browser<'_> {
+    /// Opens the report at what follows its address, and gives what is said and printed; nothing may be complained of.
+    fn open(&self, at: &str, flags: &[&str]) -> String {
+        let common = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr"];
+        let address = format!("file://{}{at}", self.workspace.path("report.html").display());
+        let shown = run(Command::new(&self.program).args(common).args(flags).arg(address));
+        assert!(shown.code == 0 && !shown.stderr.contains("CONSOLE"), "{}", shown.stderr);
+        shown.stdout
+    }
+
+    /// The colour of the page's upper left corner where people like it light (1) or dark (0).
+    fn paper(&self, scheme: u8) -> [u8; 3] {
+        let png = self.workspace.path("page.png");
+        self.open(
+            "",
+            &[
+                "--window-size=1200,5000",
+                &format!("--screenshot={}", png.display()),
+                &format!("--blink-settings=preferredColorScheme={scheme}"),
+            ],
+        );
+        first_pixel(&fs::read(png).unwrap())
+    }
+
+    /// Pages on paper.
+    fn sheets(&self) -> usize {
+        let pdf = self.workspace.path("page.pdf");
+        self.open("", &["--no-pdf-header-footer", &format!("--print-to-pdf={}", pdf.display())]);
+        let pdf = String::from_utf8_lossy(&fs::read(pdf).unwrap()).into_owned();
+        assert!(pdf.starts_with("%PDF-") && pdf.trim_end().ends_with("%%EOF"));
+        pdf.matches("/Type /Page\n").count()
+    }
+}
+
+/// The first pixel of a PNG, which no filter changes.
+fn first_pixel(png: &[u8]) -> [u8; 3] {
+    let (mut rest, mut packed) = (&png[8..], Vec::new());
+    while let [a, b, c, d, kind @ ..] = rest {
+        let (kind, data) = kind.split_at(4);
+        let length = u32::from_be_bytes([*a, *b, *c, *d]) as usize;
+        packed.extend_from_slice(if kind == b"IDAT" { &data[..length] } else { &[] });
+        rest = &data[length + 4..];
+    }
+    let mut begin = [0; 4];
+    std::io::Read::read_exact(&mut flate2::read::ZlibDecoder::new(&packed[..]), &mut begin).unwrap();
+    [begin[1], begin[2], begin[3]]
+}
+
+/// Light, dark and on paper, one run and several; a line of `tests/campaigns/browser.jsonl` says so.
 #[test]
 fn a_browser_draws_the_page_and_has_no_complaint() {
-    let Some(browser) = std::env::var_os("SUPEROFFLOAD_BROWSER") else { return };
+    let Some(program) = std::env::var_os("SUPEROFFLOAD_BROWSER") else { return };
     let workspace = trained();
-    page(&workspace, &["plain"]);
-    let flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"];
-    let mut command = Command::new(browser);
-    let shown = run(command.args(flags).arg(format!("file://{}", workspace.path("report.html").display())));
-    assert!(!shown.stderr.contains("CONSOLE"), "{}", shown.stderr);
-    // The script ran, and so its hash is that of the policy: each chart has its readout.
-    assert_eq!(shown.stdout.matches("<output hidden").count(), 5, "{}", shown.stdout);
+    assert_eq!(run(&mut workspace.train("other", &["--learning-rate", "0.05", "--max-steps", "9"])).code, 0);
+    let version = run(Command::new(&program).arg("--version")).stdout.trim().to_string();
+    let browser = Browser { program, workspace: &workspace };
+    let mut pages = Vec::new();
+    for runs in [&["plain"][..], &["plain", "other"]] {
+        let bytes = page_with(&workspace, runs, WITH_SAMPLES).len();
+        let shown = browser.open("", &["--dump-dom"]);
+        // The script ran, and so its hash is that of the policy: each chart has its readout.
+        assert_eq!(shown.matches("<output hidden").count(), 5, "{shown}");
+        let turned = browser.open("#axis=tokens&smooth=0", &["--dump-dom"]);
+        assert_eq!(turned.matches(">tokens</text>").count(), 5, "each chart is drawn anew: {turned}");
+        let line = |class: &str| {
+            turned.split_once(&format!("<path class=\"{class} r0\"")).unwrap().1.split_once(" d=\"").unwrap().1.split_once('"').unwrap().0
+        };
+        let places = |line: &str| line.split(['M', 'L', ',']).filter_map(|x| x.parse::<f64>().ok()).collect::<Vec<_>>();
+        let (raw, smooth) = (places(line("raw")), places(line("smooth")));
+        assert!(raw.len() == 2 * STEPS as usize && raw.len() == smooth.len(), "{turned}");
+        assert!(raw.iter().zip(&smooth).all(|(raw, smooth)| (raw - smooth).abs() < 0.3), "{raw:?} {smooth:?}");
+        assert_eq!(browser.open("#axis=time&smooth=50", &["--dump-dom"]).matches(">s</text>").count(), 5);
+        let (light, dark, sheets) = (browser.paper(1), browser.paper(0), browser.sheets());
+        assert!(light.iter().all(|part| *part > 240) && dark.iter().all(|part| *part < 40), "{light:?} {dark:?}");
+        assert!((2..=8 * runs.len()).contains(&sheets), "{sheets} sheets");
+        pages.push(
+            json!({"runs": runs.len(), "bytes": bytes, "charts": 5, "complaints": 0, "light": light, "dark": dark, "sheets": sheets}),
+        );
+    }
+    record("browser", json!({"browser": version, "pages": pages}));
 }
 
 /// Routers whose logits tie take the first experts. Weights that differ tell experts apart.
