@@ -1,6 +1,8 @@
 //! Event files for TensorBoard: whole records, one a step, and what a resumed run takes back.
 
+use crate::campaign::record;
 use crate::program::{Workspace, run};
+use serde_json::json;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -67,7 +69,8 @@ fn events_are_left_out_on_request_and_never_stop_a_run() {
     assert_eq!(fs::read_dir(workspace.path("elsewhere")).unwrap().count(), 0);
 }
 
-/// What TensorBoard itself reads, steps and losses, is what metrics.jsonl says, also after a resume.
+/// What TensorBoard itself reads, steps and losses, is what metrics.jsonl says, also after a resume; a line of
+/// `tests/campaigns/tensorboard.jsonl` says so.
 #[test]
 #[ignore = "needs a Python with tensorboard 2.21 in SUPEROFFLOAD_PYTHON"]
 fn tensorboard_reads_what_the_metrics_say() {
@@ -77,10 +80,13 @@ fn tensorboard_reads_what_the_metrics_say() {
     run(&mut workspace.resume("out", &[])).digest();
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/tensorboard/losses.py");
     let python = std::env::var("SUPEROFFLOAD_PYTHON").unwrap();
-    let output = Command::new(python).arg(script).arg(workspace.path("out/tb")).output().unwrap();
+    let output = Command::new(&python).arg(script).arg(workspace.path("out/tb")).output().unwrap();
     assert!(output.status.success(), "{output:?}");
     let read: Vec<(u64, f32)> = serde_json::from_slice(&output.stdout).unwrap();
     let told = workspace.metrics("out");
     let told: Vec<_> = told.iter().map(|line| (line["step"].as_u64().unwrap(), line["loss"].as_f64().unwrap() as f32)).collect();
     assert_eq!(read, told);
+    let version = Command::new(python).args(["-c", "import tensorboard; print(tensorboard.__version__)"]).output().unwrap().stdout;
+    let version = String::from_utf8(version).unwrap().trim().to_string();
+    record("tensorboard", json!({"tensorboard": version, "losses": told.len(), "resumed": true, "equal": true}));
 }

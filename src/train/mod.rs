@@ -85,8 +85,11 @@ fn drive<D: Kernels, X: Exchange<D>>(mut session: Session<D, X>, stop: &StopFlag
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
+    use crate::config::options::{DeviceChoice, TrainLength};
+    use crate::disk::faults::{self, Mode};
     use crate::metrics::StepMetrics;
     use crate::planner::plan::Plan;
+    use std::path::PathBuf;
 
     #[derive(Default)]
     pub(crate) struct Heard(pub(crate) Vec<String>);
@@ -98,5 +101,41 @@ pub(crate) mod tests {
         fn warn(&mut self, line: &str) {
             self.0.push(line.to_string());
         }
+    }
+
+    /// Trains four steps; what was heard, the step that was reached, and each access to a file, of which the one at `fault` fails.
+    fn four_steps(fault: Option<usize>) -> (Vec<String>, u64, Vec<(&'static str, PathBuf)>) {
+        let dir = tempfile::tempdir().unwrap();
+        let settings = Settings {
+            output_dir: dir.path().join("out"),
+            train_length: TrainLength::Steps(4),
+            device: DeviceChoice::Cpu,
+            threads: Some(1),
+            seq_length: 8,
+            per_device_train_batch_size: 1,
+            ..Settings::demo()
+        };
+        let mut heard = Heard::default();
+        faults::arm(fault.map(|at| (at, Mode::Error)));
+        let summary = train(&settings, &StopFlag::default(), &mut heard);
+        let accesses = faults::disarm();
+        let summary = summary.unwrap();
+        assert!(summary.failure.is_none(), "{summary}");
+        (heard.0, summary.step, accesses)
+    }
+
+    #[test]
+    fn events_that_fail_in_mid_run_are_one_warning_and_training_goes_on() {
+        let writes = |accesses: &[(&'static str, PathBuf)]| -> Vec<usize> {
+            let is_event = |path: &PathBuf| path.to_string_lossy().contains("tfevents");
+            accesses.iter().enumerate().filter(|(_, (what, path))| *what == "write" && is_event(path)).map(|(at, _)| at).collect()
+        };
+        let (quiet, _, accesses) = four_steps(None);
+        // The version, and four steps.
+        let [.., second, _, _] = writes(&accesses)[..] else { panic!("{accesses:?}") };
+        let of_events = |heard: &[String]| heard.iter().filter(|line| line.starts_with("no events for TensorBoard from here on")).count();
+        let (heard, step, accesses) = four_steps(Some(second));
+        assert_eq!((of_events(&quiet), of_events(&heard), step, heard.len()), (0, 1, 4, quiet.len() + 1), "{heard:?}");
+        assert_eq!(writes(&accesses).len(), 3, "the version, a step, and one that failed");
     }
 }
