@@ -1,9 +1,14 @@
-//! The Python package is typed as the program's flags are. What it does is tested by `packaging/test.sh`, with the wheel.
+//! The Python package is typed as the program's flags are, and a wheel of the program that was just built does what it shall in an environment
+//! that has nothing else. The released wheel is tested by `packaging/test.sh`.
 
+use crate::program::{Outcome, run};
+use crate::support::emulator;
 use clap::{Arg, ArgAction, Args, Command};
 use std::any::TypeId;
 use std::fs;
+use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::process::Command as Process;
 use superoffload::TrainOptions;
 
 /// What `train` and `start` name themselves.
@@ -73,4 +78,48 @@ fn the_package_is_typed_as_the_flags_are() {
         stub,
         "SUPEROFFLOAD_WRITE_FLAGS=1 cargo test --test main python:: writes it again"
     );
+}
+
+/// A program in the repository's folder, with nothing of the person's environment.
+fn clean(program: &Path, home: &Path, args: &[&str]) -> Process {
+    let mut clean = Process::new(program);
+    clean.args(args).current_dir(env!("CARGO_MANIFEST_DIR"));
+    clean.env_clear().env("PATH", "/usr/bin:/bin").env("HOME", home).env("PYTHONDONTWRITEBYTECODE", "1");
+    clean
+}
+
+/// What it printed, if it ended well.
+fn done(command: &mut Process, remedy: &str) -> Outcome {
+    let outcome = run(command);
+    assert_eq!(outcome.code, 0, "{command:?}: {remedy}\n{}{}", outcome.stdout, outcome.stderr);
+    outcome
+}
+
+/// The Python of `PATH`, as an absolute path, if the package supports it.
+fn system_python() -> Option<PathBuf> {
+    let ask = "import sys; assert sys.version_info >= (3, 10); print(sys.executable)";
+    let said = Process::new("python3").args(["-c", ask]).output().ok().filter(|said| said.status.success())?;
+    Some(String::from_utf8(said.stdout).unwrap().trim().into())
+}
+
+/// As a service would start it: the environment is bare, nobody activates it, and nothing is on `PATH`.
+#[test]
+fn the_wheel_in_a_bare_environment_trains_the_demo_and_passes_the_packages_tests() {
+    let Some(system) = system_python().filter(|_| emulator().is_none()) else {
+        // Not by a macro, whose words nobody would see.
+        writeln!(std::io::stderr(), "LEFT OUT: the wheel is not tested: there is no python3 from 3.10 on for it").unwrap();
+        return;
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let (home, bare, built) = (dir.path(), dir.path().join("bare"), env!("CARGO_BIN_EXE_superoffload"));
+    let path = |name: &str| bare.join("bin").join(name);
+    done(clean(&system, home, &["-m", "venv"]).arg(&bare), "Debian has it in the package python3-venv");
+    let wheel = done(clean(&path("python"), home, &["packaging/wheel.py", built]).arg(home), "").stdout;
+    done(&mut clean(&path("pip"), home, &["install", "--quiet", "--no-index", wheel.trim()]), "");
+    let demo = ["train", "--device=cpu", "--max-steps=1", "--digest", "--output-dir=run"];
+    assert_eq!(done(clean(&path("superoffload"), home, &demo).current_dir(home), "").digest().len(), 64);
+    let tests = ["-W", "ignore", "-m", "unittest", "discover", "-s", "packaging/python/tests", "-p", "test_superoffload.py"];
+    let said = done(&mut clean(&path("python"), home, &tests), "").stderr;
+    let ran = said.lines().find_map(|line| line.strip_prefix("Ran ")?.split(' ').next()?.parse::<usize>().ok());
+    assert!(ran > Some(15), "{said}");
 }
