@@ -18,21 +18,10 @@ packaging/build.sh "$work/dist" "$arch"
 packaging/check.sh "$work/dist" "$arch"
 wheel=$(ls "$work"/dist/superoffload-*.whl)
 
-# The oldest Python that is here and supported.
-runs() { "$1" -c '' 2>/dev/null; }
-for python in python3.1{0,1,2,3} python3; do ! runs $python || break; done
-$python --version
-$python -m venv "$work/bare"
-began=$(date +%s.%N)
-"$work/bare/bin/pip" install --quiet --disable-pip-version-check --no-index --no-deps "$wheel"
-installed=$(date +%s.%N)
-# As a service would start it: no environment is active, nothing is on PATH.
+read -ra times <<<"$(packaging/first-start.sh "$wheel" "$work/bare")"
+[ "${#times[@]}" = 2 ] || give_up "the demo does not train from the wheel"
 clean=(env -i HOME="$work/home" PATH=/usr/bin:/bin)
 mkdir "$work/home"
-step_1() { "${clean[@]}" "$work/bare/bin/superoffload" train --device cpu --max-steps 1 --output-dir "$work/run" --digest; }
-said=$(step_1) || give_up "the demo does not train"
-ended=$(date +%s.%N)
-grep -q '^digest: ' <<<"$said" || give_up "the demo says no digest: $said"
 # The commit that provenance names is the one that the program tells.
 version=$("${clean[@]}" "$work/bare/bin/superoffload" --version)
 [[ $version = *"$(git rev-parse HEAD)"* ]] || give_up "the program is of another commit: $version"
@@ -65,9 +54,7 @@ tar -C "$work" -xzf "$work"/dist/superoffload-*.tar.gz
 unpacked=$(ls -d "$work"/superoffload-*-"$arch"-unknown-linux-gnu)
 cmp "$unpacked/bin/superoffload" "$work/bare/bin/superoffload" || give_up "tarball and wheel have different programs"
 
-since() { python3 -c "print($2 - $1)"; }
-record=$("$python" packaging/record.py packaging/test.sh "$arch" "$wheel" "$unpacked/bin/superoffload" \
-  install_s="$(since "$began" "$installed")" first_step_s="$(since "$installed" "$ended")")
+record=$("$work/bare/bin/python" packaging/record.py packaging/test.sh "$arch" "$wheel" "$unpacked/bin/superoffload" "${times[@]}")
 echo "$record"
 [ $# -eq 0 ] || echo "$record" >>"$1"
 "$work/bare/bin/pip" uninstall --quiet --disable-pip-version-check --yes superoffload
