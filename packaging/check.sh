@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What a release says of itself, compared with its files; nothing of it is run. Prints the versions of the C library that it needs.
+# What a release says of itself, compared with its files; nothing of it is run. Prints the newest version of
+# the C library that it needs.
 #
 #   packaging/check.sh DIST x86_64|aarch64
 #
@@ -20,10 +21,8 @@ grep -qF "${wheel//$arch/x86_64}" README.md || give_up "README.md names another 
 for file in "$dist"/*; do grep -qF "${file##*/}" "$dist/SHA256SUMS" || [ "${file##*/}" = SHA256SUMS ] || give_up "${file##*/} has no checksum"; done
 
 # No symbol of the C library is newer than what the name promises, in the program or the extension module.
-shown=$(target/packaging-tools/bin/auditwheel show "$dist/$wheel" | tr '\n' ' ')
-echo "$shown"
-newest=$(grep -oE 'GLIBC_2\.[0-9]+' <<<"$shown" | sort -t. -k2 -n | tail -n 1)
-[ -n "$newest" ] || give_up "auditwheel shows no version of the C library"
+newest=$(packaging/glibc.sh "$dist/$wheel")
+echo "newest version of the C library: $newest"
 [ "${newest#GLIBC_2.}" -le 17 ] || give_up "the wheel needs $newest"
 bytes=$(stat -c %s "$dist/$wheel")
 [ "$bytes" -le 11500000 ] || give_up "the wheel has $bytes bytes: more than 11.5 MB"

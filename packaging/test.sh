@@ -54,14 +54,18 @@ tar -C "$work" -xzf "$work"/dist/superoffload-*.tar.gz
 unpacked=$(ls -d "$work"/superoffload-*-"$arch"-unknown-linux-gnu)
 cmp "$unpacked/bin/superoffload" "$work/bare/bin/superoffload" || give_up "tarball and wheel have different programs"
 
-record=$("$work/bare/bin/python" packaging/record.py packaging/test.sh "$arch" "$wheel" "$unpacked/bin/superoffload" "${times[@]}")
-echo "$record"
-[ $# -eq 0 ] || echo "$record" >>"$1"
 "$work/bare/bin/pip" uninstall --quiet --disable-pip-version-check --yes superoffload
 [ ! -e "$work/bare/bin/superoffload" ] || give_up "pip leaves the program behind"
 
 # cargo installs it from a clone, with the patch of the driver's build script; without optimization, which is not what this is about.
 export CARGO_PROFILE_RELEASE_OPT_LEVEL=0 CARGO_PROFILE_RELEASE_DEBUG=0
+began=$SECONDS
 cargo install --quiet --locked --git "file://$PWD" --rev "$(git rev-parse HEAD)" --root "$work/cargo" superoffload
-"$work/cargo/bin/superoffload" --version
+version=$("$work/cargo/bin/superoffload" --version)
+[[ $version = *", features cuda,"* ]] || give_up "cargo installs another program: $version"
+times+=(cargo_install_s="$((SECONDS - began))")
+
+record=$("$work/bare/bin/python" packaging/record.py packaging/test.sh "$arch" "$wheel" "$unpacked/bin/superoffload" "${times[@]}")
+echo "$record"
+[ $# -eq 0 ] || echo "$record" >>"$1"
 echo "packages: passed"
