@@ -106,8 +106,10 @@ fn a_program_finds_the_libraries_of_the_environment_that_it_is_installed_in() {
             .env("HOME", "/nowhere")
             .env_remove("VIRTUAL_ENV"))
     };
-    let program = workspace.write("venv/bin/superoffload", "");
-    std::fs::copy(env!("CARGO_BIN_EXE_superoffload"), &program).unwrap();
+    let program = workspace.path("venv/bin/superoffload");
+    std::fs::create_dir_all(program.parent().unwrap()).unwrap();
+    // By another process: what this one has open for writing, a child of another test may have when it is to be started.
+    assert_eq!(run(Command::new("cp").arg(env!("CARGO_BIN_EXE_superoffload")).arg(&program)).code, 0);
     std::fs::remove_file(libraries.join("libcublasLt.so.13")).unwrap();
     // The driver's own file: a copy would be a library with a state of its own.
     let install = |folder: &str, name: &str| {
