@@ -41,9 +41,13 @@ fn train(fake: &[(&str, &str)], flags: &[&str]) -> Outcome {
 
 /// The same in a place that outlives it.
 fn train_in(workspace: &Workspace, fake: &[(&str, &str)], flags: &[&str]) -> Outcome {
+    train_by(workspace, "--attention=plain", fake, flags)
+}
+
+fn train_by(workspace: &Workspace, attention: &str, fake: &[(&str, &str)], flags: &[&str]) -> Outcome {
     let libraries = driver(workspace);
     let named = format!("--cuda-libraries={}", libraries.display());
-    let common = ["--device=cuda", "--attention=plain", "--hardware=h200-pcie5", "--bucket-mib=0.03125", &named];
+    let common = ["--device=cuda", attention, "--hardware=h200-pcie5", "--bucket-mib=0.03125", &named];
     let mut command = workspace.train("out", &[&common, flags].concat());
     command.env("LD_LIBRARY_PATH", &libraries).envs(fake.iter().copied());
     run(&mut command)
@@ -127,6 +131,27 @@ fn a_program_finds_the_libraries_of_the_environment_that_it_is_installed_in() {
     install("cu13", "libcublasLt.so.13");
     assert_eq!(train(&program, "13010").code, 0);
     train(&program, "12000").refused(1, &["open libcublasLt.so.12", "'nvidia-cublas-cu12==12.*'"]);
+}
+
+/// Of every release of CUDA it has one name.
+#[test]
+fn a_cudnn_that_is_built_for_a_newer_cuda_than_the_drivers_is_refused() {
+    if is_emulated() {
+        return;
+    }
+    let workspace = Workspace::new();
+    let libraries = driver(&workspace);
+    let install = |name| std::fs::hard_link(libraries.join("libcuda.so.1"), libraries.join(name)).unwrap();
+    ["libcudnn.so.9", "libnvrtc.so.12", "libnvrtc.so.13", "libcublasLt.so.12"].map(install);
+    let train = |cuda, cudnn| train_by(&workspace, "--attention=cudnn", &[("FAKE_CUDA", cuda), ("FAKE_CUDNN", cudnn)], &[]);
+    train("13000", "13040").refused(1, &["open cuDNN", "libcudnn_graph.so.9"]);
+    install("libcudnn_graph.so.9");
+    let words = ["libcudnn.so.9 is built for CUDA 13, and the driver serves CUDA 12", "'nvidia-cudnn-cu12==9.*'", "--cuda-libraries"];
+    train("12080", "13040").refused(1, &words);
+    // It is taken, and then found to be none.
+    for (cuda, cudnn) in [("13000", "13040"), ("12000", "12090"), ("13000", "12090")] {
+        train(cuda, cudnn).refused(1, &["find cudnn", "libcudnn.so.9", "this version of the library lacks it"]);
+    }
 }
 
 /// Kernels of experts are loaded where a model has some, and their launches are ones that a driver takes.

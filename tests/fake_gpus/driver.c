@@ -7,7 +7,8 @@
 // otherwise on each. FAKE_FAULT: GPU 1 is lost after so many pulls. FAKE_NO_MEMORY and FAKE_NO_PINS: the n-th allocation of a GPU's memory,
 // or the n-th host memory that is to be page-locked, cannot be had; with a + behind the number none from there on. FAKE_FAIL=CALL,CODE: that
 // call of the driver, counted from 0, answers with CODE, and so does every later one, as a driver does whose context is lost. FAKE_CUBLASLT:
-// its version. FAKE_CUDA: the newest release of CUDA that the driver serves (13000).
+// its version. FAKE_CUDA: the newest release of CUDA that the driver serves (13000). FAKE_CUDNN: the one that a cuDNN is built for, of which
+// nothing else is here.
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdint.h>
@@ -234,6 +235,7 @@ int cuLaunchKernel(const char *name, unsigned gx, unsigned gy, unsigned gz, unsi
 typedef struct { u64 algorithm[8]; size_t workspace; int status; float waves; int reserved[4]; } Suggestion;
 static int make(void **made) { *made = malloc(1); return 0; }
 size_t cublasLtGetVersion(void) { return getenv("FAKE_CUBLASLT") ? atoi(getenv("FAKE_CUBLASLT")) : 130100; }
+size_t cudnnGetCudartVersion(void) { return atoi(getenv("FAKE_CUDNN")); }
 const char *cublasLtGetStatusName(int status) { return "FAKE"; }
 int cublasLtCreate(void **handle) { current(); return make(handle); }
 int cublasLtDestroy(void *handle) { current(); return 0; }

@@ -32,6 +32,9 @@ pub(super) const CUDNN: Builds = [
     Build { cuda: 12, soname: "libcudnn.so.9", package: "nvidia-cudnn-cu12==9.*" },
 ];
 
+/// What cuDNN opens by name, beside it.
+const CUDNN_GRAPH: &str = "libcudnn_graph.so.9";
+
 /// NVRTC opens this by a name that holds its own minor version.
 const NVRTC_BUILTINS: &str = "libnvrtc-builtins.so.*";
 
@@ -96,11 +99,24 @@ impl Libraries {
         let paths = self.folders.iter().flat_map(in_folder).filter(|path| path.is_file());
         for path in paths.chain(sonames.iter().map(PathBuf::from)) {
             match open(&path) {
-                Ok(library) => return Ok(library),
+                Ok(library) => return self.served(library, builds),
                 Err(why) => refusals.push(why),
             }
         }
         Err(self.missing(builds, &refusals))
+    }
+
+    /// The library, unless it is of a newer CUDA than the driver's and its name does not say so. No other is tried then: this one's parts are
+    /// open by now, and another's have the same names.
+    fn served(&self, library: Library, builds: &Builds) -> Result<Library> {
+        let [Build { soname, .. }, Build { soname: other, package, .. }] = builds;
+        let cuda = if soname == other { cuda_of_cudnn(&library.path)? } else { self.cuda };
+        if cuda <= self.cuda {
+            return Ok(library);
+        }
+        let built = format!("{} is built for CUDA {cuda}, and the driver serves CUDA {}", library.path.display(), self.cuda);
+        let remedy = format!("`pip install '{package}'` in its place, or name another's folder with --cuda-libraries");
+        Err(Error::resource(format!("open {soname}"), format!("{built}; {remedy}")))
     }
 
     fn missing(&self, builds: &Builds, refusals: &[String]) -> Error {
@@ -145,6 +161,19 @@ impl Library {
         }
         Ok(address)
     }
+}
+
+/// The release of CUDA that this cuDNN is built for, as 13. It is asked of its part, since a cuDNN that does not find that ends the process.
+///
+/// # Errors
+/// `Resource` when the part is missing.
+fn cuda_of_cudnn(cudnn: &Path) -> Result<u32> {
+    let part = open(&cudnn.with_file_name(CUDNN_GRAPH)).map_err(|why| Error::resource("open cuDNN", why))?;
+    let address = part.symbol(c"cudnnGetCudartVersion")?;
+    // SAFETY: cuDNN's headers declare this name with this signature.
+    let version = unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn() -> usize>(address) };
+    // SAFETY: no arguments.
+    Ok(unsafe { version() } as u32 / 1000)
 }
 
 /// The C functions of a library that are used here, with its name for them and its signatures. Status codes are plain
@@ -264,7 +293,7 @@ mod tests {
         assert!(!old.contains("so.2"), "a library of CUDA 13 was tried: {old}");
     }
 
-    const LIBC: Builds = [const { Build { cuda: 13, soname: "libc.so.6", package: "" } }; 2];
+    const LIBC: Builds = [Build { cuda: 13, soname: "libc.so.6", package: "" }, Build { cuda: 12, soname: "libm.so.6", package: "" }];
 
     #[test]
     fn a_library_is_found_by_path_and_by_the_loader() {
