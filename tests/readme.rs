@@ -105,6 +105,27 @@ fn what_fits_is_what_the_planner_says() {
     }
 }
 
+/// The guide names the least host memory with which a large model fits a small card without shares, and the time of a step there.
+#[test]
+fn the_least_host_memory_of_the_guide_is_the_planners() {
+    if emulator().is_some() || !cfg!(all(feature = "repartition", feature = "weight-flow")) {
+        return;
+    }
+    let guide = text_of("docs/guide/will-it-fit.md").split_whitespace().collect::<Vec<_>>().join(" ");
+    let least: u64 = guide.split_once("with moments in float32 it then fits from ").unwrap().1.split(' ').next().unwrap().parse().unwrap();
+    let on = |gib: u64, plan: &[&str]| {
+        let task = "simulate --json --steps=2 --model-config=llama-8b --hardware=h200-pcie5 --hbm-limit=23GiB --seq-length=4096 \
+            --per-device-train-batch-size=1 --gradient-accumulation-steps=32";
+        run(program(&[]).args(task.split_whitespace()).args(plan).arg(format!("--host-limit={gib}GiB")))
+    };
+    on(least - 1, &[]).refused(1, &["8030261248 parameters", "--moments bfloat16 would fit"]);
+    // What the search finds, named, since searching takes its time.
+    let printed = on(least, &["--resident-buckets=3", "--weights=flow", "--activations=recompute-block"]);
+    let line: Value = serde_json::from_str(&printed.stdout).unwrap_or_else(|_| panic!("{printed:?}"));
+    let claim = format!("{least} GiB of host memory, planned at {:.0} s a step", line["step_ms"]["median"].as_f64().unwrap() / 1e3);
+    assert!(guide.contains(&claim), "docs/guide/will-it-fit.md does not say {claim:?}");
+}
+
 /// The guide's sample of `bench step` is the committed line of the speed that README claims.
 #[test]
 fn the_sample_of_bench_step_is_the_line_of_the_claim() {
