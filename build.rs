@@ -1,4 +1,4 @@
-//! Tells the program its commit: `SUPEROFFLOAD_COMMIT` if it is set, otherwise what the clone's `.git` says. No git is run.
+//! Tells the program its features and its commit: `SUPEROFFLOAD_COMMIT` if it is set, otherwise what the clone's `.git` says. No git is run.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,13 +9,23 @@ fn main() {
     let given = std::env::var("SUPEROFFLOAD_COMMIT").ok().filter(|commit| !commit.is_empty());
     let commit = given.or_else(|| head(&git_dir()?));
     let version = std::env::var("CARGO_PKG_VERSION").unwrap_or_default();
-    match commit {
-        Some(commit) => {
-            println!("cargo:rustc-env=SUPEROFFLOAD_COMMIT={commit}");
-            println!("cargo:rustc-env=SUPEROFFLOAD_VERSION={version} (commit {commit})");
-        }
-        None => println!("cargo:rustc-env=SUPEROFFLOAD_VERSION={version}"),
+    let version = commit.as_ref().map_or(version.clone(), |commit| format!("{version} (commit {commit})"));
+    let features = features();
+    let named = if features.is_empty() { "no features".into() } else { format!("features {features}") };
+    println!("cargo:rustc-env=SUPEROFFLOAD_VERSION={version}");
+    println!("cargo:rustc-env=SUPEROFFLOAD_LONG_VERSION={version}, {named}");
+    println!("cargo:rustc-env=SUPEROFFLOAD_FEATURES={features}");
+    if let Some(commit) = commit {
+        println!("cargo:rustc-env=SUPEROFFLOAD_COMMIT={commit}");
     }
+}
+
+/// Those that are on, by name, between commas.
+fn features() -> String {
+    let all = std::env::var("CARGO_CFG_FEATURE").unwrap_or_default();
+    let mut named: Vec<_> = all.split(',').filter(|name| !["", "default"].contains(name)).collect();
+    named.sort_unstable();
+    named.join(",")
 }
 
 /// `.git` of this package, or where its file points: a worktree has a file.

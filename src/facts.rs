@@ -27,22 +27,10 @@ pub struct BuildFacts {
 
 impl BuildFacts {
     pub fn this_program() -> Self {
-        let features = [
-            ("cuda", cfg!(feature = "cuda")),
-            ("hub", cfg!(feature = "hub")),
-            ("parquet", cfg!(feature = "parquet")),
-            ("stv", cfg!(feature = "stv")),
-            ("deadline-order", cfg!(feature = "deadline-order")),
-            ("repartition", cfg!(feature = "repartition")),
-            ("superchip-cast", cfg!(feature = "superchip-cast")),
-            ("grace-adam", cfg!(feature = "grace-adam")),
-            ("weight-flow", cfg!(feature = "weight-flow")),
-            ("mpam", cfg!(feature = "mpam")),
-        ];
         Self {
             version: env!("CARGO_PKG_VERSION"),
             git_commit: option_env!("SUPEROFFLOAD_COMMIT"),
-            features: features.into_iter().filter(|(_, on)| *on).map(|(name, _)| name).collect(),
+            features: env!("SUPEROFFLOAD_FEATURES").split(',').filter(|name| !name.is_empty()).collect(),
             release: !cfg!(debug_assertions),
         }
     }

@@ -19,7 +19,7 @@ use superoffload::{Alarm, Error, ExportOptions, Observer, Plan, Result, RunFacts
 
 /// Trains language models with the optimizer on the CPU: exact speculative offload.
 #[derive(Parser)]
-#[command(version = env!("SUPEROFFLOAD_VERSION"), about, max_term_width = 120)]
+#[command(version = env!("SUPEROFFLOAD_VERSION"), long_version = env!("SUPEROFFLOAD_LONG_VERSION"), about, max_term_width = 120)]
 struct Cli {
     #[command(subcommand)]
     command: CliCommand,

@@ -389,6 +389,10 @@ fn the_other_commands_and_every_help_answer() {
 fn doctor_says_the_same_in_json() {
     let found: Value = serde_json::from_str(&run(&mut program(&["doctor", "--json"])).stdout).unwrap();
     assert_eq!(found["program"]["version"], env!("CARGO_PKG_VERSION"));
+    let features: Vec<_> = found["program"]["features"].as_array().unwrap().iter().map(|name| name.as_str().unwrap()).collect();
+    assert_eq!((features.contains(&"cuda"), features.contains(&"default")), (cfg!(feature = "cuda"), false), "{features:?}");
+    let version = run(&mut program(&["--version"])).stdout;
+    assert!(features.is_empty() || version.ends_with(&format!(", features {}\n", features.join(","))), "{version}");
     let facts: Vec<_> = found["facts"].as_array().unwrap().iter().map(|fact| fact["name"].as_str().unwrap()).collect();
     assert!(["isa", "cpus usable", "cuda device", "kernel"].iter().all(|name| facts.contains(name)), "{facts:?}");
     let text = run(&mut program(&["doctor"])).stdout;

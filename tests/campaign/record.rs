@@ -83,8 +83,8 @@ impl Record {
         more.extend(self.not_run.iter().map(|why| ("not_run".to_string(), json!(why))));
         more.extend(machine().as_object().unwrap().clone());
         // A program that knows its commit may have come from another tree.
-        if let Some((_, commit)) = self.program.split_once("(commit ") {
-            more.insert("commit".into(), json!(commit.trim_end_matches(')')));
+        if let Some((commit, _)) = self.program.split_once("(commit ").and_then(|(_, rest)| rest.split_once(')')) {
+            more.insert("commit".into(), json!(commit));
         }
         line.to_string()
     }
