@@ -95,7 +95,10 @@ impl Display for DoctorReport {
 }
 
 fn facts(topology: &Topology, isa: &str, probes: &Probes, partitions: &Partitions) -> Vec<(&'static str, String)> {
+    let gpu = &probes.gpu;
     let mut facts = vec![
+        // First: it is what a person who has just installed the program asks.
+        ("cuda device", cuda_device(gpu)),
         ("cpu", format!("{} ({})", or_unknown(topology.cpu_model.as_deref()), topology.arch)),
         ("isa", isa.to_owned()),
         ("cpus online", cpus(topology)),
@@ -116,13 +119,11 @@ fn facts(topology: &Topology, isa: &str, probes: &Probes, partitions: &Partition
         ("resctrl", partitions.state.clone()),
     ]);
     facts.extend(partitions.groups.iter().map(|group| ("resctrl group", group.clone())));
-    let gpu = &probes.gpu;
     facts.extend([
         ("perf", perf(topology)),
         ("perf counters", or_error(&probes.counters, WorkerCounts::availability)),
         ("gpu", gpu_name(topology, gpu)),
         ("gpu interrupts", interrupts(topology)),
-        ("cuda device", cuda_device(gpu)),
     ]);
     match &gpu.several {
         Ok(several) => {
@@ -273,10 +274,10 @@ fn gpu_name(topology: &Topology, gpu: &GpuReport) -> String {
 const MEASURED: [&str; 1] = ["NVIDIA H200"];
 
 fn cuda_device(gpu: &GpuReport) -> String {
-    let name = gpu.facts.as_ref().ok().and_then(|facts| facts.name.as_deref()).unwrap_or_default();
+    let name = or_unknown(gpu.facts.as_ref().ok().and_then(|facts| facts.name.as_deref()));
     let is_measured = MEASURED.iter().any(|measured| name.starts_with(measured));
-    let state = if is_measured { "" } else { "; supported, not yet measured: `superoffload selftest --json` is what to send" };
-    gpu.usable.as_ref().map_or_else(ToString::to_string, |_| format!("ready (--device cuda){state}"))
+    let state = if is_measured { "measured" } else { "not yet measured: `superoffload selftest --json` is what to send" };
+    or_error(&gpu.usable, |_| format!("ready (--device cuda), {name}: supported, {state}"))
 }
 
 /// What can be partitioned, in words, and what to do about it.
@@ -452,6 +453,7 @@ mod tests {
         let report = DoctorReport::new(&server(), "avx2", &probes(), Path::new("/nowhere")).to_string();
         let facts: Vec<_> = report.lines().take_while(|line| !line.is_empty()).collect();
         let expected = [
+            "cuda device:            find an NVIDIA GPU: no driver",
             "cpu:                    Example CPU @ 2.00GHz (x86_64)",
             "isa:                    avx2",
             "cpus online:            7 threads, 4 cores, 2 packages",
@@ -475,7 +477,6 @@ mod tests {
             "perf counters:          page_faults; not counted: cycles: not here",
             "gpu:                    no NVIDIA driver",
             "gpu interrupts:         none seen",
-            "cuda device:            find an NVIDIA GPU: no driver",
             "kernel:                 6.12.1",
         ];
         assert_eq!(facts[expected.len() + 1..], rest);
@@ -491,12 +492,15 @@ mod tests {
         let found =
             GpuReport { facts: Ok(facts), usable: Ok(Addressing::Managed), libraries: Vec::new(), several: Ok(SeveralGpus::default()) };
         assert_eq!(gpu_name(&server(), &found), "NVIDIA H200");
-        assert_eq!(cuda_device(&found), "ready (--device cuda)");
+        assert_eq!(cuda_device(&found), "ready (--device cuda), NVIDIA H200: supported, measured");
         for name in ["NVIDIA GeForce RTX 4090", "NVIDIA GH200 480GB"] {
             let facts = GpuFacts { name: Some(name.into()), ..GpuFacts::default() };
             let other =
                 GpuReport { facts: Ok(facts), usable: Ok(Addressing::Managed), libraries: Vec::new(), several: Ok(SeveralGpus::default()) };
-            assert!(cuda_device(&other).starts_with("ready (--device cuda); supported, not yet measured"), "{name}");
+            assert!(
+                cuda_device(&other)
+                    .ends_with(&format!("{name}: supported, not yet measured: `superoffload selftest --json` is what to send"))
+            );
         }
         let missing = GpuReport {
             facts: Ok(GpuFacts::default()),
