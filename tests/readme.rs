@@ -126,6 +126,25 @@ fn the_least_host_memory_of_the_guide_is_the_planners() {
     assert!(guide.contains(&claim), "docs/guide/will-it-fit.md does not say {claim:?}");
 }
 
+/// The guide's table of cards is what records say of them.
+#[test]
+fn verified_cards_are_recorded() {
+    let guide = text_of("docs/guide/install.md");
+    let (suites, runs) = (text_of("tests/campaigns/gpu.jsonl"), text_of("paper-figures/results/h200-replan.jsonl"));
+    let rows = guide.split_once("| card | driver |").unwrap().1.lines().skip(2).take_while(|line| line.starts_with('|'));
+    let rows: Vec<Vec<_>> = rows.map(|row| row.trim_matches('|').split('|').map(str::trim).collect()).collect();
+    assert!(!rows.is_empty());
+    for row in rows {
+        let [card, driver, commit, passed, failed, digest] = row[..] else { panic!("{row:?}") };
+        let suite = format!("\"check\":\"conformance, as four processes beside each other\",\"passed\":{passed},\"failed\":{failed},");
+        let is_of = |line: &str, words: &[String]| words.iter().all(|word| line.contains(word));
+        let words = [format!("\"gpu\":\"{card}\",\"driver\":\"{driver}\""), format!("\"commit\":\"{commit}"), suite];
+        assert!(suites.lines().any(|line| is_of(line, &words)), "{row:?}");
+        let words = [format!("\"gpu\":\"{card}\""), format!("\"commit\":\"{commit}"), format!("\"digest\":\"{digest}")];
+        assert_eq!(runs.lines().filter(|line| is_of(line, &words)).count(), 2, "{row:?}");
+    }
+}
+
 /// The guide's sample of `bench step` is the committed line of the speed that README claims.
 #[test]
 fn the_sample_of_bench_step_is_the_line_of_the_claim() {
