@@ -39,16 +39,6 @@ fi
 CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$PWD/target} cargo clippy --quiet --locked --manifest-path packaging/torch/Cargo.toml -- -D warnings
 cargo fmt --check --manifest-path packaging/torch/Cargo.toml
 
-# The job of a cluster: it is told that its time is over, and queues itself again.
-printf 'device: cpu\nseq-length: 16\nper-device-train-batch-size: 1\nmax-steps: 1000000\noutput-dir: %s\n' "$work/job" >"$work/job.yaml"
-SUPEROFFLOAD=$work/bare/bin/superoffload REQUEUE='echo requeued' bash packaging/deploy/train.slurm "$work/job.yaml" >"$work/job.log" 2>&1 &
-job=$!
-for _ in $(seq 600); do grep -q '^step ' "$work/job.log" && break || sleep 0.1; done
-kill -TERM "$job"
-wait "$job" || give_up "the job ends with $?: $(cat "$work/job.log")"
-grep -q '^requeued$' "$work/job.log" || give_up "the job is not queued again: $(cat "$work/job.log")"
-ls -d "$work"/job/checkpoint-* >/dev/null || give_up "the job leaves no checkpoint"
-
 # The tarball has the same program.
 tar -C "$work" -xzf "$work"/dist/superoffload-*.tar.gz
 unpacked=$(ls -d "$work"/superoffload-*-"$arch"-unknown-linux-gnu)

@@ -8,6 +8,7 @@ mod chat;
 mod cli;
 mod data;
 mod data_view;
+mod deploy;
 mod documented;
 mod evaluation;
 mod exactness;

@@ -1,0 +1,92 @@
+//! Examples of `packaging/deploy`, as far as a machine without a cluster or containers can try them: what they run is what the program
+//! understands, a run that is told to end goes on, and images install the wheel that is released.
+
+use crate::program::{Workspace, program, run};
+use crate::support::emulator;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde_json::{Value, json};
+use std::fs;
+use std::io::{BufRead, BufReader, Read};
+use std::path::Path;
+use std::process::Command;
+
+/// What a run exits with that was told to end, and can go on.
+const INTERRUPTED: i32 = 75;
+
+fn text_of(file: &str) -> String {
+    fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(file)).unwrap_or_else(|e| panic!("{file}: {e}"))
+}
+
+#[test]
+fn the_job_of_kubernetes_runs_what_the_program_understands_and_ignores_its_interruptions() {
+    let job: Value = serde_saphyr::from_str(&text_of("packaging/deploy/job.yaml")).unwrap();
+    let (pod, container) = (&job["spec"]["template"]["spec"], &job["spec"]["template"]["spec"]["containers"][0]);
+    let args: Vec<_> = container["args"].as_array().unwrap().iter().map(|arg| arg.as_str().unwrap()).collect();
+    // Of a flag that nobody has the parser complains only if it has understood the rest.
+    run(program(&args).arg("--no-such-flag=1")).refused(2, &["unexpected argument '--no-such-flag'"]);
+    let codes: Vec<_> =
+        job["spec"]["podFailurePolicy"]["rules"].as_array().unwrap().iter().filter_map(|rule| rule.get("onExitCodes")).collect();
+    assert_eq!(codes.iter().map(|codes| &codes["operator"]).collect::<Vec<_>>(), ["In", "NotIn"]);
+    for codes in codes {
+        assert_eq!((&codes["containerName"], &codes["values"]), (&container["name"], &json!([INTERRUPTED])));
+    }
+    let mount = &container["volumeMounts"][0];
+    assert_eq!(mount["name"], pod["volumes"][0]["name"]);
+    assert!(args[1].starts_with(mount["mountPath"].as_str().unwrap()), "{args:?}");
+}
+
+#[test]
+fn the_job_of_slurm_that_is_told_to_end_is_queued_again_and_goes_on() {
+    if emulator().is_some() {
+        return;
+    }
+    let workspace = Workspace::new();
+    let (out, script) = (workspace.path("out"), concat!(env!("CARGO_MANIFEST_DIR"), "/packaging/deploy/train.slurm"));
+    let settings = format!("{{device: cpu, seq-length: 16, per-device-train-batch-size: 1, max-steps: 1000000, output-dir: {out:?}}}");
+    let settings = workspace.write("job.yaml", settings);
+    let mut last = 0;
+    for _ in 0..2 {
+        let mut job = Command::new("bash");
+        job.arg(script).arg(&settings).env("SUPEROFFLOAD", env!("CARGO_BIN_EXE_superoffload")).env("REQUEUE", "echo requeued");
+        let mut job = job.stdout(std::process::Stdio::piped()).spawn().unwrap();
+        let mut said = BufReader::new(job.stdout.take().unwrap());
+        let begins = said.by_ref().lines().map(Result::unwrap).find(|line| line.starts_with("step "));
+        kill(Pid::from_raw(job.id() as i32), Signal::SIGTERM).unwrap();
+        let mut rest = String::new();
+        said.read_to_string(&mut rest).unwrap();
+        assert!(begins.is_some() && job.wait().unwrap().success() && rest.ends_with(": queued again\nrequeued\n"), "{rest}");
+        let steps = workspace.names("out", "checkpoint-").into_iter().filter_map(|name| name["checkpoint-".len()..].parse::<u64>().ok());
+        let newest = steps.max().unwrap_or(0);
+        assert!(newest > last, "no checkpoint after step {last}");
+        last = newest;
+    }
+}
+
+/// What the examples give to `pip`, with the released wheels in `/dist` and CUDA 12's libraries asked for.
+#[test]
+fn images_install_the_wheel_that_is_released() {
+    let example = |name: &str| text_of(&format!("packaging/deploy/{name}"));
+    let between = |text: String, start: &str, end: &str| text.split_once(start).unwrap().1.split_once(end).unwrap().0.to_string();
+    let (image, definition) = (example("Dockerfile"), example("superoffload.def"));
+    let commands = [
+        between(image.clone(), "RUN --mount=type=bind,target=/dist \\\n", "\nWORKDIR"),
+        between(definition.clone(), "%post\n", "%runscript").replace("{{ CUDA }}", "$CUDA"),
+    ];
+    assert!(image.contains("ARG CUDA=cu13\n") && definition.contains("%arguments\n    CUDA=cu13\n"));
+    assert!(image.contains("ENTRYPOINT [\"superoffload\"]\n") && definition.contains("%runscript\n    exec superoffload \"$@\"\n"));
+    assert!(text_of("packaging/pyproject.toml").contains("\ncu12 = [\"nvidia-"));
+    let readme = text_of("README.md");
+    let wheel = readme.split_whitespace().find_map(|word| word.strip_prefix("'./dist/")?.strip_suffix("[cu13]'")).unwrap();
+    let workspace = Workspace::new();
+    for command in commands {
+        for machine in ["x86_64", "aarch64"] {
+            workspace.write(&format!("dist/{}", wheel.replace("x86_64", machine)), "");
+        }
+        let dist = workspace.path("dist").display().to_string();
+        let mut shell = Command::new("bash");
+        shell.arg("-euc").arg(format!("pip() {{ echo \"$@\"; }}\n{}", command.replace("/dist", &dist))).env("CUDA", "cu12");
+        let asked = format!("install --no-cache-dir {dist}/{}[cu12]\n", wheel.replace("x86_64", std::env::consts::ARCH));
+        assert_eq!(run(&mut shell).stdout, asked, "{command}");
+    }
+}
