@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the packages, checks what they say of themselves, and uses them as a person does who has nothing but Python: in a bare environment that
-# nobody activates the wheel trains the demo, its Python package passes its tests, and the tarball has the same program. Prints a JSON line with
-# sizes and the time to the first step.
+# nobody activates the wheel trains the demo, its Python package passes its tests, the tarball has the same program, and cargo installs it from the
+# clone. Prints a JSON line with sizes and times.
 #
 #   packaging/test.sh [RECORD]
 #
