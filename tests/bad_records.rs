@@ -9,7 +9,8 @@ const TEMPLATE: &str = "{% for m in messages %}\
     {% if loop.previtem and loop.previtem.role == m.role %}{{ raise_exception('roles must alternate') }}{% endif %}\
     {% if m.content == 'loop' %}{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}{% endif %}\
     {% if m.content == 'grow' %}{% set n = namespace(s='aaaaaaaa') %}{% for i in range(99) %}{% set n.s = n.s ~ n.s %}{% endfor %}{% endif %}\
-    <{{ m.role[0] }}>{{ m.content + '' }}\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}";
+    <{{ m.role[0] }}>{% if loop.last and m.thinking %}({{ m.thinking }}){% endif %}{{ m.content + '' }}\n{% endfor %}\
+    {% if add_generation_prompt %}<a>{% endif %}";
 
 /// Good conversations before and behind the bad record.
 const BEFORE: usize = 150;
@@ -38,6 +39,10 @@ fn a_bad_record_ends_a_run_with_its_place_and_leaves_nothing() {
     let workspace = Workspace::new();
     let long = "x".repeat(10 << 20);
     let said = |messages: Value| json!({"messages": messages}).to_string();
+    let alternating = |count: usize, words: &str, thinking: &str| {
+        let answer = json!({"role": "assistant", "content": words, "thinking": thinking});
+        said(json!((0..count).flat_map(|_| [turn("user", words), answer.clone()]).collect::<Vec<_>>()))
+    };
     let cases = [
         (said(json!([turn("user", "a"), turn("user", "b")])), "roles must alternate"),
         (said(json!([])), "`messages` is empty"),
@@ -56,6 +61,8 @@ fn a_bad_record_ends_a_run_with_its_place_and_leaves_nothing() {
         (asked("loop").to_string(), "loops for ever"),
         (asked("grow").to_string(), "makes too much text"),
         (asked(&long).to_string(), "at most 4194304 go through a chat template"),
+        (alternating(400, &"word ".repeat(40), "hm"), "its answers come to more than 16777216 bytes of text"),
+        (alternating(5000, "word", ""), "the chat template takes too long for 10000 messages"),
         (json!({"text": "a"}).to_string(), "lacks the columns of messages, which its file has"),
         ("{\"messages\": [".into(), "EOF while parsing"),
     ];

@@ -58,7 +58,10 @@ fn the_run_on_a_gpu_is_told_as_its_log_has_it() {
         let cells = evaluated.iter().filter(is_told).map(|line| if key == "step" { line[key].to_string() } else { short(&line[key]) });
         cells.collect::<Vec<_>>().join(" | ")
     };
-    assert!(told.contains(&format!("step | {} |", of("step"))) && told.contains(&format!("conversations | {} |", of("eval_loss"))), "{told}");
+    assert!(
+        told.contains(&format!("step | {} |", of("step"))) && told.contains(&format!("conversations | {} |", of("eval_loss"))),
+        "{told}"
+    );
 }
 
 #[test]

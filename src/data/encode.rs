@@ -46,6 +46,7 @@ struct Reading {
 /// Takes text, and gives batches of it to threads.
 pub(super) struct Encoder<'a> {
     tokenizer: &'a Tokenizer,
+    stop: &'a StopFlag,
     sizes: PieceSizes,
     queue: WorkQueue<EncodeBatch, Result<Vec<Encoded>>>,
     batch: EncodeBatch,
@@ -85,7 +86,7 @@ fn encode_on<S: Sink + Send>(
         Ok(joiner.finish())
     };
     pipeline::run(threads, work, take, |queue| {
-        let mut encoder = Encoder { tokenizer, sizes, queue, batch: Vec::new(), batch_bytes: 0, reading: None };
+        let mut encoder = Encoder { tokenizer, stop, sizes, queue, batch: Vec::new(), batch_bytes: 0, reading: None };
         read(&mut encoder)?;
         encoder.flush()
     })
@@ -133,7 +134,7 @@ impl<'a> Encoder<'a> {
         if format != DataFormat::Text || line.len() <= self.sizes.piece {
             return self.add(EncodeWork::Record { place, format, line: line.into() });
         }
-        if let Content::Text(text) = self.rules().read(format, line).map_err(|cause| place.error(cause))? {
+        if let Content::Text(text) = self.rules().read(format, line, self.stop).map_err(|cause| place.error(cause))? {
             self.begin(place);
             self.push(&text)?;
         }
@@ -167,18 +168,23 @@ impl EncodeWork {
         }
         match self {
             Self::Piece(job) => job.encode(tokenizer),
-            Self::Record { place, format, line } => match tokenizer.rules().read(format, &line).map_err(|cause| place.error(cause))? {
-                Content::Text(text) => {
-                    let ids = tokenizer.encode(&text).map_err(|e| place.error(e))?;
-                    Ok(Encoded::Document(place, ids))
-                }
-                content => {
-                    let samples = trained_samples(content, tokenizer).map_err(|e| place.error(e))?;
-                    Ok(Encoded::Samples(place, samples))
-                }
-            },
+            Self::Record { place, format, line } => {
+                let encoded = encode_record(&place, format, &line, tokenizer, stop);
+                // What ends early has nothing wrong with it.
+                if stop.is_set() { Err(interrupted()) } else { encoded }
+            }
         }
     }
+}
+
+fn encode_record(place: &DocumentPosition, format: DataFormat, line: &str, tokenizer: &Tokenizer, stop: &StopFlag) -> Result<Encoded> {
+    let content = tokenizer.rules().read(format, line, stop).map_err(|cause| place.error(cause))?;
+    if let Content::Text(text) = content {
+        let ids = tokenizer.encode(&text).map_err(|e| place.error(e))?;
+        return Ok(Encoded::Document(place.clone(), ids));
+    }
+    let samples = trained_samples(content, tokenizer, stop).map_err(|e| place.error(e))?;
+    Ok(Encoded::Samples(place.clone(), samples))
 }
 
 impl EncodeJob {

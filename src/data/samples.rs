@@ -3,25 +3,30 @@
 use super::chat::mask::ChatSample;
 use super::chat::record::Content;
 use super::documents::UNTRAINED;
+use super::preparation::interrupted;
 use super::shown::TextPiece;
 use super::tokenizer::{Token, Tokenizer, floor_boundary};
 use crate::error::Result;
+use crate::signals::StopFlag;
 
-/// The tokens of those samples of a record that are trained.
+/// The tokens of those samples of a record that are trained, until `stop` is set.
 ///
 /// # Errors
-/// The tokenizer's.
-pub(super) fn trained_samples(content: Content, tokenizer: &Tokenizer) -> Result<Vec<Vec<u32>>> {
+/// The tokenizer's; `Interrupted`.
+pub(super) fn trained_samples(content: Content, tokenizer: &Tokenizer, stop: &StopFlag) -> Result<Vec<Vec<u32>>> {
     let is_trained = |sample: &Vec<u32>| sample.iter().skip(1).any(|token| token & UNTRAINED == 0);
-    Ok(samples(content, tokenizer)?.into_iter().filter(is_trained).collect())
+    let mut trained = samples(content, tokenizer, stop)?;
+    trained.retain(is_trained);
+    Ok(trained)
 }
 
 /// The tokens of a record's samples. The first token of a sample is nobody's target, whether it is trained or not.
-fn samples(content: Content, tokenizer: &Tokenizer) -> Result<Vec<Vec<u32>>> {
+fn samples(content: Content, tokenizer: &Tokenizer, stop: &StopFlag) -> Result<Vec<Vec<u32>>> {
     let marked = |id: u32, is_trained: bool| if is_trained { id } else { id | UNTRAINED };
     let begin = tokenizer.begin_of_text().iter().map(|&id| marked(id, false));
+    let rendered = |sample: &ChatSample| if stop.is_set() { Err(interrupted()) } else { masked(sample, tokenizer) };
     match content {
-        Content::Rendered(samples) => samples.iter().map(|sample| masked(sample, tokenizer)).collect(),
+        Content::Rendered(samples) => samples.iter().map(rendered).collect(),
         Content::Completed(sample) => Ok(vec![begin.chain(masked(&sample, tokenizer)?).chain(tokenizer.end_of_text()).collect()]),
         Content::Text(text) => Ok(vec![begin.chain(tokenizer.encode(&text)?).chain(tokenizer.end_of_text()).collect()]),
         Content::Ids(ids) => Ok(vec![ids.into_iter().map(|(id, is_trained)| marked(id, is_trained)).collect()]),
@@ -59,7 +64,7 @@ pub(super) fn shown(content: Content, tokenizer: &Tokenizer) -> Result<Vec<(usiz
     match content {
         Content::Rendered(samples) => samples.iter().map(|sample| text_pieces(sample, tokenizer)).collect(),
         Content::Completed(sample) => Ok(vec![around(&sample)?]),
-        Content::Text(text) => Ok(vec![around(&ChatSample { trained: std::iter::once(0..text.len()).collect(), text })?]),
+        Content::Text(text) => Ok(vec![around(&ChatSample::trained_from(0, text))?]),
         Content::Ids(ids) => Ok(vec![(ids.len(), ids.into_iter().map(|(id, is_trained)| named(id, is_trained)).collect())]),
     }
 }

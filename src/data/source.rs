@@ -22,6 +22,7 @@ use crate::data::shown::{ShownDocument, joined};
 use crate::data::text::{Lines, RecordParts, TextReader};
 use crate::data::tokenizer::Tokenizer;
 use crate::error::{Error, Result};
+use crate::signals::StopFlag;
 use std::path::{Path, PathBuf};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
@@ -171,7 +172,7 @@ fn for_each_of(path: &Path, mut parts: impl RecordParts, mut each: impl FnMut(u6
 ///
 /// # Errors
 /// What is wrong with one of them, and where.
-pub(crate) fn first_documents(files: &[PathBuf], tokenizer: &Tokenizer, count: usize) -> Result<Vec<ShownDocument>> {
+pub(crate) fn first_documents(files: &[PathBuf], tokenizer: &Tokenizer, count: usize, stop: &StopFlag) -> Result<Vec<ShownDocument>> {
     let mut first = Vec::new();
     for path in files.iter().filter(|path| is_text(path)) {
         let (rules, mut format) = (tokenizer.rules(), None);
@@ -187,7 +188,7 @@ pub(crate) fn first_documents(files: &[PathBuf], tokenizer: &Tokenizer, count: u
                 Some(format) => format,
                 None => *format.insert(rules.detect(record).map_err(wrong)?),
             };
-            first.extend(documents(path, Some(line), rules.read(format, record).map_err(wrong)?, tokenizer)?);
+            first.extend(documents(path, Some(line), rules.read(format, record, stop).map_err(wrong)?, tokenizer)?);
             Ok(first.len() < count)
         })?;
     }

@@ -80,7 +80,7 @@ impl DataView {
             seq_length: rules.seq_length,
             sequences: kept.sequences(),
             notes: Vec::new(),
-            first: source::first_documents(&source::find_files(paths)?, tokenizer, shown)?,
+            first: source::first_documents(&source::find_files(paths)?, tokenizer, shown, preparation.stop())?,
             in_colour,
         })
     }

@@ -6,6 +6,7 @@ use crate::config::settings::Settings;
 use crate::data::shown::{ShownDocument, TextPiece};
 use crate::data::source::{find_files, first_documents};
 use crate::error::{Error, Result};
+use crate::signals::StopFlag;
 use crate::train::text;
 use crate::units::Bytes;
 use serde::Deserialize;
@@ -59,7 +60,7 @@ fn read(setup: &RunSetup) -> Result<Vec<ShownDocument>> {
     let settings = Settings { model: setup.model_dir.clone(), data, chat_template, ..Settings::default() };
     let files = find_files(&settings.data)?;
     let (_, tokenizer, _) = text::reader(&settings, Some(&setup.settings))?;
-    let documents = first_documents(&files, &tokenizer, SHOWN)?;
+    let documents = first_documents(&files, &tokenizer, SHOWN, &StopFlag::default())?;
     documents.iter().try_for_each(|document| expect_same(document, &setup.run["data"]["files"]))?;
     Ok(documents)
 }

@@ -5,7 +5,8 @@
 //! does not have, so the one need not be the beginning of the other. Where a later turn changes how an earlier one is written (reasoning
 //! that is left out afterwards), the earlier one becomes a sample of its own: that is what a model sees when it answers.
 
-use super::template::ChatTemplate;
+use super::template::{ChatTemplate, Rendered, Renderings};
+use crate::signals::StopFlag;
 use serde_json::Value;
 use std::ops::Range;
 
@@ -25,6 +26,9 @@ pub enum TrainOn {
     Last,
 }
 
+/// Text of all answers that are samples of their own, each of which repeats what came before.
+const ALONE_BYTES_MAX: usize = 16 << 20;
+
 /// Text, and the bytes of it that are trained, in order.
 #[derive(Debug, PartialEq, Eq)]
 pub(in crate::data) struct ChatSample {
@@ -40,24 +44,30 @@ pub(super) struct Conversation {
     pub(super) prompt: usize,
 }
 
+impl ChatSample {
+    /// `text` with all of it trained from `begin` on.
+    pub(in crate::data) fn trained_from(begin: usize, text: String) -> Self {
+        Self { trained: std::iter::once(begin..text.len()).collect(), text }
+    }
+}
+
 impl Conversation {
-    /// The samples that `train_on` makes of it; none where nothing is trained.
+    /// The samples that `train_on` makes of it, until `stop` is set; none where nothing is trained.
     ///
     /// # Errors
-    /// The template's, in words.
-    pub(super) fn samples(&self, template: &ChatTemplate, train_on: TrainOn) -> Result<Vec<ChatSample>, String> {
-        let whole = template.render(&self.messages, self.tools.as_ref(), false)?;
+    /// The template's, in words; for more text than a record may become.
+    pub(super) fn samples(&self, template: &ChatTemplate, train_on: TrainOn, stop: &StopFlag) -> Result<Vec<ChatSample>, String> {
+        let mut renderings = template.renderings(&self.messages, self.tools.as_ref(), stop)?;
+        let whole = renderings.whole()?;
         let answers = self.answers();
         let trained = self.trained(&answers, train_on);
         if train_on == TrainOn::All && trained.len() == self.messages.len() {
-            return Ok(vec![ChatSample { trained: std::iter::once(0..whole.text.len()).collect(), text: whole.text }]);
+            return Ok(vec![ChatSample::trained_from(0, whole.text)]);
         }
         if template.has_marks() && whole.generated.len() == answers.len() && train_on != TrainOn::All {
-            let spans = answers.iter().zip(whole.generated).filter(|(turn, span)| trained.contains(turn) && !span.is_empty());
-            let spans: Vec<_> = spans.map(|(_, span)| span).collect();
-            return Ok(if spans.is_empty() { vec![] } else { vec![ChatSample { text: whole.text, trained: spans }] });
+            return Ok(by_marks(whole, &answers, &trained));
         }
-        self.by_common_prefix(template, whole.text, &trained)
+        self.by_common_prefix(&mut renderings, whole.text, &trained)
     }
 
     /// Indices of the assistant's messages.
@@ -78,25 +88,47 @@ impl Conversation {
         asked.into_iter().filter(|&turn| !says_no(&self.messages[turn])).collect()
     }
 
-    fn by_common_prefix(&self, template: &ChatTemplate, whole: String, trained: &[usize]) -> Result<Vec<ChatSample>, String> {
-        let (mut shared, mut alone) = (Vec::new(), Vec::new());
+    fn by_common_prefix(&self, renderings: &mut Renderings<'_>, whole: String, trained: &[usize]) -> Result<Vec<ChatSample>, String> {
+        let (mut shared, mut alone, mut bytes) = (Vec::new(), Vec::new(), 0);
         for &turn in trained {
-            let asks = self.messages[turn]["role"] == "assistant";
-            let before = template.render(&self.messages[..turn], self.tools.as_ref(), asks)?.text;
-            let until = template.render(&self.messages[..=turn], self.tools.as_ref(), false)?.text;
-            let span = common_prefix(&before, &until)..until.len();
+            let until = renderings.render(turn + 1, false)?.text;
+            let span = self.span(renderings, turn, &until)?;
             if span.is_empty() {
                 continue;
             }
             if whole.starts_with(&until) {
                 shared.push(span);
-            } else {
-                alone.push(ChatSample { text: until, trained: vec![span] });
+                continue;
             }
+            bytes += until.len();
+            if bytes > ALONE_BYTES_MAX {
+                let why = "each is a sample of its own, for the chat template writes answers otherwise once others follow";
+                return Err(format!(
+                    "its answers come to more than {ALONE_BYTES_MAX} bytes of text: {why}; cut it into shorter conversations"
+                ));
+            }
+            alone.push(ChatSample { text: until, trained: vec![span] });
         }
         alone.extend((!shared.is_empty()).then_some(ChatSample { text: whole, trained: shared }));
         Ok(alone)
     }
+
+    /// What message `turn` is of `until`, which ends with it.
+    ///
+    /// # Errors
+    /// The template's.
+    fn span(&self, renderings: &mut Renderings<'_>, turn: usize, until: &str) -> Result<Range<usize>, String> {
+        let asks = self.messages[turn]["role"] == "assistant";
+        let before = renderings.render(turn, asks)?.text;
+        Ok(common_prefix(&before, until)..until.len())
+    }
+}
+
+/// What the template marks, of those `answers` that are `trained`.
+fn by_marks(whole: Rendered, answers: &[usize], trained: &[usize]) -> Vec<ChatSample> {
+    let spans = answers.iter().zip(whole.generated).filter(|(turn, span)| trained.contains(turn) && !span.is_empty());
+    let spans: Vec<_> = spans.map(|(_, span)| span).collect();
+    if spans.is_empty() { vec![] } else { vec![ChatSample { text: whole.text, trained: spans }] }
 }
 
 /// Bytes of the longest common prefix, whole characters.

@@ -3,6 +3,7 @@
 use super::mask::{ChatSample, Conversation, TrainOn};
 use super::message;
 use super::template::ChatTemplate;
+use crate::signals::StopFlag;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 
@@ -23,9 +24,6 @@ pub enum DataFormat {
     /// `input_ids`, `labels` beside.
     InputIds,
 }
-
-/// Longest text of a record that goes through a template: it is encoded in one piece, at some hundred bytes a byte.
-const RENDERED_BYTES_MAX: usize = 4 << 20;
 
 impl DataFormat {
     const COLUMNS: [(Self, &[&str]); 6] = [
@@ -119,11 +117,11 @@ impl RecordRules {
         self.columns.values().any(|theirs| theirs == name) || known()
     }
 
-    /// What the record `line` of a file of `format` says.
+    /// What the record `line` of a file of `format` says, unless `stop` is set before that is known.
     ///
     /// # Errors
     /// What is wrong with it, in words.
-    pub(in crate::data) fn read(&self, format: DataFormat, line: &str) -> Result<Content, String> {
+    pub(in crate::data) fn read(&self, format: DataFormat, line: &str, stop: &StopFlag) -> Result<Content, String> {
         let record = self.parse(line)?;
         if !format.fits(&|name| record.has(name)) {
             return Err(format!("lacks the columns of {}, which its file has", format.name()));
@@ -141,10 +139,9 @@ impl RecordRules {
                 self.allow(&[TrainOn::All, TrainOn::Completion], format)?;
                 let (prompt, completion) = (record.text("prompt")?, record.text("completion")?);
                 let begin = if self.train_on == TrainOn::All { 0 } else { prompt.len() };
-                let text = prompt + &completion;
-                Ok(Content::Completed(ChatSample { trained: std::iter::once(begin..text.len()).collect(), text }))
+                Ok(Content::Completed(ChatSample::trained_from(begin, prompt + &completion)))
             }
-            DataFormat::Messages | DataFormat::PromptCompletion | DataFormat::Alpaca => self.rendered(&record, format),
+            DataFormat::Messages | DataFormat::PromptCompletion | DataFormat::Alpaca => self.rendered(&record, format, stop),
         }
     }
 
@@ -156,7 +153,7 @@ impl RecordRules {
         (!is_plain).then_some(all)
     }
 
-    fn rendered(&self, record: &ReadRecord<'_>, format: DataFormat) -> Result<Content, String> {
+    fn rendered(&self, record: &ReadRecord<'_>, format: DataFormat, stop: &StopFlag) -> Result<Content, String> {
         let (messages, prompt) = match format {
             DataFormat::PromptCompletion => {
                 let (mut messages, completion) = (record.messages("prompt")?, record.messages("completion")?);
@@ -170,11 +167,7 @@ impl RecordRules {
         };
         let template = self.template.as_ref().map_err(Clone::clone)?;
         let conversation = Conversation { messages, tools: record.tools()?, prompt };
-        let samples = conversation.samples(template, self.train_on)?;
-        match samples.iter().find(|sample| sample.text.len() > RENDERED_BYTES_MAX) {
-            Some(sample) => Err(format!("{} bytes of text, at most {RENDERED_BYTES_MAX} go through a chat template", sample.text.len())),
-            None => Ok(Content::Rendered(samples)),
-        }
+        conversation.samples(template, self.train_on, stop).map(Content::Rendered)
     }
 
     fn allow(&self, allowed: &[TrainOn], format: DataFormat) -> Result<(), String> {

@@ -3,14 +3,20 @@
 use super::date::Day;
 use super::python;
 use crate::data::checksum;
+use crate::signals::StopFlag;
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Rest, Serde, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, Output, State, Value, escape_formatter};
 use serde_json::{Number, Value as Json};
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// Work of one rendering: an instruction costs 1, and so do 64 bytes that are made. So it bounds memory, too.
 const FUEL: u64 = 2_000_000;
+/// Work of all renderings of a record, two for each answer.
+const RECORD_FUEL: u64 = 100_000_000;
+/// Longest text of a rendering: it is encoded in one piece, at some hundred bytes a byte.
+const TEXT_BYTES_MAX: usize = 4 << 20;
 const NAME: &str = "chat template";
 /// What the tags of `{% generation %}` write: private characters, which no tokenizer's text holds.
 const MARKS: [(&str, char); 2] = [("generation", '\u{10fffc}'), ("endgeneration", '\u{10fffd}')];
@@ -21,6 +27,16 @@ pub(in crate::data) struct ChatTemplate {
     special_tokens: serde_json::Map<String, Json>,
     has_marks: bool,
     identity: String,
+}
+
+/// The renderings of one record, turn by turn, within what a record may take.
+pub(super) struct Renderings<'a> {
+    template: &'a ChatTemplate,
+    messages: Vec<Value>,
+    /// What is the same in all of them.
+    context: BTreeMap<String, Value>,
+    fuel: u64,
+    stop: &'a StopFlag,
 }
 
 /// The text of a conversation, and what of it the template marks as generated.
@@ -71,26 +87,59 @@ impl ChatTemplate {
         self.has_marks
     }
 
-    /// The text of `messages`; with `prompts`, up to where the model begins to answer.
+    /// The renderings of `messages`, until `stop` is set.
     ///
     /// # Errors
-    /// What the template raises, or asks for more than it may, in words.
-    pub(super) fn render(&self, messages: &[Json], tools: Option<&Json>, prompts: bool) -> Result<Rendered, String> {
-        let mut context = self.special_tokens.clone();
-        context.insert("messages".into(), messages.into());
-        context.insert("tools".into(), tools.cloned().unwrap_or(Json::Null));
-        context.insert("documents".into(), Json::Null);
-        context.insert("add_generation_prompt".into(), prompts.into());
-        let template = self.environment.get_template(NAME).map_err(|e| cause(&e))?;
-        let text = template.render(Value::from(Serde(&context))).map_err(|e| cause(&e))?;
-        if !self.has_marks {
-            return Ok(Rendered { text, generated: Vec::new() });
-        }
+    /// For messages that hold what marks text, in words.
+    pub(super) fn renderings<'a>(&'a self, messages: &[Json], tools: Option<&Json>, stop: &'a StopFlag) -> Result<Renderings<'a>, String> {
         let holds_marks = |json: &Json| MARKS.iter().any(|(_, mark)| json.to_string().contains(*mark));
-        if messages.iter().chain(tools).any(holds_marks) {
+        if self.has_marks && messages.iter().chain(tools).any(holds_marks) {
             return Err("holds a private character (U+10FFFC or U+10FFFD) that marks what is trained".into());
         }
-        Ok(without_marks(&text))
+        let special_tokens = self.special_tokens.iter().map(|(name, token)| (name.clone(), Value::from(Serde(token))));
+        let tools = tools.map_or(Value::from(()), |tools| Value::from(Serde(tools)));
+        let context = special_tokens.chain([("tools".into(), tools), ("documents".into(), ().into())]).collect();
+        let messages = messages.iter().map(|message| Value::from(Serde(message))).collect();
+        Ok(Renderings { template: self, messages, context, fuel: RECORD_FUEL, stop })
+    }
+}
+
+impl Renderings<'_> {
+    /// The text of all messages.
+    ///
+    /// # Errors
+    /// As [`Self::render`].
+    pub(super) fn whole(&mut self) -> Result<Rendered, String> {
+        self.render(self.messages.len(), false)
+    }
+
+    /// The text of the first `turns` messages; with `prompts`, up to where the model begins to answer.
+    ///
+    /// # Errors
+    /// What the template raises, or asks for more than it or the record may, in words; that it was stopped.
+    pub(super) fn render(&mut self, turns: usize, prompts: bool) -> Result<Rendered, String> {
+        if self.stop.is_set() {
+            return Err("stopped while its chat template was rendered".into());
+        }
+        let mut context = self.context.clone();
+        context.insert("messages".into(), self.messages[..turns].to_vec().into());
+        context.insert("add_generation_prompt".into(), prompts.into());
+        let template = self.template.environment.get_template(NAME).map_err(|e| cause(&e))?;
+        let captured = template.render_captured(Value::from(context)).map_err(|e| cause(&e))?;
+        self.pay(captured.state().fuel_levels().map_or(0, |(used, _)| used) + turns as u64)?;
+        let text = captured.into_output();
+        if text.len() > TEXT_BYTES_MAX {
+            return Err(format!("{} bytes of text, at most {TEXT_BYTES_MAX} go through a chat template", text.len()));
+        }
+        Ok(if self.template.has_marks { without_marks(&text) } else { Rendered { text, generated: Vec::new() } })
+    }
+
+    fn pay(&mut self, fuel: u64) -> Result<(), String> {
+        let turns = self.messages.len();
+        let why = "it renders all that comes before each answer";
+        let exhausted = || format!("the chat template takes too long for {turns} messages, for {why}: cut them into shorter conversations");
+        self.fuel = self.fuel.checked_sub(fuel).ok_or_else(exhausted)?;
+        Ok(())
     }
 }
 

@@ -1,16 +1,18 @@
 //! Against `transformers` and TRL: see tests/golden/chat/generate.py.
 
 use super::date::Day;
-use super::mask::TrainOn;
-use super::record::{Content, RecordRules};
+use super::mask::{ChatSample, TrainOn};
+use super::record::{Content, DataFormat, RecordRules};
 use super::template::ChatTemplate;
 use crate::data::documents::UNTRAINED;
 use crate::data::preparation::Preparation;
 use crate::data::source;
 use crate::data::tokenizer::{AddBos, Tokenizer};
 use crate::model_dir::ModelDir;
+use crate::signals::StopFlag;
 use serde_json::{Map, Value, json};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 fn golden(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden/chat").join(name)
@@ -18,6 +20,15 @@ fn golden(name: &str) -> PathBuf {
 
 fn golden_json(name: &str) -> Map<String, Value> {
     serde_json::from_str(&std::fs::read_to_string(golden(name)).unwrap()).unwrap()
+}
+
+/// The source of one of TRL's templates.
+fn shipped(name: &str) -> String {
+    std::fs::read_to_string(golden("templates").join(name)).unwrap()
+}
+
+fn turn(role: &str, content: &str) -> Value {
+    json!({"role": role, "content": content})
 }
 
 fn template(source: &str) -> Result<ChatTemplate, String> {
@@ -33,17 +44,23 @@ fn messages(conversation: &Value) -> Vec<Value> {
     conversation["messages"].as_array().unwrap().iter().map(|message| super::message::normal(message).unwrap()).collect()
 }
 
+fn rendered(template: &ChatTemplate, conversation: &Value, prompts: bool) -> Result<String, String> {
+    let (messages, stop) = (messages(conversation), StopFlag::default());
+    let mut renderings = template.renderings(&messages, conversation.get("tools"), &stop)?;
+    renderings.render(messages.len(), prompts).map(|rendered| rendered.text)
+}
+
 #[test]
 fn templates_are_rendered_byte_for_byte_as_by_jinja2() {
     let (conversations, renderings) = (golden_json("conversations.json"), golden_json("renderings.json"));
     let (mut equal, mut refused, mut lenient, mut wrong) = (0, 0, 0, Vec::new());
     for (name, expected) in &renderings {
-        let template = template(&std::fs::read_to_string(golden("templates").join(name)).unwrap()).unwrap();
+        let template = template(&shipped(name)).unwrap();
         for (key, expected) in expected.as_object().unwrap() {
             let (conversation_name, prompts) = key.strip_suffix("+prompt").map_or((key.as_str(), false), |key| (key, true));
             let conversation = &conversations[conversation_name];
-            match (template.render(&messages(conversation), conversation.get("tools"), prompts), expected.as_str()) {
-                (Ok(rendered), Some(expected)) if rendered.text == expected => equal += 1,
+            match (rendered(&template, conversation, prompts), expected.as_str()) {
+                (Ok(rendered), Some(expected)) if rendered == expected => equal += 1,
                 (Err(_), None) => refused += 1,
                 // Seven templates go through content that is null as through an empty list, which is an error in Python. Nothing is lost.
                 (Ok(_), None) if ["null", "nothing"].contains(&conversation_name) => lenient += 1,
@@ -55,15 +72,19 @@ fn templates_are_rendered_byte_for_byte_as_by_jinja2() {
     assert_eq!((equal, refused, lenient), (820, 176, 12));
 }
 
-/// Ids and masks of `record` through `template`.
-fn tokens(record: &Value, template_source: &str, train_on: TrainOn) -> crate::error::Result<(Vec<u32>, Vec<u32>)> {
-    let model = ModelDir::open(&golden("model")).unwrap();
-    let tokenizer = Tokenizer::load(&model, None, AddBos::Auto)?.unwrap().with_rules(rules(template_source, train_on));
+/// The tokenizer of the model in `dir`, with a template.
+fn tokenizer(dir: &Path, template_source: &str) -> Tokenizer {
+    let model = ModelDir::open(dir).unwrap();
+    Tokenizer::load(&model, None, AddBos::Auto).unwrap().unwrap().with_rules(rules(template_source, TrainOn::Auto))
+}
+
+/// Ids and masks of `record`.
+fn tokens(record: &Value, tokenizer: &Tokenizer) -> (Vec<u32>, Vec<u32>) {
     let file = tempfile::Builder::new().suffix(".jsonl").tempfile().unwrap();
     std::fs::write(file.path(), record.to_string()).unwrap();
-    let (totals, _) = source::tokenize(&[file.path()], &tokenizer, 320, Vec::new(), &mut Preparation::default())?;
+    let (totals, _) = source::tokenize(&[file.path()], tokenizer, 400, Vec::new(), &mut Preparation::default()).unwrap();
     assert_eq!(totals.untrained, totals.sink.iter().filter(|&token| token & UNTRAINED > 0).count() as u64);
-    Ok(totals.sink.iter().map(|token| (token & !UNTRAINED, 1 - (token >> 31))).unzip())
+    totals.sink.iter().map(|token| (token & !UNTRAINED, 1 - (token >> 31))).unzip()
 }
 
 #[test]
@@ -73,8 +94,7 @@ fn ids_and_masks_are_those_of_trl() {
     let (few, whole) = (read("tokens.json"), read("../trl/records.json"));
     for case in few.iter().chain(&whole) {
         let name = case["template"].as_str().unwrap();
-        let source = std::fs::read_to_string(golden("templates").join(name)).unwrap();
-        let (ids, trained) = tokens(&case["record"], &source, TrainOn::Auto).unwrap();
+        let (ids, trained) = tokens(&case["record"], &tokenizer(&golden("model"), &shipped(name)));
         assert_eq!((json!(ids), json!(trained)), (case["ids"].clone(), case["trained"].clone()), "{name}");
     }
     assert!(few.len() == 10 && whole.len() > 30);
@@ -84,10 +104,9 @@ fn ids_and_masks_are_those_of_trl() {
 fn trained(template_source: &str, train_on: TrainOn, record: &Value) -> Result<Vec<Vec<String>>, String> {
     let rules = rules(template_source, train_on);
     let record = record.to_string();
-    match rules.read(rules.detect(&record)?, &record)? {
+    match rules.read(rules.detect(&record)?, &record, &StopFlag::default())? {
         Content::Rendered(samples) => {
-            let texts =
-                |sample: &super::mask::ChatSample| sample.trained.iter().map(|span| sample.text[span.clone()].to_string()).collect();
+            let texts = |sample: &ChatSample| sample.trained.iter().map(|span| sample.text[span.clone()].to_string()).collect();
             Ok(samples.iter().map(texts).collect())
         }
         other => panic!("{other:?}"),
@@ -98,7 +117,6 @@ const PLAIN: &str = "{% for m in messages %}<{{ m.role }}>{{ m.content }};{% end
 
 #[test]
 fn answers_are_trained_and_a_message_may_say_no() {
-    let turn = |role: &str, content: &str| json!({"role": role, "content": content});
     let chat = json!({"messages": [turn("user", "a"), turn("assistant", "b"), turn("user", "c"), turn("assistant", "d")]});
     assert_eq!(trained(PLAIN, TrainOn::Auto, &chat).unwrap(), [["b;", "d;"]]);
     assert_eq!(trained(PLAIN, TrainOn::Last, &chat).unwrap(), [["d;"]]);
@@ -145,7 +163,9 @@ fn columns_may_have_each_others_names() {
     let columns = [("prompt", "completion"), ("completion", "prompt")].map(|(ours, theirs)| (ours.into(), theirs.into()));
     let rules = RecordRules { columns: columns.into(), ..RecordRules::default() };
     let record = json!({"prompt": "bc", "completion": "a"}).to_string();
-    let Ok(Content::Completed(sample)) = rules.read(rules.detect(&record).unwrap(), &record) else { panic!("{record}") };
+    let Ok(Content::Completed(sample)) = rules.read(rules.detect(&record).unwrap(), &record, &StopFlag::default()) else {
+        panic!("{record}")
+    };
     assert_eq!((sample.text.as_str(), sample.trained.len(), sample.trained[0].clone()), ("abc", 1, 1..3));
 }
 
@@ -177,4 +197,27 @@ fn templates_that_raise_loop_grow_or_read_files_are_errors_in_a_line() {
         let refused = trained(source, TrainOn::Auto, &chat).unwrap_err();
         assert!(refused.contains(cause) && !refused.contains('\n'), "{source}: {refused}");
     }
+}
+
+/// Each answer has all that comes before it rendered, twice.
+#[test]
+fn a_long_record_may_take_so_much_in_all_and_is_stopped_at_once() {
+    let turns = |count: usize| (0..count).map(|n| turn(["user", "assistant"][n % 2], "a")).collect::<Vec<_>>();
+    let read = |count: usize, stop: &StopFlag| {
+        let (rules, record) = (rules(PLAIN, TrainOn::Auto), json!({"messages": turns(count)}).to_string());
+        rules.read(DataFormat::Messages, &record, stop).map(|_| ())
+    };
+    read(500, &StopFlag::default()).unwrap();
+    let refused = read(20_000, &StopFlag::default()).unwrap_err();
+    assert!(refused.starts_with("the chat template takes too long for 20000 messages"), "{refused}");
+    let stop = StopFlag::default();
+    let later = std::thread::spawn({
+        let stop = stop.clone();
+        move || {
+            std::thread::sleep(Duration::from_millis(30));
+            stop.set();
+        }
+    });
+    assert_eq!(read(20_000, &stop).unwrap_err(), "stopped while its chat template was rendered");
+    later.join().unwrap();
 }
