@@ -91,6 +91,22 @@ fn a_template_that_names_a_file_is_refused() {
 }
 
 #[test]
+fn a_record_that_begins_with_an_answer_is_trained_from_its_question_on() {
+    let workspace = Workspace::new();
+    let greeted = json!({"messages": [turn("assistant", "hello!"), turn("user", "why?"), turn("assistant", "so.")]}).to_string();
+    for large in [false, true] {
+        let outcome = train(&workspace, &greeted, large);
+        outcome.digest();
+        let told = format!(
+            "chat.jsonl: line {}: begins with an answer that nothing asks for, as 1 of {} records do; such answers are not trained",
+            BEFORE + 1,
+            2 * BEFORE + 1
+        );
+        assert!(outcome.stderr.contains(&told), "{told:?} is not in {outcome:?}");
+    }
+}
+
+#[test]
 fn a_record_without_an_answer_is_counted_and_left_out() {
     let workspace = Workspace::new();
     let unanswered = json!({"messages": [turn("system", "Be brief."), turn("user", "hello?")]}).to_string();

@@ -85,6 +85,8 @@ pub(super) struct Documents<S> {
     untrained: u64,
     skipped: u64,
     first_skipped: Option<DocumentPosition>,
+    unasked: u64,
+    first_unasked: Option<DocumentPosition>,
 }
 
 pub(super) struct DocumentTotals<S> {
@@ -100,6 +102,9 @@ pub(super) struct DocumentTotals<S> {
     /// Records without a trained token, left out, and the first of them.
     pub(super) skipped: u64,
     pub(super) first_skipped: Option<DocumentPosition>,
+    /// Records that begin with an answer, which is not trained, and the first of them.
+    pub(super) unasked: u64,
+    pub(super) first_unasked: Option<DocumentPosition>,
 }
 
 impl<S: Sink> Documents<S> {
@@ -118,6 +123,8 @@ impl<S: Sink> Documents<S> {
             untrained: 0,
             skipped: 0,
             first_skipped: None,
+            unasked: 0,
+            first_unasked: None,
         }
     }
 
@@ -146,6 +153,12 @@ impl<S: Sink> Documents<S> {
         self.first_skipped.get_or_insert(place);
     }
 
+    /// The record at `place`, which has come, begins with an answer that is not trained.
+    pub(super) fn leave_first(&mut self, place: DocumentPosition) {
+        self.unasked += 1;
+        self.first_unasked.get_or_insert(place);
+    }
+
     /// The next tokens of the document at `place`.
     ///
     /// # Errors
@@ -172,8 +185,8 @@ impl<S: Sink> Documents<S> {
 
     /// All documents have come.
     pub(super) fn finish(self) -> DocumentTotals<S> {
-        let Self { sink, tokens, documents, largest, source_ends, untrained, skipped, first_skipped, .. } = self;
-        DocumentTotals { sink, tokens, documents, largest, source_ends, untrained, skipped, first_skipped }
+        let Self { sink, tokens, documents, largest, source_ends, untrained, skipped, first_skipped, unasked, first_unasked, .. } = self;
+        DocumentTotals { sink, tokens, documents, largest, source_ends, untrained, skipped, first_skipped, unasked, first_unasked }
     }
 
     /// Text file `source` goes as far as the tokens do by now.

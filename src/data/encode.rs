@@ -183,8 +183,9 @@ fn encode_record(place: &DocumentPosition, format: DataFormat, line: &str, token
         let ids = tokenizer.encode(&text).map_err(|e| place.error(e))?;
         return Ok(Encoded::Document(place.clone(), ids));
     }
+    let is_unasked = matches!(&content, Content::Rendered(chat) if chat.is_unasked);
     let samples = trained_samples(content, tokenizer, stop).map_err(|e| place.error(e))?;
-    Ok(Encoded::Samples(place.clone(), samples))
+    Ok(Encoded::Samples { place: place.clone(), samples, is_unasked })
 }
 
 impl EncodeJob {

@@ -37,8 +37,8 @@ pub(super) enum Encoded {
     Document(DocumentPosition, Vec<u32>),
     /// A part of a text.
     Part(EncodeJob, PartTokens),
-    /// The samples of a record, whole; none where nothing is trained.
-    Samples(DocumentPosition, Vec<Vec<u32>>),
+    /// The samples of a record, whole; none where nothing is trained. It may begin with an answer that nothing asks for.
+    Samples { place: DocumentPosition, samples: Vec<Vec<u32>>, is_unasked: bool },
 }
 
 pub(super) enum PartTokens {
@@ -86,11 +86,17 @@ impl<'a, S: Sink> Joiner<'a, S> {
                 self.documents.append(&ids, &place)?;
                 self.documents.end(&place)
             }
-            Encoded::Samples(place, samples) if samples.is_empty() => {
+            Encoded::Samples { place, samples, .. } if samples.is_empty() => {
                 self.documents.skip(place);
                 Ok(())
             }
-            Encoded::Samples(place, samples) => samples.iter().try_for_each(|sample| self.documents.record(sample, &place)),
+            Encoded::Samples { place, samples, is_unasked } => {
+                samples.iter().try_for_each(|sample| self.documents.record(sample, &place))?;
+                if is_unasked {
+                    self.documents.leave_first(place);
+                }
+                Ok(())
+            }
             Encoded::Part(job, tokens) => self.absorb_part(job, tokens),
         }
     }

@@ -26,7 +26,7 @@ fn samples(content: Content, tokenizer: &Tokenizer, stop: &StopFlag) -> Result<V
     let begin = tokenizer.begin_of_text().iter().map(|&id| marked(id, false));
     let rendered = |sample: &ChatSample| if stop.is_set() { Err(interrupted()) } else { masked(sample, tokenizer) };
     match content {
-        Content::Rendered(samples) => samples.iter().map(rendered).collect(),
+        Content::Rendered(chat) => chat.samples.iter().map(rendered).collect(),
         Content::Completed(sample) => Ok(vec![begin.chain(masked(&sample, tokenizer)?).chain(tokenizer.end_of_text()).collect()]),
         Content::Text(text) => Ok(vec![begin.chain(tokenizer.encode(&text)?).chain(tokenizer.end_of_text()).collect()]),
         Content::Ids(ids) => Ok(vec![ids.into_iter().map(|(id, is_trained)| marked(id, is_trained)).collect()]),
@@ -62,7 +62,7 @@ pub(super) fn shown(content: Content, tokenizer: &Tokenizer) -> Result<Vec<(usiz
         Ok((tokens + begin.len() + usize::from(end.is_some()), all.collect()))
     };
     match content {
-        Content::Rendered(samples) => samples.iter().map(|sample| text_pieces(sample, tokenizer)).collect(),
+        Content::Rendered(chat) => chat.samples.iter().map(|sample| text_pieces(sample, tokenizer)).collect(),
         Content::Completed(sample) => Ok(vec![around(&sample)?]),
         Content::Text(text) => Ok(vec![around(&ChatSample::trained_from(0, text))?]),
         Content::Ids(ids) => Ok(vec![(ids.len(), ids.into_iter().map(|(id, is_trained)| named(id, is_trained)).collect())]),

@@ -274,8 +274,18 @@ pub(super) fn tokenize<S: Sink + Send>(
         }
         Ok(())
     })?;
+    tell_unasked(&totals, preparation);
     tell_skipped(&totals, preparation)?;
     Ok((totals, read))
+}
+
+/// Says how many records begin with an answer that is left as it is.
+fn tell_unasked<S>(totals: &DocumentTotals<S>, preparation: &mut Preparation<'_>) {
+    let DocumentTotals { unasked, first_unasked, documents, skipped, .. } = totals;
+    if let Some(first) = first_unasked {
+        let cause = format!("begins with an answer that nothing asks for, as {unasked} of {} records do", documents + skipped);
+        preparation.warn(format!("{}; such answers are not trained", first.error(cause)));
+    }
 }
 
 /// Says how many records were left out.

@@ -36,6 +36,14 @@ pub(in crate::data) struct ChatSample {
     pub(in crate::data) trained: Vec<Range<usize>>,
 }
 
+/// What a record's conversation becomes.
+#[derive(Debug, PartialEq, Eq)]
+pub(in crate::data) struct ChatSamples {
+    pub(in crate::data) samples: Vec<ChatSample>,
+    /// Whether its first message is an answer, which is not trained: nothing asks for it.
+    pub(in crate::data) is_unasked: bool,
+}
+
 /// Messages, and from which of them on answers may be trained.
 pub(super) struct Conversation {
     pub(super) messages: Vec<Value>,
@@ -56,18 +64,20 @@ impl Conversation {
     ///
     /// # Errors
     /// The template's, in words; for more text than a record may become.
-    pub(super) fn samples(&self, template: &ChatTemplate, train_on: TrainOn, stop: &StopFlag) -> Result<Vec<ChatSample>, String> {
+    pub(super) fn samples(&self, template: &ChatTemplate, train_on: TrainOn, stop: &StopFlag) -> Result<ChatSamples, String> {
         let mut renderings = template.renderings(&self.messages, self.tools.as_ref(), stop)?;
         let whole = renderings.whole()?;
         let answers = self.answers();
-        let trained = self.trained(&answers, train_on);
+        let mut trained = self.trained(&answers, train_on);
         if train_on == TrainOn::All && trained.len() == self.messages.len() {
-            return Ok(vec![ChatSample::trained_from(0, whole.text)]);
+            return Ok(ChatSamples { samples: vec![ChatSample::trained_from(0, whole.text)], is_unasked: false });
         }
         if template.has_marks() && whole.generated.len() == answers.len() && train_on != TrainOn::All {
-            return Ok(by_marks(whole, &answers, &trained));
+            return Ok(ChatSamples { samples: by_marks(whole, &answers, &trained), is_unasked: false });
         }
-        self.by_common_prefix(&mut renderings, whole.text, &trained)
+        let is_unasked = train_on != TrainOn::All && trained.first() == Some(&0);
+        trained.drain(..usize::from(is_unasked));
+        Ok(ChatSamples { samples: self.by_common_prefix(&mut renderings, whole.text, &trained)?, is_unasked })
     }
 
     /// Indices of the assistant's messages.
@@ -118,6 +128,9 @@ impl Conversation {
     /// # Errors
     /// The template's.
     fn span(&self, renderings: &mut Renderings<'_>, turn: usize, until: &str) -> Result<Range<usize>, String> {
+        if turn == 0 {
+            return Ok(0..until.len());
+        }
         let asks = self.messages[turn]["role"] == "assistant";
         let before = renderings.render(turn, asks)?.text;
         Ok(common_prefix(&before, until)..until.len())

@@ -1,6 +1,6 @@
 //! Which columns a record has, and what they mean.
 
-use super::mask::{ChatSample, Conversation, TrainOn};
+use super::mask::{ChatSample, ChatSamples, Conversation, TrainOn};
 use super::message;
 use super::template::ChatTemplate;
 use crate::signals::StopFlag;
@@ -72,7 +72,7 @@ pub(in crate::data) enum Content {
     /// A document like those of a text file.
     Text(String),
     /// What a template wrote: nothing stands around it.
-    Rendered(Vec<ChatSample>),
+    Rendered(ChatSamples),
     /// A prompt and what completes it; the end of text belongs to the completion.
     Completed(ChatSample),
     /// Ids, each with whether it is trained.

@@ -105,9 +105,9 @@ fn trained(template_source: &str, train_on: TrainOn, record: &Value) -> Result<V
     let rules = rules(template_source, train_on);
     let record = record.to_string();
     match rules.read(rules.detect(&record)?, &record, &StopFlag::default())? {
-        Content::Rendered(samples) => {
+        Content::Rendered(chat) => {
             let texts = |sample: &ChatSample| sample.trained.iter().map(|span| sample.text[span.clone()].to_string()).collect();
-            Ok(samples.iter().map(texts).collect())
+            Ok(chat.samples.iter().map(texts).collect())
         }
         other => panic!("{other:?}"),
     }
@@ -197,6 +197,18 @@ fn templates_that_raise_loop_grow_or_read_files_are_errors_in_a_line() {
         let refused = trained(source, TrainOn::Auto, &chat).unwrap_err();
         assert!(refused.contains(cause) && !refused.contains('\n'), "{source}: {refused}");
     }
+}
+
+#[test]
+fn an_answer_that_nothing_asks_for_is_not_trained() {
+    // As most do, it looks at the first message, and there is none before the first answer.
+    let source = format!("{{% if messages[0].role == 'system' %}}!{{% endif %}}{PLAIN}");
+    let chat = json!({"messages": [turn("assistant", "hi"), turn("user", "a"), turn("assistant", "b")]});
+    assert_eq!(trained(&source, TrainOn::Auto, &chat).unwrap(), [["b;"]]);
+    assert!(trained(&source, TrainOn::Last, &json!({"messages": [turn("assistant", "hi")]})).unwrap().is_empty());
+    let mut but_the_last = chat.clone();
+    but_the_last["messages"][2]["weight"] = 0.into();
+    assert_eq!(trained(&source, TrainOn::All, &but_the_last).unwrap(), [["<assistant>hi;", "<user>a;"]], "all is all");
 }
 
 /// Each answer has all that comes before it rendered, twice.
