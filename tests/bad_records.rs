@@ -90,6 +90,22 @@ fn a_template_that_names_a_file_is_refused() {
     }
 }
 
+/// With each of the two, all of every record would be.
+#[test]
+fn a_template_that_has_prompts_trained_is_refused_at_the_first_record() {
+    let workspace = Workspace::new();
+    let lines = (0..40).map(|n| asked(&format!("why {n}?")).to_string()).collect::<Vec<_>>().join("\n");
+    let data = format!("--data={}", workspace.write("chat.jsonl", lines).display());
+    let all = format!("{{% generation %}}{TEMPLATE}{{% endgeneration %}}");
+    for template in [format!("{{{{ messages|length }}}}{TEMPLATE}"), all] {
+        let template = format!("--chat-template={}", workspace.write("chat.jinja", template).display());
+        let told = ["chat.jsonl: line 1: what comes before message 1 would be trained", "{% generation %}", "--chat-template FILE"];
+        run(&mut workspace.train("out", &[&data, &template])).refused(1, &told);
+        let outcome = run(&mut workspace.train("all", &[&data, &template, "--train-on=all", "--max-steps=1"]));
+        assert!(outcome.code == 0 && outcome.stdout.contains("(100.0 % trained)"), "{outcome:?}");
+    }
+}
+
 #[test]
 fn a_record_that_begins_with_an_answer_is_trained_from_its_question_on() {
     let workspace = Workspace::new();

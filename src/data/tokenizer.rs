@@ -99,6 +99,11 @@ impl Tokenizer {
         &self.rules
     }
 
+    /// Whether the data may hold answers to prompts.
+    pub(crate) fn reads_answers(&self) -> bool {
+        self.rules.has_answers
+    }
+
     /// Whether this is the byte tokenizer.
     pub(crate) fn is_bytes(&self) -> bool {
         matches!(self.kind, TokenizerKind::Bytes)

@@ -117,13 +117,12 @@ pub(super) fn prepare<'a>(
     if let Some(run_dir) = run_dir.filter(|_| resumed.as_ref().is_none_or(|accepted| accepted.step() < max_steps)) {
         run_dir.expect_room(checkpoint_bytes(TensorTable::new(&source.shape).params(), plan.moments, &source.files))?;
     }
-    let untrained = match dataset.untrained() {
-        0 => String::new(),
-        untrained => format!(" ({:.1} % trained)", 100.0 - 100.0 * untrained as f64 / dataset.tokens() as f64),
-    };
+    let share = 100.0 - 100.0 * dataset.untrained() as f64 / dataset.tokens() as f64;
+    let is_told = dataset.untrained() > 0 || tokenizer.reads_answers();
+    let share = if is_told { format!(" ({share:.1} % trained)") } else { String::new() };
     let evaluated = eval_dataset.as_ref().map_or(String::new(), |data| format!("; evaluated on {} sequences", data.sequences()));
     let (tokens, sequences, seq_length) = (dataset.tokens(), dataset.sequences(), settings.seq_length);
-    let data = format!("{tokens} tokens{untrained}, {sequences} sequences of {seq_length}; tokenizer {tokenizer}{evaluated}");
+    let data = format!("{tokens} tokens{share}, {sequences} sequences of {seq_length}; tokenizer {tokenizer}{evaluated}");
     Ok(PreparedRun { launch, settings, source, plan, dataset, eval_dataset, run, resumed, weights, max_steps, data })
 }
 

@@ -34,7 +34,8 @@ impl RecordFlags<'_> {
     /// `Usage` for a flag that makes no sense; `Io` and `Format` for a template that is there and cannot be used.
     pub(crate) fn rules(&self, dir: Option<&ModelDir>, files: &[PathBuf]) -> Result<RecordRules> {
         let rules = self.plain_rules()?;
-        let needs_template = self.template.is_some() || self.template_name.is_some() || asks_for_template(files, &rules);
+        let rules = RecordRules { has_answers: asks_for_template(files, &rules), ..rules };
+        let needs_template = self.template.is_some() || self.template_name.is_some() || rules.has_answers;
         if needs_template { Ok(RecordRules { template: self.template(dir)?, ..rules }) } else { Ok(rules) }
     }
 

@@ -26,6 +26,7 @@ pub enum TrainOn {
     Last,
 }
 
+const MARK_ANSWERS: &str = "put {% generation %} and {% endgeneration %} around what answers say, in a --chat-template FILE";
 /// Text of all answers that are samples of their own, each of which repeats what came before.
 const ALONE_BYTES_MAX: usize = 16 << 20;
 
@@ -63,7 +64,7 @@ impl Conversation {
     /// The samples that `train_on` makes of it, until `stop` is set; none where nothing is trained.
     ///
     /// # Errors
-    /// The template's, in words; for more text than a record may become.
+    /// The template's, in words; for a template that would have a prompt trained, and for more text than a record may become.
     pub(super) fn samples(&self, template: &ChatTemplate, train_on: TrainOn, stop: &StopFlag) -> Result<ChatSamples, String> {
         let mut renderings = template.renderings(&self.messages, self.tools.as_ref(), stop)?;
         let whole = renderings.whole()?;
@@ -73,7 +74,7 @@ impl Conversation {
             return Ok(ChatSamples { samples: vec![ChatSample::trained_from(0, whole.text)], is_unasked: false });
         }
         if template.has_marks() && whole.generated.len() == answers.len() && train_on != TrainOn::All {
-            return Ok(ChatSamples { samples: by_marks(whole, &answers, &trained), is_unasked: false });
+            return Ok(ChatSamples { samples: by_marks(whole, &answers, &trained)?, is_unasked: false });
         }
         let is_unasked = train_on != TrainOn::All && trained.first() == Some(&0);
         trained.drain(..usize::from(is_unasked));
@@ -102,7 +103,7 @@ impl Conversation {
         let (mut shared, mut alone, mut bytes) = (Vec::new(), Vec::new(), 0);
         for &turn in trained {
             let until = renderings.render(turn + 1, false)?.text;
-            let span = self.span(renderings, turn, &until)?;
+            let span = self.span(renderings, turn, &until, Some(&turn) == trained.first())?;
             if span.is_empty() {
                 continue;
             }
@@ -126,22 +127,43 @@ impl Conversation {
     /// What message `turn` is of `until`, which ends with it.
     ///
     /// # Errors
-    /// The template's.
-    fn span(&self, renderings: &mut Renderings<'_>, turn: usize, until: &str) -> Result<Range<usize>, String> {
+    /// The template's, and where what comes before the message would be a part of it. That is looked at for the first one that is trained.
+    fn span(&self, renderings: &mut Renderings<'_>, turn: usize, until: &str, is_first: bool) -> Result<Range<usize>, String> {
         if turn == 0 {
             return Ok(0..until.len());
         }
-        let asks = self.messages[turn]["role"] == "assistant";
-        let before = renderings.render(turn, asks)?.text;
-        Ok(common_prefix(&before, until)..until.len())
+        let is_answer = |turn: usize| self.messages[turn]["role"] == "assistant";
+        let before = renderings.render(turn, is_answer(turn))?.text;
+        let start = common_prefix(&before, until);
+        // A template may join an answer to one right before it, and then their prompt differs.
+        let prompt = match is_first && is_answer(turn) && !is_answer(turn - 1) {
+            true => common_prefix(&renderings.render(turn, false)?.text, &before),
+            false => 0,
+        };
+        if start < prompt.max(1) {
+            let how = "the chat template writes it otherwise when an answer follows";
+            return Err(format!("what comes before message {turn} would be trained: {how}; {MARK_ANSWERS}"));
+        }
+        Ok(start..until.len())
     }
 }
 
 /// What the template marks, of those `answers` that are `trained`.
-fn by_marks(whole: Rendered, answers: &[usize], trained: &[usize]) -> Vec<ChatSample> {
+///
+/// # Errors
+/// Where the marks begin before the first prompt.
+fn by_marks(whole: Rendered, answers: &[usize], trained: &[usize]) -> Result<Vec<ChatSample>, String> {
+    if let Some((turn, span)) = answers.iter().zip(&whole.generated).next()
+        && *turn > 0
+        && span.start == 0
+        && !span.is_empty()
+    {
+        let where_it_is = "the chat template has it within {% generation %}";
+        return Err(format!("what comes before message {turn} would be trained: {where_it_is}; {MARK_ANSWERS}"));
+    }
     let spans = answers.iter().zip(whole.generated).filter(|(turn, span)| trained.contains(turn) && !span.is_empty());
     let spans: Vec<_> = spans.map(|(_, span)| span).collect();
-    if spans.is_empty() { vec![] } else { vec![ChatSample { text: whole.text, trained: spans }] }
+    Ok(if spans.is_empty() { vec![] } else { vec![ChatSample { text: whole.text, trained: spans }] })
 }
 
 /// Bytes of the longest common prefix, whole characters.

@@ -55,6 +55,8 @@ pub(crate) struct RecordRules {
     /// The data's name of a column, by the name that it has here.
     pub(crate) columns: BTreeMap<String, String>,
     pub(crate) train_on: TrainOn,
+    /// Whether records may hold answers to prompts.
+    pub(in crate::data) has_answers: bool,
     /// The template, or why there is none.
     pub(in crate::data) template: Result<ChatTemplate, String>,
 }
@@ -62,7 +64,7 @@ pub(crate) struct RecordRules {
 impl Default for RecordRules {
     fn default() -> Self {
         let template = Err("chat data needs a model with a chat template: --chat-template FILE names one".into());
-        Self { format: DataFormat::Auto, columns: BTreeMap::new(), train_on: TrainOn::Auto, template }
+        Self { format: DataFormat::Auto, columns: BTreeMap::new(), train_on: TrainOn::Auto, has_answers: false, template }
     }
 }
 

@@ -199,6 +199,28 @@ fn templates_that_raise_loop_grow_or_read_files_are_errors_in_a_line() {
     }
 }
 
+/// The first ones begin otherwise once an answer follows; the last one's mark is around all.
+#[test]
+fn a_template_that_would_have_a_prompt_trained_is_refused() {
+    let chat = json!({"messages": [turn("system", "s"), turn("user", "a"), turn("assistant", "b")]});
+    let (otherwise, within) =
+        ("the chat template writes it otherwise when an answer follows", "the chat template has it within {% generation %}");
+    let last_says_the_system_message = "{% for m in messages %}{% if m.role == 'user' %}[{% if loop.last %}{{ messages[0].content }} {% endif %}\
+        {{ m.content }}]{% elif m.role == 'assistant' %}{{ m.content }};{% endif %}{% endfor %}";
+    for (source, how) in [
+        (format!("{{{{ messages|length }}}}{PLAIN}"), otherwise),
+        (format!("<s>{{{{ messages|length }}}}{PLAIN}"), otherwise),
+        (format!("{{{{ 'P' if add_generation_prompt else 'T' }}}}{PLAIN}"), otherwise),
+        (last_says_the_system_message.into(), otherwise),
+        (format!("{{% generation %}}{PLAIN}{{% endgeneration %}}"), within),
+    ] {
+        let refused = trained(&source, TrainOn::Auto, &chat).unwrap_err();
+        assert!(refused.starts_with("what comes before message 2 would be trained: "), "{source}: {refused}");
+        assert!(refused.contains(how) && refused.contains("{% endgeneration %} around what answers say"), "{source}: {refused}");
+        assert_eq!(trained(&source, TrainOn::All, &chat).unwrap().len(), 1, "{source}");
+    }
+}
+
 #[test]
 fn an_answer_that_nothing_asks_for_is_not_trained() {
     // As most do, it looks at the first message, and there is none before the first answer.
