@@ -8,6 +8,7 @@ use serde_json::{Map, Value, json};
 /// What is wrong with it, in words that follow its name.
 pub(super) fn read(message: &Value) -> Result<Value, String> {
     let mut message = normal(message)?;
+    check_choice(&message)?;
     let text = match &message["content"] {
         Value::String(_) | Value::Null => return Ok(message),
         // What a tool answers may be any JSON.
@@ -18,6 +19,17 @@ pub(super) fn read(message: &Value) -> Result<Value, String> {
     };
     message["content"] = text.into();
     Ok(message)
+}
+
+/// Whether it is trained a message says by `train` or by `weight`; anything else there would be trained, whatever it means.
+fn check_choice(message: &Value) -> Result<(), String> {
+    let wrong = |key: &str, choice| Err(format!("has {key} {}: {choice} says whether it is trained", message[key]));
+    match (&message["train"], &message["weight"]) {
+        (Value::Bool(_) | Value::Null, Value::Null) => Ok(()),
+        (Value::Bool(_) | Value::Null, weight) if [0.0, 1.0].map(Some).contains(&weight.as_f64()) => Ok(()),
+        (Value::Bool(_) | Value::Null, _) => wrong("weight", "0 or 1"),
+        _ => wrong("train", "true or false"),
+    }
 }
 
 /// Parts as one text: most templates of language models write nothing of a list.
