@@ -19,7 +19,7 @@ use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
-pub(crate) const FORMAT_VERSION: u32 = 3;
+pub(crate) const FORMAT_VERSION: u32 = 4;
 
 const TOKENS: &str = "tokens.u32";
 const ENDS: &str = "ends.u64";
@@ -349,7 +349,7 @@ mod tests {
             std::fs::write(&path, serde_json::to_vec(&manifest).unwrap()).unwrap();
             reopen(&folder, &origin).err().unwrap().to_string()
         };
-        assert!(refusal(PreparedManifest { format_version: 4, ..good.clone() }).contains("format 4, this build reads format 3"));
+        assert!(refusal(PreparedManifest { format_version: 3, ..good.clone() }).contains("format 3, this build reads format 4"));
         assert!(refusal(PreparedManifest { tokens: u64::MAX, ..good.clone() }).contains("contradict"));
         assert!(refusal(PreparedManifest { files: vec![], ..good }).contains("two files"));
     }

@@ -1,6 +1,6 @@
 //! The samples of a record: their tokens, and what of them is trained.
 
-use super::chat::mask::ChatSample;
+use super::chat::mask::{ChatSample, TrainedSpan};
 use super::chat::record::Content;
 use super::documents::UNTRAINED;
 use super::preparation::interrupted;
@@ -8,6 +8,10 @@ use super::shown::TextPiece;
 use super::tokenizer::{Token, Tokenizer, floor_boundary};
 use crate::error::Result;
 use crate::signals::StopFlag;
+use std::ops::Range;
+
+/// Text before the end of a prompt, and after it, that decides where a token begins there.
+const CONTEXT: usize = 64;
 
 /// The tokens of those samples of a record that are trained, until `stop` is set.
 ///
@@ -40,13 +44,29 @@ fn masked(sample: &ChatSample, tokenizer: &Tokenizer) -> Result<Vec<u32>> {
 
 /// One encoding of the whole text; a token is trained if its first character is.
 fn tokens_of(sample: &ChatSample, tokenizer: &Tokenizer) -> Result<Vec<(Token, bool)>> {
-    let mut spans = sample.trained.iter().peekable();
+    let spans = sample.trained.iter().map(|span| own_tokens(span, &sample.text, tokenizer)).collect::<Result<Vec<_>>>()?;
+    let mut spans = spans.iter().peekable();
     let is_trained = |token: Token| {
         let start = token.start as usize;
         while spans.next_if(|span| span.end <= start).is_some() {}
         (token, spans.peek().is_some_and(|span| span.contains(&start)))
     };
     Ok(tokenizer.encode_part(&sample.text)?.into_iter().map(is_trained).collect())
+}
+
+/// The bytes of a span from its first token on. Where the prompt goes on otherwise, text and prompt may have characters in common that are not
+/// a token in both: of `<b>` and `<think>` the first. Then the span begins with the first token that the prompt does not have.
+fn own_tokens(span: &TrainedSpan, text: &str, tokenizer: &Tokenizer) -> Result<Range<usize>> {
+    let TrainedSpan { range: Range { start, end }, instead } = span;
+    if instead.is_empty() {
+        return Ok(*start..*end);
+    }
+    let (from, until) = (floor_boundary(text, start.saturating_sub(CONTEXT)), floor_boundary(text, start + CONTEXT));
+    let prompt = tokenizer.encode_part(&[&text[from..*start], instead].concat())?;
+    let tokens = tokenizer.encode_part(&text[from..until])?;
+    let own = tokens.iter().zip(&prompt).find(|(token, prompt)| token != prompt);
+    let begin = own.map_or(*start, |(token, _)| from + token.start as usize);
+    Ok(begin.min(*start)..*end)
 }
 
 /// The samples of a record in text: for each the number of its tokens, and which text is trained.

@@ -26,15 +26,26 @@ pub enum TrainOn {
     Last,
 }
 
+/// Characters of a prompt that are compared with what is there in their place; no tokenizer's token is longer.
+const INSTEAD_MAX: usize = 64;
 const MARK_ANSWERS: &str = "put {% generation %} and {% endgeneration %} around what answers say, in a --chat-template FILE";
 /// Text of all answers that are samples of their own, each of which repeats what came before.
 const ALONE_BYTES_MAX: usize = 16 << 20;
 
-/// Text, and the bytes of it that are trained, in order.
+/// Text, and what of it is trained, in order.
 #[derive(Debug, PartialEq, Eq)]
 pub(in crate::data) struct ChatSample {
     pub(in crate::data) text: String,
-    pub(in crate::data) trained: Vec<Range<usize>>,
+    pub(in crate::data) trained: Vec<TrainedSpan>,
+}
+
+/// A part of a text that is trained.
+#[derive(Debug, PartialEq, Eq)]
+pub(in crate::data) struct TrainedSpan {
+    /// Its bytes.
+    pub(in crate::data) range: Range<usize>,
+    /// How the prompt begins that goes on otherwise from here: it may open a block that the text does not have.
+    pub(in crate::data) instead: String,
 }
 
 /// What a record's conversation becomes.
@@ -53,10 +64,16 @@ pub(super) struct Conversation {
     pub(super) prompt: usize,
 }
 
+impl From<Range<usize>> for TrainedSpan {
+    fn from(range: Range<usize>) -> Self {
+        Self { range, instead: String::new() }
+    }
+}
+
 impl ChatSample {
     /// `text` with all of it trained from `begin` on.
     pub(in crate::data) fn trained_from(begin: usize, text: String) -> Self {
-        Self { trained: std::iter::once(begin..text.len()).collect(), text }
+        Self { trained: vec![(begin..text.len()).into()], text }
     }
 }
 
@@ -104,7 +121,7 @@ impl Conversation {
         for &turn in trained {
             let until = renderings.render(turn + 1, false)?.text;
             let span = self.span(renderings, turn, &until, Some(&turn) == trained.first())?;
-            if span.is_empty() {
+            if span.range.is_empty() {
                 continue;
             }
             if whole.starts_with(&until) {
@@ -128,9 +145,9 @@ impl Conversation {
     ///
     /// # Errors
     /// The template's, and where what comes before the message would be a part of it. That is looked at for the first one that is trained.
-    fn span(&self, renderings: &mut Renderings<'_>, turn: usize, until: &str, is_first: bool) -> Result<Range<usize>, String> {
+    fn span(&self, renderings: &mut Renderings<'_>, turn: usize, until: &str, is_first: bool) -> Result<TrainedSpan, String> {
         if turn == 0 {
-            return Ok(0..until.len());
+            return Ok((0..until.len()).into());
         }
         let is_answer = |turn: usize| self.messages[turn]["role"] == "assistant";
         let before = renderings.render(turn, is_answer(turn))?.text;
@@ -144,7 +161,7 @@ impl Conversation {
             let how = "the chat template writes it otherwise when an answer follows";
             return Err(format!("what comes before message {turn} would be trained: {how}; {MARK_ANSWERS}"));
         }
-        Ok(start..until.len())
+        Ok(TrainedSpan { range: start..until.len(), instead: before[start..].chars().take(INSTEAD_MAX).collect() })
     }
 }
 
@@ -162,7 +179,7 @@ fn by_marks(whole: Rendered, answers: &[usize], trained: &[usize]) -> Result<Vec
         return Err(format!("what comes before message {turn} would be trained: {where_it_is}; {MARK_ANSWERS}"));
     }
     let spans = answers.iter().zip(whole.generated).filter(|(turn, span)| trained.contains(turn) && !span.is_empty());
-    let spans: Vec<_> = spans.map(|(_, span)| span).collect();
+    let spans: Vec<TrainedSpan> = spans.map(|(_, span)| span.into()).collect();
     Ok(if spans.is_empty() { vec![] } else { vec![ChatSample { text: whole.text, trained: spans }] })
 }
 

@@ -106,7 +106,7 @@ fn trained(template_source: &str, train_on: TrainOn, record: &Value) -> Result<V
     let record = record.to_string();
     match rules.read(rules.detect(&record)?, &record, &StopFlag::default())? {
         Content::Rendered(chat) => {
-            let texts = |sample: &ChatSample| sample.trained.iter().map(|span| sample.text[span.clone()].to_string()).collect();
+            let texts = |sample: &ChatSample| sample.trained.iter().map(|span| sample.text[span.range.clone()].to_string()).collect();
             Ok(chat.samples.iter().map(texts).collect())
         }
         other => panic!("{other:?}"),
@@ -166,7 +166,7 @@ fn columns_may_have_each_others_names() {
     let Ok(Content::Completed(sample)) = rules.read(rules.detect(&record).unwrap(), &record, &StopFlag::default()) else {
         panic!("{record}")
     };
-    assert_eq!((sample.text.as_str(), sample.trained.len(), sample.trained[0].clone()), ("abc", 1, 1..3));
+    assert_eq!((sample.text.as_str(), sample.trained.len(), sample.trained[0].range.clone()), ("abc", 1, 1..3));
 }
 
 #[test]
@@ -231,6 +231,26 @@ fn an_answer_that_nothing_asks_for_is_not_trained() {
     let mut but_the_last = chat.clone();
     but_the_last["messages"][2]["weight"] = 0.into();
     assert_eq!(trained(&source, TrainOn::All, &but_the_last).unwrap(), [["<assistant>hi;", "<user>a;"]], "all is all");
+}
+
+/// A prompt of DeepSeek-R1 ends with `<think>`, whose first character an answer may share; its tokens it does not.
+#[test]
+fn an_answer_is_trained_from_its_first_token_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut json = serde_json::from_str::<Value>(&std::fs::read_to_string(golden("model/tokenizer.json")).unwrap()).unwrap();
+    for (id, content) in (320..).zip(["<think>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"]) {
+        let flags = json!({"single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true});
+        let mut token = json!({"id": id, "content": content});
+        token.as_object_mut().unwrap().extend(flags.as_object().unwrap().clone());
+        json["added_tokens"].as_array_mut().unwrap().push(token);
+    }
+    std::fs::write(dir.path().join("tokenizer.json"), json.to_string()).unwrap();
+    let tokenizer = tokenizer(dir.path(), &shipped("deepseek_r1_distill.jinja"));
+    for answer in ["<b>x</b>", "", "4"] {
+        let (ids, trained) = tokens(&json!({"messages": [turn("user", "a"), turn("assistant", answer)]}), &tokenizer);
+        let own = ids.iter().zip(trained).filter(|(_, trained)| *trained == 1).map(|(id, _)| tokenizer.name_of(*id));
+        assert_eq!(own.collect::<String>(), format!("{answer}<｜end▁of▁sentence｜>"));
+    }
 }
 
 /// Each answer has all that comes before it rendered, twice.
