@@ -11,6 +11,7 @@ use crate::data::tokenizer::{AddBos, Tokenizer};
 use crate::model_dir::ModelDir;
 use crate::signals::StopFlag;
 use serde_json::{Map, Value, json};
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -197,6 +198,61 @@ fn templates_that_raise_loop_grow_or_read_files_are_errors_in_a_line() {
         let refused = trained(source, TrainOn::Auto, &chat).unwrap_err();
         assert!(refused.contains(cause) && !refused.contains('\n'), "{source}: {refused}");
     }
+}
+
+/// What follows a prompt for an answer: text before the answer, text after it, and the templates of TRL without marks that write it so.
+#[rustfmt::skip]
+const AROUND: &[(&str, &str, &[&str])] = &[
+    ("", "<|END_OF_TURN_TOKEN|>", &["cohere"]),
+    ("", "<|END_RESPONSE|><|END_OF_TURN_TOKEN|>", &["cohere2"]),
+    ("", "<｜end▁of▁sentence｜>", &["deepseek_r1_distill", "deepseekv3"]),
+    ("", "<turn|>\n", &["diffusion_gemma", "gemma4", "gemma4_v2", "gemma4_v3", "gemma4_v4", "gemma4_v5"]),
+    ("", "<end_of_turn>\n", &["gemma", "gemma3"]),
+    // Its end is the beginning of the next turn.
+    ("\n<think></think>\n", "", &["glm4moe"]),
+    ("<|channel|>final<|message|>", "<|return|>", &["gptoss"]),
+    ("", "<|im_end|>\n", &["lfm2", "lfm2_v2", "qwen2_5", "qwen2_5_vl", "qwen3_5_nothink", "qwen3_instruct_2507", "qwen3_vl"]),
+    ("", "<|eot_id|>", &["llama3", "llama3_1", "llama3_2"]),
+    (" to=user<|message|>", "<|eot|>", &["muse_glimmer"]),
+    ("</think>", "<|im_end|>\n", &["nemotron_3_5_lightning", "nemotron_3_nano", "nemotron_3_super", "nemotron_3_ultra"]),
+    ("", "<|end|>\n<|im_end|>", &["phi3", "phi3_5"]),
+    ("<think>\n\n</think>\n\n", "<|im_end|>\n", &["qwen3"]),
+    ("\n</think>\n\n", "<|im_end|>\n", &["qwen3_5_think", "qwen3_6", "qwen3_8"]),
+];
+/// They write parts of content alone: of an answer that is text they say nothing.
+const OF_PARTS: [&str; 3] = ["idefics3", "llava_next", "smolvlm"];
+
+#[test]
+fn what_is_trained_is_each_answer_with_its_end_and_nothing_of_a_prompt() {
+    let turns = [turn("user", "Ask one?"), turn("assistant", "Say one."), turn("user", "Ask two?"), turn("assistant", "Say two.")];
+    let with_system = [&[turn("system", "Be kind.")], &turns[..2]].concat();
+    let tools = &golden_json("conversations.json")["tools"];
+    let mut accepted = [0, 0];
+    for (before, after, names) in AROUND {
+        for name in *names {
+            let source = shipped(&format!("{name}.jinja"));
+            let texts = |record: &Value| trained(&source, TrainOn::Auto, record).map(|samples| samples.concat());
+            let around = |answer: &str| format!("{before}{answer}{after}");
+            let both = [around("Say one."), around("Say two.")];
+            assert_eq!(texts(&json!({"messages": turns[..2]})).unwrap(), both[..1], "{name}");
+            assert_eq!(texts(&json!({"messages": turns})).unwrap(), both, "{name}");
+            if let Ok(found) = texts(&json!({"messages": with_system})) {
+                assert_eq!(found, both[..1], "{name}");
+                accepted[0] += 1;
+            }
+            if let Ok(found) = texts(tools) {
+                let (all, last) = (found.concat(), found.last().unwrap());
+                assert!(found.len() == 2 && last.ends_with(&format!("7.5 °C.{after}")), "{name}: {found:?}");
+                assert!(!all.contains("Weather in") && !all.contains("celsius"), "{name}: {found:?}");
+                accepted[1] += 1;
+            }
+        }
+    }
+    assert_eq!(accepted, [34, 29], "with a system message, with tools");
+    let listed: BTreeSet<_> = AROUND.iter().flat_map(|(_, _, names)| *names).chain(&OF_PARTS).map(|name| format!("{name}.jinja")).collect();
+    let names = std::fs::read_dir(golden("templates")).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let without_marks = names.filter(|name| name.ends_with(".jinja") && !template(&shipped(name)).unwrap().has_marks());
+    assert_eq!(without_marks.collect::<BTreeSet<_>>(), listed);
 }
 
 /// The first ones begin otherwise once an answer follows; the last one's mark is around all.
