@@ -16,7 +16,8 @@ fn settings(workspace: &Workspace, out: &str) -> Value {
 fn a_command_line_of_hugging_face_trains() {
     let workspace = Workspace::new();
     let flags = ["--bf16", "True", "--max_steps=4", "--warmup_steps", "0.5", "--lr_scheduler_type", "constant_with_warmup", "--optim"];
-    let more = ["adamw_torch", "--gradient_checkpointing", "--report_to", "none", "--save_strategy=steps", "--tf32", "true"];
+    let more =
+        ["adamw_torch", "--train_on_inputs", "--gradient_checkpointing", "--report_to", "none", "--save_strategy=steps", "--tf32", "true"];
     let printed = run(&mut workspace.train("out", &[&flags[..], &more].concat()));
     assert_eq!(printed.code, 0, "{printed:?}");
     assert_eq!(printed.stderr.lines().count(), 1, "{printed:?}");
@@ -25,16 +26,18 @@ fn a_command_line_of_hugging_face_trains() {
     assert_eq!(rates, [0.0, 5e-3, 1e-2, 1e-2], "half of four steps warm up");
     let settings = settings(&workspace, "out");
     assert_eq!((settings["activations"].as_str(), settings["dtype"].as_str()), (Some("recompute-block"), Some("bfloat16")), "{settings}");
+    assert_eq!(settings["train_on"], "all");
 }
 
 #[test]
 fn the_settings_file_takes_the_same_names() {
     let workspace = Workspace::new();
-    workspace.settings("fp16 = true\nwarmup_ratio = 0.25\ndataloader_num_workers = 4\nreport_to = 'none'");
+    workspace.settings("fp16 = true\nassistant_only_loss = false\nwarmup_ratio = 0.25\ndataloader_num_workers = 4\nreport_to = 'none'");
     let printed = run(&mut workspace.train("out", &["--max-steps", "4"]));
     assert!(printed.code == 0 && printed.stderr.contains("ignored: dataloader-num-workers ("), "{printed:?}");
     let lines = workspace.metrics("out");
     assert_eq!(lines.iter().map(|line| line["learning_rate"].as_f64().unwrap()).collect::<Vec<_>>(), [0.0, 1e-2, 1e-2, 1e-2]);
+    assert_eq!(settings(&workspace, "out")["train_on"], "all");
     assert!(lines[0]["loss_scale"].as_f64() > Some(1.0), "float16 is scaled: {}", lines[0]);
     workspace.settings("deepspeed = 'nowhere.json'");
     run(&mut workspace.train("out", &[])).refused(1, &["nowhere.json", "No such file"]);

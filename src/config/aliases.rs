@@ -105,6 +105,10 @@ const TABLE: &[(&str, AliasRule)] = &[
         known: &[("bfd", Ignored("--packing bfd is both switch and strategy"))],
         other: Refused("say --packing wrapped|bfd|off, and --overlong split where documents are to be split"),
     }),
+    ("assistant-only-loss", Switch { yes: Set("train-on", "assistant"), no: Set("train-on", "all") }),
+    ("completion-only-loss", Switch { yes: Set("train-on", "completion"), no: Set("train-on", "all") }),
+    ("train-on-inputs", Switch { yes: Set("train-on", "all"), no: Holds }),
+    ("train-on-prompt", Name("train-on-inputs")),
     ("do-train", Switch { yes: Holds, no: Refused("train does nothing else") }),
     ("overwrite-output-dir", Switch { yes: Ignored("an earlier run in the output directory is moved aside, never deleted"), no: Holds }),
     ("use-cpu", Switch { yes: Set("device", "cpu"), no: Holds }),
@@ -363,6 +367,10 @@ mod tests {
         assert_eq!(spelled(&["--lr_scheduler=warmup_stable_decay"]), ["--lr-scheduler-type=wsd"]);
         assert_eq!(spelled(&["--val_set_size", "0.05", "--val_size=0.0", "--validation_split=9"]), ["--eval-split=0.05", "--eval-split=9"]);
         assert_eq!(spelled(&["--max_steps", "-1", "--dtype", "bf16"]), ["--dtype=bfloat16"]);
+        assert_eq!(spelled(&["--assistant_only_loss", "--assistant_only_loss=False"]), ["--train-on=assistant", "--train-on=all"]);
+        assert_eq!(spelled(&["--completion_only_loss", "true", "--completion_only_loss=no"]), ["--train-on=completion", "--train-on=all"]);
+        assert_eq!(spelled(&["--train_on_inputs", "--train_on_prompt=True"]), ["--train-on=all", "--train-on=all"]);
+        assert_eq!(spelled(&["--train_on_inputs", "false", "--train_on_prompt=False"]), [""; 0], "so it is anyway");
         assert_eq!(spelled(&["--dataset", "a", "b", "--gradient_clipping=0.5"]), ["--data", "a", "b", "--max-grad-norm=0.5"]);
     }
 
