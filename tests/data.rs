@@ -5,6 +5,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
@@ -119,6 +120,25 @@ fn large_text_is_prepared_once_and_trains_to_the_bits_of_its_token_file() {
     assert!(!second.stdout.contains("preparing "), "{second:?}");
     assert_eq!(workspace.names("cache", "").len(), 2, "a folder and its lock");
     assert!(workspace.path("first/data-checked.json").exists());
+}
+
+/// What the guide says of resumes: of records the first one is read, and tokens come from where they were prepared.
+#[test]
+fn a_resume_reads_the_beginning_of_records_and_no_more() {
+    const BEGINNING: u64 = 256 << 10;
+    let workspace = Workspace::new();
+    let path = write_lines(&workspace, "large.jsonl", TOO_LARGE, text_record);
+    let flags = |more| ["--data", path.to_str().unwrap(), "--resume-from-checkpoint=auto", more];
+    let digest = run(&mut train(&workspace, "whole", &flags("--max-steps=12"))).digest().to_string();
+    run(&mut train(&workspace, "out", &flags("--max-steps=6"))).digest();
+    let file = fs::File::options().write(true).open(&path).unwrap();
+    let before = file.metadata().unwrap();
+    // No text, for whoever reads it.
+    file.write_all_at(&vec![0xff; (before.len() - BEGINNING) as usize], BEGINNING).unwrap();
+    file.set_modified(before.modified().unwrap()).unwrap();
+    assert_eq!(run(&mut train(&workspace, "out", &flags("--max-steps=12"))).digest(), digest);
+    fs::remove_file(&path).unwrap();
+    run(&mut train(&workspace, "out", &flags("--max-steps=14"))).refused(1, &["large.jsonl", "No such file"]);
 }
 
 #[test]
