@@ -226,3 +226,18 @@ fn other_programs_names_are_understood() {
     assert_eq!(digest("axolotl", &["--sample_packing", "true"]), bfd);
     assert_eq!(digest("without", &["--packing", "false"]), off);
 }
+
+/// Attention within 5 tokens costs less than within the 16 of a row, and padding nothing.
+#[test]
+fn arithmetic_is_told_for_documents_and_not_for_rows() {
+    let workspace = Workspace::new();
+    let lengths = [5, 9, 5, 2, 14, 5, 9, 7];
+    let flags = [&*records(&workspace, &lengths), "--packing=bfd", "--max-steps=1"];
+    train(&workspace, "out", &flags).digest();
+    let facts = workspace.metrics_and_facts("out").remove(0)["facts"].clone();
+    let (matrices, heads) = (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 256 * 32, 32);
+    let all: usize = lengths.iter().map(|length| 6 * length * (matrices + length * heads)).sum();
+    let rows = facts["data_counts"]["rows"].as_f64().unwrap();
+    let told = facts["flops_per_step"].as_f64().unwrap();
+    assert!((told / (2.0 * all as f64 / rows) - 1.0).abs() < 1e-9, "{told} for {all} in {rows} rows");
+}
