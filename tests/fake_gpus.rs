@@ -142,7 +142,7 @@ fn a_cudnn_that_is_built_for_a_newer_cuda_than_the_drivers_is_refused() {
     let workspace = Workspace::new();
     let libraries = driver(&workspace);
     let install = |name| std::fs::hard_link(libraries.join("libcuda.so.1"), libraries.join(name)).unwrap();
-    ["libcudnn.so.9", "libnvrtc.so.12", "libnvrtc.so.13", "libcublasLt.so.12"].map(install);
+    ["libcudnn.so.9", "libnvrtc.so.12", "libnvrtc.so.13", "libcublasLt.so.12"].into_iter().for_each(install);
     let train = |cuda, cudnn| train_by(&workspace, "--attention=cudnn", &[("FAKE_CUDA", cuda), ("FAKE_CUDNN", cudnn)], &[]);
     train("13000", "13040").refused(1, &["open cuDNN", "libcudnn_graph.so.9"]);
     install("libcudnn_graph.so.9");
