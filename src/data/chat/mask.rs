@@ -6,6 +6,7 @@
 //! that is left out afterwards), the earlier one becomes a sample of its own: that is what a model sees when it answers.
 
 use super::template::{ChatTemplate, Rendered, Renderings};
+use crate::data::tokenizer::floor_boundary;
 use crate::signals::StopFlag;
 use serde_json::Value;
 use std::ops::Range;
@@ -185,5 +186,5 @@ fn by_marks(whole: Rendered, answers: &[usize], trained: &[usize]) -> Result<Vec
 
 /// Bytes of the longest common prefix, whole characters.
 fn common_prefix(a: &str, b: &str) -> usize {
-    a.chars().zip(b.chars()).take_while(|(a, b)| a == b).map(|(a, _)| a.len_utf8()).sum()
+    floor_boundary(a, a.bytes().zip(b.bytes()).take_while(|(a, b)| a == b).count())
 }
