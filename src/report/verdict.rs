@@ -73,14 +73,19 @@ pub(super) fn subject(run: &PastRun) -> String {
     let (shape, data) = (run.part("model"), &run.part("data")["files"]);
     let mut parts = vec![format!("{model}, {} parameters", Count(setup.params as usize))];
     parts.extend(shape["num_hidden_layers"].as_u64().map(|layers| format!("{layers} layers of width {}", shape["hidden_size"])));
-    parts.push(format!("on {}", files(data)));
+    parts.push(format!("on {}", files(data, run.setting("data"))));
     parts.extend(run.part("numerics")["computed_on"].as_str().map(|device| format!("computed on {device}")));
     parts.extend(run.setting("dtype").as_str().map(|dtype| format!("in {dtype}")));
     parts.join(" · ")
 }
 
-fn files(data: &Value) -> String {
-    let names: Vec<_> = data.as_array().into_iter().flatten().filter_map(|file| file["name"].as_str()).map(last_name).collect();
+/// The files that a checkpoint has written down, or else those that were asked for.
+fn files(recorded: &Value, asked: &Value) -> String {
+    let named = |files: &Value, name: fn(&Value) -> Option<&str>| -> Vec<String> {
+        files.as_array().into_iter().flatten().filter_map(name).map(last_name).collect()
+    };
+    let names = Some(named(recorded, |file| file["name"].as_str())).filter(|names| !names.is_empty());
+    let names = names.unwrap_or_else(|| named(asked, Value::as_str));
     match names.as_slice() {
         [] => "unknown data".into(),
         [one] => one.clone(),
@@ -102,6 +107,7 @@ pub(super) fn duration(ms: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde_json::json;
 
     fn run(history: History) -> PastRun {
         PastRun {
@@ -114,6 +120,13 @@ mod tests {
             drawn_steps: vec![],
             samples: None,
         }
+    }
+
+    #[test]
+    fn data_have_the_names_of_the_checkpoint_or_else_of_the_settings() {
+        let (recorded, asked) = (json!([{"name": "data/a.txt"}, {"name": "b.txt"}]), json!(["data/chat.jsonl"]));
+        assert_eq!(files(&recorded, &asked), "a.txt and 1 more");
+        assert_eq!([files(&Value::Null, &asked), files(&json!([]), &Value::Null)], ["chat.jsonl", "unknown data"]);
     }
 
     #[test]
