@@ -104,7 +104,7 @@ pub(super) fn continued(then: &Run, now: Run, step: u64, accepted: &[(RunPart, S
 pub(super) fn differences(name: &str, then: &Value, now: &Value) -> Vec<String> {
     match (then, now) {
         _ if then == now => vec![],
-        (Value::Object(then), Value::Object(now)) if then.keys().any(|key| now.contains_key(key)) => {
+        (Value::Object(then), Value::Object(now)) if may_be_one_kind(then, now) => {
             let both = then.iter().filter_map(|(key, value)| Some((key, value, now.get(key)?)));
             both.flat_map(|(key, then, now)| differences(key, then, now)).collect()
         }
@@ -114,6 +114,11 @@ pub(super) fn differences(name: &str, then: &Value, now: &Value) -> Vec<String> 
         }
         _ => vec![format!("{} was {} and is {}", brief_text(name), brief(then), brief(now))],
     }
+}
+
+/// Whether they share a field; one without any says nothing.
+fn may_be_one_kind(then: &Map<String, Value>, now: &Map<String, Value>) -> bool {
+    then.is_empty() || now.is_empty() || then.keys().any(|key| now.contains_key(key))
 }
 
 /// With what a conversion does to them.
