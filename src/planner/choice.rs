@@ -238,11 +238,9 @@ impl Planner<'_> {
             return vec![vec![policy; layers]];
         }
         let split = |first, last| move |at: usize| [vec![first; at], vec![last; layers - at]].concat();
-        let places = layers.min(SPLITS_MAX);
-        let at = |place: usize| place * layers / places;
-        let cheap = (0..=places).rev().map(at).map(split(Keep, RecomputeCheap));
-        let block = (0..places).rev().map(at).map(split(RecomputeCheap, RecomputeBlock));
-        let host = (1..=places).map(at).map(split(Host, RecomputeBlock));
+        let cheap = splits(layers).rev().map(split(Keep, RecomputeCheap));
+        let block = splits(layers).rev().skip(1).map(split(RecomputeCheap, RecomputeBlock));
+        let host = splits(layers).skip(1).map(split(Host, RecomputeBlock));
         cheap.chain(block).chain(host).collect()
     }
 
@@ -256,6 +254,12 @@ impl Planner<'_> {
         let halves = std::iter::successors(Some(rows), |&rows| (rows > TILE_ROWS_MIN).then(|| rows_within(self.tokens(), rows / 2)));
         halves.map(|rows| LossTile { rows, vocab }).collect()
     }
+}
+
+/// Behind how many of so many layers two policies may meet, ascending: none and all among them.
+fn splits(layers: usize) -> impl DoubleEndedIterator<Item = usize> + ExactSizeIterator {
+    let places = layers.min(SPLITS_MAX);
+    (0..places + 1).map(move |place| place * layers / places)
 }
 
 /// Equal tiles of `tokens`, aligned, of at most `rows_max` rows; but never fewer than [`TILE_ROWS_MIN`].
@@ -274,4 +278,17 @@ fn partition_point(count: usize, holds: impl Fn(usize) -> bool) -> usize {
         if holds(middle) { low = middle + 1 } else { high = middle }
     }
     low
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn policies_meet_behind_every_layer_of_a_model_and_at_so_many_places_of_a_deeper_one() {
+        assert!(splits(3).eq(0..=3) && splits(SPLITS_MAX).eq(0..=SPLITS_MAX));
+        let deep: Vec<_> = splits(1000).collect();
+        assert_eq!((deep.len(), deep[0], deep[SPLITS_MAX]), (SPLITS_MAX + 1, 0, 1000));
+        assert!(deep.windows(2).all(|two| (1..=4).contains(&(two[1] - two[0]))), "{deep:?}");
+    }
 }
