@@ -1,7 +1,7 @@
 //! The host's side of several GPUs under a driver that is none (`fake_gpus/driver.c`): contexts, streams, events, memory and the order in which
 //! all of it goes. A run ends early where it does what a real driver would not forgive.
 
-use crate::program::{Outcome, Workspace, run};
+use crate::program::{Outcome, Workspace, program, run};
 use crate::support::emulator;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -152,6 +152,25 @@ fn a_cudnn_that_is_built_for_a_newer_cuda_than_the_drivers_is_refused() {
     for (cuda, cudnn) in [("13000", "13040"), ("12000", "12090"), ("13000", "12090")] {
         train(cuda, cudnn).refused(1, &["find cudnn", "libcudnn.so.9", "this version of the library lacks it"]);
     }
+}
+
+/// Portable kernels are taken by trainings as by cases of kernels: the only ones that differ are those of experts.
+#[test]
+fn a_suite_of_portable_kernels_trains_by_these_too() {
+    if is_emulated() {
+        return;
+    }
+    let workspace = Workspace::new();
+    let libraries = driver(&workspace);
+    let suite = |flags: &[&str]| {
+        let mut command = program(&["selftest", "--device=cuda", "--require-gpu", "--small", "--attention=plain"]);
+        run(command.args(flags).arg("training/losses of Qwen3Moe in bfloat16").env("LD_LIBRARY_PATH", &libraries).env("FAKE_PORTABLE", "1"))
+    };
+    assert!(suite(&[]).stderr.contains("kernels for Hopper alone"), "this driver sees which are taken");
+    let portable = suite(&["--portable"]);
+    let told = [&portable.stdout, &portable.stderr].map(|text| text.contains("kernels for Hopper alone"));
+    assert!(portable.stdout.contains(", portable kernels") && told == [false; 2], "{portable:?}");
+    assert!(portable.stdout.contains("FAILED training/losses"), "nothing is computed here: {portable:?}");
 }
 
 /// Kernels of experts are loaded where a model has some, and their launches are ones that a driver takes.

@@ -7,7 +7,7 @@
 // otherwise on each. FAKE_FAULT: GPU 1 is lost after so many pulls. FAKE_NO_MEMORY and FAKE_NO_PINS: the n-th allocation of a GPU's memory,
 // or the n-th host memory that is to be page-locked, cannot be had; with a + behind the number none from there on. FAKE_FAIL=CALL,CODE: that
 // call of the driver, counted from 0, answers with CODE, and so does every later one, as a driver does whose context is lost. FAKE_CUBLASLT:
-// its version. FAKE_CUDA: the newest release of CUDA that the driver serves (13000). FAKE_CUDNN: the one that a cuDNN is built for, of which
+// its version. FAKE_PORTABLE: refuses kernels that Hopper alone takes. FAKE_CUDA: the newest release of CUDA that the driver serves (13000). FAKE_CUDNN: the one that a cuDNN is built for, of which
 // nothing else is here.
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -217,7 +217,12 @@ int cuMemcpyPeerAsync(u64 to, Context *here, u64 from, Context *there, size_t by
   return 0;
 }
 
-int cuModuleLoadDataEx(void **module, const char *ptx, unsigned count, void *options, void *values) { FALLIBLE current(); *module = malloc(1); return 0; }
+int cuModuleLoadDataEx(void **module, const char *ptx, unsigned count, void *options, void *values) { FALLIBLE
+  current();
+  if (getenv("FAKE_PORTABLE") && strstr(ptx, ".target sm_90a")) refuse("kernels for Hopper alone");
+  *module = malloc(1);
+  return 0;
+}
 int cuModuleUnload(void *module) { FALLIBLE current(); return 0; }
 int cuFuncSetAttribute(const char *function, int attribute, int value) { FALLIBLE return 0; }
 int cuModuleGetFunction(const char **function, void *module, const char *name) { FALLIBLE *function = strdup(name); return 0; }

@@ -12,7 +12,7 @@ use super::report::Report;
 use super::training::{self, Subject};
 use std::io::Write;
 use std::sync::Arc;
-use superoffload::internals::device::{CpuDevice, Kernels, Schedule};
+use superoffload::internals::device::{CpuDevice, DeviceKind, Kernels, Schedule};
 #[cfg(feature = "cuda")]
 use superoffload::internals::device::{Matmul, MatmulLayout, MatmulShape, Stream};
 #[cfg(feature = "cuda")]
@@ -135,7 +135,7 @@ fn find_gpu() -> Result<()> {
 #[cfg(feature = "cuda")]
 fn cuda<W: Write>(report: &mut Report<W>, request: &Request) -> Result<()> {
     use superoffload::internals::device::{
-        Attention, DeviceKind,
+        Attention,
         cuda::{CudaDevice, CudaOptions, free_bytes, probe, visible_gpus},
     };
     use superoffload::internals::memory::DeviceMemory;
@@ -267,7 +267,8 @@ fn conform<D: Kernels, W: Write>(
     let threads = if full { std::thread::available_parallelism().map_or(2, |cpus| cpus.get()) } else { 2 };
     let reference = Harness::new(cpu_device(threads, Schedule::Threads)?, bytes)?;
     let mut bench = Bench { subject: Harness::new(open()?, bytes)?, reference, same_bits: subject.same_bits, full };
-    report.begin(&format!("{}: {}", bench.subject.dev.describe(), subject.settings.trim_end().replace('\n', ", ")));
+    let kernels = if request.portable && subject.machine.kind == DeviceKind::Gpu { ", portable kernels" } else { "" };
+    report.begin(&format!("{}: {}{kernels}", bench.subject.dev.describe(), subject.settings.trim_end().replace('\n', ", ")));
     kernels::run(&mut Suite { bench: &mut bench, report, seed: request.seed, lost: false });
     faults::run(report, &mut bench.subject);
     // A GPU has no room for two who take what they find.
