@@ -89,9 +89,9 @@ fn clean(program: &Path, home: &Path, args: &[&str]) -> Process {
 }
 
 /// What it printed, if it ended well.
-fn done(command: &mut Process, remedy: &str) -> Outcome {
+fn done(command: &mut Process) -> Outcome {
     let outcome = run(command);
-    assert_eq!(outcome.code, 0, "{command:?}: {remedy}\n{}{}", outcome.stdout, outcome.stderr);
+    assert_eq!(outcome.code, 0, "{command:?}:\n{}{}", outcome.stdout, outcome.stderr);
     outcome
 }
 
@@ -102,24 +102,31 @@ fn system_python() -> Option<PathBuf> {
     Some(String::from_utf8(said.stdout).unwrap().trim().into())
 }
 
+/// A machine without what a wheel needs tests the rest. CI has it: there this is a failure.
+fn left_out(why: &str) {
+    assert!(std::env::var_os("SUPEROFFLOAD_REQUIRE_PYTHON").is_none() || emulator().is_some(), "the wheel is not tested: {why}");
+    // Not by a macro, whose words nobody would see.
+    std::io::stderr().write_all(format!("LEFT OUT: the wheel is not tested: {why}\n").as_bytes()).unwrap();
+}
+
 /// As a service would start it: the environment is bare, nobody activates it, and nothing is on `PATH`.
 #[test]
 fn the_wheel_in_a_bare_environment_trains_the_demo_and_passes_the_packages_tests() {
     let Some(system) = system_python().filter(|_| emulator().is_none()) else {
-        // Not by a macro, whose words nobody would see.
-        writeln!(std::io::stderr(), "LEFT OUT: the wheel is not tested: there is no python3 from 3.10 on for it").unwrap();
-        return;
+        return left_out("there is no python3 from 3.10 on for it");
     };
     let dir = tempfile::tempdir().unwrap();
     let (home, bare, built) = (dir.path(), dir.path().join("bare"), env!("CARGO_BIN_EXE_superoffload"));
     let path = |name: &str| bare.join("bin").join(name);
-    done(clean(&system, home, &["-m", "venv"]).arg(&bare), "Debian has it in the package python3-venv");
-    let wheel = done(clean(&path("python"), home, &["packaging/wheel.py", built]).arg(home), "").stdout;
-    done(&mut clean(&path("pip"), home, &["install", "--quiet", "--no-index", wheel.trim()]), "");
+    if run(clean(&system, home, &["-m", "venv"]).arg(&bare)).code != 0 {
+        return left_out("this python3 makes no environments: Debian has that in the package python3-venv");
+    }
+    let wheel = done(clean(&path("python"), home, &["packaging/wheel.py", built]).arg(home)).stdout;
+    done(&mut clean(&path("pip"), home, &["install", "--quiet", "--no-index", wheel.trim()]));
     let demo = ["train", "--device=cpu", "--max-steps=1", "--digest", "--output-dir=run"];
-    assert_eq!(done(clean(&path("superoffload"), home, &demo).current_dir(home), "").digest().len(), 64);
+    assert_eq!(done(clean(&path("superoffload"), home, &demo).current_dir(home)).digest().len(), 64);
     let tests = ["-W", "ignore", "-m", "unittest", "discover", "-s", "packaging/python/tests", "-p", "test_superoffload.py"];
-    let said = done(&mut clean(&path("python"), home, &tests), "").stderr;
+    let said = done(&mut clean(&path("python"), home, &tests)).stderr;
     let ran = said.lines().find_map(|line| line.strip_prefix("Ran ")?.split(' ').next()?.parse::<usize>().ok());
     assert!(ran > Some(15), "{said}");
 }
