@@ -1,17 +1,19 @@
 //! Rows of a parquet file as records: each is an object of JSON, as a line of JSON lines is. Of the columns those are read that say
 //! something; memory holds a page of each.
 //!
-//! What a file says of itself is checked before anything is allocated by it ([`bounds`]); what the library still stumbles over is an error.
+//! What a file says of itself is checked before anything is allocated by it ([`bounds`], [`deltas`]); what the library still stumbles over is an error.
 
 mod bounds;
+mod deltas;
 mod thrift;
 
+use self::deltas::CheckedGroup;
 use super::compression::{EXPANSION_MAX, SMALL_BYTES};
 use super::contain::contain;
 use crate::disk::InFile;
 use crate::error::{Error, Result};
 use parquet::errors::Result as ParquetResult;
-use parquet::file::reader::{FileReader, SerializedFileReader};
+use parquet::file::reader::{FileReader, RowGroupReader, SerializedFileReader};
 use parquet::record::{Field, Row};
 use parquet::schema::types::Type;
 use serde_json::{Map, Number, Value};
@@ -67,7 +69,7 @@ impl ParquetRows {
         contain("parquet", || bounds::check_pages(&self.file, metadata, wanted))
             .and_then(|checked| checked)
             .map_err(|cause| wrong(&cause))?;
-        let reader = contained(|| self.reader.get_row_group(group)).map_err(|cause| wrong(&cause))?;
+        let reader = CheckedGroup(contained(|| self.reader.get_row_group(group)).map_err(|cause| wrong(&cause))?);
         let mut rows = contained(|| reader.get_row_iter(Some(wanted.clone()))).map_err(|cause| wrong(&cause))?;
         while let Some(row) = contained(|| rows.next().transpose()).map_err(|cause| wrong(&cause))? {
             count.number += 1;

@@ -55,6 +55,18 @@ fn rows_are_the_lines_that_they_were_made_of() {
 }
 
 #[test]
+fn differences_are_read_and_a_count_beyond_its_page_is_refused() {
+    let text = |n: u64| if n.is_multiple_of(7) { Value::Null } else { "é".repeat(n as usize % 5).into() };
+    let row = |n: u64| json!({"id": n * n, "text": text(n), "path": format!("shared/beginning/{n}")});
+    let rows: Vec<Value> = (0..400).map(row).collect();
+    for version in [1, 2] {
+        assert_eq!(records(&golden("parquet").join(format!("deltas_{version}.parquet"))).unwrap(), rows, "version {version}");
+    }
+    let forged = fs::read(golden("../../fuzz/corpus/parquet/delta_count.parquet")).unwrap();
+    assert!(refused(&forged).contains("a page's counts do not fit to its bytes"), "{}", refused(&forged));
+}
+
+#[test]
 fn reading_ends_when_nobody_wants_more_and_no_column_is_all_names() {
     let rows = ParquetRows::open(&golden("parquet/binary.parquet")).unwrap();
     let (mut count, mut seen) = (0, Vec::new());

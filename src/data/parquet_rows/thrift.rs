@@ -41,12 +41,12 @@ impl<'a> ThriftReader<'a> {
     /// Kind and number of a list's elements.
     pub(super) fn list(&mut self) -> Option<(ThriftKind, u64)> {
         let head = self.byte()?;
-        let count = if head >> 4 == 15 { self.varint()? } else { u64::from(head >> 4) };
+        let count = if head >> 4 == 15 { self.unsigned()? } else { u64::from(head >> 4) };
         Some((ThriftKind(head & 15), count))
     }
 
     pub(super) fn integer(&mut self) -> Option<i64> {
-        self.varint().map(|value| (value >> 1) as i64 ^ -((value & 1) as i64))
+        self.unsigned().map(|value| (value >> 1) as i64 ^ -((value & 1) as i64))
     }
 
     pub(super) fn skip(&mut self, kind: ThriftKind) -> Option<()> {
@@ -58,11 +58,11 @@ impl<'a> ThriftReader<'a> {
             // The kind of a field says what a bool is.
             1 | 2 => Some(()),
             3 => self.byte().map(|_| ()),
-            4..=6 => self.varint().map(|_| ()),
-            7 => self.forward(8),
+            4..=6 => self.unsigned().map(|_| ()),
+            7 => self.bytes(8).map(|_| ()),
             8 => {
-                let length = self.varint()?;
-                self.forward(usize::try_from(length).ok()?)
+                let length = self.unsigned()?;
+                self.bytes(usize::try_from(length).ok()?).map(|_| ())
             }
             9 | 10 if depth < DEPTH_MAX => {
                 let (kind, count) = self.list()?;
@@ -81,7 +81,8 @@ impl<'a> ThriftReader<'a> {
         }
     }
 
-    fn varint(&mut self) -> Option<u64> {
+    /// A number without a sign.
+    pub(super) fn unsigned(&mut self) -> Option<u64> {
         let mut value = 0;
         for shift in (0..64).step_by(7) {
             let byte = self.byte()?;
@@ -99,9 +100,11 @@ impl<'a> ThriftReader<'a> {
         Some(byte)
     }
 
-    fn forward(&mut self, bytes: usize) -> Option<()> {
-        self.at = self.at.checked_add(bytes).filter(|at| *at <= self.bytes.len())?;
-        Some(())
+    /// The next `length` bytes.
+    pub(super) fn bytes(&mut self, length: usize) -> Option<&'a [u8]> {
+        let bytes = self.bytes.get(self.at..self.at.checked_add(length)?)?;
+        self.at += length;
+        Some(bytes)
     }
 }
 

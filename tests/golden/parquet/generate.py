@@ -6,6 +6,8 @@ marks.parquet       as `datasets` writes it: Snappy, a list of structures
 plain.parquet       Zstandard, pages of version 2, no dictionaries, several row groups
 reasoning.parquet   not compressed, a page for every few values, null where a message lacks a key
 labels.parquet      token ids and labels
+deltas_1.parquet    texts and numbers as differences, pages of version 1
+deltas_2.parquet    the same, of version 2
 binary.parquet      text without the mark that says so
 rows_bomb.parquet   a text of 1 KiB, a million times in a dictionary
 page_bomb.parquet   one text of 64 MiB, compressed
@@ -33,6 +35,12 @@ def main():
     pq.write_table(reasoning, HERE / "reasoning.parquet", compression="none", data_page_size=64, write_batch_size=2)
     labels = [{"id": n, "input_ids": [n, n + 1, 7], "labels": [-100, n + 1, 7]} for n in range(40)]
     pq.write_table(pa.Table.from_pylist(labels), HERE / "labels.parquet")
+    encodings = {"id": "DELTA_BINARY_PACKED", "text": "DELTA_LENGTH_BYTE_ARRAY", "path": "DELTA_BYTE_ARRAY"}
+    deltas = [{"id": n * n, "text": None if n % 7 == 0 else "é" * (n % 5), "path": f"shared/beginning/{n}"} for n in range(400)]
+    for version in "12":
+        to = HERE / f"deltas_{version}.parquet"
+        table = pa.Table.from_pylist(deltas)
+        pq.write_table(table, to, data_page_version=f"{version}.0", use_dictionary=False, column_encoding=encodings, data_page_size=2048)
     binary = pa.table({"text": pa.array([f"text {n} é".encode() for n in range(40)], pa.binary()), "image": pa.array([b"\xff\xd8"] * 40)})
     pq.write_table(binary, HERE / "binary.parquet")
     texts = pa.DictionaryArray.from_arrays(pa.array([0] * 1_000_000, pa.int32()), ["x" * 1024])
