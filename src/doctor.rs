@@ -271,7 +271,7 @@ fn gpu_name(topology: &Topology, gpu: &GpuReport) -> String {
 }
 
 /// What GPUs are called on which this program was measured.
-const MEASURED: [&str; 1] = ["NVIDIA H200"];
+const MEASURED: [&str; 2] = ["NVIDIA H100 80GB HBM3", "NVIDIA H200"];
 
 fn cuda_device(gpu: &GpuReport) -> String {
     let name = or_unknown(gpu.facts.as_ref().ok().and_then(|facts| facts.name.as_deref()));
@@ -493,7 +493,7 @@ mod tests {
             GpuReport { facts: Ok(facts), usable: Ok(Addressing::Managed), libraries: Vec::new(), several: Ok(SeveralGpus::default()) };
         assert_eq!(gpu_name(&server(), &found), "NVIDIA H200");
         assert_eq!(cuda_device(&found), "ready (--device cuda), NVIDIA H200: supported, measured");
-        for name in ["NVIDIA GeForce RTX 4090", "NVIDIA GH200 480GB"] {
+        for name in ["NVIDIA GeForce RTX 4090", "NVIDIA GH200 480GB", "NVIDIA H100 PCIe"] {
             let facts = GpuFacts { name: Some(name.into()), ..GpuFacts::default() };
             let other =
                 GpuReport { facts: Ok(facts), usable: Ok(Addressing::Managed), libraries: Vec::new(), several: Ok(SeveralGpus::default()) };
