@@ -267,9 +267,10 @@ fn a_rank_that_fails_in_any_phase_ends_all_and_is_named() {
         }
     }
     // Rank 0 leads on the caller's thread, and is named as the others are.
-    for phase in ["module", "sum", "optimize", "verdict", "flush"] {
-        let told = ends_with(&format!("{{rank = 0, step = 2, phase = '{phase}'}}"), None).to_string();
-        assert!(told.starts_with("rank 0: ") && told.ends_with("of step 2: it was to fail (faults)"), "{phase}: {told}");
+    for (phase, step) in [("gather", 1), ("module", 2), ("sum", 2), ("optimize", 2), ("verdict", 2), ("flush", 2)] {
+        let told = ends_with(&format!("{{rank = 0, step = {step}, phase = '{phase}'}}"), None).to_string();
+        let words = format!("of step {step}: it was to fail (faults)");
+        assert!(told.starts_with("rank 0: ") && told.ends_with(&words), "{phase}: {told}");
     }
 }
 

@@ -40,7 +40,8 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
             return Ok(0.0);
         }
         self.lead(Order::Evaluate, [targets as u64, 0, 0, 0, 0, 0])?;
-        self.run_evaluation(targets)?;
+        let evaluated = self.run_evaluation(targets);
+        self.named(evaluated)?;
         self.await_done()?;
         Ok(self.exchange.losses())
     }

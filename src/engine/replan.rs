@@ -29,7 +29,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         self.exchange.announce(&plan);
         self.lead(Order::Replan, Words::default())?;
         let moved = self.change_places(plan);
-        let kept = moved.map_err(|error| self.exchange.blame(error))?;
+        let kept = self.named(moved)?;
         self.send_weights()?;
         self.driver_span("replan", self.train_step as u32, start);
         self.forget_the_move();

@@ -27,7 +27,8 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     pub(crate) fn init_state(&mut self, seed: u64, threads: usize) -> Result<()> {
         self.lead(Order::Init, [seed, threads as u64, 0, 0, 0, 0])?;
         self.expect_no_job();
-        self.memory.init_params((&mut self.dev, &mut self.host), self.exchange.slices(), &self.model.table, seed, threads)
+        let made = self.memory.init_params((&mut self.dev, &mut self.host), self.exchange.slices(), &self.model.table, seed, threads);
+        self.named(made)
     }
 
     /// Sets parameters or moments from element `start` of the flat range on. Moments that the plan's format does not hold are rounded as the
@@ -41,7 +42,8 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
             self.await_done()?;
             self.exchange.post(0, piece);
             self.lead(Order::Write, [part as u64, at as u64, piece.len() as u64, 0, 0, 0])?;
-            self.write_own(part, at, piece)?;
+            let written = self.write_own(part, at, piece);
+            self.named(written)?;
         }
         Ok(())
     }
@@ -74,7 +76,8 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
             self.lead(Order::Read, [part as u64, at as u64, piece.len() as u64, 0, 0, 0])?;
             self.await_done()?;
             self.exchange.mail(0, piece);
-            self.read_own(part, at, piece)?;
+            let read = self.read_own(part, at, piece);
+            self.named(read)?;
         }
         Ok(())
     }
@@ -103,6 +106,11 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     /// Derives the device's working weights from the state.
     pub fn send_weights(&mut self) -> Result<()> {
         self.lead(Order::Send, Words::default())?;
+        let sent = self.send_own_weights();
+        self.named(sent)
+    }
+
+    fn send_own_weights(&mut self) -> Result<()> {
         for state in &self.memory.states.device {
             for (flat, local) in self.exchange.slices().pieces(state.local.clone()) {
                 let (src, dst) = (state.params.slice(local - state.local.start, flat.len()), self.weights(&flat, local));
@@ -116,13 +124,18 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         self.wait_for_all_params()
     }
 
+    /// What went wrong on this rank, by its name, or on the one that failed first.
+    pub(super) fn named<T>(&self, own: Result<T>) -> Result<T> {
+        own.map_err(|error| self.exchange.blame(error))
+    }
+
     /// Writes every decided update into the state, so that it can be read.
     pub fn flush(&mut self) -> Result<()> {
         self.lead(Order::Flush, Words::default())?;
         self.vitals.now(Doing::Updates, 0);
         let flushed = self.write_updates();
         self.vitals.now(Doing::Else, 0);
-        flushed.map_err(|error| self.exchange.blame(error))
+        self.named(flushed)
     }
 
     fn write_updates(&mut self) -> Result<()> {

@@ -91,7 +91,8 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         let stepped = self.pass_and_validate(learning_rate, data);
         self.driver_span(STEP_SPAN, self.train_step as u32, start);
         self.vitals.now(Doing::Else, 0);
-        self.of_all_ranks(stepped.map_err(|error| self.exchange.blame(error))?)
+        let own = self.named(stepped)?;
+        self.of_all_ranks(own)
     }
 
     fn pass_and_validate(&mut self, learning_rate: f64, data: StepData) -> Result<StepReport> {
