@@ -325,6 +325,18 @@ fn gpus_that_cannot_train_together_are_refused_and_leave_nothing() {
     counted(&other);
 }
 
+/// Code 46, which a driver answers where another process has the GPU for itself, at each call by which a GPU is found and opened.
+#[test]
+fn a_gpu_that_another_process_has_is_told_by_the_drivers_code() {
+    if is_emulated() {
+        return;
+    }
+    for call in 0..12 {
+        let outcome = train(&[("FAKE_FAIL", &format!("{call},46"))], &[]);
+        outcome.refused(1, &["CUDA error 46 ", "another process has the GPU for itself"]);
+    }
+}
+
 #[test]
 fn a_gpu_that_is_lost_ends_all_ranks_at_once_and_is_named() {
     if is_emulated() {

@@ -1,4 +1,5 @@
-//! Finding and opening GPUs. The driver is asked itself before cust is: cust calls every code that it does not know 999.
+//! Finding and opening GPUs. The driver is asked itself before cust is, and again where cust fails: cust calls every code that it does not
+//! know 999.
 
 use super::error::check;
 use crate::error::{Error, Result};
@@ -26,7 +27,11 @@ pub(super) fn visible_gpu(ordinal: usize) -> Result<Device> {
     // SAFETY: writes one number.
     check(unsafe { sys::cuDeviceGet(&mut gpu, ordinal as i32) }, find)?;
     is_served(newest_cuda()?, generation(gpu)?)?;
-    Device::get_device(ordinal as u32).map_err(|e| super::error::failed(e as u32, find()))
+    Device::get_device(ordinal as u32).or_else(|e| {
+        // SAFETY: writes one number.
+        check(unsafe { sys::cuDeviceGet(&mut gpu, ordinal as i32) }, find)?;
+        Err(super::error::failed(e as u32, find()))
+    })
 }
 
 /// The newest release of CUDA that the driver serves, as 13.
