@@ -31,7 +31,7 @@ pub(crate) fn contain<T>(library: &str, call: impl FnOnce() -> T) -> Result<T, S
     outcome.map_err(|payload| {
         let literal = payload.downcast_ref::<&str>().copied();
         let message = literal.or(payload.downcast_ref::<String>().map(String::as_str)).unwrap_or("unknown");
-        format!("the {library} library panicked: {}", message.replace('\n', " "))
+        format!("the {library} library fails on it: {}", message.replace('\n', " "))
     })
 }
 
@@ -42,7 +42,7 @@ mod tests {
     #[test]
     fn a_panic_becomes_its_message_and_a_value_passes() {
         assert_eq!(contain("tokenizer", || 5), Ok(5));
-        assert_eq!(contain("tokenizer", || panic!("bad\n{}", 7)), Err::<(), _>("the tokenizer library panicked: bad 7".to_string()));
+        assert_eq!(contain("tokenizer", || panic!("bad\n{}", 7)), Err::<(), _>("the tokenizer library fails on it: bad 7".to_string()));
         assert!(!IS_CONTAINED.get());
     }
 }
