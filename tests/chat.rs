@@ -64,6 +64,19 @@ fn chats_without_an_answer_or_a_template_are_refused() {
 }
 
 /// Plain text never goes through a template, be it broken or changed.
+/// Lists that double are one instruction each, and more than memory after forty; texts that do are counted.
+#[test]
+fn a_template_that_works_without_end_ends_the_program() {
+    let workspace = Workspace::new();
+    let flags = chats(&workspace, "it is");
+    let doubled =
+        |what: &str| format!("{{% set ns = namespace(x={what}) %}}{{% for i in range(60) %}}{{% set ns.x = ns.x + ns.x %}}{{% endfor %}}");
+    for (what, told) in [("[1, 2]", "works for more than 5 s on one conversation"), ("'ab'", "ran out of fuel")] {
+        workspace.write("chat.jinja", doubled(what) + TEMPLATE);
+        train(&workspace, "out", &flags, &[]).refused(1, &[told]);
+    }
+}
+
 #[test]
 fn a_chat_template_says_nothing_of_plain_text() {
     let workspace = Workspace::new();

@@ -3,6 +3,7 @@
 
 mod date;
 pub(crate) mod find;
+mod limit;
 pub(crate) mod mask;
 mod message;
 mod python;

@@ -1,6 +1,7 @@
 //! Chat templates: Jinja as `transformers` renders it, byte for byte, with a limit on work and memory.
 
 use super::date::Day;
+use super::limit::limited;
 use super::python;
 use crate::data::checksum;
 use crate::signals::StopFlag;
@@ -11,7 +12,8 @@ use serde_json::{Number, Value as Json};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Work of one rendering: an instruction costs 1, and so do 64 bytes that are made. So it bounds memory, too.
+/// Work of one rendering: an instruction costs 1, and so do 64 bytes that are made. So it bounds memory, too, but for lists that
+/// are joined ([`limited`]).
 const FUEL: u64 = 2_000_000;
 /// Work of all renderings of a record, two for each answer.
 const RECORD_FUEL: u64 = 100_000_000;
@@ -125,7 +127,7 @@ impl Renderings<'_> {
         context.insert("messages".into(), self.messages[..turns].to_vec().into());
         context.insert("add_generation_prompt".into(), prompts.into());
         let template = self.template.environment.get_template(NAME).map_err(|e| cause(&e))?;
-        let captured = template.render_captured(Value::from(context)).map_err(|e| cause(&e))?;
+        let captured = limited(|| template.render_captured(Value::from(context))).map_err(|e| cause(&e))?;
         self.pay(captured.state().fuel_levels().map_or(0, |(used, _)| used) + turns as u64)?;
         let text = captured.into_output();
         if text.len() > TEXT_BYTES_MAX {

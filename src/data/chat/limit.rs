@@ -1,0 +1,59 @@
+//! Ends the program where one rendering of a chat template does not end. The template engine counts instructions, of which one may work for
+//! ever: a list joined with itself some forty times has more items than memory holds, and making it is not counted (minijinja 3.1.0).
+
+use nix::unistd::{Pid, gettid};
+use std::cell::OnceCell;
+use std::fs;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+/// CPU time of one rendering. Those that the engine's own limit lets through take half a second.
+const CPU_MAX: Duration = Duration::from_secs(5);
+const LOOK_EVERY: Duration = Duration::from_millis(500);
+
+/// Beginnings and ends of a thread's renderings, so that odd numbers are renderings.
+type Turns = Arc<AtomicU64>;
+
+thread_local!(static TURNS: OnceCell<Turns> = const { OnceCell::new() });
+
+/// Runs `render`, which does not outlast [`CPU_MAX`]: the program ends then.
+pub(super) fn limited<T>(render: impl FnOnce() -> T) -> T {
+    let turns = TURNS.with(|turns| turns.get_or_init(watched).clone());
+    turns.fetch_add(1, Ordering::Relaxed);
+    let rendered = render();
+    turns.fetch_add(1, Ordering::Relaxed);
+    rendered
+}
+
+/// Starts the thread that looks after this one. Where none can be had renderings have the engine's limit alone.
+fn watched() -> Turns {
+    let turns = Turns::default();
+    let (theirs, thread) = (turns.clone(), gettid());
+    let _ = std::thread::Builder::new().name("chat-limit".into()).spawn(move || watch(thread, &theirs));
+    turns
+}
+
+/// Until the watched thread is gone.
+fn watch(thread: Pid, turns: &Turns) {
+    let began = Instant::now();
+    let (mut seen, mut since) = (0, Duration::ZERO);
+    while Arc::strong_count(turns) > 1 {
+        std::thread::sleep(LOOK_EVERY);
+        let (turn, time) = (turns.load(Ordering::Relaxed), cpu_time(thread).unwrap_or(began.elapsed()));
+        if turn % 2 == 0 || turn != seen {
+            (seen, since) = (turn, time);
+        } else if time.saturating_sub(since) > CPU_MAX {
+            let seconds = CPU_MAX.as_secs();
+            eprintln!("error: the chat template works for more than {seconds} s on one conversation: does it join lists in a loop?");
+            // The thread cannot be asked to end, and takes more memory meanwhile.
+            signal_hook::low_level::exit(1);
+        }
+    }
+}
+
+/// What the kernel counted of it.
+fn cpu_time(thread: Pid) -> Option<Duration> {
+    let counted = fs::read_to_string(format!("/proc/self/task/{thread}/schedstat")).ok()?;
+    counted.split(' ').next()?.parse().ok().map(Duration::from_nanos)
+}
