@@ -223,6 +223,7 @@ impl UseEngine for EveryPhase {
         engine.write_state(StatePart::Params, 0, &state)?;
         engine.send_weights()?;
         let mut noise = Noise::new(1, 64);
+        engine.evaluate(&mut noise)?;
         engine.step(1e-3, &mut noise)?;
         engine.flush()?;
         engine.read_state(StatePart::Params, 0, &mut state)?;
@@ -266,8 +267,9 @@ fn a_rank_that_fails_in_any_phase_ends_all_and_is_named() {
             }
         }
     }
-    // Rank 0 leads on the caller's thread, and is named as the others are.
-    for (phase, step) in [("gather", 1), ("module", 2), ("sum", 2), ("optimize", 2), ("verdict", 2), ("flush", 2)] {
+    // Rank 0 leads on the caller's thread, and is named as the others are, also where it writes state, sends weights, evaluates and reads.
+    let outside_steps = [("write", 1), ("gather", 1), ("module", 1), ("read", 2)];
+    for (phase, step) in outside_steps.into_iter().chain(["module", "sum", "optimize", "verdict", "flush"].map(|phase| (phase, 2))) {
         let told = ends_with(&format!("{{rank = 0, step = {step}, phase = '{phase}'}}"), None).to_string();
         let words = format!("of step {step}: it was to fail (faults)");
         assert!(told.starts_with("rank 0: ") && told.ends_with(&words), "{phase}: {told}");

@@ -139,7 +139,6 @@ impl<D: Kernels + Peers> RankEngine<D> {
                 self.resume(words[0], words[1], loss_scale, SpeculationHistory::of(words[4]))
             }
             Order::Write => {
-                self.strike(FaultPhase::Write)?;
                 let mut piece = vec![0.0; elems];
                 Exchange::<D>::mail(&self.exchange, 0, &mut piece);
                 self.write_own(part(), start, &piece)

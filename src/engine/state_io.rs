@@ -50,6 +50,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
 
     /// As [`Engine::write_state`], of this rank's slices alone.
     pub(super) fn write_own(&mut self, part: StatePart, start: usize, source: &[f32]) -> Result<()> {
+        self.strike(FaultPhase::Write)?;
         self.expect_no_job();
         let own: &Slices = self.exchange.slices();
         let mut parts = own.owned(start..start + source.len());
@@ -84,6 +85,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
 
     /// As [`Engine::read_state`], of this rank's slices alone; the rest of `out` stays as it is.
     pub(super) fn read_own(&mut self, part: StatePart, start: usize, out: &mut [f32]) -> Result<()> {
+        self.strike(FaultPhase::Read)?;
         self.expect_no_job();
         let own: &Slices = self.exchange.slices();
         let mut parts = own.owned(start..start + out.len());

@@ -43,8 +43,7 @@ fn start(harness: &Harness) -> Result<Trial, String> {
     Ok(Box::new(move |harness, turn| {
         let phase = PHASES[turn.index as usize % PHASES.len()];
         let ranks = turn.one_of(&[2, 4]);
-        // Rank 0 asks the others for what they have, and goes wrong there in no way of its own.
-        let rank = if ["write", "read"].contains(&phase) { 1 + turn.pick(ranks - 1) } else { turn.pick(ranks) };
+        let rank = turn.pick(ranks);
         let kind = if rank == 0 { "error" } else { turn.one_of(&["error", "panic"]) };
         let step = match phase {
             "start" => 1,
