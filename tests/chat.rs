@@ -63,7 +63,6 @@ fn chats_without_an_answer_or_a_template_are_refused() {
     assert!(workspace.names("out", "checkpoint-").is_empty());
 }
 
-/// Plain text never goes through a template, be it broken or changed.
 /// Lists that double are one instruction each, and more than memory after forty; texts that do are counted.
 #[test]
 fn a_template_that_works_without_end_ends_the_program() {
@@ -77,6 +76,7 @@ fn a_template_that_works_without_end_ends_the_program() {
     }
 }
 
+/// Plain text never goes through a template, be it broken or changed.
 #[test]
 fn a_chat_template_says_nothing_of_plain_text() {
     let workspace = Workspace::new();

@@ -21,9 +21,17 @@ thread_local!(static TURNS: OnceCell<Turns> = const { OnceCell::new() });
 pub(super) fn limited<T>(render: impl FnOnce() -> T) -> T {
     let turns = TURNS.with(|turns| turns.get_or_init(watched).clone());
     turns.fetch_add(1, Ordering::Relaxed);
-    let rendered = render();
-    turns.fetch_add(1, Ordering::Relaxed);
-    rendered
+    // It ends by a panic, too, which may be caught.
+    let _ended = Ended(turns);
+    render()
+}
+
+struct Ended(Turns);
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
 }
 
 /// Starts the thread that looks after this one. Where none can be had renderings have the engine's limit alone.
@@ -34,7 +42,7 @@ fn watched() -> Turns {
     turns
 }
 
-/// Until the watched thread is gone.
+/// Until the watched thread is gone. Where the kernel does not count a thread's time, the time of day is taken.
 fn watch(thread: Pid, turns: &Turns) {
     let began = Instant::now();
     let (mut seen, mut since) = (0, Duration::ZERO);
@@ -56,4 +64,17 @@ fn watch(thread: Pid, turns: &Turns) {
 fn cpu_time(thread: Pid) -> Option<Duration> {
     let counted = fs::read_to_string(format!("/proc/self/task/{thread}/schedstat")).ok()?;
     counted.split(' ').next()?.parse().ok().map(Duration::from_nanos)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rendering_is_over_also_where_it_panicked() {
+        let turn = || TURNS.with(|turns| turns.get().unwrap().load(Ordering::Relaxed));
+        assert_eq!(limited(turn), 1);
+        assert!(std::panic::catch_unwind(|| limited(|| panic!("as a library may"))).is_err());
+        assert_eq!(turn(), 4);
+    }
 }
