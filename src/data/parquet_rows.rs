@@ -1,7 +1,8 @@
 //! Rows of a parquet file as records: each is an object of JSON, as a line of JSON lines is. Of the columns those are read that say
 //! something; memory holds a page of each.
 //!
-//! What a file says of itself is checked before anything is allocated by it ([`bounds`], [`deltas`]); what the library still stumbles over is an error.
+//! What a file says of itself is checked before anything is allocated by it ([`bounds`], [`deltas`]); what the library still stumbles over is
+//! an error.
 
 mod bounds;
 mod deltas;
