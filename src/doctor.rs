@@ -493,14 +493,13 @@ mod tests {
             GpuReport { facts: Ok(facts), usable: Ok(Addressing::Managed), libraries: Vec::new(), several: Ok(SeveralGpus::default()) };
         assert_eq!(gpu_name(&server(), &found), "NVIDIA H200");
         assert_eq!(cuda_device(&found), "ready (--device cuda), NVIDIA H200: supported, measured");
-        for name in ["NVIDIA GeForce RTX 4090", "NVIDIA GH200 480GB", "NVIDIA H100 PCIe"] {
+        let unmeasured = "not yet measured: `superoffload selftest --json` is what to send";
+        let others = ["NVIDIA GeForce RTX 4090", "NVIDIA GH200 480GB", "NVIDIA H100 PCIe"].map(|name| (name, unmeasured));
+        for (name, state) in [("NVIDIA H100 80GB HBM3", "measured")].into_iter().chain(others) {
             let facts = GpuFacts { name: Some(name.into()), ..GpuFacts::default() };
             let other =
                 GpuReport { facts: Ok(facts), usable: Ok(Addressing::Managed), libraries: Vec::new(), several: Ok(SeveralGpus::default()) };
-            assert!(
-                cuda_device(&other)
-                    .ends_with(&format!("{name}: supported, not yet measured: `superoffload selftest --json` is what to send"))
-            );
+            assert!(cuda_device(&other).ends_with(&format!("{name}: supported, {state}")));
         }
         let missing = GpuReport {
             facts: Ok(GpuFacts::default()),
