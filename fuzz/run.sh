@@ -10,13 +10,18 @@ mkdir -p "found/$target"
 log=$(mktemp)
 code=0
 # No input is larger than what a person would write. Ten seconds: this may run beside other work, and the sanitizer is slow. Leaks are not
-# looked for: a scope ends before its threads have freed what is theirs alone, and that is taken for one.
-cargo +nightly fuzz run --fuzz-dir . "$target" "found/$target" "corpus/$target" -- \
-  -max_total_time="$seconds" -timeout=10 -detect_leaks=0 -rss_limit_mb=1024 -max_len=8192 -print_final_stats=1 >"$log" 2>&1 || code=$?
+# looked for: a scope ends before its threads have freed what is theirs alone, and that is taken for one. CPU seconds are told, too: fewer than
+# seconds where other work ran.
+cargo +nightly fuzz build --fuzz-dir . "$target" >&2
+TIMEFORMAT='%U %S'
+{
+  time cargo +nightly fuzz run --fuzz-dir . "$target" "found/$target" "corpus/$target" -- \
+    -max_total_time="$seconds" -timeout=10 -detect_leaks=0 -rss_limit_mb=1024 -max_len=8192 -print_final_stats=1 >"$log" 2>&1
+} 2>"$log.time" || code=$?
 tail -n 25 "$log" >&2
 stat() { sed -n "s/^stat::$1: *//p" "$log" | tail -n 1; }
-printf '{"date":"%s","commit":"%s","target":"%s","seconds":%s,"executions":%s,"peak_rss_mb":%s,"failures":%s,"compiler":"%s"}\n' \
-  "$(date -u +%F)" "$(git rev-parse HEAD)" "$target" "$seconds" "$(stat number_of_executed_units)" "$(stat peak_rss_mb)" \
-  "$((code != 0))" "$(rustc +nightly --version)"
-rm "$log"
+printf '{"date":"%s","commit":"%s","target":"%s","seconds":%s,"cpu_s":%.0f,"executions":%s,"peak_rss_mb":%s,"failures":%s,"compiler":"%s"}\n' \
+  "$(date -u +%F)" "$(git rev-parse HEAD)" "$target" "$seconds" "$(awk '{ print $1 + $2 }' "$log.time")" \
+  "$(stat number_of_executed_units)" "$(stat peak_rss_mb)" "$((code != 0))" "$(rustc +nightly --version)"
+rm "$log" "$log.time"
 exit $((code != 0))
