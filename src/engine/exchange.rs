@@ -225,6 +225,11 @@ pub trait Exchange<D: Kernels> {
         0
     }
 
+    /// When a peer published last, by the device's clock; 0 before, and without peers.
+    fn published_ns(&self) -> u64 {
+        0
+    }
+
     /// Tells rank 0 what this one did in a step.
     fn publish_amounts(&self, _amounts: impl Iterator<Item = u64>) {}
 

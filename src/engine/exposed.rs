@@ -39,17 +39,20 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         Ok(())
     }
 
-    /// While the compute stream has nothing to do, the time goes to what is waited for now.
+    /// While the compute stream has nothing to do, the time goes to what is waited for now. From a peer's publication until this thread
+    /// looks at it, it is this rank that is late.
     fn count_exposed(&mut self, doing: Doing, bucket: usize, idle_since: &mut Option<u64>) -> Result<()> {
-        if idle_since.is_some() || self.dev.is_done(self.compute_tail)? {
-            let now = self.dev.now_ns();
-            let exposed = match doing {
-                Doing::Params if self.coordinator.waits_for_link(bucket) => &mut self.exposed.transfer_ns,
-                Doing::Params => &mut self.exposed.cpu_ns,
-                _ => &mut self.exposed.peer_ns,
-            };
-            *exposed += now - idle_since.replace(now).unwrap_or(now);
+        if idle_since.is_none() && !self.dev.is_done(self.compute_tail)? {
+            return Ok(());
         }
+        let now = self.dev.now_ns();
+        let since = idle_since.replace(now).unwrap_or(now);
+        let (exposed, until) = match doing {
+            Doing::Params if self.coordinator.waits_for_link(bucket) => (&mut self.exposed.transfer_ns, now),
+            Doing::Params => (&mut self.exposed.cpu_ns, now),
+            _ => (&mut self.exposed.peer_ns, Some(self.exchange.published_ns()).filter(|at| (since..now).contains(at)).unwrap_or(now)),
+        };
+        *exposed += until - since;
         Ok(())
     }
 

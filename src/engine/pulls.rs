@@ -406,6 +406,10 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
         dev.waited_for_peers_ns()
     }
 
+    fn published_ns(&self) -> u64 {
+        self.seat.board.published_ns(self.seat.rank)
+    }
+
     fn publish_amounts(&self, amounts: impl Iterator<Item = u64>) {
         self.seat.board.write_amounts(self.seat.rank, amounts);
     }

@@ -6,7 +6,7 @@
 use super::baton::Baton;
 use crate::error::Error;
 use crate::host::doorbell::Doorbell;
-use crate::trace::Recorder;
+use crate::trace::{Recorder, now_ns};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -49,6 +49,8 @@ struct Entry {
     done: AtomicU64,
     /// How often it has come to where all ranks meet, between two steps.
     met: AtomicU64,
+    /// When it changed any of these last, by [`now_ns`].
+    published_ns: AtomicU64,
     /// Its tracks of the timeline, when it has ended.
     tracks: OnceLock<Vec<Recorder>>,
 }
@@ -129,6 +131,7 @@ impl Board {
             expert_rows: zeros(sizes.experts),
             done: AtomicU64::new(0),
             met: AtomicU64::new(0),
+            published_ns: AtomicU64::new(0),
             tracks: OnceLock::new(),
         };
         Self {
@@ -178,8 +181,15 @@ impl Board {
 
     /// `rank` has changed its entries.
     fn ring_others(&self, rank: usize) {
+        self.entry(rank).published_ns.store(now_ns(), Ordering::Release);
         self.baton.iter().for_each(Baton::progress);
         self.others(rank).for_each(|other| self.bells[other].ring());
+    }
+
+    /// When a rank other than `rank` published last, by [`now_ns`]; 0 before, and from mirror images, which do nothing of their own.
+    pub(crate) fn published_ns(&self, rank: usize) -> u64 {
+        let others = self.entries.iter().enumerate().filter(|(other, _)| *other != rank);
+        others.map(|(_, entry)| entry.published_ns.load(Ordering::Acquire)).max().unwrap_or(0)
     }
 
     /// One more bucket of `rank` is written; its event is recorded.
@@ -434,6 +444,14 @@ mod tests {
     }
 
     #[test]
+    fn a_publication_has_a_time_for_all_others() {
+        let (board, before) = (board(2), now_ns());
+        board.publish_written(1);
+        let at = board.published_ns(0);
+        assert!(before <= at && at <= now_ns() && board.published_ns(1) == 0);
+    }
+
+    #[test]
     fn mirror_images_have_published_what_rank_0_has() {
         let board = Board::mirrored(Sizes { ranks: 3, buckets: 3, partials: 4, shares: 3, mail_words: 5, ..Sizes::default() });
         assert!(board.ranks() == 3 && !board.all_written(0) && !board.all_pulled(1) && board.settled(2, 1) == 0);
@@ -447,6 +465,7 @@ mod tests {
         assert_eq!([0, 2].map(|rank| (board.settled(rank, 1), board.settled(rank, 0))), [(4, 0); 2]);
         assert_eq!([0, 2].map(|rank| board.published_partials(rank)), [2, u64::MAX]);
         assert_eq!(board.reports(1), Some((false, 0.0)));
+        assert_eq!(board.published_ns(0), 0);
     }
 
     #[test]
