@@ -4,14 +4,15 @@
 #   tests/gpu/verify.sh DIR [CHECK...]
 #
 # DIR holds the program `superoffload` and the test binary `main`, whose path `cargo test --release --no-run` prints. Runs the program's
-# conformance suite, and that of several GPUs, which says how much it skipped where there is one; kernels in small sizes, and two GPUs, under
-# tools of compute-sanitizer; and trainings on the GPU that are killed and go on to the same bits. Prints a line for each; exits 1 if one failed
-# or could not be run. CHECK: only those of conformance, peers, memcheck, memcheck-peers, initcheck, racecheck, racecheck-attention, killed-runs.
+# conformance suite, and that of several GPUs, which says how much it skipped where there is one, also as GPUs that cannot read each other's
+# memory; kernels in small sizes, and two GPUs, under tools of compute-sanitizer; and trainings on the GPU that are killed and go on to the same
+# bits. Prints a line for each; exits 1 if one failed or could not be run. CHECK: only those of conformance, peers, peers-staged, memcheck,
+# memcheck-peers, initcheck, racecheck, racecheck-attention, killed-runs.
 # SECONDS_EACH=N ends each after N seconds (600).
 set -euo pipefail
 
 dir=$(cd "${1:?usage: tests/gpu/verify.sh DIR [CHECK...]}" && pwd)
-all=(conformance peers memcheck memcheck-peers initcheck racecheck racecheck-attention killed-runs)
+all=(conformance peers peers-staged memcheck memcheck-peers initcheck racecheck racecheck-attention killed-runs)
 wanted=("${@:2}")
 [ ${#wanted[@]} -gt 0 ] || wanted=("${all[@]}")
 for name in "${wanted[@]}"; do
@@ -38,6 +39,8 @@ check() {
 suite=("$dir/superoffload" selftest --device cuda --require-gpu)
 check conformance "${suite[@]}" --skip peers/
 check peers "${suite[@]}" peers/
+cc -shared -fPIC -o "$logs/no_peers.so" "$(dirname "$0")/no_peers.c"
+check peers-staged env LD_PRELOAD="$logs/no_peers.so" "${suite[@]}" peers/
 
 # Where it is neither on the PATH nor in the usual place, running it fails and says so.
 sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
