@@ -9,9 +9,10 @@ target=$1 seconds=$2
 mkdir -p "found/$target"
 log=$(mktemp)
 code=0
+export ASAN_OPTIONS=detect_leaks=0
 # No input is larger than what a person would write. Ten seconds: this may run beside other work, and the sanitizer is slow. Leaks are not
-# looked for: a scope ends before its threads have freed what is theirs alone, and that is taken for one. CPU seconds are told, too: fewer than
-# seconds where other work ran.
+# looked for, at the end neither: a scope ends before its threads have freed what is theirs alone, and that is taken for one. CPU seconds are
+# told, too: fewer than seconds where other work ran.
 cargo +nightly fuzz build --fuzz-dir . "$target" >&2
 TIMEFORMAT='%U %S'
 {

@@ -1,11 +1,12 @@
 //! Rows of a parquet file as records: each is an object of JSON, as a line of JSON lines is. Of the columns those are read that say
 //! something; memory holds a page of each.
 //!
-//! What a file says of itself is checked before anything is allocated by it ([`bounds`], [`deltas`]); what the library still stumbles over is
-//! an error.
+//! What a file says of itself is checked before anything is allocated by it or goes on by it ([`bounds`], [`shape`], [`deltas`]); what the
+//! library still stumbles over is an error.
 
 mod bounds;
 mod deltas;
+mod shape;
 mod thrift;
 
 use self::deltas::CheckedGroup;

@@ -1,6 +1,7 @@
 //! What a parquet file says of itself, held against its size before anything is allocated by it: a footer that nests for ever, and pages
 //! that expand to more than data does.
 
+use super::shape::{self, FOOTER, PAGE_HEADER};
 use super::thrift::{ThriftKind, ThriftReader};
 use crate::data::compression::{EXPANSION_MAX, SMALL_BYTES};
 use crate::disk::InFile;
@@ -51,7 +52,7 @@ pub(super) fn check_footer(file: &InFile) -> Result<()> {
     }
     let mut footer = vec![0; footer_bytes as usize];
     file.read_at(bytes - 8 - footer_bytes, &mut footer)?;
-    match schema_depth(&footer) {
+    match shape::check(&mut ThriftReader::new(&footer), FOOTER).and_then(|()| schema_depth(&footer)) {
         Some(depth) if depth <= SCHEMA_DEPTH_MAX => Ok(()),
         Some(_) => wrong("its columns are nested too deeply"),
         None => wrong("its footer cannot be read"),
@@ -127,6 +128,7 @@ impl ParquetPage {
         HEADER_BYTES.iter().find_map(|most| {
             let mut bytes = vec![0; (*most).min(end - at) as usize];
             file.read_at(at, &mut bytes).ok()?;
+            shape::check(&mut ThriftReader::new(&bytes), PAGE_HEADER)?;
             Self::parse(&mut ThriftReader::new(&bytes))
         })
     }

@@ -127,3 +127,21 @@ proptest! {
         let _ = records(file.path());
     }
 }
+
+/// The library would look at two billion elements, of which none takes a byte.
+#[test]
+fn a_list_that_takes_no_bytes_is_refused() {
+    let file = fs::read(golden("parquet/plain.parquet")).unwrap();
+    let (rest, end) = file.split_at(file.len() - 8);
+    let (data, footer) = rest.split_at(rest.len() - u32::from_le_bytes(end[..4].try_into().unwrap()) as usize);
+    let with_field = |field: &[u8]| {
+        let footer = [&footer[..footer.len() - 1], field, &[0]].concat();
+        [data, &footer, &(footer.len() as u32).to_le_bytes(), b"PAR1"].concat()
+    };
+    // Field 100, which nobody knows: a list of bools, and a number.
+    let message = refused(&with_field(&[9, 200, 1, 0xf1, 255, 255, 255, 255, 7]));
+    assert!(message.ends_with(": its footer cannot be read"), "{message}");
+    let known = tempfile::NamedTempFile::new().unwrap();
+    fs::write(known.path(), with_field(&[6, 200, 1, 150, 1])).unwrap();
+    assert_eq!(records(known.path()).unwrap(), records(&golden("parquet/plain.parquet")).unwrap());
+}

@@ -14,8 +14,19 @@ pub(super) struct ThriftReader<'a> {
 pub(super) struct ThriftKind(u8);
 
 impl ThriftKind {
+    pub(super) const BYTE: Self = Self(3);
+    pub(super) const DOUBLE: Self = Self(7);
+    pub(super) const TEXT: Self = Self(8);
     pub(super) const LIST: Self = Self(9);
     pub(super) const STRUCT: Self = Self(12);
+
+    pub(super) fn is_bool(self) -> bool {
+        matches!(self.0, 1 | 2)
+    }
+
+    pub(super) fn is_integer(self) -> bool {
+        matches!(self.0, 4..=6)
+    }
 }
 
 impl<'a> ThriftReader<'a> {
@@ -49,6 +60,7 @@ impl<'a> ThriftReader<'a> {
         self.unsigned().map(|value| (value >> 1) as i64 ^ -((value & 1) as i64))
     }
 
+    /// Passes over a value; `None` for a list of bools, which have no bytes to some readers and one each to others.
     pub(super) fn skip(&mut self, kind: ThriftKind) -> Option<()> {
         self.skip_nested(kind, 0)
     }
@@ -66,7 +78,9 @@ impl<'a> ThriftReader<'a> {
             }
             9 | 10 if depth < DEPTH_MAX => {
                 let (kind, count) = self.list()?;
-                let kind = if kind.0 <= 2 { ThriftKind(3) } else { kind };
+                if kind.is_bool() {
+                    return (count == 0).then_some(());
+                }
                 (0..count).try_for_each(|_| self.skip_nested(kind, depth + 1))
             }
             12 if depth < DEPTH_MAX => {
