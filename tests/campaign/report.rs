@@ -2,6 +2,7 @@
 
 use crate::list::CAMPAIGNS;
 use serde_json::Value;
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
@@ -9,9 +10,8 @@ use std::path::Path;
 type ToRow = fn(&Value) -> Row;
 
 /// The records, below tests/campaigns/, and what makes a row of one of their lines.
-const RECORDS: [(&str, ToRow); 6] = [
+const RECORDS: [(&str, ToRow); 5] = [
     ("reliability.jsonl", campaign),
-    ("fuzz.jsonl", fuzz),
     ("adam.jsonl", adam),
     ("exactness.jsonl", exactness),
     ("gpu.jsonl", gpu),
@@ -19,14 +19,13 @@ const RECORDS: [(&str, ToRow); 6] = [
 ];
 
 /// Of the list of what can go wrong, what nobody tried here, or not in full.
-const NOT_RUN: [(&str, &str); 12] = [
+const NOT_RUN: [(&str, &str); 11] = [
     ("R6", "states saved by several processes: one process drives all GPUs"),
     ("R12", "on a real GPU: the GPU suite asks for memory that no device has, and the plan refuses before"),
     ("R13", "on a real GPU: the GPU suite loses its GPU in a child process once, by a kernel that reads nowhere"),
     ("R14", "as a campaign, a panic in a worker, and one thread stopped alone, which `tests/faults.rs` does once by a debugger's call"),
     ("R15", "as a campaign, an event that is never signalled, which `tests/faults.rs` does once"),
     ("R16", "as a campaign, a GPU that fails among several; the death of one of several processes, since one process drives all"),
-    ("R18", "an hour of fuzzing by coverage for each target of R18 to R21: each was fuzzed for as long as its row says"),
     ("R24", "Miri on what calls the kernel or vector instructions, and the thread sanitizer"),
     ("R25", "24 hours, and half an hour on a GPU"),
     ("R29", "failures of loggers on the network: there are none"),
@@ -64,16 +63,19 @@ fn root() -> &'static Path {
 }
 
 fn page() -> Result<String, String> {
-    let mut rows = vec![];
+    let mut rows = fuzzed(&lines("fuzz.jsonl")?);
     for (name, row) in RECORDS {
-        let path = root().join("tests/campaigns").join(name);
-        let Ok(text) = fs::read_to_string(&path) else { continue };
-        for line in text.lines() {
-            rows.push(row(&serde_json::from_str(line).map_err(|e| format!("{}: {e}", path.display()))?));
-        }
+        rows.extend(lines(name)?.iter().map(row));
     }
     rows.sort_by_key(|row| rank(&row.id));
     Ok([HEAD, &table(&rows), &failures(&rows), &missing(&rows)].concat())
+}
+
+/// Those of a record, none where it is not there.
+fn lines(record: &str) -> Result<Vec<Value>, String> {
+    let path = root().join("tests/campaigns").join(record);
+    let text = fs::read_to_string(&path).unwrap_or_default();
+    text.lines().map(|line| serde_json::from_str(line).map_err(|e| format!("{}: {e}", path.display()))).collect()
 }
 
 /// Ids in the order of their numbers.
@@ -84,8 +86,8 @@ fn rank(id: &str) -> (u32, String) {
 
 const HEAD: &str = "# Reliability: what was tried, how often, and what failed
 
-Made by `superoffload-campaign --report` from the records in `tests/campaigns/`; a test compares. Every record is a row: a run that
-failed stays here until its record is replaced by one of a later commit. `tests/campaign/run-all.sh OUT` makes the records anew;
+Made by `superoffload-campaign --report` from the records in `tests/campaigns/`; a test compares. Every record is a row, all of one fuzzer
+are one together: a run that failed stays here until its record is replaced by one of a later commit. `tests/campaign/run-all.sh OUT` makes the records anew;
 `tests/campaign/` says what a campaign does, to the line. Ids are those of a list of what trusted training stacks promise and test.
 *(changes)* beside a commit: files of the working tree that the campaign ran in were not committed.
 
@@ -168,27 +170,35 @@ fn campaign(line: &Value) -> Row {
     }
 }
 
-fn fuzz(line: &Value) -> Row {
-    let target = text(&line["target"]);
-    let id = match target.as_str() {
+/// A row for each target: its runs are one search, whose finds the next run begins with.
+fn fuzzed(lines: &[Value]) -> Vec<Row> {
+    let mut targets: BTreeMap<String, Vec<&Value>> = BTreeMap::new();
+    lines.iter().for_each(|line| targets.entry(text(&line["target"])).or_default().push(line));
+    targets.into_iter().map(|(target, runs)| fuzz(&target, &runs)).collect()
+}
+
+fn fuzz(target: &str, runs: &[&Value]) -> Row {
+    let number = |run: &Value, name: &str| run[name].as_u64().unwrap_or(0);
+    let sum = |name: &str| runs.iter().map(|run| number(run, name)).sum::<u64>();
+    let most = |name: &str| runs.iter().map(|run| number(run, name)).max().unwrap_or(0);
+    let id = match target {
         "settings_toml" | "settings_yaml" | "settings_json" | "deepspeed" | "config_json" => "R18",
         "safetensors" | "index" => "R19",
         "tokenizer" | "chat_template" => "R20",
         "manifest" => "R21",
         _ => "R26",
     };
+    let last = runs[runs.len() - 1];
+    let causes = runs.iter().filter_map(|run| Some(format!("{target}: {}", run["cause"].as_str()?)));
     Row {
         id: id.into(),
-        what: format!(
-            "fuzzed by coverage, with the address sanitizer: {target}, {} s, at most {} MiB",
-            line["seconds"], line["peak_rss_mb"]
-        ),
-        runs: line["executions"].to_string(),
-        failures: line["failures"].as_u64().unwrap_or(0),
-        commit: text(&line["commit"]),
-        machine: text(&line["compiler"]),
-        command: format!("fuzz/run.sh {target} {}", line["seconds"]),
-        shown: vec![],
+        what: format!("fuzzed by coverage, with the address sanitizer: {target}, {} s, at most {} MiB", sum("seconds"), most("peak_rss_mb")),
+        runs: sum("executions").to_string(),
+        failures: sum("failures"),
+        commit: text(&last["commit"]),
+        machine: text(&last["compiler"]),
+        command: format!("fuzz/run.sh {target} {}", sum("seconds")),
+        shown: causes.collect(),
     }
 }
 
