@@ -10,13 +10,8 @@ use std::path::Path;
 type ToRow = fn(&Value) -> Row;
 
 /// The records, below tests/campaigns/, and what makes a row of one of their lines.
-const RECORDS: [(&str, ToRow); 5] = [
-    ("reliability.jsonl", campaign),
-    ("adam.jsonl", adam),
-    ("exactness.jsonl", exactness),
-    ("gpu.jsonl", gpu),
-    ("threads.jsonl", threads),
-];
+const RECORDS: [(&str, ToRow); 5] =
+    [("reliability.jsonl", campaign), ("adam.jsonl", adam), ("exactness.jsonl", exactness), ("gpu.jsonl", gpu), ("threads.jsonl", threads)];
 
 /// Of the list of what can go wrong, what nobody tried here, or not in full.
 const NOT_RUN: [(&str, &str); 11] = [
@@ -64,6 +59,7 @@ fn root() -> &'static Path {
 
 fn page() -> Result<String, String> {
     let mut rows = fuzzed(&lines("fuzz.jsonl")?);
+    rows.extend(mutants(&lines("ranks_mutants.jsonl")?));
     for (name, row) in RECORDS {
         rows.extend(lines(name)?.iter().map(row));
     }
@@ -192,7 +188,11 @@ fn fuzz(target: &str, runs: &[&Value]) -> Row {
     let causes = runs.iter().filter_map(|run| Some(format!("{target}: {}", run["cause"].as_str()?)));
     Row {
         id: id.into(),
-        what: format!("fuzzed by coverage, with the address sanitizer: {target}, {} s, at most {} MiB", sum("seconds"), most("peak_rss_mb")),
+        what: format!(
+            "fuzzed by coverage, with the address sanitizer: {target}, {} s, at most {} MiB",
+            sum("seconds"),
+            most("peak_rss_mb")
+        ),
         runs: sum("executions").to_string(),
         failures: sum("failures"),
         commit: text(&last["commit"]),
@@ -200,6 +200,22 @@ fn fuzz(target: &str, runs: &[&Value]) -> Row {
         command: format!("fuzz/run.sh {target} {}", sum("seconds")),
         shown: causes.collect(),
     }
+}
+
+/// One row; a failure is a mistake that nobody noticed.
+fn mutants(lines: &[Value]) -> Option<Row> {
+    let last = lines.last()?;
+    let unnoticed: Vec<String> = lines.iter().filter(|line| line["red"] != true).map(|line| text(&line["mutant"])).collect();
+    Some(Row {
+        id: "R24".into(),
+        what: "mistakes that the protocol of ranks could make, each made: failures are those that no test of it notices".into(),
+        runs: lines.len().to_string(),
+        failures: unnoticed.len() as u64,
+        commit: text(&last["commit"]),
+        machine: format!("{}, {} cores, {}", text(&last["cpu"]), last["cores"], text(&last["profile"])),
+        command: "cargo test --test main ranks_mutants -- --ignored".into(),
+        shown: unnoticed,
+    })
 }
 
 fn adam(line: &Value) -> Row {
