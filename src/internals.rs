@@ -66,7 +66,7 @@ pub mod engine {
     pub use crate::engine::expert_rows::ExpertLoad;
     pub use crate::engine::pool::Pool;
     pub use crate::engine::step_job::{HostState, Segment, SlotMemory, StepJob, StepMemory};
-    pub use crate::engine::verdict::Verdict;
+    pub use crate::engine::verdict::{SpeculationHistory, Verdict};
     pub use crate::engine::watchdog::Watchdog;
 }
 
@@ -154,5 +154,5 @@ pub mod trace {
 }
 
 pub mod units {
-    pub use crate::units::{Norm, NormSq};
+    pub use crate::units::{ClipScale, NormSq};
 }

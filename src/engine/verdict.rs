@@ -61,7 +61,7 @@ impl SpeculationHistory {
     }
 
     /// Whether failures are rare enough.
-    pub(crate) fn pays(self) -> bool {
+    pub fn pays(self) -> bool {
         self.failures.count_ones() < FAILURES_MAX
     }
 }

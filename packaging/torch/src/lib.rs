@@ -7,11 +7,13 @@ mod pieces;
 mod pools;
 mod tensor;
 
-use pieces::{Pass, Request};
+use pieces::{Pass, PassKind, Request};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
-use superoffload::internals::engine::Verdict;
-use superoffload::internals::optim::{AdamHyper, AdamKernels, Isa};
+use std::sync::Arc;
+use superoffload::internals::engine::{SpeculationHistory, Verdict};
+use superoffload::internals::optim::{AdamHyper, AdamKernels, BLOCK, Isa};
+use superoffload::internals::units::{ClipScale, NormSq};
 use tensor::{Addresses, Formats, Span, Tensor};
 
 /// Of a parameter group: lr, beta1, beta2, eps, weight decay.
@@ -31,6 +33,10 @@ fn hyper((lr, beta1, beta2, eps, weight_decay): Hyper) -> AdamHyper {
 #[pymodule]
 mod _cpu_adam {
     use super::*;
+
+    /// Elements of a partial sum of squares: where a tensor is cut at a multiple of it, the norm keeps its bits.
+    #[pymodule_export]
+    const NORM_BLOCK: usize = BLOCK;
 
     /// Instruction sets that this CPU has, slowest first.
     #[pyfunction]
@@ -56,32 +62,127 @@ mod _cpu_adam {
         isa: &str,
         max_grad_norm: Option<f64>,
     ) -> PyResult<(Option<f64>, Option<f32>)> {
-        let kernels = kernels(isa)?;
-        let groups: Vec<AdamHyper> = groups.into_iter().map(hyper).collect();
-        let tensors = given.into_iter().map(|given| Tensor::new(given, &groups).map_err(PyValueError::new_err));
-        let tensors = tensors.collect::<PyResult<Vec<_>>>()?;
-        if let Some((one, other)) = tensor::overlap(tensors.iter().flat_map(Tensor::spans).collect()) {
-            let whose = if one == other { format!("arrays of parameter {one}") } else { format!("parameters {one} and {other}") };
-            let why = format!("step: {whose} share memory: weights, gradient and state each need their own, as .clone() gives");
-            return Err(PyValueError::new_err(why));
+        let update = Update::new(given, groups, threads, isa)?;
+        let Some(max_norm) = max_grad_norm else {
+            update.step(py, 1.0)?;
+            return Ok((None, Some(1.0)));
+        };
+        update.sums(py)?;
+        let (norm, scale) = judge([&update], max_norm);
+        if let Some(scale) = scale {
+            update.step(py, scale)?;
         }
-        py.detach(move || run(Request::new(tensors, kernels), threads, max_grad_norm)).map_err(|e| PyRuntimeError::new_err(e.to_string()))
+        Ok((Some(norm), scale))
+    }
+
+    /// The norm of the gradients of all updates, in their order, whose squares have been summed, and the factor on each; none: a gradient is
+    /// not finite. `max_grad_norm` 0 does not clip.
+    #[pyfunction]
+    fn verdict(updates: Vec<PyRef<'_, Update>>, max_grad_norm: f64) -> (f64, Option<f32>) {
+        judge(updates.iter().map(|update| &**update), max_grad_norm)
+    }
+
+    /// Gradients with all that a step of them touches. A method is a pass over them, with the GIL released; what they touch must stay where
+    /// it is until the last one has returned.
+    #[pyclass(frozen)]
+    pub(super) struct Update {
+        pub(super) request: Arc<Request>,
+        threads: usize,
+    }
+
+    #[pymethods]
+    impl Update {
+        #[new]
+        pub(super) fn new(given: Vec<Given>, groups: Vec<Hyper>, threads: usize, isa: &str) -> PyResult<Self> {
+            let kernels = kernels(isa)?;
+            let groups: Vec<AdamHyper> = groups.into_iter().map(hyper).collect();
+            let tensors = given.into_iter().map(|given| Tensor::new(given, &groups).map_err(PyValueError::new_err));
+            let tensors = tensors.collect::<PyResult<Vec<_>>>()?;
+            if let Some((one, other)) = tensor::overlap(tensors.iter().flat_map(Tensor::spans).collect()) {
+                let whose = if one == other { format!("arrays of parameter {one}") } else { format!("parameters {one} and {other}") };
+                let why = format!("step: {whose} share memory: weights, gradient and state each need their own, as .clone() gives");
+                return Err(PyValueError::new_err(why));
+            }
+            Ok(Self { request: Arc::new(Request::new(tensors, kernels)), threads })
+        }
+
+        /// Sums the gradients' squares.
+        pub(super) fn sums(&self, py: Python<'_>) -> PyResult<()> {
+            self.run(py, PassKind::Sums)
+        }
+
+        /// Sums their squares and writes the weights of a step without clipping.
+        fn speculate(&self, py: Python<'_>) -> PyResult<()> {
+            self.run(py, PassKind::Speculate)
+        }
+
+        /// Writes the weights of a step whose gradients are taken times `scale`. The state stays as it is.
+        fn weights(&self, py: Python<'_>, scale: f32) -> PyResult<()> {
+            self.run(py, PassKind::Weights { scale })
+        }
+
+        /// Steps the state as that step does. The weights stay as they are.
+        fn commit(&self, py: Python<'_>, scale: f32) -> PyResult<()> {
+            self.run(py, PassKind::Commit { scale })
+        }
+
+        /// Writes the weights of the state as it is.
+        fn emit(&self, py: Python<'_>) -> PyResult<()> {
+            self.run(py, PassKind::Emit)
+        }
+    }
+
+    impl Update {
+        /// Steps state and weights in one pass.
+        pub(super) fn step(&self, py: Python<'_>, scale: f32) -> PyResult<()> {
+            self.run(py, PassKind::Step { scale })
+        }
+
+        fn run(&self, py: Python<'_>, kind: PassKind) -> PyResult<()> {
+            let pass = Pass::new(&self.request, kind);
+            py.detach(|| pools::run(pass, self.threads)).map_err(|error| PyRuntimeError::new_err(error.to_string()))
+        }
+    }
+
+    /// Whether speculation has lately held often enough to pay: the rule of the engine.
+    #[pyclass]
+    #[derive(Default)]
+    struct History(SpeculationHistory);
+
+    #[pymethods]
+    impl History {
+        #[new]
+        fn new() -> Self {
+            Self::default()
+        }
+
+        /// Notes what [`verdict`] gave.
+        fn record(&mut self, scale: Option<f32>) {
+            let verdict = match scale {
+                Some(1.0) => Verdict::Commit,
+                Some(scale) => Verdict::Clip(ClipScale(scale)),
+                None => Verdict::SkipNonFinite,
+            };
+            self.0.record(verdict);
+        }
+
+        fn pays(&self) -> bool {
+            self.0.pays()
+        }
     }
 }
 
-fn run(request: Request, threads: usize, max_grad_norm: Option<f64>) -> superoffload::Result<(Option<f64>, Option<f32>)> {
-    let request = std::sync::Arc::new(request);
-    let Some(max_norm) = max_grad_norm else {
-        pools::run(Pass::step(&request, 1.0), threads)?;
-        return Ok((None, Some(1.0)));
+fn judge<'a>(updates: impl IntoIterator<Item = &'a _cpu_adam::Update>, max_norm: f64) -> (f64, Option<f32>) {
+    let (mut sum, mut saw_nonfinite) = (NormSq(0.0), false);
+    for update in updates {
+        sum = update.request.fold_onto(sum);
+        saw_nonfinite |= update.request.saw_nonfinite();
+    }
+    let norm = sum.norm(1.0);
+    let scale = match Verdict::new(norm, saw_nonfinite, max_norm) {
+        Verdict::Commit => Some(1.0),
+        Verdict::Clip(scale) => Some(scale.0),
+        Verdict::SkipNonFinite => None,
     };
-    pools::run(Pass::norm(&request), threads)?;
-    let norm = request.norm();
-    let scale = match Verdict::new(norm, request.saw_nonfinite(), max_norm) {
-        Verdict::Commit => 1.0,
-        Verdict::Clip(scale) => scale.0,
-        Verdict::SkipNonFinite => return Ok((Some(norm.0), None)),
-    };
-    pools::run(Pass::step(&request, scale), threads)?;
-    Ok((Some(norm.0), Some(scale)))
+    (norm.0, scale)
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use superoffload::internals::host::Job;
 use superoffload::internals::optim::{AdamKernels, BLOCK, fold};
-use superoffload::internals::units::{Norm, NormSq};
+use superoffload::internals::units::NormSq;
 
 /// Elements of a piece, a whole number of the norm's blocks: 1.8 MB of fp32 state and gradients, some hundred microseconds of a core.
 const PIECE_ELEMS: usize = 16 * BLOCK;
@@ -55,10 +55,10 @@ impl Request {
         Self { tensors, kernels, parts, pieces, partials, nonfinite: AtomicBool::new(false) }
     }
 
-    /// The norm of all gradients, once the pass that sums their squares is done.
-    pub(crate) fn norm(&self) -> Norm {
+    /// The gradients' squares added to the `sum` of those before, once the pass that sums them is done.
+    pub(crate) fn fold_onto(&self, sum: NormSq) -> NormSq {
         let partials: Vec<f32> = self.partials.iter().map(|bits| f32::from_bits(bits.load(Ordering::Relaxed))).collect();
-        fold(NormSq(0.0), &partials).norm(1.0)
+        fold(sum, &partials)
     }
 
     pub(crate) fn saw_nonfinite(&self) -> bool {
@@ -80,9 +80,19 @@ impl Request {
 }
 
 #[derive(Clone, Copy)]
-enum PassKind {
-    Norm,
+pub(crate) enum PassKind {
+    /// Sums of squares.
+    Sums,
+    /// These, and the weights that a step without clipping gives.
+    Speculate,
+    /// The weights that a step gives whose gradients are taken times `scale`; the state stays.
+    Weights { scale: f32 },
+    /// What that step makes of the state; the weights stay.
+    Commit { scale: f32 },
+    /// The whole step.
     Step { scale: f32 },
+    /// The weights that the state holds.
+    Emit,
 }
 
 /// One pass over all gradients.
@@ -92,14 +102,8 @@ pub(crate) struct Pass {
 }
 
 impl Pass {
-    /// Sums of squares of all gradients.
-    pub(crate) fn norm(request: &Arc<Request>) -> Self {
-        Self { request: request.clone(), kind: PassKind::Norm }
-    }
-
-    /// A step whose gradients are taken times `scale`.
-    pub(crate) fn step(request: &Arc<Request>, scale: f32) -> Self {
-        Self { request: request.clone(), kind: PassKind::Step { scale } }
+    pub(crate) fn new(request: &Arc<Request>, kind: PassKind) -> Self {
+        Self { request: request.clone(), kind }
     }
 }
 
@@ -121,11 +125,19 @@ unsafe impl Job for Pass {
     unsafe fn run(&self, piece: usize) {
         let request = &*self.request;
         for part in &request.parts[request.pieces[piece].clone()] {
+            let (tensor, kernels) = (&request.tensors[part.tensor], request.kernels);
             // SAFETY: the right to this memory is the job's, as above, and the caller gives this piece to nobody else.
             unsafe {
                 match self.kind {
-                    PassKind::Norm => request.sum_squares(part),
-                    PassKind::Step { scale } => request.tensors[part.tensor].step(request.kernels, scale, &part.elems),
+                    PassKind::Sums => request.sum_squares(part),
+                    PassKind::Speculate => {
+                        request.sum_squares(part);
+                        tensor.speculate(kernels, 1.0, &part.elems);
+                    }
+                    PassKind::Weights { scale } => tensor.speculate(kernels, scale, &part.elems),
+                    PassKind::Commit { scale } => tensor.commit(kernels, scale, &part.elems),
+                    PassKind::Step { scale } => tensor.step(kernels, scale, &part.elems),
+                    PassKind::Emit => tensor.emit(kernels, &part.elems),
                 }
             }
         }

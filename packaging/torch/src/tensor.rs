@@ -5,9 +5,9 @@ use half::bf16;
 use std::ops::Range;
 use superoffload::internals::optim::{AdamConsts, AdamHyper, AdamKernels, AdamState, AdamStep, Grads, Moment, Weights};
 
-/// Addresses of fp32 weights, both moments, gradient and 16-bit weights; the last is 0 where the parameter is the fp32 weights.
+/// Addresses of fp32 weights, both moments, gradient and working weights; the last is 0 where the parameter is the fp32 weights.
 pub(crate) type Addresses = (usize, usize, usize, usize, usize);
-/// Formats of moments, gradient and 16-bit weights.
+/// Formats of moments, gradient and working weights.
 pub(crate) type Formats = (Format, Format, Format);
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -83,7 +83,7 @@ impl Tensor {
         }
         let (p, m, v, g, out) = addresses;
         let is_good = |address: usize, format: Format| elems == 0 || address != 0 && address.is_multiple_of(format.bytes());
-        let weights_good = out == 0 || is_good(out, formats.2) && formats.2 != Format::F32;
+        let weights_good = out == 0 || is_good(out, formats.2);
         if !(is_good(p, Format::F32) && is_good(m, formats.0) && is_good(v, formats.0) && is_good(g, formats.1) && weights_good) {
             return Err(format!("an address of parameter {index} is 0 or not a multiple of its format's bytes"));
         }
@@ -115,16 +115,56 @@ impl Tensor {
         }
     }
 
-    /// Steps the elements `at`, their gradients times `scale`.
+    /// Steps the elements `at`, their gradients times `scale`: state and working weights, if there are such.
     ///
     /// # Safety
     /// All addresses are good, and nobody else uses what lies there.
     pub(crate) unsafe fn step(&self, kernels: AdamKernels, scale: f32, at: &Range<usize>) {
         // SAFETY: the caller's promise.
+        let out = unsafe { self.weights(at) };
+        // SAFETY: as above.
+        unsafe { self.with_state(at, Effect { kernels, scale, out, writes_state: true }) };
+    }
+
+    /// Writes the working weights that [`Tensor::step`] would.
+    ///
+    /// # Safety
+    /// As [`Tensor::step`].
+    pub(crate) unsafe fn speculate(&self, kernels: AdamKernels, scale: f32, at: &Range<usize>) {
+        // SAFETY: the caller's promise.
+        let out = unsafe { self.weights(at) };
+        // SAFETY: as above.
+        unsafe { self.with_state(at, Effect { kernels, scale, out, writes_state: false }) };
+    }
+
+    /// Steps the state as [`Tensor::step`] would.
+    ///
+    /// # Safety
+    /// As [`Tensor::step`].
+    pub(crate) unsafe fn commit(&self, kernels: AdamKernels, scale: f32, at: &Range<usize>) {
+        // SAFETY: the caller's promise.
+        unsafe { self.with_state(at, Effect { kernels, scale, out: None, writes_state: true }) };
+    }
+
+    /// Writes the working weights that the state holds.
+    ///
+    /// # Safety
+    /// As [`Tensor::step`].
+    pub(crate) unsafe fn emit(&self, kernels: AdamKernels, at: &Range<usize>) {
+        // SAFETY: the caller's promise.
+        if let (params, Some(out)) = unsafe { (read(self.addresses.0, at), self.weights(at)) } {
+            kernels.emit(params, out);
+        }
+    }
+
+    /// # Safety
+    /// As [`Tensor::step`].
+    unsafe fn with_state(&self, at: &Range<usize>, effect: Effect<'_>) {
+        // SAFETY: the caller's promise.
         unsafe {
             match self.formats.0 {
-                Format::F32 => self.step_moments::<f32>(kernels, scale, at),
-                Format::Bf16 => self.step_moments::<bf16>(kernels, scale, at),
+                Format::F32 => effect.on(self.consts, self.state::<f32>(at), self.grads(at)),
+                Format::Bf16 => effect.on(self.consts, self.state::<bf16>(at), self.grads(at)),
                 Format::F16 => unreachable!("Python offers no such moments"),
             }
         }
@@ -132,31 +172,45 @@ impl Tensor {
 
     /// # Safety
     /// As [`Tensor::step`]; `M` is the moments' format.
-    unsafe fn step_moments<M: Moment>(&self, kernels: AdamKernels, scale: f32, at: &Range<usize>) {
-        let (p, m, v, _, out) = self.addresses;
-        let step = AdamStep { consts: self.consts, scale };
+    unsafe fn state<M: Moment>(&self, at: &Range<usize>) -> AdamState<'_, M> {
+        let (p, m, v, ..) = self.addresses;
         // SAFETY: the caller's promise, for each array.
-        let (mut state, grads) = unsafe {
-            let (params, m, v) = (write(p, at), write::<M>(m, at), write::<M>(v, at));
-            (AdamState { first: self.first + at.start, params, m, v }, self.grads(at))
-        };
-        // SAFETY: as above.
-        match unsafe { self.weights(out, at) } {
-            Some(out) => kernels.step(step, &mut state, grads, out),
-            None => kernels.commit(step, &mut state, grads),
-        }
+        let (params, m, v) = unsafe { (write(p, at), write(m, at), write(v, at)) };
+        AdamState { first: self.first + at.start, params, m, v }
     }
 
     /// # Safety
     /// As [`Tensor::step`].
-    unsafe fn weights(&self, address: usize, at: &Range<usize>) -> Option<Weights<'_>> {
+    unsafe fn weights(&self, at: &Range<usize>) -> Option<Weights<'_>> {
+        let address = self.addresses.4;
         // SAFETY: the caller's promise.
         (address != 0).then(|| unsafe {
             match self.formats.2 {
+                Format::F32 => Weights::F32(write(address, at)),
+                Format::Bf16 => Weights::Bf16(write(address, at)),
                 Format::F16 => Weights::F16(write(address, at)),
-                _ => Weights::Bf16(write(address, at)),
             }
         })
+    }
+}
+
+/// What a pass does to elements: a step, of which it writes the state, the working weights or both.
+struct Effect<'a> {
+    kernels: AdamKernels,
+    scale: f32,
+    out: Option<Weights<'a>>,
+    writes_state: bool,
+}
+
+impl Effect<'_> {
+    fn on<M: Moment>(self, consts: AdamConsts, mut state: AdamState<'_, M>, grads: Grads<'_>) {
+        let (kernels, step) = (self.kernels, AdamStep { consts, scale: self.scale });
+        match (self.writes_state, self.out) {
+            (true, Some(out)) => kernels.step(step, &mut state, grads, out),
+            (true, None) => kernels.commit(step, &mut state, grads),
+            (false, Some(out)) => kernels.speculate(step, &state, grads, out),
+            (false, None) => {}
+        }
     }
 }
 
