@@ -14,15 +14,22 @@ from typing import Any, NamedTuple
 
 import torch
 
-try:
-    from . import _cpu_adam
-except ImportError as error:
-    why = f"superoffload.torch lacks its extension module ({error}): install superoffload from a wheel, which has it"
-    raise ImportError(why) from error
+from ._adamw import (
+    FORMATS,
+    _cpu_adam,
+    check_apart,
+    check_group,
+    check_isa,
+    check_param,
+    check_saved_groups,
+    check_saved_state,
+    hyper,
+    refuse_unless,
+)
+from ._offload import OffloadAdamW, OffloadStep
 
-__all__ = ["CPUAdamW", "LastStep"]
+__all__ = ["CPUAdamW", "LastStep", "OffloadAdamW", "OffloadStep"]
 
-FORMATS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MASTER = "master_param"
 
@@ -63,13 +70,12 @@ class CPUAdamW(torch.optim.Optimizer):
         threads: int | None = None,
         isa: str = "auto",
     ) -> None:
-        _refuse_unless(adamw_mode, "adamw_mode=False (weight decay added to gradients) is not offered: use torch.optim.Adam, or leave it out")
-        _refuse_unless(fp32_optimizer_states, "fp32_optimizer_states=False is not offered: moments='bfloat16' stores moments in 16 bits")
-        _refuse_unless(moments in MOMENTS, f"moments must be 'float32' or 'bfloat16', not {moments!r}")
-        _refuse_unless(threads is None or threads >= 1, f"threads must be at least 1, not {threads}; None takes torch.get_num_threads()")
-        _refuse_unless(max_grad_norm is None or max_grad_norm > 0, f"max_grad_norm must be above 0, not {max_grad_norm}; None does not clip")
-        known = ["auto", *_cpu_adam.instruction_sets()]
-        _refuse_unless(isa in known, f"isa must be one of {', '.join(known)} on this CPU, not {isa!r}")
+        refuse_unless(adamw_mode, "adamw_mode=False (weight decay added to gradients) is not offered: use torch.optim.Adam, or leave it out")
+        refuse_unless(fp32_optimizer_states, "fp32_optimizer_states=False is not offered: moments='bfloat16' stores moments in 16 bits")
+        refuse_unless(moments in MOMENTS, f"moments must be 'float32' or 'bfloat16', not {moments!r}")
+        refuse_unless(threads is None or threads >= 1, f"threads must be at least 1, not {threads}; None takes torch.get_num_threads()")
+        refuse_unless(max_grad_norm is None or max_grad_norm > 0, f"max_grad_norm must be above 0, not {max_grad_norm}; None does not clip")
+        check_isa(isa)
         self.moments, self.max_grad_norm, self.threads, self.isa = moments, max_grad_norm, threads, isa
         self.last: LastStep | None = None
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad, "bias_correction": bias_correction}
@@ -82,12 +88,11 @@ class CPUAdamW(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         try:
-            _check_group(self.param_groups[-1])
+            check_group(self.param_groups[-1])
             params = self._params()
             for index, param in enumerate(params):
                 _check_param(index, param)
-            if both := _cpu_adam.overlap([(param.data_ptr(), param.nbytes) for param in params]):
-                raise ValueError(f"parameters {both[0]} and {both[1]} share memory: pass one of them, or a clone of the other")
+            check_apart(params)
         except ValueError:
             self.param_groups.pop()
             raise
@@ -99,10 +104,10 @@ class CPUAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        given, hyper, stepped, steps, held = [], [], [], [], []
+        given, groups, stepped, steps, held = [], [], [], [], []
         index = first = 0
         for number, group in enumerate(self.param_groups):
-            hyper.append(_hyper(group))
+            groups.append(hyper(group))
             for param in group["params"]:
                 if param.grad is not None:
                     state = self.state[param]
@@ -116,7 +121,7 @@ class CPUAdamW(torch.optim.Optimizer):
         if not given:
             return loss
         threads = torch.get_num_threads() if self.threads is None else self.threads
-        norm, scale = _cpu_adam.step(given, hyper, threads, self.isa, self.max_grad_norm)
+        norm, scale = _cpu_adam.step(given, groups, threads, self.isa, self.max_grad_norm)
         self.last = LastStep(norm, scale or 0.0, scale is None)
         if scale is not None:
             torch._foreach_add_(steps, 1)
@@ -126,10 +131,7 @@ class CPUAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the state of this optimizer, of `torch.optim.AdamW` or of `DeepSpeedCPUAdam`."""
         groups, params = state_dict["param_groups"], self._params()
-        for group in groups:
-            if missing := [key for key in ("lr", "betas", "eps", "weight_decay") if key not in group]:
-                raise ValueError(f"load_state_dict: a parameter group lacks {', '.join(missing)}: it is not AdamW's")
-            _check_group(group)
+        check_saved_groups(groups)
         saved = [number for group in groups for number in group["params"]]
         # What does not fit in number is refused by torch, below.
         states = {
@@ -145,14 +147,10 @@ class CPUAdamW(torch.optim.Optimizer):
         return [param for group in self.param_groups for param in group["params"]]
 
     def _loaded(self, index: int, param: torch.Tensor, saved: dict[str, Any]) -> dict[str, Any]:
-        if missing := [key for key in ("step", "exp_avg", "exp_avg_sq") if key not in saved]:
-            raise ValueError(f"load_state_dict: the state of parameter {index} lacks {', '.join(missing)}: it is not AdamW's")
         formats = {"exp_avg": MOMENTS[self.moments], "exp_avg_sq": MOMENTS[self.moments]}
         if param.dtype != torch.float32 and MASTER in saved:
             formats[MASTER] = torch.float32
-        for key in formats:
-            if saved[key].shape != param.shape:
-                raise ValueError(f"load_state_dict: {key} of parameter {index} is {list(saved[key].shape)}, the parameter {list(param.shape)}")
+        check_saved_state(index, param, saved, tuple(formats))
         arrays = {key: torch.empty(param.shape, dtype=dtype).copy_(saved[key]) for key, dtype in formats.items()}
         return {"step": torch.tensor(float(saved["step"])), **arrays}
 
@@ -189,42 +187,12 @@ def _given(index: int, param: torch.Tensor, arrays: tuple[torch.Tensor, ...], fi
     return index, addresses, formats, param.numel(), first, step, group
 
 
-def _hyper(group: dict[str, Any]) -> tuple[float, ...]:
-    beta1, beta2 = group["betas"]
-    return float(group["lr"]), float(beta1), float(beta2), float(group["eps"]), float(group["weight_decay"])
-
-
-def _check_group(group: dict[str, Any]) -> None:
-    lr, beta1, beta2, eps, weight_decay = _hyper(group)
-    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-        _refuse_unless(0 <= value < float("inf"), f"{name} must be 0 or more, not {value}")
-    for beta in (beta1, beta2):
-        _refuse_unless(0 <= beta < 1, f"betas must be at least 0 and below 1, not {(beta1, beta2)}")
-    for name in ("amsgrad", "maximize", "differentiable"):
-        _refuse_unless(not group.get(name), f"{name}=True is not offered: use torch.optim.AdamW for it")
-    _refuse_unless(group.get("bias_correction", True), "bias_correction=False is not offered: leave it out")
-    _refuse_unless(group.get("decoupled_weight_decay", True) or not weight_decay, "weight decay here is AdamW's, and this group has Adam's")
-
-
 def _check_param(index: int, param: torch.Tensor) -> None:
-    where = f"parameter {index}"
-    if type(param) not in (torch.Tensor, torch.nn.Parameter):
-        raise ValueError(f"{where} is a {type(param).__name__}: pass plain tensors, of a sharded one its local part")
-    if param.layout != torch.strided:
-        raise ValueError(f"{where} is sparse: make it dense with .to_dense()")
+    check_param(index, param)
     if param.device.type != "cpu":
-        raise ValueError(f"{where} is on {param.device}: this optimizer steps on the CPU; move it with .cpu(), or use torch.optim.AdamW")
-    if param.dtype not in FORMATS:
-        raise ValueError(f"{where} is {param.dtype}: use float32, bfloat16 or float16, or torch.optim.AdamW")
-    if not param.is_contiguous():
-        raise ValueError(f"{where} is not contiguous: make it so with .contiguous() before the optimizer is made")
+        raise ValueError(f"parameter {index} is on {param.device}: this optimizer steps on the CPU; move it with .cpu(), or use OffloadAdamW")
 
 
 def _check_state(index: int, key: str, array: torch.Tensor, param: torch.Tensor, dtype: torch.dtype) -> None:
     if array.dtype != dtype or array.numel() != param.numel() or array.device.type != "cpu" or not array.is_contiguous():
         raise ValueError(f"{key} of parameter {index} was changed: it must be contiguous, {dtype}, on the CPU, with {param.numel()} elements")
-
-
-def _refuse_unless(holds: Any, why: str) -> None:
-    if not holds:
-        raise ValueError(why)

@@ -1,0 +1,453 @@
+"""AdamW on the CPU for parameters on a GPU, while backward runs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import cycle
+from typing import Any
+
+import torch
+
+from ._adamw import _cpu_adam, check_apart, check_group, check_isa, check_param, check_saved_groups, check_saved_state, hyper, refuse_unless
+from ._buckets import ALIGN, Bucket, Gone, Member, Part, Stage, cut, new_state, take_changes
+from ._link import host_array, link_to
+
+STAGES = 3
+"""New weights of that many buckets are between the CPU's passes and the device at once."""
+
+
+@dataclass
+class OffloadStep:
+    """What a step did."""
+
+    grad_norm: float
+    """The norm of all gradients before clipping."""
+    clip: float
+    """The factor on every gradient; 0 where the step was skipped."""
+    verdict: str
+    """`commit`: gradients were used as they are. `clip`: they were clipped. `skip`: one was NaN or infinite, and nothing changed."""
+    speculated: int
+    """Buckets whose new weights were made before the verdict."""
+    redone: int
+    """Buckets of these whose new weights were of no use."""
+    waits: list[tuple[Any, Any]] = field(default_factory=list, repr=False)
+    """Events of the device's stream before and after it waited."""
+
+    @property
+    def exposed_ms(self) -> float:
+        """Milliseconds from the end of backward in which the device waited for this step's weights, in `step` and in forward passes so far."""
+        if self.waits:
+            self.waits[-1][1].synchronize()
+        return sum(before.elapsed_time(after) for before, after in self.waits)
+
+
+@dataclass
+class _Round:
+    """From the first gradient that leaves the device to the end of `step`."""
+
+    hyper: list[tuple[float, ...]]
+    speculates: bool
+    members: list[Member] = field(default_factory=list)
+    buckets: list[Bucket] = field(default_factory=list)
+    """As they were completed: what comes last is needed first by the next forward pass."""
+    ended: Any = None
+    """The event at the end of backward."""
+    norm: float = 0.0
+    scale: float | None = None
+    is_judged: bool = False
+
+
+class OffloadAdamW(torch.optim.Optimizer):
+    """AdamW whose state lies in host memory and whose arithmetic runs on the CPU, while backward runs.
+
+    Parameters are bfloat16, float16 or float32, contiguous, on one GPU (or on the CPU, by the same path). A gradient leaves the device as soon
+    as the last of `accumulation_steps` backward passes has made it, and `.grad` is empty afterwards. With `speculate` the CPU makes new weights
+    before all gradients are there; `step` then finds that the norm was within `max_grad_norm` (None or 0: no limit) and keeps them, or steps
+    again with gradients clipped, or leaves everything as it was where a gradient is NaN or infinite. Bits are those of a step that waited for
+    its gradients (`speculate=False`) and of `CPUAdamW` with the same `max_grad_norm`. `last` tells what `step` did.
+
+    `bucket_mib` is what is copied and stepped at a time. `threads` is two fewer than torch's unless given.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        max_grad_norm: float | None = 1.0,
+        accumulation_steps: int = 1,
+        bucket_mib: float = 64,
+        speculate: bool = True,
+        threads: int | None = None,
+        isa: str = "auto",
+    ) -> None:
+        refuse_unless(max_grad_norm is None or 0 <= max_grad_norm, f"max_grad_norm must be 0 or more, not {max_grad_norm}; 0 does not clip")
+        refuse_unless(accumulation_steps >= 1, f"accumulation_steps must be at least 1, not {accumulation_steps}")
+        refuse_unless(1 / 64 <= bucket_mib <= 4096, f"bucket_mib must be from 1/64 to 4096, not {bucket_mib}")
+        refuse_unless(threads is None or threads >= 1, f"threads must be at least 1, not {threads}; None leaves two of torch's to Python")
+        check_isa(isa)
+        _refuse_ranks()
+        self.max_grad_norm, self.accumulation_steps, self.speculate, self.isa = max_grad_norm, accumulation_steps, speculate, isa
+        self.threads = threads or max(1, torch.get_num_threads() - 2)
+        self.last: OffloadStep | None = None
+        self._bucket_bytes = int(bucket_mib * 2**20) // ALIGN * ALIGN
+        self._members: list[Member] = []
+        self._buckets: list[Bucket] = []
+        self._held_by_forward: set[Bucket] = set()
+        self._round: _Round | None = None
+        self._history = _cpu_adam.History()
+        # One thread: what it is told, it does in that order.
+        self._worker = ThreadPoolExecutor(1, "superoffload")
+        self._link: Any = None
+        self._stages: Any = None
+        self._handles: list[Any] = []
+        weakref.finalize(self, _remove, self._handles)
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("OffloadAdamW holds a thread and streams, so that it cannot be pickled or copied: save its state_dict()")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        refuse_unless(self._round is None, "add_param_group: gradients of a step have left already: call step() or zero_grad() first")
+        super().add_param_group(param_group)
+        group, first = len(self.param_groups) - 1, len(self._members)
+        params = self.param_groups[-1]["params"]
+        try:
+            check_group(self.param_groups[-1])
+            for index, param in enumerate(params, first):
+                check_param(index, param)
+                _check_device(index, param, self._members[0].param if self._members else params[0])
+            check_apart([member.param for member in self._members] + params)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        if not params:
+            return
+        self._link = self._link or link_to(params[0].device)
+        members = [Member(index, group, param) for index, param in enumerate(params, first)]
+        self._members += members
+        self._buckets += cut(members, self._bucket_bytes)
+        # The next bucket may be larger than those that the stages were made for.
+        self._stages = None
+        for member in members:
+            self._link.adopt(member.param.data)
+            # A frozen one takes no hook; if it is trained later, `step` takes its gradient.
+            if member.param.requires_grad:
+                self._handles.append(member.param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), member)))
+
+    def overlap_forward(self, modules: Iterable[torch.nn.Module]) -> None:
+        """Lets `step` return before the weights of `modules` are on the device: each waits for its own when it is called, or saved.
+
+        Give the layers of a model, each of which is called in every forward pass. Whoever reads their weights elsewhere between `step` and
+        the next forward pass calls `synchronize` first.
+        """
+        modules, owner = list(modules), weakref.ref(self)
+        inside = {param for module in modules for param in module.parameters()}
+        for module in modules:
+            own = set(module.parameters())
+            buckets = {part.bucket: None for member in self._members if member.param in own for part in member.parts}
+            hold = _hold_hook(owner, list(buckets))
+            self._handles += [module.register_forward_pre_hook(hold), module.register_state_dict_pre_hook(hold)]
+        self._held_by_forward |= {bucket for bucket in self._buckets if all(part.member.param in inside for part in bucket.parts)}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Judges the gradients and makes their step final. What the device is told afterwards sees the new weights."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        now = self._judge()
+        if now is None:
+            return loss
+        groups = self._hyper()
+        holds = now.scale == 1.0 and groups == now.hyper
+        speculated = sum(bucket.is_speculated for bucket in now.buckets)
+        verdict = "skip" if now.scale is None else "commit" if now.scale == 1.0 else "clip"
+        self.last = OffloadStep(now.norm, now.scale or 0.0, verdict, speculated, 0 if holds else speculated)
+        self._history.record(now.scale)
+        if now.scale is None:
+            self._restore(now)
+        else:
+            torch._foreach_add_([self.state[member.param]["step"] for member in now.members], 1)
+            self._make_final(now, groups, holds)
+        self._end(now)
+        self._hold([bucket for bucket in now.buckets if bucket not in self._held_by_forward], now.ended)
+        return loss
+
+    @torch.no_grad()
+    def grad_norm(self) -> float | None:
+        """The norm of all gradients, before `step` and before clipping; waits until they are on the CPU. None: there are none."""
+        now = self._judge()
+        return None if now is None else now.norm
+
+    @torch.no_grad()
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops all gradients. Where a step has begun, the weights become again what they were."""
+        if now := self._round:
+            now.ended = self._link.mark()
+            self._restore(now)
+            self._end(now)
+            self._hold(now.buckets)
+        for member in self._members:
+            member.micro_steps = 0
+        super().zero_grad(set_to_none)
+
+    def synchronize(self) -> None:
+        """Returns when state and weights are those after the last `step`."""
+        for bucket in self._buckets:
+            bucket.wait()
+        self._hold(self._buckets)
+        for bucket in self._buckets:
+            if bucket.sent is not None:
+                bucket.sent.synchronize()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of `torch.optim.AdamW`, and the float32 weights as `param`."""
+        self.synchronize()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the state of this optimizer, of `CPUAdamW` or of `torch.optim.AdamW`.
+
+        Of the saved float32 weights those are used that round to the weights that the parameters have at the next step.
+        """
+        check_saved_groups(state_dict["param_groups"])
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        # What does not fit in number is refused by torch, below.
+        states = {
+            member.param: _loaded(member, state_dict["state"][number])
+            for member, number in zip(self._members, saved)
+            if number in state_dict["state"]
+        }
+        self.zero_grad()
+        self.synchronize()
+        # torch would bring the state to the device of its parameter.
+        super().load_state_dict({**state_dict, "state": {}})
+        self.state.update(states)
+        for member in self._members:
+            member.version = None
+
+    def _hyper(self) -> list[tuple[float, ...]]:
+        return [hyper(group) for group in self.param_groups]
+
+    def _on_gradient(self, member: Member) -> None:
+        """After each backward pass that gave `member` a gradient."""
+        member.micro_steps += 1
+        if member.is_taken:
+            raise RuntimeError(
+                f"the gradient of parameter {member.index} comes again before step(): call backward() accumulation_steps={self.accumulation_steps} "
+                "times for a step, drop gradients with this optimizer's zero_grad(), and give checkpointed layers that share a parameter "
+                "use_reentrant=False"
+            )
+        if member.micro_steps == self.accumulation_steps:
+            with torch.no_grad():
+                self._take(member, in_backward=True)
+
+    def _take(self, member: Member, in_backward: bool) -> None:
+        """Brings a gradient to the host, and hands on the buckets that are complete by it."""
+        param = member.param
+        _check_gradient(member)
+        now = self._round = self._round or self._begin()
+        if now.is_judged:
+            raise RuntimeError(f"the gradient of parameter {member.index} comes after grad_norm(): call step() first")
+        # The worker may be busy with the last step, which reads what is changed below.
+        for part in member.parts:
+            part.bucket.wait()
+            if part.bucket.slot is None:
+                part.bucket.slot = self._link.room(part.bucket.size)
+        state = self._state_of(member)
+        member.number = int(state["step"].item()) + 1
+        gradient = param.grad.detach().reshape(-1)
+        if self.speculate:
+            # Weights change from here on: autograd refuses whoever saved them for a later backward pass.
+            torch.autograd.graph.increment_version(param)
+        param.grad, member.version, member.is_taken = member.gone, param._version, True
+        now.members.append(member)
+        for part in member.parts:
+            self._link.bring(part.of(part.bucket.slot), gradient[part.start : part.stop])
+            part.bucket.arrived.append(part)
+            if len(part.bucket.arrived) == len(part.bucket.parts):
+                self._submit(part.bucket, now.speculates and in_backward)
+
+    def _begin(self) -> _Round:
+        _refuse_ranks()
+        return _Round(self._hyper(), self.speculate and self._history.pays())
+
+    def _state_of(self, member: Member) -> dict[str, torch.Tensor]:
+        state = self.state[member.param]
+        if "step" not in state:
+            state.update(new_state(member.param))
+        elif member.param._version != member.version:
+            take_changes(state["param"], member.param)
+        return state
+
+    def _submit(self, bucket: Bucket, speculates: bool) -> None:
+        now = self._round
+        # In the flat order, whatever the hooks' order was.
+        bucket.arrived.sort(key=lambda part: part.offset)
+        bucket.landed, bucket.is_speculated = self._link.brought(), speculates
+        bucket.task = self._worker.submit(self._first_pass, bucket, bucket.arrived, now.hyper, speculates)
+        if speculates:
+            bucket.writing = bucket.task
+        now.buckets.append(bucket)
+
+    def _judge(self) -> _Round | None:
+        """Takes what has not left yet, and waits until the norm is known."""
+        for member in self._members:
+            if member.param.grad is not None and not member.is_taken:
+                self._take(member, in_backward=False)
+        now = self._round
+        if now is None or now.is_judged:
+            return now
+        now.ended = self._link.mark()
+        for member in now.members:
+            _check_untouched(member)
+        submitted = set(now.buckets)
+        for bucket in self._buckets:
+            if bucket.arrived and bucket not in submitted:
+                self._submit(bucket, speculates=False)
+        for bucket in now.buckets:
+            bucket.wait()
+        updates = [bucket.update for bucket in self._buckets if bucket.arrived]
+        now.norm, now.scale = _cpu_adam.verdict(updates, self.max_grad_norm or 0.0)
+        now.is_judged = True
+        return now
+
+    def _make_final(self, now: _Round, groups: list[tuple[float, ...]], holds: bool) -> None:
+        """First the weights that the device lacks, in the order in which it needs them; then the state, in backward's order."""
+        for bucket in reversed(now.buckets):
+            if not (holds and bucket.is_speculated):
+                self._submit_weights(bucket, groups, now.ended, lambda update: update.weights(now.scale))
+        for bucket in now.buckets:
+            bucket.task = self._worker.submit(self._commit, bucket, now.scale)
+
+    def _restore(self, now: _Round) -> None:
+        """Sends the weights of the state where others may have been sent."""
+        for bucket in reversed(now.buckets):
+            if bucket.is_speculated:
+                self._submit_weights(bucket, now.hyper, now.ended, lambda update: update.emit())
+
+    def _submit_weights(self, bucket: Bucket, groups: list[tuple[float, ...]], after: Any, act: Callable[[Any], None]) -> None:
+        bucket.writing = bucket.task = self._worker.submit(self._write, bucket, bucket.arrived, groups, after, act)
+
+    def _end(self, now: _Round) -> None:
+        params = [member.param for member in now.members]
+        torch.autograd.graph.increment_version(params)
+        for member in now.members:
+            member.param.grad, member.version, member.is_taken = None, member.param._version, False
+        for member in self._members:
+            member.micro_steps = 0
+        for bucket in self._buckets:
+            bucket.arrived, bucket.is_speculated = [], False
+        self._round = None
+
+    def _hold(self, buckets: Iterable[Bucket], since: Any = None) -> None:
+        """The device waits until it has the weights of `buckets`."""
+        before = since or self._link.mark()
+        written = [bucket for bucket in buckets if bucket.writing is not None]
+        for bucket in written:
+            bucket.writing.result()
+            self._link.hold(bucket.sent)
+            bucket.writing = None
+        if self.last and (written or since):
+            self.last.waits.append((before, self._link.mark()))
+
+    def _first_pass(self, bucket: Bucket, parts: list[Part], groups: list[tuple[float, ...]], speculates: bool) -> None:
+        """The worker's, as all below."""
+        bucket.landed.synchronize()
+        if speculates:
+            self._write(bucket, parts, groups, None, lambda update: update.speculate())
+        else:
+            bucket.update = self._update(bucket, parts, groups, None)
+            bucket.update.sums()
+
+    def _write(self, bucket: Bucket, parts: list[Part], groups: list[tuple[float, ...]], after: Any, act: Callable[[Any], None]) -> None:
+        """Has `act` make new weights and sends them to the device."""
+        if self._stages is None:
+            largest = max(bucket.size for bucket in self._buckets)
+            self._stages = cycle([Stage(self._link.room(largest)) for _ in range(STAGES)])
+        stage = next(self._stages)
+        if stage.sent is not None:
+            stage.sent.synchronize()
+        bucket.update = self._update(bucket, parts, groups, stage.room)
+        act(bucket.update)
+        stage.sent = bucket.sent = self._link.send([(part.weights, part.of(stage.room)) for part in parts], after)
+
+    def _commit(self, bucket: Bucket, scale: float) -> None:
+        bucket.update.commit(scale)
+
+    def _update(self, bucket: Bucket, parts: list[Part], groups: list[tuple[float, ...]], stage: torch.Tensor | None) -> Any:
+        given = [part.given(self.state[part.member.param], bucket.slot, stage) for part in parts]
+        return _cpu_adam.Update(given, groups, self.threads, self.isa)
+
+
+def _hook(owner: weakref.ref[OffloadAdamW], member: Member) -> Callable[[torch.Tensor], None]:
+    def take(_param: torch.Tensor) -> None:
+        if (optimizer := owner()) is not None:
+            optimizer._on_gradient(member)
+
+    return take
+
+
+def _hold_hook(owner: weakref.ref[OffloadAdamW], buckets: list[Bucket]) -> Callable[..., None]:
+    @torch.compiler.disable
+    def hold(*_: Any) -> None:
+        if (optimizer := owner()) is not None and any(bucket.writing is not None for bucket in buckets):
+            optimizer._hold(buckets)
+
+    return hold
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _refuse_ranks() -> None:
+    distributed = torch.distributed
+    ranks = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+    if ranks > 1:
+        raise RuntimeError(f"OffloadAdamW steps the gradients of one process, and torch.distributed has {ranks}: use FSDP or ZeRO with CPUAdamW")
+
+
+def _check_device(index: int, param: torch.Tensor, first: torch.Tensor) -> None:
+    if param.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"parameter {index} is on {param.device}: OffloadAdamW takes parameters of one CUDA device, or of the CPU")
+    if param.device != first.device:
+        raise ValueError(f"parameter {index} is on {param.device}, others are on {first.device}: OffloadAdamW takes those of one device")
+
+
+def _check_gradient(member: Member) -> None:
+    param, grad, where = member.param, member.param.grad, f"the gradient of parameter {member.index}"
+    if isinstance(grad, Gone):
+        raise RuntimeError(f"{where} has gone to another OffloadAdamW: drop that one first, by del and gc.collect()")
+    if grad.layout != torch.strided:
+        raise ValueError(f"{where} is sparse: step it with torch.optim.SparseAdam, or make it with sparse=False")
+    if grad.dtype != param.dtype or grad.device != param.device:
+        raise ValueError(f"{where} is {grad.dtype} on {grad.device}, the parameter {param.dtype} on {param.device}: both must be the same")
+    if param.data_ptr() != member.address:
+        raise RuntimeError(f"parameter {member.index} has moved in memory: move and cast the model before the optimizer is made")
+
+
+def _check_untouched(member: Member) -> None:
+    """Between backward and `step`."""
+    if member.param.grad is not member.gone:
+        raise RuntimeError(f"the gradient of parameter {member.index} was set after backward(): drop gradients with this optimizer's zero_grad()")
+    if member.param._version != member.version:
+        raise RuntimeError(f"parameter {member.index} was changed between backward() and step(): change it after step()")
+
+
+def _loaded(member: Member, saved: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Own arrays with the saved values; without float32 weights among these, those of the parameter."""
+    master = "param" if "param" in saved else "master_param"
+    check_saved_state(member.index, member.param, saved, ("exp_avg", "exp_avg_sq", master))
+    sources = {"exp_avg": saved["exp_avg"], "exp_avg_sq": saved["exp_avg_sq"], "param": saved.get(master, member.param.detach())}
+    arrays = {key: host_array(member.param.shape).copy_(source) for key, source in sources.items()}
+    return {"step": torch.tensor(float(saved["step"]), device="cpu"), **arrays}
