@@ -27,8 +27,9 @@ from ._adamw import (
     refuse_unless,
 )
 from ._offload import OffloadAdamW, OffloadStep
+from ._trainer import SuperOffloadTrainerMixin
 
-__all__ = ["CPUAdamW", "LastStep", "OffloadAdamW", "OffloadStep"]
+__all__ = ["CPUAdamW", "LastStep", "OffloadAdamW", "OffloadStep", "SuperOffloadTrainerMixin"]
 
 MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MASTER = "master_param"

@@ -1,0 +1,150 @@
+"""`SuperOffloadTrainerMixin` in front of transformers' Trainer and TRL's SFTTrainer, with tiny models of random weights. Left out, and said so,
+where these are not installed."""
+
+import math
+import tempfile
+import unittest
+
+try:
+    import torch
+    import transformers
+    from transformers import Trainer, TrainingArguments
+except ImportError as error:
+    raise unittest.SkipTest(f"LEFT OUT: SuperOffloadTrainerMixin is not tested, because of transformers ({error})") from error
+
+try:
+    import trl
+except ImportError:
+    trl = None
+
+from superoffload.torch import OffloadAdamW, SuperOffloadTrainerMixin
+
+# The models are too small for more.
+torch.set_num_threads(1)
+
+SIZES = {
+    "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 16, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+MODELS = {
+    "Qwen3": {"tie_word_embeddings": True},
+    "Gemma3Text": {"sliding_window": 16},
+    "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
+}
+ROWS = [{"input_ids": [(7 * row + 3 * at) % 120 + 3 for at in range(16)]} for row in range(24)]
+ROWS = [{**row, "labels": row["input_ids"]} for row in ROWS]
+
+
+class OffloadTrainer(SuperOffloadTrainerMixin, Trainer):
+    pass
+
+
+def model(name="Qwen3"):
+    torch.manual_seed(0)
+    config = getattr(transformers, name + "Config")(**{**SIZES, **MODELS[name]})
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+
+
+def arguments(output, **settings):
+    base = {
+        "output_dir": output, "max_steps": 8, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 1e-2,
+        "weight_decay": 0.1, "max_grad_norm": 1.0, "logging_steps": 1, "report_to": [], "use_cpu": not torch.cuda.is_available(),
+        "save_strategy": "no", "lr_scheduler_type": "cosine", "warmup_steps": 2, "disable_tqdm": True,
+    }  # fmt: skip
+    return {**base, **settings}
+
+
+def logs(trainer):
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    # Releases before 5 tell no norm where they do not clip.
+    return [row["loss"] for row in rows], [float(row["grad_norm"]) for row in rows if "grad_norm" in row]
+
+
+def train(cls, output, name="Qwen3", resume=None, optimizer=None, **settings):
+    args = TrainingArguments(**arguments(output, **settings))
+    trainer = cls(model=model(name), args=args, train_dataset=ROWS, **({"optimizer_cls_and_kwargs": optimizer} if optimizer else {}))
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def unwrapped(trainer):
+    return getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+
+
+class InTrainer(unittest.TestCase):
+    def setUp(self):
+        place = tempfile.TemporaryDirectory()
+        self.addCleanup(place.cleanup)
+        self.output = place.name
+
+    def close(self, ours, theirs):
+        (losses, norms), (other_losses, other_norms) = logs(ours), logs(theirs)
+        self.assertEqual((len(losses), len(norms)), (len(other_losses), len(other_norms)))
+        for one, other in zip(losses + norms, other_losses + other_norms):
+            self.assertAlmostEqual(one, other, delta=2e-3 * max(1, abs(other)))
+
+    def test_losses_and_norms_are_those_of_torchs_adamw(self):
+        for name in MODELS:
+            if not hasattr(transformers, name + "Config"):
+                print(f"LEFT OUT: transformers {transformers.__version__} has no {name}")
+                continue
+            for limit in (1.0, 0.0):
+                ours, theirs = (train(cls, self.output, name, max_grad_norm=limit) for cls in (OffloadTrainer, Trainer))
+                self.assertIsInstance(unwrapped(ours), OffloadAdamW)
+                self.close(ours, theirs)
+                self.assertLess(logs(ours)[0][-1], logs(ours)[0][0])
+
+    def test_a_run_goes_on_from_its_checkpoint(self):
+        whole = train(OffloadTrainer, self.output, save_strategy="steps", save_steps=4)
+        resumed = train(OffloadTrainer, self.output, resume=f"{self.output}/checkpoint-4")
+        self.assertEqual(logs(resumed)[0], logs(whole)[0])
+        for one, other in zip(resumed.model.parameters(), whole.model.parameters()):
+            self.assertTrue(torch.equal(one, other))
+
+    def test_settings_of_the_optimizer_are_taken(self):
+        small = {"bucket_mib": 1 / 64, "speculate": False}
+        trainer = train(OffloadTrainer, self.output, optimizer=(OffloadAdamW, small))
+        optimizer = unwrapped(trainer)
+        self.assertEqual((optimizer.speculate, optimizer._bucket_bytes, optimizer.accumulation_steps), (False, 2**14, 2))
+        self.assertEqual([group["weight_decay"] for group in optimizer.param_groups], [0.1, 0.0])
+        # The layers of the model are found.
+        self.assertTrue(optimizer._held_by_forward)
+        self.assertEqual(logs(trainer), logs(train(OffloadTrainer, self.output)))
+
+    def test_what_does_not_fit_is_refused(self):
+        for settings, why in (({"optim": "adafactor"}, "optim='adafactor'"), ({"optimizer": (torch.optim.SGD, {"lr": 1.0})}, "not by SGD")):
+            with self.assertRaisesRegex(ValueError, why):
+                train(OffloadTrainer, self.output, **settings)
+        with self.assertRaisesRegex(TypeError, r"goes before the Trainer: class Late\(SuperOffloadTrainerMixin, Trainer\)"):
+            type("Late", (Trainer, SuperOffloadTrainerMixin), {})
+
+    @unittest.skipUnless(trl, "LEFT OUT: TRL's SFTTrainer is not tested, because trl is not installed")
+    def test_trls_trainer_follows_torchs_adamw(self):
+        from datasets import Dataset
+
+        class OffloadSft(SuperOffloadTrainerMixin, trl.SFTTrainer):
+            pass
+
+        def sft(cls):
+            args = trl.SFTConfig(**arguments(self.output, max_length=16, packing=False, bf16=False, gradient_checkpointing=True))
+            rows = Dataset.from_list([{"input_ids": row["input_ids"]} for row in ROWS])
+            trainer = cls(model=model(), args=args, train_dataset=rows, processing_class=tokenizer())
+            trainer.train()
+            return trainer
+
+        ours, theirs = sft(OffloadSft), sft(trl.SFTTrainer)
+        self.close(ours, theirs)
+        self.assertTrue(all(math.isfinite(norm) for norm in logs(ours)[1]))
+
+
+def tokenizer():
+    from tokenizers import Tokenizer, models
+
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, 128)}}
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<pad>")), pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+if __name__ == "__main__":
+    unittest.main()
