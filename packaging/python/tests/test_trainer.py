@@ -1,9 +1,13 @@
 """`SuperOffloadTrainerMixin` in front of transformers' Trainer and TRL's SFTTrainer, with tiny models of random weights. Left out, and said so,
 where these are not installed."""
 
+import contextlib
+import io
+import json
 import math
 import tempfile
 import unittest
+from pathlib import Path
 
 try:
     import torch
@@ -135,6 +139,19 @@ class InTrainer(unittest.TestCase):
         ours, theirs = sft(OffloadSft), sft(trl.SFTTrainer)
         self.close(ours, theirs)
         self.assertTrue(all(math.isfinite(norm) for norm in logs(ours)[1]))
+
+
+class Notebook(unittest.TestCase):
+    def test_the_notebook_runs_from_top_to_bottom(self):
+        book = Path(__file__).parents[3] / "examples/pytorch/offload.ipynb"
+        cells = [cell for cell in json.loads(book.read_text())["cells"] if cell["cell_type"] == "code"]
+        names, said = {}, io.StringIO()
+        with contextlib.redirect_stdout(said):
+            for cell in cells:
+                exec("".join(cell["source"]), names)
+        self.assertIn("the same weights; ", said.getvalue())
+        self.assertIn("clip", names["verdicts"])
+        self.assertIn("commit", names["verdicts"])
 
 
 def tokenizer():
